@@ -1,0 +1,67 @@
+"""The online softmax: folding one block of keys after another into a running result.
+
+  highest' = max(highest, max_s logits)
+  total'   = total * exp(highest - highest') + sum_s exp(logits - highest')
+  output'  = output * exp(highest - highest') + exp(logits - highest') @ value
+
+Milakov and Gimelshein, Online normalizer calculation for softmax,
+https://arxiv.org/abs/1805.02867.
+
+Letters: R query rows, C keys of the block, E value width; "..." leading axes.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+
+class Running(NamedTuple):
+  """The softmax of the keys seen so far, relative to the highest logit."""
+
+  highest: Any  # [..., R, 1]; -inf before the first visible key
+  total: Any  # [..., R, 1]: sum of exp(logits - highest)
+  output: Any  # [..., R, E]: not yet divided by total
+
+
+def start(shape, width: int, dtype) -> Running:
+  """No keys seen: shape (..., R), value width E."""
+  return Running(jnp.full((*shape, 1), -jnp.inf, dtype), jnp.zeros((*shape, 1), dtype),
+                 jnp.zeros((*shape, width), dtype))
+
+
+def update(running: Running, logits, weigh) -> Running:
+  """Folds in one block of keys.
+
+  Args:
+    running: what was seen so far.
+    logits: [..., R, C]; -inf where hidden.
+    weigh: maps exp(logits - highest) [..., R, C] to its product with the values [..., R, E].
+  """
+  highest = jnp.maximum(running.highest, logits.max(-1, keepdims=True))
+  # While a row has seen nothing, its highest is -inf, and -inf - -inf would be NaN.
+  reference = jnp.where(highest == -jnp.inf, 0, highest)
+  weights = jnp.exp(logits - reference)
+  shrink = jnp.exp(running.highest - reference)
+  return Running(highest, running.total * shrink + weights.sum(-1, keepdims=True),
+                 running.output * shrink + weigh(weights))
+
+
+def finish(running: Running, sinks=None):
+  """The normalised output and its lse.
+
+  Args:
+    running: all keys seen.
+    sinks: a logit without a value per row, broadcastable to [..., R, 1]; None: none.
+
+  Returns:
+    (output [..., R, E], lse [..., R, 1]); 0 and -inf (or the sink) for rows that saw nothing.
+  """
+  highest, total, output = running
+  if sinks is not None:
+    joint = jnp.maximum(highest, sinks)
+    reference = jnp.where(joint == -jnp.inf, 0, joint)
+    shrink = jnp.exp(highest - reference)
+    highest, total, output = joint, total * shrink + jnp.exp(sinks - reference), output * shrink
+  empty = total == 0
+  total = jnp.where(empty, 1, total)
+  return output / total, jnp.where(empty, -jnp.inf, highest + jnp.log(total))

@@ -1,0 +1,545 @@
+"""Masks as values: which keys a query sees.
+
+A mask is a small tree of leaves combined with `&`, `|` and `~`. True means
+visible. A mask is a pytree: its structure (kinds of leaves, static numbers,
+predicates) is hashable and compared by value, so an equal mask never retraces;
+its arrays (segment ids, lengths, positions, dense arrays) are ordinary operands.
+
+Every leaf answers two questions, and nothing else in the library knows the
+leaves apart:
+
+* `visible(at)`: elementwise, for the coordinates of a tile; the leaf's own
+  arrays have been cut to the tile by their role (see `cut` and `expand`).
+* `bounds(grid)`: for every (query block, key block), whether some pair may be
+  visible and whether all pairs certainly are. Conservative: `possible` is never
+  False and `certain` never True by mistake.
+
+Letters: B batch, H query heads, T query length, S key length.
+"""
+
+import dataclasses
+from typing import Any, Callable, NamedTuple
+
+import jax
+import numpy as np
+
+# How an array of a mask is laid out, and so how it is cut, padded and sharded.
+QUERY = "query"  # [B or 1, T]: one number per query row
+KEY = "key"  # [B or 1, S]: one number per key column
+BATCH = "batch"  # [B or 1]: one number per batch row
+DENSE = "dense"  # [B or 1, H or 1, T or 1, S or 1]
+WHOLE = "whole"  # passed as it is to a custom predicate
+
+
+class Coordinates(NamedTuple):
+  """Where the elements of a tile are: integers that broadcast to the tile's shape.
+
+  An index counts rows and columns of the arrays; a position is what causal,
+  window, chunk and prefix compare, equal to the index unless the mask says
+  otherwise (`offset`, `positions`). Batch and head are global numbers.
+  """
+
+  batch: Any
+  head: Any
+  query_index: Any
+  key_index: Any
+  query_position: Any
+  key_position: Any
+
+
+class Interval(NamedTuple):
+  """Smallest and largest value in every block (both inclusive)."""
+
+  low: Any
+  high: Any
+
+
+class Grid(NamedTuple):
+  """What `bounds` may ask about the blocks.
+
+  Intervals of queries broadcast as [B or 1, 1, nq, 1], those of keys as
+  [B or 1, 1, 1, nk].
+  """
+
+  xp: Any  # numpy on the host, jax.numpy inside jit
+  reduce_query: Callable  # [B or 1, T] -> Interval
+  reduce_key: Callable
+  reduce_dense: Callable  # [B or 1, H or 1, T or 1, S or 1] -> (any, all) per block
+  query_index: Interval
+  key_index: Interval
+  query_position: Interval
+  key_position: Interval
+
+
+class Mask:
+  """Base of all mask values; made by the functions of this module."""
+
+  roles = {}  # array field -> its role, in field order
+
+  def visible(self, at: Coordinates):
+    """Whether the query sees the key, elementwise; bool, broadcastable to the tile."""
+    raise NotImplementedError
+
+  def bounds(self, grid: Grid):
+    """(possible, certain): bool, broadcastable to [B or 1, H or 1, nq, nk]."""
+    raise NotImplementedError
+
+  def __and__(self, other):
+    if not isinstance(other, Mask):
+      return NotImplemented
+    if isinstance(self, Full):
+      return other
+    return self if isinstance(other, Full) else And(self, other)
+
+  def __or__(self, other):
+    return Or(self, other) if isinstance(other, Mask) else NotImplemented
+
+  def __invert__(self):
+    return Not(self)
+
+  def __eq__(self, other):
+    if not isinstance(other, Mask):
+      return NotImplemented
+    (mine, structure), (theirs, other_structure) = map(jax.tree.flatten, (self, other))
+    return structure == other_structure and all(map(_same_array, mine, theirs))
+
+  def __hash__(self):
+    return hash(jax.tree.structure(self))
+
+
+def _same_array(a, b) -> bool:
+  if a is b:
+    return True
+  if isinstance(a, jax.core.Tracer) or isinstance(b, jax.core.Tracer):
+    return False  # values unknown while tracing
+  return np.shape(a) == np.shape(b) and bool(np.all(np.asarray(a) == np.asarray(b)))
+
+
+def _node(cls):
+  """Makes `cls` a frozen dataclass and a pytree; masks and fields with a role are data."""
+  cls = dataclasses.dataclass(frozen=True, eq=False, repr=True)(cls)
+  names = [field.name for field in dataclasses.fields(cls)]
+  data = [name for name in names if name in cls.roles]
+  static = [name for name in names if name not in cls.roles]
+  return jax.tree_util.register_dataclass(cls, data_fields=data, meta_fields=static)
+
+
+@_node
+class Full(Mask):
+  """Every key is visible."""
+
+  def visible(self, at):
+    return np.True_
+
+  def bounds(self, grid):
+    everything = grid.xp.ones((1, 1, 1, 1), bool)
+    return everything, everything
+
+
+@_node
+class Causal(Mask):
+  """key position <= query position."""
+
+  def visible(self, at):
+    return at.key_position <= at.query_position
+
+  def bounds(self, grid):
+    query, key = grid.query_position, grid.key_position
+    return key.low <= query.high, key.high <= query.low
+
+
+@_node
+class Window(Mask):
+  """-left <= key position - query position <= right; None: unbounded."""
+
+  left: int | None
+  right: int | None
+
+  def visible(self, at):
+    distance = at.key_position - at.query_position
+    inside = np.True_
+    if self.left is not None:
+      inside = inside & (distance >= -self.left)
+    if self.right is not None:
+      inside = inside & (distance <= self.right)
+    return inside
+
+  def bounds(self, grid):
+    nearest = grid.key_position.low - grid.query_position.high
+    farthest = grid.key_position.high - grid.query_position.low
+    possible = certain = grid.xp.ones((1, 1, 1, 1), bool)
+    if self.left is not None:
+      possible, certain = possible & (farthest >= -self.left), certain & (nearest >= -self.left)
+    if self.right is not None:
+      possible, certain = possible & (nearest <= self.right), certain & (farthest <= self.right)
+    return possible, certain
+
+
+@_node
+class Chunk(Mask):
+  """Query and key positions fall into the same chunk of `size` positions."""
+
+  size: int
+
+  def visible(self, at):
+    return at.query_position // self.size == at.key_position // self.size
+
+  def bounds(self, grid):
+    query = Interval(*(x // self.size for x in grid.query_position))
+    key = Interval(*(x // self.size for x in grid.key_position))
+    return _overlap(query, key), _single_equal(query, key)
+
+
+@_node
+class Prefix(Mask):
+  """key position < length: the keys of a prefix are visible to every query."""
+
+  length: int | None
+  lengths: Any
+  roles = {"lengths": BATCH}
+
+  def visible(self, at):
+    return at.key_position < (self.length if self.lengths is None else self.lengths)
+
+  def bounds(self, grid):
+    length = self.length if self.lengths is None else _per_row(self.lengths)
+    return grid.key_position.low < length, grid.key_position.high < length
+
+
+@_node
+class Segments(Mask):
+  """Equal ids see each other; negative ids are padding and see nothing."""
+
+  query_ids: Any
+  key_ids: Any
+  roles = {"query_ids": QUERY, "key_ids": KEY}
+
+  def visible(self, at):
+    return (self.query_ids == self.key_ids) & (self.query_ids >= 0)
+
+  def bounds(self, grid):
+    query, key = grid.reduce_query(self.query_ids), grid.reduce_key(self.key_ids)
+    certain = _single_equal(query, key) & (query.low >= 0)
+    # Padding must not widen the interval of the ids that can be seen.
+    seen = lambda ids: grid.xp.where(ids < 0, _HIGHEST, ids)
+    query = query._replace(low=grid.reduce_query(seen(self.query_ids)).low)
+    key = key._replace(low=grid.reduce_key(seen(self.key_ids)).low)
+    return _overlap(query, key), certain
+
+
+@_node
+class Lengths(Mask):
+  """query index < query length and key index < key length; None: no bound."""
+
+  query_lengths: Any
+  key_lengths: Any
+  roles = {"query_lengths": BATCH, "key_lengths": BATCH}
+
+  def visible(self, at):
+    inside = np.True_
+    if self.query_lengths is not None:
+      inside = inside & (at.query_index < self.query_lengths)
+    if self.key_lengths is not None:
+      inside = inside & (at.key_index < self.key_lengths)
+    return inside
+
+  def bounds(self, grid):
+    possible = certain = grid.xp.ones((1, 1, 1, 1), bool)
+    for lengths, index in ((self.query_lengths, grid.query_index),
+                           (self.key_lengths, grid.key_index)):
+      if lengths is not None:
+        length = _per_row(lengths)
+        possible, certain = possible & (index.low < length), certain & (index.high < length)
+    return possible, certain
+
+
+@_node
+class Dense(Mask):
+  """A boolean array [B or 1, H or 1, T or 1, S or 1]."""
+
+  array: Any
+  roles = {"array": DENSE}
+
+  def visible(self, at):
+    return self.array
+
+  def bounds(self, grid):
+    return grid.reduce_dense(self.array)
+
+
+@_node
+class Custom(Mask):
+  """predicate(batch, head, query position, key position, *operands), elementwise."""
+
+  predicate: Callable
+  operands: tuple
+  roles = {"operands": WHOLE}
+
+  def visible(self, at):
+    return self.predicate(at.batch, at.head, at.query_position, at.key_position, *self.operands)
+
+  def bounds(self, grid):
+    everything = grid.xp.ones((1, 1, 1, 1), bool)
+    return everything, ~everything
+
+
+@_node
+class Positions(Mask):
+  """`mask`, evaluated at the given positions instead of row and column numbers."""
+
+  mask: Mask
+  query: Any
+  key: Any
+  roles = {"mask": None, "query": QUERY, "key": KEY}
+
+  def move(self, at: Coordinates) -> Coordinates:
+    """The coordinates under which `mask` is evaluated."""
+    return at._replace(
+        query_position=at.query_position if self.query is None else self.query,
+        key_position=at.key_position if self.key is None else self.key)
+
+  def visible(self, at):
+    return self.mask.visible(self.move(at))
+
+  def bounds(self, grid):
+    if self.query is not None:
+      grid = grid._replace(query_position=grid.reduce_query(self.query))
+    if self.key is not None:
+      grid = grid._replace(key_position=grid.reduce_key(self.key))
+    return self.mask.bounds(grid)
+
+
+@_node
+class Offset(Mask):
+  """`mask`, with `amount` (static) or `amounts` (per batch row) added to query positions."""
+
+  mask: Mask
+  amount: int | None
+  amounts: Any
+  roles = {"mask": None, "amounts": BATCH}
+
+  def move(self, at: Coordinates) -> Coordinates:
+    """The coordinates under which `mask` is evaluated."""
+    amount = self.amount if self.amounts is None else self.amounts
+    return at._replace(query_position=at.query_position + amount)
+
+  def visible(self, at):
+    return self.mask.visible(self.move(at))
+
+  def bounds(self, grid):
+    amount = self.amount if self.amounts is None else _per_row(self.amounts)
+    low, high = grid.query_position
+    return self.mask.bounds(grid._replace(query_position=Interval(low + amount, high + amount)))
+
+
+@_node
+class And(Mask):
+  """Visible in both."""
+
+  left: Mask
+  right: Mask
+  roles = {"left": None, "right": None}
+
+  def visible(self, at):
+    return self.left.visible(at) & self.right.visible(at)
+
+  def bounds(self, grid):
+    (possible, certain), (other_possible, other_certain) = (
+        self.left.bounds(grid), self.right.bounds(grid))
+    return possible & other_possible, certain & other_certain
+
+
+@_node
+class Or(Mask):
+  """Visible in one or both."""
+
+  left: Mask
+  right: Mask
+  roles = {"left": None, "right": None}
+
+  def visible(self, at):
+    return self.left.visible(at) | self.right.visible(at)
+
+  def bounds(self, grid):
+    (possible, certain), (other_possible, other_certain) = (
+        self.left.bounds(grid), self.right.bounds(grid))
+    return possible | other_possible, certain | other_certain
+
+
+@_node
+class Not(Mask):
+  """Visible where `mask` is not."""
+
+  mask: Mask
+  roles = {"mask": None}
+
+  def visible(self, at):
+    return ~self.mask.visible(at)
+
+  def bounds(self, grid):
+    possible, certain = self.mask.bounds(grid)
+    return ~certain, ~possible
+
+
+_HIGHEST = np.iinfo(np.int32).max
+
+
+def _per_row(x):
+  """[B or 1] -> [B or 1, 1, 1, 1]."""
+  return x.reshape(-1, 1, 1, 1)
+
+
+def _overlap(a: Interval, b: Interval):
+  return (a.low <= b.high) & (b.low <= a.high)
+
+
+def _single_equal(a: Interval, b: Interval):
+  return (a.low == a.high) & (b.low == b.high) & (a.low == b.low)
+
+
+# --- The functions that make masks. --------------------------------------------------------------
+
+
+def full() -> Mask:
+  """Every query sees every key."""
+  return Full()
+
+
+def causal() -> Mask:
+  """key position <= query position."""
+  return Causal()
+
+
+def window(left: int | None, right: int | None) -> Mask:
+  """-left <= key position - query position <= right, both inclusive; None: unbounded."""
+  for name, value in (("left", left), ("right", right)):
+    if value is not None and not _is_int(value):
+      raise ValueError(f"window: {name}={value!r}; expected an int (tokens) or None for unbounded")
+  return Window(*(None if side is None else int(side) for side in (left, right)))
+
+
+def chunk(size: int) -> Mask:
+  """Queries and keys of the same chunk of `size` positions see each other."""
+  if not _is_int(size) or size < 1:
+    raise ValueError(f"chunk: size={size!r}; expected an int >= 1 (tokens)")
+  return Chunk(int(size))
+
+
+def prefix(length) -> Mask:
+  """Keys at positions below `length` (int, or int32 [B or 1]) are visible to every query."""
+  return Prefix(*_static_or_array("prefix", "length", length))
+
+
+def segments(query_ids, key_ids=None) -> Mask:
+  """Equal ids see each other; negative ids are padding.
+
+  Args:
+    query_ids: int32 [B or 1, T].
+    key_ids: int32 [B or 1, S]; None: `query_ids`.
+  """
+  key_ids = query_ids if key_ids is None else key_ids
+  return Segments(_integers("segments", "query_ids", query_ids, 2),
+                  _integers("segments", "key_ids", key_ids, 2))
+
+
+def lengths(query_lengths=None, key_lengths=None) -> Mask:
+  """Rows and columns below the lengths (int32 [B or 1], tokens) are valid; None: no bound."""
+  if query_lengths is None and key_lengths is None:
+    raise ValueError("lengths: query_lengths=None and key_lengths=None; expected at least one")
+  return Lengths(*(None if x is None else _integers("lengths", name, x, 1) for name, x in
+                   (("query_lengths", query_lengths), ("key_lengths", key_lengths))))
+
+
+def positions(query, key=None, mask: Mask = Causal()) -> Mask:
+  """`mask` (causal by default) evaluated at explicit positions.
+
+  Args:
+    query: int32 [B or 1, T] positions of the queries (tokens); None: row numbers.
+    key: int32 [B or 1, S] positions of the keys (tokens); None: column numbers.
+    mask: the mask whose causal, window, chunk, prefix and custom leaves read them.
+  """
+  return Positions(mask, *(None if x is None else _integers("positions", name, x, 2)
+                           for name, x in (("query", query), ("key", key))))
+
+
+def offset(mask: Mask, amount) -> Mask:
+  """`mask` with `amount` (int, or int32 [B or 1]) added to the query positions (tokens)."""
+  return Offset(mask, *_static_or_array("offset", "amount", amount))
+
+
+def dense(array) -> Mask:
+  """A boolean array [B or 1, H or 1, T or 1, S or 1]; True is visible."""
+  array = _as_array(array)
+  if array.dtype != bool or array.ndim != 4:
+    raise ValueError(
+        f"dense: array has dtype {array.dtype} and shape {array.shape}; expected bool "
+        "[B or 1, H or 1, T or 1, S or 1], True = visible (an additive float mask is a bias)")
+  return Dense(array)
+
+
+def custom(predicate: Callable, *operands) -> Mask:
+  """A predicate of (batch, head, query position, key position, *operands).
+
+  Args:
+    predicate: elementwise, traceable by jax, returns bool. Two masks are equal
+      when their predicates are the same object: define it once, outside the step.
+    *operands: arrays handed to the predicate as they are.
+  """
+  if not callable(predicate):
+    raise ValueError(f"custom: predicate={predicate!r}; expected a callable of (batch, head, "
+                     "query position, key position, *operands)")
+  return Custom(predicate, tuple(map(_as_array, operands)))
+
+
+def _is_int(x) -> bool:
+  return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
+
+
+def _as_array(x):
+  return x if isinstance(x, jax.Array) else np.asarray(x)
+
+
+def _integers(function: str, name: str, x, rank: int):
+  x = _as_array(x)
+  if not np.issubdtype(x.dtype, np.integer) or x.ndim != rank:
+    shape = {1: "[B or 1]", 2: "[B or 1, length]"}[rank]
+    raise ValueError(f"{function}: {name} has dtype {x.dtype} and shape {x.shape}; "
+                     f"expected int32 {shape}")
+  return x.astype(np.int32)
+
+
+def _static_or_array(function: str, name: str, value):
+  """(int, None) for a static number, (None, array) for one per batch row."""
+  if _is_int(value):
+    return int(value), None
+  value = _as_array(value)
+  return None, _integers(function, name, value[None] if value.ndim == 0 else value, 1)
+
+
+# --- Taking a mask apart. ------------------------------------------------------------------------
+
+
+def leaf_roles(mask: Mask) -> tuple[str, ...]:
+  """The role of every array of the mask, in the order of `jax.tree.leaves(mask)`."""
+  roles = []
+  for name, role in mask.roles.items():
+    value = getattr(mask, name)
+    if isinstance(value, Mask):
+      roles.extend(leaf_roles(value))
+    elif isinstance(value, tuple):
+      roles.extend([role] * len(value))
+    elif value is not None:
+      roles.append(role)
+  return tuple(roles)
+
+
+def structure_roles(structure) -> tuple[str, ...]:
+  """`leaf_roles` of a mask known only by its tree structure."""
+  return leaf_roles(jax.tree.unflatten(structure, range(structure.num_leaves)))
+
+
+def move_to_positions(mask: Mask, at: Coordinates) -> Coordinates:
+  """The coordinates that the mask's outermost positions or offset put in force."""
+  while isinstance(mask, (Positions, Offset)):
+    at, mask = mask.move(at), mask.mask
+  return at
