@@ -83,7 +83,7 @@ class Operands(NamedTuple):
   value: Array  # [B, S, K, E]
   bias: Array | None = None  # [B or 1, H or 1, T or 1, S or 1], added to the logits
   mask: MaskOperands = MaskOperands()
-  sinks: Array | None = None  # float [H]: a logit per head without a value
+  sinks: Array | None = None  # float [B or 1, H]: a logit per head without a value
   dropout_key: Array | None = None  # uint32 [B or 1, 2]
 
 
@@ -97,6 +97,17 @@ class AttentionSpec(NamedTuple):
   softmax_dtype: Any = jnp.dtype("float32")
   precision: Any = None  # jax.lax.PrecisionLike of the two products
   normalize_output: bool = True
+
+
+class Call(NamedTuple):
+  """One attention, normalised: the only argument of every mechanism."""
+
+  operands: Operands
+  spec: AttentionSpec
+  block_sizes: BlockSizes = BlockSizes()
+  placement: Any = None  # sharding.shard.Placement; None: one device
+  return_lse: bool = False
+  return_weights: bool = False
 
 
 class AttentionOutput(NamedTuple):

@@ -65,3 +65,13 @@ def finish(running: Running, sinks=None):
   empty = total == 0
   total = jnp.where(empty, 1, total)
   return output / total, jnp.where(empty, -jnp.inf, highest + jnp.log(total))
+
+
+def numerator(output, lse):
+  """sum over s of exp(logits) * value: what `normalize_output=False` asks for.
+
+  Args:
+    output: [B, T, H, E], normalised.
+    lse: [B, H, T]; of the keys alone or with sinks, whichever the output was divided by.
+  """
+  return (output * jnp.exp(lse).transpose(0, 2, 1)[..., None]).astype(output.dtype)

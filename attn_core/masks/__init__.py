@@ -1,0 +1,8 @@
+"""Masks as values: leaves, `&`, `|`, `~`; see `algebra`."""
+
+from attn_core.masks.algebra import Mask, causal, chunk, custom, dense, full, lengths, offset
+from attn_core.masks.algebra import positions, prefix, segments, window
+from attn_core.masks.info import MaskInfo
+
+__all__ = ["Mask", "MaskInfo", "causal", "chunk", "custom", "dense", "full", "lengths", "offset",
+           "positions", "prefix", "segments", "window"]

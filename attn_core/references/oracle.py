@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from attn_core import dropout
-from attn_core.masks import algebra, dense
+from attn_core.masks import algebra, dense_mask
 from attn_core.types import AttentionOutput, AttentionSpec, Operands
 
 
@@ -38,7 +38,7 @@ def attention(operands: Operands, spec: AttentionSpec) -> AttentionOutput:
   group = query.shape[2] // key.shape[2]
   key, value = jnp.repeat(key, group, 2), jnp.repeat(value, group, 2)
   shape = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
-  see = jnp.broadcast_to(dense.visible(spec.mask, operands.mask, shape), shape)
+  see = jnp.broadcast_to(dense_mask.visible(spec.mask, operands.mask, shape), shape)
 
   # A hidden key must not matter even when it is NaN, so it is replaced before any arithmetic.
   finite = jnp.isfinite(key).all(-1) & jnp.isfinite(value).all(-1)  # [B, S, H]
@@ -57,7 +57,7 @@ def attention(operands: Operands, spec: AttentionSpec) -> AttentionOutput:
   lse = _logsumexp(total)
   weights = jnp.where(logits == -jnp.inf, 0, jnp.exp(logits - _or_zero(lse)[..., None]))
   if spec.dropout_prob:
-    mask, at = dense.expand(spec.mask, operands.mask, shape)
+    mask, at = dense_mask.expand(spec.mask, operands.mask, shape)
     words = operands.dropout_key.T.reshape(2, -1, 1, 1, 1)
     at = algebra.move_to_positions(mask, at)
     keep = dropout.keep_mask(words, at, spec.dropout_prob)

@@ -1,0 +1,196 @@
+"""The door: `attention` runs any mechanism by name, `explain` says which one and why not the others.
+
+Letters: B batch, T query length, S key length, H query heads, K key heads (K divides H),
+D query and key width, E value width.
+"""
+
+import collections
+import functools
+import inspect
+from typing import NamedTuple
+
+import jax
+
+from attn_core import arguments, metadata as metadata_lib, table
+from attn_core.sharding import shard
+from attn_core.types import AttentionOutput, BlockSizes
+
+
+def attention(
+    query, key, value, *, mechanism="auto", metadata=None, mode="__train__", layout="bthd",
+    mask=None, mask_info=None, bias=None, init_bias=None, causal=True, query_offset=None,
+    sliding_window=None, chunk_size=None, softmax_scale=None, logits_soft_cap=None,
+    softmax_aux=None, dropout_prob=0.0, dropout_rng=None, deterministic=True, cum_seqlens_q=None,
+    cum_seqlens_k=None, cache_view=None, cache_metadata=None, normalize_output=True,
+    precision=None, compute_dtype=None, block_sizes=None, policy=None, prevent_cse=True,
+    fused_backward=False, optimized=False, mask_value=None, vmem_limit_bytes=None,
+    return_lse=False, return_weights=False) -> AttentionOutput:
+  """Attention by any mechanism, with one set of meanings on every platform.
+
+    logits  = soft_cap(softmax_scale * query . key) + bias,   soft_cap(x) = c * tanh(x / c)
+    weights = softmax over the visible keys (and the sinks) of the logits
+    output  = dropout(weights) . value
+
+  Vaswani et al., Attention Is All You Need, https://arxiv.org/abs/1706.03762; block-wise by Dao,
+  FlashAttention-2, https://arxiv.org/abs/2307.08691.
+
+  A query that sees nothing has output 0, lse -inf and gradients 0. A key that is not finite, or
+  whose value is not, makes NaN of the queries that see it and touches no other.
+
+  Args:
+    query: float [B, T, H, D] in layout bthd, [B, H, T, D] in bhtd, [total_q, H, D] in thd.
+    key: float [B, S, K, D], with heads and time as in the query; the query's dtype.
+    value: float [B, S, K, E]; the query's dtype.
+    mechanism: a name of `AttentionMechanism`. A named mechanism is never replaced by another;
+      "auto" takes the platform's first one that honours every argument.
+    metadata: `OperationMetadata`: mesh, axes, platform, dtypes, defaults; None: the defaults.
+    mode: "__train__", "__prefill__", "__autoregressive__" or "__insert__": which sharding rules.
+    layout: "bthd", "bhtd" or "thd" (packed sequences, with `cum_seqlens_q`).
+    mask: a `Mask` value, or bool [B or 1, H or 1, T or 1, S or 1]; True = visible.
+    mask_info: `MaskInfo`: boolean mask, segment ids, positions. All masks given apply together.
+    bias: float [B or 1, H or 1, T or 1, S or 1], added after the soft cap; differentiable.
+    init_bias: a function without arguments that returns the bias; not together with `bias`.
+    causal: whether keys after the query (by position) are hidden.
+    query_offset: position of the first query among the keys (tokens): int or int32 [B]; required
+      where T != S and anything depends on positions, unless `mask_info` holds positions.
+    sliding_window: (left, right): visible when -left <= key position - query position <= right;
+      an int w is (w, w); -1 or None on a side: unbounded (tokens).
+    chunk_size: queries see keys of their own chunk of so many positions (tokens).
+    softmax_scale: static number; None: the metadata's, else D**-0.5.
+    logits_soft_cap: static number c > 0; None: no cap.
+    softmax_aux: sinks: float [H] or [H, n], logits that join the softmax without a value.
+    dropout_prob: probability in [0, 1) that a weight is dropped; 0: the metadata's.
+    dropout_rng: a `jax.random` key. The same weights are dropped by every mechanism and sharding.
+    deterministic: whether dropout is off.
+    cum_seqlens_q: int32 [B + 1], offsets of the packed sequences, from 0 to total_q; layout thd.
+    cum_seqlens_k: int32 [B + 1] of the keys; None: as the queries.
+    cache_view: a cache, for the mechanisms that read one.
+    cache_metadata: what goes with the cache.
+    normalize_output: False: the output is sum(exp(logits) * value), not divided by the softmax's
+      denominator.
+    precision: `jax.lax.PrecisionLike` of both products.
+    compute_dtype: dtype that query, key and value are cast to; None: their own, or the metadata's
+      runtime_dtype where that has 16 bits.
+    block_sizes: `BlockSizes` (tokens); never changes the meaning.
+    policy: remat policy, or its name: recompute in the backward what it does not save.
+    prevent_cse: as in `jax.checkpoint`; matters with `policy` only.
+    fused_backward: prefer one backward kernel for all gradients where there is a choice; the XLA
+      kernel's backward is always one pass.
+    optimized: only mechanisms with memory linear in the sequence length.
+    mask_value: accepted where it hides (at most -1e9): masked keys have weight 0 in any case.
+    vmem_limit_bytes: limit on vector memory of TPU kernels (bytes).
+    return_lse: whether to return the logsumexp of the logits.
+    return_weights: whether to return the weights (vanilla only).
+
+  Returns:
+    AttentionOutput: attention_outputs in the caller's layout and the query's dtype, [B, T, H, E];
+    attention_weights [B, H, T, S] after dropout and lse float32 [B, H, T], where asked for (layout
+    thd: without B).
+
+  Raises:
+    ValueError: an argument is not what is said here; the message names it, what came and what was
+      expected.
+    NotImplementedError: the mechanism does not support an argument (or "auto" finds none that
+      does); the message names both, and who would.
+  """
+  return _run(_Arguments(**locals()))
+
+
+_Arguments = collections.namedtuple("_Arguments", inspect.signature(attention).parameters)
+
+
+class Explanation(NamedTuple):
+  """Which mechanism runs a call, and what the others answered; `print` it."""
+
+  chosen: str | None  # None: nobody can, or the one asked for refuses
+  platform: str
+  verdicts: tuple[table.Verdict, ...]  # of every mechanism
+  block_sizes: BlockSizes  # as requested; None fields are tuned by the kernel
+  replicated: tuple  # sharding.partition.Drop: mesh axes that were asked for and shard nothing
+
+  def __str__(self):
+    lines = [f"{self.chosen or 'nothing'} runs on platform {self.platform!r}"]
+    for verdict in self.verdicts:
+      mark = "*" if verdict.mechanism == self.chosen else " "
+      lines.append(f"{mark} {verdict.mechanism:26} {'; '.join(verdict.reasons) or 'can'}")
+    lines += [f"  axis {d.axis!r} does not shard dimension {d.dimension} of {d.tensor}: {d.reason}"
+              for d in self.replicated]
+    return "\n".join(lines)
+
+
+def explain(*args, **kwargs) -> Explanation:
+  """Which mechanism `attention` would run with these arguments, and why every other one would not.
+
+  Args:
+    *args, **kwargs: those of `attention`.
+
+  Returns:
+    An Explanation; nothing is computed.
+
+  Raises:
+    ValueError: an argument is not what `attention` documents.
+  """
+  bound = inspect.signature(attention).bind(*args, **kwargs)
+  bound.apply_defaults()
+  a = _Arguments(**bound.arguments)
+  normal = arguments.normalise(a)
+  platform = metadata_lib.resolved_platform(normal.metadata)
+  try:
+    chosen = table.choose(a.mechanism, platform, normal.request)
+  except NotImplementedError:
+    chosen = None
+  placement = _place(normal)
+  return Explanation(
+      chosen, platform, table.ask_all(platform, normal.request),
+      arguments.with_configured_blocks(normal.call.block_sizes, normal.metadata,
+                                       chosen or "vanilla"),
+      () if placement is None else placement.drops)
+
+
+explain.__signature__ = inspect.signature(attention).replace(return_annotation=Explanation)
+
+
+def _run(a) -> AttentionOutput:
+  normal = arguments.normalise(a)
+  platform = metadata_lib.resolved_platform(normal.metadata)
+  mechanism = table.choose(a.mechanism, platform, normal.request)
+  sizes = arguments.with_configured_blocks(normal.call.block_sizes, normal.metadata, mechanism)
+  static = _Static(mechanism, platform,
+                   normal.call._replace(operands=None, block_sizes=sizes, placement=_place(normal)))
+  run = functools.partial(_execute, static=static)
+  if a.policy is not None:
+    policy = getattr(jax.checkpoint_policies, a.policy) if isinstance(a.policy, str) else a.policy
+    run = jax.checkpoint(run, policy=policy, prevent_cse=a.prevent_cse)
+  return _to_layout(run(normal.call.operands), a.layout, normal.dtype)
+
+
+class _Static(NamedTuple):
+  """Everything about a call but its arrays; hashable."""
+
+  mechanism: str
+  platform: str
+  call: object  # a Call without operands
+
+
+@functools.partial(jax.jit, static_argnames="static", inline=True)
+def _execute(operands, *, static):
+  implementation = table.TABLE[static.mechanism, static.platform]
+  return implementation.run(static.call._replace(operands=operands))
+
+
+def _place(normal):
+  operands = normal.call.operands
+  return shard.place(normal.rules, metadata_lib.resolved_mesh(normal.metadata),
+                     operands.query.shape, operands.key.shape)
+
+
+def _to_layout(output: AttentionOutput, layout: str, dtype) -> AttentionOutput:
+  """From layout bthd to the caller's."""
+  out = output.attention_outputs.astype(dtype)
+  if layout == "bhtd":
+    out = out.transpose(0, 2, 1, 3)
+  if layout != "thd":
+    return output._replace(attention_outputs=out)
+  first = lambda x: None if x is None else x[0]
+  return output._replace(attention_outputs=out[0], lse=first(output.lse),
+                         attention_weights=first(output.attention_weights))

@@ -1,0 +1,121 @@
+"""Checks of arguments: every error names the argument, what came, what was expected, and the cure.
+
+Letters: B batch, T query length, S key length, H query heads, K key heads, D and E widths.
+"""
+
+import numbers
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def require(condition, argument: str, got, expected: str) -> None:
+  """Raises ValueError("argument: got ..., expected ...") unless the condition holds."""
+  if not condition:
+    raise ValueError(f"{argument}: got {got}; expected {expected}")
+
+
+def describe(x) -> str:
+  """An array in an error message: dtype and shape, not its numbers."""
+  if hasattr(x, "dtype") and hasattr(x, "shape"):
+    return f"{jnp.dtype(x.dtype).name if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) else x.dtype}{list(x.shape)}"
+  return repr(x)
+
+
+def array(argument: str, x, expected: str):
+  """An argument as an array.
+
+  Raises:
+    ValueError: it is None or no array.
+  """
+  require(isinstance(x, (jax.Array, np.ndarray)), argument, type(x).__name__,
+          f"a jax or numpy array, {expected}")
+  return x
+
+
+def floating(argument: str, x, rank: int, letters: str):
+  """A floating-point array of a rank.
+
+  Raises:
+    ValueError: another rank or dtype.
+  """
+  array(argument, x, f"{letters} of a floating-point dtype")
+  require(x.ndim == rank and jnp.issubdtype(x.dtype, jnp.floating), argument, describe(x),
+          f"{letters} of a floating-point dtype")
+  return x
+
+
+def broadcastable(argument: str, x, shape, letters: str) -> None:
+  """Every dimension is 1 or that of `shape`.
+
+  Raises:
+    ValueError: another rank or size.
+  """
+  require(x.ndim == len(shape) and all(n in (1, full) for n, full in zip(x.shape, shape)),
+          argument, describe(x), f"{letters} = {list(shape)}, any dimension may be 1")
+
+
+def number(argument: str, x, expected: str, good=lambda x: True) -> float:
+  """A static real number.
+
+  Raises:
+    ValueError: a tracer, something that is no number, or `good(x)` is false.
+  """
+  is_number = isinstance(x, (numbers.Real, np.number)) and not isinstance(x, (bool, np.bool_))
+  require(is_number, argument, describe(x), f"{expected}, a static Python number")
+  require(good(x), argument, repr(x), expected)
+  return float(x)
+
+
+def integer(argument: str, x, expected: str, good=lambda x: True) -> int:
+  """A static integer.
+
+  Raises:
+    ValueError: a tracer, something that is no integer, or `good(x)` is false.
+  """
+  is_integer = isinstance(x, (int, np.integer)) and not isinstance(x, (bool, np.bool_))
+  require(is_integer and good(x), argument, describe(x), f"{expected}, a static Python int")
+  return int(x)
+
+
+def one_of(argument: str, x, known) -> None:
+  """Raises ValueError that lists the known values unless x is among them."""
+  require(x in known, argument, repr(x), "one of " + ", ".join(map(repr, known)))
+
+
+def query_key_value(query, key, value) -> None:
+  """Shapes and dtypes of layout bthd.
+
+  Raises:
+    ValueError: any disagreement, or an empty dimension.
+  """
+  floating("query", query, 4, "[B, T, H, D]")
+  floating("key", key, 4, "[B, S, K, D]")
+  floating("value", value, 4, "[B, S, K, E]")
+  for name, x in (("query", query), ("key", key), ("value", value)):
+    require(0 not in x.shape, name, describe(x), "no dimension of size 0")
+    require(x.dtype == query.dtype, name, describe(x),
+            f"the query's dtype {query.dtype}; cast one of them, or set compute_dtype")
+  batch, _, heads, width = query.shape
+  require(key.shape[0] == batch and key.shape[3] == width, "key", describe(key),
+          f"[{batch}, S, K, {width}], B and D of the query {describe(query)}")
+  require(value.shape[:3] == key.shape[:3], "value", describe(value),
+          f"{list(key.shape[:3])} and any width, as the key {describe(key)}")
+  require(heads % key.shape[2] == 0, "key", describe(key),
+          f"a number of key heads that divides the {heads} query heads")
+
+
+def cum_seqlens(argument: str, x, total: int) -> None:
+  """int32 offsets from 0 to `total`; values are looked at where they are concrete.
+
+  Raises:
+    ValueError: another dtype or rank, or offsets that do not rise from 0 to the total.
+  """
+  expected = f"int32 [B + 1] offsets that start at 0, never fall, and end at the total {total}"
+  array(argument, x, expected)
+  require(x.ndim == 1 and x.shape[0] >= 2 and x.dtype == jnp.int32, argument, describe(x), expected)
+  if not isinstance(x, jax.core.Tracer):
+    offsets = np.asarray(x)
+    require(offsets[0] == 0 and (np.diff(offsets) >= 0).all() and offsets[-1] == total,
+            argument, offsets.tolist(), expected)

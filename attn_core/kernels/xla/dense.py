@@ -1,0 +1,86 @@
+"""Dense attention in plain XLA: all scores at once, the only kernel that has weights to return.
+
+Quadratic in memory. Differentiated by jax itself.
+
+Letters: B batch, T query length, S key length, H query heads, K key heads,
+G = H / K, D query and key width, E value width.
+"""
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+import jax.numpy as jnp
+
+from attn_core import dropout
+from attn_core.kernels import softmax
+from attn_core.masks import algebra, dense_mask
+from attn_core.types import AttentionOutput, AttentionSpec, Operands
+
+
+def attend(operands: Operands, spec: AttentionSpec) -> AttentionOutput:
+  """outputs [B, T, H, E], weights [B, H, T, S] after dropout, lse [B, H, T]."""
+  query, (key, value, finite) = operands.query, clean(operands)
+  batch, length, heads, _ = query.shape
+  keys, key_heads = key.shape[1:3]
+  shape = (batch, heads, length, keys)
+  grouped = query.reshape(batch, length, key_heads, heads // key_heads, -1)
+  logits = jnp.einsum("btkgd,bskd->bkgts", grouped, key, precision=spec.precision,
+                      preferred_element_type=spec.softmax_dtype).reshape(shape)
+  logits = logits * jnp.asarray(spec.softmax_scale, logits.dtype)
+  if spec.logits_soft_cap is not None:
+    logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
+  if operands.bias is not None:
+    logits = logits + operands.bias.astype(logits.dtype)
+  logits = logits + jnp.where(finite, 0, jnp.nan).astype(logits.dtype)[:, :, None]
+  visible = dense_mask.visible(spec.mask, operands.mask, shape)
+  logits = jnp.where(visible, logits, -jnp.inf)
+
+  weights, lse = _softmax(logits, operands.sinks)
+  if spec.dropout_prob:
+    mask, at = dense_mask.expand(spec.mask, operands.mask, shape)
+    keep = dropout.keep_mask(operands.dropout_key.T.reshape(2, -1, 1, 1, 1),
+                             algebra.move_to_positions(mask, at), spec.dropout_prob)
+    weights = jnp.where(keep, weights * (1 / (1 - spec.dropout_prob)), 0)
+  weights = checkpoint_name(weights.astype(value.dtype), "attn_weights")
+  grouped = weights.reshape(batch, key_heads, heads // key_heads, length, keys)
+  outputs = jnp.einsum("bkgts,bske->btkge", grouped, value, precision=spec.precision,
+                       preferred_element_type=spec.softmax_dtype)
+  outputs = outputs.reshape(batch, length, heads, -1).astype(query.dtype)
+  lse = lse.astype(jnp.promote_types(lse.dtype, jnp.float32))
+  if not spec.normalize_output:
+    outputs = softmax.numerator(outputs, lse)
+  return AttentionOutput(checkpoint_name(outputs, "attn_output"), weights,
+                         checkpoint_name(lse, "attn_lse"))
+
+
+def clean(operands: Operands):
+  """Keys and values such that what is not finite cannot reach a query that does not see it.
+
+  Returns:
+    key [B, S, K, D] and value [B, S, K, E] with zeros for every key that is not finite or whose
+    value is not, and bool [B, H, S]: which keys are finite. Who sees another must become NaN.
+  """
+  key, value = operands.key, operands.value
+  finite = (jnp.isfinite(key).all(-1) & jnp.isfinite(value).all(-1))
+  key, value = (jnp.where(finite[..., None], x, 0) for x in (key, value))
+  group = operands.query.shape[2] // key.shape[2]
+  return key, value, jnp.repeat(finite.transpose(0, 2, 1), group, 1)
+
+
+def _softmax(logits, sinks):
+  """exp(logits - lse) and lse over the last axis of [B, H, T, S]; sinks [B or 1, H] or None.
+
+  A row of -inf has weights 0 and lse -inf, with gradients 0.
+  """
+  highest = logits.max(-1, keepdims=True)
+  if sinks is not None:
+    sinks = sinks[..., None, None].astype(logits.dtype)
+    highest = jnp.maximum(highest, sinks)
+  highest = jax.lax.stop_gradient(jnp.where(highest == -jnp.inf, 0, highest))
+  weights = jnp.exp(logits - highest)
+  total = weights.sum(-1, keepdims=True)
+  if sinks is not None:
+    total = total + jnp.exp(sinks - highest)
+  empty = total == 0
+  total = jnp.where(empty, 1, total)
+  lse = jnp.where(empty, -jnp.inf, jnp.log(total) + highest)
+  return weights / total, lse[..., 0]

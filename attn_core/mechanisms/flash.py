@@ -1,0 +1,23 @@
+"""flash_attn2, blockwise and blocksparse: one block-wise kernel per platform, any mask by its BlockMap."""
+
+from attn_core import derivatives
+from attn_core.kernels import softmax
+from attn_core.kernels.kernel import Kernel
+from attn_core.kernels.xla import blockwise
+from attn_core.sharding import shard
+from attn_core.types import AttentionOutput, Call
+
+
+def xla(call: Call) -> AttentionOutput:
+  """Block-wise attention in plain XLA, on every platform."""
+  return _spread(blockwise.KERNEL, call)
+
+
+def _spread(kernel: Kernel, call: Call) -> AttentionOutput:
+  """Runs a kernel on every shard of the batch and of the heads."""
+  def local(operands):
+    out, lse = derivatives.attend(kernel, operands, call.spec, call.block_sizes)
+    if not call.spec.normalize_output:
+      out = softmax.numerator(out, lse)
+    return AttentionOutput(out, lse=lse if call.return_lse else None)
+  return shard.sharded(local, call)

@@ -1,0 +1,284 @@
+"""From what a dimension means to the mesh axes that shard it.
+
+A tensor's dimensions are named by meaning (BATCH, QUERY_LENGTH, HEAD, ...), a `PartitionAxis` says
+which mesh axes shard each meaning, and `resolve` makes a `jax.sharding.PartitionSpec` of the two.
+What a spec had to leave out comes back as data, one `Drop` for every mesh axis.
+"""
+
+from collections.abc import Sequence
+import math
+from typing import NamedTuple
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from attn_core.types import DECODE_MODES, MODES
+
+AxisNames = str | tuple[str, ...] | None  # mesh axes that shard one dimension; None: not sharded
+
+BATCH = "batch"
+QUERY_LENGTH = "query_length"
+KV_LENGTH = "kv_length"
+LENGTH = "length"
+BIAS_KV_SEQ = "bias_kv_seq"
+HEAD = "head"
+KV_HEAD = "kv_head"
+BIAS_HEAD_SEQ = "bias_head_seq"
+HEAD_DIM = "head_dim"
+KV_HEAD_DIM = "kv_head_dim"
+HIDDEN_STATE = "hidden_state"
+MLP_INTERMEDIATE = "mlp_intermediate"
+VOCAB = "vocab"
+EXPERT = "expert"
+EXPERT_GATE = "expert_gate"
+DATA_PARALLEL = "data_parallel"
+FULLY_SHARDED_DATA_PARALLEL = "fully_sharded_data_parallel"
+TENSOR_PARALLEL = "tensor_parallel"
+SEQUENCE_PARALLEL = "sequence_parallel"
+EXPERT_PARALLEL = "expert_parallel"
+
+
+class PartitionAxis(NamedTuple):
+  """The mesh axes for every meaning a dimension can have.
+
+  A field is the name of a mesh axis, a tuple of names (the first one the slowest), or None: not
+  sharded. The modes of decoding read the decode_* fields, where None means not sharded as well.
+  """
+
+  data_parallel_axis: AxisNames = "dp"
+  fully_sharded_data_parallel_axis: AxisNames = "fsdp"
+  tensor_parallel_axis: AxisNames = "tp"
+  sequence_parallel_axis: AxisNames = "sp"
+  expert_parallel_axis: AxisNames = "ep"
+  batch_axis: AxisNames = ("fsdp", "dp")
+  sequence_axis: AxisNames = "sp"
+  query_sequence_axis: AxisNames = "sp"
+  head_axis: AxisNames = "tp"
+  kv_head_axis: AxisNames = "tp"
+  key_sequence_axis: AxisNames = "sp"
+  hidden_state_axis: AxisNames = "tp"
+  mlp_intermediate_axis: AxisNames = "tp"
+  vocab_axis: AxisNames = "tp"
+  expert_axis: AxisNames = "ep"
+  expert_gate_axis: AxisNames = None
+  attention_dim_axis: AxisNames = None
+  attention_kv_dim_axis: AxisNames = None
+  bias_head_sequence_axis: AxisNames = None
+  bias_key_sequence_axis: AxisNames = None
+  decode_batch_axis: AxisNames = ("fsdp", "dp")
+  decode_query_sequence_axis: AxisNames = None
+  decode_head_axis: AxisNames = "tp"
+  decode_kv_head_axis: AxisNames = "tp"
+  decode_key_sequence_axis: AxisNames = "sp"
+  decode_attention_dim_axis: AxisNames = None
+  decode_attention_kv_dim_axis: AxisNames = None
+
+
+class Fields(NamedTuple):
+  """The fields of a `PartitionAxis` that hold one meaning's mesh axes."""
+
+  plain: str  # read in "__train__" and "__prefill__"
+  decode: str  # read in "__autoregressive__" and "__insert__"
+
+
+# In the order in which meanings claim a mesh axis that several of them ask for.
+SEMANTIC_AXES = {
+    BATCH: Fields("batch_axis", "decode_batch_axis"),
+    QUERY_LENGTH: Fields("query_sequence_axis", "decode_query_sequence_axis"),
+    KV_LENGTH: Fields("key_sequence_axis", "decode_key_sequence_axis"),
+    LENGTH: Fields("sequence_axis", "sequence_axis"),
+    BIAS_KV_SEQ: Fields("bias_key_sequence_axis", "bias_key_sequence_axis"),
+    HEAD: Fields("head_axis", "decode_head_axis"),
+    KV_HEAD: Fields("kv_head_axis", "decode_kv_head_axis"),
+    BIAS_HEAD_SEQ: Fields("bias_head_sequence_axis", "bias_head_sequence_axis"),
+    HEAD_DIM: Fields("attention_dim_axis", "decode_attention_dim_axis"),
+    KV_HEAD_DIM: Fields("attention_kv_dim_axis", "decode_attention_kv_dim_axis"),
+    HIDDEN_STATE: Fields("hidden_state_axis", "hidden_state_axis"),
+    MLP_INTERMEDIATE: Fields("mlp_intermediate_axis", "mlp_intermediate_axis"),
+    VOCAB: Fields("vocab_axis", "vocab_axis"),
+    EXPERT: Fields("expert_axis", "expert_axis"),
+    EXPERT_GATE: Fields("expert_gate_axis", "expert_gate_axis"),
+    DATA_PARALLEL: Fields("data_parallel_axis", "data_parallel_axis"),
+    FULLY_SHARDED_DATA_PARALLEL: Fields(
+        "fully_sharded_data_parallel_axis", "fully_sharded_data_parallel_axis"),
+    TENSOR_PARALLEL: Fields("tensor_parallel_axis", "tensor_parallel_axis"),
+    SEQUENCE_PARALLEL: Fields("sequence_parallel_axis", "sequence_parallel_axis"),
+    EXPERT_PARALLEL: Fields("expert_parallel_axis", "expert_parallel_axis"),
+}
+
+
+class Drop(NamedTuple):
+  """One mesh axis that a spec was asked for and does not contain."""
+
+  tensor: str  # as the caller named it
+  dimension: int  # counted from 0
+  axis: str  # the mesh axis
+  reason: str
+
+
+class Resolution(NamedTuple):
+  """A spec with one entry per dimension, and what was left out of it."""
+
+  spec: PartitionSpec
+  drops: tuple[Drop, ...]
+
+
+jax.tree_util.register_static(PartitionAxis)
+
+
+def resolve(
+    partition_axis: PartitionAxis,
+    axes: Sequence[str | None],
+    mode: str,
+    shape: Sequence[int] | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    tensor: str = "tensor",
+) -> Resolution:
+  """The spec of a tensor whose dimensions mean `axes`, fitted to its shape and a mesh.
+
+  A mesh axis shards one dimension of a tensor. Where several ask for it, the meaning that comes
+  first in SEMANTIC_AXES has it, wherever it stands: every layout of a tensor is sharded alike, and
+  all tensors of an attention agree on their batch and their lengths.
+
+  Args:
+    partition_axis: the mesh axes of every meaning.
+    axes: one meaning per dimension, of SEMANTIC_AXES; None: not sharded.
+    mode: one of MODES; those of DECODE_MODES read the decode_* fields.
+    shape: the tensor's shape; None: sizes are not looked at.
+    mesh: the mesh; None: neither names nor sizes are looked at.
+    tensor: the tensor's name in drops and errors.
+
+  Returns:
+    The spec, with an entry for every dimension, and all drops.
+
+  Raises:
+    ValueError: an unknown meaning or mode, a field of `partition_axis` that is not None, a string
+      or a tuple of strings, or a `shape` with more or fewer dimensions than `axes`.
+  """
+  if mode not in MODES:
+    raise ValueError(f"mode={mode!r}: expected one of {', '.join(map(repr, MODES))}")
+  axes = tuple(axes)
+  for axis in axes:
+    if axis is not None and axis not in SEMANTIC_AXES:
+      raise ValueError(
+          f"axes={axes!r} of {tensor}: {axis!r} names no meaning; expected None or one of "
+          f"{', '.join(map(repr, SEMANTIC_AXES))}")
+  if shape is not None and len(shape) != len(axes):
+    raise ValueError(f"{tensor} has shape {tuple(shape)} and {len(axes)} named dimensions {axes}: "
+                     "expected a meaning, or None, for each of its dimensions")
+  entries = [() if axis is None else mesh_axes(partition_axis, axis, mode) for axis in axes]
+  claims = list(SEMANTIC_AXES)
+  order = sorted((i for i, axis in enumerate(axes) if axis), key=lambda i: claims.index(axes[i]))
+  entries, repeated = _without_repetitions(entries, order, tensor)
+  fitted = fit(PartitionSpec(*entries), shape, mesh, tensor)
+  return Resolution(fitted.spec, repeated + fitted.drops)
+
+
+def fit(
+    spec: PartitionSpec,
+    shape: Sequence[int] | None,
+    mesh: Mesh | AbstractMesh | None,
+    tensor: str = "tensor",
+) -> Resolution:
+  """A spec without the mesh axes that cannot shard a tensor of this shape on this mesh.
+
+  In each dimension go, in this order: names used by an earlier dimension, names that are no axes
+  of the mesh or are Manual there, and then names from the right until the product of the sizes of
+  those that are left divides the dimension.
+
+  Args:
+    spec: at most one entry per dimension; dimensions without one are not sharded.
+    shape: the tensor's shape; None: sizes are not looked at.
+    mesh: the mesh; None: neither names nor sizes are looked at.
+    tensor: the tensor's name in drops and errors.
+
+  Returns:
+    The spec, with an entry for every dimension, and all drops.
+
+  Raises:
+    ValueError: `spec` has more entries than `shape`, or an entry of something else than names.
+  """
+  entries = [axis_names(entry, f"the spec of {tensor}") for entry in spec]
+  if shape is not None:
+    if len(entries) > len(shape):
+      raise ValueError(
+          f"{tensor} has shape {tuple(shape)} and a spec of {len(entries)} dimensions {spec}: "
+          "expected no more of them than the shape has")
+    entries += [()] * (len(shape) - len(entries))
+  entries, drops = _without_repetitions(entries, range(len(entries)), tensor)
+  if mesh is None:
+    return Resolution(_spec(entries), drops)
+
+  sizes = dict(mesh.shape)
+  drops = list(drops)
+  for i, names in enumerate(entries):
+    kept = []
+    for name in names:
+      if name not in sizes:
+        drops.append(Drop(tensor, i, name, f"the mesh has the axes {tuple(sizes)} only"))
+      elif name in mesh.manual_axes:
+        drops.append(Drop(tensor, i, name, "Manual: the caller has split the tensor over it"))
+      else:
+        kept.append(name)
+    while kept and shape is not None and shape[i] % math.prod(sizes[name] for name in kept):
+      reason = (f"{' * '.join(f'{name}={sizes[name]}' for name in kept)} does not divide the "
+                f"dimension's size {shape[i]}")
+      drops.append(Drop(tensor, i, kept.pop(), reason))
+    entries[i] = tuple(kept)
+  return Resolution(_spec(entries), tuple(drops))
+
+
+def mesh_axes(partition_axis: PartitionAxis, axis: str, mode: str) -> tuple[str, ...]:
+  """The mesh axes of one meaning in one mode; () where it is not sharded.
+
+  Args:
+    partition_axis: the mesh axes of every meaning.
+    axis: a meaning, of SEMANTIC_AXES.
+    mode: one of MODES.
+
+  Raises:
+    ValueError: the field is not None, a string or a tuple of strings.
+  """
+  fields = SEMANTIC_AXES[axis]
+  field = fields.decode if mode in DECODE_MODES else fields.plain
+  return axis_names(getattr(partition_axis, field), f"partition_axis.{field}")
+
+
+def axis_names(value: AxisNames, what: str) -> tuple[str, ...]:
+  """One dimension's mesh axes as a tuple.
+
+  Args:
+    value: None, a name, or a sequence of names.
+    what: how an error calls the value.
+
+  Raises:
+    ValueError: it is none of these, or a name is empty.
+  """
+  if value is None:
+    return ()
+  names = (value,) if isinstance(value, str) else value
+  if not isinstance(names, (tuple, list)) or not all(isinstance(n, str) and n for n in names):
+    raise ValueError(f"{what}={value!r}: expected the name of a mesh axis, a tuple of names, or "
+                     "None for not sharded")
+  return tuple(names)
+
+
+def _without_repetitions(entries, order, tensor):
+  """(entries, drops): of equal names only the first stays, dimensions taken in this order."""
+  entries, drops, owner = list(entries), [], {}
+  for i in order:
+    kept = []
+    for name in entries[i]:
+      if name in owner:
+        drops.append(Drop(tensor, i, name, f"shards dimension {owner[name]} of {tensor} already"))
+      else:
+        owner[name] = i
+        kept.append(name)
+    entries[i] = tuple(kept)
+  return entries, tuple(drops)
+
+
+def _spec(entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
+  """A spec with single names as strings and empty entries as None."""
+  return PartitionSpec(*[
+      None if not names else names[0] if len(names) == 1 else names for names in entries])

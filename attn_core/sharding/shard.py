@@ -1,0 +1,140 @@
+"""The one place where attention meets a mesh: batch and heads over its axes, by `jax.shard_map`.
+
+Rows of the batch and heads are independent, so no mechanism here communicates:
+a mesh axis that shards neither replicates the work. When the axes of the heads
+do not divide the key heads, every device holds all key heads and picks those of
+its own query heads.
+
+Letters: B batch, T query length, S key length, H query heads, K key heads, D and E widths.
+"""
+
+import math
+from typing import Any, Callable, NamedTuple
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+from attn_core.masks import algebra
+from attn_core.sharding import partition
+from attn_core.types import AttentionOutput, Call, MaskOperands, Operands
+
+
+class Placement(NamedTuple):
+  """Which mesh axes shard the batch, the query heads and the key heads."""
+
+  mesh: Any
+  batch: tuple[str, ...]
+  heads: tuple[str, ...]
+  key_heads: tuple[str, ...]  # either `heads`, or () for replicated
+  drops: tuple[partition.Drop, ...]  # axes that were asked for and shard nothing
+
+
+def place(rules, mesh, query_shape, key_shape) -> Placement | None:
+  """Fits the rules to a mesh and to shapes.
+
+  Args:
+    rules: `AttnShardingRules` of layout bthd.
+    mesh: the mesh; None: one device.
+    query_shape: (B, T, H, D).
+    key_shape: (B, S, K, D).
+
+  Returns:
+    The placement; None where there is nothing to spread over.
+  """
+  context = jax.sharding.get_abstract_mesh()
+  if context.manual_axes:
+    mesh = context  # inside the caller's shard_map only the axes it left alone are ours
+  if mesh is None:
+    return None
+  free = [name for name in mesh.axis_names if name not in mesh.manual_axes]
+  if math.prod(mesh.shape[name] for name in free) == 1:
+    return None
+  query, key = (tuple(spec) + (None,) * (4 - len(spec)) for spec in (rules.query, rules.key))
+  of_query = partition.fit(P(query[0], None, query[2]), query_shape[:3], mesh, "query")
+  of_key = partition.fit(P(query[0], None, key[2]), key_shape[:3], mesh, "key")
+  drops = of_query.drops + of_key.drops + tuple(
+      partition.Drop(name, 1, axis, "this mechanism keeps sequences whole; `ring` shards them")
+      for name, spec in (("query", query), ("key", key))
+      for axis in partition.axis_names(spec[1], f"the spec of {name}")
+      if mesh.shape.get(axis, 1) > 1)
+  batch, _, heads = (partition.axis_names(x, "query") for x in of_query.spec)
+  key_heads = partition.axis_names(of_key.spec[2], "key")
+  return Placement(mesh, batch, heads, key_heads if key_heads == heads else (),
+                   tuple(dict.fromkeys(drop for drop in drops if mesh.shape.get(drop.axis, 1) > 1)))
+
+
+def sharded(local: Callable[[Operands], AttentionOutput], call: Call) -> AttentionOutput:
+  """Runs `local` on every device's rows of the batch and heads.
+
+  Args:
+    local: computes one device's part; reads global row and head numbers from `Operands.mask`.
+    call: operands, and the placement (None: `local` runs as it is).
+
+  Returns:
+    What `local` returns, put together.
+  """
+  placement, operands = call.placement, call.operands
+  if placement is None:
+    return local(operands)
+  specs = _specs(call)
+  if any(kind == AxisType.Explicit for kind in placement.mesh.axis_types):
+    operands = jax.tree.map(
+        lambda x, spec: jax.sharding.reshard(x, NamedSharding(placement.mesh, spec)),
+        operands, specs)
+  batch, heads = placement.batch or None, placement.heads or None
+  out_specs = AttentionOutput(
+      P(batch, None, heads, None),
+      P(batch, heads, None, None) if call.return_weights else None,
+      P(batch, heads, None) if call.return_lse else None)
+  group = operands.query.shape[2] // operands.key.shape[2]
+  return jax.shard_map(
+      lambda part: local(_localise(part, placement, group)),
+      mesh=placement.mesh, in_specs=(specs,), out_specs=out_specs)(operands)
+
+
+def _specs(call: Call) -> Operands:
+  """The spec of every operand; dimensions of size 1 are replicated."""
+  placement, operands = call.placement, call.operands
+  batch, heads = placement.batch or None, placement.heads or None
+  def rows(x, *rest):
+    return P(batch if x.shape[0] > 1 else None, *rest)
+  def rows_and_heads(x):
+    return rows(x, heads if x.shape[1] > 1 else None)
+  def of_mask(x, role):
+    if role == algebra.WHOLE:
+      return P()
+    return rows_and_heads(x) if role == algebra.DENSE else rows(x)
+  whole = lambda x: None if x is None else rows(x)
+  keys = P(batch, None, placement.key_heads or None)
+  roles = algebra.structure_roles(call.spec.mask)
+  mask = operands.mask
+  return Operands(
+      query=P(batch, None, heads), key=keys, value=keys,
+      bias=None if operands.bias is None else rows_and_heads(operands.bias),
+      mask=MaskOperands(tuple(map(of_mask, mask.arrays, roles)),
+                        whole(mask.batch_index), whole(mask.head_offset)),
+      sinks=None if operands.sinks is None else rows_and_heads(operands.sinks),
+      dropout_key=whole(operands.dropout_key))
+
+
+def _localise(part: Operands, placement: Placement, group: int) -> Operands:
+  """One device's operands: its global row and head numbers, and the key heads it needs."""
+  rows, _, heads, _ = part.query.shape
+  first_head = _index(placement.heads) * heads
+  batch_index = _index(placement.batch) * rows + jnp.arange(rows, dtype=jnp.int32)
+  part = part._replace(mask=part.mask._replace(
+      batch_index=batch_index, head_offset=jnp.reshape(first_head, (1,))))
+  if placement.key_heads == placement.heads:
+    return part
+  # Runs of `shared` query heads use one key head, on every device alike.
+  shared = math.gcd(heads, group)
+  needed = (first_head + shared * jnp.arange(heads // shared, dtype=jnp.int32)) // group
+  return part._replace(key=jnp.take(part.key, needed, axis=2),
+                       value=jnp.take(part.value, needed, axis=2))
+
+
+def _index(axes: tuple[str, ...]):
+  """This device's number along some mesh axes together, int32."""
+  return lax.axis_index(axes).astype(jnp.int32) if axes else jnp.int32(0)

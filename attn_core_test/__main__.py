@@ -1,0 +1,157 @@
+"""Runs the tests of this package: python3 -m attn_core_test [pattern ...] [--jobs N] [--list].
+
+Every `*_test.py` module runs in processes of its own, because some set JAX flags, such as the
+number of virtual devices, when they are imported. Modules listed in SHARDS are cut into pieces,
+each of which runs every n-th test. A piece prints one line when it is done, and its whole output
+when something failed. The last line is `N passed, M failed, K skipped`; the exit status is 0 only
+when tests ran and none failed.
+"""
+
+import argparse
+import concurrent.futures
+import fnmatch
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import time
+from typing import NamedTuple
+
+FOLDER = pathlib.Path(__file__).resolve().parent
+
+# Module -> number of pieces. The modules named here start first, in this order.
+SHARDS = {}
+
+# What absltest prints when a test starts and when it ends.
+EVENT = re.compile(r"\[ +(RUN|OK|FAILED|SKIPPED) +\] (.*)")
+
+
+class Piece(NamedTuple):
+  """One process: a module, or a share of its tests."""
+
+  module: str  # such as "masks_test"
+  index: int  # 0 <= index < total
+  total: int
+
+  def __str__(self) -> str:
+    return self.module if self.total == 1 else f"{self.module} [{self.index + 1}/{self.total}]"
+
+
+class Outcome(NamedTuple):
+  """What became of the tests of one piece."""
+
+  passed: int
+  failed: int
+  skipped: int
+  seconds: float
+  output: str  # standard output and error together
+
+
+def pieces_of(patterns: list[str]) -> list[Piece]:
+  """The pieces of all modules matching any pattern ("masks", "masks_test", "ma*"); none: all."""
+  found = sorted(path.stem for path in FOLDER.glob("*_test.py"))
+  modules = [name for name in SHARDS if name in found]
+  modules += [name for name in found if name not in SHARDS]
+  for pattern in patterns:
+    if not any(matches(name, pattern) for name in modules):
+      raise SystemExit(f"no test module matches {pattern!r}; there are: {', '.join(found)}")
+  if patterns:
+    modules = [name for name in modules if any(matches(name, p) for p in patterns)]
+  shards = [(name, SHARDS.get(name, 1)) for name in modules]
+  return [Piece(name, index, total) for name, total in shards for index in range(total)]
+
+
+def matches(module: str, pattern: str) -> bool:
+  return fnmatch.fnmatch(module, pattern) or fnmatch.fnmatch(module, f"{pattern}_test")
+
+
+def count(output: str) -> dict[str, int]:
+  """How many tests ended as OK, FAILED and SKIPPED.
+
+  A test that started and has no end of its own failed: it crashed, or its subtests did not all pass
+  and they print no event; unless an event says that subtests were skipped. Events outside any test
+  are failures of a whole class or module, or tests skipped before they started.
+  """
+  counts = {"OK": 0, "FAILED": 0, "SKIPPED": 0}
+  running = ended = None
+  verdict = "FAILED"  # of the running test, should it have no end of its own
+  for event, name in EVENT.findall(output):
+    if event == "RUN":
+      counts[verdict] += running is not None
+      running, ended, verdict = name, None, "FAILED"
+    elif running is not None and (name == running or name.startswith(f"{running} - ")):
+      counts[event] += 1
+      running, ended = None, running
+    elif running is not None:
+      verdict = event
+    elif name != ended:
+      counts[event] += 1
+  counts[verdict] += running is not None
+  return counts
+
+
+def run(piece: Piece) -> Outcome:
+  """Runs one piece to its end."""
+  environment = dict(os.environ)
+  if piece.total > 1:
+    environment.update(TEST_TOTAL_SHARDS=str(piece.total), TEST_SHARD_INDEX=str(piece.index))
+  start = time.monotonic()
+  process = subprocess.run(
+      [sys.executable, "-m", f"{FOLDER.name}.{piece.module}"], cwd=FOLDER.parent, env=environment,
+      stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
+      text=True, errors="replace")
+  seconds = time.monotonic() - start
+  counts = count(process.stdout)
+  output, failed = process.stdout, counts["FAILED"]
+  if process.returncode not in (0, 5):  # 5: no test ran, which is right for a small share
+    output += f"(exit status {process.returncode})\n"
+    failed = max(failed, 1)
+  elif sum(counts.values()) == 0 and piece.total == 1:
+    output += "(no test ran)\n"
+    failed = 1
+  return Outcome(counts["OK"], failed, counts["SKIPPED"], seconds, output)
+
+
+def main() -> int:
+  """Runs what the command line asks for; returns the exit status."""
+  parser = argparse.ArgumentParser(prog=f"python3 -m {FOLDER.name}", description="Runs the tests.")
+  parser.add_argument("patterns", nargs="*", help="modules to run, such as masks or 'ma*'")
+  parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time")
+  parser.add_argument("--list", action="store_true", help="only list what would run")
+  arguments = parser.parse_args()
+  pieces = pieces_of(arguments.patterns)
+  if arguments.list:
+    print(*pieces, sep="\n")
+    return 0
+
+  start = time.monotonic()
+  outcomes = {}
+  with concurrent.futures.ThreadPoolExecutor(max(1, arguments.jobs)) as executor:
+    futures = {executor.submit(run, piece): piece for piece in pieces}
+    for future in concurrent.futures.as_completed(futures):
+      piece, outcome = futures[future], future.result()
+      outcomes[piece] = outcome
+      tests = outcome.passed + outcome.failed + outcome.skipped
+      verdict = "FAILED" if outcome.failed else "ok"
+      print(f"[{len(outcomes)}/{len(pieces)}] {piece}: {tests} tests, {outcome.seconds:.1f} s, "
+            f"{verdict}", flush=True)
+      if outcome.failed:
+        print(outcome.output, flush=True)
+
+  empty = {piece.module for piece in pieces} - {
+      piece.module for piece, outcome in outcomes.items() if sum(outcome[:3])}
+  for name in sorted(empty):
+    print(f"{name}: no test ran")
+  failed = sum(outcome.failed for outcome in outcomes.values()) + len(empty)
+  passed = sum(outcome.passed for outcome in outcomes.values())
+  skipped = sum(outcome.skipped for outcome in outcomes.values())
+  for piece in (piece for piece in pieces if outcomes[piece].failed):
+    print(f"FAILED: {piece}")
+  print(f"{len(pieces)} processes in {time.monotonic() - start:.0f} s")
+  print(f"{passed} passed, {failed} failed, {skipped} skipped")
+  return int(failed > 0 or passed + skipped == 0)
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,235 @@
+"""Meanings to mesh axes: modes, shapes, meshes, and the report of everything left out."""
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+from jax.sharding import NamedSharding, PartitionSpec as P
+import numpy as np
+
+from attn_core.sharding import partition
+from attn_core.sharding.mesh import create_mesh
+from attn_core.sharding.partition import Drop, PartitionAxis, fit, resolve
+from attn_core.types import DECODE_MODES, MODES
+
+jax.config.update("jax_num_cpu_devices", 8)
+
+QUERY = (partition.BATCH, partition.QUERY_LENGTH, partition.HEAD, partition.HEAD_DIM)
+KEY = (partition.BATCH, partition.KV_LENGTH, partition.KV_HEAD, partition.KV_HEAD_DIM)
+BATCH_AXES = ("fsdp", "dp")
+
+# Every meaning's spec with the default PartitionAxis: training and prefill, decoding.
+DEFAULTS = {
+    partition.BATCH: (BATCH_AXES, BATCH_AXES),
+    partition.QUERY_LENGTH: ("sp", None),
+    partition.KV_LENGTH: ("sp", "sp"),
+    partition.LENGTH: ("sp", "sp"),
+    partition.BIAS_KV_SEQ: (None, None),
+    partition.HEAD: ("tp", "tp"),
+    partition.KV_HEAD: ("tp", "tp"),
+    partition.BIAS_HEAD_SEQ: (None, None),
+    partition.HEAD_DIM: (None, None),
+    partition.KV_HEAD_DIM: (None, None),
+    partition.HIDDEN_STATE: ("tp", "tp"),
+    partition.MLP_INTERMEDIATE: ("tp", "tp"),
+    partition.VOCAB: ("tp", "tp"),
+    partition.EXPERT: ("ep", "ep"),
+    partition.EXPERT_GATE: (None, None),
+    partition.DATA_PARALLEL: ("dp", "dp"),
+    partition.FULLY_SHARDED_DATA_PARALLEL: ("fsdp", "fsdp"),
+    partition.TENSOR_PARALLEL: ("tp", "tp"),
+    partition.SEQUENCE_PARALLEL: ("sp", "sp"),
+    partition.EXPERT_PARALLEL: ("ep", "ep"),
+}
+
+
+class PartitionAxisTest(parameterized.TestCase):
+
+  def test_defaults(self):
+    axes = PartitionAxis()
+    self.assertLen(axes, 27)
+    self.assertEqual(axes._fields[0], "data_parallel_axis")
+    self.assertEqual(axes._fields[-1], "decode_attention_kv_dim_axis")
+    self.assertEqual(axes.batch_axis, ("fsdp", "dp"))
+    self.assertIsNone(axes.decode_query_sequence_axis)
+
+  def test_every_field_has_a_meaning(self):
+    fields = {field for pair in partition.SEMANTIC_AXES.values() for field in pair}
+    self.assertCountEqual(fields, PartitionAxis._fields)
+
+  def test_is_static_in_jit(self):
+    traces = []
+
+    @jax.jit
+    def f(axes, x):
+      traces.append(axes)
+      return axes, x
+
+    self.assertEqual(f(PartitionAxis(), 1.0)[0], PartitionAxis())
+    f(PartitionAxis(), 2.0)
+    self.assertLen(traces, 1)
+    f(PartitionAxis(head_axis=None), 2.0)
+    self.assertLen(traces, 2)
+
+
+class ResolveTest(parameterized.TestCase):
+
+  @parameterized.product(axis=list(partition.SEMANTIC_AXES), mode=MODES)
+  def test_defaults(self, axis, mode):
+    spec, drops = resolve(PartitionAxis(), (axis,), mode)
+    self.assertEqual(spec, P(DEFAULTS[axis][mode in DECODE_MODES]))
+    self.assertEqual(drops, ())
+
+  def test_defaults_cover_every_meaning(self):
+    self.assertCountEqual(DEFAULTS, partition.SEMANTIC_AXES)
+
+  @parameterized.parameters("__train__", "__prefill__")
+  def test_query_of_training_and_prefill(self, mode):
+    spec = resolve(PartitionAxis(), QUERY, mode).spec
+    self.assertEqual(spec, P(("fsdp", "dp"), "sp", "tp", None))
+
+  @parameterized.parameters(*DECODE_MODES)
+  def test_none_does_not_inherit_when_decoding(self, mode):
+    decode = {field: None for field in PartitionAxis._fields if field.startswith("decode_")}
+    axes = PartitionAxis(attention_dim_axis="ep", attention_kv_dim_axis="ep", **decode)
+    for tensor in (QUERY, KEY):
+      self.assertEqual(resolve(axes, tensor, mode).spec, P(None, None, None, None))
+    self.assertEqual(resolve(PartitionAxis(query_sequence_axis="sp"), QUERY, mode).spec[1], None)
+
+  @parameterized.parameters("__train__", "__prefill__")
+  def test_decode_fields_are_not_read_otherwise(self, mode):
+    axes = PartitionAxis(decode_batch_axis="ep", decode_head_axis="ep")
+    self.assertEqual(resolve(axes, QUERY, mode), resolve(PartitionAxis(), QUERY, mode))
+
+  def test_none_is_not_sharded_and_tuples_of_one_are_names(self):
+    axes = PartitionAxis(batch_axis=("dp",), head_axis=())
+    spec = resolve(axes, (partition.BATCH, None, partition.HEAD), "__train__").spec
+    self.assertEqual(tuple(spec), ("dp", None, None))
+
+  @parameterized.parameters(
+      # A dimension's size, its spec, and the axes dropped, on dp=2, fsdp=2, tp=2.
+      (8, ("fsdp", "dp"), ()),
+      (4, ("fsdp", "dp"), ()),
+      (6, "fsdp", ("dp",)),
+      (2, "fsdp", ("dp",)),
+      (3, None, ("dp", "fsdp")),
+      (1, None, ("dp", "fsdp")),
+  )
+  def test_drops_from_the_right_until_the_size_divides(self, size, entry, dropped):
+    mesh = create_mesh((2, 2, 1, 2, 1))
+    spec, drops = resolve(
+        PartitionAxis(), (None, partition.BATCH), "__train__", (5, size), mesh, "query")
+    self.assertEqual(spec, P(None, entry))
+    self.assertEqual(tuple(drop.axis for drop in drops), dropped)
+    for drop in drops:
+      self.assertEqual((drop.tensor, drop.dimension), ("query", 1))
+      self.assertRegex(drop.reason, rf"fsdp=2.* does not divide the dimension's size {size}")
+
+  def test_a_name_the_mesh_lacks_is_dropped_alone(self):
+    mesh = create_mesh((2, 4), ("dp", "tp"))
+    spec, drops = resolve(PartitionAxis(), QUERY, "__train__", (2, 8, 4, 16), mesh, "query")
+    self.assertEqual(spec, P("dp", None, "tp", None))
+    reason = "the mesh has the axes ('dp', 'tp') only"
+    self.assertEqual(drops, (Drop("query", 0, "fsdp", reason), Drop("query", 1, "sp", reason)))
+
+  def test_without_a_shape_only_names_are_looked_at(self):
+    mesh = create_mesh((2, 4), ("dp", "tp"))
+    self.assertEqual(resolve(PartitionAxis(), QUERY, "__train__", None, mesh).spec,
+                     P("dp", None, "tp", None))
+
+  def test_abstract_mesh(self):
+    mesh = create_mesh((2, 2, 1, 2, 1))
+    for shape in ((4, 8, 2, 16), (3, 8, 2, 16)):
+      self.assertEqual(
+          resolve(PartitionAxis(), QUERY, "__train__", shape, mesh),
+          resolve(PartitionAxis(), QUERY, "__train__", shape, mesh.abstract_mesh))
+
+  def test_axes_that_the_caller_maps_are_dropped(self):
+    mesh = create_mesh((2, 4), ("dp", "tp"))
+    seen = []
+
+    def local(x):
+      seen.append(fit(P("dp", "tp"), x.shape, jax.sharding.get_abstract_mesh(), "x"))
+      return x
+
+    jax.jit(jax.shard_map(
+        local, mesh=mesh, in_specs=P("dp"), out_specs=P("dp"), axis_names={"dp"}))(np.ones((4, 4)))
+    self.assertEqual(seen[0].spec, P(None, "tp"))
+    self.assertEqual([(d.dimension, d.axis) for d in seen[0].drops], [(0, "dp")])
+    self.assertIn("Manual", seen[0].drops[0].reason)
+
+  def test_a_repeated_name_stays_once(self):
+    axes = PartitionAxis(batch_axis=("dp", "sp", "dp"), attention_dim_axis="tp")
+    spec, drops = resolve(axes, QUERY, "__train__", tensor="query")
+    self.assertEqual(spec, P(("dp", "sp"), None, "tp", None))
+    self.assertEqual(drops, (
+        Drop("query", 0, "dp", "shards dimension 0 of query already"),
+        Drop("query", 1, "sp", "shards dimension 0 of query already"),
+        Drop("query", 3, "tp", "shards dimension 2 of query already")))
+
+  def test_a_repeated_name_stays_with_the_same_meaning_in_every_layout(self):
+    axes = PartitionAxis(head_axis="sp")
+    bthd = resolve(axes, QUERY, "__train__")
+    bhtd = resolve(axes, [QUERY[i] for i in (0, 2, 1, 3)], "__train__")
+    self.assertEqual(bthd.spec, P(("fsdp", "dp"), "sp", None, None))
+    self.assertEqual(bhtd.spec, P(("fsdp", "dp"), None, "sp", None))
+    self.assertEqual([drop.dimension for drop in bthd.drops + bhtd.drops], [2, 1])
+
+  @parameterized.parameters(1, 3, 4, 8)
+  def test_specs_place_arrays(self, size):
+    mesh = create_mesh((2, 2, 1, 2, 1))
+    x = np.arange(size * 6 * size).reshape(size, 6, size)
+    axes = (partition.BATCH, partition.QUERY_LENGTH, partition.HEAD)
+    spec = resolve(PartitionAxis(), axes, "__train__", x.shape, mesh).spec
+    np.testing.assert_array_equal(jax.device_put(x, NamedSharding(mesh, spec)), x)
+
+
+class FitTest(parameterized.TestCase):
+
+  def test_fills_up_missing_entries(self):
+    mesh = create_mesh((2, 4), ("dp", "tp"))
+    spec, drops = fit(P("dp"), (4, 4, 4), mesh)
+    self.assertEqual(tuple(spec), ("dp", None, None))
+    self.assertEqual(drops, ())
+
+  def test_counts_sizes_of_one_dimension_together(self):
+    mesh = create_mesh((2, 4), ("dp", "tp"))
+    self.assertEqual(fit(P(("dp", "tp")), (8,), mesh).spec, P(("dp", "tp")))
+    self.assertEqual(fit(P(("dp", "tp")), (4,), mesh).spec, P("dp"))
+    self.assertEqual(fit(P(("tp", "dp")), (4,), mesh).spec, P("tp"))
+
+  def test_the_first_dimension_keeps_a_repeated_name(self):
+    spec, drops = fit(P("dp", ("tp", "dp")), None, None)
+    self.assertEqual(spec, P("dp", "tp"))
+    self.assertEqual([(drop.dimension, drop.axis) for drop in drops], [(1, "dp")])
+
+
+class ErrorsTest(parameterized.TestCase):
+
+  @parameterized.named_parameters(
+      ("meaning", lambda: resolve(PartitionAxis(), ("batch", "time"), "__train__"),
+       r"axes=\('batch', 'time'\) of tensor: 'time' names no meaning; .*'batch', 'query_length'"),
+      ("mode", lambda: resolve(PartitionAxis(), QUERY, "train"),
+       r"mode='train': expected one of '__train__', '__prefill__', '__autoregressive__'"),
+      ("field", lambda: resolve(PartitionAxis(head_axis=3), QUERY, "__train__"),
+       r"partition_axis\.head_axis=3: expected the name of a mesh axis"),
+      ("name in field", lambda: resolve(PartitionAxis(batch_axis=("dp", None)), QUERY, "__train__"),
+       r"partition_axis\.batch_axis=\('dp', None\): expected"),
+      ("empty name", lambda: resolve(PartitionAxis(batch_axis=""), QUERY, "__train__"),
+       r"partition_axis\.batch_axis='': expected"),
+      ("rank", lambda: resolve(PartitionAxis(), QUERY, "__train__", (2, 3), tensor="key"),
+       r"key has shape \(2, 3\) and 4 named dimensions"),
+      ("spec", lambda: fit(P(P.UNCONSTRAINED), (2,), None, "bias"),
+       r"the spec of bias=.*: expected the name of a mesh axis"),
+  )
+  def test_bad_call(self, call, message):
+    with self.assertRaisesRegex(ValueError, message):
+      call()
+
+  def test_shapes_of_lower_rank_than_axes_and_of_higher(self):
+    for shape in ((2, 3, 4), (2, 3, 4, 5, 6)):
+      with self.assertRaisesRegex(ValueError, "4 named dimensions"):
+        resolve(PartitionAxis(), QUERY, "__train__", shape)
+
+
+if __name__ == "__main__":
+  absltest.main()
