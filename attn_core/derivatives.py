@@ -1,17 +1,19 @@
 """Every derivative of every kernel, in one place.
 
 A kernel gives forward, backward and tangent (see `kernels.kernel.Kernel`). Here
-they become four primitives, related by
+they become five primitives, related by
 
   jvp(forward)(x; dx)            = tangent(x; dx)
   transpose of dx -> tangent     = c -> backward(x; c)
   jvp(backward)(x, c; dx, dc)    = curve(x, c; dx, dc) = H(x, c) dx + backward(x; dc)
-  transpose of (dx, dc) -> curve = u -> (curve(x, c; u, 0), tangent(x; u)),
+  transpose of (dx, dc) -> curve = u -> (curve(x, c; u, 0), tangent(x; u))
+  jvp(tangent)(x, t; dx, dt)     = bend(x, t; dx, dt), linear in (dx, dt)
+  transpose of (dx, dt) -> bend  = c -> (curve(x, c; t, 0), backward(x; c)),
 
-where H is the Hessian of <c, forward(x)>, which is symmetric: that is why the
-last line needs no kernel of its own. So reverse mode, forward mode, forward over
-reverse and reverse over reverse are all block-wise and linear in memory, and
-vmap folds the mapped axis into the batch.
+where H is the Hessian of <c, forward(x)>, which is symmetric: that is why no
+transpose needs a kernel of its own. So all first and second derivatives, in
+every mixture of forward and reverse mode, are block-wise and linear in memory,
+and vmap folds the mapped axis into the batch. Third derivatives: forward mode.
 
 The residuals carry the checkpoint names `attn_output` and `attn_lse`.
 """
@@ -121,6 +123,21 @@ def _curve(*args, call):
                  (tangents, list(d_residuals), d_cotangents))[1]
 
 
+def _bend(*args, call):
+  """The derivative of `tangent` along tangents of its operands and of its tangents."""
+  operands, residuals, tangents, directions, d_tangents = _split(
+      args, call, 2, *[len(call.names)] * 3)
+  d_residuals = call.kernel.tangent(operands, call.spec, call.block_sizes, Residuals(*residuals),
+                                    dict(zip(call.names, directions)))
+  def tangent(values, residuals, tangents):
+    moved = operands._replace(**dict(zip(call.names, values)))
+    return call.kernel.tangent(moved, call.spec, call.block_sizes, Residuals(*residuals),
+                               dict(zip(call.names, tangents)))
+  primals = [getattr(operands, name) for name in call.names]
+  return jax.jvp(tangent, (primals, residuals, tangents),
+                 (directions, list(d_residuals), d_tangents))[1]
+
+
 # --- Shapes. ---------------------------------------------------------------------------------------
 
 
@@ -167,28 +184,47 @@ def _tangent_transpose(cotangents, *args, call):
       c if ad.is_undefined_primal(x) else None for c, x in zip(found, linear)]
 
 
+def _movable(tangents, call):
+  """(names, tangents) of every differentiable operand, zeros where it does not move."""
+  moved = _operands(tangents[:call.structure.num_leaves], call)
+  names = tuple(name for name in DIFFERENTIABLE if getattr(moved, name) is not None)
+  return names, [ad.instantiate_zeros(getattr(moved, name)) for name in names]
+
+
 def _tangent_jvp(primals, tangents, *, call):
-  zeros = [ad.instantiate_zeros(t) for t in tangents]
-  return jax.jvp(lambda *args: tuple(_tangent(*args, call=call)), primals, _float0(primals, zeros))
+  # As in `_backward_jvp`, the residuals' own tangents are implied by those of the operands.
+  names, directions = _movable(tangents, call)
+  count = len(call.names)
+  first = dict(zip(call.names, primals[-count:]))
+  second = dict(zip(call.names, map(ad.instantiate_zeros, tangents[-count:])))
+  given, d_given = ([x.get(name, jnp.zeros_like(d)) for name, d in zip(names, directions)]
+                    for x in (first, second))
+  outs = _tangent_p.bind(*primals, call=call)
+  return outs, _bend_p.bind(*primals[:-count], *given, *directions, *d_given,
+                            call=call._replace(names=names))
 
 
-def _float0(primals, tangents):
-  """Tangents of integers must be float0 for `jax.jvp`."""
-  return tuple(t if jnp.issubdtype(p.dtype, jnp.inexact) else jnp.zeros(p.shape, jax.dtypes.float0)
-               for p, t in zip(primals, tangents))
+def _bend_transpose(cotangents, *args, call):
+  n, count = call.structure.num_leaves, len(call.names)
+  constants, linear = args[:n + 2 + count], args[n + 2 + count:]
+  cotangents = [ad.instantiate_zeros(c) for c in cotangents]
+  zeros = [jnp.zeros(c.shape, c.dtype) for c in cotangents]
+  operands, given = constants[:n + 2], constants[n + 2:]
+  found = [*_curve_p.bind(*operands, *cotangents, *given, *zeros, call=call),
+           *_backward_p.bind(*operands, *cotangents, call=call)]
+  return [None] * len(constants) + [
+      c if ad.is_undefined_primal(x) else None for c, x in zip(found, linear)]
 
 
 def _backward_jvp(primals, tangents, *, call):
   found = _backward_p.bind(*primals, call=call)
-  moved = _operands(tangents[:call.structure.num_leaves], call)
   # The residuals are functions of the operands: `curve` derives their tangents itself. Operands
   # without a requested cotangent may move too, so every differentiable one takes part.
-  present = [name for name in DIFFERENTIABLE if getattr(moved, name) is not None]
-  along = [ad.instantiate_zeros(getattr(moved, name)) for name in present]
+  names, directions = _movable(tangents, call)
   d_cotangents = [ad.instantiate_zeros(t) for t in tangents[-2:]]
-  derivatives = _curve_p.bind(*primals, *along, *d_cotangents,
-                              call=call._replace(names=tuple(present)))
-  derivatives = dict(zip(present, derivatives))
+  derivatives = _curve_p.bind(*primals, *directions, *d_cotangents,
+                              call=call._replace(names=names))
+  derivatives = dict(zip(names, derivatives))
   return found, [derivatives[name] for name in call.names]
 
 
@@ -203,9 +239,11 @@ def _curve_transpose(cotangents, *args, call):
       c if ad.is_undefined_primal(x) else None for c, x in zip(found, linear)]
 
 
-def _curve_jvp(primals, tangents, *, call):
-  zeros = [ad.instantiate_zeros(t) for t in tangents]
-  return jax.jvp(lambda *args: tuple(_curve(*args, call=call)), primals, _float0(primals, zeros))
+def _by_jax(compute, primals, tangents, *, call):
+  """The jvp of what a primitive computes, by jax: forward mode through the kernel's loops."""
+  zeros = (jnp.zeros(p.shape, jax.dtypes.float0) if not jnp.issubdtype(p.dtype, jnp.inexact)
+           else ad.instantiate_zeros(t) for p, t in zip(primals, tangents))
+  return jax.jvp(lambda *args: list(compute(*args, call=call)), primals, tuple(zeros))
 
 
 # --- vmap: the mapped axis joins the batch. --------------------------------------------------------
@@ -299,10 +337,14 @@ _backward_p = _primitive("attention_backward", _backward, _cotangent_avals,
                          lambda call: _RESIDUALS * 2)
 _curve_p = _primitive("attention_curve", _curve, _cotangent_avals,
                       lambda call: _RESIDUALS * 2 + list(call.names) + _RESIDUALS)
+_bend_p = _primitive("attention_bend", _bend, _residual_avals,
+                     lambda call: _RESIDUALS + list(call.names) * 3)
 
 ad.primitive_jvps[_forward_p] = _forward_jvp
 ad.primitive_jvps[_tangent_p] = _tangent_jvp
 ad.primitive_jvps[_backward_p] = _backward_jvp
-ad.primitive_jvps[_curve_p] = _curve_jvp
+ad.primitive_jvps[_curve_p] = functools.partial(_by_jax, _curve)
+ad.primitive_jvps[_bend_p] = functools.partial(_by_jax, _bend)
 ad.primitive_transposes[_tangent_p] = _tangent_transpose
 ad.primitive_transposes[_curve_p] = _curve_transpose
+ad.primitive_transposes[_bend_p] = _bend_transpose

@@ -1,6 +1,6 @@
 """Each mechanism as a function of its own: `attention` with the mechanism filled in."""
 
-import inspect
+import functools
 
 import jax.numpy as jnp
 
@@ -10,16 +10,12 @@ from attn_core.types import AttentionMechanism, BlockSizes
 
 
 def _named(mechanism: AttentionMechanism, what: str):
-  def function(query, key, value, **arguments):
-    return attention(query, key, value, mechanism=mechanism.value, **arguments)
-  function.__name__ = function.__qualname__ = mechanism.value
+  function = functools.partial(attention, mechanism=mechanism.value)
+  function.__name__ = mechanism.value
   function.__doc__ = f"""{what}
 
   Takes the arguments of `attention` but for `mechanism`, and raises what it raises.
   """
-  signature = inspect.signature(attention)
-  function.__signature__ = signature.replace(parameters=[
-      p for name, p in signature.parameters.items() if name != "mechanism"])
   return function
 
 

@@ -20,7 +20,7 @@ DOCUMENTED = {
     "attn_core.attention.attention",
     "attn_core.attention.explain",
     "attn_core.benchmark.run_attention_benchmarks",
-    "attn_core.mechanisms.blockwise.blockwise_attn",
+    "attn_core.named.blockwise_attn",
     "attn_core.sharding.mesh.create_mesh",
 }
 

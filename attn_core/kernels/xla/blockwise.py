@@ -196,7 +196,8 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
     def key_block(j, carry):
       sums, d_key, d_value = carry
       start, length = j * problem.sizes.block_kv, problem.sizes.block_kv
-      side = _KeySide(_block(keys, start, length), _block(values, start, length),
+      key = _block(keys, start, length)
+      side = _KeySide(key, key.transpose(0, 2, 1), _block(values, start, length),
                       queries, d_outs, row_lse, row_correction)
       sums = sums._replace(key=jnp.zeros(side.key.shape, problem.dtype),
                            value=jnp.zeros(side.value.shape, problem.dtype))
@@ -235,6 +236,7 @@ class _KeySide(NamedTuple):
   """One key block, and all rows of its heads."""
 
   key: Any  # [N, C, D]
+  key_transposed: Any  # [N, D, C], made once, outside the loop over queries
   value: Any  # [N, C, E]
   queries: Any  # [N, T * G, D], scaled
   d_outs: Any  # [N, T * G, E]
@@ -259,7 +261,7 @@ def _backward_tile(problem, place, side, tile, sums):
     d_bias = _add_bias_tile(problem, place, (i, j), d_bias, d_logits)
   d_logits = (d_logits if slope is None else d_logits * slope).astype(rows.dtype)
   kept = _drop(problem, place, (i, j), weights, transposed=True).astype(d_out.dtype)
-  d_query = _dot(side.key.transpose(0, 2, 1), d_logits, problem)
+  d_query = _dot(side.key_transposed, d_logits, problem)
   d_query = d_query + lax.dynamic_slice_in_dim(sums.query, i * length, length, 2)
   return _Sums(
       query=lax.dynamic_update_slice_in_dim(sums.query, d_query, i * length, 2),
