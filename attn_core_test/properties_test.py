@@ -1,0 +1,296 @@
+"""Every property of every case for every implementation in the table that runs on this machine.
+
+Float64 operands show that the formulas are the oracle's (1e-9); narrower ones
+show the rounding. Block sizes are tiny and odd, so that every case crosses blocks.
+"""
+
+import functools
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attn_core import AttentionMechanism, BlockSizes, OperationMetadata, attention, table
+from attn_core_test import property_cases
+from attn_core_test.property_cases import CASES
+
+jax.config.update("jax_enable_x64", True)
+
+BLOCKS = BlockSizes(4, 3, 5, 4, 1)
+
+# One name for every implementation that this machine can run; the others are the same object.
+IMPLEMENTATIONS = {}
+for (_mechanism, _platform), _implementation in table.TABLE.items():
+  if _implementation is not table.TABLE["cudnn", "gpu"]:
+    IMPLEMENTATIONS.setdefault(_implementation.run, (_mechanism, _platform))
+NAMES = tuple(IMPLEMENTATIONS.values())
+
+# Quantile and largest relative error allowed: rounding of inputs and products to this dtype.
+TOLERANCES = {"float32": (2e-6, 2e-5), "float16": (2e-3, 1e-2), "bfloat16": (1.5e-2, 6e-2)}
+
+BY_NAME = {case.name: case for case in CASES}
+
+
+def call(case, mechanism, platform):
+  """A function of the differentiable arguments -> (output, lse), by the door."""
+  arguments = dict(case.arguments, mechanism=mechanism, return_lse=True,
+                   metadata=OperationMetadata(platform=platform))
+  if "block_sizes" in table.TABLE[mechanism, platform].features:
+    arguments["block_sizes"] = BLOCKS
+  def run(arrays):
+    output = attention(**arguments, **arrays)
+    return output.attention_outputs, output.lse
+  return run
+
+
+def precise(mechanism, platform):
+  """(widest dtype, tolerance): float64 shows that formulas agree; float32 where it must do."""
+  if "float64" in table.TABLE[mechanism, platform].features:
+    return "float64", 1e-9
+  return "float32", 5e-5
+
+
+def supported(case, mechanism, platform) -> bool:
+  """Whether the implementation takes the case; what it refuses, bad_input_test shows."""
+  dtype, _ = precise(mechanism, platform)
+  arrays = jax.eval_shape(lambda: property_cases.operands(case, dtype))
+  try:
+    jax.eval_shape(call(case, mechanism, platform), arrays)
+  except NotImplementedError:
+    return False
+  return True
+
+
+PAIRS = tuple((f"{case.name}_{mechanism}", case.name, mechanism, platform)
+              for case in CASES for mechanism, platform in NAMES)
+
+
+def loss(run, weights):
+  """A scalar that depends on every output in its own way; lse of -inf counts as 0."""
+  def value(arrays):
+    out, lse = run(arrays)
+    lse = jnp.where(jnp.isfinite(lse), lse, 0)
+    return (jnp.sin(out) * weights[0]).sum() + (lse**2 * weights[1]).sum()
+  return value
+
+
+class PropertiesTest(parameterized.TestCase):
+
+  @parameterized.named_parameters(*PAIRS)
+  def test_value_gradient_and_jvp_equal_the_oracle(self, name, mechanism, platform):
+    case = BY_NAME[name]
+    if not supported(case, mechanism, platform):
+      self.skipTest("refused by name")
+    dtype, tolerance = precise(mechanism, platform)
+    arrays = property_cases.operands(case, dtype)
+    rng = np.random.default_rng(1)
+    moves = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), dtype), arrays)
+    want = property_cases.reference(case)
+    weights = [jnp.asarray(rng.normal(size=x.shape), dtype)
+               for x in jax.eval_shape(want, arrays)]
+    differentiable = "lse_gradient" in table.TABLE[mechanism, platform].features
+
+    def everything(run):
+      def out_only(arrays):
+        out, lse = run(arrays)
+        return out, (lse if differentiable else jnp.zeros_like(lse))
+      def properties(arrays):
+        return {"value": run(arrays), "gradient": jax.grad(loss(out_only, weights))(arrays),
+                "jvp": jax.jvp(out_only, (arrays,), (moves,))[1]}
+      return jax.jit(properties)
+
+    got_run = call(case, mechanism, platform)
+    if not differentiable:
+      lse = jax.jit(got_run)(arrays)[1]
+      np.testing.assert_allclose(lse, want(arrays)[1], rtol=tolerance, atol=tolerance)
+      got_run = _without_lse(got_run, case, mechanism, platform)
+      want = functools.partial(_zero_lse, want)
+    got, expected = everything(got_run)(arrays), everything(want)(arrays)
+    flat, _ = jax.tree_util.tree_flatten_with_path(got)
+    for (path, x), y in zip(flat, jax.tree.leaves(expected), strict=True):
+      np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance,
+                                 err_msg=jax.tree_util.keystr(path))
+
+  @parameterized.named_parameters(*[(f"{pair[0]}_{dtype}", *pair[1:], dtype)
+                                    for pair in PAIRS for dtype in TOLERANCES
+                                    if pair[1] in ("causal_gqa", "everything", "window_both_sides",
+                                                   "sinks_several_empty_rows", "soft_cap")])
+  def test_rounding(self, name, mechanism, platform, dtype):
+    case = BY_NAME[name]
+    if not supported(case, mechanism, platform):
+      self.skipTest("refused by name")
+    arrays = property_cases.operands(case, dtype)
+    if dtype != "float32" and mechanism == "sdpa":
+      self.skipTest("refuses an lse of 16 bits by name")
+    wide = jax.tree.map(lambda x: x.astype(jnp.float64), arrays)
+    out, lse = jax.jit(call(case, mechanism, platform))(arrays)
+    want, want_lse = property_cases.reference(case)(wide)
+    self.assertEqual(out.dtype, dtype)
+    self.assertEqual(lse.dtype, jnp.float32)
+    quantile, largest = TOLERANCES[dtype]
+    error = np.abs(np.asarray(out, np.float64) - want) / (1 + np.abs(want))
+    self.assertLess(np.quantile(error, 0.9), quantile)
+    self.assertLess(error.max(), largest)
+    empty = ~np.isfinite(want_lse)
+    np.testing.assert_array_equal(~np.isfinite(lse), empty)
+    self.assertLess(np.abs(np.where(empty, 0, lse - want_lse)).max(), largest)
+
+  @parameterized.named_parameters(*[pair for pair in PAIRS if pair[1] == "everything"
+                                    or pair[1] == "causal_gqa"])
+  def test_repeats_bit_for_bit_and_jit_changes_nothing(self, name, mechanism, platform):
+    case = BY_NAME[name]
+    if not supported(case, mechanism, platform):
+      self.skipTest("refused by name")
+    run = call(case, mechanism, platform)
+    arrays = property_cases.operands(case, "float32")
+    compiled = jax.jit(run)
+    first, second, eager = compiled(arrays), compiled(arrays), run(arrays)
+    for a, b, c in zip(first, second, eager):
+      np.testing.assert_array_equal(a, b)
+      np.testing.assert_allclose(a, c, rtol=1e-6, atol=1e-6)
+    if "lse_gradient" in table.TABLE[mechanism, platform].features:
+      gradient = jax.jit(jax.grad(lambda arrays: run(arrays)[0].sum()))
+      jax.tree.map(np.testing.assert_array_equal, gradient(arrays), gradient(arrays))
+
+  @parameterized.named_parameters(*[(f"{m}_{p}", m, p) for m, p in table.TABLE])
+  def test_every_table_entry_is_one_of_the_implementations(self, mechanism, platform):
+    implementation = table.TABLE[mechanism, platform]
+    if implementation is table.TABLE["cudnn", "gpu"]:
+      self.skipTest("needs an NVIDIA GPU")
+    self.assertIn(implementation.run, IMPLEMENTATIONS)
+    case = BY_NAME["causal_gqa"]
+    arrays = property_cases.operands(case, "float32")
+    got = attention(**arrays, mechanism=AttentionMechanism(mechanism),
+                    metadata=OperationMetadata(platform=platform)).attention_outputs
+    np.testing.assert_allclose(got, property_cases.reference(case)(arrays)[0], atol=2e-5)
+
+
+def _zero_lse(run, arrays):
+  out, lse = run(arrays)
+  return out, jnp.zeros_like(lse)
+
+
+def _without_lse(run, case, mechanism, platform):
+  """The same call without `return_lse`, for implementations whose lse cannot be differentiated."""
+  def only_out(arrays):
+    out = attention(**case.arguments, **arrays, mechanism=mechanism,
+                    metadata=OperationMetadata(platform=platform)).attention_outputs
+    return out, jnp.zeros(jax.eval_shape(run, arrays)[1].shape)
+  return only_out
+
+
+@parameterized.named_parameters(*[(m, m, p) for m, p in NAMES])
+class LeakageTest(parameterized.TestCase):
+  """Nothing reaches a query but what it sees."""
+
+  def run_case(self, name, mechanism, platform, **change):
+    case = BY_NAME[name]
+    arrays = property_cases.operands(case, "float32")
+    for key, f in change.items():
+      arrays[key] = f(arrays[key])
+    return arrays, jax.jit(call(case, mechanism, platform))(arrays)
+
+  def test_rows_of_the_batch_do_not_mix(self, mechanism, platform):
+    for name in ("segments_with_padding", "dense_mask_per_head", "padding_mask"):
+      _, (out, lse) = self.run_case(name, mechanism, platform)
+      spoil = lambda x: x.at[0].set(jnp.nan)
+      _, (spoiled, spoiled_lse) = self.run_case(
+          name, mechanism, platform, query=spoil, key=spoil, value=spoil)
+      np.testing.assert_array_equal(out[1], spoiled[1])
+      np.testing.assert_array_equal(lse[1], spoiled_lse[1])
+
+  @staticmethod
+  def poisons():
+    return [(array, number) for array in ("key", "value") for number in (np.nan, np.inf, -np.inf)]
+
+  def test_hidden_keys_that_are_not_finite_do_nothing(self, mechanism, platform):
+    for name, hidden in (("causal_gqa", 9), ("padding_mask", 11), ("segments_with_padding", 12)):
+      sees = property_cases.visible(BY_NAME[name])
+      _, (out, lse) = self.run_case(name, mechanism, platform)
+      for array, number in self.poisons():
+        _, (got, got_lse) = self.run_case(
+            name, mechanism, platform, **{array: lambda x: x.at[:, hidden].set(number)})
+        clean = ~sees[..., hidden]  # [B, H, T]
+        np.testing.assert_array_equal(np.where(clean, lse, 0), np.where(clean, got_lse, 0))
+        rows = clean.transpose(0, 2, 1)[..., None]
+        np.testing.assert_array_equal(np.where(rows, out, 0), np.where(rows, got, 0))
+        self.assertTrue(np.isnan(np.where(rows, np.nan, got)).all(),
+                        "a query that sees what is not finite must show it")
+
+  def test_padding_gets_no_gradient_and_gives_none(self, mechanism, platform):
+    case = BY_NAME["padding_mask"]
+    arrays = property_cases.operands(case, "float32")
+    arrays["value"] = arrays["value"].at[0, 5:].set(jnp.nan)
+    arrays["key"] = arrays["key"].at[0, 5:].set(jnp.inf)
+    run = lambda arrays: attention(**case.arguments, **arrays, mechanism=mechanism,
+                                   metadata=OperationMetadata(platform=platform))
+    gradients = jax.jit(jax.grad(lambda x: (run(x).attention_outputs**2).sum()))(arrays)
+    for name, gradient in gradients.items():
+      self.assertTrue(np.isfinite(gradient).all(), name)
+      if name in ("key", "value"):
+        np.testing.assert_array_equal(gradient[0, 5:], 0)
+
+  def test_huge_logits(self, mechanism, platform):
+    _, (out, lse) = self.run_case("causal_gqa", mechanism, platform,
+                                  query=lambda x: x * 1e4, key=lambda x: x * 1e4)
+    self.assertTrue(np.isfinite(out).all())
+    self.assertTrue(np.isfinite(lse).all())
+
+  def test_empty_rows_are_zero_with_zero_gradients(self, mechanism, platform):
+    case = BY_NAME["dense_mask_per_head"]
+    arrays = property_cases.operands(case, "float32")
+    run = lambda arrays: attention(**case.arguments, **arrays, mechanism=mechanism,
+                                   metadata=OperationMetadata(platform=platform))
+    out = run(arrays).attention_outputs
+    np.testing.assert_array_equal(out[:, 2], 0)
+    gradient = jax.jit(jax.grad(lambda x: run(x).attention_outputs[:, 2].sum()))(arrays)
+    jax.tree.map(lambda x: np.testing.assert_array_equal(x, 0), gradient)
+
+
+@parameterized.named_parameters(*[(m, m, p) for m, p in NAMES])
+class VmapTest(parameterized.TestCase):
+  """vmap equals a loop, with all operands mapped or some of them, in value and gradient."""
+
+  def check(self, name, mechanism, platform, mapped):
+    case = BY_NAME[name]
+    run = call(case, mechanism, platform)
+    if not supported(case, mechanism, platform):
+      self.skipTest("refused by name")
+    if "lse_gradient" not in table.TABLE[mechanism, platform].features:
+      run = _without_lse(run, case, mechanism, platform)
+    dtype, tolerance = precise(mechanism, platform)
+    arrays = property_cases.operands(case, dtype)
+    stacked = {k: jnp.stack([x, 0.5 * x, -x]) if k in mapped else x for k, x in arrays.items()}
+    axes = ({k: 0 if k in mapped else None for k in arrays},)
+    weights = [jnp.ones(x.shape) for x in jax.eval_shape(run, arrays)]
+    both = jax.value_and_grad(loss(run, weights))
+    got = jax.jit(jax.vmap(both, axes))(stacked)
+    for i in range(3):
+      one = jax.jit(both)({k: x[i] if k in mapped else x for k, x in stacked.items()})
+      jax.tree.map(lambda x, y: np.testing.assert_allclose(x[i], y, rtol=tolerance,
+                                                           atol=tolerance), got, one)
+    total = jax.jit(jax.grad(lambda x: jax.vmap(loss(run, weights), axes)(x).sum()))(stacked)
+    for k, x in total.items():
+      want = got[1][k] if k in mapped else got[1][k].sum(0)
+      np.testing.assert_allclose(x, want, rtol=tolerance, atol=tolerance)
+
+  def test_all_operands(self, mechanism, platform):
+    self.check("causal_gqa", mechanism, platform, ("query", "key", "value"))
+
+  def test_query_only(self, mechanism, platform):
+    self.check("segments_with_padding", mechanism, platform, ("query",))
+
+  def test_bias_and_sinks_only(self, mechanism, platform):
+    self.check("everything", mechanism, platform, ("bias", "softmax_aux"))
+
+  def test_query_and_shared_bias(self, mechanism, platform):
+    self.check("everything", mechanism, platform, ("query", "value"))
+
+  def test_custom_predicate(self, mechanism, platform):
+    self.check("custom_predicate", mechanism, platform, ("key",))
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,200 @@
+"""The cases of the property tests: small calls of `attention` whose meaning is written out by hand.
+
+Every case says twice what is visible: in arguments of `attention`, and as a
+boolean array made from loops over numbers, which shares no code with the library.
+
+Letters: B batch, H query heads, T query length, S key length, K key heads, D and E widths.
+"""
+
+from typing import Any, Callable, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attn_core import MaskInfo, dropout, masks
+from attn_core.masks import algebra
+from attn_core.references import oracle
+from attn_core.types import AttentionSpec, MaskOperands, Operands
+
+
+class Shape(NamedTuple):
+  B: int = 2
+  T: int = 13
+  S: int = 13
+  H: int = 4
+  K: int = 2
+  D: int = 5
+  E: int = 5
+
+
+class Case(NamedTuple):
+  """One call, and its meaning."""
+
+  name: str
+  shape: Shape
+  arguments: dict  # of `attention`, beyond query, key, value
+  sees: Callable  # (b, h, t, s) -> bool
+  floats: dict = {}  # differentiable arguments: name -> shape ("bias", "softmax_aux")
+  positions: Any = None  # int [B, T] where the queries stand, for dropout
+
+
+def _ids(rows):
+  return np.array(rows, np.int32)
+
+
+def _dense(shape, seed=0):
+  rng = np.random.default_rng(seed)
+  array = rng.random((shape.B, shape.H, shape.T, shape.S)) < 0.5
+  array[:, :, 2] = False  # a query that sees nothing
+  return array
+
+
+def _predicate(batch, head, query, key):
+  return (batch + 2 * head + query - key) % 3 != 0
+
+
+_S = Shape()
+_ODD = Shape(T=7, S=11, D=6, E=3)
+_SEGMENTS = _ids([[0] * 5 + [1] * 6 + [-1] * 2, [3] * 13])
+_DENSE = _dense(_S)
+_Q_POSITIONS = _ids([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9], list(range(2, 15))])
+_K_POSITIONS = _ids([list(range(12, -1, -1)), list(range(13))])
+_OFFSETS = _ids([0, 4])
+_LENGTHS = _ids([4, 0])
+_CU = _ids([0, 3, 4, 13])
+_CU_SEGMENT = np.repeat([0, 1, 2], [3, 1, 9])
+_CU_K = _ids([0, 5, 6, 17])
+_CU_K_SEGMENT = np.repeat([0, 1, 2], [5, 1, 11])
+_RNG = np.array([7, 11], np.uint32)
+
+CASES = (
+    Case("causal_gqa", _S, {}, lambda b, h, t, s: s <= t),
+    Case("full_odd_sizes_e_not_d", _ODD, dict(causal=False), lambda b, h, t, s: True),
+    Case("one_head", Shape(B=1, H=1, K=1), {}, lambda b, h, t, s: s <= t),
+    Case("one_query_bottom_right", Shape(T=1, S=17), dict(query_offset=16), lambda b, h, t, s: True),
+    Case("one_query_top_left", Shape(T=1, S=17), dict(query_offset=0), lambda b, h, t, s: s == 0),
+    Case("one_query_one_key", Shape(T=1, S=1, D=1, E=1), {}, lambda b, h, t, s: True),
+    Case("one_key", Shape(T=5, S=1), dict(causal=False), lambda b, h, t, s: True),
+    Case("window_left_inclusive", _S, dict(sliding_window=(3, 0)),
+         lambda b, h, t, s: -3 <= s - t <= 0),
+    Case("window_both_sides", _S, dict(sliding_window=(2, 1), causal=False),
+         lambda b, h, t, s: -2 <= s - t <= 1),
+    Case("window_int", _S, dict(sliding_window=2, causal=False), lambda b, h, t, s: abs(s - t) <= 2),
+    Case("window_right_unbounded", _S, dict(sliding_window=(1, -1), causal=False),
+         lambda b, h, t, s: s - t >= -1),
+    Case("chunk", _S, dict(chunk_size=4), lambda b, h, t, s: s <= t and s // 4 == t // 4),
+    Case("segments_with_padding", _S, dict(mask_info=MaskInfo.from_segments(_SEGMENTS)),
+         lambda b, h, t, s: s <= t and _SEGMENTS[b, t] == _SEGMENTS[b, s] >= 0),
+    Case("segments_interleaved", _S,
+         dict(causal=False, mask_info=MaskInfo.from_segments(_SEGMENTS[:, ::-1] % 3, _SEGMENTS)),
+         lambda b, h, t, s: _SEGMENTS[b, 12 - t] % 3 == _SEGMENTS[b, s] >= 0),
+    Case("positions", _S, dict(mask_info=MaskInfo(q_positions=_Q_POSITIONS,
+                                                  kv_positions=_K_POSITIONS)),
+         lambda b, h, t, s: _K_POSITIONS[b, s] <= _Q_POSITIONS[b, t]),
+    Case("offset_per_row", Shape(T=7, S=12), dict(query_offset=_OFFSETS),
+         lambda b, h, t, s: s <= t + _OFFSETS[b]),
+    Case("negative_offset_empty_rows", Shape(T=7, S=12), dict(query_offset=-3),
+         lambda b, h, t, s: s <= t - 3),
+    Case("dense_mask_per_head", _S, dict(mask=_DENSE, causal=False),
+         lambda b, h, t, s: _DENSE[b, h, t, s]),
+    Case("dense_mask_broadcast_and_causal", _S, dict(mask=_DENSE[:, :1, :1]),
+         lambda b, h, t, s: s <= t and _DENSE[b, 0, 0, s]),
+    Case("padding_mask", _S, dict(causal=False, mask_info=MaskInfo.from_attention_mask(
+        np.arange(13)[None] < np.array([[5], [13]]))), lambda b, h, t, s: s < (5, 13)[b]),
+    Case("lengths", _S, dict(mask=masks.lengths(_ids([13, 6]), _ids([9, 13])), causal=False),
+         lambda b, h, t, s: t < (13, 6)[b] and s < (9, 13)[b]),
+    Case("prefix_or_causal", _S, dict(causal=False, mask=masks.causal() | masks.prefix(_LENGTHS)),
+         lambda b, h, t, s: s <= t or s < _LENGTHS[b]),
+    Case("not_chunk", _S, dict(mask=~masks.chunk(5)),
+         lambda b, h, t, s: s <= t and s // 5 != t // 5),
+    Case("custom_predicate", _S, dict(mask=masks.custom(_predicate)),
+         lambda b, h, t, s: s <= t and _predicate(b, h, t, s)),
+    Case("bias_full", _S, {}, lambda b, h, t, s: s <= t, dict(bias=(2, 4, 13, 13))),
+    Case("bias_broadcast", _S, dict(causal=False), lambda b, h, t, s: True,
+         dict(bias=(1, 4, 1, 13))),
+    Case("bias_and_mask", _S, dict(mask=_DENSE, causal=False),
+         lambda b, h, t, s: _DENSE[b, h, t, s], dict(bias=(2, 1, 13, 1))),
+    Case("sinks", _S, dict(sliding_window=(2, 0)), lambda b, h, t, s: -2 <= s - t <= 0,
+         dict(softmax_aux=(4,))),
+    Case("sinks_several_empty_rows", _S, dict(mask=_DENSE, causal=False),
+         lambda b, h, t, s: _DENSE[b, h, t, s], dict(softmax_aux=(4, 3))),
+    Case("soft_cap", _S, dict(logits_soft_cap=0.7, softmax_scale=0.9), lambda b, h, t, s: s <= t),
+    Case("everything", Shape(T=11, S=17, D=6, E=4),
+         dict(query_offset=3, sliding_window=(6, 2), causal=False, logits_soft_cap=1.3,
+              mask_info=MaskInfo(None, _SEGMENTS[:, :11] % 2, np.tile(_ids([[0, 1]]), (2, 9))[:, :17]),
+              dropout_prob=0.25, dropout_rng=_RNG, deterministic=False),
+         lambda b, h, t, s: -6 <= s - t - 3 <= 2 and _SEGMENTS[b, t] % 2 == s % 2,
+         dict(bias=(1, 4, 11, 17), softmax_aux=(4, 2)), np.arange(11)[None] + 3 + np.zeros((2, 1))),
+    Case("dropout", _S, dict(dropout_prob=0.4, dropout_rng=_RNG, deterministic=False),
+         lambda b, h, t, s: s <= t),
+    Case("dropout_at_positions", _S,
+         dict(dropout_prob=0.4, dropout_rng=_RNG, deterministic=False, causal=False,
+              mask_info=MaskInfo(q_positions=_Q_POSITIONS)), lambda b, h, t, s: True,
+         positions=_Q_POSITIONS),
+    Case("unnormalised", _S, dict(normalize_output=False), lambda b, h, t, s: s <= t),
+    Case("layout_bhtd", _S, dict(layout="bhtd", sliding_window=(4, 0)),
+         lambda b, h, t, s: -4 <= s - t <= 0),
+    Case("layout_thd", Shape(B=1), dict(layout="thd", cum_seqlens_q=_CU),
+         lambda b, h, t, s: s <= t and _CU_SEGMENT[t] == _CU_SEGMENT[s]),
+    Case("layout_thd_other_keys", Shape(B=1, S=17),
+         dict(layout="thd", cum_seqlens_q=_CU, cum_seqlens_k=_CU_K, query_offset=2),
+         lambda b, h, t, s: (_CU_SEGMENT[t] == _CU_K_SEGMENT[s]
+                             and s - _CU_K[_CU_K_SEGMENT[s]] <= t - _CU[_CU_SEGMENT[t]] + 2)),
+)
+
+
+def visible(case: Case) -> np.ndarray:
+  """bool [B, H, T, S], by the hand-written rule."""
+  b, h, t, s = case.shape.B, case.shape.H, case.shape.T, case.shape.S
+  return np.array([[[[bool(case.sees(i, j, k, l)) for l in range(s)] for k in range(t)]
+                    for j in range(h)] for i in range(b)])
+
+
+def operands(case: Case, dtype, seed: int = 0) -> dict:
+  """The differentiable arguments: query, key, value in the case's layout, and `case.floats`."""
+  rng = np.random.default_rng(seed)
+  shape, layout = case.shape, case.arguments.get("layout", "bthd")
+  shapes = {"query": (shape.B, shape.T, shape.H, shape.D),
+            "key": (shape.B, shape.S, shape.K, shape.D),
+            "value": (shape.B, shape.S, shape.K, shape.E), **case.floats}
+  arrays = {}
+  for name, full in shapes.items():
+    array = rng.normal(size=full)
+    if name in ("query", "key", "value"):
+      array = from_bthd(array, layout)
+    arrays[name] = jnp.asarray(array, dtype)
+  return arrays
+
+
+def from_bthd(x, layout: str):
+  """[B, T, H, D] in another layout."""
+  return {"bthd": x, "bhtd": x.transpose(0, 2, 1, 3), "thd": x[0]}[layout]
+
+
+def to_bthd(x, layout: str):
+  return {"bthd": lambda: x, "bhtd": lambda: x.transpose(0, 2, 1, 3), "thd": lambda: x[None]}[
+      layout]()
+
+
+def reference(case: Case):
+  """A function of `operands` -> (output in the case's layout, lse), by the oracle."""
+  a, layout = case.arguments, case.arguments.get("layout", "bthd")
+  mask = algebra.dense(visible(case))
+  if case.positions is not None:
+    mask = algebra.positions(np.asarray(case.positions, np.int32), None, mask)
+  leaves, structure = jax.tree.flatten(mask)
+  spec = AttentionSpec(
+      structure, a.get("softmax_scale", case.shape.D**-0.5), a.get("logits_soft_cap"),
+      a.get("dropout_prob", 0.0), normalize_output=a.get("normalize_output", True))
+  def run(arrays):
+    query, key, value = (to_bthd(arrays[name], layout) for name in ("query", "key", "value"))
+    sinks = arrays.get("softmax_aux")
+    if sinks is not None:
+      sinks = (sinks if sinks.ndim == 1 else jax.nn.logsumexp(sinks, -1))[None]
+    words = dropout.key_words(jnp.asarray(_RNG)) if spec.dropout_prob else None
+    out, _, lse, _ = oracle.attention(
+        Operands(query, key, value, arrays.get("bias"),
+                 MaskOperands(tuple(map(jnp.asarray, leaves))), sinks, words), spec)
+    return from_bthd(out, layout), lse[0] if layout == "thd" else lse
+  return run
