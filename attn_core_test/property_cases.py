@@ -100,8 +100,8 @@ CASES = (
          lambda b, h, t, s: _DENSE[b, h, t, s]),
     Case("dense_mask_broadcast_and_causal", _S, dict(mask=_DENSE[:, :1, :1]),
          lambda b, h, t, s: s <= t and _DENSE[b, 0, 0, s]),
-    Case("padding_mask", _S, dict(causal=False, mask_info=MaskInfo.from_attention_mask(
-        np.arange(13)[None] < np.array([[5], [13]]))), lambda b, h, t, s: s < (5, 13)[b]),
+    Case("padding_mask", _S, dict(causal=False, mask_info=MaskInfo(
+        (np.arange(13)[None] < np.array([[5], [13]]))[:, None, None])), lambda b, h, t, s: s < (5, 13)[b]),
     Case("lengths", _S, dict(mask=masks.lengths(_ids([13, 6]), _ids([9, 13])), causal=False),
          lambda b, h, t, s: t < (13, 6)[b] and s < (9, 13)[b]),
     Case("prefix_or_causal", _S, dict(causal=False, mask=masks.causal() | masks.prefix(_LENGTHS)),
