@@ -22,8 +22,9 @@ def attend(operands: Operands, spec: AttentionSpec) -> AttentionOutput:
   batch, length, heads, _ = query.shape
   keys, key_heads = key.shape[1:3]
   shape = (batch, heads, length, keys)
-  grouped = query.reshape(batch, length, key_heads, heads // key_heads, -1)
-  logits = jnp.einsum("btkgd,bskd->bkgts", grouped, key, precision=spec.precision,
+  # The query heads of a key head become more rows: one plain product per key head.
+  rows = query.transpose(0, 2, 1, 3).reshape(batch, key_heads, -1, query.shape[3])
+  logits = jnp.einsum("bkrd,bskd->bkrs", rows, key, precision=spec.precision,
                       preferred_element_type=spec.softmax_dtype).reshape(shape)
   logits = logits * jnp.asarray(spec.softmax_scale, logits.dtype)
   if spec.logits_soft_cap is not None:
@@ -34,17 +35,19 @@ def attend(operands: Operands, spec: AttentionSpec) -> AttentionOutput:
   visible = dense_mask.visible(spec.mask, operands.mask, shape)
   logits = jnp.where(visible, logits, -jnp.inf)
 
-  weights, lse = _softmax(logits, operands.sinks)
+  weights, total, lse = _softmax(logits, operands.sinks)
   if spec.dropout_prob:
     mask, at = dense_mask.expand(spec.mask, operands.mask, shape)
     keep = dropout.keep_mask(operands.dropout_key.T.reshape(2, -1, 1, 1, 1),
                              algebra.move_to_positions(mask, at), spec.dropout_prob)
     weights = jnp.where(keep, weights * (1 / (1 - spec.dropout_prob)), 0)
-  weights = checkpoint_name(weights.astype(value.dtype), "attn_weights")
-  grouped = weights.reshape(batch, key_heads, heads // key_heads, length, keys)
-  outputs = jnp.einsum("bkgts,bske->btkge", grouped, value, precision=spec.precision,
+  # Dividing the output instead of the weights saves a pass over all of them.
+  rows = weights.astype(value.dtype).reshape(batch, key_heads, -1, keys)
+  outputs = jnp.einsum("bkrs,bske->bkre", rows, value, precision=spec.precision,
                        preferred_element_type=spec.softmax_dtype)
-  outputs = outputs.reshape(batch, length, heads, -1).astype(query.dtype)
+  outputs = (outputs.reshape(batch, heads, length, -1) / total).transpose(0, 2, 1, 3)
+  outputs = outputs.astype(query.dtype)
+  weights = checkpoint_name((weights / total).astype(value.dtype), "attn_weights")
   lse = lse.astype(jnp.promote_types(lse.dtype, jnp.float32))
   if not spec.normalize_output:
     outputs = softmax.numerator(outputs, lse)
@@ -67,9 +70,11 @@ def clean(operands: Operands):
 
 
 def _softmax(logits, sinks):
-  """exp(logits - lse) and lse over the last axis of [B, H, T, S]; sinks [B or 1, H] or None.
+  """Softmax over the last axis of [B, H, T, S]; sinks [B or 1, H] or None.
 
-  A row of -inf has weights 0 and lse -inf, with gradients 0.
+  Returns:
+    (weights [B, H, T, S], what they are to be divided by [B, H, T, 1], lse [B, H, T]). A row of
+    -inf has weights 0 and lse -inf, with gradients 0.
   """
   highest = logits.max(-1, keepdims=True)
   if sinks is not None:
@@ -82,5 +87,4 @@ def _softmax(logits, sinks):
     total = total + jnp.exp(sinks - highest)
   empty = total == 0
   total = jnp.where(empty, 1, total)
-  lse = jnp.where(empty, -jnp.inf, jnp.log(total) + highest)
-  return weights / total, lse[..., 0]
+  return weights, total, jnp.where(empty, -jnp.inf, jnp.log(total) + highest)[..., 0]
