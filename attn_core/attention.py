@@ -1,4 +1,4 @@
-"""The door: `attention` runs any mechanism by name, `explain` says which one and why not the others.
+"""The door: `attention` runs any mechanism, `explain` says which one and why not the others.
 
 Letters: B batch, T query length, S key length, H query heads, K key heads (K divides H),
 D query and key width, E value width.

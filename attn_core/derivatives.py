@@ -75,7 +75,7 @@ def _varying(x) -> frozenset:
   return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
-# --- What the primitives compute: flat lists of arrays in, flat lists out. -------------------------
+# --- What the primitives compute: flat lists of arrays in, flat lists out. -----------------------
 
 
 def _operands(leaves, call) -> Operands:
@@ -138,13 +138,14 @@ def _bend(*args, call):
                  (directions, list(d_residuals), d_tangents))[1]
 
 
-# --- Shapes. ---------------------------------------------------------------------------------------
+# --- Shapes. -------------------------------------------------------------------------------------
 
 
 def _like(aval, shape, dtype):
   """An abstract array that varies over the same manual mesh axes as `aval`."""
+  sharding = NamedSharding(aval.sharding.mesh, PartitionSpec(*[None] * len(shape)))
   return aval.update(shape=tuple(shape), dtype=jnp.dtype(dtype), weak_type=False,
-                     sharding=NamedSharding(aval.sharding.mesh, PartitionSpec(*[None] * len(shape))))
+                     sharding=sharding)
 
 
 def _residual_avals(*avals, call):
@@ -162,7 +163,7 @@ def _cotangent_avals(*avals, call):
           for x in (getattr(operands, name) for name in call.names)]
 
 
-# --- Rules. ----------------------------------------------------------------------------------------
+# --- Rules. --------------------------------------------------------------------------------------
 
 
 def _forward_jvp(primals, tangents, *, call):
@@ -246,7 +247,7 @@ def _by_jax(compute, primals, tangents, *, call):
   return jax.jvp(lambda *args: list(compute(*args, call=call)), primals, tuple(zeros))
 
 
-# --- vmap: the mapped axis joins the batch. --------------------------------------------------------
+# --- vmap: the mapped axis joins the batch. ------------------------------------------------------
 
 
 def _operand_labels(call) -> list[str]:
@@ -304,7 +305,7 @@ def _rows_of(args, dims, labels, name) -> int:
   return x.shape[1 if dim == 0 else 0]
 
 
-# --- The primitives. -------------------------------------------------------------------------------
+# --- The primitives. -----------------------------------------------------------------------------
 
 
 def _primitive(name, compute, avals, labels_of) -> Primitive:

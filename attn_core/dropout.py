@@ -1,4 +1,4 @@
-"""Which attention weights dropout keeps: a pure function of (key, batch, head, query, key position).
+"""Which weights dropout keeps: a pure function of (key, batch, head, query, key position).
 
 Nothing is drawn from a stream, so every mechanism, block size, platform and
 sharding keeps the same weights, and a backward regenerates the mask instead of
@@ -53,7 +53,7 @@ def keep_mask(words, at: Coordinates, dropout_prob: float):
 
 
 def _mix(x):
-  """The 32-bit finaliser of MurmurHash3: every input bit changes every output bit half of the time."""
+  """The 32-bit finaliser of MurmurHash3: every input bit changes half of the output bits."""
   x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
   x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
   return x ^ (x >> 16)

@@ -1,4 +1,4 @@
-"""flash_attn2, blockwise and blocksparse: one block-wise kernel per platform, any mask by its BlockMap."""
+"""flash_attn2, blockwise, blocksparse: one block-wise kernel a platform, any mask by BlockMap."""
 
 from attn_core import derivatives
 from attn_core.kernels import softmax

@@ -47,7 +47,8 @@ def _local(implementation, call, operands):
       operands.query, key, value, operands.bias, visible, scale=spec.softmax_scale,
       is_causal=causal, implementation=implementation, return_residual=call.return_lse)
   out, lse = result if call.return_lse else (result, None)
-  lse = None if lse is None else _not_differentiable(lse.transpose(0, 2, 1))
+  lse = None if lse is None else _not_differentiable(
+      lse.transpose(0, 2, 1), operands.query, operands.key, operands.bias)
   spoiled = _sees_any(~finite, visible, causal, operands.query.shape[1])
   if visible is not None:
     empty = ~visible.any(-1)
@@ -73,7 +74,9 @@ def _sees_any(keys, visible, causal: bool, length: int):
 
 
 @jax.custom_jvp
-def _not_differentiable(lse):
+def _not_differentiable(lse, *operands):
+  """`lse`. It comes without a tangent, so those of the operands it depends on are what is seen."""
+  del operands
   return lse
 
 

@@ -32,7 +32,8 @@ def attention(operands: Operands, spec: AttentionSpec) -> AttentionOutput:
   Returns:
     outputs [B, T, H, E], weights [B, H, T, S] after dropout, lse [B, H, T].
     A query that sees nothing has output 0 and lse -inf (with sinks: the sinks' lse).
-    A visible key that is not finite, or whose value is not, makes the query's output NaN; a hidden one does nothing.
+    A visible key that is not finite, or whose value is not, makes the query's output NaN; a hidden
+    one does nothing.
   """
   query, key, value = operands.query, operands.key, operands.value
   group = query.shape[2] // key.shape[2]
