@@ -48,12 +48,17 @@ class Request(NamedTuple):
   width: int  # D
 
 
+# Memory in the sequence length.
+LINEAR, QUADRATIC = "linear", "quadratic"
+LINEAR_UNMASKED = "linear without mask or bias"
+
+
 class Implementation(NamedTuple):
   """One cell of the table."""
 
   run: Callable[[Call], AttentionOutput]
   features: frozenset[str]
-  memory: str  # "linear" or "quadratic" in the sequence length
+  memory: str  # LINEAR, QUADRATIC or LINEAR_UNMASKED
   limits: Callable[[Request], str | None] = lambda request: None  # a reason to refuse, or None
 
 
@@ -80,10 +85,10 @@ _SDPA = frozenset({"gqa", "float16", "causal", "window", "chunk", "segments",
                    "positions", "mask", "bias", "lse"})
 _CUDNN = frozenset({"gqa", "float16", "causal", "mask", "bias"})
 
-_xla = Implementation(flash.xla, _BLOCKWISE, "linear")
-_dense = Implementation(vanilla.vanilla, _VANILLA, "quadratic")
-_sdpa = Implementation(sdpa.xla, _SDPA, "quadratic", _sdpa_limits)
-_cudnn = Implementation(sdpa.cudnn, _CUDNN, "linear without mask or bias", _cudnn_limits)
+_xla = Implementation(flash.xla, _BLOCKWISE, LINEAR)
+_dense = Implementation(vanilla.vanilla, _VANILLA, QUADRATIC)
+_sdpa = Implementation(sdpa.xla, _SDPA, QUADRATIC, _sdpa_limits)
+_cudnn = Implementation(sdpa.cudnn, _CUDNN, LINEAR_UNMASKED, _cudnn_limits)
 
 TABLE = {
     ("vanilla", "cpu"): _dense,
@@ -118,7 +123,7 @@ MISSING = {
     "ragged_page_attention_v3": _LATER,
 }
 
-# What `auto` tries, in this order: linear memory first.
+# What `auto` tries, in this order, those first whose memory is linear for the call.
 AUTO = {
     "cpu": ("flash_attn2", "vanilla"),
     "gpu": ("cudnn", "flash_attn2", "vanilla"),
@@ -131,6 +136,12 @@ class Verdict(NamedTuple):
 
   mechanism: str
   reasons: tuple[str, ...]  # why it refuses; empty: it can
+
+
+def _linear(mechanism: str, platform: str, request: Request) -> bool:
+  memory = TABLE[mechanism, platform].memory
+  return memory == LINEAR or (memory == LINEAR_UNMASKED
+                              and not {"mask", "bias"} & set(request.features))
 
 
 def names() -> tuple[str, ...]:
@@ -173,7 +184,8 @@ def choose(mechanism: str, platform: str, request: Request) -> str:
       raise ValueError(f"{what}={value!r}: expected one of {', '.join(map(repr, known))}")
   able = [verdict.mechanism for verdict in ask_all(platform, request) if not verdict.reasons]
   if mechanism == "auto":
-    verdicts = [ask(name, platform, request) for name in AUTO[platform]]
+    order = sorted(AUTO[platform], key=lambda name: not _linear(name, platform, request))
+    verdicts = [ask(name, platform, request) for name in order]
     for verdict in verdicts:
       if not verdict.reasons:
         return verdict.mechanism
