@@ -3,6 +3,7 @@
 Letters: B batch, T query length, S key length, H query heads, K key heads, D and E widths.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -63,12 +64,12 @@ def normalise(a) -> Normalised:
   operands = Operands(
       query, key, value, _bias(a, query.shape, key.shape),
       MaskOperands(tuple(map(jnp.asarray, arrays))), _sinks(a, query.shape),
-      dropout.key_words(_dropout_rng(a)) if probability else None)
+      _dropout_words(a.dropout_rng, probability))
   spec = AttentionSpec(
       structure, _scale(a, metadata, query.shape[3]), _soft_cap(a), probability,
       jnp.promote_types(metadata.runtime_softmax_dtype, query.dtype)
       if query.dtype == jnp.float64 else metadata.runtime_softmax_dtype,
-      _hashable_precision(a.precision), bool(a.normalize_output))
+      _precision(a.precision), bool(a.normalize_output))
   call = Call(operands, spec, _block_sizes(a), None, bool(a.return_lse), bool(a.return_weights))
   rules = metadata.get_shardings(a.mode, "bthd")
   return Normalised(call, Request(_features(a, call), query.dtype, query.shape[3]), metadata,
@@ -156,6 +157,7 @@ def _mask(a, query_shape, key_shape) -> algebra.Mask:
   info = MaskInfo() if a.mask_info is None else a.mask_info
   checks.require(isinstance(info, MaskInfo), "mask_info", type(info).__name__,
                  "a MaskInfo or None; a boolean array is `mask`")
+  _check_info(info, (batch, heads, queries, keys))
   packed = _packed(a, queries, keys)
   checks.require(a.query_offset is None or info.q_positions is None, "query_offset",
                  "mask_info.q_positions as well",
@@ -216,6 +218,28 @@ def _explicit_mask(a, shape) -> algebra.Mask:
   return algebra.dense(array)
 
 
+def _check_info(info: MaskInfo, shape) -> None:
+  """The arrays of mask_info, by the names the caller gave them."""
+  batch, _, queries, keys = shape
+  for name, letter, length in (("q_segment_ids", "T", queries), ("kv_segment_ids", "S", keys),
+                               ("q_positions", "T", queries), ("kv_positions", "S", keys)):
+    x = getattr(info, name)
+    if x is not None:
+      expected = f"int32 [B or 1, {letter}] = [{batch}, {length}]"
+      checks.array(f"mask_info.{name}", x, expected)
+      checks.require(jnp.issubdtype(x.dtype, jnp.integer) and x.ndim == 2
+                     and x.shape[0] in (1, batch) and x.shape[1] == length,
+                     f"mask_info.{name}", checks.describe(x), expected)
+  if info.attention_mask is not None:
+    name, expected = "mask_info.attention_mask", (
+        "bool [B or 1, H or 1, T or 1, S or 1], True = visible; a padding mask [B, S] goes through "
+        "MaskInfo.from_attention_mask, an additive float mask is a bias")
+    checks.array(name, info.attention_mask, expected)
+    checks.require(info.attention_mask.dtype == bool, name, checks.describe(info.attention_mask),
+                   expected)
+    checks.broadcastable(name, info.attention_mask, shape, f"{expected}; [B, H, T, S]")
+
+
 def _packed(a, queries, keys) -> MaskInfo | None:
   """Segment ids and positions of layout thd."""
   if a.layout != "thd":
@@ -251,12 +275,16 @@ def _same_offsets(a) -> bool:
 
 def _offset(offset, batch: int):
   """A static int, or int32 [B or 1]."""
-  expected = f"an int, or int32 [{batch}] with one offset per batch row (tokens)"
+  # Positions are added to it and must stay int32.
+  expected = (f"an int, or int32 [{batch}] with one offset per batch row (tokens), below 2**30 in "
+              "magnitude")
   if isinstance(offset, (int, np.integer)) and not isinstance(offset, bool):
-    return int(offset)
+    return checks.integer("query_offset", offset, expected, lambda x: abs(x) < 2**30)
   checks.array("query_offset", offset, expected)
   checks.require(jnp.issubdtype(offset.dtype, jnp.integer) and offset.shape in ((), (1,), (batch,)),
                  "query_offset", checks.describe(offset), expected)
+  if isinstance(offset, np.ndarray):
+    checks.require((abs(offset.astype(np.int64)) < 2**30).all(), "query_offset", offset, expected)
   return jnp.reshape(offset, (-1,)).astype(jnp.int32)
 
 
@@ -329,20 +357,31 @@ def _dropout_prob(a, metadata) -> float:
   return probability or metadata.dropout_prob
 
 
-def _dropout_rng(a):
-  rng = a.dropout_rng
-  expected = ("a key of jax.random.key(seed) or PRNGKey(seed), since deterministic=False and "
-              "dropout_prob > 0")
+def _dropout_words(rng, probability: float):
+  """The words of the key, which is looked at even where dropout is off; None where it is off."""
+  if rng is None and not probability:
+    return None
+  expected = "one key, of jax.random.key(seed) or PRNGKey(seed)" + (
+      ", since deterministic=False and dropout_prob > 0" if probability else "")
   checks.require(isinstance(rng, (jax.Array, np.ndarray)), "dropout_rng", checks.describe(rng),
                  expected)
   typed = jnp.issubdtype(rng.dtype, jax.dtypes.prng_key) and rng.ndim == 0
-  checks.require(typed or (rng.dtype == jnp.uint32 and rng.ndim == 1), "dropout_rng",
-                 checks.describe(rng), expected)
-  return jnp.asarray(rng) if not typed else rng
+  raw = rng.dtype == jnp.uint32 and rng.ndim == 1 and rng.shape[0] >= 2
+  checks.require(typed or raw, "dropout_rng", checks.describe(rng), expected)
+  return dropout.key_words(rng if typed else jnp.asarray(rng)) if probability else None
 
 
-def _hashable_precision(precision):
-  return tuple(precision) if isinstance(precision, list) else precision
+def _precision(precision):
+  """`precision`, hashable, if a product takes it."""
+  precision = tuple(precision) if isinstance(precision, list) else precision
+  if precision is None:
+    return None
+  square = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+  try:
+    jax.eval_shape(functools.partial(jax.lax.dot, precision=precision), square, square)
+  except (TypeError, ValueError) as error:
+    raise ValueError(f"precision: got {precision!r}; expected a jax.lax.PrecisionLike") from error
+  return precision
 
 
 def _block_sizes(a) -> BlockSizes:

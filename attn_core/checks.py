@@ -19,7 +19,7 @@ def require(condition, argument: str, got, expected: str) -> None:
 def describe(x) -> str:
   """An array in an error message: dtype and shape, not its numbers."""
   if hasattr(x, "dtype") and hasattr(x, "shape"):
-    return f"{jnp.dtype(x.dtype).name if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) else x.dtype}{list(x.shape)}"
+    return f"{x.dtype}{list(x.shape)}"
   return repr(x)
 
 
@@ -69,13 +69,14 @@ def number(argument: str, x, expected: str, good=lambda x: True) -> float:
 
 
 def integer(argument: str, x, expected: str, good=lambda x: True) -> int:
-  """A static integer.
+  """A static integer that int32 holds.
 
   Raises:
-    ValueError: a tracer, something that is no integer, or `good(x)` is false.
+    ValueError: a tracer, something that is no such integer, or `good(x)` is false.
   """
-  is_integer = isinstance(x, (int, np.integer)) and not isinstance(x, (bool, np.bool_))
-  require(is_integer and good(x), argument, describe(x), f"{expected}, a static Python int")
+  is_integer = (isinstance(x, (int, np.integer)) and not isinstance(x, (bool, np.bool_))
+                and -2**31 <= x < 2**31)
+  require(is_integer and good(x), argument, describe(x), f"{expected}, a static Python int (int32)")
   return int(x)
 
 

@@ -121,7 +121,18 @@ def _node(cls):
   names = [field.name for field in dataclasses.fields(cls)]
   data = [name for name in names if name in cls.roles]
   static = [name for name in names if name not in cls.roles]
-  return jax.tree_util.register_dataclass(cls, data_fields=data, meta_fields=static)
+
+  def flatten(mask):
+    # The class is part of the static data: jax holds the structures of two classes for equal when
+    # their data are, and would run what was compiled for the one with the other.
+    return ([(jax.tree_util.GetAttrKey(name), getattr(mask, name)) for name in data],
+            (cls, *(getattr(mask, name) for name in static)))
+
+  def unflatten(auxiliary, children):
+    return cls(**dict(zip(static, auxiliary[1:])), **dict(zip(data, children)))
+
+  jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)
+  return cls
 
 
 @_node
@@ -276,7 +287,13 @@ class Custom(Mask):
   roles = {"operands": WHOLE}
 
   def visible(self, at):
-    return self.predicate(at.batch, at.head, at.query_position, at.key_position, *self.operands)
+    seen = self.predicate(at.batch, at.head, at.query_position, at.key_position, *self.operands)
+    seen = np.bool_(seen) if isinstance(seen, bool) else seen
+    # Anything else would come out wrong of `~`.
+    if getattr(seen, "dtype", None) != bool:
+      raise ValueError(f"custom: {self.predicate} returned "
+                       f"{getattr(seen, 'dtype', type(seen).__name__)}; expected bool")
+    return seen
 
   def bounds(self, grid):
     everything = grid.xp.ones((1, 1, 1, 1), bool)
@@ -492,7 +509,8 @@ def custom(predicate: Callable, *operands) -> Mask:
 
 
 def _is_int(x) -> bool:
-  return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
+  """A static integer that int32 holds, as positions are."""
+  return isinstance(x, (int, np.integer)) and not isinstance(x, bool) and -2**31 <= x < 2**31
 
 
 def _as_array(x):
@@ -505,6 +523,9 @@ def _integers(function: str, name: str, x, rank: int):
     shape = {1: "[B or 1]", 2: "[B or 1, length]"}[rank]
     raise ValueError(f"{function}: {name} has dtype {x.dtype} and shape {x.shape}; "
                      f"expected int32 {shape}")
+  if isinstance(x, np.ndarray) and x.size and not -2**31 <= x.min() <= x.max() < 2**31:
+    raise ValueError(f"{function}: {name} holds numbers from {x.min()} to {x.max()}; expected "
+                     "int32")
   return x.astype(np.int32)
 
 

@@ -11,7 +11,7 @@ from attn_core.masks import algebra
 
 
 class MaskInfo(NamedTuple):
-  """Arrays that together hide keys from queries; None: nothing said. Never caches, never mutates."""
+  """Arrays that together hide keys from queries; None: nothing said. Never mutated."""
 
   attention_mask: Any = None  # bool [B or 1, H or 1, T or 1, S or 1]; True = visible
   q_segment_ids: Any = None  # int32 [B or 1, T]; negative = padding
@@ -21,7 +21,7 @@ class MaskInfo(NamedTuple):
 
   @classmethod
   def from_segments(cls, q_segment_ids, kv_segment_ids=None, q_positions=None, kv_positions=None):
-    """Packed documents: equal ids see each other; ids of the keys default to those of the queries."""
+    """Packed documents: equal ids see each other; the keys' ids default to the queries'."""
     return cls(q_segment_ids=q_segment_ids,
                kv_segment_ids=q_segment_ids if kv_segment_ids is None else kv_segment_ids,
                q_positions=q_positions, kv_positions=kv_positions)

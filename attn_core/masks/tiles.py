@@ -82,7 +82,7 @@ def cut(structure, operands: MaskOperands, tile: Tile, orient=lambda x: x):
 
 
 def pad(structure, operands: MaskOperands, queries: int, keys: int) -> MaskOperands:
-  """Pads the arrays by `queries` rows and `keys` columns; what they hold there is never read as visible.
+  """Pads the arrays by `queries` rows and `keys` columns; nothing there is ever visible.
 
   The kernel itself hides columns past the keys and throws away rows past the queries.
   """

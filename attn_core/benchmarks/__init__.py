@@ -1,0 +1,1 @@
+"""What `attn_core.benchmark` is made of: cases, contenders, measurements, reports."""

@@ -1,0 +1,172 @@
+"""The benchmark: counts, errors, files and refusals; never how fast anything is."""
+
+import contextlib
+import importlib.util
+import io
+import json
+import pathlib
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+import numpy as np
+
+from attn_core import benchmark
+from attn_core.benchmarks import cases as cases_lib, contenders, measure, report
+from attn_core.masks import dense_mask
+from attn_core_test.cases import CASES, Case, flops, mask, scale, visible_pairs
+
+TINY = Case("tiny", heads=4, key_heads=2, width=8, value_width=4, queries=24, keys=24)
+MECHANISMS = ("flash_attn2", "vanilla")
+
+# Of the grid, which differs in length, width and dtype only, one of each mask is enough.
+DIFFERENT = ("causal_f32_d64_t512", "full_f32_d64_t512", *(
+    name for name in CASES if not name.startswith(("causal_", "full_")) and "_f32_" not in name))
+
+
+def _small(case):
+  return scale(case, 4, 48)
+
+
+class CasesTest(parameterized.TestCase):
+
+  @parameterized.parameters(*DIFFERENT)
+  def test_visible_pairs_are_those_of_the_dense_mask(self, name):
+    case = _small(CASES[name])
+    shape = (case.batch, case.heads, case.queries, case.keys)
+    dense = np.asarray(dense_mask.to_dense(mask(case), shape))
+    self.assertEqual(visible_pairs(case), dense.sum())
+    self.assertEqual(flops(case, False), 2 * dense.sum() * (case.width + case.value_width))
+
+  def test_names_are_keys(self):
+    self.assertEqual(list(CASES), [case.name for case in CASES.values()])
+
+  def test_backward_costs_two_and_a_half_forwards(self):
+    case = TINY._replace(value_width=TINY.width)
+    self.assertEqual(flops(case, True), 3.5 * flops(case, False))
+    self.assertEqual(flops(case, False), 4 * 4 * (24 * 25 // 2) * 8)
+
+  def test_backward_counts_both_widths(self):
+    pairs = visible_pairs(TINY)
+    self.assertEqual(flops(TINY, True), 2 * pairs * (4 * 8 + 3 * 4))
+
+  @parameterized.parameters(*DIFFERENT)
+  def test_scaling_keeps_ratios(self, name):
+    case = CASES[name]
+    small = scale(case, 16, 1024)
+    self.assertEqual(small.heads // small.key_heads, case.heads // case.key_heads)
+    self.assertLessEqual(small.heads, max(16, case.heads // case.key_heads))
+    self.assertLessEqual(max(small.queries, small.keys), 1024)
+    if case.window and max(case.queries, case.keys) > 1024:
+      self.assertEqual((small.window[0] + 1) * case.keys, (case.window[0] + 1) * small.keys)
+    self.assertEqual(scale(case, None, None), case)
+
+  def test_visited_blocks(self):
+    case = CASES["causal_f32_d64_t1024"]  # query blocks of 512 see 2 and 4 blocks of 256 keys
+    self.assertEqual(cases_lib.visited_blocks(case), 8 * (2 + 4))
+    packed = case._replace(documents=2)
+    self.assertEqual(cases_lib.visited_blocks(packed), 8 * (2 + 2))
+
+
+class MeasureTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+      dict(window=(7, 0), soft_cap=50.0, softmax_scale=0.3, sinks=True, documents=2),
+      dict(queries=3))
+  def test_the_library_is_right(self, **changes):
+    case = TINY._replace(**changes)
+    inputs = contenders.make_inputs(case)
+    expected = measure.truth(case, inputs, True)
+    self.assertEqual(expected["output"].dtype, np.float64)
+    contender, = contenders.mechanisms(("flash_attn2",))
+    error = measure.check(contender.prepare(case, inputs, True), expected)
+    self.assertLess(error.largest, 1e-5)
+
+  def test_wrong_is_called_wrong(self):
+    inputs = contenders.make_inputs(TINY)
+    expected = measure.truth(TINY, inputs, False)
+    full, = contenders.mechanisms(("vanilla",))
+    error = measure.check(full.prepare(TINY._replace(causal=False), inputs, False), expected)
+    self.assertTrue(error.is_wrong("bfloat16"))
+    self.assertTrue(measure.Error(float("nan"), float("nan")).is_wrong("bfloat16"))
+
+  def test_every_contender_has_its_turns(self):
+    calls = {"a": [], "b": []}
+    times = measure.rounds({name: lambda x=x: x.append(0) for name, x in calls.items()}, 3)
+    self.assertEqual({name: len(x) for name, x in times.items()}, {"a": 3, "b": 3})
+
+
+class BenchmarkTest(parameterized.TestCase):
+
+  def run_tiny(self, **kwargs):
+    return benchmark.run_attention_benchmarks(
+        MECHANISMS, [TINY], repeats=1, peers=False, progress=False, **kwargs)
+
+  def test_writes_json_text_and_picture(self):
+    folder = pathlib.Path(self.create_tempdir().full_path)
+    found = self.run_tiny(out=folder, name="tiny")
+    read = json.loads((folder / "tiny.json").read_text("utf-8"))
+    for field in ("date", "device", "cpu", "cores", "python", "versions", "load_average"):
+      self.assertIn(field, read["environment"])
+    self.assertEqual(read["environment"]["versions"]["jax"], jax.__version__)
+    self.assertEqual(
+        [(r["contender"], r["direction"]) for r in read["results"]],
+        [(name, direction) for direction in benchmark.DIRECTIONS for name in MECHANISMS])
+    for result in read["results"]:
+      self.assertEqual(Case(**result["case"]), TINY)
+      self.assertEqual(result["flops"], flops(TINY, result["direction"] != "forward"))
+      self.assertFalse(result["wrong"])
+      self.assertLess(result["error"]["largest"], 1e-5)
+      self.assertGreater(result["temp_bytes"], 0)
+      self.assertGreater(result["compile_seconds"], 0)
+    text = (folder / "tiny.md").read_text("utf-8")
+    self.assertEqual(text, report.to_markdown(found))
+    for words in ("tiny, forward_backward", "B1 H4/2 T24 D8 E4 float32 causal", *MECHANISMS):
+      self.assertIn(words, text)
+    self.assertEqual((folder / "tiny.png").exists(), bool(importlib.util.find_spec("matplotlib")))
+
+  def test_refusals_are_told(self):
+    found = benchmark.run_attention_benchmarks(
+        ("vanilla", "sdpa", "cudnn"), [TINY], directions=("forward",), repeats=1, peers=False,
+        progress=False)
+    self.assertEqual([r.contender for r in found.results], ["vanilla"])
+    self.assertEqual([r.contender for r in found.refusals], ["sdpa", "cudnn"])
+    text = report.to_markdown(found)
+    self.assertIn("E != D", text)
+    self.assertIn("tiny forward", text)
+
+  def test_programs_over_the_memory_limit_are_refused(self):
+    found = self.run_tiny(directions=("forward",), max_temp_bytes=1)
+    self.assertEmpty(found.results)
+    self.assertLen(found.refusals, 2)
+    self.assertIn("MemoryError", found.refusals[0].reason)
+
+  @parameterized.parameters(
+      (dict(mechanisms=["flash"]), "flash_attn2"), (dict(cases=["llama9"]), "llama3_8b"),
+      (dict(directions=["backward"]), "forward_backward"), (dict(cases="vit_b16"), "sequence"))
+  def test_unknown_names_are_told_the_known_ones(self, arguments, known):
+    with self.assertRaisesRegex(ValueError, f"{list(arguments)[0]}.*{known}"):
+      benchmark.run_attention_benchmarks(peers=False, progress=False, **arguments)
+
+  def test_suites_name_cases(self):
+    for name in (*benchmark.DEFAULT, *(name for name, _ in benchmark.FULL)):
+      self.assertIn(name, CASES)
+
+  def test_peers_are_found_or_told(self):
+    found, absent = contenders.peers("cpu")
+    names = {peer.name for peer in (*found, *absent)}
+    self.assertEqual(names, {"jax.nn xla", "tokamax", "ejkernel xla", "torch sdpa"})
+    self.assertIn("jax.nn xla", {peer.name for peer in found})
+
+  def test_command_line(self):
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+      self.assertEqual(benchmark.main(["--list"]), 0)
+    for name in (*CASES, "flash_attn2"):
+      self.assertIn(name, printed.getvalue())
+    with contextlib.redirect_stderr(io.StringIO()) as told, self.assertRaises(SystemExit):
+      benchmark.main(["--cases", "llama9", "--no-peers"])
+    self.assertIn("llama3_8b", told.getvalue())
+
+
+if __name__ == "__main__":
+  absltest.main()

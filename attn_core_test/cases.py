@@ -1,0 +1,8 @@
+"""The named shapes of real models, under the name by which tests know them.
+
+They stand in the library, because its benchmark ships with them.
+"""
+
+from attn_core.benchmarks.cases import CASES, Case, flops, mask, scale, visible_pairs
+
+__all__ = ["CASES", "Case", "flops", "mask", "scale", "visible_pairs"]
