@@ -26,6 +26,7 @@ LAYERS = (
     ("arguments",),
     ("attention",),
     ("named",),
+    ("benchmarks",),
     ("__init__", "__main__", "benchmark"),
 )
 

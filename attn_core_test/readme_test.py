@@ -1,5 +1,7 @@
 """README.md: its table is the library's, and every block of Python in it runs."""
 
+import contextlib
+import io
 import os
 import pathlib
 import re
@@ -16,7 +18,8 @@ jax.config.update("jax_num_cpu_devices", 8)  # so that what it says of meshes ru
 # Not resolve(): a file that Bazel runs is a link, and its neighbours are those of the link.
 README = pathlib.Path(os.path.abspath(__file__)).parent.parent / "README.md"
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
-FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# A block of Python, and the block of text right after it, which it must print.
+FENCE = re.compile(r"^```python\n(.*?)^```$(?:\n+```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
 
 
 class TableTest(absltest.TestCase):
@@ -81,7 +84,11 @@ class ReadmeTest(absltest.TestCase):
       line = self.text.count("\n", 0, block.start(1))  # lines before the block's first
       with self.subTest(f"README.md line {line + 1}"):
         code = compile("\n" * line + block[1], "README.md", "exec")
-        exec(code, {"__name__": "readme"})  # pylint: disable=exec-used
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+          exec(code, {"__name__": "readme"})  # pylint: disable=exec-used
+        if block[2] is not None:
+          self.assertEqual(printed.getvalue(), block[2])
 
 
 if __name__ == "__main__":

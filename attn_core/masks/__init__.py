@@ -3,6 +3,7 @@
 from attn_core.masks.algebra import Mask, causal, chunk, custom, dense, full, lengths, offset
 from attn_core.masks.algebra import positions, prefix, segments, window
 from attn_core.masks.info import MaskInfo
+from attn_core.masks.show import show
 
 __all__ = ["Mask", "MaskInfo", "causal", "chunk", "custom", "dense", "full", "lengths", "offset",
-           "positions", "prefix", "segments", "window"]
+           "positions", "prefix", "segments", "show", "window"]
