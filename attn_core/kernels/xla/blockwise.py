@@ -168,8 +168,11 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
       sums, d_key, d_value = carry
       start, length = j * problem.sizes.block_kv, problem.sizes.block_kv
       key = steps.take(keys, start, length)
-      side = _KeySide(key, key.transpose(0, 2, 1), steps.take(values, start, length),
-                      queries, d_outs, row_lse, row_correction)
+      # The barrier keeps XLA from folding the transposition into a product, which is slower and,
+      # in bfloat16 on jax 0.12, more than XLA:CPU can do.
+      key_transposed = lax.optimization_barrier(key.transpose(0, 2, 1))
+      side = _KeySide(key, key_transposed, steps.take(values, start, length), queries, d_outs,
+                      row_lse, row_correction)
       sums = sums._replace(key=jnp.zeros(side.key.shape, problem.dtype),
                            value=jnp.zeros(side.value.shape, problem.dtype))
       sums = steps.visit(problem, place, j, lambda i, sums, masked: _backward_tile(
