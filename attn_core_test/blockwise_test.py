@@ -111,5 +111,25 @@ class BlockSizesTest(parameterized.TestCase):
 
 
 
+class NarrowTest(parameterized.TestCase):
+  """16-bit operands in every shape of loop: one block or several, one head or several."""
+
+  @parameterized.product(dtype=("bfloat16", "float16"),
+                         shape=((256, 8, 8), (197, 4, 4), (16, 2, 1), (600, 4, 2), (1, 4, 2)))
+  def test_gradients(self, dtype, shape):
+    length, heads, key_heads = shape
+    rng = np.random.default_rng(0)
+    wide = [jnp.asarray(rng.normal(size=(1, length, n, 64)), dtype).astype(jnp.float32)
+            for n in (heads, key_heads, key_heads)]
+    loss = lambda *x: (forward(*x).astype(jnp.float32)**2).sum()
+    both = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
+    (value, got), (want_value, want) = both(*[x.astype(dtype) for x in wide]), both(*wide)
+    self.assertLess(abs(value / want_value - 1), 2e-2)
+    for x, y in zip(got, want):
+      error = np.abs(np.asarray(x, np.float32) - y) / max(np.abs(y).max(), 0.1)
+      self.assertLess(np.quantile(error, 0.99), 1e-2)
+      self.assertLess(error.max(), 5e-2)
+
+
 if __name__ == "__main__":
   absltest.main()
