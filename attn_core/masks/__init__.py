@@ -3,7 +3,7 @@
 from attn_core.masks.algebra import Mask, causal, chunk, custom, dense, full, lengths, offset
 from attn_core.masks.algebra import positions, prefix, segments, window
 from attn_core.masks.info import MaskInfo
-from attn_core.masks.show import show
+from attn_core.masks.show import picture, show
 
 __all__ = ["Mask", "MaskInfo", "causal", "chunk", "custom", "dense", "full", "lengths", "offset",
-           "positions", "prefix", "segments", "show", "window"]
+           "picture", "positions", "prefix", "segments", "show", "window"]

@@ -1,0 +1,478 @@
+"""Trains a small byte-level language model on real text, on a mesh, then generates from it.
+
+    python3 examples/train_and_generate.py
+    python3 examples/train_and_generate.py --mechanism=blocksparse --pattern=LF --dp=2 --tp=4
+    python3 examples/train_and_generate.py --data=FOLDER --steps=1000 --save=model.npz
+    python3 examples/train_and_generate.py --load=model.npz --steps=0 --prompt='def main'
+
+The text is Python's own standard library unless --data names a folder. Some layers see a sliding
+window (L in --pattern), the others everything before (F). Batch rows are spread over dp and fsdp,
+heads and hidden units over tp; without accelerators the mesh is made of virtual CPU devices. Exits
+with status 1 unless the loss on files that were held out falls clearly below the entropy of single
+bytes, which is what a model reaches that has learned nothing but how frequent every byte is.
+
+The model is a dict of arrays and the functions from `init` to `forward`; other programs can import
+them, and load what --save wrote with `load`.
+
+Letters: B batch, T tokens (bytes), M model width, H query heads, K key heads, D head width,
+F hidden width, N layers, V = 256 byte values.
+"""
+
+import functools
+import json
+import math
+import pathlib
+import sys
+import sysconfig
+import time
+from typing import NamedTuple
+
+from absl import app
+from absl import flags
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+import numpy as np
+
+from attn_core import OperationMetadata, attention, create_mesh, explain
+
+FLAGS = flags.FLAGS
+VOCABULARY = 256
+
+# Recomputing all but the attention in the backward pass is faster than storing it, here too.
+SAVED = jax.checkpoint_policies.save_only_these_names("attn_output", "attn_lse")
+ROWS = ("fsdp", "dp")  # mesh axes of the batch
+
+
+class Config(NamedTuple):
+  """A model; saved with its parameters."""
+
+  layers: int = 4  # N, a multiple of the pattern's length
+  width: int = 128  # M
+  heads: int = 4  # H
+  key_heads: int = 2  # K, divides H
+  head_dim: int = 32  # D
+  hidden: int = 384  # F
+  pattern: str = "LF"  # L: sliding window, F: full; repeated over the layers
+  window: int = 64  # tokens that a query of an L layer sees, itself included
+
+
+# --- The model. ----------------------------------------------------------------------------------
+
+
+def shapes(config: Config) -> dict[str, tuple[int, ...]]:
+  """The shape of every parameter; those of the layers are stacked, [N, ...]."""
+  c, n = config, config.layers
+  return {
+      "embedding": (VOCABULARY, c.width),
+      "attention_norm": (n, c.width),
+      "query": (n, c.width, c.heads, c.head_dim),
+      "key": (n, c.width, c.key_heads, c.head_dim),
+      "value": (n, c.width, c.key_heads, c.head_dim),
+      "out": (n, c.heads, c.head_dim, c.width),
+      "mlp_norm": (n, c.width),
+      "gate": (n, c.width, c.hidden),
+      "up": (n, c.width, c.hidden),
+      "down": (n, c.hidden, c.width),
+      "final_norm": (c.width,),
+      "logits": (c.width, VOCABULARY),
+  }
+
+
+# Which mesh axes shard every parameter; those not named here are replicated.
+SPECS = {
+    "embedding": P(None, "fsdp"),
+    "query": P(None, "fsdp", "tp"),
+    "key": P(None, "fsdp", "tp"),
+    "value": P(None, "fsdp", "tp"),
+    "out": P(None, "tp", None, "fsdp"),
+    "gate": P(None, "fsdp", "tp"),
+    "up": P(None, "fsdp", "tp"),
+    "down": P(None, "tp", "fsdp"),
+    "logits": P("fsdp", "tp"),
+}
+
+
+def init(key, config: Config) -> dict[str, jax.Array]:
+  """Random parameters: every matrix keeps the variance, those that end a branch shrink it."""
+  params = {}
+  for name, shape in shapes(config).items():
+    key, mine = jax.random.split(key)
+    if name.endswith("norm"):
+      params[name] = jnp.ones(shape)
+      continue
+    fan_in = {"embedding": 1, "out": shape[1] * shape[-2]}.get(name, shape[-2])
+    fan_in = config.width if name in ("query", "key", "value") else fan_in
+    branch = 2 * config.layers if name in ("out", "down") else 1
+    params[name] = jax.random.normal(mine, shape) * (fan_in * branch) ** -0.5
+  return params
+
+
+def norm(x, scale):
+  """x / sqrt(mean(x**2)) * scale, over the last axis."""
+  return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale
+
+
+def rotate(x, positions):
+  """Rotary embedding, the halves of the width as pairs.
+
+  Su et al., RoFormer, https://arxiv.org/abs/2104.09864.
+
+  Args:
+    x: float [B, T, heads, D].
+    positions: int [T] or [B, T], tokens.
+  """
+  half = x.shape[-1] // 2
+  angle = positions[..., None] * 10000.0 ** (-jnp.arange(half) / half)
+  cos, sin = (f(angle)[..., None, :] for f in (jnp.cos, jnp.sin))
+  a, b = x[..., :half], x[..., half:]
+  return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+def layer(weights, x, positions, attend):
+  """One layer.
+
+  Args:
+    weights: the parameters of one layer by name.
+    x: float [B, T, M].
+    positions: int [T] or [B, T], tokens.
+    attend: (query [B, T, H, D], key [B, T, K, D], value [B, T, K, D]) -> [B, T, H, D].
+
+  Returns:
+    float [B, T, M].
+  """
+  h = norm(x, weights["attention_norm"])
+  query, key, value = (jnp.einsum("btm,mhd->bthd", h, weights[name])
+                       for name in ("query", "key", "value"))
+  seen = attend(rotate(query, positions), rotate(key, positions), value)
+  x = x + jnp.einsum("bthd,hdm->btm", seen, weights["out"])
+  h = norm(x, weights["mlp_norm"]).reshape(-1, x.shape[-1])  # XLA:CPU is fastest on matrices
+  h = jax.nn.silu(h @ weights["gate"]) * (h @ weights["up"])
+  return x + (h @ weights["down"]).reshape(x.shape)
+
+
+def window_of(config: Config, index: int) -> tuple[int, int] | None:
+  """The sliding window of a layer by its number; None: it sees everything before."""
+  kind = config.pattern[index % len(config.pattern)]
+  return (config.window - 1, 0) if kind == "L" else None
+
+
+def forward(params, tokens, config: Config, attend):
+  """Logits of the next byte.
+
+  Args:
+    params: as `init` makes them.
+    tokens: int [B, T].
+    config: the model.
+    attend: as `attention`, for query, key, value and sliding_window; returns [B, T, H, D].
+
+  Returns:
+    float [B, T, V].
+  """
+  period = len(config.pattern)
+  positions = jnp.arange(tokens.shape[1])
+
+  def several(x, weights):
+    """The layers of one turn of the pattern."""
+    for i in range(period):
+      mine = {name: w[i] for name, w in weights.items()}
+      x = layer(mine, x, positions,
+                functools.partial(attend, sliding_window=window_of(config, i)))
+    return x, None
+
+  stacked = {name: params[name].reshape(-1, period, *shape[1:])
+             for name, shape in shapes(config).items() if shape[0] == config.layers}
+  x, _ = jax.lax.scan(jax.checkpoint(several, policy=SAVED), params["embedding"][tokens], stacked)
+  return norm(x, params["final_norm"]) @ params["logits"]
+
+
+def loss(params, tokens, config: Config, attend):
+  """Mean cross entropy of every byte given those before, bits; tokens: int [B, T + 1]."""
+  logits = forward(params, tokens[:, :-1], config, attend)
+  return -jnp.take_along_axis(
+      jax.nn.log_softmax(logits), tokens[:, 1:, None], -1).mean() / math.log(2)
+
+
+def save(path, params, config: Config) -> None:
+  """Writes a model as one .npz file."""
+  np.savez(path, config=json.dumps(config._asdict()),
+           **{name: np.asarray(x) for name, x in params.items()})
+
+
+def load(path) -> tuple[dict[str, np.ndarray], Config]:
+  """The parameters and the configuration that `save` wrote."""
+  with np.load(path) as file:
+    config = Config(**json.loads(str(file["config"])))
+    return {name: file[name] for name in shapes(config)}, config
+
+
+# --- Training. -----------------------------------------------------------------------------------
+
+
+class State(NamedTuple):
+  """What a step changes."""
+
+  params: dict
+  mean: dict  # of the gradients
+  square: dict  # mean of the gradients' squares
+  step: jax.Array  # steps done
+
+
+def start(params) -> State:
+  zeros = lambda: jax.tree.map(jnp.zeros_like, params)
+  return State(params, zeros(), zeros(), jnp.int32(0))
+
+
+def learning_rate(step, steps: int, peak: float):
+  """Linear warm-up over a twentieth of the steps, then a cosine down to a tenth of the peak."""
+  warm = max(steps // 20, 1)
+  cosine = 0.55 + 0.45 * jnp.cos(jnp.pi * jnp.minimum(step / max(steps, 1), 1))
+  return peak * jnp.minimum((step + 1) / warm, cosine)
+
+
+def adamw(state: State, gradients, rate, decay=0.1, betas=(0.9, 0.98), largest=1.0) -> State:
+  """One step of AdamW with gradients clipped to a largest norm.
+
+  Loshchilov and Hutter, Decoupled Weight Decay Regularization, https://arxiv.org/abs/1711.05101.
+  """
+  total = jnp.sqrt(sum((g * g).sum() for g in jax.tree.leaves(gradients)))
+  gradients = jax.tree.map(lambda g: g * jnp.minimum(1, largest / (total + 1e-6)), gradients)
+  step = state.step + 1
+  mix = lambda beta: lambda old, new: beta * old + (1 - beta) * new
+  mean = jax.tree.map(mix(betas[0]), state.mean, gradients)
+  square = jax.tree.map(mix(betas[1]), state.square, jax.tree.map(jnp.square, gradients))
+
+  def moved(p, m, s):
+    m, s = m / (1 - betas[0] ** step), s / (1 - betas[1] ** step)
+    return p - rate * (m / (jnp.sqrt(s) + 1e-8) + decay * p)
+
+  return State(jax.tree.map(moved, state.params, mean, square), mean, square, step)
+
+
+def train_step(state: State, tokens, *, config, attend, rate):
+  """(the next state, the loss before it)."""
+  value, gradients = jax.value_and_grad(loss)(state.params, tokens, config, attend)
+  return adamw(state, gradients, rate(state.step)), value
+
+
+# --- Text. ---------------------------------------------------------------------------------------
+
+
+def read(folder, most: int) -> tuple[np.ndarray, np.ndarray]:
+  """The bytes of a folder's texts: (those to train on, those of every 20th file).
+
+  Args:
+    folder: read with its subfolders: *.py where there are any, else *.txt and *.md.
+    most: bytes to read at most.
+  """
+  folder = pathlib.Path(folder)
+  skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
+  paths = [path for path in sorted(folder.rglob("*"))
+           if not skipped & set(path.relative_to(folder).parts)]
+  paths = ([path for path in paths if path.suffix == ".py"]
+           or [path for path in paths if path.suffix in (".txt", ".md")])
+  parts, total = ([], []), 0
+  for n, path in enumerate(paths):
+    text = path.read_bytes()[:most - total]
+    parts[n % 20 == 10].append(np.frombuffer(text, np.uint8))
+    total += len(text)
+  train, held_out = (np.concatenate(part or [np.zeros(0, np.uint8)]) for part in parts)
+  if len(held_out) == 0:  # few files: the end of the text
+    train, held_out = np.split(train, [len(train) * 19 // 20])
+  return train, held_out
+
+
+def entropy(text: np.ndarray) -> float:
+  """Of single bytes, bits."""
+  share = np.bincount(text, minlength=VOCABULARY) / len(text)
+  return float(-(share * np.log2(np.where(share, share, 1))).sum())
+
+
+def batch(rng, text: np.ndarray, rows: int, length: int) -> np.ndarray:
+  """Random pieces of the text: int32 [rows, length + 1]."""
+  firsts = rng.integers(0, len(text) - length, (rows, 1))
+  return text[firsts + np.arange(length + 1)].astype(np.int32)
+
+
+# --- Generating. ---------------------------------------------------------------------------------
+
+
+def generate(params, prompt, key, *, config, attend, amount, context, temperature):
+  """Continues a text, computing everything anew for every byte: there is no cache.
+
+  Args:
+    params: as `init` makes them.
+    prompt: int32 [B, T].
+    key: a `jax.random` key.
+    config: the model.
+    attend: as for `forward`.
+    amount: bytes to add.
+    context: bytes that the model looks back on.
+    temperature: logits are divided by it.
+
+  Returns:
+    int32 [B, T + amount].
+  """
+  length = prompt.shape[1]
+  text = jnp.pad(prompt, ((0, 0), (0, max(amount, context))))
+
+  def add(n, text):
+    """Fills in byte number n; what lies behind it is padding that no earlier byte can see."""
+    first = jnp.maximum(n - context, 0)
+    seen = jax.lax.dynamic_slice_in_dim(text, first, context, 1)
+    logits = forward(params, seen, config, attend)
+    last = jax.lax.dynamic_index_in_dim(logits, n - 1 - first, 1, keepdims=False)
+    byte = jax.random.categorical(jax.random.fold_in(key, n), last / temperature)
+    return jax.lax.dynamic_update_slice_in_dim(text, byte[:, None].astype(text.dtype), n, 1)
+
+  return jax.lax.fori_loop(length, length + amount, add, text)[:, :length + amount]
+
+
+# --- The program. --------------------------------------------------------------------------------
+
+
+def define_flags() -> None:
+  """Only when this file is the program, so that others can import it and have flags of their own."""
+  flags.DEFINE_string("data", None, "a folder of texts; default: Python's standard library")
+  flags.DEFINE_integer("max_bytes", 32_000_000, "bytes of text to read at most")
+  flags.DEFINE_string("mechanism", "auto", "the attention mechanism, by name")
+  flags.DEFINE_integer("dp", 4, "devices over which batch rows are spread")
+  flags.DEFINE_integer("fsdp", 1, "devices over which batch rows and parameters are spread")
+  flags.DEFINE_integer("tp", 2, "devices over which heads and hidden units are spread")
+  flags.DEFINE_integer("sp", 1, "devices over which the sequence is spread, by mechanism=ring")
+  for name, value in Config()._asdict().items():
+    define = flags.DEFINE_string if isinstance(value, str) else flags.DEFINE_integer
+    define(name, value, "of the model, see Config")
+  flags.DEFINE_integer("batch", 8, "rows of a batch")
+  flags.DEFINE_integer("length", 256, "bytes of a row")
+  flags.DEFINE_integer("steps", 250, "training steps")
+  flags.DEFINE_float("rate", 4e-3, "the highest learning rate")
+  flags.DEFINE_integer("seed", 0, "of parameters, batches and samples")
+  flags.DEFINE_integer("report_every", 25, "steps from one report to the next")
+  flags.DEFINE_string("save", None, "a file to write the model to, .npz")
+  flags.DEFINE_string("load", None, "a file that --save wrote, to start from")
+  flags.DEFINE_string("prompt", "import os\n\n\ndef ", "the text to continue")
+  flags.DEFINE_integer("generate", 200, "bytes to generate")
+  flags.DEFINE_float("temperature", 0.6, "of the samples")
+  flags.DEFINE_boolean("verify", True, "whether to fail unless the loss falls below the entropy")
+
+
+def configuration() -> Config:
+  """The model that the flags describe, or the one to load."""
+  if FLAGS.load:
+    return load(FLAGS.load)[1]
+  config = Config(*(FLAGS[name].value for name in Config._fields))
+  if not config.pattern or set(config.pattern) - set("LF") or config.layers % len(config.pattern):
+    raise app.UsageError(f"--pattern={config.pattern} --layers={config.layers}: expected letters L "
+                         "and F, and a number of layers that the pattern's length divides")
+  return config
+
+
+def attender(metadata: OperationMetadata):
+  """The attention that the flags ask for, as `forward` calls it."""
+  def attend(query, key, value, sliding_window):
+    return attention(query, key, value, mechanism=FLAGS.mechanism, metadata=metadata,
+                     sliding_window=sliding_window).attention_outputs
+  return attend
+
+
+def print_explanation(config: Config, metadata: OperationMetadata) -> None:
+  """Which mechanism runs, and what the mesh does not shard."""
+  query, key = (jax.ShapeDtypeStruct((FLAGS.batch, FLAGS.length, heads, config.head_dim),
+                                     jnp.float32) for heads in (config.heads, config.key_heads))
+  answer = []
+  def ask(query, key):
+    answer.append(explain(query, key, key, mechanism=FLAGS.mechanism, metadata=metadata,
+                          sliding_window=(config.window - 1, 0)))
+  jax.eval_shape(ask, query, key)
+  if answer[0].chosen is None:
+    raise app.UsageError(f"--mechanism={FLAGS.mechanism} cannot:\n{answer[0]}")
+  print(f"attention by {answer[0].chosen} on platform {answer[0].platform}, layers "
+        f"{config.pattern * (config.layers // len(config.pattern))}, window {config.window}")
+  for drop in answer[0].replicated:
+    print(f"  axis {drop.axis} does not shard {drop.tensor}: {drop.reason}")
+
+
+def place(mesh, config: Config) -> tuple[State, NamedSharding]:
+  """How the mesh shards a State, and a batch."""
+  params = {name: NamedSharding(mesh, SPECS.get(name, P())) for name in shapes(config)}
+  return State(params, params, params, NamedSharding(mesh, P())), NamedSharding(mesh, P(ROWS))
+
+
+def train(state: State, text, placement, config: Config, attend) -> State:
+  """Runs the steps and reports; placement: as `place` gives it."""
+  rate = functools.partial(learning_rate, steps=FLAGS.steps, peak=FLAGS.rate)
+  rng = np.random.default_rng(FLAGS.seed)
+  next_tokens = lambda: jax.device_put(batch(rng, text, FLAGS.batch, FLAGS.length), placement[1])
+  begun = time.monotonic()
+  step = jax.jit(functools.partial(train_step, config=config, attend=attend, rate=rate),
+                 out_shardings=(placement[0], placement[0].step), donate_argnums=0)
+  step = step.lower(state, next_tokens()).compile()
+  print(f"compiled in {time.monotonic() - begun:.1f} s", flush=True)
+  losses, begun = [], time.monotonic()
+  for n in range(1, FLAGS.steps + 1):
+    state, value = step(state, next_tokens())
+    losses.append(float(value))  # waits, so that no more than one step is under way
+    if n == 1 or n % FLAGS.report_every == 0 or n == FLAGS.steps:
+      speed = len(losses) * FLAGS.batch * FLAGS.length / (time.monotonic() - begun)
+      print(f"step {n}: {np.mean(losses):.3f} bits per byte, {speed:,.0f} tokens/s", flush=True)
+      losses, begun = [], time.monotonic()
+  return state
+
+
+def main(argv) -> None:
+  del argv
+  begun = time.monotonic()
+  jax.config.update("jax_num_cpu_devices", FLAGS.dp * FLAGS.fsdp * FLAGS.tp * FLAGS.sp)
+  mesh = create_mesh((FLAGS.dp, FLAGS.fsdp, 1, FLAGS.tp, FLAGS.sp))
+  metadata = OperationMetadata(mesh=mesh)
+  config, attend = configuration(), attender(metadata)
+  placement = place(mesh, config)
+  print(f"{mesh.size} devices: " + ", ".join(f"{k}={n}" for k, n in mesh.shape.items() if n > 1))
+  print_explanation(config, metadata)
+
+  train_text, held_out = read(FLAGS.data or sysconfig.get_paths()["stdlib"], FLAGS.max_bytes)
+  if len(held_out) <= FLAGS.length:
+    raise app.UsageError(f"--data: {len(train_text) + len(held_out)} bytes of text are too few")
+  unigram = entropy(train_text)
+  if FLAGS.load:
+    params = jax.device_put(load(FLAGS.load)[0], placement[0].params)
+  else:
+    params = jax.jit(init, static_argnums=1, out_shardings=placement[0].params)(
+        jax.random.key(FLAGS.seed), config)
+  print(f"{sum(x.size for x in params.values()):,} parameters, {len(train_text):,} bytes to train "
+        f"on, entropy of single bytes {unigram:.3f} bits", flush=True)
+  if FLAGS.steps:
+    state = jax.device_put(start(params), placement[0])
+    params = train(state, train_text, placement, config, attend).params
+
+  tokens = batch(np.random.default_rng(1), held_out, 2 * FLAGS.batch, FLAGS.length)
+  measure = jax.jit(functools.partial(loss, config=config, attend=attend))
+  reached = float(measure(params, jax.device_put(tokens, placement[1])))
+  print(f"held-out loss {reached:.3f} bits per byte, entropy of single bytes {unigram:.3f} bits")
+  if FLAGS.save:
+    save(FLAGS.save, params, config)
+    print(f"model written to {FLAGS.save}")
+  if FLAGS.generate:
+    print_sample(params, config, attend)
+  print(f"{time.monotonic() - begun:.0f} s")
+  if FLAGS.verify and not reached < 0.8 * unigram:
+    sys.exit(f"FAILED: the loss, {reached:.3f} bits per byte, is not clearly below the entropy of "
+             f"single bytes, {unigram:.3f} (expected less than 0.8 times that)")
+
+
+def print_sample(params, config: Config, attend) -> None:
+  """Continues the prompt."""
+  begun = time.monotonic()
+  prompt = np.frombuffer(FLAGS.prompt.encode(), np.uint8).astype(np.int32)[None]
+  sample = jax.jit(functools.partial(
+      generate, config=config, attend=attend, amount=FLAGS.generate,
+      context=min(FLAGS.length, prompt.shape[1] + FLAGS.generate), temperature=FLAGS.temperature))
+  text = bytes(np.asarray(sample(params, prompt, jax.random.key(FLAGS.seed)))[0].astype(np.uint8))
+  print(f"{FLAGS.generate} bytes generated in {time.monotonic() - begun:.1f} s:\n---")
+  print(text.decode(errors="replace"), "---", sep="\n")
+
+
+if __name__ == "__main__":
+  define_flags()
+  app.run(main)
