@@ -58,7 +58,8 @@ def cut(operands, spec, block_sizes, *, backward) -> Problem:
   mask = jax.tree.unflatten(spec.mask, operands.mask.arrays)
   sizes, heads = tuned.choose(
       (queries, keys, query_heads, key_heads, width, value_width),
-      operands.query.dtype.itemsize, block_sizes, backward=backward)
+      operands.query.dtype.itemsize, block_sizes, sparse=not isinstance(mask, algebra.Full),
+      backward=backward)
   kinds = blocks.merge_heads(blocks.block_kinds(mask, sizes), heads * query_heads // key_heads)
   kinds = kinds.swapaxes(-1, -2) if backward else kinds
   return Problem(pad_queries(operands, sizes, spec.mask), spec, sizes, heads,
