@@ -124,7 +124,8 @@ def text() -> str:
 
 def markdown() -> str:
   """The table as README.md shows it."""
-  lines = [["mechanism", "platform", "runs", "memory", *(f.replace("_", " ") for f in table.FEATURES)]]
+  features = [feature.replace("_", " ") for feature in table.FEATURES]
+  lines = [["mechanism", "platform", "runs", "memory", *features]]
   lines.append(["---"] * 4 + [":-:"] * len(table.FEATURES))
   lines += [[f"`{row.mechanism}`", ", ".join(row.platforms), row.runs, row.memory,
              *(MARKDOWN_MARKS[row.marks[feature]] for feature in table.FEATURES)] for row in rows()]
@@ -134,7 +135,8 @@ def markdown() -> str:
 
 def _legend(marks: dict[str, str]) -> str:
   return (f"{marks[HONOURED]} honoured, {marks[LIMITED]} honoured but not always, "
-          f"{marks[REFUSED]} refused by an error that says so; memory: how it grows with the sequence.")
+          f"{marks[REFUSED]} refused by an error that says so; memory: how it grows with the "
+          "sequence.")
 
 
 def _notes(quote) -> list[str]:

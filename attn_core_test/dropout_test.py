@@ -397,6 +397,14 @@ class PositionsTest(parameterized.TestCase):
                                  atol=1e-7)
 
   @parameterized.parameters("vanilla", "blockwise")
+  def test_offset_and_key_positions(self, mechanism):
+    order = np.random.default_rng(3).permutation(24).astype(np.int32)
+    found = weights_of(mechanism, causal=True, query_offset=3,
+                       mask_info=MaskInfo(kv_positions=order[None]))
+    kept = keep((2, 4, 24, 24), P, start=(0, 0, 3, 0))[..., order]
+    np.testing.assert_array_equal(found != 0, kept & (order <= np.arange(3, 27)[:, None]))
+
+  @parameterized.parameters("vanilla", "blockwise")
   def test_packed_sequences_restart(self, mechanism):
     query, key, value = inputs(b=1)
     found = weights_of(mechanism, (query[0], key[0], value[0]), layout="thd",

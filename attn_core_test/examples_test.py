@@ -1,11 +1,17 @@
 """Every example runs as a newcomer would run it, with small settings."""
 
+import importlib.util
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
 from absl.testing import absltest
+import jax
+import numpy as np
+
+from attn_core import attention
 
 # Not resolve(): a file that Bazel runs is a link, and its neighbours are those of the link.
 ROOT = pathlib.Path(os.path.abspath(__file__)).parent.parent
@@ -13,11 +19,11 @@ ROOT = pathlib.Path(os.path.abspath(__file__)).parent.parent
 
 class ExamplesTest(absltest.TestCase):
 
-  def run_example(self, name, *arguments) -> str:
+  def run_example(self, name, *arguments, status=0) -> str:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.run([sys.executable, str(ROOT / "examples" / name), *arguments],
                              capture_output=True, text=True, env=environment, check=False)
-    self.assertEqual(process.returncode, 0, process.stdout + process.stderr)
+    self.assertEqual(process.returncode, status, process.stdout + process.stderr)
     return process.stdout + process.stderr
 
   def test_attend(self):
@@ -37,8 +43,51 @@ class ExamplesTest(absltest.TestCase):
     self.assertIn("step 4:", printed)
     self.assertIn("held-out loss", printed)
     again = self.run_example("train_and_generate.py", *small, f"--load={folder / 'model.npz'}",
-                             "--steps=0", "--mechanism=vanilla")
+                             "--steps=0", "--mechanism=vanilla", "--verify", status=1)
     self.assertIn("attention by vanilla", again)
+    self.assertIn(re.search("held-out loss.*", printed)[0], again)
+    self.assertIn("FAILED: the loss", again)  # it has not learned enough
+
+
+def attend(*arrays, sliding_window):
+  return attention(*arrays, sliding_window=sliding_window).attention_outputs
+
+
+class ModelTest(absltest.TestCase):
+  """The model of train_and_generate.py is what it says."""
+
+  def setUp(self):
+    super().setUp()
+    path = ROOT / "examples" / "train_and_generate.py"
+    spec = importlib.util.spec_from_file_location("train_and_generate", path)
+    self.example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(self.example)
+    self.config = self.example.Config(
+        layers=2, width=16, heads=2, key_heads=1, head_dim=8, hidden=32, window=4)
+    self.params = self.example.init(jax.random.key(0), self.config)
+
+  def test_a_byte_moves_those_that_see_it(self):
+    tokens = np.arange(32).reshape(2, 16)
+    changed = tokens.copy()
+    changed[1, 5] = 200
+    for pattern, last in (("L", 5 + 2 * 3), ("LF", 15)):  # each of two layers looks 3 bytes back
+      config = self.config._replace(pattern=pattern)
+      one, other = (self.example.forward(self.params, x, config, attend) for x in (tokens, changed))
+      moved = np.argwhere(np.abs(one - other).max(-1) > 1e-6).tolist()
+      self.assertEqual(moved, [[1, n] for n in range(5, last + 1)], pattern)
+
+  def test_generates_what_the_whole_text_says(self):
+    prompt = np.array([[3, 1, 4], [1, 5, 9]], np.int32)
+    text = np.asarray(self.example.generate(
+        self.params, prompt, jax.random.key(2), config=self.config, attend=attend, amount=6,
+        context=9, temperature=1e-6))
+    likeliest = self.example.forward(self.params, text, self.config, attend).argmax(-1)
+    np.testing.assert_array_equal(text[:, :3], prompt)
+    np.testing.assert_array_equal(text[:, 3:], likeliest[:, 2:-1])
+
+  def test_tells_entropy(self):
+    self.assertAlmostEqual(self.example.entropy(np.arange(8, dtype=np.uint8)), 3.0)
+    self.assertEqual(self.example.entropy(np.zeros(5, np.uint8)), 0.0)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Trains a small byte-level language model on real text, on a mesh, then generates from it.
 
     python3 examples/train_and_generate.py
-    python3 examples/train_and_generate.py --mechanism=blocksparse --pattern=LF --dp=2 --tp=4
+    python3 examples/train_and_generate.py --mechanism=blocksparse --layers=6 --pattern=LLF
     python3 examples/train_and_generate.py --data=FOLDER --steps=1000 --save=model.npz
     python3 examples/train_and_generate.py --load=model.npz --steps=0 --prompt='def main'
 
@@ -34,7 +34,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 import numpy as np
 
-from attn_core import OperationMetadata, attention, create_mesh, explain
+from attn_core import AttentionMechanism, OperationMetadata, attention, create_mesh, explain
 
 FLAGS = flags.FLAGS
 VOCABULARY = 256
@@ -81,7 +81,6 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
 
 # Which mesh axes shard every parameter; those not named here are replicated.
 SPECS = {
-    "embedding": P(None, "fsdp"),
     "query": P(None, "fsdp", "tp"),
     "key": P(None, "fsdp", "tp"),
     "value": P(None, "fsdp", "tp"),
@@ -332,10 +331,11 @@ def generate(params, prompt, key, *, config, attend, amount, context, temperatur
 
 
 def define_flags() -> None:
-  """Only when this file is the program, so that others can import it and have flags of their own."""
+  """Only when this file is the program: others that import it have flags of their own."""
   flags.DEFINE_string("data", None, "a folder of texts; default: Python's standard library")
   flags.DEFINE_integer("max_bytes", 32_000_000, "bytes of text to read at most")
-  flags.DEFINE_string("mechanism", "auto", "the attention mechanism, by name")
+  flags.DEFINE_enum("mechanism", "auto", [m.value for m in AttentionMechanism],
+                    "the attention mechanism")
   flags.DEFINE_integer("dp", 4, "devices over which batch rows are spread")
   flags.DEFINE_integer("fsdp", 1, "devices over which batch rows and parameters are spread")
   flags.DEFINE_integer("tp", 2, "devices over which heads and hidden units are spread")
@@ -353,7 +353,7 @@ def define_flags() -> None:
   flags.DEFINE_string("load", None, "a file that --save wrote, to start from")
   flags.DEFINE_string("prompt", "import os\n\n\ndef ", "the text to continue")
   flags.DEFINE_integer("generate", 200, "bytes to generate")
-  flags.DEFINE_float("temperature", 0.6, "of the samples")
+  flags.DEFINE_float("temperature", 0.7, "of the samples")
   flags.DEFINE_boolean("verify", True, "whether to fail unless the loss falls below the entropy")
 
 
@@ -363,8 +363,8 @@ def configuration() -> Config:
     return load(FLAGS.load)[1]
   config = Config(*(FLAGS[name].value for name in Config._fields))
   if not config.pattern or set(config.pattern) - set("LF") or config.layers % len(config.pattern):
-    raise app.UsageError(f"--pattern={config.pattern} --layers={config.layers}: expected letters L "
-                         "and F, and a number of layers that the pattern's length divides")
+    sys.exit(f"--pattern={config.pattern} --layers={config.layers}: expected letters L "
+             "and F, and a number of layers that the pattern's length divides")
   return config
 
 
@@ -386,7 +386,7 @@ def print_explanation(config: Config, metadata: OperationMetadata) -> None:
                           sliding_window=(config.window - 1, 0)))
   jax.eval_shape(ask, query, key)
   if answer[0].chosen is None:
-    raise app.UsageError(f"--mechanism={FLAGS.mechanism} cannot:\n{answer[0]}")
+    sys.exit(f"--mechanism={FLAGS.mechanism} cannot run this:\n{answer[0]}")
   print(f"attention by {answer[0].chosen} on platform {answer[0].platform}, layers "
         f"{config.pattern * (config.layers // len(config.pattern))}, window {config.window}")
   for drop in answer[0].replicated:
@@ -395,7 +395,12 @@ def print_explanation(config: Config, metadata: OperationMetadata) -> None:
 
 def place(mesh, config: Config) -> tuple[State, NamedSharding]:
   """How the mesh shards a State, and a batch."""
-  params = {name: NamedSharding(mesh, SPECS.get(name, P())) for name in shapes(config)}
+  def fit(name, shape):
+    """The parameter's sharding, without the axes that do not divide its dimensions."""
+    axes = zip(shape, SPECS.get(name, P()))
+    return NamedSharding(mesh, P(*(a if a and n % mesh.shape[a] == 0 else None for n, a in axes)))
+
+  params = {name: fit(name, shape) for name, shape in shapes(config).items()}
   return State(params, params, params, NamedSharding(mesh, P())), NamedSharding(mesh, P(ROWS))
 
 
@@ -433,7 +438,7 @@ def main(argv) -> None:
 
   train_text, held_out = read(FLAGS.data or sysconfig.get_paths()["stdlib"], FLAGS.max_bytes)
   if len(held_out) <= FLAGS.length:
-    raise app.UsageError(f"--data: {len(train_text) + len(held_out)} bytes of text are too few")
+    sys.exit(f"--data: {len(train_text) + len(held_out)} bytes of text are too few")
   unigram = entropy(train_text)
   if FLAGS.load:
     params = jax.device_put(load(FLAGS.load)[0], placement[0].params)

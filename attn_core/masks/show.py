@@ -156,8 +156,8 @@ def _title(mask, sizes: blocks.Sizes) -> str:
 def _sizes(mask, queries, keys, block_q, block_kv) -> blocks.Sizes:
   """Checked lengths and blocks, no block longer than its length."""
   if not isinstance(mask, algebra.Mask):
-    raise ValueError(f"mask: got {type(mask).__name__}; expected a Mask, such as masks.causal(), or "
-                     "masks.dense(array) of a bool array [B or 1, H or 1, T or 1, S or 1]")
+    raise ValueError(f"mask: got {type(mask).__name__}; expected a Mask, such as masks.causal(); "
+                     "of a bool array [B or 1, H or 1, T or 1, S or 1]: masks.dense(array)")
   keys = queries if keys is None else keys
   block_q = DEFAULT_BLOCK if block_q is None else block_q
   block_kv = DEFAULT_BLOCK if block_kv is None else block_kv
@@ -188,9 +188,9 @@ def _cells(mask, sizes: blocks.Sizes, where: tuple[int, int], most: tuple[int, i
   looked = np.outer(*(np.diff(np.append(starts, len(points))) for starts, points in (
       (query_starts, query_points), (key_starts, key_points))))
   fraction = counts / looked
-  weight = np.outer(np.diff(query_edges), np.diff(key_edges))
-  return Cells(kinds, query_edges, key_edges, query_blocks, key_blocks, fraction,
-               float((fraction * weight).sum() / weight.sum()), seen.size == sizes.queries * sizes.keys)
+  share = np.average(fraction, weights=np.outer(np.diff(query_edges), np.diff(key_edges)))
+  return Cells(kinds, query_edges, key_edges, query_blocks, key_blocks, fraction, float(share),
+               exact=seen.size == sizes.queries * sizes.keys)
 
 
 def _pick(name: str, index: int, size: int) -> int:
