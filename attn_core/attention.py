@@ -122,7 +122,7 @@ def explain(*args, **kwargs) -> Explanation:
   """Which mechanism `attention` would run with these arguments, and why every other one would not.
 
   Args:
-    *args, **kwargs: those of `attention`.
+    *args, **kwargs: those of `attention`; query, key and value may be `jax.ShapeDtypeStruct`.
 
   Returns:
     An Explanation; nothing is computed.
@@ -132,7 +132,14 @@ def explain(*args, **kwargs) -> Explanation:
   """
   bound = inspect.signature(attention).bind(*args, **kwargs)
   bound.apply_defaults()
-  a = _Arguments(**bound.arguments)
+  a, answers = _Arguments(**bound.arguments), []
+  # Traced, so that nothing is computed and shapes without numbers will do.
+  jax.eval_shape(lambda query, key, value: answers.append(
+      _explain(a._replace(query=query, key=key, value=value))), a.query, a.key, a.value)
+  return answers[0]
+
+
+def _explain(a) -> Explanation:
   normal = arguments.normalise(a)
   platform = metadata_lib.resolved_platform(normal.metadata)
   try:

@@ -180,7 +180,10 @@ py_library(
         name = file[:-len(".py")],
         timeout = "long",
         srcs = [file],
-        data = BUILD_FILES,
+        data = BUILD_FILES + [
+            "//:README.md",
+            "//examples:sources",
+        ],
         legacy_create_init = 1,
         shard_count = SHARDS.get(file[:-len(".py")]),
         deps = [":support"],

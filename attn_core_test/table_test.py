@@ -62,10 +62,9 @@ class TableTest(parameterized.TestCase):
 
   def test_explain_runs_nothing_and_agrees_with_the_door(self):
     x = jax.ShapeDtypeStruct((1, 8, 2, 4), jnp.float32)
-    seen = []
-    jax.eval_shape(lambda x: seen.append(explain(x, x, x, return_weights=True)) or x, x)
-    self.assertEqual(seen[0].chosen, "vanilla")
-    refusals = {v.mechanism: v.reasons for v in seen[0].verdicts}
+    said = explain(x, x, x, return_weights=True)
+    self.assertEqual(said.chosen, "vanilla")
+    refusals = {v.mechanism: v.reasons for v in said.verdicts}
     self.assertIn("return_weights=True", refusals["flash_attn2"][0])
 
   @parameterized.parameters(("tpu", "tpu", "flash_attn2"), ("tpu", "tpu", "vanilla"),

@@ -17,7 +17,8 @@ from attn_core.types import AttentionSpec, MaskOperands, Operands
 
 def main():
   keys = jax.random.split(jax.random.key(0), 3)
-  query, key, value = (jax.random.normal(k, (8, 96, heads, 32)) for k, heads in zip(keys, (4, 2, 2)))
+  query, key, value = (jax.random.normal(k, (8, 96, heads, 32))
+                       for k, heads in zip(keys, (4, 2, 2)))
   mesh = create_mesh((2, -1, 1, 2, 1))  # dp, fsdp, ep, tp, sp
   print(explain(query, key, value, sliding_window=(31, 0), metadata=OperationMetadata(mesh=mesh)))
 

@@ -380,16 +380,13 @@ def print_explanation(config: Config, metadata: OperationMetadata) -> None:
   """Which mechanism runs, and what the mesh does not shard."""
   query, key = (jax.ShapeDtypeStruct((FLAGS.batch, FLAGS.length, heads, config.head_dim),
                                      jnp.float32) for heads in (config.heads, config.key_heads))
-  answer = []
-  def ask(query, key):
-    answer.append(explain(query, key, key, mechanism=FLAGS.mechanism, metadata=metadata,
-                          sliding_window=(config.window - 1, 0)))
-  jax.eval_shape(ask, query, key)
-  if answer[0].chosen is None:
-    sys.exit(f"--mechanism={FLAGS.mechanism} cannot run this:\n{answer[0]}")
-  print(f"attention by {answer[0].chosen} on platform {answer[0].platform}, layers "
+  answer = explain(query, key, key, mechanism=FLAGS.mechanism, metadata=metadata,
+                   sliding_window=(config.window - 1, 0))
+  if answer.chosen is None:
+    sys.exit(f"--mechanism={FLAGS.mechanism} cannot run this:\n{answer}")
+  print(f"attention by {answer.chosen} on platform {answer.platform}, layers "
         f"{config.pattern * (config.layers // len(config.pattern))}, window {config.window}")
-  for drop in answer[0].replicated:
+  for drop in answer.replicated:
     print(f"  axis {drop.axis} does not shard {drop.tensor}: {drop.reason}")
 
 
