@@ -22,7 +22,7 @@ def key_words(rng) -> jax.Array:
     uint32 [1, 2].
   """
   words = jax.random.key_data(rng) if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key) else rng
-  first = second = jnp.uint32(0)
+  first, second = jnp.uint32(0x243F6A88), jnp.uint32(0x85A308D3)  # a zero key mixes to no zeros
   for i in range(words.shape[0]):
     first, second = _mix(first ^ words[i]), _mix(second + words[i] * np.uint32(0x9E3779B9))
   return jnp.stack([first, second])[None]
@@ -42,7 +42,8 @@ def keep_mask(words, at: Coordinates, dropout_prob: float):
   batch, head, query, key = (jnp.asarray(x).astype(jnp.uint32) for x in (
       at.batch, at.head, at.query_position, at.key_position))
   stream = _mix(_mix(words[0] + batch) + head)
-  row = _mix(stream ^ _mix(query ^ words[1]))
+  # The query enters by another function than the head, or the two could be exchanged.
+  row = _mix(stream ^ _mix(query * np.uint32(0x9E3779B9) + words[1]))
   # Per element: a counter spread over all bits, then the last rounds of a 32-bit finaliser with
   # the row's number added in between, so that no two rows walk through the same sequence.
   x = (key * np.uint32(0x9E3779B9)) ^ row

@@ -154,7 +154,7 @@ class KeepMaskTest(parameterized.TestCase):
     self.assertEqual(np.packbits(found).tobytes().hex(), PINNED)
 
 
-PINNED = "3a629b2a533d218740fd4b288209c9571307aebb55659634"
+PINNED = "e39d33a71da7c516743fe965a909cac23d739a4d19a8227e"
 
 
 class KeysTest(parameterized.TestCase):
