@@ -335,7 +335,8 @@ class MechanismsTest(parameterized.TestCase):
     run = lambda **kwargs: attention(
         *inputs(), mechanism=mechanism, return_lse=True, dropout_prob=P,
         dropout_rng=jax.random.key(0), **kwargs).lse
-    np.testing.assert_array_equal(run(deterministic=False), run(deterministic=True))
+    # Not bit for bit: how XLA:CPU fuses multiplications and additions depends on what is around.
+    np.testing.assert_allclose(run(deterministic=False), run(deterministic=True), atol=1e-6)
 
   def test_the_mean_over_keys_is_attention_without_dropout(self):
     query, key, value = inputs(b=1, h=2, k=2)

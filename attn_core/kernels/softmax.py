@@ -29,21 +29,22 @@ def start(shape, width: int, dtype) -> Running:
                  jnp.zeros((*shape, width), dtype))
 
 
-def update(running: Running, logits, weigh) -> Running:
+def update(running: Running, logits, weigh, exp=jnp.exp) -> Running:
   """Folds in one block of keys.
 
   Args:
     running: what was seen so far.
     logits: [..., R, C]; -inf where hidden.
     weigh: maps exp(logits - highest) [..., R, C] to its product with the values [..., R, E].
+    exp: may round its results; `total` is the sum of what it returns.
   """
   highest = jnp.maximum(running.highest, logits.max(-1, keepdims=True))
   # While a row has seen nothing, its highest is -inf, and -inf - -inf would be NaN.
   reference = jnp.where(highest == -jnp.inf, 0, highest)
-  weights = jnp.exp(logits - reference)
+  weights = exp(logits - reference)
   shrink = jnp.exp(running.highest - reference)
-  return Running(highest, running.total * shrink + weights.sum(-1, keepdims=True),
-                 running.output * shrink + weigh(weights))
+  total = weights.astype(running.total.dtype).sum(-1, keepdims=True)
+  return Running(highest, running.total * shrink + total, running.output * shrink + weigh(weights))
 
 
 def finish(running: Running, sinks=None):

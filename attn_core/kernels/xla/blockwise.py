@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from attn_core.kernels import softmax
 from attn_core.kernels.kernel import Kernel, Residuals
-from attn_core.kernels.xla import steps
+from attn_core.kernels.xla import numbers, steps
 from attn_core.types import AttentionSpec, BlockSizes, Operands
 
 
@@ -39,14 +39,18 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
         start = j * problem.sizes.block_kv
         key, value = (steps.take(x, start, problem.sizes.block_kv) for x in (keys, values))
         logits, _ = steps.logits_of(problem, place, rows, key, (i, j, masked))
-        return softmax.update(running, logits, lambda weights: steps.dot(
-            steps.drop(problem, place, (i, j), weights).astype(value.dtype), value, problem))
+        # The sum over the rounded weights divides their product with the values: what rounding
+        # adds to both cancels, and XLA:CPU writes the weights once, in the values' dtype.
+        return softmax.update(
+            running, logits, lambda weights: steps.dot(
+                steps.drop(problem, place, (i, j), weights), value, problem),
+            lambda x: numbers.narrow(steps.weights_of(problem, x), value.dtype))
 
       running = softmax.start((problem.heads, rows.shape[1]), width, problem.dtype)
       running = steps.visit(problem, place, i, key_block, running)
       out, lse = softmax.finish(running, steps.row_sinks(problem, place))
       return Residuals(
-          steps.write_rows(problem, place, i, results.out, out),
+          steps.write_rows(problem, place, i, results.out, out * steps.kept_scale(problem)),
           steps.write_row_numbers(problem, place, i, results.lse, lse[..., 0]))
 
     return steps.loop(0, problem.sizes.num_query_blocks, query_block, results)
@@ -96,13 +100,14 @@ def tangent(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
 
       def key_block(j, sums, masked):
         logits, slope = steps.logits_of(problem, place, rows, tile_of(keys, j), (i, j, masked))
-        weights = jnp.exp(logits - steps.finite_lse(row_lse))
+        weights = steps.weights_of(problem, logits - steps.finite_lse(row_lse))
         # A hidden key has weight 0, and what its logit would have done must not be 0 * inf.
         d_logits = jnp.where(weights == 0, 0, d_logits_of(j, slope) * weights)
         d_lse, d_out = sums
         d_lse = d_lse + d_logits.sum(-1, keepdims=True)
         weigh = lambda x, of: steps.dot(
-            steps.drop(problem, place, (i, j), x).astype(of.dtype), tile_of(of, j), problem)
+            numbers.narrow(steps.drop(problem, place, (i, j), x), of.dtype),
+            tile_of(of, j), problem)
         d_out = d_out + weigh(d_logits, values)
         if d_values is not None:
           d_out = d_out + weigh(weights, d_values)
@@ -115,7 +120,8 @@ def tangent(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
         sinks = steps.row_sinks(problem, place)
         d_lse = d_lse + jnp.where(sinks == -jnp.inf, 0, jnp.exp(
             sinks - steps.finite_lse(row_lse)) * steps.row_sinks(moved, place))
-      d_out = d_out - d_lse * steps.query_rows(out, problem, place, i).astype(problem.dtype)
+      row_out = steps.query_rows(out, problem, place, i).astype(problem.dtype)
+      d_out = d_out * steps.kept_scale(problem) - d_lse * row_out
       return Residuals(
           steps.write_rows(problem, place, i, results.out, d_out),
           steps.write_row_numbers(problem, place, i, results.lse, d_lse[..., 0]))
@@ -179,7 +185,8 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
           problem, place, side, (i, j, masked), sums), sums)
       scaled = sums.key * steps.scale_parts(problem)[1]
       d_key = steps.write_key_rows(problem, place, j, d_key, scaled)
-      d_value = steps.write_key_rows(problem, place, j, d_value, sums.value)
+      d_value = steps.write_key_rows(
+          problem, place, j, d_value, sums.value * steps.kept_scale(problem))
       return sums._replace(key=None, value=None), d_key, d_value
 
     d_query, d_key, d_value, d_bias = results
@@ -227,15 +234,16 @@ def _backward_tile(problem, place, side, tile, sums):
   lse, correction = (lax.dynamic_slice_in_dim(x, i * length, length, 1)[:, None]
                      for x in (side.lse, side.correction))
   logits, slope = steps.logits_of(problem, place, rows, side.key, (i, j, masked), transposed=True)
-  weights = jnp.exp(logits - steps.finite_lse(lse))
+  weights = steps.weights_of(problem, logits - steps.finite_lse(lse))
   d_weights = steps.scores_of(problem, d_out, side.value, transposed=True)
   d_weights = steps.drop(problem, place, (i, j), d_weights, transposed=True)
-  d_logits = weights * (d_weights - correction)
+  d_logits = weights * (d_weights * steps.kept_scale(problem) - correction)
   d_bias = sums.bias
   if d_bias is not None:
     d_bias = steps.add_bias_tile(problem, place, (i, j), d_bias, d_logits)
-  d_logits = (d_logits if slope is None else d_logits * slope).astype(rows.dtype)
-  kept = steps.drop(problem, place, (i, j), weights, transposed=True).astype(d_out.dtype)
+  d_logits = numbers.narrow(d_logits if slope is None else d_logits * slope, rows.dtype)
+  kept = numbers.narrow(
+      steps.drop(problem, place, (i, j), weights, transposed=True), d_out.dtype)
   d_query = steps.dot(side.key_transposed, d_logits, problem)
   d_query = d_query + lax.dynamic_slice_in_dim(sums.query, i * length, length, 2)
   return _Sums(

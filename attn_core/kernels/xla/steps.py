@@ -15,7 +15,7 @@ import numpy as np
 
 from attn_core import dropout
 from attn_core.kernels.kernel import Residuals
-from attn_core.kernels.xla import tuned
+from attn_core.kernels.xla import numbers, tuned
 from attn_core.masks import algebra, blocks, tiles
 from attn_core.types import AttentionSpec, Operands
 
@@ -304,16 +304,25 @@ def add_bias_tile(problem, place, tile, d_bias, d_logits):
 
 
 def drop(problem, place, tile, weights, *, transposed=False):
-  """Dropout on weights of a tile: what is kept is divided by the probability to be kept."""
-  probability = problem.spec.dropout_prob
-  if not probability:
+  """Dropout on weights of a tile: zeros where they are dropped; see `kept_scale`."""
+  if not problem.spec.dropout_prob:
     return weights
   words = problem.operands.dropout_key
   words = words[place.batch if words.shape[0] > 1 else 0]
   mask, at = mask_tile(problem, place, tile, transposed)
-  keep = dropout.keep_mask(words, algebra.move_to_positions(mask, at), probability)
-  keep = per_element(keep, weights.shape, problem, transposed)
-  return jnp.where(keep, weights * (1 / (1 - probability)), 0)
+  keep = dropout.keep_mask(words, algebra.move_to_positions(mask, at), problem.spec.dropout_prob)
+  return jnp.where(per_element(keep, weights.shape, problem, transposed), weights, 0)
+
+
+def kept_scale(problem) -> float:
+  """What dropout multiplies the weights by that it keeps; done once, on what they are summed to."""
+  return 1 / (1 - problem.spec.dropout_prob)
+
+
+def weights_of(problem, relative):
+  """exp(relative), relative <= 0, in the problem's dtype."""
+  narrowed = problem.operands.query.dtype.itemsize < 4  # what is rounded next: see numbers.exp
+  return (jnp.exp if narrowed else numbers.exp)(relative)
 
 
 def row_sinks(problem, place):
