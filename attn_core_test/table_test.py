@@ -43,10 +43,11 @@ class TableTest(parameterized.TestCase):
     self.assertEqual(table.choose("auto", "gpu", request(dtype=jnp.float32)), "flash_attn2")
     self.assertEqual(table.choose("auto", "gpu", request(width=72 + 4)), "flash_attn2")
 
-  @parameterized.parameters("cpu", "tpu")
-  def test_auto_is_linear_unless_weights_are_asked_for(self, platform):
+  @parameterized.parameters(("cpu", "flash_attn2"), ("tpu", "blockwise"))
+  def test_auto_is_linear_unless_weights_are_asked_for(self, platform, chosen):
     everything = set(table.FEATURES) - {"vmem_limit_bytes", "cache", "weights"}
-    self.assertEqual(table.choose("auto", platform, request(*everything)), "flash_attn2")
+    self.assertEqual(table.choose("auto", platform, request(*everything)), chosen)
+    self.assertEqual(table.choose("auto", platform, request("segments", "bias")), "flash_attn2")
     self.assertEqual(table.choose("auto", platform, request("weights")), "vanilla")
 
   def test_a_name_is_never_replaced(self):

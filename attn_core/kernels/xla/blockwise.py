@@ -210,7 +210,7 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
     rows, columns = operands.bias.shape[2:]
     found["bias"] = d_bias[:, :, :rows, :columns].astype(operands.bias.dtype)
   if "sinks" in wrt:
-    found["sinks"] = _d_sinks(operands.sinks, residuals.lse, correction)
+    found["sinks"] = d_sinks(operands.sinks, residuals.lse, correction)
   return tuple(found[name] for name in wrt)
 
 
@@ -253,7 +253,7 @@ def _backward_tile(problem, place, side, tile, sums):
       bias=d_bias)
 
 
-def _d_sinks(sinks, lse, correction):
+def d_sinks(sinks, lse, correction):
   """d_sink[h] = -sum over b, t of exp(sink - lse) * correction; sinks [B or 1, H]."""
   sink = sinks[..., None]
   weights = jnp.where(sink == -jnp.inf, 0, jnp.exp(sink - steps.finite_lse(lse)))
