@@ -34,7 +34,8 @@ class TableTest(parameterized.TestCase):
 
   @parameterized.parameters(
       ((), "cudnn"), (("causal", "gqa"), "cudnn"), (("window",), "flash_attn2"),
-      (("mask",), "flash_attn2"), (("bias",), "flash_attn2"), (("sinks", "soft_cap"), "flash_attn2"),
+      (("mask",), "flash_attn2"), (("bias",), "flash_attn2"),
+      (("sinks", "soft_cap"), "flash_attn2"),
       (("weights",), "vanilla"), (("lse",), "flash_attn2"))
   def test_auto_on_gpu(self, features, chosen):
     self.assertEqual(table.choose("auto", "gpu", request(*features)), chosen)

@@ -129,13 +129,6 @@ def _sequence_last(x, length: int):
   return feeds.pad(x.transpose(0, 2, 3, 1), 3, length)
 
 
-def _visible_values(operands: Operands):
-  """Keys and values such that what is not finite reaches only those who see it."""
-  keys, values = operands.key, operands.value
-  finite = (jnp.isfinite(keys).all(-1) & jnp.isfinite(values).all(-1))[..., None]
-  return jnp.where(finite, keys, jnp.nan), jnp.where(finite, values, 0)
-
-
 def _each_tile(setting: Setting, place, kinds, tile):
   """Runs tile(at, masked) for every tile of a block that is not hidden."""
   for shift, at in setting.tiles(place):
@@ -166,7 +159,7 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
   mask = jax.tree.unflatten(spec.mask, operands.mask.arrays)
   visits, lines = schedule.build(mask, cut, group, by_keys=False)
   feed = feeds.Feed(visits, lines, cut, by_keys=False)
-  keys, values = _visible_values(operands)
+  keys, values = steps.shield(operands.key, operands.value)
   readers = _ForwardReaders(
       feed.array(_heads_first(operands.query, cut.padded_queries), (1, group, cut.block_q, width),
                  lambda b, h, i, j: (b, h, i, 0)),
@@ -306,13 +299,8 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
 def _other_cotangents(operands, spec, block_sizes, residuals, cotangents, names):
   if "bias" in names:
     return blockwise.backward(operands, spec, block_sizes, residuals, cotangents, names)
-  return (blockwise.d_sinks(operands.sinks, residuals.lse, _correction(residuals, cotangents)),)
-
-
-def _correction(residuals, cotangents):
-  """float32 [B, H, T]: sum(d_out * out) - d_lse."""
-  return jnp.einsum("bthe,bthe->bht", cotangents.out, residuals.out,
-                    preferred_element_type=jnp.float32) - cotangents.lse
+  correction = steps.correction_of(residuals, cotangents, jnp.float32)
+  return (blockwise.d_sinks(operands.sinks, residuals.lse, correction),)
 
 
 def _backward(operands, spec, block_sizes, residuals, cotangents) -> dict:
@@ -357,7 +345,8 @@ def _backward_range(operands, spec, block_sizes, residuals, cotangents, cut, que
       feed.array(_sequence_last(key, cut.padded_keys), (1, 1, width, cut.block_kv),
                  lambda b, h, i, j: (b, h, 0, j)),
       of_keys(value, value_width), of_rows(lse),
-      of_rows(feeds.pad(_correction(residuals, cotangents), 2, cut.padded_queries)))
+      of_rows(feeds.pad(steps.correction_of(residuals, cotangents, jnp.float32), 2,
+                        cut.padded_queries)))
   setting = _setting(feed, operands, spec, cut, group)
   partial = number < cut.padded_queries // cut.block_q
   d_query, d_key, d_value = feeds.call(

@@ -154,9 +154,7 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
   """
   problem = steps.cut(operands, spec, block_sizes, backward=True)
   _, lse = steps.pad_residuals(problem, residuals)
-  # sum(d_out * out), less the part of d_lse, since both enter dS in the same place.
-  correction = jnp.einsum("bthe,bthe->bht", cotangents.out, residuals.out,
-                          preferred_element_type=problem.dtype) - cotangents.lse
+  correction = steps.correction_of(residuals, cotangents, problem.dtype)
   padding = problem.operands.query.shape[1] - operands.query.shape[1]
   d_out = steps.pad_axis(cotangents.out, 1, padding)
   correction_rows = steps.pad_axis(correction, 2, padding)
