@@ -391,7 +391,8 @@ def _block_sizes(a) -> BlockSizes:
     if size is not None:
       checks.integer(f"block_sizes.{field}", size, "an int >= 1, or None for the tuned one",
                      lambda x: x >= 1)
-  return sizes
+  return sizes if a.vmem_limit_bytes is None else sizes._replace(
+      vmem_limit_bytes=a.vmem_limit_bytes)
 
 
 def with_configured_blocks(sizes: BlockSizes, metadata, mechanism: str) -> BlockSizes:
@@ -422,6 +423,8 @@ def _features(a, call: Call) -> dict[str, str]:
       "positions": (a.query_offset is not None or info.q_positions is not None
                     or info.kv_positions is not None, "query_offset or mask_info's positions"),
       "mask": (a.mask is not None or info.attention_mask is not None, "mask"),
+      "mask_operands": (algebra.WHOLE in algebra.structure_roles(call.spec.mask),
+                        "masks.custom with operands"),
       "bias": (call.operands.bias is not None, "bias"),
       "sinks": (a.softmax_aux is not None, "softmax_aux"),
       "soft_cap": (a.logits_soft_cap is not None, f"logits_soft_cap={a.logits_soft_cap}"),
@@ -434,8 +437,8 @@ def _features(a, call: Call) -> dict[str, str]:
                         f"runtime_softmax_dtype={call.spec.softmax_dtype}"),
       "block_sizes": (a.block_sizes is not None, "block_sizes"),
       "optimized": (a.optimized, "optimized=True"),
-      "vmem_limit_bytes": (a.vmem_limit_bytes is not None,
-                           f"vmem_limit_bytes={a.vmem_limit_bytes}"),
+      "vmem_limit_bytes": (call.block_sizes.vmem_limit_bytes is not None,
+                           f"vmem_limit_bytes={call.block_sizes.vmem_limit_bytes}"),
       "cache": (a.cache_view is not None or a.cache_metadata is not None,
                 "cache_view or cache_metadata"),
   }

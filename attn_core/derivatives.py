@@ -57,6 +57,7 @@ def attend(kernel: Kernel, operands: Operands, spec: AttentionSpec,
   Returns:
     out [B, T, H, E] and lse [B, H, T].
   """
+  kernel.check(operands, spec, block_sizes)
   leaves, structure = jax.tree.flatten(_vary_alike(operands))
   call = _Call(kernel, spec, block_sizes, structure, ())
   return Residuals(*_forward_p.bind(*leaves, call=call))
@@ -112,12 +113,13 @@ def _curve(*args, call):
   """The derivative of `backward` along tangents of its operands and of its cotangents."""
   operands, residuals, cotangents, tangents, d_cotangents = _split(
       args, call, 2, 2, len(call.names), 2)
-  d_residuals = call.kernel.tangent(operands, call.spec, call.block_sizes, Residuals(*residuals),
-                                    dict(zip(call.names, tangents)))
+  kernel = call.kernel.differentiable or call.kernel
+  d_residuals = kernel.tangent(operands, call.spec, call.block_sizes, Residuals(*residuals),
+                               dict(zip(call.names, tangents)))
   def backward(values, residuals, cotangents):
     moved = operands._replace(**dict(zip(call.names, values)))
-    return call.kernel.backward(moved, call.spec, call.block_sizes, Residuals(*residuals),
-                                Residuals(*cotangents), call.names)
+    return kernel.backward(moved, call.spec, call.block_sizes, Residuals(*residuals),
+                           Residuals(*cotangents), call.names)
   primals = [getattr(operands, name) for name in call.names]
   return jax.jvp(backward, (primals, residuals, cotangents),
                  (tangents, list(d_residuals), d_cotangents))[1]
@@ -127,12 +129,13 @@ def _bend(*args, call):
   """The derivative of `tangent` along tangents of its operands and of its tangents."""
   operands, residuals, tangents, directions, d_tangents = _split(
       args, call, 2, *[len(call.names)] * 3)
-  d_residuals = call.kernel.tangent(operands, call.spec, call.block_sizes, Residuals(*residuals),
-                                    dict(zip(call.names, directions)))
+  kernel = call.kernel.differentiable or call.kernel
+  d_residuals = kernel.tangent(operands, call.spec, call.block_sizes, Residuals(*residuals),
+                               dict(zip(call.names, directions)))
   def tangent(values, residuals, tangents):
     moved = operands._replace(**dict(zip(call.names, values)))
-    return call.kernel.tangent(moved, call.spec, call.block_sizes, Residuals(*residuals),
-                               dict(zip(call.names, tangents)))
+    return kernel.tangent(moved, call.spec, call.block_sizes, Residuals(*residuals),
+                          dict(zip(call.names, tangents)))
   primals = [getattr(operands, name) for name in call.names]
   return jax.jvp(tangent, (primals, residuals, tangents),
                  (directions, list(d_residuals), d_tangents))[1]
@@ -308,19 +311,23 @@ def _rows_of(args, dims, labels, name) -> int:
 # --- The primitives. -----------------------------------------------------------------------------
 
 
-def _primitive(name, compute, avals, labels_of) -> Primitive:
+def _primitive(name, compute, avals, labels_of, effects=lambda call: frozenset()) -> Primitive:
   """A primitive that runs `compute`; `labels_of` names its arguments after the operands."""
   compute = functools.wraps(compute)(functools.partial(_as_list, compute))
   primitive = Primitive(name)
   primitive.multiple_results = True
   primitive.def_impl(jax.jit(compute, static_argnames="call"))
-  primitive.def_abstract_eval(avals)
+  primitive.def_effectful_abstract_eval(
+      lambda *args, call: (avals(*args, call=call), effects(call)))
   batching.primitive_batchers[primitive] = functools.partial(_batch, primitive, labels_of)
 
   def lower(ctx, *args, call):
     # One device's work: how values vary over a mesh plays no part inside.
-    ctx = ctx.replace(avals_in=[jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in])
-    return mlir.lower_fun(functools.partial(compute, call=call))(ctx, *args)
+    inner = ctx.replace(avals_in=[jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in])
+    results = mlir.lower_fun(functools.partial(compute, call=call))(inner, *args)
+    if effects(call):
+      ctx.set_tokens_out(inner.tokens_out)
+    return results
 
   mlir.register_lowering(primitive, lower)
   return primitive
@@ -331,11 +338,12 @@ def _as_list(compute, *args, call):
 
 
 _RESIDUALS = ["query", "query"]  # folded like the query
-_forward_p = _primitive("attention_forward", _forward, _residual_avals, lambda call: [])
+_forward_p = _primitive("attention_forward", _forward, _residual_avals, lambda call: [],
+                        lambda call: call.kernel.effects())
 _tangent_p = _primitive("attention_tangent", _tangent, _residual_avals,
                         lambda call: _RESIDUALS + list(call.names))
 _backward_p = _primitive("attention_backward", _backward, _cotangent_avals,
-                         lambda call: _RESIDUALS * 2)
+                         lambda call: _RESIDUALS * 2, lambda call: call.kernel.effects())
 _curve_p = _primitive("attention_curve", _curve, _cotangent_avals,
                       lambda call: _RESIDUALS * 2 + list(call.names) + _RESIDUALS)
 _bend_p = _primitive("attention_bend", _bend, _residual_avals,

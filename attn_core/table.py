@@ -23,6 +23,7 @@ FEATURES = {
     "segments": "segment ids, packed sequences",
     "positions": "positions or an offset of the queries",
     "mask": "a boolean mask or any mask of the algebra",
+    "mask_operands": "a custom mask with arrays of its own",
     "bias": "a bias, with its gradient",
     "sinks": "sinks (softmax_aux), with their gradient",
     "soft_cap": "a soft cap on the logits",
@@ -80,12 +81,14 @@ def _sdpa_limits(request: Request) -> str | None:
 
 _EVERYTHING = frozenset(FEATURES) - {"vmem_limit_bytes", "cache"}
 _BLOCKWISE = _EVERYTHING - {"weights"}
+_TPU = _BLOCKWISE - {"float16", "float64", "softmax_dtype", "mask_operands"} | {"vmem_limit_bytes"}
 _VANILLA = _EVERYTHING - {"block_sizes", "optimized"}
 _SDPA = frozenset({"gqa", "float16", "causal", "window", "chunk", "segments",
-                   "positions", "mask", "bias", "lse"})
-_CUDNN = frozenset({"gqa", "float16", "causal", "mask", "bias"})
+                   "positions", "mask", "mask_operands", "bias", "lse"})
+_CUDNN = frozenset({"gqa", "float16", "causal", "mask", "mask_operands", "bias"})
 
 _xla = Implementation(flash.xla, _BLOCKWISE, LINEAR)
+_tpu = Implementation(flash.tpu, _TPU, LINEAR)
 _dense = Implementation(vanilla.vanilla, _VANILLA, QUADRATIC)
 _sdpa = Implementation(sdpa.xla, _SDPA, QUADRATIC, _sdpa_limits)
 _cudnn = Implementation(sdpa.cudnn, _CUDNN, LINEAR_UNMASKED, _cudnn_limits)
@@ -104,10 +107,10 @@ TABLE = {
     ("blockwise", "tpu"): _xla,
     ("flash_attn2", "cpu"): _xla,
     ("flash_attn2", "gpu"): _xla,
-    ("flash_attn2", "tpu"): _xla,
+    ("flash_attn2", "tpu"): _tpu,
     ("blocksparse", "cpu"): _xla,
     ("blocksparse", "gpu"): _xla,
-    ("blocksparse", "tpu"): _xla,
+    ("blocksparse", "tpu"): _tpu,
 }
 
 # Names without a row, and why.
@@ -127,7 +130,7 @@ MISSING = {
 AUTO = {
     "cpu": ("flash_attn2", "vanilla"),
     "gpu": ("cudnn", "flash_attn2", "vanilla"),
-    "tpu": ("flash_attn2", "vanilla"),
+    "tpu": ("flash_attn2", "blockwise", "vanilla"),
 }
 
 

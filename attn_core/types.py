@@ -60,6 +60,7 @@ class BlockSizes(NamedTuple):
   block_q_backward: int | None = None  # query tokens per step of the backward
   block_kv_backward: int | None = None  # key tokens per step of the backward
   block_heads: int | None = None  # key heads computed together
+  vmem_limit_bytes: int | None = None  # of a TPU kernel; None: what it needs
 
 
 class MaskOperands(NamedTuple):

@@ -1,7 +1,7 @@
 """Defects of the library that the documents describe, each reproduced there, each absent here.
 
-One test a defect, for every mechanism that runs on a CPU; what a mechanism refuses it must refuse by
-name. The truth is the oracle in float64.
+One test a defect, for every mechanism that runs on a CPU; what a mechanism refuses it must refuse
+by name. The truth is the oracle in float64.
 
 Letters: B batch, T query length, S key length, H query heads, K key heads, D and E widths.
 """
@@ -28,7 +28,7 @@ BLOCKWISE = ("blockwise", "flash_attn2", "blocksparse", "auto")
 WITHOUT_SDPA = ("vanilla", *BLOCKWISE)
 ALL = ("sdpa", *WITHOUT_SDPA)
 
-# One name of every implementation that CPUs have: mechanisms that share one need not all compile it.
+# One name of every implementation that CPUs have: those that share one need not all compile it.
 EACH = tuple({table.TABLE[name, "cpu"]: name for name in reversed(ALL) if name != "auto"}.values())
 
 # Many small blocks, so that whatever happens once per block happens several times.

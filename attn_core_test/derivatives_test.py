@@ -1,4 +1,4 @@
-"""Derivatives of every order and mixture, and under every transformation, against jax on the oracle."""
+"""Derivatives of every order and mixture, under every transformation, against jax on the oracle."""
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -150,7 +150,8 @@ class RematTest(parameterized.TestCase):
     self.assertEqual(self.count(names(*everything), "attention_forward"), 1)
     self.assertEqual(self.count(names("attn_output"), "attention_forward"), 2)
     self.assertEqual(self.count(jax.checkpoint_policies.nothing_saveable, "attention_forward"), 2)
-    self.assertEqual(self.count(jax.checkpoint_policies.everything_saveable, "attention_forward"), 1)
+    save_all = jax.checkpoint_policies.everything_saveable
+    self.assertEqual(self.count(save_all, "attention_forward"), 1)
     self.assertEqual(self.count(names(*everything), "attention_backward"), 1)
 
   @parameterized.parameters("nothing_saveable", "everything_saveable", "dots_saveable")

@@ -60,7 +60,8 @@ class DistributedTest(absltest.TestCase):
       port = s.getsockname()[1]
     root = pathlib.Path(__file__).absolute().parent.parent
     code = (f"import sys; sys.path.insert(0, {str(root)!r}); "
-            "from attn_core_test import distributed_test as t; t.child(sys.argv[1], int(sys.argv[2]))")
+            "from attn_core_test import distributed_test as t; "
+            "t.child(sys.argv[1], int(sys.argv[2]))")
     processes = [subprocess.Popen([sys.executable, "-c", code, str(port), str(i)],
                                   stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
                  for i in range(2)]

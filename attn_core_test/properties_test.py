@@ -9,6 +9,7 @@ import functools
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
+from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 import numpy as np
 
@@ -38,7 +39,8 @@ def call(case, mechanism, platform):
   arguments = dict(case.arguments, mechanism=mechanism, return_lse=True,
                    metadata=OperationMetadata(platform=platform))
   if "block_sizes" in table.TABLE[mechanism, platform].features:
-    arguments["block_sizes"] = BLOCKS
+    tiles = platform == "tpu" and mechanism == "flash_attn2"  # which come in multiples of 128
+    arguments["block_sizes"] = BlockSizes() if tiles else BLOCKS
   def run(arrays):
     output = attention(**arguments, **arrays)
     return output.attention_outputs, output.lse
@@ -52,9 +54,9 @@ def precise(mechanism, platform):
   return "float32", 5e-5
 
 
-def supported(case, mechanism, platform) -> bool:
+def supported(case, mechanism, platform, dtype=None) -> bool:
   """Whether the implementation takes the case; what it refuses, bad_input_test shows."""
-  dtype, _ = precise(mechanism, platform)
+  dtype = dtype or precise(mechanism, platform)[0]
   arrays = jax.eval_shape(lambda: property_cases.operands(case, dtype))
   try:
     jax.eval_shape(call(case, mechanism, platform), arrays)
@@ -76,7 +78,15 @@ def loss(run, weights):
   return value
 
 
-class PropertiesTest(parameterized.TestCase):
+class InterpretedTestCase(parameterized.TestCase):
+  """TPU kernels run on this machine, too."""
+
+  def setUp(self):
+    super().setUp()
+    self.enterContext(pltpu.force_tpu_interpret_mode())
+
+
+class PropertiesTest(InterpretedTestCase):
 
   @parameterized.named_parameters(*PAIRS)
   def test_value_gradient_and_jvp_equal_the_oracle(self, name, mechanism, platform):
@@ -119,7 +129,7 @@ class PropertiesTest(parameterized.TestCase):
                                                    "sinks_several_empty_rows", "soft_cap")])
   def test_rounding(self, name, mechanism, platform, dtype):
     case = BY_NAME[name]
-    if not supported(case, mechanism, platform):
+    if not supported(case, mechanism, platform, dtype):
       self.skipTest("refused by name")
     arrays = property_cases.operands(case, dtype)
     if dtype != "float32" and mechanism == "sdpa":
@@ -182,7 +192,7 @@ def _without_lse(run, case, mechanism, platform):
 
 
 @parameterized.named_parameters(*[(m, m, p) for m, p in NAMES])
-class LeakageTest(parameterized.TestCase):
+class LeakageTest(InterpretedTestCase):
   """Nothing reaches a query but what it sees."""
 
   def run_case(self, name, mechanism, platform, **change):
@@ -250,7 +260,7 @@ class LeakageTest(parameterized.TestCase):
 
 
 @parameterized.named_parameters(*[(m, m, p) for m, p in NAMES])
-class VmapTest(parameterized.TestCase):
+class VmapTest(InterpretedTestCase):
   """vmap equals a loop, with all operands mapped or some of them, in value and gradient."""
 
   def check(self, name, mechanism, platform, mapped):

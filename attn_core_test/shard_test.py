@@ -70,7 +70,8 @@ class ShardedTest(parameterized.TestCase):
     super().setUpClass()
     cls.want = {m: both(m, None, features())(operands()) for m in ("flash_attn2", "vanilla")}
 
-  @parameterized.named_parameters(*[(f"dp{d}_fsdp{f}_tp{t}", d, f, t) for d, f, t in FACTORISATIONS])
+  @parameterized.named_parameters(*[(f"dp{d}_fsdp{f}_tp{t}", d, f, t)
+                                    for d, f, t in FACTORISATIONS])
   def test_every_factorisation(self, dp, fsdp, tp):
     mesh = create_mesh((dp, fsdp, 1, tp, 1))
     close(both("flash_attn2", mesh, features())(operands()), self.want["flash_attn2"])
@@ -177,7 +178,8 @@ class CollectivesTest(parameterized.TestCase):
     keys = heads if key_heads % mesh.shape["tp"] == 0 else P(("fsdp", "dp"))
     def array(n, spec):
       return jax.ShapeDtypeStruct((B, 64, n, 16), jnp.float32, sharding=NamedSharding(mesh, spec))
-    f = lambda *x: attention(*x, metadata=metadata, block_sizes=BlockSizes(16, 16)).attention_outputs
+    f = lambda *x: attention(*x, metadata=metadata,
+                             block_sizes=BlockSizes(16, 16)).attention_outputs
     run = jax.grad(lambda *x: (f(*x)**2).sum(), (0, 1, 2)) if gradient else f
     text = jax.jit(run).lower(
         array(H, heads), array(key_heads, keys), array(key_heads, keys)).compile().as_text()

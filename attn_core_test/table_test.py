@@ -34,7 +34,8 @@ class TableTest(parameterized.TestCase):
 
   @parameterized.parameters(
       ((), "cudnn"), (("causal", "gqa"), "cudnn"), (("window",), "flash_attn2"),
-      (("mask",), "flash_attn2"), (("bias",), "flash_attn2"), (("sinks", "soft_cap"), "flash_attn2"),
+      (("mask",), "flash_attn2"), (("bias",), "flash_attn2"),
+      (("sinks", "soft_cap"), "flash_attn2"),
       (("weights",), "vanilla"), (("lse",), "flash_attn2"))
   def test_auto_on_gpu(self, features, chosen):
     self.assertEqual(table.choose("auto", "gpu", request(*features)), chosen)
@@ -43,10 +44,11 @@ class TableTest(parameterized.TestCase):
     self.assertEqual(table.choose("auto", "gpu", request(dtype=jnp.float32)), "flash_attn2")
     self.assertEqual(table.choose("auto", "gpu", request(width=72 + 4)), "flash_attn2")
 
-  @parameterized.parameters("cpu", "tpu")
-  def test_auto_is_linear_unless_weights_are_asked_for(self, platform):
+  @parameterized.parameters(("cpu", "flash_attn2"), ("tpu", "blockwise"))
+  def test_auto_is_linear_unless_weights_are_asked_for(self, platform, chosen):
     everything = set(table.FEATURES) - {"vmem_limit_bytes", "cache", "weights"}
-    self.assertEqual(table.choose("auto", platform, request(*everything)), "flash_attn2")
+    self.assertEqual(table.choose("auto", platform, request(*everything)), chosen)
+    self.assertEqual(table.choose("auto", platform, request("segments", "bias")), "flash_attn2")
     self.assertEqual(table.choose("auto", platform, request("weights")), "vanilla")
 
   def test_a_name_is_never_replaced(self):

@@ -26,3 +26,10 @@ class Kernel(NamedTuple):
   forward: Callable
   backward: Callable
   tangent: Callable
+  # The kernel whose backward and tangent JAX itself can differentiate, for second derivatives;
+  # None: this one.
+  differentiable: "Kernel | None" = None
+  # check(o, s, b) raises where forward or backward would; it runs before anything is lowered.
+  check: Callable = lambda operands, spec, block_sizes: None
+  # () -> JAX's effects of forward and backward where they are traced; some interpreters have some.
+  effects: Callable = frozenset

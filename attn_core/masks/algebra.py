@@ -193,7 +193,7 @@ class Chunk(Mask):
   size: int
 
   def visible(self, at):
-    return at.query_position // self.size == at.key_position // self.size
+    return _chunk(at.query_position, self.size) == _chunk(at.key_position, self.size)
 
   def bounds(self, grid):
     query = Interval(*(x // self.size for x in grid.query_position))
@@ -404,6 +404,20 @@ _HIGHEST = np.iinfo(np.int32).max
 def _per_row(x):
   """[B or 1] -> [B or 1, 1, 1, 1]."""
   return x.reshape(-1, 1, 1, 1)
+
+
+def _chunk(position, size: int):
+  """position // size; of traced numbers without a division, which TPU kernels lack."""
+  if not isinstance(position, jax.Array):
+    return position // size
+  if size & (size - 1) == 0:
+    return position >> (size.bit_length() - 1)
+  quotient = 0
+  for _ in range(2):  # the second round divides what float32 rounded off
+    rest = (position - quotient * size).astype(np.float32)
+    quotient = quotient + jax.lax.floor(rest * np.float32(1 / size)).astype(np.int32)
+  rest = position - quotient * size
+  return quotient + (rest >= size).astype(np.int32) - (rest < 0).astype(np.int32)
 
 
 def _overlap(a: Interval, b: Interval):

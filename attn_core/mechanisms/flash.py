@@ -3,6 +3,7 @@
 from attn_core import derivatives
 from attn_core.kernels import softmax
 from attn_core.kernels.kernel import Kernel
+from attn_core.kernels.tpu import flash as tpu_flash
 from attn_core.kernels.xla import blockwise
 from attn_core.sharding import shard
 from attn_core.types import AttentionOutput, Call
@@ -11,6 +12,11 @@ from attn_core.types import AttentionOutput, Call
 def xla(call: Call) -> AttentionOutput:
   """Block-wise attention in plain XLA, on every platform."""
   return _spread(blockwise.KERNEL, call)
+
+
+def tpu(call: Call) -> AttentionOutput:
+  """Block-wise attention by Pallas kernels for TPUs."""
+  return _spread(tpu_flash.KERNEL, call)
 
 
 def _spread(kernel: Kernel, call: Call) -> AttentionOutput:

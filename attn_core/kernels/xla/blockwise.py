@@ -154,9 +154,7 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
   """
   problem = steps.cut(operands, spec, block_sizes, backward=True)
   _, lse = steps.pad_residuals(problem, residuals)
-  # sum(d_out * out), less the part of d_lse, since both enter dS in the same place.
-  correction = jnp.einsum("bthe,bthe->bht", cotangents.out, residuals.out,
-                          preferred_element_type=problem.dtype) - cotangents.lse
+  correction = steps.correction_of(residuals, cotangents, problem.dtype)
   padding = problem.operands.query.shape[1] - operands.query.shape[1]
   d_out = steps.pad_axis(cotangents.out, 1, padding)
   correction_rows = steps.pad_axis(correction, 2, padding)
@@ -210,7 +208,7 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
     rows, columns = operands.bias.shape[2:]
     found["bias"] = d_bias[:, :, :rows, :columns].astype(operands.bias.dtype)
   if "sinks" in wrt:
-    found["sinks"] = _d_sinks(operands.sinks, residuals.lse, correction)
+    found["sinks"] = d_sinks(operands.sinks, residuals.lse, correction)
   return tuple(found[name] for name in wrt)
 
 
@@ -253,7 +251,7 @@ def _backward_tile(problem, place, side, tile, sums):
       bias=d_bias)
 
 
-def _d_sinks(sinks, lse, correction):
+def d_sinks(sinks, lse, correction):
   """d_sink[h] = -sum over b, t of exp(sink - lse) * correction; sinks [B or 1, H]."""
   sink = sinks[..., None]
   weights = jnp.where(sink == -jnp.inf, 0, jnp.exp(sink - steps.finite_lse(lse)))

@@ -193,14 +193,18 @@ def write_key_rows(problem, place, block, x, rows):
 
 
 def keys_and_values(problem, place):
-  """Keys and values of this step, such that what is not finite reaches only those who see it.
+  """Keys and values of this step; see `shield`."""
+  return shield(*(key_rows(x, problem, place)
+                  for x in (problem.operands.key, problem.operands.value)))
+
+
+def shield(keys, values):
+  """Keys and values [..., W] such that what is not finite reaches only those who see it.
 
   0 * NaN is NaN, so a hidden value would spoil the product. A key that is not finite, or whose
   value is not, becomes a NaN key with value 0: its logits are NaN where it is seen, and -inf
   where it is hidden.
   """
-  keys, values = (key_rows(x, problem, place)
-                  for x in (problem.operands.key, problem.operands.value))
   finite = (jnp.isfinite(keys).all(-1) & jnp.isfinite(values).all(-1))[..., None]
   return jnp.where(finite, keys, jnp.nan), jnp.where(finite, values, 0)
 
@@ -323,6 +327,12 @@ def weights_of(problem, relative):
   """exp(relative), relative <= 0, in the problem's dtype."""
   narrowed = problem.operands.query.dtype.itemsize < 4  # what is rounded next: see numbers.exp
   return (jnp.exp if narrowed else numbers.exp)(relative)
+
+
+def correction_of(residuals, cotangents, dtype):
+  """[B, H, T]: sum(d_out * out) less d_lse, since both enter dS in the same place."""
+  return jnp.einsum("bthe,bthe->bht", cotangents.out, residuals.out,
+                    preferred_element_type=dtype) - cotangents.lse
 
 
 def row_sinks(problem, place):

@@ -1,0 +1,248 @@
+"""What a TPU kernel reads beside queries, keys and values: the mask's arrays, bias, numbers.
+
+Tiles are transposed: keys along the sublanes, queries along the lanes, so that
+what belongs to a query is one dense row and a softmax reduces over sublanes.
+A `Feed` collects operands with their block specs while a kernel is put together,
+and hands out readers that the kernel calls with its references.
+
+Letters: B batch, T query length, S key length, H query heads, K key heads, G = H / K.
+"""
+
+from typing import Any, Callable, NamedTuple
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+import jax.numpy as jnp
+
+from attn_core import dropout
+from attn_core.kernels.tpu.schedule import Cut, Lines, Schedule
+from attn_core.masks import algebra
+from attn_core.types import AttentionSpec, Operands
+
+
+class Refs(NamedTuple):
+  """The references that a running kernel was given."""
+
+  scalars: Any  # in scalar memory
+  arrays: Any  # blocks in vector memory
+
+
+class Part(NamedTuple):
+  """Neighbouring tokens of a block."""
+
+  start: int
+  length: int
+
+  @property
+  def slice(self):
+    return pl.ds(self.start, self.length)
+
+
+class Where(NamedTuple):
+  """Some queries and keys of one block, of one query head: what is computed at once."""
+
+  batch: Any  # local batch row
+  key_head: Any  # local key head
+  query_block: Any
+  key_block: Any
+  head: int  # query head within the group
+  queries: Part
+  keys: Part
+
+  @property
+  def shape(self) -> tuple[int, int]:
+    return self.keys.length, self.queries.length
+
+
+class Feed:
+  """Operands of a kernel, in the order in which it gets them."""
+
+  def __init__(self, schedule: Schedule, lines: Lines, cut: Cut, *, by_keys: bool,
+               first_query_block: int = 0):
+    self.scalars, self.arrays, self.specs = list(schedule), [], []
+    self.cut, self.lines, self.by_keys = cut, lines, by_keys
+    self.first_query_block = first_query_block
+
+  def step(self, scalars, batch, head, n):
+    """(query block, key block, kinds, flags) of step n."""
+    line = self.lines.of(batch, head)
+    row, column, kinds, flags = (ref[line, n] for ref in scalars[:4])
+    query_block, key_block = (column, row) if self.by_keys else (row, column)
+    return query_block + self.first_query_block, key_block, kinds, flags
+
+  def scalar(self, x) -> Callable:
+    """A small int32 or float32 array for scalar memory; the reader gives its reference."""
+    self.scalars.append(x)
+    number = len(self.scalars) - 1
+    return lambda refs: refs.scalars[number]
+
+  def array(self, x, block, index) -> Callable:
+    """An array cut into blocks; index(b, h, i, j) with query block i and key block j."""
+    def index_map(b, h, n, *scalars):
+      i, j, _, _ = self.step(scalars, b, h, n)
+      return index(b, h, i, j)
+    self.arrays.append(x)
+    self.specs.append(pl.BlockSpec(block, index_map))
+    number = len(self.arrays) - 1
+    return lambda refs: refs.arrays[number]
+
+  def per_pair(self, x, group: int) -> Callable:
+    """[B or 1, H or 1, T or 1, S or 1] -> reader of a tile [keys or 1, queries or 1]."""
+    cut = self.cut
+    x = x.transpose(0, 1, 3, 2)
+    x = pad(x, 2, cut.padded_keys if x.shape[2] > 1 else 1)
+    x = pad(x, 3, cut.padded_queries if x.shape[3] > 1 else 1)
+    rows, heads, keys, queries = x.shape
+    block = (1, group if heads > 1 else 1, cut.block_kv if keys > 1 else 1,
+             cut.block_q if queries > 1 else 1)
+    ref = self.array(x, block, lambda b, h, i, j: (
+        b if rows > 1 else 0, h if heads > 1 else 0, j if keys > 1 else 0, i if queries > 1 else 0))
+    def read(refs, at: Where):
+      return ref(refs)[0, at.head if heads > 1 else 0,
+                       at.keys.slice if keys > 1 else slice(0, 1),
+                       at.queries.slice if queries > 1 else slice(0, 1)]
+    return read
+
+  def per_query(self, x) -> Callable:
+    """int32 [B or 1, T] -> reader of [1, queries]."""
+    cut = self.cut
+    x = pad(x[:, None], 2, cut.padded_queries)
+    ref = self.array(x, (1, 1, cut.block_q),
+                     lambda b, h, i, j: (b if x.shape[0] > 1 else 0, 0, i))
+    return lambda refs, at: ref(refs)[0, :, at.queries.slice]
+
+  def per_key(self, x) -> Callable:
+    """int32 [B or 1, S] -> reader of [keys, 1]."""
+    cut = self.cut
+    x = pad(x[:, :, None], 1, cut.padded_keys)
+    ref = self.array(x, (1, cut.block_kv, 1),
+                     lambda b, h, i, j: (b if x.shape[0] > 1 else 0, j, 0))
+    return lambda refs, at: ref(refs)[0, at.keys.slice]
+
+  def per_row(self, x) -> Callable:
+    """int32 [B or 1] -> reader of a number."""
+    ref = self.scalar(x)
+    return lambda refs, at: ref(refs)[at.batch if x.shape[0] > 1 else 0]
+
+
+def pad(x, axis: int, length: int):
+  """Zeros at the end of an axis up to `length`."""
+  widths = [(0, 0)] * x.ndim
+  widths[axis] = (0, length - x.shape[axis])
+  return jnp.pad(x, widths) if length > x.shape[axis] else x
+
+
+class Mask(NamedTuple):
+  """The readers of a mask; `visible` evaluates it on one tile."""
+
+  structure: Any
+  readers: tuple[Callable, ...]
+  batch_index: Callable | None
+  head_offset: Callable | None
+  cut: Cut
+  group: int
+
+  def coordinates(self, refs: Refs, at: Where):
+    """(mask with its arrays cut to the tile, coordinates), all of the tile's shape."""
+    cut, shape = self.cut, at.shape
+    spread = lambda x: jnp.broadcast_to(x, shape) if getattr(x, "ndim", 0) else x
+    leaves = [read(refs, at) for read in self.readers]
+    leaves = [spread(x.astype(jnp.int32) != 0) if role == algebra.DENSE else spread(x)
+              for x, role in zip(leaves, algebra.structure_roles(self.structure))]
+    key = lax.broadcasted_iota(jnp.int32, shape, 0) + (
+        at.key_block * cut.block_kv + at.keys.start)
+    query = lax.broadcasted_iota(jnp.int32, shape, 1) + (
+        at.query_block * cut.block_q + at.queries.start)
+    batch = at.batch if self.batch_index is None else self.batch_index(refs, at)
+    head = at.key_head * self.group + at.head
+    head = head if self.head_offset is None else head + self.head_offset(refs, at)
+    return (jax.tree.unflatten(self.structure, leaves),
+            algebra.Coordinates(batch, head, query, key, query, key))
+
+  def visible(self, refs: Refs, at: Where):
+    """bool [keys, queries]."""
+    mask, where = self.coordinates(refs, at)
+    seen = jnp.broadcast_to(mask.visible(where), at.shape)
+    if self.cut.keys % self.cut.tile_kv:
+      seen = seen & (where.key_index < self.cut.keys)
+    return seen
+
+
+def mask_of(feed: Feed, operands: Operands, structure, group: int) -> Mask:
+  """Feeds the arrays of a mask."""
+  feeders = {algebra.QUERY: feed.per_query, algebra.KEY: feed.per_key, algebra.BATCH: feed.per_row,
+             algebra.DENSE: lambda x: feed.per_pair(x.astype(jnp.int8), group)}
+  mask = operands.mask
+  readers = tuple(feeders[role](x) for x, role in zip(
+      mask.arrays, algebra.structure_roles(structure)))
+  optional = lambda x: None if x is None else feed.per_row(x)
+  return Mask(structure, readers, optional(mask.batch_index), optional(mask.head_offset),
+              feed.cut, group)
+
+
+class Dropout(NamedTuple):
+  """Which weights of a tile are kept."""
+
+  words: Callable | None  # None: all
+  rows: int
+  probability: float
+  mask: Mask
+
+  def drop(self, refs: Refs, at: Where, *weights):
+    """Zeros where weights are dropped."""
+    if self.words is None:
+      return weights
+    words = self.words(refs)
+    b = at.batch if self.rows > 1 else 0
+    words = [words[b, i].astype(jnp.uint32) for i in range(2)]
+    mask, where = self.mask.coordinates(refs, at)
+    keep = dropout.keep_mask(words, algebra.move_to_positions(mask, where), self.probability)
+    return tuple(jnp.where(keep, x, 0) for x in weights)
+
+  @property
+  def scale(self) -> float:
+    """What kept weights are multiplied by, once, on what they are summed to."""
+    return 1 / (1 - self.probability)
+
+
+def dropout_of(feed: Feed, operands: Operands, spec: AttentionSpec, mask: Mask) -> Dropout:
+  if not spec.dropout_prob:
+    return Dropout(None, 1, 0.0, mask)
+  words = operands.dropout_key
+  return Dropout(feed.scalar(lax.bitcast_convert_type(words, jnp.int32)), words.shape[0],
+                 spec.dropout_prob, mask)
+
+
+def call(kernel, feed: Feed, grid, outputs, scratch, *, vmem_bytes: int | None, name: str):
+  """Runs kernel(refs, outputs, scratch) over a grid (batch, key heads, steps).
+
+  Args:
+    outputs: [(shape, dtype, block, index(b, h, i, j))].
+    scratch: shapes of float32 arrays in vector memory.
+  """
+  def index_map(index):
+    def mapped(b, h, n, *scalars):
+      i, j, _, _ = feed.step(scalars, b, h, n)
+      return index(b, h, i, j)
+    return mapped
+
+  scalars, arrays = len(feed.scalars), len(feed.arrays)
+  def body(*refs):
+    ends = (scalars, scalars + arrays, scalars + arrays + len(outputs))
+    kernel(Refs(refs[:ends[0]], refs[ends[0]:ends[1]]), refs[ends[1]:ends[2]], refs[ends[2]:])
+
+  return pl.pallas_call(
+      body,
+      grid_spec=pltpu.PrefetchScalarGridSpec(
+          num_scalar_prefetch=scalars, grid=grid, in_specs=feed.specs,
+          out_specs=[pl.BlockSpec(block, index_map(index)) for _, _, block, index in outputs],
+          scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch]),
+      # Not ShapeDtypeStruct, which inside shard_map must say over which axes of the mesh it varies.
+      out_shape=[jax.core.ShapedArray(shape, dtype) for shape, dtype, _, _ in outputs],
+      compiler_params=pltpu.CompilerParams(
+          dimension_semantics=("parallel", "parallel", "arbitrary"),
+          vmem_limit_bytes=vmem_bytes),
+      name=name,
+  )(*feed.scalars, *feed.arrays)

@@ -1,0 +1,443 @@
+"""Block-wise attention as Pallas TPU kernels: forward and backward in linear memory.
+
+Scores are computed transposed, keys along the sublanes and queries along the
+lanes: reductions over keys then need no movement across lanes, the numbers of a
+row (maximum, sum, lse) are dense vectors, and the product with the values fills
+the whole width of the matrix unit with queries, whatever the head dimension.
+
+  scores = K Q^T;  out^T = V^T P;  d_value = P d_out;  d_key = dS Q;  d_query^T = K^T dS
+
+The grid visits only blocks with something to see (`schedule`); in a block that is
+wholly visible no mask is evaluated, and the scores of the next tile are issued
+before the softmax of the current one, so that the matrix unit works meanwhile.
+The backward is one kernel: the cotangent of the queries stays in vector memory,
+which saves the two products that a second kernel would have to repeat.
+
+Dao, FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning,
+https://arxiv.org/abs/2307.08691.
+
+Letters: B batch, T query length, S key length, H query heads, K key heads, G = H / K,
+D query and key width, E value width; C keys and Q queries of a tile.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+import jax.numpy as jnp
+
+from attn_core.kernels.kernel import Kernel, Residuals
+from attn_core.kernels.tpu import feed as feeds
+from attn_core.kernels.tpu import schedule, tuned
+from attn_core.kernels.tpu.feed import Part, Refs, Where
+from attn_core.kernels.xla import blockwise, steps
+from attn_core.masks import algebra, blocks
+from attn_core.types import AttentionSpec, BlockSizes, Operands, cdiv
+
+LOG2E = math.log2(math.e)
+
+
+class Setting(NamedTuple):
+  """What all parts of a kernel share."""
+
+  spec: AttentionSpec
+  cut: schedule.Cut
+  group: int
+  mask: feeds.Mask
+  dropout: feeds.Dropout
+  bias: Any  # reader of a tile, or None
+  precision: Any
+
+  @property
+  def plain(self) -> bool:
+    """Whether logits are scores times a positive number."""
+    return (self.spec.logits_soft_cap is None and self.bias is None
+            and self.spec.softmax_scale > 0)
+
+  @property
+  def unit(self) -> float:
+    """exp(logit) = 2 ** (unit * what `logits` returns)."""
+    return LOG2E * (self.spec.softmax_scale if self.plain else 1.0)
+
+  def tiles(self, place):
+    """(bits to shift the kinds by, where) of every tile of a block."""
+    cut = self.cut
+    return [(2 * (c * cut.tiles_q + t), Where(*place, g, Part(t * cut.tile_q, cut.tile_q),
+                                              Part(c * cut.tile_kv, cut.tile_kv)))
+            for c in range(cut.tiles_kv) for g in range(self.group) for t in range(cut.tiles_q)]
+
+  def strips(self, place):
+    """Where to compute in a block that is wholly visible: all queries of a head at once."""
+    cut = self.cut
+    return [Where(*place, g, Part(0, cut.block_q), Part(c * cut.tile_kv, cut.tile_kv))
+            for c in range(cut.tiles_kv) for g in range(self.group)]
+
+  def rows(self, at: Where):
+    """The queries of `at` among those of all heads of the group."""
+    return pl.ds(at.head * self.cut.block_q + at.queries.start, at.queries.length)
+
+  def dot(self, a, b, contract=((1,), (0,))):
+    return lax.dot_general(a, b, (contract, ((), ())), precision=self.precision,
+                           preferred_element_type=jnp.float32)
+
+  def logits(self, refs: Refs, at: Where, scores, masked: bool):
+    """(logits / unit, d logit / d scaled score or None) of scores [C, Q]; -inf where hidden."""
+    logits, slope = scores, None
+    if not self.plain:
+      logits = logits * self.spec.softmax_scale
+      cap = self.spec.logits_soft_cap
+      if cap is not None:
+        capped = jnp.tanh(logits * (1 / cap))
+        logits, slope = capped * cap, 1 - capped * capped
+      if self.bias is not None:
+        logits = logits + self.bias(refs, at).astype(jnp.float32)
+    if masked:
+      logits = jnp.where(self.mask.visible(refs, at), logits, -jnp.inf)
+    return logits, slope
+
+
+def _cut(operands: Operands, spec, block_sizes, *, backward) -> schedule.Cut:
+  _, queries, query_heads, _ = operands.query.shape
+  _, keys, key_heads, _ = operands.key.shape
+  per_pair = operands.bias is not None or algebra.DENSE in algebra.structure_roles(spec.mask)
+  sparse = spec.mask != jax.tree.structure(algebra.full())
+  return tuned.choose((queries, keys, query_heads, key_heads), block_sizes, sparse=sparse,
+                      per_pair=per_pair, backward=backward)
+
+
+def _setting(feed, operands: Operands, spec: AttentionSpec, cut, group) -> Setting:
+  mask = feeds.mask_of(feed, operands, spec.mask, group)
+  bias = None if operands.bias is None else feed.per_pair(operands.bias, group)
+  # Products of 16-bit numbers are exact whatever is asked; those of float32 are unless otherwise.
+  precision = None
+  if operands.query.dtype == jnp.float32:
+    precision = lax.Precision.HIGHEST if spec.precision is None else spec.precision
+  return Setting(spec, cut, group, mask, feeds.dropout_of(feed, operands, spec, mask), bias,
+                 precision)
+
+
+def _heads_first(x, length: int):
+  """[B, T, H, W] -> [B, H, length, W]."""
+  return feeds.pad(x.transpose(0, 2, 1, 3), 2, length)
+
+
+def _sequence_last(x, length: int):
+  """[B, T, H, W] -> [B, H, W, length]."""
+  return feeds.pad(x.transpose(0, 2, 3, 1), 3, length)
+
+
+def _each_tile(setting: Setting, place, kinds, tile):
+  """Runs tile(at, masked) for every tile of a block that is not hidden."""
+  for shift, at in setting.tiles(place):
+    kind = (kinds >> shift) & 3
+    for value, masked in ((blocks.FULL, False), (blocks.PARTIAL, True)):
+      @pl.when(kind == value)
+      def _(at=at, masked=masked):
+        tile(at, masked)
+
+
+def _ahead(places, products):
+  """(at, products(at)) for all places, the products of the next place issued before."""
+  following = products(places[0])
+  for at, after in zip(places, [*places[1:], None]):
+    current, following = following, None if after is None else products(after)
+    yield at, current
+
+
+# --- Forward. ------------------------------------------------------------------------------------
+
+
+def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> Residuals:
+  """out [B, T, H, E] and lse [B, H, T]; see `kernel.Kernel`."""
+  batch, queries, heads, width = operands.query.shape
+  key_heads, value_width = operands.value.shape[2:]
+  group = heads // key_heads
+  cut = _cut(operands, spec, block_sizes, backward=False)
+  mask = jax.tree.unflatten(spec.mask, operands.mask.arrays)
+  visits, lines = schedule.build(mask, cut, group, by_keys=False)
+  feed = feeds.Feed(visits, lines, cut, by_keys=False)
+  keys, values = steps.shield(operands.key, operands.value)
+  readers = _ForwardReaders(
+      feed.array(_heads_first(operands.query, cut.padded_queries), (1, group, cut.block_q, width),
+                 lambda b, h, i, j: (b, h, i, 0)),
+      feed.array(_heads_first(keys, cut.padded_keys), (1, 1, cut.block_kv, width),
+                 lambda b, h, i, j: (b, h, j, 0)),
+      feed.array(_sequence_last(values, cut.padded_keys), (1, 1, value_width, cut.block_kv),
+                 lambda b, h, i, j: (b, h, 0, j)),
+      _sinks(feed, operands))
+  setting = _setting(feed, operands, spec, cut, group)
+  rows = group * cut.block_q
+  out, lse = feeds.call(
+      functools.partial(_forward_kernel, setting, feed, readers), feed,
+      (batch, key_heads, visits.rows.shape[1]),
+      [((batch, heads, value_width, cut.padded_queries), operands.query.dtype,
+        (1, group, value_width, cut.block_q), lambda b, h, i, j: (b, h, 0, i)),
+       ((batch, heads, 1, cut.padded_queries), jnp.float32,
+        (1, group, 1, cut.block_q), lambda b, h, i, j: (b, h, 0, i))],
+      [(1, rows), (1, rows), (value_width, rows)],
+      vmem_bytes=tuned.vmem_limit(block_sizes, cut, operands), name="attn_core_forward")
+  return Residuals(out[..., :queries].transpose(0, 3, 1, 2), lse[:, :, 0, :queries])
+
+
+class _ForwardReaders(NamedTuple):
+  """Readers of the forward's blocks."""
+
+  query: Any  # [1, G, queries, D]
+  key: Any  # [1, 1, keys, D]
+  value_transposed: Any  # [1, 1, E, keys]
+  sinks: Any  # (refs, batch row, query head) -> number; None: none
+
+
+def _sinks(feed, operands):
+  """Reader of a sink per query head, float32 in scalar memory; None: none."""
+  if operands.sinks is None:
+    return None
+  rows = operands.sinks.shape[0]
+  ref = feed.scalar(operands.sinks.astype(jnp.float32))
+  return lambda refs, b, head: ref(refs)[b if rows > 1 else 0, head]
+
+
+def _forward_kernel(setting: Setting, feed, readers, refs: Refs, outputs, scratch):
+  b, h, n = (pl.program_id(axis) for axis in range(3))
+  i, j, kinds, flags = feed.step(refs.scalars, b, h, n)
+  highest, total, output = scratch
+  query, key, value_transposed = (read(refs) for read in readers[:3])
+
+  @pl.when((flags & schedule.FIRST) != 0)
+  def _():
+    highest[...] = jnp.full_like(highest, -jnp.inf)
+    total[...] = jnp.zeros_like(total)
+    output[...] = jnp.zeros_like(output)
+
+  def scores(at):
+    return setting.dot(key[0, 0, at.keys.slice], query[0, at.head, at.queries.slice],
+                       ((1,), (1,)))
+
+  def update(at, x, old, masked):
+    """Folds a tile of scores into (maximum, total) `old`; returns the new ones."""
+    x, _ = setting.logits(refs, at, x, masked)
+    rows = setting.rows(at)
+    new = jnp.maximum(old[0], x.max(0, keepdims=True))
+    reference = jnp.where(new == -jnp.inf, 0, new)
+    weights = jnp.exp2((x - reference) * setting.unit)
+    shrink = jnp.exp2((old[0] - reference) * setting.unit)
+    kept, = setting.dropout.drop(refs, at, weights)
+    values = value_transposed[0, 0, :, at.keys.slice]
+    product = setting.dot(values, kept.astype(values.dtype))
+    output[:, rows] = output[:, rows] * shrink + product
+    return new, old[1] * shrink + weights.sum(0, keepdims=True)
+
+  def tile(at, masked):
+    rows = setting.rows(at)
+    highest[:, rows], total[:, rows] = update(
+        at, scores(at), (highest[:, rows], total[:, rows]), masked)
+
+  whole = (flags & schedule.WHOLE) != 0
+
+  @pl.when(whole)
+  def _():
+    strips = setting.strips((b, h, i, j))
+    running = [(highest[:, setting.rows(at)], total[:, setting.rows(at)])
+               for at in strips[:setting.group]]
+    for at, current in _ahead(strips, scores):
+      running[at.head] = update(at, current, running[at.head], False)
+    for at, numbers in zip(strips, running):
+      highest[:, setting.rows(at)], total[:, setting.rows(at)] = numbers
+
+  @pl.when(jnp.logical_not(whole))
+  def _():
+    _each_tile(setting, (b, h, i, j), kinds, tile)
+
+  @pl.when((flags & schedule.LAST) != 0)
+  def _():
+    out, lse = outputs
+    for g in range(setting.group):
+      rows = pl.ds(g * setting.cut.block_q, setting.cut.block_q)
+      head = h * setting.group + g
+      sink = None if readers.sinks is None else readers.sinks(refs, b, head)
+      out[0, g], lse[0, g] = _finish(setting, highest[:, rows], total[:, rows], output[:, rows],
+                                     sink, out.dtype)
+
+
+def _finish(setting, highest, total, output, sink, dtype):
+  """(normalised output, lse)."""
+  if sink is not None:
+    sink = sink * (LOG2E / setting.unit)
+    joint = jnp.maximum(highest, sink)
+    reference = jnp.where(joint == -jnp.inf, 0, joint)
+    shrink = jnp.exp2((highest - reference) * setting.unit)
+    total = total * shrink + jnp.exp2((sink - reference) * setting.unit)
+    highest, output = joint, output * shrink
+  empty = total == 0
+  total = jnp.where(empty, 1, total)
+  lse = jnp.where(empty, -jnp.inf, highest * (setting.unit / LOG2E) + jnp.log(total))
+  return (output * (setting.dropout.scale / total)).astype(dtype), lse
+
+
+# --- Backward. -----------------------------------------------------------------------------------
+
+
+def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
+             residuals: Residuals, cotangents: Residuals, wrt: tuple[str, ...]) -> tuple:
+  """The cotangents of the operands named in `wrt`; see `kernels.xla.blockwise.backward`.
+
+  The bias's cotangent has its own number for every pair and comes from the XLA kernel.
+  """
+  found = {}
+  if {"query", "key", "value"} & set(wrt):
+    found = _backward(operands, spec, block_sizes, residuals, cotangents)
+  rest = tuple(name for name in wrt if name in ("bias", "sinks"))
+  if rest:
+    found.update(zip(rest, _other_cotangents(
+        operands, spec, block_sizes, residuals, cotangents, rest)))
+  return tuple(found[name] for name in wrt)
+
+
+def _other_cotangents(operands, spec, block_sizes, residuals, cotangents, names):
+  if "bias" in names:
+    return blockwise.backward(operands, spec, block_sizes, residuals, cotangents, names)
+  correction = steps.correction_of(residuals, cotangents, jnp.float32)
+  return (blockwise.d_sinks(operands.sinks, residuals.lse, correction),)
+
+
+def _backward(operands, spec, block_sizes, residuals, cotangents) -> dict:
+  """Cotangents of query, key and value: as many queries at a time as vector memory holds."""
+  queries, keys = operands.query.shape[1], operands.key.shape[1]
+  group = operands.query.shape[2] // operands.key.shape[2]
+  cut = _cut(operands, spec, block_sizes, backward=True)
+  total = cut.padded_queries // cut.block_q
+  most = tuned.resident_queries(operands.query.shape[3], group) // cut.block_q
+  most = cdiv(total, cdiv(total, max(most, 1)))
+  ranges = [(n, min(n + most, total)) for n in range(0, total, most)]
+  parts = [_backward_range(operands, spec, block_sizes, residuals, cotangents, cut, blocks_q)
+           for blocks_q in ranges]
+  d_queries, d_keys, d_values = zip(*parts)
+  d_query = jnp.concatenate(d_queries, 1)[:, :queries] * spec.softmax_scale
+  add = lambda parts, like: sum(parts[1:], parts[0])[:, :, :keys].transpose(
+      0, 2, 1, 3).astype(like.dtype)
+  return {"query": d_query.astype(operands.query.dtype), "key": add(d_keys, operands.key),
+          "value": add(d_values, operands.value)}
+
+
+def _backward_range(operands, spec, block_sizes, residuals, cotangents, cut, query_blocks):
+  """(d_query [B, T', H, D] float32 without the scale, d_key and d_value [B, K, padded S, W])."""
+  batch, queries, heads, width = operands.query.shape
+  key_heads, value_width = operands.value.shape[2:]
+  group, number = heads // key_heads, query_blocks[1] - query_blocks[0]
+  mask = jax.tree.unflatten(spec.mask, operands.mask.arrays)
+  visits, lines = schedule.build(mask, cut, group, by_keys=True, query_blocks=query_blocks)
+  feed = feeds.Feed(visits, lines, cut, by_keys=True, first_query_block=query_blocks[0])
+  query, key, value = (steps.clean(x) for x in (operands.query, operands.key, operands.value))
+  of_queries = lambda x, w: feed.array(
+      _heads_first(x, cut.padded_queries), (1, group, cut.block_q, w),
+      lambda b, h, i, j: (b, h, i, 0))
+  of_keys = lambda x, w: feed.array(_heads_first(x, cut.padded_keys), (1, 1, cut.block_kv, w),
+                                    lambda b, h, i, j: (b, h, j, 0))
+  of_rows = lambda x: feed.array(x[:, :, None], (1, group, 1, cut.block_q),
+                                 lambda b, h, i, j: (b, h, 0, i))
+  lse = jnp.pad(steps.finite_lse(residuals.lse) * LOG2E,
+                ((0, 0), (0, 0), (0, cut.padded_queries - queries)), constant_values=jnp.inf)
+  readers = _BackwardReaders(
+      of_queries(query, width), of_queries(cotangents.out, value_width), of_keys(key, width),
+      feed.array(_sequence_last(key, cut.padded_keys), (1, 1, width, cut.block_kv),
+                 lambda b, h, i, j: (b, h, 0, j)),
+      of_keys(value, value_width), of_rows(lse),
+      of_rows(feeds.pad(steps.correction_of(residuals, cotangents, jnp.float32), 2,
+                        cut.padded_queries)))
+  setting = _setting(feed, operands, spec, cut, group)
+  partial = number < cut.padded_queries // cut.block_q
+  d_query, d_key, d_value = feeds.call(
+      functools.partial(_backward_kernel, setting, feed, readers), feed,
+      (batch, key_heads, visits.rows.shape[1]),
+      [((batch, heads, number, width, cut.block_q), jnp.float32,
+        (1, group, number, width, cut.block_q), lambda b, h, i, j: (b, h, 0, 0, 0)),
+       *[((batch, key_heads, cut.padded_keys, w), jnp.float32 if partial else x.dtype,
+          (1, 1, cut.block_kv, w), lambda b, h, i, j: (b, h, j, 0))
+         for x, w in ((operands.key, width), (operands.value, value_width))]],
+      [(cut.block_kv, width), (cut.block_kv, value_width)],
+      vmem_bytes=tuned.vmem_limit(block_sizes, cut, operands, number), name="attn_core_backward")
+  return d_query.transpose(0, 2, 4, 1, 3).reshape(batch, -1, heads, width), d_key, d_value
+
+
+class _BackwardReaders(NamedTuple):
+  """Readers of the backward's blocks; lse times log2(e), +inf where nothing was seen."""
+
+  query: Any  # [1, G, queries, D]
+  d_out: Any  # [1, G, queries, E]
+  key: Any  # [1, 1, keys, D]
+  key_transposed: Any  # [1, 1, D, keys]
+  value: Any  # [1, 1, keys, E]
+  lse: Any  # [1, G, 1, queries]
+  correction: Any  # [1, G, 1, queries]
+
+
+def _backward_kernel(setting: Setting, feed, readers, refs: Refs, outputs, scratch):
+  b, h, n = (pl.program_id(axis) for axis in range(3))
+  i, j, kinds, flags = feed.step(refs.scalars, b, h, n)
+  query, d_out, key, key_transposed, value, lse, correction = (read(refs) for read in readers)
+  d_query, d_key_result, d_value_result = outputs
+  d_key, d_value = scratch
+
+  @pl.when(n == 0)
+  def _():
+    d_query[...] = jnp.zeros_like(d_query)
+
+  @pl.when((flags & schedule.FIRST) != 0)
+  def _():
+    d_key[...] = jnp.zeros_like(d_key)
+    d_value[...] = jnp.zeros_like(d_value)
+
+  def products(at):
+    """(scores, d_weights) [C, Q]."""
+    keys, queries = at.keys.slice, at.queries.slice
+    return (setting.dot(key[0, 0, keys], query[0, at.head, queries], ((1,), (1,))),
+            setting.dot(value[0, 0, keys], d_out[0, at.head, queries], ((1,), (1,))))
+
+  def add(at, both, masked):
+    scores, d_weights = both
+    keys, queries = at.keys.slice, at.queries.slice
+    logits, slope = setting.logits(refs, at, scores, masked)
+    weights = jnp.exp2(logits * setting.unit - lse[0, at.head, :, queries])
+    kept, d_weights = setting.dropout.drop(refs, at, weights, d_weights)
+    d_logits = weights * (d_weights * setting.dropout.scale - correction[0, at.head, :, queries])
+    d_logits = (d_logits if slope is None else d_logits * slope).astype(query.dtype)
+    d_value[keys] += setting.dot(kept.astype(d_out.dtype), d_out[0, at.head, queries])
+    d_key[keys] += setting.dot(d_logits, query[0, at.head, queries])
+    d_query[0, at.head, at.query_block - feed.first_query_block, :, queries] += setting.dot(
+        key_transposed[0, 0, :, keys], d_logits)
+
+  whole = (flags & schedule.WHOLE) != 0
+
+  @pl.when(whole)
+  def _():
+    for at, both in _ahead(setting.strips((b, h, i, j)), products):
+      add(at, both, False)
+
+  @pl.when(jnp.logical_not(whole))
+  def _():
+    _each_tile(setting, (b, h, i, j), kinds, lambda at, masked: add(at, products(at), masked))
+
+  @pl.when((flags & schedule.LAST) != 0)
+  def _():
+    d_key_result[0, 0] = (d_key[...] * setting.spec.softmax_scale).astype(d_key_result.dtype)
+    d_value_result[0, 0] = (d_value[...] * setting.dropout.scale).astype(d_value_result.dtype)
+
+
+def _check(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> None:
+  for resident in (0, 1):
+    cut = _cut(operands, spec, block_sizes, backward=bool(resident))
+    tuned.vmem_limit(block_sizes, cut, operands, resident)
+
+
+def _effects():
+  """Those of any TPU kernel: none, but for what interpret mode does on the host."""
+  def copy(x, y):
+    y[...] = x[...]
+  shape = jax.core.ShapedArray((8, 128), jnp.float32)
+  return jax.make_jaxpr(pl.pallas_call(copy, out_shape=shape))(shape).effects
+
+
+KERNEL = Kernel("tpu", forward, backward, blockwise.tangent, blockwise.KERNEL, _check, _effects)

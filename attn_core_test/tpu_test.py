@@ -1,0 +1,285 @@
+"""The TPU kernels: on a CPU in interpret mode against the oracle, and compiled for chips elsewhere.
+
+Interpret mode starts from memory full of NaN and watches for races between transfers and
+computation; it runs with transfers executed at once and as late as possible.
+"""
+
+import contextlib
+import importlib.util
+import io
+import os
+import unittest
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+from jax.experimental import topologies
+from jax.experimental.pallas import tpu as pltpu
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
+import numpy as np
+
+from attn_core import BlockSizes, MaskInfo, OperationMetadata, attention, dropout, explain, masks
+from attn_core.kernels.tpu import tuned
+from attn_core.references import oracle
+from attn_core.types import AttentionSpec, MaskOperands, Operands
+
+TPU = OperationMetadata(platform="tpu")
+BLOCKS = BlockSizes(128, 128, 128, 128)
+IDS = np.repeat(np.array([[0, 1, 2, -1], [5, 5, 6, 7]], np.int32), 75, 1)
+DENSE = np.random.default_rng(0).random((2, 4, 260, 260)) < 0.5
+DENSE[:, :, 7] = False  # a query that sees nothing
+KEY = np.array([3, 4], np.uint32)
+
+
+def predicate(batch, head, query, key):
+  return (batch + 2 * head + query - key) % 3 != 0
+
+
+class Case:
+  """A call: shape, arguments beyond query, key and value, and the mask that they mean."""
+
+  def __init__(self, arguments, mask=masks.causal(), B=1, T=260, S=None, H=2, K=None, D=64, E=None,
+               dtype="float32", blocks=BLOCKS, floats=()):
+    self.arguments, self.mask, self.dtype, self.blocks = arguments, mask, dtype, blocks
+    self.B, self.T, self.S, self.H, self.K = B, T, S or T, H, K or H
+    self.D, self.E, self.floats = D, E or D, dict(floats)
+
+  def arrays(self):
+    rng = np.random.default_rng(0)
+    shapes = {"query": (self.B, self.T, self.H, self.D), "key": (self.B, self.S, self.K, self.D),
+              "value": (self.B, self.S, self.K, self.E)}
+    arrays = {name: jnp.asarray(rng.normal(size=shape), self.dtype)
+              for name, shape in shapes.items()}
+    return {**arrays, **{name: jnp.asarray(rng.normal(size=shape), jnp.float32)
+                         for name, shape in self.floats.items()}}
+
+  def door(self, arrays):
+    output = attention(**arrays, **self.arguments, mechanism="flash_attn2", metadata=TPU,
+                       block_sizes=self.blocks, return_lse=True)
+    return output.attention_outputs, output.lse
+
+  def oracle(self, arrays):
+    a = self.arguments
+    leaves, structure = jax.tree.flatten(self.mask)
+    spec = AttentionSpec(structure, a.get("softmax_scale", self.D**-0.5), a.get("logits_soft_cap"),
+                         a.get("dropout_prob", 0.0))
+    wide = {name: x.astype(jnp.float32) for name, x in arrays.items()}
+    sinks = wide.get("softmax_aux")
+    operands = Operands(
+        wide["query"], wide["key"], wide["value"], wide.get("bias"),
+        MaskOperands(tuple(map(jnp.asarray, leaves))), None if sinks is None else sinks[None],
+        dropout.key_words(jnp.asarray(KEY)) if spec.dropout_prob else None)
+    output = oracle.attention(operands, spec)
+    return output.attention_outputs, output.lse
+
+
+CASES = {
+    "causal_odd_length": Case({}, T=301),
+    "full": Case(dict(causal=False), masks.full(), T=384),
+    "gqa_batch": Case({}, B=2, T=300, H=4, K=2),
+    "one_query": Case(dict(query_offset=299), masks.full(), T=1, S=300),
+    "widths_differ": Case(dict(query_offset=100), masks.offset(masks.causal(), 100), T=260, S=390,
+                          D=80, E=48),
+    "window": Case(dict(sliding_window=(100, 0)), masks.causal() & masks.window(100, 0), T=512),
+    "empty_rows": Case(dict(query_offset=-50), masks.offset(masks.causal(), -50), T=200, S=300),
+    "chunk": Case(dict(chunk_size=70), masks.causal() & masks.chunk(70), T=300),
+    "segments": Case(dict(mask_info=MaskInfo.from_segments(IDS)),
+                     masks.causal() & masks.segments(IDS), B=2, T=300),
+    "positions": Case(
+        dict(mask_info=MaskInfo(q_positions=np.tile(np.arange(200, dtype=np.int32)[::-1], (2, 1)))),
+        masks.positions(np.tile(np.arange(200, dtype=np.int32)[::-1], (2, 1))), B=2, T=200),
+    "lengths": Case(dict(mask=masks.lengths(np.array([150, 200], np.int32),
+                                            np.array([0, 190], np.int32)), causal=False),
+                    masks.lengths(np.array([150, 200], np.int32), np.array([0, 190], np.int32)),
+                    B=2, T=200),
+    "dense_per_head": Case(dict(mask=DENSE, causal=False), masks.dense(DENSE), B=2, H=4, K=2),
+    "dense_row": Case(dict(mask=DENSE[:1, :, :1]), masks.causal() & masks.dense(DENSE[:1, :, :1]),
+                      B=2, H=4, K=2),
+    "custom": Case(dict(mask=masks.custom(predicate)), masks.causal() & masks.custom(predicate),
+                   B=2, H=4, K=2),
+    "soft_cap": Case(dict(logits_soft_cap=5.0, softmax_scale=0.9)),
+    "negative_scale": Case(dict(softmax_scale=-0.3)),
+    "sinks": Case(dict(sliding_window=(20, -1), query_offset=-100, causal=True),
+                  masks.offset(masks.causal() & masks.window(20, None), -100),
+                  floats={"softmax_aux": (2,)}),
+    "bias": Case({}, floats={"bias": (1, 2, 260, 260)}),
+    "bias_row": Case({}, floats={"bias": (1, 2, 1, 260)}),
+    "dropout": Case(dict(dropout_prob=0.3, dropout_rng=KEY, deterministic=False), B=2, H=4, K=2),
+    "bfloat16": Case({}, dtype="bfloat16", H=4, K=2),
+    "several_tiles_a_block": Case({}, T=1100, H=1, K=1, blocks=BlockSizes()),
+}
+
+
+@contextlib.contextmanager
+def interpreted(transfers="on_wait"):
+  """Runs TPU kernels on the CPU; fails where a race was seen."""
+  printed = io.StringIO()
+  parameters = pltpu.InterpretParams(
+      detect_races=True, uninitialized_memory="nan", dma_execution_mode=transfers)
+  with contextlib.redirect_stdout(printed), pltpu.force_tpu_interpret_mode(parameters):
+    yield
+  assert "RACE" not in printed.getvalue(), printed.getvalue()
+
+
+def everything(run, weights):
+  """A function of the arrays -> values and gradients of a sum that depends on every output."""
+  def loss(arrays):
+    out, lse = run(arrays)
+    lse = jnp.where(jnp.isfinite(lse), lse, 0)
+    return (jnp.sin(out.astype(jnp.float32)) * weights[0]).sum() + (lse**2 * weights[1]).sum()
+  return jax.jit(lambda arrays: (run(arrays), jax.grad(loss)(arrays)))
+
+
+class InterpretTest(parameterized.TestCase):
+
+  def compare(self, case, tolerance, transfers="on_wait"):
+    arrays = case.arrays()
+    rng = np.random.default_rng(1)
+    weights = [rng.normal(size=shape).astype(np.float32)
+               for shape in ((case.B, case.T, case.H, case.E), (case.B, case.H, case.T))]
+    expected = everything(case.oracle, weights)(arrays)
+    with interpreted(transfers):
+      found = jax.block_until_ready(everything(case.door, weights)(arrays))
+    flat, _ = jax.tree_util.tree_flatten_with_path(found)
+    for (path, x), y in zip(flat, jax.tree.leaves(expected), strict=True):
+      x, y = np.asarray(x, np.float32), np.asarray(y, np.float32)
+      size = max(1.0, np.abs(np.where(np.isfinite(y), y, 0)).max())
+      np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * size,
+                                 err_msg=jax.tree_util.keystr(path))
+
+  @parameterized.named_parameters((name, name) for name in CASES)
+  def test_value_and_gradient_equal_the_oracle(self, name):
+    self.compare(CASES[name], 2e-2 if CASES[name].dtype == "bfloat16" else 1e-5)
+
+  def test_transfers_at_once(self):
+    self.compare(CASES["gqa_batch"], 1e-5, "eager")
+
+  def test_the_backward_in_several_ranges_of_queries(self):
+    whole = tuned.RESIDENT
+    self.addCleanup(setattr, tuned, "RESIDENT", whole)
+    tuned.RESIDENT = 2 * 4 * 2 * 128 * 256
+    self.compare(Case({}, T=700, H=4, K=2), 1e-5)
+
+  def test_what_is_hidden_may_be_nan(self):
+    case = Case({}, T=200, blocks=BlockSizes())
+    arrays = case.arrays()
+    clean = {**arrays, "key": arrays["key"][:, :150], "value": arrays["value"][:, :150],
+             "query": arrays["query"][:, :150]}
+    spoilt = {**arrays, "value": arrays["value"].at[:, 150:].set(jnp.nan),
+              "key": arrays["key"].at[:, 150:].set(jnp.inf)}
+    with interpreted():
+      out = jax.jit(case.door)(spoilt)[0]
+      np.testing.assert_array_equal(out[:, :150], jax.jit(case.door)(clean)[0])
+    self.assertTrue(np.isnan(out[:, 150:]).all())
+
+  def test_second_derivatives(self):
+    case = Case({}, T=40, H=1, K=1, D=8, blocks=BlockSizes())
+    arrays = case.arrays()
+    def twice(run):
+      loss = lambda arrays: (run(arrays)[0] ** 2).sum()
+      return jax.jit(lambda a: jax.jvp(jax.grad(loss), (a,), (a,))[1])
+    expected = twice(case.oracle)(arrays)
+    with interpreted():
+      found = jax.block_until_ready(twice(case.door)(arrays))
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+      np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
+
+  def test_vmap(self):
+    case = Case({}, B=2, T=40, D=8, blocks=BlockSizes())
+    arrays = case.arrays()
+    with interpreted():
+      one = jax.jit(case.door)(arrays)[0]
+      mapped = jax.jit(jax.vmap(lambda a: case.door(jax.tree.map(lambda x: x[None], a))[0][0]))(
+          arrays)
+    np.testing.assert_array_equal(mapped, one)
+
+
+class RefusalTest(absltest.TestCase):
+
+  def refusal(self, error, words, dtype=jnp.float32, **arguments):
+    x = jax.ShapeDtypeStruct((1, 256, 2, 64), dtype)
+    with self.assertRaisesRegex(error, words):
+      jax.eval_shape(lambda x: attention(
+          x, x, x, **{"mechanism": "flash_attn2", "metadata": TPU, **arguments}), x)
+
+  def test_float16(self):
+    self.refusal(NotImplementedError, "float16.*not supported.*blockwise", jnp.float16)
+
+  def test_predicates_with_arrays(self):
+    mask = masks.custom(lambda b, h, q, k, table: table[q] <= k, np.zeros(256, np.int32))
+    self.refusal(NotImplementedError, "masks.custom with operands.*blockwise", mask=mask)
+
+  def test_blocks_that_are_not_tiles(self):
+    with self.assertRaisesRegex(ValueError, "block_sizes.block_q: got 100.*multiple of 128"):
+      tuned.choose((256, 256, 2, 2), BlockSizes(block_q=100), sparse=True, per_pair=False,
+                   backward=False)
+
+  def test_blocks_that_do_not_fit(self):
+    x = jax.ShapeDtypeStruct((1, 8192, 8, 256), jnp.float32)
+    cut = tuned.choose((8192, 8192, 8, 8), BlockSizes(8192, 8192), sparse=True, per_pair=False,
+                       backward=False)
+    with self.assertRaisesRegex(ValueError, "MiB of vector memory.*smaller block_q"):
+      tuned.vmem_limit(BlockSizes(), cut, Operands(x, x, x))
+
+  def test_auto_never_falls_to_quadratic_memory(self):
+    x = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.float16)
+    self.assertEqual(explain(x, x, x, metadata=TPU).chosen, "blockwise")
+
+
+# --- Compiled for chips that are not here. -------------------------------------------------------
+
+CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
+QUIET = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v6e-4", "TPU_WORKER_ID": "0",
+         "TPU_WORKER_HOSTNAMES": "localhost", "TPU_STDERR_LOG_LEVEL": "3",
+         "TPU_LOG_DIR": "disabled", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+WIDTHS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
+
+
+def devices(chip):
+  os.environ.update(QUIET)
+  return topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip]).devices
+
+
+@unittest.skipUnless(importlib.util.find_spec("libtpu"),
+                     "libtpu is not installed: pip install 'attn_core[tpu]'")
+class CompileTest(parameterized.TestCase):
+
+  def compile(self, chip, case):
+    placement = SingleDeviceSharding(devices(chip)[0])
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placement),
+        jax.eval_shape(case.arrays))
+    def both(arrays):
+      out, pull = jax.vjp(case.door, arrays)
+      return pull(out)
+    text = jax.jit(both).trace(shapes).lower(lowering_platforms=("tpu",)).compile().as_text()
+    self.assertEqual(text.count('custom_call_target="tpu_custom_call"'), 2)
+
+  @parameterized.named_parameters((f"{chip}_{dtype}_{d}_{e}", chip, dtype, d, e) for chip in CHIPS
+                                  for dtype in ("bfloat16", "float32") for d, e in WIDTHS)
+  def test_widths(self, chip, dtype, width, value_width):
+    self.compile(chip, Case({}, T=2048, D=width, E=value_width, dtype=dtype, blocks=None))
+
+  @parameterized.named_parameters((name, name) for name in CASES)
+  def test_features(self, name):
+    self.compile("v6e", CASES[name])
+
+  @parameterized.product(chip=("v5e", "v5p"))
+  def test_four_chips(self, chip):
+    mesh = Mesh(np.array(devices(chip)).reshape(2, 2), ("dp", "tp"))
+    metadata = OperationMetadata(platform="tpu", mesh=mesh)
+    x = jax.ShapeDtypeStruct((4, 512, 8, 128), jnp.bfloat16,
+                             sharding=NamedSharding(mesh, P("dp", None, "tp")))
+    def run(q, k, v):
+      return jax.grad(lambda *x: attention(*x, mechanism="flash_attn2", metadata=metadata)
+                      .attention_outputs.astype(jnp.float32).sum(), (0, 1, 2))(q, k, v)
+    compiled = jax.jit(run).trace(x, x, x).lower(lowering_platforms=("tpu",)).compile()
+    text = compiled.as_text()
+    self.assertEqual(text.count('custom_call_target="tpu_custom_call"'), 2)
+    for collective in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
+      self.assertNotIn(f" {collective}(", text)
+
+
+if __name__ == "__main__":
+  absltest.main()
