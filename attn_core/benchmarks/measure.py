@@ -125,9 +125,12 @@ def _warm_seconds(call) -> float:
 
 
 def _turn(call, number: int) -> float:
-  """Seconds of a call, averaged over `number` of them."""
-  if number > 1:
-    call()  # the caches are the previous contender's; where it is cheap, a first call fills them
+  """Seconds of a call, averaged over `number` of them.
+
+  A call before them is not timed: the caches are the previous contender's, and one that gives
+  gigabytes back leaves the next to fetch every page anew, half again its time.
+  """
+  call()
   start = time.perf_counter()
   for _ in range(number):
     call()
