@@ -1,16 +1,18 @@
 """Block sizes of the XLA kernel: what XLA:CPU likes, by measurement.
 
-A step should hold about a million scores, in large products: 512 query rows (tokens times query
-heads per key head) by 512 keys of up to 8 key heads. Where a mask hides keys from a short sequence,
-blocks of 256 waste less; where there are few heads, a forward step takes more rows. All arrays of
-the heads of a step should stay within the caches.
+A forward step should hold about a million scores, a backward step half of that, in large products:
+512 query rows (tokens times query heads per key head) by 512 keys of as many key heads. Where a
+mask hides keys from a short sequence, blocks of 256 waste less; where a few heads are all there
+are, a forward step takes more rows. Whether keys fit into a cache does not matter; but the copies
+of a forward's keys and values stay small enough for the allocator to keep their pages.
 """
 
 from attn_core.masks.blocks import Sizes
 from attn_core.types import BlockSizes, cdiv
 
 STEP_SCORES = 2**20
-STEP_BYTES = 24e6
+STEP_SCORES_BACKWARD = 2**19
+KEY_BYTES = 24e6
 MOST_HEADS = 8
 SHORT = 2048  # tokens
 
@@ -35,15 +37,14 @@ def choose(shape, itemsize: int, requested: BlockSizes, *, sparse: bool, backwar
 
   def fits(heads):
     scores = heads * block_q * group * block_kv
-    held = heads * keys * (width + value_width) * itemsize
-    if backward:
-      held += heads * queries * group * (width * (itemsize + 4) + 2 * value_width * itemsize)
-    return heads == 1 or (scores <= STEP_SCORES and held + 8 * scores <= STEP_BYTES)
+    held = 0 if backward else heads * keys * (width + value_width) * itemsize
+    most = STEP_SCORES_BACKWARD if backward else STEP_SCORES
+    return heads == 1 or (scores <= most and held <= KEY_BYTES)
 
   heads = min(requested.block_heads or MOST_HEADS, key_heads)
   while key_heads % heads or not (requested.block_heads or fits(heads)):
     heads -= 1
-  if not backward and not wanted_q and usual == 512:
+  if not backward and not wanted_q and usual == 512 and heads == key_heads:
     rows = STEP_SCORES // (heads * block_kv)
     block_q = min(queries, max(block_q, _even(queries, min(rows // group, 1024))))
   return Sizes(queries, keys, block_q, block_kv), heads
