@@ -387,12 +387,13 @@ def _precision(precision):
 def _block_sizes(a) -> BlockSizes:
   sizes = BlockSizes() if a.block_sizes is None else a.block_sizes
   checks.require(isinstance(sizes, BlockSizes), "block_sizes", repr(sizes), "a BlockSizes or None")
+  if a.vmem_limit_bytes is not None:
+    sizes = sizes._replace(vmem_limit_bytes=a.vmem_limit_bytes)
   for field, size in sizes._asdict().items():
     if size is not None:
       checks.integer(f"block_sizes.{field}", size, "an int >= 1, or None for the tuned one",
                      lambda x: x >= 1)
-  return sizes if a.vmem_limit_bytes is None else sizes._replace(
-      vmem_limit_bytes=a.vmem_limit_bytes)
+  return sizes
 
 
 def with_configured_blocks(sizes: BlockSizes, metadata, mechanism: str) -> BlockSizes:

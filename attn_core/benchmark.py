@@ -3,6 +3,7 @@
     python3 -m attn_core.benchmark                      a few cases, in about three minutes
     python3 -m attn_core.benchmark --full --out DIR     the complete comparison
     python3 -m attn_core.benchmark --list               what there is to choose from
+    python3 -m attn_core.benchmark --static tpu         cycles of TPU kernels, without a TPU
 """
 
 import argparse
@@ -17,7 +18,7 @@ from typing import Callable, Iterable, NamedTuple
 import jax
 
 from attn_core import checks, table
-from attn_core.benchmarks import cases as cases_lib, contenders, measure, overheads, report
+from attn_core.benchmarks import cases as cases_lib, contenders, measure, overheads, report, static_tpu
 from attn_core.benchmarks.cases import CASES, Case
 from attn_core.benchmarks.report import Refusal, Report, Result
 from attn_core.metadata import OperationMetadata, resolved_platform
@@ -267,9 +268,18 @@ def main(arguments: list[str] | None = None) -> int:
   parser.add_argument("--out", help="folder for JSON, text and picture")
   parser.add_argument("--name", help="of the files; default: from the device and the versions")
   parser.add_argument("--list", action="store_true", help="only list cases and contenders")
+  static = parser.add_argument_group("--static")
+  static.add_argument("--static", choices=("tpu",), help="compile and count cycles; runs nothing")
+  static.add_argument("--chips", **several, help="such as v5e v5p v6e tpu7x; default: v6e")
+  static.add_argument("--widths", nargs="+", type=int, help="head dimensions")
+  static.add_argument("--tokens", nargs="+", type=int, help="lengths of the sequences")
   given = parser.parse_args(arguments)
   if given.list:
     print(_listing())
+    return 0
+  if given.static:
+    print(static_tpu.run(given.chips, given.widths, given.tokens, out=given.out,
+                         progress=lambda total: _progress(total, True)), end="")
     return 0
   try:
     found = run_attention_benchmarks(

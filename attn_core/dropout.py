@@ -53,6 +53,11 @@ def keep_mask(words, at: Coordinates, dropout_prob: float):
   return (x ^ (x >> 16)) >= np.uint32(min(round(dropout_prob * 2**32), 2**32 - 1))
 
 
+def kept_scale(dropout_prob: float) -> float:
+  """What the weights that are kept are multiplied by, so that their expected sum stays."""
+  return 1 / (1 - dropout_prob)
+
+
 def _mix(x):
   """The 32-bit finaliser of MurmurHash3: every input bit changes half of the output bits."""
   x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)

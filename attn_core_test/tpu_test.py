@@ -8,6 +8,7 @@ import contextlib
 import importlib.util
 import io
 import os
+from typing import NamedTuple
 import unittest
 
 from absl.testing import absltest
@@ -30,25 +31,35 @@ IDS = np.repeat(np.array([[0, 1, 2, -1], [5, 5, 6, 7]], np.int32), 75, 1)
 DENSE = np.random.default_rng(0).random((2, 4, 260, 260)) < 0.5
 DENSE[:, :, 7] = False  # a query that sees nothing
 KEY = np.array([3, 4], np.uint32)
+BACKWARDS = np.tile(np.arange(200, dtype=np.int32)[::-1], (2, 1))
+LENGTHS = masks.lengths(np.array([150, 200], np.int32), np.array([0, 190], np.int32))
 
 
 def predicate(batch, head, query, key):
   return (batch + 2 * head + query - key) % 3 != 0
 
 
-class Case:
-  """A call: shape, arguments beyond query, key and value, and the mask that they mean."""
+class Case(NamedTuple):
+  """A call: arguments beyond query, key and value, the mask that they mean, and the shape."""
 
-  def __init__(self, arguments, mask=masks.causal(), B=1, T=260, S=None, H=2, K=None, D=64, E=None,
-               dtype="float32", blocks=BLOCKS, floats=()):
-    self.arguments, self.mask, self.dtype, self.blocks = arguments, mask, dtype, blocks
-    self.B, self.T, self.S, self.H, self.K = B, T, S or T, H, K or H
-    self.D, self.E, self.floats = D, E or D, dict(floats)
+  arguments: dict
+  mask: masks.Mask = masks.causal()
+  B: int = 1
+  T: int = 260
+  S: int | None = None  # None: T
+  H: int = 2
+  K: int | None = None  # None: H
+  D: int = 64
+  E: int | None = None  # None: D
+  dtype: str = "float32"
+  blocks: BlockSizes | None = BLOCKS
+  floats: dict = {}  # shapes of float32 arguments
 
   def arrays(self):
     rng = np.random.default_rng(0)
-    shapes = {"query": (self.B, self.T, self.H, self.D), "key": (self.B, self.S, self.K, self.D),
-              "value": (self.B, self.S, self.K, self.E)}
+    S, K, E = self.S or self.T, self.K or self.H, self.E or self.D
+    shapes = {"query": (self.B, self.T, self.H, self.D), "key": (self.B, S, K, self.D),
+              "value": (self.B, S, K, E)}
     arrays = {name: jnp.asarray(rng.normal(size=shape), self.dtype)
               for name, shape in shapes.items()}
     return {**arrays, **{name: jnp.asarray(rng.normal(size=shape), jnp.float32)
@@ -86,13 +97,9 @@ CASES = {
     "chunk": Case(dict(chunk_size=70), masks.causal() & masks.chunk(70), T=300),
     "segments": Case(dict(mask_info=MaskInfo.from_segments(IDS)),
                      masks.causal() & masks.segments(IDS), B=2, T=300),
-    "positions": Case(
-        dict(mask_info=MaskInfo(q_positions=np.tile(np.arange(200, dtype=np.int32)[::-1], (2, 1)))),
-        masks.positions(np.tile(np.arange(200, dtype=np.int32)[::-1], (2, 1))), B=2, T=200),
-    "lengths": Case(dict(mask=masks.lengths(np.array([150, 200], np.int32),
-                                            np.array([0, 190], np.int32)), causal=False),
-                    masks.lengths(np.array([150, 200], np.int32), np.array([0, 190], np.int32)),
-                    B=2, T=200),
+    "positions": Case(dict(mask_info=MaskInfo(q_positions=BACKWARDS)),
+                      masks.positions(BACKWARDS), B=2, T=200),
+    "lengths": Case(dict(mask=LENGTHS, causal=False), LENGTHS, B=2, T=200),
     "dense_per_head": Case(dict(mask=DENSE, causal=False), masks.dense(DENSE), B=2, H=4, K=2),
     "dense_row": Case(dict(mask=DENSE[:1, :, :1]), masks.causal() & masks.dense(DENSE[:1, :, :1]),
                       B=2, H=4, K=2),
@@ -136,8 +143,8 @@ class InterpretTest(parameterized.TestCase):
   def compare(self, case, tolerance, transfers="on_wait"):
     arrays = case.arrays()
     rng = np.random.default_rng(1)
-    weights = [rng.normal(size=shape).astype(np.float32)
-               for shape in ((case.B, case.T, case.H, case.E), (case.B, case.H, case.T))]
+    weights = [rng.normal(size=x.shape).astype(np.float32)
+               for x in jax.eval_shape(case.oracle, arrays)]
     expected = everything(case.oracle, weights)(arrays)
     with interpreted(transfers):
       found = jax.block_until_ready(everything(case.door, weights)(arrays))

@@ -29,21 +29,24 @@ def start(shape, width: int, dtype) -> Running:
                  jnp.zeros((*shape, width), dtype))
 
 
-def update(running: Running, logits, weigh, exp=jnp.exp) -> Running:
+def update(running: Running, logits, weigh, *, exp=jnp.exp, rounded=lambda weights: weights,
+           axis: int = -1) -> Running:
   """Folds in one block of keys.
 
   Args:
     running: what was seen so far.
     logits: [..., R, C]; -inf where hidden.
     weigh: maps exp(logits - highest) [..., R, C] to its product with the values [..., R, E].
-    exp: may round its results; `total` is the sum of what it returns.
+    exp: the exponential; of another base where logits are in other units.
+    rounded: what `weigh` is given and `total` sums.
+    axis: that of the keys; where it is 0, all arrays are transposed: [C, R], [1, R], [E, R].
   """
-  highest = jnp.maximum(running.highest, logits.max(-1, keepdims=True))
+  highest = jnp.maximum(running.highest, logits.max(axis, keepdims=True))
   # While a row has seen nothing, its highest is -inf, and -inf - -inf would be NaN.
   reference = jnp.where(highest == -jnp.inf, 0, highest)
-  weights = exp(logits - reference)
-  shrink = jnp.exp(running.highest - reference)
-  total = weights.astype(running.total.dtype).sum(-1, keepdims=True)
+  weights = rounded(exp(logits - reference))
+  shrink = exp(running.highest - reference)
+  total = weights.astype(running.total.dtype).sum(axis, keepdims=True)
   return Running(highest, running.total * shrink + total, running.output * shrink + weigh(weights))
 
 
@@ -51,11 +54,11 @@ def finish(running: Running, sinks=None):
   """The normalised output and its lse.
 
   Args:
-    running: all keys seen.
-    sinks: a logit without a value per row, broadcastable to [..., R, 1]; None: none.
+    running: all keys seen; logits in natural units, axes in either order (see `update`).
+    sinks: a logit without a value per row, broadcastable to `highest`; None: none.
 
   Returns:
-    (output [..., R, E], lse [..., R, 1]); 0 and -inf (or the sink) for rows that saw nothing.
+    (output, lse) shaped like `output` and `highest`; 0 and -inf (or the sink) for rows that saw nothing.
   """
   highest, total, output = running
   if sinks is not None:
@@ -65,7 +68,7 @@ def finish(running: Running, sinks=None):
     highest, total, output = joint, total * shrink + jnp.exp(sinks - reference), output * shrink
   empty = total == 0
   total = jnp.where(empty, 1, total)
-  return output / total, jnp.where(empty, -jnp.inf, highest + jnp.log(total))
+  return output * (1 / total), jnp.where(empty, -jnp.inf, highest + jnp.log(total))
 
 
 def numerator(output, lse):

@@ -62,15 +62,25 @@ class Feed:
   def __init__(self, schedule: Schedule, lines: Lines, cut: Cut, *, by_keys: bool,
                first_query_block: int = 0):
     self.scalars, self.arrays, self.specs = list(schedule), [], []
-    self.cut, self.lines, self.by_keys = cut, lines, by_keys
+    self.visits, self.cut, self.lines, self.by_keys = schedule, cut, lines, by_keys
     self.first_query_block = first_query_block
 
   def step(self, scalars, batch, head, n):
     """(query block, key block, kinds, flags) of step n."""
-    line = self.lines.of(batch, head)
-    row, column, kinds, flags = (ref[line, n] for ref in scalars[:4])
+    row, column, kinds, flags = self.entry(scalars, self.lines.of(batch, head), n)
     query_block, key_block = (column, row) if self.by_keys else (row, column)
     return query_block + self.first_query_block, key_block, kinds, flags
+
+  def entry(self, scalars, line, n):
+    """Step n of a line of the schedule."""
+    return tuple(ref[line, n] for ref in scalars[:4])
+
+  def block_spec(self, block, index) -> pl.BlockSpec:
+    """The block index(b, h, i, j) at query block i and key block j."""
+    def index_map(b, h, n, *scalars):
+      i, j, _, _ = self.step(scalars, b, h, n)
+      return index(b, h, i, j)
+    return pl.BlockSpec(block, index_map)
 
   def scalar(self, x) -> Callable:
     """A small int32 or float32 array for scalar memory; the reader gives its reference."""
@@ -79,12 +89,9 @@ class Feed:
     return lambda refs: refs.scalars[number]
 
   def array(self, x, block, index) -> Callable:
-    """An array cut into blocks; index(b, h, i, j) with query block i and key block j."""
-    def index_map(b, h, n, *scalars):
-      i, j, _, _ = self.step(scalars, b, h, n)
-      return index(b, h, i, j)
+    """An array cut into blocks; see `block_spec`."""
     self.arrays.append(x)
-    self.specs.append(pl.BlockSpec(block, index_map))
+    self.specs.append(self.block_spec(block, index))
     number = len(self.arrays) - 1
     return lambda refs: refs.arrays[number]
 
@@ -203,8 +210,8 @@ class Dropout(NamedTuple):
 
   @property
   def scale(self) -> float:
-    """What kept weights are multiplied by, once, on what they are summed to."""
-    return 1 / (1 - self.probability)
+    """`dropout.kept_scale`; multiplied once, on what the weights are summed to."""
+    return dropout.kept_scale(self.probability)
 
 
 def dropout_of(feed: Feed, operands: Operands, spec: AttentionSpec, mask: Mask) -> Dropout:
@@ -222,12 +229,6 @@ def call(kernel, feed: Feed, grid, outputs, scratch, *, vmem_bytes: int | None, 
     outputs: [(shape, dtype, block, index(b, h, i, j))].
     scratch: shapes of float32 arrays in vector memory.
   """
-  def index_map(index):
-    def mapped(b, h, n, *scalars):
-      i, j, _, _ = feed.step(scalars, b, h, n)
-      return index(b, h, i, j)
-    return mapped
-
   scalars, arrays = len(feed.scalars), len(feed.arrays)
   def body(*refs):
     ends = (scalars, scalars + arrays, scalars + arrays + len(outputs))
@@ -237,7 +238,7 @@ def call(kernel, feed: Feed, grid, outputs, scratch, *, vmem_bytes: int | None, 
       body,
       grid_spec=pltpu.PrefetchScalarGridSpec(
           num_scalar_prefetch=scalars, grid=grid, in_specs=feed.specs,
-          out_specs=[pl.BlockSpec(block, index_map(index)) for _, _, block, index in outputs],
+          out_specs=[feed.block_spec(block, index) for _, _, block, index in outputs],
           scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch]),
       # Not ShapeDtypeStruct, which inside shard_map must say over which axes of the mesh it varies.
       out_shape=[jax.core.ShapedArray(shape, dtype) for shape, dtype, _, _ in outputs],

@@ -20,6 +20,7 @@ Letters: B batch, T query length, S key length, H query heads, K key heads, G = 
 D query and key width, E value width; C keys and Q queries of a tile.
 """
 
+import collections
 import functools
 import math
 from typing import Any, NamedTuple
@@ -28,7 +29,9 @@ import jax
 from jax import lax
 from jax.experimental import pallas as pl
 import jax.numpy as jnp
+import numpy as np
 
+from attn_core.kernels import softmax
 from attn_core.kernels.kernel import Kernel, Residuals
 from attn_core.kernels.tpu import feed as feeds
 from attn_core.kernels.tpu import schedule, tuned
@@ -38,6 +41,7 @@ from attn_core.masks import algebra, blocks
 from attn_core.types import AttentionSpec, BlockSizes, Operands, cdiv
 
 LOG2E = math.log2(math.e)
+AHEAD = 1  # strips whose products are issued before they are used
 
 
 class Setting(NamedTuple):
@@ -48,6 +52,7 @@ class Setting(NamedTuple):
   group: int
   mask: feeds.Mask
   dropout: feeds.Dropout
+  patterns: tuple[int, ...]  # see `schedule.Schedule.patterns`
   bias: Any  # reader of a tile, or None
   precision: Any
 
@@ -69,11 +74,20 @@ class Setting(NamedTuple):
                                               Part(c * cut.tile_kv, cut.tile_kv)))
             for c in range(cut.tiles_kv) for g in range(self.group) for t in range(cut.tiles_q)]
 
-  def strips(self, place):
-    """Where to compute in a block that is wholly visible: all queries of a head at once."""
-    cut = self.cut
-    return [Where(*place, g, Part(0, cut.block_q), Part(c * cut.tile_kv, cut.tile_kv))
-            for c in range(cut.tiles_kv) for g in range(self.group)]
+  def strips(self, place, pattern: int):
+    """[(where, masked)]: neighbouring tiles of one kind, along the queries, are one strip."""
+    found = []
+    for shift, at in self.tiles(place):
+      kind = (pattern >> shift) & 3
+      before, masked = found[-1] if found else (None, None)
+      if (before and kind == (blocks.PARTIAL if masked else blocks.FULL)
+          and before.head == at.head and before.keys == at.keys
+          and before.queries.start + before.queries.length == at.queries.start):
+        joined = Part(before.queries.start, before.queries.length + at.queries.length)
+        found[-1] = before._replace(queries=joined), masked
+      elif kind != blocks.EMPTY:
+        found.append((at, kind == blocks.PARTIAL))
+    return found
 
   def rows(self, at: Where):
     """The queries of `at` among those of all heads of the group."""
@@ -108,15 +122,16 @@ def _cut(operands: Operands, spec, block_sizes, *, backward) -> schedule.Cut:
                       per_pair=per_pair, backward=backward)
 
 
-def _setting(feed, operands: Operands, spec: AttentionSpec, cut, group) -> Setting:
+def _setting(feed, operands: Operands, spec: AttentionSpec, cut, visits) -> Setting:
+  group = operands.query.shape[2] // operands.key.shape[2]
   mask = feeds.mask_of(feed, operands, spec.mask, group)
   bias = None if operands.bias is None else feed.per_pair(operands.bias, group)
   # Products of 16-bit numbers are exact whatever is asked; those of float32 are unless otherwise.
   precision = None
   if operands.query.dtype == jnp.float32:
     precision = lax.Precision.HIGHEST if spec.precision is None else spec.precision
-  return Setting(spec, cut, group, mask, feeds.dropout_of(feed, operands, spec, mask), bias,
-                 precision)
+  return Setting(spec, cut, group, mask, feeds.dropout_of(feed, operands, spec, mask),
+                 visits.patterns(cut), bias, precision)
 
 
 def _heads_first(x, length: int):
@@ -129,22 +144,31 @@ def _sequence_last(x, length: int):
   return feeds.pad(x.transpose(0, 2, 3, 1), 3, length)
 
 
-def _each_tile(setting: Setting, place, kinds, tile):
-  """Runs tile(at, masked) for every tile of a block that is not hidden."""
-  for shift, at in setting.tiles(place):
-    kind = (kinds >> shift) & 3
-    for value, masked in ((blocks.FULL, False), (blocks.PARTIAL, True)):
-      @pl.when(kind == value)
-      def _(at=at, masked=masked):
-        tile(at, masked)
+def _visit(setting: Setting, place, kinds, strips):
+  """Runs strips([(where, masked)]) over what a block shows: at once for a pattern, else by tiles."""
+  known = [kinds == np.uint32(pattern).view(np.int32) for pattern in setting.patterns]
+  for is_pattern, pattern in zip(known, setting.patterns):
+    @pl.when(is_pattern)
+    def _(pattern=pattern):
+      strips(setting.strips(place, pattern))
+
+  @pl.when(jnp.logical_not(functools.reduce(jnp.logical_or, known)))
+  def _():
+    for shift, at in setting.tiles(place):
+      kind = (kinds >> shift) & 3
+      for value, masked in ((blocks.FULL, False), (blocks.PARTIAL, True)):
+        @pl.when(kind == value)
+        def _(at=at, masked=masked):
+          strips([(at, masked)])
 
 
-def _ahead(places, products):
-  """(at, products(at)) for all places, the products of the next place issued before."""
-  following = products(places[0])
-  for at, after in zip(places, [*places[1:], None]):
-    current, following = following, None if after is None else products(after)
-    yield at, current
+def _ahead(strips, products):
+  """(where, masked, products(where)) of all strips, those of the next AHEAD issued before."""
+  issued = collections.deque(products(at) for at, _ in strips[:AHEAD])
+  for n, (at, masked) in enumerate(strips):
+    if n + AHEAD < len(strips):
+      issued.append(products(strips[n + AHEAD][0]))
+    yield at, masked, issued.popleft()
 
 
 # --- Forward. ------------------------------------------------------------------------------------
@@ -159,7 +183,8 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
   mask = jax.tree.unflatten(spec.mask, operands.mask.arrays)
   visits, lines = schedule.build(mask, cut, group, by_keys=False)
   feed = feeds.Feed(visits, lines, cut, by_keys=False)
-  keys, values = steps.shield(operands.key, operands.value)
+  keys, values = steps.shield(operands.key, operands.value,
+                              steps.finite_keys(operands.key, operands.value))
   readers = _ForwardReaders(
       feed.array(_heads_first(operands.query, cut.padded_queries), (1, group, cut.block_q, width),
                  lambda b, h, i, j: (b, h, i, 0)),
@@ -168,7 +193,7 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
       feed.array(_sequence_last(values, cut.padded_keys), (1, 1, value_width, cut.block_kv),
                  lambda b, h, i, j: (b, h, 0, j)),
       _sinks(feed, operands))
-  setting = _setting(feed, operands, spec, cut, group)
+  setting = _setting(feed, operands, spec, cut, visits)
   rows = group * cut.block_q
   out, lse = feeds.call(
       functools.partial(_forward_kernel, setting, feed, readers), feed,
@@ -218,38 +243,25 @@ def _forward_kernel(setting: Setting, feed, readers, refs: Refs, outputs, scratc
 
   def update(at, x, old, masked):
     """Folds a tile of scores into (maximum, total) `old`; returns the new ones."""
+    def weigh(weights):
+      kept, = setting.dropout.drop(refs, at, weights)
+      values = value_transposed[0, 0, :, at.keys.slice]
+      return setting.dot(values, kept.astype(values.dtype))
+
     x, _ = setting.logits(refs, at, x, masked)
     rows = setting.rows(at)
-    new = jnp.maximum(old[0], x.max(0, keepdims=True))
-    reference = jnp.where(new == -jnp.inf, 0, new)
-    weights = jnp.exp2((x - reference) * setting.unit)
-    shrink = jnp.exp2((old[0] - reference) * setting.unit)
-    kept, = setting.dropout.drop(refs, at, weights)
-    values = value_transposed[0, 0, :, at.keys.slice]
-    product = setting.dot(values, kept.astype(values.dtype))
-    output[:, rows] = output[:, rows] * shrink + product
-    return new, old[1] * shrink + weights.sum(0, keepdims=True)
+    new = softmax.update(softmax.Running(*old, output[:, rows]), x, weigh, axis=0,
+                         exp=lambda x: jnp.exp2(x * setting.unit))
+    output[:, rows] = new.output
+    return new.highest, new.total
 
-  def tile(at, masked):
-    rows = setting.rows(at)
-    highest[:, rows], total[:, rows] = update(
-        at, scores(at), (highest[:, rows], total[:, rows]), masked)
+  def strips(places):
+    for at, masked, current in _ahead(places, scores):
+      rows = setting.rows(at)
+      highest[:, rows], total[:, rows] = update(
+          at, current, (highest[:, rows], total[:, rows]), masked)
 
-  whole = (flags & schedule.WHOLE) != 0
-
-  @pl.when(whole)
-  def _():
-    strips = setting.strips((b, h, i, j))
-    running = [(highest[:, setting.rows(at)], total[:, setting.rows(at)])
-               for at in strips[:setting.group]]
-    for at, current in _ahead(strips, scores):
-      running[at.head] = update(at, current, running[at.head], False)
-    for at, numbers in zip(strips, running):
-      highest[:, setting.rows(at)], total[:, setting.rows(at)] = numbers
-
-  @pl.when(jnp.logical_not(whole))
-  def _():
-    _each_tile(setting, (b, h, i, j), kinds, tile)
+  _visit(setting, (b, h, i, j), kinds, strips)
 
   @pl.when((flags & schedule.LAST) != 0)
   def _():
@@ -258,23 +270,9 @@ def _forward_kernel(setting: Setting, feed, readers, refs: Refs, outputs, scratc
       rows = pl.ds(g * setting.cut.block_q, setting.cut.block_q)
       head = h * setting.group + g
       sink = None if readers.sinks is None else readers.sinks(refs, b, head)
-      out[0, g], lse[0, g] = _finish(setting, highest[:, rows], total[:, rows], output[:, rows],
-                                     sink, out.dtype)
-
-
-def _finish(setting, highest, total, output, sink, dtype):
-  """(normalised output, lse)."""
-  if sink is not None:
-    sink = sink * (LOG2E / setting.unit)
-    joint = jnp.maximum(highest, sink)
-    reference = jnp.where(joint == -jnp.inf, 0, joint)
-    shrink = jnp.exp2((highest - reference) * setting.unit)
-    total = total * shrink + jnp.exp2((sink - reference) * setting.unit)
-    highest, output = joint, output * shrink
-  empty = total == 0
-  total = jnp.where(empty, 1, total)
-  lse = jnp.where(empty, -jnp.inf, highest * (setting.unit / LOG2E) + jnp.log(total))
-  return (output * (setting.dropout.scale / total)).astype(dtype), lse
+      result, lse[0, g] = softmax.finish(softmax.Running(
+          highest[:, rows] * (setting.unit / LOG2E), total[:, rows], output[:, rows]), sink)
+      out[0, g] = (result * setting.dropout.scale).astype(out.dtype)
 
 
 # --- Backward. -----------------------------------------------------------------------------------
@@ -286,34 +284,41 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
 
   The bias's cotangent has its own number for every pair and comes from the XLA kernel.
   """
+  correction = steps.correction_of(residuals, cotangents, jnp.float32)
   found = {}
   if {"query", "key", "value"} & set(wrt):
-    found = _backward(operands, spec, block_sizes, residuals, cotangents)
-  rest = tuple(name for name in wrt if name in ("bias", "sinks"))
-  if rest:
-    found.update(zip(rest, _other_cotangents(
-        operands, spec, block_sizes, residuals, cotangents, rest)))
+    found = _backward(operands, spec, block_sizes, _RowSide(
+        cotangents.out, residuals.lse, correction))
+  if "sinks" in wrt:
+    found["sinks"] = blockwise.d_sinks(operands.sinks, residuals.lse, correction)
+  if "bias" in wrt:
+    found["bias"], = blockwise.backward(
+        operands, spec, block_sizes, residuals, cotangents, ("bias",))
   return tuple(found[name] for name in wrt)
 
 
-def _other_cotangents(operands, spec, block_sizes, residuals, cotangents, names):
-  if "bias" in names:
-    return blockwise.backward(operands, spec, block_sizes, residuals, cotangents, names)
-  correction = steps.correction_of(residuals, cotangents, jnp.float32)
-  return (blockwise.d_sinks(operands.sinks, residuals.lse, correction),)
+class _RowSide(NamedTuple):
+  """What the backward knows of every query, beside the query."""
+
+  d_out: Any  # [B, T, H, E]
+  lse: Any  # [B, H, T]
+  correction: Any  # [B, H, T]
 
 
-def _backward(operands, spec, block_sizes, residuals, cotangents) -> dict:
+def _backward(operands: Operands, spec, block_sizes, side: _RowSide) -> dict:
   """Cotangents of query, key and value: as many queries at a time as vector memory holds."""
   queries, keys = operands.query.shape[1], operands.key.shape[1]
-  group = operands.query.shape[2] // operands.key.shape[2]
   cut = _cut(operands, spec, block_sizes, backward=True)
-  total = cut.padded_queries // cut.block_q
-  most = tuned.resident_queries(operands.query.shape[3], group) // cut.block_q
-  most = cdiv(total, cdiv(total, max(most, 1)))
-  ranges = [(n, min(n + most, total)) for n in range(0, total, most)]
-  parts = [_backward_range(operands, spec, block_sizes, residuals, cotangents, cut, blocks_q)
-           for blocks_q in ranges]
+  rows = lambda x, fill: jnp.pad(
+      x[:, :, None], ((0, 0),) * 3 + ((0, cut.padded_queries - queries),), constant_values=fill)
+  arrays = _BackwardArrays(
+      *(_heads_first(x, cut.padded_queries) for x in (steps.clean(operands.query), side.d_out)),
+      *(form(steps.clean(x), cut.padded_keys) for form, x in (
+          (_heads_first, operands.key), (_sequence_last, operands.key),
+          (_heads_first, operands.value))),
+      rows(steps.finite_lse(side.lse) * LOG2E, jnp.inf), rows(side.correction, 0))
+  parts = [_backward_range(operands, spec, block_sizes, arrays, cut, blocks_q)
+           for blocks_q in _query_ranges(operands, cut)]
   d_queries, d_keys, d_values = zip(*parts)
   d_query = jnp.concatenate(d_queries, 1)[:, :queries] * spec.softmax_scale
   add = lambda parts, like: sum(parts[1:], parts[0])[:, :, :keys].transpose(
@@ -322,32 +327,48 @@ def _backward(operands, spec, block_sizes, residuals, cotangents) -> dict:
           "value": add(d_values, operands.value)}
 
 
-def _backward_range(operands, spec, block_sizes, residuals, cotangents, cut, query_blocks):
+def _query_ranges(operands: Operands, cut) -> list[tuple[int, int]]:
+  """Blocks [first, end) of queries whose cotangent is in vector memory at the same time."""
+  total = cut.padded_queries // cut.block_q
+  group = operands.query.shape[2] // operands.key.shape[2]
+  most = max(tuned.resident_queries(operands.query.shape[3], group) // cut.block_q, 1)
+  number = cdiv(total, cdiv(total, most))
+  return [(n, min(n + number, total)) for n in range(0, total, number)]
+
+
+class _BackwardArrays(NamedTuple):
+  """What the backward's kernels read, or the readers of its blocks.
+
+  Padded lengths; lse times log2(e), +inf where nothing was seen.
+  """
+
+  query: Any  # [B, H, T, D]
+  d_out: Any  # [B, H, T, E]
+  key: Any  # [B, K, S, D]
+  key_transposed: Any  # [B, K, D, S]
+  value: Any  # [B, K, S, E]
+  lse: Any  # [B, H, 1, T]
+  correction: Any  # [B, H, 1, T]
+
+
+def _backward_range(operands, spec, block_sizes, arrays: _BackwardArrays, cut, query_blocks):
   """(d_query [B, T', H, D] float32 without the scale, d_key and d_value [B, K, padded S, W])."""
-  batch, queries, heads, width = operands.query.shape
+  batch, _, heads, width = operands.query.shape
   key_heads, value_width = operands.value.shape[2:]
   group, number = heads // key_heads, query_blocks[1] - query_blocks[0]
   mask = jax.tree.unflatten(spec.mask, operands.mask.arrays)
   visits, lines = schedule.build(mask, cut, group, by_keys=True, query_blocks=query_blocks)
   feed = feeds.Feed(visits, lines, cut, by_keys=True, first_query_block=query_blocks[0])
-  query, key, value = (steps.clean(x) for x in (operands.query, operands.key, operands.value))
-  of_queries = lambda x, w: feed.array(
-      _heads_first(x, cut.padded_queries), (1, group, cut.block_q, w),
-      lambda b, h, i, j: (b, h, i, 0))
-  of_keys = lambda x, w: feed.array(_heads_first(x, cut.padded_keys), (1, 1, cut.block_kv, w),
-                                    lambda b, h, i, j: (b, h, j, 0))
-  of_rows = lambda x: feed.array(x[:, :, None], (1, group, 1, cut.block_q),
-                                 lambda b, h, i, j: (b, h, 0, i))
-  lse = jnp.pad(steps.finite_lse(residuals.lse) * LOG2E,
-                ((0, 0), (0, 0), (0, cut.padded_queries - queries)), constant_values=jnp.inf)
-  readers = _BackwardReaders(
-      of_queries(query, width), of_queries(cotangents.out, value_width), of_keys(key, width),
-      feed.array(_sequence_last(key, cut.padded_keys), (1, 1, width, cut.block_kv),
-                 lambda b, h, i, j: (b, h, 0, j)),
-      of_keys(value, value_width), of_rows(lse),
-      of_rows(feeds.pad(steps.correction_of(residuals, cotangents, jnp.float32), 2,
-                        cut.padded_queries)))
-  setting = _setting(feed, operands, spec, cut, group)
+  of_queries = lambda x: feed.array(x, (1, group, cut.block_q, x.shape[3]),
+                                    lambda b, h, i, j: (b, h, i, 0))
+  of_keys = lambda x: feed.array(x, (1, 1, cut.block_kv, x.shape[3]),
+                                 lambda b, h, i, j: (b, h, j, 0))
+  of_rows = lambda x: feed.array(x, (1, group, 1, cut.block_q), lambda b, h, i, j: (b, h, 0, i))
+  transposed = lambda x: feed.array(x, (1, 1, width, cut.block_kv), lambda b, h, i, j: (b, h, 0, j))
+  forms = _BackwardArrays(
+      of_queries, of_queries, of_keys, transposed, of_keys, of_rows, of_rows)
+  readers = _BackwardArrays(*(form(x) for form, x in zip(forms, arrays)))
+  setting = _setting(feed, operands, spec, cut, visits)
   partial = number < cut.padded_queries // cut.block_q
   d_query, d_key, d_value = feeds.call(
       functools.partial(_backward_kernel, setting, feed, readers), feed,
@@ -360,18 +381,6 @@ def _backward_range(operands, spec, block_sizes, residuals, cotangents, cut, que
       [(cut.block_kv, width), (cut.block_kv, value_width)],
       vmem_bytes=tuned.vmem_limit(block_sizes, cut, operands, number), name="attn_core_backward")
   return d_query.transpose(0, 2, 4, 1, 3).reshape(batch, -1, heads, width), d_key, d_value
-
-
-class _BackwardReaders(NamedTuple):
-  """Readers of the backward's blocks; lse times log2(e), +inf where nothing was seen."""
-
-  query: Any  # [1, G, queries, D]
-  d_out: Any  # [1, G, queries, E]
-  key: Any  # [1, 1, keys, D]
-  key_transposed: Any  # [1, 1, D, keys]
-  value: Any  # [1, 1, keys, E]
-  lse: Any  # [1, G, 1, queries]
-  correction: Any  # [1, G, 1, queries]
 
 
 def _backward_kernel(setting: Setting, feed, readers, refs: Refs, outputs, scratch):
@@ -409,16 +418,11 @@ def _backward_kernel(setting: Setting, feed, readers, refs: Refs, outputs, scrat
     d_query[0, at.head, at.query_block - feed.first_query_block, :, queries] += setting.dot(
         key_transposed[0, 0, :, keys], d_logits)
 
-  whole = (flags & schedule.WHOLE) != 0
+  def strips(places):
+    for at, masked, both in _ahead(places, products):
+      add(at, both, masked)
 
-  @pl.when(whole)
-  def _():
-    for at, both in _ahead(setting.strips((b, h, i, j)), products):
-      add(at, both, False)
-
-  @pl.when(jnp.logical_not(whole))
-  def _():
-    _each_tile(setting, (b, h, i, j), kinds, lambda at, masked: add(at, products(at), masked))
+  _visit(setting, (b, h, i, j), kinds, strips)
 
   @pl.when((flags & schedule.LAST) != 0)
   def _():
@@ -427,9 +431,10 @@ def _backward_kernel(setting: Setting, feed, readers, refs: Refs, outputs, scrat
 
 
 def _check(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> None:
-  for resident in (0, 1):
-    cut = _cut(operands, spec, block_sizes, backward=bool(resident))
-    tuned.vmem_limit(block_sizes, cut, operands, resident)
+  tuned.vmem_limit(block_sizes, _cut(operands, spec, block_sizes, backward=False), operands)
+  cut = _cut(operands, spec, block_sizes, backward=True)
+  first, end = _query_ranges(operands, cut)[0]
+  tuned.vmem_limit(block_sizes, cut, operands, end - first)
 
 
 def _effects():

@@ -14,8 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core.masks import blocks
+from attn_core.types import cdiv
 
-FIRST, LAST, WHOLE = 1, 2, 4  # bits of `flags`
+FIRST, LAST = 1, 2  # bits of `flags`
+MOST_PATTERNS = 6
+
+
+def round_up(length: int, multiple: int) -> int:
+  return cdiv(length, multiple) * multiple
 
 
 class Cut(NamedTuple):
@@ -30,11 +36,11 @@ class Cut(NamedTuple):
 
   @property
   def padded_queries(self) -> int:
-    return -(-self.queries // self.block_q) * self.block_q
+    return round_up(self.queries, self.block_q)
 
   @property
   def padded_keys(self) -> int:
-    return -(-self.keys // self.block_kv) * self.block_kv
+    return round_up(self.keys, self.block_kv)
 
   @property
   def tiles_q(self) -> int:
@@ -46,12 +52,24 @@ class Cut(NamedTuple):
 
 
 class Schedule(NamedTuple):
-  """What every step does: int32 [lines, N]; see `line`."""
+  """What every step does: int32 [lines, N]; see `Lines`."""
 
   rows: Any  # the row block
   columns: Any  # the column block
   kinds: Any  # two bits for every tile: EMPTY, PARTIAL or FULL of `masks.blocks`
-  flags: Any  # FIRST and LAST step of its row block; WHOLE: all tiles are FULL
+  flags: Any  # FIRST and LAST step of its row block
+
+  def patterns(self, cut: Cut) -> tuple[int, ...]:
+    """The kinds for which a kernel has code of its own: the most frequent, and all tiles FULL.
+
+    Only the last where a mask's arrays are traced.
+    """
+    whole = sum(blocks.FULL << (2 * n) for n in range(cut.tiles_q * cut.tiles_kv))
+    if not isinstance(self.kinds, np.ndarray):
+      return (whole,)
+    found, counts = np.unique(self.kinds.view(np.uint32), return_counts=True)
+    frequent = [int(found[n]) for n in np.argsort(-counts, kind="stable") if found[n]]
+    return tuple(dict.fromkeys([whole, *frequent]))[:MOST_PATTERNS]
 
 
 class Lines(NamedTuple):
@@ -114,9 +132,8 @@ def _compact(kinds, xp) -> Schedule:
   active = number < count
   bits = (kinds.astype(np.uint32) << (2 * np.arange(tiles, dtype=np.uint32))).sum(
       -1, dtype=np.uint32).reshape(-1, rows * columns)
-  whole = (kinds == blocks.FULL).all(-1).reshape(-1, rows * columns)
-  bits, whole = (xp.take_along_axis(x, order, axis=-1) for x in (bits, whole))
-  flags = (FIRST * first + LAST * last + WHOLE * whole) * active
+  bits = xp.take_along_axis(bits, order, axis=-1)
+  flags = (FIRST * first + LAST * last) * active
   return Schedule(row.astype(np.int32), column.astype(np.int32),
                   xp.where(active, bits, 0).astype(np.uint32).view(np.int32),
                   flags.astype(np.int32))

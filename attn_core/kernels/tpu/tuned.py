@@ -6,8 +6,8 @@ blocks, since every step pays for filling and draining the pipeline between the 
 where a diagonal cuts them.
 """
 
-from attn_core.kernels.tpu.schedule import Cut
-from attn_core.types import BlockSizes, Operands, cdiv
+from attn_core.kernels.tpu.schedule import Cut, round_up
+from attn_core.types import BlockSizes, Operands
 
 LANES = 128
 MOST_TILES = 16  # of a block: their kinds share one 32-bit number
@@ -39,8 +39,8 @@ def choose(shape, requested: BlockSizes, *, sparse: bool, per_pair: bool, backwa
       for name, length in (("block_q", queries), ("block_kv", keys)))
   rows, columns = (512, 512) if per_pair else (1024, 1024) if backward else (
       1024 if sparse else 2048, 2048)
-  block_q = _round(min(wanted_q or max(LANES, rows // group // LANES * LANES), queries))
-  block_kv = _round(min(wanted_kv or columns, keys))
+  block_q = round_up(min(wanted_q or max(LANES, rows // group // LANES * LANES), queries), LANES)
+  block_kv = round_up(min(wanted_kv or columns, keys), LANES)
   tile_q, tile_kv = _tile(block_q, TILE), _tile(block_kv, TILE)
   while (block_q // tile_q) * (block_kv // tile_kv) > MOST_TILES:
     tile_q, tile_kv = _tile(block_q, 2 * tile_q), _tile(block_kv, 2 * tile_kv)
@@ -72,7 +72,7 @@ def vmem_limit(requested: BlockSizes, cut: Cut, operands: Operands, resident: in
   if requested.vmem_limit_bytes is not None:
     return requested.vmem_limit_bytes
   group = operands.query.shape[2] // operands.key.shape[2]
-  width, value_width = (cdiv(x.shape[3], LANES) * LANES for x in (operands.query, operands.value))
+  width, value_width = (round_up(x.shape[3], LANES) for x in (operands.query, operands.value))
   itemsize = operands.query.dtype.itemsize
   rows = group * cut.block_q
   blocks = (rows + cut.block_kv) * (width + value_width) * itemsize
@@ -98,10 +98,6 @@ def _per_pair(operands: Operands):
   for x in operands.mask.arrays:
     if x.ndim == 4:
       yield x, 1
-
-
-def _round(length: int) -> int:
-  return cdiv(length, LANES) * LANES
 
 
 def _tile(block: int, most: int) -> int:

@@ -27,24 +27,24 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
   problem = steps.cut(operands, spec, block_sizes, backward=False)
   batch, length, heads, _ = problem.operands.query.shape
   width = operands.value.shape[-1]
+  finite = steps.finite_keys(problem.operands.key, problem.operands.value)
 
   def step(n, results):
     place = steps.place_of(problem, n)
-    keys, values = steps.keys_and_values(problem, place)
 
     def query_block(i, results):
       rows = steps.scaled_query(problem, place, i)
 
       def key_block(j, running, masked):
-        start = j * problem.sizes.block_kv
-        key, value = (steps.take(x, start, problem.sizes.block_kv) for x in (keys, values))
+        key, value = steps.keys_and_values(problem, place, j, finite)
         logits, _ = steps.logits_of(problem, place, rows, key, (i, j, masked))
         # The sum over the rounded weights divides their product with the values: what rounding
         # adds to both cancels, and XLA:CPU writes the weights once, in the values' dtype.
         return softmax.update(
             running, logits, lambda weights: steps.dot(
                 steps.drop(problem, place, (i, j), weights), value, problem),
-            lambda x: numbers.narrow(steps.weights_of(problem, x), value.dtype))
+            exp=lambda x: steps.weights_of(problem, x),
+            rounded=lambda weights: numbers.narrow(weights, value.dtype))
 
       running = softmax.start((problem.heads, rows.shape[1]), width, problem.dtype)
       running = steps.visit(problem, place, i, key_block, running)
@@ -71,27 +71,25 @@ def tangent(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
   problem = steps.cut(operands, spec, block_sizes, backward=False)
   out, lse = steps.pad_residuals(problem, residuals)
   moved = operands._replace(**{**dict(bias=None, sinks=None), **tangents})
-  moved = problem._replace(operands=steps.pad_queries(moved, problem.sizes))
+  moved = problem._replace(operands=steps.pad(moved, problem.sizes))
   width = operands.value.shape[-1]
+  finite = steps.finite_keys(problem.operands.key, problem.operands.value)
 
   def step(n, results):
     place = steps.place_of(problem, n)
-    keys, values = steps.keys_and_values(problem, place)
-    d_keys = steps.key_rows(moved.operands.key, problem, place) if "key" in tangents else None
-    d_values = steps.key_rows(moved.operands.value, problem, place) if "value" in tangents else None
-    tile_of = lambda x, j: steps.take(x, j * problem.sizes.block_kv, problem.sizes.block_kv)
 
     def query_block(i, results):
       rows = steps.scaled_query(problem, place, i)
       d_rows = steps.scaled_query(moved, place, i) if "query" in tangents else None
       row_lse = steps.row_numbers(problem, place, i, lse)[..., None]
 
-      def d_logits_of(j, slope):
+      def d_logits_of(j, key, slope):
         total = 0.0
         if d_rows is not None:
-          total = total + steps.scores_of(problem, d_rows, tile_of(keys, j))
-        if d_keys is not None:
-          total = total + steps.scores_of(problem, rows, tile_of(d_keys, j))
+          total = total + steps.scores_of(problem, d_rows, key)
+        if "key" in tangents:
+          d_key = steps.key_rows(moved.operands.key, problem, place, j)
+          total = total + steps.scores_of(problem, rows, d_key)
         total = total * steps.scale_parts(problem)[1]
         total = total if slope is None else total * slope
         if "bias" in tangents:
@@ -99,18 +97,18 @@ def tangent(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
         return total
 
       def key_block(j, sums, masked):
-        logits, slope = steps.logits_of(problem, place, rows, tile_of(keys, j), (i, j, masked))
+        key, value = steps.keys_and_values(problem, place, j, finite)
+        logits, slope = steps.logits_of(problem, place, rows, key, (i, j, masked))
         weights = steps.weights_of(problem, logits - steps.finite_lse(row_lse))
         # A hidden key has weight 0, and what its logit would have done must not be 0 * inf.
-        d_logits = jnp.where(weights == 0, 0, d_logits_of(j, slope) * weights)
+        d_logits = jnp.where(weights == 0, 0, d_logits_of(j, key, slope) * weights)
         d_lse, d_out = sums
         d_lse = d_lse + d_logits.sum(-1, keepdims=True)
         weigh = lambda x, of: steps.dot(
-            numbers.narrow(steps.drop(problem, place, (i, j), x), of.dtype),
-            tile_of(of, j), problem)
-        d_out = d_out + weigh(d_logits, values)
-        if d_values is not None:
-          d_out = d_out + weigh(weights, d_values)
+            numbers.narrow(steps.drop(problem, place, (i, j), x), of.dtype), of, problem)
+        d_out = d_out + weigh(d_logits, value)
+        if "value" in tangents:
+          d_out = d_out + weigh(weights, steps.key_rows(moved.operands.value, problem, place, j))
         return d_lse, d_out
 
       sums = (jnp.zeros((problem.heads, rows.shape[1], 1), problem.dtype),
@@ -162,21 +160,18 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
   def step(n, results):
     place = steps.place_of(problem, n)
     queries = steps.clean(steps.scaled_query(problem, place, None))
-    keys, values = (steps.clean(steps.key_rows(x, problem, place))
-                    for x in (problem.operands.key, problem.operands.value))
     d_outs = steps.query_rows(d_out, problem, place, None)
     row_lse, row_correction = (steps.row_numbers(problem, place, None, x)
                                for x in (lse, correction_rows))
 
     def key_block(j, carry):
       sums, d_key, d_value = carry
-      start, length = j * problem.sizes.block_kv, problem.sizes.block_kv
-      key = steps.take(keys, start, length)
+      key, value = (steps.clean(steps.key_rows(x, problem, place, j))
+                    for x in (problem.operands.key, problem.operands.value))
       # The barrier keeps XLA from folding the transposition into a product, which is slower and,
       # in bfloat16 on jax 0.12, more than XLA:CPU can do.
       key_transposed = lax.optimization_barrier(key.transpose(0, 2, 1))
-      side = _KeySide(key, key_transposed, steps.take(values, start, length), queries, d_outs,
-                      row_lse, row_correction)
+      side = _KeySide(key, key_transposed, value, queries, d_outs, row_lse, row_correction)
       sums = sums._replace(key=jnp.zeros(side.key.shape, problem.dtype),
                            value=jnp.zeros(side.value.shape, problem.dtype))
       sums = steps.visit(problem, place, j, lambda i, sums, masked: _backward_tile(
@@ -188,20 +183,18 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
       return sums._replace(key=None, value=None), d_key, d_value
 
     d_query, d_key, d_value, d_bias = results
-    sums = _Sums(jnp.zeros((problem.heads, keys.shape[-1], queries.shape[1]), problem.dtype),
+    sums = _Sums(jnp.zeros((problem.heads, queries.shape[2], queries.shape[1]), problem.dtype),
                  None, None, d_bias)
     sums, d_key, d_value = steps.loop(
         0, problem.sizes.num_key_blocks, key_block, (sums, d_key, d_value))
     d_rows = sums.query.transpose(0, 2, 1) * jnp.asarray(spec.softmax_scale, problem.dtype)
     return steps.write_rows(problem, place, None, d_query, d_rows), d_key, d_value, sums.bias
 
-  query, bias = problem.operands.query, problem.operands.bias
-  padded_keys = steps.pad_axis(operands.key, 1, steps.key_padding(problem.sizes))
-  padded_values = steps.pad_axis(operands.value, 1, steps.key_padding(problem.sizes))
+  query, key, value, bias, *_ = problem.operands
   d_bias = jnp.zeros(bias.shape, problem.dtype) if "bias" in wrt else None
   d_query, d_key, d_value, d_bias = steps.loop(
-      0, problem.num_steps, step, (jnp.zeros_like(query), jnp.zeros_like(padded_keys),
-                                   jnp.zeros_like(padded_values), d_bias))
+      0, problem.num_steps, step,
+      (jnp.zeros_like(query), jnp.zeros_like(key), jnp.zeros_like(value), d_bias))
   found = {"query": d_query[:, :operands.query.shape[1]], "key": d_key[:, :operands.key.shape[1]],
            "value": d_value[:, :operands.value.shape[1]]}
   if "bias" in wrt:

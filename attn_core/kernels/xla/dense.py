@@ -40,7 +40,7 @@ def attend(operands: Operands, spec: AttentionSpec) -> AttentionOutput:
     mask, at = dense_mask.expand(spec.mask, operands.mask, shape)
     keep = dropout.keep_mask(operands.dropout_key.T.reshape(2, -1, 1, 1, 1),
                              algebra.move_to_positions(mask, at), spec.dropout_prob)
-    weights = jnp.where(keep, weights * (1 / (1 - spec.dropout_prob)), 0)
+    weights = jnp.where(keep, weights * dropout.kept_scale(spec.dropout_prob), 0)
   # Dividing the output instead of the weights saves a pass over all of them.
   rows = weights.astype(value.dtype).reshape(batch, key_heads, -1, keys)
   outputs = jnp.einsum("bkrs,bske->bkre", rows, value, precision=spec.precision,

@@ -21,7 +21,7 @@ from attn_core.types import AttentionSpec, Operands
 
 
 class Problem(NamedTuple):
-  """One attention, cut into blocks; query-side arrays are padded to whole blocks."""
+  """One attention, cut into blocks; its arrays are padded to whole blocks."""
 
   operands: Operands
   spec: AttentionSpec
@@ -52,22 +52,18 @@ class Place(NamedTuple):
 
 
 def cut(operands, spec, block_sizes, *, backward) -> Problem:
-  """Chooses blocks, pads the query side to whole blocks and finds the blocks to visit."""
-  (_, queries, query_heads, width), (_, keys, key_heads, value_width) = (
-      operands.query.shape, operands.value.shape)
+  """Chooses blocks, pads to whole blocks and finds the blocks to visit."""
+  (_, queries, query_heads, _), (_, keys, key_heads, _) = operands.query.shape, operands.key.shape
   mask = jax.tree.unflatten(spec.mask, operands.mask.arrays)
-  sizes, heads = tuned.choose(
-      (queries, keys, query_heads, key_heads, width, value_width),
-      operands.query.dtype.itemsize, block_sizes, sparse=not isinstance(mask, algebra.Full),
-      backward=backward)
+  sizes, heads = tuned.choose((queries, keys, query_heads, key_heads), block_sizes, mask,
+                              backward=backward)
   kinds = blocks.merge_heads(blocks.block_kinds(mask, sizes), heads * query_heads // key_heads)
   kinds = kinds.swapaxes(-1, -2) if backward else kinds
-  return Problem(pad_queries(operands, sizes, spec.mask), spec, sizes, heads,
-                 blocks.block_map(kinds))
+  return Problem(pad(operands, sizes, spec.mask), spec, sizes, heads, blocks.block_map(kinds))
 
 
-def pad_queries(operands: Operands, sizes: blocks.Sizes, structure=None) -> Operands:
-  """Pads the queries to whole blocks, and the bias and the mask's arrays on both sides."""
+def pad(operands: Operands, sizes: blocks.Sizes, structure=None) -> Operands:
+  """Pads queries, keys and values, the bias and the mask's arrays to whole blocks."""
   rows = -sizes.queries % sizes.block_q
   columns = key_padding(sizes)
   bias, mask = operands.bias, operands.mask
@@ -76,7 +72,9 @@ def pad_queries(operands: Operands, sizes: blocks.Sizes, structure=None) -> Oper
     bias = pad_axis(bias, 3, columns if bias.shape[3] > 1 else 0)
   if structure is not None:
     mask = tiles.pad(structure, mask, rows, columns)
-  return operands._replace(query=pad_axis(operands.query, 1, rows), bias=bias, mask=mask)
+  key, value = (pad_axis(x, 1, columns) for x in (operands.key, operands.value))
+  return operands._replace(query=pad_axis(operands.query, 1, rows), key=key, value=value,
+                           bias=bias, mask=mask)
 
 
 def pad_residuals(problem, residuals) -> Residuals:
@@ -179,11 +177,16 @@ def write_row_numbers(problem, place, block, x, numbers):
                                   (place.batch, place.key_head * group, block * length))
 
 
-def key_rows(x, problem, place):
-  """[B, S, K, W] -> [N, padded S, W]."""
-  x = tiles.slice_at(x, (place.batch, 0, place.key_head, 0),
-                        (1, x.shape[1], problem.heads, x.shape[3]))[0].transpose(1, 0, 2)
-  return pad_axis(x, 1, key_padding(problem.sizes))
+def key_rows(x, problem, place, block):
+  """[B, S, K, W] -> [N, C, W]: one key block of this step's heads.
+
+  Cut whenever a block is visited: an ordered copy of all keys is no faster, and would be most of
+  the memory.
+  """
+  length = problem.sizes.block_kv
+  x = tiles.slice_at(x, (place.batch, block * length, place.key_head, 0),
+                     (1, length, problem.heads, x.shape[3]))
+  return x[0].transpose(1, 0, 2)
 
 
 def write_key_rows(problem, place, block, x, rows):
@@ -192,20 +195,24 @@ def write_key_rows(problem, place, block, x, rows):
       x, rows, (place.batch, block * problem.sizes.block_kv, place.key_head, 0))
 
 
-def keys_and_values(problem, place):
-  """Keys and values of this step; see `shield`."""
-  return shield(*(key_rows(x, problem, place)
-                  for x in (problem.operands.key, problem.operands.value)))
+def keys_and_values(problem, place, block, finite):
+  """A block of keys and values, `finite` of all [B, S, K, 1]; see `shield`."""
+  return shield(*(key_rows(x, problem, place, block)
+                  for x in (problem.operands.key, problem.operands.value, finite)))
 
 
-def shield(keys, values):
-  """Keys and values [..., W] such that what is not finite reaches only those who see it.
+def finite_keys(keys, values):
+  """Whether a key and its value are finite: [..., W] -> [..., 1]."""
+  return (jnp.isfinite(keys).all(-1) & jnp.isfinite(values).all(-1))[..., None]
+
+
+def shield(keys, values, finite):
+  """Keys and values [..., W] such that what is not `finite` reaches only those who see it.
 
   0 * NaN is NaN, so a hidden value would spoil the product. A key that is not finite, or whose
   value is not, becomes a NaN key with value 0: its logits are NaN where it is seen, and -inf
   where it is hidden.
   """
-  finite = (jnp.isfinite(keys).all(-1) & jnp.isfinite(values).all(-1))[..., None]
   return jnp.where(finite, keys, jnp.nan), jnp.where(finite, values, 0)
 
 
@@ -319,8 +326,8 @@ def drop(problem, place, tile, weights, *, transposed=False):
 
 
 def kept_scale(problem) -> float:
-  """What dropout multiplies the weights by that it keeps; done once, on what they are summed to."""
-  return 1 / (1 - problem.spec.dropout_prob)
+  """`dropout.kept_scale`; multiplied once, on what the weights are summed to."""
+  return dropout.kept_scale(problem.spec.dropout_prob)
 
 
 def weights_of(problem, relative):

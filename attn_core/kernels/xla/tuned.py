@@ -2,45 +2,42 @@
 
 A forward step should hold about a million scores, a backward step half of that, in large products:
 512 query rows (tokens times query heads per key head) by 512 keys of as many key heads. Where a
-mask hides keys from a short sequence, blocks of 256 waste less; where a few heads are all there
-are, a forward step takes more rows. Whether keys fit into a cache does not matter; but the copies
-of a forward's keys and values stay small enough for the allocator to keep their pages.
+mask hides most of a block, in short sequences and in narrow masks, blocks of 256 waste less; where
+a few heads are all there are, a forward step takes more rows. Whether the keys of a step fit into a
+cache does not matter.
 """
 
+import math
+
+from attn_core.masks import algebra
 from attn_core.masks.blocks import Sizes
 from attn_core.types import BlockSizes, cdiv
 
 STEP_SCORES = 2**20
 STEP_SCORES_BACKWARD = 2**19
-KEY_BYTES = 24e6
 MOST_HEADS = 8
 SHORT = 2048  # tokens
 
 
-def choose(shape, itemsize: int, requested: BlockSizes, *, sparse: bool, backward: bool):
+def choose(shape, requested: BlockSizes, mask: algebra.Mask, *, backward: bool):
   """(Sizes, key heads per step).
 
   Args:
-    shape: (T, S, H, K, D, E).
-    itemsize: bytes of an element of the operands.
+    shape: (T, S, H, K).
     requested: what the caller fixed; None fields are chosen here.
-    sparse: whether the mask hides anything.
+    mask: what is visible; only its structure counts.
     backward: for the backward loops.
   """
-  queries, keys, query_heads, key_heads, width, value_width = shape
+  queries, keys, query_heads, key_heads = shape
   group = query_heads // key_heads
   wanted_q, wanted_kv = ((requested.block_q_backward, requested.block_kv_backward) if backward
                          else (requested.block_q, requested.block_kv))
-  usual = 256 if sparse and queries <= SHORT else 512
+  sparse = not isinstance(mask, algebra.Full)
+  usual = 256 if sparse and (queries <= SHORT or _narrow(mask)) else 512
   block_q = min(queries, wanted_q or _even(queries, max(usual // group, 16)))
   block_kv = min(keys, wanted_kv or _even(keys, usual))
-
-  def fits(heads):
-    scores = heads * block_q * group * block_kv
-    held = 0 if backward else heads * keys * (width + value_width) * itemsize
-    most = STEP_SCORES_BACKWARD if backward else STEP_SCORES
-    return heads == 1 or (scores <= most and held <= KEY_BYTES)
-
+  most = STEP_SCORES_BACKWARD if backward else STEP_SCORES
+  fits = lambda heads: heads == 1 or heads * block_q * group * block_kv <= most
   heads = min(requested.block_heads or MOST_HEADS, key_heads)
   while key_heads % heads or not (requested.block_heads or fits(heads)):
     heads -= 1
@@ -48,6 +45,34 @@ def choose(shape, itemsize: int, requested: BlockSizes, *, sparse: bool, backwar
     rows = STEP_SCORES // (heads * block_kv)
     block_q = min(queries, max(block_q, _even(queries, min(rows // group, 1024))))
   return Sizes(queries, keys, block_q, block_kv), heads
+
+
+def _narrow(mask: algebra.Mask) -> bool:
+  """Whether a query sees only keys near it; documents are taken to be short."""
+  low, high = _reach(mask)
+  return high - low <= SHORT
+
+
+def _reach(mask: algebra.Mask) -> tuple[float, float]:
+  """The least and the greatest distance from a query to a key that it may see."""
+  match mask:
+    case algebra.Causal():
+      return -math.inf, 0
+    case algebra.Window(left, right):
+      return -math.inf if left is None else -left, math.inf if right is None else right
+    case algebra.Chunk(size):
+      return -size, size
+    case algebra.Segments():
+      return 0, 0
+    case algebra.Offset(inner) | algebra.Positions(mask=inner):
+      return _reach(inner)
+    case algebra.And(left, right):
+      (low, high), (other_low, other_high) = _reach(left), _reach(right)
+      return max(low, other_low), min(high, other_high)
+    case algebra.Or(left, right):
+      (low, high), (other_low, other_high) = _reach(left), _reach(right)
+      return min(low, other_low), max(high, other_high)
+  return -math.inf, math.inf
 
 
 def _even(length: int, block: int) -> int:

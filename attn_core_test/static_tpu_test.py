@@ -1,0 +1,100 @@
+"""Static cycles of TPU kernels: schedules computed instead of read, and what libtpu writes."""
+
+import importlib.util
+import json
+import unittest
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import numpy as np
+
+from attn_core import masks
+from attn_core.benchmarks import static_profile, static_programs, static_tpu
+from attn_core.benchmarks.cases import Case
+from attn_core.kernels.tpu import schedule
+
+SMALL = Case("small", 1, 1, 1, 128, 128, 512, 512, dtype="bfloat16")
+
+
+class ComputedTest(parameterized.TestCase):
+
+  @parameterized.product(
+      mask=(masks.full(), masks.causal(), masks.causal() & masks.window(300, 0)),
+      cut=(schedule.Cut(1024, 1024, 256, 256, 128, 128), schedule.Cut(1024, 1024, 256, 512, 256, 256),
+           schedule.Cut(1024, 2048, 512, 256, 256, 128)),
+      by_keys=(False, True))
+  def test_equals_the_schedule(self, mask, cut, by_keys):
+    visits, _ = schedule.build(mask, cut, 1, by_keys=by_keys)
+    entry = static_programs.computed(visits)
+    for n in range(visits.rows.shape[1]):
+      self.assertEqual(tuple(int(x) for x in entry(np.int32(n))),
+                       tuple(int(x[0, n]) for x in visits))
+
+  def test_refuses_what_distances_do_not_tell(self):
+    visits, _ = schedule.build(~masks.window(200, 200), schedule.Cut(1024, 1024, 128, 128, 128, 128), 1,
+                               by_keys=False)
+    with self.assertRaisesRegex(ValueError, "visits.*distances"):
+      static_programs.computed(visits)
+
+
+class ReadingTest(absltest.TestCase):
+
+  def test_innermost_loops(self):
+    depths = [0, 1, 1, 2, 2, 1, 2, 1, 0]  # one bundle of the inner loop was moved in from outside
+    begins = [0, 1, 0, 1, 0, 0, 0, 0, 0]
+    self.assertEqual(list(static_profile._innermost(list(zip(depths, map(bool, begins))))), [(3, 7)])
+
+  def test_bundles_without_a_printed_depth(self):
+    lines = ["  0x1 LH: > { a }", "  0x2   : {}", "  0x3   : { b }"]
+    self.assertEqual(static_profile._bundles(lines), [(1, True), (1, False), (0, False)])
+
+  def test_tables(self):
+    program = static_programs.Program("flash_attn2", SMALL, False, "v6e", (512, 512, 512))
+    fast = static_profile.Static(program, 1000, 10, 2**20, 50, 0, {"matrix": 0.5}, 0.0, 10**9)
+    slow = fast._replace(program=program._replace(contender="jax splash"), cycles=1500)
+    worse = slow._replace(cycles=1600)
+    failure = static_profile.Failure(program, "too large")
+    versions = {"jax": "1", "libtpu": "2"}
+    text = static_tpu.to_markdown([fast, worse, slow, failure], versions)
+    row, other = [line for line in text.splitlines() if line.startswith("| small")]
+    self.assertIn("| 1.50 |", row)
+    self.assertIn("| 1,500 |", other)
+    self.assertIn("too large", text)
+    self.assertLen(json.loads(static_tpu.to_json([fast, failure], versions))["results"], 2)
+
+  def test_time_is_never_less_than_the_bytes_take(self):
+    program = static_programs.Program("flash_attn2", SMALL, False, "v6e", (512, 512, 512))
+    found = static_profile.Static(program, 1, 0, 0, 1, 0, {}, 2.0, 10**9)
+    self.assertEqual(found.seconds, 2.0)
+
+  def test_unknown_chip(self):
+    with self.assertRaisesRegex(ValueError, "chips: got 'v99'.*v6e"):
+      static_tpu.run(["v99"])
+
+
+@unittest.skipUnless(importlib.util.find_spec("libtpu"),
+                     "libtpu is not installed: pip install 'attn_core[tpu]'")
+class ProfileTest(absltest.TestCase):
+
+  def test_every_contender(self):
+    programs = [
+        static_programs.Program(contender, SMALL, backward, "v6e", (512, 512, 256))
+        for contender in static_programs.CONTENDERS for backward in (False, True)]
+    results = static_profile.measure(programs)
+    for result in results:
+      self.assertIsInstance(result, static_profile.Static, result)
+      self.assertGreater(result.cycles, 500)
+      # libtpu does not say it of every kernel of others.
+      self.assertGreaterEqual(result.vmem_bytes, result.program.contender == static_programs.OURS)
+      self.assertBetween(result.slots["matrix"], 0.01, 1)
+      self.assertBetween(result.peak_share, 0.001, 1)
+
+  def test_a_failure_says_why(self):
+    program = static_programs.Program("flash_attn2", SMALL._replace(dtype="float16"), False, "v6e",
+                                      (512, 512, 512))
+    result, = static_profile.measure([program])
+    self.assertIn("float16", result.reason)
+
+
+if __name__ == "__main__":
+  absltest.main()
