@@ -18,7 +18,6 @@ from attn_core.benchmarks import cases
 from attn_core.benchmarks.cases import Case
 from attn_core.kernels.tpu import feed, schedule, tuned
 from attn_core.metadata import OperationMetadata
-from attn_core.types import BlockSizes
 
 
 OURS = "flash_attn2"
@@ -61,19 +60,23 @@ def _arrays(case: Case, form: Callable) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 @contextlib.contextmanager
 def _ours(program: Program):
-  block_q, block_kv, tile = program.blocks
-  sizes = BlockSizes(block_q, block_kv, block_q, block_kv)
   metadata = OperationMetadata(platform="tpu")
   mask = cases.mask(program.case)
   attend = lambda query, key, value: attention(
-      query, key, value, mechanism="flash_attn2", mask=mask, causal=False, metadata=metadata,
-      block_sizes=sizes).attention_outputs
-  with (mock.patch.object(feed, "Feed", _ComputingFeed), mock.patch.object(tuned, "TILE", tile)):
+      query, key, value, mechanism="flash_attn2", mask=mask, causal=False,
+      metadata=metadata).attention_outputs
+  with (mock.patch.object(feed, "Feed", _ComputingFeed),
+        mock.patch.object(tuned, "BLOCKS", dict.fromkeys(tuned.BLOCKS, program.blocks))):
     yield attend, _arrays(program.case, lambda b, t, h, w: (b, t, h, w))
 
 
 class _ComputingFeed(feed.Feed):
   """A feed of which the schedule is computed."""
+
+  def __init__(self, visits, lines, cut, group, *, by_keys, first_query_block=0):
+    super().__init__(visits, lines, cut, group, by_keys=by_keys,
+                     first_query_block=first_query_block)
+    self.scalars = []  # on some chips the profiler refuses what is copied to scalar memory
 
   def entry(self, scalars, line, n):
     return computed(self.visits)(n)
@@ -163,7 +166,7 @@ def _jax_splash(program: Program, *, fused: bool):
   def attend(query, key, value):
     kernel = library.make_splash_mha_single_device(
         kinds.MultiHeadMask([mask] * case.heads), block_sizes=sizes)
-    return jax.vmap(kernel)(query * jnp.asarray(case.width**-0.5, query.dtype), key, value)
+    return kernel(query[0] * jnp.asarray(case.width**-0.5, query.dtype), key[0], value[0])
 
   with mock.patch.object(library, "_next_nonzero", next_nonzero):
     yield attend, _arrays(case, lambda b, t, h, w: (b, h, t, w))

@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
 from attn_core import dropout
-from attn_core.kernels.tpu.schedule import Cut, Lines, Schedule
+from attn_core.kernels.tpu.schedule import LANES, Cut, Lines, Schedule
 from attn_core.masks import algebra
 from attn_core.types import AttentionSpec, Operands
 
@@ -56,14 +56,85 @@ class Where(NamedTuple):
     return self.keys.length, self.queries.length
 
 
+class Tokens(NamedTuple):
+  """How a kernel sees [B, tokens, heads, W].
+
+  Where W fills whole lanes, heads are side by side, as they are in memory: nothing is moved there.
+  Else heads come first.
+  """
+
+  batch: int
+  length: int  # padded to whole blocks
+  heads: int
+  width: int
+  group: int  # heads of a block
+  block: int  # tokens of a block
+  which: Callable  # (query block, key block) -> number of the block
+
+  @property
+  def side_by_side(self) -> bool:
+    return self.width % LANES == 0
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    if self.side_by_side:
+      return self.batch, self.length, self.heads * self.width
+    return self.batch, self.heads, self.length, self.width
+
+  @property
+  def block_shape(self) -> tuple[int, ...]:
+    if self.side_by_side:
+      return 1, self.block, self.group * self.width
+    return 1, self.group, self.block, self.width
+
+  def index(self, b, h, i, j):
+    """The number of the block along every axis of `shape`."""
+    number = self.which(i, j)
+    return (b, number, h) if self.side_by_side else (b, h, number, 0)
+
+  def pack(self, x):
+    """[B, tokens, heads, W] -> `shape`."""
+    x = pad(x, 1, self.length)
+    return x.reshape(self.shape) if self.side_by_side else x.transpose(0, 2, 1, 3)
+
+  def unpack(self, x):
+    """`shape` -> [B, length, heads, W]."""
+    if self.side_by_side:
+      return x.reshape(self.batch, self.length, self.heads, self.width)
+    return x.transpose(0, 2, 1, 3)
+
+  def at(self, head: int, part: Part) -> tuple:
+    """Where in a block some tokens of a head are: [tokens, W]."""
+    if self.side_by_side:
+      return 0, part.slice, pl.ds(head * self.width, self.width)
+    return 0, head, part.slice
+
+
 class Feed:
   """Operands of a kernel, in the order in which it gets them."""
 
-  def __init__(self, schedule: Schedule, lines: Lines, cut: Cut, *, by_keys: bool,
+  def __init__(self, schedule: Schedule, lines: Lines, cut: Cut, group: int, *, by_keys: bool,
                first_query_block: int = 0):
     self.scalars, self.arrays, self.specs = list(schedule), [], []
     self.visits, self.cut, self.lines, self.by_keys = schedule, cut, lines, by_keys
-    self.first_query_block = first_query_block
+    self.group, self.first_query_block = group, first_query_block
+
+  def query_tokens(self, shape) -> Tokens:
+    """The form of [B, T, H, W] by blocks of queries."""
+    batch, _, heads, width = shape
+    return Tokens(batch, self.cut.padded_queries, heads, width, self.group, self.cut.block_q,
+                  lambda i, j: i)
+
+  def key_tokens(self, shape) -> Tokens:
+    """The form of [B, S, K, W] by blocks of keys."""
+    batch, _, heads, width = shape
+    return Tokens(batch, self.cut.padded_keys, heads, width, 1, self.cut.block_kv,
+                  lambda i, j: j)
+
+  def tokens(self, form: Tokens, packed) -> Callable:
+    """What `form.pack` returned -> reader (refs, head of the block, part) of [tokens, W]."""
+    ref = self.array(packed, form.block_shape, form.index)
+    return lambda refs, head, part: ref(refs)[form.at(head, part)]
 
   def step(self, scalars, batch, head, n):
     """(query block, key block, kinds, flags) of step n."""
@@ -95,9 +166,9 @@ class Feed:
     number = len(self.arrays) - 1
     return lambda refs: refs.arrays[number]
 
-  def per_pair(self, x, group: int) -> Callable:
+  def per_pair(self, x) -> Callable:
     """[B or 1, H or 1, T or 1, S or 1] -> reader of a tile [keys or 1, queries or 1]."""
-    cut = self.cut
+    cut, group = self.cut, self.group
     x = x.transpose(0, 1, 3, 2)
     x = pad(x, 2, cut.padded_keys if x.shape[2] > 1 else 1)
     x = pad(x, 3, cut.padded_queries if x.shape[3] > 1 else 1)
@@ -177,16 +248,16 @@ class Mask(NamedTuple):
     return seen
 
 
-def mask_of(feed: Feed, operands: Operands, structure, group: int) -> Mask:
+def mask_of(feed: Feed, operands: Operands, structure) -> Mask:
   """Feeds the arrays of a mask."""
   feeders = {algebra.QUERY: feed.per_query, algebra.KEY: feed.per_key, algebra.BATCH: feed.per_row,
-             algebra.DENSE: lambda x: feed.per_pair(x.astype(jnp.int8), group)}
+             algebra.DENSE: lambda x: feed.per_pair(x.astype(jnp.int8))}
   mask = operands.mask
   readers = tuple(feeders[role](x) for x, role in zip(
       mask.arrays, algebra.structure_roles(structure)))
   optional = lambda x: None if x is None else feed.per_row(x)
   return Mask(structure, readers, optional(mask.batch_index), optional(mask.head_offset),
-              feed.cut, group)
+              feed.cut, feed.group)
 
 
 class Dropout(NamedTuple):
@@ -227,7 +298,7 @@ def call(kernel, feed: Feed, grid, outputs, scratch, *, vmem_bytes: int | None, 
 
   Args:
     outputs: [(shape, dtype, block, index(b, h, i, j))].
-    scratch: shapes of float32 arrays in vector memory.
+    scratch: [(shape, dtype)] of arrays in vector memory.
   """
   scalars, arrays = len(feed.scalars), len(feed.arrays)
   def body(*refs):
@@ -239,7 +310,7 @@ def call(kernel, feed: Feed, grid, outputs, scratch, *, vmem_bytes: int | None, 
       grid_spec=pltpu.PrefetchScalarGridSpec(
           num_scalar_prefetch=scalars, grid=grid, in_specs=feed.specs,
           out_specs=[feed.block_spec(block, index) for _, _, block, index in outputs],
-          scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch]),
+          scratch_shapes=[pltpu.VMEM(shape, dtype) for shape, dtype in scratch]),
       # Not ShapeDtypeStruct, which inside shard_map must say over which axes of the mesh it varies.
       out_shape=[jax.core.ShapedArray(shape, dtype) for shape, dtype, _, _ in outputs],
       compiler_params=pltpu.CompilerParams(

@@ -41,7 +41,6 @@ from attn_core.masks import algebra, blocks
 from attn_core.types import AttentionSpec, BlockSizes, Operands, cdiv
 
 LOG2E = math.log2(math.e)
-AHEAD = 1  # strips whose products are issued before they are used
 
 
 class Setting(NamedTuple):
@@ -52,7 +51,7 @@ class Setting(NamedTuple):
   group: int
   mask: feeds.Mask
   dropout: feeds.Dropout
-  patterns: tuple[int, ...]  # see `schedule.Schedule.patterns`
+  patterns: tuple[tuple[int, ...], bool]  # see `schedule.Schedule.patterns`
   bias: Any  # reader of a tile, or None
   precision: Any
 
@@ -93,6 +92,14 @@ class Setting(NamedTuple):
     """The queries of `at` among those of all heads of the group."""
     return pl.ds(at.head * self.cut.block_q + at.queries.start, at.queries.length)
 
+  def row_tiles(self, strips):
+    """[((query head, first query), its rows)] of all tiles of queries in strips, each once."""
+    size = self.cut.tile_q
+    found = dict.fromkeys(
+        (at.head, start) for at, _ in strips
+        for start in range(at.queries.start, at.queries.start + at.queries.length, size))
+    return [((head, start), pl.ds(head * self.cut.block_q + start, size)) for head, start in found]
+
   def dot(self, a, b, contract=((1,), (0,))):
     return lax.dot_general(a, b, (contract, ((), ())), precision=self.precision,
                            preferred_element_type=jnp.float32)
@@ -123,51 +130,49 @@ def _cut(operands: Operands, spec, block_sizes, *, backward) -> schedule.Cut:
 
 
 def _setting(feed, operands: Operands, spec: AttentionSpec, cut, visits) -> Setting:
-  group = operands.query.shape[2] // operands.key.shape[2]
-  mask = feeds.mask_of(feed, operands, spec.mask, group)
-  bias = None if operands.bias is None else feed.per_pair(operands.bias, group)
+  mask = feeds.mask_of(feed, operands, spec.mask)
+  bias = None if operands.bias is None else feed.per_pair(operands.bias)
   # Products of 16-bit numbers are exact whatever is asked; those of float32 are unless otherwise.
   precision = None
   if operands.query.dtype == jnp.float32:
     precision = lax.Precision.HIGHEST if spec.precision is None else spec.precision
-  return Setting(spec, cut, group, mask, feeds.dropout_of(feed, operands, spec, mask),
+  return Setting(spec, cut, feed.group, mask, feeds.dropout_of(feed, operands, spec, mask),
                  visits.patterns(cut), bias, precision)
-
-
-def _heads_first(x, length: int):
-  """[B, T, H, W] -> [B, H, length, W]."""
-  return feeds.pad(x.transpose(0, 2, 1, 3), 2, length)
-
-
-def _sequence_last(x, length: int):
-  """[B, T, H, W] -> [B, H, W, length]."""
-  return feeds.pad(x.transpose(0, 2, 3, 1), 3, length)
 
 
 def _visit(setting: Setting, place, kinds, strips):
   """Runs strips([(where, masked)]) over what a block shows: at once for a pattern, else by tiles."""
-  known = [kinds == np.uint32(pattern).view(np.int32) for pattern in setting.patterns]
-  for is_pattern, pattern in zip(known, setting.patterns):
+  patterns, complete = setting.patterns
+  known = [kinds == np.uint32(pattern).view(np.int32) for pattern in patterns]
+  for is_pattern, pattern in zip(known, patterns):
     @pl.when(is_pattern)
     def _(pattern=pattern):
       strips(setting.strips(place, pattern))
 
+  if complete:
+    return
+
   @pl.when(jnp.logical_not(functools.reduce(jnp.logical_or, known)))
   def _():
-    for shift, at in setting.tiles(place):
-      kind = (kinds >> shift) & 3
-      for value, masked in ((blocks.FULL, False), (blocks.PARTIAL, True)):
-        @pl.when(kind == value)
-        def _(at=at, masked=masked):
-          strips([(at, masked)])
+    cut = setting.cut
+    for shift, first in setting.tiles(place)[:setting.group * cut.tiles_q]:
+      @pl.loop(0, cut.tiles_kv)
+      def _(c, shift=shift, first=first):
+        kind = (kinds >> (shift + 2 * cut.tiles_q * c)) & 3
+        start = pl.multiple_of(c * cut.tile_kv, cut.tile_kv)
+        at = first._replace(keys=Part(start, cut.tile_kv))
+        for value, masked in ((blocks.FULL, False), (blocks.PARTIAL, True)):
+          @pl.when(kind == value)
+          def _(masked=masked):
+            strips([(at, masked)])
 
 
 def _ahead(strips, products):
-  """(where, masked, products(where)) of all strips, those of the next AHEAD issued before."""
-  issued = collections.deque(products(at) for at, _ in strips[:AHEAD])
+  """(where, masked, products(where)) of all strips, those of the next ones issued before."""
+  issued = collections.deque(products(at) for at, _ in strips[:tuned.AHEAD])
   for n, (at, masked) in enumerate(strips):
-    if n + AHEAD < len(strips):
-      issued.append(products(strips[n + AHEAD][0]))
+    if n + tuned.AHEAD < len(strips):
+      issued.append(products(strips[n + tuned.AHEAD][0]))
     yield at, masked, issued.popleft()
 
 
@@ -182,37 +187,34 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
   cut = _cut(operands, spec, block_sizes, backward=False)
   mask = jax.tree.unflatten(spec.mask, operands.mask.arrays)
   visits, lines = schedule.build(mask, cut, group, by_keys=False)
-  feed = feeds.Feed(visits, lines, cut, by_keys=False)
+  feed = feeds.Feed(visits, lines, cut, group, by_keys=False)
   keys, values = steps.shield(operands.key, operands.value,
                               steps.finite_keys(operands.key, operands.value))
+  forms = (feed.query_tokens(operands.query.shape), feed.key_tokens(keys.shape),
+           feed.key_tokens(values.shape))
   readers = _ForwardReaders(
-      feed.array(_heads_first(operands.query, cut.padded_queries), (1, group, cut.block_q, width),
-                 lambda b, h, i, j: (b, h, i, 0)),
-      feed.array(_heads_first(keys, cut.padded_keys), (1, 1, cut.block_kv, width),
-                 lambda b, h, i, j: (b, h, j, 0)),
-      feed.array(_sequence_last(values, cut.padded_keys), (1, 1, value_width, cut.block_kv),
-                 lambda b, h, i, j: (b, h, 0, j)),
+      *(feed.tokens(form, form.pack(x)) for form, x in zip(forms, (operands.query, keys, values))),
       _sinks(feed, operands))
+  result = feed.query_tokens((batch, queries, heads, value_width))
   setting = _setting(feed, operands, spec, cut, visits)
   rows = group * cut.block_q
   out, lse = feeds.call(
-      functools.partial(_forward_kernel, setting, feed, readers), feed,
+      functools.partial(_forward_kernel, setting, feed, readers, result), feed,
       (batch, key_heads, visits.rows.shape[1]),
-      [((batch, heads, value_width, cut.padded_queries), operands.query.dtype,
-        (1, group, value_width, cut.block_q), lambda b, h, i, j: (b, h, 0, i)),
+      [(result.shape, operands.query.dtype, result.block_shape, result.index),
        ((batch, heads, 1, cut.padded_queries), jnp.float32,
         (1, group, 1, cut.block_q), lambda b, h, i, j: (b, h, 0, i))],
-      [(1, rows), (1, rows), (value_width, rows)],
+      [((1, rows), jnp.float32), ((1, rows), jnp.float32), ((value_width, rows), jnp.float32)],
       vmem_bytes=tuned.vmem_limit(block_sizes, cut, operands), name="attn_core_forward")
-  return Residuals(out[..., :queries].transpose(0, 3, 1, 2), lse[:, :, 0, :queries])
+  return Residuals(result.unpack(out)[:, :queries], lse[:, :, 0, :queries])
 
 
 class _ForwardReaders(NamedTuple):
-  """Readers of the forward's blocks."""
+  """Readers of the forward's blocks; see `feed.Feed.tokens`."""
 
-  query: Any  # [1, G, queries, D]
-  key: Any  # [1, 1, keys, D]
-  value_transposed: Any  # [1, 1, E, keys]
+  query: Any  # [queries, D]
+  key: Any  # [keys, D]
+  value: Any  # [keys, E]
   sinks: Any  # (refs, batch row, query head) -> number; None: none
 
 
@@ -225,11 +227,10 @@ def _sinks(feed, operands):
   return lambda refs, b, head: ref(refs)[b if rows > 1 else 0, head]
 
 
-def _forward_kernel(setting: Setting, feed, readers, refs: Refs, outputs, scratch):
+def _forward_kernel(setting: Setting, feed, readers, result, refs: Refs, outputs, scratch):
   b, h, n = (pl.program_id(axis) for axis in range(3))
   i, j, kinds, flags = feed.step(refs.scalars, b, h, n)
   highest, total, output = scratch
-  query, key, value_transposed = (read(refs) for read in readers[:3])
 
   @pl.when((flags & schedule.FIRST) != 0)
   def _():
@@ -238,15 +239,15 @@ def _forward_kernel(setting: Setting, feed, readers, refs: Refs, outputs, scratc
     output[...] = jnp.zeros_like(output)
 
   def scores(at):
-    return setting.dot(key[0, 0, at.keys.slice], query[0, at.head, at.queries.slice],
+    return setting.dot(readers.key(refs, 0, at.keys), readers.query(refs, at.head, at.queries),
                        ((1,), (1,)))
 
   def update(at, x, old, masked):
     """Folds a tile of scores into (maximum, total) `old`; returns the new ones."""
     def weigh(weights):
       kept, = setting.dropout.drop(refs, at, weights)
-      values = value_transposed[0, 0, :, at.keys.slice]
-      return setting.dot(values, kept.astype(values.dtype))
+      values = readers.value(refs, 0, at.keys)
+      return setting.dot(values, kept.astype(values.dtype), ((0,), (0,)))
 
     x, _ = setting.logits(refs, at, x, masked)
     rows = setting.rows(at)
@@ -256,10 +257,15 @@ def _forward_kernel(setting: Setting, feed, readers, refs: Refs, outputs, scratc
     return new.highest, new.total
 
   def strips(places):
+    # The numbers of rows go from strip to strip as values: through memory they would be late.
+    numbers = {tile: (highest[:, rows], total[:, rows]) for tile, rows in setting.row_tiles(places)}
     for at, masked, current in _ahead(places, scores):
-      rows = setting.rows(at)
-      highest[:, rows], total[:, rows] = update(
-          at, current, (highest[:, rows], total[:, rows]), masked)
+      tiles = [tile for tile, _ in setting.row_tiles([(at, masked)])]
+      old = zip(*(numbers[tile] for tile in tiles))
+      new = update(at, current, tuple(jnp.concatenate(parts, 1) for parts in old), masked)
+      numbers.update(zip(tiles, zip(*(jnp.split(x, len(tiles), 1) for x in new))))
+    for tile, rows in setting.row_tiles(places):
+      highest[:, rows], total[:, rows] = numbers[tile]
 
   _visit(setting, (b, h, i, j), kinds, strips)
 
@@ -267,12 +273,13 @@ def _forward_kernel(setting: Setting, feed, readers, refs: Refs, outputs, scratc
   def _():
     out, lse = outputs
     for g in range(setting.group):
-      rows = pl.ds(g * setting.cut.block_q, setting.cut.block_q)
+      every = Part(0, setting.cut.block_q)
+      rows = pl.ds(g * every.length, every.length)
       head = h * setting.group + g
       sink = None if readers.sinks is None else readers.sinks(refs, b, head)
-      result, lse[0, g] = softmax.finish(softmax.Running(
+      mean, lse[0, g] = softmax.finish(softmax.Running(
           highest[:, rows] * (setting.unit / LOG2E), total[:, rows], output[:, rows]), sink)
-      out[0, g] = (result * setting.dropout.scale).astype(out.dtype)
+      out[result.at(g, every)] = (mean * setting.dropout.scale).T.astype(out.dtype)
 
 
 # --- Backward. -----------------------------------------------------------------------------------
@@ -312,19 +319,15 @@ def _backward(operands: Operands, spec, block_sizes, side: _RowSide) -> dict:
   rows = lambda x, fill: jnp.pad(
       x[:, :, None], ((0, 0),) * 3 + ((0, cut.padded_queries - queries),), constant_values=fill)
   arrays = _BackwardArrays(
-      *(_heads_first(x, cut.padded_queries) for x in (steps.clean(operands.query), side.d_out)),
-      *(form(steps.clean(x), cut.padded_keys) for form, x in (
-          (_heads_first, operands.key), (_sequence_last, operands.key),
-          (_heads_first, operands.value))),
+      steps.clean(operands.query), side.d_out, steps.clean(operands.key),
+      steps.clean(operands.value),
       rows(steps.finite_lse(side.lse) * LOG2E, jnp.inf), rows(side.correction, 0))
   parts = [_backward_range(operands, spec, block_sizes, arrays, cut, blocks_q)
            for blocks_q in _query_ranges(operands, cut)]
   d_queries, d_keys, d_values = zip(*parts)
-  d_query = jnp.concatenate(d_queries, 1)[:, :queries] * spec.softmax_scale
-  add = lambda parts, like: sum(parts[1:], parts[0])[:, :, :keys].transpose(
-      0, 2, 1, 3).astype(like.dtype)
-  return {"query": d_query.astype(operands.query.dtype), "key": add(d_keys, operands.key),
-          "value": add(d_values, operands.value)}
+  add = lambda parts, like: sum(parts[1:], parts[0])[:, :keys].astype(like.dtype)
+  return {"query": jnp.concatenate(d_queries, 1)[:, :queries],
+          "key": add(d_keys, operands.key), "value": add(d_values, operands.value)}
 
 
 def _query_ranges(operands: Operands, cut) -> list[tuple[int, int]]:
@@ -339,56 +342,55 @@ def _query_ranges(operands: Operands, cut) -> list[tuple[int, int]]:
 class _BackwardArrays(NamedTuple):
   """What the backward's kernels read, or the readers of its blocks.
 
-  Padded lengths; lse times log2(e), +inf where nothing was seen.
+  lse times log2(e), +inf where nothing was seen.
   """
 
-  query: Any  # [B, H, T, D]
-  d_out: Any  # [B, H, T, E]
-  key: Any  # [B, K, S, D]
-  key_transposed: Any  # [B, K, D, S]
-  value: Any  # [B, K, S, E]
-  lse: Any  # [B, H, 1, T]
-  correction: Any  # [B, H, 1, T]
+  query: Any  # [B, T, H, D]; a reader gives [queries, D]
+  d_out: Any  # [B, T, H, E]
+  key: Any  # [B, S, K, D]
+  value: Any  # [B, S, K, E]
+  lse: Any  # [B, H, 1, padded T]; a reader gives a block [1, G, 1, queries]
+  correction: Any  # the same
 
 
 def _backward_range(operands, spec, block_sizes, arrays: _BackwardArrays, cut, query_blocks):
-  """(d_query [B, T', H, D] float32 without the scale, d_key and d_value [B, K, padded S, W])."""
+  """(d_query [B, T', H, D], d_key and d_value [B, padded S, K, W]) of a range of queries."""
   batch, _, heads, width = operands.query.shape
-  key_heads, value_width = operands.value.shape[2:]
+  key_heads = operands.key.shape[2]
   group, number = heads // key_heads, query_blocks[1] - query_blocks[0]
   mask = jax.tree.unflatten(spec.mask, operands.mask.arrays)
   visits, lines = schedule.build(mask, cut, group, by_keys=True, query_blocks=query_blocks)
-  feed = feeds.Feed(visits, lines, cut, by_keys=True, first_query_block=query_blocks[0])
-  of_queries = lambda x: feed.array(x, (1, group, cut.block_q, x.shape[3]),
-                                    lambda b, h, i, j: (b, h, i, 0))
-  of_keys = lambda x: feed.array(x, (1, 1, cut.block_kv, x.shape[3]),
-                                 lambda b, h, i, j: (b, h, j, 0))
+  feed = feeds.Feed(visits, lines, cut, group, by_keys=True, first_query_block=query_blocks[0])
   of_rows = lambda x: feed.array(x, (1, group, 1, cut.block_q), lambda b, h, i, j: (b, h, 0, i))
-  transposed = lambda x: feed.array(x, (1, 1, width, cut.block_kv), lambda b, h, i, j: (b, h, 0, j))
-  forms = _BackwardArrays(
-      of_queries, of_queries, of_keys, transposed, of_keys, of_rows, of_rows)
-  readers = _BackwardArrays(*(form(x) for form, x in zip(forms, arrays)))
+  forms = (*(feed.query_tokens(x.shape) for x in arrays[:2]),
+           *(feed.key_tokens(x.shape) for x in arrays[2:4]))
+  readers = _BackwardArrays(
+      *(feed.tokens(form, form.pack(x)) for form, x in zip(forms, arrays)),
+      of_rows(arrays.lse), of_rows(arrays.correction))
   setting = _setting(feed, operands, spec, cut, visits)
-  partial = number < cut.padded_queries // cut.block_q
-  d_query, d_key, d_value = feeds.call(
-      functools.partial(_backward_kernel, setting, feed, readers), feed,
+  # The cotangent of all queries of the range is one block: it stays until the last step.
+  rows = number * cut.block_q
+  results = (feeds.Tokens(batch, rows, heads, width, group, rows, lambda i, j: 0),
+             feed.key_tokens(operands.key.shape), feed.key_tokens(operands.value.shape))
+  summed = jnp.float32 if rows < cut.padded_queries else operands.query.dtype
+  found = feeds.call(
+      functools.partial(_backward_kernel, setting, feed, readers, results), feed,
       (batch, key_heads, visits.rows.shape[1]),
-      [((batch, heads, number, width, cut.block_q), jnp.float32,
-        (1, group, number, width, cut.block_q), lambda b, h, i, j: (b, h, 0, 0, 0)),
-       *[((batch, key_heads, cut.padded_keys, w), jnp.float32 if partial else x.dtype,
-          (1, 1, cut.block_kv, w), lambda b, h, i, j: (b, h, j, 0))
-         for x, w in ((operands.key, width), (operands.value, value_width))]],
-      [(cut.block_kv, width), (cut.block_kv, value_width)],
+      [(form.shape, dtype, form.block_shape, form.index)
+       for form, dtype in zip(results, (operands.query.dtype, summed, summed))],
+      [((group * number, width, cut.block_q), jnp.float32), ((cut.block_kv, width), jnp.float32),
+       ((cut.block_kv, operands.value.shape[3]), jnp.float32)],
       vmem_bytes=tuned.vmem_limit(block_sizes, cut, operands, number), name="attn_core_backward")
-  return d_query.transpose(0, 2, 4, 1, 3).reshape(batch, -1, heads, width), d_key, d_value
+  return tuple(form.unpack(x) for form, x in zip(results, found))
 
 
-def _backward_kernel(setting: Setting, feed, readers, refs: Refs, outputs, scratch):
+def _backward_kernel(setting: Setting, feed, readers, results, refs: Refs, outputs, scratch):
   b, h, n = (pl.program_id(axis) for axis in range(3))
   i, j, kinds, flags = feed.step(refs.scalars, b, h, n)
-  query, d_out, key, key_transposed, value, lse, correction = (read(refs) for read in readers)
-  d_query, d_key_result, d_value_result = outputs
-  d_key, d_value = scratch
+  lse, correction = (read(refs) for read in readers[4:])
+  # The queries' cotangent is transposed, block by block of each head.
+  d_query, d_key, d_value = scratch
+  number = d_query.shape[0] // setting.group
 
   @pl.when(n == 0)
   def _():
@@ -401,22 +403,23 @@ def _backward_kernel(setting: Setting, feed, readers, refs: Refs, outputs, scrat
 
   def products(at):
     """(scores, d_weights) [C, Q]."""
-    keys, queries = at.keys.slice, at.queries.slice
-    return (setting.dot(key[0, 0, keys], query[0, at.head, queries], ((1,), (1,))),
-            setting.dot(value[0, 0, keys], d_out[0, at.head, queries], ((1,), (1,))))
+    return tuple(setting.dot(keys(refs, 0, at.keys), queries(refs, at.head, at.queries),
+                             ((1,), (1,)))
+                 for keys, queries in ((readers.key, readers.query), (readers.value, readers.d_out)))
 
   def add(at, both, masked):
     scores, d_weights = both
     keys, queries = at.keys.slice, at.queries.slice
+    query, d_out = (read(refs, at.head, at.queries) for read in (readers.query, readers.d_out))
     logits, slope = setting.logits(refs, at, scores, masked)
     weights = jnp.exp2(logits * setting.unit - lse[0, at.head, :, queries])
     kept, d_weights = setting.dropout.drop(refs, at, weights, d_weights)
     d_logits = weights * (d_weights * setting.dropout.scale - correction[0, at.head, :, queries])
     d_logits = (d_logits if slope is None else d_logits * slope).astype(query.dtype)
-    d_value[keys] += setting.dot(kept.astype(d_out.dtype), d_out[0, at.head, queries])
-    d_key[keys] += setting.dot(d_logits, query[0, at.head, queries])
-    d_query[0, at.head, at.query_block - feed.first_query_block, :, queries] += setting.dot(
-        key_transposed[0, 0, :, keys], d_logits)
+    d_value[keys] += setting.dot(kept.astype(d_out.dtype), d_out)
+    d_key[keys] += setting.dot(d_logits, query)
+    d_query[at.head * number + at.query_block - feed.first_query_block, :, queries] += setting.dot(
+        readers.key(refs, 0, at.keys), d_logits, ((0,), (0,)))
 
   def strips(places):
     for at, masked, both in _ahead(places, products):
@@ -424,10 +427,23 @@ def _backward_kernel(setting: Setting, feed, readers, refs: Refs, outputs, scrat
 
   _visit(setting, (b, h, i, j), kinds, strips)
 
+  def write(which, head, part, x):
+    ref = outputs[which]
+    ref[results[which].at(head, part)] = x.astype(ref.dtype)
+
   @pl.when((flags & schedule.LAST) != 0)
   def _():
-    d_key_result[0, 0] = (d_key[...] * setting.spec.softmax_scale).astype(d_key_result.dtype)
-    d_value_result[0, 0] = (d_value[...] * setting.dropout.scale).astype(d_value_result.dtype)
+    every = Part(0, setting.cut.block_kv)
+    write(1, 0, every, d_key[...] * setting.spec.softmax_scale)
+    write(2, 0, every, d_value[...] * setting.dropout.scale)
+
+  @pl.when(n == pl.num_programs(2) - 1)
+  def _():
+    size = setting.cut.block_q
+    for head in range(setting.group):
+      for block in range(number):
+        write(0, head, Part(block * size, size),
+              d_query[head * number + block].T * setting.spec.softmax_scale)
 
 
 def _check(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> None:

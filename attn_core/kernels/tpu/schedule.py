@@ -16,6 +16,7 @@ import numpy as np
 from attn_core.masks import blocks
 from attn_core.types import cdiv
 
+LANES = 128
 FIRST, LAST = 1, 2  # bits of `flags`
 MOST_PATTERNS = 6
 
@@ -59,17 +60,18 @@ class Schedule(NamedTuple):
   kinds: Any  # two bits for every tile: EMPTY, PARTIAL or FULL of `masks.blocks`
   flags: Any  # FIRST and LAST step of its row block
 
-  def patterns(self, cut: Cut) -> tuple[int, ...]:
-    """The kinds for which a kernel has code of its own: the most frequent, and all tiles FULL.
+  def patterns(self, cut: Cut) -> tuple[tuple[int, ...], bool]:
+    """The kinds for which a kernel has code of its own, and whether there are no others.
 
-    Only the last where a mask's arrays are traced.
+    The most frequent ones and all tiles FULL; only the last where a mask's arrays are traced.
     """
     whole = sum(blocks.FULL << (2 * n) for n in range(cut.tiles_q * cut.tiles_kv))
     if not isinstance(self.kinds, np.ndarray):
-      return (whole,)
+      return (whole,), False
     found, counts = np.unique(self.kinds.view(np.uint32), return_counts=True)
     frequent = [int(found[n]) for n in np.argsort(-counts, kind="stable") if found[n]]
-    return tuple(dict.fromkeys([whole, *frequent]))[:MOST_PATTERNS]
+    patterns = tuple(dict.fromkeys([whole, *frequent] if whole in frequent else frequent))
+    return patterns[:MOST_PATTERNS], len(patterns) <= MOST_PATTERNS
 
 
 class Lines(NamedTuple):

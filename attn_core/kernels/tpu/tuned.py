@@ -1,17 +1,23 @@
 """Blocks and tiles of the TPU kernels, and the vector memory that they need.
 
-A block is what one step of the grid fetches, a tile what is computed at once. Chosen by libtpu's
-static cycles for v6e, bfloat16, D = 128, S = 4,096 (attn_core_test/results/tpu_static.md): large
-blocks, since every step pays for filling and draining the pipeline between the units; smaller ones
-where a diagonal cuts them.
+A block is what one step of the grid fetches; its tiles are hidden, visible or in between, and
+neighbouring tiles of one kind are computed at once. Chosen by libtpu's static cycles for v6e,
+bfloat16, D = 128, S = 4,096 (attn_core_test/results/tpu_static.md): large blocks, since every step
+pays for filling and draining the pipeline between the units; small tiles in the backward where a
+diagonal cuts them. What is not in the table takes the same blocks, as far as its length goes, and
+query blocks divided by the query heads of a key head.
 """
 
-from attn_core.kernels.tpu.schedule import Cut, round_up
+from attn_core.kernels.tpu.schedule import LANES, Cut, round_up
 from attn_core.types import BlockSizes, Operands
 
-LANES = 128
 MOST_TILES = 16  # of a block: their kinds share one 32-bit number
-TILE = 512  # tokens, along both sides
+# (backward, whether the mask hides anything): query tokens times query heads of a key head, key
+# tokens, and tokens of a tile along both sides.
+BLOCKS = {(False, False): (2048, 2048, 512), (False, True): (2048, 2048, 512),
+          (True, False): (1024, 2048, 512), (True, True): (1024, 1024, 256)}
+PER_PAIR_BLOCK = (512, 512, 512)  # where a bias or a dense mask brings a number per pair
+AHEAD = 3  # strips of tiles whose first products are issued before they are used
 MEBIBYTE = 2**20
 MOST_VMEM = 60 * MEBIBYTE  # what every chip since v5 has, less a margin
 LEAST_VMEM = 16 * MEBIBYTE  # the compiler's own limit on the smallest
@@ -37,11 +43,10 @@ def choose(shape, requested: BlockSizes, *, sparse: bool, per_pair: bool, backwa
   wanted_q, wanted_kv = (
       _wanted(requested, f"{name}{suffix}", length)
       for name, length in (("block_q", queries), ("block_kv", keys)))
-  rows, columns = (512, 512) if per_pair else (1024, 1024) if backward else (
-      1024 if sparse else 2048, 2048)
+  rows, columns, tile = PER_PAIR_BLOCK if per_pair else BLOCKS[backward, sparse]
   block_q = round_up(min(wanted_q or max(LANES, rows // group // LANES * LANES), queries), LANES)
   block_kv = round_up(min(wanted_kv or columns, keys), LANES)
-  tile_q, tile_kv = _tile(block_q, TILE), _tile(block_kv, TILE)
+  tile_q, tile_kv = _tile(block_q, tile), _tile(block_kv, tile)
   while (block_q // tile_q) * (block_kv // tile_kv) > MOST_TILES:
     tile_q, tile_kv = _tile(block_q, 2 * tile_q), _tile(block_kv, 2 * tile_kv)
   return Cut(queries, keys, block_q, block_kv, tile_q, tile_kv)
@@ -82,13 +87,14 @@ def vmem_limit(requested: BlockSizes, cut: Cut, operands: Operands, resident: in
   if resident:
     blocks += cut.block_kv * (2 * width + value_width) * itemsize
     sums = cut.block_kv * (width + value_width) + 2 * resident * rows * width
-  needed = 2 * (blocks + pairs) + 4 * sums + 16 * cut.block_q * cut.tile_kv
+  strips = (2 if resident else 1) * (AHEAD + 1) * cut.block_q * cut.tile_kv
+  needed = 2 * (blocks + pairs) + 4 * (sums + strips)
   if needed > MOST_VMEM:
     raise ValueError(
         f"block_sizes: blocks of {cut.block_q} queries times {group} heads and {cut.block_kv} keys "
         f"need about {needed / MEBIBYTE:.0f} MiB of vector memory; expected at most "
         f"{MOST_VMEM // MEBIBYTE}: give smaller block_q and block_kv")
-  return min(MOST_VMEM, max(LEAST_VMEM, 2 * needed))
+  return min(MOST_VMEM, max(LEAST_VMEM, needed * 3 // 2))
 
 
 def _per_pair(operands: Operands):
