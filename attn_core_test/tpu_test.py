@@ -10,6 +10,7 @@ import io
 import os
 from typing import NamedTuple
 import unittest
+from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -21,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSh
 import numpy as np
 
 from attn_core import BlockSizes, MaskInfo, OperationMetadata, attention, dropout, explain, masks
-from attn_core.kernels.tpu import tuned
+from attn_core.kernels.tpu import feed, schedule, tuned
 from attn_core.references import oracle
 from attn_core.types import AttentionSpec, MaskOperands, Operands
 
@@ -114,6 +115,8 @@ CASES = {
     "bias_row": Case({}, floats={"bias": (1, 2, 1, 260)}),
     "dropout": Case(dict(dropout_prob=0.3, dropout_rng=KEY, deterministic=False), B=2, H=4, K=2),
     "bfloat16": Case({}, dtype="bfloat16", H=4, K=2),
+    "whole_lanes": Case({}, B=2, T=300, H=4, K=2, D=128),
+    "whole_lanes_of_values": Case(dict(causal=False), masks.full(), T=130, S=140, D=192, E=128),
     "several_tiles_a_block": Case({}, T=1100, H=1, K=1, blocks=BlockSizes()),
 }
 
@@ -159,14 +162,14 @@ class InterpretTest(parameterized.TestCase):
   def test_value_and_gradient_equal_the_oracle(self, name):
     self.compare(CASES[name], 2e-2 if CASES[name].dtype == "bfloat16" else 1e-5)
 
-  def test_transfers_at_once(self):
-    self.compare(CASES["gqa_batch"], 1e-5, "eager")
+  @parameterized.parameters("whole_lanes", "segments", "sinks")
+  def test_transfers_at_once(self, name):
+    self.compare(CASES[name], 1e-5, "eager")
 
-  def test_the_backward_in_several_ranges_of_queries(self):
-    whole = tuned.RESIDENT
-    self.addCleanup(setattr, tuned, "RESIDENT", whole)
-    tuned.RESIDENT = 2 * 4 * 2 * 128 * 256
-    self.compare(Case({}, T=700, H=4, K=2), 1e-5)
+  @parameterized.parameters(64, 128)
+  def test_the_backward_in_several_ranges_of_queries(self, width):
+    self.enter_context(mock.patch.object(tuned, "RESIDENT", 2 * 4 * 2 * 128 * 256))
+    self.compare(Case({}, T=700, H=4, K=2, D=width), 1e-5)
 
   def test_what_is_hidden_may_be_nan(self):
     case = Case({}, T=200, blocks=BlockSizes())
@@ -202,6 +205,33 @@ class InterpretTest(parameterized.TestCase):
     np.testing.assert_array_equal(mapped, one)
 
 
+class ScheduleTest(parameterized.TestCase):
+
+  def test_patterns_of_a_mask_known_on_the_host(self):
+    cut = schedule.Cut(1024, 1024, 512, 512, 256, 256)
+    visits, _ = schedule.build(masks.causal(), cut, 1, by_keys=False)
+    patterns, complete = visits.patterns(cut)
+    full, partial = 2, 1
+    diagonal = partial | full << 2 | partial << 6
+    self.assertEqual(set(patterns), {0b10101010, diagonal})
+    self.assertTrue(complete)
+
+  def test_patterns_of_a_traced_mask(self):
+    cut = schedule.Cut(300, 300, 128, 128, 128, 128)
+    found = []
+    jax.eval_shape(lambda ids: found.append(
+        schedule.build(masks.segments(ids), cut, 1, by_keys=False)[0].patterns(cut)), IDS)
+    self.assertEqual(found, [((2,), False)])
+
+  @parameterized.parameters(128, 192)
+  def test_tokens_go_and_come_back(self, width):
+    form = feed.Tokens(2, 256, 4, width, 2, 128, lambda i, j: i)
+    x = np.arange(2 * 200 * 4 * width).reshape(2, 200, 4, width)
+    packed = form.pack(x)
+    self.assertEqual(packed.shape, form.shape)
+    np.testing.assert_array_equal(form.unpack(packed)[:, :200], x)
+
+
 class RefusalTest(absltest.TestCase):
 
   def refusal(self, error, words, dtype=jnp.float32, **arguments):
@@ -228,6 +258,12 @@ class RefusalTest(absltest.TestCase):
                        backward=False)
     with self.assertRaisesRegex(ValueError, "MiB of vector memory.*smaller block_q"):
       tuned.vmem_limit(BlockSizes(), cut, Operands(x, x, x))
+
+  def test_schedules_that_do_not_fit(self):
+    x = jax.ShapeDtypeStruct((1, 65536, 1, 64), jnp.bfloat16)
+    with self.assertRaisesRegex(ValueError, "128 queries.*KiB of scalar memory.*larger block_q"):
+      jax.eval_shape(lambda x: attention(
+          x, x, x, mechanism="flash_attn2", metadata=TPU, block_sizes=BLOCKS), x)
 
   def test_auto_never_falls_to_quadratic_memory(self):
     x = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.float16)

@@ -32,11 +32,12 @@ class Chip(NamedTuple):
   peak_flops: float  # a second, bfloat16
   flops_per_cycle: int  # of the matrix units; with the peak it gives the clock
   hbm_bytes: float  # a second
+  cores: int = 1  # that share the heads
 
 
 CHIPS = {
     "v5e": Chip("v5e:2x2", 197e12, 2**17, 819e9),
-    "v5p": Chip("v5p:2x2x1", 459e12, 2**18, 2765e9),
+    "v5p": Chip("v5p:2x2x1", 459e12, 2**18, 2765e9, 2),
     "v6e": Chip("v6e:2x2", 918e12, 2**19, 1640e9),
     "tpu7x": Chip("tpu7x:2x2x1", 1153.5e12, 2**19, 3690e9),
 }

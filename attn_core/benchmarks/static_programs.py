@@ -1,7 +1,8 @@
 """Attention programs for a TPU, of this library and of JAX's own kernels, to be compiled elsewhere.
 
-A static profiler reads zeros from scalar memory, where a schedule says which blocks to visit: the
-programs made here compute the same visits from the number of the step instead.
+A static profiler reads zeros from scalar memory, where a schedule says which blocks to visit, and
+refuses it altogether on some chips: the programs made here compute the same visits from the number
+of the step instead.
 """
 
 import contextlib
@@ -76,7 +77,7 @@ class _ComputingFeed(feed.Feed):
   def __init__(self, visits, lines, cut, group, *, by_keys, first_query_block=0):
     super().__init__(visits, lines, cut, group, by_keys=by_keys,
                      first_query_block=first_query_block)
-    self.scalars = []  # on some chips the profiler refuses what is copied to scalar memory
+    self.scalars = []
 
   def entry(self, scalars, line, n):
     return computed(self.visits)(n)
@@ -166,6 +167,10 @@ def _jax_splash(program: Program, *, fused: bool):
   def attend(query, key, value):
     kernel = library.make_splash_mha_single_device(
         kinds.MultiHeadMask([mask] * case.heads), block_sizes=sizes)
+    for name in ("fwd_mask_info", "dq_mask_info", "dkv_mask_info"):
+      info = getattr(kernel, name)
+      if info is not None:
+        setattr(kernel, name, info._replace(data_next=None, block_mask=None, mask_next=None))
     return kernel(query[0] * jnp.asarray(case.width**-0.5, query.dtype), key[0], value[0])
 
   with mock.patch.object(library, "_next_nonzero", next_nonzero):

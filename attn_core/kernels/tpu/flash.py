@@ -447,10 +447,13 @@ def _backward_kernel(setting: Setting, feed, readers, results, refs: Refs, outpu
 
 
 def _check(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> None:
-  tuned.vmem_limit(block_sizes, _cut(operands, spec, block_sizes, backward=False), operands)
-  cut = _cut(operands, spec, block_sizes, backward=True)
-  first, end = _query_ranges(operands, cut)[0]
-  tuned.vmem_limit(block_sizes, cut, operands, end - first)
+  mask = jax.tree.unflatten(spec.mask, operands.mask.arrays)
+  group = operands.query.shape[2] // operands.key.shape[2]
+  for backward in (False, True):
+    cut = _cut(operands, spec, block_sizes, backward=backward)
+    first, end = _query_ranges(operands, cut)[0] if backward else (0, 0)
+    tuned.vmem_limit(block_sizes, cut, operands, end - first)
+    schedule.check(mask, cut, group, by_keys=backward)
 
 
 def _effects():

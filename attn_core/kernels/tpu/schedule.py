@@ -10,6 +10,7 @@ Letters: B batch, K key heads, N steps, nr and nc numbers of row and column bloc
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -19,6 +20,7 @@ from attn_core.types import cdiv
 LANES = 128
 FIRST, LAST = 1, 2  # bits of `flags`
 MOST_PATTERNS = 6
+MOST_BYTES = 3 * 2**18  # of the 1 MiB of scalar memory
 
 
 def round_up(length: int, multiple: int) -> int:
@@ -113,6 +115,22 @@ def build(mask, cut: Cut, group: int, *, by_keys: bool,
   kinds = kinds.transpose((0, 3, 1, 4, 2) if by_keys else (0, 1, 3, 4, 2))
   kinds = kinds.reshape(*kinds.shape[:3], -1)
   return _compact(kinds, xp), lines
+
+
+def check(mask, cut: Cut, group: int, *, by_keys: bool) -> None:
+  """Refuses a schedule that scalar memory does not hold; builds only its shape.
+
+  Raises:
+    ValueError: it needs more than MOST_BYTES.
+  """
+  visits = jax.eval_shape(lambda mask: build(mask, cut, group, by_keys=by_keys)[0], mask)
+  size = sum(x.size * 4 for x in visits)
+  if size > MOST_BYTES:
+    lines, number = visits.rows.shape
+    raise ValueError(
+        f"block_sizes: blocks of {cut.block_q} queries and {cut.block_kv} keys make a schedule of "
+        f"{number} steps for each of {lines} rows of the mask, {size / 2**10:.0f} KiB of scalar "
+        f"memory; expected at most {MOST_BYTES // 2**10}: give larger block_q and block_kv")
 
 
 def _compact(kinds, xp) -> Schedule:

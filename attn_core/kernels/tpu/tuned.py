@@ -94,7 +94,7 @@ def vmem_limit(requested: BlockSizes, cut: Cut, operands: Operands, resident: in
         f"block_sizes: blocks of {cut.block_q} queries times {group} heads and {cut.block_kv} keys "
         f"need about {needed / MEBIBYTE:.0f} MiB of vector memory; expected at most "
         f"{MOST_VMEM // MEBIBYTE}: give smaller block_q and block_kv")
-  return min(MOST_VMEM, max(LEAST_VMEM, needed * 3 // 2))
+  return min(MOST_VMEM, max(LEAST_VMEM, 2 * needed))
 
 
 def _per_pair(operands: Operands):
