@@ -18,7 +18,8 @@ from typing import Callable, Iterable, NamedTuple
 import jax
 
 from attn_core import checks, table
-from attn_core.benchmarks import cases as cases_lib, contenders, measure, overheads, report, static_tpu
+from attn_core.benchmarks import cases as cases_lib
+from attn_core.benchmarks import contenders, measure, overheads, report, static_tpu
 from attn_core.benchmarks.cases import CASES, Case
 from attn_core.benchmarks.report import Refusal, Report, Result
 from attn_core.metadata import OperationMetadata, resolved_platform

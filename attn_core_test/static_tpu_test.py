@@ -20,7 +20,8 @@ class ComputedTest(parameterized.TestCase):
 
   @parameterized.product(
       mask=(masks.full(), masks.causal(), masks.causal() & masks.window(300, 0)),
-      cut=(schedule.Cut(1024, 1024, 256, 256, 128, 128), schedule.Cut(1024, 1024, 256, 512, 256, 256),
+      cut=(schedule.Cut(1024, 1024, 256, 256, 128, 128),
+           schedule.Cut(1024, 1024, 256, 512, 256, 256),
            schedule.Cut(1024, 2048, 512, 256, 256, 128)),
       by_keys=(False, True))
   def test_equals_the_schedule(self, mask, cut, by_keys):
@@ -31,8 +32,8 @@ class ComputedTest(parameterized.TestCase):
                        tuple(int(x[0, n]) for x in visits))
 
   def test_refuses_what_distances_do_not_tell(self):
-    visits, _ = schedule.build(~masks.window(200, 200), schedule.Cut(1024, 1024, 128, 128, 128, 128), 1,
-                               by_keys=False)
+    cut = schedule.Cut(1024, 1024, 128, 128, 128, 128)
+    visits, _ = schedule.build(~masks.window(200, 200), cut, 1, by_keys=False)
     with self.assertRaisesRegex(ValueError, "visits.*distances"):
       static_programs.computed(visits)
 
@@ -42,7 +43,8 @@ class ReadingTest(absltest.TestCase):
   def test_innermost_loops(self):
     depths = [0, 1, 1, 2, 2, 1, 2, 1, 0]  # one bundle of the inner loop was moved in from outside
     begins = [0, 1, 0, 1, 0, 0, 0, 0, 0]
-    self.assertEqual(list(static_profile._innermost(list(zip(depths, map(bool, begins))))), [(3, 7)])
+    marks = list(zip(depths, map(bool, begins)))
+    self.assertEqual(list(static_profile._innermost(marks)), [(3, 7)])
 
   def test_bundles_without_a_printed_depth(self):
     lines = ["  0x1 LH: > { a }", "  0x2   : {}", "  0x3   : { b }"]

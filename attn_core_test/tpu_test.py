@@ -7,7 +7,6 @@ computation; it runs with transfers executed at once and as late as possible.
 import contextlib
 import importlib.util
 import io
-import os
 from typing import NamedTuple
 import unittest
 from unittest import mock
@@ -15,13 +14,13 @@ from unittest import mock
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
-from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 import numpy as np
 
 from attn_core import BlockSizes, MaskInfo, OperationMetadata, attention, dropout, explain, masks
+from attn_core.benchmarks.static_profile import CHIPS, devices
 from attn_core.kernels.tpu import feed, schedule, tuned
 from attn_core.references import oracle
 from attn_core.types import AttentionSpec, MaskOperands, Operands
@@ -162,7 +161,7 @@ class InterpretTest(parameterized.TestCase):
   def test_value_and_gradient_equal_the_oracle(self, name):
     self.compare(CASES[name], 2e-2 if CASES[name].dtype == "bfloat16" else 1e-5)
 
-  @parameterized.parameters("whole_lanes", "segments", "sinks")
+  @parameterized.parameters("gqa_batch", "whole_lanes", "segments", "sinks")
   def test_transfers_at_once(self, name):
     self.compare(CASES[name], 1e-5, "eager")
 
@@ -272,16 +271,7 @@ class RefusalTest(absltest.TestCase):
 
 # --- Compiled for chips that are not here. -------------------------------------------------------
 
-CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
-QUIET = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v6e-4", "TPU_WORKER_ID": "0",
-         "TPU_WORKER_HOSTNAMES": "localhost", "TPU_STDERR_LOG_LEVEL": "3",
-         "TPU_LOG_DIR": "disabled", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 WIDTHS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
-
-
-def devices(chip):
-  os.environ.update(QUIET)
-  return topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip]).devices
 
 
 @unittest.skipUnless(importlib.util.find_spec("libtpu"),

@@ -17,6 +17,7 @@ import tempfile
 from typing import NamedTuple
 
 import jax
+from jax.experimental import topologies
 
 from attn_core.benchmarks import cases, static_programs
 from attn_core.benchmarks.cases import Case
@@ -47,12 +48,18 @@ SLOTS = {"MXU": "matrix", "MATMUL": "matrix", "VALU": "vector", "EUP": "transcen
          "XLU": "lanes", "VLOAD": "loads", "VSTORE": "stores"}
 SPILLS = {"VLOAD:FILL": "spill_loads", "VSTORE:SPILL": "spill_stores"}
 
+# Asks no metadata server, writes no log, and lets several processes compile at a time.
 QUIET = {
-    "JAX_PLATFORMS": "cpu",
-    "JAX_ENABLE_COMPILATION_CACHE": "false",  # what is not compiled is not profiled
     "TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v6e-4", "TPU_WORKER_ID": "0",
     "TPU_WORKER_HOSTNAMES": "localhost", "TPU_STDERR_LOG_LEVEL": "3", "TPU_LOG_DIR": "disabled",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+
+
+def devices(chip: str) -> list:
+  """Devices to compile for, by libtpu, none of which is here."""
+  os.environ.update(QUIET)
+  return list(topologies.get_topology_desc(
+      platform="tpu", topology_name=CHIPS[chip].topology).devices)
 
 
 class Static(NamedTuple):
@@ -113,7 +120,9 @@ def _measure(program: Program) -> Static | Failure:
     try:
       done = subprocess.run(
           [sys.executable, "-m", __spec__.name, folder, json.dumps(program)],
-          env={**os.environ, **QUIET, "LIBTPU_INIT_ARGS": " ".join(flags)},
+          # A program from the cache would not be profiled.
+          env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false",
+               "LIBTPU_INIT_ARGS": " ".join(flags)},
           capture_output=True, text=True, timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
       return Failure(program, f"not compiled in {TIMEOUT:.0f} s")
@@ -131,9 +140,7 @@ def compile_one(folder: str, text: str) -> None:
   """Compiles a program given as JSON; writes what only the compiled program knows."""
   contender, case, backward, chip, blocks = json.loads(text)
   case = Case(*(tuple(x) if isinstance(x, list) else x for x in case))
-  from jax.experimental import topologies
-  device = topologies.get_topology_desc(
-      platform="tpu", topology_name=CHIPS[chip].topology).devices[0]
+  device = devices(chip)[0]
   place = jax.sharding.SingleDeviceSharding(device)
   kind = jax.sharding.AbstractDevice(device.device_kind, device.num_cores, "tpu")
   program = Program(contender, case, backward, chip, tuple(blocks))

@@ -20,7 +20,6 @@ from attn_core.benchmarks.cases import Case
 from attn_core.kernels.tpu import feed, schedule, tuned
 from attn_core.metadata import OperationMetadata
 
-
 OURS = "flash_attn2"
 
 
@@ -31,7 +30,7 @@ class Program(NamedTuple):
   case: Case
   backward: bool
   chip: str
-  blocks: tuple[int, int, int]  # query tokens, key tokens, key tokens computed at once
+  blocks: tuple[int, int, int]  # tokens of queries, of keys, and of the keys computed at once
 
 
 @contextlib.contextmanager
@@ -78,9 +77,10 @@ class _ComputingFeed(feed.Feed):
     super().__init__(visits, lines, cut, group, by_keys=by_keys,
                      first_query_block=first_query_block)
     self.scalars = []
+    self._computed = computed(visits)
 
   def entry(self, scalars, line, n):
-    return computed(self.visits)(n)
+    return self._computed(n)
 
 
 def computed(visits: schedule.Schedule) -> Callable[[Any], tuple]:

@@ -58,7 +58,8 @@ def finish(running: Running, sinks=None):
     sinks: a logit without a value per row, broadcastable to `highest`; None: none.
 
   Returns:
-    (output, lse) shaped like `output` and `highest`; 0 and -inf (or the sink) for rows that saw nothing.
+    (output, lse) shaped like `output` and `highest`; 0 and -inf (or the sink) for rows that saw
+    nothing.
   """
   highest, total, output = running
   if sinks is not None:

@@ -116,7 +116,7 @@ class Feed:
   def __init__(self, schedule: Schedule, lines: Lines, cut: Cut, group: int, *, by_keys: bool,
                first_query_block: int = 0):
     self.scalars, self.arrays, self.specs = list(schedule), [], []
-    self.visits, self.cut, self.lines, self.by_keys = schedule, cut, lines, by_keys
+    self.cut, self.lines, self.by_keys = cut, lines, by_keys
     self.group, self.first_query_block = group, first_query_block
 
   def query_tokens(self, shape) -> Tokens:
@@ -298,7 +298,7 @@ def call(kernel, feed: Feed, grid, outputs, scratch, *, vmem_bytes: int | None, 
 
   Args:
     outputs: [(shape, dtype, block, index(b, h, i, j))].
-    scratch: [(shape, dtype)] of arrays in vector memory.
+    scratch: shapes of float32 arrays in vector memory.
   """
   scalars, arrays = len(feed.scalars), len(feed.arrays)
   def body(*refs):
@@ -310,7 +310,7 @@ def call(kernel, feed: Feed, grid, outputs, scratch, *, vmem_bytes: int | None, 
       grid_spec=pltpu.PrefetchScalarGridSpec(
           num_scalar_prefetch=scalars, grid=grid, in_specs=feed.specs,
           out_specs=[feed.block_spec(block, index) for _, _, block, index in outputs],
-          scratch_shapes=[pltpu.VMEM(shape, dtype) for shape, dtype in scratch]),
+          scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch]),
       # Not ShapeDtypeStruct, which inside shard_map must say over which axes of the mesh it varies.
       out_shape=[jax.core.ShapedArray(shape, dtype) for shape, dtype, _, _ in outputs],
       compiler_params=pltpu.CompilerParams(

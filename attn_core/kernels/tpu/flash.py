@@ -7,9 +7,10 @@ the whole width of the matrix unit with queries, whatever the head dimension.
 
   scores = K Q^T;  out^T = V^T P;  d_value = P d_out;  d_key = dS Q;  d_query^T = K^T dS
 
-The grid visits only blocks with something to see (`schedule`); in a block that is
-wholly visible no mask is evaluated, and the scores of the next tile are issued
-before the softmax of the current one, so that the matrix unit works meanwhile.
+The grid visits only blocks with something to see (`schedule`). Of a block, only
+tiles that are partly visible evaluate the mask; for the commonest patterns of
+tiles there is code without branches, in which the scores of the next strips are
+issued before the softmax of the current one, so that the matrix unit works meanwhile.
 The backward is one kernel: the cotangent of the queries stays in vector memory,
 which saves the two products that a second kernel would have to repeat.
 
@@ -141,7 +142,7 @@ def _setting(feed, operands: Operands, spec: AttentionSpec, cut, visits) -> Sett
 
 
 def _visit(setting: Setting, place, kinds, strips):
-  """Runs strips([(where, masked)]) over what a block shows: at once for a pattern, else by tiles."""
+  """Runs strips([(where, masked)]) over what a block shows: a pattern at once, else by tiles."""
   patterns, complete = setting.patterns
   known = [kinds == np.uint32(pattern).view(np.int32) for pattern in patterns]
   for is_pattern, pattern in zip(known, patterns):
@@ -204,7 +205,7 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
       [(result.shape, operands.query.dtype, result.block_shape, result.index),
        ((batch, heads, 1, cut.padded_queries), jnp.float32,
         (1, group, 1, cut.block_q), lambda b, h, i, j: (b, h, 0, i))],
-      [((1, rows), jnp.float32), ((1, rows), jnp.float32), ((value_width, rows), jnp.float32)],
+      [(1, rows), (1, rows), (value_width, rows)],
       vmem_bytes=tuned.vmem_limit(block_sizes, cut, operands), name="attn_core_forward")
   return Residuals(result.unpack(out)[:, :queries], lse[:, :, 0, :queries])
 
@@ -294,8 +295,7 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
   correction = steps.correction_of(residuals, cotangents, jnp.float32)
   found = {}
   if {"query", "key", "value"} & set(wrt):
-    found = _backward(operands, spec, block_sizes, _RowSide(
-        cotangents.out, residuals.lse, correction))
+    found = _backward(operands, spec, block_sizes, cotangents.out, residuals.lse, correction)
   if "sinks" in wrt:
     found["sinks"] = blockwise.d_sinks(operands.sinks, residuals.lse, correction)
   if "bias" in wrt:
@@ -304,24 +304,15 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
   return tuple(found[name] for name in wrt)
 
 
-class _RowSide(NamedTuple):
-  """What the backward knows of every query, beside the query."""
-
-  d_out: Any  # [B, T, H, E]
-  lse: Any  # [B, H, T]
-  correction: Any  # [B, H, T]
-
-
-def _backward(operands: Operands, spec, block_sizes, side: _RowSide) -> dict:
+def _backward(operands: Operands, spec, block_sizes, d_out, lse, correction) -> dict:
   """Cotangents of query, key and value: as many queries at a time as vector memory holds."""
   queries, keys = operands.query.shape[1], operands.key.shape[1]
   cut = _cut(operands, spec, block_sizes, backward=True)
   rows = lambda x, fill: jnp.pad(
       x[:, :, None], ((0, 0),) * 3 + ((0, cut.padded_queries - queries),), constant_values=fill)
   arrays = _BackwardArrays(
-      steps.clean(operands.query), side.d_out, steps.clean(operands.key),
-      steps.clean(operands.value),
-      rows(steps.finite_lse(side.lse) * LOG2E, jnp.inf), rows(side.correction, 0))
+      steps.clean(operands.query), d_out, steps.clean(operands.key), steps.clean(operands.value),
+      rows(steps.finite_lse(lse) * LOG2E, jnp.inf), rows(correction, 0))
   parts = [_backward_range(operands, spec, block_sizes, arrays, cut, blocks_q)
            for blocks_q in _query_ranges(operands, cut)]
   d_queries, d_keys, d_values = zip(*parts)
@@ -378,8 +369,8 @@ def _backward_range(operands, spec, block_sizes, arrays: _BackwardArrays, cut, q
       (batch, key_heads, visits.rows.shape[1]),
       [(form.shape, dtype, form.block_shape, form.index)
        for form, dtype in zip(results, (operands.query.dtype, summed, summed))],
-      [((group * number, width, cut.block_q), jnp.float32), ((cut.block_kv, width), jnp.float32),
-       ((cut.block_kv, operands.value.shape[3]), jnp.float32)],
+      [(group * number, width, cut.block_q), (cut.block_kv, width),
+       (cut.block_kv, operands.value.shape[3])],
       vmem_bytes=tuned.vmem_limit(block_sizes, cut, operands, number), name="attn_core_backward")
   return tuple(form.unpack(x) for form, x in zip(results, found))
 
@@ -403,9 +394,9 @@ def _backward_kernel(setting: Setting, feed, readers, results, refs: Refs, outpu
 
   def products(at):
     """(scores, d_weights) [C, Q]."""
+    pairs = (readers.key, readers.query), (readers.value, readers.d_out)
     return tuple(setting.dot(keys(refs, 0, at.keys), queries(refs, at.head, at.queries),
-                             ((1,), (1,)))
-                 for keys, queries in ((readers.key, readers.query), (readers.value, readers.d_out)))
+                             ((1,), (1,))) for keys, queries in pairs)
 
   def add(at, both, masked):
     scores, d_weights = both

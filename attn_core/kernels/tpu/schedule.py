@@ -65,7 +65,8 @@ class Schedule(NamedTuple):
   def patterns(self, cut: Cut) -> tuple[tuple[int, ...], bool]:
     """The kinds for which a kernel has code of its own, and whether there are no others.
 
-    The most frequent ones and all tiles FULL; only the last where a mask's arrays are traced.
+    All tiles FULL, where that occurs, and the most frequent others; where a mask's arrays are
+    traced, only the former.
     """
     whole = sum(blocks.FULL << (2 * n) for n in range(cut.tiles_q * cut.tiles_kv))
     if not isinstance(self.kinds, np.ndarray):
