@@ -161,7 +161,8 @@ def _time(checked: Case, case: Case, direction: str, ready: list[_Ready], repeat
     return []
   product, product_flops = measure.matmul(case.dtype)
   calls = {r.contender.name: r.runner.call for r in ready}
-  times = measure.rounds({None: product, **calls}, repeats)
+  settle = measure.settle_seconds(r.runner.temp_bytes for r in ready)
+  times = measure.rounds({None: product, **calls}, repeats, settle)
   limit = product_flops / statistics.median(times[None])
   return [Result(case, direction, r.contender.name, r.contender.peer,
                  tuple(times[r.contender.name]), limit, r.runner.compile_seconds,

@@ -5,6 +5,7 @@ import importlib.util
 import io
 import json
 import pathlib
+import time
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -94,6 +95,17 @@ class MeasureTest(parameterized.TestCase):
     calls = {"a": [], "b": []}
     times = measure.rounds({name: lambda x=x: x.append(0) for name, x in calls.items()}, 3)
     self.assertEqual({name: len(x) for name, x in times.items()}, {"a": 3, "b": 3})
+
+  def test_turns_settle_beside_contenders_of_gigabytes(self):
+    self.assertEqual(measure.settle_seconds([None, 1000]), 0)
+    self.assertGreater(measure.settle_seconds([None, 1000, 2**32]), 0)
+    calls = {0.0: 0, 0.2: 0}
+    for settle in calls:
+      def call(settle=settle):
+        calls[settle] += 1
+        time.sleep(0.02)
+      measure.rounds({"a": call}, 2, settle)
+    self.assertGreater(calls[0.2], calls[0.0])
 
 
 class BenchmarkTest(parameterized.TestCase):

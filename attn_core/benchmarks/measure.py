@@ -9,7 +9,7 @@ import functools
 import math
 import random
 import time
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable, Iterable, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,9 @@ from attn_core.types import MaskOperands, Operands
 
 TURN_SECONDS = 0.02  # a turn repeats short calls for at least so long
 BUDGET_SECONDS = 15.0  # of all turns of one contender; slow ones have fewer, never under three
+# The system takes so long to give back gigabytes, and slows down whoever has the next turn.
+SETTLE_SECONDS = 0.5
+SETTLE_BYTES = 2**30
 
 MATMUL_SIZE = {"cpu": 2048}  # rows of the square matrices, by platform
 MATMUL_SIZE_ELSEWHERE = 8192
@@ -93,12 +96,19 @@ def matmul(dtype: str) -> tuple[Callable[[], Any], int]:
   return lambda: jax.block_until_ready(compiled(left, right)), 2 * size**3
 
 
-def rounds(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+def settle_seconds(temp_bytes: Iterable[int | None]) -> float:
+  """How long a turn warms up, by the temporaries of all contenders."""
+  return SETTLE_SECONDS if any((size or 0) > SETTLE_BYTES for size in temp_bytes) else 0.0
+
+
+def rounds(calls: dict[str, Callable[[], Any]], repeats: int,
+           settle: float = 0.0) -> dict[str, list[float]]:
   """Interleaved times.
 
   Args:
     calls: functions that return when they are done, by name.
     repeats: turns of each.
+    settle: seconds for which a turn calls before it times.
 
   Returns:
     Seconds of one call, per turn.
@@ -112,7 +122,7 @@ def rounds(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[
     order = [name for name in calls if len(times[name]) < turns[name]]
     random.Random(number).shuffle(order)
     for name in order:
-      times[name].append(_turn(calls[name], calls_a_turn[name]))
+      times[name].append(_turn(calls[name], calls_a_turn[name], settle))
   return times
 
 
@@ -124,13 +134,16 @@ def _warm_seconds(call) -> float:
   return max(time.perf_counter() - start, 1e-9)
 
 
-def _turn(call, number: int) -> float:
+def _turn(call, number: int, settle: float) -> float:
   """Seconds of a call, averaged over `number` of them.
 
-  A call before them is not timed: the caches are the previous contender's, and one that gives
-  gigabytes back leaves the next to fetch every page anew, half again its time.
+  The calls before them are not timed: the caches are the previous contender's, and while the
+  gigabytes that one gave back return to the system, a short call takes up to twice its time.
   """
+  start = time.perf_counter()
   call()
+  while time.perf_counter() - start < settle:
+    call()
   start = time.perf_counter()
   for _ in range(number):
     call()
