@@ -37,6 +37,12 @@ BY_NAME = {case.name: case for case in CASES}
 
 def call(case, mechanism, platform):
   """A function of the differentiable arguments -> (output, lse), by the door."""
+  return _call(case.name, mechanism, platform)
+
+
+@functools.cache  # the same object, so that jax.jit compiles it once
+def _call(name, mechanism, platform):
+  case = BY_NAME[name]
   arguments = dict(case.arguments, mechanism=mechanism, return_lse=True,
                    metadata=OperationMetadata(platform=platform))
   if "block_sizes" in table.TABLE[mechanism, platform].features:
@@ -87,6 +93,34 @@ def loss(run, weights):
   return value
 
 
+def everything(run, case, dtype, differentiable: bool):
+  """Value, gradient and jvp of arrays -> (output, lse); without the lse's where it has none."""
+  arrays = property_cases.operands(case, dtype)
+  rng = np.random.default_rng(1)
+  def random(x):
+    return jnp.asarray(rng.normal(size=x.shape), dtype)
+  moves = jax.tree.map(random, arrays)
+  weights = jax.tree.map(random, list(jax.eval_shape(run, arrays)))
+
+  def out_only(arrays):
+    out, lse = run(arrays)
+    return out, (lse if differentiable else jnp.zeros_like(lse))
+
+  def properties(arrays):
+    return {"value": run(arrays), "gradient": jax.grad(loss(out_only, weights))(arrays),
+            "jvp": jax.jvp(out_only, (arrays,), (moves,))[1]}
+  return jax.jit(properties)(arrays)
+
+
+@functools.cache
+def expected(name: str, dtype: str, differentiable: bool):
+  """`everything` by the oracle."""
+  case = BY_NAME[name]
+  want = property_cases.reference(case)
+  run = want if differentiable else functools.partial(_zero_lse, want)
+  return everything(run, case, dtype, differentiable)
+
+
 class InterpretedTestCase(parameterized.TestCase):
   """TPU kernels run on this machine, too."""
 
@@ -103,32 +137,18 @@ class PropertiesTest(InterpretedTestCase):
     if not supported(case, mechanism, platform):
       self.skipTest("refused by name")
     dtype, tolerance = precise(mechanism, platform)
-    arrays = property_cases.operands(case, dtype)
-    rng = np.random.default_rng(1)
-    moves = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), dtype), arrays)
-    want = property_cases.reference(case)
-    weights = [jnp.asarray(rng.normal(size=x.shape), dtype)
-               for x in jax.eval_shape(want, arrays)]
     differentiable = "lse_gradient" in table.TABLE[mechanism, platform].features
-
-    def everything(run):
-      def out_only(arrays):
-        out, lse = run(arrays)
-        return out, (lse if differentiable else jnp.zeros_like(lse))
-      def properties(arrays):
-        return {"value": run(arrays), "gradient": jax.grad(loss(out_only, weights))(arrays),
-                "jvp": jax.jvp(out_only, (arrays,), (moves,))[1]}
-      return jax.jit(properties)
-
-    got_run = call(case, mechanism, platform)
+    arrays = property_cases.operands(case, dtype)
+    run = call(case, mechanism, platform)
     if not differentiable:
-      lse = jax.jit(got_run)(arrays)[1]
-      np.testing.assert_allclose(lse, want(arrays)[1], rtol=tolerance, atol=tolerance)
-      got_run = _without_lse(got_run, case, mechanism, platform)
-      want = functools.partial(_zero_lse, want)
-    got, expected = everything(got_run)(arrays), everything(want)(arrays)
+      lse = jax.jit(run)(arrays)[1]
+      np.testing.assert_allclose(lse, property_cases.reference(case)(arrays)[1],
+                                 rtol=tolerance, atol=tolerance)
+      run = _without_lse(run, case, mechanism, platform)
+    got = everything(run, case, dtype, differentiable)
     flat, _ = jax.tree_util.tree_flatten_with_path(got)
-    for (path, x), y in zip(flat, jax.tree.leaves(expected), strict=True):
+    for (path, x), y in zip(flat, jax.tree.leaves(expected(name, dtype, differentiable)),
+                            strict=True):
       np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance,
                                  err_msg=jax.tree_util.keystr(path))
 
