@@ -19,7 +19,7 @@ import numpy as np
 
 from attn_core import attention
 from attn_core import masks
-from attn_core.masks import algebra, blocks, dense_mask, tiles
+from attn_core.masks import algebra, blocks, dense_mask, reach, tiles
 from attn_core.masks.info import MaskInfo
 from attn_core.types import MaskOperands
 
@@ -969,6 +969,27 @@ class TightnessTest(parameterized.TestCase):
         expected = (blocks.FULL if part.all() and whole else
                     blocks.PARTIAL if part.any() else blocks.EMPTY)
         self.assertEqual(kinds[b, h, i, j], expected, (recipe, shape, sizes, b, h, i, j))
+
+
+class ReachTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+      (masks.full(), True), (masks.causal(), True), (masks.window(3, 1), False),
+      (masks.window(None, 1), True), (masks.chunk(4), False), (masks.prefix(5), True),
+      (masks.causal() & masks.window(3, None), False), (masks.causal() & masks.chunk(4), False),
+      (masks.window(3, 0) | masks.chunk(2), False), (masks.window(3, 0) | masks.prefix(1), True),
+      (~masks.window(3, 0), True), (masks.offset(masks.window(3, 0), 0), False))
+  def test_holds_every_visible_pair(self, mask, unbounded):
+    low, high = reach.reach(mask)
+    query, key = np.nonzero(dense(mask, (1, 1, 12, 12))[0, 0])
+    self.assertGreaterEqual((key - query).min(), low)
+    self.assertLessEqual((key - query).max(), high)
+    self.assertEqual(np.isinf(high - low), unbounded)
+    self.assertEqual(reach.is_narrow(mask), not unbounded)
+
+  def test_documents_are_narrow_and_long_windows_are_not(self):
+    self.assertTrue(reach.is_narrow(masks.causal() & masks.segments(np.zeros((1, 4), np.int32))))
+    self.assertFalse(reach.is_narrow(masks.window(reach.NARROW + 1, 0)))
 
 
 if __name__ == "__main__":

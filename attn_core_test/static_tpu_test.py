@@ -60,6 +60,7 @@ class ReadingTest(absltest.TestCase):
     text = static_tpu.to_markdown([fast, worse, slow, failure], versions)
     row, other = [line for line in text.splitlines() if line.startswith("| small")]
     self.assertIn("| 1.50 |", row)
+    self.assertIn("| 1000 |", row)  # of the one block
     self.assertIn("| 1,500 |", other)
     self.assertIn("too large", text)
     self.assertLen(json.loads(static_tpu.to_json([fast, failure], versions))["results"], 2)

@@ -167,7 +167,7 @@ class InterpretTest(parameterized.TestCase):
 
   @parameterized.parameters(64, 128)
   def test_the_backward_in_several_ranges_of_queries(self, width):
-    self.enter_context(mock.patch.object(tuned, "RESIDENT", 2 * 4 * 2 * 128 * 256))
+    self.enter_context(mock.patch.object(tuned, "RESIDENT", 12 * 2 * 128 * 256))
     self.compare(Case({}, T=700, H=4, K=2, D=width), 1e-5)
 
   def test_what_is_hidden_may_be_nan(self):
@@ -231,7 +231,7 @@ class ScheduleTest(parameterized.TestCase):
     np.testing.assert_array_equal(form.unpack(packed)[:, :200], x)
 
 
-class RefusalTest(absltest.TestCase):
+class RefusalTest(parameterized.TestCase):
 
   def refusal(self, error, words, dtype=jnp.float32, **arguments):
     x = jax.ShapeDtypeStruct((1, 256, 2, 64), dtype)
@@ -248,15 +248,20 @@ class RefusalTest(absltest.TestCase):
 
   def test_blocks_that_are_not_tiles(self):
     with self.assertRaisesRegex(ValueError, "block_sizes.block_q: got 100.*multiple of 128"):
-      tuned.choose((256, 256, 2, 2), BlockSizes(block_q=100), sparse=True, per_pair=False,
-                   backward=False)
+      tuned.choose(shapes(256, 2, 64), BlockSizes(block_q=100), masks.causal(), backward=False)
 
   def test_blocks_that_do_not_fit(self):
-    x = jax.ShapeDtypeStruct((1, 8192, 8, 256), jnp.float32)
-    cut = tuned.choose((8192, 8192, 8, 8), BlockSizes(8192, 8192), sparse=True, per_pair=False,
-                       backward=False)
+    operands = shapes(8192, 8, 256)
+    cut = tuned.choose(operands, BlockSizes(8192, 8192), masks.causal(), backward=False)
     with self.assertRaisesRegex(ValueError, "MiB of vector memory.*smaller block_q"):
-      tuned.vmem_limit(BlockSizes(), cut, Operands(x, x, x))
+      tuned.vmem_limit(BlockSizes(), cut, operands, backward=False)
+
+  @parameterized.product(mask=(masks.full(), masks.causal(), masks.window(100, 0)),
+                         width=(64, 128, 256, 512, 1024), backward=(False, True))
+  def test_blocks_that_are_chosen_fit(self, mask, width, backward):
+    operands = shapes(32768, 2, width)
+    cut = tuned.choose(operands, BlockSizes(), mask, backward=backward)
+    self.assertLess(tuned.vmem_limit(BlockSizes(), cut, operands, backward=backward), 64 * 2**20)
 
   def test_schedules_that_do_not_fit(self):
     x = jax.ShapeDtypeStruct((1, 65536, 1, 64), jnp.bfloat16)
@@ -269,8 +274,15 @@ class RefusalTest(absltest.TestCase):
     self.assertEqual(explain(x, x, x, metadata=TPU).chosen, "blockwise")
 
 
+def shapes(tokens, heads, width):
+  """Operands of float32 without numbers."""
+  x = jax.ShapeDtypeStruct((1, tokens, heads, width), jnp.float32)
+  return Operands(x, x, x)
+
+
 # --- Compiled for chips that are not here. -------------------------------------------------------
 
+KINDS = {"full": {"causal": False}, "causal": {"causal": True}, "window": {"sliding_window": (511, 0)}}
 WIDTHS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
 
 
@@ -289,25 +301,31 @@ class CompileTest(parameterized.TestCase):
     text = jax.jit(both).trace(shapes).lower(lowering_platforms=("tpu",)).compile().as_text()
     self.assertEqual(text.count('custom_call_target="tpu_custom_call"'), 2)
 
-  @parameterized.named_parameters((f"{chip}_{dtype}_{d}_{e}", chip, dtype, d, e) for chip in CHIPS
-                                  for dtype in ("bfloat16", "float32") for d, e in WIDTHS
-                                  if dtype == "bfloat16" or chip in ("v5e", "v6e"))
-  def test_widths(self, chip, dtype, width, value_width):
-    self.compile(chip, Case({}, T=2048, D=width, E=value_width, dtype=dtype, blocks=None))
+  # Every chip and every width meets every kind of mask; `tuned` tells the kinds apart.
+  @parameterized.named_parameters(
+      (f"{chip}_{dtype}_{d}_{e}_{kind}", chip, dtype, d, e, kind)
+      for i, chip in enumerate(CHIPS) for n, dtype in enumerate(("bfloat16", "float32"))
+      for j, (d, e) in enumerate(WIDTHS) for kind in (tuple(KINDS)[(i + j + n) % len(KINDS)],))
+  def test_widths(self, chip, dtype, width, value_width, kind):
+    self.compile(chip, Case(KINDS[kind], T=2048, D=width, E=value_width, dtype=dtype, blocks=None))
 
   @parameterized.named_parameters((name, name) for name in CASES)
   def test_features(self, name):
     self.compile("v6e", CASES[name])
 
-  @parameterized.product(chip=("v5e", "v5p"))
-  def test_four_chips(self, chip):
+  @parameterized.product(chip=("v5e", "v5p"), check_vma=(None, True, False))
+  def test_four_chips(self, chip, check_vma):
+    """By the library's own shard_map (None), or inside the caller's."""
     mesh = Mesh(np.array(devices(chip)).reshape(2, 2), ("dp", "tp"))
-    metadata = OperationMetadata(platform="tpu", mesh=mesh)
-    x = jax.ShapeDtypeStruct((4, 512, 8, 128), jnp.bfloat16,
-                             sharding=NamedSharding(mesh, P("dp", None, "tp")))
+    spec = P("dp", None, "tp")
+    x = jax.ShapeDtypeStruct((4, 512, 8, 128), jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+    metadata = OperationMetadata(platform="tpu", mesh=mesh if check_vma is None else None)
     def run(q, k, v):
       return jax.grad(lambda *x: attention(*x, mechanism="flash_attn2", metadata=metadata)
                       .attention_outputs.astype(jnp.float32).sum(), (0, 1, 2))(q, k, v)
+    if check_vma is not None:
+      run = jax.shard_map(run, mesh=mesh, in_specs=(spec,) * 3, out_specs=(spec,) * 3,
+                          check_vma=check_vma)
     compiled = jax.jit(run).trace(x, x, x).lower(lowering_platforms=("tpu",)).compile()
     text = compiled.as_text()
     self.assertEqual(text.count('custom_call_target="tpu_custom_call"'), 2)

@@ -180,10 +180,10 @@ def flops(case: Case, backward: bool) -> int:
   return 2 * visible_pairs(case) * (of_width * case.width + of_value_width * case.value_width)
 
 
-def visited_blocks(case: Case) -> int:
-  """Blocks of COUNTED_BLOCK tokens with a visible pair, of all batch rows and heads."""
-  block_q, block_kv = (min(length, block) for length, block in zip(
-      (case.queries, case.keys), COUNTED_BLOCK))
+def visited_blocks(case: Case, block: tuple[int, int] = COUNTED_BLOCK) -> int:
+  """Blocks of (query, key) tokens with a visible pair, of all batch rows and heads."""
+  block_q, block_kv = (min(length, size) for length, size in zip(
+      (case.queries, case.keys), block))
   kinds = blocks.block_kinds(mask(case), blocks.Sizes(case.queries, case.keys, block_q, block_kv))
   shape = (case.batch, case.heads, *kinds.shape[2:])
   repeats = math.prod(shape) // kinds.size

@@ -12,7 +12,7 @@ import pathlib
 from typing import Iterable
 
 from attn_core import checks
-from attn_core.benchmarks import static_profile
+from attn_core.benchmarks import cases, static_profile
 from attn_core.benchmarks.cases import Case
 from attn_core.benchmarks.static_profile import CHIPS, Failure, Static
 from attn_core.benchmarks.static_programs import OURS, Program
@@ -21,10 +21,12 @@ WIDTHS = (64, 128, 256)
 MASKS = ("full", "causal", "window")  # the last of this library only
 WINDOW = (1023, 0)
 TOKENS = (4096,)
+COUNTED_BLOCK = (1024, 1024)  # of queries and keys; work is counted in such to compare masks
 
 # (query tokens, key tokens, key tokens computed at once)
 FORWARD_BLOCKS = {
-    OURS: ((512, 512, 512), (1024, 1024, 512), (1024, 2048, 512), (2048, 2048, 512)),
+    OURS: ((512, 512, 512), (1024, 1024, 256), (1024, 1024, 512), (1024, 2048, 512),
+           (2048, 2048, 512)),
     "jax flash": ((512, 512, 512), (1024, 1024, 512), (1024, 1024, 1024)),
     "jax splash": ((512, 512, 512), (1024, 1024, 512), (1024, 2048, 512), (1024, 2048, 1024),
                    (2048, 2048, 512)),
@@ -102,7 +104,8 @@ def to_markdown(results: list, versions: dict) -> str:
       f"libtpu {versions['libtpu']}, jax {versions['jax']}, {datetime.date.today()}; bfloat16, a "
       "head for every core. Cycles of the kernels by libtpu's static profiler; TFLOP/s from them "
       "and the chip's clock, or from the bytes of the arguments where those take longer; visible "
-      "pairs only. Used slots and spills are those of the hot loop. Nothing ran on a TPU.", "",
+      f"pairs only. A block is one of {COUNTED_BLOCK[0]} x {COUNTED_BLOCK[1]} tokens with something to "
+      "see. Used slots and spills are those of the hot loop. Nothing ran on a TPU.", "",
       "By `python3 -m attn_core.benchmark --static tpu`, which tries these blocks:", ""]
   for direction, table in (("forward", FORWARD_BLOCKS), ("backward", BACKWARD_BLOCKS)):
     lines += [f"* {direction}, {name}: " + ", ".join("/".join(map(str, b)) for b in choices)
@@ -117,7 +120,7 @@ def to_markdown(results: list, versions: dict) -> str:
 
 
 COLUMNS = ("case", "direction", "kernel", "best blocks", "cycles", "TFLOP/s", "of peak",
-           "against splash", "vector memory MiB", "spills", "bundles", "matrix", "vector",
+           "cycles a block", "against splash", "vector memory MiB", "spills", "bundles", "matrix", "vector",
            "transcendental", "lanes", "loads", "stores", "cycles around")
 
 
@@ -138,10 +141,12 @@ def _table(results):
 
 def _cells(result: Static, record: float | None):
   program, slots = result.program, result.slots
+  visited = cases.visited_blocks(program.case, COUNTED_BLOCK)
   share = lambda name: f"{100 * slots.get(name, 0):.0f}%"
   return (program.case.name, _direction(program), program.contender,
           "/".join(map(str, program.blocks)), f"{result.cycles:,}",
           f"{result.flops / result.seconds / 1e12:.0f}", f"{100 * result.peak_share:.0f}%",
+          f"{result.cycles * CHIPS[program.chip].cores / visited:.0f}",
           f"{record / result.seconds:.2f}" if record else "", f"{result.vmem_bytes / 2**20:.0f}",
           str(result.spills), str(result.bundles), share("matrix"), share("vector"),
           share("transcendental"), share("lanes"), share("loads"), share("stores"),

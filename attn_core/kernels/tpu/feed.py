@@ -317,4 +317,4 @@ def call(kernel, feed: Feed, grid, outputs, scratch, *, vmem_bytes: int | None, 
           dimension_semantics=("parallel", "parallel", "arbitrary"),
           vmem_limit_bytes=vmem_bytes),
       name=name,
-  )(*feed.scalars, *feed.arrays)
+  )(*feed.scalars, *(pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in feed.arrays))

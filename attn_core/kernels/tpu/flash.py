@@ -39,7 +39,7 @@ from attn_core.kernels.tpu import schedule, tuned
 from attn_core.kernels.tpu.feed import Part, Refs, Where
 from attn_core.kernels.xla import blockwise, steps
 from attn_core.masks import algebra, blocks
-from attn_core.types import AttentionSpec, BlockSizes, Operands, cdiv
+from attn_core.types import AttentionSpec, BlockSizes, Operands
 
 LOG2E = math.log2(math.e)
 
@@ -122,12 +122,8 @@ class Setting(NamedTuple):
 
 
 def _cut(operands: Operands, spec, block_sizes, *, backward) -> schedule.Cut:
-  _, queries, query_heads, _ = operands.query.shape
-  _, keys, key_heads, _ = operands.key.shape
-  per_pair = operands.bias is not None or algebra.DENSE in algebra.structure_roles(spec.mask)
-  sparse = spec.mask != jax.tree.structure(algebra.full())
-  return tuned.choose((queries, keys, query_heads, key_heads), block_sizes, sparse=sparse,
-                      per_pair=per_pair, backward=backward)
+  mask = jax.tree.unflatten(spec.mask, operands.mask.arrays)
+  return tuned.choose(operands, block_sizes, mask, backward=backward)
 
 
 def _setting(feed, operands: Operands, spec: AttentionSpec, cut, visits) -> Setting:
@@ -168,12 +164,12 @@ def _visit(setting: Setting, place, kinds, strips):
             strips([(at, masked)])
 
 
-def _ahead(strips, products):
+def _ahead(strips, products, number: int):
   """(where, masked, products(where)) of all strips, those of the next ones issued before."""
-  issued = collections.deque(products(at) for at, _ in strips[:tuned.AHEAD])
+  issued = collections.deque(products(at) for at, _ in strips[:number])
   for n, (at, masked) in enumerate(strips):
-    if n + tuned.AHEAD < len(strips):
-      issued.append(products(strips[n + tuned.AHEAD][0]))
+    if n + number < len(strips):
+      issued.append(products(strips[n + number][0]))
     yield at, masked, issued.popleft()
 
 
@@ -206,7 +202,8 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
        ((batch, heads, 1, cut.padded_queries), jnp.float32,
         (1, group, 1, cut.block_q), lambda b, h, i, j: (b, h, 0, i))],
       [(1, rows), (1, rows), (value_width, rows)],
-      vmem_bytes=tuned.vmem_limit(block_sizes, cut, operands), name="attn_core_forward")
+      vmem_bytes=tuned.vmem_limit(block_sizes, cut, operands, backward=False),
+      name="attn_core_forward")
   return Residuals(result.unpack(out)[:, :queries], lse[:, :, 0, :queries])
 
 
@@ -260,7 +257,7 @@ def _forward_kernel(setting: Setting, feed, readers, result, refs: Refs, outputs
   def strips(places):
     # The numbers of rows go from strip to strip as values: through memory they would be late.
     numbers = {tile: (highest[:, rows], total[:, rows]) for tile, rows in setting.row_tiles(places)}
-    for at, masked, current in _ahead(places, scores):
+    for at, masked, current in _ahead(places, scores, tuned.AHEAD[False]):
       tiles = [tile for tile, _ in setting.row_tiles([(at, masked)])]
       old = zip(*(numbers[tile] for tile in tiles))
       new = update(at, current, tuple(jnp.concatenate(parts, 1) for parts in old), masked)
@@ -314,20 +311,11 @@ def _backward(operands: Operands, spec, block_sizes, d_out, lse, correction) -> 
       steps.clean(operands.query), d_out, steps.clean(operands.key), steps.clean(operands.value),
       rows(steps.finite_lse(lse) * LOG2E, jnp.inf), rows(correction, 0))
   parts = [_backward_range(operands, spec, block_sizes, arrays, cut, blocks_q)
-           for blocks_q in _query_ranges(operands, cut)]
+           for blocks_q in tuned.query_ranges(operands, cut)]
   d_queries, d_keys, d_values = zip(*parts)
   add = lambda parts, like: sum(parts[1:], parts[0])[:, :keys].astype(like.dtype)
   return {"query": jnp.concatenate(d_queries, 1)[:, :queries],
           "key": add(d_keys, operands.key), "value": add(d_values, operands.value)}
-
-
-def _query_ranges(operands: Operands, cut) -> list[tuple[int, int]]:
-  """Blocks [first, end) of queries whose cotangent is in vector memory at the same time."""
-  total = cut.padded_queries // cut.block_q
-  group = operands.query.shape[2] // operands.key.shape[2]
-  most = max(tuned.resident_queries(operands.query.shape[3], group) // cut.block_q, 1)
-  number = cdiv(total, cdiv(total, most))
-  return [(n, min(n + number, total)) for n in range(0, total, number)]
 
 
 class _BackwardArrays(NamedTuple):
@@ -371,7 +359,8 @@ def _backward_range(operands, spec, block_sizes, arrays: _BackwardArrays, cut, q
        for form, dtype in zip(results, (operands.query.dtype, summed, summed))],
       [(group * number, width, cut.block_q), (cut.block_kv, width),
        (cut.block_kv, operands.value.shape[3])],
-      vmem_bytes=tuned.vmem_limit(block_sizes, cut, operands, number), name="attn_core_backward")
+      vmem_bytes=tuned.vmem_limit(block_sizes, cut, operands, backward=True),
+      name="attn_core_backward")
   return tuple(form.unpack(x) for form, x in zip(results, found))
 
 
@@ -413,7 +402,7 @@ def _backward_kernel(setting: Setting, feed, readers, results, refs: Refs, outpu
         readers.key(refs, 0, at.keys), d_logits, ((0,), (0,)))
 
   def strips(places):
-    for at, masked, both in _ahead(places, products):
+    for at, masked, both in _ahead(places, products, tuned.AHEAD[True]):
       add(at, both, masked)
 
   _visit(setting, (b, h, i, j), kinds, strips)
@@ -442,8 +431,7 @@ def _check(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> 
   group = operands.query.shape[2] // operands.key.shape[2]
   for backward in (False, True):
     cut = _cut(operands, spec, block_sizes, backward=backward)
-    first, end = _query_ranges(operands, cut)[0] if backward else (0, 0)
-    tuned.vmem_limit(block_sizes, cut, operands, end - first)
+    tuned.vmem_limit(block_sizes, cut, operands, backward=backward)
     schedule.check(mask, cut, group, by_keys=backward)
 
 

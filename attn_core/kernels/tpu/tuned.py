@@ -1,55 +1,86 @@
 """Blocks and tiles of the TPU kernels, and the vector memory that they need.
 
 A block is what one step of the grid fetches; its tiles are hidden, visible or in between, and
-neighbouring tiles of one kind are computed at once. Chosen by libtpu's static cycles for v6e,
-bfloat16, D = 128, S = 4,096 (attn_core_test/results/tpu_static.md): large blocks, since every step
-pays for filling and draining the pipeline between the units; small tiles in the backward where a
-diagonal cuts them. What is not in the table takes the same blocks, as far as its length goes, and
-query blocks divided by the query heads of a key head.
+neighbouring tiles of one kind are computed at once. Chosen by libtpu's static cycles in bfloat16
+(attn_core_test/results/tpu_static.md, tpu_notes.md): large blocks, since every step pays for
+filling and draining the pipeline between the units; small tiles where the edge of a mask cuts many
+of them. The same choice won for v5e, v5p, v6e and tpu7x, for D = 64, 128 and 256 and from 1,024 to
+8,192 tokens, so that only the kind of mask and the direction count. What is not in the table takes
+the same blocks: as far as its length goes, with query blocks divided by the query heads of a key
+head, and halved until a kernel fits.
 """
 
 from attn_core.kernels.tpu.schedule import LANES, Cut, round_up
-from attn_core.types import BlockSizes, Operands
+from attn_core.masks import algebra, reach
+from attn_core.types import BlockSizes, Operands, cdiv
 
 MOST_TILES = 16  # of a block: their kinds share one 32-bit number
-# (backward, whether the mask hides anything): query tokens times query heads of a key head, key
-# tokens, and tokens of a tile along both sides.
-BLOCKS = {(False, False): (2048, 2048, 512), (False, True): (2048, 2048, 512),
-          (True, False): (1024, 2048, 512), (True, True): (1024, 1024, 256)}
+# (kind of mask, backward): query tokens times query heads of a key head, key tokens, and tokens of
+# a tile along both sides.
+FULL, SPARSE, NARROW = "full", "sparse", "narrow"
+BLOCKS = {(FULL, False): (2048, 2048, 512), (FULL, True): (1024, 2048, 512),
+          (SPARSE, False): (2048, 2048, 512), (SPARSE, True): (1024, 1024, 256),
+          (NARROW, False): (1024, 1024, 256), (NARROW, True): (1024, 1024, 256)}
 PER_PAIR_BLOCK = (512, 512, 512)  # where a bias or a dense mask brings a number per pair
-AHEAD = 3  # strips of tiles whose first products are issued before they are used
+# By backward: strips of tiles whose first products are issued before they are used.
+AHEAD = {False: 3, True: 1}
 MEBIBYTE = 2**20
-MOST_VMEM = 60 * MEBIBYTE  # what every chip since v5 has, less a margin
+MOST_VMEM = 34 * MEBIBYTE  # as estimated here; of 64 on the smallest chip, where XLA has some, too
 LEAST_VMEM = 16 * MEBIBYTE  # the compiler's own limit on the smallest
-RESIDENT = 24 * MEBIBYTE  # for the cotangent of the queries, which stays through a backward
+SLACK = 1.6  # float32 takes up to 1.5 times the estimate
+RESIDENT = 16 * MEBIBYTE  # for the cotangent of the queries, which stays through a backward
 
 
-def choose(shape, requested: BlockSizes, *, sparse: bool, per_pair: bool, backward: bool) -> Cut:
+def choose(operands: Operands, requested: BlockSizes, mask: algebra.Mask, *,
+           backward: bool) -> Cut:
   """How to cut an attention.
 
   Args:
-    shape: (T, S, H, K).
-    requested: what the caller fixed; None fields are chosen here.
-    sparse: whether the mask hides anything.
-    per_pair: whether a bias or a dense mask brings a number per pair into the kernel.
+    operands: only shapes and dtypes count.
+    requested: what the caller fixed; None fields are chosen here, so that all fits.
+    mask: what is visible; only its structure counts.
     backward: for the backward.
 
   Raises:
     ValueError: a requested block is neither a multiple of 128 tokens nor the whole length.
   """
-  queries, keys, query_heads, key_heads = shape
-  group = query_heads // key_heads
+  queries, keys = operands.query.shape[1], operands.key.shape[1]
   suffix = "_backward" if backward else ""
   wanted_q, wanted_kv = (
       _wanted(requested, f"{name}{suffix}", length)
       for name, length in (("block_q", queries), ("block_kv", keys)))
-  rows, columns, tile = PER_PAIR_BLOCK if per_pair else BLOCKS[backward, sparse]
-  block_q = round_up(min(wanted_q or max(LANES, rows // group // LANES * LANES), queries), LANES)
-  block_kv = round_up(min(wanted_kv or columns, keys), LANES)
+  per_pair = any(True for _ in _per_pair(operands))
+  rows, columns, tile = PER_PAIR_BLOCK if per_pair else BLOCKS[_kind(mask), backward]
+  rows = max(LANES, rows // _group(operands) // LANES * LANES)
+  while True:
+    cut = _cut((queries, keys), wanted_q or rows, wanted_kv or columns, tile)
+    if needed_vmem(cut, operands, backward) <= MOST_VMEM:
+      return cut
+    if not wanted_kv and columns > LANES and (wanted_q or columns >= rows):
+      columns //= 2
+    elif not wanted_q and rows > LANES:
+      rows //= 2
+    else:
+      return cut  # too large, as `vmem_limit` says
+
+
+def _cut(shape: tuple[int, int], rows: int, columns: int, tile: int) -> Cut:
+  queries, keys = shape
+  block_q, block_kv = round_up(min(rows, queries), LANES), round_up(min(columns, keys), LANES)
   tile_q, tile_kv = _tile(block_q, tile), _tile(block_kv, tile)
   while (block_q // tile_q) * (block_kv // tile_kv) > MOST_TILES:
     tile_q, tile_kv = _tile(block_q, 2 * tile_q), _tile(block_kv, 2 * tile_kv)
   return Cut(queries, keys, block_q, block_kv, tile_q, tile_kv)
+
+
+def _group(operands: Operands) -> int:
+  return operands.query.shape[2] // operands.key.shape[2]
+
+
+def _kind(mask: algebra.Mask) -> str:
+  if isinstance(mask, algebra.Full):
+    return FULL
+  return NARROW if reach.is_narrow(mask) else SPARSE
 
 
 def _wanted(requested: BlockSizes, field: str, length: int) -> int | None:
@@ -60,41 +91,48 @@ def _wanted(requested: BlockSizes, field: str, length: int) -> int | None:
   return size
 
 
-def resident_queries(width: int, group: int) -> int:
-  """Tokens whose cotangent a backward holds for all query heads of a key head."""
-  return RESIDENT // (2 * 4 * group * max(width, LANES))
+def query_ranges(operands: Operands, cut: Cut) -> list[tuple[int, int]]:
+  """Blocks [first, end) of queries whose cotangent is in vector memory at the same time."""
+  width = round_up(operands.query.shape[3], LANES)
+  # The sum in float32, and the block that is written, in which the next row's may begin.
+  tokens = RESIDENT // (_group(operands) * width * (4 + 2 * operands.query.dtype.itemsize))
+  total = cut.padded_queries // cut.block_q
+  number = cdiv(total, cdiv(total, max(tokens // cut.block_q, 1)))
+  return [(n, min(n + number, total)) for n in range(0, total, number)]
 
 
-def vmem_limit(requested: BlockSizes, cut: Cut, operands: Operands, resident: int = 0) -> int:
+def needed_vmem(cut: Cut, operands: Operands, backward: bool) -> int:
+  """About how many bytes of vector memory a kernel takes."""
+  group, itemsize = _group(operands), operands.query.dtype.itemsize
+  width, value_width = (round_up(x.shape[3], LANES) for x in (operands.query, operands.value))
+  both, rows = width + value_width, group * cut.block_q
+  blocks = (rows + cut.block_kv) * both * itemsize
+  pairs = sum((group if x.shape[1] > 1 else 1) * size * cut.block_q * cut.block_kv
+              for x, size in _per_pair(operands))
+  sums = rows * value_width
+  if backward:
+    resident = query_ranges(operands, cut)[0][1] * rows * width
+    sums = cut.block_kv * both + resident
+    blocks += sums * itemsize
+  strips = (2 if backward else 1) * (AHEAD[backward] + 1) * cut.block_q * cut.tile_kv
+  return 2 * (blocks + pairs) + 4 * (sums + strips)
+
+
+def vmem_limit(requested: BlockSizes, cut: Cut, operands: Operands, *, backward: bool) -> int:
   """The bytes of vector memory that a kernel may use.
-
-  Args:
-    resident: blocks of queries whose cotangent stays; 0: the forward.
 
   Raises:
     ValueError: the blocks need more than a chip has.
   """
   if requested.vmem_limit_bytes is not None:
     return requested.vmem_limit_bytes
-  group = operands.query.shape[2] // operands.key.shape[2]
-  width, value_width = (round_up(x.shape[3], LANES) for x in (operands.query, operands.value))
-  itemsize = operands.query.dtype.itemsize
-  rows = group * cut.block_q
-  blocks = (rows + cut.block_kv) * (width + value_width) * itemsize
-  pairs = sum((group if x.shape[1] > 1 else 1) * size * cut.block_q * cut.block_kv
-              for x, size in _per_pair(operands))
-  sums = rows * value_width
-  if resident:
-    blocks += cut.block_kv * (2 * width + value_width) * itemsize
-    sums = cut.block_kv * (width + value_width) + 2 * resident * rows * width
-  strips = (2 if resident else 1) * (AHEAD + 1) * cut.block_q * cut.tile_kv
-  needed = 2 * (blocks + pairs) + 4 * (sums + strips)
+  needed = needed_vmem(cut, operands, backward)
   if needed > MOST_VMEM:
     raise ValueError(
-        f"block_sizes: blocks of {cut.block_q} queries times {group} heads and {cut.block_kv} keys "
-        f"need about {needed / MEBIBYTE:.0f} MiB of vector memory; expected at most "
-        f"{MOST_VMEM // MEBIBYTE}: give smaller block_q and block_kv")
-  return min(MOST_VMEM, max(LEAST_VMEM, 2 * needed))
+        f"block_sizes: blocks of {cut.block_q} queries times {_group(operands)} heads and "
+        f"{cut.block_kv} keys need about {needed / MEBIBYTE:.0f} MiB of vector memory; expected at "
+        f"most {MOST_VMEM // MEBIBYTE}: give smaller block_q and block_kv")
+  return max(LEAST_VMEM, int(SLACK * needed))
 
 
 def _per_pair(operands: Operands):

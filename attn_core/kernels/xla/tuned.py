@@ -7,9 +7,7 @@ a few heads are all there are, a forward step takes more rows. Whether the keys 
 cache does not matter.
 """
 
-import math
-
-from attn_core.masks import algebra
+from attn_core.masks import algebra, reach
 from attn_core.masks.blocks import Sizes
 from attn_core.types import BlockSizes, cdiv
 
@@ -33,7 +31,7 @@ def choose(shape, requested: BlockSizes, mask: algebra.Mask, *, backward: bool):
   wanted_q, wanted_kv = ((requested.block_q_backward, requested.block_kv_backward) if backward
                          else (requested.block_q, requested.block_kv))
   sparse = not isinstance(mask, algebra.Full)
-  usual = 256 if sparse and (queries <= SHORT or _narrow(mask)) else 512
+  usual = 256 if sparse and (queries <= SHORT or reach.is_narrow(mask)) else 512
   block_q = min(queries, wanted_q or _even(queries, max(usual // group, 16)))
   block_kv = min(keys, wanted_kv or _even(keys, usual))
   most = STEP_SCORES_BACKWARD if backward else STEP_SCORES
@@ -45,34 +43,6 @@ def choose(shape, requested: BlockSizes, mask: algebra.Mask, *, backward: bool):
     rows = STEP_SCORES // (heads * block_kv)
     block_q = min(queries, max(block_q, _even(queries, min(rows // group, 1024))))
   return Sizes(queries, keys, block_q, block_kv), heads
-
-
-def _narrow(mask: algebra.Mask) -> bool:
-  """Whether a query sees only keys near it; documents are taken to be short."""
-  low, high = _reach(mask)
-  return high - low <= SHORT
-
-
-def _reach(mask: algebra.Mask) -> tuple[float, float]:
-  """The least and the greatest distance from a query to a key that it may see."""
-  match mask:
-    case algebra.Causal():
-      return -math.inf, 0
-    case algebra.Window(left, right):
-      return -math.inf if left is None else -left, math.inf if right is None else right
-    case algebra.Chunk(size):
-      return -size, size
-    case algebra.Segments():
-      return 0, 0
-    case algebra.Offset(inner) | algebra.Positions(mask=inner):
-      return _reach(inner)
-    case algebra.And(left, right):
-      (low, high), (other_low, other_high) = _reach(left), _reach(right)
-      return max(low, other_low), min(high, other_high)
-    case algebra.Or(left, right):
-      (low, high), (other_low, other_high) = _reach(left), _reach(right)
-      return min(low, other_low), max(high, other_high)
-  return -math.inf, math.inf
 
 
 def _even(length: int, block: int) -> int:
