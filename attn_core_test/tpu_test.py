@@ -282,7 +282,8 @@ def shapes(tokens, heads, width):
 
 # --- Compiled for chips that are not here. -------------------------------------------------------
 
-KINDS = {"full": {"causal": False}, "causal": {"causal": True}, "window": {"sliding_window": (511, 0)}}
+KINDS = {"full": {"causal": False}, "causal": {"causal": True},
+         "window": {"sliding_window": (511, 0)}}
 WIDTHS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
 
 
