@@ -302,11 +302,13 @@ class CompileTest(parameterized.TestCase):
     text = jax.jit(both).trace(shapes).lower(lowering_platforms=("tpu",)).compile().as_text()
     self.assertEqual(text.count('custom_call_target="tpu_custom_call"'), 2)
 
-  # Every chip and every width meets every kind of mask; `tuned` tells the kinds apart.
+  # Every chip and every width meets every kind of mask; `tuned` tells the kinds apart. Float32, of
+  # which a kernel takes half a minute to compile, meets every chip where it needs most memory.
   @parameterized.named_parameters(
       (f"{chip}_{dtype}_{d}_{e}_{kind}", chip, dtype, d, e, kind)
       for i, chip in enumerate(CHIPS) for n, dtype in enumerate(("bfloat16", "float32"))
-      for j, (d, e) in enumerate(WIDTHS) for kind in (tuple(KINDS)[(i + j + n) % len(KINDS)],))
+      for j, (d, e) in enumerate(WIDTHS) for kind in (tuple(KINDS)[(i + j + n) % len(KINDS)],)
+      if dtype == "bfloat16" or d == 256 or (i + j) % len(CHIPS) == 0)
   def test_widths(self, chip, dtype, width, value_width, kind):
     self.compile(chip, Case(KINDS[kind], T=2048, D=width, E=value_width, dtype=dtype, blocks=None))
 

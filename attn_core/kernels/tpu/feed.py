@@ -317,4 +317,9 @@ def call(kernel, feed: Feed, grid, outputs, scratch, *, vmem_bytes: int | None, 
           dimension_semantics=("parallel", "parallel", "arbitrary"),
           vmem_limit_bytes=vmem_bytes),
       name=name,
-  )(*feed.scalars, *(pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in feed.arrays))
+  )(*feed.scalars, *map(_in_hbm, feed.arrays))
+
+
+def _in_hbm(x):
+  """What XLA leaves in vector memory, a kernel copies block by block through registers."""
+  return pltpu.with_memory_space_constraint(x, pltpu.HBM)
