@@ -121,9 +121,8 @@ class Setting(NamedTuple):
     return logits, slope
 
 
-def _cut(operands: Operands, spec, block_sizes, *, backward) -> schedule.Cut:
-  mask = jax.tree.unflatten(spec.mask, operands.mask.arrays)
-  return tuned.choose(operands, block_sizes, mask, backward=backward)
+def _mask(operands: Operands, spec: AttentionSpec) -> algebra.Mask:
+  return jax.tree.unflatten(spec.mask, operands.mask.arrays)
 
 
 def _setting(feed, operands: Operands, spec: AttentionSpec, cut, visits) -> Setting:
@@ -181,8 +180,8 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
   batch, queries, heads, width = operands.query.shape
   key_heads, value_width = operands.value.shape[2:]
   group = heads // key_heads
-  cut = _cut(operands, spec, block_sizes, backward=False)
-  mask = jax.tree.unflatten(spec.mask, operands.mask.arrays)
+  mask = _mask(operands, spec)
+  cut = tuned.choose(operands, block_sizes, mask, backward=False)
   visits, lines = schedule.build(mask, cut, group, by_keys=False)
   feed = feeds.Feed(visits, lines, cut, group, by_keys=False)
   keys, values = steps.shield(operands.key, operands.value,
@@ -304,7 +303,7 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
 def _backward(operands: Operands, spec, block_sizes, d_out, lse, correction) -> dict:
   """Cotangents of query, key and value: as many queries at a time as vector memory holds."""
   queries, keys = operands.query.shape[1], operands.key.shape[1]
-  cut = _cut(operands, spec, block_sizes, backward=True)
+  cut = tuned.choose(operands, block_sizes, _mask(operands, spec), backward=True)
   rows = lambda x, fill: jnp.pad(
       x[:, :, None], ((0, 0),) * 3 + ((0, cut.padded_queries - queries),), constant_values=fill)
   arrays = _BackwardArrays(
@@ -337,7 +336,7 @@ def _backward_range(operands, spec, block_sizes, arrays: _BackwardArrays, cut, q
   batch, _, heads, width = operands.query.shape
   key_heads = operands.key.shape[2]
   group, number = heads // key_heads, query_blocks[1] - query_blocks[0]
-  mask = jax.tree.unflatten(spec.mask, operands.mask.arrays)
+  mask = _mask(operands, spec)
   visits, lines = schedule.build(mask, cut, group, by_keys=True, query_blocks=query_blocks)
   feed = feeds.Feed(visits, lines, cut, group, by_keys=True, first_query_block=query_blocks[0])
   of_rows = lambda x: feed.array(x, (1, group, 1, cut.block_q), lambda b, h, i, j: (b, h, 0, i))
@@ -427,10 +426,10 @@ def _backward_kernel(setting: Setting, feed, readers, results, refs: Refs, outpu
 
 
 def _check(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> None:
-  mask = jax.tree.unflatten(spec.mask, operands.mask.arrays)
+  mask = _mask(operands, spec)
   group = operands.query.shape[2] // operands.key.shape[2]
   for backward in (False, True):
-    cut = _cut(operands, spec, block_sizes, backward=backward)
+    cut = tuned.choose(operands, block_sizes, mask, backward=backward)
     tuned.vmem_limit(block_sizes, cut, operands, backward=backward)
     schedule.check(mask, cut, group, by_keys=backward)
 

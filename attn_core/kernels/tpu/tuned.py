@@ -4,10 +4,10 @@ A block is what one step of the grid fetches; its tiles are hidden, visible or i
 neighbouring tiles of one kind are computed at once. Chosen by libtpu's static cycles in bfloat16
 (attn_core_test/results/tpu_static.md, tpu_notes.md): large blocks, since every step pays for
 filling and draining the pipeline between the units; small tiles where the edge of a mask cuts many
-of them. The same choice won for v5e, v5p, v6e and tpu7x, for D = 64, 128 and 256 and from 1,024 to
-8,192 tokens, so that only the kind of mask and the direction count. What is not in the table takes
-the same blocks: as far as its length goes, with query blocks divided by the query heads of a key
-head, and halved until a kernel fits.
+of them. The same choice won wherever others were counted, too: v6e with D = 64, 128 and 256 at
+4,096 tokens and D = 128 at 1,024 and 2,048; v5e, v5p and tpu7x with D = 128. So only the kind of
+mask and the direction count. What is not in the table takes the same blocks: as far as its length
+goes, with query blocks divided by the query heads of a key head, and halved until a kernel fits.
 """
 
 from attn_core.kernels.tpu.schedule import LANES, Cut, round_up
