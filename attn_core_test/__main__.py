@@ -2,9 +2,9 @@
 
 Every `*_test.py` module runs in processes of its own, because some set JAX flags, such as the
 number of virtual devices, when they are imported. Modules listed in SHARDS are cut into pieces,
-each of which runs every n-th test. A piece prints one line when it is done, and its whole output
-when something failed. The last line is `N passed, M failed, K skipped`; the exit status is 0 only
-when tests ran and none failed.
+each of which runs every n-th test. All share what JAX compiles, until the last has ended. A piece
+prints one line when it is done, and its whole output when something failed. The last line is
+`N passed, M failed, K skipped`; the exit status is 0 only when tests ran and none failed.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from typing import NamedTuple
 
@@ -93,9 +94,11 @@ def count(output: str) -> dict[str, int]:
   return counts
 
 
-def run(piece: Piece) -> Outcome:
-  """Runs one piece to its end."""
-  environment = dict(os.environ)
+def run(piece: Piece, compiled: str) -> Outcome:
+  """Runs one piece to its end; `compiled` is a folder for what JAX compiles, for all pieces."""
+  environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": compiled,
+                 "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+                 "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0"}
   if piece.total > 1:
     environment.update(TEST_TOTAL_SHARDS=str(piece.total), TEST_SHARD_INDEX=str(piece.index))
   start = time.monotonic()
@@ -129,8 +132,9 @@ def main() -> int:
 
   start = time.monotonic()
   outcomes = {}
-  with concurrent.futures.ThreadPoolExecutor(max(1, arguments.jobs)) as executor:
-    futures = {executor.submit(run, piece): piece for piece in pieces}
+  with (tempfile.TemporaryDirectory() as compiled,
+        concurrent.futures.ThreadPoolExecutor(max(1, arguments.jobs)) as executor):
+    futures = {executor.submit(run, piece, compiled): piece for piece in pieces}
     for future in concurrent.futures.as_completed(futures):
       piece, outcome = futures[future], future.result()
       outcomes[piece] = outcome

@@ -85,16 +85,16 @@ PAIRS = tuple((f"{case.name}_{mechanism}", case.name, mechanism, platform)
 
 
 def loss(run, weights):
-  """A scalar that depends on every output in its own way; lse of -inf counts as 0."""
+  """A scalar that depends on every output in its own way (lse of -inf counts as 0), and them."""
   def value(arrays):
     out, lse = run(arrays)
-    lse = jnp.where(jnp.isfinite(lse), lse, 0)
-    return (jnp.sin(out) * weights[0]).sum() + (lse**2 * weights[1]).sum()
+    finite = jnp.where(jnp.isfinite(lse), lse, 0)
+    return (jnp.sin(out) * weights[0]).sum() + (finite**2 * weights[1]).sum(), (out, lse)
   return value
 
 
-def everything(run, case, dtype, differentiable: bool):
-  """Value, gradient and jvp of arrays -> (output, lse); without the lse's where it has none."""
+def everything(run, case, dtype):
+  """Value, gradient and jvp of arrays -> (output, lse)."""
   arrays = property_cases.operands(case, dtype)
   rng = np.random.default_rng(1)
   def random(x):
@@ -102,13 +102,9 @@ def everything(run, case, dtype, differentiable: bool):
   moves = jax.tree.map(random, arrays)
   weights = jax.tree.map(random, list(jax.eval_shape(run, arrays)))
 
-  def out_only(arrays):
-    out, lse = run(arrays)
-    return out, (lse if differentiable else jnp.zeros_like(lse))
-
   def properties(arrays):
-    return {"value": run(arrays), "gradient": jax.grad(loss(out_only, weights))(arrays),
-            "jvp": jax.jvp(out_only, (arrays,), (moves,))[1]}
+    gradient, value = jax.grad(loss(run, weights), has_aux=True)(arrays)
+    return {"value": value, "gradient": gradient, "jvp": jax.jvp(run, (arrays,), (moves,))[1]}
   return jax.jit(properties)(arrays)
 
 
@@ -118,7 +114,7 @@ def expected(name: str, dtype: str, differentiable: bool):
   case = BY_NAME[name]
   want = property_cases.reference(case)
   run = want if differentiable else functools.partial(_zero_lse, want)
-  return everything(run, case, dtype, differentiable)
+  return everything(run, case, dtype)
 
 
 class InterpretedTestCase(parameterized.TestCase):
@@ -145,7 +141,7 @@ class PropertiesTest(InterpretedTestCase):
       np.testing.assert_allclose(lse, property_cases.reference(case)(arrays)[1],
                                  rtol=tolerance, atol=tolerance)
       run = _without_lse(run, case, mechanism, platform)
-    got = everything(run, case, dtype, differentiable)
+    got = everything(run, case, dtype)
     flat, _ = jax.tree_util.tree_flatten_with_path(got)
     for (path, x), y in zip(flat, jax.tree.leaves(expected(name, dtype, differentiable)),
                             strict=True):
@@ -304,13 +300,13 @@ class VmapTest(InterpretedTestCase):
     stacked = {k: jnp.stack([x, 0.5 * x, -x]) if k in mapped else x for k, x in arrays.items()}
     axes = ({k: 0 if k in mapped else None for k in arrays},)
     weights = [jnp.ones(x.shape) for x in jax.eval_shape(run, arrays)]
-    both = jax.value_and_grad(loss(run, weights))
+    both = jax.value_and_grad(lambda x: loss(run, weights)(x)[0])
     got = jax.jit(jax.vmap(both, axes))(stacked)
     for i in range(3):
       one = jax.jit(both)({k: x[i] if k in mapped else x for k, x in stacked.items()})
       jax.tree.map(lambda x, y: np.testing.assert_allclose(x[i], y, rtol=tolerance,
                                                            atol=tolerance), got, one)
-    total = jax.jit(jax.grad(lambda x: jax.vmap(loss(run, weights), axes)(x).sum()))(stacked)
+    total = jax.jit(jax.grad(lambda x: jax.vmap(loss(run, weights), axes)(x)[0].sum()))(stacked)
     for k, x in total.items():
       want = got[1][k] if k in mapped else got[1][k].sum(0)
       np.testing.assert_allclose(x, want, rtol=tolerance, atol=tolerance)

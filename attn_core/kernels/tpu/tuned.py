@@ -22,6 +22,10 @@ BLOCKS = {(FULL, False): (2048, 2048, 512), (FULL, True): (1024, 2048, 512),
           (SPARSE, False): (2048, 2048, 512), (SPARSE, True): (1024, 1024, 256),
           (NARROW, False): (1024, 1024, 256), (NARROW, True): (1024, 1024, 256)}
 PER_PAIR_BLOCK = (512, 512, 512)  # where a bias or a dense mask brings a number per pair
+# By backward: products of float32 take six passes, beside which filling the pipeline is little. A
+# third of the code compiles in half the time; the forward is 2% slower to 4% faster than with the
+# blocks above, the backward 7 to 9% slower.
+FLOAT32_BLOCKS = {False: (1024, 1024, 256), True: (512, 512, 256)}
 # By backward: strips of tiles whose first products are issued before they are used.
 AHEAD = {False: 3, True: 1}
 MEBIBYTE = 2**20
@@ -49,8 +53,7 @@ def choose(operands: Operands, requested: BlockSizes, mask: algebra.Mask, *,
   wanted_q, wanted_kv = (
       _wanted(requested, f"{name}{suffix}", length)
       for name, length in (("block_q", queries), ("block_kv", keys)))
-  per_pair = any(True for _ in _per_pair(operands))
-  rows, columns, tile = PER_PAIR_BLOCK if per_pair else BLOCKS[_kind(mask), backward]
+  rows, columns, tile = _blocks(operands, mask, backward)
   rows = max(LANES, rows // _group(operands) // LANES * LANES)
   while True:
     cut = _cut((queries, keys), wanted_q or rows, wanted_kv or columns, tile)
@@ -62,6 +65,14 @@ def choose(operands: Operands, requested: BlockSizes, mask: algebra.Mask, *,
       rows //= 2
     else:
       return cut  # too large, as `vmem_limit` says
+
+
+def _blocks(operands: Operands, mask: algebra.Mask, backward: bool) -> tuple[int, int, int]:
+  if list(_per_pair(operands)):
+    return PER_PAIR_BLOCK
+  if operands.query.dtype.itemsize == 4:
+    return FLOAT32_BLOCKS[backward]
+  return BLOCKS[_kind(mask), backward]
 
 
 def _cut(shape: tuple[int, int], rows: int, columns: int, tile: int) -> Cut:
