@@ -25,7 +25,7 @@ class ComputedTest(parameterized.TestCase):
            schedule.Cut(1024, 2048, 512, 256, 256, 128)),
       by_keys=(False, True))
   def test_equals_the_schedule(self, mask, cut, by_keys):
-    visits, _ = schedule.build(mask, cut, 1, by_keys=by_keys)
+    visits, _ = schedule.build(mask, cut, by_keys=by_keys)
     entry = static_programs.computed(visits)
     for n in range(visits.rows.shape[1]):
       self.assertEqual(tuple(int(x) for x in entry(np.int32(n))),
@@ -33,7 +33,7 @@ class ComputedTest(parameterized.TestCase):
 
   def test_refuses_what_distances_do_not_tell(self):
     cut = schedule.Cut(1024, 1024, 128, 128, 128, 128)
-    visits, _ = schedule.build(~masks.window(200, 200), cut, 1, by_keys=False)
+    visits, _ = schedule.build(~masks.window(200, 200), cut, by_keys=False)
     with self.assertRaisesRegex(ValueError, "visits.*distances"):
       static_programs.computed(visits)
 

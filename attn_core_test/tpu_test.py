@@ -117,6 +117,12 @@ CASES = {
     "bfloat16": Case({}, dtype="bfloat16", H=4, K=2),
     "whole_lanes": Case({}, B=2, T=300, H=4, K=2, D=128),
     "whole_lanes_of_values": Case(dict(causal=False), masks.full(), T=130, S=140, D=192, E=128),
+    "heads_of_a_step": Case({}, B=2, T=300, H=8, K=4, blocks=BlockSizes()),
+    "heads_side_by_side": Case(dict(causal=False), masks.full(), T=300, S=140, H=6, K=6, D=128,
+                               blocks=BlockSizes()),
+    "heads_of_a_step_see_differently": Case(
+        dict(mask=DENSE, causal=False), masks.dense(DENSE), B=2, H=4, K=4, blocks=BlockSizes(),
+        floats={"bias": (1, 4, 260, 260), "softmax_aux": (4,)}),
     "several_tiles_a_block": Case({}, T=1100, H=1, K=1, blocks=BlockSizes()),
 }
 
@@ -210,7 +216,7 @@ class ScheduleTest(parameterized.TestCase):
 
   def test_patterns_of_a_mask_known_on_the_host(self):
     cut = schedule.Cut(1024, 1024, 512, 512, 256, 256)
-    visits, _ = schedule.build(masks.causal(), cut, 1, by_keys=False)
+    visits, _ = schedule.build(masks.causal(), cut, by_keys=False)
     patterns, complete = visits.patterns(cut)
     full, partial = 2, 1
     diagonal = partial | full << 2 | partial << 6
@@ -221,8 +227,31 @@ class ScheduleTest(parameterized.TestCase):
     cut = schedule.Cut(300, 300, 128, 128, 128, 128)
     found = []
     jax.eval_shape(lambda ids: found.append(
-        schedule.build(masks.segments(ids), cut, 1, by_keys=False)[0].patterns(cut)), IDS)
+        schedule.build(masks.segments(ids), cut, by_keys=False)[0].patterns(cut)), IDS)
     self.assertEqual(found, [((2,), False)])
+
+  @parameterized.parameters(
+      (masks.full(), 256, True), (masks.causal(), 256, True), (masks.causal(), 512, False),
+      (masks.offset(masks.causal(), -300), 256, False))
+  def test_steps_that_are_all_there_is(self, mask, tokens, single):
+    cut = schedule.Cut(tokens, 256, 256, 256, 128, 128)
+    visits, _ = schedule.build(mask, cut, by_keys=False)
+    self.assertEqual(visits.single, single)
+
+  def test_steps_of_a_traced_mask_may_be_anything(self):
+    cut = schedule.Cut(300, 300, 384, 384, 128, 128)
+    found = []
+    jax.eval_shape(lambda ids: found.append(
+        schedule.build(masks.segments(ids), cut, by_keys=False)[0].single), IDS)
+    self.assertEqual(found, [False])
+
+  @parameterized.parameters(
+      (128, 8, False, 8), (512, 8, False, 4), (512, 6, False, 3), (512, 7, False, 1),
+      (2048, 8, False, 1), (8192, 8, True, 2), (16384, 8, True, 1))
+  def test_heads_of_a_step(self, tokens, heads, backward, expected):
+    cut = tuned.choose(shapes(tokens, heads, 128, jnp.bfloat16), BlockSizes(), masks.causal(),
+                       backward=backward)
+    self.assertEqual(cut.heads, expected)
 
   @parameterized.parameters(128, 192)
   def test_tokens_go_and_come_back(self, width):
@@ -276,9 +305,9 @@ class RefusalTest(parameterized.TestCase):
     self.assertEqual(explain(x, x, x, metadata=TPU).chosen, "blockwise")
 
 
-def shapes(tokens, heads, width):
-  """Operands of float32 without numbers."""
-  x = jax.ShapeDtypeStruct((1, tokens, heads, width), jnp.float32)
+def shapes(tokens, heads, width, dtype=jnp.float32):
+  """Operands without numbers."""
+  x = jax.ShapeDtypeStruct((1, tokens, heads, width), dtype)
   return Operands(x, x, x)
 
 

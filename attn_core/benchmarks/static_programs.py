@@ -73,9 +73,8 @@ def _ours(program: Program):
 class _ComputingFeed(feed.Feed):
   """A feed of which the schedule is computed."""
 
-  def __init__(self, visits, lines, cut, group, *, by_keys, first_query_block=0):
-    super().__init__(visits, lines, cut, group, by_keys=by_keys,
-                     first_query_block=first_query_block)
+  def __init__(self, visits, lines, cut, *, by_keys, first_query_block=0):
+    super().__init__(visits, lines, cut, by_keys=by_keys, first_query_block=first_query_block)
     self.scalars = []
     self._computed = computed(visits)
 

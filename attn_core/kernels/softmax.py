@@ -29,24 +29,28 @@ def start(shape, width: int, dtype) -> Running:
                  jnp.zeros((*shape, width), dtype))
 
 
-def update(running: Running, logits, weigh, *, exp=jnp.exp, rounded=lambda weights: weights,
+def update(running: Running | None, logits, weigh, *, exp=jnp.exp, rounded=lambda weights: weights,
            axis: int = -1) -> Running:
   """Folds in one block of keys.
 
   Args:
-    running: what was seen so far.
+    running: what was seen so far; None: nothing.
     logits: [..., R, C]; -inf where hidden.
     weigh: maps exp(logits - highest) [..., R, C] to its product with the values [..., R, E].
     exp: the exponential; of another base where logits are in other units.
     rounded: what `weigh` is given and `total` sums.
     axis: that of the keys; where it is 0, all arrays are transposed: [C, R], [1, R], [E, R].
   """
-  highest = jnp.maximum(running.highest, logits.max(axis, keepdims=True))
+  highest = logits.max(axis, keepdims=True)
+  if running is not None:
+    highest = jnp.maximum(running.highest, highest)
   # While a row has seen nothing, its highest is -inf, and -inf - -inf would be NaN.
   reference = jnp.where(highest == -jnp.inf, 0, highest)
   weights = rounded(exp(logits - reference))
+  total = weights.astype(highest.dtype).sum(axis, keepdims=True)
+  if running is None:
+    return Running(highest, total, weigh(weights))
   shrink = exp(running.highest - reference)
-  total = weights.astype(running.total.dtype).sum(axis, keepdims=True)
   return Running(highest, running.total * shrink + total, running.output * shrink + weigh(weights))
 
 

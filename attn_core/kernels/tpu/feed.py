@@ -44,10 +44,10 @@ class Where(NamedTuple):
   """Some queries and keys of one block, of one query head: what is computed at once."""
 
   batch: Any  # local batch row
-  key_head: Any  # local key head
+  heads: Any  # number of the step's heads among the local ones
   query_block: Any
   key_block: Any
-  head: int  # query head within the group
+  head: int  # query head of the step
   queries: Part
   keys: Part
 
@@ -67,7 +67,7 @@ class Tokens(NamedTuple):
   length: int  # padded to whole blocks
   heads: int
   width: int
-  group: int  # heads of a block
+  block_heads: int
   block: int  # tokens of a block
   which: Callable  # (query block, key block) -> number of the block
 
@@ -84,8 +84,8 @@ class Tokens(NamedTuple):
   @property
   def block_shape(self) -> tuple[int, ...]:
     if self.side_by_side:
-      return 1, self.block, self.group * self.width
-    return 1, self.group, self.block, self.width
+      return 1, self.block, self.block_heads * self.width
+    return 1, self.block_heads, self.block, self.width
 
   def index(self, b, h, i, j):
     """The number of the block along every axis of `shape`."""
@@ -113,22 +113,22 @@ class Tokens(NamedTuple):
 class Feed:
   """Operands of a kernel, in the order in which it gets them."""
 
-  def __init__(self, schedule: Schedule, lines: Lines, cut: Cut, group: int, *, by_keys: bool,
+  def __init__(self, schedule: Schedule, lines: Lines, cut: Cut, *, by_keys: bool,
                first_query_block: int = 0):
     self.scalars, self.arrays, self.specs = list(schedule), [], []
     self.cut, self.lines, self.by_keys = cut, lines, by_keys
-    self.group, self.first_query_block = group, first_query_block
+    self.first_query_block = first_query_block
 
   def query_tokens(self, shape) -> Tokens:
     """The form of [B, T, H, W] by blocks of queries."""
     batch, _, heads, width = shape
-    return Tokens(batch, self.cut.padded_queries, heads, width, self.group, self.cut.block_q,
-                  lambda i, j: i)
+    return Tokens(batch, self.cut.padded_queries, heads, width, self.cut.query_heads,
+                  self.cut.block_q, lambda i, j: i)
 
   def key_tokens(self, shape) -> Tokens:
     """The form of [B, S, K, W] by blocks of keys."""
     batch, _, heads, width = shape
-    return Tokens(batch, self.cut.padded_keys, heads, width, 1, self.cut.block_kv,
+    return Tokens(batch, self.cut.padded_keys, heads, width, self.cut.heads, self.cut.block_kv,
                   lambda i, j: j)
 
   def tokens(self, form: Tokens, packed) -> Callable:
@@ -136,9 +136,9 @@ class Feed:
     ref = self.array(packed, form.block_shape, form.index)
     return lambda refs, head, part: ref(refs)[form.at(head, part)]
 
-  def step(self, scalars, batch, head, n):
+  def step(self, scalars, batch, heads, n):
     """(query block, key block, kinds, flags) of step n."""
-    row, column, kinds, flags = self.entry(scalars, self.lines.of(batch, head), n)
+    row, column, kinds, flags = self.entry(scalars, self.lines.of(batch, heads), n)
     query_block, key_block = (column, row) if self.by_keys else (row, column)
     return query_block + self.first_query_block, key_block, kinds, flags
 
@@ -168,12 +168,12 @@ class Feed:
 
   def per_pair(self, x) -> Callable:
     """[B or 1, H or 1, T or 1, S or 1] -> reader of a tile [keys or 1, queries or 1]."""
-    cut, group = self.cut, self.group
+    cut = self.cut
     x = x.transpose(0, 1, 3, 2)
     x = pad(x, 2, cut.padded_keys if x.shape[2] > 1 else 1)
     x = pad(x, 3, cut.padded_queries if x.shape[3] > 1 else 1)
     rows, heads, keys, queries = x.shape
-    block = (1, group if heads > 1 else 1, cut.block_kv if keys > 1 else 1,
+    block = (1, cut.query_heads if heads > 1 else 1, cut.block_kv if keys > 1 else 1,
              cut.block_q if queries > 1 else 1)
     ref = self.array(x, block, lambda b, h, i, j: (
         b if rows > 1 else 0, h if heads > 1 else 0, j if keys > 1 else 0, i if queries > 1 else 0))
@@ -220,7 +220,6 @@ class Mask(NamedTuple):
   batch_index: Callable | None
   head_offset: Callable | None
   cut: Cut
-  group: int
 
   def coordinates(self, refs: Refs, at: Where):
     """(mask with its arrays cut to the tile, coordinates), all of the tile's shape."""
@@ -234,7 +233,7 @@ class Mask(NamedTuple):
     query = lax.broadcasted_iota(jnp.int32, shape, 1) + (
         at.query_block * cut.block_q + at.queries.start)
     batch = at.batch if self.batch_index is None else self.batch_index(refs, at)
-    head = at.key_head * self.group + at.head
+    head = at.heads * cut.query_heads + at.head
     head = head if self.head_offset is None else head + self.head_offset(refs, at)
     return (jax.tree.unflatten(self.structure, leaves),
             algebra.Coordinates(batch, head, query, key, query, key))
@@ -257,7 +256,7 @@ def mask_of(feed: Feed, operands: Operands, structure) -> Mask:
       mask.arrays, algebra.structure_roles(structure)))
   optional = lambda x: None if x is None else feed.per_row(x)
   return Mask(structure, readers, optional(mask.batch_index), optional(mask.head_offset),
-              feed.cut, feed.group)
+              feed.cut)
 
 
 class Dropout(NamedTuple):
@@ -294,7 +293,7 @@ def dropout_of(feed: Feed, operands: Operands, spec: AttentionSpec, mask: Mask) 
 
 
 def call(kernel, feed: Feed, grid, outputs, scratch, *, vmem_bytes: int | None, name: str):
-  """Runs kernel(refs, outputs, scratch) over a grid (batch, key heads, steps).
+  """Runs kernel(refs, outputs, scratch) over a grid (batch, heads by those of a step, steps).
 
   Args:
     outputs: [(shape, dtype, block, index(b, h, i, j))].

@@ -49,10 +49,10 @@ class Setting(NamedTuple):
 
   spec: AttentionSpec
   cut: schedule.Cut
-  group: int
   mask: feeds.Mask
   dropout: feeds.Dropout
   patterns: tuple[tuple[int, ...], bool]  # see `schedule.Schedule.patterns`
+  single: bool  # see `schedule.Schedule.single`
   bias: Any  # reader of a tile, or None
   precision: Any
 
@@ -68,11 +68,12 @@ class Setting(NamedTuple):
     return LOG2E * (self.spec.softmax_scale if self.plain else 1.0)
 
   def tiles(self, place):
-    """(bits to shift the kinds by, where) of every tile of a block."""
+    """(bits to shift the kinds by, where) of every tile of a block, of all heads in turns."""
     cut = self.cut
-    return [(2 * (c * cut.tiles_q + t), Where(*place, g, Part(t * cut.tile_q, cut.tile_q),
+    return [(2 * (c * cut.tiles_q + t), Where(*place, head, Part(t * cut.tile_q, cut.tile_q),
                                               Part(c * cut.tile_kv, cut.tile_kv)))
-            for c in range(cut.tiles_kv) for g in range(self.group) for t in range(cut.tiles_q)]
+            for c in range(cut.tiles_kv) for head in range(cut.query_heads)
+            for t in range(cut.tiles_q)]
 
   def strips(self, place, pattern: int):
     """[(where, masked)]: neighbouring tiles of one kind, along the queries, are one strip."""
@@ -90,16 +91,18 @@ class Setting(NamedTuple):
     return found
 
   def rows(self, at: Where):
-    """The queries of `at` among those of all heads of the group."""
+    """The queries of `at` among those of all heads of the step."""
     return pl.ds(at.head * self.cut.block_q + at.queries.start, at.queries.length)
 
-  def row_tiles(self, strips):
-    """[((query head, first query), its rows)] of all tiles of queries in strips, each once."""
+  def row_tiles(self, head: int, queries: Part):
+    """{(query head, first query): its rows} of the tiles of some queries."""
     size = self.cut.tile_q
-    found = dict.fromkeys(
-        (at.head, start) for at, _ in strips
-        for start in range(at.queries.start, at.queries.start + at.queries.length, size))
-    return [((head, start), pl.ds(head * self.cut.block_q + start, size)) for head, start in found]
+    return {(head, start): pl.ds(head * self.cut.block_q + start, size)
+            for start in range(queries.start, queries.start + queries.length, size)}
+
+  def key_head(self, at: Where) -> int:
+    """Among those of the step."""
+    return at.head // self.cut.group
 
   def dot(self, a, b, contract=((1,), (0,))):
     return lax.dot_general(a, b, (contract, ((), ())), precision=self.precision,
@@ -132,8 +135,8 @@ def _setting(feed, operands: Operands, spec: AttentionSpec, cut, visits) -> Sett
   precision = None
   if operands.query.dtype == jnp.float32:
     precision = lax.Precision.HIGHEST if spec.precision is None else spec.precision
-  return Setting(spec, cut, feed.group, mask, feeds.dropout_of(feed, operands, spec, mask),
-                 visits.patterns(cut), bias, precision)
+  return Setting(spec, cut, mask, feeds.dropout_of(feed, operands, spec, mask),
+                 visits.patterns(cut), visits.single, bias, precision)
 
 
 def _visit(setting: Setting, place, kinds, strips):
@@ -151,7 +154,7 @@ def _visit(setting: Setting, place, kinds, strips):
   @pl.when(jnp.logical_not(functools.reduce(jnp.logical_or, known)))
   def _():
     cut = setting.cut
-    for shift, first in setting.tiles(place)[:setting.group * cut.tiles_q]:
+    for shift, first in setting.tiles(place)[:cut.query_heads * cut.tiles_q]:
       @pl.loop(0, cut.tiles_kv)
       def _(c, shift=shift, first=first):
         kind = (kinds >> (shift + 2 * cut.tiles_q * c)) & 3
@@ -179,11 +182,10 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
   """out [B, T, H, E] and lse [B, H, T]; see `kernel.Kernel`."""
   batch, queries, heads, width = operands.query.shape
   key_heads, value_width = operands.value.shape[2:]
-  group = heads // key_heads
   mask = _mask(operands, spec)
   cut = tuned.choose(operands, block_sizes, mask, backward=False)
-  visits, lines = schedule.build(mask, cut, group, by_keys=False)
-  feed = feeds.Feed(visits, lines, cut, group, by_keys=False)
+  visits, lines = schedule.build(mask, cut, by_keys=False)
+  feed = feeds.Feed(visits, lines, cut, by_keys=False)
   keys, values = steps.shield(operands.key, operands.value,
                               steps.finite_keys(operands.key, operands.value))
   forms = (feed.query_tokens(operands.query.shape), feed.key_tokens(keys.shape),
@@ -193,13 +195,13 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
       _sinks(feed, operands))
   result = feed.query_tokens((batch, queries, heads, value_width))
   setting = _setting(feed, operands, spec, cut, visits)
-  rows = group * cut.block_q
+  rows = cut.query_heads * cut.block_q
   out, lse = feeds.call(
       functools.partial(_forward_kernel, setting, feed, readers, result), feed,
-      (batch, key_heads, visits.rows.shape[1]),
+      (batch, key_heads // cut.heads, visits.rows.shape[1]),
       [(result.shape, operands.query.dtype, result.block_shape, result.index),
        ((batch, heads, 1, cut.padded_queries), jnp.float32,
-        (1, group, 1, cut.block_q), lambda b, h, i, j: (b, h, 0, i))],
+        (1, cut.query_heads, 1, cut.block_q), lambda b, h, i, j: (b, h, 0, i))],
       [(1, rows), (1, rows), (value_width, rows)],
       vmem_bytes=tuned.vmem_limit(block_sizes, cut, operands, backward=False),
       name="attn_core_forward")
@@ -227,56 +229,123 @@ def _sinks(feed, operands):
 def _forward_kernel(setting: Setting, feed, readers, result, refs: Refs, outputs, scratch):
   b, h, n = (pl.program_id(axis) for axis in range(3))
   i, j, kinds, flags = feed.step(refs.scalars, b, h, n)
-  highest, total, output = scratch
+  step = _ForwardStep(setting, readers, result, refs, (b, h), outputs, *scratch)
+  every = Part(0, setting.cut.block_q)
+  heads = range(setting.cut.query_heads)
+
+  if setting.single:
+    # Head by head, so that one is finished while another is computed; nothing waits in scratch.
+    places = sorted(setting.strips((b, h, i, j), setting.patterns[0][0]),
+                    key=lambda place: place[0].head)
+    def finish(head, numbers):
+      step.store(setting.row_tiles(head, every), numbers)
+      step.finish(head)
+    step.strips(places, {}, finish)
+    return
 
   @pl.when((flags & schedule.FIRST) != 0)
   def _():
-    highest[...] = jnp.full_like(highest, -jnp.inf)
-    total[...] = jnp.zeros_like(total)
-    output[...] = jnp.zeros_like(output)
-
-  def scores(at):
-    return setting.dot(readers.key(refs, 0, at.keys), readers.query(refs, at.head, at.queries),
-                       ((1,), (1,)))
-
-  def update(at, x, old, masked):
-    """Folds a tile of scores into (maximum, total) `old`; returns the new ones."""
-    def weigh(weights):
-      kept, = setting.dropout.drop(refs, at, weights)
-      values = readers.value(refs, 0, at.keys)
-      return setting.dot(values, kept.astype(values.dtype), ((0,), (0,)))
-
-    x, _ = setting.logits(refs, at, x, masked)
-    rows = setting.rows(at)
-    new = softmax.update(softmax.Running(*old, output[:, rows]), x, weigh, axis=0,
-                         exp=lambda x: jnp.exp2(x * setting.unit))
-    output[:, rows] = new.output
-    return new.highest, new.total
+    for head in heads:
+      step.store(setting.row_tiles(head, every), {})
 
   def strips(places):
-    # The numbers of rows go from strip to strip as values: through memory they would be late.
-    numbers = {tile: (highest[:, rows], total[:, rows]) for tile, rows in setting.row_tiles(places)}
-    for at, masked, current in _ahead(places, scores, tuned.AHEAD[False]):
-      tiles = [tile for tile, _ in setting.row_tiles([(at, masked)])]
-      old = zip(*(numbers[tile] for tile in tiles))
-      new = update(at, current, tuple(jnp.concatenate(parts, 1) for parts in old), masked)
-      numbers.update(zip(tiles, zip(*(jnp.split(x, len(tiles), 1) for x in new))))
-    for tile, rows in setting.row_tiles(places):
-      highest[:, rows], total[:, rows] = numbers[tile]
+    tiles = {}
+    for at, _ in places:
+      tiles.update(setting.row_tiles(at.head, at.queries))
+    step.store(tiles, step.strips(places, {tile: step.load(rows) for tile, rows in tiles.items()}))
 
   _visit(setting, (b, h, i, j), kinds, strips)
 
   @pl.when((flags & schedule.LAST) != 0)
   def _():
-    out, lse = outputs
-    for g in range(setting.group):
-      every = Part(0, setting.cut.block_q)
-      rows = pl.ds(g * every.length, every.length)
-      head = h * setting.group + g
-      sink = None if readers.sinks is None else readers.sinks(refs, b, head)
-      mean, lse[0, g] = softmax.finish(softmax.Running(
-          highest[:, rows] * (setting.unit / LOG2E), total[:, rows], output[:, rows]), sink)
-      out[result.at(g, every)] = (mean * setting.dropout.scale).T.astype(out.dtype)
+    for head in heads:
+      step.finish(head)
+
+
+class _ForwardStep(NamedTuple):
+  """One block of queries and one of keys; `softmax.Running` of its rows."""
+
+  setting: Setting
+  readers: _ForwardReaders
+  result: feeds.Tokens
+  refs: Refs
+  place: Any  # (batch row, number of the step's heads)
+  outputs: Any  # references of output and lse
+  highest: Any  # reference of [1, rows]
+  total: Any  # reference of [1, rows]
+  output: Any  # reference of [E, rows]
+
+  def load(self, rows):
+    """(maximum, total)."""
+    return self.highest[:, rows], self.total[:, rows]
+
+  def begin(self, rows):
+    """(maximum, total) of rows that have seen nothing."""
+    self.output[:, rows] = jnp.zeros((self.output.shape[0], rows.size), jnp.float32)
+    return jnp.full((1, rows.size), -jnp.inf, jnp.float32), jnp.zeros((1, rows.size), jnp.float32)
+
+  def store(self, tiles, numbers):
+    """Writes `numbers`, and those of tiles without them as of rows that have seen nothing."""
+    for tile, rows in tiles.items():
+      self.highest[:, rows], self.total[:, rows] = numbers.get(tile) or self.begin(rows)
+
+  def strips(self, places, numbers, ended=lambda head, numbers: None):
+    """Folds in strips.
+
+    Args:
+      places: [(where, masked)].
+      numbers: {tile of queries: (maximum, total)}; tiles without any have seen nothing. They go
+        from strip to strip as values: through memory they would be late.
+      ended: called with a head and the numbers after its last strip.
+
+    Returns:
+      The new numbers.
+    """
+    last = {at.head: at for at, _ in places}
+    for at, masked, scores in _ahead(places, self.scores, tuned.AHEAD[False]):
+      tiles = self.setting.row_tiles(at.head, at.queries)
+      before = None
+      if any(tile in numbers for tile in tiles):
+        parts = zip(*(numbers.get(tile) or self.begin(rows) for tile, rows in tiles.items()))
+        before = tuple(jnp.concatenate(x, 1) for x in parts)
+      after = self.update(at, masked, scores, before)
+      numbers.update(zip(tiles, zip(*(jnp.split(x, len(tiles), 1) for x in after))))
+      if at is last[at.head]:
+        ended(at.head, numbers)
+    return numbers
+
+  def scores(self, at: Where):
+    """[C, Q]."""
+    return self.setting.dot(self.readers.key(self.refs, self.setting.key_head(at), at.keys),
+                            self.readers.query(self.refs, at.head, at.queries), ((1,), (1,)))
+
+  def update(self, at: Where, masked, scores, numbers):
+    """Folds in one strip; (maximum, total) before and after, None: nothing was seen before."""
+    def weigh(weights):
+      kept, = self.setting.dropout.drop(self.refs, at, weights)
+      values = self.readers.value(self.refs, self.setting.key_head(at), at.keys)
+      return self.setting.dot(values, kept.astype(values.dtype), ((0,), (0,)))
+
+    logits, _ = self.setting.logits(self.refs, at, scores, masked)
+    rows = self.setting.rows(at)
+    before = None if numbers is None else softmax.Running(*numbers, self.output[:, rows])
+    after = softmax.update(before, logits, weigh, axis=0,
+                           exp=lambda x: jnp.exp2(x * self.setting.unit))
+    self.output[:, rows] = after.output
+    return after.highest, after.total
+
+  def finish(self, head: int):
+    """Writes the results of a head."""
+    (b, h), (out, lse), cut = self.place, self.outputs, self.setting.cut
+    rows = pl.ds(head * cut.block_q, cut.block_q)
+    sink = None
+    if self.readers.sinks is not None:
+      sink = self.readers.sinks(self.refs, b, h * cut.query_heads + head)
+    highest, total = self.load(rows)
+    mean, lse[0, head] = softmax.finish(softmax.Running(
+        highest * (self.setting.unit / LOG2E), total, self.output[:, rows]), sink)
+    where = self.result.at(head, Part(0, cut.block_q))
+    out[where] = (mean * self.setting.dropout.scale).T.astype(out.dtype)
 
 
 # --- Backward. -----------------------------------------------------------------------------------
@@ -335,11 +404,12 @@ def _backward_range(operands, spec, block_sizes, arrays: _BackwardArrays, cut, q
   """(d_query [B, T', H, D], d_key and d_value [B, padded S, K, W]) of a range of queries."""
   batch, _, heads, width = operands.query.shape
   key_heads = operands.key.shape[2]
-  group, number = heads // key_heads, query_blocks[1] - query_blocks[0]
+  number = query_blocks[1] - query_blocks[0]
   mask = _mask(operands, spec)
-  visits, lines = schedule.build(mask, cut, group, by_keys=True, query_blocks=query_blocks)
-  feed = feeds.Feed(visits, lines, cut, group, by_keys=True, first_query_block=query_blocks[0])
-  of_rows = lambda x: feed.array(x, (1, group, 1, cut.block_q), lambda b, h, i, j: (b, h, 0, i))
+  visits, lines = schedule.build(mask, cut, by_keys=True, query_blocks=query_blocks)
+  feed = feeds.Feed(visits, lines, cut, by_keys=True, first_query_block=query_blocks[0])
+  of_rows = lambda x: feed.array(
+      x, (1, cut.query_heads, 1, cut.block_q), lambda b, h, i, j: (b, h, 0, i))
   forms = (*(feed.query_tokens(x.shape) for x in arrays[:2]),
            *(feed.key_tokens(x.shape) for x in arrays[2:4]))
   readers = _BackwardArrays(
@@ -348,16 +418,16 @@ def _backward_range(operands, spec, block_sizes, arrays: _BackwardArrays, cut, q
   setting = _setting(feed, operands, spec, cut, visits)
   # The cotangent of all queries of the range is one block: it stays until the last step.
   rows = number * cut.block_q
-  results = (feeds.Tokens(batch, rows, heads, width, group, rows, lambda i, j: 0),
+  results = (feeds.Tokens(batch, rows, heads, width, cut.query_heads, rows, lambda i, j: 0),
              feed.key_tokens(operands.key.shape), feed.key_tokens(operands.value.shape))
   summed = jnp.float32 if rows < cut.padded_queries else operands.query.dtype
   found = feeds.call(
       functools.partial(_backward_kernel, setting, feed, readers, results), feed,
-      (batch, key_heads, visits.rows.shape[1]),
+      (batch, key_heads // cut.heads, visits.rows.shape[1]),
       [(form.shape, dtype, form.block_shape, form.index)
        for form, dtype in zip(results, (operands.query.dtype, summed, summed))],
-      [(group * number, width, cut.block_q), (cut.block_kv, width),
-       (cut.block_kv, operands.value.shape[3])],
+      [(cut.query_heads * number, width, cut.block_q), (cut.heads, cut.block_kv, width),
+       (cut.heads, cut.block_kv, operands.value.shape[3])],
       vmem_bytes=tuned.vmem_limit(block_sizes, cut, operands, backward=True),
       name="attn_core_backward")
   return tuple(form.unpack(x) for form, x in zip(results, found))
@@ -369,7 +439,7 @@ def _backward_kernel(setting: Setting, feed, readers, results, refs: Refs, outpu
   lse, correction = (read(refs) for read in readers[4:])
   # The queries' cotangent is transposed, block by block of each head.
   d_query, d_key, d_value = scratch
-  number = d_query.shape[0] // setting.group
+  number = d_query.shape[0] // setting.cut.query_heads
 
   @pl.when(n == 0)
   def _():
@@ -383,22 +453,23 @@ def _backward_kernel(setting: Setting, feed, readers, results, refs: Refs, outpu
   def products(at):
     """(scores, d_weights) [C, Q]."""
     pairs = (readers.key, readers.query), (readers.value, readers.d_out)
-    return tuple(setting.dot(keys(refs, 0, at.keys), queries(refs, at.head, at.queries),
+    key_head = setting.key_head(at)
+    return tuple(setting.dot(keys(refs, key_head, at.keys), queries(refs, at.head, at.queries),
                              ((1,), (1,))) for keys, queries in pairs)
 
   def add(at, both, masked):
     scores, d_weights = both
-    keys, queries = at.keys.slice, at.queries.slice
+    key_head, keys, queries = setting.key_head(at), at.keys.slice, at.queries.slice
     query, d_out = (read(refs, at.head, at.queries) for read in (readers.query, readers.d_out))
     logits, slope = setting.logits(refs, at, scores, masked)
     weights = jnp.exp2(logits * setting.unit - lse[0, at.head, :, queries])
     kept, d_weights = setting.dropout.drop(refs, at, weights, d_weights)
     d_logits = weights * (d_weights * setting.dropout.scale - correction[0, at.head, :, queries])
     d_logits = (d_logits if slope is None else d_logits * slope).astype(query.dtype)
-    d_value[keys] += setting.dot(kept.astype(d_out.dtype), d_out)
-    d_key[keys] += setting.dot(d_logits, query)
+    d_value[key_head, keys] += setting.dot(kept.astype(d_out.dtype), d_out)
+    d_key[key_head, keys] += setting.dot(d_logits, query)
     d_query[at.head * number + at.query_block - feed.first_query_block, :, queries] += setting.dot(
-        readers.key(refs, 0, at.keys), d_logits, ((0,), (0,)))
+        readers.key(refs, key_head, at.keys), d_logits, ((0,), (0,)))
 
   def strips(places):
     for at, masked, both in _ahead(places, products, tuned.AHEAD[True]):
@@ -413,13 +484,14 @@ def _backward_kernel(setting: Setting, feed, readers, results, refs: Refs, outpu
   @pl.when((flags & schedule.LAST) != 0)
   def _():
     every = Part(0, setting.cut.block_kv)
-    write(1, 0, every, d_key[...] * setting.spec.softmax_scale)
-    write(2, 0, every, d_value[...] * setting.dropout.scale)
+    for head in range(setting.cut.heads):
+      write(1, head, every, d_key[head] * setting.spec.softmax_scale)
+      write(2, head, every, d_value[head] * setting.dropout.scale)
 
   @pl.when(n == pl.num_programs(2) - 1)
   def _():
     size = setting.cut.block_q
-    for head in range(setting.group):
+    for head in range(setting.cut.query_heads):
       for block in range(number):
         write(0, head, Part(block * size, size),
               d_query[head * number + block].T * setting.spec.softmax_scale)
@@ -427,11 +499,10 @@ def _backward_kernel(setting: Setting, feed, readers, results, refs: Refs, outpu
 
 def _check(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> None:
   mask = _mask(operands, spec)
-  group = operands.query.shape[2] // operands.key.shape[2]
   for backward in (False, True):
     cut = tuned.choose(operands, block_sizes, mask, backward=backward)
     tuned.vmem_limit(block_sizes, cut, operands, backward=backward)
-    schedule.check(mask, cut, group, by_keys=backward)
+    schedule.check(mask, cut, by_keys=backward)
 
 
 def _effects():

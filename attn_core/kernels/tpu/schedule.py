@@ -28,7 +28,7 @@ def round_up(length: int, multiple: int) -> int:
 
 
 class Cut(NamedTuple):
-  """How queries and keys are cut; all in tokens. Tiles divide blocks, blocks are whole."""
+  """How queries and keys are cut, in tokens. Tiles divide blocks, blocks are whole."""
 
   queries: int  # T
   keys: int  # S
@@ -36,6 +36,13 @@ class Cut(NamedTuple):
   block_kv: int
   tile_q: int
   tile_kv: int
+  group: int = 1  # query heads of a key head
+  heads: int = 1  # key heads of a step
+
+  @property
+  def query_heads(self) -> int:
+    """Of a step."""
+    return self.heads * self.group
 
   @property
   def padded_queries(self) -> int:
@@ -77,8 +84,15 @@ class Schedule(NamedTuple):
     return patterns[:MOST_PATTERNS], len(patterns) <= MOST_PATTERNS
 
 
+  @property
+  def single(self) -> bool:
+    """Whether every step is all there is of its row, and all steps show the same."""
+    return (isinstance(self.kinds, np.ndarray) and bool((self.flags == FIRST | LAST).all())
+            and bool((self.kinds == self.kinds.flat[0]).all()) and bool(self.kinds.flat[0]))
+
+
 class Lines(NamedTuple):
-  """Which lines of a schedule belong to a batch row and a key head."""
+  """Which lines of a schedule belong to a batch row and the heads of a step."""
 
   batches: int
   heads: int
@@ -87,14 +101,13 @@ class Lines(NamedTuple):
     return (batch * self.heads if self.batches > 1 else 0) + (head if self.heads > 1 else 0)
 
 
-def build(mask, cut: Cut, group: int, *, by_keys: bool,
+def build(mask, cut: Cut, *, by_keys: bool,
           query_blocks: tuple[int, int] | None = None) -> tuple[Schedule, Lines]:
   """The steps of a mask.
 
   Args:
     mask: any mask; its arrays may be traced.
     cut: blocks and tiles; at most 16 tiles a block.
-    group: query heads of a key head, which are computed together.
     by_keys: rows are blocks of keys (the backward) instead of queries.
     query_blocks: only the blocks [first, end) of queries, counted from `first`; None: all.
 
@@ -103,7 +116,7 @@ def build(mask, cut: Cut, group: int, *, by_keys: bool,
   """
   kinds = blocks.block_kinds(
       mask, blocks.Sizes(cut.queries, cut.keys, cut.tile_q, cut.tile_kv))
-  kinds = blocks.merge_heads(kinds, group)
+  kinds = blocks.merge_heads(kinds, cut.query_heads)
   lines = Lines(*kinds.shape[:2])
   xp = np if isinstance(kinds, np.ndarray) else jnp
   tiles = (cut.padded_queries // cut.tile_q, cut.padded_keys // cut.tile_kv)
@@ -118,13 +131,13 @@ def build(mask, cut: Cut, group: int, *, by_keys: bool,
   return _compact(kinds, xp), lines
 
 
-def check(mask, cut: Cut, group: int, *, by_keys: bool) -> None:
+def check(mask, cut: Cut, *, by_keys: bool) -> None:
   """Refuses a schedule that scalar memory does not hold; builds only its shape.
 
   Raises:
     ValueError: it needs more than MOST_BYTES.
   """
-  visits = jax.eval_shape(lambda mask: build(mask, cut, group, by_keys=by_keys)[0], mask)
+  visits = jax.eval_shape(lambda mask: build(mask, cut, by_keys=by_keys)[0], mask)
   size = sum(x.size * 4 for x in visits)
   if size > MOST_BYTES:
     lines, number = visits.rows.shape

@@ -16,16 +16,19 @@ from attn_core.types import BlockSizes, Operands, cdiv
 
 MOST_TILES = 16  # of a block: their kinds share one 32-bit number
 # (kind of mask, backward): query tokens times query heads of a key head, key tokens, and tokens of
-# a tile along both sides.
+# a tile along both sides, or twice that where there were too many tiles.
 FULL, SPARSE, NARROW = "full", "sparse", "narrow"
 BLOCKS = {(FULL, False): (2048, 2048, 512), (FULL, True): (1024, 2048, 512),
-          (SPARSE, False): (2048, 2048, 512), (SPARSE, True): (1024, 1024, 256),
+          (SPARSE, False): (2048, 2048, 256), (SPARSE, True): (1024, 1024, 256),
           (NARROW, False): (1024, 1024, 256), (NARROW, True): (1024, 1024, 256)}
 PER_PAIR_BLOCK = (512, 512, 512)  # where a bias or a dense mask brings a number per pair
 # By backward: products of float32 take six passes, beside which filling the pipeline is little. A
 # third of the code compiles in half the time; the forward is 2% slower to 4% faster than with the
 # blocks above, the backward 7 to 9% slower.
 FLOAT32_BLOCKS = {False: (1024, 1024, 256), True: (512, 512, 256)}
+# A step takes as many key heads as have that many tokens, since every step fills and drains the
+# units, and one head's work hides another's waits; in float32 one, since the units are never idle.
+STEP_TOKENS = 2048
 # By backward: strips of tiles whose first products are issued before they are used.
 AHEAD = {False: 3, True: 1}
 MEBIBYTE = 2**20
@@ -56,9 +59,10 @@ def choose(operands: Operands, requested: BlockSizes, mask: algebra.Mask, *,
   rows, columns, tile = _blocks(operands, mask, backward)
   rows = max(LANES, rows // _group(operands) // LANES * LANES)
   while True:
-    cut = _cut((queries, keys), wanted_q or rows, wanted_kv or columns, tile)
-    if needed_vmem(cut, operands, backward) <= MOST_VMEM:
-      return cut
+    cut = _cut(operands, wanted_q or rows, wanted_kv or columns, tile)
+    for several in _with_heads(cut, operands, backward):
+      if needed_vmem(several, operands, backward) <= MOST_VMEM:
+        return several
     if not wanted_kv and columns > LANES and (wanted_q or columns >= rows):
       columns //= 2
     elif not wanted_q and rows > LANES:
@@ -75,13 +79,26 @@ def _blocks(operands: Operands, mask: algebra.Mask, backward: bool) -> tuple[int
   return BLOCKS[_kind(mask), backward]
 
 
-def _cut(shape: tuple[int, int], rows: int, columns: int, tile: int) -> Cut:
-  queries, keys = shape
+def _cut(operands: Operands, rows: int, columns: int, tile: int) -> Cut:
+  queries, keys = operands.query.shape[1], operands.key.shape[1]
   block_q, block_kv = round_up(min(rows, queries), LANES), round_up(min(columns, keys), LANES)
   tile_q, tile_kv = _tile(block_q, tile), _tile(block_kv, tile)
   while (block_q // tile_q) * (block_kv // tile_kv) > MOST_TILES:
     tile_q, tile_kv = _tile(block_q, 2 * tile_q), _tile(block_kv, 2 * tile_kv)
-  return Cut(queries, keys, block_q, block_kv, tile_q, tile_kv)
+  return Cut(queries, keys, block_q, block_kv, tile_q, tile_kv, _group(operands))
+
+
+def _with_heads(cut: Cut, operands: Operands, backward: bool):
+  """The cut with several heads a step, fewer and fewer, and with one."""
+  most = STEP_TOKENS // max(cut.group * cut.block_q, cut.block_kv)
+  most = 1 if operands.query.dtype.itemsize == 4 else most
+  for heads in range(most, 1, -1):
+    several = cut._replace(heads=heads)
+    # More ranges of queries would cost more than heads save.
+    if operands.key.shape[2] % heads == 0 and not (
+        backward and len(query_ranges(operands, several)) > 1):
+      yield several
+  yield cut
 
 
 def _group(operands: Operands) -> int:
@@ -106,7 +123,7 @@ def query_ranges(operands: Operands, cut: Cut) -> list[tuple[int, int]]:
   """Blocks [first, end) of queries whose cotangent is in vector memory at the same time."""
   width = round_up(operands.query.shape[3], LANES)
   # The sum in float32, and the block that is written, in which the next row's may begin.
-  tokens = RESIDENT // (_group(operands) * width * (4 + 2 * operands.query.dtype.itemsize))
+  tokens = RESIDENT // (cut.query_heads * width * (4 + 2 * operands.query.dtype.itemsize))
   total = cut.padded_queries // cut.block_q
   number = cdiv(total, cdiv(total, max(tokens // cut.block_q, 1)))
   return [(n, min(n + number, total)) for n in range(0, total, number)]
@@ -114,16 +131,17 @@ def query_ranges(operands: Operands, cut: Cut) -> list[tuple[int, int]]:
 
 def needed_vmem(cut: Cut, operands: Operands, backward: bool) -> int:
   """About how many bytes of vector memory a kernel takes."""
-  group, itemsize = _group(operands), operands.query.dtype.itemsize
+  itemsize = operands.query.dtype.itemsize
   width, value_width = (round_up(x.shape[3], LANES) for x in (operands.query, operands.value))
-  both, rows = width + value_width, group * cut.block_q
-  blocks = (rows + cut.block_kv) * both * itemsize
-  pairs = sum((group if x.shape[1] > 1 else 1) * size * cut.block_q * cut.block_kv
+  both, rows = width + value_width, cut.query_heads * cut.block_q
+  keys = cut.heads * cut.block_kv
+  blocks = (rows + keys) * both * itemsize
+  pairs = sum((cut.query_heads if x.shape[1] > 1 else 1) * size * cut.block_q * cut.block_kv
               for x, size in _per_pair(operands))
   sums = rows * value_width
   if backward:
     resident = query_ranges(operands, cut)[0][1] * rows * width
-    sums = cut.block_kv * both + resident
+    sums = keys * both + resident
     blocks += sums * itemsize
   strips = (2 if backward else 1) * (AHEAD[backward] + 1) * cut.block_q * cut.tile_kv
   return 2 * (blocks + pairs) + 4 * (sums + strips)
@@ -140,7 +158,7 @@ def vmem_limit(requested: BlockSizes, cut: Cut, operands: Operands, *, backward:
   needed = needed_vmem(cut, operands, backward)
   if needed > MOST_VMEM:
     raise ValueError(
-        f"block_sizes: blocks of {cut.block_q} queries times {_group(operands)} heads and "
+        f"block_sizes: blocks of {cut.block_q} queries times {cut.query_heads} heads and "
         f"{cut.block_kv} keys need about {needed / MEBIBYTE:.0f} MiB of vector memory; expected at "
         f"most {MOST_VMEM // MEBIBYTE}: give smaller block_q and block_kv")
   return max(LEAST_VMEM, int(SLACK * needed))
