@@ -150,28 +150,25 @@ def everything(run, weights):
 
 class InterpretTest(parameterized.TestCase):
 
-  def compare(self, case, tolerance, transfers="on_wait"):
+  def compare(self, case, tolerance):
     arrays = case.arrays()
     rng = np.random.default_rng(1)
     weights = [rng.normal(size=x.shape).astype(np.float32)
                for x in jax.eval_shape(case.oracle, arrays)]
     expected = everything(case.oracle, weights)(arrays)
-    with interpreted(transfers):
-      found = jax.block_until_ready(everything(case.door, weights)(arrays))
-    flat, _ = jax.tree_util.tree_flatten_with_path(found)
-    for (path, x), y in zip(flat, jax.tree.leaves(expected), strict=True):
-      x, y = np.asarray(x, np.float32), np.asarray(y, np.float32)
-      size = max(1.0, np.abs(np.where(np.isfinite(y), y, 0)).max())
-      np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * size,
-                                 err_msg=jax.tree_util.keystr(path))
+    for transfers in ("on_wait", "eager"):
+      with interpreted(transfers):
+        found = jax.block_until_ready(everything(case.door, weights)(arrays))
+      flat, _ = jax.tree_util.tree_flatten_with_path(found)
+      for (path, x), y in zip(flat, jax.tree.leaves(expected), strict=True):
+        x, y = np.asarray(x, np.float32), np.asarray(y, np.float32)
+        size = max(1.0, np.abs(np.where(np.isfinite(y), y, 0)).max())
+        np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * size,
+                                   err_msg=f"{jax.tree_util.keystr(path)}, transfers {transfers}")
 
   @parameterized.named_parameters((name, name) for name in CASES)
   def test_value_and_gradient_equal_the_oracle(self, name):
     self.compare(CASES[name], 2e-2 if CASES[name].dtype == "bfloat16" else 1e-5)
-
-  @parameterized.parameters("gqa_batch", "whole_lanes", "segments", "sinks")
-  def test_transfers_at_once(self, name):
-    self.compare(CASES[name], 1e-5, "eager")
 
   @parameterized.parameters(64, 128)
   def test_the_backward_in_several_ranges_of_queries(self, width):
