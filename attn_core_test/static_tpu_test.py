@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import pathlib
 import unittest
 
 from absl.testing import absltest
@@ -64,6 +65,15 @@ class ReadingTest(absltest.TestCase):
     self.assertIn("| 1,500 |", other)
     self.assertIn("too large", text)
     self.assertLen(json.loads(static_tpu.to_json([fast, failure], versions))["results"], 2)
+
+  def test_no_cycles_are_no_result(self):
+    program = static_programs.Program("flash_attn2", SMALL, False, "v6e", (512, 512, 512))
+    folder = pathlib.Path(self.create_tempdir().full_path)
+    (folder / "profile").mkdir()
+    (folder / "profile" / "a.textproto").write_text('hlo_op_name: "k"\nestimated_cycles: 0\n')
+    found = static_profile._read(program, folder, {"kernels": {"k": 1}, "bytes": 1})
+    self.assertIsInstance(found, static_profile.Failure)
+    self.assertIn("did not profile ['k']", found.reason)
 
   def test_time_is_never_less_than_the_bytes_take(self):
     program = static_programs.Program("flash_attn2", SMALL, False, "v6e", (512, 512, 512))
