@@ -300,13 +300,14 @@ class VmapTest(InterpretedTestCase):
     stacked = {k: jnp.stack([x, 0.5 * x, -x]) if k in mapped else x for k, x in arrays.items()}
     axes = ({k: 0 if k in mapped else None for k in arrays},)
     weights = [jnp.ones(x.shape) for x in jax.eval_shape(run, arrays)]
-    both = jax.value_and_grad(lambda x: loss(run, weights)(x)[0])
+    scalar = lambda x: loss(run, weights)(x)[0]
+    both = jax.value_and_grad(scalar)
     got = jax.jit(jax.vmap(both, axes))(stacked)
     for i in range(3):
       one = jax.jit(both)({k: x[i] if k in mapped else x for k, x in stacked.items()})
       jax.tree.map(lambda x, y: np.testing.assert_allclose(x[i], y, rtol=tolerance,
                                                            atol=tolerance), got, one)
-    total = jax.jit(jax.grad(lambda x: jax.vmap(loss(run, weights), axes)(x)[0].sum()))(stacked)
+    total = jax.jit(jax.grad(lambda x: jax.vmap(scalar, axes)(x).sum()))(stacked)
     for k, x in total.items():
       want = got[1][k] if k in mapped else got[1][k].sum(0)
       np.testing.assert_allclose(x, want, rtol=tolerance, atol=tolerance)

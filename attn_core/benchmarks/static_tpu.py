@@ -105,12 +105,11 @@ def to_markdown(results: list, versions: dict) -> str:
   lines = [
       "# Static cycles of TPU kernels", "",
       f"libtpu {versions['libtpu']}, jax {versions['jax']}, {datetime.date.today()}; bfloat16, "
-      f"{HEADS} heads for every core (D = 64: one). Cycles of the kernels by libtpu's static "
-      "profiler; TFLOP/s from them and the chip's clock, or from the bytes of the arguments where "
-      "those take longer; visible pairs only. A block is one of " +
-      " x ".join(map(str, COUNTED_BLOCK)) + " tokens with something to see. Used slots and spills "
-      "are those of the hot loop. Nothing ran on a TPU.",
-      "",
+      f"{HEADS} heads for every core, one where D is no multiple of {LANES}. Cycles of the kernels "
+      "by libtpu's static profiler; TFLOP/s from them and the chip's clock, or from the bytes of "
+      "the arguments where those take longer; visible pairs only. A block is one of "
+      f"{COUNTED_BLOCK[0]} x {COUNTED_BLOCK[1]} tokens with something to see. Used slots and "
+      "spills are those of the hot loop. Nothing ran on a TPU.", "",
       "By `python3 -m attn_core.benchmark --static tpu`, which tries these blocks:", ""]
   for direction, table in (("forward", FORWARD_BLOCKS), ("backward", BACKWARD_BLOCKS)):
     lines += [f"* {direction}, {name}: " + ", ".join("/".join(map(str, b)) for b in choices)

@@ -83,7 +83,6 @@ class Schedule(NamedTuple):
     patterns = tuple(dict.fromkeys([whole, *frequent] if whole in frequent else frequent))
     return patterns[:MOST_PATTERNS], len(patterns) <= MOST_PATTERNS
 
-
   @property
   def single(self) -> bool:
     """Whether every step is all there is of its row, and all steps show the same."""

@@ -90,8 +90,8 @@ def _cut(operands: Operands, rows: int, columns: int, tile: int) -> Cut:
 
 def _with_heads(cut: Cut, operands: Operands, backward: bool):
   """The cut with several heads a step, fewer and fewer, and with one."""
-  most = STEP_TOKENS // max(cut.group * cut.block_q, cut.block_kv)
-  most = 1 if operands.query.dtype.itemsize == 4 else most
+  wide = operands.query.dtype.itemsize == 4
+  most = 1 if wide else STEP_TOKENS // max(cut.group * cut.block_q, cut.block_kv)
   for heads in range(most, 1, -1):
     several = cut._replace(heads=heads)
     # More ranges of queries would cost more than heads save.
