@@ -22,7 +22,7 @@ import numpy as np
 
 from attn_core import BlockSizes, MaskInfo, OperationMetadata, attention, dropout, explain, masks
 from attn_core.benchmarks.static_profile import CHIPS, devices
-from attn_core.kernels.tpu import feed, schedule, tuned
+from attn_core.kernels.tpu import feed, forward, schedule, tuned
 from attn_core.references import oracle
 from attn_core.types import AttentionSpec, MaskOperands, Operands
 
@@ -156,8 +156,10 @@ class InterpretTest(parameterized.TestCase):
     weights = [rng.normal(size=x.shape).astype(np.float32)
                for x in jax.eval_shape(case.oracle, arrays)]
     expected = everything(case.oracle, weights)(arrays)
-    for transfers in ("on_wait", "eager"):
-      with interpreted(transfers):
+    # Each form of the softmax once, whatever the dtype; the naive one needs no mending here.
+    for transfers, naive in (("on_wait", ()), ("eager", (case.dtype,))):
+      with interpreted(transfers), mock.patch.object(tuned, "NAIVE", naive), mock.patch.object(
+          forward, "_mended", lambda found, safe: found):
         found = jax.block_until_ready(everything(case.door, weights)(arrays))
       flat, _ = jax.tree_util.tree_flatten_with_path(found)
       for (path, x), y in zip(flat, jax.tree.leaves(expected), strict=True):
@@ -207,6 +209,58 @@ class InterpretTest(parameterized.TestCase):
       mapped = jax.jit(jax.vmap(lambda a: case.door(jax.tree.map(lambda x: x[None], a))[0][0]))(
           arrays)
     np.testing.assert_array_equal(mapped, one)
+
+
+# name: what is done to batch row 0
+BEYOND = {
+    "large_logits": {"query": lambda x: x.at[0].multiply(1000)},
+    "small_logits": {"query": lambda x: x.at[0, ..., 0].set(50),
+                     "key": lambda x: x.at[0, ..., 0].set(-50)},
+    "one_small_row": {"query": lambda x: x.at[0, 77].set(-40), "key": lambda x: x.at[0].set(3)},
+    "large_values": {"value": lambda x: x.at[0, 3].set(3e38)},
+    "a_key_of_minus_infinity": {"query": lambda x: x.at[0, ..., 0].set(1),
+                                "key": lambda x: x.at[0, 5, :, 0].set(-np.inf)},
+    "hidden_values": {"value": lambda x: x.at[0, 150:].set(np.nan)},
+    "hidden_keys": {"key": lambda x: x.at[0, 150:].set(np.inf)}}
+
+
+class NaiveTest(absltest.TestCase):
+  """The softmax without a maximum, and what happens where it fails."""
+
+  def test_rows_that_fail_are_mended_and_no_others(self):
+    case = Case({}, B=2, T=200, dtype="bfloat16", blocks=BlockSizes())
+    arrays = case.arrays()
+
+    def form(**changes):
+      """A function of the arrays -> (output [B, H, T, E], lse [B, H, T, 1]) in float32."""
+      with interpreted(), contextlib.ExitStack() as stack:
+        for name, value in changes.items():
+          module = tuned if hasattr(tuned, name) else forward
+          stack.enter_context(mock.patch.object(module, name, value))
+        compiled = jax.jit(lambda arrays: case.door(arrays)).lower(arrays).compile()
+      def run(arrays):
+        with interpreted():
+          out, lse = jax.block_until_ready(compiled(arrays))
+        return np.asarray(out, np.float32).swapaxes(1, 2), np.asarray(lse)[..., None]
+      return run
+
+    found, safe = form(), form(NAIVE=())
+    naive = form(_mended=lambda naive, safe: naive)
+    usual = found(arrays)
+    self.assertFalse(np.isnan(naive(arrays)[1]).any())
+    for name, change in {"nothing": {}, **BEYOND}.items():
+      with self.subTest(name):
+        given = {key: change.get(key, lambda x: x)(x) for key, x in arrays.items()}
+        mended, expected, tried = found(given), safe(given), naive(given)
+        failed = np.isnan(tried[1])
+        self.assertEqual(failed[0].any(), name != "nothing")
+        self.assertFalse(failed[1].any())
+        for x, y, z, u in zip(mended, expected, tried, usual):
+          np.testing.assert_array_equal(x, np.where(failed, y, z))
+          np.testing.assert_array_equal(x[1], u[1])
+        # Both forms round alike: the same 16 bits but for few.
+        self.assertLess(np.mean((tried[0] != expected[0]) & ~failed), 0.01)
+        np.testing.assert_allclose(mended[1], expected[1], rtol=2e-6, atol=2e-6)
 
 
 class ScheduleTest(parameterized.TestCase):
@@ -345,7 +399,8 @@ class CompileTest(parameterized.TestCase):
       out, pull = jax.vjp(case.door, arrays)
       return pull(out)
     text = jax.jit(both).trace(shapes).lower(lowering_platforms=("tpu",)).compile().as_text()
-    self.assertEqual(text.count('custom_call_target="tpu_custom_call"'), 2)
+    kernels = 3 if case.dtype in tuned.NAIVE else 2  # the forward in both forms, the backward
+    self.assertEqual(text.count('custom_call_target="tpu_custom_call"'), kernels)
 
   @parameterized.named_parameters(("_".join(map(str, case)), *case) for case in compiled())
   def test_widths(self, chip, dtype, width, value_width, kind):
@@ -370,7 +425,7 @@ class CompileTest(parameterized.TestCase):
                           check_vma=check_vma)
     compiled = jax.jit(run).trace(x, x, x).lower(lowering_platforms=("tpu",)).compile()
     text = compiled.as_text()
-    self.assertEqual(text.count('custom_call_target="tpu_custom_call"'), 2)
+    self.assertEqual(text.count('custom_call_target="tpu_custom_call"'), 3)
     for collective in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
       self.assertNotIn(f" {collective}(", text)
 

@@ -17,10 +17,11 @@ import numpy as np
 from attn_core.attention import attention
 from attn_core.benchmarks import cases
 from attn_core.benchmarks.cases import Case
-from attn_core.kernels.tpu import feed, schedule, tuned
+from attn_core.kernels.tpu import feed, forward, schedule, tuned
 from attn_core.metadata import OperationMetadata
 
 OURS = "flash_attn2"
+OURS_SAFE = "flash_attn2, safe"  # with the maximum; see `kernels.tpu.forward`
 
 
 class Program(NamedTuple):
@@ -59,13 +60,15 @@ def _arrays(case: Case, form: Callable) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 
 @contextlib.contextmanager
-def _ours(program: Program):
+def _ours(program: Program, *, naive: tuple[str, ...]):
   metadata = OperationMetadata(platform="tpu")
   mask = cases.mask(program.case)
   attend = lambda query, key, value: attention(
       query, key, value, mechanism="flash_attn2", mask=mask, causal=False,
       metadata=metadata).attention_outputs
   with (mock.patch.object(feed, "Feed", _ComputingFeed),
+        mock.patch.object(tuned, "NAIVE", naive),
+        mock.patch.object(forward, "_mended", lambda naive, safe: naive),
         mock.patch.object(tuned, "BLOCKS", dict.fromkeys(tuned.BLOCKS, program.blocks))):
     yield attend, _arrays(program.case, lambda b, t, h, w: (b, t, h, w))
 
@@ -182,6 +185,7 @@ def _require(condition: bool, what: str) -> None:
 
 
 CONTENDERS = {
-    OURS: _ours, "jax flash": _jax_flash,
+    OURS: functools.partial(_ours, naive=tuned.NAIVE),
+    OURS_SAFE: functools.partial(_ours, naive=()), "jax flash": _jax_flash,
     "jax splash": functools.partial(_jax_splash, fused=False),
     "jax splash, fused": functools.partial(_jax_splash, fused=True)}

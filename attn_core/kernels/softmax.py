@@ -18,7 +18,7 @@ import jax.numpy as jnp
 class Running(NamedTuple):
   """The softmax of the keys seen so far, relative to the highest logit."""
 
-  highest: Any  # [..., R, 1]; -inf before the first visible key
+  highest: Any  # [..., R, 1]; -inf before the first visible key; with `add`, 0
   total: Any  # [..., R, 1]: sum of exp(logits - highest)
   output: Any  # [..., R, E]: not yet divided by total
 
@@ -30,7 +30,7 @@ def start(shape, width: int, dtype) -> Running:
 
 
 def update(running: Running | None, logits, weigh, *, exp=jnp.exp, rounded=lambda weights: weights,
-           axis: int = -1) -> Running:
+           above=lambda highest: highest, axis: int = -1) -> Running:
   """Folds in one block of keys.
 
   Args:
@@ -39,9 +39,10 @@ def update(running: Running | None, logits, weigh, *, exp=jnp.exp, rounded=lambd
     weigh: maps exp(logits - highest) [..., R, C] to its product with the values [..., R, E].
     exp: the exponential; of another base where logits are in other units.
     rounded: what `weigh` is given and `total` sums.
+    above: what to call the highest instead: something at or above it.
     axis: that of the keys; where it is 0, all arrays are transposed: [C, R], [1, R], [E, R].
   """
-  highest = logits.max(axis, keepdims=True)
+  highest = above(logits.max(axis, keepdims=True))
   if running is not None:
     highest = jnp.maximum(running.highest, highest)
   # While a row has seen nothing, its highest is -inf, and -inf - -inf would be NaN.
@@ -52,6 +53,14 @@ def update(running: Running | None, logits, weigh, *, exp=jnp.exp, rounded=lambd
     return Running(highest, total, weigh(weights))
   shrink = exp(running.highest - reference)
   return Running(highest, running.total * shrink + total, running.output * shrink + weigh(weights))
+
+
+def add(running: Running | None, weights, weigh, *, axis: int = -1) -> Running:
+  """`update` relative to 0 instead of the highest: weights are exp(logits), 0 where hidden."""
+  total, output = weights.sum(axis, keepdims=True), weigh(weights)
+  if running is None:
+    return Running(jnp.zeros_like(total), total, output)
+  return Running(running.highest, running.total + total, running.output + output)
 
 
 def finish(running: Running, sinks=None):

@@ -29,6 +29,9 @@ FLOAT32_BLOCKS = {False: (1024, 1024, 256), True: (512, 512, 256)}
 # A step takes as many key heads as have that many tokens, since every step fills and drains the
 # units, and one head's work hides another's waits; in float32 one, since the units are never idle.
 STEP_TOKENS = 2048
+# Dtypes that try a softmax without the maximum first (`forward`). Products of float32 take so
+# long that the maximum costs nothing beside them.
+NAIVE = ("bfloat16",)
 # By backward: strips of tiles whose first products are issued before they are used.
 AHEAD = {False: 3, True: 1}
 MEBIBYTE = 2**20
