@@ -298,7 +298,7 @@ class ScheduleTest(parameterized.TestCase):
 
   @parameterized.parameters(
       (128, 8, False, 8), (512, 8, False, 4), (512, 6, False, 3), (512, 7, False, 1),
-      (2048, 8, False, 1), (8192, 8, True, 2), (16384, 8, True, 1))
+      (2048, 8, False, 2), (8192, 8, True, 2), (16384, 8, True, 1))
   def test_heads_of_a_step(self, tokens, heads, backward, expected):
     cut = tuned.choose(shapes(tokens, heads, 128, jnp.bfloat16), BlockSizes(), masks.causal(),
                        backward=backward)

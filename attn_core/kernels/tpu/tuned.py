@@ -11,16 +11,15 @@ goes, with query blocks divided by the query heads of a key head, and halved unt
 """
 
 from attn_core.kernels.tpu.schedule import LANES, Cut, round_up
-from attn_core.masks import algebra, reach
+from attn_core.masks import algebra
 from attn_core.types import BlockSizes, Operands, cdiv
 
 MOST_TILES = 16  # of a block: their kinds share one 32-bit number
 # (kind of mask, backward): query tokens times query heads of a key head, key tokens, and tokens of
 # a tile along both sides, or twice that where there were too many tiles.
-FULL, SPARSE, NARROW = "full", "sparse", "narrow"
+FULL, MASKED = "full", "masked"
 BLOCKS = {(FULL, False): (2048, 2048, 512), (FULL, True): (1024, 2048, 512),
-          (SPARSE, False): (2048, 2048, 256), (SPARSE, True): (1024, 1024, 256),
-          (NARROW, False): (1024, 1024, 256), (NARROW, True): (1024, 1024, 256)}
+          (MASKED, False): (1024, 1024, 256), (MASKED, True): (1024, 1024, 256)}
 PER_PAIR_BLOCK = (512, 512, 512)  # where a bias or a dense mask brings a number per pair
 # By backward: products of float32 take six passes, beside which filling the pipeline is little. A
 # third of the code compiles in half the time; the forward is 2% slower to 4% faster than with the
@@ -79,7 +78,7 @@ def _blocks(operands: Operands, mask: algebra.Mask, backward: bool) -> tuple[int
     return PER_PAIR_BLOCK
   if operands.query.dtype.itemsize == 4:
     return FLOAT32_BLOCKS[backward]
-  return BLOCKS[_kind(mask), backward]
+  return BLOCKS[FULL if isinstance(mask, algebra.Full) else MASKED, backward]
 
 
 def _cut(operands: Operands, rows: int, columns: int, tile: int) -> Cut:
@@ -106,12 +105,6 @@ def _with_heads(cut: Cut, operands: Operands, backward: bool):
 
 def _group(operands: Operands) -> int:
   return operands.query.shape[2] // operands.key.shape[2]
-
-
-def _kind(mask: algebra.Mask) -> str:
-  if isinstance(mask, algebra.Full):
-    return FULL
-  return NARROW if reach.is_narrow(mask) else SPARSE
 
 
 def _wanted(requested: BlockSizes, field: str, length: int) -> int | None:
