@@ -22,7 +22,7 @@ from attn_core.benchmarks import cases as cases_lib
 from attn_core.benchmarks import contenders, measure, overheads, report, static_tpu
 from attn_core.benchmarks.cases import CASES, Case
 from attn_core.benchmarks.report import Refusal, Report, Result
-from attn_core.metadata import OperationMetadata, resolved_platform
+from attn_core.metadata import OperationMetadata, resolved_capability, resolved_platform
 
 DIRECTIONS = ("forward", "forward_backward")
 
@@ -77,7 +77,7 @@ def run_attention_benchmarks(
     ValueError: an unknown mechanism, case or direction; the message lists the known ones.
   """
   platform = resolved_platform(OperationMetadata())
-  chosen = (contenders.distinct_mechanisms(platform) if mechanisms is None
+  chosen = (_distinct_mechanisms(platform) if mechanisms is None
             else _known("mechanisms", mechanisms, table.names()))
   plan = _plan(cases, directions, full)
   known, absent = contenders.peers(platform) if peers else ([], [])
@@ -96,6 +96,10 @@ def run_attention_benchmarks(
     if out is not None:  # after every case, since the whole may take long
       write(found, pathlib.Path(out), name)
   return found
+
+
+def _distinct_mechanisms(platform: str) -> tuple[str, ...]:
+  return contenders.distinct_mechanisms(platform, resolved_capability(OperationMetadata()))
 
 
 def _overheads(mechanism: str) -> dict[str, float]:
@@ -298,7 +302,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _listing() -> str:
   platform = resolved_platform(OperationMetadata())
   found, absent = contenders.peers(platform)
-  lines = ["mechanisms:"] + [f"  {name}" for name in contenders.distinct_mechanisms(platform)]
+  lines = ["mechanisms:"] + [f"  {name}" for name in _distinct_mechanisms(platform)]
   lines += ["peers:"] + [f"  {peer.name} ({peer.package} {contenders.version(peer.package)})"
                          for peer in found]
   lines += [f"  {peer.name}: {peer.reason}" for peer in absent]

@@ -276,11 +276,13 @@ def resolved_platform(metadata: OperationMetadata) -> str:
 
 
 def resolved_capability(metadata: OperationMetadata) -> str | None:
-  """Which GPUs the kernels are for: "9.0" is Hopper; None: not known.
+  """Which GPUs the kernels are for: "9.0" is Hopper; None: not known, or not for GPUs.
 
   The first that is known of: the metadata's, that of the mesh's devices, that of the GPU which is
   JAX's default device. GPUs that are not NVIDIA's have names of their own, such as "gfx942".
   """
+  if resolved_platform(metadata) != "gpu":
+    return None
   if metadata.compute_capability is not None:
     return metadata.compute_capability
   mesh = resolved_mesh(metadata)

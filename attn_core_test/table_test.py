@@ -1,13 +1,16 @@
 """The table: one signature, honest choices, and programs for platforms that are not here."""
 
 import inspect
+from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from attn_core import AttentionMechanism, OperationMetadata, attention, explain, table
+from attn_core import (AttentionMechanism, BlockSizes, OperationMetadata, attention, explain, masks,
+                       table)
 from attn_core.types import PLATFORMS
 
 
@@ -32,17 +35,48 @@ class TableTest(parameterized.TestCase):
     for entry in table.TABLE.values():
       self.assertContainsSubset(entry.features, table.FEATURES)
 
-  @parameterized.parameters(
-      ((), "cudnn"), (("causal", "gqa"), "cudnn"), (("window",), "flash_attn2"),
-      (("mask",), "flash_attn2"), (("bias",), "flash_attn2"),
-      (("sinks", "soft_cap"), "flash_attn2"),
-      (("weights",), "vanilla"), (("lse",), "flash_attn2"))
-  def test_auto_on_gpu(self, features, chosen):
-    self.assertEqual(table.choose("auto", "gpu", request(*features)), chosen)
+  @parameterized.named_parameters(
+      ("plain", "8.0", {}, "flash_attn2", "sdpa.cudnn"),
+      ("newer", "10.0", {}, "flash_attn2", "sdpa.cudnn"),
+      ("unknown", None, {}, "flash_attn2", "flash.xla"),
+      ("too_old", "7.5", {}, "flash_attn2", "flash.xla"),
+      ("window", "8.0", dict(sliding_window=(3, 0)), "flash_attn2", "sdpa.cudnn"),
+      ("window_right", "8.0", dict(sliding_window=3, causal=False), "flash_attn2", "flash.xla"),
+      ("lengths", "8.0", dict(mask=masks.lengths(None, np.ones(1, np.int32))), "flash_attn2",
+       "sdpa.cudnn"),
+      ("mask", "8.0", dict(mask=np.ones((1, 1, 8, 8), bool)), "flash_attn2", "flash.xla"),
+      ("bias", "8.0", dict(bias=np.ones((1, 1, 8, 8), jnp.bfloat16)), "flash_attn2", "flash.xla"),
+      ("sinks", "8.0", dict(softmax_aux=np.ones(2, np.float32)), "flash_attn2", "flash.xla"),
+      ("lse", "8.0", dict(return_lse=True), "flash_attn2", "flash.xla"),
+      ("blocks", "8.0", dict(block_sizes=BlockSizes(4)), "flash_attn2", "flash.xla"),
+      ("optimized", "8.0", dict(optimized=True), "flash_attn2", "sdpa.cudnn"),
+      ("weights", "8.0", dict(return_weights=True), "vanilla", "vanilla.vanilla"))
+  def test_auto_on_gpu(self, capability, arguments, chosen, kernel):
+    x = jax.ShapeDtypeStruct((1, 8, 2, 64), jnp.bfloat16)
+    metadata = OperationMetadata(platform="gpu", compute_capability=capability)
+    said = explain(x, x, x, metadata=metadata, **arguments)
+    verdicts = {verdict.mechanism: verdict for verdict in said.verdicts}
+    self.assertEqual((said.chosen, verdicts[chosen].kernel), (chosen, kernel))
+    self.assertIn(f"* {chosen:26} can, by {kernel}", str(said))
+    self.assertIn(f"on platform 'gpu', compute capability {capability}\n", str(said))
 
-  def test_auto_on_gpu_by_dtype_and_width(self):
-    self.assertEqual(table.choose("auto", "gpu", request(dtype=jnp.float32)), "flash_attn2")
-    self.assertEqual(table.choose("auto", "gpu", request(width=72 + 4)), "flash_attn2")
+  @parameterized.parameters((dict(dtype=jnp.float32), "dtype float32"), (dict(width=76), "76"),
+                            (dict(lengths=(8, 7)), "7 keys"))
+  def test_who_is_passed_over_says_why(self, change, word):
+    asked = request("causal")._replace(capability="8.6")._replace(**change)
+    self.assertEqual(table.choose("auto", "gpu", asked), "flash_attn2")
+    verdict = table.ask("flash_attn2", "gpu", asked)
+    self.assertEqual(verdict.kernel, "flash.xla")
+    self.assertRegex(str(verdict), f"can, by flash.xla; not by sdpa.cudnn: .*{word}")
+
+  def test_a_row_for_a_compute_capability_goes_first(self):
+    special = table.TABLE["vanilla", "gpu"]
+    with mock.patch.dict(table.TABLE, {("flash_attn2", "gpu 9.9"): special}):
+      self.assertIs(table.find("flash_attn2", "gpu", "9.9"), special)
+      self.assertIs(table.find("flash_attn2", "gpu", "8.9"), table.TABLE["flash_attn2", "gpu"])
+      self.assertIs(table.find("blocksparse", "gpu", "9.9"), table.TABLE["blocksparse", "gpu"])
+      with self.assertRaisesRegex(NotImplementedError, "'gpu', compute capability 9.9, refuses"):
+        table.choose("flash_attn2", "gpu", request("block_sizes")._replace(capability="9.9"))
 
   @parameterized.parameters(("cpu", "flash_attn2"), ("tpu", "blockwise"))
   def test_auto_is_linear_unless_weights_are_asked_for(self, platform, chosen):

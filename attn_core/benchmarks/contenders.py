@@ -70,12 +70,17 @@ def mechanisms(names: tuple[str, ...]) -> list[Contender]:
                     "attn_core", peer=False) for name in names]
 
 
-def distinct_mechanisms(platform: str) -> tuple[str, ...]:
-  """Every mechanism of a platform, but one name only of those that are the same implementation."""
+def distinct_mechanisms(platform: str, capability: str | None = None) -> tuple[str, ...]:
+  """Every mechanism of a platform, but one name only of those that are the same implementation.
+
+  Args:
+    platform: of `types.PLATFORMS`.
+    capability: compute capability of the GPU; None: not known, or no GPU.
+  """
   order = dict.fromkeys((*table.AUTO[platform], *table.names()))
   found = {}
   for name in order:
-    implementation = table.TABLE.get((name, platform))
+    implementation = table.find(name, platform, capability)
     if implementation is not None:
       found.setdefault(implementation, name)
   return tuple(found.values())

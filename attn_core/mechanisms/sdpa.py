@@ -110,7 +110,7 @@ def _of_band(operands: Operands, form: band.Band, bad) -> _Masking:
   if key_lengths is not None:
     nothing = jnp.broadcast_to((key_lengths <= 0)[:, None, None], (batch, 1, length))
     empty = nothing if empty is None else empty | nothing
-  # A length of 0 would leave a softmax over nothing; what then comes of one zero key is thrown away.
+  # A length of 0 would leave a softmax over nothing; what comes of one zero key is thrown away.
   for name, lengths in (("query_seq_lengths", query_lengths),
                         ("key_value_seq_lengths", key_lengths)):
     if lengths is not None:
@@ -156,9 +156,9 @@ def _for_cudnn(arrays, arguments: dict):
   query, key, value, bias = arrays
   batch, queries, heads, _ = query.shape
   if bias is not None:
-    # One gradient per element: sums over broadcast dimensions are ours, as not every cuDNN has them.
+    # One gradient per element: not every cuDNN sums over broadcast dimensions, so that is ours.
     bias = jnp.broadcast_to(bias, (batch, heads, queries, key.shape[1]))
-  if (bias is not None or "mask" in arguments) and (queries % 2 or key.shape[1] % 2):
+  if queries % 2 or key.shape[1] % 2:
     query, key, value, bias = _even_lengths(query, key, value, bias)
   # Under vmap, jax 0.10.2 takes all of these mapped or none, and confuses a shared bias' gradient.
   zero = functools.reduce(jnp.add, [
@@ -183,8 +183,8 @@ def _even_lengths(*arrays):
 def _refuse_odd(primals, tangents):
   raise NotImplementedError(
       f"queries of shape {primals[0].shape} and keys of shape {primals[1].shape} under "
-      "differentiation: beside a bias or a mask, cuDNN's gradients need an even number of both; use "
-      "mechanism='blockwise' or 'vanilla', or pad the sequences to an even length")
+      "differentiation: JAX has cuDNN's gradients for even numbers of both only; use "
+      "mechanism='flash_attn2', 'blockwise' or 'vanilla', or pad the sequences to an even length")
 
 
 @jax.custom_jvp
