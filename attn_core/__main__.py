@@ -83,7 +83,8 @@ def _requests(feature: str | None):
       continue
     features = of_dtype | ({feature} if feature else set())
     mask = jax.tree.structure(MASKS.get(feature, algebra.causal()))
-    yield table.Request(dict.fromkeys(features, feature), jnp.dtype(dtype), width, mask, LENGTHS)
+    yield table.Request(dict.fromkeys(features, feature), jnp.dtype(dtype), width, width, mask,
+                        LENGTHS)
 
 
 def _refusals(implementation, feature: str | None) -> dict[tuple[str, int], str]:

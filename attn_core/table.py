@@ -10,6 +10,7 @@ from typing import Any, Callable, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from attn_core.kernels.gpu import tuned as gpu_tuned
 from attn_core.masks import algebra
 from attn_core.mechanisms import flash, sdpa, vanilla
 from attn_core.types import PLATFORMS, AttentionMechanism, AttentionOutput, Call
@@ -50,6 +51,7 @@ class Request(NamedTuple):
   features: dict  # feature -> how the caller wrote it, for the error message
   dtype: object  # of the query
   width: int  # D
+  value_width: int | None = None  # E; None: D
   mask: Any = jax.tree.structure(algebra.full())  # the mask's tree structure
   lengths: tuple[int, int] = (2, 2)  # (T, S)
   bias_dtype: object = None
@@ -75,6 +77,16 @@ class Implementation(NamedTuple):
   def name(self) -> str:
     """The function that runs, by its module below mechanisms/."""
     return f"{self.run.__module__.rpartition('.')[2]}.{self.run.__name__}"
+
+
+def _hopper_limits(request: Request) -> str | None:
+  dtype, most = jnp.dtype(request.dtype).name, gpu_tuned.WIDTHS[-1]
+  if dtype not in gpu_tuned.DTYPES:
+    return f"dtype {dtype}: the kernels for Hopper compute {' and '.join(gpu_tuned.DTYPES)} only"
+  widest = max(request.width, request.value_width or 0)
+  if widest > most:
+    return f"a head_dim of {widest}: the kernels for Hopper compute widths up to {most}"
+  return None
 
 
 def _is_banded(request: Request) -> bool:
@@ -138,6 +150,9 @@ _tpu = Implementation(flash.tpu, _TPU, LINEAR)
 _dense = Implementation(vanilla.vanilla, _VANILLA, QUADRATIC)
 _sdpa = Implementation(sdpa.xla, _SDPA, QUADRATIC, _sdpa_limits)
 _cudnn = Implementation(sdpa.cudnn, _CUDNN, LINEAR_BANDED, _cudnn_limits)
+# Products of 16-bit operands with float32 sums: there is no precision to choose.
+_HOPPER = _BLOCKWISE - {"float64", "softmax_dtype", "mask_operands", "precision"}
+_hopper = Implementation(flash.gpu, _HOPPER, LINEAR, _hopper_limits)
 _gpu = _xla._replace(preferred=_cudnn._replace(limits=_cudnn_gradient_limits))
 
 TABLE = {
@@ -149,14 +164,17 @@ TABLE = {
     ("sdpa", "tpu"): _sdpa,
     ("cudnn", "gpu"): _cudnn,
     ("cuda_flash_attn2", "gpu"): _cudnn,
+    ("cuda_flash_attn2", "gpu 9.0"): _hopper,
     ("blockwise", "cpu"): _xla,
     ("blockwise", "gpu"): _xla,
     ("blockwise", "tpu"): _xla,
     ("flash_attn2", "cpu"): _xla,
     ("flash_attn2", "gpu"): _gpu,
+    ("flash_attn2", "gpu 9.0"): _hopper,
     ("flash_attn2", "tpu"): _tpu,
     ("blocksparse", "cpu"): _xla,
     ("blocksparse", "gpu"): _gpu,
+    ("blocksparse", "gpu 9.0"): _hopper,
     ("blocksparse", "tpu"): _tpu,
 }
 

@@ -25,6 +25,7 @@ class TableTest(parameterized.TestCase):
     self.assertLen(signatures, 1)
 
   def test_every_name_is_there_or_says_why_not(self):
+    self.assertContainsSubset({place.split()[0] for _, place in table.TABLE}, PLATFORMS)
     for name in table.names():
       for platform in PLATFORMS:
         if name != "auto":
@@ -52,6 +53,9 @@ class TableTest(parameterized.TestCase):
       ("optimized", "8.0", dict(optimized=True), "flash_attn2", "sdpa.cudnn"),
       ("weights", "8.0", dict(return_weights=True), "vanilla", "vanilla.vanilla"))
   def test_auto_on_gpu(self, capability, arguments, chosen, kernel):
+    self.check_auto(capability, arguments, chosen, kernel)
+
+  def check_auto(self, capability, arguments, chosen, kernel):
     x = jax.ShapeDtypeStruct((1, 8, 2, 64), jnp.bfloat16)
     metadata = OperationMetadata(platform="gpu", compute_capability=capability)
     said = explain(x, x, x, metadata=metadata, **arguments)
@@ -59,6 +63,29 @@ class TableTest(parameterized.TestCase):
     self.assertEqual((said.chosen, verdicts[chosen].kernel), (chosen, kernel))
     self.assertIn(f"* {chosen:26} can, by {kernel}", str(said))
     self.assertIn(f"on platform 'gpu', compute capability {capability}\n", str(said))
+
+  @parameterized.named_parameters(
+      ("plain", {}, "flash_attn2", "flash.gpu"),
+      ("everything", dict(
+          sliding_window=3, softmax_aux=np.ones(2, np.float32), logits_soft_cap=30.0,
+          bias=np.ones((1, 1, 8, 8), np.float32), return_lse=True, chunk_size=4),
+       "flash_attn2", "flash.gpu"),
+      ("float32", dict(compute_dtype=jnp.float32), "blockwise", "flash.xla"),
+      ("precision", dict(precision="highest"), "blockwise", "flash.xla"),
+      ("operands", dict(mask=masks.custom(lambda b, h, t, s, x: s <= x, np.int32(3))), "blockwise",
+       "flash.xla"),
+      ("weights", dict(return_weights=True), "vanilla", "vanilla.vanilla"))
+  def test_auto_on_hopper(self, arguments, chosen, kernel):
+    self.check_auto("9.0", arguments, chosen, kernel)
+
+  @parameterized.parameters("flash_attn2", "blocksparse", "cuda_flash_attn2")
+  def test_on_hopper_a_name_is_our_kernels_or_nothing(self, mechanism):
+    asked = request("causal", "float16")._replace(dtype=jnp.float16, capability="9.0")
+    self.assertEqual(table.ask(mechanism, "gpu", asked).kernel, "flash.gpu")
+    for change, word in ((dict(dtype=jnp.float32), "dtype float32"), (dict(width=264), "264"),
+                         (dict(value_width=512), "up to 256")):
+      with self.assertRaisesRegex(NotImplementedError, f"9.0, refuses.*{word}.*'blockwise'"):
+        table.choose(mechanism, "gpu", asked._replace(**change))
 
   @parameterized.parameters((dict(dtype=jnp.float32), "dtype float32"), (dict(width=76), "76"),
                             (dict(lengths=(8, 7)), "7 keys"))
@@ -105,7 +132,7 @@ class TableTest(parameterized.TestCase):
 
   @parameterized.parameters(("tpu", "tpu", "flash_attn2"), ("tpu", "tpu", "vanilla"),
                             ("tpu", "tpu", "sdpa"), ("gpu", "cuda", "flash_attn2"),
-                            ("gpu", "cuda", "vanilla"))
+                            ("gpu", "cuda", "blockwise"), ("gpu", "cuda", "vanilla"))
   def test_lowers_for_a_platform_that_is_not_here(self, platform, lowering, mechanism):
     def gradient(x):
       metadata = OperationMetadata(platform=platform)
@@ -115,6 +142,14 @@ class TableTest(parameterized.TestCase):
     x = jax.ShapeDtypeStruct((2, 64, 4, 32), jnp.bfloat16)
     lowered = jax.jit(gradient).trace(x).lower(lowering_platforms=(lowering,))
     self.assertIn("dot_general", lowered.as_text())
+
+  @parameterized.parameters("auto", "flash_attn2", "blocksparse", "cuda_flash_attn2")
+  def test_lowers_for_hopper(self, mechanism):
+    metadata = OperationMetadata(platform="gpu", compute_capability="9.0")
+    run = lambda x: attention(x, x, x, mechanism=mechanism, metadata=metadata).attention_outputs
+    x = jax.ShapeDtypeStruct((2, 64, 4, 32), jnp.bfloat16)
+    lowered = jax.jit(run).trace(x).lower(lowering_platforms=("cuda",))
+    self.assertIn("mosaic_gpu", lowered.as_text())
 
 
 if __name__ == "__main__":
