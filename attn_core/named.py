@@ -27,9 +27,9 @@ cudnn = _named(AttentionMechanism.CUDNN, """NVIDIA's cuDNN attention by JAX, on 
 
   Full, causal, windowed to the left, and within lengths in linear memory; bias and other masks
   written out. Differentiated in reverse mode, once.""")
-cuda_flash_attn2 = _named(AttentionMechanism.CUDA_FLASH_ATTN2, """FlashAttention on NVIDIA GPUs only.
-
-  On Hopper the library's Mosaic GPU kernels, on others cuDNN, and nothing else.""")
+cuda_flash_attn2 = _named(
+    AttentionMechanism.CUDA_FLASH_ATTN2,
+    "FlashAttention on NVIDIA GPUs only: the library's own kernels on Hopper, elsewhere cuDNN.")
 blockwise = _named(AttentionMechanism.BLOCKWISE,
                    "Block-wise attention in plain XLA, linear in memory, on every platform.")
 _ON_GPUS = """

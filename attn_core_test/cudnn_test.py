@@ -20,6 +20,8 @@ from attn_core import MaskInfo, OperationMetadata, attention, explain, masks
 from attn_core.masks import band, dense_mask
 from attn_core.references import oracle
 from attn_core.types import AttentionSpec, MaskOperands, Operands
+from attn_core_test import gpu_parts
+from attn_core_test.property_cases import EVEN_CASES
 
 jax.config.update("jax_num_cpu_devices", 4)
 
@@ -269,6 +271,10 @@ class ValuesTest(parameterized.TestCase):
     for other in ([key, value], spoiled):
       for x, y in zip(jax.tree.leaves(both(got)(query, *other)), wanted, strict=True):
         np.testing.assert_allclose(x, y, atol=2e-5)
+
+  @parameterized.named_parameters(*((case.name, case) for case in EVEN_CASES))
+  def test_equals_the_oracle_as_on_a_gpu(self, case):
+    self.assertEqual(gpu_parts.judge(case, "sdpa", "float32"), "right")
 
   def test_who_sees_what_is_not_finite(self):
     x = jnp.ones((1, 9, 1, 8))

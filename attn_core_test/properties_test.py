@@ -15,7 +15,7 @@ import numpy as np
 
 from attn_core import AttentionMechanism, BlockSizes, OperationMetadata, attention, table
 from attn_core_test import property_cases
-from attn_core_test.property_cases import CASES
+from attn_core_test.property_cases import CASES, TOLERANCES
 
 jax.config.update("jax_enable_x64", True)
 
@@ -30,9 +30,6 @@ for (_mechanism, _platform), _implementation in table.TABLE.items():
     IMPLEMENTATIONS.setdefault(_implementation.run, (_mechanism, _platform))
 NAMES = tuple(IMPLEMENTATIONS.values())
 PALLAS_TPU = ("flash_attn2", "tpu")  # the Pallas kernels
-
-# Quantile and largest relative error allowed: rounding of inputs and products to this dtype.
-TOLERANCES = {"float32": (2e-6, 2e-5), "float16": (2e-3, 1e-2), "bfloat16": (1.5e-2, 6e-2)}
 
 BY_NAME = {case.name: case for case in CASES}
 
