@@ -20,6 +20,7 @@ from attn_core import OperationMetadata, attention, benchmark
 from attn_core.benchmarks import cases as cases_lib, report
 from attn_core.metadata import resolved_capability, resolved_platform
 from attn_core_test import property_cases
+from attn_core_test.gpu_suite import run_group
 from attn_core_test.property_cases import CASES, EVEN_CASES, TOLERANCES
 
 GRADIENT_TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 6e-2}  # largest error
@@ -45,6 +46,7 @@ class Settings(NamedTuple):
   tiny: bool  # shapes that a CPU computes in no time
   seconds: float  # nothing is begun later
   out: pathlib.Path | None = None  # folder for what is found on the way; None: nothing is written
+  cases: tuple[str, ...] = ()  # to time; empty: GPU_CASES
 
 
 class Found(NamedTuple):
@@ -194,11 +196,15 @@ def repeatability(settings: Settings) -> Found:
   """The same bits every time, values and gradients."""
   times, tokens, heads = (2, 32, 2) if settings.tiny else (20, 2048, 8)
   widths = (16,) if settings.tiny else (64, 128, 256)
-  differ, looked = [], 0
+  end = time.monotonic() + settings.seconds
+  differ, late, looked = [], [], 0
   for width in widths:
     for name, more in (("causal", {}), ("window", dict(sliding_window=(tokens // 4, 0))),
                        ("soft_cap_sinks", dict(logits_soft_cap=30.0,
                                                softmax_aux=jnp.ones(heads)))):
+      if time.monotonic() > end:
+        late.append(f"{name} D{width}")
+        continue
       first = None
       run = _step(tokens, heads, width, more)
       for _ in range(times):
@@ -210,7 +216,8 @@ def repeatability(settings: Settings) -> Found:
           break
   lines = [f"flash_attn2, {looked} runs, forward and backward: "
            + (f"bits differ in {', '.join(differ)}." if differ else "the same bits every time.")]
-  return Found(not differ, lines, {"runs": looked, "differ": differ})
+  lines += [f"No time left for {', '.join(late)}."] if late else []
+  return Found(not differ and looked > 0, lines, {"runs": looked, "differ": differ, "late": late})
 
 
 def _step(tokens: int, heads: int, width: int, more: dict) -> Callable:
@@ -254,12 +261,9 @@ def sanitizer(settings: Settings) -> Found:
   for check in TOOLS:
     command = [tool, "--tool", check, sys.executable,
                str(pathlib.Path(__file__).with_name("gpu_suite.py")), "--part", "watched"]
-    try:
-      done = subprocess.run(command, capture_output=True, text=True, check=False,
-                            timeout=max(1.0, end - time.monotonic()))
-      summaries[check] = sanitizer_summary(done.stdout + done.stderr, done.returncode)
-    except subprocess.TimeoutExpired:
-      summaries[check] = "no time left"
+    output, ending = run_group(command, max(1.0, end - time.monotonic()))
+    stopped = ending.startswith("stopped")
+    summaries[check] = "no time left" if stopped else sanitizer_summary(output, ending)
   clean = all(is_clean(text) or text == "no time left" for text in summaries.values())
   return Found(clean, [f"{check}: {text}" for check, text in summaries.items()],
                {"tools": summaries})
@@ -276,10 +280,10 @@ def is_clean(summary: str) -> bool:
   return re.search(r"SUMMARY: 0 (errors|hazards)", summary) is not None
 
 
-def sanitizer_summary(text: str, status: int) -> str:
+def sanitizer_summary(text: str, ending: str) -> str:
   """The tool's last line, or how it ended without."""
   lines = [line.strip("= ") for line in text.splitlines() if "SUMMARY" in line]
-  return lines[-1] if lines else f"no summary; exit status {status}: {text[-300:]}"
+  return lines[-1] if lines else f"no summary; {ending}: {text[-300:]}"
 
 
 # --- Times. --------------------------------------------------------------------------------------
@@ -296,7 +300,7 @@ def times(settings: Settings) -> Found:
     case = cases_lib.scale(cases_lib.CASES[cases_lib.GPU_CASES[0]], 1, 64, 1)
     found = run(("flash_attn2",), (case,), repeats=1, peers=("jax.nn xla",))
   else:
-    found = run(MECHANISMS, cases_lib.GPU_CASES, repeats=5, peers=PEERS)
+    found = run(MECHANISMS, settings.cases or cases_lib.GPU_CASES, repeats=5, peers=PEERS)
   wrong = [f"* wrong: {r.contender}, {r.case.name}, {r.direction}"
            for r in found.results if r.wrong and not r.peer]
   text = report.to_markdown(found).replace("\n#", "\n##")

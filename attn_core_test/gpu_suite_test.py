@@ -81,7 +81,7 @@ class GpuSuiteTest(absltest.TestCase):
   def test_a_part_that_hangs_is_stopped(self):
     with (mock.patch.object(gpu_suite, "GRACE_SECONDS", 0.2),
           contextlib.redirect_stdout(io.StringIO())):
-      given = mock.Mock(out=self.folder, tiny=True)
+      given = mock.Mock(out=self.folder, tiny=True, cases=())
       found = gpu_suite.spawn("environment", given, 0.2)
     self.assertFalse(found["ok"])
     self.assertIn("stopped after 0 s", found["lines"][0])
@@ -100,14 +100,17 @@ class GpuSuiteTest(absltest.TestCase):
     found = gpu_parts.properties(gpu_parts.Settings(True, -1.0))
     self.assertFalse(found.ok)
     self.assertIn("2 no time left", found.lines[0])
+    found = gpu_parts.repeatability(gpu_parts.Settings(True, -1.0))
+    self.assertFalse(found.ok)
+    self.assertIn("No time left for causal D16", found.lines[1])
 
   def test_the_sanitizer_s_summaries(self):
     for text, clean in (("========= ERROR SUMMARY: 0 errors", True),
                         ("========= ERROR SUMMARY: 3 errors", False), ("killed", False)):
-      summary = gpu_parts.sanitizer_summary(text, 1)
+      summary = gpu_parts.sanitizer_summary(text, "exit status 1")
       self.assertEqual(gpu_parts.is_clean(summary), clean, summary)
     self.assertTrue(gpu_parts.is_clean(gpu_parts.sanitizer_summary(
-        "== RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", 0)))
+        "== RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", "exit status 0")))
 
   def test_cases(self):
     self.assertLen(GPU_CASES, 4 + 2 * 3 * 6)
