@@ -110,7 +110,7 @@ class Explanation(NamedTuple):
   replicated: tuple  # sharding.partition.Drop: mesh axes that were asked for and shard nothing
 
   def __str__(self):
-    where = f", compute capability {self.capability}" if self.platform == "gpu" else ""
+    where = f", compute capability {self.capability or 'unknown'}" if self.platform == "gpu" else ""
     lines = [f"{self.chosen or 'nothing'} runs on platform {self.platform!r}{where}"]
     for verdict in self.verdicts:
       mark = "*" if verdict.mechanism == self.chosen else " "

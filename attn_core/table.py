@@ -115,8 +115,8 @@ def _cudnn_limits(request: Request) -> str | None:
     return None
   written = " and ".join(request.features[name] for name in ("window", "positions")
                          if name in request.features)
-  return (f"{written}: cuDNN knows causal masking by row and column, and then a window to the left "
-          "where there are no more queries than keys; the rest has to be written out as `mask`")
+  return (f"{written}: cuDNN knows causal masks by row and column, with a window to the left where "
+          "there are no more queries than keys; any other has to be written out as `mask`")
 
 
 def _cudnn_gradient_limits(request: Request) -> str | None:
@@ -205,12 +205,12 @@ class Verdict(NamedTuple):
   mechanism: str
   reasons: tuple[str, ...]  # why it refuses; empty: it can
   kernel: str | None = None  # what would run; None: it refuses
-  passed_over: tuple[str, ...] = ()  # why a kernel that goes before that one does not run
+  why: str = ""  # why that kernel and no other, where there are several
 
   def __str__(self):
     if self.reasons:
       return "; ".join(self.reasons)
-    return f"can, by {self.kernel}" + "".join(f"; not by {text}" for text in self.passed_over)
+    return f"can, by {self.kernel}{self.why and ', '}{self.why}"
 
 
 def find(mechanism: str, platform: str, capability: str | None = None) -> Implementation | None:
@@ -223,6 +223,17 @@ def kernel(mechanism: str, platform: str, request: Request) -> Implementation:
   """What runs a request that the mechanism takes."""
   found = find(mechanism, platform, request.capability)
   return found.preferred if found.preferred and not _passed_over(found, request) else found
+
+
+def _why(found: Implementation, general: bool, request: Request) -> str:
+  """Why a cell's kernel runs; `general`: the cell is the whole platform's."""
+  if not general:
+    return f"which is for compute capability {request.capability}"
+  if found.preferred is None:
+    return ""
+  passed_over = _passed_over(found, request)
+  return (f"not by {'; '.join(passed_over)}" if passed_over
+          else f"which goes before {found.name}")
 
 
 def _passed_over(found: Implementation, request: Request) -> tuple[str, ...]:
@@ -267,7 +278,7 @@ def ask(mechanism: str, platform: str, request: Request) -> Verdict:
   if reasons:
     return Verdict(mechanism, reasons)
   return Verdict(mechanism, (), kernel(mechanism, platform, request).name,
-                 _passed_over(found, request))
+                 _why(found, found is TABLE.get((mechanism, platform)), request))
 
 
 def ask_all(platform: str, request: Request) -> tuple[Verdict, ...]:
