@@ -23,7 +23,7 @@ BLOCKS = BlockSizes(4, 3, 5, 4, 1)
 
 # One name for every implementation that this machine can run; the others are the same object.
 IMPLEMENTATIONS = {}
-# What needs a GPU: cudnn_test and gpu_test have it.
+# What needs a GPU has tests of its own.
 ON_GPU = (table.TABLE["cudnn", "gpu"].run, table.TABLE["flash_attn2", "gpu 9.0"].run)
 for (_mechanism, _platform), _implementation in table.TABLE.items():
   if _implementation.run not in ON_GPU:
