@@ -18,8 +18,9 @@ import numpy as np
 
 from attn_core import MaskInfo, OperationMetadata, attention, explain, masks
 from attn_core.masks import band, dense_mask
+from attn_core.mechanisms import sdpa
 from attn_core.references import oracle
-from attn_core.types import AttentionSpec, MaskOperands, Operands
+from attn_core.types import AttentionSpec, Call, MaskOperands, Operands
 from attn_core_test import gpu_parts
 from attn_core_test.property_cases import EVEN_CASES
 
@@ -249,7 +250,8 @@ class ValuesTest(parameterized.TestCase):
   """The band's way through jax.nn, by XLA, against the oracle: values, gradients, padding."""
 
   @parameterized.named_parameters(
-      ("lengths_with_0", masks.lengths(ints(0, 5), ints(9, 0)) & masks.causal()),
+      ("nothing", masks.lengths(ints(0, 5), ints(9, 0)) & masks.causal()),
+      ("causal_lengths", masks.lengths(ints(0, 8), ints(9, 5)) & masks.causal()),
       ("two_lengths", masks.lengths(None, ints(4, 9)) & masks.lengths(ints(7), ints(6, 2))),
       ("window", masks.causal() & masks.window(3, 5)),
       ("window_once_more", masks.window(8, 0) & masks.window(2, None)))
@@ -275,6 +277,17 @@ class ValuesTest(parameterized.TestCase):
   @parameterized.named_parameters(*((case.name, case) for case in EVEN_CASES))
   def test_equals_the_oracle_as_on_a_gpu(self, case):
     self.assertEqual(gpu_parts.judge(case, "sdpa", "float32"), "right")
+
+  def test_nobody_is_asked_about_a_length_of_0(self):
+    leaves, structure = jax.tree.flatten(masks.lengths(ints(0, 5), ints(9, 0)))
+    x = jnp.ones((2, 9, 1, 8))
+    call = Call(Operands(x, x, x, mask=MaskOperands(tuple(map(jnp.asarray, leaves)))),
+                AttentionSpec(structure, 1.0))
+    with mock.patch.object(jax.nn, "dot_product_attention", return_value=x) as asked:
+      out = sdpa.xla(call).attention_outputs
+    np.testing.assert_array_equal(asked.call_args.kwargs["query_seq_lengths"], [1, 5])
+    np.testing.assert_array_equal(asked.call_args.kwargs["key_value_seq_lengths"], [9, 1])
+    np.testing.assert_array_equal(out, 0)
 
   def test_who_sees_what_is_not_finite(self):
     x = jnp.ones((1, 9, 1, 8))
