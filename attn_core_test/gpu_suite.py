@@ -7,8 +7,8 @@ The parts, each in a process of its own, so that what goes wrong in one is told 
 the environment; the property list against the oracle; repeatability bit for bit; times beside other
 libraries, where they can be imported; compute-sanitizer on a small case, where there is one.
 Writes gpu_suite.json and gpu_suite.md after every part, times.json and times.md after every case.
-The exit status is 0 when all parts are well. What there was no time for is named; another call takes
-it up: `--parts times --cases NAME NAME`.
+The exit status is 0 when all parts are well. What there was no time for is named; another call
+takes it up: `--parts times --cases NAME NAME`.
 """
 
 import argparse
