@@ -30,6 +30,7 @@ GRACE_SECONDS = 25  # for what a part has begun when its time is over
 
 NO_GPU = ("There is no GPU here: JAX computes on {platform!r}. Nothing below is a measurement of a "
           "GPU; it only shows that the script runs.")
+UNKNOWN = "JAX did not say where it computes; take nothing below for a measurement of a GPU."
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -79,10 +80,9 @@ def run_all(given) -> int:
     (given.out / "gpu_suite.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     (given.out / "gpu_suite.md").write_text(markdown(found, platform), encoding="utf-8")
     if platform not in (None, "gpu") and not given.tiny:
-      print(NO_GPU.format(platform=platform), "With --tiny it tries itself.")
+      print(headline(platform), "With --tiny it tries itself.")
       return 2
-  if platform != "gpu":
-    print(NO_GPU.format(platform=platform))
+  print(headline(platform))
   return 0 if all(result["ok"] for result in found.values()) else 1
 
 
@@ -119,11 +119,17 @@ def run_group(command: list[str], seconds: float, variables=None) -> tuple[str, 
       return output, f"stopped after {seconds:.0f} s"
 
 
+def headline(platform: str | None) -> str:
+  """What is measured."""
+  if platform == "gpu":
+    return "Measured on a GPU."
+  return UNKNOWN if platform is None else NO_GPU.format(platform=platform)
+
+
 def markdown(found: dict, platform: str | None) -> str:
   """The report: a section for every part."""
-  parts = ["# attn_core on a GPU" if platform == "gpu" else "# attn_core, without a GPU"]
-  if platform != "gpu":
-    parts.append(NO_GPU.format(platform=platform))
+  parts = ["# attn_core on a GPU" if platform == "gpu" else "# attn_core, without a GPU",
+           headline(platform)]
   for part, result in found.items():
     verdict = "ok" if result["ok"] else "FAILED"
     parts += [f"## {part}: {verdict}, {result['seconds']:.0f} s", "\n".join(result["lines"])]

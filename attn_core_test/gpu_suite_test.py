@@ -66,14 +66,19 @@ class GpuSuiteTest(absltest.TestCase):
     def spoiled(part, given, seconds):
       begun.append(part)
       if part == "environment":
-        return spawn(part, given, seconds)
+        return {"ok": True, "lines": ["here"], "data": {"platform": platform}, "seconds": 0.0}
       if part == "properties":
         return spawn("no such part", given, seconds)
       return {"ok": True, "lines": ["well"], "data": {}, "seconds": 0.0}
-    with mock.patch.object(gpu_suite, "spawn", spoiled):
-      status, printed, found, text = self.run_suite("--tiny")
-    self.assertEqual(status, 1)
-    self.assertEqual(begun, list(gpu_suite.SHARES))
+    for platform, says in (("gpu", "Measured on a GPU."), ("cpu", NOT_MEASURED),
+                           (None, "take nothing below for a measurement")):
+      begun.clear()
+      with mock.patch.object(gpu_suite, "spawn", spoiled):
+        status, printed, found, text = self.run_suite("--tiny")
+      self.assertEqual(status, 1)
+      self.assertEqual(begun, list(gpu_suite.SHARES))
+      self.assertIn(says, printed)
+      self.assertIn(says, text)
     self.assertIn("properties: FAILED", printed)
     self.assertIn("Ended without a result: exit status 1", text)
     self.assertIn("KeyError", found["properties"]["lines"][1])
