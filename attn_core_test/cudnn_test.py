@@ -278,14 +278,14 @@ class ValuesTest(parameterized.TestCase):
   def test_equals_the_oracle_as_on_a_gpu(self, case):
     self.assertEqual(gpu_parts.judge(case, "sdpa", "float32"), "right")
 
-  def test_nobody_is_asked_about_a_length_of_0(self):
-    leaves, structure = jax.tree.flatten(masks.lengths(ints(0, 5), ints(9, 0)))
+  def test_nobody_is_asked_about_lengths_of_nothing_or_past_the_end(self):
+    leaves, structure = jax.tree.flatten(masks.lengths(ints(0, 55), ints(99, -1)))
     x = jnp.ones((2, 9, 1, 8))
     call = Call(Operands(x, x, x, mask=MaskOperands(tuple(map(jnp.asarray, leaves)))),
                 AttentionSpec(structure, 1.0))
     with mock.patch.object(jax.nn, "dot_product_attention", return_value=x) as asked:
       out = sdpa.xla(call).attention_outputs
-    np.testing.assert_array_equal(asked.call_args.kwargs["query_seq_lengths"], [1, 5])
+    np.testing.assert_array_equal(asked.call_args.kwargs["query_seq_lengths"], [1, 9])
     np.testing.assert_array_equal(asked.call_args.kwargs["key_value_seq_lengths"], [9, 1])
     np.testing.assert_array_equal(out, 0)
 

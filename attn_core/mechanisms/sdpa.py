@@ -110,11 +110,12 @@ def _of_band(operands: Operands, form: band.Band, bad) -> _Masking:
   if key_lengths is not None:
     nothing = jnp.broadcast_to((key_lengths <= 0)[:, None, None], (batch, 1, length))
     empty = nothing if empty is None else empty | nothing
-  # A length of 0 would leave a softmax over nothing; what comes of one zero key is thrown away.
-  for name, lengths in (("query_seq_lengths", query_lengths),
-                        ("key_value_seq_lengths", key_lengths)):
+  # A length of 0 would leave a softmax over nothing; what comes of one zero key is thrown away. One
+  # past the end would have cuDNN read there.
+  for name, lengths, most in (("query_seq_lengths", query_lengths, length),
+                              ("key_value_seq_lengths", key_lengths, operands.key.shape[1])):
     if lengths is not None:
-      arguments[name] = jnp.maximum(lengths, 1)
+      arguments[name] = jnp.clip(lengths, 1, most)
   return _Masking(arguments, empty, _band_sees_any(bad, form, length))
 
 
