@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 import attn_core
 from attn_core import table
+from attn_core.masks import algebra
 from attn_core.types import PLATFORMS
 
 HONOURED, LIMITED, REFUSED = "honoured", "honoured within limits", "refused"
@@ -25,14 +26,17 @@ MARKDOWN_MARKS = {HONOURED: "✓", LIMITED: "(✓)", REFUSED: "–"}
 # What a limit may depend on besides the features: dtypes, and widths that are common, odd and wide.
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 WIDTHS = (64, 7, 1024)
+# A mask that asks for a feature in a way that not everybody has.
+MASKS = {"window": algebra.window(7, 7), "positions": algebra.offset(algebra.causal(), 1)}
+LENGTHS = (1024, 1024)
 
 
 class Row(NamedTuple):
-  """One mechanism on those platforms where it is the same."""
+  """One mechanism in those places where it is the same."""
 
   mechanism: str
-  platforms: tuple[str, ...]
-  runs: str  # the function, by its module below mechanisms/
+  platforms: tuple[str, ...]  # a GPU's compute capability after it, where the row is for that only
+  runs: str  # the function, by its module below mechanisms/; with another that goes before it
   memory: str
   marks: dict[str, str]  # feature -> HONOURED, LIMITED or REFUSED
   limits: tuple[str, ...]  # reasons, each from one request that is refused
@@ -41,20 +45,24 @@ class Row(NamedTuple):
 def rows() -> tuple[Row, ...]:
   """The table of the library, in the order in which mechanisms are named."""
   same = collections.defaultdict(list)
-  for name, platform in itertools.product(table.names(), PLATFORMS):
-    if (name, platform) in table.TABLE:
-      same[name, table.TABLE[name, platform]].append(platform)
+  for name, place in itertools.product(table.names(), places()):
+    if (name, place) in table.TABLE:
+      same[name, table.TABLE[name, place]].append(place)
   return tuple(
-      Row(name, tuple(platforms), _name(implementation.run), implementation.memory,
+      Row(name, tuple(platforms), _runs(implementation), implementation.memory,
           {feature: _mark(implementation, feature) for feature in table.FEATURES},
           _limits(implementation))
       for (name, implementation), platforms in same.items())
 
 
-def _name(function) -> str:
-  """A function by its file and name; of a partial one, the function that it completes."""
-  function = getattr(function, "func", function)
-  return f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
+def places() -> tuple[str, ...]:
+  """Every platform, and every compute capability that has rows of its own."""
+  return (*PLATFORMS, *sorted({place for _, place in table.TABLE} - set(PLATFORMS)))
+
+
+def _runs(implementation) -> str:
+  first = implementation.preferred
+  return f"{first.name}, else {implementation.name}" if first else implementation.name
 
 
 def missing() -> tuple[tuple[str, tuple[str, ...], str], ...]:
@@ -74,7 +82,9 @@ def _requests(feature: str | None):
     if feature in DTYPES and feature != dtype:
       continue
     features = of_dtype | ({feature} if feature else set())
-    yield table.Request(dict.fromkeys(features, ""), jnp.dtype(dtype), width)
+    mask = jax.tree.structure(MASKS.get(feature, algebra.causal()))
+    yield table.Request(dict.fromkeys(features, feature), jnp.dtype(dtype), width, width, mask,
+                        LENGTHS)
 
 
 def _refusals(implementation, feature: str | None) -> dict[tuple[str, int], str]:
@@ -136,7 +146,9 @@ def markdown() -> str:
 def _legend(marks: dict[str, str]) -> str:
   return (f"{marks[HONOURED]} honoured, {marks[LIMITED]} honoured but not always, "
           f"{marks[REFUSED]} refused by an error that says so; memory: how it grows with the "
-          "sequence.")
+          "sequence. A kernel with another after `else` runs where it honours everything in linear "
+          "memory, the other elsewhere. A row with a compute capability goes before that of all "
+          "GPUs.")
 
 
 def _notes(quote) -> list[str]:

@@ -72,8 +72,11 @@ def normalise(a) -> Normalised:
       _precision(a.precision), bool(a.normalize_output))
   call = Call(operands, spec, _block_sizes(a), None, bool(a.return_lse), bool(a.return_weights))
   rules = metadata.get_shardings(a.mode, "bthd")
-  return Normalised(call, Request(_features(a, call), query.dtype, query.shape[3]), metadata,
-                    rules, dtype)
+  request = Request(
+      _features(a, call), query.dtype, query.shape[3], value.shape[3], structure,
+      (query.shape[1], key.shape[1]), None if operands.bias is None else operands.bias.dtype,
+      metadata_lib.resolved_capability(metadata))
+  return Normalised(call, request, metadata, rules, dtype)
 
 
 def to_bthd(x, layout: str):

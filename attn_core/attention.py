@@ -104,15 +104,17 @@ class Explanation(NamedTuple):
 
   chosen: str | None  # None: nobody can, or the one asked for refuses
   platform: str
+  capability: str | None  # compute capability of the GPU; None: not known, or no GPU
   verdicts: tuple[table.Verdict, ...]  # of every mechanism
   block_sizes: BlockSizes  # as requested; None fields are tuned by the kernel
   replicated: tuple  # sharding.partition.Drop: mesh axes that were asked for and shard nothing
 
   def __str__(self):
-    lines = [f"{self.chosen or 'nothing'} runs on platform {self.platform!r}"]
+    where = f", compute capability {self.capability or 'unknown'}" if self.platform == "gpu" else ""
+    lines = [f"{self.chosen or 'nothing'} runs on platform {self.platform!r}{where}"]
     for verdict in self.verdicts:
       mark = "*" if verdict.mechanism == self.chosen else " "
-      lines.append(f"{mark} {verdict.mechanism:26} {'; '.join(verdict.reasons) or 'can'}")
+      lines.append(f"{mark} {verdict.mechanism:26} {verdict}")
     lines += [f"  axis {d.axis!r} does not shard dimension {d.dimension} of {d.tensor}: {d.reason}"
               for d in self.replicated]
     return "\n".join(lines)
@@ -148,7 +150,7 @@ def _explain(a) -> Explanation:
     chosen = None
   placement = _place(normal)
   return Explanation(
-      chosen, platform, table.ask_all(platform, normal.request),
+      chosen, platform, normal.request.capability, table.ask_all(platform, normal.request),
       arguments.with_configured_blocks(normal.call.block_sizes, normal.metadata,
                                        chosen or "vanilla"),
       () if placement is None else placement.drops)
@@ -162,7 +164,7 @@ def _run(a) -> AttentionOutput:
   platform = metadata_lib.resolved_platform(normal.metadata)
   mechanism = table.choose(a.mechanism, platform, normal.request)
   sizes = arguments.with_configured_blocks(normal.call.block_sizes, normal.metadata, mechanism)
-  static = _Static(mechanism, platform,
+  static = _Static(table.kernel(mechanism, platform, normal.request),
                    normal.call._replace(operands=None, block_sizes=sizes, placement=_place(normal)))
   run = functools.partial(_execute, static=static)
   if a.policy is not None:
@@ -174,15 +176,13 @@ def _run(a) -> AttentionOutput:
 class _Static(NamedTuple):
   """Everything about a call but its arrays; hashable."""
 
-  mechanism: str
-  platform: str
+  implementation: table.Implementation
   call: object  # a Call without operands
 
 
 @functools.partial(jax.jit, static_argnames="static", inline=True)
 def _execute(operands, *, static):
-  implementation = table.TABLE[static.mechanism, static.platform]
-  return implementation.run(static.call._replace(operands=operands))
+  return static.implementation.run(static.call._replace(operands=operands))
 
 
 def _place(normal):

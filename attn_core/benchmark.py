@@ -7,12 +7,14 @@
 """
 
 import argparse
+import functools
 import gc
 import itertools
 import os
 import pathlib
 import statistics
 import sys
+import time
 from typing import Callable, Iterable, NamedTuple
 
 import jax
@@ -22,12 +24,12 @@ from attn_core.benchmarks import cases as cases_lib
 from attn_core.benchmarks import contenders, measure, overheads, report, static_tpu
 from attn_core.benchmarks.cases import CASES, Case
 from attn_core.benchmarks.report import Refusal, Report, Result
-from attn_core.metadata import OperationMetadata, resolved_platform
+from attn_core.metadata import OperationMetadata, resolved_capability, resolved_platform
 
 DIRECTIONS = ("forward", "forward_backward")
 
 # Errors are found on a case scaled down to this, where the dense oracle fits in float64.
-CHECKED_HEADS, CHECKED_TOKENS = 8, 1024
+CHECKED_HEADS, CHECKED_TOKENS, CHECKED_BATCH = 8, 1024, 2
 
 # Cases without being asked, and the size to which they are scaled.
 DEFAULT = ("causal_f32_d64_t2048", "causal_bf16_d64_t2048", "full_f32_d64_t512", "gpt_oss_local")
@@ -48,9 +50,10 @@ FULL = (
 def run_attention_benchmarks(
     mechanisms: Iterable[str] | None = None, cases: Iterable[str | Case] | None = None, *,
     directions: Iterable[str] | None = None, dtype: str | None = None, max_heads: int | None = None,
-    max_tokens: int | None = None, repeats: int = 7, peers: bool = True, full: bool = False,
-    with_overheads: bool = False, max_temp_bytes: int | None = None,
-    out: str | os.PathLike | None = None, name: str | None = None, progress: bool = True) -> Report:
+    max_tokens: int | None = None, repeats: int = 7, peers: bool | Iterable[str] = True,
+    full: bool = False, with_overheads: bool = False, max_temp_bytes: int | None = None,
+    max_seconds: float | None = None, out: str | os.PathLike | None = None, name: str | None = None,
+    progress: bool = True) -> Report:
   """Measures mechanisms and other libraries on named cases.
 
   Args:
@@ -62,10 +65,11 @@ def run_attention_benchmarks(
     max_heads: cases with more query heads are scaled down to so many; None: none is.
     max_tokens: cases that are longer are scaled down to so many tokens; None: none is.
     repeats: interleaved turns of every contender (fewer, but at least three, where one is slow).
-    peers: whether other libraries are measured too, as far as they can be imported.
+    peers: whether other libraries are measured too, as far as they can be imported, or which.
     full: the complete comparison, in place of `cases` that are None.
     with_overheads: whether to measure the cost of calls and of importing as well.
     max_temp_bytes: a program with more temporaries is not run; None: a quarter of the memory.
+    max_seconds: no case is begun later; None: all are.
     out: folder for NAME.json, NAME.md and, with matplotlib, NAME.png; None: nothing is written.
     name: of the files; None: from the device and the versions.
     progress: whether to tell on standard error what is being done.
@@ -77,10 +81,10 @@ def run_attention_benchmarks(
     ValueError: an unknown mechanism, case or direction; the message lists the known ones.
   """
   platform = resolved_platform(OperationMetadata())
-  chosen = (contenders.distinct_mechanisms(platform) if mechanisms is None
+  chosen = (_distinct_mechanisms(platform) if mechanisms is None
             else _known("mechanisms", mechanisms, table.names()))
   plan = _plan(cases, directions, full)
-  known, absent = contenders.peers(platform) if peers else ([], [])
+  known, absent = _peers(platform, peers)
   everyone = contenders.mechanisms(chosen) + known
   limit = _quarter_of_memory() if max_temp_bytes is None else max_temp_bytes
   where = report.environment(tuple(contender.package for contender in known))
@@ -88,14 +92,33 @@ def run_attention_benchmarks(
   refusals = tuple(Refusal(peer.name, None, None, peer.reason) for peer in absent)
   found = Report(where, (), refusals, _overheads(chosen[0]) if with_overheads else {})
   advance = _progress(sum(len(directions) for _, directions in plan) * len(everyone), progress)
+  end = time.monotonic() + (float("inf") if max_seconds is None else max_seconds)
   for case, case_directions in plan:
+    if time.monotonic() > end:
+      late = Refusal("everyone", case.name, None, f"not begun within {max_seconds:.0f} s")
+      found = found._replace(refusals=(*found.refusals, late))
+      continue
     case = case if dtype is None else case._replace(dtype=dtype)
     case = cases_lib.scale(case, max_heads, max_tokens)
     found = _add_case(found, case, case_directions, _Settings(everyone, repeats, limit, advance))
     where["load_average"].append(os.getloadavg()[0])
     if out is not None:  # after every case, since the whole may take long
       write(found, pathlib.Path(out), name)
+  if out is not None:
+    write(found, pathlib.Path(out), name)
   return found
+
+
+def _peers(platform: str, wanted: bool | Iterable[str]):
+  """The peers that are here and those that are not, of those wanted."""
+  names = contenders.peer_names(platform)
+  if isinstance(wanted, bool):
+    return contenders.peers(platform, names if wanted else ())
+  return contenders.peers(platform, _known("peers", wanted, names))
+
+
+def _distinct_mechanisms(platform: str) -> tuple[str, ...]:
+  return contenders.distinct_mechanisms(platform, resolved_capability(OperationMetadata()))
 
 
 def _overheads(mechanism: str) -> dict[str, float]:
@@ -114,6 +137,20 @@ class _Settings(NamedTuple):
   advance: Callable[[str], None]
 
 
+# The same small case stands for many, which differ in their length only.
+@functools.lru_cache(maxsize=16)
+def _truth(small: Case, backward: bool):
+  """(inputs, what is right) of a case."""
+  inputs = contenders.make_inputs(small)
+  return inputs, measure.truth(small, inputs, backward)
+
+
+@functools.lru_cache(maxsize=None)
+def _error(contender: contenders.Contender, small: Case, backward: bool) -> measure.Error:
+  inputs, expected = _truth(small, backward)
+  return measure.check(contender.prepare(small, inputs, backward), expected)
+
+
 class _Ready(NamedTuple):
   """Somebody who can run the case."""
 
@@ -124,18 +161,15 @@ class _Ready(NamedTuple):
 
 def _add_case(found: Report, case: Case, directions, settings: _Settings) -> Report:
   """A report with the results and refusals of everyone on one more case."""
-  small = cases_lib.scale(case, CHECKED_HEADS, CHECKED_TOKENS)
-  inputs = {c: contenders.make_inputs(c) for c in (case, small)}
-  expected = measure.truth(small, inputs[small], "forward_backward" in directions)
+  small = cases_lib.scale(case, CHECKED_HEADS, CHECKED_TOKENS, CHECKED_BATCH)
+  inputs = contenders.make_inputs(case)
 
   def prepare(contender, direction) -> _Ready:
     backward = direction != "forward"
-    runner = contender.prepare(small, inputs[small], backward)
-    error = measure.check(runner, expected)
-    if small != case:
-      runner = contender.prepare(case, inputs[case], backward)
+    error = _error(contender, small._replace(name="small"), backward)
+    runner = contender.prepare(case, inputs, backward)
     _require_memory(runner, settings.max_temp_bytes)
-    runner.call()
+    runner.call(1)
     return _Ready(contender, runner, error)
 
   for direction in directions:
@@ -298,7 +332,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _listing() -> str:
   platform = resolved_platform(OperationMetadata())
   found, absent = contenders.peers(platform)
-  lines = ["mechanisms:"] + [f"  {name}" for name in contenders.distinct_mechanisms(platform)]
+  lines = ["mechanisms:"] + [f"  {name}" for name in _distinct_mechanisms(platform)]
   lines += ["peers:"] + [f"  {peer.name} ({peer.package} {contenders.version(peer.package)})"
                          for peer in found]
   lines += [f"  {peer.name}: {peer.reason}" for peer in absent]

@@ -1,8 +1,8 @@
 """Where an attention runs and how its tensors are sharded: `OperationMetadata`.
 
 Static, hashable data: it crosses the boundary of `jax.jit` as a part of the treedef. The mesh, the
-platform and the softmax scale may stay open; `resolved_mesh` and `resolved_platform` close the
-first two.
+platform and the softmax scale may stay open; `resolved_mesh`, `resolved_platform` and
+`resolved_capability` close the first ones.
 """
 
 from collections.abc import Mapping
@@ -10,6 +10,7 @@ import dataclasses
 import enum
 import json
 import math
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -74,6 +75,7 @@ class OperationMetadata:
   blocksize_b: int | None = None  # batch rows, at least 1; None: the tuned number
   # Given as a mapping (None: empty), kept as pairs (mechanism, BlockSizes), sorted.
   operation_configs: tuple[tuple[str, BlockSizes], ...] = ()
+  compute_capability: str | None = None  # of the GPU, such as "9.0"; None: see resolved_capability
 
   def __post_init__(self):
     normal = {
@@ -81,6 +83,7 @@ class OperationMetadata:
         "runtime_softmax_dtype": _dtype("runtime_softmax_dtype", self.runtime_softmax_dtype),
         "platform": BACKENDS.get(_backend("platform", self.platform)),
         "backend": _backend("backend", self.backend),
+        "compute_capability": _capability("compute_capability", self.compute_capability),
         "partition_axis": _partition_axis(self.partition_axis),
         "softmax_scale": _number("softmax_scale", self.softmax_scale, "None or a finite number"),
         "dropout_prob": _number("dropout_prob", self.dropout_prob, "a number in [0, 1)"),
@@ -272,6 +275,27 @@ def resolved_platform(metadata: OperationMetadata) -> str:
   return BACKENDS[name]
 
 
+def resolved_capability(metadata: OperationMetadata) -> str | None:
+  """Which GPUs the kernels are for: "9.0" is Hopper; None: not known, or not for GPUs.
+
+  The first that is known of: the metadata's, that of the mesh's devices, that of the GPU which is
+  JAX's default device. GPUs that are not NVIDIA's have names of their own, such as "gfx942".
+  """
+  if resolved_platform(metadata) != "gpu":
+    return None
+  if metadata.compute_capability is not None:
+    return metadata.compute_capability
+  mesh = resolved_mesh(metadata)
+  if isinstance(mesh, Mesh):
+    device = mesh.devices.flat[0]
+  elif BACKENDS.get(jax.default_backend()) == "gpu":
+    device = jax.local_devices()[0]
+  else:
+    return None
+  found = getattr(device, "compute_capability", None)
+  return None if found is None else str(found)
+
+
 def _mesh_platform(mesh: Mesh | AbstractMesh | None) -> str | None:
   """The platform of a mesh's devices, where it is known."""
   if isinstance(mesh, Mesh):
@@ -337,6 +361,15 @@ def _backend(name: str, value: Any) -> str | None:
   if not isinstance(plain, str) or plain.lower() not in BACKENDS:
     raise _error(name, value, f"None or one of {', '.join(map(repr, BACKENDS))}")
   return plain.lower()
+
+
+def _capability(name: str, value: Any) -> str | None:
+  """Major and minor number of NVIDIA's compute capability, with a dot between; or None."""
+  plain = _plain(value)
+  if plain is not None and not (isinstance(plain, str) and re.fullmatch(r"\d+\.\d+", plain)):
+    raise _error(name, value, "a string such as '9.0' (Hopper) or '8.0' (A100), or None for that "
+                 "of the attached GPU")
+  return plain
 
 
 def _partition_axis(value: Any) -> partition.PartitionAxis:

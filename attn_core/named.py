@@ -23,15 +23,25 @@ vanilla = _named(AttentionMechanism.VANILLA,
                  "Dense attention, quadratic in memory, the only one that returns its weights.")
 sdpa = _named(AttentionMechanism.SDPA,
               "`jax.nn.dot_product_attention`, the platform's own implementation.")
-cudnn = _named(AttentionMechanism.CUDNN, "NVIDIA's cuDNN attention, on GPUs only.")
-cuda_flash_attn2 = _named(AttentionMechanism.CUDA_FLASH_ATTN2,
-                          "FlashAttention on NVIDIA GPUs, never anything else.")
+cudnn = _named(AttentionMechanism.CUDNN, """NVIDIA's cuDNN attention by JAX, on GPUs only.
+
+  Full, causal, windowed to the left, and within lengths in linear memory; bias and other masks
+  written out. Differentiated in reverse mode, once.""")
+cuda_flash_attn2 = _named(
+    AttentionMechanism.CUDA_FLASH_ATTN2,
+    "FlashAttention on NVIDIA GPUs only: the library's own kernels on Hopper, elsewhere cuDNN.")
 blockwise = _named(AttentionMechanism.BLOCKWISE,
                    "Block-wise attention in plain XLA, linear in memory, on every platform.")
+_ON_GPUS = """
+
+  The name is that of the algorithm; which kernel computes it depends on the device, and `explain`
+  says it. CPU: plain XLA. TPU: Pallas. Hopper GPUs: Mosaic GPU. Other GPUs: cuDNN where it honours
+  every argument in linear memory, and then in reverse mode, once; else plain XLA."""
 flash_attn2 = _named(AttentionMechanism.FLASH_ATTN2,
-                     "FlashAttention-2 by the platform's block-wise kernel, linear in memory.")
-blocksparse = _named(AttentionMechanism.BLOCKSPARSE,
-                     "Block-sparse (splash) attention: only the blocks that a mask leaves visible.")
+                     f"FlashAttention-2, linear in memory.{_ON_GPUS}")
+blocksparse = _named(
+    AttentionMechanism.BLOCKSPARSE,
+    f"Block-sparse (splash) attention: only the blocks that a mask leaves visible.{_ON_GPUS}")
 
 
 def blockwise_attn(

@@ -1,13 +1,17 @@
-"""The one table of the library: (mechanism, platform) -> Implementation.
+"""The one table of the library: (mechanism, place) -> Implementation.
 
-Literal: no decorators, nothing registers itself. A new kernel or mechanism is a
-new row here.
+A place is a platform, or one compute capability of GPUs, whose row then goes before the platform's.
+Literal: no decorators, nothing registers itself. A new kernel or mechanism is a new row here.
 """
 
-from typing import Callable, NamedTuple
+import re
+from typing import Any, Callable, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
+from attn_core.kernels.gpu import tuned as gpu_tuned
+from attn_core.masks import algebra
 from attn_core.mechanisms import flash, sdpa, vanilla
 from attn_core.types import PLATFORMS, AttentionMechanism, AttentionOutput, Call
 
@@ -47,11 +51,16 @@ class Request(NamedTuple):
   features: dict  # feature -> how the caller wrote it, for the error message
   dtype: object  # of the query
   width: int  # D
+  value_width: int | None = None  # E; None: D
+  mask: Any = jax.tree.structure(algebra.full())  # the mask's tree structure
+  lengths: tuple[int, int] = (2, 2)  # (T, S)
+  bias_dtype: object = None
+  capability: str | None = None  # compute capability of the GPU; None: not known, or no GPU
 
 
 # Memory in the sequence length.
 LINEAR, QUADRATIC = "linear", "quadratic"
-LINEAR_UNMASKED = "linear without mask or bias"
+LINEAR_BANDED = "linear without bias or mask written out"
 
 
 class Implementation(NamedTuple):
@@ -59,16 +68,64 @@ class Implementation(NamedTuple):
 
   run: Callable[[Call], AttentionOutput]
   features: frozenset[str]
-  memory: str  # LINEAR, QUADRATIC or LINEAR_UNMASKED
+  memory: str  # LINEAR, QUADRATIC or LINEAR_BANDED
   limits: Callable[[Request], str | None] = lambda request: None  # a reason to refuse, or None
+  # Another kernel for the same, which runs wherever it honours everything in linear memory.
+  preferred: "Implementation | None" = None
+
+  @property
+  def name(self) -> str:
+    """The function that runs, by its module below mechanisms/."""
+    return f"{self.run.__module__.rpartition('.')[2]}.{self.run.__name__}"
+
+
+def _hopper_limits(request: Request) -> str | None:
+  dtype, most = jnp.dtype(request.dtype).name, gpu_tuned.WIDTHS[-1]
+  if dtype not in gpu_tuned.DTYPES:
+    return f"dtype {dtype}: the kernels for Hopper compute {' and '.join(gpu_tuned.DTYPES)} only"
+  widest = max(request.width, request.value_width or 0)
+  if widest > most:
+    return f"a head_dim of {widest}: the kernels for Hopper compute widths up to {most}"
+  return None
+
+
+def _is_banded(request: Request) -> bool:
+  return sdpa.banded(request.mask, *request.lengths, "bias" in request.features) is not None
 
 
 def _cudnn_limits(request: Request) -> str | None:
-  if request.dtype not in (jnp.float16, jnp.bfloat16):
-    return f"dtype {jnp.dtype(request.dtype).name}: cuDNN computes float16 and bfloat16 only"
-  if request.width % 8 or request.width > 256:
-    return f"head_dim {request.width}: cuDNN needs a multiple of 8 up to 256"
-  return None
+  dtype, capability = jnp.dtype(request.dtype).name, request.capability
+  numbers = capability and re.fullmatch(r"(\d+)\.\d+", capability)
+  if capability and not numbers:
+    return f"a GPU of kind {capability}: cuDNN runs on NVIDIA's only"
+  major = int(numbers[1]) if numbers else None
+  if major is not None and major < 8:
+    return f"compute capability {capability}: cuDNN's attention needs 8.0 or newer"
+  if dtype not in ("float16", "bfloat16"):
+    return f"dtype {dtype}: cuDNN computes float16 and bfloat16 only"
+  if request.width % 8 or request.width > (256 if major == 9 else 128):
+    return (f"head_dim {request.width}: cuDNN needs a multiple of 8 up to 128, or up to 256 with "
+            "compute capability 9.0")
+  if request.bias_dtype is not None and request.bias_dtype != request.dtype:
+    return (f"a bias of dtype {jnp.dtype(request.bias_dtype).name} with queries of {dtype}: cuDNN "
+            "takes a bias in the dtype of the queries")
+  if {"bias", "mask"} & set(request.features) or _is_banded(request):
+    if "optimized" in request.features and not _is_linear(LINEAR_BANDED, request):
+      return "optimized=True with a bias or a mask: cuDNN's memory would be quadratic"
+    return None
+  written = " and ".join(request.features[name] for name in ("window", "positions")
+                         if name in request.features)
+  return (f"{written}: cuDNN knows causal masks by row and column, with a window to the left where "
+          "there are no more queries than keys; any other has to be written out as `mask`")
+
+
+def _cudnn_gradient_limits(request: Request) -> str | None:
+  """What cuDNN refuses, and what it does not differentiate, for whoever is to be differentiable."""
+  reason = _cudnn_limits(request)
+  if reason is None and any(length % 2 for length in request.lengths):
+    return (f"{request.lengths[0]} queries and {request.lengths[1]} keys: JAX has cuDNN's "
+            "gradients for even numbers only")
+  return reason
 
 
 def _sdpa_limits(request: Request) -> str | None:
@@ -85,13 +142,18 @@ _TPU = _BLOCKWISE - {"float16", "float64", "softmax_dtype", "mask_operands"} | {
 _VANILLA = _EVERYTHING - {"block_sizes", "optimized"}
 _SDPA = frozenset({"gqa", "float16", "causal", "window", "chunk", "segments",
                    "positions", "mask", "mask_operands", "bias", "lse"})
-_CUDNN = frozenset({"gqa", "float16", "causal", "mask", "mask_operands", "bias"})
+_CUDNN = frozenset({"gqa", "float16", "causal", "window", "positions", "mask", "mask_operands",
+                    "bias", "optimized"})
 
 _xla = Implementation(flash.xla, _BLOCKWISE, LINEAR)
 _tpu = Implementation(flash.tpu, _TPU, LINEAR)
 _dense = Implementation(vanilla.vanilla, _VANILLA, QUADRATIC)
 _sdpa = Implementation(sdpa.xla, _SDPA, QUADRATIC, _sdpa_limits)
-_cudnn = Implementation(sdpa.cudnn, _CUDNN, LINEAR_UNMASKED, _cudnn_limits)
+_cudnn = Implementation(sdpa.cudnn, _CUDNN, LINEAR_BANDED, _cudnn_limits)
+# Products of 16-bit operands with float32 sums: there is no precision to choose.
+_HOPPER = _BLOCKWISE - {"float64", "softmax_dtype", "mask_operands", "precision"}
+_hopper = Implementation(flash.gpu, _HOPPER, LINEAR, _hopper_limits)
+_gpu = _xla._replace(preferred=_cudnn._replace(limits=_cudnn_gradient_limits))
 
 TABLE = {
     ("vanilla", "cpu"): _dense,
@@ -102,14 +164,17 @@ TABLE = {
     ("sdpa", "tpu"): _sdpa,
     ("cudnn", "gpu"): _cudnn,
     ("cuda_flash_attn2", "gpu"): _cudnn,
+    ("cuda_flash_attn2", "gpu 9.0"): _hopper,
     ("blockwise", "cpu"): _xla,
     ("blockwise", "gpu"): _xla,
     ("blockwise", "tpu"): _xla,
     ("flash_attn2", "cpu"): _xla,
-    ("flash_attn2", "gpu"): _xla,
+    ("flash_attn2", "gpu"): _gpu,
+    ("flash_attn2", "gpu 9.0"): _hopper,
     ("flash_attn2", "tpu"): _tpu,
     ("blocksparse", "cpu"): _xla,
-    ("blocksparse", "gpu"): _xla,
+    ("blocksparse", "gpu"): _gpu,
+    ("blocksparse", "gpu 9.0"): _hopper,
     ("blocksparse", "tpu"): _tpu,
 }
 
@@ -129,7 +194,7 @@ MISSING = {
 # What `auto` tries, in this order, those first whose memory is linear for the call.
 AUTO = {
     "cpu": ("flash_attn2", "vanilla"),
-    "gpu": ("cudnn", "flash_attn2", "vanilla"),
+    "gpu": ("flash_attn2", "blockwise", "vanilla"),
     "tpu": ("flash_attn2", "blockwise", "vanilla"),
 }
 
@@ -139,12 +204,63 @@ class Verdict(NamedTuple):
 
   mechanism: str
   reasons: tuple[str, ...]  # why it refuses; empty: it can
+  kernel: str | None = None  # what would run; None: it refuses
+  why: str = ""  # why that kernel and no other, where there are several
+
+  def __str__(self):
+    if self.reasons:
+      return "; ".join(self.reasons)
+    return f"can, by {self.kernel}{self.why and ', '}{self.why}"
 
 
-def _linear(mechanism: str, platform: str, request: Request) -> bool:
-  memory = TABLE[mechanism, platform].memory
-  return memory == LINEAR or (memory == LINEAR_UNMASKED
-                              and not {"mask", "bias"} & set(request.features))
+def find(mechanism: str, platform: str, capability: str | None = None) -> Implementation | None:
+  """The cell of a mechanism on a platform, for GPUs of a compute capability."""
+  special = TABLE.get((mechanism, f"{platform} {capability}"))
+  return TABLE.get((mechanism, platform)) if special is None else special
+
+
+def kernel(mechanism: str, platform: str, request: Request) -> Implementation:
+  """What runs a request that the mechanism takes."""
+  found = find(mechanism, platform, request.capability)
+  return found.preferred if found.preferred and not _passed_over(found, request) else found
+
+
+def _why(found: Implementation, general: bool, request: Request) -> str:
+  """Why a cell's kernel runs; `general`: the cell is the whole platform's."""
+  if not general:
+    return f"which is for compute capability {request.capability}"
+  if found.preferred is None:
+    return ""
+  passed_over = _passed_over(found, request)
+  return (f"not by {'; '.join(passed_over)}" if passed_over
+          else f"which goes before {found.name}")
+
+
+def _passed_over(found: Implementation, request: Request) -> tuple[str, ...]:
+  """Why the preferred kernel does not run."""
+  if found.preferred is None:
+    return ()
+  reasons = _reasons(found.preferred, request)
+  if not reasons and request.capability is None:
+    # It compiles only where there is a GPU to ask.
+    reasons = ("the compute capability of the GPU is not known",)
+  if not reasons and not _is_linear(found.preferred.memory, request):
+    reasons = ("its memory would be quadratic",)
+  return tuple(f"{found.preferred.name}: {reason}" for reason in reasons)
+
+
+def _reasons(implementation: Implementation, request: Request) -> tuple[str, ...]:
+  """Why an implementation refuses a request; empty: it does not."""
+  reasons = [f"{written} ({FEATURES[feature]}) is not supported"
+             for feature, written in request.features.items()
+             if feature not in implementation.features]
+  limit = implementation.limits(request)
+  return tuple(reasons + ([limit] if limit else []))
+
+
+def _is_linear(memory: str, request: Request) -> bool:
+  return memory == LINEAR or (memory == LINEAR_BANDED and "bias" not in request.features
+                              and _is_banded(request))
 
 
 def names() -> tuple[str, ...]:
@@ -154,15 +270,15 @@ def names() -> tuple[str, ...]:
 
 def ask(mechanism: str, platform: str, request: Request) -> Verdict:
   """Whether a mechanism can do what is asked, and if not, every reason why."""
-  implementation = TABLE.get((mechanism, platform))
-  if implementation is None:
+  found = find(mechanism, platform, request.capability)
+  if found is None:
     return Verdict(mechanism, (f"no implementation on platform {platform!r}: "
                                f"{MISSING[mechanism]}",))
-  reasons = [f"{written} ({FEATURES[feature]}) is not supported"
-             for feature, written in request.features.items()
-             if feature not in implementation.features]
-  limit = implementation.limits(request)
-  return Verdict(mechanism, tuple(reasons + ([limit] if limit else [])))
+  reasons = _reasons(found, request)
+  if reasons:
+    return Verdict(mechanism, reasons)
+  return Verdict(mechanism, (), kernel(mechanism, platform, request).name,
+                 _why(found, found is TABLE.get((mechanism, platform)), request))
 
 
 def ask_all(platform: str, request: Request) -> tuple[Verdict, ...]:
@@ -185,9 +301,9 @@ def choose(mechanism: str, platform: str, request: Request) -> str:
   for what, value, known in (("mechanism", mechanism, names()), ("platform", platform, PLATFORMS)):
     if value not in known:
       raise ValueError(f"{what}={value!r}: expected one of {', '.join(map(repr, known))}")
-  able = [verdict.mechanism for verdict in ask_all(platform, request) if not verdict.reasons]
   if mechanism == "auto":
-    order = sorted(AUTO[platform], key=lambda name: not _linear(name, platform, request))
+    order = sorted(AUTO[platform], key=lambda name: not _is_linear(
+        find(name, platform, request.capability).memory, request))
     verdicts = [ask(name, platform, request) for name in order]
     for verdict in verdicts:
       if not verdict.reasons:
@@ -197,6 +313,8 @@ def choose(mechanism: str, platform: str, request: Request) -> str:
     if not verdicts[0].reasons:
       return mechanism
   refusals = "; ".join(f"{v.mechanism}: {', '.join(v.reasons)}" for v in verdicts)
+  able = [verdict.mechanism for verdict in ask_all(platform, request) if not verdict.reasons]
   cure = f"mechanism={' or '.join(map(repr, able))} can" if able else "no mechanism here can"
-  raise NotImplementedError(f"mechanism={mechanism!r} on platform {platform!r} refuses. "
+  where = "" if request.capability is None else f", compute capability {request.capability},"
+  raise NotImplementedError(f"mechanism={mechanism!r} on platform {platform!r}{where} refuses. "
                             f"{refusals}. On this platform {cure}.")

@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import io
+import itertools
 import json
 import pathlib
 import time
@@ -93,7 +94,7 @@ class MeasureTest(parameterized.TestCase):
 
   def test_every_contender_has_its_turns(self):
     calls = {"a": [], "b": []}
-    times = measure.rounds({name: lambda x=x: x.append(0) for name, x in calls.items()}, 3)
+    times = measure.rounds({name: lambda n, x=x: x.append(n) for name, x in calls.items()}, 3)
     self.assertEqual({name: len(x) for name, x in times.items()}, {"a": 3, "b": 3})
 
   def test_turns_settle_beside_contenders_of_gigabytes(self):
@@ -101,9 +102,9 @@ class MeasureTest(parameterized.TestCase):
     self.assertGreater(measure.settle_seconds([None, 1000, 2**32]), 0)
     calls = {0.0: 0, 0.2: 0}
     for settle in calls:
-      def call(settle=settle):
-        calls[settle] += 1
-        time.sleep(0.02)
+      def call(number, settle=settle):
+        calls[settle] += number
+        time.sleep(0.02 * number)
       measure.rounds({"a": call}, 2, settle)
     self.assertGreater(calls[0.2], calls[0.0])
 
@@ -169,6 +170,8 @@ class BenchmarkTest(parameterized.TestCase):
     names = {peer.name for peer in (*found, *absent)}
     self.assertEqual(names, {"jax.nn xla", "tokamax", "ejkernel xla", "torch sdpa"})
     self.assertIn("jax.nn xla", {peer.name for peer in found})
+    on_gpu = {peer.name for peer in itertools.chain(*contenders.peers("gpu"))}
+    self.assertEqual(on_gpu, names | {"jax.nn cudnn", "flash_attn"})
 
   def test_command_line(self):
     with contextlib.redirect_stdout(io.StringIO()) as printed:

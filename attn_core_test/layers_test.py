@@ -11,7 +11,7 @@ from attn_core_test import layers
 DEPENDENCIES = {"absl", "chex", "jax", "numpy"}
 
 # Named by an extra of setup.py or by the user; imported only inside the function that needs them.
-OPTIONAL = {"ejkernel", "matplotlib", "tokamax", "torch", "tqdm"}
+OPTIONAL = {"ejkernel", "flash_attn", "matplotlib", "tokamax", "torch", "tqdm"}
 
 MAX_PARAMETERS = 8
 

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core.metadata import (
-    AttnShardingRules, OperationMetadata, resolved_mesh, resolved_platform, sharding_drops)
+    AttnShardingRules, OperationMetadata, resolved_capability, resolved_mesh, resolved_platform,
+    sharding_drops)
 from attn_core.sharding.mesh import create_mesh
 from attn_core.sharding.partition import Drop, PartitionAxis
 from attn_core.types import DECODE_MODES, LAYOUTS, MODES, AttentionMechanism, BlockSizes
@@ -27,7 +28,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 FIELDS = (
     "runtime_dtype", "runtime_softmax_dtype", "sequence_axis_name", "mesh", "platform", "backend",
     "partition_axis", "base_config", "scan_ring_attention", "softmax_scale", "dropout_prob",
-    "blocksize_q", "blocksize_k", "blocksize_b", "operation_configs")
+    "blocksize_q", "blocksize_k", "blocksize_b", "operation_configs", "compute_capability")
 
 # A different mesh axis for every meaning, so that the specs tell which one was read.
 DISTINCT = PartitionAxis(
@@ -94,7 +95,8 @@ def full(mesh=None):
       base_config=Config(mesh=mesh, table={"x": [1, {"y": (2,)}]}), scan_ring_attention=False,
       softmax_scale=0.1, dropout_prob=0.3, blocksize_q=1, blocksize_k=2, blocksize_b=3,
       operation_configs={
-          "ring": BlockSizes(block_q=64), "blocksparse": BlockSizes(8, 16, 32, 64, 2)})
+          "ring": BlockSizes(block_q=64), "blocksparse": BlockSizes(8, 16, 32, 64, 2)},
+      compute_capability="8.6")
 
 
 class MetadataTest(parameterized.TestCase):
@@ -104,7 +106,7 @@ class MetadataTest(parameterized.TestCase):
     self.assertEqual(tuple(field.name for field in dataclasses.fields(metadata)), FIELDS)
     self.assertEqual(metadata, OperationMetadata(
         np.dtype("float32"), np.dtype("float32"), "sp", None, None, None, PartitionAxis(), None,
-        True, None, 0.0, None, None, None, ()))
+        True, None, 0.0, None, None, None, (), None))
     for field in FIELDS[:2]:
       self.assertIs(getattr(metadata, field), np.dtype("float32"))
 
@@ -389,6 +391,21 @@ class PlatformTest(parameterized.TestCase):
         resolved_platform(OperationMetadata())
 
 
+class CapabilityTest(parameterized.TestCase):
+
+  @parameterized.parameters("9.0", "8.6", "gfx942")
+  def test_that_of_the_attached_gpu_unless_said_otherwise(self, attached):
+    device = types.SimpleNamespace(compute_capability=attached)
+    with (mock.patch.object(jax, "default_backend", lambda: "gpu"),
+          mock.patch.object(jax, "local_devices", lambda: [device])):
+      self.assertEqual(resolved_capability(OperationMetadata()), attached)
+      self.assertEqual(resolved_capability(OperationMetadata(compute_capability="10.3")), "10.3")
+      self.assertIsNone(resolved_capability(OperationMetadata(mesh=create_mesh())))
+
+  def test_unknown_without_a_gpu(self):
+    self.assertIsNone(resolved_capability(OperationMetadata(platform="gpu")))
+
+
 class JsonTest(parameterized.TestCase):
 
   @parameterized.named_parameters(
@@ -457,6 +474,8 @@ class ErrorsTest(parameterized.TestCase):
       (made(mesh=(1, 8)), r"mesh=\(1, 8\): expected a jax.sharding.Mesh, as create_mesh gives"),
       (made(platform="metal"), "platform='metal': expected None or one of 'cpu', 'gpu', 'cuda'"),
       (made(platform=3), "platform=3: expected None or one of"),
+      (made(compute_capability=9.0), r"compute_capability=9.0: expected a string such as '9\.0'"),
+      (made(compute_capability="sm_90"), "compute_capability='sm_90': expected a string such as"),
       (made(backend="abacus"), "backend='abacus': expected None or one of"),
       (made(partition_axis="tp"), "partition_axis='tp': expected a PartitionAxis, or None"),
       (made(partition_axis=PartitionAxis(vocab_axis=1)), r"partition_axis\.vocab_axis=1: expected"),

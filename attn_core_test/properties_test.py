@@ -15,7 +15,7 @@ import numpy as np
 
 from attn_core import AttentionMechanism, BlockSizes, OperationMetadata, attention, table
 from attn_core_test import property_cases
-from attn_core_test.property_cases import CASES
+from attn_core_test.property_cases import CASES, TOLERANCES
 
 jax.config.update("jax_enable_x64", True)
 
@@ -23,14 +23,13 @@ BLOCKS = BlockSizes(4, 3, 5, 4, 1)
 
 # One name for every implementation that this machine can run; the others are the same object.
 IMPLEMENTATIONS = {}
+# What needs a GPU has tests of its own.
+ON_GPU = (table.TABLE["cudnn", "gpu"].run, table.TABLE["flash_attn2", "gpu 9.0"].run)
 for (_mechanism, _platform), _implementation in table.TABLE.items():
-  if _implementation is not table.TABLE["cudnn", "gpu"]:
+  if _implementation.run not in ON_GPU:
     IMPLEMENTATIONS.setdefault(_implementation.run, (_mechanism, _platform))
 NAMES = tuple(IMPLEMENTATIONS.values())
 PALLAS_TPU = ("flash_attn2", "tpu")  # the Pallas kernels
-
-# Quantile and largest relative error allowed: rounding of inputs and products to this dtype.
-TOLERANCES = {"float32": (2e-6, 2e-5), "float16": (2e-3, 1e-2), "bfloat16": (1.5e-2, 6e-2)}
 
 BY_NAME = {case.name: case for case in CASES}
 
@@ -192,7 +191,7 @@ class PropertiesTest(InterpretedTestCase):
   @parameterized.named_parameters(*[(f"{m}_{p}", m, p) for m, p in table.TABLE])
   def test_every_table_entry_is_one_of_the_implementations(self, mechanism, platform):
     implementation = table.TABLE[mechanism, platform]
-    if implementation is table.TABLE["cudnn", "gpu"]:
+    if implementation.run in ON_GPU:
       self.skipTest("needs an NVIDIA GPU")
     self.assertIn(implementation.run, IMPLEMENTATIONS)
     case = BY_NAME["causal_gqa"]

@@ -18,6 +18,10 @@ from attn_core.references import oracle
 from attn_core.types import AttentionSpec, MaskOperands, Operands
 
 
+# Quantile and largest relative error allowed: rounding of inputs and products to this dtype.
+TOLERANCES = {"float32": (2e-6, 2e-5), "float16": (2e-3, 1e-2), "bfloat16": (1.5e-2, 6e-2)}
+
+
 class Shape(NamedTuple):
   B: int = 2
   T: int = 13
@@ -145,6 +149,26 @@ CASES = (
          dict(layout="thd", cum_seqlens_q=_CU, cum_seqlens_k=_CU_K, query_offset=2),
          lambda b, h, t, s: (_CU_SEGMENT[t] == _CU_K_SEGMENT[s]
                              and s - _CU_K[_CU_K_SEGMENT[s]] <= t - _CU[_CU_SEGMENT[t]] + 2)),
+)
+
+# For kernels with even lengths and widths of a multiple of 8 only.
+_EVEN = Shape(T=24, S=24, D=16, E=16)
+_EVEN_DENSE = _dense(_EVEN)
+_EVEN_LENGTHS = _ids([20, 0]), _ids([7, 24])
+EVEN_CASES = (
+    Case("even_causal", _EVEN, {}, lambda b, h, t, s: s <= t),
+    Case("even_full", _EVEN, dict(causal=False), lambda b, h, t, s: True),
+    Case("even_window", _EVEN, dict(sliding_window=(5, 0)), lambda b, h, t, s: -5 <= s - t <= 0),
+    Case("even_top_left", _EVEN._replace(T=8), dict(query_offset=0), lambda b, h, t, s: s <= t),
+    Case("even_lengths", _EVEN, dict(mask=masks.lengths(*_EVEN_LENGTHS), causal=False),
+         lambda b, h, t, s: t < _EVEN_LENGTHS[0][b] and s < _EVEN_LENGTHS[1][b]),
+    Case("even_causal_key_lengths", _EVEN, dict(mask=masks.lengths(None, _EVEN_LENGTHS[0])),
+         lambda b, h, t, s: s <= t and s < _EVEN_LENGTHS[0][b]),
+    Case("even_dense", _EVEN, dict(mask=_EVEN_DENSE, causal=False),
+         lambda b, h, t, s: _EVEN_DENSE[b, h, t, s]),
+    Case("even_bias", _EVEN, {}, lambda b, h, t, s: s <= t, dict(bias=(2, 4, 24, 24))),
+    Case("even_bias_broadcast_and_mask", _EVEN, dict(mask=_EVEN_DENSE),
+         lambda b, h, t, s: s <= t and _EVEN_DENSE[b, h, t, s], dict(bias=(1, 4, 1, 24))),
 )
 
 

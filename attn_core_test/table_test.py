@@ -1,13 +1,16 @@
 """The table: one signature, honest choices, and programs for platforms that are not here."""
 
 import inspect
+from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from attn_core import AttentionMechanism, OperationMetadata, attention, explain, table
+from attn_core import (AttentionMechanism, BlockSizes, OperationMetadata, attention, explain, masks,
+                       table)
 from attn_core.types import PLATFORMS
 
 
@@ -22,6 +25,7 @@ class TableTest(parameterized.TestCase):
     self.assertLen(signatures, 1)
 
   def test_every_name_is_there_or_says_why_not(self):
+    self.assertContainsSubset({place.split()[0] for _, place in table.TABLE}, PLATFORMS)
     for name in table.names():
       for platform in PLATFORMS:
         if name != "auto":
@@ -32,17 +36,78 @@ class TableTest(parameterized.TestCase):
     for entry in table.TABLE.values():
       self.assertContainsSubset(entry.features, table.FEATURES)
 
-  @parameterized.parameters(
-      ((), "cudnn"), (("causal", "gqa"), "cudnn"), (("window",), "flash_attn2"),
-      (("mask",), "flash_attn2"), (("bias",), "flash_attn2"),
-      (("sinks", "soft_cap"), "flash_attn2"),
-      (("weights",), "vanilla"), (("lse",), "flash_attn2"))
-  def test_auto_on_gpu(self, features, chosen):
-    self.assertEqual(table.choose("auto", "gpu", request(*features)), chosen)
+  @parameterized.named_parameters(
+      ("plain", "8.0", {}, "flash_attn2", "sdpa.cudnn"),
+      ("newer", "10.0", {}, "flash_attn2", "sdpa.cudnn"),
+      ("unknown", None, {}, "flash_attn2", "flash.xla"),
+      ("too_old", "7.5", {}, "flash_attn2", "flash.xla"),
+      ("window", "8.0", dict(sliding_window=(3, 0)), "flash_attn2", "sdpa.cudnn"),
+      ("window_right", "8.0", dict(sliding_window=3, causal=False), "flash_attn2", "flash.xla"),
+      ("lengths", "8.0", dict(mask=masks.lengths(None, np.ones(1, np.int32))), "flash_attn2",
+       "sdpa.cudnn"),
+      ("mask", "8.0", dict(mask=np.ones((1, 1, 8, 8), bool)), "flash_attn2", "flash.xla"),
+      ("bias", "8.0", dict(bias=np.ones((1, 1, 8, 8), jnp.bfloat16)), "flash_attn2", "flash.xla"),
+      ("sinks", "8.0", dict(softmax_aux=np.ones(2, np.float32)), "flash_attn2", "flash.xla"),
+      ("lse", "8.0", dict(return_lse=True), "flash_attn2", "flash.xla"),
+      ("blocks", "8.0", dict(block_sizes=BlockSizes(4)), "flash_attn2", "flash.xla"),
+      ("optimized", "8.0", dict(optimized=True), "flash_attn2", "sdpa.cudnn"),
+      ("weights", "8.0", dict(return_weights=True), "vanilla", "vanilla.vanilla"))
+  def test_auto_on_gpu(self, capability, arguments, chosen, kernel):
+    self.check_auto(capability, arguments, chosen, kernel)
 
-  def test_auto_on_gpu_by_dtype_and_width(self):
-    self.assertEqual(table.choose("auto", "gpu", request(dtype=jnp.float32)), "flash_attn2")
-    self.assertEqual(table.choose("auto", "gpu", request(width=72 + 4)), "flash_attn2")
+  def check_auto(self, capability, arguments, chosen, kernel):
+    x = jax.ShapeDtypeStruct((1, 8, 2, 64), jnp.bfloat16)
+    metadata = OperationMetadata(platform="gpu", compute_capability=capability)
+    said = explain(x, x, x, metadata=metadata, **arguments)
+    verdicts = {verdict.mechanism: verdict for verdict in said.verdicts}
+    self.assertEqual((said.chosen, verdicts[chosen].kernel), (chosen, kernel))
+    self.assertIn(f"* {chosen:26} can, by {kernel}", str(said))
+    self.assertIn(f"on platform 'gpu', compute capability {capability or 'unknown'}\n", str(said))
+    if kernel == "flash.gpu":
+      self.assertIn("by flash.gpu, which is for compute capability 9.0\n", str(said))
+    if kernel == "sdpa.cudnn":
+      self.assertIn("by sdpa.cudnn, which goes before flash.xla\n", str(said))
+
+  @parameterized.named_parameters(
+      ("plain", {}, "flash_attn2", "flash.gpu"),
+      ("everything", dict(
+          sliding_window=3, softmax_aux=np.ones(2, np.float32), logits_soft_cap=30.0,
+          bias=np.ones((1, 1, 8, 8), np.float32), return_lse=True, chunk_size=4),
+       "flash_attn2", "flash.gpu"),
+      ("float32", dict(compute_dtype=jnp.float32), "blockwise", "flash.xla"),
+      ("precision", dict(precision="highest"), "blockwise", "flash.xla"),
+      ("operands", dict(mask=masks.custom(lambda b, h, t, s, x: s <= x, np.int32(3))), "blockwise",
+       "flash.xla"),
+      ("weights", dict(return_weights=True), "vanilla", "vanilla.vanilla"))
+  def test_auto_on_hopper(self, arguments, chosen, kernel):
+    self.check_auto("9.0", arguments, chosen, kernel)
+
+  @parameterized.parameters("flash_attn2", "blocksparse", "cuda_flash_attn2")
+  def test_on_hopper_a_name_is_our_kernels_or_nothing(self, mechanism):
+    asked = request("causal", "float16")._replace(dtype=jnp.float16, capability="9.0")
+    self.assertEqual(table.ask(mechanism, "gpu", asked).kernel, "flash.gpu")
+    for change, word in ((dict(dtype=jnp.float32), "dtype float32"), (dict(width=264), "264"),
+                         (dict(value_width=512), "up to 256")):
+      with self.assertRaisesRegex(NotImplementedError, f"9.0, refuses.*{word}.*'blockwise'"):
+        table.choose(mechanism, "gpu", asked._replace(**change))
+
+  @parameterized.parameters((dict(dtype=jnp.float32), "dtype float32"), (dict(width=76), "76"),
+                            (dict(lengths=(8, 7)), "7 keys"))
+  def test_who_is_passed_over_says_why(self, change, word):
+    asked = request("causal")._replace(capability="8.6")._replace(**change)
+    self.assertEqual(table.choose("auto", "gpu", asked), "flash_attn2")
+    verdict = table.ask("flash_attn2", "gpu", asked)
+    self.assertEqual(verdict.kernel, "flash.xla")
+    self.assertRegex(str(verdict), f"can, by flash.xla, not by sdpa.cudnn: .*{word}")
+
+  def test_a_row_for_a_compute_capability_goes_first(self):
+    special = table.TABLE["vanilla", "gpu"]
+    with mock.patch.dict(table.TABLE, {("flash_attn2", "gpu 9.9"): special}):
+      self.assertIs(table.find("flash_attn2", "gpu", "9.9"), special)
+      self.assertIs(table.find("flash_attn2", "gpu", "8.9"), table.TABLE["flash_attn2", "gpu"])
+      self.assertIs(table.find("blocksparse", "gpu", "9.9"), table.TABLE["blocksparse", "gpu"])
+      with self.assertRaisesRegex(NotImplementedError, "'gpu', compute capability 9.9, refuses"):
+        table.choose("flash_attn2", "gpu", request("block_sizes")._replace(capability="9.9"))
 
   @parameterized.parameters(("cpu", "flash_attn2"), ("tpu", "blockwise"))
   def test_auto_is_linear_unless_weights_are_asked_for(self, platform, chosen):
@@ -71,7 +136,7 @@ class TableTest(parameterized.TestCase):
 
   @parameterized.parameters(("tpu", "tpu", "flash_attn2"), ("tpu", "tpu", "vanilla"),
                             ("tpu", "tpu", "sdpa"), ("gpu", "cuda", "flash_attn2"),
-                            ("gpu", "cuda", "vanilla"))
+                            ("gpu", "cuda", "blockwise"), ("gpu", "cuda", "vanilla"))
   def test_lowers_for_a_platform_that_is_not_here(self, platform, lowering, mechanism):
     def gradient(x):
       metadata = OperationMetadata(platform=platform)
@@ -81,6 +146,14 @@ class TableTest(parameterized.TestCase):
     x = jax.ShapeDtypeStruct((2, 64, 4, 32), jnp.bfloat16)
     lowered = jax.jit(gradient).trace(x).lower(lowering_platforms=(lowering,))
     self.assertIn("dot_general", lowered.as_text())
+
+  @parameterized.parameters("auto", "flash_attn2", "blocksparse", "cuda_flash_attn2")
+  def test_lowers_for_hopper(self, mechanism):
+    metadata = OperationMetadata(platform="gpu", compute_capability="9.0")
+    run = lambda x: attention(x, x, x, mechanism=mechanism, metadata=metadata).attention_outputs
+    x = jax.ShapeDtypeStruct((2, 64, 4, 32), jnp.bfloat16)
+    lowered = jax.jit(run).trace(x).lower(lowering_platforms=("cuda",))
+    self.assertIn("mosaic_gpu", lowered.as_text())
 
 
 if __name__ == "__main__":

@@ -88,19 +88,43 @@ _VARIANTS = tuple(
         Case("window_{}_d64_t16384", queries=16384, keys=16384, window=(1023, 0)),
         Case("packed_{}_d64_t8192", queries=8192, keys=8192, documents=8)))
 
-CASES = {case.name: case for case in (*_MODELS, *_GRID, *_VARIANTS)}
+# B * T = 16,384 tokens and H * D = 2,048, as GPU kernels are compared in publications, and what
+# models do beyond that: "causal_bf16_d128_t4096_b4".
+_GPU_TOKENS, _GPU_WIDTH = 16384, 2048
+
+
+def _gpu(name, width, tokens) -> Case:
+  heads, batch = _GPU_WIDTH // width, _GPU_TOKENS // tokens
+  return Case(f"{name}_bf16_d{width}_t{tokens}_b{batch}", batch, heads, heads, width, width, tokens,
+              tokens, name != "full", dtype="bfloat16")
+
+
+_GPU_GRID = tuple(
+    _gpu(mask, width, tokens)
+    for tokens, mask, width in itertools.product(
+        (4096, 16384, 2048, 8192, 1024, 512), ("causal", "full"), (128, 64, 256)))
+_GPU_VARIANTS = (
+    _gpu("window", 128, 16384)._replace(window=(1023, 0)),
+    _gpu("packed", 128, 16384)._replace(documents=12),
+    _gpu("gqa", 128, 8192)._replace(heads=32, key_heads=8),
+    _gpu("sinks_soft_cap", 64, 8192)._replace(sinks=True, soft_cap=30.0))
+GPU_CASES = tuple(case.name for case in (*_GPU_VARIANTS, *_GPU_GRID))  # most telling ones first
+
+CASES = {case.name: case for case in (*_MODELS, *_GRID, *_VARIANTS, *_GPU_GRID, *_GPU_VARIANTS)}
 
 
 # --- What follows from a case. -------------------------------------------------------------------
 
 
-def scale(case: Case, max_heads: int | None, max_tokens: int | None) -> Case:
+def scale(case: Case, max_heads: int | None, max_tokens: int | None,
+          max_batch: int | None = None) -> Case:
   """A smaller case of the same ratios: query heads to key heads, and window to length.
 
   Args:
     case: any case.
     max_heads: query heads; the result has more only where one key head has more. None: any.
     max_tokens: the longer of T and S in the result. None: any.
+    max_batch: batch rows. None: any.
 
   Returns:
     A case of the same name; `case` itself where it is small enough.
@@ -116,7 +140,8 @@ def scale(case: Case, max_heads: int | None, max_tokens: int | None) -> Case:
   window = case.window and tuple(side if side <= 0 else shrink(side + 1) - 1
                                  for side in case.window)
   queries = shrink(case.queries)
-  return case._replace(heads=key_heads * group, key_heads=key_heads, queries=queries,
+  batch = case.batch if max_batch is None else min(case.batch, max_batch)
+  return case._replace(batch=batch, heads=key_heads * group, key_heads=key_heads, queries=queries,
                        keys=shrink(case.keys), window=window,
                        documents=min(case.documents, queries))
 

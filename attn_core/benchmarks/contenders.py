@@ -39,7 +39,7 @@ class Inputs(NamedTuple):
 class Runner(NamedTuple):
   """A contender, ready to run one case."""
 
-  call: Callable[[], Any]  # runs once and returns when the results are there
+  call: Callable[[int], Any]  # runs so many times and returns when the last results are there
   outputs: Callable[[Any], dict[str, np.ndarray]]  # of what `call` returned, in layout bthd
   compile_seconds: float | None = None  # tracing and compiling; None: nothing is compiled
   temp_bytes: int | None = None  # temporaries of the compiled program; None: not known
@@ -70,19 +70,48 @@ def mechanisms(names: tuple[str, ...]) -> list[Contender]:
                     "attn_core", peer=False) for name in names]
 
 
-def distinct_mechanisms(platform: str) -> tuple[str, ...]:
-  """Every mechanism of a platform, but one name only of those that are the same implementation."""
+def distinct_mechanisms(platform: str, capability: str | None = None) -> tuple[str, ...]:
+  """Every mechanism of a platform, but one name only of those that are the same implementation.
+
+  Args:
+    platform: of `types.PLATFORMS`.
+    capability: compute capability of the GPU; None: not known, or no GPU.
+  """
   order = dict.fromkeys((*table.AUTO[platform], *table.names()))
   found = {}
   for name in order:
-    implementation = table.TABLE.get((name, platform))
+    implementation = table.find(name, platform, capability)
     if implementation is not None:
       found.setdefault(implementation, name)
   return tuple(found.values())
 
 
-def peers(platform: str) -> tuple[list[Contender], list[Absent]]:
-  """The other libraries that can be imported here, and those that cannot."""
+def peers(platform: str, names: tuple[str, ...] | None = None
+          ) -> tuple[list[Contender], list[Absent]]:
+  """The other libraries that can be imported here, and those that cannot.
+
+  Args:
+    platform: of `types.PLATFORMS`.
+    names: the peers to look for, of `peer_names`; None: all.
+  """
+  found, absent = [], []
+  for contender in _known_peers(platform):
+    if names is not None and contender.name not in names:
+      continue
+    reason = _import_error(contender.package)
+    if reason is None:
+      found.append(contender)
+    else:
+      absent.append(Absent(contender.name, reason))
+  return found, absent
+
+
+def peer_names(platform: str) -> tuple[str, ...]:
+  """All other libraries that there is code for."""
+  return tuple(contender.name for contender in _known_peers(platform))
+
+
+def _known_peers(platform: str) -> list[Contender]:
   chunked = "xla_chunked" if platform == "cpu" else None
   compiled = [("jax.nn xla", "jax", functools.partial(_jax_nn, "xla")),
               ("tokamax", "tokamax", functools.partial(_tokamax, chunked)),
@@ -92,14 +121,9 @@ def peers(platform: str) -> tuple[list[Contender], list[Absent]]:
   known = [Contender(name, functools.partial(_prepare, attend), package)
            for name, package, attend in compiled]
   known.append(Contender("torch sdpa", _prepare_torch, "torch"))
-  found, absent = [], []
-  for contender in known:
-    reason = _import_error(contender.package)
-    if reason is None:
-      found.append(contender)
-    else:
-      absent.append(Absent(contender.name, reason))
-  return found, absent
+  if platform == "gpu":
+    known.append(Contender("flash_attn", _prepare_flash_attn, "flash_attn"))
+  return known
 
 
 def _import_error(package: str) -> str | None:
@@ -121,17 +145,16 @@ def version(package: str) -> str:
 
 def make_inputs(case: Case, seed: int = 0) -> Inputs:
   """Normally distributed arrays of a case, the same for the same case and seed."""
-  rng = np.random.default_rng(seed)
-  dtype = jnp.dtype(case.dtype)
-  normal = lambda *shape: rng.standard_normal(shape, np.float32)
+  random = iter(jax.random.split(jax.random.key(seed), 5))
+  normal = lambda *shape: jax.random.normal(next(random), shape, jnp.float32)
   # Logits near the cap, or ignoring it would go unnoticed.
   size = 1.0 if case.soft_cap is None else 0.25 * case.soft_cap
   query = size * normal(case.batch, case.queries, case.heads, case.width)
   key = normal(case.batch, case.keys, case.key_heads, case.width)
   value = normal(case.batch, case.keys, case.key_heads, case.value_width)
   cotangent = normal(case.batch, case.queries, case.heads, case.value_width)
-  arrays = (jnp.asarray(x.astype(dtype)) for x in (query, key, value, cotangent))
-  sinks = jnp.asarray(normal(case.heads)) if case.sinks else None
+  arrays = (x.astype(case.dtype) for x in (query, key, value, cotangent))
+  sinks = normal(case.heads) if case.sinks else None
   ids = cases.segment_ids(case)
   return Inputs(*arrays, sinks, None if ids is None else jnp.asarray(ids))
 
@@ -217,9 +240,23 @@ def _prepare(attend, case: Case, inputs: Inputs, backward: bool) -> Runner:
   seconds = time.perf_counter() - start
   memory = compiled.memory_analysis()
   return Runner(
-      lambda: jax.block_until_ready(compiled(inputs)),
+      lambda number: repeat(compiled, (inputs,), number),
       lambda results: {name: np.asarray(x) for name, x in zip(("output", *GRADIENTS), results)},
       seconds, None if memory is None else int(memory.temp_size_in_bytes))
+
+
+def repeat(compiled, operands: tuple, number: int):
+  """The results of the last of so many calls in a row.
+
+  An accelerator's queue is never empty, so that the time is its own; a CPU would compute several at
+  a time.
+  """
+  wait = jax.devices()[0].platform == "cpu"
+  for _ in range(number):
+    results = compiled(*operands)
+    if wait:
+      jax.block_until_ready(results)
+  return jax.block_until_ready(results)
 
 
 # --- PyTorch. ------------------------------------------------------------------------------------
@@ -237,21 +274,50 @@ def _prepare_torch(case: Case, inputs: Inputs, backward: bool) -> Runner:
     visible = torch.from_numpy(_dense_on_host(case)).to(device)
   leaves = [x.requires_grad_(backward) for x in (query, key, value)]
 
-  def call():
+  def attend():
+    return torch.nn.functional.scaled_dot_product_attention(
+        *leaves, attn_mask=visible, is_causal=case.causal and visible is None,
+        scale=case.softmax_scale, enable_gqa=case.heads != case.key_heads)
+
+  return _torch_runner(torch, attend, leaves, cotangent, lambda x: x.permute(0, 2, 1, 3))
+
+
+def _torch_runner(torch, attend, leaves, cotangent, to_bthd) -> Runner:
+  """Runs attend() -> output, and its gradients by `leaves` where these require them."""
+  backward = leaves[0].requires_grad
+
+  def call(number):
     with torch.set_grad_enabled(backward):
-      output = torch.nn.functional.scaled_dot_product_attention(
-          *leaves, attn_mask=visible, is_causal=case.causal and visible is None,
-          scale=case.softmax_scale, enable_gqa=case.heads != case.key_heads)
-      results = (output, *(torch.autograd.grad(output, leaves, cotangent) if backward else ()))
-    if device == "cuda":
+      for _ in range(number):
+        output = attend()
+        results = (output, *(torch.autograd.grad(output, leaves, cotangent) if backward else ()))
+    if output.is_cuda:
       torch.cuda.synchronize()
     return results
 
   def outputs(results):
-    return {name: x.detach().permute(0, 2, 1, 3).float().cpu().numpy()
+    return {name: to_bthd(x.detach()).float().cpu().numpy()
             for name, x in zip(("output", *GRADIENTS), results)}
 
   return Runner(call, outputs)
+
+
+def _prepare_flash_attn(case: Case, inputs: Inputs, backward: bool) -> Runner:
+  """FlashAttention-2 by the package of that name, in layout bthd."""
+  import flash_attn
+  import torch
+  _refuse("flash_attn", {"sinks": case.sinks, "documents in a batch row": case.documents > 1,
+                         "E != D": case.value_width != case.width})
+  device = _torch_device(torch)
+  *leaves, cotangent = (_to_torch(torch, x).to(device) for x in inputs[:4])
+  leaves = [x.requires_grad_(backward) for x in leaves]
+
+  def attend():
+    return flash_attn.flash_attn_func(
+        *leaves, softmax_scale=case.softmax_scale, causal=case.causal,
+        window_size=case.window or (-1, -1), softcap=case.soft_cap or 0.0)
+
+  return _torch_runner(torch, attend, leaves, cotangent, lambda x: x)
 
 
 def _torch_device(torch) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 
 from attn_core.benchmarks import cases
 from attn_core.benchmarks.cases import Case
-from attn_core.benchmarks.contenders import GRADIENTS, Inputs, Runner
+from attn_core.benchmarks.contenders import GRADIENTS, Inputs, Runner, repeat
 from attn_core.references import oracle
 from attn_core.types import MaskOperands, Operands
 
@@ -87,26 +87,27 @@ def error(results: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> Er
 
 
 @functools.lru_cache(maxsize=None)
-def matmul(dtype: str) -> tuple[Callable[[], Any], int]:
-  """A large product of two matrices, compiled, and its floating-point operations."""
+def matmul(dtype: str) -> tuple[Callable[[int], Any], int]:
+  """What runs a large product of two matrices so many times, and a product's operations."""
   size = MATMUL_SIZE.get(jax.devices()[0].platform, MATMUL_SIZE_ELSEWHERE)
-  left, right = (jax.random.normal(key, (size, size), jnp.float32).astype(dtype)
-                 for key in jax.random.split(jax.random.key(0)))
-  compiled = jax.jit(jnp.matmul).lower(left, right).compile()
-  return lambda: jax.block_until_ready(compiled(left, right)), 2 * size**3
+  operands = tuple(jax.random.normal(key, (size, size), jnp.float32).astype(dtype)
+                   for key in jax.random.split(jax.random.key(0)))
+  compiled = jax.jit(jnp.matmul).lower(*operands).compile()
+  return lambda number: repeat(compiled, operands, number), 2 * size**3
 
 
 def settle_seconds(temp_bytes: Iterable[int | None]) -> float:
-  """How long a turn warms up, by the temporaries of all contenders."""
-  return SETTLE_SECONDS if any((size or 0) > SETTLE_BYTES for size in temp_bytes) else 0.0
+  """How long a turn warms up, by the temporaries of all contenders; for CPUs, see _turn."""
+  large = any((size or 0) > SETTLE_BYTES for size in temp_bytes)
+  return SETTLE_SECONDS if large and jax.devices()[0].platform == "cpu" else 0.0
 
 
-def rounds(calls: dict[str, Callable[[], Any]], repeats: int,
+def rounds(calls: dict[str, Callable[[int], Any]], repeats: int,
            settle: float = 0.0) -> dict[str, list[float]]:
   """Interleaved times.
 
   Args:
-    calls: functions that return when they are done, by name.
+    calls: functions, by name, that run something so many times and return when that is done.
     repeats: turns of each.
     settle: seconds for which a turn calls before it times.
 
@@ -128,9 +129,9 @@ def rounds(calls: dict[str, Callable[[], Any]], repeats: int,
 
 def _warm_seconds(call) -> float:
   """Seconds of a call that is not the first."""
-  call()
+  call(1)
   start = time.perf_counter()
-  call()
+  call(1)
   return max(time.perf_counter() - start, 1e-9)
 
 
@@ -141,15 +142,14 @@ def _turn(call, number: int, settle: float) -> float:
   gigabytes that one gave back return to the system, a short call takes up to twice its time.
   """
   start = time.perf_counter()
-  call()
+  call(1)
   while time.perf_counter() - start < settle:
-    call()
+    call(1)
   start = time.perf_counter()
-  for _ in range(number):
-    call()
+  call(number)
   return (time.perf_counter() - start) / number
 
 
 def check(runner: Runner, expected: dict[str, np.ndarray]) -> Error:
   """The error of one run."""
-  return error(runner.outputs(runner.call()), expected)
+  return error(runner.outputs(runner.call(1)), expected)

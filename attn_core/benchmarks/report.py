@@ -108,10 +108,14 @@ def default_name(where: dict) -> str:
 
 def to_json(report: Report) -> str:
   """The whole report; numbers that are not finite are null."""
-  return json.dumps(_finite({
+  return json.dumps(to_data(report), indent=1, allow_nan=False) + "\n"
+
+
+def to_data(report: Report) -> dict:
+  """What `to_json` writes."""
+  return _finite({
       "environment": report.environment, "results": [_result_fields(r) for r in report.results],
-      "refusals": [r._asdict() for r in report.refusals], "overheads": report.overheads,
-  }), indent=1, allow_nan=False) + "\n"
+      "refusals": [r._asdict() for r in report.refusals], "overheads": report.overheads})
 
 
 def _result_fields(result: Result) -> dict:

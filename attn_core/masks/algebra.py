@@ -407,7 +407,7 @@ def _per_row(x):
 
 
 def _chunk(position, size: int):
-  """position // size; of traced numbers without a division, which TPU kernels lack."""
+  """position // size; of traced numbers without a division or floor, which some kernels lack."""
   if not isinstance(position, jax.Array):
     return position // size
   if size & (size - 1) == 0:
@@ -415,7 +415,7 @@ def _chunk(position, size: int):
   quotient = 0
   for _ in range(2):  # the second round divides what float32 rounded off
     rest = (position - quotient * size).astype(np.float32)
-    quotient = quotient + jax.lax.floor(rest * np.float32(1 / size)).astype(np.int32)
+    quotient = quotient + (rest * np.float32(1 / size)).astype(np.int32)  # towards zero
   rest = position - quotient * size
   return quotient + (rest >= size).astype(np.int32) - (rest < 0).astype(np.int32)
 

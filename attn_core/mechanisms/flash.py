@@ -2,6 +2,7 @@
 
 from attn_core import derivatives
 from attn_core.kernels import softmax
+from attn_core.kernels.gpu import flash as gpu_flash
 from attn_core.kernels.kernel import Kernel
 from attn_core.kernels.tpu import flash as tpu_flash
 from attn_core.kernels.xla import blockwise
@@ -17,6 +18,11 @@ def xla(call: Call) -> AttentionOutput:
 def tpu(call: Call) -> AttentionOutput:
   """Block-wise attention by Pallas kernels for TPUs."""
   return _spread(tpu_flash.KERNEL, call)
+
+
+def gpu(call: Call) -> AttentionOutput:
+  """Block-wise attention by Mosaic GPU kernels for Hopper GPUs."""
+  return _spread(gpu_flash.KERNEL, call)
 
 
 def _spread(kernel: Kernel, call: Call) -> AttentionOutput:

@@ -1,21 +1,23 @@
 """sdpa and cudnn: `jax.nn.dot_product_attention`, held to this library's meanings.
 
-What JAX's function does otherwise is mended here: a query that sees nothing gets
-0 instead of the mean of the values, hidden keys that are not finite stay hidden,
-and the lse, whose cotangent JAX drops, refuses to be differentiated.
+What JAX's function does otherwise is mended here: a query that sees nothing gets 0 instead of the
+mean of the values, hidden keys that are not finite stay hidden, and what would be differentiated
+wrongly refuses to be differentiated. A mask that is a band with lengths is named to JAX as one, so
+that cuDNN needs no memory for it; any other is written out.
 
 Letters: B batch, T query length, S key length, H query heads.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from attn_core.kernels.xla.dense import clean
-from attn_core.masks import algebra, dense_mask
+from attn_core.masks import band, dense_mask
 from attn_core.sharding import shard
-from attn_core.types import AttentionOutput, Call
+from attn_core.types import AttentionOutput, Call, Operands
 
 
 def xla(call: Call) -> AttentionOutput:
@@ -24,7 +26,7 @@ def xla(call: Call) -> AttentionOutput:
 
 
 def cudnn(call: Call) -> AttentionOutput:
-  """The cuDNN implementation, on NVIDIA GPUs."""
+  """The cuDNN implementation, on NVIDIA GPUs; reverse mode only, and only once."""
   return _spread("cudnn", call)
 
 
@@ -32,30 +34,49 @@ def _spread(implementation: str, call: Call) -> AttentionOutput:
   return shard.sharded(functools.partial(_local, implementation, call), call)
 
 
+def banded(structure, queries: int, keys: int, has_bias: bool) -> band.Band | None:
+  """The mask as JAX's function names it to cuDNN; None: it must be written out.
+
+  Beside a bias only causality is named: the memory is spent on the bias anyway, and not every cuDNN
+  takes both.
+  """
+  form = band.of(jax.tree.unflatten(structure, range(structure.num_leaves)), queries, keys)
+  plain = form is None or (form.left is None and not form.query_lengths and not form.key_lengths)
+  return form if plain or not has_bias else None
+
+
+class _Masking(NamedTuple):
+  """How JAX's function is told what is visible, and which queries it must not be asked about."""
+
+  arguments: dict  # of jax.nn.dot_product_attention
+  empty: Any  # bool [B or 1, H or 1, T]: queries that see nothing; None: there are none
+  spoiled: Any  # bool [B, H, T or 1]: queries that see a key that is not finite
+
+
 def _local(implementation, call, operands):
   spec = call.spec
+  queries, keys = operands.query.shape[1], operands.key.shape[1]
+  form = banded(spec.mask, queries, keys, operands.bias is not None)
+  if form is not None:
+    form = band.of(jax.tree.unflatten(spec.mask, operands.mask.arrays), queries, keys)
+    operands = _without_padding(operands, form)
   key, value, finite = clean(operands)
-  structure = jax.tree.unflatten(spec.mask, range(spec.mask.num_leaves))
-  causal = isinstance(structure, algebra.Causal) and operands.query.shape[1] == key.shape[1]
-  visible = None
-  if not causal and not isinstance(structure, algebra.Full):
-    batch, length, heads, _ = operands.query.shape
-    shape = (batch, heads, length, key.shape[1])
-    visible = dense_mask.visible(spec.mask, operands.mask, shape)
-    visible = jnp.broadcast_to(visible, (*visible.shape[:2], *shape[2:]))
+  masking = (_of_dense(operands, spec, ~finite) if form is None
+             else _of_band(operands, form, ~finite))
+  arrays = [operands.query, key, value, operands.bias]
+  if implementation == "cudnn":
+    arrays = _for_cudnn(arrays, masking.arguments)
   result = jax.nn.dot_product_attention(
-      operands.query, key, value, operands.bias, visible, scale=spec.softmax_scale,
-      is_causal=causal, implementation=implementation, return_residual=call.return_lse)
+      *arrays, **masking.arguments, scale=spec.softmax_scale, implementation=implementation,
+      return_residual=call.return_lse)
   out, lse = result if call.return_lse else (result, None)
   lse = None if lse is None else _not_differentiable(
       lse.transpose(0, 2, 1), operands.query, operands.key, operands.bias)
-  spoiled = _sees_any(~finite, visible, causal, operands.query.shape[1])
-  if visible is not None:
-    empty = ~visible.any(-1)
-    out = jnp.where(_rows(empty), 0, out)
-    lse = None if lse is None else jnp.where(empty, -jnp.inf, lse)
-  out = jnp.where(_rows(spoiled), jnp.nan, out)
-  lse = None if lse is None else jnp.where(spoiled, jnp.nan, lse)
+  out = jnp.where(_rows(masking.spoiled), jnp.nan, out)
+  lse = None if lse is None else jnp.where(masking.spoiled, jnp.nan, lse)
+  if masking.empty is not None:
+    out = jnp.where(_rows(masking.empty), 0, out)
+    lse = None if lse is None else jnp.where(masking.empty, -jnp.inf, lse)
   return AttentionOutput(out, lse=lse)
 
 
@@ -64,13 +85,107 @@ def _rows(x):
   return x.transpose(0, 2, 1)[..., None]
 
 
-def _sees_any(keys, visible, causal: bool, length: int):
-  """Whether a query sees any of the marked keys: bool [B, H, S] -> [B, H, T or 1]."""
-  if causal:
-    return jax.lax.cummax(keys.astype(jnp.int32), axis=2)[..., :length] > 0
-  if visible is None:
-    return keys.any(-1, keepdims=True)
-  return (keys[:, :, None] & visible).any(-1)
+# --- What is visible. ----------------------------------------------------------------------------
+
+
+def _of_dense(operands: Operands, spec, bad) -> _Masking:
+  """Any mask, written out; `bad` [B, H, S]: keys that are not finite."""
+  batch, length, heads, _ = operands.query.shape
+  shape = (batch, heads, length, operands.key.shape[1])
+  visible = dense_mask.visible(spec.mask, operands.mask, shape)
+  visible = jnp.broadcast_to(visible, (*visible.shape[:2], *shape[2:]))
+  return _Masking(dict(mask=visible), ~visible.any(-1), (bad[:, :, None] & visible).any(-1))
+
+
+def _of_band(operands: Operands, form: band.Band, bad) -> _Masking:
+  """A band; `bad` [B, H, S]: keys that are not finite, none of them past the lengths."""
+  arguments = dict(is_causal=form.causal)
+  if form.left is not None:
+    arguments["local_window_size"] = (form.left, 0)
+  batch, length = operands.query.shape[:2]
+  query_lengths, key_lengths = _lengths(form, batch)
+  empty = None
+  if query_lengths is not None:
+    empty = jnp.arange(length) >= query_lengths[:, None, None]
+  if key_lengths is not None:
+    nothing = jnp.broadcast_to((key_lengths <= 0)[:, None, None], (batch, 1, length))
+    empty = nothing if empty is None else empty | nothing
+  # A length of 0 would leave a softmax over nothing; what comes of one zero key is thrown away. One
+  # past the end would have cuDNN read there.
+  for name, lengths, most in (("query_seq_lengths", query_lengths, length),
+                              ("key_value_seq_lengths", key_lengths, operands.key.shape[1])):
+    if lengths is not None:
+      arguments[name] = jnp.clip(lengths, 1, most)
+  return _Masking(arguments, empty, _band_sees_any(bad, form, length))
+
+
+def _lengths(form: band.Band, batch: int):
+  """(query lengths, key lengths), each int32 [B] or None."""
+  shortest = lambda lengths: jnp.broadcast_to(
+      functools.reduce(jnp.minimum, lengths), (batch,)) if lengths else None
+  return shortest(form.query_lengths), shortest(form.key_lengths)
+
+
+def _without_padding(operands: Operands, form: band.Band) -> Operands:
+  """Zeros past the lengths: no matter what stands there, it reaches nothing, and no gradient it."""
+  query_lengths, key_lengths = _lengths(form, operands.query.shape[0])
+  def cut(x, lengths):
+    if lengths is None:
+      return x
+    return jnp.where((jnp.arange(x.shape[1]) < lengths[:, None])[..., None, None], x, 0)
+  return operands._replace(query=cut(operands.query, query_lengths),
+                           key=cut(operands.key, key_lengths),
+                           value=cut(operands.value, key_lengths))
+
+
+def _band_sees_any(bad, form: band.Band, length: int):
+  """Whether a query's band holds any of the marked keys: bool [B, H, S] -> [B, H, T or 1]."""
+  if not form.causal:
+    return bad.any(-1, keepdims=True)
+  count = jnp.pad(jnp.cumsum(bad.astype(jnp.int32), axis=2), ((0, 0), (0, 0), (1, 0)))
+  query = jnp.arange(length)
+  first = jnp.maximum(query - form.left, 0) if form.left is not None else jnp.zeros_like(query)
+  past = jnp.minimum(query + 1, bad.shape[2])
+  return count[:, :, past] > count[:, :, first]
+
+
+# --- What JAX's path to cuDNN needs. -------------------------------------------------------------
+
+
+def _for_cudnn(arrays, arguments: dict):
+  """query, key, value and bias as cuDNN takes them; lengths in `arguments`, likewise."""
+  query, key, value, bias = arrays
+  batch, queries, heads, _ = query.shape
+  if bias is not None:
+    # One gradient per element: not every cuDNN sums over broadcast dimensions, so that is ours.
+    bias = jnp.broadcast_to(bias, (batch, heads, queries, key.shape[1]))
+  if queries % 2 or key.shape[1] % 2:
+    query, key, value, bias = _even_lengths(query, key, value, bias)
+  # Under vmap, jax 0.10.2 takes all of these mapped or none, and confuses a shared bias' gradient.
+  zero = functools.reduce(jnp.add, [
+      jnp.where(x[(0,) * x.ndim] == 0, jnp.int32(0), jnp.int32(0)) for x in (
+          query, key, value, bias, *(arguments.get(name) for name in _LENGTHS)) if x is not None])
+  for name in _LENGTHS:
+    if name in arguments:
+      arguments[name] = arguments[name] + zero
+  return [None if x is None else x + zero.astype(x.dtype) for x in (query, key, value, bias)]
+
+
+_LENGTHS = ("query_seq_lengths", "key_value_seq_lengths")
+
+
+@jax.custom_jvp
+def _even_lengths(*arrays):
+  """`arrays`, if nobody differentiates."""
+  return arrays
+
+
+@_even_lengths.defjvp
+def _refuse_odd(primals, tangents):
+  raise NotImplementedError(
+      f"queries of shape {primals[0].shape} and keys of shape {primals[1].shape} under "
+      "differentiation: JAX has cuDNN's gradients for even numbers of both only; use "
+      "mechanism='flash_attn2', 'blockwise' or 'vanilla', or pad the sequences to an even length")
 
 
 @jax.custom_jvp

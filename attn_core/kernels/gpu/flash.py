@@ -1,0 +1,22 @@
+"""Block-wise attention as Mosaic GPU kernels for Hopper, as the library's `Kernel`.
+
+The backward is the block-wise one in plain XLA.
+"""
+
+from attn_core.kernels.gpu import forward, mosaic, tuned
+from attn_core.kernels.kernel import Kernel
+from attn_core.kernels.xla import blockwise
+from attn_core.masks import algebra
+from attn_core.types import AttentionSpec, BlockSizes, Operands
+
+
+def _check(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> None:
+  tuned.choose(operands, spec, block_sizes)
+  if algebra.WHOLE in algebra.structure_roles(spec.mask):
+    raise NotImplementedError(
+        "mask: masks.custom with operands; the GPU kernels cannot cut them into blocks; "
+        "mechanism='blockwise' can")
+
+
+KERNEL = Kernel("gpu", forward.forward, blockwise.backward, blockwise.tangent, blockwise.KERNEL,
+                _check, mosaic.effects)

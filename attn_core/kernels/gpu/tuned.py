@@ -1,0 +1,122 @@
+"""Blocks of the GPU kernels, and the shared memory that they need.
+
+A block of threads computes a block of queries, half of it in each of two warpgroups; blocks of
+keys and values pass through a ring of stages in shared memory.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from attn_core.kernels.gpu import mosaic
+from attn_core.masks import blocks
+from attn_core.types import AttentionSpec, BlockSizes, Operands
+
+COMPUTING = 2  # warpgroups of the forward that compute; one more copies
+# Registers of a thread that computes, and of one that copies: 65,536 for all.
+REGISTERS = {"compute": 240, "copy": 24}
+DTYPES = ("bfloat16", "float16")
+# The widths of D and E that there is code for; others are padded to the next.
+WIDTHS = (64, 80, 96, 128, 192, 256)
+# Width of queries and keys, the larger one of those of values: tokens of a block of queries, of
+# keys, and stages.
+FORWARD = {64: (128, 128, 2), 80: (128, 128, 2), 96: (128, 128, 2), 128: (128, 128, 2),
+           192: (128, 64, 3), 256: (128, 64, 2)}
+# Where two of bias, dropout and soft cap need registers for every pair, too.
+BUSY_BLOCK_KV = 64
+BARRIER_BYTES = 2048  # for barriers, lse, and alignment
+
+
+class Cut(NamedTuple):
+  """How an attention is cut, in tokens, and how wide its rows are in shared memory."""
+
+  queries: int  # T
+  keys: int  # S
+  block_q: int  # of a block of threads
+  block_kv: int
+  stages: int
+  width: int  # D, padded
+  value_width: int  # E, padded
+
+  @property
+  def sizes(self) -> blocks.Sizes:
+    return blocks.Sizes(self.queries, self.keys, self.block_q, self.block_kv)
+
+  @property
+  def rows(self) -> int:
+    """Queries of a warpgroup."""
+    return self.block_q // COMPUTING
+
+
+def padded_width(name: str, width: int) -> int:
+  """The width in shared memory.
+
+  Raises:
+    NotImplementedError: wider than any.
+  """
+  if width > WIDTHS[-1]:
+    raise NotImplementedError(
+        f"{name}: width {width}; the GPU kernels compute at most {WIDTHS[-1]}; "
+        "mechanism='blockwise' takes any width")
+  return next(x for x in WIDTHS if x >= width)
+
+
+def choose(operands: Operands, spec: AttentionSpec, requested: BlockSizes) -> Cut:
+  """How to cut the forward.
+
+  Args:
+    operands: only shapes and dtypes count.
+    spec: what is computed.
+    requested: what the caller fixed; None fields are chosen here, so that all fits.
+
+  Raises:
+    NotImplementedError: a dtype or a width that there is no kernel for.
+    ValueError: a requested block that the kernel does not have, or that does not fit.
+  """
+  _check_dtype(operands)
+  width = padded_width("query", operands.query.shape[3])
+  value_width = padded_width("value", operands.value.shape[3])
+  block_q, block_kv, stages = FORWARD[max(width, value_width)]
+  busy = (operands.bias is not None, spec.dropout_prob > 0, spec.logits_soft_cap is not None)
+  if sum(busy) > 1:
+    block_kv = BUSY_BLOCK_KV
+  block_q = _requested(requested, "block_q", block_q, 128, 256)
+  block_kv = _requested(requested, "block_kv", block_kv, 64, 256)
+  if requested.block_heads is not None:
+    raise ValueError(f"block_sizes.block_heads: got {requested.block_heads}; the GPU kernels "
+                     "compute one query head at a time: expected None")
+  cut = Cut(operands.query.shape[1], operands.key.shape[1], block_q, block_kv, stages, width,
+            value_width)
+  needed = shared_memory(cut)
+  if needed > mosaic.SHARED_MEMORY:
+    raise ValueError(
+        f"block_sizes: blocks of {block_q} queries and {block_kv} keys need "
+        f"{needed / 1024:.0f} KiB of shared memory; expected at most "
+        f"{mosaic.SHARED_MEMORY // 1024}: give smaller block_q and block_kv")
+  return cut
+
+
+def shared_memory(cut: Cut) -> int:
+  """Bytes that the forward takes: queries, stages of keys and values, and the output."""
+  itemsize = 2
+  rows = cut.width + (cut.value_width if cut.value_width != cut.width else 0)
+  staged = cut.stages * cut.block_kv * (cut.width + cut.value_width)
+  return itemsize * (cut.block_q * rows + staged) + BARRIER_BYTES
+
+
+def _check_dtype(operands: Operands) -> None:
+  dtype = jnp.dtype(operands.query.dtype).name
+  if dtype not in DTYPES:
+    raise NotImplementedError(
+        f"query: dtype {dtype}; the GPU kernels compute {' and '.join(DTYPES)}; "
+        "mechanism='blockwise' takes any float dtype")
+
+
+def _requested(requested: BlockSizes, field: str, tuned: int, multiple: int, most: int) -> int:
+  size = getattr(requested, field)
+  if size is None:
+    return tuned
+  if size % multiple or not 0 < size <= most:
+    raise ValueError(f"block_sizes.{field}: got {size}; on a GPU expected a multiple of {multiple} "
+                     f"tokens up to {most}")
+  return size

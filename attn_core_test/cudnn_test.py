@@ -1,0 +1,315 @@
+"""sdpa and cudnn: what JAX's path to cuDNN is told, without a GPU, and the values around it.
+
+Programs are lowered for CUDA and read; what JAX asks of the machine first is answered for it. The
+values are those of the same path by XLA.
+"""
+
+import json
+import re
+from unittest import mock
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+from jax._src.cudnn import fused_attention_stablehlo as jax_cudnn
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh
+import numpy as np
+
+from attn_core import MaskInfo, OperationMetadata, attention, explain, masks
+from attn_core.masks import band, dense_mask
+from attn_core.mechanisms import sdpa
+from attn_core.references import oracle
+from attn_core.types import AttentionSpec, Call, MaskOperands, Operands
+from attn_core_test import gpu_parts
+from attn_core_test.property_cases import EVEN_CASES
+
+jax.config.update("jax_num_cpu_devices", 4)
+
+T = 96
+CALL = re.compile(
+    r'custom_call @__cudnn\$fmha(\w+)\(([^)]*)\).*?backend_config = "((?:[^"\\]|\\.)*)"')
+
+
+def ints(*numbers):
+  return np.array(numbers, np.int32)
+
+
+def arrays(B=2, T=T, S=T, H=4, K=2, D=64, E=None, dtype=jnp.bfloat16):
+  shapes = (B, T, H, D), (B, S, K, D), (B, S, K, E or D)
+  return [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+
+
+def metadata(capability="9.0", **fields):
+  return OperationMetadata(platform="gpu", compute_capability=capability, **fields)
+
+
+def lower(function, *operands) -> str:
+  """The program for CUDA, with JAX's questions to the machine answered."""
+  with (mock.patch.object(jax_cudnn, "check_cudnn_version", lambda: 91400),
+        mock.patch.object(jax_cudnn, "check_compute_capability", lambda wanted: True)):
+    return jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def value_and_gradients(**arguments):
+  """A function of query, key, value (and bias) that calls cuDNN forward and backward."""
+  arguments = {"mechanism": "cudnn", "metadata": metadata(), **arguments}
+  def loss(query, key, value, *bias):
+    more = dict(zip(("bias",), bias))
+    out = attention(query, key, value, **more, **arguments).attention_outputs
+    return (out.astype(jnp.float32)**2).sum()
+  return lambda *operands: jax.value_and_grad(loss, range(len(operands)))(*operands)
+
+
+def calls(text: str) -> list[tuple]:
+  """(name, mask type, window, operands) of every call of cuDNN in a program."""
+  found = []
+  for name, operands, config in CALL.findall(text):
+    config = json.loads(config.replace("\\22", '"'))["cudnn_fmha_backend_config"]
+    assert config["dropout_rate"] == 0 and config["max_seg_per_batch"] == 1, config
+    found.append((name, config["mask_type"], config["sliding_window_length"],
+                  operands.count("%")))
+  return found
+
+
+LENGTHS = masks.lengths(ints(3, 96), ints(96, 5))
+KEY_LENGTHS = masks.lengths(None, ints(96, 0))
+
+# (name, arguments, shapes, mask type, window as cuDNN counts it, lengths among the operands).
+BANDS = (
+    ("full", dict(causal=False), {}, "NO_MASK", 0, 0),
+    ("causal", {}, {}, "CAUSAL", 0, 0),
+    ("causal_of_fewer_keys", dict(query_offset=0), dict(S=32), "CAUSAL", 0, 0),
+    ("causal_of_more_keys", dict(query_offset=0), dict(T=32), "CAUSAL", 0, 0),
+    ("window", dict(sliding_window=(7, 0)), {}, "CAUSAL", 8, 0),
+    ("window_cut_by_causal", dict(sliding_window=7), {}, "CAUSAL", 8, 0),
+    ("window_without_causal", dict(sliding_window=(7, 0), causal=False), {}, "CAUSAL", 8, 0),
+    ("window_of_more_keys", dict(sliding_window=(7, 0), query_offset=0), dict(T=32), "CAUSAL", 8,
+     0),
+    ("window_that_hides_nothing", dict(sliding_window=200), {}, "CAUSAL", 0, 0),
+    ("lengths", dict(mask=LENGTHS, causal=False), {}, "PADDING", 0, 2),
+    ("key_lengths", dict(mask=KEY_LENGTHS, causal=False), {}, "PADDING", 0, 2),
+    ("causal_lengths", dict(mask=LENGTHS & KEY_LENGTHS), {}, "PADDING_CAUSAL", 0, 2),
+    ("float16", {}, dict(dtype=jnp.float16), "CAUSAL", 0, 0),
+    ("width_256", {}, dict(D=256), "CAUSAL", 0, 0),
+    ("optimized", dict(optimized=True), {}, "CAUSAL", 0, 0),
+)
+
+# (name, arguments, shape of the bias or None): what is written out for cuDNN as a bias.
+WRITTEN = (
+    ("mask", dict(mask=np.ones((1, 1, T, T), bool)), None),
+    ("padding_mask", dict(mask_info=MaskInfo.from_attention_mask(np.ones((2, T), bool))), None),
+    ("window_and_lengths", dict(mask=LENGTHS, sliding_window=(7, 0)), None),
+    ("prefix", dict(mask=masks.causal() | masks.prefix(7), causal=False), None),
+    ("bias", {}, (2, 4, T, T)),
+    ("bias_broadcast", dict(causal=False), (1, 4, 1, T)),
+    ("bias_and_mask", dict(mask=np.ones((1, 1, T, T), bool)), (1, 1, T, T)),
+    ("bias_and_window", dict(sliding_window=(7, 0)), (1, 4, T, T)),
+    ("bias_and_lengths", dict(mask=LENGTHS), (2, 1, T, T)),
+)
+
+
+class LoweringTest(parameterized.TestCase):
+
+  @parameterized.named_parameters(*BANDS)
+  def test_a_band_costs_no_memory(self, arguments, shapes, mask_type, window, lengths):
+    operands = arrays(**shapes)
+    text = lower(value_and_gradients(**arguments), *operands)
+    self.assertEqual(calls(text), [
+        ("Softmax", mask_type, window, 3 + lengths),
+        ("SoftmaxBackward", mask_type, window, 6 + lengths)])
+    queries, keys = operands[0].shape[1], operands[1].shape[1]
+    self.assertNotRegex(text, rf"x{queries}x{keys}x")
+
+  @parameterized.named_parameters(*WRITTEN)
+  def test_anything_else_is_written_out(self, arguments, bias):
+    operands = arrays()
+    if bias is not None:
+      operands.append(jax.ShapeDtypeStruct(bias, jnp.bfloat16))
+    text = lower(value_and_gradients(**arguments), *operands)
+    mask_type = "CAUSAL" if bias == (2, 4, T, T) else "NO_MASK"
+    self.assertEqual(calls(text), [("ScaleBiasSoftmax", mask_type, 0, 4),
+                                   ("ScaleBiasSoftmaxBackward", mask_type, 0, 7)])
+
+  def test_a_bias_is_given_whole_and_so_is_its_gradient(self):
+    bias = jax.ShapeDtypeStruct((1, 4, 1, T), jnp.bfloat16)
+    text = lower(value_and_gradients(causal=False), *arrays(), bias)
+    backward, = (line for line in text.splitlines() if "fmhaScaleBiasSoftmaxBackward" in line)
+    taken, given = backward.rpartition(" : ")[2].split(" -> ")
+    for side in (taken, given):
+      self.assertIn(f"tensor<2x4x{T}x{T}xbf16>", side)
+    self.assertIn("tensor<1x4x1x96xbf16>", text.partition("return")[0])
+
+  @parameterized.parameters("flash_attn2", "blocksparse", "cuda_flash_attn2", "sdpa", "auto")
+  def test_who_calls_cudnn_elsewhere_than_on_hopper(self, mechanism):
+    text = lower(value_and_gradients(mechanism=mechanism, metadata=metadata("8.0")), *arrays())
+    self.assertLen(calls(text), 2)
+
+  @parameterized.parameters("flash_attn2", "blocksparse", "auto")
+  def test_who_calls_xla_instead(self, mechanism):
+    arguments = dict(mechanism=mechanism, metadata=metadata("8.0"))
+    for change in (dict(mask=np.ones((1, 1, T, T), bool)), dict(logits_soft_cap=30.0),
+                   dict(return_lse=True), dict(metadata=OperationMetadata(platform="gpu"))):
+      text = lower(value_and_gradients(**{**arguments, **change}), *arrays())
+      self.assertEmpty(calls(text))
+      self.assertIn("dot_general", text)
+    self.assertEmpty(calls(lower(value_and_gradients(**arguments), *arrays(T=95, S=95))))
+
+  def test_under_a_mesh(self):
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("dp", "tp"),
+                axis_types=(AxisType.Auto,) * 2)
+    text = lower(value_and_gradients(metadata=metadata(mesh=mesh), mask=LENGTHS), *arrays())
+    self.assertLen(calls(text), 2)
+    self.assertIn("1x96x2x64xbf16", text)
+
+  @parameterized.parameters((0, 0, 0, 0), (0, None, None, 0), (None, None, None, 0))
+  def test_vmap_gives_a_gradient_for_each(self, *mapped):
+    operands = [*arrays(), jax.ShapeDtypeStruct((1, 4, T, T), jnp.bfloat16)]
+    stacked = [x if axis is None else jax.ShapeDtypeStruct((3, *x.shape), x.dtype)
+               for x, axis in zip(operands, mapped)]
+    text = lower(jax.vmap(value_and_gradients(), mapped), *stacked)
+    self.assertLen(calls(text), 2)
+    backward, = (line for line in text.splitlines() if "fmhaScaleBiasSoftmaxBackward" in line)
+    self.assertEqual(backward.count(f"tensor<6x4x{T}x{T}xbf16>"), 2)
+
+  def test_vmap_of_shared_keys(self):
+    query, key, value = arrays()
+    query = jax.ShapeDtypeStruct((3, *query.shape), query.dtype)
+    text = lower(jax.vmap(value_and_gradients(mask=LENGTHS), (0, None, None)), query, key, value)
+    for line in text.splitlines():
+      if "custom_call @__cudnn" in line:
+        self.assertIn("tensor<6x96x2x64xbf16>", line)
+        self.assertEqual(line.count("tensor<6xi32>"), 2)
+
+
+# (name, arguments, shapes, words of the refusal).
+REFUSED = (
+    ("window_to_the_right", dict(sliding_window=(3, 3), causal=False), {}, "sliding_window=(3, 3)",
+     "causal", "`mask`"),
+    ("window_left_without_causal", dict(sliding_window=(3, -1), causal=False), {},
+     "sliding_window=(3, -1)"),
+    ("window_of_fewer_keys", dict(sliding_window=(3, 0), query_offset=0), dict(S=32),
+     "sliding_window", "no more queries than keys"),
+    ("bottom_right", dict(query_offset=64), dict(T=32), "query_offset"),
+    ("segments", dict(mask_info=MaskInfo.from_segments(ints(*[0] * T)[None])), {}, "segment"),
+    ("chunk", dict(chunk_size=8), {}, "chunk_size=8"),
+    ("soft_cap", dict(logits_soft_cap=30.0), {}, "logits_soft_cap=30.0"),
+    ("sinks", dict(softmax_aux=np.zeros(4, np.float32)), {}, "softmax_aux"),
+    ("dropout", dict(dropout_prob=0.1, dropout_rng=np.zeros(2, np.uint32), deterministic=False), {},
+     "dropout_prob=0.1"),
+    ("value_width", {}, dict(E=32), "value width 32"),
+    ("lse", dict(return_lse=True), {}, "return_lse=True"),
+    ("weights", dict(return_weights=True), {}, "return_weights=True"),
+    ("precision", dict(precision="highest"), {}, "precision"),
+    ("float32", {}, dict(dtype=jnp.float32), "dtype float32"),
+    ("width_12", {}, dict(D=12), "head_dim 12", "multiple of 8"),
+    ("width_264", {}, dict(D=264), "head_dim 264", "256"),
+    ("width_256_on_ampere", dict(metadata=metadata("8.0")), dict(D=256), "head_dim 256", "128"),
+    ("width_256_on_blackwell", dict(metadata=metadata("10.0")), dict(D=256), "head_dim 256", "128"),
+    ("turing", dict(metadata=metadata("7.5")), {}, "compute capability 7.5", "8.0 or newer"),
+    ("bias_float32", dict(bias=np.zeros((1, 4, T, T), np.float32)), {}, "bias of dtype float32"),
+    ("optimized_mask", dict(optimized=True, mask=np.ones((1, 1, T, T), bool)), {}, "quadratic"),
+)
+
+
+class RefusalTest(parameterized.TestCase):
+
+  @parameterized.named_parameters(*((name, arguments, shapes, words)
+                                    for name, arguments, shapes, *words in REFUSED))
+  def test_by_name(self, arguments, shapes, words):
+    for mechanism in ("cudnn", "sdpa"):
+      with self.assertRaises(NotImplementedError) as raised:
+        jax.eval_shape(value_and_gradients(**arguments, mechanism=mechanism), *arrays(**shapes))
+      for word in (f"mechanism='{mechanism}' on platform 'gpu'", *words,
+                   "On this platform mechanism="):
+        self.assertIn(word, str(raised.exception))
+
+  @parameterized.named_parameters(
+      ("band", {}), ("mask", dict(mask=np.ones((1, 1, 1, 95), bool))),
+      ("bias", dict(bias=np.zeros((1, 1, 96, 95), jnp.bfloat16))))
+  def test_odd_lengths_are_not_differentiated(self, arguments):
+    with self.assertRaisesRegex(NotImplementedError, r"\(2, 95, 2, 64\).*even"):
+      lower(value_and_gradients(**arguments, query_offset=0), *arrays(S=95))
+    forward = lambda q, k, v: attention(q, k, v, mechanism="cudnn", metadata=metadata(),
+                                        query_offset=0, **arguments).attention_outputs
+    self.assertLen(calls(lower(forward, *arrays(S=95))), 1)
+
+  def test_another_makers_gpu(self):
+    x = arrays()
+    with mock.patch.object(jax, "default_backend", lambda: "rocm"):
+      device = mock.Mock(compute_capability="gfx942")
+      with mock.patch.object(jax, "local_devices", lambda: [device]):
+        said = explain(*x)
+    self.assertEqual(said[:3], ("flash_attn2", "gpu", "gfx942"))
+    verdicts = {verdict.mechanism: verdict for verdict in said.verdicts}
+    self.assertIn("gfx942: cuDNN runs on NVIDIA's only", str(verdicts["cudnn"]))
+    self.assertEqual(verdicts["flash_attn2"].kernel, "flash.xla")
+
+
+class ValuesTest(parameterized.TestCase):
+  """The band's way through jax.nn, by XLA, against the oracle: values, gradients, padding."""
+
+  @parameterized.named_parameters(
+      ("nothing", masks.lengths(ints(0, 5), ints(9, 0)) & masks.causal()),
+      ("causal_lengths", masks.lengths(ints(0, 8), ints(9, 5)) & masks.causal()),
+      ("two_lengths", masks.lengths(None, ints(4, 9)) & masks.lengths(ints(7), ints(6, 2))),
+      ("window", masks.causal() & masks.window(3, 5)),
+      ("window_once_more", masks.window(8, 0) & masks.window(2, None)))
+  def test_equals_the_oracle(self, mask):
+    rng = np.random.default_rng(0)
+    query, key, value = (jnp.asarray(rng.normal(size=(2, 9, heads, 8)), jnp.float32)
+                         for heads in (4, 2, 2))
+    leaves, structure = jax.tree.flatten(mask)
+    self.assertIsNotNone(band.of(mask, 9, 9))
+    spec = AttentionSpec(structure, 8**-0.5)
+    operands = MaskOperands(tuple(map(jnp.asarray, leaves)))
+    want = lambda *x: oracle.attention(Operands(*x, mask=operands), spec)[0]
+    got = lambda *x: attention(*x, mechanism="sdpa", causal=False, mask=mask).attention_outputs
+    both = lambda run: jax.value_and_grad(lambda *x: jnp.sin(run(*x)).sum(), (0, 1, 2))
+    # What stands in the padding is nobody's business.
+    hidden = ~np.asarray(masks_seen(mask)).any(1)
+    spoiled = [x.at[np.nonzero(hidden)].set(jnp.nan) for x in (key, value)]
+    wanted = jax.tree.leaves(both(want)(query, key, value))
+    for other in ([key, value], spoiled):
+      for x, y in zip(jax.tree.leaves(both(got)(query, *other)), wanted, strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-5)
+
+  @parameterized.named_parameters(*((case.name, case) for case in EVEN_CASES))
+  def test_equals_the_oracle_as_on_a_gpu(self, case):
+    self.assertEqual(gpu_parts.judge(case, "sdpa", "float32"), "right")
+
+  def test_nobody_is_asked_about_lengths_of_nothing_or_past_the_end(self):
+    leaves, structure = jax.tree.flatten(masks.lengths(ints(0, 55), ints(99, -1)))
+    x = jnp.ones((2, 9, 1, 8))
+    call = Call(Operands(x, x, x, mask=MaskOperands(tuple(map(jnp.asarray, leaves)))),
+                AttentionSpec(structure, 1.0))
+    with mock.patch.object(jax.nn, "dot_product_attention", return_value=x) as asked:
+      out = sdpa.xla(call).attention_outputs
+    np.testing.assert_array_equal(asked.call_args.kwargs["query_seq_lengths"], [1, 9])
+    np.testing.assert_array_equal(asked.call_args.kwargs["key_value_seq_lengths"], [9, 1])
+    np.testing.assert_array_equal(out, 0)
+
+  def test_who_sees_what_is_not_finite(self):
+    x = jnp.ones((1, 9, 1, 8))
+    out = attention(x, x.at[:, 4].set(jnp.inf), x, mechanism="sdpa", sliding_window=(2, 0))
+    np.testing.assert_array_equal(np.isnan(out.attention_outputs[0, :, 0, 0]),
+                                  [4 <= t <= 6 for t in range(9)])
+
+  def test_what_is_no_band(self):
+    for mask, queries, keys in (
+        (masks.window(3, 3), 9, 9), (masks.window(3, None), 9, 9), (masks.window(-1, 0), 9, 9),
+        (masks.window(3, 0), 9, 8), (masks.window(3, 0) & masks.lengths(ints(3)), 9, 9),
+        (masks.offset(masks.causal(), 1), 8, 9), (masks.causal() | masks.window(3, 0), 9, 9),
+        (~masks.causal(), 9, 9), (masks.window(None, 7), 9, 9)):
+      self.assertIsNone(band.of(mask, queries, keys), mask)
+    self.assertEqual(band.of(masks.window(8, 8), 9, 9), band.Band(False, None, (), ()))
+    self.assertEqual(band.of(masks.window(7, 0), 9, 9), band.Band(True, 7, (), ()))
+
+
+def masks_seen(mask):
+  """bool [B, T, S]: what a mask without heads makes visible, for B = 2 and T = S = 9."""
+  return dense_mask.to_dense(mask, (2, 1, 9, 9))[:, 0]
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,312 @@
+"""The parts of gpu_suite: each looks at one thing and returns what it found as plain data.
+
+Every part runs in a process of its own, so that a kernel that spoils one leaves the others alone.
+"""
+
+import functools
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import time
+from typing import Callable, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attn_core import OperationMetadata, attention, benchmark
+from attn_core.benchmarks import cases as cases_lib, report
+from attn_core.metadata import resolved_capability, resolved_platform
+from attn_core_test import property_cases
+from attn_core_test.gpu_suite import run_group
+from attn_core_test.property_cases import CASES, EVEN_CASES, TOLERANCES
+
+GRADIENT_TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 6e-2}  # largest error
+
+# (mechanism, dtype, cases): what is looked at first comes first, as time may run out.
+_FEW = tuple(case for case in CASES if case.name in (
+    "causal_gqa", "everything", "window_both_sides", "sinks_several_empty_rows", "soft_cap"))
+PROPERTIES = (("flash_attn2", "bfloat16", CASES), ("sdpa", "bfloat16", EVEN_CASES),
+              ("flash_attn2", "float16", _FEW), ("sdpa", "float16", EVEN_CASES[:3]),
+              ("blockwise", "float32", _FEW))
+TINY_PROPERTIES = (("flash_attn2", "float32", _FEW[:1]), ("sdpa", "float32", EVEN_CASES[4:5]))
+
+# What kernels are compared with: memory in the square of the length is not in question here.
+MECHANISMS = ("flash_attn2", "cudnn")
+PEERS = ("jax.nn cudnn", "tokamax", "torch sdpa", "flash_attn")
+PACKAGES = ("tokamax", "torch", "flash_attn", "jax-cuda13-plugin", "jax-cuda12-plugin",
+            "nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
+
+
+class Settings(NamedTuple):
+  """What a part is told."""
+
+  tiny: bool  # shapes that a CPU computes in no time
+  seconds: float  # nothing is begun later
+  out: pathlib.Path | None = None  # folder for what is found on the way; None: nothing is written
+  cases: tuple[str, ...] = ()  # to time; empty: GPU_CASES
+
+
+class Found(NamedTuple):
+  """What a part tells."""
+
+  ok: bool
+  lines: list[str]  # a summary, in Markdown
+  data: dict  # everything, as JSON
+
+
+def environment(settings: Settings) -> Found:
+  """Device, driver, versions, date."""
+  del settings
+  where = report.environment(tuple(name for name in PACKAGES if _is_installed(name)))
+  where["compute_capability"] = resolved_capability(OperationMetadata())
+  where["nvidia_smi"] = _nvidia_smi()
+  versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
+  return Found(True, [
+      f"{where['device']} ({where['platform']}, compute capability {where['compute_capability']}), "
+      f"{where['nvidia_smi'] or 'no nvidia-smi'}; {where['cpu']}, {where['cores']} cores; Python "
+      f"{where['python']}, {versions}; {where['date']}."], where)
+
+
+def _is_installed(package: str) -> bool:
+  try:
+    report.contenders.version(package)
+  except ImportError:
+    return False
+  return True
+
+
+def _nvidia_smi() -> str | None:
+  """Name, driver, clock and power limits of the GPUs."""
+  if shutil.which("nvidia-smi") is None:
+    return None
+  query = "--query-gpu=name,driver_version,clocks.max.sm,power.limit,ecc.mode.current"
+  done = subprocess.run(["nvidia-smi", query, "--format=csv,noheader"], capture_output=True,
+                        text=True, check=False)
+  return done.stdout.strip() or None
+
+
+# --- Properties. ---------------------------------------------------------------------------------
+
+
+def properties(settings: Settings) -> Found:
+  """The property list against the oracle: values, gradients, empty rows."""
+  end = time.monotonic() + settings.seconds
+  results = []
+  for mechanism, dtype, cases in TINY_PROPERTIES if settings.tiny else PROPERTIES:
+    for case in cases:
+      verdict = "no time left"
+      if time.monotonic() < end:
+        print(f"{mechanism} {dtype} {case.name}", flush=True)  # tells who hangs, should one
+        verdict = judge(case, mechanism, dtype)
+      results.append({"case": case.name, "mechanism": mechanism, "dtype": dtype,
+                      "verdict": verdict})
+  verdicts = [result["verdict"] for result in results]
+  kinds = {"right": verdicts.count("right"), "no time left": verdicts.count("no time left"),
+           "refused": sum(verdict.startswith("refused") for verdict in verdicts)}
+  wrong = [result for result in results
+           if result["verdict"] not in ("right", "no time left")
+           and not result["verdict"].startswith("refused")]
+  lines = [f"{len(results)} properties: " + ", ".join(f"{n} {kind}" for kind, n in kinds.items())
+           + f", {len(wrong)} wrong."]
+  lines += [f"* {r['mechanism']} {r['dtype']} {r['case']}: {r['verdict']}" for r in wrong]
+  return Found(not wrong and kinds["right"] > 0, lines, {"results": results})
+
+
+def judge(case, mechanism: str, dtype: str) -> str:
+  """"right", or in a line what is not."""
+  try:
+    problems = list(_problems(case, mechanism, dtype))
+  except NotImplementedError as error:
+    return f"refused: {error}"
+  except Exception as error:
+    # Whatever a kernel does to one case, the others are looked at.
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+  return "; ".join(problems) or "right"
+
+
+def _problems(case, mechanism: str, dtype: str):
+  """What differs from the oracle by more than rounding."""
+  arrays = property_cases.operands(case, dtype)
+  with_lse = mechanism not in ("sdpa", "cudnn")
+  arguments = dict(case.arguments, mechanism=mechanism, return_lse=with_lse)
+  if dtype == "float32" and with_lse:
+    arguments["precision"] = "highest"  # tensor cores would round the operands
+
+  def run(arrays):
+    output = attention(**arguments, **arrays)
+    return output.attention_outputs, output.lse if with_lse else None
+
+  # Both sides in one precision of the loss, so that only the attention is judged.
+  got = _value_and_gradient(run, arrays)
+  with jax.enable_x64(True), jax.default_device(_host()):
+    wide = {name: jnp.asarray(np.asarray(x), jnp.float64) for name, x in arrays.items()}
+    reference = property_cases.reference(case)
+    want = _value_and_gradient(lambda a: (reference(a)[0], reference(a)[1] if with_lse else None),
+                               wide)
+    want_lse = np.asarray(reference(wide)[1])
+  quantile, largest = TOLERANCES[dtype]
+  error = _error(got["out"], want["out"])
+  if not (np.quantile(error, 0.9) < quantile and error.max() < largest):
+    yield f"out off by {error.max():.1e}"
+  if with_lse:
+    empty = ~np.isfinite(want_lse)
+    if not np.array_equal(~np.isfinite(got["lse"]), empty):
+      yield "lse infinite elsewhere"
+    elif not _error(*(np.where(empty, 0, x) for x in (got["lse"], want_lse))).max() < largest:
+      yield "lse off"
+  for name in arrays:
+    error = _error(got[f"d_{name}"], want[f"d_{name}"]).max()
+    if not error < GRADIENT_TOLERANCES[dtype]:
+      yield f"d_{name} off by {error:.1e}"
+
+
+def _value_and_gradient(run: Callable, arrays: dict) -> dict[str, np.ndarray]:
+  """out, lse and the gradient of a sum of both, on the host."""
+  def loss(arrays):
+    out, lse = run(arrays)
+    wide = jnp.promote_types(out.dtype, jnp.float32)
+    # Linear, or the rounding of large outputs would be that of their cotangents, too.
+    value = (out.astype(wide) * np.cos(np.arange(out.size)).reshape(out.shape)).sum()
+    if lse is not None:
+      value = value + jnp.where(jnp.isfinite(lse), lse, 0).sum()
+    return value, (out, lse)
+  gradient, (out, lse) = jax.jit(jax.grad(loss, has_aux=True))(arrays)
+  found = {"out": out, "lse": lse, **{f"d_{name}": x for name, x in gradient.items()}}
+  return {name: np.asarray(x, np.float64) for name, x in found.items() if x is not None}
+
+
+def _error(got: np.ndarray, want: np.ndarray) -> np.ndarray:
+  return np.abs(got - want) / (1 + np.abs(want))
+
+
+def _host():
+  try:
+    return jax.devices("cpu")[0]
+  except RuntimeError:
+    return jax.devices()[0]
+
+
+# --- Repeatability. ------------------------------------------------------------------------------
+
+
+def repeatability(settings: Settings) -> Found:
+  """The same bits every time, values and gradients."""
+  times, tokens, heads = (2, 32, 2) if settings.tiny else (20, 2048, 8)
+  widths = (16,) if settings.tiny else (64, 128, 256)
+  end = time.monotonic() + settings.seconds
+  differ, late, looked = [], [], 0
+  for width in widths:
+    for name, more in (("causal", {}), ("window", dict(sliding_window=(tokens // 4, 0))),
+                       ("soft_cap_sinks", dict(logits_soft_cap=30.0,
+                                               softmax_aux=jnp.ones(heads)))):
+      if time.monotonic() > end:
+        late.append(f"{name} D{width}")
+        continue
+      first = None
+      run = _step(tokens, heads, width, more)
+      for _ in range(times):
+        bits = [np.asarray(x).tobytes() for x in run()]
+        first = first or bits
+        looked += 1
+        if bits != first:
+          differ.append(f"{name} D{width}")
+          break
+  lines = [f"flash_attn2, {looked} runs, forward and backward: "
+           + (f"bits differ in {', '.join(differ)}." if differ else "the same bits every time.")]
+  lines += [f"No time left for {', '.join(late)}."] if late else []
+  return Found(not differ and looked > 0, lines, {"runs": looked, "differ": differ, "late": late})
+
+
+def _step(tokens: int, heads: int, width: int, more: dict) -> Callable:
+  """Runs a forward and a backward; returns output and gradients."""
+  dtype = jnp.bfloat16 if resolved_platform(OperationMetadata()) == "gpu" else jnp.float32
+  keys = jax.random.split(jax.random.key(1), 3)
+  arrays = [jax.random.normal(key, (2, tokens, n, width)).astype(dtype)
+            for key, n in zip(keys, (heads, heads // 2, heads // 2))]
+
+  @jax.jit
+  def step(*arrays):
+    def loss(*arrays):
+      out = attention(*arrays, mechanism="flash_attn2", **more).attention_outputs
+      return jnp.sin(out.astype(jnp.float32)).sum(), out
+    gradient, out = jax.grad(loss, (0, 1, 2), has_aux=True)(*arrays)
+    return (out, *gradient)
+
+  return lambda: step(*arrays)
+
+
+# --- compute-sanitizer. --------------------------------------------------------------------------
+
+TOOLS = ("memcheck", "racecheck")
+
+
+def watched(settings: Settings) -> Found:
+  """What the sanitizer looks at: a forward and a backward at a length that fills no block."""
+  tokens = 32 if settings.tiny else 300
+  jax.block_until_ready(_step(tokens, 2, 64, dict(sliding_window=(tokens // 2, 0)))())
+  return Found(True, ["ran"], {})
+
+
+def sanitizer(settings: Settings) -> Found:
+  """compute-sanitizer on a small case, where there is one and a GPU."""
+  tool = _sanitizer_path()
+  if resolved_platform(OperationMetadata()) != "gpu" or tool is None:
+    reason = "no GPU" if tool is not None else "no compute-sanitizer here"
+    return Found(True, [f"Not run: {reason}."], {"tools": {}, "reason": reason})
+  end = time.monotonic() + settings.seconds
+  summaries = {}
+  for check in TOOLS:
+    command = [tool, "--tool", check, sys.executable,
+               str(pathlib.Path(__file__).with_name("gpu_suite.py")), "--part", "watched"]
+    output, ending = run_group(command, max(1.0, end - time.monotonic()))
+    stopped = ending.startswith("stopped")
+    summaries[check] = "no time left" if stopped else sanitizer_summary(output, ending)
+  clean = all(is_clean(text) or text == "no time left" for text in summaries.values())
+  return Found(clean, [f"{check}: {text}" for check, text in summaries.items()],
+               {"tools": summaries})
+
+
+def _sanitizer_path() -> str | None:
+  """On the path, or where CUDA toolkits put it."""
+  found = sorted(pathlib.Path("/usr/local").glob("cuda*/bin/compute-sanitizer"))
+  return shutil.which("compute-sanitizer") or (str(found[-1]) if found else None)
+
+
+def is_clean(summary: str) -> bool:
+  """Whether a summary says that nothing was found."""
+  return re.search(r"SUMMARY: 0 (errors|hazards)", summary) is not None
+
+
+def sanitizer_summary(text: str, ending: str) -> str:
+  """The tool's last line, or how it ended without."""
+  lines = [line.strip("= ") for line in text.splitlines() if "SUMMARY" in line]
+  return lines[-1] if lines else f"no summary; {ending}: {text[-300:]}"
+
+
+# --- Times. --------------------------------------------------------------------------------------
+
+
+def times(settings: Settings) -> Found:
+  """Forward, and forward and backward, side by side with other libraries.
+
+  They are in times.json and times.md after every case, whatever becomes of the rest.
+  """
+  run = functools.partial(benchmark.run_attention_benchmarks, out=settings.out, name="times",
+                          progress=not settings.tiny, max_seconds=settings.seconds)
+  if settings.tiny:
+    case = cases_lib.scale(cases_lib.CASES[cases_lib.GPU_CASES[0]], 1, 64, 1)
+    found = run(("flash_attn2",), (case,), repeats=1, peers=("jax.nn xla",))
+  else:
+    found = run(MECHANISMS, settings.cases or cases_lib.GPU_CASES, repeats=5, peers=PEERS)
+  wrong = [f"* wrong: {r.contender}, {r.case.name}, {r.direction}"
+           for r in found.results if r.wrong and not r.peer]
+  text = report.to_markdown(found).replace("\n#", "\n##")
+  return Found(not wrong and bool(found.results), [*wrong, text.partition("\n\n")[2]],
+               report.to_data(found))
+
+
+PARTS = {part.__name__: part for part in (
+    environment, properties, repeatability, sanitizer, watched, times)}

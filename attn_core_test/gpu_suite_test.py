@@ -1,0 +1,133 @@
+"""gpu_suite, without a GPU: it runs, says what it does not measure, and survives its parts."""
+
+import contextlib
+import io
+import json
+import pathlib
+from unittest import mock
+
+from absl.testing import absltest
+import jax
+
+from attn_core import table
+from attn_core.benchmarks import contenders
+from attn_core.benchmarks.cases import CASES, GPU_CASES
+from attn_core_test import gpu_parts, gpu_suite
+
+NOT_MEASURED = "There is no GPU here: JAX computes on 'cpu'. Nothing below is a measurement"
+
+
+class GpuSuiteTest(absltest.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    if jax.default_backend() == "gpu":
+      self.skipTest("run attn_core_test/gpu_suite.py itself")
+    self.folder = pathlib.Path(self.create_tempdir().full_path)
+
+  def run_suite(self, *arguments):
+    """(exit status, what it printed, gpu_suite.json, gpu_suite.md)."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+      status = gpu_suite.main(["--out", str(self.folder), *arguments])
+    read = lambda name: (self.folder / name).read_text(encoding="utf-8")
+    return status, printed.getvalue(), json.loads(read("gpu_suite.json")), read("gpu_suite.md")
+
+  def test_tiny(self):
+    status, printed, found, text = self.run_suite("--tiny")
+    self.assertEqual(status, 0, text)
+    self.assertEqual(list(found), list(gpu_suite.SHARES))
+    self.assertIn(NOT_MEASURED, printed)
+    self.assertIn(NOT_MEASURED, text)
+    self.assertTrue(text.startswith("# attn_core, without a GPU"))
+    self.assertEqual(found["environment"]["data"]["versions"]["jax"], jax.__version__)
+    self.assertIn(jax.__version__, text)
+    self.assertEqual([result["verdict"] for result in found["properties"]["data"]["results"]],
+                     ["right", "right"])
+    self.assertEmpty(found["repeatability"]["data"]["differ"])
+    self.assertIn("Not run: no", text)
+    results = found["times"]["data"]["results"]
+    self.assertEqual({(result["contender"], result["direction"]) for result in results},
+                     {(name, direction) for name in ("flash_attn2", "jax.nn xla")
+                      for direction in ("forward", "forward_backward")})
+    times = json.loads((self.folder / "times.json").read_text("utf-8"))
+    self.assertEqual(times["results"], results)
+    self.assertIn("| window_bf16_d128_t16384_b1 |", text)
+
+  def test_without_a_gpu_nothing_is_measured_unless_tiny(self):
+    status, printed, found, text = self.run_suite()
+    self.assertEqual(status, 2)
+    self.assertEqual(list(found), ["environment"])
+    self.assertIn(NOT_MEASURED, printed)
+    self.assertIn(NOT_MEASURED, text)
+
+  def test_a_part_that_fails_stops_no_other(self):
+    spawn = gpu_suite.spawn
+    begun = []
+    def spoiled(part, given, seconds):
+      begun.append(part)
+      if part == "environment":
+        return {"ok": True, "lines": ["here"], "data": {"platform": platform}, "seconds": 0.0}
+      if part == "properties":
+        return spawn("no such part", given, seconds)
+      return {"ok": True, "lines": ["well"], "data": {}, "seconds": 0.0}
+    for platform, says in (("gpu", "Measured on a GPU."), ("cpu", NOT_MEASURED),
+                           (None, "take nothing below for a measurement")):
+      begun.clear()
+      with mock.patch.object(gpu_suite, "spawn", spoiled):
+        status, printed, found, text = self.run_suite("--tiny")
+      self.assertEqual(status, 1)
+      self.assertEqual(begun, list(gpu_suite.SHARES))
+      self.assertIn(says, printed)
+      self.assertIn(says, text)
+    self.assertIn("properties: FAILED", printed)
+    self.assertIn("Ended without a result: exit status 1", text)
+    self.assertIn("KeyError", found["properties"]["lines"][1])
+
+  def test_a_part_that_hangs_is_stopped(self):
+    with (mock.patch.object(gpu_suite, "GRACE_SECONDS", 0.2),
+          contextlib.redirect_stdout(io.StringIO())):
+      given = mock.Mock(out=self.folder, tiny=True, cases=())
+      found = gpu_suite.spawn("environment", given, 0.2)
+    self.assertFalse(found["ok"])
+    self.assertIn("stopped after 0 s", found["lines"][0])
+
+  def test_wrong_results_are_told(self):
+    case = gpu_parts.CASES[0]
+    spoiled = case._replace(sees=lambda b, h, t, s: s < t)
+    plan = ("flash_attn2", "float32", (spoiled,)), ("sdpa", "float32", gpu_parts.CASES[1:2])
+    with mock.patch.object(gpu_parts, "TINY_PROPERTIES", plan):
+      found = gpu_parts.properties(gpu_parts.Settings(True, 100.0))
+    self.assertFalse(found.ok)
+    self.assertRegex(found.lines[1], r"flash_attn2 float32 causal_gqa: out off by .*d_key off by")
+    self.assertStartsWith(found.data["results"][1]["verdict"], "refused: mechanism='sdpa'")
+
+  def test_no_time_is_no_success(self):
+    found = gpu_parts.properties(gpu_parts.Settings(True, -1.0))
+    self.assertFalse(found.ok)
+    self.assertIn("2 no time left", found.lines[0])
+    found = gpu_parts.repeatability(gpu_parts.Settings(True, -1.0))
+    self.assertFalse(found.ok)
+    self.assertIn("No time left for causal D16", found.lines[1])
+
+  def test_the_sanitizer_s_summaries(self):
+    for text, clean in (("========= ERROR SUMMARY: 0 errors", True),
+                        ("========= ERROR SUMMARY: 3 errors", False), ("killed", False)):
+      summary = gpu_parts.sanitizer_summary(text, "exit status 1")
+      self.assertEqual(gpu_parts.is_clean(summary), clean, summary)
+    self.assertTrue(gpu_parts.is_clean(gpu_parts.sanitizer_summary(
+        "== RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", "exit status 0")))
+
+  def test_cases(self):
+    self.assertLen(GPU_CASES, 4 + 2 * 3 * 6)
+    for name in GPU_CASES[4:]:
+      case = CASES[name]
+      self.assertEqual((case.batch * case.queries, case.heads * case.width), (16384, 2048), name)
+
+  def test_whom_it_asks_for_exists(self):
+    self.assertContainsSubset(gpu_parts.PEERS, contenders.peer_names("gpu"))
+    mechanisms = (*gpu_parts.MECHANISMS, *(plan[0] for plan in gpu_parts.PROPERTIES))
+    self.assertContainsSubset(mechanisms, table.names())
+
+
+if __name__ == "__main__":
+  absltest.main()
