@@ -24,7 +24,7 @@ FORWARD = {64: (128, 128, 2), 80: (128, 128, 2), 96: (128, 128, 2), 128: (128, 1
            192: (128, 64, 3), 256: (128, 64, 2)}
 # Where two of bias, dropout and soft cap need registers for every pair, too.
 BUSY_BLOCK_KV = 64
-BARRIER_BYTES = 2048  # for barriers, lse, and alignment
+OTHER_BYTES = 4096  # for barriers, lse, alignment, and what reductions across warps need
 
 
 class Cut(NamedTuple):
@@ -101,7 +101,7 @@ def shared_memory(cut: Cut) -> int:
   itemsize = 2
   rows = cut.width + (cut.value_width if cut.value_width != cut.width else 0)
   staged = cut.stages * cut.block_kv * (cut.width + cut.value_width)
-  return itemsize * (cut.block_q * rows + staged) + BARRIER_BYTES
+  return itemsize * (cut.block_q * rows + staged) + OTHER_BYTES
 
 
 def _check_dtype(operands: Operands) -> None:
