@@ -111,6 +111,7 @@ def compiled() -> dict[str, Case]:
   """Every width, dtype and kind of mask of the tuned table, and every feature."""
   found = {f"causal_{width}": Case(D=width) for width in tuned.WIDTHS}
   found["causal_192_128"] = Case(D=192, E=128)
+  found["causal_192_256"] = Case(D=192, E=256)  # takes the most shared memory
   found.update({f"full_{width}": Case(masks.full(), D=width) for width in (64, 128, 256)})
   found.update({f"float16_{width}": Case(D=width, dtype="float16") for width in (64, 256)})
   found.update({f"{name}_128": case._replace(D=128) for name, case in FEATURES.items()})

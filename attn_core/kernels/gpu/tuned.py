@@ -87,6 +87,9 @@ def choose(operands: Operands, spec: AttentionSpec, requested: BlockSizes) -> Cu
                      "compute one query head at a time: expected None")
   cut = Cut(operands.query.shape[1], operands.key.shape[1], block_q, block_kv, stages, width,
             value_width)
+  # The output of another width than the queries takes memory of its own.
+  while cut.stages > 1 and shared_memory(cut) > mosaic.SHARED_MEMORY:
+    cut = cut._replace(stages=cut.stages - 1)
   needed = shared_memory(cut)
   if needed > mosaic.SHARED_MEMORY:
     raise ValueError(
