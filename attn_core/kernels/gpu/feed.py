@@ -30,6 +30,9 @@ class Extras(NamedTuple):
   head_offset: Any  # int32 [B or 1]
   bias: Any  # [B or 1, H or 1, T or 1, S or 1], padded to whole blocks
   words: Any  # uint32 [B or 1, 2], of dropout
+  poisoned: Any = None  # int32 [B, K, blocks of keys]: whether `poison` is anything but 0
+  poison: Any = None  # float32 [B, K, S], padded to whole blocks: NaN for keys of values that are
+  # not finite, 0 for others; None: such values are left as they are
 
 
 class Feed(NamedTuple):
@@ -38,6 +41,7 @@ class Feed(NamedTuple):
   spec: AttentionSpec
   sizes: blocks.Sizes  # block_q: of a block of threads
   transposed: bool = False
+  group: int = 1  # query heads of a key head
 
   def pack(self, operands: Operands) -> Extras:
     """Pads to whole blocks; transposes what has a number for every pair, if tiles are."""
@@ -78,6 +82,15 @@ class Feed(NamedTuple):
   def bias(self, extras: Extras, tile: tiles.Tile):
     """float32, of the tile's shape or a number."""
     return self._per_pair(extras.bias, tile).astype(jnp.float32)
+
+  def poisoned(self, extras: Extras, tile: tiles.Tile, logits):
+    """Logits of the tile's shape, NaN for keys of values that are not finite."""
+    head = lax.div(tile.head, mosaic.int32(self.group))
+    flags, keys = (ref.at[tile.batch, head] for ref in (extras.poisoned, extras.poison))
+    def add(logits):
+      return logits + self._vector(keys.at[pl.ds(tile.key, tile.num_keys)], self._axis(1), tile)
+    block = lax.div(tile.key, mosaic.int32(self.sizes.block_kv))
+    return lax.cond(flags[block] != 0, add, lambda logits: logits, logits)
 
   def coordinates(self, extras: Extras, tile: tiles.Tile):
     """(mask with its arrays cut to the tile, where the tile's elements are)."""

@@ -24,7 +24,7 @@ FORWARD = {64: (128, 128, 2), 80: (128, 128, 2), 96: (128, 128, 2), 128: (128, 1
            192: (128, 64, 3), 256: (128, 64, 2)}
 # Where two of bias, dropout and soft cap need registers for every pair, too.
 BUSY_BLOCK_KV = 64
-BARRIER_BYTES = 2048  # for barriers, lse, and alignment
+OTHER_BYTES = 4096  # for barriers, lse, alignment, and what reductions across warps need
 
 
 class Cut(NamedTuple):
@@ -87,6 +87,9 @@ def choose(operands: Operands, spec: AttentionSpec, requested: BlockSizes) -> Cu
                      "compute one query head at a time: expected None")
   cut = Cut(operands.query.shape[1], operands.key.shape[1], block_q, block_kv, stages, width,
             value_width)
+  # The output of another width than the queries takes memory of its own.
+  while cut.stages > 1 and shared_memory(cut) > mosaic.SHARED_MEMORY:
+    cut = cut._replace(stages=cut.stages - 1)
   needed = shared_memory(cut)
   if needed > mosaic.SHARED_MEMORY:
     raise ValueError(
@@ -101,7 +104,7 @@ def shared_memory(cut: Cut) -> int:
   itemsize = 2
   rows = cut.width + (cut.value_width if cut.value_width != cut.width else 0)
   staged = cut.stages * cut.block_kv * (cut.width + cut.value_width)
-  return itemsize * (cut.block_q * rows + staged) + BARRIER_BYTES
+  return itemsize * (cut.block_q * rows + staged) + OTHER_BYTES
 
 
 def _check_dtype(operands: Operands) -> None:

@@ -17,12 +17,17 @@ class Visits(NamedTuple):
 
   def of(self, batch, head, row) -> "Row":
     """What row block `row` of a batch row and a head visits."""
-    line = (batch if self.num_full.shape[0] > 1 else 0,
-            head if self.num_full.shape[1] > 1 else 0, row)
-    block = lambda n: n
-    if self.indices is not None:
-      block = lambda n: self.indices[(*line, n)]
-    return Row(block, self.num_full[line], self.num_visited[line])
+    line = self._line(batch, head, row)
+    return Row(lambda n: self.block(batch, head, row, n), self.num_full[line],
+               self.num_visited[line])
+
+  def block(self, batch, head, row, n):
+    """The n-th block that a row visits."""
+    return n if self.indices is None else self.indices[(*self._line(batch, head, row), n)]
+
+  def _line(self, batch, head, row):
+    rows, heads = self.num_full.shape[:2]
+    return batch if rows > 1 else 0, head if heads > 1 else 0, row
 
 
 class Row(NamedTuple):
