@@ -113,3 +113,57 @@ def _requested(requested: BlockSizes, field: str, tuned: int, multiple: int, mos
     raise ValueError(f"block_sizes.{field}: got {size}; on a GPU expected a multiple of {multiple} "
                      f"tokens up to {most}")
   return size
+
+
+# --- Backward. -----------------------------------------------------------------------------------
+
+BACKWARD_REGISTERS = {"compute": 240, "copy": 24}
+PASSED = 2  # tiles of weights on their way between two warpgroups that share their keys
+# Width of queries and keys, the larger one of those of values: of the kernel that sums over keys,
+# tokens of a block of keys, stages of keys and of values.
+BACKWARD_QUERY = {64: (128, (2, 2)), 80: (128, (2, 2)), 96: (128, (2, 2)), 128: (128, (2, 2)),
+                  192: (64, (2, 2)), 256: (64, (2, 1))}
+# Of the kernel that sums over queries: tokens of a block of queries, stages of queries and of
+# d_out, and whether the warpgroups share their keys.
+BACKWARD_KEY = {64: (64, (3, 3), False), 80: (64, (3, 3), False), 96: (64, (3, 3), False),
+                128: (64, (3, 3), False), 192: (64, (2, 2), True), 256: (64, (2, 2), True)}
+
+
+class BackwardCut(NamedTuple):
+  """How a kernel of the backward cuts an attention, in tokens."""
+
+  queries: int  # T
+  keys: int  # S
+  block_q: int
+  block_kv: int
+  stages: tuple[int, int]  # of what is D wide, and of what is E wide
+  width: int  # D, padded
+  value_width: int  # E, padded
+  shared: bool = False  # whether the computing warpgroups share their keys
+
+  @property
+  def sizes(self) -> blocks.Sizes:
+    return blocks.Sizes(self.queries, self.keys, self.block_q, self.block_kv)
+
+
+class BackwardCuts(NamedTuple):
+  """Of the two kernels of the backward."""
+
+  query: BackwardCut  # sums over keys
+  key: BackwardCut  # sums over queries
+
+
+def choose_backward(operands: Operands, requested: BlockSizes) -> BackwardCuts:
+  """How to cut the backward; arguments and errors as of `choose`."""
+  _check_dtype(operands)
+  lengths = operands.query.shape[1], operands.key.shape[1]
+  widths = (padded_width("query", operands.query.shape[3]),
+            padded_width("value", operands.value.shape[3]))
+  block_kv, stages = BACKWARD_QUERY[max(widths)]
+  block_kv = _requested(requested, "block_kv_backward", block_kv, 64, 128)
+  query = BackwardCut(*lengths, COMPUTING * mosaic.ROW_TILE, block_kv, stages, *widths)
+  block_q, stages, shared = BACKWARD_KEY[max(widths)]
+  block_q = _requested(requested, "block_q_backward", block_q, 64, 128)
+  block_kv = (1 if shared else COMPUTING) * mosaic.ROW_TILE
+  key = BackwardCut(*lengths, block_q, block_kv, stages, *widths, shared)
+  return BackwardCuts(query, key)
