@@ -53,8 +53,7 @@ def _arrays(operands: Operands, spec: AttentionSpec, d_out, lse, correction) -> 
     inputs = tuple(map(steps.clean, inputs))
   query, key, value = (mosaic.pack(x, w) for x, w in zip(inputs, (width, width, value_width)))
   # No row past the queries has a weight, whatever blocks it is read in.
-  block = tuned.COMPUTING * mosaic.ROW_TILE
-  padding = ((0, 0), (0, 0), (0, -lse.shape[2] % block))
+  padding = ((0, 0), (0, 0), (0, -lse.shape[2] % (tuned.COMPUTING * mosaic.ROW_TILE)))
+  lse = jnp.pad(steps.finite_lse(lse) * LOG2E, padding, constant_values=jnp.inf)
   return Arrays(query, key, value, mosaic.pack(d_out, value_width),
-                jnp.pad(steps.finite_lse(lse) * LOG2E, padding, constant_values=jnp.inf),
-                jnp.pad(correction, padding))
+                jnp.stack([lse, jnp.pad(correction, padding)]))

@@ -152,10 +152,10 @@ def _copy(setting: Setting, arrays: Arrays, scratch: Scratch, place: Place):
   """Fills the stages with queries and d_out of the blocks to visit, and their numbers."""
   cut = setting.cut
   rings = (
-      (arrays.query, arrays.lse, scratch.query, scratch.lse, scratch.query_full,
-       scratch.query_free, cut.stages[0]),
-      (arrays.d_out, arrays.correction, scratch.d_out, scratch.correction, scratch.d_out_full,
-       scratch.d_out_free, cut.stages[1]))
+      (arrays.query, 0, scratch.query, scratch.lse, scratch.query_full, scratch.query_free,
+       cut.stages[0]),
+      (arrays.d_out, 1, scratch.d_out, scratch.correction, scratch.d_out_full, scratch.d_out_free,
+       cut.stages[1]))
 
   def fill(step: Step):
     tokens = pl.ds(step.row.block(step.index) * cut.block_q, cut.block_q)
@@ -166,7 +166,8 @@ def _copy(setting: Setting, arrays: Arrays, scratch: Scratch, place: Place):
       plgpu.copy_gmem_to_smem(
           tile.at[place.batch, tokens, step.head], tile_ring.at[slot], full.at[slot])
       plgpu.copy_gmem_to_smem(
-          number.at[place.batch, step.head, tokens], number_ring.at[slot], full.at[slot])
+          arrays.numbers.at[number, place.batch, step.head, tokens], number_ring.at[slot],
+          full.at[slot])
 
   filled = _visit(setting, arrays, place, fill)
   for *_, free, stages in rings:
@@ -234,12 +235,11 @@ class _Compute(NamedTuple):
     plgpu.barrier_wait(self.scratch.query_full.at[slot])
     return products.beside(self.scratch.key.at[self.part], self.scratch.query.at[slot].T)[0]
 
-  def d_weights(self, step: Step, meanwhile=lambda: None):
-    """(V d_out^T of a step, meanwhile())."""
+  def d_weights_of(self, step: Step):
+    """References V and d_out^T of a step, whose product is dP."""
     slot = self.d_out_slot(step.number)
     plgpu.barrier_wait(self.scratch.d_out_full.at[slot])
-    return products.beside(self.scratch.value.at[self.part], self.scratch.d_out.at[slot].T,
-                           meanwhile)
+    return self.scratch.value.at[self.part], self.scratch.d_out.at[slot].T
 
   def weigh(self, step: Step, scores):
     """`Setting.weigh` of a step, the first part as an operand of a product."""
@@ -298,7 +298,8 @@ def _sum_both(compute: _Compute, d_key, d_value):
       now = compute.anew(step)
       scores = now.scores(step)
       pl.when(step.number > 0)(lambda: free(step.number - 1))
-      d_weights, (weights, factor) = now.d_weights(step, lambda: now.weigh(step, scores))
+      d_weights, (weights, factor) = setting.beside(
+          *now.d_weights_of(step), lambda: now.weigh(step, scores))
       now.add_values(value_total, step, weights)
       correction = now.numbers(scratch.correction, now.d_out_slot(step.number))
       now.add_keys(key_total, step, setting.d_scores(factor, d_weights, correction))
@@ -351,7 +352,7 @@ def _sum_keys(compute: _Compute, d_key, _):
   def sum_over_queries(total):
     def of_step(step: Step):
       now = compute.anew(step)
-      d_weights, _ = now.d_weights(step)
+      d_weights, _ = products.beside(*now.d_weights_of(step))
       pl.when(step.number > 0)(lambda: compute.free_query(step.number - 1))
       correction = now.numbers(scratch.correction, compute.d_out_slot(step.number))
       slot = lax.rem(step.number, mosaic.int32(tuned.PASSED))

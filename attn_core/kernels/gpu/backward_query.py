@@ -142,8 +142,8 @@ class _Compute(NamedTuple):
     plgpu.copy_gmem_to_smem(self.arrays.query.at[batch, own, head], query, full)
     plgpu.copy_gmem_to_smem(
         self.arrays.d_out.at[batch, own, head], scratch.d_out.at[self.warpgroup], full)
-    lse, correction = (mosaic.load(x.at[batch, head, own], mosaic.ROWS)
-                       for x in (self.arrays.lse, self.arrays.correction))
+    lse, correction = (mosaic.load(self.arrays.numbers.at[n, batch, head, own], mosaic.ROWS)
+                       for n in range(2))
     plgpu.barrier_wait(full)
 
     def sum_over_keys(total):
@@ -177,7 +177,7 @@ class _Compute(NamedTuple):
     scores, _ = products.beside(scratch.query.at[warpgroup], scratch.key.at[slot].T)
     pl.when(n > 0)(lambda: self.free_keys(n - 1))
     plgpu.barrier_wait(scratch.value_full.at[value_slot])
-    d_weights, (_, factor) = products.beside(
+    d_weights, (_, factor) = setting.beside(
         scratch.d_out.at[warpgroup], scratch.value.at[value_slot].T,
         lambda: setting.weigh(self.arrays.extras, tile, scores, lse, setting.masked(row, n)))
     plgpu.barrier_arrive(scratch.value_free.at[value_slot])

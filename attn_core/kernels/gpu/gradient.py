@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from attn_core import dropout
-from attn_core.kernels.gpu import mosaic, tuned
+from attn_core.kernels.gpu import mosaic, products, tuned
 from attn_core.kernels.gpu.feed import Extras, Feed
 from attn_core.kernels.gpu.logits import Logits
 from attn_core.kernels.gpu.visits import Row, Visits, visits_of
@@ -29,8 +29,8 @@ class Arrays(NamedTuple):
   key: Any  # [B, S, K, D]
   value: Any  # [B, S, K, E]
   d_out: Any  # [B, T, H, E]
-  lse: Any  # float32 [B, H, T], times log2(e); +inf where nothing was seen
-  correction: Any  # float32 [B, H, T]
+  # float32 [2, B, H, T]: the lse times log2(e), +inf where nothing was seen, and the correction.
+  numbers: Any
   visits: Visits | None = None
   extras: Extras | None = None
 
@@ -49,6 +49,11 @@ class Setting(NamedTuple):
   @property
   def feed(self) -> Feed:
     return self.logits.feed
+
+  @property
+  def crowded(self) -> bool:
+    """Whether P takes so many registers that no product can run beside its computation."""
+    return self.feed.spec.logits_soft_cap is not None or bool(self.feed.spec.dropout_prob)
 
   def masked(self, row: Row, n):
     """Whether the n-th block of a row needs the mask; a bool where that is known for all."""
@@ -70,6 +75,8 @@ class Setting(NamedTuple):
     """
     feed, logits = self.feed, self.logits
     x, slope = logits.of(extras, tile() if logits.biased else None, scores, False)
+    if slope is not None:
+      x, slope = lax.optimization_barrier((x, slope))
     if masked is not False:
       hide = lambda x: jnp.where(feed.visible(extras, tile()), x, -jnp.inf)
       x = hide(x) if masked is True else lax.cond(masked, hide, lambda x: x, x)
@@ -79,6 +86,13 @@ class Setting(NamedTuple):
       # A weight is not negative: its sign is free to say that it is dropped.
       kept, weights = jnp.where(keep, weights, 0.0), jnp.where(keep, weights, -weights)
     return kept, weights if slope is None else weights * slope
+
+  def beside(self, left, right, weigh):
+    """(left @ right, weigh()), of references in shared memory, at the same time if possible."""
+    if not self.crowded:
+      return products.beside(left, right, weigh)
+    found = lax.optimization_barrier(weigh())
+    return products.beside(left, right)[0], found
 
   def d_scores(self, factor, d_weights, correction):
     """dS, all of one shape."""

@@ -126,7 +126,7 @@ BACKWARD_QUERY = {64: (128, (2, 2)), 80: (128, (2, 2)), 96: (128, (2, 2)), 128: 
 # Of the kernel that sums over queries: tokens of a block of queries, stages of queries and of
 # d_out, and whether the warpgroups share their keys.
 BACKWARD_KEY = {64: (64, (3, 3), False), 80: (64, (3, 3), False), 96: (64, (3, 3), False),
-                128: (64, (3, 3), False), 192: (64, (2, 2), True), 256: (64, (2, 2), True)}
+                128: (64, (2, 2), False), 192: (64, (2, 2), True), 256: (64, (2, 2), True)}
 
 
 class BackwardCut(NamedTuple):
