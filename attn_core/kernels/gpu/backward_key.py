@@ -107,29 +107,32 @@ def _scratch(cut: tuned.BackwardCut, dtype) -> Scratch:
 
 
 def _kernel(setting: Setting, arrays: Arrays, outputs, scratch: Scratch):
-  # Neighbouring blocks of threads share queries; those with most to do begin, as far as a mask is
-  # causal.
-  number = mosaic.int32(setting.cut.sizes.num_key_blocks)
-  block = lax.axis_index("block")
-  line = lax.div(block, number)
-  heads = mosaic.int32(setting.heads // setting.group)
-  place = Place(lax.div(line, heads), lax.rem(line, heads), lax.rem(block, number))
   warpgroup = lax.axis_index("warpgroup")
 
+  # What is computed before the warpgroups part must fit into the registers of the one that copies.
   @pl.when(warpgroup == tuned.COMPUTING)
   def _():
     plgpu.set_max_registers(tuned.BACKWARD_REGISTERS["copy"], action="decrease")
-    _copy(setting, arrays, scratch, place)
+    _copy(setting, arrays, scratch, _place(setting))
 
   def compute(part, run):
     plgpu.set_max_registers(tuned.BACKWARD_REGISTERS["compute"], action="increase")
-    run(_Compute(setting, arrays, scratch, place, part), *outputs)
+    run(_Compute(setting, arrays, scratch, _place(setting), part), *outputs)
 
   if setting.cut.shared:
     for n, run in enumerate((_sum_values, _sum_keys)):
       pl.when(warpgroup == n)(functools.partial(compute, mosaic.int32(0), run))
   else:
     pl.when(warpgroup < tuned.COMPUTING)(functools.partial(compute, warpgroup, _sum_both))
+
+
+def _place(setting: Setting) -> Place:
+  """Neighbours share queries; those with most to do begin, as far as a mask is causal."""
+  number = mosaic.int32(setting.cut.sizes.num_key_blocks)
+  heads = mosaic.int32(setting.heads // setting.group)
+  block = lax.axis_index("block")
+  line = lax.div(block, number)
+  return Place(lax.div(line, heads), lax.rem(line, heads), lax.rem(block, number))
 
 
 def _visit(setting: Setting, arrays: Arrays, place: Place, run):
@@ -193,8 +196,8 @@ class _Compute(NamedTuple):
 
   def anew(self, step: Step) -> "_Compute":
     """See `products.anew`."""
-    part, block = (products.anew(x, step.number) for x in (self.part, self.place.key_block))
-    return self._replace(part=part, place=self.place._replace(key_block=block))
+    part, *place = products.anew((self.part, *self.place), step.number)
+    return self._replace(part=part, place=Place(*place))
 
   def visit(self, run):
     return _visit(self.setting, self.arrays, self.place, run)
@@ -241,14 +244,20 @@ class _Compute(NamedTuple):
     plgpu.barrier_wait(self.scratch.d_out_full.at[slot])
     return self.scratch.value.at[self.part], self.scratch.d_out.at[slot].T
 
-  def weigh(self, step: Step, scores):
+  def tile(self, step: Step) -> tiles.Tile:
+    cut = self.setting.cut
+    return tiles.Tile(self.place.batch, step.head, step.row.block(step.index) * cut.block_q,
+                      self.first_key, 1, cut.block_q, self.rows)
+
+  def logits(self, step: Step, scores):
+    """`Setting.logits_of` a step."""
+    return self.setting.logits_of(self.arrays.extras, lambda: self.tile(step), scores,
+                                  self.setting.masked(step.row, step.index))
+
+  def weigh(self, step: Step, logits):
     """`Setting.weigh` of a step, the first part as an operand of a product."""
-    cut, setting = self.setting.cut, self.setting
-    tile = lambda: tiles.Tile(self.place.batch, step.head, step.row.block(step.index) * cut.block_q,
-                              self.first_key, 1, cut.block_q, self.rows)
     lse = self.numbers(self.scratch.lse, self.query_slot(step.number))
-    kept, factor = setting.weigh(self.arrays.extras, tile, scores, lse,
-                                 setting.masked(step.row, step.index))
+    kept, factor = self.setting.weigh(self.arrays.extras, lambda: self.tile(step), logits, lse)
     return kept.astype(self.scratch.d_out.dtype), factor
 
   def add_values(self, total, step: Step, weights):
@@ -298,8 +307,9 @@ def _sum_both(compute: _Compute, d_key, d_value):
       now = compute.anew(step)
       scores = now.scores(step)
       pl.when(step.number > 0)(lambda: free(step.number - 1))
+      logits = now.logits(step, scores)
       d_weights, (weights, factor) = setting.beside(
-          *now.d_weights_of(step), lambda: now.weigh(step, scores))
+          *now.d_weights_of(step), lambda: now.weigh(step, logits))
       now.add_values(value_total, step, weights)
       correction = now.numbers(scratch.correction, now.d_out_slot(step.number))
       now.add_keys(key_total, step, setting.d_scores(factor, d_weights, correction))
@@ -323,7 +333,7 @@ def _sum_values(compute: _Compute, _, d_value):
       now = compute.anew(step)
       scores = now.scores(step)
       pl.when(step.number > 0)(lambda: compute.free_d_out(step.number - 1))
-      weights, factor = now.weigh(step, scores)
+      weights, factor = now.weigh(step, now.logits(step, scores))
       plgpu.commit_smem()  # lse was read by other than copies and products
       compute.free_query(step.number)
       slot = lax.rem(step.number, mosaic.int32(tuned.PASSED))

@@ -76,24 +76,28 @@ def _scratch(cut: tuned.BackwardCut, dtype) -> Scratch:
 
 
 def _kernel(setting: Setting, arrays: Arrays, outputs, scratch: Scratch):
-  # As in the forward, those with most to do begin.
-  number = mosaic.int32(setting.cut.sizes.num_query_blocks)
-  block = lax.axis_index("block")
-  line = lax.div(block, number)
-  heads = mosaic.int32(setting.heads)
-  place = Place(lax.div(line, heads), lax.rem(line, heads), number - 1 - lax.rem(block, number))
-  row = arrays.visits.of(*place)
   warpgroup = lax.axis_index("warpgroup")
 
+  # What is computed before the warpgroups part must fit into the registers of the one that copies.
   @pl.when(warpgroup == tuned.COMPUTING)
   def _():
     plgpu.set_max_registers(tuned.BACKWARD_REGISTERS["copy"], action="decrease")
-    _copy(setting, arrays, scratch, place, row)
+    place = _place(setting)
+    _copy(setting, arrays, scratch, place, arrays.visits.of(*place))
 
   @pl.when(warpgroup < tuned.COMPUTING)
   def _():
     plgpu.set_max_registers(tuned.BACKWARD_REGISTERS["compute"], action="increase")
-    _Compute(setting, arrays, scratch, place, warpgroup).run(row, *outputs)
+    place = _place(setting)
+    _Compute(setting, arrays, scratch, place, warpgroup).run(arrays.visits.of(*place), *outputs)
+
+
+def _place(setting: Setting) -> Place:
+  """As in the forward, those with most to do begin."""
+  number, heads = (mosaic.int32(x) for x in (setting.cut.sizes.num_query_blocks, setting.heads))
+  block = lax.axis_index("block")
+  line = lax.div(block, number)
+  return Place(lax.div(line, heads), lax.rem(line, heads), number - 1 - lax.rem(block, number))
 
 
 def _copy(setting: Setting, arrays: Arrays, scratch: Scratch, place: Place, row: Row):
@@ -167,19 +171,19 @@ class _Compute(NamedTuple):
     """Adds what the n-th block of keys contributes."""
     cut, scratch, setting = self.setting.cut, self.scratch, self.setting
     slot, value_slot = (lax.rem(n, mosaic.int32(stages)) for stages in cut.stages)
-    warpgroup, query_block = (products.anew(x, n)
-                              for x in (self.warpgroup, self.place.query_block))
-    anew = self._replace(warpgroup=warpgroup, place=self.place._replace(query_block=query_block))
-    tile = lambda: tiles.Tile(self.place.batch, self.place.head, anew.first_query,
+    warpgroup, *place = products.anew((self.warpgroup, *self.place), n)
+    now = self._replace(warpgroup=warpgroup, place=Place(*place))
+    tile = lambda: tiles.Tile(now.place.batch, now.place.head, now.first_query,
                               row.block(n) * cut.block_kv, 1, self.rows, cut.block_kv)
     lse, correction = (lax.broadcast_in_dim(x, (self.rows, cut.block_kv), [0]) for x in numbers)
     plgpu.barrier_wait(scratch.key_full.at[slot])
     scores, _ = products.beside(scratch.query.at[warpgroup], scratch.key.at[slot].T)
     pl.when(n > 0)(lambda: self.free_keys(n - 1))
+    logits = setting.logits_of(self.arrays.extras, tile, scores, setting.masked(row, n))
     plgpu.barrier_wait(scratch.value_full.at[value_slot])
     d_weights, (_, factor) = setting.beside(
         scratch.d_out.at[warpgroup], scratch.value.at[value_slot].T,
-        lambda: setting.weigh(self.arrays.extras, tile, scores, lse, setting.masked(row, n)))
+        lambda: setting.weigh(self.arrays.extras, tile, logits, lse))
     plgpu.barrier_arrive(scratch.value_free.at[value_slot])
     d_scores = setting.d_scores(factor, d_weights, correction)
     products.add(total, d_scores.astype(scratch.key.dtype), scratch.key.at[slot],

@@ -61,28 +61,34 @@ class Setting(NamedTuple):
       return self.any_partial
     return n >= row.num_full
 
-  def weigh(self, extras: Extras, tile, scores, lse, masked):
-    """What a tile's products take.
+  def logits_of(self, extras: Extras, tile, scores, masked):
+    """`Logits.of`, hidden where `masked` (see there); (logits, slope).
 
     Args:
       tile: () -> `tiles.Tile`; called where the tile's place matters.
       scores: float32, [queries, keys] or transposed, like the feed.
+    """
+    x, slope = self.logits.of(extras, tile() if self.logits.biased else None, scores, False)
+    if masked is not False:
+      hide = lambda x: jnp.where(self.feed.visible(extras, tile()), x, -jnp.inf)
+      x = hide(x) if masked is True else lax.cond(masked, hide, lambda x: x, x)
+    return x, slope
+
+  def weigh(self, extras: Extras, tile, logits, lse):
+    """What a tile's products take.
+
+    Args:
+      tile: as of `logits_of`.
+      logits: what it returned.
       lse: float32 of the same shape, times log2(e).
-      masked: see `masked`.
 
     Returns:
       (P after dropout, without its scale; the factor that `d_scores` takes).
     """
-    feed, logits = self.feed, self.logits
-    x, slope = logits.of(extras, tile() if logits.biased else None, scores, False)
-    if slope is not None:
-      x, slope = lax.optimization_barrier((x, slope))
-    if masked is not False:
-      hide = lambda x: jnp.where(feed.visible(extras, tile()), x, -jnp.inf)
-      x = hide(x) if masked is True else lax.cond(masked, hide, lambda x: x, x)
-    weights = kept = jnp.exp2(x * logits.unit - lse)
-    if feed.spec.dropout_prob:
-      keep = feed.kept(extras, tile())
+    x, slope = logits
+    weights = kept = jnp.exp2(x * self.logits.unit - lse)
+    if self.feed.spec.dropout_prob:
+      keep = self.feed.kept(extras, tile())
       # A weight is not negative: its sign is free to say that it is dropped.
       kept, weights = jnp.where(keep, weights, 0.0), jnp.where(keep, weights, -weights)
     return kept, weights if slope is None else weights * slope

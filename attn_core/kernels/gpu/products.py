@@ -71,10 +71,10 @@ def beside(left, right, meanwhile=lambda: None):
   return pl.run_scoped(scoped, plgpu.ACC(shape, jnp.float32))
 
 
-def anew(number, step):
-  """The same number; what depends on it is computed in this step of a loop.
+def anew(numbers, step):
+  """The same numbers, a tuple; what depends on them is computed in this step of a loop.
 
   Else the compiler computes the addresses and positions of all parts of a tile before the loop, and
   they fill the registers that the products need.
   """
-  return lax.optimization_barrier((number, step))[0]
+  return lax.optimization_barrier((*numbers, step))[:-1]
