@@ -3,8 +3,6 @@
 The backward is the block-wise one in plain XLA.
 """
 
-import jax
-
 from attn_core.kernels.gpu import forward, mosaic, tuned
 from attn_core.kernels.kernel import Kernel
 from attn_core.kernels.xla import blockwise
@@ -13,7 +11,7 @@ from attn_core.types import AttentionSpec, BlockSizes, Operands
 
 
 def _check(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> None:
-  tuned.choose(operands, block_sizes, jax.tree.unflatten(spec.mask, operands.mask.arrays))
+  tuned.choose(operands, spec, block_sizes)
   if algebra.WHOLE in algebra.structure_roles(spec.mask):
     raise NotImplementedError(
         "mask: masks.custom with operands; the GPU kernels cannot cut them into blocks; "

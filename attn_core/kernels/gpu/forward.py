@@ -86,7 +86,7 @@ class Place(NamedTuple):
 def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> Residuals:
   """out [B, T, H, E] and lse [B, H, T]; see `kernel.Kernel`."""
   mask = jax.tree.unflatten(spec.mask, operands.mask.arrays)
-  cut = tuned.choose(operands, block_sizes, mask)
+  cut = tuned.choose(operands, spec, block_sizes)
   block_map = blocks.block_map(blocks.block_kinds(mask, cut.sizes))
   feed = Feed(spec, cut.sizes)
   batch, queries, heads, _ = operands.query.shape
@@ -128,13 +128,7 @@ def _scratch(cut: tuned.Cut, dtype) -> Scratch:
 
 
 def _kernel(setting: Setting, inputs: Inputs, outputs, scratch: Scratch):
-  # Neighbouring blocks of threads share keys; those with most to do begin, as far as a mask is
-  # causal.
-  number = mosaic.int32(setting.cut.sizes.num_query_blocks)
-  block = lax.axis_index("block")
-  line = lax.div(block, number)
-  place = Place(lax.div(line, mosaic.int32(setting.heads)),
-                lax.rem(line, mosaic.int32(setting.heads)), number - 1 - lax.rem(block, number))
+  place = _place(setting)
   visits = inputs.visits.of(*place)
   warpgroup = lax.axis_index("warpgroup")
 
@@ -146,7 +140,22 @@ def _kernel(setting: Setting, inputs: Inputs, outputs, scratch: Scratch):
   @pl.when(warpgroup < tuned.COMPUTING)
   def _():
     plgpu.set_max_registers(tuned.REGISTERS["compute"], action="increase")
-    _Compute(setting, inputs, scratch, place, warpgroup).run(visits, *outputs)
+    _Compute(setting, inputs, scratch, warpgroup).run(visits, *outputs)
+
+
+def _place(setting: Setting) -> Place:
+  """Where this block of threads works.
+
+  Asked for anew where it is needed: kept, it would take registers that the products need, and the
+  barrier is what keeps the compiler from keeping it.
+  """
+  # Neighbouring blocks of threads share keys; those with most to do begin, as far as a mask is
+  # causal.
+  number = mosaic.int32(setting.cut.sizes.num_query_blocks)
+  block = lax.optimization_barrier(lax.axis_index("block"))
+  line = lax.div(block, number)
+  return Place(lax.div(line, mosaic.int32(setting.heads)),
+               lax.rem(line, mosaic.int32(setting.heads)), number - 1 - lax.rem(block, number))
 
 
 def _copy(setting: Setting, inputs: Inputs, scratch: Scratch, place: Place, visits: Row):
@@ -189,13 +198,13 @@ class _Compute(NamedTuple):
   setting: Setting
   inputs: Inputs
   scratch: Scratch
-  place: Place
   warpgroup: Any
 
-  @property
-  def first_query(self):
-    cut = self.setting.cut
-    return self.place.query_block * cut.block_q + self.warpgroup * cut.rows
+  def queries(self):
+    """(batch row, query head, first query) of this warpgroup."""
+    cut, place = self.setting.cut, _place(self.setting)
+    return (place.batch, place.head,
+            place.query_block * cut.block_q + self.warpgroup * cut.rows)
 
   def take_turn(self):
     plgpu.barrier_arrive(self.scratch.turn)
@@ -205,9 +214,9 @@ class _Compute(NamedTuple):
     """From the copy of the queries to the copy of the results."""
     cut, scratch = self.setting.cut, self.scratch
     full = scratch.query_full.at[self.warpgroup]
-    plgpu.copy_gmem_to_smem(
-        self.inputs.query.at[self.place.batch, pl.ds(self.first_query, cut.rows), self.place.head],
-        scratch.query.at[self.warpgroup], full)
+    batch, head, first = self.queries()
+    plgpu.copy_gmem_to_smem(self.inputs.query.at[batch, pl.ds(first, cut.rows), head],
+                            scratch.query.at[self.warpgroup], full)
     plgpu.barrier_wait(full)
     running = _Running(mosaic.filled(-jnp.inf, (cut.rows,), mosaic.ROWS),
                        mosaic.filled(0, (cut.rows,), mosaic.ROWS),
@@ -227,8 +236,7 @@ class _Compute(NamedTuple):
     """Folds in the n-th block of keys."""
     cut, scratch, setting = self.setting.cut, self.scratch, self.setting
     slot = lax.rem(n, mosaic.int32(cut.stages))
-    tile = tiles.Tile(self.place.batch, self.place.head, self.first_query,
-                      block(n) * cut.block_kv, 1, cut.rows, cut.block_kv)
+    tile = tiles.Tile(*self.queries(), block(n) * cut.block_kv, 1, cut.rows, cut.block_kv)
     plgpu.barrier_wait(scratch.key_full.at[slot])
     scores = self.scores(slot)
     plgpu.barrier_arrive(scratch.key_free.at[slot])
@@ -269,7 +277,8 @@ class _Compute(NamedTuple):
 
   def write(self, running: _Running, out, lse):
     """Normalises and copies out and lse."""
-    cut, scratch, (batch, head, _) = self.setting.cut, self.scratch, self.place
+    cut, scratch = self.setting.cut, self.scratch
+    batch, head, first = self.queries()
     highest, total, output = running
     if self.inputs.sinks is not None:
       sink = self.inputs.sinks[batch if self.inputs.sinks.shape[0] > 1 else 0, head] * LOG2E
@@ -288,7 +297,7 @@ class _Compute(NamedTuple):
     numbers = scratch.lse.at[self.warpgroup]
     numbers[...] = jnp.where(empty, -jnp.inf, highest * (1 / LOG2E) + jnp.log(total))
     plgpu.commit_smem()
-    rows = pl.ds(self.first_query, cut.rows)
+    rows = pl.ds(first, cut.rows)
     plgpu.copy_smem_to_gmem(results, out.at[batch, rows, head])
     plgpu.copy_smem_to_gmem(numbers, lse.at[batch, head, rows])
     plgpu.wait_smem_to_gmem(0)

@@ -9,12 +9,12 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from attn_core.kernels.gpu import mosaic
-from attn_core.masks import algebra, blocks
-from attn_core.types import BlockSizes, Operands
+from attn_core.masks import blocks
+from attn_core.types import AttentionSpec, BlockSizes, Operands
 
 COMPUTING = 2  # warpgroups of the forward that compute; one more copies
 # Registers of a thread that computes, and of one that copies: 65,536 for all.
-REGISTERS = {"compute": 232, "copy": 40}
+REGISTERS = {"compute": 240, "copy": 24}
 DTYPES = ("bfloat16", "float16")
 # The widths of D and E that there is code for; others are padded to the next.
 WIDTHS = (64, 80, 96, 128, 192, 256)
@@ -22,7 +22,9 @@ WIDTHS = (64, 80, 96, 128, 192, 256)
 # keys, and stages.
 FORWARD = {64: (128, 128, 2), 80: (128, 128, 2), 96: (128, 128, 2), 128: (128, 128, 2),
            192: (128, 64, 3), 256: (128, 64, 2)}
-BARRIER_BYTES = 2048  # for barriers, lse, and alignment
+# Where two of bias, dropout and soft cap need registers for every pair, too.
+BUSY_BLOCK_KV = 64
+OTHER_BYTES = 4096  # for barriers, lse, alignment, and what reductions across warps need
 
 
 class Cut(NamedTuple):
@@ -59,25 +61,30 @@ def padded_width(name: str, width: int) -> int:
   return next(x for x in WIDTHS if x >= width)
 
 
-def choose(operands: Operands, requested: BlockSizes, mask: algebra.Mask) -> Cut:
+def choose(operands: Operands, spec: AttentionSpec, requested: BlockSizes) -> Cut:
   """How to cut the forward.
 
   Args:
     operands: only shapes and dtypes count.
+    spec: what is computed.
     requested: what the caller fixed; None fields are chosen here, so that all fits.
-    mask: what is visible; only its structure counts.
 
   Raises:
     NotImplementedError: a dtype or a width that there is no kernel for.
     ValueError: a requested block that the kernel does not have, or that does not fit.
   """
-  del mask
   _check_dtype(operands)
   width = padded_width("query", operands.query.shape[3])
   value_width = padded_width("value", operands.value.shape[3])
   block_q, block_kv, stages = FORWARD[max(width, value_width)]
+  busy = (operands.bias is not None, spec.dropout_prob > 0, spec.logits_soft_cap is not None)
+  if sum(busy) > 1:
+    block_kv = BUSY_BLOCK_KV
   block_q = _requested(requested, "block_q", block_q, 128, 256)
   block_kv = _requested(requested, "block_kv", block_kv, 64, 256)
+  if requested.block_heads is not None:
+    raise ValueError(f"block_sizes.block_heads: got {requested.block_heads}; the GPU kernels "
+                     "compute one query head at a time: expected None")
   cut = Cut(operands.query.shape[1], operands.key.shape[1], block_q, block_kv, stages, width,
             value_width)
   needed = shared_memory(cut)
@@ -94,7 +101,7 @@ def shared_memory(cut: Cut) -> int:
   itemsize = 2
   rows = cut.width + (cut.value_width if cut.value_width != cut.width else 0)
   staged = cut.stages * cut.block_kv * (cut.width + cut.value_width)
-  return itemsize * (cut.block_q * rows + staged) + BARRIER_BYTES
+  return itemsize * (cut.block_q * rows + staged) + OTHER_BYTES
 
 
 def _check_dtype(operands: Operands) -> None:

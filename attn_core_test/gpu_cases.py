@@ -1,0 +1,124 @@
+"""Calls of the GPU kernels: what is compiled for a Hopper, and what is interpreted on the CPU."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attn_core import masks
+from attn_core.kernels.gpu import flash, tuned
+from attn_core.references import oracle
+from attn_core.types import AttentionSpec, BlockSizes, MaskOperands, Operands
+
+IDS = np.repeat(np.array([[0, 1, 2, -1], [5, 5, 6, 7]], np.int32), 75, 1)
+DENSE = np.random.default_rng(0).random((2, 4, 260, 260)) < 0.5
+DENSE[:, :, 7] = False  # a query that sees nothing
+DENSE[:, :, :, 100:200] |= True  # a block that all see
+
+
+class Case(NamedTuple):
+  """One call of the kernel."""
+
+  mask: masks.Mask = masks.causal()
+  B: int = 1
+  T: int = 136
+  S: int | None = None  # None: T
+  H: int = 1
+  K: int | None = None  # None: H
+  D: int = 64
+  E: int | None = None  # None: D
+  dtype: str = "bfloat16"
+  spec: dict = {}  # fields of AttentionSpec
+  extras: dict = {}  # of Operands: name -> (shape, dtype)
+  blocks: BlockSizes = BlockSizes()
+
+  @property
+  def shapes(self) -> Operands:
+    """Operands without numbers."""
+    S, K, E = self.S or self.T, self.K or self.H, self.E or self.D
+    of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.dtype(self.dtype))
+    extras = {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+              for name, (shape, dtype) in self.extras.items()}
+    leaves = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(self.mask))
+    return Operands(of(self.B, self.T, self.H, self.D), of(self.B, S, K, self.D),
+                    of(self.B, S, K, E), mask=MaskOperands(leaves), **extras)
+
+  def operands(self) -> Operands:
+    """Random numbers, and the mask's own."""
+    rng = np.random.default_rng(0)
+    fill = lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype)
+    leaves = tuple(map(jnp.asarray, jax.tree.leaves(self.mask)))
+    return jax.tree.map(fill, self.shapes._replace(mask=None))._replace(mask=MaskOperands(leaves))
+
+  @property
+  def full_spec(self) -> AttentionSpec:
+    return AttentionSpec(jax.tree.structure(self.mask), self.D**-0.5, **self.spec)
+
+  def forward(self, operands: Operands) -> tuple[Any, Any]:
+    """(out, lse) of the kernel."""
+    return tuple(flash.KERNEL.forward(operands, self.full_spec, self.blocks))
+
+  def oracle(self, operands: Operands) -> tuple[Any, Any]:
+    """(out, lse) in float32."""
+    wide = {name: getattr(operands, name).astype(jnp.float32) for name in ("query", "key", "value")}
+    output = oracle.attention(operands._replace(**wide), self.full_spec)
+    return output.attention_outputs, output.lse
+
+
+SMALL = BlockSizes(128, 64)
+
+# Several blocks along both sides, every width, what the properties' short calls do not reach.
+INTERPRETED = {
+    "causal_odd_length": Case(T=301, H=2, K=1, blocks=SMALL),
+    "full_odd_lengths": Case(masks.full(), T=130, S=203),
+    "window": Case(masks.causal() & masks.window(100, 0), T=512, blocks=SMALL),
+    "empty_rows": Case(masks.offset(masks.causal(), -50), T=200, S=300, blocks=SMALL),
+    "segments": Case(masks.causal() & masks.segments(IDS), B=2, T=300, blocks=SMALL),
+    "dense_per_head": Case(masks.dense(DENSE), B=2, T=260, H=4, K=2, blocks=SMALL),
+    "two_tiles_a_warpgroup": Case(T=300, blocks=BlockSizes(256, 64)),
+    "widths_80_48": Case(D=80, E=48),
+    "widths_192_128": Case(D=192, E=128),
+    "width_96_float16": Case(D=96, dtype="float16"),
+    "width_256": Case(D=256),
+}
+
+_T, _H = 1024, 4
+_LONG_IDS = np.zeros((2, _T), np.int32)
+_PAIRS = (1, _H, _T, _T)
+_DOCUMENTS = masks.causal() & masks.segments(_LONG_IDS)
+_KEY = {"dropout_key": ((1, 2), "uint32")}
+
+FEATURES = {
+    "window": Case(masks.causal() & masks.window(200, 0)),
+    "segments": Case(_DOCUMENTS),
+    "chunk": Case(masks.causal() & masks.chunk(256)),
+    "chunk_of_any_size": Case(masks.causal() & masks.chunk(300)),
+    "positions": Case(masks.positions(_LONG_IDS, _LONG_IDS)),
+    "dense": Case(masks.dense(np.zeros((2, _H, _T, _T), bool))),
+    "bias": Case(extras={"bias": (_PAIRS, "float32")}),
+    "bias_row": Case(extras={"bias": ((1, _H, 1, _T), "float32")}),
+    "sinks": Case(extras={"sinks": ((1, _H), "float32")}),
+    "soft_cap": Case(spec={"logits_soft_cap": 30.0}),
+    "dropout": Case(spec={"dropout_prob": 0.1}, extras=_KEY),
+    "everything": Case(
+        _DOCUMENTS & masks.window(200, 100), spec={"dropout_prob": 0.1, "logits_soft_cap": 30.0},
+        extras={"bias": (_PAIRS, "float32"), "sinks": ((1, _H), "float32"), **_KEY}),
+}
+
+
+def compiled() -> dict[str, Case]:
+  """Every width, dtype and kind of mask of the tuned table, and every feature."""
+  found = {f"causal_{width}": Case(D=width) for width in tuned.WIDTHS}
+  found["causal_192_128"] = Case(D=192, E=128)
+  found.update({f"full_{width}": Case(masks.full(), D=width) for width in (64, 128, 256)})
+  found.update({f"float16_{width}": Case(D=width, dtype="float16") for width in (64, 256)})
+  found.update({f"{name}_128": case._replace(D=128) for name, case in FEATURES.items()})
+  found.update({f"{name}_256": FEATURES[name]._replace(D=256)
+                for name in ("segments", "chunk", "bias", "soft_cap", "dropout")})
+  return {name: case._replace(B=2, T=_T, H=_H) for name, case in found.items()}
+
+
+def programs() -> dict[str, tuple[Any, tuple]]:
+  """For `benchmarks.static_gpu`."""
+  return {name: (case.forward, (case.shapes,)) for name, case in compiled().items()}

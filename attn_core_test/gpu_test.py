@@ -1,0 +1,183 @@
+"""The GPU kernels: on a CPU in interpret mode against the oracle, and compiled for a Hopper.
+
+Interpret mode starts from memory full of NaN and watches for races between copies and computation.
+"""
+
+import os
+
+# Interpreted warpgroups wait for each other on threads of XLA's, of which there are otherwise as
+# many as cores.
+os.environ["NPROC"] = "16"
+
+# pylint: disable=g-import-not-at-top
+import contextlib
+import io
+import unittest
+from unittest import mock
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+
+from attn_core import BlockSizes, OperationMetadata, attention, masks, table
+from attn_core.benchmarks import static_gpu
+from attn_core.kernels.gpu import flash, mosaic, tuned
+from attn_core.mechanisms import flash as mechanism
+from attn_core_test import gpu_cases, property_cases
+from attn_core_test.gpu_cases import Case
+
+INTERPRETS = hasattr(plgpu, "force_gpu_interpret_mode")
+# Whatever else a case of properties_test differs in, it is the same to a kernel as one of these.
+PROPERTIES = (
+    "causal_gqa", "full_odd_sizes_e_not_d", "one_query_one_key", "window_both_sides", "chunk",
+    "segments_interleaved", "positions", "offset_per_row", "negative_offset_empty_rows",
+    "dense_mask_per_head", "lengths", "prefix_or_causal", "not_chunk", "custom_predicate",
+    "bias_broadcast", "bias_and_mask", "sinks_several_empty_rows", "soft_cap", "everything",
+    "dropout_at_positions")
+# Bytes, where sums of 256 columns and a float32 bias do not leave enough registers.
+SPILLS = {"bias_256": 20}
+
+
+@contextlib.contextmanager
+def interpreted():
+  """Runs GPU kernels on the CPU; fails where a race was seen (before jax 0.12 it is printed)."""
+  printed = io.StringIO()
+  with contextlib.redirect_stdout(printed), plgpu.force_gpu_interpret_mode(
+      plgpu.InterpretGPUParams(detect_races=True)):
+    yield
+  assert "RACE" not in printed.getvalue(), printed.getvalue()
+
+
+@unittest.skipUnless(INTERPRETS, "jax interprets Mosaic GPU kernels from 0.11 on")
+class InterpretTest(parameterized.TestCase):
+
+  def compare(self, found, expected, dtype):
+    tolerances = {"bfloat16": 1e-2, "float16": 2e-3}[dtype], 1e-5
+    for name, x, y, tolerance in zip(("out", "lse"), found, expected, tolerances):
+      x, y = np.asarray(x, np.float32), np.asarray(y, np.float32)
+      size = max(1.0, np.abs(np.where(np.isfinite(y), y, 0)).max())
+      np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * size, err_msg=name)
+
+  @parameterized.named_parameters((name, name) for name in gpu_cases.INTERPRETED)
+  def test_equals_the_oracle(self, name):
+    case = gpu_cases.INTERPRETED[name]
+    operands = case.operands()
+    with interpreted():
+      found = jax.block_until_ready(jax.jit(case.forward)(operands))
+    self.compare(found, case.oracle(operands), case.dtype)
+
+  @parameterized.named_parameters((name, name) for name in PROPERTIES)
+  def test_properties(self, name):
+    case, = (case for case in property_cases.CASES if case.name == name)
+    arrays = {key: x.astype(jnp.bfloat16) if key in ("query", "key", "value") else x
+              for key, x in property_cases.operands(case, jnp.float32).items()}
+    cell = table.TABLE["flash_attn2", "gpu"]._replace(run=mechanism.gpu)
+    def run(arrays):
+      output = attention(**arrays, **case.arguments, mechanism="flash_attn2",
+                         metadata=OperationMetadata(platform="gpu"), return_lse=True)
+      return output.attention_outputs, output.lse
+    with interpreted(), mock.patch.dict(table.TABLE, {("flash_attn2", "gpu"): cell}):
+      found = jax.block_until_ready(jax.jit(run)(arrays))
+    wide = {key: x.astype(jnp.float32) for key, x in arrays.items()}
+    self.compare(found, property_cases.reference(case)(wide), "bfloat16")
+
+  def test_what_is_hidden_may_be_nan(self):
+    case = Case(T=200, blocks=gpu_cases.SMALL)
+    operands = case.operands()
+    spoilt = operands._replace(key=operands.key.at[:, 150:].set(jnp.inf),
+                               value=operands.value.at[:, 150:].set(jnp.nan))
+    with interpreted():
+      out, lse = jax.jit(case.forward)(spoilt)
+      clean, clean_lse = jax.jit(case.forward)(operands)
+    np.testing.assert_array_equal(out[:, :150], clean[:, :150])
+    np.testing.assert_array_equal(lse[..., :150], clean_lse[..., :150])
+    self.assertTrue(np.isnan(out[:, 150:]).all())
+    self.assertTrue(np.isnan(lse[..., 150:]).all())
+
+
+class LowerTest(parameterized.TestCase):
+
+  @parameterized.named_parameters((name, name) for name in gpu_cases.compiled())
+  def test_for_cuda(self, name):
+    run, arguments = gpu_cases.programs()[name]
+    lowered = jax.jit(run).trace(*arguments).lower(lowering_platforms=("cuda",))
+    self.assertEqual(lowered.as_text().count("custom_call @mosaic_gpu"), 1)
+
+  def test_nothing_is_interpreted_unasked(self):
+    self.assertFalse(mosaic.interpreted())
+
+  @unittest.skipUnless(INTERPRETS, "jax interprets Mosaic GPU kernels from 0.11 on")
+  def test_interpretation_is_noticed(self):
+    with interpreted():
+      self.assertTrue(mosaic.interpreted())
+
+
+class RefusalTest(parameterized.TestCase):
+
+  def refusal(self, error, words, **fields):
+    case = Case(**fields)
+    with self.assertRaisesRegex(error, words):
+      flash.KERNEL.check(case.shapes, case.full_spec, case.blocks)
+
+  def test_dtypes(self):
+    self.refusal(NotImplementedError, "query: dtype float32.*bfloat16 and float16.*blockwise",
+                 dtype="float32")
+
+  def test_widths(self):
+    self.refusal(NotImplementedError, "query: width 257.*at most 256.*blockwise", D=257)
+    self.refusal(NotImplementedError, "value: width 300.*at most 256.*blockwise", E=300)
+
+  def test_predicates_with_arrays(self):
+    mask = masks.custom(lambda b, h, q, k, table: table[q] <= k, np.zeros(136, np.int32))
+    self.refusal(NotImplementedError, "masks.custom with operands.*blockwise", mask=mask)
+
+  @parameterized.parameters(
+      (BlockSizes(100), "block_q: got 100.*multiple of 128"),
+      (BlockSizes(512), "block_q: got 512.*up to 256"),
+      (BlockSizes(None, 96), "block_kv: got 96.*multiple of 64"),
+      (BlockSizes(block_heads=2), "block_heads: got 2.*one query head"),
+      (BlockSizes(256, 256), "256 queries and 256 keys need .* KiB.*at most 227"))
+  def test_blocks(self, blocks, words):
+    self.refusal(ValueError, words, blocks=blocks, D=256)
+
+  @parameterized.product(width=tuned.WIDTHS, value_width=tuned.WIDTHS)
+  def test_blocks_that_are_chosen_fit(self, width, value_width):
+    case = Case(D=width, E=value_width)
+    cut = tuned.choose(case.shapes, case.full_spec, case.blocks)
+    self.assertLessEqual(tuned.shared_memory(cut), mosaic.SHARED_MEMORY)
+
+
+@unittest.skipIf(static_gpu.missing(), f"nothing to compile with: {static_gpu.missing()}")
+class CompileTest(parameterized.TestCase):
+
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    cls.found = {}
+    for kernel in static_gpu.measure("attn_core_test.gpu_cases:programs"):
+      program = kernel["program"] if isinstance(kernel, dict) else kernel.program
+      cls.found.setdefault(program, []).append(kernel)
+
+  @parameterized.named_parameters((name, name) for name in gpu_cases.compiled())
+  def test_machine_code(self, name):
+    kernel, = self.found[name]
+    self.assertIsInstance(kernel, static_gpu.Kernel, kernel)
+    self.assertLessEqual(kernel.spills, SPILLS.get(name, 0))
+    self.assertFalse(kernel.serialized)
+    self.assertLessEqual(kernel.registers, 168)
+    case = gpu_cases.compiled()[name]
+    cut = tuned.choose(case.shapes, case.full_spec, case.blocks)
+    self.assertLessEqual(kernel.shared_memory, tuned.shared_memory(cut))
+    # Of 64 queries, 16 long: a product with keys for every 16 of D, one with values for every 16
+    # keys.
+    products = cut.rows // mosaic.ROW_TILE * (cut.width + cut.block_kv) // 16
+    self.assertNotEmpty(kernel.loops)
+    for loop in kernel.loops:
+      self.assertEqual(loop["products"], products)
+
+
+if __name__ == "__main__":
+  absltest.main()
