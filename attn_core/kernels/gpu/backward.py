@@ -30,7 +30,7 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
   correction = steps.correction_of(residuals, cotangents, jnp.float32)
   found = {}
   if {"query", "key", "value"} & set(wrt):
-    cuts = tuned.choose_backward(operands, block_sizes)
+    cuts = tuned.choose_backward(operands, spec, block_sizes)
     arrays = _arrays(operands, spec, cotangents.out, residuals.lse, correction)
   if "query" in wrt:
     found["query"] = backward_query.d_query(arrays, operands, spec, cuts.query)

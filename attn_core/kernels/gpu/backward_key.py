@@ -75,7 +75,7 @@ class Step(NamedTuple):
 def d_key_and_value(arrays: Arrays, operands: Operands, spec: AttentionSpec,
                     cut: tuned.BackwardCut):
   """([B, S, K, D], [B, S, K, E]); `arrays` without visits and extras."""
-  setting, visits, extras = gradient.setting_of(operands, spec, cut, by_keys=True)
+  setting, visits, extras = gradient.setting_of(operands, spec, cut)
   batch, _, heads, _ = arrays.key.shape
   found = mosaic.call(
       functools.partial(_kernel, setting),
@@ -112,11 +112,11 @@ def _kernel(setting: Setting, arrays: Arrays, outputs, scratch: Scratch):
   # What is computed before the warpgroups part must fit into the registers of the one that copies.
   @pl.when(warpgroup == tuned.COMPUTING)
   def _():
-    plgpu.set_max_registers(tuned.BACKWARD_REGISTERS["copy"], action="decrease")
+    plgpu.set_max_registers(tuned.REGISTERS["copy"], action="decrease")
     _copy(setting, arrays, scratch, _place(setting))
 
   def compute(part, run):
-    plgpu.set_max_registers(tuned.BACKWARD_REGISTERS["compute"], action="increase")
+    plgpu.set_max_registers(tuned.REGISTERS["compute"], action="increase")
     run(_Compute(setting, arrays, scratch, _place(setting), part), *outputs)
 
   if setting.cut.shared:

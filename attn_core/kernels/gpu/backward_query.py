@@ -50,7 +50,7 @@ class Place(NamedTuple):
 
 def d_query(arrays: Arrays, operands: Operands, spec: AttentionSpec, cut: tuned.BackwardCut):
   """[B, T, H, D]; `arrays` without visits and extras."""
-  setting, visits, extras = gradient.setting_of(operands, spec, cut, by_keys=False)
+  setting, visits, extras = gradient.setting_of(operands, spec, cut)
   batch, rows, heads, width = arrays.query.shape
   dtype = arrays.query.dtype
   found, = mosaic.call(
@@ -81,13 +81,13 @@ def _kernel(setting: Setting, arrays: Arrays, outputs, scratch: Scratch):
   # What is computed before the warpgroups part must fit into the registers of the one that copies.
   @pl.when(warpgroup == tuned.COMPUTING)
   def _():
-    plgpu.set_max_registers(tuned.BACKWARD_REGISTERS["copy"], action="decrease")
+    plgpu.set_max_registers(tuned.REGISTERS["copy"], action="decrease")
     place = _place(setting)
     _copy(setting, arrays, scratch, place, arrays.visits.of(*place))
 
   @pl.when(warpgroup < tuned.COMPUTING)
   def _():
-    plgpu.set_max_registers(tuned.BACKWARD_REGISTERS["compute"], action="increase")
+    plgpu.set_max_registers(tuned.REGISTERS["compute"], action="increase")
     place = _place(setting)
     _Compute(setting, arrays, scratch, place, warpgroup).run(arrays.visits.of(*place), *outputs)
 

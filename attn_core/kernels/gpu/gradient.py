@@ -108,17 +108,16 @@ class Setting(NamedTuple):
     return factor * jnp.where(factor < 0, correction, d_weights * scale - correction)
 
 
-def setting_of(operands: Operands, spec: AttentionSpec, cut: tuned.BackwardCut, *,
-               by_keys: bool) -> tuple[Setting, Visits, Extras]:
+def setting_of(operands: Operands, spec: AttentionSpec,
+               cut: tuned.BackwardCut) -> tuple[Setting, Visits, Extras]:
   """How a kernel computes, which blocks it visits and what it reads beside.
 
-  Args:
-    by_keys: for the kernel that sums over queries, whose tiles are [keys, queries].
+  Tiles of the kernel that sums over queries are [keys, queries].
   """
   mask = jax.tree.unflatten(spec.mask, operands.mask.arrays)
   kinds = blocks.block_kinds(mask, cut.sizes)
-  block_map = blocks.block_map(kinds.swapaxes(-1, -2) if by_keys else kinds)
-  feed = Feed(spec, cut.sizes, transposed=by_keys)
+  block_map = blocks.block_map(kinds.swapaxes(-1, -2) if cut.by_keys else kinds)
+  feed = Feed(spec, cut.sizes, transposed=cut.by_keys)
   heads = operands.query.shape[2]
   setting = Setting(cut, Logits(feed, operands.bias is not None), heads,
                     heads // operands.key.shape[2], block_map.any_full, block_map.any_partial,
