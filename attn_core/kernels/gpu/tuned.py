@@ -172,12 +172,14 @@ def choose_backward(operands: Operands, spec: AttentionSpec, requested: BlockSiz
   lengths = operands.query.shape[1], operands.key.shape[1]
   widths = (padded_width("query", operands.query.shape[3]),
             padded_width("value", operands.value.shape[3]))
+  busy = _busy(operands, spec)
   block_kv, stages = BACKWARD_QUERY[max(widths)]
-  if _busy(operands, spec):
+  if busy or operands.bias is not None:
     block_kv = BUSY_BLOCK_KV
   block_kv = _requested(requested, "block_kv_backward", block_kv, 64, 128)
   query = BackwardCut(*lengths, COMPUTING * mosaic.ROW_TILE, block_kv, stages, *widths, False)
   stages, shared = BACKWARD_KEY[max(widths)]
+  shared = shared or busy
   block_q = _requested(requested, "block_q_backward", mosaic.ROW_TILE, 64, 64)
   block_kv = (1 if shared else COMPUTING) * mosaic.ROW_TILE
   key = BackwardCut(*lengths, block_q, block_kv, stages, *widths, True, shared)
