@@ -1,4 +1,4 @@
-"""The backward of the GPU kernels: interpreted on a CPU against the oracle's gradients, and compiled.
+"""The backward of the GPU kernels: interpreted on a CPU against the oracle, and compiled.
 
 See gpu_test for the forward and for what both share.
 """
@@ -29,8 +29,8 @@ from attn_core_test.gpu_cases import Case
 
 INTERPRETS = hasattr(plgpu, "force_gpu_interpret_mode")
 TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3}
-# Run through `attention`, forward and backward; the other cases of properties_test differ from these
-# before a kernel is reached, or in what `gpu_cases.GRADIENTS` has.
+# Run through `attention`, forward and backward; the other cases of properties_test differ from
+# these before a kernel is reached, or in what `gpu_cases.GRADIENTS` has.
 PROPERTIES = ("full_odd_sizes_e_not_d", "positions", "custom_predicate", "everything",
               "sinks_several_empty_rows", "unnormalised", "layout_thd")
 # Bytes, in blocks at the edge of documents only: there, two ids more of every row and column.

@@ -103,7 +103,8 @@ def _scratch(cut: tuned.BackwardCut, dtype) -> Scratch:
       mosaic.operand((stages[1], cut.block_q, cut.value_width), dtype),
       plgpu.SMEM((stages[0], cut.block_q), jnp.float32),
       plgpu.SMEM((stages[1], cut.block_q), jnp.float32), weights, copied, copied, *full, *free,
-      passed, passed, products.scratch_of([(parts, rows, cut.width), (parts, rows, cut.value_width)]))
+      passed, passed,
+      products.scratch_of([(parts, rows, cut.width), (parts, rows, cut.value_width)]))
 
 
 def _kernel(setting: Setting, arrays: Arrays, outputs, scratch: Scratch):
