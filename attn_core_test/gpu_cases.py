@@ -1,15 +1,31 @@
 """Calls of the GPU kernels: what is compiled for a Hopper, and what is interpreted on the CPU."""
 
+import contextlib
+import io
 from typing import Any, NamedTuple
 
 import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 
 from attn_core import masks
 from attn_core.kernels.gpu import flash, tuned
+from attn_core.kernels.kernel import Residuals
 from attn_core.references import oracle
-from attn_core.types import AttentionSpec, BlockSizes, MaskOperands, Operands
+from attn_core.types import (DIFFERENTIABLE, AttentionSpec, BlockSizes, MaskOperands,
+                             Operands)
+
+
+@contextlib.contextmanager
+def interpreted():
+  """Runs GPU kernels on the CPU; fails where a race was seen (before jax 0.12 it is printed)."""
+  printed = io.StringIO()
+  with contextlib.redirect_stdout(printed), plgpu.force_gpu_interpret_mode(
+      plgpu.InterpretGPUParams(detect_races=True)):
+    yield
+  assert "RACE" not in printed.getvalue(), printed.getvalue()
+
 
 IDS = np.repeat(np.array([[0, 1, 2, -1], [5, 5, 6, 7]], np.int32), 75, 1)
 DENSE = np.random.default_rng(0).random((2, 4, 260, 260)) < 0.5
@@ -59,6 +75,34 @@ class Case(NamedTuple):
     """(out, lse) of the kernel."""
     return tuple(flash.KERNEL.forward(operands, self.full_spec, self.blocks))
 
+  @property
+  def wrt(self) -> tuple[str, ...]:
+    """The operands that have gradients."""
+    return tuple(name for name in DIFFERENTIABLE if getattr(self.shapes, name) is not None)
+
+  def backward(self, operands: Operands, residuals: Residuals, cotangents: Residuals) -> dict:
+    """Cotangents by the names in `wrt`."""
+    found = flash.KERNEL.backward(operands, self.full_spec, self.blocks, residuals, cotangents,
+                                  self.wrt)
+    return dict(zip(self.wrt, found))
+
+  def derivatives(self, operands: Operands) -> tuple[Residuals, Residuals, dict]:
+    """(residuals, random cotangents, their images under the oracle's backward in float64)."""
+    rng = np.random.default_rng(1)
+    with jax.enable_x64(True):
+      wide = {name: getattr(operands, name).astype(jnp.float64) for name in self.wrt}
+      def run(arrays):
+        output = oracle.attention(operands._replace(**arrays), self.full_spec)
+        return output.attention_outputs, output.lse
+      (out, lse), pull = jax.vjp(run, wide)
+      dtype = operands.query.dtype
+      d_out = jnp.asarray(rng.normal(size=out.shape)).astype(dtype)
+      d_lse = jnp.where(jnp.isfinite(lse), jnp.asarray(rng.normal(size=lse.shape)), 0)
+      d_lse = d_lse.astype(jnp.float32)
+      expected, = pull((d_out.astype(jnp.float64), d_lse.astype(jnp.float64)))
+      return (Residuals(out.astype(dtype), lse.astype(jnp.float32)), Residuals(d_out, d_lse),
+              expected)
+
   def oracle(self, operands: Operands) -> tuple[Any, Any]:
     """(out, lse) in float32."""
     wide = {name: getattr(operands, name).astype(jnp.float32) for name in ("query", "key", "value")}
@@ -83,11 +127,26 @@ INTERPRETED = {
     "width_256": Case(D=256),
 }
 
+# For the backward: what else it computes with, and groups of heads in kernels of every kind.
+_WORDS = {"dropout_key": ((1, 2), "uint32")}
+GRADIENTS = {
+    **{name: case for name, case in INTERPRETED.items() if name != "two_tiles_a_warpgroup"},
+    "window": Case(masks.causal() & masks.window(100, 0), T=400),
+    "dense_per_head": Case(masks.dense(DENSE), B=2, T=260, H=4, K=2),
+    "soft_cap": Case(T=200, spec={"logits_soft_cap": 3.0}),
+    "dropout": Case(T=200, spec={"dropout_prob": 0.3}, extras=_WORDS),
+    "bias_and_sinks": Case(T=140, H=2, extras={"bias": ((1, 2, 140, 140), "float32"),
+                                               "sinks": ((1, 2), "float32")}),
+    "group_of_shared_keys": Case(
+        T=140, H=2, K=1, D=192, E=128, spec={"dropout_prob": 0.3, "logits_soft_cap": 3.0},
+        extras=_WORDS),
+    "width_128_group_float16": Case(T=140, H=2, K=1, D=128, dtype="float16"),
+}
+
 _T, _H = 1024, 4
 _LONG_IDS = np.zeros((2, _T), np.int32)
 _PAIRS = (1, _H, _T, _T)
 _DOCUMENTS = masks.causal() & masks.segments(_LONG_IDS)
-_KEY = {"dropout_key": ((1, 2), "uint32")}
 
 FEATURES = {
     "window": Case(masks.causal() & masks.window(200, 0)),
@@ -100,10 +159,10 @@ FEATURES = {
     "bias_row": Case(extras={"bias": ((1, _H, 1, _T), "float32")}),
     "sinks": Case(extras={"sinks": ((1, _H), "float32")}),
     "soft_cap": Case(spec={"logits_soft_cap": 30.0}),
-    "dropout": Case(spec={"dropout_prob": 0.1}, extras=_KEY),
+    "dropout": Case(spec={"dropout_prob": 0.1}, extras=_WORDS),
     "everything": Case(
         _DOCUMENTS & masks.window(200, 100), spec={"dropout_prob": 0.1, "logits_soft_cap": 30.0},
-        extras={"bias": (_PAIRS, "float32"), "sinks": ((1, _H), "float32"), **_KEY}),
+        extras={"bias": (_PAIRS, "float32"), "sinks": ((1, _H), "float32"), **_WORDS}),
 }
 
 
@@ -120,6 +179,24 @@ def compiled() -> dict[str, Case]:
   return {name: case._replace(B=2, T=_T, H=_H) for name, case in found.items()}
 
 
+def compiled_backward() -> dict[str, Case]:
+  """Those of `compiled` whose backward is another one, with groups of heads."""
+  same = ("sinks", "float16_64")  # as without sinks; as of float16_256
+  return {name: case._replace(K=_H // 2) for name, case in compiled().items()
+          if not name.startswith(same)}
+
+
 def programs() -> dict[str, tuple[Any, tuple]]:
   """For `benchmarks.static_gpu`."""
   return {name: (case.forward, (case.shapes,)) for name, case in compiled().items()}
+
+
+def backward_programs() -> dict[str, tuple[Any, tuple]]:
+  """For `benchmarks.static_gpu`: cotangents of queries, keys and values, by two kernels."""
+  def program(case):
+    shapes = case.shapes
+    residuals = Residuals(*jax.eval_shape(case.forward, shapes))
+    run = lambda *args: flash.KERNEL.backward(
+        args[0], case.full_spec, case.blocks, *args[1:], ("query", "key", "value"))
+    return run, (shapes, residuals, residuals)
+  return {name: program(case) for name, case in compiled_backward().items()}

@@ -10,8 +10,6 @@ import os
 os.environ["NPROC"] = "16"
 
 # pylint: disable=g-import-not-at-top
-import contextlib
-import io
 import unittest
 from unittest import mock
 
@@ -40,16 +38,6 @@ PROPERTIES = (
 SPILLS = {"bias_256": 40}
 
 
-@contextlib.contextmanager
-def interpreted():
-  """Runs GPU kernels on the CPU; fails where a race was seen (before jax 0.12 it is printed)."""
-  printed = io.StringIO()
-  with contextlib.redirect_stdout(printed), plgpu.force_gpu_interpret_mode(
-      plgpu.InterpretGPUParams(detect_races=True)):
-    yield
-  assert "RACE" not in printed.getvalue(), printed.getvalue()
-
-
 @unittest.skipUnless(INTERPRETS, "jax interprets Mosaic GPU kernels from 0.11 on")
 class InterpretTest(parameterized.TestCase):
 
@@ -64,7 +52,7 @@ class InterpretTest(parameterized.TestCase):
   def test_equals_the_oracle(self, name):
     case = gpu_cases.INTERPRETED[name]
     operands = case.operands()
-    with interpreted():
+    with gpu_cases.interpreted():
       found = jax.block_until_ready(jax.jit(case.forward)(operands))
     self.compare(found, case.oracle(operands), case.dtype)
 
@@ -78,7 +66,7 @@ class InterpretTest(parameterized.TestCase):
       output = attention(**arrays, **case.arguments, mechanism="flash_attn2",
                          metadata=OperationMetadata(platform="gpu"), return_lse=True)
       return output.attention_outputs, output.lse
-    with interpreted(), mock.patch.dict(table.TABLE, {("flash_attn2", "gpu"): cell}):
+    with gpu_cases.interpreted(), mock.patch.dict(table.TABLE, {("flash_attn2", "gpu"): cell}):
       found = jax.block_until_ready(jax.jit(run)(arrays))
     wide = {key: x.astype(jnp.float32) for key, x in arrays.items()}
     self.compare(found, property_cases.reference(case)(wide), "bfloat16")
@@ -88,7 +76,7 @@ class InterpretTest(parameterized.TestCase):
     operands = case.operands()
     spoilt = operands._replace(key=operands.key.at[:, 150:].set(jnp.inf),
                                value=operands.value.at[:, 150:].set(jnp.nan))
-    with interpreted():
+    with gpu_cases.interpreted():
       out, lse = jax.jit(case.forward)(spoilt)
       clean, clean_lse = jax.jit(case.forward)(operands)
     np.testing.assert_array_equal(out[:, :150], clean[:, :150])
@@ -110,7 +98,7 @@ class LowerTest(parameterized.TestCase):
 
   @unittest.skipUnless(INTERPRETS, "jax interprets Mosaic GPU kernels from 0.11 on")
   def test_interpretation_is_noticed(self):
-    with interpreted():
+    with gpu_cases.interpreted():
       self.assertTrue(mosaic.interpreted())
 
 

@@ -1,9 +1,6 @@
-"""Block-wise attention as Mosaic GPU kernels for Hopper, as the library's `Kernel`.
+"""Block-wise attention as Mosaic GPU kernels for Hopper, as the library's `Kernel`."""
 
-The backward is the block-wise one in plain XLA.
-"""
-
-from attn_core.kernels.gpu import forward, mosaic, tuned
+from attn_core.kernels.gpu import backward, forward, mosaic, tuned
 from attn_core.kernels.kernel import Kernel
 from attn_core.kernels.xla import blockwise
 from attn_core.masks import algebra
@@ -12,11 +9,12 @@ from attn_core.types import AttentionSpec, BlockSizes, Operands
 
 def _check(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> None:
   tuned.choose(operands, spec, block_sizes)
+  tuned.choose_backward(operands, spec, block_sizes)
   if algebra.WHOLE in algebra.structure_roles(spec.mask):
     raise NotImplementedError(
         "mask: masks.custom with operands; the GPU kernels cannot cut them into blocks; "
         "mechanism='blockwise' can")
 
 
-KERNEL = Kernel("gpu", forward.forward, blockwise.backward, blockwise.tangent, blockwise.KERNEL,
+KERNEL = Kernel("gpu", forward.forward, backward.backward, blockwise.tangent, blockwise.KERNEL,
                 _check, mosaic.effects)

@@ -22,7 +22,7 @@ WIDTHS = (64, 80, 96, 128, 192, 256)
 # keys, and stages.
 FORWARD = {64: (128, 128, 2), 80: (128, 128, 2), 96: (128, 128, 2), 128: (128, 128, 2),
            192: (128, 64, 3), 256: (128, 64, 2)}
-# Where two of bias, dropout and soft cap need registers for every pair, too.
+# See `_busy`.
 BUSY_BLOCK_KV = 64
 OTHER_BYTES = 4096  # for barriers, lse, alignment, and what reductions across warps need
 
@@ -77,8 +77,7 @@ def choose(operands: Operands, spec: AttentionSpec, requested: BlockSizes) -> Cu
   width = padded_width("query", operands.query.shape[3])
   value_width = padded_width("value", operands.value.shape[3])
   block_q, block_kv, stages = FORWARD[max(width, value_width)]
-  busy = (operands.bias is not None, spec.dropout_prob > 0, spec.logits_soft_cap is not None)
-  if sum(busy) > 1:
+  if _busy(operands, spec):
     block_kv = BUSY_BLOCK_KV
   block_q = _requested(requested, "block_q", block_q, 128, 256)
   block_kv = _requested(requested, "block_kv", block_kv, 64, 256)
@@ -107,6 +106,12 @@ def shared_memory(cut: Cut) -> int:
   return itemsize * (cut.block_q * rows + staged) + OTHER_BYTES
 
 
+def _busy(operands: Operands, spec: AttentionSpec) -> bool:
+  """Whether two of bias, dropout and soft cap need registers for every pair."""
+  return sum((operands.bias is not None, spec.dropout_prob > 0,
+              spec.logits_soft_cap is not None)) > 1
+
+
 def _check_dtype(operands: Operands) -> None:
   dtype = jnp.dtype(operands.query.dtype).name
   if dtype not in DTYPES:
@@ -123,3 +128,79 @@ def _requested(requested: BlockSizes, field: str, tuned: int, multiple: int, mos
     raise ValueError(f"block_sizes.{field}: got {size}; on a GPU expected a multiple of {multiple} "
                      f"tokens up to {most}")
   return size
+
+
+# --- Backward. -----------------------------------------------------------------------------------
+
+PASSED = 2  # tiles of weights on their way between two warpgroups that share their keys
+# Width of queries and keys, the larger one of those of values: of the kernel that sums over keys,
+# tokens of a block of keys, stages of keys and of values.
+BACKWARD_QUERY = {64: (128, (2, 2)), 80: (128, (2, 2)), 96: (128, (2, 2)), 128: (128, (2, 2)),
+                  192: (64, (2, 2)), 256: (64, (2, 1))}
+# Of the kernel that sums over queries: stages of queries and of d_out, and whether the warpgroups
+# share their keys. A block is 64 queries: more do not leave enough registers.
+BACKWARD_KEY = {64: ((3, 3), False), 80: ((3, 3), False), 96: ((3, 3), False),
+                128: ((2, 2), False), 192: ((2, 2), True), 256: ((2, 2), True)}
+BACKWARD_OTHER_BYTES = 1536  # for barriers and alignment
+
+
+class BackwardCut(NamedTuple):
+  """How a kernel of the backward cuts an attention, in tokens."""
+
+  queries: int  # T
+  keys: int  # S
+  block_q: int
+  block_kv: int
+  stages: tuple[int, int]  # of what is D wide, and of what is E wide
+  width: int  # D, padded
+  value_width: int  # E, padded
+  by_keys: bool  # whether it sums over queries: what passes through the stages
+  shared: bool = False  # whether the computing warpgroups share their keys
+
+  @property
+  def sizes(self) -> blocks.Sizes:
+    return blocks.Sizes(self.queries, self.keys, self.block_q, self.block_kv)
+
+
+class BackwardCuts(NamedTuple):
+  """Of the two kernels of the backward."""
+
+  query: BackwardCut  # sums over keys
+  key: BackwardCut  # sums over queries
+
+
+def choose_backward(operands: Operands, spec: AttentionSpec, requested: BlockSizes) -> BackwardCuts:
+  """How to cut the backward; arguments and errors as of `choose`."""
+  _check_dtype(operands)
+  lengths = operands.query.shape[1], operands.key.shape[1]
+  widths = (padded_width("query", operands.query.shape[3]),
+            padded_width("value", operands.value.shape[3]))
+  busy = _busy(operands, spec)
+  block_kv, stages = BACKWARD_QUERY[max(widths)]
+  if busy or operands.bias is not None:
+    block_kv = BUSY_BLOCK_KV
+  block_kv = _requested(requested, "block_kv_backward", block_kv, 64, 128)
+  query = BackwardCut(*lengths, COMPUTING * mosaic.ROW_TILE, block_kv, stages, *widths, False)
+  stages, shared = BACKWARD_KEY[max(widths)]
+  shared = shared or busy
+  block_q = _requested(requested, "block_q_backward", mosaic.ROW_TILE, 64, 64)
+  block_kv = (1 if shared else COMPUTING) * mosaic.ROW_TILE
+  key = BackwardCut(*lengths, block_q, block_kv, stages, *widths, True, shared)
+  needed = shared_memory_backward(query)
+  if needed > mosaic.SHARED_MEMORY:
+    raise ValueError(
+        f"block_sizes.block_kv_backward: {query.block_kv} keys need {needed / 1024:.0f} KiB of "
+        f"shared memory; expected at most {mosaic.SHARED_MEMORY // 1024}: give 64")
+  return BackwardCuts(query, key)
+
+
+def shared_memory_backward(cut: BackwardCut) -> int:
+  """Bytes that a kernel of the backward takes: its own tokens, and stages of the others."""
+  own, staged = (cut.block_kv, cut.block_q) if cut.by_keys else (cut.block_q, cut.block_kv)
+  tokens = [own + stages * staged for stages in cut.stages]
+  needed = 2 * (tokens[0] * cut.width + tokens[1] * cut.value_width)
+  if cut.by_keys:
+    needed += 4 * sum(cut.stages) * staged
+  if cut.shared:
+    needed += 4 * PASSED * cut.block_q * cut.block_kv
+  return needed + BACKWARD_OTHER_BYTES

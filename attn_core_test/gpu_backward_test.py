@@ -1,0 +1,181 @@
+"""The backward of the GPU kernels: interpreted on a CPU against the oracle, and compiled.
+
+See gpu_test for the forward and for what both share.
+"""
+
+import os
+
+# Interpreted warpgroups wait for each other on threads of XLA's, of which there are otherwise as
+# many as cores.
+os.environ["NPROC"] = "16"
+
+# pylint: disable=g-import-not-at-top
+import unittest
+from unittest import mock
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+
+from attn_core import BlockSizes, OperationMetadata, attention, table
+from attn_core.benchmarks import static_gpu
+from attn_core.kernels.gpu import flash, mosaic, tuned
+from attn_core.mechanisms import flash as mechanism
+from attn_core_test import gpu_cases, property_cases
+from attn_core_test.gpu_cases import Case
+
+INTERPRETS = hasattr(plgpu, "force_gpu_interpret_mode")
+TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3}
+# Run through `attention`, forward and backward; the other cases of properties_test differ from
+# these before a kernel is reached, or in what `gpu_cases.GRADIENTS` has.
+PROPERTIES = ("full_odd_sizes_e_not_d", "positions", "custom_predicate", "everything",
+              "sinks_several_empty_rows", "unnormalised", "layout_thd")
+# Bytes, in blocks at the edge of documents only: there, two ids more of every row and column.
+SPILLS = {("query", "segments_128"): 32, ("key", "segments_128"): 24}
+
+
+@unittest.skipUnless(INTERPRETS, "jax interprets Mosaic GPU kernels from 0.11 on")
+class InterpretTest(parameterized.TestCase):
+
+  def compare(self, found, expected, dtype):
+    for name, y in expected.items():
+      x, y = np.asarray(found[name], np.float32), np.asarray(y, np.float32)
+      size = max(1.0, np.abs(y).max())
+      np.testing.assert_allclose(x, y, rtol=0, atol=TOLERANCE[dtype] * size, err_msg=name)
+
+  @parameterized.named_parameters((name, name) for name in gpu_cases.GRADIENTS)
+  def test_equals_the_oracle(self, name):
+    case = gpu_cases.GRADIENTS[name]
+    operands = case.operands()
+    residuals, cotangents, expected = case.derivatives(operands)
+    with gpu_cases.interpreted():
+      found = jax.block_until_ready(jax.jit(case.backward)(operands, residuals, cotangents))
+    self.assertEqual(set(found), set(expected))
+    self.compare(found, expected, case.dtype)
+
+  @parameterized.named_parameters((name, name) for name in PROPERTIES)
+  def test_properties(self, name):
+    case, = (case for case in property_cases.CASES if case.name == name)
+    arrays = {key: x.astype(jnp.bfloat16) if key in ("query", "key", "value") else x
+              for key, x in property_cases.operands(case, jnp.float32).items()}
+    def run(arrays):
+      output = attention(**arrays, **case.arguments, mechanism="flash_attn2",
+                         metadata=OperationMetadata(platform="gpu"), return_lse=True)
+      return output.attention_outputs, output.lse
+    rng = np.random.default_rng(2)
+    reference = property_cases.reference(case)
+    weights = [rng.normal(size=x.shape) for x in jax.eval_shape(reference, arrays)]
+    def gradient(run):
+      def loss(arrays):
+        parts = [jnp.where(jnp.isfinite(x), x.astype(jnp.float32), 0) * w
+                 for x, w in zip(run(arrays), weights)]
+        return sum(x.sum() for x in parts)
+      return jax.jit(jax.grad(loss))
+    cell = table.TABLE["flash_attn2", "gpu"]._replace(run=mechanism.gpu)
+    with gpu_cases.interpreted(), mock.patch.dict(table.TABLE, {("flash_attn2", "gpu"): cell}):
+      found = jax.block_until_ready(gradient(run)(arrays))
+    expected = gradient(reference)({key: x.astype(jnp.float32) for key, x in arrays.items()})
+    self.compare(found, expected, "bfloat16")
+
+  @parameterized.parameters("causal_odd_length", "group_of_shared_keys")
+  def test_is_the_same_bit_for_bit(self, name):
+    case = gpu_cases.GRADIENTS[name]
+    operands = case.operands()
+    residuals, cotangents, _ = case.derivatives(operands)
+    with gpu_cases.interpreted():
+      run = jax.jit(case.backward)
+      first, second = (jax.block_until_ready(run(operands, residuals, cotangents))
+                       for _ in range(2))
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+
+  def test_what_is_hidden_may_be_nan(self):
+    case = Case(T=200)
+    operands = case.operands()
+    residuals, cotangents, _ = case.derivatives(operands)
+    # The last queries see the last keys: nothing is asked of them here.
+    cotangents = jax.tree.map(jnp.array, cotangents)
+    late = jnp.arange(200) >= 150
+    residuals = residuals._replace(lse=jnp.where(late, -jnp.inf, residuals.lse))
+    cotangents = cotangents._replace(lse=jnp.where(late, 0, cotangents.lse))
+    spoilt = operands._replace(key=operands.key.at[:, 150:].set(jnp.inf),
+                               value=operands.value.at[:, 150:].set(jnp.nan))
+    with gpu_cases.interpreted():
+      run = jax.jit(case.backward)
+      found, clean = (run(x, residuals, cotangents) for x in (spoilt, operands))
+    for name in case.wrt:
+      np.testing.assert_array_equal(found[name][:, :150], clean[name][:, :150])
+      self.assertTrue((np.asarray(found[name][:, 150:]) == 0).all())
+
+
+class LowerTest(parameterized.TestCase):
+
+  @parameterized.named_parameters((name, name) for name in gpu_cases.compiled_backward())
+  def test_for_cuda(self, name):
+    run, arguments = gpu_cases.backward_programs()[name]
+    lowered = jax.jit(run).trace(*arguments).lower(lowering_platforms=("cuda",))
+    self.assertEqual(lowered.as_text().count("custom_call @mosaic_gpu"), 2)
+
+
+class RefusalTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+      (BlockSizes(block_q_backward=128), 64, "block_q_backward: got 128.*up to 64"),
+      (BlockSizes(block_kv_backward=100), 64, "block_kv_backward: got 100.*multiple of 64"),
+      (BlockSizes(block_kv_backward=128), 256, "block_kv_backward: 128 keys need .* KiB.*give 64"))
+  def test_blocks(self, blocks, width, words):
+    case = Case(D=width, blocks=blocks)
+    with self.assertRaisesRegex(ValueError, words):
+      flash.KERNEL.check(case.shapes, case.full_spec, case.blocks)
+
+  @parameterized.product(width=tuned.WIDTHS, value_width=tuned.WIDTHS)
+  def test_blocks_that_are_chosen_fit(self, width, value_width):
+    case = Case(D=width, E=value_width)
+    for cut in tuned.choose_backward(case.shapes, case.full_spec, case.blocks):
+      self.assertLessEqual(tuned.shared_memory_backward(cut), mosaic.SHARED_MEMORY)
+
+
+@unittest.skipIf(static_gpu.missing(), f"nothing to compile with: {static_gpu.missing()}")
+class CompileTest(parameterized.TestCase):
+
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    cls.found = {}
+    for kernel in static_gpu.measure("attn_core_test.gpu_cases:backward_programs"):
+      program = kernel["program"] if isinstance(kernel, dict) else kernel.program
+      cls.found.setdefault(program, []).append(kernel)
+
+  @parameterized.named_parameters((name, name) for name in gpu_cases.compiled_backward())
+  def test_machine_code(self, name):
+    case = gpu_cases.compiled_backward()[name]
+    cuts = tuned.choose_backward(case.shapes, case.full_spec, case.blocks)
+    kernels = {}
+    for kernel in self.found[name]:
+      self.assertIsInstance(kernel, static_gpu.Kernel, kernel)
+      kernels[kernel.name] = kernel
+    self.assertLen(kernels, 2)
+    for direction, cut in zip(("query", "key"), cuts):
+      kernel, = (x for n, x in kernels.items() if f"backward_{direction}" in n)
+      with self.subTest(direction):
+        self.assertLessEqual(kernel.spills, SPILLS.get((direction, name), 0))
+        self.assertFalse(kernel.serialized)
+        self.assertLessEqual(kernel.registers, 168)
+        self.assertLessEqual(kernel.shared_memory, tuned.shared_memory_backward(cut))
+        self.assertEqual(sorted(loop["products"] for loop in kernel.loops), self.products(cut))
+
+  def products(self, cut):
+    """Instructions of the loops, sorted: 64 wide and 16 long, or as wide as the sums."""
+    scores, d_weights = cut.width // 16, cut.value_width // 16
+    if not cut.by_keys:
+      return [scores + d_weights + cut.block_kv // 16]
+    added = cut.block_q // 16
+    if cut.shared:
+      return sorted([scores + added, d_weights + added])
+    return [scores + d_weights + 2 * added]
+
+
+if __name__ == "__main__":
+  absltest.main()
