@@ -34,6 +34,9 @@ setuptools.setup(
         "progress": ["tqdm"],
         "tpu": ["jax[tpu]"],
         "cuda": ["jax[cuda13]"],
+        # To compile for a GPU that is not there.
+        "cuda_compiler": ["jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-nvvm",
+                          "nvidia-cuda-nvdisasm"],
     },
     # The default, build/, is the Bazel file BUILD on a disk that ignores case.
     options={"build": {"build_base": ".build"}},

@@ -81,10 +81,10 @@ def missing() -> str | None:
       if importlib.util.find_spec(module):
         break
   else:
-    return "jax's CUDA plugin is not installed: pip install jax-cuda13-plugin jax-cuda13-pjrt"
-  for tool, wheel in (("ptxas", "nvidia-cuda-nvcc"), ("nvdisasm", "nvidia-cuda-nvdisasm")):
+    return "jax's CUDA plugin is not installed: pip install 'attn_core[cuda_compiler]'"
+  for tool in ("ptxas", "nvdisasm"):
     if _tool(tool) is None:
-      return f"there is no {tool}: pip install {wheel}"
+      return f"there is no {tool}: pip install 'attn_core[cuda_compiler]'"
   return None
 
 
