@@ -298,7 +298,7 @@ class ScheduleTest(parameterized.TestCase):
 
   @parameterized.parameters(
       (128, 8, False, 8), (512, 8, False, 4), (512, 6, False, 3), (512, 7, False, 1),
-      (2048, 8, False, 2), (8192, 8, True, 2), (16384, 8, True, 1))
+      (2048, 8, False, 2), (8192, 8, False, 1), (8192, 8, True, 2), (16384, 8, True, 1))
   def test_heads_of_a_step(self, tokens, heads, backward, expected):
     cut = tuned.choose(shapes(tokens, heads, 128, jnp.bfloat16), BlockSizes(), masks.causal(),
                        backward=backward)
@@ -405,6 +405,11 @@ class CompileTest(parameterized.TestCase):
   @parameterized.named_parameters(("_".join(map(str, case)), *case) for case in compiled())
   def test_widths(self, chip, dtype, width, value_width, kind):
     self.compile(chip, Case(KINDS[kind], T=2048, D=width, E=value_width, dtype=dtype, blocks=None))
+
+  @parameterized.parameters(*CHIPS)
+  def test_long(self, chip):
+    self.compile(chip, Case(KINDS["causal"], T=tuned.LONG_KEYS, D=128, dtype="bfloat16",
+                            blocks=None))
 
   @parameterized.named_parameters((name, name) for name in CASES)
   def test_features(self, name):

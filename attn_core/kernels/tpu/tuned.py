@@ -4,22 +4,25 @@ A block is what one step of the grid fetches; its tiles are hidden, visible or i
 neighbouring tiles of one kind are computed at once. Chosen by libtpu's static cycles in bfloat16
 (attn_core_test/results/tpu_static.md, tpu_notes.md): large blocks, since every step pays for
 filling and draining the pipeline between the units; small tiles where the edge of a mask cuts many
-of them. The same choice won wherever others were counted, too: v6e with D = 64, 128 and 256 at
-4,096 tokens and D = 128 at 1,024 and 2,048; v5e, v5p and tpu7x with D = 128. So only the kind of
-mask and the direction count. What is not in the table takes the same blocks: as far as its length
-goes, with query blocks divided by the query heads of a key head, and halved until a kernel fits.
+of them. Counted on v6e with D = 64, 128 and 256 at 4,096 tokens and D = 128 at 1,024 to 8,192, on
+v5e, v5p and tpu7x with D = 128: what is best on one is best or nearly so on the others, so that
+only the kind of mask and the direction count. What is not in the table takes the same blocks: as
+far as its length goes, with query blocks divided by the query heads of a key head, and halved until
+a kernel fits.
 """
 
 from attn_core.kernels.tpu.schedule import LANES, Cut, round_up
-from attn_core.masks import algebra
+from attn_core.masks import algebra, reach
 from attn_core.types import BlockSizes, Operands, cdiv
 
 MOST_TILES = 16  # of a block: their kinds share one 32-bit number
 # (kind of mask, backward): query tokens times query heads of a key head, key tokens, and tokens of
 # a tile along both sides, or twice that where there were too many tiles.
-FULL, MASKED = "full", "masked"
+FULL, MASKED, LONG = "full", "masked", "long"
 BLOCKS = {(FULL, False): (2048, 2048, 512), (FULL, True): (1024, 2048, 512),
-          (MASKED, False): (1024, 1024, 256), (MASKED, True): (1024, 1024, 256)}
+          (MASKED, False): (1024, 1024, 256), (MASKED, True): (1024, 1024, 256),
+          (LONG, False): (2048, 2048, 256), (LONG, True): (1024, 1024, 256)}
+LONG_KEYS = 8192  # from here on, a mask that shows most of a row is LONG
 PER_PAIR_BLOCK = (512, 512, 512)  # where a bias or a dense mask brings a number per pair
 # By backward: products of float32 take six passes, beside which filling the pipeline is little. A
 # third of the code compiles in half the time; the forward is 2% slower to 4% faster than with the
@@ -78,7 +81,7 @@ def _blocks(operands: Operands, mask: algebra.Mask, backward: bool) -> tuple[int
     return PER_PAIR_BLOCK
   if operands.query.dtype.itemsize == 4:
     return FLOAT32_BLOCKS[backward]
-  return BLOCKS[FULL if isinstance(mask, algebra.Full) else MASKED, backward]
+  return BLOCKS[_kind(mask, operands.key.shape[1]), backward]
 
 
 def _cut(operands: Operands, rows: int, columns: int, tile: int) -> Cut:
@@ -105,6 +108,12 @@ def _with_heads(cut: Cut, operands: Operands, backward: bool):
 
 def _group(operands: Operands) -> int:
   return operands.query.shape[2] // operands.key.shape[2]
+
+
+def _kind(mask: algebra.Mask, keys: int) -> str:
+  if isinstance(mask, algebra.Full):
+    return FULL
+  return LONG if keys >= LONG_KEYS and not reach.is_narrow(mask) else MASKED
 
 
 def _wanted(requested: BlockSizes, field: str, length: int) -> int | None:
