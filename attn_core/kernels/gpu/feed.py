@@ -30,6 +30,9 @@ class Extras(NamedTuple):
   head_offset: Any  # int32 [B or 1]
   bias: Any  # [B or 1, H or 1, T or 1, S or 1], padded to whole blocks
   words: Any  # uint32 [B or 1, 2], of dropout
+  poisoned: Any = None  # int32 [B, K, blocks of keys]: whether `poison` is anything but 0
+  poison: Any = None  # float32 [B, K, S], padded to whole blocks: NaN for keys of values that are
+  # not finite, 0 for others; None: such values are left as they are
 
 
 class Feed(NamedTuple):
@@ -38,6 +41,7 @@ class Feed(NamedTuple):
   spec: AttentionSpec
   sizes: blocks.Sizes  # block_q: of a block of threads
   transposed: bool = False
+  group: int = 1  # query heads of a key head
 
   def pack(self, operands: Operands) -> Extras:
     """Pads to whole blocks; transposes what has a number for every pair, if tiles are."""
@@ -79,6 +83,15 @@ class Feed(NamedTuple):
     """float32, of the tile's shape or a number."""
     return self._per_pair(extras.bias, tile).astype(jnp.float32)
 
+  def poisoned(self, extras: Extras, tile: tiles.Tile, logits):
+    """Logits of the tile's shape, NaN for keys of values that are not finite."""
+    head = lax.div(tile.head, mosaic.int32(self.group))
+    flags, keys = (ref.at[tile.batch, head] for ref in (extras.poisoned, extras.poison))
+    def add(logits):
+      return logits + self._vector(keys.at[pl.ds(tile.key, tile.num_keys)], self._axis(1), tile)
+    block = lax.div(tile.key, mosaic.int32(self.sizes.block_kv))
+    return lax.cond(flags[block] != 0, add, lambda logits: logits, logits)
+
   def coordinates(self, extras: Extras, tile: tiles.Tile):
     """(mask with its arrays cut to the tile, where the tile's elements are)."""
     leaves = [self._leaf(ref, role, tile) for ref, role in zip(
@@ -88,15 +101,25 @@ class Feed(NamedTuple):
       batch = extras.batch_index[tile.batch]
     if extras.head_offset is not None:
       head = head + extras.head_offset[_row(extras.head_offset, 0, tile.batch)]
-    index = lambda axis, start: start + plgpu.broadcasted_iota(
-        jnp.int32, self.shape(tile), axis, layout=mosaic.TILE)
-    query, key = index(self._axis(0), tile.query), index(self._axis(1), tile.key)
+    query = self._index(self._axis(0), tile.query, tile)
+    key = self._index(self._axis(1), tile.key, tile)
     return (jax.tree.unflatten(self.spec.mask, leaves),
             algebra.Coordinates(batch, head, query, key, query, key))
 
   def _axis(self, axis: int) -> int:
     """Where the queries (0) or the keys (1) of a tile are."""
     return 1 - axis if self.transposed else axis
+
+  def _index(self, axis: int, start, tile: tiles.Tile):
+    """The numbers of the tile's rows or columns.
+
+    The barrier keeps the compiler from computing in advance what does not depend on `start`: kept
+    through a loop, it would take registers that the products need.
+    """
+    layout = mosaic.COLUMNS if axis else mosaic.ROWS
+    shape = self.shape(tile)
+    numbers = plgpu.broadcasted_iota(jnp.int32, (shape[axis],), 0, layout=layout)
+    return lax.broadcast_in_dim(lax.optimization_barrier(numbers + start), shape, [axis])
 
   def _leaf(self, ref, role: str, tile: tiles.Tile):
     if role == algebra.DENSE:

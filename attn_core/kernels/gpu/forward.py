@@ -47,6 +47,10 @@ class Setting(NamedTuple):
   def feed(self) -> Feed:
     return self.logits.feed
 
+  @property
+  def drops(self) -> bool:
+    return self.feed.spec.dropout_prob > 0
+
 
 class Inputs(NamedTuple):
   """References in global memory."""
@@ -54,6 +58,7 @@ class Inputs(NamedTuple):
   query: Any  # [B, T, H, D]
   key: Any  # [B, S, K, D]
   value: Any  # [B, S, K, E]
+  shielded_value: Any  # the same for blocks of which something is hidden; None: `value`
   sinks: Any  # float32 [B or 1, H]; None: none
   visits: Visits
   extras: Extras
@@ -88,19 +93,19 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
   mask = jax.tree.unflatten(spec.mask, operands.mask.arrays)
   cut = tuned.choose(operands, spec, block_sizes)
   block_map = blocks.block_map(blocks.block_kinds(mask, cut.sizes))
-  feed = Feed(spec, cut.sizes)
   batch, queries, heads, _ = operands.query.shape
-  setting = Setting(cut, Logits(feed, operands.bias is not None), heads,
-                    heads // operands.key.shape[2], block_map.any_full, block_map.any_partial,
-                    mosaic.interpreted())
-  keys, values = operands.key, operands.value
-  if not isinstance(mask, algebra.Full):
-    keys, values = steps.shield(keys, values, steps.finite_keys(keys, values))
+  group = heads // operands.key.shape[2]
+  feed = Feed(spec, cut.sizes, group=group)
+  setting = Setting(cut, Logits(feed, operands.bias is not None), heads, group,
+                    block_map.any_full, block_map.any_partial, mosaic.interpreted())
   sinks = operands.sinks
   inputs = Inputs(
-      mosaic.pack(operands.query, cut.width), mosaic.pack(keys, cut.width),
-      mosaic.pack(values, cut.value_width), None if sinks is None else sinks.astype(jnp.float32),
-      visits_of(block_map), feed.pack(operands))
+      mosaic.pack(operands.query, cut.width), mosaic.pack(operands.key, cut.width),
+      mosaic.pack(operands.value, cut.value_width), None,
+      None if sinks is None else sinks.astype(jnp.float32), visits_of(block_map),
+      feed.pack(operands))
+  if block_map.any_partial and not isinstance(mask, algebra.Full):
+    inputs = _shielded(inputs, operands.value, cut)
   rows = inputs.query.shape[1]
   dtype = operands.query.dtype
   out, lse = mosaic.call(
@@ -110,6 +115,22 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
       inputs, _scratch(cut, dtype), grid=batch * heads * cut.sizes.num_query_blocks,
       warpgroups=tuned.COMPUTING + 1, name="attn_core_forward")
   return Residuals(out[:, :queries, :, :operands.value.shape[3]], lse[..., :queries])
+
+
+def _shielded(inputs: Inputs, values, cut: tuned.Cut) -> Inputs:
+  """Values for blocks of which something is hidden: 0 * NaN is NaN, and would reach all queries.
+
+  What is not finite is 0 there, and makes the logits of those who see its key NaN. Keys need no
+  such care, since the logits of what is hidden are replaced.
+  """
+  finite = jnp.isfinite(values)
+  poison = jnp.where(finite.all(-1), 0.0, jnp.nan).astype(jnp.float32).transpose(0, 2, 1)
+  poison = steps.pad_axis(poison, 2, steps.key_padding(cut.sizes))
+  return inputs._replace(
+      shielded_value=mosaic.pack(jnp.where(finite, values, 0), cut.value_width),
+      extras=inputs.extras._replace(
+          poison=poison, poisoned=jnp.isnan(poison).reshape(
+              *poison.shape[:2], -1, cut.block_kv).any(-1).astype(jnp.int32)))
 
 
 def _scratch(cut: tuned.Cut, dtype) -> Scratch:
@@ -166,13 +187,17 @@ def _copy(setting: Setting, inputs: Inputs, scratch: Scratch, place: Place, visi
   def fill(n, _):
     slot = lax.rem(n, stages)
     rows = pl.ds(visits.block(n) * setting.cut.block_kv, setting.cut.block_kv)
-    for source, ring, full, free in (
-        (inputs.key, scratch.key, scratch.key_full, scratch.key_free),
-        (inputs.value, scratch.value, scratch.value_full, scratch.value_free)):
-      @pl.when(n >= stages)
-      def _(free=free):
-        plgpu.barrier_wait(free.at[slot])
+    def copy(source, ring, full):
       plgpu.copy_gmem_to_smem(source.at[place.batch, rows, head], ring.at[slot], full.at[slot])
+    pl.when(n >= stages)(lambda: plgpu.barrier_wait(scratch.key_free.at[slot]))
+    copy(inputs.key, scratch.key, scratch.key_full)
+    pl.when(n >= stages)(lambda: plgpu.barrier_wait(scratch.value_free.at[slot]))
+    if inputs.shielded_value is None:
+      copy(inputs.value, scratch.value, scratch.value_full)
+    else:
+      for source, chosen in ((inputs.value, n < visits.num_full),
+                             (inputs.shielded_value, n >= visits.num_full)):
+        pl.when(chosen)(functools.partial(copy, source, scratch.value, scratch.value_full))
     return ()
 
   def drain(n, _):
@@ -200,9 +225,9 @@ class _Compute(NamedTuple):
   scratch: Scratch
   warpgroup: Any
 
-  def queries(self):
+  def queries(self, place: Place | None = None):
     """(batch row, query head, first query) of this warpgroup."""
-    cut, place = self.setting.cut, _place(self.setting)
+    cut, place = self.setting.cut, _place(self.setting) if place is None else place
     return (place.batch, place.head,
             place.query_block * cut.block_q + self.warpgroup * cut.rows)
 
@@ -225,18 +250,18 @@ class _Compute(NamedTuple):
     pl.when(self.warpgroup == 1)(self.take_turn)
     if self.setting.any_full:
       running = lax.fori_loop(mosaic.int32(0), visits.num_full,
-                              lambda n, x: self.step(n, visits.block, x, False), running)
+                              lambda n, x: self.step(n, x, False), running)
     if self.setting.any_partial:
       running = lax.fori_loop(visits.num_full, visits.num_visited,
-                              lambda n, x: self.step(n, visits.block, x, True), running)
+                              lambda n, x: self.step(n, x, True), running)
     pl.when(self.warpgroup == 0)(self.take_turn)
     self.write(running, out, lse)
 
-  def step(self, n, block, running: _Running, masked: bool) -> _Running:
+  def step(self, n, running: _Running, masked: bool) -> _Running:
     """Folds in the n-th block of keys."""
     cut, scratch, setting = self.setting.cut, self.scratch, self.setting
     slot = lax.rem(n, mosaic.int32(cut.stages))
-    tile = tiles.Tile(*self.queries(), block(n) * cut.block_kv, 1, cut.rows, cut.block_kv)
+    tile = self.tile(n) if masked or not setting.logits.plain or setting.drops else None
     plgpu.barrier_wait(scratch.key_full.at[slot])
     scores = self.scores(slot)
     plgpu.barrier_arrive(scratch.key_free.at[slot])
@@ -248,7 +273,7 @@ class _Compute(NamedTuple):
     weights = jnp.exp2(logits * unit - self.along_rows(reference, logits.shape))
     shrink = jnp.exp2(running.highest - reference)
     total = running.total * shrink + weights.sum(axis=1)
-    if setting.feed.spec.dropout_prob:
+    if setting.drops:
       weights = jnp.where(setting.feed.kept(self.inputs.extras, tile), weights, 0.0)
     weights = weights.astype(scratch.value.dtype)
     output = running.output * self.along_rows(shrink, running.output.shape)
@@ -261,6 +286,12 @@ class _Compute(NamedTuple):
                                interpret=setting.interpret)
     plgpu.barrier_arrive(scratch.value_free.at[slot])
     return _Running(highest, total, output)
+
+  def tile(self, n) -> tiles.Tile:
+    """This warpgroup's queries and the n-th block of keys."""
+    cut, place = self.setting.cut, _place(self.setting)
+    key = self.inputs.visits.block(*place, n) * cut.block_kv
+    return tiles.Tile(*self.queries(place), key, 1, cut.rows, cut.block_kv)
 
   def scores(self, slot):
     """Q K^T: float32 [R, C]."""
@@ -280,6 +311,8 @@ class _Compute(NamedTuple):
     cut, scratch = self.setting.cut, self.scratch
     batch, head, first = self.queries()
     highest, total, output = running
+    # A row that saw a value which is not finite is NaN in all its columns, and in its lse.
+    total = total + 0.0 * output.sum(axis=1)
     if self.inputs.sinks is not None:
       sink = self.inputs.sinks[batch if self.inputs.sinks.shape[0] > 1 else 0, head] * LOG2E
       joint = jnp.maximum(highest, sink)

@@ -45,6 +45,8 @@ class Logits(NamedTuple):
       if self.biased:
         logits = logits + self.feed.bias(extras, tile)
     if masked:
+      if extras.poison is not None:
+        logits = self.feed.poisoned(extras, tile, logits)
       logits = jnp.where(self.feed.visible(extras, tile), logits, -jnp.inf)
     return logits, slope
 
