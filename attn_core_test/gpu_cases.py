@@ -192,7 +192,8 @@ def compiled() -> dict[str, Case]:
 
 def compiled_backward() -> dict[str, Case]:
   """Those of `compiled` whose backward is another one, with groups of heads."""
-  same = ("sinks", "float16_64")  # as without sinks; as of float16_256
+  # As without sinks; as of float16_256; as of causal_64.
+  same = ("sinks", "float16_64", "causal_long")
   return {name: case._replace(K=_H // 2) for name, case in compiled().items()
           if not name.startswith(same)}
 
