@@ -31,8 +31,8 @@ INTERPRETS = hasattr(plgpu, "force_gpu_interpret_mode")
 TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3}
 # Run through `attention`, forward and backward; the other cases of properties_test differ from
 # these before a kernel is reached, or in what `gpu_cases.GRADIENTS` has.
-PROPERTIES = ("full_odd_sizes_e_not_d", "positions", "custom_predicate", "everything",
-              "sinks_several_empty_rows", "unnormalised", "layout_thd")
+PROPERTIES = ("full_odd_sizes_e_not_d", "positions", "everything", "sinks_several_empty_rows",
+              "unnormalised")
 
 
 @unittest.skipUnless(INTERPRETS, "jax interprets Mosaic GPU kernels from 0.11 on")
@@ -78,7 +78,7 @@ class InterpretTest(parameterized.TestCase):
     expected = gradient(reference)({key: x.astype(jnp.float32) for key, x in arrays.items()})
     self.compare(found, expected, "bfloat16")
 
-  @parameterized.parameters("causal_odd_length", "group_of_shared_keys")
+  @parameterized.parameters("width_128_group_float16", "group_of_shared_keys")
   def test_is_the_same_bit_for_bit(self, name):
     case = gpu_cases.GRADIENTS[name]
     operands = case.operands()

@@ -131,8 +131,8 @@ INTERPRETED = {
 _WORDS = {"dropout_key": ((1, 2), "uint32")}
 GRADIENTS = {
     **{name: case for name, case in INTERPRETED.items() if name != "two_tiles_a_warpgroup"},
-    "window": Case(masks.causal() & masks.window(100, 0), T=400),
-    "dense_per_head": Case(masks.dense(DENSE), B=2, T=260, H=4, K=2),
+    "window": Case(masks.causal() & masks.window(70, 0), T=260),
+    "dense_per_head": Case(masks.dense(DENSE[:1, :2, :150, :150]), T=150, H=2, K=1),
     "soft_cap": Case(T=200, spec={"logits_soft_cap": 3.0}),
     "dropout": Case(T=200, spec={"dropout_prob": 0.3}, extras=_WORDS),
     "bias_and_sinks": Case(T=140, H=2, extras={"bias": ((1, 2, 140, 140), "float32"),
