@@ -131,8 +131,8 @@ INTERPRETED = {
 _WORDS = {"dropout_key": ((1, 2), "uint32")}
 GRADIENTS = {
     **{name: case for name, case in INTERPRETED.items() if name != "two_tiles_a_warpgroup"},
-    "window": Case(masks.causal() & masks.window(100, 0), T=400),
-    "dense_per_head": Case(masks.dense(DENSE), B=2, T=260, H=4, K=2),
+    "window": Case(masks.causal() & masks.window(70, 0), T=260),
+    "dense_per_head": Case(masks.dense(DENSE[:1, :2, :150, :150]), T=150, H=2, K=1),
     "soft_cap": Case(T=200, spec={"logits_soft_cap": 3.0}),
     "dropout": Case(T=200, spec={"dropout_prob": 0.3}, extras=_WORDS),
     "bias_and_sinks": Case(T=140, H=2, extras={"bias": ((1, 2, 140, 140), "float32"),
@@ -166,22 +166,34 @@ FEATURES = {
 }
 
 
-def compiled() -> dict[str, Case]:
+# Machine code that differs little from others'.
+ALIKE = {"float16_64", "full_256", "bias_row_128", "chunk_of_any_size_128", "positions_128",
+         "sinks_128", "causal_192"}
+
+
+def lowered() -> dict[str, Case]:
   """Every width, dtype and kind of mask of the tuned table, and every feature."""
   found = {f"causal_{width}": Case(D=width) for width in tuned.WIDTHS}
   found["causal_192_128"] = Case(D=192, E=128)
   found["causal_192_256"] = Case(D=192, E=256)  # takes the most shared memory
+  found["causal_long_64"] = Case(T=tuned.LONG, D=64)
   found.update({f"full_{width}": Case(masks.full(), D=width) for width in (64, 128, 256)})
   found.update({f"float16_{width}": Case(D=width, dtype="float16") for width in (64, 256)})
   found.update({f"{name}_128": case._replace(D=128) for name, case in FEATURES.items()})
   found.update({f"{name}_256": FEATURES[name]._replace(D=256)
                 for name in ("segments", "chunk", "bias", "soft_cap", "dropout")})
-  return {name: case._replace(B=2, T=_T, H=_H) for name, case in found.items()}
+  return {name: case._replace(B=2, T=max(_T, case.T), H=_H) for name, case in found.items()}
+
+
+def compiled() -> dict[str, Case]:
+  """Those of `lowered` whose machine code is read; each takes a second."""
+  return {name: case for name, case in lowered().items() if name not in ALIKE}
 
 
 def compiled_backward() -> dict[str, Case]:
   """Those of `compiled` whose backward is another one, with groups of heads."""
-  same = ("sinks", "float16_64")  # as without sinks; as of float16_256
+  # As without sinks; as of float16_256; as of causal_64.
+  same = ("sinks", "float16_64", "causal_long")
   return {name: case._replace(K=_H // 2) for name, case in compiled().items()
           if not name.startswith(same)}
 

@@ -34,8 +34,8 @@ PROPERTIES = (
     "one_query_one_key", "chunk", "positions", "offset_per_row", "lengths", "prefix_or_causal",
     "custom_predicate", "bias_broadcast", "bias_and_mask", "sinks_several_empty_rows", "soft_cap",
     "everything", "dropout_at_positions")
-# Bytes, where sums of 256 columns and a float32 bias do not leave enough registers.
-SPILLS = {"bias_256": 40}
+# Bytes, where sums of 256 columns, and a float32 bias or dropout, do not leave enough registers.
+SPILLS = {"bias_256": 20, "dropout_256": 48}
 
 
 @unittest.skipUnless(INTERPRETS, "jax interprets Mosaic GPU kernels from 0.11 on")
@@ -87,10 +87,10 @@ class InterpretTest(parameterized.TestCase):
 
 class LowerTest(parameterized.TestCase):
 
-  @parameterized.named_parameters((name, name) for name in gpu_cases.compiled())
+  @parameterized.named_parameters((name, name) for name in gpu_cases.lowered())
   def test_for_cuda(self, name):
-    run, arguments = gpu_cases.programs()[name]
-    lowered = jax.jit(run).trace(*arguments).lower(lowering_platforms=("cuda",))
+    case = gpu_cases.lowered()[name]
+    lowered = jax.jit(case.forward).trace(case.shapes).lower(lowering_platforms=("cuda",))
     self.assertEqual(lowered.as_text().count("custom_call @mosaic_gpu"), 1)
 
   def test_nothing_is_interpreted_unasked(self):

@@ -118,6 +118,7 @@ def _kernel(setting: Setting, arrays: Arrays, outputs, scratch: Scratch):
 
   def compute(part, run):
     plgpu.set_max_registers(tuned.REGISTERS["compute"], action="increase")
+    part = lax.optimization_barrier(part)
     run(_Compute(setting, arrays, scratch, _place(setting), part), *outputs)
 
   if setting.cut.shared:

@@ -89,7 +89,8 @@ def _kernel(setting: Setting, arrays: Arrays, outputs, scratch: Scratch):
   def _():
     plgpu.set_max_registers(tuned.REGISTERS["compute"], action="increase")
     place = _place(setting)
-    _Compute(setting, arrays, scratch, place, warpgroup).run(arrays.visits.of(*place), *outputs)
+    own = lax.optimization_barrier(warpgroup)
+    _Compute(setting, arrays, scratch, place, own).run(arrays.visits.of(*place), *outputs)
 
 
 def _place(setting: Setting) -> Place:
@@ -170,8 +171,9 @@ class _Compute(NamedTuple):
   def step(self, n, row: Row, numbers, total):
     """Adds what the n-th block of keys contributes."""
     cut, scratch, setting = self.setting.cut, self.scratch, self.setting
-    slot, value_slot = (lax.rem(n, mosaic.int32(stages)) for stages in cut.stages)
     warpgroup, *place = products.anew((self.warpgroup, *self.place), n)
+    slot, value_slot = (lax.rem(n, mosaic.int32(stages)) if stages > 1
+                        else products.anew((mosaic.int32(0),), n)[0] for stages in cut.stages)
     now = self._replace(warpgroup=warpgroup, place=Place(*place))
     tile = lambda: tiles.Tile(now.place.batch, now.place.head, now.first_query,
                               row.block(n) * cut.block_kv, 1, self.rows, cut.block_kv)

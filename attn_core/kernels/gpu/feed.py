@@ -101,15 +101,25 @@ class Feed(NamedTuple):
       batch = extras.batch_index[tile.batch]
     if extras.head_offset is not None:
       head = head + extras.head_offset[_row(extras.head_offset, 0, tile.batch)]
-    index = lambda axis, start: start + plgpu.broadcasted_iota(
-        jnp.int32, self.shape(tile), axis, layout=mosaic.TILE)
-    query, key = index(self._axis(0), tile.query), index(self._axis(1), tile.key)
+    query = self._index(self._axis(0), tile.query, tile)
+    key = self._index(self._axis(1), tile.key, tile)
     return (jax.tree.unflatten(self.spec.mask, leaves),
             algebra.Coordinates(batch, head, query, key, query, key))
 
   def _axis(self, axis: int) -> int:
     """Where the queries (0) or the keys (1) of a tile are."""
     return 1 - axis if self.transposed else axis
+
+  def _index(self, axis: int, start, tile: tiles.Tile):
+    """The numbers of the tile's rows or columns.
+
+    The barrier keeps the compiler from computing in advance what does not depend on `start`: kept
+    through a loop, it would take registers that the products need.
+    """
+    layout = mosaic.COLUMNS if axis else mosaic.ROWS
+    shape = self.shape(tile)
+    numbers = plgpu.broadcasted_iota(jnp.int32, (shape[axis],), 0, layout=layout)
+    return lax.broadcast_in_dim(lax.optimization_barrier(numbers + start), shape, [axis])
 
   def _leaf(self, ref, role: str, tile: tiles.Tile):
     if role == algebra.DENSE:

@@ -6,10 +6,11 @@ keys and values pass through a ring of stages in shared memory.
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from attn_core.kernels.gpu import mosaic
-from attn_core.masks import blocks
+from attn_core.masks import algebra, blocks
 from attn_core.types import AttentionSpec, BlockSizes, Operands
 
 COMPUTING = 2  # warpgroups of the forward that compute; one more copies
@@ -18,10 +19,14 @@ REGISTERS = {"compute": 240, "copy": 24}
 DTYPES = ("bfloat16", "float16")
 # The widths of D and E that there is code for; others are padded to the next.
 WIDTHS = (64, 80, 96, 128, 192, 256)
-# Width of queries and keys, the larger one of those of values: tokens of a block of queries, of
-# keys, and stages.
-FORWARD = {64: (128, 128, 2), 80: (128, 128, 2), 96: (128, 128, 2), 128: (128, 128, 2),
+# The larger of the widths of keys and values: tokens of a block of queries, of keys, and stages, as
+# many as fit.
+FORWARD = {64: (128, 128, 4), 80: (128, 128, 4), 96: (128, 128, 4), 128: (128, 128, 2),
            192: (128, 64, 3), 256: (128, 64, 2)}
+# Widths up to 64, full or causal and long: a seventh fewer instructions for each pair, which is
+# what limits such widths; other masks and features do not leave the registers.
+LONG_ROWS = (128, 256, 3)
+LONG = 4096  # keys; a causal mask of fewer hides too much of larger blocks
 # See `_busy`.
 BUSY_BLOCK_KV = 64
 OTHER_BYTES = 4096  # for barriers, lse, alignment, and what reductions across warps need
@@ -79,6 +84,9 @@ def choose(operands: Operands, spec: AttentionSpec, requested: BlockSizes) -> Cu
   block_q, block_kv, stages = FORWARD[max(width, value_width)]
   if _busy(operands, spec):
     block_kv = BUSY_BLOCK_KV
+  elif (not any(_features(operands, spec)) and max(width, value_width) <= 64
+        and _has_long_rows(operands, spec)):
+    block_q, block_kv, stages = LONG_ROWS
   block_q = _requested(requested, "block_q", block_q, 128, 256)
   block_kv = _requested(requested, "block_kv", block_kv, 64, 256)
   if requested.block_heads is not None:
@@ -98,6 +106,13 @@ def choose(operands: Operands, spec: AttentionSpec, requested: BlockSizes) -> Cu
   return cut
 
 
+def _has_long_rows(operands: Operands, spec: AttentionSpec) -> bool:
+  mask = jax.tree.unflatten(spec.mask, operands.mask.arrays)
+  if isinstance(mask, algebra.Full):
+    return True
+  return isinstance(mask, algebra.Causal) and operands.key.shape[1] >= LONG
+
+
 def shared_memory(cut: Cut) -> int:
   """Bytes that the forward takes: queries, stages of keys and values, and the output."""
   itemsize = 2
@@ -106,10 +121,14 @@ def shared_memory(cut: Cut) -> int:
   return itemsize * (cut.block_q * rows + staged) + OTHER_BYTES
 
 
+def _features(operands: Operands, spec: AttentionSpec) -> tuple[bool, ...]:
+  """Whether there are a bias, dropout and a soft cap."""
+  return operands.bias is not None, spec.dropout_prob > 0, spec.logits_soft_cap is not None
+
+
 def _busy(operands: Operands, spec: AttentionSpec) -> bool:
-  """Whether two of bias, dropout and soft cap need registers for every pair."""
-  return sum((operands.bias is not None, spec.dropout_prob > 0,
-              spec.logits_soft_cap is not None)) > 1
+  """Whether two of them need registers for every pair."""
+  return sum(_features(operands, spec)) > 1
 
 
 def _check_dtype(operands: Operands) -> None:

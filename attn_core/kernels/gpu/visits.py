@@ -2,32 +2,38 @@
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from attn_core.masks import blocks
 
 
+class Line(NamedTuple):
+  """The number start + slope * row of every row: nothing to wait for, unlike memory."""
+
+  slope: int
+  start: int
+
+
+jax.tree_util.register_static(Line)
+
+
 class Visits(NamedTuple):
   """A `masks.blocks.BlockMap`, or a running kernel's references to it."""
 
   indices: Any  # int32 [B or 1, H or 1, n, L]; None: the m-th block to visit is block m
-  num_full: Any  # int32 [B or 1, H or 1, n]
-  num_visited: Any  # int32 [B or 1, H or 1, n]
+  num_full: Any  # int32 [B or 1, H or 1, n], or a Line
+  num_visited: Any  # int32 [B or 1, H or 1, n], or a Line
 
   def of(self, batch, head, row) -> "Row":
     """What row block `row` of a batch row and a head visits."""
-    line = self._line(batch, head, row)
-    return Row(lambda n: self.block(batch, head, row, n), self.num_full[line],
-               self.num_visited[line])
+    return Row(lambda n: self.block(batch, head, row, n),
+               *(_number(x, (batch, head, row)) for x in (self.num_full, self.num_visited)))
 
   def block(self, batch, head, row, n):
     """The n-th block that a row visits."""
-    return n if self.indices is None else self.indices[(*self._line(batch, head, row), n)]
-
-  def _line(self, batch, head, row):
-    rows, heads = self.num_full.shape[:2]
-    return batch if rows > 1 else 0, head if heads > 1 else 0, row
+    return n if self.indices is None else self.indices[(*_at(self.indices, (batch, head, row)), n)]
 
 
 class Row(NamedTuple):
@@ -38,12 +44,32 @@ class Row(NamedTuple):
   num_visited: Any
 
 
+def _at(ref, place):
+  batch, head, row = place
+  return batch if ref.shape[0] > 1 else 0, head if ref.shape[1] > 1 else 0, row
+
+
+def _number(x, place):
+  if isinstance(x, Line):
+    return place[2] * np.int32(x.slope) + np.int32(x.start)
+  return x[_at(x, place)]
+
+
 def visits_of(block_map: blocks.BlockMap) -> Visits:
-  """Arrays for a kernel; no list where it would say nothing."""
+  """Arrays for a kernel; none where they would say nothing."""
   indices, counts = block_map.indices, block_map.num_visited
   if isinstance(indices, np.ndarray):
     number = np.arange(indices.shape[-1])
     if ((indices == number) | (number >= counts[..., None])).all():
       indices = None
-  return Visits(*(None if x is None else jnp.asarray(x)
-                  for x in (indices, block_map.num_full, counts)))
+  return Visits(None if indices is None else jnp.asarray(indices),
+                _line_or_array(block_map.num_full), _line_or_array(counts))
+
+
+def _line_or_array(x):
+  """A Line where all batch rows and heads have the same one."""
+  if isinstance(x, np.ndarray):
+    start, slope = int(x[0, 0, 0]), int(x[0, 0, 1] - x[0, 0, 0]) if x.shape[2] > 1 else 0
+    if (x == start + slope * np.arange(x.shape[2])).all():
+      return Line(slope, start)
+  return jnp.asarray(x)
