@@ -35,7 +35,7 @@ PROPERTIES = (
     "custom_predicate", "bias_broadcast", "bias_and_mask", "sinks_several_empty_rows", "soft_cap",
     "everything", "dropout_at_positions")
 # Bytes, where sums of 256 columns, and a float32 bias or dropout, do not leave enough registers.
-SPILLS = {"bias_256": 20, "dropout_256": 48}
+SPILLS = {"bias_256": 20, "dropout_256": 52}
 
 
 @unittest.skipUnless(INTERPRETS, "jax interprets Mosaic GPU kernels from 0.11 on")

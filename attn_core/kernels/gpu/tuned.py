@@ -25,7 +25,7 @@ FORWARD = {64: (128, 128, 4), 80: (128, 128, 4), 96: (128, 128, 4), 128: (128, 1
            192: (128, 64, 3), 256: (128, 64, 2)}
 # Widths up to 64, full or causal and long: a seventh fewer instructions for each pair, which is
 # what limits such widths; other masks and features do not leave the registers.
-LONG_ROWS = (128, 256, 3)
+LONG_ROWS = (128, 256, 2)
 LONG = 4096  # keys; a causal mask of fewer hides too much of larger blocks
 # See `_busy`.
 BUSY_BLOCK_KV = 64
