@@ -17,7 +17,6 @@ from attn_core.kernels.gpu.gradient import Arrays
 from attn_core.kernels.gpu.logits import LOG2E
 from attn_core.kernels.kernel import Residuals
 from attn_core.kernels.xla import blockwise, steps
-from attn_core.masks import algebra
 from attn_core.types import AttentionSpec, BlockSizes, Operands
 
 
@@ -48,9 +47,8 @@ def _arrays(operands: Operands, spec: AttentionSpec, d_out, lse, correction) -> 
   """What both kernels read."""
   width, value_width = (tuned.padded_width(name, getattr(operands, name).shape[3])
                         for name in ("query", "value"))
-  inputs = operands.query, operands.key, operands.value
-  if not isinstance(jax.tree.unflatten(spec.mask, operands.mask.arrays), algebra.Full):
-    inputs = tuple(map(steps.clean, inputs))
+  mask = jax.tree.unflatten(spec.mask, operands.mask.arrays)
+  inputs = steps.clean_hidden(mask, operands.query, operands.key, operands.value)
   query, key, value = (mosaic.pack(x, w) for x, w in zip(inputs, (width, width, value_width)))
   # No row past the queries has a weight, whatever blocks it is read in.
   padding = ((0, 0), (0, 0), (0, -lse.shape[2] % (tuned.COMPUTING * mosaic.ROW_TILE)))

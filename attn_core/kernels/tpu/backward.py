@@ -45,12 +45,13 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
 def _backward(operands: Operands, spec, block_sizes, d_out, lse, correction) -> dict:
   """Cotangents of query, key and value: as many queries at a time as vector memory holds."""
   queries, keys = operands.query.shape[1], operands.key.shape[1]
-  cut = tuned.choose(operands, block_sizes, mask_of(operands, spec), backward=True)
+  mask = mask_of(operands, spec)
+  cut = tuned.choose(operands, block_sizes, mask, backward=True)
   rows = lambda x, fill: jnp.pad(
       x[:, :, None], ((0, 0),) * 3 + ((0, cut.padded_queries - queries),), constant_values=fill)
-  arrays = _BackwardArrays(
-      steps.clean(operands.query), d_out, steps.clean(operands.key), steps.clean(operands.value),
-      rows(steps.finite_lse(lse) * LOG2E, jnp.inf), rows(correction, 0))
+  query, key, value = steps.clean_hidden(mask, operands.query, operands.key, operands.value)
+  arrays = _BackwardArrays(query, d_out, key, value,
+                           rows(steps.finite_lse(lse) * LOG2E, jnp.inf), rows(correction, 0))
   parts = [_backward_range(operands, spec, block_sizes, arrays, cut, blocks_q)
            for blocks_q in tuned.query_ranges(operands, cut)]
   d_queries, d_keys, d_values = zip(*parts)
