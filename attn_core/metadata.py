@@ -279,7 +279,8 @@ def resolved_capability(metadata: OperationMetadata) -> str | None:
   """Which GPUs the kernels are for: "9.0" is Hopper; None: not known, or not for GPUs.
 
   The first that is known of: the metadata's, that of the mesh's devices, that of
-  `jax.default_device`, that of the first device of JAX's default backend. GPUs that are not NVIDIA's have names of their own, such as "gfx942".
+  `jax.default_device`, that of the first device of JAX's default backend. GPUs that are not
+  NVIDIA's have names of their own, such as "gfx942".
   """
   if resolved_platform(metadata) != "gpu":
     return None
