@@ -69,7 +69,8 @@ def run_attention_benchmarks(
     full: the complete comparison, in place of `cases` that are None.
     with_overheads: whether to measure the cost of calls and of importing as well.
     max_temp_bytes: a program with more temporaries is not run; None: a quarter of the memory.
-    max_seconds: no case is begun later; None: all are.
+    max_seconds: no case is begun that would end later, were it as long as the longest before it;
+      None: all are begun.
     out: folder for NAME.json, NAME.md and, with matplotlib, NAME.png; None: nothing is written.
     name: of the files; None: from the device and the versions.
     progress: whether to tell on standard error what is being done.
@@ -93,14 +94,17 @@ def run_attention_benchmarks(
   found = Report(where, (), refusals, _overheads(chosen[0]) if with_overheads else {})
   advance = _progress(sum(len(directions) for _, directions in plan) * len(everyone), progress)
   end = time.monotonic() + (float("inf") if max_seconds is None else max_seconds)
+  longest = 0.0
   for case, case_directions in plan:
-    if time.monotonic() > end:
-      late = Refusal("everyone", case.name, None, f"not begun within {max_seconds:.0f} s")
+    begun = time.monotonic()
+    if begun + longest > end:
+      late = Refusal("everyone", case.name, None, f"no time for it within {max_seconds:.0f} s")
       found = found._replace(refusals=(*found.refusals, late))
       continue
     case = case if dtype is None else case._replace(dtype=dtype)
     case = cases_lib.scale(case, max_heads, max_tokens)
     found = _add_case(found, case, case_directions, _Settings(everyone, repeats, limit, advance))
+    longest = max(longest, time.monotonic() - begun)
     where["load_average"].append(os.getloadavg()[0])
     if out is not None:  # after every case, since the whole may take long
       write(found, pathlib.Path(out), name)

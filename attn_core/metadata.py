@@ -261,14 +261,14 @@ def resolved_platform(metadata: OperationMetadata) -> str:
   """The platform whose kernels run: "cpu", "gpu" or "tpu".
 
   The first that is known of: the metadata's platform, its backend's, that of the mesh's devices,
-  that of JAX's default backend.
+  that of `jax.default_device`, that of JAX's default backend.
 
   Raises:
     ValueError: it is none of the three.
   """
   if metadata.platform is not None:
     return metadata.platform
-  name = metadata.backend or _mesh_platform(resolved_mesh(metadata)) or jax.default_backend()
+  name = metadata.backend or _mesh_platform(resolved_mesh(metadata)) or _default_platform()
   if name not in BACKENDS:
     raise _error("platform of the backend", name, f"one of {', '.join(map(repr, PLATFORMS))}; set "
                  "OperationMetadata.platform to one of them")
@@ -278,8 +278,9 @@ def resolved_platform(metadata: OperationMetadata) -> str:
 def resolved_capability(metadata: OperationMetadata) -> str | None:
   """Which GPUs the kernels are for: "9.0" is Hopper; None: not known, or not for GPUs.
 
-  The first that is known of: the metadata's, that of the mesh's devices, that of the GPU which is
-  JAX's default device. GPUs that are not NVIDIA's have names of their own, such as "gfx942".
+  The first that is known of: the metadata's, that of the mesh's devices, that of
+  `jax.default_device`, that of the first device of JAX's default backend. GPUs that are not
+  NVIDIA's have names of their own, such as "gfx942".
   """
   if resolved_platform(metadata) != "gpu":
     return None
@@ -288,12 +289,22 @@ def resolved_capability(metadata: OperationMetadata) -> str | None:
   mesh = resolved_mesh(metadata)
   if isinstance(mesh, Mesh):
     device = mesh.devices.flat[0]
-  elif BACKENDS.get(jax.default_backend()) == "gpu":
-    device = jax.local_devices()[0]
   else:
-    return None
+    device = _default_device()
   found = getattr(device, "compute_capability", None)
   return None if found is None else str(found)
+
+
+def _default_platform() -> str:
+  chosen = jax.config.jax_default_device  # a device, the name of a platform, or None
+  return getattr(chosen, "platform", chosen) or jax.default_backend()
+
+
+def _default_device() -> jax.Device:
+  chosen = jax.config.jax_default_device
+  if isinstance(chosen, str):
+    return jax.local_devices(backend=chosen)[0]
+  return chosen or jax.local_devices()[0]
 
 
 def _mesh_platform(mesh: Mesh | AbstractMesh | None) -> str | None:

@@ -115,6 +115,8 @@ def _cudnn_limits(request: Request) -> str | None:
     return None
   written = " and ".join(request.features[name] for name in ("window", "positions")
                          if name in request.features)
+  if not written:
+    return None  # it is by a feature that the mask is no band, and that is refused by its name
   return (f"{written}: cuDNN knows causal masks by row and column, with a window to the left where "
           "there are no more queries than keys; any other has to be written out as `mask`")
 
@@ -123,8 +125,8 @@ def _cudnn_gradient_limits(request: Request) -> str | None:
   """What cuDNN refuses, and what it does not differentiate, for whoever is to be differentiable."""
   reason = _cudnn_limits(request)
   if reason is None and any(length % 2 for length in request.lengths):
-    return (f"{request.lengths[0]} queries and {request.lengths[1]} keys: JAX has cuDNN's "
-            "gradients for even numbers only")
+    return (f"{request.lengths[0]} queries and {request.lengths[1]} keys: cuDNN's gradients are "
+            "taken for even numbers of both only, as JAX has them beside a bias")
   return reason
 
 

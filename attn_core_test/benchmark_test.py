@@ -7,6 +7,7 @@ import itertools
 import json
 import pathlib
 import time
+from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -147,6 +148,22 @@ class BenchmarkTest(parameterized.TestCase):
     text = report.to_markdown(found)
     self.assertIn("E != D", text)
     self.assertIn("tiny forward", text)
+
+  def test_no_case_is_begun_that_might_end_too_late(self):
+    clock = [100.0]
+    durations = iter((3.0, 5.0, 3.0))
+    def add(found, *_):
+      clock[0] += next(durations)
+      return found
+    cases = [TINY._replace(name=f"case {number}") for number in range(5)]
+    with (mock.patch.object(benchmark, "_add_case", add),
+          mock.patch.object(benchmark.time, "monotonic", lambda: clock[0])):
+      found = benchmark.run_attention_benchmarks(
+          MECHANISMS, cases, peers=False, progress=False, max_seconds=13.5)
+    # Begun after 0, 3 and 8 seconds; at 11 seconds another 5 would be too many.
+    self.assertEqual([(r.contender, r.case, r.reason) for r in found.refusals],
+                     [("everyone", f"case {number}", "no time for it within 14 s")
+                      for number in (3, 4)])
 
   def test_programs_over_the_memory_limit_are_refused(self):
     found = self.run_tiny(directions=("forward",), max_temp_bytes=1)

@@ -72,6 +72,7 @@ def calls(text: str) -> list[tuple]:
   return found
 
 
+SHARED = np.ones((1, 1, T, T), bool)
 LENGTHS = masks.lengths(ints(3, 96), ints(96, 5))
 KEY_LENGTHS = masks.lengths(None, ints(96, 0))
 
@@ -161,6 +162,9 @@ class LoweringTest(parameterized.TestCase):
     text = lower(value_and_gradients(metadata=metadata(mesh=mesh), mask=LENGTHS), *arrays())
     self.assertLen(calls(text), 2)
     self.assertIn("1x96x2x64xbf16", text)
+    shared = dict(mask=SHARED, policy="nothing_saveable")
+    text = lower(value_and_gradients(metadata=metadata(mesh=mesh), **shared), *arrays(B=4))
+    self.assertLen(calls(text), 3)
 
   @parameterized.parameters((0, 0, 0, 0), (0, None, None, 0), (None, None, None, 0))
   def test_vmap_gives_a_gradient_for_each(self, *mapped):
@@ -180,6 +184,46 @@ class LoweringTest(parameterized.TestCase):
       if "custom_call @__cudnn" in line:
         self.assertIn("tensor<6x96x2x64xbf16>", line)
         self.assertEqual(line.count("tensor<6xi32>"), 2)
+
+
+  @parameterized.named_parameters(
+      ("query", {}, (0, None, None), "6x96x4x64xbf16"),
+      ("key", {}, (None, 0, None), "6x96x2x64xbf16"),
+      ("value", {}, (None, None, 0), "6x96x2x64xbf16"),
+      ("one_of_the_lengths", dict(mask=KEY_LENGTHS), (0, 0, 0), "6xi32"),
+      ("mask", dict(mask=np.ones((2, 1, 1, T), bool)), (0, 0, 0), f"6x4x{T}x{T}xbf16"),
+      ("mask_per_head", dict(mask=np.ones((2, 4, T, T), bool)), (0, 0, 0), f"6x4x{T}x{T}xbf16"),
+      ("shared_mask", dict(mask=SHARED), (0, 0, 0), rf"\d+x1x{T}x{T}xbf16"))
+  def test_vmap_of_a_sum_whose_cotangent_is_shared(self, arguments, mapped, tensor):
+    def loss(*x):
+      out = attention(*x, mechanism="cudnn", metadata=metadata(), **arguments).attention_outputs
+      return out.astype(jnp.float32).sum()
+    stacked = [x if axis is None else jax.ShapeDtypeStruct((3, *x.shape), x.dtype)
+               for x, axis in zip(arrays(), mapped)]
+    text = lower(jax.vmap(jax.grad(loss, (0, 1, 2)), mapped), *stacked)
+    lines = [line for line in text.splitlines() if "custom_call @__cudnn" in line]
+    self.assertLen(lines, 2)
+    for line in lines:
+      self.assertRegex(line, f"tensor<{tensor}>")
+      self.assertIn("tensor<6x96x4x64xbf16>", line)
+
+  def test_vmap_of_masks(self):
+    run = lambda mask, *x: attention(*x, mask=mask, mechanism="cudnn", metadata=metadata()
+                                     ).attention_outputs
+    stacked = lambda *shape: jax.ShapeDtypeStruct((3, *shape), bool)
+    over = jax.vmap(run, (0, None, None, None))
+    text = lower(over, stacked(2, 1, 1, T), *arrays())
+    line, = (line for line in text.splitlines() if "custom_call @__cudnn" in line)
+    self.assertIn(f"tensor<6x4x{T}x{T}xbf16>", line)
+    with self.assertRaisesRegex(NotImplementedError, r"mask of shape \(1, 1, 96, 96\).*vmap.*use"):
+      lower(over, stacked(1, 1, T, T), *arrays())
+
+  def test_a_mask_that_a_batch_shares_is_written_once(self):
+    text = lower(value_and_gradients(mask=SHARED), *arrays())
+    for line in text.splitlines():
+      if "custom_call @__cudnn" in line:
+        self.assertIn(f"tensor<1x1x{T}x{T}xbf16>", line)
+        self.assertFalse(f"tensor<2x4x{T}x{T}x" in line)
 
 
 # (name, arguments, shapes, words of the refusal).
@@ -273,6 +317,41 @@ class ValuesTest(parameterized.TestCase):
     for other in ([key, value], spoiled):
       for x, y in zip(jax.tree.leaves(both(got)(query, *other)), wanted, strict=True):
         np.testing.assert_allclose(x, y, atol=2e-5)
+
+  @parameterized.product(
+      low=((-np.inf, 1), (np.finfo(np.float32).min, 1), (-1e6, 3)),
+      mask=(masks.causal(), masks.causal() & masks.window(3, 0), masks.causal() | masks.prefix(1)))
+  def test_no_bias_is_so_low_that_hidden_keys_outweigh_visible_ones(self, low, mask):
+    number, first = low
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=shape).astype(np.float32) for shape in (
+        (2, 9, 4, 8), (2, 9, 2, 8), (2, 9, 2, 8), (1, 4, 1, 9))]
+    arrays[3][..., :first] = number
+    leaves, structure = jax.tree.flatten(mask)
+    spec = AttentionSpec(structure, 8**-0.5)
+
+    def want(query, key, value, bias):
+      operands = MaskOperands(tuple(map(jnp.asarray, leaves)))
+      return oracle.attention(Operands(query, key, value, bias=bias, mask=operands), spec)
+
+    def got(query, key, value, bias, **more):
+      return attention(query, key, value, bias=bias, mask=mask, causal=False, mechanism="sdpa",
+                       **more)
+
+    both = lambda run: jax.value_and_grad(lambda *x: jnp.sin(run(*x)[0]).sum(), (0, 1, 2, 3))
+    with jax.enable_x64(True):
+      wide = [jnp.asarray(x, jnp.float64) for x in arrays]
+      wanted, lse = jax.tree.leaves(both(want)(*wide)), want(*wide).lse
+    for x, y in zip(jax.tree.leaves(both(got)(*arrays)), wanted, strict=True):
+      np.testing.assert_allclose(x, y, atol=2e-5)
+    np.testing.assert_allclose(got(*arrays, return_lse=True).lse, lse, rtol=1e-5)
+
+  def test_a_low_bias_hides_nothing_that_is_not_finite(self):
+    x = jnp.ones((1, 9, 1, 8))
+    bias = jnp.zeros((1, 1, 1, 9)).at[..., 0].set(-jnp.inf)
+    for mechanism in ("sdpa", "vanilla"):
+      out = attention(x, x.at[:, 0].set(jnp.nan), x, bias=bias, mechanism=mechanism)
+      self.assertTrue(np.isnan(out.attention_outputs).all(), mechanism)
 
   @parameterized.named_parameters(*((case.name, case) for case in EVEN_CASES))
   def test_equals_the_oracle_as_on_a_gpu(self, case):

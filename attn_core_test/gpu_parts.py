@@ -4,6 +4,7 @@ Every part runs in a process of its own, so that a kernel that spoils one leaves
 """
 
 import functools
+import json
 import pathlib
 import re
 import shutil
@@ -92,7 +93,10 @@ def _nvidia_smi() -> str | None:
 
 
 def properties(settings: Settings) -> Found:
-  """The property list against the oracle: values, gradients, empty rows."""
+  """The property list against the oracle: values, gradients, empty rows.
+
+  They are in properties.json after every one, whatever becomes of the rest.
+  """
   end = time.monotonic() + settings.seconds
   results = []
   for mechanism, dtype, cases in TINY_PROPERTIES if settings.tiny else PROPERTIES:
@@ -103,6 +107,9 @@ def properties(settings: Settings) -> Found:
         verdict = judge(case, mechanism, dtype)
       results.append({"case": case.name, "mechanism": mechanism, "dtype": dtype,
                       "verdict": verdict})
+      if settings.out is not None:
+        (settings.out / "properties.json").write_text(json.dumps(results, indent=1) + "\n",
+                                                      encoding="utf-8")
   verdicts = [result["verdict"] for result in results]
   kinds = {"right": verdicts.count("right"), "no time left": verdicts.count("no time left"),
            "refused": sum(verdict.startswith("refused") for verdict in verdicts)}
@@ -277,13 +284,17 @@ def _sanitizer_path() -> str | None:
 
 def is_clean(summary: str) -> bool:
   """Whether a summary says that nothing was found."""
-  return re.search(r"SUMMARY: 0 (errors|hazards)", summary) is not None
+  return re.match(r"\w+ SUMMARY: 0 (errors|hazards)", summary) is not None
 
 
 def sanitizer_summary(text: str, ending: str) -> str:
-  """The tool's last line, or how it ended without."""
+  """The tool's last line, or how it ended without or with nothing seen."""
   lines = [line.strip("= ") for line in text.splitlines() if "SUMMARY" in line]
-  return lines[-1] if lines else f"no summary; {ending}: {text[-300:]}"
+  if not lines:
+    return f"no summary; {ending}: {text[-300:]}"
+  if is_clean(lines[-1]) and ending != "exit status 0":
+    return f"the watched program failed; {ending}: {text[-300:]}"
+  return lines[-1]
 
 
 # --- Times. --------------------------------------------------------------------------------------

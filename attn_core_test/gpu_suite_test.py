@@ -3,7 +3,10 @@
 import contextlib
 import io
 import json
+import os
 import pathlib
+import sys
+import time
 from unittest import mock
 
 from absl.testing import absltest
@@ -43,6 +46,8 @@ class GpuSuiteTest(absltest.TestCase):
     self.assertIn(jax.__version__, text)
     self.assertEqual([result["verdict"] for result in found["properties"]["data"]["results"]],
                      ["right", "right"])
+    properties = json.loads((self.folder / "properties.json").read_text("utf-8"))
+    self.assertEqual(properties, found["properties"]["data"]["results"])
     self.assertEmpty(found["repeatability"]["data"]["differ"])
     self.assertIn("Not run: no", text)
     results = found["times"]["data"]["results"]
@@ -91,6 +96,39 @@ class GpuSuiteTest(absltest.TestCase):
     self.assertFalse(found["ok"])
     self.assertIn("stopped after 0 s", found["lines"][0])
 
+  def test_a_part_that_is_stopped_stops_what_it_began(self):
+    # The script itself, without JAX and with a part that has another program in a group of its own.
+    told = self.folder / "process"
+    begun = f"import os, time; open({str(told)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    script = gpu_suite.ROOT / "attn_core_test" / "gpu_suite.py"
+    program = f'''
+import runpy, sys, types
+def part(settings):
+  from gpu_suite import run_group
+  run_group([sys.executable, "-c", {begun!r}], 60)
+parts = types.SimpleNamespace(Settings=lambda *_: None, PARTS=dict(environment=part))
+sys.modules["jax"] = types.SimpleNamespace(devices=list)
+sys.modules["attn_core_test"] = types.SimpleNamespace(gpu_parts=parts)
+sys.path.insert(0, {str(script.parent)!r})
+sys.argv = ["gpu_suite.py", "--part", "environment"]
+runpy.run_path({str(script)!r}, run_name="__main__")'''
+    output, ending = gpu_suite.run_group([sys.executable, "-c", program], 5)
+    self.assertEqual(ending, "stopped after 5 s", output)
+    with self.assertRaises(ProcessLookupError):
+      os.kill(int(told.read_text("utf-8")), 0)
+
+  def test_a_part_s_start_is_a_part_of_its_time(self):
+    given = gpu_suite.argparse.Namespace(part="late", budget=10.0, tiny=True, out=None, cases=(),
+                                         result=None)
+    told = []
+    def late(settings):
+      told.append(settings.seconds)
+      return gpu_parts.Found(True, [], {})
+    with (mock.patch.dict(gpu_parts.PARTS, late=late),
+          mock.patch.object(jax, "devices", lambda: time.sleep(0.5))):
+      self.assertEqual(gpu_suite.run_part(given), 0)
+    self.assertLess(told[0], 9.6)
+
   def test_wrong_results_are_told(self):
     case = gpu_parts.CASES[0]
     spoiled = case._replace(sees=lambda b, h, t, s: s < t)
@@ -110,12 +148,25 @@ class GpuSuiteTest(absltest.TestCase):
     self.assertIn("No time left for causal D16", found.lines[1])
 
   def test_the_sanitizer_s_summaries(self):
-    for text, clean in (("========= ERROR SUMMARY: 0 errors", True),
-                        ("========= ERROR SUMMARY: 3 errors", False), ("killed", False)):
-      summary = gpu_parts.sanitizer_summary(text, "exit status 1")
+    nothing = "========= ERROR SUMMARY: 0 errors"
+    for text, ending, clean in (
+        (nothing, "exit status 0", True), (nothing, "exit status 1", False),
+        ("========= ERROR SUMMARY: 3 errors", "exit status 0", False),
+        ("killed", "exit status 137", False)):
+      summary = gpu_parts.sanitizer_summary(text, ending)
       self.assertEqual(gpu_parts.is_clean(summary), clean, summary)
     self.assertTrue(gpu_parts.is_clean(gpu_parts.sanitizer_summary(
         "== RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", "exit status 0")))
+
+  def test_the_sanitizer_does_not_call_a_failed_program_clean(self):
+    output = "NotImplementedError: x\n========= ERROR SUMMARY: 0 errors\n"
+    for ending, ok in (("exit status 1", False), ("exit status 0", True)):
+      with (mock.patch.object(gpu_parts, "run_group", lambda *_, ending=ending: (output, ending)),
+            mock.patch.object(gpu_parts, "_sanitizer_path", lambda: "tool"),
+            mock.patch.object(gpu_parts, "resolved_platform", lambda _: "gpu")):
+        found = gpu_parts.sanitizer(gpu_parts.Settings(True, 10.0))
+      self.assertEqual(found.ok, ok, found.lines)
+    self.assertIn("memcheck: ERROR SUMMARY: 0 errors", found.lines)
 
   def test_cases(self):
     self.assertLen(GPU_CASES, 4 + 2 * 3 * 6)

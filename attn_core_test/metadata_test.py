@@ -385,6 +385,13 @@ class PlatformTest(parameterized.TestCase):
           (dict(mesh=mesh.abstract_mesh), "cpu"), ({}, "gpu")):
         self.assertEqual(resolved_platform(OperationMetadata(**fields)), platform)
 
+  def test_default_device(self):
+    with mock.patch.object(jax, "default_backend", lambda: "gpu"):
+      for device in (jax.devices("cpu")[0], "cpu"):
+        with jax.default_device(device):
+          self.assertEqual(resolved_platform(OperationMetadata()), "cpu")
+          self.assertEqual(resolved_platform(OperationMetadata(backend="cuda")), "gpu")
+
   def test_unknown(self):
     with mock.patch.object(jax, "default_backend", lambda: "abacus"):
       with self.assertRaisesRegex(ValueError, "'abacus': expected one of 'cpu', 'gpu', 'tpu'"):
@@ -401,6 +408,14 @@ class CapabilityTest(parameterized.TestCase):
       self.assertEqual(resolved_capability(OperationMetadata()), attached)
       self.assertEqual(resolved_capability(OperationMetadata(compute_capability="10.3")), "10.3")
       self.assertIsNone(resolved_capability(OperationMetadata(mesh=create_mesh())))
+
+  def test_that_of_the_default_device(self):
+    first, second = (types.SimpleNamespace(platform="gpu", compute_capability=capability)
+                     for capability in ("9.0", "8.0"))
+    with mock.patch.object(jax, "local_devices", lambda backend=None: [first]):
+      for chosen, capability in ((second, "8.0"), ("gpu", "9.0")):
+        with mock.patch.object(jax, "config", mock.Mock(jax_default_device=chosen)):
+          self.assertEqual(resolved_capability(OperationMetadata()), capability)
 
   def test_unknown_without_a_gpu(self):
     self.assertIsNone(resolved_capability(OperationMetadata(platform="gpu")))

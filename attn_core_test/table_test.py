@@ -100,6 +100,13 @@ class TableTest(parameterized.TestCase):
     self.assertEqual(verdict.kernel, "flash.xla")
     self.assertRegex(str(verdict), f"can, by flash.xla, not by sdpa.cudnn: .*{word}")
 
+  @parameterized.parameters("chunk", "segments")
+  def test_a_reason_begins_with_the_argument(self, feature):
+    asked = request(feature)._replace(
+        mask=jax.tree.structure(masks.chunk(4)), lengths=(8, 8), capability="8.0")
+    self.assertEqual(table.ask("cudnn", "gpu", asked).reasons,
+                     (f"{feature} ({table.FEATURES[feature]}) is not supported",))
+
   def test_a_row_for_a_compute_capability_goes_first(self):
     special = table.TABLE["vanilla", "gpu"]
     with mock.patch.dict(table.TABLE, {("flash_attn2", "gpu 9.9"): special}):

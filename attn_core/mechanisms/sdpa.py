@@ -63,15 +63,22 @@ def _local(implementation, call, operands):
   key, value, finite = clean(operands)
   masking = (_of_dense(operands, spec, ~finite) if form is None
              else _of_band(operands, form, ~finite))
-  arrays = [operands.query, key, value, operands.bias]
+  bias, lowered = operands.bias, None
+  if bias is not None:
+    bias, lowered, hidden = _raised_bias(operands, spec)
+    hidden = hidden & ~masking.spoiled
+    masking = masking._replace(empty=hidden if masking.empty is None else masking.empty | hidden)
+  arrays = [operands.query, key, value, bias]
   if implementation == "cudnn":
-    arrays = _for_cudnn(arrays, masking.arguments)
+    arrays, masking = _for_cudnn(arrays, masking)
   result = jax.nn.dot_product_attention(
       *arrays, **masking.arguments, scale=spec.softmax_scale, implementation=implementation,
       return_residual=call.return_lse)
   out, lse = result if call.return_lse else (result, None)
   lse = None if lse is None else _not_differentiable(
       lse.transpose(0, 2, 1), operands.query, operands.key, operands.bias)
+  if lse is not None and lowered is not None:
+    lse = lse + lowered.astype(lse.dtype)
   out = jnp.where(_rows(masking.spoiled), jnp.nan, out)
   lse = None if lse is None else jnp.where(masking.spoiled, jnp.nan, lse)
   if masking.empty is not None:
@@ -149,29 +156,84 @@ def _band_sees_any(bad, form: band.Band, length: int):
   return count[:, :, past] > count[:, :, first]
 
 
+# JAX hides keys by logits of -32,768 (cuDNN, float16), -2**41 (cuDNN, bfloat16) or -2.4e38 (XLA).
+# Rows whose visible biases are all below this are raised, or hidden keys would outweigh them.
+_LOW_BIAS = -1e4
+
+
+def _raised_bias(operands: Operands, spec):
+  """A bias that differs from the operand by a number per query, which no softmax notices.
+
+  Returns:
+    (bias [B or 1, H or 1, T, S], 0 for hidden keys; the numbers [B or 1, H or 1, T] that were
+    subtracted from it; bool, likewise: queries whose bias is -inf for every visible key).
+  """
+  batch, length, heads, _ = operands.query.shape
+  shape = (batch, heads, length, operands.key.shape[1])
+  visible = dense_mask.visible(spec.mask, operands.mask, shape)
+  visible = jnp.broadcast_to(visible, (*visible.shape[:2], *shape[2:]))
+  # The numbers are constants to a derivative, as they change nothing.
+  highest = jnp.where(visible, jax.lax.stop_gradient(operands.bias), -jnp.inf).max(-1)
+  hidden = highest == -jnp.inf
+  lowered = jnp.where((highest < _LOW_BIAS) & ~hidden, highest, 0)
+  bias = jnp.where(visible & ~hidden[..., None], operands.bias - lowered[..., None], 0)
+  return bias, lowered, hidden
+
+
 # --- What JAX's path to cuDNN needs. -------------------------------------------------------------
 
+_LENGTHS = ("query_seq_lengths", "key_value_seq_lengths")
 
-def _for_cudnn(arrays, arguments: dict):
-  """query, key, value and bias as cuDNN takes them; lengths in `arguments`, likewise."""
+
+def _for_cudnn(arrays, masking: _Masking):
+  """query, key, value and bias as cuDNN takes them, and the masking, likewise.
+
+  Under vmap, jax 0.10.2 takes all of these mapped or none, confuses the gradient of a bias that is
+  not, and no version takes a mapped bias that is not whole: [B, H, T, S]. So all become mapped with
+  any, by a zero that is made of all. A mask without bias is JAX's bias; one that all of the batch
+  share stays what it is, as whole it may need much more memory.
+  """
   query, key, value, bias = arrays
   batch, queries, heads, _ = query.shape
+  keys = key.shape[1]
+  arguments = dict(masking.arguments)
+  whole = lambda x: jnp.broadcast_to(x, (batch, heads, queries, keys))
   if bias is not None:
     # One gradient per element: not every cuDNN sums over broadcast dimensions, so that is ours.
-    bias = jnp.broadcast_to(bias, (batch, heads, queries, key.shape[1]))
-  if queries % 2 or key.shape[1] % 2:
+    bias = whole(bias)
+  mask = arguments.get("mask")
+  if mask is not None and bias is None:
+    mask = whole(mask) if mask.shape[0] == batch else _not_mapped(mask)
+  if any(name in arguments for name in _LENGTHS):
+    for name, length in zip(_LENGTHS, (queries, keys)):
+      arguments.setdefault(name, jnp.full((batch,), length, jnp.int32))
+  if queries % 2 or keys % 2:
     query, key, value, bias = _even_lengths(query, key, value, bias)
-  # Under vmap, jax 0.10.2 takes all of these mapped or none, and confuses a shared bias' gradient.
   zero = functools.reduce(jnp.add, [
       jnp.where(x[(0,) * x.ndim] == 0, jnp.int32(0), jnp.int32(0)) for x in (
-          query, key, value, bias, *(arguments.get(name) for name in _LENGTHS)) if x is not None])
-  for name in _LENGTHS:
-    if name in arguments:
-      arguments[name] = arguments[name] + zero
-  return [None if x is None else x + zero.astype(x.dtype) for x in (query, key, value, bias)]
+          query, key, value, bias, mask, *(arguments.get(name) for name in _LENGTHS))
+      if x is not None])
+  arguments.update({name: arguments[name] + zero for name in _LENGTHS if name in arguments})
+  if mask is not None:
+    arguments["mask"] = mask & (zero == 0) if mask.shape[0] == batch else mask
+  # The output with its cotangent, too.
+  masking = masking._replace(arguments=arguments, spoiled=masking.spoiled | (zero != 0))
+  return [None if x is None else x + zero.astype(x.dtype)
+          for x in (query, key, value, bias)], masking
 
 
-_LENGTHS = ("query_seq_lengths", "key_value_seq_lengths")
+@jax.custom_batching.custom_vmap
+def _not_mapped(mask):
+  """`mask` [1, H or 1, T, S], if it is not mapped."""
+  return mask
+
+
+@_not_mapped.def_vmap
+def _refuse_mapped(size, mapped, mask):
+  raise NotImplementedError(
+      f"a mask of shape {mask.shape[1:]}, one for all of the batch, mapped over by jax.vmap "
+      f"{size} times: JAX's path to cuDNN maps no mask but one for each of the batch; give it as "
+      "`mask` with the batch's own first dimension, or use mechanism='flash_attn2' or 'blockwise'")
 
 
 @jax.custom_jvp
@@ -184,8 +246,9 @@ def _even_lengths(*arrays):
 def _refuse_odd(primals, tangents):
   raise NotImplementedError(
       f"queries of shape {primals[0].shape} and keys of shape {primals[1].shape} under "
-      "differentiation: JAX has cuDNN's gradients for even numbers of both only; use "
-      "mechanism='flash_attn2', 'blockwise' or 'vanilla', or pad the sequences to an even length")
+      "differentiation: cuDNN's gradients are taken for even numbers of both only, as JAX has them "
+      "beside a bias; use mechanism='flash_attn2', 'blockwise' or 'vanilla', or pad the sequences to "
+      "an even length")
 
 
 @jax.custom_jvp
