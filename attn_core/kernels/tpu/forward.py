@@ -69,7 +69,8 @@ def _forward(operands, spec, block_sizes, *, safe: bool) -> Residuals:
   batch, queries, heads, width = operands.query.shape
   key_heads, value_width = operands.value.shape[2:]
   mask = mask_of(operands, spec)
-  cut = tuned.choose(operands, block_sizes, mask, backward=False)
+  seldom = safe and operands.query.dtype.name in tuned.NAIVE
+  cut = tuned.choose(operands, block_sizes, mask, backward=False, seldom=seldom)
   visits, lines = schedule.build(mask, cut, by_keys=False)
   feed = feeds.Feed(visits, lines, cut, by_keys=False)
   arrays = operands.query, operands.key, operands.value

@@ -24,12 +24,12 @@ BLOCKS = {(FULL, False): (2048, 2048, 512), (FULL, True): (1024, 2048, 512),
           (LONG, False): (2048, 2048, 256), (LONG, True): (1024, 1024, 256)}
 LONG_KEYS = 8192  # from here on, a mask that shows most of a row is LONG
 PER_PAIR_BLOCK = (512, 512, 512)  # where a bias or a dense mask brings a number per pair
-# By backward: products of float32 take six passes, beside which filling the pipeline is little. A
-# third of the code compiles in half the time; the forward is 2% slower to 4% faster than with the
-# blocks above, the backward 7 to 9% slower.
-FLOAT32_BLOCKS = {False: (1024, 1024, 256), True: (512, 512, 256)}
+# By backward, for float32 and for what runs seldom, where a third of the code compiles in half the
+# time. Products of float32 take six passes, beside which filling the pipeline is little: the forward
+# is 2% slower to 4% faster than with the blocks above, the backward 7 to 9% slower.
+SMALL_BLOCKS = {False: (1024, 1024, 256), True: (512, 512, 256)}
 # A step takes as many key heads as have that many tokens, since every step fills and drains the
-# units, and one head's work hides another's waits; in float32 one, since the units are never idle.
+# units, and one head's work hides another's waits; with SMALL_BLOCKS one.
 STEP_TOKENS = 2048
 # Dtypes that try a softmax without the maximum first (`forward`). Products of float32 take so
 # long that the maximum costs nothing beside them.
@@ -44,7 +44,7 @@ RESIDENT = 16 * MEBIBYTE  # for the cotangent of the queries, which stays throug
 
 
 def choose(operands: Operands, requested: BlockSizes, mask: algebra.Mask, *,
-           backward: bool) -> Cut:
+           backward: bool, seldom: bool = False) -> Cut:
   """How to cut an attention.
 
   Args:
@@ -52,6 +52,7 @@ def choose(operands: Operands, requested: BlockSizes, mask: algebra.Mask, *,
     requested: what the caller fixed; None fields are chosen here, so that all fits.
     mask: what is visible; only its structure counts.
     backward: for the backward.
+    seldom: for what seldom runs, so that its code had better be small.
 
   Raises:
     ValueError: a requested block is neither a multiple of 128 tokens nor the whole length.
@@ -61,11 +62,12 @@ def choose(operands: Operands, requested: BlockSizes, mask: algebra.Mask, *,
   wanted_q, wanted_kv = (
       _wanted(requested, f"{name}{suffix}", length)
       for name, length in (("block_q", queries), ("block_kv", keys)))
-  rows, columns, tile = _blocks(operands, mask, backward)
+  small = seldom or operands.query.dtype.itemsize == 4
+  rows, columns, tile = _blocks(operands, mask, backward, small)
   rows = max(LANES, rows // _group(operands) // LANES * LANES)
   while True:
     cut = _cut(operands, wanted_q or rows, wanted_kv or columns, tile)
-    for several in _with_heads(cut, operands, backward):
+    for several in [cut] if small else _with_heads(cut, operands, backward):
       if needed_vmem(several, operands, backward) <= MOST_VMEM:
         return several
     if not wanted_kv and columns > LANES and (wanted_q or columns >= rows):
@@ -76,11 +78,12 @@ def choose(operands: Operands, requested: BlockSizes, mask: algebra.Mask, *,
       return cut  # too large, as `vmem_limit` says
 
 
-def _blocks(operands: Operands, mask: algebra.Mask, backward: bool) -> tuple[int, int, int]:
+def _blocks(operands: Operands, mask: algebra.Mask, backward: bool,
+            small: bool) -> tuple[int, int, int]:
   if list(_per_pair(operands)):
     return PER_PAIR_BLOCK
-  if operands.query.dtype.itemsize == 4:
-    return FLOAT32_BLOCKS[backward]
+  if small:
+    return SMALL_BLOCKS[backward]
   return BLOCKS[_kind(mask, operands.key.shape[1]), backward]
 
 
@@ -95,8 +98,7 @@ def _cut(operands: Operands, rows: int, columns: int, tile: int) -> Cut:
 
 def _with_heads(cut: Cut, operands: Operands, backward: bool):
   """The cut with several heads a step, fewer and fewer, and with one."""
-  wide = operands.query.dtype.itemsize == 4
-  most = 1 if wide else STEP_TOKENS // max(cut.group * cut.block_q, cut.block_kv)
+  most = STEP_TOKENS // max(cut.group * cut.block_q, cut.block_kv)
   for heads in range(most, 1, -1):
     several = cut._replace(heads=heads)
     # More ranges of queries would cost more than heads save.
