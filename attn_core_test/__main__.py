@@ -95,10 +95,13 @@ def count(output: str) -> dict[str, int]:
 
 
 def run(piece: Piece, compiled: str) -> Outcome:
-  """Runs one piece to its end; `compiled` is a folder for what JAX compiles, for all pieces."""
-  environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": compiled,
+  """Runs one piece to its end; `compiled` is a folder for what JAX compiles, for all pieces.
+
+  One that the environment names goes before it: that outlives this program.
+  """
+  environment = {"JAX_COMPILATION_CACHE_DIR": compiled,
                  "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-                 "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0"}
+                 "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0", **os.environ}
   if piece.total > 1:
     environment.update(TEST_TOTAL_SHARDS=str(piece.total), TEST_SHARD_INDEX=str(piece.index))
   start = time.monotonic()

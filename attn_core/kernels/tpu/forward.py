@@ -223,12 +223,14 @@ class _ForwardStep(NamedTuple):
     return after.highest, after.total
 
   def update_safe(self, at: Where, masked, logits, before) -> softmax.Running:
-    """Relative to a whole power of two, so that weights round as the naive ones."""
+    """Beside a naive form, relative to a whole power of two: so weights round as there."""
     unit = self.setting.unit
+    whole = lambda highest: jnp.ceil(highest * unit) * (1 / unit)
+    beside = self.outputs[0].dtype.name in tuned.NAIVE
     logits = self.setting.hide(self.refs, at, masked, logits, -jnp.inf)
     return softmax.update(
         before, logits, functools.partial(self.weigh, at), exp=lambda x: jnp.exp2(x * unit),
-        above=lambda highest: jnp.ceil(highest * unit) * (1 / unit), axis=0)
+        above=whole if beside else lambda highest: highest, axis=0)
 
   def update_naive(self, at: Where, masked, logits, before) -> softmax.Running:
     """A row that sees anything has at least TRACE in its total."""
