@@ -247,8 +247,8 @@ def _refuse_odd(primals, tangents):
   raise NotImplementedError(
       f"queries of shape {primals[0].shape} and keys of shape {primals[1].shape} under "
       "differentiation: cuDNN's gradients are taken for even numbers of both only, as JAX has them "
-      "beside a bias; use mechanism='flash_attn2', 'blockwise' or 'vanilla', or pad the sequences to "
-      "an even length")
+      "beside a bias; use mechanism='flash_attn2', 'blockwise' or 'vanilla', or pad the sequences "
+      "to an even length")
 
 
 @jax.custom_jvp

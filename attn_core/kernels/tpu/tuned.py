@@ -25,8 +25,8 @@ BLOCKS = {(FULL, False): (2048, 2048, 512), (FULL, True): (1024, 2048, 512),
 LONG_KEYS = 8192  # from here on, a mask that shows most of a row is LONG
 PER_PAIR_BLOCK = (512, 512, 512)  # where a bias or a dense mask brings a number per pair
 # By backward, for float32 and for what runs seldom, where a third of the code compiles in half the
-# time. Products of float32 take six passes, beside which filling the pipeline is little: the forward
-# is 2% slower to 4% faster than with the blocks above, the backward 7 to 9% slower.
+# time. Products of float32 take six passes, beside which filling the pipeline is little: the
+# forward is 2% slower to 4% faster than with the blocks above, the backward 7 to 9% slower.
 SMALL_BLOCKS = {False: (1024, 1024, 256), True: (512, 512, 256)}
 # A step takes as many key heads as have that many tokens, since every step fills and drains the
 # units, and one head's work hides another's waits; with SMALL_BLOCKS one.
