@@ -30,7 +30,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from attn_core.kernels.kernel import Kernel, Residuals
 from attn_core.masks import algebra
-from attn_core.types import DIFFERENTIABLE, AttentionSpec, BlockSizes, MaskOperands, Operands
+from attn_core.types import DIFFERENTIABLE, AttentionSpec, BlockSizes, Operands
 
 
 class _Call(NamedTuple):

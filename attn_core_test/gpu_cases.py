@@ -9,12 +9,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core import masks
+from attn_core import OperationMetadata, masks
+from attn_core.benchmarks import static_gpu
 from attn_core.kernels.gpu import flash, tuned
 from attn_core.kernels.kernel import Residuals
 from attn_core.references import oracle
 from attn_core.types import (DIFFERENTIABLE, AttentionSpec, BlockSizes, MaskOperands,
                              Operands)
+
+HOPPER = OperationMetadata(platform="gpu", compute_capability="9.0")
 
 
 @contextlib.contextmanager
@@ -212,3 +215,12 @@ def backward_programs() -> dict[str, tuple[Any, tuple]]:
         args[0], case.full_spec, case.blocks, *args[1:], ("query", "key", "value"))
     return run, (shapes, residuals, residuals)
   return {name: program(case) for name, case in compiled_backward().items()}
+
+
+def machine_code(programs_of: str) -> dict[str, list[Any]]:
+  """What the kernels of a function of this module were compiled to, or its error, by program."""
+  found = {}
+  for kernel in static_gpu.measure(f"{__name__}:{programs_of}"):
+    program = kernel["program"] if isinstance(kernel, dict) else kernel.program
+    found.setdefault(program, []).append(kernel)
+  return found

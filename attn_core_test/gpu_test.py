@@ -11,7 +11,6 @@ os.environ["NPROC"] = "16"
 
 # pylint: disable=g-import-not-at-top
 import unittest
-from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -20,10 +19,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core import BlockSizes, OperationMetadata, attention, masks, table
+from attn_core import BlockSizes, attention, masks
 from attn_core.benchmarks import static_gpu
 from attn_core.kernels.gpu import flash, mosaic, tuned
-from attn_core.mechanisms import flash as mechanism
 from attn_core_test import gpu_cases, property_cases
 from attn_core_test.gpu_cases import Case
 
@@ -61,12 +59,11 @@ class InterpretTest(parameterized.TestCase):
     case, = (case for case in property_cases.CASES if case.name == name)
     arrays = {key: x.astype(jnp.bfloat16) if key in ("query", "key", "value") else x
               for key, x in property_cases.operands(case, jnp.float32).items()}
-    cell = table.TABLE["flash_attn2", "gpu"]._replace(run=mechanism.gpu)
     def run(arrays):
       output = attention(**arrays, **case.arguments, mechanism="flash_attn2",
-                         metadata=OperationMetadata(platform="gpu"), return_lse=True)
+                         metadata=gpu_cases.HOPPER, return_lse=True)
       return output.attention_outputs, output.lse
-    with gpu_cases.interpreted(), mock.patch.dict(table.TABLE, {("flash_attn2", "gpu"): cell}):
+    with gpu_cases.interpreted():
       found = jax.block_until_ready(jax.jit(run)(arrays))
     wide = {key: x.astype(jnp.float32) for key, x in arrays.items()}
     self.compare(found, property_cases.reference(case)(wide), "bfloat16")
@@ -143,10 +140,7 @@ class CompileTest(parameterized.TestCase):
   @classmethod
   def setUpClass(cls):
     super().setUpClass()
-    cls.found = {}
-    for kernel in static_gpu.measure("attn_core_test.gpu_cases:programs"):
-      program = kernel["program"] if isinstance(kernel, dict) else kernel.program
-      cls.found.setdefault(program, []).append(kernel)
+    cls.found = gpu_cases.machine_code("programs")
 
   @parameterized.named_parameters((name, name) for name in gpu_cases.compiled())
   def test_machine_code(self, name):

@@ -10,9 +10,12 @@ https://arxiv.org/abs/1805.02867.
 Letters: R query rows, C keys of the block, E value width; "..." leading axes.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+
+LOG2E = math.log2(math.e)  # exp(x) = 2 ** (LOG2E * x)
 
 
 class Running(NamedTuple):

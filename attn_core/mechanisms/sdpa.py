@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from attn_core.kernels.xla import steps
 from attn_core.kernels.xla.dense import clean
 from attn_core.masks import band, dense_mask
 from attn_core.sharding import shard
@@ -58,7 +59,7 @@ def _local(implementation, call, operands):
   queries, keys = operands.query.shape[1], operands.key.shape[1]
   form = banded(spec.mask, queries, keys, operands.bias is not None)
   if form is not None:
-    form = band.of(jax.tree.unflatten(spec.mask, operands.mask.arrays), queries, keys)
+    form = band.of(steps.mask_of(operands, spec), queries, keys)
     operands = _without_padding(operands, form)
   key, value, finite = clean(operands)
   masking = (_of_dense(operands, spec, ~finite) if form is None

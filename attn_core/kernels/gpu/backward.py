@@ -9,12 +9,13 @@ twice. While a warpgroup exponentiates, its product dP runs; while it forms dS, 
 sums over a loop stay in flight from step to step.
 """
 
-import jax
+import functools
+
 import jax.numpy as jnp
 
+from attn_core.kernels import softmax
 from attn_core.kernels.gpu import backward_key, backward_query, mosaic, tuned
 from attn_core.kernels.gpu.gradient import Arrays
-from attn_core.kernels.gpu.logits import LOG2E
 from attn_core.kernels.kernel import Residuals
 from attn_core.kernels.xla import blockwise, steps
 from attn_core.types import AttentionSpec, BlockSizes, Operands
@@ -22,36 +23,33 @@ from attn_core.types import AttentionSpec, BlockSizes, Operands
 
 def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
              residuals: Residuals, cotangents: Residuals, wrt: tuple[str, ...]) -> tuple:
-  """The cotangents of the operands named in `wrt`; see `kernels.xla.blockwise.backward`.
+  """The cotangents of the operands named in `wrt`; see `kernels.xla.blockwise.completed`."""
+  products = functools.partial(_products, operands, spec, block_sizes)
+  return blockwise.completed(
+      products, operands, spec, block_sizes, residuals, cotangents, wrt)
 
-  The bias's cotangent has its own number for every pair and comes from the XLA kernel.
-  """
-  correction = steps.correction_of(residuals, cotangents, jnp.float32)
+
+def _products(operands: Operands, spec, block_sizes, d_out, lse, correction, wrt) -> dict:
+  """Cotangents of query, or of key and value, or of all, as `wrt` needs them."""
+  cuts = tuned.choose_backward(operands, spec, block_sizes)
+  arrays = _arrays(operands, spec, d_out, lse, correction)
   found = {}
-  if {"query", "key", "value"} & set(wrt):
-    cuts = tuned.choose_backward(operands, spec, block_sizes)
-    arrays = _arrays(operands, spec, cotangents.out, residuals.lse, correction)
   if "query" in wrt:
     found["query"] = backward_query.d_query(arrays, operands, spec, cuts.query)
   if {"key", "value"} & set(wrt):
     found["key"], found["value"] = backward_key.d_key_and_value(arrays, operands, spec, cuts.key)
-  if "sinks" in wrt:
-    found["sinks"] = blockwise.d_sinks(operands.sinks, residuals.lse, correction)
-  if "bias" in wrt:
-    found["bias"], = blockwise.backward(
-        operands, spec, block_sizes, residuals, cotangents, ("bias",))
-  return tuple(found[name] for name in wrt)
+  return found
 
 
 def _arrays(operands: Operands, spec: AttentionSpec, d_out, lse, correction) -> Arrays:
   """What both kernels read."""
   width, value_width = (tuned.padded_width(name, getattr(operands, name).shape[3])
                         for name in ("query", "value"))
-  mask = jax.tree.unflatten(spec.mask, operands.mask.arrays)
-  inputs = steps.clean_hidden(mask, operands.query, operands.key, operands.value)
+  inputs = steps.clean_hidden(
+      steps.mask_of(operands, spec), operands.query, operands.key, operands.value)
   query, key, value = (mosaic.pack(x, w) for x, w in zip(inputs, (width, width, value_width)))
   # No row past the queries has a weight, whatever blocks it is read in.
   padding = ((0, 0), (0, 0), (0, -lse.shape[2] % (tuned.COMPUTING * mosaic.ROW_TILE)))
-  lse = jnp.pad(steps.finite_lse(lse) * LOG2E, padding, constant_values=jnp.inf)
+  lse = jnp.pad(steps.finite_lse(lse) * softmax.LOG2E, padding, constant_values=jnp.inf)
   return Arrays(query, key, value, mosaic.pack(d_out, value_width),
                 jnp.stack([lse, jnp.pad(correction, padding)]))

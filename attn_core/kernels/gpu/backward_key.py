@@ -24,8 +24,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from attn_core import dropout
-from attn_core.kernels.gpu import gradient, mosaic, products, tuned
+from attn_core.kernels.gpu import mosaic, products, tuned
 from attn_core.kernels.gpu.gradient import Arrays, Setting
+from attn_core.kernels.gpu.setting import Place, drain, place_of, setting_of
 from attn_core.kernels.gpu.visits import Row
 from attn_core.masks import tiles
 from attn_core.types import AttentionSpec, Operands
@@ -55,14 +56,6 @@ class Scratch(NamedTuple):
   sums: tuple  # see `products.scratch_of`
 
 
-class Place(NamedTuple):
-  """Where a block of threads works; int32."""
-
-  batch: Any
-  head: Any  # key head
-  key_block: Any
-
-
 class Step(NamedTuple):
   """One block of queries of one head; int32."""
 
@@ -75,10 +68,10 @@ class Step(NamedTuple):
 def d_key_and_value(arrays: Arrays, operands: Operands, spec: AttentionSpec,
                     cut: tuned.BackwardCut):
   """([B, S, K, D], [B, S, K, E]); `arrays` without visits and extras."""
-  setting, visits, extras = gradient.setting_of(operands, spec, cut)
+  common, visits, extras = setting_of(operands, spec, cut, by_keys=True)
   batch, _, heads, _ = arrays.key.shape
   found = mosaic.call(
-      functools.partial(_kernel, setting),
+      functools.partial(_kernel, Setting(*common)),
       tuple(jax.core.ShapedArray(x.shape, x.dtype) for x in (arrays.key, arrays.value)),
       arrays._replace(visits=visits, extras=extras), _scratch(cut, arrays.key.dtype),
       grid=batch * heads * cut.sizes.num_key_blocks, warpgroups=tuned.COMPUTING + 1,
@@ -130,18 +123,15 @@ def _kernel(setting: Setting, arrays: Arrays, outputs, scratch: Scratch):
 
 def _place(setting: Setting) -> Place:
   """Neighbours share queries; those with most to do begin, as far as a mask is causal."""
-  number = mosaic.int32(setting.cut.sizes.num_key_blocks)
-  heads = mosaic.int32(setting.heads // setting.group)
-  block = lax.axis_index("block")
-  line = lax.div(block, number)
-  return Place(lax.div(line, heads), lax.rem(line, heads), lax.rem(block, number))
+  return place_of(lax.axis_index("block"), setting.heads // setting.group,
+                  setting.cut.sizes.num_key_blocks)
 
 
 def _visit(setting: Setting, arrays: Arrays, place: Place, run):
   """Runs run(Step) for all blocks of queries of all heads of the group; returns their number."""
   def of_head(g, done):
     head = place.head * setting.group + g
-    row = arrays.visits.of(place.batch, head, place.key_block)
+    row = arrays.visits.of(place.batch, head, place.block)
     def of_block(m, _):
       run(Step(done + m, head, row, m))
       return ()
@@ -176,7 +166,7 @@ def _copy(setting: Setting, arrays: Arrays, scratch: Scratch, place: Place):
 
   filled = _visit(setting, arrays, place, fill)
   for *_, free, stages in rings:
-    gradient.drain(free, stages, filled)
+    drain(free, stages, filled)
 
 
 class _Compute(NamedTuple):
@@ -194,7 +184,7 @@ class _Compute(NamedTuple):
 
   @property
   def first_key(self):
-    return self.place.key_block * self.setting.cut.block_kv + self.part * self.rows
+    return self.place.block * self.setting.cut.block_kv + self.part * self.rows
 
   def anew(self, step: Step) -> "_Compute":
     """See `products.anew`."""
@@ -347,7 +337,7 @@ def _sum_values(compute: _Compute, _, d_value):
       now.add_values(total, step, weights)
     number = compute.visit(of_step)
     compute.finish(number, compute.free_d_out)
-    gradient.drain(scratch.weights_free, tuned.PASSED, number)
+    drain(scratch.weights_free, tuned.PASSED, number)
 
   total, = compute.sum_up(sum_over_queries, 1)
   # The other warpgroup is through with the values: it has freed all weights.

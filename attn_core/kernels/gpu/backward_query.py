@@ -16,10 +16,10 @@ import jax
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-import jax.numpy as jnp
 
-from attn_core.kernels.gpu import gradient, mosaic, products, tuned
+from attn_core.kernels.gpu import mosaic, products, tuned
 from attn_core.kernels.gpu.gradient import Arrays, Setting
+from attn_core.kernels.gpu.setting import Place, drain, last_first, place_of, setting_of
 from attn_core.kernels.gpu.visits import Row
 from attn_core.masks import tiles
 from attn_core.types import AttentionSpec, Operands
@@ -40,21 +40,13 @@ class Scratch(NamedTuple):
   sums: tuple  # see `products.scratch_of`
 
 
-class Place(NamedTuple):
-  """Where a block of threads works; int32."""
-
-  batch: Any
-  head: Any
-  query_block: Any
-
-
 def d_query(arrays: Arrays, operands: Operands, spec: AttentionSpec, cut: tuned.BackwardCut):
   """[B, T, H, D]; `arrays` without visits and extras."""
-  setting, visits, extras = gradient.setting_of(operands, spec, cut)
+  common, visits, extras = setting_of(operands, spec, cut)
   batch, rows, heads, width = arrays.query.shape
   dtype = arrays.query.dtype
   found, = mosaic.call(
-      functools.partial(_kernel, setting),
+      functools.partial(_kernel, Setting(*common)),
       (jax.core.ShapedArray((batch, rows, heads, width), dtype),),
       arrays._replace(visits=visits, extras=extras), _scratch(cut, dtype),
       grid=batch * heads * cut.sizes.num_query_blocks, warpgroups=tuned.COMPUTING + 1,
@@ -94,11 +86,8 @@ def _kernel(setting: Setting, arrays: Arrays, outputs, scratch: Scratch):
 
 
 def _place(setting: Setting) -> Place:
-  """As in the forward, those with most to do begin."""
-  number, heads = (mosaic.int32(x) for x in (setting.cut.sizes.num_query_blocks, setting.heads))
-  block = lax.axis_index("block")
-  line = lax.div(block, number)
-  return Place(lax.div(line, heads), lax.rem(line, heads), number - 1 - lax.rem(block, number))
+  number = setting.cut.sizes.num_query_blocks
+  return last_first(place_of(lax.axis_index("block"), setting.heads, number), number)
 
 
 def _copy(setting: Setting, arrays: Arrays, scratch: Scratch, place: Place, row: Row):
@@ -118,7 +107,7 @@ def _copy(setting: Setting, arrays: Arrays, scratch: Scratch, place: Place, row:
 
   lax.fori_loop(mosaic.int32(0), row.num_visited, fill, ())
   for _, _, _, free, stages in rings:
-    gradient.drain(free, stages, row.num_visited)
+    drain(free, stages, row.num_visited)
 
 
 class _Compute(NamedTuple):
@@ -136,7 +125,7 @@ class _Compute(NamedTuple):
 
   @property
   def first_query(self):
-    return self.place.query_block * self.setting.cut.block_q + self.warpgroup * self.rows
+    return self.place.block * self.setting.cut.block_q + self.warpgroup * self.rows
 
   def run(self, row: Row, result):
     """From the copies of queries and d_out to that of the result."""

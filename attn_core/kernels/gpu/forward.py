@@ -23,33 +23,15 @@ import jax.numpy as jnp
 
 from attn_core import dropout
 from attn_core.kernels.gpu import mosaic, tuned
-from attn_core.kernels.gpu.feed import Extras, Feed
-from attn_core.kernels.gpu.logits import LOG2E, Logits
-from attn_core.kernels.gpu.visits import Row, Visits, visits_of
+from attn_core.kernels.gpu.feed import Extras
+from attn_core.kernels.gpu.setting import (Place, Setting, drain, last_first, place_of,
+                                           setting_of)
+from attn_core.kernels.gpu.visits import Row, Visits
 from attn_core.kernels.kernel import Residuals
+from attn_core.kernels.softmax import LOG2E
 from attn_core.kernels.xla import steps
-from attn_core.masks import algebra, blocks, tiles
+from attn_core.masks import algebra, tiles
 from attn_core.types import AttentionSpec, BlockSizes, Operands
-
-
-class Setting(NamedTuple):
-  """What all parts of the kernel share."""
-
-  cut: tuned.Cut
-  logits: Logits
-  heads: int  # H
-  group: int  # query heads of a key head
-  any_full: bool  # whether there may be blocks without a mask
-  any_partial: bool  # and with one
-  interpret: bool
-
-  @property
-  def feed(self) -> Feed:
-    return self.logits.feed
-
-  @property
-  def drops(self) -> bool:
-    return self.feed.spec.dropout_prob > 0
 
 
 class Inputs(NamedTuple):
@@ -80,31 +62,17 @@ class Scratch(NamedTuple):
   turn: Any  # whose turn it is at the tensor cores
 
 
-class Place(NamedTuple):
-  """Where a block of threads works; int32."""
-
-  batch: Any
-  head: Any
-  query_block: Any
-
-
 def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> Residuals:
   """out [B, T, H, E] and lse [B, H, T]; see `kernel.Kernel`."""
-  mask = jax.tree.unflatten(spec.mask, operands.mask.arrays)
   cut = tuned.choose(operands, spec, block_sizes)
-  block_map = blocks.block_map(blocks.block_kinds(mask, cut.sizes))
   batch, queries, heads, _ = operands.query.shape
-  group = heads // operands.key.shape[2]
-  feed = Feed(spec, cut.sizes, group=group)
-  setting = Setting(cut, Logits(feed, operands.bias is not None), heads, group,
-                    block_map.any_full, block_map.any_partial, mosaic.interpreted())
+  setting, visits, extras = setting_of(operands, spec, cut)
   sinks = operands.sinks
   inputs = Inputs(
       mosaic.pack(operands.query, cut.width), mosaic.pack(operands.key, cut.width),
       mosaic.pack(operands.value, cut.value_width), None,
-      None if sinks is None else sinks.astype(jnp.float32), visits_of(block_map),
-      feed.pack(operands))
-  if block_map.any_partial and not isinstance(mask, algebra.Full):
+      None if sinks is None else sinks.astype(jnp.float32), visits, extras)
+  if setting.any_partial and not isinstance(steps.mask_of(operands, spec), algebra.Full):
     inputs = _shielded(inputs, operands.value, cut)
   rows = inputs.query.shape[1]
   dtype = operands.query.dtype
@@ -165,18 +133,14 @@ def _kernel(setting: Setting, inputs: Inputs, outputs, scratch: Scratch):
 
 
 def _place(setting: Setting) -> Place:
-  """Where this block of threads works.
+  """Where this block of threads works; neighbours share keys.
 
   Asked for anew where it is needed: kept, it would take registers that the products need, and the
   barrier is what keeps the compiler from keeping it.
   """
-  # Neighbouring blocks of threads share keys; those with most to do begin, as far as a mask is
-  # causal.
-  number = mosaic.int32(setting.cut.sizes.num_query_blocks)
+  number = setting.cut.sizes.num_query_blocks
   block = lax.optimization_barrier(lax.axis_index("block"))
-  line = lax.div(block, number)
-  return Place(lax.div(line, mosaic.int32(setting.heads)),
-               lax.rem(line, mosaic.int32(setting.heads)), number - 1 - lax.rem(block, number))
+  return last_first(place_of(block, setting.heads, number), number)
 
 
 def _copy(setting: Setting, inputs: Inputs, scratch: Scratch, place: Place, visits: Row):
@@ -200,13 +164,9 @@ def _copy(setting: Setting, inputs: Inputs, scratch: Scratch, place: Place, visi
         pl.when(chosen)(functools.partial(copy, source, scratch.value, scratch.value_full))
     return ()
 
-  def drain(n, _):
-    for free in (scratch.key_free, scratch.value_free):
-      plgpu.barrier_wait(free.at[lax.rem(n, stages)])
-    return ()
-
   lax.fori_loop(mosaic.int32(0), visits.num_visited, fill, ())
-  lax.fori_loop(jnp.maximum(visits.num_visited - stages, 0), visits.num_visited, drain, ())
+  for free in (scratch.key_free, scratch.value_free):
+    drain(free, setting.cut.stages, visits.num_visited)
 
 
 class _Running(NamedTuple):
@@ -229,7 +189,7 @@ class _Compute(NamedTuple):
     """(batch row, query head, first query) of this warpgroup."""
     cut, place = self.setting.cut, _place(self.setting) if place is None else place
     return (place.batch, place.head,
-            place.query_block * cut.block_q + self.warpgroup * cut.rows)
+            place.block * cut.block_q + self.warpgroup * cut.rows)
 
   def take_turn(self):
     plgpu.barrier_arrive(self.scratch.turn)

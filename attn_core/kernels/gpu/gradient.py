@@ -8,18 +8,14 @@ E value width.
 
 from typing import Any, NamedTuple
 
-import jax
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from attn_core import dropout
-from attn_core.kernels.gpu import mosaic, products, tuned
-from attn_core.kernels.gpu.feed import Extras, Feed
-from attn_core.kernels.gpu.logits import Logits
-from attn_core.kernels.gpu.visits import Row, Visits, visits_of
-from attn_core.masks import blocks
-from attn_core.types import AttentionSpec, Operands
+from attn_core.kernels.gpu import products
+from attn_core.kernels.gpu import setting as common
+from attn_core.kernels.gpu.feed import Extras
+from attn_core.kernels.gpu.visits import Row, Visits
 
 
 class Arrays(NamedTuple):
@@ -35,25 +31,13 @@ class Arrays(NamedTuple):
   extras: Extras | None = None
 
 
-class Setting(NamedTuple):
-  """What all parts of a kernel share."""
-
-  cut: tuned.BackwardCut
-  logits: Logits
-  heads: int  # H
-  group: int  # query heads of a key head
-  any_full: bool  # whether there may be blocks without a mask
-  any_partial: bool  # and with one
-  interpret: bool
-
-  @property
-  def feed(self) -> Feed:
-    return self.logits.feed
+class Setting(common.Setting):
+  """And what the kernels of the backward compute alike."""
 
   @property
   def crowded(self) -> bool:
     """Whether P takes so many registers that no product can run beside its computation."""
-    return self.feed.spec.logits_soft_cap is not None or bool(self.feed.spec.dropout_prob)
+    return self.feed.spec.logits_soft_cap is not None or self.drops
 
   def masked(self, row: Row, n):
     """Whether the n-th block of a row needs the mask; a bool where that is known for all."""
@@ -87,7 +71,7 @@ class Setting(NamedTuple):
     """
     x, slope = logits
     weights = kept = jnp.exp2(x * self.logits.unit - lse)
-    if self.feed.spec.dropout_prob:
+    if self.drops:
       keep = self.feed.kept(extras, tile())
       # A weight is not negative: its sign is free to say that it is dropped.
       kept, weights = jnp.where(keep, weights, 0.0), jnp.where(keep, weights, -weights)
@@ -102,38 +86,7 @@ class Setting(NamedTuple):
 
   def d_scores(self, factor, d_weights, correction):
     """dS, all of one shape."""
-    if not self.feed.spec.dropout_prob:
+    if not self.drops:
       return factor * (d_weights - correction)
     scale = dropout.kept_scale(self.feed.spec.dropout_prob)
     return factor * jnp.where(factor < 0, correction, d_weights * scale - correction)
-
-
-def setting_of(operands: Operands, spec: AttentionSpec,
-               cut: tuned.BackwardCut) -> tuple[Setting, Visits, Extras]:
-  """How a kernel computes, which blocks it visits and what it reads beside.
-
-  Tiles of the kernel that sums over queries are [keys, queries].
-  """
-  mask = jax.tree.unflatten(spec.mask, operands.mask.arrays)
-  kinds = blocks.block_kinds(mask, cut.sizes)
-  block_map = blocks.block_map(kinds.swapaxes(-1, -2) if cut.by_keys else kinds)
-  feed = Feed(spec, cut.sizes, transposed=cut.by_keys)
-  heads = operands.query.shape[2]
-  setting = Setting(cut, Logits(feed, operands.bias is not None), heads,
-                    heads // operands.key.shape[2], block_map.any_full, block_map.any_partial,
-                    mosaic.interpreted())
-  return setting, visits_of(block_map), feed.pack(operands)
-
-
-def drain(free, stages: int, filled):
-  """Waits until all that was copied into a ring is free.
-
-  Args:
-    free: barriers of the ring's stages.
-    stages: how many.
-    filled: how many times one was filled, int32.
-  """
-  def wait(n, _):
-    plgpu.barrier_wait(free.at[lax.rem(n, mosaic.int32(stages))])
-    return ()
-  lax.fori_loop(jnp.maximum(filled - stages, 0), filled, wait, ())

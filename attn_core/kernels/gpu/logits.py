@@ -6,15 +6,13 @@ Exponentials are powers of two. Where logits are scores times a positive number,
 they are and that number goes into the unit: exp(logit) = 2 ** (unit * number).
 """
 
-import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
 
 from attn_core.kernels.gpu.feed import Extras, Feed
+from attn_core.kernels.softmax import LOG2E
 from attn_core.masks import tiles
-
-LOG2E = math.log2(math.e)
 
 
 class Logits(NamedTuple):

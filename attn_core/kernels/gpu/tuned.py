@@ -6,10 +6,10 @@ keys and values pass through a ring of stages in shared memory.
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from attn_core.kernels.gpu import mosaic
+from attn_core.kernels.xla import steps
 from attn_core.masks import algebra, blocks
 from attn_core.types import AttentionSpec, BlockSizes, Operands
 
@@ -107,7 +107,7 @@ def choose(operands: Operands, spec: AttentionSpec, requested: BlockSizes) -> Cu
 
 
 def _has_long_rows(operands: Operands, spec: AttentionSpec) -> bool:
-  mask = jax.tree.unflatten(spec.mask, operands.mask.arrays)
+  mask = steps.mask_of(operands, spec)
   if isinstance(mask, algebra.Full):
     return True
   return isinstance(mask, algebra.Causal) and operands.key.shape[1] >= LONG

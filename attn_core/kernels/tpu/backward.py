@@ -15,43 +15,35 @@ from typing import Any, NamedTuple
 from jax.experimental import pallas as pl
 import jax.numpy as jnp
 
+from attn_core.kernels import softmax
 from attn_core.kernels.kernel import Residuals
 from attn_core.kernels.tpu import feed as feeds
 from attn_core.kernels.tpu import schedule, tuned
 from attn_core.kernels.tpu.feed import Part, Refs
-from attn_core.kernels.tpu.setting import LOG2E, Setting, ahead, mask_of, setting_of, visit
+from attn_core.kernels.tpu.setting import Setting, ahead, setting_of, visit
 from attn_core.kernels.xla import blockwise, steps
 from attn_core.types import AttentionSpec, BlockSizes, Operands
 
 
 def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
              residuals: Residuals, cotangents: Residuals, wrt: tuple[str, ...]) -> tuple:
-  """The cotangents of the operands named in `wrt`; see `kernels.xla.blockwise.backward`.
-
-  The bias's cotangent has its own number for every pair and comes from the XLA kernel.
-  """
-  correction = steps.correction_of(residuals, cotangents, jnp.float32)
-  found = {}
-  if {"query", "key", "value"} & set(wrt):
-    found = _backward(operands, spec, block_sizes, cotangents.out, residuals.lse, correction)
-  if "sinks" in wrt:
-    found["sinks"] = blockwise.d_sinks(operands.sinks, residuals.lse, correction)
-  if "bias" in wrt:
-    found["bias"], = blockwise.backward(
-        operands, spec, block_sizes, residuals, cotangents, ("bias",))
-  return tuple(found[name] for name in wrt)
+  """The cotangents of the operands named in `wrt`; see `kernels.xla.blockwise.completed`."""
+  products = functools.partial(_products, operands, spec, block_sizes)
+  return blockwise.completed(
+      products, operands, spec, block_sizes, residuals, cotangents, wrt)
 
 
-def _backward(operands: Operands, spec, block_sizes, d_out, lse, correction) -> dict:
+def _products(operands: Operands, spec, block_sizes, d_out, lse, correction, wrt) -> dict:
   """Cotangents of query, key and value: as many queries at a time as vector memory holds."""
+  del wrt  # one kernel computes all
   queries, keys = operands.query.shape[1], operands.key.shape[1]
-  mask = mask_of(operands, spec)
+  mask = steps.mask_of(operands, spec)
   cut = tuned.choose(operands, block_sizes, mask, backward=True)
   rows = lambda x, fill: jnp.pad(
       x[:, :, None], ((0, 0),) * 3 + ((0, cut.padded_queries - queries),), constant_values=fill)
   query, key, value = steps.clean_hidden(mask, operands.query, operands.key, operands.value)
   arrays = _BackwardArrays(query, d_out, key, value,
-                           rows(steps.finite_lse(lse) * LOG2E, jnp.inf), rows(correction, 0))
+                           rows(steps.finite_lse(lse) * softmax.LOG2E, jnp.inf), rows(correction, 0))
   parts = [_backward_range(operands, spec, block_sizes, arrays, cut, blocks_q)
            for blocks_q in tuned.query_ranges(operands, cut)]
   d_queries, d_keys, d_values = zip(*parts)
@@ -79,7 +71,7 @@ def _backward_range(operands, spec, block_sizes, arrays: _BackwardArrays, cut, q
   batch, _, heads, width = operands.query.shape
   key_heads = operands.key.shape[2]
   number = query_blocks[1] - query_blocks[0]
-  mask = mask_of(operands, spec)
+  mask = steps.mask_of(operands, spec)
   visits, lines = schedule.build(mask, cut, by_keys=True, query_blocks=query_blocks)
   feed = feeds.Feed(visits, lines, cut, by_keys=True, first_query_block=query_blocks[0])
   of_rows = lambda x: feed.array(

@@ -16,13 +16,12 @@ import jax.numpy as jnp
 
 from attn_core.kernels.kernel import Kernel
 from attn_core.kernels.tpu import backward, forward, schedule, tuned
-from attn_core.kernels.tpu.setting import mask_of
-from attn_core.kernels.xla import blockwise
+from attn_core.kernels.xla import blockwise, steps
 from attn_core.types import AttentionSpec, BlockSizes, Operands
 
 
 def _check(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> None:
-  mask = mask_of(operands, spec)
+  mask = steps.mask_of(operands, spec)
   for is_backward in (False, True):
     cut = tuned.choose(operands, block_sizes, mask, backward=is_backward)
     tuned.vmem_limit(block_sizes, cut, operands, backward=is_backward)

@@ -15,10 +15,8 @@ Q queries of a tile.
 """
 
 import functools
-import math
 from typing import Any, NamedTuple
 
-import jax
 from jax import lax
 from jax.experimental import pallas as pl
 import jax.numpy as jnp
@@ -28,7 +26,7 @@ from attn_core.kernels.kernel import Residuals
 from attn_core.kernels.tpu import feed as feeds
 from attn_core.kernels.tpu import schedule, tuned
 from attn_core.kernels.tpu.feed import Part, Refs, Where
-from attn_core.kernels.tpu.setting import LOG2E, Setting, ahead, mask_of, setting_of, visit
+from attn_core.kernels.tpu.setting import Setting, ahead, setting_of, visit
 from attn_core.kernels.xla import steps
 from attn_core.types import AttentionSpec, BlockSizes, Operands
 
@@ -68,7 +66,7 @@ def _forward(operands, spec, block_sizes, *, safe: bool) -> Residuals:
   """See `forward`; the lse of what a naive softmax does not give is NaN."""
   batch, queries, heads, width = operands.query.shape
   key_heads, value_width = operands.value.shape[2:]
-  mask = mask_of(operands, spec)
+  mask = steps.mask_of(operands, spec)
   seldom = safe and operands.query.dtype.name in tuned.NAIVE
   cut = tuned.choose(operands, block_sizes, mask, backward=False, seldom=seldom)
   visits, lines = schedule.build(mask, cut, by_keys=False)
@@ -118,17 +116,18 @@ def _forward_kernel(setting, feed, readers, result, safe, refs: Refs, outputs, s
   heads = range(setting.cut.query_heads)
 
   def spoil():
+    spoilt = step.spoilt()
     for head in heads:
-      step.spoil(head, step.spoilt(head))
+      step.spoil(head, spoilt)
 
   if setting.single:
     # Head by head, so that one is finished while another is computed; nothing waits in scratch.
     places = sorted(setting.strips((b, h, i, j), setting.patterns[0][0]),
                     key=lambda place: place[0].head)
-    spoilt = [step.spoilt(head) for head in heads]
+    spoilt = step.spoilt()
     def finish(head, numbers):
       step.store(setting.row_tiles(head, every), numbers)
-      step.spoil(head, spoilt[head])
+      step.spoil(head, spoilt)
       step.finish(head)
     step.strips(places, {}, finish)
     return
@@ -246,19 +245,20 @@ class _ForwardStep(NamedTuple):
     values = self.readers.value(self.refs, self.setting.key_head(at), at.keys)
     return self.setting.dot(values, kept.astype(values.dtype), ((0,), (0,)))
 
-  def spoilt(self, head: int):
-    """0, or NaN where a key is not finite, of which the naive weight may be 0; [1, 1]."""
+  def spoilt(self) -> list:
+    """[1, 1] of each key head: 0, or NaN where a key is not finite, as its weight may be 0."""
     if self.safe:
-      return 0.0
-    cut = self.setting.cut
-    keys = self.readers.key(self.refs, head // cut.group, Part(0, cut.block_kv))
-    total = keys.astype(jnp.float32).sum(0, keepdims=True).sum(1, keepdims=True)
-    return total - total
+      return []
+    cut, every = self.setting.cut, Part(0, self.setting.cut.block_kv)
+    totals = [self.readers.key(self.refs, head, every).astype(jnp.float32).sum(0, keepdims=True)
+              .sum(1, keepdims=True) for head in range(cut.heads)]
+    return [total - total for total in totals]
 
-  def spoil(self, head: int, by) -> None:
-    """Adds to the totals of a head."""
+  def spoil(self, head: int, spoilt: list) -> None:
+    """Adds what `spoilt` gave to the totals of a head."""
     if not self.safe:
-      self.scratch[1][:, self.setting.rows_of(head)] += by
+      cut, total = self.setting.cut, self.scratch[1]
+      total[:, self.setting.rows_of(head)] += spoilt[head // cut.group]
 
   def finish(self, head: int):
     """Writes the results of a head."""
@@ -267,7 +267,7 @@ class _ForwardStep(NamedTuple):
     if self.readers.sinks is not None:
       sink = self.readers.sinks(self.refs, b, h * cut.query_heads + head)
     (highest, total), output = self.load(rows), self.scratch[2][:, rows]
-    running = softmax.Running(highest * (self.setting.unit / LOG2E), total, output)
+    running = softmax.Running(highest * (self.setting.unit / softmax.LOG2E), total, output)
     mean, row_lse = softmax.finish(running, sink)
     if not self.safe:
       least, most = NAIVE_TOTALS

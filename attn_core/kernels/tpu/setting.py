@@ -9,22 +9,19 @@ Letters: C keys and Q queries of a tile.
 
 import collections
 import functools
-import math
 from typing import Any, NamedTuple
 
-import jax
 from jax import lax
 from jax.experimental import pallas as pl
 import jax.numpy as jnp
 import numpy as np
 
+from attn_core.kernels.softmax import LOG2E
 from attn_core.kernels.tpu import feed as feeds
 from attn_core.kernels.tpu import schedule
 from attn_core.kernels.tpu.feed import Part, Refs, Where
-from attn_core.masks import algebra, blocks
+from attn_core.masks import blocks
 from attn_core.types import AttentionSpec, Operands
-
-LOG2E = math.log2(math.e)
 
 
 class Setting(NamedTuple):
@@ -108,10 +105,6 @@ class Setting(NamedTuple):
   def hide(self, refs: Refs, at: Where, masked: bool, x, hidden):
     """`x`, but `hidden` where the mask says so; masked: whether it does anywhere."""
     return jnp.where(self.mask.visible(refs, at), x, hidden) if masked else x
-
-
-def mask_of(operands: Operands, spec: AttentionSpec) -> algebra.Mask:
-  return jax.tree.unflatten(spec.mask, operands.mask.arrays)
 
 
 def setting_of(feed, operands: Operands, spec: AttentionSpec, cut, visits) -> Setting:

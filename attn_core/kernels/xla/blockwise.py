@@ -252,4 +252,25 @@ def d_sinks(sinks, lse, correction):
   return (total if sinks.shape[0] > 1 else total.sum(0, keepdims=True)).astype(sinks.dtype)
 
 
+def completed(products, operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
+              residuals: Residuals, cotangents: Residuals, wrt: tuple[str, ...]) -> tuple:
+  """`backward` by a kernel for queries, keys and values.
+
+  The bias's cotangent has its own number for every pair and comes from the XLA kernel.
+
+  Args:
+    products: (d_out, lse, `steps.correction_of`, wrt) -> dict with the cotangents of those of
+      query, key and value that are in wrt; others in it do not count.
+  """
+  correction = steps.correction_of(residuals, cotangents, jnp.float32)
+  found = {}
+  if {"query", "key", "value"} & set(wrt):
+    found = products(cotangents.out, residuals.lse, correction, wrt)
+  if "sinks" in wrt:
+    found["sinks"] = d_sinks(operands.sinks, residuals.lse, correction)
+  if "bias" in wrt:
+    found["bias"], = backward(operands, spec, block_sizes, residuals, cotangents, ("bias",))
+  return tuple(found[name] for name in wrt)
+
+
 KERNEL = Kernel("xla", forward, backward, tangent)

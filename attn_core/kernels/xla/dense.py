@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from attn_core import dropout
 from attn_core.kernels import softmax
+from attn_core.kernels.xla import steps
 from attn_core.masks import algebra, dense_mask
 from attn_core.types import AttentionOutput, AttentionSpec, Operands
 
@@ -63,10 +64,10 @@ def clean(operands: Operands):
     value is not, and bool [B, H, S]: which keys are finite. Who sees another must become NaN.
   """
   key, value = operands.key, operands.value
-  finite = (jnp.isfinite(key).all(-1) & jnp.isfinite(value).all(-1))
-  key, value = (jnp.where(finite[..., None], x, 0) for x in (key, value))
+  finite = steps.finite_keys(key, value)
+  key, value = (jnp.where(finite, x, 0) for x in (key, value))
   group = operands.query.shape[2] // key.shape[2]
-  return key, value, jnp.repeat(finite.transpose(0, 2, 1), group, 1)
+  return key, value, jnp.repeat(finite[..., 0].transpose(0, 2, 1), group, 1)
 
 
 def _softmax(logits, sinks):

@@ -51,10 +51,14 @@ class Place(NamedTuple):
   key_head: Any  # the first of N
 
 
+def mask_of(operands: Operands, spec: AttentionSpec) -> algebra.Mask:
+  return jax.tree.unflatten(spec.mask, operands.mask.arrays)
+
+
 def cut(operands, spec, block_sizes, *, backward) -> Problem:
   """Chooses blocks, pads to whole blocks and finds the blocks to visit."""
   (_, queries, query_heads, _), (_, keys, key_heads, _) = operands.query.shape, operands.key.shape
-  mask = jax.tree.unflatten(spec.mask, operands.mask.arrays)
+  mask = mask_of(operands, spec)
   sizes, heads = tuned.choose((queries, keys, query_heads, key_heads), block_sizes, mask,
                               backward=backward)
   kinds = blocks.merge_heads(blocks.block_kinds(mask, sizes), heads * query_heads // key_heads)
