@@ -300,6 +300,16 @@ class ScheduleTest(parameterized.TestCase):
                        backward=backward)
     self.assertEqual(cut.heads, expected)
 
+  @parameterized.parameters(
+      (4096, 128, False, (2048, 4096)), (2304, 96, False, (1152, 2304)),
+      (2048, 128, False, (2048, 2048)), (4096, 64, False, (2048, 2048)),
+      (4097, 128, False, (1408, 2048)), (2304, 128, True, (768, 2048)))
+  def test_blocks_of_a_full_mask(self, tokens, width, backward, expected):
+    cut = tuned.choose(shapes(tokens, 8, width, jnp.bfloat16), BlockSizes(), masks.full(),
+                       backward=backward)
+    self.assertEqual((cut.block_q, cut.block_kv), expected)
+    self.assertEqual(cut.tile_q, cut.block_q)
+
   @parameterized.parameters(128, 192)
   def test_tokens_go_and_come_back(self, width):
     form = feed.Tokens(2, 256, 4, width, 2, 128, lambda i, j: i)
@@ -400,7 +410,9 @@ class CompileTest(parameterized.TestCase):
 
   @parameterized.named_parameters(("_".join(map(str, case)), *case) for case in compiled())
   def test_widths(self, chip, dtype, width, value_width, kind):
-    self.compile(chip, Case(KINDS[kind], T=2048, D=width, E=value_width, dtype=dtype, blocks=None))
+    tokens = tuned.WHOLE_KEYS[kind == "full"]
+    self.compile(chip, Case(KINDS[kind], T=tokens, D=width, E=value_width, dtype=dtype,
+                            blocks=None))
 
   @parameterized.parameters(*CHIPS)
   def test_long(self, chip):

@@ -29,7 +29,7 @@ COUNTED_BLOCK = (1024, 1024)  # of queries and keys; work is counted in such to 
 # (query tokens, key tokens, key tokens computed at once)
 FORWARD_BLOCKS = {
     OURS: ((512, 512, 512), (1024, 1024, 256), (1024, 1024, 512), (1024, 2048, 512),
-           (2048, 2048, 512)),
+           (2048, 2048, 512), (2048, 4096, 256)),
     OURS_SAFE: ((1024, 1024, 256), (2048, 2048, 512)),
     "jax flash": ((512, 512, 512), (1024, 1024, 512), (1024, 1024, 1024)),
     "jax splash": ((512, 512, 512), (1024, 1024, 512), (1024, 2048, 512), (1024, 2048, 1024),

@@ -42,8 +42,8 @@ def _products(operands: Operands, spec, block_sizes, d_out, lse, correction, wrt
   rows = lambda x, fill: jnp.pad(
       x[:, :, None], ((0, 0),) * 3 + ((0, cut.padded_queries - queries),), constant_values=fill)
   query, key, value = steps.clean_hidden(mask, operands.query, operands.key, operands.value)
-  arrays = _BackwardArrays(query, d_out, key, value,
-                           rows(steps.finite_lse(lse) * softmax.LOG2E, jnp.inf), rows(correction, 0))
+  lse = rows(steps.finite_lse(lse) * softmax.LOG2E, jnp.inf)
+  arrays = _BackwardArrays(query, d_out, key, value, lse, rows(correction, 0))
   parts = [_backward_range(operands, spec, block_sizes, arrays, cut, blocks_q)
            for blocks_q in tuned.query_ranges(operands, cut)]
   d_queries, d_keys, d_values = zip(*parts)
