@@ -186,6 +186,7 @@ py_library(
         ],
         legacy_create_init = 1,
         shard_count = SHARDS.get(file[:-len(".py")]),
+        tags = ["sharded"] if file[:-len(".py")] in SHARDS else [],
         deps = [":support"],
     )
     for file in glob(["*_test.py"])
