@@ -5,10 +5,12 @@
 
 from attn_core import masks
 from attn_core.attention import Explanation, attention, explain
+from attn_core.frequencies import Rope, inverse_frequencies, rope_from_dict
 from attn_core.masks import Mask, MaskInfo
 from attn_core.metadata import AttnShardingRules, OperationMetadata
 from attn_core.named import blocksparse, blockwise, blockwise_attn, cuda_flash_attn2, cudnn
 from attn_core.named import flash_attn2, sdpa, vanilla
+from attn_core.rope import apply_complex_rotary, apply_rotary, rotary, rotary_table
 from attn_core.sharding.mesh import (auto_expert_mesh, create_mesh, expert_abstract_mesh,
                                      expert_mesh)
 from attn_core.sharding.partition import PartitionAxis, resolve
@@ -19,8 +21,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AttentionMechanism", "AttentionOutput", "AttentionSpec", "AttnShardingRules", "BlockSizes",
-    "Explanation", "Mask", "MaskInfo", "OperationMetadata", "Operands", "PartitionAxis",
-    "attention", "auto_expert_mesh", "blocksparse", "blockwise", "blockwise_attn", "create_mesh",
-    "cuda_flash_attn2", "cudnn", "expert_abstract_mesh", "expert_mesh", "explain", "flash_attn2",
-    "masks", "resolve", "sdpa", "vanilla",
+    "Explanation", "Mask", "MaskInfo", "OperationMetadata", "Operands", "PartitionAxis", "Rope",
+    "apply_complex_rotary", "apply_rotary", "attention", "auto_expert_mesh", "blocksparse",
+    "blockwise", "blockwise_attn", "create_mesh", "cuda_flash_attn2", "cudnn",
+    "expert_abstract_mesh", "expert_mesh", "explain", "flash_attn2", "inverse_frequencies", "masks",
+    "resolve", "rope_from_dict", "rotary", "rotary_table", "sdpa", "vanilla",
 ]
