@@ -131,7 +131,7 @@ def rotary_width(rope: Rope, head_dim: int) -> int:
     ValueError: it is odd or 0, or `check_rope` refuses.
   """
   check_rope(rope)
-  width = int(head_dim * rope.partial_rotary_factor)
+  width = int(head_dim * rope.partial_rotary_factor + 1e-6)  # 49 * (6 / 49) is less than 6
   checks.require(width >= 2 and width % 2 == 0, "head_dim", head_dim, "a width of which "
                  f"partial_rotary_factor={rope.partial_rotary_factor} leaves an even number >= 2")
   return width
