@@ -244,9 +244,10 @@ def get_basic_rope(
   width, rope = _rotated(config, _based(config.rope, base), head_size, rotary_dim)
   if is_neox_style is not None:
     rope = rope._replace(interleaved=not is_neox_style)
+  inverse_frequencies(rope, width)  # says now what it would say of every call
   if width != head_size:
+    checks.require(width < head_size, "rotary_dim", width, f"at most head_size={head_size}")
     rope = rope._replace(partial_rotary_factor=width / head_size)
-  inverse_frequencies(rope, head_size)  # says now what it would say of every call
 
   def turn(positions, query, key):
     return tuple(x.astype(dtype) for x in rotary(query, key, positions, rope))

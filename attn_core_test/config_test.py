@@ -308,7 +308,8 @@ class MergeTest(parameterized.TestCase):
       ({"layer_types": (FULL,) * 3, "num_hidden_layers": 4}, "3 of them.*num_hidden_layers=4"),
       ({"layer_types": (FULL, SLIDING)}, "sliding_window: got None.*1 of 2 layer_types"),
       ({"layer_types": (FULL, CHUNKED)}, "chunk_size: got None.*1 of 2 layer_types"),
-      ({"layer_types": (FULL,), "sliding_window": (127, 0)}, r"got \(127, 0\); expected None.*0 of 1"),
+      ({"layer_types": (FULL,), "sliding_window": (127, 0)},
+       r"got \(127, 0\); expected None.*0 of 1"),
   )
   def test_bad_values(self, given, message):
     with self.assertRaisesRegex(ValueError, message):

@@ -1,12 +1,12 @@
 """Which sharding a model's parameters have, by patterns over their names."""
 
 from collections.abc import Sequence
+import math
 import re
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
-import jax.numpy as jnp
 
 from attn_core.sharding import partition
 
@@ -45,8 +45,8 @@ def match_partition_rules(
 
   def spec_of(path, leaf):
     name = jax.tree_util.keystr(path, simple=True, separator="/")
-    shape = jnp.shape(leaf)
-    if jnp.size(leaf) <= 1:
+    shape = tuple(getattr(leaf, "shape", ()))
+    if math.prod(shape) <= 1:
       return PartitionSpec()
     found = next((spec for pattern, spec in compiled if pattern.search(name)), None)
     if found is None:
