@@ -174,6 +174,20 @@ class RematTest(parameterized.TestCase):
     self.assertEqual(self.forwards(
         jax.checkpoint_policies.save_only_these_names("attn_output")), (2, 3))
 
+  def test_every_attention_names_its_values(self):
+    residuals = {"attn_query", "attn_key", "attn_value", "attn_output", "attn_lse"}
+    x = jnp.ones((1, 4, 2, 8))
+    for mechanism, names in (("flash_attn2", residuals), ("vanilla", residuals | {"attn_weights"})):
+      run = lambda x: attention(x, x, x, mechanism=mechanism, return_lse=True,
+                                return_weights="attn_weights" in names)
+      jaxpr = str(jax.make_jaxpr(jax.vjp, static_argnums=0)(run, x))
+      self.assertEqual({name for name in remat.NAMES if f"name={name}" in jaxpr}, names, mechanism)
+    for target, parts in (("attn_key_value", residuals - {"attn_query"}), ("attn_qkv", residuals)):
+      self.assertContainsSubset(remat.IMPLIED[target], parts)
+    kept = checkpoint_policy("save_only_these_names", (
+        "attn_output", "attn_key_value", "attn_query"))
+    self.assertEqual(self.forwards(kept), (1, 2))
+
   def test_every_name(self):
     for name in (*remat.POLICIES, *remat.TARGETED):
       targets = ("attn_output", "residual") if name in remat.TARGETED else None

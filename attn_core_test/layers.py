@@ -182,8 +182,9 @@ py_library(
         name = file[:-len(".py")],
         timeout = "long",
         srcs = [file],
-        data = BUILD_FILES + [
+        data = BUILD_FILES + glob(["*.py"]) + [
             "//:README.md",
+            "//:docs/parity.md",
             "//examples:sources",
         ],
         legacy_create_init = 1,
