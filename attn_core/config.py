@@ -59,7 +59,7 @@ class AttnConfig(NamedTuple):
   use_scan_mlp: bool = False  # of the caller's model
   scan_mlp_chunk_size: int = 1024  # of the caller's model, tokens
   sequence_axis_name: str = "sp"
-  gradient_checkpointing: str = ""  # a name of remat.POLICIES
+  gradient_checkpointing: str = ""  # a name that `checkpoint_policy` knows
   gradient_checkpointing_targets: tuple[str, ...] | None = None  # for the policies that name some
   precompute_masks: bool = True  # carried only: a mask here is a value and costs nothing
   kv_cache_quantization_config: Any = None  # hashable and of JSON; see `config_merge.frozen`

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from attn_core import checks
-from attn_core.frequencies import (BY_LENGTH, Rope, attention_factor, inverse_frequencies,
-                                   position_axes)
+from attn_core.frequencies import (BY_LENGTH, Rope, attention_factor, check_rope,
+                                   inverse_frequencies, position_axes)
 from attn_core.types import LAYOUTS
 
 
@@ -31,6 +31,7 @@ def rotary_table(rope: Rope, positions, head_dim: int, length=None):
   Raises:
     ValueError: positions that are no integers, or `rope` does not fit the width.
   """
+  check_rope(rope)
   checks.array("positions", positions, "int [..., T]")
   checks.require(jnp.issubdtype(positions.dtype, jnp.integer) and positions.ndim >= 1, "positions",
                  checks.describe(positions), "int [..., T] (tokens)")
@@ -74,6 +75,7 @@ def apply_rotary(x, cosine, sine, interleaved: bool = False, layout: str = "bthd
   checks.one_of("layout", layout, LAYOUTS)
   checks.floating("x", x, 3 if layout == "thd" else 4, f"a query or key in layout {layout!r}")
   for name, table in (("cosine", cosine), ("sine", sine)):
+    checks.array(name, table, "[B or 1, T, R / 2] or [T, R / 2]")
     checks.require(table.ndim >= 2 and table.ndim < x.ndim and 2 * table.shape[-1] <= x.shape[-1],
                    name, checks.describe(table), f"[B or 1, T, R / 2] or [T, R / 2] with R at most "
                    f"the width {x.shape[-1]}")
@@ -103,6 +105,9 @@ def rotary(query, key, positions, rope: Rope, layout: str = "bthd", key_position
   Raises:
     ValueError: as `rotary_table` and `apply_rotary`.
   """
+  check_rope(rope)
+  for name, x in (("query", query), ("key", key)):
+    checks.array(name, x, f"a {name} in layout {layout!r}")
   checks.require(query.shape[-1] == key.shape[-1], "key", checks.describe(key),
                  f"the width of the query, {checks.describe(query)}")
   if rope.rope_type == "none":

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import attention, attention_arguments, from_pretrained, layer_rope, rotary
+from attn_core_test import peers
 
 SIZES = {"hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 4,
          "num_hidden_layers": 4, "max_position_embeddings": 64, "attention_dropout": 0.0}
@@ -124,13 +125,7 @@ class ModelsTest(parameterized.TestCase):
 
   def setUp(self):
     super().setUp()
-    try:
-      import torch
-      import transformers
-    except ImportError as error:
-      print(f"skipped: {error}; pip install '.[parity]' has it")
-      self.skipTest(str(error))
-    self.torch, self.transformers = torch, transformers
+    self.torch, self.transformers = peers.torch_and_transformers(self)
 
   def run_model(self, name):
     """(what was heard, the configuration read from the file that the model wrote, positions)."""

@@ -437,6 +437,9 @@ class ReadersTest(parameterized.TestCase):
       with self.assertRaisesRegex(ValueError, f"layer: got {layer}"):
         attention_arguments(config, layer)
 
+  def test_a_decoder_is_causal(self):
+    self.assertTrue(from_dict({"model_type": "bert", "is_decoder": True}).causal)
+
   def test_unknown_keys_are_kept_and_reported(self):
     data = {"model_type": "llama", "alibi_slopes": [1, 2], "vocab_size": 7, "rope_scaling": {
         "rope_type": "linear", "factor": 2.0, "wobble": 3}}

@@ -10,6 +10,7 @@ import numpy as np
 from attn_core.frequencies import (ROPE_TYPES, Rope, attention_factor, check_rope,
                                    inverse_frequencies, position_axes, rope_from_dict)
 from attn_core.rope import apply_complex_rotary, apply_rotary, rotary, rotary_table
+from attn_core_test import peers
 
 SHORT = (1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7)
 LONG = (2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0)
@@ -295,19 +296,21 @@ class RotationTest(parameterized.TestCase):
     self.assertIs(got[0], self.query)
     self.assertIs(got[1], self.key)
 
-  @parameterized.parameters(
-      ({"positions": np.ones((2, 5))}, "positions: got float64"),
-      ({"positions": [1, 2]}, "positions: got list"),
-      ({"positions": np.ones((4, 2, 5), int)}, r"x|positions|cosine"),
-      ({"layout": "tbhd"}, "layout: got 'tbhd'"),
-      ({"layout": "thd"}, "x: got float32"),
-      ({"key": np.ones((2, 5, 1, 8), np.float32)}, "key: got float32"),
-      ({"query": np.ones((2, 5, 3, 16), int)}, "x: got int64"),
-  )
-  def test_bad_input(self, changes, message):
-    arguments = {"query": self.query, "key": self.key, "positions": self.positions, "rope": Rope()}
-    with self.assertRaisesRegex(ValueError, message):
-      rotary(**{**arguments, **changes})
+  def test_bad_input(self):
+    good = {"query": self.query, "key": self.key, "positions": self.positions, "rope": Rope()}
+    for changes, message in (
+        ({"positions": np.ones((2, 5))}, "positions: got float64"),
+        ({"positions": [1, 2]}, "positions: got list"),
+        ({"positions": np.ones((4, 2, 5), int)}, r"cosine: got .*\[B or 1, T, R / 2\]"),
+        ({"query": [1.0]}, "query: got list"),
+        ({"key": None}, "key: got NoneType"),
+        ({"rope": {"rope_type": "default"}}, "rope: got .*rope_from_dict"),
+        ({"layout": "tbhd"}, "layout: got 'tbhd'"),
+        ({"layout": "thd"}, "x: got float32"),
+        ({"key": np.ones((2, 5, 1, 8), np.float32)}, "key: got float32"),
+        ({"query": np.ones((2, 5, 3, 16), int)}, "x: got int64")):
+      with self.subTest(message), self.assertRaisesRegex(ValueError, message):
+        rotary(**{**good, **changes})
 
   def test_three_positions_must_be_three(self):
     rope = Rope("mrope", mrope_section=(2, 3, 3))
@@ -320,13 +323,7 @@ class TransformersTest(absltest.TestCase):
 
   def setUp(self):
     super().setUp()
-    try:
-      import torch
-      import transformers
-    except ImportError as error:
-      print(f"skipped: {error}; pip install '.[parity]' has it")
-      self.skipTest(str(error))
-    self.torch, self.transformers = torch, transformers
+    self.torch, self.transformers = peers.torch_and_transformers(self)
 
   def test_frequencies(self):
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
