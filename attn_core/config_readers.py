@@ -79,7 +79,7 @@ _gemma3 = _Model({**_GEMMA, "max_position_embeddings": 131072, "rope_theta": 100
 _llama4_text = _Model(
     {"hidden_size": 5120, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128,
      "num_hidden_layers": 48, "max_position_embeddings": 131072, "rope_theta": 500000.0,
-     "attention_chunk_size": 8192, "no_rope_layer_interval": 4}, _llama4, interleaved=True)
+     "attention_chunk_size": 8192, "no_rope_layers": None, "no_rope_layer_interval": 4}, _llama4, interleaved=True)
 _qwen2 = _Model(_QWEN, _qwen)
 _qwen2_vl = _Model({**_QWEN_VL, "mrope_section": [16, 24, 24]}, _qwen)
 _qwen3_vl = _Model({**_QWEN, "head_dim": 128, "max_position_embeddings": 128000,
@@ -91,7 +91,8 @@ MODELS = {
     "llama4": _llama4_text,
     "llama4_text": _llama4_text,
     "mistral": _Model({**_MISTRAL, "sliding_window": 4096}, _every(SLIDING)),
-    "mixtral": _Model({**_MISTRAL, "rope_theta": 1000000.0}, _every(SLIDING)),
+    "mixtral": _Model({**_MISTRAL, "sliding_window": None, "rope_theta": 1000000.0},
+                      _every(SLIDING)),
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "gemma3_text": _gemma3,
@@ -103,7 +104,7 @@ MODELS = {
     "qwen3_vl_text": _qwen3_vl,
     "phi3": _Model({"hidden_size": 3072, "num_attention_heads": 32, "num_hidden_layers": 32,
                     "max_position_embeddings": 4096, "original_max_position_embeddings": 4096,
-                    "rope_theta": 10000.0}, _every(SLIDING)),
+                    "rope_theta": 10000.0, "sliding_window": None}, _every(SLIDING)),
     "gpt_oss": _Model(
         {"hidden_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
          "num_hidden_layers": 36, "max_position_embeddings": 131072, "rope_theta": 150000.0,
@@ -118,6 +119,10 @@ MODELS = {
     "vit": _Model(_ENCODER, causal=False, turns=False),
     "bert": _Model({**_ENCODER, "max_position_embeddings": 512}, causal=False, turns=False),
 }
+
+# Keys by which a model says which of its layers have which mask.
+_PATTERN_KEYS = ("sliding_window", "sliding_window_pattern", "use_sliding_window",
+                 "max_window_layers", "no_rope_layers", "no_rope_layer_interval")
 
 # Keys that say nothing about an attention's values: kept without a word.
 OTHER_KEYS = frozenset("""
@@ -162,6 +167,8 @@ def read_config(data: Mapping[str, Any]) -> AttnConfig:
                  repr(data.get("model_type")), f"one of {', '.join(MODELS)}")
   text = data.get("text_config") or {}
   keys = {**{k: v for k, v in data.items() if k != "text_config"}, **text}
+  if "_sliding_window_pattern" in keys:  # as newer files call it
+    keys["sliding_window_pattern"] = keys.pop("_sliding_window_pattern")
   model_type = keys["model_type"]
   if model_type not in MODELS:
     raise NotImplementedError(
@@ -226,33 +233,33 @@ def _read(model: _Model, keys: _Keys) -> AttnConfig:
 
 def _with_layers(config: AttnConfig, model: _Model, keys: _Keys) -> AttnConfig:
   """Layer types, and the window and the chunk that they need."""
-  keys.used |= {"_sliding_window_pattern", "sliding_window_pattern", "use_sliding_window",
-                "max_window_layers", "no_rope_layer_interval"}
-  values = dict(keys.all)
-  if "_sliding_window_pattern" in values:
-    values["sliding_window_pattern"] = values["_sliding_window_pattern"]
-  given = keys.get("layer_types")
-  types = tuple(given) if given else model.pattern(values, config.num_hidden_layers)
-  window, chunk = keys.get("sliding_window"), keys.get("attention_chunk_size")
-  off = values.get("use_sliding_window") is False
-  checks.require(not (off and given and SLIDING in types), "use_sliding_window", False,
-                 f"true, since {(types or ()).count(SLIDING)} layer_types are {SLIDING!r}")
-  if types is not None and not given:  # what its own pattern does not need contradicts nothing
-    window = window if SLIDING in types else None
-    chunk = chunk if CHUNKED in types else None
-  if off or (given and "sliding_window" not in keys.given and SLIDING not in types):
-    window = None
-  if given and "attention_chunk_size" not in keys.given and CHUNKED not in types:
-    chunk = None
+  layers, given = config.num_hidden_layers, keys.get("layer_types")
+  types = tuple(given) if given else model.pattern(keys.all, layers)
+  if types is None:
+    return config  # a window that the file has is none of this model's: it is left over
+  for name in model.defaults:
+    if name in _PATTERN_KEYS:
+      keys.get(name)
+  off = keys.all.get("use_sliding_window") is False
+  checks.require(not (off and SLIDING in types), "use_sliding_window", False,
+                 f"true, since {types.count(SLIDING)} layer_types are {SLIDING!r}")
+
+  def needed(name, kind):
+    if name not in model.defaults and kind not in types:
+      return None
+    value = keys.get(name)
+    # What the file states beside its layer types must be needed by them; a default need not.
+    return value if kind in types or (given and name in keys.given) else None
+
+  window = None if off else needed("sliding_window", SLIDING)
   if window is not None:
     checks.integer("sliding_window", window, "an int >= 1 (tokens, itself included)",
                    lambda x: x >= 1)
-  turns = (_llama4_turns(values, config.num_hidden_layers)
-           if "no_rope_layer_interval" in values else ())
-  keys.get("no_rope_layers")
+  turns = _llama4_turns(keys.all, layers) if "no_rope_layers" in model.defaults else ()
   return config._replace(
       layer_types=types, sliding_window=None if window is None else (window - 1, 0),
-      chunk_size=chunk, layers_without_rope=tuple(i for i, turn in enumerate(turns) if not turn))
+      chunk_size=needed("attention_chunk_size", CHUNKED),
+      layers_without_rope=tuple(i for i, turn in enumerate(turns) if not turn))
 
 
 def _with_ropes(config: AttnConfig, model: _Model, keys: _Keys):

@@ -437,6 +437,15 @@ class ReadersTest(parameterized.TestCase):
       with self.assertRaisesRegex(ValueError, f"layer: got {layer}"):
         attention_arguments(config, layer)
 
+  def test_a_window_that_is_none_of_the_models_is_reported(self):
+    for kind, name in (("llama", "sliding_window"), ("gemma2", "attention_chunk_size")):
+      with self.assertWarnsRegex(UserWarning, name):
+        config = from_dict({"model_type": kind, name: 64})
+      self.assertEqual(extras_of(config), {name: 64})
+      self.assertIsNone(config.chunk_size)
+    bare = from_dict({"model_type": "llama", "sliding_window": None})
+    self.assertEqual((bare.extras, bare.sliding_window), ((), None))
+
   def test_a_decoder_is_causal(self):
     self.assertTrue(from_dict({"model_type": "bert", "is_decoder": True}).causal)
 

@@ -38,6 +38,11 @@ Cfg:
 FlexibleAttentionModule: config dtype param_dtype precision attention_mechanism mesh implementation
   impl deterministic metadata run_attention_benchmarks forward
 AttentionOutput:
+TransformerCacheView:
+TransformerMetadata:
+RaggedPagesCacheView:
+RaggedPagesMetadata:
+EasyQuantizer:
 get_optimal_config:
 tpu_version_check:
 DEFAULT_ATTENTION_MECHANISM:
@@ -52,6 +57,14 @@ EasyDeLBaseConfig: add_basic_configurations attach_custom_arguments auto_expert_
   get_mask_details get_partition_rules granted_freq_max_position_embedding
   granted_mask_max_position_embedding jax_mesh mesh partition_manager read_basics_from_config
   save_pretrained set_model_mesh to_dict to_diff_dict to_json_file
+AttnMaskDetail:
+EasyDeLBackends:
+EasyDeLPlatforms:
+EasyDeLGradientCheckPointers:
+EasyDeLQuantizationConfig:
+PartitionAxis:
+PartitionManager:
+BaseOperationConfig:
 EasyDeLBaseConfigDict:
 EasyMethod: TRAIN SERVE EVAL CONVERT {_JSON}
 extract_commit_hash:
@@ -78,7 +91,8 @@ TARGETS = """
     residual"""
 
 # Targets that come with a later part of the library; their rows count from then on.
-LATER = ("concatenate", "caches.DenseCache", "caches.quantize.quantize")
+LATER = ("concatenate", "CacheMetadata", "DenseCache", "PagesMetadata", "PagesV3",
+         "caches.quantize.quantize")
 
 NONE = "–"
 
