@@ -74,12 +74,14 @@ _ENCODER = {"hidden_size": 768, "num_attention_heads": 12, "num_hidden_layers": 
 _gemma2 = _Model({**_GEMMA, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0,
                   "sliding_window_pattern": 2}, _all_but_each(SLIDING, "sliding_window_pattern"))
 _gemma3 = _Model({**_GEMMA, "max_position_embeddings": 131072, "rope_theta": 1000000.0,
-                  "rope_local_base_freq": 10000.0, "sliding_window_pattern": 6},
+                  "rope_local_base_freq": 10000.0, "sliding_window_pattern": 6,
+                  "attn_logit_softcapping": None},
                  _all_but_each(SLIDING, "sliding_window_pattern"))
 _llama4_text = _Model(
     {"hidden_size": 5120, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128,
      "num_hidden_layers": 48, "max_position_embeddings": 131072, "rope_theta": 500000.0,
-     "attention_chunk_size": 8192, "no_rope_layers": None, "no_rope_layer_interval": 4}, _llama4, interleaved=True)
+     "attention_chunk_size": 8192, "no_rope_layers": None, "no_rope_layer_interval": 4},
+    _llama4, interleaved=True)
 _qwen2 = _Model(_QWEN, _qwen)
 _qwen2_vl = _Model({**_QWEN_VL, "mrope_section": [16, 24, 24]}, _qwen)
 _qwen3_vl = _Model({**_QWEN, "head_dim": 128, "max_position_embeddings": 128000,
@@ -115,9 +117,10 @@ MODELS = {
     "deepseek_v3": _Model(
         {"hidden_size": 7168, "num_attention_heads": 128, "num_hidden_layers": 61,
          "max_position_embeddings": 4096, "rope_theta": 10000.0, "qk_nope_head_dim": 128,
-         "qk_rope_head_dim": 64, "v_head_dim": 128}, interleaved=True),
+         "qk_rope_head_dim": 64, "v_head_dim": 128, "rope_interleave": True}),
     "vit": _Model(_ENCODER, causal=False, turns=False),
-    "bert": _Model({**_ENCODER, "max_position_embeddings": 512}, causal=False, turns=False),
+    "bert": _Model({**_ENCODER, "max_position_embeddings": 512, "is_decoder": False},
+                   causal=False, turns=False),
 }
 
 # Keys by which a model says which of its layers have which mask.
@@ -131,7 +134,7 @@ OTHER_KEYS = frozenset("""
     encoder_stride ep_size eos_token_id experts_per_token final_logit_softcapping finetuning_task
     first_k_dense_replace gradient_checkpointing hidden_act hidden_activation hidden_dropout_prob
     id2label image_size image_token_id initial_context_length initializer_range
-    interleave_moe_layer_step intermediate_size intermediate_size_mlp is_encoder_decoder
+    interleave_moe_layer_step intermediate_size intermediate_size_mlp is_decoder is_encoder_decoder
     kv_lora_rank label2id layer_norm_eps layernorm_epsilon mlp_bias moe_intermediate_size
     moe_layer_freq moe_layers n_group n_routed_experts n_shared_experts norm_topk_prob num_channels
     num_experts_per_tok num_local_experts num_nextn_predict_layers output_attentions
@@ -184,13 +187,18 @@ class _Keys:
   """
 
   def __init__(self, given: dict[str, Any], defaults: dict[str, Any]):
-    self.given, self.all, self.used = given, {**defaults, **given}, set()
+    self.given, self.defaults, self.used = given, defaults, set()
+    self.all = {**defaults, **given}
 
   def get(self, *names: str) -> Any:
     """The value of the first of these names that the file or the model has."""
     self.used.update(names)
     return next((source[name] for source in (self.given, self.all) for name in names
                  if source.get(name) is not None), None)
+
+  def own(self, name: str) -> Any:
+    """The value of a key that means something to this model; None, and left over, for others."""
+    return self.get(name) if name in self.defaults else None
 
   def left(self) -> dict[str, Any]:
     """What the file has and no one has read."""
@@ -200,7 +208,7 @@ class _Keys:
 
 def _read(model: _Model, keys: _Keys) -> AttnConfig:
   """The configuration of a known model."""
-  get = keys.get
+  get, own = keys.get, keys.own
   if get("use_bidirectional_attention"):
     raise NotImplementedError("use_bidirectional_attention=true: what it makes of the window is "
                               "not read; AttnConfig(causal=False, sliding_window=(w, w), ...)")
@@ -211,15 +219,15 @@ def _read(model: _Model, keys: _Keys) -> AttnConfig:
       model_type=get("model_type"), num_hidden_layers=layers, num_attention_heads=heads,
       hidden_size=get("hidden_size"), num_key_value_heads=get("num_key_value_heads") or heads,
       head_dim=get("head_dim"), max_position_embeddings=get("max_position_embeddings"),
-      softmax_scale=_power(get("query_pre_attn_scalar")), sinks=model.sinks,
-      causal=model.causal or bool(get("is_decoder")),
-      logits_soft_cap=get("attn_logit_softcapping"),
+      softmax_scale=_power(own("query_pre_attn_scalar")), sinks=model.sinks,
+      causal=model.causal or bool(own("is_decoder")),
+      logits_soft_cap=own("attn_logit_softcapping"),
       dropout_prob=get("attention_dropout", "attention_probs_dropout_prob") or 0.0)
-  if get("qk_rope_head_dim"):
+  if own("qk_rope_head_dim"):
     config = config._replace(
         rope_head_dim=get("qk_rope_head_dim"), value_head_dim=get("v_head_dim"), head_dim=get(
             "qk_nope_head_dim") + get("qk_rope_head_dim"), num_key_value_heads=heads)
-    get("qk_head_dim")
+    get("qk_head_dim")  # the sum of the two
   config = _with_layers(config, model, keys)
   config, unknown = _with_ropes(config, model, keys)
   extras = {**keys.left(), **unknown}
@@ -237,17 +245,14 @@ def _with_layers(config: AttnConfig, model: _Model, keys: _Keys) -> AttnConfig:
   types = tuple(given) if given else model.pattern(keys.all, layers)
   if types is None:
     return config  # a window that the file has is none of this model's: it is left over
-  for name in model.defaults:
-    if name in _PATTERN_KEYS:
-      keys.get(name)
+  for name in _PATTERN_KEYS:
+    keys.own(name)
   off = keys.all.get("use_sliding_window") is False
   checks.require(not (off and SLIDING in types), "use_sliding_window", False,
                  f"true, since {types.count(SLIDING)} layer_types are {SLIDING!r}")
 
   def needed(name, kind):
-    if name not in model.defaults and kind not in types:
-      return None
-    value = keys.get(name)
+    value = keys.get(name) if kind in types else keys.own(name)
     # What the file states beside its layer types must be needed by them; a default need not.
     return value if kind in types or (given and name in keys.given) else None
 
@@ -267,9 +272,10 @@ def _with_ropes(config: AttnConfig, model: _Model, keys: _Keys):
   get, longest = keys.get, config.max_position_embeddings
   if not model.turns:
     return config._replace(rope=Rope("none")), {}
-  interleaved = get("rope_interleave")
-  shared = {name: get(name) for name in ("partial_rotary_factor", "mrope_section",
-                                         "mrope_interleaved", "original_max_position_embeddings")}
+  interleaved = keys.own("rope_interleave")
+  shared = {name: get(name) for name in ("partial_rotary_factor",
+                                         "original_max_position_embeddings")}
+  shared |= {name: keys.own(name) for name in ("mrope_section", "mrope_interleaved")}
   unknown = {}
 
   def read(parameters, theta, where):
@@ -279,7 +285,7 @@ def _with_ropes(config: AttnConfig, model: _Model, keys: _Keys):
     unknown.update({f"{where}.{name}": value for name, value in left.items()})
     return rope
 
-  theta, local = get("rope_theta"), get("rope_local_base_freq")
+  theta, local = get("rope_theta"), keys.own("rope_local_base_freq")
   name = "rope_parameters" if get("rope_parameters") else "rope_scaling"
   parameters = get(name) or {}
   checks.require(name == "rope_scaling" or not keys.given.get("rope_scaling"), "rope_scaling",

@@ -437,12 +437,14 @@ class ReadersTest(parameterized.TestCase):
       with self.assertRaisesRegex(ValueError, f"layer: got {layer}"):
         attention_arguments(config, layer)
 
-  def test_a_window_that_is_none_of_the_models_is_reported(self):
-    for kind, name in (("llama", "sliding_window"), ("gemma2", "attention_chunk_size")):
+  def test_what_is_none_of_the_models_is_reported(self):
+    for kind, name in (("llama", "sliding_window"), ("gemma2", "attention_chunk_size"),
+                       ("qwen2", "attn_logit_softcapping"), ("llama", "query_pre_attn_scalar"),
+                       ("mistral", "qk_rope_head_dim"), ("qwen3", "rope_local_base_freq")):
       with self.assertWarnsRegex(UserWarning, name):
         config = from_dict({"model_type": kind, name: 64})
       self.assertEqual(extras_of(config), {name: 64})
-      self.assertIsNone(config.chunk_size)
+      self.assertEqual(config._replace(extras=()), from_dict({"model_type": kind}))
     bare = from_dict({"model_type": "llama", "sliding_window": None})
     self.assertEqual((bare.extras, bare.sliding_window), ((), None))
 
