@@ -30,6 +30,7 @@ setuptools.setup(
     install_requires=["jax>=0.10.2", "numpy", "chex", "absl-py"],
     extras_require={
         "test": ["matplotlib"],
+        "parity": ["torch", "transformers"],
         "plot": ["matplotlib"],
         "progress": ["tqdm"],
         "tpu": ["jax[tpu]"],

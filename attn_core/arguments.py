@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core import checks, dropout, metadata as metadata_lib
+from attn_core import checks, dropout, metadata as metadata_lib, remat
 from attn_core.masks import algebra
 from attn_core.masks.info import MaskInfo
 from attn_core.table import Request
@@ -20,10 +20,6 @@ from attn_core.types import (LAYOUTS, MODES, AttentionSpec, BlockSizes, Call, Ma
 
 # A value for masked logits up to here cannot be told from -inf; a higher one would be a bias.
 HIGHEST_MASK_VALUE = -1e9
-
-# Remat policies that can be named; those with arguments are passed as functions.
-POLICIES = ("everything_saveable", "nothing_saveable", "dots_saveable",
-            "dots_with_no_batch_dims_saveable")
 
 
 class Normalised(NamedTuple):
@@ -108,11 +104,11 @@ def _check_flags(a) -> None:
     checks.integer("vmem_limit_bytes", a.vmem_limit_bytes, "a number of bytes >= 1",
                    lambda x: x >= 1)
   if isinstance(a.policy, str):
-    checks.one_of("policy", a.policy, POLICIES)
+    checks.one_of("policy", a.policy, tuple(remat.POLICIES))
   else:
     checks.require(a.policy is None or callable(a.policy), "policy", repr(a.policy),
                    "None, a remat policy such as jax.checkpoint_policies.nothing_saveable, or one "
-                   f"of {', '.join(POLICIES)}")
+                   f"of {', '.join(remat.POLICIES)}")
   checks.require(a.init_bias is None or callable(a.init_bias), "init_bias", repr(a.init_bias),
                  "None or a function without arguments that returns the bias")
   checks.require(a.bias is None or a.init_bias is None, "init_bias", "a bias as well",

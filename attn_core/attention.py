@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import jax
 
-from attn_core import arguments, metadata as metadata_lib, table
+from attn_core import arguments, metadata as metadata_lib, remat, table
 from attn_core.sharding import shard
 from attn_core.types import AttentionOutput, BlockSizes
 
@@ -168,7 +168,7 @@ def _run(a) -> AttentionOutput:
                    normal.call._replace(operands=None, block_sizes=sizes, placement=_place(normal)))
   run = functools.partial(_execute, static=static)
   if a.policy is not None:
-    policy = getattr(jax.checkpoint_policies, a.policy) if isinstance(a.policy, str) else a.policy
+    policy = remat.checkpoint_policy(a.policy) if isinstance(a.policy, str) else a.policy
     run = jax.checkpoint(run, policy=policy, prevent_cse=a.prevent_cse)
   return _to_layout(run(normal.call.operands), a.layout, normal.dtype)
 

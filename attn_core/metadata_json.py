@@ -10,7 +10,7 @@ import enum
 import sys
 from typing import Any
 
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 import numpy as np
 
 from attn_core.sharding.mesh import mesh_from_dict, mesh_to_dict
@@ -71,8 +71,8 @@ def encode(value: Any, name: str) -> Any:
   """One value of a base configuration as values that JSON knows.
 
   Args:
-    value: None, a bool, int, float, string, dtype, mesh or enum member; or a NamedTuple, tuple,
-      list or dict with strings as keys, of such values.
+    value: None, a bool, int, float, string, dtype, mesh, spec or enum member; or a NamedTuple,
+      tuple, list or dict with strings as keys, of such values.
     name: how an error calls the value.
 
   Raises:
@@ -86,6 +86,8 @@ def encode(value: Any, name: str) -> Any:
     return {"dtype": value.name}
   if isinstance(value, Mesh):
     return {"mesh": mesh_to_dict(value)}
+  if isinstance(value, PartitionSpec):
+    return {"partition_spec": [encode(item, name) for item in value]}
   if isinstance(value, tuple) and hasattr(value, "_fields"):
     fields = {key: encode(item, f"{name}.{key}") for key, item in value._asdict().items()}
     return {"named_tuple": _address(value, name), "fields": fields}
@@ -116,6 +118,8 @@ def decode(value: Any) -> Any:
     return np.dtype(value["dtype"])
   if keys == {"mesh"}:
     return mesh_from_dict(value["mesh"])
+  if keys == {"partition_spec"}:
+    return PartitionSpec(*map(decode, value["partition_spec"]))
   if keys == {"named_tuple", "fields"}:
     fields = {key: decode(item) for key, item in value["fields"].items()}
     return _named_tuple(_found(value["named_tuple"], tuple), fields, "base_config")

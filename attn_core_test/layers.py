@@ -18,7 +18,9 @@ TESTS = "attn_core_test"
 # Rooms, lowest first: a module imports from its own row and from rows above it in this list only.
 LAYERS = (
     ("types",),
-    ("checks", "dropout", "masks", "metadata", "metadata_json", "sharding"),
+    ("checks", "config", "config_json", "config_layers", "config_merge", "config_readers",
+     "devices", "dropout", "frequencies", "helpers", "masks", "metadata", "metadata_json", "remat",
+     "rope", "sharding"),
     ("kernels", "references"),
     ("derivatives",),
     ("mechanisms",),
@@ -180,8 +182,9 @@ py_library(
         name = file[:-len(".py")],
         timeout = "long",
         srcs = [file],
-        data = BUILD_FILES + [
+        data = BUILD_FILES + glob(["*.py"]) + [
             "//:README.md",
+            "//:docs/parity.md",
             "//examples:sources",
         ],
         legacy_create_init = 1,

@@ -20,6 +20,9 @@ DOCUMENTED = {
     "attn_core.attention.attention",
     "attn_core.attention.explain",
     "attn_core.benchmark.run_attention_benchmarks",
+    "attn_core.config_merge.add_basic_configurations",
+    "attn_core.config_merge.attach_custom_arguments",
+    "attn_core.config_json.from_pretrained",
     "attn_core.named.blockwise_attn",
     "attn_core.sharding.mesh.create_mesh",
 }

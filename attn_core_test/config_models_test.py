@@ -1,0 +1,183 @@
+"""Hub models, layer by layer: what transformers computes is what a config.json that was read says.
+
+Needs torch and transformers (`pip install '.[parity]'`); skipped without them.
+"""
+
+import contextlib
+import importlib
+import pathlib
+import tempfile
+from unittest import mock
+
+from absl.testing import absltest, parameterized
+import jax.numpy as jnp
+import numpy as np
+
+from attn_core import attention, attention_arguments, from_pretrained, layer_rope, rotary
+from attn_core_test import peers
+
+SIZES = {"hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 4,
+         "num_hidden_layers": 4, "max_position_embeddings": 64, "attention_dropout": 0.0}
+TEXT = {**SIZES, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 32, "pad_token_id": 0,
+        "bos_token_id": 1, "eos_token_id": 2}
+LENGTH = 23  # tokens; more than every window and chunk below
+
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
+          "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
+        "original_max_position_embeddings": 16}
+
+# Model -> (configuration class, model class, what it is made of beside SIZES or TEXT).
+MODELS = {
+    "llama": ("LlamaConfig", "LlamaModel", {**TEXT, "rope_parameters": LLAMA3}),
+    "llama4": ("Llama4TextConfig", "Llama4TextModel", {
+        **TEXT, "attention_chunk_size": 8, "num_local_experts": 2, "intermediate_size_mlp": 32,
+        "rope_parameters": LLAMA3}),
+    "mistral": ("MistralConfig", "MistralModel", {**TEXT, "sliding_window": 8}),
+    "mixtral": ("MixtralConfig", "MixtralModel", {**TEXT, "num_local_experts": 2}),
+    "gemma2": ("Gemma2Config", "Gemma2Model", {
+        **TEXT, "sliding_window": 8, "query_pre_attn_scalar": 5, "attn_logit_softcapping": 2.0}),
+    "gemma3": ("Gemma3TextConfig", "Gemma3TextModel", {
+        **TEXT, "sliding_window": 8, "num_hidden_layers": 7, "query_pre_attn_scalar": 5,
+        "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0,
+                                               "rope_theta": 1e6},
+                            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}}),
+    "qwen2": ("Qwen2Config", "Qwen2Model", {
+        **TEXT, "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 2}),
+    "qwen2_5_vl": ("Qwen2_5_VLTextConfig", "Qwen2_5_VLTextModel", {
+        **TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
+                                    "mrope_section": [2, 3, 3]}}),
+    "qwen3": ("Qwen3Config", "Qwen3Model", {**TEXT, "rope_parameters": {
+        "rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}, "max_position_embeddings": 16}),
+    "qwen3_vl": ("Qwen3VLTextConfig", "Qwen3VLTextModel", {
+        **TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
+                                    "mrope_section": [4, 2, 2], "mrope_interleaved": True}}),
+    "phi3": ("Phi3Config", "Phi3Model", {
+        **TEXT, "sliding_window": 8, "original_max_position_embeddings": 16, "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.5,
+            "short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [2.0, 3.0, 4.0, 5.0]}}),
+    "gpt_oss": ("GptOssConfig", "GptOssModel", {
+        **TEXT, "sliding_window": 8, "num_local_experts": 2, "num_experts_per_tok": 1,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {**YARN, "truncate": False}}),
+    "deepseek_v3": ("DeepseekV3Config", "DeepseekV3Model", {
+        **{k: v for k, v in TEXT.items() if k != "head_dim"}, "num_key_value_heads": 4,
+        "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+        "v_head_dim": 12, "n_routed_experts": 2, "n_group": 1, "topk_group": 1,
+        "num_experts_per_tok": 1, "moe_intermediate_size": 16,
+        "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.8}}),
+    "vit": ("ViTConfig", "ViTModel", {
+        **{k: v for k, v in SIZES.items() if k not in ("attention_dropout",
+                                                       "max_position_embeddings")},
+        "image_size": 16, "patch_size": 4}),
+    "bert": ("BertConfig", "BertModel", {
+        **{k: v for k, v in SIZES.items() if k != "attention_dropout"}, "vocab_size": 32,
+        "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
+}
+ROTARY = ("apply_rotary_pos_emb", "apply_rotary_emb", "apply_rotary_pos_emb_interleave")
+
+
+class Recorder:
+  """Listens to a model's own functions: what goes in and what comes out."""
+
+  def __init__(self, module):
+    self.module, self.rotations, self.layers = module, [], []
+
+  @contextlib.contextmanager
+  def listening(self):
+    """Puts listeners in place of the module's functions."""
+    with contextlib.ExitStack() as stack:
+      for name in ROTARY:
+        if hasattr(self.module, name):
+          stack.enter_context(mock.patch.object(self.module, name, self.rotary(name)))
+      stack.enter_context(mock.patch.object(
+          self.module, "eager_attention_forward", self.attention()))
+      yield self
+
+  def rotary(self, name):
+    """Hears query and key before and after their rotation, all as [B, T, H, D]."""
+    theirs = getattr(self.module, name)
+    swap = name != "apply_rotary_emb"
+    def heard(query, key, *args, **kwargs):
+      turned = theirs(query, key, *args, **kwargs)
+      arrays = [x.detach().numpy() for x in (query, key, *turned)]
+      arrays = [x.swapaxes(1, 2) if swap else x for x in arrays]
+      if name.endswith("interleave"):  # gives the first of all pairs, then the second ones
+        arrays[2:] = [np.stack(np.split(x, 2, -1), -1).reshape(x.shape) for x in arrays[2:]]
+      self.rotations.append((len(self.layers), arrays))
+      return turned
+    return heard
+
+  def attention(self):
+    """Hears query, key, value, the output and the sinks of a layer, all as [B, T, H, D]."""
+    theirs = self.module.eager_attention_forward
+    def heard(module, query, key, value, *args, **kwargs):
+      output = theirs(module, query, key, value, *args, **kwargs)
+      arrays = [x.detach().numpy().swapaxes(1, 2) for x in (query, key, value)]
+      sinks = getattr(module, "sinks", None)
+      self.layers.append((arrays, output[0].detach().numpy(),
+                          None if sinks is None else sinks.detach().numpy()))
+      return output
+    return heard
+
+
+class ModelsTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.torch, self.transformers = peers.torch_and_transformers(self)
+
+  def run_model(self, name):
+    """(what was heard, the configuration read from the file that the model wrote, positions)."""
+    config_class, model_class, sizes = MODELS[name]
+    theirs = getattr(self.transformers, config_class)(**sizes, attn_implementation="eager")
+    module = importlib.import_module(
+        type(theirs).__module__.replace("configuration", "modeling"))
+    self.torch.manual_seed(0)
+    model = getattr(module, model_class)(theirs).eval()
+    with self.torch.no_grad():
+      for label, parameter in model.named_parameters():
+        if parameter.ndim > 1 or label.endswith("sinks"):
+          parameter.normal_(std=0.2)  # large enough that scales, caps and sinks tell
+    rng = np.random.default_rng(0)
+    positions = np.arange(LENGTH, dtype=np.int32)[None]
+    inputs = {"input_ids": self.torch.tensor(rng.integers(3, 32, (2, LENGTH)))}
+    if name == "vit":
+      inputs = {"pixel_values": self.torch.tensor(rng.normal(size=(2, 3, 16, 16))).float()}
+    elif name.endswith("vl"):
+      # Distances in height and width only: the mask goes by the place in the sequence.
+      positions = np.stack([np.tile(positions[0], (2, 1)), rng.integers(0, 30, (2, LENGTH)),
+                            rng.integers(0, 30, (2, LENGTH))]).astype(np.int32)
+      inputs["position_ids"] = self.torch.tensor(positions)
+    with Recorder(module).listening() as heard, self.torch.no_grad():
+      model(**inputs)
+    with tempfile.TemporaryDirectory() as folder:
+      theirs.save_pretrained(folder)
+      config = from_pretrained(pathlib.Path(folder))
+    return heard, config, positions
+
+  @parameterized.parameters(*MODELS)
+  def test_every_layer(self, name):
+    heard, config, positions = self.run_model(name)
+    self.assertLen(heard.layers, config.num_hidden_layers)
+    for layer, ((query, key, value), theirs, sinks) in enumerate(heard.layers):
+      self.assertEqual((query.shape[2], query.shape[3]), (config.num_attention_heads,
+                                                          config.head_dim or 16))
+      self.assertEqual(value.shape[3], config.value_head_dim or query.shape[3])
+      self.assertEqual(sinks is not None, config.sinks)
+      arguments = attention_arguments(config, layer)
+      mine = attention(*map(jnp.asarray, (query, key, value)), **arguments,
+                       softmax_aux=None if sinks is None else jnp.asarray(sinks))
+      np.testing.assert_allclose(mine.attention_outputs, theirs, atol=2e-5,
+                                 err_msg=f"layer {layer}, {arguments}")
+    turning = {layer for layer in range(config.num_hidden_layers)
+               if layer_rope(config, layer).rope_type != "none"}
+    self.assertEqual({layer for layer, _ in heard.rotations}, turning)
+    for layer, (query, key, turned_query, turned_key) in heard.rotations:
+      mine = rotary(jnp.asarray(query), jnp.asarray(key), positions, layer_rope(config, layer))
+      np.testing.assert_allclose(mine[0], turned_query, atol=1e-4, err_msg=f"layer {layer}")
+      np.testing.assert_allclose(mine[1], turned_key, atol=1e-4, err_msg=f"layer {layer}")
+
+
+if __name__ == "__main__":
+  absltest.main()

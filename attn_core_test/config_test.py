@@ -1,0 +1,487 @@
+"""AttnConfig: documented fields, merges, JSON, files, and what a model hub's config.json means."""
+
+import json
+import pathlib
+import tempfile
+import typing
+import warnings
+
+from absl.testing import absltest, parameterized
+import jax
+from jax.sharding import PartitionSpec
+import jax.numpy as jnp
+
+from attn_core import (AttentionMechanism, AttnConfig, AttnConfigDict, BlockSizes, EasyMethod,
+                       OperationMetadata, PartitionAxis, Rope, add_basic_configurations,
+                       attach_custom_arguments, attention_arguments, create_mesh, extras_of,
+                       extract_commit_hash, from_dict, from_pretrained, get_axis_dims,
+                       get_axis_names, get_backend, get_mask_details, get_mesh,
+                       get_partition_rules, layer_rope, read_basics_from_config, save_pretrained,
+                       set_model_mesh, to_dict, to_diff_dict, to_json_file)
+from attn_core.config import BASICS, get_head_dim, validated
+
+jax.config.update("jax_num_cpu_devices", 8)
+
+# The arguments of the documented base configuration, in their order, with their defaults.
+DOCUMENTED = {
+    "sharding_axis_dims": (1, -1, 1, 1, 1), "sharding_dcn_axis_dims": None,
+    "sharding_axis_names": ("dp", "fsdp", "ep", "tp", "sp"), "attn_mechanism": "vanilla",
+    "decode_attn_mechanism": None, "blocksize_k": 128, "blocksize_q": 128, "blocksize_b": 1,
+    "moe_tiling_size_batch": 4, "moe_tiling_size_seqlen": 128, "moe_tiling_size_dim": 128,
+    "partition_axis": PartitionAxis(), "use_sharded_kv_caching": False,
+    "use_sharding_constraint": False, "backend": None, "platform": None, "easy_method": "train",
+    "bits": None, "scan_ring_attention": True, "scan_attention_layers": False,
+    "use_scan_mlp": False, "scan_mlp_chunk_size": 1024, "sequence_axis_name": "sp",
+    "gradient_checkpointing": "", "gradient_checkpointing_targets": None, "precompute_masks": True,
+    "kv_cache_quantization_config": None, "quantization_config": None,
+    "kv_cache_sharding_sequence_axis_name": "sp", "flash_attention_backward_pass_impl": "triton",
+    "attn_dtype": jnp.bfloat16, "kvdtype": None, "attn_softmax_dtype": jnp.float32,
+    "fcm_max_ratio": 0.0, "fcm_min_ratio": 0.0, "hardware_abstraction": False,
+    "pallas_m_block_size": 128, "pallas_k_block_size": 128, "pallas_n_block_size": 128,
+    "moe_method": "fused_moe", "moe_force_xla_gmm": False, "use_expert_tensor_mode": False,
+    "use_ring_of_experts": False, "fsdp_is_ep_bound": True, "sp_is_ep_bound": True,
+    "operation_configs": None,
+}
+
+# One value other than the default for every documented field.
+OTHERS = {
+    "sharding_axis_dims": (2, 1, 1, 4, 1), "sharding_dcn_axis_dims": (1, 1, 1, 1, 1),
+    "sharding_axis_names": ("dp", "fsdp", "ep", "tp", "seq"), "attn_mechanism": "ring",
+    "decode_attn_mechanism": AttentionMechanism.REGRESSIVE_DECODE, "blocksize_k": 512,
+    "blocksize_q": None, "blocksize_b": 2, "moe_tiling_size_batch": 8,
+    "moe_tiling_size_seqlen": 64, "moe_tiling_size_dim": 256,
+    "partition_axis": PartitionAxis(head_axis=("tp", "seq")), "use_sharded_kv_caching": True,
+    "use_sharding_constraint": True, "backend": "cpu", "platform": "jax",
+    "easy_method": EasyMethod.EVAL, "bits": 8, "scan_ring_attention": False,
+    "scan_attention_layers": True, "use_scan_mlp": True, "scan_mlp_chunk_size": 2048,
+    "sequence_axis_name": "seq", "gradient_checkpointing": "save_only_these_names",
+    "gradient_checkpointing_targets": ["attn_output", "residual"], "precompute_masks": False,
+    "kv_cache_quantization_config": {"dtype": "int8", "group": [1, 2]},
+    "quantization_config": {"bits": 4}, "kv_cache_sharding_sequence_axis_name": ("sp", "tp"),
+    "flash_attention_backward_pass_impl": "xla", "attn_dtype": "float16", "kvdtype": jnp.int8,
+    "attn_softmax_dtype": jnp.bfloat16, "fcm_max_ratio": 0.5, "fcm_min_ratio": 0.25,
+    "hardware_abstraction": True, "pallas_m_block_size": 64, "pallas_k_block_size": 64,
+    "pallas_n_block_size": 64, "moe_method": "dense_moe", "moe_force_xla_gmm": True,
+    "use_expert_tensor_mode": True, "use_ring_of_experts": True, "fsdp_is_ep_bound": False,
+    "sp_is_ep_bound": False, "operation_configs": {"flash_attn2": BlockSizes(64, 128)},
+    "layer_types": ["full_attention", "sliding_attention"], "sliding_window": [31, 0],
+    "rope": Rope("linear", factor=2.0), "layer_ropes": {"sliding_attention": Rope()},
+    "partition_rules": [["q/.*", PartitionSpec(("fsdp", "dp"), "tp")], [".*", PartitionSpec()]],
+}
+
+LLAMA31_ROPE = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192, "rope_type": "llama3"}
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+
+# config.json of models as their makers published them, without keys that repeat a default, and
+# what they mean, by hand.
+PUBLISHED = {
+    "llama-3-8b": (
+        {"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32,
+         "num_key_value_heads": 8, "num_hidden_layers": 32, "max_position_embeddings": 8192,
+         "rope_scaling": None, "rope_theta": 500000.0, "vocab_size": 128256},
+        {"num_key_value_heads": 8, "head_dim": 128, "layer_types": None, "sliding_window": None,
+         "softmax_scale": None, "rope": Rope(rope_theta=500000.0, max_position_embeddings=8192)}),
+    "llama-3.1-8b": (
+        {"model_type": "llama", "num_key_value_heads": 8, "max_position_embeddings": 131072,
+         "rope_scaling": LLAMA31_ROPE, "rope_theta": 500000.0},
+        {"head_dim": 128, "rope": Rope(
+            "llama3", 500000.0, 8.0, 131072, 8192, low_freq_factor=1.0, high_freq_factor=4.0)}),
+    "llama-4-scout": (
+        {"model_type": "llama4", "text_config": {
+            "model_type": "llama4_text", "attention_chunk_size": 8192, "head_dim": 128,
+            "max_position_embeddings": 10485760, "no_rope_layers": [], "num_attention_heads": 40,
+            "num_hidden_layers": 48, "num_key_value_heads": 8, "rope_theta": 500000.0,
+            "rope_scaling": {**LLAMA31_ROPE, "factor": 16.0, "high_freq_factor": 1.5}},
+         "vision_config": {"model_type": "llama4_vision_model"}},
+        {"layer_types": ((CHUNKED,) * 3 + (FULL,)) * 12, "chunk_size": 8192,
+         "layers_without_rope": tuple(range(3, 48, 4)), "head_dim": 128,
+         "rope": Rope("llama3", 500000.0, 16.0, 10485760, 8192, interleaved=True,
+                      low_freq_factor=1.0, high_freq_factor=1.5)}),
+    "mistral-7b-v0.1": (
+        {"model_type": "mistral", "num_hidden_layers": 32, "max_position_embeddings": 32768,
+         "sliding_window": 4096},
+        {"sliding_window": (4095, 0), "layer_types": (SLIDING,) * 32, "num_key_value_heads": 8}),
+    "mistral-7b-v0.3": (  # null is no window, though the model's default is one
+        {"model_type": "mistral", "sliding_window": None, "rope_theta": 1000000.0},
+        {"sliding_window": None, "layer_types": (FULL,) * 32}),
+    "mixtral-8x7b": (
+        {"model_type": "mixtral", "sliding_window": None, "rope_theta": 1000000.0,
+         "num_local_experts": 8},
+        {"sliding_window": None, "head_dim": 128, "num_key_value_heads": 8}),
+    "gemma-2-27b": (  # 144 is hidden_size / heads, and not the width of a head
+        {"model_type": "gemma2", "hidden_size": 4608, "num_attention_heads": 32,
+         "num_key_value_heads": 16, "num_hidden_layers": 46, "head_dim": 128,
+         "query_pre_attn_scalar": 144, "sliding_window": 4096, "attn_logit_softcapping": 50.0,
+         "final_logit_softcapping": 30.0, "hidden_activation": "gelu_pytorch_tanh"},
+        {"softmax_scale": 1 / 12, "logits_soft_cap": 50.0, "sliding_window": (4095, 0),
+         "layer_types": (SLIDING, FULL) * 23, "head_dim": 128}),
+    "gemma-3-4b": (
+        {"model_type": "gemma3", "text_config": {
+            "hidden_size": 2560, "model_type": "gemma3_text", "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024},
+         "vision_config": {"hidden_size": 1152}},
+        {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+         "softmax_scale": 1 / 16, "logits_soft_cap": None, "sliding_window": (1023, 0),
+         "layer_types": ((SLIDING,) * 5 + (FULL,)) * 5 + (SLIDING,) * 4, "hidden_size": 2560,
+         "rope": Rope("linear", 1000000.0, 8.0, 131072),
+         "layer_ropes": ((SLIDING, Rope("default", 10000.0, None, 131072)),)}),
+    "qwen2-7b": (
+        {"model_type": "qwen2", "hidden_size": 3584, "num_attention_heads": 28,
+         "num_key_value_heads": 4, "num_hidden_layers": 28, "max_window_layers": 28,
+         "sliding_window": 131072, "use_sliding_window": False, "rope_theta": 1000000.0},
+        {"sliding_window": None, "layer_types": (FULL,) * 28, "head_dim": 128}),
+    "qwen2-windowed": (
+        {"model_type": "qwen2", "num_hidden_layers": 4, "max_window_layers": 3,
+         "sliding_window": 64, "use_sliding_window": True},
+        {"sliding_window": (63, 0), "layer_types": (FULL,) * 3 + (SLIDING,)}),
+    "qwen2.5-vl-7b": (
+        {"model_type": "qwen2_5_vl", "hidden_size": 3584, "num_attention_heads": 28,
+         "num_key_value_heads": 4, "num_hidden_layers": 28, "max_window_layers": 28,
+         "max_position_embeddings": 128000, "sliding_window": 32768, "use_sliding_window": False,
+         "rope_theta": 1000000.0, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+         "vision_config": {"depth": 32}, "vision_token_id": 151654},
+        {"head_dim": 128, "rope": Rope("mrope", 1000000.0, None, 128000,
+                                       mrope_section=(16, 24, 24))}),
+    "qwen3-8b": (
+        {"model_type": "qwen3", "num_attention_heads": 32, "num_key_value_heads": 8,
+         "head_dim": 128, "num_hidden_layers": 36, "max_window_layers": 36,
+         "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None,
+         "use_sliding_window": False},
+        {"head_dim": 128, "num_key_value_heads": 8, "layer_types": (FULL,) * 36}),
+    "qwen3-vl-8b": (
+        {"model_type": "qwen3_vl", "text_config": {
+            "model_type": "qwen3_vl_text", "head_dim": 128, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "num_hidden_layers": 36, "max_position_embeddings": 262144,
+            "rope_theta": 5000000, "rope_scaling": {
+                "mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"}}},
+        {"rope": Rope("default", 5000000, None, 262144, mrope_section=(24, 20, 20),
+                      mrope_interleaved=True)}),
+    "phi-3-mini-128k": (
+        {"model_type": "phi3", "max_position_embeddings": 131072, "sliding_window": 262144,
+         "original_max_position_embeddings": 4096, "rope_scaling": {
+             "long_factor": [1.5] * 48, "short_factor": [1.0] * 48, "type": "longrope"}},
+        {"head_dim": 96, "sliding_window": (262143, 0), "rope": Rope(
+            "longrope", 10000.0, None, 131072, 4096, short_factor=(1.0,) * 48,
+            long_factor=(1.5,) * 48)}),
+    "gpt-oss-20b": (
+        {"model_type": "gpt_oss", "num_hidden_layers": 24, "sliding_window": 128,
+         "layer_types": [SLIDING, FULL] * 12, "rope_theta": 150000, "rope_scaling": {
+             "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn",
+             "original_max_position_embeddings": 4096, "truncate": False}},
+        {"sinks": True, "sliding_window": (127, 0), "head_dim": 64, "num_key_value_heads": 8,
+         "layer_types": (SLIDING, FULL) * 12, "rope": Rope(
+             "yarn", 150000, 32.0, 131072, 4096, truncate=False)}),
+    "deepseek-v3": (  # 0.1 ln 40 + 1 = 1.36888794541, which enters twice
+        {"model_type": "deepseek_v3", "num_key_value_heads": 128, "max_position_embeddings": 163840,
+         "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "rope_scaling": {
+             "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+             "original_max_position_embeddings": 4096, "type": "yarn"}},
+        {"head_dim": 192, "value_head_dim": 128, "rope_head_dim": 64,
+         "softmax_scale": 192**-0.5 * 1.3688879454113936**2, "rope": Rope(
+             "yarn", 10000.0, 40, 163840, 4096, interleaved=True, beta_fast=32, beta_slow=1,
+             mscale=1.0, mscale_all_dim=1.0)}),
+    "vit-base": (
+        {"model_type": "vit", "attention_probs_dropout_prob": 0.0, "image_size": 224},
+        {"causal": False, "head_dim": 64, "num_key_value_heads": 12, "rope": Rope("none")}),
+    "bert-base": (
+        {"model_type": "bert", "attention_probs_dropout_prob": 0.1, "is_decoder": False,
+         "position_embedding_type": "absolute"},
+        {"causal": False, "head_dim": 64, "dropout_prob": 0.1, "rope": Rope("none")}),
+}
+
+
+class FieldsTest(parameterized.TestCase):
+
+  def test_every_documented_field_and_default(self):
+    self.assertEqual(BASICS, tuple(DOCUMENTED))
+    for name, value in DOCUMENTED.items():
+      mine = AttnConfig._field_defaults[name]
+      self.assertEqual(mine, () if name == "operation_configs" else value, name)
+
+  def test_dictionary_type_has_all_and_requires_none(self):
+    self.assertEqual(AttnConfigDict.__optional_keys__, set(AttnConfig._fields))
+    self.assertEqual(typing.get_type_hints(AttnConfigDict)["blocksize_q"], int | None)
+
+  def test_constants(self):
+    self.assertEqual((EasyMethod.TRAIN, EasyMethod.SERVE, EasyMethod.EVAL, EasyMethod.CONVERT),
+                     ("train", "serve", "serve", "convert"))
+
+  def test_static_and_hashable(self):
+    config = add_basic_configurations(AttnConfig(), **OTHERS)
+    self.assertEqual(hash(config), hash(add_basic_configurations(AttnConfig(), **OTHERS)))
+    self.assertEqual(jax.jit(lambda c, x: x * c.blocksize_k)(config, 1), 512)
+
+  def test_metadata_reads_it(self):
+    config = add_basic_configurations(AttnConfig(), **OTHERS)
+    metadata = OperationMetadata.from_config(config)
+    self.assertEqual(
+        (metadata.runtime_dtype, metadata.runtime_softmax_dtype, metadata.sequence_axis_name,
+         metadata.scan_ring_attention, metadata.blocksize_k, metadata.blocksize_q,
+         metadata.partition_axis, metadata.get_operation_config("flash_attn2")),
+        (jnp.float16, jnp.bfloat16, "seq", False, 512, None, config.partition_axis,
+         BlockSizes(64, 128)))
+
+  def test_accessors(self):
+    config = AttnConfig(sharding_axis_dims=(2, 1, 1, 4, 1))
+    self.assertEqual(get_axis_dims(config), (2, 1, 1, 4, 1))
+    self.assertEqual(get_axis_names(config), ("dp", "fsdp", "ep", "tp", "sp"))
+    self.assertEqual(get_backend(config), jax.default_backend())
+    self.assertEqual(get_backend(AttnConfig(backend="tpu")), "tpu")
+    self.assertEqual(dict(get_mesh(config).shape), {"dp": 2, "fsdp": 1, "ep": 1, "tp": 4, "sp": 1})
+    mesh = create_mesh((8, 1), ("a", "b"))
+    self.assertIs(get_mesh(set_model_mesh(config, mesh)), mesh)
+    self.assertEqual(OperationMetadata.from_config(set_model_mesh(config, mesh)).mesh, mesh)
+    with self.assertRaisesRegex(ValueError, "product 3.*8 devices"):
+      get_mesh(AttnConfig(sharding_axis_dims=(3, 1, 1, 1, 1)))
+    with self.assertRaisesRegex(NotImplementedError, "partition_rules="):
+      get_partition_rules(config)
+    rules = ((".*", PartitionSpec("tp")),)
+    self.assertEqual(get_partition_rules(config._replace(partition_rules=rules)), rules)
+
+
+class MergeTest(parameterized.TestCase):
+
+  def test_given_wins_and_the_rest_stays(self):
+    base = add_basic_configurations(AttnConfig(), blocksize_q=64, attn_mechanism="ring")
+    merged = add_basic_configurations(base, attn_mechanism="flash_attn2", kvdtype=None)
+    self.assertEqual(merged, base._replace(attn_mechanism="flash_attn2"))
+    self.assertEqual(base.attn_mechanism, "ring")
+    self.assertEqual(add_basic_configurations(base), base)
+
+  def test_every_field_can_be_given(self):
+    self.assertContainsSubset(DOCUMENTED, OTHERS)
+    merged = add_basic_configurations(AttnConfig(), **OTHERS)
+    for name in OTHERS:
+      self.assertNotEqual(getattr(merged, name), AttnConfig._field_defaults[name], name)
+
+  def test_basics_of_another(self):
+    source = add_basic_configurations(AttnConfig(), **OTHERS)._replace(head_dim=96)
+    mine = AttnConfig(head_dim=64, sequence_axis_name="x")
+    merged = read_basics_from_config(mine, source)
+    self.assertEqual(merged[:len(BASICS)], source[:len(BASICS)])
+    self.assertEqual(merged.head_dim, 64)
+    class Other:
+      attn_mechanism = AttentionMechanism.SDPA
+      hidden_size = 7
+    self.assertEqual(read_basics_from_config(mine, Other()), mine._replace(attn_mechanism="sdpa"))
+
+  def test_custom_arguments(self):
+    config = attach_custom_arguments(AttnConfig(), head_dim=96, rotary="yes", sizes=[1, {"a": 2}])
+    self.assertEqual(config.head_dim, 96)
+    self.assertEqual(extras_of(config), {"rotary": "yes", "sizes": [1, {"a": 2}]})
+    config = attach_custom_arguments(config, rotary="no")
+    self.assertEqual(extras_of(config)["rotary"], "no")
+    self.assertEqual(from_dict(to_dict(config)), config)
+    with self.assertRaisesRegex(ValueError, "attach_custom_arguments: f is no value"):
+      attach_custom_arguments(config, f=len)
+    with self.assertRaisesRegex(ValueError, r"\['rotary'\].*attach_custom_arguments"):
+      add_basic_configurations(config, rotary="no")
+
+  @parameterized.parameters(
+      ({"attn_mechanism": "flash"}, "attn_mechanism: got 'flash'.*'flash_attn2'"),
+      ({"decode_attn_mechanism": 3}, "decode_attn_mechanism: got 3"),
+      ({"attn_dtype": "brain"}, "attn_dtype: got 'brain'"),
+      ({"attn_softmax_dtype": None}, "attn_softmax_dtype: got None"),
+      ({"blocksize_q": 0}, "blocksize_q=0"),
+      ({"moe_tiling_size_dim": 1.5}, "moe_tiling_size_dim: got 1.5"),
+      ({"num_attention_heads": 8, "num_key_value_heads": 3}, "num_key_value_heads: got 3.*=8"),
+      ({"easy_method": "dream"}, "easy_method: got 'dream'"),
+      ({"moe_method": "sparse"}, "moe_method: got 'sparse'"),
+      ({"flash_attention_backward_pass_impl": "c"}, "got 'c'.*'triton', 'xla'"),
+      ({"gradient_checkpointing": "some"}, "gradient_checkpointing: got 'some'"),
+      ({"gradient_checkpointing": "save_only_these_names"}, "targets: got None"),
+      ({"gradient_checkpointing_targets": ("residual",)}, "targets: got .'residual',."),
+      ({"precompute_masks": 1}, "precompute_masks: got 1"),
+      ({"fcm_min_ratio": 0.5, "fcm_max_ratio": 0.25}, "fcm_min_ratio: got 0.5.*0.25"),
+      ({"fcm_max_ratio": 1.0}, "fcm_max_ratio: got 1.0"),
+      ({"softmax_scale": -1.0}, "softmax_scale: got -1.0"),
+      ({"sharding_axis_dims": (1, 2)}, r"sharding_axis_dims: got \(1, 2\)"),
+      ({"mesh": "8"}, "mesh='8'"),
+      ({"platform": "vulkan"}, "platform='vulkan'"),
+      ({"operation_configs": {"flash": BlockSizes()}}, "operation_configs key='flash'"),
+      ({"partition_axis": PartitionAxis(head_axis=3)}, "partition_axis.head_axis=3"),
+      ({"rope": Rope("spiral")}, "rope_type: got 'spiral'"),
+      ({"sliding_window": 128}, "sliding_window: got 128.*W - 1, 0"),
+      ({"sliding_window": (127, 0), "chunk_size": 64}, "chunk_size=64, no layer_types"),
+      ({"layer_types": ("dense",)}, "layer_types: got 'dense'"),
+      ({"layer_types": (FULL,) * 3, "num_hidden_layers": 4}, "3 of them.*num_hidden_layers=4"),
+      ({"layer_types": (FULL, SLIDING)}, "sliding_window: got None.*1 of 2 layer_types"),
+      ({"layer_types": (FULL, CHUNKED)}, "chunk_size: got None.*1 of 2 layer_types"),
+      ({"layer_types": (FULL,), "sliding_window": (127, 0)},
+       r"got \(127, 0\); expected None.*0 of 1"),
+  )
+  def test_bad_values(self, given, message):
+    with self.assertRaisesRegex(ValueError, message):
+      add_basic_configurations(AttnConfig(), **given)
+
+  def test_other_types(self):
+    with self.assertRaisesRegex(ValueError, "config: got dict; expected an AttnConfig"):
+      validated({})
+    with self.assertRaisesRegex(ValueError, "head_dim: got None with hidden_size=100"):
+      get_head_dim(AttnConfig(hidden_size=100, num_attention_heads=3))
+
+
+class JsonTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    folder = tempfile.TemporaryDirectory()
+    self.addCleanup(folder.cleanup)
+    self.folder = pathlib.Path(folder.name)
+    self.config = add_basic_configurations(AttnConfig(), **OTHERS)
+
+  def test_exact_round_trips(self):
+    mesh = create_mesh()
+    for config in (AttnConfig(), self.config, set_model_mesh(self.config, mesh)):
+      for write in (to_dict, to_diff_dict):
+        data = json.loads(json.dumps(write(config)))
+        self.assertEqual(from_dict(data), validated(config))
+    self.assertEqual(to_diff_dict(AttnConfig()), {"attn_core_format": 1})
+    self.assertEqual(to_diff_dict(AttnConfig(blocksize_q=64)),
+                     {"attn_core_format": 1, "blocksize_q": 64})
+    metadata = OperationMetadata.from_config(self.config)
+    self.assertEqual(OperationMetadata.from_json(metadata.to_json()), metadata)
+
+  def test_files(self):
+    save_pretrained(self.config, self.folder / "a" / "b")
+    for path in (self.folder / "a" / "b", str(self.folder / "a" / "b" / "config.json")):
+      self.assertEqual(from_pretrained(path), self.config)
+    self.assertEqual(from_pretrained(self.folder / "a", subfolder="b", local_files_only=True,
+                                     revision="main"), self.config)
+    to_json_file(self.config, self.folder / "whole.json", use_diff=False)
+    self.assertEqual(from_pretrained(self.folder / "whole.json"), self.config)
+    self.assertLess(set(json.loads((self.folder / "a/b/config.json").read_text())),
+                    set(json.loads((self.folder / "whole.json").read_text())))
+
+  def test_overrides(self):
+    save_pretrained(self.config, self.folder)
+    self.assertEqual(from_pretrained(self.folder, blocksize_k=7), self.config._replace(
+        blocksize_k=7))
+    config, unused = from_pretrained(self.folder, return_unused_kwargs=True, foo=False, bits=4)
+    self.assertEqual((config.bits, unused), (4, {"foo": False}))
+    with self.assertRaisesRegex(ValueError, r"\['foo'\]"):
+      from_pretrained(self.folder, foo=False)
+
+  def test_what_needs_a_network_is_refused_by_name(self):
+    for name in ("meta-llama/Llama-3.1-8B", "gpt2"):
+      with self.assertRaisesRegex(NotImplementedError, f"'{name}'.*hub.*config.json"):
+        from_pretrained(name)
+    save_pretrained(self.config, self.folder)
+    for given in ({"token": "x"}, {"revision": "v2"}, {"cache_dir": "x"}, {"force_download": True}):
+      with self.assertRaisesRegex(NotImplementedError, next(iter(given))):
+        from_pretrained(self.folder, **given)
+    with self.assertRaisesRegex(NotImplementedError, "push_to_hub"):
+      save_pretrained(self.config, self.folder, push_to_hub=True)
+
+  def test_bad_files(self):
+    for path in (self.folder, self.folder / "x.json", "./none/such/folder"):
+      with self.assertRaisesRegex(FileNotFoundError, "config.json"):
+        from_pretrained(path)
+    for text, message in (("{", "is not JSON"), ("[]", "data: got list"),
+                          ('{"a": 1}', "model_type: got None"),
+                          ('{"attn_core_format": 2}', "attn_core_format: got 2"),
+                          ('{"attn_core_format": 1, "blocks": 2}', r"\['blocks'\]"),
+                          ('{"attn_core_format": 1, "rope": {"speed": 2}}', "speed")):
+      (self.folder / "config.json").write_text(text)
+      with self.assertRaisesRegex(ValueError, message):
+        from_pretrained(self.folder)
+
+  def test_commit_hash(self):
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    path = f"/cache/models--a--b/snapshots/{commit}/config.json"
+    self.assertEqual(extract_commit_hash(path, None), commit)
+    self.assertEqual(extract_commit_hash(path, "known"), "known")
+    for other in (None, "/cache/config.json", path.replace("0", "z"), path[:-20]):
+      self.assertIsNone(extract_commit_hash(other, None))
+
+
+class ReadersTest(parameterized.TestCase):
+
+  @parameterized.parameters(*PUBLISHED)
+  def test_published(self, name):
+    data, meaning = PUBLISHED[name]
+    with warnings.catch_warnings():
+      warnings.simplefilter("error")  # nothing in them is unheard of
+      config = from_dict(data)
+    for field, value in meaning.items():
+      mine = get_head_dim(config) if field == "head_dim" else getattr(config, field)
+      if field == "softmax_scale" and value is not None:
+        self.assertAlmostEqual(mine, value, places=15)
+      else:
+        self.assertEqual(mine, value, field)
+    self.assertEqual(from_dict(json.loads(json.dumps(to_dict(config)))), config)
+    # The newer spelling of the same: all about the rotary embedding in one dictionary.
+    text = dict(data, **data.get("text_config", {}))
+    parameters = {**(text.get("rope_scaling") or {}), "rope_theta": config.rope.rope_theta}
+    if config.layer_ropes:
+      parameters = {FULL: parameters, SLIDING: {"rope_type": "default", "rope_theta": 10000.0}}
+    newer = {k: v for k, v in text.items() if not k.startswith("rope_") and k != "text_config"}
+    if config.rope.rope_type != "none":
+      newer["rope_parameters"] = parameters
+    self.assertEqual(from_dict(newer), config)
+
+  def test_layers(self):
+    config = from_dict(PUBLISHED["gemma-3-4b"][0])
+    details = get_mask_details(config)
+    self.assertLen(details, 34)
+    self.assertEqual(details[4].sliding_window, (1023, 0))
+    self.assertEqual((details[4].size, details[5].size), (1024, None))
+    self.assertEqual(layer_rope(config, 4).rope_theta, 10000.0)
+    self.assertEqual(layer_rope(config, 5).factor, 8.0)
+    self.assertEqual(attention_arguments(config, 5)["sliding_window"], None)
+    llama = from_dict(PUBLISHED["llama-4-scout"][0])
+    self.assertEqual([layer_rope(llama, i).rope_type for i in range(4)], ["llama3"] * 3 + ["none"])
+    self.assertIsNone(get_mask_details(AttnConfig()))
+    for layer in (-1, 34):
+      with self.assertRaisesRegex(ValueError, f"layer: got {layer}"):
+        attention_arguments(config, layer)
+
+  def test_what_is_none_of_the_models_is_reported(self):
+    for kind, name in (("llama", "sliding_window"), ("gemma2", "attention_chunk_size"),
+                       ("qwen2", "attn_logit_softcapping"), ("llama", "query_pre_attn_scalar"),
+                       ("mistral", "qk_rope_head_dim"), ("qwen3", "rope_local_base_freq")):
+      with self.assertWarnsRegex(UserWarning, name):
+        config = from_dict({"model_type": kind, name: 64})
+      self.assertEqual(extras_of(config), {name: 64})
+      self.assertEqual(config._replace(extras=()), from_dict({"model_type": kind}))
+    bare = from_dict({"model_type": "llama", "sliding_window": None})
+    self.assertEqual((bare.extras, bare.sliding_window), ((), None))
+
+  def test_a_decoder_is_causal(self):
+    self.assertTrue(from_dict({"model_type": "bert", "is_decoder": True}).causal)
+
+  def test_unknown_keys_are_kept_and_reported(self):
+    data = {"model_type": "llama", "alibi_slopes": [1, 2], "vocab_size": 7, "rope_scaling": {
+        "rope_type": "linear", "factor": 2.0, "wobble": 3}}
+    with self.assertWarnsRegex(UserWarning, r"\['alibi_slopes', 'rope_scaling.wobble'\]"):
+      config = from_dict(data)
+    self.assertEqual(extras_of(config),
+                     {"alibi_slopes": [1, 2], "vocab_size": 7, "rope_scaling.wobble": 3})
+
+  @parameterized.parameters(
+      ({"model_type": "rwkv"}, NotImplementedError, "'rwkv' has no reader.*gpt_oss"),
+      ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, NotImplementedError,
+       "use_bidirectional_attention"),
+      ({"model_type": "bert", "position_embedding_type": "relative_key"}, ValueError,
+       "position_embedding_type: got 'relative_key'"),
+      ({"model_type": 3}, ValueError, "model_type: got 3"),
+      ({"model_type": "llama", "num_attention_heads": "many"}, ValueError, "got 'many'"),
+      ({"model_type": "llama", "rope_scaling": {"rope_type": "spiral"}}, ValueError, "'spiral'"),
+      ({"model_type": "llama", "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+        "rope_parameters": {"rope_type": "default"}}, ValueError, "none beside rope_parameters"),
+      ({"model_type": "qwen2", "num_hidden_layers": 1, "layer_types": [SLIDING],
+        "use_sliding_window": False, "sliding_window": 8}, ValueError, "use_sliding_window"),
+      ({"model_type": "gemma2", "num_hidden_layers": 1, "layer_types": [FULL],
+        "sliding_window": 8}, ValueError, r"sliding_window: got \(7, 0\); expected None"),
+      ({"model_type": "gemma2", "num_hidden_layers": 3, "layer_types": [FULL, SLIDING]},
+       ValueError, "2 of them.*num_hidden_layers=3"),
+      ({"model_type": "mistral", "sliding_window": 0}, ValueError, "sliding_window: got 0"),
+  )
+  def test_bad_files(self, data, error, message):
+    with self.assertRaisesRegex(error, message):
+      from_dict(data)
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,15 @@
+"""Libraries that some tests compare with, where they are installed."""
+
+import types
+import unittest
+
+
+def torch_and_transformers(test: unittest.TestCase) -> tuple[types.ModuleType, types.ModuleType]:
+  """The two modules; without them the test is skipped, and says what has them."""
+  try:
+    import torch
+    import transformers
+  except ImportError as error:
+    print(f"skipped: {error}; pip install '.[parity]' has it")
+    test.skipTest(str(error))
+  return torch, transformers
