@@ -5,10 +5,12 @@
 
 from attn_core import masks
 from attn_core.attention import Explanation, attention, explain
+from attn_core.caches.pages import Heads, PagesMetadata, PagesV1, PagesV2, PagesV3
 from attn_core.masks import Mask, MaskInfo
 from attn_core.metadata import AttnShardingRules, OperationMetadata
 from attn_core.named import blocksparse, blockwise, blockwise_attn, cuda_flash_attn2, cudnn
-from attn_core.named import flash_attn2, sdpa, vanilla
+from attn_core.named import (PagedOptions, flash_attn2, page_attention, ragged_page_attention_v2,
+                             ragged_page_attention_v3, sdpa, vanilla)
 from attn_core.sharding.mesh import (auto_expert_mesh, create_mesh, expert_abstract_mesh,
                                      expert_mesh)
 from attn_core.sharding.partition import PartitionAxis, resolve
@@ -19,8 +21,10 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AttentionMechanism", "AttentionOutput", "AttentionSpec", "AttnShardingRules", "BlockSizes",
-    "Explanation", "Mask", "MaskInfo", "OperationMetadata", "Operands", "PartitionAxis",
-    "attention", "auto_expert_mesh", "blocksparse", "blockwise", "blockwise_attn", "create_mesh",
+    "Explanation", "Heads", "Mask", "MaskInfo", "Operands", "OperationMetadata", "PagedOptions",
+    "PagesMetadata", "PagesV1", "PagesV2", "PagesV3", "PartitionAxis", "attention",
+    "auto_expert_mesh", "blocksparse", "blockwise", "blockwise_attn", "create_mesh",
     "cuda_flash_attn2", "cudnn", "expert_abstract_mesh", "expert_mesh", "explain", "flash_attn2",
-    "masks", "resolve", "sdpa", "vanilla",
+    "masks", "page_attention", "ragged_page_attention_v2", "ragged_page_attention_v3", "resolve",
+    "sdpa", "vanilla",
 ]

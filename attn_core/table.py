@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from attn_core.kernels.gpu import tuned as gpu_tuned
 from attn_core.masks import algebra
-from attn_core.mechanisms import flash, sdpa, vanilla
+from attn_core.mechanisms import flash, paged, sdpa, vanilla
 from attn_core.types import PLATFORMS, AttentionMechanism, AttentionOutput, Call
 
 # What a call can ask for beyond query, key and value; a mechanism honours it or refuses it by name.
@@ -56,6 +56,7 @@ class Request(NamedTuple):
   lengths: tuple[int, int] = (2, 2)  # (T, S)
   bias_dtype: object = None
   capability: str | None = None  # compute capability of the GPU; None: not known, or no GPU
+  cache: str | None = None  # the kind of cache, by the name of its type
 
 
 # Memory in the sequence length.
@@ -157,6 +158,23 @@ _HOPPER = _BLOCKWISE - {"float64", "softmax_dtype", "mask_operands", "precision"
 _hopper = Implementation(flash.gpu, _HOPPER, LINEAR, _hopper_limits)
 _gpu = _xla._replace(preferred=_cudnn._replace(limits=_cudnn_gradient_limits))
 
+_PAGED = frozenset({"gqa", "value_width", "float16", "float64", "causal", "window", "sinks",
+                    "soft_cap", "lse", "lse_gradient", "precision", "softmax_dtype", "block_sizes",
+                    "optimized", "cache"})
+
+
+def _reads(cache: str) -> Callable[[Request], str | None]:
+  """Limits of a mechanism that reads one kind of cache."""
+  def limits(request: Request) -> str | None:
+    given = request.cache if "cache" in request.features else "no cache_view"
+    return None if given in (None, cache) else f"{given}: it reads a {cache}"
+  return limits
+
+
+_paged_v1 = Implementation(paged.xla, _PAGED, LINEAR, _reads("PagesV1"))
+_paged_v2 = Implementation(paged.xla, _PAGED - {"value_width"}, LINEAR, _reads("PagesV2"))
+_paged_v3 = Implementation(paged.xla_writing, _PAGED - {"value_width"}, LINEAR, _reads("PagesV3"))
+
 TABLE = {
     ("vanilla", "cpu"): _dense,
     ("vanilla", "gpu"): _dense,
@@ -178,6 +196,15 @@ TABLE = {
     ("blocksparse", "gpu"): _gpu,
     ("blocksparse", "gpu 9.0"): _hopper,
     ("blocksparse", "tpu"): _tpu,
+    ("page_attention", "cpu"): _paged_v1,
+    ("page_attention", "gpu"): _paged_v1,
+    ("page_attention", "tpu"): _paged_v1,
+    ("ragged_page_attention_v2", "cpu"): _paged_v2,
+    ("ragged_page_attention_v2", "gpu"): _paged_v2,
+    ("ragged_page_attention_v2", "tpu"): _paged_v2,
+    ("ragged_page_attention_v3", "cpu"): _paged_v3,
+    ("ragged_page_attention_v3", "gpu"): _paged_v3,
+    ("ragged_page_attention_v3", "tpu"): _paged_v3,
 }
 
 # Names without a row, and why.
@@ -188,9 +215,6 @@ MISSING = {
     "cuda_flash_attn2": _NEEDS_GPU,
     "ring": _LATER,
     "autoregressive_decodeattn": _LATER,
-    "page_attention": _LATER,
-    "ragged_page_attention_v2": _LATER,
-    "ragged_page_attention_v3": _LATER,
 }
 
 # What `auto` tries, in this order, those first whose memory is linear for the call.

@@ -129,7 +129,7 @@ class TableTest(parameterized.TestCase):
 
   def test_nobody_can(self):
     with self.assertRaisesRegex(NotImplementedError, "no mechanism here can"):
-      table.choose("auto", "cpu", request("cache"))
+      table.choose("auto", "cpu", request("cache", "bias"))
 
   def test_splash_is_blocksparse(self):
     self.assertIs(AttentionMechanism.SPLASH, AttentionMechanism.BLOCKSPARSE)
