@@ -70,7 +70,8 @@ def normalise(a) -> arguments.Normalised:
                    dense.spec.precision)
   request = Request(
       arguments.features_of(a, dense), jnp.dtype(compute), heads.key_width, heads.value_width,
-      lengths=(query.shape[0],) * 2, capability=metadata_lib.resolved_capability(metadata), cache=layout.__name__)
+      lengths=(query.shape[0],) * 2, capability=metadata_lib.resolved_capability(metadata),
+      cache=layout.__name__)
   return arguments.Normalised(dense._replace(operands=operands, spec=spec), request, metadata, None,
                               query.dtype)
 

@@ -10,10 +10,10 @@ import jax
 from attn_core.caches import pages
 from attn_core.kernels.kernel import Residuals
 from attn_core.kernels.xla import paged, paged_backward
+from attn_core.sharding import vary
 from attn_core.types import BlockSizes, PagedSpec
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def attend(operands: paged.PagedOperands, spec: PagedSpec, heads: pages.Heads,
            block_sizes: BlockSizes) -> Residuals:
   """Attention over pages, differentiable in the query, the pages and the sinks.
@@ -30,6 +30,11 @@ def attend(operands: paged.PagedOperands, spec: PagedSpec, heads: pages.Heads,
   Raises:
     NotImplementedError: quantised pages, where differentiated.
   """
+  return _attend(vary.vary_alike(operands), spec, heads, block_sizes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _attend(operands, spec, heads, block_sizes):
   return paged.forward(operands, spec, heads, block_sizes)
 
 
@@ -50,4 +55,4 @@ def _backward(spec, heads, block_sizes, saved, cotangents):
                             metadata=None),)
 
 
-attend.defvjp(_forward, _backward)
+_attend.defvjp(_forward, _backward)

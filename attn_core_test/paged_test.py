@@ -14,6 +14,7 @@ from jax.experimental import checkify
 from jax.experimental.pallas.ops.tpu.paged_attention import util as public_v1
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as public_v2
 import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec as P
 import numpy as np
 
 from attn_core import (BlockSizes, Heads, PagedOptions, PagesMetadata, PagesV1, PagesV2, PagesV3,
@@ -23,6 +24,9 @@ from attn_core.caches import page_checks, pages
 from attn_core.kernels.xla import paged
 from attn_core.references import paged as reference
 from attn_core.types import PagedSpec
+
+
+jax.config.update("jax_num_cpu_devices", 2)
 
 
 class Case(NamedTuple):
@@ -64,7 +68,7 @@ class Case(NamedTuple):
         None if self.distribution is None else np.array(self.distribution, np.int32))
 
   def arrays(self):
-    """query [T, H, D], key and value pages [K, P, page, D], sinks [H]; NaN wherever nobody looks."""
+    """query, key and value pages [K, P, page, D], sinks [H]; NaN wherever nobody looks."""
     rng = np.random.default_rng(1)
     tokens = sum(self.queries) + self.rest
     query = rng.normal(size=(tokens, self.H, self.D))
@@ -99,7 +103,7 @@ RAGGED = {
     "window_sinks_cap": Case(sinks=True, options=PagedOptions(
         sliding_window=(6, 0), logits_soft_cap=1.5, softmax_scale=0.7)),
     "both_sides_large_logits": Case((9, 0, 21), (9, 0, 5), options=PagedOptions(
-        sliding_window=(3, 2), causal=False, softmax_scale=300.0)),
+        sliding_window=(3, 2), causal=False, softmax_scale=30.0)),
     "itself_in_pages_of_one_token": Case((5, 3), (4, 3), page=1, options=PagedOptions(
         sliding_window=(0, 0))),
     "not_causal_one_head": Case((5, 17), (4, 1), H=1, K=1, D=1, options=PagedOptions(causal=False)),
@@ -110,7 +114,7 @@ BLOCKS = BlockSizes(block_q=4, block_kv=8)
 
 
 def run(mechanism, case, query, key, value, sinks):
-  """(output, lse) by the mechanism; v3 finds the queries' own tokens nowhere but in its arguments."""
+  """(output, lse) by the mechanism; for v3 the queries' own tokens are in no page yet."""
   options = case.options._replace(softmax_aux=sinks, block_sizes=BLOCKS, return_lse=True)
   cache = PagesV1(key, value)
   metadata = case.metadata(single=mechanism == "v1")
@@ -121,10 +125,10 @@ def run(mechanism, case, query, key, value, sinks):
     output = ragged_page_attention_v2(query, pages.convert(cache, PagesV2), metadata, options)
   else:
     mapping = pages.slots(metadata, case.page, query.shape[0])
-    new = [jnp.where(mapping[:, None, None] < 0, jnp.nan, x.reshape(case.K, -1, case.D)[:, jnp.maximum(
-        mapping, 0)].swapaxes(0, 1)) for x in (key, value)]
-    holes = [x.reshape(case.K, -1, case.D).at[:, jnp.where(mapping < 0, 10**6, mapping)].set(
-        np.nan, mode="drop").reshape(x.shape) for x in (key, value)]
+    outside = jnp.where(mapping < 0, 10**6, mapping)
+    flat = [x.reshape(case.K, -1, case.D) for x in (key, value)]
+    new = [x.at[:, outside].get(mode="fill", fill_value=np.nan).swapaxes(0, 1) for x in flat]
+    holes = [x.at[:, outside].set(np.nan, mode="drop").reshape(key.shape) for x in flat]
     output = ragged_page_attention_v3(
         query, *new, pages.convert(PagesV1(*holes), PagesV3, heads), metadata, options)
   return output.attention_outputs, output.lse
@@ -307,7 +311,8 @@ class MeaningTest(parameterized.TestCase):
     query, cache, metadata = plain(case)
     metadata = jax.tree.map(jnp.asarray, metadata._replace(
         page_tables=np.pad(metadata.page_tables, ((0, 0), (0, 1000)))))
-    for window, want in (((None, None), (1 + 1 + 2) + (2 + 3) + 3), ((5, 0), (1 + 1 + 2) + (2 + 2) + 1)):
+    for window, want in (((None, None), (1 + 1 + 2) + (2 + 3) + 3),
+                         ((5, 0), (1 + 1 + 2) + (2 + 2) + 1)):
       problem = paged.cut(paged.PagedOperands(query, cache, metadata),
                           PagedSpec(1.0, window=window), Heads(2, 6, 6), (4, 2))
       visited = 0
@@ -342,6 +347,66 @@ class MeaningTest(parameterized.TestCase):
         (dict(normalize_output=False), "normalize_output=False")):
       with self.assertRaisesRegex(NotImplementedError, words):
         attention(query, None, None, **arguments, **changes)
+
+
+class TransformationTest(absltest.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.query, self.cache, self.metadata = plain(Case((9, 6), (4, 2), rest=2))
+    self.mesh = Mesh(np.array(jax.devices()), ("x",))
+
+  def run_v2(self, query, cache, metadata):
+    return ragged_page_attention_v2(query, cache, metadata).attention_outputs
+
+  def gradient(self, query, cache, metadata):
+    loss = lambda query, cache: (self.run_v2(query, cache, metadata)**2).sum()
+    return jax.grad(loss, (0, 1))(query, cache)
+
+  def test_requests_over_devices(self):
+    """Every device has requests, tables and pages of its own."""
+    arrays = (self.query, self.cache, self.metadata)
+    two = jax.tree.map(lambda x: jnp.concatenate([x, x]), arrays)
+    for function in (self.run_v2, self.gradient):
+      specs = jax.tree.map(lambda _: P("x"), jax.eval_shape(function, *arrays))
+      spread = jax.shard_map(function, mesh=self.mesh, in_specs=P("x"), out_specs=specs)
+      want = jax.tree.map(lambda x: jnp.concatenate([x, x]), function(*arrays))
+      for got, expected in zip(*map(jax.tree.leaves, (jax.jit(spread)(*two), want)), strict=True):
+        np.testing.assert_allclose(got, expected, atol=1e-6)
+
+  def test_heads_over_devices(self):
+    """Key and value rows of a head are neighbours, so the pages are cut like the heads."""
+    spread = jax.shard_map(
+        lambda query, cache: self.gradient(query, cache, jax.tree.map(jnp.asarray, self.metadata)),
+        mesh=self.mesh, in_specs=(P(None, "x"), P(None, None, "x")),
+        out_specs=(P(None, "x"), PagesV2(P(None, None, "x"))))
+    for got, want in zip(*map(jax.tree.leaves, (
+        jax.jit(spread)(self.query, self.cache),
+        self.gradient(self.query, self.cache, self.metadata))), strict=True):
+      np.testing.assert_allclose(got, want, atol=1e-6)
+
+  def test_maps_over_pools(self):
+    pools = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), self.cache)
+    mapped = jax.vmap(lambda cache: self.run_v2(self.query, cache, self.metadata))(pools)
+    for row in range(2):
+      np.testing.assert_allclose(mapped[row], self.run_v2(
+          self.query, jax.tree.map(lambda x, row=row: x[row], pools), self.metadata), atol=1e-6)
+
+  def test_scans_over_layers(self):
+    """A cache a layer, written in the scan: what an engine does."""
+    heads = Heads(2, 6, 6)
+    caches = jax.tree.map(lambda x: jnp.stack([x] * 3),
+                          pages.init(PagesV3, 16, 4, heads, jnp.float32))
+    metadata = self.metadata._replace(context_lens=np.array([4, 2], np.int32))
+    def layer(x, cache):
+      output = ragged_page_attention_v3(x, x[:, :2], x[:, 2:], cache, metadata)
+      return x + output.attention_outputs, output.cache_view
+    out, filled = jax.lax.scan(layer, self.query, caches)
+    x = self.query
+    for index in range(3):
+      x, cache = layer(x, jax.tree.map(lambda x: x[0], caches))
+      np.testing.assert_allclose(filled.pages[index], cache.pages, atol=1e-6)
+    np.testing.assert_allclose(out, x, atol=1e-6)
 
 
 class BatchInvarianceTest(parameterized.TestCase):
@@ -395,7 +460,8 @@ class BatchInvarianceTest(parameterized.TestCase):
         out, lse = np.asarray(output.attention_outputs), np.asarray(output.lse)
         for text, begin, size in taken:
           outputs[text].append((out[begin:begin + size], lse[:, begin:begin + size]))
-      return {text: (np.concatenate([o for o, _ in parts]), np.concatenate([l for _, l in parts], 1))
+      return {text: (np.concatenate([out for out, _ in parts]),
+                     np.concatenate([lse for _, lse in parts], 1))
               for text, parts in outputs.items()}
 
     alone = {text: play({text: [16, self.TOKENS - 16]}, rng)[text] for text in range(len(texts))}
@@ -487,7 +553,8 @@ class BadInputTest(parameterized.TestCase):
        "cache_view: got PagesV1; expected a PagesV2"),
       (lambda q, c, m: ragged_page_attention_v2(q, PagesV2(c.pages[:, :, :3]), m),
        "cache_view: .*as many rows of values"),
-      (lambda q, c, m: ragged_page_attention_v2(q, PagesV2(c.pages[0]), m), "cache_view: .*P, page"),
+      (lambda q, c, m: ragged_page_attention_v2(q, PagesV2(c.pages[0]), m),
+       "cache_view: .*P, page"),
       (lambda q, c, m: ragged_page_attention_v2(q, PagesV2(c.pages.astype(jnp.int8)), m),
        "cache_view.key_scales: got None"),
       (lambda q, c, m: ragged_page_attention_v2(q, c._replace(key_scales=jnp.float32(1)), m),
@@ -508,8 +575,8 @@ class BadInputTest(parameterized.TestCase):
        "query_start_loc: "),
       (lambda q, c, m: ragged_page_attention_v3(q, q, q, pages.convert(c, PagesV3), m),
        "key: got .*K at most 2"),
-      (lambda q, c, m: ragged_page_attention_v3(q, q[:, :2], q[:, :1], pages.convert(c, PagesV3), m),
-       "value: got "),
+      (lambda q, c, m: ragged_page_attention_v3(
+          q, q[:, :2], q[:, :1], pages.convert(c, PagesV3), m), "value: got "),
       (lambda q, c, m: ragged_page_attention_v3(q, None, None, pages.convert(c, PagesV3), m),
        "key: got NoneType"),
       (lambda q, c, m: attention(q, None, None, cache_view=c, cache_metadata=m),

@@ -20,6 +20,7 @@ from attn_core.kernels import softmax
 from attn_core.kernels.kernel import Residuals
 from attn_core.kernels.xla import numbers, steps
 from attn_core.masks import tiles
+from attn_core.sharding import vary
 from attn_core.types import BlockSizes, PagedSpec, cdiv
 
 BLOCK_ROWS = 64  # rows of a query block where requests bring more than one query
@@ -179,17 +180,21 @@ def put_rows(problem: Problem, block: QueryBlock, x, rows):
   return lax.dynamic_update_slice_in_dim(x, rows, block.row, 0)
 
 
-def live_rows(problem: Problem, block: QueryBlock):
-  """bool [M, 1]."""
-  return jnp.repeat(block.live, problem.group)[:, None]
+def live_rows_of(problem: Problem, block: QueryBlock, x):
+  """`rows_of`, with zeros instead of what is not a query of this call."""
+  return jnp.where(jnp.repeat(block.live, problem.group)[:, None], rows_of(problem, block, x), 0)
 
 
-def logits_of(problem: Problem, block: QueryBlock, rows, key, number):
+def scores_of(problem: Problem, rows, key):
+  """Rows [K, M, D] times keys [K, C, D]: [K, M, C]."""
+  return lax.dot_general(rows, key, (((2,), (2,)), ((0,), (0,))), precision=problem.spec.precision,
+                         preferred_element_type=problem.dtype)
+
+
+def logits_of(problem: Problem, block: QueryBlock, scores, number):
   """Logits [K, M, C], -inf where hidden, and d logit / d score (a number, or like the logits)."""
   spec = problem.spec
-  logits = lax.dot_general(rows, key, (((2,), (2,)), ((0,), (0,))), precision=spec.precision,
-                           preferred_element_type=problem.dtype)
-  logits, slope = logits * jnp.asarray(spec.softmax_scale, problem.dtype), spec.softmax_scale
+  logits, slope = scores * jnp.asarray(spec.softmax_scale, problem.dtype), spec.softmax_scale
   if spec.logits_soft_cap is not None:
     capped = jnp.tanh(logits / spec.logits_soft_cap)
     logits, slope = capped * spec.logits_soft_cap, (1 - capped * capped) * spec.softmax_scale
@@ -228,7 +233,8 @@ def forward(operands: PagedOperands, spec: PagedSpec, heads: pages.Heads,
   lse = jnp.full((tokens, query_heads, 1), -jnp.inf, spec.softmax_dtype)
   for first, end, block_q in classes(operands, block_q):
     problem = cut(operands, spec, heads, (block_q, block_pages))
-    results = Residuals(pad_tokens(out, block_q), pad_tokens(lse, block_q))
+    results = vary.start(problem.query, Residuals(
+        pad_tokens(out, block_q), pad_tokens(lse, block_q)))
     results = steps.loop(first, end, lambda r, results, problem=problem: _request(
         problem, r, results), results)
     out, lse = (x[block_q:block_q + tokens] for x in results)
@@ -240,16 +246,29 @@ def _request(problem: Problem, request, results: Residuals) -> Residuals:
 
   def step(number, results):
     block = query_block(problem, request, number)
-    rows = rows_of(problem, block, problem.query)
+    rows = live_rows_of(problem, block, problem.query)
 
     def fold(number, running):
       key, value = keys_and_values(problem, request, number)
-      key, value = steps.shield(key, value, steps.finite_keys(key, value))
-      logits, _ = logits_of(problem, block, rows, key, number)
-      return softmax.update(running, logits, lambda weights: weigh(problem, weights, value),
-                            exp=numbers.exp)
 
-    running = softmax.start(rows.shape[:2], problem.heads.value_width, problem.dtype)
+      def folded(scores, value):
+        logits, _ = logits_of(problem, block, scores, number)
+        return softmax.update(running, logits, lambda weights: weigh(problem, weights, value),
+                              exp=numbers.exp)
+
+      def shielded():
+        shown, kept = steps.shield(key, value, steps.finite_keys(key, value))
+        return folded(scores_of(problem, rows, shown), kept)
+
+      # A key or a value that is not finite shows in what is computed from it. To look at it there
+      # costs a fraction of looking at all keys and values.
+      scores = scores_of(problem, rows, key)
+      found = folded(scores, value)
+      finite = jnp.isfinite(scores).all() & jnp.isfinite(found.output).all()
+      return lax.cond(finite, lambda: found, shielded)
+
+    running = vary.start(rows, softmax.start(
+        rows.shape[:2], problem.heads.value_width, problem.dtype))
     running = steps.loop(*key_blocks(problem, block), fold, running)
     out, lse = softmax.finish(running, row_sinks(problem))
     return Residuals(put_rows(problem, block, results.out, out),

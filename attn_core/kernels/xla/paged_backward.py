@@ -1,10 +1,11 @@
 """The backward of attention over pages in plain XLA: cotangents of queries, pages and sinks.
 
-  dS = P * (d_out . value - sum(d_out * out) + d_lse);  d_query, d_key from dS, d_value = P^T . d_out
+  dS = P * (d_out . value - sum(d_out * out) + d_lse), and from it d_query and d_key
+  d_value = P^T . d_out
 
-Requests outside, their key blocks next, query blocks inside. A key block is added to its pages once,
-so pages that requests share sum over them, in the order of the requests: always the same bits.
-Memory is that of the queries and of the pages in the dtype of the sums.
+Requests outside, their key blocks next, query blocks inside. A key block is added to its pages
+once, so pages that requests share sum over them, in the order of the requests: always the same
+bits. Memory is that of the queries and of the pages in the dtype of the sums.
 
 Letters: as in `paged`.
 """
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 from attn_core.caches import pages
 from attn_core.kernels.kernel import Residuals
 from attn_core.kernels.xla import numbers, paged, steps
+from attn_core.sharding import vary
 from attn_core.types import BlockSizes, PagedSpec
 
 
@@ -46,8 +48,8 @@ def backward(operands: paged.PagedOperands, spec: PagedSpec, heads: pages.Heads,
   block_q, block_pages = paged.sizes_of(operands, block_sizes, query.shape[1] // heads.key_heads)
   delta = jnp.einsum("the,the->th", cotangents.out, residuals.out,
                      preferred_element_type=spec.softmax_dtype)[..., None] - cotangents.lse
-  sums = Cotangents(jnp.zeros(query.shape, spec.softmax_dtype),
-                    jax.tree.map(lambda x: jnp.zeros(x.shape, spec.softmax_dtype), cache))
+  sums = vary.start(query, Cotangents(*jax.tree.map(
+      lambda x: jnp.zeros(x.shape, spec.softmax_dtype), (query, cache))))
   for first, end, block_q in paged.classes(operands, block_q):
     problem = paged.cut(operands, spec, heads, (block_q, block_pages))
     side = _QuerySide(*(paged.pad_tokens(x, block_q)
@@ -86,7 +88,7 @@ def _request(problem: paged.Problem, side: _QuerySide, request, sums: Cotangents
                       lambda carry: _tile(problem, side, block, (j, key, value), carry),
                       lambda carry: carry, carry)
 
-    zeros = lambda x: jnp.zeros(x.shape, problem.dtype)
+    zeros = lambda x: vary.start(x, jnp.zeros(x.shape, problem.dtype))
     d_query, d_key, d_value = steps.loop(
         first, end, query_block, (sums.query, zeros(key), zeros(value)))
     ids = paged.page_ids(problem, request, j)
@@ -102,11 +104,10 @@ def _tile(problem, side, block, key_side, carry):
   """One query block by one key block: adds to d_query, d_key and d_value."""
   number, key, value = key_side
   d_query, d_key, d_value = carry
-  live = paged.live_rows(problem, block)
-  rows, d_out, lse, delta = (jnp.where(live, paged.rows_of(problem, block, x), 0)
+  rows, d_out, lse, delta = (paged.live_rows_of(problem, block, x)
                              for x in (problem.query, *side))
   rows = steps.clean(rows)
-  logits, slope = paged.logits_of(problem, block, rows, key, number)
+  logits, slope = paged.logits_of(problem, block, paged.scores_of(problem, rows, key), number)
   weights = jnp.where(logits == -jnp.inf, 0, numbers.exp(logits - steps.finite_lse(lse)))
   d_weights = _dot(problem, d_out, value, (2, 2))
   d_scores = jnp.where(logits == -jnp.inf, 0, weights * (d_weights - delta) * slope)
