@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from attn_core import arguments, checks, metadata as metadata_lib
 from attn_core.caches import page_checks, pages
+from attn_core.kernels.tpu import paged as tpu_kernel
 from attn_core.kernels.xla.paged import PagedOperands
 from attn_core.masks import algebra
 from attn_core.table import Request
@@ -71,7 +72,8 @@ def normalise(a) -> arguments.Normalised:
   request = Request(
       arguments.features_of(a, dense), jnp.dtype(compute), heads.key_width, heads.value_width,
       lengths=(query.shape[0],) * 2, capability=metadata_lib.resolved_capability(metadata),
-      cache=layout.__name__)
+      cache=layout.__name__, tpu_pages=None if layout is not pages.PagesV2 else (
+          tpu_kernel.refusal(operands.query, operands.cache, operands.metadata)))
   return arguments.Normalised(dense._replace(operands=operands, spec=spec), request, metadata, None,
                               query.dtype)
 

@@ -57,6 +57,8 @@ class Request(NamedTuple):
   bias_dtype: object = None
   capability: str | None = None  # compute capability of the GPU; None: not known, or no GPU
   cache: str | None = None  # the kind of cache, by the name of its type
+  # Why the TPU kernel over pages refuses, by shapes that only it asks for; None: it does not.
+  tpu_pages: str | None = None
 
 
 # Memory in the sequence length.
@@ -125,6 +127,9 @@ def _cudnn_limits(request: Request) -> str | None:
 def _cudnn_gradient_limits(request: Request) -> str | None:
   """What cuDNN refuses, and what it does not differentiate, for whoever is to be differentiable."""
   reason = _cudnn_limits(request)
+  if reason is None and request.capability is None:
+    # It compiles only where there is a GPU to ask.
+    return "the compute capability of the GPU is not known"
   if reason is None and any(length % 2 for length in request.lengths):
     return (f"{request.lengths[0]} queries and {request.lengths[1]} keys: cuDNN's gradients are "
             "taken for even numbers of both only, as JAX has them beside a bias")
@@ -173,6 +178,9 @@ def _reads(cache: str) -> Callable[[Request], str | None]:
 
 _paged_v1 = Implementation(paged.xla, _PAGED, LINEAR, _reads("PagesV1"))
 _paged_v2 = Implementation(paged.xla, _PAGED - {"value_width"}, LINEAR, _reads("PagesV2"))
+_paged_v2_tpu = _paged_v2._replace(preferred=Implementation(
+    paged.tpu, _paged_v2.features - {"float16", "float64", "precision", "softmax_dtype"}, LINEAR,
+    lambda request: request.tpu_pages))
 _paged_v3 = Implementation(paged.xla_writing, _PAGED - {"value_width"}, LINEAR, _reads("PagesV3"))
 
 TABLE = {
@@ -201,7 +209,7 @@ TABLE = {
     ("page_attention", "tpu"): _paged_v1,
     ("ragged_page_attention_v2", "cpu"): _paged_v2,
     ("ragged_page_attention_v2", "gpu"): _paged_v2,
-    ("ragged_page_attention_v2", "tpu"): _paged_v2,
+    ("ragged_page_attention_v2", "tpu"): _paged_v2_tpu,
     ("ragged_page_attention_v3", "cpu"): _paged_v3,
     ("ragged_page_attention_v3", "gpu"): _paged_v3,
     ("ragged_page_attention_v3", "tpu"): _paged_v3,
@@ -267,9 +275,6 @@ def _passed_over(found: Implementation, request: Request) -> tuple[str, ...]:
   if found.preferred is None:
     return ()
   reasons = _reasons(found.preferred, request)
-  if not reasons and request.capability is None:
-    # It compiles only where there is a GPU to ask.
-    reasons = ("the compute capability of the GPU is not known",)
   if not reasons and not _is_linear(found.preferred.memory, request):
     reasons = ("its memory would be quadratic",)
   return tuple(f"{found.preferred.name}: {reason}" for reason in reasons)
