@@ -155,7 +155,8 @@ def _schedule(problem: paged.Problem, tokens: int):
   position = problem.lengths[owner] - problem.starts[owner + 1] + token
   live = (token < problem.starts[-1]) & (position >= 0)
   item = jnp.where(live, offsets[owner] + position // block_q - first[owner], 0)
-  return items, blocks, jnp.minimum(ends[-1:], most), (item, jnp.where(live, position % block_q, 0), live)
+  row = jnp.where(live, position % block_q, 0)
+  return items, blocks, jnp.minimum(ends[-1:], most), (item, row, live)
 
 
 def _call(spec, shape: Shape, items: Items, count, tables, rows, pool):
