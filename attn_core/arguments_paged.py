@@ -69,10 +69,12 @@ def normalise(a) -> arguments.Normalised:
   spec = PagedSpec(dense.spec.softmax_scale, dense.spec.logits_soft_cap, bool(a.causal),
                    arguments.window_of(a.sliding_window), dense.spec.softmax_dtype,
                    dense.spec.precision)
+  features = arguments.features_of(a, dense)
+  features["pages"] = features.pop("cache")
   request = Request(
-      arguments.features_of(a, dense), jnp.dtype(compute), heads.key_width, heads.value_width,
+      features, jnp.dtype(compute), heads.key_width, heads.value_width,
       lengths=(query.shape[0],) * 2, capability=metadata_lib.resolved_capability(metadata),
-      cache=layout.__name__, tpu_pages=None if layout is not pages.PagesV2 else (
+      pages=layout.__name__, tpu_pages=None if layout is not pages.PagesV2 else (
           tpu_kernel.refusal(operands.query, operands.cache, operands.metadata)))
   return arguments.Normalised(dense._replace(operands=operands, spec=spec), request, metadata, None,
                               query.dtype)

@@ -42,6 +42,7 @@ FEATURES = {
     "optimized": "optimized=True: a linear-memory kernel",
     "vmem_limit_bytes": "a limit on TPU vector memory",
     "cache": "a cache",
+    "pages": "a cache in pages",
 }
 
 
@@ -56,7 +57,7 @@ class Request(NamedTuple):
   lengths: tuple[int, int] = (2, 2)  # (T, S)
   bias_dtype: object = None
   capability: str | None = None  # compute capability of the GPU; None: not known, or no GPU
-  cache: str | None = None  # the kind of cache, by the name of its type
+  pages: str | None = None  # the layout of a cache in pages, by the name of its type
   # Why the TPU kernel over pages refuses, by shapes that only it asks for; None: it does not.
   tpu_pages: str | None = None
 
@@ -144,7 +145,7 @@ def _sdpa_limits(request: Request) -> str | None:
   return None
 
 
-_EVERYTHING = frozenset(FEATURES) - {"vmem_limit_bytes", "cache"}
+_EVERYTHING = frozenset(FEATURES) - {"vmem_limit_bytes", "cache", "pages"}
 _BLOCKWISE = _EVERYTHING - {"weights"}
 _TPU = _BLOCKWISE - {"float16", "float64", "softmax_dtype", "mask_operands"} | {"vmem_limit_bytes"}
 _VANILLA = _EVERYTHING - {"block_sizes", "optimized"}
@@ -165,13 +166,13 @@ _gpu = _xla._replace(preferred=_cudnn._replace(limits=_cudnn_gradient_limits))
 
 _PAGED = frozenset({"gqa", "value_width", "float16", "float64", "causal", "window", "sinks",
                     "soft_cap", "lse", "lse_gradient", "precision", "softmax_dtype", "block_sizes",
-                    "optimized", "cache"})
+                    "optimized", "pages"})
 
 
 def _reads(cache: str) -> Callable[[Request], str | None]:
-  """Limits of a mechanism that reads one kind of cache."""
+  """Limits of a mechanism that reads pages of one layout."""
   def limits(request: Request) -> str | None:
-    given = request.cache if "cache" in request.features else "no cache_view"
+    given = request.pages if "pages" in request.features else "no cache_view in pages"
     return None if given in (None, cache) else f"{given}: it reads a {cache}"
   return limits
 

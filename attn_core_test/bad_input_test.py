@@ -369,7 +369,7 @@ REFUSED = (
      "bfloat16"),
 ) + tuple((name, {"mechanism": name}, f"'{name}'", "not part of this version") for name in (
     "ring", "autoregressive_decodeattn")) + tuple(
-        (name, {"mechanism": name}, f"'{name}'", f"no cache_view: it reads a {cache}")
+        (name, {"mechanism": name}, f"'{name}'", f"no cache_view in pages: it reads a {cache}")
         for name, cache in (("page_attention", "PagesV1"), ("ragged_page_attention_v2", "PagesV2"),
                             ("ragged_page_attention_v3", "PagesV3")))
 
