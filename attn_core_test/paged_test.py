@@ -305,6 +305,18 @@ class MeaningTest(parameterized.TestCase):
     read = ragged_page_attention_v2(query, pages.convert(want, PagesV2, heads), metadata)
     np.testing.assert_array_equal(output.attention_outputs, read.attention_outputs)
 
+  def test_values_of_another_width(self):
+    case = Case((9, 1, 14), (1,) * 3, rest=0)
+    query, key, value, _ = map(lambda x: None if x is None else jnp.nan_to_num(x), case.arrays())
+    metadata, narrow = case.metadata(single=True), value[..., :3]
+    wide = functools.partial(page_attention, query, metadata=metadata)
+    found = wide(PagesV1(key, narrow)).attention_outputs
+    self.assertEqual(found.shape, (3, 4, 3))
+    np.testing.assert_allclose(
+        found, wide(PagesV1(key, value)).attention_outputs[..., :3], atol=1e-6)
+    loss = lambda value: (wide(PagesV1(key, value)).attention_outputs[..., :3]**2).sum()
+    np.testing.assert_allclose(jax.grad(loss)(narrow), jax.grad(loss)(value)[..., :3], atol=1e-6)
+
   def test_only_live_blocks_are_visited(self):
     """The trips of the loops, whatever the width of the table."""
     case = Case((9, 0, 17, 24), (9, 0, 5, 1), rest=0, options=PagedOptions())
