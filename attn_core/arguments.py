@@ -45,12 +45,7 @@ def normalise(a) -> Normalised:
   Raises:
     ValueError: an argument is not what `attention` documents.
   """
-  metadata = metadata_lib.OperationMetadata() if a.metadata is None else a.metadata
-  checks.require(isinstance(metadata, metadata_lib.OperationMetadata), "metadata",
-                 type(metadata).__name__, "an OperationMetadata or None")
-  checks.one_of("mode", a.mode, MODES)
-  checks.one_of("layout", a.layout, LAYOUTS)
-  check_flags(a)
+  metadata = checked_metadata(a)
   query, key, value = _arrays(a)
   checks.query_key_value(query, key, value)
   dtype = query.dtype
@@ -79,6 +74,17 @@ def normalise(a) -> Normalised:
   return Normalised(call, request, metadata, rules, dtype)
 
 
+def checked_metadata(a) -> metadata_lib.OperationMetadata:
+  """The metadata of a call; checks what means the same with and without pages."""
+  metadata = metadata_lib.OperationMetadata() if a.metadata is None else a.metadata
+  checks.require(isinstance(metadata, metadata_lib.OperationMetadata), "metadata",
+                 type(metadata).__name__, "an OperationMetadata or None")
+  checks.one_of("mode", a.mode, MODES)
+  checks.one_of("layout", a.layout, LAYOUTS)
+  _check_flags(a)
+  return metadata
+
+
 def to_bthd(x, layout: str):
   """A query, key or value [B, T, H, D] of an array in the caller's layout."""
   return {"bthd": lambda: x, "bhtd": lambda: x.transpose(0, 2, 1, 3), "thd": lambda: x[None]}[
@@ -94,7 +100,7 @@ def _arrays(a):
   return [to_bthd(jnp.asarray(x), a.layout) for x in (a.query, a.key, a.value)]
 
 
-def check_flags(a) -> None:
+def _check_flags(a) -> None:
   for name in ("causal", "deterministic", "normalize_output", "prevent_cse", "fused_backward",
                "optimized", "return_lse", "return_weights"):
     value = getattr(a, name)

@@ -12,6 +12,7 @@ from attn_core.caches import page_checks, pages
 from attn_core.kernels.tpu import paged as tpu_kernel
 from attn_core.kernels.xla.paged import PagedOperands
 from attn_core.masks import algebra
+from attn_core.sharding import shard
 from attn_core.table import Request
 from attn_core.types import AttentionSpec, Call, Operands, PagedSpec
 
@@ -39,10 +40,7 @@ def normalise(a) -> arguments.Normalised:
   Raises:
     ValueError: an argument is not what `attention` documents.
   """
-  metadata = metadata_lib.OperationMetadata() if a.metadata is None else a.metadata
-  checks.require(isinstance(metadata, metadata_lib.OperationMetadata), "metadata",
-                 type(metadata).__name__, "an OperationMetadata or None")
-  arguments.check_flags(a)
+  metadata = arguments.checked_metadata(a)
   mechanism = mechanism_of(a)
   layout = LAYOUTS[mechanism]
   checks.require(a.layout == "thd", "layout", repr(a.layout), "'thd': the requests' queries one "
@@ -74,10 +72,21 @@ def normalise(a) -> arguments.Normalised:
   request = Request(
       features, jnp.dtype(compute), heads.key_width, heads.value_width,
       lengths=(query.shape[0],) * 2, capability=metadata_lib.resolved_capability(metadata),
-      pages=layout.__name__, tpu_pages=None if layout is not pages.PagesV2 else (
-          tpu_kernel.refusal(operands.query, operands.cache, operands.metadata)))
+      pages=layout.__name__, tpu_pages=_tpu_refusal(a, metadata, operands, heads))
   return arguments.Normalised(dense._replace(operands=operands, spec=spec), request, metadata, None,
                               query.dtype)
+
+
+def _tpu_refusal(a, metadata, operands: PagedOperands, heads: pages.Heads) -> str | None:
+  """Why the TPU kernel does not compute a call; None: it does."""
+  if not isinstance(operands.cache, pages.PagesV2):
+    return None
+  tokens, query_heads, width = operands.query.shape
+  mesh = metadata_lib.resolved_mesh(metadata)
+  if shard.place(metadata.get_shardings(a.mode, "bthd"), mesh, (1, tokens, query_heads, width),
+                 (1, tokens, heads.key_heads, width)) is not None:
+    return "a mesh: the TPU kernel runs on one device; call it inside jax.shard_map"
+  return tpu_kernel.refusal(operands.query, operands.cache, operands.metadata)
 
 
 def _heads(a, mechanism: str, query) -> pages.Heads:
@@ -93,6 +102,11 @@ def _heads(a, mechanism: str, query) -> pages.Heads:
     checks.require(a.value.shape == a.key.shape, "value", checks.describe(a.value),
                    f"{list(a.key.shape)}, as the key")
     held = pages.Heads(a.key.shape[1], width, width)
+    for name in ("key", "value"):
+      x = getattr(a, name)
+      checks.require(a.cache_view.key_scales is not None or x.dtype == (
+          pages.dtype_of(a.cache_view)), name, checks.describe(x),
+                     f"the dtype of the pages, {pages.dtype_of(a.cache_view)}")
     checks.require(a.cache_view.key_scales is None or a.cache_view.key_scales.ndim == 0,
                    "cache_view.key_scales", "a scale per token", "one scale for all, float32 []: "
                    "the call would not know those of its own tokens; write them with "
@@ -118,7 +132,8 @@ def _dense(a, metadata, heads: pages.Heads, compute) -> Call:
   array = lambda *shape: jax.ShapeDtypeStruct((1, tokens, *shape), compute)
   query = array(query_heads, width)
   operands = Operands(query, array(heads.key_heads, width),
-                      array(heads.key_heads, heads.value_width), a.bias,
+                      array(heads.key_heads, heads.value_width),
+                      a.init_bias if a.bias is None else a.bias,
                       sinks=arguments.sinks_of(a, query.shape))
   softmax_dtype = metadata.runtime_softmax_dtype
   if compute == jnp.float64:

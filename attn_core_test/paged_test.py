@@ -354,7 +354,7 @@ class MeaningTest(parameterized.TestCase):
         attention(query, None, None, **arguments).attention_outputs,
         ragged_page_attention_v2(query, cache, metadata).attention_outputs)
     for changes, words in (
-        (dict(bias=jnp.ones((1, 1, 1))), "bias"), (dict(chunk_size=4), "chunk_size=4"),
+        (dict(bias=jnp.ones((1, 1, 1))), "bias"), (dict(init_bias=lambda: 1.0), "bias"), (dict(chunk_size=4), "chunk_size=4"),
         (dict(return_weights=True), "return_weights=True"), (dict(query_offset=1), "query_offset"),
         (dict(normalize_output=False), "normalize_output=False")):
       with self.assertRaisesRegex(NotImplementedError, words):
@@ -591,6 +591,11 @@ class BadInputTest(parameterized.TestCase):
           q, q[:, :2], q[:, :1], pages.convert(c, PagesV3), m), "value: got "),
       (lambda q, c, m: ragged_page_attention_v3(q, None, None, pages.convert(c, PagesV3), m),
        "key: got NoneType"),
+      (lambda q, c, m: ragged_page_attention_v3(
+          q, q[:, :2].astype(jnp.bfloat16), q[:, :2], pages.convert(c, PagesV3), m),
+       "key: got bfloat16"),
+      (lambda q, c, m: attention(q, None, None, layout="thd", cache_view=c, cache_metadata=m,
+                                 mode="serve"), "mode: got 'serve'"),
       (lambda q, c, m: attention(q, None, None, cache_view=c, cache_metadata=m),
        "layout: got 'bthd'"),
       (lambda q, c, m: attention(q, q, q, layout="thd", cache_view=c, cache_metadata=m),

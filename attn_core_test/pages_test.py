@@ -140,6 +140,8 @@ class PagesTest(parameterized.TestCase):
   @parameterized.parameters(
       (lambda c, k, v: pages.append(c, k[:, :2], v, jnp.arange(11)),
        r"key: got float32\[11, 2, 5\]"),
+      (lambda c, k, v: pages.append(c, k, v.astype(jnp.bfloat16), jnp.arange(11)),
+       "value: got bfloat16.*the dtype of the pages, float32"),
       (lambda c, k, v: pages.append(c, k, v[:4], jnp.arange(11)), r"value: got float32\[4, 3, 5\]"),
       (lambda c, k, v: pages.append(c, k, v, jnp.arange(11), (k, v)), "scales: got arrays"),
       (lambda c, k, v: pages.init(dict, 1, 1, HEADS), "layout: got <class 'dict'>"),

@@ -198,8 +198,8 @@ def append(cache, key, value, mapping, scales=None):
     The cache with the tokens written.
 
   Raises:
-    ValueError: shapes that do not fit, or `scales` missing where they are kept per token, or given
-      where they are not.
+    ValueError: shapes or dtypes that do not fit, or `scales` missing where they are kept per token,
+      or given where they are not.
   """
   size = page_size(cache)
   _check_tokens(cache, key, value, scales)
@@ -233,7 +233,11 @@ def _check_tokens(cache, key, value, scales) -> None:
                  + (", or fewer" if padded else ""))
   expected = (tokens, key_heads, width if padded else heads.value_width)
   checks.require(value.shape == expected, "value", checks.describe(value), f"{list(expected)}")
-  kept = cache.key_scales is not None and cache.key_scales.ndim == 3
+  divided = cache.key_scales is not None and cache.key_scales.ndim == 0
+  for name, x in (("key", key), ("value", value)):
+    checks.require(x.dtype == dtype_of(cache) or divided, name, checks.describe(x),
+                   f"the dtype of the pages, {dtype_of(cache)}")
+  kept = cache.key_scales is not None and not divided
   checks.require(kept == (scales is not None), "scales", "None" if scales is None else "arrays",
                  f"float32 (key [{tokens}, {key_heads}], value) since the pages keep a scale per "
                  "token and head" if kept else "None: the pages keep no scale per token")
