@@ -196,6 +196,15 @@ class OracleTest(parameterized.TestCase):
   def test_ragged_that_writes(self, name):
     self.check("v3", name, RAGGED)
 
+  @parameterized.parameters(("bfloat16", 1.5e-2), ("float16", 2e-3))
+  def test_16_bits(self, dtype, tolerance):
+    case = RAGGED["window_sinks_cap"]._replace(dtype=dtype)
+    got = both(functools.partial(run, "v2", case), case, case.arrays())
+    for mine, want in zip(got, expected_of("window_sinks_cap", RAGGED), strict=True):
+      seen = np.isfinite(want)
+      error = np.abs(np.asarray(mine, np.float64) - want)[seen].max()
+      self.assertLess(error, tolerance * np.abs(want[seen]).max())
+
   @parameterized.parameters(*SINGLE)
   def test_page_attention(self, name):
     self.check("v1", name, SINGLE)
