@@ -28,7 +28,7 @@ class Normalised(NamedTuple):
   call: Call  # without placement
   request: Request
   metadata: metadata_lib.OperationMetadata
-  rules: metadata_lib.AttnShardingRules  # of layout bthd
+  rules: metadata_lib.AttnShardingRules | None  # of layout bthd; None: nothing is spread
   dtype: Any  # of the outputs
 
 
@@ -41,38 +41,44 @@ def normalise(a) -> Normalised:
   Raises:
     ValueError: an argument is not what `attention` documents.
   """
+  metadata = checked_metadata(a)
+  query, key, value = _arrays(a)
+  checks.query_key_value(query, key, value)
+  dtype = query.dtype
+  query, key, value = (x.astype(compute_dtype_of(a, metadata, dtype)) for x in (query, key, value))
+  query, key, value = (checkpoint_name(x, name) for x, name in (
+      (query, "attn_query"), (key, "attn_key"), (value, "attn_value")))
+
+  mask = _mask(a, query.shape, key.shape)
+  arrays, structure = jax.tree.flatten(mask)
+  probability = dropout_prob_of(a, metadata)
+  operands = Operands(
+      query, key, value, _bias(a, query.shape, key.shape),
+      MaskOperands(tuple(map(jnp.asarray, arrays))), sinks_of(a, query.shape),
+      _dropout_words(a.dropout_rng, probability))
+  spec = AttentionSpec(
+      structure, scale_of(a, metadata, query.shape[3]), soft_cap_of(a), probability,
+      jnp.promote_types(metadata.runtime_softmax_dtype, query.dtype)
+      if query.dtype == jnp.float64 else metadata.runtime_softmax_dtype,
+      precision_of(a.precision), bool(a.normalize_output))
+  call = Call(operands, spec, block_sizes_of(a), None, bool(a.return_lse), bool(a.return_weights))
+  rules = metadata.get_shardings(a.mode, "bthd")
+  request = Request(
+      features_of(a, call), query.dtype, query.shape[3], value.shape[3], structure,
+      (query.shape[1], key.shape[1]), None if operands.bias is None else operands.bias.dtype,
+      metadata_lib.resolved_capability(metadata))
+  return Normalised(call, request, metadata, rules, dtype)
+
+
+def checked_metadata(a) -> metadata_lib.OperationMetadata:
+  """The metadata of a call; checks what means the same with and without pages."""
   metadata = metadata_lib.OperationMetadata() if a.metadata is None else a.metadata
   checks.require(isinstance(metadata, metadata_lib.OperationMetadata), "metadata",
                  type(metadata).__name__, "an OperationMetadata or None")
   checks.one_of("mode", a.mode, MODES)
   checks.one_of("layout", a.layout, LAYOUTS)
   _check_flags(a)
-  query, key, value = _arrays(a)
-  checks.query_key_value(query, key, value)
-  dtype = query.dtype
-  query, key, value = (x.astype(_compute_dtype(a, metadata, dtype)) for x in (query, key, value))
-  query, key, value = (checkpoint_name(x, name) for x, name in (
-      (query, "attn_query"), (key, "attn_key"), (value, "attn_value")))
-
-  mask = _mask(a, query.shape, key.shape)
-  arrays, structure = jax.tree.flatten(mask)
-  probability = _dropout_prob(a, metadata)
-  operands = Operands(
-      query, key, value, _bias(a, query.shape, key.shape),
-      MaskOperands(tuple(map(jnp.asarray, arrays))), _sinks(a, query.shape),
-      _dropout_words(a.dropout_rng, probability))
-  spec = AttentionSpec(
-      structure, _scale(a, metadata, query.shape[3]), _soft_cap(a), probability,
-      jnp.promote_types(metadata.runtime_softmax_dtype, query.dtype)
-      if query.dtype == jnp.float64 else metadata.runtime_softmax_dtype,
-      _precision(a.precision), bool(a.normalize_output))
-  call = Call(operands, spec, _block_sizes(a), None, bool(a.return_lse), bool(a.return_weights))
-  rules = metadata.get_shardings(a.mode, "bthd")
-  request = Request(
-      _features(a, call), query.dtype, query.shape[3], value.shape[3], structure,
-      (query.shape[1], key.shape[1]), None if operands.bias is None else operands.bias.dtype,
-      metadata_lib.resolved_capability(metadata))
-  return Normalised(call, request, metadata, rules, dtype)
+  return metadata
 
 
 def to_bthd(x, layout: str):
@@ -119,7 +125,7 @@ def _check_flags(a) -> None:
                    "layout='thd', the packed one; rows of a batch take segment ids in mask_info")
 
 
-def _compute_dtype(a, metadata, dtype):
+def compute_dtype_of(a, metadata, dtype):
   """The dtype of the products: `compute_dtype`, else a 16-bit runtime dtype, else the operands'.
 
   Operands are never widened for a runtime dtype: products accumulate in float32 as it is.
@@ -144,7 +150,7 @@ def _mask(a, query_shape, key_shape) -> algebra.Mask:
   batch, queries, heads, _ = query_shape
   keys = key_shape[1]
   mask = algebra.causal() if a.causal else algebra.full()
-  window = _window(a.sliding_window)
+  window = window_of(a.sliding_window)
   if window != (None, None):
     mask = mask & algebra.window(*window)
   if a.chunk_size is not None:
@@ -184,7 +190,7 @@ def _mask(a, query_shape, key_shape) -> algebra.Mask:
   return mask
 
 
-def _window(window) -> tuple[int | None, int | None]:
+def window_of(window) -> tuple[int | None, int | None]:
   """(left, right), None for unbounded."""
   if window is None:
     return None, None
@@ -254,7 +260,7 @@ def _packed(a, queries, keys) -> MaskInfo | None:
   checks.require(a.cum_seqlens_k.shape == a.cum_seqlens_q.shape, "cum_seqlens_k",
                  checks.describe(a.cum_seqlens_k), f"as many sequences as cum_seqlens_q, "
                  f"{checks.describe(a.cum_seqlens_q)}")
-  by_position = a.causal or _window(a.sliding_window) != (None, None) or a.chunk_size is not None
+  by_position = a.causal or window_of(a.sliding_window) != (None, None) or a.chunk_size is not None
   given = a.query_offset is not None or (a.mask_info is not None
                                          and a.mask_info.q_positions is not None)
   checks.require(given or not by_position or _same_offsets(a), "query_offset",
@@ -319,7 +325,7 @@ def _bias(a, query_shape, key_shape):
   return jnp.asarray(bias)
 
 
-def _sinks(a, query_shape):
+def sinks_of(a, query_shape):
   """The logsumexp of each head's sinks, [1, H]: together they weigh as one."""
   sinks, heads = a.softmax_aux, query_shape[2]
   if sinks is None:
@@ -333,7 +339,7 @@ def _sinks(a, query_shape):
   return (sinks if sinks.ndim == 1 else jax.nn.logsumexp(sinks, -1))[None]
 
 
-def _scale(a, metadata, width: int) -> float:
+def scale_of(a, metadata, width: int) -> float:
   if a.softmax_scale is not None:
     return checks.number("softmax_scale", a.softmax_scale,
                          "a finite number; a learned or traced scale multiplies the query",
@@ -341,14 +347,14 @@ def _scale(a, metadata, width: int) -> float:
   return width**-0.5 if metadata.softmax_scale is None else metadata.softmax_scale
 
 
-def _soft_cap(a) -> float | None:
+def soft_cap_of(a) -> float | None:
   if a.logits_soft_cap is None:
     return None
   return checks.number("logits_soft_cap", a.logits_soft_cap, "a finite number > 0, or None",
                        lambda x: 0 < x < np.inf)
 
 
-def _dropout_prob(a, metadata) -> float:
+def dropout_prob_of(a, metadata) -> float:
   probability = checks.number("dropout_prob", a.dropout_prob, "a number in [0, 1)",
                               lambda x: 0 <= x < 1)
   if a.deterministic:
@@ -370,7 +376,7 @@ def _dropout_words(rng, probability: float):
   return dropout.key_words(rng if typed else jnp.asarray(rng)) if probability else None
 
 
-def _precision(precision):
+def precision_of(precision):
   """`precision`, hashable, if a product takes it."""
   precision = tuple(precision) if isinstance(precision, list) else precision
   if precision is None:
@@ -383,7 +389,7 @@ def _precision(precision):
   return precision
 
 
-def _block_sizes(a) -> BlockSizes:
+def block_sizes_of(a) -> BlockSizes:
   sizes = BlockSizes() if a.block_sizes is None else a.block_sizes
   checks.require(isinstance(sizes, BlockSizes), "block_sizes", repr(sizes), "a BlockSizes or None")
   if a.vmem_limit_bytes is not None:
@@ -404,7 +410,7 @@ def with_configured_blocks(sizes: BlockSizes, metadata, mechanism: str) -> Block
   return BlockSizes(*map(first, sizes, configured, general))
 
 
-def _features(a, call: Call) -> dict[str, str]:
+def features_of(a, call: Call) -> dict[str, str]:
   """What the call needs, in the caller's words; see `table.FEATURES`."""
   query, key, value = call.operands[:3]
   info = MaskInfo() if a.mask_info is None else a.mask_info
@@ -416,10 +422,10 @@ def _features(a, call: Call) -> dict[str, str]:
       "float16": (dtype == "float16", "dtype float16"),
       "float64": (dtype == "float64", "dtype float64"),
       "causal": (a.causal, "causal=True"),
-      "window": (_window(a.sliding_window) != (None, None), f"sliding_window={a.sliding_window}"),
+      "window": (window_of(a.sliding_window) != (None, None), f"sliding_window={a.sliding_window}"),
       "chunk": (a.chunk_size is not None, f"chunk_size={a.chunk_size}"),
-      "segments": (info.q_segment_ids is not None or a.layout == "thd",
-                   "cum_seqlens_q" if a.layout == "thd" else "mask_info.q_segment_ids"),
+      "segments": (info.q_segment_ids is not None or a.cum_seqlens_q is not None,
+                   "cum_seqlens_q" if a.cum_seqlens_q is not None else "mask_info.q_segment_ids"),
       "positions": (a.query_offset is not None or info.q_positions is not None
                     or info.kv_positions is not None, "query_offset or mask_info's positions"),
       "mask": (a.mask is not None or info.attention_mask is not None, "mask"),

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import jax
 
-from attn_core import arguments, metadata as metadata_lib, remat, table
+from attn_core import arguments, arguments_paged, metadata as metadata_lib, remat, table
 from attn_core.sharding import shard
 from attn_core.types import AttentionOutput, BlockSizes
 
@@ -64,8 +64,11 @@ def attention(
     deterministic: whether dropout is off.
     cum_seqlens_q: int32 [B + 1], offsets of the packed sequences, from 0 to total_q; layout thd.
     cum_seqlens_k: int32 [B + 1] of the keys; None: as the queries.
-    cache_view: a cache, for the mechanisms that read one.
-    cache_metadata: what goes with the cache.
+    cache_view: a cache, for the mechanisms that read one: `PagesV1` for page_attention, `PagesV2`
+      for ragged_page_attention_v2, `PagesV3` for v3, in layout thd. Keys and values are in it, so
+      `key` and `value` are None, but for v3, which writes them first. Queries are the last tokens
+      of their request.
+    cache_metadata: what goes with the cache: `PagesMetadata`.
     normalize_output: False: the output is sum(exp(logits) * value), not divided by the softmax's
       denominator.
     precision: `jax.lax.PrecisionLike` of both products.
@@ -85,7 +88,7 @@ def attention(
   Returns:
     AttentionOutput: attention_outputs in the caller's layout and the query's dtype, [B, T, H, E];
     attention_weights [B, H, T, S] after dropout and lse float32 [B, H, T], where asked for (layout
-    thd: without B).
+    thd: without B); cache_view with the new keys and values, of mechanisms that write them.
 
   Raises:
     ValueError: an argument is not what is said here; the message names it, what came and what was
@@ -141,8 +144,17 @@ def explain(*args, **kwargs) -> Explanation:
   return answers[0]
 
 
+def _normalise(a):
+  """(the arguments, with "auto" replaced where the cache says which; what they mean)."""
+  paged = arguments_paged.mechanism_of(a)
+  if paged is None:
+    return a, arguments.normalise(a)
+  a = a._replace(mechanism=paged)
+  return a, arguments_paged.normalise(a)
+
+
 def _explain(a) -> Explanation:
-  normal = arguments.normalise(a)
+  a, normal = _normalise(a)
   platform = metadata_lib.resolved_platform(normal.metadata)
   try:
     chosen = table.choose(a.mechanism, platform, normal.request)
@@ -160,7 +172,7 @@ explain.__signature__ = inspect.signature(attention).replace(return_annotation=E
 
 
 def _run(a) -> AttentionOutput:
-  normal = arguments.normalise(a)
+  a, normal = _normalise(a)
   platform = metadata_lib.resolved_platform(normal.metadata)
   mechanism = table.choose(a.mechanism, platform, normal.request)
   sizes = arguments.with_configured_blocks(normal.call.block_sizes, normal.metadata, mechanism)
@@ -186,6 +198,8 @@ def _execute(operands, *, static):
 
 
 def _place(normal):
+  if normal.rules is None:
+    return None
   operands = normal.call.operands
   return shard.place(normal.rules, metadata_lib.resolved_mesh(normal.metadata),
                      operands.query.shape, operands.key.shape)

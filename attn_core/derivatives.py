@@ -30,6 +30,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from attn_core.kernels.kernel import Kernel, Residuals
 from attn_core.masks import algebra
+from attn_core.sharding import vary
 from attn_core.types import DIFFERENTIABLE, AttentionSpec, BlockSizes, Operands
 
 
@@ -58,22 +59,9 @@ def attend(kernel: Kernel, operands: Operands, spec: AttentionSpec,
     out [B, T, H, E] and lse [B, H, T].
   """
   kernel.check(operands, spec, block_sizes)
-  leaves, structure = jax.tree.flatten(_vary_alike(operands))
+  leaves, structure = jax.tree.flatten(vary.vary_alike(operands))
   call = _Call(kernel, spec, block_sizes, structure, ())
   return Residuals(*_forward_p.bind(*leaves, call=call))
-
-
-def _vary_alike(operands: Operands) -> Operands:
-  """Inside shard_map(check_vma=True): all operands vary over the axes any of them varies over."""
-  varying = frozenset().union(*(_varying(x) for x in jax.tree.leaves(operands)))
-  def vary(x):
-    missing = varying - _varying(x)
-    return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
-  return jax.tree.map(vary, operands)
-
-
-def _varying(x) -> frozenset:
-  return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
 # --- What the primitives compute: flat lists of arrays in, flat lists out. -----------------------
@@ -292,7 +280,7 @@ def _batch(primitive, labels_of, args, dims, *, call):
     # Dropout and predicates go by the row's number within its own mapped element.
     index = jnp.tile(jnp.arange(rows, dtype=jnp.int32), size)
     operands = operands._replace(mask=operands.mask._replace(batch_index=index))
-  leaves, structure = jax.tree.flatten(_vary_alike(operands))
+  leaves, structure = jax.tree.flatten(vary.vary_alike(operands))
   outs = primitive.bind(*leaves, *rest, call=call._replace(structure=structure))
   outs = [x.reshape(size, rows, *x.shape[1:]) for x in outs]
   if primitive in (_backward_p, _curve_p):

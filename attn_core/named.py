@@ -1,12 +1,14 @@
 """Each mechanism as a function of its own: `attention` with the mechanism filled in."""
 
 import functools
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from attn_core.attention import attention
+from attn_core.caches.pages import PagesMetadata, PagesV1, PagesV2, PagesV3
 from attn_core.metadata import OperationMetadata
-from attn_core.types import AttentionMechanism, BlockSizes
+from attn_core.types import AttentionMechanism, AttentionOutput, BlockSizes
 
 
 def _named(mechanism: AttentionMechanism, what: str):
@@ -83,3 +85,103 @@ def blockwise_attn(
       compute_dtype=dtype, metadata=OperationMetadata(runtime_softmax_dtype=softmax_dtype),
       policy=None if policy is False else policy, precision=precision,
       prevent_cse=prevent_cse).attention_outputs
+
+
+class PagedOptions(NamedTuple):
+  """Arguments of `attention` that attention over pages takes as well, with their defaults."""
+
+  causal: bool = True
+  sliding_window: Any = None
+  softmax_scale: float | None = None
+  logits_soft_cap: float | None = None
+  softmax_aux: Any = None
+  precision: Any = None
+  block_sizes: BlockSizes | None = None
+  return_lse: bool = False
+  metadata: OperationMetadata | None = None
+
+
+def page_attention(query, cache: PagesV1, metadata: PagesMetadata,
+                   options: PagedOptions = PagedOptions()) -> AttentionOutput:
+  """One query per request against its pages, which hold the query's own token already.
+
+    output[r] = softmax(soft_cap(scale * query[r] . keys[r])) . values[r]
+
+  Kwon et al., PagedAttention, https://arxiv.org/abs/2309.06180. In shapes that of
+  `jax.experimental.pallas.ops.tpu.paged_attention`; the scale is D**-0.5 unless given.
+
+  Args:
+    query: float [R, H, D], each at its request's last position.
+    cache: `PagesV1`: key_pages [K, P, page, D], value_pages [K, P, page, E].
+    metadata: page_tables int32 [R, N], context_lens int32 [R] (tokens); no query_start_loc.
+    options: the rest, as in `attention`.
+
+  Returns:
+    attention_outputs [R, H, E] in the query's dtype and, where asked for, lse float32 [H, R]. A
+    request of length 0 has output 0 and lse -inf (or that of the sinks).
+
+  Raises:
+    ValueError: an argument is not what is said here.
+    NotImplementedError: gradients through quantised pages.
+  """
+  return _paged("page_attention", (query, None, None), cache, metadata, options)
+
+
+def ragged_page_attention_v2(query, cache: PagesV2, metadata: PagesMetadata,
+                             options: PagedOptions = PagedOptions()) -> AttentionOutput:
+  """Any number of queries per request, prefill and decode mixed, against the requests' pages.
+
+  In shapes that of `jax.experimental.pallas.ops.tpu.ragged_paged_attention`; the scale is D**-0.5
+  unless given, and a window is cut for every query by itself. Queries are the last tokens of their
+  request, which the pages hold already: token i of q stands at position context_len - q + i.
+
+  A request's output has the same bits alone, in any batch, in any pages and in any chunks of a
+  prefill, for given `options.block_sizes` and without `metadata.distribution`.
+
+  Args:
+    query: float [T, H, D], the requests' queries one after the other; more rows may follow.
+    cache: `PagesV2`: pages [P, page, 2K, D].
+    metadata: page_tables int32 [R, N], context_lens int32 [R], query_start_loc int32 [R + 1];
+      num_requests int32 [] or [1] where not all rows are in use.
+    options: the rest, as in `attention`.
+
+  Returns:
+    attention_outputs [T, H, D] in the query's dtype and, where asked for, lse float32 [H, T]; rows
+    past the last request are 0 and -inf.
+
+  Raises:
+    ValueError: an argument is not what is said here.
+    NotImplementedError: gradients through quantised pages.
+  """
+  return _paged("ragged_page_attention_v2", (query, None, None), cache, metadata, options)
+
+
+def ragged_page_attention_v3(query, key, value, cache: PagesV3, metadata: PagesMetadata,
+                             options: PagedOptions = PagedOptions()) -> AttentionOutput:
+  """As v2, with the queries' own keys and values written into the pages in the same call.
+
+  In shapes that of vLLM's kernel of this name for TPUs, with the page table as [R, N]; the scale is
+  D**-0.5 unless given. Donate the cache, and it is written in place.
+
+  Args:
+    query: float [T, H, D], the requests' queries one after the other; more rows may follow.
+    key: float [T, K, D], of the same tokens; into quantised pages divided by their scale.
+    value: float [T, K, D].
+    cache: `PagesV3`: pages [P, page, cdiv(2K, packing), packing, D'], D' a multiple of 128.
+    metadata: as for v2, and distribution int32 [3]: (decode end, prefill end, total), which
+      computes the requests before the first one, of one query each, by themselves.
+    options: the rest, as in `attention`.
+
+  Returns:
+    attention_outputs [T, H, D], lse as for v2, and cache_view, the cache with the new tokens.
+
+  Raises:
+    ValueError: an argument is not what is said here.
+    NotImplementedError: gradients through quantised pages.
+  """
+  return _paged("ragged_page_attention_v3", (query, key, value), cache, metadata, options)
+
+
+def _paged(mechanism: str, arrays, cache, metadata, options: PagedOptions) -> AttentionOutput:
+  return attention(*arrays, mechanism=mechanism, layout="thd", cache_view=cache,
+                   cache_metadata=metadata, **options._asdict())

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from attn_core.kernels.gpu import tuned as gpu_tuned
 from attn_core.masks import algebra
-from attn_core.mechanisms import flash, sdpa, vanilla
+from attn_core.mechanisms import flash, paged, sdpa, vanilla
 from attn_core.types import PLATFORMS, AttentionMechanism, AttentionOutput, Call
 
 # What a call can ask for beyond query, key and value; a mechanism honours it or refuses it by name.
@@ -42,6 +42,7 @@ FEATURES = {
     "optimized": "optimized=True: a linear-memory kernel",
     "vmem_limit_bytes": "a limit on TPU vector memory",
     "cache": "a cache",
+    "pages": "a cache in pages",
 }
 
 
@@ -56,6 +57,9 @@ class Request(NamedTuple):
   lengths: tuple[int, int] = (2, 2)  # (T, S)
   bias_dtype: object = None
   capability: str | None = None  # compute capability of the GPU; None: not known, or no GPU
+  pages: str | None = None  # the layout of a cache in pages, by the name of its type
+  # Why the TPU kernel over pages refuses, by shapes that only it asks for; None: it does not.
+  tpu_pages: str | None = None
 
 
 # Memory in the sequence length.
@@ -124,6 +128,9 @@ def _cudnn_limits(request: Request) -> str | None:
 def _cudnn_gradient_limits(request: Request) -> str | None:
   """What cuDNN refuses, and what it does not differentiate, for whoever is to be differentiable."""
   reason = _cudnn_limits(request)
+  if reason is None and request.capability is None:
+    # It compiles only where there is a GPU to ask.
+    return "the compute capability of the GPU is not known"
   if reason is None and any(length % 2 for length in request.lengths):
     return (f"{request.lengths[0]} queries and {request.lengths[1]} keys: cuDNN's gradients are "
             "taken for even numbers of both only, as JAX has them beside a bias")
@@ -138,7 +145,7 @@ def _sdpa_limits(request: Request) -> str | None:
   return None
 
 
-_EVERYTHING = frozenset(FEATURES) - {"vmem_limit_bytes", "cache"}
+_EVERYTHING = frozenset(FEATURES) - {"vmem_limit_bytes", "cache", "pages"}
 _BLOCKWISE = _EVERYTHING - {"weights"}
 _TPU = _BLOCKWISE - {"float16", "float64", "softmax_dtype", "mask_operands"} | {"vmem_limit_bytes"}
 _VANILLA = _EVERYTHING - {"block_sizes", "optimized"}
@@ -156,6 +163,26 @@ _cudnn = Implementation(sdpa.cudnn, _CUDNN, LINEAR_BANDED, _cudnn_limits)
 _HOPPER = _BLOCKWISE - {"float64", "softmax_dtype", "mask_operands", "precision"}
 _hopper = Implementation(flash.gpu, _HOPPER, LINEAR, _hopper_limits)
 _gpu = _xla._replace(preferred=_cudnn._replace(limits=_cudnn_gradient_limits))
+
+_PAGED = frozenset({"gqa", "value_width", "float16", "float64", "causal", "window", "sinks",
+                    "soft_cap", "lse", "lse_gradient", "precision", "softmax_dtype", "block_sizes",
+                    "optimized", "pages"})
+
+
+def _reads(cache: str) -> Callable[[Request], str | None]:
+  """Limits of a mechanism that reads pages of one layout."""
+  def limits(request: Request) -> str | None:
+    given = request.pages if "pages" in request.features else "no cache_view in pages"
+    return None if given in (None, cache) else f"{given}: it reads a {cache}"
+  return limits
+
+
+_paged_v1 = Implementation(paged.xla, _PAGED, LINEAR, _reads("PagesV1"))
+_paged_v2 = Implementation(paged.xla, _PAGED - {"value_width"}, LINEAR, _reads("PagesV2"))
+_paged_v2_tpu = _paged_v2._replace(preferred=Implementation(
+    paged.tpu, _paged_v2.features - {"float16", "float64", "precision", "softmax_dtype"}, LINEAR,
+    lambda request: request.tpu_pages))
+_paged_v3 = Implementation(paged.xla_writing, _PAGED - {"value_width"}, LINEAR, _reads("PagesV3"))
 
 TABLE = {
     ("vanilla", "cpu"): _dense,
@@ -178,6 +205,15 @@ TABLE = {
     ("blocksparse", "gpu"): _gpu,
     ("blocksparse", "gpu 9.0"): _hopper,
     ("blocksparse", "tpu"): _tpu,
+    ("page_attention", "cpu"): _paged_v1,
+    ("page_attention", "gpu"): _paged_v1,
+    ("page_attention", "tpu"): _paged_v1,
+    ("ragged_page_attention_v2", "cpu"): _paged_v2,
+    ("ragged_page_attention_v2", "gpu"): _paged_v2,
+    ("ragged_page_attention_v2", "tpu"): _paged_v2_tpu,
+    ("ragged_page_attention_v3", "cpu"): _paged_v3,
+    ("ragged_page_attention_v3", "gpu"): _paged_v3,
+    ("ragged_page_attention_v3", "tpu"): _paged_v3,
 }
 
 # Names without a row, and why.
@@ -188,9 +224,6 @@ MISSING = {
     "cuda_flash_attn2": _NEEDS_GPU,
     "ring": _LATER,
     "autoregressive_decodeattn": _LATER,
-    "page_attention": _LATER,
-    "ragged_page_attention_v2": _LATER,
-    "ragged_page_attention_v3": _LATER,
 }
 
 # What `auto` tries, in this order, those first whose memory is linear for the call.
@@ -243,9 +276,6 @@ def _passed_over(found: Implementation, request: Request) -> tuple[str, ...]:
   if found.preferred is None:
     return ()
   reasons = _reasons(found.preferred, request)
-  if not reasons and request.capability is None:
-    # It compiles only where there is a GPU to ask.
-    reasons = ("the compute capability of the GPU is not known",)
   if not reasons and not _is_linear(found.preferred.memory, request):
     reasons = ("its memory would be quadratic",)
   return tuple(f"{found.preferred.name}: {reason}" for reason in reasons)

@@ -100,6 +100,17 @@ class AttentionSpec(NamedTuple):
   normalize_output: bool = True
 
 
+class PagedSpec(NamedTuple):
+  """What an attention over pages computes: static and hashable."""
+
+  softmax_scale: float
+  logits_soft_cap: float | None = None
+  causal: bool = True
+  window: tuple[int | None, int | None] = (None, None)  # (left, right), tokens; None: unbounded
+  softmax_dtype: Any = jnp.dtype("float32")
+  precision: Any = None  # jax.lax.PrecisionLike of the two products
+
+
 class Call(NamedTuple):
   """One attention, normalised: the only argument of every mechanism."""
 
@@ -125,5 +136,5 @@ def cdiv(numerator: int, denominator: int) -> int:
   return -(-numerator // denominator)
 
 
-for _static in (BlockSizes, AttentionSpec):
+for _static in (BlockSizes, AttentionSpec, PagedSpec):
   jax.tree_util.register_static(_static)

@@ -18,14 +18,14 @@ TESTS = "attn_core_test"
 # Rooms, lowest first: a module imports from its own row and from rows above it in this list only.
 LAYERS = (
     ("types",),
-    ("checks", "config", "config_json", "config_layers", "config_merge", "config_readers",
+    ("caches", "checks", "config", "config_json", "config_layers", "config_merge", "config_readers",
      "devices", "dropout", "frequencies", "helpers", "masks", "metadata", "metadata_json", "remat",
      "rope", "sharding"),
     ("kernels", "references"),
-    ("derivatives",),
+    ("derivatives", "derivatives_paged"),
     ("mechanisms",),
     ("table",),
-    ("arguments",),
+    ("arguments", "arguments_paged"),
     ("attention",),
     ("named",),
     ("benchmarks",),

@@ -1,0 +1,146 @@
+"""From the door's argument list to one attention over pages.
+
+Letters: T tokens of the call, R requests, H query heads, K key heads, D and E widths.
+"""
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+import jax.numpy as jnp
+
+from attn_core import arguments, checks, metadata as metadata_lib
+from attn_core.caches import page_checks, pages
+from attn_core.kernels.tpu import paged as tpu_kernel
+from attn_core.kernels.xla.paged import PagedOperands
+from attn_core.masks import algebra
+from attn_core.sharding import shard
+from attn_core.table import Request
+from attn_core.types import AttentionSpec, Call, Operands, PagedSpec
+
+LAYOUTS = {"page_attention": pages.PagesV1, "ragged_page_attention_v2": pages.PagesV2,
+           "ragged_page_attention_v3": pages.PagesV3}
+
+
+def mechanism_of(a) -> str | None:
+  """The mechanism over pages that a call names, or that goes with its cache; None: it has none."""
+  if a.cache_view is None:
+    return None
+  name = str(a.mechanism)
+  if name in LAYOUTS:
+    return name
+  found = [mechanism for mechanism, layout in LAYOUTS.items() if isinstance(a.cache_view, layout)]
+  return found[0] if found and name == "auto" else None
+
+
+def normalise(a) -> arguments.Normalised:
+  """Checks all arguments of `attention` and says what they mean for pages.
+
+  Args:
+    a: the arguments, as attributes; see `attention`.
+
+  Raises:
+    ValueError: an argument is not what `attention` documents.
+  """
+  metadata = arguments.checked_metadata(a)
+  mechanism = mechanism_of(a)
+  layout = LAYOUTS[mechanism]
+  checks.require(a.layout == "thd", "layout", repr(a.layout), "'thd': the requests' queries one "
+                 "after the other, [T, H, D]")
+  for name in ("cum_seqlens_q", "cum_seqlens_k"):
+    checks.require(getattr(a, name) is None, name, "an array", "None: query_start_loc of "
+                   "cache_metadata says where the requests' queries begin")
+  query = checks.floating("query", a.query, 3, "[T, H, D]")
+  checks.require(0 not in query.shape, "query", checks.describe(query), "no dimension of size 0")
+  checks.require(isinstance(a.cache_view, layout), "cache_view", type(a.cache_view).__name__,
+                 f"a {layout.__name__}, which mechanism {mechanism!r} reads")
+  page_checks.check(a.cache_view, a.cache_metadata, query.shape[0])
+  checks.require(mechanism != "page_attention" or a.cache_metadata.query_start_loc is None,
+                 "cache_metadata.query_start_loc", "an array", "None: page_attention has one query "
+                 "a request; ragged_page_attention_v2 has any number")
+  heads = _heads(a, mechanism, query)
+  compute = arguments.compute_dtype_of(a, metadata, query.dtype)
+  dense = _dense(a, metadata, heads, compute)
+  operands = PagedOperands(
+      checkpoint_name(jnp.asarray(query).astype(compute), "attn_query"),
+      jax.tree.map(jnp.asarray, a.cache_view), jax.tree.map(jnp.asarray, a.cache_metadata),
+      None if dense.operands.sinks is None else dense.operands.sinks[0],
+      *(None if x is None else jnp.asarray(x) for x in (a.key, a.value)))
+  spec = PagedSpec(dense.spec.softmax_scale, dense.spec.logits_soft_cap, bool(a.causal),
+                   arguments.window_of(a.sliding_window), dense.spec.softmax_dtype,
+                   dense.spec.precision)
+  features = arguments.features_of(a, dense)
+  features["pages"] = features.pop("cache")
+  request = Request(
+      features, jnp.dtype(compute), heads.key_width, heads.value_width,
+      lengths=(query.shape[0],) * 2, capability=metadata_lib.resolved_capability(metadata),
+      pages=layout.__name__, tpu_pages=_tpu_refusal(a, metadata, operands, heads))
+  return arguments.Normalised(dense._replace(operands=operands, spec=spec), request, metadata, None,
+                              query.dtype)
+
+
+def _tpu_refusal(a, metadata, operands: PagedOperands, heads: pages.Heads) -> str | None:
+  """Why the TPU kernel does not compute a call; None: it does."""
+  if not isinstance(operands.cache, pages.PagesV2):
+    return None
+  tokens, query_heads, width = operands.query.shape
+  mesh = metadata_lib.resolved_mesh(metadata)
+  if shard.place(metadata.get_shardings(a.mode, "bthd"), mesh, (1, tokens, query_heads, width),
+                 (1, tokens, heads.key_heads, width)) is not None:
+    return "a mesh: the TPU kernel runs on one device; call it inside jax.shard_map"
+  return tpu_kernel.refusal(operands.query, operands.cache, operands.metadata)
+
+
+def _heads(a, mechanism: str, query) -> pages.Heads:
+  """The heads of the call, by the pages and, where these are padded, by the new keys."""
+  held = pages.heads_of(a.cache_view)
+  width = query.shape[2]
+  if mechanism == "ragged_page_attention_v3":
+    checks.floating("key", a.key, 3, "[T, K, D]")
+    checks.floating("value", a.value, 3, "[T, K, D]")
+    most = f"[{query.shape[0]}, K, {width}], T and D of the query, K at most {held.key_heads}"
+    checks.require(a.key.shape[0] == query.shape[0] and a.key.shape[2] == width <= held.key_width
+                   and 0 < a.key.shape[1] <= held.key_heads, "key", checks.describe(a.key), most)
+    checks.require(a.value.shape == a.key.shape, "value", checks.describe(a.value),
+                   f"{list(a.key.shape)}, as the key")
+    held = pages.Heads(a.key.shape[1], width, width)
+    for name in ("key", "value"):
+      x = getattr(a, name)
+      checks.require(a.cache_view.key_scales is not None or x.dtype == (
+          pages.dtype_of(a.cache_view)), name, checks.describe(x),
+                     f"the dtype of the pages, {pages.dtype_of(a.cache_view)}")
+    checks.require(a.cache_view.key_scales is None or a.cache_view.key_scales.ndim == 0,
+                   "cache_view.key_scales", "a scale per token", "one scale for all, float32 []: "
+                   "the call would not know those of its own tokens; write them with "
+                   "caches.pages.append and read them with ragged_page_attention_v2")
+  else:
+    for name in ("key", "value"):
+      checks.require(getattr(a, name) is None, name, checks.describe(getattr(a, name)),
+                     f"None: mechanism {mechanism!r} reads what is in the pages; write it first, "
+                     "with caches.pages.append")
+    checks.require(held.key_width == width, "query", checks.describe(query),
+                   f"[T, H, {held.key_width}], the width of the pages")
+  checks.require(query.shape[1] % held.key_heads == 0, "query", checks.describe(query),
+                 f"a number of heads that the {held.key_heads} key heads divide")
+  held_dtype = pages.dtype_of(a.cache_view)
+  checks.require(a.cache_view.key_scales is not None or held_dtype == query.dtype, "query",
+                 checks.describe(query), f"the dtype of the pages, {held_dtype}")
+  return held
+
+
+def _dense(a, metadata, heads: pages.Heads, compute) -> Call:
+  """The arguments that mean the same with and without pages; operands are shapes only."""
+  tokens, query_heads, width = a.query.shape
+  array = lambda *shape: jax.ShapeDtypeStruct((1, tokens, *shape), compute)
+  query = array(query_heads, width)
+  operands = Operands(query, array(heads.key_heads, width),
+                      array(heads.key_heads, heads.value_width),
+                      a.init_bias if a.bias is None else a.bias,
+                      sinks=arguments.sinks_of(a, query.shape))
+  softmax_dtype = metadata.runtime_softmax_dtype
+  if compute == jnp.float64:
+    softmax_dtype = jnp.promote_types(softmax_dtype, compute)
+  spec = AttentionSpec(
+      jax.tree.structure(algebra.full()), arguments.scale_of(a, metadata, width),
+      arguments.soft_cap_of(a), arguments.dropout_prob_of(a, metadata), softmax_dtype,
+      arguments.precision_of(a.precision), bool(a.normalize_output))
+  return Call(operands, spec, arguments.block_sizes_of(a), None, bool(a.return_lse),
+              bool(a.return_weights))

@@ -1,0 +1,187 @@
+"""What pages and their metadata must be: shapes always, numbers where they are concrete.
+
+Letters: R requests, N pages per request, P pages of the pool, T tokens of the call, H query heads,
+K key heads, D width.
+"""
+
+from typing import Any, Iterator, NamedTuple
+
+import jax
+from jax.experimental import checkify
+import jax.numpy as jnp
+import numpy as np
+
+from attn_core import checks
+from attn_core.caches import pages
+
+
+class Condition(NamedTuple):
+  """Something that must hold of the numbers in the metadata."""
+
+  field: str  # of PagesMetadata
+  holds: Any  # bool []
+  expected: str
+
+
+def check(cache, metadata: pages.PagesMetadata, num_tokens: int) -> None:
+  """Raises unless the cache is one and the metadata fits it; numbers are looked at where concrete.
+
+  Args:
+    cache: any layout.
+    metadata: what goes with it.
+    num_tokens: T.
+
+  Raises:
+    ValueError: a wrong layout, dtype or shape; scales missing; and where the metadata is concrete,
+      what `conditions` lists.
+  """
+  _check_cache(cache)
+  _check_shapes(metadata, num_tokens)
+  if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(metadata)):
+    return
+  concrete = jax.tree.map(np.asarray, metadata)
+  for field, holds, expected in conditions(np, cache, concrete, num_tokens):
+    checks.require(holds, f"cache_metadata.{field}", getattr(concrete, field).tolist(), expected)
+
+
+def debug_check(cache, metadata: pages.PagesMetadata, num_tokens: int) -> None:
+  """What `check` looks at, inside jit: for functions under `jax.experimental.checkify.checkify`.
+
+  Args:
+    cache: any layout.
+    metadata: what goes with it; traced.
+    num_tokens: T.
+
+  Raises:
+    ValueError: as `check`, of shapes and dtypes; what is wrong with numbers is in the error value
+      that checkify returns.
+  """
+  _check_cache(cache)
+  _check_shapes(metadata, num_tokens)
+  for field, holds, expected in conditions(jnp, cache, metadata, num_tokens):
+    checkify.check(holds, f"cache_metadata.{field}: got {{got}}; expected {expected}",
+                   got=getattr(metadata, field))
+
+
+def conditions(xp, cache, metadata: pages.PagesMetadata, num_tokens: int) -> Iterator[Condition]:
+  """Everything that the numbers must be, one by one; `xp`: numpy or jax.numpy."""
+  size, pool = pages.page_size(cache), pages.num_pages(cache)
+  tables, lengths = metadata.page_tables, metadata.context_lens
+  requests, width = tables.shape
+  used, field = requests, "page_tables"
+  if metadata.distribution is not None:
+    used, field = metadata.distribution[2], "distribution"
+    decode, prefill = metadata.distribution[0], metadata.distribution[1]
+    yield Condition(field, (0 <= decode) & (decode <= prefill) & (prefill <= used)
+                    & (used <= requests), "(decode end, prefill end, total), rising from 0 to at "
+                    f"most the {requests} rows of the tables")
+  elif metadata.num_requests is not None:
+    used = xp.reshape(metadata.num_requests, ())
+    yield Condition("num_requests", (0 <= used) & (used <= requests),
+                    f"from 0 to the {requests} rows of the tables")
+  row = xp.arange(requests)
+  starts, single = metadata.query_start_loc, metadata.query_start_loc is None
+  if single:
+    queries = xp.where(row < used, 1, 0)
+  else:
+    queries = xp.where(row < used, starts[1:] - starts[:-1], 0)
+    yield Condition("query_start_loc", (starts[0] == 0) & (queries >= 0).all()
+                    & (starts[used] <= num_tokens), "offsets that start at 0, never fall, and end "
+                    f"at or below the {num_tokens} tokens of the query")
+    if metadata.distribution is not None:
+      yield Condition("query_start_loc", xp.where(row < decode, queries == 1, True).all(),
+                      "one query each for the requests before distribution[0]")
+  lengths = xp.where(row < used, lengths, 0)
+  yield Condition("context_lens", ((lengths >= 0) & (lengths <= width * size)).all(),
+                  f"from 0 to {width * size} tokens: {width} pages of {size} in a row of the "
+                  "table")
+  if not single:
+    yield Condition("context_lens", (queries <= lengths).all(),
+                    "no fewer tokens than the request has queries, which they include")
+  column = xp.arange(width)
+  live = column < -(-lengths[:, None] // size)
+  yield Condition("page_tables", xp.where(live, (tables >= 0) & (tables < pool), True).all(),
+                  f"page ids from 0 to {pool - 1} as far as the lengths go")
+  # Dead entries become different numbers below all ids.
+  alone = xp.sort(xp.where(live, tables, -1 - column), 1)
+  yield Condition("page_tables", (alone[:, 1:] != alone[:, :-1]).all(),
+                  "a page once in a request's row: it would hold two places of the request")
+  everyone = xp.sort(xp.where(live, tables, -1).reshape(-1))
+  owners = (xp.searchsorted(everyone, tables, side="right")
+            - xp.searchsorted(everyone, tables, side="left"))
+  written = live & (column >= (lengths - queries)[:, None] // size)
+  yield Condition("page_tables", xp.where(written, owners == 1, True).all(),
+                  "pages that hold queries' own tokens in one request's row only; requests share "
+                  "pages that are full, and copy the one they write (see caches.allocator)")
+
+
+def _check_cache(cache) -> None:
+  checks.require(isinstance(cache, pages.PAGES), "cache_view", type(cache).__name__,
+                 "a PagesV1, PagesV2 or PagesV3")
+  name = type(cache).__name__
+  shapes = {"PagesV1": (4, "key_pages [K, P, page, D] and value_pages [K, P, page, E]"),
+            "PagesV2": (4, "pages [P, page, 2K, D]"),
+            "PagesV3": (5, "pages [P, page, 2K / packing, packing, D']")}
+  rank, letters = shapes[name]
+  arrays = cache[:2] if name == "PagesV1" else cache[:1]
+  for x in arrays:
+    checks.array("cache_view", x, f"{letters} of a {name}")
+    checks.require(x.ndim == rank and 0 not in x.shape and x.shape[:3] == (
+        arrays[0].shape[:3]) and x.dtype == arrays[0].dtype, "cache_view", checks.describe(x),
+                   f"{letters} of a {name}")
+  x = arrays[0]
+  if name == "PagesV2":
+    checks.require(x.shape[2] % 2 == 0, "cache_view", checks.describe(x),
+                   f"{letters}: as many rows of values as of keys")
+  if name == "PagesV3":
+    expected = pages.packing(x.dtype)
+    checks.require(x.shape[3] == expected and x.shape[2] * x.shape[3] % 2 == 0
+                   and x.shape[4] % pages.LANES == 0, "cache_view", checks.describe(x),
+                   f"{letters}, packing = {expected} for {x.dtype} and D' a multiple of "
+                   f"{pages.LANES}")
+  _check_scales(cache, x.dtype)
+
+
+def _check_scales(cache, dtype) -> None:
+  quantised = jnp.dtype(dtype).itemsize == 1
+  pool, size = pages.num_pages(cache), pages.page_size(cache)
+  for name in ("key_scales", "value_scales"):
+    x = getattr(cache, name)
+    expected = f"float32 [] or [{pool}, {size}, K]: pages of {dtype} mean nothing without it"
+    if x is None:
+      checks.require(not quantised, f"cache_view.{name}", "None", expected)
+      continue
+    checks.array(f"cache_view.{name}", x, expected)
+    checks.require(quantised and x.dtype == jnp.float32 and (x.shape == () or (
+        x.ndim == 3 and x.shape[:2] == (pool, size))), f"cache_view.{name}", checks.describe(x),
+                   expected if quantised else f"None with pages of {dtype}")
+  checks.require((cache.key_scales is None or cache.key_scales.shape == cache.value_scales.shape),
+                 "cache_view.value_scales", checks.describe(cache.value_scales),
+                 "the shape of key_scales")
+
+
+def _check_shapes(metadata, num_tokens: int) -> None:
+  checks.require(isinstance(metadata, pages.PagesMetadata), "cache_metadata",
+                 type(metadata).__name__, "a PagesMetadata")
+  checks.array("cache_metadata.context_lens", metadata.context_lens, "int32 [R]")
+  requests = metadata.context_lens.shape[0] if metadata.context_lens.ndim == 1 else -1
+  fields = {"context_lens": ((requests,), "[R]"), "page_tables": ((requests, None), "[R, N]"),
+            "query_start_loc": ((requests + 1,), "[R + 1]"), "distribution": ((3,), "[3]")}
+  for name, (shape, letters) in fields.items():
+    x = getattr(metadata, name)
+    if x is None and name in ("query_start_loc", "distribution"):
+      continue
+    expected = f"int32 {letters}, R = {requests}"
+    checks.array(f"cache_metadata.{name}", x, expected)
+    fits = len(shape) == x.ndim and all(n in (None, m) for n, m in zip(shape, x.shape))
+    checks.require(fits and x.dtype == jnp.int32 and 0 not in x.shape, f"cache_metadata.{name}",
+                   checks.describe(x), expected)
+  number = metadata.num_requests
+  if number is not None:
+    checks.array("cache_metadata.num_requests", number, "int32 [] or [1]")
+    checks.require(number.dtype == jnp.int32 and number.shape in ((), (1,)),
+                   "cache_metadata.num_requests", checks.describe(number), "int32 [] or [1]")
+  if metadata.query_start_loc is None:
+    checks.require(num_tokens == requests, "cache_metadata.query_start_loc",
+                   f"None with {num_tokens} queries and {requests} requests",
+                   "int32 [R + 1] offsets of the requests' queries, or one query a request")

@@ -1,0 +1,405 @@
+"""Keys and values in pages: three layouts, and pure functions that write, read and convert them.
+
+A cache is a pool of pages of some tokens each; a request owns a row of a page table, and its token
+at position p lies in slot p % page_size of page page_table[p // page_size]. Every function returns
+a new value; with its cache donated, XLA writes in place.
+
+Kwon et al., PagedAttention, https://arxiv.org/abs/2309.06180.
+
+Letters: R requests, N pages per request (width of the table), P pages of the pool, T tokens of a
+call, S positions, K key heads, D key width, E value width, n pages read together, C their tokens.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from attn_core import checks
+from attn_core.types import cdiv
+
+LANES = 128  # widths in layout v3 are multiples of this
+
+
+class PagesV1(NamedTuple):
+  """Heads outermost, as `jax.experimental.pallas.ops.tpu.paged_attention` takes them."""
+
+  key_pages: Any  # [K, P, page, D]
+  value_pages: Any  # [K, P, page, E]
+  key_scales: Any = None  # float32 [P, page, K], or [] for all; None: not quantised
+  value_scales: Any = None  # the same for the values
+
+
+class PagesV2(NamedTuple):
+  """Heads interleaved, as `jax.experimental.pallas.ops.tpu.ragged_paged_attention` takes them."""
+
+  pages: Any  # [P, page, 2K, D]: key heads in even rows, value heads in odd ones
+  key_scales: Any = None  # float32 [P, page, K], or [] for all; None: not quantised
+  value_scales: Any = None  # the same for the values
+
+
+class PagesV3(NamedTuple):
+  """As v2, with rows packed into 32-bit words and padded, and widths padded to 128."""
+
+  pages: Any  # [P, page, cdiv(2K, packing), packing, D']: packing = 4 / itemsize, D' % 128 == 0
+  key_scales: Any = None  # float32 [P, page, K], or [] for all; None: not quantised
+  value_scales: Any = None  # the same for the values
+
+
+class PagesMetadata(NamedTuple):
+  """Where the tokens of a call and of the requests before it lie."""
+
+  page_tables: Any  # int32 [R, N]; entries past a request's last page are not read
+  context_lens: Any  # int32 [R]: tokens of a request in the cache, those of this call included
+  query_start_loc: Any = None  # int32 [R + 1]: offsets of the requests' queries; None: one each
+  num_requests: Any = None  # int32 [] or [1]: rows in use, the first ones; None: all
+  # int32 [3]: (decode end, prefill end, total): requests before the first have one query each,
+  # and total is the number of rows in use.
+  distribution: Any = None
+
+
+class Heads(NamedTuple):
+  """The shape of a token in the cache, which a padded layout does not tell."""
+
+  key_heads: int
+  key_width: int
+  value_width: int
+
+
+PAGES = (PagesV1, PagesV2, PagesV3)
+
+
+def packing(dtype) -> int:
+  """Rows of a dtype in a 32-bit word."""
+  return 4 // jnp.dtype(dtype).itemsize
+
+
+def init(layout: type, num_pages: int, page_size: int, heads: Heads, dtype=jnp.bfloat16,
+         scales: str | None = None):
+  """A pool of empty pages.
+
+  Args:
+    layout: PagesV1, PagesV2 or PagesV3.
+    num_pages: P.
+    page_size: tokens of a page.
+    heads: key heads and widths; v2 and v3 hold keys and values of one width.
+    dtype: that of the pages; int8 and float8_e4m3fn need scales.
+    scales: "token": one per token and head; "tensor": one for all keys and one for all values;
+      None: none.
+
+  Raises:
+    ValueError: a size below 1, another layout or kind of scales, E != D where one array holds both,
+      a dtype of one byte without scales.
+  """
+  checks.require(layout in PAGES, "layout", repr(layout), "PagesV1, PagesV2 or PagesV3")
+  checks.one_of("scales", scales, (None, "token", "tensor"))
+  for name, size in (("num_pages", num_pages), ("page_size", page_size), *heads._asdict().items()):
+    checks.integer(name, size, "an int >= 1", lambda x: x >= 1)
+  checks.require(scales is not None or jnp.dtype(dtype).itemsize > 1, "scales",
+                 f"None with pages of {jnp.dtype(dtype).name}", "'token' or 'tensor': quantised "
+                 "pages mean nothing without their scales")
+  shape = {"token": (num_pages, page_size, heads.key_heads), "tensor": ()}
+  scale = None if scales is None else jnp.ones(shape[scales], jnp.float32)
+  if layout is PagesV1:
+    pool = (heads.key_heads, num_pages, page_size)
+    return PagesV1(jnp.zeros((*pool, heads.key_width), dtype),
+                   jnp.zeros((*pool, heads.value_width), dtype), scale, scale)
+  checks.require(heads.key_width == heads.value_width, "heads.value_width",
+                 heads.value_width, f"the key width {heads.key_width}: one array holds both")
+  rows, width = 2 * heads.key_heads, heads.key_width
+  if layout is PagesV2:
+    return PagesV2(jnp.zeros((num_pages, page_size, rows, width), dtype), scale, scale)
+  words, width = cdiv(rows, packing(dtype)), cdiv(width, LANES) * LANES
+  return PagesV3(
+      jnp.zeros((num_pages, page_size, words, packing(dtype), width), dtype), scale, scale)
+
+
+def page_size(cache) -> int:
+  """Tokens of a page."""
+  return cache.key_pages.shape[2] if isinstance(cache, PagesV1) else cache.pages.shape[1]
+
+
+def num_pages(cache) -> int:
+  """Pages of the pool."""
+  return cache.key_pages.shape[1] if isinstance(cache, PagesV1) else cache.pages.shape[0]
+
+
+def heads_of(cache) -> Heads:
+  """The heads of a cache; of v3 the padded ones, the most that it can hold."""
+  if isinstance(cache, PagesV1):
+    return Heads(cache.key_pages.shape[0], cache.key_pages.shape[3], cache.value_pages.shape[3])
+  *rows, width = cache.pages.shape[2:]
+  rows = rows[0] * rows[1] if len(rows) == 2 else rows[0]
+  return Heads(rows // 2, width, width)
+
+
+def dtype_of(cache):
+  """The dtype of the pages."""
+  return (cache.key_pages if isinstance(cache, PagesV1) else cache.pages).dtype
+
+
+def slots(metadata: PagesMetadata, size: int, num_tokens: int):
+  """The slot mapping of a call's tokens: page * page_size + offset in the page.
+
+  Args:
+    metadata: token i of request r, of q queries, stands at position context_len - q + i.
+    size: tokens of a page.
+    num_tokens: T.
+
+  Returns:
+    int32 [T]; -1 for tokens past the last request.
+  """
+  metadata = jax.tree.map(jnp.asarray, metadata)
+  token = jnp.arange(num_tokens, dtype=jnp.int32)
+  requests = metadata.context_lens.shape[0]
+  starts = query_starts(metadata)
+  request = jnp.searchsorted(starts[1:], token, side="right", method="compare_all")
+  request = request.astype(jnp.int32)
+  live = request < rows_in_use(metadata)
+  request = jnp.minimum(request, requests - 1)
+  position = metadata.context_lens[request] - starts[request + 1] + token
+  page = metadata.page_tables[request, jnp.clip(position // size, 0,
+                                                metadata.page_tables.shape[1] - 1)]
+  return jnp.where(live & (position >= 0), page * size + position % size, -1)
+
+
+def query_starts(metadata: PagesMetadata):
+  """int32 [R + 1]: offsets of the requests' queries; rows not in use have none."""
+  requests = metadata.context_lens.shape[0]
+  starts = metadata.query_start_loc
+  if starts is None:
+    starts = jnp.arange(requests + 1, dtype=jnp.int32)
+  used = rows_in_use(metadata)
+  rows = jnp.arange(requests + 1, dtype=jnp.int32)
+  return jnp.where(rows <= used, starts, starts[used])
+
+
+def rows_in_use(metadata: PagesMetadata):
+  """int32 []: how many rows of the tables are requests."""
+  if metadata.distribution is not None:
+    return metadata.distribution[2]
+  if metadata.num_requests is not None:
+    return jnp.reshape(metadata.num_requests, ())
+  return jnp.int32(metadata.context_lens.shape[0])
+
+
+def append(cache, key, value, mapping, scales=None):
+  """Writes one key and one value a token.
+
+  Args:
+    cache: any layout.
+    key: [T, K, D] in the dtype of the pages; float into pages with one scale for all: divided by
+      it, rounded and clipped.
+    value: [T, K, E], likewise.
+    mapping: int32 [T] slots (see `slots`); tokens with a slot outside the pool are not written.
+    scales: float32 (key [T, K], value [T, K]) for pages with scales per token and head.
+
+  Returns:
+    The cache with the tokens written.
+
+  Raises:
+    ValueError: shapes or dtypes that do not fit, or `scales` missing where they are kept per token,
+      or given where they are not.
+  """
+  size = page_size(cache)
+  _check_tokens(cache, key, value, scales)
+  per_token = scales is not None
+  key, value = (store(x, dtype_of(cache), None if per_token else scale) for x, scale in (
+      (key, cache.key_scales), (value, cache.value_scales)))
+  mapping = jnp.where(mapping < 0, num_pages(cache) * size, mapping)
+  page, offset = mapping // size, mapping % size
+  if isinstance(cache, PagesV1):
+    cache = cache._replace(
+        key_pages=cache.key_pages.at[:, page, offset].set(key.swapaxes(0, 1), mode="drop"),
+        value_pages=cache.value_pages.at[:, page, offset].set(value.swapaxes(0, 1), mode="drop"))
+  else:
+    token = pad_rows(cache, interleave(key, value)).reshape(-1, *cache.pages.shape[2:])
+    cache = cache._replace(pages=cache.pages.at[page, offset].set(token, mode="drop"))
+  if per_token:
+    cache = cache._replace(key_scales=cache.key_scales.at[page, offset].set(scales[0], mode="drop"),
+                           value_scales=cache.value_scales.at[page, offset].set(
+                               scales[1], mode="drop"))
+  return cache
+
+
+def _check_tokens(cache, key, value, scales) -> None:
+  heads = heads_of(cache)
+  tokens, key_heads, width = key.shape if key.ndim == 3 else (0, 0, 0)
+  padded = isinstance(cache, PagesV3)
+  fits = (key_heads <= heads.key_heads and width <= heads.key_width if padded
+          else (key_heads, width) == heads[:2])
+  checks.require(key.ndim == 3 and fits, "key", checks.describe(key),
+                 f"[T, {heads.key_heads}, {heads.key_width}], the pages' heads and width"
+                 + (", or fewer" if padded else ""))
+  expected = (tokens, key_heads, width if padded else heads.value_width)
+  checks.require(value.shape == expected, "value", checks.describe(value), f"{list(expected)}")
+  divided = cache.key_scales is not None and cache.key_scales.ndim == 0
+  for name, x in (("key", key), ("value", value)):
+    checks.require(x.dtype == dtype_of(cache) or divided, name, checks.describe(x),
+                   f"the dtype of the pages, {dtype_of(cache)}")
+  kept = cache.key_scales is not None and not divided
+  checks.require(kept == (scales is not None), "scales", "None" if scales is None else "arrays",
+                 f"float32 (key [{tokens}, {key_heads}], value) since the pages keep a scale per "
+                 "token and head" if kept else "None: the pages keep no scale per token")
+
+
+def store(x, dtype, scale=None):
+  """Values as pages hold them: divided by their scale and, where integers, rounded and clipped."""
+  if x.dtype == dtype:
+    return x
+  if scale is None:
+    return x.astype(dtype)
+  x = x.astype(jnp.float32) / scale
+  whole = jnp.issubdtype(dtype, jnp.integer)
+  limits = jnp.iinfo(dtype) if whole else jnp.finfo(dtype)
+  x = jnp.clip(jnp.round(x) if whole else x, float(limits.min), float(limits.max))
+  return x.astype(dtype)
+
+
+def interleave(key, value):
+  """[..., K, D] twice -> [..., 2K, D], keys in even rows."""
+  shape = (*key.shape[:-2], 2 * key.shape[-2], key.shape[-1])
+  return jnp.stack([key, value], -2).reshape(shape)
+
+
+def pad_rows(cache, rows):
+  """Interleaved rows [C, 2K, D] with the zeros that the layout pads them with."""
+  heads = heads_of(cache)
+  return jnp.pad(rows, ((0, 0), (0, 2 * heads.key_heads - rows.shape[1]),
+                        (0, heads.key_width - rows.shape[2])))
+
+
+def read(cache, ids, heads: Heads, dtype):
+  """The keys and values of some pages, heads outermost.
+
+  Args:
+    cache: any layout.
+    ids: int32 [n], within the pool.
+    heads: what to take of padded pages.
+    dtype: that of the result; quantised pages are multiplied by their scales in float32.
+
+  Returns:
+    key [K, C, D] and value [K, C, E].
+  """
+  tokens = ids.shape[0] * page_size(cache)
+  if isinstance(cache, PagesV1):
+    key, value = (jnp.take(x, ids, 1, mode="clip").reshape(x.shape[0], tokens, x.shape[3])
+                  for x in (cache.key_pages, cache.value_pages))
+  else:
+    rows = jnp.take(cache.pages, ids, 0, mode="clip")
+    rows = rows.reshape(tokens, -1, 2, cache.pages.shape[-1])
+    rows = rows[:, :heads.key_heads, :, :heads.key_width].transpose(2, 1, 0, 3)
+    key, value = rows[0], rows[1]
+  return tuple(dequantize(x, _scales_of(scales, ids, tokens), dtype) for x, scales in (
+      (key, cache.key_scales), (value, cache.value_scales)))
+
+
+def _scales_of(scales, ids, tokens):
+  """Scales of [K, C, 1], or [], of some pages."""
+  if scales is None or scales.ndim == 0:
+    return scales
+  return jnp.take(scales, ids, 0, mode="clip").reshape(tokens, -1).T[..., None]
+
+
+def dequantize(x, scales, dtype):
+  """x * scales in `dtype`; without scales only the dtype."""
+  return x.astype(dtype) if scales is None else (x.astype(jnp.float32) * scales).astype(dtype)
+
+
+def to_dense(cache, metadata: PagesMetadata, heads: Heads | None = None, dtype=None):
+  """Every request's keys and values side by side.
+
+  Args:
+    cache: any layout.
+    metadata: tables and lengths.
+    heads: what to take of padded pages; None: all.
+    dtype: of the result; None: that of the pages, float32 where they are quantised.
+
+  Returns:
+    key [R, S, K, D] and value [R, S, K, E] with S = N * page_size; 0 past a request's last token.
+  """
+  heads = heads_of(cache) if heads is None else heads
+  if dtype is None:
+    dtype = dtype_of(cache) if cache.key_scales is None else jnp.float32
+  metadata = jax.tree.map(jnp.asarray, metadata)
+  requests, width = metadata.page_tables.shape
+  key, value = read(cache, metadata.page_tables.reshape(-1), heads, dtype)
+  length = width * page_size(cache)
+  lengths = jnp.where(jnp.arange(requests) < rows_in_use(metadata), metadata.context_lens, 0)
+  live = (jnp.arange(length) < lengths[:, None])[..., None, None]
+  shaped = lambda x: x.transpose(1, 0, 2).reshape(requests, length, heads.key_heads, -1)
+  return jnp.where(live, shaped(key), 0), jnp.where(live, shaped(value), 0)
+
+
+def from_dense(cache, key, value, metadata: PagesMetadata, scales=None):
+  """Writes the first context_lens tokens of every request into its pages.
+
+  Args:
+    cache: any layout; pages that no request owns keep what they hold.
+    key: [R, S, K, D], S at most N * page_size.
+    value: [R, S, K, E].
+    metadata: tables and lengths.
+    scales: as in `append`, of [R, S, K].
+
+  Returns:
+    The cache with the tokens written.
+  """
+  metadata = jax.tree.map(jnp.asarray, metadata)
+  requests, length = key.shape[:2]
+  position = jnp.arange(length, dtype=jnp.int32)
+  size = page_size(cache)
+  rows = jnp.arange(requests, dtype=jnp.int32)[:, None]
+  live = (position < metadata.context_lens[:, None]) & (rows < rows_in_use(metadata))
+  page = metadata.page_tables[rows, jnp.minimum(position // size,
+                                                metadata.page_tables.shape[1] - 1)]
+  mapping = jnp.where(live, page * size + position % size, -1).reshape(-1)
+  flat = lambda x: x.reshape(-1, *x.shape[2:])
+  return append(cache, flat(key), flat(value), mapping,
+                None if scales is None else tuple(map(flat, scales)))
+
+
+def convert(cache, layout: type, heads: Heads | None = None):
+  """The same pages in another layout.
+
+  Args:
+    cache: any layout.
+    layout: PagesV1, PagesV2 or PagesV3.
+    heads: what to take of padded pages; None: all.
+
+  Raises:
+    ValueError: keys and values of two widths into a layout of one.
+  """
+  heads = heads_of(cache) if heads is None else heads
+  pool, size = num_pages(cache), page_size(cache)
+  plain = cache._replace(key_scales=None, value_scales=None)
+  key, value = read(plain, jnp.arange(pool, dtype=jnp.int32), heads, dtype_of(cache))
+  cut = lambda x: x[..., :heads.key_heads] if x is not None and x.ndim else x
+  scales = tuple(map(cut, (cache.key_scales, cache.value_scales)))
+  if layout is PagesV1:
+    shaped = lambda x: x.reshape(heads.key_heads, pool, size, -1)
+    return PagesV1(shaped(key), shaped(value), *scales)
+  kind = "tensor" if dtype_of(cache).itemsize == 1 else None  # the scales are those of `cache`
+  empty = init(layout, pool, size, heads, dtype_of(cache), kind)
+  empty = empty._replace(key_scales=None, value_scales=None)
+  tokens = (x.swapaxes(0, 1) for x in (key, value))
+  full = append(empty, *tokens, jnp.arange(pool * size, dtype=jnp.int32))
+  return full._replace(key_scales=scales[0], value_scales=scales[1])
+
+
+def copy_pages(cache, sources, targets):
+  """Copies whole pages: what the allocator asks for when a shared page is written.
+
+  Args:
+    cache: any layout.
+    sources: int32 [n].
+    targets: int32 [n]; those outside the pool are not written.
+  """
+  def copied(x, axis):
+    if x is None or x.ndim == 0:
+      return x
+    at = x.at[(slice(None),) * axis + (targets,)]
+    return at.set(jnp.take(x, sources, axis, mode="clip"), mode="drop")
+  if isinstance(cache, PagesV1):
+    return PagesV1(copied(cache.key_pages, 1), copied(cache.value_pages, 1),
+                   copied(cache.key_scales, 0), copied(cache.value_scales, 0))
+  return type(cache)(*(copied(x, 0) for x in cache))

@@ -1,0 +1,255 @@
+"""Pages: written, read and converted against plain loops; the allocator against a model of it."""
+
+import random
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attn_core import Heads, PagesMetadata, PagesV1, PagesV2, PagesV3
+from attn_core.caches import allocator, pages
+
+LAYOUTS = (PagesV1, PagesV2, PagesV3)
+HEADS = Heads(3, 5, 5)
+# Rows are requests: 5 tokens of which 2 are new, none, 8 of which all are new.
+TABLES = np.array([[4, 1, 99], [-7, 99, 99], [0, 6, 99]], np.int32)
+METADATA = PagesMetadata(TABLES, np.array([5, 0, 8], np.int32), np.array([0, 2, 2, 10], np.int32))
+SLOTS = [19, 4, 0, 1, 2, 3, 24, 25, 26, 27, -1]  # page * 4 + offset, by hand
+
+
+def tokens(count=11, dtype=jnp.float32, seed=0):
+  rng = np.random.default_rng(seed)
+  return tuple(jnp.asarray(rng.normal(size=(count, 3, 5)), dtype) for _ in range(2))
+
+
+class PagesTest(parameterized.TestCase):
+
+  def test_slots_are_those_by_hand(self):
+    self.assertEqual(pages.slots(METADATA, 4, 11).tolist(), SLOTS)
+    used = METADATA._replace(num_requests=np.array([2], np.int32))
+    self.assertEqual(pages.slots(used, 4, 11).tolist(), SLOTS[:2] + [-1] * 9)
+    single = METADATA._replace(query_start_loc=None, context_lens=np.array([5, 1, 8], np.int32),
+                               page_tables=np.abs(TABLES))
+    self.assertEqual(pages.slots(single, 4, 3).tolist(), [4, 28, 27])
+
+  @parameterized.product(layout=LAYOUTS, dtype=("float32", "bfloat16"))
+  def test_what_is_written_is_where_the_layout_says(self, layout, dtype):
+    key, value = tokens(dtype=dtype)
+    empty = pages.init(layout, 8, 4, HEADS, dtype)
+    full = pages.append(empty, key, value, jnp.asarray(SLOTS))
+    arrays = [np.asarray(x, np.float32) for x in full if x is not None]
+    packing = {"float32": 1, "bfloat16": 2}[dtype]
+    for token, slot in enumerate(SLOTS[:-1]):
+      page, offset = slot // 4, slot % 4
+      for head in range(3):
+        if layout is PagesV1:
+          found = arrays[0][head, page, offset], arrays[1][head, page, offset]
+        elif layout is PagesV2:
+          found = arrays[0][page, offset, 2 * head], arrays[0][page, offset, 2 * head + 1]
+        else:
+          self.assertEqual(arrays[0].shape, (8, 4, 6 // packing, packing, 128))
+          found = [arrays[0][page, offset, row // packing, row % packing, :5]
+                   for row in (2 * head, 2 * head + 1)]
+        np.testing.assert_array_equal(found[0], np.asarray(key[token, head], np.float32))
+        np.testing.assert_array_equal(found[1], np.asarray(value[token, head], np.float32))
+    written = np.concatenate([key[:-1], value[:-1]]).astype(np.float32)
+    np.testing.assert_allclose(sum(np.abs(x).sum() for x in arrays), np.abs(written).sum(),
+                               rtol=1e-5)  # and nothing anywhere else
+
+  def test_all_layouts_hold_the_same(self):
+    rng = np.random.default_rng(0)
+    dense = [jnp.asarray(rng.normal(size=(3, 10, 3, 5)), jnp.float32) for _ in range(2)]
+    live = (np.arange(10) < METADATA.context_lens[:, None])[..., None, None]
+    for layout in LAYOUTS:
+      full = pages.from_dense(pages.init(layout, 8, 4, HEADS, jnp.float32), *dense, METADATA)
+      for other in LAYOUTS:
+        converted = pages.convert(full, other, HEADS)
+        self.assertIsInstance(converted, other)
+        for x, y in zip(jax.tree.leaves(converted), jax.tree.leaves(pages.from_dense(
+            pages.init(other, 8, 4, HEADS, jnp.float32), *dense, METADATA)), strict=True):
+          np.testing.assert_array_equal(x, y)
+      for x, y in zip(pages.to_dense(full, METADATA, HEADS), dense):
+        self.assertEqual(x.shape, (3, 12, 3, 5))
+        np.testing.assert_array_equal(x[:, :10], np.where(live, y, 0))
+        self.assertFalse(np.asarray(x[:, 10:]).any())
+
+  @parameterized.product(layout=LAYOUTS, dtype=("int8", "float8_e4m3fn"),
+                         scales=("tensor", "token"))
+  def test_quantised(self, layout, dtype, scales):
+    key, value = tokens(10)
+    cache = pages.init(layout, 8, 4, HEADS, dtype, scales)
+    most = 127 if dtype == "int8" else 448
+    if scales == "tensor":
+      size = [jnp.abs(x).max() / most for x in (key, value)]
+      cache = cache._replace(key_scales=size[0], value_scales=size[1])
+      cache = pages.append(cache, key, value, jnp.asarray(SLOTS[:10]))
+    else:
+      size = [jnp.abs(x).max(-1) / most for x in (key, value)]
+      stored = [pages.store(x, dtype, s[..., None]) for x, s in zip((key, value), size)]
+      cache = pages.append(cache, *stored, jnp.asarray(SLOTS[:10]), tuple(size))
+    self.assertEqual(pages.dtype_of(cache), dtype)
+    cache = pages.convert(pages.convert(cache, PagesV2, HEADS), layout, HEADS)
+    for found, x in zip(pages.to_dense(cache, METADATA, HEADS), (key, value)):
+      back = np.concatenate([found[0, 3:5], found[2, :8]])
+      tolerance = np.abs(x).max() / most if dtype == "int8" else np.abs(x) / 16 + 1e-2
+      self.assertTrue((np.abs(back - x) <= tolerance).all())
+      self.assertGreater(np.abs(back - x).max(), 0)
+
+  @parameterized.parameters(*LAYOUTS)
+  def test_append_is_in_place_and_scans(self, layout):
+    cache = pages.init(layout, 512, 4, HEADS, jnp.float32)
+    held = sum(x.nbytes for x in jax.tree.leaves(cache))
+    key, value = tokens()
+
+    def write(cache, key, value):
+      def step(cache, mapping):
+        return pages.append(cache, key, value, mapping), None
+      return jax.lax.scan(step, cache, jnp.stack([jnp.asarray(SLOTS)] * 3))[0]
+    compiled = jax.jit(write, donate_argnums=0).lower(cache, key, value).compile()
+    memory = compiled.memory_analysis()
+    self.assertIn("input_output_alias", compiled.as_text())
+    self.assertEqual(memory.alias_size_in_bytes, held)
+    self.assertLess(memory.temp_size_in_bytes, held // 4)  # no copy of the pool
+    np.testing.assert_array_equal(
+        jax.tree.leaves(write(cache, key, value))[0],
+        jax.tree.leaves(pages.append(cache, key, value, jnp.asarray(SLOTS)))[0])
+
+  def test_maps_over_pools(self):
+    pools = jax.tree.map(lambda x: jnp.stack([x, x + 1]),
+                         pages.init(PagesV2, 8, 4, HEADS, jnp.float32))
+    key, value = tokens()
+    mapped = jax.vmap(pages.append, in_axes=(0, None, None, None))(
+        pools, key, value, jnp.asarray(SLOTS))
+    for row in range(2):
+      one = pages.append(jax.tree.map(lambda x, row=row: x[row], pools), key, value,
+                         jnp.asarray(SLOTS))
+      np.testing.assert_array_equal(mapped.pages[row], one.pages)
+
+  @parameterized.parameters(*LAYOUTS)
+  def test_copies_pages(self, layout):
+    key, value = tokens()
+    cache = pages.append(pages.init(layout, 8, 4, HEADS, jnp.float32), key, value,
+                         jnp.asarray(SLOTS))
+    copied = pages.copy_pages(cache, jnp.array([0, 6]), jnp.array([5, 8]))  # 8: outside
+    moved = METADATA._replace(page_tables=np.where(TABLES == 0, 5, TABLES).astype(np.int32))
+    for before, after in zip(pages.to_dense(cache, METADATA), pages.to_dense(copied, moved)):
+      np.testing.assert_array_equal(before, after)
+
+  @parameterized.parameters(
+      (lambda c, k, v: pages.append(c, k[:, :2], v, jnp.arange(11)),
+       r"key: got float32\[11, 2, 5\]"),
+      (lambda c, k, v: pages.append(c, k, v.astype(jnp.bfloat16), jnp.arange(11)),
+       "value: got bfloat16.*the dtype of the pages, float32"),
+      (lambda c, k, v: pages.append(c, k, v[:4], jnp.arange(11)), r"value: got float32\[4, 3, 5\]"),
+      (lambda c, k, v: pages.append(c, k, v, jnp.arange(11), (k, v)), "scales: got arrays"),
+      (lambda c, k, v: pages.init(dict, 1, 1, HEADS), "layout: got <class 'dict'>"),
+      (lambda c, k, v: pages.init(PagesV2, 0, 1, HEADS), "num_pages: got 0"),
+      (lambda c, k, v: pages.init(PagesV2, 1, 1, HEADS._replace(value_width=4)), "value_width"),
+      (lambda c, k, v: pages.init(PagesV2, 1, 1, HEADS, jnp.int8), "scales: got None"),
+      (lambda c, k, v: pages.init(PagesV2, 1, 1, HEADS, jnp.int8, "head"), "scales: got 'head'"))
+  def test_bad_input(self, call, words):
+    key, value = tokens()
+    with self.assertRaisesRegex(ValueError, words):
+      call(pages.init(PagesV2, 8, 4, HEADS, jnp.float32), key, value)
+
+
+class AllocatorTest(absltest.TestCase):
+
+  def test_by_hand(self):
+    pool = allocator.add(allocator.create(4, 4), "a")
+    pool, copies = allocator.extend(pool, "a", 6)
+    self.assertEqual((pool.requests["a"], copies), (allocator.Request((0, 1), 6), ()))
+    pool = allocator.fork(pool, "a", "b", 5)
+    self.assertEqual(pool.requests["b"], allocator.Request((0, 1), 5))
+    self.assertEqual(pool.owners, (2, 2, 0, 0))
+    pool, copies = allocator.extend(pool, "b", 4)
+    self.assertEqual((pool.requests["b"].pages, copies), ((0, 2, 3), ((1, 2),)))
+    with self.assertRaisesRegex(allocator.OutOfPages, "'a' needs 1 pages for 9 tokens; 0 of 4"):
+      allocator.extend(pool, "a", 3)
+    pool, copies = allocator.extend(pool, "a", 2)  # its last page is its own again
+    self.assertEqual(copies, ())
+    np.testing.assert_array_equal(allocator.table(pool, "ba", 3), [[0, 2, 3], [0, 1, 0]])
+    pool = allocator.release(pool, "a")
+    self.assertEqual((pool.free, pool.owners), ((1,), (1, 0, 1, 1)))
+
+  def test_bad_input(self):
+    pool, _ = allocator.extend(allocator.add(allocator.create(4, 4), "a"), "a", 9)
+    for call, words in (
+        (lambda: allocator.create(0, 4), "num_pages: got 0"),
+        (lambda: allocator.add(pool, "a"), "name: got 'a'"),
+        (lambda: allocator.extend(pool, "b", 1), "name: got 'b'"),
+        (lambda: allocator.extend(pool, "a", -1), "tokens: got -1"),
+        (lambda: allocator.fork(pool, "a", "a", 1), "name: got 'a'"),
+        (lambda: allocator.fork(pool, "a", "b", 10), "length: got 10"),
+        (lambda: allocator.release(pool, "b"), "name: got 'b'"),
+        (lambda: allocator.table(pool, "a", 2), "width: got 2")):
+      with self.assertRaisesRegex(ValueError, words):
+        call()
+
+  def test_random_operations_against_a_model(self):
+    """The model holds every request's tokens, and the pool's slots what was written into them."""
+    rng = random.Random(0)
+    size, count = 3, 24
+    pool, model, slots = allocator.create(count, size), {}, {}
+    full = copied = 0
+
+    def write(name, new):
+      held = pool.requests[name].pages
+      begin = len(model[name])
+      model[name] = model[name] + new
+      for position in range(begin, len(model[name])):
+        slots[held[position // size], position % size] = model[name][position]
+
+    for step in range(10_000):
+      choice = rng.random()
+      if choice < 0.15 and len(model) < 12:
+        pool, model[step] = allocator.add(pool, step), []
+      elif choice < 0.3 and model and len(model) < 12:
+        parent = rng.choice(list(model))
+        length = rng.randint(0, len(model[parent]))
+        pool, model[step] = allocator.fork(pool, parent, step, length), model[parent][:length]
+      elif choice < 0.45 and model:
+        name = rng.choice(list(model))
+        pool = allocator.release(pool, name)
+        del model[name]
+      elif model:
+        name = rng.choice(list(model))
+        new = [(step, i) for i in range(rng.randint(0, 2 * size))]
+        before = pool
+        try:
+          pool, copies = allocator.extend(pool, name, len(new))
+        except allocator.OutOfPages:
+          self.assertEqual(pool, before)
+          full += 1
+        else:
+          copied += len(copies)
+          for source, target in copies:
+            slots.update({(target, i): slots[source, i] for i in range(size)
+                          if (source, i) in slots})
+          write(name, new)
+      self.check(pool, model, slots)
+    self.assertGreater(full, 100)
+    self.assertGreater(copied, 100)
+    for name in list(model):
+      pool = allocator.release(pool, name)
+    self.assertEqual((sorted(pool.free), set(pool.owners)), (list(range(count)), {0}))
+
+  def check(self, pool, model, slots):
+    """Every token is where its request looks for it; no page is lost or has two states."""
+    self.assertEqual(set(pool.requests), set(model))
+    owners = [0] * len(pool.owners)
+    for name, held in pool.requests.items():
+      self.assertEqual(len(held.pages), -(-held.length // pool.page_size))
+      found = [slots[held.pages[p // pool.page_size], p % pool.page_size]
+               for p in range(held.length)]
+      self.assertEqual(found, model[name])
+      for page in held.pages:
+        owners[page] += 1
+    self.assertEqual(tuple(owners), pool.owners)
+    self.assertCountEqual(pool.free, [page for page, n in enumerate(owners) if not n])
+
+
+if __name__ == "__main__":
+  absltest.main()
