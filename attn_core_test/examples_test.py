@@ -49,6 +49,32 @@ class ExamplesTest(absltest.TestCase):
     self.assertIn("FAILED: the loss", again)  # it has not learned enough
 
 
+  def test_serve(self):
+    example = train_and_generate()
+    config = example.Config(
+        layers=2, width=32, heads=2, key_heads=1, head_dim=8, hidden=32, window=8)
+    path = pathlib.Path(self.create_tempdir().full_path) / "model.npz"
+    example.save(path, example.init(jax.random.key(0), config), config)
+    printed = self.run_example(
+        "serve.py", f"--model={path}", "--requests=12", "--pages=20", "--page_size=8", "--rows=6",
+        "--budget=24", "--beginnings=2", "--beginning=20", "--longest_prompt=40",
+        "--longest_answer=20")
+    self.assertIn("12 of 12 requests as without a cache", printed)
+    self.assertRegex(printed, r"gave their pages back [1-9]\d* times, [1-9]\d* shared pages")
+    self.assertIn("expected at least 16", self.run_example(
+        "serve.py", f"--model={path}", "--pages=10", "--page_size=8", "--beginning=20",
+        "--beginnings=2", "--longest_prompt=40", "--longest_answer=20", status=1))
+
+
+def train_and_generate():
+  """The module of that example."""
+  path = ROOT / "examples" / "train_and_generate.py"
+  spec = importlib.util.spec_from_file_location("train_and_generate", path)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
+
+
 def attend(*arrays, sliding_window):
   return attention(*arrays, sliding_window=sliding_window).attention_outputs
 
@@ -58,10 +84,7 @@ class ModelTest(absltest.TestCase):
 
   def setUp(self):
     super().setUp()
-    path = ROOT / "examples" / "train_and_generate.py"
-    spec = importlib.util.spec_from_file_location("train_and_generate", path)
-    self.example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(self.example)
+    self.example = train_and_generate()
     self.config = self.example.Config(
         layers=2, width=16, heads=2, key_heads=1, head_dim=8, hidden=32, window=4)
     self.params = self.example.init(jax.random.key(0), self.config)

@@ -150,6 +150,12 @@ def layer(weights, x, positions, attend):
   return x + (h @ weights["down"]).reshape(x.shape)
 
 
+def layer_weights(params, config: Config, index: int) -> dict[str, jax.Array]:
+  """The parameters of one layer by its number."""
+  return {name: params[name][index] for name, shape in shapes(config).items()
+          if shape[0] == config.layers}
+
+
 def window_of(config: Config, index: int) -> tuple[int, int] | None:
   """The sliding window of a layer by its number; None: it sees everything before."""
   kind = config.pattern[index % len(config.pattern)]
