@@ -67,10 +67,12 @@ def block_kinds(mask: algebra.Mask, sizes: Sizes):
     sizes: the blocks.
 
   Returns:
-    int8 [B or 1, H or 1, nq, nk], of numpy when the mask holds no arrays.
+    int8 [B or 1, H or 1, nq, nk], of numpy when the mask holds no arrays or only those of numpy.
   """
-  if jax.tree.leaves(mask):
-    return _kinds(mask, sizes, jnp)
+  arrays = jax.tree.leaves(mask)
+  if arrays:
+    on_host = all(isinstance(x, np.ndarray) for x in arrays)
+    return _kinds(mask, sizes, np if on_host else jnp)
   return _static_kinds(mask, sizes)
 
 
