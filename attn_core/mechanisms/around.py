@@ -87,6 +87,8 @@ def _tangent(inner, sequence, operands, spec, block_sizes, residuals, tangents) 
 
 def _backward(inner, sequence, operands, spec, block_sizes, residuals, cotangents, wrt) -> tuple:
   dtype = steps.lse_dtype(spec)
+  # Or XLA would take the keys that arrived in the forward for those of the backward, and keep them.
+  own = _after(hops.own_keys(operands, spec), residuals.lse)
 
   def visit(hop, keys, sums):
     names = tuple(name for name in wrt if hop.is_first or name != "sinks")
@@ -101,13 +103,16 @@ def _backward(inner, sequence, operands, spec, block_sizes, residuals, cotangent
     return found if sums is None else {
         name: x + found[name] if name in found else x for name, x in sums.items()}, owed
 
-  sums, owed = _around(sequence, spec, hops.own_keys(operands, spec), visit)
+  sums, owed = _around(sequence, spec, own, visit)
   found = {**sums, **owed}
   return tuple(found[name].astype(getattr(operands, name).dtype) for name in wrt)
 
 
 def _around(sequence: Sequence, spec, travelling, visit):
   """Goes around the ring.
+
+  An exchange is not issued before the hop that it overlaps: transfers that run ahead would have
+  nothing to hide behind, and the keys of all members would be held at once.
 
   Args:
     spec: its mask says which hops there are.
@@ -129,23 +134,35 @@ def _around(sequence: Sequence, spec, travelling, visit):
 
   def middle(carry, shift, stride, last_stride):
     travelling, sums, owed = carry
-    arriving = _send(sequence, travelling, stride)
+    arriving = _send(sequence, _after(travelling, sums), stride)
     owed = _send(sequence, owed, last_stride)
     sums, more = visit(Hop(False, source(shift)), travelling, sums)
-    return arriving, sums, jax.tree.map(jnp.add, owed, more)
+    return arriving, sums, _add(owed, more)
 
-  carry = arriving, sums, owed
   if sequence.scan and len(shifts) > 3 and len(set(strides)) == 1:
+    own = None  # a scan's steps are all alike: even what it owes to itself goes around
     carry, _ = lax.scan(lambda carry, shift: (middle(carry, shift, strides[0], strides[0]), None),
-                        carry, np.asarray(shifts[1:-1], np.int32))
+                        (arriving, sums, owed), np.asarray(shifts[1:-1], np.int32))
   else:
+    own, carry = owed, (arriving, sums, None)
     for shift, stride, last_stride in zip(shifts[1:-1], strides[1:], strides):
       carry = middle(carry, shift, stride, last_stride)
 
   travelling, sums, owed = carry
   owed = _send(sequence, owed, strides[-1])
   sums, more = visit(Hop(False, source(shifts[-1])), travelling, sums)
-  return sums, _send(sequence, jax.tree.map(jnp.add, owed, more), -shifts[-1])
+  return sums, _add(own, _send(sequence, _add(owed, more), -shifts[-1]))
+
+
+def _after(x, done):
+  """`x`, but not before all of `done` is there."""
+  one = [lax.slice(y, (0,) * y.ndim, (1,) * y.ndim) for y in jax.tree.leaves(done)]
+  return lax.optimization_barrier((x, one))[0]
+
+
+def _add(x, y):
+  """The sum of two pytrees; None: zeros."""
+  return y if x is None else jax.tree.map(jnp.add, x, y)
 
 
 def _send(sequence: Sequence, x, distance: int):

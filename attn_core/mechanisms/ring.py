@@ -15,6 +15,7 @@ from attn_core.kernels.tpu import flash as tpu_flash
 from attn_core.kernels.xla import blockwise, steps
 from attn_core.masks import algebra, blocks
 from attn_core.mechanisms import around, flash, heads, hops
+from attn_core.sharding import shard
 from attn_core.sharding.sequence import Sequence
 from attn_core.types import AttentionOutput, Call, Operands
 
@@ -44,9 +45,7 @@ def _spread(kernel: Kernel, call: Call) -> AttentionOutput:
   if sequence is None:
     return flash.spread(attend, call)
   output = flash.spread(attend, call._replace(operands=_padded(call, sequence)))
-  out, lse = output.attention_outputs, output.lse
-  return output._replace(attention_outputs=out[:, :sequence.queries],
-                         lse=None if lse is None else lse[..., :sequence.queries])
+  return shard.first_tokens(output, call.placement, sequence.queries)
 
 
 def _between_members(kernel, sequence: Sequence, operands, call: Call) -> Residuals:

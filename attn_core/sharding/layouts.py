@@ -65,6 +65,8 @@ def order(layout: str, length: int, shards: int) -> np.ndarray:
     ValueError: an unknown layout, or a length that the layout does not divide.
   """
   require_length("length", layout, length, shards)
+  if layout == "contiguous":
+    return numbers(length)
   return tokens_of(layout, length, shards, numbers(shards)).ravel()
 
 
@@ -101,7 +103,7 @@ def pieces(layout: str) -> int:
 
 
 def require_length(name: str, layout: str, length: int, shards: int) -> None:
-  """Refuses what a layout cannot cut into shards; one shard takes any length.
+  """Refuses what a layout cannot cut; the contiguous one takes any length, and so does one shard.
 
   Raises:
     ValueError: an unknown layout, fewer than one shard, or such a length.
@@ -110,7 +112,7 @@ def require_length(name: str, layout: str, length: int, shards: int) -> None:
     raise ValueError(f"layout={layout!r}: expected one of {', '.join(map(repr, LAYOUTS))}")
   if shards < 1:
     raise ValueError(f"shards={shards}: expected at least 1")
-  unit = shards * pieces(layout) if shards > 1 else 1
+  unit = 1 if layout == "contiguous" or shards == 1 else shards * pieces(layout)
   if length % unit:
     below = length // unit * unit
     nearest = f"{below} or {below + unit}" if below else f"{unit}"

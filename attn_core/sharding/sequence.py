@@ -108,9 +108,8 @@ def spread(config: RingConfig, name: str, scan: bool, mesh, shapes) -> Sequence 
   members, group = (math.prod(mesh.shape[axis] for axis in axes) for axes in (between, within))
   if members * group == 1:
     return None
-  if config.layout != "contiguous":
-    for what, length in (("query length", queries), ("key length", keys)):
-      layouts.require_length(what, config.layout, length, members * group)
+  for what, length in (("query length", queries), ("key length", keys)):
+    layouts.require_length(what, config.layout, length, members * group)
   if heads % group:
     sizes = [n for n in range(2, members * group) if not (heads % n or members * group % n)]
     hybrid = f", or 'hybrid' with a heads axis of size {' or '.join(map(str, sizes))}"

@@ -110,6 +110,20 @@ def sharded(local: Callable[[Operands], AttentionOutput], call: Call) -> Attenti
       in_specs=(specs,), out_specs=out_specs, check_vma=placement.sequence is None)(operands)
 
 
+def first_tokens(output: AttentionOutput, placement: Placement, count: int) -> AttentionOutput:
+  """The first `count` tokens of what `sharded` gave."""
+  def cut(x, axis):
+    if x is None or x.shape[axis] == count:
+      return x
+    if any(kind == AxisType.Explicit for kind in placement.mesh.axis_types):
+      entries = list(jax.typeof(x).sharding.spec)  # what does not divide cannot stay sharded
+      entries[axis] = None
+      x = jax.sharding.reshard(x, NamedSharding(placement.mesh, P(*entries)))
+    return lax.slice_in_dim(x, 0, count, axis=axis)
+  return output._replace(attention_outputs=cut(output.attention_outputs, 1),
+                         lse=cut(output.lse, 2))
+
+
 def _specs(call: Call) -> Operands:
   """The spec of every operand; dimensions of size 1 are replicated."""
   placement, operands = call.placement, call.operands
