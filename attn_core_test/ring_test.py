@@ -220,7 +220,7 @@ class LayoutsTest(parameterized.TestCase):
       def visited(member, source):
         mask = masks.algebra.placed(masks.causal(), spread.rows(np.int32(member))[None],
                                     spread.columns(np.int32(source))[None], length)
-        kinds = blocks.block_kinds(mask, blocks.Sizes(length // N, length // N, block, block))
+        kinds = blocks.host_kinds(mask, blocks.Sizes(length // N, length // N, block, block))
         return (kinds != blocks.EMPTY).sum()
       each = [sum(visited(m, s) for s in range(N)) for m in range(N)]
       return max(each) / np.mean(each)

@@ -67,13 +67,16 @@ def block_kinds(mask: algebra.Mask, sizes: Sizes):
     sizes: the blocks.
 
   Returns:
-    int8 [B or 1, H or 1, nq, nk], of numpy when the mask holds no arrays or only those of numpy.
+    int8 [B or 1, H or 1, nq, nk], of numpy when the mask holds no arrays.
   """
-  arrays = jax.tree.leaves(mask)
-  if arrays:
-    on_host = all(isinstance(x, np.ndarray) for x in arrays)
-    return _kinds(mask, sizes, np if on_host else jnp)
+  if jax.tree.leaves(mask):
+    return _kinds(mask, sizes, jnp)
   return _static_kinds(mask, sizes)
+
+
+def host_kinds(mask: algebra.Mask, sizes: Sizes) -> np.ndarray:
+  """`block_kinds` by numpy, of a mask whose arrays are numpy's."""
+  return _kinds(mask, sizes, np)
 
 
 @functools.lru_cache(maxsize=256)

@@ -105,7 +105,7 @@ def visible_members(sequence: Sequence, mask: algebra.Mask) -> np.ndarray:
   rows, cols = (np.concatenate([of(m) for m in layouts.numbers(sequence.members)])
                 for of in (sequence.rows, sequence.columns))
   runs = sequence.shards * layouts.pieces(sequence.layout)
-  kinds = blocks.block_kinds(
+  kinds = blocks.host_kinds(
       algebra.placed(mask, rows[None], cols[None], sequence.keys),
       blocks.Sizes(len(rows), len(cols), len(rows) // runs, len(cols) // runs))
   seen = (kinds != blocks.EMPTY).any((0, 1))
