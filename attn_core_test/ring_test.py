@@ -496,6 +496,20 @@ class CompiledTest(parameterized.TestCase):
     self.assertLess(eighth, 16 * 65536 // 8 * 64 * 4)  # arrays as large as a shard of the keys
 
 
+class HopperTest(absltest.TestCase):
+
+  def test_lowers_for_gpus(self):
+    """Forward and backward of two hops by the kernels for Hopper."""
+    metadata = metadata_of("ring", mesh=mesh_of("ring", 2), platform="gpu",
+                           compute_capability="9.0")
+    x = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16)
+    run = gradients_of(lambda *x: ring_attention(*x, metadata=metadata).attention_outputs)
+    text = jax.jit(run).trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
+    self.assertGreaterEqual(text.count("custom_call @mosaic_gpu"), 4)
+    self.assertIn("collective_permute", text)
+    self.assertIn("can, by ring.gpu", str(explain(x, x, x, mechanism="ring", metadata=metadata)))
+
+
 @unittest.skipUnless(importlib.util.find_spec("libtpu"),
                      "libtpu is not installed: pip install 'attn_core[tpu]'")
 class TpuTest(parameterized.TestCase):
