@@ -10,6 +10,8 @@ Letters: T query length, S key length, N = members * group shards.
 import math
 from typing import NamedTuple
 
+import jax
+
 from attn_core.sharding import layouts
 from attn_core.types import RingConfig
 
@@ -85,6 +87,20 @@ def require_axes(config: RingConfig, name: str, mesh) -> None:
       raise ValueError(f"{field}={axis!r}: got an axis that a surrounding shard_map has split the "
                        "arrays over; expected whole arrays: leave this axis out of its axis_names, "
                        "or call mechanism='ring' outside of it")
+
+
+def require_unchecked(*arrays) -> None:
+  """Refuses arrays that JAX follows over the axes of a surrounding shard_map.
+
+  Raises:
+    NotImplementedError: one of them varies over an axis.
+  """
+  varying = sorted(set().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays)))
+  if varying:
+    raise NotImplementedError(
+        f"mechanism='ring' inside a shard_map over {', '.join(map(repr, varying))} with "
+        "check_vma=True: JAX does not differentiate its exchanges there; give that shard_map "
+        "check_vma=False, or call ring outside of it")
 
 
 def spread(config: RingConfig, name: str, scan: bool, mesh, shapes) -> Sequence | None:
