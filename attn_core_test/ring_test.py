@@ -193,15 +193,15 @@ class LayoutsTest(parameterized.TestCase):
     order = layouts.order(layout, 6 * shards, shards)
     np.testing.assert_array_equal(there["tokens"], tokens[:, order])
     for shard in range(shards):
-      np.testing.assert_array_equal(
-          jax.jit(lambda n: layouts.tokens_of(layout, 6 * shards, shards, n))(jnp.array([shard]))[0],
-          order[6 * shard:6 * (shard + 1)])
+      tokens, = jax.jit(lambda n: layouts.tokens_of(layout, 6 * shards, shards, n))(
+          jnp.array([shard]))
+      np.testing.assert_array_equal(tokens, order[6 * shard:6 * (shard + 1)])
 
   def test_by_hand(self):
     self.assertEqual(layouts.order("contiguous", 8, 2).tolist(), [0, 1, 2, 3, 4, 5, 6, 7])
     self.assertEqual(layouts.order("zigzag", 8, 2).tolist(), [0, 1, 6, 7, 2, 3, 4, 5])
     self.assertEqual(layouts.order("striped", 8, 2).tolist(), [0, 2, 4, 6, 1, 3, 5, 7])
-    self.assertEqual(to_layout(np.arange(8), "zigzag", 2, axis=0).tolist(), [0, 1, 6, 7, 2, 3, 4, 5])
+    self.assertEqual(to_layout(np.arange(4), "zigzag", 2, axis=0).tolist(), [0, 3, 1, 2])
 
   @parameterized.parameters(
       ("zigzag", 24, 8, "length=24: expected a multiple of 16.*nearest are 16 or 32"),
@@ -236,14 +236,12 @@ class EqualTest(parameterized.TestCase):
     # The layout has no part in what is left out.
     everything().check(metadata_of(variant, layout), forward_mode=layout == "zigzag")
 
-  def test_unrolled(self):
-    metadata = metadata_of("ring", "striped", scan_ring_attention=False,
-                           mesh=mesh_of("ring", 4))
-    everything().check(metadata, shards=4)
+  def test_positions_and_dense_masks(self):
+    positions().check(metadata_of("hybrid", "striped"), forward_mode=False)
 
-  @parameterized.parameters(("ring", "zigzag"), ("hybrid", "striped"))
-  def test_positions_and_dense_masks(self, variant, layout):
-    positions().check(metadata_of(variant, layout), forward_mode=False)
+  def test_unrolled(self):
+    positions().check(metadata_of("ring", "zigzag", mesh_of("ring", 4), scan_ring_attention=False),
+                      shards=4)
 
   @parameterized.parameters("ring", "all_gather", "ulysses")
   def test_padded_inside(self, variant):
@@ -258,7 +256,7 @@ class EqualTest(parameterized.TestCase):
     out = ring_attention(q, k, k, **arguments, metadata=metadata_of(variant)).attention_outputs
     np.testing.assert_allclose(out, k[:, 1:], rtol=1e-6)
 
-  @parameterized.product(variant=RING_VARIANTS, layout=("contiguous", "striped"))
+  @parameterized.parameters(*zip(RING_VARIANTS, itertools.cycle(("zigzag", "striped"))))
   def test_dropout_is_bit_identical(self, variant, layout):
     """Values that are the identity show the weights themselves."""
     x, value = numbers(1, T, H, D), np.broadcast_to(np.eye(T, dtype=np.float32)[None, :, None],
@@ -452,7 +450,7 @@ class BadInputTest(parameterized.TestCase):
 
   @parameterized.parameters(
       (dict(ring=7), "ring=7: expected a RingConfig, or None"),
-      (dict(ring=RingConfig("deepspeed")), "ring.variant='deepspeed': expected one of 'ring', 'all"),
+      (dict(ring=RingConfig("deepspeed")), "ring.variant='deepspeed': expected one of 'ring',"),
       (dict(ring=RingConfig(layout="zag")), "ring.layout='zag': expected one of 'contiguous'"),
       (dict(ring=RingConfig("hybrid")), "ring.heads_axis_name=None: expected the name of a mesh"),
       (dict(ring=RingConfig(heads_axis_name="x")), "ring.heads_axis_name='x': .* None with any"))

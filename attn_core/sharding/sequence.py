@@ -130,8 +130,8 @@ def spread(config: RingConfig, name: str, scan: bool, mesh, shapes) -> Sequence 
     sizes = [n for n in range(2, members * group) if not (heads % n or members * group % n)]
     hybrid = f", or 'hybrid' with a heads axis of size {' or '.join(map(str, sizes))}"
     raise ValueError(
-        f"ring.variant={config.variant!r}: got {heads} query heads a device for the {group} devices "
-        f"of mesh axis {within[0]!r}; expected a multiple of {group}; variants 'ring' and "
+        f"ring.variant={config.variant!r}: got {heads} query heads a device for the {group} "
+        f"devices of mesh axis {within[0]!r}; expected a multiple of {group}; variants 'ring' and "
         f"'all_gather' take any number{hybrid if sizes else ''}")
   return Sequence(config.layout, config.variant == "all_gather", between, within, members, group,
                   scan, queries, keys)
