@@ -25,13 +25,15 @@ from attn_core.masks import Mask, MaskInfo
 from attn_core.metadata import AttnShardingRules, OperationMetadata
 from attn_core.named import (PagedOptions, blocksparse, blockwise, blockwise_attn, cuda_flash_attn2,
                              cudnn, flash_attn2, page_attention, ragged_page_attention_v2,
-                             ragged_page_attention_v3, sdpa, vanilla)
+                             ragged_page_attention_v3, ring_attention, sdpa, vanilla)
 from attn_core.remat import checkpoint_policy
 from attn_core.rope import apply_complex_rotary, apply_rotary, rotary, rotary_table
+from attn_core.sharding.layouts import from_layout, to_layout
 from attn_core.sharding.mesh import auto_expert_mesh, create_mesh, expert_abstract_mesh, expert_mesh
 from attn_core.sharding.partition import PartitionAxis, resolve
 from attn_core.sharding.rules import match_partition_rules
-from attn_core.types import AttentionMechanism, AttentionOutput, AttentionSpec, BlockSizes, Operands
+from attn_core.types import (AttentionMechanism, AttentionOutput, AttentionSpec, BlockSizes,
+                             Operands, RingConfig)
 
 __version__ = "0.1.0"
 
@@ -39,20 +41,20 @@ __all__ = [
     "AttentionMechanism", "AttentionOutput", "AttentionSpec", "AttnConfig", "AttnConfigDict",
     "AttnMaskDetail", "AttnShardingRules", "BlockSizes", "EasyMethod", "Explanation", "Heads",
     "Mask", "MaskInfo", "Operands", "OperationMetadata", "PagedOptions", "PagesMetadata", "PagesV1",
-    "PagesV2", "PagesV3", "PartitionAxis", "Rope", "add_basic_configurations",
+    "PagesV2", "PagesV3", "PartitionAxis", "RingConfig", "Rope", "add_basic_configurations",
     "apply_complex_rotary", "apply_qk_shardings", "apply_qkv_shardings", "apply_rotary",
     "attach_custom_arguments", "attention", "attention_arguments", "auto_expert_mesh",
     "blocksparse", "blockwise", "blockwise_attn", "build_cache_pos", "checkpoint_policy",
     "create_mesh", "cuda_flash_attn2", "cudnn", "default_key_value_sharding",
     "expert_abstract_mesh", "expert_mesh", "explain", "extract_commit_hash", "extras_of",
-    "flash_attn2", "from_dict", "from_pretrained", "get_axis_dims", "get_axis_names", "get_backend",
-    "get_basic_causal_mask", "get_basic_frequencies", "get_basic_inv_frequencies", "get_basic_rope",
-    "get_fcm_mask", "get_mask_details", "get_mesh", "get_optimal_config", "get_partition_rules",
-    "get_sharding_safely", "granted_freq_max_position_embedding",
+    "flash_attn2", "from_dict", "from_layout", "from_pretrained", "get_axis_dims", "get_axis_names",
+    "get_backend", "get_basic_causal_mask", "get_basic_frequencies", "get_basic_inv_frequencies",
+    "get_basic_rope", "get_fcm_mask", "get_mask_details", "get_mesh", "get_optimal_config",
+    "get_partition_rules", "get_sharding_safely", "granted_freq_max_position_embedding",
     "granted_mask_max_position_embedding", "inverse_frequencies", "layer_rope", "masks",
     "match_partition_rules", "page_attention", "ragged_page_attention_v2",
     "ragged_page_attention_v3", "read_basics_from_config", "repeat_key_value", "resolve",
-    "rope_from_dict", "rotary", "rotary_table", "save_pretrained", "sdpa", "set_model_mesh",
-    "shard_attention_prod", "to_dict", "to_diff_dict", "to_json_file", "tpu_version_check",
-    "vanilla",
+    "ring_attention", "rope_from_dict", "rotary", "rotary_table", "save_pretrained", "sdpa",
+    "set_model_mesh", "shard_attention_prod", "to_dict", "to_diff_dict", "to_json_file",
+    "to_layout", "tpu_version_check", "vanilla",
 ]

@@ -7,12 +7,13 @@ D query and key width, E value width.
 import collections
 import functools
 import inspect
+import math
 from typing import NamedTuple
 
 import jax
 
 from attn_core import arguments, arguments_paged, metadata as metadata_lib, remat, table
-from attn_core.sharding import shard
+from attn_core.sharding import sequence, shard
 from attn_core.types import AttentionOutput, BlockSizes
 
 
@@ -160,7 +161,7 @@ def _explain(a) -> Explanation:
     chosen = table.choose(a.mechanism, platform, normal.request)
   except NotImplementedError:
     chosen = None
-  placement = _place(normal)
+  placement = _place(normal, table.kernel(chosen, platform, normal.request) if chosen else None)
   return Explanation(
       chosen, platform, normal.request.capability, table.ask_all(platform, normal.request),
       arguments.with_configured_blocks(normal.call.block_sizes, normal.metadata,
@@ -176,8 +177,9 @@ def _run(a) -> AttentionOutput:
   platform = metadata_lib.resolved_platform(normal.metadata)
   mechanism = table.choose(a.mechanism, platform, normal.request)
   sizes = arguments.with_configured_blocks(normal.call.block_sizes, normal.metadata, mechanism)
-  static = _Static(table.kernel(mechanism, platform, normal.request),
-                   normal.call._replace(operands=None, block_sizes=sizes, placement=_place(normal)))
+  implementation = table.kernel(mechanism, platform, normal.request)
+  static = _Static(implementation, normal.call._replace(
+      operands=None, block_sizes=sizes, placement=_place(normal, implementation)))
   run = functools.partial(_execute, static=static)
   if a.policy is not None:
     policy = remat.checkpoint_policy(a.policy) if isinstance(a.policy, str) else a.policy
@@ -197,12 +199,24 @@ def _execute(operands, *, static):
   return static.implementation.run(static.call._replace(operands=operands))
 
 
-def _place(normal):
+def _place(normal, implementation: table.Implementation | None):
+  """Where a call runs; with the sequence spread, if the implementation does so."""
   if normal.rules is None:
     return None
-  operands = normal.call.operands
-  return shard.place(normal.rules, metadata_lib.resolved_mesh(normal.metadata),
-                     operands.query.shape, operands.key.shape)
+  query, key, metadata = *normal.call.operands[:2], normal.metadata
+  mesh, reserved = shard.mesh_in_force(metadata_lib.resolved_mesh(metadata)), ()
+  ring = metadata.ring, metadata.sequence_axis_name
+  spreads = implementation is not None and implementation.spreads_sequence and mesh is not None
+  if spreads:
+    sequence.require_axes(*ring, mesh)
+    sequence.require_unchecked(*normal.call.operands[:3])
+    reserved = sum(sequence.axes_of(*ring), ())
+  placement = shard.place(normal.rules, mesh, query.shape, key.shape, reserved)
+  if placement is None or not spreads:
+    return placement
+  heads = query.shape[2] // math.prod(mesh.shape[axis] for axis in placement.heads)
+  return placement._replace(sequence=sequence.spread(
+      *ring, metadata.scan_ring_attention, mesh, (query.shape[1], key.shape[1], heads)))
 
 
 def _to_layout(output: AttentionOutput, layout: str, dtype) -> AttentionOutput:

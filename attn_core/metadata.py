@@ -19,8 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import metadata_json
-from attn_core.sharding import partition
-from attn_core.types import LAYOUTS, PLATFORMS, AttentionMechanism, BlockSizes
+from attn_core.sharding import layouts, partition
+from attn_core.types import (LAYOUTS, PLATFORMS, RING_VARIANTS, AttentionMechanism, BlockSizes,
+                             RingConfig)
 
 # The backends of JAX, and the platform whose kernels run on each.
 BACKENDS = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}
@@ -76,6 +77,7 @@ class OperationMetadata:
   # Given as a mapping (None: empty), kept as pairs (mechanism, BlockSizes), sorted.
   operation_configs: tuple[tuple[str, BlockSizes], ...] = ()
   compute_capability: str | None = None  # of the GPU, such as "9.0"; None: see resolved_capability
+  ring: RingConfig = RingConfig()  # how `ring` spreads a sequence; None: the default way
 
   def __post_init__(self):
     normal = {
@@ -91,6 +93,7 @@ class OperationMetadata:
         "blocksize_k": _block("blocksize_k", self.blocksize_k),
         "blocksize_b": _block("blocksize_b", self.blocksize_b),
         "operation_configs": _operation_configs(self.operation_configs),
+        "ring": _ring(self.ring),
     }
     if normal["dropout_prob"] is None or not 0 <= normal["dropout_prob"] < 1:
       raise _error("dropout_prob", self.dropout_prob, "a number in [0, 1)")
@@ -392,6 +395,22 @@ def _partition_axis(value: Any) -> partition.PartitionAxis:
   for field, axes in value._asdict().items():
     partition.axis_names(axes, f"partition_axis.{field}")
   return partition.PartitionAxis(*[tuple(a) if isinstance(a, list) else a for a in value])
+
+
+def _ring(value: Any) -> RingConfig:
+  """A RingConfig whose fields fit together; None: the default one."""
+  if value is None:
+    return RingConfig()
+  if not isinstance(value, RingConfig):
+    raise _error("ring", value, "a RingConfig, or None for RingConfig()")
+  for field, known in (("variant", RING_VARIANTS), ("layout", layouts.LAYOUTS)):
+    if getattr(value, field) not in known:
+      raise _error(f"ring.{field}", getattr(value, field), f"one of {', '.join(map(repr, known))}")
+  name, hybrid = value.heads_axis_name, value.variant == "hybrid"
+  if (hybrid and not (isinstance(name, str) and name)) or (not hybrid and name is not None):
+    raise _error("ring.heads_axis_name", name, "the name of a mesh axis with variant 'hybrid', "
+                 "whose all-to-all goes over it, and None with any other")
+  return value
 
 
 def _number(name: str, value: Any, expectation: str) -> float | None:

@@ -1,8 +1,8 @@
 """The fields of an `OperationMetadata` as values that JSON knows, and back.
 
-Dtypes are written as names, a mesh as names, sizes and device ids, PartitionAxis and BlockSizes as
-their fields. A base configuration can hold anything, so each of its values that JSON does not know
-is written as a dict that says what it is: {"dtype": "bfloat16"}, {"tuple": [1, 2]}.
+Dtypes are written as names, a mesh as names, sizes and device ids, PartitionAxis, BlockSizes and
+RingConfig as their fields. A base configuration can hold anything, so each of its values that JSON
+does not know is written as a dict that says what it is: {"dtype": "bfloat16"}, {"tuple": [1, 2]}.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ import numpy as np
 
 from attn_core.sharding.mesh import mesh_from_dict, mesh_to_dict
 from attn_core.sharding.partition import PartitionAxis
-from attn_core.types import BlockSizes
+from attn_core.types import BlockSizes, RingConfig
 
 
 def encoded(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,6 +37,7 @@ def encoded(fields: Mapping[str, Any]) -> dict[str, Any]:
                       for name, axes in fields["partition_axis"]._asdict().items()},
       base_config=encode(fields["base_config"], "base_config"),
       operation_configs={name: sizes._asdict() for name, sizes in fields["operation_configs"]},
+      ring=fields["ring"]._asdict(),
   )
 
 
@@ -58,6 +59,8 @@ def decoded(fields: Mapping[str, Any]) -> dict[str, Any]:
         name: _named_tuple(BlockSizes, sizes, f"operation_configs[{name!r}]")
         if isinstance(sizes, Mapping) else sizes
         for name, sizes in values["operation_configs"].items()}
+  if isinstance(values.get("ring"), Mapping):
+    values["ring"] = _named_tuple(RingConfig, values["ring"], "ring")
   if isinstance(values.get("base_config"), Mapping):
     try:
       values["base_config"] = decode(values["base_config"])

@@ -45,6 +45,13 @@ blocksparse = _named(
     AttentionMechanism.BLOCKSPARSE,
     f"Block-sparse (splash) attention: only the blocks that a mask leaves visible.{_ON_GPUS}")
 
+ring_attention = _named(AttentionMechanism.RING, """One sequence over several devices.
+
+  `metadata.mesh` has the axis `metadata.sequence_axis_name`, `metadata.ring` says what travels and
+  in which order the tokens stand, `metadata.scan_ring_attention` whether hops are steps of a scan.
+  Without a mesh, or with one shard, it is `flash_attn2` by the platform's own kernel.
+  Liu, Zaharia and Abbeel, Ring Attention, https://arxiv.org/abs/2310.01889.""")
+
 
 def blockwise_attn(
     query, key, value, bias=None, deterministic=True, dropout_rng=None, attn_pdrop=0.0,

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from attn_core.kernels.gpu import tuned as gpu_tuned
 from attn_core.masks import algebra
-from attn_core.mechanisms import flash, paged, sdpa, vanilla
+from attn_core.mechanisms import flash, paged, ring, sdpa, vanilla
 from attn_core.types import PLATFORMS, AttentionMechanism, AttentionOutput, Call
 
 # What a call can ask for beyond query, key and value; a mechanism honours it or refuses it by name.
@@ -76,6 +76,7 @@ class Implementation(NamedTuple):
   limits: Callable[[Request], str | None] = lambda request: None  # a reason to refuse, or None
   # Another kernel for the same, which runs wherever it honours everything in linear memory.
   preferred: "Implementation | None" = None
+  spreads_sequence: bool = False  # over `OperationMetadata.sequence_axis_name`
 
   @property
   def name(self) -> str:
@@ -162,6 +163,9 @@ _cudnn = Implementation(sdpa.cudnn, _CUDNN, LINEAR_BANDED, _cudnn_limits)
 # Products of 16-bit operands with float32 sums: there is no precision to choose.
 _HOPPER = _BLOCKWISE - {"float64", "softmax_dtype", "mask_operands", "precision"}
 _hopper = Implementation(flash.gpu, _HOPPER, LINEAR, _hopper_limits)
+_ring, _ring_tpu, _ring_hopper = (
+    kernel._replace(run=run, spreads_sequence=True)
+    for kernel, run in ((_xla, ring.xla), (_tpu, ring.tpu), (_hopper, ring.gpu)))
 _gpu = _xla._replace(preferred=_cudnn._replace(limits=_cudnn_gradient_limits))
 
 _PAGED = frozenset({"gqa", "value_width", "float16", "float64", "causal", "window", "sinks",
@@ -214,6 +218,10 @@ TABLE = {
     ("ragged_page_attention_v3", "cpu"): _paged_v3,
     ("ragged_page_attention_v3", "gpu"): _paged_v3,
     ("ragged_page_attention_v3", "tpu"): _paged_v3,
+    ("ring", "cpu"): _ring,
+    ("ring", "gpu"): _ring,
+    ("ring", "gpu 9.0"): _ring_hopper,
+    ("ring", "tpu"): _ring_tpu,
 }
 
 # Names without a row, and why.
@@ -222,7 +230,6 @@ _LATER = "it is not part of this version"
 MISSING = {
     "cudnn": _NEEDS_GPU,
     "cuda_flash_attn2": _NEEDS_GPU,
-    "ring": _LATER,
     "autoregressive_decodeattn": _LATER,
 }
 

@@ -23,6 +23,10 @@ DECODE_MODES = ("__autoregressive__", "__insert__")
 LAYOUTS = ("bthd", "bhtd", "thd")
 PLATFORMS = ("cpu", "gpu", "tpu")
 
+# What travels: keys and values around a ring, or to everybody; everything, tokens for heads
+# (DeepSpeed-Ulysses); or the latter within groups of devices that form a ring.
+RING_VARIANTS = ("ring", "all_gather", "ulysses", "hybrid")
+
 # A finite stand-in for -inf where a difference of two of them must not become NaN.
 MASK_VALUE = -1e30
 
@@ -61,6 +65,15 @@ class BlockSizes(NamedTuple):
   block_kv_backward: int | None = None  # key tokens per step of the backward
   block_heads: int | None = None  # key heads computed together
   vmem_limit_bytes: int | None = None  # of a TPU kernel; None: what it needs
+
+
+class RingConfig(NamedTuple):
+  """How `ring` spreads a sequence over `OperationMetadata.sequence_axis_name`."""
+
+  variant: str = "ring"  # one of RING_VARIANTS
+  # The order in which every array has its tokens along T and S; one of `layouts.LAYOUTS`.
+  layout: str = "contiguous"
+  heads_axis_name: str | None = None  # of hybrid: the mesh axis of the all-to-all, the faster one
 
 
 class MaskOperands(NamedTuple):
@@ -136,5 +149,5 @@ def cdiv(numerator: int, denominator: int) -> int:
   return -(-numerator // denominator)
 
 
-for _static in (BlockSizes, AttentionSpec, PagedSpec):
+for _static in (BlockSizes, RingConfig, AttentionSpec, PagedSpec):
   jax.tree_util.register_static(_static)

@@ -368,7 +368,7 @@ REFUSED = (
     ("sdpa_lse_bfloat16", sdpa(compute_dtype=jnp.bfloat16, return_lse=True), "return_lse",
      "bfloat16"),
 ) + tuple((name, {"mechanism": name}, f"'{name}'", "not part of this version") for name in (
-    "ring", "autoregressive_decodeattn")) + tuple(
+    "autoregressive_decodeattn",)) + tuple(
         (name, {"mechanism": name}, f"'{name}'", f"no cache_view in pages: it reads a {cache}")
         for name, cache in (("page_attention", "PagesV1"), ("ragged_page_attention_v2", "PagesV2"),
                             ("ragged_page_attention_v3", "PagesV3")))

@@ -44,9 +44,11 @@ def qkv(b=2, t=24, s=24, h=4, k=2, d=8):
 
 
 def attend(mechanism, *arrays, **kwargs):
-  """`attention`, in small blocks where the mechanism has blocks."""
-  if mechanism in BLOCKWISE:
+  """`attention`, in small blocks where the mechanism has blocks, on 8 devices where it has hops."""
+  if mechanism in (*BLOCKWISE, "ring"):
     kwargs = {"block_sizes": BLOCKS, **kwargs}
+  if mechanism == "ring":
+    kwargs["metadata"] = OperationMetadata(mesh=create_mesh((1, 1, 1, 1, -1)))
   return attention(*arrays, mechanism=mechanism, **kwargs)
 
 
@@ -97,7 +99,7 @@ def close(found, expected, tolerance=2e-5, **kwargs):
 
 class SinksTest(parameterized.TestCase):
 
-  @parameterized.parameters(*WITHOUT_SDPA)
+  @parameterized.parameters(*WITHOUT_SDPA, "ring")
   def test_sinks_are_counted_once(self, mechanism):
     """There: once per key block."""
     arrays, sinks = qkv(), numbers(4, seed=4) + 2
@@ -158,9 +160,9 @@ class BiasAndMaskTest(parameterized.TestCase):
                               target=target)
     close(found, expected, 1e-4)
 
-  @parameterized.product(mechanism=ALL, by=("mask", "mask_info"))
+  @parameterized.product(mechanism=(*ALL, "ring"), by=("mask", "mask_info"))
   def test_dense_mask_is_not_dropped(self, mechanism, by):
-    """There: blocksparse dropped it."""
+    """There: blocksparse and ring dropped it."""
     arrays = qkv()
     array = np.random.default_rng(8).random((2, 4, 24, 24)) < 0.4
     given = {"mask": array} if by == "mask" else {"mask_info": MaskInfo(array)}
@@ -267,7 +269,7 @@ class CausalTest(parameterized.TestCase):
     # One query and one key need no word, and are causal as any other.
     close(attend(mechanism, query[:, :1], key[:, :1], value[:, :1]).attention_outputs, whole[:, :1])
 
-  @parameterized.parameters("blockwise_attn", *EACH)
+  @parameterized.parameters("blockwise_attn", *EACH, "ring")
   def test_causal_is_kept_under_differentiation(self, mechanism):
     """There: ring lost it, and changed the values too."""
     query, key, value = arrays = qkv()

@@ -20,13 +20,13 @@ def arrays():
           for name, n in heads.items()}
 
 
-def step(metadata):
+def step(metadata, mechanism="auto"):
   """Output and gradients of a call with dropout, a window and segments per row."""
   from attn_core import MaskInfo, attention
   ids = np.sort(np.random.default_rng(1).integers(-1, 3, (SIZES["B"], SIZES["T"])), -1)
   def loss(arrays):
-    out = attention(**arrays, metadata=metadata, sliding_window=(5, 0), dropout_prob=0.3,
-                    dropout_rng=np.array([3, 4], np.uint32), deterministic=False,
+    out = attention(**arrays, mechanism=mechanism, metadata=metadata, sliding_window=(5, 0),
+                    dropout_prob=0.3, dropout_rng=np.array([3, 4], np.uint32), deterministic=False,
                     mask_info=MaskInfo.from_segments(ids)).attention_outputs
     return (jnp.sin(out)**2).sum(), out
   return jax.jit(jax.grad(loss, has_aux=True))
@@ -40,12 +40,13 @@ def child(port: str, process: int) -> None:
   assert len(jax.devices()) == 8 and len(jax.local_devices()) == 4
   with jax.default_device(jax.local_devices()[0]):
     want = jax.tree.map(np.asarray, step(OperationMetadata(mesh=None))(arrays()))
-  for dims in ((2, 1, 1, 4, 1), (1, 4, 1, 2, 1), (4, 2, 1, 1, 1)):
+  for dims, mechanism in (((2, 1, 1, 4, 1), "auto"), ((1, 4, 1, 2, 1), "auto"),
+                          ((4, 2, 1, 1, 1), "auto"), ((1, 1, 1, 2, 4), "ring")):
     mesh = create_mesh(dims)
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(("fsdp", "dp")))
     spread = {name: jax.make_array_from_callback(x.shape, sharding, lambda i, x=x: x[i])
               for name, x in arrays().items()}
-    got = step(OperationMetadata(mesh=mesh))(spread)
+    got = step(OperationMetadata(mesh=mesh), mechanism)(spread)
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
       for shard in x.addressable_shards:
         np.testing.assert_allclose(shard.data, y[shard.index], rtol=1e-5, atol=1e-5)

@@ -91,6 +91,11 @@ BY_HAND = (
         masks.causal(), 1)), "1111 1000 1110"),
     ("positions_of_lengths", masks.positions(np.array([[9, 9, 9]]), mask=masks.lengths(
         np.array([2]))), "1111 1111 0000"),
+    ("placed", masks.placed(masks.causal(), np.array([[4, 0, 2]]), np.array([[2, 5, 0, 1]]), 5),
+     "1011 0010 1011"),
+    ("placed_lengths", masks.placed(masks.lengths(np.array([3]), np.array([2])),
+                                    np.array([[4, 0, 2]]), np.array([[2, 5, 0, 1]]), 9),
+     "0000 0011 0011"),
     ("and", masks.causal() & masks.prefix(2), "1000 1100 1100"),
     ("or", masks.causal() | masks.prefix(2), "1100 1100 1110"),
     ("not", ~masks.causal(), "0111 0011 0001"),
@@ -252,6 +257,9 @@ class AlgebraTest(parameterized.TestCase):
       ("lengths", lambda: masks.lengths(np.array([3]))),
       ("positions", lambda: masks.positions(np.array([[0, 1, 2]]))),
       ("offset", lambda: masks.offset(masks.causal() & masks.chunk(4), 3)),
+      ("placed", lambda: masks.placed(masks.causal(), np.array([[0, 1]]), np.array([[3]]), 3)),
+      ("placed_shorter", lambda: masks.placed(
+          masks.causal(), np.array([[0, 1]]), np.array([[3]]), 2)),
       ("dense", lambda: masks.dense(np.ones((1, 1, 3, 3), bool))),
       ("custom", lambda: masks.custom(_from_table, np.array([1]))),
       ("tree", lambda: ~(masks.causal() | masks.window(1, 1)) & masks.segments(np.array([[0, 1]]))),
@@ -517,6 +525,10 @@ def seen(recipe, at: At):
     if key is not None:
       at = at._replace(key_position=key.astype(np.int64)[:, None, None, :])
     return seen(sub, at)
+  if name == "placed":
+    query, key = rest[1][:, None, :, None], rest[2][:, None, None, :]
+    return seen(rest[0], at._replace(query=query, key=key, query_position=query,
+                                     key_position=key)) & (key <= rest[3] - 1)
   if name == "offset":
     return seen(rest[0], at._replace(query_position=at.query_position + rest[1]))
   if name == "offset_rows":
@@ -558,7 +570,7 @@ def build(recipe) -> masks.Mask:
 
 STATIC_LEAVES = ("full", "causal", "window", "chunk", "prefix", "custom")
 ARRAY_LEAVES = ("prefix_rows", "segments", "lengths", "dense", "custom_table")
-MOVES = ("positions", "offset", "offset_rows")
+MOVES = ("positions", "placed", "offset", "offset_rows")
 
 
 class Draw:
@@ -629,6 +641,13 @@ class Draw:
 
   def custom_table(self):
     return (self.numbers.integers(0, self.shape[3] + 1, self.shape[1]),)
+
+  def placed(self):
+    batch, _, queries, keys = self.shape
+    found = [self.numbers.integers(0, 2 * n, (self.one_or(batch), n)) for n in (queries, keys)]
+    if self.choices.random() < 0.7:
+      found = [np.sort(x, axis=1) for x in found]
+    return *found, int(self.choices.integers(1, 2 * keys + 2))
 
   def positions(self):
     batch, _, queries, keys = self.shape

@@ -21,14 +21,15 @@ from attn_core.metadata import (
     sharding_drops)
 from attn_core.sharding.mesh import create_mesh
 from attn_core.sharding.partition import Drop, PartitionAxis
-from attn_core.types import DECODE_MODES, LAYOUTS, MODES, AttentionMechanism, BlockSizes
+from attn_core.types import (DECODE_MODES, LAYOUTS, MODES, AttentionMechanism, BlockSizes,
+                             RingConfig)
 
 jax.config.update("jax_num_cpu_devices", 8)
 
 FIELDS = (
     "runtime_dtype", "runtime_softmax_dtype", "sequence_axis_name", "mesh", "platform", "backend",
     "partition_axis", "base_config", "scan_ring_attention", "softmax_scale", "dropout_prob",
-    "blocksize_q", "blocksize_k", "blocksize_b", "operation_configs", "compute_capability")
+    "blocksize_q", "blocksize_k", "blocksize_b", "operation_configs", "compute_capability", "ring")
 
 # A different mesh axis for every meaning, so that the specs tell which one was read.
 DISTINCT = PartitionAxis(
@@ -96,7 +97,7 @@ def full(mesh=None):
       softmax_scale=0.1, dropout_prob=0.3, blocksize_q=1, blocksize_k=2, blocksize_b=3,
       operation_configs={
           "ring": BlockSizes(block_q=64), "blocksparse": BlockSizes(8, 16, 32, 64, 2)},
-      compute_capability="8.6")
+      compute_capability="8.6", ring=RingConfig("hybrid", "zigzag", "inner"))
 
 
 class MetadataTest(parameterized.TestCase):
@@ -106,7 +107,7 @@ class MetadataTest(parameterized.TestCase):
     self.assertEqual(tuple(field.name for field in dataclasses.fields(metadata)), FIELDS)
     self.assertEqual(metadata, OperationMetadata(
         np.dtype("float32"), np.dtype("float32"), "sp", None, None, None, PartitionAxis(), None,
-        True, None, 0.0, None, None, None, (), None))
+        True, None, 0.0, None, None, None, (), None, RingConfig()))
     for field in FIELDS[:2]:
       self.assertIs(getattr(metadata, field), np.dtype("float32"))
 
@@ -529,6 +530,7 @@ class ErrorsTest(parameterized.TestCase):
       (lambda: OperationMetadata.from_json("3"), "data='int': expected a mapping"),
       (json_of(mesh={"axis_names": ["a"]}), "mesh=.*: expected a dict of axis_names, axis_sizes"),
       (json_of(partition_axis={"heads": "a"}), r"partition_axis has the fields \['heads'\]: exp"),
+      (json_of(ring={"kind": "zigzag"}), r"ring has the fields \['kind'\]: expected fields among"),
       (json_of(operation_configs={"ring": {"q": 1}}),
        r"operation_configs\['ring'\] has the fields \['q'\]: expected fields among block_q"),
       (json_of(base_config={"named_tuple": "no.such:Thing", "fields": {}}),

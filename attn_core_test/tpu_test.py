@@ -86,6 +86,9 @@ class Case(NamedTuple):
     return output.attention_outputs, output.lse
 
 
+# What a hop of a ring sees: rows and columns of a longer sequence, the last of them padding.
+ZIGZAG = masks.placed(masks.causal() & masks.window(150, 0), *[np.arange(100, 300)[None]] * 2, 290)
+
 CASES = {
     "causal_odd_length": Case({}, T=301),
     "full": Case(dict(causal=False), masks.full(), T=384),
@@ -100,6 +103,7 @@ CASES = {
                      masks.causal() & masks.segments(IDS), B=2, T=300),
     "positions": Case(dict(mask_info=MaskInfo(q_positions=BACKWARDS)),
                       masks.positions(BACKWARDS), B=2, T=200),
+    "placed": Case(dict(mask=ZIGZAG, causal=False), ZIGZAG, T=200, H=1),
     "lengths": Case(dict(mask=LENGTHS, causal=False), LENGTHS, B=2, T=200),
     "dense_per_head": Case(dict(mask=DENSE, causal=False), masks.dense(DENSE), B=2, H=4, K=2),
     "dense_row": Case(dict(mask=DENSE[:1, :, :1]), masks.causal() & masks.dense(DENSE[:1, :, :1]),

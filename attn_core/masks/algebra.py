@@ -350,6 +350,34 @@ class Offset(Mask):
 
 
 @_node
+class Placed(Mask):
+  """`mask` of a longer sequence, at some of its rows and columns, in any order.
+
+  Unlike `Positions` it moves the index too; columns from `keys` on are padding, seen by nobody.
+  """
+
+  mask: Mask
+  keys: int
+  query: Any
+  key: Any
+  roles = {"mask": None, "query": QUERY, "key": KEY}
+
+  def move(self, at: Coordinates) -> Coordinates:
+    """The coordinates under which `mask` is evaluated."""
+    return at._replace(query_index=self.query, query_position=self.query,
+                       key_index=self.key, key_position=self.key)
+
+  def visible(self, at):
+    return self.mask.visible(self.move(at)) & (self.key < self.keys)
+
+  def bounds(self, grid):
+    query, key = grid.reduce_query(self.query), grid.reduce_key(self.key)
+    possible, certain = self.mask.bounds(grid._replace(
+        query_index=query, query_position=query, key_index=key, key_position=key))
+    return possible & (key.low < self.keys), certain & (key.high < self.keys)
+
+
+@_node
 class And(Mask):
   """Visible in both."""
 
@@ -498,6 +526,19 @@ def offset(mask: Mask, amount) -> Mask:
   return Offset(mask, *_static_or_array("offset", "amount", amount))
 
 
+def placed(mask: Mask, query, key, keys: int) -> Mask:
+  """`mask` of a longer sequence, at some of its rows and columns.
+
+  Args:
+    mask: of the whole; arrays with a number per query or key are cut to these rows and columns.
+    query: int32 [B or 1, T]: the rows, in any order.
+    key: int32 [B or 1, S]: the columns, in any order.
+    keys: columns of the whole; those from there on are padding, seen by nobody.
+  """
+  return Placed(mask, int(keys), _integers("placed", "query", query, 2),
+                _integers("placed", "key", key, 2))
+
+
 def dense(array) -> Mask:
   """A boolean array [B or 1, H or 1, T or 1, S or 1]; True is visible."""
   array = _as_array(array)
@@ -575,6 +616,6 @@ def structure_roles(structure) -> tuple[str, ...]:
 
 def move_to_positions(mask: Mask, at: Coordinates) -> Coordinates:
   """The coordinates that the mask's outermost positions or offset put in force."""
-  while isinstance(mask, (Positions, Offset)):
+  while isinstance(mask, (Placed, Positions, Offset)):
     at, mask = mask.move(at), mask.mask
   return at

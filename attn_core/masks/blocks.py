@@ -74,6 +74,11 @@ def block_kinds(mask: algebra.Mask, sizes: Sizes):
   return _static_kinds(mask, sizes)
 
 
+def host_kinds(mask: algebra.Mask, sizes: Sizes) -> np.ndarray:
+  """`block_kinds` by numpy, of a mask whose arrays are numpy's."""
+  return _kinds(mask, sizes, np)
+
+
 @functools.lru_cache(maxsize=256)
 def _static_kinds(mask, sizes):
   kinds = _kinds(mask, sizes, np)

@@ -24,7 +24,7 @@ def reach(mask: algebra.Mask) -> tuple[float, float]:
       return -size, size
     case algebra.Segments():
       return 0, 0
-    case algebra.Offset(inner) | algebra.Positions(mask=inner):
+    case algebra.Offset(inner) | algebra.Positions(mask=inner) | algebra.Placed(mask=inner):
       return reach(inner)
     case algebra.And(left, right):
       (low, high), (other_low, other_high) = reach(left), reach(right)

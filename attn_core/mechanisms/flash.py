@@ -1,13 +1,15 @@
 """flash_attn2, blockwise, blocksparse: one block-wise kernel a platform, any mask by BlockMap."""
 
+from typing import Callable
+
 from attn_core import derivatives
 from attn_core.kernels import softmax
 from attn_core.kernels.gpu import flash as gpu_flash
-from attn_core.kernels.kernel import Kernel
+from attn_core.kernels.kernel import Kernel, Residuals
 from attn_core.kernels.tpu import flash as tpu_flash
 from attn_core.kernels.xla import blockwise
 from attn_core.sharding import shard
-from attn_core.types import AttentionOutput, Call
+from attn_core.types import AttentionOutput, Call, Operands
 
 
 def xla(call: Call) -> AttentionOutput:
@@ -27,8 +29,14 @@ def gpu(call: Call) -> AttentionOutput:
 
 def _spread(kernel: Kernel, call: Call) -> AttentionOutput:
   """Runs a kernel on every shard of the batch and of the heads."""
+  return spread(lambda operands: derivatives.attend(kernel, operands, call.spec, call.block_sizes),
+                call)
+
+
+def spread(attend: Callable[[Operands], Residuals], call: Call) -> AttentionOutput:
+  """Runs `attend` on every device's part."""
   def local(operands):
-    out, lse = derivatives.attend(kernel, operands, call.spec, call.block_sizes)
+    out, lse = attend(operands)
     if not call.spec.normalize_output:
       out = softmax.numerator(out, lse)
     return AttentionOutput(out, lse=lse if call.return_lse else None)

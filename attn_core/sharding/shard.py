@@ -1,9 +1,9 @@
 """The one place where attention meets a mesh: batch and heads over its axes, by `jax.shard_map`.
 
-Rows of the batch and heads are independent, so no mechanism here communicates:
-a mesh axis that shards neither replicates the work. When the axes of the heads
-do not divide the key heads, every device holds all key heads and picks those of
-its own query heads.
+Rows of the batch and heads are independent: nothing communicates, but for a mechanism that spreads
+the sequence too (`Placement.sequence`). A mesh axis that shards nothing replicates the work. When
+the axes of the heads do not divide the key heads, every device holds all key heads and picks those
+of its own query heads.
 
 Letters: B batch, T query length, S key length, H query heads, K key heads, D and E widths.
 """
@@ -18,20 +18,33 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from attn_core.masks import algebra
 from attn_core.sharding import partition
+from attn_core.sharding.sequence import Sequence
 from attn_core.types import AttentionOutput, Call, MaskOperands, Operands
 
 
 class Placement(NamedTuple):
-  """Which mesh axes shard the batch, the query heads and the key heads."""
+  """Which mesh axes shard the batch, the query heads, the key heads and the sequence."""
 
   mesh: Any
   batch: tuple[str, ...]
   heads: tuple[str, ...]
   key_heads: tuple[str, ...]  # either `heads`, or () for replicated
   drops: tuple[partition.Drop, ...]  # axes that were asked for and shard nothing
+  sequence: Sequence | None = None  # None: every device has all of it
+
+  @property
+  def length(self):
+    """The entry of a spec for queries, and for keys."""
+    return None if self.sequence is None else self.sequence.axes
 
 
-def place(rules, mesh, query_shape, key_shape) -> Placement | None:
+def mesh_in_force(mesh):
+  """The mesh, or inside the caller's shard_map the one that knows which axes are Manual."""
+  context = jax.sharding.get_abstract_mesh()
+  return context if context.manual_axes else mesh
+
+
+def place(rules, mesh, query_shape, key_shape, reserved=()) -> Placement | None:
   """Fits the rules to a mesh and to shapes.
 
   Args:
@@ -39,26 +52,28 @@ def place(rules, mesh, query_shape, key_shape) -> Placement | None:
     mesh: the mesh; None: one device.
     query_shape: (B, T, H, D).
     key_shape: (B, S, K, D).
+    reserved: mesh axes for the sequence, which then shard neither batch nor heads.
 
   Returns:
-    The placement; None where there is nothing to spread over.
+    The placement, without a sequence; None where there is nothing to spread over.
   """
-  context = jax.sharding.get_abstract_mesh()
-  if context.manual_axes:
-    mesh = context  # inside the caller's shard_map only the axes it left alone are ours
+  mesh = mesh_in_force(mesh)
   if mesh is None:
     return None
   free = [name for name in mesh.axis_names if name not in mesh.manual_axes]
   if math.prod(mesh.shape[name] for name in free) == 1:
     return None
-  query, key = (tuple(spec) + (None,) * (4 - len(spec)) for spec in (rules.query, rules.key))
+  def entries(spec):
+    names = [partition.axis_names(entry, "a sharding rule") for entry in spec]
+    names += [()] * (4 - len(names))
+    return [tuple(axis for axis in axes if axis not in reserved) for axes in names]
+  query, key = map(entries, (rules.query, rules.key))
   of_query = partition.fit(P(query[0], None, query[2]), query_shape[:3], mesh, "query")
   of_key = partition.fit(P(query[0], None, key[2]), key_shape[:3], mesh, "key")
   drops = of_query.drops + of_key.drops + tuple(
       partition.Drop(name, 1, axis, "this mechanism keeps sequences whole; `ring` shards them")
       for name, spec in (("query", query), ("key", key))
-      for axis in partition.axis_names(spec[1], f"the spec of {name}")
-      if mesh.shape.get(axis, 1) > 1)
+      for axis in spec[1] if mesh.shape.get(axis, 1) > 1)
   batch, _, heads = (partition.axis_names(x, "query") for x in of_query.spec)
   key_heads = partition.axis_names(of_key.spec[2], "key")
   return Placement(mesh, batch, heads, key_heads if key_heads == heads else (),
@@ -85,34 +100,53 @@ def sharded(local: Callable[[Operands], AttentionOutput], call: Call) -> Attenti
         operands, specs)
   batch, heads = placement.batch or None, placement.heads or None
   out_specs = AttentionOutput(
-      P(batch, None, heads, None),
+      P(batch, placement.length, heads, None),
       P(batch, heads, None, None) if call.return_weights else None,
-      P(batch, heads, None) if call.return_lse else None)
+      P(batch, heads, placement.length) if call.return_lse else None)
   group = operands.query.shape[2] // operands.key.shape[2]
+  # A kernel that communicates is traced where JAX does not follow what varies over the mesh.
   return jax.shard_map(
-      lambda part: local(_localise(part, placement, group)),
-      mesh=placement.mesh, in_specs=(specs,), out_specs=out_specs)(operands)
+      lambda part: local(_localise(part, placement, group)), mesh=placement.mesh,
+      in_specs=(specs,), out_specs=out_specs, check_vma=placement.sequence is None)(operands)
+
+
+def first_tokens(output: AttentionOutput, placement: Placement, count: int) -> AttentionOutput:
+  """The first `count` tokens of what `sharded` gave."""
+  def cut(x, axis):
+    if x is None or x.shape[axis] == count:
+      return x
+    if any(kind == AxisType.Explicit for kind in placement.mesh.axis_types):
+      entries = list(jax.typeof(x).sharding.spec)  # what does not divide cannot stay sharded
+      entries[axis] = None
+      x = jax.sharding.reshard(x, NamedSharding(placement.mesh, P(*entries)))
+    return lax.slice_in_dim(x, 0, count, axis=axis)
+  return output._replace(attention_outputs=cut(output.attention_outputs, 1),
+                         lse=cut(output.lse, 2))
 
 
 def _specs(call: Call) -> Operands:
   """The spec of every operand; dimensions of size 1 are replicated."""
   placement, operands = call.placement, call.operands
-  batch, heads = placement.batch or None, placement.heads or None
+  batch, heads, length = placement.batch or None, placement.heads or None, placement.length
   def rows(x, *rest):
     return P(batch if x.shape[0] > 1 else None, *rest)
   def rows_and_heads(x):
     return rows(x, heads if x.shape[1] > 1 else None)
+  def per_pair(x):
+    return P(*rows_and_heads(x), length if x.shape[2] > 1 else None)
   def of_mask(x, role):
     if role == algebra.WHOLE:
       return P()
-    return rows_and_heads(x) if role == algebra.DENSE else rows(x)
+    if role == algebra.DENSE:
+      return per_pair(x)
+    return rows(x, length) if role in (algebra.QUERY, algebra.KEY) else rows(x)
   whole = lambda x: None if x is None else rows(x)
-  keys = P(batch, None, placement.key_heads or None)
+  keys = P(batch, length, placement.key_heads or None)
   roles = algebra.structure_roles(call.spec.mask)
   mask = operands.mask
   return Operands(
-      query=P(batch, None, heads), key=keys, value=keys,
-      bias=None if operands.bias is None else rows_and_heads(operands.bias),
+      query=P(batch, length, heads), key=keys, value=keys,
+      bias=None if operands.bias is None else per_pair(operands.bias),
       mask=MaskOperands(tuple(map(of_mask, mask.arrays, roles)),
                         whole(mask.batch_index), whole(mask.head_offset)),
       sinks=None if operands.sinks is None else rows_and_heads(operands.sinks),

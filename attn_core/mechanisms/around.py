@@ -1,0 +1,172 @@
+"""A ring: queries stay, keys travel from member to member, partial results merge by their lse.
+
+  out = sum over hops of exp(lse_hop - lse) * out_hop,   lse = logsumexp over hops of lse_hop
+
+Every hop is the platform's own kernel. The next exchange is issued before a hop computes, so that
+both can go on at once. The backward goes around again with the lse of the whole: a hop's weights
+are then those of the whole softmax, and what it owes to the keys travels with them, one exchange
+behind, until it is home. So a hop needs the keys of two members, however many there are.
+
+Liu, Zaharia and Abbeel, Ring Attention, https://arxiv.org/abs/2310.01889.
+
+Letters: B batch, T queries of one device, H query heads, E value width.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from attn_core.kernels import softmax
+from attn_core.kernels.kernel import Kernel, Residuals
+from attn_core.kernels.xla import steps
+from attn_core.mechanisms import hops
+from attn_core.sharding.sequence import Sequence
+
+
+class Hop(NamedTuple):
+  """Where a member's keys of the moment come from."""
+
+  is_first: bool  # its own keys; what counts once counts here
+  source: Any  # int32
+
+
+@functools.lru_cache(maxsize=256)
+def kernel(inner: Kernel, sequence: Sequence) -> Kernel:
+  """The kernel of the whole ring, to be run by all its members together."""
+  bound = lambda function: functools.partial(function, inner, sequence)
+  other = inner.differentiable
+  return Kernel(f"ring_{inner.name}", bound(_forward), bound(_backward), bound(_tangent),
+                None if other is None else kernel(other, sequence), bound(_check), inner.effects)
+
+
+def _check(inner, sequence, operands, spec, block_sizes):
+  inner.check(*_at(sequence, operands, spec, hops.own_keys(operands, spec),
+                   Hop(True, hops.member(sequence))), block_sizes)
+
+
+def _at(sequence, operands, spec, keys, hop):
+  """The attention of one hop; sinks count in the first."""
+  operands = operands if hop.is_first else operands._replace(sinks=None)
+  return hops.attended(sequence, operands, spec, keys, hop.source)
+
+
+def _forward(inner, sequence, operands, spec, block_sizes) -> Residuals:
+  def visit(hop, keys, running):
+    out, lse = inner.forward(*_at(sequence, operands, spec, keys, hop), block_sizes)
+    # A partial result counts as one key whose logit is its lse.
+    logits = lse.swapaxes(1, 2)[..., None]
+    return softmax.update(running, logits, lambda weights: weights * out.astype(lse.dtype)), ()
+
+  running, _ = _around(sequence, spec, hops.own_keys(operands, spec), visit)
+  out, lse = softmax.finish(running)
+  return Residuals(out.astype(operands.query.dtype), lse[..., 0].swapaxes(1, 2))
+
+
+def _tangent(inner, sequence, operands, spec, block_sizes, residuals, tangents) -> Residuals:
+  own = {name: t for name, t in tangents.items() if name in ("key", "value")}
+
+  def visit(hop, travelling, sums):
+    keys, moved = travelling
+    moved = {**tangents, **moved}
+    if "bias" in moved:
+      moved["bias"] = hops.columns(moved["bias"], keys, hop.source)
+    if not hop.is_first:
+      moved.pop("sinks", None)
+    found = inner.tangent(*_at(sequence, operands, spec, keys, hop), block_sizes, residuals, moved)
+    found = jax.tree.map(lambda x: x.astype(residuals.lse.dtype), found)
+    return found if sums is None else jax.tree.map(jnp.add, sums, found), ()
+
+  travelling = hops.own_keys(operands, spec), own
+  (out, lse), _ = _around(sequence, spec, travelling, visit)
+  return Residuals(out.astype(residuals.out.dtype), lse)
+
+
+def _backward(inner, sequence, operands, spec, block_sizes, residuals, cotangents, wrt) -> tuple:
+  dtype = steps.lse_dtype(spec)
+  # Or XLA would take the keys that arrived in the forward for those of the backward, and keep them.
+  own = _after(hops.own_keys(operands, spec), residuals.lse)
+
+  def visit(hop, keys, sums):
+    names = tuple(name for name in wrt if hop.is_first or name != "sinks")
+    found = dict(zip(names, inner.backward(
+        *_at(sequence, operands, spec, keys, hop), block_sizes, residuals, cotangents, names)))
+    found = {name: x.astype(dtype) for name, x in found.items()}
+    owed = {name: found.pop(name) for name in ("key", "value") if name in found}
+    if "bias" in found and operands.bias.shape[3] > 1:
+      found["bias"] = lax.dynamic_update_slice_in_dim(
+          jnp.zeros(operands.bias.shape, dtype), found["bias"],
+          hop.source * keys.key.shape[1], 3)
+    return found if sums is None else {
+        name: x + found[name] if name in found else x for name, x in sums.items()}, owed
+
+  sums, owed = _around(sequence, spec, own, visit)
+  found = {**sums, **owed}
+  return tuple(found[name].astype(getattr(operands, name).dtype) for name in wrt)
+
+
+def _around(sequence: Sequence, spec, travelling, visit):
+  """Goes around the ring.
+
+  An exchange is not issued before the hop that it overlaps: transfers that run ahead would have
+  nothing to hide behind, and the keys of all members would be held at once.
+
+  Args:
+    spec: its mask says which hops there are.
+    travelling: what a member's keys take along.
+    visit: (hop, travelling, sums) -> (sums, owed): a hop's work, and what it owes to the member the
+      keys come from; sums is None in the first hop.
+
+  Returns:
+    (sums of this member, all that is owed to it).
+  """
+  shifts = hops.shifts(sequence, spec.mask)
+  strides = np.diff(shifts)
+  me = hops.member(sequence)
+  source = lambda shift: (me - shift) % sequence.members
+  arriving = travelling if len(shifts) == 1 else _send(sequence, travelling, strides[0])
+  sums, owed = visit(Hop(True, me), travelling, None)
+  if len(shifts) == 1:
+    return sums, owed
+
+  def middle(carry, shift, stride, last_stride):
+    travelling, sums, owed = carry
+    arriving = _send(sequence, _after(travelling, sums), stride)
+    owed = _send(sequence, owed, last_stride)
+    sums, more = visit(Hop(False, source(shift)), travelling, sums)
+    return arriving, sums, _add(owed, more)
+
+  if sequence.scan and len(shifts) > 3 and len(set(strides)) == 1:
+    own = None  # a scan's steps are all alike: even what it owes to itself goes around
+    carry, _ = lax.scan(lambda carry, shift: (middle(carry, shift, strides[0], strides[0]), None),
+                        (arriving, sums, owed), np.asarray(shifts[1:-1], np.int32))
+  else:
+    own, carry = owed, (arriving, sums, None)
+    for shift, stride, last_stride in zip(shifts[1:-1], strides[1:], strides):
+      carry = middle(carry, shift, stride, last_stride)
+
+  travelling, sums, owed = carry
+  owed = _send(sequence, owed, strides[-1])
+  sums, more = visit(Hop(False, source(shifts[-1])), travelling, sums)
+  return sums, _add(own, _send(sequence, _add(owed, more), -shifts[-1]))
+
+
+def _after(x, done):
+  """`x`, but not before all of `done` is there."""
+  one = [lax.slice(y, (0,) * y.ndim, (1,) * y.ndim) for y in jax.tree.leaves(done)]
+  return lax.optimization_barrier((x, one))[0]
+
+
+def _add(x, y):
+  """The sum of two pytrees; None: zeros."""
+  return y if x is None else jax.tree.map(jnp.add, x, y)
+
+
+def _send(sequence: Sequence, x, distance: int):
+  """Moves everything `distance` members on."""
+  count = sequence.members
+  pairs = [(n, int(n + distance) % count) for n in range(count)]
+  return jax.tree.map(lambda x: lax.ppermute(x, sequence.key_axes, pairs), x)
