@@ -10,6 +10,7 @@ import inspect
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from attn_core import arguments, metadata as metadata_lib, table
 from attn_core.sharding import shard
@@ -64,8 +65,12 @@ def attention(
     deterministic: whether dropout is off.
     cum_seqlens_q: int32 [B + 1], offsets of the packed sequences, from 0 to total_q; layout thd.
     cum_seqlens_k: int32 [B + 1] of the keys; None: as the queries.
-    cache_view: a cache, for the mechanisms that read one.
-    cache_metadata: what goes with the cache.
+    cache_view: a `DenseCache` or `WindowCache`. key and value are the new tokens' (rotary applied):
+      they are appended to every row, and the queries, which are those tokens', see all that the row
+      holds then; in mode "__insert__" requests take the rows `cache_metadata.slots`. key=None and
+      value=None: the queries are the rows' last tokens, which the cache has. Rows that overflow
+      are an error, under jit a flag in the cache and NaN here.
+    cache_metadata: `CacheMetadata`: how many new tokens of each row count, where rows start, slots.
     normalize_output: False: the output is sum(exp(logits) * value), not divided by the softmax's
       denominator.
     precision: `jax.lax.PrecisionLike` of both products.
@@ -85,7 +90,7 @@ def attention(
   Returns:
     AttentionOutput: attention_outputs in the caller's layout and the query's dtype, [B, T, H, E];
     attention_weights [B, H, T, S] after dropout and lse float32 [B, H, T], where asked for (layout
-    thd: without B).
+    thd: without B); the updated cache_view, where there is one.
 
   Raises:
     ValueError: an argument is not what is said here; the message names it, what came and what was
@@ -148,7 +153,7 @@ def _explain(a) -> Explanation:
     chosen = table.choose(a.mechanism, platform, normal.request)
   except NotImplementedError:
     chosen = None
-  placement = _place(normal)
+  placement = _place(normal, chosen and table.kernel(chosen, platform, normal.request))
   return Explanation(
       chosen, platform, normal.request.capability, table.ask_all(platform, normal.request),
       arguments.with_configured_blocks(normal.call.block_sizes, normal.metadata,
@@ -164,13 +169,24 @@ def _run(a) -> AttentionOutput:
   platform = metadata_lib.resolved_platform(normal.metadata)
   mechanism = table.choose(a.mechanism, platform, normal.request)
   sizes = arguments.with_configured_blocks(normal.call.block_sizes, normal.metadata, mechanism)
-  static = _Static(table.kernel(mechanism, platform, normal.request),
-                   normal.call._replace(operands=None, block_sizes=sizes, placement=_place(normal)))
+  kernel = table.kernel(mechanism, platform, normal.request)
+  static = _Static(kernel, normal.call._replace(
+      operands=None, block_sizes=sizes, placement=_place(normal, kernel)))
   run = functools.partial(_execute, static=static)
   if a.policy is not None:
     policy = getattr(jax.checkpoint_policies, a.policy) if isinstance(a.policy, str) else a.policy
     run = jax.checkpoint(run, policy=policy, prevent_cse=a.prevent_cse)
-  return _to_layout(run(normal.call.operands), a.layout, normal.dtype)
+  output = run(normal.call.operands)
+  if normal.step is not None:
+    output = _after_step(output, normal.step)
+  return _to_layout(output, a.layout, normal.dtype)
+
+
+def _after_step(output: AttentionOutput, step) -> AttentionOutput:
+  """With the updated cache, and NaN for rows whose tokens it could not take."""
+  spoil = lambda x: None if x is None else jnp.where(
+      step.spoiled.reshape(-1, *[1] * (x.ndim - 1)), jnp.nan, x)
+  return AttentionOutput(*map(spoil, output[:3]), cache_view=step.cache)
 
 
 class _Static(NamedTuple):
@@ -185,10 +201,11 @@ def _execute(operands, *, static):
   return static.implementation.run(static.call._replace(operands=operands))
 
 
-def _place(normal):
+def _place(normal, implementation):
   operands = normal.call.operands
   return shard.place(normal.rules, metadata_lib.resolved_mesh(normal.metadata),
-                     operands.query.shape, operands.key.shape)
+                     operands.query.shape, operands.key.shape,
+                     shard_keys=implementation is not None and implementation.shards_keys)
 
 
 def _to_layout(output: AttentionOutput, layout: str, dtype) -> AttentionOutput:

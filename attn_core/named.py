@@ -43,6 +43,10 @@ blocksparse = _named(
     AttentionMechanism.BLOCKSPARSE,
     f"Block-sparse (splash) attention: only the blocks that a mask leaves visible.{_ON_GPUS}")
 
+autoregressive_decodeattn = _named(
+    AttentionMechanism.REGRESSIVE_DECODE,
+    "A few queries a row against many keys or a cache, of which only live blocks are read.")
+
 
 def blockwise_attn(
     query, key, value, bias=None, deterministic=True, dropout_rng=None, attn_pdrop=0.0,

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from attn_core.kernels.gpu import tuned as gpu_tuned
 from attn_core.masks import algebra
-from attn_core.mechanisms import flash, sdpa, vanilla
+from attn_core.mechanisms import decode, flash, sdpa, vanilla
 from attn_core.types import PLATFORMS, AttentionMechanism, AttentionOutput, Call
 
 # What a call can ask for beyond query, key and value; a mechanism honours it or refuses it by name.
@@ -41,7 +41,8 @@ FEATURES = {
     "block_sizes": "block sizes",
     "optimized": "optimized=True: a linear-memory kernel",
     "vmem_limit_bytes": "a limit on TPU vector memory",
-    "cache": "a cache",
+    "cache": "a dense or sliding-window cache",
+    "quantized": "keys and values in 8 bits",
 }
 
 
@@ -72,6 +73,7 @@ class Implementation(NamedTuple):
   limits: Callable[[Request], str | None] = lambda request: None  # a reason to refuse, or None
   # Another kernel for the same, which runs wherever it honours everything in linear memory.
   preferred: "Implementation | None" = None
+  shards_keys: bool = False  # whether mesh axes may shard the key sequence
 
   @property
   def name(self) -> str:
@@ -138,10 +140,11 @@ def _sdpa_limits(request: Request) -> str | None:
   return None
 
 
-_EVERYTHING = frozenset(FEATURES) - {"vmem_limit_bytes", "cache"}
+_EVERYTHING = frozenset(FEATURES) - {"vmem_limit_bytes", "quantized"}
 _BLOCKWISE = _EVERYTHING - {"weights"}
 _TPU = _BLOCKWISE - {"float16", "float64", "softmax_dtype", "mask_operands"} | {"vmem_limit_bytes"}
 _VANILLA = _EVERYTHING - {"block_sizes", "optimized"}
+_DECODE = _BLOCKWISE - {"bias", "dropout"} | {"quantized"}
 _SDPA = frozenset({"gqa", "float16", "causal", "window", "chunk", "segments",
                    "positions", "mask", "mask_operands", "bias", "lse"})
 _CUDNN = frozenset({"gqa", "float16", "causal", "window", "positions", "mask", "mask_operands",
@@ -155,6 +158,7 @@ _cudnn = Implementation(sdpa.cudnn, _CUDNN, LINEAR_BANDED, _cudnn_limits)
 # Products of 16-bit operands with float32 sums: there is no precision to choose.
 _HOPPER = _BLOCKWISE - {"float64", "softmax_dtype", "mask_operands", "precision"}
 _hopper = Implementation(flash.gpu, _HOPPER, LINEAR, _hopper_limits)
+_decode = Implementation(decode.xla, _DECODE, LINEAR, shards_keys=True)
 _gpu = _xla._replace(preferred=_cudnn._replace(limits=_cudnn_gradient_limits))
 
 TABLE = {
@@ -178,6 +182,9 @@ TABLE = {
     ("blocksparse", "gpu"): _gpu,
     ("blocksparse", "gpu 9.0"): _hopper,
     ("blocksparse", "tpu"): _tpu,
+    ("autoregressive_decodeattn", "cpu"): _decode,
+    ("autoregressive_decodeattn", "gpu"): _decode,
+    ("autoregressive_decodeattn", "tpu"): _decode,
 }
 
 # Names without a row, and why.
@@ -187,7 +194,6 @@ MISSING = {
     "cudnn": _NEEDS_GPU,
     "cuda_flash_attn2": _NEEDS_GPU,
     "ring": _LATER,
-    "autoregressive_decodeattn": _LATER,
     "page_attention": _LATER,
     "ragged_page_attention_v2": _LATER,
     "ragged_page_attention_v3": _LATER,

@@ -18,7 +18,7 @@ TESTS = "attn_core_test"
 # Rooms, lowest first: a module imports from its own row and from rows above it in this list only.
 LAYERS = (
     ("types",),
-    ("checks", "dropout", "masks", "metadata", "metadata_json", "sharding"),
+    ("caches", "checks", "dropout", "masks", "metadata", "metadata_json", "sharding"),
     ("kernels", "references"),
     ("derivatives",),
     ("mechanisms",),

@@ -1,9 +1,10 @@
 """The one place where attention meets a mesh: batch and heads over its axes, by `jax.shard_map`.
 
-Rows of the batch and heads are independent, so no mechanism here communicates:
-a mesh axis that shards neither replicates the work. When the axes of the heads
-do not divide the key heads, every device holds all key heads and picks those of
-its own query heads.
+Rows of the batch and heads are independent, so they need no communication: a
+mesh axis that shards neither replicates the work. When the axes of the heads do
+not divide the key heads, every device holds all key heads and picks those of its
+own query heads. A mechanism that merges partial results may have its keys
+sharded, too.
 
 Letters: B batch, T query length, S key length, H query heads, K key heads, D and E widths.
 """
@@ -22,16 +23,17 @@ from attn_core.types import AttentionOutput, Call, MaskOperands, Operands
 
 
 class Placement(NamedTuple):
-  """Which mesh axes shard the batch, the query heads and the key heads."""
+  """Which mesh axes shard the batch, the query heads, the key heads and the keys."""
 
   mesh: Any
   batch: tuple[str, ...]
   heads: tuple[str, ...]
   key_heads: tuple[str, ...]  # either `heads`, or () for replicated
   drops: tuple[partition.Drop, ...]  # axes that were asked for and shard nothing
+  keys: tuple[str, ...] = ()  # of the key sequence; queries are whole then
 
 
-def place(rules, mesh, query_shape, key_shape) -> Placement | None:
+def place(rules, mesh, query_shape, key_shape, *, shard_keys=False) -> Placement | None:
   """Fits the rules to a mesh and to shapes.
 
   Args:
@@ -39,6 +41,7 @@ def place(rules, mesh, query_shape, key_shape) -> Placement | None:
     mesh: the mesh; None: one device.
     query_shape: (B, T, H, D).
     key_shape: (B, S, K, D).
+    shard_keys: whether the mechanism merges what it gets from parts of the keys.
 
   Returns:
     The placement; None where there is nothing to spread over.
@@ -53,16 +56,19 @@ def place(rules, mesh, query_shape, key_shape) -> Placement | None:
     return None
   query, key = (tuple(spec) + (None,) * (4 - len(spec)) for spec in (rules.query, rules.key))
   of_query = partition.fit(P(query[0], None, query[2]), query_shape[:3], mesh, "query")
-  of_key = partition.fit(P(query[0], None, key[2]), key_shape[:3], mesh, "key")
+  of_key = partition.fit(P(query[0], key[1] if shard_keys else None, key[2]), key_shape[:3], mesh,
+                         "key")
   drops = of_query.drops + of_key.drops + tuple(
       partition.Drop(name, 1, axis, "this mechanism keeps sequences whole; `ring` shards them")
-      for name, spec in (("query", query), ("key", key))
+      for name, spec in (("query", query), ("key", key)) if not (shard_keys and name == "key")
       for axis in partition.axis_names(spec[1], f"the spec of {name}")
       if mesh.shape.get(axis, 1) > 1)
   batch, _, heads = (partition.axis_names(x, "query") for x in of_query.spec)
   key_heads = partition.axis_names(of_key.spec[2], "key")
   return Placement(mesh, batch, heads, key_heads if key_heads == heads else (),
-                   tuple(dict.fromkeys(drop for drop in drops if mesh.shape.get(drop.axis, 1) > 1)))
+                   tuple(dict.fromkeys(drop for drop in drops if mesh.shape.get(drop.axis, 1) > 1)),
+                   tuple(axis for axis in partition.axis_names(of_key.spec[1], "key")
+                         if mesh.shape[axis] > 1))
 
 
 def sharded(local: Callable[[Operands], AttentionOutput], call: Call) -> AttentionOutput:
@@ -97,7 +103,8 @@ def sharded(local: Callable[[Operands], AttentionOutput], call: Call) -> Attenti
 def _specs(call: Call) -> Operands:
   """The spec of every operand; dimensions of size 1 are replicated."""
   placement, operands = call.placement, call.operands
-  batch, heads = placement.batch or None, placement.heads or None
+  batch, heads, sequence = (axes or None for axes in (
+      placement.batch, placement.heads, placement.keys))
   def rows(x, *rest):
     return P(batch if x.shape[0] > 1 else None, *rest)
   def rows_and_heads(x):
@@ -105,9 +112,12 @@ def _specs(call: Call) -> Operands:
   def of_mask(x, role):
     if role == algebra.WHOLE:
       return P()
-    return rows_and_heads(x) if role == algebra.DENSE else rows(x)
+    if role == algebra.DENSE:
+      return P(*rows_and_heads(x), None, sequence if x.shape[3] > 1 else None)
+    return rows(x)
   whole = lambda x: None if x is None else rows(x)
-  keys = P(batch, None, placement.key_heads or None)
+  keys = P(batch, sequence, placement.key_heads or None)
+  scale = lambda x: None if x is None else keys
   roles = algebra.structure_roles(call.spec.mask)
   mask = operands.mask
   return Operands(
@@ -116,7 +126,8 @@ def _specs(call: Call) -> Operands:
       mask=MaskOperands(tuple(map(of_mask, mask.arrays, roles)),
                         whole(mask.batch_index), whole(mask.head_offset)),
       sinks=None if operands.sinks is None else rows_and_heads(operands.sinks),
-      dropout_key=whole(operands.dropout_key))
+      dropout_key=whole(operands.dropout_key),
+      key_scale=scale(operands.key_scale), value_scale=scale(operands.value_scale))
 
 
 def _localise(part: Operands, placement: Placement, group: int) -> Operands:
@@ -131,8 +142,9 @@ def _localise(part: Operands, placement: Placement, group: int) -> Operands:
   # Runs of `shared` query heads use one key head, on every device alike.
   shared = math.gcd(heads, group)
   needed = (first_head + shared * jnp.arange(heads // shared, dtype=jnp.int32)) // group
-  return part._replace(key=jnp.take(part.key, needed, axis=2),
-                       value=jnp.take(part.value, needed, axis=2))
+  take = lambda x: None if x is None else jnp.take(x, needed, axis=2)
+  return part._replace(**{name: take(getattr(part, name)) for name in (
+      "key", "value", "key_scale", "value_scale")})
 
 
 def _index(axes: tuple[str, ...]):
