@@ -201,9 +201,9 @@ MISSING = {
 
 # What `auto` tries, in this order, those first whose memory is linear for the call.
 AUTO = {
-    "cpu": ("flash_attn2", "vanilla"),
-    "gpu": ("flash_attn2", "blockwise", "vanilla"),
-    "tpu": ("flash_attn2", "blockwise", "vanilla"),
+    "cpu": ("flash_attn2", "autoregressive_decodeattn", "vanilla"),
+    "gpu": ("flash_attn2", "blockwise", "autoregressive_decodeattn", "vanilla"),
+    "tpu": ("flash_attn2", "blockwise", "autoregressive_decodeattn", "vanilla"),
 }
 
 

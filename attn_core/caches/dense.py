@@ -70,10 +70,10 @@ def append(cache: DenseCache, key, value, lengths=None) -> DenseCache:
   storage.check_tokens(cache, key, value)
   (batch, tokens), slots = key.shape[:2], cache.key.shape[1]
   count = storage.counts(lengths, batch, tokens)
-  after = cache.lengths + count
   storage.refuse_known(
-      after > slots, "lengths of the cache with the new tokens", after,
-      f"at most its {slots} slots; make the cache larger, or use a window cache")
+      "tokens in the cache and new ones", (cache.lengths, count), lambda x, new: x + new > slots,
+      f"together at most {slots} slots; make the cache larger, or use a window cache")
+  after = cache.lengths + count
   bad = (count < 0) | (count > tokens) | (after > slots)
   token = jnp.arange(tokens, dtype=jnp.int32)
   places = jnp.where((token < count[:, None]) & ~bad[:, None], cache.lengths[:, None] + token,

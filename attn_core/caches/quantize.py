@@ -6,7 +6,9 @@
 Letters: W width; "..." any axes, such as tokens and heads.
 """
 
+from jax import lax
 import jax.numpy as jnp
+import numpy as np
 
 from attn_core import checks
 
@@ -46,12 +48,35 @@ def quantize(x, dtype):
   return scaled.astype(dtype), scales
 
 
+def bits(values):
+  """float8_e4m3fn as the uint8 of its bits, which XLA:CPU slices fast; anything else as it is."""
+  if values.dtype != jnp.float8_e4m3fn:
+    return values
+  return lax.bitcast_convert_type(values, jnp.uint8)
+
+
 def dequantize(values, scales, dtype=jnp.float32):
   """The inverse of `quantize`, up to its rounding.
 
   Args:
-    values: int8 or float8_e4m3fn [..., W].
+    values: int8 or float8_e4m3fn [..., W], or the latter's `bits`.
     scales: float32 [...].
     dtype: of the result.
   """
+  values = bits(values)
+  if values.dtype == jnp.uint8:
+    values = lax.platform_dependent(
+        values, cpu=_from_e4m3fn,
+        default=lambda x: lax.bitcast_convert_type(x, jnp.float8_e4m3fn).astype(jnp.float32))
   return (values.astype(jnp.float32) * scales[..., None]).astype(dtype)
+
+
+def _from_e4m3fn(x):
+  """The float32 that has these bits as float8_e4m3fn, by operations that XLA:CPU vectorises."""
+  x = x.astype(jnp.uint32)
+  magnitude = x & np.uint32(0x7F)
+  # Exponents are biased by 7 here and by 127 there; below the normal numbers, 2**-9 is one step.
+  normal = lax.bitcast_convert_type((magnitude << np.uint32(20)) + np.uint32(120 << 23), jnp.float32)
+  small = magnitude.astype(jnp.int32).astype(jnp.float32) * np.float32(2**-9)
+  found = jnp.where(magnitude < 8, small, jnp.where(magnitude == 0x7F, jnp.nan, normal))
+  return jnp.where(x >= 0x80, -found, found)

@@ -94,18 +94,20 @@ def counts(lengths, batch: int, tokens: int):
     ValueError: `lengths` is no int32 [B], or is known to reach outside of 0..tokens.
   """
   if lengths is None:
-    return jnp.full((batch,), tokens, jnp.int32)
+    return np.full((batch,), tokens, np.int32)
   check_rows("lengths", lengths, batch)
-  refuse_known((lengths < 0) | (lengths > tokens), "lengths", lengths,
+  refuse_known("lengths", (lengths,), lambda x: (x < 0) | (x > tokens),
                f"0 to {tokens}: how many of the {tokens} new tokens of a row count")
-  return jnp.asarray(lengths).astype(jnp.int32)
+  return lengths.astype(np.int32)
 
 
-def refuse_known(bad, argument: str, got, expected: str) -> None:
-  """Raises ValueError where it is known already, outside of jit, that something is bad."""
-  if not isinstance(bad, jax.core.Tracer) and np.any(bad):
-    rows = np.flatnonzero(bad).tolist()
-    checks.require(False, argument, f"{np.asarray(got).tolist()} (see rows {rows})", expected)
+def refuse_known(argument: str, arrays: tuple, bad, expected: str) -> None:
+  """Raises ValueError where bad(*arrays) is true and known already, as it is outside of jit."""
+  if not any(isinstance(x, jax.core.Tracer) for x in arrays):
+    arrays = [np.asarray(x) for x in arrays]  # what jax computes might be traced
+    rows = np.flatnonzero(bad(*arrays)).tolist()
+    got = " and ".join(str(x.tolist()) for x in arrays)
+    checks.require(not rows, argument, f"{got} (see rows {rows})", expected)
 
 
 def written(cache, key, value, write):
@@ -153,11 +155,12 @@ def insert(cache, slots, prefilled):
         and theirs.shape[2:] == mine.shape[2:] and theirs.shape[1] <= mine.shape[1],
         "prefilled", f"a {type(prefilled).__name__} of {checks.describe(theirs)}",
         f"a {type(cache).__name__} that fits into {checks.describe(mine)}")
-  absent = (slots < 0) | (slots >= batch)
-  refuse_known(absent, "slots", slots, f"rows of the cache, 0 to {batch - 1}")
-  slots = jnp.where(absent, batch, jnp.asarray(slots))
+  is_absent = lambda slots: (slots < 0) | (slots >= batch)
+  refuse_known("slots", (slots,), is_absent, f"rows of the cache, 0 to {batch - 1}")
+  refuse_known("slots", (slots,), lambda x: (x == x[:, None]).sum(0) > 1, "different rows")
+  absent = is_absent(slots)
+  slots = jnp.where(absent, batch, slots)
   claims = jnp.zeros((batch,), jnp.int32).at[slots].add(1, mode="drop")
-  refuse_known(claims > 1, "slots", slots, "different rows")
   length = prefilled.key.shape[1]
   fields = {name: getattr(cache, name).at[slots, :length].set(
       getattr(prefilled, name), mode="drop") for name in STORED if getattr(cache, name) is not None}

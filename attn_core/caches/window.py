@@ -111,7 +111,7 @@ def to_dense(cache: WindowCache, slots: int) -> dense.DenseCache:
     ValueError: a row is known to be longer than `slots`.
   """
   checks.integer("slots", slots, "an int >= 1", lambda x: x >= 1)
-  storage.refuse_known(cache.lengths > slots, "lengths of the cache", cache.lengths,
+  storage.refuse_known("tokens in the cache", (cache.lengths,), lambda x: x > slots,
                        f"at most {slots} slots")
   window, fits = cache.key.shape[1], cache.lengths <= slots
   full = storage.like(cache, dense.DenseCache, cache.lengths.shape[0], slots)

@@ -29,6 +29,8 @@ from attn_core.types import AttentionSpec, BlockSizes, Operands
 MANY_ROWS = 32
 # Products that are summed side by side; a width that none of them divides takes a matrix product.
 LANES = (32, 16)
+# So many parts of an array are combined at once.
+FAN = 16
 
 
 def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> Residuals:
@@ -51,7 +53,7 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
         logits = _hide(problem, (b, j), jnp.where(finite, logits, jnp.nan))
       return softmax.update(
           running, logits[..., None], lambda weights: _weigh(problem, weights[..., 0], value)[None],
-          exp=lambda x: steps.weights_of(problem, x), axis=0)
+          exp=lambda x: steps.weights_of(problem, x), axis=0, fold=_fold)
 
     running = softmax.start((1, problem.heads, rows.shape[1]), width, problem.dtype)
     running = steps.visit(problem, place, 0, key_block, running)
@@ -71,10 +73,11 @@ def _cut(operands, spec, block_sizes) -> steps.Problem:
   """One block of queries, and the blocks of keys that each row must visit. Nothing is padded."""
   (_, queries, _, _), (_, keys, key_heads, _) = operands.query.shape, operands.key.shape
   elements = key_heads * max(operands.key.shape[-1], operands.value.shape[-1])
-  block_kv = min(keys, block_sizes.block_kv or tuned.decode_block(elements))
+  block_kv = min(keys, block_sizes.block_kv or tuned.decode_block(keys, elements))
   sizes = blocks.Sizes(queries, keys, queries, block_kv)
   kinds = blocks.block_kinds(steps.mask_of(operands, spec), sizes)
   kinds = blocks.merge_heads(kinds, kinds.shape[1])
+  operands = operands._replace(key=quantize.bits(operands.key), value=quantize.bits(operands.value))
   return steps.Problem(operands, spec, sizes, key_heads, blocks.block_map(kinds))
 
 
@@ -126,7 +129,7 @@ def _hide(problem, tile, logits):
   return jnp.where(jnp.broadcast_to(seen, four).reshape(logits.shape), logits, -jnp.inf)
 
 
-# --- The two products. ---------------------------------------------------------------------------
+# --- The two products, and reductions over the keys. ---------------------------------------------
 
 
 def _dtype(problem):
@@ -136,48 +139,60 @@ def _dtype(problem):
 
 def _scores(problem, rows, key):
   """rows [K, R, D] . key [C, K, D] -> [C, K, R]."""
+  def dots(rows, key):
+    return jnp.einsum("krd,ckd->ckr", rows, key, precision=problem.spec.precision,
+                      preferred_element_type=_dtype(problem))
+
   lanes = next((n for n in LANES if key.shape[-1] % n == 0), None)
-  dots = functools.partial(_scores_by_dots, problem)
+  def sums(rows, key):
+    rows, key = (x.astype(_dtype(problem)) for x in (rows, key))
+    total = functools.reduce(jnp.add, [
+        rows[None, :, :, i:i + lanes] * key[:, :, None, i:i + lanes]
+        for i in range(0, key.shape[-1], lanes)])
+    while total.shape[-1] > 2:
+      half = total.shape[-1] // 2
+      total = total[..., :half] + total[..., half:]
+    return total[..., 0] + total[..., 1]
+
   if rows.shape[1] >= MANY_ROWS or lanes is None:
     return dots(rows, key)
-  return lax.platform_dependent(
-      rows, key, cpu=functools.partial(_scores_by_sums, problem, lanes), default=dots)
-
-
-def _scores_by_dots(problem, rows, key):
-  return jnp.einsum("krd,ckd->ckr", rows, key, precision=problem.spec.precision,
-                    preferred_element_type=_dtype(problem))
-
-
-def _scores_by_sums(problem, lanes, rows, key):
-  rows, key = (x.astype(_dtype(problem)) for x in (rows, key))
-  parts = [rows[None, :, :, i:i + lanes] * key[:, :, None, i:i + lanes]
-           for i in range(0, key.shape[-1], lanes)]
-  total = functools.reduce(jnp.add, parts)
-  while lanes > 1:
-    lanes //= 2
-    total = total[..., :lanes] + total[..., lanes:]
-  return total[..., 0]
+  return lax.platform_dependent(rows, key, cpu=sums, default=dots)
 
 
 def _weigh(problem, weights, value):
   """weights [C, K, R] . value [C, K, E] -> [K, R, E]."""
-  dots = functools.partial(_weigh_by_dots, problem)
-  if weights.shape[2] >= MANY_ROWS:
-    return dots(weights, value)
-  return lax.platform_dependent(
-      weights, value, cpu=functools.partial(_weigh_by_sums, problem), default=dots)
+  def dots(weights, value):
+    return jnp.einsum("ckr,cke->kre", weights.astype(value.dtype), value,
+                      precision=problem.spec.precision, preferred_element_type=_dtype(problem))
+
+  def sums(weights, value):
+    weights, value = (x.astype(_dtype(problem)) for x in (weights, value))
+    ways = FAN if weights.shape[0] % FAN == 0 else 1
+    weights, value = (x.reshape(ways, -1, *x.shape[1:]) for x in (weights, value))
+    products = [weights[i, ..., None] * value[i, :, :, None] for i in range(ways)]
+    return _fold_cpu(jnp.add, functools.reduce(jnp.add, products))[0]
+
+  many = weights.shape[2] >= MANY_ROWS
+  found = dots(weights, value) if many else lax.platform_dependent(
+      weights, value, cpu=sums, default=dots)
+  return found.astype(problem.dtype)
 
 
-def _weigh_by_dots(problem, weights, value):
-  return jnp.einsum("ckr,cke->kre", weights.astype(value.dtype), value,
-                    precision=problem.spec.precision,
-                    preferred_element_type=_dtype(problem)).astype(problem.dtype)
+def _fold(combine, x):
+  """`x` reduced over its first axis, which is kept, by jnp.maximum or jnp.add."""
+  reduce = jnp.max if combine is jnp.maximum else jnp.sum
+  return lax.platform_dependent(x, cpu=functools.partial(_fold_cpu, combine),
+                                default=lambda x: reduce(x, 0, keepdims=True))
 
 
-def _weigh_by_sums(problem, weights, value):
-  weights, value = (x.astype(_dtype(problem)) for x in (weights, value))
-  return (weights[..., None] * value[:, :, None]).sum(0).astype(problem.dtype)
+def _fold_cpu(combine, x):
+  """The same elementwise, which XLA:CPU vectorises and spreads over threads; reductions it does not.
+
+  FAN parts side by side at a time.
+  """
+  while x.shape[0] % FAN == 0:
+    x = functools.reduce(combine, jnp.split(x, FAN))
+  return functools.reduce(combine, jnp.split(x, x.shape[0]))
 
 
 # --- Derivatives: those of block-wise attention. -------------------------------------------------

@@ -46,9 +46,9 @@ def choose(shape, requested: BlockSizes, mask: algebra.Mask, *, backward: bool):
   return Sizes(queries, keys, block_q, block_kv), heads
 
 
-def decode_block(elements: int) -> int:
+def decode_block(keys: int, elements: int) -> int:
   """Keys of a block in decoding, a power of two, for so many `elements` of all heads in a key."""
-  return 1 << max(6, (DECODE_ELEMENTS // elements).bit_length() - 1)
+  return 1 << max(0, min(keys, max(64, DECODE_ELEMENTS // elements)).bit_length() - 1)
 
 
 def _even(length: int, block: int) -> int:
