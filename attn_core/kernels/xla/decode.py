@@ -77,7 +77,6 @@ def _cut(operands, spec, block_sizes) -> steps.Problem:
   sizes = blocks.Sizes(queries, keys, queries, block_kv)
   kinds = blocks.block_kinds(steps.mask_of(operands, spec), sizes)
   kinds = blocks.merge_heads(kinds, kinds.shape[1])
-  operands = operands._replace(key=quantize.bits(operands.key), value=quantize.bits(operands.value))
   return steps.Problem(operands, spec, sizes, key_heads, blocks.block_map(kinds))
 
 
@@ -92,7 +91,10 @@ def _keys_and_values(problem, b, j):
   start = _start(problem.sizes, j)
 
   def cut(x, scale):
-    block = tiles.slice_at(x, (b, start, 0, 0), (1, length, heads, x.shape[-1]))[0]
+    if x.dtype == jnp.float8_e4m3fn:
+      # Or else XLA:CPU would take the bits of the whole cache before the loop.
+      x, _ = lax.optimization_barrier((x, j))
+    block = tiles.slice_at(quantize.bits(x), (b, start, 0, 0), (1, length, heads, x.shape[-1]))[0]
     if scale is None:
       return block
     scale = tiles.slice_at(scale, (b, start, 0), (1, length, heads))[0]
