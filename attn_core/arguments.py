@@ -61,9 +61,10 @@ def normalise(a) -> Normalised:
   quantized = scales[0] is not None
   checks.query_key_value(query, key, value, quantized=quantized)
   dtype = query.dtype
-  compute_dtype = _compute_dtype(a, metadata, dtype)
-  query, key, value = (x if quantized and x is not query else x.astype(compute_dtype)
-                       for x in (query, key, value))
+  query, key, value = (x if quantized and x is not query else x.astype(
+      _compute_dtype(a, metadata, dtype)) for x in (query, key, value))
+  if quantized:  # numbers in 8 bits do not move by small steps
+    key, value, *scales = jax.lax.stop_gradient((key, value, *scales))
   query, key, value = (checkpoint_name(x, name) for x, name in (
       (query, "attn_query"), (key, "attn_key"), (value, "attn_value")))
 

@@ -69,7 +69,7 @@ def attention(
       they are appended to every row, and the queries, which are those tokens', see all that the row
       holds then; in mode "__insert__" requests take the rows `cache_metadata.slots`. key=None and
       value=None: the queries are the rows' last tokens, which the cache has. Rows that overflow
-      are an error, under jit a flag in the cache and NaN here.
+      are an error, under jit a flag in the cache and NaN here. A cache in 8 bits has no gradient.
     cache_metadata: `CacheMetadata`: how many new tokens of each row count, where rows start, slots.
     normalize_output: False: the output is sum(exp(logits) * value), not divided by the softmax's
       denominator.

@@ -191,8 +191,9 @@ def _tangent_transpose(cotangents, *args, call):
 def _movable(tangents, call):
   """(names, tangents) of every differentiable operand, zeros where it does not move."""
   moved = _operands(tangents[:call.structure.num_leaves], call)
-  names = tuple(name for name in DIFFERENTIABLE if getattr(moved, name) is not None
-                and not (moved.key_scale is not None and name in ("key", "value")))
+  fixed = ("key", "value") if moved.key_scale is not None else ()  # in 8 bits
+  names = tuple(name for name in DIFFERENTIABLE
+                if getattr(moved, name) is not None and name not in fixed)
   return names, [ad.instantiate_zeros(getattr(moved, name)) for name in names]
 
 

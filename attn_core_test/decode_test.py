@@ -3,7 +3,9 @@
 Letters: B batch, T queries, S slots, H query heads, K key heads, D and E widths.
 """
 
+import collections
 import functools
+import inspect
 import re
 from typing import NamedTuple
 
@@ -14,8 +16,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 import numpy as np
 
-from attn_core import (BlockSizes, OperationMetadata, attention, autoregressive_decodeattn,
-                       create_mesh, explain)
+from attn_core import (BlockSizes, OperationMetadata, arguments, attention,
+                       autoregressive_decodeattn, create_mesh, explain)
 from attn_core.caches import dense, quantize
 from attn_core.kernels.xla import decode
 from attn_core.masks import algebra
@@ -265,18 +267,13 @@ class RowsTest(parameterized.TestCase):
 
 def _visits(case, operands):
   """The blocks that a call's mask makes the kernel visit."""
-  found = []
-  def forward(*args):
-    found.append(decode._cut(*args).visits)
-    return decode.forward(*args)
-  kernel = decode.KERNEL._replace(forward=forward)
-  original, decode.KERNEL = decode.KERNEL, kernel
-  try:
-    with jax.disable_jit():
-      decoded(case, operands)
-  finally:
-    decode.KERNEL = original
-  return found[0]
+  bound = inspect.signature(attention).bind(
+      operands["query"], None, None, **case.arguments,
+      cache_view=cache_of(case, operands["key"], operands["value"]))
+  bound.apply_defaults()
+  call = arguments.normalise(
+      collections.namedtuple("Arguments", bound.arguments)(**bound.arguments)).call
+  return decode._cut(call.operands, call.spec, call.block_sizes).visits
 
 
 class TransformationsTest(parameterized.TestCase):

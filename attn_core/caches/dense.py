@@ -25,7 +25,7 @@ class DenseCache(NamedTuple):
   value: Any  # [B, S, K, E]
   starts: Any  # int32 [B]: slots before it are padding; positions count from slot 0 all the same
   lengths: Any  # int32 [B]: slots starts..lengths - 1 hold tokens
-  overflow: Any  # bool [B]: some write did not fit and was left out; stays until the row is replaced
+  overflow: Any  # bool [B]: some write did not fit and was left out; until the row is replaced
   key_scale: Any = None  # float32 [B, S, K] of keys in 8 bits
   value_scale: Any = None
 

@@ -76,7 +76,8 @@ def _from_e4m3fn(x):
   x = x.astype(jnp.uint32)
   magnitude = x & np.uint32(0x7F)
   # Exponents are biased by 7 here and by 127 there; below the normal numbers, 2**-9 is one step.
-  normal = lax.bitcast_convert_type((magnitude << np.uint32(20)) + np.uint32(120 << 23), jnp.float32)
+  normal = (magnitude << np.uint32(20)) + np.uint32((127 - 7) << 23)
+  normal = lax.bitcast_convert_type(normal, jnp.float32)
   small = magnitude.astype(jnp.int32).astype(jnp.float32) * np.float32(2**-9)
   found = jnp.where(magnitude < 8, small, jnp.where(magnitude == 0x7F, jnp.nan, normal))
   return jnp.where(x >= 0x80, -found, found)

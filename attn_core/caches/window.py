@@ -24,7 +24,7 @@ class WindowCache(NamedTuple):
   value: Any  # [B, W, K, E]
   starts: Any  # int32 [B]: positions before it are padding
   lengths: Any  # int32 [B]: tokens written so far, which is the next one's position
-  overflow: Any  # bool [B]: some write was wrong and was left out; stays until the row is replaced
+  overflow: Any  # bool [B]: some write was wrong and was left out; until the row is replaced
   key_scale: Any = None  # float32 [B, W, K] of keys in 8 bits
   value_scale: Any = None
 
@@ -41,11 +41,11 @@ def init(batch: int, window: int, heads: tuple, *, dtype=jnp.bfloat16) -> Window
     batch: rows B.
     window: tokens W that a row keeps. `sliding_window=(left, right)` needs left + 1 of them; with
       left + T of them, T tokens are appended and attended to without a copy of the ring.
-    heads: (K, D), or (K, D, E) where values have another width.
-    dtype: floating-point, or int8 or float8_e4m3fn with a scale per token and head.
+    heads: as in `dense.init`.
+    dtype: as in `dense.init`.
 
   Raises:
-    ValueError: a number below 1, or another dtype.
+    ValueError: as `dense.init`.
   """
   return storage.empty(WindowCache, batch, window, heads, dtype=dtype)
 
@@ -55,9 +55,7 @@ def append(cache: WindowCache, key, value, lengths=None) -> WindowCache:
 
   Args:
     cache: B rows.
-    key: float [B, T, K, D], rotary applied.
-    value: float [B, T, K, E].
-    lengths: int32 [B], how many of the T tokens of a row count, the first ones; None: all.
+    key, value, lengths: as in `dense.append`.
 
   Returns:
     The cache. Under jit a row with a wrong length stays what it was and is marked in `overflow`.

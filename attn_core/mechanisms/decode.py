@@ -38,7 +38,7 @@ def xla(call: Call) -> AttentionOutput:
 
 
 def _with_written_mask(call: Call) -> Call:
-  """The mask as one boolean array, to be cut like the keys; it is small beside few queries' keys."""
+  """The mask as one boolean array, to be cut like the keys, beside which it is small."""
   query, key = call.operands.query, call.operands.key
   shape = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
   seen = dense_mask.visible(call.spec.mask, call.operands.mask, shape)

@@ -29,7 +29,7 @@ from attn_core.types import AttentionSpec, BlockSizes, Operands
 MANY_ROWS = 32
 # Products that are summed side by side; a width that none of them divides takes a matrix product.
 LANES = (32, 16)
-# So many parts of an array are combined at once.
+# So many parts of an array are combined at once where it is reduced elementwise.
 FAN = 16
 
 
@@ -188,10 +188,7 @@ def _fold(combine, x):
 
 
 def _fold_cpu(combine, x):
-  """The same elementwise, which XLA:CPU vectorises and spreads over threads; reductions it does not.
-
-  FAN parts side by side at a time.
-  """
+  """`_fold` by elementwise steps, which XLA:CPU vectorises and spreads over threads."""
   while x.shape[0] % FAN == 0:
     x = functools.reduce(combine, jnp.split(x, FAN))
   return functools.reduce(combine, jnp.split(x, x.shape[0]))

@@ -15,7 +15,7 @@ STEP_SCORES = 2**20
 STEP_SCORES_BACKWARD = 2**19
 MOST_HEADS = 8
 SHORT = 2048  # tokens
-DECODE_ELEMENTS = 2**19  # of the keys of a block in decoding: half of what two caches of a core hold
+DECODE_ELEMENTS = 2**19  # of a block of keys in decoding
 
 
 def choose(shape, requested: BlockSizes, mask: algebra.Mask, *, backward: bool):
