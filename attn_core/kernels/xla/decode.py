@@ -25,8 +25,8 @@ from attn_core.kernels.xla import blockwise, steps, tuned
 from attn_core.masks import blocks, tiles
 from attn_core.types import AttentionSpec, BlockSizes, Operands
 
-# From so many rows on, a matrix product is the faster one on a CPU, too.
-MANY_ROWS = 32
+# From so many rows on, a matrix product is as fast on a CPU, too.
+MANY_ROWS = 8
 # Products that are summed side by side; a width that none of them divides takes a matrix product.
 LANES = (32, 16)
 # So many parts of an array are combined at once where it is reduced elementwise.
@@ -44,15 +44,19 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
     rows = steps.scaled_query(problem, place, None)
 
     def key_block(j, running, masked):
-      key, value = _keys_and_values(problem, b, j)
-      logits = _logits(problem, rows, key)
+      keys, values = (functools.partial(_cut_out, problem, name, (b, j))
+                      for name in ("key", "value"))
+      logits = _logits(problem, rows, keys(0, problem.sizes.block_kv))
       if masked:
         # 0 * NaN is NaN: a value that is not finite is taken out, and spoils who sees its key.
+        value = values(0, problem.sizes.block_kv)
         finite = jnp.isfinite(value).all(-1, keepdims=True)
         value = jnp.where(finite, value, 0)
+        values = lambda first, length: value[first:first + length]
         logits = _hide(problem, (b, j), jnp.where(finite, logits, jnp.nan))
+      weigh = lambda weights: _weigh(problem, weights[..., 0], values)[None]
       return softmax.update(
-          running, logits[..., None], lambda weights: _weigh(problem, weights[..., 0], value)[None],
+          running, logits[..., None], weigh,
           exp=lambda x: steps.weights_of(problem, x), axis=0, fold=_fold)
 
     running = softmax.start((1, problem.heads, rows.shape[1]), width, problem.dtype)
@@ -85,22 +89,20 @@ def _start(sizes: blocks.Sizes, j):
   return jnp.minimum(j * sizes.block_kv, sizes.keys - sizes.block_kv)
 
 
-def _keys_and_values(problem, b, j):
-  """A block [C, K, D] and [C, K, E], dequantised."""
-  operands, length, heads = problem.operands, problem.sizes.block_kv, problem.heads
-  start = _start(problem.sizes, j)
-
-  def cut(x, scale):
-    if x.dtype == jnp.float8_e4m3fn:
-      # Or else XLA:CPU would take the bits of the whole cache before the loop.
-      x, _ = lax.optimization_barrier((x, j))
-    block = tiles.slice_at(quantize.bits(x), (b, start, 0, 0), (1, length, heads, x.shape[-1]))[0]
-    if scale is None:
-      return block
-    scale = tiles.slice_at(scale, (b, start, 0), (1, length, heads))[0]
-    return quantize.dequantize(block, scale, _dtype(problem))
-
-  return cut(operands.key, operands.key_scale), cut(operands.value, operands.value_scale)
+def _cut_out(problem, name, block, first, length):
+  """Keys or values first..first + length - 1 of a block, dequantised: [length, K, D or E]."""
+  (b, j), operands = block, problem.operands
+  x, scale = getattr(operands, name), getattr(operands, f"{name}_scale")
+  start = _start(problem.sizes, j) + first
+  if x.dtype == jnp.float8_e4m3fn:
+    # Or else XLA:CPU would take the bits of the whole cache before the loop.
+    x, _ = lax.optimization_barrier((x, j))
+  sizes = (1, length, problem.heads)
+  part = tiles.slice_at(quantize.bits(x), (b, start, 0, 0), (*sizes, x.shape[-1]))[0]
+  if scale is None:
+    return part
+  scale = tiles.slice_at(scale, (b, start, 0), sizes)[0]
+  return quantize.dequantize(part, scale, _dtype(problem))
 
 
 def _logits(problem, rows, key):
@@ -161,22 +163,25 @@ def _scores(problem, rows, key):
   return lax.platform_dependent(rows, key, cpu=sums, default=dots)
 
 
-def _weigh(problem, weights, value):
-  """weights [C, K, R] . value [C, K, E] -> [K, R, E]."""
-  def dots(weights, value):
+def _weigh(problem, weights, values):
+  """weights [C, K, R] . values [C, K, E] -> [K, R, E]; values(first, length) cuts some of them."""
+  count = weights.shape[0]
+  def dots(weights):
+    value = values(0, count)
     return jnp.einsum("ckr,cke->kre", weights.astype(value.dtype), value,
                       precision=problem.spec.precision, preferred_element_type=_dtype(problem))
 
-  def sums(weights, value):
-    weights, value = (x.astype(_dtype(problem)) for x in (weights, value))
-    ways = FAN if weights.shape[0] % FAN == 0 else 1
-    weights, value = (x.reshape(ways, -1, *x.shape[1:]) for x in (weights, value))
-    products = [weights[i, ..., None] * value[i, :, :, None] for i in range(ways)]
+  def sums(weights):
+    # Every part is cut out of the cache by itself, so that it is read where it is multiplied: what
+    # several parts share would be copied first.
+    length = count // FAN if count % FAN == 0 else count
+    products = [weights[i:i + length, ..., None].astype(_dtype(problem))
+                * values(i, length)[:, :, None].astype(_dtype(problem))
+                for i in range(0, count, length)]
     return _fold_cpu(jnp.add, functools.reduce(jnp.add, products))[0]
 
   many = weights.shape[2] >= MANY_ROWS
-  found = dots(weights, value) if many else lax.platform_dependent(
-      weights, value, cpu=sums, default=dots)
+  found = dots(weights) if many else lax.platform_dependent(weights, cpu=sums, default=dots)
   return found.astype(problem.dtype)
 
 
