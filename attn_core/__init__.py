@@ -3,8 +3,9 @@
 `attention(query, key, value, mechanism=...)` is the door; `explain` says what it would do.
 """
 
-from attn_core import masks
+from attn_core import caches, masks
 from attn_core.attention import Explanation, attention, explain
+from attn_core.caches import CacheMetadata, DenseCache, WindowCache, concatenate
 from attn_core.caches.pages import Heads, PagesMetadata, PagesV1, PagesV2, PagesV3
 from attn_core.config import (AttnConfig, AttnConfigDict, EasyMethod, get_axis_dims, get_axis_names,
                               get_backend, get_mesh, get_partition_rules)
@@ -23,9 +24,10 @@ from attn_core.helpers import (apply_qk_shardings, apply_qkv_shardings, build_ca
                                shard_attention_prod)
 from attn_core.masks import Mask, MaskInfo
 from attn_core.metadata import AttnShardingRules, OperationMetadata
-from attn_core.named import (PagedOptions, blocksparse, blockwise, blockwise_attn, cuda_flash_attn2,
-                             cudnn, flash_attn2, page_attention, ragged_page_attention_v2,
-                             ragged_page_attention_v3, ring_attention, sdpa, vanilla)
+from attn_core.named import (PagedOptions, autoregressive_decodeattn, blocksparse, blockwise,
+                             blockwise_attn, cuda_flash_attn2, cudnn, flash_attn2, page_attention,
+                             ragged_page_attention_v2, ragged_page_attention_v3, ring_attention,
+                             sdpa, vanilla)
 from attn_core.remat import checkpoint_policy
 from attn_core.rope import apply_complex_rotary, apply_rotary, rotary, rotary_table
 from attn_core.sharding.layouts import from_layout, to_layout
@@ -39,12 +41,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AttentionMechanism", "AttentionOutput", "AttentionSpec", "AttnConfig", "AttnConfigDict",
-    "AttnMaskDetail", "AttnShardingRules", "BlockSizes", "EasyMethod", "Explanation", "Heads",
-    "Mask", "MaskInfo", "Operands", "OperationMetadata", "PagedOptions", "PagesMetadata", "PagesV1",
-    "PagesV2", "PagesV3", "PartitionAxis", "RingConfig", "Rope", "add_basic_configurations",
-    "apply_complex_rotary", "apply_qk_shardings", "apply_qkv_shardings", "apply_rotary",
-    "attach_custom_arguments", "attention", "attention_arguments", "auto_expert_mesh",
-    "blocksparse", "blockwise", "blockwise_attn", "build_cache_pos", "checkpoint_policy",
+    "AttnMaskDetail", "AttnShardingRules", "BlockSizes", "CacheMetadata", "DenseCache",
+    "EasyMethod", "Explanation", "Heads", "Mask", "MaskInfo", "Operands", "OperationMetadata",
+    "PagedOptions", "PagesMetadata", "PagesV1", "PagesV2", "PagesV3", "PartitionAxis", "RingConfig",
+    "Rope", "WindowCache", "add_basic_configurations", "apply_complex_rotary", "apply_qk_shardings",
+    "apply_qkv_shardings", "apply_rotary", "attach_custom_arguments", "attention",
+    "attention_arguments", "auto_expert_mesh", "autoregressive_decodeattn", "blocksparse",
+    "blockwise", "blockwise_attn", "build_cache_pos", "caches", "checkpoint_policy", "concatenate",
     "create_mesh", "cuda_flash_attn2", "cudnn", "default_key_value_sharding",
     "expert_abstract_mesh", "expert_mesh", "explain", "extract_commit_hash", "extras_of",
     "flash_attn2", "from_dict", "from_layout", "from_pretrained", "get_axis_dims", "get_axis_names",

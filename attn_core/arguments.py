@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import checks, dropout, metadata as metadata_lib, remat
+from attn_core.caches import step as step_lib
 from attn_core.masks import algebra
 from attn_core.masks.info import MaskInfo
 from attn_core.table import Request
@@ -30,6 +31,7 @@ class Normalised(NamedTuple):
   metadata: metadata_lib.OperationMetadata
   rules: metadata_lib.AttnShardingRules | None  # of layout bthd; None: nothing is spread
   dtype: Any  # of the outputs
+  step: step_lib.Step | None  # of a call with a cache
 
 
 def normalise(a) -> Normalised:
@@ -43,9 +45,17 @@ def normalise(a) -> Normalised:
   """
   metadata = checked_metadata(a)
   query, key, value = _arrays(a)
-  checks.query_key_value(query, key, value)
+  step = _cache_step(a, query, key, value)
+  if step is not None:
+    a, key, value = _with_step(a, step), step.key, step.value
+  scales = (None, None) if step is None else (step.key_scale, step.value_scale)
+  quantized = scales[0] is not None
+  checks.query_key_value(query, key, value, quantized=quantized)
   dtype = query.dtype
-  query, key, value = (x.astype(compute_dtype_of(a, metadata, dtype)) for x in (query, key, value))
+  query, key, value = (x if quantized and x is not query else x.astype(
+      compute_dtype_of(a, metadata, dtype)) for x in (query, key, value))
+  if quantized:  # numbers in 8 bits do not move by small steps
+    key, value, *scales = jax.lax.stop_gradient((key, value, *scales))
   query, key, value = (checkpoint_name(x, name) for x, name in (
       (query, "attn_query"), (key, "attn_key"), (value, "attn_value")))
 
@@ -55,7 +65,7 @@ def normalise(a) -> Normalised:
   operands = Operands(
       query, key, value, _bias(a, query.shape, key.shape),
       MaskOperands(tuple(map(jnp.asarray, arrays))), sinks_of(a, query.shape),
-      _dropout_words(a.dropout_rng, probability))
+      _dropout_words(a.dropout_rng, probability), *scales)
   spec = AttentionSpec(
       structure, scale_of(a, metadata, query.shape[3]), soft_cap_of(a), probability,
       jnp.promote_types(metadata.runtime_softmax_dtype, query.dtype)
@@ -67,7 +77,7 @@ def normalise(a) -> Normalised:
       features_of(a, call), query.dtype, query.shape[3], value.shape[3], structure,
       (query.shape[1], key.shape[1]), None if operands.bias is None else operands.bias.dtype,
       metadata_lib.resolved_capability(metadata))
-  return Normalised(call, request, metadata, rules, dtype)
+  return Normalised(call, request, metadata, rules, dtype, step)
 
 
 def checked_metadata(a) -> metadata_lib.OperationMetadata:
@@ -88,12 +98,47 @@ def to_bthd(x, layout: str):
 
 
 def _arrays(a):
-  """query, key and value in layout bthd."""
+  """query, key and value in layout bthd; None where a cache has the keys and values."""
   rank, letters = (3, "[total, heads, width]") if a.layout == "thd" else (
       4, "[B, T, H, D] in layout bthd, [B, H, T, D] in layout bhtd")
-  for name in ("query", "key", "value"):
+  reads = a.cache_view is not None and a.key is None and a.value is None
+  for name in ("query",) if reads else ("query", "key", "value"):
     checks.floating(name, getattr(a, name), rank, f"{letters} (layout={a.layout!r})")
-  return [to_bthd(jnp.asarray(x), a.layout) for x in (a.query, a.key, a.value)]
+  return [None if x is None else to_bthd(jnp.asarray(x), a.layout)
+          for x in (a.query, a.key, a.value)]
+
+
+def _cache_step(a, query, key, value) -> step_lib.Step | None:
+  """Writes the new tokens to the cache, and what to attend to; None: there is no cache."""
+  if a.cache_view is None:
+    checks.require(a.cache_metadata is None, "cache_metadata",
+                   f"{type(a.cache_metadata).__name__} without cache_view", "a cache_view as well")
+    return None
+  checks.require(a.layout != "thd", "layout", "'thd' with cache_view",
+                 "'bthd' or 'bhtd': rows of a cache are sequences of their own")
+  checks.require(a.query_offset is None, "query_offset", "a number and cache_view",
+                 "None: the cache knows where its rows' tokens stand")
+  if isinstance(a.mask_info, MaskInfo):
+    step_lib.check_beside_cache(a.mask_info)
+  reach = [window_of(a.sliding_window)[0], None if a.chunk_size is None else checks.integer(
+      "chunk_size", a.chunk_size, "an int >= 1 (tokens)", lambda x: x >= 1) - 1]
+  reach = min((x for x in reach if x is not None), default=None)
+  tokens = query.shape[1]
+  if key is not None:
+    for name, x in (("key", key), ("value", value)):
+      checks.require(x.shape[:2] == query.shape[:2], name, checks.describe(x),
+                     f"{list(query.shape[:2])} rows and new tokens, as the query "
+                     f"{checks.describe(query)}, with a cache")
+    tokens = key, value
+  return step_lib.take(tokens, a.cache_view, a.cache_metadata, a.mode, reach)
+
+
+def _with_step(a, step: step_lib.Step):
+  """The call of a step, as one without a cache."""
+  info = MaskInfo() if a.mask_info is None else a.mask_info
+  if isinstance(info, MaskInfo):  # anything else is refused where masks are
+    info = step.mask_info._replace(attention_mask=info.attention_mask)
+  return a._replace(mask_info=info)
 
 
 def _check_flags(a) -> None:
@@ -447,5 +492,6 @@ def features_of(a, call: Call) -> dict[str, str]:
                            f"vmem_limit_bytes={call.block_sizes.vmem_limit_bytes}"),
       "cache": (a.cache_view is not None or a.cache_metadata is not None,
                 "cache_view or cache_metadata"),
+      "quantized": (call.operands.key_scale is not None, f"a cache of dtype {key.dtype.name}"),
   }
   return {feature: written for feature, (needed, written) in needs.items() if needed}

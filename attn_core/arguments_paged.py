@@ -74,7 +74,7 @@ def normalise(a) -> arguments.Normalised:
       lengths=(query.shape[0],) * 2, capability=metadata_lib.resolved_capability(metadata),
       pages=layout.__name__, tpu_pages=_tpu_refusal(a, metadata, operands, heads))
   return arguments.Normalised(dense._replace(operands=operands, spec=spec), request, metadata, None,
-                              query.dtype)
+                              query.dtype, None)
 
 
 def _tpu_refusal(a, metadata, operands: PagedOperands, heads: pages.Heads) -> str | None:

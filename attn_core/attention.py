@@ -11,6 +11,7 @@ import math
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from attn_core import arguments, arguments_paged, metadata as metadata_lib, remat, table
 from attn_core.sharding import sequence, shard
@@ -65,11 +66,16 @@ def attention(
     deterministic: whether dropout is off.
     cum_seqlens_q: int32 [B + 1], offsets of the packed sequences, from 0 to total_q; layout thd.
     cum_seqlens_k: int32 [B + 1] of the keys; None: as the queries.
-    cache_view: a cache, for the mechanisms that read one: `PagesV1` for page_attention, `PagesV2`
-      for ragged_page_attention_v2, `PagesV3` for v3, in layout thd. Keys and values are in it, so
-      `key` and `value` are None, but for v3, which writes them first. Queries are the last tokens
-      of their request.
-    cache_metadata: what goes with the cache: `PagesMetadata`.
+    cache_view: a `DenseCache` or `WindowCache`: key and value are the new tokens' (rotary applied):
+      they are appended to every row, and the queries, which are those tokens', see all that the row
+      holds then; in mode "__insert__" requests take the rows `cache_metadata.slots`. key=None and
+      value=None: the queries are the rows' last tokens, which the cache has. Rows that overflow
+      are an error, under jit a flag in the cache and NaN here. A cache in 8 bits has no gradient.
+      Or pages, in layout thd: `PagesV1` for page_attention, `PagesV2` for ragged_page_attention_v2,
+      `PagesV3` for v3. Keys and values are in it, so `key` and `value` are None, but for v3, which
+      writes them first. Queries are the last tokens of their request.
+    cache_metadata: `CacheMetadata`: how many new tokens of each row count, where rows start, slots;
+      with pages `PagesMetadata`.
     normalize_output: False: the output is sum(exp(logits) * value), not divided by the softmax's
       denominator.
     precision: `jax.lax.PrecisionLike` of both products.
@@ -89,7 +95,7 @@ def attention(
   Returns:
     AttentionOutput: attention_outputs in the caller's layout and the query's dtype, [B, T, H, E];
     attention_weights [B, H, T, S] after dropout and lse float32 [B, H, T], where asked for (layout
-    thd: without B); cache_view with the new keys and values, of mechanisms that write them.
+    thd: without B); the updated cache_view, where there is one and it was written.
 
   Raises:
     ValueError: an argument is not what is said here; the message names it, what came and what was
@@ -161,7 +167,7 @@ def _explain(a) -> Explanation:
     chosen = table.choose(a.mechanism, platform, normal.request)
   except NotImplementedError:
     chosen = None
-  placement = _place(normal, table.kernel(chosen, platform, normal.request) if chosen else None)
+  placement = _place(normal, chosen and table.kernel(chosen, platform, normal.request))
   return Explanation(
       chosen, platform, normal.request.capability, table.ask_all(platform, normal.request),
       arguments.with_configured_blocks(normal.call.block_sizes, normal.metadata,
@@ -177,14 +183,24 @@ def _run(a) -> AttentionOutput:
   platform = metadata_lib.resolved_platform(normal.metadata)
   mechanism = table.choose(a.mechanism, platform, normal.request)
   sizes = arguments.with_configured_blocks(normal.call.block_sizes, normal.metadata, mechanism)
-  implementation = table.kernel(mechanism, platform, normal.request)
-  static = _Static(implementation, normal.call._replace(
-      operands=None, block_sizes=sizes, placement=_place(normal, implementation)))
+  kernel = table.kernel(mechanism, platform, normal.request)
+  static = _Static(kernel, normal.call._replace(
+      operands=None, block_sizes=sizes, placement=_place(normal, kernel)))
   run = functools.partial(_execute, static=static)
   if a.policy is not None:
     policy = remat.checkpoint_policy(a.policy) if isinstance(a.policy, str) else a.policy
     run = jax.checkpoint(run, policy=policy, prevent_cse=a.prevent_cse)
-  return _to_layout(run(normal.call.operands), a.layout, normal.dtype)
+  output = run(normal.call.operands)
+  if normal.step is not None:
+    output = _after_step(output, normal.step)
+  return _to_layout(output, a.layout, normal.dtype)
+
+
+def _after_step(output: AttentionOutput, step) -> AttentionOutput:
+  """With the updated cache, and NaN for rows whose tokens it could not take."""
+  spoil = lambda x: None if x is None else jnp.where(
+      step.spoiled.reshape(-1, *[1] * (x.ndim - 1)), jnp.nan, x)
+  return AttentionOutput(*map(spoil, output[:3]), cache_view=step.cache)
 
 
 class _Static(NamedTuple):
@@ -200,7 +216,7 @@ def _execute(operands, *, static):
 
 
 def _place(normal, implementation: table.Implementation | None):
-  """Where a call runs; with the sequence spread, if the implementation does so."""
+  """Where a call runs; with the sequence, or the keys, spread if the implementation does so."""
   if normal.rules is None:
     return None
   query, key, metadata = *normal.call.operands[:2], normal.metadata
@@ -211,7 +227,9 @@ def _place(normal, implementation: table.Implementation | None):
     sequence.require_axes(*ring, mesh)
     sequence.require_unchecked(*normal.call.operands[:3])
     reserved = sum(sequence.axes_of(*ring), ())
-  placement = shard.place(normal.rules, mesh, query.shape, key.shape, reserved)
+  placement = shard.place(
+      normal.rules, mesh, query.shape, key.shape, reserved,
+      shard_keys=implementation is not None and implementation.shards_keys)
   if placement is None or not spreads:
     return placement
   heads = query.shape[2] // math.prod(mesh.shape[axis] for axis in placement.heads)

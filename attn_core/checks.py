@@ -85,18 +85,19 @@ def one_of(argument: str, x, known) -> None:
   require(x in known, argument, repr(x), "one of " + ", ".join(map(repr, known)))
 
 
-def query_key_value(query, key, value) -> None:
-  """Shapes and dtypes of layout bthd.
+def query_key_value(query, key, value, *, quantized: bool = False) -> None:
+  """Shapes and dtypes of layout bthd; those of a quantized key and value are a cache's own.
 
   Raises:
     ValueError: any disagreement, or an empty dimension.
   """
   floating("query", query, 4, "[B, T, H, D]")
-  floating("key", key, 4, "[B, S, K, D]")
-  floating("value", value, 4, "[B, S, K, E]")
+  if not quantized:
+    floating("key", key, 4, "[B, S, K, D]")
+    floating("value", value, 4, "[B, S, K, E]")
   for name, x in (("query", query), ("key", key), ("value", value)):
     require(0 not in x.shape, name, describe(x), "no dimension of size 0")
-    require(x.dtype == query.dtype, name, describe(x),
+    require(quantized or x.dtype == query.dtype, name, describe(x),
             f"the query's dtype {query.dtype}; cast one of them, or set compute_dtype")
   batch, _, heads, width = query.shape
   require(key.shape[0] == batch and key.shape[3] == width, "key", describe(key),

@@ -179,7 +179,9 @@ def _tangent_transpose(cotangents, *args, call):
 def _movable(tangents, call):
   """(names, tangents) of every differentiable operand, zeros where it does not move."""
   moved = _operands(tangents[:call.structure.num_leaves], call)
-  names = tuple(name for name in DIFFERENTIABLE if getattr(moved, name) is not None)
+  fixed = ("key", "value") if moved.key_scale is not None else ()  # in 8 bits
+  names = tuple(name for name in DIFFERENTIABLE
+                if getattr(moved, name) is not None and name not in fixed)
   return names, [ad.instantiate_zeros(getattr(moved, name)) for name in names]
 
 
@@ -272,7 +274,7 @@ def _batch(primitive, labels_of, args, dims, *, call):
     return outs, [0] * len(outs)
 
   rows = args[0].shape[1 if dims[0] == 0 else 0]  # the first operand is always the query
-  full = {"query", "key", "value", *call.names}
+  full = {"query", "key", "value", "key_scale", "value_scale", *call.names}
   folded = [x if label == "whole" else _fold(x, d, size, rows, label in full)
             for x, d, label in zip(args, dims, labels)]
   operands, rest = _split(folded, call, len(args) - call.structure.num_leaves)

@@ -52,6 +52,10 @@ ring_attention = _named(AttentionMechanism.RING, """One sequence over several de
   Without a mesh, or with one shard, it is `flash_attn2` by the platform's own kernel.
   Liu, Zaharia and Abbeel, Ring Attention, https://arxiv.org/abs/2310.01889.""")
 
+autoregressive_decodeattn = _named(
+    AttentionMechanism.REGRESSIVE_DECODE,
+    "A few queries a row against many keys or a cache, of which only live blocks are read.")
+
 
 def blockwise_attn(
     query, key, value, bias=None, deterministic=True, dropout_rng=None, attn_pdrop=0.0,

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from attn_core.kernels.gpu import tuned as gpu_tuned
 from attn_core.masks import algebra
-from attn_core.mechanisms import flash, paged, ring, sdpa, vanilla
+from attn_core.mechanisms import decode, flash, paged, ring, sdpa, vanilla
 from attn_core.types import PLATFORMS, AttentionMechanism, AttentionOutput, Call
 
 # What a call can ask for beyond query, key and value; a mechanism honours it or refuses it by name.
@@ -41,7 +41,8 @@ FEATURES = {
     "block_sizes": "block sizes",
     "optimized": "optimized=True: a linear-memory kernel",
     "vmem_limit_bytes": "a limit on TPU vector memory",
-    "cache": "a cache",
+    "cache": "a dense or sliding-window cache",
+    "quantized": "keys and values in 8 bits",
     "pages": "a cache in pages",
 }
 
@@ -77,6 +78,7 @@ class Implementation(NamedTuple):
   # Another kernel for the same, which runs wherever it honours everything in linear memory.
   preferred: "Implementation | None" = None
   spreads_sequence: bool = False  # over `OperationMetadata.sequence_axis_name`
+  shards_keys: bool = False  # whether mesh axes may shard the key sequence
 
   @property
   def name(self) -> str:
@@ -146,10 +148,11 @@ def _sdpa_limits(request: Request) -> str | None:
   return None
 
 
-_EVERYTHING = frozenset(FEATURES) - {"vmem_limit_bytes", "cache", "pages"}
+_EVERYTHING = frozenset(FEATURES) - {"vmem_limit_bytes", "quantized", "pages"}
 _BLOCKWISE = _EVERYTHING - {"weights"}
 _TPU = _BLOCKWISE - {"float16", "float64", "softmax_dtype", "mask_operands"} | {"vmem_limit_bytes"}
 _VANILLA = _EVERYTHING - {"block_sizes", "optimized"}
+_DECODE = _BLOCKWISE - {"bias", "dropout"} | {"quantized"}
 _SDPA = frozenset({"gqa", "float16", "causal", "window", "chunk", "segments",
                    "positions", "mask", "mask_operands", "bias", "lse"})
 _CUDNN = frozenset({"gqa", "float16", "causal", "window", "positions", "mask", "mask_operands",
@@ -164,8 +167,9 @@ _cudnn = Implementation(sdpa.cudnn, _CUDNN, LINEAR_BANDED, _cudnn_limits)
 _HOPPER = _BLOCKWISE - {"float64", "softmax_dtype", "mask_operands", "precision"}
 _hopper = Implementation(flash.gpu, _HOPPER, LINEAR, _hopper_limits)
 _ring, _ring_tpu, _ring_hopper = (
-    kernel._replace(run=run, spreads_sequence=True)
+    kernel._replace(run=run, features=kernel.features - {"cache"}, spreads_sequence=True)
     for kernel, run in ((_xla, ring.xla), (_tpu, ring.tpu), (_hopper, ring.gpu)))
+_decode = Implementation(decode.xla, _DECODE, LINEAR, shards_keys=True)
 _gpu = _xla._replace(preferred=_cudnn._replace(limits=_cudnn_gradient_limits))
 
 _PAGED = frozenset({"gqa", "value_width", "float16", "float64", "causal", "window", "sinks",
@@ -222,22 +226,23 @@ TABLE = {
     ("ring", "gpu"): _ring,
     ("ring", "gpu 9.0"): _ring_hopper,
     ("ring", "tpu"): _ring_tpu,
+    ("autoregressive_decodeattn", "cpu"): _decode,
+    ("autoregressive_decodeattn", "gpu"): _decode,
+    ("autoregressive_decodeattn", "tpu"): _decode,
 }
 
 # Names without a row, and why.
 _NEEDS_GPU = "it runs on NVIDIA GPUs only: platform 'gpu'"
-_LATER = "it is not part of this version"
 MISSING = {
     "cudnn": _NEEDS_GPU,
     "cuda_flash_attn2": _NEEDS_GPU,
-    "autoregressive_decodeattn": _LATER,
 }
 
 # What `auto` tries, in this order, those first whose memory is linear for the call.
 AUTO = {
-    "cpu": ("flash_attn2", "vanilla"),
-    "gpu": ("flash_attn2", "blockwise", "vanilla"),
-    "tpu": ("flash_attn2", "blockwise", "vanilla"),
+    "cpu": ("flash_attn2", "autoregressive_decodeattn", "vanilla"),
+    "gpu": ("flash_attn2", "blockwise", "autoregressive_decodeattn", "vanilla"),
+    "tpu": ("flash_attn2", "blockwise", "autoregressive_decodeattn", "vanilla"),
 }
 
 

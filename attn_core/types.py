@@ -99,6 +99,8 @@ class Operands(NamedTuple):
   mask: MaskOperands = MaskOperands()
   sinks: Array | None = None  # float [B or 1, H]: a logit per head without a value
   dropout_key: Array | None = None  # uint32 [B or 1, 2]
+  key_scale: Array | None = None  # float32 [B, S, K], of keys in 8 bits; see caches.quantize
+  value_scale: Array | None = None  # float32 [B, S, K]
 
 
 class AttentionSpec(NamedTuple):

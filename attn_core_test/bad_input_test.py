@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import BlockSizes, MaskInfo, OperationMetadata, attention, explain, masks
-from attn_core import blockwise_attn
+from attn_core import CacheMetadata, blockwise_attn
+from attn_core.caches import dense, window
 
 door = sys.modules["attn_core.attention"]  # the package's attribute of that name is the function
 
@@ -36,6 +37,11 @@ LONG = {"key": floats(B, 12, K, D), "value": floats(B, 12, K, D)}  # S = 12, T =
 WIDE = {"value": floats(B, T, K, 24)}
 PACKED = {"query": floats(10, H, D), "key": floats(10, K, D), "value": floats(10, K, D),
           "layout": "thd", "cum_seqlens_q": np.array([0, 4, 10], np.int32)}
+DECODING = {"mode": "__autoregressive__"}
+CACHE = dense.init(B, 12, (K, D), dtype="float32")
+CACHE_8_BITS = dense.init(B, 12, (K, D), dtype="int8")
+RING = {**DECODING, "cache_view": window.init(B, 4, (K, D), dtype="float32")}
+CACHED = {**DECODING, "cache_view": CACHE}
 DROPPED = {"dropout_prob": 0.1, "deterministic": False}
 
 
@@ -305,6 +311,66 @@ VALUES = (
      "bias"),
     ("mask_value_0", {"mask_value": 0}, "mask_value: got 0", "at most"),
     ("mask_value_nan", {"mask_value": float("nan")}, "mask_value: got nan", "at most"),
+    # Caches.
+    ("cache_object", {"cache_view": object(), **DECODING}, "cache_view: got object",
+     "a DenseCache or a WindowCache"),
+    ("cache_arrays", {"cache_view": (floats(B, 12, K, D),) * 2, **DECODING},
+     "cache_view: got tuple", "a DenseCache"),
+    ("cache_training", {"cache_view": CACHE}, "mode: got '__train__' with a cache",
+     "__autoregressive__"),
+    ("cache_packed", {**PACKED, **CACHED}, "layout: got 'thd' with cache_view", "'bthd'"),
+    ("cache_offset", {**CACHED, "query_offset": 3}, "query_offset: got a number and cache_view",
+     "None"),
+    ("cache_positions", {**CACHED, "mask_info": MaskInfo(q_positions=ints(B, T))},
+     "mask_info.q_positions: got an array and a cache", "CacheMetadata"),
+    ("cache_segments", {**CACHED, "mask_info": MaskInfo.from_segments(ints(B, T))},
+     "mask_info.q_segment_ids: got an array and a cache", "None"),
+    ("cache_mask_of_new_tokens", {**CACHED, "mask": np.ones((1, 1, T, T), bool)},
+     r"mask: got bool\[1, 1, 8, 8\]", r"\[2, 4, 8, 12\]"),
+    ("cache_rows", {**CACHED, "cache_view": dense.init(3, 12, (K, D), dtype="float32")},
+     r"key: got float32\[2, 8, 2, 16\]", r"\[3, 8, 2, 16\]"),
+    ("cache_heads", {**CACHED, "cache_view": dense.init(B, 12, (H, D), dtype="float32")},
+     r"key: got float32\[2, 8, 2, 16\]", r"\[2, 8, 4, 16\]"),
+    ("cache_value_width", {**CACHED, **WIDE}, r"value: got float32\[2, 8, 2, 24\]",
+     r"\[2, 8, 2, 16\]"),
+    ("cache_dtype", {**CACHED, "cache_view": dense.init(B, 12, (K, D))},
+     r"key: got bfloat16\[2, 12, 2, 16\]", "query's dtype float32", "compute_dtype"),
+    ("cache_key_only", {**CACHED, "value": None}, "value: got NoneType", "array"),
+    ("cache_lengths_differ", {**CACHED, **LONG}, r"key: got float32\[2, 12, 2, 16\]",
+     r"\[2, 8\] rows and new tokens"),
+    ("cache_overflow", {**CACHED, "cache_view": dense.init(B, 7, (K, D), dtype="float32")},
+     r"tokens in the cache and new ones: got \[0, 0\] and \[8, 8\]", r"rows \[0, 1\]",
+     "at most 7 slots", "larger"),
+    ("cache_lengths", {**CACHED, "cache_metadata": CacheMetadata(np.array([9, 1]))},
+     r"lengths: got \[9, 1\] \(see rows \[0\]\)", "0 to 8"),
+    ("cache_lengths_shape", {**CACHED, "cache_metadata": CacheMetadata(ints(3))},
+     r"lengths: got int32\[3\]", r"int32 \[2\]"),
+    ("cache_starts", {**CACHED, "cache_metadata": CacheMetadata(starts=floats(B))},
+     r"cache_metadata.starts: got float32\[2\]", r"int32 \[2\]"),
+    ("cache_slots_to_append", {**CACHED, "cache_metadata": CacheMetadata(slots=ints(B))},
+     r"cache_metadata.slots: got int32\[2\] in mode '__autoregressive__'", "'__insert__'"),
+    ("cache_no_slots", {**CACHED, "mode": "__insert__"},
+     "cache_metadata.slots: got None in mode '__insert__'", "rows"),
+    ("cache_slots_out_of_range",
+     {**CACHED, "mode": "__insert__", "cache_metadata": CacheMetadata(slots=np.array([0, 2]))},
+     r"slots: got \[0, 2\] \(see rows \[1\]\)", "0 to 1"),
+    ("cache_slots_twice",
+     {**CACHED, "mode": "__insert__", "cache_metadata": CacheMetadata(slots=np.array([1, 1]))},
+     r"slots: got \[1, 1\]", "different rows"),
+    ("cache_read_to_insert",
+     {**CACHED, "mode": "__insert__", "cache_metadata": CacheMetadata(slots=np.array([1, 0])),
+      "key": None, "value": None}, "key and value: got None in mode '__insert__'", "requests"),
+    ("cache_read_with_lengths", {**CACHED, "cache_metadata": CacheMetadata(ints(B)), "key": None,
+                                 "value": None}, "cache_metadata.lengths: got numbers", "None"),
+    ("ring_without_window", RING, "sliding_window: got no bound to the left", "at most 3 tokens"),
+    ("ring_window_too_wide", {**RING, "sliding_window": (4, 0)}, "sliding_window: got 4 to the",
+     "at most 3 tokens", "keeps 4"),
+    ("ring_read_too_many", {**RING, "sliding_window": (3, 0), "key": None, "value": None},
+     "query: got 8 tokens with a window of 3", "4 slots"),
+    ("cache_metadata", {"cache_metadata": CacheMetadata()},
+     "cache_metadata: got CacheMetadata without cache_view", "cache_view as well"),
+    ("cache_metadata_dict", {**CACHED, "cache_metadata": {}}, "cache_metadata: got dict",
+     "a CacheMetadata or None"),
     # How fast, and what is returned.
     ("block_sizes_pair", {"block_sizes": (128, 128)}, r"block_sizes: got \(128, 128\)",
      "a BlockSizes or None"),
@@ -331,9 +397,10 @@ def sdpa(**changes):
 REFUSED = (
     ("vmem_limit", {"vmem_limit_bytes": 2**20}, "platform 'cpu'", "vmem_limit_bytes=1048576",
      "no mechanism here can"),
-    ("cache_view", {"cache_view": object()}, "cache_view or cache_metadata", "not supported"),
-    ("cache_metadata", {"cache_metadata": object(), "mechanism": "vanilla"}, "'vanilla'",
-     "cache_view or cache_metadata"),
+    ("cache_view", {"cache_view": CACHE, **DECODING, "mechanism": "sdpa"}, "'sdpa'",
+     "cache_view or cache_metadata", "'autoregressive_decodeattn'"),
+    ("cache_8_bits", {"cache_view": CACHE_8_BITS, **DECODING, "mechanism": "vanilla"}, "'vanilla'",
+     "a cache of dtype int8", "mechanism='autoregressive_decodeattn' can"),
     ("cudnn", {"mechanism": "cudnn"}, "'cudnn' on platform 'cpu'", "NVIDIA GPUs", "platform 'gpu'",
      "'flash_attn2'"),
     ("cuda_flash", {"mechanism": "cuda_flash_attn2"}, "'cuda_flash_attn2' on platform 'cpu'",
@@ -367,11 +434,10 @@ REFUSED = (
      "logits_soft_cap=30.0"),
     ("sdpa_lse_bfloat16", sdpa(compute_dtype=jnp.bfloat16, return_lse=True), "return_lse",
      "bfloat16"),
-) + tuple((name, {"mechanism": name}, f"'{name}'", "not part of this version") for name in (
-    "autoregressive_decodeattn",)) + tuple(
-        (name, {"mechanism": name}, f"'{name}'", f"no cache_view in pages: it reads a {cache}")
-        for name, cache in (("page_attention", "PagesV1"), ("ragged_page_attention_v2", "PagesV2"),
-                            ("ragged_page_attention_v3", "PagesV3")))
+) + tuple(
+    (name, {"mechanism": name}, f"'{name}'", f"no cache_view in pages: it reads a {cache}")
+    for name, cache in (("page_attention", "PagesV1"), ("ragged_page_attention_v2", "PagesV2"),
+                        ("ragged_page_attention_v3", "PagesV3")))
 
 
 class BadInputTest(parameterized.TestCase):

@@ -118,7 +118,7 @@ class TableTest(parameterized.TestCase):
 
   @parameterized.parameters(("cpu", "flash_attn2"), ("tpu", "blockwise"))
   def test_auto_is_linear_unless_weights_are_asked_for(self, platform, chosen):
-    everything = set(table.FEATURES) - {"vmem_limit_bytes", "cache", "pages", "weights"}
+    everything = set(table.FEATURES) - {"vmem_limit_bytes", "quantized", "pages", "weights"}
     self.assertEqual(table.choose("auto", platform, request(*everything)), chosen)
     self.assertEqual(table.choose("auto", platform, request("segments", "bias")), "flash_attn2")
     self.assertEqual(table.choose("auto", platform, request("weights")), "vanilla")
@@ -129,7 +129,7 @@ class TableTest(parameterized.TestCase):
 
   def test_nobody_can(self):
     with self.assertRaisesRegex(NotImplementedError, "no mechanism here can"):
-      table.choose("auto", "cpu", request("cache"))
+      table.choose("auto", "cpu", request("quantized", "bias"))
 
   def test_splash_is_blocksparse(self):
     self.assertIs(AttentionMechanism.SPLASH, AttentionMechanism.BLOCKSPARSE)

@@ -33,7 +33,7 @@ def start(shape, width: int, dtype) -> Running:
 
 
 def update(running: Running | None, logits, weigh, *, exp=jnp.exp, rounded=lambda weights: weights,
-           above=lambda highest: highest, axis: int = -1) -> Running:
+           above=lambda highest: highest, axis: int = -1, fold=None) -> Running:
   """Folds in one block of keys.
 
   Args:
@@ -44,14 +44,17 @@ def update(running: Running | None, logits, weigh, *, exp=jnp.exp, rounded=lambd
     rounded: what `weigh` is given and `total` sums.
     above: what to call the highest instead: something at or above it.
     axis: that of the keys; where it is 0, all arrays are transposed: [C, R], [1, R], [E, R].
+    fold: fold(combine, x) reduces x over the keys, and keeps the axis; None: JAX's own reductions.
   """
-  highest = above(logits.max(axis, keepdims=True))
+  if fold is None:
+    fold = lambda combine, x: (x.max if combine is jnp.maximum else x.sum)(axis, keepdims=True)
+  highest = above(fold(jnp.maximum, logits))
   if running is not None:
     highest = jnp.maximum(running.highest, highest)
   # While a row has seen nothing, its highest is -inf, and -inf - -inf would be NaN.
   reference = jnp.where(highest == -jnp.inf, 0, highest)
   weights = rounded(exp(logits - reference))
-  total = weights.astype(highest.dtype).sum(axis, keepdims=True)
+  total = fold(jnp.add, weights.astype(highest.dtype))
   if running is None:
     return Running(highest, total, weigh(weights))
   shrink = exp(running.highest - reference)

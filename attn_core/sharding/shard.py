@@ -1,9 +1,9 @@
 """The one place where attention meets a mesh: batch and heads over its axes, by `jax.shard_map`.
 
 Rows of the batch and heads are independent: nothing communicates, but for a mechanism that spreads
-the sequence too (`Placement.sequence`). A mesh axis that shards nothing replicates the work. When
-the axes of the heads do not divide the key heads, every device holds all key heads and picks those
-of its own query heads.
+the sequence too (`Placement.sequence`), or merges what it gets from parts of the keys
+(`Placement.keys`). A mesh axis that shards nothing replicates the work. When the axes of the heads
+do not divide the key heads, every device holds all key heads and picks those of its own query heads.
 
 Letters: B batch, T query length, S key length, H query heads, K key heads, D and E widths.
 """
@@ -31,10 +31,11 @@ class Placement(NamedTuple):
   key_heads: tuple[str, ...]  # either `heads`, or () for replicated
   drops: tuple[partition.Drop, ...]  # axes that were asked for and shard nothing
   sequence: Sequence | None = None  # None: every device has all of it
+  keys: tuple[str, ...] = ()  # of the key sequence; queries are whole then
 
   @property
   def length(self):
-    """The entry of a spec for queries, and for keys."""
+    """The entry of a spec for queries, and for keys unless `keys` has them."""
     return None if self.sequence is None else self.sequence.axes
 
 
@@ -44,7 +45,8 @@ def mesh_in_force(mesh):
   return context if context.manual_axes else mesh
 
 
-def place(rules, mesh, query_shape, key_shape, reserved=()) -> Placement | None:
+def place(rules, mesh, query_shape, key_shape, reserved=(), *,
+          shard_keys=False) -> Placement | None:
   """Fits the rules to a mesh and to shapes.
 
   Args:
@@ -53,6 +55,7 @@ def place(rules, mesh, query_shape, key_shape, reserved=()) -> Placement | None:
     query_shape: (B, T, H, D).
     key_shape: (B, S, K, D).
     reserved: mesh axes for the sequence, which then shard neither batch nor heads.
+    shard_keys: whether the mechanism merges what it gets from parts of the keys.
 
   Returns:
     The placement, without a sequence; None where there is nothing to spread over.
@@ -69,15 +72,18 @@ def place(rules, mesh, query_shape, key_shape, reserved=()) -> Placement | None:
     return [tuple(axis for axis in axes if axis not in reserved) for axes in names]
   query, key = map(entries, (rules.query, rules.key))
   of_query = partition.fit(P(query[0], None, query[2]), query_shape[:3], mesh, "query")
-  of_key = partition.fit(P(query[0], None, key[2]), key_shape[:3], mesh, "key")
+  of_key = partition.fit(P(query[0], key[1] if shard_keys else None, key[2]), key_shape[:3], mesh,
+                         "key")
   drops = of_query.drops + of_key.drops + tuple(
       partition.Drop(name, 1, axis, "this mechanism keeps sequences whole; `ring` shards them")
-      for name, spec in (("query", query), ("key", key))
+      for name, spec in (("query", query), ("key", key)) if not (shard_keys and name == "key")
       for axis in spec[1] if mesh.shape.get(axis, 1) > 1)
   batch, _, heads = (partition.axis_names(x, "query") for x in of_query.spec)
   key_heads = partition.axis_names(of_key.spec[2], "key")
   return Placement(mesh, batch, heads, key_heads if key_heads == heads else (),
-                   tuple(dict.fromkeys(drop for drop in drops if mesh.shape.get(drop.axis, 1) > 1)))
+                   tuple(dict.fromkeys(drop for drop in drops if mesh.shape.get(drop.axis, 1) > 1)),
+                   keys=tuple(axis for axis in partition.axis_names(of_key.spec[1], "key")
+                              if mesh.shape[axis] > 1))
 
 
 def sharded(local: Callable[[Operands], AttentionOutput], call: Call) -> AttentionOutput:
@@ -128,12 +134,14 @@ def _specs(call: Call) -> Operands:
   """The spec of every operand; dimensions of size 1 are replicated."""
   placement, operands = call.placement, call.operands
   batch, heads, length = placement.batch or None, placement.heads or None, placement.length
+  columns = placement.keys or None
   def rows(x, *rest):
     return P(batch if x.shape[0] > 1 else None, *rest)
   def rows_and_heads(x):
     return rows(x, heads if x.shape[1] > 1 else None)
   def per_pair(x):
-    return P(*rows_and_heads(x), length if x.shape[2] > 1 else None)
+    return P(*rows_and_heads(x), length if x.shape[2] > 1 else None,
+             columns if x.shape[3] > 1 else None)
   def of_mask(x, role):
     if role == algebra.WHOLE:
       return P()
@@ -141,7 +149,8 @@ def _specs(call: Call) -> Operands:
       return per_pair(x)
     return rows(x, length) if role in (algebra.QUERY, algebra.KEY) else rows(x)
   whole = lambda x: None if x is None else rows(x)
-  keys = P(batch, length, placement.key_heads or None)
+  keys = P(batch, columns or length, placement.key_heads or None)
+  scale = lambda x: None if x is None else keys
   roles = algebra.structure_roles(call.spec.mask)
   mask = operands.mask
   return Operands(
@@ -150,7 +159,8 @@ def _specs(call: Call) -> Operands:
       mask=MaskOperands(tuple(map(of_mask, mask.arrays, roles)),
                         whole(mask.batch_index), whole(mask.head_offset)),
       sinks=None if operands.sinks is None else rows_and_heads(operands.sinks),
-      dropout_key=whole(operands.dropout_key))
+      dropout_key=whole(operands.dropout_key),
+      key_scale=scale(operands.key_scale), value_scale=scale(operands.value_scale))
 
 
 def _localise(part: Operands, placement: Placement, group: int) -> Operands:
@@ -165,8 +175,9 @@ def _localise(part: Operands, placement: Placement, group: int) -> Operands:
   # Runs of `shared` query heads use one key head, on every device alike.
   shared = math.gcd(heads, group)
   needed = (first_head + shared * jnp.arange(heads // shared, dtype=jnp.int32)) // group
-  return part._replace(key=jnp.take(part.key, needed, axis=2),
-                       value=jnp.take(part.value, needed, axis=2))
+  take = lambda x: None if x is None else jnp.take(x, needed, axis=2)
+  return part._replace(**{name: take(getattr(part, name)) for name in (
+      "key", "value", "key_scale", "value_scale")})
 
 
 def _index(axes: tuple[str, ...]):

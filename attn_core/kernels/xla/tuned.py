@@ -15,6 +15,7 @@ STEP_SCORES = 2**20
 STEP_SCORES_BACKWARD = 2**19
 MOST_HEADS = 8
 SHORT = 2048  # tokens
+DECODE_ELEMENTS = 2**19  # of a block of keys in decoding
 
 
 def choose(shape, requested: BlockSizes, mask: algebra.Mask, *, backward: bool):
@@ -43,6 +44,11 @@ def choose(shape, requested: BlockSizes, mask: algebra.Mask, *, backward: bool):
     rows = STEP_SCORES // (heads * block_kv)
     block_q = min(queries, max(block_q, _even(queries, min(rows // group, 1024))))
   return Sizes(queries, keys, block_q, block_kv), heads
+
+
+def decode_block(keys: int, elements: int) -> int:
+  """Keys of a block in decoding, a power of two, for so many `elements` of all heads in a key."""
+  return 1 << max(0, min(keys, max(64, DECODE_ELEMENTS // elements)).bit_length() - 1)
 
 
 def _even(length: int, block: int) -> int:

@@ -1,0 +1,60 @@
+"""autoregressive_decodeattn: a few queries a row against many keys, which may be sharded.
+
+Where mesh axes shard the keys, every device attends to its own ones, and the results are merged:
+
+  lse = log(sum over devices of exp(lse_i)),   out = sum over devices of out_i * exp(lse_i - lse)
+"""
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from attn_core import derivatives
+from attn_core.kernels import softmax
+from attn_core.kernels.xla import decode
+from attn_core.masks import algebra, dense_mask
+from attn_core.sharding import shard
+from attn_core.types import AttentionOutput, Call, MaskOperands
+
+
+def xla(call: Call) -> AttentionOutput:
+  """Decoding in plain XLA, on every platform."""
+  axes = call.placement.keys if call.placement else ()
+  if axes:
+    call = _with_written_mask(call)
+
+  def local(operands):
+    if axes and operands.sinks is not None:  # they count once
+      operands = operands._replace(sinks=jnp.where(
+          lax.axis_index(axes) == 0, operands.sinks, -jnp.inf))
+    out, lse = derivatives.attend(decode.KERNEL, operands, call.spec, call.block_sizes)
+    if axes:
+      out, lse = _merge(out, lse, axes)
+    if not call.spec.normalize_output:
+      out = softmax.numerator(out, lse)
+    return AttentionOutput(out, lse=lse if call.return_lse else None)
+
+  return shard.sharded(local, call)
+
+
+def _with_written_mask(call: Call) -> Call:
+  """The mask as one boolean array, to be cut like the keys, beside which it is small."""
+  query, key = call.operands.query, call.operands.key
+  shape = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
+  seen = dense_mask.visible(call.spec.mask, call.operands.mask, shape)
+  seen = jnp.broadcast_to(seen, (*seen.shape[:2], *shape[2:]))
+  arrays, structure = jax.tree.flatten(algebra.dense(seen))
+  return call._replace(spec=call.spec._replace(mask=structure), operands=call.operands._replace(
+      mask=MaskOperands(tuple(arrays))))
+
+
+def _merge(out, lse, axes):
+  """The whole out [B, T, H, E] and lse [B, H, T] of every device's part."""
+  highest = lax.stop_gradient(lse)
+  highest = lax.pmax(jnp.where(highest == -jnp.inf, jnp.finfo(lse.dtype).min, highest), axes)
+  weight = jnp.exp(lse - highest)
+  total = lax.psum(weight, axes)
+  share = weight / jnp.where(total == 0, 1, total)
+  merged = lax.psum(out * share.transpose(0, 2, 1)[..., None], axes)
+  return merged.astype(out.dtype), jnp.where(
+      total == 0, -jnp.inf, highest + jnp.log(jnp.where(total == 0, 1, total)))

@@ -1,0 +1,383 @@
+"""autoregressive_decodeattn: a few queries against a dense cache, held to the float64 definition.
+
+Letters: B batch, T queries, S slots, H query heads, K key heads, D and E widths.
+"""
+
+import collections
+import functools
+import inspect
+import re
+from typing import NamedTuple
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+import numpy as np
+
+from attn_core import (BlockSizes, OperationMetadata, arguments, attention,
+                       autoregressive_decodeattn, create_mesh, explain)
+from attn_core.caches import dense, quantize
+from attn_core.kernels.xla import decode
+from attn_core.masks import algebra
+from attn_core.references import oracle
+from attn_core.types import AttentionSpec, MaskOperands, Operands
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_enable_x64", True)
+
+MODE = {"mode": "__autoregressive__", "mechanism": "autoregressive_decodeattn"}
+
+
+class Case(NamedTuple):
+  """One decode call; lengths after the queries' own tokens."""
+
+  lengths: tuple[int, ...]
+  T: int = 1
+  S: int = 37
+  H: int = 4
+  K: int = 2
+  D: int = 32
+  E: int = 32
+  starts: tuple[int, ...] | None = None
+  sliding_window: tuple | None = None
+  logits_soft_cap: float | None = None
+  sinks: bool = False
+  block: int | None = 8
+
+  @property
+  def arguments(self) -> dict:
+    return dict(sliding_window=self.sliding_window, logits_soft_cap=self.logits_soft_cap,
+                block_sizes=BlockSizes(block_kv=self.block), **MODE)
+
+
+CASES = {
+    "one_query": Case((37, 1, 16)),
+    "rows_shorter_than_the_queries": Case((0, 1, 2), T=3),
+    "window": Case((37, 5, 24), T=3, sliding_window=(9, 0)),
+    "soft_cap_and_sinks": Case((37, 0, 9), logits_soft_cap=1.5, sinks=True),
+    "starts": Case((37, 20, 9), starts=(30, 0, 9)),
+    "one_head": Case((37, 12), T=3, H=1, K=1),
+    "all_query_heads_share_a_key_head": Case((37, 12), T=2, H=8, K=1, D=16, E=48),
+    "every_query_head_has_its_own": Case((37, 12), H=4, K=4, D=5, E=3),
+    "many_rows": Case((37, 20), T=9, H=8),
+    "one_block": Case((37, 20), T=2, block=None),
+    "blocks_of_one_key": Case((5, 3), S=5, block=1),
+    "one_slot": Case((1, 0), S=1, block=None),
+}
+
+
+def arrays(case: Case, dtype, seed=0):
+  """query, the cache's key and value, sinks."""
+  rng = np.random.default_rng(seed)
+  array = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
+  batch = len(case.lengths)
+  found = {"query": array(batch, case.T, case.H, case.D),
+           "key": array(batch, case.S, case.K, case.D),
+           "value": array(batch, case.S, case.K, case.E)}
+  return {**found, "softmax_aux": array(case.H)} if case.sinks else found
+
+
+def cache_of(case: Case, key, value, **scales) -> dense.DenseCache:
+  rows = len(case.lengths)
+  return dense.DenseCache(key, value, jnp.array(case.starts or [0] * rows, jnp.int32),
+                          jnp.array(case.lengths, jnp.int32), jnp.zeros(rows, bool), **scales)
+
+
+def decoded(case: Case, operands, **more):
+  """(out, lse) of the queries, which are the rows' last tokens."""
+  rest = {name: operands[name] for name in ("softmax_aux",) if name in operands}
+  output = attention(operands["query"], None, None, return_lse=True, **case.arguments, **rest,
+                     cache_view=cache_of(case, operands["key"], operands["value"]), **more)
+  return output.attention_outputs, output.lse
+
+
+@functools.cache  # one object, which jax.jit compiles once
+def compiled(case: Case):
+  return jax.jit(functools.partial(decoded, case))
+
+
+def defined(case: Case, operands):
+  """The same by the definition, from loops over numbers."""
+  starts = case.starts or (0,) * len(case.lengths)
+  left = np.inf if case.sliding_window is None else case.sliding_window[0]
+  seen = np.array([[[start <= s <= length - case.T + t and s >= length - case.T + t - left
+                     and length - case.T + t >= start for s in range(case.S)]
+                    for t in range(case.T)] for start, length in zip(starts, case.lengths)])
+  leaves, structure = jax.tree.flatten(algebra.dense(seen[:, None]))
+  spec = AttentionSpec(structure, case.D**-0.5, case.logits_soft_cap)
+  sinks = operands["softmax_aux"][None] if case.sinks else None
+  out, _, lse, _ = oracle.attention(
+      Operands(operands["query"], operands["key"], operands["value"], None,
+               MaskOperands(tuple(map(jnp.asarray, leaves))), sinks), spec)
+  return out, lse
+
+
+def with_gradients(run, case):
+  """A jitted function of the operands -> (value and gradients) of a loss that reads everything."""
+  def loss(operands):
+    out, lse = run(case, operands)
+    return jnp.sin(out).sum() + (jnp.where(jnp.isfinite(lse), lse, 0)**2).sum(), (out, lse)
+  return jax.jit(jax.value_and_grad(loss, has_aux=True))
+
+
+def close(got, want, tolerance):
+  for (path, x), y in zip(jax.tree_util.tree_flatten_with_path(got)[0], jax.tree.leaves(want),
+                          strict=True):
+    np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance,
+                               err_msg=jax.tree_util.keystr(path))
+
+
+class OracleTest(parameterized.TestCase):
+
+  @parameterized.named_parameters(*[(name, name) for name in CASES])
+  def test_value_lse_and_gradients(self, name):
+    case = CASES[name]
+    operands = arrays(case, jnp.float64)
+    close(with_gradients(decoded, case)(operands), with_gradients(defined, case)(operands), 1e-10)
+
+  @parameterized.parameters("window", "many_rows", "every_query_head_has_its_own")
+  def test_float32(self, name):
+    case = CASES[name]
+    operands = arrays(case, jnp.float32)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float64), operands)
+    close(compiled(case)(operands), defined(case, wide), 2e-5)
+
+  def test_bfloat16(self):
+    dtype, case = "bfloat16", CASES["window"]
+    operands = arrays(case, dtype)
+    out, lse = decoded(case, operands)
+    want, want_lse = defined(case, jax.tree.map(lambda x: x.astype(jnp.float64), operands))
+    self.assertEqual((out.dtype, lse.dtype), (dtype, jnp.float32))
+    # Only the output is rounded: products and sums are those of float32.
+    np.testing.assert_allclose(out.astype(jnp.float64), want, rtol=2**-8, atol=1e-5)
+    np.testing.assert_allclose(lse, want_lse, atol=1e-5)
+
+  @parameterized.parameters(("window", "int8"), ("many_rows", "float8_e4m3fn"),
+                            ("every_query_head_has_its_own", "float8_e4m3fn"))
+  def test_8_bits_equal_what_they_stand_for(self, name, dtype):
+    """The values and the query's gradient are those of the dequantised cache."""
+    case = CASES[name]
+    operands = arrays(case, jnp.float32)
+    stored, wide = {}, {"query": operands["query"].astype(jnp.float64)}
+    for field in ("key", "value"):
+      stored[field], stored[f"{field}_scale"] = quantize.quantize(operands[field], dtype)
+      wide[field] = quantize.dequantize(stored[field], stored[f"{field}_scale"], jnp.float64)
+    def run(case, operands):
+      output = attention(operands["query"], None, None, cache_view=cache_of(case, **stored),
+                         return_lse=True, **case.arguments)
+      return output.attention_outputs, output.lse
+    got = with_gradients(run, case)({"query": operands["query"]})
+    want = with_gradients(lambda case, x: defined(case, {**wide, **x}), case)(
+        {"query": wide["query"]})
+    close(got, want, 3e-5)
+
+
+BIG = Case((300, 299, 0, 1, 128, 257), S=300, block=None)
+
+
+class RowsTest(parameterized.TestCase):
+
+  @parameterized.parameters((None, 1, "float32"), (64, 3, "float32"), (64, 1, "bfloat16"))
+  def test_a_row_has_the_same_bits_in_every_batch(self, block, T, dtype):
+    case = BIG._replace(block=block, T=T, lengths=(300, 299, 3, 7, 128, 257), D=128, E=64)
+    operands = arrays(case, dtype)
+    whole = compiled(case)(operands)
+    order = np.array([4, 0, 5, 2, 1, 3])
+    moved = case._replace(lengths=tuple(np.array(case.lengths)[order].tolist()))
+    shuffled = compiled(moved)({name: x[order] for name, x in operands.items()})
+    for x, y in zip(whole, shuffled):
+      np.testing.assert_array_equal(np.asarray(x)[order], y)
+    for row in (0, 3):
+      alone = case._replace(lengths=case.lengths[row:row + 1])
+      one = compiled(alone)({name: x[row:row + 1] for name, x in operands.items()})
+      for x, y in zip(whole, one):
+        np.testing.assert_array_equal(np.asarray(x)[row:row + 1], y)
+
+  def test_only_live_blocks_are_visited(self):
+    case = BIG._replace(block=32, sliding_window=(40, 0), starts=(0, 0, 0, 0, 100, 0))
+    visits = _visits(case, arrays(case, jnp.float32))
+    # Of 32 keys each: keys 259..299, 258..298, none, 0, 100..127 and 216..256.
+    np.testing.assert_array_equal(visits.num_visited[:, 0, 0], [2, 2, 0, 1, 1, 3])
+
+  def test_what_is_not_seen_does_not_matter(self):
+    """NaN and infinities past the lengths, before the starts and outside the window."""
+    case = CASES["window"]._replace(starts=(0, 3, 0))
+    operands = arrays(case, jnp.float32)
+    slot = np.arange(case.S)
+    first = np.maximum(np.array(case.starts), np.array(case.lengths) - case.T - 9)
+    seen = (slot < np.array(case.lengths)[:, None]) & (slot >= first[:, None])
+    run = with_gradients(decoded, case)
+    want = run(operands)
+    for number in (np.nan, np.inf, -np.inf):
+      spoil = lambda x: jnp.where(seen[..., None, None], x, number)
+      got = run({**operands, "key": spoil(operands["key"]), "value": spoil(operands["value"])})
+      jax.tree.map(np.testing.assert_array_equal, got, want)
+    for name in ("key", "value"):
+      np.testing.assert_array_equal(np.asarray(want[1][name])[~seen], 0)
+
+  @parameterized.product(array=("key", "value"), number=(np.nan, np.inf, -np.inf),
+                         masked=(False, True))
+  def test_what_is_seen_and_not_finite_makes_nan(self, array, number, masked):
+    case = CASES["one_query"]
+    slot = 16 if masked else 2  # of a partial block of row 2 at the end, or of a full one
+    case = case._replace(lengths=(37, 1, 17))
+    operands = arrays(case, jnp.float32)
+    operands[array] = operands[array].at[2, slot, 1, 3].set(number)
+    out, lse = compiled(case)(operands)
+    want = np.zeros((3, case.H), bool)
+    want[2, 2:] = True  # the query heads of that key head
+    np.testing.assert_array_equal(np.isnan(out).any((1, 3)), want)
+    np.testing.assert_array_equal(np.isnan(out).all((1, 3)), want)
+    np.testing.assert_array_equal(np.isnan(lse)[..., 0], want)
+
+  def test_huge_logits(self):
+    case = CASES["window"]
+    operands = arrays(case, jnp.float32)
+    operands["query"] *= 1e4
+    operands["key"] *= 1e4
+    out, lse = decoded(case, operands)
+    want, want_lse = defined(case, jax.tree.map(lambda x: x.astype(jnp.float64), operands))
+    np.testing.assert_allclose(out, want, atol=1e-5)
+    # What is rounded are products as large as the largest logits.
+    np.testing.assert_allclose(lse, want_lse, atol=1e-6 * np.abs(want_lse).max())
+
+  def test_one_head_and_one_query_stay_causal(self):
+    case = CASES["one_head"]._replace(T=1)
+    operands = arrays(case, jnp.float32)
+    out = attention(operands["query"], operands["key"], operands["value"], query_offset=4,
+                    mechanism="autoregressive_decodeattn").attention_outputs
+    late = {name: operands[name].at[:, 5:].set(7.0) for name in ("key", "value")}
+    again = autoregressive_decodeattn(operands["query"], **late, query_offset=4).attention_outputs
+    np.testing.assert_array_equal(out, again)
+
+  def test_no_copy_of_the_cache_is_made(self):
+    case = Case((4096, 1), S=4096, H=2, K=1, D=64, E=64, block=128)
+    for dtype in ("float32", "int8", "float8_e4m3fn"):
+      cache = dense.init(2, case.S, (1, 64), dtype=dtype)
+      run = jax.jit(lambda cache, query: attention(
+          query, None, None, cache_view=cache, **case.arguments).attention_outputs)
+      memory = run.lower(cache, jnp.ones((2, 1, 2, 64), jnp.float32)).compile().memory_analysis()
+      cached = cache.key.nbytes + cache.value.nbytes
+      # A CPU copies the bits of float8; nothing is ever dequantised as a whole.
+      most = 1.25 if dtype == "float8_e4m3fn" else 0.25
+      self.assertLess(memory.temp_size_in_bytes, most * cached, dtype)
+
+
+def _visits(case, operands):
+  """The blocks that a call's mask makes the kernel visit."""
+  bound = inspect.signature(attention).bind(
+      operands["query"], None, None, **case.arguments,
+      cache_view=cache_of(case, operands["key"], operands["value"]))
+  bound.apply_defaults()
+  call = arguments.normalise(
+      collections.namedtuple("Arguments", bound.arguments)(**bound.arguments)).call
+  return decode._cut(call.operands, call.spec, call.block_sizes).visits
+
+
+class TransformationsTest(parameterized.TestCase):
+
+  def test_jit_changes_nothing(self):
+    case = CASES["soft_cap_and_sinks"]
+    operands = arrays(case, jnp.float32)
+    close(decoded(case, operands), compiled(case)(operands), 1e-6)
+
+  def test_vmap_over_layers_equals_a_loop(self):
+    case = CASES["window"]
+    layers = [arrays(case, jnp.float32, seed) for seed in range(3)]
+    run = with_gradients(decoded, case)
+    got = jax.vmap(run)(jax.tree.map(lambda *x: jnp.stack(x), *layers))
+    for i, layer in enumerate(layers):
+      close(jax.tree.map(lambda x: x[i], got), run(layer), 1e-5)
+
+  def test_a_scan_that_decodes_equals_the_whole(self):
+    """The cache as the carry of a scan, from empty to full, token by token."""
+    case = Case((12, 12), T=12, S=12, D=16, E=8)
+    operands = arrays(case, jnp.float32)
+    want = attention(**operands, mechanism="vanilla").attention_outputs
+    def token(cache, t):
+      now = [jax.lax.dynamic_slice_in_dim(operands[name], t, 1, 1)
+             for name in ("query", "key", "value")]
+      output = attention(*now, cache_view=cache, **MODE)
+      return output.cache_view, output.attention_outputs[:, 0]
+    cache = dense.init(2, 12, (case.K, case.D, case.E), dtype="float32")
+    cache, got = jax.jit(lambda cache: jax.lax.scan(token, cache, jnp.arange(12)))(cache)
+    np.testing.assert_allclose(got.swapaxes(0, 1), want, atol=2e-6)
+    np.testing.assert_array_equal(cache.key, operands["key"])
+
+  def test_new_keys_and_values_have_gradients_through_the_cache(self):
+    case = Case((5, 2), T=2, S=9, D=16, E=16)
+    operands = arrays(case, jnp.float64)
+    before = np.array(case.lengths) - case.T
+    new = {name: jnp.stack([x[b, n:n + 2] for b, n in enumerate(before)])
+           for name, x in operands.items() if name in ("key", "value")}
+    def by_step(query, new):
+      cache = cache_of(case._replace(lengths=tuple(before.tolist())), operands["key"],
+                       operands["value"])
+      return jnp.sin(attention(query, **new, cache_view=cache, **MODE).attention_outputs).sum()
+    def by_definition(query, new):
+      whole = {name: jax.vmap(lambda row, x, n: jax.lax.dynamic_update_slice_in_dim(
+          row, x, n, 0))(operands[name], new[name], before) for name in new}
+      return jnp.sin(defined(case, {"query": query, **whole})[0]).sum()
+    got, want = (jax.jit(jax.grad(f, (0, 1)))(operands["query"], new)
+                 for f in (by_step, by_definition))
+    close(got, want, 1e-10)
+
+
+SHARDED = Case((0, 1, 7, 16), T=3, S=16, H=4, K=2, sliding_window=(9, 0), logits_soft_cap=3.0,
+               sinks=True, block=None)
+
+
+class ShardedTest(parameterized.TestCase):
+
+  @parameterized.named_parameters(
+      ("keys", (1, 1, 1, 1, 8)), ("rows_and_keys", (2, 1, 1, 1, 4)),
+      ("everything", (1, 2, 1, 2, 2)), ("shared_key_heads", (1, 1, 1, 4, 2)))
+  def test_equals_one_device(self, dims):
+    operands = arrays(SHARDED, jnp.float32)
+    metadata = OperationMetadata(mesh=create_mesh(dims))
+    run = functools.partial(decoded, metadata=metadata)
+    close(with_gradients(run, SHARDED)(operands), with_gradients(decoded, SHARDED)(operands), 3e-5)
+
+  def test_nan_is_seen_across_devices(self):
+    operands = arrays(SHARDED, jnp.float32)
+    operands["key"] = operands["key"].at[3, 15].set(jnp.nan).at[2, 9].set(jnp.nan)
+    metadata = OperationMetadata(mesh=create_mesh((1, 1, 1, 1, 8)))
+    out, lse = jax.jit(functools.partial(decoded, SHARDED, metadata=metadata))(operands)
+    want = np.zeros((4, 3), bool)
+    want[3, 2] = True  # the last query alone sees slot 15; nobody sees slot 9 of row 2
+    np.testing.assert_array_equal(np.isnan(out).all((2, 3)), want)
+    np.testing.assert_array_equal(np.isnan(lse).all(1), want)
+
+  @parameterized.parameters("float32", "int8")
+  def test_a_step_sends_results_only(self, dtype):
+    """The new tokens are written where their slots are; no keys or values travel."""
+    mesh = create_mesh((1, 1, 1, 1, 8))
+    metadata = OperationMetadata(mesh=mesh)
+    def like(x):
+      spec = P(None, "sp") if x.ndim > 1 else P()
+      return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+    cache = jax.tree.map(like, dense.init(4, 64, (2, 16), dtype=dtype))
+    new = [jax.ShapeDtypeStruct((4, 1, heads, 16), jnp.float32, sharding=NamedSharding(mesh, P()))
+           for heads in (4, 2, 2)]
+    run = lambda cache, *new: attention(*new, cache_view=cache, metadata=metadata, **MODE)
+    compiled = jax.jit(run, donate_argnums=0).lower(cache, *new).compile()
+    text = compiled.as_text()
+    sent = re.findall(r"(all-gather|all-to-all|all-reduce|collective-permute|reduce-scatter)"
+                      r"(?:-start)?\(", text)
+    self.assertEqual(set(sent), {"all-reduce"})
+    largest = max(np.prod([int(n) for n in re.search(r"\[([\d,]*)\]", line)[1].split(",")])
+                  for line in text.splitlines() if "all-reduce(" in line)
+    self.assertEqual(largest, 4 * 4 * 16)  # the output of the call
+    self.assertIn("input_output_alias={", text)
+
+  def test_explain_says_what_is_not_sharded(self):
+    x = jax.ShapeDtypeStruct((4, 15, 2, 16), jnp.float32)
+    said = explain(x, x, x, mechanism="autoregressive_decodeattn", metadata=OperationMetadata(
+        mesh=create_mesh((1, 1, 1, 1, 8))))
+    self.assertIn("axis 'sp' does not shard dimension 1 of key: sp=8 does not divide", str(said))
+
+
+if __name__ == "__main__":
+  absltest.main()
