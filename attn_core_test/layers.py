@@ -26,8 +26,9 @@ LAYERS = (
     ("arguments",),
     ("attention",),
     ("named",),
+    ("planning",),
     ("benchmarks",),
-    ("__init__", "__main__", "benchmark"),
+    ("__init__", "__main__", "benchmark", "plan"),
 )
 
 HEADER = f"""\
