@@ -20,7 +20,8 @@ from attn_core.types import RING_VARIANTS
 
 DEVICES_ALONG = (8, 64, 512, 4096)
 TOKENS = (2**17, 2**20, 2**22, 2**24)
-HEADER = ("way", "members x group", "GB a link", "TFLOP", "imbalance", "compute ms", "link ms", "ms")
+HEADER = ("way", "members x group", "GB a link", "TFLOP", "imbalance", "compute ms", "link ms",
+          "ms")
 
 
 def report(device_kind: str, shapes: Shapes, mask: masks.Mask, count: int, every: bool) -> str:

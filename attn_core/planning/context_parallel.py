@@ -7,8 +7,8 @@
   all-gather            t = x + c
   heads exchanged       t = x + what the exchanged heads take, U devices at a time
 
-Operations a pair: 2 (D + E) forward and 2 (3 D + 2 E) backward. The peaks are the makers': times are
-lower bounds, for comparison. Not in them: what a kernel loses, latencies, other traffic.
+Operations a pair: 2 (D + E) forward and 2 (3 D + 2 E) backward. The peaks are the makers': times
+are lower bounds, for comparison. Not in them: what a kernel loses, latencies, other traffic.
 
 Letters: B batch rows and H query heads of a device, D and E widths, U devices that exchange heads.
 """

@@ -37,7 +37,7 @@ class Visits(NamedTuple):
   """Blocks that members visit, for a row of the batch and a head; means where these differ."""
 
   members: np.ndarray  # int [m]: whom this is about
-  blocks: np.ndarray  # float [m, sources]: by the member whose keys they are; all in one if gathered
+  blocks: np.ndarray  # float [m, sources]: by the member whose keys; one source if gathered
   pairs: float  # of a query and a key, in a block
 
   @property
