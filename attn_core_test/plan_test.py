@@ -22,7 +22,7 @@ from attn_core import (BlockSizes, OperationMetadata, RingConfig, Shapes, masks,
                        plan_context_parallel, ring_attention)
 from attn_core import plan as command
 from attn_core.masks import blocks
-from attn_core.planning import devices, work
+from attn_core.planning import context_parallel, devices, work
 from attn_core.sharding import layouts
 from attn_core.sharding.sequence import Sequence
 from attn_core.types import RING_VARIANTS
@@ -152,6 +152,14 @@ class VisitsTest(parameterized.TestCase):
       self.assertLess(abs(part.blocks.sum(1).mean() / mean - 1), 0.06)
       self.assertLess(abs(part.imbalance / exact.imbalance - 1), 0.06)
 
+  @parameterized.parameters((8, 2), (8, 8), (4096, 16), (6, 4))
+  def test_samples_are_centred(self, count, picked):
+    numbers = work._middles(count, picked)
+    self.assertEqual(numbers.mean(), (count - 1) / 2)
+    self.assertLen(set(numbers.tolist()), picked)
+    self.assertBetween(numbers.min(), 0, numbers.max())
+    self.assertLess(numbers.max(), count)
+
   def test_causal_balance(self):
     plan = plan_context_parallel(SHAPES._replace(queries=2**16, keys=2**16), masks.causal(), ROW,
                                  "v5e")
@@ -186,6 +194,15 @@ class TimeTest(parameterized.TestCase):
     self.assertAlmostEqual(ring.link_seconds, 7 * send)
     self.assertAlmostEqual(gather.seconds, 7 / 2 * send + 8 * hop)  # both ways around
     self.assertIn("got 4 query heads a device for the 8 devices", ulysses.impossible)
+
+  def test_a_window_takes_one_hop(self):
+    """Each of 8 members visits its own block and, but for the first, the one before."""
+    plan = self.plan(mask=masks.causal() & masks.window(1, 0), backward=False)
+    ring = prediction(plan, "ring")
+    hop, send = 0.128, 3.2
+    self.assertAlmostEqual(ring.seconds, send + hop)
+    self.assertAlmostEqual(ring.flops, 2 * 1000 * hop)
+    self.assertAlmostEqual(ring.imbalance, 2 / (15 / 8))
 
   def test_backward(self):
     """Keys and values again, and what is owed to them, which is float32 too, and goes home."""
@@ -232,6 +249,12 @@ class TimeTest(parameterized.TestCase):
     coarse, fine = (self.plan(mask=masks.window(0, 0), block_sizes=BlockSizes(n, n)).recommended
                     for n in (2, 1))
     self.assertEqual(coarse.flops, 2 * fine.flops)
+
+  @parameterized.parameters(masks.causal(), masks.causal() & masks.window(1, 0), masks.chunk(4))
+  def test_hops_by_the_visits_of_members(self, mask):
+    exact = self.plan(mask=mask)
+    with mock.patch.object(context_parallel, "MANY_SHARDS", 0):
+      self.assertEqual(self.plan(mask=mask), exact)
 
   def test_other_axes_take_batch_and_heads(self):
     whole = plan_context_parallel(SHAPES, masks.causal(), ROW, "NVIDIA H200")

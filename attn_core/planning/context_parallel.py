@@ -31,7 +31,7 @@ from attn_core.sharding.sequence import Sequence
 from attn_core.types import RING_VARIANTS, BlockSizes, RingConfig
 
 BLOCK = 512  # tokens
-# Beyond so many shards and tokens, hops are those that the sampled members need.
+# Beyond so many shards or tokens, hops are those that some members need, see `work.visits`.
 MANY_SHARDS, MANY_TOKENS = 512, 2**20
 
 
@@ -201,9 +201,9 @@ def _predicted(local: Shapes, mask, way, axes, device, backward: bool, block) ->
   except ValueError as error:
     return Prediction(*way, str(error))
   visits = work.visits(sequence, mask, block)
-  shifts = _shifts(sequence, mask, visits)
+  shifts = _shifts(sequence, mask)
   sizes = _sizes(local, sequence)
-  pairs = visits.pairs * local.batch * local.heads // group
+  pairs = visits.pairs * local.batch * (local.heads // group)
   found, seconds, flops = [], 0.0, 0.0
   for direction in (False, True)[:1 + backward]:
     each = pairs * work.flops_of_pair(local.width, local.value_width, direction)
@@ -221,7 +221,7 @@ def _predicted(local: Shapes, mask, way, axes, device, backward: bool, block) ->
       visits.imbalance, float(flops / device.flops), sum(x.seconds for x in found), float(seconds))
 
 
-def _shifts(sequence: Sequence, mask, visits: work.Visits) -> tuple[int, ...]:
+def _shifts(sequence: Sequence, mask) -> tuple[int, ...]:
   """The hops of the ring; one where there is none."""
   if sequence.gathers:
     return (0,)
@@ -229,8 +229,12 @@ def _shifts(sequence: Sequence, mask, visits: work.Visits) -> tuple[int, ...]:
   if structure.num_leaves or (sequence.shards <= MANY_SHARDS
                               and max(sequence.queries, sequence.keys) <= MANY_TOKENS):
     return hops.shifts(sequence, structure)
-  counted, source = np.nonzero(visits.blocks)
-  return tuple(sorted({0, *((visits.members[counted] - source) % sequence.members).tolist()}))
+  runs = sequence.group * layouts.pieces(sequence.layout)  # a ring looks at them as they are
+  seen = work.visits(sequence, mask, tuple(
+      sequence.padded(length) // sequence.members // runs
+      for length in (sequence.queries, sequence.keys)))
+  counted, source = np.nonzero(seen.blocks)
+  return tuple(sorted({0, *((seen.members[counted] - source) % sequence.members).tolist()}))
 
 
 def _busiest(visits: work.Visits, sequence: Sequence, shifts) -> np.ndarray:
