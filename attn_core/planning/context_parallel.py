@@ -94,14 +94,14 @@ def plan_context_parallel(
 
   Raises:
     ValueError: a mesh without the axes or with one device along them, an unknown device kind, sizes
-      that are no attention, or arrays of the mask that do not fit them.
+      that are no attention or no blocks, or arrays of the mask that do not fit them.
   """
   device = devices.find(device_kind)
   sizes = tuple(_sequence_sizes(mesh, sequence_axis_name, heads_axis_name))
   _check(shapes)
   mask = _on_host(mask, shapes)
   local = _local(shapes, mesh, (sequence_axis_name, heads_axis_name))
-  block = (block_sizes.block_q or BLOCK, block_sizes.block_kv or BLOCK)
+  block = _block(block_sizes)
   fixed = None if heads_axis_name is None else sizes
   axes = sequence_axis_name, heads_axis_name or f"{sequence_axis_name}_heads"
   def best(variant, layout):
@@ -138,6 +138,18 @@ def _check(shapes: Shapes) -> None:
   checks.require(shapes.heads % shapes.key_heads == 0, "shapes.heads",
                  f"{shapes.heads} with {shapes.key_heads} key heads",
                  "a multiple of the key heads")
+  try:
+    jnp.dtype(shapes.dtype)
+  except TypeError as error:
+    raise ValueError(f"shapes.dtype: got {shapes.dtype!r}; expected a dtype") from error
+
+
+def _block(sizes: BlockSizes) -> tuple[int, int]:
+  """The queries and keys of a block."""
+  checks.require(isinstance(sizes, BlockSizes), "block_sizes", repr(sizes), "a BlockSizes")
+  return tuple(BLOCK if size is None else checks.integer(
+      f"block_sizes.{field}", size, "an int >= 1, or None for 512", lambda x: x >= 1)
+               for field, size in sizes._asdict().items() if field in ("block_q", "block_kv"))
 
 
 def _on_host(mask, shapes: Shapes) -> algebra.Mask:
