@@ -195,6 +195,7 @@ def _place(normal, implementation: table.Implementation | None):
   spreads = implementation is not None and implementation.spreads_sequence and mesh is not None
   if spreads:
     sequence.require_axes(*ring, mesh)
+    sequence.require_unchecked(*normal.call.operands[:3])
     reserved = sum(sequence.axes_of(*ring), ())
   placement = shard.place(normal.rules, mesh, query.shape, key.shape, reserved)
   if placement is None or not spreads:

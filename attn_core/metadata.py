@@ -408,8 +408,8 @@ def _ring(value: Any) -> RingConfig:
       raise _error(f"ring.{field}", getattr(value, field), f"one of {', '.join(map(repr, known))}")
   name, hybrid = value.heads_axis_name, value.variant == "hybrid"
   if (hybrid and not (isinstance(name, str) and name)) or (not hybrid and name is not None):
-    raise _error("ring.heads_axis_name", name, "the name of a mesh axis with variant 'hybrid', whose "
-                 "all-to-all goes over it, and None with any other")
+    raise _error("ring.heads_axis_name", name, "the name of a mesh axis with variant 'hybrid', "
+                 "whose all-to-all goes over it, and None with any other")
   return value
 
 

@@ -1,8 +1,8 @@
 """The fields of an `OperationMetadata` as values that JSON knows, and back.
 
 Dtypes are written as names, a mesh as names, sizes and device ids, PartitionAxis, BlockSizes and
-RingConfig as their fields. A base configuration can hold anything, so each of its values that JSON does not know
-is written as a dict that says what it is: {"dtype": "bfloat16"}, {"tuple": [1, 2]}.
+RingConfig as their fields. A base configuration can hold anything, so each of its values that JSON
+does not know is written as a dict that says what it is: {"dtype": "bfloat16"}, {"tuple": [1, 2]}.
 """
 
 from collections.abc import Mapping

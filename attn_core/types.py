@@ -23,8 +23,8 @@ DECODE_MODES = ("__autoregressive__", "__insert__")
 LAYOUTS = ("bthd", "bhtd", "thd")
 PLATFORMS = ("cpu", "gpu", "tpu")
 
-# What travels: keys and values around a ring; to everybody; all by heads (DeepSpeed-Ulysses); or the
-# latter within groups of devices that form a ring.
+# What travels: keys and values around a ring, or to everybody; everything, tokens for heads
+# (DeepSpeed-Ulysses); or the latter within groups of devices that form a ring.
 RING_VARIANTS = ("ring", "all_gather", "ulysses", "hybrid")
 
 # A finite stand-in for -inf where a difference of two of them must not become NaN.

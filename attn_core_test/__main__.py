@@ -24,7 +24,8 @@ FOLDER = pathlib.Path(__file__).resolve().parent
 # Module -> number of pieces. The modules named here start first, in this order.
 SHARDS = {
     "properties_test": 2, "shard_test": 4, "derivatives_test": 3, "defects_test": 2,
-    "dropout_test": 2, "examples_test": 2, "masks_test": 2, "blockwise_test": 1, "tpu_test": 4}
+    "dropout_test": 2, "examples_test": 2, "masks_test": 2, "blockwise_test": 1, "tpu_test": 4,
+    "ring_test": 4}
 
 # What absltest prints when a test starts and when it ends.
 EVENT = re.compile(r"\[ +(RUN|OK|FAILED|SKIPPED) +\] (.*)")

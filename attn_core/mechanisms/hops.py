@@ -3,7 +3,8 @@
 A mask is a function of positions, and so is dropout: with the numbers of its rows and columns in
 the whole sequence, a step computes what one device would.
 
-Letters: B batch, T and S queries and keys of one device, H query heads, K key heads, D and E widths.
+Letters: B batch, T and S queries and keys of one device, H query heads, K key heads, D and E
+widths.
 """
 
 import functools

@@ -10,6 +10,8 @@ Letters: T query length, S key length, N = members * group shards.
 import math
 from typing import NamedTuple
 
+import jax
+
 from attn_core.sharding import layouts
 from attn_core.types import RingConfig
 
@@ -87,6 +89,20 @@ def require_axes(config: RingConfig, name: str, mesh) -> None:
                        "or call mechanism='ring' outside of it")
 
 
+def require_unchecked(*arrays) -> None:
+  """Refuses arrays that JAX follows over the axes of a surrounding shard_map.
+
+  Raises:
+    NotImplementedError: one of them varies over an axis.
+  """
+  varying = sorted(set().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays)))
+  if varying:
+    raise NotImplementedError(
+        f"mechanism='ring' inside a shard_map over {', '.join(map(repr, varying))} with "
+        "check_vma=True: JAX does not differentiate its exchanges there; give that shard_map "
+        "check_vma=False, or call ring outside of it")
+
+
 def spread(config: RingConfig, name: str, scan: bool, mesh, shapes) -> Sequence | None:
   """How a sequence is spread over a mesh.
 
@@ -114,8 +130,8 @@ def spread(config: RingConfig, name: str, scan: bool, mesh, shapes) -> Sequence 
     sizes = [n for n in range(2, members * group) if not (heads % n or members * group % n)]
     hybrid = f", or 'hybrid' with a heads axis of size {' or '.join(map(str, sizes))}"
     raise ValueError(
-        f"ring.variant={config.variant!r}: got {heads} query heads a device for the {group} devices "
-        f"of mesh axis {within[0]!r}; expected a multiple of {group}; variants 'ring' and "
+        f"ring.variant={config.variant!r}: got {heads} query heads a device for the {group} "
+        f"devices of mesh axis {within[0]!r}; expected a multiple of {group}; variants 'ring' and "
         f"'all_gather' take any number{hybrid if sizes else ''}")
   return Sequence(config.layout, config.variant == "all_gather", between, within, members, group,
                   scan, queries, keys)
