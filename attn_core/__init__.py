@@ -28,6 +28,8 @@ from attn_core.named import (PagedOptions, autoregressive_decodeattn, blockspars
                              blockwise_attn, cuda_flash_attn2, cudnn, flash_attn2, page_attention,
                              ragged_page_attention_v2, ragged_page_attention_v3, ring_attention,
                              sdpa, vanilla)
+from attn_core.planning.context_parallel import (ContextParallelPlan, Prediction, Shapes,
+                                                 plan_context_parallel)
 from attn_core.remat import checkpoint_policy
 from attn_core.rope import apply_complex_rotary, apply_rotary, rotary, rotary_table
 from attn_core.sharding.layouts import from_layout, to_layout
@@ -41,21 +43,22 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AttentionMechanism", "AttentionOutput", "AttentionSpec", "AttnConfig", "AttnConfigDict",
-    "AttnMaskDetail", "AttnShardingRules", "BlockSizes", "CacheMetadata", "DenseCache",
-    "EasyMethod", "Explanation", "Heads", "Mask", "MaskInfo", "Operands", "OperationMetadata",
-    "PagedOptions", "PagesMetadata", "PagesV1", "PagesV2", "PagesV3", "PartitionAxis", "RingConfig",
-    "Rope", "WindowCache", "add_basic_configurations", "apply_complex_rotary", "apply_qk_shardings",
-    "apply_qkv_shardings", "apply_rotary", "attach_custom_arguments", "attention",
-    "attention_arguments", "auto_expert_mesh", "autoregressive_decodeattn", "blocksparse",
-    "blockwise", "blockwise_attn", "build_cache_pos", "caches", "checkpoint_policy", "concatenate",
-    "create_mesh", "cuda_flash_attn2", "cudnn", "default_key_value_sharding",
-    "expert_abstract_mesh", "expert_mesh", "explain", "extract_commit_hash", "extras_of",
-    "flash_attn2", "from_dict", "from_layout", "from_pretrained", "get_axis_dims", "get_axis_names",
-    "get_backend", "get_basic_causal_mask", "get_basic_frequencies", "get_basic_inv_frequencies",
-    "get_basic_rope", "get_fcm_mask", "get_mask_details", "get_mesh", "get_optimal_config",
-    "get_partition_rules", "get_sharding_safely", "granted_freq_max_position_embedding",
+    "AttnMaskDetail", "AttnShardingRules", "BlockSizes", "CacheMetadata", "ContextParallelPlan",
+    "DenseCache", "EasyMethod", "Explanation", "Heads", "Mask", "MaskInfo", "Operands",
+    "OperationMetadata", "PagedOptions", "PagesMetadata", "PagesV1", "PagesV2", "PagesV3",
+    "PartitionAxis", "Prediction", "RingConfig", "Rope", "Shapes", "WindowCache",
+    "add_basic_configurations", "apply_complex_rotary", "apply_qk_shardings", "apply_qkv_shardings",
+    "apply_rotary", "attach_custom_arguments", "attention", "attention_arguments",
+    "auto_expert_mesh", "autoregressive_decodeattn", "blocksparse", "blockwise", "blockwise_attn",
+    "build_cache_pos", "caches", "checkpoint_policy", "concatenate", "create_mesh",
+    "cuda_flash_attn2", "cudnn", "default_key_value_sharding", "expert_abstract_mesh",
+    "expert_mesh", "explain", "extract_commit_hash", "extras_of", "flash_attn2", "from_dict",
+    "from_layout", "from_pretrained", "get_axis_dims", "get_axis_names", "get_backend",
+    "get_basic_causal_mask", "get_basic_frequencies", "get_basic_inv_frequencies", "get_basic_rope",
+    "get_fcm_mask", "get_mask_details", "get_mesh", "get_optimal_config", "get_partition_rules",
+    "get_sharding_safely", "granted_freq_max_position_embedding",
     "granted_mask_max_position_embedding", "inverse_frequencies", "layer_rope", "masks",
-    "match_partition_rules", "page_attention", "ragged_page_attention_v2",
+    "match_partition_rules", "page_attention", "plan_context_parallel", "ragged_page_attention_v2",
     "ragged_page_attention_v3", "read_basics_from_config", "repeat_key_value", "resolve",
     "ring_attention", "rope_from_dict", "rotary", "rotary_table", "save_pretrained", "sdpa",
     "set_model_mesh", "shard_attention_prod", "to_dict", "to_diff_dict", "to_json_file",

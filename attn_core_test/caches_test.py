@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 
-from attn_core import CacheMetadata, MaskInfo, attention, concatenate, create_mesh
+from attn_core import (CacheMetadata, DenseCache, MaskInfo, WindowCache, attention, build_cache_pos,
+                       concatenate, create_mesh)
 from attn_core.caches import dense, quantize, window
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -46,6 +47,15 @@ def live(view):
 
 
 class UpdateTest(parameterized.TestCase):
+
+  def test_documented_fields(self):
+    for kind, (module, slots) in KINDS.items():
+      cache = filled(module, slots, (2, 0, 3))
+      self.assertIsInstance(cache, {"dense": DenseCache, "ring": WindowCache}[kind])
+      equal((cache.key.shape, cache.value.shape), ((B, slots, K, D), (B, slots, K, E)))
+      equal((cache.indexs, cache.starts), (np.array([2, 0, 3]), np.zeros(B)))
+      equal(build_cache_pos(np.ones((B, 1, 2, S), bool), "__prefill__", cache),
+            np.array([[2, 3], [0, 1], [3, 4]]))
 
   @parameterized.named_parameters(("dense", "dense"), ("ring", "ring"))
   def test_random_appends_and_inserts_equal_lists(self, kind):

@@ -48,9 +48,23 @@ class ExamplesTest(absltest.TestCase):
     self.assertIn(re.search("held-out loss.*", printed)[0], again)
     self.assertIn("FAILED: the loss", again)  # it has not learned enough
 
+  def test_long_context(self):
+    printed = self.run_example("long_context.py", "--length=512", "--steps=2", "--layout=striped")
+    self.assertRegex(printed, "contiguous  .* the busiest one visits 1.78 times the mean")
+    self.assertRegex(printed, "zigzag      .* the busiest one visits 1.00 times the mean")
+    # What is spread and permuted has the loss of the same on one device.
+    sys.path.insert(0, str(ROOT / "examples"))
+    self.addCleanup(sys.path.remove, str(ROOT / "examples"))
+    example = load_example("long_context")
+    text = example.document(513).astype(np.int32)[None]
+    value = jax.jit(lambda *batch: example.loss(
+        example.model.init(jax.random.key(0), example.CONFIG), batch, example.CONFIG,
+        lambda *x: attention(*x).attention_outputs))(text[:, :-1], text[:, 1:], np.arange(512)[None])
+    self.assertIn(f"striped, step 1: {value:.3f} bits per byte", printed)
+    self.assertIn("striped, step 2:", printed)
 
   def test_serve(self):
-    example = train_and_generate()
+    example = load_example("train_and_generate")
     config = example.Config(
         layers=2, width=32, heads=2, key_heads=1, head_dim=8, hidden=32, window=8)
     path = pathlib.Path(self.create_tempdir().full_path) / "model.npz"
@@ -66,10 +80,9 @@ class ExamplesTest(absltest.TestCase):
         "--beginnings=2", "--longest_prompt=40", "--longest_answer=20", status=1))
 
 
-def train_and_generate():
-  """The module of that example."""
-  path = ROOT / "examples" / "train_and_generate.py"
-  spec = importlib.util.spec_from_file_location("train_and_generate", path)
+def load_example(name):
+  """An example as a module."""
+  spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
   module = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(module)
   return module
@@ -84,7 +97,7 @@ class ModelTest(absltest.TestCase):
 
   def setUp(self):
     super().setUp()
-    self.example = train_and_generate()
+    self.example = load_example("train_and_generate")
     self.config = self.example.Config(
         layers=2, width=16, heads=2, key_heads=1, head_dim=8, hidden=32, window=4)
     self.params = self.example.init(jax.random.key(0), self.config)

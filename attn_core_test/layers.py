@@ -28,8 +28,9 @@ LAYERS = (
     ("arguments", "arguments_paged"),
     ("attention",),
     ("named",),
+    ("planning",),
     ("benchmarks",),
-    ("__init__", "__main__", "benchmark"),
+    ("__init__", "__main__", "benchmark", "plan"),
 )
 
 HEADER = f"""\

@@ -14,14 +14,11 @@ from typing import NamedTuple
 import numpy as np
 
 from attn_core.masks import algebra, blocks
+from attn_core.planning import work
 from attn_core.types import AttentionSpec
 
 # The blocks in which work is counted to compare masks, whatever blocks a kernel cuts: (T, S).
 COUNTED_BLOCK = (512, 256)
-
-# Matrix products of an attention, as (how many with inner or outer width D, how many with E).
-_FORWARD_PRODUCTS = (1, 1)  # scores, output
-_BACKWARD_PRODUCTS = (3, 2)  # scores again, d_query, d_key; d_weights, d_value
 
 
 class Case(NamedTuple):
@@ -199,10 +196,9 @@ def flops(case: Case, backward: bool) -> int:
   Forward: 2 * pairs * (D + E), which is 4 * pairs * D where D == E. Forward and backward, with the
   scores computed again as every linear-memory kernel does: 3.5 times that where D == E.
   """
-  of_width, of_value_width = (
-      forward + backward * extra
-      for forward, extra in zip(_FORWARD_PRODUCTS, _BACKWARD_PRODUCTS, strict=True))
-  return 2 * visible_pairs(case) * (of_width * case.width + of_value_width * case.value_width)
+  each = sum(work.flops_of_pair(case.width, case.value_width, direction)
+             for direction in (False, True)[:1 + backward])
+  return visible_pairs(case) * each
 
 
 def visited_blocks(case: Case, block: tuple[int, int] = COUNTED_BLOCK) -> int:

@@ -22,6 +22,7 @@ from jax.experimental import topologies
 from attn_core.benchmarks import cases, static_programs
 from attn_core.benchmarks.cases import Case
 from attn_core.benchmarks.static_programs import Program
+from attn_core.planning.devices import DEVICES, Device
 
 TIMEOUT = 600.0  # seconds of one compilation and profile
 
@@ -30,17 +31,16 @@ class Chip(NamedTuple):
   """What a JAX device of a kind can do."""
 
   topology: str
-  peak_flops: float  # a second, bfloat16
+  peak: Device
   flops_per_cycle: int  # of the matrix units; with the peak it gives the clock
-  hbm_bytes: float  # a second
   cores: int = 1  # that share the heads
 
 
 CHIPS = {
-    "v5e": Chip("v5e:2x2", 197e12, 2**17, 819e9),
-    "v5p": Chip("v5p:2x2x1", 459e12, 2**18, 2765e9, 2),
-    "v6e": Chip("v6e:2x2", 918e12, 2**19, 1640e9),
-    "tpu7x": Chip("tpu7x:2x2x1", 1153.5e12, 2**19, 3690e9),
+    "v5e": Chip("v5e:2x2", DEVICES["v5e"], 2**17),
+    "v5p": Chip("v5p:2x2x1", DEVICES["v5p"], 2**18, 2),
+    "v6e": Chip("v6e:2x2", DEVICES["v6e"], 2**19),
+    "tpu7x": Chip("tpu7x:2x2x1", DEVICES["tpu7x"], 2**19),
 }
 
 # libtpu's names of what a bundle of instructions has slots for, and ours.
@@ -78,11 +78,11 @@ class Static(NamedTuple):
   @property
   def seconds(self) -> float:
     chip = CHIPS[self.program.chip]
-    return max(self.cycles * chip.flops_per_cycle / chip.peak_flops, self.floor_seconds)
+    return max(self.cycles * chip.flops_per_cycle / chip.peak.flops, self.floor_seconds)
 
   @property
   def peak_share(self) -> float:
-    return self.flops / self.seconds / CHIPS[self.program.chip].peak_flops
+    return self.flops / self.seconds / CHIPS[self.program.chip].peak.flops
 
 
 class Failure(NamedTuple):
@@ -194,7 +194,7 @@ def _read(program: Program, folder: pathlib.Path, answer: dict) -> Static | Fail
   flops = cases.flops(program.case, True) - flops if program.backward else flops
   return Static(program, inside, sum(cycles.values()) - inside, max(answer["kernels"].values()),
                 bundles, spills, {slot: used[slot] / max(capacity[slot], 1) for slot in used},
-                answer["bytes"] / chip.hbm_bytes, flops)
+                answer["bytes"] / chip.peak.memory_bytes, flops)
 
 
 class _Loop(NamedTuple):

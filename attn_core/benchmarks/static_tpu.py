@@ -116,7 +116,7 @@ def to_markdown(results: list, versions: dict) -> str:
     lines += [f"* {direction}, {name}: " + ", ".join("/".join(map(str, b)) for b in choices)
               for name, choices in table.items()]
   for chip, group in itertools.groupby(results, lambda r: r.program.chip):
-    lines += ["", f"## {chip}, peak {CHIPS[chip].peak_flops / 1e12:g} TFLOP/s", "", *_table(group)]
+    lines += ["", f"## {chip}, peak {CHIPS[chip].peak.flops / 1e12:g} TFLOP/s", "", *_table(group)]
   failures = [r for r in results if isinstance(r, Failure)]
   if failures:
     lines += ["", "## What did not compile", ""]
