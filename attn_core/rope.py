@@ -3,7 +3,6 @@
 Letters: B batch, T length, H heads (of query or key), D a head's width, R rotated width.
 """
 
-import jax
 import jax.numpy as jnp
 
 from attn_core import checks

@@ -59,7 +59,8 @@ class ExamplesTest(absltest.TestCase):
     text = example.document(513).astype(np.int32)[None]
     value = jax.jit(lambda *batch: example.loss(
         example.model.init(jax.random.key(0), example.CONFIG), batch, example.CONFIG,
-        lambda *x: attention(*x).attention_outputs))(text[:, :-1], text[:, 1:], np.arange(512)[None])
+        lambda *x: attention(*x).attention_outputs))(
+            text[:, :-1], text[:, 1:], np.arange(512)[None])
     self.assertIn(f"striped, step 1: {value:.3f} bits per byte", printed)
     self.assertIn("striped, step 2:", printed)
 

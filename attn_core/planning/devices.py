@@ -21,8 +21,8 @@ class Device(NamedTuple):
 DEVICES = {
     # TPUs: https://docs.cloud.google.com/tpu/docs/v5e, .../v5p, .../v6e and .../tpu7x. The maker
     # gives the links of a chip together: v5e 1,600 Gbit/s a direction over 4, v6e 3,200 over 4, v5p
-    # and tpu7x 1,200 GB/s both directions over 6; the network of v5e and v6e by the pod. The network
-    # of a tpu7x chip is taken to be that of a v6e.
+    # and tpu7x 1,200 GB/s both directions over 6; the network of v5e and v6e by the pod. That of a
+    # tpu7x chip is taken to be that of a v6e.
     "v5e": Device(197e12, 819e9, 50e9, True, 256, 3.125e9, ("tpu v5 lite", "tpu v5e")),
     "v5p": Device(459e12, 2765e9, 100e9, True, 8960, 6.25e9, ("tpu v5p", "tpu v5")),
     "v6e": Device(918e12, 1640e9, 100e9, True, 256, 12.5e9, ("tpu v6 lite", "tpu v6e")),

@@ -12,7 +12,6 @@ import numpy as np
 from attn_core.masks import algebra, blocks
 from attn_core.sharding import layouts
 from attn_core.sharding.sequence import Sequence
-from attn_core.types import cdiv
 
 # At most about so many pairs of blocks are looked at: longer sequences are sampled, see `visits`.
 CELLS = 2**20

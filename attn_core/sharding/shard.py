@@ -3,7 +3,8 @@
 Rows of the batch and heads are independent: nothing communicates, but for a mechanism that spreads
 the sequence too (`Placement.sequence`), or merges what it gets from parts of the keys
 (`Placement.keys`). A mesh axis that shards nothing replicates the work. When the axes of the heads
-do not divide the key heads, every device holds all key heads and picks those of its own query heads.
+do not divide the key heads, every device holds all key heads and picks those of its own query
+heads.
 
 Letters: B batch, T query length, S key length, H query heads, K key heads, D and E widths.
 """
