@@ -23,10 +23,13 @@ BLOCKS = BlockSizes(4, 3, 5, 4, 1)
 
 # One name for every implementation that this machine can run; the others are the same object.
 IMPLEMENTATIONS = {}
-# What needs a GPU has tests of its own.
-ON_GPU = (table.TABLE["cudnn", "gpu"].run, table.TABLE["flash_attn2", "gpu 9.0"].run)
+# These have tests of their own: what needs a GPU, what reads pages, and what is flash_attn2's
+# program as long as nothing is spread.
+ON_GPU = (table.TABLE["cudnn", "gpu"].run, table.TABLE["flash_attn2", "gpu 9.0"].run,
+          table.TABLE["ring", "gpu 9.0"].run)
 for (_mechanism, _platform), _implementation in table.TABLE.items():
-  if _implementation.run not in ON_GPU:
+  if not (_implementation.run in ON_GPU or "pages" in _implementation.features
+          or _implementation.spreads_sequence):
     IMPLEMENTATIONS.setdefault(_implementation.run, (_mechanism, _platform))
 NAMES = tuple(IMPLEMENTATIONS.values())
 PALLAS_TPU = ("flash_attn2", "tpu")  # the Pallas kernels
@@ -200,7 +203,10 @@ class PropertiesTest(InterpretedTestCase):
     implementation = table.TABLE[mechanism, platform]
     if implementation.run in ON_GPU:
       self.skipTest("needs an NVIDIA GPU")
-    self.assertIn(implementation.run, IMPLEMENTATIONS)
+    if "pages" in implementation.features:
+      self.skipTest("reads pages, as in paged_test")
+    if not implementation.spreads_sequence:  # see ring_test.MeshTest.test_one_shard_is_flash
+      self.assertIn(implementation.run, IMPLEMENTATIONS)
     case = BY_NAME["causal_gqa"]
     arrays = property_cases.operands(case, "float32")
     got = attention(**arrays, mechanism=AttentionMechanism(mechanism),
