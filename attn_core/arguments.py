@@ -15,6 +15,7 @@ from attn_core import checks, dropout, metadata as metadata_lib, remat
 from attn_core.caches import step as step_lib
 from attn_core.masks import algebra
 from attn_core.masks.info import MaskInfo
+from attn_core.sharding import sequence
 from attn_core.table import Request
 from attn_core.types import (LAYOUTS, MODES, AttentionSpec, BlockSizes, Call, MaskOperands,
                              Operands)
@@ -87,6 +88,8 @@ def checked_metadata(a) -> metadata_lib.OperationMetadata:
                  type(metadata).__name__, "an OperationMetadata or None")
   checks.one_of("mode", a.mode, MODES)
   checks.one_of("layout", a.layout, LAYOUTS)
+  checks.require(a.mask_info is None or isinstance(a.mask_info, MaskInfo), "mask_info",
+                 type(a.mask_info).__name__, "a MaskInfo or None; a boolean array is `mask`")
   _check_flags(a)
   return metadata
 
@@ -205,8 +208,6 @@ def _mask(a, query_shape, key_shape) -> algebra.Mask:
   mask = mask & _explicit_mask(a, (batch, heads, queries, keys))
 
   info = MaskInfo() if a.mask_info is None else a.mask_info
-  checks.require(isinstance(info, MaskInfo), "mask_info", type(info).__name__,
-                 "a MaskInfo or None; a boolean array is `mask`")
   _check_info(info, (batch, heads, queries, keys))
   packed = _packed(a, queries, keys)
   checks.require(a.query_offset is None or info.q_positions is None, "query_offset",
@@ -290,10 +291,21 @@ def _check_info(info: MaskInfo, shape) -> None:
     checks.broadcastable(name, info.attention_mask, shape, f"{expected}; [B, H, T, S]")
 
 
+def _is_reordered(a) -> bool:
+  """Whether the arrays of the call have their tokens in another order than the sequence."""
+  metadata = a.metadata
+  return metadata is not None and metadata.ring.layout != "contiguous" and sequence.shards_of(
+      metadata.ring, metadata.sequence_axis_name, metadata_lib.resolved_mesh(metadata)) > 1
+
+
 def _packed(a, queries, keys) -> MaskInfo | None:
   """Segment ids and positions of layout thd."""
   if a.layout != "thd":
     return None
+  checks.require(not _is_reordered(a), "layout", "'thd' with metadata.ring.layout="
+                 f"{a.metadata and a.metadata.ring.layout!r}", "ring.layout 'contiguous', as "
+                 "cum_seqlens_q counts tokens in their own order; or layout 'bthd' with the segment "
+                 "ids and positions of MaskInfo.from_cu_seqlens, put through to_layout")
   checks.require(a.cum_seqlens_q is not None, "cum_seqlens_q", "None with layout='thd'",
                  "int32 [B + 1] offsets of the packed sequences")
   checks.cum_seqlens("cum_seqlens_q", a.cum_seqlens_q, queries)
@@ -469,8 +481,10 @@ def features_of(a, call: Call) -> dict[str, str]:
       "causal": (a.causal, "causal=True"),
       "window": (window_of(a.sliding_window) != (None, None), f"sliding_window={a.sliding_window}"),
       "chunk": (a.chunk_size is not None, f"chunk_size={a.chunk_size}"),
-      "segments": (info.q_segment_ids is not None or a.cum_seqlens_q is not None,
-                   "cum_seqlens_q" if a.cum_seqlens_q is not None else "mask_info.q_segment_ids"),
+      "segments": (info.q_segment_ids is not None or info.kv_segment_ids is not None
+                   or a.cum_seqlens_q is not None,
+                   "cum_seqlens_q" if a.cum_seqlens_q is not None else
+                   "mask_info's segment ids"),
       "positions": (a.query_offset is not None or info.q_positions is not None
                     or info.kv_positions is not None, "query_offset or mask_info's positions"),
       "mask": (a.mask is not None or info.attention_mask is not None, "mask"),
@@ -490,6 +504,8 @@ def features_of(a, call: Call) -> dict[str, str]:
       "optimized": (a.optimized, "optimized=True"),
       "vmem_limit_bytes": (call.block_sizes.vmem_limit_bytes is not None,
                            f"vmem_limit_bytes={call.block_sizes.vmem_limit_bytes}"),
+      "sequence_layout": (_is_reordered(a), "metadata.ring.layout="
+                          f"{a.metadata and a.metadata.ring.layout!r} over several devices"),
       "cache": (a.cache_view is not None or a.cache_metadata is not None,
                 "cache_view or cache_metadata"),
       "quantized": (call.operands.key_scale is not None, f"a cache of dtype {key.dtype.name}"),

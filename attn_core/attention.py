@@ -225,7 +225,8 @@ def _place(normal, implementation: table.Implementation | None):
   spreads = implementation is not None and implementation.spreads_sequence and mesh is not None
   if spreads:
     sequence.require_axes(*ring, mesh)
-    sequence.require_unchecked(*normal.call.operands[:3])
+    if sequence.shards_of(*ring, mesh) > 1:
+      sequence.require_unchecked(*normal.call.operands[:3])
     reserved = sum(sequence.axes_of(*ring), ())
   placement = shard.place(
       normal.rules, mesh, query.shape, key.shape, reserved,

@@ -41,6 +41,7 @@ FEATURES = {
     "block_sizes": "block sizes",
     "optimized": "optimized=True: a linear-memory kernel",
     "vmem_limit_bytes": "a limit on TPU vector memory",
+    "sequence_layout": "tokens spread in another order than theirs",
     "cache": "a dense or sliding-window cache",
     "quantized": "keys and values in 8 bits",
     "pages": "a cache in pages",
@@ -148,7 +149,7 @@ def _sdpa_limits(request: Request) -> str | None:
   return None
 
 
-_EVERYTHING = frozenset(FEATURES) - {"vmem_limit_bytes", "quantized", "pages"}
+_EVERYTHING = frozenset(FEATURES) - {"vmem_limit_bytes", "quantized", "pages", "sequence_layout"}
 _BLOCKWISE = _EVERYTHING - {"weights"}
 _TPU = _BLOCKWISE - {"float16", "float64", "softmax_dtype", "mask_operands"} | {"vmem_limit_bytes"}
 _VANILLA = _EVERYTHING - {"block_sizes", "optimized"}
@@ -167,7 +168,8 @@ _cudnn = Implementation(sdpa.cudnn, _CUDNN, LINEAR_BANDED, _cudnn_limits)
 _HOPPER = _BLOCKWISE - {"float64", "softmax_dtype", "mask_operands", "precision"}
 _hopper = Implementation(flash.gpu, _HOPPER, LINEAR, _hopper_limits)
 _ring, _ring_tpu, _ring_hopper = (
-    kernel._replace(run=run, features=kernel.features - {"cache"}, spreads_sequence=True)
+    kernel._replace(run=run, features=kernel.features - {"cache"} | {"sequence_layout"},
+                    spreads_sequence=True)
     for kernel, run in ((_xla, ring.xla), (_tpu, ring.tpu), (_hopper, ring.gpu)))
 _decode = Implementation(decode.xla, _DECODE, LINEAR, shards_keys=True)
 _gpu = _xla._replace(preferred=_cudnn._replace(limits=_cudnn_gradient_limits))
@@ -224,7 +226,7 @@ TABLE = {
     ("ragged_page_attention_v3", "tpu"): _paged_v3,
     ("ring", "cpu"): _ring,
     ("ring", "gpu"): _ring,
-    ("ring", "gpu 9.0"): _ring_hopper,
+    ("ring", "gpu 9.0"): _ring._replace(preferred=_ring_hopper),
     ("ring", "tpu"): _ring_tpu,
     ("autoregressive_decodeattn", "cpu"): _decode,
     ("autoregressive_decodeattn", "gpu"): _decode,
@@ -240,9 +242,9 @@ MISSING = {
 
 # What `auto` tries, in this order, those first whose memory is linear for the call.
 AUTO = {
-    "cpu": ("flash_attn2", "autoregressive_decodeattn", "vanilla"),
-    "gpu": ("flash_attn2", "blockwise", "autoregressive_decodeattn", "vanilla"),
-    "tpu": ("flash_attn2", "blockwise", "autoregressive_decodeattn", "vanilla"),
+    "cpu": ("flash_attn2", "autoregressive_decodeattn", "ring", "vanilla"),
+    "gpu": ("flash_attn2", "blockwise", "autoregressive_decodeattn", "ring", "vanilla"),
+    "tpu": ("flash_attn2", "blockwise", "autoregressive_decodeattn", "ring", "vanilla"),
 }
 
 

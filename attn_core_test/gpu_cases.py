@@ -123,7 +123,7 @@ INTERPRETED = {
     "empty_rows": Case(masks.offset(masks.causal(), -50), T=200, S=300, blocks=SMALL),
     "segments": Case(masks.causal() & masks.segments(IDS), B=2, T=300, blocks=SMALL),
     "placed": Case(masks.placed(masks.causal() & masks.window(150, 0),
-                                *[np.arange(100, 300)[None]] * 2, 290), T=200, blocks=SMALL),
+                                *[np.arange(100, 300)[None]] * 2, (280, 290)), T=200, blocks=SMALL),
     "dense_per_head": Case(masks.dense(DENSE), T=260, H=2, blocks=SMALL),
     "two_tiles_a_warpgroup": Case(T=300, blocks=BlockSizes(256, 64)),
     "widths_80_48": Case(D=80, E=48),

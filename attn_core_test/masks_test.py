@@ -91,10 +91,10 @@ BY_HAND = (
         masks.causal(), 1)), "1111 1000 1110"),
     ("positions_of_lengths", masks.positions(np.array([[9, 9, 9]]), mask=masks.lengths(
         np.array([2]))), "1111 1111 0000"),
-    ("placed", masks.placed(masks.causal(), np.array([[4, 0, 2]]), np.array([[2, 5, 0, 1]]), 5),
-     "1011 0010 1011"),
+    ("placed", masks.placed(masks.causal(), np.array([[4, 0, 2]]), np.array([[2, 5, 0, 1]]),
+                            (4, 5)), "0000 0010 1011"),
     ("placed_lengths", masks.placed(masks.lengths(np.array([3]), np.array([2])),
-                                    np.array([[4, 0, 2]]), np.array([[2, 5, 0, 1]]), 9),
+                                    np.array([[4, 0, 2]]), np.array([[2, 5, 0, 1]]), (9, 9)),
      "0000 0011 0011"),
     ("and", masks.causal() & masks.prefix(2), "1000 1100 1100"),
     ("or", masks.causal() | masks.prefix(2), "1100 1100 1110"),
@@ -257,9 +257,9 @@ class AlgebraTest(parameterized.TestCase):
       ("lengths", lambda: masks.lengths(np.array([3]))),
       ("positions", lambda: masks.positions(np.array([[0, 1, 2]]))),
       ("offset", lambda: masks.offset(masks.causal() & masks.chunk(4), 3)),
-      ("placed", lambda: masks.placed(masks.causal(), np.array([[0, 1]]), np.array([[3]]), 3)),
+      ("placed", lambda: masks.placed(masks.causal(), np.array([[0, 1]]), np.array([[3]]), (2, 3))),
       ("placed_shorter", lambda: masks.placed(
-          masks.causal(), np.array([[0, 1]]), np.array([[3]]), 2)),
+          masks.causal(), np.array([[0, 1]]), np.array([[3]]), (2, 2))),
       ("dense", lambda: masks.dense(np.ones((1, 1, 3, 3), bool))),
       ("custom", lambda: masks.custom(_from_table, np.array([1]))),
       ("tree", lambda: ~(masks.causal() | masks.window(1, 1)) & masks.segments(np.array([[0, 1]]))),
@@ -528,7 +528,8 @@ def seen(recipe, at: At):
   if name == "placed":
     query, key = rest[1][:, None, :, None], rest[2][:, None, None, :]
     return seen(rest[0], at._replace(query=query, key=key, query_position=query,
-                                     key_position=key)) & (key <= rest[3] - 1)
+                                     key_position=key)) & (query < rest[3][0]) & (
+                                         key <= rest[3][1] - 1)
   if name == "offset":
     return seen(rest[0], at._replace(query_position=at.query_position + rest[1]))
   if name == "offset_rows":
@@ -647,7 +648,7 @@ class Draw:
     found = [self.numbers.integers(0, 2 * n, (self.one_or(batch), n)) for n in (queries, keys)]
     if self.choices.random() < 0.7:
       found = [np.sort(x, axis=1) for x in found]
-    return *found, int(self.choices.integers(1, 2 * keys + 2))
+    return *found, tuple(int(self.choices.integers(1, 2 * n + 2)) for n in (queries, keys))
 
   def positions(self):
     batch, _, queries, keys = self.shape

@@ -133,7 +133,7 @@ class VisitsTest(parameterized.TestCase):
     def visited(member, source):
       rows, columns = sequence.rows(member), sequence.columns(source)
       mask = masks.causal() & masks.segments(ids[:, rows], ids[:, columns])
-      kinds = blocks.host_kinds(masks.placed(mask, rows[None], columns[None], length),
+      kinds = blocks.host_kinds(masks.placed(mask, rows[None], columns[None], sequence.size),
                                 blocks.Sizes(own, own, 24, 16))
       return (kinds != blocks.EMPTY).mean(0).sum()
     everyone = layouts.numbers(sequence.members)

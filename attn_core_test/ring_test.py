@@ -219,7 +219,7 @@ class LayoutsTest(parameterized.TestCase):
       spread = sequence.Sequence(layout, False, ("sp",), (), N, 1, True, length, length)
       def visited(member, source):
         mask = masks.algebra.placed(masks.causal(), spread.rows(np.int32(member))[None],
-                                    spread.columns(np.int32(source))[None], length)
+                                    spread.columns(np.int32(source))[None], spread.size)
         kinds = blocks.host_kinds(mask, blocks.Sizes(length // N, length // N, block, block))
         return (kinds != blocks.EMPTY).sum()
       each = [sum(visited(m, s) for s in range(N)) for m in range(N)]
@@ -246,6 +246,22 @@ class EqualTest(parameterized.TestCase):
   @parameterized.parameters("ring", "all_gather", "ulysses")
   def test_padded_inside(self, variant):
     padded().check(metadata_of(variant), forward_mode=False)
+
+  @parameterized.parameters(("contiguous", 9, 9), ("zigzag", 3, 0))
+  def test_hops_that_are_left_out(self, layout, left, right):
+    """A window that is known on the host; members on both sides, which are not evenly far."""
+    case = Case(lambda b, h, t, s: -left <= s - t <= right, (1, T, T, 2, 1, D, D), floats=(),
+                arguments=dict(causal=False, sliding_window=(left, right)))
+    case.check(metadata_of("ring", layout))
+
+  def test_padding_does_not_see_what_is_not_a_number(self):
+    q, k, v = numbers(1, 61, 2, D), numbers(1, 64, 2, D, seed=1), numbers(1, 64, 2, D, seed=2)
+    k[:, 62] = np.nan  # queries 62 and 63 would see it
+    def gradient(mechanism, metadata):
+      return jax.jit(jax.grad(lambda *x: attention(
+          *x, mechanism=mechanism, metadata=metadata, query_offset=0).attention_outputs.sum(),
+                              (0, 1, 2)))(q, k, v)
+    close(gradient("ring", metadata_of("ring")), gradient("vanilla", None))
 
   @parameterized.parameters("ring", "ulysses")
   def test_one_query_and_two_keys(self, variant):
@@ -276,7 +292,8 @@ class EqualTest(parameterized.TestCase):
     def run(mechanism, dtype):
       def loss(*arrays):
         arrays = to_layout(arrays, "zigzag", N) if mechanism == "ring" else arrays
-        out = attention(*arrays, mechanism=mechanism, metadata=metadata_of("ring", "zigzag"),
+        metadata = metadata_of("ring", "zigzag") if mechanism == "ring" else None
+        out = attention(*arrays, mechanism=mechanism, metadata=metadata,
                         softmax_aux=jnp.ones(H)).attention_outputs
         out = from_layout(out, "zigzag", N) if mechanism == "ring" else out
         return jnp.sum(out.astype(jnp.float32)**2), out
@@ -473,6 +490,16 @@ class BadInputTest(parameterized.TestCase):
     with self.assertRaisesRegex(NotImplementedError, "shard_map over 'dp' with check_vma=True.*"
                                 "give that shard_map check_vma=False"):
       run(x)
+
+  @parameterized.parameters("flash_attn2", "vanilla", "autoregressive_decodeattn")
+  def test_others_do_not_know_the_order(self, mechanism):
+    x, metadata = numbers(1, T, 2, D), metadata_of("ring", "zigzag")
+    with self.assertRaisesRegex(NotImplementedError, "ring.layout='zigzag'"):
+      attention(x, x, x, mechanism=mechanism, metadata=metadata)
+    self.assertEqual(explain(x, x, x, metadata=metadata).chosen, "ring")
+    with self.assertRaisesRegex(ValueError, "layout: got 'thd' with.*'zigzag'.*from_cu_seqlens"):
+      attention(*[x[0]] * 3, layout="thd", cum_seqlens_q=np.array([0, 9, T], np.int32),
+                mechanism="ring", metadata=metadata)
 
   def test_weights_are_refused(self):
     x = jnp.zeros((1, 16, 8, D))

@@ -87,7 +87,8 @@ class Case(NamedTuple):
 
 
 # What a hop of a ring sees: rows and columns of a longer sequence, the last of them padding.
-ZIGZAG = masks.placed(masks.causal() & masks.window(150, 0), *[np.arange(100, 300)[None]] * 2, 290)
+ZIGZAG = masks.placed(masks.causal() & masks.window(150, 0), *[np.arange(100, 300)[None]] * 2,
+                      (280, 290))
 
 CASES = {
     "causal_odd_length": Case({}, T=301),

@@ -353,11 +353,12 @@ class Offset(Mask):
 class Placed(Mask):
   """`mask` of a longer sequence, at some of its rows and columns, in any order.
 
-  Unlike `Positions` it moves the index too; columns from `keys` on are padding, seen by nobody.
+  Unlike `Positions` it moves the index too; rows and columns from `size` on are padding: they see
+  nothing, and nobody sees them.
   """
 
   mask: Mask
-  keys: int
+  size: tuple[int, int]
   query: Any
   key: Any
   roles = {"mask": None, "query": QUERY, "key": KEY}
@@ -368,13 +369,16 @@ class Placed(Mask):
                        key_index=self.key, key_position=self.key)
 
   def visible(self, at):
-    return self.mask.visible(self.move(at)) & (self.key < self.keys)
+    queries, keys = self.size
+    return self.mask.visible(self.move(at)) & (self.query < queries) & (self.key < keys)
 
   def bounds(self, grid):
     query, key = grid.reduce_query(self.query), grid.reduce_key(self.key)
     possible, certain = self.mask.bounds(grid._replace(
         query_index=query, query_position=query, key_index=key, key_position=key))
-    return possible & (key.low < self.keys), certain & (key.high < self.keys)
+    queries, keys = self.size
+    return (possible & (query.low < queries) & (key.low < keys),
+            certain & (query.high < queries) & (key.high < keys))
 
 
 @_node
@@ -526,16 +530,18 @@ def offset(mask: Mask, amount) -> Mask:
   return Offset(mask, *_static_or_array("offset", "amount", amount))
 
 
-def placed(mask: Mask, query, key, keys: int) -> Mask:
+def placed(mask: Mask, query, key, size: tuple[int, int]) -> Mask:
   """`mask` of a longer sequence, at some of its rows and columns.
 
   Args:
     mask: of the whole; arrays with a number per query or key are cut to these rows and columns.
     query: int32 [B or 1, T]: the rows, in any order.
     key: int32 [B or 1, S]: the columns, in any order.
-    keys: columns of the whole; those from there on are padding, seen by nobody.
+    size: (rows, columns) of the whole; those from there on are padding, which sees nothing and is
+      seen by nobody.
   """
-  return Placed(mask, int(keys), _integers("placed", "query", query, 2),
+  queries, keys = size
+  return Placed(mask, (int(queries), int(keys)), _integers("placed", "query", query, 2),
                 _integers("placed", "key", key, 2))
 
 

@@ -62,7 +62,7 @@ def attended(sequence: Sequence, operands: Operands, spec: AttentionSpec, keys: 
     everyone = layouts.numbers(sequence.members)
     of = sequence.columns(source) if source is not None else np.concatenate(
         [sequence.columns(n) for n in everyone])
-    mask = algebra.placed(mask, sequence.rows(member(sequence))[None], of[None], sequence.keys)
+    mask = algebra.placed(mask, sequence.rows(member(sequence))[None], of[None], sequence.size)
   arrays, structure = jax.tree.flatten(mask)
   return operands._replace(
       key=keys.key, value=keys.value, bias=columns(operands.bias, keys, source),
@@ -107,7 +107,7 @@ def visible_members(sequence: Sequence, mask: algebra.Mask) -> np.ndarray:
                 for of in (sequence.rows, sequence.columns))
   runs = sequence.shards * layouts.pieces(sequence.layout)
   kinds = blocks.host_kinds(
-      algebra.placed(mask, rows[None], cols[None], sequence.keys),
+      algebra.placed(mask, rows[None], cols[None], sequence.size),
       blocks.Sizes(len(rows), len(cols), len(rows) // runs, len(cols) // runs))
   seen = (kinds != blocks.EMPTY).any((0, 1))
   return seen.reshape(sequence.members, -1, sequence.members, runs // sequence.members).any((1, 3))

@@ -83,7 +83,7 @@ def _kinds(mask, sequence, rows, columns):
   rows, columns = rows.reshape(-1), columns.reshape(-1)
   mask = _taken(mask, sequence, rows, columns)
   return blocks.host_kinds(
-      algebra.placed(mask, rows[None], columns[None], sequence.keys), of)
+      algebra.placed(mask, rows[None], columns[None], sequence.size), of)
 
 
 def _sample(sequence: Sequence, query_blocks: int, most: int) -> tuple[np.ndarray, np.ndarray]:

@@ -34,6 +34,11 @@ class Sequence(NamedTuple):
     return self.key_axes + self.head_axes
 
   @property
+  def size(self) -> tuple[int, int]:
+    """(T, S), before padding."""
+    return self.queries, self.keys
+
+  @property
   def shards(self) -> int:
     return self.members * self.group
 
@@ -67,6 +72,12 @@ def axes_of(config: RingConfig, name: str) -> tuple[tuple[str, ...], tuple[str, 
   return (name,), () if config.heads_axis_name is None else (config.heads_axis_name,)
 
 
+def shards_of(config: RingConfig, name: str, mesh) -> int:
+  """N; 1 without a mesh."""
+  axes = sum(axes_of(config, name), ())
+  return 1 if mesh is None else math.prod(mesh.shape.get(axis, 1) for axis in axes)
+
+
 def require_axes(config: RingConfig, name: str, mesh) -> None:
   """Refuses mesh axes that do not exist, or that the caller has split the arrays over.
 
@@ -83,7 +94,7 @@ def require_axes(config: RingConfig, name: str, mesh) -> None:
     if axis not in mesh.shape:
       raise ValueError(f"{field}={axis!r}: expected an axis of the mesh, which has "
                        f"{tuple(mesh.axis_names)}; create_mesh makes one with 'sp'")
-    if axis in mesh.manual_axes:
+    if axis in mesh.manual_axes and mesh.shape[axis] > 1:
       raise ValueError(f"{field}={axis!r}: got an axis that a surrounding shard_map has split the "
                        "arrays over; expected whole arrays: leave this axis out of its axis_names, "
                        "or call mechanism='ring' outside of it")
