@@ -13,6 +13,7 @@ import numpy as np
 
 from attn_core import checks, dropout, metadata as metadata_lib, remat
 from attn_core.caches import step as step_lib
+from attn_core.caches.window import WindowCache
 from attn_core.masks import algebra
 from attn_core.masks.info import MaskInfo
 from attn_core.sharding import sequence
@@ -121,8 +122,10 @@ def _cache_step(a, query, key, value) -> step_lib.Step | None:
                  "'bthd' or 'bhtd': rows of a cache are sequences of their own")
   checks.require(a.query_offset is None, "query_offset", "a number and cache_view",
                  "None: the cache knows where its rows' tokens stand")
-  if isinstance(a.mask_info, MaskInfo):
-    step_lib.check_beside_cache(a.mask_info)
+  info = MaskInfo() if a.mask_info is None else a.mask_info
+  step_lib.check_beside_cache(info)
+  if isinstance(a.cache_view, WindowCache) and a.mode != "__insert__":
+    step_lib.check_beside_window(a.mask, info.attention_mask)
   reach = [window_of(a.sliding_window)[0], None if a.chunk_size is None else checks.integer(
       "chunk_size", a.chunk_size, "an int >= 1 (tokens)", lambda x: x >= 1) - 1]
   reach = min((x for x in reach if x is not None), default=None)
@@ -139,9 +142,7 @@ def _cache_step(a, query, key, value) -> step_lib.Step | None:
 def _with_step(a, step: step_lib.Step):
   """The call of a step, as one without a cache."""
   info = MaskInfo() if a.mask_info is None else a.mask_info
-  if isinstance(info, MaskInfo):  # anything else is refused where masks are
-    info = step.mask_info._replace(attention_mask=info.attention_mask)
-  return a._replace(mask_info=info)
+  return a._replace(mask_info=step.mask_info._replace(attention_mask=info.attention_mask))
 
 
 def _check_flags(a) -> None:
@@ -304,8 +305,8 @@ def _packed(a, queries, keys) -> MaskInfo | None:
     return None
   checks.require(not _is_reordered(a), "layout", "'thd' with metadata.ring.layout="
                  f"{a.metadata and a.metadata.ring.layout!r}", "ring.layout 'contiguous', as "
-                 "cum_seqlens_q counts tokens in their own order; or layout 'bthd' with the segment "
-                 "ids and positions of MaskInfo.from_cu_seqlens, put through to_layout")
+                 "cum_seqlens_q counts tokens in their own order; or layout 'bthd' with the "
+                 "segment ids and positions of MaskInfo.from_cu_seqlens, put through to_layout")
   checks.require(a.cum_seqlens_q is not None, "cum_seqlens_q", "None with layout='thd'",
                  "int32 [B + 1] offsets of the packed sequences")
   checks.cum_seqlens("cum_seqlens_q", a.cum_seqlens_q, queries)

@@ -98,7 +98,7 @@ def query_key_value(query, key, value, *, quantized: bool = False) -> None:
   for name, x in (("query", query), ("key", key), ("value", value)):
     require(0 not in x.shape, name, describe(x), "no dimension of size 0")
     require(quantized or x.dtype == query.dtype, name, describe(x),
-            f"the query's dtype {query.dtype}; cast one of them, or set compute_dtype")
+            f"the query's dtype {query.dtype}; cast one of them (a cache has that of its init)")
   batch, _, heads, width = query.shape
   require(key.shape[0] == batch and key.shape[3] == width, "key", describe(key),
           f"[{batch}, S, K, {width}], B and D of the query {describe(query)}")

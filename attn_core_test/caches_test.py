@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 
 from attn_core import (CacheMetadata, DenseCache, MaskInfo, WindowCache, attention, build_cache_pos,
-                       concatenate, create_mesh)
+                       concatenate, create_mesh, masks)
 from attn_core.caches import dense, quantize, window
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -313,6 +313,38 @@ class StepTest(parameterized.TestCase):
     np.testing.assert_allclose(np.where(live_rows, got, 0), np.where(live_rows, want, 0), atol=2e-6)
     np.testing.assert_array_equal(got[~live_rows], 0)
     equal(second.cache_view, rest)
+
+  @parameterized.parameters(4, 9)
+  def test_left_padding_with_a_window(self, slots):
+    starts = np.array([0, 2, 5])
+    query, key, value = model()
+    mask = (np.arange(LENGTH) >= starts[:, None])[:, None, None]
+    want = attention(query, key, value, mask=mask, mechanism="vanilla",
+                     sliding_window=WINDOW).attention_outputs
+    spoil = lambda x: jnp.where(mask[:, 0, 0, :, None, None], x, jnp.nan)
+    got = attention(
+        query, spoil(key), spoil(value), mode="__prefill__", sliding_window=WINDOW,
+        cache_view=window.init(B, slots, HEADS, dtype=jnp.float32),
+        cache_metadata=CacheMetadata(starts=starts)).attention_outputs
+    np.testing.assert_allclose(got, np.where(mask[:, 0, 0, :, None, None], want, 0), atol=2e-6)
+
+  def test_a_window_cache_refuses_masks_by_the_order_of_keys(self):
+    query, key, value = (x[:, :4] for x in model())
+    cache = window.init(B, 9, HEADS, dtype=jnp.float32)
+    run = functools.partial(attention, query, key, value, mode="__prefill__", cache_view=cache,
+                            sliding_window=WINDOW)
+    dense_mask = np.ones((B, 1, 1, 9), bool)
+    for arguments in (dict(mask=dense_mask), dict(mask=masks.causal() & masks.dense(dense_mask)),
+                      dict(mask=masks.lengths(None, np.full(B, 3))),
+                      dict(mask_info=MaskInfo(attention_mask=dense_mask))):
+      with self.assertRaisesRegex(ValueError, "with a WindowCache; expected a mask by positions"):
+        run(**arguments)
+    run(mask=masks.prefix(2))
+
+  def test_a_ring_of_another_size_is_refused(self):
+    rings = [filled(window, slots, (6,)) for slots in (8, 4)]
+    with self.assertRaisesRegex(ValueError, "prefilled: got a WindowCache of 4 slots.*from_dense"):
+      window.insert(rings[0], np.array([0]), rings[1])
 
   def test_rotary_is_applied_before_the_write(self):
     """A token is turned once, by its own position; the cache never turns anything."""

@@ -148,6 +148,8 @@ class PagesTest(parameterized.TestCase):
       (lambda c, k, v: pages.init(PagesV2, 0, 1, HEADS), "num_pages: got 0"),
       (lambda c, k, v: pages.init(PagesV2, 1, 1, HEADS._replace(value_width=4)), "value_width"),
       (lambda c, k, v: pages.init(PagesV2, 1, 1, HEADS, jnp.int8), "scales: got None"),
+      (lambda c, k, v: pages.init(PagesV2, 1, 1, HEADS, jnp.uint8, "tensor"), "dtype: got uint8"),
+      (lambda c, k, v: pages.init(PagesV3, 1, 1, HEADS, jnp.float64), "dtype: got float"),
       (lambda c, k, v: pages.init(PagesV2, 1, 1, HEADS, jnp.int8, "head"), "scales: got 'head'"))
   def test_bad_input(self, call, words):
     key, value = tokens()

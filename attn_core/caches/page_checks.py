@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import checks
-from attn_core.caches import pages
+from attn_core.caches import pages, quantize
 
 
 class Condition(NamedTuple):
@@ -143,7 +143,9 @@ def _check_cache(cache) -> None:
 
 
 def _check_scales(cache, dtype) -> None:
-  quantised = jnp.dtype(dtype).itemsize == 1
+  quantised = quantize.is_quantized(dtype)
+  checks.require(quantised or jnp.dtype(dtype).itemsize > 1, "cache_view", f"pages of {dtype}",
+                 "pages of a floating-point dtype, int8 or float8_e4m3fn")
   pool, size = pages.num_pages(cache), pages.page_size(cache)
   for name in ("key_scales", "value_scales"):
     x = getattr(cache, name)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from attn_core import checks
+from attn_core.caches import quantize
 from attn_core.types import cdiv
 
 LANES = 128  # widths in layout v3 are multiples of this
@@ -89,12 +90,16 @@ def init(layout: type, num_pages: int, page_size: int, heads: Heads, dtype=jnp.b
 
   Raises:
     ValueError: a size below 1, another layout or kind of scales, E != D where one array holds both,
-      a dtype of one byte without scales.
+      a dtype of one byte without scales, or none of these.
   """
   checks.require(layout in PAGES, "layout", repr(layout), "PagesV1, PagesV2 or PagesV3")
   checks.one_of("scales", scales, (None, "token", "tensor"))
   for name, size in (("num_pages", num_pages), ("page_size", page_size), *heads._asdict().items()):
     checks.integer(name, size, "an int >= 1", lambda x: x >= 1)
+  size = jnp.dtype(dtype).itemsize
+  checks.require(quantize.is_quantized(dtype) or size > 1 and (size <= 4 or layout is not PagesV3),
+                 "dtype", jnp.dtype(dtype).name, "16 or 32 bits (64 but for PagesV3), int8 or "
+                 "float8_e4m3fn")
   checks.require(scales is not None or jnp.dtype(dtype).itemsize > 1, "scales",
                  f"None with pages of {jnp.dtype(dtype).name}", "'token' or 'tensor': quantised "
                  "pages mean nothing without their scales")
@@ -244,16 +249,20 @@ def _check_tokens(cache, key, value, scales) -> None:
 
 
 def store(x, dtype, scale=None):
-  """Values as pages hold them: divided by their scale and, where integers, rounded and clipped."""
+  """Values as pages hold them: divided by their scale, clipped and, where integers, rounded.
+
+  One scale for all does not reach as far as what is not finite: that becomes the largest number,
+  and NaN 0 in integers.
+  """
   if x.dtype == dtype:
     return x
   if scale is None:
     return x.astype(dtype)
   x = x.astype(jnp.float32) / scale
-  whole = jnp.issubdtype(dtype, jnp.integer)
-  limits = jnp.iinfo(dtype) if whole else jnp.finfo(dtype)
-  x = jnp.clip(jnp.round(x) if whole else x, float(limits.min), float(limits.max))
-  return x.astype(dtype)
+  if jnp.issubdtype(dtype, jnp.integer):
+    x = jnp.round(jnp.where(jnp.isnan(x), 0, x))
+  limit = quantize.LIMITS[jnp.dtype(dtype).name]
+  return jnp.clip(x, -limit, limit).astype(dtype)
 
 
 def interleave(key, value):

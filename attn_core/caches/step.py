@@ -106,8 +106,9 @@ def _append(tokens, cache, metadata, reach) -> Step:
     # The last new tokens take the place of some that the first ones still see.
     chunk = storage.like(cache, DenseCache, cache.lengths.shape[0], length)
     new = dense.view(dense.append(chunk, *tokens, metadata.lengths))
+    position = new.positions + before.lengths[:, None]
     new = new._replace(positions=jnp.where(
-        new.positions < 0, -1, new.positions + before.lengths[:, None]))
+        (new.positions < 0) | (position < cache.starts[:, None]), -1, position))
     join = lambda x, y: None if x is None else jnp.concatenate([x, y], 1)
     fields = (*storage.STORED, "positions")
     seen = seen._replace(**{name: join(getattr(before, name), getattr(new, name))
@@ -149,6 +150,29 @@ def check_beside_cache(info: MaskInfo) -> None:
                    "starts of new tokens go into CacheMetadata")
 
 
+def check_beside_window(mask, attention_mask) -> None:
+  """With a sliding-window cache a mask goes by positions: a token's slot says nothing.
+
+  Args:
+    mask: a mask's value, a boolean array, or None.
+    attention_mask: that of a MaskInfo.
+
+  Raises:
+    ValueError: a mask with numbers for the keys in their order, or their lengths.
+  """
+  cure = ("a mask by positions, such as masks.prefix or masks.custom: a sliding-window cache keeps "
+          "its keys in slots that say nothing of their order")
+  for name, x in (("mask", mask), ("mask_info.attention_mask", attention_mask)):
+    if isinstance(x, algebra.Mask):
+      for node in algebra.nodes(x):
+        array = node.array if isinstance(node, algebra.Dense) else None
+        by_length = isinstance(node, algebra.Lengths) and node.key_lengths is not None
+        checks.require(not by_length and (array is None or array.shape[3] == 1), name,
+                       f"{type(node).__name__} with a WindowCache", cure)
+    elif x is not None and getattr(x, "ndim", 0):
+      checks.require(x.shape[-1] == 1, name, f"{checks.describe(x)} with a WindowCache", cure)
+
+
 class Concatenated(NamedTuple):
   """What `concatenate` returns, in the documented order."""
 
@@ -188,6 +212,8 @@ def concatenate(*, query, key, value, mask_info=None, mode=None, cache_view=None
   sides = [None if side in (None, -1) else side for side in sides]
   if cache_view is not None:
     check_beside_cache(info)
+    if isinstance(cache_view, WindowCache) and mode != "__insert__":
+      check_beside_window(None, info.attention_mask)
     step = take((key, value), cache_view, cache_metadata, mode, sides[0])
     info = step.mask_info._replace(attention_mask=info.attention_mask)
     cache_view, key, value = step.cache, step.key, step.value

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from attn_core import checks
 from attn_core.caches import dense, storage
-from attn_core.caches.storage import CacheView, insert
+from attn_core.caches.storage import CacheView
 
 __all__ = ["WindowCache", "append", "from_dense", "init", "insert", "to_dense", "view"]
 
@@ -48,6 +48,18 @@ def init(batch: int, window: int, heads: tuple, *, dtype=jnp.bfloat16) -> Window
     ValueError: as `dense.init`.
   """
   return storage.empty(WindowCache, batch, window, heads, dtype=dtype)
+
+
+def insert(cache: WindowCache, slots, prefilled: WindowCache) -> WindowCache:
+  """As `dense.insert`, for a cache of as many slots: a token's slot goes by their number.
+
+  Raises:
+    ValueError: as `dense.insert`, or another number of slots.
+  """
+  mine, theirs = cache.key.shape[1], prefilled.key.shape[1]
+  checks.require(mine == theirs, "prefilled", f"a WindowCache of {theirs} slots",
+                 f"{mine} slots, as the cache: to_dense, then from_dense, makes one of the other")
+  return storage.insert(cache, slots, prefilled)
 
 
 def append(cache: WindowCache, key, value, lengths=None) -> WindowCache:

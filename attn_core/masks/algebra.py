@@ -31,6 +31,14 @@ DENSE = "dense"  # [B or 1, H or 1, T or 1, S or 1]
 WHOLE = "whole"  # passed as it is to a custom predicate
 
 
+def nodes(mask: "Mask"):
+  """All masks that a mask is made of, itself first."""
+  yield mask
+  for name, role in mask.roles.items():
+    if role is None:
+      yield from nodes(getattr(mask, name))
+
+
 class Coordinates(NamedTuple):
   """Where the elements of a tile are: integers that broadcast to the tile's shape.
 

@@ -2,6 +2,8 @@
 
 from typing import Callable
 
+import jax.numpy as jnp
+
 from attn_core import derivatives_paged
 from attn_core.caches import pages
 from attn_core.kernels.tpu import paged as tpu_kernel
@@ -38,5 +40,6 @@ def _attend(forward: Callable, call: Call, cache) -> AttentionOutput:
   out, lse = derivatives_paged.attend(
       forward, operands._replace(cache=cache, key=None, value=None), call.spec,
       pages.Heads(key_heads, width, value_width), call.block_sizes)
-  lse = lse[..., 0].T[None] if call.return_lse else None
+  lse = lse.astype(jnp.promote_types(lse.dtype, jnp.float32))[..., 0].T[None]
+  lse = lse if call.return_lse else None
   return AttentionOutput(out[None], lse=lse, cache_view=cache)

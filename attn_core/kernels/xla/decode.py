@@ -78,6 +78,8 @@ def _cut(operands, spec, block_sizes) -> steps.Problem:
   (_, queries, _, _), (_, keys, key_heads, _) = operands.query.shape, operands.key.shape
   elements = key_heads * max(operands.key.shape[-1], operands.value.shape[-1])
   block_kv = min(keys, block_sizes.block_kv or tuned.decode_block(keys, elements))
+  if block_kv > FAN:  # another size would be folded part by part
+    block_kv -= block_kv % FAN
   sizes = blocks.Sizes(queries, keys, queries, block_kv)
   kinds = blocks.block_kinds(steps.mask_of(operands, spec), sizes)
   kinds = blocks.merge_heads(kinds, kinds.shape[1])
