@@ -89,7 +89,10 @@ class GpuSuiteTest(absltest.TestCase):
     self.assertIn("KeyError", found["properties"]["lines"][1])
 
   def test_a_part_that_hangs_is_stopped(self):
+    run_group = gpu_suite.run_group
+    hangs = lambda command, *rest: run_group([command[0], "-c", "import time; time.sleep(60)"], *rest)
     with (mock.patch.object(gpu_suite, "GRACE_SECONDS", 0.2),
+          mock.patch.object(gpu_suite, "run_group", hangs),
           contextlib.redirect_stdout(io.StringIO())):
       given = mock.Mock(out=self.folder, tiny=True, cases=())
       found = gpu_suite.spawn("environment", given, 0.2)

@@ -648,7 +648,7 @@ class Draw:
     found = [self.numbers.integers(0, 2 * n, (self.one_or(batch), n)) for n in (queries, keys)]
     if self.choices.random() < 0.7:
       found = [np.sort(x, axis=1) for x in found]
-    return *found, tuple(int(self.choices.integers(1, 2 * n + 2)) for n in (queries, keys))
+    return *found, [int(self.choices.integers(1, 2 * n + 2)) for n in (queries, keys)]
 
   def positions(self):
     batch, _, queries, keys = self.shape
