@@ -49,7 +49,7 @@ ring_attention = _named(AttentionMechanism.RING, """One sequence over several de
 
   `metadata.mesh` has the axis `metadata.sequence_axis_name`, `metadata.ring` says what travels and
   in which order the tokens stand, `metadata.scan_ring_attention` whether hops are steps of a scan.
-  Without a mesh, or with one shard, it is `flash_attn2` by the platform's own kernel.
+  Without a mesh, or with one shard, it is `flash_attn2` by the library's own kernel.
   Liu, Zaharia and Abbeel, Ring Attention, https://arxiv.org/abs/2310.01889.""")
 
 autoregressive_decodeattn = _named(

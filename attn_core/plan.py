@@ -67,6 +67,8 @@ def main() -> None:
   parser.add_argument("--window", type=int, help="tokens to the left that a query sees")
   parser.add_argument("--all", action="store_true", help="every layout of every variant")
   chosen = parser.parse_args()
+  if chosen.window is not None and chosen.window < 0:
+    parser.error(f"--window: got {chosen.window}; expected tokens, 0 or more; without it, all")
   mask = masks.causal() & (masks.full() if chosen.window is None else
                            masks.window(chosen.window, 0))
   print(__doc__.strip().splitlines()[-1], "\n", inspect.getdoc(context_parallel), sep="")

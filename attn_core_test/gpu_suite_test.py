@@ -90,7 +90,8 @@ class GpuSuiteTest(absltest.TestCase):
 
   def test_a_part_that_hangs_is_stopped(self):
     run_group = gpu_suite.run_group
-    hangs = lambda command, *rest: run_group([command[0], "-c", "import time; time.sleep(60)"], *rest)
+    hangs = lambda command, *rest: run_group(
+        [command[0], "-c", "import time; time.sleep(60)"], *rest)
     with (mock.patch.object(gpu_suite, "GRACE_SECONDS", 0.2),
           mock.patch.object(gpu_suite, "run_group", hangs),
           contextlib.redirect_stdout(io.StringIO())):

@@ -109,6 +109,8 @@ def compiled(state, batch, layout: str, mesh, config):
 
 def main(argv) -> None:
   del argv
+  if FLAGS.sp < 2:
+    sys.exit(f"--sp={FLAGS.sp}: expected at least 2 devices to spread the document over")
   begun = time.monotonic()
   jax.config.update("jax_num_cpu_devices", FLAGS.sp)
   mesh = create_mesh((1, 1, 1, 1, FLAGS.sp))

@@ -29,7 +29,7 @@ DEVICES = {
     "tpu7x": Device(1153.5e12, 3690e9, 100e9, True, 2 * 9216, 6.25e9, ("tpu7x", "tpu v7x")),
     # https://www.nvidia.com/en-us/data-center/h100/ and .../h200/, SXM: NVLink 900 GB/s in both
     # directions together; 8 and a 400 Gbit/s adapter each in a DGX H100 or H200.
-    "h100": Device(989.4e12, 3350e9, 450e9, False, 8, 50e9, ("nvidia h100",)),
+    "h100": Device(989.4e12, 3350e9, 450e9, False, 8, 50e9, ("nvidia h100 80gb hbm3",)),
     "h200": Device(989.4e12, 4800e9, 450e9, False, 8, 50e9, ("nvidia h200",)),
     # Nominal, nobody's datasheet: a core of 2.5 GHz with two AVX2 multiply-adds a cycle, float32,
     # and a copy from memory to memory by one thread.

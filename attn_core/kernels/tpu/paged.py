@@ -66,9 +66,8 @@ def forward(operands: paged.PagedOperands, spec: PagedSpec, heads: pages.Heads,
   tokens, query_heads, width = operands.query.shape
   group = query_heads // heads.key_heads
   block_q, block_pages = paged.sizes_of(operands, block_sizes, group)
-  if not block_sizes.block_kv:
-    page_bytes = _page_bytes(operands.cache.pages.shape, operands.cache.pages.dtype)
-    block_pages = max(1, min(block_pages, BUFFER_BYTES // page_bytes))
+  page_bytes = _page_bytes(operands.cache.pages.shape, operands.cache.pages.dtype)
+  block_pages = max(1, min(block_pages, BUFFER_BYTES // page_bytes))
   sizes = block_q, block_pages
   problem = paged.cut(operands, spec, heads, sizes)
   shape = Shape(heads.key_heads, group, *sizes, pages.page_size(operands.cache),

@@ -4,7 +4,7 @@ Loops over requests, over blocks of a request's queries, and over blocks of the 
 with trip counts from the lengths: the time is that of the live tokens, however wide the page table.
 Blocks of queries and of keys are cut at multiples of their size in positions, so a query is always
 the same row of the same products: its result has the same bits alone, in any batch, in any pages
-and in any chunk of a prefill.
+and in any chunk of a prefill, for given block sizes and without `distribution`.
 
 Letters: T tokens of the call, R requests, H query heads, K key heads, G = H / K, D and E widths;
 Q tokens of a query block, M = Q * G its rows (token-major), C tokens of a key block.
@@ -80,6 +80,8 @@ def sizes_of(operands: PagedOperands, block_sizes: BlockSizes, group: int) -> tu
   tokens, requests = operands.query.shape[0], operands.metadata.context_lens.shape[0]
   single = tokens <= requests  # where all requests have a query, each has one
   block_q = block_sizes.block_q or (1 if single else max(1, BLOCK_ROWS // group))
+  if operands.metadata.query_start_loc is None:
+    block_q = 1  # a request has no more
   block_kv = block_sizes.block_kv or BLOCK_KV
   return block_q, cdiv(block_kv, pages.page_size(operands.cache))
 
