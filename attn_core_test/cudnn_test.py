@@ -338,7 +338,12 @@ class ValuesTest(parameterized.TestCase):
       return attention(query, key, value, bias=bias, mask=mask, causal=False, mechanism="sdpa",
                        **more)
 
-    both = lambda run: jax.value_and_grad(lambda *x: jnp.sin(run(*x)[0]).sum(), (0, 1, 2, 3))
+    def both(run):
+      def loss(*x):
+        out = run(*x)[0]
+        return jnp.sin(out).sum(), out
+      return jax.grad(loss, (0, 1, 2, 3), has_aux=True)
+
     with jax.enable_x64(True):
       wide = [jnp.asarray(x, jnp.float64) for x in arrays]
       wanted, lse = jax.tree.leaves(both(want)(*wide)), want(*wide).lse
