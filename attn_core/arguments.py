@@ -13,7 +13,6 @@ import numpy as np
 
 from attn_core import checks, dropout, metadata as metadata_lib, remat
 from attn_core.caches import step as step_lib
-from attn_core.caches.window import WindowCache
 from attn_core.masks import algebra
 from attn_core.masks.info import MaskInfo
 from attn_core.sharding import sequence
@@ -123,10 +122,8 @@ def _cache_step(a, query, key, value) -> step_lib.Step | None:
   checks.require(a.query_offset is None, "query_offset", "a number and cache_view",
                  "None: the cache knows where its rows' tokens stand")
   info = MaskInfo() if a.mask_info is None else a.mask_info
-  step_lib.check_beside_cache(info)
-  if isinstance(a.cache_view, WindowCache) and a.mode != "__insert__":
-    step_lib.check_beside_window(a.mask, info.attention_mask)
-  reach = [window_of(a.sliding_window)[0], None if a.chunk_size is None else checks.integer(
+  step_lib.check_beside_cache(a.cache_view, a.mode, info, a.mask)
+  reach = [checks.window(a.sliding_window)[0], None if a.chunk_size is None else checks.integer(
       "chunk_size", a.chunk_size, "an int >= 1 (tokens)", lambda x: x >= 1) - 1]
   reach = min((x for x in reach if x is not None), default=None)
   tokens = query.shape[1]
@@ -199,7 +196,7 @@ def _mask(a, query_shape, key_shape) -> algebra.Mask:
   batch, queries, heads, _ = query_shape
   keys = key_shape[1]
   mask = algebra.causal() if a.causal else algebra.full()
-  window = window_of(a.sliding_window)
+  window = checks.window(a.sliding_window)
   if window != (None, None):
     mask = mask & algebra.window(*window)
   if a.chunk_size is not None:
@@ -235,20 +232,6 @@ def _mask(a, query_shape, key_shape) -> algebra.Mask:
     mask = algebra.offset(mask, offset)
   _check_mask_arrays(mask, (batch, heads, queries, keys))
   return mask
-
-
-def window_of(window) -> tuple[int | None, int | None]:
-  """(left, right), None for unbounded."""
-  if window is None:
-    return None, None
-  expected = ("an int w for (w, w) or a pair (left, right) of ints >= 0 (tokens, inclusive), -1 or "
-              "None for unbounded; 'W tokens, itself included' is (W - 1, 0)")
-  sides = window if isinstance(window, (tuple, list)) else (window, window)
-  checks.require(len(sides) == 2, "sliding_window", repr(window), expected)
-  for side in sides:
-    if side is not None:
-      checks.integer("sliding_window", side, expected, lambda x: x >= -1)
-  return tuple(None if side is None or side == -1 else int(side) for side in sides)
 
 
 def _explicit_mask(a, shape) -> algebra.Mask:
@@ -318,7 +301,8 @@ def _packed(a, queries, keys) -> MaskInfo | None:
   checks.require(a.cum_seqlens_k.shape == a.cum_seqlens_q.shape, "cum_seqlens_k",
                  checks.describe(a.cum_seqlens_k), f"as many sequences as cum_seqlens_q, "
                  f"{checks.describe(a.cum_seqlens_q)}")
-  by_position = a.causal or window_of(a.sliding_window) != (None, None) or a.chunk_size is not None
+  by_position = (a.causal or checks.window(a.sliding_window) != (None, None)
+                 or a.chunk_size is not None)
   given = a.query_offset is not None or (a.mask_info is not None
                                          and a.mask_info.q_positions is not None)
   checks.require(given or not by_position or _same_offsets(a), "query_offset",
@@ -480,7 +464,8 @@ def features_of(a, call: Call) -> dict[str, str]:
       "float16": (dtype == "float16", "dtype float16"),
       "float64": (dtype == "float64", "dtype float64"),
       "causal": (a.causal, "causal=True"),
-      "window": (window_of(a.sliding_window) != (None, None), f"sliding_window={a.sliding_window}"),
+      "window": (checks.window(a.sliding_window) != (None, None),
+                 f"sliding_window={a.sliding_window}"),
       "chunk": (a.chunk_size is not None, f"chunk_size={a.chunk_size}"),
       "segments": (info.q_segment_ids is not None or info.kv_segment_ids is not None
                    or a.cum_seqlens_q is not None,

@@ -65,7 +65,7 @@ def normalise(a) -> arguments.Normalised:
       None if dense.operands.sinks is None else dense.operands.sinks[0],
       *(None if x is None else jnp.asarray(x) for x in (a.key, a.value)))
   spec = PagedSpec(dense.spec.softmax_scale, dense.spec.logits_soft_cap, bool(a.causal),
-                   arguments.window_of(a.sliding_window), dense.spec.softmax_dtype,
+                   checks.window(a.sliding_window), dense.spec.softmax_dtype,
                    dense.spec.precision)
   features = arguments.features_of(a, dense)
   features["pages"] = features.pop("cache")

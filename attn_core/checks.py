@@ -121,3 +121,21 @@ def cum_seqlens(argument: str, x, total: int) -> None:
     offsets = np.asarray(x)
     require(offsets[0] == 0 and (np.diff(offsets) >= 0).all() and offsets[-1] == total,
             argument, offsets.tolist(), expected)
+
+
+def window(sides) -> tuple[int | None, int | None]:
+  """`sliding_window` as (left, right), None for unbounded.
+
+  Raises:
+    ValueError: neither an int nor two, or one below -1.
+  """
+  if sides is None:
+    return None, None
+  expected = ("an int w for (w, w) or a pair (left, right) of ints >= 0 (tokens, inclusive), -1 or "
+              "None for unbounded; 'W tokens, itself included' is (W - 1, 0)")
+  given, sides = sides, sides if isinstance(sides, (tuple, list)) else (sides, sides)
+  require(len(sides) == 2, "sliding_window", repr(given), expected)
+  for side in sides:
+    if side is not None:
+      integer("sliding_window", side, expected, lambda x: x >= -1)
+  return tuple(None if side is None or side == -1 else int(side) for side in sides)

@@ -299,20 +299,19 @@ def read(cache, ids, heads: Heads, dtype):
     rows = rows.reshape(tokens, -1, 2, cache.pages.shape[-1])
     rows = rows[:, :heads.key_heads, :, :heads.key_width].transpose(2, 1, 0, 3)
     key, value = rows[0], rows[1]
-  return tuple(dequantize(x, _scales_of(scales, ids, tokens), dtype) for x, scales in (
+  return tuple(_as(x, _scales_of(scales, ids, tokens), dtype) for x, scales in (
       (key, cache.key_scales), (value, cache.value_scales)))
 
 
+def _as(x, scales, dtype):
+  return x.astype(dtype) if scales is None else quantize.dequantize(x, scales, dtype)
+
+
 def _scales_of(scales, ids, tokens):
-  """Scales of [K, C, 1], or [], of some pages."""
+  """Scales [K, C], or [], of some pages; None: none."""
   if scales is None or scales.ndim == 0:
     return scales
-  return jnp.take(scales, ids, 0, mode="clip").reshape(tokens, -1).T[..., None]
-
-
-def dequantize(x, scales, dtype):
-  """x * scales in `dtype`; without scales only the dtype."""
-  return x.astype(dtype) if scales is None else (x.astype(jnp.float32) * scales).astype(dtype)
+  return jnp.take(scales, ids, 0, mode="clip").reshape(tokens, -1).T
 
 
 def to_dense(cache, metadata: PagesMetadata, heads: Heads | None = None, dtype=None):

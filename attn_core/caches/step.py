@@ -138,31 +138,31 @@ def _step(seen, ends, first, length, cache, spoiled) -> Step:
   return Step(seen.key, seen.value, seen.key_scale, seen.value_scale, info, cache, spoiled)
 
 
-def check_beside_cache(info: MaskInfo) -> None:
-  """Of a call's own mask_info, only the boolean mask goes with a cache.
+def check_beside_cache(cache, mode: str, info: MaskInfo, mask=None) -> None:
+  """What masks of a call's own go with a cache.
+
+  Segment ids and positions are the cache's to say. With a sliding-window cache a mask goes by
+  positions: a token's slot says nothing.
+
+  Args:
+    cache: the cache.
+    mode: as in `take`.
+    info: the call's; only its boolean mask goes with a cache.
+    mask: a mask's value, a boolean array, or None.
 
   Raises:
-    ValueError: it has segment ids or positions.
+    ValueError: segment ids or positions; beside a window cache a mask with numbers for the keys in
+      their order, or their lengths.
   """
   for name in info._fields[1:]:
     checks.require(getattr(info, name) is None, f"mask_info.{name}", "an array and a cache",
                    "None: the cache knows which tokens are there and where they stand; lengths and "
                    "starts of new tokens go into CacheMetadata")
-
-
-def check_beside_window(mask, attention_mask) -> None:
-  """With a sliding-window cache a mask goes by positions: a token's slot says nothing.
-
-  Args:
-    mask: a mask's value, a boolean array, or None.
-    attention_mask: that of a MaskInfo.
-
-  Raises:
-    ValueError: a mask with numbers for the keys in their order, or their lengths.
-  """
+  if not isinstance(cache, WindowCache) or mode == "__insert__":
+    return
   cure = ("a mask by positions, such as masks.prefix or masks.custom: a sliding-window cache keeps "
           "its keys in slots that say nothing of their order")
-  for name, x in (("mask", mask), ("mask_info.attention_mask", attention_mask)):
+  for name, x in (("mask", mask), ("mask_info.attention_mask", info.attention_mask)):
     if isinstance(x, algebra.Mask):
       for node in algebra.nodes(x):
         array = node.array if isinstance(node, algebra.Dense) else None
@@ -208,12 +208,9 @@ def concatenate(*, query, key, value, mask_info=None, mode=None, cache_view=None
     ValueError: as `take`; mask_info with segment ids or positions beside a cache.
   """
   info = MaskInfo() if mask_info is None else mask_info
-  sides = sliding_window if isinstance(sliding_window, (tuple, list)) else (sliding_window,) * 2
-  sides = [None if side in (None, -1) else side for side in sides]
+  sides = checks.window(sliding_window)
   if cache_view is not None:
-    check_beside_cache(info)
-    if isinstance(cache_view, WindowCache) and mode != "__insert__":
-      check_beside_window(None, info.attention_mask)
+    check_beside_cache(cache_view, mode, info)
     step = take((key, value), cache_view, cache_metadata, mode, sides[0])
     info = step.mask_info._replace(attention_mask=info.attention_mask)
     cache_view, key, value = step.cache, step.key, step.value

@@ -14,20 +14,20 @@ from attn_core.types import AttentionOutput, Call, Operands
 
 def xla(call: Call) -> AttentionOutput:
   """Block-wise attention in plain XLA, on every platform."""
-  return _spread(blockwise.KERNEL, call)
+  return by_kernel(blockwise.KERNEL, call)
 
 
 def tpu(call: Call) -> AttentionOutput:
   """Block-wise attention by Pallas kernels for TPUs."""
-  return _spread(tpu_flash.KERNEL, call)
+  return by_kernel(tpu_flash.KERNEL, call)
 
 
 def gpu(call: Call) -> AttentionOutput:
   """Block-wise attention by Mosaic GPU kernels for Hopper GPUs."""
-  return _spread(gpu_flash.KERNEL, call)
+  return by_kernel(gpu_flash.KERNEL, call)
 
 
-def _spread(kernel: Kernel, call: Call) -> AttentionOutput:
+def by_kernel(kernel: Kernel, call: Call) -> AttentionOutput:
   """Runs a kernel on every shard of the batch and of the heads."""
   return spread(lambda operands: derivatives.attend(kernel, operands, call.spec, call.block_sizes),
                 call)

@@ -56,7 +56,7 @@ def exchanged(attend: Callable[[Operands], Residuals], sequence: Sequence, struc
     return everything(x, 1) if role in (algebra.QUERY, algebra.KEY) else x
 
   mask, roles = operands.mask, algebra.structure_roles(structure)
-  needed = _key_heads(heads, operands.key.shape[2], group)
+  needed = key_heads_needed(heads, operands.key.shape[2], group)
   pick = lambda x: x if len(needed) == x.shape[2] else jnp.take(x, needed, 2)
   key, value = (to_heads(pick(x)) for x in (operands.key, operands.value))
   out, lse = attend(operands._replace(
@@ -69,7 +69,7 @@ def exchanged(attend: Callable[[Operands], Residuals], sequence: Sequence, struc
                    lax.all_to_all(lse, axes, 2, 1, tiled=True))
 
 
-def _key_heads(heads: int, key_heads: int, group: int) -> np.ndarray:
+def key_heads_needed(heads: int, key_heads: int, group: int) -> np.ndarray:
   """The key heads that the devices of a group need, one device after the other.
 
   All in order where U divides K; else some twice, runs of neighbouring query heads having one.

@@ -37,13 +37,11 @@ def gpu(call: Call) -> AttentionOutput:
 
 def _spread(kernel: Kernel, call: Call) -> AttentionOutput:
   sequence = None if call.placement is None else call.placement.sequence
+  if sequence is None:
+    return flash.by_kernel(kernel, call)
   def attend(operands: Operands) -> Residuals:
-    if sequence is None:
-      return derivatives.attend(kernel, operands, call.spec, call.block_sizes)
     inner = lambda operands: _between_members(kernel, sequence, operands, call)
     return heads.exchanged(inner, sequence, call.spec.mask, operands)
-  if sequence is None:
-    return flash.spread(attend, call)
   output = flash.spread(attend, call._replace(operands=_padded(call, sequence)))
   return shard.first_tokens(output, call.placement, sequence.queries)
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from attn_core import checks
 from attn_core.masks import algebra
-from attn_core.mechanisms import hops
+from attn_core.mechanisms import heads, hops
 from attn_core.metadata import OperationMetadata
 from attn_core.planning import devices, traffic, work
 from attn_core.sharding import layouts, sequence as sequences, shard
@@ -177,11 +177,11 @@ def _local(shapes: Shapes, mesh, reserved) -> Shapes:
       rules, mesh, (shapes.batch, shapes.queries, shapes.heads, shapes.width),
       (shapes.batch, shapes.keys, shapes.key_heads, shapes.width), reserved)
   count = lambda axes: math.prod(mesh.shape[axis] for axis in axes)
-  heads = shapes.heads // count(placement.heads)
-  key_heads = shapes.key_heads // count(placement.heads)
+  parts = count(placement.heads)
+  key_heads = shapes.key_heads // parts
   if placement.key_heads != placement.heads:  # all are there, those of its own heads are used
-    key_heads = heads // math.gcd(heads, shapes.heads // shapes.key_heads)
-  return shapes._replace(batch=shapes.batch // count(placement.batch), heads=heads,
+    key_heads = len(heads.key_heads_needed(shapes.heads, shapes.key_heads, parts)) // parts
+  return shapes._replace(batch=shapes.batch // count(placement.batch), heads=shapes.heads // parts,
                          key_heads=key_heads)
 
 
@@ -262,8 +262,7 @@ def _sizes(local: Shapes, sequence: Sequence) -> traffic.Sizes:
   queries, keys = (local.batch * sequence.padded(n) // sequence.shards * itemsize
                    for n in (sequence.queries, sequence.keys))
   both = local.width + local.value_width
-  needed = traffic.key_heads_needed(local.heads, local.key_heads, sequence.group)
-  needed = needed if sequence.group > 1 else local.key_heads
+  needed = len(heads.key_heads_needed(local.heads, local.key_heads, sequence.group))
   return traffic.Sizes(queries * local.heads * local.width,
                        queries * local.heads * local.value_width,
                        keys * local.key_heads * both, keys * needed * both, itemsize)

@@ -6,7 +6,6 @@ Letters: B batch rows of a device, H and K query and key heads of a device befor
 heads, D and E widths, L queries or keys of a shard, M members of U devices each, N = M U shards.
 """
 
-import math
 from typing import NamedTuple
 
 import numpy as np
@@ -70,11 +69,6 @@ def links(sequence: Sequence, device: Device) -> tuple[Link, Link]:
       return Link(devices, device.network_bytes, False)
     return Link(devices, device.link_bytes, device.is_torus)
   return link(sequence.members, sequence.shards), link(sequence.group, sequence.group)
-
-
-def key_heads_needed(heads: int, key_heads: int, group: int) -> int:
-  """Key heads that U devices with H / U query heads each need: H / gcd(H / U, H / K)."""
-  return heads // math.gcd(heads // group, heads // key_heads)
 
 
 def exchanges(sequence: Sequence, sizes: Sizes, device: Device, backward: bool) -> list[Collective]:
