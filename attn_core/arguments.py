@@ -77,7 +77,7 @@ def normalise(a) -> Normalised:
   request = Request(
       features_of(a, call), query.dtype, query.shape[3], value.shape[3], structure,
       (query.shape[1], key.shape[1]), None if operands.bias is None else operands.bias.dtype,
-      metadata_lib.resolved_capability(metadata))
+      metadata_lib.resolved_capability(metadata), transfer=metadata.ring.transfer)
   return Normalised(call, request, metadata, rules, dtype, step)
 
 

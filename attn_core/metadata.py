@@ -20,8 +20,8 @@ import numpy as np
 
 from attn_core import metadata_json
 from attn_core.sharding import layouts, partition
-from attn_core.types import (LAYOUTS, PLATFORMS, RING_VARIANTS, AttentionMechanism, BlockSizes,
-                             RingConfig)
+from attn_core.types import (LAYOUTS, PLATFORMS, RING_TRANSFERS, RING_VARIANTS, AttentionMechanism,
+                             BlockSizes, RingConfig)
 
 # The backends of JAX, and the platform whose kernels run on each.
 BACKENDS = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}
@@ -403,13 +403,17 @@ def _ring(value: Any) -> RingConfig:
     return RingConfig()
   if not isinstance(value, RingConfig):
     raise _error("ring", value, "a RingConfig, or None for RingConfig()")
-  for field, known in (("variant", RING_VARIANTS), ("layout", layouts.LAYOUTS)):
+  for field, known in (("variant", RING_VARIANTS), ("layout", layouts.LAYOUTS),
+                       ("transfer", RING_TRANSFERS)):
     if getattr(value, field) not in known:
       raise _error(f"ring.{field}", getattr(value, field), f"one of {', '.join(map(repr, known))}")
   name, hybrid = value.heads_axis_name, value.variant == "hybrid"
   if (hybrid and not (isinstance(name, str) and name)) or (not hybrid and name is not None):
     raise _error("ring.heads_axis_name", name, "the name of a mesh axis with variant 'hybrid', "
                  "whose all-to-all goes over it, and None with any other")
+  if value.transfer == "remote" and value.variant not in ("ring", "hybrid"):
+    raise _error("ring.transfer", value.transfer, f"'collective' with variant {value.variant!r}, "
+                 "in which nothing goes around a ring; 'remote' goes with 'ring' and 'hybrid'")
   return value
 
 

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from attn_core.kernels.gpu import tuned as gpu_tuned
 from attn_core.masks import algebra
 from attn_core.mechanisms import decode, flash, paged, ring, sdpa, vanilla
-from attn_core.types import PLATFORMS, AttentionMechanism, AttentionOutput, Call
+from attn_core.types import (PLATFORMS, RING_TRANSFERS, AttentionMechanism, AttentionOutput,
+                             Call)
 
 # What a call can ask for beyond query, key and value; a mechanism honours it or refuses it by name.
 FEATURES = {
@@ -62,6 +63,7 @@ class Request(NamedTuple):
   pages: str | None = None  # the layout of a cache in pages, by the name of its type
   # Why the TPU kernel over pages refuses, by shapes that only it asks for; None: it does not.
   tpu_pages: str | None = None
+  transfer: str = RING_TRANSFERS[0]  # `RingConfig.transfer`
 
 
 # Memory in the sequence length.
@@ -149,6 +151,19 @@ def _sdpa_limits(request: Request) -> str | None:
   return None
 
 
+def _collective_limits(request: Request) -> str | None:
+  if request.transfer != "collective":
+    return (f"ring.transfer={request.transfer!r}: the kernels for TPUs send by themselves; "
+            "'collective' runs on every platform")
+  return None
+
+
+def _remote_limits(request: Request) -> str | None:
+  if request.transfer != "remote":
+    return f"ring.transfer={request.transfer!r}: it is for 'remote'"
+  return None
+
+
 _EVERYTHING = frozenset(FEATURES) - {"vmem_limit_bytes", "quantized", "pages", "sequence_layout"}
 _BLOCKWISE = _EVERYTHING - {"weights"}
 _TPU = _BLOCKWISE - {"float16", "float64", "softmax_dtype", "mask_operands"} | {"vmem_limit_bytes"}
@@ -171,6 +186,9 @@ _ring, _ring_tpu, _ring_hopper = (
     kernel._replace(run=run, features=kernel.features - {"cache"} | {"sequence_layout"},
                     spreads_sequence=True)
     for kernel, run in ((_xla, ring.xla), (_tpu, ring.tpu), (_hopper, ring.gpu)))
+_ring = _ring._replace(limits=_collective_limits)
+_ring_tpu = _ring_tpu._replace(preferred=_ring_tpu._replace(
+    run=ring.tpu_remote, limits=_remote_limits))
 _decode = Implementation(decode.xla, _DECODE, LINEAR, shards_keys=True)
 _gpu = _xla._replace(preferred=_cudnn._replace(limits=_cudnn_gradient_limits))
 

@@ -27,6 +27,10 @@ PLATFORMS = ("cpu", "gpu", "tpu")
 # (DeepSpeed-Ulysses); or the latter within groups of devices that form a ring.
 RING_VARIANTS = ("ring", "all_gather", "ulysses", "hybrid")
 
+# Collectives between the kernels, which the compiler overlaps with them; or the kernels themselves,
+# while they compute, on TPUs only.
+RING_TRANSFERS = ("collective", "remote")
+
 # A finite stand-in for -inf where a difference of two of them must not become NaN.
 MASK_VALUE = -1e30
 
@@ -74,6 +78,8 @@ class RingConfig(NamedTuple):
   # The order in which every array has its tokens along T and S; one of `layouts.LAYOUTS`.
   layout: str = "contiguous"
   heads_axis_name: str | None = None  # of hybrid: the mesh axis of the all-to-all, the faster one
+  # Who sends what goes around a ring: one of RING_TRANSFERS.
+  transfer: str = "collective"
 
 
 class MaskOperands(NamedTuple):

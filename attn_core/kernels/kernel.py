@@ -10,6 +10,31 @@ class Residuals(NamedTuple):
   lse: Any  # float32 (float64 for float64 operands) [B, H, T], natural logarithm
 
 
+class Cargo(NamedTuple):
+  """Arrays that go to another device of a mesh axis while a kernel computes; others come instead."""
+
+  arrays: tuple  # [B, S, K, W], or [B or 1, S]; what comes has the same shapes
+  after: tuple  # arrays that must be there before; nobody reads them
+  axis: str
+  axis_number: int  # among the mesh's; small
+  members: int  # of the axis
+  distance: int  # in members, on from this one; between 1 and members - 1
+  cores: int = 1  # of a device, that share a kernel
+
+
+class Carrying(NamedTuple):
+  """Functions of a `Kernel` that send meanwhile: a last argument, and a second result, more.
+
+    forward(o, s, b, cargo) -> (Residuals, what came instead of cargo.arrays)
+    backward(o, s, b, residuals, cotangents, wrt, cargo) -> (cotangents, what came)
+
+  wrt has one of query, key and value. Without a cargo (None) nothing comes: ().
+  """
+
+  forward: Callable
+  backward: Callable
+
+
 class Kernel(NamedTuple):
   """Plain functions that compute attention on one device; hashable.
 
@@ -33,3 +58,4 @@ class Kernel(NamedTuple):
   check: Callable = lambda operands, spec, block_sizes: None
   # () -> JAX's effects of forward and backward where they are traced; some interpreters have some.
   effects: Callable = frozenset
+  carrying: Carrying | None = None  # None: it cannot send

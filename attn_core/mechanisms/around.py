@@ -3,7 +3,7 @@
   out = sum over hops of exp(lse_hop - lse) * out_hop,   lse = logsumexp over hops of lse_hop
 
 Every hop is the platform's own kernel. The next exchange is issued before a hop computes, so that
-both can go on at once. The backward goes around again with the lse of the whole: a hop's weights
+both can go on at once, or by a kernel that can send itself. The backward goes around again with the lse of the whole: a hop's weights
 are then those of the whole softmax, and what it owes to the keys travels with them, one exchange
 behind, until it is home. So a hop needs the keys of two members, however many there are.
 
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core.kernels import softmax
-from attn_core.kernels.kernel import Kernel, Residuals
+from attn_core.kernels.kernel import Cargo, Kernel, Residuals
 from attn_core.kernels.xla import steps
 from attn_core.mechanisms import hops
 from attn_core.sharding.sequence import Sequence
@@ -32,6 +32,14 @@ class Hop(NamedTuple):
 
   is_first: bool  # its own keys; what counts once counts here
   source: Any  # int32
+
+
+class Parcel(NamedTuple):
+  """What goes to another member while a hop is computed."""
+
+  content: Any  # a pytree
+  distance: int  # in members
+  after: Any = ()  # a pytree that is there before it goes
 
 
 @functools.lru_cache(maxsize=256)
@@ -55,11 +63,14 @@ def _at(sequence, operands, spec, keys, hop):
 
 
 def _forward(inner, sequence, operands, spec, block_sizes) -> Residuals:
-  def visit(hop, keys, running):
-    out, lse = inner.forward(*_at(sequence, operands, spec, keys, hop), block_sizes)
+  def visit(hop, keys, running, parcels):
+    (out, lse), arrived = _sending(
+        sequence, inner.forward, inner.carrying and inner.carrying.forward, parcels,
+        *_at(sequence, operands, spec, keys, hop), block_sizes)
     # A partial result counts as one key whose logit is its lse.
     logits = lse.swapaxes(1, 2)[..., None]
-    return softmax.update(running, logits, lambda weights: weights * out.astype(lse.dtype)), ()
+    return softmax.update(
+        running, logits, lambda weights: weights * out.astype(lse.dtype)), (), arrived
 
   running, _ = _around(sequence, spec, hops.own_keys(operands, spec), visit)
   out, lse = softmax.finish(running)
@@ -69,16 +80,18 @@ def _forward(inner, sequence, operands, spec, block_sizes) -> Residuals:
 def _tangent(inner, sequence, operands, spec, block_sizes, residuals, tangents) -> Residuals:
   own = {name: t for name, t in tangents.items() if name in ("key", "value")}
 
-  def visit(hop, travelling, sums):
+  def visit(hop, travelling, sums, parcels):
     keys, moved = travelling
     moved = {**tangents, **moved}
     if "bias" in moved:
       moved["bias"] = hops.columns(moved["bias"], keys, hop.source)
     if not hop.is_first:
       moved.pop("sinks", None)
-    found = inner.tangent(*_at(sequence, operands, spec, keys, hop), block_sizes, residuals, moved)
+    found, arrived = _sending(
+        sequence, inner.tangent, None, parcels, *_at(sequence, operands, spec, keys, hop),
+        block_sizes, residuals, moved)
     found = jax.tree.map(lambda x: x.astype(residuals.lse.dtype), found)
-    return found if sums is None else jax.tree.map(jnp.add, sums, found), ()
+    return found if sums is None else jax.tree.map(jnp.add, sums, found), (), arrived
 
   travelling = hops.own_keys(operands, spec), own
   (out, lse), _ = _around(sequence, spec, travelling, visit)
@@ -89,11 +102,15 @@ def _backward(inner, sequence, operands, spec, block_sizes, residuals, cotangent
   dtype = steps.lse_dtype(spec)
   # Or XLA would take the keys that arrived in the forward for those of the backward, and keep them.
   own = _after(hops.own_keys(operands, spec), residuals.lse)
+  # What needs no kernel has nobody who sends.
+  carrying = inner.carrying if {"query", "key", "value"} & set(wrt) else None
 
-  def visit(hop, keys, sums):
+  def visit(hop, keys, sums, parcels):
     names = tuple(name for name in wrt if hop.is_first or name != "sinks")
-    found = dict(zip(names, inner.backward(
-        *_at(sequence, operands, spec, keys, hop), block_sizes, residuals, cotangents, names)))
+    found, arrived = _sending(
+        sequence, inner.backward, carrying and carrying.backward, parcels,
+        *_at(sequence, operands, spec, keys, hop), block_sizes, residuals, cotangents, names)
+    found = dict(zip(names, found))
     found = {name: x.astype(dtype) for name, x in found.items()}
     owed = {name: found.pop(name) for name in ("key", "value") if name in found}
     if "bias" in found and operands.bias.shape[3] > 1:
@@ -101,7 +118,7 @@ def _backward(inner, sequence, operands, spec, block_sizes, residuals, cotangent
           jnp.zeros(operands.bias.shape, dtype), found["bias"],
           hop.source * keys.key.shape[1], 3)
     return found if sums is None else {
-        name: x + found[name] if name in found else x for name, x in sums.items()}, owed
+        name: x + found[name] if name in found else x for name, x in sums.items()}, owed, arrived
 
   sums, owed = _around(sequence, spec, own, visit)
   found = {**sums, **owed}
@@ -117,8 +134,8 @@ def _around(sequence: Sequence, spec, travelling, visit):
   Args:
     spec: its mask says which hops there are.
     travelling: what a member's keys take along.
-    visit: (hop, travelling, sums) -> (sums, owed): a hop's work, and what it owes to the member the
-      keys come from; sums is None in the first hop.
+    visit: (hop, travelling, sums, parcels) -> (sums, owed, arrived): a hop's work, what it owes to
+      the member the keys come from, and `_sending`; sums is None in the first hop.
 
   Returns:
     (sums of this member, all that is owed to it).
@@ -127,16 +144,16 @@ def _around(sequence: Sequence, spec, travelling, visit):
   strides = np.diff(shifts)
   me = hops.member(sequence)
   source = lambda shift: (me - shift) % sequence.members
-  arriving = travelling if len(shifts) == 1 else _send(sequence, travelling, strides[0])
-  sums, owed = visit(Hop(True, me), travelling, None)
+  first = [Parcel(travelling, stride) for stride in strides[:1]]
+  sums, owed, arriving = visit(Hop(True, me), travelling, None, first)
   if len(shifts) == 1:
     return sums, owed
+  arriving, = arriving
 
   def middle(carry, shift, stride, last_stride):
     travelling, sums, owed = carry
-    arriving = _send(sequence, _after(travelling, sums), stride)
-    owed = _send(sequence, owed, last_stride)
-    sums, more = visit(Hop(False, source(shift)), travelling, sums)
+    parcels = [Parcel(travelling, stride, sums), Parcel(owed, last_stride)]
+    sums, more, (arriving, owed) = visit(Hop(False, source(shift)), travelling, sums, parcels)
     return arriving, sums, _add(owed, more)
 
   if sequence.scan and len(shifts) > 3 and len(set(strides)) == 1:
@@ -149,15 +166,49 @@ def _around(sequence: Sequence, spec, travelling, visit):
       carry = middle(carry, shift, stride, last_stride)
 
   travelling, sums, owed = carry
-  owed = _send(sequence, owed, strides[-1])
-  sums, more = visit(Hop(False, source(shifts[-1])), travelling, sums)
+  sums, more, (owed,) = visit(
+      Hop(False, source(shifts[-1])), travelling, sums, [Parcel(owed, strides[-1])])
   return sums, _add(own, _send(sequence, _add(owed, more), -shifts[-1]))
+
+
+def _sending(sequence: Sequence, compute, carrying, parcels, *arguments):
+  """Computes, and exchanges parcels with other members meanwhile.
+
+  Args:
+    compute: a function of a `Kernel`.
+    carrying: the same of its `Carrying`; None: exchanges are issued before it computes.
+    parcels: [`Parcel`].
+    *arguments: what it computes with.
+
+  Returns:
+    (compute(*arguments), what comes instead of the contents of the parcels).
+  """
+  distances = [int(parcel.distance) % sequence.members for parcel in parcels]
+  # A kernel sends to one member.
+  carried = [bool(carrying and jax.tree.leaves(parcel.content)) and distance == distances[0]
+             for parcel, distance in zip(parcels, distances)]
+  arrived = [parcel.content if by_kernel else
+             _send(sequence, _after(parcel.content, parcel.after), parcel.distance)
+             for by_kernel, parcel in zip(carried, parcels)]
+  if not any(carried):
+    return compute(*arguments), arrived
+  leaves, structure = jax.tree.flatten([x for x, by_kernel in zip(arrived, carried) if by_kernel])
+  after = [parcel.after for parcel, by_kernel in zip(parcels, carried) if by_kernel]
+  found, leaves = carrying(*arguments, Cargo(
+      tuple(leaves), tuple(_ones(after)), *sequence.key_axes, sequence.axis_number,
+      sequence.members, distances[0], sequence.cores))
+  trees = iter(jax.tree.unflatten(structure, leaves))
+  return found, [next(trees) if by_kernel else x for by_kernel, x in zip(carried, arrived)]
 
 
 def _after(x, done):
   """`x`, but not before all of `done` is there."""
-  one = [lax.slice(y, (0,) * y.ndim, (1,) * y.ndim) for y in jax.tree.leaves(done)]
-  return lax.optimization_barrier((x, one))[0]
+  return lax.optimization_barrier((x, _ones(done)))[0] if jax.tree.leaves(done) else x
+
+
+def _ones(x) -> list:
+  """A number of every array of a pytree."""
+  return [lax.slice(y, (0,) * y.ndim, (1,) * y.ndim) for y in jax.tree.leaves(x)]
 
 
 def _add(x, y):

@@ -30,6 +30,11 @@ def tpu(call: Call) -> AttentionOutput:
   return _spread(tpu_flash.KERNEL, call)
 
 
+def tpu_remote(call: Call) -> AttentionOutput:
+  """The same, by kernels that send keys and values themselves while they compute."""
+  return _spread(tpu_flash.CARRYING, call)
+
+
 def gpu(call: Call) -> AttentionOutput:
   """A spread sequence, computed by the Mosaic GPU kernels for Hopper GPUs."""
   return _spread(gpu_flash.KERNEL, call)

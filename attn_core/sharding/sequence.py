@@ -11,6 +11,7 @@ import math
 from typing import NamedTuple
 
 import jax
+from jax.sharding import Mesh
 
 from attn_core.sharding import layouts
 from attn_core.types import RingConfig
@@ -28,6 +29,8 @@ class Sequence(NamedTuple):
   scan: bool  # whether a ring's hops are steps of a `lax.scan`
   queries: int  # T, before padding
   keys: int  # S, before padding
+  axis_number: int = 0  # of the axis between members, among the mesh's
+  cores: int = 1  # of a device, that share a kernel; 1 where the devices are not known
 
   @property
   def axes(self) -> tuple[str, ...]:
@@ -144,5 +147,7 @@ def spread(config: RingConfig, name: str, scan: bool, mesh, shapes) -> Sequence 
         f"ring.variant={config.variant!r}: got {heads} query heads a device for the {group} "
         f"devices of mesh axis {within[0]!r}; expected a multiple of {group}; variants 'ring' and "
         f"'all_gather' take any number{hybrid if sizes else ''}")
+  devices = mesh.devices.flat if isinstance(mesh, Mesh) else [None]
   return Sequence(config.layout, config.variant == "all_gather", between, within, members, group,
-                  scan, queries, keys)
+                  scan, queries, keys, mesh.axis_names.index(between[0]) if between else 0,
+                  getattr(devices[0], "num_cores", None) or 1)

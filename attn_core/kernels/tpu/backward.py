@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 import jax.numpy as jnp
 
 from attn_core.kernels import softmax
-from attn_core.kernels.kernel import Residuals
+from attn_core.kernels.kernel import Cargo, Residuals
 from attn_core.kernels.tpu import feed as feeds
 from attn_core.kernels.tpu import schedule, tuned
 from attn_core.kernels.tpu.feed import Part, Refs
@@ -28,13 +28,27 @@ from attn_core.types import AttentionSpec, BlockSizes, Operands
 def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
              residuals: Residuals, cotangents: Residuals, wrt: tuple[str, ...]) -> tuple:
   """The cotangents of the operands named in `wrt`; see `kernels.xla.blockwise.completed`."""
-  products = functools.partial(_products, operands, spec, block_sizes)
-  return blockwise.completed(
-      products, operands, spec, block_sizes, residuals, cotangents, wrt)
+  return carrying(operands, spec, block_sizes, residuals, cotangents, wrt, None)[0]
 
 
-def _products(operands: Operands, spec, block_sizes, d_out, lse, correction, wrt) -> dict:
-  """Cotangents of query, key and value: as many queries at a time as vector memory holds."""
+def carrying(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
+             residuals: Residuals, cotangents: Residuals, wrt: tuple[str, ...],
+             cargo: Cargo | None) -> tuple[tuple, tuple]:
+  """`backward`, and what came instead of a cargo meanwhile; see `kernel.Carrying`."""
+  arrived = []
+  def products(*arguments):
+    found, came = _products(operands, spec, block_sizes, cargo, *arguments)
+    arrived.extend(came)
+    return found
+  found = blockwise.completed(products, operands, spec, block_sizes, residuals, cotangents, wrt)
+  return found, tuple(arrived)
+
+
+def _products(operands: Operands, spec, block_sizes, cargo, d_out, lse, correction, wrt):
+  """Cotangents of query, key and value, by as many queries at a time as vector memory holds.
+
+  And what came instead of the cargo.
+  """
   del wrt  # one kernel computes all
   queries, keys = operands.query.shape[1], operands.key.shape[1]
   mask = steps.mask_of(operands, spec)
@@ -44,12 +58,15 @@ def _products(operands: Operands, spec, block_sizes, d_out, lse, correction, wrt
   query, key, value = steps.clean_hidden(mask, operands.query, operands.key, operands.value)
   lse = rows(steps.finite_lse(lse) * softmax.LOG2E, jnp.inf)
   arrays = _BackwardArrays(query, d_out, key, value, lse, rows(correction, 0))
-  parts = [_backward_range(operands, spec, block_sizes, arrays, cut, blocks_q)
-           for blocks_q in tuned.query_ranges(operands, cut)]
+  ranges = tuned.query_ranges(operands, cut)
+  cargos = [cargo, *[None] * (len(ranges) - 1)]
+  parts, arrived = zip(*[
+      _backward_range(operands, spec, block_sizes, arrays, cut, blocks_q, cargo)
+      for blocks_q, cargo in zip(ranges, cargos)])
   d_queries, d_keys, d_values = zip(*parts)
   add = lambda parts, like: sum(parts[1:], parts[0])[:, :keys].astype(like.dtype)
   return {"query": jnp.concatenate(d_queries, 1)[:, :queries],
-          "key": add(d_keys, operands.key), "value": add(d_values, operands.value)}
+          "key": add(d_keys, operands.key), "value": add(d_values, operands.value)}, arrived[0]
 
 
 class _BackwardArrays(NamedTuple):
@@ -66,8 +83,11 @@ class _BackwardArrays(NamedTuple):
   correction: Any  # the same
 
 
-def _backward_range(operands, spec, block_sizes, arrays: _BackwardArrays, cut, query_blocks):
-  """(d_query [B, T', H, D], d_key and d_value [B, padded S, K, W]) of a range of queries."""
+def _backward_range(operands, spec, block_sizes, arrays: _BackwardArrays, cut, query_blocks, cargo):
+  """(d_query [B, T', H, D], d_key and d_value [B, padded S, K, W]) of a range of queries.
+
+  And what came instead of the cargo.
+  """
   batch, _, heads, width = operands.query.shape
   key_heads = operands.key.shape[2]
   number = query_blocks[1] - query_blocks[0]
@@ -87,7 +107,7 @@ def _backward_range(operands, spec, block_sizes, arrays: _BackwardArrays, cut, q
   results = (feeds.Tokens(batch, rows, heads, width, cut.query_heads, rows, lambda i, j: 0),
              feed.key_tokens(operands.key.shape), feed.key_tokens(operands.value.shape))
   summed = jnp.float32 if rows < cut.padded_queries else operands.query.dtype
-  found = feeds.call(
+  found, arrived = feeds.call(
       functools.partial(_backward_kernel, setting, feed, readers, results), feed,
       (batch, key_heads // cut.heads, visits.rows.shape[1]),
       [(form.shape, dtype, form.block_shape, form.index)
@@ -95,12 +115,12 @@ def _backward_range(operands, spec, block_sizes, arrays: _BackwardArrays, cut, q
       [(cut.query_heads * number, width, cut.block_q), (cut.heads, cut.block_kv, width),
        (cut.heads, cut.block_kv, operands.value.shape[3])],
       vmem_bytes=tuned.vmem_limit(block_sizes, cut, operands, backward=True),
-      name="attn_core_backward")
-  return tuple(form.unpack(x) for form, x in zip(results, found))
+      name="attn_core_backward", cargo=cargo)
+  return tuple(form.unpack(x) for form, x in zip(results, found)), arrived
 
 
 def _backward_kernel(setting: Setting, feed, readers, results, refs: Refs, outputs, scratch):
-  b, h, n = (pl.program_id(axis) for axis in range(3))
+  b, h, n = refs.place
   i, j, kinds, flags = feed.step(refs.scalars, b, h, n)
   lse, correction = (read(refs) for read in readers[4:])
   # The queries' cotangent is transposed, block by block of each head.
@@ -155,7 +175,7 @@ def _backward_kernel(setting: Setting, feed, readers, results, refs: Refs, outpu
       write(1, head, every, d_key[head] * setting.spec.softmax_scale)
       write(2, head, every, d_value[head] * setting.dropout.scale)
 
-  @pl.when(n == pl.num_programs(2) - 1)
+  @pl.when(n == refs.scalars[0].shape[1] - 1)  # the last step of all
   def _():
     size = setting.cut.block_q
     for head in range(setting.cut.query_heads):

@@ -15,8 +15,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
+import numpy as np
 
 from attn_core import dropout
+from attn_core.kernels.kernel import Cargo
+from attn_core.kernels.tpu import ring
 from attn_core.kernels.tpu.schedule import LANES, Cut, Lines, Schedule
 from attn_core.masks import algebra
 from attn_core.types import AttentionSpec, Operands
@@ -27,6 +30,7 @@ class Refs(NamedTuple):
 
   scalars: Any  # in scalar memory
   arrays: Any  # blocks in vector memory
+  place: tuple  # (batch row, number of the step's heads, step) in the grid
 
 
 class Part(NamedTuple):
@@ -292,31 +296,46 @@ def dropout_of(feed: Feed, operands: Operands, spec: AttentionSpec, mask: Mask) 
                  spec.dropout_prob, mask)
 
 
-def call(kernel, feed: Feed, grid, outputs, scratch, *, vmem_bytes: int | None, name: str):
+def call(kernel, feed: Feed, grid, outputs, scratch, *, vmem_bytes: int | None, name: str,
+         cargo: Cargo | None = None):
   """Runs kernel(refs, outputs, scratch) over a grid (batch, heads by those of a step, steps).
 
   Args:
     outputs: [(shape, dtype, block, index(b, h, i, j))].
     scratch: shapes of float32 arrays in vector memory.
-  """
-  scalars, arrays = len(feed.scalars), len(feed.arrays)
-  def body(*refs):
-    ends = (scalars, scalars + arrays, scalars + arrays + len(outputs))
-    kernel(Refs(refs[:ends[0]], refs[ends[0]:ends[1]]), refs[ends[1]:ends[2]], refs[ends[2]:])
+    cargo: what it sends meanwhile.
 
-  return pl.pallas_call(
+  Returns:
+    (the outputs, what came instead of the cargo).
+  """
+  route = ring.Alone(grid) if cargo is None else ring.Route(grid, cargo)
+  sent, came = route.inputs, route.results
+  ends = np.cumsum([len(x) for x in (
+      feed.scalars, feed.arrays, sent, outputs, came, scratch)])
+
+  def body(*refs):
+    scalars, arrays, sources, results, targets, sums, semaphores = (
+        refs[start:end] for start, end in zip((0, *ends), (*ends, None)))
+    route.run(lambda place: kernel(Refs(scalars, arrays, place), results, sums),
+              sources, targets, semaphores)
+
+  out_specs = [feed.block_spec(block, index) for _, _, block, index in outputs]
+  found = pl.pallas_call(
       body,
       grid_spec=pltpu.PrefetchScalarGridSpec(
-          num_scalar_prefetch=scalars, grid=grid, in_specs=feed.specs,
-          out_specs=[feed.block_spec(block, index) for _, _, block, index in outputs],
-          scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch]),
+          num_scalar_prefetch=len(feed.scalars), grid=route.cut,
+          in_specs=[*map(route.block_spec, feed.specs), *[ring.MEMORY] * len(sent)],
+          out_specs=[*map(route.block_spec, out_specs), *[ring.MEMORY] * len(came)],
+          scratch_shapes=[*(pltpu.VMEM(shape, jnp.float32) for shape in scratch),
+                          *route.semaphores]),
       # Not ShapeDtypeStruct, which inside shard_map must say over which axes of the mesh it varies.
-      out_shape=[jax.core.ShapedArray(shape, dtype) for shape, dtype, _, _ in outputs],
+      out_shape=[*(jax.core.ShapedArray(shape, dtype) for shape, dtype, _, _ in outputs), *came],
       compiler_params=pltpu.CompilerParams(
-          dimension_semantics=("parallel", "parallel", "arbitrary"),
-          vmem_limit_bytes=vmem_bytes),
+          dimension_semantics=route.semantics, vmem_limit_bytes=vmem_bytes,
+          collective_id=route.channel),
       name=name,
-  )(*feed.scalars, *map(_in_hbm, feed.arrays))
+  )(*feed.scalars, *map(_in_hbm, feed.arrays), *sent)
+  return found[:len(outputs)], route.unpack(found[len(outputs):])
 
 
 def _in_hbm(x):

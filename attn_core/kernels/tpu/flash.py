@@ -14,7 +14,7 @@ import jax
 from jax.experimental import pallas as pl
 import jax.numpy as jnp
 
-from attn_core.kernels.kernel import Kernel
+from attn_core.kernels.kernel import Carrying, Kernel
 from attn_core.kernels.tpu import backward, forward, schedule, tuned
 from attn_core.kernels.xla import blockwise, steps
 from attn_core.types import AttentionSpec, BlockSizes, Operands
@@ -38,3 +38,6 @@ def _effects():
 
 KERNEL = Kernel("tpu", forward.forward, backward.backward, blockwise.tangent, blockwise.KERNEL,
                 _check, _effects)
+# The same, able to send arrays to another device while it computes.
+CARRYING = KERNEL._replace(name="tpu_remote",
+                           carrying=Carrying(forward.carrying, backward.carrying))

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 import jax.numpy as jnp
 
 from attn_core.kernels import softmax
-from attn_core.kernels.kernel import Residuals
+from attn_core.kernels.kernel import Cargo, Residuals
 from attn_core.kernels.tpu import feed as feeds
 from attn_core.kernels.tpu import schedule, tuned
 from attn_core.kernels.tpu.feed import Part, Refs, Where
@@ -37,19 +37,26 @@ TRACE = 2.0**-120  # at least this much is in the total of a row that sees anyth
 
 
 def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> Residuals:
-  """out [B, T, H, E] and lse [B, H, T]; see `kernel.Kernel`.
+  """out [B, T, H, E] and lse [B, H, T]; see `kernel.Kernel`."""
+  return carrying(operands, spec, block_sizes, None)[0]
+
+
+def carrying(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
+             cargo: Cargo | None) -> tuple[Residuals, tuple]:
+  """`forward`, and what came instead of a cargo meanwhile; see `kernel.Carrying`.
 
   Naive, and then safe for rows of which the sum leaves NAIVE_TOTALS or that meet something not
   finite, if there are any.
   """
-  def safe():
+  def safe(cargo=None):
     finite = steps.finite_keys(operands.key, operands.value)
     key, value = steps.shield(operands.key, operands.value, finite)
-    return _forward(operands._replace(key=key, value=value), spec, block_sizes, safe=True)
+    return _forward(operands._replace(key=key, value=value), spec, block_sizes, cargo, safe=True)
 
   if operands.query.dtype.name not in tuned.NAIVE:
-    return safe()
-  return _mended(_forward(operands, spec, block_sizes, safe=False), safe)
+    return safe(cargo)
+  found, arrived = _forward(operands, spec, block_sizes, cargo, safe=False)
+  return _mended(found, lambda: safe()[0]), arrived
 
 
 def _mended(naive: Residuals, safe) -> Residuals:
@@ -62,8 +69,8 @@ def _mended(naive: Residuals, safe) -> Residuals:
   return lax.cond(failed.any(), mend, lambda: naive)
 
 
-def _forward(operands, spec, block_sizes, *, safe: bool) -> Residuals:
-  """See `forward`; the lse of what a naive softmax does not give is NaN."""
+def _forward(operands, spec, block_sizes, cargo, *, safe: bool) -> tuple[Residuals, tuple]:
+  """See `carrying`; the lse of what a naive softmax does not give is NaN."""
   batch, queries, heads, width = operands.query.shape
   key_heads, value_width = operands.value.shape[2:]
   mask = steps.mask_of(operands, spec)
@@ -78,7 +85,7 @@ def _forward(operands, spec, block_sizes, *, safe: bool) -> Residuals:
   result = feed.query_tokens((batch, queries, heads, value_width))
   setting = setting_of(feed, operands, spec, cut, visits)
   rows = cut.query_heads * cut.block_q
-  out, lse = feeds.call(
+  (out, lse), arrived = feeds.call(
       functools.partial(_forward_kernel, setting, feed, readers, result, safe), feed,
       (batch, key_heads // cut.heads, visits.rows.shape[1]),
       [(result.shape, operands.query.dtype, result.block_shape, result.index),
@@ -86,8 +93,8 @@ def _forward(operands, spec, block_sizes, *, safe: bool) -> Residuals:
         (1, cut.query_heads, 1, cut.block_q), lambda b, h, i, j: (b, h, 0, i))],
       [(1, rows), (1, rows), (value_width, rows)],
       vmem_bytes=tuned.vmem_limit(block_sizes, cut, operands, backward=False),
-      name="attn_core_forward" if safe else "attn_core_forward_naive")
-  return Residuals(result.unpack(out)[:, :queries], lse[:, :, 0, :queries])
+      name="attn_core_forward" if safe else "attn_core_forward_naive", cargo=cargo)
+  return Residuals(result.unpack(out)[:, :queries], lse[:, :, 0, :queries]), arrived
 
 
 class _ForwardReaders(NamedTuple):
@@ -109,7 +116,7 @@ def _sinks(feed, operands):
 
 
 def _forward_kernel(setting, feed, readers, result, safe, refs: Refs, outputs, scratch):
-  b, h, n = (pl.program_id(axis) for axis in range(3))
+  b, h, n = refs.place
   i, j, kinds, flags = feed.step(refs.scalars, b, h, n)
   step = _ForwardStep(setting, readers, result, refs, (b, h), safe, outputs, scratch)
   every = Part(0, setting.cut.block_q)

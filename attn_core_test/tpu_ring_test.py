@@ -1,0 +1,332 @@
+"""A ring whose kernels send keys and values themselves: on virtual devices, and compiled for chips.
+
+Interpret mode starts from memory full of NaN and watches for races between transfers of all devices
+and what they compute, with transfers executed at once and as late as possible.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import io
+import itertools
+import logging
+import os
+import re
+import unittest
+from unittest import mock
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+import numpy as np
+
+from attn_core import (BlockSizes, MaskInfo, OperationMetadata, RingConfig, attention, explain,
+                       ring_attention)
+from attn_core.benchmarks import static_profile
+from attn_core.kernels.kernel import Cargo
+from attn_core.kernels.tpu import ring
+from attn_core.sharding import layouts
+from attn_core_test import ring_test
+from attn_core_test.ring_test import numbers
+
+EVERY = os.environ.get("ATTN_CORE_EVERY") == "1"
+# Its interpreter waits for ever with more devices.
+DEVICES = (4,) if jax.__version_info__ < (0, 11) else (4, 8)
+
+
+def metadata_of(variant="ring", layout="contiguous", devices=4, **fields):
+  mesh = ring_test.mesh_of(variant, devices)
+  metadata = ring_test.metadata_of(variant, layout, mesh, platform="tpu", **fields)
+  return metadata.replace(ring=metadata.ring._replace(transfer="remote"))
+
+
+@contextlib.contextmanager
+def watched(transfers):
+  """Runs TPU kernels on CPU devices; gives the text file that tells of races."""
+  printed = io.StringIO()
+  fields = {field.name for field in dataclasses.fields(pltpu.InterpretParams)}
+  # An exception would leave the other devices waiting; older versions raise none.
+  more = {"on_race": "warn"} if "on_race" in fields else {}
+  parameters = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan",
+                                     dma_execution_mode=transfers, **more)
+  handler = logging.StreamHandler(printed)
+  logging.getLogger().addHandler(handler)
+  try:
+    with contextlib.redirect_stdout(printed), pltpu.force_tpu_interpret_mode(parameters):
+      yield printed
+  finally:
+    logging.getLogger().removeHandler(handler)
+
+
+@contextlib.contextmanager
+def interpreted(transfers):
+  """Fails where there is a race, or a semaphore is left with a count."""
+  with watched(transfers) as printed:
+    yield
+  for words in ("RACE", "non-zero count"):
+    assert words not in printed.getvalue(), printed.getvalue()
+
+
+class RouteTest(parameterized.TestCase):
+  """The transfers alone, around a kernel that doubles what it is given."""
+
+  def send(self, devices, distance, cores=1, grid=(2, 3, 2)):
+    """Checks that what comes is what the right device sent, and that nothing else is disturbed."""
+    sent = (numbers(devices, 5, 2, 3), np.arange(devices * 7, dtype=np.int32).reshape(-1, 7))
+    x = numbers(devices, *grid, 8, 128)
+
+    def local(x, *arrays):
+      # The second transfer waits for the first.
+      for _ in range(2):
+        route = ring.Route(grid, Cargo(arrays, (x[:1, 0, 0, 0],), "sp", 0, devices, distance,
+                                       cores))
+        count = len(route.inputs)
+        def kernel(source, *refs, route=route, count=count):
+          inputs, (result, *results), semaphores = refs[:count], refs[count:-1], refs[-1:]
+          def step(place):
+            del place
+            result[...] = source[...] * 2
+          route.run(step, inputs, results, semaphores)
+        block = route.block_spec(
+            pl.BlockSpec((1, 1, 1, 1, 8, 128), lambda b, h, n: (0, b, h, n, 0, 0)))
+        x, *arrived = pl.pallas_call(
+            kernel, grid=route.cut, in_specs=[block, *[ring.MEMORY] * len(route.inputs)],
+            out_specs=[block, *[ring.MEMORY] * len(route.results)],
+            out_shape=[jax.core.ShapedArray(x.shape, x.dtype), *route.results],
+            scratch_shapes=route.semaphores,
+            compiler_params=pltpu.CompilerParams(dimension_semantics=route.semantics,
+                                                 collective_id=route.channel))(x, *route.inputs)
+        arrays = route.unpack(arrived)
+      return x, *arrays
+
+    mesh = ring_test.mesh_of("ring", devices)
+    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("sp"), out_specs=P("sp"),
+                                check_vma=False))
+    doubled, *arrived = jax.block_until_ready(run(x, *sent))
+    np.testing.assert_array_equal(doubled, 4 * x)
+    for got, want in zip(arrived, sent):
+      np.testing.assert_array_equal(got, np.roll(want, 2 * distance, 0))
+
+  @parameterized.product(devices=DEVICES, transfers=("on_wait", "eager"))
+  def test_what_comes_is_what_was_sent(self, devices, transfers):
+    with interpreted(transfers):
+      self.send(devices, 1)
+
+  @parameterized.parameters(2, 3)
+  def test_farther(self, distance):
+    with interpreted("eager"):
+      self.send(4, distance)
+
+  @parameterized.parameters(((2, 3, 2),), ((3, 2, 1),), ((3, 1, 2),))
+  def test_a_grid_for_two_cores(self, grid):
+    """In halves where it divides; every step is visited once."""
+    route = ring.Route(grid, Cargo((), (), "sp", 0, 4, 1, 2))
+    places = [route.place(*at) for at in itertools.product(*map(range, route.cut))]
+    self.assertEqual(sorted(places), list(itertools.product(*map(range, grid))))
+    self.assertEqual(route.cut[0], 1 if grid[0] % 2 and grid[1] % 2 else 2)
+    with interpreted("eager"):
+      self.send(4, 1, 2, grid)
+
+  def test_every_way_has_a_channel_of_its_own(self):
+    channels = [ring.Route((1, 1, 1), Cargo((), (), "x", axis, 64, distance)).channel
+                for axis in range(ring.MOST_AXES) for distance in range(1, 64)]
+    self.assertEqual(len(set(channels)), len(channels))
+
+  def test_an_arrival_that_is_not_awaited_is_a_race(self):
+    make = pltpu.make_async_remote_copy
+    def careless(*arguments, **keywords):
+      copy = make(*arguments, **keywords)
+      return mock.Mock(start=copy.start, wait=copy.wait_send)
+    with mock.patch.object(pltpu, "make_async_remote_copy", careless), watched("eager") as seen:
+      self.send(4, 1)
+    self.assertIn("RACE DETECTED", seen.getvalue())
+    self.assertIn("non-zero count", seen.getvalue())
+
+
+IDS = np.array([[0] * 5 + [1] * 8 + [-1] * 3], np.int32)
+
+
+@functools.cache
+def documents():
+  """Causal documents across shards, queries that see nothing, fewer key heads."""
+  return ring_test.Case(
+      lambda b, h, t, s: s <= t and IDS[0, t] == IDS[0, s] >= 0, (1, 16, 16, 4, 2, 4, 6),
+      floats=(), arrays=lambda permuted: dict(
+          mask_info=MaskInfo.from_segments(permuted(IDS, 1))))
+
+
+@functools.cache
+def full():
+  return ring_test.Case(lambda b, h, t, s: True, (2, 16, 16, 2, 2, 4, 4), floats=(),
+                        arguments=dict(causal=False))
+
+
+@functools.cache
+def window(layout):
+  """Hops that are left out; others that are not evenly far."""
+  left, right = {"contiguous": (17, 17), "zigzag": (5, 0)}[layout]
+  return ring_test.Case(lambda b, h, t, s: -left <= s - t <= right, (1, 64, 64, 2, 1, 4, 4),
+                        floats=(), arguments=dict(causal=False, sliding_window=(left, right)))
+
+
+# name: (case, fields of `metadata_of`)
+EVERYTHING = {
+    **{f"everything_{layout}_{devices}": (
+        ring_test.everything, dict(layout=layout, devices=devices))
+       for layout in layouts.LAYOUTS for devices in DEVICES},
+    "positions": (ring_test.positions, dict(layout="striped", scan_ring_attention=False)),
+    "padded": (ring_test.padded, {}),
+    "full": (full, {}),
+    **{f"window_{layout}_{devices}": (
+        functools.partial(window, layout), dict(layout=layout, devices=devices))
+       for layout in ("contiguous", "zigzag") for devices in DEVICES},
+    **({"hybrid": (ring_test.everything, dict(variant="hybrid", layout="zigzag", devices=8))}
+       if 8 in DEVICES else {})}
+
+
+class EqualTest(parameterized.TestCase):
+  """The whole attention against the oracle in float64."""
+
+  def check(self, case, metadata, transfers="on_wait", **arguments):
+    self.enter_context(mock.patch.object(ring_test, "BLOCKS", BlockSizes()))
+    with interpreted(transfers):
+      case.check(metadata, shards=metadata.mesh.size, **arguments)
+
+  def test_value_lse_and_gradient(self):
+    self.check(documents(), metadata_of(layout="zigzag"), forward_mode=False)
+
+  @unittest.skipUnless(EVERY, "with ATTN_CORE_EVERY=1: minutes")
+  @parameterized.named_parameters(
+      (f"{name}_{transfers}", name, transfers)
+      for name, transfers in itertools.product(EVERYTHING, ("on_wait", "eager")))
+  def test_every(self, name, transfers):
+    case, fields = EVERYTHING[name]
+    self.check(case(), metadata_of(**fields), transfers, forward_mode=transfers == "eager")
+
+  @unittest.skipUnless(EVERY, "with ATTN_CORE_EVERY=1: minutes")
+  @parameterized.parameters(DEVICES)
+  def test_bfloat16(self, devices):
+    """A softmax without the maximum, mended where a row needs it, beside the transfers."""
+    q, k, v = (jnp.asarray(numbers(1, 16, h, 8, seed=h), jnp.bfloat16) for h in (4, 2, 2))
+    q = q.at[0, 3].multiply(1000)
+    def run(mechanism, metadata, dtype):
+      arrays = [x.astype(dtype) for x in (q, k, v)]
+      def loss(*arrays):
+        found = attention(*arrays, mechanism=mechanism, metadata=metadata, return_lse=True)
+        out = found.attention_outputs.astype(jnp.float32)
+        return jnp.sum(out**2), (out, found.lse)
+      return jax.jit(jax.grad(loss, (1, 2), has_aux=True))(*arrays)
+    with interpreted("eager"):
+      got = jax.block_until_ready(run("ring", metadata_of(devices=devices), jnp.bfloat16))
+    ring_test.close(got, run("vanilla", None, jnp.float32), 2e-2)
+
+
+STEPS = {"semaphore_signal": "signal", "semaphore_wait": "begin", "dma_start": "start",
+         "dma_wait": "wait", "dot_general": "product"}
+
+
+def steps_of(jaxpr):
+  """Those of STEPS, in the order of a kernel's code."""
+  found, is_code = [], lambda x: hasattr(x, "eqns")
+  for equation in jaxpr.eqns:
+    if equation.primitive.name in STEPS:
+      found.append(STEPS[equation.primitive.name])
+    for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=is_code):
+      found += steps_of(getattr(inner, "jaxpr", inner)) if is_code(inner) else []
+  return found
+
+
+class ChoiceTest(parameterized.TestCase):
+
+  def test_on_a_tpu_where_it_is_asked_for(self):
+    x = jax.ShapeDtypeStruct((1, 64, 2, 8), jnp.float32)
+    remote = metadata_of()
+    collective = remote.replace(ring=RingConfig())
+    said = [str(explain(x, x, x, mechanism="ring", metadata=m)) for m in (remote, collective)]
+    self.assertIn("can, by ring.tpu_remote, which goes before ring.tpu", said[0])
+    self.assertIn("can, by ring.tpu, not by ring.tpu_remote: ring.transfer='collective'", said[1])
+
+  @parameterized.parameters("cpu", "gpu")
+  def test_other_platforms_refuse(self, platform):
+    x = jax.ShapeDtypeStruct((1, 64, 2, 8), jnp.float32)
+    metadata = metadata_of().replace(platform=platform)
+    with self.assertRaisesRegex(NotImplementedError, "mechanism='ring' .*ring.transfer='remote': "
+                                "the kernels for TPUs send by themselves; 'collective' runs"):
+      jax.eval_shape(lambda x: ring_attention(x, x, x, metadata=metadata), x)
+    self.assertEqual(explain(x, x, x, metadata=metadata).chosen, "flash_attn2")
+
+  @parameterized.parameters(
+      (RingConfig(transfer="dma"), "ring.transfer='dma': expected one of 'collective', 'remote'"),
+      (RingConfig("ulysses", transfer="remote"),
+       "ring.transfer='remote': expected 'collective' with variant 'ulysses', in which nothing "
+       "goes around a ring"))
+  def test_bad_input(self, config, message):
+    with self.assertRaisesRegex(ValueError, message):
+      OperationMetadata(ring=config)
+
+  def test_kernels_start_transfers_before_the_first_product_and_await_them_after_the_last(self):
+    metadata = metadata_of(scan_ring_attention=False)
+    x = jax.ShapeDtypeStruct((1, 512, 2, 8), jnp.float32)
+    def loss(*x):
+      return ring_attention(*x, metadata=metadata).attention_outputs.sum()
+    kernels = []
+    call = pl.pallas_call
+    def traced(body, **arguments):
+      run = call(body, **arguments)
+      def with_arrays(*arrays):
+        closed = jax.make_jaxpr(run)(*arrays)
+        kernels.append((arguments.get("name"), steps_of(closed.jaxpr)))
+        return run(*arrays)
+      return with_arrays
+    with mock.patch.object(pl, "pallas_call", traced):
+      jax.jit(jax.grad(loss, (0, 1, 2))).trace(x, x, x).lower(lowering_platforms=("tpu",))
+    for name, sent in (("attn_core_forward", (2, 2, 2, 0)), ("attn_core_backward", (2, 2, 4, 2))):
+      found = [steps for which, steps in kernels if which == name]
+      self.assertEqual(tuple(steps.count("start") for steps in found), sent)
+      for steps in found:
+        count = steps.count("start")
+        products = steps.count("product")
+        self.assertGreater(products, 0)
+        # Of each transfer, what goes and what comes are awaited.
+        self.assertEqual(steps, ["signal", "begin"] * bool(count) + ["start"] * count
+                         + ["product"] * products + ["wait"] * 2 * count)
+
+
+@unittest.skipUnless(importlib.util.find_spec("libtpu"),
+                     "libtpu is not installed: pip install 'attn_core[tpu]'")
+class CompiledTest(parameterized.TestCase):
+  """Compiled for chips that are not here."""
+
+  def steps(self, chip, gradient=False, dtype=jnp.float32, tokens=512, **arguments):
+    """Collectives and kernels in the order of the compiled program, and its temporary bytes."""
+    mesh = Mesh(np.array(static_profile.devices(chip)[:4]), "sp")
+    metadata = OperationMetadata(mesh=mesh, platform="tpu", ring=RingConfig(transfer="remote"),
+                                 scan_ring_attention=False)
+    x = jax.ShapeDtypeStruct((1, tokens, 2, 128), dtype,
+                             sharding=NamedSharding(mesh, P(None, "sp")))
+    run = lambda *x: ring_attention(*x, metadata=metadata, **arguments).attention_outputs
+    compiled = ring_test.compiled(ring_test.gradients_of(run) if gradient else run, metadata,
+                                  x.shape, dtype)
+    found = re.findall(r" (collective-permute)-start\(|custom_call_target=\"(tpu_custom_call)\"", compiled.as_text())
+    return ["".join(names) for names in found]
+
+  @parameterized.parameters("v5e", "v5p", "v6e")
+  def test_a_ring_without_collectives(self, chip):
+    self.assertEqual(self.steps(chip, causal=False), ["tpu_custom_call"] * 4)
+
+  @unittest.skipUnless(EVERY, "with ATTN_CORE_EVERY=1: minutes")
+  @parameterized.product(chip=("v5e", "v5p", "v6e"), dtype=("float32", "bfloat16"),
+                         arguments=({}, {"sliding_window": (200, 0)}))
+  def test_gradients(self, chip, dtype, arguments):
+    """Of the collectives only that is left which brings home what is owed."""
+    found = self.steps(chip, True, dtype, 2048, **arguments)
+    self.assertEqual(found.count("collective-permute"), 2)
+
+
+if __name__ == "__main__":
+  absltest.main()
