@@ -122,6 +122,10 @@ class Case:
     close(self.spread(metadata, shards, forward_mode), truth, tolerance)
 
   def spread(self, metadata, shards, forward_mode):
+    return jax.jit(lambda: self.derived(self.run(metadata, shards), forward_mode))()
+
+  def run(self, metadata, shards):
+    """arrays -> (out, lse) by ring, permuted into the metadata's layout and back."""
     layout = metadata.ring.layout
     def permuted(x, *axes):
       for axis in axes:
@@ -134,7 +138,7 @@ class Case:
                         metadata=metadata, return_lse=True, block_sizes=BLOCKS)
       return (from_layout(found.attention_outputs, layout, shards),
               from_layout(found.lse, layout, shards, 2))
-    return jax.jit(lambda: self.derived(run, forward_mode))()
+    return run
 
 
 SEGMENTS = np.sort(np.random.default_rng(0).integers(-1, 3, (B, T)), -1).astype(np.int32)

@@ -112,25 +112,21 @@ class RouteTest(parameterized.TestCase):
     for got, want in zip(arrived, sent):
       np.testing.assert_array_equal(got, np.roll(want, 2 * distance, 0))
 
-  @parameterized.product(devices=DEVICES, transfers=("on_wait", "eager"))
-  def test_what_comes_is_what_was_sent(self, devices, transfers):
+  @parameterized.parameters((4, "eager", 2), (DEVICES[-1], "on_wait", 7))
+  def test_what_comes_is_what_was_sent(self, devices, transfers, distance):
     with interpreted(transfers):
-      self.send(devices, 1)
-
-  @parameterized.parameters(2, 3)
-  def test_farther(self, distance):
-    with interpreted("eager"):
-      self.send(4, distance)
+      self.send(devices, distance % devices)
 
   @parameterized.parameters(((2, 3, 2),), ((3, 2, 1),), ((3, 1, 2),))
   def test_a_grid_for_two_cores(self, grid):
-    """In halves where it divides; every step is visited once."""
+    """In halves where it divides; every step is run once."""
     route = ring.Route(grid, Cargo((), (), "sp", 0, 4, 1, 2))
     places = [route.place(*at) for at in itertools.product(*map(range, route.cut))]
     self.assertEqual(sorted(places), list(itertools.product(*map(range, grid))))
     self.assertEqual(route.cut[0], 1 if grid[0] % 2 and grid[1] % 2 else 2)
-    with interpreted("eager"):
-      self.send(4, 1, 2, grid)
+    if EVERY or grid[1] == 2:
+      with interpreted("eager"):
+        self.send(4, 1, 2, grid)
 
   def test_every_way_has_a_channel_of_its_own(self):
     channels = [ring.Route((1, 1, 1), Cargo((), (), "x", axis, 64, distance)).channel
@@ -155,14 +151,14 @@ IDS = np.array([[0] * 5 + [1] * 8 + [-1] * 3], np.int32)
 def documents():
   """Causal documents across shards, queries that see nothing, fewer key heads."""
   return ring_test.Case(
-      lambda b, h, t, s: s <= t and IDS[0, t] == IDS[0, s] >= 0, (1, 16, 16, 4, 2, 4, 6),
+      lambda b, h, t, s: s <= t and IDS[0, t] == IDS[0, s] >= 0, (1, 16, 16, 2, 1, 4, 6),
       floats=(), arrays=lambda permuted: dict(
           mask_info=MaskInfo.from_segments(permuted(IDS, 1))))
 
 
 @functools.cache
 def full():
-  return ring_test.Case(lambda b, h, t, s: True, (2, 16, 16, 2, 2, 4, 4), floats=(),
+  return ring_test.Case(lambda b, h, t, s: True, (1, 16, 16, 2, 1, 4, 4), floats=(),
                         arguments=dict(causal=False))
 
 
@@ -197,8 +193,15 @@ class EqualTest(parameterized.TestCase):
     with interpreted(transfers):
       case.check(metadata, shards=metadata.mesh.size, **arguments)
 
-  def test_value_lse_and_gradient(self):
-    self.check(documents(), metadata_of(layout="zigzag"), forward_mode=False)
+  def test_value_and_lse(self):
+    case, metadata = documents(), metadata_of(layout="zigzag")
+    self.enter_context(mock.patch.object(ring_test, "BLOCKS", BlockSizes()))
+    with interpreted("on_wait"):
+      found = jax.block_until_ready(jax.jit(case.run(metadata, 4))(case.floats))
+    ring_test.close(found, case.truth[0])
+
+  def test_gradient(self):
+    self.check(full(), metadata_of(), "eager", forward_mode=False)
 
   @unittest.skipUnless(EVERY, "with ATTN_CORE_EVERY=1: minutes")
   @parameterized.named_parameters(
@@ -209,7 +212,7 @@ class EqualTest(parameterized.TestCase):
     self.check(case(), metadata_of(**fields), transfers, forward_mode=transfers == "eager")
 
   @unittest.skipUnless(EVERY, "with ATTN_CORE_EVERY=1: minutes")
-  @parameterized.parameters(DEVICES)
+  @parameterized.parameters((devices,) for devices in DEVICES)
   def test_bfloat16(self, devices):
     """A softmax without the maximum, mended where a row needs it, beside the transfers."""
     q, k, v = (jnp.asarray(numbers(1, 16, h, 8, seed=h), jnp.bfloat16) for h in (4, 2, 2))
