@@ -11,7 +11,7 @@ class Residuals(NamedTuple):
 
 
 class Cargo(NamedTuple):
-  """Arrays that go to another device of a mesh axis while a kernel computes; others come instead."""
+  """Arrays that go to another device while a kernel computes; a third one's come instead."""
 
   arrays: tuple  # [B, S, K, W], or [B or 1, S]; what comes has the same shapes
   after: tuple  # arrays that must be there before; nobody reads them

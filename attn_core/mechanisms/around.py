@@ -3,9 +3,10 @@
   out = sum over hops of exp(lse_hop - lse) * out_hop,   lse = logsumexp over hops of lse_hop
 
 Every hop is the platform's own kernel. The next exchange is issued before a hop computes, so that
-both can go on at once, or by a kernel that can send itself. The backward goes around again with the lse of the whole: a hop's weights
-are then those of the whole softmax, and what it owes to the keys travels with them, one exchange
-behind, until it is home. So a hop needs the keys of two members, however many there are.
+both can go on at once; or the kernel sends, where it can. The backward goes around again with the
+lse of the whole: a hop's weights are then those of the whole softmax, and what it owes to the keys
+travels with them, one exchange behind, until it is home. So a hop needs the keys of two members,
+however many there are.
 
 Liu, Zaharia and Abbeel, Ring Attention, https://arxiv.org/abs/2310.01889.
 
