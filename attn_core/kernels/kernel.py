@@ -6,7 +6,7 @@ from typing import Any, Callable, NamedTuple
 class Residuals(NamedTuple):
   """What a forward leaves for the derivatives, beside its operands."""
 
-  out: Any  # [B, T, H, E], query's dtype
+  out: Any  # [B, T, H, E], query's dtype or `AttentionSpec.out_dtype`; see `Kernel`
   lse: Any  # float32 (float64 for float64 operands) [B, H, T], natural logarithm
 
 
@@ -20,6 +20,8 @@ class Kernel(NamedTuple):
     tangent(o, s, b, residuals, tangents) -> Residuals of tangents
 
   Cotangents of `Residuals` come as `Residuals`; `tangents` is a dict from operand name to tangent.
+  A backward needs of `residuals.out` only sum(cotangents.out * out): where that has been subtracted
+  from `cotangents.lse`, it takes None.
   """
 
   name: str

@@ -22,7 +22,7 @@ import numpy as np
 
 from attn_core.kernels import softmax
 from attn_core.kernels.kernel import Kernel, Residuals
-from attn_core.kernels.xla import steps
+from attn_core.kernels.xla import numbers, steps
 from attn_core.mechanisms import hops
 from attn_core.sharding.sequence import Sequence
 
@@ -55,11 +55,13 @@ def _at(sequence, operands, spec, keys, hop):
 
 
 def _forward(inner, sequence, operands, spec, block_sizes) -> Residuals:
+  spec = spec._replace(out_dtype=steps.lse_dtype(spec))  # rounded once, when all is merged
+
   def visit(hop, keys, running):
     out, lse = inner.forward(*_at(sequence, operands, spec, keys, hop), block_sizes)
     # A partial result counts as one key whose logit is its lse.
     logits = lse.swapaxes(1, 2)[..., None]
-    return softmax.update(running, logits, lambda weights: weights * out.astype(lse.dtype)), ()
+    return softmax.update(running, logits, lambda weights: weights * out), (), lse
 
   running, _ = _around(sequence, spec, hops.own_keys(operands, spec), visit)
   out, lse = softmax.finish(running)
@@ -68,6 +70,7 @@ def _forward(inner, sequence, operands, spec, block_sizes) -> Residuals:
 
 def _tangent(inner, sequence, operands, spec, block_sizes, residuals, tangents) -> Residuals:
   own = {name: t for name, t in tangents.items() if name in ("key", "value")}
+  spec = spec._replace(out_dtype=steps.lse_dtype(spec))
 
   def visit(hop, travelling, sums):
     keys, moved = travelling
@@ -77,8 +80,7 @@ def _tangent(inner, sequence, operands, spec, block_sizes, residuals, tangents) 
     if not hop.is_first:
       moved.pop("sinks", None)
     found = inner.tangent(*_at(sequence, operands, spec, keys, hop), block_sizes, residuals, moved)
-    found = jax.tree.map(lambda x: x.astype(residuals.lse.dtype), found)
-    return found if sums is None else jax.tree.map(jnp.add, sums, found), ()
+    return found if sums is None else jax.tree.map(jnp.add, sums, found), (), found.lse
 
   travelling = hops.own_keys(operands, spec), own
   (out, lse), _ = _around(sequence, spec, travelling, visit)
@@ -87,21 +89,27 @@ def _tangent(inner, sequence, operands, spec, block_sizes, residuals, tangents) 
 
 def _backward(inner, sequence, operands, spec, block_sizes, residuals, cotangents, wrt) -> tuple:
   dtype = steps.lse_dtype(spec)
-  # Or XLA would take the keys that arrived in the forward for those of the backward, and keep them.
-  own = _after(hops.own_keys(operands, spec), residuals.lse)
+  # Once for all hops, so that the output is not kept beside its cotangent.
+  cotangents = cotangents._replace(lse=-steps.correction_of(residuals, cotangents, dtype))
+  residuals = residuals._replace(out=None)
+  # Or XLA would take the keys that arrived in the forward for those of the backward, and keep them;
+  # and prepare the queries for the backward before the forward.
+  query, own = numbers.after((operands.query, hops.own_keys(operands, spec)), cotangents.lse)
+  operands = operands._replace(query=query)
 
   def visit(hop, keys, sums):
     names = tuple(name for name in wrt if hop.is_first or name != "sinks")
     found = dict(zip(names, inner.backward(
         *_at(sequence, operands, spec, keys, hop), block_sizes, residuals, cotangents, names)))
     found = {name: x.astype(dtype) for name, x in found.items()}
+    done = tuple(found.values())[-1] if found else cotangents.lse
     owed = {name: found.pop(name) for name in ("key", "value") if name in found}
     if "bias" in found and operands.bias.shape[3] > 1:
       found["bias"] = lax.dynamic_update_slice_in_dim(
           jnp.zeros(operands.bias.shape, dtype), found["bias"],
           hop.source * keys.key.shape[1], 3)
     return found if sums is None else {
-        name: x + found[name] if name in found else x for name, x in sums.items()}, owed
+        name: x + found[name] if name in found else x for name, x in sums.items()}, owed, done
 
   sums, owed = _around(sequence, spec, own, visit)
   found = {**sums, **owed}
@@ -117,8 +125,9 @@ def _around(sequence: Sequence, spec, travelling, visit):
   Args:
     spec: its mask says which hops there are.
     travelling: what a member's keys take along.
-    visit: (hop, travelling, sums) -> (sums, owed): a hop's work, and what it owes to the member the
-      keys come from; sums is None in the first hop.
+    visit: (hop, travelling, sums) -> (sums, owed, done): a hop's work, what it owes to the member
+      the keys come from, and an array that is there when the work is done; sums is None in the
+      first hop.
 
   Returns:
     (sums of this member, all that is owed to it).
@@ -128,36 +137,30 @@ def _around(sequence: Sequence, spec, travelling, visit):
   me = hops.member(sequence)
   source = lambda shift: (me - shift) % sequence.members
   arriving = travelling if len(shifts) == 1 else _send(sequence, travelling, strides[0])
-  sums, owed = visit(Hop(True, me), travelling, None)
+  sums, owed, done = visit(Hop(True, me), travelling, None)
   if len(shifts) == 1:
     return sums, owed
 
   def middle(carry, shift, stride, last_stride):
-    travelling, sums, owed = carry
-    arriving = _send(sequence, _after(travelling, sums), stride)
+    travelling, sums, owed, done = carry
+    arriving = _send(sequence, numbers.after(travelling, done), stride)
     owed = _send(sequence, owed, last_stride)
-    sums, more = visit(Hop(False, source(shift)), travelling, sums)
-    return arriving, sums, _add(owed, more)
+    sums, more, done = visit(Hop(False, source(shift)), travelling, sums)
+    return arriving, sums, _add(owed, more), numbers.first(done)
 
   if sequence.scan and len(shifts) > 3 and len(set(strides)) == 1:
     own = None  # a scan's steps are all alike: even what it owes to itself goes around
     carry, _ = lax.scan(lambda carry, shift: (middle(carry, shift, strides[0], strides[0]), None),
-                        (arriving, sums, owed), np.asarray(shifts[1:-1], np.int32))
+                        (arriving, sums, owed, numbers.first(done)), np.asarray(shifts[1:-1], np.int32))
   else:
-    own, carry = owed, (arriving, sums, None)
+    own, carry = owed, (arriving, sums, None, done)
     for shift, stride, last_stride in zip(shifts[1:-1], strides[1:], strides):
       carry = middle(carry, shift, stride, last_stride)
 
-  travelling, sums, owed = carry
+  travelling, sums, owed, _ = carry
   owed = _send(sequence, owed, strides[-1])
-  sums, more = visit(Hop(False, source(shifts[-1])), travelling, sums)
+  sums, more, _ = visit(Hop(False, source(shifts[-1])), travelling, sums)
   return sums, _add(own, _send(sequence, _add(owed, more), -shifts[-1]))
-
-
-def _after(x, done):
-  """`x`, but not before all of `done` is there."""
-  one = [lax.slice(y, (0,) * y.ndim, (1,) * y.ndim) for y in jax.tree.leaves(done)]
-  return lax.optimization_barrier((x, one))[0]
 
 
 def _add(x, y):

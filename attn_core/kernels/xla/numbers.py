@@ -1,8 +1,8 @@
-"""Exponentials and roundings that XLA:CPU computes fast; elsewhere the usual ones.
+"""Exponentials and roundings that XLA:CPU computes fast, and an order that it keeps.
 
-Both are written with integer operations on the bits, which vectorise where XLA's own code for the
+The first two are written with integer operations on the bits, which vectorise where XLA's own code for the
 CPU does not: the exponential of a tile costs about as much as copying it, and rounding to bfloat16
-half of what XLA's conversion takes.
+half of what XLA's conversion takes. Elsewhere all three are the usual ones.
 """
 
 import jax
@@ -73,3 +73,34 @@ def _to_bfloat16_cpu(x):
   rounded = bits + np.uint32(0x7fff) + ((bits >> np.uint32(16)) & np.uint32(1))
   bits = jnp.where(jnp.isnan(x), bits | np.uint32(0x400000), rounded)
   return lax.bitcast_convert_type((bits >> np.uint32(16)).astype(jnp.uint16), jnp.bfloat16)
+
+
+def zeros(shape, dtype, *, done):
+  """Zeros that are not there before the arrays `done`, or XLA would keep them from the beginning.
+
+  What does not depend on anything it makes once, for all loops that begin with it, and copies.
+  """
+  return jnp.broadcast_to(after(jnp.zeros((), dtype), done), shape)
+
+
+def after(x, done):
+  """A pytree of arrays `x`, but not before all arrays of the pytree `done` are there.
+
+  XLA:CPU takes barriers away before it orders what is left. There x has a number added to it that
+  is always 0, which only who computes it knows.
+  """
+  ones = [first(y) for y in jax.tree.leaves(done)]
+  return lax.platform_dependent(x, ones, cpu=_after_on_cpu,
+                                default=lambda x, ones: lax.optimization_barrier((x, ones))[0])
+
+
+def first(x):
+  """The first number of an array, as an array []."""
+  return lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(())
+
+
+def _after_on_cpu(x, ones):
+  bits = [lax.bitcast_convert_type(y.astype(jnp.float32), jnp.int32) for y in ones]
+  nothing = sum(jnp.minimum(y & np.int32(2**31 - 1), 0) for y in bits)
+  # Less a zero is the same bit for bit, also of -0.
+  return jax.tree.map(lambda x: x - nothing.astype(x.dtype), x)
