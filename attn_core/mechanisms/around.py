@@ -102,7 +102,7 @@ def _backward(inner, sequence, operands, spec, block_sizes, residuals, cotangent
     found = dict(zip(names, inner.backward(
         *_at(sequence, operands, spec, keys, hop), block_sizes, residuals, cotangents, names)))
     found = {name: x.astype(dtype) for name, x in found.items()}
-    done = tuple(found.values())[-1] if found else cotangents.lse
+    done = tuple(found.values())
     owed = {name: found.pop(name) for name in ("key", "value") if name in found}
     if "bias" in found and operands.bias.shape[3] > 1:
       found["bias"] = lax.dynamic_update_slice_in_dim(
@@ -119,15 +119,16 @@ def _backward(inner, sequence, operands, spec, block_sizes, residuals, cotangent
 def _around(sequence: Sequence, spec, travelling, visit):
   """Goes around the ring.
 
-  An exchange is not issued before the hop that it overlaps: transfers that run ahead would have
-  nothing to hide behind, and the keys of all members would be held at once.
+  Hops go one after the other, and an exchange is not issued before the hop that it overlaps:
+  transfers that run ahead would have nothing to hide behind, and the keys of all members would be
+  held at once.
 
   Args:
     spec: its mask says which hops there are.
     travelling: what a member's keys take along.
     visit: (hop, travelling, sums) -> (sums, owed, done): a hop's work, what it owes to the member
-      the keys come from, and an array that is there when the work is done; sums is None in the
-      first hop.
+      the keys come from, and arrays that are there when the work is done; sums is None in the first
+      hop.
 
   Returns:
     (sums of this member, all that is owed to it).
@@ -143,23 +144,25 @@ def _around(sequence: Sequence, spec, travelling, visit):
 
   def middle(carry, shift, stride, last_stride):
     travelling, sums, owed, done = carry
-    arriving = _send(sequence, numbers.after(travelling, done), stride)
+    travelling = numbers.after(travelling, done)
+    arriving = _send(sequence, travelling, stride)
     owed = _send(sequence, owed, last_stride)
     sums, more, done = visit(Hop(False, source(shift)), travelling, sums)
-    return arriving, sums, _add(owed, more), numbers.first(done)
+    return arriving, sums, _add(owed, more), jax.tree.map(numbers.first, done)
 
   if sequence.scan and len(shifts) > 3 and len(set(strides)) == 1:
     own = None  # a scan's steps are all alike: even what it owes to itself goes around
+    begin = arriving, sums, owed, jax.tree.map(numbers.first, done)
     carry, _ = lax.scan(lambda carry, shift: (middle(carry, shift, strides[0], strides[0]), None),
-                        (arriving, sums, owed, numbers.first(done)), np.asarray(shifts[1:-1], np.int32))
+                        begin, np.asarray(shifts[1:-1], np.int32))
   else:
     own, carry = owed, (arriving, sums, None, done)
     for shift, stride, last_stride in zip(shifts[1:-1], strides[1:], strides):
       carry = middle(carry, shift, stride, last_stride)
 
-  travelling, sums, owed, _ = carry
+  travelling, sums, owed, done = carry
   owed = _send(sequence, owed, strides[-1])
-  sums, more, _ = visit(Hop(False, source(shifts[-1])), travelling, sums)
+  sums, more, _ = visit(Hop(False, source(shifts[-1])), numbers.after(travelling, done), sums)
   return sums, _add(own, _send(sequence, _add(owed, more), -shifts[-1]))
 
 

@@ -90,8 +90,8 @@ def columns(x, keys: Keys, source):
 def shifts(sequence: Sequence, structure) -> tuple[int, ...]:
   """The hops of a ring: how far keys have travelled, in members, where somebody sees them.
 
-  Hop s brings the keys of member m - s to member m. Hop 0 is always one of them. What the mask's own
-  arrays hide is not known on the host; a window or chunks beside them are.
+  Hop s brings the keys of member m - s to member m. Hop 0 is always one of them. What the mask's
+  own arrays hide is not known on the host; what a window or chunks beside them hide is.
   """
   everyone = range(sequence.members)
   mask = reach.known(jax.tree.unflatten(structure, range(structure.num_leaves)))

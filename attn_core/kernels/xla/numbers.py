@@ -1,8 +1,8 @@
 """Exponentials and roundings that XLA:CPU computes fast, and an order that it keeps.
 
-The first two are written with integer operations on the bits, which vectorise where XLA's own code for the
-CPU does not: the exponential of a tile costs about as much as copying it, and rounding to bfloat16
-half of what XLA's conversion takes. Elsewhere all three are the usual ones.
+The first two are written with integer operations on the bits, which vectorise where XLA's own code
+for the CPU does not: the exponential of a tile costs about as much as copying it, and rounding to
+bfloat16 half of what XLA's conversion takes. Elsewhere they are the usual ones.
 """
 
 import jax
@@ -86,12 +86,12 @@ def zeros(shape, dtype, *, done):
 def after(x, done):
   """A pytree of arrays `x`, but not before all arrays of the pytree `done` are there.
 
-  XLA:CPU takes barriers away before it orders what is left. There x has a number added to it that
-  is always 0, which only who computes it knows.
+  XLA for CPUs and GPUs takes barriers away before it orders what is left. There a number is
+  subtracted from x that is always 0, as only who computes it finds out.
   """
   ones = [first(y) for y in jax.tree.leaves(done)]
-  return lax.platform_dependent(x, ones, cpu=_after_on_cpu,
-                                default=lambda x, ones: lax.optimization_barrier((x, ones))[0])
+  return lax.platform_dependent(x, ones, default=_after_by_numbers,
+                                tpu=lambda x, ones: lax.optimization_barrier((x, ones))[0])
 
 
 def first(x):
@@ -99,7 +99,7 @@ def first(x):
   return lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(())
 
 
-def _after_on_cpu(x, ones):
+def _after_by_numbers(x, ones):
   bits = [lax.bitcast_convert_type(y.astype(jnp.float32), jnp.int32) for y in ones]
   nothing = sum(jnp.minimum(y & np.int32(2**31 - 1), 0) for y in bits)
   # Less a zero is the same bit for bit, also of -0.
