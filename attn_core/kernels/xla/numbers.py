@@ -86,21 +86,16 @@ def zeros(shape, dtype, *, done):
 def after(x, done):
   """A pytree of arrays `x`, but not before all arrays of the pytree `done` are there.
 
-  XLA for CPUs and GPUs takes barriers away before it orders what is left. There a number is
-  subtracted from x that is always 0, as only who computes it finds out.
+  XLA takes barriers away before it orders what is left. So a number is subtracted from x that is
+  always 0, as only who computes it finds out.
   """
-  ones = [first(y) for y in jax.tree.leaves(done)]
-  return lax.platform_dependent(x, ones, default=_after_by_numbers,
-                                tpu=lambda x, ones: lax.optimization_barrier((x, ones))[0])
+  bits = [lax.bitcast_convert_type(first(y).astype(jnp.float32), jnp.int32)
+          for y in jax.tree.leaves(done)]
+  nothing = sum(jnp.minimum(y & np.int32(2**31 - 1), 0) for y in bits)
+  # Less a zero is the same bit for bit, also of -0.
+  return jax.tree.map(lambda x: x - nothing.astype(x.dtype), x)
 
 
 def first(x):
   """The first number of an array, as an array []."""
   return lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(())
-
-
-def _after_by_numbers(x, ones):
-  bits = [lax.bitcast_convert_type(y.astype(jnp.float32), jnp.int32) for y in ones]
-  nothing = sum(jnp.minimum(y & np.int32(2**31 - 1), 0) for y in bits)
-  # Less a zero is the same bit for bit, also of -0.
-  return jax.tree.map(lambda x: x - nothing.astype(x.dtype), x)
