@@ -106,8 +106,8 @@ def main(argv) -> None:
       seconds[name].append(time.perf_counter() - begun)
   fastest = {name: min(each) for name, each in seconds.items()}
   for name, each in fastest.items():
-    print(f"{name:16}  {1 / each:7.3f} steps a second; zigzag is {each / fastest['ring zigzag']:.2f}"
-          " times as fast")
+    print(f"{name:16}  {1 / each:7.3f} steps a second; zigzag is "
+          f"{each / fastest['ring zigzag']:.2f} times as fast")
   if failed:
     sys.exit(f"FAILED: {', '.join(failed)}")
 

@@ -574,8 +574,8 @@ class CompiledTest(parameterized.TestCase):
     ring = metadata_of("ring", scan_ring_attention=False)
     window = dict(sliding_window=(63, 0))
     self.assertEqual(self.count(ring, **window), {"collective-permute": 2})
-    # Forward 2; backward 2, which older versions on CPUs still have; 2 for what is owed.
-    self.assertIn(self.count(ring, True, **window)["collective-permute"], (4, 6))
+    # Forward 2; backward 2, and 2 for what is owed.
+    self.assertEqual(self.count(ring, True, **window), {"collective-permute": 6})
 
   @parameterized.parameters(
       ("ring", dict(chunk_size=64), {}),

@@ -102,7 +102,7 @@ def _backward(inner, sequence, operands, spec, block_sizes, residuals, cotangent
     found = dict(zip(names, inner.backward(
         *_at(sequence, operands, spec, keys, hop), block_sizes, residuals, cotangents, names)))
     found = {name: x.astype(dtype) for name, x in found.items()}
-    done = tuple(found.values())
+    done = tuple(x for name, x in found.items() if name != "sinks")
     owed = {name: found.pop(name) for name in ("key", "value") if name in found}
     if "bias" in found and operands.bias.shape[3] > 1:
       found["bias"] = lax.dynamic_update_slice_in_dim(

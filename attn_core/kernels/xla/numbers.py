@@ -91,7 +91,7 @@ def after(x, done):
   """
   bits = [lax.bitcast_convert_type(first(y).astype(jnp.float32), jnp.int32)
           for y in jax.tree.leaves(done)]
-  nothing = sum(jnp.minimum(y & np.int32(2**31 - 1), 0) for y in bits)
+  nothing = sum((jnp.minimum(y & np.int32(2**31 - 1), 0) for y in bits), np.int32(0))
   # Less a zero is the same bit for bit, also of -0.
   return jax.tree.map(lambda x: x - nothing.astype(x.dtype), x)
 
