@@ -119,6 +119,7 @@ class AttentionSpec(NamedTuple):
   softmax_dtype: Any = jnp.dtype("float32")
   precision: Any = None  # jax.lax.PrecisionLike of the two products
   normalize_output: bool = True
+  out_dtype: Any = None  # of the output, where it is a part that others are added to; None: query's
 
 
 class PagedSpec(NamedTuple):

@@ -37,7 +37,7 @@ ROW = AbstractMesh((N,), ("sp",))
 # A result, one or several arrays, of a collective.
 SENT = re.compile(r" = (.*?) (all-gather|all-to-all|collective-permute|reduce-scatter|"
                   r"all-reduce)(?:-start)?\(")
-ARRAY = re.compile(r"(?:f32|s32)\[([\d,]*)\]")
+ARRAY = re.compile(r"(f32|s32|u8|pred)\[([\d,]*)\]")
 
 
 def sent(text):
@@ -45,8 +45,8 @@ def sent(text):
   number, size = collections.Counter(), collections.Counter()
   for result, name in SENT.findall(text):
     number[name] += 1
-    size[name] += sum(4 * math.prod(map(int, filter(None, shape.split(","))))
-                      for shape in ARRAY.findall(result))
+    size[name] += sum((4 if kind[1:] == "32" else 1) * math.prod(
+        map(int, filter(None, shape.split(",")))) for kind, shape in ARRAY.findall(result))
   return {name: (number[name], size[name]) for name in number}
 
 
@@ -82,6 +82,10 @@ class CollectivesTest(parameterized.TestCase):
                          backward=(False, True))
   def test_compiled(self, case, backward):
     variant, arguments = case
+    mask = masks.causal() & (masks.window(31, 0) if arguments else masks.full())
+    self.compare(variant, mask, backward, arguments)
+
+  def compare(self, variant, mask, backward, arguments):
     shape, names = ((4, 2), ("sp", "x")) if variant == "hybrid" else ((N,), ("sp",))
     mesh = jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
     heads = "x" if variant == "hybrid" else None
@@ -93,11 +97,19 @@ class CollectivesTest(parameterized.TestCase):
               for h, w in ((H, D), (K, D), (K, E))]
     text = (both_passes(run, arrays) if backward
             else jax.jit(run).lower(*arrays).compile().as_text())
-    mask = masks.causal() & (masks.window(31, 0) if arguments else masks.full())
     plan = plan_context_parallel(SHAPES, mask, mesh, "cpu", heads_axis_name=heads,
                                  backward=backward)
     found = {c.name: (c.number, c.bytes) for c in prediction(plan, variant).collectives}
     self.assertEqual(found, sent(text))
+
+
+  @parameterized.parameters(*RING_VARIANTS)
+  def test_arrays_of_the_mask(self, variant):
+    """Documents, and a mask for every pair, travel beside keys and values."""
+    ids, key_ids = np.sort(np.random.default_rng(0).integers(0, 4, (2, B, T))).astype(np.int32)
+    pairs = np.random.default_rng(1).random((1, H if variant == "ulysses" else 1, T, T)) < 0.9
+    mask = masks.segments(ids, key_ids) & masks.dense(pairs)
+    self.compare(variant, mask, True, dict(mask=mask, causal=False))
 
 
 class VisitsTest(parameterized.TestCase):
@@ -178,9 +190,9 @@ class TimeTest(parameterized.TestCase):
 
   shapes = Shapes(1, 16, 16, 4, 1, 3, 1, "float32")
 
-  def plan(self, device=TOY, mask=masks.full(), **arguments):
+  def plan(self, device=TOY, mask=masks.full(), mesh=ROW, **arguments):
     with mock.patch.dict(devices.DEVICES, toy=device):
-      return plan_context_parallel(self.shapes, mask, ROW, "toy", **arguments)
+      return plan_context_parallel(self.shapes, mask, mesh, "toy", **arguments)
 
   @parameterized.parameters(10.0, 1000.0)
   def test_forward(self, bandwidth):
@@ -213,15 +225,22 @@ class TimeTest(parameterized.TestCase):
     self.assertAlmostEqual(both.seconds - forward.seconds, (2 + 2 * 5 + 1 + 1) * 32 / 10)
 
   def test_exchange_of_heads(self):
-    """2 devices a group: 2 tokens of 4 query heads and of 2 copies of the key head each."""
-    plan = self.plan(backward=False, heads_axis_name=None)
-    found = prediction(plan, "hybrid")
-    self.assertEqual((found.members, found.group), (4, 2))
+    """2 devices a group: 2 tokens of 4 query heads and of 2 copies of the key head each.
+
+    On one ring of 8, half of it goes over the one link of a pair, and what goes to the next group
+    over two links, like that of the other one of its pair. Axes of their own have two links a pair.
+    """
     size = 2 * (4 + 2) * (3 + 1) * 4
-    exchange, ring = found.collectives
-    self.assertEqual((exchange.number, exchange.bytes), (4, size))
-    self.assertAlmostEqual(exchange.link_bytes, size * 2 / 8)
-    self.assertEqual((ring.number, ring.bytes), (6, 3 * 2 * 2 * 4 * 4))
+    mesh = AbstractMesh((4, 2), ("sp", "x"))
+    one, two = self.plan(backward=False), self.plan(backward=False, mesh=mesh, heads_axis_name="x")
+    for plan, within, between in ((one, size / 2, 2 * 3 * 128), (two, size * 2 / 8, 3 * 128)):
+      found = prediction(plan, "hybrid")
+      self.assertEqual((found.members, found.group), (4, 2))
+      exchange, ring = found.collectives
+      self.assertEqual((exchange.number, exchange.bytes), (4, size))
+      self.assertAlmostEqual(exchange.link_bytes, within)
+      self.assertEqual((ring.number, ring.bytes), (6, 3 * 2 * 2 * 4 * 4))
+      self.assertAlmostEqual(ring.link_bytes, between / 2)
 
   def test_between_domains(self):
     """4 devices a domain: everything that leaves it goes over the network."""

@@ -83,8 +83,7 @@ class RouteTest(parameterized.TestCase):
     def local(x, *arrays):
       # The second transfer waits for the first.
       for _ in range(2):
-        route = ring.Route(grid, Cargo(arrays, (x[:1, 0, 0, 0],), "sp", 0, devices, distance,
-                                       cores))
+        route = ring.Route(grid, Cargo(arrays, "sp", 0, devices, distance, cores))
         count = len(route.inputs)
         def kernel(source, *refs, route=route, count=count):
           inputs, (result, *results), semaphores = refs[:count], refs[count:-1], refs[-1:]
@@ -120,7 +119,7 @@ class RouteTest(parameterized.TestCase):
   @parameterized.parameters(((2, 3, 2),), ((3, 2, 1),), ((3, 1, 2),))
   def test_a_grid_for_two_cores(self, grid):
     """In halves where it divides; every step is run once."""
-    route = ring.Route(grid, Cargo((), (), "sp", 0, 4, 1, 2))
+    route = ring.Route(grid, Cargo((), "sp", 0, 4, 1, 2))
     places = [route.place(*at) for at in itertools.product(*map(range, route.cut))]
     self.assertEqual(sorted(places), list(itertools.product(*map(range, grid))))
     self.assertEqual(route.cut[0], 1 if grid[0] % 2 and grid[1] % 2 else 2)
@@ -129,7 +128,7 @@ class RouteTest(parameterized.TestCase):
         self.send(4, 1, 2, grid)
 
   def test_every_way_has_a_channel_of_its_own(self):
-    channels = [ring.Route((1, 1, 1), Cargo((), (), "x", axis, 64, distance)).channel
+    channels = [ring.Route((1, 1, 1), Cargo((), "x", axis, 64, distance)).channel
                 for axis in range(ring.MOST_AXES) for distance in range(1, 64)]
     self.assertEqual(len(set(channels)), len(channels))
 

@@ -6,7 +6,7 @@ from typing import Any, Callable, NamedTuple
 class Residuals(NamedTuple):
   """What a forward leaves for the derivatives, beside its operands."""
 
-  out: Any  # [B, T, H, E], query's dtype
+  out: Any  # [B, T, H, E], query's dtype or `AttentionSpec.out_dtype`; see `Kernel`
   lse: Any  # float32 (float64 for float64 operands) [B, H, T], natural logarithm
 
 
@@ -14,7 +14,6 @@ class Cargo(NamedTuple):
   """Arrays that go to another device while a kernel computes; a third one's come instead."""
 
   arrays: tuple  # [B, S, K, W], or [B or 1, S]; what comes has the same shapes
-  after: tuple  # arrays that must be there before; nobody reads them
   axis: str
   axis_number: int  # among the mesh's; small
   members: int  # of the axis
@@ -45,6 +44,8 @@ class Kernel(NamedTuple):
     tangent(o, s, b, residuals, tangents) -> Residuals of tangents
 
   Cotangents of `Residuals` come as `Residuals`; `tangents` is a dict from operand name to tangent.
+  A backward needs of `residuals.out` only sum(cotangents.out * out): where that has been subtracted
+  from `cotangents.lse`, it takes None.
   """
 
   name: str

@@ -2,6 +2,8 @@
 
 import math
 
+import jax
+
 from attn_core.masks import algebra
 
 NARROW = 2048  # tokens
@@ -33,3 +35,26 @@ def reach(mask: algebra.Mask) -> tuple[float, float]:
       (low, high), (other_low, other_high) = reach(left), reach(right)
       return min(low, other_low), max(high, other_high)
   return -math.inf, math.inf
+
+
+def known(mask: algebra.Mask) -> algebra.Mask:
+  """A mask without arrays that shows all that `mask` may show, and nothing more that can be told.
+
+  Args:
+    mask: any; of its arrays only that they are there counts.
+  """
+  return _without_arrays(mask, True)
+
+
+def _without_arrays(mask: algebra.Mask, shows_more: bool) -> algebra.Mask:
+  """One that shows all that `mask` may show; or nothing but what it certainly shows."""
+  if not jax.tree.leaves(mask):
+    return mask
+  match mask:
+    case algebra.And(left, right) | algebra.Or(left, right):
+      return type(mask)(*(_without_arrays(x, shows_more) for x in (left, right)))
+    case algebra.Not(inner):
+      return ~_without_arrays(inner, not shows_more)
+    case algebra.Offset(inner, amount, None):
+      return algebra.offset(_without_arrays(inner, shows_more), amount)
+  return algebra.full() if shows_more else ~algebra.full()

@@ -3,10 +3,9 @@
   out = sum over hops of exp(lse_hop - lse) * out_hop,   lse = logsumexp over hops of lse_hop
 
 Every hop is the platform's own kernel. The next exchange is issued before a hop computes, so that
-both can go on at once; or the kernel sends, where it can. The backward goes around again with the
-lse of the whole: a hop's weights are then those of the whole softmax, and what it owes to the keys
-travels with them, one exchange behind, until it is home. So a hop needs the keys of two members,
-however many there are.
+both can go on at once. The backward goes around again with the lse of the whole: a hop's weights
+are then those of the whole softmax, and what it owes to the keys travels with them, one exchange
+behind, until it is home. So a hop needs the keys of two members, however many there are.
 
 Liu, Zaharia and Abbeel, Ring Attention, https://arxiv.org/abs/2310.01889.
 
@@ -23,7 +22,7 @@ import numpy as np
 
 from attn_core.kernels import softmax
 from attn_core.kernels.kernel import Cargo, Kernel, Residuals
-from attn_core.kernels.xla import steps
+from attn_core.kernels.xla import numbers, steps
 from attn_core.mechanisms import hops
 from attn_core.sharding.sequence import Sequence
 
@@ -40,7 +39,15 @@ class Parcel(NamedTuple):
 
   content: Any  # a pytree
   distance: int  # in members
-  after: Any = ()  # a pytree that is there before it goes
+
+
+class Visit(NamedTuple):
+  """What a hop gives."""
+
+  sums: Any  # of all hops so far
+  owed: Any  # to the member that the keys come from
+  done: Any  # a pytree of arrays that are there when the work is
+  arrived: list  # what came instead of the parcels' contents
 
 
 @functools.lru_cache(maxsize=256)
@@ -64,14 +71,16 @@ def _at(sequence, operands, spec, keys, hop):
 
 
 def _forward(inner, sequence, operands, spec, block_sizes) -> Residuals:
+  spec = spec._replace(out_dtype=steps.lse_dtype(spec))  # rounded once, when all is merged
+
   def visit(hop, keys, running, parcels):
     (out, lse), arrived = _sending(
         sequence, inner.forward, inner.carrying and inner.carrying.forward, parcels,
         *_at(sequence, operands, spec, keys, hop), block_sizes)
     # A partial result counts as one key whose logit is its lse.
     logits = lse.swapaxes(1, 2)[..., None]
-    return softmax.update(
-        running, logits, lambda weights: weights * out.astype(lse.dtype)), (), arrived
+    running = softmax.update(running, logits, lambda weights: weights * out)
+    return Visit(running, (), lse, arrived)
 
   running, _ = _around(sequence, spec, hops.own_keys(operands, spec), visit)
   out, lse = softmax.finish(running)
@@ -80,6 +89,7 @@ def _forward(inner, sequence, operands, spec, block_sizes) -> Residuals:
 
 def _tangent(inner, sequence, operands, spec, block_sizes, residuals, tangents) -> Residuals:
   own = {name: t for name, t in tangents.items() if name in ("key", "value")}
+  spec = spec._replace(out_dtype=steps.lse_dtype(spec))
 
   def visit(hop, travelling, sums, parcels):
     keys, moved = travelling
@@ -91,8 +101,7 @@ def _tangent(inner, sequence, operands, spec, block_sizes, residuals, tangents) 
     found, arrived = _sending(
         sequence, inner.tangent, None, parcels, *_at(sequence, operands, spec, keys, hop),
         block_sizes, residuals, moved)
-    found = jax.tree.map(lambda x: x.astype(residuals.lse.dtype), found)
-    return found if sums is None else jax.tree.map(jnp.add, sums, found), (), arrived
+    return Visit(_add(sums, found), (), found.lse, arrived)
 
   travelling = hops.own_keys(operands, spec), own
   (out, lse), _ = _around(sequence, spec, travelling, visit)
@@ -101,8 +110,14 @@ def _tangent(inner, sequence, operands, spec, block_sizes, residuals, tangents) 
 
 def _backward(inner, sequence, operands, spec, block_sizes, residuals, cotangents, wrt) -> tuple:
   dtype = steps.lse_dtype(spec)
-  # Or XLA would take the keys that arrived in the forward for those of the backward, and keep them.
-  own = _after(hops.own_keys(operands, spec), residuals.lse)
+  # Once for all hops, so that the output is not kept beside its cotangent.
+  cotangents = cotangents._replace(lse=-steps.correction_of(residuals, cotangents, dtype))
+  residuals = residuals._replace(out=None)
+  # Or XLA would take the keys that arrived in the forward for those of the backward, and keep them;
+  # and prepare the queries for the backward before the forward.
+  query, own = numbers.after((operands.query, hops.own_keys(operands, spec)), cotangents.lse)
+  operands = operands._replace(query=query)
+
   # What needs no kernel has nobody who sends.
   carrying = inner.carrying if {"query", "key", "value"} & set(wrt) else None
 
@@ -111,15 +126,16 @@ def _backward(inner, sequence, operands, spec, block_sizes, residuals, cotangent
     found, arrived = _sending(
         sequence, inner.backward, carrying and carrying.backward, parcels,
         *_at(sequence, operands, spec, keys, hop), block_sizes, residuals, cotangents, names)
-    found = dict(zip(names, found))
-    found = {name: x.astype(dtype) for name, x in found.items()}
+    found = {name: x.astype(dtype) for name, x in zip(names, found)}
+    done = tuple(x for name, x in found.items() if name != "sinks")
     owed = {name: found.pop(name) for name in ("key", "value") if name in found}
     if "bias" in found and operands.bias.shape[3] > 1:
       found["bias"] = lax.dynamic_update_slice_in_dim(
           jnp.zeros(operands.bias.shape, dtype), found["bias"],
           hop.source * keys.key.shape[1], 3)
-    return found if sums is None else {
-        name: x + found[name] if name in found else x for name, x in sums.items()}, owed, arrived
+    sums = found if sums is None else {
+        name: x + found[name] if name in found else x for name, x in sums.items()}
+    return Visit(sums, owed, done, arrived)
 
   sums, owed = _around(sequence, spec, own, visit)
   found = {**sums, **owed}
@@ -129,14 +145,14 @@ def _backward(inner, sequence, operands, spec, block_sizes, residuals, cotangent
 def _around(sequence: Sequence, spec, travelling, visit):
   """Goes around the ring.
 
-  An exchange is not issued before the hop that it overlaps: transfers that run ahead would have
-  nothing to hide behind, and the keys of all members would be held at once.
+  Hops go one after the other, and an exchange is not issued before the hop that it overlaps:
+  transfers that run ahead would have nothing to hide behind, and the keys of all members would be
+  held at once.
 
   Args:
     spec: its mask says which hops there are.
     travelling: what a member's keys take along.
-    visit: (hop, travelling, sums, parcels) -> (sums, owed, arrived): a hop's work, what it owes to
-      the member the keys come from, and `_sending`; sums is None in the first hop.
+    visit: (hop, travelling, sums, parcels) -> `Visit`; sums is None in the first hop.
 
   Returns:
     (sums of this member, all that is owed to it).
@@ -145,30 +161,33 @@ def _around(sequence: Sequence, spec, travelling, visit):
   strides = np.diff(shifts)
   me = hops.member(sequence)
   source = lambda shift: (me - shift) % sequence.members
-  first = [Parcel(travelling, stride) for stride in strides[:1]]
-  sums, owed, arriving = visit(Hop(True, me), travelling, None, first)
+  sums, owed, done, arriving = visit(
+      Hop(True, me), travelling, None, [Parcel(travelling, stride) for stride in strides[:1]])
   if len(shifts) == 1:
     return sums, owed
   arriving, = arriving
 
   def middle(carry, shift, stride, last_stride):
-    travelling, sums, owed = carry
-    parcels = [Parcel(travelling, stride, sums), Parcel(owed, last_stride)]
-    sums, more, (arriving, owed) = visit(Hop(False, source(shift)), travelling, sums, parcels)
-    return arriving, sums, _add(owed, more)
+    travelling, sums, owed, done = carry
+    travelling = numbers.after(travelling, done)
+    sums, more, done, (arriving, owed) = visit(
+        Hop(False, source(shift)), travelling, sums,
+        [Parcel(travelling, stride), Parcel(owed, last_stride)])
+    return arriving, sums, _add(owed, more), jax.tree.map(numbers.first, done)
 
   if sequence.scan and len(shifts) > 3 and len(set(strides)) == 1:
     own = None  # a scan's steps are all alike: even what it owes to itself goes around
+    begin = arriving, sums, owed, jax.tree.map(numbers.first, done)
     carry, _ = lax.scan(lambda carry, shift: (middle(carry, shift, strides[0], strides[0]), None),
-                        (arriving, sums, owed), np.asarray(shifts[1:-1], np.int32))
+                        begin, np.asarray(shifts[1:-1], np.int32))
   else:
-    own, carry = owed, (arriving, sums, None)
+    own, carry = owed, (arriving, sums, None, done)
     for shift, stride, last_stride in zip(shifts[1:-1], strides[1:], strides):
       carry = middle(carry, shift, stride, last_stride)
 
-  travelling, sums, owed = carry
-  sums, more, (owed,) = visit(
-      Hop(False, source(shifts[-1])), travelling, sums, [Parcel(owed, strides[-1])])
+  travelling, sums, owed, done = carry
+  sums, more, _, (owed,) = visit(Hop(False, source(shifts[-1])), numbers.after(travelling, done),
+                                 sums, [Parcel(owed, strides[-1])])
   return sums, _add(own, _send(sequence, _add(owed, more), -shifts[-1]))
 
 
@@ -189,27 +208,16 @@ def _sending(sequence: Sequence, compute, carrying, parcels, *arguments):
   carried = [bool(carrying and jax.tree.leaves(parcel.content)) and distance == distances[0]
              for parcel, distance in zip(parcels, distances)]
   arrived = [parcel.content if by_kernel else
-             _send(sequence, _after(parcel.content, parcel.after), parcel.distance)
+             _send(sequence, parcel.content, parcel.distance)
              for by_kernel, parcel in zip(carried, parcels)]
   if not any(carried):
     return compute(*arguments), arrived
   leaves, structure = jax.tree.flatten([x for x, by_kernel in zip(arrived, carried) if by_kernel])
-  after = [parcel.after for parcel, by_kernel in zip(parcels, carried) if by_kernel]
   found, leaves = carrying(*arguments, Cargo(
-      tuple(leaves), tuple(_ones(after)), *sequence.key_axes, sequence.axis_number,
-      sequence.members, distances[0], sequence.cores))
+      tuple(leaves), *sequence.key_axes, sequence.axis_number, sequence.members, distances[0],
+      sequence.cores))
   trees = iter(jax.tree.unflatten(structure, leaves))
   return found, [next(trees) if by_kernel else x for by_kernel, x in zip(carried, arrived)]
-
-
-def _after(x, done):
-  """`x`, but not before all of `done` is there."""
-  return lax.optimization_barrier((x, _ones(done)))[0] if jax.tree.leaves(done) else x
-
-
-def _ones(x) -> list:
-  """A number of every array of a pytree."""
-  return [lax.slice(y, (0,) * y.ndim, (1,) * y.ndim) for y in jax.tree.leaves(x)]
 
 
 def _add(x, y):

@@ -15,7 +15,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core.masks import algebra, blocks
+from attn_core.masks import algebra, blocks, reach
 from attn_core.sharding import layouts
 from attn_core.sharding.sequence import Sequence
 from attn_core.types import AttentionSpec, Operands
@@ -90,13 +90,12 @@ def columns(x, keys: Keys, source):
 def shifts(sequence: Sequence, structure) -> tuple[int, ...]:
   """The hops of a ring: how far keys have travelled, in members, where somebody sees them.
 
-  Hop s brings the keys of member m - s to member m. Hop 0 is always one of them. A mask with arrays
-  of its own is not known on the host: it takes all hops.
+  Hop s brings the keys of member m - s to member m. Hop 0 is always one of them. What the mask's
+  own arrays hide is not known on the host; what a window or chunks beside them hide is.
   """
   everyone = range(sequence.members)
-  if structure.num_leaves:
-    return tuple(everyone)
-  seen = visible_members(sequence, jax.tree.unflatten(structure, ()))
+  mask = reach.known(jax.tree.unflatten(structure, range(structure.num_leaves)))
+  seen = visible_members(sequence, mask)
   return (0, *(s for s in everyone[1:]
                if any(seen[m, (m - s) % sequence.members] for m in everyone)))
 

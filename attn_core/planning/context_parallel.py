@@ -31,6 +31,7 @@ from attn_core.sharding.sequence import Sequence
 from attn_core.types import RING_VARIANTS, BlockSizes, RingConfig
 
 BLOCK = 512  # tokens
+MASK_BYTES = 4  # of a number per query or key
 # Beyond so many shards or tokens, hops are those that some members need, see `work.visits`.
 MANY_SHARDS, MANY_TOKENS = 512, 2**20
 
@@ -57,7 +58,9 @@ class Prediction(NamedTuple):
   group: int | None  # devices that exchange heads
   impossible: str | None = None
   collectives: tuple[traffic.Collective, ...] | None = None  # a kind each
-  link_bytes: float | None = None  # through the busiest link in one direction
+  # Through the busiest link in one direction, one operation after the other: of the hybrid those
+  # between groups and those within, whose links may be different ones.
+  link_bytes: float | None = None
   flops: float | None = None  # of the busiest device
   imbalance: float | None = None  # visited blocks: of the busiest device over the mean
   compute_seconds: float | None = None  # of the busiest device
@@ -85,7 +88,8 @@ def plan_context_parallel(
     device_kind: a name in `devices.DEVICES`, or a `jax.Device.device_kind`.
     sequence_axis_name: the mesh axis of the sequence.
     heads_axis_name: a second one, which variant "hybrid" then exchanges heads over, and all others
-      take together with the first as one. None: "hybrid" is the fastest split of the one axis.
+      take together with the first as one. None: "hybrid" is the fastest split of the one axis, in
+      groups of neighbours.
     backward: whether the backward is counted too.
     block_sizes: of the kernel, block_q and block_kv; None: 512 tokens.
 
@@ -103,7 +107,7 @@ def plan_context_parallel(
   local = _local(shapes, mesh, (sequence_axis_name, heads_axis_name))
   block = _block(block_sizes)
   fixed = None if heads_axis_name is None else sizes
-  axes = sequence_axis_name, heads_axis_name or f"{sequence_axis_name}_heads"
+  axes = sequence_axis_name, heads_axis_name
   def best(variant, layout):
     found = [_predicted(local, mask, (variant, layout, *split), axes, device, backward, block)
              for split in _splits(variant, math.prod(sizes), fixed)]
@@ -203,7 +207,7 @@ def _predicted(local: Shapes, mask, way, axes, device, backward: bool, block) ->
   if variant == "hybrid" and min(members, group) == 1:
     return Prediction(*way, f"{members * group} devices do not split into members and groups of "
                       "at least 2 each")
-  name, heads_name = axes
+  name, heads_name = axes[0], axes[1] or f"{axes[0]}_heads"
   is_hybrid = variant == "hybrid"
   mesh = (AbstractMesh((members, group), (name, heads_name)) if is_hybrid
           else AbstractMesh((members * group,), (name,)))
@@ -214,14 +218,15 @@ def _predicted(local: Shapes, mask, way, axes, device, backward: bool, block) ->
     return Prediction(*way, str(error))
   visits = work.visits(sequence, mask, block)
   shifts = _shifts(sequence, mask)
-  sizes = _sizes(local, sequence)
+  sizes = _sizes(local, sequence, mask)
+  between, within = traffic.links(sequence, device, one_axis=axes[1] is None)
   pairs = visits.pairs * local.batch * (local.heads // group)
   found, seconds, flops = [], 0.0, 0.0
   for direction in (False, True)[:1 + backward]:
     each = pairs * work.flops_of_pair(local.width, local.value_width, direction)
-    around = (traffic.exchanges(sequence, sizes, device, direction)
-              + traffic.gathers(sequence, sizes, device, direction))
-    sent = traffic.hop_by_hop(sequence, sizes, device, shifts, direction)
+    around = (traffic.exchanges(sequence, sizes, within, direction)
+              + traffic.gathers(sequence, sizes, between, direction))
+    sent = traffic.hop_by_hop(sequence, sizes, between, shifts, direction)
     busiest = _busiest(visits, sequence, shifts) * each / device.flops
     seconds += sum(x.seconds for x in around) + sum(
         max(computed, sum(x.seconds for x in hop))
@@ -257,12 +262,23 @@ def _busiest(visits: work.Visits, sequence: Sequence, shifts) -> np.ndarray:
   return np.take_along_axis(visits.blocks, sources, 1).max(0)
 
 
-def _sizes(local: Shapes, sequence: Sequence) -> traffic.Sizes:
+def _sizes(local: Shapes, sequence: Sequence, mask) -> traffic.Sizes:
   itemsize = jnp.dtype(local.dtype).itemsize
   queries, keys = (local.batch * sequence.padded(n) // sequence.shards * itemsize
                    for n in (sequence.queries, sequence.keys))
   both = local.width + local.value_width
   needed = len(heads.key_heads_needed(local.heads, local.key_heads, sequence.group))
-  return traffic.Sizes(queries * local.heads * local.width,
-                       queries * local.heads * local.value_width,
-                       keys * local.key_heads * both, keys * needed * both, itemsize)
+  arrays = list(zip(jax.tree.leaves(mask), algebra.leaf_roles(mask), strict=True))
+  length = {algebra.QUERY: sequence.padded(sequence.queries) // sequence.shards,
+            algebra.KEY: sequence.padded(sequence.keys) // sequence.shards}
+  rows = lambda x: local.batch if x.shape[0] > 1 else 1
+  of = lambda role: tuple(rows(x) * length[role] * MASK_BYTES for x, its in arrays if its == role)
+  pairs = lambda x: traffic.Pairs(
+      rows(x) * (local.heads if x.shape[1] > 1 else 1) * (
+          length[algebra.QUERY] if x.shape[2] > 1 else 1) * (
+              sequence.padded(sequence.keys) if x.shape[3] > 1 else 1), x.shape[1] > 1,
+      x.shape[2] > 1)
+  return traffic.Sizes(
+      queries * local.heads * local.width, queries * local.heads * local.value_width,
+      keys * local.key_heads * both, keys * needed * both, itemsize, of(algebra.QUERY),
+      of(algebra.KEY), tuple(pairs(x) for x, role in arrays if role == algebra.DENSE))

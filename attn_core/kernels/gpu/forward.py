@@ -74,11 +74,13 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
       None if sinks is None else sinks.astype(jnp.float32), visits, extras)
   if setting.any_partial and not isinstance(steps.mask_of(operands, spec), algebra.Full):
     inputs = _shielded(inputs, operands.value, cut)
-  rows = inputs.query.shape[1]
-  dtype = operands.query.dtype
+  rows, dtype, out_dtype = (inputs.query.shape[1], operands.query.dtype,
+                            steps.out_dtype(operands, spec))
   out, lse = mosaic.call(
       functools.partial(_kernel, setting),
-      (jax.core.ShapedArray((batch, rows, heads, cut.value_width), dtype),
+      (jax.core.ShapedArray(
+          (batch, rows if out_dtype == dtype else cut.sizes.num_query_blocks * cut.block_q, heads,
+           cut.value_width), out_dtype),
        jax.core.ShapedArray((batch, heads, rows), jnp.float32)),
       inputs, _scratch(cut, dtype), grid=batch * heads * cut.sizes.num_query_blocks,
       warpgroups=tuned.COMPUTING + 1, name="attn_core_forward")
@@ -284,13 +286,17 @@ class _Compute(NamedTuple):
     total = jnp.where(empty, 1.0, total)
     scale = dropout.kept_scale(self.setting.feed.spec.dropout_prob)
     output = output * self.along_rows(scale / total, output.shape)
+    rows = pl.ds(first, cut.rows)
     results = scratch.query if scratch.out is None else scratch.out
     results = results.at[self.warpgroup]
-    results[...] = output.astype(results.dtype)
+    if out.dtype == results.dtype:
+      results[...] = output.astype(results.dtype)
+    else:  # as wide as its registers, and too wide for shared memory
+      out.at[batch, rows, head][...] = output
     numbers = scratch.lse.at[self.warpgroup]
     numbers[...] = jnp.where(empty, -jnp.inf, highest * (1 / LOG2E) + jnp.log(total))
     plgpu.commit_smem()
-    rows = pl.ds(first, cut.rows)
-    plgpu.copy_smem_to_gmem(results, out.at[batch, rows, head])
+    if out.dtype == results.dtype:
+      plgpu.copy_smem_to_gmem(results, out.at[batch, rows, head])
     plgpu.copy_smem_to_gmem(numbers, lse.at[batch, head, rows])
     plgpu.wait_smem_to_gmem(0)

@@ -25,7 +25,9 @@ def _check(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> 
   for is_backward in (False, True):
     cut = tuned.choose(operands, block_sizes, mask, backward=is_backward)
     tuned.vmem_limit(block_sizes, cut, operands, backward=is_backward)
-    schedule.check(mask, cut, by_keys=is_backward)
+    # A kernel's own: the backward has one for every range of queries that vector memory holds.
+    for query_blocks in tuned.query_ranges(operands, cut) if is_backward else [None]:
+      schedule.check(mask, cut, by_keys=is_backward, query_blocks=query_blocks)
 
 
 def _effects():

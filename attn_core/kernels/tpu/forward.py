@@ -75,6 +75,7 @@ def _forward(operands, spec, block_sizes, cargo, *, safe: bool) -> tuple[Residua
   key_heads, value_width = operands.value.shape[2:]
   mask = steps.mask_of(operands, spec)
   seldom = safe and operands.query.dtype.name in tuned.NAIVE
+  way = _Way(safe, beside=seldom)
   cut = tuned.choose(operands, block_sizes, mask, backward=False, seldom=seldom)
   visits, lines = schedule.build(mask, cut, by_keys=False)
   feed = feeds.Feed(visits, lines, cut, by_keys=False)
@@ -86,15 +87,22 @@ def _forward(operands, spec, block_sizes, cargo, *, safe: bool) -> tuple[Residua
   setting = setting_of(feed, operands, spec, cut, visits)
   rows = cut.query_heads * cut.block_q
   (out, lse), arrived = feeds.call(
-      functools.partial(_forward_kernel, setting, feed, readers, result, safe), feed,
+      functools.partial(_forward_kernel, setting, feed, readers, result, way), feed,
       (batch, key_heads // cut.heads, visits.rows.shape[1]),
-      [(result.shape, operands.query.dtype, result.block_shape, result.index),
+      [(result.shape, steps.out_dtype(operands, spec), result.block_shape, result.index),
        ((batch, heads, 1, cut.padded_queries), jnp.float32,
         (1, cut.query_heads, 1, cut.block_q), lambda b, h, i, j: (b, h, 0, i))],
       [(1, rows), (1, rows), (value_width, rows)],
       vmem_bytes=tuned.vmem_limit(block_sizes, cut, operands, backward=False),
       name="attn_core_forward" if safe else "attn_core_forward_naive", cargo=cargo)
   return Residuals(result.unpack(out)[:, :queries], lse[:, :, 0, :queries]), arrived
+
+
+class _Way(NamedTuple):
+  """How the softmax is computed."""
+
+  safe: bool  # with the maximum; else that is 0
+  beside: bool  # what is computed so stands beside rows that are not
 
 
 class _ForwardReaders(NamedTuple):
@@ -115,10 +123,10 @@ def _sinks(feed, operands):
   return lambda refs, b, head: ref(refs)[b if rows > 1 else 0, head]
 
 
-def _forward_kernel(setting, feed, readers, result, safe, refs: Refs, outputs, scratch):
+def _forward_kernel(setting, feed, readers, result, way, refs: Refs, outputs, scratch):
   b, h, n = refs.place
   i, j, kinds, flags = feed.step(refs.scalars, b, h, n)
-  step = _ForwardStep(setting, readers, result, refs, (b, h), safe, outputs, scratch)
+  step = _ForwardStep(setting, readers, result, refs, (b, h), way, outputs, scratch)
   every = Part(0, setting.cut.block_q)
   heads = range(setting.cut.query_heads)
 
@@ -166,7 +174,7 @@ class _ForwardStep(NamedTuple):
   result: feeds.Tokens
   refs: Refs
   place: Any  # (batch row, number of the step's heads)
-  safe: bool  # with the maximum; else that is 0
+  way: _Way
   outputs: Any  # references of output and lse
   scratch: Any  # references of maximum [1, rows], total [1, rows] and output [E, rows]
 
@@ -180,7 +188,7 @@ class _ForwardStep(NamedTuple):
     output = self.scratch[2]
     output[:, rows] = jnp.zeros((output.shape[0], rows.size), jnp.float32)
     zeros = jnp.zeros((1, rows.size), jnp.float32)
-    return jnp.full_like(zeros, -jnp.inf) if self.safe else zeros, zeros
+    return jnp.full_like(zeros, -jnp.inf) if self.way.safe else zeros, zeros
 
   def store(self, tiles, numbers):
     """Writes `numbers`, and those of tiles without them as of rows that have seen nothing."""
@@ -223,7 +231,7 @@ class _ForwardStep(NamedTuple):
     output, rows = self.scratch[2], self.setting.rows(at)
     before = None if numbers is None else softmax.Running(*numbers, output[:, rows])
     logits, _ = self.setting.logits(self.refs, at, scores)
-    fold = self.update_safe if self.safe else self.update_naive
+    fold = self.update_safe if self.way.safe else self.update_naive
     after = fold(at, masked, logits, before)
     output[:, rows] = after.output
     return after.highest, after.total
@@ -232,11 +240,10 @@ class _ForwardStep(NamedTuple):
     """Beside a naive form, relative to a whole power of two: so weights round as there."""
     unit = self.setting.unit
     whole = lambda highest: jnp.ceil(highest * unit) * (1 / unit)
-    beside = self.outputs[0].dtype.name in tuned.NAIVE
     logits = self.setting.hide(self.refs, at, masked, logits, -jnp.inf)
     return softmax.update(
         before, logits, functools.partial(self.weigh, at), exp=lambda x: jnp.exp2(x * unit),
-        above=whole if beside else lambda highest: highest, axis=0)
+        above=whole if self.way.beside else lambda highest: highest, axis=0)
 
   def update_naive(self, at: Where, masked, logits, before) -> softmax.Running:
     """A row that sees anything has at least TRACE in its total."""
@@ -254,7 +261,7 @@ class _ForwardStep(NamedTuple):
 
   def spoilt(self) -> list:
     """[1, 1] of each key head: 0, or NaN where a key is not finite, as its weight may be 0."""
-    if self.safe:
+    if self.way.safe:
       return []
     cut, every = self.setting.cut, Part(0, self.setting.cut.block_kv)
     totals = [self.readers.key(self.refs, head, every).astype(jnp.float32).sum(0, keepdims=True)
@@ -263,7 +270,7 @@ class _ForwardStep(NamedTuple):
 
   def spoil(self, head: int, spoilt: list) -> None:
     """Adds what `spoilt` gave to the totals of a head."""
-    if not self.safe:
+    if not self.way.safe:
       cut, total = self.setting.cut, self.scratch[1]
       total[:, self.setting.rows_of(head)] += spoilt[head // cut.group]
 
@@ -276,7 +283,7 @@ class _ForwardStep(NamedTuple):
     (highest, total), output = self.load(rows), self.scratch[2][:, rows]
     running = softmax.Running(highest * (self.setting.unit / softmax.LOG2E), total, output)
     mean, row_lse = softmax.finish(running, sink)
-    if not self.safe:
+    if not self.way.safe:
       least, most = NAIVE_TOTALS
       total = total + (output - output).sum(0, keepdims=True)  # NaN where an output is not finite
       row_lse = jnp.where((total == 0) | ((total >= least) & (total <= most)), row_lse, jnp.nan)

@@ -84,18 +84,13 @@ class Route(NamedTuple):
 
   @property
   def inputs(self) -> list:
-    """What is sent, and what must be there before.
-
-    Heads are side by side, or memory would pad them to whole tiles.
-    """
-    return [*(x.reshape(*x.shape[:2], -1) if x.ndim == 4 else x for x in self.cargo.arrays),
-            *self.cargo.after]
+    """What is sent; heads are side by side, or memory would pad them to whole tiles."""
+    return [x.reshape(*x.shape[:2], -1) if x.ndim == 4 else x for x in self.cargo.arrays]
 
   @property
   def results(self) -> list:
     """The shapes of what comes."""
-    return [jax.core.ShapedArray(x.shape, x.dtype)
-            for x in self.inputs[:len(self.cargo.arrays)]]
+    return [jax.core.ShapedArray(x.shape, x.dtype) for x in self.inputs]
 
   def unpack(self, arrived) -> tuple:
     """What came, in the shapes of the cargo."""

@@ -130,13 +130,17 @@ def build(mask, cut: Cut, *, by_keys: bool,
   return _compact(kinds, xp), lines
 
 
-def check(mask, cut: Cut, *, by_keys: bool) -> None:
+def check(mask, cut: Cut, *, by_keys: bool, query_blocks: tuple[int, int] | None = None) -> None:
   """Refuses a schedule that scalar memory does not hold; builds only its shape.
+
+  Args:
+    mask, cut, by_keys, query_blocks: as of `build`.
 
   Raises:
     ValueError: it needs more than MOST_BYTES.
   """
-  visits = jax.eval_shape(lambda mask: build(mask, cut, by_keys=by_keys)[0], mask)
+  visits = jax.eval_shape(
+      lambda mask: build(mask, cut, by_keys=by_keys, query_blocks=query_blocks)[0], mask)
   size = sum(x.size * 4 for x in visits)
   if size > MOST_BYTES:
     lines, number = visits.rows.shape

@@ -11,6 +11,7 @@ Letters: B batch, T query length, H query heads, G query heads per key head, D q
 width, E value width; N key heads computed together, C keys of a block, R = Q * G rows of a block.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 from jax import lax
@@ -55,7 +56,7 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
 
     return steps.loop(0, problem.sizes.num_query_blocks, query_block, results)
 
-  results = Residuals(jnp.zeros((batch, length, heads, width), operands.query.dtype),
+  results = Residuals(jnp.zeros((batch, length, heads, width), steps.out_dtype(operands, spec)),
                       jnp.zeros((batch, heads, length), steps.lse_dtype(spec)))
   results = steps.loop(0, problem.num_steps, step, results)
   queries = operands.query.shape[1]
@@ -126,7 +127,7 @@ def tangent(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
 
     return steps.loop(0, problem.sizes.num_query_blocks, query_block, results)
 
-  results = Residuals(jnp.zeros_like(out), jnp.zeros_like(lse))
+  results = Residuals(jnp.zeros(out.shape, steps.out_dtype(operands, spec)), jnp.zeros_like(lse))
   results = steps.loop(0, problem.num_steps, step, results)
   queries = operands.query.shape[1]
   return Residuals(results.out[:, :queries], results.lse[..., :queries])
@@ -151,9 +152,10 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
   Every sum has a fixed order: the result is deterministic.
   """
   problem = steps.cut(operands, spec, block_sizes, backward=True)
-  _, lse = steps.pad_residuals(problem, residuals)
-  correction = steps.correction_of(residuals, cotangents, problem.dtype)
   padding = problem.operands.query.shape[1] - operands.query.shape[1]
+  lse = steps.pad_axis(residuals.lse, 2, padding)
+  correction = steps.correction_of(residuals, cotangents, problem.dtype)
+  zeros = functools.partial(numbers.zeros, done=(correction, operands.key))
   d_out = steps.pad_axis(cotangents.out, 1, padding)
   correction_rows = steps.pad_axis(correction, 2, padding)
 
@@ -183,7 +185,7 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
       return sums._replace(key=None, value=None), d_key, d_value
 
     d_query, d_key, d_value, d_bias = results
-    sums = _Sums(jnp.zeros((problem.heads, queries.shape[2], queries.shape[1]), problem.dtype),
+    sums = _Sums(zeros((problem.heads, queries.shape[2], queries.shape[1]), problem.dtype),
                  None, None, d_bias)
     sums, d_key, d_value = steps.loop(
         0, problem.sizes.num_key_blocks, key_block, (sums, d_key, d_value))
@@ -194,7 +196,7 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
   d_bias = jnp.zeros(bias.shape, problem.dtype) if "bias" in wrt else None
   d_query, d_key, d_value, d_bias = steps.loop(
       0, problem.num_steps, step,
-      (jnp.zeros_like(query), jnp.zeros_like(key), jnp.zeros_like(value), d_bias))
+      (*(zeros(x.shape, x.dtype) for x in (query, key, value)), d_bias))
   found = {"query": d_query[:, :operands.query.shape[1]], "key": d_key[:, :operands.key.shape[1]],
            "value": d_value[:, :operands.value.shape[1]]}
   if "bias" in wrt:

@@ -1,8 +1,8 @@
-"""Exponentials and roundings that XLA:CPU computes fast; elsewhere the usual ones.
+"""Exponentials and roundings that XLA:CPU computes fast, and an order that it keeps.
 
-Both are written with integer operations on the bits, which vectorise where XLA's own code for the
-CPU does not: the exponential of a tile costs about as much as copying it, and rounding to bfloat16
-half of what XLA's conversion takes.
+The first two are written with integer operations on the bits, which vectorise where XLA's own code
+for the CPU does not: the exponential of a tile costs about as much as copying it, and rounding to
+bfloat16 half of what XLA's conversion takes. Elsewhere they are the usual ones.
 """
 
 import jax
@@ -73,3 +73,29 @@ def _to_bfloat16_cpu(x):
   rounded = bits + np.uint32(0x7fff) + ((bits >> np.uint32(16)) & np.uint32(1))
   bits = jnp.where(jnp.isnan(x), bits | np.uint32(0x400000), rounded)
   return lax.bitcast_convert_type((bits >> np.uint32(16)).astype(jnp.uint16), jnp.bfloat16)
+
+
+def zeros(shape, dtype, *, done):
+  """Zeros that are not there before the arrays `done`, or XLA would keep them from the beginning.
+
+  What does not depend on anything it makes once, for all loops that begin with it, and copies.
+  """
+  return jnp.broadcast_to(after(jnp.zeros((), dtype), done), shape)
+
+
+def after(x, done):
+  """A pytree of arrays `x`, but not before all arrays of the pytree `done` are there.
+
+  XLA takes barriers away before it orders what is left. So a number is subtracted from x that is
+  always 0, as only who computes it finds out.
+  """
+  bits = [lax.bitcast_convert_type(first(y).astype(jnp.float32), jnp.int32)
+          for y in jax.tree.leaves(done)]
+  nothing = sum((jnp.minimum(y & np.int32(2**31 - 1), 0) for y in bits), np.int32(0))
+  # Less a zero is the same bit for bit, also of -0.
+  return jax.tree.map(lambda x: x - nothing.astype(x.dtype), x)
+
+
+def first(x):
+  """The first number of an array, as an array []."""
+  return lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(())

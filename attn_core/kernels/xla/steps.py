@@ -351,6 +351,8 @@ def weights_of(problem, relative):
 
 def correction_of(residuals, cotangents, dtype):
   """[B, H, T]: sum(d_out * out) less d_lse, since both enter dS in the same place."""
+  if residuals.out is None:  # d_lse has it already
+    return -cotangents.lse
   return jnp.einsum("bthe,bthe->bht", cotangents.out, residuals.out,
                     preferred_element_type=dtype) - cotangents.lse
 
@@ -372,6 +374,10 @@ def row_sinks(problem, place):
 def finite_lse(lse):
   """+inf instead of -inf: the weights of a row that saw nothing are exp(logits - inf) = 0."""
   return jnp.where(lse == -jnp.inf, jnp.inf, lse)
+
+
+def out_dtype(operands, spec):
+  return operands.query.dtype if spec.out_dtype is None else spec.out_dtype
 
 
 def lse_dtype(spec):
