@@ -88,12 +88,12 @@ def links(sequence: Sequence, device: Device, one_axis: bool) -> tuple[Link, Lin
     one_axis: whether they are one axis of the mesh: groups of neighbours on one ring, and not a
       ring each.
   """
-  def link(devices, span, **place):
+  def link(devices, span, stride, is_part):
     if span > device.domain:
       return Link(devices, device.network_bytes, False)
-    return Link(devices, device.link_bytes, device.is_torus, **(place if one_axis else {}))
-  return (link(sequence.members, sequence.shards, stride=sequence.group),
-          link(sequence.group, sequence.group, is_part=sequence.members > 1))
+    return Link(devices, device.link_bytes, device.is_torus, stride, is_part)
+  return (link(sequence.members, sequence.shards, sequence.group if one_axis else 1, False),
+          link(sequence.group, sequence.group, 1, one_axis and sequence.members > 1))
 
 
 def exchanges(sequence: Sequence, sizes: Sizes, link: Link, backward: bool) -> list[Collective]:
