@@ -7,13 +7,15 @@ same bits in any batch: the order of its sums depends on its own mask and on the
   scores[c, k, r] = sum over d of query[k, r, d] * key[c, k, d]
 
 Few queries make products too thin for a matrix product to run at the memory's speed; on a CPU they
-are sums that vectorise. Flash-decoding, https://pytorch.org/blog/flash-decoding/.
+are sums that vectorise, and read every number where it lies in the cache. Flash-decoding,
+https://pytorch.org/blog/flash-decoding/.
 
 Letters: B batch, T query length, S key length, H query heads, K key heads, G = H / K, D query and
 key width, E value width; C keys of a block, R = T * G rows of a key head (token-major).
 """
 
 import functools
+from typing import Any, NamedTuple
 
 from jax import lax
 import jax.numpy as jnp
@@ -27,8 +29,11 @@ from attn_core.types import AttentionSpec, BlockSizes, Operands
 
 # From so many rows on, a matrix product is as fast on a CPU, too.
 MANY_ROWS = 8
-# Products that are summed side by side; a width that none of them divides takes a matrix product.
-LANES = (32, 16)
+# Products that are summed side by side: one register of XLA:CPU. With 16, its code is 5 times as
+# slow; a width that this does not divide takes a matrix product.
+LANES = 8
+# So many keys are weighed and summed at once; with 16, bfloat16 takes twice the time.
+WEIGHED = 8
 # So many parts of an array are combined at once where it is reduced elementwise.
 FAN = 16
 
@@ -44,17 +49,15 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
     rows = steps.scaled_query(problem, place, None)
 
     def key_block(j, running, masked):
-      keys, values = (functools.partial(_cut_out, problem, name, (b, j))
-                      for name in ("key", "value"))
-      logits = _logits(problem, rows, keys(0, problem.sizes.block_kv))
+      block = _Block(problem, b, j)
       if masked:
         # 0 * NaN is NaN: a value that is not finite is taken out, and spoils who sees its key.
-        value = values(0, problem.sizes.block_kv)
-        finite = jnp.isfinite(value).all(-1, keepdims=True)
-        value = jnp.where(finite, value, 0)
-        values = lambda first, length: value[first:first + length]
-        logits = _hide(problem, (b, j), jnp.where(finite, logits, jnp.nan))
-      weigh = lambda weights: _weigh(problem, weights[..., 0], values)[None]
+        finite = _finite(block)
+        block = block.with_shielded_values(finite)
+      logits = _logits(block, rows)
+      if masked:
+        logits = _hide(problem, (b, j), jnp.where(finite[..., None], logits, jnp.nan))
+      weigh = lambda weights: _weigh(block, weights[..., 0])[None]
       return softmax.update(
           running, logits[..., None], weigh,
           exp=lambda x: steps.weights_of(problem, x), axis=0, fold=_fold)
@@ -91,25 +94,78 @@ def _start(sizes: blocks.Sizes, j):
   return jnp.minimum(j * sizes.block_kv, sizes.keys - sizes.block_kv)
 
 
-def _cut_out(problem, name, block, first, length):
-  """Keys or values first..first + length - 1 of a block, dequantised: [length, K, D or E]."""
-  (b, j), operands = block, problem.operands
-  x, scale = getattr(operands, name), getattr(operands, f"{name}_scale")
-  start = _start(problem.sizes, j) + first
-  sizes = (1, length, problem.heads)
-  # XLA:CPU takes the bits of a whole float8 cache before the loop: a copy in 8 bits, but to cut a
-  # block out of a float8 array and take its bits then is several times as slow.
-  part = tiles.slice_at(quantize.bits(x), (b, start, 0, 0), (*sizes, x.shape[-1]))[0]
-  if scale is None:
-    return part
-  scale = tiles.slice_at(scale, (b, start, 0), sizes)[0]
-  return quantize.dequantize(part, scale, _dtype(problem))
+class _Block(NamedTuple):
+  """One block of a row's keys, cut out of the cache wherever it is read."""
+
+  problem: steps.Problem
+  batch: Any
+  number: Any
+  values: Any = None  # [C, K, E] and
+  value_scale: Any = None  # [C, K]: taken instead of the cache's; None: the cache's
+
+  def cut(self, name: str, keys: tuple[int, int], columns: tuple[int, int]):
+    """[length, K, width] of "key" or "value" as stored, by (first, number) of either axis."""
+    if name == "value" and self.values is not None:
+      return self.values[keys[0]:sum(keys), :, columns[0]:sum(columns)]
+    x = getattr(self.problem.operands, name)
+    start = _start(self.problem.sizes, self.number) + keys[0]
+    # XLA:CPU takes the bits of a whole float8 cache before the loop: a copy in 8 bits, but to cut a
+    # block out of a float8 array and take its bits then is several times as slow.
+    return tiles.slice_at(quantize.bits(x), (self.batch, start, 0, columns[0]),
+                          (1, keys[1], self.problem.heads, columns[1]))[0]
+
+  def scales(self, name: str):
+    """[C, K] of a cache in 8 bits, or None."""
+    if name == "value" and self.value_scale is not None:
+      return self.value_scale
+    scale = getattr(self.problem.operands, f"{name}_scale")
+    sizes = self.problem.sizes
+    return scale if scale is None else tiles.slice_at(
+        scale, (self.batch, _start(sizes, self.number), 0),
+        (1, sizes.block_kv, self.problem.heads))[0].astype(_dtype(self.problem))
+
+  def part(self, name: str, keys: tuple[int, int], columns: tuple[int, int]):
+    """`cut` in the dtype of sums, without its scales."""
+    return quantize.unscaled(self.cut(name, keys, columns)).astype(_dtype(self.problem))
+
+  def whole(self, name: str):
+    """[C, K, D or E], dequantised."""
+    width = getattr(self.problem.operands, name).shape[-1]
+    x, scale = self.cut(name, (0, self.problem.sizes.block_kv), (0, width)), self.scales(name)
+    return x if scale is None else quantize.dequantize(x, scale, _dtype(self.problem))
+
+  def with_shielded_values(self, finite):
+    """Zeros instead of the values that are not `finite`, bool [C, K]."""
+    width, keys = self.problem.operands.value.shape[-1], self.problem.sizes.block_kv
+    values, scale = self.cut("value", (0, keys), (0, width)), self.scales("value")
+    # The barrier keeps the choice out of the products: XLA:CPU would compile these twice, for
+    # blocks with and without zeros, and round them in different ways.
+    values = lax.optimization_barrier(jnp.where(finite[..., None], values, 0))
+    return self._replace(
+        values=values, value_scale=scale if scale is None else jnp.where(finite, scale, 0))
 
 
-def _logits(problem, rows, key):
+def _finite(block: _Block):
+  """bool [C, K]: whether a value is finite."""
+  width, keys = block.problem.operands.value.shape[-1], (0, block.problem.sizes.block_kv)
+  def whole():
+    return jnp.isfinite(block.whole("value")).all(-1)
+
+  def sums():
+    scale = block.scales("value")
+    def nothing(i):  # 0, or NaN
+      x = block.part("value", keys, (i, LANES))
+      return x - x if scale is None else (x - x) * scale[..., None]
+    return _sum_width(width, nothing) == 0
+
+  return lax.platform_dependent(cpu=whole if width % LANES else sums, default=whole)
+
+
+def _logits(block: _Block, rows):
   """Logits [C, K, R] of rows [K, R, D], NaN where they are not finite."""
+  problem = block.problem
   spec, rest = problem.spec, steps.scale_parts(problem)[1]
-  logits = _scores(problem, rows, key).astype(problem.dtype)
+  logits = _scores(block, rows).astype(problem.dtype)
   logits = jnp.where(jnp.isfinite(logits), logits, jnp.nan)
   logits = logits if rest == 1 else logits * jnp.asarray(rest, problem.dtype)
   if spec.logits_soft_cap is not None:
@@ -142,46 +198,61 @@ def _dtype(problem):
   return jnp.promote_types(problem.dtype, jnp.float32)
 
 
-def _scores(problem, rows, key):
-  """rows [K, R, D] . key [C, K, D] -> [C, K, R]."""
-  def dots(rows, key):
-    return jnp.einsum("krd,ckd->ckr", rows, key, precision=problem.spec.precision,
+def _scores(block: _Block, rows):
+  """rows [K, R, D] . keys [C, K, D] -> [C, K, R]."""
+  problem, (_, number, width) = block.problem, rows.shape
+  def dots(rows):
+    return jnp.einsum("krd,ckd->ckr", rows, block.whole("key"), precision=problem.spec.precision,
                       preferred_element_type=_dtype(problem))
 
-  lanes = next((n for n in LANES if key.shape[-1] % n == 0), None)
-  def sums(rows, key):
-    rows, key = (x.astype(_dtype(problem)) for x in (rows, key))
-    total = functools.reduce(jnp.add, [
-        rows[None, :, :, i:i + lanes] * key[:, :, None, i:i + lanes]
-        for i in range(0, key.shape[-1], lanes)])
-    while total.shape[-1] > 2:
-      half = total.shape[-1] // 2
-      total = total[..., :half] + total[..., half:]
-    return total[..., 0] + total[..., 1]
+  def sums(rows):
+    rows, keys = rows.astype(_dtype(problem)), (0, problem.sizes.block_kv)
+    found = _sum_width(width, lambda i: (
+        rows[None, :, :, i:i + LANES] * block.part("key", keys, (i, LANES))[:, :, None]))
+    scale = block.scales("key")
+    return found if scale is None else found * scale[..., None]
 
-  if rows.shape[1] >= MANY_ROWS or lanes is None:
-    return dots(rows, key)
-  return lax.platform_dependent(rows, key, cpu=sums, default=dots)
+  if number >= MANY_ROWS or width % LANES:
+    return dots(rows)
+  return lax.platform_dependent(rows, cpu=sums, default=dots)
 
 
-def _weigh(problem, weights, values):
-  """weights [C, K, R] . values [C, K, E] -> [K, R, E]; values(first, length) cuts some of them."""
-  count = weights.shape[0]
+def _sum_width(width: int, part):
+  """The sum of part(first) [..., LANES] over all columns, by XLA:CPU.
+
+  The last step is a matrix product for two reasons: XLA:CPU's own sums over the last axis are slow,
+  and a loop without any product it makes one function of, which runs in one thread.
+  """
+  total = functools.reduce(jnp.add, [part(i) for i in range(0, width, LANES)])
+  ones = jnp.ones(LANES, total.dtype)
+  return jnp.dot(total.reshape(-1, LANES), ones, precision="highest").reshape(total.shape[:-1])
+
+
+def _weigh(block: _Block, weights):
+  """weights [C, K, R] . values [C, K, E] -> [K, R, E]."""
+  problem, (count, heads, number) = block.problem, weights.shape
+  width = problem.operands.value.shape[-1]
   def dots(weights):
-    value = values(0, count)
+    value = block.whole("value")
     return jnp.einsum("ckr,cke->kre", weights.astype(value.dtype), value,
                       precision=problem.spec.precision, preferred_element_type=_dtype(problem))
 
   def sums(weights):
     # Every part is cut out of the cache by itself, so that it is read where it is multiplied: what
     # several parts share would be copied first.
-    length = count // FAN if count % FAN == 0 else count
-    products = [weights[i:i + length, ..., None].astype(_dtype(problem))
-                * values(i, length)[:, :, None].astype(_dtype(problem))
-                for i in range(0, count, length)]
-    return _fold_cpu(jnp.add, functools.reduce(jnp.add, products))[0]
+    scale, weights = block.scales("value"), weights.astype(_dtype(problem))
+    if scale is not None:
+      weights = weights * scale[..., None]
+    length = count // WEIGHED if count % WEIGHED == 0 else count
+    lanes = LANES if width % LANES == 0 else width
+    products = [
+        weights[i:i + length, :, :, None, None] * block.part("value", (i, length), (0, width))
+        .reshape(length, heads, 1, -1, lanes) for i in range(0, count, length)]
+    # The barrier keeps the last sum from becoming one with the products, which is slower.
+    total = lax.optimization_barrier(functools.reduce(jnp.add, products))
+    return total.sum(0).reshape(heads, number, width)
 
-  many = weights.shape[2] >= MANY_ROWS
+  many = number >= MANY_ROWS
   found = dots(weights) if many else lax.platform_dependent(weights, cpu=sums, default=dots)
   return found.astype(problem.dtype)
 
