@@ -14,7 +14,6 @@ Letters: B batch, T query length, S key length, H query heads, K key heads, G = 
 key width, E value width; C keys of a block, R = T * G rows of a key head (token-major).
 """
 
-import functools
 from typing import Any, NamedTuple
 
 from jax import lax
@@ -23,19 +22,9 @@ import jax.numpy as jnp
 from attn_core.caches import quantize
 from attn_core.kernels import softmax
 from attn_core.kernels.kernel import Kernel, Residuals
-from attn_core.kernels.xla import blockwise, steps, tuned
+from attn_core.kernels.xla import blockwise, steps, sums, tuned
 from attn_core.masks import blocks, tiles
 from attn_core.types import AttentionSpec, BlockSizes, Operands
-
-# From so many rows on, a matrix product is as fast on a CPU, too.
-MANY_ROWS = 8
-# Products that are summed side by side: one register of XLA:CPU. With 16, its code is 5 times as
-# slow; a width that this does not divide takes a matrix product.
-LANES = 8
-# So many keys are weighed and summed at once; with 16, bfloat16 takes twice the time.
-WEIGHED = 8
-# So many parts of an array are combined at once where it is reduced elementwise.
-FAN = 16
 
 
 def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> Residuals:
@@ -60,7 +49,7 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
       weigh = lambda weights: _weigh(block, weights[..., 0])[None]
       return softmax.update(
           running, logits[..., None], weigh,
-          exp=lambda x: steps.weights_of(problem, x), axis=0, fold=_fold)
+          exp=lambda x: steps.weights_of(problem, x), axis=0, fold=sums.fold)
 
     running = softmax.start((1, problem.heads, rows.shape[1]), width, problem.dtype)
     running = steps.visit(problem, place, 0, key_block, running)
@@ -81,8 +70,8 @@ def _cut(operands, spec, block_sizes) -> steps.Problem:
   (_, queries, _, _), (_, keys, key_heads, _) = operands.query.shape, operands.key.shape
   elements = key_heads * max(operands.key.shape[-1], operands.value.shape[-1])
   block_kv = min(keys, block_sizes.block_kv or tuned.decode_block(keys, elements))
-  if block_kv > FAN:  # another size would be folded part by part
-    block_kv -= block_kv % FAN
+  if block_kv > sums.FAN:  # another size would be folded part by part
+    block_kv -= block_kv % sums.FAN
   sizes = blocks.Sizes(queries, keys, queries, block_kv)
   kinds = blocks.block_kinds(steps.mask_of(operands, spec), sizes)
   kinds = blocks.merge_heads(kinds, kinds.shape[1])
@@ -151,14 +140,14 @@ def _finite(block: _Block):
   def whole():
     return jnp.isfinite(block.whole("value")).all(-1)
 
-  def sums():
+  def summed():
     scale = block.scales("value")
     def nothing(i):  # 0, or NaN
-      x = block.part("value", keys, (i, LANES))
+      x = block.part("value", keys, (i, sums.LANES))
       return x - x if scale is None else (x - x) * scale[..., None]
-    return _sum_width(width, nothing) == 0
+    return sums.over_width(width, nothing) == 0
 
-  return lax.platform_dependent(cpu=whole if width % LANES else sums, default=whole)
+  return lax.platform_dependent(cpu=whole if width % sums.LANES else summed, default=whole)
 
 
 def _logits(block: _Block, rows):
@@ -200,75 +189,39 @@ def _dtype(problem):
 
 def _scores(block: _Block, rows):
   """rows [K, R, D] . keys [C, K, D] -> [C, K, R]."""
-  problem, (_, number, width) = block.problem, rows.shape
+  problem = block.problem
   def dots(rows):
     return jnp.einsum("krd,ckd->ckr", rows, block.whole("key"), precision=problem.spec.precision,
                       preferred_element_type=_dtype(problem))
 
-  def sums(rows):
-    rows, keys = rows.astype(_dtype(problem)), (0, problem.sizes.block_kv)
-    found = _sum_width(width, lambda i: (
-        rows[None, :, :, i:i + LANES] * block.part("key", keys, (i, LANES))[:, :, None]))
+  def summed(rows):
+    found = sums.scores(rows.astype(_dtype(problem)), lambda i: block.part(
+        "key", (0, problem.sizes.block_kv), (i, sums.LANES)))
     scale = block.scales("key")
     return found if scale is None else found * scale[..., None]
 
-  if number >= MANY_ROWS or width % LANES:
+  if not sums.suit(rows.shape[1], rows.shape[2]):
     return dots(rows)
-  return lax.platform_dependent(rows, cpu=sums, default=dots)
-
-
-def _sum_width(width: int, part):
-  """The sum of part(first) [..., LANES] over all columns, by XLA:CPU.
-
-  The last step is a matrix product for two reasons: XLA:CPU's own sums over the last axis are slow,
-  and a loop without any product it makes one function of, which runs in one thread.
-  """
-  total = functools.reduce(jnp.add, [part(i) for i in range(0, width, LANES)])
-  ones = jnp.ones(LANES, total.dtype)
-  return jnp.dot(total.reshape(-1, LANES), ones, precision="highest").reshape(total.shape[:-1])
+  return lax.platform_dependent(rows, cpu=summed, default=dots)
 
 
 def _weigh(block: _Block, weights):
   """weights [C, K, R] . values [C, K, E] -> [K, R, E]."""
-  problem, (count, heads, number) = block.problem, weights.shape
-  width = problem.operands.value.shape[-1]
+  problem, width = block.problem, block.problem.operands.value.shape[-1]
   def dots(weights):
     value = block.whole("value")
     return jnp.einsum("ckr,cke->kre", weights.astype(value.dtype), value,
                       precision=problem.spec.precision, preferred_element_type=_dtype(problem))
 
-  def sums(weights):
-    # Every part is cut out of the cache by itself, so that it is read where it is multiplied: what
-    # several parts share would be copied first.
+  def summed(weights):
     scale, weights = block.scales("value"), weights.astype(_dtype(problem))
-    if scale is not None:
-      weights = weights * scale[..., None]
-    length = count // WEIGHED if count % WEIGHED == 0 else count
-    lanes = LANES if width % LANES == 0 else width
-    products = [
-        weights[i:i + length, :, :, None, None] * block.part("value", (i, length), (0, width))
-        .reshape(length, heads, 1, -1, lanes) for i in range(0, count, length)]
-    # The barrier keeps the last sum from becoming one with the products, which is slower.
-    total = lax.optimization_barrier(functools.reduce(jnp.add, products))
-    return total.sum(0).reshape(heads, number, width)
+    weights = weights if scale is None else weights * scale[..., None]
+    return sums.weigh(weights, lambda first, length: block.part(
+        "value", (first, length), (0, width)), width)
 
-  many = number >= MANY_ROWS
-  found = dots(weights) if many else lax.platform_dependent(weights, cpu=sums, default=dots)
+  many = weights.shape[2] >= sums.MANY_ROWS
+  found = dots(weights) if many else lax.platform_dependent(weights, cpu=summed, default=dots)
   return found.astype(problem.dtype)
-
-
-def _fold(combine, x):
-  """`x` reduced over its first axis, which is kept, by jnp.maximum or jnp.add."""
-  reduce = jnp.max if combine is jnp.maximum else jnp.sum
-  return lax.platform_dependent(x, cpu=functools.partial(_fold_cpu, combine),
-                                default=lambda x: reduce(x, 0, keepdims=True))
-
-
-def _fold_cpu(combine, x):
-  """`_fold` by elementwise steps, which XLA:CPU vectorises and spreads over threads."""
-  while x.shape[0] % FAN == 0:
-    x = functools.reduce(combine, jnp.split(x, FAN))
-  return functools.reduce(combine, jnp.split(x, x.shape[0]))
 
 
 # --- Derivatives: those of block-wise attention. -------------------------------------------------
