@@ -295,7 +295,10 @@ def read(cache, ids, heads: Heads, dtype):
 
 
 def reader(cache, ids, heads: Heads, dtype):
-  """`read`, piece by piece, tokens outermost.
+  """`read`, piece by piece and tokens outermost, so that no key is copied to be ordered by heads.
+
+  Args:
+    cache, ids, heads, dtype: as for `read`.
 
   Returns:
     A function ("key" or "value", slice of tokens, slice of columns) -> [tokens, K, columns]; both
