@@ -247,7 +247,7 @@ AUTO = {
     "tpu": ("flash_attn2", "blockwise", "autoregressive_decodeattn", "ring", "vanilla"),
 }
 
-# What `auto` tries before these for one query a row: on CPUs, decoding takes half the time or less.
+# What `auto` tries before these for one query a row: on CPUs, decoding takes about half the time.
 AUTO_ONE_QUERY = {"cpu": "autoregressive_decodeattn"}
 
 

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 
 # From so many rows on, a matrix product is as fast on a CPU, too.
 MANY_ROWS = 8
-# Products that are summed side by side: one register of XLA:CPU. With 16, its code is 5 times as
-# slow.
+# Products that are summed side by side: one register of XLA:CPU. With 16, its code takes more than
+# twice the time.
 LANES = 8
 # XLA:CPU of jax 0.12 sums over the first axis fast where it is left to itself; that of jax 0.10.2
 # takes twice to three times as long as for elementwise steps.
