@@ -164,6 +164,8 @@ def _notes(quote) -> list[str]:
             for (why, platforms), names in absent.items()]
   notes += [f"{quote('auto')} on {platform} tries {', '.join(map(quote, names))}."
             for platform, names in table.AUTO.items()]
+  notes += [f"{quote('auto')} on {platform} tries {quote(name)} first for one query a row."
+            for platform, name in table.AUTO_ONE_QUERY.items()]
   return notes
 
 

@@ -75,7 +75,7 @@ class MeasureTest(parameterized.TestCase):
 
   @parameterized.parameters(
       dict(window=(7, 0), soft_cap=50.0, softmax_scale=0.3, sinks=True, documents=2),
-      dict(queries=3))
+      dict(queries=3), dict(queries=1))
   def test_the_library_is_right(self, **changes):
     case = TINY._replace(**changes)
     inputs = contenders.make_inputs(case)
@@ -84,6 +84,16 @@ class MeasureTest(parameterized.TestCase):
     contender, = contenders.mechanisms(("flash_attn2",))
     error = measure.check(contender.prepare(case, inputs, True), expected)
     self.assertLess(error.largest, 1e-5)
+
+  def test_peers_decode_what_the_library_decodes(self):
+    case = TINY._replace(queries=1, value_width=TINY.width)
+    inputs = contenders.make_inputs(case)
+    expected = measure.truth(case, inputs, False)
+    peers, _ = contenders.peers("cpu")
+    self.assertIn("jax.nn xla", [peer.name for peer in peers])
+    for peer in peers:
+      error = measure.check(peer.prepare(case, inputs, False), expected)
+      self.assertLess(error.largest, 1e-5, peer.name)
 
   def test_wrong_is_called_wrong(self):
     inputs = contenders.make_inputs(TINY)

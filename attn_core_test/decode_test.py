@@ -264,6 +264,14 @@ class RowsTest(parameterized.TestCase):
       most = 1.25 if dtype == "float8_e4m3fn" else 0.25
       self.assertLess(memory.temp_size_in_bytes, most * cached, dtype)
 
+  @parameterized.parameters("float32", "int8")
+  def test_all_threads_work(self, dtype):
+    run = jax.jit(lambda cache, query: attention(query, None, None, cache_view=cache, **MODE))
+    cache = jax.eval_shape(lambda: dense.init(8, 4096, (8, 128), dtype=dtype))
+    query = jax.ShapeDtypeStruct((8, 1, 32, 128), jnp.float32)
+    # So XLA:CPU marks a loop that it compiles as one function, which runs in one thread.
+    self.assertNotIn("xla_cpu_small_call", run.lower(cache, query).compile().as_text())
+
 
 def _visits(case, operands):
   """The blocks that a call's mask makes the kernel visit."""

@@ -124,6 +124,23 @@ class TableTest(parameterized.TestCase):
     self.assertEqual(table.choose("auto", platform, request("segments", "bias")), "flash_attn2")
     self.assertEqual(table.choose("auto", platform, request("weights")), "vanilla")
 
+  @parameterized.parameters(("cpu", "autoregressive_decodeattn"), ("gpu", "flash_attn2"),
+                            ("tpu", "flash_attn2"))
+  def test_auto_decodes_one_query_a_row_on_cpus(self, platform, chosen):
+    metadata = OperationMetadata(platform=platform)
+    query, key = (jax.ShapeDtypeStruct((2, n, 2, 4), jnp.float32) for n in (1, 8))
+    said = explain(query, key, key, query_offset=7, metadata=metadata)
+    self.assertEqual(said.chosen, chosen)
+    tried = "tries first on cpu for one query a row"
+    self.assertEqual(tried in str(said), platform == "cpu")
+    # What it refuses, the next one takes; two queries are no different from many.
+    said = explain(query, key, key, query_offset=7, metadata=metadata,
+                   bias=np.zeros((1, 1, 1, 8), np.float32))
+    self.assertEqual(said.chosen, "flash_attn2")
+    said = explain(*[jax.ShapeDtypeStruct((2, 2, 2, 4), jnp.float32)] * 3, metadata=metadata)
+    self.assertEqual(said.chosen, "flash_attn2")
+    self.assertNotIn(tried, str(said))
+
   def test_a_name_is_never_replaced(self):
     with self.assertRaisesRegex(NotImplementedError, "mechanism='sdpa'.*sinks.*'flash_attn2'"):
       table.choose("sdpa", "cpu", request("sinks", dtype=jnp.float32))

@@ -85,6 +85,11 @@ _VARIANTS = tuple(
         Case("window_{}_d64_t16384", queries=16384, keys=16384, window=(1023, 0)),
         Case("packed_{}_d64_t8192", queries=8192, keys=8192, documents=8)))
 
+# One query a row against a full cache, by dtype and length: "decode_f32_s8192".
+_DECODE = tuple(
+    Case(f"decode_{short}_s{tokens}", 8, 32, 8, 128, 128, 1, tokens, dtype=dtype)
+    for short, dtype in _DTYPES.items() for tokens in (4096, 8192, 16384, 32768))
+
 # B * T = 16,384 tokens and H * D = 2,048, as GPU kernels are compared in publications, and what
 # models do beyond that: "causal_bf16_d128_t4096_b4".
 _GPU_TOKENS, _GPU_WIDTH = 16384, 2048
@@ -107,7 +112,8 @@ _GPU_VARIANTS = (
     _gpu("sinks_soft_cap", 64, 8192)._replace(sinks=True, soft_cap=30.0))
 GPU_CASES = tuple(case.name for case in (*_GPU_VARIANTS, *_GPU_GRID))  # most telling ones first
 
-CASES = {case.name: case for case in (*_MODELS, *_GRID, *_VARIANTS, *_GPU_GRID, *_GPU_VARIANTS)}
+CASES = {case.name: case for case in (
+    *_MODELS, *_GRID, *_VARIANTS, *_DECODE, *_GPU_GRID, *_GPU_VARIANTS)}
 
 
 # --- What follows from a case. -------------------------------------------------------------------

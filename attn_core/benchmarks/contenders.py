@@ -182,6 +182,21 @@ def _has_offset(case: Case) -> bool:
   return case.queries != case.keys and (case.causal or case.window is not None)
 
 
+def _is_decode(case: Case) -> bool:
+  """Whether there is one query, beside the last key, that sees every key."""
+  return case.queries == 1 < case.keys and case.window is None and case.documents == 1
+
+
+def _for_peers(case: Case) -> Case:
+  """The same without a mask that hides nothing, which peers would have to be given written out."""
+  return case._replace(causal=False) if _is_decode(case) else case
+
+
+def _lengths(case: Case):
+  """int32 [B]: what is in a cache that is full."""
+  return jnp.full(case.batch, case.keys, jnp.int32)
+
+
 def _mask_argument(case: Case, inputs: Inputs):
   """bool [B, 1, T, S] for libraries that know nothing of documents or of an offset; else None."""
   if case.documents == 1 and not _has_offset(case):
@@ -191,6 +206,8 @@ def _mask_argument(case: Case, inputs: Inputs):
 
 
 def _jax_nn(implementation: str, case: Case, inputs: Inputs):
+  lengths = _lengths(case) if _is_decode(case) else None
+  case = _for_peers(case)
   _refuse("jax.nn", {"soft cap": case.soft_cap, "sinks": case.sinks,
                      "E != D": case.value_width != case.width})
   visible = _mask_argument(case, inputs)
@@ -198,11 +215,12 @@ def _jax_nn(implementation: str, case: Case, inputs: Inputs):
   return jax.nn.dot_product_attention(
       inputs.query, inputs.key, inputs.value, mask=visible, scale=case.softmax_scale,
       is_causal=case.causal and plain, local_window_size=case.window if plain else None,
-      implementation=implementation)
+      key_value_seq_lengths=lengths, implementation=implementation)
 
 
 def _tokamax(implementation: str | None, case: Case, inputs: Inputs):
   import tokamax
+  case = _for_peers(case)
   if not flags.FLAGS.is_parsed():
     flags.FLAGS.mark_as_parsed()  # tokamax would read this program's command line as its own
   _refuse("tokamax", {"sinks": case.sinks})
@@ -216,8 +234,15 @@ def _tokamax(implementation: str | None, case: Case, inputs: Inputs):
 
 def _ejkernel(case: Case, inputs: Inputs):
   from ejkernel.kernels._xla.flash_attention import flash_attention
+  from ejkernel.kernels._xla.ragged_decode_attention import ragged_decode_attention
+  decode = _is_decode(case)
   _refuse("ejkernel", {"sinks per head": case.sinks, "E != D": case.value_width != case.width,
-                       "offset of the queries": _has_offset(case)})
+                       "offset of the queries": _has_offset(case) and not decode})
+  if decode:
+    lengths = _lengths(case)
+    return ragged_decode_attention(
+        inputs.query[:, 0], inputs.key, inputs.value, jnp.zeros_like(lengths), lengths,
+        softmax_scale=case.softmax_scale, logits_soft_cap=case.soft_cap)[:, None]
   return flash_attention(
       inputs.query, inputs.key, inputs.value, softmax_scale=case.softmax_scale, causal=case.causal,
       sliding_window=case.window, logits_soft_cap=case.soft_cap,
@@ -265,6 +290,7 @@ def repeat(compiled, operands: tuple, number: int):
 def _prepare_torch(case: Case, inputs: Inputs, backward: bool) -> Runner:
   """torch.nn.functional.scaled_dot_product_attention, in its own layout bhtd."""
   import torch
+  case = _for_peers(case)
   _refuse("torch", {"soft cap": case.soft_cap, "sinks": case.sinks})
   device = _torch_device(torch)
   query, key, value, cotangent = (

@@ -290,17 +290,41 @@ def read(cache, ids, heads: Heads, dtype):
   Returns:
     key [K, C, D] and value [K, C, E].
   """
+  part = reader(cache, ids, heads, dtype)
+  return part("key").transpose(1, 0, 2), part("value").transpose(1, 0, 2)
+
+
+def reader(cache, ids, heads: Heads, dtype):
+  """`read`, piece by piece and tokens outermost, so that no key is copied to be ordered by heads.
+
+  Args:
+    cache, ids, heads, dtype: as for `read`.
+
+  Returns:
+    A function ("key" or "value", slice of tokens, slice of columns) -> [tokens, K, columns]; both
+    slices are everything where they are left out.
+  """
   tokens = ids.shape[0] * page_size(cache)
   if isinstance(cache, PagesV1):
     key, value = (jnp.take(x, ids, 1, mode="clip").reshape(x.shape[0], tokens, x.shape[3])
                   for x in (cache.key_pages, cache.value_pages))
   else:
-    rows = jnp.take(cache.pages, ids, 0, mode="clip")
-    rows = rows.reshape(tokens, -1, 2, cache.pages.shape[-1])
-    rows = rows[:, :heads.key_heads, :, :heads.key_width].transpose(2, 1, 0, 3)
-    key, value = rows[0], rows[1]
-  return tuple(_as(x, _scales_of(scales, ids, tokens), dtype) for x, scales in (
-      (key, cache.key_scales), (value, cache.value_scales)))
+    key = value = jnp.take(cache.pages, ids, 0, mode="clip").reshape(
+        tokens, -1, 2, cache.pages.shape[-1])
+  widths = {"key": heads.key_width, "value": heads.value_width}
+  scales = {"key": _scales_of(cache.key_scales, ids, tokens),
+            "value": _scales_of(cache.value_scales, ids, tokens)}
+
+  def part(name, rows=slice(None), columns=None):
+    columns = slice(0, widths[name]) if columns is None else columns
+    scale = scales[name]
+    scale = scale if scale is None or scale.ndim == 0 else scale[rows]
+    if isinstance(cache, PagesV1):
+      x = (key if name == "key" else value)[:, rows, columns]
+      return _as(x.transpose(1, 0, 2), scale, dtype)
+    return _as(key[rows, :heads.key_heads, int(name == "value"), columns], scale, dtype)
+
+  return part
 
 
 def _as(x, scales, dtype):
@@ -308,10 +332,10 @@ def _as(x, scales, dtype):
 
 
 def _scales_of(scales, ids, tokens):
-  """Scales [K, C], or [], of some pages; None: none."""
+  """Scales [C, K], or [], of some pages; None: none."""
   if scales is None or scales.ndim == 0:
     return scales
-  return jnp.take(scales, ids, 0, mode="clip").reshape(tokens, -1).T
+  return jnp.take(scales, ids, 0, mode="clip").reshape(tokens, -1)
 
 
 def to_dense(cache, metadata: PagesMetadata, heads: Heads | None = None, dtype=None):

@@ -63,12 +63,17 @@ def dequantize(values, scales, dtype=jnp.float32):
     scales: float32 [...].
     dtype: of the result.
   """
+  return (unscaled(values).astype(jnp.float32) * scales[..., None]).astype(dtype)
+
+
+def unscaled(values):
+  """What is to be multiplied by the scales; float8_e4m3fn's `bits` become float32."""
   values = bits(values)
-  if values.dtype == jnp.uint8:
-    values = lax.platform_dependent(
-        values, cpu=_from_e4m3fn,
-        default=lambda x: lax.bitcast_convert_type(x, jnp.float8_e4m3fn).astype(jnp.float32))
-  return (values.astype(jnp.float32) * scales[..., None]).astype(dtype)
+  if values.dtype != jnp.uint8:
+    return values
+  return lax.platform_dependent(
+      values, cpu=_from_e4m3fn,
+      default=lambda x: lax.bitcast_convert_type(x, jnp.float8_e4m3fn).astype(jnp.float32))
 
 
 def _from_e4m3fn(x):

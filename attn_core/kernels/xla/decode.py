@@ -7,13 +7,14 @@ same bits in any batch: the order of its sums depends on its own mask and on the
   scores[c, k, r] = sum over d of query[k, r, d] * key[c, k, d]
 
 Few queries make products too thin for a matrix product to run at the memory's speed; on a CPU they
-are sums that vectorise. Flash-decoding, https://pytorch.org/blog/flash-decoding/.
+are sums that vectorise, and read every number where it lies in the cache. Flash-decoding,
+https://pytorch.org/blog/flash-decoding/.
 
 Letters: B batch, T query length, S key length, H query heads, K key heads, G = H / K, D query and
 key width, E value width; C keys of a block, R = T * G rows of a key head (token-major).
 """
 
-import functools
+from typing import Any, NamedTuple
 
 from jax import lax
 import jax.numpy as jnp
@@ -21,16 +22,9 @@ import jax.numpy as jnp
 from attn_core.caches import quantize
 from attn_core.kernels import softmax
 from attn_core.kernels.kernel import Kernel, Residuals
-from attn_core.kernels.xla import blockwise, steps, tuned
+from attn_core.kernels.xla import blockwise, steps, sums, tuned
 from attn_core.masks import blocks, tiles
 from attn_core.types import AttentionSpec, BlockSizes, Operands
-
-# From so many rows on, a matrix product is as fast on a CPU, too.
-MANY_ROWS = 8
-# Products that are summed side by side; a width that none of them divides takes a matrix product.
-LANES = (32, 16)
-# So many parts of an array are combined at once where it is reduced elementwise.
-FAN = 16
 
 
 def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> Residuals:
@@ -44,20 +38,18 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
     rows = steps.scaled_query(problem, place, None)
 
     def key_block(j, running, masked):
-      keys, values = (functools.partial(_cut_out, problem, name, (b, j))
-                      for name in ("key", "value"))
-      logits = _logits(problem, rows, keys(0, problem.sizes.block_kv))
+      block = _Block(problem, b, j)
       if masked:
         # 0 * NaN is NaN: a value that is not finite is taken out, and spoils who sees its key.
-        value = values(0, problem.sizes.block_kv)
-        finite = jnp.isfinite(value).all(-1, keepdims=True)
-        value = jnp.where(finite, value, 0)
-        values = lambda first, length: value[first:first + length]
-        logits = _hide(problem, (b, j), jnp.where(finite, logits, jnp.nan))
-      weigh = lambda weights: _weigh(problem, weights[..., 0], values)[None]
+        finite = _finite(block)
+        block = block.with_shielded_values(finite)
+      logits = _logits(block, rows)
+      if masked:
+        logits = _hide(problem, (b, j), jnp.where(finite[..., None], logits, jnp.nan))
+      weigh = lambda weights: _weigh(block, weights[..., 0])[None]
       return softmax.update(
           running, logits[..., None], weigh,
-          exp=lambda x: steps.weights_of(problem, x), axis=0, fold=_fold)
+          exp=lambda x: steps.weights_of(problem, x), axis=0, fold=sums.fold)
 
     running = softmax.start((1, problem.heads, rows.shape[1]), width, problem.dtype)
     running = steps.visit(problem, place, 0, key_block, running)
@@ -78,8 +70,8 @@ def _cut(operands, spec, block_sizes) -> steps.Problem:
   (_, queries, _, _), (_, keys, key_heads, _) = operands.query.shape, operands.key.shape
   elements = key_heads * max(operands.key.shape[-1], operands.value.shape[-1])
   block_kv = min(keys, block_sizes.block_kv or tuned.decode_block(keys, elements))
-  if block_kv > FAN:  # another size would be folded part by part
-    block_kv -= block_kv % FAN
+  if block_kv > sums.FAN:  # another size would be folded part by part
+    block_kv -= block_kv % sums.FAN
   sizes = blocks.Sizes(queries, keys, queries, block_kv)
   kinds = blocks.block_kinds(steps.mask_of(operands, spec), sizes)
   kinds = blocks.merge_heads(kinds, kinds.shape[1])
@@ -91,25 +83,78 @@ def _start(sizes: blocks.Sizes, j):
   return jnp.minimum(j * sizes.block_kv, sizes.keys - sizes.block_kv)
 
 
-def _cut_out(problem, name, block, first, length):
-  """Keys or values first..first + length - 1 of a block, dequantised: [length, K, D or E]."""
-  (b, j), operands = block, problem.operands
-  x, scale = getattr(operands, name), getattr(operands, f"{name}_scale")
-  start = _start(problem.sizes, j) + first
-  sizes = (1, length, problem.heads)
-  # XLA:CPU takes the bits of a whole float8 cache before the loop: a copy in 8 bits, but to cut a
-  # block out of a float8 array and take its bits then is several times as slow.
-  part = tiles.slice_at(quantize.bits(x), (b, start, 0, 0), (*sizes, x.shape[-1]))[0]
-  if scale is None:
-    return part
-  scale = tiles.slice_at(scale, (b, start, 0), sizes)[0]
-  return quantize.dequantize(part, scale, _dtype(problem))
+class _Block(NamedTuple):
+  """One block of a row's keys, cut out of the cache wherever it is read."""
+
+  problem: steps.Problem
+  batch: Any
+  number: Any
+  values: Any = None  # [C, K, E] and
+  value_scale: Any = None  # [C, K]: taken instead of the cache's; None: the cache's
+
+  def cut(self, name: str, keys: tuple[int, int], columns: tuple[int, int]):
+    """[length, K, width] of "key" or "value" as stored, by (first, number) of either axis."""
+    if name == "value" and self.values is not None:
+      return self.values[keys[0]:sum(keys), :, columns[0]:sum(columns)]
+    x = getattr(self.problem.operands, name)
+    start = _start(self.problem.sizes, self.number) + keys[0]
+    # XLA:CPU takes the bits of a whole float8 cache before the loop: a copy in 8 bits, but to cut a
+    # block out of a float8 array and take its bits then is several times as slow.
+    return tiles.slice_at(quantize.bits(x), (self.batch, start, 0, columns[0]),
+                          (1, keys[1], self.problem.heads, columns[1]))[0]
+
+  def scales(self, name: str):
+    """[C, K] of a cache in 8 bits, or None."""
+    if name == "value" and self.value_scale is not None:
+      return self.value_scale
+    scale = getattr(self.problem.operands, f"{name}_scale")
+    sizes = self.problem.sizes
+    return scale if scale is None else tiles.slice_at(
+        scale, (self.batch, _start(sizes, self.number), 0),
+        (1, sizes.block_kv, self.problem.heads))[0].astype(_dtype(self.problem))
+
+  def part(self, name: str, keys: tuple[int, int], columns: tuple[int, int]):
+    """`cut` in the dtype of sums, without its scales."""
+    return quantize.unscaled(self.cut(name, keys, columns)).astype(_dtype(self.problem))
+
+  def whole(self, name: str):
+    """[C, K, D or E], dequantised."""
+    width = getattr(self.problem.operands, name).shape[-1]
+    x, scale = self.cut(name, (0, self.problem.sizes.block_kv), (0, width)), self.scales(name)
+    return x if scale is None else quantize.dequantize(x, scale, _dtype(self.problem))
+
+  def with_shielded_values(self, finite):
+    """Zeros instead of the values that are not `finite`, bool [C, K]."""
+    width, keys = self.problem.operands.value.shape[-1], self.problem.sizes.block_kv
+    values, scale = self.cut("value", (0, keys), (0, width)), self.scales("value")
+    # The barrier keeps the choice out of the products: XLA:CPU would compile these twice, for
+    # blocks with and without zeros, and round them in different ways.
+    values = lax.optimization_barrier(jnp.where(finite[..., None], values, 0))
+    return self._replace(
+        values=values, value_scale=scale if scale is None else jnp.where(finite, scale, 0))
 
 
-def _logits(problem, rows, key):
+def _finite(block: _Block):
+  """bool [C, K]: whether a value is finite."""
+  width, keys = block.problem.operands.value.shape[-1], (0, block.problem.sizes.block_kv)
+  def whole():
+    return jnp.isfinite(block.whole("value")).all(-1)
+
+  def summed():
+    scale = block.scales("value")
+    def nothing(i):  # 0, or NaN
+      x = block.part("value", keys, (i, sums.LANES))
+      return x - x if scale is None else (x - x) * scale[..., None]
+    return sums.over_width(width, nothing) == 0
+
+  return lax.platform_dependent(cpu=whole if width % sums.LANES else summed, default=whole)
+
+
+def _logits(block: _Block, rows):
   """Logits [C, K, R] of rows [K, R, D], NaN where they are not finite."""
+  problem = block.problem
   spec, rest = problem.spec, steps.scale_parts(problem)[1]
-  logits = _scores(problem, rows, key).astype(problem.dtype)
+  logits = _scores(block, rows).astype(problem.dtype)
   logits = jnp.where(jnp.isfinite(logits), logits, jnp.nan)
   logits = logits if rest == 1 else logits * jnp.asarray(rest, problem.dtype)
   if spec.logits_soft_cap is not None:
@@ -142,62 +187,41 @@ def _dtype(problem):
   return jnp.promote_types(problem.dtype, jnp.float32)
 
 
-def _scores(problem, rows, key):
-  """rows [K, R, D] . key [C, K, D] -> [C, K, R]."""
-  def dots(rows, key):
-    return jnp.einsum("krd,ckd->ckr", rows, key, precision=problem.spec.precision,
+def _scores(block: _Block, rows):
+  """rows [K, R, D] . keys [C, K, D] -> [C, K, R]."""
+  problem = block.problem
+  def dots(rows):
+    return jnp.einsum("krd,ckd->ckr", rows, block.whole("key"), precision=problem.spec.precision,
                       preferred_element_type=_dtype(problem))
 
-  lanes = next((n for n in LANES if key.shape[-1] % n == 0), None)
-  def sums(rows, key):
-    rows, key = (x.astype(_dtype(problem)) for x in (rows, key))
-    total = functools.reduce(jnp.add, [
-        rows[None, :, :, i:i + lanes] * key[:, :, None, i:i + lanes]
-        for i in range(0, key.shape[-1], lanes)])
-    while total.shape[-1] > 2:
-      half = total.shape[-1] // 2
-      total = total[..., :half] + total[..., half:]
-    return total[..., 0] + total[..., 1]
+  def summed(rows):
+    found = sums.scores(rows.astype(_dtype(problem)), lambda i: block.part(
+        "key", (0, problem.sizes.block_kv), (i, sums.LANES)))
+    scale = block.scales("key")
+    return found if scale is None else found * scale[..., None]
 
-  if rows.shape[1] >= MANY_ROWS or lanes is None:
-    return dots(rows, key)
-  return lax.platform_dependent(rows, key, cpu=sums, default=dots)
+  if not sums.suit(rows.shape[1], rows.shape[2]):
+    return dots(rows)
+  return lax.platform_dependent(rows, cpu=summed, default=dots)
 
 
-def _weigh(problem, weights, values):
-  """weights [C, K, R] . values [C, K, E] -> [K, R, E]; values(first, length) cuts some of them."""
-  count = weights.shape[0]
+def _weigh(block: _Block, weights):
+  """weights [C, K, R] . values [C, K, E] -> [K, R, E]."""
+  problem, width = block.problem, block.problem.operands.value.shape[-1]
   def dots(weights):
-    value = values(0, count)
+    value = block.whole("value")
     return jnp.einsum("ckr,cke->kre", weights.astype(value.dtype), value,
                       precision=problem.spec.precision, preferred_element_type=_dtype(problem))
 
-  def sums(weights):
-    # Every part is cut out of the cache by itself, so that it is read where it is multiplied: what
-    # several parts share would be copied first.
-    length = count // FAN if count % FAN == 0 else count
-    products = [weights[i:i + length, ..., None].astype(_dtype(problem))
-                * values(i, length)[:, :, None].astype(_dtype(problem))
-                for i in range(0, count, length)]
-    return _fold_cpu(jnp.add, functools.reduce(jnp.add, products))[0]
+  def summed(weights):
+    scale, weights = block.scales("value"), weights.astype(_dtype(problem))
+    weights = weights if scale is None else weights * scale[..., None]
+    return sums.weigh(weights, lambda first, length: block.part(
+        "value", (first, length), (0, width)), width)
 
-  many = weights.shape[2] >= MANY_ROWS
-  found = dots(weights) if many else lax.platform_dependent(weights, cpu=sums, default=dots)
+  many = weights.shape[2] >= sums.MANY_ROWS
+  found = dots(weights) if many else lax.platform_dependent(weights, cpu=summed, default=dots)
   return found.astype(problem.dtype)
-
-
-def _fold(combine, x):
-  """`x` reduced over its first axis, which is kept, by jnp.maximum or jnp.add."""
-  reduce = jnp.max if combine is jnp.maximum else jnp.sum
-  return lax.platform_dependent(x, cpu=functools.partial(_fold_cpu, combine),
-                                default=lambda x: reduce(x, 0, keepdims=True))
-
-
-def _fold_cpu(combine, x):
-  """`_fold` by elementwise steps, which XLA:CPU vectorises and spreads over threads."""
-  while x.shape[0] % FAN == 0:
-    x = functools.reduce(combine, jnp.split(x, FAN))
-  return functools.reduce(combine, jnp.split(x, x.shape[0]))
 
 
 # --- Derivatives: those of block-wise attention. -------------------------------------------------

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from attn_core.caches import pages
 from attn_core.kernels import softmax
 from attn_core.kernels.kernel import Residuals
-from attn_core.kernels.xla import numbers, steps
+from attn_core.kernels.xla import numbers, steps, sums
 from attn_core.masks import tiles
 from attn_core.sharding import vary
 from attn_core.types import BlockSizes, PagedSpec, cdiv
@@ -251,21 +251,25 @@ def _request(problem: Problem, request, results: Residuals) -> Residuals:
     rows = live_rows_of(problem, block, problem.query)
 
     def fold(number, running):
-      key, value = keys_and_values(problem, request, number)
+      part = pages.reader(problem.cache, page_ids(problem, request, number), problem.heads,
+                          problem.query.dtype)
 
-      def folded(scores, value):
+      def folded(scores, part):
         logits, _ = logits_of(problem, block, scores, number)
-        return softmax.update(running, logits, lambda weights: weigh(problem, weights, value),
+        return softmax.update(running, logits, lambda weights: _weigh(problem, weights, part),
                               exp=numbers.exp)
 
       def shielded():
+        key, value = part("key"), part("value")
         shown, kept = steps.shield(key, value, steps.finite_keys(key, value))
-        return folded(scores_of(problem, rows, shown), kept)
+        clean = lambda name, rows=slice(None), columns=slice(None): (
+            shown if name == "key" else kept)[rows, :, columns]
+        return folded(_scores(problem, rows, clean), clean)
 
       # A key or a value that is not finite shows in what is computed from it. To look at it there
       # costs a fraction of looking at all keys and values.
-      scores = scores_of(problem, rows, key)
-      found = folded(scores, value)
+      scores = _scores(problem, rows, part)
+      found = folded(scores, part)
       finite = jnp.isfinite(scores).all() & jnp.isfinite(found.output).all()
       return lax.cond(finite, lambda: found, shielded)
 
@@ -279,7 +283,39 @@ def _request(problem: Problem, request, results: Residuals) -> Residuals:
   return steps.loop(*query_blocks(problem, request), step, results)
 
 
-def weigh(problem: Problem, weights, value):
-  """Weights [K, M, C] times values [K, C, E], which they are rounded to, summed in full."""
-  return lax.dot_general(numbers.narrow(weights, value.dtype), value, (((2,), (1,)), ((0,), (0,))),
-                         precision=problem.spec.precision, preferred_element_type=problem.dtype)
+def _scores(problem: Problem, rows, part):
+  """Rows [K, M, D] times keys by `pages.reader`: [K, M, C]."""
+  def summed(rows):
+    found = sums.scores(rows.astype(_wide(problem)), lambda i: part(
+        "key", columns=slice(i, i + sums.LANES)))
+    return found.transpose(1, 2, 0).astype(problem.dtype)
+
+  dots = lambda rows: scores_of(problem, rows, part("key").transpose(1, 0, 2))
+  if not sums.suit(rows.shape[1], rows.shape[2]):
+    return dots(rows)
+  return lax.platform_dependent(rows, cpu=summed, default=dots)
+
+
+def _weigh(problem: Problem, weights, part):
+  """Weights [K, M, C] times values by `pages.reader`: [K, M, E]."""
+  def summed(weights):
+    cut = lambda first, length: part("value", slice(first, first + length))
+    found = sums.weigh(weights.transpose(2, 0, 1).astype(_wide(problem)), cut,
+                       problem.heads.value_width)
+    return found.astype(problem.dtype)
+
+  def dots(weights):
+    # Rounded to the values' dtype, summed in full.
+    value = part("value").transpose(1, 0, 2)
+    return lax.dot_general(
+        numbers.narrow(weights, value.dtype), value, (((2,), (1,)), ((0,), (0,))),
+        precision=problem.spec.precision, preferred_element_type=problem.dtype)
+
+  if weights.shape[1] >= sums.MANY_ROWS:
+    return dots(weights)
+  return lax.platform_dependent(weights, cpu=summed, default=dots)
+
+
+def _wide(problem: Problem):
+  """The dtype of sums."""
+  return jnp.promote_types(problem.dtype, jnp.float32)
