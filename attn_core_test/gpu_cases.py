@@ -2,6 +2,8 @@
 
 import contextlib
 import io
+import itertools
+import os
 from typing import Any, NamedTuple
 
 import jax
@@ -171,6 +173,10 @@ FEATURES = {
 }
 
 
+# With ATTN_CORE_EVERY=1 every feature of every width and dtype is compiled: 40 minutes.
+EVERY = os.environ.get("ATTN_CORE_EVERY") == "1"
+PROGRAMS_OF_A_PROCESS = 40
+
 # Machine code that differs little from others'.
 ALIKE = {"float16_64", "full_256", "bias_row_128", "chunk_of_any_size_128", "positions_128",
          "sinks_128", "causal_192"}
@@ -185,8 +191,15 @@ def lowered() -> dict[str, Case]:
   found.update({f"full_{width}": Case(masks.full(), D=width) for width in (64, 128, 256)})
   found.update({f"float16_{width}": Case(D=width, dtype="float16") for width in (64, 256)})
   found.update({f"{name}_128": case._replace(D=128) for name, case in FEATURES.items()})
-  found.update({f"{name}_256": FEATURES[name]._replace(D=256)
-                for name in ("segments", "chunk", "bias", "soft_cap", "dropout")})
+  found.update({f"{name}_256": FEATURES[name]._replace(D=256) for name in (
+      "segments", "chunk", "chunk_of_any_size", "bias", "soft_cap", "dropout", "everything")})
+  if EVERY:
+    widths = [(width, width) for width in tuned.WIDTHS] + [(192, 128)]
+    features = {"causal": Case(), "full": Case(masks.full()), **FEATURES}
+    found.update({
+        f"{name}_{width}_{value_width}_{dtype}": case._replace(D=width, E=value_width, dtype=dtype)
+        for (name, case), (width, value_width), dtype in itertools.product(
+            features.items(), widths, tuned.DTYPES)})
   return {name: case._replace(B=2, T=max(_T, case.T), H=_H) for name, case in found.items()}
 
 
@@ -199,6 +212,7 @@ def compiled_backward() -> dict[str, Case]:
   """Those of `compiled` whose backward is another one, with groups of heads."""
   # As without sinks; as of float16_256; as of causal_64.
   same = ("sinks", "float16_64", "causal_long")
+  same += () if EVERY else ("chunk_of_any_size", "everything_256")
   return {name: case._replace(K=_H // 2) for name, case in compiled().items()
           if not name.startswith(same)}
 
@@ -222,7 +236,10 @@ def backward_programs() -> dict[str, tuple[Any, tuple]]:
 def machine_code(programs_of: str) -> dict[str, list[Any]]:
   """What the kernels of a function of this module were compiled to, or its error, by program."""
   found = {}
-  for kernel in static_gpu.measure(f"{__name__}:{programs_of}"):
-    program = kernel["program"] if isinstance(kernel, dict) else kernel.program
-    found.setdefault(program, []).append(kernel)
+  names = list(globals()[programs_of]())
+  for start in range(0, len(names), PROGRAMS_OF_A_PROCESS):
+    part = names[start:start + PROGRAMS_OF_A_PROCESS]
+    for kernel in static_gpu.measure(f"{__name__}:{programs_of}", part):
+      program = kernel["program"] if isinstance(kernel, dict) else kernel.program
+      found.setdefault(program, []).append(kernel)
   return found

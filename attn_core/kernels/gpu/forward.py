@@ -183,7 +183,14 @@ class _Compute(NamedTuple):
   setting: Setting
   inputs: Inputs
   scratch: Scratch
-  warpgroup: Any
+  kept: Any  # number of this warpgroup
+
+  @property
+  def warpgroup(self):
+    """Its number; where the sums fill the registers, asked for anew like the place."""
+    if self.setting.cut.value_width <= tuned.WIDE:
+      return self.kept
+    return lax.optimization_barrier(lax.axis_index("warpgroup"))
 
   def queries(self, place: Place | None = None):
     """(batch row, query head, first query) of this warpgroup."""

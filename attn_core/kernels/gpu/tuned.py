@@ -29,6 +29,8 @@ LONG_ROWS = (128, 256, 2)
 LONG = 4096  # keys; a causal mask of fewer hides too much of larger blocks
 # See `_busy`.
 BUSY_BLOCK_KV = 64
+# Sums of wider values leave no registers for what can be computed anew.
+WIDE = 192
 OTHER_BYTES = 4096  # for barriers, lse, alignment, and what reductions across warps need
 
 
