@@ -85,11 +85,13 @@ class Case(NamedTuple):
     """The operands that have gradients."""
     return tuple(name for name in DIFFERENTIABLE if getattr(self.shapes, name) is not None)
 
-  def backward(self, operands: Operands, residuals: Residuals, cotangents: Residuals) -> dict:
-    """Cotangents by the names in `wrt`."""
+  def backward(self, operands: Operands, residuals: Residuals, cotangents: Residuals,
+               wrt: tuple[str, ...] | None = None) -> dict:
+    """Cotangents by the names in `wrt`; None: all."""
+    wrt = self.wrt if wrt is None else wrt
     found = flash.KERNEL.backward(operands, self.full_spec, self.blocks, residuals, cotangents,
-                                  self.wrt)
-    return dict(zip(self.wrt, found))
+                                  wrt)
+    return dict(zip(wrt, found))
 
   def derivatives(self, operands: Operands) -> tuple[Residuals, Residuals, dict]:
     """(residuals, random cotangents, their images under the oracle's backward in float64)."""
@@ -148,6 +150,21 @@ GRADIENTS = {
         T=140, H=2, K=1, D=192, E=128, spec={"dropout_prob": 0.3, "logits_soft_cap": 3.0},
         extras=_WORDS),
     "width_128_group_float16": Case(T=140, H=2, K=1, D=128, dtype="float16"),
+}
+
+# For the cotangent of a bias alone: what it is summed over, and in which dtype.
+_EARLY = masks.offset(masks.causal(), -20)  # queries that see nothing
+BIASES = {
+    "batch": Case(B=2, T=136, H=2, K=1, extras={"bias": ((1, 2, 136, 136), "float32")}),
+    "heads_bfloat16": Case(masks.full(), B=2, T=70, S=130, H=2,
+                           extras={"bias": ((2, 1, 70, 130), "bfloat16")}),
+    "all_but_keys": Case(
+        _EARLY, B=2, T=140, S=150, H=2, spec={"dropout_prob": 0.3, "logits_soft_cap": 3.0},
+        extras={"bias": ((1, 1, 1, 150), "float32"), "sinks": ((1, 2), "float32"), **_WORDS}),
+    "keys": Case(_EARLY, B=2, T=140, H=2, extras={"bias": ((2, 1, 140, 1), "float32"),
+                                                  "sinks": ((1, 2), "float32")}),
+    "all": Case(_EARLY, T=140, H=2, spec={"dropout_prob": 0.3, "logits_soft_cap": 3.0},
+                extras={"bias": ((1, 1, 1, 1), "float32"), **_WORDS}),
 }
 
 _T, _H = 1024, 4
@@ -231,6 +248,23 @@ def backward_programs() -> dict[str, tuple[Any, tuple]]:
         args[0], case.full_spec, case.blocks, *args[1:], ("query", "key", "value"))
     return run, (shapes, residuals, residuals)
   return {name: program(case) for name, case in compiled_backward().items()}
+
+
+def bias_programs() -> dict[str, tuple[Any, tuple]]:
+  """For `benchmarks.static_gpu`: the cotangent of a bias, by a kernel of its own."""
+  shapes = {"pairs": _PAIRS, "batch": (2, *_PAIRS[1:]), "keys": (1, _H, 1, _T)}
+  names = FEATURES if EVERY else ("bias", "everything")
+  widths = tuned.WIDTHS if EVERY else (64, 256)
+  kinds = shapes if EVERY else ("pairs", "keys")
+  def program(case):
+    residuals = Residuals(*jax.eval_shape(case.forward, case.shapes))
+    run = lambda *args: case.backward(*args, ("bias",))
+    return run, (case.shapes, residuals, residuals)
+  def case_of(name, width, kind):
+    case = FEATURES[name]._replace(B=2, T=_T, H=_H, K=_H // 2, D=width)
+    return case._replace(extras={**case.extras, "bias": (shapes[kind], "float32")})
+  return {f"{name}_{width}_{kind}": program(case_of(name, width, kind))
+          for name, width, kind in itertools.product(names, widths, kinds)}
 
 
 def machine_code(programs_of: str) -> dict[str, list[Any]]:
