@@ -80,6 +80,24 @@ class InterpretTest(parameterized.TestCase):
     self.assertTrue(np.isnan(lse[..., 150:]).all())
 
 
+  @parameterized.parameters("full_odd_lengths", "causal_odd_length", "segments")
+  def test_a_key_of_minus_infinity(self, name):
+    case = gpu_cases.INTERPRETED[name]
+    clean = case.operands()
+    clean = clean._replace(query=clean.query.at[..., 3].set(1), key=clean.key.at[..., 3].set(0))
+    spoilt = clean._replace(key=clean.key.at[0, 5, 0, 3].set(-np.inf))
+    with gpu_cases.interpreted():
+      run = jax.jit(case.forward)
+      (out, lse), (clean_out, clean_lse) = run(spoilt), run(clean)
+    sees = np.isnan(case.oracle(spoilt)[1]).transpose(0, 2, 1)
+    self.assertTrue(sees.any())
+    self.assertTrue(np.isnan(np.asarray(out, np.float32)[sees]).all())
+    np.testing.assert_array_equal(np.isnan(lse).transpose(0, 2, 1), sees)
+    np.testing.assert_array_equal(out[~sees], clean_out[~sees])
+    np.testing.assert_array_equal(lse.transpose(0, 2, 1)[~sees],
+                                  clean_lse.transpose(0, 2, 1)[~sees])
+
+
 class LowerTest(parameterized.TestCase):
 
   @parameterized.named_parameters((name, name) for name in gpu_cases.lowered())
