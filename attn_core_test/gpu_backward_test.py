@@ -128,6 +128,12 @@ class LowerTest(parameterized.TestCase):
     self.assertEqual(lowered.as_text().count("custom_call @mosaic_gpu"), 2)
 
 
+  @parameterized.named_parameters((name, name) for name in gpu_cases.bias_programs())
+  def test_biases_for_cuda(self, name):
+    run, arguments = gpu_cases.bias_programs()[name]
+    lowered = jax.jit(run).trace(*arguments).lower(lowering_platforms=("cuda",))
+    self.assertEqual(lowered.as_text().count("custom_call @mosaic_gpu"), 1)
+
   @parameterized.parameters((1, 4096), (4096, 1), (1, 1))
   def test_a_shared_bias_takes_linear_memory(self, *shape):
     case = Case(T=4096, extras={"bias": ((1, 1, *shape), "float32")})
