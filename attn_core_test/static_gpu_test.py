@@ -46,8 +46,8 @@ class ReportTest(parameterized.TestCase):
     text = static_gpu_report.to_markdown(self.results(), {"jax": "1.2.3"})
     rows = [line for line in text.splitlines() if line.startswith("| causal_d64")]
     self.assertLen(rows, 3)
-    self.assertIn("| forward | flash_attn2: forward | 168 | 0 | no | 12 / 12 | 425 / 1,702 | 66 / 0 "
-                  "| 1,000 | 65,536 |", rows[0])
+    self.assertIn("| forward | flash_attn2: forward | 168 | 0 | no | 12 / 12 | 425 / 1,702 "
+                  "| 66 / 0 | 1,000 | 65,536 |", rows[0])
     self.assertIn("backward_key | 168 | 4 |", rows[1])
     self.assertIn("jax 1.2.3", text)
     self.assertIn(f"* {OTHER.label}: ModuleNotFoundError: tokamax", text)

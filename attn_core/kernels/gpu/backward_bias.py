@@ -1,4 +1,4 @@
-"""The cotangent of the bias on Hopper: dS before the soft cap's slope, summed as the bias is broadcast.
+"""The cotangent of the bias on Hopper: dS without the soft cap's slope, summed as it is broadcast.
 
 A bias with a number for every pair: a block of threads owns a block of queries of one [B', H'] of
 the bias, and adds up every tile over the batch rows and heads that share it before it is written

@@ -89,7 +89,7 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
 
 
 def _shielded(setting: Setting, inputs: Inputs, operands: Operands, all_see_all: bool) -> Inputs:
-  """What is needed so that keys and values that are not finite reach all who see them, and no other.
+  """So that keys and values that are not finite reach all who see them, and nobody else.
 
   0 * NaN is NaN, and would reach all queries: for blocks of which something is hidden, values that
   are not finite are 0, and make the logits of those who see them NaN. Keys are not copied, since

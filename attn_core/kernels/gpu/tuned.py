@@ -250,7 +250,7 @@ def choose_bias(operands: Operands) -> BiasCuts:
 
 
 def shared_memory_bias(cut: BackwardCut) -> int:
-  """Bytes that the kernel of a bias's cotangent takes: what it owns, stages, and a float32 result."""
+  """Bytes that the kernel of a bias's cotangent takes: what it owns, stages, a float32 result."""
   own, staged = COMPUTING * mosaic.ROW_TILE, mosaic.ROW_TILE
   tokens = own + cut.stages[0] * staged
   result = 4 * own * (1 if cut.by_keys else staged)
