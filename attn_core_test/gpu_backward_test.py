@@ -22,6 +22,7 @@ import numpy as np
 from attn_core import BlockSizes, attention
 from attn_core.benchmarks import static_gpu
 from attn_core.kernels.gpu import flash, mosaic, tuned
+from attn_core.kernels.kernel import Residuals
 from attn_core_test import gpu_cases, property_cases
 from attn_core_test.gpu_cases import Case
 
@@ -51,6 +52,19 @@ class InterpretTest(parameterized.TestCase):
       found = jax.block_until_ready(jax.jit(case.backward)(operands, residuals, cotangents))
     self.assertEqual(set(found), set(expected))
     self.compare(found, expected, case.dtype)
+
+  @parameterized.named_parameters((name, name) for name in gpu_cases.BIASES)
+  def test_bias(self, name):
+    case = gpu_cases.BIASES[name]
+    operands = case.operands()
+    residuals, cotangents, expected = case.derivatives(operands)
+    with gpu_cases.interpreted():
+      run = jax.jit(lambda *args: case.backward(*args, ("bias",)))
+      found = jax.block_until_ready(run(operands, residuals, cotangents))
+      if name == "all_but_keys":
+        np.testing.assert_array_equal(found["bias"], run(operands, residuals, cotangents)["bias"])
+    self.assertEqual(found["bias"].dtype, operands.bias.dtype)
+    self.compare(found, {"bias": expected["bias"]}, case.dtype)
 
   @parameterized.named_parameters((name, name) for name in PROPERTIES)
   def test_properties(self, name):
@@ -114,6 +128,31 @@ class LowerTest(parameterized.TestCase):
     self.assertEqual(lowered.as_text().count("custom_call @mosaic_gpu"), 2)
 
 
+  @parameterized.named_parameters((name, name) for name in gpu_cases.bias_programs())
+  def test_biases_for_cuda(self, name):
+    run, arguments = gpu_cases.bias_programs()[name]
+    lowered = jax.jit(run).trace(*arguments).lower(lowering_platforms=("cuda",))
+    self.assertEqual(lowered.as_text().count("custom_call @mosaic_gpu"), 1)
+
+  @parameterized.parameters((1, 4096), (4096, 1), (1, 1))
+  def test_a_shared_bias_takes_linear_memory(self, *shape):
+    case = Case(T=4096, extras={"bias": ((1, 1, *shape), "float32")})
+    residuals = Residuals(*jax.eval_shape(case.forward, case.shapes))
+    jaxpr = jax.make_jaxpr(case.backward)(case.shapes, residuals, residuals)
+    sizes = [x.aval.size for x in _results(jaxpr.jaxpr)]
+    self.assertGreaterEqual(max(sizes), case.T * case.D)
+    self.assertLess(max(sizes), 16 * case.T * case.D)
+
+
+def _results(jaxpr):
+  """All that a program computes outside of its kernels."""
+  for equation in jaxpr.eqns:
+    yield from equation.outvars
+    inner = equation.params.get("jaxpr")
+    if hasattr(inner, "jaxpr"):
+      yield from _results(inner.jaxpr)
+
+
 class RefusalTest(parameterized.TestCase):
 
   @parameterized.parameters(
@@ -130,6 +169,8 @@ class RefusalTest(parameterized.TestCase):
     case = Case(D=width, E=value_width)
     for cut in tuned.choose_backward(case.shapes, case.full_spec, case.blocks):
       self.assertLessEqual(tuned.shared_memory_backward(cut), mosaic.SHARED_MEMORY)
+    for cut in tuned.choose_bias(case.shapes):
+      self.assertLessEqual(tuned.shared_memory_bias(cut), mosaic.SHARED_MEMORY)
 
 
 @unittest.skipIf(static_gpu.missing(), f"nothing to compile with: {static_gpu.missing()}")
@@ -139,6 +180,7 @@ class CompileTest(parameterized.TestCase):
   def setUpClass(cls):
     super().setUpClass()
     cls.found = gpu_cases.machine_code("backward_programs")
+    cls.biases = gpu_cases.machine_code("bias_programs")
 
   @parameterized.named_parameters((name, name) for name in gpu_cases.compiled_backward())
   def test_machine_code(self, name):
@@ -157,6 +199,20 @@ class CompileTest(parameterized.TestCase):
         self.assertLessEqual(kernel.registers, 168)
         self.assertLessEqual(kernel.shared_memory, tuned.shared_memory_backward(cut))
         self.assertEqual(sorted(loop["products"] for loop in kernel.loops), self.products(cut))
+
+  def test_machine_code_of_biases(self):
+    self.assertNotEmpty(self.biases)
+    for name, kernels in self.biases.items():
+      with self.subTest(name):
+        kernel, = kernels
+        self.assertIsInstance(kernel, static_gpu.Kernel, kernel)
+        self.assertEqual(kernel.spills, 0)
+        self.assertFalse(kernel.serialized)
+        self.assertLessEqual(kernel.registers, 168)
+        width = int(name.split("_")[-2])
+        cut = tuned.choose_bias(Case(D=width).shapes)[name.endswith("keys")]
+        self.assertLessEqual(kernel.shared_memory, tuned.shared_memory_bias(cut))
+        self.assertEqual([loop["products"] for loop in kernel.loops], [2 * width // 16])
 
   def products(self, cut):
     """Instructions of the loops, sorted: 64 wide and 16 long, or as wide as the sums."""

@@ -2,6 +2,8 @@
 
 import contextlib
 import io
+import itertools
+import os
 from typing import Any, NamedTuple
 
 import jax
@@ -83,11 +85,13 @@ class Case(NamedTuple):
     """The operands that have gradients."""
     return tuple(name for name in DIFFERENTIABLE if getattr(self.shapes, name) is not None)
 
-  def backward(self, operands: Operands, residuals: Residuals, cotangents: Residuals) -> dict:
-    """Cotangents by the names in `wrt`."""
+  def backward(self, operands: Operands, residuals: Residuals, cotangents: Residuals,
+               wrt: tuple[str, ...] | None = None) -> dict:
+    """Cotangents by the names in `wrt`; None: all."""
+    wrt = self.wrt if wrt is None else wrt
     found = flash.KERNEL.backward(operands, self.full_spec, self.blocks, residuals, cotangents,
-                                  self.wrt)
-    return dict(zip(self.wrt, found))
+                                  wrt)
+    return dict(zip(wrt, found))
 
   def derivatives(self, operands: Operands) -> tuple[Residuals, Residuals, dict]:
     """(residuals, random cotangents, their images under the oracle's backward in float64)."""
@@ -148,6 +152,21 @@ GRADIENTS = {
     "width_128_group_float16": Case(T=140, H=2, K=1, D=128, dtype="float16"),
 }
 
+# For the cotangent of a bias alone: what it is summed over, and in which dtype.
+_EARLY = masks.offset(masks.causal(), -20)  # queries that see nothing
+BIASES = {
+    "batch": Case(B=2, T=136, H=2, K=1, extras={"bias": ((1, 2, 136, 136), "float32")}),
+    "heads_bfloat16": Case(masks.full(), B=2, T=70, S=130, H=2,
+                           extras={"bias": ((2, 1, 70, 130), "bfloat16")}),
+    "all_but_keys": Case(
+        _EARLY, B=2, T=140, S=150, H=2, spec={"dropout_prob": 0.3, "logits_soft_cap": 3.0},
+        extras={"bias": ((1, 1, 1, 150), "float32"), "sinks": ((1, 2), "float32"), **_WORDS}),
+    "keys": Case(_EARLY, B=2, T=140, H=2, extras={"bias": ((2, 1, 140, 1), "float32"),
+                                                  "sinks": ((1, 2), "float32")}),
+    "all": Case(_EARLY, T=140, H=2, spec={"dropout_prob": 0.3, "logits_soft_cap": 3.0},
+                extras={"bias": ((1, 1, 1, 1), "float32"), **_WORDS}),
+}
+
 _T, _H = 1024, 4
 _LONG_IDS = np.zeros((2, _T), np.int32)
 _PAIRS = (1, _H, _T, _T)
@@ -171,6 +190,10 @@ FEATURES = {
 }
 
 
+# With ATTN_CORE_EVERY=1 every feature of every width and dtype is compiled: 40 minutes.
+EVERY = os.environ.get("ATTN_CORE_EVERY") == "1"
+PROGRAMS_OF_A_PROCESS = 40
+
 # Machine code that differs little from others'.
 ALIKE = {"float16_64", "full_256", "bias_row_128", "chunk_of_any_size_128", "positions_128",
          "sinks_128", "causal_192"}
@@ -185,8 +208,15 @@ def lowered() -> dict[str, Case]:
   found.update({f"full_{width}": Case(masks.full(), D=width) for width in (64, 128, 256)})
   found.update({f"float16_{width}": Case(D=width, dtype="float16") for width in (64, 256)})
   found.update({f"{name}_128": case._replace(D=128) for name, case in FEATURES.items()})
-  found.update({f"{name}_256": FEATURES[name]._replace(D=256)
-                for name in ("segments", "chunk", "bias", "soft_cap", "dropout")})
+  found.update({f"{name}_256": FEATURES[name]._replace(D=256) for name in (
+      "segments", "chunk", "chunk_of_any_size", "bias", "soft_cap", "dropout", "everything")})
+  if EVERY:
+    widths = [(width, width) for width in tuned.WIDTHS] + [(192, 128)]
+    features = {"causal": Case(), "full": Case(masks.full()), **FEATURES}
+    found.update({
+        f"{name}_{width}_{value_width}_{dtype}": case._replace(D=width, E=value_width, dtype=dtype)
+        for (name, case), (width, value_width), dtype in itertools.product(
+            features.items(), widths, tuned.DTYPES)})
   return {name: case._replace(B=2, T=max(_T, case.T), H=_H) for name, case in found.items()}
 
 
@@ -199,6 +229,7 @@ def compiled_backward() -> dict[str, Case]:
   """Those of `compiled` whose backward is another one, with groups of heads."""
   # As without sinks; as of float16_256; as of causal_64.
   same = ("sinks", "float16_64", "causal_long")
+  same += () if EVERY else ("chunk_of_any_size", "everything_256")
   return {name: case._replace(K=_H // 2) for name, case in compiled().items()
           if not name.startswith(same)}
 
@@ -219,10 +250,30 @@ def backward_programs() -> dict[str, tuple[Any, tuple]]:
   return {name: program(case) for name, case in compiled_backward().items()}
 
 
+def bias_programs() -> dict[str, tuple[Any, tuple]]:
+  """For `benchmarks.static_gpu`: the cotangent of a bias, by a kernel of its own."""
+  shapes = {"pairs": _PAIRS, "batch": (2, *_PAIRS[1:]), "keys": (1, _H, 1, _T)}
+  names = FEATURES if EVERY else ("bias", "everything")
+  widths = tuned.WIDTHS if EVERY else (64, 256)
+  kinds = shapes if EVERY else ("pairs", "keys")
+  def program(case):
+    residuals = Residuals(*jax.eval_shape(case.forward, case.shapes))
+    run = lambda *args: case.backward(*args, ("bias",))
+    return run, (case.shapes, residuals, residuals)
+  def case_of(name, width, kind):
+    case = FEATURES[name]._replace(B=2, T=_T, H=_H, K=_H // 2, D=width)
+    return case._replace(extras={**case.extras, "bias": (shapes[kind], "float32")})
+  return {f"{name}_{width}_{kind}": program(case_of(name, width, kind))
+          for name, width, kind in itertools.product(names, widths, kinds)}
+
+
 def machine_code(programs_of: str) -> dict[str, list[Any]]:
   """What the kernels of a function of this module were compiled to, or its error, by program."""
   found = {}
-  for kernel in static_gpu.measure(f"{__name__}:{programs_of}"):
-    program = kernel["program"] if isinstance(kernel, dict) else kernel.program
-    found.setdefault(program, []).append(kernel)
+  names = list(globals()[programs_of]())
+  for start in range(0, len(names), PROGRAMS_OF_A_PROCESS):
+    part = names[start:start + PROGRAMS_OF_A_PROCESS]
+    for kernel in static_gpu.measure(f"{__name__}:{programs_of}", part):
+      program = kernel["program"] if isinstance(kernel, dict) else kernel.program
+      found.setdefault(program, []).append(kernel)
   return found

@@ -114,7 +114,7 @@ def peer_names(platform: str) -> tuple[str, ...]:
 def _known_peers(platform: str) -> list[Contender]:
   chunked = "xla_chunked" if platform == "cpu" else None
   compiled = [("jax.nn xla", "jax", functools.partial(_jax_nn, "xla")),
-              ("tokamax", "tokamax", functools.partial(_tokamax, chunked)),
+              ("tokamax", "tokamax", functools.partial(tokamax_mechanism, chunked)),
               ("ejkernel xla", "ejkernel", _ejkernel)]
   if platform == "gpu":
     compiled.append(("jax.nn cudnn", "jax", functools.partial(_jax_nn, "cudnn")))
@@ -218,7 +218,8 @@ def _jax_nn(implementation: str, case: Case, inputs: Inputs):
       key_value_seq_lengths=lengths, implementation=implementation)
 
 
-def _tokamax(implementation: str | None, case: Case, inputs: Inputs):
+def tokamax_mechanism(implementation: str | None, case: Case, inputs: Inputs):
+  """tokamax by the name of one of its implementations; None: what it chooses."""
   import tokamax
   case = _for_peers(case)
   if not flags.FLAGS.is_parsed():

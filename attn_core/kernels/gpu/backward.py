@@ -14,7 +14,7 @@ import functools
 import jax.numpy as jnp
 
 from attn_core.kernels import softmax
-from attn_core.kernels.gpu import backward_key, backward_query, mosaic, tuned
+from attn_core.kernels.gpu import backward_bias, backward_key, backward_query, mosaic, tuned
 from attn_core.kernels.gpu.gradient import Arrays
 from attn_core.kernels.kernel import Residuals
 from attn_core.kernels.xla import blockwise, steps
@@ -25,8 +25,20 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
              residuals: Residuals, cotangents: Residuals, wrt: tuple[str, ...]) -> tuple:
   """The cotangents of the operands named in `wrt`; see `kernels.xla.blockwise.completed`."""
   products = functools.partial(_products, operands, spec, block_sizes)
-  return blockwise.completed(
-      products, operands, spec, block_sizes, residuals, cotangents, wrt)
+  names = tuple(name for name in wrt if name != "bias")
+  found = dict(zip(names, blockwise.completed(
+      products, operands, spec, block_sizes, residuals, cotangents, names)))
+  if "bias" in wrt:
+    found["bias"] = _d_bias(operands, spec, residuals.lse, cotangents,
+                            steps.correction_of(residuals, cotangents, jnp.float32))
+  return tuple(found[name] for name in wrt)
+
+
+def _d_bias(operands: Operands, spec: AttentionSpec, lse, cotangents: Residuals, correction):
+  if operands.bias.shape[3] == 1:
+    return backward_bias.d_bias_of_rows(operands, lse, cotangents.lse, correction)
+  arrays = _arrays(operands, spec, cotangents.out, lse, correction)
+  return backward_bias.d_bias(arrays, operands, spec, tuned.choose_bias(operands))
 
 
 def _products(operands: Operands, spec, block_sizes, d_out, lse, correction, wrt) -> dict:

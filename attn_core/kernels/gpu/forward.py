@@ -42,6 +42,9 @@ class Inputs(NamedTuple):
   value: Any  # [B, S, K, E]
   shielded_value: Any  # the same for blocks of which something is hidden; None: `value`
   sinks: Any  # float32 [B or 1, H]; None: none
+  # float32 [B, H, blocks of queries]: NaN where all queries of a block see a key of a block without
+  # a mask that is not finite, else 0. The logit of such a key may be -inf, which shows nowhere.
+  spoilt: Any
   visits: Visits
   extras: Extras
 
@@ -71,9 +74,9 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
   inputs = Inputs(
       mosaic.pack(operands.query, cut.width), mosaic.pack(operands.key, cut.width),
       mosaic.pack(operands.value, cut.value_width), None,
-      None if sinks is None else sinks.astype(jnp.float32), visits, extras)
-  if setting.any_partial and not isinstance(steps.mask_of(operands, spec), algebra.Full):
-    inputs = _shielded(inputs, operands.value, cut)
+      None if sinks is None else sinks.astype(jnp.float32), None, visits, extras)
+  inputs = _shielded(setting, inputs, operands, isinstance(
+      steps.mask_of(operands, spec), algebra.Full) or not setting.any_partial)
   rows, dtype, out_dtype = (inputs.query.shape[1], operands.query.dtype,
                             steps.out_dtype(operands, spec))
   out, lse = mosaic.call(
@@ -87,20 +90,30 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
   return Residuals(out[:, :queries, :, :operands.value.shape[3]], lse[..., :queries])
 
 
-def _shielded(inputs: Inputs, values, cut: tuned.Cut) -> Inputs:
-  """Values for blocks of which something is hidden: 0 * NaN is NaN, and would reach all queries.
+def _shielded(setting: Setting, inputs: Inputs, operands: Operands, all_see_all: bool) -> Inputs:
+  """So that keys and values that are not finite reach all who see them, and nobody else.
 
-  What is not finite is 0 there, and makes the logits of those who see its key NaN. Keys need no
-  such care, since the logits of what is hidden are replaced.
+  0 * NaN is NaN, and would reach all queries: for blocks of which something is hidden, values that
+  are not finite are 0, and make the logits of those who see them NaN. Keys are not copied, since
+  the logits of what is hidden are replaced.
+
+  Args:
+    all_see_all: whether all queries see all keys they visit: values show by themselves then.
   """
-  finite = jnp.isfinite(values)
-  poison = jnp.where(finite.all(-1), 0.0, jnp.nan).astype(jnp.float32).transpose(0, 2, 1)
+  cut, finite = setting.cut, jnp.isfinite(operands.value)
+  fine = steps.finite_keys(operands.key, operands.key if all_see_all else operands.value)[..., 0]
+  poison = jnp.where(fine, 0.0, jnp.nan).astype(jnp.float32).transpose(0, 2, 1)
   poison = steps.pad_axis(poison, 2, steps.key_padding(cut.sizes))
+  poisoned = jnp.isnan(poison).reshape(*poison.shape[:2], -1, cut.block_kv).any(-1)
+  seen = inputs.visits.num_visited if all_see_all else inputs.visits.num_full
+  spoilt = inputs.visits.any_of(jnp.repeat(poisoned, setting.group, 1), seen,
+                                cut.sizes.num_query_blocks)
+  inputs = inputs._replace(spoilt=jnp.where(spoilt, jnp.nan, 0.0).astype(jnp.float32))
+  if all_see_all:
+    return inputs
   return inputs._replace(
-      shielded_value=mosaic.pack(jnp.where(finite, values, 0), cut.value_width),
-      extras=inputs.extras._replace(
-          poison=poison, poisoned=jnp.isnan(poison).reshape(
-              *poison.shape[:2], -1, cut.block_kv).any(-1).astype(jnp.int32)))
+      shielded_value=mosaic.pack(jnp.where(finite, operands.value, 0), cut.value_width),
+      extras=inputs.extras._replace(poison=poison, poisoned=poisoned.astype(jnp.int32)))
 
 
 def _scratch(cut: tuned.Cut, dtype) -> Scratch:
@@ -185,7 +198,14 @@ class _Compute(NamedTuple):
   setting: Setting
   inputs: Inputs
   scratch: Scratch
-  warpgroup: Any
+  kept: Any  # number of this warpgroup
+
+  @property
+  def warpgroup(self):
+    """Its number; where the sums fill the registers, asked for anew like the place."""
+    if self.setting.cut.value_width <= tuned.WIDE:
+      return self.kept
+    return lax.optimization_barrier(lax.axis_index("warpgroup"))
 
   def queries(self, place: Place | None = None):
     """(batch row, query head, first query) of this warpgroup."""
@@ -270,11 +290,11 @@ class _Compute(NamedTuple):
 
   def write(self, running: _Running, out, lse):
     """Normalises and copies out and lse."""
-    cut, scratch = self.setting.cut, self.scratch
-    batch, head, first = self.queries()
+    cut, scratch, place = self.setting.cut, self.scratch, _place(self.setting)
+    batch, head, first = self.queries(place)
     highest, total, output = running
-    # A row that saw a value which is not finite is NaN in all its columns, and in its lse.
-    total = total + 0.0 * output.sum(axis=1)
+    # A row that saw what is not finite is NaN in all its columns, and in its lse.
+    total = total + 0.0 * output.sum(axis=1) + self.inputs.spoilt[place]
     if self.inputs.sinks is not None:
       sink = self.inputs.sinks[batch if self.inputs.sinks.shape[0] > 1 else 0, head] * LOG2E
       joint = jnp.maximum(highest, sink)

@@ -36,10 +36,14 @@ class Logits(NamedTuple):
     """(logits / (unit * ln 2), d logit / d scaled score or None for 1) of float32 scores."""
     logits, slope, spec = scores, None, self.feed.spec
     if not self.plain:
-      logits = logits * spec.softmax_scale
-      if spec.logits_soft_cap is not None:
-        capped = _tanh(logits * (1 / spec.logits_soft_cap))
-        logits, slope = capped * spec.logits_soft_cap, 1 - capped * capped
+      cap = spec.logits_soft_cap
+      if cap is None:
+        logits = logits * spec.softmax_scale
+      else:
+        # tanh(x) = 1 - 2 / (1 + exp(2 x)): the hardware's own has 11 bits. A reciprocal is less
+        # code than a quotient.
+        rest = 1 / (1 + jnp.exp2(logits * (2 * LOG2E * spec.softmax_scale / cap)))
+        logits, slope = cap - (2 * cap) * rest, 4 * (rest - rest * rest)
       if self.biased:
         logits = logits + self.feed.bias(extras, tile)
     if masked:
@@ -47,8 +51,3 @@ class Logits(NamedTuple):
         logits = self.feed.poisoned(extras, tile, logits)
       logits = jnp.where(self.feed.visible(extras, tile), logits, -jnp.inf)
     return logits, slope
-
-
-def _tanh(x):
-  """The hardware's own has 11 bits; logits are exponentiated."""
-  return 1 - 2 / (1 + jnp.exp2(x * (2 * LOG2E)))

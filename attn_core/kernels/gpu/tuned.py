@@ -29,6 +29,8 @@ LONG_ROWS = (128, 256, 2)
 LONG = 4096  # keys; a causal mask of fewer hides too much of larger blocks
 # See `_busy`.
 BUSY_BLOCK_KV = 64
+# Sums of wider values leave no registers for what can be computed anew.
+WIDE = 192
 OTHER_BYTES = 4096  # for barriers, lse, alignment, and what reductions across warps need
 
 
@@ -160,6 +162,8 @@ BACKWARD_QUERY = {64: (128, (2, 2)), 80: (128, (2, 2)), 96: (128, (2, 2)), 128: 
 # share their keys. A block is 64 queries: more do not leave enough registers.
 BACKWARD_KEY = {64: ((3, 3), False), 80: ((3, 3), False), 96: ((3, 3), False),
                 128: ((2, 2), False), 192: ((2, 2), True), 256: ((2, 2), True)}
+# Of the kernel of a bias's cotangent: stages of what is not owned, by the larger width.
+BACKWARD_BIAS = {64: 4, 80: 3, 96: 3, 128: 2, 192: 2, 256: 1}
 BACKWARD_OTHER_BYTES = 1536  # for barriers and alignment
 
 
@@ -179,6 +183,13 @@ class BackwardCut(NamedTuple):
   @property
   def sizes(self) -> blocks.Sizes:
     return blocks.Sizes(self.queries, self.keys, self.block_q, self.block_kv)
+
+
+class BiasCuts(NamedTuple):
+  """Of the kernel of a bias's cotangent."""
+
+  query: BackwardCut  # owns queries: a number for every pair
+  key: BackwardCut  # owns keys: the same number for all queries
 
 
 class BackwardCuts(NamedTuple):
@@ -223,3 +234,24 @@ def shared_memory_backward(cut: BackwardCut) -> int:
   if cut.shared:
     needed += 4 * PASSED * cut.block_q * cut.block_kv
   return needed + BACKWARD_OTHER_BYTES
+
+
+def choose_bias(operands: Operands) -> BiasCuts:
+  """How to cut the kernel of a bias's cotangent; only shapes count."""
+  widths = (padded_width("query", operands.query.shape[3]),
+            padded_width("value", operands.value.shape[3]))
+  stages = (BACKWARD_BIAS[max(widths)],) * 2
+  def cut(by_keys):
+    blocks_of = mosaic.ROW_TILE, COMPUTING * mosaic.ROW_TILE
+    block_q, block_kv = blocks_of if by_keys else blocks_of[::-1]
+    return BackwardCut(operands.query.shape[1], operands.key.shape[1], block_q, block_kv, stages,
+                       *widths, by_keys)
+  return BiasCuts(cut(False), cut(True))
+
+
+def shared_memory_bias(cut: BackwardCut) -> int:
+  """Bytes that the kernel of a bias's cotangent takes: what it owns, stages, a float32 result."""
+  own, staged = COMPUTING * mosaic.ROW_TILE, mosaic.ROW_TILE
+  tokens = own + cut.stages[0] * staged
+  result = 4 * own * (1 if cut.by_keys else staged)
+  return 2 * tokens * (cut.width + cut.value_width) + result + BACKWARD_OTHER_BYTES

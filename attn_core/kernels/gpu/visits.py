@@ -35,6 +35,26 @@ class Visits(NamedTuple):
     """The n-th block that a row visits."""
     return n if self.indices is None else self.indices[(*_at(self.indices, (batch, head, row)), n)]
 
+  def any_of(self, flags, first, rows: int):
+    """Whether a flag is set among the first blocks that a row visits; outside of kernels.
+
+    Args:
+      flags: bool [B, H, column blocks].
+      first: how many of a row count: `num_full` or `num_visited`.
+      rows: number of row blocks.
+
+    Returns:
+      bool [B, H, rows].
+    """
+    if isinstance(first, Line):
+      first = first.start + first.slope * jnp.arange(rows, dtype=jnp.int32)[None, None]
+    if self.indices is None:
+      set_before = jnp.pad(jnp.cumsum(flags.astype(jnp.int32), -1), ((0, 0), (0, 0), (1, 0)))
+      shape = *flags.shape[:2], rows
+      return jnp.take_along_axis(set_before, jnp.broadcast_to(first, shape), -1) > 0
+    found = jnp.take_along_axis(flags[:, :, None], self.indices, -1)
+    return (found & (jnp.arange(found.shape[-1]) < first[..., None])).any(-1)
+
 
 class Row(NamedTuple):
   """The blocks of one row; numbers are int32."""
