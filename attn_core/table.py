@@ -10,7 +10,7 @@ from typing import Any, Callable, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from attn_core.kernels.gpu import tuned as gpu_tuned
+from attn_core.kernels.gpu import decode as gpu_decode, tuned as gpu_tuned
 from attn_core.masks import algebra
 from attn_core.mechanisms import decode, flash, paged, ring, sdpa, vanilla
 from attn_core.types import PLATFORMS, AttentionMechanism, AttentionOutput, Call
@@ -172,6 +172,10 @@ _ring, _ring_tpu, _ring_hopper = (
                     spreads_sequence=True)
     for kernel, run in ((_xla, ring.xla), (_tpu, ring.tpu), (_hopper, ring.gpu)))
 _decode = Implementation(decode.xla, _DECODE, LINEAR, shards_keys=True)
+_decode_hopper = Implementation(
+    decode.gpu, _DECODE & _HOPPER, LINEAR,
+    lambda request: gpu_decode.refusal(request.dtype, (
+        request.width, request.value_width or request.width), request.lengths[1]), shards_keys=True)
 _gpu = _xla._replace(preferred=_cudnn._replace(limits=_cudnn_gradient_limits))
 
 _PAGED = frozenset({"gqa", "value_width", "float16", "float64", "causal", "window", "sinks",
@@ -230,6 +234,7 @@ TABLE = {
     ("ring", "tpu"): _ring_tpu,
     ("autoregressive_decodeattn", "cpu"): _decode,
     ("autoregressive_decodeattn", "gpu"): _decode,
+    ("autoregressive_decodeattn", "gpu 9.0"): _decode._replace(preferred=_decode_hopper),
     ("autoregressive_decodeattn", "tpu"): _decode,
 }
 
@@ -276,10 +281,8 @@ def kernel(mechanism: str, platform: str, request: Request) -> Implementation:
 
 def _why(found: Implementation, general: bool, request: Request) -> str:
   """Why a cell's kernel runs; `general`: the cell is the whole platform's."""
-  if not general:
-    return f"which is for compute capability {request.capability}"
   if found.preferred is None:
-    return ""
+    return "" if general else f"which is for compute capability {request.capability}"
   passed_over = _passed_over(found, request)
   return (f"not by {'; '.join(passed_over)}" if passed_over
           else f"which goes before {found.name}")

@@ -11,7 +11,7 @@ import numpy as np
 
 from attn_core import OperationMetadata, masks
 from attn_core.benchmarks import static_gpu
-from attn_core.kernels.gpu import flash, tuned
+from attn_core.kernels.gpu import decode, flash, tuned
 from attn_core.kernels.kernel import Residuals
 from attn_core.references import oracle
 from attn_core.types import (DIFFERENTIABLE, AttentionSpec, BlockSizes, MaskOperands,
@@ -217,6 +217,26 @@ def backward_programs() -> dict[str, tuple[Any, tuple]]:
         args[0], case.full_spec, case.blocks, *args[1:], ("query", "key", "value"))
     return run, (shapes, residuals, residuals)
   return {name: program(case) for name, case in compiled_backward().items()}
+
+
+def decoded() -> dict[str, Case]:
+  """Calls of the kernel for decoding, with the mask of a cache."""
+  zeros = lambda *shape: np.zeros(shape, np.int32)
+  mask = (masks.positions(zeros(8, 1), zeros(8, 4096)) & masks.segments(zeros(8, 1), zeros(8, 4096)))
+  common = Case(mask, B=8, T=1, S=4096, H=32, K=8)
+  return {**{f"width_{n}": common._replace(D=n) for n in (64, 128, 256)},
+          "widths_192_128": common._replace(D=192, E=128),
+          "group_of_16": common._replace(D=128, K=2),
+          "group_of_32_soft_cap_sinks_float16": common._replace(
+              D=128, K=1, dtype="float16", spec={"logits_soft_cap": 30.0},
+              extras={"sinks": ((1, 32), "float32")})}
+
+
+def decode_programs() -> dict[str, tuple[Any, tuple]]:
+  """For `benchmarks.static_gpu`: the kernels of parts and of their merge."""
+  def program(case):
+    return lambda x: tuple(decode.forward(x, case.full_spec, case.blocks)), (case.shapes,)
+  return {name: program(case) for name, case in decoded().items()}
 
 
 def machine_code(programs_of: str) -> dict[str, list[Any]]:

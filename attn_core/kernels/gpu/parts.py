@@ -1,0 +1,354 @@
+"""Few queries and many keys on Hopper: the keys in parts, a block of threads each, merged by lse.
+
+  scores^T = K Q^T,   out^T = V^T P^T,   of 64 keys at a time
+  lse = log(sum over parts of exp(lse_i)),   out = sum over parts of out_i * exp(lse_i - lse)
+
+Keys are the rows of the products, so few queries cost little, and a query's results are a column of
+its own. One warpgroup copies blocks of keys and values into rings of stages, as far ahead as these
+reach, another computes. Where it can, a block of threads takes less than half of a processor's
+shared memory, so that one copies while another one begins or ends.
+
+What a part is depends on the request alone, and the merge adds parts in their order: a request's
+bits are the same in any batch. Flash-decoding, https://pytorch.org/blog/flash-decoding/.
+
+Letters: L lines: a key head of a batch row and up to 32 of its rows; N parts of a line; R rows
+(queries and heads of a group, padded); C keys of a block; D query and key width, E value width.
+"""
+
+import functools
+from typing import Any, Callable, NamedTuple
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from attn_core.kernels.gpu import mosaic, products
+from attn_core.kernels.gpu.logits import Logits
+from attn_core.kernels.gpu.setting import drain
+from attn_core.kernels.softmax import LOG2E
+from attn_core.types import cdiv
+
+BLOCK = mosaic.ROW_TILE  # C
+ROWS = 8  # R is a multiple, up to MOST_ROWS, for which there are registers
+MOST_ROWS = 32
+PART_BLOCKS = 8  # of a part, but for caches of more than MOST_PARTS such parts
+MOST_PARTS = 32
+WIDTHS = (64, 80, 96, 128, 192, 256)  # of D
+VALUE_WIDTHS = (64, 128, 192, 256)  # E makes rows of a product
+MOST_STAGES = 6
+OTHER_BYTES = 3328  # for barriers, alignment, and what reductions across warps need
+# A processor's shared memory holds two blocks of threads, each with a reserve of the system's.
+HALF = (mosaic.SHARED_MEMORY + 1024) // 2 - 1024
+AT_ONCE = 8  # parts that the merge asks for together
+
+
+class Shape(NamedTuple):
+  """The static numbers of a kernel; hashable."""
+
+  rows: int  # R
+  width: int  # D
+  value_width: int  # E
+  stages: tuple[int, int]  # of keys, of values
+  blocks: int  # of keys, of a part
+  parts: int  # N
+
+
+class Scratch(NamedTuple):
+  """Shared memory and barriers; a barrier is for every stage, or for the queries."""
+
+  query: Any  # [R, D]
+  key: Any  # [stages, C, D]
+  value: Any  # [stages, C, E]
+  weights: Any  # [R, C]
+  out: Any  # float32 [E, R]
+  lse: Any  # float32 [R]
+  query_full: Any
+  key_full: Any
+  value_full: Any
+  key_free: Any
+  value_free: Any
+
+
+def rows_of(count: int) -> int:
+  """R for so many rows of a key head."""
+  return min(cdiv(count, ROWS) * ROWS, MOST_ROWS)
+
+
+def shape_of(count: int, widths: tuple[int, int], blocks: int, part_blocks: int | None) -> Shape:
+  """How to compute `count` rows of a key head.
+
+  Args:
+    widths: (D, E).
+    blocks: of keys that a line can have.
+    part_blocks: of a part; None: chosen.
+  """
+  if part_blocks is None:
+    part_blocks = max(PART_BLOCKS, cdiv(blocks, MOST_PARTS))
+  shape = Shape(rows_of(count), *widths, (1, 1), part_blocks, cdiv(blocks, part_blocks))
+  memory = HALF if two_at_once(shape) else mosaic.SHARED_MEMORY
+  for number in range(3, 2 * MOST_STAGES + 1):  # one more of keys, one more of values, ...
+    more = shape._replace(stages=(cdiv(number, 2), number // 2))
+    if shared_memory(more) > memory:
+      break
+    shape = more
+  return shape
+
+
+def two_at_once(shape: Shape) -> bool:
+  """Whether a processor runs two blocks of threads at once: their registers are few enough."""
+  return shape.rows <= 16 and shape.width <= 192 and shape.value_width <= 128
+
+
+def shared_memory(shape: Shape) -> int:
+  """Bytes that a part takes."""
+  keys, values = shape.stages
+  staged = BLOCK * (keys * shape.width + values * shape.value_width)
+  own = shape.rows * (shape.width + BLOCK)
+  return 2 * (staged + own) + 4 * shape.rows * (shape.value_width + 1) + OTHER_BYTES
+
+
+def scratch_of(shape: Shape, dtype) -> Scratch:
+  """What a part needs."""
+  keys, values = shape.stages
+  full = [plgpu.Barrier(num_barriers=n) for n in shape.stages]
+  return Scratch(
+      mosaic.operand((shape.rows, shape.width), dtype),
+      mosaic.operand((keys, BLOCK, shape.width), dtype),
+      mosaic.operand((values, BLOCK, shape.value_width), dtype),
+      mosaic.operand((shape.rows, BLOCK), dtype),
+      mosaic.operand((shape.value_width, shape.rows), jnp.float32),
+      plgpu.SMEM((shape.rows,), jnp.float32), plgpu.Barrier(), *full, *full)
+
+
+class Visit(NamedTuple):
+  """The blocks of keys that a part computes; int32."""
+
+  first: Any
+  first_partial: Any  # the first that needs the mask; all behind it do, too
+  end: Any
+
+
+def visit_of(shape: Shape, part, num_full, num_visited) -> Visit:
+  """What a part visits of a line, of whose `num_visited` blocks the first `num_full` are full."""
+  first = part * mosaic.int32(shape.blocks)
+  end = jnp.minimum(first + mosaic.int32(shape.blocks), num_visited)
+  return Visit(first, jnp.clip(num_full, first, jnp.maximum(first, end)), end)
+
+
+def live_parts(shape: Shape, num_visited):
+  """How many parts of a line visit anything, int32."""
+  return lax.div(num_visited + mosaic.int32(shape.blocks - 1), mosaic.int32(shape.blocks))
+
+
+def partial_results(shape: Shape, lines: int):
+  """(out, lse) of all parts: lse times log2(e)."""
+  return (jax.core.ShapedArray((lines, shape.parts, shape.value_width, shape.rows), jnp.float32),
+          jax.core.ShapedArray((lines, shape.parts, shape.rows), jnp.float32))
+
+
+def copy_blocks(visit: Visit, rings):
+  """Fills rings of stages with the blocks of a visit.
+
+  Args:
+    visit: which.
+    rings: (copy(n, slot), free, stages) of keys and of values; the first starts the copies of the
+      n-th block of the line to a stage.
+  """
+  def fill(n, _):
+    number = n - visit.first
+    for copy, free, stages in rings:
+      slot = lax.rem(number, mosaic.int32(stages))
+      pl.when(number >= stages)(functools.partial(plgpu.barrier_wait, free.at[slot]))
+      copy(n, slot)
+    return ()
+
+  lax.fori_loop(visit.first, visit.end, fill, ())
+  for _, free, stages in rings:
+    drain(free, stages, visit.end - visit.first)
+
+
+# --- What the computing warpgroup does. ----------------------------------------------------------
+
+
+class _Running(NamedTuple):
+  """The softmax of the keys seen so far; see `kernels.softmax.Running`."""
+
+  highest: Any  # [R]: logits times log2(e); -inf before the first visible key
+  total: Any  # [C, R]: to be summed over C
+  output: Any  # [E, R]
+
+
+class Fold(NamedTuple):
+  """Folds blocks of keys and values, as they arrive, into results of a part."""
+
+  shape: Shape
+  logits: Logits
+  extras: Any  # of `Logits`
+  tile: Callable  # n -> tile of `Logits`: rows and the keys of the n-th block of the line
+  scratch: Scratch
+
+  def run(self, visit: Visit, out, lse):
+    """From the first block to the copy of the results to references [E, R] and [R]."""
+    shape = self.shape
+    running = _Running(
+        mosaic.filled(-jnp.inf, (shape.rows,), mosaic.COLUMNS),
+        mosaic.filled(0, (BLOCK, shape.rows), mosaic.TILE),
+        mosaic.filled(0, (shape.value_width, shape.rows), mosaic.TILE))
+    plgpu.barrier_wait(self.scratch.query_full)
+    running = lax.fori_loop(visit.first, visit.first_partial,
+                            lambda n, x: self.step(n, n - visit.first, x, False), running)
+    running = lax.fori_loop(visit.first_partial, visit.end,
+                            lambda n, x: self.step(n, n - visit.first, x, True), running)
+    self.write(running, out, lse)
+
+  def step(self, n, number, running: _Running, masked: bool) -> _Running:
+    """Folds in the n-th block of the line, the `number`-th of the part."""
+    scratch, unit = self.scratch, self.logits.unit
+    key, value = (lax.rem(number, mosaic.int32(stages)) for stages in self.shape.stages)
+    plgpu.barrier_wait(scratch.key_full.at[key])
+    scores, _ = products.beside(scratch.key.at[key], scratch.query.T)
+    plgpu.barrier_arrive(scratch.key_free.at[key])
+    scores = scores + 0.0 * scores  # NaN where not finite
+    if masked:
+      plgpu.barrier_wait(scratch.value_full.at[value])
+      scores = scores + _along(self.shield(value), scores.shape, 0)
+    logits, _ = self.logits.of(self.extras, self.tile(n) if masked else None, scores, masked)
+    highest = jnp.maximum(running.highest, logits.max(axis=0) * unit)
+    # While a row has seen nothing, its highest is -inf, and -inf - -inf would be NaN.
+    reference = jnp.where(highest == -jnp.inf, 0.0, highest)
+    weights = jnp.exp2(logits * unit - _along(reference, logits.shape, 1))
+    shrink = jnp.exp2(running.highest - reference)
+    _store_turned(scratch.weights, weights)
+    plgpu.commit_smem()
+    if not masked:
+      plgpu.barrier_wait(scratch.value_full.at[value])
+    def meanwhile():
+      return (running.total * _along(shrink, running.total.shape, 1) + weights,
+              running.output * _along(shrink, running.output.shape, 1))
+    fresh, (total, output) = products.beside(scratch.value.at[value].T, scratch.weights.T,
+                                              meanwhile)
+    plgpu.barrier_arrive(scratch.value_free.at[value])
+    return _Running(highest, total, output + fresh)
+
+  def shield(self, slot):
+    """Replaces values that are not finite by 0; returns NaN [C] for their keys, 0 for others.
+
+    0 * NaN is NaN, and would reach those from whom the key is hidden.
+    """
+    def columns(n, spoilt):  # few at a time, for the sake of registers
+      values = self.scratch.value.at[slot, :, pl.ds(n * BLOCK, BLOCK)]
+      value = mosaic.load(values, mosaic.TILE).astype(jnp.float32)
+      zero = 0.0 * value  # or NaN
+      values[...] = jnp.where(zero == 0.0, value, 0.0).astype(values.dtype)
+      return spoilt + zero.sum(axis=1)
+    spoilt = lax.fori_loop(
+        mosaic.int32(0), mosaic.int32(self.shape.value_width // BLOCK), columns,
+        mosaic.filled(0, (BLOCK,), mosaic.ROWS))
+    plgpu.commit_smem()
+    return spoilt
+
+  def write(self, running: _Running, out, lse):
+    """Normalises and copies a part's results."""
+    scratch, (highest, total, output) = self.scratch, running
+    # A row that saw a value which is not finite is NaN in all its columns, and in its lse.
+    total = total.sum(axis=0) + 0.0 * output.sum(axis=0)
+    empty = total == 0.0
+    total = jnp.where(empty, 1.0, total)
+    scratch.out[...] = output * _along(1 / total, output.shape, 1)
+    scratch.lse[...] = jnp.where(empty, -jnp.inf, highest + jnp.log(total) * LOG2E)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(scratch.out, out)
+    plgpu.copy_smem_to_gmem(scratch.lse, lse)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _along(x, shape, axis: int):
+  """A vector along an axis of `shape`, repeated along the other."""
+  return lax.broadcast_in_dim(x, shape, [axis])
+
+
+def _store_turned(ref, x):
+  """A tile in registers to shared memory, rows as columns."""
+  ref.T[...] = plgpu.layout_cast(x.astype(ref.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+
+
+# --- The merge. ----------------------------------------------------------------------------------
+
+
+class _Merged(NamedTuple):
+  """References of the merge."""
+
+  out: Any  # float32 [L, N, E, R]
+  lse: Any  # float32 [L, N, R]
+  sinks: Any  # float32 [L, R], or None
+  live: Any  # int32 [L]: parts of a line that there are results of
+
+
+def merge(shape: Shape, out, lse, sinks, live, dtype):
+  """The results of all parts of every line as one.
+
+  Args:
+    out: float32 [L, N, E, R].
+    lse: float32 [L, N, R], times log2(e).
+    sinks: float32 [L, R], a logit per row without a value, or None.
+    live: int32 [L]: how many parts, the first ones, there are results of.
+    dtype: of the output.
+
+  Returns:
+    (out [L, R, E], lse float32 [L, R], natural); 0 and -inf, or the sink, where nothing was seen.
+  """
+  lines, _, width, rows = out.shape
+  return mosaic.call(
+      functools.partial(_merge, shape),
+      (jax.core.ShapedArray((lines, rows, width), dtype),
+       jax.core.ShapedArray((lines, rows), jnp.float32)),
+      _Merged(out, lse, sinks, live),
+      (mosaic.operand((rows, mosaic.ROW_TILE), dtype), plgpu.SMEM((rows,), jnp.float32)),
+      grid=lines * (width // mosaic.ROW_TILE), name="attn_core_merge")
+
+
+def _merge(shape: Shape, inputs: _Merged, outputs, scratch):
+  tiles = mosaic.int32(shape.value_width // mosaic.ROW_TILE)
+  block = lax.axis_index("block")
+  line, tile = lax.div(block, tiles), lax.rem(block, tiles)
+  columns = pl.ds(tile * mosaic.ROW_TILE, mosaic.ROW_TILE)
+  live, area = inputs.live[line], (mosaic.ROW_TILE, shape.rows)
+
+  def fold(turn, running):
+    highest, total, output = running
+    numbers = [turn * AT_ONCE + n for n in range(min(AT_ONCE, shape.parts))]
+    at = [jnp.minimum(n, live - 1) for n in numbers]
+    lses = [mosaic.load(inputs.lse.at[line, n], mosaic.COLUMNS) for n in at]
+    outs = [mosaic.load(inputs.out.at[line, n, columns], mosaic.TILE) for n in at]
+    lses = [jnp.where(n < live, x, -jnp.inf) for n, x in zip(numbers, lses)]
+    joint = functools.reduce(jnp.maximum, lses, highest)
+    reference = jnp.where(joint == -jnp.inf, 0.0, joint)
+    shrink = jnp.exp2(highest - reference)
+    total, output = total * shrink, output * _along(shrink, area, 1)
+    for x, y in zip(lses, outs):
+      weight = jnp.exp2(x - reference)
+      total, output = total + weight, output + y * _along(weight, area, 1)
+    return joint, total, output
+
+  start = (mosaic.filled(-jnp.inf, (shape.rows,), mosaic.COLUMNS),
+           mosaic.filled(0, (shape.rows,), mosaic.COLUMNS), mosaic.filled(0, area, mosaic.TILE))
+  turns = lax.div(live + mosaic.int32(AT_ONCE - 1), mosaic.int32(AT_ONCE))
+  highest, total, output = lax.fori_loop(mosaic.int32(0), turns, fold, start)
+  if inputs.sinks is not None:
+    sink = mosaic.load(inputs.sinks.at[line], mosaic.COLUMNS) * LOG2E
+    joint = jnp.maximum(highest, sink)
+    reference = jnp.where(joint == -jnp.inf, 0.0, joint)
+    shrink = jnp.exp2(highest - reference)
+    total = total * shrink + jnp.exp2(sink - reference)
+    highest, output = joint, output * _along(shrink, area, 1)
+  empty = total == 0.0
+  total = jnp.where(empty, 1.0, total)
+  results, numbers = scratch
+  _store_turned(results, output * _along(1 / total, area, 1))
+  numbers[...] = jnp.where(empty, -jnp.inf, (highest + jnp.log(total) * LOG2E) * (1 / LOG2E))
+  plgpu.commit_smem()
+  plgpu.copy_smem_to_gmem(results, outputs[0].at[line, :, columns])
+  pl.when(tile == 0)(lambda: plgpu.copy_smem_to_gmem(numbers, outputs[1].at[line]))
+  plgpu.wait_smem_to_gmem(0)
