@@ -62,6 +62,7 @@ class Request(NamedTuple):
   pages: str | None = None  # the layout of a cache in pages, by the name of its type
   # Why the TPU kernel over pages refuses, by shapes that only it asks for; None: it does not.
   tpu_pages: str | None = None
+  gpu_pages: str | None = None  # the same of the kernel for Hopper
 
 
 # Memory in the sequence length.
@@ -198,6 +199,13 @@ _paged_v2_tpu = _paged_v2._replace(preferred=Implementation(
     lambda request: request.tpu_pages))
 _paged_v3 = Implementation(paged.xla_writing, _PAGED - {"value_width"}, LINEAR, _reads("PagesV3"))
 
+_paged_v1_hopper, _paged_v2_hopper, _paged_v3_hopper = (
+    kernel._replace(preferred=Implementation(
+        run, kernel.features - {"float64", "precision", "softmax_dtype"}, LINEAR,
+        lambda request: request.gpu_pages))
+    for kernel, run in ((_paged_v1, paged.gpu), (_paged_v2, paged.gpu),
+                        (_paged_v3, paged.gpu_writing)))
+
 TABLE = {
     ("vanilla", "cpu"): _dense,
     ("vanilla", "gpu"): _dense,
@@ -221,12 +229,15 @@ TABLE = {
     ("blocksparse", "tpu"): _tpu,
     ("page_attention", "cpu"): _paged_v1,
     ("page_attention", "gpu"): _paged_v1,
+    ("page_attention", "gpu 9.0"): _paged_v1_hopper,
     ("page_attention", "tpu"): _paged_v1,
     ("ragged_page_attention_v2", "cpu"): _paged_v2,
     ("ragged_page_attention_v2", "gpu"): _paged_v2,
+    ("ragged_page_attention_v2", "gpu 9.0"): _paged_v2_hopper,
     ("ragged_page_attention_v2", "tpu"): _paged_v2_tpu,
     ("ragged_page_attention_v3", "cpu"): _paged_v3,
     ("ragged_page_attention_v3", "gpu"): _paged_v3,
+    ("ragged_page_attention_v3", "gpu 9.0"): _paged_v3_hopper,
     ("ragged_page_attention_v3", "tpu"): _paged_v3,
     ("ring", "cpu"): _ring,
     ("ring", "gpu"): _ring,

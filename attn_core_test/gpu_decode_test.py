@@ -30,7 +30,7 @@ from attn_core_test.gpu_cases import Case
 
 INTERPRETS = hasattr(plgpu, "force_gpu_interpret_mode")
 TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3}
-PART = BlockSizes(block_kv=64)
+PART = BlockSizes(block_kv=128)
 NAME = "autoregressive_decodeattn"
 CPU = {"metadata": OperationMetadata(platform="cpu")}
 

@@ -104,14 +104,25 @@ def cut_of(operands: Operands, requested: BlockSizes) -> Cut:
     if size is not None:
       raise ValueError(f"block_sizes.{field}: got {size}; the GPU kernel computes all queries of a "
                        "group of heads together: expected None")
-  part = requested.block_kv
-  if part is not None and (part < 1 or part % parts.BLOCK):
-    raise ValueError(f"block_sizes.block_kv: got {part}; on a GPU expected a multiple of "
-                     f"{parts.BLOCK}, the tokens that a block of threads reads")
   group = heads // key_heads
   shape = parts.shape_of(queries * group, (width, operands.value.shape[3]),
-                         cdiv(keys, parts.BLOCK), part and part // parts.BLOCK)
+                         cdiv(keys, parts.BLOCK), part_blocks(requested))
   return Cut(shape, key_heads, group, cdiv(queries * group, shape.rows))
+
+
+def part_blocks(requested: BlockSizes) -> int | None:
+  """Blocks of a part, by `block_kv`, its tokens; None: to be chosen.
+
+  Raises:
+    ValueError: a part that is no whole number of blocks.
+  """
+  part = requested.block_kv
+  if part is None:
+    return None
+  if part < 1 or part % parts.BLOCK:
+    raise ValueError(f"block_sizes.block_kv: got {part}; on a GPU expected a multiple of "
+                     f"{parts.BLOCK}, the tokens that a block of threads reads")
+  return part // parts.BLOCK
 
 
 def refusal(dtype, widths: tuple[int, int], keys: int) -> str | None:
@@ -159,13 +170,14 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
       functools.partial(_kernel, cut, Logits(feed, False)), parts.partial_results(shape, lines),
       inputs, parts.scratch_of(shape, dtype), grid=lines * shape.parts, warpgroups=2,
       name="attn_core_decode")
-  live = parts.live_parts(shape, _per_row(visits.num_visited, batch))
+  visited = jnp.repeat(_per_row(visits.num_visited, batch), lines // batch)
   sinks = operands.sinks
   if sinks is not None:
     sinks = jnp.broadcast_to(sinks.astype(jnp.float32)[:, None, :, None],
                              (batch, queries, heads, 1))
     sinks = _to_rows(cut, sinks).reshape(lines, shape.rows)
-  out, lse = parts.merge(shape, out, lse, sinks, jnp.repeat(live, lines // batch), dtype)
+  out, lse = parts.merge(shape, out, lse, sinks,
+                         parts.live_parts(shape, jnp.zeros_like(visited), visited), dtype)
   return Residuals(_from_rows(cut, out, operands.query.shape),
                    _from_rows(cut, lse[..., None], operands.query.shape)[..., 0].swapaxes(1, 2))
 
@@ -196,7 +208,8 @@ def _from_rows(cut: Cut, x, like):
 def _kernel(cut: Cut, logits: Logits, inputs: Inputs, outputs, scratch: parts.Scratch):
   shape, place = cut.shape, _place(cut)
   row = inputs.visits.of(place.batch, 0, 0)
-  visit = parts.visit_of(shape, place.part, row.num_full, row.num_visited)
+  visit = parts.visit_of(shape, place.part, parts.Visit(
+      mosaic.int32(0), None, row.num_full, row.num_visited))
   line = (place.batch * cut.key_heads + place.head) * cut.lines + place.line
   first = place.line * shape.rows
   warpgroup = lax.axis_index("warpgroup")
@@ -205,16 +218,10 @@ def _kernel(cut: Cut, logits: Logits, inputs: Inputs, outputs, scratch: parts.Sc
   def _():
     plgpu.copy_gmem_to_smem(inputs.query.at[place.batch, place.head, pl.ds(first, shape.rows)],
                             scratch.query, scratch.query_full)
-    def copy(source, ring, full):
-      def start(n, slot):
-        keys = pl.ds(row.block(n) * parts.BLOCK, parts.BLOCK)
-        plgpu.copy_gmem_to_smem(source.at[place.batch, keys, place.head], ring.at[slot],
-                                full.at[slot])
-      return start
-    parts.copy_blocks(visit, (
-        (copy(inputs.key, scratch.key, scratch.key_full), scratch.key_free, shape.stages[0]),
-        (copy(inputs.value, scratch.value, scratch.value_full), scratch.value_free,
-         shape.stages[1])))
+    def copy(_, block, values, stage, full):
+      source, keys = inputs.value if values else inputs.key, pl.ds(block * parts.BLOCK, parts.BLOCK)
+      plgpu.copy_gmem_to_smem(source.at[place.batch, keys, place.head], stage, full)
+    parts.copy_blocks(shape, scratch, visit, row.block, copy)
 
   @pl.when((warpgroup == 0) & (visit.first < visit.end))
   def _():

@@ -109,37 +109,42 @@ def shared_memory(shape: Shape) -> int:
   return 2 * (staged + own) + 4 * shape.rows * (shape.value_width + 1) + OTHER_BYTES
 
 
-def scratch_of(shape: Shape, dtype) -> Scratch:
-  """What a part needs."""
+def scratch_of(shape: Shape, dtype, copies: int = 1) -> Scratch:
+  """What a part needs, where so many copies fill a stage."""
   keys, values = shape.stages
-  full = [plgpu.Barrier(num_barriers=n) for n in shape.stages]
+  full, free = ([plgpu.Barrier(num_arrivals=arrivals, num_barriers=n) for n in shape.stages]
+                for arrivals in (copies, 1))
   return Scratch(
       mosaic.operand((shape.rows, shape.width), dtype),
       mosaic.operand((keys, BLOCK, shape.width), dtype),
       mosaic.operand((values, BLOCK, shape.value_width), dtype),
       mosaic.operand((shape.rows, BLOCK), dtype),
       mosaic.operand((shape.value_width, shape.rows), jnp.float32),
-      plgpu.SMEM((shape.rows,), jnp.float32), plgpu.Barrier(), *full, *full)
+      plgpu.SMEM((shape.rows,), jnp.float32), plgpu.Barrier(), *full, *free)
 
 
 class Visit(NamedTuple):
-  """The blocks of keys that a part computes; int32."""
+  """The blocks of keys that a part computes, in ascending order; int32."""
 
   first: Any
-  first_partial: Any  # the first that needs the mask; all behind it do, too
+  first_full: Any  # those before it need the mask; None: there are none
+  end_full: Any  # those from it on need the mask, too
   end: Any
 
 
-def visit_of(shape: Shape, part, num_full, num_visited) -> Visit:
-  """What a part visits of a line, of whose `num_visited` blocks the first `num_full` are full."""
+def visit_of(shape: Shape, part, line: Visit) -> Visit:
+  """What a part visits of a line's blocks; parts are cut at multiples of their size."""
   first = part * mosaic.int32(shape.blocks)
-  end = jnp.minimum(first + mosaic.int32(shape.blocks), num_visited)
-  return Visit(first, jnp.clip(num_full, first, jnp.maximum(first, end)), end)
+  end = jnp.minimum(first + mosaic.int32(shape.blocks), line.end)
+  first = jnp.maximum(first, line.first)
+  within = lambda x: jnp.clip(x, first, jnp.maximum(first, end))
+  return Visit(first, None if line.first_full is None else within(line.first_full),
+               within(line.end_full), end)
 
 
-def live_parts(shape: Shape, num_visited):
-  """How many parts of a line visit anything, int32."""
-  return lax.div(num_visited + mosaic.int32(shape.blocks - 1), mosaic.int32(shape.blocks))
+def live_parts(shape: Shape, first, end):
+  """(first, end) of the parts that visit some of the blocks first..end - 1 of a line, int32."""
+  return (first // shape.blocks).astype(jnp.int32), cdiv(end, shape.blocks).astype(jnp.int32)
 
 
 def partial_results(shape: Shape, lines: int):
@@ -148,24 +153,28 @@ def partial_results(shape: Shape, lines: int):
           jax.core.ShapedArray((lines, shape.parts, shape.rows), jnp.float32))
 
 
-def copy_blocks(visit: Visit, rings):
-  """Fills rings of stages with the blocks of a visit.
+def copy_blocks(shape: Shape, scratch: Scratch, visit: Visit, locate, copy):
+  """Fills the stages with the blocks of a visit.
 
   Args:
     visit: which.
-    rings: (copy(n, slot), free, stages) of keys and of values; the first starts the copies of the
-      n-th block of the line to a stage.
+    locate: n -> where the n-th block of the line is.
+    copy: copy(n, place, values, stage, full) starts the copies of its keys or values to a stage.
   """
+  rings = (
+      (False, scratch.key, scratch.key_full, scratch.key_free, shape.stages[0]),
+      (True, scratch.value, scratch.value_full, scratch.value_free, shape.stages[1]))
+
   def fill(n, _):
-    number = n - visit.first
-    for copy, free, stages in rings:
+    number, place = n - visit.first, locate(n)
+    for values, ring, full, free, stages in rings:
       slot = lax.rem(number, mosaic.int32(stages))
       pl.when(number >= stages)(functools.partial(plgpu.barrier_wait, free.at[slot]))
-      copy(n, slot)
+      copy(n, place, values, ring.at[slot], full.at[slot])
     return ()
 
   lax.fori_loop(visit.first, visit.end, fill, ())
-  for _, free, stages in rings:
+  for *_, free, stages in rings:
     drain(free, stages, visit.end - visit.first)
 
 
@@ -197,10 +206,13 @@ class Fold(NamedTuple):
         mosaic.filled(0, (BLOCK, shape.rows), mosaic.TILE),
         mosaic.filled(0, (shape.value_width, shape.rows), mosaic.TILE))
     plgpu.barrier_wait(self.scratch.query_full)
-    running = lax.fori_loop(visit.first, visit.first_partial,
-                            lambda n, x: self.step(n, n - visit.first, x, False), running)
-    running = lax.fori_loop(visit.first_partial, visit.end,
-                            lambda n, x: self.step(n, n - visit.first, x, True), running)
+    bounds = visit.first, visit.first_full, visit.end_full, visit.end
+    if visit.first_full is None:
+      bounds = None, visit.first, visit.end_full, visit.end
+    for first, end, masked in zip(bounds, bounds[1:], (True, False, True)):
+      if first is not None:
+        running = lax.fori_loop(first, end, functools.partial(
+            lambda masked, n, x: self.step(n, n - visit.first, x, masked), masked), running)
     self.write(running, out, lse)
 
   def step(self, n, number, running: _Running, masked: bool) -> _Running:
@@ -283,7 +295,8 @@ class _Merged(NamedTuple):
   out: Any  # float32 [L, N, E, R]
   lse: Any  # float32 [L, N, R]
   sinks: Any  # float32 [L, R], or None
-  live: Any  # int32 [L]: parts of a line that there are results of
+  first: Any  # int32 [L]: the first part of a line that there are results of
+  end: Any  # int32 [L]: behind the last one
 
 
 def merge(shape: Shape, out, lse, sinks, live, dtype):
@@ -293,7 +306,7 @@ def merge(shape: Shape, out, lse, sinks, live, dtype):
     out: float32 [L, N, E, R].
     lse: float32 [L, N, R], times log2(e).
     sinks: float32 [L, R], a logit per row without a value, or None.
-    live: int32 [L]: how many parts, the first ones, there are results of.
+    live: int32 [L] (first, end): of which parts there are results.
     dtype: of the output.
 
   Returns:
@@ -304,7 +317,7 @@ def merge(shape: Shape, out, lse, sinks, live, dtype):
       functools.partial(_merge, shape),
       (jax.core.ShapedArray((lines, rows, width), dtype),
        jax.core.ShapedArray((lines, rows), jnp.float32)),
-      _Merged(out, lse, sinks, live),
+      _Merged(out, lse, sinks, *live),
       (mosaic.operand((rows, mosaic.ROW_TILE), dtype), plgpu.SMEM((rows,), jnp.float32)),
       grid=lines * (width // mosaic.ROW_TILE), name="attn_core_merge")
 
@@ -314,15 +327,16 @@ def _merge(shape: Shape, inputs: _Merged, outputs, scratch):
   block = lax.axis_index("block")
   line, tile = lax.div(block, tiles), lax.rem(block, tiles)
   columns = pl.ds(tile * mosaic.ROW_TILE, mosaic.ROW_TILE)
-  live, area = inputs.live[line], (mosaic.ROW_TILE, shape.rows)
+  first, end = inputs.first[line], inputs.end[line]
+  area = mosaic.ROW_TILE, shape.rows
 
   def fold(turn, running):
     highest, total, output = running
     numbers = [turn * AT_ONCE + n for n in range(min(AT_ONCE, shape.parts))]
-    at = [jnp.minimum(n, live - 1) for n in numbers]
+    at = [jnp.clip(n, first, end - 1) for n in numbers]
     lses = [mosaic.load(inputs.lse.at[line, n], mosaic.COLUMNS) for n in at]
     outs = [mosaic.load(inputs.out.at[line, n, columns], mosaic.TILE) for n in at]
-    lses = [jnp.where(n < live, x, -jnp.inf) for n, x in zip(numbers, lses)]
+    lses = [jnp.where((n >= first) & (n < end), x, -jnp.inf) for n, x in zip(numbers, lses)]
     joint = functools.reduce(jnp.maximum, lses, highest)
     reference = jnp.where(joint == -jnp.inf, 0.0, joint)
     shrink = jnp.exp2(highest - reference)
@@ -334,8 +348,9 @@ def _merge(shape: Shape, inputs: _Merged, outputs, scratch):
 
   start = (mosaic.filled(-jnp.inf, (shape.rows,), mosaic.COLUMNS),
            mosaic.filled(0, (shape.rows,), mosaic.COLUMNS), mosaic.filled(0, area, mosaic.TILE))
-  turns = lax.div(live + mosaic.int32(AT_ONCE - 1), mosaic.int32(AT_ONCE))
-  highest, total, output = lax.fori_loop(mosaic.int32(0), turns, fold, start)
+  turn = lambda n: lax.div(n, mosaic.int32(AT_ONCE))
+  highest, total, output = lax.fori_loop(
+      turn(first), turn(end + mosaic.int32(AT_ONCE - 1)), fold, start)
   if inputs.sinks is not None:
     sink = mosaic.load(inputs.sinks.at[line], mosaic.COLUMNS) * LOG2E
     joint = jnp.maximum(highest, sink)
