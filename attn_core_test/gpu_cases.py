@@ -224,7 +224,8 @@ def backward_programs() -> dict[str, tuple[Any, tuple]]:
 def decoded() -> dict[str, Case]:
   """Calls of the kernel for decoding, with the mask of a cache."""
   zeros = lambda *shape: np.zeros(shape, np.int32)
-  mask = (masks.positions(zeros(8, 1), zeros(8, 4096)) & masks.segments(zeros(8, 1), zeros(8, 4096)))
+  query, key = zeros(8, 1), zeros(8, 4096)
+  mask = masks.positions(query, key) & masks.segments(query, key)
   common = Case(mask, B=8, T=1, S=4096, H=32, K=8)
   return {**{f"width_{n}": common._replace(D=n) for n in (64, 128, 256)},
           "widths_192_128": common._replace(D=192, E=128),
@@ -248,7 +249,8 @@ def paged() -> dict[str, tuple[paged_kernel.PagedOperands, pages.Heads]]:
     heads = pages.Heads(key_heads, width, width)
     cache = jax.eval_shape(lambda: pages.init(layout, 64, page, heads))
     metadata = pages.PagesMetadata(array((8, 4096 // page)), array((8,)), array((9,)))
-    return paged_kernel.PagedOperands(array((tokens, 32, width), "bfloat16"), cache, metadata), heads
+    query = array((tokens, 32, width), "bfloat16")
+    return paged_kernel.PagedOperands(query, cache, metadata), heads
   return {"v1_pages_of_16": case(pages.PagesV1, 16, 8, 128),
           "v2_pages_of_32_few_queries": case(pages.PagesV2, 32, 8, 64, 32),
           "v2_pages_of_128": case(pages.PagesV2, 128, 8, 128),

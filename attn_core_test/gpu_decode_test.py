@@ -82,7 +82,8 @@ STARTS = np.array([3, 0, 0, 70])
 def arrays(rows, number=None):
   """query, key, value of some rows of a batch; `number`: instead of what nobody sees."""
   rng = np.random.default_rng(1)
-  query, key, value = (rng.normal(size=(4, n, heads, 64)) for n, heads in ((1, 4), (200, 2), (200, 2)))
+  query, key, value = (rng.normal(size=(4, n, heads, 64))
+                       for n, heads in ((1, 4), (200, 2), (200, 2)))
   if number is not None:
     slot = np.arange(200)
     seen = (slot >= STARTS[:, None]) & (slot < LENGTHS[:, None])
@@ -120,7 +121,7 @@ class RowsTest(parameterized.TestCase):
         seen = arrays(rows)
         seen[name] = seen[name].at[0, slot, 1, 5].set(np.nan)
         for x, y in zip(whole, jax.block_until_ready(run(rows, *seen))):
-          x, y = (np.array(x, np.float32).reshape(4, 2, 2, -1) for x in (x, y))  # two heads a key head
+          x, y = (np.array(x, np.float32).reshape(4, 2, 2, -1) for x in (x, y))
           self.assertTrue(np.isnan(y[0, 1]).all())
           y[0, 1] = x[0, 1]
           np.testing.assert_array_equal(x, y)
@@ -179,7 +180,8 @@ class ChoiceTest(parameterized.TestCase):
     rng = np.random.default_rng(0)
     lengths = rng.integers(2048, 32768, 64).astype(np.int32)
     case = Case(masks.lengths(None, lengths), B=64, T=1, S=32768, H=32, K=8, D=128)
-    found = decode.block_map_of(case.shapes._replace(mask=MaskOperands((jnp.asarray(lengths),))), case.full_spec)
+    operands = case.shapes._replace(mask=MaskOperands((jnp.asarray(lengths),)))
+    found = decode.block_map_of(operands, case.full_spec)
     self.assertLessEqual(parts.BLOCK * np.sum(found.num_visited) / lengths.sum(), 1.005)
     np.testing.assert_array_equal(found.num_visited[:, 0, 0], -(-lengths // parts.BLOCK))
 

@@ -34,7 +34,8 @@ PART = BlockSizes(block_kv=128)
 OPTIONS = PagedOptions(metadata=gpu_cases.HOPPER, block_sizes=PART, return_lse=True)
 WHOLE = OPTIONS._replace(block_sizes=None)
 # Requests of no, one and several queries; NaN where nobody looks.
-RAGGED = Case((70, 0, 130, 9), (1, 0, 5, 2), H=2, K=1, page=32, D=64, unused=1, sinks=True, dtype="bfloat16",
+RAGGED = Case((70, 0, 130, 9), (1, 0, 5, 2), H=2, K=1, page=32, D=64, unused=1, sinks=True,
+              dtype="bfloat16",
               options=PagedOptions(sliding_window=(66, 0), logits_soft_cap=2.0))
 SINGLE = Case((129, 1), (1, 1), page=128, H=2, K=2, D=64, rest=0, dtype="bfloat16")
 

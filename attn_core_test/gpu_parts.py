@@ -335,7 +335,7 @@ def decoding(settings: Settings) -> Found:
   """
   end = time.monotonic() + settings.seconds
   dtype = jnp.bfloat16 if resolved_platform(OperationMetadata()) == "gpu" else jnp.float32
-  lines, results = ["| B, S, H, K, D | kernel | GB/s | of copy | error |", "|---|---|---|---|---|"], []
+  lines, results = ["| B, S, H, K, D | kernel | GB/s | of copy | error |", "|---" * 5 + "|"], []
   for shape in ((2, 64, 4, 2, 64),) if settings.tiny else DECODES:
     if time.monotonic() > end:
       lines.append(f"No time left for {shape}.")

@@ -27,8 +27,8 @@ import time
 ROOT = pathlib.Path(os.path.abspath(__file__)).parent.parent
 
 # Part -> its share of the time; what one leaves, the next ones have.
-SHARES = {"environment": 0.1, "properties": 0.28, "repeatability": 0.12, "decoding": 0.1, "times": 0.3,
-          "sanitizer": 0.1}
+SHARES = {"environment": 0.1, "properties": 0.28, "repeatability": 0.12, "decoding": 0.1,
+          "times": 0.3, "sanitizer": 0.1}
 GRACE_SECONDS = 25  # for what a part has begun when its time is over
 TERM_SECONDS = 2  # for a program that is told to end, to end its own children
 

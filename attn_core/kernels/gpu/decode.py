@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from attn_core.kernels.gpu import mosaic, parts
+from attn_core.kernels.gpu import merge, mosaic, parts
 from attn_core.kernels.gpu.feed import Extras, Feed
 from attn_core.kernels.gpu.logits import Logits
 from attn_core.kernels.gpu.visits import Visits, visits_of
@@ -176,7 +176,7 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
     sinks = jnp.broadcast_to(sinks.astype(jnp.float32)[:, None, :, None],
                              (batch, queries, heads, 1))
     sinks = _to_rows(cut, sinks).reshape(lines, shape.rows)
-  out, lse = parts.merge(shape, out, lse, sinks,
+  out, lse = merge.merge(shape, out, lse, sinks,
                          parts.live_parts(shape, jnp.zeros_like(visited), visited), dtype)
   return Residuals(_from_rows(cut, out, operands.query.shape),
                    _from_rows(cut, lse[..., None], operands.query.shape)[..., 0].swapaxes(1, 2))
@@ -218,9 +218,9 @@ def _kernel(cut: Cut, logits: Logits, inputs: Inputs, outputs, scratch: parts.Sc
   def _():
     plgpu.copy_gmem_to_smem(inputs.query.at[place.batch, place.head, pl.ds(first, shape.rows)],
                             scratch.query, scratch.query_full)
-    def copy(_, block, values, stage, full):
+    def copy(_, block, values, target):
       source, keys = inputs.value if values else inputs.key, pl.ds(block * parts.BLOCK, parts.BLOCK)
-      plgpu.copy_gmem_to_smem(source.at[place.batch, keys, place.head], stage, full)
+      plgpu.copy_gmem_to_smem(source.at[place.batch, keys, place.head], *target)
     parts.copy_blocks(shape, scratch, visit, row.block, copy)
 
   @pl.when((warpgroup == 0) & (visit.first < visit.end))

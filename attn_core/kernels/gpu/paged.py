@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from attn_core.caches import pages
-from attn_core.kernels.gpu import decode, mosaic, parts
+from attn_core.kernels.gpu import decode, merge, mosaic, parts
 from attn_core.kernels.gpu.feed import Extras
 from attn_core.kernels.gpu.logits import Logits
 from attn_core.kernels.kernel import Residuals
@@ -99,7 +99,8 @@ def refusal(query, cache) -> str | None:
   """
   held, page = pages.dtype_of(cache), pages.page_size(cache)
   if cache.key_scales is not None or held != query.dtype:
-    return f"pages of {jnp.dtype(held).name}: the kernel for Hopper reads those of the query's dtype"
+    return (f"pages of {jnp.dtype(held).name}: the kernel for Hopper reads those of the query's "
+            "dtype")
   if page % mosaic.COPIED_TOKENS or parts.BLOCK % page and page % parts.BLOCK:
     return (f"pages of {page} tokens: the kernel for Hopper copies 8, 16, 32 or multiples of "
             f"{parts.BLOCK}")
@@ -151,7 +152,7 @@ def forward(operands: paged.PagedOperands, spec: PagedSpec, heads: pages.Heads,
     sinks = jnp.broadcast_to(sinks, (rows.shape[0], *sinks.shape)).reshape(lines, shape.rows)
   live_parts = parts.live_parts(shape, *(jnp.repeat(x, lines // rows.shape[0])
                                          for x in (items.first, items.end)))
-  out, lse = parts.merge(shape, out, lse, sinks, live_parts, dtype)
+  out, lse = merge.merge(shape, out, lse, sinks, live_parts, dtype)
   def of_tokens(x, empty):
     x = x.reshape(-1, heads.key_heads, number, x.shape[-1])[:, :, :cut.block_q * cut.group]
     x = x.reshape(*x.shape[:2], cut.block_q, cut.group, -1).swapaxes(1, 2)
@@ -242,18 +243,18 @@ def _locate(cut: Cut, inputs: Inputs, item: Items, n) -> list:
   return [inputs.tables[item.request, n * number + i] for i in range(number)]
 
 
-def _copy(cut: Cut, inputs: Inputs, item: Items, head, n, ids, values, stage, full):
+def _copy(cut: Cut, inputs: Inputs, item: Items, head, n, ids, values, target):
   """Starts the copies of a block's live pages; a dead one arrives without a copy."""
-  tokens = min(cut.page, parts.BLOCK)
+  tokens, (stage, full) = min(cut.page, parts.BLOCK), target
   within = mosaic.int32(0)
   if cut.page > parts.BLOCK:
     within = lax.rem(n, mosaic.int32(cut.page // parts.BLOCK)) * mosaic.int32(parts.BLOCK)
   for i, page in enumerate(ids):
     start = n * mosaic.int32(parts.BLOCK) + mosaic.int32(i * tokens)
     source = _page(cut, inputs.cache, page, pl.ds(within, tokens), head, values)
-    target = stage.at[pl.ds(i * tokens, tokens)]
+    place = stage.at[pl.ds(i * tokens, tokens)]
     live = start < item.length
-    pl.when(live)(functools.partial(plgpu.copy_gmem_to_smem, source, target, full))
+    pl.when(live)(functools.partial(plgpu.copy_gmem_to_smem, source, place, full))
     pl.when(~live)(functools.partial(plgpu.barrier_arrive, full))
 
 

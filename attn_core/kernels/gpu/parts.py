@@ -8,7 +8,7 @@ its own. One warpgroup copies blocks of keys and values into rings of stages, as
 reach, another computes. Where it can, a block of threads takes less than half of a processor's
 shared memory, so that one copies while another one begins or ends.
 
-What a part is depends on the request alone, and the merge adds parts in their order: a request's
+What a part is depends on the request alone, and `merge` adds parts in their order: a request's
 bits are the same in any batch. Flash-decoding, https://pytorch.org/blog/flash-decoding/.
 
 Letters: L lines: a key head of a batch row and up to 32 of its rows; N parts of a line; R rows
@@ -41,7 +41,6 @@ MOST_STAGES = 6
 OTHER_BYTES = 3328  # for barriers, alignment, and what reductions across warps need
 # A processor's shared memory holds two blocks of threads, each with a reserve of the system's.
 HALF = (mosaic.SHARED_MEMORY + 1024) // 2 - 1024
-AT_ONCE = 8  # parts that the merge asks for together
 
 
 class Shape(NamedTuple):
@@ -159,7 +158,8 @@ def copy_blocks(shape: Shape, scratch: Scratch, visit: Visit, locate, copy):
   Args:
     visit: which.
     locate: n -> where the n-th block of the line is.
-    copy: copy(n, place, values, stage, full) starts the copies of its keys or values to a stage.
+    copy: copy(n, place, values, target) starts the copies of its keys or values to a target, which
+      is a stage and its barrier.
   """
   rings = (
       (False, scratch.key, scratch.key_full, scratch.key_free, shape.stages[0]),
@@ -170,7 +170,7 @@ def copy_blocks(shape: Shape, scratch: Scratch, visit: Visit, locate, copy):
     for values, ring, full, free, stages in rings:
       slot = lax.rem(number, mosaic.int32(stages))
       pl.when(number >= stages)(functools.partial(plgpu.barrier_wait, free.at[slot]))
-      copy(n, place, values, ring.at[slot], full.at[slot])
+      copy(n, place, values, (ring.at[slot], full.at[slot]))
     return ()
 
   lax.fori_loop(visit.first, visit.end, fill, ())
@@ -225,20 +225,20 @@ class Fold(NamedTuple):
     scores = scores + 0.0 * scores  # NaN where not finite
     if masked:
       plgpu.barrier_wait(scratch.value_full.at[value])
-      scores = scores + _along(self.shield(value), scores.shape, 0)
+      scores = scores + along(self.shield(value), scores.shape, 0)
     logits, _ = self.logits.of(self.extras, self.tile(n) if masked else None, scores, masked)
     highest = jnp.maximum(running.highest, logits.max(axis=0) * unit)
     # While a row has seen nothing, its highest is -inf, and -inf - -inf would be NaN.
     reference = jnp.where(highest == -jnp.inf, 0.0, highest)
-    weights = jnp.exp2(logits * unit - _along(reference, logits.shape, 1))
+    weights = jnp.exp2(logits * unit - along(reference, logits.shape, 1))
     shrink = jnp.exp2(running.highest - reference)
-    _store_turned(scratch.weights, weights)
+    store_turned(scratch.weights, weights)
     plgpu.commit_smem()
     if not masked:
       plgpu.barrier_wait(scratch.value_full.at[value])
     def meanwhile():
-      return (running.total * _along(shrink, running.total.shape, 1) + weights,
-              running.output * _along(shrink, running.output.shape, 1))
+      return (running.total * along(shrink, running.total.shape, 1) + weights,
+              running.output * along(shrink, running.output.shape, 1))
     fresh, (total, output) = products.beside(scratch.value.at[value].T, scratch.weights.T,
                                               meanwhile)
     plgpu.barrier_arrive(scratch.value_free.at[value])
@@ -268,7 +268,7 @@ class Fold(NamedTuple):
     total = total.sum(axis=0) + 0.0 * output.sum(axis=0)
     empty = total == 0.0
     total = jnp.where(empty, 1.0, total)
-    scratch.out[...] = output * _along(1 / total, output.shape, 1)
+    scratch.out[...] = output * along(1 / total, output.shape, 1)
     scratch.lse[...] = jnp.where(empty, -jnp.inf, highest + jnp.log(total) * LOG2E)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(scratch.out, out)
@@ -276,94 +276,11 @@ class Fold(NamedTuple):
     plgpu.wait_smem_to_gmem(0)
 
 
-def _along(x, shape, axis: int):
+def along(x, shape, axis: int):
   """A vector along an axis of `shape`, repeated along the other."""
   return lax.broadcast_in_dim(x, shape, [axis])
 
 
-def _store_turned(ref, x):
+def store_turned(ref, x):
   """A tile in registers to shared memory, rows as columns."""
   ref.T[...] = plgpu.layout_cast(x.astype(ref.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
-
-
-# --- The merge. ----------------------------------------------------------------------------------
-
-
-class _Merged(NamedTuple):
-  """References of the merge."""
-
-  out: Any  # float32 [L, N, E, R]
-  lse: Any  # float32 [L, N, R]
-  sinks: Any  # float32 [L, R], or None
-  first: Any  # int32 [L]: the first part of a line that there are results of
-  end: Any  # int32 [L]: behind the last one
-
-
-def merge(shape: Shape, out, lse, sinks, live, dtype):
-  """The results of all parts of every line as one.
-
-  Args:
-    out: float32 [L, N, E, R].
-    lse: float32 [L, N, R], times log2(e).
-    sinks: float32 [L, R], a logit per row without a value, or None.
-    live: int32 [L] (first, end): of which parts there are results.
-    dtype: of the output.
-
-  Returns:
-    (out [L, R, E], lse float32 [L, R], natural); 0 and -inf, or the sink, where nothing was seen.
-  """
-  lines, _, width, rows = out.shape
-  return mosaic.call(
-      functools.partial(_merge, shape),
-      (jax.core.ShapedArray((lines, rows, width), dtype),
-       jax.core.ShapedArray((lines, rows), jnp.float32)),
-      _Merged(out, lse, sinks, *live),
-      (mosaic.operand((rows, mosaic.ROW_TILE), dtype), plgpu.SMEM((rows,), jnp.float32)),
-      grid=lines * (width // mosaic.ROW_TILE), name="attn_core_merge")
-
-
-def _merge(shape: Shape, inputs: _Merged, outputs, scratch):
-  tiles = mosaic.int32(shape.value_width // mosaic.ROW_TILE)
-  block = lax.axis_index("block")
-  line, tile = lax.div(block, tiles), lax.rem(block, tiles)
-  columns = pl.ds(tile * mosaic.ROW_TILE, mosaic.ROW_TILE)
-  first, end = inputs.first[line], inputs.end[line]
-  area = mosaic.ROW_TILE, shape.rows
-
-  def fold(turn, running):
-    highest, total, output = running
-    numbers = [turn * AT_ONCE + n for n in range(min(AT_ONCE, shape.parts))]
-    at = [jnp.clip(n, first, end - 1) for n in numbers]
-    lses = [mosaic.load(inputs.lse.at[line, n], mosaic.COLUMNS) for n in at]
-    outs = [mosaic.load(inputs.out.at[line, n, columns], mosaic.TILE) for n in at]
-    lses = [jnp.where((n >= first) & (n < end), x, -jnp.inf) for n, x in zip(numbers, lses)]
-    joint = functools.reduce(jnp.maximum, lses, highest)
-    reference = jnp.where(joint == -jnp.inf, 0.0, joint)
-    shrink = jnp.exp2(highest - reference)
-    total, output = total * shrink, output * _along(shrink, area, 1)
-    for x, y in zip(lses, outs):
-      weight = jnp.exp2(x - reference)
-      total, output = total + weight, output + y * _along(weight, area, 1)
-    return joint, total, output
-
-  start = (mosaic.filled(-jnp.inf, (shape.rows,), mosaic.COLUMNS),
-           mosaic.filled(0, (shape.rows,), mosaic.COLUMNS), mosaic.filled(0, area, mosaic.TILE))
-  turn = lambda n: lax.div(n, mosaic.int32(AT_ONCE))
-  highest, total, output = lax.fori_loop(
-      turn(first), turn(end + mosaic.int32(AT_ONCE - 1)), fold, start)
-  if inputs.sinks is not None:
-    sink = mosaic.load(inputs.sinks.at[line], mosaic.COLUMNS) * LOG2E
-    joint = jnp.maximum(highest, sink)
-    reference = jnp.where(joint == -jnp.inf, 0.0, joint)
-    shrink = jnp.exp2(highest - reference)
-    total = total * shrink + jnp.exp2(sink - reference)
-    highest, output = joint, output * _along(shrink, area, 1)
-  empty = total == 0.0
-  total = jnp.where(empty, 1.0, total)
-  results, numbers = scratch
-  _store_turned(results, output * _along(1 / total, area, 1))
-  numbers[...] = jnp.where(empty, -jnp.inf, (highest + jnp.log(total) * LOG2E) * (1 / LOG2E))
-  plgpu.commit_smem()
-  plgpu.copy_smem_to_gmem(results, outputs[0].at[line, :, columns])
-  pl.when(tile == 0)(lambda: plgpu.copy_smem_to_gmem(numbers, outputs[1].at[line]))
-  plgpu.wait_smem_to_gmem(0)
