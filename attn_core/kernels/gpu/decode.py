@@ -24,7 +24,7 @@ from attn_core.kernels.gpu.visits import Visits, visits_of
 from attn_core.kernels.kernel import Kernel, Residuals
 from attn_core.kernels.xla import decode, steps
 from attn_core.masks import algebra, blocks, tiles
-from attn_core.types import AttentionSpec, BlockSizes, MaskOperands, Operands, cdiv
+from attn_core.types import AttentionSpec, BlockSizes, Operands, cdiv
 
 DTYPES = ("bfloat16", "float16")
 
