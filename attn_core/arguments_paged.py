@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from attn_core import arguments, checks, metadata as metadata_lib
 from attn_core.caches import page_checks, pages
+from attn_core.kernels.gpu import paged as gpu_kernel
 from attn_core.kernels.tpu import paged as tpu_kernel
 from attn_core.kernels.xla.paged import PagedOperands
 from attn_core.masks import algebra
@@ -72,7 +73,9 @@ def normalise(a) -> arguments.Normalised:
   request = Request(
       features, jnp.dtype(compute), heads.key_width, heads.value_width,
       lengths=(query.shape[0],) * 2, capability=metadata_lib.resolved_capability(metadata),
-      pages=layout.__name__, tpu_pages=_tpu_refusal(a, metadata, operands, heads))
+      pages=layout.__name__, tpu_pages=_tpu_refusal(a, metadata, operands, heads),
+      gpu_pages=_mesh_refusal(a, metadata, operands, heads, "kernel for Hopper")
+      or gpu_kernel.refusal(operands.query, operands.cache))
   return arguments.Normalised(dense._replace(operands=operands, spec=spec), request, metadata, None,
                               query.dtype, None)
 
@@ -81,12 +84,18 @@ def _tpu_refusal(a, metadata, operands: PagedOperands, heads: pages.Heads) -> st
   """Why the TPU kernel does not compute a call; None: it does."""
   if not isinstance(operands.cache, pages.PagesV2):
     return None
+  return (_mesh_refusal(a, metadata, operands, heads, "TPU kernel")
+          or tpu_kernel.refusal(operands.query, operands.cache, operands.metadata))
+
+
+def _mesh_refusal(a, metadata, operands: PagedOperands, heads: pages.Heads, kernel: str):
+  """Why a kernel that runs on one device does not compute a call; None: it does."""
   tokens, query_heads, width = operands.query.shape
   mesh = metadata_lib.resolved_mesh(metadata)
   if shard.place(metadata.get_shardings(a.mode, "bthd"), mesh, (1, tokens, query_heads, width),
                  (1, tokens, heads.key_heads, width)) is not None:
-    return "a mesh: the TPU kernel runs on one device; call it inside jax.shard_map"
-  return tpu_kernel.refusal(operands.query, operands.cache, operands.metadata)
+    return f"a mesh: the {kernel} runs on one device; call it inside jax.shard_map"
+  return None
 
 
 def _heads(a, mechanism: str, query) -> pages.Heads:

@@ -10,7 +10,7 @@ from typing import Any, Callable, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from attn_core.kernels.gpu import tuned as gpu_tuned
+from attn_core.kernels.gpu import decode as gpu_decode, tuned as gpu_tuned
 from attn_core.masks import algebra
 from attn_core.mechanisms import decode, flash, paged, ring, sdpa, vanilla
 from attn_core.types import (PLATFORMS, RING_TRANSFERS, AttentionMechanism, AttentionOutput,
@@ -64,6 +64,7 @@ class Request(NamedTuple):
   # Why the TPU kernel over pages refuses, by shapes that only it asks for; None: it does not.
   tpu_pages: str | None = None
   transfer: str = RING_TRANSFERS[0]  # `RingConfig.transfer`
+  gpu_pages: str | None = None  # the same of the kernel for Hopper
 
 
 # Memory in the sequence length.
@@ -190,6 +191,10 @@ _ring = _ring._replace(limits=_collective_limits)
 _ring_tpu = _ring_tpu._replace(preferred=_ring_tpu._replace(
     run=ring.tpu_remote, limits=_remote_limits))
 _decode = Implementation(decode.xla, _DECODE, LINEAR, shards_keys=True)
+_decode_hopper = Implementation(
+    decode.gpu, _DECODE & _HOPPER, LINEAR,
+    lambda request: gpu_decode.refusal(request.dtype, (
+        request.width, request.value_width or request.width), request.lengths[1]), shards_keys=True)
 _gpu = _xla._replace(preferred=_cudnn._replace(limits=_cudnn_gradient_limits))
 
 _PAGED = frozenset({"gqa", "value_width", "float16", "float64", "causal", "window", "sinks",
@@ -211,6 +216,13 @@ _paged_v2_tpu = _paged_v2._replace(preferred=Implementation(
     paged.tpu, _paged_v2.features - {"float16", "float64", "precision", "softmax_dtype"}, LINEAR,
     lambda request: request.tpu_pages))
 _paged_v3 = Implementation(paged.xla_writing, _PAGED - {"value_width"}, LINEAR, _reads("PagesV3"))
+
+_paged_v1_hopper, _paged_v2_hopper, _paged_v3_hopper = (
+    kernel._replace(preferred=Implementation(
+        run, kernel.features - {"float64", "precision", "softmax_dtype"}, LINEAR,
+        lambda request: request.gpu_pages))
+    for kernel, run in ((_paged_v1, paged.gpu), (_paged_v2, paged.gpu),
+                        (_paged_v3, paged.gpu_writing)))
 
 TABLE = {
     ("vanilla", "cpu"): _dense,
@@ -235,12 +247,15 @@ TABLE = {
     ("blocksparse", "tpu"): _tpu,
     ("page_attention", "cpu"): _paged_v1,
     ("page_attention", "gpu"): _paged_v1,
+    ("page_attention", "gpu 9.0"): _paged_v1_hopper,
     ("page_attention", "tpu"): _paged_v1,
     ("ragged_page_attention_v2", "cpu"): _paged_v2,
     ("ragged_page_attention_v2", "gpu"): _paged_v2,
+    ("ragged_page_attention_v2", "gpu 9.0"): _paged_v2_hopper,
     ("ragged_page_attention_v2", "tpu"): _paged_v2_tpu,
     ("ragged_page_attention_v3", "cpu"): _paged_v3,
     ("ragged_page_attention_v3", "gpu"): _paged_v3,
+    ("ragged_page_attention_v3", "gpu 9.0"): _paged_v3_hopper,
     ("ragged_page_attention_v3", "tpu"): _paged_v3,
     ("ring", "cpu"): _ring,
     ("ring", "gpu"): _ring,
@@ -248,6 +263,7 @@ TABLE = {
     ("ring", "tpu"): _ring_tpu,
     ("autoregressive_decodeattn", "cpu"): _decode,
     ("autoregressive_decodeattn", "gpu"): _decode,
+    ("autoregressive_decodeattn", "gpu 9.0"): _decode._replace(preferred=_decode_hopper),
     ("autoregressive_decodeattn", "tpu"): _decode,
 }
 
@@ -303,10 +319,8 @@ def kernel(mechanism: str, platform: str, request: Request) -> Implementation:
 
 def _why(found: Implementation, general: bool, request: Request) -> str:
   """Why a cell's kernel runs; `general`: the cell is the whole platform's."""
-  if not general:
-    return f"which is for compute capability {request.capability}"
   if found.preferred is None:
-    return ""
+    return "" if general else f"which is for compute capability {request.capability}"
   passed_over = _passed_over(found, request)
   return (f"not by {'; '.join(passed_over)}" if passed_over
           else f"which goes before {found.name}")

@@ -13,11 +13,13 @@ import numpy as np
 
 from attn_core import OperationMetadata, masks
 from attn_core.benchmarks import static_gpu
-from attn_core.kernels.gpu import flash, tuned
+from attn_core.caches import pages
+from attn_core.kernels.gpu import decode, flash, paged as gpu_paged, tuned
 from attn_core.kernels.kernel import Residuals
+from attn_core.kernels.xla import paged as paged_kernel
 from attn_core.references import oracle
 from attn_core.types import (DIFFERENTIABLE, AttentionSpec, BlockSizes, MaskOperands,
-                             Operands)
+                             Operands, PagedSpec)
 
 HOPPER = OperationMetadata(platform="gpu", compute_capability="9.0")
 
@@ -265,6 +267,50 @@ def bias_programs() -> dict[str, tuple[Any, tuple]]:
     return case._replace(extras={**case.extras, "bias": (shapes[kind], "float32")})
   return {f"{name}_{width}_{kind}": program(case_of(name, width, kind))
           for name, width, kind in itertools.product(names, widths, kinds)}
+
+
+def decoded() -> dict[str, Case]:
+  """Calls of the kernel for decoding, with the mask of a cache."""
+  zeros = lambda *shape: np.zeros(shape, np.int32)
+  query, key = zeros(8, 1), zeros(8, 4096)
+  mask = masks.positions(query, key) & masks.segments(query, key)
+  common = Case(mask, B=8, T=1, S=4096, H=32, K=8)
+  return {**{f"width_{n}": common._replace(D=n) for n in (64, 128, 256)},
+          "widths_192_128": common._replace(D=192, E=128),
+          "group_of_16": common._replace(D=128, K=2),
+          "group_of_32_soft_cap_sinks_float16": common._replace(
+              D=128, K=1, dtype="float16", spec={"logits_soft_cap": 30.0},
+              extras={"sinks": ((1, 32), "float32")})}
+
+
+def decode_programs() -> dict[str, tuple[Any, tuple]]:
+  """For `benchmarks.static_gpu`: the kernels of parts and of their merge."""
+  def program(case):
+    return lambda x: tuple(decode.forward(x, case.full_spec, case.blocks)), (case.shapes,)
+  return {name: program(case) for name, case in decoded().items()}
+
+
+def paged() -> dict[str, tuple[paged_kernel.PagedOperands, pages.Heads]]:
+  """Calls of the kernel for pages: shapes."""
+  def case(layout, page, key_heads, width, tokens=8):
+    array = lambda shape, dtype="int32": jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    heads = pages.Heads(key_heads, width, width)
+    cache = jax.eval_shape(lambda: pages.init(layout, 64, page, heads))
+    metadata = pages.PagesMetadata(array((8, 4096 // page)), array((8,)), array((9,)))
+    query = array((tokens, 32, width), "bfloat16")
+    return paged_kernel.PagedOperands(query, cache, metadata), heads
+  return {"v1_pages_of_16": case(pages.PagesV1, 16, 8, 128),
+          "v2_pages_of_32_few_queries": case(pages.PagesV2, 32, 8, 64, 32),
+          "v2_pages_of_128": case(pages.PagesV2, 128, 8, 128),
+          "v3_pages_of_64": case(pages.PagesV3, 64, 8, 256)}
+
+
+def paged_programs() -> dict[str, tuple[Any, tuple]]:
+  """For `benchmarks.static_gpu`: the kernels of parts and of their merge, with a window."""
+  def program(operands, heads):
+    spec = PagedSpec(0.1, window=(1000, None))
+    return lambda x: tuple(gpu_paged.forward(x, spec, heads, BlockSizes())), (operands,)
+  return {name: program(*case) for name, case in paged().items()}
 
 
 def machine_code(programs_of: str) -> dict[str, list[Any]]:

@@ -19,6 +19,7 @@ import numpy as np
 
 from attn_core import OperationMetadata, attention, benchmark
 from attn_core.benchmarks import cases as cases_lib, report
+from attn_core.caches import dense, pages
 from attn_core.metadata import resolved_capability, resolved_platform
 from attn_core_test import property_cases
 from attn_core_test.gpu_suite import run_group
@@ -319,5 +320,85 @@ def times(settings: Settings) -> Found:
                report.to_data(found))
 
 
+# --- Decoding. -----------------------------------------------------------------------------------
+
+# (batch, slots, query heads, key heads, width)
+DECODES = ((8, 4096, 32, 8, 128), (8, 32768, 32, 8, 128), (64, 4096, 32, 8, 128),
+           (8, 32768, 32, 8, 64), (8, 16384, 16, 8, 256), (1, 131072, 64, 8, 128))
+PAGE_SIZES = (16, 64)
+
+
+def decoding(settings: Settings) -> Found:
+  """Decoding from a dense cache and from pages: right, and how fast beside a copy of the keys.
+
+  Bytes per second are those of live keys and values; of the copy those read and written.
+  """
+  end = time.monotonic() + settings.seconds
+  dtype = jnp.bfloat16 if resolved_platform(OperationMetadata()) == "gpu" else jnp.float32
+  lines, results = ["| B, S, H, K, D | kernel | GB/s | of copy | error |", "|---" * 5 + "|"], []
+  for shape in ((2, 64, 4, 2, 64),) if settings.tiny else DECODES:
+    if time.monotonic() > end:
+      lines.append(f"No time left for {shape}.")
+      continue
+    run = functools.partial(_decoded, shape, dtype, 1 if settings.tiny else 30)
+    for kernel, speed, copy, error in run():
+      results.append({"shape": shape, "kernel": kernel, "bytes_per_second": speed,
+                      "copy_bytes_per_second": copy, "error": error})
+      lines.append(f"| {shape} | {kernel} | {speed / 1e9:.0f} | {speed / copy:.2f} | {error:.1e} |")
+  right = all(result["error"] < 2e-2 for result in results)
+  return Found(right and bool(results), lines, {"results": results})
+
+
+def _decoded(shape, dtype, calls: int):
+  """Yields (kernel, bytes per second, those of a copy, largest error) of a decode at its end."""
+  batch, slots, heads, key_heads, width = shape
+  keys = jax.random.split(jax.random.key(0), 3)
+  arrays = [jax.random.normal(key, (batch, n, h, width), dtype)
+            for key, n, h in zip(keys, (1, slots, slots), (heads, key_heads, key_heads))]
+  count = 2 * arrays[1].nbytes
+  copy = 2 * arrays[1].nbytes / _seconds(jax.jit(lambda x: -x), arrays[1:2], calls)
+  cache = dense.DenseCache(*arrays[1:], jnp.zeros(batch, jnp.int32),
+                           jnp.full(batch, slots, jnp.int32), jnp.zeros(batch, bool))
+  def decode(query, cache):
+    return attention(query, None, None, cache_view=cache, mode="__autoregressive__",
+                     mechanism="autoregressive_decodeattn").attention_outputs
+  # By definition, in float32, a row at a time.
+  @jax.jit
+  def wanted(query, key, value):
+    rows = [x.astype(jnp.float32) for x in (query, key, value)]
+    rows[0] = rows[0].reshape(1, key_heads, -1, width) * width**-0.5
+    logits = jnp.einsum("tkgd,skd->kgs", *rows[:2], precision="highest")
+    return jnp.einsum("kgs,ske->kge", jax.nn.softmax(logits), rows[2],
+                      precision="highest").reshape(1, heads, width)
+  want = np.stack([np.asarray(wanted(*(x[b] for x in arrays))) for b in range(batch)])
+  error = lambda found: float(np.abs(np.asarray(found, np.float32) - want).max()
+                              / np.abs(want).max())
+  run = jax.jit(decode)
+  yield ("dense cache", count / _seconds(run, (arrays[0], cache), calls), copy,
+         error(run(arrays[0], cache)))
+  for page in PAGE_SIZES:
+    tables = jnp.arange(batch * slots // page, dtype=jnp.int32).reshape(batch, -1)
+    metadata = pages.PagesMetadata(tables, cache.lengths)
+    pool = pages.interleave(*arrays[1:]).reshape(-1, page, 2 * key_heads, width)
+    paged = jax.jit(lambda query, pool, metadata: attention(
+        query, None, None, layout="thd", cache_view=pages.PagesV2(pool), cache_metadata=metadata,
+        mechanism="ragged_page_attention_v2").attention_outputs)
+    given = arrays[0][:, 0], pool, metadata
+    yield (f"pages of {page}", count / _seconds(paged, given, calls), copy,
+           error(paged(*given)[:, None]))
+
+
+def _seconds(run: Callable, arrays, calls: int) -> float:
+  """The least time of a call, of three runs of so many calls in a row."""
+  jax.block_until_ready(run(*arrays))
+  taken = []
+  for _ in range(3):
+    start = time.perf_counter()
+    found = [run(*arrays) for _ in range(calls)][-1]
+    jax.block_until_ready(found)
+    taken.append((time.perf_counter() - start) / calls)
+  return min(taken)
+
+
 PARTS = {part.__name__: part for part in (
-    environment, properties, repeatability, sanitizer, watched, times)}
+    environment, properties, repeatability, sanitizer, watched, times, decoding)}

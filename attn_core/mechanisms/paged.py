@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from attn_core import derivatives_paged
 from attn_core.caches import pages
+from attn_core.kernels.gpu import paged as gpu_kernel
 from attn_core.kernels.tpu import paged as tpu_kernel
 from attn_core.kernels.xla import paged as xla_kernel
 from attn_core.types import AttentionOutput, Call
@@ -21,13 +22,27 @@ def tpu(call: Call) -> AttentionOutput:
   return _attend(tpu_kernel.forward, call, call.operands.cache)._replace(cache_view=None)
 
 
+def gpu(call: Call) -> AttentionOutput:
+  """Attention to what is in the pages, by a Mosaic GPU kernel for Hopper; gradients by XLA."""
+  return _attend(gpu_kernel.forward, call, call.operands.cache)._replace(cache_view=None)
+
+
 def xla_writing(call: Call) -> AttentionOutput:
-  """The same, new keys and values being written first; returns the cache with them."""
+  """As `xla`, new keys and values being written first; returns the cache with them."""
+  return _write_and_attend(xla_kernel.forward, call)
+
+
+def gpu_writing(call: Call) -> AttentionOutput:
+  """As `gpu`, new keys and values being written first; returns the cache with them."""
+  return _write_and_attend(gpu_kernel.forward, call)
+
+
+def _write_and_attend(forward: Callable, call: Call) -> AttentionOutput:
   operands = call.operands
   cache = operands.cache
   mapping = pages.slots(operands.metadata, pages.page_size(cache), operands.query.shape[0])
   cache = pages.append(cache, operands.key, operands.value, mapping)
-  return _attend(xla_kernel.forward, call, cache)
+  return _attend(forward, call, cache)
 
 
 def _attend(forward: Callable, call: Call, cache) -> AttentionOutput:

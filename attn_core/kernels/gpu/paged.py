@@ -1,0 +1,267 @@
+"""Decoding from pages on Hopper: a few queries a request, of whose pages the live ones are read.
+
+Requests' queries are cut into blocks as in `xla.paged`; a block of threads computes a part of what
+one of them sees, see `parts`. Pages come as they lie, a copy each; which these are is read in
+global memory by the warpgroup that copies, ahead of the one that computes. Parts are cut at
+multiples of their size in positions: a query's bits are the same in any batch, pages and chunk.
+
+Letters: as in `xla.paged`; W blocks of queries, R rows of a line, M lines of a key head, N parts.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from attn_core.caches import pages
+from attn_core.kernels.gpu import decode, merge, mosaic, parts
+from attn_core.kernels.gpu.feed import Extras
+from attn_core.kernels.gpu.logits import Logits
+from attn_core.kernels.kernel import Residuals
+from attn_core.kernels.xla import paged, steps
+from attn_core.types import BlockSizes, PagedSpec, cdiv
+
+
+_NOTHING = Extras((), None, None, None, None)
+
+
+class Items(NamedTuple):
+  """The blocks of queries, int32 [W] each; a running kernel's are numbers."""
+
+  request: Any
+  begin: Any  # position of the first row
+  length: Any  # tokens of the request
+  first: Any  # the first block of keys that a query of it sees
+  first_full: Any  # see `parts.Visit`
+  end_full: Any
+  end: Any
+
+
+class Inputs(NamedTuple):
+  """References in global memory."""
+
+  rows: Any  # [W, K, M * R, D]
+  cache: Any
+  tables: Any  # int32 [requests, N]
+  items: Any  # int32 [fields of Items, W]
+
+
+class Cut(NamedTuple):
+  """How an attention over pages is cut; hashable."""
+
+  shape: parts.Shape
+  heads: pages.Heads
+  group: int
+  block_q: int
+  lines: int  # M
+  page: int  # tokens
+
+
+class _Tile(NamedTuple):
+  """Some rows of a block of queries, and a block of keys; int32 but for `rows`."""
+
+  item: Items
+  row: Any
+  key: Any  # the position of the first
+
+
+class _Feed(NamedTuple):
+  """What `Logits` asks of a feed."""
+
+  spec: PagedSpec
+  cut: Cut
+
+  def visible(self, _, tile: _Tile):
+    """bool [C, R]."""
+    shape = parts.BLOCK, self.cut.shape.rows
+    def numbers(axis, layout):
+      along = plgpu.broadcasted_iota(jnp.int32, (shape[axis],), 0, layout=layout)
+      return lax.broadcast_in_dim(along, shape, [axis])
+    key = tile.key + numbers(0, mosaic.ROWS)
+    row = tile.row + numbers(1, mosaic.COLUMNS)
+    query = tile.item.begin + lax.div(row, jnp.full_like(row, self.cut.group))
+    seen = key < tile.item.length
+    left, right = paged.reach(self.spec)
+    seen = seen if left is None else seen & (key >= query - left)
+    return seen if right is None else seen & (key <= query + right)
+
+
+def refusal(query, cache) -> str | None:
+  """Why the kernel does not compute a call, by shapes and dtypes; None: it does.
+
+  Args:
+    query: [T, H, D].
+    cache: pages in any layout.
+  """
+  held, page = pages.dtype_of(cache), pages.page_size(cache)
+  if cache.key_scales is not None or held != query.dtype:
+    return (f"pages of {jnp.dtype(held).name}: the kernel for Hopper reads those of the query's "
+            "dtype")
+  if page % mosaic.COPIED_TOKENS or parts.BLOCK % page and page % parts.BLOCK:
+    return (f"pages of {page} tokens: the kernel for Hopper copies 8, 16, 32 or multiples of "
+            f"{parts.BLOCK}")
+  width = query.shape[2]
+  value_width = cache.value_pages.shape[3] if isinstance(cache, pages.PagesV1) else width
+  return decode.refusal(held, (width, value_width), page)
+
+
+def cut_of(operands: paged.PagedOperands, heads: pages.Heads, requested: BlockSizes) -> Cut:
+  """How to cut a call; `decode.part_blocks` says what it raises.
+
+  Args:
+    operands: only shapes count.
+    heads: the heads in the pages, without their padding.
+    requested: `block_q`, queries computed together, and `block_kv`, tokens of a part; None: chosen.
+  """
+  group, page = operands.query.shape[1] // heads.key_heads, pages.page_size(operands.cache)
+  sizes = requested._replace(block_kv=None)
+  block_q, _ = paged.sizes_of(operands, sizes, group)
+  if requested.block_q is None:
+    block_q = min(block_q, max(1, parts.MOST_ROWS // group))
+  shape = parts.shape_of(
+      block_q * group, heads[1:], cdiv(operands.metadata.page_tables.shape[1] * page, parts.BLOCK),
+      decode.part_blocks(requested))
+  return Cut(shape, heads, group, block_q, cdiv(block_q * group, shape.rows), page)
+
+
+def forward(operands: paged.PagedOperands, spec: PagedSpec, heads: pages.Heads,
+            block_sizes: BlockSizes) -> Residuals:
+  """out [T, H, E] and lse [T, H, 1]; see `xla.paged.forward`."""
+  cut, (tokens, query_heads, _) = cut_of(operands, heads, block_sizes), operands.query.shape
+  shape, dtype = cut.shape, operands.query.dtype
+  problem = paged.cut(operands, spec, heads, (cut.block_q, max(1, parts.BLOCK // cut.page)))
+  items, blocks, (item, row, live) = _schedule(problem, tokens)
+  number = cut.lines * shape.rows
+  rows = jax.vmap(lambda block: paged.live_rows_of(problem, block, problem.query))(blocks)
+  rows = steps.pad_axis(rows, 2, number - rows.shape[2])
+  lines = rows.shape[0] * heads.key_heads * cut.lines
+  out, lse = mosaic.call(
+      functools.partial(_kernel, cut, Logits(_Feed(spec, cut), False)),
+      parts.partial_results(shape, lines),
+      Inputs(rows, operands.cache._replace(key_scales=None, value_scales=None), problem.tables,
+             jnp.stack(items)),
+      parts.scratch_of(shape, dtype, max(1, parts.BLOCK // cut.page)), grid=lines * shape.parts,
+      warpgroups=2, name="attn_core_paged")
+  sinks = paged.row_sinks(problem)
+  if sinks is not None:
+    sinks = steps.pad_axis(sinks[..., 0].astype(jnp.float32), 1, number - sinks.shape[1])
+    sinks = jnp.broadcast_to(sinks, (rows.shape[0], *sinks.shape)).reshape(lines, shape.rows)
+  live_parts = parts.live_parts(shape, *(jnp.repeat(x, lines // rows.shape[0])
+                                         for x in (items.first, items.end)))
+  out, lse = merge.merge(shape, out, lse, sinks, live_parts, dtype)
+  def of_tokens(x, empty):
+    x = x.reshape(-1, heads.key_heads, number, x.shape[-1])[:, :, :cut.block_q * cut.group]
+    x = x.reshape(*x.shape[:2], cut.block_q, cut.group, -1).swapaxes(1, 2)
+    x = x.reshape(*x.shape[:2], query_heads, -1)
+    return jnp.where(live[:, None, None], x[item, row], empty)
+  return Residuals(of_tokens(out, 0), of_tokens(lse[..., None], -jnp.inf))
+
+
+def _schedule(problem: paged.Problem, tokens: int):
+  """(Items, their query blocks, (item, row, live) of every token)."""
+  requests, block_q = problem.lengths.shape[0], problem.block_q
+  most = tokens if block_q == 1 else tokens // block_q + 2 * requests
+  first, end = jax.vmap(lambda r: paged.query_blocks(problem, r))(jnp.arange(requests))
+  first = jnp.maximum(first, 0)
+  ends = jnp.cumsum(jnp.maximum(end, first) - first).astype(jnp.int32)
+  offsets = ends - (jnp.maximum(end, first) - first)
+  owner_of = lambda bounds, number: jnp.minimum(jnp.searchsorted(
+      bounds, number, side="right", method="compare_all").astype(jnp.int32), requests - 1)
+  number = jnp.arange(most, dtype=jnp.int32)
+  request = owner_of(ends, number)
+  blocks = jax.vmap(lambda r, i: paged.query_block(problem, r, i))(
+      request, first[request] + number - offsets[request])
+  items = _items_of(problem, blocks, number < ends[-1])
+
+  token = jnp.arange(tokens, dtype=jnp.int32)
+  owner = owner_of(problem.starts[1:], token)
+  position = problem.lengths[owner] - problem.starts[owner + 1] + token
+  live = (token < problem.starts[-1]) & (position >= 0)
+  item = jnp.where(live, offsets[owner] + position // block_q - first[owner], 0)
+  return items, blocks, (item, jnp.where(live, position % block_q, 0), live)
+
+
+def _items_of(problem: paged.Problem, blocks: paged.QueryBlock, used) -> Items:
+  """Which keys the live queries of blocks see, and which all of them do."""
+  begin, length = blocks.positions[:, 0], problem.lengths[blocks.request]
+  queries = problem.starts[blocks.request + 1] - problem.starts[blocks.request]
+  lowest = jnp.maximum(begin, length - queries)
+  highest = jnp.minimum(begin + problem.block_q, length) - 1
+  left, right = paged.reach(problem.spec)
+  start = start_full = jnp.zeros_like(begin)
+  stop = stop_full = length
+  if left is not None:
+    start, start_full = (jnp.maximum(x - left, 0) for x in (lowest, highest))
+  if right is not None:
+    stop, stop_full = (jnp.minimum(length, x + right + 1) for x in (highest, lowest))
+  stop = jnp.where(used & (lowest <= highest), stop, 0)
+  end = cdiv(jnp.maximum(stop, 0), parts.BLOCK)
+  first = jnp.minimum(start // parts.BLOCK, end)
+  first_full = jnp.clip(cdiv(start_full, parts.BLOCK), first, end)
+  end_full = jnp.clip(stop_full // parts.BLOCK, first_full, end)
+  return Items(*(x.astype(jnp.int32) for x in (
+      blocks.request, begin, length, first, first_full, end_full, end)))
+
+
+def _kernel(cut: Cut, logits: Logits, inputs: Inputs, outputs, scratch: parts.Scratch):
+  shape, block = cut.shape, lax.axis_index("block")
+  found = []
+  for number in (cut.heads.key_heads, cut.lines, shape.parts):  # neighbours read the same pages
+    found.append(lax.rem(block, mosaic.int32(number)))
+    block = lax.div(block, mosaic.int32(number))
+  head, line, part = found
+  item = Items(*(inputs.items[field, block] for field in range(len(Items._fields))))
+  visit = parts.visit_of(shape, part, parts.Visit(
+      item.first, item.first_full, item.end_full, item.end))
+  first_row = line * mosaic.int32(shape.rows)
+  warpgroup = lax.axis_index("warpgroup")
+
+  @pl.when((warpgroup == 1) & (visit.first < visit.end))
+  def _():
+    plgpu.copy_gmem_to_smem(inputs.rows.at[block, head, pl.ds(first_row, shape.rows)],
+                            scratch.query, scratch.query_full)
+    parts.copy_blocks(shape, scratch, visit, functools.partial(_locate, cut, inputs, item),
+                      functools.partial(_copy, cut, inputs, item, head))
+
+  @pl.when((warpgroup == 0) & (visit.first < visit.end))
+  def _():
+    tile = lambda n: _Tile(item, first_row, n * mosaic.int32(parts.BLOCK))
+    results = (block * cut.heads.key_heads + head) * cut.lines + line
+    out, lse = (x.at[results, part] for x in outputs)
+    parts.Fold(shape, logits, _NOTHING, tile, scratch).run(visit, out, lse)
+
+
+def _locate(cut: Cut, inputs: Inputs, item: Items, n) -> list:
+  """The pages of the n-th block of keys."""
+  if cut.page > parts.BLOCK:
+    return [inputs.tables[item.request, lax.div(n, mosaic.int32(cut.page // parts.BLOCK))]]
+  number = parts.BLOCK // cut.page
+  return [inputs.tables[item.request, n * number + i] for i in range(number)]
+
+
+def _copy(cut: Cut, inputs: Inputs, item: Items, head, n, ids, values, target):
+  """Starts the copies of a block's live pages; a dead one arrives without a copy."""
+  tokens, (stage, full) = min(cut.page, parts.BLOCK), target
+  within = mosaic.int32(0)
+  if cut.page > parts.BLOCK:
+    within = lax.rem(n, mosaic.int32(cut.page // parts.BLOCK)) * mosaic.int32(parts.BLOCK)
+  for i, page in enumerate(ids):
+    start = n * mosaic.int32(parts.BLOCK) + mosaic.int32(i * tokens)
+    source = _page(cut, inputs.cache, page, pl.ds(within, tokens), head, values)
+    place = stage.at[pl.ds(i * tokens, tokens)]
+    live = start < item.length
+    pl.when(live)(functools.partial(plgpu.copy_gmem_to_smem, source, place, full))
+    pl.when(~live)(functools.partial(plgpu.barrier_arrive, full))
+
+
+def _page(cut: Cut, cache, page, tokens, head, values: bool):
+  """Reference to the keys or values [tokens, W] of a head in a page."""
+  if isinstance(cache, pages.PagesV1):
+    return (cache.value_pages if values else cache.key_pages).at[head, page, tokens]
+  if isinstance(cache, pages.PagesV2):
+    return cache.pages.at[page, tokens, 2 * head + int(values)]
+  return cache.pages.at[page, tokens, head, int(values), pl.ds(0, cut.heads.key_width)]

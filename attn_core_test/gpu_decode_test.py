@@ -1,0 +1,232 @@
+"""Decoding by the GPU kernels: interpreted on a CPU against the oracle, and compiled for a Hopper.
+
+See gpu_test for what the tests of all GPU kernels share.
+"""
+
+import os
+
+# Interpreted warpgroups wait for each other on threads of XLA's, of which there are otherwise as
+# many as cores.
+os.environ["NPROC"] = "16"
+
+# pylint: disable=g-import-not-at-top
+import itertools
+import unittest
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+
+from attn_core import BlockSizes, OperationMetadata, attention, explain, masks
+from attn_core.benchmarks import static_gpu
+from attn_core.caches import dense
+from attn_core.kernels.gpu import decode, mosaic, parts
+from attn_core.types import MaskOperands
+from attn_core_test import gpu_cases
+from attn_core_test.gpu_cases import Case
+
+INTERPRETS = hasattr(plgpu, "force_gpu_interpret_mode")
+TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3}
+PART = BlockSizes(block_kv=128)
+# ATTN_CORE_EVERY=1 asks for all of what follows, otherwise for what is least like the rest.
+EVERY = os.environ.get("ATTN_CORE_EVERY") == "1"
+FEW = ("ring_window_cap_sinks", "rows_beyond_one_line", "dense_per_head", "width_128",
+       "group_of_32_soft_cap_sinks_float16")
+NAME = "autoregressive_decodeattn"
+CPU = {"metadata": OperationMetadata(platform="cpu")}
+
+
+_rng = np.random.default_rng(0)
+_DENSE = _rng.random((1, 4, 2, 136)) < 0.5
+_DENSE[:, 1, 0] = False  # a query of one head that sees nothing
+# Positions as a ring buffer has them, in no order.
+_RING = np.stack([_rng.permutation(136), np.arange(136)]).astype(np.int32)
+_LAST = np.array([[135], [90]], np.int32)
+
+# For the oracle; blocks and widths as they come. D below 64 and other widths are refused.
+CASES = {
+    "lengths": Case(masks.lengths(None, np.array([129, 0, 1], np.int32)), B=3, T=1, S=136, H=4, K=2,
+                    blocks=PART),
+    "ring_window_cap_sinks": Case(
+        masks.positions(_LAST, _RING, masks.causal() & masks.window(70, 0))
+        & masks.segments(np.zeros((2, 1), np.int32), np.where(_RING == 80, -1, 0)), B=2, T=1, S=136,
+        H=2, K=1, E=128, spec={"logits_soft_cap": 3.0}, extras={"sinks": ((1, 2), "float32")},
+        blocks=PART),
+    "rows_beyond_one_line": Case(masks.positions(np.arange(59, 64, dtype=np.int32)[None]), T=5,
+                                 S=64, H=7, K=1, D=80, E=64, dtype="float16"),
+    "dense_per_head": Case(masks.dense(_DENSE), T=2, S=136, H=4, K=2, D=96, E=64),
+    "by_head": Case(masks.custom(lambda b, h, q, k: (k + h) % 3 == q), T=2, S=64, H=6, K=2),
+    "wide": Case(masks.full(), T=1, S=72, H=1, D=256),
+    "width_192": Case(masks.offset(masks.causal(), 60), T=3, S=64, H=3, K=1, D=192),
+}
+
+
+@unittest.skipUnless(INTERPRETS, "jax interprets Mosaic GPU kernels from 0.11 on")
+class InterpretTest(parameterized.TestCase):
+
+  @parameterized.named_parameters((name, name) for name in CASES if EVERY or name in FEW)
+  def test_equals_the_oracle(self, name):
+    case = CASES[name]
+    operands = case.operands()
+    run = jax.jit(lambda x: tuple(decode.forward(x, case.full_spec, case.blocks)))
+    with gpu_cases.interpreted():
+      found = jax.block_until_ready(run(operands))
+    for what, x, y, tolerance in zip(("out", "lse"), found, case.oracle(operands),
+                                     (TOLERANCE[case.dtype], 1e-5)):
+      np.testing.assert_allclose(np.float32(x), y, rtol=0, atol=tolerance, err_msg=what)
+
+
+LENGTHS = np.array([200, 0, 65, 128])
+STARTS = np.array([3, 0, 0, 70])
+
+
+def arrays(rows, number=None):
+  """query, key, value of some rows of a batch; `number`: instead of what nobody sees."""
+  rng = np.random.default_rng(1)
+  query, key, value = (rng.normal(size=(4, n, heads, 64))
+                       for n, heads in ((1, 4), (200, 2), (200, 2)))
+  if number is not None:
+    slot = np.arange(200)
+    seen = (slot >= STARTS[:, None]) & (slot < LENGTHS[:, None])
+    key[~seen] = value[~seen] = number
+  return [jnp.asarray(x[rows], jnp.bfloat16) for x in (query, key, value)]
+
+
+def cache_of(rows, key, value):
+  starts, lengths = (jnp.asarray(x, jnp.int32)[rows] for x in (STARTS, LENGTHS))
+  return dense.DenseCache(key, value, starts, lengths, jnp.zeros(lengths.shape, bool))
+
+
+def decoded(rows, query, key, value, metadata=gpu_cases.HOPPER):
+  """(out, lse) through the door."""
+  output = attention(
+      query, None, None, cache_view=cache_of(rows, key, value), mechanism=NAME,
+      mode="__autoregressive__", metadata=metadata, block_sizes=PART, return_lse=True)
+  return output.attention_outputs, output.lse
+
+
+@unittest.skipUnless(INTERPRETS, "jax interprets Mosaic GPU kernels from 0.11 on")
+class RowsTest(parameterized.TestCase):
+
+  def test_a_row_has_the_same_bits_in_every_batch_whatever_nobody_sees(self):
+    run = jax.jit(decoded)
+    rows = np.arange(4)
+    with gpu_cases.interpreted():
+      whole = jax.block_until_ready(run(rows, *arrays(rows)))
+      for order, number in ((rows[::-1], np.nan), (rows[2:3], np.inf)):
+        other = jax.block_until_ready(run(order, *arrays(order, number)))
+        for x, y in zip(whole, other):
+          np.testing.assert_array_equal(np.asarray(x)[order], y, err_msg=f"{order} {number}")
+
+      for name, slot in ((1, 100), (2, 199)):  # of a block that is seen whole, and of another
+        seen = arrays(rows)
+        seen[name] = seen[name].at[0, slot, 1, 5].set(np.nan)
+        for x, y in zip(whole, jax.block_until_ready(run(rows, *seen))):
+          x, y = (np.array(x, np.float32).reshape(4, 2, 2, -1) for x in (x, y))
+          self.assertTrue(np.isnan(y[0, 1]).all())
+          y[0, 1] = x[0, 1]
+          np.testing.assert_array_equal(x, y)
+
+  @unittest.skipUnless(EVERY, "ATTN_CORE_EVERY=1 runs it")
+  def test_gradients_are_those_of_plain_xla(self):
+    def loss(arrays, **more):
+      out, lse = decoded(np.arange(1), *arrays, **more)
+      return jnp.sin(out.astype(jnp.float32)).sum() + jnp.where(lse > -np.inf, lse, 0).sum()
+    given = [x[:1] for x in arrays(np.arange(4))]
+    with gpu_cases.interpreted():
+      found = jax.block_until_ready(jax.jit(jax.grad(loss))(given))
+    want = jax.grad(lambda x: loss(x, **CPU))(given)
+    for x, y in zip(found, want):
+      np.testing.assert_allclose(np.float32(x), np.float32(y), atol=2e-2)
+
+
+class ChoiceTest(parameterized.TestCase):
+
+  def kernel(self, dtype="bfloat16", slots=200, width=64, value_width=64, capability="9.0",
+             **more):
+    cache = jax.eval_shape(lambda: dense.init(4, slots, (2, width, value_width), dtype=dtype))
+    query = jax.ShapeDtypeStruct((4, 1, 4, width), jnp.bfloat16 if dtype == "int8" else dtype)
+    metadata = gpu_cases.HOPPER.replace(compute_capability=capability)
+    said = []
+    jax.eval_shape(lambda query, cache: said.append(explain(
+        query, None, None, cache_view=cache, mechanism=NAME, mode="__autoregressive__",
+        metadata=metadata, **more)), query, cache)
+    verdict, = (v for v in said[0].verdicts if v.mechanism == NAME)
+    return str(verdict)
+
+  def test_goes_first_where_it_can(self):
+    self.assertRegex(self.kernel(), "can, by decode.gpu")
+    self.assertRegex(self.kernel(capability="8.0"), "can, by decode.xla")
+    for arguments, words in (
+        (dict(dtype="float32"), "dtype float32.*bfloat16 and float16"),
+        (dict(dtype="int8"), "8 bits"), (dict(slots=201), "201 slots.*multiples of 8"),
+        (dict(width=72), "head_dim of 72"), (dict(value_width=96), "value width of 96"),
+        (dict(precision="highest"), "precision")):
+      self.assertRegex(self.kernel(**arguments), f"by decode.xla, not by decode.gpu: .*{words}")
+
+  @parameterized.parameters((BlockSizes(block_q=64), "block_q: got 64.*expected None"),
+                            (BlockSizes(block_kv=100), "block_kv: got 100.*multiple of 64"))
+  def test_blocks(self, blocks, words):
+    case = Case(T=1, S=128, blocks=blocks)
+    with self.assertRaisesRegex(ValueError, words):
+      decode.KERNEL.check(case.shapes, case.full_spec, case.blocks)
+
+  def test_blocks_that_are_chosen_fit(self):
+    for *widths, rows in itertools.product(parts.WIDTHS, parts.VALUE_WIDTHS, (1, 9, 40)):
+      shape = parts.shape_of(rows, tuple(widths), 64, None)
+      self.assertLessEqual(parts.shared_memory(shape), mosaic.SHARED_MEMORY, shape)
+      self.assertGreaterEqual(min(shape.stages), 2, shape)
+
+  def test_what_is_read_is_what_is_live(self):
+    """Blocks times their tokens, against live keys and values, of which a row has thousands."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(2048, 32768, 64).astype(np.int32)
+    case = Case(masks.lengths(None, lengths), B=64, T=1, S=32768, H=32, K=8, D=128)
+    operands = case.shapes._replace(mask=MaskOperands((jnp.asarray(lengths),)))
+    found = decode.block_map_of(operands, case.full_spec)
+    self.assertLessEqual(parts.BLOCK * np.sum(found.num_visited) / lengths.sum(), 1.005)
+    np.testing.assert_array_equal(found.num_visited[:, 0, 0], -(-lengths // parts.BLOCK))
+
+
+class LowerTest(parameterized.TestCase):
+
+  @parameterized.named_parameters(
+      (name, name) for name in gpu_cases.decoded() if EVERY or name in FEW)
+  def test_for_cuda(self, name):
+    run, arguments = gpu_cases.decode_programs()[name]
+    lowered = jax.jit(run).trace(*arguments).lower(lowering_platforms=("cuda",))
+    self.assertEqual(lowered.as_text().count("custom_call @mosaic_gpu"), 2)
+
+
+@unittest.skipIf(static_gpu.missing(), f"nothing to compile with: {static_gpu.missing()}")
+class CompileTest(parameterized.TestCase):
+
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    cls.found = gpu_cases.machine_code("decode_programs")
+
+  @parameterized.named_parameters((name, name) for name in gpu_cases.decoded())
+  def test_machine_code(self, name):
+    case = gpu_cases.decoded()[name]
+    shape = decode.cut_of(case.shapes, case.blocks).shape
+    for kernel in self.found[name]:
+      self.assertIsInstance(kernel, static_gpu.Kernel, kernel)
+      self.assertEqual(kernel.spills, 0)
+      self.assertFalse(kernel.serialized)
+    part, = (x for x in self.found[name] if "decode" in x.name)
+    self.assertLessEqual(part.shared_memory, parts.shared_memory(shape))
+    if parts.two_at_once(shape):
+      # Of 256 threads each; a processor has 65,536 registers.
+      self.assertLessEqual(part.registers, 128)
+    # 16 long and 64 keys, or 64 values, high.
+    products = shape.width // 16 + shape.value_width // 64 * (parts.BLOCK // 16)
+    self.assertEqual([loop["products"] for loop in part.loops], [products] * len(part.loops))
+    self.assertNotEmpty(part.loops)
+
+
+if __name__ == "__main__":
+  absltest.main()

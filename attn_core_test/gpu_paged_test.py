@@ -1,0 +1,167 @@
+"""Decoding from pages by the GPU kernel: interpreted on a CPU, and compiled for a Hopper.
+
+See gpu_test for what the tests of all GPU kernels share.
+"""
+
+import os
+
+# Interpreted warpgroups wait for each other on threads of XLA's, of which there are otherwise as
+# many as cores.
+os.environ["NPROC"] = "16"
+
+# pylint: disable=g-import-not-at-top
+import functools
+import unittest
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh
+import numpy as np
+
+from attn_core import (BlockSizes, Heads, PagedOptions, PagesMetadata, PagesV1, PagesV2, PagesV3,
+                       explain, page_attention, ragged_page_attention_v2, ragged_page_attention_v3)
+from attn_core.benchmarks import static_gpu
+from attn_core.caches import pages
+from attn_core.kernels.gpu import paged, parts
+from attn_core_test import gpu_cases
+from attn_core_test.paged_test import Case
+
+INTERPRETS = hasattr(plgpu, "force_gpu_interpret_mode")
+# ATTN_CORE_EVERY=1 asks for all, otherwise for what is least like the rest.
+EVERY = os.environ.get("ATTN_CORE_EVERY") == "1"
+FEW = ("v2_pages_of_32_few_queries", "v3_pages_of_64")
+PART = BlockSizes(block_kv=128)
+OPTIONS = PagedOptions(metadata=gpu_cases.HOPPER, block_sizes=PART, return_lse=True)
+WHOLE = OPTIONS._replace(block_sizes=None)
+# Requests of no, one and several queries; NaN where nobody looks.
+RAGGED = Case((70, 0, 130, 9), (1, 0, 5, 2), H=2, K=1, page=32, D=64, unused=1, sinks=True,
+              dtype="bfloat16",
+              options=PagedOptions(sliding_window=(66, 0), logits_soft_cap=2.0))
+SINGLE = Case((129, 1), (1, 1), page=128, H=2, K=2, D=64, rest=0, dtype="bfloat16")
+
+
+def numbers(output):
+  return [np.asarray(x, np.float32) for x in (output.attention_outputs, output.lse)]
+
+
+@unittest.skipUnless(INTERPRETS, "jax interprets Mosaic GPU kernels from 0.11 on")
+class InterpretTest(parameterized.TestCase):
+
+  def compare(self, found, expected):
+    for x, y, tolerance in zip(found, expected, (1e-2, 1e-5)):
+      np.testing.assert_array_equal(np.isfinite(x), np.isfinite(y))
+      np.testing.assert_allclose(x, y, atol=tolerance)
+
+  def test_ragged_equals_the_oracle_in_any_order_and_chunk(self):
+    query, key, value, sinks = RAGGED.arrays()
+    cache, metadata = pages.convert(PagesV1(key, value), PagesV2), RAGGED.metadata()
+    options = OPTIONS._replace(softmax_aux=sinks, sliding_window=(66, 0), logits_soft_cap=2.0)
+    run = jax.jit(functools.partial(ragged_page_attention_v2, options=options))
+    with gpu_cases.interpreted():
+      found = numbers(run(query, cache, metadata))
+    wide = (x.astype(jnp.float32) for x in (query, key, value))
+    out, lse = map(np.asarray, RAGGED.oracle(*wide, sinks.astype(jnp.float32)))
+    live = sum(RAGGED.queries)
+    self.compare([found[0][:live], found[1][:, :live]], [out[:live], lse[:, :live]])
+    # The third request first, without its first two queries.
+    order = np.array([2, 0, 3, 1, 4])
+    moved = PagesMetadata(metadata.page_tables[order], metadata.context_lens[order],
+                          np.array([0, 3, 4, 6, 6, -5], np.int32), metadata.num_requests)
+    tokens = np.array([3, 4, 5, 0, 6, 7, *range(8, 13)])  # of which the last three are no one's
+    with gpu_cases.interpreted():
+      again = numbers(run(query[tokens], cache, moved))
+    np.testing.assert_array_equal(again[0][:6], found[0][tokens[:6]])
+    np.testing.assert_array_equal(again[1][:, :6], found[1][:, tokens[:6]])
+
+  @unittest.skipUnless(EVERY, "ATTN_CORE_EVERY=1 runs it")
+  def test_pages_of_both_other_layouts(self):
+    query, key, value, _ = SINGLE.arrays()
+    cache, metadata = PagesV1(key, value), SINGLE.metadata(single=True)
+    with gpu_cases.interpreted():
+      found = numbers(jax.jit(functools.partial(page_attention, options=WHOLE))(
+          query, cache, metadata))
+    out, lse = SINGLE.oracle(*(x.astype(jnp.float32) for x in (query, key, value)), None)
+    self.compare([found[0], found[1]], [np.asarray(out), np.asarray(lse)])
+    # The last token of every request is written by the call, into rows of 128.
+    last = [(metadata.page_tables[row, (n - 1) // 128], (n - 1) % 128)
+            for row, n in enumerate(SINGLE.lengths)]
+    new = [jnp.stack([x[:, page, slot] for page, slot in last]) for x in (key, value)]
+    padded = pages.convert(cache, PagesV3)
+    for page, slot in last:
+      padded = padded._replace(pages=padded.pages.at[page, slot].set(jnp.nan))
+    with gpu_cases.interpreted():
+      output = jax.jit(functools.partial(ragged_page_attention_v3, options=WHOLE))(
+          query, *new, padded, metadata)
+    for x, y in zip(numbers(output), found):
+      np.testing.assert_array_equal(x, y)
+
+
+class ChoiceTest(parameterized.TestCase):
+
+  def kernel(self, layout=PagesV2, heads=Heads(2, 128, 128), page=16, dtype=jnp.bfloat16,
+             scales=None, **options):
+    query = jax.ShapeDtypeStruct((4, heads.key_heads, heads.key_width),
+                                 jnp.bfloat16 if scales else dtype)
+    cache = jax.eval_shape(lambda: pages.init(layout, 8, page, heads, dtype, scales))
+    metadata = PagesMetadata(jnp.zeros((4, 2), jnp.int32), jnp.zeros(4, jnp.int32))
+    name = {PagesV1: "page_attention", PagesV2: "ragged_page_attention_v2",
+            PagesV3: "ragged_page_attention_v3"}[layout]
+    new = (query, query) if layout is PagesV3 else (None, None)
+    said = []
+    jax.eval_shape(lambda query, cache: said.append(explain(
+        query, *new, layout="thd", mechanism=name, cache_view=cache, cache_metadata=metadata,
+        **{"metadata": gpu_cases.HOPPER, **options})), query, cache)
+    verdict, = (v for v in said[0].verdicts if v.mechanism == name)
+    return str(verdict)
+
+  def test_goes_first_where_it_can(self):
+    for layout, name in ((PagesV1, "gpu"), (PagesV2, "gpu"), (PagesV3, "gpu_writing")):
+      self.assertRegex(self.kernel(layout), rf"by paged\.{name}, which goes before")
+    mesh = gpu_cases.HOPPER.replace(mesh=AbstractMesh((2,), ("tp",)))
+    for arguments, words in (
+        (dict(dtype=jnp.float32), "dtype float32"), (dict(page=24), "pages of 24 tokens"),
+        (dict(dtype=jnp.int8, scales="tensor"), "pages of int8"),
+        (dict(heads=Heads(2, 32, 32)), "head_dim of 32"),
+        (dict(precision="highest"), "precision"), (dict(metadata=mesh), "a mesh: .*shard_map")):
+      self.assertRegex(self.kernel(**arguments), f"by paged.xla, not by paged.gpu: .*{words}")
+
+
+class LowerTest(parameterized.TestCase):
+
+  @parameterized.named_parameters(
+      (name, name) for name in gpu_cases.paged() if EVERY or name in FEW)
+  def test_for_cuda(self, name):
+    run, arguments = gpu_cases.paged_programs()[name]
+    lowered = jax.jit(run).trace(*arguments).lower(lowering_platforms=("cuda",))
+    self.assertEqual(lowered.as_text().count("custom_call @mosaic_gpu"), 2)
+
+
+@unittest.skipIf(static_gpu.missing(), f"nothing to compile with: {static_gpu.missing()}")
+class CompileTest(parameterized.TestCase):
+
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    cls.found = gpu_cases.machine_code("paged_programs")
+
+  @parameterized.named_parameters((name, name) for name in gpu_cases.paged())
+  def test_machine_code(self, name):
+    for kernel in self.found[name]:
+      self.assertIsInstance(kernel, static_gpu.Kernel, kernel)
+      self.assertEqual(kernel.spills, 0)
+      self.assertFalse(kernel.serialized)
+    shape = paged.cut_of(*gpu_cases.paged()[name], BlockSizes()).shape
+    part, = (x for x in self.found[name] if "paged" in x.name)
+    self.assertLessEqual(part.shared_memory, parts.shared_memory(shape))
+    if parts.two_at_once(shape):
+      self.assertLessEqual(part.registers, 128)
+    products = shape.width // 16 + shape.value_width // 64 * (parts.BLOCK // 16)
+    self.assertEqual([loop["products"] for loop in part.loops], [products] * len(part.loops))
+    self.assertNotEmpty(part.loops)
+
+
+if __name__ == "__main__":
+  absltest.main()
