@@ -1,45 +1,53 @@
-"""page_attention and ragged_page_attention_v2, v3: attention over pages, on one device."""
+"""page_attention and ragged_page_attention_v2, v3: attention over pages, spread over a mesh."""
 
+import functools
 from typing import Callable
 
 import jax.numpy as jnp
 
 from attn_core import derivatives_paged
-from attn_core.caches import pages
+from attn_core.caches import groups, pages
 from attn_core.kernels.tpu import paged as tpu_kernel
 from attn_core.kernels.xla import paged as xla_kernel
+from attn_core.sharding import shard_paged
 from attn_core.types import AttentionOutput, Call
 
 
 def xla(call: Call) -> AttentionOutput:
   """Attention to what is in the pages, in plain XLA."""
-  return _attend(xla_kernel.forward, call, call.operands.cache)._replace(cache_view=None)
+  return _spread(xla_kernel.forward, call)
 
 
 def tpu(call: Call) -> AttentionOutput:
   """Attention to what is in pages of layout v2, by a Pallas kernel for TPUs; gradients by XLA."""
-  return _attend(tpu_kernel.forward, call, call.operands.cache)._replace(cache_view=None)
+  return _spread(tpu_kernel.forward, call)
 
 
 def xla_writing(call: Call) -> AttentionOutput:
   """The same, new keys and values being written first; returns the cache with them."""
-  operands = call.operands
-  cache = operands.cache
-  mapping = pages.slots(operands.metadata, pages.page_size(cache), operands.query.shape[0])
-  cache = pages.append(cache, operands.key, operands.value, mapping)
-  return _attend(xla_kernel.forward, call, cache)
+  return _spread(xla_kernel.forward, call, writes=True)
 
 
-def _attend(forward: Callable, call: Call, cache) -> AttentionOutput:
-  operands = call.operands
+def _spread(forward: Callable, call: Call, *, writes: bool = False) -> AttentionOutput:
+  return shard_paged.sharded(functools.partial(_local, forward, call, writes), call, writes=writes)
+
+
+def _local(forward: Callable, call: Call, writes: bool, operands) -> AttentionOutput:
+  """One device's groups of requests, one after the other."""
+  cache, tokens = operands.cache, operands.query.shape[0]
   key_heads, width, value_width = pages.heads_of(cache)
-  if operands.key is not None:
+  if writes:
     key_heads = operands.key.shape[1]
+    cache = pages.append(cache, operands.key, operands.value,
+                         groups.slots(cache, operands.metadata, tokens))
   if isinstance(cache, pages.PagesV3):
     width = value_width = operands.query.shape[2]
-  out, lse = derivatives_paged.attend(
-      forward, operands._replace(cache=cache, key=None, value=None), call.spec,
-      pages.Heads(key_heads, width, value_width), call.block_sizes)
+  parts = groups.split(operands.metadata, pages.num_pages(cache))
+  found = [derivatives_paged.attend(
+      forward, operands._replace(query=query, cache=cache, metadata=part, key=None, value=None),
+      call.spec, pages.Heads(key_heads, width, value_width), call.block_sizes)
+           for query, part in zip(jnp.split(operands.query, len(parts)), parts)]
+  out, lse = (x[0] if len(parts) == 1 else jnp.concatenate(x) for x in zip(*found))
   lse = lse.astype(jnp.promote_types(lse.dtype, jnp.float32))[..., 0].T[None]
-  lse = lse if call.return_lse else None
-  return AttentionOutput(out[None], lse=lse, cache_view=cache)
+  return AttentionOutput(out[None], lse=lse if call.return_lse else None,
+                         cache_view=cache if writes else None)
