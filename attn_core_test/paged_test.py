@@ -140,21 +140,25 @@ def run(mechanism, case, query, key, value, sinks):
   return output.attention_outputs, output.lse
 
 
-def loss_of(function, rows):
-  """A scalar of output and lse that every gradient reaches; rows of no request have no part."""
+def with_gradients(function, case, wanted):
+  """(*arrays) -> [output, lse, gradients...], those of a scalar that all of these reach."""
+  rows = sum(case.queries)  # those of no request have no part
+  weights = lambda x: jnp.sin(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape)
   def loss(*arrays):
-    out, lse = function(*arrays)
-    out, lse = out[:rows].astype(jnp.float32), lse[:, :rows].astype(jnp.float32)
-    weights = lambda x: jnp.sin(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape)
-    return (out * weights(out)).sum() + jnp.where(lse == -jnp.inf, 0, lse * weights(lse)).sum()
-  return loss
+    found = function(*arrays)
+    out, lse = found[0][:rows].astype(jnp.float32), found[1][:, :rows].astype(jnp.float32)
+    return (out * weights(out)).sum() + jnp.where(
+        lse == -jnp.inf, 0, lse * weights(lse)).sum(), found
+  def everything(*arrays):
+    (_, found), gradients = jax.value_and_grad(loss, wanted, has_aux=True)(*arrays)
+    return [*found, *gradients]
+  return everything
 
 
 def both(function, case, arrays):
   """[output, lse, gradients...]."""
   wanted = tuple(i for i, x in enumerate(arrays) if x is not None)
-  gradient = jax.grad(loss_of(function, sum(case.queries)), wanted)
-  return jax.jit(lambda *a: [*function(*a), *gradient(*a)])(*arrays)
+  return jax.jit(with_gradients(function, case, wanted))(*arrays)
 
 
 @functools.cache
@@ -220,13 +224,12 @@ class DerivativesTest(absltest.TestCase):
 
   def test_forward_mode_and_second_derivatives(self):
     """Tangents of output, lse and all gradients, along a direction that moves what nobody sees."""
-    case = RAGGED["window_sinks_cap"]
+    case = RAGGED["window_sinks_cap"]._replace(lengths=(9, 5), queries=(4, 1))
     rng = np.random.default_rng(5)
     directions = [rng.normal(size=x.shape) for x in case.arrays()]
     def tangents(function, arrays):
-      gradient = jax.grad(loss_of(function, sum(case.queries)), (0, 1, 2, 3))
+      everything = with_gradients(function, case, (0, 1, 2, 3))
       moved = tuple(jnp.asarray(d, x.dtype) for d, x in zip(directions, arrays))
-      everything = lambda *a: [*function(*a), *gradient(*a)]
       return jax.jit(lambda a, d: jax.jvp(everything, a, d)[1])(arrays, moved)
     got = tangents(functools.partial(run, "v2", case), case.arrays())
     with jax.enable_x64(True):
@@ -400,13 +403,14 @@ class MeaningTest(parameterized.TestCase):
     case = Case((9, 1, 14), (1,) * 3, rest=0)
     query, key, value, _ = map(lambda x: None if x is None else jnp.nan_to_num(x), case.arrays())
     metadata, narrow = case.metadata(single=True), value[..., :3]
-    wide = functools.partial(page_attention, query, metadata=metadata)
-    found = wide(PagesV1(key, narrow)).attention_outputs
+    def loss(value):
+      out = page_attention(query, PagesV1(key, value), metadata).attention_outputs
+      return (out[..., :3]**2).sum(), out
+    run = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    ((_, found), gradient), ((_, whole), of_whole) = run(narrow), run(value)
     self.assertEqual(found.shape, (3, 4, 3))
-    np.testing.assert_allclose(
-        found, wide(PagesV1(key, value)).attention_outputs[..., :3], atol=1e-6)
-    loss = lambda value: (wide(PagesV1(key, value)).attention_outputs[..., :3]**2).sum()
-    np.testing.assert_allclose(jax.grad(loss)(narrow), jax.grad(loss)(value)[..., :3], atol=1e-6)
+    np.testing.assert_allclose(found, whole[..., :3], atol=1e-6)
+    np.testing.assert_allclose(gradient, of_whole[..., :3], atol=1e-6)
 
   def test_only_live_blocks_are_visited(self):
     """The trips of the loops, whatever the width of the table."""
@@ -458,36 +462,33 @@ class TransformationTest(absltest.TestCase):
   def setUp(self):
     super().setUp()
     self.query, self.cache, self.metadata = plain(Case((9, 6), (4, 2), rest=2))
-    self.mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+    self.mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y"))
 
   def run_v2(self, query, cache, metadata):
     return ragged_page_attention_v2(query, cache, metadata).attention_outputs
 
   def gradient(self, query, cache, metadata):
-    loss = lambda query, cache: (self.run_v2(query, cache, metadata)**2).sum()
-    return jax.grad(loss, (0, 1))(query, cache)
+    def loss(query, cache):
+      out = self.run_v2(query, cache, metadata)
+      return (out**2).sum(), out
+    (total, out), gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)(query, cache)
+    axes = jax.typeof(total).manual_axis_type.varying
+    return (jax.lax.psum(total, tuple(axes)) if axes else total, out), gradients
 
-  def test_requests_over_devices(self):
-    """Every device has requests, tables and pages of its own."""
+  def test_requests_and_heads_over_devices(self):
+    """In the caller's shard_map: requests, tables and pages of a device's own, and heads.
+
+    Key and value rows of a head are neighbours, so the pages are cut like the heads.
+    """
     arrays = (self.query, self.cache, self.metadata)
     two = jax.tree.map(lambda x: jnp.concatenate([x, x]), arrays)
-    for function in (self.run_v2, self.gradient):
-      specs = jax.tree.map(lambda _: P("x"), jax.eval_shape(function, *arrays))
-      spread = jax.shard_map(function, mesh=self.mesh, in_specs=P("x"), out_specs=specs)
-      want = jax.tree.map(lambda x: jnp.concatenate([x, x]), function(*arrays))
-      for got, expected in zip(*map(jax.tree.leaves, (jax.jit(spread)(*two), want)), strict=True):
-        np.testing.assert_allclose(got, expected, atol=1e-6)
-
-  def test_heads_over_devices(self):
-    """Key and value rows of a head are neighbours, so the pages are cut like the heads."""
-    spread = jax.shard_map(
-        lambda query, cache: self.gradient(query, cache, jax.tree.map(jnp.asarray, self.metadata)),
-        mesh=self.mesh, in_specs=(P(None, "x"), P(None, None, "x")),
-        out_specs=(P(None, "x"), PagesV2(P(None, None, "x"))))
-    for got, want in zip(*map(jax.tree.leaves, (
-        jax.jit(spread)(self.query, self.cache),
-        self.gradient(self.query, self.cache, self.metadata))), strict=True):
-      np.testing.assert_allclose(got, want, atol=1e-6)
+    query, cache = P("x", "y"), PagesV2(P("x", None, "y"))
+    spread = jax.shard_map(self.gradient, mesh=self.mesh, in_specs=(query, cache, P("x")),
+                           out_specs=((P(), query), (query, cache)))
+    (_, out), gradients = jax.jit(spread)(*two)
+    (_, want), expected = jax.jit(self.gradient)(*arrays)
+    for got, one in zip(*map(jax.tree.leaves, ((out, gradients), (want, expected))), strict=True):
+      np.testing.assert_allclose(got, jnp.concatenate([one, one]), atol=1e-6)
 
   def test_maps_over_pools(self):
     pools = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), self.cache)

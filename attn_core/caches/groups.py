@@ -34,19 +34,16 @@ def shapes_of_one(metadata: PagesMetadata) -> PagesMetadata:
   return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[without:], x.dtype), metadata)
 
 
-def split(metadata: PagesMetadata, num_pages: int) -> list[PagesMetadata]:
-  """Every group's metadata, with tables that go by the numbers of the whole pool.
+def with_pool_ids(metadata: PagesMetadata, num_pages: int) -> PagesMetadata:
+  """Metadata of groups, with tables that go by the numbers of the whole pool's pages.
 
   Args:
-    metadata: of groups, or of one whole.
+    metadata: of groups.
     num_pages: P.
   """
   number = count(metadata)
-  if number is None:
-    return [metadata]
-  parts = [jax.tree.map(lambda x, g=g: x[g], metadata) for g in range(number)]
-  return [part._replace(page_tables=part.page_tables + g * (num_pages // number))
-          for g, part in enumerate(parts)]
+  first = jnp.arange(number, dtype=jnp.int32) * (num_pages // number)
+  return metadata._replace(page_tables=metadata.page_tables + first[:, None, None])
 
 
 def slots(cache, metadata: PagesMetadata, num_tokens: int):
@@ -78,8 +75,9 @@ def joined(metadata: PagesMetadata, num_pages: int) -> PagesMetadata:
   Returns:
     Tables [G * R, N] and lengths [G * R], 0 for rows that are not in use; without queries.
   """
-  parts = split(jax.tree.map(jnp.asarray, metadata), num_pages)
-  lengths = [jnp.where(jnp.arange(part.context_lens.shape[0]) < pages.rows_in_use(part),
-                       part.context_lens, 0) for part in parts]
-  return PagesMetadata(jnp.concatenate([part.page_tables for part in parts]),
-                       jnp.concatenate(lengths))
+  metadata = with_pool_ids(jax.tree.map(jnp.asarray, metadata), num_pages)
+  rows = jnp.arange(metadata.context_lens.shape[1])
+  lengths = jax.vmap(lambda part: jnp.where(rows < pages.rows_in_use(part), part.context_lens, 0))(
+      metadata)
+  return PagesMetadata(metadata.page_tables.reshape(-1, metadata.page_tables.shape[2]),
+                       lengths.reshape(-1))

@@ -235,5 +235,6 @@ def _check_shapes(metadata, num_tokens: int) -> None:
 
 
 def _check_array(name: str, x, expected: str) -> None:
-  if not isinstance(x, jax.ShapeDtypeStruct):  # that of one group, whose arrays are
+  # Shapes are those of one group, whose arrays are; a number of an array is one as good.
+  if not isinstance(x, (jax.ShapeDtypeStruct, np.generic)):
     checks.array(f"cache_metadata.{name}", x, expected)

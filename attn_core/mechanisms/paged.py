@@ -3,6 +3,7 @@
 import functools
 from typing import Callable
 
+import jax
 import jax.numpy as jnp
 
 from attn_core import derivatives_paged
@@ -42,12 +43,23 @@ def _local(forward: Callable, call: Call, writes: bool, operands) -> AttentionOu
                          groups.slots(cache, operands.metadata, tokens))
   if isinstance(cache, pages.PagesV3):
     width = value_width = operands.query.shape[2]
-  parts = groups.split(operands.metadata, pages.num_pages(cache))
-  found = [derivatives_paged.attend(
-      forward, operands._replace(query=query, cache=cache, metadata=part, key=None, value=None),
-      call.spec, pages.Heads(key_heads, width, value_width), call.block_sizes)
-           for query, part in zip(jnp.split(operands.query, len(parts)), parts)]
-  out, lse = (x[0] if len(parts) == 1 else jnp.concatenate(x) for x in zip(*found))
+
+  def attend(query, metadata):
+    return derivatives_paged.attend(
+        forward, operands._replace(query=query, cache=cache, metadata=metadata, key=None,
+                                   value=None),
+        call.spec, pages.Heads(key_heads, width, value_width), call.block_sizes)
+
+  number, metadata = groups.count(operands.metadata), operands.metadata
+  if number is None:
+    out, lse = attend(operands.query, metadata)
+  elif number == 1:
+    out, lse = attend(operands.query, jax.tree.map(lambda x: x[0], metadata))
+  else:
+    queries = operands.query.reshape(number, tokens // number, *operands.query.shape[1:])
+    found = jax.lax.map(lambda x: attend(*x), (queries, groups.with_pool_ids(
+        metadata, pages.num_pages(cache))))
+    out, lse = (x.reshape(tokens, *x.shape[2:]) for x in found)
   lse = lse.astype(jnp.promote_types(lse.dtype, jnp.float32))[..., 0].T[None]
   return AttentionOutput(out[None], lse=lse if call.return_lse else None,
                          cache_view=cache if writes else None)
