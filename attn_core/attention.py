@@ -175,7 +175,8 @@ def _explain(a) -> Explanation:
       chosen, platform, normal.request.capability, table.ask_all(platform, normal.request),
       arguments.with_configured_blocks(normal.call.block_sizes, normal.metadata,
                                        chosen or "vanilla"),
-      *((), ()) if placement is None else (placement.drops, placement.spread()))
+      () if placement is None else placement.drops,
+      placement.spread() if chosen and placement is not None else ())
 
 
 explain.__signature__ = inspect.signature(attention).replace(return_annotation=Explanation)

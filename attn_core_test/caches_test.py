@@ -239,6 +239,10 @@ class QuantizeTest(parameterized.TestCase):
       jax.grad(lambda scale: attention(
           query, None, None, mode="__autoregressive__", cache_view=cache._replace(key_scale=scale)
           ).attention_outputs.sum())(cache.key_scale)
+    with self.assertRaisesRegex(NotImplementedError, "cache_view: gradients of what a cache"):
+      jax.grad(lambda scale: concatenate(
+          query=query, key=key, value=value, mode="__prefill__",
+          cache_view=cache._replace(key_scale=scale)).key.sum())(cache.key_scale)
 
   def test_other_dtypes_are_refused(self):
     for dtype in ("int4", "float16"):

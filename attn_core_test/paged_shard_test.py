@@ -4,8 +4,11 @@ Letters: G groups, R requests of a group, P pages, T tokens, H query heads, K ke
 """
 
 import functools
+import importlib.util
+import os
 import re
 from typing import NamedTuple
+import unittest
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -17,10 +20,12 @@ import numpy as np
 from attn_core import (BlockSizes, Heads, OperationMetadata, PagedOptions, PagesMetadata, PagesV1,
                        PagesV2, PagesV3, PartitionAxis, attention, explain, page_attention,
                        ragged_page_attention_v2, ragged_page_attention_v3)
+from attn_core.benchmarks.static_profile import devices
 from attn_core.caches import groups, page_checks, pages
 
 jax.config.update("jax_num_cpu_devices", 8)
 
+SENT = "all-gather|all-to-all|all-reduce|collective-permute|reduce-scatter"
 PAGE, D, R, N = 4, 8, 3, 4
 POOL, TOKENS = 8, 7  # of a group
 # Queries and lengths of a group's requests, and how many rows are in use.
@@ -193,8 +198,7 @@ class PlacementTest(parameterized.TestCase):
     compiled = jax.jit(functools.partial(run, case, mesh), donate_argnums=3).lower(
         *shapes).compile()
     text = compiled.as_text()
-    self.assertEmpty(re.findall(
-        r"all-gather|all-to-all|all-reduce|collective-permute|reduce-scatter", text))
+    self.assertEmpty(re.findall(SENT, text))
     self.assertIn("input_output_alias={", text)
     self.assertGreaterEqual(compiled.memory_analysis().alias_size_in_bytes, cache.pages.nbytes // 8)
 
@@ -266,6 +270,31 @@ class PlacementTest(parameterized.TestCase):
       said = explain(query, None, None, layout="thd", cache_view=PagesV2(pool),
                      cache_metadata=metadata, metadata=OperationMetadata(**arguments))
       self.assertRegex(str(said), words)
+
+
+EVERY = os.environ.get("ATTN_CORE_EVERY") == "1"
+
+
+@unittest.skipUnless(EVERY and importlib.util.find_spec("libtpu"),
+                     "ATTN_CORE_EVERY is not 1, or libtpu is not installed")
+class CompileTest(absltest.TestCase):
+
+  def test_the_tpu_kernel_on_four_chips(self):
+    """Forward and backward for v5e, groups and heads over two chips each; nothing is sent."""
+    mesh = Mesh(np.array(devices("v5e")[:4]).reshape(2, 2), ("dp", "tp"))
+    def like(dtype, shape, *spec):
+      return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
+    query = like("bfloat16", (64, 16, 128), "dp", "tp")
+    cache = PagesV2(like("bfloat16", (256, 16, 16, 128), "dp", None, "tp"))
+    metadata = PagesMetadata(*(like("int32", (2, *x), "dp") for x in ((16, 32), (16,), (17,))))
+    options = PagedOptions(metadata=OperationMetadata(platform="tpu", mesh=mesh))
+    def gradient(query, cache, metadata):
+      return jax.grad(lambda *x: ragged_page_attention_v2(
+          *x, metadata, options).attention_outputs.astype(jnp.float32).sum(), (0, 1))(query, cache)
+    text = jax.jit(gradient).trace(query, cache, metadata).lower(
+        lowering_platforms=("tpu",)).compile().as_text()
+    self.assertEqual(text.count('custom_call_target="tpu_custom_call"'), 1)
+    self.assertEmpty(re.findall(SENT, text))
 
 
 class BadInputTest(parameterized.TestCase):

@@ -355,10 +355,15 @@ def to_dense(cache, metadata: PagesMetadata, heads: Heads | None = None, dtype=N
 
   Returns:
     key [R, S, K, D] and value [R, S, K, E] with S = N * page_size; 0 past a request's last token.
+
+  Raises:
+    NotImplementedError: quantised pages that are differentiated.
   """
   heads = heads_of(cache) if heads is None else heads
   if dtype is None:
     dtype = dtype_of(cache) if cache.key_scales is None else jnp.float32
+  if cache.key_scales is not None:
+    cache = quantize.constant(cache, "cache")
   metadata = jax.tree.map(jnp.asarray, metadata)
   requests, width = metadata.page_tables.shape
   key, value = read(cache, metadata.page_tables.reshape(-1), heads, dtype)
