@@ -650,11 +650,17 @@ class BadInputTest(parameterized.TestCase):
       return ragged_page_attention_v2(self.query, cache, metadata).attention_outputs
     checked = jax.jit(checkify.checkify(run))
     checked(self.cache, self.metadata)[0].throw()
-    for name in ("page_past_the_pool", "page_written_and_owned_twice", "starts_fall",
-                 "length_beyond_the_table"):
-      change, words = NUMBERS[name]
+    numbers = jax.jit(checkify.checkify(lambda metadata: page_checks.debug_check(
+        self.cache, metadata, 8)))
+    flag = jax.jit(lambda metadata: page_checks.flag(self.cache, metadata, 8))
+    self.assertFalse(flag(self.metadata))
+    for name, (change, words) in NUMBERS.items():
+      wrong = change(self.metadata)
+      self.assertTrue(flag(wrong), name)
       with self.assertRaisesRegex(Exception, f"(?s)cache_metadata.{words}"):
-        checked(self.cache, change(self.metadata))[0].throw()
+        numbers(wrong)[0].throw()
+    with self.assertRaisesRegex(Exception, "(?s)cache_metadata.page_tables"):
+      checked(self.cache, NUMBERS["page_past_the_pool"][0](self.metadata))[0].throw()
 
   def test_full_pages_may_be_shared(self):
     shared = entry(1, 0, -20)(self.metadata)  # the first page of the third request
