@@ -79,20 +79,31 @@ def normalise(a) -> arguments.Normalised:
   request = Request(
       features, jnp.dtype(compute), heads.key_width, heads.value_width,
       lengths=(query.shape[0],) * 2, capability=metadata_lib.resolved_capability(metadata),
-      pages=layout.__name__, tpu_pages=_tpu_refusal(operands, placed), spread_pages=placed.refusal)
+      pages=layout.__name__, tpu_pages=_tpu_refusal(operands, placed, heads),
+      spread_pages=placed.refusal)
   call = dense._replace(operands=operands, spec=spec, placement=placed.placement)
   return arguments.Normalised(call, request, metadata, None, query.dtype, None)
 
 
-def _tpu_refusal(operands: PagedOperands, placed: shard_paged.Placed) -> str | None:
-  """Why the TPU kernel does not compute a call, of which it sees one device's part; None: it does.
-  """
+def _tpu_refusal(operands: PagedOperands, placed: shard_paged.Placed,
+                 heads: pages.Heads) -> str | None:
+  """Why the TPU kernel does not compute a call; None: it does."""
   if placed.refusal or not isinstance(operands.cache, pages.PagesV2):
     return placed.refusal
+  query, cache, metadata, _ = _part(operands, placed, heads)
+  return tpu_kernel.refusal(query, cache, metadata)
+
+
+def _part(operands: PagedOperands, placed: shard_paged.Placed, heads: pages.Heads):
+  """Shapes of query, cache and metadata, and the heads, of which a kernel is asked once.
+
+  They are those of one device, and there of one group of requests.
+  """
   query, cache, metadata = shard_paged.part(operands, placed.placement)[:3]
   tokens = query.shape[0] // (groups.count(metadata) or 1)
-  query = jax.ShapeDtypeStruct((tokens, *query.shape[1:]), query.dtype)
-  return tpu_kernel.refusal(query, cache, groups.shapes_of_one(metadata))
+  cut = pages.heads_of(operands.cache).key_heads // pages.heads_of(cache).key_heads
+  return (jax.ShapeDtypeStruct((tokens, *query.shape[1:]), query.dtype), cache,
+          groups.shapes_of_one(metadata), heads._replace(key_heads=heads.key_heads // cut))
 
 
 def _heads(a, mechanism: str, query) -> pages.Heads:

@@ -112,18 +112,18 @@ def _tile(problem, side, block, key_side, carry):
   rows = steps.clean(rows)
   logits, slope = paged.logits_of(problem, block, paged.scores_of(problem, rows, key), number)
   weights = jnp.where(logits == -jnp.inf, 0, numbers.exp(logits - steps.finite_lse(lse)))
-  d_weights = _dot(problem, d_out, value, (2, 2))
+  d_weights = dot(problem, d_out, value, (2, 2))
   d_scores = jnp.where(logits == -jnp.inf, 0, weights * (d_weights - delta) * slope)
   narrow = lambda x: numbers.narrow(x, key.dtype)
-  d_rows = _dot(problem, narrow(d_scores), key, (2, 1))
+  d_rows = dot(problem, narrow(d_scores), key, (2, 1))
   old = paged.rows_of(problem, block, d_query)
   return (paged.put_rows(problem, block, d_query, old + d_rows),
-          d_key + _dot(problem, narrow(d_scores), rows, (1, 1)),
-          d_value + _dot(problem, narrow(weights), d_out, (1, 1)))
+          d_key + dot(problem, narrow(d_scores), rows, (1, 1)),
+          d_value + dot(problem, narrow(weights), d_out, (1, 1)))
 
 
-def _dot(problem, a, b, axes):
-  """A product a head over an axis of each, summed in full."""
+def dot(problem, a, b, axes):
+  """A product a head over an axis of each [K, x, y], summed in full."""
   return lax.dot_general(a, b, (((axes[0],), (axes[1],)), ((0,), (0,))),
                          precision=problem.spec.precision, preferred_element_type=problem.dtype)
 

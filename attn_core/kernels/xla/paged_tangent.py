@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from attn_core.caches import pages
 from attn_core.kernels.kernel import Residuals
-from attn_core.kernels.xla import numbers, paged, steps
+from attn_core.kernels.xla import numbers, paged, paged_backward, steps
 from attn_core.sharding import vary
 from attn_core.types import BlockSizes, PagedSpec
 
@@ -82,9 +82,9 @@ def _request(problem: paged.Problem, moved: Moved, lse, request, sums: Residuals
       d_scores = sum(paged.scores_of(problem, *pair) for pair in ((d_rows, key), (rows, d_key))
                      if pair[0] is not None and pair[1] is not None)
       share = jnp.where(logits == -jnp.inf, 0, weights * d_scores * slope)
-      out = running.out + paged.weigh(problem, share, value)
+      out = running.out + _weigh(problem, share, value)
       if d_value is not None:
-        out = out + paged.weigh(problem, weights, d_value)
+        out = out + _weigh(problem, weights, d_value)
       return Residuals(out, running.lse + share.sum(-1, keepdims=True))
 
     shapes = (x.shape[-1] for x in sums)
@@ -94,3 +94,8 @@ def _request(problem: paged.Problem, moved: Moved, lse, request, sums: Residuals
     return Residuals(*(paged.put_rows(problem, block, x, y) for x, y in zip(sums, found)))
 
   return steps.loop(*paged.query_blocks(problem, request), step, sums)
+
+
+def _weigh(problem: paged.Problem, weights, value):
+  """Weights [K, M, C] times values [K, C, E], which they are rounded to."""
+  return paged_backward.dot(problem, numbers.narrow(weights, value.dtype), value, (2, 1))
