@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import checks, dropout, metadata as metadata_lib, remat
-from attn_core.caches import step as step_lib
+from attn_core.caches import quantize, step as step_lib
 from attn_core.masks import algebra
 from attn_core.masks.info import MaskInfo
 from attn_core.sharding import sequence
@@ -55,8 +55,8 @@ def normalise(a) -> Normalised:
   dtype = query.dtype
   query, key, value = (x if quantized and x is not query else x.astype(
       compute_dtype_of(a, metadata, dtype)) for x in (query, key, value))
-  if quantized:  # numbers in 8 bits do not move by small steps
-    key, value, *scales = jax.lax.stop_gradient((key, value, *scales))
+  if quantized:
+    key, value, *scales = quantize.constant((key, value, *scales), "cache_view")
   query, key, value = (checkpoint_name(x, name) for x, name in (
       (query, "attn_query"), (key, "attn_key"), (value, "attn_value")))
 

@@ -8,12 +8,12 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from attn_core import arguments, checks, metadata as metadata_lib
-from attn_core.caches import page_checks, pages
+from attn_core.caches import groups, page_checks, pages
 from attn_core.kernels.gpu import paged as gpu_kernel
 from attn_core.kernels.tpu import paged as tpu_kernel
 from attn_core.kernels.xla.paged import PagedOperands
 from attn_core.masks import algebra
-from attn_core.sharding import shard
+from attn_core.sharding import shard_paged
 from attn_core.table import Request
 from attn_core.types import AttentionSpec, Call, Operands, PagedSpec
 
@@ -22,14 +22,17 @@ LAYOUTS = {"page_attention": pages.PagesV1, "ragged_page_attention_v2": pages.Pa
 
 
 def mechanism_of(a) -> str | None:
-  """The mechanism over pages that a call names, or that goes with its cache; None: it has none."""
+  """The mechanism over pages that a call names, or that goes with its cache; None: it has none.
+
+  A call with pages is one over pages whichever mechanism it names, which then refuses them.
+  """
   if a.cache_view is None:
     return None
   name = str(a.mechanism)
   if name in LAYOUTS:
     return name
   found = [mechanism for mechanism, layout in LAYOUTS.items() if isinstance(a.cache_view, layout)]
-  return found[0] if found and name == "auto" else None
+  return found[0] if found else None
 
 
 def normalise(a) -> arguments.Normalised:
@@ -64,38 +67,43 @@ def normalise(a) -> arguments.Normalised:
       checkpoint_name(jnp.asarray(query).astype(compute), "attn_query"),
       jax.tree.map(jnp.asarray, a.cache_view), jax.tree.map(jnp.asarray, a.cache_metadata),
       None if dense.operands.sinks is None else dense.operands.sinks[0],
-      *(None if x is None else jnp.asarray(x) for x in (a.key, a.value)))
+      *(None if x is None else checkpoint_name(jnp.asarray(x), name)
+        for name, x in (("attn_key", a.key), ("attn_value", a.value))))
   spec = PagedSpec(dense.spec.softmax_scale, dense.spec.logits_soft_cap, bool(a.causal),
                    checks.window(a.sliding_window), dense.spec.softmax_dtype,
                    dense.spec.precision)
   features = arguments.features_of(a, dense)
-  features["pages"] = features.pop("cache")
+  del features["cache"]
+  features["pages"] = f"a cache_view of {layout.__name__}"
+  placed = shard_paged.place(metadata.get_shardings(a.mode, "bthd"),
+                             metadata_lib.resolved_mesh(metadata), operands, heads.key_heads)
   request = Request(
       features, jnp.dtype(compute), heads.key_width, heads.value_width,
       lengths=(query.shape[0],) * 2, capability=metadata_lib.resolved_capability(metadata),
-      pages=layout.__name__, tpu_pages=_tpu_refusal(a, metadata, operands, heads),
-      gpu_pages=_mesh_refusal(a, metadata, operands, heads, "kernel for Hopper")
-      or gpu_kernel.refusal(operands.query, operands.cache))
-  return arguments.Normalised(dense._replace(operands=operands, spec=spec), request, metadata, None,
-                              query.dtype, None)
+      pages=layout.__name__, spread_pages=placed.refusal,
+      **{} if placed.refusal else _kernels_refusals(operands, placed, heads))
+  call = dense._replace(operands=operands, spec=spec, placement=placed.placement)
+  return arguments.Normalised(call, request, metadata, None, query.dtype, None)
 
 
-def _tpu_refusal(a, metadata, operands: PagedOperands, heads: pages.Heads) -> str | None:
-  """Why the TPU kernel does not compute a call; None: it does."""
-  if not isinstance(operands.cache, pages.PagesV2):
-    return None
-  return (_mesh_refusal(a, metadata, operands, heads, "TPU kernel")
-          or tpu_kernel.refusal(operands.query, operands.cache, operands.metadata))
+def _kernels_refusals(operands: PagedOperands, placed: shard_paged.Placed,
+                      heads: pages.Heads) -> dict[str, str | None]:
+  """Why kernels do not compute a call, as fields of `Request`."""
+  query, cache, metadata, heads = _part(operands, placed, heads)
+  return {"tpu_pages": tpu_kernel.refusal(query, cache, metadata, heads),
+          "gpu_pages": gpu_kernel.refusal(query, cache)}
 
 
-def _mesh_refusal(a, metadata, operands: PagedOperands, heads: pages.Heads, kernel: str):
-  """Why a kernel that runs on one device does not compute a call; None: it does."""
-  tokens, query_heads, width = operands.query.shape
-  mesh = metadata_lib.resolved_mesh(metadata)
-  if shard.place(metadata.get_shardings(a.mode, "bthd"), mesh, (1, tokens, query_heads, width),
-                 (1, tokens, heads.key_heads, width)) is not None:
-    return f"a mesh: the {kernel} runs on one device; call it inside jax.shard_map"
-  return None
+def _part(operands: PagedOperands, placed: shard_paged.Placed, heads: pages.Heads):
+  """Shapes of query, cache and metadata, and the heads, of which a kernel is asked once.
+
+  They are those of one device, and there of one group of requests.
+  """
+  query, cache, metadata = shard_paged.part(operands, placed.placement)[:3]
+  tokens = query.shape[0] // (groups.count(metadata) or 1)
+  cut = pages.heads_of(operands.cache).key_heads // pages.heads_of(cache).key_heads
+  return (jax.ShapeDtypeStruct((tokens, *query.shape[1:]), query.dtype), cache,
+          groups.shapes_of_one(metadata), heads._replace(key_heads=heads.key_heads // cut))
 
 
 def _heads(a, mechanism: str, query) -> pages.Heads:
@@ -116,10 +124,10 @@ def _heads(a, mechanism: str, query) -> pages.Heads:
       checks.require(a.cache_view.key_scales is not None or x.dtype == (
           pages.dtype_of(a.cache_view)), name, checks.describe(x),
                      f"the dtype of the pages, {pages.dtype_of(a.cache_view)}")
-    checks.require(a.cache_view.key_scales is None or a.cache_view.key_scales.ndim == 0,
-                   "cache_view.key_scales", "a scale per token", "one scale for all, float32 []: "
-                   "the call would not know those of its own tokens; write them with "
-                   "caches.pages.append and read them with ragged_page_attention_v2")
+    kept = a.cache_view.key_scales
+    checks.require(not pages.has_token_scales(a.cache_view) or kept.shape[2] == a.key.shape[1],
+                   "key", checks.describe(a.key), "as many heads as the cache's key_scales "
+                   f"{checks.describe(kept)} have")
   else:
     for name in ("key", "value"):
       checks.require(getattr(a, name) is None, name, checks.describe(getattr(a, name)),

@@ -70,7 +70,8 @@ def attention(
       they are appended to every row, and the queries, which are those tokens', see all that the row
       holds then; in mode "__insert__" requests take the rows `cache_metadata.slots`. key=None and
       value=None: the queries are the rows' last tokens, which the cache has. Rows that overflow
-      are an error, under jit a flag in the cache and NaN here. A cache in 8 bits has no gradient.
+      are an error, under jit a flag in the cache and NaN here. What a cache stores in 8 bits has no
+      gradient, and to differentiate it is refused; the query has its own.
       Or pages, in layout thd: `PagesV1` for page_attention, `PagesV2` for ragged_page_attention_v2,
       `PagesV3` for v3. Keys and values are in it, so `key` and `value` are None, but for v3, which
       writes them first. Queries are the last tokens of their request.
@@ -118,6 +119,7 @@ class Explanation(NamedTuple):
   verdicts: tuple[table.Verdict, ...]  # of every mechanism
   block_sizes: BlockSizes  # as requested; None fields are tuned by the kernel
   replicated: tuple  # sharding.partition.Drop: mesh axes that were asked for and shard nothing
+  spread: tuple[str, ...] = ()  # what is spread over which mesh axes
 
   def __str__(self):
     where = f", compute capability {self.capability or 'unknown'}" if self.platform == "gpu" else ""
@@ -125,6 +127,7 @@ class Explanation(NamedTuple):
     for verdict in self.verdicts:
       mark = "*" if verdict.mechanism == self.chosen else " "
       lines.append(f"{mark} {verdict.mechanism:26} {verdict}")
+    lines += [f"  {part}" for part in self.spread]
     lines += [f"  axis {d.axis!r} does not shard dimension {d.dimension} of {d.tensor}: {d.reason}"
               for d in self.replicated]
     return "\n".join(lines)
@@ -156,8 +159,8 @@ def _normalise(a):
   paged = arguments_paged.mechanism_of(a)
   if paged is None:
     return a, arguments.normalise(a)
-  a = a._replace(mechanism=paged)
-  return a, arguments_paged.normalise(a)
+  normal = arguments_paged.normalise(a._replace(mechanism=paged))
+  return a._replace(mechanism=paged) if a.mechanism == "auto" else a, normal
 
 
 def _explain(a) -> Explanation:
@@ -172,7 +175,8 @@ def _explain(a) -> Explanation:
       chosen, platform, normal.request.capability, table.ask_all(platform, normal.request),
       arguments.with_configured_blocks(normal.call.block_sizes, normal.metadata,
                                        chosen or "vanilla"),
-      () if placement is None else placement.drops)
+      () if placement is None else placement.drops,
+      placement.spread() if chosen and placement is not None else ())
 
 
 explain.__signature__ = inspect.signature(attention).replace(return_annotation=Explanation)
@@ -217,8 +221,8 @@ def _execute(operands, *, static):
 
 def _place(normal, implementation: table.Implementation | None):
   """Where a call runs; with the sequence, or the keys, spread if the implementation does so."""
-  if normal.rules is None:
-    return None
+  if normal.rules is None:  # pages have their own
+    return normal.call.placement
   query, key, metadata = *normal.call.operands[:2], normal.metadata
   mesh, reserved = shard.mesh_in_force(metadata_lib.resolved_mesh(metadata)), ()
   ring = metadata.ring, metadata.sequence_axis_name

@@ -99,7 +99,11 @@ def blockwise_attn(
 
 
 class PagedOptions(NamedTuple):
-  """Arguments of `attention` that attention over pages takes as well, with their defaults."""
+  """Arguments of `attention` that attention over pages takes as well, with their defaults.
+
+  Where `metadata` has a mesh, heads are spread over its axes, and so are groups of requests, each
+  with pages of its own: see `caches.groups`.
+  """
 
   causal: bool = True
   sliding_window: Any = None
@@ -133,7 +137,7 @@ def page_attention(query, cache: PagesV1, metadata: PagesMetadata,
 
   Raises:
     ValueError: an argument is not what is said here.
-    NotImplementedError: gradients through quantised pages.
+    NotImplementedError: gradients of what is in quantised pages; a mesh that does not divide them.
   """
   return _paged("page_attention", (query, None, None), cache, metadata, options)
 
@@ -162,7 +166,7 @@ def ragged_page_attention_v2(query, cache: PagesV2, metadata: PagesMetadata,
 
   Raises:
     ValueError: an argument is not what is said here.
-    NotImplementedError: gradients through quantised pages.
+    NotImplementedError: gradients of what is in quantised pages; a mesh that does not divide them.
   """
   return _paged("ragged_page_attention_v2", (query, None, None), cache, metadata, options)
 
@@ -176,7 +180,7 @@ def ragged_page_attention_v3(query, key, value, cache: PagesV3, metadata: PagesM
 
   Args:
     query: float [T, H, D], the requests' queries one after the other; more rows may follow.
-    key: float [T, K, D], of the same tokens; into quantised pages divided by their scale.
+    key: float [T, K, D], of the same tokens; quantised pages make or have the scales.
     value: float [T, K, D].
     cache: `PagesV3`: pages [P, page, cdiv(2K, packing), packing, D'], D' a multiple of 128.
     metadata: as for v2, and distribution int32 [3]: (decode end, prefill end, total), which
@@ -188,7 +192,7 @@ def ragged_page_attention_v3(query, key, value, cache: PagesV3, metadata: PagesM
 
   Raises:
     ValueError: an argument is not what is said here.
-    NotImplementedError: gradients through quantised pages.
+    NotImplementedError: gradients of what is in quantised pages; a mesh that does not divide them.
   """
   return _paged("ragged_page_attention_v3", (query, key, value), cache, metadata, options)
 

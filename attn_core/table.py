@@ -63,8 +63,9 @@ class Request(NamedTuple):
   pages: str | None = None  # the layout of a cache in pages, by the name of its type
   # Why the TPU kernel over pages refuses, by shapes that only it asks for; None: it does not.
   tpu_pages: str | None = None
-  transfer: str = RING_TRANSFERS[0]  # `RingConfig.transfer`
   gpu_pages: str | None = None  # the same of the kernel for Hopper
+  transfer: str = RING_TRANSFERS[0]  # `RingConfig.transfer`
+  spread_pages: str | None = None  # why pages cannot be spread over the mesh; None: they can
 
 
 # Memory in the sequence length.
@@ -206,7 +207,7 @@ def _reads(cache: str) -> Callable[[Request], str | None]:
   """Limits of a mechanism that reads pages of one layout."""
   def limits(request: Request) -> str | None:
     given = request.pages if "pages" in request.features else "no cache_view in pages"
-    return None if given in (None, cache) else f"{given}: it reads a {cache}"
+    return request.spread_pages if given in (None, cache) else f"{given}: it reads a {cache}"
   return limits
 
 

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 
-from attn_core import (CacheMetadata, DenseCache, MaskInfo, WindowCache, attention, build_cache_pos,
-                       concatenate, create_mesh, masks)
-from attn_core.caches import dense, quantize, window
+from attn_core import (CacheMetadata, DenseCache, Heads, MaskInfo, PagesV2, WindowCache, attention,
+                       build_cache_pos, concatenate, create_mesh, masks)
+from attn_core.caches import dense, pages, quantize, window
 
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -205,6 +205,44 @@ class QuantizeTest(parameterized.TestCase):
     np.testing.assert_array_equal(got, want)
     np.testing.assert_array_equal(np.signbit(got), np.signbit(want) & ~np.isnan(want)
                                   | np.signbit(got) & np.isnan(want))
+
+  def test_what_is_stored_in_8_bits_has_no_derivative_anywhere(self):
+    """Refused by name, in both modes; behind stop_gradient the query has its own all the same."""
+    key, value = tokens(2)
+    query = jnp.ones((B, 2, K, D))
+    flat = lambda x: x.reshape(-1, *x.shape[2:])[..., :5]
+    slots, places = jnp.arange(2 * B), Heads(K, 5, 5)
+    total = lambda cache: sum(x.sum() for x in jax.tree.leaves(cache) if x.dtype == jnp.float32)
+
+    def stored(module, dtype):
+      return lambda key: total(module.append(module.init(B, S, HEADS, dtype=dtype), key, value))
+
+    def paged(kind):
+      empty = pages.init(PagesV2, 4, 4, places, jnp.float8_e4m3fn, kind)
+      return lambda key: pages.append(empty, flat(key), flat(value), slots).pages.astype(
+          jnp.float32).sum()
+
+    def attended(key, query=query):
+      return jnp.sin(attention(query, key, value, mode="__prefill__", mechanism="auto",
+                               cache_view=dense.init(B, S, HEADS, dtype="int8"),
+                               sliding_window=3).attention_outputs).sum()
+
+    for function in (stored(dense, "int8"), stored(window, "float8_e4m3fn"), paged("token"),
+                     paged("tensor"), attended):
+      for derive in (jax.grad, lambda f: lambda x: jax.jvp(f, (x,), (x,))):
+        with self.assertRaisesRegex(NotImplementedError, "gradients of what a cache stores in 8"):
+          derive(function)(key)
+    of_query = jax.grad(lambda x: attended(jax.lax.stop_gradient(x * key), x * query))(1.0)
+    self.assertGreater(abs(of_query), 1e-3)
+    cache = filled(dense, S, [3, 1, 2], dtype=jnp.int8)
+    with self.assertRaisesRegex(NotImplementedError, "cache_view: gradients of what a cache"):
+      jax.grad(lambda scale: attention(
+          query, None, None, mode="__autoregressive__", cache_view=cache._replace(key_scale=scale)
+          ).attention_outputs.sum())(cache.key_scale)
+    with self.assertRaisesRegex(NotImplementedError, "cache_view: gradients of what a cache"):
+      jax.grad(lambda scale: concatenate(
+          query=query, key=key, value=value, mode="__prefill__",
+          cache_view=cache._replace(key_scale=scale)).key.sum())(cache.key_scale)
 
   def test_other_dtypes_are_refused(self):
     for dtype in ("int4", "float16"):

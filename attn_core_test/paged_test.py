@@ -5,7 +5,13 @@ D width.
 """
 
 import functools
+import importlib
+import importlib.util
+import sys
+import types
 from typing import NamedTuple
+import unittest
+from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -18,15 +24,15 @@ from jax.sharding import Mesh, PartitionSpec as P
 import numpy as np
 
 from attn_core import (BlockSizes, Heads, PagedOptions, PagesMetadata, PagesV1, PagesV2, PagesV3,
-                       attention, explain, page_attention, ragged_page_attention_v2,
-                       ragged_page_attention_v3)
-from attn_core.caches import page_checks, pages
+                       attention, checkpoint_policy, explain, page_attention,
+                       ragged_page_attention_v2, ragged_page_attention_v3)
+from attn_core.caches import page_checks, pages, quantize
 from attn_core.kernels.xla import paged
 from attn_core.references import paged as reference
 from attn_core.types import PagedSpec
 
 
-jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_num_cpu_devices", 8)
 
 
 class Case(NamedTuple):
@@ -134,21 +140,25 @@ def run(mechanism, case, query, key, value, sinks):
   return output.attention_outputs, output.lse
 
 
-def loss_of(function, rows):
-  """A scalar of output and lse that every gradient reaches; rows of no request have no part."""
+def with_gradients(function, case, wanted):
+  """(*arrays) -> [output, lse, gradients...], those of a scalar that all of these reach."""
+  rows = sum(case.queries)  # those of no request have no part
+  weights = lambda x: jnp.sin(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape)
   def loss(*arrays):
-    out, lse = function(*arrays)
-    out, lse = out[:rows].astype(jnp.float32), lse[:, :rows].astype(jnp.float32)
-    weights = lambda x: jnp.sin(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape)
-    return (out * weights(out)).sum() + jnp.where(lse == -jnp.inf, 0, lse * weights(lse)).sum()
-  return loss
+    found = function(*arrays)
+    out, lse = found[0][:rows].astype(jnp.float32), found[1][:, :rows].astype(jnp.float32)
+    return (out * weights(out)).sum() + jnp.where(
+        lse == -jnp.inf, 0, lse * weights(lse)).sum(), found
+  def everything(*arrays):
+    (_, found), gradients = jax.value_and_grad(loss, wanted, has_aux=True)(*arrays)
+    return [*found, *gradients]
+  return everything
 
 
 def both(function, case, arrays):
   """[output, lse, gradients...]."""
   wanted = tuple(i for i, x in enumerate(arrays) if x is not None)
-  gradient = jax.grad(loss_of(function, sum(case.queries)), wanted)
-  return jax.jit(lambda *a: [*function(*a), *gradient(*a)])(*arrays)
+  return jax.jit(with_gradients(function, case, wanted))(*arrays)
 
 
 @functools.cache
@@ -210,11 +220,54 @@ class OracleTest(parameterized.TestCase):
     self.check("v1", name, SINGLE)
 
 
+class DerivativesTest(absltest.TestCase):
+
+  def test_forward_mode_and_second_derivatives(self):
+    """Tangents of output, lse and all gradients, along a direction that moves what nobody sees."""
+    case = RAGGED["window_sinks_cap"]._replace(lengths=(9, 5), queries=(4, 1))
+    rng = np.random.default_rng(5)
+    directions = [rng.normal(size=x.shape) for x in case.arrays()]
+    def tangents(function, arrays):
+      everything = with_gradients(function, case, (0, 1, 2, 3))
+      moved = tuple(jnp.asarray(d, x.dtype) for d, x in zip(directions, arrays))
+      return jax.jit(lambda a, d: jax.jvp(everything, a, d)[1])(arrays, moved)
+    got = tangents(functools.partial(run, "v2", case), case.arrays())
+    with jax.enable_x64(True):
+      want = tangents(case.oracle, tuple(x.astype(jnp.float64) for x in case.arrays()))
+    for index, (mine, right) in enumerate(zip(got, want, strict=True)):
+      right = np.nan_to_num(np.asarray(right))  # rows of no request, where the oracle says NaN
+      np.testing.assert_allclose(mine, right, rtol=2e-5, atol=2e-5 * max(1, np.abs(right).max()),
+                                 err_msg=str(index))
+
+  def test_saved_residuals_are_not_computed_anew(self):
+    query, cache, metadata = plain(Case((9, 6), (4, 2), rest=2))
+    run = lambda query, cache: ragged_page_attention_v2(
+        2 * query, cache, metadata).attention_outputs.sum()
+    def loops(*targets):
+      policy = checkpoint_policy("save_only_these_names", targets)
+      kept = jax.checkpoint(run, policy=policy)
+      return str(jax.make_jaxpr(jax.grad(kept, (0, 1)))(query, cache)).count("while[")
+    plain_loops = str(jax.make_jaxpr(jax.grad(run, (0, 1)))(query, cache)).count("while[")
+    self.assertEqual(loops("attn_output", "attn_query"), plain_loops)
+    self.assertGreater(loops("attn_query"), plain_loops)
+
+
 def plain(case, dtype="float32"):
   """query, v2 cache, metadata, without NaN."""
   query, key, value, _ = (None if x is None else jnp.nan_to_num(x.astype(dtype))
                           for x in case.arrays())
   return query, pages.convert(PagesV1(key, value), PagesV2), case.metadata()
+
+
+def _public_v3():
+  """The module of tpu-inference's kernel v3, without the package around it, which needs vLLM."""
+  found = importlib.util.find_spec("tpu_inference")
+  if found is None:
+    raise unittest.SkipTest("tpu-inference is not installed: pip install --no-deps tpu-inference")
+  package = types.ModuleType("tpu_inference")
+  package.__path__ = list(found.submodule_search_locations)
+  with mock.patch.dict(sys.modules, {"tpu_inference": package}):
+    return importlib.import_module("tpu_inference.kernels.ragged_paged_attention.v3.kernel")
 
 
 class MeaningTest(parameterized.TestCase):
@@ -231,6 +284,28 @@ class MeaningTest(parameterized.TestCase):
     got = ragged_page_attention_v2(query, cache, metadata, PagedOptions(
         softmax_scale=0.4, sliding_window=(4, None), logits_soft_cap=2.0))
     np.testing.assert_allclose(got.attention_outputs, want, atol=1e-5)
+
+  def test_shapes_and_meanings_are_those_of_the_public_kernel_that_writes(self):
+    """What vLLM's own reference says for TPUs, where tpu-inference is installed."""
+    public_v3 = _public_v3()
+    case = Case((9, 17, 6), (9, 1, 2), rest=0, unused=1)
+    _, wide, metadata = plain(case)
+    rng = np.random.default_rng(0)
+    query, key, value = (jnp.asarray(rng.normal(size=(12, n, case.D)), jnp.float32)
+                         for n in (case.H, case.K, case.K))
+    cache = pages.convert(wide, PagesV3, Heads(case.K, case.D, case.D))
+    metadata = metadata._replace(num_requests=None, distribution=np.array([0, 0, 3], np.int32))
+    tables = np.minimum(metadata.page_tables, case.pool - 1)
+    starts = np.maximum.accumulate(metadata.query_start_loc)
+    want, held = public_v3.ref_ragged_paged_attention(
+        query, key, value, cache.pages, *map(jnp.asarray, (
+            metadata.context_lens, tables.reshape(-1), starts, metadata.distribution)),
+        sm_scale=0.4, sliding_window=5, soft_cap=2.0)
+    got = ragged_page_attention_v3(query, key, value, cache, metadata, PagedOptions(
+        softmax_scale=0.4, sliding_window=(4, None), logits_soft_cap=2.0))
+    np.testing.assert_allclose(got.attention_outputs, want, atol=1e-5)
+    live = np.unique(tables[:3][np.arange(8) < -(-np.array(case.lengths)[:, None] // case.page)])
+    np.testing.assert_array_equal(got.cache_view.pages[live], held[live])
 
   def test_shapes_and_meanings_are_those_of_the_public_decode_kernel(self):
     case = Case((9, 17, 1, 24), (1,) * 4, rest=0)
@@ -281,26 +356,36 @@ class MeaningTest(parameterized.TestCase):
       cache = cache._replace(key_scales=abs(key).max() / 127, value_scales=abs(value).max() / 100)
       cache = pages.from_dense(cache, key, value, metadata)
     else:
-      scales = tuple(abs(x).max(-1) / 127 + 1e-9 for x in (key, value))
-      stored = [pages.store(x, jnp.int8, s[..., None]) for x, s in zip((key, value), scales)]
-      cache = pages.from_dense(cache, *stored, metadata, scales)
+      cache = pages.from_dense(cache, key, value, metadata)  # the write makes the scales
+      stored, scales = zip(*(quantize.quantize(x, jnp.int8) for x in (key, value)))
+      given = pages.from_dense(pages.init(layout, case.pool, case.page, heads, jnp.int8, kind),
+                               *stored, metadata, scales)
+      jax.tree.map(np.testing.assert_array_equal, cache, given)
     back = pages.from_dense(pages.init(PagesV1, case.pool, case.page, heads, jnp.float32),
                             *pages.to_dense(cache, metadata), metadata)
     want = page_attention(query, back, metadata).attention_outputs
     run = page_attention if layout is PagesV1 else ragged_page_attention_v2
     got = run(query, cache, metadata).attention_outputs
     np.testing.assert_allclose(got, want, atol=1e-6)
-    with self.assertRaisesRegex(NotImplementedError, "cache_view: gradients .* int8"):
-      jax.grad(lambda q: run(q, cache, metadata).attention_outputs.sum())(query)
+    if layout is PagesV2:  # the query has its gradient, and what is stored has none
+      loss = lambda run, cache, q: jnp.sin(run(q, cache, metadata).attention_outputs).sum()
+      np.testing.assert_allclose(
+          jax.grad(functools.partial(loss, run, cache))(query),
+          jax.grad(functools.partial(loss, page_attention, back))(query), atol=2e-6)
+      with self.assertRaisesRegex(NotImplementedError, "cache_view: gradients .* 8 bits"):
+        jax.grad(lambda scales: loss(run, cache._replace(key_scales=scales), query))(
+            cache.key_scales)
 
-  def test_new_tokens_are_stored_by_the_scales(self):
-    """v3 into float8 pages: what is written is what append writes, in place, and is attended to."""
+  @parameterized.parameters(("float8_e4m3fn", "tensor"), ("int8", "token"))
+  def test_new_tokens_are_stored_by_the_scales(self, dtype, kind):
+    """v3 into 8 bits: what is written is what append writes, in place, and is attended to."""
     case = Case((9, 6), (4, 1), rest=2)
     heads, metadata = Heads(2, 6, 6), case.metadata()
     rng = np.random.default_rng(0)
     query, key, value = (jnp.asarray(rng.normal(size=(7, n, 6)), jnp.float32) for n in (4, 2, 2))
-    cache = pages.init(PagesV3, case.pool, case.page, heads, jnp.float8_e4m3fn, "tensor")
-    cache = cache._replace(key_scales=jnp.float32(0.5), value_scales=jnp.float32(0.25))
+    cache = pages.init(PagesV3, case.pool, case.page, heads, dtype, kind)
+    if kind == "tensor":
+      cache = cache._replace(key_scales=jnp.float32(0.5), value_scales=jnp.float32(0.25))
     run = jax.jit(lambda cache, *a: ragged_page_attention_v3(*a, cache, metadata),
                   donate_argnums=0)
     held = cache.pages.nbytes
@@ -309,8 +394,8 @@ class MeaningTest(parameterized.TestCase):
     self.assertGreaterEqual(compiled.memory_analysis().alias_size_in_bytes, held)
     want = pages.append(cache, key, value, pages.slots(metadata, case.page, 7))
     output = compiled(jax.tree.map(jnp.copy, cache), query, key, value)
-    np.testing.assert_array_equal(output.cache_view.pages.astype(jnp.float32),
-                                  want.pages.astype(jnp.float32))
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(
+        x.astype(jnp.float32), y.astype(jnp.float32)), output.cache_view, want)
     read = ragged_page_attention_v2(query, pages.convert(want, PagesV2, heads), metadata)
     np.testing.assert_array_equal(output.attention_outputs, read.attention_outputs)
 
@@ -318,13 +403,14 @@ class MeaningTest(parameterized.TestCase):
     case = Case((9, 1, 14), (1,) * 3, rest=0)
     query, key, value, _ = map(lambda x: None if x is None else jnp.nan_to_num(x), case.arrays())
     metadata, narrow = case.metadata(single=True), value[..., :3]
-    wide = functools.partial(page_attention, query, metadata=metadata)
-    found = wide(PagesV1(key, narrow)).attention_outputs
+    def loss(value):
+      out = page_attention(query, PagesV1(key, value), metadata).attention_outputs
+      return (out[..., :3]**2).sum(), out
+    run = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    ((_, found), gradient), ((_, whole), of_whole) = run(narrow), run(value)
     self.assertEqual(found.shape, (3, 4, 3))
-    np.testing.assert_allclose(
-        found, wide(PagesV1(key, value)).attention_outputs[..., :3], atol=1e-6)
-    loss = lambda value: (wide(PagesV1(key, value)).attention_outputs[..., :3]**2).sum()
-    np.testing.assert_allclose(jax.grad(loss)(narrow), jax.grad(loss)(value)[..., :3], atol=1e-6)
+    np.testing.assert_allclose(found, whole[..., :3], atol=1e-6)
+    np.testing.assert_allclose(gradient, of_whole[..., :3], atol=1e-6)
 
   def test_only_live_blocks_are_visited(self):
     """The trips of the loops, whatever the width of the table."""
@@ -376,43 +462,45 @@ class TransformationTest(absltest.TestCase):
   def setUp(self):
     super().setUp()
     self.query, self.cache, self.metadata = plain(Case((9, 6), (4, 2), rest=2))
-    self.mesh = Mesh(np.array(jax.devices()), ("x",))
+    self.mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y"))
 
   def run_v2(self, query, cache, metadata):
     return ragged_page_attention_v2(query, cache, metadata).attention_outputs
 
   def gradient(self, query, cache, metadata):
-    loss = lambda query, cache: (self.run_v2(query, cache, metadata)**2).sum()
-    return jax.grad(loss, (0, 1))(query, cache)
+    def loss(query, cache):
+      out = self.run_v2(query, cache, metadata)
+      return (out**2).sum(), out
+    (total, out), gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)(query, cache)
+    axes = jax.typeof(total).manual_axis_type.varying
+    return (jax.lax.psum(total, tuple(axes)) if axes else total, out), gradients
 
-  def test_requests_over_devices(self):
-    """Every device has requests, tables and pages of its own."""
+  def test_requests_and_heads_over_devices(self):
+    """In the caller's shard_map: requests, tables and pages of a device's own, and heads.
+
+    Key and value rows of a head are neighbours, so the pages are cut like the heads.
+    """
     arrays = (self.query, self.cache, self.metadata)
     two = jax.tree.map(lambda x: jnp.concatenate([x, x]), arrays)
-    for function in (self.run_v2, self.gradient):
-      specs = jax.tree.map(lambda _: P("x"), jax.eval_shape(function, *arrays))
-      spread = jax.shard_map(function, mesh=self.mesh, in_specs=P("x"), out_specs=specs)
-      want = jax.tree.map(lambda x: jnp.concatenate([x, x]), function(*arrays))
-      for got, expected in zip(*map(jax.tree.leaves, (jax.jit(spread)(*two), want)), strict=True):
-        np.testing.assert_allclose(got, expected, atol=1e-6)
-
-  def test_heads_over_devices(self):
-    """Key and value rows of a head are neighbours, so the pages are cut like the heads."""
-    spread = jax.shard_map(
-        lambda query, cache: self.gradient(query, cache, jax.tree.map(jnp.asarray, self.metadata)),
-        mesh=self.mesh, in_specs=(P(None, "x"), P(None, None, "x")),
-        out_specs=(P(None, "x"), PagesV2(P(None, None, "x"))))
-    for got, want in zip(*map(jax.tree.leaves, (
-        jax.jit(spread)(self.query, self.cache),
-        self.gradient(self.query, self.cache, self.metadata))), strict=True):
-      np.testing.assert_allclose(got, want, atol=1e-6)
+    query, cache = P("x", "y"), PagesV2(P("x", None, "y"))
+    spread = jax.shard_map(self.gradient, mesh=self.mesh, in_specs=(query, cache, P("x")),
+                           out_specs=((P(), query), (query, cache)))
+    (_, out), gradients = jax.jit(spread)(*two)
+    (_, want), expected = jax.jit(self.gradient)(*arrays)
+    for got, one in zip(*map(jax.tree.leaves, ((out, gradients), (want, expected))), strict=True):
+      np.testing.assert_allclose(got, jnp.concatenate([one, one]), atol=1e-6)
 
   def test_maps_over_pools(self):
     pools = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), self.cache)
-    mapped = jax.vmap(lambda cache: self.run_v2(self.query, cache, self.metadata))(pools)
+    run = lambda cache: self.run_v2(self.query, cache, self.metadata)
+    mapped, gradient = jax.jit(jax.value_and_grad(
+        lambda pools: (lambda x: (jnp.sin(x).sum(), x))(jax.vmap(run)(pools)), has_aux=True))(pools)
+    one = jax.jit(jax.value_and_grad(lambda cache: (lambda x: (jnp.sin(x).sum(), x))(run(cache)),
+                                     has_aux=True))
     for row in range(2):
-      np.testing.assert_allclose(mapped[row], self.run_v2(
-          self.query, jax.tree.map(lambda x, row=row: x[row], pools), self.metadata), atol=1e-6)
+      (_, want), of_pages = one(jax.tree.map(lambda x, row=row: x[row], pools))
+      np.testing.assert_allclose(mapped[1][row], want, atol=1e-6)
+      np.testing.assert_allclose(gradient.pages[row], of_pages.pages, atol=1e-6)
 
   def test_scans_over_layers(self):
     """A cache a layer, written in the scan: what an engine does."""
@@ -447,11 +535,12 @@ class BatchInvarianceTest(parameterized.TestCase):
                            block_sizes=BlockSizes(block_q=8, block_kv=16), return_lse=True)
     step = jax.jit(lambda cache, metadata, q, k, v: ragged_page_attention_v3(
         q, k, v, cache, metadata, options), donate_argnums=0)
-    empty = lambda: pages.init(PagesV3, self.POOL, self.PAGE, heads, dtype)
+    empty = pages.init(PagesV3, self.POOL, self.PAGE, heads, dtype)
+    garbage = [jnp.full_like(empty.pages, x) for x in (jnp.nan, -jnp.inf, 7.0)]
 
-    def play(requests, orders):
+    def play(requests, orders, held=empty.pages):
       """Outputs of each request; `requests`: text -> chunks; all in random rows and pages."""
-      cache, done = empty(), {text: 0 for text in requests}
+      cache, done = PagesV3(held + 0), {text: 0 for text in requests}
       free = list(orders.permutation(self.POOL))
       tables = {text: [free.pop() for _ in range(self.N)] for text in requests}
       outputs = {text: [] for text in requests}
@@ -488,7 +577,7 @@ class BatchInvarianceTest(parameterized.TestCase):
 
     alone = {text: play({text: [16, self.TOKENS - 16]}, rng)[text] for text in range(len(texts))}
     once = {text: play({text: [16]}, rng)[text] for text in range(len(texts))}
-    for _ in range(schedules):
+    for schedule in range(schedules):
       chosen = rng.permutation(len(texts))[:rng.integers(1, self.R + 1)]
       requests = {}
       for text in chosen:
@@ -499,7 +588,8 @@ class BatchInvarianceTest(parameterized.TestCase):
         if rng.random() < 0.3:  # the end token by token
           sizes = [*sizes[:-1], *[1] * sizes[-1]]
         requests[int(text)] = sizes
-      for text, (out, lse) in play(requests, rng).items():
+      held = garbage[schedule % len(garbage)]  # in the pages before anything is written
+      for text, (out, lse) in play(requests, rng, held).items():
         np.testing.assert_array_equal(out, alone[text][0])
         np.testing.assert_array_equal(lse, alone[text][1])
         np.testing.assert_array_equal(out[:16], once[text][0])
@@ -560,15 +650,44 @@ class BadInputTest(parameterized.TestCase):
       return ragged_page_attention_v2(self.query, cache, metadata).attention_outputs
     checked = jax.jit(checkify.checkify(run))
     checked(self.cache, self.metadata)[0].throw()
-    for name in ("page_past_the_pool", "page_written_and_owned_twice", "starts_fall",
-                 "length_beyond_the_table"):
-      change, words = NUMBERS[name]
+    numbers = jax.jit(checkify.checkify(lambda metadata: page_checks.debug_check(
+        self.cache, metadata, 8)))
+    flag = jax.jit(lambda metadata: page_checks.flag(self.cache, metadata, 8))
+    self.assertFalse(flag(self.metadata))
+    for name, (change, words) in NUMBERS.items():
+      wrong = change(self.metadata)
+      self.assertTrue(flag(wrong), name)
       with self.assertRaisesRegex(Exception, f"(?s)cache_metadata.{words}"):
-        checked(self.cache, change(self.metadata))[0].throw()
+        numbers(wrong)[0].throw()
+    with self.assertRaisesRegex(Exception, "(?s)cache_metadata.page_tables"):
+      checked(self.cache, NUMBERS["page_past_the_pool"][0](self.metadata))[0].throw()
 
   def test_full_pages_may_be_shared(self):
     shared = entry(1, 0, -20)(self.metadata)  # the first page of the third request
     page_checks.check(self.cache, shared, 8)
+
+  def test_other_mechanisms_refuse_pages_by_name(self):
+    for mechanism in ("flash_attn2", "autoregressive_decodeattn", "vanilla"):
+      with self.assertRaisesRegex(
+          NotImplementedError, f"mechanism='{mechanism}'.*a cache_view of PagesV2 .a cache in pages"
+          ". is not supported.*mechanism='ragged_page_attention_v2' can"):
+        attention(self.query, None, None, mechanism=mechanism, layout="thd", cache_view=self.cache,
+                  cache_metadata=self.metadata)
+    with self.assertRaisesRegex(ValueError, "mechanism='flash': expected one of"):
+      attention(self.query, None, None, mechanism="flash", layout="thd", cache_view=self.cache,
+                cache_metadata=self.metadata)
+
+  def test_scales_of_another_number_of_heads(self):
+    quantised = pages.init(PagesV2, 24, 4, Heads(2, 6, 6), jnp.int8, "token")
+    narrow = quantised._replace(key_scales=quantised.key_scales[..., :1],
+                                value_scales=quantised.value_scales[..., :1])
+    with self.assertRaisesRegex(ValueError, r"cache_view.key_scales: got float32\[24, 4, 1\]; "
+                                r"expected float32 \[\] or \[24, 4, 2\]"):
+      ragged_page_attention_v2(self.query, narrow, self.metadata)
+    padded = pages.init(PagesV3, 24, 4, Heads(2, 6, 6), jnp.int8, "token")
+    with self.assertRaisesRegex(ValueError, "key: got .*as many heads as the cache's key_scales"):
+      ragged_page_attention_v3(self.query, self.query[:, :1], self.query[:, :1], padded,
+                               self.metadata)
 
   @parameterized.parameters(
       (lambda q, c, m: ragged_page_attention_v2(q, pages.convert(c, PagesV1), m),

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import Heads, PagesMetadata, PagesV1, PagesV2, PagesV3
-from attn_core.caches import allocator, pages
+from attn_core.caches import allocator, dense, pages, quantize, window
 
 LAYOUTS = (PagesV1, PagesV2, PagesV3)
 HEADS = Heads(3, 5, 5)
 # Rows are requests: 5 tokens of which 2 are new, none, 8 of which all are new.
 TABLES = np.array([[4, 1, 99], [-7, 99, 99], [0, 6, 99]], np.int32)
 METADATA = PagesMetadata(TABLES, np.array([5, 0, 8], np.int32), np.array([0, 2, 2, 10], np.int32))
+EIGHT = pages.init(PagesV2, 8, 4, HEADS, jnp.int8, "token")
 SLOTS = [19, 4, 0, 1, 2, 3, 24, 25, 26, 27, -1]  # page * 4 + offset, by hand
 
 
@@ -33,6 +34,35 @@ class PagesTest(parameterized.TestCase):
     single = METADATA._replace(query_start_loc=None, context_lens=np.array([5, 1, 8], np.int32),
                                page_tables=np.abs(TABLES))
     self.assertEqual(pages.slots(single, 4, 3).tolist(), [4, 28, 27])
+
+  def test_what_has_no_page_is_not_written_over_another_token(self):
+    """Under jit, where a length beyond the table is no error: the row of 3 pages has 12 slots."""
+    metadata = PagesMetadata(np.array([[4, 1, 6]], np.int32), np.array([14], np.int32),
+                             np.array([0, 4], np.int32))
+    slots = jax.jit(lambda metadata: pages.slots(metadata, 4, 4))(metadata)
+    self.assertEqual(slots.tolist(), [26, 27, -1, -1])
+    negative = metadata._replace(page_tables=np.array([[4, 1, -1]], np.int32))
+    self.assertEqual(pages.slots(negative, 4, 4).tolist(), [-1] * 4)
+
+  @parameterized.product(layout=LAYOUTS, dtype=("float32", "int8"))
+  def test_a_dense_cache_and_pages_hold_the_same(self, layout, dtype):
+    """There and back, numbers in 8 bits with their scales, bit by bit; so too with a ring's."""
+    key, value = (x[:10].reshape(1, 10, 3, 5) for x in tokens())
+    counts = np.array([8, 0, 5])
+    filled = dense.append(dense.init(3, 12, (3, 5), dtype=dtype),
+                          *(jnp.broadcast_to(x, (3, *x.shape[1:])) for x in (key, value)), counts)
+    scale = "token" if dtype == "int8" else None
+    metadata = METADATA._replace(context_lens=np.array([8, 0, 5], np.int32), page_tables=np.array(
+        [[4, 1, 7], [9, 9, 9], [2, 3, 9]], np.int32))
+    scales = None if scale is None else (filled.key_scale, filled.value_scale)
+    held = pages.from_dense(pages.init(layout, 8, 4, HEADS, dtype, scale), filled.key,
+                            filled.value, metadata, scales)
+    view = window.view(window.from_dense(filled, 12)) if layout is PagesV2 else dense.view(filled)
+    live = (np.arange(12) < counts[:, None])[..., None, None]
+    for got, x, s in zip(pages.to_dense(held, metadata, HEADS), (view.key, view.value),
+                         (view.key_scale, view.value_scale)):
+      want = x if s is None else quantize.dequantize(x, s)
+      np.testing.assert_array_equal(got, np.where(live, want, 0))
 
   @parameterized.product(layout=LAYOUTS, dtype=("float32", "bfloat16"))
   def test_what_is_written_is_where_the_layout_says(self, layout, dtype):
@@ -86,9 +116,12 @@ class PagesTest(parameterized.TestCase):
       cache = cache._replace(key_scales=size[0], value_scales=size[1])
       cache = pages.append(cache, key, value, jnp.asarray(SLOTS[:10]))
     else:
-      size = [jnp.abs(x).max(-1) / most for x in (key, value)]
-      stored = [pages.store(x, dtype, s[..., None]) for x, s in zip((key, value), size)]
-      cache = pages.append(cache, *stored, jnp.asarray(SLOTS[:10]), tuple(size))
+      cache = pages.append(cache, key, value, jnp.asarray(SLOTS[:10]))
+      stored, made = zip(*(quantize.quantize(x, dtype) for x in (key, value)))
+      given = pages.append(pages.init(layout, 8, 4, HEADS, dtype, scales), *stored,
+                           jnp.asarray(SLOTS[:10]), made)
+      jax.tree.map(lambda x, y: np.testing.assert_array_equal(
+          x.astype(jnp.float32), y.astype(jnp.float32)), cache, given)
     self.assertEqual(pages.dtype_of(cache), dtype)
     cache = pages.convert(pages.convert(cache, PagesV2, HEADS), layout, HEADS)
     for found, x in zip(pages.to_dense(cache, METADATA, HEADS), (key, value)):
@@ -144,6 +177,13 @@ class PagesTest(parameterized.TestCase):
        "value: got bfloat16.*the dtype of the pages, float32"),
       (lambda c, k, v: pages.append(c, k, v[:4], jnp.arange(11)), r"value: got float32\[4, 3, 5\]"),
       (lambda c, k, v: pages.append(c, k, v, jnp.arange(11), (k, v)), "scales: got arrays"),
+      (lambda c, k, v: pages.append(EIGHT, k.astype(jnp.int8), v.astype(jnp.int8), jnp.arange(11)),
+       r"scales: got None with key int8\[11, 3, 5\]"),
+      (lambda c, k, v: pages.append(EIGHT, k, v, jnp.arange(11), (k[..., 0], v[..., 0])),
+       "scales: got arrays with key float32"),
+      (lambda c, k, v: pages.append(EIGHT, k.astype(jnp.int8), v.astype(jnp.int8), jnp.arange(11),
+                                    (k[..., 0], v[:, :2, 0])),
+       r"scales: got float32\[11, 2\]; expected float32 \[11, 3\]"),
       (lambda c, k, v: pages.init(dict, 1, 1, HEADS), "layout: got <class 'dict'>"),
       (lambda c, k, v: pages.init(PagesV2, 0, 1, HEADS), "num_pages: got 0"),
       (lambda c, k, v: pages.init(PagesV2, 1, 1, HEADS._replace(value_width=4)), "value_width"),

@@ -12,7 +12,7 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import numpy as np
 
 from attn_core import (BlockSizes, Heads, OperationMetadata, PagedOptions, PagesMetadata, PagesV2,
@@ -94,8 +94,7 @@ class ChoiceTest(parameterized.TestCase):
     for arguments, words in (
         (dict(dtype=jnp.float16), "float16"), (dict(dtype=jnp.int8, scales="tensor"), "int8"),
         (dict(width=10**6), "page tables of .4, 1000000."), (dict(page=10**5), "100000 tokens"),
-        (dict(heads=Heads(2, 192, 192)), "head_dim 192"), (dict(precision="highest"), "precision"),
-        (dict(metadata=TPU.replace(mesh=AbstractMesh((2,), ("tp",)))), "a mesh: .*shard_map")):
+        (dict(heads=Heads(2, 192, 192)), "head_dim 192"), (dict(precision="highest"), "precision")):
       said = self.kernel(**{**dict(heads=heads, page=16, dtype=jnp.bfloat16), **arguments})
       self.assertRegex(said, f"by paged.xla, not by paged.tpu: .*{words}")
 

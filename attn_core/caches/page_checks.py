@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import checks
-from attn_core.caches import pages, quantize
+from attn_core.caches import groups, pages, quantize
 
 
 class Condition(NamedTuple):
@@ -35,13 +35,28 @@ def check(cache, metadata: pages.PagesMetadata, num_tokens: int) -> None:
     ValueError: a wrong layout, dtype or shape; scales missing; and where the metadata is concrete,
       what `conditions` lists.
   """
-  _check_cache(cache)
-  _check_shapes(metadata, num_tokens)
+  check_shapes(cache, metadata, num_tokens)
   if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(metadata)):
     return
   concrete = jax.tree.map(np.asarray, metadata)
   for field, holds, expected in conditions(np, cache, concrete, num_tokens):
     checks.require(holds, f"cache_metadata.{field}", getattr(concrete, field).tolist(), expected)
+
+
+def flag(cache, metadata: pages.PagesMetadata, num_tokens: int):
+  """Whether what `check` looks at is wrong, bool []: for functions under jit, once a step.
+
+  Args:
+    cache: any layout.
+    metadata: what goes with it; may be traced.
+    num_tokens: T.
+
+  Raises:
+    ValueError: as `check`, of shapes and dtypes.
+  """
+  check_shapes(cache, metadata, num_tokens)
+  return ~jnp.stack([jnp.asarray(holds) for _, holds, _ in conditions(
+      jnp, cache, metadata, num_tokens)]).all()
 
 
 def debug_check(cache, metadata: pages.PagesMetadata, num_tokens: int) -> None:
@@ -56,16 +71,45 @@ def debug_check(cache, metadata: pages.PagesMetadata, num_tokens: int) -> None:
     ValueError: as `check`, of shapes and dtypes; what is wrong with numbers is in the error value
       that checkify returns.
   """
-  _check_cache(cache)
-  _check_shapes(metadata, num_tokens)
+  check_shapes(cache, metadata, num_tokens)
   for field, holds, expected in conditions(jnp, cache, metadata, num_tokens):
     checkify.check(holds, f"cache_metadata.{field}: got {{got}}; expected {expected}",
                    got=getattr(metadata, field))
 
 
+def check_shapes(cache, metadata: pages.PagesMetadata, num_tokens: int) -> None:
+  """Raises ValueError unless cache and metadata have the shapes and dtypes that `check` expects."""
+  _check_cache(cache)
+  checks.require(isinstance(metadata, pages.PagesMetadata), "cache_metadata",
+                 type(metadata).__name__, "a PagesMetadata")
+  checks.array("cache_metadata.page_tables", metadata.page_tables, "int32 [R, N], or [G, R, N]")
+  number = groups.count(metadata)
+  if number is None:
+    return _check_shapes(metadata, num_tokens)
+  for name, x in metadata._asdict().items():
+    _check_array(name, jnp.int32(0) if x is None else x, f"int32 [{number}, ...]")
+    checks.require(x is None or (x.ndim > 0 and x.shape[0] == number > 0), f"cache_metadata.{name}",
+                   checks.describe(x), f"a leading axis of {number} groups, as page_tables has")
+  for name, what, amount in (("cache_view", "pages", pages.num_pages(cache)),
+                             ("query", "tokens", num_tokens)):
+    checks.require(amount % number == 0, name, f"{amount} {what}", f"{what} that the {number} "
+                   "groups of cache_metadata divide: each has its own part of them")
+  return _check_shapes(groups.shapes_of_one(metadata), num_tokens // number)
+
+
 def conditions(xp, cache, metadata: pages.PagesMetadata, num_tokens: int) -> Iterator[Condition]:
   """Everything that the numbers must be, one by one; `xp`: numpy or jax.numpy."""
-  size, pool = pages.page_size(cache), pages.num_pages(cache)
+  pool, number = pages.num_pages(cache), groups.count(metadata)
+  if number is None:
+    yield from _conditions(xp, (pages.page_size(cache), pool), metadata, num_tokens)
+  for g in range(number or 0):
+    yield from _conditions(xp, (pages.page_size(cache), pool // number),
+                           jax.tree.map(lambda x, g=g: x[g], metadata), num_tokens // number)
+
+
+def _conditions(xp, sizes, metadata, num_tokens) -> Iterator[Condition]:
+  """Those of one group; sizes: (tokens of a page, pages)."""
+  size, pool = sizes
   tables, lengths = metadata.page_tables, metadata.context_lens
   requests, width = tables.shape
   used, field = requests, "page_tables"
@@ -146,16 +190,19 @@ def _check_scales(cache, dtype) -> None:
   quantised = quantize.is_quantized(dtype)
   checks.require(quantised or jnp.dtype(dtype).itemsize > 1, "cache_view", f"pages of {dtype}",
                  "pages of a floating-point dtype, int8 or float8_e4m3fn")
-  pool, size = pages.num_pages(cache), pages.page_size(cache)
+  pool, size, most = pages.num_pages(cache), pages.page_size(cache), pages.heads_of(cache).key_heads
+  fewest = 1 if isinstance(cache, pages.PagesV3) else most  # v3 is padded
+  heads = f"{most}" if fewest == most else f"K from 1 to {most}"
   for name in ("key_scales", "value_scales"):
     x = getattr(cache, name)
-    expected = f"float32 [] or [{pool}, {size}, K]: pages of {dtype} mean nothing without it"
+    expected = f"float32 [] or [{pool}, {size}, {heads}]: pages of {dtype} mean nothing without it"
     if x is None:
       checks.require(not quantised, f"cache_view.{name}", "None", expected)
       continue
     checks.array(f"cache_view.{name}", x, expected)
     checks.require(quantised and x.dtype == jnp.float32 and (x.shape == () or (
-        x.ndim == 3 and x.shape[:2] == (pool, size))), f"cache_view.{name}", checks.describe(x),
+        x.ndim == 3 and x.shape[:2] == (pool, size) and fewest <= x.shape[2] <= most)),
+                   f"cache_view.{name}", checks.describe(x),
                    expected if quantised else f"None with pages of {dtype}")
   checks.require((cache.key_scales is None or cache.key_scales.shape == cache.value_scales.shape),
                  "cache_view.value_scales", checks.describe(cache.value_scales),
@@ -163,9 +210,7 @@ def _check_scales(cache, dtype) -> None:
 
 
 def _check_shapes(metadata, num_tokens: int) -> None:
-  checks.require(isinstance(metadata, pages.PagesMetadata), "cache_metadata",
-                 type(metadata).__name__, "a PagesMetadata")
-  checks.array("cache_metadata.context_lens", metadata.context_lens, "int32 [R]")
+  _check_array("context_lens", metadata.context_lens, "int32 [R]")
   requests = metadata.context_lens.shape[0] if metadata.context_lens.ndim == 1 else -1
   fields = {"context_lens": ((requests,), "[R]"), "page_tables": ((requests, None), "[R, N]"),
             "query_start_loc": ((requests + 1,), "[R + 1]"), "distribution": ((3,), "[3]")}
@@ -174,16 +219,22 @@ def _check_shapes(metadata, num_tokens: int) -> None:
     if x is None and name in ("query_start_loc", "distribution"):
       continue
     expected = f"int32 {letters}, R = {requests}"
-    checks.array(f"cache_metadata.{name}", x, expected)
+    _check_array(name, x, expected)
     fits = len(shape) == x.ndim and all(n in (None, m) for n, m in zip(shape, x.shape))
     checks.require(fits and x.dtype == jnp.int32 and 0 not in x.shape, f"cache_metadata.{name}",
                    checks.describe(x), expected)
   number = metadata.num_requests
   if number is not None:
-    checks.array("cache_metadata.num_requests", number, "int32 [] or [1]")
+    _check_array("num_requests", number, "int32 [] or [1]")
     checks.require(number.dtype == jnp.int32 and number.shape in ((), (1,)),
                    "cache_metadata.num_requests", checks.describe(number), "int32 [] or [1]")
   if metadata.query_start_loc is None:
     checks.require(num_tokens == requests, "cache_metadata.query_start_loc",
                    f"None with {num_tokens} queries and {requests} requests",
                    "int32 [R + 1] offsets of the requests' queries, or one query a request")
+
+
+def _check_array(name: str, x, expected: str) -> None:
+  # Shapes are those of one group, whose arrays are; a number of an array is one as good.
+  if not isinstance(x, (jax.ShapeDtypeStruct, np.generic)):
+    checks.array(f"cache_metadata.{name}", x, expected)

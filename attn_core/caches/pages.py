@@ -48,7 +48,7 @@ class PagesV3(NamedTuple):
 
 
 class PagesMetadata(NamedTuple):
-  """Where the tokens of a call and of the requests before it lie."""
+  """Where the tokens of a call and of the requests before it lie; or of groups, see `groups`."""
 
   page_tables: Any  # int32 [R, N]; entries past a request's last page are not read
   context_lens: Any  # int32 [R]: tokens of a request in the cache, those of this call included
@@ -138,6 +138,11 @@ def heads_of(cache) -> Heads:
   return Heads(rows // 2, width, width)
 
 
+def head_axis(cache) -> int:
+  """The dimension of the pages that has the key heads."""
+  return 0 if isinstance(cache, PagesV1) else 2
+
+
 def dtype_of(cache):
   """The dtype of the pages."""
   return (cache.key_pages if isinstance(cache, PagesV1) else cache.pages).dtype
@@ -152,7 +157,7 @@ def slots(metadata: PagesMetadata, size: int, num_tokens: int):
     num_tokens: T.
 
   Returns:
-    int32 [T]; -1 for tokens past the last request.
+    int32 [T]; -1 for tokens past the last request, and for those that its row has no page for.
   """
   metadata = jax.tree.map(jnp.asarray, metadata)
   token = jnp.arange(num_tokens, dtype=jnp.int32)
@@ -163,9 +168,10 @@ def slots(metadata: PagesMetadata, size: int, num_tokens: int):
   live = request < rows_in_use(metadata)
   request = jnp.minimum(request, requests - 1)
   position = metadata.context_lens[request] - starts[request + 1] + token
-  page = metadata.page_tables[request, jnp.clip(position // size, 0,
-                                                metadata.page_tables.shape[1] - 1)]
-  return jnp.where(live & (position >= 0), page * size + position % size, -1)
+  width = metadata.page_tables.shape[1]
+  page = metadata.page_tables[request, jnp.clip(position // size, 0, width - 1)]
+  live = live & (position >= 0) & (position < width * size) & (page >= 0)
+  return jnp.where(live, page * size + position % size, -1)
 
 
 def query_starts(metadata: PagesMetadata):
@@ -193,24 +199,29 @@ def append(cache, key, value, mapping, scales=None):
 
   Args:
     cache: any layout.
-    key: [T, K, D] in the dtype of the pages; float into pages with one scale for all: divided by
-      it, rounded and clipped.
+    key: [T, K, D] in the dtype of the pages. Into quantised pages any float: quantised, which makes
+      a scale per token and head, or divided by the one scale for all, rounded and clipped.
     value: [T, K, E], likewise.
     mapping: int32 [T] slots (see `slots`); tokens with a slot outside the pool are not written.
-    scales: float32 (key [T, K], value [T, K]) for pages with scales per token and head.
+    scales: float32 (key [T, K], value [T, K]) of tokens that are in 8 bits already, for pages with
+      scales per token and head; None: tokens are not, or the pages keep none.
 
   Returns:
     The cache with the tokens written.
 
   Raises:
-    ValueError: shapes or dtypes that do not fit, or `scales` missing where they are kept per token,
-      or given where they are not.
+    ValueError: shapes or dtypes that do not fit, or `scales` missing where tokens in 8 bits need
+      them, or given where the pages keep none.
+    NotImplementedError: what is quantised is differentiated.
   """
-  size = page_size(cache)
+  size, dtype = page_size(cache), dtype_of(cache)
+  per_token = has_token_scales(cache)
   _check_tokens(cache, key, value, scales)
-  per_token = scales is not None
-  key, value = (store(x, dtype_of(cache), None if per_token else scale) for x, scale in (
-      (key, cache.key_scales), (value, cache.value_scales)))
+  if not per_token:
+    key, value = store(key, dtype, cache.key_scales), store(value, dtype, cache.value_scales)
+  elif scales is None:
+    (key, of_key), (value, of_value) = (quantize.quantize(x, dtype) for x in (key, value))
+    scales = of_key, of_value
   mapping = jnp.where(mapping < 0, num_pages(cache) * size, mapping)
   page, offset = mapping // size, mapping % size
   if isinstance(cache, PagesV1):
@@ -220,11 +231,16 @@ def append(cache, key, value, mapping, scales=None):
   else:
     token = pad_rows(cache, interleave(key, value)).reshape(-1, *cache.pages.shape[2:])
     cache = cache._replace(pages=cache.pages.at[page, offset].set(token, mode="drop"))
-  if per_token:
+  if scales is not None:
     cache = cache._replace(key_scales=cache.key_scales.at[page, offset].set(scales[0], mode="drop"),
                            value_scales=cache.value_scales.at[page, offset].set(
                                scales[1], mode="drop"))
   return cache
+
+
+def has_token_scales(cache) -> bool:
+  """Whether the pages keep a scale per token and head."""
+  return cache.key_scales is not None and cache.key_scales.ndim > 0
 
 
 def _check_tokens(cache, key, value, scales) -> None:
@@ -238,14 +254,24 @@ def _check_tokens(cache, key, value, scales) -> None:
                  + (", or fewer" if padded else ""))
   expected = (tokens, key_heads, width if padded else heads.value_width)
   checks.require(value.shape == expected, "value", checks.describe(value), f"{list(expected)}")
-  divided = cache.key_scales is not None and cache.key_scales.ndim == 0
+  dtype, per_token = dtype_of(cache), has_token_scales(cache)
   for name, x in (("key", key), ("value", value)):
-    checks.require(x.dtype == dtype_of(cache) or divided, name, checks.describe(x),
-                   f"the dtype of the pages, {dtype_of(cache)}")
-  kept = cache.key_scales is not None and not divided
-  checks.require(kept == (scales is not None), "scales", "None" if scales is None else "arrays",
-                 f"float32 (key [{tokens}, {key_heads}], value) since the pages keep a scale per "
-                 "token and head" if kept else "None: the pages keep no scale per token")
+    wide = cache.key_scales is not None and jnp.issubdtype(x.dtype, jnp.floating)
+    checks.require(x.dtype == dtype or wide, name, checks.describe(x),
+                   f"the dtype of the pages, {dtype}")
+    if per_token:
+      checks.require((scales is not None) == (x.dtype == dtype), "scales",
+                     f"{'None' if scales is None else 'arrays'} with {name} {checks.describe(x)}",
+                     f"float32 (key [{tokens}, {key_heads}], value) with tokens in {dtype}, None "
+                     "with those that are not: the pages keep a scale per token and head")
+  checks.require(per_token or scales is None, "scales", "arrays",
+                 "None: the pages keep no scale per token")
+  held = cache.key_scales.shape[2] if per_token else key_heads
+  checks.require(held == key_heads, "key", checks.describe(key),
+                 f"{held} heads, those of key_scales {checks.describe(cache.key_scales)}")
+  for x in () if scales is None else scales:
+    checks.require(x.shape == (tokens, key_heads) and x.dtype == jnp.float32, "scales",
+                   checks.describe(x), f"float32 [{tokens}, {key_heads}] of key and of value")
 
 
 def store(x, dtype, scale=None):
@@ -253,11 +279,15 @@ def store(x, dtype, scale=None):
 
   One scale for all does not reach as far as what is not finite: that becomes the largest number,
   and NaN 0 in integers.
+
+  Raises:
+    NotImplementedError: what is divided is differentiated.
   """
   if x.dtype == dtype:
     return x
   if scale is None:
     return x.astype(dtype)
+  x, scale = quantize.constant((x, scale), f"keys and values in {jnp.dtype(dtype).name}")
   x = x.astype(jnp.float32) / scale
   if jnp.issubdtype(dtype, jnp.integer):
     x = jnp.round(jnp.where(jnp.isnan(x), 0, x))
@@ -349,10 +379,15 @@ def to_dense(cache, metadata: PagesMetadata, heads: Heads | None = None, dtype=N
 
   Returns:
     key [R, S, K, D] and value [R, S, K, E] with S = N * page_size; 0 past a request's last token.
+
+  Raises:
+    NotImplementedError: quantised pages that are differentiated.
   """
   heads = heads_of(cache) if heads is None else heads
   if dtype is None:
     dtype = dtype_of(cache) if cache.key_scales is None else jnp.float32
+  if cache.key_scales is not None:
+    cache = quantize.constant(cache, "cache")
   metadata = jax.tree.map(jnp.asarray, metadata)
   requests, width = metadata.page_tables.shape
   key, value = read(cache, metadata.page_tables.reshape(-1), heads, dtype)

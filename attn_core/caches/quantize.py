@@ -3,9 +3,16 @@
   scale  = max over the last axis of |x| / largest number of the dtype
   values = x / scale, rounded to the nearest (ties to even)
 
+Numbers in 8 bits do not move by small steps, so what is stored in them, and its scales, are
+constants: a query that attends to them has its gradient, and to differentiate what was stored is
+refused by name, everywhere alike.
+
 Letters: W width; "..." any axes, such as tokens and heads.
 """
 
+import functools
+
+import jax
 from jax import lax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +28,34 @@ def is_quantized(dtype) -> bool:
   return jnp.dtype(dtype).name in LIMITS
 
 
+def constant(tree, argument: str):
+  """The arrays of a tree, which have no derivative.
+
+  Args:
+    tree: arrays.
+    argument: what an error calls them.
+
+  Raises:
+    NotImplementedError: where they are differentiated, in forward or in reverse mode.
+  """
+  return jax.tree.map(functools.partial(_constant, argument), tree)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _constant(argument: str, x):
+  del argument
+  return x
+
+
+@_constant.defjvp
+def _refuse(argument: str, primals, tangents):
+  del primals, tangents
+  raise NotImplementedError(
+      f"{argument}: gradients of what a cache stores in 8 bits are not supported: rounding has "
+      "none. Take it through jax.lax.stop_gradient, so that the query alone is differentiated, or "
+      "keep a cache of a floating-point dtype")
+
+
 def quantize(x, dtype):
   """`x` in 8 bits and its scales over the last axis.
 
@@ -34,11 +69,12 @@ def quantize(x, dtype):
 
   Raises:
     ValueError: another dtype.
+    NotImplementedError: `x` is differentiated.
   """
   dtype = jnp.dtype(dtype)
   checks.one_of("dtype", dtype.name, tuple(LIMITS))
   limit = LIMITS[dtype.name]
-  x = x.astype(jnp.float32)
+  x = constant(x, f"keys and values in {dtype.name}").astype(jnp.float32)
   # At least the least normal number, so that a vector of zeros is not divided by 0.
   scales = jnp.maximum(jnp.abs(x).max(-1) / limit, jnp.finfo(jnp.float32).tiny)
   scales = jnp.where(jnp.isfinite(scales), scales, jnp.nan)

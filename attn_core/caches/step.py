@@ -215,8 +215,10 @@ def concatenate(*, query, key, value, mask_info=None, mode=None, cache_view=None
     info = step.mask_info._replace(attention_mask=info.attention_mask)
     cache_view, key, value = step.cache, step.key, step.value
     if step.key_scale is not None:
-      key = quantize.dequantize(key, step.key_scale, query.dtype)
-      value = quantize.dequantize(value, step.value_scale, query.dtype)
+      key, key_scale, value, value_scale = quantize.constant(
+          (key, step.key_scale, value, step.value_scale), "cache_view")
+      key = quantize.dequantize(key, key_scale, query.dtype)
+      value = quantize.dequantize(value, value_scale, query.dtype)
   mask = info.to_mask(algebra.causal() & algebra.window(*sides))
   seen = dense_mask.to_dense(mask, (query.shape[0], query.shape[2], query.shape[1], key.shape[1]))
   bias = lambda: jnp.where(seen, 0, jnp.finfo(query.dtype).min).astype(query.dtype)

@@ -1,60 +1,81 @@
-"""page_attention and ragged_page_attention_v2, v3: attention over pages, on one device."""
+"""page_attention and ragged_page_attention_v2, v3: attention over pages, spread over a mesh."""
 
+import functools
 from typing import Callable
 
+import jax
 import jax.numpy as jnp
 
 from attn_core import derivatives_paged
-from attn_core.caches import pages
+from attn_core.caches import groups, pages
 from attn_core.kernels.gpu import paged as gpu_kernel
 from attn_core.kernels.tpu import paged as tpu_kernel
 from attn_core.kernels.xla import paged as xla_kernel
+from attn_core.sharding import shard_paged
 from attn_core.types import AttentionOutput, Call
 
 
 def xla(call: Call) -> AttentionOutput:
   """Attention to what is in the pages, in plain XLA."""
-  return _attend(xla_kernel.forward, call, call.operands.cache)._replace(cache_view=None)
+  return _spread(xla_kernel.forward, call)
 
 
 def tpu(call: Call) -> AttentionOutput:
-  """Attention to what is in pages of layout v2, by a Pallas kernel for TPUs; gradients by XLA."""
-  return _attend(tpu_kernel.forward, call, call.operands.cache)._replace(cache_view=None)
+  """Attention to what is in the pages, by a Pallas kernel for TPUs; gradients by XLA."""
+  return _spread(tpu_kernel.forward, call)
 
 
 def gpu(call: Call) -> AttentionOutput:
   """Attention to what is in the pages, by a Mosaic GPU kernel for Hopper; gradients by XLA."""
-  return _attend(gpu_kernel.forward, call, call.operands.cache)._replace(cache_view=None)
+  return _spread(gpu_kernel.forward, call)
 
 
 def xla_writing(call: Call) -> AttentionOutput:
   """As `xla`, new keys and values being written first; returns the cache with them."""
-  return _write_and_attend(xla_kernel.forward, call)
+  return _spread(xla_kernel.forward, call, writes=True)
+
+
+def tpu_writing(call: Call) -> AttentionOutput:
+  """As `tpu`, new keys and values being written first; returns the cache with them."""
+  return _spread(tpu_kernel.forward, call, writes=True)
 
 
 def gpu_writing(call: Call) -> AttentionOutput:
   """As `gpu`, new keys and values being written first; returns the cache with them."""
-  return _write_and_attend(gpu_kernel.forward, call)
+  return _spread(gpu_kernel.forward, call, writes=True)
 
 
-def _write_and_attend(forward: Callable, call: Call) -> AttentionOutput:
-  operands = call.operands
-  cache = operands.cache
-  mapping = pages.slots(operands.metadata, pages.page_size(cache), operands.query.shape[0])
-  cache = pages.append(cache, operands.key, operands.value, mapping)
-  return _attend(forward, call, cache)
+def _spread(forward: Callable, call: Call, *, writes: bool = False) -> AttentionOutput:
+  return shard_paged.sharded(functools.partial(_local, forward, call, writes), call, writes=writes)
 
 
-def _attend(forward: Callable, call: Call, cache) -> AttentionOutput:
-  operands = call.operands
+def _local(forward: Callable, call: Call, writes: bool, operands) -> AttentionOutput:
+  """One device's groups of requests, one after the other."""
+  cache, tokens = operands.cache, operands.query.shape[0]
   key_heads, width, value_width = pages.heads_of(cache)
-  if operands.key is not None:
+  if writes:
     key_heads = operands.key.shape[1]
+    cache = pages.append(cache, operands.key, operands.value,
+                         groups.slots(cache, operands.metadata, tokens))
   if isinstance(cache, pages.PagesV3):
     width = value_width = operands.query.shape[2]
-  out, lse = derivatives_paged.attend(
-      forward, operands._replace(cache=cache, key=None, value=None), call.spec,
-      pages.Heads(key_heads, width, value_width), call.block_sizes)
+
+  def attend(query, metadata):
+    return derivatives_paged.attend(
+        forward, operands._replace(query=query, cache=cache, metadata=metadata, key=None,
+                                   value=None),
+        call.spec, pages.Heads(key_heads, width, value_width), call.block_sizes)
+
+  number, metadata = groups.count(operands.metadata), operands.metadata
+  if number is None:
+    out, lse = attend(operands.query, metadata)
+  elif number == 1:
+    out, lse = attend(operands.query, jax.tree.map(lambda x: x[0], metadata))
+  else:
+    queries = operands.query.reshape(number, tokens // number, *operands.query.shape[1:])
+    found = jax.lax.map(lambda x: attend(*x), (queries, groups.with_pool_ids(
+        metadata, pages.num_pages(cache))))
+    out, lse = (x.reshape(tokens, *x.shape[2:]) for x in found)
   lse = lse.astype(jnp.promote_types(lse.dtype, jnp.float32))[..., 0].T[None]
-  lse = lse if call.return_lse else None
-  return AttentionOutput(out[None], lse=lse, cache_view=cache)
+  return AttentionOutput(out[None], lse=lse if call.return_lse else None,
+                         cache_view=cache if writes else None)

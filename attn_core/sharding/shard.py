@@ -33,17 +33,45 @@ class Placement(NamedTuple):
   drops: tuple[partition.Drop, ...]  # axes that were asked for and shard nothing
   sequence: Sequence | None = None  # None: every device has all of it
   keys: tuple[str, ...] = ()  # of the key sequence; queries are whole then
+  rows: str = "rows of the batch"  # what `batch` shards
 
   @property
   def length(self):
     """The entry of a spec for queries, and for keys unless `keys` has them."""
     return None if self.sequence is None else self.sequence.axes
 
+  def spread(self) -> tuple[str, ...]:
+    """What is spread over which axes, to be read."""
+    axes = {self.rows: self.batch, "query heads": self.heads, "key heads": self.key_heads,
+            "keys": self.keys, "the sequence": self.length or ()}
+    return tuple(f"{what} over " + " * ".join(f"{name}={self.mesh.shape[name]}" for name in names)
+                 for what, names in axes.items()
+                 if math.prod(self.mesh.shape[name] for name in names) > 1)
+
 
 def mesh_in_force(mesh):
   """The mesh, or inside the caller's shard_map the one that knows which axes are Manual."""
   context = jax.sharding.get_abstract_mesh()
   return context if context.manual_axes else mesh
+
+
+def is_single(mesh) -> bool:
+  """Whether all that a mesh, or its axes that are not Manual, have is one device."""
+  return math.prod(size for name, size in mesh.shape.items() if name not in mesh.manual_axes) == 1
+
+
+def entries(spec) -> list[tuple[str, ...]]:
+  """The mesh axes that a rule of layout bthd has for each of four dimensions."""
+  names = [partition.axis_names(entry, "a sharding rule") for entry in spec]
+  return names + [()] * (4 - len(names))
+
+
+def resharded(operands, specs, mesh):
+  """The operands, where axes of the mesh are Explicit, as `jax.shard_map` expects them."""
+  if not any(kind == AxisType.Explicit for kind in mesh.axis_types):
+    return operands
+  return jax.tree.map(lambda x, spec: jax.sharding.reshard(x, NamedSharding(mesh, spec)),
+                      operands, specs)
 
 
 def place(rules, mesh, query_shape, key_shape, reserved=(), *,
@@ -62,16 +90,10 @@ def place(rules, mesh, query_shape, key_shape, reserved=(), *,
     The placement, without a sequence; None where there is nothing to spread over.
   """
   mesh = mesh_in_force(mesh)
-  if mesh is None:
+  if mesh is None or is_single(mesh):
     return None
-  free = [name for name in mesh.axis_names if name not in mesh.manual_axes]
-  if math.prod(mesh.shape[name] for name in free) == 1:
-    return None
-  def entries(spec):
-    names = [partition.axis_names(entry, "a sharding rule") for entry in spec]
-    names += [()] * (4 - len(names))
-    return [tuple(axis for axis in axes if axis not in reserved) for axes in names]
-  query, key = map(entries, (rules.query, rules.key))
+  query, key = ([tuple(axis for axis in axes if axis not in reserved) for axes in entries(spec)]
+                for spec in (rules.query, rules.key))
   of_query = partition.fit(P(query[0], None, query[2]), query_shape[:3], mesh, "query")
   of_key = partition.fit(P(query[0], key[1] if shard_keys else None, key[2]), key_shape[:3], mesh,
                          "key")
@@ -101,10 +123,7 @@ def sharded(local: Callable[[Operands], AttentionOutput], call: Call) -> Attenti
   if placement is None:
     return local(operands)
   specs = _specs(call)
-  if any(kind == AxisType.Explicit for kind in placement.mesh.axis_types):
-    operands = jax.tree.map(
-        lambda x, spec: jax.sharding.reshard(x, NamedSharding(placement.mesh, spec)),
-        operands, specs)
+  operands = resharded(operands, specs, placement.mesh)
   batch, heads = placement.batch or None, placement.heads or None
   out_specs = AttentionOutput(
       P(batch, placement.length, heads, None),

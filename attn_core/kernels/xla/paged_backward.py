@@ -27,7 +27,7 @@ class Cotangents(NamedTuple):
   """What the backward adds up, and in the end returns."""
 
   query: Any  # [T, H, D]
-  cache: Any  # as the cache
+  cache: Any  # as the cache; None where it is quantised
   sinks: Any = None  # [H] or None
 
 
@@ -36,7 +36,7 @@ def backward(operands: paged.PagedOperands, spec: PagedSpec, heads: pages.Heads,
   """The cotangents of query, pages and sinks.
 
   Args:
-    operands: those of the forward; its pages are not quantised.
+    operands: those of the forward.
     spec: what was computed.
     heads: the heads in the pages, without their padding.
     block_sizes: how fast.
@@ -48,8 +48,9 @@ def backward(operands: paged.PagedOperands, spec: PagedSpec, heads: pages.Heads,
   block_q, block_pages = paged.sizes_of(operands, block_sizes, query.shape[1] // heads.key_heads)
   delta = jnp.einsum("the,the->th", cotangents.out, residuals.out,
                      preferred_element_type=spec.softmax_dtype)[..., None] - cotangents.lse
+  moving = None if cache.key_scales is not None else cache
   sums = vary.start(query, Cotangents(*jax.tree.map(
-      lambda x: jnp.zeros(x.shape, spec.softmax_dtype), (query, cache))))
+      lambda x: jnp.zeros(x.shape, spec.softmax_dtype), (query, moving))))
   for first, end, block_q in paged.classes(operands, block_q):
     problem = paged.cut(operands, spec, heads, (block_q, block_pages))
     side = _QuerySide(*(paged.pad_tokens(x, block_q)
@@ -63,7 +64,7 @@ def backward(operands: paged.PagedOperands, spec: PagedSpec, heads: pages.Heads,
     share = jnp.exp(operands.sinks - steps.finite_lse(residuals.lse[..., 0]))
     d_sinks = -(share * delta[..., 0]).sum(0).astype(operands.sinks.dtype)
   return Cotangents(sums.query.astype(query.dtype),
-                    jax.tree.map(lambda x, like: x.astype(like.dtype), sums.cache, cache), d_sinks)
+                    jax.tree.map(lambda x, like: x.astype(like.dtype), sums.cache, moving), d_sinks)
 
 
 class _QuerySide(NamedTuple):
@@ -91,6 +92,8 @@ def _request(problem: paged.Problem, side: _QuerySide, request, sums: Cotangents
     zeros = lambda x: vary.start(x, jnp.zeros(x.shape, problem.dtype))
     d_query, d_key, d_value = steps.loop(
         first, end, query_block, (sums.query, zeros(key), zeros(value)))
+    if sums.cache is None:
+      return sums._replace(query=d_query)
     ids = paged.page_ids(problem, request, j)
     return sums._replace(query=d_query, cache=_add(sums.cache, ids, d_key, d_value))
 
@@ -109,18 +112,18 @@ def _tile(problem, side, block, key_side, carry):
   rows = steps.clean(rows)
   logits, slope = paged.logits_of(problem, block, paged.scores_of(problem, rows, key), number)
   weights = jnp.where(logits == -jnp.inf, 0, numbers.exp(logits - steps.finite_lse(lse)))
-  d_weights = _dot(problem, d_out, value, (2, 2))
+  d_weights = dot(problem, d_out, value, (2, 2))
   d_scores = jnp.where(logits == -jnp.inf, 0, weights * (d_weights - delta) * slope)
   narrow = lambda x: numbers.narrow(x, key.dtype)
-  d_rows = _dot(problem, narrow(d_scores), key, (2, 1))
+  d_rows = dot(problem, narrow(d_scores), key, (2, 1))
   old = paged.rows_of(problem, block, d_query)
   return (paged.put_rows(problem, block, d_query, old + d_rows),
-          d_key + _dot(problem, narrow(d_scores), rows, (1, 1)),
-          d_value + _dot(problem, narrow(weights), d_out, (1, 1)))
+          d_key + dot(problem, narrow(d_scores), rows, (1, 1)),
+          d_value + dot(problem, narrow(weights), d_out, (1, 1)))
 
 
-def _dot(problem, a, b, axes):
-  """A product a head over an axis of each, summed in full."""
+def dot(problem, a, b, axes):
+  """A product a head over an axis of each [K, x, y], summed in full."""
   return lax.dot_general(a, b, (((axes[0],), (axes[1],)), ((0,), (0,))),
                          precision=problem.spec.precision, preferred_element_type=problem.dtype)
 

@@ -1,0 +1,333 @@
+"""Attention over pages spread over a mesh: the same as on one device, and nothing is sent.
+
+Letters: G groups, R requests of a group, P pages, T tokens, H query heads, K key heads, D width.
+"""
+
+import functools
+import importlib.util
+import os
+import re
+from typing import NamedTuple
+import unittest
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
+import numpy as np
+
+from attn_core import (BlockSizes, Heads, OperationMetadata, PagedOptions, PagesMetadata, PagesV1,
+                       PagesV2, PagesV3, PartitionAxis, attention, explain, page_attention,
+                       ragged_page_attention_v2, ragged_page_attention_v3)
+from attn_core.benchmarks.static_profile import devices
+from attn_core.caches import groups, page_checks, pages
+
+jax.config.update("jax_num_cpu_devices", 8)
+
+SENT = "all-gather|all-to-all|all-reduce|collective-permute|reduce-scatter"
+PAGE, D, R, N = 4, 8, 3, 4
+POOL, TOKENS = 8, 7  # of a group
+# Queries and lengths of a group's requests, and how many rows are in use.
+GROUPS = (((3, 0, 2), (9, 4, 6), 3), ((1, 1, 4), (1, 16, 4), 3), ((5, 2, 9), (5, 8, 99), 2),
+          ((7, 8, 9), (12, 99, 99), 1))
+
+
+class Case(NamedTuple):
+  """Arrays of G groups."""
+
+  G: int = 1
+  H: int = 4
+  K: int = 2
+  dtype: str = "float32"
+  layout: type = PagesV2
+  grouped: bool = True
+  scales: str | None = None
+
+  def metadata(self) -> PagesMetadata:
+    rng, found = np.random.default_rng(0), []
+    for queries, lengths, used in GROUPS[:self.G]:
+      tables, free = np.full((R, N), 10**6, np.int32), rng.permutation(POOL)
+      for row in range(used):
+        held = -(-lengths[row] // PAGE)
+        tables[row, :held], free = free[:held], free[held:]
+      starts = np.cumsum([0, *queries])
+      starts[used + 1:] = -5
+      found.append(PagesMetadata(*(np.array(x, np.int32) for x in (tables, lengths, starts, used))))
+    return groups.stack(*found) if self.grouped else found[0]
+
+  def single(self) -> PagesMetadata:
+    """The same requests with one query each, T = G * R."""
+    lengths = np.array([[9, 4, 6], [1, 16, 4], [5, 8, 0], [12, 4, 3]], np.int32)[:self.G]
+    tables = np.stack([[[0, 1, 2, 3], [7, 6, 5, 4], [3, 2, 9, 9]]] * self.G).astype(np.int32)
+    tables[0] = [[5, 6, 7, 9], [3, 9, 9, 9], [4, 0, 9, 9]]
+    return PagesMetadata(tables, lengths)
+
+  @functools.cache
+  def arrays(self, tokens=TOKENS):
+    """query, key, value, cache, sinks."""
+    rng = np.random.default_rng(1)
+    array = lambda *shape: jnp.asarray(rng.normal(size=shape), self.dtype)
+    query, key, value = (array(self.G * tokens, n, D) for n in (self.H, self.K, self.K))
+    pool = self.G * POOL
+    dense = array(pool * PAGE, self.K, D), array(pool * PAGE, self.K, D)
+    empty = pages.init(self.layout, pool, PAGE, Heads(self.K, D, D),
+                       "int8" if self.scales else self.dtype, self.scales)
+    cache = jax.jit(pages.append)(empty, *dense, jnp.arange(pool * PAGE))
+    return query, key, value, cache, jnp.asarray(rng.normal(size=self.H), jnp.float32)
+
+
+def mesh_of(**sizes) -> Mesh:
+  count = int(np.prod(list(sizes.values())))
+  return Mesh(np.array(jax.devices()[:count]).reshape(tuple(sizes.values())), tuple(sizes))
+
+
+def run(case: Case, mesh, query, key, value, cache, sinks):
+  """(output, lse, cache or None)."""
+  options = PagedOptions(sliding_window=(7, 0), softmax_aux=sinks, return_lse=True,
+                         block_sizes=BlockSizes(4, 8), logits_soft_cap=3.0,
+                         metadata=OperationMetadata(mesh=mesh))
+  if case.layout is PagesV1:
+    output = page_attention(query, cache, case.single(), options)
+  elif case.layout is PagesV2:
+    output = ragged_page_attention_v2(query, cache, case.metadata(), options)
+  else:
+    output = ragged_page_attention_v3(query, key, value, cache, case.metadata(), options)
+  return output.attention_outputs, output.lse, output.cache_view
+
+
+def values(case: Case, mesh):
+  """[output, lse, cache]."""
+  arrays = case.arrays(R if case.layout is PagesV1 else TOKENS)
+  return jax.tree.leaves(jax.jit(functools.partial(run, case, mesh))(*arrays))
+
+
+def gradients(case: Case, mesh):
+  """[output, lse, cache, gradients of query, key, value, pages and sinks]."""
+  arrays = case.arrays()
+  movable = arrays if case.layout is PagesV3 else (arrays[0], *arrays[3:])
+  def loss(movable):
+    out, lse, cache = run(case, mesh, *(movable if case.layout is PagesV3 else (
+        movable[0], None, None, *movable[1:])))
+    return jnp.sin(out).sum() + (jnp.where(lse == -jnp.inf, 0, lse)**2).sum(), (out, lse, cache)
+  (_, found), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(movable)
+  return jax.tree.leaves((found, gradient))
+
+
+CASES = {
+    "heads_of_one_group": (gradients, Case(grouped=False), dict(dp=2, tp=2)),
+    "writes": (gradients, Case(G=2, layout=PagesV3), dict(dp=2, tp=2)),
+    "two_groups_a_device_one_key_head": (values, Case(G=4, layout=PagesV3, K=1),
+                                         dict(dp=2, tp=4)),
+    "decode": (values, Case(G=4, layout=PagesV1), dict(fsdp=2, dp=2, tp=2)),
+    "writes_8_bits": (values, Case(G=2, layout=PagesV3, K=4, scales="token"), dict(dp=2, tp=2)),
+}
+
+
+@functools.cache
+def on_one_device(function, case: Case):
+  return function(case, None)
+
+
+class EqualityTest(parameterized.TestCase):
+
+  @parameterized.named_parameters(*[(name, name) for name in CASES])
+  def test_values_and_gradients_are_those_of_one_device(self, name):
+    function, case, sizes = CASES[name]
+    got, want = function(case, mesh_of(**sizes)), on_one_device(function, case)
+    for index, (x, y) in enumerate(zip(got, want, strict=True)):
+      x, y = (np.asarray(z, np.float32) for z in (x, y))
+      self.assertFalse(np.isnan(y).any())
+      scale = max(1, np.abs(y, where=np.isfinite(y), out=np.zeros_like(y)).max())
+      np.testing.assert_allclose(x, y, rtol=3e-6, atol=3e-6 * scale, err_msg=str(index))
+
+  def test_a_group_is_a_call_of_its_own(self):
+    case = Case(G=4, layout=PagesV3, K=1)
+    query, key, value, cache, sinks = case.arrays()
+    out, lse, held = on_one_device(values, case)
+    for g in range(4):
+      tokens, part = slice(g * TOKENS, (g + 1) * TOKENS), slice(g * POOL, (g + 1) * POOL)
+      metadata = jax.tree.map(lambda x, g=g: x[g], case.metadata())
+      want = ragged_page_attention_v3(
+          *(x[tokens] for x in (query, key, value)), PagesV3(cache.pages[part]), metadata,
+          PagedOptions(sliding_window=(7, 0), softmax_aux=sinks, block_sizes=BlockSizes(4, 8),
+                       logits_soft_cap=3.0, return_lse=True))
+      np.testing.assert_array_equal(out[tokens], want.attention_outputs)
+      np.testing.assert_array_equal(lse[:, tokens], want.lse)
+      np.testing.assert_array_equal(held[part], want.cache_view.pages)
+
+  def test_groups_joined_are_requests_of_one_pool(self):
+    case = Case(G=4, layout=PagesV1)
+    query, _, _, cache, sinks = case.arrays(R)
+    out, _ = on_one_device(values, case)
+    joined = groups.joined(case.single(), 4 * POOL)
+    want = page_attention(query, cache, joined, PagedOptions(
+        sliding_window=(7, 0), softmax_aux=sinks, block_sizes=BlockSizes(4, 8),
+        logits_soft_cap=3.0))
+    np.testing.assert_array_equal(out, want.attention_outputs)
+    dense = jax.jit(pages.to_dense)
+    held = dense(cache, joined)
+    back = jax.jit(pages.from_dense)(jax.tree.map(jnp.zeros_like, cache), *held, joined)
+    jax.tree.map(np.testing.assert_array_equal, dense(back, joined), held)
+    self.assertTrue(np.asarray(held[0])[0].any())
+
+  def test_slots_are_those_of_the_groups_parts(self):
+    case = Case(G=4)
+    metadata, cache = case.metadata(), case.arrays()[3]
+    whole = jax.jit(lambda metadata: groups.slots(cache, metadata, 4 * TOKENS))
+    one = jax.jit(lambda metadata: pages.slots(metadata, PAGE, TOKENS))
+    got = np.asarray(whole(metadata)).reshape(4, TOKENS)
+    for g in range(4):
+      local = np.asarray(one(jax.tree.map(lambda x, g=g: x[g], metadata)))
+      np.testing.assert_array_equal(got[g], np.where(local < 0, -1, local + g * POOL * PAGE))
+    tables = metadata.page_tables.copy()
+    tables[0, 0, 2] = POOL  # its first page is the next group's, and it holds the first new token
+    wrong = whole(metadata._replace(page_tables=tables))
+    np.testing.assert_array_equal(wrong[:3], [got[0, 0], got[0, 1], -1])
+
+
+class PlacementTest(parameterized.TestCase):
+
+  def test_nothing_is_sent_and_the_cache_is_written_in_place(self):
+    case, mesh = Case(G=2, layout=PagesV3, K=4), mesh_of(dp=2, tp=4)
+    like = lambda x, *spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(
+        mesh, P(*spec)))
+    query, key, value, cache, sinks = case.arrays()
+    shapes = (like(query, "dp", "tp"), like(key, "dp", "tp"), like(value, "dp", "tp"),
+              PagesV3(like(cache.pages, "dp", None, "tp")), like(sinks, "tp"))
+    compiled = jax.jit(functools.partial(run, case, mesh), donate_argnums=3).lower(
+        *shapes).compile()
+    text = compiled.as_text()
+    self.assertEmpty(re.findall(SENT, text))
+    self.assertIn("input_output_alias={", text)
+    self.assertGreaterEqual(compiled.memory_analysis().alias_size_in_bytes, cache.pages.nbytes // 8)
+
+  def said(self, case: Case, mesh, **arguments):
+    query, key, value, cache, _ = case.arrays()
+    if case.layout is PagesV2:
+      key = value = None
+    return explain(query, key, value, layout="thd", cache_view=cache, cache_metadata=case.metadata(
+        ), metadata=OperationMetadata(mesh=mesh, **arguments))
+
+  def test_explain_says_what_is_spread_and_what_is_not(self):
+    said = str(self.said(Case(G=4, H=8), mesh_of(fsdp=2, dp=2, tp=2)))
+    for words in ("groups of requests over fsdp=2 * dp=2", "query heads over tp=2",
+                  "key heads over tp=2"):
+      self.assertIn(words, said)
+    said = str(self.said(Case(G=1, K=1, grouped=False), mesh_of(dp=2, tp=2, sp=2)))
+    self.assertIn("  query heads over tp=2", said)
+    self.assertNotIn("key heads over", said)
+    for words in ("'dp' does not shard dimension 0 of cache_metadata: all requests are one group",
+                  "'tp' does not shard dimension 2 of cache_view: there is one key head",
+                  "'sp' does not shard dimension 1 of query: a request's keys stay on one device"):
+      self.assertIn(words, said)
+
+  @parameterized.parameters(
+      (Case(G=3), dict(dp=2), {}, "3 groups of requests over dp=2"),
+      (Case(H=6, K=3), dict(tp=2), {}, "3 key heads over tp=2"),
+      (Case(H=3, K=1), dict(tp=2), {}, "1 key heads over tp=2"),
+      (Case(H=8, K=2), dict(tp=4), {}, "2 key heads over tp=4 .*repeat_key_value"),
+      (Case(layout=PagesV3, K=2, scales="token"), dict(tp=2), {},
+       "2 key heads over tp=2.*rows of a page"),
+      (Case(), dict(tp=2), dict(partition_axis=PartitionAxis(kv_head_axis=None)),
+       "2 key heads over tp=2"))
+  def test_what_does_not_divide_is_refused_by_name(self, case, sizes, arguments, words):
+    said = self.said(case, mesh_of(**sizes), **arguments)
+    name = ("ragged_page_attention_v3" if case.layout is PagesV3 else "ragged_page_attention_v2")
+    self.assertIsNone(said.chosen)
+    self.assertRegex(str(said), f"{name} +{words}")
+    query, key, value, cache, _ = case.arrays()
+    key, value = (key, value) if case.layout is PagesV3 else (None, None)
+    with self.assertRaisesRegex(NotImplementedError, f"mechanism='{name}' .*{words}"):
+      attention(query, key, value, mechanism=name, layout="thd", cache_view=cache,
+                cache_metadata=case.metadata(),
+                metadata=OperationMetadata(mesh=mesh_of(**sizes), **arguments))
+
+  def test_partition_rules_say_which_axes(self):
+    axes = PartitionAxis(batch_axis="x", head_axis="y", kv_head_axis="y")
+    said = str(self.said(Case(G=4), mesh_of(y=2, x=2), partition_axis=axes))
+    self.assertIn("groups of requests over x=2", said)
+    self.assertIn("key heads over y=2", said)
+
+  def test_a_mesh_whose_axes_are_explicit(self):
+    case = Case(G=2)
+    mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(AxisType.Explicit,) * 2,
+                         devices=jax.devices()[:4])
+    query, _, _, cache, sinks = case.arrays()
+    want = on_one_device(values, case)
+    with jax.set_mesh(mesh):
+      got = jax.jit(lambda query, cache, sinks: run(
+          case, mesh, query, None, None, cache, sinks))(query, cache, sinks)
+    np.testing.assert_allclose(got[0], want[0], atol=1e-6)
+
+  def test_the_tpu_kernel_is_asked_for_one_devices_part(self):
+    mesh = AbstractMesh((2, 2), ("dp", "tp"))
+    arguments = dict(platform="tpu", mesh=mesh)
+    query = jax.ShapeDtypeStruct((8, 4, 256), jnp.bfloat16)
+    metadata = PagesMetadata(jnp.zeros((2, 4, 4), jnp.int32), jnp.zeros((2, 4), jnp.int32))
+    for page, words in ((16, "by paged.tpu"), (10**4, "by paged.xla.*10000 tokens")):
+      pool = jnp.zeros((2, page, 4, 256), jnp.bfloat16)
+      said = explain(query, None, None, layout="thd", cache_view=PagesV2(pool),
+                     cache_metadata=metadata, metadata=OperationMetadata(**arguments))
+      self.assertRegex(str(said), words)
+
+
+EVERY = os.environ.get("ATTN_CORE_EVERY") == "1"
+
+
+@unittest.skipUnless(EVERY and importlib.util.find_spec("libtpu"),
+                     "ATTN_CORE_EVERY is not 1, or libtpu is not installed")
+class CompileTest(absltest.TestCase):
+
+  def test_the_tpu_kernel_on_four_chips(self):
+    """Forward and backward for v5e, groups and heads over two chips each; nothing is sent."""
+    mesh = Mesh(np.array(devices("v5e")[:4]).reshape(2, 2), ("dp", "tp"))
+    def like(dtype, shape, *spec):
+      return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
+    query = like("bfloat16", (64, 16, 128), "dp", "tp")
+    cache = PagesV2(like("bfloat16", (256, 16, 16, 128), "dp", None, "tp"))
+    metadata = PagesMetadata(*(like("int32", (2, *x), "dp") for x in ((16, 32), (16,), (17,))))
+    options = PagedOptions(metadata=OperationMetadata(platform="tpu", mesh=mesh))
+    def gradient(query, cache, metadata):
+      return jax.grad(lambda *x: ragged_page_attention_v2(
+          *x, metadata, options).attention_outputs.astype(jnp.float32).sum(), (0, 1))(query, cache)
+    text = jax.jit(gradient).trace(query, cache, metadata).lower(
+        lowering_platforms=("tpu",)).compile().as_text()
+    self.assertEqual(text.count('custom_call_target="tpu_custom_call"'), 1)
+    self.assertEmpty(re.findall(SENT, text))
+
+
+class BadInputTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+      (dict(context_lens=np.ones(R, np.int32)), "context_lens: got int32.3.*leading axis of 4"),
+      (dict(num_requests=np.array(1, np.int32)), "num_requests: got int32.*leading axis of 4"),
+      (dict(query_start_loc=np.zeros((4, R), np.int32)), "query_start_loc: .*R . 1"),
+      (dict(page_tables=np.full((4, R, N), POOL, np.int32)), "page_tables: .*0 to 7"),
+      (dict(page_tables=np.zeros((4, R), np.int32)), "context_lens: got int32.4, 3."))
+  def test_metadata(self, changes, words):
+    case = Case(G=4)
+    query, _, _, cache, _ = case.arrays()
+    with self.assertRaisesRegex(ValueError, f"cache_metadata.{words}"):
+      ragged_page_attention_v2(query, cache, case.metadata()._replace(**changes))
+
+  def test_parts_that_groups_do_not_divide(self):
+    case = Case(G=3)
+    query, _, _, cache, _ = case.arrays()
+    metadata = case.metadata()
+    for arrays, words in (((query[:-1], cache), "query: got 20 tokens"),
+                          ((query, PagesV2(cache.pages[:-1])), "cache_view: got 23 pages")):
+      with self.assertRaisesRegex(ValueError, words):
+        ragged_page_attention_v2(*arrays, metadata)
+
+  def test_a_flag_under_jit(self):
+    case = Case(G=4)
+    cache, metadata = case.arrays()[3], jax.tree.map(jnp.asarray, case.metadata())
+    wrong = jax.jit(lambda metadata: page_checks.flag(cache, metadata, 4 * TOKENS))
+    self.assertFalse(wrong(metadata))
+    lengths = metadata.context_lens.at[3, 0].set(N * PAGE + 1)
+    self.assertTrue(wrong(metadata._replace(context_lens=lengths)))
+
+
+if __name__ == "__main__":
+  absltest.main()
