@@ -79,14 +79,12 @@ def normalise(a) -> arguments.Normalised:
 
 def _tpu_refusal(a, metadata, operands: PagedOperands, heads: pages.Heads) -> str | None:
   """Why the TPU kernel does not compute a call; None: it does."""
-  if not isinstance(operands.cache, pages.PagesV2):
-    return None
   tokens, query_heads, width = operands.query.shape
   mesh = metadata_lib.resolved_mesh(metadata)
   if shard.place(metadata.get_shardings(a.mode, "bthd"), mesh, (1, tokens, query_heads, width),
                  (1, tokens, heads.key_heads, width)) is not None:
     return "a mesh: the TPU kernel runs on one device; call it inside jax.shard_map"
-  return tpu_kernel.refusal(operands.query, operands.cache, operands.metadata)
+  return tpu_kernel.refusal(operands.query, operands.cache, operands.metadata, heads)
 
 
 def _heads(a, mechanism: str, query) -> pages.Heads:

@@ -187,11 +187,15 @@ def _reads(cache: str) -> Callable[[Request], str | None]:
   return limits
 
 
+def _with_tpu_kernel(cell: Implementation, run) -> Implementation:
+  """The cell of TPUs beside that of other platforms."""
+  return cell._replace(preferred=Implementation(
+      run, cell.features - {"float16", "float64", "precision", "softmax_dtype"}, LINEAR,
+      lambda request: request.tpu_pages))
+
+
 _paged_v1 = Implementation(paged.xla, _PAGED, LINEAR, _reads("PagesV1"))
 _paged_v2 = Implementation(paged.xla, _PAGED - {"value_width"}, LINEAR, _reads("PagesV2"))
-_paged_v2_tpu = _paged_v2._replace(preferred=Implementation(
-    paged.tpu, _paged_v2.features - {"float16", "float64", "precision", "softmax_dtype"}, LINEAR,
-    lambda request: request.tpu_pages))
 _paged_v3 = Implementation(paged.xla_writing, _PAGED - {"value_width"}, LINEAR, _reads("PagesV3"))
 
 TABLE = {
@@ -217,13 +221,13 @@ TABLE = {
     ("blocksparse", "tpu"): _tpu,
     ("page_attention", "cpu"): _paged_v1,
     ("page_attention", "gpu"): _paged_v1,
-    ("page_attention", "tpu"): _paged_v1,
+    ("page_attention", "tpu"): _with_tpu_kernel(_paged_v1, paged.tpu),
     ("ragged_page_attention_v2", "cpu"): _paged_v2,
     ("ragged_page_attention_v2", "gpu"): _paged_v2,
-    ("ragged_page_attention_v2", "tpu"): _paged_v2_tpu,
+    ("ragged_page_attention_v2", "tpu"): _with_tpu_kernel(_paged_v2, paged.tpu),
     ("ragged_page_attention_v3", "cpu"): _paged_v3,
     ("ragged_page_attention_v3", "gpu"): _paged_v3,
-    ("ragged_page_attention_v3", "tpu"): _paged_v3,
+    ("ragged_page_attention_v3", "tpu"): _with_tpu_kernel(_paged_v3, paged.tpu_writing),
     ("ring", "cpu"): _ring,
     ("ring", "gpu"): _ring,
     ("ring", "gpu 9.0"): _ring._replace(preferred=_ring_hopper),

@@ -4,9 +4,10 @@ Interpret mode starts from memory full of NaN and watches for races between tran
 computation; it runs with transfers executed at once and as late as possible.
 """
 
-import functools
 import importlib.util
+from typing import NamedTuple
 import unittest
+from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -15,52 +16,112 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 import numpy as np
 
-from attn_core import (BlockSizes, Heads, OperationMetadata, PagedOptions, PagesMetadata, PagesV2,
-                       explain, ragged_page_attention_v2)
+from attn_core import (BlockSizes, Heads, OperationMetadata, PagedOptions, PagesMetadata, PagesV1,
+                       PagesV2, PagesV3, attention, explain, ragged_page_attention_v2)
 from attn_core.benchmarks.static_profile import CHIPS, devices
-from attn_core.caches import pages
+from attn_core.caches import pages, quantize
+from attn_core.kernels.tpu import pool as pools, stream
 from attn_core_test.paged_test import Case
 from attn_core_test.tpu_test import interpreted
 
 TPU = OperationMetadata(platform="tpu")
-CASES = {
-    "ragged": (Case((9, 0, 17, 33, 24, 5), (9, 0, 5, 1, 1, 2), page=8, D=128, unused=1, sinks=True),
-               PagedOptions(sliding_window=(11, 0), logits_soft_cap=2.0)),
-    "decode": (Case((9, 60, 1, 17), (1,) * 4, page=8, H=6, K=2, D=64, rest=0), PagedOptions()),
-    "not_causal_wide": (Case((9, 20), (3, 5), page=8, H=2, K=1, D=256, rest=1),
-                        PagedOptions(causal=False)),
+NAMES = {"v1": "page_attention", "v2": "ragged_page_attention_v2",
+         "v3": "ragged_page_attention_v3"}
+
+
+class Row(NamedTuple):
+  """A call: the case, the layout of its pages, the dtype that these hold, and its block sizes."""
+
+  case: Case
+  layout: str = "v2"
+  held: str | None = None  # None: the case's
+  scales: str | None = None
+  blocks: BlockSizes = BlockSizes(block_q=4, block_kv=16)
+  transfers: str = "on_wait"
+
+
+ROWS = {
+    "ragged": Row(Case((9, 0, 17, 33, 24, 5), (9, 0, 5, 1, 1, 2), page=8, D=128, unused=1,
+                       sinks=True, options=PagedOptions(sliding_window=(11, 0),
+                                                        logits_soft_cap=2.0))),
+    "ragged_16_bits_many_rows": Row(
+        Case((47, 5), (31, 2), page=8, H=12, K=2, D=64, dtype="bfloat16"),
+        blocks=BlockSizes(block_q=32, block_kv=16), transfers="eager"),
+    "not_causal_wide": Row(Case((9, 20), (3, 5), page=8, H=2, K=1, D=256, rest=1,
+                                dtype="bfloat16", options=PagedOptions(causal=False))),
+    "one_query_each": Row(Case((29, 0, 1, 17), (1,) * 4, page=4, H=6, K=3, rest=0,
+                               dtype="bfloat16"), layout="v1", blocks=BlockSizes(block_kv=8)),
+    "writes": Row(Case((20, 11, 3), (1, 1, 3), page=8, D=64, distribution=(2, 2, 3), unused=1,
+                       dtype="bfloat16"), layout="v3"),
+    "writes_8_bits": Row(Case((13, 6), (4, 1), page=8, H=2, K=1), layout="v3",
+                         held="float8_e4m3fn", scales="tensor", transfers="eager"),
+    "scales_per_token": Row(Case((19, 5), (3, 2), page=8, D=8), held="int8", scales="token"),
+    "words_of_four": Row(Case((19, 5), (1, 1), page=8, D=8, rest=0, sinks=True), layout="v1",
+                         held="float8_e4m3fn", scales="token", blocks=BlockSizes(block_kv=8)),
 }
+
+
+def setup(row: Row):
+  """(query, key, value, cache, metadata, sinks), and the pages' key and value as they are read."""
+  case, layout = row.case, {"v1": PagesV1, "v2": PagesV2, "v3": PagesV3}[row.layout]
+  query, *held, sinks = case.arrays()  # NaN where nobody looks
+  metadata, heads = case.metadata(single=row.layout == "v1"), Heads(case.K, case.D, case.D)
+  if row.held is None:
+    cache = PagesV1(*held)
+  else:
+    stored, scales = zip(*(quantize.quantize(x, row.held) for x in held))
+    if row.scales == "tensor":
+      scales = jnp.float32(0.01), jnp.float32(0.02)
+      stored = [pages.store(x, row.held, s) for x, s in zip(held, scales)]
+    else:
+      scales = [x.transpose(1, 2, 0) for x in scales]
+    cache = PagesV1(*stored, *scales)
+  key, value = pages.read(cache, jnp.arange(case.pool), heads, jnp.float32)
+  read = [x.reshape(case.K, case.pool, case.page, -1) for x in (key, value)]
+  new = None, None
+  if row.layout == "v3":  # the queries' own tokens are in no page yet
+    mapping = pages.slots(metadata, case.page, query.shape[0])
+    outside = jnp.where(mapping < 0, 10**6, mapping)
+    flat = [x.reshape(case.K, -1, case.D) for x in held]
+    new = [x.at[:, outside].get(mode="fill", fill_value=np.nan).swapaxes(0, 1) for x in flat]
+    holes = [x.reshape(case.K, -1, case.D).at[:, outside].set(
+        jnp.nan if row.held is None else jnp.zeros((), row.held), mode="drop").reshape(x.shape)
+             for x in cache[:2]]
+    cache = cache._replace(key_pages=holes[0], value_pages=holes[1])
+  cache = cache if row.layout == "v1" else pages.convert(cache, layout, heads)
+  return (query, *new, cache, jax.tree.map(jnp.asarray, metadata), sinks), read
+
+
+def run(row: Row, query, key, value, cache, metadata, sinks):
+  o = row.case.options
+  return attention(
+      query, key, value, mechanism=NAMES[row.layout], layout="thd", cache_view=cache,
+      cache_metadata=metadata, softmax_aux=sinks, metadata=TPU, block_sizes=row.blocks,
+      return_lse=True, causal=o.causal, sliding_window=o.sliding_window,
+      logits_soft_cap=o.logits_soft_cap)
 
 
 class InterpretTest(parameterized.TestCase):
 
-  @parameterized.parameters(("ragged", "float32"), ("ragged", "bfloat16"), ("decode", "float32"),
-                            ("not_causal_wide", "bfloat16"))
-  def test_equals_plain_xla(self, name, dtype):
-    case, options = CASES[name]
-    query, key, value, sinks = case._replace(dtype=dtype).arrays()  # NaN where nobody looks
-    cache = pages.convert(pages.PagesV1(key, value), PagesV2)
-    options = options._replace(softmax_aux=sinks, return_lse=True,
-                               block_sizes=BlockSizes(block_q=None if name == "decode" else 4,
-                                                      block_kv=16))
-    metadata = jax.tree.map(jnp.asarray, case.metadata())
-    def run(platform):
-      output = jax.jit(functools.partial(ragged_page_attention_v2, options=options._replace(
-          metadata=OperationMetadata(platform=platform))))(query, cache, metadata)
-      return [np.asarray(x, np.float32) for x in (output.attention_outputs, output.lse)]
-    expected = run("cpu")
-    for transfers in ("on_wait", "eager"):
-      with interpreted(transfers):
-        found = run("tpu")
-      for x, y, tolerance in zip(found, expected, (
-          2e-2 if dtype == "bfloat16" else 2e-6, 5e-6), strict=True):
-        np.testing.assert_array_equal(x == -np.inf, y == -np.inf)
-        np.testing.assert_allclose(x, y, atol=tolerance)
+  @parameterized.parameters(*ROWS)
+  def test_equals_the_oracle(self, name):
+    row = ROWS[name]
+    arguments, read = setup(row)
+    with jax.enable_x64(True):
+      wide = lambda x: None if x is None else x.astype(jnp.float64)
+      expected = row.case.oracle(*map(wide, (arguments[0], *read, arguments[-1])))
+    with interpreted(row.transfers):
+      output = jax.block_until_ready(jax.jit(lambda *a: run(row, *a))(*arguments))
+    tolerance = 1.5e-2 if row.case.dtype == "bfloat16" else 5e-6
+    for x, y, most in zip((output.attention_outputs, output.lse), expected, (tolerance, 1e-5)):
+      x, y = np.asarray(x, np.float64), np.asarray(y)
+      np.testing.assert_array_equal(x == -np.inf, y == -np.inf)
+      np.testing.assert_allclose(x, y, atol=most)
 
   def test_a_nan_reaches_those_who_see_it_and_no_other(self):
     case = Case((8, 9), (8, 9), page=8, D=128, rest=0)
     query, key, value, _ = map(lambda x: None if x is None else jnp.nan_to_num(x), case.arrays())
-    cache, metadata = pages.convert(pages.PagesV1(key, value), PagesV2), case.metadata()
+    cache, metadata = pages.convert(PagesV1(key, value), PagesV2), case.metadata()
     spoilt = cache._replace(pages=cache.pages.at[metadata.page_tables[0, 0], 5, 1].set(jnp.nan))
     options = PagedOptions(metadata=TPU, block_sizes=BlockSizes(4, 8))
     with interpreted():

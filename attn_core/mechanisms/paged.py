@@ -17,17 +17,26 @@ def xla(call: Call) -> AttentionOutput:
 
 
 def tpu(call: Call) -> AttentionOutput:
-  """Attention to what is in pages of layout v2, by a Pallas kernel for TPUs; gradients by XLA."""
+  """Attention to what is in the pages, by a Pallas kernel for TPUs; gradients by XLA."""
   return _attend(tpu_kernel.forward, call, call.operands.cache)._replace(cache_view=None)
 
 
 def xla_writing(call: Call) -> AttentionOutput:
-  """The same, new keys and values being written first; returns the cache with them."""
+  """As `xla`, new keys and values being written first; returns the cache with them."""
+  return _write_and_attend(xla_kernel.forward, call)
+
+
+def tpu_writing(call: Call) -> AttentionOutput:
+  """As `tpu`, new keys and values being written first; returns the cache with them."""
+  return _write_and_attend(tpu_kernel.forward, call)
+
+
+def _write_and_attend(forward: Callable, call: Call) -> AttentionOutput:
   operands = call.operands
   cache = operands.cache
   mapping = pages.slots(operands.metadata, pages.page_size(cache), operands.query.shape[0])
   cache = pages.append(cache, operands.key, operands.value, mapping)
-  return _attend(xla_kernel.forward, call, cache)
+  return _attend(forward, call, cache)
 
 
 def _attend(forward: Callable, call: Call, cache) -> AttentionOutput:
