@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from attn_core.kernels.gpu import tuned as gpu_tuned
+from attn_core.kernels.tpu import decode as tpu_decode
 from attn_core.masks import algebra
 from attn_core.mechanisms import decode, flash, paged, ring, sdpa, vanilla
 from attn_core.types import PLATFORMS, AttentionMechanism, AttentionOutput, Call
@@ -187,13 +188,20 @@ def _reads(cache: str) -> Callable[[Request], str | None]:
   return limits
 
 
-def _with_tpu_kernel(cell: Implementation, run) -> Implementation:
+def _with_tpu_kernel(cell: Implementation, run, limits) -> Implementation:
   """The cell of TPUs beside that of other platforms."""
-  return cell._replace(preferred=Implementation(
-      run, cell.features - {"float16", "float64", "precision", "softmax_dtype"}, LINEAR,
-      lambda request: request.tpu_pages))
+  return cell._replace(preferred=cell._replace(
+      run=run, limits=limits,
+      features=cell.features - {"float16", "float64", "precision", "softmax_dtype"}))
 
 
+def _tpu_decode_limits(request: Request) -> str | None:
+  widths = request.width, request.value_width or request.width
+  return tpu_decode.refusal(request.dtype, widths, request.lengths[0])
+
+
+_decode_tpu = _with_tpu_kernel(_decode, decode.tpu, _tpu_decode_limits)
+_tpu_pages = lambda request: request.tpu_pages
 _paged_v1 = Implementation(paged.xla, _PAGED, LINEAR, _reads("PagesV1"))
 _paged_v2 = Implementation(paged.xla, _PAGED - {"value_width"}, LINEAR, _reads("PagesV2"))
 _paged_v3 = Implementation(paged.xla_writing, _PAGED - {"value_width"}, LINEAR, _reads("PagesV3"))
@@ -221,20 +229,20 @@ TABLE = {
     ("blocksparse", "tpu"): _tpu,
     ("page_attention", "cpu"): _paged_v1,
     ("page_attention", "gpu"): _paged_v1,
-    ("page_attention", "tpu"): _with_tpu_kernel(_paged_v1, paged.tpu),
+    ("page_attention", "tpu"): _with_tpu_kernel(_paged_v1, paged.tpu, _tpu_pages),
     ("ragged_page_attention_v2", "cpu"): _paged_v2,
     ("ragged_page_attention_v2", "gpu"): _paged_v2,
-    ("ragged_page_attention_v2", "tpu"): _with_tpu_kernel(_paged_v2, paged.tpu),
+    ("ragged_page_attention_v2", "tpu"): _with_tpu_kernel(_paged_v2, paged.tpu, _tpu_pages),
     ("ragged_page_attention_v3", "cpu"): _paged_v3,
     ("ragged_page_attention_v3", "gpu"): _paged_v3,
-    ("ragged_page_attention_v3", "tpu"): _with_tpu_kernel(_paged_v3, paged.tpu_writing),
+    ("ragged_page_attention_v3", "tpu"): _with_tpu_kernel(_paged_v3, paged.tpu_writing, _tpu_pages),
     ("ring", "cpu"): _ring,
     ("ring", "gpu"): _ring,
     ("ring", "gpu 9.0"): _ring._replace(preferred=_ring_hopper),
     ("ring", "tpu"): _ring_tpu,
     ("autoregressive_decodeattn", "cpu"): _decode,
     ("autoregressive_decodeattn", "gpu"): _decode,
-    ("autoregressive_decodeattn", "tpu"): _decode,
+    ("autoregressive_decodeattn", "tpu"): _decode_tpu,
 }
 
 # Names without a row, and why.

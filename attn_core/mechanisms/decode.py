@@ -11,6 +11,8 @@ import jax.numpy as jnp
 
 from attn_core import derivatives
 from attn_core.kernels import softmax
+from attn_core.kernels.kernel import Kernel
+from attn_core.kernels.tpu import decode as tpu_decode
 from attn_core.kernels.xla import decode
 from attn_core.masks import algebra, dense_mask
 from attn_core.sharding import shard
@@ -19,6 +21,15 @@ from attn_core.types import AttentionOutput, Call, MaskOperands
 
 def xla(call: Call) -> AttentionOutput:
   """Decoding in plain XLA, on every platform."""
+  return _decode(decode.KERNEL, call)
+
+
+def tpu(call: Call) -> AttentionOutput:
+  """Decoding by a Pallas kernel for TPUs; gradients by XLA."""
+  return _decode(tpu_decode.KERNEL, call)
+
+
+def _decode(kernel: Kernel, call: Call) -> AttentionOutput:
   axes = call.placement.keys if call.placement else ()
   if axes:
     call = _with_written_mask(call)
@@ -27,7 +38,7 @@ def xla(call: Call) -> AttentionOutput:
     if axes and operands.sinks is not None:  # they count once
       operands = operands._replace(sinks=jnp.where(
           lax.axis_index(axes) == 0, operands.sinks, -jnp.inf))
-    out, lse = derivatives.attend(decode.KERNEL, operands, call.spec, call.block_sizes)
+    out, lse = derivatives.attend(kernel, operands, call.spec, call.block_sizes)
     if axes:
       out, lse = _merge(out, lse, axes)
     if not call.spec.normalize_output:

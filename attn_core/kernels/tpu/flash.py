@@ -28,7 +28,7 @@ def _check(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> 
     schedule.check(mask, cut, by_keys=is_backward)
 
 
-def _effects():
+def effects():
   """Those of any TPU kernel: none, but for what interpret mode does on the host."""
   def copy(x, y):
     y[...] = x[...]
@@ -37,4 +37,4 @@ def _effects():
 
 
 KERNEL = Kernel("tpu", forward.forward, backward.backward, blockwise.tangent, blockwise.KERNEL,
-                _check, _effects)
+                _check, effects)

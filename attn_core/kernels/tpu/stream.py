@@ -126,7 +126,7 @@ def attend(rule: Rule, shape: Shape, arrays: Arrays):
   """out [W, K / u, L, E] in the rows' dtype and lse float32 [W, K / u, 1, L]; the first `count`."""
   rows, pool = arrays.rows, shape.pool
   steps, width = rows.shape[0], pool.widths[-1]
-  scalars = [x for x in (jnp.stack(arrays.items), arrays.count, arrays.tables, arrays.factors)
+  scalars = [x for x in (jnp.stack(arrays.items).astype(jnp.int32), arrays.count, arrays.tables, arrays.factors)
              if x is not None]
   streams = [*arrays.tokens, *([] if arrays.mask is None else [arrays.mask])]
   # Steps that compute nothing fetch and write nothing.
@@ -256,7 +256,7 @@ def _transfer(k: _Kernel, half, step, number, *, start: bool):
 def _fold(k: _Kernel, item: Items, half, number):
   """Folds a key block into the running softmax of every head."""
   shape, pool = k.shape, k.shape.pool
-  block = Block(pool, k.buffers, k.words, k.factors, half,
+  block = Block(pool, k.buffers[:len(pool.buffers())], k.words, k.factors, half,
                 Live(item.start, item.stop).tokens(pool, number))
   finite = block.settle()
   seen = functools.partial(_seen_by_mask if shape.mask_rows else _seen_by_position,
@@ -286,7 +286,7 @@ def _fold_groups(k: _Kernel, block: Block, seen: Callable | None, *, careful: bo
       ref[group] = x
 
   size = 1 if careful else k.shape.unrolled
-  @pl.loop(0, k.shape.groups // size)
+  @pl.loop(jnp.int32(0), jnp.int32(k.shape.groups // size))
   def _(first):
     groups = [first * size + i for i in range(size)]
     ahead = _scores(k, block, groups[0], careful)
