@@ -4,14 +4,16 @@ Interpret mode starts from memory full of NaN and watches for races between tran
 computation; it runs with transfers executed at once and as late as possible.
 """
 
+import contextlib
 import importlib.util
-from typing import NamedTuple
+from typing import Any, NamedTuple
 import unittest
 from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
+from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 import numpy as np
@@ -20,7 +22,6 @@ from attn_core import (BlockSizes, Heads, OperationMetadata, PagedOptions, Pages
                        PagesV2, PagesV3, attention, explain, ragged_page_attention_v2)
 from attn_core.benchmarks.static_profile import CHIPS, devices
 from attn_core.caches import pages, quantize
-from attn_core.kernels.tpu import pool as pools, stream
 from attn_core_test.paged_test import Case
 from attn_core_test.tpu_test import interpreted
 
@@ -101,6 +102,30 @@ def run(row: Row, query, key, value, cache, metadata, sinks):
       logits_soft_cap=o.logits_soft_cap)
 
 
+@contextlib.contextmanager
+def counted():
+  """Interprets TPU kernels; yields a list of the bytes of every transfer, filled as they start."""
+  moved, make = [], pltpu.make_async_copy
+  class Copy(NamedTuple):
+    copy: Any
+    size: int
+
+    def start(self):
+      jax.debug.callback(lambda: moved.append(self.size))
+      self.copy.start()
+
+    def wait(self):
+      self.copy.wait()
+
+  def counting(source, target, arrived):
+    size = int(np.prod(target.shape)) * jnp.dtype(target.dtype).itemsize
+    return Copy(make(source, target, arrived), size)
+
+  with mock.patch.object(pltpu, "make_async_copy", counting), interpreted():
+    yield moved
+    jax.effects_barrier()
+
+
 class InterpretTest(parameterized.TestCase):
 
   @parameterized.parameters(*ROWS)
@@ -131,6 +156,49 @@ class InterpretTest(parameterized.TestCase):
     seen[5:8, :2] = True
     self.assertTrue(np.isnan(after[seen]).all())
     np.testing.assert_array_equal(after[~seen], before[~seen])
+
+
+  def test_the_same_bits_in_any_batch_and_any_chunks(self):
+    """One program: metadata is an array. And what it moves are the live pages, each time."""
+    row = ROWS["ragged"]._replace(case=Case((21, 13), (21, 13), page=8, H=2, K=1, D=128, rest=6))
+    (query, _, _, cache, whole, _), _ = setup(row)
+    def schedule(tables, *requests):
+      """(number of queries, tokens so far) of both requests."""
+      lens = np.array([length for _, length in requests], np.int32)
+      starts = np.cumsum([0, *(number for number, _ in requests)]).astype(np.int32)
+      return PagesMetadata(tables, jnp.asarray(lens), jnp.asarray(starts),
+                           whole.num_requests)
+    def queries(*parts):
+      picked = jnp.concatenate([query[first:first + number] for first, number in parts])
+      return jnp.pad(picked, ((0, query.shape[0] - picked.shape[0]), (0, 0), (0, 0)))
+    moved_pages = cache._replace(pages=jnp.roll(cache.pages, 5, 0))
+    tables = whole.page_tables
+    rolled = jnp.where(tables < row.case.pool, (tables + 5) % row.case.pool, tables)
+    with counted() as moved:
+      attend = jax.jit(lambda query, cache, metadata: ragged_page_attention_v2(
+          query, cache, metadata, PagedOptions(metadata=TPU, block_sizes=row.blocks,
+                                               return_lse=True)))
+      def run(*arguments):
+        found = jax.block_until_ready(attend(*arguments))
+        jax.effects_barrier()
+        live, moved[:] = sum(moved), []
+        return found.attention_outputs, found.lse.T, live
+      both = run(query, cache, schedule(tables, (21, 21), (13, 13)))
+      # Blocks of 4 queries see blocks of 2 pages: all that hold a token up to their last one.
+      page = cache.pages[0].nbytes
+      pages_of = lambda length: sum(-(-min(end, length) // 8) for end in range(4, length + 4, 4))
+      self.assertEqual(both[2], page * (pages_of(21) + pages_of(13)))
+      alone = run(queries((21, 13)), moved_pages, schedule(rolled[::-1], (13, 13), (0, 0)))
+      self.assertEqual(alone[2], page * pages_of(13))
+      chunks = [run(queries((first, number)), cache, schedule(tables, (0, 0), (0, 0))._replace(
+          context_lens=jnp.array([first + number, 0], jnp.int32),
+          query_start_loc=jnp.array([0, number, number], jnp.int32)))
+                for first, number in ((0, 7), (7, 13), (20, 1))]
+      self.assertEqual(chunks[2][2], 3 * page)  # one query, 21 tokens
+    for i in range(2):
+      np.testing.assert_array_equal(alone[i][:13], both[i][21:34])
+      chunked = np.concatenate([found[i][:number] for found, number in zip(chunks, (7, 13, 1))])
+      np.testing.assert_array_equal(chunked, both[i][:21])
 
 
 class ChoiceTest(parameterized.TestCase):
