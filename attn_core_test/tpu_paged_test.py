@@ -219,9 +219,10 @@ class ChoiceTest(parameterized.TestCase):
 
   def test_goes_first_where_it_can(self):
     heads = Heads(2, 128, 128)
-    self.assertIn("by paged.tpu", self.kernel(heads, 16, jnp.bfloat16))
+    for dtype, scales in ((jnp.bfloat16, None), (jnp.int8, "token"), (jnp.float8_e4m3fn, "tensor")):
+      self.assertIn("by paged.tpu", self.kernel(heads, 16, dtype, scales=scales))
     for arguments, words in (
-        (dict(dtype=jnp.float16), "float16"), (dict(dtype=jnp.int8, scales="tensor"), "int8"),
+        (dict(dtype=jnp.float16), "float16"),
         (dict(width=10**6), "page tables of .4, 1000000."), (dict(page=10**5), "100000 tokens"),
         (dict(heads=Heads(2, 192, 192)), "head_dim 192"), (dict(precision="highest"), "precision"),
         (dict(metadata=TPU.replace(mesh=AbstractMesh((2,), ("tp",)))), "a mesh: .*shard_map")):
@@ -260,6 +261,36 @@ class CompileTest(parameterized.TestCase):
     self.assertIn(chip, CHIPS)
     text = self.text(chip, shape, dtype, tokens, check_vma=chip == "v5e")
     self.assertEqual(text.count('custom_call_target="tpu_custom_call"'), 1)
+
+  @parameterized.named_parameters(
+      ("v3", "v6e", "v3", 4, jnp.bfloat16, None),
+      ("v3_8_bits", "v5e", "v3", 2, jnp.float8_e4m3fn, "tensor"),
+      ("v1_8_bits", "tpu7x", "v1", 2, jnp.int8, "tensor"),
+      ("v2_three_heads", "v5p", "v2", 3, jnp.bfloat16, None))
+  def test_compiles_without_copies_of_the_pages(self, chip, layout, key_heads, dtype, scales):
+    """And writes new tokens in place."""
+    place, i32 = NamedSharding(Mesh(np.array(devices(chip)[:1]), ("dp",)), P()), jnp.int32
+    array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+    kind = {"v1": PagesV1, "v2": PagesV2, "v3": PagesV3}[layout]
+    cache = jax.tree.map(lambda x: array(x.dtype, *x.shape), jax.eval_shape(lambda: pages.init(
+        kind, 4096, 32, Heads(key_heads, 128, 128), dtype, scales)))
+    tokens, writes = 16, layout == "v3"
+    metadata = PagesMetadata(array(i32, 16, 64), array(i32, 16),
+                             None if layout == "v1" else array(i32, 17))
+    new = array(jnp.bfloat16, tokens, key_heads, 128) if writes else None
+    def attend(cache, query, new, metadata):
+      return attention(query, new, new, mechanism=NAMES[layout], layout="thd", cache_view=cache,
+                       cache_metadata=metadata, metadata=TPU)[::3]
+    compiled = jax.jit(attend, donate_argnums=(0,) if writes else ()).trace(
+        cache, array(jnp.bfloat16, tokens, key_heads * 4, 128), new, metadata).lower(
+            lowering_platforms=("tpu",)).compile()
+    self.assertEqual(compiled.as_text().count('custom_call_target="tpu_custom_call"'), 1)
+    held, memory = sum(x.size * x.dtype.itemsize for x in cache if x is not None), (
+        compiled.memory_analysis())
+    self.assertLess(memory.temp_size_in_bytes, held // 20)
+    if writes:
+      self.assertIn("input_output_alias", compiled.as_text())
+      self.assertGreaterEqual(memory.alias_size_in_bytes, held)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from attn_core.kernels.kernel import Kernel, Residuals
 from attn_core.kernels.tpu import flash, stream
-from attn_core.kernels.tpu.pool import LANES, Pool
+from attn_core.kernels.tpu.pool import LANES, Pool, heads_apart
 from attn_core.kernels.xla import decode as xla, steps
 from attn_core.masks import dense_mask
 from attn_core.types import AttentionSpec, BlockSizes, Operands, cdiv
@@ -41,7 +41,7 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
   rule = stream.Rule(spec.softmax_scale, spec.logits_soft_cap, None, None, spec.precision)
   count = jnp.full((1,), batch, jnp.int32)
   out, lse = stream.attend(rule, shape, stream.Arrays(
-      items, count, jnp.zeros((1,), jnp.int32), None, rows, mask, _arrays(operands)))
+      items, count, jnp.zeros((1,), jnp.int32), None, rows, mask, _arrays(operands, pool)))
   shaped = lambda x: x.reshape(batch, key_heads, length, group, -1).transpose(0, 2, 1, 3, 4).reshape(
       batch, length, heads, -1)
   return _with_sinks(shaped(out), shaped(lse)[..., 0].swapaxes(1, 2), operands.sinks)
@@ -55,20 +55,26 @@ def _pool(operands: Operands, block_sizes: BlockSizes) -> Pool:
   block = min(block, cdiv(key.shape[1], LANES) * LANES)
   lanes = cdiv(length * heads // key.shape[2], LANES) * LANES
   block = min(block, max(1, SCORES // lanes // LANES) * LANES)
-  pool = Pool(False, False, key.shape[2], (key.shape[3], value.shape[3]), jnp.dtype(key.dtype),
+  # Part of a page of heads apart would be part of a tile.
+  apart = heads_apart(key.shape[2], key.dtype) and key.shape[1] % PAGE == 0
+  pool = Pool(False, apart, key.shape[2], (key.shape[3], value.shape[3]), jnp.dtype(key.dtype),
               PAGE, block // PAGE, key.shape[1],
               None if operands.key_scale is None else "token")
   most = max(1, pool.block * BUFFER_BYTES // pool.bytes() // LANES)
   return pool._replace(block_pages=min(pool.block_pages, most * LANES // PAGE))
 
 
-def _arrays(operands: Operands) -> tuple:
+def _arrays(operands: Operands, pool: Pool) -> tuple:
   """Keys, values and scales as `Pool` has them."""
-  stored = lambda x: lax.bitcast_convert_type(x, jnp.int8) if x.dtype.itemsize == 1 else x
+  def stored(x):
+    x = lax.bitcast_convert_type(x, jnp.int8) if x.dtype.itemsize == 1 else x
+    return x.swapaxes(1, 2) if pool.apart else x
   arrays = stored(operands.key), stored(operands.value)
   if operands.key_scale is None:
     return arrays
-  return *arrays, operands.key_scale, operands.value_scale
+  padded = lambda x: steps.pad_axis(steps.pad_axis(
+      x.swapaxes(1, 2), 1, pool.scale_rows - pool.key_heads), 2, -x.shape[1] % pool.block)
+  return *arrays, padded(operands.key_scale), padded(operands.value_scale)
 
 
 def _visible(operands: Operands, spec: AttentionSpec, pool: Pool):

@@ -7,6 +7,8 @@ chunk of a prefill, for given block sizes and without `distribution`.
 Letters: as in `xla.paged` and `stream`; N pages of a row of tables.
 """
 
+import math
+
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -14,11 +16,11 @@ import jax.numpy as jnp
 from attn_core.caches import pages
 from attn_core.kernels.kernel import Residuals
 from attn_core.kernels.tpu import stream
-from attn_core.kernels.tpu.pool import LANES, Pool
+from attn_core.kernels.tpu.pool import LANES, Pool, heads_apart
 from attn_core.kernels.xla import paged, steps
 from attn_core.types import BlockSizes, PagedSpec, cdiv
 
-BLOCK_ROWS = 512  # rows of a step where requests bring more than one query
+BLOCK_ROWS = 1024  # rows of a step, at most, where requests bring more than one query
 BLOCK_KV = 512  # tokens of a key block
 BUFFER_BYTES = 12 * 2**20  # of vector memory for keys and values on their way and as words
 SCALAR_BYTES = 2**19  # of scalar memory for tables and schedule
@@ -43,42 +45,58 @@ def forward(operands: paged.PagedOperands, spec: PagedSpec, heads: pages.Heads,
 
 def _sizes(operands, block_sizes: BlockSizes, heads: pages.Heads) -> tuple[int, Pool]:
   """(query tokens of a block, how the pages lie)."""
-  group = operands.query.shape[1] // heads.key_heads
-  block_q = block_sizes.block_q or max(1, BLOCK_ROWS // group)
+  (tokens, query_heads, _), requests = operands.query.shape, operands.metadata.context_lens.shape[0]
+  group = query_heads // heads.key_heads
+  block_q = block_sizes.block_q
+  if block_q is None:
+    # As many as requests have on average; where all have one, each has no more.
+    usual = 2 ** (tokens // requests).bit_length() // 2
+    block_q = max(1, min(BLOCK_ROWS // group, max(LANES // group, usual)))
+    block_q = 1 if tokens <= requests else block_q
   block_q, _ = paged.sizes_of(operands, BlockSizes(block_q), group)
-  if block_sizes.block_q is None and operands.query.shape[0] <= operands.metadata.context_lens.size:
-    block_q = 1  # where all requests have a query, each has one
   cache, page = operands.cache, pages.page_size(operands.cache)
   pool = pool_of(cache, heads, cdiv(block_sizes.block_kv or BLOCK_KV, page))
   most = max(1, pool.block_pages * BUFFER_BYTES // pool.bytes())
-  return block_q, pool._replace(block_pages=min(pool.block_pages, most))
+  block_pages = min(pool.block_pages, most)
+  if pool.scales == "token":  # whose blocks are whole lanes
+    block_pages = cdiv(block_pages, LANES // math.gcd(LANES, page)) * LANES // math.gcd(LANES, page)
+  return block_q, pool._replace(block_pages=block_pages)
 
 
 def pool_of(cache, heads: pages.Heads, block_pages: int) -> Pool:
   """How the pages of a cache lie."""
-  apart, dtype = isinstance(cache, pages.PagesV1), pages.dtype_of(cache)
+  two, dtype = isinstance(cache, pages.PagesV1), pages.dtype_of(cache)
   held = pages.heads_of(cache)
   # Heads that pad a layout are not read, but they are transferred.
   key_heads = held.key_heads if isinstance(cache, pages.PagesV3) else heads.key_heads
   scales = None
   if cache.key_scales is not None:
     scales = "token" if cache.key_scales.ndim else "tensor"
-  widths = (held.key_width, held.value_width) if apart else (held.key_width,)
-  return Pool(not apart, apart, key_heads, widths, jnp.dtype(dtype), pages.page_size(cache),
+  widths = (held.key_width, held.value_width) if two else (held.key_width,)
+  apart = two or isinstance(cache, pages.PagesV2) and heads_apart(2 * key_heads, dtype)
+  return Pool(not two, apart, key_heads, widths, jnp.dtype(dtype), pages.page_size(cache),
               block_pages, scales=scales)
 
 
-def _arrays(cache) -> tuple:
+def _arrays(problem: paged.Problem, pool: Pool) -> tuple:
   """The arrays of a cache as `Pool` has them."""
+  cache = problem.cache
   stored = lambda x: lax.bitcast_convert_type(x, jnp.int8) if x.dtype.itemsize == 1 else x
   if isinstance(cache, pages.PagesV1):
     tokens = stored(cache.key_pages), stored(cache.value_pages)
   else:
     # Rows of layout v3 are in memory as those of v2 are.
     x = stored(cache.pages)
-    tokens = x.reshape(*x.shape[:2], -1, x.shape[-1]),
-  scales = cache.key_scales, cache.value_scales
-  return tokens + scales if scales[0] is not None and scales[0].ndim else tokens
+    x = x.reshape(*x.shape[:2], -1, x.shape[-1])
+    tokens = x.swapaxes(1, 2) if pool.apart else x,
+  if pool.scales != "token":
+    return tokens
+  # XLA keeps the pages' numbers along the lanes: what a table points to is gathered beforehand.
+  def of_rows(x):
+    x = jnp.take(x, problem.tables, 0, mode="clip").transpose(0, 3, 1, 2)
+    x = x.reshape(*x.shape[:2], -1)
+    return jnp.pad(x, ((0, 0), (0, pool.scale_rows - x.shape[1]), (0, 0)))
+  return *tokens, of_rows(cache.key_scales), of_rows(cache.value_scales)
 
 
 def _attend(problem: paged.Problem, pool: Pool, requests, tokens: int):
@@ -99,7 +117,8 @@ def _attend(problem: paged.Problem, pool: Pool, requests, tokens: int):
   left, right = paged.reach(spec)
   out, lse = stream.attend(
       stream.Rule(spec.softmax_scale, spec.logits_soft_cap, left, right, spec.precision), shape,
-      stream.Arrays(items, count, problem.tables.reshape(-1), factors, rows, None, _arrays(cache)))
+      stream.Arrays(items, count, problem.tables.reshape(-1), factors, rows, None,
+                    _arrays(problem, pool)))
   item, row, live = places
   def of_tokens(x):
     x = x.reshape(x.shape[0], pool.key_heads, block_q, group, x.shape[-1])[:, :key_heads]

@@ -27,10 +27,12 @@ class Pool(NamedTuple):
   """How keys and values lie; static and hashable.
 
   Arrays of tokens, 8-bit numbers as int8:
-    together: one array [P, page, 2K, D], keys in even rows and values in odd ones;
-    apart: two arrays [K, P, page, D or E];
+    pages together: one array [P, page, 2K, D], keys in even rows and values in odd ones;
+    pages not together: two arrays [P, page, K, D or E];
     neither: two arrays [B, S, K, D or E], of which a page is `page` tokens of a row.
-  And two arrays of scales in the order of the tokens, [P, page, K] or [B, S, K], or of one number.
+  Where heads are `apart`, they are in front of the tokens: [P, 2K, page, D], [K, P, page, D or E],
+  [B, K, S, D or E]. And two arrays of scales of the rows' tokens, float32 [rows, K', S'], as XLA
+  keeps them: K' a multiple of SUBLANES, S' one of C, which is one of LANES.
   """
 
   together: bool
@@ -40,7 +42,7 @@ class Pool(NamedTuple):
   dtype: Any  # of the numbers
   page: int  # tokens
   block_pages: int
-  row_tokens: int = 0  # S, where rows are no multiple of a page; 0: all pages are whole
+  row_tokens: int = 0  # S; 0: pages
   scales: str | None = None  # "token", "tensor", or None
 
   @property
@@ -70,16 +72,23 @@ class Pool(NamedTuple):
     stored = jnp.int8 if jnp.dtype(self.dtype).itemsize == 1 else self.dtype
     found = [((2, self.block_pages, *shape(width)), stored) for width in self.widths]
     if self.scales == "token":
-      found += [((2, self.block_pages, self.page, self.key_heads), jnp.float32)] * 2
+      found += [((2, self.scale_rows, self.block), jnp.float32)] * 2
     return found
 
+  @property
+  def scale_rows(self) -> int:
+    """K'."""
+    return cdiv(self.key_heads, SUBLANES) * SUBLANES
+
   def spread(self) -> list:
-    """Shapes of the arrays that hold a block's words."""
-    if self.apart:
-      return []
+    """Shapes of the arrays that hold a block's words, and its scales turned round."""
     dtype = jnp.uint32 if self.packing > 1 else jnp.float32
-    return [((cdiv(width, LANES), self.block * self.words, min(width, LANES)), dtype)
-            for width in self.widths]
+    found = [] if self.apart else [
+        ((cdiv(width, LANES), self.block * self.words, min(width, LANES)), dtype)
+        for width in self.widths]
+    if self.scales == "token":
+      found += [((self.block, self.scale_rows), jnp.float32)] * 2
+    return found
 
   def bytes(self) -> int:
     """Vector memory of buffers and words."""
@@ -88,6 +97,15 @@ class Pool(NamedTuple):
       rows = cdiv(shape[-2], 4 // size) * (4 // size)
       return int(np.prod(shape[:-2])) * rows * cdiv(shape[-1], LANES) * LANES * size
     return sum(padded(*x) for x in (*self.buffers(), *self.spread()))
+
+
+def heads_apart(rows: int, dtype) -> bool:
+  """Whether XLA keeps [..., tokens, rows, W] with the rows in front of the tokens.
+
+  It does where they do not fill its tiles; to pass them in that order copies nothing.
+  """
+  packing = 4 // jnp.dtype(dtype).itemsize
+  return rows % SUBLANES != 0 and (rows % packing != 0 or rows // packing not in (1, 2, 4))
 
 
 class Live(NamedTuple):
@@ -109,12 +127,20 @@ class Live(NamedTuple):
     return self.start - begin, self.stop - begin
 
 
+def transfer_blocks(pool: Pool, sources, buffers, arrived, half, row, number, *, start: bool):
+  """Starts the transfers of a block's tokens of arrays [rows, r, S'], or awaits them."""
+  for source, buffer in zip(sources, buffers, strict=True):
+    tokens = pl.ds(pl.multiple_of(number * pool.block, pool.block), pool.block)
+    copy = pltpu.make_async_copy(source.at[row, :, tokens], buffer.at[half], arrived.at[half])
+    (copy.start if start else copy.wait)()
+
+
 def transfer(pool: Pool, sources, buffers, arrived, half, live: Live, number, locate, *,
              start: bool):
   """Starts the transfers of a block's live pages to a half of the buffers, or awaits them.
 
   Args:
-    sources: the arrays; see `Pool`.
+    sources: the arrays of tokens; see `Pool`.
     buffers: see `Pool.buffers`.
     arrived: a semaphore for either half.
     half: 0 or 1.
@@ -128,14 +154,15 @@ def transfer(pool: Pool, sources, buffers, arrived, half, live: Live, number, lo
     where = locate(page)
 
     def copies(tokens):
-      for array, (source, buffer) in enumerate(zip(sources, buffers, strict=True)):
-        if pool.apart and array < len(pool.widths):
-          source, target = source.at[:, where], buffer.at[half, place]
-        elif pool.together or pool.apart:
-          source, target = source.at[where], buffer.at[half, place]
+      for source, buffer in zip(sources, buffers, strict=True):
+        apart, target = pool.apart, buffer.at[half, place]
+        if pool.row_tokens:
+          part = pl.ds(pl.multiple_of(page * pool.page, pool.page), tokens)
+          source = source.at[where, :, part] if apart else source.at[where, part]
+          if tokens < pool.page:
+            target = target.at[:, pl.ds(0, tokens)] if apart else target.at[pl.ds(0, tokens)]
         else:
-          source = source.at[where, pl.ds(page * pool.page, tokens)]
-          target = buffer.at[half, place, pl.ds(0, tokens)]
+          source = source.at[:, where] if apart and not pool.together else source.at[where]
         copy = pltpu.make_async_copy(source, target, arrived.at[half])
         (copy.start if start else copy.wait)()
 
@@ -163,7 +190,7 @@ class Block(NamedTuple):
     pool, odd = self.pool, jnp.zeros((1, 1), jnp.float32)
     whole = (self.tokens[0] <= 0) & (self.tokens[1] >= pool.block)
     if not pool.apart:
-      for array, words in enumerate(self.words):
+      for array, words in enumerate(self.words[:len(pool.widths)]):
         for part in range(words.shape[0]):
           lanes = words.shape[2]
           x = self.buffers[array][self.half, :, :, :, pl.ds(part * lanes, lanes)]
@@ -171,13 +198,13 @@ class Block(NamedTuple):
           self._clear(words, part, whole)
           odd += _not_finite(words[part], pool)
     else:
-      for array in range(2):
-        for head in range(pool.key_heads):
-          odd += _not_finite(self._apart(array, head), pool)
+      for array in range(len(pool.widths)):
+        for row in range(pool.rows):
+          odd += _not_finite(self._apart(array, row), pool)
     if pool.scales == "token":
-      for scales in self.buffers[len(pool.widths):]:
-        x = scales[self.half].reshape(pool.block, pool.key_heads)
-        odd += _sum(jnp.where(self.readable(), x, 0))
+      for scales, turned in zip(self.buffers[-2:], self.words[-2:]):
+        turned[...] = jnp.where(self.readable(), scales[self.half].T, 0)
+        odd += _sum(turned[...])
     # Transfers bring numbers that are finite but for mishaps.
     return odd[0, 0] == 0
 
@@ -200,9 +227,9 @@ class Block(NamedTuple):
       words[part] = jnp.where((row >= first) & (row < end), words[part],
                               jnp.zeros((), words.dtype))
 
-  def _apart(self, array: int, head: int):
-    """Keys or values [C, D or E] of a head, as stored."""
-    x = self.buffers[array][self.half, :, head]
+  def _apart(self, array: int, row):
+    """Numbers [C, D or E] of a row of the tokens, as stored."""
+    x = self.buffers[array][self.half, :, row]
     x = x.reshape(self.pool.block, x.shape[-1])
     return jnp.where(self.readable(), x.astype(jnp.float32), 0) if x.dtype != jnp.int8 else (
         jnp.where(self.readable(), x.astype(jnp.int32), 0))
@@ -210,11 +237,11 @@ class Block(NamedTuple):
   def read(self, value: bool, head, dtype):
     """Keys [C, D] or values [C, E] of a head, dequantised."""
     pool = self.pool
+    array, row = (0, 2 * head + int(value)) if pool.together else (int(value), head)
     if pool.apart:
-      x = self._apart(int(value), head)
+      x = self._apart(array, row)
       x = _to_float(x, pool.dtype) if x.dtype == jnp.int32 else x
     else:
-      array, row = (0, 2 * head + int(value)) if pool.together else (int(value), head)
       words, packing = self.words[array], pool.packing
       at = pl.ds(lax.div(row, jnp.int32(packing)), pool.block, stride=pool.words)
       x = jnp.concatenate([words[part, at, :] for part in range(words.shape[0])], 1)
@@ -223,10 +250,9 @@ class Block(NamedTuple):
     if pool.scales == "tensor":
       x = x * self.factors[int(value)]
     elif pool.scales == "token":
-      scales = self.buffers[len(pool.widths) + value][self.half]
-      scales = scales.reshape(pool.block, pool.key_heads)
+      scales = self.words[int(value) - 2][...]
       this = lax.broadcasted_iota(jnp.int32, scales.shape, 1) == head
-      x = x * jnp.where(this & self.readable(), scales, 0).sum(1, keepdims=True)
+      x = x * jnp.where(this, scales, 0).sum(1, keepdims=True)
     return x.astype(dtype)
 
 

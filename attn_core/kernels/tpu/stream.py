@@ -21,7 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
 from attn_core.kernels import softmax
-from attn_core.kernels.tpu.pool import LANES, Block, Live, Pool, transfer
+from attn_core.kernels.tpu.pool import LANES, Block, Live, Pool, transfer, transfer_blocks
 from attn_core.types import cdiv
 
 
@@ -243,14 +243,11 @@ def _page(k: _Kernel, item: Items, page):
 def _transfer(k: _Kernel, half, step, number, *, start: bool):
   """Starts the transfers of a key block to a half of the buffers, or awaits them."""
   item, pool = _item(k, step), k.shape.pool
-  amount = len(k.streams) - bool(k.shape.mask_rows)
+  amount = len(pool.widths)
   transfer(pool, k.streams[:amount], k.buffers[:amount], k.arrived, half,
            Live(item.start, item.stop), number, functools.partial(_page, k, item), start=start)
-  if k.shape.mask_rows:
-    source = k.streams[-1].at[item.row, :, pl.ds(pl.multiple_of(
-        number * pool.block, pool.block), pool.block)]
-    copy = pltpu.make_async_copy(source, k.buffers[-1].at[half], k.arrived.at[half])
-    (copy.start if start else copy.wait)()
+  transfer_blocks(pool, k.streams[amount:], k.buffers[amount:], k.arrived, half, item.row, number,
+                  start=start)
 
 
 def _fold(k: _Kernel, item: Items, half, number):
