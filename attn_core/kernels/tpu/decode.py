@@ -24,7 +24,7 @@ BLOCK_KV = 1024  # tokens of a block; a multiple of LANES, as all are
 BUFFER_BYTES = 12 * 2**20  # of vector memory for keys and values on their way and as words
 MASK_ROWS = 16  # rows of the mask are a multiple, as bfloat16 is stored
 SCORES = 2**19  # of a block, of the key heads that are computed together
-MOST_QUERIES = 128  # T
+MOST_QUERIES = 64  # T
 DTYPES = ("float32", "bfloat16")
 
 
@@ -42,8 +42,9 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
   count = jnp.full((1,), batch, jnp.int32)
   out, lse = stream.attend(rule, shape, stream.Arrays(
       items, count, jnp.zeros((1,), jnp.int32), None, rows, mask, _arrays(operands, pool)))
-  shaped = lambda x: x.reshape(batch, key_heads, length, group, -1).transpose(0, 2, 1, 3, 4).reshape(
-      batch, length, heads, -1)
+  def shaped(x):
+    x = x.reshape(batch, key_heads, length, group, -1).transpose(0, 2, 1, 3, 4)
+    return x.reshape(batch, length, heads, -1)
   return _with_sinks(shaped(out), shaped(lse)[..., 0].swapaxes(1, 2), operands.sinks)
 
 

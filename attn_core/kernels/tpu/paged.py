@@ -23,6 +23,7 @@ from attn_core.types import BlockSizes, PagedSpec, cdiv
 BLOCK_ROWS = 1024  # rows of a step, at most, where requests bring more than one query
 BLOCK_KV = 512  # tokens of a key block
 BUFFER_BYTES = 12 * 2**20  # of vector memory for keys and values on their way and as words
+VECTOR_BYTES = 48 * 2**20  # of vector memory for everything
 SCALAR_BYTES = 2**19  # of scalar memory for tables and schedule
 DTYPES = ("float32", "bfloat16")
 
@@ -60,7 +61,12 @@ def _sizes(operands, block_sizes: BlockSizes, heads: pages.Heads) -> tuple[int, 
   block_pages = min(pool.block_pages, most)
   if pool.scales == "token":  # whose blocks are whole lanes
     block_pages = cdiv(block_pages, LANES // math.gcd(LANES, page)) * LANES // math.gcd(LANES, page)
-  return block_q, pool._replace(block_pages=block_pages)
+  pool = pool._replace(block_pages=block_pages)
+  shape = lambda: stream.Shape(pool, group, block_q, 1, 0, 0, False)
+  while block_sizes.block_q is None and block_q > 1 and (
+      shape().bytes(operands.query.dtype) > VECTOR_BYTES):
+    block_q //= 2
+  return block_q, pool
 
 
 def pool_of(cache, heads: pages.Heads, block_pages: int) -> Pool:
@@ -202,7 +208,7 @@ def refusal(query, cache, metadata: pages.PagesMetadata, heads: pages.Heads) -> 
     return (f"pages of {pool.page} tokens: keys and values of one page do not fit the "
             f"TPU kernel's {BUFFER_BYTES} bytes")
   requests, row_pages = metadata.page_tables.shape
-  entries = requests * (row_pages + BLOCK_KV)
+  entries = requests * (row_pages + cdiv(BLOCK_KV, pool.page))
   most = query.shape[0] + 2 * requests
   if 4 * (entries + len(stream.Items._fields) * most) > SCALAR_BYTES:
     return (f"page tables of {[requests, row_pages]} and {query.shape[0]} queries: they "

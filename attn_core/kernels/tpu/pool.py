@@ -146,7 +146,7 @@ def transfer(pool: Pool, sources, buffers, arrived, half, live: Live, number, lo
     half: 0 or 1.
     live: what may be read.
     number: of the block.
-    locate: number of a page in its row -> its number in the pool; in rows of tokens that of the row.
+    locate: number of a page in its row -> its number in the pool, or that of the row of tokens.
   """
   @pl.loop(*live.pages(pool, number))
   def _(place):

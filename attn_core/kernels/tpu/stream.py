@@ -126,15 +126,16 @@ def attend(rule: Rule, shape: Shape, arrays: Arrays):
   """out [W, K / u, L, E] in the rows' dtype and lse float32 [W, K / u, 1, L]; the first `count`."""
   rows, pool = arrays.rows, shape.pool
   steps, width = rows.shape[0], pool.widths[-1]
-  scalars = [x for x in (jnp.stack(arrays.items).astype(jnp.int32), arrays.count, arrays.tables, arrays.factors)
-             if x is not None]
+  items = jnp.stack(arrays.items).astype(jnp.int32)
+  scalars = [x for x in (items, arrays.count, arrays.tables, arrays.factors) if x is not None]
   streams = [*arrays.tokens, *([] if arrays.mask is None else [arrays.mask])]
   # Steps that compute nothing fetch and write nothing.
   place = lambda w, items, count, *_: (jnp.minimum(w, jnp.maximum(count[0] - 1, 0)), 0, 0, 0)
   block = lambda *last: pl.BlockSpec((1, shape.groups, *last), place)
   varying = jax.typeof(rows).manual_axis_type
-  results = [jax.ShapeDtypeStruct((steps, shape.groups, *last), dtype, manual_axis_type=varying)
-             for last, dtype in (((shape.lanes, width), rows.dtype), ((1, shape.lanes), jnp.float32))]
+  result = lambda last, dtype: jax.ShapeDtypeStruct((steps, shape.groups, *last), dtype,
+                                                    manual_axis_type=varying)
+  results = [result((shape.lanes, width), rows.dtype), result((1, shape.lanes), jnp.float32)]
   buffers = [pltpu.VMEM(*x) for x in pool.buffers()]
   if arrays.mask is not None:
     buffers.append(pltpu.VMEM((2, shape.mask_rows, pool.block), arrays.mask.dtype))
