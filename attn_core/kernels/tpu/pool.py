@@ -127,28 +127,48 @@ class Live(NamedTuple):
     return self.start - begin, self.stop - begin
 
 
-def transfer_blocks(pool: Pool, sources, buffers, arrived, half, row, number, *, start: bool):
+class Way(NamedTuple):
+  """From where to where some transfers go."""
+
+  sources: Any  # arrays
+  buffers: Any  # one for each, of two halves
+  arrived: Any  # a semaphore for either half
+  half: Any  # 0 or 1
+
+
+def transfer_blocks(pool: Pool, way: Way, row, number, *, start: bool):
   """Starts the transfers of a block's tokens of arrays [rows, r, S'], or awaits them."""
+  sources, buffers, arrived, half = way
   for source, buffer in zip(sources, buffers, strict=True):
     tokens = pl.ds(pl.multiple_of(number * pool.block, pool.block), pool.block)
     copy = pltpu.make_async_copy(source.at[row, :, tokens], buffer.at[half], arrived.at[half])
     (copy.start if start else copy.wait)()
 
 
-def transfer(pool: Pool, sources, buffers, arrived, half, live: Live, number, locate, *,
-             start: bool):
+def transfer(pool: Pool, way: Way, live: Live, number, locate, *, start: bool):
   """Starts the transfers of a block's live pages to a half of the buffers, or awaits them.
 
   Args:
-    sources: the arrays of tokens; see `Pool`.
-    buffers: see `Pool.buffers`.
-    arrived: a semaphore for either half.
-    half: 0 or 1.
+    way: of the arrays of tokens; see `Pool`.
     live: what may be read.
     number: of the block.
     locate: number of a page in its row -> its number in the pool, or that of the row of tokens.
   """
-  @pl.loop(*live.pages(pool, number))
+  sources, buffers, arrived, half = way
+  first, end = live.pages(pool, number)
+  whole, rest = jnp.bool_(False), pool.row_tokens % pool.page
+  if not start:
+    # Semaphores count bytes: what came page by page may be awaited at once.
+    whole = (first == 0) & (end == pool.block_pages)
+    if rest:
+      whole = whole & ((number + 1) * pool.block <= pool.row_tokens)
+
+    @pl.when(whole)
+    def _():
+      for buffer in buffers:
+        pltpu.make_async_copy(buffer.at[half], buffer.at[half], arrived.at[half]).wait()
+
+  @pl.loop(first, jnp.where(whole, first, end))
   def _(place):
     page = number * pool.block_pages + place
     where = locate(page)
@@ -166,13 +186,12 @@ def transfer(pool: Pool, sources, buffers, arrived, half, live: Live, number, lo
         copy = pltpu.make_async_copy(source, target, arrived.at[half])
         (copy.start if start else copy.wait)()
 
-    rest = pool.row_tokens % pool.page
     if not rest:
       copies(pool.page)
       return
-    whole = (page + 1) * pool.page <= pool.row_tokens
-    pl.when(whole)(lambda: copies(pool.page))
-    pl.when(jnp.logical_not(whole))(lambda: copies(rest))
+    full = (page + 1) * pool.page <= pool.row_tokens
+    pl.when(full)(lambda: copies(pool.page))
+    pl.when(jnp.logical_not(full))(lambda: copies(rest))
 
 
 class Block(NamedTuple):

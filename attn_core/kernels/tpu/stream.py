@@ -21,7 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
 from attn_core.kernels import softmax
-from attn_core.kernels.tpu.pool import LANES, Block, Live, Pool, transfer, transfer_blocks
+from attn_core.kernels.tpu.pool import LANES, Block, Live, Pool, Way, transfer, transfer_blocks
 from attn_core.types import cdiv
 
 
@@ -244,11 +244,11 @@ def _page(k: _Kernel, item: Items, page):
 def _transfer(k: _Kernel, half, step, number, *, start: bool):
   """Starts the transfers of a key block to a half of the buffers, or awaits them."""
   item, pool = _item(k, step), k.shape.pool
-  amount = len(pool.widths)
-  transfer(pool, k.streams[:amount], k.buffers[:amount], k.arrived, half,
-           Live(item.start, item.stop), number, functools.partial(_page, k, item), start=start)
-  transfer_blocks(pool, k.streams[amount:], k.buffers[amount:], k.arrived, half, item.row, number,
-                  start=start)
+  tokens, blocks = slice(len(pool.widths)), slice(len(pool.widths), None)
+  way = lambda part: Way(k.streams[part], k.buffers[part], k.arrived, half)
+  transfer(pool, way(tokens), Live(item.start, item.stop), number,
+           functools.partial(_page, k, item), start=start)
+  transfer_blocks(pool, way(blocks), item.row, number, start=start)
 
 
 def _fold(k: _Kernel, item: Items, half, number):
