@@ -20,7 +20,7 @@ from attn_core.caches import dense, quantize
 from attn_core_test import decode_test
 from attn_core_test.decode_test import Case
 from attn_core_test.tpu_paged_test import counted
-from attn_core_test.tpu_test import interpreted
+from attn_core_test.tpu_test import EVERY, interpreted
 
 TPU = OperationMetadata(platform="tpu")
 # name: (case, dtype of the query, of the cache where it is in 8 bits, how transfers are executed)
@@ -36,6 +36,8 @@ ROWS = {
     "int8": (Case((150, 77), S=160, H=8, K=4, D=16, E=8), "bfloat16", "int8", "on_wait"),
     "float8": (Case((150, 77), S=160, H=2, K=2), "float32", "float8_e4m3fn", "eager"),
 }
+# By default every width of numbers; with ATTN_CORE_EVERY=1 in the environment all.
+CHOSEN = list(ROWS) if EVERY else ["lengths_starts_window_sinks", "several_queries_16_bits", "int8"]
 
 
 def setup(case: Case, dtype, held):
@@ -69,7 +71,7 @@ class InterpretTest(parameterized.TestCase):
     super().setUp()
     self.enter_context(jax.enable_x64(False))  # which `decode_test` needs
 
-  @parameterized.parameters(*ROWS)
+  @parameterized.parameters(*CHOSEN)
   def test_equals_the_definition(self, name):
     case, dtype, held, transfers = ROWS[name]
     operands, cache, read = setup(case, dtype, held)
