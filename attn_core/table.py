@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from attn_core.kernels.gpu import decode as gpu_decode, tuned as gpu_tuned
+from attn_core.kernels.tpu import decode as tpu_decode
 from attn_core.masks import algebra
 from attn_core.mechanisms import decode, flash, paged, ring, sdpa, vanilla
 from attn_core.types import (PLATFORMS, RING_TRANSFERS, AttentionMechanism, AttentionOutput,
@@ -211,19 +212,29 @@ def _reads(cache: str) -> Callable[[Request], str | None]:
   return limits
 
 
+def _with_tpu(cell: Implementation, run,
+              limits=lambda request: request.tpu_pages) -> Implementation:
+  """The cell with a TPU kernel for what it takes."""
+  lacks = {"float16", "float64", "precision", "softmax_dtype"}
+  return cell._replace(preferred=cell._replace(
+      run=run, limits=limits, features=cell.features - lacks))
+
+
+def _with_hopper(cell: Implementation, run) -> Implementation:
+  """The cell over pages with a kernel for Hopper for what it takes."""
+  return cell._replace(preferred=cell._replace(
+      run=run, limits=lambda request: request.gpu_pages,
+      features=cell.features - {"float64", "precision", "softmax_dtype"}))
+
+
+def _tpu_decode_limits(request: Request) -> str | None:
+  widths = request.width, request.value_width or request.width
+  return tpu_decode.refusal(request.dtype, widths, request.lengths[0])
+
+
 _paged_v1 = Implementation(paged.xla, _PAGED, LINEAR, _reads("PagesV1"))
 _paged_v2 = Implementation(paged.xla, _PAGED - {"value_width"}, LINEAR, _reads("PagesV2"))
-_paged_v2_tpu = _paged_v2._replace(preferred=Implementation(
-    paged.tpu, _paged_v2.features - {"float16", "float64", "precision", "softmax_dtype"}, LINEAR,
-    lambda request: request.tpu_pages))
 _paged_v3 = Implementation(paged.xla_writing, _PAGED - {"value_width"}, LINEAR, _reads("PagesV3"))
-
-_paged_v1_hopper, _paged_v2_hopper, _paged_v3_hopper = (
-    kernel._replace(preferred=Implementation(
-        run, kernel.features - {"float64", "precision", "softmax_dtype"}, LINEAR,
-        lambda request: request.gpu_pages))
-    for kernel, run in ((_paged_v1, paged.gpu), (_paged_v2, paged.gpu),
-                        (_paged_v3, paged.gpu_writing)))
 
 TABLE = {
     ("vanilla", "cpu"): _dense,
@@ -248,16 +259,16 @@ TABLE = {
     ("blocksparse", "tpu"): _tpu,
     ("page_attention", "cpu"): _paged_v1,
     ("page_attention", "gpu"): _paged_v1,
-    ("page_attention", "gpu 9.0"): _paged_v1_hopper,
-    ("page_attention", "tpu"): _paged_v1,
+    ("page_attention", "gpu 9.0"): _with_hopper(_paged_v1, paged.gpu),
+    ("page_attention", "tpu"): _with_tpu(_paged_v1, paged.tpu),
     ("ragged_page_attention_v2", "cpu"): _paged_v2,
     ("ragged_page_attention_v2", "gpu"): _paged_v2,
-    ("ragged_page_attention_v2", "gpu 9.0"): _paged_v2_hopper,
-    ("ragged_page_attention_v2", "tpu"): _paged_v2_tpu,
+    ("ragged_page_attention_v2", "gpu 9.0"): _with_hopper(_paged_v2, paged.gpu),
+    ("ragged_page_attention_v2", "tpu"): _with_tpu(_paged_v2, paged.tpu),
     ("ragged_page_attention_v3", "cpu"): _paged_v3,
     ("ragged_page_attention_v3", "gpu"): _paged_v3,
-    ("ragged_page_attention_v3", "gpu 9.0"): _paged_v3_hopper,
-    ("ragged_page_attention_v3", "tpu"): _paged_v3,
+    ("ragged_page_attention_v3", "gpu 9.0"): _with_hopper(_paged_v3, paged.gpu_writing),
+    ("ragged_page_attention_v3", "tpu"): _with_tpu(_paged_v3, paged.tpu_writing),
     ("ring", "cpu"): _ring,
     ("ring", "gpu"): _ring,
     ("ring", "gpu 9.0"): _ring._replace(preferred=_ring_hopper),
@@ -265,7 +276,7 @@ TABLE = {
     ("autoregressive_decodeattn", "cpu"): _decode,
     ("autoregressive_decodeattn", "gpu"): _decode,
     ("autoregressive_decodeattn", "gpu 9.0"): _decode._replace(preferred=_decode_hopper),
-    ("autoregressive_decodeattn", "tpu"): _decode,
+    ("autoregressive_decodeattn", "tpu"): _with_tpu(_decode, decode.tpu, _tpu_decode_limits),
 }
 
 # Names without a row, and why.

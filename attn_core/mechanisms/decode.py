@@ -13,6 +13,7 @@ from attn_core import derivatives
 from attn_core.kernels import softmax
 from attn_core.kernels.gpu import decode as gpu_decode
 from attn_core.kernels.kernel import Kernel
+from attn_core.kernels.tpu import decode as tpu_decode
 from attn_core.kernels.xla import decode
 from attn_core.masks import algebra, dense_mask
 from attn_core.sharding import shard
@@ -24,8 +25,13 @@ def xla(call: Call) -> AttentionOutput:
   return by_kernel(decode.KERNEL, call)
 
 
+def tpu(call: Call) -> AttentionOutput:
+  """Decoding by a Pallas kernel for TPUs; gradients by XLA."""
+  return by_kernel(tpu_decode.KERNEL, call)
+
+
 def gpu(call: Call) -> AttentionOutput:
-  """Decoding by a Mosaic GPU kernel for Hopper GPUs."""
+  """Decoding by a Mosaic GPU kernel for Hopper GPUs; gradients by XLA."""
   return by_kernel(gpu_decode.KERNEL, call)
 
 

@@ -30,7 +30,7 @@ def _check(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> 
       schedule.check(mask, cut, by_keys=is_backward, query_blocks=query_blocks)
 
 
-def _effects():
+def effects():
   """Those of any TPU kernel: none, but for what interpret mode does on the host."""
   def copy(x, y):
     y[...] = x[...]
@@ -39,7 +39,7 @@ def _effects():
 
 
 KERNEL = Kernel("tpu", forward.forward, backward.backward, blockwise.tangent, blockwise.KERNEL,
-                _check, _effects)
+                _check, effects)
 # The same, able to send arrays to another device while it computes.
 CARRYING = KERNEL._replace(name="tpu_remote",
                            carrying=Carrying(forward.carrying, backward.carrying))

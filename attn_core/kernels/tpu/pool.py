@@ -1,0 +1,323 @@
+"""Keys and values in a TPU's memory: how a block of them comes to vector memory, and is read there.
+
+Pages come by transfers of their own, live ones only; what of them nobody may read becomes zeros.
+Numbers of less than 32 bits are kept as the words that hold them, of which any row can be read at
+a stride; 8-bit numbers are multiplied by their scales where they are read. No reference is reshaped
+or cast, so that everything runs in interpret mode with races watched.
+
+Letters: K key heads, D and E widths, n pages of a key block, C its tokens, r rows of a token (its
+heads, or 2K of keys and values alternating), w words of a token.
+"""
+
+from typing import Any, NamedTuple
+
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+import jax.numpy as jnp
+import numpy as np
+
+from attn_core.types import cdiv
+
+LANES = 128
+SUBLANES = 8
+
+
+class Pool(NamedTuple):
+  """How keys and values lie; static and hashable.
+
+  Arrays of tokens, 8-bit numbers as int8:
+    pages together: one array [P, page, 2K, D], keys in even rows and values in odd ones;
+    pages not together: two arrays [P, page, K, D or E];
+    neither: two arrays [B, S, K, D or E], of which a page is `page` tokens of a row.
+  Where heads are `apart`, they are in front of the tokens: [P, 2K, page, D], [K, P, page, D or E],
+  [B, K, S, D or E]. And two arrays of scales of the rows' tokens, float32 [rows, K', S'], as XLA
+  keeps them: K' a multiple of SUBLANES, S' one of C, which is one of LANES.
+  """
+
+  together: bool
+  apart: bool
+  key_heads: int
+  widths: tuple[int, ...]  # of every array of tokens
+  dtype: Any  # of the numbers
+  page: int  # tokens
+  block_pages: int
+  row_tokens: int = 0  # S; 0: pages
+  scales: str | None = None  # "token", "tensor", or None
+
+  @property
+  def block(self) -> int:
+    """C."""
+    return self.page * self.block_pages
+
+  @property
+  def rows(self) -> int:
+    return 2 * self.key_heads if self.together else self.key_heads
+
+  @property
+  def packing(self) -> int:
+    """Numbers of a word; 1: each is kept in 32 bits of its own."""
+    packing = 4 // jnp.dtype(self.dtype).itemsize
+    return packing if self.rows % packing == 0 else 1
+
+  @property
+  def words(self) -> int:
+    """w."""
+    return self.rows // self.packing
+
+  def buffers(self) -> list:
+    """Shapes of the arrays that blocks are transferred to, two halves each, and of the scales'."""
+    shape = lambda width: (self.rows, self.page, width) if self.apart else (
+        self.page, self.rows, width)
+    stored = jnp.int8 if jnp.dtype(self.dtype).itemsize == 1 else self.dtype
+    found = [((2, self.block_pages, *shape(width)), stored) for width in self.widths]
+    if self.scales == "token":
+      found += [((2, self.scale_rows, self.block), jnp.float32)] * 2
+    return found
+
+  @property
+  def scale_rows(self) -> int:
+    """K'."""
+    return cdiv(self.key_heads, SUBLANES) * SUBLANES
+
+  def spread(self) -> list:
+    """Shapes of the arrays that hold a block's words, and its scales turned round."""
+    dtype = jnp.uint32 if self.packing > 1 else jnp.float32
+    found = [] if self.apart else [
+        ((cdiv(width, LANES), self.block * self.words, min(width, LANES)), dtype)
+        for width in self.widths]
+    if self.scales == "token":
+      found += [((self.block, self.scale_rows), jnp.float32)] * 2
+    return found
+
+  def bytes(self) -> int:
+    """Vector memory of buffers and words."""
+    def padded(shape, dtype):
+      size = jnp.dtype(dtype).itemsize
+      rows = cdiv(shape[-2], 4 // size) * (4 // size)
+      return int(np.prod(shape[:-2])) * rows * cdiv(shape[-1], LANES) * LANES * size
+    return sum(padded(*x) for x in (*self.buffers(), *self.spread()))
+
+
+def heads_apart(rows: int, dtype) -> bool:
+  """Whether XLA keeps [..., tokens, rows, W] with the rows in front of the tokens.
+
+  It does where they do not fill its tiles; to pass them in that order copies nothing.
+  """
+  packing = 4 // jnp.dtype(dtype).itemsize
+  return rows % SUBLANES != 0 and (rows % packing != 0 or rows // packing not in (1, 2, 4))
+
+
+class Live(NamedTuple):
+  """The tokens of a row of pages that may be read: start..stop - 1; anything else may be NaN."""
+
+  start: Any
+  stop: Any
+
+  def pages(self, pool: Pool, number):
+    """(first, end) of a block's pages, among these, that hold any of them."""
+    begin = number * pool.block_pages
+    first = jnp.clip(lax.div(self.start, jnp.int32(pool.page)) - begin, 0, pool.block_pages)
+    end = lax.div(self.stop + (pool.page - 1), jnp.int32(pool.page)) - begin
+    return first, jnp.clip(end, 0, pool.block_pages)
+
+  def tokens(self, pool: Pool, number):
+    """(first, end) of a block's tokens that may be read, among these."""
+    begin = number * pool.block
+    return self.start - begin, self.stop - begin
+
+
+class Way(NamedTuple):
+  """From where to where some transfers go."""
+
+  sources: Any  # arrays
+  buffers: Any  # one for each, of two halves
+  arrived: Any  # a semaphore for either half
+  half: Any  # 0 or 1
+
+
+def transfer_blocks(pool: Pool, way: Way, row, number, *, start: bool):
+  """Starts the transfers of a block's tokens of arrays [rows, r, S'], or awaits them."""
+  sources, buffers, arrived, half = way
+  for source, buffer in zip(sources, buffers, strict=True):
+    tokens = pl.ds(pl.multiple_of(number * pool.block, pool.block), pool.block)
+    copy = pltpu.make_async_copy(source.at[row, :, tokens], buffer.at[half], arrived.at[half])
+    (copy.start if start else copy.wait)()
+
+
+def transfer(pool: Pool, way: Way, live: Live, number, locate, *, start: bool):
+  """Starts the transfers of a block's live pages to a half of the buffers, or awaits them.
+
+  Args:
+    way: of the arrays of tokens; see `Pool`.
+    live: what may be read.
+    number: of the block.
+    locate: number of a page in its row -> its number in the pool, or that of the row of tokens.
+  """
+  sources, buffers, arrived, half = way
+  first, end = live.pages(pool, number)
+  whole, rest = jnp.bool_(False), pool.row_tokens % pool.page
+  if not start:
+    # Semaphores count bytes: what came page by page may be awaited at once.
+    whole = (first == 0) & (end == pool.block_pages)
+    if rest:
+      whole = whole & ((number + 1) * pool.block <= pool.row_tokens)
+
+    @pl.when(whole)
+    def _():
+      for buffer in buffers:
+        pltpu.make_async_copy(buffer.at[half], buffer.at[half], arrived.at[half]).wait()
+
+  @pl.loop(first, jnp.where(whole, first, end))
+  def _(place):
+    page = number * pool.block_pages + place
+    where = locate(page)
+
+    def copies(tokens):
+      for source, buffer in zip(sources, buffers, strict=True):
+        apart, target = pool.apart, buffer.at[half, place]
+        if pool.row_tokens:
+          part = pl.ds(pl.multiple_of(page * pool.page, pool.page), tokens)
+          source = source.at[where, :, part] if apart else source.at[where, part]
+          if tokens < pool.page:
+            target = target.at[:, pl.ds(0, tokens)] if apart else target.at[pl.ds(0, tokens)]
+        else:
+          source = source.at[:, where] if apart and not pool.together else source.at[where]
+        copy = pltpu.make_async_copy(source, target, arrived.at[half])
+        (copy.start if start else copy.wait)()
+
+    if not rest:
+      copies(pool.page)
+      return
+    full = (page + 1) * pool.page <= pool.row_tokens
+    pl.when(full)(lambda: copies(pool.page))
+    pl.when(jnp.logical_not(full))(lambda: copies(rest))
+
+
+class Block(NamedTuple):
+  """A block of keys and values in vector memory."""
+
+  pool: Pool
+  buffers: Any
+  words: Any
+  factors: Any  # scales of all keys and of all values, in scalar memory; None: not so
+  half: Any
+  tokens: Any  # (first, end) of those that may be read
+
+  def settle(self):
+    """Brings the block to words, zeros where nobody may read; whether all of it is finite."""
+    pool, odd = self.pool, jnp.zeros((1, 1), jnp.float32)
+    whole = (self.tokens[0] <= 0) & (self.tokens[1] >= pool.block)
+    if not pool.apart:
+      for array, words in enumerate(self.words[:len(pool.widths)]):
+        for part in range(words.shape[0]):
+          lanes = words.shape[2]
+          x = self.buffers[array][self.half, :, :, :, pl.ds(part * lanes, lanes)]
+          words[part] = self._to_words(x.reshape(pool.block * pool.rows, lanes))
+          self._clear(words, part, whole)
+          odd += _not_finite(words[part], pool)
+    else:
+      for array in range(len(pool.widths)):
+        for row in range(pool.rows):
+          odd += _not_finite(self._apart(array, row), pool)
+    if pool.scales == "token":
+      for scales, turned in zip(self.buffers[-2:], self.words[-2:]):
+        turned[...] = jnp.where(self.readable(), scales[self.half].T, 0)
+        odd += _sum(turned[...])
+    # Transfers bring numbers that are finite but for mishaps.
+    return odd[0, 0] == 0
+
+  def readable(self):
+    """bool [C, 1]: the tokens that may be read."""
+    token = lax.broadcasted_iota(jnp.int32, (self.pool.block, 1), 0)
+    return (token >= self.tokens[0]) & (token < self.tokens[1])
+
+  def _to_words(self, x):
+    if self.pool.packing > 1:
+      return pltpu.bitcast(x, jnp.uint32)
+    return _to_float(x.astype(jnp.int32), self.pool.dtype) if x.dtype == jnp.int8 else (
+        x.astype(jnp.float32))
+
+  def _clear(self, words, part: int, whole):
+    @pl.when(jnp.logical_not(whole))
+    def _():
+      row = lax.broadcasted_iota(jnp.int32, words.shape[1:], 0)
+      first, end = (x * self.pool.words for x in self.tokens)
+      words[part] = jnp.where((row >= first) & (row < end), words[part],
+                              jnp.zeros((), words.dtype))
+
+  def _apart(self, array: int, row):
+    """Numbers [C, D or E] of a row of the tokens, as stored."""
+    x = self.buffers[array][self.half, :, row]
+    x = x.reshape(self.pool.block, x.shape[-1])
+    return jnp.where(self.readable(), x.astype(jnp.float32), 0) if x.dtype != jnp.int8 else (
+        jnp.where(self.readable(), x.astype(jnp.int32), 0))
+
+  def read(self, value: bool, head, dtype):
+    """Keys [C, D] or values [C, E] of a head, dequantised."""
+    pool = self.pool
+    array, row = (0, 2 * head + int(value)) if pool.together else (int(value), head)
+    if pool.apart:
+      x = self._apart(array, row)
+      x = _to_float(x, pool.dtype) if x.dtype == jnp.int32 else x
+    else:
+      words, packing = self.words[array], pool.packing
+      at = pl.ds(lax.div(row, jnp.int32(packing)), pool.block, stride=pool.words)
+      x = jnp.concatenate([words[part, at, :] for part in range(words.shape[0])], 1)
+      place = int(value) if pool.together and packing == 2 else lax.rem(row, jnp.int32(packing))
+      x = _unpacked(x, place, pool) if packing > 1 else x
+    if pool.scales == "tensor":
+      x = x * self.factors[int(value)]
+    elif pool.scales == "token":
+      scales = self.words[int(value) - 2][...]
+      this = lax.broadcasted_iota(jnp.int32, scales.shape, 1) == head
+      x = x * jnp.where(this, scales, 0).sum(1, keepdims=True)
+    return x.astype(dtype)
+
+
+def _unpacked(words, place, pool: Pool):
+  """float32 of the numbers at a place in their words."""
+  bits = 8 * jnp.dtype(pool.dtype).itemsize
+  high = words << jnp.uint32(32 - bits - bits * place)
+  if pool.packing == 2:
+    return lax.bitcast_convert_type(high & np.uint32(0xFFFF0000), jnp.float32)
+  return _to_float(lax.bitcast_convert_type(high, jnp.int32) >> np.int32(24), pool.dtype)
+
+
+def _to_float(codes, dtype):
+  """float32 of 8-bit numbers, given as int32 with their sign."""
+  if jnp.dtype(dtype) == jnp.int8:
+    return codes.astype(jnp.float32)
+  # float8_e4m3fn, which not every chip converts: exponents are biased by 7 here and by 127 there;
+  # below the normal numbers, 2**-9 is one step.
+  magnitude = codes & np.int32(0x7F)
+  normal = lax.bitcast_convert_type(
+      (magnitude << np.int32(20)) + np.int32((127 - 7) << 23), jnp.float32)
+  small = magnitude.astype(jnp.float32) * np.float32(2**-9)
+  found = jnp.where(magnitude < 8, small, jnp.where(magnitude == 0x7F, jnp.nan, normal))
+  return jnp.where(codes < 0, -found, found)
+
+
+def _sum(x):
+  """[1, 1]: 0, or NaN where the sum of all is not finite."""
+  total = x.sum(0, keepdims=True).sum(1, keepdims=True)
+  return total - total
+
+
+def _not_finite(x, pool: Pool):
+  """float32 [1, 1]: 0 where all of `x`, words or stored numbers, is finite."""
+  dtype = jnp.dtype(pool.dtype)
+  if x.dtype == jnp.float32:
+    return _sum(x)
+  if dtype == jnp.int8:
+    return jnp.zeros((1, 1), jnp.float32)
+  if x.dtype == jnp.uint32 and dtype.itemsize == 2:
+    return _sum(_unpacked(x, 0, pool) + _unpacked(x, 1, pool))
+  # Of float8_e4m3fn only 0x7F is not finite, with either sign.
+  if x.dtype == jnp.uint32:
+    x = lax.bitcast_convert_type(x, jnp.int32)
+    codes = (x & np.int32(0x7F7F7F7F)) + np.int32(0x01010101)
+    codes = lax.shift_right_logical(codes, np.int32(7)) & np.int32(0x01010101)
+  else:
+    codes = ((x & np.int32(0x7F)) == 0x7F).astype(jnp.int32)
+  return (codes != 0).astype(jnp.float32).sum(0, keepdims=True).sum(1, keepdims=True)

@@ -1,0 +1,137 @@
+"""The TPU kernel over dense caches: in interpret mode against the oracle, and compiled elsewhere.
+
+Interpret mode starts from memory full of NaN and watches for races between transfers and
+computation. What nobody may read in a cache is NaN.
+"""
+
+import importlib.util
+import unittest
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+import numpy as np
+
+from attn_core import OperationMetadata, attention
+from attn_core.benchmarks.static_profile import devices
+from attn_core.caches import dense, quantize
+from attn_core_test import decode_test
+from attn_core_test.decode_test import Case
+from attn_core_test.tpu_paged_test import counted
+from attn_core_test.tpu_test import EVERY, interpreted
+
+TPU = OperationMetadata(platform="tpu")
+# name: (case, dtype of the query, of the cache where it is in 8 bits, how transfers are executed)
+ROWS = {
+    "lengths_starts_window_sinks": (
+        Case((293, 0, 131, 1), S=293, T=1, starts=(70, 0, 129, 0), sliding_window=(200, 0),
+             logits_soft_cap=1.5, sinks=True, block=128), "float32", None, "on_wait"),
+    "several_queries_16_bits": (
+        Case((257, 130), S=260, T=3, H=8, K=2, D=128, E=64, block=128), "bfloat16", None, "eager"),
+    "one_head": (Case((70, 2), S=71, T=2, H=1, K=1, D=256, E=128, block=128), "float32", None,
+                 "on_wait"),
+    "many_rows": (Case((150,), S=160, T=40, H=8, K=2, D=16, E=16), "bfloat16", None, "eager"),
+    "int8": (Case((150, 77), S=160, H=8, K=4, D=16, E=8), "bfloat16", "int8", "on_wait"),
+    "float8": (Case((150, 77), S=160, H=2, K=2), "float32", "float8_e4m3fn", "eager"),
+}
+# By default every width of numbers; with ATTN_CORE_EVERY=1 in the environment all.
+CHOSEN = list(ROWS) if EVERY else ["lengths_starts_window_sinks", "several_queries_16_bits", "int8"]
+
+
+def setup(case: Case, dtype, held):
+  """(operands, cache), and the operands as they are read."""
+  operands = decode_test.arrays(case, dtype)
+  slot = jnp.arange(case.S)
+  starts = jnp.array(case.starts or [0] * len(case.lengths))
+  live = (slot >= starts[:, None]) & (slot < jnp.array(case.lengths)[:, None])
+  stored, scales, read = [], {}, dict(operands)
+  for name in ("key", "value"):
+    x, scale = operands[name], None
+    if held is not None:
+      x, scale = quantize.quantize(x, held)
+      read[name] = quantize.dequantize(x, scale, dtype)
+      scales[f"{name}_scale"] = jnp.where(live[:, :, None], scale, jnp.nan)
+    if x.dtype != jnp.int8:
+      x = jnp.where(live[:, :, None, None], x, jnp.asarray(jnp.nan, x.dtype))
+    stored.append(x)
+  cache = decode_test.cache_of(case, *stored, **scales)
+  return operands, cache, {name: x.astype(jnp.float32) for name, x in read.items()}
+
+
+def decoded(case: Case, operands, cache):
+  return attention(operands["query"], None, None, cache_view=cache, metadata=TPU, return_lse=True,
+                   softmax_aux=operands.get("softmax_aux"), **case.arguments)
+
+
+class InterpretTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.enter_context(jax.enable_x64(False))  # which `decode_test` needs
+
+  @parameterized.parameters(*CHOSEN)
+  def test_equals_the_definition(self, name):
+    case, dtype, held, transfers = ROWS[name]
+    operands, cache, read = setup(case, dtype, held)
+    with interpreted(transfers):
+      output = jax.block_until_ready(
+          jax.jit(lambda *a: decoded(case, *a))(operands, cache))
+    tolerances = (1.5e-2 if dtype == "bfloat16" else 5e-6), 2e-5
+    with jax.enable_x64(True):
+      expected = decode_test.defined(case, {
+          name: jnp.asarray(np.asarray(x), jnp.float64) for name, x in read.items()})
+    for x, y, most in zip((output.attention_outputs, output.lse), expected, tolerances):
+      x, y = np.asarray(x, np.float64), np.asarray(y)
+      np.testing.assert_array_equal(x == -np.inf, y == -np.inf)
+      np.testing.assert_allclose(x, y, atol=most)
+
+  def test_the_same_bits_in_any_batch_and_only_live_keys_move(self):
+    """At 4k tokens, at most 5% more bytes than those of the keys and values that are seen."""
+    case = Case((4050, 4000), S=4096, H=2, K=2, D=128, E=128, block=1024)
+    operands, cache, _ = setup(case, "float32", None)
+    with counted() as moved:
+      attend = jax.jit(lambda query, cache: decoded(case, {"query": query}, cache))
+      def run(query, cache):
+        found = jax.block_until_ready(attend(query, cache))
+        jax.effects_barrier()
+        size, moved[:] = sum(moved), []
+        return found.attention_outputs, found.lse, size
+      both = run(operands["query"], cache)
+      turn = lambda tree: jax.tree.map(lambda x: x[::-1], tree)
+      turned = turn(cache)._replace(lengths=jnp.array([4000, 0], jnp.int32))
+      alone = run(turn(operands["query"]), turned)
+    token = 2 * 2 * 128 * 4
+    self.assertBetween(both[2], (4050 + 4000) * token, 1.05 * (4050 + 4000) * token)
+    self.assertBetween(alone[2], 4000 * token, 1.05 * 4000 * token)
+    for i in range(2):
+      np.testing.assert_array_equal(alone[i][0], both[i][1])
+    self.assertFalse(alone[0][1].any())
+
+
+@unittest.skipUnless(importlib.util.find_spec("libtpu"),
+                     "libtpu is not installed: pip install 'attn_core[tpu]'")
+class CompileTest(parameterized.TestCase):
+
+  @parameterized.named_parameters(
+      ("v5e", "v5e", (8, 4, 128), "bfloat16", "int8"), ("v5p", "v5p", (1, 8, 128), "bfloat16"),
+      ("v6e", "v6e", (6, 2, 128), "bfloat16"), ("tpu7x", "tpu7x", (2, 4, 256), "float32"))
+  def test_compiles_without_copies_of_the_cache(self, chip, shape, dtype, held=None):
+    key_heads, group, width = shape
+    place = SingleDeviceSharding(devices(chip)[0])
+    placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+    cache = jax.tree.map(placed, jax.eval_shape(lambda: dense.init(
+        8, 4096, (key_heads, width), dtype=held or dtype)))
+    query = placed(jax.ShapeDtypeStruct((8, 2, key_heads * group, width), dtype))
+    attend = lambda query, cache: attention(query, None, None, cache_view=cache, metadata=TPU,
+                                            **decode_test.MODE).attention_outputs
+    with jax.enable_x64(False):
+      compiled = jax.jit(attend).trace(query, cache).lower(lowering_platforms=("tpu",)).compile()
+    self.assertEqual(compiled.as_text().count('custom_call_target="tpu_custom_call"'), 1)
+    memory = compiled.memory_analysis()
+    self.assertLess(memory.temp_size_in_bytes, memory.argument_size_in_bytes // 20)
+
+
+if __name__ == "__main__":
+  absltest.main()
