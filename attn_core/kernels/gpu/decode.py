@@ -11,7 +11,6 @@ M lines of a key head, N parts of a line.
 import functools
 from typing import Any, NamedTuple
 
-import jax
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu

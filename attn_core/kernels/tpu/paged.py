@@ -17,7 +17,7 @@ from attn_core.caches import pages
 from attn_core.kernels.kernel import Residuals
 from attn_core.kernels.tpu import stream
 from attn_core.kernels.tpu.pool import LANES, Pool, heads_apart
-from attn_core.kernels.xla import paged, steps
+from attn_core.kernels.xla import paged
 from attn_core.types import BlockSizes, PagedSpec, cdiv
 
 BLOCK_ROWS = 1024  # rows of a step, at most, where requests bring more than one query
