@@ -297,6 +297,27 @@ class CompileTest(absltest.TestCase):
     self.assertEmpty(re.findall(SENT, text))
 
 
+class LowerTest(parameterized.TestCase):
+
+  @parameterized.product(platform=("tpu", "gpu"), layout=(PagesV2, PagesV3))
+  def test_kernels_on_a_mesh(self, platform, layout):
+    """Groups and heads over two devices each, for chips that are not there; nothing is sent."""
+    metadata = PagesMetadata(*(jax.ShapeDtypeStruct(x, jnp.int32)
+                               for x in ((2, 4, 2), (2, 4), (2, 5))))
+    cache = jax.eval_shape(lambda: pages.init(layout, 16, 64, Heads(4, 128, 128)))
+    query, key = (jax.ShapeDtypeStruct((8, heads, 128), jnp.bfloat16) for heads in (8, 4))
+    options = PagedOptions(metadata=OperationMetadata(
+        mesh=mesh_of(dp=2, tp=2), platform=platform,
+        compute_capability="9.0" if platform == "gpu" else None))
+    call, arrays = ((ragged_page_attention_v3, (query, key, key)) if layout is PagesV3 else
+                    (ragged_page_attention_v2, (query,)))
+    text = jax.jit(functools.partial(call, options=options)).trace(
+        *arrays, cache, metadata).lower(
+            lowering_platforms=("cuda" if platform == "gpu" else "tpu",)).as_text()
+    self.assertRegex(text, "mosaic_gpu" if platform == "gpu" else "tpu_custom_call")
+    self.assertEmpty(re.findall(SENT.replace("-", "_"), text))
+
+
 class BadInputTest(parameterized.TestCase):
 
   @parameterized.parameters(
