@@ -25,7 +25,9 @@ FOLDER = pathlib.Path(__file__).resolve().parent
 SHARDS = {
     "properties_test": 2, "shard_test": 4, "derivatives_test": 3, "defects_test": 2,
     "dropout_test": 2, "examples_test": 2, "masks_test": 2, "blockwise_test": 1, "tpu_test": 4,
-    "ring_test": 4, "paged_test": 2, "decode_test": 2}
+    "ring_test": 4, "paged_test": 2, "decode_test": 2, "tpu_paged_test": 2, "caches_test": 2,
+    "gpu_test": 1, "gpu_backward_test": 1, "gpu_decode_test": 1, "tpu_ring_test": 1,
+    "tpu_decode_test": 1, "paged_shard_test": 1, "plan_test": 1}
 
 # What absltest prints when a test starts and when it ends.
 EVENT = re.compile(r"\[ +(RUN|OK|FAILED|SKIPPED) +\] (.*)")

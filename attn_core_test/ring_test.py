@@ -338,7 +338,7 @@ class EqualTest(parameterized.TestCase):
                                 ring, strict=True):
       self.assertLess(b, most * a + 1e-9, name)
 
-  @parameterized.parameters(2, 4, 8)
+  @parameterized.parameters(2, 8, *[4] * EVERY)
   def test_second_derivatives_and_vmap(self, members):
     """A Hessian times a vector, for three sets of arrays at once."""
     x = [numbers(3, 1, 16, h, D, seed=h) for h in (2, 1, 1)]
