@@ -3,8 +3,9 @@
   jvp(forward)(x; dx)            = tangent(x; dx)
   transpose of dx -> tangent     = c -> backward(x; c)
 
-Forward mode may be taken of all that, any number of times, reverse mode once. The residuals carry
-the checkpoint names `attn_output` and `attn_lse`.
+Forward mode may be taken of all that, any number of times; reverse mode once, of what forward mode
+has not been taken of: a Hessian is forward over reverse. The residuals carry the checkpoint names
+`attn_output` and `attn_lse`.
 
 Letters: as in `kernels.xla.paged`.
 """

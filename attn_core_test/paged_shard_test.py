@@ -156,6 +156,22 @@ class EqualityTest(parameterized.TestCase):
       np.testing.assert_array_equal(lse[:, tokens], want.lse)
       np.testing.assert_array_equal(held[part], want.cache_view.pages)
 
+  def test_vmap(self):
+    case = Case(grouped=False)
+    query, _, _, cache, _ = case.arrays()
+    def mapped(mesh):
+      options = PagedOptions(metadata=OperationMetadata(mesh=mesh), block_sizes=BlockSizes(4, 8))
+      return jax.vmap(jax.value_and_grad(lambda query: ragged_page_attention_v2(
+          query, cache, case.metadata(), options).attention_outputs.sum()))(
+              jnp.stack([query, 2 * query]))
+    for x, y in zip(mapped(mesh_of(tp=2)), mapped(None)):
+      np.testing.assert_allclose(x, y, rtol=3e-6, atol=3e-6)
+
+  def test_a_wrong_page_is_not_another_groups(self):
+    metadata = groups.stack(*[PagesMetadata(np.array([[page]], np.int32), np.ones(1, np.int32))
+                              for page in (2, -1)])
+    self.assertEqual(groups.with_pool_ids(metadata, 4).page_tables.ravel().tolist(), [1, 2])
+
   def test_groups_joined_are_requests_of_one_pool(self):
     case = Case(G=4, layout=PagesV1)
     query, _, _, cache, sinks = case.arrays(R)
@@ -346,6 +362,7 @@ class BadInputTest(parameterized.TestCase):
     cache, metadata = case.arrays()[3], jax.tree.map(jnp.asarray, case.metadata())
     wrong = jax.jit(lambda metadata: page_checks.flag(cache, metadata, 4 * TOKENS))
     self.assertFalse(wrong(metadata))
+    self.assertFalse(page_checks.flag(cache, case.metadata(), 4 * TOKENS))
     lengths = metadata.context_lens.at[3, 0].set(N * PAGE + 1)
     self.assertTrue(wrong(metadata._replace(context_lens=lengths)))
 

@@ -42,8 +42,11 @@ def with_pool_ids(metadata: PagesMetadata, num_pages: int) -> PagesMetadata:
     num_pages: P.
   """
   number = count(metadata)
-  first = jnp.arange(number, dtype=jnp.int32) * (num_pages // number)
-  return metadata._replace(page_tables=metadata.page_tables + first[:, None, None])
+  size = num_pages // number
+  first = jnp.arange(number, dtype=jnp.int32) * size
+  # A wrong page would be another group's.
+  own = jnp.clip(metadata.page_tables, 0, size - 1)
+  return metadata._replace(page_tables=own + first[:, None, None])
 
 
 def slots(cache, metadata: PagesMetadata, num_tokens: int):

@@ -55,6 +55,7 @@ def flag(cache, metadata: pages.PagesMetadata, num_tokens: int):
     ValueError: as `check`, of shapes and dtypes.
   """
   check_shapes(cache, metadata, num_tokens)
+  metadata = jax.tree.map(jnp.asarray, metadata)
   return ~jnp.stack([jnp.asarray(holds) for _, holds, _ in conditions(
       jnp, cache, metadata, num_tokens)]).all()
 
@@ -72,6 +73,7 @@ def debug_check(cache, metadata: pages.PagesMetadata, num_tokens: int) -> None:
       that checkify returns.
   """
   check_shapes(cache, metadata, num_tokens)
+  metadata = jax.tree.map(jnp.asarray, metadata)
   for field, holds, expected in conditions(jnp, cache, metadata, num_tokens):
     checkify.check(holds, f"cache_metadata.{field}: got {{got}}; expected {expected}",
                    got=getattr(metadata, field))

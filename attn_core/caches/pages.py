@@ -285,9 +285,10 @@ def store(x, dtype, scale=None):
   """
   if x.dtype == dtype:
     return x
+  if jnp.dtype(dtype).itemsize == 1:
+    x, scale = quantize.constant((x, scale), f"keys and values in {jnp.dtype(dtype).name}")
   if scale is None:
     return x.astype(dtype)
-  x, scale = quantize.constant((x, scale), f"keys and values in {jnp.dtype(dtype).name}")
   x = x.astype(jnp.float32) / scale
   if jnp.issubdtype(dtype, jnp.integer):
     x = jnp.round(jnp.where(jnp.isnan(x), 0, x))
@@ -368,6 +369,12 @@ def _scales_of(scales, ids, tokens):
   return jnp.take(scales, ids, 0, mode="clip").reshape(tokens, -1)
 
 
+def _all_heads(cache) -> Heads:
+  """The heads in the pages; where scales know them, without those that only pad."""
+  heads = heads_of(cache)
+  return heads._replace(key_heads=cache.key_scales.shape[2]) if has_token_scales(cache) else heads
+
+
 def to_dense(cache, metadata: PagesMetadata, heads: Heads | None = None, dtype=None):
   """Every request's keys and values side by side.
 
@@ -383,7 +390,7 @@ def to_dense(cache, metadata: PagesMetadata, heads: Heads | None = None, dtype=N
   Raises:
     NotImplementedError: quantised pages that are differentiated.
   """
-  heads = heads_of(cache) if heads is None else heads
+  heads = _all_heads(cache) if heads is None else heads
   if dtype is None:
     dtype = dtype_of(cache) if cache.key_scales is None else jnp.float32
   if cache.key_scales is not None:
@@ -436,7 +443,7 @@ def convert(cache, layout: type, heads: Heads | None = None):
   Raises:
     ValueError: keys and values of two widths into a layout of one.
   """
-  heads = heads_of(cache) if heads is None else heads
+  heads = _all_heads(cache) if heads is None else heads
   pool, size = num_pages(cache), page_size(cache)
   plain = cache._replace(key_scales=None, value_scales=None)
   key, value = read(plain, jnp.arange(pool, dtype=jnp.int32), heads, dtype_of(cache))

@@ -147,7 +147,8 @@ def spread(config: RingConfig, name: str, scan: bool, mesh, shapes) -> Sequence 
         f"ring.variant={config.variant!r}: got {heads} query heads a device for the {group} "
         f"devices of mesh axis {within[0]!r}; expected a multiple of {group}; variants 'ring' and "
         f"'all_gather' take any number{hybrid if sizes else ''}")
-  devices = mesh.devices.flat if isinstance(mesh, Mesh) else [None]
+  device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else getattr(
+      mesh, "abstract_device", None)
   return Sequence(config.layout, config.variant == "all_gather", between, within, members, group,
                   scan, queries, keys, mesh.axis_names.index(between[0]) if between else 0,
-                  getattr(devices[0], "num_cores", None) or 1)
+                  getattr(device, "num_cores", None) or 1)

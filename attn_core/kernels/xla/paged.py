@@ -193,19 +193,18 @@ def scores_of(problem: Problem, rows, key):
                          preferred_element_type=problem.dtype)
 
 
-def logits_of(problem: Problem, block: QueryBlock, scores, number):
+def logits_of(problem: Problem, block: QueryBlock, scores, seen):
   """Logits [K, M, C], -inf where hidden, and d logit / d score (a number, or like the logits)."""
   spec = problem.spec
   logits, slope = scores * jnp.asarray(spec.softmax_scale, problem.dtype), spec.softmax_scale
   if spec.logits_soft_cap is not None:
     capped = jnp.tanh(logits / spec.logits_soft_cap)
     logits, slope = capped * spec.logits_soft_cap, (1 - capped * capped) * spec.softmax_scale
-  seen = _visible(problem, block, number)
   return jnp.where(jnp.repeat(seen, problem.group, 0), logits, -jnp.inf), slope
 
 
-def _visible(problem, block, number):
-  """bool [Q, C]."""
+def visible(problem: Problem, block: QueryBlock, number):
+  """Which keys of a block the queries see, bool [Q, C]."""
   begin = number * problem.block_kv
   key = begin + jnp.arange(problem.block_kv, dtype=jnp.int32)
   query = block.positions[:, None]
@@ -253,9 +252,10 @@ def _request(problem: Problem, request, results: Residuals) -> Residuals:
     def fold(number, running):
       part = pages.reader(problem.cache, page_ids(problem, request, number), problem.heads,
                           problem.query.dtype)
+      seen = visible(problem, block, number)
 
       def folded(scores, part):
-        logits, _ = logits_of(problem, block, scores, number)
+        logits, _ = logits_of(problem, block, scores, seen)
         return softmax.update(running, logits, lambda weights: _weigh(problem, weights, part),
                               exp=numbers.exp)
 

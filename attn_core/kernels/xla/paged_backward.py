@@ -110,7 +110,8 @@ def _tile(problem, side, block, key_side, carry):
   rows, d_out, lse, delta = (paged.live_rows_of(problem, block, x)
                              for x in (problem.query, *side))
   rows = steps.clean(rows)
-  logits, slope = paged.logits_of(problem, block, paged.scores_of(problem, rows, key), number)
+  logits, slope = paged.logits_of(problem, block, paged.scores_of(problem, rows, key),
+                                  paged.visible(problem, block, number))
   weights = jnp.where(logits == -jnp.inf, 0, numbers.exp(logits - steps.finite_lse(lse)))
   d_weights = dot(problem, d_out, value, (2, 2))
   d_scores = jnp.where(logits == -jnp.inf, 0, weights * (d_weights - delta) * slope)
