@@ -91,7 +91,7 @@ def _kernels_refusals(operands: PagedOperands, placed: shard_paged.Placed,
   """Why kernels do not compute a call, as fields of `Request`."""
   query, cache, metadata, heads = _part(operands, placed, heads)
   return {"tpu_pages": tpu_kernel.refusal(query, cache, metadata, heads),
-          "gpu_pages": gpu_kernel.refusal(query, cache)}
+          "gpu_pages": gpu_kernel.refusal(query, cache, metadata, heads)}
 
 
 def _part(operands: PagedOperands, placed: shard_paged.Placed, heads: pages.Heads):

@@ -19,10 +19,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core import BlockSizes, attention
+from attn_core import BlockSizes, attention, masks
 from attn_core.benchmarks import static_gpu
-from attn_core.kernels.gpu import flash, mosaic, tuned
+from attn_core.kernels.gpu import backward, flash, mosaic, tuned
 from attn_core.kernels.kernel import Residuals
+from attn_core.kernels.xla import steps
 from attn_core_test import gpu_cases, property_cases
 from attn_core_test.gpu_cases import Case
 
@@ -120,6 +121,23 @@ class InterpretTest(parameterized.TestCase):
     for name in case.wrt:
       np.testing.assert_array_equal(found[name][:, :150], clean[name][:, :150])
       self.assertTrue((np.asarray(found[name][:, 150:]) == 0).all())
+
+
+class RingTest(parameterized.TestCase):
+
+  def test_a_bias_of_rows_in_two_hops(self):
+    """As a ring asks for it: of some of the keys, without the output."""
+    case = Case(masks.full(), T=4, S=8, H=2, D=8, dtype="float32",
+                extras={"bias": ((1, 2, 4, 1), "float32")})
+    operands = case.operands()
+    residuals, cotangents, expected = case.derivatives(operands)
+    cotangents = cotangents._replace(
+        lse=-steps.correction_of(residuals, cotangents, jnp.float32))
+    found = sum(backward.backward(
+        operands._replace(**{name: getattr(operands, name)[:, keys] for name in ("key", "value")}),
+        case.full_spec, case.blocks, residuals._replace(out=None), cotangents, ("bias",))[0]
+                for keys in (slice(4), slice(4, None)))
+    np.testing.assert_allclose(found, expected["bias"], rtol=1e-5, atol=1e-5)
 
 
 class LowerTest(parameterized.TestCase):

@@ -146,9 +146,9 @@ class RowsTest(parameterized.TestCase):
 class ChoiceTest(parameterized.TestCase):
 
   def kernel(self, dtype="bfloat16", slots=200, width=64, value_width=64, capability="9.0",
-             **more):
+             tokens=1, **more):
     cache = jax.eval_shape(lambda: dense.init(4, slots, (2, width, value_width), dtype=dtype))
-    query = jax.ShapeDtypeStruct((4, 1, 4, width), jnp.bfloat16 if dtype == "int8" else dtype)
+    query = jax.ShapeDtypeStruct((4, tokens, 4, width), jnp.bfloat16 if dtype == "int8" else dtype)
     metadata = gpu_cases.HOPPER.replace(compute_capability=capability)
     said = []
     jax.eval_shape(lambda query, cache: said.append(explain(
@@ -163,16 +163,14 @@ class ChoiceTest(parameterized.TestCase):
     for arguments, words in (
         (dict(dtype="float32"), "dtype float32.*bfloat16 and float16"),
         (dict(dtype="int8"), "8 bits"), (dict(slots=201), "201 slots.*multiples of 8"),
-        (dict(width=72), "head_dim of 72"), (dict(value_width=96), "value width of 96"),
+        (dict(width=72), "head_dim of 72"), (dict(value_width=96), "value width of 96"), (dict(tokens=65), "65 queries"),
         (dict(precision="highest"), "precision")):
       self.assertRegex(self.kernel(**arguments), f"by decode.xla, not by decode.gpu: .*{words}")
 
-  @parameterized.parameters((BlockSizes(block_q=64), "block_q: got 64.*expected None"),
-                            (BlockSizes(block_kv=100), "block_kv: got 100.*multiple of 64"))
-  def test_blocks(self, blocks, words):
-    case = Case(T=1, S=128, blocks=blocks)
-    with self.assertRaisesRegex(ValueError, words):
-      decode.KERNEL.check(case.shapes, case.full_spec, case.blocks)
+  @parameterized.parameters((BlockSizes(block_q=64), 8), (BlockSizes(block_kv=100), 2))
+  def test_any_blocks_will_do(self, blocks, number):
+    case = Case(T=1, S=1024)
+    self.assertEqual(decode.cut_of(case.shapes, blocks).shape.blocks, number)
 
   def test_blocks_that_are_chosen_fit(self):
     for *widths, rows in itertools.product(parts.WIDTHS, parts.VALUE_WIDTHS, (1, 9, 40)):

@@ -524,6 +524,18 @@ class BatchInvarianceTest(parameterized.TestCase):
 
   R, N, PAGE, POOL, ROWS, TOKENS = 4, 8, 4, 40, 16, 29
 
+  def test_what_is_in_dead_slots_changes_no_bit(self):
+    rng = np.random.default_rng(0)
+    query, key, value = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in (
+        (3, 8, 64), (2, 64, 16, 64), (2, 64, 16, 64)))
+    lengths, tables = np.array([300, 17, 5], np.int32), np.arange(60, dtype=np.int32).reshape(3, 20)
+    dead = np.ones((64, 16), bool)
+    dead[tables] = np.arange(320).reshape(20, 16) >= lengths[:, None, None]
+    attend = jax.jit(lambda x: page_attention(query, PagesV1(*(
+        jnp.where(dead[None, ..., None], x, held) for held in (key, value))), PagesMetadata(
+            tables, lengths)).attention_outputs)
+    np.testing.assert_array_equal(attend(0.0), attend(jnp.nan))
+
   @parameterized.parameters(("float32", 160), ("bfloat16", 40))
   def test_schedules(self, dtype, schedules):
     rng = np.random.default_rng(0)

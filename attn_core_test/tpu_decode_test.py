@@ -115,15 +115,16 @@ class InterpretTest(parameterized.TestCase):
 class CompileTest(parameterized.TestCase):
 
   @parameterized.named_parameters(
+      ("one_head", "v5e", (1, 1, 64), "bfloat16", None, 1),
       ("v5e", "v5e", (8, 4, 128), "bfloat16", "int8"), ("v5p", "v5p", (1, 8, 128), "bfloat16"),
       ("v6e", "v6e", (6, 2, 128), "bfloat16"), ("tpu7x", "tpu7x", (2, 4, 256), "float32"))
-  def test_compiles_without_copies_of_the_cache(self, chip, shape, dtype, held=None):
+  def test_compiles_without_copies_of_the_cache(self, chip, shape, dtype, held=None, tokens=2):
     key_heads, group, width = shape
     place = SingleDeviceSharding(devices(chip)[0])
     placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
     cache = jax.tree.map(placed, jax.eval_shape(lambda: dense.init(
         8, 4096, (key_heads, width), dtype=held or dtype)))
-    query = placed(jax.ShapeDtypeStruct((8, 2, key_heads * group, width), dtype))
+    query = placed(jax.ShapeDtypeStruct((8, tokens, key_heads * group, width), dtype))
     attend = lambda query, cache: attention(query, None, None, cache_view=cache, metadata=TPU,
                                             **decode_test.MODE).attention_outputs
     with jax.enable_x64(False):

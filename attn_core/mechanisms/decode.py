@@ -5,6 +5,8 @@ Where mesh axes shard the keys, every device attends to its own ones, and the re
   lse = log(sum over devices of exp(lse_i)),   out = sum over devices of out_i * exp(lse_i - lse)
 """
 
+import math
+
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -31,8 +33,16 @@ def tpu(call: Call) -> AttentionOutput:
 
 
 def gpu(call: Call) -> AttentionOutput:
-  """Decoding by a Mosaic GPU kernel for Hopper GPUs; gradients by XLA."""
-  return by_kernel(gpu_decode.KERNEL, call)
+  """Decoding by a Mosaic GPU kernel for Hopper GPUs; gradients by XLA.
+
+  Plain XLA where a mesh cuts the keys into shards of a length that the kernel refuses.
+  """
+  query, value = call.operands.query, call.operands.value
+  shards = math.prod(call.placement.mesh.shape[axis]
+                     for axis in call.placement.keys) if call.placement else 1
+  refused = gpu_decode.refusal(query.dtype, (query.shape[3], value.shape[3]),
+                               (query.shape[1], value.shape[1] // shards))
+  return by_kernel(decode.KERNEL if refused else gpu_decode.KERNEL, call)
 
 
 def by_kernel(kernel: Kernel, call: Call) -> AttentionOutput:

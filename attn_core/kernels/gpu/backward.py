@@ -3,7 +3,8 @@
   P = exp(logits - lse);  dP = d_out V^T;  dS = P * (dP - correction)
   d_query = dS K;  d_key = dS^T Q;  d_value = P^T d_out;  correction = sum(d_out * out) - d_lse
 
-One kernel sums over keys (`backward_query`), one over queries (`backward_key`). Every sum has one
+One kernel sums over keys (`backward_query`), one over queries (`backward_key`), and one gives the
+bias its cotangent (`backward_bias`). Every sum has one
 owner and a fixed order: results are the same bit for bit, for the price of computing S and dP
 twice. While a warpgroup exponentiates, its product dP runs; while it forms dS, P^T d_out does; the
 sums over a loop stay in flight from step to step.
@@ -29,15 +30,17 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
   found = dict(zip(names, blockwise.completed(
       products, operands, spec, block_sizes, residuals, cotangents, names)))
   if "bias" in wrt:
-    found["bias"] = _d_bias(operands, spec, residuals.lse, cotangents,
-                            steps.correction_of(residuals, cotangents, jnp.float32))
+    found["bias"] = _d_bias(operands, spec, block_sizes, residuals, cotangents)
   return tuple(found[name] for name in wrt)
 
 
-def _d_bias(operands: Operands, spec: AttentionSpec, lse, cotangents: Residuals, correction):
+def _d_bias(operands: Operands, spec, block_sizes, residuals: Residuals, cotangents: Residuals):
+  correction = steps.correction_of(residuals, cotangents, jnp.float32)
+  if operands.bias.shape[3] == 1 and residuals.out is None:  # the sums are of more keys than these
+    return blockwise.backward(operands, spec, block_sizes, residuals, cotangents, ("bias",))[0]
   if operands.bias.shape[3] == 1:
-    return backward_bias.d_bias_of_rows(operands, lse, cotangents.lse, correction)
-  arrays = _arrays(operands, spec, cotangents.out, lse, correction)
+    return backward_bias.d_bias_of_rows(operands, residuals.lse, cotangents.lse, correction)
+  arrays = _arrays(operands, spec, cotangents.out, residuals.lse, correction)
   return backward_bias.d_bias(arrays, operands, spec, tuned.choose_bias(operands))
 
 

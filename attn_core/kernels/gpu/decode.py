@@ -26,6 +26,7 @@ from attn_core.masks import algebra, blocks, tiles
 from attn_core.types import AttentionSpec, BlockSizes, Operands, cdiv
 
 DTYPES = ("bfloat16", "float16")
+MOST_QUERIES = 64
 
 
 class Inputs(NamedTuple):
@@ -92,17 +93,10 @@ def cut_of(operands: Operands, requested: BlockSizes) -> Cut:
 
   Args:
     operands: only shapes and dtypes count.
-    requested: `block_kv`, tokens of a part; None: chosen.
-
-  Raises:
-    ValueError: another size of blocks, or a part that is no whole number of blocks.
+    requested: `block_kv`, tokens of a part; None: chosen. All queries of a group of heads are
+      computed together, whatever the other sizes say.
   """
   (_, queries, heads, width), (_, keys, key_heads, _) = operands.query.shape, operands.key.shape
-  for field in ("block_q", "block_heads"):
-    size = getattr(requested, field)
-    if size is not None:
-      raise ValueError(f"block_sizes.{field}: got {size}; the GPU kernel computes all queries of a "
-                       "group of heads together: expected None")
   group = heads // key_heads
   shape = parts.shape_of(queries * group, (width, operands.value.shape[3]),
                          cdiv(keys, parts.BLOCK), part_blocks(requested))
@@ -110,28 +104,20 @@ def cut_of(operands: Operands, requested: BlockSizes) -> Cut:
 
 
 def part_blocks(requested: BlockSizes) -> int | None:
-  """Blocks of a part, by `block_kv`, its tokens; None: to be chosen.
-
-  Raises:
-    ValueError: a part that is no whole number of blocks.
-  """
+  """Blocks of a part, by `block_kv`, its tokens, rounded up; None: to be chosen."""
   part = requested.block_kv
-  if part is None:
-    return None
-  if part < 1 or part % parts.BLOCK:
-    raise ValueError(f"block_sizes.block_kv: got {part}; on a GPU expected a multiple of "
-                     f"{parts.BLOCK}, the tokens that a block of threads reads")
-  return part // parts.BLOCK
+  return None if part is None else cdiv(part, parts.BLOCK)
 
 
-def refusal(dtype, widths: tuple[int, int], keys: int) -> str | None:
+def refusal(dtype, widths: tuple[int, int], lengths: tuple[int, int]) -> str | None:
   """Why the kernel does not compute a call; None: it does.
 
   Args:
     dtype: of queries, keys and values.
     widths: (D, E).
-    keys: S.
+    lengths: (T, S).
   """
+  queries, keys = lengths
   dtype = jnp.dtype(dtype).name
   if dtype not in DTYPES:
     return f"dtype {dtype}: the kernel for Hopper computes {' and '.join(DTYPES)} only"
@@ -140,6 +126,9 @@ def refusal(dtype, widths: tuple[int, int], keys: int) -> str | None:
     if width not in known:
       return (f"a {name} of {width}: the kernel for Hopper reads a cache as it is, and computes "
               f"{', '.join(map(str, known))}")
+  if queries > MOST_QUERIES:
+    return (f"{queries} queries a row: the kernel for Hopper keeps a result of every part of the "
+            f"keys, of {MOST_QUERIES} queries at most")
   if keys % mosaic.COPIED_TOKENS:
     return (f"a cache of {keys} slots: the kernel for Hopper copies multiples of "
             f"{mosaic.COPIED_TOKENS}")
@@ -244,9 +233,9 @@ def _place(cut: Cut) -> Place:
 
 
 def _check(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> None:
-  cut_of(operands, block_sizes)
-  keys = operands.key.shape[1]
-  reason = refusal(operands.key.dtype, (operands.query.shape[3], operands.value.shape[3]), keys)
+  del block_sizes
+  lengths = operands.query.shape[1], operands.key.shape[1]
+  reason = refusal(operands.key.dtype, (operands.query.shape[3], operands.value.shape[3]), lengths)
   if reason is None and algebra.WHOLE in algebra.structure_roles(spec.mask):
     reason = "masks.custom with operands: the kernel for Hopper cannot cut them into blocks"
   if reason is not None:

@@ -9,6 +9,7 @@ Letters: as in `xla.paged`; W blocks of queries, R rows of a line, M lines of a 
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +25,8 @@ from attn_core.kernels.gpu.logits import Logits
 from attn_core.kernels.kernel import Residuals
 from attn_core.kernels.xla import paged, steps
 from attn_core.types import BlockSizes, PagedSpec, cdiv
+
+PARTIAL_BYTES = 2**28  # of results of parts, at most
 
 
 _NOTHING = Extras((), None, None, None, None)
@@ -90,12 +93,14 @@ class _Feed(NamedTuple):
     return seen if right is None else seen & (key <= query + right)
 
 
-def refusal(query, cache) -> str | None:
+def refusal(query, cache, metadata: pages.PagesMetadata, heads: pages.Heads) -> str | None:
   """Why the kernel does not compute a call, by shapes and dtypes; None: it does.
 
   Args:
     query: [T, H, D].
     cache: pages in any layout.
+    metadata: what goes with it.
+    heads: those in the pages, without their padding.
   """
   held, page = pages.dtype_of(cache), pages.page_size(cache)
   if cache.key_scales is not None or held != query.dtype:
@@ -106,11 +111,27 @@ def refusal(query, cache) -> str | None:
             f"{parts.BLOCK}")
   width = query.shape[2]
   value_width = cache.value_pages.shape[3] if isinstance(cache, pages.PagesV1) else width
-  return decode.refusal(held, (width, value_width), page)
+  refused = decode.refusal(held, (width, value_width), (1, page))
+  if refused:
+    return refused
+  cut = cut_of(paged.PagedOperands(query, cache, metadata), heads, BlockSizes())
+  lines = _most_blocks(query.shape[0], metadata.context_lens.shape[0], cut.block_q) * (
+      heads.key_heads * cut.lines)
+  size = sum(4 * math.prod(x.shape) for x in parts.partial_results(cut.shape, lines))
+  if size > PARTIAL_BYTES:
+    return (f"{query.shape[0]} queries and page tables of {list(metadata.page_tables.shape)}: the "
+            f"kernel for Hopper keeps a result of every part of the keys, which takes {size} bytes "
+            f"here, of {PARTIAL_BYTES} at most")
+  return None
+
+
+def _most_blocks(tokens: int, requests: int, block_q: int) -> int:
+  """How many blocks of queries there can be."""
+  return tokens if block_q == 1 else tokens // block_q + 2 * requests
 
 
 def cut_of(operands: paged.PagedOperands, heads: pages.Heads, requested: BlockSizes) -> Cut:
-  """How to cut a call; `decode.part_blocks` says what it raises.
+  """How to cut a call; as `decode.cut_of`.
 
   Args:
     operands: only shapes count.
@@ -164,7 +185,7 @@ def forward(operands: paged.PagedOperands, spec: PagedSpec, heads: pages.Heads,
 def _schedule(problem: paged.Problem, tokens: int):
   """(Items, their query blocks, (item, row, live) of every token)."""
   requests, block_q = problem.lengths.shape[0], problem.block_q
-  most = tokens if block_q == 1 else tokens // block_q + 2 * requests
+  most = _most_blocks(tokens, requests, block_q)
   first, end = jax.vmap(lambda r: paged.query_blocks(problem, r))(jnp.arange(requests))
   first = jnp.maximum(first, 0)
   ends = jnp.cumsum(jnp.maximum(end, first) - first).astype(jnp.int32)
@@ -188,23 +209,25 @@ def _schedule(problem: paged.Problem, tokens: int):
 def _items_of(problem: paged.Problem, blocks: paged.QueryBlock, used) -> Items:
   """Which keys the live queries of blocks see, and which all of them do."""
   begin, length = blocks.positions[:, 0], problem.lengths[blocks.request]
+  # Whatever the metadata says, no more than the table has.
+  held = jnp.minimum(length, problem.tables.shape[1] * pages.page_size(problem.cache))
   queries = problem.starts[blocks.request + 1] - problem.starts[blocks.request]
   lowest = jnp.maximum(begin, length - queries)
   highest = jnp.minimum(begin + problem.block_q, length) - 1
   left, right = paged.reach(problem.spec)
   start = start_full = jnp.zeros_like(begin)
-  stop = stop_full = length
+  stop = stop_full = held
   if left is not None:
     start, start_full = (jnp.maximum(x - left, 0) for x in (lowest, highest))
   if right is not None:
-    stop, stop_full = (jnp.minimum(length, x + right + 1) for x in (highest, lowest))
+    stop, stop_full = (jnp.minimum(held, x + right + 1) for x in (highest, lowest))
   stop = jnp.where(used & (lowest <= highest), stop, 0)
   end = cdiv(jnp.maximum(stop, 0), parts.BLOCK)
   first = jnp.minimum(start // parts.BLOCK, end)
   first_full = jnp.clip(cdiv(start_full, parts.BLOCK), first, end)
   end_full = jnp.clip(stop_full // parts.BLOCK, first_full, end)
   return Items(*(x.astype(jnp.int32) for x in (
-      blocks.request, begin, length, first, first_full, end_full, end)))
+      blocks.request, begin, held, first, first_full, end_full, end)))
 
 
 def _kernel(cut: Cut, logits: Logits, inputs: Inputs, outputs, scratch: parts.Scratch):

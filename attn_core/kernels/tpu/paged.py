@@ -22,6 +22,7 @@ from attn_core.types import BlockSizes, PagedSpec, cdiv
 
 BLOCK_ROWS = 1024  # rows of a step, at most, where requests bring more than one query
 BLOCK_KV = 512  # tokens of a key block
+MOST_PAGES = 64  # of a key block: a transfer each
 BUFFER_BYTES = 12 * 2**20  # of vector memory for keys and values on their way and as words
 VECTOR_BYTES = 48 * 2**20  # of vector memory for everything
 SCALAR_BYTES = 2**19  # of scalar memory for tables and schedule
@@ -58,7 +59,7 @@ def _sizes(operands, block_sizes: BlockSizes, heads: pages.Heads) -> tuple[int, 
   cache, page = operands.cache, pages.page_size(operands.cache)
   pool = pool_of(cache, heads, cdiv(block_sizes.block_kv or BLOCK_KV, page))
   most = max(1, pool.block_pages * BUFFER_BYTES // pool.bytes())
-  block_pages = min(pool.block_pages, most)
+  block_pages = min(pool.block_pages, most, MOST_PAGES)
   if pool.scales == "token":  # whose blocks are whole lanes
     block_pages = cdiv(block_pages, LANES // math.gcd(LANES, page)) * LANES // math.gcd(LANES, page)
   pool = pool._replace(block_pages=block_pages)

@@ -79,7 +79,8 @@ class Shape(NamedTuple):
     blocks = 2 * self.groups * lanes * (2 * width * size + 4 * 8)
     state = self.groups * lanes * 4 * (width + 16)
     mask = 2 * self.mask_rows * self.pool.block * 2
-    return self.pool.bytes() + blocks + state + mask + 6 * self.pool.block * lanes * 4
+    values = 2 * self.together * self.pool.block * 2 * width * size
+    return self.pool.bytes() + blocks + state + mask + values + 6 * self.pool.block * lanes * 4
 
 
 class Rule(NamedTuple):
@@ -323,6 +324,8 @@ def _scores(k: _Kernel, block: Block, group: int, careful: bool):
 
 def _dot(k: _Kernel, a, b, axis: int, axis_a: int = 1):
   precision = k.rule.precision
+  if k.shape.lanes == 1:  # a product of one column is a sum, which Mosaic does not widen
+    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
   if a.dtype == jnp.float32 and precision is None:
     precision = lax.Precision.HIGHEST
   return lax.dot_general(a, b, (((axis_a,), (axis,)), ((), ())), precision=precision,

@@ -258,7 +258,7 @@ def completed(products, operands: Operands, spec: AttentionSpec, block_sizes: Bl
               residuals: Residuals, cotangents: Residuals, wrt: tuple[str, ...]) -> tuple:
   """`backward` by a kernel for queries, keys and values.
 
-  The bias's cotangent has its own number for every pair and comes from the XLA kernel.
+  The bias's cotangent has its own number for every pair and comes from the XLA kernel here.
 
   Args:
     products: (d_out, lse, `steps.correction_of`, wrt) -> dict with the cotangents of those of

@@ -261,7 +261,9 @@ def _request(problem: Problem, request, results: Residuals) -> Residuals:
 
       def shielded():
         key, value = part("key"), part("value")
-        shown, kept = steps.shield(key, value, steps.finite_keys(key, value))
+        # The barrier keeps the choice out of the products, which XLA:CPU would round in another way.
+        shown, kept = lax.optimization_barrier(
+            steps.shield(key, value, steps.finite_keys(key, value)))
         clean = lambda name, rows=slice(None), columns=slice(None): (
             shown if name == "key" else kept)[rows, :, columns]
         return folded(_scores(problem, rows, clean), clean)
