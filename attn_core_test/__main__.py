@@ -2,7 +2,8 @@
 
 Every `*_test.py` module runs in processes of its own, because some set JAX flags, such as the
 number of virtual devices, when they are imported. Modules listed in SHARDS are cut into pieces,
-each of which runs every n-th test. All share what JAX compiles, until the last has ended. A piece
+each of which runs every n-th test. Of modules listed in TURNS, the whole suite takes every second test,
+see there. All share what JAX compiles, until the last has ended. A piece
 prints one line when it is done, and its whole output when something failed. The last line is
 `N passed, M failed, K skipped`; the exit status is 0 only when tests ran and none failed.
 """
@@ -19,15 +20,24 @@ import tempfile
 import time
 from typing import NamedTuple
 
+from attn_core_test import sweeps
+
 FOLDER = pathlib.Path(__file__).resolve().parent
 
 # Module -> number of pieces. The modules named here start first, in this order.
 SHARDS = {
-    "properties_test": 2, "shard_test": 4, "derivatives_test": 3, "defects_test": 2,
-    "dropout_test": 2, "examples_test": 2, "masks_test": 2, "blockwise_test": 1, "tpu_test": 4,
-    "ring_test": 4, "paged_test": 2, "decode_test": 2, "tpu_paged_test": 2, "caches_test": 2,
+    "properties_test": 2, "shard_test": 2, "derivatives_test": 2, "defects_test": 2,
+    "dropout_test": 1, "examples_test": 2, "masks_test": 1, "blockwise_test": 1, "tpu_test": 3,
+    "ring_test": 3, "paged_test": 1, "decode_test": 1, "tpu_paged_test": 1, "caches_test": 1,
     "gpu_test": 1, "gpu_backward_test": 1, "gpu_decode_test": 1, "tpu_ring_test": 1,
     "tpu_decode_test": 1, "paged_shard_test": 1, "plan_test": 1}
+
+# Of these the whole suite takes every second test: one half on Python 3.11, 3.13, ..., the other on
+# 3.12, 3.14, ... A module that is asked for by name runs whole, and with ATTN_CORE_EVERY=1 in the
+# environment every one does.
+TURNS = ("shard_test", "derivatives_test", "defects_test", "dropout_test", "examples_test",
+         "masks_test", "blockwise_test", "paged_test", "decode_test", "caches_test", "plan_test",
+         "cudnn_test", "gpu_suite_test", "benchmark_test")
 
 # What absltest prints when a test starts and when it ends.
 EVENT = re.compile(r"\[ +(RUN|OK|FAILED|SKIPPED) +\] (.*)")
@@ -64,8 +74,12 @@ def pieces_of(patterns: list[str]) -> list[Piece]:
       raise SystemExit(f"no test module matches {pattern!r}; there are: {', '.join(found)}")
   if patterns:
     modules = [name for name in modules if any(matches(name, p) for p in patterns)]
-  shards = [(name, SHARDS.get(name, 1)) for name in modules]
-  return [Piece(name, index, total) for name, total in shards for index in range(total)]
+  pieces = [Piece(name, index, SHARDS.get(name, 1))
+            for name in modules for index in range(SHARDS.get(name, 1))]
+  turn = sys.version_info.minor % 2
+  return [Piece(piece.module, 2 * piece.index + turn, 2 * piece.total)
+          if piece.module in TURNS and not patterns and not sweeps.EVERY else piece
+          for piece in pieces]
 
 
 def matches(module: str, pattern: str) -> bool:
@@ -160,6 +174,9 @@ def main() -> int:
   skipped = sum(outcome.skipped for outcome in outcomes.values())
   for piece in (piece for piece in pieces if outcomes[piece].failed):
     print(f"FAILED: {piece}")
+  halved = {piece.module for piece in pieces if piece.total > SHARDS.get(piece.module, 1)}
+  if halved:
+    print(f"of {len(halved)} long modules every second test: ATTN_CORE_EVERY=1 runs all")
   print(f"{len(pieces)} processes in {time.monotonic() - start:.0f} s")
   print(f"{passed} passed, {failed} failed, {skipped} skipped")
   return int(failed > 0 or passed + skipped == 0)

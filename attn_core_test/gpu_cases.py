@@ -3,7 +3,6 @@
 import contextlib
 import io
 import itertools
-import os
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +19,7 @@ from attn_core.kernels.xla import paged as paged_kernel
 from attn_core.references import oracle
 from attn_core.types import (DIFFERENTIABLE, AttentionSpec, BlockSizes, MaskOperands,
                              Operands, PagedSpec)
+from attn_core_test.sweeps import EVERY
 
 HOPPER = OperationMetadata(platform="gpu", compute_capability="9.0")
 
@@ -192,17 +192,19 @@ FEATURES = {
 }
 
 
-# With ATTN_CORE_EVERY=1 every feature of every width and dtype is compiled: 40 minutes.
-EVERY = os.environ.get("ATTN_CORE_EVERY") == "1"
 PROGRAMS_OF_A_PROCESS = 40
 
-# Machine code that differs little from others'.
-ALIKE = {"float16_64", "full_256", "bias_row_128", "chunk_of_any_size_128", "positions_128",
-         "sinks_128", "causal_192"}
+# Machine code that differs little from others', of the widths that need most and fewest registers.
+ALIKE = {"float16_64", "full_64", "full_256", "bias_128", "bias_row_128", "chunk_128", "chunk_256",
+         "chunk_of_any_size_128", "dropout_128", "positions_128", "segments_256", "sinks_128",
+         "soft_cap_128", "causal_80", "causal_96", "causal_192"}
 
 
 def lowered() -> dict[str, Case]:
-  """Every width, dtype and kind of mask of the tuned table, and every feature."""
+  """Every width, dtype and kind of mask of the tuned table, and every feature.
+
+  With ATTN_CORE_EVERY=1 every feature of every width and dtype: 40 minutes where they are compiled.
+  """
   found = {f"causal_{width}": Case(D=width) for width in tuned.WIDTHS}
   found["causal_192_128"] = Case(D=192, E=128)
   found["causal_192_256"] = Case(D=192, E=256)  # takes the most shared memory

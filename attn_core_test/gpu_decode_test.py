@@ -27,12 +27,12 @@ from attn_core.kernels.gpu import decode, mosaic, parts
 from attn_core.types import MaskOperands
 from attn_core_test import gpu_cases
 from attn_core_test.gpu_cases import Case
+from attn_core_test.sweeps import EVERY
 
 INTERPRETS = hasattr(plgpu, "force_gpu_interpret_mode")
 TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3}
 PART = BlockSizes(block_kv=128)
 # ATTN_CORE_EVERY=1 asks for all of what follows, otherwise for what is least like the rest.
-EVERY = os.environ.get("ATTN_CORE_EVERY") == "1"
 FEW = ("ring_window_cap_sinks", "rows_beyond_one_line", "width_128",
        "group_of_32_soft_cap_sinks_float16")
 NAME = "autoregressive_decodeattn"

@@ -28,10 +28,10 @@ from attn_core.caches import pages
 from attn_core.kernels.gpu import paged, parts
 from attn_core_test import gpu_cases
 from attn_core_test.paged_test import Case
+from attn_core_test.sweeps import EVERY
 
 INTERPRETS = hasattr(plgpu, "force_gpu_interpret_mode")
 # ATTN_CORE_EVERY=1 asks for all, otherwise for what is least like the rest.
-EVERY = os.environ.get("ATTN_CORE_EVERY") == "1"
 FEW = ("v2_pages_of_32_few_queries", "v3_pages_of_64")
 PART = BlockSizes(block_kv=128)
 OPTIONS = PagedOptions(metadata=gpu_cases.HOPPER, block_sizes=PART, return_lse=True)

@@ -5,7 +5,6 @@ Letters: G groups, R requests of a group, P pages, T tokens, H query heads, K ke
 
 import functools
 import importlib.util
-import os
 import re
 from typing import NamedTuple
 import unittest
@@ -22,6 +21,7 @@ from attn_core import (BlockSizes, Heads, OperationMetadata, PagedOptions, Pages
                        ragged_page_attention_v2, ragged_page_attention_v3)
 from attn_core.benchmarks.static_profile import devices
 from attn_core.caches import groups, page_checks, pages
+from attn_core_test.sweeps import EVERY
 
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -288,8 +288,6 @@ class PlacementTest(parameterized.TestCase):
       self.assertRegex(str(said), words)
 
 
-EVERY = os.environ.get("ATTN_CORE_EVERY") == "1"
-
 
 @unittest.skipUnless(EVERY and importlib.util.find_spec("libtpu"),
                      "ATTN_CORE_EVERY is not 1, or libtpu is not installed")
@@ -356,6 +354,14 @@ class BadInputTest(parameterized.TestCase):
                           ((query, PagesV2(cache.pages[:-1])), "cache_view: got 23 pages")):
       with self.assertRaisesRegex(ValueError, words):
         ragged_page_attention_v2(*arrays, metadata)
+
+  def test_groups_where_one_pool_is_expected(self):
+    case = Case(G=4)
+    cache, metadata = case.arrays()[3], case.metadata()
+    for call in (lambda: pages.slots(metadata, PAGE, 8), lambda: pages.to_dense(cache, metadata),
+                 lambda: pages.from_dense(cache, *[np.zeros((R, 4, 2, 8))] * 2, metadata)):
+      with self.assertRaisesRegex(ValueError, "page_tables: got int32.4, 3.*caches.groups"):
+        call()
 
   def test_a_flag_under_jit(self):
     case = Case(G=4)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import AttentionMechanism, BlockSizes, OperationMetadata, attention, table
-from attn_core_test import property_cases
+from attn_core_test import property_cases, sweeps
 from attn_core_test.property_cases import CASES, TOLERANCES
 
 jax.config.update("jax_enable_x64", True)
@@ -135,7 +135,7 @@ class InterpretedTestCase(parameterized.TestCase):
 
 class PropertiesTest(InterpretedTestCase):
 
-  @parameterized.named_parameters(*PAIRS)
+  @parameterized.named_parameters(*sweeps.half(PAIRS))
   def test_value_gradient_and_jvp_equal_the_oracle(self, name, mechanism, platform):
     case = BY_NAME[name]
     if not supported(case, mechanism, platform):
@@ -156,10 +156,10 @@ class PropertiesTest(InterpretedTestCase):
       np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance,
                                  err_msg=jax.tree_util.keystr(path))
 
-  @parameterized.named_parameters(*[(f"{pair[0]}_{dtype}", *pair[1:], dtype)
-                                    for pair in PAIRS for dtype in TOLERANCES
-                                    if pair[1] in ("causal_gqa", "everything", "window_both_sides",
-                                                   "sinks_several_empty_rows", "soft_cap")])
+  @parameterized.named_parameters(*sweeps.half(
+      (f"{pair[0]}_{dtype}", *pair[1:], dtype) for pair in PAIRS for dtype in TOLERANCES
+      if pair[1] in ("causal_gqa", "everything", "window_both_sides", "sinks_several_empty_rows",
+                     "soft_cap")))
   def test_rounding(self, name, mechanism, platform, dtype):
     case = BY_NAME[name]
     if not supported(case, mechanism, platform, dtype):
@@ -295,11 +295,19 @@ class LeakageTest(InterpretedTestCase):
     jax.tree.map(lambda x: np.testing.assert_array_equal(x, 0), gradient)
 
 
-@parameterized.named_parameters(*[(m, m, p) for m, p in NAMES])
-class VmapTest(InterpretedTestCase):
-  """vmap equals a loop, with all operands mapped or some of them, in value and gradient."""
+# What is mapped over, of which case.
+MAPPED = (("causal_gqa", ("query", "key", "value")), ("segments_with_padding", ("query",)),
+          ("everything", ("bias", "softmax_aux")), ("everything", ("query", "value")),
+          ("custom_predicate", ("key",)))
 
-  def check(self, name, mechanism, platform, mapped):
+
+class VmapTest(InterpretedTestCase):
+
+  @parameterized.named_parameters(*sweeps.half(
+      (f"{case}_{'_'.join(mapped)}_{mechanism}", case, mapped, mechanism, platform)
+      for case, mapped in MAPPED for mechanism, platform in NAMES))
+  def test_equals_a_loop(self, name, mapped, mechanism, platform):
+    """In value and gradient."""
     case = BY_NAME[name]
     run = call(case, mechanism, platform)
     if not supported(case, mechanism, platform):
@@ -322,21 +330,6 @@ class VmapTest(InterpretedTestCase):
     for k, x in total.items():
       want = got[1][k] if k in mapped else got[1][k].sum(0)
       np.testing.assert_allclose(x, want, rtol=tolerance, atol=tolerance)
-
-  def test_all_operands(self, mechanism, platform):
-    self.check("causal_gqa", mechanism, platform, ("query", "key", "value"))
-
-  def test_query_only(self, mechanism, platform):
-    self.check("segments_with_padding", mechanism, platform, ("query",))
-
-  def test_bias_and_sinks_only(self, mechanism, platform):
-    self.check("everything", mechanism, platform, ("bias", "softmax_aux"))
-
-  def test_query_and_shared_bias(self, mechanism, platform):
-    self.check("everything", mechanism, platform, ("query", "value"))
-
-  def test_custom_predicate(self, mechanism, platform):
-    self.check("custom_predicate", mechanism, platform, ("key",))
 
 
 if __name__ == "__main__":

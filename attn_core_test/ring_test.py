@@ -9,7 +9,6 @@ import functools
 import importlib.util
 import itertools
 import math
-import os
 import re
 import unittest
 
@@ -32,10 +31,11 @@ from attn_core.mechanisms import hops
 from attn_core.references import oracle
 from attn_core.sharding import layouts, sequence
 from attn_core.types import RING_VARIANTS, AttentionSpec, MaskOperands, Operands
+from attn_core_test import sweeps
+from attn_core_test.sweeps import EVERY
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-EVERY = os.environ.get("ATTN_CORE_EVERY") == "1"
 N = 8
 B, T, H, K, D, E = 2, 64, 8, 2, 4, 6
 RNG = np.array([7, 11], np.uint32)
@@ -242,7 +242,9 @@ class LayoutsTest(parameterized.TestCase):
 
 class EqualTest(parameterized.TestCase):
 
-  @parameterized.product(variant=RING_VARIANTS, layout=layouts.LAYOUTS)
+  @parameterized.named_parameters(*sweeps.half(
+      (f"{variant}_{layout}", variant, layout)
+      for variant, layout in itertools.product(RING_VARIANTS, layouts.LAYOUTS)))
   def test_everything(self, variant, layout):
     # The layout has no part in what is left out.
     everything().check(metadata_of(variant, layout), forward_mode=layout == "zigzag")
@@ -383,9 +385,9 @@ class MeshTest(parameterized.TestCase):
   def want(self):
     return self.loss(None, "vanilla")
 
-  @parameterized.named_parameters(*[
+  @parameterized.named_parameters(*sweeps.half(
       ("_".join(f"{name}{n}" for name, n in zip(("dp", "fsdp", "tp", "sp"), sizes)), n, *sizes)
-      for n, sizes in enumerate(FACTORISATIONS)])
+      for n, sizes in enumerate(FACTORISATIONS)))
   def test_every_factorisation(self, number, dp, fsdp, tp, sp):
     mesh = create_mesh((dp, fsdp, 1, tp, sp))
     variant = "ulysses" if sp * tp <= 4 and number % 2 else "ring"

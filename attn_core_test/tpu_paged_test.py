@@ -23,7 +23,8 @@ from attn_core import (BlockSizes, Heads, OperationMetadata, PagedOptions, Pages
 from attn_core.benchmarks.static_profile import CHIPS, devices
 from attn_core.caches import pages, quantize
 from attn_core_test.paged_test import Case
-from attn_core_test.tpu_test import EVERY, interpreted
+from attn_core_test.sweeps import EVERY
+from attn_core_test.tpu_test import interpreted
 
 TPU = OperationMetadata(platform="tpu")
 NAMES = {"v1": "page_attention", "v2": "ragged_page_attention_v2",

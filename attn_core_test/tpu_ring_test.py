@@ -11,7 +11,6 @@ import importlib.util
 import io
 import itertools
 import logging
-import os
 import re
 import unittest
 from unittest import mock
@@ -33,8 +32,8 @@ from attn_core.kernels.tpu import ring
 from attn_core.sharding import layouts
 from attn_core_test import ring_test
 from attn_core_test.ring_test import numbers
+from attn_core_test.sweeps import EVERY
 
-EVERY = os.environ.get("ATTN_CORE_EVERY") == "1"
 # Its interpreter waits for ever with more devices.
 DEVICES = (4,) if jax.__version_info__ < (0, 11) else (4, 8)
 

@@ -8,7 +8,6 @@ import contextlib
 import importlib.util
 import io
 import itertools
-import os
 from typing import NamedTuple
 import unittest
 from unittest import mock
@@ -26,6 +25,8 @@ from attn_core.benchmarks.static_profile import CHIPS, devices
 from attn_core.kernels.tpu import feed, forward, schedule, tuned
 from attn_core.references import oracle
 from attn_core.types import AttentionSpec, MaskOperands, Operands
+from attn_core_test import sweeps
+from attn_core_test.sweeps import EVERY
 
 TPU = OperationMetadata(platform="tpu")
 BLOCKS = BlockSizes(128, 128, 128, 128)
@@ -174,11 +175,11 @@ class InterpretTest(parameterized.TestCase):
         np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * size,
                                    err_msg=f"{jax.tree_util.keystr(path)}, transfers {transfers}")
 
-  @parameterized.named_parameters((name, name) for name in CASES)
+  @parameterized.named_parameters(*sweeps.half((name, name) for name in CASES))
   def test_value_and_gradient_equal_the_oracle(self, name):
     self.compare(CASES[name], 2e-2 if CASES[name].dtype == "bfloat16" else 1e-5)
 
-  @parameterized.parameters(64, 128)
+  @parameterized.named_parameters(*sweeps.half((("64", 64), ("128", 128))))
   def test_the_backward_in_several_ranges_of_queries(self, width):
     self.enter_context(mock.patch.object(tuned, "RESIDENT", 12 * 2 * 128 * 256))
     self.compare(Case({}, T=700, H=4, K=2, D=width), 1e-5)
@@ -378,24 +379,23 @@ def shapes(tokens, heads, width, dtype=jnp.float32):
 
 KINDS = {"full": {"causal": False}, "causal": {"causal": True},
          "window": {"sliding_window": (511, 0)}}
-EVERY = os.environ.get("ATTN_CORE_EVERY") == "1"
 WIDTHS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
 
 
 def compiled():
   """(chip, dtype, D, E, kind of mask) of what is compiled.
 
-  Every chip, dtype and width, the kinds of masks in turns; causal, of which most is asked, and full
-  where a kernel needs most memory, on top. With ATTN_CORE_EVERY=1 in the environment every kind of
-  mask for each of them, which takes a quarter of an hour.
+  Every dtype of every width for one chip, the chips and the kinds of masks in turns; for every chip
+  causal, of which most is asked, and the width for which a kernel needs most memory. With
+  ATTN_CORE_EVERY=1 every chip and kind of mask for each of them, which takes an hour.
   """
   for (i, chip), (n, dtype), (j, (d, e)) in itertools.product(
       enumerate(CHIPS), enumerate(("bfloat16", "float32")), enumerate(WIDTHS)):
-    kinds = set(KINDS) if EVERY else {tuple(KINDS)[(i + j + n) % len(KINDS)]}
-    if dtype == "bfloat16" or chip in ("v5e", "v6e"):
-      kinds.add("causal")
-    if d == 256:
-      kinds.add("full")
+    kinds = set(KINDS) if EVERY else set()
+    if (i + j + 2 * n) % len(CHIPS) == 0:
+      kinds.add(tuple(KINDS)[(j + n) % len(KINDS)])
+    if dtype == "bfloat16" and d in (128, 256):
+      kinds.add({128: "causal", 256: "full"}[d])
     for kind in sorted(kinds):
       yield chip, dtype, d, e, kind
 
@@ -422,7 +422,7 @@ class CompileTest(parameterized.TestCase):
     self.compile(chip, Case(KINDS[kind], T=tokens, D=width, E=value_width, dtype=dtype,
                             blocks=None))
 
-  @parameterized.parameters(*CHIPS)
+  @parameterized.parameters(*CHIPS if EVERY else ("tpu7x",))
   def test_long(self, chip):
     self.compile(chip, Case(KINDS["causal"], T=tuned.LONG_KEYS, D=128, dtype="bfloat16",
                             blocks=None))
@@ -431,7 +431,7 @@ class CompileTest(parameterized.TestCase):
   def test_features(self, name):
     self.compile("v6e", CASES[name])
 
-  @parameterized.product(chip=("v5e", "v5p"), check_vma=(None, True, False))
+  @parameterized.parameters(("v5e", None), ("v5p", True), ("v5e", False))
   def test_four_chips(self, chip, check_vma):
     """By the library's own shard_map (None), or inside the caller's."""
     mesh = Mesh(np.array(devices(chip)).reshape(2, 2), ("dp", "tp"))

@@ -159,7 +159,7 @@ def slots(metadata: PagesMetadata, size: int, num_tokens: int):
   Returns:
     int32 [T]; -1 for tokens past the last request, and for those that its row has no page for.
   """
-  metadata = jax.tree.map(jnp.asarray, metadata)
+  metadata = _of_one_pool(metadata)
   token = jnp.arange(num_tokens, dtype=jnp.int32)
   requests = metadata.context_lens.shape[0]
   starts = query_starts(metadata)
@@ -172,6 +172,15 @@ def slots(metadata: PagesMetadata, size: int, num_tokens: int):
   page = metadata.page_tables[request, jnp.clip(position // size, 0, width - 1)]
   live = live & (position >= 0) & (position < width * size) & (page >= 0)
   return jnp.where(live, page * size + position % size, -1)
+
+
+def _of_one_pool(metadata: PagesMetadata) -> PagesMetadata:
+  """The same in arrays, which are those of one pool."""
+  metadata = jax.tree.map(jnp.asarray, metadata)
+  checks.require(metadata.page_tables.ndim == 2, "metadata.page_tables",
+                 checks.describe(metadata.page_tables),
+                 "int32 [R, N]; caches.groups has slots of groups, and joins groups to one pool")
+  return metadata
 
 
 def query_starts(metadata: PagesMetadata):
@@ -395,7 +404,7 @@ def to_dense(cache, metadata: PagesMetadata, heads: Heads | None = None, dtype=N
     dtype = dtype_of(cache) if cache.key_scales is None else jnp.float32
   if cache.key_scales is not None:
     cache = quantize.constant(cache, "cache")
-  metadata = jax.tree.map(jnp.asarray, metadata)
+  metadata = _of_one_pool(metadata)
   requests, width = metadata.page_tables.shape
   key, value = read(cache, metadata.page_tables.reshape(-1), heads, dtype)
   length = width * page_size(cache)
@@ -418,7 +427,7 @@ def from_dense(cache, key, value, metadata: PagesMetadata, scales=None):
   Returns:
     The cache with the tokens written.
   """
-  metadata = jax.tree.map(jnp.asarray, metadata)
+  metadata = _of_one_pool(metadata)
   requests, length = key.shape[:2]
   position = jnp.arange(length, dtype=jnp.int32)
   size = page_size(cache)

@@ -109,7 +109,7 @@ def _backward_range(operands, spec, block_sizes, arrays: _BackwardArrays, cut, q
   summed = jnp.float32 if rows < cut.padded_queries else operands.query.dtype
   found, arrived = feeds.call(
       functools.partial(_backward_kernel, setting, feed, readers, results), feed,
-      (batch, key_heads // cut.heads, visits.rows.shape[1]),
+      (batch, key_heads // cut.heads, feed.steps),
       [(form.shape, dtype, form.block_shape, form.index)
        for form, dtype in zip(results, (operands.query.dtype, summed, summed))],
       [(cut.query_heads * number, width, cut.block_q), (cut.heads, cut.block_kv, width),
@@ -175,7 +175,7 @@ def _backward_kernel(setting: Setting, feed, readers, results, refs: Refs, outpu
       write(1, head, every, d_key[head] * setting.spec.softmax_scale)
       write(2, head, every, d_value[head] * setting.dropout.scale)
 
-  @pl.when(n == refs.scalars[0].shape[1] - 1)  # the last step of all
+  @pl.when(n == feed.steps - 1)  # the last step of all
   def _():
     size = setting.cut.block_q
     for head in range(setting.cut.query_heads):

@@ -122,6 +122,7 @@ class Feed:
     self.scalars, self.arrays, self.specs = list(schedule), [], []
     self.cut, self.lines, self.by_keys = cut, lines, by_keys
     self.first_query_block = first_query_block
+    self.steps = schedule.rows.shape[1]  # of a line
 
   def query_tokens(self, shape) -> Tokens:
     """The form of [B, T, H, W] by blocks of queries."""

@@ -88,7 +88,7 @@ def _forward(operands, spec, block_sizes, cargo, *, safe: bool) -> tuple[Residua
   rows = cut.query_heads * cut.block_q
   (out, lse), arrived = feeds.call(
       functools.partial(_forward_kernel, setting, feed, readers, result, way), feed,
-      (batch, key_heads // cut.heads, visits.rows.shape[1]),
+      (batch, key_heads // cut.heads, feed.steps),
       [(result.shape, steps.out_dtype(operands, spec), result.block_shape, result.index),
        ((batch, heads, 1, cut.padded_queries), jnp.float32,
         (1, cut.query_heads, 1, cut.block_q), lambda b, h, i, j: (b, h, 0, i))],
