@@ -269,7 +269,9 @@ class TimeTest(parameterized.TestCase):
                     for n in (2, 1))
     self.assertEqual(coarse.flops, 2 * fine.flops)
 
-  @parameterized.parameters(masks.causal(), masks.causal() & masks.window(1, 0), masks.chunk(4))
+  @parameterized.parameters(
+      masks.causal(), masks.causal() & masks.window(1, 0), masks.chunk(4),
+      masks.window(1, 0) & masks.segments(np.arange(16, dtype=np.int32)[None] // 3))
   def test_hops_by_the_visits_of_members(self, mask):
     exact = self.plan(mask=mask)
     with mock.patch.object(context_parallel, "MANY_SHARDS", 0):

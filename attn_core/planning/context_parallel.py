@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh
 import numpy as np
 
 from attn_core import checks
-from attn_core.masks import algebra
+from attn_core.masks import algebra, reach
 from attn_core.mechanisms import heads, hops
 from attn_core.metadata import OperationMetadata
 from attn_core.planning import devices, traffic, work
@@ -242,12 +242,10 @@ def _shifts(sequence: Sequence, mask) -> tuple[int, ...]:
   """The hops of the ring; one where there is none."""
   if sequence.gathers:
     return (0,)
-  structure = jax.tree.structure(mask)
-  if structure.num_leaves or (sequence.shards <= MANY_SHARDS
-                              and max(sequence.queries, sequence.keys) <= MANY_TOKENS):
-    return hops.shifts(sequence, structure)
+  if sequence.shards <= MANY_SHARDS and max(sequence.queries, sequence.keys) <= MANY_TOKENS:
+    return hops.shifts(sequence, jax.tree.structure(mask))
   runs = sequence.group * layouts.pieces(sequence.layout)  # a ring looks at them as they are
-  seen = work.visits(sequence, mask, tuple(
+  seen = work.visits(sequence, reach.known(mask), tuple(
       sequence.padded(length) // sequence.members // runs
       for length in (sequence.queries, sequence.keys)))
   counted, source = np.nonzero(seen.blocks)

@@ -23,7 +23,7 @@ from attn_core.kernels.gpu import decode, merge, mosaic, parts
 from attn_core.kernels.gpu.feed import Extras
 from attn_core.kernels.gpu.logits import Logits
 from attn_core.kernels.kernel import Residuals
-from attn_core.kernels.xla import paged, steps
+from attn_core.kernels.xla import paged, queue, steps
 from attn_core.types import BlockSizes, PagedSpec, cdiv
 
 PARTIAL_BYTES = 2**28  # of results of parts, at most
@@ -115,7 +115,7 @@ def refusal(query, cache, metadata: pages.PagesMetadata, heads: pages.Heads) -> 
   if refused:
     return refused
   cut = cut_of(paged.PagedOperands(query, cache, metadata), heads, BlockSizes())
-  lines = _most_blocks(query.shape[0], metadata.context_lens.shape[0], cut.block_q) * (
+  lines = queue.places(query.shape[0], metadata.context_lens.shape[0], cut.block_q) * (
       heads.key_heads * cut.lines)
   size = sum(4 * math.prod(x.shape) for x in parts.partial_results(cut.shape, lines))
   if size > PARTIAL_BYTES:
@@ -123,11 +123,6 @@ def refusal(query, cache, metadata: pages.PagesMetadata, heads: pages.Heads) -> 
             f"kernel for Hopper keeps a result of every part of the keys, which takes {size} bytes "
             f"here, of {PARTIAL_BYTES} at most")
   return None
-
-
-def _most_blocks(tokens: int, requests: int, block_q: int) -> int:
-  """How many blocks of queries there can be."""
-  return tokens if block_q == 1 else tokens // block_q + 2 * requests
 
 
 def cut_of(operands: paged.PagedOperands, heads: pages.Heads, requested: BlockSizes) -> Cut:
@@ -155,9 +150,10 @@ def forward(operands: paged.PagedOperands, spec: PagedSpec, heads: pages.Heads,
   cut, (tokens, query_heads, _) = cut_of(operands, heads, block_sizes), operands.query.shape
   shape, dtype = cut.shape, operands.query.dtype
   problem = paged.cut(operands, spec, heads, (cut.block_q, max(1, parts.BLOCK // cut.page)))
-  items, blocks, (item, row, live) = _schedule(problem, tokens)
+  work = queue.of_requests(problem, tokens)
+  items = _items_of(problem, work)
   number = cut.lines * shape.rows
-  rows = jax.vmap(lambda block: paged.live_rows_of(problem, block, problem.query))(blocks)
+  rows = jax.vmap(lambda block: paged.live_rows_of(problem, block, problem.query))(work.blocks)
   rows = steps.pad_axis(rows, 2, number - rows.shape[2])
   lines = rows.shape[0] * heads.key_heads * cut.lines
   out, lse = mosaic.call(
@@ -178,36 +174,14 @@ def forward(operands: paged.PagedOperands, spec: PagedSpec, heads: pages.Heads,
     x = x.reshape(-1, heads.key_heads, number, x.shape[-1])[:, :, :cut.block_q * cut.group]
     x = x.reshape(*x.shape[:2], cut.block_q, cut.group, -1).swapaxes(1, 2)
     x = x.reshape(*x.shape[:2], query_heads, -1)
-    return jnp.where(live[:, None, None], x[item, row], empty)
+    return jnp.where(work.live[:, None, None], x[work.place, work.row], empty)
   return Residuals(of_tokens(out, 0), of_tokens(lse[..., None], -jnp.inf))
 
 
-def _schedule(problem: paged.Problem, tokens: int):
-  """(Items, their query blocks, (item, row, live) of every token)."""
-  requests, block_q = problem.lengths.shape[0], problem.block_q
-  most = _most_blocks(tokens, requests, block_q)
-  first, end = jax.vmap(lambda r: paged.query_blocks(problem, r))(jnp.arange(requests))
-  first = jnp.maximum(first, 0)
-  ends = jnp.cumsum(jnp.maximum(end, first) - first).astype(jnp.int32)
-  offsets = ends - (jnp.maximum(end, first) - first)
-  owner_of = lambda bounds, number: jnp.minimum(jnp.searchsorted(
-      bounds, number, side="right", method="compare_all").astype(jnp.int32), requests - 1)
-  number = jnp.arange(most, dtype=jnp.int32)
-  request = owner_of(ends, number)
-  blocks = jax.vmap(lambda r, i: paged.query_block(problem, r, i))(
-      request, first[request] + number - offsets[request])
-  items = _items_of(problem, blocks, number < ends[-1])
-
-  token = jnp.arange(tokens, dtype=jnp.int32)
-  owner = owner_of(problem.starts[1:], token)
-  position = problem.lengths[owner] - problem.starts[owner + 1] + token
-  live = (token < problem.starts[-1]) & (position >= 0)
-  item = jnp.where(live, offsets[owner] + position // block_q - first[owner], 0)
-  return items, blocks, (item, jnp.where(live, position % block_q, 0), live)
-
-
-def _items_of(problem: paged.Problem, blocks: paged.QueryBlock, used) -> Items:
+def _items_of(problem: paged.Problem, work: queue.Queue) -> Items:
   """Which keys the live queries of blocks see, and which all of them do."""
+  blocks = work.blocks
+  used = jnp.arange(blocks.request.shape[0]) < work.count
   begin, length = blocks.positions[:, 0], problem.lengths[blocks.request]
   # Whatever the metadata says, no more than the table has.
   held = jnp.minimum(length, problem.tables.shape[1] * pages.page_size(problem.cache))

@@ -17,7 +17,7 @@ from attn_core.caches import pages
 from attn_core.kernels.kernel import Residuals
 from attn_core.kernels.tpu import stream
 from attn_core.kernels.tpu.pool import LANES, Pool, heads_apart
-from attn_core.kernels.xla import paged
+from attn_core.kernels.xla import paged, queue
 from attn_core.types import BlockSizes, PagedSpec, cdiv
 
 BLOCK_ROWS = 1024  # rows of a step, at most, where requests bring more than one query
@@ -114,8 +114,8 @@ def _attend(problem: paged.Problem, pool: Pool, requests, tokens: int):
   padding = pool.key_heads - key_heads
   shape = stream.Shape(pool, group, block_q, stream.together(pool.key_heads, block_q * group),
                        problem.tables.shape[1], 0, False)
-  items, blocks, count, places = _schedule(problem, requests, tokens)
-  rows = jax.vmap(lambda block: paged.live_rows_of(problem, block, problem.query))(blocks)
+  work = queue.of_requests(problem, tokens, requests)
+  rows = jax.vmap(lambda block: paged.live_rows_of(problem, block, problem.query))(work.blocks)
   rows = jnp.pad(rows, ((0, 0), (0, padding), (0, 0), (0, 0)))
   rows = rows.reshape(rows.shape[0], shape.groups, shape.lanes, rows.shape[-1])
   factors = None
@@ -124,14 +124,13 @@ def _attend(problem: paged.Problem, pool: Pool, requests, tokens: int):
   left, right = paged.reach(spec)
   out, lse = stream.attend(
       stream.Rule(spec.softmax_scale, spec.logits_soft_cap, left, right, spec.precision), shape,
-      stream.Arrays(items, count, problem.tables.reshape(-1), factors, rows, None,
-                    _arrays(problem, pool)))
-  item, row, live = places
+      stream.Arrays(_items_of(problem, work.blocks), work.count, problem.tables.reshape(-1),
+                    factors, rows, None, _arrays(problem, pool)))
   def of_tokens(x):
     x = x.reshape(x.shape[0], pool.key_heads, block_q, group, x.shape[-1])[:, :key_heads]
     x = x.transpose(0, 2, 1, 3, 4).reshape(-1, block_q, key_heads * group, x.shape[-1])
-    return x[item, row]
-  return (of_tokens(out), of_tokens(lse.swapaxes(2, 3))), live
+    return x[work.place, work.row]
+  return (of_tokens(out), of_tokens(lse.swapaxes(2, 3))), work.live
 
 
 def _with_sinks(out, lse, operands) -> Residuals:
@@ -145,42 +144,19 @@ def _with_sinks(out, lse, operands) -> Residuals:
   return Residuals((out * share).astype(out.dtype), joint)
 
 
-def _schedule(problem: paged.Problem, requests, tokens: int):
-  """(Items, their query blocks, int32 [1] how many, (item, row, live) of every token)."""
-  number_of, block_q = problem.lengths.shape[0], problem.block_q
-  most = tokens if block_q == 1 else tokens // block_q + 2 * number_of
-  every = jnp.arange(number_of, dtype=jnp.int32)
-  first, end = jax.vmap(lambda r: paged.query_blocks(problem, r))(every)
-  # Whatever the metadata says.
-  first = jnp.maximum(first, 0)
-  end = jnp.where((every >= requests[0]) & (every < requests[1]), jnp.maximum(end, first), first)
-  ends = jnp.cumsum(end - first).astype(jnp.int32)
-  offsets = ends - (end - first)
-  number = jnp.arange(most, dtype=jnp.int32)
-  request = jnp.searchsorted(ends, number, side="right", method="compare_all").astype(jnp.int32)
-  request = jnp.minimum(request, number_of - 1)
-  blocks = jax.vmap(lambda r, i: paged.query_block(problem, r, i))(
-      request, first[request] + number - offsets[request])
+def _items_of(problem: paged.Problem, blocks: paged.QueryBlock) -> stream.Items:
+  """Which keys the live queries of blocks see."""
   kv_first, kv_end = jax.vmap(lambda block: paged.key_blocks(problem, block))(blocks)
-  begin, length = blocks.positions[:, 0], problem.lengths[request]
+  request, begin = blocks.request, blocks.positions[:, 0]
+  length = problem.lengths[request]
   low = length - (problem.starts[request + 1] - problem.starts[request])
   left, right = paged.reach(problem.spec)
   start = 0 * begin if left is None else jnp.maximum(jnp.maximum(begin, low) - left, 0)
-  stop = length if right is None else jnp.minimum(length, begin + block_q + right)
+  stop = length if right is None else jnp.minimum(length, begin + problem.block_q + right)
   stop = jnp.minimum(stop, problem.tables.shape[1] * pages.page_size(problem.cache))
   # A step of no key block would leave the next one's first transfers to nobody.
   kv_end = jnp.maximum(kv_end, kv_first + 1)
-  items = stream.Items(request, kv_first, kv_end, begin, low, length, start, stop)
-
-  token = jnp.arange(tokens, dtype=jnp.int32)
-  owner = jnp.searchsorted(problem.starts[1:], token, side="right", method="compare_all")
-  owner = jnp.minimum(owner.astype(jnp.int32), number_of - 1)
-  position = problem.lengths[owner] - problem.starts[owner + 1] + token
-  live = (token < problem.starts[-1]) & (position >= 0)
-  live = live & (owner >= requests[0]) & (owner < requests[1])
-  item = jnp.where(live, offsets[owner] + position // block_q - first[owner], 0)
-  row = jnp.where(live, position % block_q, 0)
-  return items, blocks, jnp.minimum(ends[-1:], most), (item, row, live)
+  return stream.Items(request, kv_first, kv_end, begin, low, length, start, stop)
 
 
 # --- What is refused. ----------------------------------------------------------------------------
