@@ -27,17 +27,18 @@ FOLDER = pathlib.Path(__file__).resolve().parent
 # Module -> number of pieces. The modules named here start first, in this order.
 SHARDS = {
     "properties_test": 2, "shard_test": 2, "derivatives_test": 2, "defects_test": 2,
-    "dropout_test": 1, "examples_test": 2, "masks_test": 1, "blockwise_test": 1, "tpu_test": 3,
-    "ring_test": 3, "paged_test": 1, "decode_test": 1, "tpu_paged_test": 1, "caches_test": 1,
-    "gpu_test": 1, "gpu_backward_test": 1, "gpu_decode_test": 1, "tpu_ring_test": 1,
-    "tpu_decode_test": 1, "paged_shard_test": 1, "plan_test": 1}
+    "dropout_test": 1, "examples_test": 2, "masks_test": 1, "blockwise_test": 1,
+    "tpu_compile_test": 2, "tpu_test": 2, "ring_test": 2, "paged_test": 1, "decode_test": 1,
+    "tpu_paged_test": 1, "caches_test": 1, "gpu_test": 1, "gpu_backward_test": 1,
+    "gpu_decode_test": 1, "tpu_ring_test": 1, "tpu_decode_test": 1, "paged_shard_test": 1,
+    "plan_test": 1}
 
 # Of these the whole suite takes every second test: one half on Python 3.11, 3.13, ..., the other on
 # 3.12, 3.14, ... A module that is asked for by name runs whole, and with ATTN_CORE_EVERY=1 in the
 # environment every one does.
 TURNS = ("shard_test", "derivatives_test", "defects_test", "dropout_test", "examples_test",
-         "masks_test", "blockwise_test", "paged_test", "decode_test", "caches_test", "plan_test",
-         "cudnn_test", "gpu_suite_test", "benchmark_test")
+         "masks_test", "blockwise_test", "tpu_test", "ring_test", "paged_test", "decode_test",
+         "caches_test", "plan_test", "cudnn_test", "gpu_suite_test", "benchmark_test")
 
 # What absltest prints when a test starts and when it ends.
 EVENT = re.compile(r"\[ +(RUN|OK|FAILED|SKIPPED) +\] (.*)")

@@ -6,24 +6,19 @@ Letters: B batch, T query length, S key length, H query heads, K key heads, D an
 """
 
 import functools
-import importlib.util
 import itertools
 import math
 import re
-import unittest
 
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
-from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import numpy as np
 
 from attn_core import (BlockSizes, MaskInfo, OperationMetadata, RingConfig, attention, create_mesh,
                        dropout, explain, from_layout, masks, ring_attention, to_layout)
-from attn_core.benchmarks import static_gpu, static_profile
-from attn_core.kernels.tpu import flash as tpu_flash, schedule, tuned
 from attn_core.kernels.xla import numbers as xla_numbers
 from attn_core.masks import blocks, reach
 from attn_core.masks.dense_mask import to_dense
@@ -31,7 +26,6 @@ from attn_core.mechanisms import hops
 from attn_core.references import oracle
 from attn_core.sharding import layouts, sequence
 from attn_core.types import RING_VARIANTS, AttentionSpec, MaskOperands, Operands
-from attn_core_test import sweeps
 from attn_core_test.sweeps import EVERY
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -242,9 +236,7 @@ class LayoutsTest(parameterized.TestCase):
 
 class EqualTest(parameterized.TestCase):
 
-  @parameterized.named_parameters(*sweeps.half(
-      (f"{variant}_{layout}", variant, layout)
-      for variant, layout in itertools.product(RING_VARIANTS, layouts.LAYOUTS)))
+  @parameterized.product(variant=RING_VARIANTS, layout=layouts.LAYOUTS)
   def test_everything(self, variant, layout):
     # The layout has no part in what is left out.
     everything().check(metadata_of(variant, layout), forward_mode=layout == "zigzag")
@@ -385,9 +377,9 @@ class MeshTest(parameterized.TestCase):
   def want(self):
     return self.loss(None, "vanilla")
 
-  @parameterized.named_parameters(*sweeps.half(
+  @parameterized.named_parameters(*[
       ("_".join(f"{name}{n}" for name, n in zip(("dp", "fsdp", "tp", "sp"), sizes)), n, *sizes)
-      for n, sizes in enumerate(FACTORISATIONS)))
+      for n, sizes in enumerate(FACTORISATIONS)])
   def test_every_factorisation(self, number, dp, fsdp, tp, sp):
     mesh = create_mesh((dp, fsdp, 1, tp, sp))
     variant = "ulysses" if sp * tp <= 4 and number % 2 else "ring"
@@ -466,25 +458,6 @@ def compiled(run, metadata, shape=(1, 512, 8, 16), dtype=jnp.float32):
   lowered = jax.jit(run).trace(x, x, x).lower(
       **({} if platform is None else {"lowering_platforms": (platform,)}))
   return lowered.compile()
-
-
-def issued(metadata, gradient, kernel, dtype=jnp.bfloat16):
-  """Exchanges that start, those that end and kernels, in the order in which a ring issues them."""
-  run = lambda *x: ring_attention(*x, metadata=metadata).attention_outputs
-  text = compiled(gradients_of(run) if gradient else run, metadata, (1, 1024, 4, 128),
-                  dtype).as_text()
-  assert "is_scheduled=true" in text
-  names = {"collective-permute-start": "start", "collective-permute-done": "done",
-           "collective-permute": "waits"}
-  steps = re.findall(rf" (collective-permute[-a-z]*)\(|custom_call_target=\"({kernel})",
-                     text[text.index("\nENTRY"):])
-  return [names.get(a, "kernel") for a, _ in steps]
-
-
-def flying(steps):
-  """For every kernel, how many exchanges go on beside it."""
-  return [steps[:n].count("start") - steps[:n].count("done")
-          for n, step in enumerate(steps) if step == "kernel"]
 
 
 def gradients_of(run):
@@ -683,86 +656,6 @@ class CompiledTest(parameterized.TestCase):
       self.assertEqual([np.asarray(y).tobytes() for y in got], [bits.tobytes()] * 2)
       zeros = jax.jit(lambda x: xla_numbers.zeros((2, 2), jnp.bfloat16, done=x))(done)
       self.assertFalse(np.asarray(zeros).view(np.uint16).any())
-
-
-class ScheduleTest(parameterized.TestCase):
-
-  def test_a_long_shard_has_a_schedule_for_every_range_of_queries(self):
-    """Documents in shards of 65,536 tokens: too many blocks for one schedule of the backward."""
-    tokens = jax.ShapeDtypeStruct((1, 65536, 1, 128), jnp.bfloat16)
-    ids = jax.ShapeDtypeStruct((1, 65536), jnp.int32)
-    mask = masks.causal() & masks.segments(np.zeros((1, 1), np.int32))
-    operands = Operands(tokens, tokens, tokens, mask=MaskOperands((ids, ids)))
-    spec = AttentionSpec(jax.tree.structure(mask), 1.0)
-    sizes = BlockSizes(block_q_backward=256, block_kv_backward=256)
-    tpu_flash.KERNEL.check(operands, spec, sizes)
-    whole = tpu_flash.steps.mask_of(operands, spec)
-    cut = tuned.choose(operands, sizes, whole, backward=True)
-    ranges = tuned.query_ranges(operands, cut)
-    self.assertGreater(len(ranges), 1)
-    with self.assertRaisesRegex(ValueError, "scalar memory"):
-      schedule.check(whole, cut, by_keys=True)
-    with self.assertRaisesRegex(ValueError, "128 queries and 128 keys make a schedule"):
-      tpu_flash.KERNEL.check(operands, spec, BlockSizes(block_q_backward=128,
-                                                        block_kv_backward=128))
-
-
-class HopperTest(absltest.TestCase):
-
-  def test_lowers_for_gpus(self):
-    """Forward and backward of two hops by the kernels for Hopper."""
-    metadata = metadata_of("ring", mesh=mesh_of("ring", 2), platform="gpu",
-                           compute_capability="9.0")
-    x = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16)
-    run = gradients_of(lambda *x: ring_attention(*x, metadata=metadata).attention_outputs)
-    text = jax.jit(run).trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
-    self.assertGreaterEqual(text.count("custom_call @mosaic_gpu"), 4)
-    self.assertIn("collective_permute", text)
-    self.assertIn("can, by ring.gpu", str(explain(x, x, x, mechanism="ring", metadata=metadata)))
-
-  @unittest.skipIf(static_gpu.missing(), f"nothing to compile with: {static_gpu.missing()}")
-  def test_an_exchange_goes_on_while_a_hop_computes(self):
-    """Compiled for four GPUs that are described and not here."""
-    mesh = Mesh(np.array(topologies.get_topology_desc(
-        platform="cuda", topology="1x1x4", target_config=static_gpu.TARGET).devices), "sp")
-    metadata = metadata_of("ring", mesh=mesh, platform="gpu", compute_capability="9.0",
-                           scan_ring_attention=False)
-    forward, both = (issued(metadata, gradient, "mosaic_gpu") for gradient in (False, True))
-    self.assertEqual(forward, ["start", "kernel", "done"] * 3 + ["kernel"])
-    # In the backward of a hop, queries and keys have a kernel each. Two of these eight, and the
-    # forward's last, have nothing to hide.
-    self.assertEqual(both[:10], forward)
-    self.assertEqual(both.count("kernel"), 4 + 8)
-    self.assertLessEqual(flying(both).count(0), 3, both)
-
-
-@unittest.skipUnless(importlib.util.find_spec("libtpu"),
-                     "libtpu is not installed: pip install 'attn_core[tpu]'")
-class TpuTest(parameterized.TestCase):
-  """Compiled for chips that are not here."""
-
-  def schedule(self, chip, gradient, dtype=jnp.float32):
-    metadata = metadata_of("ring", mesh=Mesh(np.array(static_profile.devices(chip)), "sp"),
-                           platform="tpu", scan_ring_attention=False)
-    return issued(metadata, gradient, "tpu_custom_call", dtype)
-
-  @parameterized.parameters("v5e", "v5p", "v6e")
-  def test_an_exchange_goes_on_while_a_hop_computes(self, chip):
-    # Those of keys and of values for the next hop, and nothing that runs further ahead.
-    self.assertEqual(flying(self.schedule(chip, False)), [2, 2, 2, 0])
-
-  @parameterized.parameters("v5e", "v5p", "v6e")
-  def test_both_ways_at_once_in_the_backward(self, chip):
-    found = self.schedule(chip, True)
-    # Keys and values three times forward and three times backward; what is owed three times.
-    self.assertEqual((found.count("start"), found.count("kernel")), (18, 8))
-    # But for the last hop of the forward; what is owed flies beside keys and values.
-    self.assertLessEqual(flying(found).count(0), 1, found)
-    self.assertLessEqual(max(flying(found)), 4, found)
-
-  def test_bfloat16(self):
-    """Partial results in float32, of kernels that try a softmax without the maximum first."""
-    self.assertGreaterEqual(self.schedule("v5e", False, jnp.bfloat16).count("kernel"), 4)
 
 
 if __name__ == "__main__":

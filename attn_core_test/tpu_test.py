@@ -1,15 +1,12 @@
-"""The TPU kernels: on a CPU in interpret mode against the oracle, and compiled for chips elsewhere.
+"""The TPU kernels on a CPU, in interpret mode, against the oracle.
 
 Interpret mode starts from memory full of NaN and watches for races between transfers and
 computation; it runs with transfers executed at once and as late as possible.
 """
 
 import contextlib
-import importlib.util
 import io
-import itertools
 from typing import NamedTuple
-import unittest
 from unittest import mock
 
 from absl.testing import absltest
@@ -17,16 +14,12 @@ from absl.testing import parameterized
 import jax
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 import numpy as np
 
 from attn_core import BlockSizes, MaskInfo, OperationMetadata, attention, dropout, explain, masks
-from attn_core.benchmarks.static_profile import CHIPS, devices
 from attn_core.kernels.tpu import feed, forward, schedule, tuned
 from attn_core.references import oracle
 from attn_core.types import AttentionSpec, MaskOperands, Operands
-from attn_core_test import sweeps
-from attn_core_test.sweeps import EVERY
 
 TPU = OperationMetadata(platform="tpu")
 BLOCKS = BlockSizes(128, 128, 128, 128)
@@ -175,11 +168,11 @@ class InterpretTest(parameterized.TestCase):
         np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * size,
                                    err_msg=f"{jax.tree_util.keystr(path)}, transfers {transfers}")
 
-  @parameterized.named_parameters(*sweeps.half((name, name) for name in CASES))
+  @parameterized.named_parameters((name, name) for name in CASES)
   def test_value_and_gradient_equal_the_oracle(self, name):
     self.compare(CASES[name], 2e-2 if CASES[name].dtype == "bfloat16" else 1e-5)
 
-  @parameterized.named_parameters(*sweeps.half((("64", 64), ("128", 128))))
+  @parameterized.parameters(64, 128)
   def test_the_backward_in_several_ranges_of_queries(self, width):
     self.enter_context(mock.patch.object(tuned, "RESIDENT", 12 * 2 * 128 * 256))
     self.compare(Case({}, T=700, H=4, K=2, D=width), 1e-5)
@@ -373,82 +366,6 @@ def shapes(tokens, heads, width, dtype=jnp.float32):
   """Operands without numbers."""
   x = jax.ShapeDtypeStruct((1, tokens, heads, width), dtype)
   return Operands(x, x, x)
-
-
-# --- Compiled for chips that are not here. -------------------------------------------------------
-
-KINDS = {"full": {"causal": False}, "causal": {"causal": True},
-         "window": {"sliding_window": (511, 0)}}
-WIDTHS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
-
-
-def compiled():
-  """(chip, dtype, D, E, kind of mask) of what is compiled.
-
-  Every dtype of every width for one chip, the chips and the kinds of masks in turns; for every chip
-  causal, of which most is asked, and the width for which a kernel needs most memory. With
-  ATTN_CORE_EVERY=1 every chip and kind of mask for each of them, which takes an hour.
-  """
-  for (i, chip), (n, dtype), (j, (d, e)) in itertools.product(
-      enumerate(CHIPS), enumerate(("bfloat16", "float32")), enumerate(WIDTHS)):
-    kinds = set(KINDS) if EVERY else set()
-    if (i + j + 2 * n) % len(CHIPS) == 0:
-      kinds.add(tuple(KINDS)[(j + n) % len(KINDS)])
-    if dtype == "bfloat16" and d in (128, 256):
-      kinds.add({128: "causal", 256: "full"}[d])
-    for kind in sorted(kinds):
-      yield chip, dtype, d, e, kind
-
-
-@unittest.skipUnless(importlib.util.find_spec("libtpu"),
-                     "libtpu is not installed: pip install 'attn_core[tpu]'")
-class CompileTest(parameterized.TestCase):
-
-  def compile(self, chip, case):
-    placement = SingleDeviceSharding(devices(chip)[0])
-    shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placement),
-        jax.eval_shape(case.arrays))
-    def both(arrays):
-      out, pull = jax.vjp(case.door, arrays)
-      return pull(out)
-    text = jax.jit(both).trace(shapes).lower(lowering_platforms=("tpu",)).compile().as_text()
-    kernels = 3 if case.dtype in tuned.NAIVE else 2  # the forward in both forms, the backward
-    self.assertEqual(text.count('custom_call_target="tpu_custom_call"'), kernels)
-
-  @parameterized.named_parameters(("_".join(map(str, case)), *case) for case in compiled())
-  def test_widths(self, chip, dtype, width, value_width, kind):
-    tokens = tuned.WHOLE_KEYS[kind == "full"]
-    self.compile(chip, Case(KINDS[kind], T=tokens, D=width, E=value_width, dtype=dtype,
-                            blocks=None))
-
-  @parameterized.parameters([chip] for chip in CHIPS if EVERY or chip == "tpu7x")
-  def test_long(self, chip):
-    self.compile(chip, Case(KINDS["causal"], T=tuned.LONG_KEYS, D=128, dtype="bfloat16",
-                            blocks=None))
-
-  @parameterized.named_parameters((name, name) for name in CASES)
-  def test_features(self, name):
-    self.compile("v6e", CASES[name])
-
-  @parameterized.parameters(("v5e", None), ("v5p", True), ("v5e", False))
-  def test_four_chips(self, chip, check_vma):
-    """By the library's own shard_map (None), or inside the caller's."""
-    mesh = Mesh(np.array(devices(chip)).reshape(2, 2), ("dp", "tp"))
-    spec = P("dp", None, "tp")
-    x = jax.ShapeDtypeStruct((4, 512, 8, 128), jnp.bfloat16, sharding=NamedSharding(mesh, spec))
-    metadata = OperationMetadata(platform="tpu", mesh=mesh if check_vma is None else None)
-    def run(q, k, v):
-      return jax.grad(lambda *x: attention(*x, mechanism="flash_attn2", metadata=metadata)
-                      .attention_outputs.astype(jnp.float32).sum(), (0, 1, 2))(q, k, v)
-    if check_vma is not None:
-      run = jax.shard_map(run, mesh=mesh, in_specs=(spec,) * 3, out_specs=(spec,) * 3,
-                          check_vma=check_vma)
-    compiled = jax.jit(run).trace(x, x, x).lower(lowering_platforms=("tpu",)).compile()
-    text = compiled.as_text()
-    self.assertEqual(text.count('custom_call_target="tpu_custom_call"'), 3)
-    for collective in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
-      self.assertNotIn(f" {collective}(", text)
 
 
 if __name__ == "__main__":
