@@ -257,7 +257,7 @@ def backward_programs() -> dict[str, tuple[Any, tuple]]:
 def bias_programs() -> dict[str, tuple[Any, tuple]]:
   """For `benchmarks.static_gpu`: the cotangent of a bias, by a kernel of its own."""
   shapes = {"pairs": _PAIRS, "batch": (2, *_PAIRS[1:]), "keys": (1, _H, 1, _T)}
-  names = FEATURES if EVERY else ("bias", "everything")
+  names = FEATURES if EVERY else ("everything",)
   widths = tuned.WIDTHS if EVERY else (64, 256)
   kinds = shapes if EVERY else ("pairs", "keys")
   def program(case):

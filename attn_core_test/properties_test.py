@@ -299,13 +299,15 @@ class LeakageTest(InterpretedTestCase):
 MAPPED = (("causal_gqa", ("query", "key", "value")), ("segments_with_padding", ("query",)),
           ("everything", ("bias", "softmax_aux")), ("everything", ("query", "value")),
           ("custom_predicate", ("key",)))
+ON_TPU_MAPPED = (MAPPED[1], MAPPED[2])
 
 
 class VmapTest(InterpretedTestCase):
 
   @parameterized.named_parameters(*sweeps.half(
       (f"{case}_{'_'.join(mapped)}_{mechanism}", case, mapped, mechanism, platform)
-      for case, mapped in MAPPED for mechanism, platform in NAMES))
+      for case, mapped in MAPPED for mechanism, platform in NAMES
+      if (mechanism, platform) != PALLAS_TPU or (case, mapped) in ON_TPU_MAPPED))
   def test_equals_a_loop(self, name, mapped, mechanism, platform):
     """In value and gradient."""
     case = BY_NAME[name]
