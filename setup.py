@@ -36,7 +36,7 @@ setuptools.setup(
         "tpu": ["jax[tpu]"],
         "cuda": ["jax[cuda13]"],
         # To compile for a GPU that is not there.
-        "cuda_compiler": ["jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-nvvm",
+        "cuda-compiler": ["jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-nvvm",
                           "nvidia-cuda-nvdisasm"],
     },
     # The default, build/, is the Bazel file BUILD on a disk that ignores case.

@@ -31,10 +31,11 @@ INTERPRETS = hasattr(plgpu, "force_gpu_interpret_mode")
 TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3}
 # Run through `attention`, forward and backward; the other cases of properties_test differ from
 # these before a kernel is reached, or in what `gpu_cases.GRADIENTS` has.
-PROPERTIES = ("full_odd_sizes_e_not_d", "positions", "everything", "sinks_several_empty_rows",
-              "unnormalised")
-# ATTN_CORE_EVERY=1 asks for all of them.
+PROPERTIES = ("positions", "everything", "sinks_several_empty_rows",
+              *["full_odd_sizes_e_not_d", "unnormalised"] * gpu_cases.EVERY)
+# With ATTN_CORE_EVERY=1 all of `gpu_cases.BIASES`, and of its GRADIENTS also what is like others.
 BIASES = ("batch", "all_but_keys")
+ALIKE = ("causal_odd_length", "window", "placed", "widths_192_128", "width_96_float16", "soft_cap")
 
 
 @unittest.skipUnless(INTERPRETS, "jax interprets Mosaic GPU kernels from 0.11 on")
@@ -46,7 +47,8 @@ class InterpretTest(parameterized.TestCase):
       size = max(1.0, np.abs(y).max())
       np.testing.assert_allclose(x, y, rtol=0, atol=TOLERANCE[dtype] * size, err_msg=name)
 
-  @parameterized.named_parameters((name, name) for name in gpu_cases.GRADIENTS)
+  @parameterized.named_parameters((name, name) for name in gpu_cases.GRADIENTS
+                                   if gpu_cases.EVERY or name not in ALIKE)
   def test_equals_the_oracle(self, name):
     case = gpu_cases.GRADIENTS[name]
     operands = case.operands()

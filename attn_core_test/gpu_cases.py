@@ -194,10 +194,9 @@ FEATURES = {
 
 PROGRAMS_OF_A_PROCESS = 40
 
-# Machine code that differs little from others', of the widths that need most and fewest registers.
-ALIKE = {"float16_64", "full_64", "full_256", "bias_128", "bias_row_128", "chunk_128", "chunk_256",
-         "chunk_of_any_size_128", "dropout_128", "positions_128", "segments_256", "sinks_128",
-         "soft_cap_128", "causal_80", "causal_96", "causal_192"}
+# Of `lowered`, what differs most: the narrowest and the widest, each kind of operand, all together.
+COMPILED = ("causal_64", "causal_128", "causal_192_256", "full_128", "float16_256", "window_128",
+            "dense_128", "dropout_256", "everything_128", "everything_256")
 
 
 def lowered() -> dict[str, Case]:
@@ -225,15 +224,15 @@ def lowered() -> dict[str, Case]:
 
 
 def compiled() -> dict[str, Case]:
-  """Those of `lowered` whose machine code is read; each takes a second."""
-  return {name: case for name, case in lowered().items() if name not in ALIKE}
+  """Those of `lowered` whose machine code is read; each takes seconds."""
+  return {name: case for name, case in lowered().items() if EVERY or name in COMPILED}
 
 
 def compiled_backward() -> dict[str, Case]:
   """Those of `compiled` whose backward is another one, with groups of heads."""
-  # As without sinks; as of float16_256; as of causal_64.
-  same = ("sinks", "float16_64", "causal_long")
-  same += () if EVERY else ("chunk_of_any_size", "everything_256")
+  # As without sinks; as of float16_256; as of causal_64; as of everything_128.
+  same = ("sinks", "float16_64", "causal_long", "everything_256")
+  same = same[:3] if EVERY else (*same, "causal_128", "full_128")
   return {name: case._replace(K=_H // 2) for name, case in compiled().items()
           if not name.startswith(same)}
 
@@ -315,10 +314,15 @@ def paged_programs() -> dict[str, tuple[Any, tuple]]:
   return {name: program(*case) for name, case in paged().items()}
 
 
-def machine_code(programs_of: str) -> dict[str, list[Any]]:
-  """What the kernels of a function of this module were compiled to, or its error, by program."""
+def machine_code(programs_of: str, among=None) -> dict[str, list[Any]]:
+  """What the kernels of a function of this module were compiled to, or its error, by program.
+
+  Args:
+    programs_of: the function's name.
+    among: the programs that count, with others; None: all.
+  """
   found = {}
-  names = list(globals()[programs_of]())
+  names = [name for name in globals()[programs_of]() if among is None or name in among]
   for start in range(0, len(names), PROGRAMS_OF_A_PROCESS):
     part = names[start:start + PROGRAMS_OF_A_PROCESS]
     for kernel in static_gpu.measure(f"{__name__}:{programs_of}", part):

@@ -205,9 +205,10 @@ class CompileTest(parameterized.TestCase):
   @classmethod
   def setUpClass(cls):
     super().setUpClass()
-    cls.found = gpu_cases.machine_code("decode_programs")
+    cls.found = gpu_cases.machine_code("decode_programs", None if EVERY else FEW)
 
-  @parameterized.named_parameters((name, name) for name in gpu_cases.decoded())
+  @parameterized.named_parameters(
+      (name, name) for name in gpu_cases.decoded() if EVERY or name in FEW)
   def test_machine_code(self, name):
     case = gpu_cases.decoded()[name]
     shape = decode.cut_of(case.shapes, case.blocks).shape

@@ -25,17 +25,15 @@ WIDTHS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
 def compiled():
   """(chip, dtype, D, E, kind of mask) of what is compiled.
 
-  Every dtype of every width for one chip, the chips and the kinds of masks in turns; for every chip
-  causal, of which most is asked, and what needs most memory for the one that has least. With
-  ATTN_CORE_EVERY=1 every chip and kind of mask for each of them, which takes an hour.
+  Every dtype of every width for one chip, the chips and the kinds of masks in turns, and what needs
+  most memory for the chip that has least. With ATTN_CORE_EVERY=1 every chip and kind of mask for
+  each of them, which takes an hour.
   """
   for (i, chip), (n, dtype), (j, (d, e)) in itertools.product(
       enumerate(CHIPS), enumerate(("bfloat16", "float32")), enumerate(WIDTHS)):
     kinds = set(KINDS) if EVERY else set()
     if (i + j + 2 * n) % len(CHIPS) == 0:
       kinds.add(tuple(KINDS)[(j + n) % len(KINDS)])
-    if dtype == "bfloat16" and d == 128:
-      kinds.add("causal")
     if (chip, d) == ("tpu7x", 256):
       kinds.add("full")
     for kind in sorted(kinds):

@@ -81,10 +81,10 @@ def missing() -> str | None:
       if importlib.util.find_spec(module):
         break
   else:
-    return "jax's CUDA plugin is not installed: pip install 'attn_core[cuda_compiler]'"
+    return "jax's CUDA plugin is not installed: pip install 'attn_core[cuda-compiler]'"
   for tool in ("ptxas", "nvdisasm"):
     if _tool(tool) is None:
-      return f"there is no {tool}: pip install 'attn_core[cuda_compiler]'"
+      return f"there is no {tool}: pip install 'attn_core[cuda-compiler]'"
   return None
 
 

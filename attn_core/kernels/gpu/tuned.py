@@ -253,5 +253,6 @@ def shared_memory_bias(cut: BackwardCut) -> int:
   """Bytes that the kernel of a bias's cotangent takes: what it owns, stages, a float32 result."""
   own, staged = COMPUTING * mosaic.ROW_TILE, mosaic.ROW_TILE
   tokens = own + cut.stages[0] * staged
-  result = 4 * own * (1 if cut.by_keys else staged)
+  # One number for each of its own, in whole kilobytes, with what warps need to add theirs up.
+  result = 1024 * (1 + COMPUTING) if cut.by_keys else 4 * own * staged
   return 2 * tokens * (cut.width + cut.value_width) + result + BACKWARD_OTHER_BYTES
