@@ -241,8 +241,10 @@ class EqualTest(parameterized.TestCase):
     # The layout has no part in what is left out.
     everything().check(metadata_of(variant, layout), forward_mode=layout == "zigzag")
 
-  def test_positions_and_dense_masks(self):
-    positions().check(metadata_of("hybrid", "striped"), forward_mode=False)
+  @parameterized.parameters(("ring", "contiguous"), ("all_gather", "zigzag"),
+                            ("ulysses", "contiguous"), ("hybrid", "striped"))
+  def test_positions_and_dense_masks(self, variant, layout):
+    positions().check(metadata_of(variant, layout), forward_mode=False)
 
   def test_unrolled(self):
     positions().check(metadata_of("ring", "zigzag", mesh_of("ring", 4), scan_ring_attention=False),
@@ -292,12 +294,13 @@ class EqualTest(parameterized.TestCase):
     np.testing.assert_array_equal(kept(q, k, v) == 0, want == 0)
     self.assertBetween(np.mean(want == 0), 0.45, 0.55)
 
-  def test_bfloat16(self):
+  @parameterized.parameters(*RING_VARIANTS)
+  def test_bfloat16(self, variant):
     x = [jnp.asarray(numbers(B, T, h, D, seed=h), jnp.bfloat16) for h in (H, K, K)]
     def run(mechanism, dtype):
       def loss(*arrays):
         arrays = to_layout(arrays, "zigzag", N) if mechanism == "ring" else arrays
-        metadata = metadata_of("ring", "zigzag") if mechanism == "ring" else None
+        metadata = metadata_of(variant, "zigzag") if mechanism == "ring" else None
         out = attention(*arrays, mechanism=mechanism, metadata=metadata,
                         softmax_aux=jnp.ones(H)).attention_outputs
         out = from_layout(out, "zigzag", N) if mechanism == "ring" else out
