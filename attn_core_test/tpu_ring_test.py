@@ -4,6 +4,13 @@ Interpret mode starts from memory full of NaN and watches for races between tran
 and what they compute, with transfers executed at once and as late as possible.
 """
 
+import os
+
+# Interpreted kernels and exchanges wait for other devices on threads of XLA's, of which there are
+# otherwise as many as cores.
+os.environ["NPROC"] = "32"
+
+# pylint: disable=g-import-not-at-top
 import contextlib
 import dataclasses
 import functools
