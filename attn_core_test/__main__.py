@@ -2,9 +2,9 @@
 
 Every `*_test.py` module runs in processes of its own, because some set JAX flags, such as the
 number of virtual devices, when they are imported. Modules listed in SHARDS are cut into pieces,
-each of which runs every n-th test. Of modules listed in TURNS, the whole suite takes every second test,
-see there. All share what JAX compiles, until the last has ended. A piece
-prints one line when it is done, and its whole output when something failed. The last line is
+each of which runs every n-th test. Of modules listed in TURNS, the whole suite takes every second
+test, see there. All share what JAX compiles, until the last has ended. A piece prints one line when
+it is done, and its whole output when something failed. The last line is
 `N passed, M failed, K skipped`; the exit status is 0 only when tests ran and none failed.
 """
 

@@ -71,7 +71,9 @@ class CompileTest(parameterized.TestCase):
   def test_features(self, name):
     self.compile("v6e", CASES[name])
 
-  @parameterized.parameters(("v5e", None), ("v5p", True), ("v5e", False))
+  @parameterized.parameters(
+      ("v5e", None), ("v5p", True), ("v5e", False),
+      *[("v5p", None), ("v5e", True), ("v5p", False)] * EVERY)
   def test_four_chips(self, chip, check_vma):
     """By the library's own shard_map (None), or inside the caller's."""
     mesh = Mesh(np.array(devices(chip)).reshape(2, 2), ("dp", "tp"))
