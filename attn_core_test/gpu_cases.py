@@ -220,7 +220,11 @@ def lowered() -> dict[str, Case]:
         f"{name}_{width}_{value_width}_{dtype}": case._replace(D=width, E=value_width, dtype=dtype)
         for (name, case), (width, value_width), dtype in itertools.product(
             features.items(), widths, tuned.DTYPES)})
-  return {name: case._replace(B=2, T=max(_T, case.T), H=_H) for name, case in found.items()}
+  found = {name: case._replace(B=2, T=max(_T, case.T), H=_H) for name, case in found.items()}
+  alike = {}  # of cases that are the same program, the first
+  for name, case in found.items():
+    alike.setdefault(repr((case.shapes, case.full_spec)), name)
+  return {name: found[name] for name in alike.values()}
 
 
 def compiled() -> dict[str, Case]:

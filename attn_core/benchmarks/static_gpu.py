@@ -127,7 +127,11 @@ def _measure_here(programs: str, names: list[str]):
     if names and name not in names:
       continue
     try:
-      for ptx, shared_memory in _compile(run, arguments):
+      kernels = _compile(run, arguments)
+      if not kernels:
+        raise ValueError("no Mosaic GPU kernel was compiled; one that this process compiled before "
+                         "is not compiled again")
+      for ptx, shared_memory in kernels:
         yield Kernel(name, *_assemble(ptx, shared_memory))._asdict()
     except Exception as error:  # what fails is a result, too
       yield {"program": name, "error": f"{type(error).__name__}: {str(error)[:500]}"}
