@@ -49,7 +49,8 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
       weigh = lambda weights: _weigh(block, weights[..., 0])[None]
       return softmax.update(
           running, logits[..., None], weigh,
-          exp=lambda x: steps.weights_of(problem, x), axis=0, fold=sums.fold)
+          exp=lambda x: lax.optimization_barrier(steps.weights_of(problem, x)), axis=0,
+          fold=sums.fold)
 
     running = softmax.start((1, problem.heads, rows.shape[1]), width, problem.dtype)
     running = steps.visit(problem, place, 0, key_block, running)

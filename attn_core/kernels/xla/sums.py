@@ -40,6 +40,9 @@ def over_width(width: int, part):
   and a loop without any product it makes one function of, which runs in one thread.
   """
   total = functools.reduce(jnp.add, [part(i) for i in range(0, width, LANES)])
+  # The barrier keeps the product's view of it, one long axis of vectors, out of the loops that sum:
+  # the loop over rows is then the innermost one, and unrolled.
+  total = lax.optimization_barrier(total)
   ones = jnp.ones(LANES, total.dtype)
   return jnp.dot(total.reshape(-1, LANES), ones, precision="highest").reshape(total.shape[:-1])
 
