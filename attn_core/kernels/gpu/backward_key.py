@@ -109,16 +109,18 @@ def _kernel(setting: Setting, arrays: Arrays, outputs, scratch: Scratch):
     plgpu.set_max_registers(tuned.REGISTERS["copy"], action="decrease")
     _copy(setting, arrays, scratch, _place(setting))
 
-  def compute(part, run):
-    plgpu.set_max_registers(tuned.REGISTERS["compute"], action="increase")
+  def compute(part, run, registers):
+    plgpu.set_max_registers(registers, action="increase")
     part = lax.optimization_barrier(part)
     run(_Compute(setting, arrays, scratch, _place(setting), part), *outputs)
 
   if setting.cut.shared:
-    for n, run in enumerate((_sum_values, _sum_keys)):
-      pl.when(warpgroup == n)(functools.partial(compute, mosaic.int32(0), run))
+    runs = zip((_sum_values, _sum_keys), tuned.REGISTERS_SHARED, strict=True)
+    for n, (run, registers) in enumerate(runs):
+      pl.when(warpgroup == n)(functools.partial(compute, mosaic.int32(0), run, registers))
   else:
-    pl.when(warpgroup < tuned.COMPUTING)(functools.partial(compute, warpgroup, _sum_both))
+    pl.when(warpgroup < tuned.COMPUTING)(
+        functools.partial(compute, warpgroup, _sum_both, tuned.REGISTERS["compute"]))
 
 
 def _place(setting: Setting) -> Place:
