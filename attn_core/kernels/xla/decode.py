@@ -39,13 +39,17 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
 
     def key_block(j, running, masked):
       block = _Block(problem, b, j)
-      if masked:
-        # 0 * NaN is NaN: a value that is not finite is taken out, and spoils who sees its key.
-        finite = _finite(block)
-        block = block.with_shielded_values(finite)
       logits = _logits(block, rows)
       if masked:
-        logits = _hide(problem, (b, j), jnp.where(finite[..., None], logits, jnp.nan))
+        # 0 * NaN is NaN, so what may be hidden is taken out of the values.
+        seen = _seen(problem, (b, j))
+        if seen.shape[1:] == (1, 1, 1):  # who sees a key, all do
+          kept = jnp.broadcast_to(seen[:, :, 0, 0], (problem.sizes.block_kv, problem.heads))
+        else:
+          kept = _finite(block)  # and spoils who sees its key
+          logits = jnp.where(kept[..., None], logits, jnp.nan)
+        block = block.with_shielded_values(kept)
+        logits = _hide(problem, seen, logits)
       weigh = lambda weights: _weigh(block, weights[..., 0])[None]
       return softmax.update(
           running, logits[..., None], weigh,
@@ -76,6 +80,10 @@ def _cut(operands, spec, block_sizes) -> steps.Problem:
   sizes = blocks.Sizes(queries, keys, queries, block_kv)
   kinds = blocks.block_kinds(steps.mask_of(operands, spec), sizes)
   kinds = blocks.merge_heads(kinds, kinds.shape[1])
+  # XLA:CPU takes the bits of a whole float8 cache before the loop: a copy in 8 bits, but to cut a
+  # block out of a float8 array and take its bits then is several times as slow.
+  operands = operands._replace(
+      key=quantize.bits(operands.key), value=quantize.bits(operands.value))
   return steps.Problem(operands, spec, sizes, key_heads, blocks.block_map(kinds))
 
 
@@ -94,14 +102,12 @@ class _Block(NamedTuple):
   value_scale: Any = None  # [C, K]: taken instead of the cache's; None: the cache's
 
   def cut(self, name: str, keys: tuple[int, int], columns: tuple[int, int]):
-    """[length, K, width] of "key" or "value" as stored, by (first, number) of either axis."""
+    """[length, K, width] of "key" or "value", by (first, number) of either axis."""
     if name == "value" and self.values is not None:
       return self.values[keys[0]:sum(keys), :, columns[0]:sum(columns)]
     x = getattr(self.problem.operands, name)
     start = _start(self.problem.sizes, self.number) + keys[0]
-    # XLA:CPU takes the bits of a whole float8 cache before the loop: a copy in 8 bits, but to cut a
-    # block out of a float8 array and take its bits then is several times as slow.
-    return tiles.slice_at(quantize.bits(x), (self.batch, start, 0, columns[0]),
+    return tiles.slice_at(x, (self.batch, start, 0, columns[0]),
                           (1, keys[1], self.problem.heads, columns[1]))[0]
 
   def scales(self, name: str):
@@ -124,15 +130,15 @@ class _Block(NamedTuple):
     x, scale = self.cut(name, (0, self.problem.sizes.block_kv), (0, width)), self.scales(name)
     return x if scale is None else quantize.dequantize(x, scale, _dtype(self.problem))
 
-  def with_shielded_values(self, finite):
-    """Zeros instead of the values that are not `finite`, bool [C, K]."""
+  def with_shielded_values(self, kept):
+    """Zeros instead of the values that are not `kept`, bool [C, K]."""
     width, keys = self.problem.operands.value.shape[-1], self.problem.sizes.block_kv
     values, scale = self.cut("value", (0, keys), (0, width)), self.scales("value")
     # The barrier keeps the choice out of the products: XLA:CPU would compile these twice, for
     # blocks with and without zeros, and round them in different ways.
-    values = lax.optimization_barrier(jnp.where(finite[..., None], values, 0))
+    values = lax.optimization_barrier(jnp.where(kept[..., None], values, 0))
     return self._replace(
-        values=values, value_scale=scale if scale is None else jnp.where(finite, scale, 0))
+        values=values, value_scale=scale if scale is None else jnp.where(kept, scale, 0))
 
 
 def _finite(block: _Block):
@@ -163,8 +169,11 @@ def _logits(block: _Block, rows):
   return logits
 
 
-def _hide(problem, tile, logits):
-  """-inf where the mask hides a key, and where the block before the last one had it already."""
+def _seen(problem, tile):
+  """What the mask shows, bool [C or 1, K or 1, T or 1, G or 1], of a block's own keys.
+
+  The last block has keys of the block before, where they are not multiples of its size.
+  """
   (b, j), sizes, heads, group = tile, problem.sizes, problem.heads, problem.group
 
   def orient(x):  # [H or 1, T or 1, C or 1] -> [C or 1, K or 1, T or 1, G or 1]
@@ -176,7 +185,12 @@ def _hide(problem, tile, logits):
   seen = mask.visible(at)
   if steps.key_padding(sizes):
     seen = seen & (at.key_index >= j * sizes.block_kv)
-  four = (sizes.block_kv, heads, sizes.queries, group)
+  return seen
+
+
+def _hide(problem, seen, logits):
+  """-inf where `seen` hides a key; logits [C, K, R]."""
+  four = (*logits.shape[:2], problem.sizes.queries, problem.group)
   return jnp.where(jnp.broadcast_to(seen, four).reshape(logits.shape), logits, -jnp.inf)
 
 
