@@ -71,10 +71,16 @@ def operand(shape, dtype):
 
   Swizzled over as many bytes of a row as divide it.
   """
-  itemsize = jnp.dtype(dtype).itemsize
-  swizzle = next(x for x in _SWIZZLES if shape[-1] * itemsize % x == 0)
+  columns = tile_columns(shape[-1], dtype)
   return plgpu.SMEM(shape, dtype, transforms=(
-      plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)))
+      plgpu.TilingTransform((8, columns)),
+      plgpu.SwizzleTransform(columns * jnp.dtype(dtype).itemsize)))
+
+
+def tile_columns(width: int, dtype) -> int:
+  """Columns of a tile of `operand`s, which can be cut between tiles."""
+  size = jnp.dtype(dtype).itemsize
+  return next(x for x in _SWIZZLES if width * size % x == 0) // size
 
 
 def filled(value, shape, layout):

@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from attn_core.caches import pages
-from attn_core.kernels.gpu import decode, merge, mosaic, parts
+from attn_core.kernels.gpu import decode, fold, merge, mosaic, parts, small
 from attn_core.kernels.gpu.feed import Extras
 from attn_core.kernels.gpu.logits import Logits
 from attn_core.kernels.kernel import Residuals
@@ -48,7 +48,8 @@ class Inputs(NamedTuple):
   """References in global memory."""
 
   rows: Any  # [W, K, M * R, D]
-  cache: Any
+  cache: Any  # without its scales
+  scales: tuple  # of keys and of values in 8 bits, or ()
   tables: Any  # int32 [requests, N]
   items: Any  # int32 [fields of Items, W]
 
@@ -62,6 +63,7 @@ class Cut(NamedTuple):
   block_q: int
   lines: int  # M
   page: int  # tokens
+  interpret: bool
 
 
 class _Tile(NamedTuple):
@@ -102,18 +104,28 @@ def refusal(query, cache, metadata: pages.PagesMetadata, heads: pages.Heads) -> 
     metadata: what goes with it.
     heads: those in the pages, without their padding.
   """
-  held, page = pages.dtype_of(cache), pages.page_size(cache)
-  if cache.key_scales is not None or held != query.dtype:
+  held, page, quantized = pages.dtype_of(cache), pages.page_size(cache), stored_of(cache)
+  if quantized is None and held != query.dtype:
     return (f"pages of {jnp.dtype(held).name}: the kernel for Hopper reads those of the query's "
-            "dtype")
+            "dtype, or of 8 bits")
   if page % mosaic.COPIED_TOKENS or parts.BLOCK % page and page % parts.BLOCK:
     return (f"pages of {page} tokens: the kernel for Hopper copies 8, 16, 32 or multiples of "
             f"{parts.BLOCK}")
   width = query.shape[2]
   value_width = cache.value_pages.shape[3] if isinstance(cache, pages.PagesV1) else width
-  refused = decode.refusal(held, (width, value_width), (1, page))
-  if refused:
-    return refused
+  refused = decode.refusal(query.dtype, (width, value_width), (1, page), quantized is not None)
+  if refused or quantized is None:
+    return refused or _too_large(query, cache, metadata, heads)
+  number = 0 if quantized.scales == small.TENSOR else cache.key_scales.shape[2]
+  if number % small.QUAD and (not quantized.alone or page % small.ALONE_TOKENS):
+    return (f"pages of {page} tokens with scales of {number} heads each: the kernel for Hopper "
+            f"copies those of {small.QUAD} heads together, or of {small.ALONE_TOKENS} tokens of a "
+            "head by itself")
+  return _too_large(query, cache, metadata, heads)
+
+
+def _too_large(query, cache, metadata: pages.PagesMetadata, heads: pages.Heads) -> str | None:
+  """As `refusal`, for the sake of memory."""
   cut = cut_of(paged.PagedOperands(query, cache, metadata), heads, BlockSizes())
   lines = queue.places(query.shape[0], metadata.context_lens.shape[0], cut.block_q) * (
       heads.key_heads * cut.lines)
@@ -123,6 +135,16 @@ def refusal(query, cache, metadata: pages.PagesMetadata, heads: pages.Heads) -> 
             f"kernel for Hopper keeps a result of every part of the keys, which takes {size} bytes "
             f"here, of {PARTIAL_BYTES} at most")
   return None
+
+
+def stored_of(cache) -> small.Small | None:
+  """How pages in 8 bits are stored; None: they are not."""
+  if cache.key_scales is None:
+    return None
+  by_token = pages.has_token_scales(cache)
+  return small.Small(jnp.dtype(pages.dtype_of(cache)).name,
+                     small.TOKEN if by_token else small.TENSOR,
+                     by_token and cache.key_scales.shape[2] == 1)
 
 
 def cut_of(operands: paged.PagedOperands, heads: pages.Heads, requested: BlockSizes) -> Cut:
@@ -140,8 +162,9 @@ def cut_of(operands: paged.PagedOperands, heads: pages.Heads, requested: BlockSi
     block_q = min(block_q, max(1, parts.MOST_ROWS // group))
   shape = parts.shape_of(
       block_q * group, heads[1:], cdiv(operands.metadata.page_tables.shape[1] * page, parts.BLOCK),
-      decode.part_blocks(requested))
-  return Cut(shape, heads, group, block_q, cdiv(block_q * group, shape.rows), page)
+      decode.part_blocks(requested), stored_of(operands.cache))
+  return Cut(shape, heads, group, block_q, cdiv(block_q * group, shape.rows), page,
+             mosaic.interpreted())
 
 
 def forward(operands: paged.PagedOperands, spec: PagedSpec, heads: pages.Heads,
@@ -159,8 +182,8 @@ def forward(operands: paged.PagedOperands, spec: PagedSpec, heads: pages.Heads,
   out, lse = mosaic.call(
       functools.partial(_kernel, cut, Logits(_Feed(spec, cut), False)),
       parts.partial_results(shape, lines),
-      Inputs(rows, operands.cache._replace(key_scales=None, value_scales=None), problem.tables,
-             jnp.stack(items)),
+      Inputs(rows, operands.cache._replace(key_scales=None, value_scales=None),
+             _scales(cut, operands.cache), problem.tables, jnp.stack(items)),
       parts.scratch_of(shape, dtype, max(1, parts.BLOCK // cut.page)), grid=lines * shape.parts,
       warpgroups=2, name="attn_core_paged")
   sinks = paged.row_sinks(problem)
@@ -176,6 +199,16 @@ def forward(operands: paged.PagedOperands, spec: PagedSpec, heads: pages.Heads,
     x = x.reshape(*x.shape[:2], query_heads, -1)
     return jnp.where(work.live[:, None, None], x[work.place, work.row], empty)
   return Residuals(of_tokens(out, 0), of_tokens(lse[..., None], -jnp.inf))
+
+
+def _scales(cut: Cut, cache) -> tuple:
+  """What `Inputs.scales` is."""
+  if cut.shape.stored is None:
+    return ()
+  scales = cache.key_scales, cache.value_scales
+  if cut.shape.stored.scales == small.TENSOR:
+    return tuple(x.reshape(1) for x in scales)
+  return tuple(small.packed(cut.shape.stored, x) for x in scales)
 
 
 def _items_of(problem: paged.Problem, work: queue.Queue) -> Items:
@@ -229,7 +262,8 @@ def _kernel(cut: Cut, logits: Logits, inputs: Inputs, outputs, scratch: parts.Sc
     tile = lambda n: _Tile(item, first_row, n * mosaic.int32(parts.BLOCK))
     results = (block * cut.heads.key_heads + head) * cut.lines + line
     out, lse = (x.at[results, part] for x in outputs)
-    parts.Fold(shape, logits, _NOTHING, tile, scratch).run(visit, out, lse)
+    scales = shape.stored and small.Scales(shape.stored, scratch.scales or inputs.scales, head)
+    fold.Fold(shape, logits, _NOTHING, tile, scratch, cut.interpret, scales).run(visit, out, lse)
 
 
 def _locate(cut: Cut, inputs: Inputs, item: Items, n) -> list:
@@ -242,17 +276,21 @@ def _locate(cut: Cut, inputs: Inputs, item: Items, n) -> list:
 
 def _copy(cut: Cut, inputs: Inputs, item: Items, head, n, ids, values, target):
   """Starts the copies of a block's live pages; a dead one arrives without a copy."""
-  tokens, (stage, full) = min(cut.page, parts.BLOCK), target
+  tokens, (stage, scales, full) = min(cut.page, parts.BLOCK), target
   within = mosaic.int32(0)
   if cut.page > parts.BLOCK:
     within = lax.rem(n, mosaic.int32(cut.page // parts.BLOCK)) * mosaic.int32(parts.BLOCK)
   for i, page in enumerate(ids):
     start = n * mosaic.int32(parts.BLOCK) + mosaic.int32(i * tokens)
-    source = _page(cut, inputs.cache, page, pl.ds(within, tokens), head, values)
-    place = stage.at[pl.ds(i * tokens, tokens)]
+    here, there = pl.ds(within, tokens), pl.ds(i * tokens, tokens)
+    copies = [(_page(cut, inputs.cache, page, here, head, values), stage.at[there])]
+    if scales is not None:
+      copies += [(small.quad(cut.shape.stored, inputs.scales[values], (page, here), head),
+                  scales.at[there])]
     live = start < item.length
-    pl.when(live)(functools.partial(plgpu.copy_gmem_to_smem, source, place, full))
-    pl.when(~live)(functools.partial(plgpu.barrier_arrive, full))
+    for source, place in copies:
+      pl.when(live)(functools.partial(plgpu.copy_gmem_to_smem, source, place, full))
+      pl.when(~live)(functools.partial(plgpu.barrier_arrive, full))
 
 
 def _page(cut: Cut, cache, page, tokens, head, values: bool):
@@ -261,4 +299,6 @@ def _page(cut: Cut, cache, page, tokens, head, values: bool):
     return (cache.value_pages if values else cache.key_pages).at[head, page, tokens]
   if isinstance(cache, pages.PagesV2):
     return cache.pages.at[page, tokens, 2 * head + int(values)]
-  return cache.pages.at[page, tokens, head, int(values), pl.ds(0, cut.heads.key_width)]
+  row, packing = 2 * head + int(values), mosaic.int32(pages.packing(cache.pages.dtype))
+  return cache.pages.at[page, tokens, lax.div(row, packing), lax.rem(row, packing),
+                        pl.ds(0, cut.heads.key_width)]
