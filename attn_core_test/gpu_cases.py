@@ -323,10 +323,12 @@ def paged() -> dict[str, tuple[paged_kernel.PagedOperands, pages.Heads]]:
   int8, float8 = ("int8", "token"), ("float8_e4m3fn", "tensor")
   return {"v1_pages_of_16": case(pages.PagesV1, 16, 8, 128),
           "v2_pages_of_32_few_queries": case(pages.PagesV2, 32, 8, 64, 32),
+          "v2_pages_of_48": case(pages.PagesV2, 48, 8, 128),
           "v2_pages_of_128": case(pages.PagesV2, 128, 8, 128),
           "v3_pages_of_64": case(pages.PagesV3, 64, 8, 256),
           "v2_int8_pages_of_16": case(pages.PagesV2, 16, 8, 128, stored=int8),
           "v1_int8_pages_of_32_one_head": case(pages.PagesV1, 32, 1, 64, stored=int8),
+          "v2_float8_pages_of_8": case(pages.PagesV2, 8, 8, 128, stored=("float8_e4m3fn", "token")),
           "v3_float8_pages_of_64": case(pages.PagesV3, 64, 8, 128, stored=float8)}
 
 

@@ -1,9 +1,10 @@
 """Decoding from pages on Hopper: a few queries a request, of whose pages the live ones are read.
 
 Requests' queries are cut into blocks as in `xla.paged`; a block of threads computes a part of what
-one of them sees, see `parts`. Pages come as they lie, a copy each; which these are is read in
-global memory by the warpgroup that copies, ahead of the one that computes. Parts are cut at
-multiples of their size in positions: a query's bits are the same in any batch, pages and chunk.
+one of them sees, see `parts`. Pages come as they lie, a copy each, or in pieces where blocks of
+keys end within them; which pages these are is read in global memory by the warpgroup that copies,
+ahead of the one that computes. Parts are cut at multiples of their size in positions: a query's
+bits are the same in any batch, pages and chunk.
 
 Letters: as in `xla.paged`; W blocks of queries, R rows of a line, M lines of a key head, N parts.
 """
@@ -108,16 +109,17 @@ def refusal(query, cache, metadata: pages.PagesMetadata, heads: pages.Heads) -> 
   if quantized is None and held != query.dtype:
     return (f"pages of {jnp.dtype(held).name}: the kernel for Hopper reads those of the query's "
             "dtype, or of 8 bits")
-  if page % mosaic.COPIED_TOKENS or parts.BLOCK % page and page % parts.BLOCK:
-    return (f"pages of {page} tokens: the kernel for Hopper copies 8, 16, 32 or multiples of "
-            f"{parts.BLOCK}")
+  if page % mosaic.COPIED_TOKENS:
+    return (f"pages of {page} tokens: the kernel for Hopper copies multiples of "
+            f"{mosaic.COPIED_TOKENS}")
   width = query.shape[2]
   value_width = cache.value_pages.shape[3] if isinstance(cache, pages.PagesV1) else width
   refused = decode.refusal(query.dtype, (width, value_width), (1, page), quantized is not None)
   if refused or quantized is None:
     return refused or _too_large(query, cache, metadata, heads)
   number = 0 if quantized.scales == small.TENSOR else cache.key_scales.shape[2]
-  if number % small.QUAD and (not quantized.alone or page % small.ALONE_TOKENS):
+  if number % small.QUAD and (
+      not quantized.alone or piece_of(page) % small.ALONE_TOKENS):
     return (f"pages of {page} tokens with scales of {number} heads each: the kernel for Hopper "
             f"copies those of {small.QUAD} heads together, or of {small.ALONE_TOKENS} tokens of a "
             "head by itself")
@@ -135,6 +137,11 @@ def _too_large(query, cache, metadata: pages.PagesMetadata, heads: pages.Heads) 
             f"kernel for Hopper keeps a result of every part of the keys, which takes {size} bytes "
             f"here, of {PARTIAL_BYTES} at most")
   return None
+
+
+def piece_of(page: int) -> int:
+  """Tokens that are copied together: as many as pages and blocks of keys both are multiples of."""
+  return math.gcd(page, parts.BLOCK)
 
 
 def stored_of(cache) -> small.Small | None:
@@ -172,7 +179,7 @@ def forward(operands: paged.PagedOperands, spec: PagedSpec, heads: pages.Heads,
   """out [T, H, E] and lse [T, H, 1]; see `xla.paged.forward`."""
   cut, (tokens, query_heads, _) = cut_of(operands, heads, block_sizes), operands.query.shape
   shape, dtype = cut.shape, operands.query.dtype
-  problem = paged.cut(operands, spec, heads, (cut.block_q, max(1, parts.BLOCK // cut.page)))
+  problem = paged.cut(operands, spec, heads, (cut.block_q, 1))
   work = queue.of_requests(problem, tokens)
   items = _items_of(problem, work)
   number = cut.lines * shape.rows
@@ -184,7 +191,7 @@ def forward(operands: paged.PagedOperands, spec: PagedSpec, heads: pages.Heads,
       parts.partial_results(shape, lines),
       Inputs(rows, operands.cache._replace(key_scales=None, value_scales=None),
              _scales(cut, operands.cache), problem.tables, jnp.stack(items)),
-      parts.scratch_of(shape, dtype, max(1, parts.BLOCK // cut.page)), grid=lines * shape.parts,
+      parts.scratch_of(shape, dtype, parts.BLOCK // piece_of(cut.page)), grid=lines * shape.parts,
       warpgroups=2, name="attn_core_paged")
   sinks = paged.row_sinks(problem)
   if sinks is not None:
@@ -267,22 +274,26 @@ def _kernel(cut: Cut, logits: Logits, inputs: Inputs, outputs, scratch: parts.Sc
 
 
 def _locate(cut: Cut, inputs: Inputs, item: Items, n) -> list:
-  """The pages of the n-th block of keys."""
-  if cut.page > parts.BLOCK:
-    return [inputs.tables[item.request, lax.div(n, mosaic.int32(cut.page // parts.BLOCK))]]
-  number = parts.BLOCK // cut.page
-  return [inputs.tables[item.request, n * number + i] for i in range(number)]
+  """(page, its token) where the pieces of the n-th block of keys begin."""
+  found, page = [], mosaic.int32(cut.page)
+  for start in _starts(cut, n):
+    # Behind the last page of a table nothing is live.
+    number = jnp.minimum(lax.div(start, page), mosaic.int32(inputs.tables.shape[1] - 1))
+    found.append((inputs.tables[item.request, number], lax.rem(start, page)))
+  return found
 
 
-def _copy(cut: Cut, inputs: Inputs, item: Items, head, n, ids, values, target):
-  """Starts the copies of a block's live pages; a dead one arrives without a copy."""
-  tokens, (stage, scales, full) = min(cut.page, parts.BLOCK), target
-  within = mosaic.int32(0)
-  if cut.page > parts.BLOCK:
-    within = lax.rem(n, mosaic.int32(cut.page // parts.BLOCK)) * mosaic.int32(parts.BLOCK)
-  for i, page in enumerate(ids):
-    start = n * mosaic.int32(parts.BLOCK) + mosaic.int32(i * tokens)
-    here, there = pl.ds(within, tokens), pl.ds(i * tokens, tokens)
+def _starts(cut: Cut, n) -> list:
+  """Positions of the n-th block's pieces."""
+  first = n * mosaic.int32(parts.BLOCK)
+  return [first + mosaic.int32(i) for i in range(0, parts.BLOCK, piece_of(cut.page))]
+
+
+def _copy(cut: Cut, inputs: Inputs, item: Items, head, n, places, values, target):
+  """Starts the copies of a block's live pieces; a dead one arrives without a copy."""
+  tokens, (stage, scales, full) = piece_of(cut.page), target
+  for i, (start, (page, token)) in enumerate(zip(_starts(cut, n), places)):
+    here, there = pl.ds(token, tokens), pl.ds(i * tokens, tokens)
     copies = [(_page(cut, inputs.cache, page, here, head, values), stage.at[there])]
     if scales is not None:
       copies += [(small.quad(cut.shape.stored, inputs.scales[values], (page, here), head),
