@@ -296,7 +296,8 @@ def decoded() -> dict[str, Case]:
           **{f"width_{n}_int8": common._replace(D=n, stored="int8") for n in (64, 128, 256)},
           **{f"width_{n}_float8": common._replace(D=n, stored="float8_e4m3fn")
              for n in (64, 128, 192)},
-          "width_96_float8": common._replace(D=96, E=128, stored="float8_e4m3fn"),
+          "width_96_float8": common._replace(D=96, stored="float8_e4m3fn"),
+          "width_80": common._replace(D=80), "width_96": common._replace(D=96),
           "group_of_16_int8": common._replace(D=128, K=2, stored="int8"),
           "group_of_16_float8": common._replace(D=64, K=1, H=16, stored="float8_e4m3fn"),
           "group_of_32_soft_cap_sinks_float16": common._replace(
@@ -323,7 +324,7 @@ def paged() -> dict[str, tuple[paged_kernel.PagedOperands, pages.Heads]]:
   int8, float8 = ("int8", "token"), ("float8_e4m3fn", "tensor")
   return {"v1_pages_of_16": case(pages.PagesV1, 16, 8, 128),
           "v2_pages_of_32_few_queries": case(pages.PagesV2, 32, 8, 64, 32),
-          "v2_pages_of_48": case(pages.PagesV2, 48, 8, 128),
+          "v2_pages_of_48": case(pages.PagesV2, 48, 8, 80),
           "v2_pages_of_128": case(pages.PagesV2, 128, 8, 128),
           "v3_pages_of_64": case(pages.PagesV3, 64, 8, 256),
           "v2_int8_pages_of_16": case(pages.PagesV2, 16, 8, 128, stored=int8),

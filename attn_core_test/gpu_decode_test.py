@@ -61,12 +61,14 @@ CASES = {
     "by_head": Case(masks.custom(lambda b, h, q, k: (k + h) % 3 == q), T=2, S=64, H=6, K=2),
     "wide": Case(masks.full(), T=1, S=72, H=1, D=256),
     "width_192": Case(masks.offset(masks.causal(), 60), T=3, S=64, H=3, K=1, D=192),
+    "width_80": Case(masks.lengths(None, np.array([71, 0], np.int32)), B=2, T=3, S=72, H=6, K=2,
+                     D=80),
     "one_head_int8": Case(masks.lengths(None, np.array([71, 0], np.int32)), B=2, T=1, S=72, H=3,
                           K=1, D=128, stored="int8"),
-    "widths_96_128_int8": Case(masks.full(), T=5, S=136, H=28, K=4, D=96, E=128, stored="int8",
+    "widths_128_96_int8": Case(masks.full(), T=5, S=136, H=28, K=4, D=128, E=96, stored="int8",
                                spec={"logits_soft_cap": 3.0}),
     "lengths_float8": Case(masks.lengths(None, np.array([129, 0, 70], np.int32)), B=3, T=1, S=136,
-                           H=5, K=5, D=192, E=64, stored="float8_e4m3fn", blocks=PART),
+                           H=5, K=5, D=192, E=96, stored="float8_e4m3fn", blocks=PART),
     "wide_float8": Case(masks.offset(masks.causal(), 60), T=3, S=64, H=3, K=1, D=256,
                         stored="float8_e4m3fn", extras={"sinks": ((1, 3), "float32")}),
 }
@@ -175,7 +177,8 @@ class RowsTest(parameterized.TestCase):
         for x, y in zip(whole, other):
           np.testing.assert_array_equal(np.asarray(x)[order], y)
 
-        scales = ((4, 0, 100, 1), (3, 2, 64, 0), (4, 2, 64, 1))  # the first one's block is seen whole
+        # The first one's block is seen whole.
+        scales = ((4, 0, 100, 1), (3, 2, 64, 0), (4, 2, 64, 1))
         numbers = ((2, 0, 199, 0), (1, 3, 100, 0)) if dtype != "int8" else ()
         self.spoils(run, small_arrays(rows, dtype), whole, scales + numbers)
 
@@ -215,8 +218,9 @@ class ChoiceTest(parameterized.TestCase):
     for arguments, words in (
         (dict(dtype="float32"), "dtype float32.*bfloat16 and float16"),
         (dict(dtype="int8", query="float16"), "float16 with .* 8 bits"),
-        (dict(dtype="int8", width=80), "head_dim of 80 in 8 bits"), (dict(slots=201), "201 slots.*multiples of 8"),
-        (dict(width=72), "head_dim of 72"), (dict(value_width=96), "value width of 96"),
+        (dict(dtype="int8", width=80), "head_dim of 80 in 8 bits"),
+        (dict(slots=201), "201 slots.*multiples of 8"),
+        (dict(width=72), "head_dim of 72"), (dict(value_width=72), "value width of 72"),
         (dict(tokens=65), "65 queries"),
         (dict(precision="highest"), "precision")):
       self.assertRegex(self.kernel(**arguments), f"by decode.xla, not by decode.gpu: .*{words}")
@@ -229,7 +233,7 @@ class ChoiceTest(parameterized.TestCase):
   def test_blocks_that_are_chosen_fit(self):
     kinds = (None, *(small.Small("int8", small.TOKEN, alone) for alone in (False, True)))
     for *widths, rows, stored in itertools.product(
-        parts.WIDTHS, parts.VALUE_WIDTHS, (1, 9, 40), kinds):
+        parts.WIDTHS, parts.WIDTHS, (1, 9, 40), kinds):
       shape = parts.shape_of(rows, tuple(widths), 64, None, stored)
       self.assertLessEqual(parts.shared_memory(shape), mosaic.SHARED_MEMORY, shape)
       self.assertGreaterEqual(min(shape.stages), 2, shape)
@@ -278,7 +282,7 @@ class CompileTest(parameterized.TestCase):
       # Of 256 threads each; a processor has 65,536 registers.
       self.assertLessEqual(part.registers, 128)
     # 16 long and 64 keys, or 64 values, high.
-    products = shape.width // 16 + shape.value_width // 64 * (parts.BLOCK // 16)
+    products = shape.width // 16 + shape.value_rows // 64 * (parts.BLOCK // 16)
     self.assertEqual([loop["products"] for loop in part.loops], [products] * len(part.loops))
     self.assertNotEmpty(part.loops)
 

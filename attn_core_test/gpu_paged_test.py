@@ -43,7 +43,7 @@ RAGGED = Case((70, 0, 130, 9), (1, 0, 5, 2), H=2, K=1, page=32, D=64, unused=1, 
 # In 8 bits, with scales per token and head, and with one for all keys and one for all values.
 SMALL = (
     ("int8_pages_of_16", PagesV2, "int8", "token",
-     Case((70, 0, 123, 9), (1, 0, 2, 2), H=8, K=4, page=16, D=64, dtype="bfloat16")),
+     Case((70, 0, 123, 9), (1, 0, 2, 2), H=8, K=4, page=16, D=96, dtype="bfloat16")),
     ("int8_pages_of_24", PagesV2, "int8", "token",
      Case((70, 192, 150, 9), (1, 1, 2, 2), H=8, K=4, page=24, D=64, dtype="bfloat16")),
     ("float8_pages_of_32_of_one_head", PagesV1, "float8_e4m3fn", "token",
@@ -214,7 +214,7 @@ class CompileTest(parameterized.TestCase):
     self.assertLessEqual(part.shared_memory, parts.shared_memory(shape))
     if parts.two_at_once(shape):
       self.assertLessEqual(part.registers, 128)
-    products = shape.width // 16 + shape.value_width // 64 * (parts.BLOCK // 16)
+    products = shape.width // 16 + shape.value_rows // 64 * (parts.BLOCK // 16)
     self.assertEqual([loop["products"] for loop in part.loops], [products] * len(part.loops))
     self.assertNotEmpty(part.loops)
 

@@ -131,9 +131,8 @@ def refusal(dtype, widths: tuple[int, int], lengths: tuple[int, int],
   if quantized and dtype != small.DTYPE:
     return (f"dtype {dtype} with keys and values in 8 bits: the kernel for Hopper computes these "
             f"with queries of {small.DTYPE}")
-  for name, width, known in zip(("head_dim", "value width"), widths,
-                                (parts.WIDTHS, parts.VALUE_WIDTHS)):
-    known = [x for x in known if not quantized or x % small.WIDTH == 0]
+  known = [x for x in parts.WIDTHS if not quantized or x % small.WIDTH == 0]
+  for name, width in zip(("head_dim", "value width"), widths):
     if width not in known:
       return (f"a {name} of {width}{' in 8 bits' * quantized}: the kernel for Hopper reads a cache "
               f"as it is, and computes {', '.join(map(str, known))}")
@@ -221,11 +220,16 @@ def _kernel(cut: Cut, logits: Logits, inputs: Inputs, outputs, scratch: parts.Sc
                             scratch.query, scratch.query_full)
     def copy(_, block, values, target):
       stage, scales, full = target
-      source, keys = inputs.value if values else inputs.key, pl.ds(block * parts.BLOCK, parts.BLOCK)
-      plgpu.copy_gmem_to_smem(source.at[place.batch, keys, place.head], stage, full)
+      source, first = inputs.value if values else inputs.key, block * parts.BLOCK
+      tokens = parts.together(shape, values, parts.BLOCK)
+      for n in range(0, parts.BLOCK, tokens):
+        plgpu.copy_gmem_to_smem(
+            source.at[place.batch, pl.ds(first + n, tokens), place.head],
+            stage.at[pl.ds(n, tokens)], full)
       if scales is not None:
         plgpu.copy_gmem_to_smem(small.quad(
-            shape.stored, inputs.scales[values], (place.batch, keys), place.head), scales, full)
+            shape.stored, inputs.scales[values], (place.batch, pl.ds(first, parts.BLOCK)),
+            place.head), scales, full)
     parts.copy_blocks(shape, scratch, visit, row.block, copy)
 
   @pl.when((warpgroup == 0) & (visit.first < visit.end))

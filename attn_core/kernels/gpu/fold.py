@@ -21,7 +21,7 @@ class _Running(NamedTuple):
 
   highest: Any  # [R]: logits times log2(e); -inf before the first visible key
   total: Any  # [C, R]: to be summed over C
-  output: Any  # [E, R]
+  output: Any  # [E', R]
 
 
 class Fold(NamedTuple):
@@ -36,12 +36,12 @@ class Fold(NamedTuple):
   scales: small.Scales | None = None  # of keys and values in 8 bits
 
   def run(self, visit: parts.Visit, out, lse):
-    """From the first block to the copy of the results to references [E, R] and [R]."""
+    """From the first block to the copy of the results to references [E', R] and [R]."""
     shape = self.shape
     running = _Running(
         mosaic.filled(-jnp.inf, (shape.rows,), mosaic.COLUMNS),
         mosaic.filled(0, (parts.BLOCK, shape.rows), mosaic.TILE),
-        mosaic.filled(0, (shape.value_width, shape.rows), mosaic.TILE))
+        mosaic.filled(0, (shape.value_rows, shape.rows), mosaic.TILE))
     plgpu.barrier_wait(self.scratch.query_full)
     bounds = visit.first, visit.first_full, visit.end_full, visit.end
     if visit.first_full is None:
@@ -98,13 +98,15 @@ class Fold(NamedTuple):
     """As `scores`, with factors [C] of the weights or None; converts the values."""
     scratch, scales, (key, value) = self.scratch, self.scales, slots
     def pieces():
-      for columns, x in small.load(scratch.key, key, scratch.query.dtype):
+      for columns, x in small.load(
+          scratch.key.at[key], self.shape.width, scratch.query.dtype):
         yield x, scratch.query.at[:, columns].T
     def convert():
       plgpu.barrier_wait(scratch.value_full.at[value])
       # Until all warps are past the last product of values, it may read what is written now.
       plgpu.commit_smem()
-      for columns, x in small.load(scratch.value, value, scratch.converted.dtype):
+      for columns, x in small.load(
+          scratch.value.at[value], self.shape.value_width, scratch.converted.dtype):
         scratch.converted[:, columns] = x
       spoilt, factors = None, scales.rows(True, value)
       plgpu.barrier_arrive(scratch.value_free.at[value])
@@ -129,24 +131,34 @@ class Fold(NamedTuple):
     0 * NaN is NaN, and would reach those from whom the key is hidden.
 
     Args:
-      values: reference [C, E].
+      values: reference [C, E'].
     """
     def columns(n, spoilt):  # few at a time, for the sake of registers
       part = values.at[:, pl.ds(n * parts.BLOCK, parts.BLOCK)]
       value = mosaic.load(part, mosaic.TILE).astype(jnp.float32)
-      zero = 0.0 * value  # or NaN
+      zero = self.within(0.0 * value, 1, n * parts.BLOCK)  # or NaN
       part[...] = jnp.where(zero == 0.0, value, 0.0).astype(values.dtype)
       return spoilt + zero.sum(axis=1)
     spoilt = lax.fori_loop(
-        mosaic.int32(0), mosaic.int32(self.shape.value_width // parts.BLOCK), columns,
+        mosaic.int32(0), mosaic.int32(self.shape.value_rows // parts.BLOCK), columns,
         mosaic.filled(0, (parts.BLOCK,), mosaic.ROWS))
     plgpu.commit_smem()
     return spoilt
 
+  def within(self, x, axis: int, first):
+    """0 instead of what lies beyond the value width, along an axis that begins at `first`."""
+    shape = self.shape
+    if shape.value_rows == shape.value_width:
+      return x
+    numbers = plgpu.broadcasted_iota(
+        jnp.int32, (x.shape[axis],), 0, layout=mosaic.COLUMNS if axis else mosaic.ROWS)
+    numbers = parts.along(lax.optimization_barrier(numbers + first), x.shape, axis)
+    return jnp.where(numbers < mosaic.int32(shape.value_width), x, 0.0)
+
   def write(self, running: _Running, out, lse):
     """Normalises and copies a part's results."""
     scratch, (highest, total, output) = self.scratch, running
-    total = total.sum(axis=0)
+    output, total = self.within(output, 0, 0), total.sum(axis=0)
     number = None if self.scales is None else self.scales.number(True)
     if number is not None:  # whatever it is, it is nothing to a row that saw nothing
       number = jnp.where(total == 0.0, 0.0, jnp.full_like(total, number))

@@ -66,12 +66,17 @@ def call(body, outputs, inputs, scratch, *, grid: int, name: str, warpgroups: in
           approx_math=True, lowering_semantics=LoweringSemantics.Lane))(*arrays)
 
 
-def operand(shape, dtype):
+def operand(shape, dtype, width: int | None = None):
   """Shared memory for operands of products, [..., rows, columns], as TMA and the products want it.
 
   Swizzled over as many bytes of a row as divide it.
+
+  Args:
+    shape: of it.
+    dtype: of it.
+    width: columns that are copied, the first ones; None: all.
   """
-  columns = tile_columns(shape[-1], dtype)
+  columns = tile_columns(width or shape[-1], dtype)
   return plgpu.SMEM(shape, dtype, transforms=(
       plgpu.TilingTransform((8, columns)),
       plgpu.SwizzleTransform(columns * jnp.dtype(dtype).itemsize)))

@@ -191,7 +191,7 @@ def forward(operands: paged.PagedOperands, spec: PagedSpec, heads: pages.Heads,
       parts.partial_results(shape, lines),
       Inputs(rows, operands.cache._replace(key_scales=None, value_scales=None),
              _scales(cut, operands.cache), problem.tables, jnp.stack(items)),
-      parts.scratch_of(shape, dtype, parts.BLOCK // piece_of(cut.page)), grid=lines * shape.parts,
+      parts.scratch_of(shape, dtype, piece_of(cut.page)), grid=lines * shape.parts,
       warpgroups=2, name="attn_core_paged")
   sinks = paged.row_sinks(problem)
   if sinks is not None:
@@ -292,12 +292,15 @@ def _starts(cut: Cut, n) -> list:
 def _copy(cut: Cut, inputs: Inputs, item: Items, head, n, places, values, target):
   """Starts the copies of a block's live pieces; a dead one arrives without a copy."""
   tokens, (stage, scales, full) = piece_of(cut.page), target
+  some = parts.together(cut.shape, values, tokens)
   for i, (start, (page, token)) in enumerate(zip(_starts(cut, n), places)):
-    here, there = pl.ds(token, tokens), pl.ds(i * tokens, tokens)
-    copies = [(_page(cut, inputs.cache, page, here, head, values), stage.at[there])]
+    first = i * tokens
+    copies = [(_page(cut, inputs.cache, page, pl.ds(token + k, some), head, values),
+               stage.at[pl.ds(first + k, some)]) for k in range(0, tokens, some)]
     if scales is not None:
-      copies += [(small.quad(cut.shape.stored, inputs.scales[values], (page, here), head),
-                  scales.at[there])]
+      copies += [(small.quad(cut.shape.stored, inputs.scales[values],
+                             (page, pl.ds(token, tokens)), head),
+                  scales.at[pl.ds(first, tokens)])]
     live = start < item.length
     for source, place in copies:
       pl.when(live)(functools.partial(plgpu.copy_gmem_to_smem, source, place, full))

@@ -13,7 +13,8 @@ bits are the same in any batch. Flash-decoding, https://pytorch.org/blog/flash-d
 `fold` is what computes.
 
 Letters: L lines: a key head of a batch row and up to 32 of its rows; N parts of a line; R rows
-(queries and heads of a group, padded); C keys of a block; D query and key width, E value width.
+(queries and heads of a group, padded); C keys of a block; D query and key width, E value width, E'
+padded.
 """
 
 import functools
@@ -34,8 +35,7 @@ ROWS = 8  # R is a multiple, up to MOST_ROWS, for which there are registers
 MOST_ROWS = 32
 PART_BLOCKS = 8  # of a part, but for caches of more than MOST_PARTS such parts
 MOST_PARTS = 32
-WIDTHS = (64, 80, 96, 128, 192, 256)  # of D
-VALUE_WIDTHS = (64, 128, 192, 256)  # E makes rows of a product
+WIDTHS = (64, 80, 96, 128, 192, 256)  # D and E
 MOST_STAGES = 6
 OTHER_BYTES = 3328  # for barriers, alignment, and what reductions across warps need
 SMALL_BYTES = 2048  # more of these, for keys and values in 8 bits
@@ -49,6 +49,7 @@ class Shape(NamedTuple):
   rows: int  # R
   width: int  # D
   value_width: int  # E
+  value_rows: int  # E padded to rows of a product; what is in the padding is of no account
   stages: tuple[int, int]  # of keys, of values
   blocks: int  # of keys, of a part
   parts: int  # N
@@ -60,11 +61,11 @@ class Scratch(NamedTuple):
 
   query: Any  # [R, D]
   key: Any  # [stages, C, D]
-  value: Any  # [stages, C, E]
+  value: Any  # [stages, C, E']
   scales: tuple  # float32 of keys and of values in 8 bits, [stages, C] or [stages, C, QUAD], or ()
-  converted: Any  # [C, E] of values in 8 bits, or None
+  converted: Any  # [C, E'] of values in 8 bits, or None
   weights: Any  # [R, C]
-  out: Any  # float32 [E, R]
+  out: Any  # float32 [E', R]
   lse: Any  # float32 [R]
   query_full: Any
   key_full: Any
@@ -90,7 +91,8 @@ def shape_of(count: int, widths: tuple[int, int], blocks: int, part_blocks: int 
   """
   if part_blocks is None:
     part_blocks = max(PART_BLOCKS, cdiv(blocks, MOST_PARTS))
-  shape = Shape(rows_of(count), *widths, (1, 1), part_blocks, cdiv(blocks, part_blocks), stored)
+  shape = Shape(rows_of(count), *widths, cdiv(widths[1], BLOCK) * BLOCK, (1, 1), part_blocks,
+                cdiv(blocks, part_blocks), stored)
   memory = HALF if two_at_once(shape) else mosaic.SHARED_MEMORY
   for number in range(3, 2 * MOST_STAGES + 1):  # one more of keys, one more of values, ...
     more = shape._replace(stages=(cdiv(number, 2), number // 2))
@@ -113,32 +115,47 @@ def two_at_once(shape: Shape) -> bool:
 def shared_memory(shape: Shape) -> int:
   """Bytes that a part takes."""
   keys, values = shape.stages
-  staged = BLOCK * (keys * shape.width + values * shape.value_width)
-  own = 2 * shape.rows * (shape.width + BLOCK) + 4 * shape.rows * (shape.value_width + 1)
+  staged = BLOCK * (keys * shape.width + values * shape.value_rows)
+  own = 2 * shape.rows * (shape.width + BLOCK) + 4 * shape.rows * (shape.value_rows + 1)
   if shape.stored is None:
     return 2 * staged + own + OTHER_BYTES
   staged += (keys + values) * shape.stored.scale_bytes(BLOCK)
-  return staged + 2 * BLOCK * shape.value_width + own + OTHER_BYTES + SMALL_BYTES
+  return staged + 2 * BLOCK * shape.value_rows + own + OTHER_BYTES + SMALL_BYTES
 
 
-def scratch_of(shape: Shape, dtype, copies: int = 1) -> Scratch:
-  """What a part of queries of a dtype needs, where so many copies of tokens fill a stage."""
+def together(shape: Shape, values: bool, tokens: int) -> int:
+  """Tokens of keys or values that are copied together, where so many lie side by side."""
+  # Into the first columns of a stage go as many tokens as a tile has rows.
+  padded = values and shape.value_rows > shape.value_width
+  return min(tokens, mosaic.COPIED_TOKENS) if padded else tokens
+
+
+def scratch_of(shape: Shape, dtype, tokens: int = BLOCK) -> Scratch:
+  """What a part needs.
+
+  Args:
+    shape: of it.
+    dtype: of queries.
+    tokens: of a block of keys that lie side by side.
+  """
   keys, values = shape.stages
   kind, scales, converted = dtype, (), None
   if shape.stored is not None:
     kind = shape.stored.dtype
     scales = tuple(plgpu.SMEM((n, *scale), jnp.float32) for n in shape.stages
                    for scale in shape.stored.scale_shapes(BLOCK))
-    converted = mosaic.operand((BLOCK, shape.value_width), dtype)
-    copies *= 2 if scales else 1
-  full, free = ([plgpu.Barrier(num_arrivals=arrivals, num_barriers=n) for n in shape.stages]
-                for arrivals in (copies, 1))
+    converted = mosaic.operand((BLOCK, shape.value_rows), dtype, shape.value_width)
+  copies = [BLOCK // together(shape, values, tokens) + (BLOCK // tokens if scales else 0)
+            for values in (False, True)]
+  full, free = ([plgpu.Barrier(num_arrivals=m, num_barriers=n)
+                 for m, n in zip(arrivals, shape.stages)] for arrivals in (copies, (1, 1)))
   return Scratch(
       mosaic.operand((shape.rows, shape.width), dtype),
       mosaic.operand((keys, BLOCK, shape.width), kind),
-      mosaic.operand((values, BLOCK, shape.value_width), kind), scales, converted,
-      mosaic.operand((shape.rows, BLOCK), dtype),
-      mosaic.operand((shape.value_width, shape.rows), jnp.float32),
+      mosaic.operand((values, BLOCK, shape.value_rows), kind, shape.value_width), scales, converted,
+      # Both operands of a product are swizzled in the same way.
+      mosaic.operand((shape.rows, BLOCK), dtype, mosaic.tile_columns(shape.value_width, dtype)),
+      mosaic.operand((shape.value_rows, shape.rows), jnp.float32),
       plgpu.SMEM((shape.rows,), jnp.float32), plgpu.Barrier(), *full, *free)
 
 
@@ -168,7 +185,7 @@ def live_parts(shape: Shape, first, end):
 
 def partial_results(shape: Shape, lines: int):
   """(out, lse) of all parts: lse times log2(e)."""
-  return (jax.core.ShapedArray((lines, shape.parts, shape.value_width, shape.rows), jnp.float32),
+  return (jax.core.ShapedArray((lines, shape.parts, shape.value_rows, shape.rows), jnp.float32),
           jax.core.ShapedArray((lines, shape.parts, shape.rows), jnp.float32))
 
 
@@ -185,13 +202,18 @@ def copy_blocks(shape: Shape, scratch: Scratch, visit: Visit, locate, copy):
       (False, scratch.key, scratch.key_full, scratch.key_free, shape.stages[0]),
       (True, scratch.value, scratch.value_full, scratch.value_free, shape.stages[1]))
 
+  def stage_of(ring, values, slot):
+    if not values or shape.value_rows == shape.value_width:
+      return ring.at[slot]
+    return ring.at[slot, :, pl.ds(0, shape.value_width)]
+
   def fill(n, _):
     number, place = n - visit.first, locate(n)
     for values, ring, full, free, stages in rings:
       slot = lax.rem(number, mosaic.int32(stages))
       pl.when(number >= stages)(functools.partial(plgpu.barrier_wait, free.at[slot]))
       scales = scratch.scales[values].at[slot] if scratch.scales else None
-      copy(n, place, values, (ring.at[slot], scales, full.at[slot]))
+      copy(n, place, values, (stage_of(ring, values, slot), scales, full.at[slot]))
     return ()
 
   lax.fori_loop(visit.first, visit.end, fill, ())

@@ -91,23 +91,23 @@ def quad(small: Small, scales, where: tuple, head):
   return scales.at[(*where, pl.ds(first, QUAD))]
 
 
-def load(ref, slot, dtype):
+def load(ref, width: int, dtype):
   """Yields numbers in 8 bits as those of `dtype`, exactly, in registers as products lie there.
 
   Args:
-    ref: `operand` [stages, C, W].
-    slot: a stage.
+    ref: a stage [C, W].
+    width: columns that are copied.
     dtype: of the result.
 
   Yields:
     (some columns, [C, columns]); few at a time, for the sake of registers.
   """
-  width = mosaic.tile_columns(ref.shape[-1], ref.dtype)
-  for first in range(0, ref.shape[-1], width):
-    x = mosaic.load(ref.at[slot, :, pl.ds(first, width)], mosaic.TILE)
+  columns = mosaic.tile_columns(width, ref.dtype)
+  for first in range(0, width, columns):
+    x = mosaic.load(ref.at[:, pl.ds(first, columns)], mosaic.TILE)
     if jnp.issubdtype(ref.dtype, jnp.integer):
-      yield pl.ds(first, width), x.astype(dtype)
+      yield pl.ds(first, columns), x.astype(dtype)
       continue
-    for start in range(0, width, PIECE):  # there is no shorter way for them than by float32
+    for start in range(0, columns, PIECE):  # there is no shorter way for them than by float32
       piece = x[:, start:start + PIECE].astype(jnp.float32).astype(dtype)
       yield pl.ds(first + start, piece.shape[1]), piece
