@@ -38,6 +38,7 @@ MOST_PARTS = 32
 WIDTHS = (64, 80, 96, 128, 192, 256)  # D and E
 MOST_STAGES = 6
 OTHER_BYTES = 3328  # for barriers, alignment, and what reductions across warps need
+ALIGNED = 1024  # bytes that operands begin at multiples of
 SMALL_BYTES = 2048  # more of these, for keys and values in 8 bits
 # A processor's shared memory holds two blocks of threads, each with a reserve of the system's.
 HALF = (mosaic.SHARED_MEMORY + 1024) // 2 - 1024
@@ -116,7 +117,8 @@ def shared_memory(shape: Shape) -> int:
   """Bytes that a part takes."""
   keys, values = shape.stages
   staged = BLOCK * (keys * shape.width + values * shape.value_rows)
-  own = 2 * shape.rows * (shape.width + BLOCK) + 4 * shape.rows * (shape.value_rows + 1)
+  own = cdiv(2 * shape.rows * shape.width, ALIGNED) * ALIGNED + shape.rows * (
+      2 * BLOCK + 4 * (shape.value_rows + 1))
   if shape.stored is None:
     return 2 * staged + own + OTHER_BYTES
   staged += (keys + values) * shape.stored.scale_bytes(BLOCK)
