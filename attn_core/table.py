@@ -194,9 +194,10 @@ _ring_tpu = _ring_tpu._replace(preferred=_ring_tpu._replace(
     run=ring.tpu_remote, limits=_remote_limits))
 _decode = Implementation(decode.xla, _DECODE, LINEAR, shards_keys=True)
 _decode_hopper = Implementation(
-    decode.gpu, _DECODE & _HOPPER, LINEAR,
-    lambda request: gpu_decode.refusal(request.dtype, (
-        request.width, request.value_width or request.width), request.lengths), shards_keys=True)
+    decode.gpu, _DECODE & _HOPPER | {"quantized"}, LINEAR,
+    lambda request: gpu_decode.refusal(
+        request.dtype, (request.width, request.value_width or request.width), request.lengths,
+        "quantized" in request.features), shards_keys=True)
 _gpu = _xla._replace(preferred=_cudnn._replace(limits=_cudnn_gradient_limits))
 
 _PAGED = frozenset({"gqa", "value_width", "float16", "float64", "causal", "window", "sinks",

@@ -12,7 +12,7 @@ import numpy as np
 
 from attn_core import OperationMetadata, masks
 from attn_core.benchmarks import static_gpu
-from attn_core.caches import pages
+from attn_core.caches import pages, quantize
 from attn_core.kernels.gpu import decode, flash, paged as gpu_paged, tuned
 from attn_core.kernels.kernel import Residuals
 from attn_core.kernels.xla import paged as paged_kernel
@@ -52,6 +52,7 @@ class Case(NamedTuple):
   D: int = 64
   E: int | None = None  # None: D
   dtype: str = "bfloat16"
+  stored: str | None = None  # of keys and values in 8 bits; None: `dtype`
   spec: dict = {}  # fields of AttentionSpec
   extras: dict = {}  # of Operands: name -> (shape, dtype)
   blocks: BlockSizes = BlockSizes()
@@ -64,15 +65,24 @@ class Case(NamedTuple):
     extras = {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
               for name, (shape, dtype) in self.extras.items()}
     leaves = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(self.mask))
-    return Operands(of(self.B, self.T, self.H, self.D), of(self.B, S, K, self.D),
-                    of(self.B, S, K, E), mask=MaskOperands(leaves), **extras)
+    found = Operands(of(self.B, self.T, self.H, self.D), of(self.B, S, K, self.D),
+                     of(self.B, S, K, E), mask=MaskOperands(leaves), **extras)
+    return jax.eval_shape(self._store, found)
+
+  def _store(self, operands: Operands) -> Operands:
+    """Keys and values as they are stored."""
+    if self.stored is None:
+      return operands
+    key, value = (quantize.quantize(x, self.stored) for x in (operands.key, operands.value))
+    return operands._replace(key=key[0], value=value[0], key_scale=key[1], value_scale=value[1])
 
   def operands(self) -> Operands:
     """Random numbers, and the mask's own."""
     rng = np.random.default_rng(0)
     fill = lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype)
     leaves = tuple(map(jnp.asarray, jax.tree.leaves(self.mask)))
-    return jax.tree.map(fill, self.shapes._replace(mask=None))._replace(mask=MaskOperands(leaves))
+    found = self._replace(stored=None).shapes._replace(mask=None)
+    return self._store(jax.tree.map(fill, found))._replace(mask=MaskOperands(leaves))
 
   @property
   def full_spec(self) -> AttentionSpec:
@@ -114,6 +124,10 @@ class Case(NamedTuple):
 
   def oracle(self, operands: Operands) -> tuple[Any, Any]:
     """(out, lse) in float32."""
+    if self.stored is not None:
+      operands = operands._replace(
+          key=quantize.dequantize(operands.key, operands.key_scale), key_scale=None,
+          value=quantize.dequantize(operands.value, operands.value_scale), value_scale=None)
     wide = {name: getattr(operands, name).astype(jnp.float32) for name in ("query", "key", "value")}
     output = oracle.attention(operands._replace(**wide), self.full_spec)
     return output.attention_outputs, output.lse
@@ -283,6 +297,13 @@ def decoded() -> dict[str, Case]:
   return {**{f"width_{n}": common._replace(D=n) for n in (64, 128, 256)},
           "widths_192_128": common._replace(D=192, E=128),
           "group_of_16": common._replace(D=128, K=2),
+          **{f"width_{n}_int8": common._replace(D=n, stored="int8") for n in (64, 128, 256)},
+          **{f"width_{n}_float8": common._replace(D=n, stored="float8_e4m3fn")
+             for n in (64, 128, 192)},
+          "width_96_float8": common._replace(D=96, stored="float8_e4m3fn"),
+          "width_80": common._replace(D=80), "width_96": common._replace(D=96),
+          "group_of_16_int8": common._replace(D=128, K=2, stored="int8"),
+          "group_of_16_float8": common._replace(D=64, K=1, H=16, stored="float8_e4m3fn"),
           "group_of_32_soft_cap_sinks_float16": common._replace(
               D=128, K=1, dtype="float16", spec={"logits_soft_cap": 30.0},
               extras={"sinks": ((1, 32), "float32")})}
@@ -297,17 +318,23 @@ def decode_programs() -> dict[str, tuple[Any, tuple]]:
 
 def paged() -> dict[str, tuple[paged_kernel.PagedOperands, pages.Heads]]:
   """Calls of the kernel for pages: shapes."""
-  def case(layout, page, key_heads, width, tokens=8):
+  def case(layout, page, key_heads, width, tokens=8, stored=("bfloat16", None)):
     array = lambda shape, dtype="int32": jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     heads = pages.Heads(key_heads, width, width)
-    cache = jax.eval_shape(lambda: pages.init(layout, 64, page, heads))
+    cache = jax.eval_shape(lambda: pages.init(layout, 64, page, heads, *stored))
     metadata = pages.PagesMetadata(array((8, 4096 // page)), array((8,)), array((9,)))
     query = array((tokens, 32, width), "bfloat16")
     return paged_kernel.PagedOperands(query, cache, metadata), heads
+  int8, float8 = ("int8", "token"), ("float8_e4m3fn", "tensor")
   return {"v1_pages_of_16": case(pages.PagesV1, 16, 8, 128),
           "v2_pages_of_32_few_queries": case(pages.PagesV2, 32, 8, 64, 32),
+          "v2_pages_of_48": case(pages.PagesV2, 48, 8, 80),
           "v2_pages_of_128": case(pages.PagesV2, 128, 8, 128),
-          "v3_pages_of_64": case(pages.PagesV3, 64, 8, 256)}
+          "v3_pages_of_64": case(pages.PagesV3, 64, 8, 256),
+          "v2_int8_pages_of_16": case(pages.PagesV2, 16, 8, 128, stored=int8),
+          "v1_int8_pages_of_32_one_head": case(pages.PagesV1, 32, 1, 64, stored=int8),
+          "v2_float8_pages_of_8": case(pages.PagesV2, 8, 8, 128, stored=("float8_e4m3fn", "token")),
+          "v3_float8_pages_of_64": case(pages.PagesV3, 64, 8, 128, stored=float8)}
 
 
 def paged_programs() -> dict[str, tuple[Any, tuple]]:

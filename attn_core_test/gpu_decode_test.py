@@ -22,8 +22,8 @@ import numpy as np
 
 from attn_core import BlockSizes, OperationMetadata, attention, explain, masks
 from attn_core.benchmarks import static_gpu
-from attn_core.caches import dense
-from attn_core.kernels.gpu import decode, mosaic, parts
+from attn_core.caches import dense, quantize
+from attn_core.kernels.gpu import decode, mosaic, parts, small
 from attn_core.types import MaskOperands
 from attn_core_test import gpu_cases
 from attn_core_test.gpu_cases import Case
@@ -34,7 +34,7 @@ TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3}
 PART = BlockSizes(block_kv=128)
 # ATTN_CORE_EVERY=1 asks for all of what follows, otherwise for what is least like the rest.
 FEW = ("ring_window_cap_sinks", "rows_beyond_one_line", "width_128",
-       "group_of_32_soft_cap_sinks_float16")
+       "group_of_32_soft_cap_sinks_float16", "width_128_float8")
 NAME = "autoregressive_decodeattn"
 CPU = {"metadata": OperationMetadata(platform="cpu")}
 
@@ -61,6 +61,16 @@ CASES = {
     "by_head": Case(masks.custom(lambda b, h, q, k: (k + h) % 3 == q), T=2, S=64, H=6, K=2),
     "wide": Case(masks.full(), T=1, S=72, H=1, D=256),
     "width_192": Case(masks.offset(masks.causal(), 60), T=3, S=64, H=3, K=1, D=192),
+    "width_80": Case(masks.lengths(None, np.array([71, 0], np.int32)), B=2, T=3, S=72, H=6, K=2,
+                     D=80),
+    "one_head_int8": Case(masks.lengths(None, np.array([71, 0], np.int32)), B=2, T=1, S=72, H=3,
+                          K=1, D=128, stored="int8"),
+    "widths_128_96_int8": Case(masks.full(), T=5, S=136, H=28, K=4, D=128, E=96, stored="int8",
+                               spec={"logits_soft_cap": 3.0}),
+    "lengths_float8": Case(masks.lengths(None, np.array([129, 0, 70], np.int32)), B=3, T=1, S=136,
+                           H=5, K=5, D=192, E=96, stored="float8_e4m3fn", blocks=PART),
+    "wide_float8": Case(masks.offset(masks.causal(), 60), T=3, S=64, H=3, K=1, D=256,
+                        stored="float8_e4m3fn", extras={"sinks": ((1, 3), "float32")}),
 }
 
 
@@ -95,15 +105,28 @@ def arrays(rows, number=None):
   return [jnp.asarray(x[rows], jnp.bfloat16) for x in (query, key, value)]
 
 
-def cache_of(rows, key, value):
+def small_arrays(rows, dtype, spoil=False):
+  """The same in 8 bits, with scales; `spoil`: what nobody sees is NaN, scales included."""
+  query, *cache = arrays(np.arange(4))
+  slot = np.arange(200)
+  seen = ((slot >= STARTS[:, None]) & (slot < LENGTHS[:, None]))[..., None]
+  (key, key_scale), (value, value_scale) = (quantize.quantize(x, dtype) for x in cache)
+  if spoil:
+    key_scale, value_scale = (jnp.where(seen, x, jnp.nan) for x in (key_scale, value_scale))
+    odd = jnp.full((), -128 if dtype == "int8" else jnp.nan, dtype)
+    key, value = (jnp.where(seen[..., None], x, odd) for x in (key, value))
+  return [x[rows] for x in (query, key, value, key_scale, value_scale)]
+
+
+def cache_of(rows, key, value, *scales):
   starts, lengths = (jnp.asarray(x, jnp.int32)[rows] for x in (STARTS, LENGTHS))
-  return dense.DenseCache(key, value, starts, lengths, jnp.zeros(lengths.shape, bool))
+  return dense.DenseCache(key, value, starts, lengths, jnp.zeros(lengths.shape, bool), *scales)
 
 
-def decoded(rows, query, key, value, metadata=gpu_cases.HOPPER):
+def decoded(rows, query, *cache, metadata=gpu_cases.HOPPER):
   """(out, lse) through the door."""
   output = attention(
-      query, None, None, cache_view=cache_of(rows, key, value), mechanism=NAME,
+      query, None, None, cache_view=cache_of(rows, *cache), mechanism=NAME,
       mode="__autoregressive__", metadata=metadata, block_sizes=PART, return_lse=True)
   return output.attention_outputs, output.lse
 
@@ -113,22 +136,43 @@ class RowsTest(parameterized.TestCase):
 
   def test_a_row_has_the_same_bits_in_every_batch_whatever_nobody_sees(self):
     run = jax.jit(decoded)
-    rows = np.arange(4)
+    rows, order = np.arange(4), np.arange(4)[::-1]
     with gpu_cases.interpreted():
       whole = jax.block_until_ready(run(rows, *arrays(rows)))
-      for order, number in ((rows[::-1], np.nan), (rows[2:3], np.inf)):
-        other = jax.block_until_ready(run(order, *arrays(order, number)))
-        for x, y in zip(whole, other):
-          np.testing.assert_array_equal(np.asarray(x)[order], y, err_msg=f"{order} {number}")
+      # The first one in a block that is seen whole.
+      self.same(run, whole, order, arrays(order, np.nan), ((1, 0, 100, 1), (2, 0, 199, 0)))
+      self.same(run, whole, rows[2:3], arrays(rows[2:3], np.inf), ())
 
-      for name, slot in ((1, 100), (2, 199)):  # of a block that is seen whole, and of another
-        seen = arrays(rows)
-        seen[name] = seen[name].at[0, slot, 1, 5].set(np.nan)
-        for x, y in zip(whole, jax.block_until_ready(run(rows, *seen))):
-          x, y = (np.array(x, np.float32).reshape(4, 2, 2, -1) for x in (x, y))
-          self.assertTrue(np.isnan(y[0, 1]).all())
-          y[0, 1] = x[0, 1]
-          np.testing.assert_array_equal(x, y)
+  def same(self, run, whole, order, given, places):
+    """Whether rows have the same bits, but NaN for who sees what is NaN.
+
+    Args:
+      run: `decoded`.
+      whole: what it returns for all rows.
+      order: the rows that are given.
+      given: their arrays.
+      places: (array, row, slot, head) of what becomes NaN.
+    """
+    for name, row, slot, head in places:
+      at = (list(order).index(row), slot, head, 5)[:given[name].ndim]
+      given[name] = given[name].at[at].set(jnp.nan)
+    for x, y in zip(whole, jax.block_until_ready(run(order, *given))):
+      x, y = (np.array(z, np.float32).reshape(len(z), 2, 2, -1) for z in (x, y))
+      for _, row, _, head in places:
+        x[row, head] = np.nan
+      np.testing.assert_array_equal(x[order], y, err_msg=f"{order} {places}")
+
+  def test_in_8_bits_too(self):
+    for dtype in ("float8_e4m3fn", "int8") if EVERY else ("float8_e4m3fn",):
+      run, rows, order = jax.jit(decoded), np.arange(4), np.arange(4)[::-1]
+      with gpu_cases.interpreted():
+        whole = jax.block_until_ready(run(rows, *small_arrays(rows, dtype)))
+        for x, y in zip(whole, decoded(rows, *small_arrays(rows, dtype), **CPU)):
+          np.testing.assert_allclose(np.float32(x), np.float32(y), atol=1e-2)
+        # The first one in a block that is seen whole.
+        scales = ((4, 0, 100, 1), (3, 2, 64, 0), (4, 2, 64, 1))
+        numbers = ((2, 0, 199, 0), (1, 3, 100, 0)) if dtype != "int8" else ()
+        self.same(run, whole, order, small_arrays(order, dtype, spoil=True), scales + numbers)
 
   @unittest.skipUnless(EVERY, "ATTN_CORE_EVERY=1 runs it")
   def test_gradients_are_those_of_plain_xla(self):
@@ -146,9 +190,10 @@ class RowsTest(parameterized.TestCase):
 class ChoiceTest(parameterized.TestCase):
 
   def kernel(self, dtype="bfloat16", slots=200, width=64, value_width=64, capability="9.0",
-             tokens=1, **more):
+             tokens=1, query=None, **more):
     cache = jax.eval_shape(lambda: dense.init(4, slots, (2, width, value_width), dtype=dtype))
-    query = jax.ShapeDtypeStruct((4, tokens, 4, width), jnp.bfloat16 if dtype == "int8" else dtype)
+    query = jax.ShapeDtypeStruct((4, tokens, 4, width), jnp.dtype(
+        query or ("bfloat16" if dtype in quantize.LIMITS else dtype)))
     metadata = gpu_cases.HOPPER.replace(compute_capability=capability)
     said = []
     jax.eval_shape(lambda query, cache: said.append(explain(
@@ -160,10 +205,15 @@ class ChoiceTest(parameterized.TestCase):
   def test_goes_first_where_it_can(self):
     self.assertRegex(self.kernel(), "can, by decode.gpu")
     self.assertRegex(self.kernel(capability="8.0"), "can, by decode.xla")
+    for dtype in quantize.LIMITS:
+      self.assertRegex(self.kernel(dtype=dtype), "can, by decode.gpu")
     for arguments, words in (
         (dict(dtype="float32"), "dtype float32.*bfloat16 and float16"),
-        (dict(dtype="int8"), "8 bits"), (dict(slots=201), "201 slots.*multiples of 8"),
-        (dict(width=72), "head_dim of 72"), (dict(value_width=96), "value width of 96"), (dict(tokens=65), "65 queries"),
+        (dict(dtype="int8", query="float16"), "float16 with .* 8 bits"),
+        (dict(dtype="int8", width=80), "head_dim of 80 in 8 bits"),
+        (dict(slots=201), "201 slots.*multiples of 8"),
+        (dict(width=72), "head_dim of 72"), (dict(value_width=72), "value width of 72"),
+        (dict(tokens=65), "65 queries"),
         (dict(precision="highest"), "precision")):
       self.assertRegex(self.kernel(**arguments), f"by decode.xla, not by decode.gpu: .*{words}")
 
@@ -173,8 +223,10 @@ class ChoiceTest(parameterized.TestCase):
     self.assertEqual(decode.cut_of(case.shapes, blocks).shape.blocks, number)
 
   def test_blocks_that_are_chosen_fit(self):
-    for *widths, rows in itertools.product(parts.WIDTHS, parts.VALUE_WIDTHS, (1, 9, 40)):
-      shape = parts.shape_of(rows, tuple(widths), 64, None)
+    kinds = (None, *(small.Small("int8", small.TOKEN, alone) for alone in (False, True)))
+    for *widths, rows, stored in itertools.product(
+        parts.WIDTHS, parts.WIDTHS, (1, 9, 40), kinds):
+      shape = parts.shape_of(rows, tuple(widths), 64, None, stored)
       self.assertLessEqual(parts.shared_memory(shape), mosaic.SHARED_MEMORY, shape)
       self.assertGreaterEqual(min(shape.stages), 2, shape)
 
@@ -222,7 +274,7 @@ class CompileTest(parameterized.TestCase):
       # Of 256 threads each; a processor has 65,536 registers.
       self.assertLessEqual(part.registers, 128)
     # 16 long and 64 keys, or 64 values, high.
-    products = shape.width // 16 + shape.value_width // 64 * (parts.BLOCK // 16)
+    products = shape.width // 16 + shape.value_rows // 64 * (parts.BLOCK // 16)
     self.assertEqual([loop["products"] for loop in part.loops], [products] * len(part.loops))
     self.assertNotEmpty(part.loops)
 

@@ -24,7 +24,7 @@ import numpy as np
 from attn_core import (BlockSizes, Heads, PagedOptions, PagesMetadata, PagesV1, PagesV2, PagesV3,
                        explain, page_attention, ragged_page_attention_v2, ragged_page_attention_v3)
 from attn_core.benchmarks import static_gpu
-from attn_core.caches import pages
+from attn_core.caches import pages, quantize
 from attn_core.kernels.gpu import paged, parts
 from attn_core_test import gpu_cases
 from attn_core_test.paged_test import Case
@@ -32,7 +32,7 @@ from attn_core_test.sweeps import EVERY
 
 INTERPRETS = hasattr(plgpu, "force_gpu_interpret_mode")
 # ATTN_CORE_EVERY=1 asks for all, otherwise for what is least like the rest.
-FEW = ("v2_pages_of_32_few_queries", "v3_pages_of_64")
+FEW = ("v2_pages_of_32_few_queries", "v3_pages_of_64", "v2_int8_pages_of_16")
 PART = BlockSizes(block_kv=128)
 OPTIONS = PagedOptions(metadata=gpu_cases.HOPPER, block_sizes=PART, return_lse=True)
 WHOLE = OPTIONS._replace(block_sizes=None)
@@ -40,7 +40,37 @@ WHOLE = OPTIONS._replace(block_sizes=None)
 RAGGED = Case((70, 0, 130, 9), (1, 0, 5, 2), H=2, K=1, page=32, D=64, unused=1, sinks=True,
               dtype="bfloat16",
               options=PagedOptions(sliding_window=(66, 0), logits_soft_cap=2.0))
+# In 8 bits, with scales per token and head, and with one for all keys and one for all values.
+SMALL = (
+    ("int8_pages_of_96_of_one_head", PagesV1, "int8", "token",
+     Case((70, 129), (1, 1), H=3, K=1, page=96, D=64, rest=0, dtype="bfloat16")),
+    ("int8_pages_of_16", PagesV2, "int8", "token",
+     Case((70, 0, 123, 9), (1, 0, 2, 2), H=8, K=4, page=16, D=96, dtype="bfloat16")),
+    ("float8_pages_of_24", PagesV2, "float8_e4m3fn", "token",
+     Case((70, 192, 150, 9), (1, 1, 2, 2), H=8, K=4, page=24, D=64, dtype="bfloat16")),
+    ("float8_padded_pages_of_64", PagesV3, "float8_e4m3fn", "tensor",
+     Case((65, 100), (3, 1), H=6, K=3, page=64, D=64, dtype="bfloat16")))
 SINGLE = Case((129, 1), (1, 1), page=128, H=2, K=2, D=64, rest=0, dtype="bfloat16")
+
+
+def small_cache(layout, dtype, scales, case):
+  """The case's pages in 8 bits; NaN where nobody looks, scales included."""
+  _, *arrays, _ = case.arrays()
+  if scales == "tensor":
+    scales = tuple(jnp.float32(np.nanmax(np.abs(x)) / quantize.LIMITS[dtype]) for x in arrays)
+    arrays = [pages.store(x, dtype, scale) for x, scale in zip(arrays, scales)]
+  else:
+    arrays, scales = zip(*(quantize.quantize(x, dtype) for x in arrays))
+    scales = [x.transpose(1, 2, 0) for x in scales]
+  return pages.convert(PagesV1(*arrays, *scales), layout)
+
+
+def widened(cache, case):
+  """Keys and values [K, P, page, D] in float32."""
+  cache = pages.convert(cache, PagesV1, Heads(case.K, case.D, case.D))
+  scales = (x.transpose(2, 0, 1) if x.ndim else jnp.full(cache.key_pages.shape[:3], x)
+            for x in cache[2:])
+  return [quantize.dequantize(x, scale) for x, scale in zip(cache[:2], scales)]
 
 
 def numbers(output):
@@ -75,6 +105,27 @@ class InterpretTest(parameterized.TestCase):
       again = numbers(run(query[tokens], cache, moved))
     np.testing.assert_array_equal(again[0][:6], found[0][tokens[:6]])
     np.testing.assert_array_equal(again[1][:, :6], found[1][:, tokens[:6]])
+
+  @parameterized.named_parameters(
+      x for x in SMALL if EVERY or x[0] == "int8_pages_of_96_of_one_head")
+  def test_in_8_bits(self, layout, dtype, scales, case):
+    query, key, value, _ = case.arrays()
+    cache, metadata = small_cache(layout, dtype, scales, case), case.metadata()
+    if layout is PagesV1:
+      metadata = case.metadata(single=True)
+    call = {PagesV1: page_attention, PagesV2: ragged_page_attention_v2,
+            PagesV3: ragged_page_attention_v3}[layout]
+    new = () if layout is not PagesV3 else [
+        jnp.zeros((query.shape[0], case.K, case.D), query.dtype)] * 2
+    with gpu_cases.interpreted():
+      found = jax.block_until_ready(jax.jit(functools.partial(call, options=WHOLE))(
+          query, *new, cache, metadata))
+    cache = found.cache_view if layout is PagesV3 else cache
+    out, lse = map(np.asarray, case.oracle(
+        query.astype(jnp.float32), *widened(cache, case), None))
+    live = sum(case.queries)
+    found = numbers(found)
+    self.compare([found[0][:live], found[1][:, :live]], [out[:live], lse[:, :live]])
 
   @unittest.skipUnless(EVERY, "ATTN_CORE_EVERY=1 runs it")
   def test_pages_of_both_other_layouts(self):
@@ -122,9 +173,13 @@ class ChoiceTest(parameterized.TestCase):
       self.assertRegex(self.kernel(layout), rf"by paged\.{name}, which goes before")
     mesh = gpu_cases.HOPPER.replace(mesh=AbstractMesh((2,), ("tp",)))
     self.assertRegex(self.kernel(metadata=mesh), "by paged.gpu, which goes before")
+    for arguments in (dict(scales="tensor"), dict(scales="token", heads=Heads(4, 64, 64)),
+                      dict(scales="token", heads=Heads(1, 64, 64), page=32)):
+      self.assertRegex(self.kernel(dtype=jnp.int8, **arguments), "by paged.gpu, which goes before")
     for arguments, words in (
-        (dict(dtype=jnp.float32), "dtype float32"), (dict(page=24), "pages of 24 tokens"),
-        (dict(dtype=jnp.int8, scales="tensor"), "pages of int8"),
+        (dict(dtype=jnp.float32), "dtype float32"), (dict(page=20), "pages of 20 tokens"),
+        (dict(dtype=jnp.int8, scales="token"), "16 tokens with scales of 2 heads"),
+        (dict(dtype=jnp.int8, scales="token", heads=Heads(1, 64, 64)), "scales of 1 heads"),
         (dict(heads=Heads(2, 32, 32)), "head_dim of 32"),
         (dict(precision="highest"), "precision")):
       self.assertRegex(self.kernel(**arguments), f"by paged.xla, not by paged.gpu: .*{words}")
@@ -160,7 +215,7 @@ class CompileTest(parameterized.TestCase):
     self.assertLessEqual(part.shared_memory, parts.shared_memory(shape))
     if parts.two_at_once(shape):
       self.assertLessEqual(part.registers, 128)
-    products = shape.width // 16 + shape.value_width // 64 * (parts.BLOCK // 16)
+    products = shape.width // 16 + shape.value_rows // 64 * (parts.BLOCK // 16)
     self.assertEqual([loop["products"] for loop in part.loops], [products] * len(part.loops))
     self.assertNotEmpty(part.loops)
 

@@ -4,6 +4,7 @@ Every part runs in a process of its own, so that a kernel that spoils one leaves
 """
 
 import functools
+import itertools
 import json
 import pathlib
 import re
@@ -19,7 +20,7 @@ import numpy as np
 
 from attn_core import OperationMetadata, attention, benchmark
 from attn_core.benchmarks import cases as cases_lib, report
-from attn_core.caches import dense, pages
+from attn_core.caches import dense, pages, quantize
 from attn_core.metadata import resolved_capability, resolved_platform
 from attn_core_test import property_cases
 from attn_core_test.gpu_suite import run_group
@@ -326,22 +327,23 @@ def times(settings: Settings) -> Found:
 DECODES = ((8, 4096, 32, 8, 128), (8, 32768, 32, 8, 128), (64, 4096, 32, 8, 128),
            (8, 32768, 32, 8, 64), (8, 16384, 16, 8, 256), (1, 131072, 64, 8, 128))
 PAGE_SIZES = (16, 64)
+STORED = (None, *quantize.LIMITS)  # dtypes of caches; None: that of the queries
 
 
 def decoding(settings: Settings) -> Found:
   """Decoding from a dense cache and from pages: right, and how fast beside a copy of the keys.
 
-  Bytes per second are those of live keys and values; of the copy those read and written.
+  Bytes per second are those of live keys, values and scales; of the copy those read and written.
   """
   end = time.monotonic() + settings.seconds
   dtype = jnp.bfloat16 if resolved_platform(OperationMetadata()) == "gpu" else jnp.float32
   lines, results = ["| B, S, H, K, D | kernel | GB/s | of copy | error |", "|---" * 5 + "|"], []
-  for shape in ((2, 64, 4, 2, 64),) if settings.tiny else DECODES:
+  shapes, kinds = (((2, 64, 4, 2, 64),), STORED[:2]) if settings.tiny else (DECODES, STORED)
+  for shape, stored in itertools.product(shapes, kinds):
     if time.monotonic() > end:
-      lines.append(f"No time left for {shape}.")
+      lines.append(f"No time left for {shape} {stored or ''}.")
       continue
-    run = functools.partial(_decoded, shape, dtype, 1 if settings.tiny else 30)
-    for kernel, speed, copy, error in run():
+    for kernel, speed, copy, error in _decoded(settings, shape, dtype, stored):
       results.append({"shape": shape, "kernel": kernel, "bytes_per_second": speed,
                       "copy_bytes_per_second": copy, "error": error})
       lines.append(f"| {shape} | {kernel} | {speed / 1e9:.0f} | {speed / copy:.2f} | {error:.1e} |")
@@ -349,42 +351,51 @@ def decoding(settings: Settings) -> Found:
   return Found(right and bool(results), lines, {"results": results})
 
 
-def _decoded(shape, dtype, calls: int):
+def _decoded(settings: Settings, shape, dtype, stored: str | None):
   """Yields (kernel, bytes per second, those of a copy, largest error) of a decode at its end."""
-  batch, slots, heads, key_heads, width = shape
+  (batch, slots, heads, key_heads, width), calls = shape, 1 if settings.tiny else 30
   keys = jax.random.split(jax.random.key(0), 3)
-  arrays = [jax.random.normal(key, (batch, n, h, width), dtype)
-            for key, n, h in zip(keys, (1, slots, slots), (heads, key_heads, key_heads))]
-  count = 2 * arrays[1].nbytes
-  copy = 2 * arrays[1].nbytes / _seconds(jax.jit(lambda x: -x), arrays[1:2], calls)
-  cache = dense.DenseCache(*arrays[1:], jnp.zeros(batch, jnp.int32),
-                           jnp.full(batch, slots, jnp.int32), jnp.zeros(batch, bool))
+  query, *plain = [jax.random.normal(key, (batch, n, h, width), dtype)
+                   for key, n, h in zip(keys, (1, slots, slots), (heads, key_heads, key_heads))]
+  copy = 2 * plain[0].nbytes / _seconds(jax.jit(lambda x: -x), plain[:1], calls)
+  arrays, scales = plain, (None, None)
+  if stored is not None:
+    arrays, scales = zip(*(jax.jit(quantize.quantize, static_argnums=1)(x, stored) for x in plain))
+  count = sum(x.nbytes for x in (*arrays, *scales) if x is not None)
+  kind = f" in {stored}" if stored else ""
+  cache = dense.DenseCache(*arrays, jnp.zeros(batch, jnp.int32),
+                           jnp.full(batch, slots, jnp.int32), jnp.zeros(batch, bool), *scales)
   def decode(query, cache):
     return attention(query, None, None, cache_view=cache, mode="__autoregressive__",
                      mechanism="autoregressive_decodeattn").attention_outputs
   # By definition, in float32, a row at a time.
   @jax.jit
-  def wanted(query, key, value):
-    rows = [x.astype(jnp.float32) for x in (query, key, value)]
-    rows[0] = rows[0].reshape(1, key_heads, -1, width) * width**-0.5
-    logits = jnp.einsum("tkgd,skd->kgs", *rows[:2], precision="highest")
-    return jnp.einsum("kgs,ske->kge", jax.nn.softmax(logits), rows[2],
+  def wanted(query, key, value, *scales):
+    key, value = (x.astype(jnp.float32) if scale is None else quantize.dequantize(x, scale)
+                  for x, scale in zip((key, value), scales))
+    query = query.astype(jnp.float32).reshape(1, key_heads, -1, width) * width**-0.5
+    logits = jnp.einsum("tkgd,skd->kgs", query, key, precision="highest")
+    return jnp.einsum("kgs,ske->kge", jax.nn.softmax(logits), value,
                       precision="highest").reshape(1, heads, width)
-  want = np.stack([np.asarray(wanted(*(x[b] for x in arrays))) for b in range(batch)])
+  want = np.stack([np.asarray(wanted(*(x if x is None else x[b]
+                                       for x in (query, *arrays, *scales))))
+                   for b in range(batch)])
   error = lambda found: float(np.abs(np.asarray(found, np.float32) - want).max()
                               / np.abs(want).max())
   run = jax.jit(decode)
-  yield ("dense cache", count / _seconds(run, (arrays[0], cache), calls), copy,
-         error(run(arrays[0], cache)))
-  for page in PAGE_SIZES:
+  yield ("dense cache" + kind, count / _seconds(run, (query, cache), calls), copy,
+         error(run(query, cache)))
+  for page in PAGE_SIZES[:1] if settings.tiny else PAGE_SIZES:
     tables = jnp.arange(batch * slots // page, dtype=jnp.int32).reshape(batch, -1)
     metadata = pages.PagesMetadata(tables, cache.lengths)
-    pool = pages.interleave(*arrays[1:]).reshape(-1, page, 2 * key_heads, width)
+    pool = pages.PagesV2(
+        pages.interleave(*arrays).reshape(-1, page, 2 * key_heads, width),
+        *(x if x is None else x.reshape(-1, page, key_heads) for x in scales))
     paged = jax.jit(lambda query, pool, metadata: attention(
-        query, None, None, layout="thd", cache_view=pages.PagesV2(pool), cache_metadata=metadata,
+        query, None, None, layout="thd", cache_view=pool, cache_metadata=metadata,
         mechanism="ragged_page_attention_v2").attention_outputs)
-    given = arrays[0][:, 0], pool, metadata
-    yield (f"pages of {page}", count / _seconds(paged, given, calls), copy,
+    given = query[:, 0], pool, metadata
+    yield (f"pages of {page}{kind}", count / _seconds(paged, given, calls), copy,
            error(paged(*given)[:, None]))
 
 

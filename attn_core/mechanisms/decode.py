@@ -41,7 +41,8 @@ def gpu(call: Call) -> AttentionOutput:
   shards = math.prod(call.placement.mesh.shape[axis]
                      for axis in call.placement.keys) if call.placement else 1
   refused = gpu_decode.refusal(query.dtype, (query.shape[3], value.shape[3]),
-                               (query.shape[1], value.shape[1] // shards))
+                               (query.shape[1], value.shape[1] // shards),
+                               call.operands.key_scale is not None)
   return by_kernel(decode.KERNEL if refused else gpu_decode.KERNEL, call)
 
 

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from attn_core.kernels.gpu import merge, mosaic, parts
+from attn_core.kernels.gpu import fold, merge, mosaic, parts, small
 from attn_core.kernels.gpu.feed import Extras, Feed
 from attn_core.kernels.gpu.logits import Logits
 from attn_core.kernels.gpu.visits import Visits, visits_of
@@ -35,6 +35,7 @@ class Inputs(NamedTuple):
   query: Any  # [B, K, M * R, D]
   key: Any  # [B, S, K, D]
   value: Any  # [B, S, K, E]
+  scales: tuple  # of keys and of values in 8 bits, as `small.packed` has them, or ()
   visits: Visits  # one block of all queries of all heads
   extras: Extras
 
@@ -46,6 +47,7 @@ class Cut(NamedTuple):
   key_heads: int
   group: int
   lines: int  # M
+  interpret: bool
 
 
 class Place(NamedTuple):
@@ -98,9 +100,12 @@ def cut_of(operands: Operands, requested: BlockSizes) -> Cut:
   """
   (_, queries, heads, width), (_, keys, key_heads, _) = operands.query.shape, operands.key.shape
   group = heads // key_heads
+  stored = None
+  if operands.key_scale is not None:
+    stored = small.Small(jnp.dtype(operands.key.dtype).name, small.TOKEN, key_heads == 1)
   shape = parts.shape_of(queries * group, (width, operands.value.shape[3]),
-                         cdiv(keys, parts.BLOCK), part_blocks(requested))
-  return Cut(shape, key_heads, group, cdiv(queries * group, shape.rows))
+                         cdiv(keys, parts.BLOCK), part_blocks(requested), stored)
+  return Cut(shape, key_heads, group, cdiv(queries * group, shape.rows), mosaic.interpreted())
 
 
 def part_blocks(requested: BlockSizes) -> int | None:
@@ -109,23 +114,28 @@ def part_blocks(requested: BlockSizes) -> int | None:
   return None if part is None else cdiv(part, parts.BLOCK)
 
 
-def refusal(dtype, widths: tuple[int, int], lengths: tuple[int, int]) -> str | None:
+def refusal(dtype, widths: tuple[int, int], lengths: tuple[int, int],
+            quantized: bool = False) -> str | None:
   """Why the kernel does not compute a call; None: it does.
 
   Args:
     dtype: of queries, keys and values.
     widths: (D, E).
     lengths: (T, S).
+    quantized: whether keys and values are in 8 bits instead.
   """
   queries, keys = lengths
   dtype = jnp.dtype(dtype).name
   if dtype not in DTYPES:
     return f"dtype {dtype}: the kernel for Hopper computes {' and '.join(DTYPES)} only"
-  for name, width, known in zip(("head_dim", "value width"), widths,
-                                (parts.WIDTHS, parts.VALUE_WIDTHS)):
+  if quantized and dtype != small.DTYPE:
+    return (f"dtype {dtype} with keys and values in 8 bits: the kernel for Hopper computes these "
+            f"with queries of {small.DTYPE}")
+  known = [x for x in parts.WIDTHS if not quantized or x % small.WIDTH == 0]
+  for name, width in zip(("head_dim", "value width"), widths):
     if width not in known:
-      return (f"a {name} of {width}: the kernel for Hopper reads a cache as it is, and computes "
-              f"{', '.join(map(str, known))}")
+      return (f"a {name} of {width}{' in 8 bits' * quantized}: the kernel for Hopper reads a cache "
+              f"as it is, and computes {', '.join(map(str, known))}")
   if queries > MOST_QUERIES:
     return (f"{queries} queries a row: the kernel for Hopper keeps a result of every part of the "
             f"keys, of {MOST_QUERIES} queries at most")
@@ -151,7 +161,9 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
   visits = visits_of(block_map_of(operands, spec))
   sizes = blocks.Sizes(queries * cut.group, keys, shape.rows, parts.BLOCK)
   feed = RowFeed(spec, sizes, transposed=True, group=cut.group)
-  inputs = Inputs(_to_rows(cut, operands.query), operands.key, operands.value, visits,
+  scales = () if shape.stored is None else tuple(
+      small.packed(shape.stored, x) for x in (operands.key_scale, operands.value_scale))
+  inputs = Inputs(_to_rows(cut, operands.query), operands.key, operands.value, scales, visits,
                   feed.pack(operands))
   lines = batch * cut.key_heads * cut.lines
   out, lse = mosaic.call(
@@ -207,8 +219,17 @@ def _kernel(cut: Cut, logits: Logits, inputs: Inputs, outputs, scratch: parts.Sc
     plgpu.copy_gmem_to_smem(inputs.query.at[place.batch, place.head, pl.ds(first, shape.rows)],
                             scratch.query, scratch.query_full)
     def copy(_, block, values, target):
-      source, keys = inputs.value if values else inputs.key, pl.ds(block * parts.BLOCK, parts.BLOCK)
-      plgpu.copy_gmem_to_smem(source.at[place.batch, keys, place.head], *target)
+      stage, scales, full = target
+      source, first = inputs.value if values else inputs.key, block * parts.BLOCK
+      tokens = parts.together(shape, values, parts.BLOCK)
+      for n in range(0, parts.BLOCK, tokens):
+        plgpu.copy_gmem_to_smem(
+            source.at[place.batch, pl.ds(first + n, tokens), place.head],
+            stage.at[pl.ds(n, tokens)], full)
+      if scales is not None:
+        plgpu.copy_gmem_to_smem(small.quad(
+            shape.stored, inputs.scales[values], (place.batch, pl.ds(first, parts.BLOCK)),
+            place.head), scales, full)
     parts.copy_blocks(shape, scratch, visit, row.block, copy)
 
   @pl.when((warpgroup == 0) & (visit.first < visit.end))
@@ -216,7 +237,9 @@ def _kernel(cut: Cut, logits: Logits, inputs: Inputs, outputs, scratch: parts.Sc
     tile = lambda n: tiles.Tile(place.batch, place.head, first, row.block(n) * parts.BLOCK, 1,
                                 shape.rows, parts.BLOCK)
     out, lse = (x.at[line, place.part] for x in outputs)
-    parts.Fold(shape, logits, inputs.extras, tile, scratch).run(visit, out, lse)
+    scales = shape.stored and small.Scales(shape.stored, scratch.scales, place.head)
+    fold.Fold(shape, logits, inputs.extras, tile, scratch, cut.interpret, scales).run(
+        visit, out, lse)
 
 
 def _place(cut: Cut) -> Place:
@@ -234,8 +257,9 @@ def _place(cut: Cut) -> Place:
 
 def _check(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> None:
   del block_sizes
-  lengths = operands.query.shape[1], operands.key.shape[1]
-  reason = refusal(operands.key.dtype, (operands.query.shape[3], operands.value.shape[3]), lengths)
+  query, value, quantized = operands.query, operands.value, operands.key_scale is not None
+  reason = refusal(query.dtype if quantized else value.dtype, (query.shape[3], value.shape[3]),
+                   (query.shape[1], value.shape[1]), quantized)
   if reason is None and algebra.WHOLE in algebra.structure_roles(spec.mask):
     reason = "masks.custom with operands: the kernel for Hopper cannot cut them into blocks"
   if reason is not None:

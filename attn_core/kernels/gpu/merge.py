@@ -23,7 +23,7 @@ AT_ONCE = 8  # parts
 class _Merged(NamedTuple):
   """References of the merge."""
 
-  out: Any  # float32 [L, N, E, R]
+  out: Any  # float32 [L, N, E', R]
   lse: Any  # float32 [L, N, R]
   sinks: Any  # float32 [L, R], or None
   first: Any  # int32 [L]: the first part of a line that there are results of
@@ -34,7 +34,7 @@ def merge(shape: parts.Shape, out, lse, sinks, live, dtype):
   """The results of all parts of every line as one.
 
   Args:
-    out: float32 [L, N, E, R].
+    out: float32 [L, N, E', R].
     lse: float32 [L, N, R], times log2(e).
     sinks: float32 [L, R], a logit per row without a value, or None.
     live: int32 [L] (first, end): of which parts there are results.
@@ -44,17 +44,18 @@ def merge(shape: parts.Shape, out, lse, sinks, live, dtype):
     (out [L, R, E], lse float32 [L, R], natural); 0 and -inf, or the sink, where nothing was seen.
   """
   lines, _, width, rows = out.shape
-  return mosaic.call(
+  out, lse = mosaic.call(
       functools.partial(_merge, shape),
       (jax.core.ShapedArray((lines, rows, width), dtype),
        jax.core.ShapedArray((lines, rows), jnp.float32)),
       _Merged(out, lse, sinks, *live),
       (mosaic.operand((rows, mosaic.ROW_TILE), dtype), plgpu.SMEM((rows,), jnp.float32)),
       grid=lines * (width // mosaic.ROW_TILE), name="attn_core_merge")
+  return out[..., :shape.value_width], lse
 
 
 def _merge(shape: parts.Shape, inputs: _Merged, outputs, scratch):
-  tiles = mosaic.int32(shape.value_width // mosaic.ROW_TILE)
+  tiles = mosaic.int32(shape.value_rows // mosaic.ROW_TILE)
   block = lax.axis_index("block")
   line, tile = lax.div(block, tiles), lax.rem(block, tiles)
   columns = pl.ds(tile * mosaic.ROW_TILE, mosaic.ROW_TILE)

@@ -66,15 +66,26 @@ def call(body, outputs, inputs, scratch, *, grid: int, name: str, warpgroups: in
           approx_math=True, lowering_semantics=LoweringSemantics.Lane))(*arrays)
 
 
-def operand(shape, dtype):
+def operand(shape, dtype, width: int | None = None):
   """Shared memory for operands of products, [..., rows, columns], as TMA and the products want it.
 
   Swizzled over as many bytes of a row as divide it.
+
+  Args:
+    shape: of it.
+    dtype: of it.
+    width: columns that are copied, the first ones; None: all.
   """
-  itemsize = jnp.dtype(dtype).itemsize
-  swizzle = next(x for x in _SWIZZLES if shape[-1] * itemsize % x == 0)
+  columns = tile_columns(width or shape[-1], dtype)
   return plgpu.SMEM(shape, dtype, transforms=(
-      plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)))
+      plgpu.TilingTransform((8, columns)),
+      plgpu.SwizzleTransform(columns * jnp.dtype(dtype).itemsize)))
+
+
+def tile_columns(width: int, dtype) -> int:
+  """Columns of a tile of `operand`s, which can be cut between tiles."""
+  size = jnp.dtype(dtype).itemsize
+  return next(x for x in _SWIZZLES if width * size % x == 0) // size
 
 
 def filled(value, shape, layout):

@@ -1,9 +1,10 @@
 """Decoding from pages on Hopper: a few queries a request, of whose pages the live ones are read.
 
 Requests' queries are cut into blocks as in `xla.paged`; a block of threads computes a part of what
-one of them sees, see `parts`. Pages come as they lie, a copy each; which these are is read in
-global memory by the warpgroup that copies, ahead of the one that computes. Parts are cut at
-multiples of their size in positions: a query's bits are the same in any batch, pages and chunk.
+one of them sees, see `parts`. Pages come as they lie, a copy each, or in pieces where blocks of
+keys end within them; which pages these are is read in global memory by the warpgroup that copies,
+ahead of the one that computes. Parts are cut at multiples of their size in positions: a query's
+bits are the same in any batch, pages and chunk.
 
 Letters: as in `xla.paged`; W blocks of queries, R rows of a line, M lines of a key head, N parts.
 """
@@ -19,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from attn_core.caches import pages
-from attn_core.kernels.gpu import decode, merge, mosaic, parts
+from attn_core.kernels.gpu import decode, fold, merge, mosaic, parts, small
 from attn_core.kernels.gpu.feed import Extras
 from attn_core.kernels.gpu.logits import Logits
 from attn_core.kernels.kernel import Residuals
@@ -48,7 +49,8 @@ class Inputs(NamedTuple):
   """References in global memory."""
 
   rows: Any  # [W, K, M * R, D]
-  cache: Any
+  cache: Any  # without its scales
+  scales: tuple  # of keys and of values in 8 bits, or ()
   tables: Any  # int32 [requests, N]
   items: Any  # int32 [fields of Items, W]
 
@@ -62,6 +64,7 @@ class Cut(NamedTuple):
   block_q: int
   lines: int  # M
   page: int  # tokens
+  interpret: bool
 
 
 class _Tile(NamedTuple):
@@ -102,18 +105,29 @@ def refusal(query, cache, metadata: pages.PagesMetadata, heads: pages.Heads) -> 
     metadata: what goes with it.
     heads: those in the pages, without their padding.
   """
-  held, page = pages.dtype_of(cache), pages.page_size(cache)
-  if cache.key_scales is not None or held != query.dtype:
+  held, page, quantized = pages.dtype_of(cache), pages.page_size(cache), stored_of(cache)
+  if quantized is None and held != query.dtype:
     return (f"pages of {jnp.dtype(held).name}: the kernel for Hopper reads those of the query's "
-            "dtype")
-  if page % mosaic.COPIED_TOKENS or parts.BLOCK % page and page % parts.BLOCK:
-    return (f"pages of {page} tokens: the kernel for Hopper copies 8, 16, 32 or multiples of "
-            f"{parts.BLOCK}")
+            "dtype, or of 8 bits")
+  if page % mosaic.COPIED_TOKENS:
+    return (f"pages of {page} tokens: the kernel for Hopper copies multiples of "
+            f"{mosaic.COPIED_TOKENS}")
   width = query.shape[2]
   value_width = cache.value_pages.shape[3] if isinstance(cache, pages.PagesV1) else width
-  refused = decode.refusal(held, (width, value_width), (1, page))
-  if refused:
-    return refused
+  refused = decode.refusal(query.dtype, (width, value_width), (1, page), quantized is not None)
+  if refused or quantized is None:
+    return refused or _too_large(query, cache, metadata, heads)
+  number = 0 if quantized.scales == small.TENSOR else cache.key_scales.shape[2]
+  if number % small.QUAD and (
+      not quantized.alone or piece_of(page) % small.ALONE_TOKENS):
+    return (f"pages of {page} tokens with scales of {number} heads each: the kernel for Hopper "
+            f"copies those of {small.QUAD} heads together, or of {small.ALONE_TOKENS} tokens of a "
+            "head by itself")
+  return _too_large(query, cache, metadata, heads)
+
+
+def _too_large(query, cache, metadata: pages.PagesMetadata, heads: pages.Heads) -> str | None:
+  """As `refusal`, for the sake of memory."""
   cut = cut_of(paged.PagedOperands(query, cache, metadata), heads, BlockSizes())
   lines = queue.places(query.shape[0], metadata.context_lens.shape[0], cut.block_q) * (
       heads.key_heads * cut.lines)
@@ -123,6 +137,21 @@ def refusal(query, cache, metadata: pages.PagesMetadata, heads: pages.Heads) -> 
             f"kernel for Hopper keeps a result of every part of the keys, which takes {size} bytes "
             f"here, of {PARTIAL_BYTES} at most")
   return None
+
+
+def piece_of(page: int) -> int:
+  """Tokens that are copied together: as many as pages and blocks of keys both are multiples of."""
+  return math.gcd(page, parts.BLOCK)
+
+
+def stored_of(cache) -> small.Small | None:
+  """How pages in 8 bits are stored; None: they are not."""
+  if cache.key_scales is None:
+    return None
+  by_token = pages.has_token_scales(cache)
+  return small.Small(jnp.dtype(pages.dtype_of(cache)).name,
+                     small.TOKEN if by_token else small.TENSOR,
+                     by_token and cache.key_scales.shape[2] == 1)
 
 
 def cut_of(operands: paged.PagedOperands, heads: pages.Heads, requested: BlockSizes) -> Cut:
@@ -140,8 +169,9 @@ def cut_of(operands: paged.PagedOperands, heads: pages.Heads, requested: BlockSi
     block_q = min(block_q, max(1, parts.MOST_ROWS // group))
   shape = parts.shape_of(
       block_q * group, heads[1:], cdiv(operands.metadata.page_tables.shape[1] * page, parts.BLOCK),
-      decode.part_blocks(requested))
-  return Cut(shape, heads, group, block_q, cdiv(block_q * group, shape.rows), page)
+      decode.part_blocks(requested), stored_of(operands.cache))
+  return Cut(shape, heads, group, block_q, cdiv(block_q * group, shape.rows), page,
+             mosaic.interpreted())
 
 
 def forward(operands: paged.PagedOperands, spec: PagedSpec, heads: pages.Heads,
@@ -149,7 +179,7 @@ def forward(operands: paged.PagedOperands, spec: PagedSpec, heads: pages.Heads,
   """out [T, H, E] and lse [T, H, 1]; see `xla.paged.forward`."""
   cut, (tokens, query_heads, _) = cut_of(operands, heads, block_sizes), operands.query.shape
   shape, dtype = cut.shape, operands.query.dtype
-  problem = paged.cut(operands, spec, heads, (cut.block_q, max(1, parts.BLOCK // cut.page)))
+  problem = paged.cut(operands, spec, heads, (cut.block_q, 1))
   work = queue.of_requests(problem, tokens)
   items = _items_of(problem, work)
   number = cut.lines * shape.rows
@@ -159,9 +189,9 @@ def forward(operands: paged.PagedOperands, spec: PagedSpec, heads: pages.Heads,
   out, lse = mosaic.call(
       functools.partial(_kernel, cut, Logits(_Feed(spec, cut), False)),
       parts.partial_results(shape, lines),
-      Inputs(rows, operands.cache._replace(key_scales=None, value_scales=None), problem.tables,
-             jnp.stack(items)),
-      parts.scratch_of(shape, dtype, max(1, parts.BLOCK // cut.page)), grid=lines * shape.parts,
+      Inputs(rows, operands.cache._replace(key_scales=None, value_scales=None),
+             _scales(cut, operands.cache), problem.tables, jnp.stack(items)),
+      parts.scratch_of(shape, dtype, piece_of(cut.page)), grid=lines * shape.parts,
       warpgroups=2, name="attn_core_paged")
   sinks = paged.row_sinks(problem)
   if sinks is not None:
@@ -176,6 +206,16 @@ def forward(operands: paged.PagedOperands, spec: PagedSpec, heads: pages.Heads,
     x = x.reshape(*x.shape[:2], query_heads, -1)
     return jnp.where(work.live[:, None, None], x[work.place, work.row], empty)
   return Residuals(of_tokens(out, 0), of_tokens(lse[..., None], -jnp.inf))
+
+
+def _scales(cut: Cut, cache) -> tuple:
+  """What `Inputs.scales` is."""
+  if cut.shape.stored is None:
+    return ()
+  scales = cache.key_scales, cache.value_scales
+  if cut.shape.stored.scales == small.TENSOR:
+    return tuple(x.reshape(1) for x in scales)
+  return tuple(small.packed(cut.shape.stored, x) for x in scales)
 
 
 def _items_of(problem: paged.Problem, work: queue.Queue) -> Items:
@@ -229,30 +269,42 @@ def _kernel(cut: Cut, logits: Logits, inputs: Inputs, outputs, scratch: parts.Sc
     tile = lambda n: _Tile(item, first_row, n * mosaic.int32(parts.BLOCK))
     results = (block * cut.heads.key_heads + head) * cut.lines + line
     out, lse = (x.at[results, part] for x in outputs)
-    parts.Fold(shape, logits, _NOTHING, tile, scratch).run(visit, out, lse)
+    scales = shape.stored and small.Scales(shape.stored, scratch.scales or inputs.scales, head)
+    fold.Fold(shape, logits, _NOTHING, tile, scratch, cut.interpret, scales).run(visit, out, lse)
 
 
 def _locate(cut: Cut, inputs: Inputs, item: Items, n) -> list:
-  """The pages of the n-th block of keys."""
-  if cut.page > parts.BLOCK:
-    return [inputs.tables[item.request, lax.div(n, mosaic.int32(cut.page // parts.BLOCK))]]
-  number = parts.BLOCK // cut.page
-  return [inputs.tables[item.request, n * number + i] for i in range(number)]
+  """(page, its token) where the pieces of the n-th block of keys begin."""
+  found, page = [], mosaic.int32(cut.page)
+  for start in _starts(cut, n):
+    # Behind the last page of a table nothing is live.
+    number = jnp.minimum(lax.div(start, page), mosaic.int32(inputs.tables.shape[1] - 1))
+    found.append((inputs.tables[item.request, number], lax.rem(start, page)))
+  return found
 
 
-def _copy(cut: Cut, inputs: Inputs, item: Items, head, n, ids, values, target):
-  """Starts the copies of a block's live pages; a dead one arrives without a copy."""
-  tokens, (stage, full) = min(cut.page, parts.BLOCK), target
-  within = mosaic.int32(0)
-  if cut.page > parts.BLOCK:
-    within = lax.rem(n, mosaic.int32(cut.page // parts.BLOCK)) * mosaic.int32(parts.BLOCK)
-  for i, page in enumerate(ids):
-    start = n * mosaic.int32(parts.BLOCK) + mosaic.int32(i * tokens)
-    source = _page(cut, inputs.cache, page, pl.ds(within, tokens), head, values)
-    place = stage.at[pl.ds(i * tokens, tokens)]
+def _starts(cut: Cut, n) -> list:
+  """Positions of the n-th block's pieces."""
+  first = n * mosaic.int32(parts.BLOCK)
+  return [first + mosaic.int32(i) for i in range(0, parts.BLOCK, piece_of(cut.page))]
+
+
+def _copy(cut: Cut, inputs: Inputs, item: Items, head, n, places, values, target):
+  """Starts the copies of a block's live pieces; a dead one arrives without a copy."""
+  tokens, (stage, scales, full) = piece_of(cut.page), target
+  some = parts.together(cut.shape, values, tokens)
+  for i, (start, (page, token)) in enumerate(zip(_starts(cut, n), places)):
+    first = i * tokens
+    copies = [(_page(cut, inputs.cache, page, pl.ds(token + k, some), head, values),
+               stage.at[pl.ds(first + k, some)]) for k in range(0, tokens, some)]
+    if scales is not None:
+      copies += [(small.quad(cut.shape.stored, inputs.scales[values],
+                             (page, pl.ds(token, tokens)), head),
+                  scales.at[pl.ds(first, tokens)])]
     live = start < item.length
-    pl.when(live)(functools.partial(plgpu.copy_gmem_to_smem, source, place, full))
-    pl.when(~live)(functools.partial(plgpu.barrier_arrive, full))
+    for source, place in copies:
+      pl.when(live)(functools.partial(plgpu.copy_gmem_to_smem, source, place, full))
+      pl.when(~live)(functools.partial(plgpu.barrier_arrive, full))
 
 
 def _page(cut: Cut, cache, page, tokens, head, values: bool):
@@ -261,4 +313,6 @@ def _page(cut: Cut, cache, page, tokens, head, values: bool):
     return (cache.value_pages if values else cache.key_pages).at[head, page, tokens]
   if isinstance(cache, pages.PagesV2):
     return cache.pages.at[page, tokens, 2 * head + int(values)]
-  return cache.pages.at[page, tokens, head, int(values), pl.ds(0, cut.heads.key_width)]
+  row, packing = 2 * head + int(values), mosaic.int32(pages.packing(cache.pages.dtype))
+  return cache.pages.at[page, tokens, lax.div(row, packing), lax.rem(row, packing),
+                        pl.ds(0, cut.heads.key_width)]

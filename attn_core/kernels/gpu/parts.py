@@ -10,13 +10,15 @@ shared memory, so that one copies while another one begins or ends.
 
 What a part is depends on the request alone, and `merge` adds parts in their order: a request's
 bits are the same in any batch. Flash-decoding, https://pytorch.org/blog/flash-decoding/.
+`fold` is what computes.
 
 Letters: L lines: a key head of a batch row and up to 32 of its rows; N parts of a line; R rows
-(queries and heads of a group, padded); C keys of a block; D query and key width, E value width.
+(queries and heads of a group, padded); C keys of a block; D query and key width, E value width, E'
+padded.
 """
 
 import functools
-from typing import Any, Callable, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -24,10 +26,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from attn_core.kernels.gpu import mosaic, products
-from attn_core.kernels.gpu.logits import Logits
+from attn_core.kernels.gpu import mosaic, small
 from attn_core.kernels.gpu.setting import drain
-from attn_core.kernels.softmax import LOG2E
 from attn_core.types import cdiv
 
 BLOCK = mosaic.ROW_TILE  # C
@@ -35,10 +35,11 @@ ROWS = 8  # R is a multiple, up to MOST_ROWS, for which there are registers
 MOST_ROWS = 32
 PART_BLOCKS = 8  # of a part, but for caches of more than MOST_PARTS such parts
 MOST_PARTS = 32
-WIDTHS = (64, 80, 96, 128, 192, 256)  # of D
-VALUE_WIDTHS = (64, 128, 192, 256)  # E makes rows of a product
+WIDTHS = (64, 80, 96, 128, 192, 256)  # D and E
 MOST_STAGES = 6
 OTHER_BYTES = 3328  # for barriers, alignment, and what reductions across warps need
+ALIGNED = 1024  # bytes that operands begin at multiples of
+SMALL_BYTES = 2048  # more of these, for keys and values in 8 bits
 # A processor's shared memory holds two blocks of threads, each with a reserve of the system's.
 HALF = (mosaic.SHARED_MEMORY + 1024) // 2 - 1024
 
@@ -49,9 +50,11 @@ class Shape(NamedTuple):
   rows: int  # R
   width: int  # D
   value_width: int  # E
+  value_rows: int  # E padded to rows of a product; what is in the padding is of no account
   stages: tuple[int, int]  # of keys, of values
   blocks: int  # of keys, of a part
   parts: int  # N
+  stored: small.Small | None = None  # of keys and values in 8 bits
 
 
 class Scratch(NamedTuple):
@@ -59,9 +62,11 @@ class Scratch(NamedTuple):
 
   query: Any  # [R, D]
   key: Any  # [stages, C, D]
-  value: Any  # [stages, C, E]
+  value: Any  # [stages, C, E']
+  scales: tuple  # float32 of keys and of values in 8 bits, [stages, C] or [stages, C, QUAD], or ()
+  converted: Any  # [C, E'] of values in 8 bits, or None
   weights: Any  # [R, C]
-  out: Any  # float32 [E, R]
+  out: Any  # float32 [E', R]
   lse: Any  # float32 [R]
   query_full: Any
   key_full: Any
@@ -75,17 +80,20 @@ def rows_of(count: int) -> int:
   return min(cdiv(count, ROWS) * ROWS, MOST_ROWS)
 
 
-def shape_of(count: int, widths: tuple[int, int], blocks: int, part_blocks: int | None) -> Shape:
+def shape_of(count: int, widths: tuple[int, int], blocks: int, part_blocks: int | None,
+             stored: small.Small | None = None) -> Shape:
   """How to compute `count` rows of a key head.
 
   Args:
     widths: (D, E).
     blocks: of keys that a line can have.
     part_blocks: of a part; None: chosen.
+    stored: of keys and values in 8 bits.
   """
   if part_blocks is None:
     part_blocks = max(PART_BLOCKS, cdiv(blocks, MOST_PARTS))
-  shape = Shape(rows_of(count), *widths, (1, 1), part_blocks, cdiv(blocks, part_blocks))
+  shape = Shape(rows_of(count), *widths, cdiv(widths[1], BLOCK) * BLOCK, (1, 1), part_blocks,
+                cdiv(blocks, part_blocks), stored)
   memory = HALF if two_at_once(shape) else mosaic.SHARED_MEMORY
   for number in range(3, 2 * MOST_STAGES + 1):  # one more of keys, one more of values, ...
     more = shape._replace(stages=(cdiv(number, 2), number // 2))
@@ -97,28 +105,59 @@ def shape_of(count: int, widths: tuple[int, int], blocks: int, part_blocks: int 
 
 def two_at_once(shape: Shape) -> bool:
   """Whether a processor runs two blocks of threads at once: their registers are few enough."""
-  return shape.rows <= 16 and shape.width <= 192 and shape.value_width <= 128
+  rows, width = shape.rows, shape.width
+  fits = rows <= 16 and width <= 192 and shape.value_width <= 128
+  if shape.stored is None or not fits:
+    return fits
+  # Keys in 8 bits come to the products in registers.
+  return rows <= 8 and width <= 128 if shape.stored.floats else rows * width <= 2048
 
 
 def shared_memory(shape: Shape) -> int:
   """Bytes that a part takes."""
   keys, values = shape.stages
-  staged = BLOCK * (keys * shape.width + values * shape.value_width)
-  own = shape.rows * (shape.width + BLOCK)
-  return 2 * (staged + own) + 4 * shape.rows * (shape.value_width + 1) + OTHER_BYTES
+  staged = BLOCK * (keys * shape.width + values * shape.value_rows)
+  own = cdiv(2 * shape.rows * shape.width, ALIGNED) * ALIGNED + shape.rows * (
+      2 * BLOCK + 4 * (shape.value_rows + 1))
+  if shape.stored is None:
+    return 2 * staged + own + OTHER_BYTES
+  staged += (keys + values) * shape.stored.scale_bytes(BLOCK)
+  return staged + 2 * BLOCK * shape.value_rows + own + OTHER_BYTES + SMALL_BYTES
 
 
-def scratch_of(shape: Shape, dtype, copies: int = 1) -> Scratch:
-  """What a part needs, where so many copies fill a stage."""
+def together(shape: Shape, values: bool, tokens: int) -> int:
+  """Tokens of keys or values that are copied together, where so many lie side by side."""
+  # Into the first columns of a stage go as many tokens as a tile has rows.
+  padded = values and shape.value_rows > shape.value_width
+  return min(tokens, mosaic.COPIED_TOKENS) if padded else tokens
+
+
+def scratch_of(shape: Shape, dtype, tokens: int = BLOCK) -> Scratch:
+  """What a part needs.
+
+  Args:
+    shape: of it.
+    dtype: of queries.
+    tokens: of a block of keys that lie side by side.
+  """
   keys, values = shape.stages
-  full, free = ([plgpu.Barrier(num_arrivals=arrivals, num_barriers=n) for n in shape.stages]
-                for arrivals in (copies, 1))
+  kind, scales, converted = dtype, (), None
+  if shape.stored is not None:
+    kind = shape.stored.dtype
+    scales = tuple(plgpu.SMEM((n, *scale), jnp.float32) for n in shape.stages
+                   for scale in shape.stored.scale_shapes(BLOCK))
+    converted = mosaic.operand((BLOCK, shape.value_rows), dtype, shape.value_width)
+  copies = [BLOCK // together(shape, values, tokens) + (BLOCK // tokens if scales else 0)
+            for values in (False, True)]
+  full, free = ([plgpu.Barrier(num_arrivals=m, num_barriers=n)
+                 for m, n in zip(arrivals, shape.stages)] for arrivals in (copies, (1, 1)))
   return Scratch(
       mosaic.operand((shape.rows, shape.width), dtype),
-      mosaic.operand((keys, BLOCK, shape.width), dtype),
-      mosaic.operand((values, BLOCK, shape.value_width), dtype),
-      mosaic.operand((shape.rows, BLOCK), dtype),
-      mosaic.operand((shape.value_width, shape.rows), jnp.float32),
+      mosaic.operand((keys, BLOCK, shape.width), kind),
+      mosaic.operand((values, BLOCK, shape.value_rows), kind, shape.value_width), scales, converted,
+      # Both operands of a product are swizzled in the same way.
+      mosaic.operand((shape.rows, BLOCK), dtype, mosaic.tile_columns(shape.value_width, dtype)),
+      mosaic.operand((shape.value_rows, shape.rows), jnp.float32),
       plgpu.SMEM((shape.rows,), jnp.float32), plgpu.Barrier(), *full, *free)
 
 
@@ -148,7 +187,7 @@ def live_parts(shape: Shape, first, end):
 
 def partial_results(shape: Shape, lines: int):
   """(out, lse) of all parts: lse times log2(e)."""
-  return (jax.core.ShapedArray((lines, shape.parts, shape.value_width, shape.rows), jnp.float32),
+  return (jax.core.ShapedArray((lines, shape.parts, shape.value_rows, shape.rows), jnp.float32),
           jax.core.ShapedArray((lines, shape.parts, shape.rows), jnp.float32))
 
 
@@ -159,121 +198,29 @@ def copy_blocks(shape: Shape, scratch: Scratch, visit: Visit, locate, copy):
     visit: which.
     locate: n -> where the n-th block of the line is.
     copy: copy(n, place, values, target) starts the copies of its keys or values to a target, which
-      is a stage and its barrier.
+      is a stage, that of the scales (or None), and the barrier of both.
   """
   rings = (
       (False, scratch.key, scratch.key_full, scratch.key_free, shape.stages[0]),
       (True, scratch.value, scratch.value_full, scratch.value_free, shape.stages[1]))
+
+  def stage_of(ring, values, slot):
+    if not values or shape.value_rows == shape.value_width:
+      return ring.at[slot]
+    return ring.at[slot, :, pl.ds(0, shape.value_width)]
 
   def fill(n, _):
     number, place = n - visit.first, locate(n)
     for values, ring, full, free, stages in rings:
       slot = lax.rem(number, mosaic.int32(stages))
       pl.when(number >= stages)(functools.partial(plgpu.barrier_wait, free.at[slot]))
-      copy(n, place, values, (ring.at[slot], full.at[slot]))
+      scales = scratch.scales[values].at[slot] if scratch.scales else None
+      copy(n, place, values, (stage_of(ring, values, slot), scales, full.at[slot]))
     return ()
 
   lax.fori_loop(visit.first, visit.end, fill, ())
   for *_, free, stages in rings:
     drain(free, stages, visit.end - visit.first)
-
-
-# --- What the computing warpgroup does. ----------------------------------------------------------
-
-
-class _Running(NamedTuple):
-  """The softmax of the keys seen so far; see `kernels.softmax.Running`."""
-
-  highest: Any  # [R]: logits times log2(e); -inf before the first visible key
-  total: Any  # [C, R]: to be summed over C
-  output: Any  # [E, R]
-
-
-class Fold(NamedTuple):
-  """Folds blocks of keys and values, as they arrive, into results of a part."""
-
-  shape: Shape
-  logits: Logits
-  extras: Any  # of `Logits`
-  tile: Callable  # n -> tile of `Logits`: rows and the keys of the n-th block of the line
-  scratch: Scratch
-
-  def run(self, visit: Visit, out, lse):
-    """From the first block to the copy of the results to references [E, R] and [R]."""
-    shape = self.shape
-    running = _Running(
-        mosaic.filled(-jnp.inf, (shape.rows,), mosaic.COLUMNS),
-        mosaic.filled(0, (BLOCK, shape.rows), mosaic.TILE),
-        mosaic.filled(0, (shape.value_width, shape.rows), mosaic.TILE))
-    plgpu.barrier_wait(self.scratch.query_full)
-    bounds = visit.first, visit.first_full, visit.end_full, visit.end
-    if visit.first_full is None:
-      bounds = None, visit.first, visit.end_full, visit.end
-    for first, end, masked in zip(bounds, bounds[1:], (True, False, True)):
-      if first is not None:
-        running = lax.fori_loop(first, end, functools.partial(
-            lambda masked, n, x: self.step(n, n - visit.first, x, masked), masked), running)
-    self.write(running, out, lse)
-
-  def step(self, n, number, running: _Running, masked: bool) -> _Running:
-    """Folds in the n-th block of the line, the `number`-th of the part."""
-    scratch, unit = self.scratch, self.logits.unit
-    key, value = (lax.rem(number, mosaic.int32(stages)) for stages in self.shape.stages)
-    plgpu.barrier_wait(scratch.key_full.at[key])
-    scores, _ = products.beside(scratch.key.at[key], scratch.query.T)
-    plgpu.barrier_arrive(scratch.key_free.at[key])
-    scores = scores + 0.0 * scores  # NaN where not finite
-    if masked:
-      plgpu.barrier_wait(scratch.value_full.at[value])
-      scores = scores + along(self.shield(value), scores.shape, 0)
-    logits, _ = self.logits.of(self.extras, self.tile(n) if masked else None, scores, masked)
-    highest = jnp.maximum(running.highest, logits.max(axis=0) * unit)
-    # While a row has seen nothing, its highest is -inf, and -inf - -inf would be NaN.
-    reference = jnp.where(highest == -jnp.inf, 0.0, highest)
-    weights = jnp.exp2(logits * unit - along(reference, logits.shape, 1))
-    shrink = jnp.exp2(running.highest - reference)
-    store_turned(scratch.weights, weights)
-    plgpu.commit_smem()
-    if not masked:
-      plgpu.barrier_wait(scratch.value_full.at[value])
-    def meanwhile():
-      return (running.total * along(shrink, running.total.shape, 1) + weights,
-              running.output * along(shrink, running.output.shape, 1))
-    fresh, (total, output) = products.beside(scratch.value.at[value].T, scratch.weights.T,
-                                              meanwhile)
-    plgpu.barrier_arrive(scratch.value_free.at[value])
-    return _Running(highest, total, output + fresh)
-
-  def shield(self, slot):
-    """Replaces values that are not finite by 0; returns NaN [C] for their keys, 0 for others.
-
-    0 * NaN is NaN, and would reach those from whom the key is hidden.
-    """
-    def columns(n, spoilt):  # few at a time, for the sake of registers
-      values = self.scratch.value.at[slot, :, pl.ds(n * BLOCK, BLOCK)]
-      value = mosaic.load(values, mosaic.TILE).astype(jnp.float32)
-      zero = 0.0 * value  # or NaN
-      values[...] = jnp.where(zero == 0.0, value, 0.0).astype(values.dtype)
-      return spoilt + zero.sum(axis=1)
-    spoilt = lax.fori_loop(
-        mosaic.int32(0), mosaic.int32(self.shape.value_width // BLOCK), columns,
-        mosaic.filled(0, (BLOCK,), mosaic.ROWS))
-    plgpu.commit_smem()
-    return spoilt
-
-  def write(self, running: _Running, out, lse):
-    """Normalises and copies a part's results."""
-    scratch, (highest, total, output) = self.scratch, running
-    # A row that saw a value which is not finite is NaN in all its columns, and in its lse.
-    total = total.sum(axis=0) + 0.0 * output.sum(axis=0)
-    empty = total == 0.0
-    total = jnp.where(empty, 1.0, total)
-    scratch.out[...] = output * along(1 / total, output.shape, 1)
-    scratch.lse[...] = jnp.where(empty, -jnp.inf, highest + jnp.log(total) * LOG2E)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(scratch.out, out)
-    plgpu.copy_smem_to_gmem(scratch.lse, lse)
-    plgpu.wait_smem_to_gmem(0)
 
 
 def along(x, shape, axis: int):

@@ -11,7 +11,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from attn_core.kernels.gpu import mosaic
 
-
 def sum_up(run, shapes, scratch):
   """Runs run(*sums), where `add` adds products to the sums, and returns them.
 
@@ -68,6 +67,27 @@ def beside(left, right, meanwhile=lambda: None):
     found = meanwhile()
     return total[...], found
   shape = left.shape[0], right.shape[1]
+  return pl.run_scoped(scoped, plgpu.ACC(shape, jnp.float32))
+
+
+def of_registers(shape, pieces, *, interpret: bool):
+  """The sum of left @ right over pieces.
+
+  Args:
+    shape: [R, N] of the sum.
+    pieces: yields left [R, C], in registers, and right, a reference [C, N] in shared memory.
+    interpret: whether the kernel is interpreted; there, no product takes registers.
+  """
+  if interpret:
+    total = sum(jnp.dot(left, right[...], preferred_element_type=jnp.float32)
+                for left, right in pieces)
+    plgpu.commit_smem()
+    return total
+
+  def scoped(total):
+    for left, right in pieces:
+      plgpu.wgmma(total, left, right)
+    return total[...]
   return pl.run_scoped(scoped, plgpu.ACC(shape, jnp.float32))
 
 
