@@ -34,8 +34,7 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
   key_heads = operands.key.shape[2]
   group, pool = heads // key_heads, _pool(operands, block_sizes)
   mask, by_head, items = _visible(operands, spec, pool)
-  shape = stream.Shape(pool, group, length, stream.together(key_heads, length * group), 0,
-                       mask.shape[1], by_head)
+  shape = stream.Shape(pool, group, length, 0, mask.shape[1], by_head)
   rows = operands.query.reshape(batch, length, key_heads, group, width)
   rows = rows.transpose(0, 2, 1, 3, 4).reshape(batch, shape.groups, shape.lanes, width)
   rule = stream.Rule(spec.softmax_scale, spec.logits_soft_cap, None, None, spec.precision)

@@ -63,7 +63,7 @@ def _sizes(operands, block_sizes: BlockSizes, heads: pages.Heads) -> tuple[int, 
   if pool.scales == "token":  # whose blocks are whole lanes
     block_pages = cdiv(block_pages, LANES // math.gcd(LANES, page)) * LANES // math.gcd(LANES, page)
   pool = pool._replace(block_pages=block_pages)
-  shape = lambda: stream.Shape(pool, group, block_q, 1, 0, 0, False)
+  shape = lambda: stream.Shape(pool, group, block_q)
   while block_sizes.block_q is None and block_q > 1 and (
       shape().bytes(operands.query.dtype) > VECTOR_BYTES):
     block_q //= 2
@@ -112,8 +112,7 @@ def _attend(problem: paged.Problem, pool: Pool, requests, tokens: int):
   key_heads, group, block_q = problem.heads.key_heads, problem.group, problem.block_q
   # Heads that only pad the pages have no rows.
   padding = pool.key_heads - key_heads
-  shape = stream.Shape(pool, group, block_q, stream.together(pool.key_heads, block_q * group),
-                       problem.tables.shape[1], 0, False)
+  shape = stream.Shape(pool, group, block_q, problem.tables.shape[1])
   work = queue.of_requests(problem, tokens, requests)
   rows = jax.vmap(lambda block: paged.live_rows_of(problem, block, problem.query))(work.blocks)
   rows = jnp.pad(rows, ((0, 0), (0, padding), (0, 0), (0, 0)))
@@ -130,7 +129,7 @@ def _attend(problem: paged.Problem, pool: Pool, requests, tokens: int):
     x = x.reshape(x.shape[0], pool.key_heads, block_q, group, x.shape[-1])[:, :key_heads]
     x = x.transpose(0, 2, 1, 3, 4).reshape(-1, block_q, key_heads * group, x.shape[-1])
     return x[work.place, work.row]
-  return (of_tokens(out), of_tokens(lse.swapaxes(2, 3))), work.live
+  return (of_tokens(out), of_tokens(lse[..., None])), work.live
 
 
 def _with_sinks(out, lse, operands) -> Residuals:

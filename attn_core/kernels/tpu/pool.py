@@ -21,6 +21,7 @@ from attn_core.types import cdiv
 
 LANES = 128
 SUBLANES = 8
+PAIRED = 2 * SUBLANES  # tokens
 
 
 class Pool(NamedTuple):
@@ -44,6 +45,7 @@ class Pool(NamedTuple):
   block_pages: int
   row_tokens: int = 0  # S; 0: pages
   scales: str | None = None  # "token", "tensor", or None
+  slots: int = 2  # blocks that are in vector memory: one is computed, the others are on their way
 
   @property
   def block(self) -> int:
@@ -65,14 +67,32 @@ class Pool(NamedTuple):
     """w."""
     return self.rows // self.packing
 
+  @property
+  def paired(self) -> bool:
+    """Whether two numbers of a head are put in one word as they are read."""
+    return self.packing == 2 and not self.apart and self.block % PAIRED == 0
+
+  def token_at(self, place):
+    """Which token of a block is read at a place: words come by eight, of which two make one."""
+    if not self.paired:
+      return place
+    within = lax.rem(place, jnp.int32(PAIRED))
+    return place - within + lax.div(within, jnp.int32(2)) + SUBLANES * lax.rem(within, jnp.int32(2))
+
+  def in_order(self, x):
+    """[..., tokens] of whole blocks, in the order in which tokens are read."""
+    if not self.paired:
+      return x
+    return x.reshape(*x.shape[:-1], -1, 2, SUBLANES).swapaxes(-1, -2).reshape(x.shape)
+
   def buffers(self) -> list:
-    """Shapes of the arrays that blocks are transferred to, two halves each, and of the scales'."""
+    """Shapes of the arrays that blocks are transferred to, `slots` of each, and of the scales'."""
     shape = lambda width: (self.rows, self.page, width) if self.apart else (
         self.page, self.rows, width)
     stored = jnp.int8 if jnp.dtype(self.dtype).itemsize == 1 else self.dtype
-    found = [((2, self.block_pages, *shape(width)), stored) for width in self.widths]
+    found = [((self.slots, self.block_pages, *shape(width)), stored) for width in self.widths]
     if self.scales == "token":
-      found += [((2, self.scale_rows, self.block), jnp.float32)] * 2
+      found += [((self.slots, self.scale_rows, self.block), jnp.float32)] * 2
     return found
 
   @property
@@ -131,22 +151,22 @@ class Way(NamedTuple):
   """From where to where some transfers go."""
 
   sources: Any  # arrays
-  buffers: Any  # one for each, of two halves
-  arrived: Any  # a semaphore for either half
-  half: Any  # 0 or 1
+  buffers: Any  # one for each, of so many slots
+  arrived: Any  # a semaphore for every slot
+  slot: Any  # of the buffers
 
 
 def transfer_blocks(pool: Pool, way: Way, row, number, *, start: bool):
   """Starts the transfers of a block's tokens of arrays [rows, r, S'], or awaits them."""
-  sources, buffers, arrived, half = way
+  sources, buffers, arrived, slot = way
   for source, buffer in zip(sources, buffers, strict=True):
     tokens = pl.ds(pl.multiple_of(number * pool.block, pool.block), pool.block)
-    copy = pltpu.make_async_copy(source.at[row, :, tokens], buffer.at[half], arrived.at[half])
+    copy = pltpu.make_async_copy(source.at[row, :, tokens], buffer.at[slot], arrived.at[slot])
     (copy.start if start else copy.wait)()
 
 
 def transfer(pool: Pool, way: Way, live: Live, number, locate, *, start: bool):
-  """Starts the transfers of a block's live pages to a half of the buffers, or awaits them.
+  """Starts the transfers of a block's live pages to a slot of the buffers, or awaits them.
 
   Args:
     way: of the arrays of tokens; see `Pool`.
@@ -154,44 +174,44 @@ def transfer(pool: Pool, way: Way, live: Live, number, locate, *, start: bool):
     number: of the block.
     locate: number of a page in its row -> its number in the pool, or that of the row of tokens.
   """
-  sources, buffers, arrived, half = way
+  sources, buffers, arrived, slot = way
   first, end = live.pages(pool, number)
-  whole, rest = jnp.bool_(False), pool.row_tokens % pool.page
-  if not start:
-    # Semaphores count bytes: what came page by page may be awaited at once.
-    whole = (first == 0) & (end == pool.block_pages)
-    if rest:
-      whole = whole & ((number + 1) * pool.block <= pool.row_tokens)
+  whole, rest = (first == 0) & (end == pool.block_pages), pool.row_tokens % pool.page
+  if rest:
+    whole = whole & ((number + 1) * pool.block <= pool.row_tokens)
 
-    @pl.when(whole)
-    def _():
+  def copies(place, tokens):
+    page = number * pool.block_pages + place
+    where = locate(page)
+    for source, buffer in zip(sources, buffers, strict=True):
+      apart, target = pool.apart, buffer.at[slot, place]
+      if pool.row_tokens:
+        part = pl.ds(pl.multiple_of(page * pool.page, pool.page), tokens)
+        source = source.at[where, :, part] if apart else source.at[where, part]
+        if tokens < pool.page:
+          target = target.at[:, pl.ds(0, tokens)] if apart else target.at[pl.ds(0, tokens)]
+      else:
+        source = source.at[:, where] if apart and not pool.together else source.at[where]
+      copy = pltpu.make_async_copy(source, target, arrived.at[slot])
+      (copy.start if start else copy.wait)()
+
+  @pl.when(whole)
+  def _():
+    if start:  # one piece of code: pages do not wait for each other's addresses
+      for place in range(pool.block_pages):
+        copies(place, pool.page)
+    else:  # semaphores count bytes: what came page by page may be awaited at once
       for buffer in buffers:
-        pltpu.make_async_copy(buffer.at[half], buffer.at[half], arrived.at[half]).wait()
+        pltpu.make_async_copy(buffer.at[slot], buffer.at[slot], arrived.at[slot]).wait()
 
   @pl.loop(first, jnp.where(whole, first, end))
   def _(place):
-    page = number * pool.block_pages + place
-    where = locate(page)
-
-    def copies(tokens):
-      for source, buffer in zip(sources, buffers, strict=True):
-        apart, target = pool.apart, buffer.at[half, place]
-        if pool.row_tokens:
-          part = pl.ds(pl.multiple_of(page * pool.page, pool.page), tokens)
-          source = source.at[where, :, part] if apart else source.at[where, part]
-          if tokens < pool.page:
-            target = target.at[:, pl.ds(0, tokens)] if apart else target.at[pl.ds(0, tokens)]
-        else:
-          source = source.at[:, where] if apart and not pool.together else source.at[where]
-        copy = pltpu.make_async_copy(source, target, arrived.at[half])
-        (copy.start if start else copy.wait)()
-
     if not rest:
-      copies(pool.page)
+      copies(place, pool.page)
       return
-    full = (page + 1) * pool.page <= pool.row_tokens
-    pl.when(full)(lambda: copies(pool.page))
-    pl.when(jnp.logical_not(full))(lambda: copies(rest))
+    full = (number * pool.block_pages + place + 1) * pool.page <= pool.row_tokens
+    pl.when(full)(lambda: copies(place, pool.page))
+    pl.when(jnp.logical_not(full))(lambda: copies(place, rest))
 
 
 class Block(NamedTuple):
@@ -201,31 +221,67 @@ class Block(NamedTuple):
   buffers: Any
   words: Any
   factors: Any  # scales of all keys and of all values, in scalar memory; None: not so
-  half: Any
-  tokens: Any  # (first, end) of those that may be read
+  slot: Any
+  live: Live
+  number: Any
+
+  @property
+  def tokens(self):
+    """(first, end) of those that may be read, among the block's."""
+    return self.live.tokens(self.pool, self.number)
+
+  def bring(self):
+    """Brings the block to words; pages that were not transferred become zeros.
+
+    What else nobody may read stays as it is.
+    """
+    pool = self.pool
+    first, end = self.live.pages(pool, self.number)
+    def clear(place):
+      for buffer in self.buffers[:len(pool.widths)]:
+        buffer[self.slot, place] = jnp.zeros(buffer.shape[2:], buffer.dtype)
+    pl.loop(jnp.int32(0), first)(clear)
+    pl.loop(end, jnp.int32(pool.block_pages))(clear)
+    for array, part in self._parts():
+      self._bring(array, part)
+    self._turn_scales()
 
   def settle(self):
     """Brings the block to words, zeros where nobody may read; whether all of it is finite."""
     pool, odd = self.pool, jnp.zeros((1, 1), jnp.float32)
     whole = (self.tokens[0] <= 0) & (self.tokens[1] >= pool.block)
-    if not pool.apart:
-      for array, words in enumerate(self.words[:len(pool.widths)]):
-        for part in range(words.shape[0]):
-          lanes = words.shape[2]
-          x = self.buffers[array][self.half, :, :, :, pl.ds(part * lanes, lanes)]
-          words[part] = self._to_words(x.reshape(pool.block * pool.rows, lanes))
-          self._clear(words, part, whole)
-          odd += _not_finite(words[part], pool)
-    else:
+    for array, part in self._parts():
+      self._bring(array, part)
+      self._clear(self.words[array], part, whole)
+      odd += _not_finite(self.words[array][part], pool)
+    if pool.apart:
       for array in range(len(pool.widths)):
         for row in range(pool.rows):
           odd += _not_finite(self._apart(array, row), pool)
-    if pool.scales == "token":
-      for scales, turned in zip(self.buffers[-2:], self.words[-2:]):
-        turned[...] = jnp.where(self.readable(), scales[self.half].T, 0)
-        odd += _sum(turned[...])
     # Transfers bring numbers that are finite but for mishaps.
-    return odd[0, 0] == 0
+    return (odd + self._turn_scales())[0, 0] == 0
+
+  def _parts(self):
+    """(array, part of its width) of everything that is kept as words."""
+    if not self.pool.apart:
+      for array in range(len(self.pool.widths)):
+        for part in range(self.words[array].shape[0]):
+          yield array, part
+
+  def _bring(self, array: int, part: int):
+    words = self.words[array]
+    lanes = words.shape[2]
+    x = self.buffers[array][self.slot, :, :, :, pl.ds(part * lanes, lanes)]
+    words[part] = self._to_words(x.reshape(self.pool.block * self.pool.rows, lanes))
+
+  def _turn_scales(self):
+    """Lays scales beside the tokens, zeros where nobody may read; float32 [1, 1], 0: finite."""
+    odd = jnp.zeros((1, 1), jnp.float32)
+    if self.pool.scales == "token":
+      for scales, turned in zip(self.buffers[-2:], self.words[-2:]):
+        turned[...] = jnp.where(self.readable(), scales[self.slot].T, 0)
+        odd += _sum(turned[...])
+    return odd
 
   def readable(self):
     """bool [C, 1]: the tokens that may be read."""
@@ -248,7 +304,7 @@ class Block(NamedTuple):
 
   def _apart(self, array: int, row):
     """Numbers [C, D or E] of a row of the tokens, as stored."""
-    x = self.buffers[array][self.half, :, row]
+    x = self.buffers[array][self.slot, :, row]
     x = x.reshape(self.pool.block, x.shape[-1])
     return jnp.where(self.readable(), x.astype(jnp.float32), 0) if x.dtype != jnp.int8 else (
         jnp.where(self.readable(), x.astype(jnp.int32), 0))
@@ -262,9 +318,13 @@ class Block(NamedTuple):
       x = _to_float(x, pool.dtype) if x.dtype == jnp.int32 else x
     else:
       words, packing = self.words[array], pool.packing
-      at = pl.ds(lax.div(row, jnp.int32(packing)), pool.block, stride=pool.words)
+      word, place = lax.div(row, jnp.int32(packing)), lax.rem(row, jnp.int32(packing))
+      if pool.together and packing == 2:
+        word, place = head, int(value)
+      at = pl.ds(word, pool.block, stride=pool.words)
       x = jnp.concatenate([words[part, at, :] for part in range(words.shape[0])], 1)
-      place = int(value) if pool.together and packing == 2 else lax.rem(row, jnp.int32(packing))
+      if pool.paired:
+        return _paired(x, place, pool.dtype).astype(dtype)
       x = _unpacked(x, place, pool) if packing > 1 else x
     if pool.scales == "tensor":
       x = x * self.factors[int(value)]
@@ -273,6 +333,21 @@ class Block(NamedTuple):
       this = lax.broadcasted_iota(jnp.int32, scales.shape, 1) == head
       x = x * jnp.where(this, scales, 0).sum(1, keepdims=True)
     return x.astype(dtype)
+
+
+def _paired(words, place, dtype):
+  """16-bit numbers at a place in words; see `Pool.token_at` for their order."""
+  tokens, width = words.shape
+  x = words.reshape(tokens // PAIRED, 2, SUBLANES, width)
+  x = [x[:, i].reshape(tokens // 2, width) for i in range(2)]
+  low, high, far = np.uint32(0xFFFF), np.uint32(0xFFFF0000), np.uint32(16)
+  first = lambda: (x[0] & low) | (x[1] << far)
+  second = lambda: (x[0] >> far) | (x[1] & high)
+  if isinstance(place, int):
+    words = second() if place else first()
+  else:
+    words = jnp.where(place == 1, second(), first())
+  return pltpu.bitcast(words, dtype)
 
 
 def _unpacked(words, place, pool: Pool):
