@@ -64,12 +64,13 @@ def _fold_groups(k: Kernel, block: Block, seen, *, careful: bool):
 
   def piece(first, odd):
     groups = [first * size + i for i in range(size)]
-    for group, scores in [(group, _scores(k, block, group, careful)) for group in groups]:
+    parts = [_scores(k, block, group, careful) for group in groups]
+    for group, (scores, weigh) in zip(groups, parts):
       found = []
-      def weigh(weights, group=group, found=found):
-        found.append(_weighed(k, block, group, weights, careful))
+      def weighed(weights, weigh=weigh, found=found):
+        found.append(weigh(weights))
         return found[0]
-      after = k.rule.update(result(k, group), scores, weigh, seen(group), axis=1)
+      after = k.rule.update(result(k, group), scores, weighed, seen(group), axis=1)
       for ref, x in zip(k.running, after):
         ref[1 - _side(k), group] = x
       total = scores.sum(1, keepdims=True) + found[0].sum(1, keepdims=True)
@@ -98,41 +99,35 @@ def _apart(k: Kernel, rows):
   return jnp.concatenate([_own(k, wide, i) for i in range(u)], 1).astype(rows.dtype)
 
 
-def _side_by_side(k: Kernel, block: Block, value: bool, group):
-  """Keys [C, u * D] or values [C, u * E] of a group."""
-  u, dtype = k.shape.together, k.rows.dtype
-  return jnp.concatenate([block.read(value, group * u + i, dtype) for i in range(u)], 1)
-
-
 def _scores(k: Kernel, block: Block, group, careful: bool):
-  """Scores [L, C] of a group."""
-  rows, key = k.rows[0, group], _side_by_side(k, block, False, group)
-  if not careful:
-    return step.dot(k, _apart(k, rows), key, 1)
-  scores = step.dot(k, _apart(k, rows), _finite(key), 1)
-  spoilt = jnp.zeros_like(scores)
-  for x in (key, _side_by_side(k, block, True, group)):
-    ones = jnp.ones((k.shape.lanes, x.shape[1] // k.shape.together), x.dtype)
-    spoilt = spoilt + step.dot(k, _apart(k, ones), _not_finite(x), 1)
-  return jnp.where(spoilt > 0, jnp.nan, scores)
+  """(scores [L, C], their weights [L, C] -> output [L, E]) of a group of heads."""
+  rows, u = k.rows[0, group], k.shape.together
+  pairs = [block.read_both(group * u + i, rows.dtype) for i in range(u)]
+  key, value = (jnp.concatenate(x, 1) for x in zip(*pairs))
+  if careful:
+    spoilt = sum(_number_odd(k, x) for x in (key, value))
+    key, value = _finite(key), _finite(value)
+  scores = step.dot(k, _apart(k, rows), key, 1)
+  if careful:
+    scores = jnp.where(spoilt > 0, jnp.nan, scores)
+
+  def weigh(weights):
+    found, width = step.dot(k, weights.astype(value.dtype), value, 0), value.shape[1] // u
+    if u == 1:
+      return found
+    return sum(_own(k, found[:, i * width:(i + 1) * width], i) for i in range(u))
+
+  return scores, weigh
 
 
-def _weighed(k: Kernel, block: Block, group, weights, careful: bool):
-  """The values' sum [L, E] by weights [L, C]."""
-  value, u = _side_by_side(k, block, True, group), k.shape.together
-  value = _finite(value) if careful else value
-  found, width = step.dot(k, weights.astype(value.dtype), value, 0), value.shape[1] // u
-  if u == 1:
-    return found
-  return sum(_own(k, found[:, i * width:(i + 1) * width], i) for i in range(u))
+def _number_odd(k: Kernel, x):
+  """How many numbers of [C, u * D] are not finite, for the rows of each head [L, C]."""
+  wide = x.astype(jnp.float32)
+  odd = jnp.where(wide - wide == 0, 0.0, 1.0).astype(x.dtype)
+  ones = jnp.ones((k.shape.lanes, x.shape[1] // k.shape.together), x.dtype)
+  return step.dot(k, _apart(k, ones), odd, 1)
 
 
 def _finite(x):
   wide = x.astype(jnp.float32)
   return jnp.where(wide - wide == 0, wide, 0).astype(x.dtype)
-
-
-def _not_finite(x):
-  """1 where `x` is not finite."""
-  wide = x.astype(jnp.float32)
-  return jnp.where(wide - wide == 0, 0.0, 1.0).astype(x.dtype)

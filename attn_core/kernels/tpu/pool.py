@@ -309,6 +309,14 @@ class Block(NamedTuple):
     return jnp.where(self.readable(), x.astype(jnp.float32), 0) if x.dtype != jnp.int8 else (
         jnp.where(self.readable(), x.astype(jnp.int32), 0))
 
+  def read_both(self, head, dtype):
+    """Keys [C, D] and values [C, E] of a head, dequantised."""
+    pool = self.pool
+    if not (pool.together and pool.paired):
+      return self.read(False, head, dtype), self.read(True, head, dtype)
+    words = self._words(0, head)  # of both
+    return tuple(_paired(words, value, pool.dtype).astype(dtype) for value in range(2))
+
   def read(self, value: bool, head, dtype):
     """Keys [C, D] or values [C, E] of a head, dequantised."""
     pool = self.pool
@@ -317,12 +325,11 @@ class Block(NamedTuple):
       x = self._apart(array, row)
       x = _to_float(x, pool.dtype) if x.dtype == jnp.int32 else x
     else:
-      words, packing = self.words[array], pool.packing
+      packing = pool.packing
       word, place = lax.div(row, jnp.int32(packing)), lax.rem(row, jnp.int32(packing))
       if pool.together and packing == 2:
         word, place = head, int(value)
-      at = pl.ds(word, pool.block, stride=pool.words)
-      x = jnp.concatenate([words[part, at, :] for part in range(words.shape[0])], 1)
+      x = self._words(array, word)
       if pool.paired:
         return _paired(x, place, pool.dtype).astype(dtype)
       x = _unpacked(x, place, pool) if packing > 1 else x
@@ -333,6 +340,11 @@ class Block(NamedTuple):
       this = lax.broadcasted_iota(jnp.int32, scales.shape, 1) == head
       x = x * jnp.where(this, scales, 0).sum(1, keepdims=True)
     return x.astype(dtype)
+
+  def _words(self, array: int, word):
+    """[C, D or E] of one word of every token."""
+    at, words = pl.ds(word, self.pool.block, stride=self.pool.words), self.words[array]
+    return jnp.concatenate([words[part, at, :] for part in range(words.shape[0])], 1)
 
 
 def _paired(words, place, dtype):

@@ -17,6 +17,12 @@ from attn_core.types import cdiv
 UNROLLED = 2**18  # scores of the heads that are one piece of code, where rows are many
 FEW = 64  # rows of a key head: up to here keys and values are what stays in the matrix units
 FEW_GROUPS = 8  # that are one piece of code, where rows are few
+FEW_SLOTS = 3  # blocks in vector memory, where they take less time to compute than to come
+
+
+def is_few(rows: int) -> bool:
+  """Whether so many rows of a key head pass by its keys, instead of these by them."""
+  return rows <= FEW
 
 
 class Items(NamedTuple):
@@ -50,7 +56,7 @@ class Shape(NamedTuple):
   @property
   def few(self) -> bool:
     """Whether keys and values stay in the matrix units, and rows pass by."""
-    return self.rows <= FEW
+    return is_few(self.rows)
 
   @property
   def together(self) -> int:

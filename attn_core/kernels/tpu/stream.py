@@ -2,8 +2,8 @@
 
 A step of the grid is some queries of one row (a request, or a row of a batch); which these are, and
 which keys they see, is said in scalar memory. While a block of keys is computed, the next ones are
-on their way, be they of the next step. How a block is folded depends on how many rows of queries there
-are: `few` or `wide`.
+on their way, be they of the next step. How a block is folded depends on how many rows of queries
+there are: `few` or `wide`.
 
 Letters: as in `step`.
 """
