@@ -81,6 +81,11 @@ def _fold_groups(k: Kernel, block: Block, seen, *, careful: bool):
   number = shape.groups // size
   odd = piece(0, nothing) if number == 1 else lax.fori_loop(
       jnp.int32(0), jnp.int32(number), piece, nothing)
+  return _is_finite(odd)
+
+
+def _is_finite(odd):
+  """Whether x - x [L, 1] is 0 throughout, in scalar memory."""
   return odd.sum(0, keepdims=True)[0, 0] == 0
 
 
