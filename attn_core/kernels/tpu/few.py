@@ -45,6 +45,9 @@ def fold(k: Kernel, place: Place) -> None:
   block = place.block(k)
   block.bring()
   seen = functools.partial(step.seen, k, place, axis=1)
+  if not k.shape.mask_heads:
+    same = seen(0)
+    seen = lambda group: same
   finite = _fold_groups(k, block, seen, careful=False)
 
   @pl.when(jnp.logical_not(finite))

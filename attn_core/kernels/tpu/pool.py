@@ -72,18 +72,14 @@ class Pool(NamedTuple):
     """Whether two numbers of a head are put in one word as they are read."""
     return self.packing == 2 and not self.apart and self.block % PAIRED == 0
 
-  def token_at(self, place):
-    """Which token of a block is read at a place: words come by eight, of which two make one."""
-    if not self.paired:
-      return place
-    within = lax.rem(place, jnp.int32(PAIRED))
-    return place - within + lax.div(within, jnp.int32(2)) + SUBLANES * lax.rem(within, jnp.int32(2))
+  @property
+  def split(self) -> bool:
+    """Whether even tokens come before odd ones in the words, of every PAIRED tokens.
 
-  def in_order(self, x):
-    """[..., tokens] of whole blocks, in the order in which tokens are read."""
-    if not self.paired:
-      return x
-    return x.reshape(*x.shape[:-1], -1, 2, SUBLANES).swapaxes(-1, -2).reshape(x.shape)
+    Memory gives up to eight words at a stride, those of neighbours; pairs are of one even token
+    and one odd one. Where a token's words are whole tiles, to lay them so costs nothing.
+    """
+    return self.paired and self.words % SUBLANES == 0
 
   def buffers(self) -> list:
     """Shapes of the arrays that blocks are transferred to, `slots` of each, and of the scales'."""
@@ -269,10 +265,14 @@ class Block(NamedTuple):
           yield array, part
 
   def _bring(self, array: int, part: int):
-    words = self.words[array]
+    pool, words = self.pool, self.words[array]
     lanes = words.shape[2]
     x = self.buffers[array][self.slot, :, :, :, pl.ds(part * lanes, lanes)]
-    words[part] = self._to_words(x.reshape(self.pool.block * self.pool.rows, lanes))
+    x = self._to_words(x.reshape(pool.block * pool.rows, lanes))
+    if pool.split:
+      x = x.reshape(pool.block // PAIRED, SUBLANES, 2, pool.words, lanes)
+      x = jnp.stack([x[:, :, odd] for odd in range(2)], 1).reshape(words.shape[1:])
+    words[part] = x
 
   def _turn_scales(self):
     """Lays scales beside the tokens, zeros where nobody may read; float32 [1, 1], 0: finite."""
@@ -297,9 +297,14 @@ class Block(NamedTuple):
   def _clear(self, words, part: int, whole):
     @pl.when(jnp.logical_not(whole))
     def _():
-      row = lax.broadcasted_iota(jnp.int32, words.shape[1:], 0)
-      first, end = (x * self.pool.words for x in self.tokens)
-      words[part] = jnp.where((row >= first) & (row < end), words[part],
+      token = lax.div(lax.broadcasted_iota(jnp.int32, words.shape[1:], 0),
+                      jnp.int32(self.pool.words))
+      if self.pool.split:
+        within = lax.rem(token, jnp.int32(PAIRED))
+        token += lax.rem(within, jnp.int32(SUBLANES)) * 2 + lax.div(
+            within, jnp.int32(SUBLANES)) - within
+      first, end = self.tokens
+      words[part] = jnp.where((token >= first) & (token < end), words[part],
                               jnp.zeros((), words.dtype))
 
   def _apart(self, array: int, row):
@@ -314,8 +319,8 @@ class Block(NamedTuple):
     pool = self.pool
     if not (pool.together and pool.paired):
       return self.read(False, head, dtype), self.read(True, head, dtype)
-    words = self._words(0, head)  # of both
-    return tuple(_paired(words, value, pool.dtype).astype(dtype) for value in range(2))
+    pairs = self._pairs(0, head)  # of both
+    return tuple(_paired(*pairs, value, pool.dtype).astype(dtype) for value in range(2))
 
   def read(self, value: bool, head, dtype):
     """Keys [C, D] or values [C, E] of a head, dequantised."""
@@ -329,9 +334,9 @@ class Block(NamedTuple):
       word, place = lax.div(row, jnp.int32(packing)), lax.rem(row, jnp.int32(packing))
       if pool.together and packing == 2:
         word, place = head, int(value)
-      x = self._words(array, word)
       if pool.paired:
-        return _paired(x, place, pool.dtype).astype(dtype)
+        return _paired(*self._pairs(array, word), place, pool.dtype).astype(dtype)
+      x = self._words(array, word)
       x = _unpacked(x, place, pool) if packing > 1 else x
     if pool.scales == "tensor":
       x = x * self.factors[int(value)]
@@ -341,20 +346,27 @@ class Block(NamedTuple):
       x = x * jnp.where(this, scales, 0).sum(1, keepdims=True)
     return x.astype(dtype)
 
-  def _words(self, array: int, word):
-    """[C, D or E] of one word of every token."""
-    at, words = pl.ds(word, self.pool.block, stride=self.pool.words), self.words[array]
+  def _pairs(self, array: int, word):
+    """([C / 2, D or E] of even tokens, the same of odd ones): one word of each."""
+    pool = self.pool
+    if not pool.split:
+      return tuple(self._words(array, word + odd * pool.words, 2) for odd in range(2))
+    x = self._words(array, word)
+    x = x.reshape(pool.block // PAIRED, 2, SUBLANES, x.shape[1])
+    return tuple(x[:, odd].reshape(pool.block // 2, x.shape[3]) for odd in range(2))
+
+  def _words(self, array: int, word, step: int = 1):
+    """[C / step, D or E] of one word of every token, or every so many."""
+    pool, words = self.pool, self.words[array]
+    at = pl.ds(word, pool.block // step, stride=step * pool.words)
     return jnp.concatenate([words[part, at, :] for part in range(words.shape[0])], 1)
 
 
-def _paired(words, place, dtype):
-  """16-bit numbers at a place in words; see `Pool.token_at` for their order."""
-  tokens, width = words.shape
-  x = words.reshape(tokens // PAIRED, 2, SUBLANES, width)
-  x = [x[:, i].reshape(tokens // 2, width) for i in range(2)]
+def _paired(even, odd, place, dtype):
+  """16-bit numbers at a place in the words of even and of odd tokens, in the tokens' order."""
   low, high, far = np.uint32(0xFFFF), np.uint32(0xFFFF0000), np.uint32(16)
-  first = lambda: (x[0] & low) | (x[1] << far)
-  second = lambda: (x[0] >> far) | (x[1] & high)
+  first = lambda: (even & low) | (odd << far)
+  second = lambda: (even >> far) | (odd & high)
   if isinstance(place, int):
     words = second() if place else first()
   else:

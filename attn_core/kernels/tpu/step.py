@@ -227,8 +227,8 @@ def _seen_by_position(k: Kernel, place: Place, group, axis: int):
   """Hidden from rows that are no queries of this call."""
   del group
   size, rule, item = k.shape.pool.block, k.rule, place.item
-  key = place.number * size + k.shape.pool.token_at(lax.broadcasted_iota(
-      jnp.int32, (size, 1) if axis == 0 else (1, size), axis))
+  key = place.number * size + lax.broadcasted_iota(
+      jnp.int32, (size, 1) if axis == 0 else (1, size), axis)
   query = item.begin + _tokens(k, rows_along(k, 1 - axis))
   live = (query >= item.low) & (query < item.length)
   end = jnp.full_like(query, item.length)
@@ -239,8 +239,10 @@ def _seen_by_position(k: Kernel, place: Place, group, axis: int):
 
 
 def _seen_by_mask(k: Kernel, place: Place, group, axis: int):
-  """Columns of the mask, by a product that picks them."""
+  """Columns of the mask, by a product that picks them, unless all rows are of one."""
   shape, rows = k.shape, rows_along(k, 1 - axis)
+  if axis == 1 and shape.queries == 1 and not shape.mask_heads:
+    return k.buffers[-1][place.slot, :1].astype(jnp.float32) > 0.5
   wanted = _tokens(k, rows)
   if shape.mask_heads:
     key_head = group * shape.together + lax.div(rows, jnp.int32(shape.rows))

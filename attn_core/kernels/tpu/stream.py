@@ -28,7 +28,7 @@ def attend(rule: Rule, shape: Shape, arrays: Arrays):
   steps, width = rows.shape[0], pool.widths[-1]
   items = jnp.stack(arrays.items).astype(jnp.int32)
   scalars = [x for x in (items, arrays.count, arrays.tables, arrays.factors) if x is not None]
-  streams = [*arrays.tokens, *([] if arrays.mask is None else [pool.in_order(arrays.mask)])]
+  streams = [*arrays.tokens, *([] if arrays.mask is None else [arrays.mask])]
   # Steps that compute nothing fetch and write nothing.
   place = lambda w, items, count, *_: (jnp.minimum(w, jnp.maximum(count[0] - 1, 0)), 0, 0, 0)
   block = lambda *last: pl.BlockSpec((1, shape.groups, *last), place)
