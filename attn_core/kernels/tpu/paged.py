@@ -8,6 +8,7 @@ Letters: as in `xla.paged` and `stream`; N pages of a row of tables.
 """
 
 import math
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -43,7 +44,7 @@ def forward(operands: paged.PagedOperands, spec: PagedSpec, heads: pages.Heads,
       operands, _block_q(operands, block_sizes, usual, group)):
     pool = _sized(usual, block_sizes, step.is_few(block_q * group))
     problem = paged.cut(padded, spec, heads, (block_q, pool.block_pages))
-    found, live = _attend(problem, pool, (first, end), tokens)
+    found, live = _attend(problem, pool, (first, end), padded.query)
     out, lse = (jnp.where(live[:, None, None], *x) for x in zip(found, (out, lse)))
   return _with_sinks(out[..., :heads.value_width], lse, operands)
 
@@ -113,16 +114,15 @@ def _arrays(problem: paged.Problem, pool: Pool) -> tuple:
   return *tokens, of_rows(cache.key_scales), of_rows(cache.value_scales)
 
 
-def _attend(problem: paged.Problem, pool: Pool, requests, tokens: int):
+def _attend(problem: paged.Problem, pool: Pool, requests, query):
   """(out [T, H, E] and lse [T, H, 1], bool [T]: of which tokens) of requests first..end - 1."""
   spec, cache = problem.spec, problem.cache
   key_heads, group, block_q = problem.heads.key_heads, problem.group, problem.block_q
-  # Heads that only pad the pages have no rows.
-  padding = pool.key_heads - key_heads
   shape = step.Shape(pool, group, block_q, problem.tables.shape[1])
-  work = queue.of_requests(problem, tokens, requests)
-  rows = jax.vmap(lambda block: paged.live_rows_of(problem, block, problem.query))(work.blocks)
-  rows = jnp.pad(rows, ((0, 0), (0, padding), (0, 0), (0, 0)))
+  work = _by_token(problem, requests[1], query) if block_q == 1 else (
+      _by_block(problem, requests, query))
+  # Heads that only pad the pages have no rows.
+  rows = jnp.pad(work.rows, ((0, 0), (0, pool.key_heads - key_heads), (0, 0), (0, 0)))
   rows = rows.reshape(rows.shape[0], shape.groups, shape.lanes, rows.shape[-1])
   factors = None
   if pool.scales == "tensor":
@@ -130,13 +130,66 @@ def _attend(problem: paged.Problem, pool: Pool, requests, tokens: int):
   left, right = paged.reach(spec)
   out, lse = stream.attend(
       step.Rule(spec.softmax_scale, spec.logits_soft_cap, left, right, spec.precision), shape,
-      step.Arrays(_items_of(problem, work.blocks), work.count, problem.tables.reshape(-1),
-                    factors, rows, None, _arrays(problem, pool)))
+      step.Arrays(work.items, work.count, problem.tables.reshape(-1), factors, rows, None,
+                  _arrays(problem, pool)))
   def of_tokens(x):
     x = x.reshape(x.shape[0], pool.key_heads, block_q, group, x.shape[-1])[:, :key_heads]
     x = x.transpose(0, 2, 1, 3, 4).reshape(-1, block_q, key_heads * group, x.shape[-1])
-    return x[work.place, work.row]
+    return x[:, 0] if work.place is None else x[work.place]
   return (of_tokens(out), of_tokens(lse[..., None])), work.live
+
+
+class _Work(NamedTuple):
+  """What the steps compute."""
+
+  items: step.Items
+  count: Any  # int32 [1]
+  rows: Any  # [W, K, M, D]
+  place: Any  # (step, query of the step) of every token; None: a step each, in their order
+  live: Any  # bool [T]: whether a token is a query of the requests
+
+
+def _by_token(problem: paged.Problem, end, query) -> _Work:
+  """A step for each token of the requests before `end`.
+
+  Whose token it is, and what that one's numbers are, is found by comparing all with all, which XLA
+  makes one operation of, where every gather would be one.
+  """
+  token = jnp.arange(query.shape[0], dtype=jnp.int32)
+  request = jnp.arange(problem.lengths.shape[0], dtype=jnp.int32)
+  ends = problem.starts[1:]
+  owner = jnp.minimum((ends <= token[:, None]).sum(1, dtype=jnp.int32), request[-1])
+  own = owner[:, None] == request
+  of_owner = lambda x: jnp.where(own, x, 0).sum(1, dtype=jnp.int32)
+  length = of_owner(problem.lengths)
+  begin = length - of_owner(ends) + token
+  computed = (token < ends[-1]) & (owner < end)
+  rows = query.reshape(query.shape[0], problem.heads.key_heads, problem.group, query.shape[-1])
+  return _Work(_items(problem, owner, begin, begin, length),
+               computed.sum(keepdims=True, dtype=jnp.int32), rows, None, computed & (begin >= 0))
+
+
+def _by_block(problem: paged.Problem, requests, query) -> _Work:
+  """A step for each block of queries."""
+  work = queue.of_requests(problem, query.shape[0], requests)
+  request, begin = work.blocks.request, work.blocks.positions[:, 0]
+  length = problem.lengths[request]
+  low = length - (problem.starts[request + 1] - problem.starts[request])
+  rows = jax.vmap(lambda block: paged.live_rows_of(problem, block, problem.query))(work.blocks)
+  return _Work(_items(problem, request, begin, low, length), work.count, rows,
+               (work.place, work.row), work.live)
+
+
+def _items(problem: paged.Problem, request, begin, low, length) -> step.Items:
+  """Which keys the live queries of blocks see, int32 [W] each; see `step.Items`."""
+  left, right = paged.reach(problem.spec)
+  start = 0 * begin if left is None else jnp.maximum(jnp.maximum(begin, low) - left, 0)
+  stop = length if right is None else jnp.minimum(length, begin + problem.block_q + right)
+  stop = jnp.minimum(stop, problem.tables.shape[1] * pages.page_size(problem.cache))
+  first = start // problem.block_kv
+  # A step of no key block would leave the next one's first transfers to nobody.
+  end = jnp.maximum(cdiv(stop, problem.block_kv), first + 1)
+  return step.Items(request, first, end, begin, low, length, start, stop)
 
 
 def _with_sinks(out, lse, operands) -> Residuals:
@@ -148,21 +201,6 @@ def _with_sinks(out, lse, operands) -> Residuals:
   joint = jnp.where(live, jnp.logaddexp(lse, operands.sinks.astype(lse.dtype)[:, None]), -jnp.inf)
   share = jnp.where(lse == -jnp.inf, 0, jnp.exp(lse - jnp.where(live, joint, 0)))
   return Residuals((out * share).astype(out.dtype), joint)
-
-
-def _items_of(problem: paged.Problem, blocks: paged.QueryBlock) -> step.Items:
-  """Which keys the live queries of blocks see."""
-  kv_first, kv_end = jax.vmap(lambda block: paged.key_blocks(problem, block))(blocks)
-  request, begin = blocks.request, blocks.positions[:, 0]
-  length = problem.lengths[request]
-  low = length - (problem.starts[request + 1] - problem.starts[request])
-  left, right = paged.reach(problem.spec)
-  start = 0 * begin if left is None else jnp.maximum(jnp.maximum(begin, low) - left, 0)
-  stop = length if right is None else jnp.minimum(length, begin + problem.block_q + right)
-  stop = jnp.minimum(stop, problem.tables.shape[1] * pages.page_size(problem.cache))
-  # A step of no key block would leave the next one's first transfers to nobody.
-  kv_end = jnp.maximum(kv_end, kv_first + 1)
-  return step.Items(request, kv_first, kv_end, begin, low, length, start, stop)
 
 
 # --- What is refused. ----------------------------------------------------------------------------
