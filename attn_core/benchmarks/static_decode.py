@@ -25,8 +25,7 @@ PAGE_SIZES = (16, 64, 128)
 # (query tokens, key tokens); of JAX's kernels by hand, since a table of theirs needs a TPU to ask.
 BLOCKS = {
     DENSE: ((1, 512), (1, 1024)), PAGES: ((1, 512), (1, 1024)), WRITES: ((1, 1024),),
-    JAX_RAGGED: ((8, 512), (8, 1024), (16, 512), (16, 1024), (32, 512)),
-    JAX_PAGED: ((1, 512), (1, 1024), (1, 2048)),
+    JAX_RAGGED: ((1, 512), (1, 1024), (1, 2048), (8, 1024)), JAX_PAGED: ((1, 512), (1, 2048)),
 }
 
 

@@ -11,7 +11,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from attn_core.kernels import softmax
-from attn_core.kernels.tpu.pool import LANES, Block, Live, Pool
+from attn_core.kernels.tpu.pool import LANES, SUBLANES, Block, Live, Pool
 from attn_core.types import cdiv
 
 UNROLLED = 2**18  # scores of the heads that are one piece of code, where rows are many
@@ -94,14 +94,13 @@ class Shape(NamedTuple):
 
   def bytes(self, dtype) -> int:
     """Vector memory that a kernel needs, generously."""
-    lanes, size = cdiv(self.lanes, LANES) * LANES, jnp.dtype(dtype).itemsize
+    # Rows lie along the sublanes or along the lanes, and what is one number a row takes whole tiles.
+    tile, number = (2 * SUBLANES, LANES) if self.few else (LANES, SUBLANES)
+    lanes, size = cdiv(self.lanes, tile) * tile, jnp.dtype(dtype).itemsize
     width = cdiv(max(self.pool.widths), LANES) * LANES
-    blocks = 2 * self.groups * lanes * (2 * width * size + 4 * 8)
-    state = self.groups * lanes * 4 * (width + 16)
-    if self.few:
-      blocks = 2 * self.groups * lanes * (2 * width * size + 4 * LANES)
-      state = 2 * self.groups * lanes * 4 * (width + 2 * LANES)
-    mask = 2 * self.mask_rows * self.pool.block * 2
+    blocks = 2 * self.groups * lanes * (2 * width * size + 4 * number)
+    state = (2 if self.few else 1) * self.groups * lanes * 4 * (width + 2 * number)
+    mask = self.pool.slots * self.mask_rows * self.pool.block * 2
     values = 2 * self.together * self.pool.block * 2 * width * size
     return self.pool.bytes() + blocks + state + mask + values + 6 * self.pool.block * lanes * 4
 
