@@ -106,10 +106,12 @@ def _jax_ragged(program: Program):
   case, (block_q, block_kv, page) = program.case, program.blocks
   kernel = library.ragged_paged_attention_kernel
 
-  def known(lengths, tables, starts, turn, count, *rest, **options):
-    return kernel(_Known(lambda _: case.keys, lengths.shape), tables,
-                  _Known(lambda i: i, starts.shape), turn, _Known(lambda _: case.batch), *rest,
-                  **options)
+  def known(*refs, sm_scale, sliding_window, soft_cap, mask_value, k_scale, v_scale):
+    lengths, tables, starts, turn, _, *rest = refs
+    kernel(_Known(lambda _: case.keys, lengths.shape), tables, _Known(lambda i: i, starts.shape),
+           turn, _Known(lambda _: case.batch), *rest, sm_scale=sm_scale,
+           sliding_window=sliding_window, soft_cap=soft_cap, mask_value=mask_value,
+           k_scale=k_scale, v_scale=v_scale)
 
   attend = lambda query, cache, lengths, tables, starts: library.ragged_paged_attention(
       query, cache, lengths, tables, starts, jnp.full((1,), case.batch, jnp.int32),
@@ -127,8 +129,14 @@ def _jax_paged(program: Program):
   case, (_, block_kv, page) = program.case, program.blocks
   name = "paged_flash_attention_kernel_inline_seq_dim"
   kernel = getattr(library, name)
-  known = lambda lengths, *rest, **options: kernel(
-      _Known(lambda _: case.keys, lengths.shape), *rest, **options)
+
+  def known(*refs, pages_per_sequence, batch_size, pages_per_compute_block, mask_value,
+            attn_logits_soft_cap, megacore_mode):
+    kernel(_Known(lambda _: case.keys, refs[0].shape), *refs[1:],
+           pages_per_sequence=pages_per_sequence, batch_size=batch_size,
+           pages_per_compute_block=pages_per_compute_block, mask_value=mask_value,
+           attn_logits_soft_cap=attn_logits_soft_cap, megacore_mode=megacore_mode)
+
   attend = lambda query, key, value, lengths, tables: library.paged_attention(
       query, key, value, lengths, tables, pages_per_compute_block=block_kv // page)
   held = _array(case, case.key_heads, _pages(case, page), page, case.width)
