@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 
 from attn_core.kernels import softmax
 from attn_core.kernels.tpu import step
-from attn_core.kernels.tpu.pool import Block
+from attn_core.kernels.tpu.block import Block
 from attn_core.kernels.tpu.step import Kernel, Place
 
 

@@ -11,7 +11,8 @@ from jax import lax
 import jax.numpy as jnp
 
 from attn_core.kernels import softmax
-from attn_core.kernels.tpu.pool import LANES, SUBLANES, Block, Live, Pool
+from attn_core.kernels.tpu.block import Block
+from attn_core.kernels.tpu.pool import LANES, SUBLANES, Live, Pool
 from attn_core.types import cdiv
 
 UNROLLED = 2**18  # scores of the heads that are one piece of code, where rows are many

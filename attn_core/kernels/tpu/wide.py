@@ -16,7 +16,8 @@ import jax.numpy as jnp
 
 from attn_core.kernels import softmax
 from attn_core.kernels.tpu import step
-from attn_core.kernels.tpu.pool import LANES, Block
+from attn_core.kernels.tpu.block import Block
+from attn_core.kernels.tpu.pool import LANES
 from attn_core.kernels.tpu.step import Kernel, Place
 
 
