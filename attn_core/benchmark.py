@@ -4,6 +4,7 @@
     python3 -m attn_core.benchmark --full --out DIR     the complete comparison
     python3 -m attn_core.benchmark --list               what there is to choose from
     python3 -m attn_core.benchmark --static tpu         cycles of TPU kernels, without a TPU
+    python3 -m attn_core.benchmark --static tpu-decode  those of decoding, beside the memory's
     python3 -m attn_core.benchmark --static gpu         code of GPU kernels, without a GPU
 """
 
@@ -22,8 +23,8 @@ import jax
 
 from attn_core import checks, table
 from attn_core.benchmarks import cases as cases_lib
-from attn_core.benchmarks import (contenders, measure, overheads, report, static_gpu_report,
-                                  static_tpu)
+from attn_core.benchmarks import (contenders, measure, overheads, report, static_decode,
+                                  static_gpu_report, static_tpu)
 from attn_core.benchmarks.cases import CASES, Case
 from attn_core.benchmarks.report import Refusal, Report, Result
 from attn_core.metadata import OperationMetadata, resolved_capability, resolved_platform
@@ -293,10 +294,11 @@ def write(found: Report, folder: pathlib.Path, name: str | None = None) -> list[
 def _static(parser: argparse.ArgumentParser, given) -> str:
   """The tables of what is compiled elsewhere."""
   rest = dict(out=given.out, progress=lambda total: _progress(total, True))
-  if given.static == "tpu":
-    return static_tpu.run(given.chips, given.widths, given.tokens, **rest)
+  if given.static != "gpu":
+    module = static_tpu if given.static == "tpu" else static_decode
+    return module.run(given.chips, given.widths, given.tokens, **rest)
   if given.chips or given.tokens:
-    parser.error("--chips and --tokens are of --static tpu")
+    parser.error("--chips and --tokens are of --static tpu and tpu-decode")
   return static_gpu_report.run(given.widths, **rest)
 
 
@@ -321,7 +323,7 @@ def main(arguments: list[str] | None = None) -> int:
   parser.add_argument("--name", help="of the files; default: from the device and the versions")
   parser.add_argument("--list", action="store_true", help="only list cases and contenders")
   static = parser.add_argument_group("--static")
-  static.add_argument("--static", choices=("tpu", "gpu"),
+  static.add_argument("--static", choices=("tpu", "tpu-decode", "gpu"),
                       help="compile, and count cycles or instructions; runs nothing")
   static.add_argument("--chips", **several, help="such as v5e v5p v6e tpu7x; default: v6e; of TPUs")
   static.add_argument("--widths", nargs="+", type=int, help="head dimensions")

@@ -10,10 +10,14 @@ from absl.testing import parameterized
 import numpy as np
 
 from attn_core import masks
-from attn_core.benchmarks import static_profile, static_programs, static_tpu
+from attn_core.benchmarks import (static_decode, static_decode_programs, static_profile,
+                                  static_programs, static_tpu)
 from attn_core.benchmarks.cases import Case
 from attn_core.kernels.tpu import schedule
+from attn_core_test.sweeps import EVERY
 
+DECODERS = (static_decode_programs.CONTENDERS if EVERY else
+            (static_decode_programs.WRITES, static_decode_programs.JAX_PAGED))
 SMALL = Case("small", 1, 1, 1, 128, 128, 512, 512, dtype="bfloat16")
 
 
@@ -66,6 +70,22 @@ class ReadingTest(absltest.TestCase):
     self.assertIn("too large", text)
     self.assertLen(json.loads(static_tpu.to_json([fast, failure], versions))["results"], 2)
 
+  def test_decode_tables(self):
+    case = static_decode_programs.case_of(8, 2048, (32, 8), 128)
+    program = static_programs.Program(static_decode_programs.PAGES, case, False, "v6e",
+                                      (1, 1024, 16))
+    # 67 MB at 1,640 GB/s and 1.75 GHz.
+    self.assertBetween(static_decode.memory_cycles(program), 71_600, 71_700)
+    slow = static_profile.Static(program, 143_298, 10, 2**20, 50, 0, {}, 0.0, 10**9)
+    worse, fast = slow._replace(cycles=150_000), slow._replace(
+        program=program._replace(contender="other"), cycles=70_000)
+    failure = static_profile.Failure(program, "too large")
+    text = static_decode.to_markdown([worse, slow, fast, failure], {"jax": "1", "libtpu": "2"})
+    first, second = [line for line in text.splitlines() if line.startswith("| decode_8x2048")]
+    self.assertIn("| other | 1/1024 | 70,000 | 71,649 | 100% |", first)
+    self.assertIn("| 143,298 | 71,649 | 50% |", second)
+    self.assertIn("pages of 16 1/1024: too large", text)
+
   def test_no_cycles_are_no_result(self):
     program = static_programs.Program("flash_attn2", SMALL, False, "v6e", (512, 512, 512))
     folder = pathlib.Path(self.create_tempdir().full_path)
@@ -83,6 +103,10 @@ class ReadingTest(absltest.TestCase):
   def test_unknown_chip(self):
     with self.assertRaisesRegex(ValueError, "chips: got 'v99'.*v6e"):
       static_tpu.run(["v99"])
+    with self.assertRaisesRegex(ValueError, "chips: got 'v99'.*v6e"):
+      static_decode.run(["v99"])
+    with self.assertRaisesRegex(ValueError, "tokens: got 100; expected multiples of 128"):
+      static_decode.run(tokens=[100])
 
 
 @unittest.skipUnless(importlib.util.find_spec("libtpu"),
@@ -101,6 +125,16 @@ class ProfileTest(absltest.TestCase):
       self.assertGreaterEqual(result.vmem_bytes, result.program.contender == static_programs.OURS)
       self.assertBetween(result.slots["matrix"], 0.01, 1)
       self.assertBetween(result.peak_share, 0.001, 1)
+
+  def test_decoders(self):
+    case = static_decode_programs.case_of(2, 256, (2, 2), 128)
+    programs = [static_programs.Program(
+        contender, case, False, "v6e",
+        (1, 128, 0 if contender == static_decode_programs.DENSE else 64)) for contender in DECODERS
+                if contender != static_decode_programs.JAX_RAGGED]
+    for result in static_profile.measure(programs):
+      self.assertIsInstance(result, static_profile.Static, result)
+      self.assertGreater(result.cycles, 500)
 
   def test_a_failure_says_why(self):
     program = static_programs.Program("flash_attn2", SMALL._replace(dtype="float16"), False, "v6e",

@@ -47,14 +47,14 @@ ROWS = {
                        sinks=True, options=PagedOptions(sliding_window=(11, 0),
                                                         logits_soft_cap=2.0))),
     "ragged_16_bits_many_rows": Row(
-        Case((47, 5), (31, 2), page=8, H=12, K=2, D=64, dtype="bfloat16"),
+        Case((47, 5), (31, 2), page=8, H=24, K=8, D=64, dtype="bfloat16"),
         blocks=BlockSizes(block_q=32, block_kv=16), transfers="eager"),
     "not_causal_wide": Row(Case((9, 20), (3, 5), page=8, H=2, K=1, D=256, rest=1,
                                 dtype="bfloat16", options=PagedOptions(causal=False))),
     "one_query_each": Row(Case((29, 0, 1, 17), (1,) * 4, page=4, H=6, K=3, rest=0,
                                dtype="bfloat16"), layout="v1", blocks=BlockSizes(block_kv=8)),
-    "writes": Row(Case((20, 11, 3), (1, 1, 3), page=8, D=64, distribution=(2, 2, 3), unused=1,
-                       dtype="bfloat16"), layout="v3"),
+    "writes": Row(Case((20, 11, 3), (1, 1, 3), page=8, H=16, K=8, D=128, distribution=(2, 2, 3),
+                       unused=1, dtype="bfloat16"), layout="v3"),
     "writes_8_bits": Row(Case((13, 6), (4, 1), page=8, H=2, K=1), layout="v3",
                          held="float8_e4m3fn", scales="tensor", transfers="eager"),
     "scales_per_token": Row(Case((19, 5), (3, 2), page=8, D=8), held="int8", scales="token"),
@@ -147,11 +147,12 @@ class InterpretTest(parameterized.TestCase):
       np.testing.assert_allclose(x, y, atol=most)
 
   def test_a_nan_reaches_those_who_see_it_and_no_other(self):
-    case = Case((8, 9), (8, 9), page=8, D=128, rest=0)
+    """Though heads are computed two by two, and words hold a key and a value."""
+    case = Case((8, 9), (8, 9), page=8, D=128, rest=0, dtype="bfloat16")
     query, key, value, _ = map(lambda x: None if x is None else jnp.nan_to_num(x), case.arrays())
     cache, metadata = pages.convert(PagesV1(key, value), PagesV2), case.metadata()
     spoilt = cache._replace(pages=cache.pages.at[metadata.page_tables[0, 0], 5, 1].set(jnp.nan))
-    options = PagedOptions(metadata=TPU, block_sizes=BlockSizes(4, 8))
+    options = PagedOptions(metadata=TPU, block_sizes=BlockSizes(4, 16))
     with interpreted():
       before, after = (np.asarray(ragged_page_attention_v2(
           query, x, metadata, options).attention_outputs) for x in (cache, spoilt))
@@ -159,7 +160,6 @@ class InterpretTest(parameterized.TestCase):
     seen[5:8, :2] = True
     self.assertTrue(np.isnan(after[seen]).all())
     np.testing.assert_array_equal(after[~seen], before[~seen])
-
 
   def test_the_same_bits_in_any_batch_and_any_chunks(self):
     """One program: metadata is an array. And what it moves are the live pages, each time."""

@@ -19,11 +19,12 @@ from typing import NamedTuple
 import jax
 from jax.experimental import topologies
 
-from attn_core.benchmarks import cases, static_programs
+from attn_core.benchmarks import cases, static_decode_programs, static_programs
 from attn_core.benchmarks.cases import Case
 from attn_core.benchmarks.static_programs import Program
 from attn_core.planning.devices import DEVICES, Device
 
+CONTENDERS = {**static_programs.CONTENDERS, **static_decode_programs.CONTENDERS}
 TIMEOUT = 600.0  # seconds of one compilation and profile
 
 
@@ -146,10 +147,11 @@ def compile_one(folder: str, text: str) -> None:
   program = Program(contender, case, backward, chip, tuple(blocks))
   mesh = jax.sharding.AbstractMesh((), (), abstract_device=kind)
   with (jax.sharding.use_abstract_mesh(mesh),
-        static_programs.built(program) as (function, arguments)):
+        static_programs.built(program, CONTENDERS[contender]) as (function, arguments)):
     arguments = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arguments)
-    lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("tpu",))
+    function = function if hasattr(function, "trace") else jax.jit(function)
+    lowered = function.trace(*arguments).lower(lowering_platforms=("tpu",))
   compiled = lowered.compile()
   memory = compiled.memory_analysis()
   answer = {"kernels": _kernels(compiled.as_text()),

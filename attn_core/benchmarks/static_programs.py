@@ -27,20 +27,25 @@ OURS_SAFE = "flash_attn2, safe"  # with the maximum; see `kernels.tpu.forward`
 class Program(NamedTuple):
   """One kernel at one choice of blocks."""
 
-  contender: str  # of CONTENDERS
+  contender: str
   case: Case
   backward: bool
   chip: str
-  blocks: tuple[int, int, int]  # tokens of queries, of keys, and of the keys computed at once
+  # Tokens of queries, of keys, and of the keys computed at once; of a page where a cache is read.
+  blocks: tuple[int, int, int]
 
 
 @contextlib.contextmanager
-def built(program: Program):
+def built(program: Program, contender: Callable):
   """(function, shapes of its arguments): the forward, or the backward given its residuals.
 
   To be compiled inside, since kernels are traced as late as that.
+
+  Args:
+    program: what to compute.
+    contender: of a table like CONTENDERS: makes the forward of it.
   """
-  with CONTENDERS[program.contender](program) as (attend, arguments):
+  with contender(program) as (attend, arguments):
     if program.backward:
       out, pull = jax.eval_shape(lambda *x: jax.vjp(attend, *x), *arguments)
       yield (lambda pull, out: pull(out)), (pull, out)

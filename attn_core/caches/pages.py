@@ -189,6 +189,8 @@ def query_starts(metadata: PagesMetadata):
   starts = metadata.query_start_loc
   if starts is None:
     starts = jnp.arange(requests + 1, dtype=jnp.int32)
+  if metadata.distribution is None and metadata.num_requests is None:
+    return starts  # all rows are in use
   used = rows_in_use(metadata)
   rows = jnp.arange(requests + 1, dtype=jnp.int32)
   return jnp.where(rows <= used, starts, starts[used])

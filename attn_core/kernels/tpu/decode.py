@@ -13,7 +13,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from attn_core.kernels.kernel import Kernel, Residuals
-from attn_core.kernels.tpu import flash, stream
+from attn_core.kernels.tpu import flash, step, stream
 from attn_core.kernels.tpu.pool import LANES, Pool, heads_apart
 from attn_core.kernels.xla import decode as xla, steps
 from attn_core.masks import dense_mask
@@ -21,7 +21,7 @@ from attn_core.types import AttentionSpec, BlockSizes, Operands, cdiv
 
 PAGE = 64  # tokens that are read together
 BLOCK_KV = 1024  # tokens of a block; a multiple of LANES, as all are
-BUFFER_BYTES = 12 * 2**20  # of vector memory for keys and values on their way and as words
+BUFFER_BYTES = 16 * 2**20  # of vector memory for keys and values on their way and as words
 MASK_ROWS = 16  # rows of the mask are a multiple, as bfloat16 is stored
 SCORES = 2**19  # of a block, of the key heads that are computed together
 MOST_QUERIES = 64  # T
@@ -34,13 +34,12 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
   key_heads = operands.key.shape[2]
   group, pool = heads // key_heads, _pool(operands, block_sizes)
   mask, by_head, items = _visible(operands, spec, pool)
-  shape = stream.Shape(pool, group, length, stream.together(key_heads, length * group), 0,
-                       mask.shape[1], by_head)
+  shape = step.Shape(pool, group, length, 0, mask.shape[1], by_head)
   rows = operands.query.reshape(batch, length, key_heads, group, width)
   rows = rows.transpose(0, 2, 1, 3, 4).reshape(batch, shape.groups, shape.lanes, width)
-  rule = stream.Rule(spec.softmax_scale, spec.logits_soft_cap, None, None, spec.precision)
+  rule = step.Rule(spec.softmax_scale, spec.logits_soft_cap, None, None, spec.precision)
   count = jnp.full((1,), batch, jnp.int32)
-  out, lse = stream.attend(rule, shape, stream.Arrays(
+  out, lse = stream.attend(rule, shape, step.Arrays(
       items, count, jnp.zeros((1,), jnp.int32), None, rows, mask, _arrays(operands, pool)))
   def shaped(x):
     x = x.reshape(batch, key_heads, length, group, -1).transpose(0, 2, 1, 3, 4)
@@ -60,7 +59,8 @@ def _pool(operands: Operands, block_sizes: BlockSizes) -> Pool:
   apart = heads_apart(key.shape[2], key.dtype) and key.shape[1] % PAGE == 0
   pool = Pool(False, apart, key.shape[2], (key.shape[3], value.shape[3]), jnp.dtype(key.dtype),
               PAGE, block // PAGE, key.shape[1],
-              None if operands.key_scale is None else "token")
+              None if operands.key_scale is None else "token",
+              step.FEW_SLOTS if step.is_few(length * heads // key.shape[2]) else 2)
   most = max(1, pool.block * BUFFER_BYTES // pool.bytes() // LANES)
   return pool._replace(block_pages=min(pool.block_pages, most * LANES // PAGE))
 
@@ -92,7 +92,7 @@ def _visible(operands: Operands, spec: AttentionSpec, pool: Pool):
   # A step of no key block would leave the next one's first transfers to nobody.
   end = jnp.maximum(cdiv(stop, pool.block), first + 1)
   nothing = jnp.zeros_like(start)
-  items = stream.Items(jnp.arange(batch, dtype=jnp.int32), first, end, nothing, nothing, stop,
+  items = step.Items(jnp.arange(batch, dtype=jnp.int32), first, end, nothing, nothing, stop,
                        start, stop)
   mask = steps.pad_axis(seen.astype(jnp.bfloat16), 2, -keys % pool.block)
   return steps.pad_axis(mask, 1, -seen.shape[1] % MASK_ROWS), by_head, items

@@ -8,6 +8,7 @@ Letters: as in `xla.paged` and `stream`; N pages of a row of tables.
 """
 
 import math
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -15,15 +16,16 @@ import jax.numpy as jnp
 
 from attn_core.caches import pages
 from attn_core.kernels.kernel import Residuals
-from attn_core.kernels.tpu import stream
+from attn_core.kernels.tpu import step, stream
 from attn_core.kernels.tpu.pool import LANES, Pool, heads_apart
 from attn_core.kernels.xla import paged, queue
 from attn_core.types import BlockSizes, PagedSpec, cdiv
 
 BLOCK_ROWS = 1024  # rows of a step, at most, where requests bring more than one query
-BLOCK_KV = 512  # tokens of a key block
+BLOCK_KV = 512  # tokens of a key block where rows are many
+FEW_BLOCK_KV = 1024  # where they are few
 MOST_PAGES = 64  # of a key block: a transfer each
-BUFFER_BYTES = 12 * 2**20  # of vector memory for keys and values on their way and as words
+BUFFER_BYTES = 16 * 2**20  # of vector memory for keys and values on their way and as words
 VECTOR_BYTES = 48 * 2**20  # of vector memory for everything
 SCALAR_BYTES = 2**19  # of scalar memory for tables and schedule
 DTYPES = ("float32", "bfloat16")
@@ -33,22 +35,23 @@ def forward(operands: paged.PagedOperands, spec: PagedSpec, heads: pages.Heads,
             block_sizes: BlockSizes) -> Residuals:
   """out [T, H, E] and lse [T, H, 1] of pages in any layout; see `xla.paged.forward`."""
   tokens, query_heads, width = operands.query.shape
-  block_q, pool = _sizes(operands, block_sizes, heads)
-  spread = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, pool.widths[0] - width)))
+  group, usual = query_heads // heads.key_heads, pool_of(operands.cache, heads, 1)
+  spread = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, usual.widths[0] - width)))
   padded = operands._replace(query=spread(operands.query))
-  out = jnp.zeros((tokens, query_heads, pool.widths[-1]), operands.query.dtype)
+  out = jnp.zeros((tokens, query_heads, usual.widths[-1]), operands.query.dtype)
   lse = jnp.full((tokens, query_heads, 1), -jnp.inf, jnp.float32)
-  for first, end, block_q in paged.classes(operands, block_q):
+  for first, end, block_q in paged.classes(
+      operands, _block_q(operands, block_sizes, usual, group)):
+    pool = _sized(usual, block_sizes, step.is_few(block_q * group))
     problem = paged.cut(padded, spec, heads, (block_q, pool.block_pages))
-    found, live = _attend(problem, pool, (first, end), tokens)
+    found, live = _attend(problem, pool, (first, end), padded.query)
     out, lse = (jnp.where(live[:, None, None], *x) for x in zip(found, (out, lse)))
   return _with_sinks(out[..., :heads.value_width], lse, operands)
 
 
-def _sizes(operands, block_sizes: BlockSizes, heads: pages.Heads) -> tuple[int, Pool]:
-  """(query tokens of a block, how the pages lie)."""
-  (tokens, query_heads, _), requests = operands.query.shape, operands.metadata.context_lens.shape[0]
-  group = query_heads // heads.key_heads
+def _block_q(operands, block_sizes: BlockSizes, pool: Pool, group: int) -> int:
+  """Query tokens of a block."""
+  tokens, requests = operands.query.shape[0], operands.metadata.context_lens.shape[0]
   block_q = block_sizes.block_q
   if block_q is None:
     # As many as requests have on average; where all have one, each has no more.
@@ -56,18 +59,23 @@ def _sizes(operands, block_sizes: BlockSizes, heads: pages.Heads) -> tuple[int, 
     block_q = max(1, min(BLOCK_ROWS // group, max(LANES // group, usual)))
     block_q = 1 if tokens <= requests else block_q
   block_q, _ = paged.sizes_of(operands, BlockSizes(block_q), group)
-  cache, page = operands.cache, pages.page_size(operands.cache)
-  pool = pool_of(cache, heads, cdiv(block_sizes.block_kv or BLOCK_KV, page))
-  most = max(1, pool.block_pages * BUFFER_BYTES // pool.bytes())
-  block_pages = min(pool.block_pages, most, MOST_PAGES)
-  if pool.scales == "token":  # whose blocks are whole lanes
-    block_pages = cdiv(block_pages, LANES // math.gcd(LANES, page)) * LANES // math.gcd(LANES, page)
-  pool = pool._replace(block_pages=block_pages)
-  shape = lambda: stream.Shape(pool, group, block_q, 1, 0, 0, False)
+  pool = _sized(pool, block_sizes, step.is_few(block_q * group))
   while block_sizes.block_q is None and block_q > 1 and (
-      shape().bytes(operands.query.dtype) > VECTOR_BYTES):
+      step.Shape(pool, group, block_q).bytes(operands.query.dtype) > VECTOR_BYTES):
     block_q //= 2
-  return block_q, pool
+  return block_q
+
+
+def _sized(pool: Pool, block_sizes: BlockSizes, few: bool) -> Pool:
+  """With the pages of a block, and as many blocks in vector memory as it takes."""
+  pool = pool._replace(slots=step.FEW_SLOTS if few else 2)
+  wanted = cdiv(block_sizes.block_kv or (FEW_BLOCK_KV if few else BLOCK_KV), pool.page)
+  most = max(1, wanted * BUFFER_BYTES // pool._replace(block_pages=wanted).bytes())
+  block_pages = min(wanted, most, MOST_PAGES)
+  if pool.scales == "token":  # whose blocks are whole lanes
+    lanes = LANES // math.gcd(LANES, pool.page)
+    block_pages = cdiv(block_pages, lanes) * lanes
+  return pool._replace(block_pages=block_pages)
 
 
 def pool_of(cache, heads: pages.Heads, block_pages: int) -> Pool:
@@ -106,31 +114,82 @@ def _arrays(problem: paged.Problem, pool: Pool) -> tuple:
   return *tokens, of_rows(cache.key_scales), of_rows(cache.value_scales)
 
 
-def _attend(problem: paged.Problem, pool: Pool, requests, tokens: int):
+def _attend(problem: paged.Problem, pool: Pool, requests, query):
   """(out [T, H, E] and lse [T, H, 1], bool [T]: of which tokens) of requests first..end - 1."""
   spec, cache = problem.spec, problem.cache
   key_heads, group, block_q = problem.heads.key_heads, problem.group, problem.block_q
+  shape = step.Shape(pool, group, block_q, problem.tables.shape[1])
+  work = _by_token(problem, requests[1], query) if block_q == 1 else (
+      _by_block(problem, requests, query))
   # Heads that only pad the pages have no rows.
-  padding = pool.key_heads - key_heads
-  shape = stream.Shape(pool, group, block_q, stream.together(pool.key_heads, block_q * group),
-                       problem.tables.shape[1], 0, False)
-  work = queue.of_requests(problem, tokens, requests)
-  rows = jax.vmap(lambda block: paged.live_rows_of(problem, block, problem.query))(work.blocks)
-  rows = jnp.pad(rows, ((0, 0), (0, padding), (0, 0), (0, 0)))
+  rows = jnp.pad(work.rows, ((0, 0), (0, pool.key_heads - key_heads), (0, 0), (0, 0)))
   rows = rows.reshape(rows.shape[0], shape.groups, shape.lanes, rows.shape[-1])
   factors = None
   if pool.scales == "tensor":
     factors = jnp.stack([cache.key_scales, cache.value_scales]).astype(jnp.float32)
   left, right = paged.reach(spec)
   out, lse = stream.attend(
-      stream.Rule(spec.softmax_scale, spec.logits_soft_cap, left, right, spec.precision), shape,
-      stream.Arrays(_items_of(problem, work.blocks), work.count, problem.tables.reshape(-1),
-                    factors, rows, None, _arrays(problem, pool)))
+      step.Rule(spec.softmax_scale, spec.logits_soft_cap, left, right, spec.precision), shape,
+      step.Arrays(work.items, work.count, problem.tables.reshape(-1), factors, rows, None,
+                  _arrays(problem, pool)))
   def of_tokens(x):
     x = x.reshape(x.shape[0], pool.key_heads, block_q, group, x.shape[-1])[:, :key_heads]
     x = x.transpose(0, 2, 1, 3, 4).reshape(-1, block_q, key_heads * group, x.shape[-1])
-    return x[work.place, work.row]
-  return (of_tokens(out), of_tokens(lse.swapaxes(2, 3))), work.live
+    return x[:, 0] if work.place is None else x[work.place]
+  return (of_tokens(out), of_tokens(lse[..., None])), work.live
+
+
+class _Work(NamedTuple):
+  """What the steps compute."""
+
+  items: step.Items
+  count: Any  # int32 [1]
+  rows: Any  # [W, K, M, D]
+  place: Any  # (step, query of the step) of every token; None: a step each, in their order
+  live: Any  # bool [T]: whether a token is a query of the requests
+
+
+def _by_token(problem: paged.Problem, end, query) -> _Work:
+  """A step for each token of the requests before `end`.
+
+  Whose token it is, and what that one's numbers are, is found by comparing all with all, which XLA
+  makes one operation of, where every gather would be one.
+  """
+  token = jnp.arange(query.shape[0], dtype=jnp.int32)
+  request = jnp.arange(problem.lengths.shape[0], dtype=jnp.int32)
+  ends = problem.starts[1:]
+  owner = jnp.minimum((ends <= token[:, None]).sum(1, dtype=jnp.int32), request[-1])
+  own = owner[:, None] == request
+  of_owner = lambda x: jnp.where(own, x, 0).sum(1, dtype=jnp.int32)
+  length = of_owner(problem.lengths)
+  begin = length - of_owner(ends) + token
+  computed = (token < ends[-1]) & (owner < end)
+  rows = query.reshape(query.shape[0], problem.heads.key_heads, problem.group, query.shape[-1])
+  return _Work(_items(problem, owner, begin, begin, length),
+               computed.sum(keepdims=True, dtype=jnp.int32), rows, None, computed & (begin >= 0))
+
+
+def _by_block(problem: paged.Problem, requests, query) -> _Work:
+  """A step for each block of queries."""
+  work = queue.of_requests(problem, query.shape[0], requests)
+  request, begin = work.blocks.request, work.blocks.positions[:, 0]
+  length = problem.lengths[request]
+  low = length - (problem.starts[request + 1] - problem.starts[request])
+  rows = jax.vmap(lambda block: paged.live_rows_of(problem, block, problem.query))(work.blocks)
+  return _Work(_items(problem, request, begin, low, length), work.count, rows,
+               (work.place, work.row), work.live)
+
+
+def _items(problem: paged.Problem, request, begin, low, length) -> step.Items:
+  """Which keys the live queries of blocks see, int32 [W] each; see `step.Items`."""
+  left, right = paged.reach(problem.spec)
+  start = 0 * begin if left is None else jnp.maximum(jnp.maximum(begin, low) - left, 0)
+  stop = length if right is None else jnp.minimum(length, begin + problem.block_q + right)
+  stop = jnp.minimum(stop, problem.tables.shape[1] * pages.page_size(problem.cache))
+  first = start // problem.block_kv
+  # A step of no key block would leave the next one's first transfers to nobody.
+  end = jnp.maximum(cdiv(stop, problem.block_kv), first + 1)
+  return step.Items(request, first, end, begin, low, length, start, stop)
 
 
 def _with_sinks(out, lse, operands) -> Residuals:
@@ -142,21 +201,6 @@ def _with_sinks(out, lse, operands) -> Residuals:
   joint = jnp.where(live, jnp.logaddexp(lse, operands.sinks.astype(lse.dtype)[:, None]), -jnp.inf)
   share = jnp.where(lse == -jnp.inf, 0, jnp.exp(lse - jnp.where(live, joint, 0)))
   return Residuals((out * share).astype(out.dtype), joint)
-
-
-def _items_of(problem: paged.Problem, blocks: paged.QueryBlock) -> stream.Items:
-  """Which keys the live queries of blocks see."""
-  kv_first, kv_end = jax.vmap(lambda block: paged.key_blocks(problem, block))(blocks)
-  request, begin = blocks.request, blocks.positions[:, 0]
-  length = problem.lengths[request]
-  low = length - (problem.starts[request + 1] - problem.starts[request])
-  left, right = paged.reach(problem.spec)
-  start = 0 * begin if left is None else jnp.maximum(jnp.maximum(begin, low) - left, 0)
-  stop = length if right is None else jnp.minimum(length, begin + problem.block_q + right)
-  stop = jnp.minimum(stop, problem.tables.shape[1] * pages.page_size(problem.cache))
-  # A step of no key block would leave the next one's first transfers to nobody.
-  kv_end = jnp.maximum(kv_end, kv_first + 1)
-  return stream.Items(request, kv_first, kv_end, begin, low, length, start, stop)
 
 
 # --- What is refused. ----------------------------------------------------------------------------
@@ -185,9 +229,9 @@ def refusal(query, cache, metadata: pages.PagesMetadata, heads: pages.Heads) -> 
     return (f"pages of {pool.page} tokens: keys and values of one page do not fit the "
             f"TPU kernel's {BUFFER_BYTES} bytes")
   requests, row_pages = metadata.page_tables.shape
-  entries = requests * (row_pages + cdiv(BLOCK_KV, pool.page))
+  entries = requests * (row_pages + cdiv(FEW_BLOCK_KV, pool.page))
   most = query.shape[0] + 2 * requests
-  if 4 * (entries + len(stream.Items._fields) * most) > SCALAR_BYTES:
+  if 4 * (entries + len(step.Items._fields) * most) > SCALAR_BYTES:
     return (f"page tables of {[requests, row_pages]} and {query.shape[0]} queries: they "
             f"do not fit the TPU kernel's {SCALAR_BYTES} bytes of scalar memory")
   return None

@@ -1,9 +1,6 @@
-"""Keys and values in a TPU's memory: how a block of them comes to vector memory, and is read there.
+"""Keys and values in a TPU's memory: how they lie, and how a block of them comes to vector memory.
 
-Pages come by transfers of their own, live ones only; what of them nobody may read becomes zeros.
-Numbers of less than 32 bits are kept as the words that hold them, of which any row can be read at
-a stride; 8-bit numbers are multiplied by their scales where they are read. No reference is reshaped
-or cast, so that everything runs in interpret mode with races watched.
+Pages come by transfers of their own, live ones only. How a block is read is in `block`.
 
 Letters: K key heads, D and E widths, n pages of a key block, C its tokens, r rows of a token (its
 heads, or 2K of keys and values alternating), w words of a token.
@@ -21,6 +18,7 @@ from attn_core.types import cdiv
 
 LANES = 128
 SUBLANES = 8
+PAIRED = 2 * SUBLANES  # tokens
 
 
 class Pool(NamedTuple):
@@ -44,6 +42,7 @@ class Pool(NamedTuple):
   block_pages: int
   row_tokens: int = 0  # S; 0: pages
   scales: str | None = None  # "token", "tensor", or None
+  slots: int = 2  # blocks that are in vector memory: one is computed, the others are on their way
 
   @property
   def block(self) -> int:
@@ -65,14 +64,28 @@ class Pool(NamedTuple):
     """w."""
     return self.rows // self.packing
 
+  @property
+  def paired(self) -> bool:
+    """Whether two numbers of a head are put in one word as they are read."""
+    return self.packing == 2 and not self.apart and self.block % PAIRED == 0
+
+  @property
+  def split(self) -> bool:
+    """Whether even tokens come before odd ones in the words, of every PAIRED tokens.
+
+    Memory gives up to eight words at a stride, those of neighbours; pairs are of one even token
+    and one odd one. Where a token's words are whole tiles, to lay them so costs nothing.
+    """
+    return self.paired and self.words % SUBLANES == 0
+
   def buffers(self) -> list:
-    """Shapes of the arrays that blocks are transferred to, two halves each, and of the scales'."""
+    """Shapes of the arrays that blocks are transferred to, `slots` of each, and of the scales'."""
     shape = lambda width: (self.rows, self.page, width) if self.apart else (
         self.page, self.rows, width)
     stored = jnp.int8 if jnp.dtype(self.dtype).itemsize == 1 else self.dtype
-    found = [((2, self.block_pages, *shape(width)), stored) for width in self.widths]
+    found = [((self.slots, self.block_pages, *shape(width)), stored) for width in self.widths]
     if self.scales == "token":
-      found += [((2, self.scale_rows, self.block), jnp.float32)] * 2
+      found += [((self.slots, self.scale_rows, self.block), jnp.float32)] * 2
     return found
 
   @property
@@ -131,22 +144,22 @@ class Way(NamedTuple):
   """From where to where some transfers go."""
 
   sources: Any  # arrays
-  buffers: Any  # one for each, of two halves
-  arrived: Any  # a semaphore for either half
-  half: Any  # 0 or 1
+  buffers: Any  # one for each, of so many slots
+  arrived: Any  # a semaphore for every slot
+  slot: Any  # of the buffers
 
 
 def transfer_blocks(pool: Pool, way: Way, row, number, *, start: bool):
   """Starts the transfers of a block's tokens of arrays [rows, r, S'], or awaits them."""
-  sources, buffers, arrived, half = way
+  sources, buffers, arrived, slot = way
   for source, buffer in zip(sources, buffers, strict=True):
     tokens = pl.ds(pl.multiple_of(number * pool.block, pool.block), pool.block)
-    copy = pltpu.make_async_copy(source.at[row, :, tokens], buffer.at[half], arrived.at[half])
+    copy = pltpu.make_async_copy(source.at[row, :, tokens], buffer.at[slot], arrived.at[slot])
     (copy.start if start else copy.wait)()
 
 
 def transfer(pool: Pool, way: Way, live: Live, number, locate, *, start: bool):
-  """Starts the transfers of a block's live pages to a half of the buffers, or awaits them.
+  """Starts the transfers of a block's live pages to a slot of the buffers, or awaits them.
 
   Args:
     way: of the arrays of tokens; see `Pool`.
@@ -154,170 +167,41 @@ def transfer(pool: Pool, way: Way, live: Live, number, locate, *, start: bool):
     number: of the block.
     locate: number of a page in its row -> its number in the pool, or that of the row of tokens.
   """
-  sources, buffers, arrived, half = way
+  sources, buffers, arrived, slot = way
   first, end = live.pages(pool, number)
-  whole, rest = jnp.bool_(False), pool.row_tokens % pool.page
-  if not start:
-    # Semaphores count bytes: what came page by page may be awaited at once.
-    whole = (first == 0) & (end == pool.block_pages)
-    if rest:
-      whole = whole & ((number + 1) * pool.block <= pool.row_tokens)
+  whole, rest = (first == 0) & (end == pool.block_pages), pool.row_tokens % pool.page
+  if rest:
+    whole = whole & ((number + 1) * pool.block <= pool.row_tokens)
 
-    @pl.when(whole)
-    def _():
+  def copies(place, tokens):
+    page = number * pool.block_pages + place
+    where = locate(page)
+    for source, buffer in zip(sources, buffers, strict=True):
+      apart, target = pool.apart, buffer.at[slot, place]
+      if pool.row_tokens:
+        part = pl.ds(pl.multiple_of(page * pool.page, pool.page), tokens)
+        source = source.at[where, :, part] if apart else source.at[where, part]
+        if tokens < pool.page:
+          target = target.at[:, pl.ds(0, tokens)] if apart else target.at[pl.ds(0, tokens)]
+      else:
+        source = source.at[:, where] if apart and not pool.together else source.at[where]
+      copy = pltpu.make_async_copy(source, target, arrived.at[slot])
+      (copy.start if start else copy.wait)()
+
+  @pl.when(whole)
+  def _():
+    if start:  # one piece of code: pages do not wait for each other's addresses
+      for place in range(pool.block_pages):
+        copies(place, pool.page)
+    else:  # semaphores count bytes: what came page by page may be awaited at once
       for buffer in buffers:
-        pltpu.make_async_copy(buffer.at[half], buffer.at[half], arrived.at[half]).wait()
+        pltpu.make_async_copy(buffer.at[slot], buffer.at[slot], arrived.at[slot]).wait()
 
   @pl.loop(first, jnp.where(whole, first, end))
   def _(place):
-    page = number * pool.block_pages + place
-    where = locate(page)
-
-    def copies(tokens):
-      for source, buffer in zip(sources, buffers, strict=True):
-        apart, target = pool.apart, buffer.at[half, place]
-        if pool.row_tokens:
-          part = pl.ds(pl.multiple_of(page * pool.page, pool.page), tokens)
-          source = source.at[where, :, part] if apart else source.at[where, part]
-          if tokens < pool.page:
-            target = target.at[:, pl.ds(0, tokens)] if apart else target.at[pl.ds(0, tokens)]
-        else:
-          source = source.at[:, where] if apart and not pool.together else source.at[where]
-        copy = pltpu.make_async_copy(source, target, arrived.at[half])
-        (copy.start if start else copy.wait)()
-
     if not rest:
-      copies(pool.page)
+      copies(place, pool.page)
       return
-    full = (page + 1) * pool.page <= pool.row_tokens
-    pl.when(full)(lambda: copies(pool.page))
-    pl.when(jnp.logical_not(full))(lambda: copies(rest))
-
-
-class Block(NamedTuple):
-  """A block of keys and values in vector memory."""
-
-  pool: Pool
-  buffers: Any
-  words: Any
-  factors: Any  # scales of all keys and of all values, in scalar memory; None: not so
-  half: Any
-  tokens: Any  # (first, end) of those that may be read
-
-  def settle(self):
-    """Brings the block to words, zeros where nobody may read; whether all of it is finite."""
-    pool, odd = self.pool, jnp.zeros((1, 1), jnp.float32)
-    whole = (self.tokens[0] <= 0) & (self.tokens[1] >= pool.block)
-    if not pool.apart:
-      for array, words in enumerate(self.words[:len(pool.widths)]):
-        for part in range(words.shape[0]):
-          lanes = words.shape[2]
-          x = self.buffers[array][self.half, :, :, :, pl.ds(part * lanes, lanes)]
-          words[part] = self._to_words(x.reshape(pool.block * pool.rows, lanes))
-          self._clear(words, part, whole)
-          odd += _not_finite(words[part], pool)
-    else:
-      for array in range(len(pool.widths)):
-        for row in range(pool.rows):
-          odd += _not_finite(self._apart(array, row), pool)
-    if pool.scales == "token":
-      for scales, turned in zip(self.buffers[-2:], self.words[-2:]):
-        turned[...] = jnp.where(self.readable(), scales[self.half].T, 0)
-        odd += _sum(turned[...])
-    # Transfers bring numbers that are finite but for mishaps.
-    return odd[0, 0] == 0
-
-  def readable(self):
-    """bool [C, 1]: the tokens that may be read."""
-    token = lax.broadcasted_iota(jnp.int32, (self.pool.block, 1), 0)
-    return (token >= self.tokens[0]) & (token < self.tokens[1])
-
-  def _to_words(self, x):
-    if self.pool.packing > 1:
-      return pltpu.bitcast(x, jnp.uint32)
-    return _to_float(x.astype(jnp.int32), self.pool.dtype) if x.dtype == jnp.int8 else (
-        x.astype(jnp.float32))
-
-  def _clear(self, words, part: int, whole):
-    @pl.when(jnp.logical_not(whole))
-    def _():
-      row = lax.broadcasted_iota(jnp.int32, words.shape[1:], 0)
-      first, end = (x * self.pool.words for x in self.tokens)
-      words[part] = jnp.where((row >= first) & (row < end), words[part],
-                              jnp.zeros((), words.dtype))
-
-  def _apart(self, array: int, row):
-    """Numbers [C, D or E] of a row of the tokens, as stored."""
-    x = self.buffers[array][self.half, :, row]
-    x = x.reshape(self.pool.block, x.shape[-1])
-    return jnp.where(self.readable(), x.astype(jnp.float32), 0) if x.dtype != jnp.int8 else (
-        jnp.where(self.readable(), x.astype(jnp.int32), 0))
-
-  def read(self, value: bool, head, dtype):
-    """Keys [C, D] or values [C, E] of a head, dequantised."""
-    pool = self.pool
-    array, row = (0, 2 * head + int(value)) if pool.together else (int(value), head)
-    if pool.apart:
-      x = self._apart(array, row)
-      x = _to_float(x, pool.dtype) if x.dtype == jnp.int32 else x
-    else:
-      words, packing = self.words[array], pool.packing
-      at = pl.ds(lax.div(row, jnp.int32(packing)), pool.block, stride=pool.words)
-      x = jnp.concatenate([words[part, at, :] for part in range(words.shape[0])], 1)
-      place = int(value) if pool.together and packing == 2 else lax.rem(row, jnp.int32(packing))
-      x = _unpacked(x, place, pool) if packing > 1 else x
-    if pool.scales == "tensor":
-      x = x * self.factors[int(value)]
-    elif pool.scales == "token":
-      scales = self.words[int(value) - 2][...]
-      this = lax.broadcasted_iota(jnp.int32, scales.shape, 1) == head
-      x = x * jnp.where(this, scales, 0).sum(1, keepdims=True)
-    return x.astype(dtype)
-
-
-def _unpacked(words, place, pool: Pool):
-  """float32 of the numbers at a place in their words."""
-  bits = 8 * jnp.dtype(pool.dtype).itemsize
-  high = words << jnp.uint32(32 - bits - bits * place)
-  if pool.packing == 2:
-    return lax.bitcast_convert_type(high & np.uint32(0xFFFF0000), jnp.float32)
-  return _to_float(lax.bitcast_convert_type(high, jnp.int32) >> np.int32(24), pool.dtype)
-
-
-def _to_float(codes, dtype):
-  """float32 of 8-bit numbers, given as int32 with their sign."""
-  if jnp.dtype(dtype) == jnp.int8:
-    return codes.astype(jnp.float32)
-  # float8_e4m3fn, which not every chip converts: exponents are biased by 7 here and by 127 there;
-  # below the normal numbers, 2**-9 is one step.
-  magnitude = codes & np.int32(0x7F)
-  normal = lax.bitcast_convert_type(
-      (magnitude << np.int32(20)) + np.int32((127 - 7) << 23), jnp.float32)
-  small = magnitude.astype(jnp.float32) * np.float32(2**-9)
-  found = jnp.where(magnitude < 8, small, jnp.where(magnitude == 0x7F, jnp.nan, normal))
-  return jnp.where(codes < 0, -found, found)
-
-
-def _sum(x):
-  """[1, 1]: 0, or NaN where the sum of all is not finite."""
-  total = x.sum(0, keepdims=True).sum(1, keepdims=True)
-  return total - total
-
-
-def _not_finite(x, pool: Pool):
-  """float32 [1, 1]: 0 where all of `x`, words or stored numbers, is finite."""
-  dtype = jnp.dtype(pool.dtype)
-  if x.dtype == jnp.float32:
-    return _sum(x)
-  if dtype == jnp.int8:
-    return jnp.zeros((1, 1), jnp.float32)
-  if x.dtype == jnp.uint32 and dtype.itemsize == 2:
-    return _sum(_unpacked(x, 0, pool) + _unpacked(x, 1, pool))
-  # Of float8_e4m3fn only 0x7F is not finite, with either sign.
-  if x.dtype == jnp.uint32:
-    x = lax.bitcast_convert_type(x, jnp.int32)
-    codes = (x & np.int32(0x7F7F7F7F)) + np.int32(0x01010101)
-    codes = lax.shift_right_logical(codes, np.int32(7)) & np.int32(0x01010101)
-  else:
-    codes = ((x & np.int32(0x7F)) == 0x7F).astype(jnp.int32)
-  return (codes != 0).astype(jnp.float32).sum(0, keepdims=True).sum(1, keepdims=True)
+    full = (number * pool.block_pages + place + 1) * pool.page <= pool.row_tokens
+    pl.when(full)(lambda: copies(place, pool.page))
+    pl.when(jnp.logical_not(full))(lambda: copies(place, rest))
