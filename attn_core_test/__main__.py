@@ -40,7 +40,7 @@ SHARDS = {
 TURNS = ("shard_test", "derivatives_test", "defects_test", "dropout_test", "examples_test",
          "masks_test", "blockwise_test", "tpu_test", "ring_test", "paged_test", "decode_test",
          "caches_test", "plan_test", "cudnn_test", "gpu_suite_test", "benchmark_test",
-         "pages_test", "paged_shard_test", "bad_input_test", "helpers_test", "properties_test")
+         "pages_test", "paged_shard_test", "bad_input_test", "helpers_test")
 
 # What absltest prints when a test starts and when it ends.
 EVENT = re.compile(r"\[ +(RUN|OK|FAILED|SKIPPED) +\] (.*)")
