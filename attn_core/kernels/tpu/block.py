@@ -139,7 +139,8 @@ class Block(NamedTuple):
       x = _to_float(x, pool.dtype) if x.dtype == jnp.int32 else x
     else:
       packing = pool.packing
-      word, place = lax.div(row, jnp.int32(packing)), lax.rem(row, jnp.int32(packing))
+      row, packed = jnp.int32(row), jnp.int32(packing)
+      word, place = lax.div(row, packed), lax.rem(row, packed)
       if pool.together and packing == 2:
         word, place = head, int(value)
       if pool.paired:
