@@ -4,16 +4,14 @@ Every contender runs at several choices of blocks; a contender stands for its be
 """
 
 import datetime
-import importlib.metadata
 import itertools
-import pathlib
 from typing import Iterable
 
 from attn_core import checks
 from attn_core.benchmarks import static_decode_programs as programs_lib
-from attn_core.benchmarks import static_profile, static_tpu
+from attn_core.benchmarks import static_tpu
 from attn_core.benchmarks.static_decode_programs import DENSE, JAX_PAGED, JAX_RAGGED, PAGES, WRITES
-from attn_core.benchmarks.static_profile import CHIPS, Failure, Static
+from attn_core.benchmarks.static_profile import CHIPS, Static
 from attn_core.benchmarks.static_programs import Program
 
 REQUESTS = 8
@@ -47,25 +45,14 @@ def run(chips: Iterable[str] | None = None, widths: Iterable[int] | None = None,
     ValueError: an unknown chip, or a length that is no multiple of the pages.
     ModuleNotFoundError: libtpu is not installed.
   """
-  chips = ("v6e",) if chips is None else tuple(chips)
-  for chip in chips:
-    checks.one_of("chips", chip, tuple(CHIPS))
+  chips = static_tpu.chosen(chips)
   tokens = tuple(tokens or TOKENS)
   for length in tokens:
     checks.require(length % max(PAGE_SIZES) == 0, "tokens", length,
                    f"multiples of {max(PAGE_SIZES)}")
-  versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
   programs = list(_programs(chips, tuple(widths or WIDTHS), tokens))
-  advance = progress(len(programs))
-  results = static_profile.measure(programs, advance=lambda result: advance(_line(result)))
-  text = to_markdown(results, versions)
-  if out is not None:
-    folder = pathlib.Path(out)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tpu_decode_static.md").write_text(text, encoding="utf-8")
-    (folder / "tpu_decode_static.json").write_text(
-        static_tpu.to_json(results, versions), encoding="utf-8")
-  return text
+  return static_tpu.report(programs, "tpu_decode_static", _line, to_markdown, out=out,
+                           progress=progress)
 
 
 def _programs(chips, widths, tokens):
@@ -117,10 +104,7 @@ def to_markdown(results: list, versions: dict) -> str:
             for name, choices in BLOCKS.items()]
   for chip, group in itertools.groupby(results, lambda r: r.program.chip):
     lines += ["", f"## {chip}, {CHIPS[chip].peak.memory_bytes / 1e9:,.0f} GB/s", "", *_table(group)]
-  failures = [r for r in results if isinstance(r, Failure)]
-  if failures:
-    lines += ["", "## What has no cycles", ""]
-    lines += [f"* {_line(failure)}: {failure.reason}" for failure in failures]
+  lines += static_tpu.failures("What has no cycles", results, _line)
   return "\n".join(lines) + "\n"
 
 

@@ -9,7 +9,7 @@ import importlib.metadata
 import itertools
 import json
 import pathlib
-from typing import Iterable
+from typing import Callable, Iterable
 
 from attn_core import checks
 from attn_core.benchmarks import cases, static_profile
@@ -61,19 +61,38 @@ def run(chips: Iterable[str] | None = None, widths: Iterable[int] | None = None,
     ValueError: an unknown chip.
     ModuleNotFoundError: libtpu is not installed.
   """
+  programs = _programs(chosen(chips), tuple(widths or WIDTHS), tuple(tokens or TOKENS))
+  return report(list(programs), "tpu_static", _line, to_markdown, out=out, progress=progress)
+
+
+def chosen(chips: Iterable[str] | None) -> tuple[str, ...]:
+  """The chips to compile for; None: "v6e". ValueError: an unknown one."""
   chips = ("v6e",) if chips is None else tuple(chips)
   for chip in chips:
     checks.one_of("chips", chip, tuple(CHIPS))
+  return chips
+
+
+def report(programs: list[Program], name: str, line: Callable, to_markdown: Callable, *, out,
+           progress) -> str:
+  """Measures programs; the text of their tables.
+
+  Args:
+    programs: to measure.
+    name: of the files.
+    line: result -> what is said of it in a line.
+    to_markdown: (results, versions) -> the text.
+    out, progress: as of `run`.
+  """
   versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
-  programs = list(_programs(chips, tuple(widths or WIDTHS), tuple(tokens or TOKENS)))
   advance = progress(len(programs))
-  results = static_profile.measure(programs, advance=lambda result: advance(_line(result)))
+  results = static_profile.measure(programs, advance=lambda result: advance(line(result)))
   text = to_markdown(results, versions)
   if out is not None:
     folder = pathlib.Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tpu_static.md").write_text(text, encoding="utf-8")
-    (folder / "tpu_static.json").write_text(to_json(results, versions), encoding="utf-8")
+    (folder / f"{name}.md").write_text(text, encoding="utf-8")
+    (folder / f"{name}.json").write_text(to_json(results, versions), encoding="utf-8")
   return text
 
 
@@ -117,11 +136,14 @@ def to_markdown(results: list, versions: dict) -> str:
               for name, choices in table.items()]
   for chip, group in itertools.groupby(results, lambda r: r.program.chip):
     lines += ["", f"## {chip}, peak {CHIPS[chip].peak.flops / 1e12:g} TFLOP/s", "", *_table(group)]
-  failures = [r for r in results if isinstance(r, Failure)]
-  if failures:
-    lines += ["", "## What did not compile", ""]
-    lines += [f"* {_line(failure)}: {failure.reason}" for failure in failures]
+  lines += failures("What did not compile", results, _line)
   return "\n".join(lines) + "\n"
+
+
+def failures(title: str, results: list, line: Callable) -> list[str]:
+  """The lines about what failed, under a title; none: nothing did."""
+  found = [f"* {line(r)}: {r.reason}" for r in results if isinstance(r, Failure)]
+  return ["", f"## {title}", "", *found] if found else []
 
 
 COLUMNS = ("case", "direction", "kernel", "best blocks", "cycles", "TFLOP/s", "of peak",

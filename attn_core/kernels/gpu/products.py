@@ -11,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from attn_core.kernels.gpu import mosaic
 
+
 def sum_up(run, shapes, scratch):
   """Runs run(*sums), where `add` adds products to the sums, and returns them.
 

@@ -10,6 +10,7 @@ products, so no dequantised number is rounded: each in 8 bits is one in bfloat16
 Letters: C keys of a block.
 """
 
+import math
 from typing import Any, NamedTuple
 
 from jax import lax
@@ -42,7 +43,7 @@ class Small(NamedTuple):
 
   def scale_bytes(self, tokens: int) -> int:
     """Bytes of these."""
-    return sum(4 * tokens * (1 if self.alone else QUAD) for _ in self.scale_shapes(tokens))
+    return sum(4 * math.prod(shape) for shape in self.scale_shapes(tokens))
 
   @property
   def floats(self) -> bool:

@@ -154,6 +154,8 @@ def _requested(requested: BlockSizes, field: str, tuned: int, multiple: int, mos
 # --- Backward. -----------------------------------------------------------------------------------
 
 PASSED = 2  # tiles of weights on their way between two warpgroups that share their keys
+# Registers of a thread of the first of these, which has the exponentials, and of the second.
+REGISTERS_SHARED = 248, 232
 # Width of queries and keys, the larger one of those of values: of the kernel that sums over keys,
 # tokens of a block of keys, stages of keys and of values.
 BACKWARD_QUERY = {64: (128, (2, 2)), 80: (128, (2, 2)), 96: (128, (2, 2)), 128: (128, (2, 2)),
@@ -164,8 +166,6 @@ BACKWARD_KEY = {64: ((3, 3), False), 80: ((3, 3), False), 96: ((3, 3), False),
                 128: ((2, 2), False), 192: ((2, 2), True), 256: ((2, 2), True)}
 # Of the kernel of a bias's cotangent: stages of what is not owned, by the larger width.
 BACKWARD_BIAS = {64: 4, 80: 3, 96: 3, 128: 2, 192: 2, 256: 1}
-# Registers of a thread of the first, which has the exponentials, and of the second.
-REGISTERS_SHARED = 248, 232
 BACKWARD_OTHER_BYTES = 1536  # for barriers and alignment
 
 

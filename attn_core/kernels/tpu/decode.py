@@ -93,7 +93,7 @@ def _visible(operands: Operands, spec: AttentionSpec, pool: Pool):
   end = jnp.maximum(cdiv(stop, pool.block), first + 1)
   nothing = jnp.zeros_like(start)
   items = step.Items(jnp.arange(batch, dtype=jnp.int32), first, end, nothing, nothing, stop,
-                       start, stop)
+                     start, stop)
   mask = steps.pad_axis(seen.astype(jnp.bfloat16), 2, -keys % pool.block)
   return steps.pad_axis(mask, 1, -seen.shape[1] % MASK_ROWS), by_head, items
 

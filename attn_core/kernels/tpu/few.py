@@ -15,8 +15,8 @@ Letters: as in `step`.
 import functools
 
 from jax import lax
-import jax.numpy as jnp
 from jax.experimental import pallas as pl
+import jax.numpy as jnp
 
 from attn_core.kernels import softmax
 from attn_core.kernels.tpu import step

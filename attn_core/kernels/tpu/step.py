@@ -162,7 +162,7 @@ class Kernel(NamedTuple):
   buffers: Any
   words: Any
   running: softmax.Running  # see `Shape.running`
-  arrived: Any  # semaphores [2]
+  arrived: Any  # semaphores [slots]
   turn: Any  # int32 [4] in scalar memory, by the names below
 
 
