@@ -5,6 +5,7 @@ computation. What nobody may read in a cache is NaN.
 """
 
 import importlib.util
+import itertools
 import unittest
 
 from absl.testing import absltest
@@ -15,7 +16,7 @@ from jax.sharding import SingleDeviceSharding
 import numpy as np
 
 from attn_core import OperationMetadata, attention
-from attn_core.benchmarks.static_profile import devices
+from attn_core.benchmarks.static_profile import CHIPS, devices
 from attn_core.caches import dense, quantize
 from attn_core_test import decode_test
 from attn_core_test.decode_test import Case
@@ -39,6 +40,12 @@ ROWS = {
 }
 # By default every width of numbers; with ATTN_CORE_EVERY=1 in the environment all.
 CHOSEN = list(ROWS) if EVERY else ["lengths_starts_window_sinks", "several_queries_16_bits", "int8"]
+# What else is compiled for every chip: (K, group, D), dtypes of query and cache, tokens.
+SWEPT = [
+    ((16, 1, 128), "bfloat16", "int8", 1), ((8, 4, 256), "bfloat16", "int8", 2),
+    ((6, 4, 128), "bfloat16", "int8", 2), ((8, 4, 128), "float32", "int8", 2),
+    ((8, 4, 64), "bfloat16", "float8_e4m3fn", 2), ((8, 8, 128), "bfloat16", None, 8),
+    ((8, 4, 128), "bfloat16", "int8", 64)]
 
 
 def setup(case: Case, dtype, held):
@@ -115,11 +122,7 @@ class InterpretTest(parameterized.TestCase):
                      "libtpu is not installed: pip install 'attn_core[tpu]'")
 class CompileTest(parameterized.TestCase):
 
-  @parameterized.named_parameters(
-      ("one_head", "v5e", (1, 1, 64), "bfloat16", None, 1),
-      ("v5e", "v5e", (8, 4, 128), "bfloat16", "int8"), ("v5p", "v5p", (1, 8, 128), "bfloat16"),
-      ("v6e", "v6e", (6, 2, 128), "bfloat16"), ("tpu7x", "tpu7x", (2, 4, 256), "float32"))
-  def test_compiles_without_copies_of_the_cache(self, chip, shape, dtype, held=None, tokens=2):
+  def compiled(self, chip, shape, dtype, held=None, tokens=2):
     key_heads, group, width = shape
     place = SingleDeviceSharding(devices(chip)[0])
     placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
@@ -129,11 +132,23 @@ class CompileTest(parameterized.TestCase):
     attend = lambda query, cache: attention(query, None, None, cache_view=cache, metadata=TPU,
                                             **decode_test.MODE).attention_outputs
     with jax.enable_x64(False):
-      compiled = jax.jit(attend).trace(query, cache).lower(lowering_platforms=("tpu",)).compile()
-    self.assertEqual(compiled.as_text().count('custom_call_target="tpu_custom_call"'), 1)
-    if width % 128 == 0:  # XLA keeps narrower caches with the tokens along the lanes
-      memory = compiled.memory_analysis()
+      found = jax.jit(attend).trace(query, cache).lower(lowering_platforms=("tpu",)).compile()
+    self.assertEqual(found.as_text().count('custom_call_target="tpu_custom_call"'), 1)
+    return found
+
+  @parameterized.named_parameters(
+      ("one_head", "v5e", (1, 1, 64), "bfloat16", None, 1),
+      ("v5e", "v5e", (8, 4, 128), "bfloat16", "int8"), ("v5p", "v5p", (1, 8, 128), "bfloat16"),
+      ("v6e", "v6e", (6, 2, 128), "bfloat16"), ("tpu7x", "tpu7x", (2, 4, 256), "float32"))
+  def test_compiles_without_copies_of_the_cache(self, chip, shape, *rest):
+    memory = self.compiled(chip, shape, *rest).memory_analysis()
+    if shape[2] % 128 == 0:  # XLA keeps narrower caches with the tokens along the lanes
       self.assertLess(memory.temp_size_in_bytes, memory.argument_size_in_bytes // 20)
+
+  @parameterized.parameters(*(itertools.product(CHIPS, SWEPT) if EVERY else [("v5e", SWEPT[0])]))
+  def test_fits_the_vector_memory(self, chip, case):
+    """Where many heads' keys and values are made at once."""
+    self.compiled(chip, *case)
 
 
 if __name__ == "__main__":

@@ -102,7 +102,11 @@ class Shape(NamedTuple):
     blocks = 2 * self.groups * lanes * (2 * width * size + 4 * number)
     state = (2 if self.few else 1) * self.groups * lanes * 4 * (width + 2 * number)
     mask = self.pool.slots * self.mask_rows * self.pool.block * 2
-    values = 2 * self.together * self.pool.block * 2 * width * size
+    # Where rows are few, keys and values are made for all heads of a piece of code before any is
+    # used; some are on their way to it, in 32 bits.
+    heads = self.together * (self.unrolled if self.few else 2)
+    made = 2 * self.pool.block * width
+    values = made * heads * size + (made * self.together * 8 if self.few else 0)
     return self.pool.bytes() + blocks + state + mask + values + 6 * self.pool.block * lanes * 4
 
 
