@@ -65,6 +65,8 @@ CASES = {
     "one_block": Case((37, 20), T=2, block=None),
     "blocks_of_one_key": Case((5, 3), S=5, block=1),
     "one_slot": Case((1, 0), S=1, block=None),
+    # Cut into blocks of 512 keys, and what is left into blocks of 256.
+    "large_blocks": Case((1100, 700, 300), S=1100, H=8, K=8, D=128, E=128, block=None),
 }
 
 
@@ -175,16 +177,18 @@ class OracleTest(parameterized.TestCase):
 
 
 BIG = Case((300, 299, 0, 1, 128, 257), S=300, block=None)
+ROWS = BIG._replace(lengths=(300, 299, 3, 7, 128, 257), block=64, D=128, E=64)
 
 
 class RowsTest(parameterized.TestCase):
 
-  @parameterized.parameters((None, 1, "float32"), (64, 3, "float32"), (64, 1, "bfloat16"))
-  def test_a_row_has_the_same_bits_in_every_batch(self, block, T, dtype):
-    case = BIG._replace(block=block, T=T, lengths=(300, 299, 3, 7, 128, 257), D=128, E=64)
+  @parameterized.parameters(
+      (ROWS._replace(block=None), "float32"), (ROWS._replace(T=3), "float32"), (ROWS, "bfloat16"),
+      (CASES["large_blocks"]._replace(lengths=(1100, 300, 700, 1024)), "float32"))
+  def test_a_row_has_the_same_bits_in_every_batch(self, case, dtype):
     operands = arrays(case, dtype)
     whole = compiled(case)(operands)
-    order = np.array([4, 0, 5, 2, 1, 3])
+    order = np.random.default_rng(1).permutation(len(case.lengths))
     moved = case._replace(lengths=tuple(np.array(case.lengths)[order].tolist()))
     shuffled = compiled(moved)({name: x[order] for name, x in operands.items()})
     for x, y in zip(whole, shuffled):
@@ -197,9 +201,18 @@ class RowsTest(parameterized.TestCase):
 
   def test_only_live_blocks_are_visited(self):
     case = BIG._replace(block=32, sliding_window=(40, 0), starts=(0, 0, 0, 0, 100, 0))
-    visits = _visits(case, arrays(case, jnp.float32))
+    visits, = _visits(case, arrays(case, jnp.float32))
     # Of 32 keys each: keys 259..299, 258..298, none, 0, 100..127 and 216..256.
     np.testing.assert_array_equal(visits.num_visited[:, 0, 0], [2, 2, 0, 1, 1, 3])
+
+  def test_keys_that_are_all_visible_are_cut_into_large_blocks(self):
+    case = CASES["large_blocks"]
+    large, small = _visits(case, arrays(case, jnp.float32))
+    np.testing.assert_array_equal(large.num_visited[:, 0, 0], [2, 1, 0])
+    # Keys 1024..1099, 512..699, and 0..255 and 256..299.
+    np.testing.assert_array_equal(small.num_full[:, 0, 0], [0, 0, 1])
+    np.testing.assert_array_equal(small.num_visited[:, 0, 0], [1, 1, 2])
+    self.assertFalse(large.any_partial)
 
   def test_what_is_not_seen_does_not_matter(self):
     """NaN and infinities past the lengths, before the starts and outside the window."""
@@ -254,11 +267,12 @@ class RowsTest(parameterized.TestCase):
 
   def test_no_copy_of_the_cache_is_made(self):
     case = Case((4096, 1), S=4096, H=2, K=1, D=64, E=64, block=128)
-    for dtype in ("float32", "int8", "float8_e4m3fn"):
+    for dtype in ("float32", "bfloat16", "int8", "float8_e4m3fn"):
       cache = dense.init(2, case.S, (1, 64), dtype=dtype)
       run = jax.jit(lambda cache, query: attention(
           query, None, None, cache_view=cache, **case.arguments).attention_outputs)
-      memory = run.lower(cache, jnp.ones((2, 1, 2, 64), jnp.float32)).compile().memory_analysis()
+      query = jnp.ones((2, 1, 2, 64), "bfloat16" if dtype == "bfloat16" else "float32")
+      memory = run.lower(cache, query).compile().memory_analysis()
       cached = cache.key.nbytes + cache.value.nbytes
       # A CPU copies the bits of float8; nothing is ever dequantised as a whole.
       most = 1.25 if dtype == "float8_e4m3fn" else 0.25
@@ -274,14 +288,15 @@ class RowsTest(parameterized.TestCase):
 
 
 def _visits(case, operands):
-  """The blocks that a call's mask makes the kernel visit."""
+  """The blocks that a call's mask makes the kernel visit: first large ones, where there are any."""
   bound = inspect.signature(attention).bind(
       operands["query"], None, None, **case.arguments,
       cache_view=cache_of(case, operands["key"], operands["value"]))
   bound.apply_defaults()
   call = arguments.normalise(
       collections.namedtuple("Arguments", bound.arguments)(**bound.arguments)).call
-  return decode._cut(call.operands, call.spec, call.block_sizes).visits
+  levels = decode._cut(call.operands, call.spec, call.block_sizes)
+  return [problem.visits for problem in levels]
 
 
 class TransformationsTest(parameterized.TestCase):

@@ -873,6 +873,25 @@ class ProofTest(parameterized.TestCase):
         np.testing.assert_array_equal(found, expected)
         self.assertEqual(found.dtype, np.int8)
 
+  def test_join_full(self):
+    E, F, P = blocks.EMPTY, blocks.FULL, blocks.PARTIAL
+    kinds = [[F, F, F, F, F, P, E, F, F], [F, E, F, F, P, P, F, F, P]]
+    kinds = np.array(kinds, np.int8)[:, None, None]
+    large = [[F, F, E, E], [E, F, E, F]]
+    small = [[E, E, E, E, F, P, E, F, F], [F, E, E, E, P, P, E, E, P]]
+    for given in (kinds, jnp.array(kinds)):
+      for found, expected in zip(blocks.join_full(given, 2), (large, small), strict=True):
+        np.testing.assert_array_equal(found[:, 0, 0], expected)
+        self.assertEqual((found.dtype, type(found)), (np.int8, type(given)))
+
+  def test_full_map_has_no_partial_block_even_when_traced(self):
+    kinds = np.array([blocks.FULL, blocks.EMPTY, blocks.FULL], np.int8)[None, None, None]
+    for given in (kinds, jnp.array(kinds)):
+      visits = blocks.full_map(given)
+      self.assertFalse(visits.any_partial)
+      np.testing.assert_array_equal(visits.num_visited, blocks.block_map(given).num_visited)
+      np.testing.assert_array_equal(visits.indices[0, 0, 0, :2], [0, 2])
+
   def test_what_is_known_on_the_host(self):
     sizes = blocks.Sizes(8, 8, 4, 4)
     for mask, full, partial in ((masks.full(), True, False), (masks.causal(), True, True),

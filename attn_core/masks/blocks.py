@@ -35,6 +35,8 @@ class BlockMap(NamedTuple):
   @property
   def any_partial(self) -> bool:
     """False only when it is known on the host that no block is partial."""
+    if self.num_visited is self.num_full:  # one array: see `full_map`
+      return False
     return (not isinstance(self.num_full, np.ndarray)
             or bool((self.num_visited > self.num_full).any()))
 
@@ -174,3 +176,29 @@ def block_map(kinds) -> BlockMap:
   order = xp.argsort(-kinds, axis=-1, **({"kind": "stable"} if host else {"stable": True}))
   longest = max(int(num_visited.max()), 1) if host else kinds.shape[-1]
   return BlockMap(order[..., :longest].astype(np.int32), num_full, num_visited)
+
+
+def full_map(kinds) -> BlockMap:
+  """`block_map` of kinds without PARTIAL, which is then known of traced kinds, too."""
+  found = block_map(kinds)
+  return found._replace(num_visited=found.num_full)
+
+
+def join_full(kinds, factor: int):
+  """Joins `factor` neighbouring key blocks into a larger one where all of them are FULL.
+
+  Args:
+    kinds: int8 [B or 1, H or 1, nq, nk] from `block_kinds`.
+    factor: how many; the larger blocks begin at its multiples.
+
+  Returns:
+    (kinds of the nk // factor larger blocks, FULL or EMPTY; `kinds` with EMPTY where they are FULL).
+  """
+  xp = np if isinstance(kinds, np.ndarray) else jnp
+  count = kinds.shape[-1] // factor
+  joined, rest = kinds[..., :count * factor], kinds[..., count * factor:]
+  groups = joined.reshape(*kinds.shape[:-1], count, factor)
+  whole = (groups == FULL).all(-1, keepdims=True)
+  left = xp.where(whole, EMPTY, groups).reshape(joined.shape)
+  large = xp.where(whole[..., 0], FULL, EMPTY)
+  return large.astype(np.int8), xp.concatenate([left, rest], -1).astype(np.int8)

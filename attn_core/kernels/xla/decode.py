@@ -14,6 +14,7 @@ Letters: B batch, T query length, S key length, H query heads, K key heads, G = 
 key width, E value width; C keys of a block, R = T * G rows of a key head (token-major).
 """
 
+import functools
 from typing import Any, NamedTuple
 
 from jax import lax
@@ -29,15 +30,15 @@ from attn_core.types import AttentionSpec, BlockSizes, Operands
 
 def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> Residuals:
   """out [B, T, H, E] and lse [B, H, T]; see `kernel.Kernel`."""
-  problem = _cut(operands, spec, block_sizes)
+  levels = _cut(operands, spec, block_sizes)
   batch, length, heads, _ = operands.query.shape
-  width = operands.value.shape[-1]
+  problem, width = levels[-1], operands.value.shape[-1]
 
   def row(b, results):
     place = steps.Place(b, 0)
     rows = steps.scaled_query(problem, place, None)
 
-    def key_block(j, running, masked):
+    def key_block(problem, j, running, masked):
       block = _Block(problem, b, j)
       logits = _logits(block, rows)
       if masked:
@@ -57,7 +58,8 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
           fold=sums.fold)
 
     running = softmax.start((1, problem.heads, rows.shape[1]), width, problem.dtype)
-    running = steps.visit(problem, place, 0, key_block, running)
+    for level in levels:
+      running = steps.visit(level, place, 0, functools.partial(key_block, level), running)
     out, lse = (x[0] for x in softmax.finish(running, steps.row_sinks(problem, place)))
     # A mean of finite values is finite: who saw another one says so in all that it gives.
     finite = jnp.isfinite(out).all(-1, keepdims=True)
@@ -70,8 +72,13 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
       jnp.zeros((batch, heads, length), steps.lse_dtype(spec))))
 
 
-def _cut(operands, spec, block_sizes) -> steps.Problem:
-  """One block of queries, and the blocks of keys that each row must visit. Nothing is padded."""
+def _cut(operands, spec, block_sizes) -> list[steps.Problem]:
+  """One block of queries, and the blocks of keys that each row must visit. Nothing is padded.
+
+  Keys that are visible all together are cut into large blocks, which take less time each; what is
+  left into small ones, so that a row computes few keys that it does not see. Who fixes the size of
+  a block has blocks of that size only.
+  """
   (_, queries, _, _), (_, keys, key_heads, _) = operands.query.shape, operands.key.shape
   elements = key_heads * max(operands.key.shape[-1], operands.value.shape[-1])
   block_kv = min(keys, block_sizes.block_kv or tuned.decode_block(keys, elements))
@@ -84,7 +91,13 @@ def _cut(operands, spec, block_sizes) -> steps.Problem:
   # block out of a float8 array and take its bits then is several times as slow.
   operands = operands._replace(
       key=quantize.bits(operands.key), value=quantize.bits(operands.value))
-  return steps.Problem(operands, spec, sizes, key_heads, blocks.block_map(kinds))
+  problem = lambda sizes, visits: steps.Problem(operands, spec, sizes, key_heads, visits)
+  large = tuned.decode_large_block(keys, elements)
+  if block_sizes.block_kv or large <= block_kv:
+    return [problem(sizes, blocks.block_map(kinds))]
+  joined, left = blocks.join_full(kinds, large // block_kv)
+  return [problem(sizes._replace(block_kv=large), blocks.full_map(joined)),
+          problem(sizes, blocks.block_map(left))]
 
 
 def _start(sizes: blocks.Sizes, j):
@@ -107,6 +120,8 @@ class _Block(NamedTuple):
       return self.values[keys[0]:sum(keys), :, columns[0]:sum(columns)]
     x = getattr(self.problem.operands, name)
     start = _start(self.problem.sizes, self.number) + keys[0]
+    if sums.WIDENS_WHOLE and x.dtype == jnp.bfloat16:
+      x, start = lax.optimization_barrier((x, start))  # so `x` is another one in every step
     return tiles.slice_at(x, (self.batch, start, 0, columns[0]),
                           (1, keys[1], self.problem.heads, columns[1]))[0]
 

@@ -21,6 +21,8 @@ LANES = 8
 # XLA:CPU of jax 0.12 sums over the first axis fast where it is left to itself; that of jax 0.10.2
 # takes twice to three times as long as for elementwise steps.
 SUMS_FIRST_AXIS = jax.__version_info__ >= (0, 11)
+# XLA:CPU of jax 0.10.2 makes float32 of a whole bfloat16 array before a loop that cuts parts out.
+WIDENS_WHOLE = jax.__version_info__ < (0, 11)
 # So many keys are weighed and summed at once. With 16, jax 0.12 takes twice the time in bfloat16;
 # with 8, jax 0.10.2 takes half as much again.
 WEIGHED = 8 if SUMS_FIRST_AXIS else 16
@@ -83,6 +85,6 @@ def fold(combine, x):
 
 def _fold_cpu(combine, x):
   """`fold` by elementwise steps, which XLA:CPU vectorises and spreads over threads."""
-  while x.shape[0] % FAN == 0:
+  while x.shape[0] > 2 * FAN and x.shape[0] % FAN == 0:
     x = functools.reduce(combine, jnp.split(x, FAN))
   return functools.reduce(combine, jnp.split(x, x.shape[0]))

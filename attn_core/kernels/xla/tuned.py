@@ -7,6 +7,8 @@ a few heads are all there are, a forward step takes more rows. Whether the keys 
 cache does not matter.
 """
 
+import jax
+
 from attn_core.masks import algebra, reach
 from attn_core.masks.blocks import Sizes
 from attn_core.types import BlockSizes, cdiv
@@ -15,7 +17,9 @@ STEP_SCORES = 2**20
 STEP_SCORES_BACKWARD = 2**19
 MOST_HEADS = 8
 SHORT = 2048  # tokens
-DECODE_ELEMENTS = 2**19  # of a block of keys in decoding
+DECODE_ELEMENTS = 2**18  # of a block of keys in decoding
+# Of a large block, all of which is visible; XLA:CPU of jax 0.10.2 is slow to add up many keys.
+DECODE_ELEMENTS_LARGE = 2**22 if jax.__version_info__ >= (0, 11) else 2**19
 
 
 def choose(shape, requested: BlockSizes, mask: algebra.Mask, *, backward: bool):
@@ -48,7 +52,19 @@ def choose(shape, requested: BlockSizes, mask: algebra.Mask, *, backward: bool):
 
 def decode_block(keys: int, elements: int) -> int:
   """Keys of a block in decoding, a power of two, for so many `elements` of all heads in a key."""
-  return 1 << max(0, min(keys, max(64, DECODE_ELEMENTS // elements)).bit_length() - 1)
+  return _power_of_two(min(keys, max(64, DECODE_ELEMENTS // elements)))
+
+
+def decode_large_block(keys: int, elements: int) -> int:
+  """Keys of a large block in decoding: a loop over at least two of them.
+
+  A single one XLA:CPU would take for no loop, and compute in one thread.
+  """
+  return _power_of_two(max(1, min(keys // 2, DECODE_ELEMENTS_LARGE // elements)))
+
+
+def _power_of_two(most: int) -> int:
+  return 1 << max(0, most.bit_length() - 1)
 
 
 def _even(length: int, block: int) -> int:
