@@ -44,7 +44,7 @@ def attend(forward: Callable, operands: paged.PagedOperands, spec: PagedSpec, he
   """Attention over pages, differentiable in the query, the pages and the sinks.
 
   Args:
-    forward: `xla.paged.forward`, or a kernel with its arguments and results.
+    forward: `xla.paged_forward.forward`, or a kernel with its arguments and results.
     operands: query [T, H, D], pages, metadata, sinks.
     spec: what to compute.
     heads: the heads in the pages, without their padding.

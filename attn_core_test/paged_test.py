@@ -524,10 +524,11 @@ class BatchInvarianceTest(parameterized.TestCase):
 
   R, N, PAGE, POOL, ROWS, TOKENS = 4, 8, 4, 40, 16, 29
 
-  def test_what_is_in_dead_slots_changes_no_bit(self):
+  @parameterized.parameters((8, 2, 64), (4, 1, 64), (4, 1, 128))
+  def test_what_is_in_dead_slots_changes_no_bit(self, H, K, D):
     rng = np.random.default_rng(0)
     query, key, value = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in (
-        (3, 8, 64), (2, 64, 16, 64), (2, 64, 16, 64)))
+        (3, H, D), (K, 64, 16, D), (K, 64, 16, D)))
     lengths, tables = np.array([300, 17, 5], np.int32), np.arange(60, dtype=np.int32).reshape(3, 20)
     dead = np.ones((64, 16), bool)
     dead[tables] = np.arange(320).reshape(20, 16) >= lengths[:, None, None]

@@ -332,52 +332,55 @@ def read(cache, ids, heads: Heads, dtype):
   Returns:
     key [K, C, D] and value [K, C, E].
   """
-  part = reader(cache, ids, heads, dtype)
+  part = reader(take(cache, ids), heads, dtype)
   return part("key").transpose(1, 0, 2), part("value").transpose(1, 0, 2)
 
 
-def reader(cache, ids, heads: Heads, dtype):
-  """`read`, piece by piece and tokens outermost, so that no key is copied to be ordered by heads.
+def take(cache, ids):
+  """A cache of some pages alone: ids int32 [n], within the pool."""
+  pick = lambda x, axis: jnp.take(x, ids, axis, mode="clip")
+  if has_token_scales(cache):
+    cache = cache._replace(key_scales=pick(cache.key_scales, 0),
+                           value_scales=pick(cache.value_scales, 0))
+  if isinstance(cache, PagesV1):
+    return cache._replace(key_pages=pick(cache.key_pages, 1),
+                          value_pages=pick(cache.value_pages, 1))
+  return cache._replace(pages=pick(cache.pages, 0))
+
+
+def reader(cache, heads: Heads, dtype):
+  """`read` of all pages, piece by piece and tokens outermost: no key is copied to be ordered.
 
   Args:
-    cache, ids, heads, dtype: as for `read`.
+    cache, heads, dtype: as for `read`.
 
   Returns:
     A function ("key" or "value", slice of tokens, slice of columns) -> [tokens, K, columns]; both
     slices are everything where they are left out.
   """
-  tokens = ids.shape[0] * page_size(cache)
+  tokens = num_pages(cache) * page_size(cache)
   if isinstance(cache, PagesV1):
-    key, value = (jnp.take(x, ids, 1, mode="clip").reshape(x.shape[0], tokens, x.shape[3])
-                  for x in (cache.key_pages, cache.value_pages))
+    arrays = {name: x.reshape(x.shape[0], tokens, x.shape[3]) for name, x in (
+        ("key", cache.key_pages), ("value", cache.value_pages))}
   else:
-    key = value = jnp.take(cache.pages, ids, 0, mode="clip").reshape(
-        tokens, -1, 2, cache.pages.shape[-1])
+    rows = cache.pages.reshape(tokens, -1, 2, cache.pages.shape[-1])
   widths = {"key": heads.key_width, "value": heads.value_width}
-  scales = {"key": _scales_of(cache.key_scales, ids, tokens),
-            "value": _scales_of(cache.value_scales, ids, tokens)}
+  scales = {"key": cache.key_scales, "value": cache.value_scales}
+  if has_token_scales(cache):
+    scales = {name: x.reshape(tokens, -1) for name, x in scales.items()}
 
-  def part(name, rows=slice(None), columns=None):
+  def part(name, tokens=slice(None), columns=None):
     columns = slice(0, widths[name]) if columns is None else columns
-    scale = scales[name]
-    scale = scale if scale is None or scale.ndim == 0 else scale[rows]
     if isinstance(cache, PagesV1):
-      x = (key if name == "key" else value)[:, rows, columns]
-      return _as(x.transpose(1, 0, 2), scale, dtype)
-    return _as(key[rows, :heads.key_heads, int(name == "value"), columns], scale, dtype)
+      x = arrays[name][:, tokens, columns].transpose(1, 0, 2)
+    else:
+      x = rows[tokens, :heads.key_heads, int(name == "value"), columns]
+    scale = scales[name]
+    if scale is None:
+      return x.astype(dtype)
+    return quantize.dequantize(x, scale if scale.ndim == 0 else scale[tokens], dtype)
 
   return part
-
-
-def _as(x, scales, dtype):
-  return x.astype(dtype) if scales is None else quantize.dequantize(x, scales, dtype)
-
-
-def _scales_of(scales, ids, tokens):
-  """Scales [C, K], or [], of some pages; None: none."""
-  if scales is None or scales.ndim == 0:
-    return scales
-  return jnp.take(scales, ids, 0, mode="clip").reshape(tokens, -1)
 
 
 def _all_heads(cache) -> Heads:

@@ -10,7 +10,7 @@ from attn_core import derivatives_paged
 from attn_core.caches import groups, pages
 from attn_core.kernels.gpu import paged as gpu_kernel
 from attn_core.kernels.tpu import paged as tpu_kernel
-from attn_core.kernels.xla import paged as xla_kernel
+from attn_core.kernels.xla import paged_forward as xla_kernel
 from attn_core.sharding import shard_paged
 from attn_core.types import AttentionOutput, Call
 

@@ -176,7 +176,7 @@ def cut_of(operands: paged.PagedOperands, heads: pages.Heads, requested: BlockSi
 
 def forward(operands: paged.PagedOperands, spec: PagedSpec, heads: pages.Heads,
             block_sizes: BlockSizes) -> Residuals:
-  """out [T, H, E] and lse [T, H, 1]; see `xla.paged.forward`."""
+  """out [T, H, E] and lse [T, H, 1]; see `xla.paged_forward.forward`."""
   cut, (tokens, query_heads, _) = cut_of(operands, heads, block_sizes), operands.query.shape
   shape, dtype = cut.shape, operands.query.dtype
   problem = paged.cut(operands, spec, heads, (cut.block_q, 1))

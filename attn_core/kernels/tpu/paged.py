@@ -33,7 +33,7 @@ DTYPES = ("float32", "bfloat16")
 
 def forward(operands: paged.PagedOperands, spec: PagedSpec, heads: pages.Heads,
             block_sizes: BlockSizes) -> Residuals:
-  """out [T, H, E] and lse [T, H, 1] of pages in any layout; see `xla.paged.forward`."""
+  """out [T, H, E] and lse [T, H, 1] of pages in any layout; see `xla.paged_forward.forward`."""
   tokens, query_heads, width = operands.query.shape
   group, usual = query_heads // heads.key_heads, pool_of(operands.cache, heads, 1)
   spread = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, usual.widths[0] - width)))

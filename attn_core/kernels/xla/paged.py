@@ -16,11 +16,8 @@ from jax import lax
 import jax.numpy as jnp
 
 from attn_core.caches import pages
-from attn_core.kernels import softmax
-from attn_core.kernels.kernel import Residuals
-from attn_core.kernels.xla import numbers, steps, sums
+from attn_core.kernels.xla import steps
 from attn_core.masks import tiles
-from attn_core.sharding import vary
 from attn_core.types import BlockSizes, PagedSpec, cdiv
 
 BLOCK_ROWS = 64  # rows of a query block where requests bring more than one query
@@ -193,25 +190,32 @@ def scores_of(problem: Problem, rows, key):
                          preferred_element_type=problem.dtype)
 
 
-def logits_of(problem: Problem, block: QueryBlock, scores, seen):
-  """Logits [K, M, C], -inf where hidden, and d logit / d score (a number, or like the logits)."""
+def logits_of(problem: Problem, scores, seen):
+  """Logits, -inf where hidden, and d logit / d score (a number, or like the logits).
+
+  Args:
+    problem: what is computed.
+    scores: in any order of axes.
+    seen: bool, broadcastable to the scores.
+  """
   spec = problem.spec
   logits, slope = scores * jnp.asarray(spec.softmax_scale, problem.dtype), spec.softmax_scale
   if spec.logits_soft_cap is not None:
     capped = jnp.tanh(logits / spec.logits_soft_cap)
     logits, slope = capped * spec.logits_soft_cap, (1 - capped * capped) * spec.softmax_scale
-  return jnp.where(jnp.repeat(seen, problem.group, 0), logits, -jnp.inf), slope
+  return jnp.where(seen, logits, -jnp.inf), slope
 
 
 def visible(problem: Problem, block: QueryBlock, number):
-  """Which keys of a block the queries see, bool [Q, C]."""
+  """Which keys of a block the rows see, bool [M, C]."""
   begin = number * problem.block_kv
   key = begin + jnp.arange(problem.block_kv, dtype=jnp.int32)
   query = block.positions[:, None]
   left, right = reach(problem.spec)
   seen = block.live[:, None] & (key < problem.lengths[block.request])
   seen = seen if left is None else seen & (key >= query - left)
-  return seen if right is None else seen & (key <= query + right)
+  seen = seen if right is None else seen & (key <= query + right)
+  return jnp.repeat(seen, problem.group, 0)
 
 
 def row_sinks(problem: Problem):
@@ -220,104 +224,3 @@ def row_sinks(problem: Problem):
     return None
   sinks = problem.sinks.astype(problem.dtype).reshape(problem.heads.key_heads, problem.group)
   return jnp.tile(sinks, (1, problem.block_q))[..., None]
-
-
-def forward(operands: PagedOperands, spec: PagedSpec, heads: pages.Heads,
-            block_sizes: BlockSizes) -> Residuals:
-  """out [T, H, E] in the query's dtype and lse [T, H, 1].
-
-  Tokens that belong to no request have output 0 and lse -inf.
-  """
-  tokens, query_heads, _ = operands.query.shape
-  block_q, block_pages = sizes_of(operands, block_sizes, query_heads // heads.key_heads)
-  out = jnp.zeros((tokens, query_heads, heads.value_width), operands.query.dtype)
-  lse = jnp.full((tokens, query_heads, 1), -jnp.inf, spec.softmax_dtype)
-  for first, end, block_q in classes(operands, block_q):
-    problem = cut(operands, spec, heads, (block_q, block_pages))
-    results = vary.start(problem.query, Residuals(
-        pad_tokens(out, block_q), pad_tokens(lse, block_q)))
-    results = steps.loop(first, end, lambda r, results, problem=problem: _request(
-        problem, r, results), results)
-    out, lse = (x[block_q:block_q + tokens] for x in results)
-  return Residuals(out, lse)
-
-
-def _request(problem: Problem, request, results: Residuals) -> Residuals:
-  """Computes all queries of a request."""
-
-  def step(number, results):
-    block = query_block(problem, request, number)
-    rows = live_rows_of(problem, block, problem.query)
-
-    def fold(number, running):
-      part = pages.reader(problem.cache, page_ids(problem, request, number), problem.heads,
-                          problem.query.dtype)
-      seen = visible(problem, block, number)
-
-      def folded(scores, part):
-        logits, _ = logits_of(problem, block, scores, seen)
-        return softmax.update(running, logits, lambda weights: _weigh(problem, weights, part),
-                              exp=numbers.exp)
-
-      def shielded():
-        key, value = part("key"), part("value")
-        # The barrier keeps the choice out of the products, which XLA:CPU would round in another way.
-        shown, kept = lax.optimization_barrier(
-            steps.shield(key, value, steps.finite_keys(key, value)))
-        clean = lambda name, rows=slice(None), columns=slice(None): (
-            shown if name == "key" else kept)[rows, :, columns]
-        return folded(_scores(problem, rows, clean), clean)
-
-      # A key or a value that is not finite shows in what is computed from it. To look at it there
-      # costs a fraction of looking at all keys and values.
-      scores = _scores(problem, rows, part)
-      found = folded(scores, part)
-      finite = jnp.isfinite(scores).all() & jnp.isfinite(found.output).all()
-      return lax.cond(finite, lambda: found, shielded)
-
-    running = vary.start(rows, softmax.start(
-        rows.shape[:2], problem.heads.value_width, problem.dtype))
-    running = steps.loop(*key_blocks(problem, block), fold, running)
-    out, lse = softmax.finish(running, row_sinks(problem))
-    return Residuals(put_rows(problem, block, results.out, out),
-                     put_rows(problem, block, results.lse, lse))
-
-  return steps.loop(*query_blocks(problem, request), step, results)
-
-
-def _scores(problem: Problem, rows, part):
-  """Rows [K, M, D] times keys by `pages.reader`: [K, M, C]."""
-  def summed(rows):
-    found = sums.scores(rows.astype(_wide(problem)), lambda i: part(
-        "key", columns=slice(i, i + sums.LANES)))
-    return found.transpose(1, 2, 0).astype(problem.dtype)
-
-  dots = lambda rows: scores_of(problem, rows, part("key").transpose(1, 0, 2))
-  if not sums.suit(rows.shape[1], rows.shape[2]):
-    return dots(rows)
-  return lax.platform_dependent(rows, cpu=summed, default=dots)
-
-
-def _weigh(problem: Problem, weights, part):
-  """Weights [K, M, C] times values by `pages.reader`: [K, M, E]."""
-  def summed(weights):
-    cut = lambda first, length: part("value", slice(first, first + length))
-    found = sums.weigh(weights.transpose(2, 0, 1).astype(_wide(problem)), cut,
-                       problem.heads.value_width)
-    return found.astype(problem.dtype)
-
-  def dots(weights):
-    # Rounded to the values' dtype, summed in full.
-    value = part("value").transpose(1, 0, 2)
-    return lax.dot_general(
-        numbers.narrow(weights, value.dtype), value, (((2,), (1,)), ((0,), (0,))),
-        precision=problem.spec.precision, preferred_element_type=problem.dtype)
-
-  if weights.shape[1] >= sums.MANY_ROWS:
-    return dots(weights)
-  return lax.platform_dependent(weights, cpu=summed, default=dots)
-
-
-def _wide(problem: Problem):
-  """The dtype of sums."""
-  return jnp.promote_types(problem.dtype, jnp.float32)

@@ -40,7 +40,7 @@ def backward(operands: paged.PagedOperands, spec: PagedSpec, heads: pages.Heads,
     spec: what was computed.
     heads: the heads in the pages, without their padding.
     block_sizes: how fast.
-    residuals: what `paged.forward` returned.
+    residuals: what `paged_forward.forward` returned.
     cotangents: of these.
   """
   query, cache = operands.query, operands.cache
@@ -110,7 +110,7 @@ def _tile(problem, side, block, key_side, carry):
   rows, d_out, lse, delta = (paged.live_rows_of(problem, block, x)
                              for x in (problem.query, *side))
   rows = steps.clean(rows)
-  logits, slope = paged.logits_of(problem, block, paged.scores_of(problem, rows, key),
+  logits, slope = paged.logits_of(problem, paged.scores_of(problem, rows, key),
                                   paged.visible(problem, block, number))
   weights = jnp.where(logits == -jnp.inf, 0, numbers.exp(logits - steps.finite_lse(lse)))
   d_weights = dot(problem, d_out, value, (2, 2))

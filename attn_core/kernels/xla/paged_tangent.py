@@ -37,7 +37,7 @@ def tangent(operands: paged.PagedOperands, spec: PagedSpec, heads: pages.Heads,
     spec: what was computed.
     heads: the heads in the pages, without their padding.
     block_sizes: how fast.
-    residuals: what `paged.forward` returned.
+    residuals: what `paged_forward.forward` returned.
     moved: how the operands move.
   """
   query = operands.query
@@ -77,7 +77,7 @@ def _request(problem: paged.Problem, moved: Moved, lse, request, sums: Residuals
       if moved.cache is not None:
         d_key, d_value = paged.keys_and_values(problem._replace(cache=moved.cache), request, j)
         d_key, d_value = steps.shield(d_key, d_value, steps.finite_keys(d_key, d_value))
-      logits, slope = paged.logits_of(problem, block, paged.scores_of(problem, rows, key),
+      logits, slope = paged.logits_of(problem, paged.scores_of(problem, rows, key),
                                       paged.visible(problem, block, j))
       weights = jnp.where(logits == -jnp.inf, 0, numbers.exp(logits - steps.finite_lse(row_lse)))
       d_scores = sum(paged.scores_of(problem, *pair) for pair in ((d_rows, key), (rows, d_key))
