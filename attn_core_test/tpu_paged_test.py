@@ -283,9 +283,10 @@ class CompileTest(parameterized.TestCase):
     def attend(cache, query, new, metadata):
       return attention(query, new, new, mechanism=NAMES[layout], layout="thd", cache_view=cache,
                        cache_metadata=metadata, metadata=TPU)[::3]
-    compiled = jax.jit(attend, donate_argnums=(0,) if writes else ()).trace(
-        cache, array(jnp.bfloat16, tokens, key_heads * 4, 128), new, metadata).lower(
-            lowering_platforms=("tpu",)).compile()
+    with jax.enable_x64(True):  # the kernels have 32 bits all the same
+      compiled = jax.jit(attend, donate_argnums=(0,) if writes else ()).trace(
+          cache, array(jnp.bfloat16, tokens, key_heads * 4, 128), new, metadata).lower(
+              lowering_platforms=("tpu",)).compile()
     self.assertEqual(compiled.as_text().count('custom_call_target="tpu_custom_call"'), 1)
     held, memory = sum(x.size * x.dtype.itemsize for x in cache if x is not None), (
         compiled.memory_analysis())

@@ -19,7 +19,7 @@ import numpy as np
 
 from attn_core import dropout
 from attn_core.kernels.kernel import Cargo
-from attn_core.kernels.tpu import ring
+from attn_core.kernels.tpu import launch, ring
 from attn_core.kernels.tpu.schedule import LANES, Cut, Lines, Schedule
 from attn_core.masks import algebra
 from attn_core.types import AttentionSpec, Operands
@@ -321,7 +321,7 @@ def call(kernel, feed: Feed, grid, outputs, scratch, *, vmem_bytes: int | None, 
               sources, targets, semaphores)
 
   out_specs = [feed.block_spec(block, index) for _, _, block, index in outputs]
-  found = pl.pallas_call(
+  found = launch.launch(
       body,
       grid_spec=pltpu.PrefetchScalarGridSpec(
           num_scalar_prefetch=len(feed.scalars), grid=route.cut,

@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
 from attn_core.kernels import softmax
-from attn_core.kernels.tpu import few, step, wide
+from attn_core.kernels.tpu import few, launch, step, wide
 from attn_core.kernels.tpu.pool import Live, Way, transfer, transfer_blocks
 from attn_core.kernels.tpu.step import Arrays, Items, Kernel, Rule, Shape
 
@@ -55,7 +55,7 @@ def attend(rule: Rule, shape: Shape, arrays: Arrays):
     _kernel(Kernel(rule, shape, items, step_count, tables, factors[0] if factors else None, rows,
                    streams, outputs, buffers, words, softmax.Running(*numbers), arrived, turn))
 
-  out, lse = pl.pallas_call(
+  out, lse = launch.launch(
       kernel,
       grid_spec=pltpu.PrefetchScalarGridSpec(
           num_scalar_prefetch=len(scalars), grid=(steps,),
