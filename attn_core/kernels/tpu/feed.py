@@ -321,7 +321,7 @@ def call(kernel, feed: Feed, grid, outputs, scratch, *, vmem_bytes: int | None, 
               sources, targets, semaphores)
 
   out_specs = [feed.block_spec(block, index) for _, _, block, index in outputs]
-  found = launch.launch(
+  found = launch.in_32_bits(pl.pallas_call(
       body,
       grid_spec=pltpu.PrefetchScalarGridSpec(
           num_scalar_prefetch=len(feed.scalars), grid=route.cut,
@@ -335,7 +335,7 @@ def call(kernel, feed: Feed, grid, outputs, scratch, *, vmem_bytes: int | None, 
           dimension_semantics=route.semantics, vmem_limit_bytes=vmem_bytes,
           collective_id=route.channel),
       name=name,
-  )(*feed.scalars, *map(_in_hbm, feed.arrays), *sent)
+  ))(*feed.scalars, *map(_in_hbm, feed.arrays), *sent)
   return found[:len(outputs)], route.unpack(found[len(outputs):])
 
 

@@ -55,7 +55,7 @@ def attend(rule: Rule, shape: Shape, arrays: Arrays):
     _kernel(Kernel(rule, shape, items, step_count, tables, factors[0] if factors else None, rows,
                    streams, outputs, buffers, words, softmax.Running(*numbers), arrived, turn))
 
-  out, lse = launch.launch(
+  out, lse = launch.in_32_bits(pl.pallas_call(
       kernel,
       grid_spec=pltpu.PrefetchScalarGridSpec(
           num_scalar_prefetch=len(scalars), grid=(steps,),
@@ -66,7 +66,7 @@ def attend(rule: Rule, shape: Shape, arrays: Arrays):
       compiler_params=pltpu.CompilerParams(
           dimension_semantics=("arbitrary",), disable_bounds_checks=True,
           vmem_limit_bytes=max(16 * 2**20, shape.bytes(rows.dtype) * 5 // 4)),
-  )(*scalars, rows, *streams)
+  ))(*scalars, rows, *streams)
   return out, lse.reshape(steps, shape.groups, shape.lanes)
 
 
