@@ -4,7 +4,6 @@ Letters: G groups, R requests of a group, P pages, T tokens, H query heads, K ke
 """
 
 import functools
-import importlib.util
 import re
 from typing import NamedTuple
 import unittest
@@ -19,7 +18,7 @@ import numpy as np
 from attn_core import (BlockSizes, Heads, OperationMetadata, PagedOptions, PagesMetadata, PagesV1,
                        PagesV2, PagesV3, PartitionAxis, attention, explain, page_attention,
                        ragged_page_attention_v2, ragged_page_attention_v3)
-from attn_core.benchmarks.static_profile import devices
+from attn_core.benchmarks import static_profile
 from attn_core.caches import groups, page_checks, pages
 from attn_core_test.sweeps import EVERY
 
@@ -289,13 +288,13 @@ class PlacementTest(parameterized.TestCase):
 
 
 
-@unittest.skipUnless(EVERY and importlib.util.find_spec("libtpu"),
-                     "ATTN_CORE_EVERY is not 1, or libtpu is not installed")
+@unittest.skipUnless(EVERY, "ATTN_CORE_EVERY=1 runs it")
+@unittest.skipIf(static_profile.missing(), f"nothing to compile with: {static_profile.missing()}")
 class CompileTest(absltest.TestCase):
 
   def test_the_tpu_kernel_on_four_chips(self):
     """Forward and backward for v5e, groups and heads over two chips each; nothing is sent."""
-    mesh = Mesh(np.array(devices("v5e")[:4]).reshape(2, 2), ("dp", "tp"))
+    mesh = Mesh(np.array(static_profile.devices("v5e")[:4]).reshape(2, 2), ("dp", "tp"))
     def like(dtype, shape, *spec):
       return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
     query = like("bfloat16", (64, 16, 128), "dp", "tp")

@@ -1,6 +1,5 @@
 """Rings compiled for devices that are not here: what is issued when, and what fits."""
 
-import importlib.util
 import re
 import unittest
 
@@ -89,8 +88,7 @@ class HopperTest(absltest.TestCase):
     self.assertLessEqual(flying(both).count(0), 3, both)
 
 
-@unittest.skipUnless(importlib.util.find_spec("libtpu"),
-                     "libtpu is not installed: pip install 'attn_core[tpu]'")
+@unittest.skipIf(static_profile.missing(), f"nothing to compile with: {static_profile.missing()}")
 class TpuTest(parameterized.TestCase):
   """Compiled for chips that are not here."""
 

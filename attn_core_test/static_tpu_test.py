@@ -4,6 +4,7 @@ import importlib.util
 import json
 import pathlib
 import unittest
+from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -108,9 +109,14 @@ class ReadingTest(absltest.TestCase):
     with self.assertRaisesRegex(ValueError, "tokens: got 100; expected multiples of 128"):
       static_decode.run(tokens=[100])
 
+  def test_no_compiler(self):
+    with mock.patch.object(importlib.util, "find_spec", lambda name: None):
+      for run in static_tpu.run, static_decode.run:
+        with self.assertRaisesRegex(ModuleNotFoundError, "libtpu.*pip install 'attn_core.tpu.'"):
+          run()
 
-@unittest.skipUnless(importlib.util.find_spec("libtpu"),
-                     "libtpu is not installed: pip install 'attn_core[tpu]'")
+
+@unittest.skipIf(static_profile.missing(), f"nothing to compile with: {static_profile.missing()}")
 class ProfileTest(absltest.TestCase):
 
   def test_every_contender(self):

@@ -1,6 +1,5 @@
 """The TPU kernels compiled for chips that are not here."""
 
-import importlib.util
 import itertools
 import unittest
 
@@ -12,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSh
 import numpy as np
 
 from attn_core import OperationMetadata, attention
-from attn_core.benchmarks.static_profile import CHIPS, devices
+from attn_core.benchmarks import static_profile
 from attn_core.kernels.tpu import tuned
 from attn_core_test.sweeps import EVERY
 from attn_core_test.tpu_test import CASES, Case
@@ -30,9 +29,9 @@ def compiled():
   each of them, which takes an hour.
   """
   for (i, chip), (n, dtype), (j, (d, e)) in itertools.product(
-      enumerate(CHIPS), enumerate(("bfloat16", "float32")), enumerate(WIDTHS)):
+      enumerate(static_profile.CHIPS), enumerate(("bfloat16", "float32")), enumerate(WIDTHS)):
     kinds = set(KINDS) if EVERY else set()
-    if (i + j + 2 * n) % len(CHIPS) == 0:
+    if (i + j + 2 * n) % len(static_profile.CHIPS) == 0:
       kinds.add(tuple(KINDS)[(j + n) % len(KINDS)])
     if (chip, d) == ("tpu7x", 256):
       kinds.add("full")
@@ -40,12 +39,11 @@ def compiled():
       yield chip, dtype, d, e, kind
 
 
-@unittest.skipUnless(importlib.util.find_spec("libtpu"),
-                     "libtpu is not installed: pip install 'attn_core[tpu]'")
+@unittest.skipIf(static_profile.missing(), f"nothing to compile with: {static_profile.missing()}")
 class CompileTest(parameterized.TestCase):
 
   def compile(self, chip, case):
-    placement = SingleDeviceSharding(devices(chip)[0])
+    placement = SingleDeviceSharding(static_profile.devices(chip)[0])
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placement),
         jax.eval_shape(case.arrays))
@@ -62,7 +60,7 @@ class CompileTest(parameterized.TestCase):
     self.compile(chip, Case(KINDS[kind], T=tokens, D=width, E=value_width, dtype=dtype,
                             blocks=None))
 
-  @parameterized.parameters([chip] for chip in CHIPS if EVERY or chip == "tpu7x")
+  @parameterized.parameters([chip] for chip in static_profile.CHIPS if EVERY or chip == "tpu7x")
   def test_long(self, chip):
     self.compile(chip, Case(KINDS["causal"], T=tuned.LONG_KEYS, D=128, dtype="bfloat16",
                             blocks=None))
@@ -77,7 +75,7 @@ class CompileTest(parameterized.TestCase):
       *[("v5p", None), ("v5e", True), ("v5p", False)] * EVERY)
   def test_four_chips(self, chip, check_vma):
     """By the library's own shard_map (None), or inside the caller's."""
-    mesh = Mesh(np.array(devices(chip)).reshape(2, 2), ("dp", "tp"))
+    mesh = Mesh(np.array(static_profile.devices(chip)).reshape(2, 2), ("dp", "tp"))
     spec = P("dp", None, "tp")
     x = jax.ShapeDtypeStruct((4, 512, 8, 128), jnp.bfloat16, sharding=NamedSharding(mesh, spec))
     metadata = OperationMetadata(platform="tpu", mesh=mesh if check_vma is None else None)

@@ -4,7 +4,6 @@ Interpret mode starts from memory full of NaN and watches for races between tran
 computation. What nobody may read in a cache is NaN.
 """
 
-import importlib.util
 import itertools
 import unittest
 
@@ -16,7 +15,7 @@ from jax.sharding import SingleDeviceSharding
 import numpy as np
 
 from attn_core import OperationMetadata, attention
-from attn_core.benchmarks.static_profile import CHIPS, devices
+from attn_core.benchmarks import static_profile
 from attn_core.caches import dense, quantize
 from attn_core_test import decode_test
 from attn_core_test.decode_test import Case
@@ -118,13 +117,12 @@ class InterpretTest(parameterized.TestCase):
     self.assertFalse(alone[0][1].any())
 
 
-@unittest.skipUnless(importlib.util.find_spec("libtpu"),
-                     "libtpu is not installed: pip install 'attn_core[tpu]'")
+@unittest.skipIf(static_profile.missing(), f"nothing to compile with: {static_profile.missing()}")
 class CompileTest(parameterized.TestCase):
 
   def compiled(self, chip, shape, dtype, held=None, tokens=2):
     key_heads, group, width = shape
-    place = SingleDeviceSharding(devices(chip)[0])
+    place = SingleDeviceSharding(static_profile.devices(chip)[0])
     placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
     cache = jax.tree.map(placed, jax.eval_shape(lambda: dense.init(
         8, 4096, (key_heads, width), dtype=held or dtype)))
@@ -145,7 +143,8 @@ class CompileTest(parameterized.TestCase):
     if shape[2] % 128 == 0:  # XLA keeps narrower caches with the tokens along the lanes
       self.assertLess(memory.temp_size_in_bytes, memory.argument_size_in_bytes // 20)
 
-  @parameterized.parameters(*(itertools.product(CHIPS, SWEPT) if EVERY else [("v5e", SWEPT[0])]))
+  @parameterized.parameters(*(
+      itertools.product(static_profile.CHIPS, SWEPT) if EVERY else [("v5e", SWEPT[0])]))
   def test_fits_the_vector_memory(self, chip, case):
     """Where many heads' keys and values are made at once."""
     self.compiled(chip, *case)

@@ -5,7 +5,6 @@ computation; it runs with transfers executed at once and as late as possible.
 """
 
 import contextlib
-import importlib.util
 from typing import Any, NamedTuple
 import unittest
 from unittest import mock
@@ -20,7 +19,7 @@ import numpy as np
 
 from attn_core import (BlockSizes, Heads, OperationMetadata, PagedOptions, PagesMetadata, PagesV1,
                        PagesV2, PagesV3, attention, explain, ragged_page_attention_v2)
-from attn_core.benchmarks.static_profile import CHIPS, devices
+from attn_core.benchmarks import static_profile
 from attn_core.caches import pages, quantize
 from attn_core_test.paged_test import Case
 from attn_core_test.sweeps import EVERY
@@ -232,14 +231,13 @@ class ChoiceTest(parameterized.TestCase):
       self.assertRegex(said, f"by paged.xla, not by paged.tpu: .*{words}")
 
 
-@unittest.skipUnless(importlib.util.find_spec("libtpu"),
-                     "libtpu is not installed: pip install 'attn_core[tpu]'")
+@unittest.skipIf(static_profile.missing(), f"nothing to compile with: {static_profile.missing()}")
 class CompileTest(parameterized.TestCase):
 
   def text(self, chip, shape, dtype, tokens, check_vma=False):
     """The program of forward and backward, inside the caller's shard_map."""
     key_heads, group, width, page = shape
-    mesh = Mesh(np.array(devices(chip)[:1]), ("dp",))
+    mesh = Mesh(np.array(static_profile.devices(chip)[:1]), ("dp",))
     array = lambda dtype, *shape: jax.ShapeDtypeStruct(
         shape, dtype, sharding=NamedSharding(mesh, P("dp")))
     query = array(dtype, tokens, key_heads * group, width)
@@ -260,7 +258,7 @@ class CompileTest(parameterized.TestCase):
       ("v5p", "v5p", (4, 1, 256, 16), "float32", 64),
       ("tpu7x", "tpu7x", (1, 8, 128, 8), "bfloat16", 16))
   def test_compiles(self, chip, shape, dtype, tokens):
-    self.assertIn(chip, CHIPS)
+    self.assertIn(chip, static_profile.CHIPS)
     text = self.text(chip, shape, dtype, tokens, check_vma=chip == "v5e")
     self.assertEqual(text.count('custom_call_target="tpu_custom_call"'), 1)
 
@@ -271,7 +269,8 @@ class CompileTest(parameterized.TestCase):
         ("v2_three_heads", "v5p", "v2", 3, jnp.bfloat16, None))[:4 if EVERY else 3])
   def test_compiles_without_copies_of_the_pages(self, chip, layout, key_heads, dtype, scales):
     """And writes new tokens in place."""
-    place, i32 = NamedSharding(Mesh(np.array(devices(chip)[:1]), ("dp",)), P()), jnp.int32
+    mesh, i32 = Mesh(np.array(static_profile.devices(chip)[:1]), ("dp",)), jnp.int32
+    place = NamedSharding(mesh, P())
     array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
     kind = {"v1": PagesV1, "v2": PagesV2, "v3": PagesV3}[layout]
     cache = jax.tree.map(lambda x: array(x.dtype, *x.shape), jax.eval_shape(lambda: pages.init(

@@ -14,7 +14,6 @@ os.environ["NPROC"] = "32"
 import contextlib
 import dataclasses
 import functools
-import importlib.util
 import io
 import itertools
 import logging
@@ -307,8 +306,7 @@ class ChoiceTest(parameterized.TestCase):
                          + ["product"] * products + ["wait"] * 2 * count)
 
 
-@unittest.skipUnless(importlib.util.find_spec("libtpu"),
-                     "libtpu is not installed: pip install 'attn_core[tpu]'")
+@unittest.skipIf(static_profile.missing(), f"nothing to compile with: {static_profile.missing()}")
 class CompiledTest(parameterized.TestCase):
   """Compiled for chips that are not here."""
 

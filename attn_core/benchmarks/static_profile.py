@@ -7,6 +7,7 @@ than its bytes take; it knows nothing of other chips.
 
 import concurrent.futures
 import glob
+import importlib.util
 import json
 import os
 import pathlib
@@ -54,6 +55,13 @@ QUIET = {
     "TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v6e-4", "TPU_WORKER_ID": "0",
     "TPU_WORKER_HOSTNAMES": "localhost", "TPU_STDERR_LOG_LEVEL": "3", "TPU_LOG_DIR": "disabled",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+
+
+def missing() -> str | None:
+  """Why nothing can be compiled here; None: it can."""
+  if importlib.util.find_spec("libtpu"):
+    return None
+  return "libtpu is not installed: pip install 'attn_core[tpu]'"
 
 
 def devices(chip: str) -> list:

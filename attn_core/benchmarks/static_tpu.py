@@ -84,6 +84,8 @@ def report(programs: list[Program], name: str, line: Callable, to_markdown: Call
     to_markdown: (results, versions) -> the text.
     out, progress: as of `run`.
   """
+  if static_profile.missing():
+    raise ModuleNotFoundError(static_profile.missing())
   versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
   advance = progress(len(programs))
   results = static_profile.measure(programs, advance=lambda result: advance(line(result)))

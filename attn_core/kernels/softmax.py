@@ -91,6 +91,24 @@ def finish(running: Running, sinks=None):
   return output * (1 / total), jnp.where(empty, -jnp.inf, highest + jnp.log(total))
 
 
+def join_sinks(output, lse, sinks):
+  """Sinks joined to a normalised softmax: they weigh in its denominator only, so they may come last.
+
+  Args:
+    output: [..., E].
+    lse: [..., 1], of the keys alone.
+    sinks: a logit without a value per row, broadcastable to `lse`; None: none.
+
+  Returns:
+    (output, lse) with the sinks.
+  """
+  if sinks is None:
+    return output, lse
+  joint = jnp.logaddexp(lse, sinks.astype(lse.dtype))
+  share = jnp.exp(lse - jnp.where(joint == -jnp.inf, 0, joint))
+  return (output * share).astype(output.dtype), joint
+
+
 def numerator(output, lse):
   """sum over s of exp(logits) * value: what `normalize_output=False` asks for.
 

@@ -192,7 +192,8 @@ def join_full(kinds, factor: int):
     factor: how many; the larger blocks begin at its multiples.
 
   Returns:
-    (kinds of the nk // factor larger blocks, FULL or EMPTY; `kinds` with EMPTY where they are FULL).
+    (kinds of the nk // factor larger blocks, FULL or EMPTY; `kinds` with EMPTY where these are
+    FULL).
   """
   xp = np if isinstance(kinds, np.ndarray) else jnp
   count = kinds.shape[-1] // factor

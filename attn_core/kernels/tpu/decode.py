@@ -12,6 +12,7 @@ widths.
 from jax import lax
 import jax.numpy as jnp
 
+from attn_core.kernels import softmax
 from attn_core.kernels.kernel import Kernel, Residuals
 from attn_core.kernels.tpu import flash, step, stream
 from attn_core.kernels.tpu.pool import LANES, Pool, heads_apart
@@ -44,7 +45,9 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
   def shaped(x):
     x = x.reshape(batch, key_heads, length, group, -1).transpose(0, 2, 1, 3, 4)
     return x.reshape(batch, length, heads, -1)
-  return _with_sinks(shaped(out), shaped(lse)[..., 0].swapaxes(1, 2), operands.sinks)
+  sinks = None if operands.sinks is None else operands.sinks[:, None, :, None]
+  out, lse = softmax.join_sinks(shaped(out), shaped(lse), sinks)
+  return Residuals(out, lse[..., 0].swapaxes(1, 2))
 
 
 def _pool(operands: Operands, block_sizes: BlockSizes) -> Pool:
@@ -96,15 +99,6 @@ def _visible(operands: Operands, spec: AttentionSpec, pool: Pool):
                      start, stop)
   mask = steps.pad_axis(seen.astype(jnp.bfloat16), 2, -keys % pool.block)
   return steps.pad_axis(mask, 1, -seen.shape[1] % MASK_ROWS), by_head, items
-
-
-def _with_sinks(out, lse, sinks) -> Residuals:
-  """Sinks [B or 1, H] weigh in the denominator only, so they may join last."""
-  if sinks is None:
-    return Residuals(out, lse)
-  joint = jnp.logaddexp(lse, sinks.astype(lse.dtype)[:, :, None])
-  share = jnp.exp(lse - jnp.where(joint == -jnp.inf, 0, joint))
-  return Residuals((out * share.swapaxes(1, 2)[..., None]).astype(out.dtype), joint)
 
 
 def refusal(dtype, widths, length: int) -> str | None:

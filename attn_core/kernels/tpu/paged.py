@@ -15,6 +15,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from attn_core.caches import pages
+from attn_core.kernels import softmax
 from attn_core.kernels.kernel import Residuals
 from attn_core.kernels.tpu import step, stream
 from attn_core.kernels.tpu.pool import LANES, Pool, heads_apart
@@ -46,7 +47,7 @@ def forward(operands: paged.PagedOperands, spec: PagedSpec, heads: pages.Heads,
     problem = paged.cut(padded, spec, heads, (block_q, pool.block_pages))
     found, live = _attend(problem, pool, (first, end), padded.query)
     out, lse = (jnp.where(live[:, None, None], *x) for x in zip(found, (out, lse)))
-  return _with_sinks(out[..., :heads.value_width], lse, operands)
+  return Residuals(*softmax.join_sinks(out[..., :heads.value_width], lse, _sinks(operands)))
 
 
 def _block_q(operands, block_sizes: BlockSizes, pool: Pool, group: int) -> int:
@@ -192,15 +193,13 @@ def _items(problem: paged.Problem, request, begin, low, length) -> step.Items:
   return step.Items(request, first, end, begin, low, length, start, stop)
 
 
-def _with_sinks(out, lse, operands) -> Residuals:
-  """Sinks weigh in the denominator only, so they may join last."""
+def _sinks(operands):
+  """The sinks of all tokens, [T, H, 1], or None; -inf for those that belong to no request."""
   if operands.sinks is None:
-    return Residuals(out, lse)
-  token = jnp.arange(out.shape[0], dtype=jnp.int32)
+    return None
+  token = jnp.arange(operands.query.shape[0], dtype=jnp.int32)
   live = (token < pages.query_starts(operands.metadata)[-1])[:, None, None]
-  joint = jnp.where(live, jnp.logaddexp(lse, operands.sinks.astype(lse.dtype)[:, None]), -jnp.inf)
-  share = jnp.where(lse == -jnp.inf, 0, jnp.exp(lse - jnp.where(live, joint, 0)))
-  return Residuals((out * share).astype(out.dtype), joint)
+  return jnp.where(live, operands.sinks.astype(jnp.float32)[:, None], -jnp.inf)
 
 
 # --- What is refused. ----------------------------------------------------------------------------
