@@ -246,8 +246,9 @@ def _weigh(block: _Block, weights):
   def summed(weights):
     scale, weights = block.scales("value"), weights.astype(_dtype(problem))
     weights = weights if scale is None else weights * scale[..., None]
+    widened = problem.operands.value.dtype.itemsize < weights.dtype.itemsize
     return sums.weigh(weights, lambda first, length: block.part(
-        "value", (first, length), (0, width)), width)
+        "value", (first, length), (0, width)), width, widened=widened)
 
   many = weights.shape[2] >= sums.MANY_ROWS
   found = dots(weights) if many else lax.platform_dependent(weights, cpu=summed, default=dots)

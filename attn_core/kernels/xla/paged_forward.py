@@ -170,15 +170,16 @@ class _Few(NamedTuple):
 
   def _weigh(self, weights, part):
     """Weights [C, K, M] times values: [K, M, E]."""
+    problem, dtype = self.problem, _wide(self.problem)
+    widened = pages.dtype_of(problem.cache).itemsize < dtype.itemsize
     summed = lambda weights: sums.weigh(
-        weights.astype(_wide(self.problem)),
-        lambda first, length: part("value", slice(first, first + length)),
-        self.problem.heads.value_width).astype(self.problem.dtype)
+        weights.astype(dtype), lambda first, length: part("value", slice(first, first + length)),
+        problem.heads.value_width, widened=widened).astype(problem.dtype)
 
     def dots(weights):  # rounded to the values' dtype, summed in full
       value = part("value")
       return jnp.einsum(
           "ckm,cke->kme", numbers.narrow(weights, value.dtype), value,
-          precision=self.problem.spec.precision, preferred_element_type=self.problem.dtype)
+          precision=problem.spec.precision, preferred_element_type=problem.dtype)
 
     return lax.platform_dependent(weights, cpu=summed, default=dots)

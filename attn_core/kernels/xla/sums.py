@@ -26,6 +26,8 @@ WIDENS_WHOLE = jax.__version_info__ < (0, 11)
 # So many keys are weighed and summed at once. With 16, jax 0.12 takes twice the time in bfloat16;
 # with 8, jax 0.10.2 takes half as much again.
 WEIGHED = 8 if SUMS_FIRST_AXIS else 16
+# Values of few bits are widened once for all rows; XLA:CPU of jax 0.10.2 is no faster for it.
+WIDENS_ONCE = jax.__version_info__ >= (0, 11)
 # So many parts of an array are combined at once where it is reduced elementwise.
 FAN = 16
 
@@ -55,24 +57,33 @@ def scores(rows, part):
       rows[None, :, :, i:i + LANES] * part(i).astype(rows.dtype)[:, :, None]))
 
 
-def weigh(weights, part, width: int):
+def weigh(weights, part, width: int, *, widened: bool):
   """weights [C, K, R] . values [C, K, E] -> [K, R, E]; part(first, length) cuts some keys' values.
 
   Args:
     weights: in the dtype of the sums.
     part: (first key, number) -> [number, K, E].
     width: E.
+    widened: whether the values are stored in fewer bits than the sums have. The rows are the inner
+      loop then: a value is widened once, and not for every row. Else the width is, which is faster.
   """
+  widened = widened and WIDENS_ONCE
   count, heads, number = weights.shape
   length = count // WEIGHED if count % WEIGHED == 0 else count
   lanes = LANES if width % LANES == 0 else width
-  products = [
-      weights[i:i + length, :, :, None, None]
-      * part(i, length).astype(weights.dtype).reshape(length, heads, 1, -1, lanes)
-      for i in range(0, count, length)]
+
+  def product(i):  # [length, K, R, E / lanes, lanes]; widened: [length, K, E / lanes, R, lanes]
+    value = part(i, length).astype(weights.dtype)
+    weight = weights[i:i + length, :, :, None, None]
+    if widened:
+      return weight.swapaxes(2, 3) * value.reshape(length, heads, -1, 1, lanes)
+    return weight * value.reshape(length, heads, 1, -1, lanes)
+
   # The barrier keeps the last sum from becoming one with the products, which is slower.
-  total = lax.optimization_barrier(functools.reduce(jnp.add, products))
-  total = total.sum(0) if SUMS_FIRST_AXIS else _fold_cpu(jnp.add, total)
+  total = functools.reduce(jnp.add, [product(i) for i in range(0, count, length)])
+  total = lax.optimization_barrier(total)
+  total = total.sum(0) if SUMS_FIRST_AXIS else _fold_cpu(jnp.add, total)[0]
+  total = total.swapaxes(1, 2) if widened else total
   return total.reshape(heads, number, width)
 
 
