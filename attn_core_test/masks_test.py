@@ -835,6 +835,17 @@ class ProofTest(parameterized.TestCase):
       self.check(recipe, shape, sizes, kinds[n],
                  cut[n, :, :, :sizes.queries, :sizes.keys])
 
+  @parameterized.product(window=((3, 0), (3, 3), (3, None), (None, 3)), block=(1, 2, 5),
+                         padding=(-2**31, 2**31 - 1))
+  def test_keys_that_are_padding_may_stand_at_the_ends_of_int32(self, window, block, padding):
+    query = np.int32([[-3, -1, 0, 1, 2, 3, 4, 5, -2]])
+    key = np.where(np.arange(9) % 3 == 1, padding, query + 2).astype(np.int32)
+    recipe = ("positions", ("window", *window), query, key)
+    sizes, shape = blocks.Sizes(9, 9, block, block), (1, 1, 9, 9)
+    mask = build(recipe)
+    for kinds in (blocks.host_kinds(mask, sizes), np.asarray(blocks.block_kinds(mask, sizes))):
+      self.check(recipe, shape, sizes, kinds, evaluate_tiles(mask, kinds, sizes, shape))
+
   # A recipe and its transpose: queries and keys change places.
   TURNED = (
       (("causal",), ("window", 0, None)),

@@ -175,22 +175,26 @@ class Window(Mask):
   right: int | None
 
   def visible(self, at):
+    # Keys that are padding may stand at the ends of int32. Their distance wraps around: beyond the
+    # other side of a window, but into it where that side is open.
+    if self.left is None and self.right is None:
+      return np.True_
+    if self.left is None:
+      return at.key_position <= at.query_position + self.right
+    if self.right is None:
+      return at.key_position >= at.query_position - self.left
     distance = at.key_position - at.query_position
-    inside = np.True_
-    if self.left is not None:
-      inside = inside & (distance >= -self.left)
-    if self.right is not None:
-      inside = inside & (distance <= self.right)
-    return inside
+    return (distance >= -self.left) & (distance <= self.right)
 
   def bounds(self, grid):
-    nearest = grid.key_position.low - grid.query_position.high
-    farthest = grid.key_position.high - grid.query_position.low
+    query, key = grid.query_position, grid.key_position
     possible = certain = grid.xp.ones((1, 1, 1, 1), bool)
     if self.left is not None:
-      possible, certain = possible & (farthest >= -self.left), certain & (nearest >= -self.left)
+      first = Interval(*(_moved(x, -self.left, grid.xp) for x in query))
+      possible, certain = possible & (key.high >= first.low), certain & (key.low >= first.high)
     if self.right is not None:
-      possible, certain = possible & (nearest <= self.right), certain & (farthest <= self.right)
+      last = Interval(*(_moved(x, self.right, grid.xp) for x in query))
+      possible, certain = possible & (key.low <= last.high), certain & (key.high <= last.low)
     return possible, certain
 
 
@@ -458,6 +462,12 @@ def _chunk(position, size: int):
     quotient = quotient + (rest * np.float32(1 / size)).astype(np.int32)  # towards zero
   rest = position - quotient * size
   return quotient + (rest >= size).astype(np.int32) - (rest < 0).astype(np.int32)
+
+
+def _moved(position, amount: int, xp):
+  """position + amount (tokens), at the ends of int32 where that is past them."""
+  ends = np.iinfo(np.int32)
+  return xp.clip(position, ends.min - min(amount, 0), ends.max - max(amount, 0)) + amount
 
 
 def _overlap(a: Interval, b: Interval):
