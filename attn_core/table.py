@@ -172,7 +172,8 @@ _BLOCKWISE = _EVERYTHING - {"weights"}
 _TPU = _BLOCKWISE - {"float16", "float64", "softmax_dtype", "mask_operands"} | {"vmem_limit_bytes"}
 _VANILLA = _EVERYTHING - {"block_sizes", "optimized"}
 _DECODE = _BLOCKWISE - {"bias", "dropout"} | {"quantized"}
-_SDPA = frozenset({"gqa", "float16", "causal", "window", "chunk", "segments",
+# jax.nn compiles float16 for GPUs only.
+_SDPA = frozenset({"gqa", "causal", "window", "chunk", "segments",
                    "positions", "mask", "mask_operands", "bias", "lse"})
 _CUDNN = frozenset({"gqa", "float16", "causal", "window", "positions", "mask", "mask_operands",
                     "bias", "optimized"})
