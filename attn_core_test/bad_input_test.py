@@ -571,6 +571,15 @@ class GoodInputTest(parameterized.TestCase):
     out = attention(**{**PACKED, "cum_seqlens_q": offsets(0, 0, 10, 10)}).attention_outputs
     np.testing.assert_allclose(out, 1, rtol=1e-6)
 
+  @parameterized.named_parameters(("row", np.int32([3, 1])), ("scalar", np.asarray(2)))
+  def test_offsets_of_numpy_beside_traced_sequences(self, offset):
+    def run(sequences, offset):
+      return attention(**{**PACKED, "cum_seqlens_q": sequences}, query_offset=offset,
+                       sliding_window=(2, 1), return_lse=True)
+    got = jax.jit(lambda sequences: run(sequences, offset))(PACKED["cum_seqlens_q"])
+    want = run(PACKED["cum_seqlens_q"], jnp.asarray(offset, jnp.int32))
+    np.testing.assert_allclose(got.lse, want.lse, rtol=1e-6)
+
   @parameterized.product(
       mask=("causal", "full", "window"), argument=("query", "key", "bias"))
   def test_gradient_of_the_lse_of_sdpa(self, mask, argument):
