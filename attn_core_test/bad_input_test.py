@@ -433,6 +433,7 @@ REFUSED = (
     ("sdpa_several", sdpa(logits_soft_cap=30.0, softmax_aux=floats(H)), "softmax_aux",
      "logits_soft_cap=30.0"),
     ("sdpa_float16", sdpa(compute_dtype=jnp.float16), "dtype float16", "'flash_attn2'"),
+    ("sdpa_float8", sdpa(compute_dtype=jnp.float8_e4m3fn), "dtype float8_e4m3fn", "'flash_attn2'"),
     ("sdpa_lse_bfloat16", sdpa(compute_dtype=jnp.bfloat16, return_lse=True), "return_lse",
      "bfloat16"),
 ) + tuple(
