@@ -8,6 +8,7 @@ the documentation alone.
 Letters: B batch, H heads, T query length, S key length.
 """
 
+import functools
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -177,6 +178,17 @@ class LeavesTest(parameterized.TestCase):
   def test_bad_arguments(self, make, message):
     with self.assertRaisesRegex(ValueError, message):
       make()
+
+  @parameterized.parameters("closure", "default", "partial")
+  def test_a_custom_predicate_that_holds_what_is_traced(self, by):
+    def inner(limit):
+      predicate = {"closure": lambda b, h, q, k: q - k < limit,
+                   "default": lambda b, h, q, k, most=limit: q - k < most,
+                   "partial": functools.partial(lambda most, b, h, q, k: q - k < most, limit)}[by]
+      return attention(*[jnp.ones((1, 4, 1, 2))] * 3, mask=masks.custom(predicate))[0]
+    with self.assertRaisesRegex(ValueError, "custom: .*holds a traced array.*operands"):
+      jax.jit(inner)(2)
+    np.testing.assert_array_equal(inner(2), 1)
 
   def test_a_custom_predicate_may_be_constant(self):
     for value in (True, np.True_):

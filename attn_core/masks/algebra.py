@@ -18,6 +18,7 @@ Letters: B batch, H query heads, T query length, S key length.
 """
 
 import dataclasses
+import functools
 from typing import Any, Callable, NamedTuple
 
 import jax
@@ -579,12 +580,32 @@ def custom(predicate: Callable, *operands) -> Mask:
   Args:
     predicate: elementwise, traceable by jax, returns bool. Two masks are equal
       when their predicates are the same object: define it once, outside the step.
-    *operands: arrays handed to the predicate as they are.
+    *operands: arrays handed to the predicate as they are; what is traced must come this way.
+
+  Raises:
+    ValueError: `predicate` is no function, or holds a traced array of its surroundings.
   """
   if not callable(predicate):
     raise ValueError(f"custom: predicate={predicate!r}; expected a callable of (batch, head, "
                      "query position, key position, *operands)")
+  if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(_held(predicate))):
+    raise ValueError(f"custom: predicate={predicate!r} holds a traced array; expected it among the "
+                     "operands: custom(predicate, array) hands it to the predicate as its last "
+                     "argument")
   return Custom(predicate, tuple(map(_as_array, operands)))
+
+
+def _held(function) -> list:
+  """What a function brings along: of its surroundings, its defaults, and what `partial` bound."""
+  if isinstance(function, functools.partial):
+    return [function.args, function.keywords, _held(function.func)]
+  held = [getattr(function, "__defaults__", None)]
+  for cell in getattr(function, "__closure__", None) or ():
+    try:
+      held.append(cell.cell_contents)
+    except ValueError:  # not assigned yet
+      pass
+  return held
 
 
 def _is_int(x) -> bool:
