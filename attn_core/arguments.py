@@ -332,7 +332,8 @@ def _offset(offset, batch: int):
                  "query_offset", checks.describe(offset), expected)
   if isinstance(offset, np.ndarray):
     checks.require((abs(offset.astype(np.int64)) < 2**30).all(), "query_offset", offset, expected)
-  return jnp.reshape(offset, (-1,)).astype(jnp.int32)
+  # Not one of numpy's, which no traced number could index.
+  return jnp.asarray(offset).reshape(-1).astype(jnp.int32)
 
 
 def _check_mask_arrays(mask, shape) -> None:
@@ -378,7 +379,14 @@ def sinks_of(a, query_shape):
                  and sinks.shape[0] == heads and 0 not in sinks.shape, "softmax_aux",
                  checks.describe(sinks), expected)
   sinks = jnp.asarray(sinks).astype(jnp.promote_types(sinks.dtype, jnp.float32))
-  return (sinks if sinks.ndim == 1 else jax.nn.logsumexp(sinks, -1))[None]
+  return (sinks if sinks.ndim == 1 else _joint(sinks))[None]
+
+
+def _joint(sinks):
+  """The logsumexp of [H, n] over n; -inf with gradient 0 where all are -inf."""
+  absent = (sinks == -jnp.inf).all(-1)
+  found = jax.nn.logsumexp(jnp.where(absent[:, None], 0, sinks), -1)
+  return jnp.where(absent, -jnp.inf, found)
 
 
 def scale_of(a, metadata, width: int) -> float:

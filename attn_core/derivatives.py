@@ -267,6 +267,11 @@ def _fold(x, dim, size, rows, full):
 def _batch(primitive, labels_of, args, dims, *, call):
   size = next(x.shape[d] for x, d in zip(args, dims) if d is not None)
   labels = _operand_labels(call) + labels_of(call)
+  if not size:  # no kernel computes a batch without rows
+    one = jax.eval_shape(functools.partial(primitive.bind, call=call), *[
+        x if d is None else jax.ShapeDtypeStruct((*x.shape[:d], *x.shape[d + 1:]), x.dtype)
+        for x, d in zip(args, dims)])
+    return [jnp.zeros((0, *x.shape), x.dtype) for x in one], [0] * len(one)
   if any(label == "whole" and d is not None for label, d in zip(labels, dims, strict=True)):
     moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims)]
     outs = jax.lax.map(lambda i: primitive.bind(

@@ -148,9 +148,12 @@ def _cudnn_gradient_limits(request: Request) -> str | None:
 
 def _sdpa_limits(request: Request) -> str | None:
   # float64 is not among the features either: jax.nn's softmax is float32.
-  if "lse" in request.features and jnp.dtype(request.dtype).itemsize < 4:
-    return (f"return_lse with dtype {jnp.dtype(request.dtype).name}: jax.nn rounds the lse to it, "
-            "and the lse is float32 here")
+  dtype = jnp.dtype(request.dtype)
+  if dtype.itemsize < 2:
+    return f"dtype {dtype.name}: jax.nn mixes its logits with the operands, and 8 bits do not mix"
+  if "lse" in request.features and dtype.itemsize < 4:
+    return (f"return_lse with dtype {dtype.name}: jax.nn rounds the lse to it, and the lse is "
+            "float32 here")
   return None
 
 
@@ -172,7 +175,8 @@ _BLOCKWISE = _EVERYTHING - {"weights"}
 _TPU = _BLOCKWISE - {"float16", "float64", "softmax_dtype", "mask_operands"} | {"vmem_limit_bytes"}
 _VANILLA = _EVERYTHING - {"block_sizes", "optimized"}
 _DECODE = _BLOCKWISE - {"bias", "dropout"} | {"quantized"}
-_SDPA = frozenset({"gqa", "float16", "causal", "window", "chunk", "segments",
+# jax.nn compiles float16 for GPUs only.
+_SDPA = frozenset({"gqa", "causal", "window", "chunk", "segments",
                    "positions", "mask", "mask_operands", "bias", "lse"})
 _CUDNN = frozenset({"gqa", "float16", "causal", "window", "positions", "mask", "mask_operands",
                     "bias", "optimized"})

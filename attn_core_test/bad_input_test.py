@@ -432,6 +432,8 @@ REFUSED = (
      "runtime_softmax_dtype=bfloat16"),
     ("sdpa_several", sdpa(logits_soft_cap=30.0, softmax_aux=floats(H)), "softmax_aux",
      "logits_soft_cap=30.0"),
+    ("sdpa_float16", sdpa(compute_dtype=jnp.float16), "dtype float16", "'flash_attn2'"),
+    ("sdpa_float8", sdpa(compute_dtype=jnp.float8_e4m3fn), "dtype float8_e4m3fn", "'flash_attn2'"),
     ("sdpa_lse_bfloat16", sdpa(compute_dtype=jnp.bfloat16, return_lse=True), "return_lse",
      "bfloat16"),
 ) + tuple(
@@ -569,6 +571,15 @@ class GoodInputTest(parameterized.TestCase):
   def test_empty_sequences_among_packed_ones(self):
     out = attention(**{**PACKED, "cum_seqlens_q": offsets(0, 0, 10, 10)}).attention_outputs
     np.testing.assert_allclose(out, 1, rtol=1e-6)
+
+  @parameterized.named_parameters(("row", np.int32([3, 1])), ("scalar", np.asarray(2)))
+  def test_offsets_of_numpy_beside_traced_sequences(self, offset):
+    def run(sequences, offset):
+      return attention(**{**PACKED, "cum_seqlens_q": sequences}, query_offset=offset,
+                       sliding_window=(2, 1), return_lse=True)
+    got = jax.jit(lambda sequences: run(sequences, offset))(PACKED["cum_seqlens_q"])
+    want = run(PACKED["cum_seqlens_q"], jnp.asarray(offset, jnp.int32))
+    np.testing.assert_allclose(got.lse, want.lse, rtol=1e-6)
 
   @parameterized.product(
       mask=("causal", "full", "window"), argument=("query", "key", "bias"))

@@ -156,6 +156,21 @@ class OracleTest(parameterized.TestCase):
     np.testing.assert_allclose(out.astype(jnp.float64), want, rtol=2**-8, atol=1e-5)
     np.testing.assert_allclose(lse, want_lse, atol=1e-5)
 
+  @parameterized.product(queries=(1, 6), dtype=("float8_e4m3fn", "float8_e5m2"))
+  def test_operands_of_8_bits_are_numbers_and_not_bits(self, queries, dtype):
+    rng = np.random.default_rng(0)
+    narrow = [jnp.asarray(rng.normal(size=(2, length, heads, 8)), dtype)
+              for length, heads in ((queries, 4), (9, 2), (9, 2))]
+    def run(arrays, mechanism):
+      return attention(*arrays, mechanism=mechanism, query_offset=3, return_lse=True)
+    found = run(narrow, "autoregressive_decodeattn")
+    expected = run([x.astype(jnp.float32) for x in narrow], "vanilla")
+    self.assertEqual(found.attention_outputs.dtype, dtype)
+    rounding = 4 * float(jnp.finfo(dtype).eps)  # of the weights and of the output
+    np.testing.assert_allclose(found.attention_outputs.astype(jnp.float32),
+                               expected.attention_outputs, rtol=rounding, atol=rounding / 4)
+    np.testing.assert_allclose(found.lse, expected.lse, atol=rounding)
+
   @parameterized.parameters(("window", "int8"), ("many_rows", "float8_e4m3fn"),
                             ("every_query_head_has_its_own", "float8_e4m3fn"))
   def test_8_bits_equal_what_they_stand_for(self, name, dtype):

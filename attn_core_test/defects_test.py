@@ -125,6 +125,21 @@ class SinksTest(parameterized.TestCase):
     close(found, expected, 1e-4)
     self.assertGreater(abs(expected).min(), 0.1)
 
+  @parameterized.parameters("vanilla", "flash_attn2")
+  def test_a_head_without_sinks_among_heads_with_some(self, mechanism):
+    """Sinks of -inf are none: their gradient is 0, and not that of a logsumexp of nothing."""
+    arrays, sinks = qkv(), numbers(4, 2, seed=5)
+    sinks[1], sinks[2, 0] = -np.inf, -np.inf
+    target = numbers(2, 24, 4, 8, seed=6)
+    found = jax.jit(jax.grad(lambda sinks: loss(attend(
+        mechanism, *arrays, softmax_aux=sinks).attention_outputs, target=target)))(sinks)
+    with np.errstate(divide="ignore"):
+      joint = np.log(np.exp(sinks.astype(np.float64)).sum(1))
+    _, _, (expected,) = truth(*arrays, sinks=joint, wrt=("sinks",), target=target)
+    share = np.exp(sinks - np.where(joint == -np.inf, 0, joint)[:, None])
+    close(found, expected[:, None] * share, 1e-4)
+    np.testing.assert_array_equal(found[1], 0)
+
   def test_sdpa_refuses_sinks(self):
     with self.assertRaisesRegex(NotImplementedError, "'sdpa'.*softmax_aux"):
       attend("sdpa", *qkv(), softmax_aux=numbers(4))

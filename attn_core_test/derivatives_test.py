@@ -137,6 +137,22 @@ class DerivativesTest(parameterized.TestCase):
     close(jax.jit(jax.grad(loss_of(run)))(arrays), jax.jit(jax.grad(loss_of(loop)))(arrays))
 
 
+  @parameterized.parameters("flash_attn2", "autoregressive_decodeattn")
+  def test_vmap_over_nothing(self, mechanism):
+    arrays = property_cases.operands(SMALL, "float64")
+    nothing = jnp.zeros((0, *arrays["query"].shape))
+    def loss(query, key):
+      return attention(**{**arrays, "query": query, "key": key},
+                       mechanism=mechanism).attention_outputs.sum()
+    both = jax.vmap(jax.value_and_grad(loss, (0, 1)), (0, None))
+    values, (d_query, d_key) = jax.jit(both)(nothing, arrays["key"])
+    self.assertEqual(values.shape, (0,))
+    self.assertEqual(d_query.shape, nothing.shape)
+    self.assertEqual(d_key.shape, (0, *arrays["key"].shape))
+    total = jax.grad(lambda key: jax.vmap(loss, (0, None))(nothing, key).sum())(arrays["key"])
+    np.testing.assert_array_equal(total, jnp.zeros_like(arrays["key"]))
+
+
 class RematTest(parameterized.TestCase):
 
   def count(self, policy, primitive):

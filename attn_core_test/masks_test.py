@@ -8,6 +8,7 @@ the documentation alone.
 Letters: B batch, H heads, T query length, S key length.
 """
 
+import functools
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -177,6 +178,17 @@ class LeavesTest(parameterized.TestCase):
   def test_bad_arguments(self, make, message):
     with self.assertRaisesRegex(ValueError, message):
       make()
+
+  @parameterized.parameters("closure", "default", "partial")
+  def test_a_custom_predicate_that_holds_what_is_traced(self, by):
+    def inner(limit):
+      predicate = {"closure": lambda b, h, q, k: q - k < limit,
+                   "default": lambda b, h, q, k, most=limit: q - k < most,
+                   "partial": functools.partial(lambda most, b, h, q, k: q - k < most, limit)}[by]
+      return attention(*[jnp.ones((1, 4, 1, 2))] * 3, mask=masks.custom(predicate))[0]
+    with self.assertRaisesRegex(ValueError, "custom: .*holds a traced array.*operands"):
+      jax.jit(inner)(2)
+    np.testing.assert_array_equal(inner(2), 1)
 
   def test_a_custom_predicate_may_be_constant(self):
     for value in (True, np.True_):
@@ -834,6 +846,17 @@ class ProofTest(parameterized.TestCase):
       np.testing.assert_array_equal(listed.swapaxes(-1, -2), kinds[n])
       self.check(recipe, shape, sizes, kinds[n],
                  cut[n, :, :, :sizes.queries, :sizes.keys])
+
+  @parameterized.product(window=((3, 0), (3, 3), (3, None), (None, 3)), block=(1, 2, 5),
+                         padding=(-2**31, 2**31 - 1))
+  def test_keys_that_are_padding_may_stand_at_the_ends_of_int32(self, window, block, padding):
+    query = np.int32([[-3, -1, 0, 1, 2, 3, 4, 5, -2]])
+    key = np.where(np.arange(9) % 3 == 1, padding, query + 2).astype(np.int32)
+    recipe = ("positions", ("window", *window), query, key)
+    sizes, shape = blocks.Sizes(9, 9, block, block), (1, 1, 9, 9)
+    mask = build(recipe)
+    for kinds in (blocks.host_kinds(mask, sizes), np.asarray(blocks.block_kinds(mask, sizes))):
+      self.check(recipe, shape, sizes, kinds, evaluate_tiles(mask, kinds, sizes, shape))
 
   # A recipe and its transpose: queries and keys change places.
   TURNED = (

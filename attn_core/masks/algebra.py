@@ -18,6 +18,7 @@ Letters: B batch, H query heads, T query length, S key length.
 """
 
 import dataclasses
+import functools
 from typing import Any, Callable, NamedTuple
 
 import jax
@@ -175,22 +176,26 @@ class Window(Mask):
   right: int | None
 
   def visible(self, at):
+    # Keys that are padding may stand at the ends of int32. Their distance wraps around: beyond the
+    # other side of a window, but into it where that side is open.
+    if self.left is None and self.right is None:
+      return np.True_
+    if self.left is None:
+      return at.key_position <= at.query_position + self.right
+    if self.right is None:
+      return at.key_position >= at.query_position - self.left
     distance = at.key_position - at.query_position
-    inside = np.True_
-    if self.left is not None:
-      inside = inside & (distance >= -self.left)
-    if self.right is not None:
-      inside = inside & (distance <= self.right)
-    return inside
+    return (distance >= -self.left) & (distance <= self.right)
 
   def bounds(self, grid):
-    nearest = grid.key_position.low - grid.query_position.high
-    farthest = grid.key_position.high - grid.query_position.low
+    query, key = grid.query_position, grid.key_position
     possible = certain = grid.xp.ones((1, 1, 1, 1), bool)
     if self.left is not None:
-      possible, certain = possible & (farthest >= -self.left), certain & (nearest >= -self.left)
+      first = Interval(*(_moved(x, -self.left, grid.xp) for x in query))
+      possible, certain = possible & (key.high >= first.low), certain & (key.low >= first.high)
     if self.right is not None:
-      possible, certain = possible & (nearest <= self.right), certain & (farthest <= self.right)
+      last = Interval(*(_moved(x, self.right, grid.xp) for x in query))
+      possible, certain = possible & (key.low <= last.high), certain & (key.high <= last.low)
     return possible, certain
 
 
@@ -460,6 +465,12 @@ def _chunk(position, size: int):
   return quotient + (rest >= size).astype(np.int32) - (rest < 0).astype(np.int32)
 
 
+def _moved(position, amount: int, xp):
+  """position + amount (tokens), at the ends of int32 where that is past them."""
+  ends = np.iinfo(np.int32)
+  return xp.clip(position, ends.min - min(amount, 0), ends.max - max(amount, 0)) + amount
+
+
 def _overlap(a: Interval, b: Interval):
   return (a.low <= b.high) & (b.low <= a.high)
 
@@ -569,12 +580,32 @@ def custom(predicate: Callable, *operands) -> Mask:
   Args:
     predicate: elementwise, traceable by jax, returns bool. Two masks are equal
       when their predicates are the same object: define it once, outside the step.
-    *operands: arrays handed to the predicate as they are.
+    *operands: arrays handed to the predicate as they are; what is traced must come this way.
+
+  Raises:
+    ValueError: `predicate` is no function, or holds a traced array of its surroundings.
   """
   if not callable(predicate):
     raise ValueError(f"custom: predicate={predicate!r}; expected a callable of (batch, head, "
                      "query position, key position, *operands)")
+  if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(_held(predicate))):
+    raise ValueError(f"custom: predicate={predicate!r} holds a traced array; expected it among the "
+                     "operands: custom(predicate, array) hands it to the predicate as its last "
+                     "argument")
   return Custom(predicate, tuple(map(_as_array, operands)))
+
+
+def _held(function) -> list:
+  """What a function brings along: of its surroundings, its defaults, and what `partial` bound."""
+  if isinstance(function, functools.partial):
+    return [function.args, function.keywords, _held(function.func)]
+  held = [getattr(function, "__defaults__", None)]
+  for cell in getattr(function, "__closure__", None) or ():
+    try:
+      held.append(cell.cell_contents)
+    except ValueError:  # not assigned yet
+      pass
+  return held
 
 
 def _is_int(x) -> bool:

@@ -143,7 +143,9 @@ class _Block(NamedTuple):
     """[C, K, D or E], dequantised."""
     width = getattr(self.problem.operands, name).shape[-1]
     x, scale = self.cut(name, (0, self.problem.sizes.block_kv), (0, width)), self.scales(name)
-    return x if scale is None else quantize.dequantize(x, scale, _dtype(self.problem))
+    if scale is not None:
+      return quantize.dequantize(x, scale, _dtype(self.problem))
+    return quantize.unscaled(x).astype(self.problem.operands.query.dtype)
 
   def with_shielded_values(self, kept):
     """Zeros instead of the values that are not `kept`, bool [C, K]."""
