@@ -165,7 +165,9 @@ class PagesTest(parameterized.TestCase):
     key, value = tokens()
     cache = pages.append(pages.init(layout, 8, 4, HEADS, jnp.float32), key, value,
                          jnp.asarray(SLOTS))
-    copied = pages.copy_pages(cache, jnp.array([0, 6]), jnp.array([5, 8]))  # 8: outside
+    # 8 and -1 are outside, and -1 is not the last one.
+    copied = pages.copy_pages(cache, jnp.array([0, 6, 1]), jnp.array([5, 8, -1]))
+    self.assertFalse(any(x.any() for x in pages.read(copied, jnp.array([7]), HEADS, jnp.float32)))
     moved = METADATA._replace(page_tables=np.where(TABLES == 0, 5, TABLES).astype(np.int32))
     for before, after in zip(pages.to_dense(cache, METADATA), pages.to_dense(copied, moved)):
       np.testing.assert_array_equal(before, after)

@@ -482,6 +482,9 @@ def copy_pages(cache, sources, targets):
     sources: int32 [n].
     targets: int32 [n]; those outside the pool are not written.
   """
+  # A negative target would count from the end of the pool.
+  targets = jnp.where(targets < 0, num_pages(cache), targets)
+
   def copied(x, axis):
     if x is None or x.ndim == 0:
       return x
