@@ -69,9 +69,11 @@ def normalise(a) -> arguments.Normalised:
       None if dense.operands.sinks is None else dense.operands.sinks[0],
       *(None if x is None else checkpoint_name(jnp.asarray(x), name)
         for name, x in (("attn_key", a.key), ("attn_value", a.value))))
-  spec = PagedSpec(dense.spec.softmax_scale, dense.spec.logits_soft_cap, bool(a.causal),
-                   checks.window(a.sliding_window), dense.spec.softmax_dtype,
-                   dense.spec.precision)
+  # Positions are added to the sides and must stay int32; nothing lies so far away.
+  window = tuple(None if side is None or side >= 2**30 else side
+                 for side in checks.window(a.sliding_window))
+  spec = PagedSpec(dense.spec.softmax_scale, dense.spec.logits_soft_cap, bool(a.causal), window,
+                   dense.spec.softmax_dtype, dense.spec.precision)
   features = arguments.features_of(a, dense)
   del features["cache"]
   features["pages"] = f"a cache_view of {layout.__name__}"

@@ -134,6 +134,17 @@ class UpdateTest(parameterized.TestCase):
     flagged = jax.jit(lambda cache: window.to_dense(cache, 9))(ring)
     np.testing.assert_array_equal(flagged.overflow, [False, False, True])
 
+  def test_a_cache_of_the_other_kind_is_refused(self):
+    full, ring, new = filled(dense, S, [1, 2, 3]), filled(window, S, [1, 2, 3]), tokens(1)
+    for call in (lambda: dense.append(ring, *new), lambda: dense.view(ring),
+                 lambda: window.from_dense(ring, 4)):
+      with self.assertRaisesRegex(ValueError, "cache: got WindowCache; expected a DenseCache"):
+        call()
+    for call in (lambda: window.append(full, *new), lambda: window.view(full),
+                 lambda: window.insert(full, np.arange(B), full), lambda: window.to_dense(full, S)):
+      with self.assertRaisesRegex(ValueError, "cache: got DenseCache; expected a WindowCache"):
+        call()
+
   @parameterized.named_parameters(*[(f"{k}_{d}", k, d) for k in KINDS for d in ("float32", "int8")])
   def test_donated_caches_are_updated_in_place(self, kind, dtype):
     module, _ = KINDS[kind]

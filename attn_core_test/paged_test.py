@@ -317,6 +317,12 @@ class MeaningTest(parameterized.TestCase):
     got = page_attention(query, PagesV1(key, value), metadata, PagedOptions(logits_soft_cap=3.0))
     np.testing.assert_allclose(got.attention_outputs, want, atol=1e-5)
 
+  def test_a_window_of_any_int32_is_cut_nowhere(self):
+    query, cache, metadata = plain(Case((9, 17), (9, 1), rest=0))
+    wide, all_of_it = (ragged_page_attention_v2(query, cache, metadata, PagedOptions(
+        sliding_window=window, causal=False)) for window in (2**31 - 1, None))
+    np.testing.assert_array_equal(wide.attention_outputs, all_of_it.attention_outputs)
+
   def test_a_nan_reaches_those_who_see_it_and_no_other(self):
     case = Case((8, 9), (8, 9), rest=0)
     query, cache, metadata = plain(case)

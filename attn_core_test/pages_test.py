@@ -41,8 +41,13 @@ class PagesTest(parameterized.TestCase):
                              np.array([0, 4], np.int32))
     slots = jax.jit(lambda metadata: pages.slots(metadata, 4, 4))(metadata)
     self.assertEqual(slots.tolist(), [26, 27, -1, -1])
-    negative = metadata._replace(page_tables=np.array([[4, 1, -1]], np.int32))
-    self.assertEqual(pages.slots(negative, 4, 4).tolist(), [-1] * 4)
+    for absent in (-1, 2**30, 2**31 - 1, -2**30):  # four times 2**30 is 0 in int32
+      table = np.array([[4, 1, absent]], np.int32)
+      self.assertEqual(pages.slots(metadata._replace(page_tables=table), 4, 4).tolist(), [-1] * 4)
+      empty = pages.init(PagesV2, 8, 4, HEADS, jnp.float32)
+      written = pages.from_dense(empty, *(x[None] for x in tokens(12)),
+                                 metadata._replace(page_tables=table))
+      self.assertEqual(np.flatnonzero(written.pages.any((1, 2, 3))).tolist(), [1, 4])
 
   @parameterized.product(layout=LAYOUTS, dtype=("float32", "int8"))
   def test_a_dense_cache_and_pages_hold_the_same(self, layout, dtype):
@@ -165,7 +170,9 @@ class PagesTest(parameterized.TestCase):
     key, value = tokens()
     cache = pages.append(pages.init(layout, 8, 4, HEADS, jnp.float32), key, value,
                          jnp.asarray(SLOTS))
-    copied = pages.copy_pages(cache, jnp.array([0, 6]), jnp.array([5, 8]))  # 8: outside
+    # 8 and -1 are outside, and -1 is not the last one.
+    copied = pages.copy_pages(cache, jnp.array([0, 6, 1]), jnp.array([5, 8, -1]))
+    self.assertFalse(any(x.any() for x in pages.read(copied, jnp.array([7]), HEADS, jnp.float32)))
     moved = METADATA._replace(page_tables=np.where(TABLES == 0, 5, TABLES).astype(np.int32))
     for before, after in zip(pages.to_dense(cache, METADATA), pages.to_dense(copied, moved)):
       np.testing.assert_array_equal(before, after)
@@ -184,6 +191,9 @@ class PagesTest(parameterized.TestCase):
       (lambda c, k, v: pages.append(EIGHT, k.astype(jnp.int8), v.astype(jnp.int8), jnp.arange(11),
                                     (k[..., 0], v[:, :2, 0])),
        r"scales: got float32\[11, 2\]; expected float32 \[11, 3\]"),
+      (lambda c, k, v: pages.from_dense(c, *[jnp.zeros((3, 13, 3, 5))] * 2, METADATA),
+       r"key: got float32\[3, 13, 3, 5\].*S at most 12: 3 pages of 4"),
+      (lambda c, k, v: pages.from_dense(c, *[jnp.zeros((2, 12, 3, 5))] * 2, METADATA), "R = 3"),
       (lambda c, k, v: pages.init(dict, 1, 1, HEADS), "layout: got <class 'dict'>"),
       (lambda c, k, v: pages.init(PagesV2, 0, 1, HEADS), "num_pages: got 0"),
       (lambda c, k, v: pages.init(PagesV2, 1, 1, HEADS._replace(value_width=4)), "value_width"),

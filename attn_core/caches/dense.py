@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from attn_core import checks
 from attn_core.caches import storage
 from attn_core.caches.storage import CacheView, insert
 
@@ -64,9 +63,10 @@ def append(cache: DenseCache, key, value, lengths=None) -> DenseCache:
     and is marked in `overflow`.
 
   Raises:
-    ValueError: shapes that do not fit; lengths outside of 0..T, or too few free slots, where the
-      numbers are known (outside of jit).
+    ValueError: another kind of cache; shapes that do not fit; lengths outside of 0..T, or too few
+      free slots, where the numbers are known (outside of jit).
   """
+  storage.check_kind(cache, DenseCache)
   storage.check_tokens(cache, key, value)
   (batch, tokens), slots = key.shape[:2], cache.key.shape[1]
   count = storage.counts(lengths, batch, tokens)
@@ -85,7 +85,7 @@ def append(cache: DenseCache, key, value, lengths=None) -> DenseCache:
 
 def view(cache: DenseCache) -> CacheView:
   """What a call reads: the arrays, and the position of every slot, which is its number."""
-  checks.require(isinstance(cache, DenseCache), "cache", type(cache).__name__, "a DenseCache")
+  storage.check_kind(cache, DenseCache)
   slot = jnp.arange(cache.key.shape[1], dtype=jnp.int32)
   live = (slot >= cache.starts[:, None]) & (slot < cache.lengths[:, None])
   return CacheView(cache.key, cache.value, cache.starts, cache.lengths,

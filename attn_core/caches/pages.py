@@ -170,8 +170,15 @@ def slots(metadata: PagesMetadata, size: int, num_tokens: int):
   position = metadata.context_lens[request] - starts[request + 1] + token
   width = metadata.page_tables.shape[1]
   page = metadata.page_tables[request, jnp.clip(position // size, 0, width - 1)]
-  live = live & (position >= 0) & (position < width * size) & (page >= 0)
-  return jnp.where(live, page * size + position % size, -1)
+  live = live & (position >= 0) & (position < width * size)
+  return _slot(page, position % size, size, live)
+
+
+def _slot(page, offset, size: int, live):
+  """page * size + offset; -1 where it is not live, or no pool has the page."""
+  # A page far outside of the pool must not become another one by the product's overflow.
+  live = live & (page >= 0) & (page < (2**31 - 1) // size)
+  return jnp.where(live, page * size + offset, -1)
 
 
 def _of_one_pool(metadata: PagesMetadata) -> PagesMetadata:
@@ -431,16 +438,21 @@ def from_dense(cache, key, value, metadata: PagesMetadata, scales=None):
 
   Returns:
     The cache with the tokens written.
+
+  Raises:
+    ValueError: more keys than the tables have places for, and as `append`.
   """
-  metadata = _of_one_pool(metadata)
-  requests, length = key.shape[:2]
+  metadata, size = _of_one_pool(metadata), page_size(cache)
+  requests, width = metadata.page_tables.shape
+  checks.require(key.ndim == 4 and key.shape[0] == requests and key.shape[1] <= width * size, "key",
+                 checks.describe(key), f"[R, S, K, D], R = {requests}, S at most {width * size}: "
+                 f"{width} pages of {size} in a row of the table")
+  length = key.shape[1]
   position = jnp.arange(length, dtype=jnp.int32)
-  size = page_size(cache)
   rows = jnp.arange(requests, dtype=jnp.int32)[:, None]
   live = (position < metadata.context_lens[:, None]) & (rows < rows_in_use(metadata))
-  page = metadata.page_tables[rows, jnp.minimum(position // size,
-                                                metadata.page_tables.shape[1] - 1)]
-  mapping = jnp.where(live, page * size + position % size, -1).reshape(-1)
+  page = metadata.page_tables[rows, position // size]
+  mapping = _slot(page, position % size, size, live).reshape(-1)
   flat = lambda x: x.reshape(-1, *x.shape[2:])
   return append(cache, flat(key), flat(value), mapping,
                 None if scales is None else tuple(map(flat, scales)))
@@ -482,6 +494,9 @@ def copy_pages(cache, sources, targets):
     sources: int32 [n].
     targets: int32 [n]; those outside the pool are not written.
   """
+  # A negative target would count from the end of the pool.
+  targets = jnp.where(targets < 0, num_pages(cache), targets)
+
   def copied(x, axis):
     if x is None or x.ndim == 0:
       return x

@@ -59,6 +59,11 @@ def like(cache, kind, batch: int, slots: int):
   return empty(kind, batch, slots, heads, dtype=cache.key.dtype)
 
 
+def check_kind(cache, kind) -> None:
+  """Raises ValueError unless the cache is of the kind, DenseCache or WindowCache."""
+  checks.require(isinstance(cache, kind), "cache", type(cache).__name__, f"a {kind.__name__}")
+
+
 def check_tokens(cache, key, value) -> None:
   """New keys [B, T, K, D] and values [B, T, K, E] fit the cache.
 

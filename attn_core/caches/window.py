@@ -54,8 +54,9 @@ def insert(cache: WindowCache, slots, prefilled: WindowCache) -> WindowCache:
   """As `dense.insert`, for a cache of as many slots: a token's slot goes by their number.
 
   Raises:
-    ValueError: as `dense.insert`, or another number of slots.
+    ValueError: as `dense.insert`, another kind of cache, or another number of slots.
   """
+  storage.check_kind(cache, WindowCache)
   mine, theirs = cache.key.shape[1], prefilled.key.shape[1]
   checks.require(mine == theirs, "prefilled", f"a WindowCache of {theirs} slots",
                  f"{mine} slots, as the cache: to_dense, then from_dense, makes one of the other")
@@ -73,8 +74,9 @@ def append(cache: WindowCache, key, value, lengths=None) -> WindowCache:
     The cache. Under jit a row with a wrong length stays what it was and is marked in `overflow`.
 
   Raises:
-    ValueError: shapes that do not fit; lengths known to be outside of 0..T.
+    ValueError: another kind of cache; shapes that do not fit; lengths known to be outside of 0..T.
   """
+  storage.check_kind(cache, WindowCache)
   storage.check_tokens(cache, key, value)
   (batch, tokens), window = key.shape[:2], cache.key.shape[1]
   count = storage.counts(lengths, batch, tokens)
@@ -91,7 +93,7 @@ def append(cache: WindowCache, key, value, lengths=None) -> WindowCache:
 
 def view(cache: WindowCache) -> CacheView:
   """What a call reads: the ring as it is, and the position of the token in every slot."""
-  checks.require(isinstance(cache, WindowCache), "cache", type(cache).__name__, "a WindowCache")
+  storage.check_kind(cache, WindowCache)
   window = cache.key.shape[1]
   last = cache.lengths[:, None] - 1
   position = last - (last - jnp.arange(window, dtype=jnp.int32)) % window
@@ -101,7 +103,12 @@ def view(cache: WindowCache) -> CacheView:
 
 
 def from_dense(cache: dense.DenseCache, window: int) -> WindowCache:
-  """The last `window` tokens of every row of a dense cache."""
+  """The last `window` tokens of every row of a dense cache.
+
+  Raises:
+    ValueError: another kind of cache, or a window below 1.
+  """
+  storage.check_kind(cache, dense.DenseCache)
   ring = storage.like(cache, WindowCache, cache.lengths.shape[0], window)
   ring = ring._replace(starts=cache.starts, lengths=cache.lengths, overflow=cache.overflow)
   return _moved(cache, ring, view(ring).positions)
@@ -118,8 +125,9 @@ def to_dense(cache: WindowCache, slots: int) -> dense.DenseCache:
     The dense cache. Under jit, rows longer than `slots` are empty and marked in `overflow`.
 
   Raises:
-    ValueError: a row is known to be longer than `slots`.
+    ValueError: another kind of cache, or a row is known to be longer than `slots`.
   """
+  storage.check_kind(cache, WindowCache)
   checks.integer("slots", slots, "an int >= 1", lambda x: x >= 1)
   storage.refuse_known("tokens in the cache", (cache.lengths,), lambda x: x > slots,
                        f"at most {slots} slots")
