@@ -197,6 +197,22 @@ class QuantizeTest(parameterized.TestCase):
     self.assertTrue(np.isnan(back[2:4]).all())
     np.testing.assert_allclose(back[4], x[4], rtol=1e-6)
 
+  def test_bad_input(self):
+    x, stored = jnp.ones((2, 3)), jnp.ones((2, 3), jnp.int8)
+    for call, message in (
+        (lambda: quantize.quantize(x, "int4"), "dtype: got 'int4'; expected one of 'int8'"),
+        (lambda: quantize.quantize(x, "small"), "dtype: got 'small'"),
+        (lambda: quantize.quantize(None, "int8"), "x: got NoneType"),
+        (lambda: quantize.quantize(stored, "int8"), r"x: got int8\[2, 3\]; expected float"),
+        (lambda: quantize.quantize(jnp.float32(1), "int8"), r"x: got float32\[\]"),
+        (lambda: quantize.quantize(x[:, :0], "int8"), r"x: got float32\[2, 0\]"),
+        (lambda: quantize.dequantize(None, x), "values: got NoneType"),
+        (lambda: quantize.dequantize(stored, 1.0), "scales: got float"),
+        (lambda: quantize.dequantize(stored, jnp.ones(3)),
+         r"scales: got float32\[3\]; expected float32 \[2\]")):
+      with self.subTest(message), self.assertRaisesRegex(ValueError, message):
+        call()
+
   def test_all_numbers_of_8_bits(self):
     bits = jnp.arange(256, dtype=jnp.uint8)
     x = jax.lax.bitcast_convert_type(bits, jnp.float8_e4m3fn)
