@@ -174,6 +174,18 @@ class UpdateTest(parameterized.TestCase):
     self.assertEqual(live(module.view(sharded)), want)
 
 
+class InitTest(absltest.TestCase):
+
+  def test_bad_input(self):
+    for call, message in (
+        (lambda: dense.init(2, 8, (2, 8), dtype="small"), "dtype: got 'small'; expected a floating"),
+        (lambda: dense.init(2, 8, 2), "heads: got 2"),
+        (lambda: pages.init(PagesV2, 4, 4, (2, 8, 8)), r"heads: got \(2, 8, 8\); expected Heads"),
+        (lambda: pages.init(PagesV2, 4, 4, Heads(2, 8, 8), "small"), "dtype: got 'small'")):
+      with self.subTest(message), self.assertRaisesRegex(ValueError, message):
+        call()
+
+
 class QuantizeTest(parameterized.TestCase):
 
   @parameterized.parameters(("int8", 0.5 / 127, 0), ("float8_e4m3fn", 2**-10 / 448, 2**-4))

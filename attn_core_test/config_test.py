@@ -267,6 +267,13 @@ class MergeTest(parameterized.TestCase):
       hidden_size = 7
     self.assertEqual(read_basics_from_config(mine, Other()), mine._replace(attn_mechanism="sdpa"))
 
+  def test_what_has_no_basics_is_no_source(self):
+    for source in (None, {"bits": 3}):
+      with self.assertRaisesRegex(ValueError, "source: got .*add_basic_configurations"):
+        read_basics_from_config(AttnConfig(), source)
+    with self.assertRaisesRegex(ValueError, "config: got NoneType; expected an AttnConfig"):
+      add_basic_configurations(None, bits=3)
+
   def test_custom_arguments(self):
     config = attach_custom_arguments(AttnConfig(), head_dim=96, rotary="yes", sizes=[1, {"a": 2}])
     self.assertEqual(config.head_dim, 96)

@@ -476,6 +476,19 @@ class MaskInfoTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, message):
       MaskInfo.from_cu_seqlens(*arguments)
 
+  def test_and_between_masks_is_no_python_and(self):
+    """`causal() and window(1, 0)` would be window(1, 0), and see into the future no less."""
+    for wrong in (lambda: masks.causal() and masks.window(1, None),
+                  lambda: masks.causal() or masks.window(1, 0), lambda: not masks.causal()):
+      with self.assertRaisesRegex(ValueError, "neither true nor false.*`&`"):
+        wrong()
+
+  def test_masks_of_what_is_none(self):
+    for call in (lambda: masks.offset(3, 1), lambda: masks.placed(3, np.zeros((1, 1), int), None, (
+        1, 1)), lambda: masks.positions(np.zeros((1, 1), int), mask=3)):
+      with self.assertRaisesRegex(ValueError, "mask is a int; expected a mask"):
+        call()
+
   def test_bad_segments_and_base(self):
     with self.assertRaisesRegex(ValueError, "q_segment_ids: got None"):
       MaskInfo.from_segments(None)

@@ -71,11 +71,8 @@ def quantize(x, dtype):
     ValueError: another dtype, or an `x` that is no float [..., W] with W >= 1.
     NotImplementedError: `x` is differentiated.
   """
-  try:
-    dtype = jnp.dtype(dtype)
-  except TypeError:
-    pass  # no dtype at all: the next line says which there are
-  checks.one_of("dtype", getattr(dtype, "name", dtype), tuple(LIMITS))
+  dtype = checks.dtype("dtype", dtype, f"one of {', '.join(map(repr, LIMITS))}")
+  checks.one_of("dtype", dtype.name, tuple(LIMITS))
   checks.array("x", x, "float [..., W]")
   checks.require(jnp.issubdtype(x.dtype, jnp.floating) and x.ndim >= 1 and x.shape[-1] >= 1, "x",
                  checks.describe(x), "float [..., W], at least one number in a vector")
