@@ -82,8 +82,15 @@ def run_attention_benchmarks(
     A Report; `attn_core.benchmarks.report.to_markdown` makes text of it.
 
   Raises:
-    ValueError: an unknown mechanism, case or direction; the message lists the known ones.
+    ValueError: an unknown mechanism, case or direction, where the message lists the known ones; an
+      unknown dtype; or `repeats`, `max_heads` or `max_tokens` that are no int >= 1.
   """
+  for argument, number in (("repeats", repeats), ("max_heads", max_heads),
+                           ("max_tokens", max_tokens)):
+    if number is not None or argument == "repeats":
+      checks.integer(argument, number, "an int >= 1", lambda x: x >= 1)
+  if dtype is not None:
+    dtype = checks.dtype("dtype", dtype, "a floating-point dtype, such as 'bfloat16'").name
   platform = resolved_platform(OperationMetadata())
   chosen = (_distinct_mechanisms(platform) if mechanisms is None
             else _known("mechanisms", mechanisms, table.names()))

@@ -34,6 +34,18 @@ def array(argument: str, x, expected: str):
   return x
 
 
+def dtype(argument: str, x, expected: str) -> np.dtype:
+  """What a dtype's name or class stands for.
+
+  Raises:
+    ValueError: there is no such dtype.
+  """
+  try:
+    return jnp.dtype(x)
+  except TypeError as error:
+    raise ValueError(f"{argument}: got {x!r}; expected {expected}") from error
+
+
 def floating(argument: str, x, rank: int, letters: str):
   """A floating-point array of a rank.
 

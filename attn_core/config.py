@@ -5,6 +5,7 @@ N layers.
 """
 
 import enum
+import json
 import math
 from typing import Any, NamedTuple, TypedDict
 
@@ -16,7 +17,8 @@ from attn_core import checks, remat
 from attn_core.frequencies import Rope, check_rope
 from attn_core.metadata import OperationMetadata
 from attn_core.sharding import mesh as mesh_lib
-from attn_core.sharding.partition import PartitionAxis
+from attn_core.sharding.partition import PartitionAxis, axis_names
+from attn_core.sharding.rules import check_rules
 from attn_core.types import AttentionMechanism, BlockSizes
 
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
@@ -218,9 +220,30 @@ def validated(config: AttnConfig) -> AttnConfig:
                 BACKWARD_IMPLEMENTATIONS)
   OperationMetadata.from_config(config)  # knows what devices, meshes, axes and blocks can be
   remat.checkpoint_policy(config.gradient_checkpointing, config.gradient_checkpointing_targets)
+  _check_carried(config)
   _check_numbers(config)
   _check_layers(config)
   return config._replace(**normal)
+
+
+def _check_carried(config: AttnConfig) -> None:
+  """What is kept for others is hashable, of JSON, and of the kind that its field says."""
+  checks.require(config.model_type is None or isinstance(config.model_type, str), "model_type",
+                 repr(config.model_type), "a model hub's name for it, or None")
+  for name in ("quantization_config", "kv_cache_quantization_config", "extras"):
+    try:
+      hash(getattr(config, name))
+      json.dumps(getattr(config, name), allow_nan=False)
+    except (TypeError, ValueError) as error:
+      raise ValueError(f"{name}={getattr(config, name)!r}: expected hashable values that JSON "
+                       f"knows; {error}") from error
+  checks.require(isinstance(config.extras, tuple) and all(
+      isinstance(pair, tuple) and list(map(type, pair)) == [str, str] for pair in config.extras),
+                 "extras", repr(config.extras), "pairs (name, JSON), as attach_custom_arguments "
+                 "makes them")
+  axis_names(config.kv_cache_sharding_sequence_axis_name, "kv_cache_sharding_sequence_axis_name")
+  if config.partition_rules is not None:
+    check_rules("partition_rules", config.partition_rules)
 
 
 def _check_numbers(config: AttnConfig) -> None:
@@ -236,6 +259,10 @@ def _check_numbers(config: AttnConfig) -> None:
   checks.require(heads is None or key_heads is None or heads % key_heads == 0,
                  "num_key_value_heads", key_heads, f"a divisor of num_attention_heads={heads}")
   dims, names = config.sharding_axis_dims, config.sharding_axis_names
+  for name in ("sharding_axis_dims", "sharding_axis_names", "sharding_dcn_axis_dims"):
+    value = getattr(config, name)
+    checks.require(isinstance(value, (tuple, list)) or (value is None and "dcn" in name), name,
+                   repr(value), "a tuple with one entry for each axis of the mesh")
   checks.require(len(dims) == len(names), "sharding_axis_dims", dims,
                  f"one size for each of sharding_axis_names={names}")
 
@@ -248,13 +275,26 @@ def _check_layers(config: AttnConfig) -> None:
                    and all(isinstance(side, int) and side >= -1 for side in config.sliding_window),
                    "sliding_window", repr(config.sliding_window), "(left, right) in tokens, -1 for "
                    "unbounded; 'W tokens, itself included' is (W - 1, 0)")
+  checks.require(
+      isinstance(config.layer_ropes, (tuple, list)) and all(
+          isinstance(pair, (tuple, list)) and len(pair) == 2 and pair[0] in LAYER_TYPES
+          and isinstance(pair[1], Rope) for pair in config.layer_ropes),
+      "layer_ropes", repr(config.layer_ropes),
+      f"pairs (layer type, Rope) with layer types of {', '.join(LAYER_TYPES)}")
   for rope in (config.rope, *(rope for _, rope in config.layer_ropes)):
     check_rope(rope)
+  last = math.inf if layers is None else layers
+  checks.require(isinstance(config.layers_without_rope, (tuple, list)) and all(
+      type(layer) is int and 0 <= layer < last for layer in config.layers_without_rope),
+                 "layers_without_rope", repr(config.layers_without_rope), "numbers of layers, "
+                 f"from 0 to {'N' if layers is None else layers} - 1")
   if types is None:
     checks.require(config.sliding_window is None or config.chunk_size is None, "sliding_window",
                    f"{config.sliding_window} with chunk_size={config.chunk_size}, no layer_types",
                    "layer_types that say which layer has which")
     return
+  checks.require(isinstance(types, (tuple, list)), "layer_types", repr(types),
+                 f"a tuple of {', '.join(LAYER_TYPES)}, one for each layer")
   for kind in types:
     checks.one_of("layer_types", kind, LAYER_TYPES)
   checks.require(layers is None or len(types) == layers, "layer_types", f"{len(types)} of them",

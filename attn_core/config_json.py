@@ -126,18 +126,23 @@ def from_pretrained(
   Raises:
     NotImplementedError: the name of a hub's model in place of a path, or an argument of downloads.
     FileNotFoundError: there is no such file.
-    ValueError: the file is no JSON, or as `from_dict` and `add_basic_configurations`.
+    ValueError: a name that is no path, a file that is no JSON in UTF-8, or as `from_dict` and
+      `add_basic_configurations`.
   """
   given.pop("local_files_only", None)
   for name in _DOWNLOADS:
     if given.pop(name, None) not in (None, False, "main"):
       raise NotImplementedError(f"from_pretrained: {name} is about downloads, and nothing is "
                                 "downloaded here; fetch config.json and give its folder")
-  path = _config_file(str(pretrained_model_name_or_path), subfolder)
+  checks.require(isinstance(pretrained_model_name_or_path, (str, os.PathLike)),
+                 "pretrained_model_name_or_path", repr(pretrained_model_name_or_path),
+                 "the path of a folder or a file")
+  path = _config_file(os.fspath(pretrained_model_name_or_path), subfolder)
   try:
     data = json.loads(path.read_text(encoding="utf-8"))
-  except json.JSONDecodeError as error:
-    raise ValueError(f"{path} is not JSON: {error}") from error
+  except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    raise ValueError(f"{path} is not JSON: {error}; expected what to_json_file wrote, or a hub's "
+                     "config.json, in UTF-8") from error
   unused = {name: given.pop(name) for name in set(given) - set(AttnConfig._fields)
             if return_unused_kwargs}
   config = add_basic_configurations(from_dict(data), **given)
@@ -153,9 +158,14 @@ def extract_commit_hash(resolved_file: str | None, commit_hash: str | None) -> s
 
   Returns:
     40 hexadecimal digits, or None.
+
+  Raises:
+    ValueError: `resolved_file` is neither a path nor None.
   """
   if resolved_file is None or commit_hash is not None:
     return commit_hash
+  checks.require(isinstance(resolved_file, (str, os.PathLike)), "resolved_file",
+                 repr(resolved_file), "a path or None")
   found = _COMMIT.search(pathlib.PurePath(resolved_file).as_posix())
   return found[1] if found and _HASH.fullmatch(found[1]) else None
 

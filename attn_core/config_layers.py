@@ -239,8 +239,9 @@ def get_basic_rope(
     (positions int [B, T], query [B, T, H, D], key [B, T, K, D]) -> (query, key); see `rotary`.
 
   Raises:
-    ValueError: as `get_basic_inv_frequencies`.
+    ValueError: as `get_basic_inv_frequencies`, a `rotary_dim` above `head_size`, or no dtype.
   """
+  dtype = checks.dtype("dtype", dtype, "a floating-point dtype, such as jnp.bfloat16")
   width, rope = _rotated(config, _based(config.rope, base), head_size, rotary_dim)
   if is_neox_style is not None:
     rope = rope._replace(interleaved=not is_neox_style)

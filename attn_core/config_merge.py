@@ -15,11 +15,15 @@ def add_basic_configurations(config: AttnConfig, **given: Unpack[AttnConfigDict]
 
   Args:
     config: the configuration.
-    **given: fields of AttnConfig.
+    **given: fields of AttnConfig; lists and dictionaries are made hashable.
+
+  Returns:
+    The new configuration; the one that was given stays what it is.
 
   Raises:
-    ValueError: a name that is no field, or `validated` refuses the result.
+    ValueError: `config` is no AttnConfig, a name is no field, or `validated` refuses the result.
   """
+  checks.require(isinstance(config, AttnConfig), "config", type(config).__name__, "an AttnConfig")
   unknown = sorted(set(given) - set(AttnConfig._fields))
   checks.require(not unknown, "add_basic_configurations", unknown, "fields of AttnConfig: "
                  f"{', '.join(AttnConfig._fields)}; attach_custom_arguments takes other names")
@@ -58,10 +62,16 @@ def read_basics_from_config(config: AttnConfig, source: Any) -> AttnConfig:
     config: the configuration.
     source: an AttnConfig, or any object; attributes of the names BASICS are read, absent ones stay.
 
+  Returns:
+    The new configuration.
+
   Raises:
-    ValueError: `validated` refuses the result.
+    ValueError: `source` has no attribute of these names, as a dictionary has none, or `validated`
+      refuses the result.
   """
   given = {name: getattr(source, name) for name in BASICS if hasattr(source, name)}
+  checks.require(given, "source", type(source).__name__, "an object with attributes such as "
+                 "attn_mechanism; add_basic_configurations(config, **values) takes a dictionary")
   return add_basic_configurations(config, **given)
 
 

@@ -6,6 +6,7 @@ own meaning of a window: a model type without a reader is refused, not guessed.
 
 from collections.abc import Callable, Mapping
 import json
+import math
 from typing import Any, NamedTuple
 import warnings
 
@@ -34,13 +35,18 @@ def _every(kind: str):
 
 def _all_but_each(kind: str, key: str):
   """Layers of one kind, but for every n-th, which is full; n under the key."""
-  return lambda keys, layers: tuple(
-      FULL if (i + 1) % keys[key] == 0 else kind for i in range(layers))
+  def pattern(keys, layers):
+    step = _count(keys, key)
+    return tuple(FULL if (i + 1) % step == 0 else kind for i in range(layers))
+  return pattern
 
 
 def _qwen(keys: dict, layers: int) -> tuple[str, ...]:
   """From layer max_window_layers on, where the window is switched on at all."""
-  first = keys["max_window_layers"] if keys.get("use_sliding_window") else layers
+  first = layers
+  if _flag(keys, "use_sliding_window"):
+    first = checks.integer("max_window_layers", keys["max_window_layers"],
+                           "an int >= 0, the first layer with a window", lambda x: x >= 0)
   return tuple(SLIDING if i >= first and keys.get("sliding_window") is not None else FULL
                for i in range(layers))
 
@@ -54,8 +60,44 @@ def _llama4(keys: dict, layers: int) -> tuple[str, ...]:
 
 def _llama4_turns(keys: dict, layers: int) -> tuple[int, ...]:
   given = keys.get("no_rope_layers")  # 1: the layer has a rotary embedding, despite the name
-  step = keys["no_rope_layer_interval"]
-  return tuple(given) if given else tuple(int((i + 1) % step != 0) for i in range(layers))
+  if given:
+    checks.require(isinstance(given, (list, tuple)) and len(given) == layers
+                   and all(turns in (0, 1) for turns in given), "no_rope_layers", given,
+                   f"{layers} of 0 and 1, one for each of num_hidden_layers")
+    return tuple(given)
+  step = _count(keys, "no_rope_layer_interval")
+  return tuple(int((i + 1) % step != 0) for i in range(layers))
+
+
+def _count(keys: dict, name: str) -> int:
+  """A number of layers or dimensions.
+
+  Raises:
+    ValueError: it is no int >= 1.
+  """
+  return checks.integer(name, keys[name], "an int >= 1", lambda x: x >= 1)
+
+
+def _flag(keys: dict, name: str) -> bool:
+  """Something that is so or not; null and absent: not.
+
+  Raises:
+    ValueError: it is something else.
+  """
+  value = keys.get(name)
+  checks.require(value is None or isinstance(value, bool), name, repr(value), "true or false")
+  return bool(value)
+
+
+def _mapping(name: str, value: Any) -> Mapping[str, Any]:
+  """A dictionary; null and absent: an empty one.
+
+  Raises:
+    ValueError: it is something else.
+  """
+  checks.require(value is None or isinstance(value, Mapping), name, repr(value),
+                 "a dictionary or null")
+  return value or {}
 
 
 _LLAMA = {"hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 32,
@@ -168,7 +210,7 @@ def read_config(data: Mapping[str, Any]) -> AttnConfig:
   checks.require(isinstance(data, Mapping), "data", type(data).__name__, "a mapping")
   checks.require(isinstance(data.get("model_type"), str), "model_type",
                  repr(data.get("model_type")), f"one of {', '.join(MODELS)}")
-  text = data.get("text_config") or {}
+  text = _mapping("text_config", data.get("text_config"))
   keys = {**{k: v for k, v in data.items() if k != "text_config"}, **text}
   if "_sliding_window_pattern" in keys:  # as newer files call it
     keys["sliding_window_pattern"] = keys.pop("_sliding_window_pattern")
@@ -220,14 +262,15 @@ def _read(model: _Model, keys: _Keys) -> AttnConfig:
       hidden_size=get("hidden_size"), num_key_value_heads=get("num_key_value_heads") or heads,
       head_dim=get("head_dim"), max_position_embeddings=get("max_position_embeddings"),
       softmax_scale=_power(own("query_pre_attn_scalar")), sinks=model.sinks,
-      causal=model.causal or bool(own("is_decoder")),
+      causal=model.causal or bool(own("is_decoder")) and _flag(keys.all, "is_decoder"),
       logits_soft_cap=own("attn_logit_softcapping"),
       dropout_prob=get("attention_dropout", "attention_probs_dropout_prob") or 0.0)
   if own("qk_rope_head_dim"):
     config = config._replace(
-        rope_head_dim=get("qk_rope_head_dim"), value_head_dim=get("v_head_dim"), head_dim=get(
-            "qk_nope_head_dim") + get("qk_rope_head_dim"), num_key_value_heads=heads)
-    get("qk_head_dim")  # the sum of the two
+        rope_head_dim=get("qk_rope_head_dim"), value_head_dim=get("v_head_dim"),
+        head_dim=sum(_count(keys.all, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim")),
+        num_key_value_heads=heads)
+    get("qk_nope_head_dim", "qk_head_dim")  # the latter is the sum of the two
   config = _with_layers(config, model, keys)
   config, unknown = _with_ropes(config, model, keys)
   extras = {**keys.left(), **unknown}
@@ -242,6 +285,8 @@ def _read(model: _Model, keys: _Keys) -> AttnConfig:
 def _with_layers(config: AttnConfig, model: _Model, keys: _Keys) -> AttnConfig:
   """Layer types, and the window and the chunk that they need."""
   layers, given = config.num_hidden_layers, keys.get("layer_types")
+  checks.require(given is None or isinstance(given, (list, tuple)), "layer_types", repr(given),
+                 f"a list of {layers} names, one for each of num_hidden_layers")
   types = tuple(given) if given else model.pattern(keys.all, layers)
   if types is None:
     return config  # a window that the file has is none of this model's: it is left over
@@ -279,7 +324,7 @@ def _with_ropes(config: AttnConfig, model: _Model, keys: _Keys):
   unknown = {}
 
   def read(parameters, theta, where):
-    given = {**{k: v for k, v in shared.items() if v is not None}, **(parameters or {})}
+    given = {**{k: v for k, v in shared.items() if v is not None}, **_mapping(where, parameters)}
     rope, left = rope_from_dict(given, theta, longest,
                                 model.interleaved if interleaved is None else interleaved)
     unknown.update({f"{where}.{name}": value for name, value in left.items()})
@@ -287,7 +332,7 @@ def _with_ropes(config: AttnConfig, model: _Model, keys: _Keys):
 
   theta, local = get("rope_theta"), keys.own("rope_local_base_freq")
   name = "rope_parameters" if get("rope_parameters") else "rope_scaling"
-  parameters = get(name) or {}
+  parameters = _mapping(name, get(name))
   checks.require(name == "rope_scaling" or not keys.given.get("rope_scaling"), "rope_scaling",
                  keys.given.get("rope_scaling"), f"none beside rope_parameters={parameters}")
   nested = {kind: part for kind, part in parameters.items() if kind in (FULL, SLIDING, CHUNKED)}
@@ -308,4 +353,7 @@ def _with_ropes(config: AttnConfig, model: _Model, keys: _Keys):
 
 def _power(scalar: float | None) -> float | None:
   """Gemma divides its logits by the root of this number, whatever the width."""
-  return None if scalar is None else float(scalar)**-0.5
+  if scalar is None:
+    return None
+  return checks.number("query_pre_attn_scalar", scalar, "a finite number > 0",
+                       lambda x: 0 < x < math.inf)**-0.5

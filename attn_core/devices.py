@@ -36,12 +36,13 @@ def get_optimal_config(device: Any = None) -> OptimalConfig:
   Args:
     device: anything with `platform` and `device_kind`, as a `jax.Device`; None: the first one.
 
+  Returns:
+    The mechanism, and the dtype of its query, key and value.
+
   Raises:
-    ValueError: `device` has no platform.
+    ValueError: `device` has no platform or no kind.
   """
-  device = jax.devices()[0] if device is None else device
-  checks.require(hasattr(device, "platform") and hasattr(device, "device_kind"), "device",
-                 repr(device), "a jax.Device, or None for the first one")
+  device = _device(device)
   name = f"{_platform(device)} {device.device_kind}".lower()
   return next(OptimalConfig(mechanism, jnp.dtype(dtype))
               for pattern, mechanism, dtype in OPTIMAL if re.match(pattern, name))
@@ -55,14 +56,22 @@ def tpu_version_check(version: str = "v4", device: Any = None) -> bool:
     device: as for `get_optimal_config`.
 
   Raises:
-    ValueError: an unknown version.
+    ValueError: an unknown version, or as `get_optimal_config`.
   """
   checks.one_of("version", version, TPU_VERSIONS)
-  device = jax.devices()[0] if device is None else device
+  device = _device(device)
   if _platform(device) != "tpu":
     return False
   kind = re.sub(r"^tpu ?", "", device.device_kind.lower())
   return TPU_KINDS.get(kind, kind).startswith(version)
+
+
+def _device(device: Any) -> Any:
+  """The device, or the first one."""
+  device = jax.devices()[0] if device is None else device
+  checks.require(hasattr(device, "platform") and hasattr(device, "device_kind"), "device",
+                 repr(device), "a jax.Device, or None for the first one")
+  return device
 
 
 def _platform(device: Any) -> str:

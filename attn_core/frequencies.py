@@ -27,11 +27,11 @@ class Rope(NamedTuple):
   attention_factor: float | None = None  # multiplies cosine and sine; None: see attention_factor
   beta_fast: float = 32.0  # yarn: from so many turns on over the original length, unchanged
   beta_slow: float = 1.0  # yarn: up to so many turns over the original length, interpolated
-  mscale: float | None = None  # yarn
-  mscale_all_dim: float | None = None  # yarn
+  mscale: float | None = None  # yarn: >= 0, see attention_factor
+  mscale_all_dim: float | None = None  # yarn: >= 0, see attention_factor
   truncate: bool = True  # yarn: whether the bounds of its ramp are whole numbers
-  low_freq_factor: float | None = None  # llama3
-  high_freq_factor: float | None = None  # llama3
+  low_freq_factor: float | None = None  # llama3: up to so many turns, interpolated
+  high_freq_factor: float | None = None  # llama3: from so many turns on, unchanged
   short_factor: tuple[float, ...] | None = None  # longrope: R / 2 divisors of the frequencies
   long_factor: tuple[float, ...] | None = None  # longrope: those beyond the original length
   mrope_section: tuple[int, ...] | None = None  # frequencies for time, height and width
@@ -82,6 +82,7 @@ def rope_from_dict(
   given = {name: value for name, value in (parameters or {}).items() if value is not None}
   older = given.pop("type", "default")
   given.setdefault("rope_type", older)
+  checks.one_of("rope_type", given["rope_type"], (*ROPE_TYPES, *ALIASES))
   given["rope_type"] = ALIASES.get(given["rope_type"], given["rope_type"])
   known = {name: _frozen(given.pop(name)) for name in Rope._fields if name in given}
   defaults = {"rope_theta": rope_theta, "max_position_embeddings": max_position_embeddings,
@@ -107,30 +108,56 @@ def check_rope(rope: Rope) -> None:
   checks.number("rope.rope_theta", rope.rope_theta, "a number > 1", lambda x: 1 < x < math.inf)
   checks.number("rope.partial_rotary_factor", rope.partial_rotary_factor, "a number in (0, 1]",
                 lambda x: 0 < x <= 1)
-  for name in ("factor", "attention_factor", "beta_fast", "beta_slow", "low_freq_factor",
-               "high_freq_factor"):
-    if getattr(rope, name) is not None:
-      checks.number(f"rope.{name}", getattr(rope, name), "a finite number > 0",
-                    lambda x: 0 < x < math.inf)
+  _check_optional(rope, ("factor", "attention_factor", "beta_fast", "beta_slow", "low_freq_factor",
+                         "high_freq_factor"), "a finite number > 0", lambda x: 0 < x < math.inf)
+  _check_optional(rope, ("mscale", "mscale_all_dim"), "a finite number >= 0",
+                  lambda x: 0 <= x < math.inf)
   for name in ("max_position_embeddings", "original_max_position_embeddings"):
     if getattr(rope, name) is not None:
       checks.integer(f"rope.{name}", getattr(rope, name), "an int >= 1 (tokens)", lambda x: x >= 1)
+  for name in ("interleaved", "truncate", "mrope_interleaved"):
+    checks.require(isinstance(getattr(rope, name), bool), f"rope.{name}",
+                   repr(getattr(rope, name)), "True or False")
   if rope.rope_type == "llama3":
-    checks.require(rope.low_freq_factor < rope.high_freq_factor, "rope.high_freq_factor",
-                   rope.high_freq_factor, f"more than low_freq_factor={rope.low_freq_factor}")
-  if rope.mrope_section is not None:
-    checks.require(len(rope.mrope_section) == 3 and all(
-        isinstance(n, int) and n >= 0 for n in rope.mrope_section), "rope.mrope_section",
-                   rope.mrope_section, "three ints >= 0: frequencies of time, height and width")
+    checks.require(rope.low_freq_factor <= rope.high_freq_factor, "rope.high_freq_factor",
+                   rope.high_freq_factor, f"at least low_freq_factor={rope.low_freq_factor}")
+  _check_sequences(rope)
+
+
+def _check_optional(rope: Rope, names: tuple[str, ...], expected: str, good) -> None:
+  """Checks of fields that are a number or None."""
+  for name in names:
+    if getattr(rope, name) is not None:
+      checks.number(f"rope.{name}", getattr(rope, name), expected, good)
+
+
+def _check_sequences(rope: Rope) -> None:
+  """Checks of the fields that hold several numbers; how many is checked with the width."""
+  for name in ("short_factor", "long_factor"):
+    factors = getattr(rope, name)
+    if factors is not None:
+      checks.require(isinstance(factors, (tuple, list)), f"rope.{name}", repr(factors),
+                     "a tuple of numbers > 0, one for each pair of dimensions")
+      for factor in factors:
+        checks.number(f"rope.{name}", factor, "finite numbers > 0", lambda x: 0 < x < math.inf)
+  section = rope.mrope_section
+  checks.require(
+      section is None or (isinstance(section, (tuple, list)) and len(section) == 3 and all(
+          type(n) is int and n >= 0 for n in section)),
+      "rope.mrope_section", section, "three ints >= 0: frequencies of time, height and width")
+  checks.require(rope.rope_type != "longrope" or _original(rope) > 1,
+                 "rope.original_max_position_embeddings", _original(rope), "more than 1 token, "
+                 "since rope_type='longrope' divides by its logarithm")
 
 
 def rotary_width(rope: Rope, head_dim: int) -> int:
   """R: how many dimensions of a head are rotated.
 
   Raises:
-    ValueError: it is odd or 0, or `check_rope` refuses.
+    ValueError: it is odd or 0, `head_dim` is no int >= 1, or `check_rope` refuses.
   """
   check_rope(rope)
+  checks.integer("head_dim", head_dim, "an int >= 1", lambda x: x >= 1)
   width = int(head_dim * rope.partial_rotary_factor + 1e-6)  # 49 * (6 / 49) is less than 6
   checks.require(width >= 2 and width % 2 == 0, "head_dim", head_dim, "a width of which "
                  f"partial_rotary_factor={rope.partial_rotary_factor} leaves an even number >= 2")
@@ -190,7 +217,8 @@ def inverse_frequencies(rope: Rope, head_dim: int, length: Any = None):
     linear    the same / factor
     dynamic   with theta * (factor * L / M - factor + 1)^(R / (R - 2)), M the model's length, L > M
     yarn      between the default and the linear ones, by turns over the original length
-    llama3    the same by wavelength
+    llama3    the same, a straight line between low_freq_factor and high_freq_factor turns; a step
+              where these are equal, as in Llama 4 Scout
     longrope  the default ones / (long_factor where L is more than the original length, else
               short_factor)
 
@@ -201,17 +229,19 @@ def inverse_frequencies(rope: Rope, head_dim: int, length: Any = None):
   Args:
     rope: which embedding.
     head_dim: D.
-    length: L, for the types BY_LENGTH: an int or an int32 scalar (tokens); None: not more than the
-      model's length.
+    length: L, for the types BY_LENGTH: an int >= 0 or an int32 scalar array (tokens); None: not
+      more than the model's length.
 
   Returns:
     float32 [R / 2], of numpy unless `length` is an array; computed in float64 and rounded once. For
     rope_type "none" all are 0.
 
   Raises:
-    ValueError: the type's fields do not fit the width, or as `check_rope`.
+    ValueError: the type's fields do not fit the width, `length` is something else, or as
+      `rotary_width`.
   """
   width = rotary_width(rope, head_dim)
+  _check_length(length)
   default = rope.rope_theta ** (-np.arange(0, width, 2) / width)
   if rope.rope_type == "none":
     frequencies = np.zeros_like(default)
@@ -223,9 +253,7 @@ def inverse_frequencies(rope: Rope, head_dim: int, length: Any = None):
     share = _yarn_share(rope, width)
     frequencies = default * share + default / scale_of(rope) * (1 - share)
   elif rope.rope_type == "llama3":
-    turns = _original(rope) * default / (2 * np.pi)
-    share = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor),
-                    0, 1)
+    share = _llama3_share(rope, default)
     frequencies = default * share + default / rope.factor * (1 - share)
   elif rope.rope_type == "longrope":
     return _longrope(rope, default, length)
@@ -289,6 +317,24 @@ def _longrope(rope, default, length):
   if isinstance(length, jax.Array):
     return jnp.where(length > _original(rope), long, short)
   return long if length is not None and length > _original(rope) else short
+
+
+def _check_length(length: Any) -> None:
+  if isinstance(length, jax.Array):
+    checks.require(length.ndim == 0 and jnp.issubdtype(length.dtype, jnp.integer), "length",
+                   checks.describe(length), "an int32 scalar (tokens)")
+  elif length is not None:
+    checks.integer("length", length, "an int >= 0 (tokens), or an int32 scalar array",
+                   lambda x: x >= 0)
+
+
+def _llama3_share(rope, default):
+  """How much of the default frequency each one keeps, by its turns over the original length."""
+  turns = _original(rope) * default / (2 * np.pi)
+  low, high = rope.low_freq_factor, rope.high_freq_factor
+  if low == high:
+    return np.where(turns >= low, 1.0, 0.0)
+  return np.clip((turns - low) / (high - low), 0, 1)
 
 
 def _yarn_share(rope, width: int):

@@ -188,6 +188,14 @@ class BenchmarkTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, f"{list(arguments)[0]}.*{known}"):
       benchmark.run_attention_benchmarks(peers=False, progress=False, **arguments)
 
+  @parameterized.parameters(
+      (dict(repeats=0), "repeats: got 0"), (dict(max_heads=0), "max_heads: got 0"),
+      (dict(max_tokens=-1), "max_tokens: got -1"), (dict(dtype="small"), "dtype: got 'small'"))
+  def test_bad_sizes(self, arguments, message):
+    with self.assertRaisesRegex(ValueError, message):
+      benchmark.run_attention_benchmarks(["vanilla"], ["vit_b16"], peers=False, progress=False,
+                                         **arguments)
+
   def test_suites_name_cases(self):
     for name in (*benchmark.DEFAULT, *(name for name, _ in benchmark.FULL)):
       self.assertIn(name, CASES)

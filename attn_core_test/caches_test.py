@@ -185,6 +185,19 @@ class UpdateTest(parameterized.TestCase):
     self.assertEqual(live(module.view(sharded)), want)
 
 
+class InitTest(absltest.TestCase):
+
+  def test_bad_input(self):
+    for call, message in (
+        (lambda: dense.init(2, 8, (2, 8), dtype="small"),
+         "dtype: got 'small'; expected a floating"),
+        (lambda: dense.init(2, 8, 2), "heads: got 2"),
+        (lambda: pages.init(PagesV2, 4, 4, (2, 8, 8)), r"heads: got \(2, 8, 8\); expected Heads"),
+        (lambda: pages.init(PagesV2, 4, 4, Heads(2, 8, 8), "small"), "dtype: got 'small'")):
+      with self.subTest(message), self.assertRaisesRegex(ValueError, message):
+        call()
+
+
 class QuantizeTest(parameterized.TestCase):
 
   @parameterized.parameters(("int8", 0.5 / 127, 0), ("float8_e4m3fn", 2**-10 / 448, 2**-4))
@@ -207,6 +220,22 @@ class QuantizeTest(parameterized.TestCase):
     self.assertTrue(np.isfinite(back[1]).all())
     self.assertTrue(np.isnan(back[2:4]).all())
     np.testing.assert_allclose(back[4], x[4], rtol=1e-6)
+
+  def test_bad_input(self):
+    x, stored = jnp.ones((2, 3)), jnp.ones((2, 3), jnp.int8)
+    for call, message in (
+        (lambda: quantize.quantize(x, "int4"), "dtype: got 'int4'; expected one of 'int8'"),
+        (lambda: quantize.quantize(x, "small"), "dtype: got 'small'"),
+        (lambda: quantize.quantize(None, "int8"), "x: got NoneType"),
+        (lambda: quantize.quantize(stored, "int8"), r"x: got int8\[2, 3\]; expected float"),
+        (lambda: quantize.quantize(jnp.float32(1), "int8"), r"x: got float32\[\]"),
+        (lambda: quantize.quantize(x[:, :0], "int8"), r"x: got float32\[2, 0\]"),
+        (lambda: quantize.dequantize(None, x), "values: got NoneType"),
+        (lambda: quantize.dequantize(stored, 1.0), "scales: got float"),
+        (lambda: quantize.dequantize(stored, jnp.ones(3)),
+         r"scales: got float32\[3\]; expected float32 \[2\]")):
+      with self.subTest(message), self.assertRaisesRegex(ValueError, message):
+        call()
 
   def test_all_numbers_of_8_bits(self):
     bits = jnp.arange(256, dtype=jnp.uint8)

@@ -1,6 +1,7 @@
 """AttnConfig: documented fields, merges, JSON, files, and what a model hub's config.json means."""
 
 import json
+import math
 import pathlib
 import tempfile
 import typing
@@ -92,12 +93,12 @@ PUBLISHED = {
             "model_type": "llama4_text", "attention_chunk_size": 8192, "head_dim": 128,
             "max_position_embeddings": 10485760, "no_rope_layers": [], "num_attention_heads": 40,
             "num_hidden_layers": 48, "num_key_value_heads": 8, "rope_theta": 500000.0,
-            "rope_scaling": {**LLAMA31_ROPE, "factor": 16.0, "high_freq_factor": 1.5}},
+            "rope_scaling": {**LLAMA31_ROPE, "factor": 16.0, "high_freq_factor": 1.0}},
          "vision_config": {"model_type": "llama4_vision_model"}},
         {"layer_types": ((CHUNKED,) * 3 + (FULL,)) * 12, "chunk_size": 8192,
          "layers_without_rope": tuple(range(3, 48, 4)), "head_dim": 128,
          "rope": Rope("llama3", 500000.0, 16.0, 10485760, 8192, interleaved=True,
-                      low_freq_factor=1.0, high_freq_factor=1.5)}),
+                      low_freq_factor=1.0, high_freq_factor=1.0)}),
     "mistral-7b-v0.1": (
         {"model_type": "mistral", "num_hidden_layers": 32, "max_position_embeddings": 32768,
          "sliding_window": 4096},
@@ -266,6 +267,13 @@ class MergeTest(parameterized.TestCase):
       hidden_size = 7
     self.assertEqual(read_basics_from_config(mine, Other()), mine._replace(attn_mechanism="sdpa"))
 
+  def test_what_has_no_basics_is_no_source(self):
+    for source in (None, {"bits": 3}):
+      with self.assertRaisesRegex(ValueError, "source: got .*add_basic_configurations"):
+        read_basics_from_config(AttnConfig(), source)
+    with self.assertRaisesRegex(ValueError, "config: got NoneType; expected an AttnConfig"):
+      add_basic_configurations(None, bits=3)
+
   def test_custom_arguments(self):
     config = attach_custom_arguments(AttnConfig(), head_dim=96, rotary="yes", sizes=[1, {"a": 2}])
     self.assertEqual(config.head_dim, 96)
@@ -296,6 +304,25 @@ class MergeTest(parameterized.TestCase):
       ({"fcm_min_ratio": 0.5, "fcm_max_ratio": 0.25}, "fcm_min_ratio: got 0.5.*0.25"),
       ({"fcm_max_ratio": 1.0}, "fcm_max_ratio: got 1.0"),
       ({"softmax_scale": -1.0}, "softmax_scale: got -1.0"),
+      ({"sharding_axis_dims": 8}, "sharding_axis_dims: got 8; expected a tuple"),
+      ({"sharding_axis_names": "sp"}, "sharding_axis_names: got 'sp'; expected a tuple"),
+      ({"sharding_dcn_axis_dims": -1}, "sharding_dcn_axis_dims: got -1; expected a tuple"),
+      ({"kv_cache_sharding_sequence_axis_name": -1},
+       "kv_cache_sharding_sequence_axis_name=-1: expected the name of a mesh axis"),
+      ({"quantization_config": object()}, "quantization_config=.*expected .*that JSON knows"),
+      ({"kv_cache_quantization_config": math.nan}, "kv_cache_quantization_config=nan"),
+      ({"model_type": 3}, "model_type: got 3"),
+      ({"extras": {"a": [1]}}, "extras: got .*attach_custom_arguments"),
+      ({"layer_types": 3}, "layer_types: got 3; expected a tuple"),
+      ({"layer_ropes": 3}, "layer_ropes: got 3; expected pairs"),
+      ({"layer_ropes": {FULL: {"factor": 2.0}}}, "layer_ropes: got .*expected pairs"),
+      ({"layer_ropes": {"dense": Rope()}}, "layer_ropes: got .*layer types of full"),
+      ({"layers_without_rope": -1}, "layers_without_rope: got -1"),
+      ({"layers_without_rope": (2,), "num_hidden_layers": 2},
+       r"layers_without_rope: got \(2,\); expected numbers of layers, from 0 to 2 - 1"),
+      ({"partition_rules": 5}, "partition_rules=5: expected pairs"),
+      ({"partition_rules": (("(", PartitionSpec()),)}, "partition_rules=.*unterminated"),
+      ({"partition_rules": (("a", "tp"),)}, "partition_rules has the spec 'tp'"),
       ({"sharding_axis_dims": (1, 2)}, r"sharding_axis_dims: got \(1, 2\)"),
       ({"mesh": "8"}, "mesh='8'"),
       ({"platform": "vulkan"}, "platform='vulkan'"),
@@ -386,6 +413,12 @@ class JsonTest(parameterized.TestCase):
       (self.folder / "config.json").write_text(text)
       with self.assertRaisesRegex(ValueError, message):
         from_pretrained(self.folder)
+    (self.folder / "config.json").write_bytes(b"\xff\xfe")
+    with self.assertRaisesRegex(ValueError, "config.json is not JSON: .*in UTF-8"):
+      from_pretrained(self.folder)
+    for name in (None, 3):
+      with self.assertRaisesRegex(ValueError, f"pretrained_model_name_or_path: got {name}"):
+        from_pretrained(name)
 
   def test_commit_hash(self):
     commit = "0123456789abcdef0123456789abcdef01234567"
@@ -394,6 +427,8 @@ class JsonTest(parameterized.TestCase):
     self.assertEqual(extract_commit_hash(path, "known"), "known")
     for other in (None, "/cache/config.json", path.replace("0", "z"), path[:-20]):
       self.assertIsNone(extract_commit_hash(other, None))
+    with self.assertRaisesRegex(ValueError, "resolved_file: got 3"):
+      extract_commit_hash(3, None)
 
 
 class ReadersTest(parameterized.TestCase):
@@ -477,6 +512,34 @@ class ReadersTest(parameterized.TestCase):
       ({"model_type": "gemma2", "num_hidden_layers": 3, "layer_types": [FULL, SLIDING]},
        ValueError, "2 of them.*num_hidden_layers=3"),
       ({"model_type": "mistral", "sliding_window": 0}, ValueError, "sliding_window: got 0"),
+      ({"model_type": "llama", "text_config": "llama"}, ValueError, "text_config: got 'llama'"),
+      ({"model_type": "llama", "rope_scaling": "llama3"}, ValueError, "rope_scaling: got 'llama3'"),
+      ({"model_type": "llama", "rope_scaling": [1]}, ValueError, r"rope_scaling: got \[1\]"),
+      ({"model_type": "gemma3_text", "rope_parameters": {FULL: 3}}, ValueError,
+       "rope_parameters.full_attention: got 3; expected a dictionary"),
+      ({"model_type": "gpt_oss", "layer_types": FULL}, ValueError,
+       "layer_types: got 'full_attention'; expected a list of 36 names"),
+      ({"model_type": "gpt_oss", "layer_types": 3}, ValueError, "layer_types: got 3"),
+      ({"model_type": "gemma3_text", "sliding_window_pattern": 0}, ValueError,
+       "sliding_window_pattern: got 0; expected an int >= 1"),
+      ({"model_type": "gemma3_text", "sliding_window_pattern": None}, ValueError,
+       "sliding_window_pattern: got None"),
+      ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": None}, ValueError,
+       "max_window_layers: got None; expected an int >= 0"),
+      ({"model_type": "qwen2", "use_sliding_window": "no"}, ValueError,
+       "use_sliding_window: got 'no'; expected true or false"),
+      ({"model_type": "bert", "is_decoder": "no"}, ValueError, "is_decoder: got 'no'"),
+      ({"model_type": "llama4_text", "no_rope_layers": 4}, ValueError, "no_rope_layers: got 4"),
+      ({"model_type": "llama4_text", "no_rope_layers": [1, 0]}, ValueError,
+       r"no_rope_layers: got \[1, 0\]; expected 48 of 0 and 1"),
+      ({"model_type": "llama4_text", "no_rope_layer_interval": 0}, ValueError,
+       "no_rope_layer_interval: got 0"),
+      ({"model_type": "gemma2", "query_pre_attn_scalar": 0}, ValueError,
+       "query_pre_attn_scalar: got 0; expected a finite number > 0"),
+      ({"model_type": "gemma2", "query_pre_attn_scalar": -1}, ValueError,
+       "query_pre_attn_scalar: got -1"),
+      ({"model_type": "deepseek_v3", "qk_nope_head_dim": "a"}, ValueError,
+       "qk_nope_head_dim: got 'a'"),
   )
   def test_bad_files(self, data, error, message):
     with self.assertRaisesRegex(error, message):

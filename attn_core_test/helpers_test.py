@@ -237,8 +237,9 @@ class DevicesTest(parameterized.TestCase):
     self.assertEqual(get_optimal_config().dtype, jnp.bfloat16)
     with self.assertRaisesRegex(ValueError, "version: got 'v1'"):
       tpu_version_check("v1")
-    with self.assertRaisesRegex(ValueError, "device: got 'tpu'"):
-      get_optimal_config("tpu")
+    for call in (get_optimal_config, lambda device: tpu_version_check("v4", device)):
+      with self.assertRaisesRegex(ValueError, "device: got 'tpu'"):
+        call("tpu")
 
 
 class ShardingsTest(parameterized.TestCase):
@@ -291,6 +292,12 @@ class ShardingsTest(parameterized.TestCase):
     for call, message in (
         (lambda: shard_attention_prod(jnp.ones((2, 3)), self.metadata), "attn_output: got float32"),
         (lambda: get_sharding_safely("x", self.metadata), "tensor: got str"),
+        (lambda: get_sharding_safely(self.x, None), "metadata: got None"),
+        (lambda: default_key_value_sharding(None), "metadata: got None"),
+        (lambda: shard_attention_prod(self.x, None), "metadata: got None"),
+        (lambda: apply_qk_shardings(self.x, self.x, None), "metadata: got None"),
+        (lambda: apply_qk_shardings(None, self.x, self.metadata), "query: got NoneType"),
+        (lambda: apply_qkv_shardings(self.x, self.x, None, self.metadata), "value: got NoneType"),
         (lambda: apply_qk_shardings(self.x, self.x, self.metadata, "train"), "mode='train'")):
       with self.assertRaisesRegex(ValueError, message):
         call()
@@ -310,6 +317,9 @@ class ShardingsTest(parameterized.TestCase):
     self.assertEqual(match_partition_rules(rules, shapes, self.mesh).specs, specs)
     for bad, message in ((rules[:1], "'layers/0/q/kernel' of shape .4, 3."),
                          ((("(", P()),), "regular expression"),
+                         ((("embed", "tp"), (".*", P())), "spec 'tp' .* expected a PartitionSpec"),
+                         ((("embed", None), (".*", P())), "spec None for the pattern 'embed'"),
+                         (3, "rules=3: expected pairs"),
                          ((("embed", P(None, None, "tp")), (".*", P())), "spec of 3 dimensions")):
       with self.assertRaisesRegex(ValueError, message):
         match_partition_rules(bad, parameters)
@@ -328,8 +338,9 @@ class ArraysTest(absltest.TestCase):
                                attention(query, key, value).attention_outputs, atol=1e-6)
     with self.assertRaisesRegex(ValueError, "num_reps: got 0"):
       repeat_key_value(key, value, 0)
-    with self.assertRaisesRegex(ValueError, "value: got float32"):
-      repeat_key_value(key, value[0], 2)
+    for bad in (value[0], value[:, :4], value[:, :, :1]):
+      with self.assertRaisesRegex(ValueError, "value: got float32"):
+        repeat_key_value(key, bad, 2)
 
   def test_cache_positions(self):
     left = np.tril(np.ones((5, 5), bool))[None, None] & np.array(
@@ -343,7 +354,10 @@ class ArraysTest(absltest.TestCase):
     self.assertEqual(got.dtype, jnp.int32)
     for arguments, message in (((one, "decode"), "mode: got 'decode'"),
                                ((one[0], "__train__"), "attention_mask: got bool"),
-                               ((one.astype(int), "__train__"), "attention_mask: got int64")):
+                               ((one.astype(int), "__train__"), "attention_mask: got int64"),
+                               ((one, "__train__", 3), "cache_view: got 3; expected a cache"),
+                               ((one[:1].repeat(3, 0), "__train__", cache),
+                                r"cache_view: got int32\[2\]; .*int32 \[3\]")):
       with self.assertRaisesRegex(ValueError, message):
         build_cache_pos(*arguments)
 

@@ -448,7 +448,9 @@ class MaskInfoTest(parameterized.TestCase):
        r"attention_mask has dtype float32 and shape \(2, 3\)"),
       ("whole", np.zeros((1, 1, 2, 3), np.float64), "attention_mask has dtype float"),
       ("rank_1", np.zeros(3, bool), r"attention_mask has dtype bool and shape \(3,\)"),
-      ("rank_3", np.zeros((2, 2, 3), bool), r"shape \(2, 2, 3\)"))
+      ("rank_3", np.zeros((2, 2, 3), bool), r"shape \(2, 2, 3\)"),
+      ("nothing", None, "attention_mask: got None"),
+      ("segment_ids", np.array([[1, 1, 2]]), "0 or 1; .*MaskInfo.from_segments"))
   def test_bad_attention_masks(self, mask, message):
     with self.assertRaisesRegex(ValueError, message):
       MaskInfo.from_attention_mask(mask)
@@ -468,6 +470,42 @@ class MaskInfoTest(parameterized.TestCase):
     np.testing.assert_array_equal(info.kv_positions, [[0, 1, 0, 1]])
     np.testing.assert_array_equal(dense(info.to_mask(masks.causal()), (1, 1, 3, 4))[0, 0],
                                   rows("1000 0010 0011"))
+
+  @parameterized.parameters(
+      ((None, 4), "cu_seqlens_q: got None"),
+      ((np.array([0, 2.5, 4]), 4), r"cu_seqlens_q: got float.*\[3\]"),
+      ((np.array([[0, 4]]), 4), r"cu_seqlens_q: got int.*\[1, 2\]"),
+      ((np.array([0]), 4), "cu_seqlens_q: got int"),
+      ((np.array([0, 3, 2, 4]), 4), r"got \[0, 3, 2, 4\]; .*never fall"),
+      ((np.array([1, 3, 4]), 4), r"got \[1, 3, 4\]; .*start at 0"),
+      ((np.array([0, 3, 9]), 4), r"got \[0, 3, 9\]; .*end at total_q=4 at most"),
+      ((np.array([0, 4]), None), "total_q: got None"),
+      ((np.array([0, 4]), -1), "total_q: got -1"),
+      ((np.array([0, 4]), 4, None, 9), "total_k: got 9; expected None without cu_seqlens_k"),
+      ((np.array([0, 4]), 4, np.array([0, 2, 4])), r"cu_seqlens_k: got \(3,\).*\(2,\)"),
+      ((np.array([0, 4]), 4, np.array([0, 5])), r"cu_seqlens_k: got \[0, 5\].*total_k=4"))
+  def test_bad_cu_seqlens(self, arguments, message):
+    with self.assertRaisesRegex(ValueError, message):
+      MaskInfo.from_cu_seqlens(*arguments)
+
+  def test_and_between_masks_is_no_python_and(self):
+    """`causal() and window(1, 0)` would be window(1, 0), and see into the future no less."""
+    for wrong in (lambda: masks.causal() and masks.window(1, None),
+                  lambda: masks.causal() or masks.window(1, 0), lambda: not masks.causal()):
+      with self.assertRaisesRegex(ValueError, "neither true nor false.*`&`"):
+        wrong()
+
+  def test_masks_of_what_is_none(self):
+    for call in (lambda: masks.offset(3, 1), lambda: masks.placed(3, np.zeros((1, 1), int), None, (
+        1, 1)), lambda: masks.positions(np.zeros((1, 1), int), mask=3)):
+      with self.assertRaisesRegex(ValueError, "mask is a int; expected a mask"):
+        call()
+
+  def test_bad_segments_and_base(self):
+    with self.assertRaisesRegex(ValueError, "q_segment_ids: got None"):
+      MaskInfo.from_segments(None)
+    with self.assertRaisesRegex(ValueError, "base: got int; expected a mask"):
+      MaskInfo().to_mask(3)
 
   def test_from_cu_seqlens_in_jit(self):
     info = jax.jit(lambda x: MaskInfo.from_cu_seqlens(x, 4))(np.array([0, 1, 3], np.int32))

@@ -143,11 +143,29 @@ class FrequenciesTest(parameterized.TestCase):
       ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64},
        "rope.low_freq_factor: got None"),
       ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64,
-        "low_freq_factor": 4.0, "high_freq_factor": 4.0}, "more than low_freq_factor=4.0"),
+        "low_freq_factor": 4.0, "high_freq_factor": 3.0}, "at least low_freq_factor=4.0"),
       ({"rope_type": "yarn", "factor": 8.0}, "original_max_position_embeddings: got None"),
       ({"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings: got None"),
       ({"rope_type": "mrope"}, "rope.mrope_section: got None"),
       ({"rope_type": "mrope", "mrope_section": [8]}, "three ints"),
+      ({"rope_type": "mrope", "mrope_section": 8}, "three ints"),
+      ({"rope_type": "mrope", "mrope_section": [True, 2, 3]}, "three ints"),
+      ({"rope_type": ["linear"]}, r"rope_type: got \['linear'\]"),
+      ({"interleaved": "yes"}, "rope.interleaved: got 'yes'; expected True or False"),
+      ({"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64,
+        "truncate": 1}, "rope.truncate: got 1"),
+      ({"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64,
+        "mscale": "1", "mscale_all_dim": 1.0}, "rope.mscale: got '1'"),
+      ({"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64,
+        "mscale": -20.0, "mscale_all_dim": 1.0}, "rope.mscale: got -20.0"),
+      ({"rope_type": "longrope", "original_max_position_embeddings": 64, "short_factor": 3,
+        "long_factor": [1.0]}, "rope.short_factor: got 3"),
+      ({"rope_type": "longrope", "original_max_position_embeddings": 64, "short_factor": [1.0],
+        "long_factor": ["1"]}, "rope.long_factor: got '1'"),
+      ({"rope_type": "longrope", "original_max_position_embeddings": 64, "short_factor": [0.0],
+        "long_factor": [1.0]}, "rope.short_factor: got 0.0"),
+      ({"rope_type": "longrope", "original_max_position_embeddings": 1, "short_factor": [1.0],
+        "long_factor": [1.0]}, "more than 1 token"),
       ({"rope_theta": 1.0}, "rope.rope_theta: got 1.0"),
       ({"rope_theta": "big"}, "rope.rope_theta: got 'big'"),
       ({"partial_rotary_factor": 1.5}, "rope.partial_rotary_factor: got 1.5"),
@@ -160,12 +178,29 @@ class FrequenciesTest(parameterized.TestCase):
   @parameterized.parameters(
       ("default", {}, 15, "head_dim: got 15"),
       ("default", {"partial_rotary_factor": 0.01}, 16, "head_dim: got 16"),
+      ("default", {}, 16.0, "head_dim: got 16.0"),
+      ("default", {}, None, "head_dim: got None"),
       ("dynamic", {}, 2, "at least 4"),
       ("longrope", {}, 32, "rope.short_factor: got 8 numbers; expected 16"),
   )
   def test_bad_widths(self, case, changes, width, message):
     with self.assertRaisesRegex(ValueError, message):
       inverse_frequencies(read(case, **changes), width)
+
+  def test_bad_lengths(self):
+    for case in ("default", "dynamic", "longrope"):
+      for length in ("long", -5, 2.5, jnp.arange(3), jnp.float32(3)):
+        with self.subTest(f"{case}, {length}"), self.assertRaisesRegex(ValueError, "length: got"):
+          inverse_frequencies(read(case), 16, length)
+    with self.assertRaisesRegex(ValueError, "positions: got.*at least one.*'dynamic'"):
+      rotary_table(read("dynamic"), np.zeros((1, 0), np.int32), 16)
+
+  def test_a_step_where_the_bounds_of_llama3_are_equal(self):
+    """As in Llama 4 Scout: by hand, 64 f / (2 pi) turns over 64 tokens, at least 1 or not."""
+    got = inverse_frequencies(read("llama3", high_freq_factor=1.0), 16)
+    default = inverse_frequencies(read("default"), 16)
+    np.testing.assert_array_equal(got[:3], default[:3])  # 10.2, 3.2 and 1.02 turns
+    np.testing.assert_allclose(got[3:], default[3:] / 8, rtol=1e-7)  # from 0.32 turns down
 
   def test_bad_sections(self):
     for section, interleaved, message in (
@@ -273,7 +308,9 @@ class RotationTest(parameterized.TestCase):
     low, _ = apply_complex_rotary(self.query.astype(jnp.bfloat16), self.key, freqs_cis)
     self.assertEqual(low.dtype, jnp.bfloat16)
     for bad, message in ((freqs_cis.real, "freqs_cis: got float32"),
-                         (freqs_cis[..., :4], r"complex \[..., T, 1, 8\]")):
+                         (freqs_cis[..., :4], r"complex \[..., T, 1, 8\]"),
+                         (freqs_cis[:, :4], "freqs_cis: .*leading dimensions of xq"),
+                         (freqs_cis[..., 0, :], "freqs_cis: .*leading dimensions of xq")):
       with self.assertRaisesRegex(ValueError, message):
         apply_complex_rotary(self.query, self.key, bad)
 
@@ -302,15 +339,31 @@ class RotationTest(parameterized.TestCase):
         ({"positions": np.ones((2, 5))}, "positions: got float64"),
         ({"positions": [1, 2]}, "positions: got list"),
         ({"positions": np.ones((4, 2, 5), int)}, r"cosine: got .*\[B or 1, T, R / 2\]"),
+        ({"positions": np.ones((3, 5), int)}, r"cosine: got float32\[3, 5, 8\].*B = 2"),
+        ({"positions": np.ones((2, 1), int)}, r"positions: got int64\[2, 1\].*\[..., 5\]"),
+        ({"positions": np.ones((2, 4), int)}, r"positions: got .*one for each query"),
+        ({"key": np.ones((2, 7, 1, 16), np.float32)}, r"positions: .*each key .*`key_positions`"),
+        ({"key_positions": np.ones((2, 4), int)}, r"key_positions: got .*one for each key"),
+        ({"rope": Rope("none"), "layout": "tbhd"}, "layout: got 'tbhd'"),
         ({"query": [1.0]}, "query: got list"),
         ({"key": None}, "key: got NoneType"),
         ({"rope": {"rope_type": "default"}}, "rope: got .*rope_from_dict"),
         ({"layout": "tbhd"}, "layout: got 'tbhd'"),
-        ({"layout": "thd"}, "x: got float32"),
+        ({"layout": "thd"}, "query: got float32"),
         ({"key": np.ones((2, 5, 1, 8), np.float32)}, "key: got float32"),
         ({"query": np.ones((2, 5, 3, 16), int)}, "x: got int64")):
       with self.subTest(message), self.assertRaisesRegex(ValueError, message):
         rotary(**{**good, **changes})
+
+  def test_bad_tables(self):
+    cosine, sine = rotary_table(Rope(), np.arange(5), 16)
+    for bad, message in (((cosine[:4], sine[:4]), r"cosine: got float32\[4, 8\].*T = 5"),
+                         ((cosine, sine[:, :2]), r"sine: got .*shape of the cosine"),
+                         ((cosine, sine[:1]), r"sine: got float32\[1, 8\].*T = 5"),
+                         ((cosine.astype(int), sine), "cosine: got int"),
+                         ((jnp.stack([cosine] * 3), sine), r"cosine: got .*B = 2")):
+      with self.subTest(message), self.assertRaisesRegex(ValueError, message):
+        apply_rotary(self.query, *bad)
 
   def test_three_positions_must_be_three(self):
     rope = Rope("mrope", mrope_section=(2, 3, 3))

@@ -43,8 +43,11 @@ def init(batch: int, slots: int, heads: tuple, *, dtype=jnp.bfloat16) -> DenseCa
     heads: (K, D), or (K, D, E) where values have another width.
     dtype: floating-point, or int8 or float8_e4m3fn with a scale per token and head.
 
+  Returns:
+    A cache whose rows are empty.
+
   Raises:
-    ValueError: a number below 1, or another dtype.
+    ValueError: a size that is no int >= 1, or another dtype.
   """
   return storage.empty(DenseCache, batch, slots, heads, dtype=dtype)
 

@@ -88,11 +88,17 @@ def init(layout: type, num_pages: int, page_size: int, heads: Heads, dtype=jnp.b
     scales: "token": one per token and head; "tensor": one for all keys and one for all values;
       None: none.
 
+  Returns:
+    A cache of that layout, all zeros.
+
   Raises:
-    ValueError: a size below 1, another layout or kind of scales, E != D where one array holds both,
-      a dtype of one byte without scales, or none of these.
+    ValueError: a size that is no int >= 1, no Heads, another layout or kind of scales, E != D where
+      one array holds both, a dtype of one byte without scales, or one that is no dtype of these.
   """
   checks.require(layout in PAGES, "layout", repr(layout), "PagesV1, PagesV2 or PagesV3")
+  checks.require(isinstance(heads, Heads), "heads", repr(heads),
+                 "Heads(key heads K, key width D, value width E)")
+  dtype = checks.dtype("dtype", dtype, "16 or 32 bits, int8 or float8_e4m3fn")
   checks.one_of("scales", scales, (None, "token", "tensor"))
   for name, size in (("num_pages", num_pages), ("page_size", page_size), *heads._asdict().items()):
     checks.integer(name, size, "an int >= 1", lambda x: x >= 1)

@@ -68,11 +68,14 @@ def quantize(x, dtype):
     has a scale that is not finite either and comes back as NaN.
 
   Raises:
-    ValueError: another dtype.
+    ValueError: another dtype, or an `x` that is no float [..., W] with W >= 1.
     NotImplementedError: `x` is differentiated.
   """
-  dtype = jnp.dtype(dtype)
+  dtype = checks.dtype("dtype", dtype, f"one of {', '.join(map(repr, LIMITS))}")
   checks.one_of("dtype", dtype.name, tuple(LIMITS))
+  checks.array("x", x, "float [..., W]")
+  checks.require(jnp.issubdtype(x.dtype, jnp.floating) and x.ndim >= 1 and x.shape[-1] >= 1, "x",
+                 checks.describe(x), "float [..., W], at least one number in a vector")
   limit = LIMITS[dtype.name]
   x = constant(x, f"keys and values in {dtype.name}").astype(jnp.float32)
   # At least the least normal number, so that a vector of zeros is not divided by 0.
@@ -96,9 +99,22 @@ def dequantize(values, scales, dtype=jnp.float32):
 
   Args:
     values: int8 or float8_e4m3fn [..., W], or the latter's `bits`.
-    scales: float32 [...].
+    scales: float32 [...], or fewer, for several vectors alike.
     dtype: of the result.
+
+  Returns:
+    [..., W] of `dtype`.
+
+  Raises:
+    ValueError: no arrays, or scales that do not broadcast to one for each vector.
   """
+  checks.array("values", values, "int8 or float8_e4m3fn [..., W]")
+  checks.array("scales", scales, "float32 [...]")
+  vectors = values.shape[:-1]
+  checks.require(values.ndim >= 1 and scales.ndim <= len(vectors) and all(
+      n in (1, full) for n, full in zip(scales.shape[::-1], vectors[::-1])), "scales",
+                 checks.describe(scales), f"float32 {list(vectors)}, one for each vector of the "
+                 f"values {checks.describe(values)}, or what broadcasts to that")
   return (unscaled(values).astype(jnp.float32) * scales[..., None]).astype(dtype)
 
 

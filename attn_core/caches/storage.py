@@ -36,8 +36,12 @@ def empty(kind, batch: int, slots: int, heads, *, dtype):
     slots: S of each row (tokens).
     heads: (K, D), or (K, D, E) where values have another width.
     dtype: floating-point, or int8 or float8_e4m3fn with scales beside.
+
+  Raises:
+    ValueError: a size that is no int >= 1, or another dtype.
   """
-  dtype = jnp.dtype(dtype)
+  dtype = checks.dtype("dtype", dtype, "a floating-point dtype or "
+                       f"{' or '.join(quantize.LIMITS)}")
   checks.require(jnp.issubdtype(dtype, jnp.floating) or quantize.is_quantized(dtype), "dtype",
                  dtype.name, f"a floating-point dtype or {' or '.join(quantize.LIMITS)}")
   checks.require(isinstance(heads, tuple) and len(heads) in (2, 3), "heads", repr(heads),

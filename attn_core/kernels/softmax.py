@@ -92,7 +92,7 @@ def finish(running: Running, sinks=None):
 
 
 def join_sinks(output, lse, sinks):
-  """Sinks joined to a normalised softmax: they weigh in its denominator only, so they may come last.
+  """Sinks joined to a normalised softmax: they weigh in its denominator only, so may come last.
 
   Args:
     output: [..., E].

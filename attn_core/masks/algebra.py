@@ -106,6 +106,11 @@ class Mask:
   def __invert__(self):
     return Not(self)
 
+  def __bool__(self):
+    raise ValueError("a mask is neither true nor false: got one where a truth value is needed; "
+                     "expected `&`, `|` and `~` between masks, where `and`, `or` and `not` would "
+                     "drop one of them, or `mask is None`")
+
   def __eq__(self, other):
     if not isinstance(other, Mask):
       return NotImplemented
@@ -483,7 +488,7 @@ def _single_equal(a: Interval, b: Interval):
 
 
 def full() -> Mask:
-  """Every query sees every key."""
+  """Every query sees every key; the neutral element of `&`."""
   return Full()
 
 
@@ -493,7 +498,16 @@ def causal() -> Mask:
 
 
 def window(left: int | None, right: int | None) -> Mask:
-  """-left <= key position - query position <= right, both inclusive; None: unbounded."""
+  """-left <= key position - query position <= right, both inclusive.
+
+  Args:
+    left: tokens before the query; None: unbounded. "W tokens, itself included" is (W - 1, 0).
+    right: tokens after it; None: unbounded. A negative side leaves out the query itself and more:
+      window(-1, 2) are the two tokens after it. Unlike `sliding_window`, -1 is not unbounded.
+
+  Raises:
+    ValueError: a side is neither an int (int32) nor None.
+  """
   for name, value in (("left", left), ("right", right)):
     if value is not None and not _is_int(value):
       raise ValueError(f"window: {name}={value!r}; expected an int (tokens) or None for unbounded")
@@ -501,14 +515,22 @@ def window(left: int | None, right: int | None) -> Mask:
 
 
 def chunk(size: int) -> Mask:
-  """Queries and keys of the same chunk of `size` positions see each other."""
+  """Queries and keys of the same chunk of `size` positions see each other.
+
+  Raises:
+    ValueError: `size` is no static int >= 1 (tokens).
+  """
   if not _is_int(size) or size < 1:
     raise ValueError(f"chunk: size={size!r}; expected an int >= 1 (tokens)")
   return Chunk(int(size))
 
 
 def prefix(length) -> Mask:
-  """Keys at positions below `length` (int, or int32 [B or 1]) are visible to every query."""
+  """Keys at positions below `length` (int, or int32 [B or 1]) are visible to every query.
+
+  Raises:
+    ValueError: `length` is something else.
+  """
   return Prefix(*_static_or_array("prefix", "length", length))
 
 
@@ -518,6 +540,9 @@ def segments(query_ids, key_ids=None) -> Mask:
   Args:
     query_ids: int32 [B or 1, T].
     key_ids: int32 [B or 1, S]; None: `query_ids`.
+
+  Raises:
+    ValueError: ids of another rank or dtype.
   """
   key_ids = query_ids if key_ids is None else key_ids
   return Segments(_integers("segments", "query_ids", query_ids, 2),
@@ -525,7 +550,11 @@ def segments(query_ids, key_ids=None) -> Mask:
 
 
 def lengths(query_lengths=None, key_lengths=None) -> Mask:
-  """Rows and columns below the lengths (int32 [B or 1], tokens) are valid; None: no bound."""
+  """Rows and columns below the lengths (int32 [B or 1], tokens) are valid; None: no bound.
+
+  Raises:
+    ValueError: no lengths at all, or of another rank or dtype.
+  """
   if query_lengths is None and key_lengths is None:
     raise ValueError("lengths: query_lengths=None and key_lengths=None; expected at least one")
   return Lengths(*(None if x is None else _integers("lengths", name, x, 1) for name, x in
@@ -539,13 +568,22 @@ def positions(query, key=None, mask: Mask = Causal()) -> Mask:
     query: int32 [B or 1, T] positions of the queries (tokens); None: row numbers.
     key: int32 [B or 1, S] positions of the keys (tokens); None: column numbers.
     mask: the mask whose causal, window, chunk, prefix and custom leaves read them.
+
+  Raises:
+    ValueError: positions of another rank or dtype, or a `mask` that is none.
   """
+  _check_mask("positions", mask)
   return Positions(mask, *(None if x is None else _integers("positions", name, x, 2)
                            for name, x in (("query", query), ("key", key))))
 
 
 def offset(mask: Mask, amount) -> Mask:
-  """`mask` with `amount` (int, or int32 [B or 1]) added to the query positions (tokens)."""
+  """`mask` with `amount` (int, or int32 [B or 1]) added to the query positions (tokens).
+
+  Raises:
+    ValueError: `mask` is none, or `amount` is something else.
+  """
+  _check_mask("offset", mask)
   return Offset(mask, *_static_or_array("offset", "amount", amount))
 
 
@@ -558,14 +596,22 @@ def placed(mask: Mask, query, key, size: tuple[int, int]) -> Mask:
     key: int32 [B or 1, S]: the columns, in any order.
     size: (rows, columns) of the whole; those from there on are padding, which sees nothing and is
       seen by nobody.
+
+  Raises:
+    ValueError: `mask` is none, or rows and columns of another rank or dtype.
   """
+  _check_mask("placed", mask)
   queries, keys = size
   return Placed(mask, (int(queries), int(keys)), _integers("placed", "query", query, 2),
                 _integers("placed", "key", key, 2))
 
 
 def dense(array) -> Mask:
-  """A boolean array [B or 1, H or 1, T or 1, S or 1]; True is visible."""
+  """A boolean array [B or 1, H or 1, T or 1, S or 1]; True is visible.
+
+  Raises:
+    ValueError: another rank or dtype.
+  """
   array = _as_array(array)
   if array.dtype != bool or array.ndim != 4:
     raise ValueError(
@@ -583,7 +629,7 @@ def custom(predicate: Callable, *operands) -> Mask:
     *operands: arrays handed to the predicate as they are; what is traced must come this way.
 
   Raises:
-    ValueError: `predicate` is no function, or holds a traced array of its surroundings.
+    ValueError: `predicate` is no callable, or holds a traced array of its surroundings.
   """
   if not callable(predicate):
     raise ValueError(f"custom: predicate={predicate!r}; expected a callable of (batch, head, "
@@ -606,6 +652,12 @@ def _held(function) -> list:
     except ValueError:  # not assigned yet
       pass
   return held
+
+
+def _check_mask(function: str, mask) -> None:
+  if not isinstance(mask, Mask):
+    raise ValueError(f"{function}: mask is a {type(mask).__name__}; expected a mask, such as "
+                     "causal()")
 
 
 def _is_int(x) -> bool:

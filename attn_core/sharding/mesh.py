@@ -46,13 +46,16 @@ def create_mesh(
     A mesh of shape `sharding_axis_dims`.
 
   Raises:
-    ValueError: lengths differ; names repeat; a size is neither positive nor the only -1; the
-      product of the sizes is not the number of devices or, for granules, theirs; granules do not
-      divide the axes; or there is no such backend.
+    ValueError: sizes or names are no sequence, or their numbers differ; names repeat; a size is
+      neither positive nor the only -1; the product of the sizes is not the number of devices or,
+      for granules, theirs; granules do not divide the axes; or there is no such backend.
   """
-  names = tuple(sharding_axis_names)
-  if len(set(names)) != len(names) or not all(isinstance(name, str) and name for name in names):
+  names = _sequence("sharding_axis_names", sharding_axis_names)
+  if not all(isinstance(name, str) and name for name in names) or len(set(names)) != len(names):
     raise ValueError(f"sharding_axis_names={names}: expected different, non-empty strings")
+  if backend is not None and not isinstance(backend, str):
+    raise ValueError(f"backend={backend!r}: expected the name of a backend, or None for the "
+                     "default one")
   try:
     devices = jax.devices(backend or None)
   except RuntimeError as error:
@@ -101,7 +104,8 @@ def expert_mesh(mesh: Mesh, fsdp_is_ep_bound: bool = True, sp_is_ep_bound: bool 
     sp_is_ep_bound: whether sp is part of ep.
 
   Raises:
-    ValueError: `mesh` is not a `jax.sharding.Mesh`, or has an axis that is not of AXIS_NAMES.
+    ValueError: `mesh` is not a `jax.sharding.Mesh`, or has an axis that is not of AXIS_NAMES; or a
+      flag is neither True nor False.
   """
   return _folded(mesh, fsdp_is_ep_bound, sp_is_ep_bound, AxisType.Explicit)
 
@@ -178,11 +182,12 @@ def _filled(
     argument: str, dims: Sequence[int], names: tuple[str, ...], total: int, unit: str,
 ) -> tuple[int, ...]:
   """`dims` with its -1 replaced so that the product is `total`; checks everything about them."""
-  dims = tuple(dims)
+  dims = _sequence(argument, dims)
   if len(dims) != len(names):
     raise ValueError(f"{argument}={dims} has {len(dims)} sizes: expected one for each of the "
                      f"{len(names)} axes {names}")
-  if not all(isinstance(dim, (int, np.integer)) and (dim > 0 or dim == -1) for dim in dims):
+  if not all(isinstance(dim, (int, np.integer)) and not isinstance(dim, bool)
+             and (dim > 0 or dim == -1) for dim in dims):
     raise ValueError(f"{argument}={dims}: expected positive integers, or -1 for one to be filled")
   if dims.count(-1) > 1:
     raise ValueError(f"{argument}={dims} has {dims.count(-1)} sizes of -1: expected at most one")
@@ -194,6 +199,17 @@ def _filled(
     raise ValueError(f"{argument}={dims} has the product {given}: expected {total}, as there are "
                      f"{total} {unit}; one size can be -1 to take what is left")
   return tuple(total // given if dim == -1 else int(dim) for dim in dims)
+
+
+def _sequence(argument: str, value: Any) -> tuple[Any, ...]:
+  """A tuple or list as a tuple.
+
+  Raises:
+    ValueError: it is something else; a string would be taken for its letters.
+  """
+  if isinstance(value, str) or not isinstance(value, (Sequence, np.ndarray)):
+    raise ValueError(f"{argument}={value!r}: expected a tuple with one entry for each axis")
+  return tuple(value)
 
 
 def _granules(devices: Sequence[Any], process_is_granule: bool) -> tuple[str, int]:
@@ -222,6 +238,9 @@ def _folded(mesh: Mesh, fsdp_is_ep_bound: bool, sp_is_ep_bound: bool, kind: Axis
   """The mesh of `expert_mesh` with axes of one type."""
   if not isinstance(mesh, Mesh):
     raise ValueError(f"mesh={mesh!r}: expected a jax.sharding.Mesh, as create_mesh gives")
+  for name, bound in (("fsdp_is_ep_bound", fsdp_is_ep_bound), ("sp_is_ep_bound", sp_is_ep_bound)):
+    if not isinstance(bound, bool):
+      raise ValueError(f"{name}={bound!r}: expected True or False")
   if not set(mesh.axis_names) <= set(AXIS_NAMES):
     raise ValueError(f"mesh has axes {mesh.axis_names}: expected axes of {AXIS_NAMES}, which are "
                      "those that can be folded")

@@ -152,14 +152,21 @@ def resolve(
     The spec, with an entry for every dimension, and all drops.
 
   Raises:
-    ValueError: an unknown meaning or mode, a field of `partition_axis` that is not None, a string
-      or a tuple of strings, or a `shape` with more or fewer dimensions than `axes`.
+    ValueError: no PartitionAxis, `axes` that are no tuple or list, an unknown meaning or mode, a
+      field of `partition_axis` that is not None, a string or a tuple of strings, a `shape` with
+      more or fewer dimensions than `axes`, or no mesh.
   """
   if mode not in MODES:
     raise ValueError(f"mode={mode!r}: expected one of {', '.join(map(repr, MODES))}")
+  if not isinstance(partition_axis, PartitionAxis):
+    raise ValueError(f"partition_axis={partition_axis!r}: expected a PartitionAxis, such as "
+                     "PartitionAxis()")
+  if isinstance(axes, str) or not isinstance(axes, Sequence):
+    raise ValueError(f"axes={axes!r} of {tensor}: expected a tuple of meanings, one for each "
+                     "dimension, None for not sharded")
   axes = tuple(axes)
   for axis in axes:
-    if axis is not None and axis not in SEMANTIC_AXES:
+    if axis is not None and not (isinstance(axis, str) and axis in SEMANTIC_AXES):
       raise ValueError(
           f"axes={axes!r} of {tensor}: {axis!r} names no meaning; expected None or one of "
           f"{', '.join(map(repr, SEMANTIC_AXES))}")
@@ -196,8 +203,11 @@ def fit(
     The spec, with an entry for every dimension, and all drops.
 
   Raises:
-    ValueError: `spec` has more entries than `shape`, or an entry of something else than names.
+    ValueError: `spec` has more entries than `shape`, or an entry of something else than names; or
+      `mesh` is no mesh.
   """
+  if mesh is not None and not isinstance(mesh, (Mesh, AbstractMesh)):
+    raise ValueError(f"mesh={mesh!r}: expected a jax.sharding.Mesh, as create_mesh gives, or None")
   entries = [axis_names(entry, f"the spec of {tensor}") for entry in spec]
   if shape is not None:
     if len(entries) > len(shape):

@@ -13,6 +13,29 @@ from attn_core.sharding import partition
 Rules = Sequence[tuple[str, PartitionSpec]]
 
 
+def check_rules(argument: str, rules: Rules) -> list[tuple[re.Pattern, PartitionSpec]]:
+  """Rules with their patterns compiled.
+
+  Args:
+    argument: what an error calls them.
+    rules: pairs (regular expression, spec).
+
+  Raises:
+    ValueError: no pairs, a pattern that is no regular expression, or a spec that is no
+      `PartitionSpec`: a string would be taken for its letters.
+  """
+  try:
+    compiled = [(re.compile(pattern), spec) for pattern, spec in rules]
+  except (re.error, TypeError, ValueError) as error:
+    raise ValueError(f"{argument}={rules!r}: expected pairs (regular expression, PartitionSpec); "
+                     f"{error}") from error
+  for pattern, spec in compiled:
+    if not isinstance(spec, PartitionSpec):
+      raise ValueError(f"{argument} has the spec {spec!r} for the pattern {pattern.pattern!r}: "
+                       "expected a PartitionSpec, PartitionSpec() for not sharded")
+  return compiled
+
+
 class Matched(NamedTuple):
   """A spec for every parameter, and the mesh axes that shard nothing."""
 
@@ -33,14 +56,10 @@ def match_partition_rules(
     mesh: where given, axes that it does not have or that do not divide a dimension are left out.
 
   Raises:
-    ValueError: a pattern that is no regular expression, a parameter that no rule is for, or a spec
-      with more dimensions than the parameter.
+    ValueError: as `check_rules`, a parameter that no rule is for, or a spec with more dimensions
+      than the parameter.
   """
-  try:
-    compiled = [(re.compile(pattern), spec) for pattern, spec in rules]
-  except (re.error, TypeError, ValueError) as error:
-    raise ValueError(f"rules={rules!r}: expected pairs (regular expression, PartitionSpec); "
-                     f"{error}") from error
+  compiled = check_rules("rules", rules)
   drops = []
 
   def spec_of(path, leaf):
