@@ -83,14 +83,18 @@ def normalise(a) -> arguments.Normalised:
       features, jnp.dtype(compute), heads.key_width, heads.value_width,
       lengths=(query.shape[0],) * 2, capability=metadata_lib.resolved_capability(metadata),
       pages=layout.__name__, spread_pages=placed.refusal,
-      **{} if placed.refusal else _kernels_refusals(operands, placed, heads))
+      **{} if placed.refusal else _kernels_refusals(operands, placed, heads, spec))
   call = dense._replace(operands=operands, spec=spec, placement=placed.placement)
   return arguments.Normalised(call, request, metadata, None, query.dtype, None)
 
 
-def _kernels_refusals(operands: PagedOperands, placed: shard_paged.Placed,
-                      heads: pages.Heads) -> dict[str, str | None]:
+def _kernels_refusals(operands: PagedOperands, placed: shard_paged.Placed, heads: pages.Heads,
+                      spec: PagedSpec) -> dict[str, str | None]:
   """Why kernels do not compute a call, as fields of `Request`."""
+  several = operands.metadata.query_start_loc is not None or spec.window[0] is not None
+  if placed.placement and placed.placement.keys and several:
+    return dict.fromkeys(("tpu_pages", "gpu_pages"), "a window, or query_start_loc, where a request"
+                         "'s pages are on several devices")
   query, cache, metadata, heads = _part(operands, placed, heads)
   return {"tpu_pages": tpu_kernel.refusal(query, cache, metadata, heads),
           "gpu_pages": gpu_kernel.refusal(query, cache, metadata, heads)}

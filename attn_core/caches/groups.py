@@ -5,8 +5,12 @@ the pool's pages, by whose numbers its tables go, and the g-th part of a call's 
 its query_start_loc counts. Groups share nothing, so every device may have some of them, with its
 own tables, and the meaning is the same on one device.
 
-Letters: G groups, R requests of a group, N pages per request, P pages of the whole pool, T tokens
-of the whole call.
+Where page_tables has a second axis of W stripes, [G, W, R, N], a request's pages are dealt out among
+as many parts of its group's pages, for a mesh to spread a request's keys: column n of stripe w is
+the request's page n * W + w, by its number in the w-th part of them (see `stripes`).
+
+Letters: G groups, W stripes, R requests of a group, N pages per request in a stripe, P pages of the
+whole pool, T tokens of the whole call.
 """
 
 import jax
@@ -15,6 +19,7 @@ import numpy as np
 
 from attn_core.caches import pages
 from attn_core.caches.pages import PagesMetadata
+from attn_core.caches.stripes import Stripe
 
 
 def stack(*groups: PagesMetadata) -> PagesMetadata:
@@ -25,13 +30,46 @@ def stack(*groups: PagesMetadata) -> PagesMetadata:
 
 def count(metadata: PagesMetadata) -> int | None:
   """G; None: the metadata is that of requests, not of groups."""
-  return metadata.page_tables.shape[0] if metadata.page_tables.ndim == 3 else None
+  return metadata.page_tables.shape[0] if metadata.page_tables.ndim > 2 else None
+
+
+def stripe_count(metadata: PagesMetadata) -> int | None:
+  """W; None: the tables have no axis of stripes."""
+  return metadata.page_tables.shape[1] if metadata.page_tables.ndim > 3 else None
 
 
 def shapes_of_one(metadata: PagesMetadata) -> PagesMetadata:
-  """The shapes of one group's metadata."""
+  """The shapes of one group's metadata, its stripes together."""
   without = 0 if count(metadata) is None else 1
-  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[without:], x.dtype), metadata)
+  one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[without:], x.dtype), metadata)
+  if stripe_count(metadata) is None:
+    return one
+  number, requests, width = one.page_tables.shape
+  return one._replace(page_tables=jax.ShapeDtypeStruct(
+      (requests, number * width), one.page_tables.dtype))
+
+
+def whole(metadata: PagesMetadata, num_pages: int, xp=jnp) -> PagesMetadata:
+  """Metadata of groups whose tables have no axis of stripes, by the numbers of a group's pages.
+
+  Args:
+    metadata: of groups, or of requests: these are returned as they are.
+    num_pages: P.
+    xp: numpy, or jax.numpy.
+
+  Returns:
+    Tables [G, R, N * W]; -1 for numbers that are no page of their stripe.
+  """
+  stripes, tables = stripe_count(metadata), metadata.page_tables
+  if stripes is None:
+    return metadata
+  number, _, requests, width = tables.shape
+  size = num_pages // number // stripes
+  first = size * xp.arange(stripes, dtype=xp.int32)[:, None, None]
+  # A wrong page would be another stripe's.
+  tables = xp.where((tables >= 0) & (tables < size), tables + first, -1)
+  tables = tables.transpose(0, 2, 3, 1).reshape(number, requests, width * stripes)
+  return metadata._replace(page_tables=tables)
 
 
 def with_pool_ids(metadata: PagesMetadata, num_pages: int) -> PagesMetadata:
@@ -41,7 +79,7 @@ def with_pool_ids(metadata: PagesMetadata, num_pages: int) -> PagesMetadata:
     metadata: of groups.
     num_pages: P.
   """
-  number = count(metadata)
+  metadata, number = whole(metadata, num_pages), count(metadata)
   size = num_pages // number
   first = jnp.arange(number, dtype=jnp.int32) * size
   # A wrong page would be another group's.
@@ -49,20 +87,21 @@ def with_pool_ids(metadata: PagesMetadata, num_pages: int) -> PagesMetadata:
   return metadata._replace(page_tables=own + first[:, None, None])
 
 
-def slots(cache, metadata: PagesMetadata, num_tokens: int):
+def slots(cache, metadata: PagesMetadata, num_tokens: int, stripe: Stripe | None = None):
   """`pages.slots` in the whole pool: int32 [T].
 
   Args:
     cache: any layout.
     metadata: of groups, or of one whole.
     num_tokens: T.
+    stripe: whose pages tables without an axis of stripes have; None: all.
   """
   number, size = count(metadata), pages.page_size(cache)
   if number is None:
-    return pages.slots(metadata, size, num_tokens)
+    return pages.slots(metadata, size, num_tokens, stripe)
   most = pages.num_pages(cache) // number * size
-  found = jax.vmap(lambda part: pages.slots(part, size, num_tokens // number))(
-      jax.tree.map(jnp.asarray, metadata))
+  metadata = whole(jax.tree.map(jnp.asarray, metadata), pages.num_pages(cache))
+  found = jax.vmap(lambda part: pages.slots(part, size, num_tokens // number, stripe))(metadata)
   first = most * jnp.arange(number, dtype=jnp.int32)[:, None]
   # A wrong page would be another group's.
   return jnp.where((found >= 0) & (found < most), found + first, -1).reshape(-1)

@@ -84,7 +84,7 @@ def check_shapes(cache, metadata: pages.PagesMetadata, num_tokens: int) -> None:
   _check_cache(cache)
   checks.require(isinstance(metadata, pages.PagesMetadata), "cache_metadata",
                  type(metadata).__name__, "a PagesMetadata")
-  checks.array("cache_metadata.page_tables", metadata.page_tables, "int32 [R, N], or [G, R, N]")
+  checks.array("cache_metadata.page_tables", metadata.page_tables, "int32 [R, N], [G, R, N] or [G, W, R, N]")
   number = groups.count(metadata)
   if number is None:
     return _check_shapes(metadata, num_tokens)
@@ -92,10 +92,15 @@ def check_shapes(cache, metadata: pages.PagesMetadata, num_tokens: int) -> None:
     _check_array(name, jnp.int32(0) if x is None else x, f"int32 [{number}, ...]")
     checks.require(x is None or (x.ndim > 0 and x.shape[0] == number > 0), f"cache_metadata.{name}",
                    checks.describe(x), f"a leading axis of {number} groups, as page_tables has")
-  for name, what, amount in (("cache_view", "pages", pages.num_pages(cache)),
-                             ("query", "tokens", num_tokens)):
-    checks.require(amount % number == 0, name, f"{amount} {what}", f"{what} that the {number} "
-                   "groups of cache_metadata divide: each has its own part of them")
+  stripes = groups.stripe_count(metadata)
+  checks.require(stripes != 0, "cache_metadata.page_tables", checks.describe(metadata.page_tables),
+                 "[G, W, R, N] of at least one stripe")
+  parts = f"{number} groups" + ("" if stripes is None else f" of {stripes} stripes")
+  for name, what, amount, divisor in (
+      ("cache_view", "pages", pages.num_pages(cache), number * (stripes or 1)),
+      ("query", "tokens", num_tokens, number)):
+    checks.require(amount % divisor == 0, name, f"{amount} {what}", f"{what} that the {parts} of "
+                   "cache_metadata divide: each has its own part of them")
   return _check_shapes(groups.shapes_of_one(metadata), num_tokens // number)
 
 
@@ -103,15 +108,18 @@ def conditions(xp, cache, metadata: pages.PagesMetadata, num_tokens: int) -> Ite
   """Everything that the numbers must be, one by one; `xp`: numpy or jax.numpy."""
   pool, number = pages.num_pages(cache), groups.count(metadata)
   if number is None:
-    yield from _conditions(xp, (pages.page_size(cache), pool), metadata, num_tokens)
-  for g in range(number or 0):
-    yield from _conditions(xp, (pages.page_size(cache), pool // number),
+    yield from _conditions(xp, (pages.page_size(cache), pool, pool), metadata, num_tokens)
+    return
+  ids = pool // number // (groups.stripe_count(metadata) or 1)
+  metadata = groups.whole(metadata, pool, xp)
+  for g in range(number):
+    yield from _conditions(xp, (pages.page_size(cache), pool // number, ids),
                            jax.tree.map(lambda x, g=g: x[g], metadata), num_tokens // number)
 
 
 def _conditions(xp, sizes, metadata, num_tokens) -> Iterator[Condition]:
-  """Those of one group; sizes: (tokens of a page, pages)."""
-  size, pool = sizes
+  """Those of one group; sizes: (tokens of a page, pages, those among which a number counts)."""
+  size, pool, ids = sizes
   tables, lengths = metadata.page_tables, metadata.context_lens
   requests, width = tables.shape
   used, field = requests, "page_tables"
@@ -147,7 +155,7 @@ def _conditions(xp, sizes, metadata, num_tokens) -> Iterator[Condition]:
   column = xp.arange(width)
   live = column < -(-lengths[:, None] // size)
   yield Condition("page_tables", xp.where(live, (tables >= 0) & (tables < pool), True).all(),
-                  f"page ids from 0 to {pool - 1} as far as the lengths go")
+                  f"page ids from 0 to {ids - 1} as far as the lengths go")
   # Dead entries become different numbers below all ids.
   alone = xp.sort(xp.where(live, tables, -1 - column), 1)
   yield Condition("page_tables", (alone[:, 1:] != alone[:, :-1]).all(),

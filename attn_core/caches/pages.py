@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from attn_core import checks
-from attn_core.caches import quantize
+from attn_core.caches import quantize, stripes
+from attn_core.caches.stripes import Stripe
 from attn_core.types import cdiv
 
 LANES = 128  # widths in layout v3 are multiples of this
@@ -154,16 +155,18 @@ def dtype_of(cache):
   return (cache.key_pages if isinstance(cache, PagesV1) else cache.pages).dtype
 
 
-def slots(metadata: PagesMetadata, size: int, num_tokens: int):
+def slots(metadata: PagesMetadata, size: int, num_tokens: int, stripe: Stripe | None = None):
   """The slot mapping of a call's tokens: page * page_size + offset in the page.
 
   Args:
     metadata: token i of request r, of q queries, stands at position context_len - q + i.
     size: tokens of a page.
     num_tokens: T.
+    stripe: whose pages the tables have; None: all.
 
   Returns:
-    int32 [T]; -1 for tokens past the last request, and for those that its row has no page for.
+    int32 [T]; -1 for tokens past the last request, for those that its row has no page for, and for
+    those of other stripes.
   """
   metadata = _of_one_pool(metadata)
   token = jnp.arange(num_tokens, dtype=jnp.int32)
@@ -174,9 +177,11 @@ def slots(metadata: PagesMetadata, size: int, num_tokens: int):
   live = request < rows_in_use(metadata)
   request = jnp.minimum(request, requests - 1)
   position = metadata.context_lens[request] - starts[request + 1] + token
-  width = metadata.page_tables.shape[1]
-  page = metadata.page_tables[request, jnp.clip(position // size, 0, width - 1)]
-  live = live & (position >= 0) & (position < width * size)
+  width, place = metadata.page_tables.shape[1], stripes.held(stripe, position)
+  page = metadata.page_tables[request, jnp.clip(place // size, 0, width - 1)]
+  live = live & (position >= 0) & (place < width * size)
+  if stripe is not None:
+    live = live & (stripes.position_of(stripe, place) == position)
   return _slot(page, position % size, size, live)
 
 

@@ -1,8 +1,6 @@
 """autoregressive_decodeattn: a few queries a row against many keys, which may be sharded.
 
-Where mesh axes shard the keys, every device attends to its own ones, and the results are merged:
-
-  lse = log(sum over devices of exp(lse_i)),   out = sum over devices of out_i * exp(lse_i - lse)
+Where mesh axes shard the keys, every device attends to its own ones, and the results are merged.
 """
 
 import math
@@ -18,7 +16,7 @@ from attn_core.kernels.kernel import Kernel
 from attn_core.kernels.tpu import decode as tpu_decode
 from attn_core.kernels.xla import decode
 from attn_core.masks import algebra, dense_mask
-from attn_core.sharding import shard
+from attn_core.sharding import merge, shard
 from attn_core.types import AttentionOutput, Call, MaskOperands
 
 
@@ -58,7 +56,7 @@ def by_kernel(kernel: Kernel, call: Call) -> AttentionOutput:
           lax.axis_index(axes) == 0, operands.sinks, -jnp.inf))
     out, lse = derivatives.attend(kernel, operands, call.spec, call.block_sizes)
     if axes:
-      out, lse = _merge(out, lse, axes)
+      out, lse = merge.over_axes(out, lse, axes)
     if not call.spec.normalize_output:
       out = softmax.numerator(out, lse)
     return AttentionOutput(out, lse=lse if call.return_lse else None)
@@ -75,15 +73,3 @@ def _with_written_mask(call: Call) -> Call:
   arrays, structure = jax.tree.flatten(algebra.dense(seen))
   return call._replace(spec=call.spec._replace(mask=structure), operands=call.operands._replace(
       mask=MaskOperands(tuple(arrays))))
-
-
-def _merge(out, lse, axes):
-  """The whole out [B, T, H, E] and lse [B, H, T] of every device's part."""
-  highest = lax.stop_gradient(lse)
-  highest = lax.pmax(jnp.where(highest == -jnp.inf, jnp.finfo(lse.dtype).min, highest), axes)
-  weight = jnp.exp(lse - highest)
-  total = lax.psum(weight, axes)
-  share = weight / jnp.where(total == 0, 1, total)
-  merged = lax.psum(out * share.transpose(0, 2, 1)[..., None], axes)
-  return merged.astype(out.dtype), jnp.where(
-      total == 0, -jnp.inf, highest + jnp.log(jnp.where(total == 0, 1, total)))

@@ -1,12 +1,13 @@
-"""Attention over pages on a mesh: groups of requests and heads over its axes, by `jax.shard_map`.
+"""Attention over pages on a mesh: groups of requests, heads and stripes, by `jax.shard_map`.
 
 Groups (see `caches.groups`) and heads are independent, so nothing communicates, and every device
 holds the pages of its own groups and key heads only. To hold others' as well would cost what pages
 are there to save, so what does not divide is refused. What there is one of is replicated: a call
-of one group of requests, one key head. A request's keys stay on one device.
+of one group of requests, one key head. A request's keys stay on one device, unless its pages are in
+stripes: these go by the axes of the keys' sequence, and the devices' results are merged.
 
-Letters: G groups, T tokens of the call, P pages of the pool, H query heads, K key heads, E value
-width.
+Letters: G groups, W stripes, T tokens of the call, P pages of the pool, H query heads, K key heads,
+E value width.
 """
 
 import math
@@ -45,10 +46,11 @@ def place(rules, mesh, operands, key_heads: int) -> Placed:
                        and axis not in mesh.manual_axes) for axes in shard.entries(spec)]
                 for spec in (rules.query, rules.key))
   rows, heads, of_keys = query[0], query[2], key[2]
-  drops = [partition.Drop("query", 1, axis, "a request's keys stay on one device in pages; "
-                          "autoregressive_decodeattn spreads those of a DenseCache")
-           for axis in dict.fromkeys(query[1] + key[1])]
-  number, refusals = groups.count(operands.metadata), []
+  number, stripes = groups.count(operands.metadata), groups.stripe_count(operands.metadata)
+  keys, refusals = (() if stripes is None else key[1]), []
+  drops = [partition.Drop("query", 1, axis, "a request's keys stay on one device, unless its pages "
+                          "are in stripes (caches.groups)")
+           for axis in dict.fromkeys(query[1] + key[1]) if axis not in keys]
   if number in (None, 1):
     drops += [partition.Drop("cache_metadata", 0, axis, "all requests are one group; metadata in "
                              "groups (caches.groups) is spread") for axis in rows]
@@ -56,6 +58,10 @@ def place(rules, mesh, operands, key_heads: int) -> Placed:
   elif number % _size(mesh, rows):
     refusals.append(f"{number} groups of requests over {_written(mesh, rows)}: expected a number "
                     "of groups that it divides")
+  if keys and (stripes % _size(mesh, keys) or (number or 1) != _size(mesh, rows)):
+    refusals.append(f"{number} groups of {stripes} stripes over {_written(mesh, rows)} and "
+                    f"{_written(mesh, keys)}: expected one group a device, and a number of stripes "
+                    "that the second divides")
   if key_heads == 1 and operands.query.shape[1] % _size(mesh, heads) == 0:
     drops += [partition.Drop("cache_view", pages.head_axis(operands.cache), axis,
                              "there is one key head") for axis in of_keys]
@@ -65,13 +71,14 @@ def place(rules, mesh, operands, key_heads: int) -> Placed:
                     f"{_written(mesh, heads)}): expected axes, the same for both, that divide the "
                     "key heads and the rows of a page; repeat_key_value makes more of them, "
                     "partition_axis says which axes shard them")
-  placement = shard.Placement(mesh, rows, heads, of_keys, tuple(drops), rows=ROWS)
+  placement = shard.Placement(mesh, rows, heads, of_keys, tuple(drops), keys=keys,
+                               rows=ROWS)
   return Placed(placement, "; ".join(refusals) or None)
 
 
 def sharded(local: Callable[[Any], AttentionOutput], call: Call, *,
             writes: bool) -> AttentionOutput:
-  """Runs `local` on every device's groups and heads.
+  """Runs `local` on every device's groups, heads and stripes.
 
   Args:
     local: computes one device's part of the operands.
@@ -107,19 +114,21 @@ def part(operands, placement: shard.Placement | None):
 
 def _specs(operands, placement: shard.Placement):
   """The spec of every operand."""
-  rows, heads, of_keys = (axes or None for axes in (
-      placement.batch, placement.heads, placement.key_heads))
+  rows, heads, of_keys, keys, parts = (axes or None for axes in (
+      placement.batch, placement.heads, placement.key_heads, placement.keys,
+      placement.batch + placement.keys))
   def of_cache(name, x):
     if x.ndim == 0:  # one scale for all
       return P()
-    return P(of_keys, rows) if name in ("key_pages", "value_pages") else P(rows, None, of_keys)
+    return P(of_keys, parts) if name in ("key_pages", "value_pages") else P(parts, None, of_keys)
   cache = operands.cache
   whole = {"query": P(rows, heads), "key": P(rows, of_keys), "value": P(rows, of_keys),
            "sinks": P(heads)}
   return operands._replace(
       cache=cache._replace(**{name: of_cache(name, x) for name, x in cache._asdict().items()
                               if x is not None}),
-      metadata=jax.tree.map(lambda x: P(rows) if rows else P(), operands.metadata),
+      metadata=jax.tree.map(lambda x: P(rows) if rows else P(), operands.metadata)._replace(
+          **{"page_tables": P(rows, keys)} if keys else {}),
       **{name: spec for name, spec in whole.items() if getattr(operands, name) is not None})
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from jax import lax
 import jax.numpy as jnp
 
-from attn_core.caches import pages
+from attn_core.caches import pages, stripes
 from attn_core.kernels.xla import steps
 from attn_core.masks import tiles
 from attn_core.types import BlockSizes, PagedSpec, cdiv
@@ -33,6 +33,7 @@ class PagedOperands(NamedTuple):
   sinks: Any = None  # float [H]: a logit per head without a value
   key: Any = None  # [T, K, D]: to be written first; None: everything is in the pages
   value: Any = None  # [T, K, E]
+  stripe: Any = None  # a Stripe, whose pages the tables and the cache have; None: all
 
 
 class Problem(NamedTuple):
@@ -41,13 +42,14 @@ class Problem(NamedTuple):
   query: Any  # [Q + T + Q, H, D]
   cache: Any
   tables: Any  # int32 [R, N], padded to whole key blocks, every entry within the pool
-  lengths: Any  # int32 [R]
+  lengths: Any  # int32 [R], of all stripes
   starts: Any  # int32 [R + 1]
   sinks: Any  # [H] or None
   spec: PagedSpec
   heads: pages.Heads
   block_q: int
   block_pages: int
+  stripe: Any
 
   @property
   def group(self) -> int:
@@ -92,7 +94,8 @@ def cut(operands: PagedOperands, spec: PagedSpec, heads: pages.Heads,
   return Problem(
       pad_tokens(operands.query, block_q), operands.cache,
       jnp.clip(tables, 0, pages.num_pages(operands.cache) - 1), metadata.context_lens,
-      pages.query_starts(metadata), operands.sinks, spec, heads, block_q, block_pages)
+      pages.query_starts(metadata), operands.sinks, spec, heads, block_q, block_pages,
+      operands.stripe)
 
 
 def pad_tokens(x, amount: int):
@@ -141,7 +144,8 @@ def key_blocks(problem: Problem, block: QueryBlock):
   left, right = reach(problem.spec)
   begin = jnp.int32(0) if left is None else jnp.maximum(lowest - left, 0)
   stop = length if right is None else jnp.minimum(length, highest + right + 1)
-  return begin // problem.block_kv, cdiv(jnp.maximum(stop, 0), problem.block_kv)
+  begin, stop = (stripes.held(problem.stripe, x) for x in (begin, jnp.maximum(stop, 0)))
+  return begin // problem.block_kv, cdiv(stop, problem.block_kv)
 
 
 def reach(spec: PagedSpec) -> tuple[int | None, int | None]:
@@ -208,8 +212,8 @@ def logits_of(problem: Problem, scores, seen):
 
 def visible(problem: Problem, block: QueryBlock, number):
   """Which keys of a block the rows see, bool [M, C]."""
-  begin = number * problem.block_kv
-  key = begin + jnp.arange(problem.block_kv, dtype=jnp.int32)
+  token = number * problem.block_kv + jnp.arange(problem.block_kv, dtype=jnp.int32)
+  key = stripes.position_of(problem.stripe, token)
   query = block.positions[:, None]
   left, right = reach(problem.spec)
   seen = block.live[:, None] & (key < problem.lengths[block.request])
