@@ -602,7 +602,8 @@ def positions(query, key=None, mask: Mask = Causal()) -> Mask:
   Args:
     query: int32 [B or 1, T] positions of the queries (tokens); None: row numbers.
     key: int32 [B or 1, S] positions of the keys (tokens); None: column numbers.
-    mask: the mask whose causal, window, chunk, prefix and custom leaves read them.
+    mask: the mask whose causal, window, chunk, prefix and custom leaves read them. Dropout goes by
+      them too, unless a part of the whole mask outside of this one reads positions of its own.
 
   Raises:
     ValueError: positions of another rank or dtype, or a `mask` that is none.
@@ -746,8 +747,26 @@ def structure_roles(structure) -> tuple[str, ...]:
   return leaf_roles(jax.tree.unflatten(structure, range(structure.num_leaves)))
 
 
+_READ_POSITIONS = (Causal, Window, Chunk, Prefix, Custom, Placed, Positions, Offset)
+
+
 def move_to_positions(mask: Mask, at: Coordinates) -> Coordinates:
-  """The coordinates that the mask's outermost positions or offset put in force."""
-  while isinstance(mask, (Placed, Positions, Offset)):
-    at, mask = mask.move(at), mask.mask
-  return at
+  """The coordinates that dropout goes by: where the mask's positions or offset put all of it.
+
+  Those around a part of a mask are as good as around the whole where no other part reads positions:
+  positions(q, k, a) & segments(ids) is positions(q, k, a & segments(ids)). Else they move their own
+  part only.
+  """
+  while True:
+    if isinstance(mask, (Placed, Positions, Offset)):
+      at, mask = mask.move(at), mask.mask
+    elif isinstance(mask, Not):
+      mask = mask.mask
+    elif isinstance(mask, (And, Or)):
+      parts = [part for part in (mask.left, mask.right)
+               if any(isinstance(node, _READ_POSITIONS) for node in nodes(part))]
+      if len(parts) != 1:
+        return at
+      mask, = parts
+    else:
+      return at
