@@ -16,10 +16,13 @@ from attn_core import (AttentionMechanism, AttnConfig, AttnConfigDict, BlockSize
                        OperationMetadata, PartitionAxis, Rope, add_basic_configurations,
                        attach_custom_arguments, attention_arguments, create_mesh, extras_of,
                        extract_commit_hash, from_dict, from_pretrained, get_axis_dims,
-                       get_axis_names, get_backend, get_mask_details, get_mesh,
-                       get_partition_rules, layer_rope, read_basics_from_config, save_pretrained,
-                       set_model_mesh, to_dict, to_diff_dict, to_json_file)
+                       get_axis_names, get_backend, get_basic_frequencies,
+                       get_basic_inv_frequencies, get_basic_rope, get_fcm_mask, get_mask_details,
+                       get_mesh, get_partition_rules, granted_freq_max_position_embedding,
+                       layer_rope, read_basics_from_config, save_pretrained, set_model_mesh,
+                       to_dict, to_diff_dict, to_json_file)
 from attn_core.config import BASICS, get_head_dim, validated
+from attn_core.config_layers import mask_detail
 
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -343,10 +346,36 @@ class MergeTest(parameterized.TestCase):
       add_basic_configurations(AttnConfig(), **given)
 
   def test_other_types(self):
-    with self.assertRaisesRegex(ValueError, "config: got dict; expected an AttnConfig"):
-      validated({})
+    for function in (validated, layer_rope, mask_detail, attention_arguments, get_mask_details,
+                     extras_of, get_mesh, get_axis_dims, get_axis_names, get_backend,
+                     get_partition_rules, get_basic_inv_frequencies, get_basic_frequencies,
+                     granted_freq_max_position_embedding, attach_custom_arguments,
+                     lambda x: get_basic_rope(x, "float32", 8),
+                     lambda x: get_fcm_mask(x, 1, 8, False)):
+      with self.assertRaisesRegex(ValueError, "config: got dict; expected an AttnConfig"):
+        function({})
     with self.assertRaisesRegex(ValueError, "head_dim: got None with hidden_size=100"):
       get_head_dim(AttnConfig(hidden_size=100, num_attention_heads=3))
+
+
+  @parameterized.parameters("a", None, 1.0, True, -1, 2)
+  def test_bad_layers(self, layer):
+    for config in (AttnConfig(num_hidden_layers=2), AttnConfig(layer_types=(FULL,) * 2)):
+      for function in (layer_rope, mask_detail, attention_arguments):
+        with self.assertRaisesRegex(
+            ValueError, f"layer: got {layer!r}; expected a number from 0 to 2 - 1"):
+          function(config, layer)
+
+  def test_bad_sizes(self):
+    config = AttnConfig(head_dim=8, fcm_max_ratio=0.5, max_position_embeddings=4)
+    key = jax.random.key(0)
+    for call, message in ((lambda: get_fcm_mask(config, "a", 8, False, key), "batch_size: got 'a'"),
+                          (lambda: get_fcm_mask(config, 1, None, False, key), "seq_length: got N"),
+                          (lambda: get_fcm_mask(config, 1, 8, False, 3), "key: got 3; expected"),
+                          (lambda: get_basic_frequencies(config, base="a"), "base: got 'a'"),
+                          (lambda: get_basic_inv_frequencies(config, "a"), "head_dim: got 'a'")):
+      with self.assertRaisesRegex(ValueError, message):
+        call()
 
 
 class JsonTest(parameterized.TestCase):
@@ -416,6 +445,13 @@ class JsonTest(parameterized.TestCase):
     (self.folder / "config.json").write_bytes(b"\xff\xfe")
     with self.assertRaisesRegex(ValueError, "config.json is not JSON: .*in UTF-8"):
       from_pretrained(self.folder)
+    for call, message in (
+        (lambda: to_json_file(self.config, 3), "json_file_path: got 3; expected the path"),
+        (lambda: save_pretrained(self.config, None), "save_directory: got None; expected the path"),
+        (lambda: from_pretrained(self.folder, 3), "subfolder: got 3; expected the path"),
+        (lambda: from_dict({"attn_core_format": 1, 3: 4, "a": 1}), r"keys \['a', 3\]; expected")):
+      with self.assertRaisesRegex(ValueError, message):
+        call()
     for name in (None, 3):
       with self.assertRaisesRegex(ValueError, f"pretrained_model_name_or_path: got {name}"):
         from_pretrained(name)

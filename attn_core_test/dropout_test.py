@@ -428,7 +428,8 @@ class PositionsTest(parameterized.TestCase):
                  ~(~ids | masks.positions(rows, columns, ~masks.causal()))):
       np.testing.assert_array_equal(weights_of(mechanism, mask=part), whole)
     # Of two parts that read positions each moves itself.
-    found = weights_of(mechanism, mask=masks.positions(rows, columns) & masks.window(None, 23) & ids)
+    found = weights_of(mechanism,
+                       mask=masks.positions(rows, columns) & masks.window(None, 23) & ids)
     np.testing.assert_array_equal(found != 0, visible & keep((2, 4, 24, 24), P))
 
   def test_masks_that_move_only_themselves_do_not_move_dropout(self):

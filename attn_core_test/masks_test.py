@@ -167,6 +167,10 @@ class LeavesTest(parameterized.TestCase):
        r"positions: key.*\(2,\)"),
       ("offset_float", lambda: masks.offset(masks.causal(), 1.0), "offset: amount.*float64"),
       ("offset_bool", lambda: masks.offset(masks.causal(), True), "offset: amount has dtype bool"),
+      ("placed_size", lambda: masks.placed(masks.causal(), np.zeros((1, 2), int), np.zeros(
+          (1, 2), int), 3), "placed: size=3; expected .rows, columns."),
+      ("placed_sizes", lambda: masks.placed(masks.causal(), np.zeros((1, 2), int), np.zeros(
+          (1, 2), int), ("a", 2)), "placed: size=.'a', 2.; expected .rows, columns."),
       ("dense_float", lambda: masks.dense(np.zeros((1, 1, 2, 2))),
        r"dense: array has dtype float64.*expected bool.*bias"),
       ("dense_int", lambda: masks.dense(np.zeros((1, 1, 2, 2), int)), "dense: array has dtype int"),

@@ -130,7 +130,7 @@ def table(allocator: Allocator, names: Iterable[Hashable], width: int) -> np.nda
   Raises:
     ValueError: no such request, or one with more pages than the width.
   """
-  names = tuple(names)
+  names, width = tuple(names), checks.integer("width", width, "an int >= 0", lambda x: x >= 0)
   rows = np.zeros((len(names), width), np.int32)
   for row, name in zip(rows, names):
     held = _request(allocator, name).pages

@@ -634,9 +634,12 @@ def placed(mask: Mask, query, key, size: tuple[int, int]) -> Mask:
       seen by nobody.
 
   Raises:
-    ValueError: `mask` is none, or rows and columns of another rank or dtype.
+    ValueError: `mask` is none, rows and columns of another rank or dtype, or a `size` that is no
+      pair of ints.
   """
   _check_mask("placed", mask)
+  if not isinstance(size, (tuple, list)) or len(size) != 2 or not all(map(_is_int, size)):
+    raise ValueError(f"placed: size={size!r}; expected (rows, columns) of the whole, ints")
   queries, keys = size
   return Placed(mask, (int(queries), int(keys)), _integers("placed", "query", query, 2),
                 _integers("placed", "key", key, 2))
