@@ -412,7 +412,8 @@ def to_dense(cache, metadata: PagesMetadata, heads: Heads | None = None, dtype=N
     dtype: of the result; None: that of the pages, float32 where they are quantised.
 
   Returns:
-    key [R, S, K, D] and value [R, S, K, E] with S = N * page_size; 0 past a request's last token.
+    key [R, S, K, D] and value [R, S, K, E] with S = N * page_size; 0 past a request's last token,
+    and where the table names a page outside of the pool.
 
   Raises:
     NotImplementedError: quantised pages that are differentiated.
@@ -427,7 +428,9 @@ def to_dense(cache, metadata: PagesMetadata, heads: Heads | None = None, dtype=N
   key, value = read(cache, metadata.page_tables.reshape(-1), heads, dtype)
   length = width * page_size(cache)
   lengths = jnp.where(jnp.arange(requests) < rows_in_use(metadata), metadata.context_lens, 0)
-  live = (jnp.arange(length) < lengths[:, None])[..., None, None]
+  held = (metadata.page_tables >= 0) & (metadata.page_tables < num_pages(cache))
+  live = (jnp.arange(length) < lengths[:, None]) & jnp.repeat(held, page_size(cache), 1)
+  live = live[..., None, None]
   shaped = lambda x: x.transpose(1, 0, 2).reshape(requests, length, heads.key_heads, -1)
   return jnp.where(live, shaped(key), 0), jnp.where(live, shaped(value), 0)
 
