@@ -105,6 +105,8 @@ class AttnConfig(NamedTuple):
   rope: Rope = Rope()
   layer_ropes: tuple[tuple[str, Rope], ...] = ()  # (layer type, its own rope)
   layers_without_rope: tuple[int, ...] = ()  # numbers of layers, from 0
+  # (strength, step in tokens) of `query_temperature`, in layers without rope; None: there is none
+  temperature_tuning: tuple[float, int] | None = None
   max_position_embeddings: int | None = None  # tokens
   freq_max_position_embeddings: int | None = None  # tokens; None: max_position_embeddings
   mask_max_position_embeddings: int | None = None  # tokens; None: max_position_embeddings
@@ -277,6 +279,14 @@ def _check_numbers(config: AttnConfig) -> None:
                     lambda x: 0 < x < math.inf)
   for name in ("dropout_prob", "fcm_min_ratio", "fcm_max_ratio"):
     checks.number(name, getattr(config, name), "a number in [0, 1)", lambda x: 0 <= x < 1)
+  if config.temperature_tuning is not None:
+    checks.require(isinstance(config.temperature_tuning, tuple)
+                   and len(config.temperature_tuning) == 2, "temperature_tuning",
+                   repr(config.temperature_tuning), "(strength, step in tokens), or None")
+    strength, step = config.temperature_tuning
+    checks.number("temperature_tuning", strength, "a finite strength >= 0",
+                  lambda x: 0 <= x < math.inf)
+    checks.integer("temperature_tuning", step, "a step >= 1 (tokens)", lambda x: x >= 1)
   checks.require(config.fcm_min_ratio <= config.fcm_max_ratio, "fcm_min_ratio",
                  config.fcm_min_ratio, f"at most fcm_max_ratio={config.fcm_max_ratio}")
   heads, key_heads = config.num_attention_heads, config.num_key_value_heads

@@ -81,6 +81,37 @@ def layer_rope(config: AttnConfig, layer: int = 0) -> Rope:
   return dict(config.layer_ropes).get(kind, config.rope)
 
 
+def query_temperature(config: AttnConfig, positions, layer: int = 0) -> jax.Array | None:
+  """What a layer multiplies its queries by before `attention`, so that late ones stay sharp.
+
+    1 + strength * ln(1 + floor((position + 1) / step))   in layers without a rotary embedding
+
+  As Llama 4 has it, after Nakanishi, Scalable-Softmax, https://arxiv.org/abs/2501.19399.
+
+  Args:
+    config: (strength, step) are its `temperature_tuning`.
+    positions: int [B or 1, T], of the queries (tokens); those before 0 are padding.
+    layer: the layer's number, from 0.
+
+  Returns:
+    float32 [B or 1, T]: `query * temperature[..., None, None]` in layout bthd; None where the layer
+    leaves its queries as they are.
+
+  Raises:
+    ValueError: `config` is no AttnConfig, there is no such layer, or positions that are no array of
+      integers.
+  """
+  turns = layer_rope(config, layer).rope_type != "none"
+  checks.array("positions", positions, "int [B or 1, T]")
+  checks.require(jnp.issubdtype(positions.dtype, jnp.integer), "positions",
+                 checks.describe(positions), "int [B or 1, T]")
+  if config.temperature_tuning is None or turns:
+    return None
+  strength, step = config.temperature_tuning
+  steps = (jnp.maximum(jnp.asarray(positions), -1) + 1) // step
+  return 1 + strength * jnp.log1p(steps.astype(jnp.float32))
+
+
 def attention_arguments(config: AttnConfig, layer: int = 0) -> dict[str, Any]:
   """What a layer passes to `attention` beside its arrays: `attention(q, k, v, **arguments)`.
 
@@ -90,7 +121,7 @@ def attention_arguments(config: AttnConfig, layer: int = 0) -> dict[str, Any]:
 
   Returns:
     mechanism, causal, sliding_window, chunk_size, softmax_scale, logits_soft_cap, dropout_prob.
-    Sinks are the layer's parameters and go to `softmax_aux`.
+    Sinks are the layer's parameters and go to `softmax_aux`; see also `query_temperature`.
 
   Raises:
     ValueError: `validated` refuses the configuration, or there is no such layer.
