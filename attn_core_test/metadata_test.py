@@ -541,6 +541,8 @@ class ErrorsTest(parameterized.TestCase):
        "base_config is of class 'no.such:Thing': expected .* import that module first"),
       (json_of(base_config={"enum": "subprocess:Popen", "value": "true"}),
        "base_config is of class 'subprocess:Popen': expected a NamedTuple or Enum"),
+      (json_of(base_config={"enum": "attn_core.config:EasyMethod", "value": "dream"}),
+       "base_config has 'dream': expected the value of a member of EasyMethod, one of .'train'"),
       (json_of(base_config={"named_tuple": "builtins:tuple", "fields": {}}),
        "base_config is of class 'builtins:tuple': expected a NamedTuple"),
       (json_of(base_config={"x": 1}), r"base_config has a dict of \['x'\]: expected what to_dict"),
