@@ -187,6 +187,8 @@ def dtype_of(cache):
 def slots(metadata: PagesMetadata, size: int, num_tokens: int):
   """The slot mapping of a call's tokens: page * page_size + offset in the page.
 
+  Raises ValueError for metadata of groups, of which `groups.slots` has them.
+
   Args:
     metadata: token i of request r, of q queries, stands at position context_len - q + i.
     size: tokens of a page.
@@ -194,9 +196,6 @@ def slots(metadata: PagesMetadata, size: int, num_tokens: int):
 
   Returns:
     int32 [T]; -1 for tokens past the last request, and for those that its row has no page for.
-
-  Raises:
-    ValueError: metadata of groups.
   """
   metadata = _of_one_pool(metadata)
   token = jnp.arange(num_tokens, dtype=jnp.int32)
@@ -584,15 +583,12 @@ def convert(cache, layout: type, heads: Heads | None = None):
 
 
 def copy_pages(cache, sources, targets):
-  """Copies whole pages: what the allocator asks for when a shared page is written.
+  """The cache with pages copied: what the allocator asks for when a shared page is written.
 
   Args:
     cache: any layout.
     sources: int32 [n].
     targets: int32 [n]; those outside the pool are not written.
-
-  Returns:
-    The cache with page targets[i] as page sources[i] was.
   """
   # A negative target would count from the end of the pool.
   targets = jnp.where(targets < 0, num_pages(cache), targets)
