@@ -78,7 +78,8 @@ def joined(metadata: PagesMetadata, num_pages: int) -> PagesMetadata:
   Returns:
     Tables [G * R, N] and lengths [G * R], 0 for rows that are not in use; without queries. A page
     outside of its group's part is -1, which is none of the pool: `to_dense` reads 0 there,
-    `from_dense` writes nothing, and calls with pages refuse it where numbers are concrete.
+    `from_dense` writes nothing, and calls with pages refuse it where numbers are concrete; under
+    jit they would take it for a page of the pool, so give those the metadata of groups itself.
   """
   size = num_pages // count(metadata)
   wrong = (metadata.page_tables < 0) | (metadata.page_tables >= size)
