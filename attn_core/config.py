@@ -105,6 +105,8 @@ class AttnConfig(NamedTuple):
   rope: Rope = Rope()
   layer_ropes: tuple[tuple[str, Rope], ...] = ()  # (layer type, its own rope)
   layers_without_rope: tuple[int, ...] = ()  # numbers of layers, from 0
+  # (strength, step in tokens) of `query_temperature`, in layers without rope; None: there is none
+  temperature_tuning: tuple[float, int] | None = None
   max_position_embeddings: int | None = None  # tokens
   freq_max_position_embeddings: int | None = None  # tokens; None: max_position_embeddings
   mask_max_position_embeddings: int | None = None  # tokens; None: max_position_embeddings
@@ -136,13 +138,24 @@ _COUNTS = (
     "freq_max_position_embeddings", "mask_max_position_embeddings")
 
 
+def checked(config: AttnConfig) -> AttnConfig:
+  """The same configuration; its fields are looked at by `validated`.
+
+  Raises:
+    ValueError: it is no AttnConfig.
+  """
+  checks.require(isinstance(config, AttnConfig), "config", type(config).__name__, "an AttnConfig")
+  return config
+
+
 def get_mesh(config: AttnConfig) -> Mesh:
   """The mesh that was set, else one over all devices as the sharding fields say.
 
   Raises:
-    ValueError: as `create_mesh`: the sizes' product is not the number of devices, and the like.
+    ValueError: no AttnConfig, or as `create_mesh`: the sizes' product is not the number of devices,
+      and the like.
   """
-  if config.mesh is not None:
+  if checked(config).mesh is not None:
     return config.mesh
   return mesh_lib.create_mesh(config.sharding_axis_dims, config.sharding_axis_names,
                               config.sharding_dcn_axis_dims, backend=config.backend)
@@ -153,8 +166,9 @@ def get_partition_rules(config: AttnConfig) -> tuple[tuple[str, PartitionSpec], 
 
   Raises:
     NotImplementedError: the configuration has none, since they are the model's.
+    ValueError: it is no AttnConfig.
   """
-  if config.partition_rules is None:
+  if checked(config).partition_rules is None:
     raise NotImplementedError(
         "get_partition_rules: which parameters there are is known to the model only; set "
         "AttnConfig(partition_rules=((pattern, PartitionSpec(...)), ...))")
@@ -162,27 +176,39 @@ def get_partition_rules(config: AttnConfig) -> tuple[tuple[str, PartitionSpec], 
 
 
 def get_axis_dims(config: AttnConfig) -> tuple[int, ...]:
-  """Devices along each axis of the mesh; -1: all that are left."""
-  return tuple(config.sharding_axis_dims)
+  """Devices along each axis of the mesh; -1: all that are left.
+
+  Raises:
+    ValueError: `config` is no AttnConfig.
+  """
+  return tuple(checked(config).sharding_axis_dims)
 
 
 def get_axis_names(config: AttnConfig) -> tuple[str, ...]:
-  """The names of the mesh's axes."""
-  return tuple(config.sharding_axis_names)
+  """The names of the mesh's axes.
+
+  Raises:
+    ValueError: `config` is no AttnConfig.
+  """
+  return tuple(checked(config).sharding_axis_names)
 
 
 def get_backend(config: AttnConfig) -> str:
-  """The configured backend, else JAX's default one."""
-  return config.backend or jax.default_backend()
+  """The configured backend, else JAX's default one.
+
+  Raises:
+    ValueError: `config` is no AttnConfig.
+  """
+  return checked(config).backend or jax.default_backend()
 
 
 def get_head_dim(config: AttnConfig) -> int:
   """D, the width of a query's head.
 
   Raises:
-    ValueError: the configuration knows neither it nor what it follows from.
+    ValueError: no AttnConfig, or one that knows neither it nor what it follows from.
   """
-  if config.head_dim is not None:
+  if checked(config).head_dim is not None:
     return config.head_dim
   checks.require(config.hidden_size and config.num_attention_heads
                  and config.hidden_size % config.num_attention_heads == 0, "head_dim",
@@ -199,7 +225,7 @@ def validated(config: AttnConfig) -> AttnConfig:
     ValueError: a field's value is not what AttnConfig says, or two of them contradict each other;
       the message has the values.
   """
-  checks.require(isinstance(config, AttnConfig), "config", type(config).__name__, "an AttnConfig")
+  checked(config)
   normal = {"partition_axis": config.partition_axis or PartitionAxis()}
   for name in ("attn_mechanism", "decode_attn_mechanism"):
     if getattr(config, name) is not None:
@@ -253,6 +279,14 @@ def _check_numbers(config: AttnConfig) -> None:
                     lambda x: 0 < x < math.inf)
   for name in ("dropout_prob", "fcm_min_ratio", "fcm_max_ratio"):
     checks.number(name, getattr(config, name), "a number in [0, 1)", lambda x: 0 <= x < 1)
+  if config.temperature_tuning is not None:
+    checks.require(isinstance(config.temperature_tuning, tuple)
+                   and len(config.temperature_tuning) == 2, "temperature_tuning",
+                   repr(config.temperature_tuning), "(strength, step in tokens), or None")
+    strength, step = config.temperature_tuning
+    checks.number("temperature_tuning", strength, "a finite strength >= 0",
+                  lambda x: 0 <= x < math.inf)
+    checks.integer("temperature_tuning", step, "a step >= 1 (tokens)", lambda x: x >= 1)
   checks.require(config.fcm_min_ratio <= config.fcm_max_ratio, "fcm_min_ratio",
                  config.fcm_min_ratio, f"at most fcm_max_ratio={config.fcm_max_ratio}")
   heads, key_heads = config.num_attention_heads, config.num_key_value_heads

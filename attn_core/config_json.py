@@ -67,7 +67,7 @@ def from_dict(data: Mapping[str, Any]) -> AttnConfig:
     return config_readers.read_config(data)
   checks.require(data[FORMAT] == 1, FORMAT, repr(data[FORMAT]), "1, the only one there is")
   values = {name: value for name, value in data.items() if name != FORMAT}
-  unknown = sorted(set(values) - set(AttnConfig._fields))
+  unknown = sorted(set(values) - set(AttnConfig._fields), key=repr)
   checks.require(not unknown, "data", f"the keys {unknown}", "fields of AttnConfig: "
                  f"{', '.join(AttnConfig._fields)}")
   try:
@@ -85,8 +85,9 @@ def to_json_file(config: AttnConfig, json_file_path: str | os.PathLike, use_diff
     use_diff: whether to leave out what is as in AttnConfig().
 
   Raises:
-    ValueError: as `to_dict`.
+    ValueError: no path, or as `to_dict`.
   """
+  _check_path("json_file_path", json_file_path)
   data = to_diff_dict(config) if use_diff else to_dict(config)
   text = json.dumps(data, indent=2, sort_keys=True) + "\n"
   pathlib.Path(json_file_path).write_text(text, encoding="utf-8")
@@ -98,8 +99,9 @@ def save_pretrained(
 
   Raises:
     NotImplementedError: `push_to_hub`.
-    ValueError: as `to_dict`.
+    ValueError: no path, or as `to_dict`.
   """
+  _check_path("save_directory", save_directory)
   if push_to_hub:
     raise NotImplementedError("save_pretrained: push_to_hub=True needs a network and an account of "
                               "a model hub; save to a folder and upload that")
@@ -134,9 +136,8 @@ def from_pretrained(
     if given.pop(name, None) not in (None, False, "main"):
       raise NotImplementedError(f"from_pretrained: {name} is about downloads, and nothing is "
                                 "downloaded here; fetch config.json and give its folder")
-  checks.require(isinstance(pretrained_model_name_or_path, (str, os.PathLike)),
-                 "pretrained_model_name_or_path", repr(pretrained_model_name_or_path),
-                 "the path of a folder or a file")
+  _check_path("pretrained_model_name_or_path", pretrained_model_name_or_path)
+  _check_path("subfolder", subfolder)
   path = _config_file(os.fspath(pretrained_model_name_or_path), subfolder)
   try:
     data = json.loads(path.read_text(encoding="utf-8"))
@@ -168,6 +169,11 @@ def extract_commit_hash(resolved_file: str | None, commit_hash: str | None) -> s
                  repr(resolved_file), "a path or None")
   found = _COMMIT.search(pathlib.PurePath(resolved_file).as_posix())
   return found[1] if found and _HASH.fullmatch(found[1]) else None
+
+
+def _check_path(argument: str, x: Any) -> None:
+  checks.require(isinstance(x, (str, os.PathLike)), argument, repr(x),
+                 "the path of a folder or a file")
 
 
 def _config_file(name: str, subfolder: str) -> pathlib.Path:

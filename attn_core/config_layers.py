@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from attn_core import checks, masks
-from attn_core.config import AttnConfig, get_head_dim, validated
+from attn_core.config import AttnConfig, checked, get_head_dim, validated
 from attn_core.frequencies import Rope, inverse_frequencies
 from attn_core.rope import rotary, rotary_table
 
@@ -54,9 +55,9 @@ def mask_detail(config: AttnConfig, layer: int = 0) -> AttnMaskDetail:
   """The mask of one layer, whether all are alike or not.
 
   Raises:
-    ValueError: there is no such layer.
+    ValueError: `config` is no AttnConfig, or there is no such layer.
   """
-  if config.layer_types is None:
+  if checked(config).layer_types is None:
     _check_layer(config.num_hidden_layers, layer)
     kind = ("sliding_attention" if config.sliding_window is not None else
             "chunked_attention" if config.chunk_size is not None else "full_attention")
@@ -72,12 +73,43 @@ def layer_rope(config: AttnConfig, layer: int = 0) -> Rope:
   """The rotary embedding of one layer; of type "none" where the layer has none.
 
   Raises:
-    ValueError: there is no such layer.
+    ValueError: `config` is no AttnConfig, or there is no such layer.
   """
   kind = mask_detail(config, layer).mask_type
   if layer in config.layers_without_rope:
     return Rope("none")
   return dict(config.layer_ropes).get(kind, config.rope)
+
+
+def query_temperature(config: AttnConfig, positions, layer: int = 0) -> jax.Array | None:
+  """What a layer multiplies its queries by before `attention`, so that late ones stay sharp.
+
+    1 + strength * ln(1 + floor((position + 1) / step))   in layers without a rotary embedding
+
+  As Llama 4 has it, after Nakanishi, Scalable-Softmax, https://arxiv.org/abs/2501.19399.
+
+  Args:
+    config: (strength, step) are its `temperature_tuning`.
+    positions: int [B or 1, T], of the queries (tokens); those before 0 are padding.
+    layer: the layer's number, from 0.
+
+  Returns:
+    float32 [B or 1, T]: `query * temperature[..., None, None]` in layout bthd; None where the layer
+    leaves its queries as they are.
+
+  Raises:
+    ValueError: `config` is no AttnConfig, there is no such layer, or positions that are no array of
+      integers.
+  """
+  turns = layer_rope(config, layer).rope_type != "none"
+  checks.array("positions", positions, "int [B or 1, T]")
+  checks.require(jnp.issubdtype(positions.dtype, jnp.integer), "positions",
+                 checks.describe(positions), "int [B or 1, T]")
+  if config.temperature_tuning is None or turns:
+    return None
+  strength, step = config.temperature_tuning
+  steps = (jnp.maximum(jnp.asarray(positions), -1) + 1) // step
+  return 1 + strength * jnp.log1p(steps.astype(jnp.float32))
 
 
 def attention_arguments(config: AttnConfig, layer: int = 0) -> dict[str, Any]:
@@ -89,7 +121,7 @@ def attention_arguments(config: AttnConfig, layer: int = 0) -> dict[str, Any]:
 
   Returns:
     mechanism, causal, sliding_window, chunk_size, softmax_scale, logits_soft_cap, dropout_prob.
-    Sinks are the layer's parameters and go to `softmax_aux`.
+    Sinks are the layer's parameters and go to `softmax_aux`; see also `query_temperature`.
 
   Raises:
     ValueError: `validated` refuses the configuration, or there is no such layer.
@@ -157,12 +189,16 @@ def get_fcm_mask(config: AttnConfig, batch_size: int, seq_length: int, determini
     bool [B, 1, 1, seq_length], True = visible; None where nothing is dropped.
 
   Raises:
-    ValueError: no key where there is something to drop.
+    ValueError: no key where there is something to drop, sizes that are no ints >= 1, or as
+      `validated`.
   """
-  if deterministic or not config.fcm_max_ratio:
+  if deterministic or not checked(config).fcm_max_ratio:
     return None
   validated(config)
-  checks.require(key is not None, "key", None, "a jax.random key, since deterministic=False and "
+  for name, size in (("batch_size", batch_size), ("seq_length", seq_length)):
+    checks.integer(name, size, "an int >= 1", lambda x: x >= 1)
+  checks.require(isinstance(key, (jax.Array, np.ndarray)), "key", checks.describe(key),
+                 "a jax.random key, since deterministic=False and "
                  f"fcm_max_ratio={config.fcm_max_ratio}")
   share_key, drop_key = jax.random.split(key)
   share = jax.random.uniform(share_key, (batch_size, 1, 1, 1), minval=config.fcm_min_ratio,
@@ -190,7 +226,7 @@ def get_basic_inv_frequencies(
   Raises:
     ValueError: the configuration knows no width, or as `inverse_frequencies`.
   """
-  rope = _based(config.rope, base)
+  rope = _based(config, base)
   if partial_rotary_factor is not None:
     rope = rope._replace(partial_rotary_factor=partial_rotary_factor)
   width, rope = _rotated(config, rope, head_size, rotary_dim)
@@ -217,7 +253,7 @@ def get_basic_frequencies(
   Raises:
     ValueError: as `get_basic_inv_frequencies`, or the configuration knows no length.
   """
-  width, rope = _rotated(config, _based(config.rope, base), head_size, rotary_dim)
+  width, rope = _rotated(config, _based(config, base), head_size, rotary_dim)
   positions = jnp.arange(granted_freq_max_position_embedding(config), dtype=jnp.int32)
   return jnp.concatenate(rotary_table(rope, positions, width), -1)
 
@@ -242,7 +278,7 @@ def get_basic_rope(
     ValueError: as `get_basic_inv_frequencies`, a `rotary_dim` above `head_size`, or no dtype.
   """
   dtype = checks.dtype("dtype", dtype, "a floating-point dtype, such as jnp.bfloat16")
-  width, rope = _rotated(config, _based(config.rope, base), head_size, rotary_dim)
+  width, rope = _rotated(config, _based(config, base), head_size, rotary_dim)
   if is_neox_style is not None:
     rope = rope._replace(interleaved=not is_neox_style)
   inverse_frequencies(rope, width)  # says now what it would say of every call
@@ -256,8 +292,11 @@ def get_basic_rope(
   return turn
 
 
-def _based(rope: Rope, base: float | None) -> Rope:
-  return rope if base is None else rope._replace(rope_theta=float(base))
+def _based(config: AttnConfig, base: float | None) -> Rope:
+  rope = checked(config).rope
+  if base is None:
+    return rope
+  return rope._replace(rope_theta=checks.number("base", base, "a number, or None for rope_theta"))
 
 
 def _rotated(config: AttnConfig, rope: Rope, head_size: int | None, rotary_dim: int | None):
@@ -268,12 +307,12 @@ def _rotated(config: AttnConfig, rope: Rope, head_size: int | None, rotary_dim: 
 
 
 def _granted(config: AttnConfig, name: str) -> int:
-  length = getattr(config, name) or config.max_position_embeddings
+  length = getattr(checked(config), name) or config.max_position_embeddings
   checks.require(length is not None, name, None, "a length (tokens), here or as "
                  "max_position_embeddings")
   return length
 
 
 def _check_layer(layers: int | None, layer: int) -> None:
-  checks.require(layer >= 0 and (layers is None or layer < layers), "layer", layer,
-                 f"a number from 0 to {'N' if layers is None else layers} - 1")
+  checks.integer("layer", layer, f"a number from 0 to {'N' if layers is None else layers} - 1",
+                 lambda x: x >= 0 and (layers is None or x < layers))

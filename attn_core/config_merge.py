@@ -7,7 +7,7 @@ from typing import Any, Unpack
 from jax.sharding import Mesh
 
 from attn_core import checks
-from attn_core.config import BASICS, AttnConfig, AttnConfigDict, validated
+from attn_core.config import BASICS, AttnConfig, AttnConfigDict, checked, validated
 
 
 def add_basic_configurations(config: AttnConfig, **given: Unpack[AttnConfigDict]) -> AttnConfig:
@@ -23,7 +23,7 @@ def add_basic_configurations(config: AttnConfig, **given: Unpack[AttnConfigDict]
   Raises:
     ValueError: `config` is no AttnConfig, a name is no field, or `validated` refuses the result.
   """
-  checks.require(isinstance(config, AttnConfig), "config", type(config).__name__, "an AttnConfig")
+  checked(config)
   unknown = sorted(set(given) - set(AttnConfig._fields))
   checks.require(not unknown, "add_basic_configurations", unknown, "fields of AttnConfig: "
                  f"{', '.join(AttnConfig._fields)}; attach_custom_arguments takes other names")
@@ -38,9 +38,10 @@ def attach_custom_arguments(config: AttnConfig, **given: Any) -> AttnConfig:
     **given: fields of AttnConfig, or other names with values that JSON knows.
 
   Raises:
-    ValueError: a value that JSON does not know, or `validated` refuses the result.
+    ValueError: `config` is no AttnConfig, a value that JSON does not know, or `validated` refuses
+      the result.
   """
-  extras = dict(config.extras)
+  extras = dict(checked(config).extras)
   for name in set(given) - set(AttnConfig._fields):
     try:
       extras[name] = json.dumps(given.pop(name), allow_nan=False)
@@ -51,8 +52,12 @@ def attach_custom_arguments(config: AttnConfig, **given: Any) -> AttnConfig:
 
 
 def extras_of(config: AttnConfig) -> dict[str, Any]:
-  """What was attached to a configuration, or read for it, and is no field of it."""
-  return {name: json.loads(text) for name, text in config.extras}
+  """What was attached to a configuration, or read for it, and is no field of it.
+
+  Raises:
+    ValueError: `config` is no AttnConfig.
+  """
+  return {name: json.loads(text) for name, text in checked(config).extras}
 
 
 def read_basics_from_config(config: AttnConfig, source: Any) -> AttnConfig:

@@ -51,6 +51,22 @@ def _qwen(keys: dict, layers: int) -> tuple[str, ...]:
                for i in range(layers))
 
 
+def _qwen2_moe(keys: dict, layers: int) -> tuple[str, ...]:
+  """Every second layer up to max_window_layers, where the window is switched on at all."""
+  last = 0
+  if _flag(keys, "use_sliding_window") and keys.get("sliding_window") is not None:
+    last = checks.integer("max_window_layers", keys["max_window_layers"],
+                          "an int >= 0, the first layer after those with a window",
+                          lambda x: x >= 0)
+  return tuple(SLIDING if i < last and i % 2 == 0 else FULL for i in range(layers))
+
+
+def _qwen3_moe(keys: dict, layers: int) -> tuple[str, ...]:
+  """All layers, where the window is switched on at all."""
+  has_window = _flag(keys, "use_sliding_window") and keys.get("sliding_window") is not None
+  return (SLIDING if has_window else FULL,) * layers
+
+
 def _llama4(keys: dict, layers: int) -> tuple[str, ...]:
   """Layers with a rotary embedding look at their own chunk, the others at everything."""
   if keys.get("attention_chunk_size") is None:
@@ -122,7 +138,8 @@ _gemma3 = _Model({**_GEMMA, "max_position_embeddings": 131072, "rope_theta": 100
 _llama4_text = _Model(
     {"hidden_size": 5120, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128,
      "num_hidden_layers": 48, "max_position_embeddings": 131072, "rope_theta": 500000.0,
-     "attention_chunk_size": 8192, "no_rope_layers": None, "no_rope_layer_interval": 4},
+     "attention_chunk_size": 8192, "no_rope_layers": None, "no_rope_layer_interval": 4,
+     "attn_temperature_tuning": True, "attn_scale": 0.1, "floor_scale": 8192},
     _llama4, interleaved=True)
 _qwen2 = _Model(_QWEN, _qwen)
 _qwen2_vl = _Model({**_QWEN_VL, "mrope_section": [16, 24, 24]}, _qwen)
@@ -141,9 +158,15 @@ MODELS = {
     "gemma3": _gemma3,
     "gemma3_text": _gemma3,
     "qwen2": _qwen2,
+    "qwen2_moe": _Model({**_QWEN, "hidden_size": 2048, "num_attention_heads": 16,
+                         "num_key_value_heads": 16, "num_hidden_layers": 24}, _qwen2_moe),
+    "qwen2_vl": _qwen2_vl,
+    "qwen2_vl_text": _qwen2_vl,
     "qwen2_5_vl": _qwen2_vl,
     "qwen2_5_vl_text": _qwen2_vl,
     "qwen3": _Model({**_QWEN, "head_dim": 128}, _qwen),
+    "qwen3_moe": _Model({**_QWEN, "hidden_size": 2048, "num_key_value_heads": 4,
+                         "num_hidden_layers": 24}, _qwen3_moe),
     "qwen3_vl": _qwen3_vl,
     "qwen3_vl_text": _qwen3_vl,
     "phi3": _Model({"hidden_size": 3072, "num_attention_heads": 32, "num_hidden_layers": 32,
@@ -172,17 +195,20 @@ _PATTERN_KEYS = ("sliding_window", "sliding_window_pattern", "use_sliding_window
 # Keys that say nothing about an attention's values: kept without a word.
 OTHER_KEYS = frozenset("""
     _name_or_path add_cross_attention architectures attention_bias auto_map bos_token_id
-    chunk_size_feed_forward classifier_dropout decoder_start_token_id dtype embd_pdrop
+    chunk_size_feed_forward classifier_dropout decoder_sparse_step decoder_start_token_id dtype
+    embd_pdrop
     encoder_stride ep_size eos_token_id experts_per_token final_logit_softcapping finetuning_task
     first_k_dense_replace gradient_checkpointing hidden_act hidden_activation hidden_dropout_prob
     id2label image_size image_token_id initial_context_length initializer_range
     interleave_moe_layer_step intermediate_size intermediate_size_mlp is_decoder is_encoder_decoder
-    kv_lora_rank label2id layer_norm_eps layernorm_epsilon mlp_bias moe_intermediate_size
+    kv_lora_rank label2id layer_norm_eps layernorm_epsilon mlp_bias mlp_only_layers
+    moe_intermediate_size
     moe_layer_freq moe_layers n_group n_routed_experts n_shared_experts norm_topk_prob num_channels
-    num_experts_per_tok num_local_experts num_nextn_predict_layers output_attentions
+    num_experts num_experts_per_tok num_local_experts num_nextn_predict_layers output_attentions
     output_hidden_states output_router_logits pad_token_id patch_size pooler_act pooler_output_size
     pretraining_tp problem_type q_lora_rank qkv_bias quantization_config resid_pdrop return_dict
     rms_norm_eps routed_scaling_factor router_aux_loss_coef router_jitter_noise scoring_func
+    shared_expert_intermediate_size
     swiglu_alpha swiglu_limit tie_word_embeddings topk_group topk_method torch_dtype
     transformers_version type_vocab_size use_cache video_token_id vision_config vision_end_token_id
     vision_start_token_id vision_token_id vocab_size
@@ -271,7 +297,7 @@ def _read(model: _Model, keys: _Keys) -> AttnConfig:
         head_dim=sum(_count(keys.all, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim")),
         num_key_value_heads=heads)
     get("qk_nope_head_dim", "qk_head_dim")  # the latter is the sum of the two
-  config = _with_layers(config, model, keys)
+  config = _with_layers(config, model, keys)._replace(temperature_tuning=_temperature(keys))
   config, unknown = _with_ropes(config, model, keys)
   extras = {**keys.left(), **unknown}
   unheard = sorted(set(extras) - OTHER_KEYS)
@@ -349,6 +375,15 @@ def _with_ropes(config: AttnConfig, model: _Model, keys: _Keys):
     scale = yarn_mscale(scale_of(main), main.mscale_all_dim)
     config = config._replace(softmax_scale=config.head_dim**-0.5 * scale**2)
   return config, unknown
+
+
+def _temperature(keys: _Keys) -> tuple[float, int] | None:
+  """(strength, step) of queries that are sharper the later they stand; None: they are not."""
+  name = "attn_temperature_tuning"
+  tuned, *numbers = map(keys.own, (name, "attn_scale", "floor_scale"))
+  # Published files have a number in place of true.
+  checks.require(tuned is None or isinstance(tuned, int), name, repr(tuned), "true or false")
+  return tuple(numbers) if tuned else None
 
 
 def _power(scalar: float | None) -> float | None:

@@ -142,7 +142,8 @@ class OperationMetadata:
     """
     names = [field.name for field in dataclasses.fields(cls)]
     if not isinstance(data, Mapping) or not set(data) <= set(names):
-      unknown = sorted(set(data) - set(names)) if isinstance(data, Mapping) else type(data).__name__
+      unknown = (sorted(set(data) - set(names), key=repr) if isinstance(data, Mapping)
+                 else type(data).__name__)
       raise _error("data", unknown, f"a mapping with keys among {', '.join(names)}")
     return cls(**metadata_json.decoded(data))
 
@@ -160,11 +161,13 @@ class OperationMetadata:
     """The inverse of `to_json`.
 
     Raises:
-      ValueError: `json_str` is not JSON, or `from_dict` refuses what it says.
+      ValueError: `json_str` is no text in JSON, or `from_dict` refuses what it says.
     """
+    if not isinstance(json_str, (str, bytes, bytearray)):
+      raise _error("json_str", json_str, "text, what to_json gave; from_dict takes a mapping")
     try:
       data = json.loads(json_str)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
       raise _error("json_str", json_str, f"what to_json gave; {error}") from error
     return cls.from_dict(data)
 

@@ -116,7 +116,12 @@ def decode(value: Any) -> Any:
     return value
   keys = set(value)
   if keys == {"enum", "value"}:
-    return _found(value["enum"], enum.Enum)(decode(value["value"]))
+    kind, member = _found(value["enum"], enum.Enum), decode(value["value"])
+    try:
+      return kind(member)
+    except ValueError as error:
+      raise ValueError(f"base_config has {member!r}: expected the value of a member of "
+                       f"{kind.__qualname__}, one of {[x.value for x in kind]}") from error
   if keys == {"dtype"}:
     return np.dtype(value["dtype"])
   if keys == {"mesh"}:

@@ -137,12 +137,19 @@ class UpdateTest(parameterized.TestCase):
   def test_a_cache_of_the_other_kind_is_refused(self):
     full, ring, new = filled(dense, S, [1, 2, 3]), filled(window, S, [1, 2, 3]), tokens(1)
     for call in (lambda: dense.append(ring, *new), lambda: dense.view(ring),
+                 lambda: dense.insert(ring, np.arange(B), filled(window, 4, [1, 2, 3])),
                  lambda: window.from_dense(ring, 4)):
       with self.assertRaisesRegex(ValueError, "cache: got WindowCache; expected a DenseCache"):
         call()
     for call in (lambda: window.append(full, *new), lambda: window.view(full),
                  lambda: window.insert(full, np.arange(B), full), lambda: window.to_dense(full, S)):
       with self.assertRaisesRegex(ValueError, "cache: got DenseCache; expected a WindowCache"):
+        call()
+    for call, words in (
+        (lambda: dense.insert(full, np.arange(B), ring), "WindowCache; expected a DenseCache"),
+        (lambda: window.insert(ring, np.arange(B), full), "DenseCache; expected a WindowCache"),
+        (lambda: dense.insert(full, np.arange(B), None), "NoneType; expected a DenseCache")):
+      with self.assertRaisesRegex(ValueError, f"prefilled: got {words}"):
         call()
 
   @parameterized.named_parameters(*[(f"{k}_{d}", k, d) for k in KINDS for d in ("float32", "int8")])

@@ -13,7 +13,8 @@ from absl.testing import absltest, parameterized
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core import attention, attention_arguments, from_pretrained, layer_rope, rotary
+from attn_core import (attention, attention_arguments, from_pretrained, layer_rope,
+                       query_temperature, rotary)
 from attn_core_test import peers
 
 SIZES = {"hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 4,
@@ -32,7 +33,7 @@ MODELS = {
     "llama": ("LlamaConfig", "LlamaModel", {**TEXT, "rope_parameters": LLAMA3}),
     "llama4": ("Llama4TextConfig", "Llama4TextModel", {
         **TEXT, "attention_chunk_size": 8, "num_local_experts": 2, "intermediate_size_mlp": 32,
-        "rope_parameters": LLAMA3}),
+        "rope_parameters": LLAMA3, "floor_scale": 4, "attn_scale": 0.3}),
     "mistral": ("MistralConfig", "MistralModel", {**TEXT, "sliding_window": 8}),
     "mixtral": ("MixtralConfig", "MixtralModel", {**TEXT, "num_local_experts": 2}),
     "gemma2": ("Gemma2Config", "Gemma2Model", {
@@ -44,11 +45,21 @@ MODELS = {
                             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}}),
     "qwen2": ("Qwen2Config", "Qwen2Model", {
         **TEXT, "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 2}),
+    "qwen2_moe": ("Qwen2MoeConfig", "Qwen2MoeModel", {
+        **TEXT, "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 3,
+        "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16}),
+    "qwen2_vl": ("Qwen2VLTextConfig", "Qwen2VLTextModel", {
+        **TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
+                                    "mrope_section": [2, 3, 3]}}),
     "qwen2_5_vl": ("Qwen2_5_VLTextConfig", "Qwen2_5_VLTextModel", {
         **TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
                                     "mrope_section": [2, 3, 3]}}),
     "qwen3": ("Qwen3Config", "Qwen3Model", {**TEXT, "rope_parameters": {
         "rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}, "max_position_embeddings": 16}),
+    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeModel", {
+        **TEXT, "sliding_window": 8, "use_sliding_window": True, "num_experts": 2,
+        "num_experts_per_tok": 1, "moe_intermediate_size": 16}),
     "qwen3_vl": ("Qwen3VLTextConfig", "Qwen3VLTextModel", {
         **TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
                                     "mrope_section": [4, 2, 2], "mrope_interleaved": True}}),
@@ -82,6 +93,7 @@ class Recorder:
 
   def __init__(self, module):
     self.module, self.rotations, self.layers = module, [], []
+    self.projections = []  # of queries, by layer, before anything else is done to them
 
   @contextlib.contextmanager
   def listening(self):
@@ -150,6 +162,10 @@ class ModelsTest(parameterized.TestCase):
                             rng.integers(0, 30, (2, LENGTH))]).astype(np.int32)
       inputs["position_ids"] = self.torch.tensor(positions)
     with Recorder(module).listening() as heard, self.torch.no_grad():
+      for label, part in model.named_modules():
+        if label.endswith("q_proj"):
+          part.register_forward_hook(
+              lambda part, arrays, out: heard.projections.append(out.numpy()))
       model(**inputs)
     with tempfile.TemporaryDirectory() as folder:
       theirs.save_pretrained(folder)
@@ -165,6 +181,10 @@ class ModelsTest(parameterized.TestCase):
                                                           config.head_dim or 16))
       self.assertEqual(value.shape[3], config.value_head_dim or query.shape[3])
       self.assertEqual(sinks is not None, config.sinks)
+      temperature = query_temperature(config, positions, layer)
+      if temperature is not None:
+        projected = heard.projections[layer].reshape(query.shape)
+        np.testing.assert_allclose(projected * temperature[..., None, None], query, atol=1e-5)
       arguments = attention_arguments(config, layer)
       mine = attention(*map(jnp.asarray, (query, key, value)), **arguments,
                        softmax_aux=None if sinks is None else jnp.asarray(sinks))

@@ -11,15 +11,19 @@ from absl.testing import absltest, parameterized
 import jax
 from jax.sharding import PartitionSpec
 import jax.numpy as jnp
+import numpy as np
 
 from attn_core import (AttentionMechanism, AttnConfig, AttnConfigDict, BlockSizes, EasyMethod,
                        OperationMetadata, PartitionAxis, Rope, add_basic_configurations,
                        attach_custom_arguments, attention_arguments, create_mesh, extras_of,
                        extract_commit_hash, from_dict, from_pretrained, get_axis_dims,
-                       get_axis_names, get_backend, get_mask_details, get_mesh,
-                       get_partition_rules, layer_rope, read_basics_from_config, save_pretrained,
+                       get_axis_names, get_backend, get_basic_frequencies,
+                       get_basic_inv_frequencies, get_basic_rope, get_fcm_mask, get_mask_details,
+                       get_mesh, get_partition_rules, granted_freq_max_position_embedding,
+                       layer_rope, query_temperature, read_basics_from_config, save_pretrained,
                        set_model_mesh, to_dict, to_diff_dict, to_json_file)
 from attn_core.config import BASICS, get_head_dim, validated
+from attn_core.config_layers import mask_detail
 
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -93,10 +97,12 @@ PUBLISHED = {
             "model_type": "llama4_text", "attention_chunk_size": 8192, "head_dim": 128,
             "max_position_embeddings": 10485760, "no_rope_layers": [], "num_attention_heads": 40,
             "num_hidden_layers": 48, "num_key_value_heads": 8, "rope_theta": 500000.0,
+            "attn_temperature_tuning": 4, "attn_scale": 0.1, "floor_scale": 8192,
             "rope_scaling": {**LLAMA31_ROPE, "factor": 16.0, "high_freq_factor": 1.0}},
          "vision_config": {"model_type": "llama4_vision_model"}},
         {"layer_types": ((CHUNKED,) * 3 + (FULL,)) * 12, "chunk_size": 8192,
          "layers_without_rope": tuple(range(3, 48, 4)), "head_dim": 128,
+         "temperature_tuning": (0.1, 8192),
          "rope": Rope("llama3", 500000.0, 16.0, 10485760, 8192, interleaved=True,
                       low_freq_factor=1.0, high_freq_factor=1.0)}),
     "mistral-7b-v0.1": (
@@ -136,6 +142,27 @@ PUBLISHED = {
         {"model_type": "qwen2", "num_hidden_layers": 4, "max_window_layers": 3,
          "sliding_window": 64, "use_sliding_window": True},
         {"sliding_window": (63, 0), "layer_types": (FULL,) * 3 + (SLIDING,)}),
+    "qwen1.5-moe-a2.7b": (
+        {"model_type": "qwen2_moe", "decoder_sparse_step": 1, "hidden_size": 2048,
+         "max_position_embeddings": 8192, "max_window_layers": 21, "moe_intermediate_size": 1408,
+         "num_attention_heads": 16, "num_experts": 60, "num_hidden_layers": 24,
+         "num_key_value_heads": 16, "rope_theta": 1000000.0, "sliding_window": 32768,
+         "shared_expert_intermediate_size": 5632, "use_sliding_window": False},
+        {"sliding_window": None, "layer_types": (FULL,) * 24, "head_dim": 128,
+         "num_key_value_heads": 16, "rope": Rope(
+             rope_theta=1000000.0, max_position_embeddings=8192)}),
+    "qwen2-moe-windowed": (
+        {"model_type": "qwen2_moe", "num_hidden_layers": 6, "max_window_layers": 3,
+         "sliding_window": 64, "use_sliding_window": True},
+        {"sliding_window": (63, 0), "layer_types": (SLIDING, FULL, SLIDING) + (FULL,) * 3}),
+    "qwen2-vl-7b": (
+        {"model_type": "qwen2_vl", "hidden_size": 3584, "num_attention_heads": 28,
+         "num_key_value_heads": 4, "num_hidden_layers": 28, "max_window_layers": 28,
+         "max_position_embeddings": 32768, "sliding_window": 32768, "use_sliding_window": False,
+         "rope_theta": 1000000.0, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+         "image_token_id": 151655, "vision_config": {"depth": 32}},
+        {"head_dim": 128, "layer_types": (FULL,) * 28, "rope": Rope(
+            "mrope", 1000000.0, None, 32768, mrope_section=(16, 24, 24))}),
     "qwen2.5-vl-7b": (
         {"model_type": "qwen2_5_vl", "hidden_size": 3584, "num_attention_heads": 28,
          "num_key_value_heads": 4, "num_hidden_layers": 28, "max_window_layers": 28,
@@ -150,6 +177,19 @@ PUBLISHED = {
          "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None,
          "use_sliding_window": False},
         {"head_dim": 128, "num_key_value_heads": 8, "layer_types": (FULL,) * 36}),
+    "qwen3-30b-a3b": (
+        {"model_type": "qwen3_moe", "decoder_sparse_step": 1, "head_dim": 128, "hidden_size": 2048,
+         "max_position_embeddings": 40960, "max_window_layers": 48, "mlp_only_layers": [],
+         "moe_intermediate_size": 768, "num_attention_heads": 32, "num_experts": 128,
+         "num_hidden_layers": 48, "num_key_value_heads": 4, "rope_theta": 1000000.0,
+         "sliding_window": None, "use_sliding_window": False},
+        {"head_dim": 128, "num_key_value_heads": 4, "layer_types": (FULL,) * 48,
+         "sliding_window": None, "rope": Rope(
+             rope_theta=1000000.0, max_position_embeddings=40960)}),
+    "qwen3-moe-windowed": (
+        {"model_type": "qwen3_moe", "num_hidden_layers": 3, "sliding_window": 64,
+         "use_sliding_window": True},
+        {"sliding_window": (63, 0), "layer_types": (SLIDING,) * 3, "head_dim": 64}),
     "qwen3-vl-8b": (
         {"model_type": "qwen3_vl", "text_config": {
             "model_type": "qwen3_vl_text", "head_dim": 128, "num_attention_heads": 32,
@@ -330,6 +370,9 @@ class MergeTest(parameterized.TestCase):
       ({"partition_axis": PartitionAxis(head_axis=3)}, "partition_axis.head_axis=3"),
       ({"rope": Rope("spiral")}, "rope_type: got 'spiral'"),
       ({"sliding_window": 128}, "sliding_window: got 128.*W - 1, 0"),
+      ({"temperature_tuning": 0.1}, "temperature_tuning: got 0.1; expected .strength, step"),
+      ({"temperature_tuning": (-1.0, 8)}, "temperature_tuning: got -1.0; expected a finite stren"),
+      ({"temperature_tuning": (0.1, 0)}, "temperature_tuning: got 0; expected a step >= 1"),
       ({"sliding_window": (127, 0), "chunk_size": 64}, "chunk_size=64, no layer_types"),
       ({"layer_types": ("dense",)}, "layer_types: got 'dense'"),
       ({"layer_types": (FULL,) * 3, "num_hidden_layers": 4}, "3 of them.*num_hidden_layers=4"),
@@ -343,10 +386,36 @@ class MergeTest(parameterized.TestCase):
       add_basic_configurations(AttnConfig(), **given)
 
   def test_other_types(self):
-    with self.assertRaisesRegex(ValueError, "config: got dict; expected an AttnConfig"):
-      validated({})
+    for function in (validated, layer_rope, mask_detail, attention_arguments, get_mask_details,
+                     extras_of, get_mesh, get_axis_dims, get_axis_names, get_backend,
+                     get_partition_rules, get_basic_inv_frequencies, get_basic_frequencies,
+                     granted_freq_max_position_embedding, attach_custom_arguments,
+                     lambda x: get_basic_rope(x, "float32", 8),
+                     lambda x: get_fcm_mask(x, 1, 8, False)):
+      with self.assertRaisesRegex(ValueError, "config: got dict; expected an AttnConfig"):
+        function({})
     with self.assertRaisesRegex(ValueError, "head_dim: got None with hidden_size=100"):
       get_head_dim(AttnConfig(hidden_size=100, num_attention_heads=3))
+
+
+  @parameterized.parameters("a", None, 1.0, True, -1, 2)
+  def test_bad_layers(self, layer):
+    for config in (AttnConfig(num_hidden_layers=2), AttnConfig(layer_types=(FULL,) * 2)):
+      for function in (layer_rope, mask_detail, attention_arguments):
+        with self.assertRaisesRegex(
+            ValueError, f"layer: got {layer!r}; expected a number from 0 to 2 - 1"):
+          function(config, layer)
+
+  def test_bad_sizes(self):
+    config = AttnConfig(head_dim=8, fcm_max_ratio=0.5, max_position_embeddings=4)
+    key = jax.random.key(0)
+    for call, message in ((lambda: get_fcm_mask(config, "a", 8, False, key), "batch_size: got 'a'"),
+                          (lambda: get_fcm_mask(config, 1, None, False, key), "seq_length: got N"),
+                          (lambda: get_fcm_mask(config, 1, 8, False, 3), "key: got 3; expected"),
+                          (lambda: get_basic_frequencies(config, base="a"), "base: got 'a'"),
+                          (lambda: get_basic_inv_frequencies(config, "a"), "head_dim: got 'a'")):
+      with self.assertRaisesRegex(ValueError, message):
+        call()
 
 
 class JsonTest(parameterized.TestCase):
@@ -416,6 +485,13 @@ class JsonTest(parameterized.TestCase):
     (self.folder / "config.json").write_bytes(b"\xff\xfe")
     with self.assertRaisesRegex(ValueError, "config.json is not JSON: .*in UTF-8"):
       from_pretrained(self.folder)
+    for call, message in (
+        (lambda: to_json_file(self.config, 3), "json_file_path: got 3; expected the path"),
+        (lambda: save_pretrained(self.config, None), "save_directory: got None; expected the path"),
+        (lambda: from_pretrained(self.folder, 3), "subfolder: got 3; expected the path"),
+        (lambda: from_dict({"attn_core_format": 1, 3: 4, "a": 1}), r"keys \['a', 3\]; expected")):
+      with self.assertRaisesRegex(ValueError, message):
+        call()
     for name in (None, 3):
       with self.assertRaisesRegex(ValueError, f"pretrained_model_name_or_path: got {name}"):
         from_pretrained(name)
@@ -472,6 +548,21 @@ class ReadersTest(parameterized.TestCase):
       with self.assertRaisesRegex(ValueError, f"layer: got {layer}"):
         attention_arguments(config, layer)
 
+  def test_the_temperature_of_queries(self):
+    """Llama 4's: 1 + 0.1 ln(1 + floor((p + 1) / 8192)) in every fourth layer, by hand."""
+    data = PUBLISHED["llama-4-scout"][0]
+    config, positions = from_dict(data), np.array([[-7, 0, 8190, 8191, 16383, 81919]])
+    expected = 1 + 0.1 * np.log([[1, 1, 1, 2, 3, 11]])
+    np.testing.assert_allclose(query_temperature(config, positions, 3), expected, rtol=1e-6)
+    self.assertIsNone(query_temperature(config, positions, 2))
+    for tuned, found in ((True, (0.1, 8192)), (None, None), (False, None)):
+      text = {**data["text_config"], "attn_temperature_tuning": tuned}
+      self.assertEqual(from_dict({"model_type": "llama4", "text_config": text}).temperature_tuning,
+                       found)
+    self.assertIsNone(query_temperature(config._replace(temperature_tuning=None), positions, 3))
+    with self.assertRaisesRegex(ValueError, "positions: got float64.*expected int"):
+      query_temperature(config, positions / 2, 3)
+
   def test_what_is_none_of_the_models_is_reported(self):
     for kind, name in (("llama", "sliding_window"), ("gemma2", "attention_chunk_size"),
                        ("qwen2", "attn_logit_softcapping"), ("llama", "query_pre_attn_scalar"),
@@ -511,6 +602,10 @@ class ReadersTest(parameterized.TestCase):
         "sliding_window": 8}, ValueError, r"sliding_window: got \(7, 0\); expected None"),
       ({"model_type": "gemma2", "num_hidden_layers": 3, "layer_types": [FULL, SLIDING]},
        ValueError, "2 of them.*num_hidden_layers=3"),
+      ({"model_type": "llama4", "attn_temperature_tuning": "on"}, ValueError,
+       "attn_temperature_tuning: got 'on'; expected true or false"),
+      ({"model_type": "qwen2_moe", "use_sliding_window": True, "max_window_layers": -1},
+       ValueError, "max_window_layers: got -1; expected an int >= 0"),
       ({"model_type": "mistral", "sliding_window": 0}, ValueError, "sliding_window: got 0"),
       ({"model_type": "llama", "text_config": "llama"}, ValueError, "text_config: got 'llama'"),
       ({"model_type": "llama", "rope_scaling": "llama3"}, ValueError, "rope_scaling: got 'llama3'"),

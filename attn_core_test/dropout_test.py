@@ -415,6 +415,22 @@ class PositionsTest(parameterized.TestCase):
     expected[:, 10:, 10:] = keep((1, 4, 14, 14), P)[0]
     np.testing.assert_array_equal(found != 0, expected)
 
+  def test_positions_of_the_only_part_that_reads_them_count(self):
+    generator = np.random.default_rng(4)
+    rows, columns = (generator.permutation(24).astype(np.int32)[None] for _ in range(2))
+    ids = masks.segments(np.arange(24, dtype=np.int32)[None] % 3)
+    whole = weights_of(mask=masks.positions(rows, columns, masks.causal() & ids))
+    visible = (columns <= rows.T) & (np.arange(24) % 3 == np.arange(24)[:, None] % 3)
+    np.testing.assert_array_equal(whole != 0, visible & keep((2, 4, 24, 24), P)[
+        :, :, rows[0]][..., columns[0]])
+    for part in (masks.positions(rows, columns) & ids, ids & masks.positions(rows, columns),
+                 ~(~ids | masks.positions(rows, columns, ~masks.causal()))):
+      np.testing.assert_array_equal(weights_of(mask=part), whole)
+    np.testing.assert_array_equal(weights_of("blockwise", mask=part) != 0, whole != 0)
+    # Of two parts that read positions each moves itself.
+    found = weights_of(mask=masks.positions(rows, columns) & masks.window(None, 23) & ids)
+    np.testing.assert_array_equal(found != 0, visible & keep((2, 4, 24, 24), P))
+
   def test_masks_that_move_only_themselves_do_not_move_dropout(self):
     found = weights_of("blockwise", causal=True, mask=masks.offset(masks.prefix(8), 3))
     plain = weights_of("blockwise", causal=True, mask=masks.prefix(8))

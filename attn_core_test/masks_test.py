@@ -167,6 +167,10 @@ class LeavesTest(parameterized.TestCase):
        r"positions: key.*\(2,\)"),
       ("offset_float", lambda: masks.offset(masks.causal(), 1.0), "offset: amount.*float64"),
       ("offset_bool", lambda: masks.offset(masks.causal(), True), "offset: amount has dtype bool"),
+      ("placed_size", lambda: masks.placed(masks.causal(), np.zeros((1, 2), int), np.zeros(
+          (1, 2), int), 3), "placed: size=3; expected .rows, columns."),
+      ("placed_sizes", lambda: masks.placed(masks.causal(), np.zeros((1, 2), int), np.zeros(
+          (1, 2), int), ("a", 2)), "placed: size=.'a', 2.; expected .rows, columns."),
       ("dense_float", lambda: masks.dense(np.zeros((1, 1, 2, 2))),
        r"dense: array has dtype float64.*expected bool.*bias"),
       ("dense_int", lambda: masks.dense(np.zeros((1, 1, 2, 2), int)), "dense: array has dtype int"),
@@ -890,11 +894,37 @@ class ProofTest(parameterized.TestCase):
   def test_keys_that_are_padding_may_stand_at_the_ends_of_int32(self, window, block, padding):
     query = np.int32([[-3, -1, 0, 1, 2, 3, 4, 5, -2]])
     key = np.where(np.arange(9) % 3 == 1, padding, query + 2).astype(np.int32)
-    recipe = ("positions", ("window", *window), query, key)
+    self.check_ends(("positions", ("window", *window), query, key), block)
+
+  def check_ends(self, recipe, block):
+    """One case of 9 queries and 9 keys, by numpy and by jax."""
     sizes, shape = blocks.Sizes(9, 9, block, block), (1, 1, 9, 9)
     mask = build(recipe)
     for kinds in (blocks.host_kinds(mask, sizes), np.asarray(blocks.block_kinds(mask, sizes))):
       self.check(recipe, shape, sizes, kinds, evaluate_tiles(mask, kinds, sizes, shape))
+    np.testing.assert_array_equal(dense(mask, shape), seen_by_all(recipe, shape))
+
+  @parameterized.product(
+      window=((3, 0), (3, 3), (3, None), (None, 3), (None, -2), (-2, None), (-1, 3), (3, -1),
+              (2**31 - 1, 2**31 - 1), (-2**31, None), (None, -2**31)), block=(1, 2))
+  def test_queries_may_stand_at_the_ends_of_int32(self, window, block):
+    ends = np.array([-2**31, 3 - 2**31, -1, 2, 2**31 - 3, 2**31 - 1], np.int32)
+    query, key = ends[[0, 3, 5, 1, 3, 4, 2, 5, 0]][None], ends[[3, 0, 2, 5, 4, 1, 3, 5, 0]][None]
+    self.check_ends(("positions", ("window", *window), query, key), block)
+
+  @parameterized.parameters(((3, 0), 5), ((3, None), -5), ((None, 3), 5))
+  def test_an_offset_past_the_ends_of_int32_hides_nothing_of_other_queries(self, window, offset):
+    query = np.where(np.arange(9) % 3 == 1, np.sign(offset) * (2**31 - 1), np.arange(9) - offset)
+    for amount in (("offset", offset), ("offset_rows", np.array([offset], np.int32))):
+      recipe = (amount[0], ("window", *window), amount[1])
+      self.check_ends(("positions", recipe, query[None].astype(np.int32), None), 2)
+
+  @parameterized.parameters((None, 2**31 - 1), (2**31 - 1, None), (2**31 - 1, 2**31 - 1))
+  def test_a_window_as_wide_as_int32_hides_nothing(self, *sides):
+    mask, shape = masks.window(*sides), (1, 1, 5, 5)
+    self.assertTrue(dense(mask, shape).all())
+    self.assertTrue((blocks.block_kinds(mask, blocks.Sizes(5, 5, 2, 2))[..., :2] == blocks.FULL)
+                    .all())
 
   # A recipe and its transpose: queries and keys change places.
   TURNED = (

@@ -170,6 +170,22 @@ class EqualityTest(parameterized.TestCase):
     metadata = groups.stack(*[PagesMetadata(np.array([[page]], np.int32), np.ones(1, np.int32))
                               for page in (2, -1)])
     self.assertEqual(groups.with_pool_ids(metadata, 4).page_tables.ravel().tolist(), [1, 2])
+    # Joined it is no page: of two requests of two pages each, the first page is another's.
+    tables = np.array([[[2, 0]], [[-1, 1]]], np.int32)
+    metadata = PagesMetadata(tables, np.full((2, 1), 4, np.int32))
+    joined = groups.joined(metadata, 4)
+    self.assertEqual(joined.page_tables.tolist(), [[-1, 0], [-1, 3]])
+    numbers = jnp.arange(1.0, 17).reshape(1, 4, 2, 2)
+    cache = PagesV1(numbers, -numbers)
+    held = jax.jit(pages.to_dense)(cache, joined)
+    for row, page in ((0, 0), (1, 3)):
+      np.testing.assert_array_equal(held[0][row, :2], 0)
+      np.testing.assert_array_equal(held[0][row, 2:, 0], numbers[0, page])
+    back = jax.jit(pages.from_dense)(jax.tree.map(jnp.zeros_like, cache), *held, joined)
+    own = np.isin(np.arange(4), (0, 3))[:, None, None]
+    np.testing.assert_array_equal(back.value_pages, np.where(own, -numbers, 0))
+    with self.assertRaisesRegex(ValueError, r"page_tables: got \[\[-1, 0\].*page ids from 0 to 3"):
+      page_attention(np.ones((2, 1, 2), np.float32), cache, joined)
 
   def test_groups_joined_are_requests_of_one_pool(self):
     case = Case(G=4, layout=PagesV1)

@@ -236,7 +236,9 @@ class AllocatorTest(absltest.TestCase):
         (lambda: allocator.fork(pool, "a", "a", 1), "name: got 'a'"),
         (lambda: allocator.fork(pool, "a", "b", 10), "length: got 10"),
         (lambda: allocator.release(pool, "b"), "name: got 'b'"),
-        (lambda: allocator.table(pool, "a", 2), "width: got 2")):
+        (lambda: allocator.table(pool, "a", 2), "width: got 2"),
+        (lambda: allocator.table(pool, "a", 1.5), "width: got 1.5; expected an int >= 0"),
+        (lambda: allocator.table(pool, "a", "b"), "width: got 'b'; expected an int >= 0")):
       with self.assertRaisesRegex(ValueError, words):
         call()
 

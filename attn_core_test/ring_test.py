@@ -217,6 +217,20 @@ class LayoutsTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, message):
       to_layout(np.zeros((1, length)), layout, shards)
 
+  @parameterized.parameters(
+      (np.zeros((1, 4)), 2, 5, r"axis: got 5 with x float64\[1, 4\]; expected .*-2 to 2 - 1"),
+      (np.zeros((1, 4)), 2, -3, "axis: got -3 with x"),
+      (np.zeros((1, 4)), 2, "a", "axis: got 'a'; expected an int"),
+      (np.zeros((1, 4)), 2, None, "axis: got None; expected an int"),
+      ({"labels": 3.0}, 2, 1, "x: got float; expected a jax or numpy array, with tokens along axi"),
+      (np.zeros((1, 4)), "a", 1, "shards='a': expected at least 1"),
+      (np.zeros((1, 4)), 2.0, 1, "shards=2.0: expected at least 1, an int"))
+  def test_bad_axes_and_shards(self, x, shards, axis, message):
+    for layout in layouts.LAYOUTS:
+      for function in (to_layout, from_layout):
+        with self.assertRaisesRegex(ValueError, message):
+          function(x, layout, shards, axis)
+
   def test_causal_balance(self):
     """Visited blocks of 16 x 16, the most that a shard has over the mean."""
     length, block = 2048, 16

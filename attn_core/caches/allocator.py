@@ -38,8 +38,15 @@ class Allocator(NamedTuple):
 def create(num_pages: int, page_size: int) -> Allocator:
   """A pool of free pages.
 
+  Args:
+    num_pages: pages of the pool, as that of `pages.init`.
+    page_size: tokens of a page.
+
+  Returns:
+    An Allocator without requests.
+
   Raises:
-    ValueError: fewer than one page or one token a page.
+    ValueError: one of the two is no int >= 1.
   """
   for name, size in (("num_pages", num_pages), ("page_size", page_size)):
     checks.integer(name, size, "an int >= 1", lambda x: x >= 1)
@@ -48,6 +55,13 @@ def create(num_pages: int, page_size: int) -> Allocator:
 
 def add(allocator: Allocator, name: Hashable) -> Allocator:
   """A new request of no tokens.
+
+  Args:
+    allocator: the pool.
+    name: of the new request.
+
+  Returns:
+    The allocator with the request, which owns no page yet.
 
   Raises:
     ValueError: there is one of that name.
@@ -65,8 +79,12 @@ def fork(allocator: Allocator, parent: Hashable, name: Hashable, length: int) ->
     name: of the new request.
     length: tokens to share, from 0 to those of the parent.
 
+  Returns:
+    The allocator with the request; no page is taken.
+
   Raises:
-    ValueError: no such parent, a name in use, or more tokens than the parent has.
+    ValueError: no such parent, a name in use, or a `length` that is no int from 0 to the tokens of
+      the parent.
   """
   of_parent = _request(allocator, parent)
   checks.require(name not in allocator.requests, "name", repr(name), "a name that is not in use")
@@ -91,7 +109,7 @@ def extend(allocator: Allocator, name: Hashable,
     written, with `pages.copy_pages`.
 
   Raises:
-    ValueError: no such request, or a negative number.
+    ValueError: no such request, or `tokens` that are no int >= 0.
     OutOfPages: there are too few free pages.
   """
   request, size = _request(allocator, name), allocator.page_size
@@ -114,6 +132,13 @@ def extend(allocator: Allocator, name: Hashable,
 def release(allocator: Allocator, name: Hashable) -> Allocator:
   """Ends a request; pages that nobody else owns become free.
 
+  Args:
+    allocator: the pool.
+    name: of the request.
+
+  Returns:
+    The allocator without the request.
+
   Raises:
     ValueError: no such request.
   """
@@ -125,12 +150,20 @@ def release(allocator: Allocator, name: Hashable) -> Allocator:
 
 
 def table(allocator: Allocator, names: Iterable[Hashable], width: int) -> np.ndarray:
-  """The page table of some requests, int32 [R, width]; 0 past a request's last page.
+  """The page table of some requests.
+
+  Args:
+    allocator: the pool.
+    names: of R requests, in the order of the rows.
+    width: N, columns of the table (pages).
+
+  Returns:
+    int32 [R, N], of numpy; 0 past a request's last page.
 
   Raises:
-    ValueError: no such request, or one with more pages than the width.
+    ValueError: no such request, one with more pages than the width, or a width that is no int >= 0.
   """
-  names = tuple(names)
+  names, width = tuple(names), checks.integer("width", width, "an int >= 0", lambda x: x >= 0)
   rows = np.zeros((len(names), width), np.int32)
   for row, name in zip(rows, names):
     held = _request(allocator, name).pages

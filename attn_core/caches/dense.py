@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from attn_core.caches import storage
-from attn_core.caches.storage import CacheView, insert
+from attn_core.caches.storage import CacheView
 
 __all__ = ["CacheView", "DenseCache", "append", "init", "insert", "view"]
 
@@ -84,6 +84,26 @@ def append(cache: DenseCache, key, value, lengths=None) -> DenseCache:
   cache = storage.written(cache, key, value,
                           lambda array, new: storage.write_slots(array, new, places))
   return cache._replace(lengths=jnp.where(bad, cache.lengths, after), overflow=cache.overflow | bad)
+
+
+def insert(cache: DenseCache, slots, prefilled: DenseCache) -> DenseCache:
+  """Rows of another cache in place of rows `slots` of this one.
+
+  Args:
+    cache: B rows.
+    slots: int32 [R], different rows.
+    prefilled: R rows, with at most as many slots in each.
+
+  Returns:
+    The cache. Under jit, rows that two requests claim are marked in `overflow`, and all rows are
+    if any of `slots` does not exist.
+
+  Raises:
+    ValueError: another kind of cache, a `prefilled` that does not fit, or `slots` that are known to
+      be out of range or not different.
+  """
+  storage.check_kind(cache, DenseCache)
+  return storage.insert(cache, slots, prefilled)
 
 
 def view(cache: DenseCache) -> CacheView:

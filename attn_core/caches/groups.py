@@ -115,11 +115,16 @@ def joined(metadata: PagesMetadata, num_pages: int) -> PagesMetadata:
     num_pages: P.
 
   Returns:
-    Tables [G * R, N] and lengths [G * R], 0 for rows that are not in use; without queries.
+    Tables [G * R, N] and lengths [G * R], 0 for rows that are not in use; without queries. A page
+    outside of its group's part is -1, which is none of the pool: `to_dense` reads 0 there,
+    `from_dense` writes nothing, and calls with pages refuse it where numbers are concrete; under
+    jit they would take it for a page of the pool, so give those the metadata of groups itself.
   """
+  size = num_pages // count(metadata)
+  wrong = (metadata.page_tables < 0) | (metadata.page_tables >= size)
   metadata = with_pool_ids(jax.tree.map(jnp.asarray, metadata), num_pages)
   rows = jnp.arange(metadata.context_lens.shape[1])
   lengths = jax.vmap(lambda part: jnp.where(rows < pages.rows_in_use(part), part.context_lens, 0))(
       metadata)
-  return PagesMetadata(metadata.page_tables.reshape(-1, metadata.page_tables.shape[2]),
-                       lengths.reshape(-1))
+  tables = jnp.where(wrong, -1, metadata.page_tables)
+  return PagesMetadata(tables.reshape(-1, tables.shape[2]), lengths.reshape(-1))

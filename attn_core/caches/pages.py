@@ -72,7 +72,14 @@ PAGES = (PagesV1, PagesV2, PagesV3)
 
 
 def packing(dtype) -> int:
-  """Rows of a dtype in a 32-bit word."""
+  """Rows of a dtype in a 32-bit word.
+
+  Args:
+    dtype: of 8, 16 or 32 bits.
+
+  Returns:
+    4, 2 or 1.
+  """
   return 4 // jnp.dtype(dtype).itemsize
 
 
@@ -127,17 +134,32 @@ def init(layout: type, num_pages: int, page_size: int, heads: Heads, dtype=jnp.b
 
 
 def page_size(cache) -> int:
-  """Tokens of a page."""
+  """Tokens of a page.
+
+  Args:
+    cache: any layout.
+  """
   return cache.key_pages.shape[2] if isinstance(cache, PagesV1) else cache.pages.shape[1]
 
 
 def num_pages(cache) -> int:
-  """Pages of the pool."""
+  """Pages of the pool, P.
+
+  Args:
+    cache: any layout.
+  """
   return cache.key_pages.shape[1] if isinstance(cache, PagesV1) else cache.pages.shape[0]
 
 
 def heads_of(cache) -> Heads:
-  """The heads of a cache; of v3 the padded ones, the most that it can hold."""
+  """The heads of a cache; of v3 the padded ones, the most that it can hold.
+
+  Args:
+    cache: any layout.
+
+  Returns:
+    Heads(K, D, E).
+  """
   if isinstance(cache, PagesV1):
     return Heads(cache.key_pages.shape[0], cache.key_pages.shape[3], cache.value_pages.shape[3])
   *rows, width = cache.pages.shape[2:]
@@ -146,17 +168,27 @@ def heads_of(cache) -> Heads:
 
 
 def head_axis(cache) -> int:
-  """The dimension of the pages that has the key heads."""
+  """The dimension of the pages that has the key heads.
+
+  Args:
+    cache: any layout.
+  """
   return 0 if isinstance(cache, PagesV1) else 2
 
 
 def dtype_of(cache):
-  """The dtype of the pages."""
+  """The dtype of the pages, which is that of keys and values as they are stored.
+
+  Args:
+    cache: any layout.
+  """
   return (cache.key_pages if isinstance(cache, PagesV1) else cache.pages).dtype
 
 
 def slots(metadata: PagesMetadata, size: int, num_tokens: int, stripe: Stripe | None = None):
   """The slot mapping of a call's tokens: page * page_size + offset in the page.
+
+  Raises ValueError for metadata of groups, of which `groups.slots` has them.
 
   Args:
     metadata: token i of request r, of q queries, stands at position context_len - q + i.
@@ -202,7 +234,14 @@ def _of_one_pool(metadata: PagesMetadata) -> PagesMetadata:
 
 
 def query_starts(metadata: PagesMetadata):
-  """int32 [R + 1]: offsets of the requests' queries; rows not in use have none."""
+  """The offsets of the requests' queries; rows not in use have none.
+
+  Args:
+    metadata: its query_start_loc int32 [R + 1], or None for one query each.
+
+  Returns:
+    int32 [R + 1].
+  """
   requests = metadata.context_lens.shape[0]
   starts = metadata.query_start_loc
   if starts is None:
@@ -215,7 +254,14 @@ def query_starts(metadata: PagesMetadata):
 
 
 def rows_in_use(metadata: PagesMetadata):
-  """int32 []: how many rows of the tables are requests."""
+  """How many rows of the tables are requests, the first ones.
+
+  Args:
+    metadata: its distribution int32 [3], else its num_requests int32 [] or [1], else all R rows.
+
+  Returns:
+    int32 [].
+  """
   if metadata.distribution is not None:
     return metadata.distribution[2]
   if metadata.num_requests is not None:
@@ -268,7 +314,11 @@ def append(cache, key, value, mapping, scales=None):
 
 
 def has_token_scales(cache) -> bool:
-  """Whether the pages keep a scale per token and head."""
+  """Whether the pages keep a scale per token and head.
+
+  Args:
+    cache: any layout.
+  """
   return cache.key_scales is not None and cache.key_scales.ndim > 0
 
 
@@ -309,8 +359,16 @@ def store(x, dtype, scale=None):
   One scale for all does not reach as far as what is not finite: that becomes the largest number,
   and NaN 0 in integers.
 
+  Args:
+    x: keys or values of any shape, floating-point or of `dtype`, which stay as they are.
+    dtype: of the pages.
+    scale: float32 [], the one for all; None: nothing is divided.
+
+  Returns:
+    An array of x's shape, of `dtype`.
+
   Raises:
-    NotImplementedError: what is divided is differentiated.
+    NotImplementedError: what is to be stored in 8 bits is differentiated.
   """
   if x.dtype == dtype:
     return x
@@ -326,13 +384,29 @@ def store(x, dtype, scale=None):
 
 
 def interleave(key, value):
-  """[..., K, D] twice -> [..., 2K, D], keys in even rows."""
+  """Keys and values as layouts v2 and v3 have them, in turns.
+
+  Args:
+    key: [..., K, D].
+    value: [..., K, D].
+
+  Returns:
+    [..., 2K, D], keys in even rows.
+  """
   shape = (*key.shape[:-2], 2 * key.shape[-2], key.shape[-1])
   return jnp.stack([key, value], -2).reshape(shape)
 
 
 def pad_rows(cache, rows):
-  """Interleaved rows [C, 2K, D] with the zeros that the layout pads them with."""
+  """Interleaved rows with the zeros that the layout pads them with.
+
+  Args:
+    cache: PagesV2 or PagesV3.
+    rows: [C, 2K, D], with at most the cache's heads and width.
+
+  Returns:
+    [C, 2K', D'], K' and D' of the cache.
+  """
   heads = heads_of(cache)
   return jnp.pad(rows, ((0, 0), (0, 2 * heads.key_heads - rows.shape[1]),
                         (0, heads.key_width - rows.shape[2])))
@@ -355,7 +429,15 @@ def read(cache, ids, heads: Heads, dtype):
 
 
 def take(cache, ids):
-  """A cache of some pages alone: ids int32 [n], within the pool."""
+  """A cache of some pages alone.
+
+  Args:
+    cache: any layout.
+    ids: int32 [n], within the pool; others are taken for the nearest one that is.
+
+  Returns:
+    A cache of the same layout with n pages, in the order of `ids`.
+  """
   pick = lambda x, axis: jnp.take(x, ids, axis, mode="clip")
   if has_token_scales(cache):
     cache = cache._replace(key_scales=pick(cache.key_scales, 0),
@@ -417,9 +499,11 @@ def to_dense(cache, metadata: PagesMetadata, heads: Heads | None = None, dtype=N
     dtype: of the result; None: that of the pages, float32 where they are quantised.
 
   Returns:
-    key [R, S, K, D] and value [R, S, K, E] with S = N * page_size; 0 past a request's last token.
+    key [R, S, K, D] and value [R, S, K, E] with S = N * page_size; 0 past a request's last token,
+    and where the table names a page outside of the pool.
 
   Raises:
+    ValueError: metadata of groups.
     NotImplementedError: quantised pages that are differentiated.
   """
   heads = _all_heads(cache) if heads is None else heads
@@ -432,7 +516,9 @@ def to_dense(cache, metadata: PagesMetadata, heads: Heads | None = None, dtype=N
   key, value = read(cache, metadata.page_tables.reshape(-1), heads, dtype)
   length = width * page_size(cache)
   lengths = jnp.where(jnp.arange(requests) < rows_in_use(metadata), metadata.context_lens, 0)
-  live = (jnp.arange(length) < lengths[:, None])[..., None, None]
+  held = (metadata.page_tables >= 0) & (metadata.page_tables < num_pages(cache))
+  live = (jnp.arange(length) < lengths[:, None]) & jnp.repeat(held, page_size(cache), 1)
+  live = live[..., None, None]
   shaped = lambda x: x.transpose(1, 0, 2).reshape(requests, length, heads.key_heads, -1)
   return jnp.where(live, shaped(key), 0), jnp.where(live, shaped(value), 0)
 
@@ -451,7 +537,7 @@ def from_dense(cache, key, value, metadata: PagesMetadata, scales=None):
     The cache with the tokens written.
 
   Raises:
-    ValueError: more keys than the tables have places for, and as `append`.
+    ValueError: metadata of groups, more keys than the tables have places for, and as `append`.
   """
   metadata, size = _of_one_pool(metadata), page_size(cache)
   requests, width = metadata.page_tables.shape
@@ -477,8 +563,12 @@ def convert(cache, layout: type, heads: Heads | None = None):
     layout: PagesV1, PagesV2 or PagesV3.
     heads: what to take of padded pages; None: all.
 
+  Returns:
+    A cache of the other layout, with the same pages and scales.
+
   Raises:
-    ValueError: keys and values of two widths into a layout of one.
+    ValueError: another layout than these, keys and values of two widths into a layout of one, or as
+      `init`.
   """
   heads = _all_heads(cache) if heads is None else heads
   pool, size = num_pages(cache), page_size(cache)
@@ -498,7 +588,7 @@ def convert(cache, layout: type, heads: Heads | None = None):
 
 
 def copy_pages(cache, sources, targets):
-  """Copies whole pages: what the allocator asks for when a shared page is written.
+  """The cache with pages copied: what the allocator asks for when a shared page is written.
 
   Args:
     cache: any layout.

@@ -63,9 +63,9 @@ def like(cache, kind, batch: int, slots: int):
   return empty(kind, batch, slots, heads, dtype=cache.key.dtype)
 
 
-def check_kind(cache, kind) -> None:
+def check_kind(cache, kind, argument: str = "cache") -> None:
   """Raises ValueError unless the cache is of the kind, DenseCache or WindowCache."""
-  checks.require(isinstance(cache, kind), "cache", type(cache).__name__, f"a {kind.__name__}")
+  checks.require(isinstance(cache, kind), argument, type(cache).__name__, f"a {kind.__name__}")
 
 
 def check_tokens(cache, key, value) -> None:
@@ -141,28 +141,20 @@ def write_slots(array, new, slots):
 
 
 def insert(cache, slots, prefilled):
-  """Rows of another cache in place of rows `slots` of this one.
-
-  Args:
-    cache: a cache of B rows.
-    slots: int32 [R], different rows.
-    prefilled: the same kind of cache with R rows and at most as many slots in each.
-
-  Returns:
-    The cache. Under jit, rows that two requests claim are marked in `overflow`, and all rows are
-    if any of `slots` does not exist.
+  """`dense.insert` and `window.insert`, for caches of one kind; of rings, those of one size.
 
   Raises:
-    ValueError: `prefilled` does not fit, or `slots` are known to be out of range or not different.
+    ValueError: as `dense.insert`.
   """
+  check_kind(prefilled, type(cache), "prefilled")
   batch, requests = cache.lengths.shape[0], prefilled.lengths.shape[0]
   check_rows("slots", slots, requests)
   for name in ("key", "value"):
     mine, theirs = getattr(cache, name), getattr(prefilled, name)
     checks.require(
-        type(prefilled) is type(cache) and theirs.dtype == mine.dtype
-        and theirs.shape[2:] == mine.shape[2:] and theirs.shape[1] <= mine.shape[1],
-        "prefilled", f"a {type(prefilled).__name__} of {checks.describe(theirs)}",
+        theirs.dtype == mine.dtype and theirs.shape[2:] == mine.shape[2:]
+        and theirs.shape[1] <= mine.shape[1], "prefilled",
+        f"a {type(prefilled).__name__} of {checks.describe(theirs)}",
         f"a {type(cache).__name__} that fits into {checks.describe(mine)}")
   is_absent = lambda slots: (slots < 0) | (slots >= batch)
   refuse_known("slots", (slots,), is_absent, f"rows of the cache, 0 to {batch - 1}")

@@ -57,6 +57,7 @@ def insert(cache: WindowCache, slots, prefilled: WindowCache) -> WindowCache:
     ValueError: as `dense.insert`, another kind of cache, or another number of slots.
   """
   storage.check_kind(cache, WindowCache)
+  storage.check_kind(prefilled, WindowCache, "prefilled")
   mine, theirs = cache.key.shape[1], prefilled.key.shape[1]
   checks.require(mine == theirs, "prefilled", f"a WindowCache of {theirs} slots",
                  f"{mine} slots, as the cache: to_dense, then from_dense, makes one of the other")

@@ -22,6 +22,7 @@ import functools
 from typing import Any, Callable, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 # How an array of a mask is laid out, and so how it is cut, padded and sharded.
@@ -54,6 +55,7 @@ class Coordinates(NamedTuple):
   key_index: Any
   query_position: Any
   key_position: Any
+  far: bool = False  # whether query positions may stand at the ends of int32, as given ones may
 
 
 class Interval(NamedTuple):
@@ -181,26 +183,33 @@ class Window(Mask):
   right: int | None
 
   def visible(self, at):
-    # Keys that are padding may stand at the ends of int32. Their distance wraps around: beyond the
-    # other side of a window, but into it where that side is open.
+    query, key, xp = at.query_position, at.key_position, _module(at.query_position)
+    # Tokens that are padding may stand at the ends of int32.
+    if at.far or any(side is not None and abs(side) >= 2**30 for side in (self.left, self.right)):
+      seen = np.True_
+      if self.left is not None:
+        seen = seen & _reaches_left(query, key, self.left, xp)
+      return seen if self.right is None else seen & _reaches_right(query, key, self.right, xp)
+    # A key's distance wraps around there: beyond the other side of a window, but into it where that
+    # side is open.
     if self.left is None and self.right is None:
       return np.True_
     if self.left is None:
-      return at.key_position <= at.query_position + self.right
+      return key <= query + self.right
     if self.right is None:
-      return at.key_position >= at.query_position - self.left
-    distance = at.key_position - at.query_position
+      return key >= query - self.left
+    distance = key - query
     return (distance >= -self.left) & (distance <= self.right)
 
   def bounds(self, grid):
-    query, key = grid.query_position, grid.key_position
-    possible = certain = grid.xp.ones((1, 1, 1, 1), bool)
+    query, key, xp = grid.query_position, grid.key_position, grid.xp
+    possible = certain = xp.ones((1, 1, 1, 1), bool)
     if self.left is not None:
-      first = Interval(*(_moved(x, -self.left, grid.xp) for x in query))
-      possible, certain = possible & (key.high >= first.low), certain & (key.low >= first.high)
+      possible = possible & _reaches_left(query.low, key.high, self.left, xp)
+      certain = certain & _reaches_left(query.high, key.low, self.left, xp)
     if self.right is not None:
-      last = Interval(*(_moved(x, self.right, grid.xp) for x in query))
-      possible, certain = possible & (key.low <= last.high), certain & (key.high <= last.low)
+      possible = possible & _reaches_right(query.high, key.low, self.right, xp)
+      certain = certain & _reaches_right(query.low, key.high, self.right, xp)
     return possible, certain
 
 
@@ -250,7 +259,7 @@ class Segments(Mask):
     query, key = grid.reduce_query(self.query_ids), grid.reduce_key(self.key_ids)
     certain = _single_equal(query, key) & (query.low >= 0)
     # Padding must not widen the interval of the ids that can be seen.
-    seen = lambda ids: grid.xp.where(ids < 0, _HIGHEST, ids)
+    seen = lambda ids: grid.xp.where(ids < 0, _ENDS.max, ids)
     query = query._replace(low=grid.reduce_query(seen(self.query_ids)).low)
     key = key._replace(low=grid.reduce_key(seen(self.key_ids)).low)
     return _overlap(query, key), certain
@@ -329,9 +338,9 @@ class Positions(Mask):
 
   def move(self, at: Coordinates) -> Coordinates:
     """The coordinates under which `mask` is evaluated."""
-    return at._replace(
-        query_position=at.query_position if self.query is None else self.query,
-        key_position=at.key_position if self.key is None else self.key)
+    if self.query is not None:
+      at = at._replace(query_position=self.query, far=True)
+    return at if self.key is None else at._replace(key_position=self.key)
 
   def visible(self, at):
     return self.mask.visible(self.move(at))
@@ -356,15 +365,17 @@ class Offset(Mask):
   def move(self, at: Coordinates) -> Coordinates:
     """The coordinates under which `mask` is evaluated."""
     amount = self.amount if self.amounts is None else self.amounts
-    return at._replace(query_position=at.query_position + amount)
+    query = at.query_position
+    return at._replace(query_position=_moved(query, amount, _module(query)) if at.far
+                       else query + amount)
 
   def visible(self, at):
     return self.mask.visible(self.move(at))
 
   def bounds(self, grid):
     amount = self.amount if self.amounts is None else _per_row(self.amounts)
-    low, high = grid.query_position
-    return self.mask.bounds(grid._replace(query_position=Interval(low + amount, high + amount)))
+    moved = Interval(*(_moved(x, amount, grid.xp) for x in grid.query_position))
+    return self.mask.bounds(grid._replace(query_position=moved))
 
 
 @_node
@@ -448,7 +459,7 @@ class Not(Mask):
     return ~certain, ~possible
 
 
-_HIGHEST = np.iinfo(np.int32).max
+_ENDS = np.iinfo(np.int32)
 
 
 def _per_row(x):
@@ -470,10 +481,34 @@ def _chunk(position, size: int):
   return quotient + (rest >= size).astype(np.int32) - (rest < 0).astype(np.int32)
 
 
-def _moved(position, amount: int, xp):
+def _module(position):
+  """The module that computes with positions: jax.numpy of arrays of jax, else numpy."""
+  return jnp if isinstance(position, jax.Array) else np
+
+
+def _moved(position, amount, xp):
   """position + amount (tokens), at the ends of int32 where that is past them."""
-  ends = np.iinfo(np.int32)
-  return xp.clip(position, ends.min - min(amount, 0), ends.max - max(amount, 0)) + amount
+  if not isinstance(amount, int):
+    low, high = _ENDS.min - xp.minimum(amount, 0), _ENDS.max - xp.maximum(amount, 0)
+    return xp.minimum(xp.maximum(position, low), high) + amount
+  if not amount:
+    return position
+  return amount + (xp.maximum(position, _ENDS.min - amount) if amount < 0 else
+                   xp.minimum(position, _ENDS.max - amount))
+
+
+def _reaches_left(query, key, left: int, xp):
+  """key - query >= -left of any int32, in int32."""
+  if left >= 0:
+    return key >= _moved(query, -left, xp)
+  return key > _moved(query, -left - 1, xp)
+
+
+def _reaches_right(query, key, right: int, xp):
+  """key - query <= right of any int32, in int32."""
+  if right >= 0:
+    return key <= _moved(query, right, xp)
+  return key < _moved(query, right + 1, xp)
 
 
 def _overlap(a: Interval, b: Interval):
@@ -567,7 +602,8 @@ def positions(query, key=None, mask: Mask = Causal()) -> Mask:
   Args:
     query: int32 [B or 1, T] positions of the queries (tokens); None: row numbers.
     key: int32 [B or 1, S] positions of the keys (tokens); None: column numbers.
-    mask: the mask whose causal, window, chunk, prefix and custom leaves read them.
+    mask: the mask whose causal, window, chunk, prefix and custom leaves read them. Dropout goes by
+      them too, unless a part of the whole mask outside of this one reads positions of its own.
 
   Raises:
     ValueError: positions of another rank or dtype, or a `mask` that is none.
@@ -598,9 +634,12 @@ def placed(mask: Mask, query, key, size: tuple[int, int]) -> Mask:
       seen by nobody.
 
   Raises:
-    ValueError: `mask` is none, or rows and columns of another rank or dtype.
+    ValueError: `mask` is none, rows and columns of another rank or dtype, or a `size` that is no
+      pair of ints.
   """
   _check_mask("placed", mask)
+  if not isinstance(size, (tuple, list)) or len(size) != 2 or not all(map(_is_int, size)):
+    raise ValueError(f"placed: size={size!r}; expected (rows, columns) of the whole, ints")
   queries, keys = size
   return Placed(mask, (int(queries), int(keys)), _integers("placed", "query", query, 2),
                 _integers("placed", "key", key, 2))
@@ -711,8 +750,26 @@ def structure_roles(structure) -> tuple[str, ...]:
   return leaf_roles(jax.tree.unflatten(structure, range(structure.num_leaves)))
 
 
+_READ_POSITIONS = (Causal, Window, Chunk, Prefix, Custom, Placed, Positions, Offset)
+
+
 def move_to_positions(mask: Mask, at: Coordinates) -> Coordinates:
-  """The coordinates that the mask's outermost positions or offset put in force."""
-  while isinstance(mask, (Placed, Positions, Offset)):
-    at, mask = mask.move(at), mask.mask
-  return at
+  """The coordinates that dropout goes by: where the mask's positions or offset put all of it.
+
+  Those around a part of a mask are as good as around the whole where no other part reads positions:
+  positions(q, k, a) & segments(ids) is positions(q, k, a & segments(ids)). Else they move their own
+  part only.
+  """
+  while True:
+    if isinstance(mask, (Placed, Positions, Offset)):
+      at, mask = mask.move(at), mask.mask
+    elif isinstance(mask, Not):
+      mask = mask.mask
+    elif isinstance(mask, (And, Or)):
+      parts = [part for part in (mask.left, mask.right)
+               if any(isinstance(node, _READ_POSITIONS) for node in nodes(part))]
+      if len(parts) != 1:
+        return at
+      mask, = parts
+    else:
+      return at

@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from attn_core import checks
+
 LAYOUTS = ("contiguous", "zigzag", "striped")
 
 
@@ -33,7 +35,8 @@ def to_layout(x, layout: str, shards: int, axis: int = 1):
     The same with the token `order(layout, length, shards)[i]` at place i.
 
   Raises:
-    ValueError: an unknown layout, or a length that the layout does not divide.
+    ValueError: an unknown layout, fewer than one shard, what is no array with such an axis, or a
+      length that the layout does not divide.
   """
   return _permuted(x, layout, shards, axis, lambda order: order)
 
@@ -44,7 +47,11 @@ def from_layout(x, layout: str, shards: int, axis: int = 1):
 
 
 def _permuted(x, layout, shards, axis, which):
+  checks.integer("axis", axis, "an int, the dimension of the tokens")
   def one(x):
+    checks.array("x", x, f"with tokens along axis {axis}")
+    checks.require(-x.ndim <= axis < x.ndim, "axis", f"{axis} with x {checks.describe(x)}",
+                   f"a dimension of every array: -{x.ndim} to {x.ndim} - 1 of this one")
     tokens = order(layout, x.shape[axis], shards)
     return x if layout == "contiguous" else jnp.take(x, which(tokens), axis, unique_indices=True)
   return jax.tree.map(one, x)
@@ -110,8 +117,8 @@ def require_length(name: str, layout: str, length: int, shards: int) -> None:
   """
   if layout not in LAYOUTS:
     raise ValueError(f"layout={layout!r}: expected one of {', '.join(map(repr, LAYOUTS))}")
-  if shards < 1:
-    raise ValueError(f"shards={shards}: expected at least 1")
+  if isinstance(shards, bool) or not isinstance(shards, (int, np.integer)) or shards < 1:
+    raise ValueError(f"shards={shards!r}: expected at least 1, an int")
   unit = 1 if layout == "contiguous" or shards == 1 else shards * pieces(layout)
   if length % unit:
     below = length // unit * unit
