@@ -62,7 +62,7 @@ def slots(cache, metadata: PagesMetadata, num_tokens: int):
     return pages.slots(metadata, size, num_tokens)
   most = pages.num_pages(cache) // number * size
   found = jax.vmap(lambda part: pages.slots(part, size, num_tokens // number))(
-      jax.tree.map(jnp.asarray, metadata))
+      pages.in_int32(metadata))
   first = most * jnp.arange(number, dtype=jnp.int32)[:, None]
   # A wrong page would be another group's.
   return jnp.where((found >= 0) & (found < most), found + first, -1).reshape(-1)
@@ -78,7 +78,7 @@ def joined(metadata: PagesMetadata, num_pages: int) -> PagesMetadata:
   Returns:
     Tables [G * R, N] and lengths [G * R], 0 for rows that are not in use; without queries.
   """
-  metadata = with_pool_ids(jax.tree.map(jnp.asarray, metadata), num_pages)
+  metadata = with_pool_ids(pages.in_int32(metadata), num_pages)
   rows = jnp.arange(metadata.context_lens.shape[1])
   lengths = jax.vmap(lambda part: jnp.where(rows < pages.rows_in_use(part), part.context_lens, 0))(
       metadata)
