@@ -34,6 +34,23 @@ def array(argument: str, x, expected: str):
   return x
 
 
+def int32(argument: str, x, expected: str):
+  """Integers as int32; those that it does not hold become its ends and none wraps around.
+
+  The ends are no place in any cache, so such a number stays as wrong as it was.
+
+  Raises:
+    ValueError: it is no array of integers.
+  """
+  array(argument, x, expected)
+  require(jnp.issubdtype(x.dtype, jnp.integer), argument, describe(x), expected)
+  if x.dtype.itemsize >= 4 and x.dtype != jnp.int32:
+    # numpy's in numpy: jax would cut the numbers off first.
+    xp, ends = np if isinstance(x, np.ndarray) else jnp, np.iinfo(np.int32)
+    x = xp.clip(x, max(ends.min, int(np.iinfo(x.dtype).min)), ends.max)
+  return x.astype(np.int32)
+
+
 def dtype(argument: str, x, expected: str) -> np.dtype:
   """What a dtype's name or class stands for.
 

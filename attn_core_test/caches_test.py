@@ -107,6 +107,12 @@ class UpdateTest(parameterized.TestCase):
     after = jax.jit(dense.append)(cache, key, value, jnp.array([-1, 3, 1]))
     np.testing.assert_array_equal(after.overflow, [True, True, False])
     np.testing.assert_array_equal(after.lengths, [1, 2, 4])
+    for module in (dense, window):
+      with jax.enable_x64(True):  # 2**32 + 1 is 1 in 32 bits
+        far = jax.jit(module.append)(filled(module, S, [1, 2, 3]), key, value,
+                                     jnp.array([2**32 + 1, 1, -2**32]))
+      np.testing.assert_array_equal(far.overflow, [True, False, True])
+      np.testing.assert_array_equal(far.lengths, [1, 3, 3])
     request = filled(dense, 2, [1, 2])
     insert = jax.jit(dense.insert)
     np.testing.assert_array_equal(insert(cache, jnp.array([1, 1]), request).overflow,

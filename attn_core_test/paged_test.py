@@ -685,6 +685,14 @@ class BadInputTest(parameterized.TestCase):
     shared = entry(1, 0, -20)(self.metadata)  # the first page of the third request
     page_checks.check(self.cache, shared, 8)
 
+  def test_a_page_that_is_not_full_may_be_shared_by_requests_without_queries(self):
+    metadata = PagesMetadata(*(np.array(x, np.int32) for x in (
+        [[5, 1], [5, 2], [3, 0]], [2, 3, 4], [0, 0, 0, 4])))
+    page_checks.check(self.cache, metadata, 8)
+    with self.assertRaisesRegex(ValueError, "in one request's row only"):
+      page_checks.check(self.cache, metadata._replace(query_start_loc=np.array(
+          [0, 0, 1, 5], np.int32)), 8)
+
   def test_other_mechanisms_refuse_pages_by_name(self):
     for mechanism in ("flash_attn2", "autoregressive_decodeattn", "vanilla"):
       with self.assertRaisesRegex(

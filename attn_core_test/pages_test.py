@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import Heads, PagesMetadata, PagesV1, PagesV2, PagesV3
-from attn_core.caches import allocator, dense, pages, quantize, window
+from attn_core.caches import allocator, dense, groups, pages, quantize, window
 
 LAYOUTS = (PagesV1, PagesV2, PagesV3)
 HEADS = Heads(3, 5, 5)
@@ -177,7 +177,33 @@ class PagesTest(parameterized.TestCase):
     for before, after in zip(pages.to_dense(cache, METADATA), pages.to_dense(copied, moved)):
       np.testing.assert_array_equal(before, after)
 
+  def test_integers_of_any_dtype_are_those_numbers_or_none(self):
+    """Beyond int32 there is no slot and no page; nothing wraps around to one."""
+    cache = pages.append(pages.init(PagesV2, 8, 4, HEADS, jnp.float32), *tokens(32, seed=1),
+                         np.arange(32, dtype=np.int32))
+    metadata = METADATA._replace(page_tables=np.maximum(TABLES, 0))
+    key, value = tokens()
+    for dtype in ("int8", "int16", "uint32"):
+      given = jax.tree.map(lambda x, dtype=dtype: x.astype(dtype), metadata)
+      self.assertEqual(pages.slots(given, 4, 11).tolist(), pages.slots(metadata, 4, 11).tolist())
+    far = METADATA._replace(page_tables=TABLES.astype(np.int64) + 2**32, num_requests=3)
+    self.assertEqual(pages.slots(far, 4, 11).tolist(), [-1] * 11)
+    self.assertEqual(groups.slots(cache, groups.stack(far._replace(num_requests=np.int32(3))),
+                                  11).tolist(), [-1] * 11)
+    with jax.enable_x64(True):
+      beyond = jnp.arange(11) + jnp.where(jnp.arange(11) % 2, 2**32, -2**32)
+      np.testing.assert_array_equal(
+          jax.jit(pages.append)(cache, key, value, beyond).pages, cache.pages)
+      np.testing.assert_array_equal(
+          jax.jit(pages.copy_pages)(cache, jnp.arange(11) % 8, beyond).pages, cache.pages)
+
   @parameterized.parameters(
+      (lambda c, k, v: pages.append(c, k, v, jnp.arange(11) < 3), "mapping: got bool.11.*int32"),
+      (lambda c, k, v: pages.append(c, k, v, jnp.arange(10)), r"mapping: got int32.10.*int32 .11"),
+      (lambda c, k, v: pages.copy_pages(c, k[:1, 0, 0], jnp.arange(1)), "sources: got float32"),
+      (lambda c, k, v: pages.copy_pages(c, jnp.arange(2), jnp.arange(1)), "targets: got int32.1"),
+      (lambda c, k, v: pages.slots(METADATA._replace(context_lens=k[:3, 0, 0]), 4, 11),
+       "metadata.context_lens: got float32"),
       (lambda c, k, v: pages.append(c, k[:, :2], v, jnp.arange(11)),
        r"key: got float32\[11, 2, 5\]"),
       (lambda c, k, v: pages.append(c, k, v.astype(jnp.bfloat16), jnp.arange(11)),

@@ -100,7 +100,7 @@ def slots(cache, metadata: PagesMetadata, num_tokens: int, stripe: Stripe | None
   if number is None:
     return pages.slots(metadata, size, num_tokens, stripe)
   most = pages.num_pages(cache) // number * size
-  metadata = whole(jax.tree.map(jnp.asarray, metadata), pages.num_pages(cache))
+  metadata = whole(pages.in_int32(metadata), pages.num_pages(cache))
   found = jax.vmap(lambda part: pages.slots(part, size, num_tokens // number, stripe))(metadata)
   first = most * jnp.arange(number, dtype=jnp.int32)[:, None]
   # A wrong page would be another group's.
@@ -120,11 +120,11 @@ def joined(metadata: PagesMetadata, num_pages: int) -> PagesMetadata:
     `from_dense` writes nothing, and calls with pages refuse it where numbers are concrete; under
     jit they would take it for a page of the pool, so give those the metadata of groups itself.
   """
-  size = num_pages // count(metadata)
-  wrong = (metadata.page_tables < 0) | (metadata.page_tables >= size)
-  metadata = with_pool_ids(jax.tree.map(jnp.asarray, metadata), num_pages)
+  metadata = whole(pages.in_int32(metadata), num_pages)
+  own, size = metadata.page_tables, num_pages // count(metadata)
+  metadata = with_pool_ids(metadata, num_pages)
   rows = jnp.arange(metadata.context_lens.shape[1])
   lengths = jax.vmap(lambda part: jnp.where(rows < pages.rows_in_use(part), part.context_lens, 0))(
       metadata)
-  tables = jnp.where(wrong, -1, metadata.page_tables)
+  tables = jnp.where((own >= 0) & (own < size), metadata.page_tables, -1)
   return PagesMetadata(tables.reshape(-1, tables.shape[2]), lengths.reshape(-1))

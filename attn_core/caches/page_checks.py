@@ -163,7 +163,7 @@ def _conditions(xp, sizes, metadata, num_tokens) -> Iterator[Condition]:
   everyone = xp.sort(xp.where(live, tables, -1).reshape(-1))
   owners = (xp.searchsorted(everyone, tables, side="right")
             - xp.searchsorted(everyone, tables, side="left"))
-  written = live & (column >= (lengths - queries)[:, None] // size)
+  written = live & (queries > 0)[:, None] & (column >= (lengths - queries)[:, None] // size)
   yield Condition("page_tables", xp.where(written, owners == 1, True).all(),
                   "pages that hold queries' own tokens in one request's row only; requests share "
                   "pages that are full, and copy the one they write (see caches.allocator)")

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from attn_core import checks
 from attn_core.caches import quantize, stripes
@@ -226,11 +227,24 @@ def _slot(page, offset, size: int, live):
 
 def _of_one_pool(metadata: PagesMetadata) -> PagesMetadata:
   """The same in arrays, which are those of one pool."""
-  metadata = jax.tree.map(jnp.asarray, metadata)
+  metadata = in_int32(metadata)
   checks.require(metadata.page_tables.ndim == 2, "metadata.page_tables",
                  checks.describe(metadata.page_tables),
                  "int32 [R, N]; caches.groups has slots of groups, and joins groups to one pool")
   return metadata
+
+
+def in_int32(metadata: PagesMetadata) -> PagesMetadata:
+  """The same in int32 arrays.
+
+  Raises:
+    ValueError: something is no array of integers.
+  """
+  def converted(name, x):
+    x = np.asarray(x) if isinstance(x, (int, np.generic)) else x
+    return jnp.asarray(checks.int32(f"metadata.{name}", x, "int32"))
+  return metadata._replace(**{
+      name: converted(name, x) for name, x in metadata._asdict().items() if x is not None})
 
 
 def query_starts(metadata: PagesMetadata):
@@ -285,13 +299,14 @@ def append(cache, key, value, mapping, scales=None):
     The cache with the tokens written.
 
   Raises:
-    ValueError: shapes or dtypes that do not fit, or `scales` missing where tokens in 8 bits need
-      them, or given where the pages keep none.
+    ValueError: shapes or dtypes that do not fit, a `mapping` that is no integers [T], or `scales`
+      missing where tokens in 8 bits need them, or given where the pages keep none.
     NotImplementedError: what is quantised is differentiated.
   """
   size, dtype = page_size(cache), dtype_of(cache)
   per_token = has_token_scales(cache)
   _check_tokens(cache, key, value, scales)
+  mapping = _numbers("mapping", mapping, key.shape[0], "slots")
   if not per_token:
     key, value = store(key, dtype, cache.key_scales), store(value, dtype, cache.value_scales)
   elif scales is None:
@@ -311,6 +326,14 @@ def append(cache, key, value, mapping, scales=None):
                            value_scales=cache.value_scales.at[page, offset].set(
                                scales[1], mode="drop"))
   return cache
+
+
+def _numbers(argument: str, x, count: int, what: str):
+  """int32 [count]."""
+  expected = f"int32 [{count}], {what}"
+  x = checks.int32(argument, x, expected)
+  checks.require(x.shape == (count,), argument, checks.describe(x), expected)
+  return x
 
 
 def has_token_scales(cache) -> bool:
@@ -594,7 +617,13 @@ def copy_pages(cache, sources, targets):
     cache: any layout.
     sources: int32 [n].
     targets: int32 [n]; those outside the pool are not written.
+
+  Raises:
+    ValueError: sources and targets that are no integers, or not as many.
   """
+  count = np.size(sources)
+  sources, targets = (_numbers(name, x, count, "page ids, as many sources as targets")
+                      for name, x in (("sources", sources), ("targets", targets)))
   # A negative target would count from the end of the pool.
   targets = jnp.where(targets < 0, num_pages(cache), targets)
 

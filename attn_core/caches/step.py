@@ -72,10 +72,14 @@ def take(tokens, cache, metadata: CacheMetadata | None, mode: str, reach: int | 
     return _insert(tokens, cache, metadata)
   if metadata.starts is not None:
     storage.check_rows("cache_metadata.starts", metadata.starts, cache.lengths.shape[0])
-    cache = cache._replace(starts=jnp.asarray(metadata.starts).astype(jnp.int32))
+    cache = cache._replace(starts=_starts(metadata))
   if isinstance(tokens, int):
     return _read(tokens, cache, metadata, reach)
   return _append(tokens, cache, metadata, reach)
+
+
+def _starts(metadata: CacheMetadata):
+  return jnp.asarray(checks.int32("cache_metadata.starts", metadata.starts, "int32 [B]"))
 
 
 def _insert(tokens, cache, metadata) -> Step:
@@ -85,7 +89,7 @@ def _insert(tokens, cache, metadata) -> Step:
   prefilled = storage.like(cache, DenseCache, rows, length)
   if metadata.starts is not None:
     storage.check_rows("cache_metadata.starts", metadata.starts, rows)
-    prefilled = prefilled._replace(starts=jnp.asarray(metadata.starts).astype(jnp.int32))
+    prefilled = prefilled._replace(starts=_starts(metadata))
   prefilled = dense.append(prefilled, *tokens, metadata.lengths)
   seen = dense.view(prefilled)
   rows_of_cache = prefilled

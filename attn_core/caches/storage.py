@@ -107,7 +107,7 @@ def counts(lengths, batch: int, tokens: int):
   check_rows("lengths", lengths, batch)
   refuse_known("lengths", (lengths,), lambda x: (x < 0) | (x > tokens),
                f"0 to {tokens}: how many of the {tokens} new tokens of a row count")
-  return lengths.astype(np.int32)
+  return checks.int32("lengths", lengths, f"int32 [{batch}]")
 
 
 def refuse_known(argument: str, arrays: tuple, bad, expected: str) -> None:
@@ -159,6 +159,7 @@ def insert(cache, slots, prefilled):
   is_absent = lambda slots: (slots < 0) | (slots >= batch)
   refuse_known("slots", (slots,), is_absent, f"rows of the cache, 0 to {batch - 1}")
   refuse_known("slots", (slots,), lambda x: (x == x[:, None]).sum(0) > 1, "different rows")
+  slots = checks.int32("slots", slots, f"int32 [{requests}]")
   absent = is_absent(slots)
   slots = jnp.where(absent, batch, slots)
   claims = jnp.zeros((batch,), jnp.int32).at[slots].add(1, mode="drop")
