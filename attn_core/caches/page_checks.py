@@ -84,7 +84,8 @@ def check_shapes(cache, metadata: pages.PagesMetadata, num_tokens: int) -> None:
   _check_cache(cache)
   checks.require(isinstance(metadata, pages.PagesMetadata), "cache_metadata",
                  type(metadata).__name__, "a PagesMetadata")
-  checks.array("cache_metadata.page_tables", metadata.page_tables, "int32 [R, N], [G, R, N] or [G, W, R, N]")
+  checks.array("cache_metadata.page_tables", metadata.page_tables,
+               "int32 [R, N], [G, R, N] or [G, W, R, N]")
   number = groups.count(metadata)
   if number is None:
     return _check_shapes(metadata, num_tokens)
