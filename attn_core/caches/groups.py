@@ -6,8 +6,8 @@ its query_start_loc counts. Groups share nothing, so every device may have some 
 own tables, and the meaning is the same on one device.
 
 Where page_tables has a second axis of W stripes, [G, W, R, N], a request's pages are dealt out
-among as many parts of its group's pages, for a mesh to spread a request's keys: column n of stripe w
-is the request's page n * W + w, by its number in the w-th part of them (see `stripes`).
+among as many parts of its group's pages, for a mesh to spread a request's keys: column n of stripe
+w is the request's page n * W + w, by its number in the w-th part of them (see `stripes`).
 
 Letters: G groups, W stripes, R requests of a group, N pages per request in a stripe, P pages of the
 whole pool, T tokens of the whole call.
