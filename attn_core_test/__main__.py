@@ -31,8 +31,8 @@ SHARDS = {
     "tpu_compile_test": 2, "tpu_test": 2, "ring_test": 2, "paged_test": 1, "decode_test": 1,
     "tpu_paged_test": 1, "caches_test": 1, "gpu_test": 1, "gpu_backward_test": 1,
     "gpu_decode_test": 1, "tpu_ring_test": 1, "tpu_decode_test": 1, "paged_shard_test": 1,
-    "plan_test": 1, "cudnn_test": 1, "gpu_suite_test": 1, "benchmark_test": 1, "pages_test": 1,
-    "readme_test": 1, "distributed_test": 1}
+    "stripes_test": 1, "plan_test": 1, "cudnn_test": 1, "gpu_suite_test": 1, "benchmark_test": 1,
+    "pages_test": 1, "readme_test": 1, "distributed_test": 1}
 
 # Of these the whole suite takes every second test: one half on Python 3.11, 3.13, ..., the other on
 # 3.12, 3.14, ... A module that is asked for by name runs whole, and with ATTN_CORE_EVERY=1 in the
@@ -40,7 +40,7 @@ SHARDS = {
 TURNS = ("shard_test", "derivatives_test", "defects_test", "dropout_test", "examples_test",
          "masks_test", "blockwise_test", "tpu_test", "ring_test", "paged_test", "decode_test",
          "caches_test", "plan_test", "cudnn_test", "gpu_suite_test", "benchmark_test",
-         "pages_test", "paged_shard_test", "bad_input_test", "helpers_test")
+         "pages_test", "paged_shard_test", "stripes_test", "bad_input_test", "helpers_test")
 
 # What absltest prints when a test starts and when it ends.
 EVENT = re.compile(r"\[ +(RUN|OK|FAILED|SKIPPED) +\] (.*)")

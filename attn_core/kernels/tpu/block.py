@@ -1,4 +1,4 @@
-"""A block of keys and values in a TPU's vector memory, and how the numbers of a head are read there.
+"""A block of keys and values in a TPU's vector memory, and how a head's numbers are read there.
 
 Numbers of less than 32 bits are kept as the words that hold them, of which any row can be read at
 a stride; 8-bit numbers are multiplied by their scales where they are read. No reference is reshaped

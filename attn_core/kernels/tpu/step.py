@@ -95,7 +95,7 @@ class Shape(NamedTuple):
 
   def bytes(self, dtype) -> int:
     """Vector memory that a kernel needs, generously."""
-    # Rows lie along the sublanes or along the lanes, and what is one number a row takes whole tiles.
+    # Rows lie along the sublanes or the lanes, and what is one number a row takes whole tiles.
     tile, number = (2 * SUBLANES, LANES) if self.few else (LANES, SUBLANES)
     lanes, size = cdiv(self.lanes, tile) * tile, jnp.dtype(dtype).itemsize
     width = cdiv(max(self.pool.widths), LANES) * LANES
