@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 import attn_core
 from attn_core import table
-from attn_core.masks import algebra
+from attn_core.masks import leaves as algebra
 from attn_core.types import PLATFORMS
 
 HONOURED, LIMITED, REFUSED = "honoured", "honoured within limits", "refused"

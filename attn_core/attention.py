@@ -13,8 +13,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from attn_core import arguments, arguments_paged, metadata as metadata_lib, remat, table
-from attn_core.sharding import sequence, shard
+from attn_core.arguments import normalize as arguments, normalize_paged as arguments_paged
+from attn_core.config import metadata as metadata_lib, remat
+from attn_core import table
+from attn_core.sharding import context_parallel as sequence, shard_map as shard
 from attn_core.types import AttentionOutput, BlockSizes
 
 

@@ -10,10 +10,12 @@ from typing import Any, Callable, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from attn_core.kernels.gpu import decode as gpu_decode, tuned as gpu_tuned
-from attn_core.kernels.tpu import decode as tpu_decode
-from attn_core.masks import algebra
-from attn_core.mechanisms import decode, flash, paged, ring, sdpa, vanilla
+from attn_core.kernels.gpu.split_kv import decode as gpu_decode
+from attn_core.kernels.gpu.flash import tiling as gpu_tuned
+from attn_core.kernels.tpu.ragged import decode as tpu_decode
+from attn_core.masks import leaves as algebra
+from attn_core.mechanisms import (decode, flash, paged, sdpa, dense as vanilla)
+from attn_core.mechanisms.context_parallel import mechanism as ring
 from attn_core.types import (PLATFORMS, RING_TRANSFERS, AttentionMechanism, AttentionOutput,
                              Call)
 

@@ -20,7 +20,7 @@ import tempfile
 import time
 from typing import NamedTuple
 
-from attn_core_test import sweeps
+from attn_core_test import sampling as sweeps
 
 FOLDER = pathlib.Path(__file__).resolve().parent
 

@@ -14,9 +14,9 @@ from absl.testing import parameterized
 import jax
 import numpy as np
 
-from attn_core import benchmark
-from attn_core.benchmarks import cases as cases_lib, contenders, measure, report
-from attn_core.masks import dense_mask
+from attn_core.benchmark import runner as benchmark
+from attn_core.benchmark import cases as cases_lib, contenders, measure, report
+from attn_core.masks import materialize as dense_mask
 from attn_core_test.cases import CASES, Case, flops, mask, scale, visible_pairs
 
 TINY = Case("tiny", heads=4, key_heads=2, width=8, value_width=4, queries=24, keys=24)

@@ -14,7 +14,8 @@ import numpy as np
 
 from attn_core import (CacheMetadata, DenseCache, Heads, MaskInfo, PagesV2, WindowCache, attention,
                        build_cache_pos, concatenate, create_mesh, masks)
-from attn_core.caches import dense, pages, quantize, window
+from attn_core.caches import dense, quantize, window
+from attn_core.caches.paged import ops as pages
 
 jax.config.update("jax_num_cpu_devices", 8)
 

@@ -3,6 +3,6 @@
 They stand in the library, because its benchmark ships with them.
 """
 
-from attn_core.benchmarks.cases import CASES, Case, flops, mask, scale, visible_pairs
+from attn_core.benchmark.cases import (CASES, Case, flops, mask, scale, visible_pairs)
 
 __all__ = ["CASES", "Case", "flops", "mask", "scale", "visible_pairs"]

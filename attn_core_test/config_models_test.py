@@ -15,7 +15,7 @@ import numpy as np
 
 from attn_core import (attention, attention_arguments, from_pretrained, layer_rope,
                        query_temperature, rotary)
-from attn_core_test import peers
+from attn_core_test import optional_deps as peers
 
 SIZES = {"hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 4,
          "num_hidden_layers": 4, "max_position_embeddings": 64, "attention_dropout": 0.0}

@@ -22,8 +22,8 @@ from attn_core import (AttentionMechanism, AttnConfig, AttnConfigDict, BlockSize
                        get_mesh, get_partition_rules, granted_freq_max_position_embedding,
                        layer_rope, query_temperature, read_basics_from_config, save_pretrained,
                        set_model_mesh, to_dict, to_diff_dict, to_json_file)
-from attn_core.config import BASICS, get_head_dim, validated
-from attn_core.config_layers import mask_detail
+from attn_core.config.config import BASICS, get_head_dim, validated
+from attn_core.config.layers import mask_detail
 
 jax.config.update("jax_num_cpu_devices", 8)
 

@@ -17,11 +17,11 @@ from jax.sharding import AxisType, Mesh
 import numpy as np
 
 from attn_core import MaskInfo, OperationMetadata, attention, explain, masks
-from attn_core.masks import band, dense_mask
+from attn_core.masks import banded as band, materialize as dense_mask
 from attn_core.mechanisms import sdpa
 from attn_core.references import oracle
 from attn_core.types import AttentionSpec, Call, MaskOperands, Operands
-from attn_core_test import gpu_parts
+from attn_core_test import gpu_suite_parts as gpu_parts
 from attn_core_test.property_cases import EVEN_CASES
 
 jax.config.update("jax_num_cpu_devices", 4)

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 import numpy as np
 
-from attn_core import (BlockSizes, OperationMetadata, arguments, attention,
-                       autoregressive_decodeattn, create_mesh, explain)
+from attn_core import (BlockSizes, OperationMetadata, attention, autoregressive_decodeattn, create_mesh, explain)
+from attn_core.arguments import normalize as arguments
 from attn_core.caches import dense, quantize
 from attn_core.kernels.xla import decode
-from attn_core.masks import algebra
+from attn_core.masks import leaves as algebra
 from attn_core.references import oracle
 from attn_core.types import AttentionSpec, MaskOperands, Operands
 

@@ -15,8 +15,8 @@ from jax import numpy as jnp
 import numpy as np
 
 from attn_core import BlockSizes, MaskInfo, OperationMetadata, attention, create_mesh, masks
-from attn_core import dropout
-from attn_core.masks.algebra import Coordinates
+from attn_core.masks import dropout
+from attn_core.masks.leaves import Coordinates
 
 jax.config.update("jax_num_cpu_devices", 8)
 

@@ -11,15 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import OperationMetadata, masks
-from attn_core.benchmarks import static_gpu
-from attn_core.caches import pages, quantize
-from attn_core.kernels.gpu import decode, flash, paged as gpu_paged, tuned
-from attn_core.kernels.kernel import Residuals
-from attn_core.kernels.xla import paged as paged_kernel
+from attn_core.benchmark.static import gpu as static_gpu
+from attn_core.caches.paged import ops as pages
+from attn_core.caches import quantize
+from attn_core.kernels.gpu.split_kv import decode, paged as gpu_paged
+from attn_core.kernels.gpu.flash import kernel as flash, tiling as tuned
+from attn_core.kernels.common.contract import Residuals
+from attn_core.kernels.xla import paged_blocks as paged_kernel
 from attn_core.references import oracle
 from attn_core.types import (DIFFERENTIABLE, AttentionSpec, BlockSizes, MaskOperands,
                              Operands, PagedSpec)
-from attn_core_test.sweeps import EVERY
+from attn_core_test.sampling import EVERY
 
 HOPPER = OperationMetadata(platform="gpu", compute_capability="9.0")
 

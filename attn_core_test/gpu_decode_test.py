@@ -21,13 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import BlockSizes, OperationMetadata, attention, explain, masks
-from attn_core.benchmarks import static_gpu
+from attn_core.benchmark.static import gpu as static_gpu
 from attn_core.caches import dense, quantize
-from attn_core.kernels.gpu import decode, mosaic, parts, small
+from attn_core.kernels.gpu.split_kv import decode, kernel as parts, quantized_kv as small
+from attn_core.kernels.gpu import mosaic
 from attn_core.types import MaskOperands
 from attn_core_test import gpu_cases
 from attn_core_test.gpu_cases import Case
-from attn_core_test.sweeps import EVERY
+from attn_core_test.sampling import EVERY
 
 INTERPRETS = hasattr(plgpu, "force_gpu_interpret_mode")
 TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3}

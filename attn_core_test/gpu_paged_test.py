@@ -23,12 +23,13 @@ import numpy as np
 
 from attn_core import (BlockSizes, Heads, PagedOptions, PagesMetadata, PagesV1, PagesV2, PagesV3,
                        explain, page_attention, ragged_page_attention_v2, ragged_page_attention_v3)
-from attn_core.benchmarks import static_gpu
-from attn_core.caches import pages, quantize
-from attn_core.kernels.gpu import paged, parts
+from attn_core.benchmark.static import gpu as static_gpu
+from attn_core.caches.paged import ops as pages
+from attn_core.caches import quantize
+from attn_core.kernels.gpu.split_kv import paged, kernel as parts
 from attn_core_test import gpu_cases
 from attn_core_test.paged_test import Case
-from attn_core_test.sweeps import EVERY
+from attn_core_test.sampling import EVERY
 
 INTERPRETS = hasattr(plgpu, "force_gpu_interpret_mode")
 # ATTN_CORE_EVERY=1 asks for all, otherwise for what is least like the rest.

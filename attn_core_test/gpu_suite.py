@@ -62,7 +62,7 @@ def run_part(given) -> int:
   start = time.monotonic()
   sys.path.insert(0, str(ROOT))
   import jax
-  from attn_core_test import gpu_parts
+  from attn_core_test import gpu_suite_parts as gpu_parts
   jax.devices()
   # Imports and the start of the device are a part of the part.
   left = given.budget - (time.monotonic() - start)

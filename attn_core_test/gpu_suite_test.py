@@ -13,9 +13,9 @@ from absl.testing import absltest
 import jax
 
 from attn_core import table
-from attn_core.benchmarks import contenders
-from attn_core.benchmarks.cases import CASES, GPU_CASES
-from attn_core_test import gpu_parts, gpu_suite
+from attn_core.benchmark import contenders
+from attn_core.benchmark.cases import CASES, GPU_CASES
+from attn_core_test import gpu_suite_parts as gpu_parts, gpu_suite
 
 NOT_MEASURED = "There is no GPU here: JAX computes on 'cpu'. Nothing below is a measurement"
 

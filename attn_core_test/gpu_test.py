@@ -20,8 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import BlockSizes, attention, masks
-from attn_core.benchmarks import static_gpu
-from attn_core.kernels.gpu import flash, mosaic, tuned
+from attn_core.benchmark.static import gpu as static_gpu
+from attn_core.kernels.gpu.flash import kernel as flash, tiling as tuned
+from attn_core.kernels.gpu import mosaic
 from attn_core_test import gpu_cases, property_cases
 from attn_core_test.gpu_cases import Case
 

@@ -19,8 +19,8 @@ from attn_core import (AttentionMechanism, AttnConfig, AttnMaskDetail, Operation
                        granted_mask_max_position_embedding, inverse_frequencies, masks,
                        match_partition_rules, repeat_key_value, rotary, rotary_table,
                        shard_attention_prod, tpu_version_check)
-from attn_core import remat
-from attn_core.masks import dense_mask
+from attn_core.config import remat
+from attn_core.masks import materialize as dense_mask
 from attn_core.types import MaskOperands
 
 jax.config.update("jax_num_cpu_devices", 8)

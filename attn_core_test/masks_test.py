@@ -20,7 +20,7 @@ import numpy as np
 
 from attn_core import attention
 from attn_core import masks
-from attn_core.masks import algebra, blocks, dense_mask, reach, tiles
+from attn_core.masks import (leaves as algebra, block_map as blocks, materialize as dense_mask, position_range as reach, tile as tiles)
 from attn_core.masks.info import MaskInfo
 from attn_core.types import MaskOperands
 

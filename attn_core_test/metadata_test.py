@@ -16,9 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core.metadata import (
-    AttnShardingRules, OperationMetadata, resolved_capability, resolved_mesh, resolved_platform,
-    sharding_drops)
+from attn_core.config.metadata import (AttnShardingRules, OperationMetadata, resolved_capability, resolved_mesh, resolved_platform, sharding_drops)
 from attn_core.sharding.mesh import create_mesh
 from attn_core.sharding.partition import Drop, PartitionAxis
 from attn_core.types import (DECODE_MODES, LAYOUTS, MODES, AttentionMechanism, BlockSizes,
@@ -541,7 +539,7 @@ class ErrorsTest(parameterized.TestCase):
        "base_config is of class 'no.such:Thing': expected .* import that module first"),
       (json_of(base_config={"enum": "subprocess:Popen", "value": "true"}),
        "base_config is of class 'subprocess:Popen': expected a NamedTuple or Enum"),
-      (json_of(base_config={"enum": "attn_core.config:EasyMethod", "value": "dream"}),
+      (json_of(base_config={"enum": "attn_core.config.config:EasyMethod", "value": "dream"}),
        "base_config has 'dream': expected the value of a member of EasyMethod, one of .'train'"),
       (json_of(base_config={"named_tuple": "builtins:tuple", "fields": {}}),
        "base_config is of class 'builtins:tuple': expected a NamedTuple"),

@@ -18,9 +18,9 @@ import numpy as np
 from attn_core import (BlockSizes, Heads, OperationMetadata, PagedOptions, PagesMetadata, PagesV1,
                        PagesV2, PagesV3, PartitionAxis, attention, explain, page_attention,
                        ragged_page_attention_v2, ragged_page_attention_v3)
-from attn_core.benchmarks import static_profile
-from attn_core.caches import groups, page_checks, pages
-from attn_core_test.sweeps import EVERY
+from attn_core.benchmark.static import profile as static_profile
+from attn_core.caches.paged import request_groups as groups, validate as page_checks, ops as pages
+from attn_core_test.sampling import EVERY
 
 jax.config.update("jax_num_cpu_devices", 8)
 

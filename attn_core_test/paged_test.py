@@ -26,8 +26,9 @@ import numpy as np
 from attn_core import (BlockSizes, Heads, PagedOptions, PagesMetadata, PagesV1, PagesV2, PagesV3,
                        attention, checkpoint_policy, explain, page_attention,
                        ragged_page_attention_v2, ragged_page_attention_v3)
-from attn_core.caches import page_checks, pages, quantize
-from attn_core.kernels.xla import paged
+from attn_core.caches.paged import validate as page_checks, ops as pages
+from attn_core.caches import quantize
+from attn_core.kernels.xla import paged_blocks as paged
 from attn_core.references import paged as reference
 from attn_core.types import PagedSpec
 

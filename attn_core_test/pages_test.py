@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import Heads, PagesMetadata, PagesV1, PagesV2, PagesV3
-from attn_core.caches import allocator, dense, groups, pages, quantize, window
+from attn_core.caches.paged import allocator, request_groups as groups, ops as pages
+from attn_core.caches import dense, quantize, window
 
 LAYOUTS = (PagesV1, PagesV2, PagesV3)
 HEADS = Heads(3, 5, 5)

@@ -11,8 +11,8 @@ import typing
 from absl.testing import absltest
 
 import attn_core
-from attn_core import remat
-from attn_core.config import BASICS
+from attn_core.config import remat
+from attn_core.config.config import BASICS
 
 # Not resolve(): a file that Bazel runs is a link, and its neighbours are those of the link.
 TESTS = pathlib.Path(os.path.abspath(__file__)).parent

@@ -20,11 +20,11 @@ import numpy as np
 
 from attn_core import (BlockSizes, OperationMetadata, RingConfig, Shapes, masks,
                        plan_context_parallel, ring_attention)
-from attn_core import plan as command
-from attn_core.masks import blocks
-from attn_core.planning import context_parallel, devices, work
-from attn_core.sharding import layouts
-from attn_core.sharding.sequence import Sequence
+from attn_core.plan import __main__ as command
+from attn_core.masks import block_map as blocks
+from attn_core.plan import context_parallel, peaks as devices, work
+from attn_core.sharding import token_order as layouts
+from attn_core.sharding.context_parallel import Sequence
 from attn_core.types import RING_VARIANTS
 
 jax.config.update("jax_num_cpu_devices", 8)

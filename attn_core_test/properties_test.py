@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import AttentionMechanism, BlockSizes, OperationMetadata, attention, table
-from attn_core_test import property_cases, sweeps
+from attn_core_test import property_cases, sampling as sweeps
 from attn_core_test.property_cases import CASES, TOLERANCES
 
 jax.config.update("jax_enable_x64", True)

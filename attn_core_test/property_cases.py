@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core import MaskInfo, dropout, masks
-from attn_core.masks import algebra
+from attn_core import MaskInfo, masks
+from attn_core.masks import dropout
+from attn_core.masks import leaves as algebra
 from attn_core.references import oracle
 from attn_core.types import AttentionSpec, MaskOperands, Operands
 

@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 import numpy as np
 
 from attn_core import BlockSizes, explain, masks, ring_attention
-from attn_core.benchmarks import static_gpu, static_profile
-from attn_core.kernels.tpu import flash as tpu_flash, schedule, tuned
+from attn_core.benchmark.static import gpu as static_gpu, profile as static_profile
+from attn_core.kernels.tpu.flash import kernel as tpu_flash, schedule, tiling as tuned
 from attn_core.types import AttentionSpec, MaskOperands, Operands
 from attn_core_test.ring_test import compiled, gradients_of, mesh_of, metadata_of
 

@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import numpy as np
 
 from attn_core import OperationMetadata, RingConfig, attention, create_mesh, from_layout, to_layout
-from attn_core.sharding import layouts
+from attn_core.sharding import token_order as layouts
 
 FLAGS = flags.FLAGS
 DEVICES = 8

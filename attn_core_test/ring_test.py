@@ -17,16 +17,16 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import numpy as np
 
-from attn_core import (BlockSizes, MaskInfo, OperationMetadata, RingConfig, attention, create_mesh,
-                       dropout, explain, from_layout, masks, ring_attention, to_layout)
-from attn_core.kernels.xla import numbers as xla_numbers
-from attn_core.masks import blocks, reach
-from attn_core.masks.dense_mask import to_dense
-from attn_core.mechanisms import hops
+from attn_core import (BlockSizes, MaskInfo, OperationMetadata, RingConfig, attention, create_mesh, explain, from_layout, masks, ring_attention, to_layout)
+from attn_core.masks import dropout
+from attn_core.kernels.xla import cpu_math as xla_numbers
+from attn_core.masks import block_map as blocks, position_range as reach
+from attn_core.masks.materialize import to_dense
+from attn_core.mechanisms.context_parallel import ring_step as hops
 from attn_core.references import oracle
-from attn_core.sharding import layouts, sequence
+from attn_core.sharding import token_order as layouts, context_parallel as sequence
 from attn_core.types import RING_VARIANTS, AttentionSpec, MaskOperands, Operands
-from attn_core_test.sweeps import EVERY
+from attn_core_test.sampling import EVERY
 
 jax.config.update("jax_num_cpu_devices", 8)
 

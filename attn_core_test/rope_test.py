@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core.frequencies import (ROPE_TYPES, Rope, attention_factor, check_rope,
-                                   inverse_frequencies, position_axes, rope_from_dict)
-from attn_core.rope import apply_complex_rotary, apply_rotary, rotary, rotary_table
-from attn_core_test import peers
+from attn_core.rope.frequencies import (ROPE_TYPES, Rope, attention_factor, check_rope, inverse_frequencies, position_axes, rope_from_dict)
+from attn_core.rope.rope import apply_complex_rotary, apply_rotary, rotary, rotary_table
+from attn_core_test import optional_deps as peers
 
 SHORT = (1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7)
 LONG = (2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0)

@@ -6,9 +6,9 @@ import unittest
 from absl.testing import absltest
 from absl.testing import parameterized
 
-from attn_core import benchmark
-from attn_core.benchmarks import static_gpu, static_gpu_programs, static_gpu_report
-from attn_core.benchmarks.static_gpu import Kernel
+from attn_core.benchmark import runner as benchmark
+from attn_core.benchmark.static import gpu as static_gpu, gpu_programs as static_gpu_programs, gpu_report as static_gpu_report
+from attn_core.benchmark.static.gpu import Kernel
 
 FORWARD, BACKWARD = (next(
     program for program in static_gpu_programs.plan((64,))

@@ -11,11 +11,10 @@ from absl.testing import parameterized
 import numpy as np
 
 from attn_core import masks
-from attn_core.benchmarks import (static_decode, static_decode_programs, static_profile,
-                                  static_programs, static_tpu)
-from attn_core.benchmarks.cases import Case
-from attn_core.kernels.tpu import schedule
-from attn_core_test.sweeps import EVERY
+from attn_core.benchmark.static import (tpu_decode as static_decode, tpu_decode_programs as static_decode_programs, profile as static_profile, tpu_programs as static_programs, tpu as static_tpu)
+from attn_core.benchmark.cases import Case
+from attn_core.kernels.tpu.flash import schedule
+from attn_core_test.sampling import EVERY
 
 DECODERS = (static_decode_programs.CONTENDERS if EVERY else
             (static_decode_programs.WRITES, static_decode_programs.JAX_PAGED))

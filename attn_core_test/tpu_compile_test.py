@@ -11,9 +11,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSh
 import numpy as np
 
 from attn_core import OperationMetadata, attention
-from attn_core.benchmarks import static_profile
-from attn_core.kernels.tpu import tuned
-from attn_core_test.sweeps import EVERY
+from attn_core.benchmark.static import profile as static_profile
+from attn_core.kernels.tpu.flash import tiling as tuned
+from attn_core_test.sampling import EVERY
 from attn_core_test.tpu_test import CASES, Case
 
 KINDS = {"full": {"causal": False}, "causal": {"causal": True},

@@ -15,11 +15,11 @@ from jax.sharding import SingleDeviceSharding
 import numpy as np
 
 from attn_core import OperationMetadata, attention
-from attn_core.benchmarks import static_profile
+from attn_core.benchmark.static import profile as static_profile
 from attn_core.caches import dense, quantize
 from attn_core_test import decode_test
 from attn_core_test.decode_test import Case
-from attn_core_test.sweeps import EVERY
+from attn_core_test.sampling import EVERY
 from attn_core_test.tpu_paged_test import counted
 from attn_core_test.tpu_test import interpreted
 

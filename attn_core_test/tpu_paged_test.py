@@ -19,10 +19,11 @@ import numpy as np
 
 from attn_core import (BlockSizes, Heads, OperationMetadata, PagedOptions, PagesMetadata, PagesV1,
                        PagesV2, PagesV3, attention, explain, ragged_page_attention_v2)
-from attn_core.benchmarks import static_profile
-from attn_core.caches import pages, quantize
+from attn_core.benchmark.static import profile as static_profile
+from attn_core.caches.paged import ops as pages
+from attn_core.caches import quantize
 from attn_core_test.paged_test import Case
-from attn_core_test.sweeps import EVERY
+from attn_core_test.sampling import EVERY
 from attn_core_test.tpu_test import interpreted
 
 TPU = OperationMetadata(platform="tpu")

@@ -32,13 +32,13 @@ import numpy as np
 
 from attn_core import (BlockSizes, MaskInfo, OperationMetadata, RingConfig, attention, explain,
                        ring_attention)
-from attn_core.benchmarks import static_profile
-from attn_core.kernels.kernel import Cargo
-from attn_core.kernels.tpu import ring
-from attn_core.sharding import layouts
+from attn_core.benchmark.static import profile as static_profile
+from attn_core.kernels.common.contract import Cargo
+from attn_core.kernels.tpu.flash import remote_copy as ring
+from attn_core.sharding import token_order as layouts
 from attn_core_test import ring_test
 from attn_core_test.ring_test import numbers
-from attn_core_test.sweeps import EVERY
+from attn_core_test.sampling import EVERY
 
 # Its interpreter waits for ever with more devices.
 DEVICES = (4,) if jax.__version_info__ < (0, 11) else (4, 8)

@@ -16,8 +16,9 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core import BlockSizes, MaskInfo, OperationMetadata, attention, dropout, explain, masks
-from attn_core.kernels.tpu import feed, forward, schedule, tuned
+from attn_core import (BlockSizes, MaskInfo, OperationMetadata, attention, explain, masks)
+from attn_core.masks import dropout
+from attn_core.kernels.tpu.flash import tile_inputs as feed, forward, schedule, tiling as tuned
 from attn_core.references import oracle
 from attn_core.types import AttentionSpec, MaskOperands, Operands
 

@@ -28,7 +28,7 @@ import numpy as np
 import attn_core
 from attn_core import (OperationMetadata, RingConfig, Shapes, create_mesh, masks,
                        plan_context_parallel, ring_attention, to_layout)
-from attn_core.sharding.layouts import LAYOUTS
+from attn_core.sharding.token_order import LAYOUTS
 import train_and_generate as model
 
 FLAGS = flags.FLAGS

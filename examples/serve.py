@@ -32,8 +32,8 @@ import numpy as np
 
 from attn_core import (Heads, PagedOptions, PagesMetadata, PagesV2, attention,
                        ragged_page_attention_v2)
-from attn_core.caches import allocator as pool
-from attn_core.caches import pages
+from attn_core.caches.paged import allocator as pool
+from attn_core.caches.paged import ops as pages
 import train_and_generate as model
 
 FLAGS = flags.FLAGS

@@ -5,8 +5,8 @@
 
 from attn_core.caches import dense, quantize, window
 from attn_core.caches.dense import DenseCache
-from attn_core.caches.step import CacheMetadata, concatenate
-from attn_core.caches.storage import CacheView
+from attn_core.caches.update import CacheMetadata, concatenate
+from attn_core.caches.slots import CacheView
 from attn_core.caches.window import WindowCache
 
 __all__ = ["CacheMetadata", "CacheView", "DenseCache", "WindowCache", "concatenate", "dense",

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from attn_core.caches import storage
-from attn_core.caches.storage import CacheView
+from attn_core.caches import slots as storage
+from attn_core.caches.slots import CacheView
 
 __all__ = ["CacheView", "DenseCache", "append", "init", "insert", "view"]
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from attn_core import checks
-from attn_core.caches import dense, storage
-from attn_core.caches.storage import CacheView
+from attn_core.caches import dense, slots as storage
+from attn_core.caches.slots import CacheView
 
 __all__ = ["WindowCache", "append", "from_dense", "init", "insert", "to_dense", "view"]
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import checks
-from attn_core.masks import algebra
+from attn_core.masks import leaves as algebra
 
 
 class MaskInfo(NamedTuple):

@@ -9,14 +9,14 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from attn_core import derivatives
-from attn_core.kernels import softmax
-from attn_core.kernels.gpu import decode as gpu_decode
-from attn_core.kernels.kernel import Kernel
-from attn_core.kernels.tpu import decode as tpu_decode
+from attn_core.autodiff import primitives as derivatives
+from attn_core.kernels.common import online_softmax as softmax
+from attn_core.kernels.gpu.split_kv import decode as gpu_decode
+from attn_core.kernels.common.contract import Kernel
+from attn_core.kernels.tpu.ragged import decode as tpu_decode
 from attn_core.kernels.xla import decode
-from attn_core.masks import algebra, dense_mask
-from attn_core.sharding import merge, shard
+from attn_core.masks import leaves as algebra, materialize as dense_mask
+from attn_core.sharding import lse_combine as merge, shard_map as shard
 from attn_core.types import AttentionOutput, Call, MaskOperands
 
 

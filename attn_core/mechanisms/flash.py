@@ -2,13 +2,13 @@
 
 from typing import Callable
 
-from attn_core import derivatives
-from attn_core.kernels import softmax
-from attn_core.kernels.gpu import flash as gpu_flash
-from attn_core.kernels.kernel import Kernel, Residuals
-from attn_core.kernels.tpu import flash as tpu_flash
-from attn_core.kernels.xla import blockwise
-from attn_core.sharding import shard
+from attn_core.autodiff import primitives as derivatives
+from attn_core.kernels.common import online_softmax as softmax
+from attn_core.kernels.gpu.flash import kernel as gpu_flash
+from attn_core.kernels.common.contract import Kernel, Residuals
+from attn_core.kernels.tpu.flash import kernel as tpu_flash
+from attn_core.kernels.xla import flash as blockwise
+from attn_core.sharding import shard_map as shard
 from attn_core.types import AttentionOutput, Call, Operands
 
 

@@ -11,13 +11,13 @@ from typing import Callable
 import jax
 import jax.numpy as jnp
 
-from attn_core import derivatives_paged
-from attn_core.caches import groups, pages, stripes
-from attn_core.caches.stripes import Stripe
-from attn_core.kernels.gpu import paged as gpu_kernel
-from attn_core.kernels.tpu import paged as tpu_kernel
+from attn_core.autodiff import paged as derivatives_paged
+from attn_core.caches.paged import request_groups as groups, ops as pages, page_stripes as stripes
+from attn_core.caches.paged.page_stripes import Stripe
+from attn_core.kernels.gpu.split_kv import paged as gpu_kernel
+from attn_core.kernels.tpu.ragged import paged as tpu_kernel
 from attn_core.kernels.xla import paged_forward as xla_kernel
-from attn_core.sharding import merge, shard_paged
+from attn_core.sharding import lse_combine as merge, paged as shard_paged
 from attn_core.types import AttentionOutput, Call
 
 

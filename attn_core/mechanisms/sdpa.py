@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from attn_core.kernels.xla import steps
+from attn_core.kernels.xla import tile_ops as steps
 from attn_core.kernels.xla.dense import clean
-from attn_core.masks import band, dense_mask
-from attn_core.sharding import shard
+from attn_core.masks import banded as band, materialize as dense_mask
+from attn_core.sharding import shard_map as shard
 from attn_core.types import AttentionOutput, Call, Operands
 
 

@@ -16,8 +16,8 @@ D query and key width, E value width.
 import jax
 import jax.numpy as jnp
 
-from attn_core import dropout
-from attn_core.masks import algebra, dense_mask
+from attn_core.masks import dropout
+from attn_core.masks import leaves as algebra, materialize as dense_mask
 from attn_core.types import AttentionOutput, AttentionSpec, Operands
 
 

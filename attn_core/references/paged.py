@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core.masks import algebra
+from attn_core.masks import leaves as algebra
 from attn_core.references import oracle
 from attn_core.types import AttentionSpec, MaskOperands, Operands, PagedSpec
 

@@ -21,10 +21,10 @@ from jax import lax
 import jax.numpy as jnp
 
 from attn_core.caches import quantize
-from attn_core.kernels import softmax
-from attn_core.kernels.kernel import Kernel, Residuals
-from attn_core.kernels.xla import blockwise, steps, sums, tuned
-from attn_core.masks import blocks, tiles
+from attn_core.kernels.common import online_softmax as softmax
+from attn_core.kernels.common.contract import Kernel, Residuals
+from attn_core.kernels.xla import flash as blockwise, tile_ops as steps, cpu_matvec as sums, tiling as tuned
+from attn_core.masks import block_map as blocks, tile as tiles
 from attn_core.types import AttentionSpec, BlockSizes, Operands
 
 

@@ -10,10 +10,10 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
-from attn_core import dropout
-from attn_core.kernels import softmax
-from attn_core.kernels.xla import steps
-from attn_core.masks import algebra, dense_mask
+from attn_core.masks import dropout
+from attn_core.kernels.common import online_softmax as softmax
+from attn_core.kernels.xla import tile_ops as steps
+from attn_core.masks import leaves as algebra, materialize as dense_mask
 from attn_core.types import AttentionOutput, AttentionSpec, Operands
 
 

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 from jax import lax
 import jax.numpy as jnp
 
-from attn_core.caches import pages
-from attn_core.kernels import softmax
-from attn_core.kernels.kernel import Residuals
-from attn_core.kernels.xla import numbers, paged, steps, sums
-from attn_core.sharding import vary
+from attn_core.caches.paged import ops as pages
+from attn_core.kernels.common import online_softmax as softmax
+from attn_core.kernels.common.contract import Residuals
+from attn_core.kernels.xla import cpu_math as numbers, paged_blocks as paged, tile_ops as steps, cpu_matvec as sums
+from attn_core.sharding import varying_axes as vary
 from attn_core.types import BlockSizes, PagedSpec
 
 

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from attn_core.caches import pages
-from attn_core.kernels.kernel import Residuals
-from attn_core.kernels.xla import numbers, paged, paged_backward, steps
-from attn_core.sharding import vary
+from attn_core.caches.paged import ops as pages
+from attn_core.kernels.common.contract import Residuals
+from attn_core.kernels.xla import cpu_math as numbers, paged_blocks as paged, paged_backward, tile_ops as steps
+from attn_core.sharding import varying_axes as vary
 from attn_core.types import BlockSizes, PagedSpec
 
 

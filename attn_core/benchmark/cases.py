@@ -1,0 +1,230 @@
+"""Named attentions: the shapes of real models, and a plain grid for comparisons.
+
+A case says what is computed, not by whom. Its mask, the number of pairs it makes visible and its
+floating-point operations follow from it here, so that benchmarks and tests count alike.
+
+Letters: B batch, T query length, S key length, H query heads, K key heads,
+D query and key width, E value width, W window.
+"""
+
+import itertools
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from attn_core.masks import leaves as algebra, block_map as blocks
+from attn_core.plan import work
+from attn_core.types import AttentionSpec
+
+# The blocks in which work is counted to compare masks, whatever blocks a kernel cuts: (T, S).
+COUNTED_BLOCK = (512, 256)
+
+
+class Case(NamedTuple):
+  """One attention. The last query stands beside the last key."""
+
+  name: str
+  batch: int = 1  # B
+  heads: int = 8  # H
+  key_heads: int = 8  # K
+  width: int = 64  # D
+  value_width: int = 64  # E
+  queries: int = 4096  # T, tokens
+  keys: int = 4096  # S, tokens
+  causal: bool = True
+  window: tuple[int, int] | None = None  # (left, right), tokens, both inclusive
+  soft_cap: float | None = None
+  softmax_scale: float | None = None  # None: D**-0.5
+  sinks: bool = False  # one sink per query head
+  documents: int = 1  # packed in every batch row, of equal length; T == S where more than one
+  dtype: str = "float32"
+
+
+# --- The table. ----------------------------------------------------------------------------------
+
+
+def _model(name, heads, key_heads, width, tokens) -> Case:
+  return Case(name, 1, heads, key_heads, width, width, tokens, tokens, dtype="bfloat16")
+
+
+# Whole layers of published models at a usual length of the prompt; "_local" are the layers with a
+# window of W tokens, the query's own included: (W - 1, 0).
+_MODELS = (
+    _model("llama3_8b", 32, 8, 128, 8192),
+    _model("llama3_70b", 64, 8, 128, 8192),
+    _model("llama3_8b_decode", 32, 8, 128, 8192)._replace(batch=8, queries=1),
+    _model("mistral_7b", 32, 8, 128, 8192)._replace(window=(4095, 0)),
+    _model("gemma2_9b", 16, 8, 256, 8192)._replace(soft_cap=50.0),
+    _model("gemma2_9b_local", 16, 8, 256, 8192)._replace(soft_cap=50.0, window=(4095, 0)),
+    _model("gemma2_27b", 32, 16, 128, 8192)._replace(soft_cap=50.0, softmax_scale=144**-0.5),
+    _model("gemma3_4b", 8, 4, 256, 8192),
+    _model("gemma3_4b_local", 8, 4, 256, 8192)._replace(window=(1023, 0)),
+    _model("gemma3_27b_local", 32, 16, 128, 8192)._replace(
+        window=(1023, 0), softmax_scale=168**-0.5),
+    _model("gpt_oss", 64, 8, 64, 8192)._replace(sinks=True),
+    _model("gpt_oss_local", 64, 8, 64, 8192)._replace(sinks=True, window=(127, 0)),
+    _model("deepseek_v3", 128, 128, 192, 4096)._replace(value_width=128),
+    _model("vit_b16", 12, 12, 64, 197)._replace(batch=8, causal=False),
+    _model("vit_l14_336", 16, 16, 64, 577)._replace(batch=8, causal=False),
+)
+
+_DTYPES = {"f32": "float32", "bf16": "bfloat16"}
+
+# B1 H8, by mask, dtype, width and length: "causal_f32_d64_t4096".
+_GRID = tuple(
+    Case(f"{mask}_{short}_d{width}_t{tokens}", 1, 8, 8, width, width, tokens, tokens,
+         mask == "causal", dtype=_DTYPES[short])
+    for mask, short, width, tokens in itertools.product(
+        ("causal", "full"), _DTYPES, (64, 128), (512, 1024, 2048, 4096, 8192, 16384)))
+
+_VARIANTS = tuple(
+    case._replace(name=case.name.format(short), dtype=dtype)
+    for short, dtype in _DTYPES.items() for case in (
+        Case("gqa_{}_d64_t4096", key_heads=2),
+        Case("window_{}_d64_t16384", queries=16384, keys=16384, window=(1023, 0)),
+        Case("packed_{}_d64_t8192", queries=8192, keys=8192, documents=8)))
+
+# One query a row against a full cache, by dtype and length: "decode_f32_s8192".
+_DECODE = tuple(
+    Case(f"decode_{short}_s{tokens}", 8, 32, 8, 128, 128, 1, tokens, dtype=dtype)
+    for short, dtype in _DTYPES.items() for tokens in (4096, 8192, 16384, 32768))
+
+# B * T = 16,384 tokens and H * D = 2,048, as GPU kernels are compared in publications, and what
+# models do beyond that: "causal_bf16_d128_t4096_b4".
+_GPU_TOKENS, _GPU_WIDTH = 16384, 2048
+
+
+def _gpu(name, width, tokens) -> Case:
+  heads, batch = _GPU_WIDTH // width, _GPU_TOKENS // tokens
+  return Case(f"{name}_bf16_d{width}_t{tokens}_b{batch}", batch, heads, heads, width, width, tokens,
+              tokens, name != "full", dtype="bfloat16")
+
+
+_GPU_GRID = tuple(
+    _gpu(mask, width, tokens)
+    for tokens, mask, width in itertools.product(
+        (4096, 16384, 2048, 8192, 1024, 512), ("causal", "full"), (128, 64, 256)))
+_GPU_VARIANTS = (
+    _gpu("window", 128, 16384)._replace(window=(1023, 0)),
+    _gpu("packed", 128, 16384)._replace(documents=12),
+    _gpu("gqa", 128, 8192)._replace(heads=32, key_heads=8),
+    _gpu("sinks_soft_cap", 64, 8192)._replace(sinks=True, soft_cap=30.0))
+GPU_CASES = tuple(case.name for case in (*_GPU_VARIANTS, *_GPU_GRID))  # most telling ones first
+
+CASES = {case.name: case for case in (
+    *_MODELS, *_GRID, *_VARIANTS, *_DECODE, *_GPU_GRID, *_GPU_VARIANTS)}
+
+
+# --- What follows from a case. -------------------------------------------------------------------
+
+
+def scale(case: Case, max_heads: int | None, max_tokens: int | None,
+          max_batch: int | None = None) -> Case:
+  """A smaller case of the same ratios: query heads to key heads, and window to length.
+
+  Args:
+    case: any case.
+    max_heads: query heads; the result has more only where one key head has more. None: any.
+    max_tokens: the longer of T and S in the result. None: any.
+    max_batch: batch rows. None: any.
+
+  Returns:
+    A case of the same name; `case` itself where it is small enough.
+  """
+  group = case.heads // case.key_heads
+  most = case.heads if max_heads is None else max_heads
+  key_heads = max(n for n in range(1, case.key_heads + 1)
+                  if case.key_heads % n == 0 and (n == 1 or n * group <= most))
+  longest = max(case.queries, case.keys)
+  ratio = 1 if max_tokens is None else min(1, max_tokens / longest)
+  shrink = lambda tokens: max(1, int(tokens * ratio))
+  # A side of a window holds its tokens and the query itself.
+  window = case.window and tuple(side if side <= 0 else shrink(side + 1) - 1
+                                 for side in case.window)
+  queries = shrink(case.queries)
+  batch = case.batch if max_batch is None else min(case.batch, max_batch)
+  return case._replace(batch=batch, heads=key_heads * group, key_heads=key_heads, queries=queries,
+                       keys=shrink(case.keys), window=window,
+                       documents=min(case.documents, queries))
+
+
+def segment_ids(case: Case) -> np.ndarray | None:
+  """int32 [B, T]: which document every token belongs to; None where there is one document."""
+  if case.documents == 1:
+    return None
+  ids = np.arange(case.queries, dtype=np.int32) * case.documents // case.queries
+  return np.broadcast_to(ids, (case.batch, case.queries))
+
+
+def mask(case: Case, ids=None) -> algebra.Mask:
+  """What is visible, as a mask value.
+
+  Args:
+    case: any case.
+    ids: `segment_ids(case)`, as it is or traced; None: made here.
+  """
+  found = algebra.causal() if case.causal else algebra.full()
+  if case.window is not None:
+    found = found & algebra.window(*case.window)
+  if case.queries != case.keys and found != algebra.full():
+    found = algebra.offset(found, case.keys - case.queries)
+  if case.documents > 1:
+    found = found & algebra.segments(segment_ids(case) if ids is None else ids)
+  return found
+
+
+def spec(case: Case, structure) -> AttentionSpec:
+  """What is computed, with `structure` the tree structure of the case's mask."""
+  factor = case.width**-0.5 if case.softmax_scale is None else case.softmax_scale
+  return AttentionSpec(structure, factor, case.soft_cap)
+
+
+def visible_pairs(case: Case) -> int:
+  """Pairs of a query and a key it sees, of all batch rows and heads."""
+  position = np.arange(case.queries) + case.keys - case.queries
+  first, last = np.zeros_like(position), np.full_like(position, case.keys - 1)
+  if case.causal:
+    last = np.minimum(last, position)
+  if case.window is not None:
+    first, last = (np.maximum(first, position - case.window[0]),
+                   np.minimum(last, position + case.window[1]))
+  if case.documents > 1:
+    ids = segment_ids(case)[0]
+    first = np.maximum(first, np.searchsorted(ids, ids, "left"))
+    last = np.minimum(last, np.searchsorted(ids, ids, "right") - 1)
+  return case.batch * case.heads * int(np.maximum(last - first + 1, 0).sum())
+
+
+def flops(case: Case, backward: bool) -> int:
+  """Floating-point operations of the matrix products over visible pairs.
+
+  Forward: 2 * pairs * (D + E), which is 4 * pairs * D where D == E. Forward and backward, with the
+  scores computed again as every linear-memory kernel does: 3.5 times that where D == E.
+  """
+  each = sum(work.flops_of_pair(case.width, case.value_width, direction)
+             for direction in (False, True)[:1 + backward])
+  return visible_pairs(case) * each
+
+
+def visited_blocks(case: Case, block: tuple[int, int] = COUNTED_BLOCK) -> int:
+  """Blocks of (query, key) tokens with a visible pair, of all batch rows and heads."""
+  block_q, block_kv = (min(length, size) for length, size in zip(
+      (case.queries, case.keys), block))
+  kinds = blocks.block_kinds(mask(case), blocks.Sizes(case.queries, case.keys, block_q, block_kv))
+  shape = (case.batch, case.heads, *kinds.shape[2:])
+  repeats = math.prod(shape) // kinds.size
+  return repeats * int((np.asarray(kinds) != blocks.EMPTY).sum())
+
+
+def describe(case: Case) -> str:
+  """The shape in a line: "B1 H8/2 T4096 D64 float32 causal window (1023, 0)"."""
+  heads = f"H{case.heads}" + (f"/{case.key_heads}" if case.heads != case.key_heads else "")
+  tokens = f"T{case.queries}" + (f" S{case.keys}" if case.queries != case.keys else "")
+  width = f"D{case.width}" + (f" E{case.value_width}" if case.width != case.value_width else "")
+  words = [f"B{case.batch}", heads, tokens, width, case.dtype, "causal" if case.causal else "full"]
+  words += [f"window {case.window}"] if case.window else []
+  words += [f"soft cap {case.soft_cap:g}"] if case.soft_cap else []
+  words += ["sinks"] if case.sinks else []
+  words += [f"{case.documents} documents"] if case.documents > 1 else []
+  return " ".join(words)

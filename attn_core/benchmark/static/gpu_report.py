@@ -1,0 +1,155 @@
+"""Compares GPU kernels by their machine code for a Hopper: ours, JAX's own, tokamax's.
+
+Everybody is compiled and read by `static_gpu`. Of a backward, which comes with its forward, only
+the other kernels count.
+"""
+
+import datetime
+import importlib.metadata
+import itertools
+import json
+import pathlib
+from typing import Any, Iterable, NamedTuple
+
+from attn_core import checks
+from attn_core.benchmark.static import gpu as static_gpu, gpu_programs as static_gpu_programs
+from attn_core.benchmark.static.gpu import Kernel
+from attn_core.benchmark.static.gpu_programs import OURS, Program
+
+PROGRAMS = f"{static_gpu_programs.__name__}:{static_gpu_programs.programs.__name__}"
+PACKAGES = ("jax", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cuda-nvcc", "tokamax")
+COLUMNS = ("case", "direction", "kernel", "registers", "spilled bytes", "products wait",
+           "products a step", "instructions a step", "exponentials a step", "shared memory",
+           "bytes a step")
+
+
+class Compiled(NamedTuple):
+  """One contender on one case."""
+
+  program: Program
+  kernels: list[Kernel]
+  reason: str | None = None  # why there are none
+
+
+def run(widths: Iterable[int] | None = None, *, out=None, progress=lambda total: lambda _: None):
+  """Compiles all contenders.
+
+  Args:
+    widths: head dimensions; None: 64, 128 and 256.
+    out: folder for gpu_static.json and gpu_static.md; None: nothing is written.
+    progress: given the number of programs, returns what is called with a line for every one.
+
+  Returns:
+    The text of the tables.
+
+  Raises:
+    ValueError: a width that is not measured.
+    ModuleNotFoundError: nothing to compile with.
+  """
+  widths = static_gpu_programs.WIDTHS if widths is None else tuple(widths)
+  for width in widths:
+    checks.one_of("widths", width, static_gpu_programs.WIDTHS)
+  if static_gpu.missing():
+    raise ModuleNotFoundError(static_gpu.missing())
+  plan = static_gpu_programs.plan(widths)
+  advance = progress(len(plan))
+  results = []
+  # A contender's forward and backward in one process: the one tells the kernels of the other.
+  for _, group in itertools.groupby(plan, lambda program: program.case):
+    group = list(group)
+    results += _compiled(group)
+    for program in group:
+      advance(program.label)
+  versions = _versions()
+  text = to_markdown(results, versions)
+  if out is not None:
+    folder = pathlib.Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "gpu_static.md").write_text(text, encoding="utf-8")
+    (folder / "gpu_static.json").write_text(to_json(results, versions), encoding="utf-8")
+  return text
+
+
+def _compiled(group: list[Program]) -> list[Compiled]:
+  found = {}
+  for kernel in static_gpu.measure(PROGRAMS, [program.label for program in group]):
+    label = kernel["program"] if isinstance(kernel, dict) else kernel.program
+    found.setdefault(label, []).append(kernel)
+  return results_of(group, found)
+
+
+def results_of(group: list[Program], found: dict[str, list]) -> list[Compiled]:
+  """What `static_gpu.measure` found of programs, a backward without the kernels of its forward."""
+  results = []
+  for program in group:
+    kernels = found.get(program.label, [])
+    failed = [kernel["error"] for kernel in kernels if isinstance(kernel, dict)]
+    if failed or not kernels:
+      results.append(Compiled(program, [], failed[0] if failed else "no kernel"))
+      continue
+    if program.backward:
+      forward = {kernel.name for kernel in found.get(program._replace(backward=False).label, [])
+                 if isinstance(kernel, Kernel)}
+      kernels = [kernel for kernel in kernels if kernel.name not in forward]
+    results.append(Compiled(program, sorted(kernels, key=lambda kernel: kernel.name)))
+  return results
+
+
+def _versions() -> dict[str, str]:
+  found = {}
+  for name in PACKAGES:
+    try:
+      found[name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+      continue
+  return found
+
+
+def to_markdown(results: list[Compiled], versions: dict[str, str]) -> str:
+  """A row for every kernel; in a cell, numbers of its loops over keys or queries."""
+  named = ", ".join(f"{name} {version}" for name, version in versions.items())
+  lines = [
+      "# Machine code of GPU kernels for sm_90a", "",
+      f"{named}; {datetime.date.today()}. Compiled without a GPU, by `python3 -m "
+      "attn_core.benchmark --static gpu`; nothing was run, and nothing here is a time.", "",
+      f"{static_gpu_programs.HEADS} heads, {static_gpu_programs.TOKENS:,} tokens, bfloat16; JAX's "
+      "kernel in float16, since it has no other. A window sees "
+      f"{static_gpu_programs.WINDOW[0] + 1:,} keys; {static_gpu_programs.DOCUMENTS} documents are "
+      "segments here and a dense mask for tokamax. A cell has a number for every innermost loop "
+      "that multiplies matrices: of blocks without a mask and with one, or of the two warpgroups "
+      "that share their keys. A step is one turn of that loop; bytes a step are what our kernels "
+      "copy for it.", "",
+      "| " + " | ".join(COLUMNS) + " |", "|" + "---|" * 3 + "---:|" * (len(COLUMNS) - 3)]
+  for result in results:
+    lines += ["| " + " | ".join(row) + " |" for row in _rows(result)]
+  failures = [result for result in results if result.reason is not None]
+  if failures:
+    lines += ["", "## What was not compiled", ""]
+    lines += [f"* {failure.program.label}: {failure.reason}" for failure in failures]
+  return "\n".join(lines) + "\n"
+
+
+def _rows(result: Compiled) -> Iterable[tuple[str, ...]]:
+  program = result.program
+  staged = static_gpu_programs.staged_bytes(program) if program.contender == OURS else ()
+  for kernel, copied in itertools.zip_longest(result.kernels, staged[:len(result.kernels)]):
+    each = lambda name: " / ".join(f"{loop.get(name, 0):,}" for loop in kernel.loops)
+    yield (program.case.name, "backward" if program.backward else "forward",
+           _title(program, kernel), str(kernel.registers), f"{kernel.spills:,}",
+           "yes" if kernel.serialized else "no", each("products"), each("all"),
+           each("exponentials"), f"{kernel.shared_memory:,}", f"{copied:,}" if copied else "")
+
+
+def _title(program: Program, kernel: Kernel) -> str:
+  name = kernel.name.removesuffix("_mosaic_gpu_kernel").removeprefix("attn_core_")
+  return f"{program.contender}: {name}" if program.contender == OURS else program.contender
+
+
+def to_json(results: list[Compiled], versions: dict[str, str]) -> str:
+  """Every program with what was found of it."""
+  plain: list[Any] = [
+      {"program": {**result.program._asdict(), "case": result.program.case._asdict()},
+       "kernels": [kernel._asdict() for kernel in result.kernels], "reason": result.reason}
+      for result in results]
+  return json.dumps({"versions": versions, "date": str(datetime.date.today()), "results": plain},
+                    indent=1) + "\n"

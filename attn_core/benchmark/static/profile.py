@@ -1,0 +1,282 @@
+"""Cycles of TPU kernels without a TPU: libtpu compiles them and profiles its own final schedule.
+
+The profiler executes the schedule with a model of the transfers' latencies; the same program has
+the same cycles every time. It trusts transfers too much, so that a program's time is never less
+than its bytes take; it knows nothing of other chips.
+"""
+
+import concurrent.futures
+import glob
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+from typing import NamedTuple
+
+import jax
+from jax.experimental import topologies
+
+from attn_core.benchmark import cases
+from attn_core.benchmark.static import tpu_decode_programs as static_decode_programs, tpu_programs as static_programs
+from attn_core.benchmark.cases import Case
+from attn_core.benchmark.static.tpu_programs import Program
+from attn_core.plan.peaks import DEVICES, Device
+
+CONTENDERS = {**static_programs.CONTENDERS, **static_decode_programs.CONTENDERS}
+TIMEOUT = 600.0  # seconds of one compilation and profile
+
+
+class Chip(NamedTuple):
+  """What a JAX device of a kind can do."""
+
+  topology: str
+  peak: Device
+  flops_per_cycle: int  # of the matrix units; with the peak it gives the clock
+  cores: int = 1  # that share the heads
+
+
+CHIPS = {
+    "v5e": Chip("v5e:2x2", DEVICES["v5e"], 2**17),
+    "v5p": Chip("v5p:2x2x1", DEVICES["v5p"], 2**18, 2),
+    "v6e": Chip("v6e:2x2", DEVICES["v6e"], 2**19),
+    "tpu7x": Chip("tpu7x:2x2x1", DEVICES["tpu7x"], 2**19),
+}
+
+# libtpu's names of what a bundle of instructions has slots for, and ours.
+SLOTS = {"MXU": "matrix", "MATMUL": "matrix", "VALU": "vector", "EUP": "transcendental",
+         "XLU": "lanes", "VLOAD": "loads", "VSTORE": "stores"}
+SPILLS = {"VLOAD:FILL": "spill_loads", "VSTORE:SPILL": "spill_stores"}
+
+# Asks no metadata server, writes no log, and lets several processes compile at a time.
+QUIET = {
+    "TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v6e-4", "TPU_WORKER_ID": "0",
+    "TPU_WORKER_HOSTNAMES": "localhost", "TPU_STDERR_LOG_LEVEL": "3", "TPU_LOG_DIR": "disabled",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+
+
+def missing() -> str | None:
+  """Why nothing can be compiled here; None: it can."""
+  if importlib.util.find_spec("libtpu"):
+    return None
+  return "libtpu is not installed: pip install 'attn_core[tpu]'"
+
+
+def devices(chip: str) -> list:
+  """Devices to compile for, by libtpu, none of which is here."""
+  os.environ.update(QUIET)
+  return list(topologies.get_topology_desc(
+      platform="tpu", topology_name=CHIPS[chip].topology).devices)
+
+
+class Static(NamedTuple):
+  """What was found of one program."""
+
+  program: Program
+  cycles: int  # of its kernels
+  around: int  # cycles of other operations: transpositions, sums
+  vmem_bytes: int  # of the largest kernel
+  bundles: int  # instructions of the hot loops
+  spills: int  # vector loads and stores of the hot loops, for lack of registers
+  slots: dict[str, float]  # used part of each kind of slot in the hot loops
+  floor_seconds: float  # what reading and writing the arguments takes
+  flops: int
+
+  @property
+  def seconds(self) -> float:
+    chip = CHIPS[self.program.chip]
+    return max(self.cycles * chip.flops_per_cycle / chip.peak.flops, self.floor_seconds)
+
+  @property
+  def peak_share(self) -> float:
+    return self.flops / self.seconds / CHIPS[self.program.chip].peak.flops
+
+
+class Failure(NamedTuple):
+  """A program that did not compile, and why."""
+
+  program: Program
+  reason: str
+
+
+def measure(programs: list[Program], workers: int | None = None,
+            advance=lambda result: None) -> list[Static | Failure]:
+  """Compiles and profiles every program in a process of its own, in order; libtpu aborts on some.
+
+  Args:
+    programs: what to compile.
+    workers: processes at a time; None: one a core.
+    advance: called with every result as it comes.
+  """
+  def one(program):
+    result = _measure(program)
+    advance(result)
+    return result
+  with concurrent.futures.ThreadPoolExecutor(workers or os.cpu_count()) as pool:
+    return list(pool.map(one, programs))
+
+
+def _measure(program: Program) -> Static | Failure:
+  with tempfile.TemporaryDirectory(prefix="attn_core_static_") as folder:
+    (pathlib.Path(folder) / "profile").mkdir()
+    flags = (
+        f"--xla_jf_dump_to={folder}/llo", "--xla_jf_dump_llo_text=true",
+        "--xla_jf_dump_llo_pass_label_regex=final_bundles|final_hlo-static-per-bundle-utilization",
+        f"--xla_jf_dump_static_llo_profile_to={folder}/profile",
+        "--xla_tpu_check_llo_types=false")  # the profiler trips over it
+    try:
+      done = subprocess.run(
+          [sys.executable, "-m", __spec__.name, folder, json.dumps(program)],
+          # A program from the cache would not be profiled.
+          env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false",
+               "LIBTPU_INIT_ARGS": " ".join(flags)},
+          capture_output=True, text=True, timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+      return Failure(program, f"not compiled in {TIMEOUT:.0f} s")
+    answer = pathlib.Path(folder) / "answer.json"
+    if not answer.exists():
+      lines = [line for line in done.stderr.splitlines() if re.match(r"\w+(\.\w+)*: |F\d{4}", line)]
+      return Failure(program, lines[-1][:300] if lines else f"exit status {done.returncode}")
+    return _read(program, pathlib.Path(folder), json.loads(answer.read_text()))
+
+
+# --- In the process of one program. --------------------------------------------------------------
+
+
+def compile_one(folder: str, text: str) -> None:
+  """Compiles a program given as JSON; writes what only the compiled program knows."""
+  contender, case, backward, chip, blocks = json.loads(text)
+  case = Case(*(tuple(x) if isinstance(x, list) else x for x in case))
+  device = devices(chip)[0]
+  place = jax.sharding.SingleDeviceSharding(device)
+  kind = jax.sharding.AbstractDevice(device.device_kind, device.num_cores, "tpu")
+  program = Program(contender, case, backward, chip, tuple(blocks))
+  mesh = jax.sharding.AbstractMesh((), (), abstract_device=kind)
+  with (jax.sharding.use_abstract_mesh(mesh),
+        static_programs.built(program, CONTENDERS[contender]) as (function, arguments)):
+    arguments = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arguments)
+    function = function if hasattr(function, "trace") else jax.jit(function)
+    lowered = function.trace(*arguments).lower(lowering_platforms=("tpu",))
+  compiled = lowered.compile()
+  memory = compiled.memory_analysis()
+  answer = {"kernels": _kernels(compiled.as_text()),
+            "bytes": memory.argument_size_in_bytes + memory.output_size_in_bytes}
+  (pathlib.Path(folder) / "answer.json").write_text(json.dumps(answer))
+  os._exit(0)  # libtpu takes long to leave
+
+
+def _kernels(text: str) -> dict[str, int]:
+  """The Pallas kernels of a compiled program, and the bytes of vector memory they use."""
+  found = {}
+  for line in text.splitlines():
+    if 'custom_call_target="tpu_custom_call"' in line:
+      used = re.search(r'"used_scoped_memory_configs":\[(.*?)\]', line)
+      sizes = re.findall(r'"memory_space":"1".*?"size":"(\d+)"', used[1]) if used else ()
+      found[re.search(r"%([\w.\-]+) = ", line)[1]] = sum(map(int, sizes))
+  return found
+
+
+# --- What libtpu wrote. --------------------------------------------------------------------------
+
+
+def _read(program: Program, folder: pathlib.Path, answer: dict) -> Static | Failure:
+  cycles = {}
+  for path in (folder / "profile").glob("*.textproto"):
+    for name, number in re.findall(
+        r'hlo_op_name: "(.*?)"\s+estimated_cycles: (-?\d+)', path.read_text()):
+      cycles[name] = int(number)
+  missing = [name for name in answer["kernels"] if cycles.get(name, 0) <= 0]
+  if missing or not answer["kernels"]:
+    return Failure(program, f"libtpu did not profile {missing or 'any kernel'}")
+  inside = sum(cycles[name] for name in answer["kernels"])
+  bundles, spills, used, capacity = 0, 0, {}, {}
+  for name in answer["kernels"]:
+    loop = _hot_loop(folder / "llo", name)
+    bundles, spills = bundles + loop.bundles, spills + loop.spills
+    for slot, count in loop.used.items():
+      used[slot] = used.get(slot, 0) + count
+      capacity[slot] = capacity.get(slot, 0) + loop.bundles * loop.capacity[slot]
+  chip = CHIPS[program.chip]
+  flops = cases.flops(program.case, False)
+  flops = cases.flops(program.case, True) - flops if program.backward else flops
+  return Static(program, inside, sum(cycles.values()) - inside, max(answer["kernels"].values()),
+                bundles, spills, {slot: used[slot] / max(capacity[slot], 1) for slot in used},
+                answer["bytes"] / chip.peak.memory_bytes, flops)
+
+
+class _Loop(NamedTuple):
+  """The innermost loop that does most of a kernel's matrix work, or the whole kernel."""
+
+  bundles: int
+  spills: int
+  used: dict[str, int]
+  capacity: dict[str, int]  # of one bundle
+
+
+def _hot_loop(folder: pathlib.Path, kernel: str) -> _Loop:
+  marks = _bundles(_dump(folder, kernel, "final_bundles"))
+  header, sizes, rows = _utilization(
+      _dump(folder, kernel, "final_hlo-static-per-bundle-utilization"))
+  if len(rows) != len(marks):
+    marks = [(0, False)] * len(rows)
+  total = lambda names, first, end: {
+      slot: sum(row[i] for row in rows[first:end] for i, name in enumerate(header)
+                if names.get(name) == slot) for slot in set(names.values())}
+  loops = list(_innermost(marks)) or [(0, len(rows))]
+  first, end = max(loops, key=lambda loop: (total(SLOTS, *loop)["matrix"], loop[1] - loop[0]))
+  capacity = {SLOTS[name]: size for name, size in zip(header, sizes) if name in SLOTS}
+  used = {slot: count for slot, count in total(SLOTS, first, end).items() if slot in capacity}
+  return _Loop(end - first, sum(total(SPILLS, first, end).values()), used, capacity)
+
+
+def _dump(folder: pathlib.Path, kernel: str, label: str) -> list[str]:
+  paths = [path for path in glob.glob(f"{glob.escape(str(folder))}/*-{label}.txt")
+           if re.search(rf"-{re.escape(kernel)}-\d+-{label}\.txt$", path)]
+  return pathlib.Path(max(paths)).read_text().splitlines() if paths else []
+
+
+def _bundles(lines: list[str]) -> list[tuple[int, bool]]:
+  """(depth of loops, whether a loop begins) of every bundle."""
+  found = []
+  for line in lines:
+    match = re.match(r"\s*(?:0x)?[0-9a-f]+\s+([A-Z]{2})?\s*:\s*(>*)\s*\{(\})?", line)
+    if match:
+      empty = match[3] and found  # printed without its depth
+      found.append((found[-1][0] if empty else len(match[2]), match[1] in ("LH", "LB")))
+  return found
+
+
+def _utilization(lines: list[str]) -> tuple[list[str], list[int], list[list[int]]]:
+  """(names of slots, slots of a bundle, used slots of every bundle)."""
+  if not lines:
+    return [], [], []
+  numbers = lambda line: [int(word) for word in line.split()]
+  return ([name.strip() for name in lines[1].split(",")], numbers(lines[2]),
+          [numbers(line) for line in lines[4:] if line.strip()])
+
+
+def _innermost(marks: list[tuple[int, bool]]):
+  """(first, end) of every loop that contains no other.
+
+  A bundle shows the depth of its first instruction, which may have been moved in from outside: up
+  to three such bundles do not end a loop.
+  """
+  first = None
+  for i, (depth, begins) in enumerate([*marks, (0, False)]):
+    if first is not None:
+      inside = marks[first][0]
+      ends = depth < inside and all(d < inside for d, _ in marks[i:i + 4])
+      if ends or begins:
+        if ends or depth <= inside:
+          yield first, i
+        first = None
+    if begins and depth:
+      first = i
+
+
+if __name__ == "__main__":
+  compile_one(*sys.argv[1:])

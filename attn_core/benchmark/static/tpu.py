@@ -1,0 +1,191 @@
+"""Compares TPU kernels and their blocks by static cycles: which blocks win, and against whom.
+
+Every contender runs at several choices of blocks; a contender stands for its best one. Heads are
+alike: a few are enough for the first transfer not to count.
+"""
+
+import datetime
+import importlib.metadata
+import itertools
+import json
+import pathlib
+from typing import Callable, Iterable
+
+from attn_core import checks
+from attn_core.benchmark import cases
+from attn_core.benchmark.static import profile as static_profile
+from attn_core.benchmark.cases import Case
+from attn_core.benchmark.static.profile import CHIPS, Failure, Static
+from attn_core.benchmark.static.tpu_programs import OURS, OURS_SAFE, Program
+from attn_core.kernels.tpu.flash.schedule import LANES
+
+WIDTHS = (64, 128, 256)
+MASKS = ("full", "causal", "window")  # the last of this library only
+WINDOW = (1023, 0)
+TOKENS = (4096,)
+HEADS = 4  # for every core; one where heads are narrower than the lanes, of which libtpu's profiler
+# takes no more
+COUNTED_BLOCK = (1024, 1024)  # of queries and keys; work is counted in such to compare masks
+
+# (query tokens, key tokens, key tokens computed at once)
+FORWARD_BLOCKS = {
+    OURS: ((512, 512, 512), (1024, 1024, 256), (1024, 1024, 512), (1024, 2048, 512),
+           (2048, 2048, 512), (2048, 4096, 256)),
+    OURS_SAFE: ((1024, 1024, 256), (2048, 2048, 512)),
+    "jax flash": ((512, 512, 512), (1024, 1024, 512), (1024, 1024, 1024)),
+    "jax splash": ((512, 512, 512), (1024, 1024, 512), (1024, 2048, 512), (1024, 2048, 1024),
+                   (2048, 2048, 512)),
+}
+BACKWARD_BLOCKS = {
+    OURS: ((512, 512, 256), (1024, 1024, 256), (1024, 1024, 512), (1024, 2048, 512)),
+    "jax flash": ((512, 512, 512), (1024, 1024, 512)),
+    "jax splash": ((512, 512, 512), (1024, 1024, 512), (1024, 1024, 1024)),
+    "jax splash, fused": ((512, 512, 512), (1024, 1024, 512), (1024, 2048, 512)),
+}
+
+
+def run(chips: Iterable[str] | None = None, widths: Iterable[int] | None = None,
+        tokens: Iterable[int] | None = None, *, out=None, progress=lambda total: lambda _: None):
+  """Measures all contenders.
+
+  Args:
+    chips: of `static_profile.CHIPS`; None: "v6e".
+    widths: head dimensions; None: 64, 128 and 256.
+    tokens: lengths of the sequences; None: 4,096.
+    out: folder for tpu_static.json and tpu_static.md; None: nothing is written.
+    progress: given the number of programs, returns what is called with a line for every one.
+
+  Returns:
+    The text of the tables.
+
+  Raises:
+    ValueError: an unknown chip.
+    ModuleNotFoundError: libtpu is not installed.
+  """
+  programs = _programs(chosen(chips), tuple(widths or WIDTHS), tuple(tokens or TOKENS))
+  return report(list(programs), "tpu_static", _line, to_markdown, out=out, progress=progress)
+
+
+def chosen(chips: Iterable[str] | None) -> tuple[str, ...]:
+  """The chips to compile for; None: "v6e". ValueError: an unknown one."""
+  chips = ("v6e",) if chips is None else tuple(chips)
+  for chip in chips:
+    checks.one_of("chips", chip, tuple(CHIPS))
+  return chips
+
+
+def report(programs: list[Program], name: str, line: Callable, to_markdown: Callable, *, out,
+           progress) -> str:
+  """Measures programs; the text of their tables.
+
+  Args:
+    programs: to measure.
+    name: of the files.
+    line: result -> what is said of it in a line.
+    to_markdown: (results, versions) -> the text.
+    out, progress: as of `run`.
+  """
+  if static_profile.missing():
+    raise ModuleNotFoundError(static_profile.missing())
+  versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
+  advance = progress(len(programs))
+  results = static_profile.measure(programs, advance=lambda result: advance(line(result)))
+  text = to_markdown(results, versions)
+  if out is not None:
+    folder = pathlib.Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.md").write_text(text, encoding="utf-8")
+    (folder / f"{name}.json").write_text(to_json(results, versions), encoding="utf-8")
+  return text
+
+
+def _programs(chips, widths, tokens):
+  for chip, length, width, mask, backward in itertools.product(
+      chips, tokens, widths, MASKS, (False, True)):
+    heads = (HEADS if width % LANES == 0 else 1) * CHIPS[chip].cores
+    case = Case(f"{mask}_d{width}_t{length}", 1, heads, heads, width, width, length, length,
+                mask != "full", WINDOW if mask == "window" else None, dtype="bfloat16")
+    for contender, choices in (BACKWARD_BLOCKS if backward else FORWARD_BLOCKS).items():
+      if mask == "window" and contender not in (OURS, OURS_SAFE):
+        continue
+      fitting = dict.fromkeys(tuple(min(size, length) for size in blocks) for blocks in choices)
+      for blocks in fitting:
+        yield Program(contender, case, backward, chip, blocks)
+
+
+def _line(result) -> str:
+  program = result.program
+  return (f"{program.chip} {program.case.name} {_direction(program)}: {program.contender} "
+          f"{'/'.join(map(str, program.blocks))}")
+
+
+def _direction(program: Program) -> str:
+  return "backward" if program.backward else "forward"
+
+
+def to_markdown(results: list, versions: dict) -> str:
+  """A table per chip; a contender's row is its best blocks."""
+  lines = [
+      "# Static cycles of TPU kernels", "",
+      f"libtpu {versions['libtpu']}, jax {versions['jax']}, {datetime.date.today()}; bfloat16, "
+      f"{HEADS} heads for every core, one where D is no multiple of {LANES}. Cycles of the kernels "
+      "by libtpu's static profiler; TFLOP/s from them and the chip's clock, or from the bytes of "
+      "the arguments where those take longer; visible pairs only. A block is one of "
+      f"{COUNTED_BLOCK[0]} x {COUNTED_BLOCK[1]} tokens with something to see. Used slots and "
+      "spills are those of the hot loop. Nothing ran on a TPU.", "",
+      "By `python3 -m attn_core.benchmark --static tpu`, which tries these blocks:", ""]
+  for direction, table in (("forward", FORWARD_BLOCKS), ("backward", BACKWARD_BLOCKS)):
+    lines += [f"* {direction}, {name}: " + ", ".join("/".join(map(str, b)) for b in choices)
+              for name, choices in table.items()]
+  for chip, group in itertools.groupby(results, lambda r: r.program.chip):
+    lines += ["", f"## {chip}, peak {CHIPS[chip].peak.flops / 1e12:g} TFLOP/s", "", *_table(group)]
+  lines += failures("What did not compile", results, _line)
+  return "\n".join(lines) + "\n"
+
+
+def failures(title: str, results: list, line: Callable) -> list[str]:
+  """The lines about what failed, under a title; none: nothing did."""
+  found = [f"* {line(r)}: {r.reason}" for r in results if isinstance(r, Failure)]
+  return ["", f"## {title}", "", *found] if found else []
+
+
+COLUMNS = ("case", "direction", "kernel", "best blocks", "cycles", "TFLOP/s", "of peak",
+           "cycles a block", "against splash", "vector memory MiB", "spills", "bundles", "matrix",
+           "vector", "transcendental", "lanes", "loads", "stores", "cycles around")
+
+
+def _table(results):
+  yield "| " + " | ".join(COLUMNS) + " |"
+  yield "|" + "---|" * 4 + "---:|" * (len(COLUMNS) - 4)
+  key = lambda r: (r.program.case, r.program.backward)
+  for _, group in itertools.groupby(results, key):
+    found = [r for r in group if isinstance(r, Static)]
+    best = {}
+    for r in sorted(found, key=lambda r: r.seconds):
+      best.setdefault(r.program.contender, r)
+    splash = [r for name, r in best.items() if "splash" in name]
+    record = min((r.seconds for r in splash), default=None)
+    for r in sorted(best.values(), key=lambda r: r.seconds):
+      yield "| " + " | ".join(_cells(r, record)) + " |"
+
+
+def _cells(result: Static, record: float | None):
+  program, slots = result.program, result.slots
+  visited = cases.visited_blocks(program.case, COUNTED_BLOCK)
+  share = lambda name: f"{100 * slots.get(name, 0):.0f}%"
+  return (program.case.name, _direction(program), program.contender,
+          "/".join(map(str, program.blocks)), f"{result.cycles:,}",
+          f"{result.flops / result.seconds / 1e12:.0f}", f"{100 * result.peak_share:.0f}%",
+          f"{result.cycles * CHIPS[program.chip].cores / visited:.0f}",
+          f"{record / result.seconds:.2f}" if record else "", f"{result.vmem_bytes / 2**20:.0f}",
+          str(result.spills), str(result.bundles), share("matrix"), share("vector"),
+          share("transcendental"), share("lanes"), share("loads"), share("stores"),
+          f"{result.around:,}")
+
+
+def to_json(results: list, versions: dict) -> str:
+  """Every program with what was found of it."""
+  plain = [{**r._asdict(), "program": {**r.program._asdict(), "case": r.program.case._asdict()}}
+           for r in results]
+  return json.dumps({"versions": versions, "date": str(datetime.date.today()), "results": plain},
+                    indent=1)

@@ -1,0 +1,196 @@
+"""Attention programs for a TPU, of this library and of JAX's own kernels, to be compiled elsewhere.
+
+A static profiler reads zeros from scalar memory, where a schedule says which blocks to visit, and
+refuses it altogether on some chips: the programs made here compute the same visits from the number
+of the step instead.
+"""
+
+import contextlib
+import functools
+from typing import Any, Callable, NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attn_core.attention import attention
+from attn_core.benchmark import cases
+from attn_core.benchmark.cases import Case
+from attn_core.kernels.tpu.flash import tile_inputs as feed, forward, schedule, tiling as tuned
+from attn_core.config.metadata import OperationMetadata
+
+OURS = "flash_attn2"
+OURS_SAFE = "flash_attn2, safe"  # with the maximum; see `kernels.tpu.forward`
+
+
+class Program(NamedTuple):
+  """One kernel at one choice of blocks."""
+
+  contender: str
+  case: Case
+  backward: bool
+  chip: str
+  # Tokens of queries, of keys, and of the keys computed at once; of a page where a cache is read.
+  blocks: tuple[int, int, int]
+
+
+@contextlib.contextmanager
+def built(program: Program, contender: Callable):
+  """(function, shapes of its arguments): the forward, or the backward given its residuals.
+
+  To be compiled inside, since kernels are traced as late as that.
+
+  Args:
+    program: what to compute.
+    contender: of a table like CONTENDERS: makes the forward of it.
+  """
+  with contender(program) as (attend, arguments):
+    if program.backward:
+      out, pull = jax.eval_shape(lambda *x: jax.vjp(attend, *x), *arguments)
+      yield (lambda pull, out: pull(out)), (pull, out)
+    else:
+      yield attend, arguments
+
+
+def _arrays(case: Case, form: Callable) -> tuple[jax.ShapeDtypeStruct, ...]:
+  """Query, key and value; form(batch, tokens, heads, width) gives the order of the axes."""
+  shapes = ((case.queries, case.heads, case.width), (case.keys, case.key_heads, case.width),
+            (case.keys, case.key_heads, case.value_width))
+  return tuple(jax.ShapeDtypeStruct(form(case.batch, *shape), jnp.dtype(case.dtype))
+               for shape in shapes)
+
+
+# --- This library's. -----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _ours(program: Program, *, naive: tuple[str, ...]):
+  metadata = OperationMetadata(platform="tpu")
+  mask = cases.mask(program.case)
+  attend = lambda query, key, value: attention(
+      query, key, value, mechanism="flash_attn2", mask=mask, causal=False,
+      metadata=metadata).attention_outputs
+  with (mock.patch.object(feed, "Feed", _ComputingFeed),
+        mock.patch.object(tuned, "NAIVE", naive),
+        mock.patch.object(forward, "_mended", lambda naive, safe: naive),
+        mock.patch.object(tuned, "BLOCKS", dict.fromkeys(tuned.BLOCKS, program.blocks))):
+    yield attend, _arrays(program.case, lambda b, t, h, w: (b, t, h, w))
+
+
+class _ComputingFeed(feed.Feed):
+  """A feed of which the schedule is computed."""
+
+  def __init__(self, visits, lines, cut, *, by_keys, first_query_block=0):
+    super().__init__(visits, lines, cut, by_keys=by_keys, first_query_block=first_query_block)
+    self.scalars = []
+    self._computed = computed(visits)
+
+  def entry(self, scalars, line, n):
+    return self._computed(n)
+
+
+def computed(visits: schedule.Schedule) -> Callable[[Any], tuple]:
+  """A function step -> (row, column, kinds, flags) that reads nothing.
+
+  Args:
+    visits: of one line, on the host; the columns of a row are neighbours, and what a block shows
+      follows from its distance to the diagonal.
+
+  Raises:
+    ValueError: it is not so.
+  """
+  rows, columns, kinds, flags = (np.asarray(x)[0].astype(np.int64) for x in visits)
+  steps = np.arange(len(rows))
+  starts = np.flatnonzero(flags & schedule.FIRST)
+  ends = np.flatnonzero(flags & schedule.LAST)
+  shifts = columns[starts] - starts
+  size = max(1, rows.max() + 1), max(1, columns.max() + 1)
+  distance = lambda row, column: row * size[1] - column * size[0]
+  found, counts = np.unique(kinds, return_counts=True)
+  usual = int(found[counts.argmax()])
+  special = {int(distance(rows[n], columns[n])): int(kinds[n])
+             for n in np.flatnonzero(kinds != usual)}
+
+  def entry(n):
+    number = lambda condition, x=1: condition.astype(np.int32) * np.int32(x)
+    row, column = number(n < 0), n + np.int32(shifts[0])
+    for start, change in zip(starts[1:], np.diff(shifts)):
+      row, column = row + number(n >= start), column + number(n >= start, change)
+    away = distance(row, column).astype(np.int32)
+    found, flag = number(n >= 0, usual), number(n < 0)
+    for where, bits in special.items():
+      found = found + number(away == where, np.int64(bits - usual).astype(np.int32))
+    for marks, value in ((starts, schedule.FIRST), (ends, schedule.LAST)):
+      flag = flag + sum(number(n == mark, value) for mark in marks)
+    return row, column, found, flag
+
+  if any((x != y).any() for x, y in zip(entry(steps.astype(np.int32)),
+                                        (rows, columns, kinds, flags))):
+    raise ValueError("visits: got a schedule that does not follow from distances to the diagonal")
+  return entry
+
+
+# --- JAX's. --------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _jax_flash(program: Program):
+  from jax.experimental.pallas.ops.tpu import flash_attention as library
+  case, (block_q, block_kv, compute) = program.case, program.blocks
+  _require(case.window is None and case.key_heads == case.heads and case.width == case.value_width,
+           "flash: no window, no groups of heads, one width")
+  sizes = library.BlockSizes(
+      block_q, block_kv, compute, 1,
+      block_q_major_dkv=block_q, block_k_major_dkv=block_kv, block_k_dkv=compute,
+      block_q_dkv=block_q, block_k_major_dq=block_kv, block_k_dq=compute, block_q_dq=block_q)
+  attend = lambda q, k, v: library.flash_attention(
+      q, k, v, causal=case.causal, sm_scale=case.width**-0.5, block_sizes=sizes)
+  yield attend, _arrays(case, lambda b, t, h, w: (b, h, t, w))
+
+
+@contextlib.contextmanager
+def _jax_splash(program: Program, *, fused: bool):
+  from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as library
+  from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as kinds
+  case, (block_q, block_kv, compute) = program.case, program.blocks
+  _require(case.window is None and case.key_heads == case.heads,
+           "splash: measured without windows and groups of heads")
+  sizes = library.BlockSizes(
+      block_q, block_kv, compute, block_q, block_kv, compute,
+      None if fused else block_q, None if fused else block_kv, use_fused_bwd_kernel=fused)
+  shape = (case.queries, case.keys)
+  mask = kinds.CausalMask(shape) if case.causal else kinds.FullMask(shape)
+
+  def next_nonzero(h, i, j, data_next, block_mask, m_next, next_i=False):
+    here = i if next_i else j
+    if not case.causal:
+      return here, None, True, False
+    # Instead of a block that is skipped, the next one that runs is fetched, as in earnest.
+    runs = j * block_kv <= i * block_q + (block_q - 1)
+    after = jnp.where(runs, here, j * block_kv // block_q if next_i else 0)
+    return after, None if m_next is None else 0, runs, m_next is None
+
+  def attend(query, key, value):
+    kernel = library.make_splash_mha_single_device(
+        kinds.MultiHeadMask([mask] * case.heads), block_sizes=sizes)
+    for name in ("fwd_mask_info", "dq_mask_info", "dkv_mask_info"):
+      info = getattr(kernel, name)
+      if info is not None:
+        setattr(kernel, name, info._replace(data_next=None, block_mask=None, mask_next=None))
+    return kernel(query[0] * jnp.asarray(case.width**-0.5, query.dtype), key[0], value[0])
+
+  with mock.patch.object(library, "_next_nonzero", next_nonzero):
+    yield attend, _arrays(case, lambda b, t, h, w: (b, h, t, w))
+
+
+def _require(condition: bool, what: str) -> None:
+  if not condition:
+    raise NotImplementedError(what)
+
+
+CONTENDERS = {
+    OURS: functools.partial(_ours, naive=tuned.NAIVE),
+    OURS_SAFE: functools.partial(_ours, naive=()), "jax flash": _jax_flash,
+    "jax splash": functools.partial(_jax_splash, fused=False),
+    "jax splash, fused": functools.partial(_jax_splash, fused=True)}

@@ -1,1 +1,0 @@
-"""What `attn_core.benchmark` is made of: cases, contenders, measurements, reports."""

@@ -1,0 +1,252 @@
+"""What pages and their metadata must be: shapes always, numbers where they are concrete.
+
+Letters: R requests, N pages per request, P pages of the pool, T tokens of the call, H query heads,
+K key heads, D width.
+"""
+
+from typing import Any, Iterator, NamedTuple
+
+import jax
+from jax.experimental import checkify
+import jax.numpy as jnp
+import numpy as np
+
+from attn_core import checks
+from attn_core.caches.paged import request_groups as groups, ops as pages
+from attn_core.caches import quantize
+
+
+class Condition(NamedTuple):
+  """Something that must hold of the numbers in the metadata."""
+
+  field: str  # of PagesMetadata
+  holds: Any  # bool []
+  expected: str
+
+
+def check(cache, metadata: pages.PagesMetadata, num_tokens: int) -> None:
+  """Raises unless the cache is one and the metadata fits it; numbers are looked at where concrete.
+
+  Args:
+    cache: any layout.
+    metadata: what goes with it.
+    num_tokens: T.
+
+  Raises:
+    ValueError: a wrong layout, dtype or shape; scales missing; and where the metadata is concrete,
+      what `conditions` lists.
+  """
+  check_shapes(cache, metadata, num_tokens)
+  if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(metadata)):
+    return
+  concrete = jax.tree.map(np.asarray, metadata)
+  for field, holds, expected in conditions(np, cache, concrete, num_tokens):
+    checks.require(holds, f"cache_metadata.{field}", getattr(concrete, field).tolist(), expected)
+
+
+def flag(cache, metadata: pages.PagesMetadata, num_tokens: int):
+  """Whether what `check` looks at is wrong, bool []: for functions under jit, once a step.
+
+  Args:
+    cache: any layout.
+    metadata: what goes with it; may be traced.
+    num_tokens: T.
+
+  Raises:
+    ValueError: as `check`, of shapes and dtypes.
+  """
+  check_shapes(cache, metadata, num_tokens)
+  metadata = jax.tree.map(jnp.asarray, metadata)
+  return ~jnp.stack([jnp.asarray(holds) for _, holds, _ in conditions(
+      jnp, cache, metadata, num_tokens)]).all()
+
+
+def debug_check(cache, metadata: pages.PagesMetadata, num_tokens: int) -> None:
+  """What `check` looks at, inside jit: for functions under `jax.experimental.checkify.checkify`.
+
+  Args:
+    cache: any layout.
+    metadata: what goes with it; traced.
+    num_tokens: T.
+
+  Raises:
+    ValueError: as `check`, of shapes and dtypes; what is wrong with numbers is in the error value
+      that checkify returns.
+  """
+  check_shapes(cache, metadata, num_tokens)
+  metadata = jax.tree.map(jnp.asarray, metadata)
+  for field, holds, expected in conditions(jnp, cache, metadata, num_tokens):
+    checkify.check(holds, f"cache_metadata.{field}: got {{got}}; expected {expected}",
+                   got=getattr(metadata, field))
+
+
+def check_shapes(cache, metadata: pages.PagesMetadata, num_tokens: int) -> None:
+  """Raises ValueError unless cache and metadata have the shapes and dtypes that `check` expects."""
+  _check_cache(cache)
+  checks.require(isinstance(metadata, pages.PagesMetadata), "cache_metadata",
+                 type(metadata).__name__, "a PagesMetadata")
+  checks.array("cache_metadata.page_tables", metadata.page_tables,
+               "int32 [R, N], [G, R, N] or [G, W, R, N]")
+  number = groups.count(metadata)
+  if number is None:
+    return _check_shapes(metadata, num_tokens)
+  for name, x in metadata._asdict().items():
+    _check_array(name, jnp.int32(0) if x is None else x, f"int32 [{number}, ...]")
+    checks.require(x is None or (x.ndim > 0 and x.shape[0] == number > 0), f"cache_metadata.{name}",
+                   checks.describe(x), f"a leading axis of {number} groups, as page_tables has")
+  stripes = groups.stripe_count(metadata)
+  checks.require(stripes != 0, "cache_metadata.page_tables", checks.describe(metadata.page_tables),
+                 "[G, W, R, N] of at least one stripe")
+  parts = f"{number} groups" + ("" if stripes is None else f" of {stripes} stripes")
+  for name, what, amount, divisor in (
+      ("cache_view", "pages", pages.num_pages(cache), number * (stripes or 1)),
+      ("query", "tokens", num_tokens, number)):
+    checks.require(amount % divisor == 0, name, f"{amount} {what}", f"{what} that the {parts} of "
+                   "cache_metadata divide: each has its own part of them")
+  return _check_shapes(groups.shapes_of_one(metadata), num_tokens // number)
+
+
+def conditions(xp, cache, metadata: pages.PagesMetadata, num_tokens: int) -> Iterator[Condition]:
+  """Everything that the numbers must be, one by one; `xp`: numpy or jax.numpy."""
+  pool, number = pages.num_pages(cache), groups.count(metadata)
+  if number is None:
+    yield from _conditions(xp, (pages.page_size(cache), pool, pool), metadata, num_tokens)
+    return
+  ids = pool // number // (groups.stripe_count(metadata) or 1)
+  metadata = groups.whole(metadata, pool, xp)
+  for g in range(number):
+    yield from _conditions(xp, (pages.page_size(cache), pool // number, ids),
+                           jax.tree.map(lambda x, g=g: x[g], metadata), num_tokens // number)
+
+
+def _conditions(xp, sizes, metadata, num_tokens) -> Iterator[Condition]:
+  """Those of one group; sizes: (tokens of a page, pages, those among which a number counts)."""
+  size, pool, ids = sizes
+  tables, lengths = metadata.page_tables, metadata.context_lens
+  requests, width = tables.shape
+  used, field = requests, "page_tables"
+  if metadata.distribution is not None:
+    used, field = metadata.distribution[2], "distribution"
+    decode, prefill = metadata.distribution[0], metadata.distribution[1]
+    yield Condition(field, (0 <= decode) & (decode <= prefill) & (prefill <= used)
+                    & (used <= requests), "(decode end, prefill end, total), rising from 0 to at "
+                    f"most the {requests} rows of the tables")
+  elif metadata.num_requests is not None:
+    used = xp.reshape(metadata.num_requests, ())
+    yield Condition("num_requests", (0 <= used) & (used <= requests),
+                    f"from 0 to the {requests} rows of the tables")
+  row = xp.arange(requests)
+  starts, single = metadata.query_start_loc, metadata.query_start_loc is None
+  if single:
+    queries = xp.where(row < used, 1, 0)
+  else:
+    queries = xp.where(row < used, starts[1:] - starts[:-1], 0)
+    yield Condition("query_start_loc", (starts[0] == 0) & (queries >= 0).all()
+                    & (starts[used] <= num_tokens), "offsets that start at 0, never fall, and end "
+                    f"at or below the {num_tokens} tokens of the query")
+    if metadata.distribution is not None:
+      yield Condition("query_start_loc", xp.where(row < decode, queries == 1, True).all(),
+                      "one query each for the requests before distribution[0]")
+  lengths = xp.where(row < used, lengths, 0)
+  yield Condition("context_lens", ((lengths >= 0) & (lengths <= width * size)).all(),
+                  f"from 0 to {width * size} tokens: {width} pages of {size} in a row of the "
+                  "table")
+  if not single:
+    yield Condition("context_lens", (queries <= lengths).all(),
+                    "no fewer tokens than the request has queries, which they include")
+  column = xp.arange(width)
+  live = column < -(-lengths[:, None] // size)
+  yield Condition("page_tables", xp.where(live, (tables >= 0) & (tables < pool), True).all(),
+                  f"page ids from 0 to {ids - 1} as far as the lengths go")
+  # Dead entries become different numbers below all ids.
+  alone = xp.sort(xp.where(live, tables, -1 - column), 1)
+  yield Condition("page_tables", (alone[:, 1:] != alone[:, :-1]).all(),
+                  "a page once in a request's row: it would hold two places of the request")
+  everyone = xp.sort(xp.where(live, tables, -1).reshape(-1))
+  owners = (xp.searchsorted(everyone, tables, side="right")
+            - xp.searchsorted(everyone, tables, side="left"))
+  written = live & (queries > 0)[:, None] & (column >= (lengths - queries)[:, None] // size)
+  yield Condition("page_tables", xp.where(written, owners == 1, True).all(),
+                  "pages that hold queries' own tokens in one request's row only; requests share "
+                  "pages that are full, and copy the one they write (see caches.allocator)")
+
+
+def _check_cache(cache) -> None:
+  checks.require(isinstance(cache, pages.PAGES), "cache_view", type(cache).__name__,
+                 "a PagesV1, PagesV2 or PagesV3")
+  name = type(cache).__name__
+  shapes = {"PagesV1": (4, "key_pages [K, P, page, D] and value_pages [K, P, page, E]"),
+            "PagesV2": (4, "pages [P, page, 2K, D]"),
+            "PagesV3": (5, "pages [P, page, 2K / packing, packing, D']")}
+  rank, letters = shapes[name]
+  arrays = cache[:2] if name == "PagesV1" else cache[:1]
+  for x in arrays:
+    checks.array("cache_view", x, f"{letters} of a {name}")
+    checks.require(x.ndim == rank and 0 not in x.shape and x.shape[:3] == (
+        arrays[0].shape[:3]) and x.dtype == arrays[0].dtype, "cache_view", checks.describe(x),
+                   f"{letters} of a {name}")
+  x = arrays[0]
+  if name == "PagesV2":
+    checks.require(x.shape[2] % 2 == 0, "cache_view", checks.describe(x),
+                   f"{letters}: as many rows of values as of keys")
+  if name == "PagesV3":
+    expected = pages.packing(x.dtype)
+    checks.require(x.shape[3] == expected and x.shape[2] * x.shape[3] % 2 == 0
+                   and x.shape[4] % pages.LANES == 0, "cache_view", checks.describe(x),
+                   f"{letters}, packing = {expected} for {x.dtype} and D' a multiple of "
+                   f"{pages.LANES}")
+  _check_scales(cache, x.dtype)
+
+
+def _check_scales(cache, dtype) -> None:
+  quantised = quantize.is_quantized(dtype)
+  checks.require(quantised or jnp.dtype(dtype).itemsize > 1, "cache_view", f"pages of {dtype}",
+                 "pages of a floating-point dtype, int8 or float8_e4m3fn")
+  pool, size, most = pages.num_pages(cache), pages.page_size(cache), pages.heads_of(cache).key_heads
+  fewest = 1 if isinstance(cache, pages.PagesV3) else most  # v3 is padded
+  heads = f"{most}" if fewest == most else f"K from 1 to {most}"
+  for name in ("key_scales", "value_scales"):
+    x = getattr(cache, name)
+    expected = f"float32 [] or [{pool}, {size}, {heads}]: pages of {dtype} mean nothing without it"
+    if x is None:
+      checks.require(not quantised, f"cache_view.{name}", "None", expected)
+      continue
+    checks.array(f"cache_view.{name}", x, expected)
+    checks.require(quantised and x.dtype == jnp.float32 and (x.shape == () or (
+        x.ndim == 3 and x.shape[:2] == (pool, size) and fewest <= x.shape[2] <= most)),
+                   f"cache_view.{name}", checks.describe(x),
+                   expected if quantised else f"None with pages of {dtype}")
+  checks.require((cache.key_scales is None or cache.key_scales.shape == cache.value_scales.shape),
+                 "cache_view.value_scales", checks.describe(cache.value_scales),
+                 "the shape of key_scales")
+
+
+def _check_shapes(metadata, num_tokens: int) -> None:
+  _check_array("context_lens", metadata.context_lens, "int32 [R]")
+  requests = metadata.context_lens.shape[0] if metadata.context_lens.ndim == 1 else -1
+  fields = {"context_lens": ((requests,), "[R]"), "page_tables": ((requests, None), "[R, N]"),
+            "query_start_loc": ((requests + 1,), "[R + 1]"), "distribution": ((3,), "[3]")}
+  for name, (shape, letters) in fields.items():
+    x = getattr(metadata, name)
+    if x is None and name in ("query_start_loc", "distribution"):
+      continue
+    expected = f"int32 {letters}, R = {requests}"
+    _check_array(name, x, expected)
+    fits = len(shape) == x.ndim and all(n in (None, m) for n, m in zip(shape, x.shape))
+    checks.require(fits and x.dtype == jnp.int32 and 0 not in x.shape, f"cache_metadata.{name}",
+                   checks.describe(x), expected)
+  number = metadata.num_requests
+  if number is not None:
+    _check_array("num_requests", number, "int32 [] or [1]")
+    checks.require(number.dtype == jnp.int32 and number.shape in ((), (1,)),
+                   "cache_metadata.num_requests", checks.describe(number), "int32 [] or [1]")
+  if metadata.query_start_loc is None:
+    checks.require(num_tokens == requests, "cache_metadata.query_start_loc",
+                   f"None with {num_tokens} queries and {requests} requests",
+                   "int32 [R + 1] offsets of the requests' queries, or one query a request")
+
+
+def _check_array(name: str, x, expected: str) -> None:
+  # Shapes are those of one group, whose arrays are; a number of an array is one as good.
+  if not isinstance(x, (jax.ShapeDtypeStruct, np.generic)):
+    checks.array(f"cache_metadata.{name}", x, expected)

@@ -1,0 +1,229 @@
+"""One step of a model with a cache: new tokens are written, and the call attends to what is there.
+
+Letters: B batch, T new tokens, S keys attended to, K key heads, D and E widths; R requests.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from attn_core import checks
+from attn_core.caches import dense, quantize, slots as storage, window
+from attn_core.caches.dense import DenseCache
+from attn_core.caches.window import WindowCache
+from attn_core.masks import leaves as algebra, materialize as dense_mask
+from attn_core.masks.info import MaskInfo
+
+MODULES = {DenseCache: dense, WindowCache: window}
+MODES = ("__prefill__", "__autoregressive__", "__insert__")
+
+
+class CacheMetadata(NamedTuple):
+  """What a step says about its new tokens; None: nothing."""
+
+  lengths: Any = None  # int32 [B]: how many of the T new tokens of a row count; None: all
+  starts: Any = None  # int32 [B]: the rows' first positions that are not padding; None: as before
+  slots: Any = None  # int32 [R], mode "__insert__": the rows that the requests take
+
+
+class Step(NamedTuple):
+  """What a call with a cache attends to."""
+
+  key: Any  # [B, S, K, D] as stored
+  value: Any  # [B, S, K, E]
+  key_scale: Any  # float32 [B, S, K] of keys in 8 bits, or None
+  value_scale: Any
+  mask_info: MaskInfo  # which keys hold a token, which queries count, and where all of them stand
+  cache: Any  # after the step
+  spoiled: Any  # bool [B]: rows whose tokens could not be written
+
+
+def take(tokens, cache, metadata: CacheMetadata | None, mode: str, reach: int | None) -> Step:
+  """Writes new tokens, and says what their queries attend to.
+
+  Args:
+    tokens: (key float [B, T, K, D], value float [B, T, K, E]), the new tokens'; or T: nothing is
+      written, and the queries are the last T tokens of their rows.
+    cache: a DenseCache or WindowCache.
+    metadata: about the new tokens.
+    mode: "__prefill__" and "__autoregressive__" append to every row; "__insert__" puts R requests,
+      the rows of `tokens`, in place of rows `metadata.slots`, and they attend to themselves.
+    reach: how far back the call's window goes (tokens); None: without bound.
+
+  Raises:
+    ValueError: what does not fit, and everything that the cache's functions refuse.
+  """
+  metadata = CacheMetadata() if metadata is None else metadata
+  checks.require(type(cache) in MODULES, "cache_view", type(cache).__name__,
+                 "a DenseCache or a WindowCache")
+  checks.require(isinstance(metadata, CacheMetadata), "cache_metadata", type(metadata).__name__,
+                 "a CacheMetadata or None")
+  checks.require(mode in MODES, "mode", f"{mode!r} with a cache", f"one of {', '.join(MODES)}")
+  inserts = mode == "__insert__"
+  checks.require((metadata.slots is not None) == inserts, "cache_metadata.slots",
+                 f"{checks.describe(metadata.slots)} in mode {mode!r}",
+                 "the rows that requests take, in mode '__insert__' and in no other")
+  if isinstance(cache, WindowCache):
+    slots = cache.key.shape[1]
+    checks.require(reach is not None and reach < slots, "sliding_window",
+                   "no bound to the left" if reach is None else f"{reach} to the left",
+                   f"at most {slots - 1} tokens to the left, since the window cache keeps {slots}")
+  if inserts:
+    return _insert(tokens, cache, metadata)
+  if metadata.starts is not None:
+    storage.check_rows("cache_metadata.starts", metadata.starts, cache.lengths.shape[0])
+    cache = cache._replace(starts=_starts(metadata))
+  if isinstance(tokens, int):
+    return _read(tokens, cache, metadata, reach)
+  return _append(tokens, cache, metadata, reach)
+
+
+def _starts(metadata: CacheMetadata):
+  return jnp.asarray(checks.int32("cache_metadata.starts", metadata.starts, "int32 [B]"))
+
+
+def _insert(tokens, cache, metadata) -> Step:
+  checks.require(not isinstance(tokens, int), "key and value", "None in mode '__insert__'",
+                 "the keys and values of the requests")
+  rows, length = tokens[0].shape[:2]
+  prefilled = storage.like(cache, DenseCache, rows, length)
+  if metadata.starts is not None:
+    storage.check_rows("cache_metadata.starts", metadata.starts, rows)
+    prefilled = prefilled._replace(starts=_starts(metadata))
+  prefilled = dense.append(prefilled, *tokens, metadata.lengths)
+  seen = dense.view(prefilled)
+  rows_of_cache = prefilled
+  if isinstance(cache, WindowCache):
+    rows_of_cache = window.from_dense(prefilled, cache.key.shape[1])
+  cache = storage.insert(cache, metadata.slots, rows_of_cache)
+  slots = jnp.asarray(metadata.slots)
+  spoiled = prefilled.overflow | cache.overflow[jnp.clip(slots, 0, cache.overflow.shape[0] - 1)]
+  return _step(seen, seen.lengths, jnp.zeros_like(seen.lengths), length, cache, spoiled)
+
+
+def _append(tokens, cache, metadata, reach) -> Step:
+  module, length = MODULES[type(cache)], tokens[0].shape[1]
+  before = module.view(cache)
+  after = module.append(cache, *tokens, metadata.lengths)
+  seen = module.view(after)
+  if isinstance(cache, WindowCache) and cache.key.shape[1] < reach + length:
+    # The last new tokens take the place of some that the first ones still see.
+    chunk = storage.like(cache, DenseCache, cache.lengths.shape[0], length)
+    new = dense.view(dense.append(chunk, *tokens, metadata.lengths))
+    position = new.positions + before.lengths[:, None]
+    new = new._replace(positions=jnp.where(
+        (new.positions < 0) | (position < cache.starts[:, None]), -1, position))
+    join = lambda x, y: None if x is None else jnp.concatenate([x, y], 1)
+    fields = (*storage.STORED, "positions")
+    seen = seen._replace(**{name: join(getattr(before, name), getattr(new, name))
+                            for name in fields})
+  return _step(seen, after.lengths, before.lengths, length, after, after.overflow)
+
+
+def _read(length: int, cache, metadata, reach) -> Step:
+  checks.require(metadata.lengths is None, "cache_metadata.lengths", "numbers without new tokens",
+                 "None where key and value are None")
+  if isinstance(cache, WindowCache):
+    slots = cache.key.shape[1]
+    checks.require(reach + length <= slots, "query", f"{length} tokens with a window of {reach} "
+                   "to the left", f"together at most the {slots} slots of the window cache, where "
+                   "key and value are None")
+  first = cache.lengths - length
+  return _step(MODULES[type(cache)].view(cache), cache.lengths, first, length, cache,
+               cache.overflow)
+
+
+def _step(seen, ends, first, length, cache, spoiled) -> Step:
+  """Queries at first..first + length - 1, of which those in starts..ends - 1 count."""
+  position = first[:, None] + jnp.arange(length, dtype=jnp.int32)
+  counts = (position < ends[:, None]) & (position >= jnp.maximum(seen.starts[:, None], 0))
+  info = MaskInfo(None, jnp.where(counts, 0, -1), jnp.where(seen.positions < 0, -1, 0), position,
+                  seen.positions)
+  return Step(seen.key, seen.value, seen.key_scale, seen.value_scale, info, cache, spoiled)
+
+
+def check_beside_cache(cache, mode: str, info: MaskInfo, mask=None) -> None:
+  """What masks of a call's own go with a cache.
+
+  Segment ids and positions are the cache's to say. With a sliding-window cache a mask goes by
+  positions: a token's slot says nothing.
+
+  Args:
+    cache: the cache.
+    mode: as in `take`.
+    info: the call's; only its boolean mask goes with a cache.
+    mask: a mask's value, a boolean array, or None.
+
+  Raises:
+    ValueError: segment ids or positions; beside a window cache a mask with numbers for the keys in
+      their order, or their lengths.
+  """
+  for name in info._fields[1:]:
+    checks.require(getattr(info, name) is None, f"mask_info.{name}", "an array and a cache",
+                   "None: the cache knows which tokens are there and where they stand; lengths and "
+                   "starts of new tokens go into CacheMetadata")
+  if not isinstance(cache, WindowCache) or mode == "__insert__":
+    return
+  cure = ("a mask by positions, such as masks.prefix or masks.custom: a sliding-window cache keeps "
+          "its keys in slots that say nothing of their order")
+  for name, x in (("mask", mask), ("mask_info.attention_mask", info.attention_mask)):
+    if isinstance(x, algebra.Mask):
+      for node in algebra.nodes(x):
+        array = node.array if isinstance(node, algebra.Dense) else None
+        by_length = isinstance(node, algebra.Lengths) and node.key_lengths is not None
+        checks.require(not by_length and (array is None or array.shape[3] == 1), name,
+                       f"{type(node).__name__} with a WindowCache", cure)
+    elif x is not None and getattr(x, "ndim", 0):
+      checks.require(x.shape[-1] == 1, name, f"{checks.describe(x)} with a WindowCache", cure)
+
+
+class Concatenated(NamedTuple):
+  """What `concatenate` returns, in the documented order."""
+
+  key: Any  # [B, S, K, D]
+  value: Any  # [B, S, K, E]
+  attention_mask: Any  # bool [B, H, T, S], True = visible
+  init_attention_bias: Any  # () -> float [B, H, T, S], 0 where visible, else the dtype's least
+  cache_view: Any  # the updated cache, or None
+  cache_metadata: Any  # as given: it speaks of this step's tokens
+
+
+def concatenate(*, query, key, value, mask_info=None, mode=None, cache_view=None,
+                cache_metadata=None, sliding_window=None) -> Concatenated:
+  """Writes new tokens to a cache, and merges all masks of a causal call into one array.
+
+  For models that want the pieces; `attention(..., cache_view=...)` does both and attends without
+  writing the mask out.
+
+  Args:
+    query: float [B, T, H, D].
+    key: float [B, T, K, D], the new tokens', rotary applied.
+    value: float [B, T, K, E].
+    mask_info: MaskInfo of further masks; with a cache its `attention_mask` [.., S] only.
+    mode: as in `take`; may be "__train__" without a cache.
+    cache_view: a DenseCache or WindowCache; None: nothing is cached.
+    cache_metadata: `CacheMetadata`.
+    sliding_window: left, or (left, right), in tokens, as in `attention`.
+
+  Returns:
+    A Concatenated; keys and values of a cache in 8 bits are dequantised to the query's dtype.
+
+  Raises:
+    ValueError: as `take`; mask_info with segment ids or positions beside a cache.
+  """
+  info = MaskInfo() if mask_info is None else mask_info
+  sides = checks.window(sliding_window)
+  if cache_view is not None:
+    check_beside_cache(cache_view, mode, info)
+    step = take((key, value), cache_view, cache_metadata, mode, sides[0])
+    info = step.mask_info._replace(attention_mask=info.attention_mask)
+    cache_view, key, value = step.cache, step.key, step.value
+    if step.key_scale is not None:
+      key, key_scale, value, value_scale = quantize.constant(
+          (key, step.key_scale, value, step.value_scale), "cache_view")
+      key = quantize.dequantize(key, key_scale, query.dtype)
+      value = quantize.dequantize(value, value_scale, query.dtype)
+  mask = info.to_mask(algebra.causal() & algebra.window(*sides))
+  seen = dense_mask.to_dense(mask, (query.shape[0], query.shape[2], query.shape[1], key.shape[1]))
+  bias = lambda: jnp.where(seen, 0, jnp.finfo(query.dtype).min).astype(query.dtype)
+  return Concatenated(key, value, seen, bias, cache_view, cache_metadata)

@@ -1,0 +1,78 @@
+"""All tokens of a group for some heads, by exchange of all tokens' parts: DeepSpeed-Ulysses.
+
+Each of U devices has T / U tokens of all H heads; between the two exchanges it has all T tokens of
+H / U heads.
+
+Jacobs et al., DeepSpeed Ulysses, https://arxiv.org/abs/2309.14509.
+
+Letters: B batch, T and S queries and keys of a group, H query heads, K key heads, W any width,
+U devices of a group.
+"""
+
+import math
+from typing import Callable
+
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from attn_core.kernels.common.contract import Residuals
+from attn_core.masks import leaves as algebra
+from attn_core.sharding.context_parallel import Sequence
+from attn_core.types import Operands
+
+
+def exchanged(attend: Callable[[Operands], Residuals], sequence: Sequence, structure,
+              operands: Operands) -> Residuals:
+  """Runs `attend` on all tokens of the group and H / U heads.
+
+  Args:
+    attend: a part of the heads.
+    sequence: its `group` divides H.
+    structure: of the mask.
+    operands: one device's.
+
+  Returns:
+    The device's own tokens, of all heads.
+  """
+  axes, group = sequence.head_axes, sequence.group
+  if group == 1:
+    return attend(operands)
+  length, heads = operands.query.shape[1:3]
+  mine = lax.axis_index(axes).astype(jnp.int32) * (heads // group)
+  to_heads = lambda x: lax.all_to_all(x, axes, 2, 1, tiled=True)
+  everything = lambda x, axis: lax.all_gather(x, axes, axis=axis, tiled=True)
+  my_heads = lambda x: lax.dynamic_slice_in_dim(x, mine, heads // group, 1)
+
+  def per_pair(x):
+    """[B or 1, H or 1, T / U or 1, S or 1] -> [B or 1, H / U or 1, T or 1, S or 1]."""
+    if x.shape[2] != length:
+      return my_heads(x) if x.shape[1] > 1 else x
+    return lax.all_to_all(x, axes, 1, 2, tiled=True) if x.shape[1] > 1 else everything(x, 2)
+
+  def of_mask(x, role):
+    if role == algebra.DENSE:
+      return per_pair(x)
+    return everything(x, 1) if role in (algebra.QUERY, algebra.KEY) else x
+
+  mask, roles = operands.mask, algebra.structure_roles(structure)
+  needed = key_heads_needed(heads, operands.key.shape[2], group)
+  pick = lambda x: x if len(needed) == x.shape[2] else jnp.take(x, needed, 2)
+  key, value = (to_heads(pick(x)) for x in (operands.key, operands.value))
+  out, lse = attend(operands._replace(
+      query=to_heads(operands.query), key=key, value=value,
+      bias=None if operands.bias is None else per_pair(operands.bias),
+      sinks=None if operands.sinks is None else my_heads(operands.sinks),
+      mask=mask._replace(arrays=tuple(map(of_mask, mask.arrays, roles)),
+                         head_offset=mask.head_offset + mine)))
+  return Residuals(lax.all_to_all(out, axes, 1, 2, tiled=True),
+                   lax.all_to_all(lse, axes, 2, 1, tiled=True))
+
+
+def key_heads_needed(heads: int, key_heads: int, group: int) -> np.ndarray:
+  """The key heads that the devices of a group need, one device after the other.
+
+  All in order where U divides K; else some twice, runs of neighbouring query heads having one.
+  """
+  shared = math.gcd(heads // group, heads // key_heads)
+  return np.arange(0, heads, shared) // (heads // key_heads)

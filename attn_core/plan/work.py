@@ -1,0 +1,141 @@
+"""What the devices of a spread sequence compute, by the blocks that their kernels visit.
+
+Letters: D query and key width, E value width.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from attn_core.masks import leaves as algebra, block_map as blocks
+from attn_core.sharding import token_order as layouts
+from attn_core.sharding.context_parallel import Sequence
+
+# At most about so many pairs of blocks are looked at: longer sequences are sampled, see `visits`.
+CELLS = 2**20
+FEWEST_MEMBERS = 16  # that are looked at, if there are so many
+
+# Matrix products of an attention, as (how many with inner or outer width D, how many with E).
+_FORWARD_PRODUCTS = (1, 1)  # scores, output
+_BACKWARD_PRODUCTS = (3, 2)  # scores again, d_query, d_key; d_weights, d_value
+
+# Which axes of a mask's arrays go by the tokens of queries and of keys.
+_PLACES = {algebra.QUERY: {1: algebra.QUERY}, algebra.KEY: {1: algebra.KEY},
+           algebra.DENSE: {2: algebra.QUERY, 3: algebra.KEY}}
+
+
+def flops_of_pair(width: int, value_width: int, backward: bool) -> int:
+  """Floating-point operations for a query and a key: 2 (D + E) forward, 2 (3 D + 2 E) backward."""
+  of_width, of_value_width = _BACKWARD_PRODUCTS if backward else _FORWARD_PRODUCTS
+  return 2 * (of_width * width + of_value_width * value_width)
+
+
+class Visits(NamedTuple):
+  """Blocks that members visit, for a row of the batch and a head; means where these differ."""
+
+  members: np.ndarray  # int [m]: whom this is about
+  blocks: np.ndarray  # float [m, sources]: by the member whose keys; one source if gathered
+  pairs: float  # of a query and a key, in a block
+
+  @property
+  def imbalance(self) -> float:
+    """The most that a member visits over the mean; 1 where nobody visits anything."""
+    each = self.blocks.sum(1)
+    return float(each.max() / each.mean()) if each.any() else 1.0
+
+
+def visits(sequence: Sequence, mask: algebra.Mask, block: tuple[int, int]) -> Visits:
+  """Counts the blocks that are not EMPTY in the BlockMaps of all hops.
+
+  Exact up to CELLS pairs of blocks. Beyond, for some members only, evenly spaced with the first and
+  the last, or for some of their blocks of queries, evenly spaced and for all keys: exact for what
+  is linear along the sequence, as with causal masks, and for what is the same all along.
+
+  Args:
+    sequence: how it is spread.
+    mask: of the whole; arrays are of numpy, in the natural order of the tokens.
+    block: queries and keys of a block (tokens).
+  """
+  own_queries, own_keys = (sequence.padded(length) // sequence.members
+                           for length in (sequence.queries, sequence.keys))
+  sources = 1 if sequence.gathers else sequence.members
+  own_keys *= sequence.members // sources
+  cut = _tokens if set(algebra.leaf_roles(mask)) & {*_PLACES} else _ends
+  block_q, block_kv = min(block[0], own_queries), min(block[1], own_keys)
+  rows = cut(sequence.layout, sequence.padded(sequence.queries), sequence.shards,
+             sequence.members, block_q)
+  columns = cut(sequence.layout, sequence.padded(sequence.keys), sequence.shards, sources, block_kv)
+  (_, query_blocks, _), (_, key_blocks, _) = rows.shape, columns.shape
+  members, picked = _sample(sequence, query_blocks, CELLS // (sources * key_blocks))
+  rows = rows[np.ix_(members, picked)]
+  kinds = _kinds(mask, sequence, rows, columns)
+  seen = (kinds != blocks.EMPTY).mean((0, 1))
+  counts = seen.reshape(len(members), len(picked), sources, key_blocks).sum((1, 3))
+  return Visits(members, counts * (query_blocks / len(picked)),
+                own_queries / query_blocks * own_keys / key_blocks)
+
+
+def _kinds(mask, sequence, rows, columns):
+  """Of all pairs of blocks; [..., tokens of a block] each."""
+  of = blocks.Sizes(rows.size, columns.size, rows.shape[-1], columns.shape[-1])
+  rows, columns = rows.reshape(-1), columns.reshape(-1)
+  mask = _taken(mask, sequence, rows, columns)
+  return blocks.host_kinds(
+      algebra.placed(mask, rows[None], columns[None], sequence.size), of)
+
+
+def _sample(sequence: Sequence, query_blocks: int, most: int) -> tuple[np.ndarray, np.ndarray]:
+  """Members, and numbers of their blocks of queries, about `most` together.
+
+  Every run of neighbouring tokens is sampled in the same places, or none of a shard's.
+  """
+  many = min(sequence.members, max(most // query_blocks, FEWEST_MEMBERS))
+  members = np.linspace(0, sequence.members - 1, many).round().astype(np.int32)
+  each = min(query_blocks, max(most // many, 2))
+  pieces = layouts.pieces(sequence.layout)
+  a_run = query_blocks // (sequence.group * pieces)
+  if each == query_blocks or sequence.layout == "contiguous" or not a_run:
+    return members, _middles(query_blocks, each)
+  of_run = min(a_run, max(each // pieces, 1))
+  shards = _middles(sequence.group, min(sequence.group, max(each // (pieces * of_run), 1)))
+  runs = (shards[:, None] * pieces + np.arange(pieces)).reshape(-1, 1)
+  return members, (runs * a_run + _middles(a_run, of_run)).reshape(-1)
+
+
+def _middles(count: int, picked: int) -> np.ndarray:
+  """Of `count` things in a row, those in the middle of `picked` equal parts, halves down and up."""
+  middle = (np.arange(picked) + 0.5) * count / picked - 0.5
+  return np.where(np.arange(picked) % 2, np.ceil(middle), np.floor(middle)).astype(np.int32)
+
+
+def _tokens(layout: str, length: int, shards: int, parts: int, block: int) -> np.ndarray:
+  """The tokens of blocks, [parts, blocks of a part, block]; a part's last one is repeated."""
+  tokens = layouts.tokens_of(layout, length, shards, layouts.numbers(shards)).reshape(parts, -1)
+  if tokens.shape[1] % block:
+    tokens = np.pad(tokens, ((0, 0), (0, -tokens.shape[1] % block)), mode="edge")
+  return tokens.reshape(parts, -1, block)
+
+
+@functools.lru_cache(maxsize=64)
+def _ends(layout: str, length: int, shards: int, parts: int, block: int) -> np.ndarray:
+  """The first and the last token of blocks, [parts, blocks of a part, 2]."""
+  if parts < shards and length // shards % block == 0:  # all parts are shards in a row
+    return _ends(layout, length, shards, shards, block).reshape(parts, -1, 2)
+  tokens = _tokens(layout, length, shards, parts, block)
+  return np.stack([tokens.min(-1), tokens.max(-1)], -1)
+
+
+def _taken(mask: algebra.Mask, sequence: Sequence, rows, columns) -> algebra.Mask:
+  """The mask's arrays at some rows and columns; zeros where these are padding."""
+  tokens_of = {algebra.QUERY: (rows, sequence.queries), algebra.KEY: (columns, sequence.keys)}
+  def take(x, role):
+    for axis, whose in _PLACES.get(role, {}).items():
+      tokens, length = tokens_of[whose]
+      if x.shape[axis] > 1:
+        there = np.expand_dims(tokens < length, tuple(range(1, x.ndim - axis)))
+        x = np.where(there, np.take(x, np.minimum(tokens, length - 1), axis), 0).astype(x.dtype)
+    return x
+  arrays, structure = jax.tree.flatten(mask)
+  return jax.tree.unflatten(structure, map(take, arrays, algebra.leaf_roles(mask)))

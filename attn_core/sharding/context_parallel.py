@@ -1,0 +1,154 @@
+"""One sequence over several devices: over which mesh axes, in which order, and what travels.
+
+The devices form `members` of `group` devices each, the group being the faster part of the shard's
+number. Within a group queries, keys and values are exchanged so that every device has all of the
+group's tokens and a part of the heads; between members keys and values travel.
+
+Letters: T query length, S key length, N = members * group shards.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from attn_core.sharding import token_order as layouts
+from attn_core.types import RingConfig
+
+
+class Sequence(NamedTuple):
+  """How one sequence is spread; static."""
+
+  layout: str  # one of layouts.LAYOUTS
+  gathers: bool  # keys and values go to everybody at once instead of around a ring
+  key_axes: tuple[str, ...]  # the mesh axes between members
+  head_axes: tuple[str, ...]  # the mesh axes within a group
+  members: int
+  group: int
+  scan: bool  # whether a ring's hops are steps of a `lax.scan`
+  queries: int  # T, before padding
+  keys: int  # S, before padding
+  axis_number: int = 0  # of the axis between members, among the mesh's
+  cores: int = 1  # of a device, that share a kernel; 1 where the devices are not known
+
+  @property
+  def axes(self) -> tuple[str, ...]:
+    return self.key_axes + self.head_axes
+
+  @property
+  def size(self) -> tuple[int, int]:
+    """(T, S), before padding."""
+    return self.queries, self.keys
+
+  @property
+  def shards(self) -> int:
+    return self.members * self.group
+
+  def padded(self, length: int) -> int:
+    """The length with padding: a multiple of the shards."""
+    return -(-length // self.shards) * self.shards
+
+  def rows(self, member):
+    """The queries of a member, in its order: int32 [n]; its number may be traced."""
+    return self._tokens(self.queries, member)
+
+  def columns(self, member):
+    """The keys of a member, in its order: int32 [n]; its number may be traced."""
+    return self._tokens(self.keys, member)
+
+  def _tokens(self, length, member):
+    shards = member * self.group + layouts.numbers(self.group)
+    return layouts.tokens_of(self.layout, self.padded(length), self.shards, shards).reshape(-1)
+
+  @property
+  def is_natural(self) -> bool:
+    """Whether all shards in a row are the sequence as it is, without padding."""
+    return self.layout == "contiguous" and not (self.queries % self.shards
+                                                or self.keys % self.shards)
+
+
+def axes_of(config: RingConfig, name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+  """The mesh axes between members and those within a group; see `Sequence`."""
+  if config.variant == "ulysses":
+    return (), (name,)
+  return (name,), () if config.heads_axis_name is None else (config.heads_axis_name,)
+
+
+def shards_of(config: RingConfig, name: str, mesh) -> int:
+  """N; 1 without a mesh."""
+  axes = sum(axes_of(config, name), ())
+  return 1 if mesh is None else math.prod(mesh.shape.get(axis, 1) for axis in axes)
+
+
+def require_axes(config: RingConfig, name: str, mesh) -> None:
+  """Refuses mesh axes that do not exist, or that the caller has split the arrays over.
+
+  Raises:
+    ValueError: such an axis, or the same one twice.
+  """
+  between, within = axes_of(config, name)
+  fields = dict.fromkeys(between + within, "sequence_axis_name")
+  fields.update(dict.fromkeys(within if between else (), "ring.heads_axis_name"))
+  if len(fields) < len(between + within):
+    raise ValueError(f"ring.heads_axis_name={name!r}: expected another mesh axis than "
+                     "sequence_axis_name, which is the same")
+  for axis, field in fields.items():
+    if axis not in mesh.shape:
+      raise ValueError(f"{field}={axis!r}: expected an axis of the mesh, which has "
+                       f"{tuple(mesh.axis_names)}; create_mesh makes one with 'sp'")
+    if axis in mesh.manual_axes and mesh.shape[axis] > 1:
+      raise ValueError(f"{field}={axis!r}: got an axis that a surrounding shard_map has split the "
+                       "arrays over; expected whole arrays: leave this axis out of its axis_names, "
+                       "or call mechanism='ring' outside of it")
+
+
+def require_unchecked(*arrays) -> None:
+  """Refuses arrays that JAX follows over the axes of a surrounding shard_map.
+
+  Raises:
+    NotImplementedError: one of them varies over an axis.
+  """
+  varying = sorted(set().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays)))
+  if varying:
+    raise NotImplementedError(
+        f"mechanism='ring' inside a shard_map over {', '.join(map(repr, varying))} with "
+        "check_vma=True: JAX does not differentiate its exchanges there; give that shard_map "
+        "check_vma=False, or call ring outside of it")
+
+
+def spread(config: RingConfig, name: str, scan: bool, mesh, shapes) -> Sequence | None:
+  """How a sequence is spread over a mesh.
+
+  Args:
+    config: variant and layout.
+    name: `OperationMetadata.sequence_axis_name`.
+    scan: whether a ring's hops are steps of a `lax.scan`.
+    mesh: it has the axes, see `require_axes`.
+    shapes: (T, S, query heads of one device).
+
+  Returns:
+    None where there is one shard.
+
+  Raises:
+    ValueError: a length that the layout does not divide, or heads that the group does not divide.
+  """
+  queries, keys, heads = shapes
+  between, within = axes_of(config, name)
+  members, group = (math.prod(mesh.shape[axis] for axis in axes) for axes in (between, within))
+  if members * group == 1:
+    return None
+  for what, length in (("query length", queries), ("key length", keys)):
+    layouts.require_length(what, config.layout, length, members * group)
+  if heads % group:
+    sizes = [n for n in range(2, members * group) if not (heads % n or members * group % n)]
+    hybrid = f", or 'hybrid' with a heads axis of size {' or '.join(map(str, sizes))}"
+    raise ValueError(
+        f"ring.variant={config.variant!r}: got {heads} query heads a device for the {group} "
+        f"devices of mesh axis {within[0]!r}; expected a multiple of {group}; variants 'ring' and "
+        f"'all_gather' take any number{hybrid if sizes else ''}")
+  device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else getattr(
+      mesh, "abstract_device", None)
+  return Sequence(config.layout, config.variant == "all_gather", between, within, members, group,
+                  scan, queries, keys, mesh.axis_names.index(between[0]) if between else 0,
+                  getattr(device, "num_cores", None) or 1)

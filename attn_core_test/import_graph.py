@@ -1,0 +1,216 @@
+"""The rooms of the library, who imports whom, and the BUILD files that follow from it.
+
+`python3 -m attn_core_test.layers` writes those files anew; layers_test checks that they are right.
+"""
+
+import ast
+import os
+import pathlib
+from typing import Iterable, NamedTuple
+
+from attn_core_test import __main__ as suite
+
+# Not resolve(): a file that Bazel runs is a link, and its neighbours are those of the link.
+ROOT = pathlib.Path(os.path.abspath(__file__)).parent.parent
+LIBRARY = "attn_core"
+TESTS = "attn_core_test"
+
+# Rooms, lowest first: a module imports from its own row and from rows above it in this list only.
+LAYERS = (
+    ("types",),
+    ("caches", "checks", "config", "config_json", "config_layers", "config_merge", "config_readers",
+     "devices", "dropout", "frequencies", "helpers", "masks", "metadata", "metadata_json", "remat",
+     "rope", "sharding"),
+    ("kernels", "references"),
+    ("derivatives", "derivatives_paged"),
+    ("mechanisms",),
+    ("table",),
+    ("arguments", "arguments_paged"),
+    ("attention",),
+    ("named",),
+    ("planning",),
+    ("benchmarks",),
+    ("__init__", "__main__", "benchmark", "plan"),
+)
+
+HEADER = f"""\
+# Written by `python3 -m {TESTS}.layers` from the imports of the modules.
+
+load("@rules_python//python:defs.bzl", %s)
+
+package(default_visibility = ["//visibility:public"])
+
+exports_files(["BUILD"])
+"""
+
+
+class Import(NamedTuple):
+  """One import statement's view of one module."""
+
+  name: str  # the module, "attn_core.masks.leaves" or "numpy"
+  at_top: bool  # executed when the importing module is; False: inside a function
+  line: int
+
+
+def library_modules() -> dict[str, pathlib.Path]:
+  """Every module of the library by its dotted name, lowest room first."""
+  modules = {}
+  for path in (ROOT / LIBRARY).rglob("*.py"):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+  return dict(sorted(modules.items(), key=lambda item: (rank(item[0]), item[0])))
+
+
+def room(module: str) -> str:
+  """The room of a module: its second name; that of the library itself is "__init__"."""
+  return (module.split(".") + ["__init__"])[1]
+
+
+def rank(module: str) -> int:
+  """The row of LAYERS in which a module's room stands; one past the last where in none."""
+  rows = [index for index, row in enumerate(LAYERS) if room(module) in row]
+  return rows[0] if rows else len(LAYERS)
+
+
+def imports_of(module: str, modules: dict[str, pathlib.Path]) -> list[Import]:
+  """What a module imports, at its top and inside its functions, relative names made absolute."""
+  path = modules[module]
+  package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+  found = []
+
+  def visit(node: ast.AST, at_top: bool) -> None:
+    if isinstance(node, ast.Import):
+      found.extend(Import(alias.name, at_top, node.lineno) for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+      parts = package[:len(package) - node.level + 1] if node.level else []
+      source = ".".join(parts + ([node.module] if node.module else []))
+      names = [f"{source}.{alias.name}" for alias in node.names]
+      names = [name if name in modules else source for name in names]
+      found.extend(Import(name, at_top, node.lineno) for name in dict.fromkeys(names))
+    is_function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+    for child in ast.iter_child_nodes(node):
+      visit(child, at_top and not is_function)
+
+  visit(ast.parse(path.read_text(encoding="utf-8")), True)
+  return found
+
+
+def label(module: str, modules: dict[str, pathlib.Path]) -> str:
+  """The Bazel target of a module: one a folder, but one a module in the library's top folder."""
+  folder = modules[module].parent.relative_to(ROOT).as_posix()
+  if folder != LIBRARY or module == LIBRARY:
+    return f"//{folder}"
+  return f"//{folder}:{module.split('.')[-1]}"
+
+
+def targets(modules: dict[str, pathlib.Path]) -> dict[str, set[str]]:
+  """Every target's label, lowest room first, with the labels it depends on."""
+  deps = {}
+  for module in modules:
+    mine = label(module, modules)
+    names = {found.name for found in imports_of(module, modules)} & set(modules)
+    deps.setdefault(mine, set()).update(label(name, modules) for name in names)
+    deps[mine].discard(mine)
+  return deps
+
+
+def build_files() -> dict[str, str]:
+  """The text of every BUILD file that depends on imports, by its path below the root."""
+  modules = library_modules()
+  deps = targets(modules)
+  files = {f"{LIBRARY}/BUILD": HEADER % '"py_library"'}
+  for target in deps:
+    folder, _, name = target[2:].partition(":")
+    path = f"{folder}/BUILD"
+    sources = "glob([\"*.py\"])"
+    if folder == LIBRARY:
+      sources = f'["{name or "__init__"}.py"]'
+    files.setdefault(path, HEADER % '"py_library"')
+    files[path] += rule("py_library", name or folder.split("/")[-1], sources,
+                        [shorten(dep, folder) for dep in deps[target]])
+  files[f"{LIBRARY}/BUILD"] += rule(
+      "py_library", "everything", None, [shorten(target, LIBRARY) for target in deps])
+
+  builds = ["BUILD"] + [f"//{path.removesuffix('/BUILD')}:BUILD" for path in files]
+  shards = "".join(f'    "{name}": {number},\n' for name, number in sorted(suite.SHARDS.items()))
+  files[f"{TESTS}/BUILD"] = (
+      HEADER % '"py_library", "py_test"' + TEST_RULES % (
+          listing(builds), "{\n" + shards + "}" if shards else "{}", listing(deps)))
+  return files
+
+
+def shorten(target: str, folder: str) -> str:
+  """A label as a BUILD file in `folder` writes it."""
+  if target == f"//{folder}":
+    return f":{folder.split('/')[-1]}"
+  return target.removeprefix(f"//{folder}") if target.startswith(f"//{folder}:") else target
+
+
+def listing(labels: Iterable[str], indent: str = "") -> str:
+  """A Starlark list, one label a line, in the order that buildifier gives them."""
+  labels = sorted(labels, key=lambda item: item.replace(":", "!"))
+  return "[\n" + "".join(f'{indent}    "{item}",\n' for item in labels) + f"{indent}]"
+
+
+def rule(kind: str, name: str, sources: str | None, deps: list[str]) -> str:
+  """One rule of a BUILD file."""
+  text = f'\n{kind}(\n    name = "{name}",\n'
+  if sources:
+    text += f"    srcs = {sources},\n"
+  if deps:
+    text += f"    deps = {listing(deps, '    ')},\n"
+  return text + ")\n"
+
+
+TEST_RULES = """
+BUILD_FILES = %s
+
+SHARDS = %s
+
+LIBRARIES = %s
+
+py_library(
+    name = "support",
+    srcs = glob(
+        ["*.py"],
+        exclude = ["*_test.py"],
+    ),
+    deps = ["//attn_core:everything"],
+)
+
+[
+    py_test(
+        name = file[:-len(".py")],
+        timeout = "long",
+        srcs = [file],
+        data = BUILD_FILES + glob(["*.py"]) + [
+            "//:README.md",
+            "//:docs/parity.md",
+            "//examples:sources",
+        ],
+        legacy_create_init = 1,
+        shard_count = SHARDS.get(file[:-len(".py")]),
+        tags = ["sharded"] if file[:-len(".py")] in SHARDS else [],
+        deps = [":support"],
+    )
+    for file in glob(["*_test.py"])
+]
+
+# A library must be importable with nothing but its deps beside it.
+[
+    py_test(
+        name = "alone_" + target[2:].replace("/", "_").replace(":", "_"),
+        srcs = ["alone.py"],
+        legacy_create_init = 1,
+        main = "alone.py",
+        deps = [target],
+    )
+    for target in LIBRARIES
+]
+"""
+
+
+if __name__ == "__main__":
+  for name, text in build_files().items():
+    (ROOT / name).write_text(text, encoding="utf-8")
+    print(name)

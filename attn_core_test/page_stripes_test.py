@@ -1,0 +1,315 @@
+"""Requests whose pages are in stripes, over several devices: the same as with all on one.
+
+Letters: G groups, W stripes, R requests of a group, N pages per request in a stripe, T tokens, H
+query heads, K key heads, D width.
+"""
+
+import functools
+import re
+from typing import NamedTuple
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+import numpy as np
+
+from attn_core import (BlockSizes, Heads, OperationMetadata, PagedOptions, PagesMetadata, PagesV1,
+                       PagesV2, PagesV3, attention, explain, page_attention,
+                       ragged_page_attention_v2, ragged_page_attention_v3)
+from attn_core.caches.paged import (allocator, request_groups as groups, validate as page_checks, ops as pages, page_stripes as stripes)
+from attn_core.kernels.tpu.ragged import paged as tpu_kernel
+from attn_core.kernels.xla import paged_blocks as paged, paged_forward
+from attn_core.mechanisms import paged as mechanism
+from attn_core.types import PagedSpec
+from attn_core_test.paged_shard_test import SENT, mesh_of
+from attn_core_test.tpu_test import interpreted
+
+jax.config.update("jax_num_cpu_devices", 8)
+
+PAGE, D, R, N, PART = 4, 8, 4, 4, 8  # PART: pages of a stripe of a group
+# Queries and lengths of a group's requests, and how many rows are in use.
+GROUPS = (((5, 1, 0, 3), (29, 5, 7, 13), 4), ((2, 4, 1, 9), (12, 4, 1, 99), 3))
+LENGTHS = ((29, 0, 7, 16), (1, 24, 4, 5))  # of requests of one query
+TOKENS = 10
+
+
+class Case(NamedTuple):
+  """Arrays of G groups of W stripes."""
+
+  layout: type = PagesV2
+  G: int = 1
+  W: int = 2
+  H: int = 4
+  K: int = 2
+  window: tuple[int, int] | None = (7, 0)
+  dtype: str = "float32"
+  scales: str | None = None
+
+  def tables(self, lengths) -> np.ndarray:
+    """[W, R, N] by an allocator for every stripe."""
+    found = []
+    for w in range(self.W):
+      pool, stripe = allocator.create(PART, PAGE), stripes.Stripe(w, self.W, PAGE)
+      for name in np.random.default_rng(w).permutation(R):
+        pool = allocator.add(pool, name)
+        pool, _ = allocator.extend(pool, name, stripes.held(stripe, int(lengths[name])))
+      table = allocator.table(pool, range(R), N)
+      dead = np.arange(N) >= [[len(pool.requests[name].pages)] for name in range(R)]
+      found.append(np.where(dead, 10**6, table).astype(np.int32))
+    return np.stack(found)
+
+  @property
+  def single(self) -> bool:
+    return self.layout is PagesV1
+
+  def metadata(self) -> PagesMetadata:
+    if self.single:
+      return groups.stack(*(PagesMetadata(self.tables(lengths), np.array(lengths, np.int32))
+                            for lengths in LENGTHS[:self.G]))
+    found = []
+    for queries, lengths, used in GROUPS[:self.G]:
+      starts = np.cumsum([0, *queries]).astype(np.int32)
+      live = np.where(np.arange(R) < used, lengths, 0)
+      found.append(PagesMetadata(self.tables(live), np.array(lengths, np.int32), starts,
+                                 np.array(used, np.int32)))
+    return groups.stack(*found)
+
+  @functools.cache
+  def arrays(self):
+    """query, key, value, cache, sinks."""
+    rng, tokens = np.random.default_rng(1), self.G * (R if self.single else TOKENS)
+    array = lambda *shape: jnp.asarray(rng.normal(size=shape), self.dtype)
+    query, key, value = (array(tokens, n, D) for n in (self.H, self.K, self.K))
+    pool = self.G * self.W * PART
+    empty = pages.init(self.layout, pool, PAGE, Heads(self.K, D, D),
+                       "int8" if self.scales else self.dtype, self.scales)
+    cache = jax.jit(pages.append)(
+        empty, array(pool * PAGE, self.K, D), array(pool * PAGE, self.K, D),
+        jnp.arange(pool * PAGE))
+    return query, key, value, cache, jnp.asarray(rng.normal(size=self.H), jnp.float32)
+
+
+def run(case: Case, mesh, metadata, query, key, value, cache, sinks):
+  """(output, lse, cache or None)."""
+  options = PagedOptions(sliding_window=case.window, softmax_aux=sinks, return_lse=True,
+                         block_sizes=BlockSizes(4, 8), logits_soft_cap=3.0,
+                         metadata=OperationMetadata(mesh=mesh))
+  if case.layout is PagesV1:
+    output = page_attention(query, cache, metadata, options)
+  elif case.layout is PagesV2:
+    output = ragged_page_attention_v2(query, cache, metadata, options)
+  else:
+    output = ragged_page_attention_v3(query, key, value, cache, metadata, options)
+  return output.attention_outputs, output.lse, output.cache_view
+
+
+def values(case: Case, mesh, metadata):
+  """[output, lse, cache]."""
+  return jax.tree.leaves(jax.jit(functools.partial(run, case, mesh, metadata))(*case.arrays()))
+
+
+def gradients(case: Case, mesh, metadata):
+  """[output, lse, cache, gradients of query, key, value, pages and sinks]."""
+  arrays, writes = case.arrays(), case.layout is PagesV3
+  movable = arrays if writes else (arrays[0], *arrays[3:])
+  def loss(movable):
+    out, lse, cache = run(case, mesh, metadata, *(movable if writes else (
+        movable[0], None, None, *movable[1:])))
+    return jnp.sin(out).sum() + (jnp.where(lse == -jnp.inf, 0, lse)**2).sum(), (out, lse, cache)
+  (_, found), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(movable)
+  return jax.tree.leaves((found, gradient))
+
+
+def whole(case: Case) -> PagesMetadata:
+  """The same without stripes."""
+  return groups.whole(case.metadata(), case.G * case.W * PART, np)
+
+
+CASES = {
+    "groups_heads_and_stripes": (gradients, Case(G=2), dict(dp=2, tp=2, sp=2)),
+    "two_stripes_a_device_no_window": (values, Case(W=4, window=None), dict(sp=2)),
+    "one_query": (values, Case(PagesV1, W=4), dict(sp=4)),
+    "writes": (gradients, Case(PagesV3, G=2), dict(dp=2, sp=2)),
+    "writes_8_bits_two_stripes_a_device": (
+        values, Case(PagesV3, W=4, K=4, scales="token"), dict(tp=2, sp=2)),
+    "16_bits": (values, Case(W=2, dtype="bfloat16"), dict(sp=2)),
+}
+
+
+class EqualityTest(parameterized.TestCase):
+
+  @parameterized.named_parameters(*[(name, name) for name in CASES])
+  def test_values_and_gradients_are_those_of_one_device(self, name):
+    function, case, sizes = CASES[name]
+    got = function(case, mesh_of(**sizes), case.metadata())
+    want = function(case, None, whole(case))
+    tolerance = 3e-6 if case.dtype == "float32" else 1e-2
+    for index, (x, y) in enumerate(zip(got, want, strict=True)):
+      x, y = (np.asarray(z, np.float32) for z in (x, y))
+      self.assertFalse(np.isnan(y).any())
+      scale = max(1, np.abs(y, where=np.isfinite(y), out=np.zeros_like(y)).max())
+      np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance * scale, err_msg=str(index))
+
+  @parameterized.parameters((Case(G=2),), (Case(PagesV3, W=4),))
+  def test_on_one_device_stripes_say_only_where_pages_lie(self, case):
+    got, want = (values(case, None, metadata) for metadata in (case.metadata(), whole(case)))
+    for x, y in zip(got, want, strict=True):
+      np.testing.assert_array_equal(x, y)
+
+  def test_metadata_that_is_traced(self):
+    case, mesh = Case(W=2), mesh_of(sp=2)
+    got = jax.jit(functools.partial(run, case, mesh))(case.metadata(), *case.arrays())
+    for x, y in zip(jax.tree.leaves(got), values(case, mesh, case.metadata()), strict=True):
+      np.testing.assert_array_equal(x, y)
+
+  def test_what_is_written_beforehand_lies_where_it_is_read(self):
+    case = Case(G=2, W=2)
+    query, key, value, cache, _ = case.arrays()
+    written = pages.append(cache, key, value, groups.slots(
+        cache, case.metadata(), query.shape[0]))
+    held = pages.to_dense(written, groups.joined(case.metadata(), pages.num_pages(cache)))
+    for x, new in zip(held, (key, value)):
+      for g, (queries, lengths, used) in enumerate(GROUPS):
+        ends = np.cumsum(queries) + g * TOKENS
+        for r in range(used):
+          np.testing.assert_array_equal(x[g * R + r, lengths[r] - queries[r]:lengths[r]],
+                                        new[ends[r] - queries[r]:ends[r]])
+
+  def test_kernels_that_know_no_stripes(self):
+    """One query a request, by the TPU kernel and by XLA; some stripes have nothing of a request."""
+    case = Case(W=3)
+    lengths = np.array([29, 1, 5, 0], np.int32)
+    tables = case.tables(lengths)
+    query, _, _, cache, _ = case.arrays()
+    spec = PagedSpec(D**-0.5, None, True, (None, None), jnp.float32, None)
+    def attend(forward, **changes):
+      return forward(paged.PagedOperands(query[:R], **changes), spec, Heads(case.K, D, D),
+                     BlockSizes(block_kv=8))
+    empty = 0
+    for w in range(case.W):
+      operands = dict(cache=PagesV2(cache.pages[w * PART:(w + 1) * PART]), metadata=PagesMetadata(
+          jnp.asarray(tables[w]), jnp.asarray(lengths)), stripe=stripes.Stripe(
+              *map(jnp.int32, (w, case.W, PAGE))))
+      want = attend(paged_forward.forward, **operands)
+      with interpreted():
+        got = attend(mechanism.KERNELS["tpu"], **operands)
+      for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+      empty += int((want.lse == -jnp.inf).all((1, 2)).sum())
+    self.assertEqual(empty, 3 + 1 + 2)  # the stripes without a key of some request
+
+  def test_nothing_but_results_is_sent_and_the_cache_is_written_in_place(self):
+    case, mesh = Case(PagesV3, W=4, K=4), mesh_of(tp=2, sp=4)
+    like = lambda x, *spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(
+        mesh, P(*spec)))
+    query, key, value, cache, sinks = case.arrays()
+    shapes = (like(query, None, "tp"), like(key, None, "tp"), like(value, None, "tp"),
+              PagesV3(like(cache.pages, "sp", None, "tp")), like(sinks, "tp"))
+    compiled = jax.jit(functools.partial(run, case, mesh, case.metadata()),
+                       donate_argnums=3).lower(*shapes).compile()
+    text = compiled.as_text()
+    self.assertEqual(set(re.findall(SENT, text)), {"all-reduce"})
+    self.assertIn("input_output_alias={", text)
+    self.assertGreaterEqual(compiled.memory_analysis().alias_size_in_bytes, cache.pages.nbytes // 8)
+    self.assertLess(compiled.memory_analysis().temp_size_in_bytes, cache.pages.nbytes)
+
+
+class StripeTest(parameterized.TestCase):
+
+  @parameterized.product(of=(1, 2, 3), unit=(1, 4))
+  def test_positions_and_tokens(self, of, unit):
+    positions = np.arange(3 * of * unit + 2)
+    for number in range(of):
+      stripe = stripes.Stripe(number, of, unit)
+      own = positions[positions // unit % of == number]
+      np.testing.assert_array_equal(stripes.position_of(stripe, np.arange(len(own))), own)
+      for position in range(len(positions) + 1):
+        self.assertEqual(stripes.held(stripe, position), (own < position).sum())
+      np.testing.assert_array_equal(stripes.held(stripe, jnp.asarray(positions)),
+                                    [(own < position).sum() for position in positions])
+
+  def test_none_is_all(self):
+    self.assertEqual(stripes.held(None, 7), 7)
+    self.assertEqual(stripes.position_of(None, 7), 7)
+
+
+class PlacementTest(parameterized.TestCase):
+
+  def said(self, case: Case, mesh, **arguments):
+    query, _, _, cache, _ = case.arrays()
+    return explain(query, None, None, layout="thd", cache_view=cache,
+                   cache_metadata=case.metadata(), metadata=OperationMetadata(mesh=mesh),
+                   **arguments)
+
+  def test_explain_says_that_keys_are_spread(self):
+    for mode in ("__train__", "__autoregressive__"):
+      said = str(self.said(Case(G=2), mesh_of(dp=2, tp=2, sp=2), mode=mode))
+      for words in ("groups of requests over dp=2", "keys over sp=2", "query heads over tp=2"):
+        self.assertIn(words, said)
+      self.assertNotIn("does not shard", said)
+
+  @parameterized.parameters(
+      (Case(W=3), dict(sp=2), "1 groups of 3 stripes over one device and sp=2"),
+      (Case(G=2), dict(sp=2), "2 groups of 2 stripes over one device and sp=2"))
+  def test_what_does_not_divide_is_refused_by_name(self, case, sizes, words):
+    said = self.said(case, mesh_of(**sizes))
+    self.assertIsNone(said.chosen)
+    self.assertRegex(str(said), f"ragged_page_attention_v2 +{words}")
+    query, _, _, cache, _ = case.arrays()
+    with self.assertRaisesRegex(NotImplementedError, words):
+      attention(query, None, None, mechanism="ragged_page_attention_v2", layout="thd",
+                cache_view=cache, cache_metadata=case.metadata(),
+                metadata=OperationMetadata(mesh=mesh_of(**sizes)))
+
+  @parameterized.parameters(("tpu", None), ("gpu", "9.0"))
+  def test_kernels_compute_one_query_a_request(self, platform, capability):
+    cache = jax.eval_shape(lambda: pages.init(PagesV2, 32, 64, Heads(4, 128, 128)))
+    query = jax.ShapeDtypeStruct((8, 16, 128), jnp.bfloat16)
+    ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+    options = PagedOptions(metadata=OperationMetadata(
+        mesh=mesh_of(tp=2, sp=2), platform=platform, compute_capability=capability))
+    one = PagesMetadata(ints(1, 2, 8, 4), ints(1, 8))
+    for metadata, window, kernel in ((one, None, True), (one, (99, 0), False), (
+        one._replace(query_start_loc=ints(1, 9)), None, False)):
+      text = jax.jit(functools.partial(
+          ragged_page_attention_v2, options=options._replace(sliding_window=window))).trace(
+              query, cache, metadata).lower(
+                  lowering_platforms=("cuda" if platform == "gpu" else "tpu",)).as_text()
+      found = re.search("mosaic_gpu" if platform == "gpu" else "tpu_custom_call", text)
+      self.assertEqual(found is not None, kernel)
+
+
+class BadInputTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+      (dict(page_tables=np.full((2, 2, R, N), PART, np.int32)), "page_tables: .*0 to 7"),
+      (dict(page_tables=np.zeros((2, 0, R, N), np.int32)), "page_tables: .*at least one stripe"),
+      (dict(context_lens=np.full((2, R), 2 * N * PAGE + 1, np.int32)), "context_lens: .*0 to 32"))
+  def test_metadata(self, changes, words):
+    case = Case(G=2)
+    query, _, _, cache, _ = case.arrays()
+    metadata = case.metadata()._replace(**changes)
+    with self.assertRaisesRegex(ValueError, f"cache_metadata.{words}"):
+      ragged_page_attention_v2(query, cache, metadata)
+    if 0 not in metadata.page_tables.shape:
+      self.assertTrue(jax.jit(lambda metadata: page_checks.flag(
+          cache, metadata, query.shape[0]))(metadata))
+
+  def test_pages_that_stripes_do_not_divide(self):
+    case = Case(G=2)
+    query, _, _, cache, _ = case.arrays()
+    with self.assertRaisesRegex(ValueError, "cache_view: got 30 pages.*2 groups of 2 stripes"):
+      ragged_page_attention_v2(query, PagesV2(cache.pages[:30]), case.metadata())
+
+  def test_a_wrong_page_is_not_another_stripes(self):
+    tables = np.zeros((1, 2, 1, 1), np.int32)
+    tables[0, 0] = 1  # of stripes of one page
+    metadata = PagesMetadata(tables, np.array([[5]], np.int32), np.array([[0, 5]], np.int32))
+    cache = pages.init(PagesV2, 2, PAGE, Heads(1, D, D))
+    self.assertEqual(groups.slots(cache, metadata, 5).tolist(), [-1] * 4 + [PAGE])
+
+
+if __name__ == "__main__":
+  absltest.main()
