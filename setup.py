@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """Installs attn_core: `pip install .`, or `pip install -e '.[test]'` to work on it."""
 
 import pathlib
@@ -26,10 +28,11 @@ setuptools.setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=setuptools.find_packages(include=["attn_core", "attn_core.*"]),
+    package_data={"attn_core": ["py.typed"]},
     python_requires=">=3.11",
     install_requires=["jax>=0.10.2", "numpy", "chex", "absl-py"],
     extras_require={
-        "test": ["matplotlib"],
+        "test": ["matplotlib", "mypy"],
         "parity": ["torch", "transformers"],
         "plot": ["matplotlib"],
         "progress": ["tqdm"],

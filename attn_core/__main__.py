@@ -1,9 +1,11 @@
-"""What is here: versions, devices, and which mechanism honours what on which platform.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Prints versions, devices, and the features that each mechanism supports on each platform.
 
     python3 -m attn_core                as text
     python3 -m attn_core --markdown     the table as README.md shows it
 
-Everything is read from `attn_core.table`; what a limit refuses is found by asking it.
+The rows are those of `attn_core.table`; limits are found by asking them about example requests.
 """
 
 import argparse
@@ -16,57 +18,60 @@ import jax.numpy as jnp
 
 import attn_core
 from attn_core import table
-from attn_core.masks import leaves as algebra
+from attn_core.dispatch import capabilities
+from attn_core.dispatch.capabilities import Implementation
+from attn_core.masks import constructors
 from attn_core.types import PLATFORMS
 
-HONOURED, LIMITED, REFUSED = "honoured", "honoured within limits", "refused"
-TEXT_MARKS = {HONOURED: "+", LIMITED: "~", REFUSED: "."}
-MARKDOWN_MARKS = {HONOURED: "✓", LIMITED: "(✓)", REFUSED: "–"}
+SUPPORTED, LIMITED, REFUSED = "supported", "supported within limits", "refused"
+TEXT_MARKS = {SUPPORTED: "+", LIMITED: "~", REFUSED: "."}
+MARKDOWN_MARKS = {SUPPORTED: "✓", LIMITED: "(✓)", REFUSED: "–"}
 
-# What a limit may depend on besides the features: dtypes, and widths that are common, odd and wide.
+# Limits may depend on dtypes, and on widths: a common, an odd and a large one.
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 WIDTHS = (64, 7, 1024)
-# A mask that asks for a feature in a way that not everybody has.
-MASKS = {"window": algebra.window(7, 7), "positions": algebra.offset(algebra.causal(), 1)}
-LENGTHS = (1024, 1024)
+# Masks that need a feature in a form that some implementations lack.
+MASKS = {"window": constructors.window(7, 7),
+         "positions": constructors.offset(constructors.causal(), 1)}
+LENGTH = 1024
 
 
 class Row(NamedTuple):
-  """One mechanism in those places where it is the same."""
+  """One mechanism on the platforms where its row is the same."""
 
   mechanism: str
   platforms: tuple[str, ...]  # a GPU's compute capability after it, where the row is for that only
   runs: str  # the function, by its module below mechanisms/; with another that goes before it
   memory: str
-  marks: dict[str, str]  # feature -> HONOURED, LIMITED or REFUSED
+  marks: dict[str, str]  # feature -> SUPPORTED, LIMITED or REFUSED
   limits: tuple[str, ...]  # reasons, each from one request that is refused
 
 
 def rows() -> tuple[Row, ...]:
-  """The table of the library, in the order in which mechanisms are named."""
+  """Returns the table of the library, in the order in which mechanisms are named."""
   same = collections.defaultdict(list)
   for name, place in itertools.product(table.names(), places()):
     if (name, place) in table.TABLE:
       same[name, table.TABLE[name, place]].append(place)
   return tuple(
-      Row(name, tuple(platforms), _runs(implementation), implementation.memory,
-          {feature: _mark(implementation, feature) for feature in table.FEATURES},
-          _limits(implementation))
+      Row(name, tuple(platforms), _runs(implementation), implementation.general.memory,
+          {feature: _mark(implementation.general, feature) for feature in capabilities.FEATURES},
+          _limits(implementation.general))
       for (name, implementation), platforms in same.items())
 
 
 def places() -> tuple[str, ...]:
-  """Every platform, and every compute capability that has rows of its own."""
+  """Returns every platform, and every compute capability with separate rows."""
   return (*PLATFORMS, *sorted({place for _, place in table.TABLE} - set(PLATFORMS)))
 
 
-def _runs(implementation) -> str:
-  first = implementation.preferred
-  return f"{first.name}, else {implementation.name}" if first else implementation.name
+def _runs(row: Implementation) -> str:
+  """Returns the names of a row's implementations, in the order in which they are asked."""
+  return ", else ".join(implementation.name for implementation in row.chain)
 
 
 def missing() -> tuple[tuple[str, tuple[str, ...], str], ...]:
-  """(mechanism, platforms, why) of every name without a row there."""
+  """Returns (mechanism, platforms, why) of every name without a row on some platforms."""
   found = []
   for name in table.names():
     platforms = tuple(p for p in PLATFORMS if (name, p) not in table.TABLE)
@@ -76,37 +81,37 @@ def missing() -> tuple[tuple[str, tuple[str, ...], str], ...]:
 
 
 def _requests(feature: str | None):
-  """Requests for one feature, or for none, of every dtype and width that go with it."""
+  """Yields requests for one feature, or for none, of every dtype and width that go with it."""
   for dtype, width in itertools.product(DTYPES, WIDTHS):
-    of_dtype = {dtype} & set(table.FEATURES)
+    of_dtype = {dtype} & set(capabilities.FEATURES)
     if feature in DTYPES and feature != dtype:
       continue
     features = of_dtype | ({feature} if feature else set())
-    mask = jax.tree.structure(MASKS.get(feature, algebra.causal()))
-    yield table.Request(dict.fromkeys(features, feature), jnp.dtype(dtype), width, width, mask,
-                        LENGTHS)
+    mask = jax.tree.structure(MASKS.get(feature, constructors.causal()))
+    shape = jax.ShapeDtypeStruct((1, LENGTH, 1, width), jnp.dtype(dtype))
+    yield capabilities.Request(dict.fromkeys(features, feature), shape, shape, shape, mask)
 
 
 def _refusals(implementation, feature: str | None) -> dict[tuple[str, int], str]:
-  """(dtype, width) -> why the limits refuse it with this feature."""
-  reasons = {(request.dtype.name, request.width): implementation.limits(request)
+  """Returns (dtype, width) -> why the limits refuse it with this feature."""
+  reasons = {(request.dtype.name, request.widths[0]): implementation.limits(request)
              for request in _requests(feature)
              if not set(request.features) - {feature} - implementation.features}
   return {where: reason for where, reason in reasons.items() if reason}
 
 
 def _mark(implementation, feature: str) -> str:
-  """Whether a feature is honoured, and whether it is refused where the rest would not be."""
+  """Returns the mark of a feature: supported, refused, or refused for some requests only."""
   if feature not in implementation.features:
     return REFUSED
   more = set(_refusals(implementation, feature)) - set(_refusals(implementation, None))
-  return LIMITED if more else HONOURED
+  return LIMITED if more else SUPPORTED
 
 
 def _limits(implementation) -> tuple[str, ...]:
-  """Every reason that the limits give, once."""
+  """Returns every reason that the limits give, once."""
   reasons = {}
-  for feature in (None, *table.FEATURES):
+  for feature in (None, *capabilities.FEATURES):
     if feature is None or feature in implementation.features:
       for reason in _refusals(implementation, feature).values():
         reasons.setdefault(reason.partition(": ")[2], reason)  # by what is said of the example
@@ -117,42 +122,43 @@ def _limits(implementation) -> tuple[str, ...]:
 
 
 def text() -> str:
-  """The table for a terminal: a column a feature, its name written downwards."""
+  """Returns the table for a terminal: a column for each feature, with its name downwards."""
   found = rows()
   names = [(row.mechanism, ", ".join(row.platforms)) for row in found]
   widths = [max(map(len, column)) for column in zip(*names)]
   margin = " " * (sum(widths) + 4)
-  height = max(map(len, table.FEATURES))
-  heads = [feature.rjust(height) for feature in table.FEATURES]
+  height = max(map(len, capabilities.FEATURES))
+  heads = [feature.rjust(height) for feature in capabilities.FEATURES]
   lines = [(margin + " ".join(letters)).rstrip() for letters in zip(*heads)]
   for row, cells in zip(found, names):
-    marks = " ".join(TEXT_MARKS[row.marks[feature]] for feature in table.FEATURES)
+    marks = " ".join(TEXT_MARKS[row.marks[feature]] for feature in capabilities.FEATURES)
     name = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths))
     lines.append(f"{name}  {marks}  {row.memory}, {row.runs}")
   return "\n".join(lines + ["", _legend(TEXT_MARKS), *_notes(str)])
 
 
 def markdown() -> str:
-  """The table as README.md shows it."""
-  features = [feature.replace("_", " ") for feature in table.FEATURES]
+  """Returns the table as README.md shows it."""
+  features = [feature.replace("_", " ") for feature in capabilities.FEATURES]
   lines = [["mechanism", "platform", "runs", "memory", *features]]
-  lines.append(["---"] * 4 + [":-:"] * len(table.FEATURES))
+  lines.append(["---"] * 4 + [":-:"] * len(capabilities.FEATURES))
   lines += [[f"`{row.mechanism}`", ", ".join(row.platforms), row.runs, row.memory,
-             *(MARKDOWN_MARKS[row.marks[feature]] for feature in table.FEATURES)] for row in rows()]
+             *(MARKDOWN_MARKS[row.marks[feature]] for feature in capabilities.FEATURES)]
+            for row in rows()]
   legend = [_legend(MARKDOWN_MARKS), "", *(f"* {note}" for note in _notes("`{}`".format))]
   return "\n".join([f"| {' | '.join(line)} |" for line in lines] + ["", *legend])
 
 
 def _legend(marks: dict[str, str]) -> str:
-  return (f"{marks[HONOURED]} honoured, {marks[LIMITED]} honoured but not always, "
+  return (f"{marks[SUPPORTED]} supported, {marks[LIMITED]} supported within limits, "
           f"{marks[REFUSED]} refused by an error that says so; memory: how it grows with the "
-          "sequence. A kernel with another after `else` runs where it honours everything in linear "
-          "memory, the other elsewhere. A row with a compute capability goes before that of all "
+          "sequence. A kernel with another after `else` runs where it supports everything in "
+          "linear memory, the other elsewhere. A row with a compute capability goes before that of all "
           "GPUs.")
 
 
 def _notes(quote) -> list[str]:
-  """What the marks do not say: limits, names that are missing, what `auto` tries."""
+  """Returns notes: limits, missing names, and the order in which `auto` tries names."""
   limits, absent = collections.defaultdict(list), collections.defaultdict(list)
   for row in rows():
     for reason in row.limits:
@@ -171,7 +177,8 @@ def _notes(quote) -> list[str]:
 
 def main() -> None:
   """Prints what the command line asks for."""
-  parser = argparse.ArgumentParser(prog="python3 -m attn_core", description="What is here.")
+  parser = argparse.ArgumentParser(prog="python3 -m attn_core",
+                                   description="Versions, devices, mechanisms.")
   parser.add_argument("--markdown", action="store_true", help="only the table, as in README.md")
   if parser.parse_args().markdown:
     print(markdown())
@@ -180,8 +187,8 @@ def main() -> None:
   devices = ", ".join(f"{n} x {platform} ({kind})" for (platform, kind), n in kinds.items())
   print(f"attn_core {attn_core.__version__}, jax {jax.__version__}, devices: {devices}\n")
   print(text(), "\n\nfeatures:", sep="")
-  width = max(map(len, table.FEATURES))
-  for feature, meaning in table.FEATURES.items():
+  width = max(map(len, capabilities.FEATURES))
+  for feature, meaning in capabilities.FEATURES.items():
     print(f"  {feature:{width}}  {meaning}")
 
 

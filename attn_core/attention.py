@@ -1,35 +1,72 @@
-"""The door: `attention` runs any mechanism, `explain` says which one and why not the others.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The entry points: `attention` runs any mechanism, `explain` tells which one and why."""
 
-Letters: B batch, T query length, S key length, H query heads, K key heads (K divides H),
-D query and key width, E value width.
-"""
-
-import collections
 import functools
-import inspect
-import math
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+import numpy as np
 
-from attn_core.arguments import normalize as arguments, normalize_paged as arguments_paged
-from attn_core.config import metadata as metadata_lib, remat
 from attn_core import table
-from attn_core.sharding import context_parallel as sequence, shard_map as shard
-from attn_core.types import AttentionOutput, BlockSizes
+from attn_core.arguments import normalize as arguments, normalize_paged, outputs
+from attn_core.arguments.arguments import (AnyCacheMetadata, AttentionArguments, Cache, InitBias,
+                                           RematPolicy, Shaped)
+from attn_core.config import remat
+from attn_core.config import metadata as metadata_lib
+from attn_core.config.metadata import OperationMetadata
+from attn_core.dispatch import selection
+from attn_core.dispatch.capabilities import Implementation, Request
+from attn_core.kernels.common.paged_operands import PagedOperands
+from attn_core.masks.info import MaskInfo
+from attn_core.masks.mask import Mask
+from attn_core.sharding import context_parallel, partition, placement as placement_lib
+from attn_core.types import (ArrayLayout, AttentionOutput, BlockSizes, Call, Mode, Operands,
+                             SlidingWindow)
 
 
 def attention(
-    query, key, value, *, mechanism="auto", metadata=None, mode="__train__", layout="bthd",
-    mask=None, mask_info=None, bias=None, init_bias=None, causal=True, query_offset=None,
-    sliding_window=None, chunk_size=None, softmax_scale=None, logits_soft_cap=None,
-    softmax_aux=None, dropout_prob=0.0, dropout_rng=None, deterministic=True, cum_seqlens_q=None,
-    cum_seqlens_k=None, cache_view=None, cache_metadata=None, normalize_output=True,
-    precision=None, compute_dtype=None, block_sizes=None, policy=None, prevent_cse=True,
-    fused_backward=False, optimized=False, mask_value=None, vmem_limit_bytes=None,
-    return_lse=False, return_weights=False) -> AttentionOutput:
-  """Attention by any mechanism, with one set of meanings on every platform.
+    query: ArrayLike,
+    key: ArrayLike | None,
+    value: ArrayLike | None,
+    *,
+    mechanism: str = "auto",
+    metadata: OperationMetadata | None = None,
+    mode: Mode = "__train__",
+    layout: ArrayLayout = "bthd",
+    mask: Mask | ArrayLike | None = None,
+    mask_info: MaskInfo | None = None,
+    bias: ArrayLike | None = None,
+    init_bias: InitBias | None = None,
+    causal: bool = True,
+    query_offset: ArrayLike | None = None,
+    sliding_window: SlidingWindow = None,
+    chunk_size: int | None = None,
+    softmax_scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_aux: ArrayLike | None = None,
+    dropout_prob: float = 0.0,
+    dropout_rng: ArrayLike | None = None,
+    deterministic: bool | None = None,
+    cum_seqlens_q: ArrayLike | None = None,
+    cum_seqlens_k: ArrayLike | None = None,
+    cache_view: Cache | None = None,
+    cache_metadata: AnyCacheMetadata | None = None,
+    normalize_output: bool = True,
+    precision: jax.lax.PrecisionLike = None,
+    compute_dtype: DTypeLike | None = None,
+    block_sizes: BlockSizes | None = None,
+    policy: RematPolicy | str | None = None,
+    prevent_cse: bool = True,
+    fused_backward: bool = False,
+    optimized: bool = False,
+    mask_value: float | None = None,
+    vmem_limit_bytes: int | None = None,
+    return_lse: bool = False,
+    return_weights: bool = False,
+) -> AttentionOutput:
+  """Computes attention by any mechanism, with the same meaning on every platform.
 
     logits  = soft_cap(softmax_scale * query . key) + bias,   soft_cap(x) = c * tanh(x / c)
     weights = softmax over the visible keys (and the sinks) of the logits
@@ -38,19 +75,26 @@ def attention(
   Vaswani et al., Attention Is All You Need, https://arxiv.org/abs/1706.03762; block-wise by Dao,
   FlashAttention-2, https://arxiv.org/abs/2307.08691.
 
-  A query that sees nothing has output 0, lse -inf and gradients 0. A key that is not finite, or
-  whose value is not, makes NaN of the queries that see it and touches no other.
+  A query with no visible key has output 0, lse -inf and gradients 0. Non-finite keys or values
+  yield NaN for every query that attends to them and affect no other query.
+
+  >>> import jax.numpy as jnp
+  >>> from attn_core import attention
+  >>> query = jnp.ones((1, 4, 1, 8))  # all logits are equal
+  >>> value = jnp.array([0., 2., 4., 6.]).reshape(1, 4, 1, 1)
+  >>> attention(query, query, value).attention_outputs.reshape(4)  # causal: means of the past
+  Array([0., 1., 2., 3.], dtype=float32)
 
   Args:
     query: float [B, T, H, D] in layout bthd, [B, H, T, D] in bhtd, [total_q, H, D] in thd.
     key: float [B, S, K, D], with heads and time as in the query; the query's dtype.
     value: float [B, S, K, E]; the query's dtype.
     mechanism: a name of `AttentionMechanism`. A named mechanism is never replaced by another;
-      "auto" takes the platform's first one that honours every argument.
+      "auto" takes the platform's first one that supports every argument.
     metadata: `OperationMetadata`: mesh, axes, platform, dtypes, defaults; None: the defaults.
     mode: "__train__", "__prefill__", "__autoregressive__" or "__insert__": which sharding rules.
     layout: "bthd", "bhtd" or "thd" (packed sequences, with `cum_seqlens_q`).
-    mask: a `Mask` value, or bool [B or 1, H or 1, T or 1, S or 1]; True = visible.
+    mask: a `Mask`, or bool [B or 1, H or 1, T or 1, S or 1]; True = visible.
     mask_info: `MaskInfo`: boolean mask, segment ids, positions. All masks given apply together.
     bias: float [B or 1, H or 1, T or 1, S or 1], added after the soft cap; differentiable.
     init_bias: a function without arguments that returns the bias; not together with `bias`.
@@ -59,71 +103,82 @@ def attention(
       where T != S and anything depends on positions, unless `mask_info` holds positions.
     sliding_window: (left, right): visible when -left <= key position - query position <= right;
       an int w is (w, w); -1 or None on a side: unbounded (tokens).
-    chunk_size: queries see keys of their own chunk of so many positions (tokens).
+    chunk_size: queries attend to keys of the same chunk of this many positions (tokens).
     softmax_scale: static number; None: the metadata's, else D**-0.5.
     logits_soft_cap: static number c > 0; None: no cap.
-    softmax_aux: sinks: float [H] or [H, n], logits that join the softmax without a value.
+    softmax_aux: sinks: float [H] or [H, num_sinks], logits that join the softmax without a value.
     dropout_prob: probability in [0, 1) that a weight is dropped; 0: the metadata's.
     dropout_rng: a `jax.random` key. The same weights are dropped by every mechanism and sharding.
-    deterministic: whether dropout is off.
+    deterministic: None: dropout is active where there are a probability and a key; True: dropout
+      is off; False: dropout is active, and a probability without a key is an error.
     cum_seqlens_q: int32 [B + 1], offsets of the packed sequences, from 0 to total_q; layout thd.
     cum_seqlens_k: int32 [B + 1] of the keys; None: as the queries.
-    cache_view: a `DenseCache` or `WindowCache`: key and value are the new tokens' (rotary applied):
-      they are appended to every row, and the queries, which are those tokens', see all that the row
-      holds then; in mode "__insert__" requests take the rows `cache_metadata.slots`. key=None and
-      value=None: the queries are the rows' last tokens, which the cache has. Rows that overflow
-      are an error, under jit a flag in the cache and NaN here. What a cache stores in 8 bits has no
-      gradient, and to differentiate it is refused; the query has its own.
+    cache_view: a `DenseCache` or `WindowCache`: key and value are those of the new tokens (rotary
+      applied). They are appended to every row, and the queries, which belong to these tokens,
+      attend to all tokens that the row holds afterwards; in mode "__insert__" requests take the
+      rows `cache_metadata.slots`. key=None and value=None: the queries belong to the rows' last
+      tokens, which the cache holds already. A row that overflows is an error, under jit a flag in
+      the cache and NaN in the output. Differentiating with respect to the contents of an 8-bit
+      cache is an error; the query has its gradient.
       Or pages, in layout thd: `PagesV1` for page_attention, `PagesV2` for ragged_page_attention_v2,
-      `PagesV3` for v3. Keys and values are in it, so `key` and `value` are None, but for v3, which
-      writes them first. Queries are the last tokens of their request.
-    cache_metadata: `CacheMetadata`: how many new tokens of each row count, where rows start, slots;
-      with pages `PagesMetadata`.
+      `PagesV3` for v3. They hold the keys and values, so `key` and `value` are None, except for
+      v3, which writes them first. Queries are the last tokens of their request.
+    cache_metadata: `CacheMetadata`: number of new tokens per row, first positions, slots; with
+      pages `PagesMetadata`.
     normalize_output: False: the output is sum(exp(logits) * value), not divided by the softmax's
       denominator.
     precision: `jax.lax.PrecisionLike` of both products.
     compute_dtype: dtype that query, key and value are cast to; None: their own, or the metadata's
       runtime_dtype where that has 16 bits.
     block_sizes: `BlockSizes` (tokens); never changes the meaning.
-    policy: remat policy, or its name: recompute in the backward what it does not save.
+    policy: remat policy, or its name: the backward recomputes what the policy does not save.
     prevent_cse: as in `jax.checkpoint`; matters with `policy` only.
-    fused_backward: prefer one backward kernel for all gradients where there is a choice; the XLA
-      kernel's backward is always one pass.
-    optimized: only mechanisms with memory linear in the sequence length.
-    mask_value: accepted where it hides (at most -1e9): masked keys have weight 0 in any case.
+    fused_backward: unused. Each kernel has one backward, which computes all gradients.
+    optimized: True: only mechanisms with memory linear in the sequence length.
+    mask_value: at most -1e9, and then without influence: the weight of a masked key is exactly 0.
     vmem_limit_bytes: limit on vector memory of TPU kernels (bytes).
     return_lse: whether to return the logsumexp of the logits.
     return_weights: whether to return the weights (vanilla only).
 
   Returns:
     AttentionOutput: attention_outputs in the caller's layout and the query's dtype, [B, T, H, E];
-    attention_weights [B, H, T, S] after dropout and lse float32 [B, H, T], where asked for (layout
-    thd: without B); the updated cache_view, where there is one and it was written.
+    where requested attention_weights [B, H, T, S] after dropout and lse float32 [B, H, T] (layout
+    thd: without B); the updated cache_view, where a cache was given and written.
 
   Raises:
-    ValueError: an argument is not what is said here; the message names it, what came and what was
-      expected.
+    TypeError: an unknown keyword.
+    ValueError: an argument is not as documented here; the message names it, the value found and
+      the value expected.
     NotImplementedError: the mechanism does not support an argument (or "auto" finds none that
-      does); the message names both, and who would.
+      does); the message names both, and mechanisms that do.
   """
-  return _run(_Arguments(**locals()))
-
-
-_Arguments = collections.namedtuple("_Arguments", inspect.signature(attention).parameters)
+  return _run(AttentionArguments(
+      query=query, key=key, value=value, mechanism=mechanism, metadata=metadata, mode=mode,
+      layout=layout, mask=mask, mask_info=mask_info, bias=bias, init_bias=init_bias,
+      causal=causal, query_offset=query_offset, sliding_window=sliding_window,
+      chunk_size=chunk_size, softmax_scale=softmax_scale, logits_soft_cap=logits_soft_cap,
+      softmax_aux=softmax_aux, dropout_prob=dropout_prob, dropout_rng=dropout_rng,
+      deterministic=deterministic, cum_seqlens_q=cum_seqlens_q, cum_seqlens_k=cum_seqlens_k,
+      cache_view=cache_view, cache_metadata=cache_metadata, normalize_output=normalize_output,
+      precision=precision, compute_dtype=compute_dtype, block_sizes=block_sizes, policy=policy,
+      prevent_cse=prevent_cse, fused_backward=fused_backward, optimized=optimized,
+      mask_value=mask_value, vmem_limit_bytes=vmem_limit_bytes, return_lse=return_lse,
+      return_weights=return_weights))
 
 
 class Explanation(NamedTuple):
-  """Which mechanism runs a call, and what the others answered; `print` it."""
+  """The mechanism that runs a call, and the answer of every other one; `print` it."""
 
-  chosen: str | None  # None: nobody can, or the one asked for refuses
+  # None: no mechanism supports the call, or the requested one does not.
+  chosen: str | None
   platform: str
-  capability: str | None  # compute capability of the GPU; None: not known, or no GPU
-  verdicts: tuple[table.Verdict, ...]  # of every mechanism
+  capability: str | None  # compute capability of the GPU; None: unknown, or not a GPU
+  verdicts: tuple[selection.Verdict, ...]  # of every mechanism
   block_sizes: BlockSizes  # as requested; None fields are tuned by the kernel
-  replicated: tuple  # sharding.partition.Drop: mesh axes that were asked for and shard nothing
-  spread: tuple[str, ...] = ()  # what is spread over which mesh axes
+  replicated: tuple[partition.DroppedAxis, ...]  # mesh axes that were requested and shard nothing
+  spread: tuple[str, ...] = ()  # which dimensions are sharded over which mesh axes
 
-  def __str__(self):
+  def __str__(self) -> str:
     where = f", compute capability {self.capability or 'unknown'}" if self.platform == "gpu" else ""
     lines = [f"{self.chosen or 'nothing'} runs on platform {self.platform!r}{where}"]
     for verdict in self.verdicts:
@@ -135,122 +190,209 @@ class Explanation(NamedTuple):
     return "\n".join(lines)
 
 
-def explain(*args, **kwargs) -> Explanation:
-  """Which mechanism `attention` would run with these arguments, and why every other one would not.
+def explain(
+    query: Shaped,
+    key: Shaped | None,
+    value: Shaped | None,
+    *,
+    mechanism: str = "auto",
+    metadata: OperationMetadata | None = None,
+    mode: Mode = "__train__",
+    layout: ArrayLayout = "bthd",
+    mask: Mask | ArrayLike | None = None,
+    mask_info: MaskInfo | None = None,
+    bias: Shaped | None = None,
+    init_bias: InitBias | None = None,
+    causal: bool = True,
+    query_offset: ArrayLike | None = None,
+    sliding_window: SlidingWindow = None,
+    chunk_size: int | None = None,
+    softmax_scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_aux: Shaped | None = None,
+    dropout_prob: float = 0.0,
+    dropout_rng: ArrayLike | None = None,
+    deterministic: bool | None = None,
+    cum_seqlens_q: ArrayLike | None = None,
+    cum_seqlens_k: ArrayLike | None = None,
+    cache_view: Cache | None = None,
+    cache_metadata: AnyCacheMetadata | None = None,
+    normalize_output: bool = True,
+    precision: jax.lax.PrecisionLike = None,
+    compute_dtype: DTypeLike | None = None,
+    block_sizes: BlockSizes | None = None,
+    policy: RematPolicy | str | None = None,
+    prevent_cse: bool = True,
+    fused_backward: bool = False,
+    optimized: bool = False,
+    mask_value: float | None = None,
+    vmem_limit_bytes: int | None = None,
+    return_lse: bool = False,
+    return_weights: bool = False,
+) -> Explanation:
+  """Explains which mechanism `attention` would run with these arguments, and why no other one.
+
+  >>> import jax
+  >>> from attn_core import OperationMetadata, explain
+  >>> x = jax.ShapeDtypeStruct((1, 8, 2, 16), "float32")
+  >>> explanation = explain(x, x, x, softmax_aux=jax.ShapeDtypeStruct((2,), "float32"),
+  ...                       metadata=OperationMetadata(platform="cpu"))
+  >>> explanation.chosen
+  'flash_attn2'
+  >>> [str(verdict) for verdict in explanation.verdicts if verdict.mechanism == "sdpa"]
+  ['softmax_aux (sinks (softmax_aux), with their gradient) is not supported']
 
   Args:
-    *args, **kwargs: those of `attention`; query, key and value may be `jax.ShapeDtypeStruct`.
+    query: as in `attention`, and so are all other arguments; each array may be a
+      `jax.ShapeDtypeStruct` instead.
+    key: as in `attention`.
+    value: as in `attention`.
+    mechanism: as in `attention`.
 
   Returns:
     An Explanation; nothing is computed.
 
   Raises:
-    ValueError: an argument is not what `attention` documents.
+    ValueError: an argument is not as `attention` documents.
   """
-  bound = inspect.signature(attention).bind(*args, **kwargs)
-  bound.apply_defaults()
-  a, answers = _Arguments(**bound.arguments), []
-  # Traced, so that nothing is computed and shapes without numbers will do.
-  jax.eval_shape(lambda query, key, value: answers.append(
-      _explain(a._replace(query=query, key=key, value=value))), a.query, a.key, a.value)
-  return answers[0]
+  return _explain_shapes(AttentionArguments(
+      query=query, key=key, value=value, mechanism=mechanism, metadata=metadata, mode=mode,
+      layout=layout, mask=mask, mask_info=mask_info, bias=bias, init_bias=init_bias,
+      causal=causal, query_offset=query_offset, sliding_window=sliding_window,
+      chunk_size=chunk_size, softmax_scale=softmax_scale, logits_soft_cap=logits_soft_cap,
+      softmax_aux=softmax_aux, dropout_prob=dropout_prob, dropout_rng=dropout_rng,
+      deterministic=deterministic, cum_seqlens_q=cum_seqlens_q, cum_seqlens_k=cum_seqlens_k,
+      cache_view=cache_view, cache_metadata=cache_metadata, normalize_output=normalize_output,
+      precision=precision, compute_dtype=compute_dtype, block_sizes=block_sizes, policy=policy,
+      prevent_cse=prevent_cse, fused_backward=fused_backward, optimized=optimized,
+      mask_value=mask_value, vmem_limit_bytes=vmem_limit_bytes, return_lse=return_lse,
+      return_weights=return_weights))
 
 
-def _normalise(a):
-  """(the arguments, with "auto" replaced where the cache says which; what they mean)."""
-  paged = arguments_paged.mechanism_of(a)
+def _explain_shapes(a: AttentionArguments) -> Explanation:
+  """Explains a call while it is traced, so that nothing is computed and shapes are enough."""
+  leaves, structure = jax.tree.flatten(a)
+  operands = len(jax.tree.leaves((a.query, a.key, a.value)))  # the first leaves
+  arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)
+            or i < operands and isinstance(x, (jax.Array, np.ndarray))}
+  explanations: list[Explanation] = []
+  jax.eval_shape(lambda traced: explanations.append(_explain(jax.tree.unflatten(
+      structure, [traced.get(i, x) for i, x in enumerate(leaves)]))), arrays)
+  return explanations[0]
+
+
+def _normalize(a: AttentionArguments) -> tuple[AttentionArguments, arguments.Normalized]:
+  """The arguments, with "auto" replaced where the cache implies a mechanism, and the call."""
+  paged = normalize_paged.mechanism_of(a.mechanism, a.cache_view)
   if paged is None:
-    return a, arguments.normalise(a)
-  normal = arguments_paged.normalise(a._replace(mechanism=paged))
+    return a, arguments.normalize(a)
+  normal = normalize_paged.normalize(a._replace(mechanism=paged))
   return a._replace(mechanism=paged) if a.mechanism == "auto" else a, normal
 
 
-def _explain(a) -> Explanation:
-  a, normal = _normalise(a)
-  platform = metadata_lib.resolved_platform(normal.metadata)
+def _explain(a: AttentionArguments) -> Explanation:
+  """Explains a call whose arrays are traced."""
+  a, normal = _normalize(a)
+  target, question = _question(normal)
   try:
-    chosen = table.choose(a.mechanism, platform, normal.request)
+    verdict = selection.choose(table.RULES, a.mechanism, question)
+    chosen, implementation = verdict.mechanism, verdict.implementation
   except NotImplementedError:
-    chosen = None
-  placement = _place(normal, chosen and table.kernel(chosen, platform, normal.request))
+    chosen = implementation = None
+  placement = _place(normal, implementation)
   return Explanation(
-      chosen, platform, normal.request.capability, table.ask_all(platform, normal.request),
+      chosen, *target, selection.ask_all(table.RULES, question),
       arguments.with_configured_blocks(normal.call.block_sizes, normal.metadata,
                                        chosen or "vanilla"),
       () if placement is None else placement.drops,
       placement.spread() if chosen and placement is not None else ())
 
 
-explain.__signature__ = inspect.signature(attention).replace(return_annotation=Explanation)
-
-
-def _run(a) -> AttentionOutput:
-  a, normal = _normalise(a)
-  platform = metadata_lib.resolved_platform(normal.metadata)
-  mechanism = table.choose(a.mechanism, platform, normal.request)
-  sizes = arguments.with_configured_blocks(normal.call.block_sizes, normal.metadata, mechanism)
-  kernel = table.kernel(mechanism, platform, normal.request)
-  static = _Static(kernel, normal.call._replace(
-      operands=None, block_sizes=sizes, placement=_place(normal, kernel)))
+def _run(a: AttentionArguments) -> AttentionOutput:
+  """Runs a call by the implementation that `_explain` names."""
+  a, normal = _normalize(a)
+  verdict = selection.choose(table.RULES, a.mechanism, _question(normal)[1])
+  sizes = arguments.with_configured_blocks(normal.call.block_sizes, normal.metadata,
+                                           verdict.mechanism)
+  static = _Static(verdict.implementation, normal.call._replace(
+      operands=None, block_sizes=sizes, placement=_place(normal, verdict.implementation)))
   run = functools.partial(_execute, static=static)
   if a.policy is not None:
     policy = remat.checkpoint_policy(a.policy) if isinstance(a.policy, str) else a.policy
     run = jax.checkpoint(run, policy=policy, prevent_cse=a.prevent_cse)
   output = run(normal.call.operands)
   if normal.step is not None:
-    output = _after_step(output, normal.step)
-  return _to_layout(output, a.layout, normal.dtype)
+    output = outputs.with_cache(output, normal.step)
+  return outputs.to_layout(output, a.layout, normal.dtype)
 
 
-def _after_step(output: AttentionOutput, step) -> AttentionOutput:
-  """With the updated cache, and NaN for rows whose tokens it could not take."""
-  spoil = lambda x: None if x is None else jnp.where(
-      step.spoiled.reshape(-1, *[1] * (x.ndim - 1)), jnp.nan, x)
-  return AttentionOutput(*map(spoil, output[:3]), cache_view=step.cache)
+def _question(normal: arguments.Normalized) -> tuple[selection.Target, selection.Question]:
+  """Returns the target of a call, and the question which implementation supports it there."""
+  requests: dict[tuple[bool, bool], Request] = {}
+
+  def request_for(implementation: Implementation) -> Request:
+    placing = implementation.spreads_sequence, implementation.shards_keys
+    if placing not in requests:
+      requests[placing] = _placed_request(normal, implementation)
+    return requests[placing]
+
+  target = selection.Target(metadata_lib.resolved_platform(normal.metadata),
+                            normal.request.capability)
+  return target, selection.Question(target, normal.request.lengths[0] == 1, request_for)
+
+
+def _placed_request(normal: arguments.Normalized, implementation: Implementation) -> Request:
+  """Returns the request of one device, where the call is placed for an implementation."""
+  request = normal.request
+  if normal.rules is None:  # that of pages is placed
+    return request
+  try:
+    placement = _place(normal, implementation)
+  except (NotImplementedError, ValueError) as error:
+    return request._replace(placement_error=error)
+  query, key = placement_lib.local_shapes(placement, request.query.shape, request.key.shape)
+  resized = lambda x, shape: jax.ShapeDtypeStruct((*shape[:3], x.shape[3]), x.dtype)
+  return request._replace(query=resized(request.query, query), key=resized(request.key, key),
+                          value=resized(request.value, key))
 
 
 class _Static(NamedTuple):
-  """Everything about a call but its arrays; hashable."""
+  """The static part of a call: everything but its arrays; hashable."""
 
-  implementation: table.Implementation
-  call: object  # a Call without operands
+  implementation: Implementation
+  call: Call  # without operands
 
 
 @functools.partial(jax.jit, static_argnames="static", inline=True)
-def _execute(operands, *, static):
+def _execute(operands: Operands | PagedOperands, *, static: _Static) -> AttentionOutput:
   return static.implementation.run(static.call._replace(operands=operands))
 
 
-def _place(normal, implementation: table.Implementation | None):
-  """Where a call runs; with the sequence, or the keys, spread if the implementation does so."""
-  if normal.rules is None:  # pages have their own
+def _place(normal: arguments.Normalized,
+           implementation: Implementation | None) -> placement_lib.Placement | None:
+  """Returns the placement of a call; the implementation decides about the sequence and the keys.
+
+  Raises:
+    ValueError: the mesh or the lengths do not fit `ring`.
+    NotImplementedError: `ring` inside a shard_map that checks which values vary over the mesh.
+  """
+  if normal.rules is None:  # pages are placed by their own rules
     return normal.call.placement
   query, key, metadata = *normal.call.operands[:2], normal.metadata
-  mesh, reserved = shard.mesh_in_force(metadata_lib.resolved_mesh(metadata)), ()
+  mesh = placement_lib.mesh_in_force(metadata_lib.resolved_mesh(metadata))
+  reserved: tuple[str, ...] = ()
   ring = metadata.ring, metadata.sequence_axis_name
   spreads = implementation is not None and implementation.spreads_sequence and mesh is not None
   if spreads:
-    sequence.require_axes(*ring, mesh)
-    if sequence.shards_of(*ring, mesh) > 1:
-      sequence.require_unchecked(*normal.call.operands[:3])
-    reserved = sum(sequence.axes_of(*ring), ())
-  placement = shard.place(
+    context_parallel.require_axes(*ring, mesh)
+    if context_parallel.shards_of(*ring, mesh) > 1:
+      context_parallel.require_unchecked(*normal.call.operands[:3])
+    reserved = sum(context_parallel.axes_of(*ring), ())
+  placement = placement_lib.place(
       normal.rules, mesh, query.shape, key.shape, reserved,
       shard_keys=implementation is not None and implementation.shards_keys)
   if placement is None or not spreads:
     return placement
-  heads = query.shape[2] // math.prod(mesh.shape[axis] for axis in placement.heads)
-  return placement._replace(sequence=sequence.spread(
+  heads = query.shape[2] // placement.size(placement.heads)
+  return placement._replace(sequence=context_parallel.spread(
       *ring, metadata.scan_ring_attention, mesh, (query.shape[1], key.shape[1], heads)))
-
-
-def _to_layout(output: AttentionOutput, layout: str, dtype) -> AttentionOutput:
-  """From layout bthd to the caller's."""
-  out = output.attention_outputs.astype(dtype)
-  if layout == "bhtd":
-    out = out.transpose(0, 2, 1, 3)
-  if layout != "thd":
-    return output._replace(attention_outputs=out)
-  first = lambda x: None if x is None else x[0]
-  return output._replace(attention_outputs=out[0], lse=first(output.lse),
-                         attention_weights=first(output.attention_weights))

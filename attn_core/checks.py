@@ -1,61 +1,66 @@
-"""Checks of arguments: every error names the argument, what came, what was expected, and the cure.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of arguments: every error names the argument, what it got and what it expected."""
 
-Letters: B batch, T query length, S key length, H query heads, K key heads, D and E widths.
-"""
-
+from collections.abc import Callable, Collection
 import numbers
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+Array = jax.Array | np.ndarray
 
-def require(condition, argument: str, got, expected: str) -> None:
+
+def require(condition: object, argument: str, got: object, expected: str) -> None:
   """Raises ValueError("argument: got ..., expected ...") unless the condition holds."""
   if not condition:
     raise ValueError(f"{argument}: got {got}; expected {expected}")
 
 
-def describe(x) -> str:
-  """An array in an error message: dtype and shape, not its numbers."""
+def describe(x: object) -> str:
+  """Describes an array for an error message by dtype and shape, anything else by its repr."""
   if hasattr(x, "dtype") and hasattr(x, "shape"):
     return f"{x.dtype}{list(x.shape)}"
   return repr(x)
 
 
-def array(argument: str, x, expected: str):
-  """An argument as an array.
+def array(argument: str, x: object, expected: str) -> Array:
+  """Returns an argument that must be a jax or numpy array.
 
   Raises:
-    ValueError: it is None or no array.
+    ValueError: it is None or anything else.
   """
   require(isinstance(x, (jax.Array, np.ndarray)), argument, type(x).__name__,
           f"a jax or numpy array, {expected}")
-  return x
+  return cast(Array, x)
 
 
-def int32(argument: str, x, expected: str):
-  """Integers as int32; those that it does not hold become its ends and none wraps around.
+def int32(argument: str, x: object, expected: str) -> Array:
+  """Returns an array of integers as int32, clipped to its range so that none wraps around.
 
-  The ends are no place in any cache, so such a number stays as wrong as it was.
+  The ends of the range are not positions in any cache, so a number that is out of range stays so.
 
   Raises:
-    ValueError: it is no array of integers.
+    ValueError: not an array of integers.
   """
-  array(argument, x, expected)
-  require(jnp.issubdtype(x.dtype, jnp.integer), argument, describe(x), expected)
-  if x.dtype.itemsize >= 4 and x.dtype != jnp.int32:
+  given = array(argument, x, expected)
+  require(jnp.issubdtype(given.dtype, jnp.integer), argument, describe(given), expected)
+  if given.dtype.itemsize >= 4 and given.dtype != jnp.int32:
     # numpy's in numpy: jax would cut the numbers off first.
-    xp, ends = np if isinstance(x, np.ndarray) else jnp, np.iinfo(np.int32)
-    x = xp.clip(x, max(ends.min, int(np.iinfo(x.dtype).min)), ends.max)
-  return x.astype(np.int32)
+    ends = np.iinfo(np.int32)
+    low, high = max(ends.min, int(np.iinfo(given.dtype).min)), ends.max
+    clip = np.clip if isinstance(given, np.ndarray) else jnp.clip
+    given = clip(given, low, high)
+  return given.astype(np.int32)
 
 
-def dtype(argument: str, x, expected: str) -> np.dtype:
-  """What a dtype's name or class stands for.
+def dtype(argument: str, x: Any, expected: str) -> np.dtype:
+  """Returns the dtype that a name or class stands for.
 
   Raises:
-    ValueError: there is no such dtype.
+    ValueError: not a dtype.
   """
   try:
     return jnp.dtype(x)
@@ -63,59 +68,61 @@ def dtype(argument: str, x, expected: str) -> np.dtype:
     raise ValueError(f"{argument}: got {x!r}; expected {expected}") from error
 
 
-def floating(argument: str, x, rank: int, letters: str):
-  """A floating-point array of a rank.
+def floating(argument: str, x: object, rank: int, dimensions: str) -> Array:
+  """Returns a floating-point array of a rank.
 
   Raises:
     ValueError: another rank or dtype.
   """
-  array(argument, x, f"{letters} of a floating-point dtype")
-  require(x.ndim == rank and jnp.issubdtype(x.dtype, jnp.floating), argument, describe(x),
-          f"{letters} of a floating-point dtype")
-  return x
+  given = array(argument, x, f"{dimensions} of a floating-point dtype")
+  require(given.ndim == rank and jnp.issubdtype(given.dtype, jnp.floating), argument,
+          describe(given), f"{dimensions} of a floating-point dtype")
+  return given
 
 
-def broadcastable(argument: str, x, shape, letters: str) -> None:
-  """Every dimension is 1 or that of `shape`.
+def broadcastable(argument: str, x: Array, shape: tuple[int, ...], dimensions: str) -> None:
+  """Checks that every dimension is 1 or that of `shape`.
 
   Raises:
     ValueError: another rank or size.
   """
   require(x.ndim == len(shape) and all(n in (1, full) for n, full in zip(x.shape, shape)),
-          argument, describe(x), f"{letters} = {list(shape)}, any dimension may be 1")
+          argument, describe(x), f"{dimensions} = {list(shape)}, any dimension may be 1")
 
 
-def number(argument: str, x, expected: str, good=lambda x: True) -> float:
-  """A static real number.
+def number(argument: str, x: object, expected: str,
+           good: Callable[[Any], object] = lambda x: True) -> float:
+  """Returns a static real number as a float.
 
   Raises:
-    ValueError: a tracer, something that is no number, or `good(x)` is false.
+    ValueError: a tracer, another type, or `good(x)` is false.
   """
   is_number = isinstance(x, (numbers.Real, np.number)) and not isinstance(x, (bool, np.bool_))
   require(is_number, argument, describe(x), f"{expected}, a static Python number")
   require(good(x), argument, repr(x), expected)
-  return float(x)
+  return float(cast(float, x))
 
 
-def integer(argument: str, x, expected: str, good=lambda x: True) -> int:
-  """A static integer that int32 holds.
+def integer(argument: str, x: object, expected: str,
+            good: Callable[[Any], object] = lambda x: True) -> int:
+  """Returns a static integer in the range of int32.
 
   Raises:
-    ValueError: a tracer, something that is no such integer, or `good(x)` is false.
+    ValueError: a tracer, another type or range, or `good(x)` is false.
   """
   is_integer = (isinstance(x, (int, np.integer)) and not isinstance(x, (bool, np.bool_))
                 and -2**31 <= x < 2**31)
   require(is_integer and good(x), argument, describe(x), f"{expected}, a static Python int (int32)")
-  return int(x)
+  return int(cast(int, x))
 
 
-def one_of(argument: str, x, known) -> None:
+def one_of(argument: str, x: object, known: Collection[object]) -> None:
   """Raises ValueError that lists the known values unless x is among them."""
   require(x in known, argument, repr(x), "one of " + ", ".join(map(repr, known)))
 
 
-def query_key_value(query, key, value, *, quantized: bool = False) -> None:
-  """Shapes and dtypes of layout bthd; those of a quantized key and value are a cache's own.
+def query_key_value(query: Array, key: Array, value: Array, *, quantized: bool = False) -> None:
+  """Checks shapes and dtypes in layout bthd; a quantized key and value may have any dtype.
 
   Raises:
     ValueError: any disagreement, or an empty dimension.
@@ -137,23 +144,25 @@ def query_key_value(query, key, value, *, quantized: bool = False) -> None:
           f"a number of key heads that divides the {heads} query heads")
 
 
-def cum_seqlens(argument: str, x, total: int) -> None:
-  """int32 offsets from 0 to `total`; values are looked at where they are concrete.
+def cum_seqlens(argument: str, x: object, total: int) -> Array:
+  """Returns int32 offsets from 0 to `total`; their values are checked where they are concrete.
 
   Raises:
     ValueError: another dtype or rank, or offsets that do not rise from 0 to the total.
   """
   expected = f"int32 [B + 1] offsets that start at 0, never fall, and end at the total {total}"
-  array(argument, x, expected)
-  require(x.ndim == 1 and x.shape[0] >= 2 and x.dtype == jnp.int32, argument, describe(x), expected)
-  if not isinstance(x, jax.core.Tracer):
-    offsets = np.asarray(x)
+  given = array(argument, x, expected)
+  require(given.ndim == 1 and given.shape[0] >= 2 and given.dtype == jnp.int32, argument,
+          describe(given), expected)
+  if not isinstance(given, jax.core.Tracer):
+    offsets = np.asarray(given)
     require(offsets[0] == 0 and (np.diff(offsets) >= 0).all() and offsets[-1] == total,
             argument, offsets.tolist(), expected)
+  return given
 
 
-def window(sides) -> tuple[int | None, int | None]:
-  """`sliding_window` as (left, right), None for unbounded.
+def window(sides: object) -> tuple[int | None, int | None]:
+  """Returns `sliding_window` as (left, right), None for unbounded.
 
   Raises:
     ValueError: neither an int nor two, or one below -1.
@@ -162,9 +171,21 @@ def window(sides) -> tuple[int | None, int | None]:
     return None, None
   expected = ("an int w for (w, w) or a pair (left, right) of ints >= 0 (tokens, inclusive), -1 or "
               "None for unbounded; 'W tokens, itself included' is (W - 1, 0)")
-  given, sides = sides, sides if isinstance(sides, (tuple, list)) else (sides, sides)
-  require(len(sides) == 2, "sliding_window", repr(given), expected)
-  for side in sides:
+  pair = tuple(sides) if isinstance(sides, (tuple, list)) else (sides, sides)
+  require(len(pair) == 2, "sliding_window", repr(sides), expected)
+  for side in pair:
     if side is not None:
       integer("sliding_window", side, expected, lambda x: x >= -1)
-  return tuple(None if side is None or side == -1 else int(side) for side in sides)
+  left, right = (None if side is None or side == -1 else int(side) for side in pair)
+  return left, right
+
+
+def chunk_size(size: object) -> int | None:
+  """Returns `chunk_size` (tokens), None for unbounded.
+
+  Raises:
+    ValueError: neither None nor an int of at least 1.
+  """
+  if size is None:
+    return None
+  return integer("chunk_size", size, "an int >= 1 (tokens)", lambda x: x >= 1)

@@ -1,67 +1,273 @@
-"""Each mechanism as a function of its own: `attention` with the mechanism filled in."""
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Each mechanism as a function: `attention` with the mechanism filled in."""
 
-import functools
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Literal, NamedTuple, Unpack
 
+import jax
+from jax.typing import ArrayLike, DTypeLike
 import jax.numpy as jnp
 
+from attn_core.arguments.arguments import AttentionOptions, Cache
 from attn_core.attention import attention
-from attn_core.caches.paged.ops import PagesMetadata, PagesV1, PagesV2, PagesV3
+from attn_core.caches.paged.layouts import PagesMetadata, PagesV1, PagesV2, PagesV3
 from attn_core.config.metadata import OperationMetadata
-from attn_core.types import AttentionMechanism, AttentionOutput, BlockSizes
+from attn_core.types import AttentionMechanism, AttentionOutput, BlockSizes, SlidingWindow
 
 
-def _named(mechanism: AttentionMechanism, what: str):
-  function = functools.partial(attention, mechanism=mechanism.value)
-  function.__name__ = mechanism.value
-  function.__doc__ = f"""{what}
+def _attend(mechanism: AttentionMechanism, query: ArrayLike, key: ArrayLike | None,
+            value: ArrayLike | None, options: AttentionOptions) -> AttentionOutput:
+  unknown = sorted(options.keys() - AttentionOptions.__annotations__.keys())
+  if unknown:
+    cure = (f"this function always runs {mechanism.value!r}; call attention(..., mechanism=...) to "
+            "choose one" if unknown[0] == "mechanism" else
+            f"the keywords are {', '.join(AttentionOptions.__annotations__)}")
+    raise TypeError(f"mechanism {mechanism.value!r}: got an unexpected keyword argument "
+                    f"{unknown[0]!r}; {cure}")
+  return attention(query, key, value, mechanism=mechanism.value, **options)
 
-  Takes the arguments of `attention` but for `mechanism`, and raises what it raises.
+
+def vanilla(query: ArrayLike, key: ArrayLike | None, value: ArrayLike | None,
+            **options: Unpack[AttentionOptions]) -> AttentionOutput:
+  """Computes dense attention, the only mechanism that returns its weights.
+
+  Memory is quadratic in the sequence length.
+
+  Args:
+    query: as in `attention`.
+    key: as in `attention`.
+    value: as in `attention`.
+    **options: every other argument of `attention` but `mechanism`.
+
+  Returns:
+    AttentionOutput, as `attention`.
+
+  Raises:
+    TypeError: an unknown keyword, or `mechanism`.
+    ValueError: as `attention`.
+    NotImplementedError: as `attention`.
   """
-  return function
+  return _attend(AttentionMechanism.VANILLA, query, key, value, options)
 
 
-vanilla = _named(AttentionMechanism.VANILLA,
-                 "Dense attention, quadratic in memory, the only one that returns its weights.")
-sdpa = _named(AttentionMechanism.SDPA,
-              "`jax.nn.dot_product_attention`, the platform's own implementation.")
-cudnn = _named(AttentionMechanism.CUDNN, """NVIDIA's cuDNN attention by JAX, on GPUs only.
+def sdpa(query: ArrayLike, key: ArrayLike | None, value: ArrayLike | None,
+         **options: Unpack[AttentionOptions]) -> AttentionOutput:
+  """Computes attention by `jax.nn.dot_product_attention`, by cuDNN on GPUs.
 
-  Full, causal, windowed to the left, and within lengths in linear memory; bias and other masks
-  written out. Differentiated in reverse mode, once.""")
-cuda_flash_attn2 = _named(
-    AttentionMechanism.CUDA_FLASH_ATTN2,
-    "FlashAttention on NVIDIA GPUs only: the library's own kernels on Hopper, elsewhere cuDNN.")
-blockwise = _named(AttentionMechanism.BLOCKWISE,
-                   "Block-wise attention in plain XLA, linear in memory, on every platform.")
-_ON_GPUS = """
+  Args:
+    query: as in `attention`.
+    key: as in `attention`.
+    value: as in `attention`.
+    **options: every other argument of `attention` but `mechanism`.
 
-  The name is that of the algorithm; which kernel computes it depends on the device, and `explain`
-  says it. CPU: plain XLA. TPU: Pallas. Hopper GPUs: Mosaic GPU. Other GPUs: cuDNN where it honours
-  every argument in linear memory, and then in reverse mode, once; else plain XLA."""
-flash_attn2 = _named(AttentionMechanism.FLASH_ATTN2,
-                     f"FlashAttention-2, linear in memory.{_ON_GPUS}")
-blocksparse = _named(
-    AttentionMechanism.BLOCKSPARSE,
-    f"Block-sparse (splash) attention: only the blocks that a mask leaves visible.{_ON_GPUS}")
+  Returns:
+    AttentionOutput, as `attention`.
 
-ring_attention = _named(AttentionMechanism.RING, """One sequence over several devices.
+  Raises:
+    TypeError: an unknown keyword, or `mechanism`.
+    ValueError: as `attention`.
+    NotImplementedError: as `attention`.
+  """
+  return _attend(AttentionMechanism.SDPA, query, key, value, options)
 
-  `metadata.mesh` has the axis `metadata.sequence_axis_name`, `metadata.ring` says what travels and
-  in which order the tokens stand, `metadata.scan_ring_attention` whether hops are steps of a scan.
-  Without a mesh, or with one shard, it is `flash_attn2` by the library's own kernel.
-  Liu, Zaharia and Abbeel, Ring Attention, https://arxiv.org/abs/2310.01889.""")
 
-autoregressive_decodeattn = _named(
-    AttentionMechanism.REGRESSIVE_DECODE,
-    "A few queries a row against many keys or a cache, of which only live blocks are read.")
+def cudnn(query: ArrayLike, key: ArrayLike | None, value: ArrayLike | None,
+          **options: Unpack[AttentionOptions]) -> AttentionOutput:
+  """Computes attention by NVIDIA's cuDNN, on GPUs only.
+
+  Full, causal, windowed to the left, and within lengths in linear memory; with a bias or another
+  mask in quadratic memory. Differentiable in reverse mode, once.
+
+  Args:
+    query: as in `attention`.
+    key: as in `attention`.
+    value: as in `attention`.
+    **options: every other argument of `attention` but `mechanism`.
+
+  Returns:
+    AttentionOutput, as `attention`.
+
+  Raises:
+    TypeError: an unknown keyword, or `mechanism`.
+    ValueError: as `attention`.
+    NotImplementedError: as `attention`.
+  """
+  return _attend(AttentionMechanism.CUDNN, query, key, value, options)
+
+
+def cuda_flash_attn2(query: ArrayLike, key: ArrayLike | None, value: ArrayLike | None,
+                     **options: Unpack[AttentionOptions]) -> AttentionOutput:
+  """Computes FlashAttention on NVIDIA GPUs only: own kernels on Hopper, elsewhere cuDNN.
+
+  Args:
+    query: as in `attention`.
+    key: as in `attention`.
+    value: as in `attention`.
+    **options: every other argument of `attention` but `mechanism`.
+
+  Returns:
+    AttentionOutput, as `attention`.
+
+  Raises:
+    TypeError: an unknown keyword, or `mechanism`.
+    ValueError: as `attention`.
+    NotImplementedError: as `attention`.
+  """
+  return _attend(AttentionMechanism.CUDA_FLASH_ATTN2, query, key, value, options)
+
+
+def blockwise(query: ArrayLike, key: ArrayLike | None, value: ArrayLike | None,
+              **options: Unpack[AttentionOptions]) -> AttentionOutput:
+  """Computes attention block by block in plain XLA, on every platform.
+
+  Memory is linear in the sequence length.
+
+  Args:
+    query: as in `attention`.
+    key: as in `attention`.
+    value: as in `attention`.
+    **options: every other argument of `attention` but `mechanism`.
+
+  Returns:
+    AttentionOutput, as `attention`.
+
+  Raises:
+    TypeError: an unknown keyword, or `mechanism`.
+    ValueError: as `attention`.
+    NotImplementedError: as `attention`.
+  """
+  return _attend(AttentionMechanism.BLOCKWISE, query, key, value, options)
+
+
+def flash_attn2(query: ArrayLike, key: ArrayLike | None, value: ArrayLike | None,
+                **options: Unpack[AttentionOptions]) -> AttentionOutput:
+  """Computes FlashAttention-2, in memory linear in the sequence length.
+
+  Dao, FlashAttention-2, https://arxiv.org/abs/2307.08691.
+
+  The name is that of the algorithm; the kernel depends on the device, and `explain` names it. CPU:
+  plain XLA. TPU: Pallas. Hopper GPUs: Mosaic GPU. Other GPUs: cuDNN where it supports every
+  argument in linear memory, and then differentiable in reverse mode, once; else plain XLA.
+
+  Args:
+    query: as in `attention`.
+    key: as in `attention`.
+    value: as in `attention`.
+    **options: every other argument of `attention` but `mechanism`.
+
+  Returns:
+    AttentionOutput, as `attention`.
+
+  Raises:
+    TypeError: an unknown keyword, or `mechanism`.
+    ValueError: as `attention`.
+    NotImplementedError: as `attention`.
+  """
+  return _attend(AttentionMechanism.FLASH_ATTN2, query, key, value, options)
+
+
+def blocksparse(query: ArrayLike, key: ArrayLike | None, value: ArrayLike | None,
+                **options: Unpack[AttentionOptions]) -> AttentionOutput:
+  """Computes block-sparse (splash) attention: only blocks with visible keys.
+
+  The name is that of the algorithm; the kernel depends on the device, and `explain` names it. CPU:
+  plain XLA. TPU: Pallas. Hopper GPUs: Mosaic GPU. Other GPUs: cuDNN where it supports every
+  argument in linear memory, and then differentiable in reverse mode, once; else plain XLA.
+
+  Args:
+    query: as in `attention`.
+    key: as in `attention`.
+    value: as in `attention`.
+    **options: every other argument of `attention` but `mechanism`.
+
+  Returns:
+    AttentionOutput, as `attention`.
+
+  Raises:
+    TypeError: an unknown keyword, or `mechanism`.
+    ValueError: as `attention`.
+    NotImplementedError: as `attention`.
+  """
+  return _attend(AttentionMechanism.BLOCKSPARSE, query, key, value, options)
+
+
+def ring_attention(query: ArrayLike, key: ArrayLike | None, value: ArrayLike | None,
+                   **options: Unpack[AttentionOptions]) -> AttentionOutput:
+  """Computes attention over one sequence that is sharded over several devices.
+
+  Liu, Zaharia and Abbeel, Ring Attention, https://arxiv.org/abs/2310.01889.
+
+  `metadata.mesh` has the axis `metadata.sequence_axis_name`; `metadata.ring` chooses the
+  communication and the order of the tokens; `metadata.scan_ring_attention` makes the steps of the
+  ring those of a scan. Without a mesh, or with one shard, the library's own `flash_attn2` kernel.
+
+  >>> import jax.numpy as jnp
+  >>> from attn_core import OperationMetadata, create_mesh, ring_attention
+  >>> metadata = OperationMetadata(mesh=create_mesh((1, 1, 1, 1, -1)))  # all devices along "sp"
+  >>> x = jnp.ones((1, 16, 2, 8))
+  >>> output = ring_attention(x, x, x, metadata=metadata).attention_outputs
+  >>> output.shape, output.sharding.spec[1]
+  ((1, 16, 2, 8), 'sp')
+
+  Args:
+    query: as in `attention`.
+    key: as in `attention`.
+    value: as in `attention`.
+    **options: every other argument of `attention` but `mechanism`.
+
+  Returns:
+    AttentionOutput, as `attention`.
+
+  Raises:
+    TypeError: an unknown keyword, or `mechanism`.
+    ValueError: as `attention`.
+    NotImplementedError: as `attention`.
+  """
+  return _attend(AttentionMechanism.RING, query, key, value, options)
+
+
+def autoregressive_decodeattn(query: ArrayLike, key: ArrayLike | None, value: ArrayLike | None,
+                              **options: Unpack[AttentionOptions]) -> AttentionOutput:
+  """Computes attention of a few queries per row to many keys or a cache.
+
+  Only blocks of the cache that hold visible keys are read.
+
+  Args:
+    query: as in `attention`.
+    key: as in `attention`.
+    value: as in `attention`.
+    **options: every other argument of `attention` but `mechanism`.
+
+  Returns:
+    AttentionOutput, as `attention`.
+
+  Raises:
+    TypeError: an unknown keyword, or `mechanism`.
+    ValueError: as `attention`.
+    NotImplementedError: as `attention`.
+  """
+  return _attend(AttentionMechanism.REGRESSIVE_DECODE, query, key, value, options)
 
 
 def blockwise_attn(
-    query, key, value, bias=None, deterministic=True, dropout_rng=None, attn_pdrop=0.0,
-    causal=True, query_chunk_size=2048, key_chunk_size=2048, dtype=jnp.float32, policy=False,
-    precision=None, float32_logits=True, prevent_cse=True):
-  """Block-wise attention by its documented arguments.
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    deterministic: bool | None = True,
+    dropout_rng: ArrayLike | None = None,
+    attn_pdrop: float = 0.0,
+    causal: bool = True,
+    query_chunk_size: int = 2048,
+    key_chunk_size: int = 2048,
+    dtype: DTypeLike = jnp.float32,
+    policy: Callable[..., bool] | str | Literal[False] | None = False,
+    precision: jax.lax.PrecisionLike = None,
+    float32_logits: bool = True,
+    prevent_cse: bool = True,
+) -> jax.Array:
+  """Computes block-wise attention, with the argument names of the published implementation.
 
   Liu and Abbeel, Blockwise Parallel Transformer, https://arxiv.org/abs/2305.19370.
 
@@ -70,12 +276,12 @@ def blockwise_attn(
     key: float [B, S, K, D].
     value: float [B, S, K, E].
     bias: float [B or 1, H or 1, T or 1, S or 1], or None.
-    deterministic: whether dropout is off.
-    dropout_rng: a `jax.random` key, needed where dropout is on.
+    deterministic: whether dropout is off; None: on if a key is given.
+    dropout_rng: a `jax.random` key, required where dropout is on.
     attn_pdrop: probability in [0, 1) that a weight is dropped.
     causal: whether keys after the query are hidden; T must be S then.
-    query_chunk_size: queries of a block (tokens).
-    key_chunk_size: keys of a block (tokens).
+    query_chunk_size: queries per block (tokens).
+    key_chunk_size: keys per block (tokens).
     dtype: dtype of the products.
     policy: remat policy or its name; False or None: none.
     precision: `jax.lax.PrecisionLike` of the products.
@@ -101,102 +307,128 @@ def blockwise_attn(
 class PagedOptions(NamedTuple):
   """Arguments of `attention` that attention over pages takes as well, with their defaults.
 
-  Where `metadata` has a mesh, heads are spread over its axes, and so are groups of requests, each
-  with pages of its own: see `caches.groups`.
+  Where `metadata` has a mesh, heads are sharded over its axes, and so are groups of requests, each
+  with separate pages: see `caches.paged.request_groups`.
   """
 
   causal: bool = True
-  sliding_window: Any = None
+  sliding_window: SlidingWindow = None
   softmax_scale: float | None = None
   logits_soft_cap: float | None = None
-  softmax_aux: Any = None
-  precision: Any = None
+  softmax_aux: ArrayLike | None = None
+  precision: jax.lax.PrecisionLike = None
   block_sizes: BlockSizes | None = None
   return_lse: bool = False
   metadata: OperationMetadata | None = None
 
 
-def page_attention(query, cache: PagesV1, metadata: PagesMetadata,
+def page_attention(query: ArrayLike, cache: PagesV1, metadata: PagesMetadata,
                    options: PagedOptions = PagedOptions()) -> AttentionOutput:
-  """One query per request against its pages, which hold the query's own token already.
+  """Computes attention of one query per request to its pages, which already hold the query's token.
 
     output[r] = softmax(soft_cap(scale * query[r] . keys[r])) . values[r]
 
-  Kwon et al., PagedAttention, https://arxiv.org/abs/2309.06180. In shapes that of
-  `jax.experimental.pallas.ops.tpu.paged_attention`; the scale is D**-0.5 unless given.
+  Kwon et al., PagedAttention, https://arxiv.org/abs/2309.06180. Shapes
+  are those of `jax.experimental.pallas.ops.tpu.paged_attention`; the scale is D**-0.5 unless given.
 
   Args:
-    query: float [R, H, D], each at its request's last position.
-    cache: `PagesV1`: key_pages [K, P, page, D], value_pages [K, P, page, E].
-    metadata: page_tables int32 [R, N], context_lens int32 [R] (tokens); no query_start_loc.
+    query: float [num_requests, H, D], each at its request's last position.
+    cache: `PagesV1`: key_pages [K, num_pages, page_size, D], value_pages
+      [K, num_pages, page_size, E].
+    metadata: page_tables int32 [num_requests, pages_per_request], context_lens int32
+      [num_requests] (tokens); no query_start_loc.
     options: the rest, as in `attention`.
 
   Returns:
-    attention_outputs [R, H, E] in the query's dtype and, where asked for, lse float32 [H, R]. A
-    request of length 0 has output 0 and lse -inf (or that of the sinks).
+    attention_outputs [num_requests, H, E] in the query's dtype and, where requested, lse float32
+    [H, num_requests]. A     request of length 0 has output 0 and lse -inf (or that of the sinks).
 
   Raises:
-    ValueError: an argument is not what is said here.
-    NotImplementedError: gradients of what is in quantised pages; a mesh that does not divide them.
+    ValueError: an argument is not as documented here.
+    NotImplementedError: gradients with respect to quantized pages; a mesh that does not divide
+      them.
   """
   return _paged("page_attention", (query, None, None), cache, metadata, options)
 
 
-def ragged_page_attention_v2(query, cache: PagesV2, metadata: PagesMetadata,
+def ragged_page_attention_v2(query: ArrayLike, cache: PagesV2, metadata: PagesMetadata,
                              options: PagedOptions = PagedOptions()) -> AttentionOutput:
-  """Any number of queries per request, prefill and decode mixed, against the requests' pages.
+  """Computes attention of any number of queries per request, prefill and decode mixed, to pages.
 
-  In shapes that of `jax.experimental.pallas.ops.tpu.ragged_paged_attention`; the scale is D**-0.5
-  unless given, and a window is cut for every query by itself. Queries are the last tokens of their
-  request, which the pages hold already: token i of q stands at position context_len - q + i.
+  Shapes are those of `jax.experimental.pallas.ops.tpu.ragged_paged_attention`; the scale is
+  D**-0.5 unless given, and a window applies to each query. Queries are the last tokens of their
+  request, which the pages hold already: query i of n has position context_len - n + i.
 
-  A request's output has the same bits alone, in any batch, in any pages and in any chunks of a
+  The output of a request has the same bits alone, in any batch, in any pages and in any chunks of a
   prefill, for given `options.block_sizes` and without `metadata.distribution`.
 
+  >>> import numpy as np
+  >>> from attn_core import Heads, PagesMetadata, PagesV2, ragged_page_attention_v2
+  >>> from attn_core.caches.paged import ops
+  >>> cache = ops.init(PagesV2, num_pages=4, page_size=16, heads=Heads(1, 8, 8), dtype="float32")
+  >>> tables, lengths = np.array([[2], [0]], np.int32), np.array([5, 3], np.int32)
+  >>> metadata = PagesMetadata(tables, lengths, query_start_loc=np.array([0, 1, 4], np.int32))
+  >>> query = np.ones((4, 2, 8), np.float32)  # one query of request 0, three of request 1
+  >>> ragged_page_attention_v2(query, cache, metadata).attention_outputs.shape
+  (4, 2, 8)
+
   Args:
-    query: float [T, H, D], the requests' queries one after the other; more rows may follow.
-    cache: `PagesV2`: pages [P, page, 2K, D].
-    metadata: page_tables int32 [R, N], context_lens int32 [R], query_start_loc int32 [R + 1];
-      num_requests int32 [] or [1] where not all rows are in use.
+    query: float [T, H, D], the queries of the requests in order; more rows may follow.
+    cache: `PagesV2`: pages [num_pages, page_size, 2K, D].
+    metadata: page_tables int32 [num_requests, pages_per_request], context_lens int32
+      [num_requests], query_start_loc int32 [num_requests + 1];
+      num_requests int32 [] or [1] if some rows are unused.
     options: the rest, as in `attention`.
 
   Returns:
-    attention_outputs [T, H, D] in the query's dtype and, where asked for, lse float32 [H, T]; rows
+    attention_outputs [T, H, D] in the query's dtype and, where requested, lse float32 [H, T]; rows
     past the last request are 0 and -inf.
 
   Raises:
-    ValueError: an argument is not what is said here.
-    NotImplementedError: gradients of what is in quantised pages; a mesh that does not divide them.
+    ValueError: an argument is not as documented here.
+    NotImplementedError: gradients with respect to quantized pages; a mesh that does not divide
+      them.
   """
   return _paged("ragged_page_attention_v2", (query, None, None), cache, metadata, options)
 
 
-def ragged_page_attention_v3(query, key, value, cache: PagesV3, metadata: PagesMetadata,
+def ragged_page_attention_v3(query: ArrayLike, key: ArrayLike, value: ArrayLike, cache: PagesV3,
+                             metadata: PagesMetadata,
                              options: PagedOptions = PagedOptions()) -> AttentionOutput:
-  """As v2, with the queries' own keys and values written into the pages in the same call.
+  """Writes the queries' keys and values to the pages, and computes attention to them as v2 does.
 
-  In shapes that of vLLM's kernel of this name for TPUs, with the page table as [R, N]; the scale is
-  D**-0.5 unless given. Donate the cache, and it is written in place.
+  Shapes are those of vLLM's kernel of this name for TPUs, with the page table as
+  [num_requests, pages_per_request]; the scale is D**-0.5 unless given. A donated cache is updated
+  in place.
 
   Args:
-    query: float [T, H, D], the requests' queries one after the other; more rows may follow.
-    key: float [T, K, D], of the same tokens; quantised pages make or have the scales.
+    query: float [T, H, D], the queries of the requests in order; more rows may follow.
+    key: float [T, K, D], of the same tokens; quantized pages hold the scales.
     value: float [T, K, D].
-    cache: `PagesV3`: pages [P, page, cdiv(2K, packing), packing, D'], D' a multiple of 128.
-    metadata: as for v2, and distribution int32 [3]: (decode end, prefill end, total), which
-      computes the requests before the first one, of one query each, by themselves.
+    cache: `PagesV3`: pages [num_pages, page_size, cdiv(2K, packing), packing, padded_width],
+      D padded to a multiple of 128.
+    metadata: as for v2, and distribution int32 [3]: (decode end, prefill end, total); requests
+      before decode end have one query each and are computed separately.
     options: the rest, as in `attention`.
 
   Returns:
     attention_outputs [T, H, D], lse as for v2, and cache_view, the cache with the new tokens.
 
   Raises:
-    ValueError: an argument is not what is said here.
-    NotImplementedError: gradients of what is in quantised pages; a mesh that does not divide them.
+    ValueError: an argument is not as documented here.
+    NotImplementedError: gradients with respect to quantized pages; a mesh that does not divide
+      them.
   """
   return _paged("ragged_page_attention_v3", (query, key, value), cache, metadata, options)
 
 
-def _paged(mechanism: str, arrays, cache, metadata, options: PagedOptions) -> AttentionOutput:
-  return attention(*arrays, mechanism=mechanism, layout="thd", cache_view=cache,
-                   cache_metadata=metadata, **options._asdict())
+def _paged(
+    mechanism: str, arrays: tuple[ArrayLike, ArrayLike | None, ArrayLike | None], cache: Cache,
+    metadata: PagesMetadata, options: PagedOptions,
+) -> AttentionOutput:
+  return attention(
+      *arrays, mechanism=mechanism, layout="thd", cache_view=cache, cache_metadata=metadata,
+      causal=options.causal, sliding_window=options.sliding_window,
+      softmax_scale=options.softmax_scale, logits_soft_cap=options.logits_soft_cap,
+      softmax_aux=options.softmax_aux, precision=options.precision,
+      block_sizes=options.block_sizes, return_lse=options.return_lse, metadata=options.metadata)

@@ -1,7 +1,9 @@
-"""The values that travel through the library, and the constants every file shares.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Values that travel through the library, and constants that every file shares.
 
-Letters: B batch, T query length, S key length, H query heads, K key heads,
-G = H / K, D query and key width, E value width.
+Dimensions, in shapes everywhere: B batch, T query length, S key length, H query heads, K key
+heads, G = H / K, D query and key width, E value width; with pages P pages and R requests.
 
 Four kinds of values, never mixed: arrays (`Operands`, traced), what is computed
 (`AttentionSpec`, static), where (`OperationMetadata`, static) and how fast
@@ -9,37 +11,46 @@ Four kinds of values, never mixed: arrays (`Operands`, traced), what is computed
 """
 
 import enum
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, TypeVar
 
 import jax
+from jax.typing import DTypeLike
 import jax.numpy as jnp
+
+if TYPE_CHECKING:  # for annotations only: these modules import this one
+  from attn_core.caches.dense import DenseCache
+  from attn_core.caches.paged.layouts import PagesV3
+  from attn_core.caches.window import WindowCache
+  from attn_core.sharding.placement import Placement
 
 Array = jax.Array
 Mode = Literal["__train__", "__prefill__", "__autoregressive__", "__insert__"]
-Layout = Literal["bthd", "bhtd", "thd"]
+ArrayLayout = Literal["bthd", "bhtd", "thd"]
+SlidingWindow = int | tuple[int | None, int | None] | list[int | None] | None
 
 MODES = ("__train__", "__prefill__", "__autoregressive__", "__insert__")
 DECODE_MODES = ("__autoregressive__", "__insert__")
-LAYOUTS = ("bthd", "bhtd", "thd")
+ARRAY_LAYOUTS = ("bthd", "bhtd", "thd")
 PLATFORMS = ("cpu", "gpu", "tpu")
 
-# What travels: keys and values around a ring, or to everybody; everything, tokens for heads
-# (DeepSpeed-Ulysses); or the latter within groups of devices that form a ring.
+# Communication of context parallelism. "ring": keys and values go around a ring of devices;
+# "all_gather": every device gathers all keys and values; "ulysses": an all-to-all exchanges tokens
+# for heads (DeepSpeed-Ulysses); "hybrid": ulysses within groups of devices that form a ring.
 RING_VARIANTS = ("ring", "all_gather", "ulysses", "hybrid")
 
-# Collectives between the kernels, which the compiler overlaps with them; or the kernels themselves,
-# while they compute, on TPUs only.
+# "collective": collectives between the kernels, which the compiler overlaps with them; "remote":
+# the kernels send while they compute, on TPUs only.
 RING_TRANSFERS = ("collective", "remote")
 
 # A finite stand-in for -inf where a difference of two of them must not become NaN.
 MASK_VALUE = -1e30
 
-# The operands that have gradients, in the order in which kernels return them.
+# The operands with gradients, in the order in which kernels return them.
 DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks")
 
 
 class AttentionMechanism(str, enum.Enum):
-  """The names by which the field knows its attention mechanisms."""
+  """Names of the attention mechanisms."""
 
   AUTO = "auto"
   VANILLA = "vanilla"
@@ -61,33 +72,32 @@ class AttentionMechanism(str, enum.Enum):
 
 
 class BlockSizes(NamedTuple):
-  """How a block-wise kernel cuts its work, in tokens; None: the tuned value."""
+  """Block sizes of a block-wise kernel, in tokens; None: the tuned value."""
 
   block_q: int | None = None  # query tokens per step of the forward
   block_kv: int | None = None  # key tokens per step of the forward
   block_q_backward: int | None = None  # query tokens per step of the backward
   block_kv_backward: int | None = None  # key tokens per step of the backward
   block_heads: int | None = None  # key heads computed together
-  vmem_limit_bytes: int | None = None  # of a TPU kernel; None: what it needs
+  vmem_limit_bytes: int | None = None  # vector memory of a TPU kernel; None: as much as it needs
 
 
 class RingConfig(NamedTuple):
-  """How `ring` spreads a sequence over `OperationMetadata.sequence_axis_name`."""
+  """Sharding of a sequence over `OperationMetadata.sequence_axis_name` by mechanism `ring`."""
 
   variant: str = "ring"  # one of RING_VARIANTS
-  # The order in which every array has its tokens along T and S; one of `layouts.LAYOUTS`.
+  # The order of the tokens of every array along T and S; one of `token_order.TOKEN_ORDERS`.
   layout: str = "contiguous"
-  heads_axis_name: str | None = None  # of hybrid: the mesh axis of the all-to-all, the faster one
-  # Who sends what goes around a ring: one of RING_TRANSFERS.
-  transfer: str = "collective"
+  heads_axis_name: str | None = None  # hybrid only: the mesh axis of the all-to-all, the faster one
+  transfer: str = "collective"  # how keys and values move around a ring: one of RING_TRANSFERS
 
 
 class MaskOperands(NamedTuple):
-  """What a mask structure needs at run time, and where these rows and heads stand.
+  """Arrays of a mask, and the global numbers of these batch rows and heads.
 
-  A kernel that sees one shard, or a batch with a mapped axis folded into it,
-  reads the global batch row and head numbers here; custom predicates and the
-  dropout mask are functions of the global numbers.
+  A kernel that computes one shard, or a batch with a mapped axis folded into it, reads the global
+  batch row and head numbers here; custom predicates and the dropout mask are functions of the
+  global numbers.
   """
 
   arrays: tuple[Array, ...] = ()  # the leaves of the mask, in tree order
@@ -96,7 +106,7 @@ class MaskOperands(NamedTuple):
 
 
 class Operands(NamedTuple):
-  """The arrays of one attention, in layout bthd."""
+  """Arrays of one attention, in layout bthd."""
 
   query: Array  # [B, T, H, D]
   key: Array  # [B, S, K, D]
@@ -105,56 +115,62 @@ class Operands(NamedTuple):
   mask: MaskOperands = MaskOperands()
   sinks: Array | None = None  # float [B or 1, H]: a logit per head without a value
   dropout_key: Array | None = None  # uint32 [B or 1, 2]
-  key_scale: Array | None = None  # float32 [B, S, K], of keys in 8 bits; see caches.quantize
-  value_scale: Array | None = None  # float32 [B, S, K]
+  key_scale: Array | None = None  # float32 [B, S, K], scales of 8-bit keys; see caches.quantize
+  value_scale: Array | None = None  # float32 [B, S, K], of 8-bit values
 
 
 class AttentionSpec(NamedTuple):
-  """What is computed: static and hashable."""
+  """Static description of one attention; hashable."""
 
-  mask: Any  # the tree structure of an algebra.Mask; its leaves are Operands.mask.arrays
+  mask: jax.tree_util.PyTreeDef  # of a Mask, whose leaves are Operands.mask.arrays
   softmax_scale: float
   logits_soft_cap: float | None = None
   dropout_prob: float = 0.0
-  softmax_dtype: Any = jnp.dtype("float32")
-  precision: Any = None  # jax.lax.PrecisionLike of the two products
+  softmax_dtype: DTypeLike = jnp.dtype("float32")
+  precision: jax.lax.PrecisionLike = None  # of the two products
   normalize_output: bool = True
-  out_dtype: Any = None  # of the output, where it is a part that others are added to; None: query's
+  # Of an output that is a partial sum, to which others are added; None: the query's dtype.
+  out_dtype: DTypeLike | None = None
 
 
 class PagedSpec(NamedTuple):
-  """What an attention over pages computes: static and hashable."""
+  """Static description of one attention over pages; hashable."""
 
   softmax_scale: float
   logits_soft_cap: float | None = None
   causal: bool = True
   window: tuple[int | None, int | None] = (None, None)  # (left, right), tokens; None: unbounded
-  softmax_dtype: Any = jnp.dtype("float32")
-  precision: Any = None  # jax.lax.PrecisionLike of the two products
+  softmax_dtype: DTypeLike = jnp.dtype("float32")
+  precision: jax.lax.PrecisionLike = None  # of the two products
 
 
-class Call(NamedTuple):
-  """One attention, normalised: the only argument of every mechanism."""
+OperandsT = TypeVar("OperandsT")  # Operands, or PagedOperands of an attention over pages
+SpecT = TypeVar("SpecT")  # AttentionSpec, or PagedSpec
 
-  operands: Operands
-  spec: AttentionSpec
+
+class Call(NamedTuple, Generic[OperandsT, SpecT]):
+  """One normalized attention: the only argument of every mechanism."""
+
+  operands: OperandsT
+  spec: SpecT
   block_sizes: BlockSizes = BlockSizes()
-  placement: Any = None  # sharding.shard.Placement; None: one device
+  placement: "Placement | None" = None  # None: one device
   return_lse: bool = False
   return_weights: bool = False
 
 
 class AttentionOutput(NamedTuple):
-  """What an attention gives back; None where it was not asked for or does not exist."""
+  """Results of an attention; None where not requested or not existing."""
 
   attention_outputs: Array  # [B, T, H, E] in the caller's layout, query's dtype
-  attention_weights: Array | None = None  # [B, H, T, S], those the values were multiplied with
+  attention_weights: Array | None = None  # [B, H, T, S], after dropout
   lse: Array | None = None  # float32 [B, H, T], natural logarithm
-  cache_view: Any = None  # the updated cache of mechanisms that write one
+  # The updated cache of a call that writes to one.
+  cache_view: "DenseCache | WindowCache | PagesV3 | None" = None
 
 
 def cdiv(numerator: int, denominator: int) -> int:
-  """Division rounded up."""
+  """Returns the quotient rounded up."""
   return -(-numerator // denominator)
 
 

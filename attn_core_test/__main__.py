@@ -1,11 +1,15 @@
-"""Runs the tests of this package: python3 -m attn_core_test [pattern ...] [--jobs N] [--list].
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the tests of this package: python3 -m attn_core_test [pattern ...] [--slow] [--jobs N] ...
 
 Every `*_test.py` module runs in processes of its own, because some set JAX flags, such as the
-number of virtual devices, when they are imported. Modules listed in SHARDS are cut into pieces,
-each of which runs every n-th test. Of modules listed in TURNS, the whole suite takes every second
-test, see there. All share what JAX compiles, until the last has ended. A piece prints one line when
-it is done, and its whole output when something failed. The last line is
-`N passed, M failed, K skipped`; the exit status is 0 only when tests ran and none failed.
+number of virtual devices, when they are imported. Modules listed in sampling.SHARDS are cut into
+pieces, each of which runs every n-th test. Without patterns the tests that `sampling` tags as slow
+are left out; `--slow` runs them too, and `--slow --rotation K/N` the K-th of N parts of them. A
+module that is asked for by name runs whole, but for slow cases. All share what JAX compiles, until
+the last has ended. A piece prints one line when it is done, its whole output when something failed,
+and else the lines of it that begin with MARK. The last line is `N passed, M failed, K skipped`; the
+exit status is 0 only when tests ran and none failed.
 """
 
 import argparse
@@ -20,30 +24,15 @@ import tempfile
 import time
 from typing import NamedTuple
 
-from attn_core_test import sampling as sweeps
+from attn_core_test import sampling
 
 FOLDER = pathlib.Path(__file__).resolve().parent
 
-# Module -> number of pieces. The modules named here start first, in this order.
-SHARDS = {
-    "properties_test": 2, "shard_test": 2, "derivatives_test": 2, "defects_test": 2,
-    "dropout_test": 1, "examples_test": 2, "masks_test": 1, "blockwise_test": 1,
-    "tpu_compile_test": 2, "tpu_test": 2, "ring_test": 2, "paged_test": 1, "decode_test": 1,
-    "tpu_paged_test": 1, "caches_test": 1, "gpu_test": 1, "gpu_backward_test": 1,
-    "gpu_decode_test": 1, "tpu_ring_test": 1, "tpu_decode_test": 1, "paged_shard_test": 1,
-    "stripes_test": 1, "plan_test": 1, "cudnn_test": 1, "gpu_suite_test": 1, "benchmark_test": 1,
-    "pages_test": 1, "readme_test": 1, "distributed_test": 1}
-
-# Of these the whole suite takes every second test: one half on Python 3.11, 3.13, ..., the other on
-# 3.12, 3.14, ... A module that is asked for by name runs whole, and with ATTN_CORE_EVERY=1 in the
-# environment every one does.
-TURNS = ("shard_test", "derivatives_test", "defects_test", "dropout_test", "examples_test",
-         "masks_test", "blockwise_test", "tpu_test", "ring_test", "paged_test", "decode_test",
-         "caches_test", "plan_test", "cudnn_test", "gpu_suite_test", "benchmark_test",
-         "pages_test", "paged_shard_test", "stripes_test", "bad_input_test", "helpers_test")
-
 # What absltest prints when a test starts and when it ends.
 EVENT = re.compile(r"\[ +(RUN|OK|FAILED|SKIPPED) +\] (.*)")
+
+# Lines of a module's output that are shown also when all its tests pass begin so.
+MARK = "measured: "
 
 
 class Piece(NamedTuple):
@@ -70,19 +59,15 @@ class Outcome(NamedTuple):
 def pieces_of(patterns: list[str]) -> list[Piece]:
   """The pieces of all modules matching any pattern ("masks", "masks_test", "ma*"); none: all."""
   found = sorted(path.stem for path in FOLDER.glob("*_test.py"))
-  modules = [name for name in SHARDS if name in found]
-  modules += [name for name in found if name not in SHARDS]
+  modules = [name for name in sampling.SHARDS if name in found]
+  modules += [name for name in found if name not in sampling.SHARDS]
   for pattern in patterns:
     if not any(matches(name, pattern) for name in modules):
       raise SystemExit(f"no test module matches {pattern!r}; there are: {', '.join(found)}")
   if patterns:
     modules = [name for name in modules if any(matches(name, p) for p in patterns)]
-  pieces = [Piece(name, index, SHARDS.get(name, 1))
-            for name in modules for index in range(SHARDS.get(name, 1))]
-  turn = sys.version_info.minor % 2
-  return [Piece(piece.module, 2 * piece.index + turn, 2 * piece.total)
-          if piece.module in TURNS and not patterns and not sweeps.EVERY else piece
-          for piece in pieces]
+  return [Piece(name, index, sampling.SHARDS.get(name, 1))
+          for name in modules for index in range(sampling.SHARDS.get(name, 1))]
 
 
 def matches(module: str, pattern: str) -> bool:
@@ -114,19 +99,27 @@ def count(output: str) -> dict[str, int]:
   return counts
 
 
-def run(piece: Piece, compiled: str) -> Outcome:
-  """Runs one piece to its end; `compiled` is a folder for what JAX compiles, for all pieces.
+def run(piece: Piece, compiled: str, rotation: sampling.Rotation | None, whole: bool) -> Outcome:
+  """Runs one piece to its end.
 
-  One that the environment names goes before it: that outlives this program.
+  Args:
+    piece: the module and which of its tests.
+    compiled: folder for what JAX compiles, for all pieces; one that the environment names is used
+      instead, and outlives this program.
+    rotation: which slow tests run; None: none.
+    whole: run tests that are slow because of sampling.QUICK.
   """
   environment = {"JAX_COMPILATION_CACHE_DIR": compiled,
                  "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
                  "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0", **os.environ}
+  environment[sampling.VARIABLE] = "" if rotation is None else str(rotation)
   if piece.total > 1:
     environment.update(TEST_TOTAL_SHARDS=str(piece.total), TEST_SHARD_INDEX=str(piece.index))
+  program = [f"{FOLDER.name}.{piece.module}"] if whole else [
+      f"{FOLDER.name}.run_module", piece.module]
   start = time.monotonic()
   process = subprocess.run(
-      [sys.executable, "-m", f"{FOLDER.name}.{piece.module}"], cwd=FOLDER.parent, env=environment,
+      [sys.executable, "-m", *program], cwd=FOLDER.parent, env=environment,
       stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
       text=True, errors="replace")
   seconds = time.monotonic() - start
@@ -147,7 +140,11 @@ def main() -> int:
   parser.add_argument("patterns", nargs="*", help="modules to run, such as masks or 'ma*'")
   parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time")
   parser.add_argument("--list", action="store_true", help="only list what would run")
+  parser.add_argument("--slow", action="store_true", help="run the slow tests too: hours")
+  parser.add_argument("--rotation", metavar="K/N", type=sampling.rotation_of,
+                      default=sampling.Rotation(0, 1), help="only a part of the slow tests")
   arguments = parser.parse_args()
+  rotation = arguments.rotation if arguments.slow else None
   pieces = pieces_of(arguments.patterns)
   if arguments.list:
     print(*pieces, sep="\n")
@@ -157,7 +154,8 @@ def main() -> int:
   outcomes = {}
   with (tempfile.TemporaryDirectory() as compiled,
         concurrent.futures.ThreadPoolExecutor(max(1, arguments.jobs)) as executor):
-    futures = {executor.submit(run, piece, compiled): piece for piece in pieces}
+    futures = {executor.submit(run, piece, compiled, rotation, bool(arguments.patterns)): piece
+               for piece in pieces}
     for future in concurrent.futures.as_completed(futures):
       piece, outcome = futures[future], future.result()
       outcomes[piece] = outcome
@@ -167,6 +165,10 @@ def main() -> int:
             f"{verdict}", flush=True)
       if outcome.failed:
         print(outcome.output, flush=True)
+      else:
+        for line in outcome.output.splitlines():
+          if line.startswith(MARK):
+            print(line, flush=True)
 
   empty = {piece.module for piece in pieces} - {
       piece.module for piece, outcome in outcomes.items() if sum(outcome[:3])}
@@ -177,9 +179,10 @@ def main() -> int:
   skipped = sum(outcome.skipped for outcome in outcomes.values())
   for piece in (piece for piece in pieces if outcomes[piece].failed):
     print(f"FAILED: {piece}")
-  halved = {piece.module for piece in pieces if piece.total > SHARDS.get(piece.module, 1)}
-  if halved:
-    print(f"of {len(halved)} long modules every second test: ATTN_CORE_EVERY=1 runs all")
+  if rotation is not None:
+    print(f"slow tests: rotation {rotation}")
+  elif not arguments.patterns:
+    print("slow tests are left out: --slow runs them")
   print(f"{len(pieces)} processes in {time.monotonic() - start:.0f} s")
   print(f"{passed} passed, {failed} failed, {skipped} skipped")
   return int(failed > 0 or passed + skipped == 0)

@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """Bad calls of `attention`: each is refused before anything runs, by a message that helps.
 
 One table: name, what is changed in a good call, the exception, and what its message must say.
@@ -260,14 +262,14 @@ VALUES = (
     ("init_bias_returns", {"init_bias": lambda: floats(T, T)},
      r"what init_bias returned: got float32\[8, 8\]", "floating-point"),
     ("sinks_key_heads", {"softmax_aux": floats(K)}, r"softmax_aux: got float32\[2\]",
-     r"floating-point \[4\] or \[4, n\]"),
+     r"floating-point \[4\] or \[4, num_sinks\]"),
     ("sinks_leading", {"softmax_aux": floats(1, H)}, r"softmax_aux: got float32\[1, 4\]",
-     r"\[4\] or \[4, n\]"),
+     r"\[4\] or \[4, num_sinks\]"),
     ("sinks_rank", {"softmax_aux": floats(H, 1, 1)}, r"softmax_aux: got float32\[4, 1, 1\]",
-     r"\[4, n\]"),
-    ("sinks_scalar", {"softmax_aux": np.float32(0)}, "softmax_aux: got float32", r"\[4, n\]"),
+     r"\[4, num_sinks\]"),
+    ("sinks_scalar", {"softmax_aux": np.float32(0)}, "softmax_aux: got float32", r"\[4, num_sinks\]"),
     ("sinks_empty", {"softmax_aux": floats(H, 0)}, r"softmax_aux: got float32\[4, 0\]",
-     r"\[4, n\]"),
+     r"\[4, num_sinks\]"),
     ("sinks_ints", {"softmax_aux": ints(H)}, r"softmax_aux: got int32\[4\]", "floating-point"),
     ("sinks_list", {"softmax_aux": [0.0] * H}, "softmax_aux: got list", "array"),
     ("scale_nan", {"softmax_scale": float("nan")}, "softmax_scale: got nan", "finite"),
@@ -305,7 +307,7 @@ VALUES = (
     ("dropout_raw_key_short", {**DROPPED, "dropout_rng": np.zeros(1, np.uint32)},
      r"dropout_rng: got uint32\[1\]", "one key"),
     ("dropout_key_when_off", {"dropout_rng": "seed"}, "dropout_rng: got 'seed'", "one key"),
-    ("deterministic", {"deterministic": None}, "deterministic: got None", "True or False"),
+    ("deterministic", {"deterministic": 1}, "deterministic: got 1", "None, True or False"),
     ("normalize_output", {"normalize_output": 0}, "normalize_output: got 0", "True or False"),
     ("mask_value_high", {"mask_value": -100.0}, "mask_value: got -100.0", "at most -1000000000",
      "bias"),
@@ -424,7 +426,7 @@ REFUSED = (
      "dropout_prob=0.1", "'flash_attn2'"),
     ("sdpa_value_width", sdpa(**WIDE), "'sdpa'", "value width 24 and query width 16"),
     ("sdpa_weights", sdpa(return_weights=True), "return_weights=True", "'vanilla'"),
-    ("sdpa_unnormalised", sdpa(normalize_output=False), "normalize_output=False"),
+    ("sdpa_unnormalized", sdpa(normalize_output=False), "normalize_output=False"),
     ("sdpa_precision", sdpa(precision="highest"), "precision=highest"),
     ("sdpa_blocks", sdpa(block_sizes=BlockSizes(8)), "block_sizes"),
     ("sdpa_optimized", sdpa(optimized=True), "optimized=True"),

@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """The benchmark: counts, errors, files and refusals; never how fast anything is."""
 
 import contextlib
@@ -14,9 +16,9 @@ from absl.testing import parameterized
 import jax
 import numpy as np
 
-from attn_core.benchmark import runner as benchmark
+from attn_core.benchmark import __main__ as command, runner
 from attn_core.benchmark import cases as cases_lib, contenders, measure, report
-from attn_core.masks import materialize as dense_mask
+from attn_core.masks import materialize
 from attn_core_test.cases import CASES, Case, flops, mask, scale, visible_pairs
 
 TINY = Case("tiny", heads=4, key_heads=2, width=8, value_width=4, queries=24, keys=24)
@@ -37,7 +39,7 @@ class CasesTest(parameterized.TestCase):
   def test_visible_pairs_are_those_of_the_dense_mask(self, name):
     case = _small(CASES[name])
     shape = (case.batch, case.heads, case.queries, case.keys)
-    dense = np.asarray(dense_mask.to_dense(mask(case), shape))
+    dense = np.asarray(materialize.to_dense(mask(case), shape))
     self.assertEqual(visible_pairs(case), dense.sum())
     self.assertEqual(flops(case, False), 2 * dense.sum() * (case.width + case.value_width))
 
@@ -123,7 +125,7 @@ class MeasureTest(parameterized.TestCase):
 class BenchmarkTest(parameterized.TestCase):
 
   def run_tiny(self, **kwargs):
-    return benchmark.run_attention_benchmarks(
+    return runner.run_attention_benchmarks(
         MECHANISMS, [TINY], repeats=1, peers=False, progress=False, **kwargs)
 
   def test_writes_json_text_and_picture(self):
@@ -135,7 +137,7 @@ class BenchmarkTest(parameterized.TestCase):
     self.assertEqual(read["environment"]["versions"]["jax"], jax.__version__)
     self.assertEqual(
         [(r["contender"], r["direction"]) for r in read["results"]],
-        [(name, direction) for direction in benchmark.DIRECTIONS for name in MECHANISMS])
+        [(name, direction) for direction in runner.DIRECTIONS for name in MECHANISMS])
     for result in read["results"]:
       self.assertEqual(Case(**result["case"]), TINY)
       self.assertEqual(result["flops"], flops(TINY, result["direction"] != "forward"))
@@ -150,7 +152,7 @@ class BenchmarkTest(parameterized.TestCase):
     self.assertEqual((folder / "tiny.png").exists(), bool(importlib.util.find_spec("matplotlib")))
 
   def test_refusals_are_told(self):
-    found = benchmark.run_attention_benchmarks(
+    found = runner.run_attention_benchmarks(
         ("vanilla", "sdpa", "cudnn"), [TINY], directions=("forward",), repeats=1, peers=False,
         progress=False)
     self.assertEqual([r.contender for r in found.results], ["vanilla"])
@@ -166,9 +168,9 @@ class BenchmarkTest(parameterized.TestCase):
       clock[0] += next(durations)
       return found
     cases = [TINY._replace(name=f"case {number}") for number in range(5)]
-    with (mock.patch.object(benchmark, "_add_case", add),
-          mock.patch.object(benchmark.time, "monotonic", lambda: clock[0])):
-      found = benchmark.run_attention_benchmarks(
+    with (mock.patch.object(runner, "_add_case", add),
+          mock.patch.object(runner.time, "monotonic", lambda: clock[0])):
+      found = runner.run_attention_benchmarks(
           MECHANISMS, cases, peers=False, progress=False, max_seconds=13.5)
     # Begun after 0, 3 and 8 seconds; at 11 seconds another 5 would be too many.
     self.assertEqual([(r.contender, r.case, r.reason) for r in found.refusals],
@@ -186,18 +188,18 @@ class BenchmarkTest(parameterized.TestCase):
       (dict(directions=["backward"]), "forward_backward"), (dict(cases="vit_b16"), "sequence"))
   def test_unknown_names_are_told_the_known_ones(self, arguments, known):
     with self.assertRaisesRegex(ValueError, f"{list(arguments)[0]}.*{known}"):
-      benchmark.run_attention_benchmarks(peers=False, progress=False, **arguments)
+      runner.run_attention_benchmarks(peers=False, progress=False, **arguments)
 
   @parameterized.parameters(
       (dict(repeats=0), "repeats: got 0"), (dict(max_heads=0), "max_heads: got 0"),
       (dict(max_tokens=-1), "max_tokens: got -1"), (dict(dtype="small"), "dtype: got 'small'"))
   def test_bad_sizes(self, arguments, message):
     with self.assertRaisesRegex(ValueError, message):
-      benchmark.run_attention_benchmarks(["vanilla"], ["vit_b16"], peers=False, progress=False,
+      runner.run_attention_benchmarks(["vanilla"], ["vit_b16"], peers=False, progress=False,
                                          **arguments)
 
   def test_suites_name_cases(self):
-    for name in (*benchmark.DEFAULT, *(name for name, _ in benchmark.FULL)):
+    for name in (*runner.DEFAULT, *(name for name, _ in runner.FULL)):
       self.assertIn(name, CASES)
 
   def test_peers_are_found_or_told(self):
@@ -210,11 +212,11 @@ class BenchmarkTest(parameterized.TestCase):
 
   def test_command_line(self):
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-      self.assertEqual(benchmark.main(["--list"]), 0)
+      self.assertEqual(command.main(["--list"]), 0)
     for name in (*CASES, "flash_attn2"):
       self.assertIn(name, printed.getvalue())
     with contextlib.redirect_stderr(io.StringIO()) as told, self.assertRaises(SystemExit):
-      benchmark.main(["--cases", "llama9", "--no-peers"])
+      command.main(["--cases", "llama9", "--no-peers"])
     self.assertIn("llama3_8b", told.getvalue())
 
 

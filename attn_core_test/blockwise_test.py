@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """The XLA block-wise kernel: memory, visited blocks, independence of block sizes."""
 
 from absl.testing import absltest

@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """Caches against plain Python models of them, and calls with a cache against calls without one.
 
 Letters: B batch, T new tokens, S slots, W window, H query heads, K key heads, D and E widths.
@@ -14,8 +16,7 @@ import numpy as np
 
 from attn_core import (CacheMetadata, DenseCache, Heads, MaskInfo, PagesV2, WindowCache, attention,
                        build_cache_pos, concatenate, create_mesh, masks)
-from attn_core.caches import dense, quantize, window
-from attn_core.caches.paged import ops as pages
+from attn_core.caches import dense, pages, quantize, window
 
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -284,16 +285,16 @@ class QuantizeTest(parameterized.TestCase):
     for function in (stored(dense, "int8"), stored(window, "float8_e4m3fn"), paged("token"),
                      paged("tensor"), attended):
       for derive in (jax.grad, lambda f: lambda x: jax.jvp(f, (x,), (x,))):
-        with self.assertRaisesRegex(NotImplementedError, "gradients of what a cache stores in 8"):
+        with self.assertRaisesRegex(NotImplementedError, "gradients of quantized keys"):
           derive(function)(key)
     of_query = jax.grad(lambda x: attended(jax.lax.stop_gradient(x * key), x * query))(1.0)
     self.assertGreater(abs(of_query), 1e-3)
     cache = filled(dense, S, [3, 1, 2], dtype=jnp.int8)
-    with self.assertRaisesRegex(NotImplementedError, "cache_view: gradients of what a cache"):
+    with self.assertRaisesRegex(NotImplementedError, "cache_view: gradients of quantized keys"):
       jax.grad(lambda scale: attention(
           query, None, None, mode="__autoregressive__", cache_view=cache._replace(key_scale=scale)
           ).attention_outputs.sum())(cache.key_scale)
-    with self.assertRaisesRegex(NotImplementedError, "cache_view: gradients of what a cache"):
+    with self.assertRaisesRegex(NotImplementedError, "cache_view: gradients of quantized keys"):
       jax.grad(lambda scale: concatenate(
           query=query, key=key, value=value, mode="__prefill__",
           cache_view=cache._replace(key_scale=scale)).key.sum())(cache.key_scale)

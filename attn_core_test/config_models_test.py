@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """Hub models, layer by layer: what transformers computes is what a config.json that was read says.
 
 Needs torch and transformers (`pip install '.[parity]'`); skipped without them.
@@ -15,7 +17,7 @@ import numpy as np
 
 from attn_core import (attention, attention_arguments, from_pretrained, layer_rope,
                        query_temperature, rotary)
-from attn_core_test import optional_deps as peers
+from attn_core_test import optional_deps
 
 SIZES = {"hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 4,
          "num_hidden_layers": 4, "max_position_embeddings": 64, "attention_dropout": 0.0}
@@ -137,7 +139,7 @@ class ModelsTest(parameterized.TestCase):
 
   def setUp(self):
     super().setUp()
-    self.torch, self.transformers = peers.torch_and_transformers(self)
+    self.torch, self.transformers = optional_deps.torch_and_transformers(self)
 
   def run_model(self, name):
     """(what was heard, the configuration read from the file that the model wrote, positions)."""

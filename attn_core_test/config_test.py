@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """AttnConfig: documented fields, merges, JSON, files, and what a model hub's config.json means."""
 
 import json
@@ -242,6 +244,7 @@ class FieldsTest(parameterized.TestCase):
 
   def test_dictionary_type_has_all_and_requires_none(self):
     self.assertEqual(AttnConfigDict.__optional_keys__, set(AttnConfig._fields))
+    self.assertEqual(typing.get_type_hints(AttnConfigDict), typing.get_type_hints(AttnConfig))
     self.assertEqual(typing.get_type_hints(AttnConfigDict)["blocksize_q"], int | None)
 
   def test_constants(self):
@@ -321,7 +324,7 @@ class MergeTest(parameterized.TestCase):
     config = attach_custom_arguments(config, rotary="no")
     self.assertEqual(extras_of(config)["rotary"], "no")
     self.assertEqual(from_dict(to_dict(config)), config)
-    with self.assertRaisesRegex(ValueError, "attach_custom_arguments: f is no value"):
+    with self.assertRaisesRegex(ValueError, "attach_custom_arguments: f is not JSON"):
       attach_custom_arguments(config, f=len)
     with self.assertRaisesRegex(ValueError, r"\['rotary'\].*attach_custom_arguments"):
       add_basic_configurations(config, rotary="no")
@@ -349,7 +352,7 @@ class MergeTest(parameterized.TestCase):
       ({"sharding_dcn_axis_dims": -1}, "sharding_dcn_axis_dims: got -1; expected a tuple"),
       ({"kv_cache_sharding_sequence_axis_name": -1},
        "kv_cache_sharding_sequence_axis_name=-1: expected the name of a mesh axis"),
-      ({"quantization_config": object()}, "quantization_config=.*expected .*that JSON knows"),
+      ({"quantization_config": object()}, "quantization_config=.*expected .*JSON-serializable"),
       ({"kv_cache_quantization_config": math.nan}, "kv_cache_quantization_config=nan"),
       ({"model_type": 3}, "model_type: got 3"),
       ({"extras": {"a": [1]}}, "extras: got .*attach_custom_arguments"),
@@ -359,7 +362,7 @@ class MergeTest(parameterized.TestCase):
       ({"layer_ropes": {"dense": Rope()}}, "layer_ropes: got .*layer types of full"),
       ({"layers_without_rope": -1}, "layers_without_rope: got -1"),
       ({"layers_without_rope": (2,), "num_hidden_layers": 2},
-       r"layers_without_rope: got \(2,\); expected numbers of layers, from 0 to 2 - 1"),
+       r"layers_without_rope: got \(2,\); expected layer indices, from 0 to 2 - 1"),
       ({"partition_rules": 5}, "partition_rules=5: expected pairs"),
       ({"partition_rules": (("(", PartitionSpec()),)}, "partition_rules=.*unterminated"),
       ({"partition_rules": (("a", "tp"),)}, "partition_rules has the spec 'tp'"),
@@ -595,7 +598,7 @@ class ReadersTest(parameterized.TestCase):
       ({"model_type": "llama", "num_attention_heads": "many"}, ValueError, "got 'many'"),
       ({"model_type": "llama", "rope_scaling": {"rope_type": "spiral"}}, ValueError, "'spiral'"),
       ({"model_type": "llama", "rope_scaling": {"rope_type": "linear", "factor": 2.0},
-        "rope_parameters": {"rope_type": "default"}}, ValueError, "none beside rope_parameters"),
+        "rope_parameters": {"rope_type": "default"}}, ValueError, "null, since rope_parameters"),
       ({"model_type": "qwen2", "num_hidden_layers": 1, "layer_types": [SLIDING],
         "use_sliding_window": False, "sliding_window": 8}, ValueError, "use_sliding_window"),
       ({"model_type": "gemma2", "num_hidden_layers": 1, "layer_types": [FULL],

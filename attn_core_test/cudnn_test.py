@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """sdpa and cudnn: what JAX's path to cuDNN is told, without a GPU, and the values around it.
 
 Programs are lowered for CUDA and read; what JAX asks of the machine first is answered for it. The
@@ -17,11 +19,11 @@ from jax.sharding import AxisType, Mesh
 import numpy as np
 
 from attn_core import MaskInfo, OperationMetadata, attention, explain, masks
-from attn_core.masks import banded as band, materialize as dense_mask
+from attn_core.masks import banded, materialize
 from attn_core.mechanisms import sdpa
 from attn_core.references import oracle
 from attn_core.types import AttentionSpec, Call, MaskOperands, Operands
-from attn_core_test import gpu_suite_parts as gpu_parts
+from attn_core_test import gpu_suite_parts
 from attn_core_test.property_cases import EVEN_CASES
 
 jax.config.update("jax_num_cpu_devices", 4)
@@ -304,7 +306,7 @@ class ValuesTest(parameterized.TestCase):
     query, key, value = (jnp.asarray(rng.normal(size=(2, 9, heads, 8)), jnp.float32)
                          for heads in (4, 2, 2))
     leaves, structure = jax.tree.flatten(mask)
-    self.assertIsNotNone(band.of(mask, 9, 9))
+    self.assertIsNotNone(banded.from_mask(mask, 9, 9))
     spec = AttentionSpec(structure, 8**-0.5)
     operands = MaskOperands(tuple(map(jnp.asarray, leaves)))
     want = lambda *x: oracle.attention(Operands(*x, mask=operands), spec)[0]
@@ -360,7 +362,7 @@ class ValuesTest(parameterized.TestCase):
 
   @parameterized.named_parameters(*((case.name, case) for case in EVEN_CASES))
   def test_equals_the_oracle_as_on_a_gpu(self, case):
-    self.assertEqual(gpu_parts.judge(case, "sdpa", "float32"), "right")
+    self.assertEqual(gpu_suite_parts.judge(case, "sdpa", "float32"), "right")
 
   def test_nobody_is_asked_about_lengths_of_nothing_or_past_the_end(self):
     leaves, structure = jax.tree.flatten(masks.lengths(ints(0, 55), ints(99, -1)))
@@ -385,14 +387,14 @@ class ValuesTest(parameterized.TestCase):
         (masks.window(3, 0), 9, 8), (masks.window(3, 0) & masks.lengths(ints(3)), 9, 9),
         (masks.offset(masks.causal(), 1), 8, 9), (masks.causal() | masks.window(3, 0), 9, 9),
         (~masks.causal(), 9, 9), (masks.window(None, 7), 9, 9)):
-      self.assertIsNone(band.of(mask, queries, keys), mask)
-    self.assertEqual(band.of(masks.window(8, 8), 9, 9), band.Band(False, None, (), ()))
-    self.assertEqual(band.of(masks.window(7, 0), 9, 9), band.Band(True, 7, (), ()))
+      self.assertIsNone(banded.from_mask(mask, queries, keys), mask)
+    self.assertEqual(banded.from_mask(masks.window(8, 8), 9, 9), banded.Band(False, None, (), ()))
+    self.assertEqual(banded.from_mask(masks.window(7, 0), 9, 9), banded.Band(True, 7, (), ()))
 
 
 def masks_seen(mask):
   """bool [B, T, S]: what a mask without heads makes visible, for B = 2 and T = S = 9."""
-  return dense_mask.to_dense(mask, (2, 1, 9, 9))[:, 0]
+  return materialize.to_dense(mask, (2, 1, 9, 9))[:, 0]
 
 
 if __name__ == "__main__":

@@ -1,13 +1,10 @@
-"""autoregressive_decodeattn: a few queries against a dense cache, held to the float64 definition.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""autoregressive_decodeattn: a few queries against a dense cache, against the oracle."""
 
-Letters: B batch, T queries, S slots, H query heads, K key heads, D and E widths.
-"""
-
-import collections
 import functools
 import inspect
 import re
-from typing import NamedTuple
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -16,119 +13,13 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 import numpy as np
 
-from attn_core import (BlockSizes, OperationMetadata, attention, autoregressive_decodeattn, create_mesh, explain)
-from attn_core.arguments import normalize as arguments
+from attn_core import OperationMetadata, attention, autoregressive_decodeattn, create_mesh, explain
+from attn_core.arguments import normalize
+from attn_core.arguments.arguments import AttentionArguments
 from attn_core.caches import dense, quantize
 from attn_core.kernels.xla import decode
-from attn_core.masks import leaves as algebra
-from attn_core.references import oracle
-from attn_core.types import AttentionSpec, MaskOperands, Operands
-
-jax.config.update("jax_num_cpu_devices", 8)
-jax.config.update("jax_enable_x64", True)
-
-MODE = {"mode": "__autoregressive__", "mechanism": "autoregressive_decodeattn"}
-
-
-class Case(NamedTuple):
-  """One decode call; lengths after the queries' own tokens."""
-
-  lengths: tuple[int, ...]
-  T: int = 1
-  S: int = 37
-  H: int = 4
-  K: int = 2
-  D: int = 32
-  E: int = 32
-  starts: tuple[int, ...] | None = None
-  sliding_window: tuple | None = None
-  logits_soft_cap: float | None = None
-  sinks: bool = False
-  block: int | None = 8
-
-  @property
-  def arguments(self) -> dict:
-    return dict(sliding_window=self.sliding_window, logits_soft_cap=self.logits_soft_cap,
-                block_sizes=BlockSizes(block_kv=self.block), **MODE)
-
-
-CASES = {
-    "one_query": Case((37, 1, 16)),
-    "rows_shorter_than_the_queries": Case((0, 1, 2), T=3),
-    "window": Case((37, 5, 24), T=3, sliding_window=(9, 0)),
-    "soft_cap_and_sinks": Case((37, 0, 9), logits_soft_cap=1.5, sinks=True),
-    "starts": Case((37, 20, 9), starts=(30, 0, 9)),
-    "one_head": Case((37, 12), T=3, H=1, K=1),
-    "all_query_heads_share_a_key_head": Case((37, 12), T=2, H=8, K=1, D=16, E=48),
-    "every_query_head_has_its_own": Case((37, 12), H=4, K=4, D=5, E=3),
-    "many_rows": Case((37, 20), T=9, H=8),
-    "one_block": Case((37, 20), T=2, block=None),
-    "blocks_of_one_key": Case((5, 3), S=5, block=1),
-    "one_slot": Case((1, 0), S=1, block=None),
-    # Cut into blocks of 512 keys, and what is left into blocks of 256.
-    "large_blocks": Case((1100, 700, 300), S=1100, H=8, K=8, D=128, E=128, block=None),
-}
-
-
-def arrays(case: Case, dtype, seed=0):
-  """query, the cache's key and value, sinks."""
-  rng = np.random.default_rng(seed)
-  array = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
-  batch = len(case.lengths)
-  found = {"query": array(batch, case.T, case.H, case.D),
-           "key": array(batch, case.S, case.K, case.D),
-           "value": array(batch, case.S, case.K, case.E)}
-  return {**found, "softmax_aux": array(case.H)} if case.sinks else found
-
-
-def cache_of(case: Case, key, value, **scales) -> dense.DenseCache:
-  rows = len(case.lengths)
-  return dense.DenseCache(key, value, jnp.array(case.starts or [0] * rows, jnp.int32),
-                          jnp.array(case.lengths, jnp.int32), jnp.zeros(rows, bool), **scales)
-
-
-def decoded(case: Case, operands, **more):
-  """(out, lse) of the queries, which are the rows' last tokens."""
-  rest = {name: operands[name] for name in ("softmax_aux",) if name in operands}
-  output = attention(operands["query"], None, None, return_lse=True, **case.arguments, **rest,
-                     cache_view=cache_of(case, operands["key"], operands["value"]), **more)
-  return output.attention_outputs, output.lse
-
-
-@functools.cache  # one object, which jax.jit compiles once
-def compiled(case: Case):
-  return jax.jit(functools.partial(decoded, case))
-
-
-def defined(case: Case, operands):
-  """The same by the definition, from loops over numbers."""
-  starts = case.starts or (0,) * len(case.lengths)
-  left = np.inf if case.sliding_window is None else case.sliding_window[0]
-  seen = np.array([[[start <= s <= length - case.T + t and s >= length - case.T + t - left
-                     and length - case.T + t >= start for s in range(case.S)]
-                    for t in range(case.T)] for start, length in zip(starts, case.lengths)])
-  leaves, structure = jax.tree.flatten(algebra.dense(seen[:, None]))
-  spec = AttentionSpec(structure, case.D**-0.5, case.logits_soft_cap)
-  sinks = operands["softmax_aux"][None] if case.sinks else None
-  out, _, lse, _ = oracle.attention(
-      Operands(operands["query"], operands["key"], operands["value"], None,
-               MaskOperands(tuple(map(jnp.asarray, leaves))), sinks), spec)
-  return out, lse
-
-
-def with_gradients(run, case):
-  """A jitted function of the operands -> (value and gradients) of a loss that reads everything."""
-  def loss(operands):
-    out, lse = run(case, operands)
-    return jnp.sin(out).sum() + (jnp.where(jnp.isfinite(lse), lse, 0)**2).sum(), (out, lse)
-  return jax.jit(jax.value_and_grad(loss, has_aux=True))
-
-
-def close(got, want, tolerance):
-  for (path, x), y in zip(jax.tree_util.tree_flatten_with_path(got)[0], jax.tree.leaves(want),
-                          strict=True):
-    np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance,
-                               err_msg=jax.tree_util.keystr(path))
+from attn_core_test.decode_cases import (CASES, MODE, Case, arrays, cache_of, close, compiled,
+                                         decoded, defined, with_gradients)
 
 
 class OracleTest(parameterized.TestCase):
@@ -174,7 +65,7 @@ class OracleTest(parameterized.TestCase):
   @parameterized.parameters(("window", "int8"), ("many_rows", "float8_e4m3fn"),
                             ("every_query_head_has_its_own", "float8_e4m3fn"))
   def test_8_bits_equal_what_they_stand_for(self, name, dtype):
-    """The values and the query's gradient are those of the dequantised cache."""
+    """The values and the query's gradient are those of the dequantized cache."""
     case = CASES[name]
     operands = arrays(case, jnp.float32)
     stored, wide = {}, {"query": operands["query"].astype(jnp.float64)}
@@ -239,8 +130,8 @@ class RowsTest(parameterized.TestCase):
     run = with_gradients(decoded, case)
     want = run(operands)
     for number in (np.nan, np.inf, -np.inf):
-      spoil = lambda x: jnp.where(seen[..., None, None], x, number)
-      got = run({**operands, "key": spoil(operands["key"]), "value": spoil(operands["value"])})
+      with_nonfinite = lambda x: jnp.where(seen[..., None, None], x, number)
+      got = run({**operands, "key": with_nonfinite(operands["key"]), "value": with_nonfinite(operands["value"])})
       jax.tree.map(np.testing.assert_array_equal, got, want)
     for name in ("key", "value"):
       np.testing.assert_array_equal(np.asarray(want[1][name])[~seen], 0)
@@ -268,7 +159,7 @@ class RowsTest(parameterized.TestCase):
     out, lse = decoded(case, operands)
     want, want_lse = defined(case, jax.tree.map(lambda x: x.astype(jnp.float64), operands))
     np.testing.assert_allclose(out, want, atol=1e-5)
-    # What is rounded are products as large as the largest logits.
+    # Products as large as the largest logits are rounded.
     np.testing.assert_allclose(lse, want_lse, atol=1e-6 * np.abs(want_lse).max())
 
   def test_one_head_and_one_query_stay_causal(self):
@@ -289,7 +180,7 @@ class RowsTest(parameterized.TestCase):
       query = jnp.ones((2, 1, 2, 64), "bfloat16" if dtype == "bfloat16" else "float32")
       memory = run.lower(cache, query).compile().memory_analysis()
       cached = cache.key.nbytes + cache.value.nbytes
-      # A CPU copies the bits of float8; nothing is ever dequantised as a whole.
+      # A CPU copies the bits of float8; nothing is ever dequantized as a whole.
       most = 1.25 if dtype == "float8_e4m3fn" else 0.25
       self.assertLess(memory.temp_size_in_bytes, most * cached, dtype)
 
@@ -308,9 +199,8 @@ def _visits(case, operands):
       operands["query"], None, None, **case.arguments,
       cache_view=cache_of(case, operands["key"], operands["value"]))
   bound.apply_defaults()
-  call = arguments.normalise(
-      collections.namedtuple("Arguments", bound.arguments)(**bound.arguments)).call
-  levels = decode._cut(call.operands, call.spec, call.block_sizes)
+  call = normalize.normalize(AttentionArguments(**bound.arguments)).call
+  levels = decode._block_inputs(call.operands, call.spec, call.block_sizes)
   return [problem.visits for problem in levels]
 
 
@@ -384,7 +274,7 @@ class ShardedTest(parameterized.TestCase):
     metadata = OperationMetadata(mesh=create_mesh((1, 1, 1, 1, 8)))
     out, lse = jax.jit(functools.partial(decoded, SHARDED, metadata=metadata))(operands)
     want = np.zeros((4, 3), bool)
-    want[3, 2] = True  # the last query alone sees slot 15; nobody sees slot 9 of row 2
+    want[3, 2] = True  # only the last query sees slot 15; no query sees slot 9 of row 2
     np.testing.assert_array_equal(np.isnan(out).all((2, 3)), want)
     np.testing.assert_array_equal(np.isnan(lse).all(1), want)
 

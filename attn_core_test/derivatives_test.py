@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """Derivatives of every order and mixture, under every transformation, against jax on the oracle."""
 
 from absl.testing import absltest

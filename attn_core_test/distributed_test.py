@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """Two processes of four virtual devices each, joined by `jax.distributed` on loopback."""
 
 import pathlib

@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """Dropout: statistics of the keep-mask, what it depends on, and that all mechanisms keep alike.
 
 With the identity as values, the output of an attention is its weights after dropout: so what any
@@ -16,7 +18,7 @@ import numpy as np
 
 from attn_core import BlockSizes, MaskInfo, OperationMetadata, attention, create_mesh, masks
 from attn_core.masks import dropout
-from attn_core.masks.leaves import Coordinates
+from attn_core.masks.mask import Coordinates
 
 jax.config.update("jax_num_cpu_devices", 8)
 

@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """Every example runs as a newcomer would run it, with small settings."""
 
 import importlib.util

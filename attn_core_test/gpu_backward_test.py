@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """The backward of the GPU kernels: interpreted on a CPU against the oracle, and compiled.
 
 See gpu_test for the forward and for what both share.
@@ -21,20 +23,23 @@ import numpy as np
 
 from attn_core import BlockSizes, attention, masks
 from attn_core.benchmark.static import gpu as static_gpu
-from attn_core.kernels.gpu.flash import backward, kernel as flash, tiling as tuned
 from attn_core.kernels.gpu import mosaic
+from attn_core.kernels.gpu.flash import backward, kernel as gpu_flash, tiling
+from attn_core.kernels.xla import flash as xla_flash
+from attn_core.kernels.common.backward import compute_delta
 from attn_core.kernels.common.contract import Residuals
-from attn_core.kernels.xla import tile_ops as steps
-from attn_core_test import gpu_cases, property_cases
+from attn_core_test import gpu_cases, property_cases, sampling
 from attn_core_test.gpu_cases import Case
+
+KERNEL = gpu_flash.make_kernel(xla_flash.KERNEL)
 
 INTERPRETS = hasattr(plgpu, "force_gpu_interpret_mode")
 TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3}
 # Run through `attention`, forward and backward; the other cases of properties_test differ from
 # these before a kernel is reached, or in what `gpu_cases.GRADIENTS` has.
 PROPERTIES = ("positions", "everything", "sinks_several_empty_rows",
-              *["full_odd_sizes_e_not_d", "unnormalised"] * gpu_cases.EVERY)
-# With ATTN_CORE_EVERY=1 all of `gpu_cases.BIASES`, and of its GRADIENTS also what is like others.
+              *sampling.with_slow((), "full_odd_sizes_e_not_d", "unnormalized"))
+# The others of `gpu_cases.BIASES`, and those of its GRADIENTS that are like others, are slow.
 BIASES = ("batch", "all_but_keys")
 ALIKE = ("causal_odd_length", "window", "placed", "widths_192_128", "width_96_float16", "soft_cap")
 
@@ -49,7 +54,7 @@ class InterpretTest(parameterized.TestCase):
       np.testing.assert_allclose(x, y, rtol=0, atol=TOLERANCE[dtype] * size, err_msg=name)
 
   @parameterized.named_parameters((name, name) for name in gpu_cases.GRADIENTS
-                                   if gpu_cases.EVERY or name not in ALIKE)
+                                   if name not in ALIKE or sampling.chosen(name))
   def test_equals_the_oracle(self, name):
     case = gpu_cases.GRADIENTS[name]
     operands = case.operands()
@@ -60,7 +65,7 @@ class InterpretTest(parameterized.TestCase):
     self.compare(found, expected, case.dtype)
 
   @parameterized.named_parameters((name, name) for name in gpu_cases.BIASES
-                                   if gpu_cases.EVERY or name in BIASES)
+                                   if name in BIASES or sampling.chosen(name))
   def test_bias(self, name):
     case = gpu_cases.BIASES[name]
     operands = case.operands()
@@ -135,10 +140,11 @@ class RingTest(parameterized.TestCase):
     operands = case.operands()
     residuals, cotangents, expected = case.derivatives(operands)
     cotangents = cotangents._replace(
-        lse=-steps.correction_of(residuals, cotangents, jnp.float32))
+        lse=-compute_delta(residuals, cotangents, jnp.float32))
     found = sum(backward.backward(
         operands._replace(**{name: getattr(operands, name)[:, keys] for name in ("key", "value")}),
-        case.full_spec, case.blocks, residuals._replace(out=None), cotangents, ("bias",))[0]
+        case.full_spec, case.blocks, residuals._replace(out=None), cotangents, ("bias",),
+        fallback=xla_flash.backward)[0]
                 for keys in (slice(4), slice(4, None)))
     np.testing.assert_allclose(found, expected["bias"], rtol=1e-5, atol=1e-5)
 
@@ -185,15 +191,15 @@ class RefusalTest(parameterized.TestCase):
   def test_blocks(self, blocks, width, words):
     case = Case(D=width, blocks=blocks)
     with self.assertRaisesRegex(ValueError, words):
-      flash.KERNEL.check(case.shapes, case.full_spec, case.blocks)
+      KERNEL.check(case.shapes, case.full_spec, case.blocks)
 
-  @parameterized.product(width=tuned.WIDTHS, value_width=tuned.WIDTHS)
+  @parameterized.product(width=tiling.WIDTHS, value_width=tiling.WIDTHS)
   def test_blocks_that_are_chosen_fit(self, width, value_width):
     case = Case(D=width, E=value_width)
-    for cut in tuned.choose_backward(case.shapes, case.full_spec, case.blocks):
-      self.assertLessEqual(tuned.shared_memory_backward(cut), mosaic.SHARED_MEMORY)
-    for cut in tuned.choose_bias(case.shapes):
-      self.assertLessEqual(tuned.shared_memory_bias(cut), mosaic.SHARED_MEMORY)
+    for cut in tiling.make_backward_tilings(case.shapes, case.full_spec, case.blocks):
+      self.assertLessEqual(tiling.shared_memory_backward(cut), mosaic.SHARED_MEMORY_BYTES)
+    for cut in tiling.make_bias_tilings(case.shapes):
+      self.assertLessEqual(tiling.shared_memory_bias(cut), mosaic.SHARED_MEMORY_BYTES)
 
 
 @unittest.skipIf(static_gpu.missing(), f"nothing to compile with: {static_gpu.missing()}")
@@ -208,7 +214,7 @@ class CompileTest(parameterized.TestCase):
   @parameterized.named_parameters((name, name) for name in gpu_cases.compiled_backward())
   def test_machine_code(self, name):
     case = gpu_cases.compiled_backward()[name]
-    cuts = tuned.choose_backward(case.shapes, case.full_spec, case.blocks)
+    cuts = tiling.make_backward_tilings(case.shapes, case.full_spec, case.blocks)
     kernels = {}
     for kernel in self.found[name]:
       self.assertIsInstance(kernel, static_gpu.Kernel, kernel)
@@ -220,7 +226,7 @@ class CompileTest(parameterized.TestCase):
         self.assertEqual(kernel.spills, 0)
         self.assertFalse(kernel.serialized)
         self.assertLessEqual(kernel.registers, 168)
-        self.assertLessEqual(kernel.shared_memory, tuned.shared_memory_backward(cut))
+        self.assertLessEqual(kernel.shared_memory, tiling.shared_memory_backward(cut))
         self.assertEqual(sorted(loop["products"] for loop in kernel.loops), self.products(cut))
 
   def test_machine_code_of_biases(self):
@@ -233,8 +239,8 @@ class CompileTest(parameterized.TestCase):
         self.assertFalse(kernel.serialized)
         self.assertLessEqual(kernel.registers, 168)
         width = int(name.split("_")[-2])
-        cut = tuned.choose_bias(Case(D=width).shapes)[name.endswith("keys")]
-        self.assertLessEqual(kernel.shared_memory, tuned.shared_memory_bias(cut))
+        cut = tiling.make_bias_tilings(Case(D=width).shapes)[name.endswith("keys")]
+        self.assertLessEqual(kernel.shared_memory, tiling.shared_memory_bias(cut))
         self.assertEqual([loop["products"] for loop in kernel.loops], [2 * width // 16])
 
   def products(self, cut):

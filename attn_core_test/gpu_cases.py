@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """Calls of the GPU kernels: what is compiled for a Hopper, and what is interpreted on the CPU."""
 
 import contextlib
@@ -12,16 +14,18 @@ import numpy as np
 
 from attn_core import OperationMetadata, masks
 from attn_core.benchmark.static import gpu as static_gpu
-from attn_core.caches.paged import ops as pages
-from attn_core.caches import quantize
+from attn_core.caches import pages, quantize
+from attn_core.kernels.gpu.flash import kernel as gpu_flash, tiling
+from attn_core.kernels.xla import flash as xla_flash
 from attn_core.kernels.gpu.split_kv import decode, paged as gpu_paged
-from attn_core.kernels.gpu.flash import kernel as flash, tiling as tuned
 from attn_core.kernels.common.contract import Residuals
-from attn_core.kernels.xla import paged_blocks as paged_kernel
+from attn_core.kernels.common import paged_operands
 from attn_core.references import oracle
 from attn_core.types import (DIFFERENTIABLE, AttentionSpec, BlockSizes, MaskOperands,
                              Operands, PagedSpec)
-from attn_core_test.sampling import EVERY
+from attn_core_test import sampling
+
+KERNEL = gpu_flash.make_kernel(xla_flash.KERNEL)
 
 HOPPER = OperationMetadata(platform="gpu", compute_capability="9.0")
 
@@ -92,7 +96,7 @@ class Case(NamedTuple):
 
   def forward(self, operands: Operands) -> tuple[Any, Any]:
     """(out, lse) of the kernel."""
-    return tuple(flash.KERNEL.forward(operands, self.full_spec, self.blocks))
+    return tuple(KERNEL.forward(operands, self.full_spec, self.blocks))
 
   @property
   def wrt(self) -> tuple[str, ...]:
@@ -103,7 +107,7 @@ class Case(NamedTuple):
                wrt: tuple[str, ...] | None = None) -> dict:
     """Cotangents by the names in `wrt`; None: all."""
     wrt = self.wrt if wrt is None else wrt
-    found = flash.KERNEL.backward(operands, self.full_spec, self.blocks, residuals, cotangents,
+    found = KERNEL.backward(operands, self.full_spec, self.blocks, residuals, cotangents,
                                   wrt)
     return dict(zip(wrt, found))
 
@@ -218,24 +222,24 @@ COMPILED = ("causal_64", "causal_128", "causal_192_256", "full_128", "float16_25
 def lowered() -> dict[str, Case]:
   """Every width, dtype and kind of mask of the tuned table, and every feature.
 
-  With ATTN_CORE_EVERY=1 every feature of every width and dtype: 40 minutes where they are compiled.
+  The slow ones are every feature of every width and dtype: 40 minutes where they are compiled.
   """
-  found = {f"causal_{width}": Case(D=width) for width in tuned.WIDTHS}
+  found = {f"causal_{width}": Case(D=width) for width in tiling.WIDTHS}
   found["causal_192_128"] = Case(D=192, E=128)
   found["causal_192_256"] = Case(D=192, E=256)  # takes the most shared memory
-  found["causal_long_64"] = Case(T=tuned.LONG, D=64)
+  found["causal_long_64"] = Case(T=tiling.LONG, D=64)
   found.update({f"full_{width}": Case(masks.full(), D=width) for width in (64, 128, 256)})
   found.update({f"float16_{width}": Case(D=width, dtype="float16") for width in (64, 256)})
   found.update({f"{name}_128": case._replace(D=128) for name, case in FEATURES.items()})
   found.update({f"{name}_256": FEATURES[name]._replace(D=256) for name in (
       "segments", "chunk", "chunk_of_any_size", "bias", "soft_cap", "dropout", "everything")})
-  if EVERY:
-    widths = [(width, width) for width in tuned.WIDTHS] + [(192, 128)]
-    features = {"causal": Case(), "full": Case(masks.full()), **FEATURES}
-    found.update({
-        f"{name}_{width}_{value_width}_{dtype}": case._replace(D=width, E=value_width, dtype=dtype)
-        for (name, case), (width, value_width), dtype in itertools.product(
-            features.items(), widths, tuned.DTYPES)})
+  widths = [(width, width) for width in tiling.WIDTHS] + [(192, 128)]
+  features = {"causal": Case(), "full": Case(masks.full()), **FEATURES}
+  slow = {f"{name}_{width}_{value_width}_{dtype}":
+              case._replace(D=width, E=value_width, dtype=dtype)
+          for (name, case), (width, value_width), dtype in itertools.product(
+              features.items(), widths, tiling.DTYPES)}
+  found.update({name: case for name, case in slow.items() if sampling.chosen(name)})
   found = {name: case._replace(B=2, T=max(_T, case.T), H=_H) for name, case in found.items()}
   alike = {}  # of cases that are the same program, the first
   for name, case in found.items():
@@ -245,40 +249,43 @@ def lowered() -> dict[str, Case]:
 
 def compiled() -> dict[str, Case]:
   """Those of `lowered` whose machine code is read; each takes seconds."""
-  return {name: case for name, case in lowered().items() if EVERY or name in COMPILED}
+  found = lowered()
+  return {name: found[name] for name in sampling.names(found, COMPILED)}
 
 
 def compiled_backward() -> dict[str, Case]:
   """Those of `compiled` whose backward is another one, with groups of heads."""
   # As without sinks; as of float16_256; as of causal_64.
   same = ("sinks", "float16_64", "causal_long")
-  same += () if EVERY else ("everything_256", "causal_128", "full_128")
+  slow = tuple(name for name in ("everything_256", "causal_128", "full_128")
+               if not sampling.chosen(f"backward {name}"))
   return {name: case._replace(K=_H // 2) for name, case in compiled().items()
-          if not name.startswith(same)}
+          if not name.startswith(same + slow)}
 
 
 def programs() -> dict[str, tuple[Any, tuple]]:
-  """For `benchmarks.static_gpu`."""
+  """For `benchmark.static.gpu`."""
   return {name: (case.forward, (case.shapes,)) for name, case in compiled().items()}
 
 
 def backward_programs() -> dict[str, tuple[Any, tuple]]:
-  """For `benchmarks.static_gpu`: cotangents of queries, keys and values, by two kernels."""
+  """For `benchmark.static.gpu`: cotangents of queries, keys and values, by two kernels."""
   def program(case):
     shapes = case.shapes
     residuals = Residuals(*jax.eval_shape(case.forward, shapes))
-    run = lambda *args: flash.KERNEL.backward(
+    run = lambda *args: KERNEL.backward(
         args[0], case.full_spec, case.blocks, *args[1:], ("query", "key", "value"))
     return run, (shapes, residuals, residuals)
   return {name: program(case) for name, case in compiled_backward().items()}
 
 
 def bias_programs() -> dict[str, tuple[Any, tuple]]:
-  """For `benchmarks.static_gpu`: the cotangent of a bias, by a kernel of its own."""
+  """For `benchmark.static.gpu`: the cotangent of a bias, by a kernel of its own."""
   shapes = {"pairs": _PAIRS, "batch": (2, *_PAIRS[1:]), "keys": (1, _H, 1, _T)}
-  names = FEATURES if EVERY else ("everything",)
-  widths = tuned.WIDTHS if EVERY else (64, 256)
-  kinds = shapes if EVERY else ("pairs", "keys")
+  every = itertools.product(FEATURES, tiling.WIDTHS, shapes)
+  quick = itertools.product(("everything",), (64, 256), ("pairs", "keys"))
+  chosen = sampling.names(["{}_{}_{}".format(*x) for x in every],
+                          ["{}_{}_{}".format(*x) for x in quick])
   def program(case):
     residuals = Residuals(*jax.eval_shape(case.forward, case.shapes))
     run = lambda *args: case.backward(*args, ("bias",))
@@ -287,7 +294,8 @@ def bias_programs() -> dict[str, tuple[Any, tuple]]:
     case = FEATURES[name]._replace(B=2, T=_T, H=_H, K=_H // 2, D=width)
     return case._replace(extras={**case.extras, "bias": (shapes[kind], "float32")})
   return {f"{name}_{width}_{kind}": program(case_of(name, width, kind))
-          for name, width, kind in itertools.product(names, widths, kinds)}
+          for name, width, kind in itertools.product(FEATURES, tiling.WIDTHS, shapes)
+          if f"{name}_{width}_{kind}" in chosen}
 
 
 def decoded() -> dict[str, Case]:
@@ -312,13 +320,13 @@ def decoded() -> dict[str, Case]:
 
 
 def decode_programs() -> dict[str, tuple[Any, tuple]]:
-  """For `benchmarks.static_gpu`: the kernels of parts and of their merge."""
+  """For `benchmark.static.gpu`: the kernels of parts and of their merge."""
   def program(case):
     return lambda x: tuple(decode.forward(x, case.full_spec, case.blocks)), (case.shapes,)
   return {name: program(case) for name, case in decoded().items()}
 
 
-def paged() -> dict[str, tuple[paged_kernel.PagedOperands, pages.Heads]]:
+def paged() -> dict[str, tuple[paged_operands.PagedOperands, pages.Heads]]:
   """Calls of the kernel for pages: shapes."""
   def case(layout, page, key_heads, width, tokens=8, stored=("bfloat16", None)):
     array = lambda shape, dtype="int32": jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
@@ -326,7 +334,7 @@ def paged() -> dict[str, tuple[paged_kernel.PagedOperands, pages.Heads]]:
     cache = jax.eval_shape(lambda: pages.init(layout, 64, page, heads, *stored))
     metadata = pages.PagesMetadata(array((8, 4096 // page)), array((8,)), array((9,)))
     query = array((tokens, 32, width), "bfloat16")
-    return paged_kernel.PagedOperands(query, cache, metadata), heads
+    return paged_operands.PagedOperands(query, cache, metadata), heads
   int8, float8 = ("int8", "token"), ("float8_e4m3fn", "tensor")
   return {"v1_pages_of_16": case(pages.PagesV1, 16, 8, 128),
           "v2_pages_of_32_few_queries": case(pages.PagesV2, 32, 8, 64, 32),
@@ -340,7 +348,7 @@ def paged() -> dict[str, tuple[paged_kernel.PagedOperands, pages.Heads]]:
 
 
 def paged_programs() -> dict[str, tuple[Any, tuple]]:
-  """For `benchmarks.static_gpu`: the kernels of parts and of their merge, with a window."""
+  """For `benchmark.static.gpu`: the kernels of parts and of their merge, with a window."""
   def program(operands, heads):
     spec = PagedSpec(0.1, window=(1000, None))
     return lambda x: tuple(gpu_paged.forward(x, spec, heads, BlockSizes())), (operands,)

@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """Decoding by the GPU kernels: interpreted on a CPU against the oracle, and compiled for a Hopper.
 
 See gpu_test for what the tests of all GPU kernels share.
@@ -23,17 +25,16 @@ import numpy as np
 from attn_core import BlockSizes, OperationMetadata, attention, explain, masks
 from attn_core.benchmark.static import gpu as static_gpu
 from attn_core.caches import dense, quantize
-from attn_core.kernels.gpu.split_kv import decode, kernel as parts, quantized_kv as small
 from attn_core.kernels.gpu import mosaic
+from attn_core.kernels.gpu.split_kv import decode, kernel as split_kv, quantized_kv
 from attn_core.types import MaskOperands
-from attn_core_test import gpu_cases
+from attn_core_test import gpu_cases, sampling
 from attn_core_test.gpu_cases import Case
-from attn_core_test.sampling import EVERY
 
 INTERPRETS = hasattr(plgpu, "force_gpu_interpret_mode")
 TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3}
 PART = BlockSizes(block_kv=128)
-# ATTN_CORE_EVERY=1 asks for all of what follows, otherwise for what is least like the rest.
+# The cases least like the rest; the others are slow.
 FEW = ("ring_window_cap_sinks", "rows_beyond_one_line", "width_128",
        "group_of_32_soft_cap_sinks_float16", "width_128_float8")
 NAME = "autoregressive_decodeattn"
@@ -78,7 +79,7 @@ CASES = {
 @unittest.skipUnless(INTERPRETS, "jax interprets Mosaic GPU kernels from 0.11 on")
 class InterpretTest(parameterized.TestCase):
 
-  @parameterized.named_parameters((name, name) for name in CASES if EVERY or name in FEW)
+  @parameterized.named_parameters((name, name) for name in sampling.names(CASES, FEW))
   def test_equals_the_oracle(self, name):
     case = CASES[name]
     operands = case.operands()
@@ -164,7 +165,7 @@ class RowsTest(parameterized.TestCase):
       np.testing.assert_array_equal(x[order], y, err_msg=f"{order} {places}")
 
   def test_in_8_bits_too(self):
-    for dtype in ("float8_e4m3fn", "int8") if EVERY else ("float8_e4m3fn",):
+    for dtype in sampling.with_slow(("float8_e4m3fn",), "int8"):
       run, rows, order = jax.jit(decoded), np.arange(4), np.arange(4)[::-1]
       with gpu_cases.interpreted():
         whole = jax.block_until_ready(run(rows, *small_arrays(rows, dtype)))
@@ -175,7 +176,7 @@ class RowsTest(parameterized.TestCase):
         numbers = ((2, 0, 199, 0), (1, 3, 100, 0)) if dtype != "int8" else ()
         self.same(run, whole, order, small_arrays(order, dtype, spoil=True), scales + numbers)
 
-  @unittest.skipUnless(EVERY, "ATTN_CORE_EVERY=1 runs it")
+  @sampling.slow("gradients of decoding on a GPU")
   def test_gradients_are_those_of_plain_xla(self):
     def loss(arrays, **more):
       out, lse = decoded(np.arange(1), *arrays, **more)
@@ -210,8 +211,8 @@ class ChoiceTest(parameterized.TestCase):
       self.assertRegex(self.kernel(dtype=dtype), "can, by decode.gpu")
     for arguments, words in (
         (dict(dtype="float32"), "dtype float32.*bfloat16 and float16"),
-        (dict(dtype="int8", query="float16"), "float16 with .* 8 bits"),
-        (dict(dtype="int8", width=80), "head_dim of 80 in 8 bits"),
+        (dict(dtype="int8", query="float16"), "float16 with quantized"),
+        (dict(dtype="int8", width=80), "head_dim of 80, quantized"),
         (dict(slots=201), "201 slots.*multiples of 8"),
         (dict(width=72), "head_dim of 72"), (dict(value_width=72), "value width of 72"),
         (dict(tokens=65), "65 queries"),
@@ -221,15 +222,17 @@ class ChoiceTest(parameterized.TestCase):
   @parameterized.parameters((BlockSizes(block_q=64), 8), (BlockSizes(block_kv=100), 2))
   def test_any_blocks_will_do(self, blocks, number):
     case = Case(T=1, S=1024)
-    self.assertEqual(decode.cut_of(case.shapes, blocks).shape.blocks, number)
+    params = decode.make_tiling(case.shapes, case.full_spec, blocks).params
+    self.assertEqual(params.split_blocks, number)
 
   def test_blocks_that_are_chosen_fit(self):
-    kinds = (None, *(small.Small("int8", small.TOKEN, alone) for alone in (False, True)))
+    kinds = (None, *(quantized_kv.QuantizedKV("int8", quantized_kv.TOKEN, single)
+                     for single in (False, True)))
     for *widths, rows, stored in itertools.product(
-        parts.WIDTHS, parts.WIDTHS, (1, 9, 40), kinds):
-      shape = parts.shape_of(rows, tuple(widths), 64, None, stored)
-      self.assertLessEqual(parts.shared_memory(shape), mosaic.SHARED_MEMORY, shape)
-      self.assertGreaterEqual(min(shape.stages), 2, shape)
+        split_kv.WIDTHS, split_kv.WIDTHS, (1, 9, 40), kinds):
+      params = split_kv.make_kernel_params(rows, tuple(widths), 64, None, stored)
+      self.assertLessEqual(split_kv.shared_memory(params), mosaic.SHARED_MEMORY_BYTES, params)
+      self.assertGreaterEqual(min(params.num_stages), 2, params)
 
   def test_what_is_read_is_what_is_live(self):
     """Blocks times their tokens, against live keys and values, of which a row has thousands."""
@@ -238,14 +241,14 @@ class ChoiceTest(parameterized.TestCase):
     case = Case(masks.lengths(None, lengths), B=64, T=1, S=32768, H=32, K=8, D=128)
     operands = case.shapes._replace(mask=MaskOperands((jnp.asarray(lengths),)))
     found = decode.block_map_of(operands, case.full_spec)
-    self.assertLessEqual(parts.BLOCK * np.sum(found.num_visited) / lengths.sum(), 1.005)
-    np.testing.assert_array_equal(found.num_visited[:, 0, 0], -(-lengths // parts.BLOCK))
+    self.assertLessEqual(split_kv.BLOCK_KV * np.sum(found.num_visited) / lengths.sum(), 1.005)
+    np.testing.assert_array_equal(found.num_visited[:, 0, 0], -(-lengths // split_kv.BLOCK_KV))
 
 
 class LowerTest(parameterized.TestCase):
 
   @parameterized.named_parameters(
-      (name, name) for name in gpu_cases.decoded() if EVERY or name in FEW)
+      (name, name) for name in sampling.names(gpu_cases.decoded(), FEW))
   def test_for_cuda(self, name):
     run, arguments = gpu_cases.decode_programs()[name]
     lowered = jax.jit(run).trace(*arguments).lower(lowering_platforms=("cuda",))
@@ -258,24 +261,25 @@ class CompileTest(parameterized.TestCase):
   @classmethod
   def setUpClass(cls):
     super().setUpClass()
-    cls.found = gpu_cases.machine_code("decode_programs", None if EVERY else FEW)
+    cls.found = gpu_cases.machine_code(
+        "decode_programs", sampling.names(gpu_cases.decoded(), FEW))
 
   @parameterized.named_parameters(
-      (name, name) for name in gpu_cases.decoded() if EVERY or name in FEW)
+      (name, name) for name in sampling.names(gpu_cases.decoded(), FEW))
   def test_machine_code(self, name):
     case = gpu_cases.decoded()[name]
-    shape = decode.cut_of(case.shapes, case.blocks).shape
+    params = decode.make_tiling(case.shapes, case.full_spec, case.blocks).params
     for kernel in self.found[name]:
       self.assertIsInstance(kernel, static_gpu.Kernel, kernel)
       self.assertEqual(kernel.spills, 0)
       self.assertFalse(kernel.serialized)
     part, = (x for x in self.found[name] if "decode" in x.name)
-    self.assertLessEqual(part.shared_memory, parts.shared_memory(shape))
-    if parts.two_at_once(shape):
+    self.assertLessEqual(part.shared_memory, split_kv.shared_memory(params))
+    if split_kv.fits_twice(params):
       # Of 256 threads each; a processor has 65,536 registers.
       self.assertLessEqual(part.registers, 128)
     # 16 long and 64 keys, or 64 values, high.
-    products = shape.width // 16 + shape.value_rows // 64 * (parts.BLOCK // 16)
+    products = params.width // 16 + params.padded_value_width // 64 * (split_kv.BLOCK_KV // 16)
     self.assertEqual([loop["products"] for loop in part.loops], [products] * len(part.loops))
     self.assertNotEmpty(part.loops)
 

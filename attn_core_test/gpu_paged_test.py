@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """Decoding from pages by the GPU kernel: interpreted on a CPU, and compiled for a Hopper.
 
 See gpu_test for what the tests of all GPU kernels share.
@@ -24,15 +26,13 @@ import numpy as np
 from attn_core import (BlockSizes, Heads, PagedOptions, PagesMetadata, PagesV1, PagesV2, PagesV3,
                        explain, page_attention, ragged_page_attention_v2, ragged_page_attention_v3)
 from attn_core.benchmark.static import gpu as static_gpu
-from attn_core.caches.paged import ops as pages
-from attn_core.caches import quantize
-from attn_core.kernels.gpu.split_kv import paged, kernel as parts
-from attn_core_test import gpu_cases
-from attn_core_test.paged_test import Case
-from attn_core_test.sampling import EVERY
+from attn_core.caches import pages, quantize
+from attn_core.kernels.gpu.split_kv import kernel as split_kv, paged
+from attn_core_test import gpu_cases, sampling
+from attn_core_test.paged_cases import Case
 
 INTERPRETS = hasattr(plgpu, "force_gpu_interpret_mode")
-# ATTN_CORE_EVERY=1 asks for all, otherwise for what is least like the rest.
+# The cases least like the rest; the others are slow.
 FEW = ("v2_pages_of_32_few_queries", "v3_pages_of_64", "v2_int8_pages_of_16")
 PART = BlockSizes(block_kv=128)
 OPTIONS = PagedOptions(metadata=gpu_cases.HOPPER, block_sizes=PART, return_lse=True)
@@ -108,7 +108,8 @@ class InterpretTest(parameterized.TestCase):
     np.testing.assert_array_equal(again[1][:, :6], found[1][:, tokens[:6]])
 
   @parameterized.named_parameters(
-      x for x in SMALL if EVERY or x[0] == "int8_pages_of_96_of_one_head")
+      x for x in SMALL
+      if x[0] == "int8_pages_of_96_of_one_head" or sampling.chosen(x[0]))
   def test_in_8_bits(self, layout, dtype, scales, case):
     query, key, value, _ = case.arrays()
     cache, metadata = small_cache(layout, dtype, scales, case), case.metadata()
@@ -128,7 +129,7 @@ class InterpretTest(parameterized.TestCase):
     found = numbers(found)
     self.compare([found[0][:live], found[1][:, :live]], [out[:live], lse[:, :live]])
 
-  @unittest.skipUnless(EVERY, "ATTN_CORE_EVERY=1 runs it")
+  @sampling.slow("pages of both other layouts on a GPU")
   def test_pages_of_both_other_layouts(self):
     query, key, value, _ = SINGLE.arrays()
     cache, metadata = PagesV1(key, value), SINGLE.metadata(single=True)
@@ -189,7 +190,7 @@ class ChoiceTest(parameterized.TestCase):
 class LowerTest(parameterized.TestCase):
 
   @parameterized.named_parameters(
-      (name, name) for name in gpu_cases.paged() if EVERY or name in FEW)
+      (name, name) for name in sampling.names(gpu_cases.paged(), FEW))
   def test_for_cuda(self, name):
     run, arguments = gpu_cases.paged_programs()[name]
     lowered = jax.jit(run).trace(*arguments).lower(lowering_platforms=("cuda",))
@@ -202,21 +203,23 @@ class CompileTest(parameterized.TestCase):
   @classmethod
   def setUpClass(cls):
     super().setUpClass()
-    cls.found = gpu_cases.machine_code("paged_programs", None if EVERY else FEW)
+    cls.found = gpu_cases.machine_code(
+        "paged_programs", sampling.names(gpu_cases.paged(), FEW))
 
   @parameterized.named_parameters(
-      (name, name) for name in gpu_cases.paged() if EVERY or name in FEW)
+      (name, name) for name in sampling.names(gpu_cases.paged(), FEW))
   def test_machine_code(self, name):
     for kernel in self.found[name]:
       self.assertIsInstance(kernel, static_gpu.Kernel, kernel)
       self.assertEqual(kernel.spills, 0)
       self.assertFalse(kernel.serialized)
-    shape = paged.cut_of(*gpu_cases.paged()[name], BlockSizes()).shape
+    operands, heads = gpu_cases.paged()[name]
+    params = paged.make_tiling(operands, None, BlockSizes(), heads).params
     part, = (x for x in self.found[name] if "paged" in x.name)
-    self.assertLessEqual(part.shared_memory, parts.shared_memory(shape))
-    if parts.two_at_once(shape):
+    self.assertLessEqual(part.shared_memory, split_kv.shared_memory(params))
+    if split_kv.fits_twice(params):
       self.assertLessEqual(part.registers, 128)
-    products = shape.width // 16 + shape.value_rows // 64 * (parts.BLOCK // 16)
+    products = params.width // 16 + params.padded_value_width // 64 * (split_kv.BLOCK_KV // 16)
     self.assertEqual([loop["products"] for loop in part.loops], [products] * len(part.loops))
     self.assertNotEmpty(part.loops)
 

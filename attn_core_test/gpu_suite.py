@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """Everything that is to be seen of the library on a GPU, in one call of less than ten minutes.
 
     python3 attn_core_test/gpu_suite.py --out DIR            on a machine with an NVIDIA GPU
@@ -14,23 +16,24 @@ takes it up: `--parts times --cases NAME NAME`.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import pathlib
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 
 ROOT = pathlib.Path(os.path.abspath(__file__)).parent.parent
+sys.path.insert(0, str(ROOT))  # this file is a program, too
+
+# pylint: disable=wrong-import-position
+from attn_core_test.process_group import run_group
 
 # Part -> its share of the time; what one leaves, the next ones have.
 SHARES = {"environment": 0.1, "properties": 0.28, "repeatability": 0.12, "decoding": 0.1,
           "times": 0.3, "sanitizer": 0.1}
 GRACE_SECONDS = 25  # for what a part has begun when its time is over
-TERM_SECONDS = 2  # for a program that is told to end, to end its own children
 
 NO_GPU = ("There is no GPU here: JAX computes on {platform!r}. Nothing below is a measurement of a "
           "GPU; it only shows that the script runs.")
@@ -45,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
   parser.add_argument("--budget", type=float, default=560, help="seconds for all parts")
   parser.add_argument("--parts", nargs="+", choices=SHARES, default=tuple(SHARES))
   parser.add_argument("--cases", nargs="+", default=(), metavar="NAME",
-                      help="of attn_core.benchmarks.cases, to time; default: its GPU_CASES")
+                      help="of attn_core.benchmark.cases, to time; default: its GPU_CASES")
   parser.add_argument("--tiny", action="store_true", help="tiny shapes, on any device")
   parser.add_argument("--part", help=argparse.SUPPRESS)  # in the process of a part
   parser.add_argument("--result", type=pathlib.Path, help=argparse.SUPPRESS)
@@ -60,14 +63,13 @@ def main(arguments: list[str] | None = None) -> int:
 def run_part(given) -> int:
   """One part, in this process; what it found is written to `given.result`."""
   start = time.monotonic()
-  sys.path.insert(0, str(ROOT))
   import jax
-  from attn_core_test import gpu_suite_parts as gpu_parts
+  from attn_core_test import gpu_suite_parts
   jax.devices()
   # Imports and the start of the device are a part of the part.
   left = given.budget - (time.monotonic() - start)
-  settings = gpu_parts.Settings(given.tiny, left, given.out, tuple(given.cases))
-  found = gpu_parts.PARTS[given.part](settings)
+  settings = gpu_suite_parts.Settings(given.tiny, left, given.out, tuple(given.cases))
+  found = gpu_suite_parts.PARTS[given.part](settings)
   if given.result is not None:
     given.result.write_text(json.dumps(found._asdict()), encoding="utf-8")
   return 0 if found.ok else 1
@@ -113,31 +115,6 @@ def spawn(part: str, given, seconds: float) -> dict:
   tail = output[-3000:]
   return {"ok": False, "lines": [f"Ended without a result: {ending}.", f"```\n{tail}\n```"],
           "data": {}, "seconds": taken}
-
-
-def run_group(command: list[str], seconds: float, variables=None) -> tuple[str, str]:
-  """(output, how it ended) of a program; when the time is over, it ends with all its children."""
-  with subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                        text=True, errors="replace", start_new_session=True) as process:
-    try:
-      output, _ = process.communicate(timeout=seconds)
-      return output, f"exit status {process.returncode}"
-    except subprocess.TimeoutExpired:
-      # Groups of its own, such as the sanitizer's, are the program's to end.
-      os.killpg(process.pid, signal.SIGTERM)
-      with contextlib.suppress(subprocess.TimeoutExpired):
-        process.communicate(timeout=TERM_SECONDS)
-      _kill_group(process.pid)
-      output, _ = process.communicate()
-      return output, f"stopped after {seconds:.0f} s"
-    finally:
-      if process.poll() is None:  # this program is told to end
-        _kill_group(process.pid)
-
-
-def _kill_group(group: int) -> None:
-  with contextlib.suppress(ProcessLookupError):  # all have ended
-    os.killpg(group, signal.SIGKILL)
 
 
 def headline(platform: str | None) -> str:

@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """The parts of gpu_suite: each looks at one thing and returns what it found as plain data.
 
 Every part runs in a process of its own, so that a kernel that spoils one leaves the others alone.
@@ -19,13 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import OperationMetadata, attention
-from attn_core.benchmark import runner as benchmark
+from attn_core.benchmark import runner
 from attn_core.benchmark import cases as cases_lib, report
-from attn_core.caches import dense, quantize
-from attn_core.caches.paged import ops as pages
+from attn_core.caches import dense, pages, quantize
 from attn_core.config.metadata import resolved_capability, resolved_platform
 from attn_core_test import property_cases
-from attn_core_test.gpu_suite import run_group
+from attn_core_test.process_group import run_group
 from attn_core_test.property_cases import CASES, EVEN_CASES, TOLERANCES
 
 GRADIENT_TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 6e-2}  # largest error
@@ -309,7 +310,7 @@ def times(settings: Settings) -> Found:
 
   They are in times.json and times.md after every case, whatever becomes of the rest.
   """
-  run = functools.partial(benchmark.run_attention_benchmarks, out=settings.out, name="times",
+  run = functools.partial(runner.run_attention_benchmarks, out=settings.out, name="times",
                           progress=not settings.tiny, max_seconds=settings.seconds)
   if settings.tiny:
     case = cases_lib.scale(cases_lib.CASES[cases_lib.GPU_CASES[0]], 1, 64, 1)

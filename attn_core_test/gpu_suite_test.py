@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """gpu_suite, without a GPU: it runs, says what it does not measure, and survives its parts."""
 
 import contextlib
@@ -15,7 +17,7 @@ import jax
 from attn_core import table
 from attn_core.benchmark import contenders
 from attn_core.benchmark.cases import CASES, GPU_CASES
-from attn_core_test import gpu_suite_parts as gpu_parts, gpu_suite
+from attn_core_test import gpu_suite, gpu_suite_parts
 
 NOT_MEASURED = "There is no GPU here: JAX computes on 'cpu'. Nothing below is a measurement"
 
@@ -107,13 +109,14 @@ class GpuSuiteTest(absltest.TestCase):
     script = gpu_suite.ROOT / "attn_core_test" / "gpu_suite.py"
     program = f'''
 import runpy, sys, types
+sys.path.insert(0, {str(script.parent)!r})
+import process_group
 def part(settings):
-  from gpu_suite import run_group
-  run_group([sys.executable, "-c", {begun!r}], 60)
+  process_group.run_group([sys.executable, "-c", {begun!r}], 60)
 parts = types.SimpleNamespace(Settings=lambda *_: None, PARTS=dict(environment=part))
 sys.modules["jax"] = types.SimpleNamespace(devices=list)
-sys.modules["attn_core_test"] = types.SimpleNamespace(gpu_parts=parts)
-sys.path.insert(0, {str(script.parent)!r})
+sys.modules["attn_core_test"] = types.SimpleNamespace(gpu_suite_parts=parts)
+sys.modules["attn_core_test.process_group"] = process_group
 sys.argv = ["gpu_suite.py", "--part", "environment"]
 runpy.run_path({str(script)!r}, run_name="__main__")'''
     output, ending = gpu_suite.run_group([sys.executable, "-c", program], 5)
@@ -127,27 +130,27 @@ runpy.run_path({str(script)!r}, run_name="__main__")'''
     told = []
     def late(settings):
       told.append(settings.seconds)
-      return gpu_parts.Found(True, [], {})
-    with (mock.patch.dict(gpu_parts.PARTS, late=late),
+      return gpu_suite_parts.Found(True, [], {})
+    with (mock.patch.dict(gpu_suite_parts.PARTS, late=late),
           mock.patch.object(jax, "devices", lambda: time.sleep(0.5))):
       self.assertEqual(gpu_suite.run_part(given), 0)
     self.assertLess(told[0], 9.6)
 
   def test_wrong_results_are_told(self):
-    case = gpu_parts.CASES[0]
+    case = gpu_suite_parts.CASES[0]
     spoiled = case._replace(sees=lambda b, h, t, s: s < t)
-    plan = ("flash_attn2", "float32", (spoiled,)), ("sdpa", "float32", gpu_parts.CASES[1:2])
-    with mock.patch.object(gpu_parts, "TINY_PROPERTIES", plan):
-      found = gpu_parts.properties(gpu_parts.Settings(True, 100.0))
+    plan = ("flash_attn2", "float32", (spoiled,)), ("sdpa", "float32", gpu_suite_parts.CASES[1:2])
+    with mock.patch.object(gpu_suite_parts, "TINY_PROPERTIES", plan):
+      found = gpu_suite_parts.properties(gpu_suite_parts.Settings(True, 100.0))
     self.assertFalse(found.ok)
     self.assertRegex(found.lines[1], r"flash_attn2 float32 causal_gqa: out off by .*d_key off by")
     self.assertStartsWith(found.data["results"][1]["verdict"], "refused: mechanism='sdpa'")
 
   def test_no_time_is_no_success(self):
-    found = gpu_parts.properties(gpu_parts.Settings(True, -1.0))
+    found = gpu_suite_parts.properties(gpu_suite_parts.Settings(True, -1.0))
     self.assertFalse(found.ok)
     self.assertIn("2 no time left", found.lines[0])
-    found = gpu_parts.repeatability(gpu_parts.Settings(True, -1.0))
+    found = gpu_suite_parts.repeatability(gpu_suite_parts.Settings(True, -1.0))
     self.assertFalse(found.ok)
     self.assertIn("No time left for causal D16", found.lines[1])
 
@@ -157,18 +160,18 @@ runpy.run_path({str(script)!r}, run_name="__main__")'''
         (nothing, "exit status 0", True), (nothing, "exit status 1", False),
         ("========= ERROR SUMMARY: 3 errors", "exit status 0", False),
         ("killed", "exit status 137", False)):
-      summary = gpu_parts.sanitizer_summary(text, ending)
-      self.assertEqual(gpu_parts.is_clean(summary), clean, summary)
-    self.assertTrue(gpu_parts.is_clean(gpu_parts.sanitizer_summary(
+      summary = gpu_suite_parts.sanitizer_summary(text, ending)
+      self.assertEqual(gpu_suite_parts.is_clean(summary), clean, summary)
+    self.assertTrue(gpu_suite_parts.is_clean(gpu_suite_parts.sanitizer_summary(
         "== RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", "exit status 0")))
 
   def test_the_sanitizer_does_not_call_a_failed_program_clean(self):
     output = "NotImplementedError: x\n========= ERROR SUMMARY: 0 errors\n"
     for ending, ok in (("exit status 1", False), ("exit status 0", True)):
-      with (mock.patch.object(gpu_parts, "run_group", lambda *_, ending=ending: (output, ending)),
-            mock.patch.object(gpu_parts, "_sanitizer_path", lambda: "tool"),
-            mock.patch.object(gpu_parts, "resolved_platform", lambda _: "gpu")):
-        found = gpu_parts.sanitizer(gpu_parts.Settings(True, 10.0))
+      with (mock.patch.object(gpu_suite_parts, "run_group", lambda *_, ending=ending: (output, ending)),
+            mock.patch.object(gpu_suite_parts, "_sanitizer_path", lambda: "tool"),
+            mock.patch.object(gpu_suite_parts, "resolved_platform", lambda _: "gpu")):
+        found = gpu_suite_parts.sanitizer(gpu_suite_parts.Settings(True, 10.0))
       self.assertEqual(found.ok, ok, found.lines)
     self.assertIn("memcheck: ERROR SUMMARY: 0 errors", found.lines)
 
@@ -179,8 +182,8 @@ runpy.run_path({str(script)!r}, run_name="__main__")'''
       self.assertEqual((case.batch * case.queries, case.heads * case.width), (16384, 2048), name)
 
   def test_whom_it_asks_for_exists(self):
-    self.assertContainsSubset(gpu_parts.PEERS, contenders.peer_names("gpu"))
-    mechanisms = (*gpu_parts.MECHANISMS, *(plan[0] for plan in gpu_parts.PROPERTIES))
+    self.assertContainsSubset(gpu_suite_parts.PEERS, contenders.peer_names("gpu"))
+    mechanisms = (*gpu_suite_parts.MECHANISMS, *(plan[0] for plan in gpu_suite_parts.PROPERTIES))
     self.assertContainsSubset(mechanisms, table.names())
 
 

@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """The GPU kernels: on a CPU in interpret mode against the oracle, and compiled for a Hopper.
 
 Interpret mode starts from memory full of NaN and watches for races between copies and computation.
@@ -21,10 +23,13 @@ import numpy as np
 
 from attn_core import BlockSizes, attention, masks
 from attn_core.benchmark.static import gpu as static_gpu
-from attn_core.kernels.gpu.flash import kernel as flash, tiling as tuned
 from attn_core.kernels.gpu import mosaic
-from attn_core_test import gpu_cases, property_cases
+from attn_core.kernels.gpu.flash import kernel as gpu_flash, tiling
+from attn_core.kernels.xla import flash as xla_flash
+from attn_core_test import gpu_cases, property_cases, sampling
 from attn_core_test.gpu_cases import Case
+
+KERNEL = gpu_flash.make_kernel(xla_flash.KERNEL)
 
 INTERPRETS = hasattr(plgpu, "force_gpu_interpret_mode")
 # Features, in calls of one block; to a kernel, the other cases of properties_test are like these or
@@ -81,7 +86,7 @@ class InterpretTest(parameterized.TestCase):
     self.assertTrue(np.isnan(lse[..., 150:]).all())
 
   @parameterized.parameters("full_odd_lengths", "causal_odd_length",
-                            *["segments"] * gpu_cases.EVERY)
+                            *sampling.with_slow((), "segments"))
   def test_a_key_of_minus_infinity(self, name):
     case = gpu_cases.INTERPRETED[name]
     clean = case.operands()
@@ -121,7 +126,7 @@ class RefusalTest(parameterized.TestCase):
   def refusal(self, error, words, **fields):
     case = Case(**fields)
     with self.assertRaisesRegex(error, words):
-      flash.KERNEL.check(case.shapes, case.full_spec, case.blocks)
+      KERNEL.check(case.shapes, case.full_spec, case.blocks)
 
   def test_dtypes(self):
     self.refusal(NotImplementedError, "query: dtype float32.*bfloat16 and float16.*blockwise",
@@ -144,11 +149,11 @@ class RefusalTest(parameterized.TestCase):
   def test_blocks(self, blocks, words):
     self.refusal(ValueError, words, blocks=blocks, D=256)
 
-  @parameterized.product(width=tuned.WIDTHS, value_width=tuned.WIDTHS)
+  @parameterized.product(width=tiling.WIDTHS, value_width=tiling.WIDTHS)
   def test_blocks_that_are_chosen_fit(self, width, value_width):
     case = Case(D=width, E=value_width)
-    cut = tuned.choose(case.shapes, case.full_spec, case.blocks)
-    self.assertLessEqual(tuned.shared_memory(cut), mosaic.SHARED_MEMORY)
+    cut = tiling.make_tiling(case.shapes, case.full_spec, case.blocks)
+    self.assertLessEqual(tiling.shared_memory(cut), mosaic.SHARED_MEMORY_BYTES)
 
 
 @unittest.skipIf(static_gpu.missing(), f"nothing to compile with: {static_gpu.missing()}")
@@ -167,11 +172,11 @@ class CompileTest(parameterized.TestCase):
     self.assertFalse(kernel.serialized)
     self.assertLessEqual(kernel.registers, 168)
     case = gpu_cases.compiled()[name]
-    cut = tuned.choose(case.shapes, case.full_spec, case.blocks)
-    self.assertLessEqual(kernel.shared_memory, tuned.shared_memory(cut))
+    cut = tiling.make_tiling(case.shapes, case.full_spec, case.blocks)
+    self.assertLessEqual(kernel.shared_memory, tiling.shared_memory(cut))
     # Of 64 queries, 16 long: a product with keys for every 16 of D, one with values for every 16
     # keys.
-    products = cut.rows // mosaic.ROW_TILE * (cut.width + cut.block_kv) // 16
+    products = cut.warpgroup_rows // mosaic.WGMMA_ROWS * (cut.width + cut.block_kv) // 16
     self.assertNotEmpty(kernel.loops)
     for loop in kernel.loops:
       self.assertEqual(loop["products"], products)

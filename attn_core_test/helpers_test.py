@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """Helpers around an attention: masks and ropes of a configuration, remat, devices, shardings."""
 
 import collections
@@ -20,7 +22,7 @@ from attn_core import (AttentionMechanism, AttnConfig, AttnMaskDetail, Operation
                        match_partition_rules, repeat_key_value, rotary, rotary_table,
                        shard_attention_prod, tpu_version_check)
 from attn_core.config import remat
-from attn_core.masks import materialize as dense_mask
+from attn_core.masks import materialize
 from attn_core.types import MaskOperands
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -34,7 +36,7 @@ def visible(mask, length: int):
   """A mask value written out, [T, S]."""
   arrays, structure = jax.tree.flatten(mask)
   shape = (1, 1, length, length)
-  return np.broadcast_to(np.asarray(dense_mask.visible(
+  return np.broadcast_to(np.asarray(materialize.visible(
       structure, MaskOperands(tuple(map(jnp.asarray, arrays))), shape)), shape)[0, 0]
 
 

@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """Imports every module of the library that lies beside this file.
 
 Bazel runs this once for every library target, with that target's dependencies and nothing else: a

@@ -1,40 +1,52 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """The rooms of the library, who imports whom, and the BUILD files that follow from it.
 
-`python3 -m attn_core_test.layers` writes those files anew; layers_test checks that they are right.
+`python3 -m attn_core_test.import_graph` writes those files and docs/architecture.svg, a picture of
+the rooms; `--picture PATH` writes the picture alone. import_graph_test checks that both are current.
 """
 
+import argparse
 import ast
 import os
 import pathlib
 from typing import Iterable, NamedTuple
 
-from attn_core_test import __main__ as suite
+from attn_core_test import sampling
 
 # Not resolve(): a file that Bazel runs is a link, and its neighbours are those of the link.
 ROOT = pathlib.Path(os.path.abspath(__file__)).parent.parent
 LIBRARY = "attn_core"
 TESTS = "attn_core_test"
 
+# Folders with a Bazel target for each module; of others the whole folder is one.
+BY_MODULE = (LIBRARY, f"{LIBRARY}/benchmark", f"{LIBRARY}/caches")
+
 # Rooms, lowest first: a module imports from its own row and from rows above it in this list only.
 LAYERS = (
     ("types",),
-    ("caches", "checks", "config", "config_json", "config_layers", "config_merge", "config_readers",
-     "devices", "dropout", "frequencies", "helpers", "masks", "metadata", "metadata_json", "remat",
-     "rope", "sharding"),
-    ("kernels", "references"),
-    ("derivatives", "derivatives_paged"),
+    ("checks",),
+    ("masks",),
+    ("rope",),
+    ("caches",),
+    ("references",),
+    ("sharding",),
+    ("config",),
+    ("kernels",),
+    ("autodiff",),
     ("mechanisms",),
+    ("dispatch",),
     ("table",),
-    ("arguments", "arguments_paged"),
+    ("arguments",),
     ("attention",),
-    ("named",),
-    ("planning",),
-    ("benchmarks",),
-    ("__init__", "__main__", "benchmark", "plan"),
+    ("mechanism_functions",),
+    ("plan",),
+    ("benchmark",),
+    ("__init__", "__main__"),
 )
 
 HEADER = f"""\
-# Written by `python3 -m {TESTS}.layers` from the imports of the modules.
+# Written by `python3 -m {TESTS}.import_graph` from the imports of the modules.
 
 load("@rules_python//python:defs.bzl", %s)
 
@@ -47,7 +59,7 @@ exports_files(["BUILD"])
 class Import(NamedTuple):
   """One import statement's view of one module."""
 
-  name: str  # the module, "attn_core.masks.leaves" or "numpy"
+  name: str  # the module, "attn_core.masks.algebra" or "numpy"
   at_top: bool  # executed when the importing module is; False: inside a function
   line: int
 
@@ -59,6 +71,33 @@ def library_modules() -> dict[str, pathlib.Path]:
     parts = path.relative_to(ROOT).with_suffix("").parts
     modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
   return dict(sorted(modules.items(), key=lambda item: (rank(item[0]), item[0])))
+
+
+def test_modules() -> dict[str, pathlib.Path]:
+  """Every module of the tests by its dotted name."""
+  return {f"{TESTS}.{path.stem}": path for path in sorted((ROOT / TESTS).glob("*.py"))}
+
+
+def module_graph(modules: dict[str, pathlib.Path]) -> dict[str, set[str]]:
+  """Module -> those of `modules` that it imports, wherever in its text."""
+  return {module: {found.name for found in imports_of(module, modules)} & set(modules) - {module}
+          for module in modules}
+
+
+def room_graph() -> dict[str, set[str]]:
+  """Room -> the rooms that it imports, lowest floor first."""
+  graph: dict[str, set[str]] = {}
+  for module, names in module_graph(library_modules()).items():
+    graph.setdefault(room(module), set()).update(map(room, names))
+  return {name: targets - {name} for name, targets in graph.items()}
+
+
+def floors() -> list[tuple[str, int]]:
+  """(room, number of its modules), lowest first."""
+  counts: dict[str, int] = {}
+  for module in library_modules():
+    counts[room(module)] = counts.get(room(module), 0) + 1
+  return list(counts.items())
 
 
 def room(module: str) -> str:
@@ -79,6 +118,8 @@ def imports_of(module: str, modules: dict[str, pathlib.Path]) -> list[Import]:
   found = []
 
   def visit(node: ast.AST, at_top: bool) -> None:
+    if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+      return  # never executed
     if isinstance(node, ast.Import):
       found.extend(Import(alias.name, at_top, node.lineno) for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
@@ -96,9 +137,9 @@ def imports_of(module: str, modules: dict[str, pathlib.Path]) -> list[Import]:
 
 
 def label(module: str, modules: dict[str, pathlib.Path]) -> str:
-  """The Bazel target of a module: one a folder, but one a module in the library's top folder."""
+  """The Bazel target of a module: one a folder, but one a module in the folders of BY_MODULE."""
   folder = modules[module].parent.relative_to(ROOT).as_posix()
-  if folder != LIBRARY or module == LIBRARY:
+  if folder not in BY_MODULE or modules[module].name == "__init__.py":
     return f"//{folder}"
   return f"//{folder}:{module.split('.')[-1]}"
 
@@ -123,7 +164,7 @@ def build_files() -> dict[str, str]:
     folder, _, name = target[2:].partition(":")
     path = f"{folder}/BUILD"
     sources = "glob([\"*.py\"])"
-    if folder == LIBRARY:
+    if folder in BY_MODULE:
       sources = f'["{name or "__init__"}.py"]'
     files.setdefault(path, HEADER % '"py_library"')
     files[path] += rule("py_library", name or folder.split("/")[-1], sources,
@@ -132,7 +173,7 @@ def build_files() -> dict[str, str]:
       "py_library", "everything", None, [shorten(target, LIBRARY) for target in deps])
 
   builds = ["BUILD"] + [f"//{path.removesuffix('/BUILD')}:BUILD" for path in files]
-  shards = "".join(f'    "{name}": {number},\n' for name, number in sorted(suite.SHARDS.items()))
+  shards = "".join(f'    "{name}": {number},\n' for name, number in sorted(sampling.SHARDS.items()))
   files[f"{TESTS}/BUILD"] = (
       HEADER % '"py_library", "py_test"' + TEST_RULES % (
           listing(builds), "{\n" + shards + "}" if shards else "{}", listing(deps)))
@@ -183,9 +224,8 @@ py_library(
         name = file[:-len(".py")],
         timeout = "long",
         srcs = [file],
-        data = BUILD_FILES + glob(["*.py"]) + [
-            "//:README.md",
-            "//:docs/parity.md",
+        data = BUILD_FILES + glob(["*.py", "typed_programs/*.py"]) + [
+            "//:documents",
             "//examples:sources",
         ],
         legacy_create_init = 1,
@@ -200,9 +240,9 @@ py_library(
 [
     py_test(
         name = "alone_" + target[2:].replace("/", "_").replace(":", "_"),
-        srcs = ["alone.py"],
+        srcs = ["import_alone.py"],
         legacy_create_init = 1,
-        main = "alone.py",
+        main = "import_alone.py",
         deps = [target],
     )
     for target in LIBRARIES
@@ -210,7 +250,53 @@ py_library(
 """
 
 
-if __name__ == "__main__":
-  for name, text in build_files().items():
+# Of the picture, in pixels.
+ROW, LEFT, BOX, TOP = 44, 24, 210, 56
+
+
+def picture() -> str:
+  """The rooms as an SVG picture, highest floor first, with an arc for each import between two."""
+  graph, sizes = room_graph(), dict(floors())
+  names = [name for name in reversed(list(graph)) if name != "__main__"]
+  middle = {name: TOP + ROW * index + 15 for index, name in enumerate(names)}
+  shapes, arcs = [], []
+  for name in names:
+    y, count = middle[name], sizes[name]
+    title = LIBRARY if name == "__init__" else name
+    shapes.append(
+        f'<rect x="{LEFT}" y="{y - 15}" width="{BOX}" height="30" rx="4"/>'
+        f'<text x="{LEFT + 10}" y="{y + 5}">{title}</text>'
+        f'<text x="{LEFT + BOX - 10}" y="{y + 5}" class="size">{count}</text>')
+    for target in sorted(graph[name] & set(names), key=middle.get):
+      reach = LEFT + BOX + 24 + abs(middle[target] - y) * 0.55
+      arcs.append(f'<path d="M {LEFT + BOX} {y + 4} C {reach:.0f} {y + 4}, {reach:.0f} '
+                  f'{middle[target] - 4}, {LEFT + BOX + 3} {middle[target] - 4}"/>')
+  height = TOP + ROW * len(names)
+  return "\n".join([
+      f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 640 {height}" width="640" '
+      f'height="{height}">',
+      f"<!-- Written by `python3 -m {TESTS}.import_graph` from the imports of the modules. -->",
+      "<style>text{font:14px sans-serif;fill:#222}.size{text-anchor:end;fill:#777}"
+      "rect{fill:#eef3fb;stroke:#4a6da7}path{fill:none;stroke:#4a6da7;stroke-opacity:.55;"
+      "marker-end:url(#tip)}</style>",
+      '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
+      'markerHeight="7" orient="auto"><path d="M 0 0 L 8 4 L 0 8 z" style="fill:#4a6da7;'
+      'stroke:none;marker-end:none"/></marker></defs>',
+      f'<rect width="640" height="{height}" style="fill:#fff;stroke:none"/>',
+      f'<text x="{LEFT}" y="28">Rooms of {LIBRARY} and their modules; arrows show imports</text>',
+      *arcs, *shapes, "</svg>"]) + "\n"
+
+
+def main() -> None:
+  """Writes the files that follow from the imports."""
+  parser = argparse.ArgumentParser(prog=f"python3 -m {TESTS}.import_graph")
+  parser.add_argument("--picture", help="write only the picture, to this path")
+  path = parser.parse_args().picture
+  files = {path: picture()} if path else {**build_files(), "docs/architecture.svg": picture()}
+  for name, text in files.items():
     (ROOT / name).write_text(text, encoding="utf-8")
     print(name)
+
+
+if __name__ == "__main__":
+  main()

@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """Meshes: sizes, granules, experts' coordinates, plain data."""
 
 import itertools

@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """OperationMetadata: values, sharding rules, mesh and platform, JSON."""
 
 import copy
@@ -16,10 +18,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core.config.metadata import (AttnShardingRules, OperationMetadata, resolved_capability, resolved_mesh, resolved_platform, sharding_drops)
+from attn_core.config.metadata import (AttnShardingRules, OperationMetadata, resolved_capability,
+                                       resolved_mesh, resolved_platform, dropped_axes)
 from attn_core.sharding.mesh import create_mesh
-from attn_core.sharding.partition import Drop, PartitionAxis
-from attn_core.types import (DECODE_MODES, LAYOUTS, MODES, AttentionMechanism, BlockSizes,
+from attn_core.sharding.partition import DroppedAxis, PartitionAxis
+from attn_core import AttnConfig, EasyMethod
+from attn_core.types import (DECODE_MODES, ARRAY_LAYOUTS, MODES, AttentionMechanism, BlockSizes,
                              RingConfig)
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -223,7 +227,7 @@ class GetShardingsTest(parameterized.TestCase):
         "query3d", "query", "key", "value", "bias", "mask", "output", "q_segment_ids",
         "kv_segment_ids", "softmax_aux"))
 
-  @parameterized.product(mode=MODES, layout=LAYOUTS, mni=[False, True], rank=[None, 1, 2])
+  @parameterized.product(mode=MODES, layout=ARRAY_LAYOUTS, mni=[False, True], rank=[None, 1, 2])
   def test_table(self, mode, layout, mni, rank):
     def spec(letters):
       if letters is None:
@@ -239,7 +243,7 @@ class GetShardingsTest(parameterized.TestCase):
     expected = {tensor: spec(letters) for tensor, letters in RULES[layout].items()}
     self.assertEqual(metadata.get_shardings(mode, layout, mni, sinks),
                      AttnShardingRules(softmax_aux=spec(SINKS[rank]), **expected))
-    self.assertEqual(sharding_drops(metadata, mode, layout, mni), ())
+    self.assertEqual(dropped_axes(metadata, mode, layout, mni), ())
 
   def test_defaults(self):
     batch = ("fsdp", "dp")
@@ -294,8 +298,8 @@ class GetShardingsTest(parameterized.TestCase):
       self.assertEqual(entries, [("fsdp", "dp"), "sp", None])
       self.assertEqual(rules.q_segment_ids, P(("fsdp", "dp"), "sp"))
       self.assertEqual(rules.softmax_aux, P(None, None))
-      self.assertEqual(sharding_drops(metadata, "__train__", layout), tuple(
-          Drop(tensor, head, "sp", f"shards dimension {length} of {tensor} already")
+      self.assertEqual(dropped_axes(metadata, "__train__", layout), tuple(
+          DroppedAxis(tensor, head, "sp", f"shards dimension {length} of {tensor} already")
           for tensor in ("query", "output")))
 
   def test_sinks_by_rank_only(self):
@@ -444,6 +448,28 @@ class JsonTest(parameterized.TestCase):
         self.assertEqual(list(back.mesh.devices.flat), list(metadata.mesh.devices.flat))
         self.assertEqual(back.mesh.axis_types, metadata.mesh.axis_types)
 
+  def test_classes_have_public_addresses(self):
+    config = AttnConfig(operation_configs=(("ring", BlockSizes(64)),))
+    data = OperationMetadata.from_config(config).to_dict()["base_config"]
+    self.assertEqual(data["named_tuple"], "attn_core.config:AttnConfig")
+    self.assertEqual(data["fields"]["partition_axis"]["named_tuple"], "attn_core:PartitionAxis")
+    self.assertEqual(data["fields"]["rope"]["named_tuple"], "attn_core:Rope")
+    for method in (EasyMethod.TRAIN, AttentionMechanism.RING):
+      written = OperationMetadata(base_config=method).to_dict()["base_config"]["enum"]
+      self.assertIn(written, ("attn_core.config:EasyMethod", "attn_core:AttentionMechanism"))
+
+  @parameterized.parameters(
+      ("attn_core.config:AttnConfig", "attn_core.rope:Rope"),
+      ("attn_core.config.config:AttnConfig", "attn_core.rope_frequencies:Rope"),
+      ("attn_core:AttnConfig", "attn_core.rope.frequencies:Rope"))
+  def test_reads_addresses_of_modules_that_have_moved(self, config, rope):
+    metadata = OperationMetadata.from_config(AttnConfig(blocksize_q=64))
+    text = metadata.to_json()
+    text = text.replace("attn_core.config:AttnConfig", config).replace("attn_core:Rope", rope)
+    self.assertIn(f'"{config}"', text)
+    self.assertIn(f'"{rope}"', text)
+    self.assertEqual(OperationMetadata.from_json(text), metadata)
+
   def test_is_plain(self):
     data = full(create_mesh((2, 2, 1, 2, 1))).to_dict()
     self.assertEqual(tuple(data), FIELDS)
@@ -520,15 +546,15 @@ class ErrorsTest(parameterized.TestCase):
       (shardings("train"), "mode='train': expected one of '__train__', '__prefill__'"),
       (shardings("__train__", "tbhd"), "layout='tbhd': expected one of 'bthd', 'bhtd', 'thd'"),
       (shardings("__train__", "bthd", False, np.ones((1, 2, 3))),
-       r"softmax_aux of shape=\(1, 2, 3\): expected \[H\] or \[H, n\]"),
+       r"softmax_aux of shape=\(1, 2, 3\): expected \[H\] or \[H, num_sinks\]"),
       (shardings("__train__", "bthd", False, 1.0), r"softmax_aux of shape=\(\): expected \[H\]"),
       (json_of(runtime="float32"), r"data=\['runtime'\]: expected a mapping with keys among run"),
       (lambda: OperationMetadata.from_dict([]), "data='list': expected a mapping"),
-      (lambda: OperationMetadata.from_json("{"), "json_str='{': expected what to_json gave; Expe"),
+      (lambda: OperationMetadata.from_json("{"), "json_str='{': expected text written by to_json"),
       (lambda: OperationMetadata.from_json("3"), "data='int': expected a mapping"),
-      (lambda: OperationMetadata.from_json(3), "json_str=3: expected text, what to_json gave"),
+      (lambda: OperationMetadata.from_json(3), "json_str=3: expected text written by to_json"),
       (lambda: OperationMetadata.from_json({}), "json_str={}: expected text.*from_dict takes"),
-      (lambda: OperationMetadata.from_json(b"\xff"), "json_str=b.*: expected what to_json gave"),
+      (lambda: OperationMetadata.from_json(b"\xff"), "json_str=b.*: expected text written by"),
       (lambda: OperationMetadata.from_dict({3: 1, "a": 2}), r"data=\['a', 3\]: expected a mapping"),
       (json_of(mesh={"axis_names": ["a"]}), "mesh=.*: expected a dict of axis_names, axis_sizes"),
       (json_of(partition_axis={"heads": "a"}), r"partition_axis has the fields \['heads'\]: exp"),
@@ -539,12 +565,14 @@ class ErrorsTest(parameterized.TestCase):
        "base_config is of class 'no.such:Thing': expected .* import that module first"),
       (json_of(base_config={"enum": "subprocess:Popen", "value": "true"}),
        "base_config is of class 'subprocess:Popen': expected a NamedTuple or Enum"),
-      (json_of(base_config={"enum": "attn_core.config.config:EasyMethod", "value": "dream"}),
+      (json_of(base_config={"enum": "attn_core.config:attention", "value": "true"}),
+       "base_config is of class 'attn_core.config:attention': expected a NamedTuple or Enum"),
+      (json_of(base_config={"enum": "attn_core.config:EasyMethod", "value": "dream"}),
        "base_config has 'dream': expected the value of a member of EasyMethod, one of .'train'"),
       (json_of(base_config={"named_tuple": "builtins:tuple", "fields": {}}),
        "base_config is of class 'builtins:tuple': expected a NamedTuple"),
       (json_of(base_config={"x": 1}), r"base_config has a dict of \['x'\]: expected what to_dict"),
-      (json_of(base_config={"tuple": 3}), "base_config={'tuple': 3}: expected what to_dict makes"),
+      (json_of(base_config={"tuple": 3}), "base_config={'tuple': 3}: expected what to_dict"),
       (json_of(base_config={"dtype": "number"}), "base_config={'dtype': 'number'}: expected"),
       (lambda: OperationMetadata(base_config=object()).to_json(),
        r"base_config=<object.*: expected None or a NamedTuple .* metadata\.replace\(base_config="),
@@ -565,7 +593,7 @@ class ErrorsTest(parameterized.TestCase):
     class Local(NamedTuple):
       x: int = 1
 
-    with self.assertRaisesRegex(ValueError, "base_config is of class .*Local: expected one at the"):
+    with self.assertRaisesRegex(ValueError, "base_config is of class .*Local: expected a class"):
       OperationMetadata(base_config=Local()).to_json()
 
 

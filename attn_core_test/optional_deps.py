@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """Libraries that some tests compare with, where they are installed."""
 
 import types

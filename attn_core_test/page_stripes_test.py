@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """Requests whose pages are in stripes, over several devices: the same as with all on one.
 
 Letters: G groups, W stripes, R requests of a group, N pages per request in a stripe, T tokens, H
@@ -16,15 +18,16 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import numpy as np
 
 from attn_core import (BlockSizes, Heads, OperationMetadata, PagedOptions, PagesMetadata, PagesV1,
-                       PagesV2, PagesV3, attention, explain, page_attention,
-                       ragged_page_attention_v2, ragged_page_attention_v3)
-from attn_core.caches.paged import (allocator, request_groups as groups, validate as page_checks, ops as pages, page_stripes as stripes)
-from attn_core.kernels.tpu.ragged import paged as tpu_kernel
-from attn_core.kernels.xla import paged_blocks as paged, paged_forward
+                       PagesV2, PagesV3, attention, explain, ragged_page_attention_v2)
+from attn_core.caches import pages
+from attn_core.caches.paged import allocator, page_stripes, request_groups, validate
+from attn_core.kernels.common import paged_operands
+from attn_core.kernels.xla import paged_forward
 from attn_core.mechanisms import paged as mechanism
 from attn_core.types import PagedSpec
-from attn_core_test.paged_shard_test import SENT, mesh_of
-from attn_core_test.tpu_test import interpreted
+from attn_core_test.paged_shard_cases import (SENT, assert_near, gradients, mesh_of, run,
+                                             values)
+from attn_core_test.tpu_interpret import interpreted
 
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -51,35 +54,34 @@ class Case(NamedTuple):
     """[W, R, N] by an allocator for every stripe."""
     found = []
     for w in range(self.W):
-      pool, stripe = allocator.create(PART, PAGE), stripes.Stripe(w, self.W, PAGE)
+      pool, stripe = allocator.create(PART, PAGE), page_stripes.Stripe(w, self.W, PAGE)
       for name in np.random.default_rng(w).permutation(R):
         pool = allocator.add(pool, name)
-        pool, _ = allocator.extend(pool, name, stripes.held(stripe, int(lengths[name])))
+        pool, _ = allocator.extend(pool, name, page_stripes.held(stripe, int(lengths[name])))
       table = allocator.table(pool, range(R), N)
       dead = np.arange(N) >= [[len(pool.requests[name].pages)] for name in range(R)]
       found.append(np.where(dead, 10**6, table).astype(np.int32))
     return np.stack(found)
 
-  @property
-  def single(self) -> bool:
-    return self.layout is PagesV1
+  def single(self) -> PagesMetadata:
+    """Of requests with one query each, T = G * R."""
+    return request_groups.stack(*(PagesMetadata(self.tables(lengths), np.array(lengths, np.int32))
+                          for lengths in LENGTHS[:self.G]))
 
   def metadata(self) -> PagesMetadata:
-    if self.single:
-      return groups.stack(*(PagesMetadata(self.tables(lengths), np.array(lengths, np.int32))
-                            for lengths in LENGTHS[:self.G]))
     found = []
     for queries, lengths, used in GROUPS[:self.G]:
       starts = np.cumsum([0, *queries]).astype(np.int32)
       live = np.where(np.arange(R) < used, lengths, 0)
       found.append(PagesMetadata(self.tables(live), np.array(lengths, np.int32), starts,
                                  np.array(used, np.int32)))
-    return groups.stack(*found)
+    return request_groups.stack(*found)
 
   @functools.cache
   def arrays(self):
     """query, key, value, cache, sinks."""
-    rng, tokens = np.random.default_rng(1), self.G * (R if self.single else TOKENS)
+    rng, tokens = np.random.default_rng(1), self.G * (
+        R if self.layout is PagesV1 else TOKENS)
     array = lambda *shape: jnp.asarray(rng.normal(size=shape), self.dtype)
     query, key, value = (array(tokens, n, D) for n in (self.H, self.K, self.K))
     pool = self.G * self.W * PART
@@ -91,40 +93,10 @@ class Case(NamedTuple):
     return query, key, value, cache, jnp.asarray(rng.normal(size=self.H), jnp.float32)
 
 
-def run(case: Case, mesh, metadata, query, key, value, cache, sinks):
-  """(output, lse, cache or None)."""
-  options = PagedOptions(sliding_window=case.window, softmax_aux=sinks, return_lse=True,
-                         block_sizes=BlockSizes(4, 8), logits_soft_cap=3.0,
-                         metadata=OperationMetadata(mesh=mesh))
-  if case.layout is PagesV1:
-    output = page_attention(query, cache, metadata, options)
-  elif case.layout is PagesV2:
-    output = ragged_page_attention_v2(query, cache, metadata, options)
-  else:
-    output = ragged_page_attention_v3(query, key, value, cache, metadata, options)
-  return output.attention_outputs, output.lse, output.cache_view
-
-
-def values(case: Case, mesh, metadata):
-  """[output, lse, cache]."""
-  return jax.tree.leaves(jax.jit(functools.partial(run, case, mesh, metadata))(*case.arrays()))
-
-
-def gradients(case: Case, mesh, metadata):
-  """[output, lse, cache, gradients of query, key, value, pages and sinks]."""
-  arrays, writes = case.arrays(), case.layout is PagesV3
-  movable = arrays if writes else (arrays[0], *arrays[3:])
-  def loss(movable):
-    out, lse, cache = run(case, mesh, metadata, *(movable if writes else (
-        movable[0], None, None, *movable[1:])))
-    return jnp.sin(out).sum() + (jnp.where(lse == -jnp.inf, 0, lse)**2).sum(), (out, lse, cache)
-  (_, found), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(movable)
-  return jax.tree.leaves((found, gradient))
-
-
 def whole(case: Case) -> PagesMetadata:
   """The same without stripes."""
-  return groups.whole(case.metadata(), case.G * case.W * PART, np)
+  metadata = case.single() if case.layout is PagesV1 else case.metadata()
+  return request_groups.whole(metadata, case.G * case.W * PART, np)
 
 
 CASES = {
@@ -143,33 +115,27 @@ class EqualityTest(parameterized.TestCase):
   @parameterized.named_parameters(*[(name, name) for name in CASES])
   def test_values_and_gradients_are_those_of_one_device(self, name):
     function, case, sizes = CASES[name]
-    got = function(case, mesh_of(**sizes), case.metadata())
-    want = function(case, None, whole(case))
-    tolerance = 3e-6 if case.dtype == "float32" else 1e-2
-    for index, (x, y) in enumerate(zip(got, want, strict=True)):
-      x, y = (np.asarray(z, np.float32) for z in (x, y))
-      self.assertFalse(np.isnan(y).any())
-      scale = max(1, np.abs(y, where=np.isfinite(y), out=np.zeros_like(y)).max())
-      np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance * scale, err_msg=str(index))
+    assert_near(function(case, mesh_of(**sizes)), function(case, None, whole(case)),
+                3e-6 if case.dtype == "float32" else 1e-2)
 
   @parameterized.parameters((Case(G=2),), (Case(PagesV3, W=4),))
   def test_on_one_device_stripes_say_only_where_pages_lie(self, case):
-    got, want = (values(case, None, metadata) for metadata in (case.metadata(), whole(case)))
+    got, want = values(case, None), values(case, None, whole(case))
     for x, y in zip(got, want, strict=True):
       np.testing.assert_array_equal(x, y)
 
   def test_metadata_that_is_traced(self):
     case, mesh = Case(W=2), mesh_of(sp=2)
-    got = jax.jit(functools.partial(run, case, mesh))(case.metadata(), *case.arrays())
-    for x, y in zip(jax.tree.leaves(got), values(case, mesh, case.metadata()), strict=True):
+    got = jax.jit(functools.partial(run, case, mesh))(*case.arrays(), case.metadata())
+    for x, y in zip(jax.tree.leaves(got), values(case, mesh), strict=True):
       np.testing.assert_array_equal(x, y)
 
   def test_what_is_written_beforehand_lies_where_it_is_read(self):
     case = Case(G=2, W=2)
     query, key, value, cache, _ = case.arrays()
-    written = pages.append(cache, key, value, groups.slots(
+    written = pages.append(cache, key, value, request_groups.slots(
         cache, case.metadata(), query.shape[0]))
-    held = pages.to_dense(written, groups.joined(case.metadata(), pages.num_pages(cache)))
+    held = pages.to_dense(written, request_groups.joined(case.metadata(), pages.num_pages(cache)))
     for x, new in zip(held, (key, value)):
       for g, (queries, lengths, used) in enumerate(GROUPS):
         ends = np.cumsum(queries) + g * TOKENS
@@ -185,16 +151,16 @@ class EqualityTest(parameterized.TestCase):
     query, _, _, cache, _ = case.arrays()
     spec = PagedSpec(D**-0.5, None, True, (None, None), jnp.float32, None)
     def attend(forward, **changes):
-      return forward(paged.PagedOperands(query[:R], **changes), spec, Heads(case.K, D, D),
+      return forward(paged_operands.PagedOperands(query[:R], **changes), spec, Heads(case.K, D, D),
                      BlockSizes(block_kv=8))
     empty = 0
     for w in range(case.W):
       operands = dict(cache=PagesV2(cache.pages[w * PART:(w + 1) * PART]), metadata=PagesMetadata(
-          jnp.asarray(tables[w]), jnp.asarray(lengths)), stripe=stripes.Stripe(
+          jnp.asarray(tables[w]), jnp.asarray(lengths)), stripe=page_stripes.Stripe(
               *map(jnp.int32, (w, case.W, PAGE))))
       want = attend(paged_forward.forward, **operands)
       with interpreted():
-        got = attend(mechanism.KERNELS["tpu"], **operands)
+        got = attend(mechanism.tpu_forward(), **operands)
       for x, y in zip(got, want, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
       empty += int((want.lse == -jnp.inf).all((1, 2)).sum())
@@ -207,8 +173,7 @@ class EqualityTest(parameterized.TestCase):
     query, key, value, cache, sinks = case.arrays()
     shapes = (like(query, None, "tp"), like(key, None, "tp"), like(value, None, "tp"),
               PagesV3(like(cache.pages, "sp", None, "tp")), like(sinks, "tp"))
-    compiled = jax.jit(functools.partial(run, case, mesh, case.metadata()),
-                       donate_argnums=3).lower(*shapes).compile()
+    compiled = jax.jit(functools.partial(run, case, mesh), donate_argnums=3).lower(*shapes).compile()
     text = compiled.as_text()
     self.assertEqual(set(re.findall(SENT, text)), {"all-reduce"})
     self.assertIn("input_output_alias={", text)
@@ -222,17 +187,17 @@ class StripeTest(parameterized.TestCase):
   def test_positions_and_tokens(self, of, unit):
     positions = np.arange(3 * of * unit + 2)
     for number in range(of):
-      stripe = stripes.Stripe(number, of, unit)
+      stripe = page_stripes.Stripe(number, of, unit)
       own = positions[positions // unit % of == number]
-      np.testing.assert_array_equal(stripes.position_of(stripe, np.arange(len(own))), own)
+      np.testing.assert_array_equal(page_stripes.position_of(stripe, np.arange(len(own))), own)
       for position in range(len(positions) + 1):
-        self.assertEqual(stripes.held(stripe, position), (own < position).sum())
-      np.testing.assert_array_equal(stripes.held(stripe, jnp.asarray(positions)),
+        self.assertEqual(page_stripes.held(stripe, position), (own < position).sum())
+      np.testing.assert_array_equal(page_stripes.held(stripe, jnp.asarray(positions)),
                                     [(own < position).sum() for position in positions])
 
   def test_none_is_all(self):
-    self.assertEqual(stripes.held(None, 7), 7)
-    self.assertEqual(stripes.position_of(None, 7), 7)
+    self.assertEqual(page_stripes.held(None, 7), 7)
+    self.assertEqual(page_stripes.position_of(None, 7), 7)
 
 
 class PlacementTest(parameterized.TestCase):
@@ -294,7 +259,7 @@ class BadInputTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, f"cache_metadata.{words}"):
       ragged_page_attention_v2(query, cache, metadata)
     if 0 not in metadata.page_tables.shape:
-      self.assertTrue(jax.jit(lambda metadata: page_checks.flag(
+      self.assertTrue(jax.jit(lambda metadata: validate.flag(
           cache, metadata, query.shape[0]))(metadata))
 
   def test_pages_that_stripes_do_not_divide(self):
@@ -308,7 +273,7 @@ class BadInputTest(parameterized.TestCase):
     tables[0, 0] = 1  # of stripes of one page
     metadata = PagesMetadata(tables, np.array([[5]], np.int32), np.array([[0, 5]], np.int32))
     cache = pages.init(PagesV2, 2, PAGE, Heads(1, D, D))
-    self.assertEqual(groups.slots(cache, metadata, 5).tolist(), [-1] * 4 + [PAGE])
+    self.assertEqual(request_groups.slots(cache, metadata, 5).tolist(), [-1] * 4 + [PAGE])
 
 
 if __name__ == "__main__":

@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """Attention over pages spread over a mesh: the same as on one device, and nothing is sent.
 
 Letters: G groups, R requests of a group, P pages, T tokens, H query heads, K key heads, D width.
@@ -5,7 +7,6 @@ Letters: G groups, R requests of a group, P pages, T tokens, H query heads, K ke
 
 import functools
 import re
-from typing import NamedTuple
 import unittest
 
 from absl.testing import absltest
@@ -19,108 +20,11 @@ from attn_core import (BlockSizes, Heads, OperationMetadata, PagedOptions, Pages
                        PagesV2, PagesV3, PartitionAxis, attention, explain, page_attention,
                        ragged_page_attention_v2, ragged_page_attention_v3)
 from attn_core.benchmark.static import profile as static_profile
-from attn_core.caches.paged import request_groups as groups, validate as page_checks, ops as pages
-from attn_core_test.sampling import EVERY
-
-jax.config.update("jax_num_cpu_devices", 8)
-
-SENT = "all-gather|all-to-all|all-reduce|collective-permute|reduce-scatter"
-PAGE, D, R, N = 4, 8, 3, 4
-POOL, TOKENS = 8, 7  # of a group
-# Queries and lengths of a group's requests, and how many rows are in use.
-GROUPS = (((3, 0, 2), (9, 4, 6), 3), ((1, 1, 4), (1, 16, 4), 3), ((5, 2, 9), (5, 8, 99), 2),
-          ((7, 8, 9), (12, 99, 99), 1))
-
-
-class Case(NamedTuple):
-  """Arrays of G groups."""
-
-  G: int = 1
-  H: int = 4
-  K: int = 2
-  dtype: str = "float32"
-  layout: type = PagesV2
-  grouped: bool = True
-  scales: str | None = None
-
-  def metadata(self) -> PagesMetadata:
-    rng, found = np.random.default_rng(0), []
-    for queries, lengths, used in GROUPS[:self.G]:
-      tables, free = np.full((R, N), 10**6, np.int32), rng.permutation(POOL)
-      for row in range(used):
-        held = -(-lengths[row] // PAGE)
-        tables[row, :held], free = free[:held], free[held:]
-      starts = np.cumsum([0, *queries])
-      starts[used + 1:] = -5
-      found.append(PagesMetadata(*(np.array(x, np.int32) for x in (tables, lengths, starts, used))))
-    return groups.stack(*found) if self.grouped else found[0]
-
-  def single(self) -> PagesMetadata:
-    """The same requests with one query each, T = G * R."""
-    lengths = np.array([[9, 4, 6], [1, 16, 4], [5, 8, 0], [12, 4, 3]], np.int32)[:self.G]
-    tables = np.stack([[[0, 1, 2, 3], [7, 6, 5, 4], [3, 2, 9, 9]]] * self.G).astype(np.int32)
-    tables[0] = [[5, 6, 7, 9], [3, 9, 9, 9], [4, 0, 9, 9]]
-    return PagesMetadata(tables, lengths)
-
-  @functools.cache
-  def arrays(self, tokens=TOKENS):
-    """query, key, value, cache, sinks."""
-    rng = np.random.default_rng(1)
-    array = lambda *shape: jnp.asarray(rng.normal(size=shape), self.dtype)
-    query, key, value = (array(self.G * tokens, n, D) for n in (self.H, self.K, self.K))
-    pool = self.G * POOL
-    dense = array(pool * PAGE, self.K, D), array(pool * PAGE, self.K, D)
-    empty = pages.init(self.layout, pool, PAGE, Heads(self.K, D, D),
-                       "int8" if self.scales else self.dtype, self.scales)
-    cache = jax.jit(pages.append)(empty, *dense, jnp.arange(pool * PAGE))
-    return query, key, value, cache, jnp.asarray(rng.normal(size=self.H), jnp.float32)
-
-
-def mesh_of(**sizes) -> Mesh:
-  count = int(np.prod(list(sizes.values())))
-  return Mesh(np.array(jax.devices()[:count]).reshape(tuple(sizes.values())), tuple(sizes))
-
-
-def run(case: Case, mesh, query, key, value, cache, sinks):
-  """(output, lse, cache or None)."""
-  options = PagedOptions(sliding_window=(7, 0), softmax_aux=sinks, return_lse=True,
-                         block_sizes=BlockSizes(4, 8), logits_soft_cap=3.0,
-                         metadata=OperationMetadata(mesh=mesh))
-  if case.layout is PagesV1:
-    output = page_attention(query, cache, case.single(), options)
-  elif case.layout is PagesV2:
-    output = ragged_page_attention_v2(query, cache, case.metadata(), options)
-  else:
-    output = ragged_page_attention_v3(query, key, value, cache, case.metadata(), options)
-  return output.attention_outputs, output.lse, output.cache_view
-
-
-def values(case: Case, mesh):
-  """[output, lse, cache]."""
-  arrays = case.arrays(R if case.layout is PagesV1 else TOKENS)
-  return jax.tree.leaves(jax.jit(functools.partial(run, case, mesh))(*arrays))
-
-
-def gradients(case: Case, mesh):
-  """[output, lse, cache, gradients of query, key, value, pages and sinks]."""
-  arrays = case.arrays()
-  movable = arrays if case.layout is PagesV3 else (arrays[0], *arrays[3:])
-  def loss(movable):
-    out, lse, cache = run(case, mesh, *(movable if case.layout is PagesV3 else (
-        movable[0], None, None, *movable[1:])))
-    return jnp.sin(out).sum() + (jnp.where(lse == -jnp.inf, 0, lse)**2).sum(), (out, lse, cache)
-  (_, found), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(movable)
-  return jax.tree.leaves((found, gradient))
-
-
-CASES = {
-    "heads_of_one_group": (gradients, Case(grouped=False), dict(dp=2, tp=2)),
-    "writes": (gradients, Case(G=2, layout=PagesV3), dict(dp=2, tp=2)),
-    "two_groups_a_device_one_key_head": (values, Case(G=4, layout=PagesV3, K=1),
-                                         dict(dp=2, tp=4)),
-    "decode": (values, Case(G=4, layout=PagesV1), dict(fsdp=2, dp=2, tp=2)),
-    "writes_8_bits": (values, Case(G=2, layout=PagesV3, K=4, scales="token"), dict(dp=2, tp=2)),
-}
+from attn_core.caches import pages
+from attn_core.caches.paged import request_groups, validate
+from attn_core_test import sampling
+from attn_core_test.paged_shard_cases import (CASES, N, PAGE, POOL, R, SENT, TOKENS, Case,
+                                              assert_near, mesh_of, run, values)
 
 
 @functools.cache
@@ -133,12 +37,7 @@ class EqualityTest(parameterized.TestCase):
   @parameterized.named_parameters(*[(name, name) for name in CASES])
   def test_values_and_gradients_are_those_of_one_device(self, name):
     function, case, sizes = CASES[name]
-    got, want = function(case, mesh_of(**sizes)), on_one_device(function, case)
-    for index, (x, y) in enumerate(zip(got, want, strict=True)):
-      x, y = (np.asarray(z, np.float32) for z in (x, y))
-      self.assertFalse(np.isnan(y).any())
-      scale = max(1, np.abs(y, where=np.isfinite(y), out=np.zeros_like(y)).max())
-      np.testing.assert_allclose(x, y, rtol=3e-6, atol=3e-6 * scale, err_msg=str(index))
+    assert_near(function(case, mesh_of(**sizes)), on_one_device(function, case))
 
   def test_a_group_is_a_call_of_its_own(self):
     case = Case(G=4, layout=PagesV3, K=1)
@@ -167,13 +66,13 @@ class EqualityTest(parameterized.TestCase):
       np.testing.assert_allclose(x, y, rtol=3e-6, atol=3e-6)
 
   def test_a_wrong_page_is_not_another_groups(self):
-    metadata = groups.stack(*[PagesMetadata(np.array([[page]], np.int32), np.ones(1, np.int32))
+    metadata = request_groups.stack(*[PagesMetadata(np.array([[page]], np.int32), np.ones(1, np.int32))
                               for page in (2, -1)])
-    self.assertEqual(groups.with_pool_ids(metadata, 4).page_tables.ravel().tolist(), [1, 2])
+    self.assertEqual(request_groups.with_pool_ids(metadata, 4).page_tables.ravel().tolist(), [1, 2])
     # Joined it is no page: of two requests of two pages each, the first page is another's.
     tables = np.array([[[2, 0]], [[-1, 1]]], np.int32)
     metadata = PagesMetadata(tables, np.full((2, 1), 4, np.int32))
-    joined = groups.joined(metadata, 4)
+    joined = request_groups.joined(metadata, 4)
     self.assertEqual(joined.page_tables.tolist(), [[-1, 0], [-1, 3]])
     numbers = jnp.arange(1.0, 17).reshape(1, 4, 2, 2)
     cache = PagesV1(numbers, -numbers)
@@ -189,9 +88,9 @@ class EqualityTest(parameterized.TestCase):
 
   def test_groups_joined_are_requests_of_one_pool(self):
     case = Case(G=4, layout=PagesV1)
-    query, _, _, cache, sinks = case.arrays(R)
+    query, _, _, cache, sinks = case.arrays()
     out, _ = on_one_device(values, case)
-    joined = groups.joined(case.single(), 4 * POOL)
+    joined = request_groups.joined(case.single(), 4 * POOL)
     want = page_attention(query, cache, joined, PagedOptions(
         sliding_window=(7, 0), softmax_aux=sinks, block_sizes=BlockSizes(4, 8),
         logits_soft_cap=3.0))
@@ -205,7 +104,7 @@ class EqualityTest(parameterized.TestCase):
   def test_slots_are_those_of_the_groups_parts(self):
     case = Case(G=4)
     metadata, cache = case.metadata(), case.arrays()[3]
-    whole = jax.jit(lambda metadata: groups.slots(cache, metadata, 4 * TOKENS))
+    whole = jax.jit(lambda metadata: request_groups.slots(cache, metadata, 4 * TOKENS))
     one = jax.jit(lambda metadata: pages.slots(metadata, PAGE, TOKENS))
     got = np.asarray(whole(metadata)).reshape(4, TOKENS)
     for g in range(4):
@@ -304,7 +203,7 @@ class PlacementTest(parameterized.TestCase):
 
 
 
-@unittest.skipUnless(EVERY, "ATTN_CORE_EVERY=1 runs it")
+@sampling.slow("pages over four TPU chips")
 @unittest.skipIf(static_profile.missing(), f"nothing to compile with: {static_profile.missing()}")
 class CompileTest(absltest.TestCase):
 
@@ -381,9 +280,9 @@ class BadInputTest(parameterized.TestCase):
   def test_a_flag_under_jit(self):
     case = Case(G=4)
     cache, metadata = case.arrays()[3], jax.tree.map(jnp.asarray, case.metadata())
-    wrong = jax.jit(lambda metadata: page_checks.flag(cache, metadata, 4 * TOKENS))
+    wrong = jax.jit(lambda metadata: validate.flag(cache, metadata, 4 * TOKENS))
     self.assertFalse(wrong(metadata))
-    self.assertFalse(page_checks.flag(cache, case.metadata(), 4 * TOKENS))
+    self.assertFalse(validate.flag(cache, case.metadata(), 4 * TOKENS))
     lengths = metadata.context_lens.at[3, 0].set(N * PAGE + 1)
     self.assertTrue(wrong(metadata._replace(context_lens=lengths)))
 

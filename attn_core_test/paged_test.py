@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """Attention over pages: against the dense oracle, the public kernels' references, and itself.
 
 Letters: R requests, N pages per request, P pages, T tokens of a call, H query heads, K key heads,
@@ -9,7 +11,6 @@ import importlib
 import importlib.util
 import sys
 import types
-from typing import NamedTuple
 import unittest
 from unittest import mock
 
@@ -26,84 +27,14 @@ import numpy as np
 from attn_core import (BlockSizes, Heads, PagedOptions, PagesMetadata, PagesV1, PagesV2, PagesV3,
                        attention, checkpoint_policy, explain, page_attention,
                        ragged_page_attention_v2, ragged_page_attention_v3)
-from attn_core.caches.paged import validate as page_checks, ops as pages
-from attn_core.caches import quantize
-from attn_core.kernels.xla import paged_blocks as paged
-from attn_core.references import paged as reference
+from attn_core.caches import pages, quantize
+from attn_core.caches.paged import validate
+from attn_core.kernels.common import paged_operands
 from attn_core.types import PagedSpec
+from attn_core_test.paged_cases import Case
 
 
 jax.config.update("jax_num_cpu_devices", 8)
-
-
-class Case(NamedTuple):
-  """Requests: how many tokens each has, and how many of them are queries of this call."""
-
-  lengths: tuple = (9, 0, 17, 1, 24, 5)
-  queries: tuple = (9, 0, 5, 1, 1, 2)
-  options: PagedOptions = PagedOptions()
-  H: int = 4
-  K: int = 2
-  D: int = 6
-  page: int = 4
-  rest: int = 3  # rows of the query behind the last request's
-  unused: int = 0  # rows of the tables behind the last request
-  distribution: tuple | None = None
-  dtype: str = "float32"
-  sinks: bool = False
-
-  @property
-  def pool(self):
-    return 8 * len(self.lengths)
-
-  def metadata(self, single=False) -> PagesMetadata:
-    """Pages in random order; entries past a request's pages lie outside of the pool."""
-    rng = np.random.default_rng(0)
-    rows = len(self.lengths) + self.unused
-    tables = np.full((rows, 8), 10**6, np.int32)
-    free = rng.permutation(self.pool)
-    for row, length in enumerate(self.lengths):
-      used = -(-length // self.page)
-      tables[row, :used], free = free[:used], free[used:]
-    pad = lambda x, value: np.array([*x, *[value] * self.unused], np.int32)
-    starts = np.cumsum([0, *self.queries])
-    number = np.array([len(self.lengths)], np.int32) if self.unused else None
-    if self.distribution is not None:
-      number = None
-    return PagesMetadata(
-        tables, pad(self.lengths, 999), None if single else pad(starts, -5), number,
-        None if self.distribution is None else np.array(self.distribution, np.int32))
-
-  def arrays(self):
-    """query, key and value pages [K, P, page, D], sinks [H]; NaN wherever nobody looks."""
-    rng = np.random.default_rng(1)
-    tokens = sum(self.queries) + self.rest
-    query = rng.normal(size=(tokens, self.H, self.D))
-    query[sum(self.queries):] = np.nan
-    key, value = rng.normal(size=(2, self.K, self.pool, self.page, self.D))
-    live = np.zeros((self.pool, self.page), bool)
-    tables = self.metadata().page_tables
-    for row, length in enumerate(self.lengths):
-      for p in range(length):
-        live[tables[row, p // self.page], p % self.page] = True
-    key[:, ~live] = value[:, ~live] = np.nan
-    sinks = rng.normal(size=self.H) if self.sinks else None
-    return tuple(None if x is None else jnp.asarray(x, self.dtype)
-                 for x in (query, key, value, sinks))
-
-  def oracle(self, query, key, value, sinks):
-    """(output [T, H, D], lse [H, T]), NaN and all."""
-    tables, o = self.metadata().page_tables, self.options
-    window = (None, None) if o.sliding_window is None else o.sliding_window
-    spec = PagedSpec(o.softmax_scale or self.D**-0.5, o.logits_soft_cap, o.causal, window)
-    requests = []
-    for row, (length, number) in enumerate(zip(self.lengths, self.queries)):
-      found = (None, None)
-      if length:
-        found = reference.tokens(key, value, tables[row], length)
-      requests.append((number, *found))
-    query = query.at[sum(self.queries):].set(0)
-    return reference.attention(query, requests, spec, sinks)
 
 
 RAGGED = {
@@ -379,7 +310,7 @@ class MeaningTest(parameterized.TestCase):
       np.testing.assert_allclose(
           jax.grad(functools.partial(loss, run, cache))(query),
           jax.grad(functools.partial(loss, page_attention, back))(query), atol=2e-6)
-      with self.assertRaisesRegex(NotImplementedError, "cache_view: gradients .* 8 bits"):
+      with self.assertRaisesRegex(NotImplementedError, "cache_view: gradients .* quantized"):
         jax.grad(lambda scales: loss(run, cache._replace(key_scales=scales), query))(
             cache.key_scales)
 
@@ -427,12 +358,12 @@ class MeaningTest(parameterized.TestCase):
         page_tables=np.pad(metadata.page_tables, ((0, 0), (0, 1000)))))
     for window, want in (((None, None), (1 + 1 + 2) + (2 + 3) + 3),
                          ((5, 0), (1 + 1 + 2) + (2 + 2) + 1)):
-      problem = paged.cut(paged.PagedOperands(query, cache, metadata),
+      problem = paged_operands.block_inputs(paged_operands.PagedOperands(query, cache, metadata),
                           PagedSpec(1.0, window=window), Heads(2, 6, 6), (4, 2))
       visited = 0
       for r in range(4):
-        for i in range(*map(int, paged.query_blocks(problem, r))):
-          begin, end = paged.key_blocks(problem, paged.query_block(problem, r, i))
+        for i in range(*map(int, paged_operands.query_blocks(problem, r))):
+          begin, end = paged_operands.key_blocks(problem, paged_operands.query_block(problem, r, i))
           visited += int(end) - int(begin)
       self.assertEqual(visited, want)
 
@@ -666,13 +597,13 @@ class BadInputTest(parameterized.TestCase):
   def test_numbers_under_jit(self):
     """In the debug mode every wrong number is an error; without it nothing is checked."""
     def run(cache, metadata):
-      page_checks.debug_check(cache, metadata, 8)
+      validate.debug_check(cache, metadata, 8)
       return ragged_page_attention_v2(self.query, cache, metadata).attention_outputs
     checked = jax.jit(checkify.checkify(run))
     checked(self.cache, self.metadata)[0].throw()
-    numbers = jax.jit(checkify.checkify(lambda metadata: page_checks.debug_check(
+    numbers = jax.jit(checkify.checkify(lambda metadata: validate.debug_check(
         self.cache, metadata, 8)))
-    flag = jax.jit(lambda metadata: page_checks.flag(self.cache, metadata, 8))
+    flag = jax.jit(lambda metadata: validate.flag(self.cache, metadata, 8))
     self.assertFalse(flag(self.metadata))
     for name, (change, words) in NUMBERS.items():
       wrong = change(self.metadata)
@@ -684,14 +615,14 @@ class BadInputTest(parameterized.TestCase):
 
   def test_full_pages_may_be_shared(self):
     shared = entry(1, 0, -20)(self.metadata)  # the first page of the third request
-    page_checks.check(self.cache, shared, 8)
+    validate.check(self.cache, shared, 8)
 
   def test_a_page_that_is_not_full_may_be_shared_by_requests_without_queries(self):
     metadata = PagesMetadata(*(np.array(x, np.int32) for x in (
         [[5, 1], [5, 2], [3, 0]], [2, 3, 4], [0, 0, 0, 4])))
-    page_checks.check(self.cache, metadata, 8)
+    validate.check(self.cache, metadata, 8)
     with self.assertRaisesRegex(ValueError, "in one request's row only"):
-      page_checks.check(self.cache, metadata._replace(query_start_loc=np.array(
+      validate.check(self.cache, metadata._replace(query_start_loc=np.array(
           [0, 0, 1, 5], np.int32)), 8)
 
   def test_other_mechanisms_refuse_pages_by_name(self):

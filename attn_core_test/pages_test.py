@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """Pages: written, read and converted against plain loops; the allocator against a model of it."""
 
 import random
@@ -9,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import Heads, PagesMetadata, PagesV1, PagesV2, PagesV3
-from attn_core.caches.paged import allocator, request_groups as groups, ops as pages
-from attn_core.caches import dense, quantize, window
+from attn_core.caches import dense, pages, quantize, window
+from attn_core.caches.paged import allocator, request_groups
 
 LAYOUTS = (PagesV1, PagesV2, PagesV3)
 HEADS = Heads(3, 5, 5)
@@ -189,7 +191,7 @@ class PagesTest(parameterized.TestCase):
       self.assertEqual(pages.slots(given, 4, 11).tolist(), pages.slots(metadata, 4, 11).tolist())
     far = METADATA._replace(page_tables=TABLES.astype(np.int64) + 2**32, num_requests=3)
     self.assertEqual(pages.slots(far, 4, 11).tolist(), [-1] * 11)
-    self.assertEqual(groups.slots(cache, groups.stack(far._replace(num_requests=np.int32(3))),
+    self.assertEqual(request_groups.slots(cache, request_groups.stack(far._replace(num_requests=np.int32(3))),
                                   11).tolist(), [-1] * 11)
     with jax.enable_x64(True):
       beyond = jnp.arange(11) + jnp.where(jnp.arange(11) % 2, 2**32, -2**32)

@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """docs/parity.md: every documented name has a row, and every row's target exists and is tested."""
 
 import ast
@@ -153,7 +155,7 @@ def tests_of(text: str) -> set[str]:
 def words_for(row: Row) -> set[str]:
   """What the test of a row speaks of: the target's last name, or that it goes through all."""
   if row.there.startswith("target "):
-    return {row.there.split()[1]} if row.here.startswith("remat.") else {"checkpoint_policy"}
+    return {row.there.split()[1]} if row.here.startswith("config.remat.") else {"checkpoint_policy"}
   word = re.split(r"[.(]", row.here.rstrip("=)"))[-1]
   if row.here.startswith("AttentionMechanism"):
     return {word, str(getattr(attn_core.AttentionMechanism, word, word)), "names"}
@@ -200,8 +202,8 @@ class ParityTest(absltest.TestCase):
     for row in self.rows:
       if row.there.startswith("target "):
         name = row.there.split()[1]
-        expected = ("remat.NAMES" if name in remat.NAMES else
-                    "remat.IMPLIED" if name in remat.IMPLIED else "checkpoint_policy")
+        expected = ("config.remat.NAMES" if name in remat.NAMES else
+                    "config.remat.IMPLIED" if name in remat.IMPLIED else "checkpoint_policy")
         self.assertEqual(row.here, expected, name)
 
   def test_output_has_the_documented_fields(self):

@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """Meanings to mesh axes: modes, shapes, meshes, and the report of everything left out."""
 
 from absl.testing import absltest
@@ -8,7 +10,7 @@ import numpy as np
 
 from attn_core.sharding import partition
 from attn_core.sharding.mesh import create_mesh
-from attn_core.sharding.partition import Drop, PartitionAxis, fit, resolve
+from attn_core.sharding.partition import DroppedAxis, PartitionAxis, fit, resolve
 from attn_core.types import DECODE_MODES, MODES
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -129,7 +131,8 @@ class ResolveTest(parameterized.TestCase):
     spec, drops = resolve(PartitionAxis(), QUERY, "__train__", (2, 8, 4, 16), mesh, "query")
     self.assertEqual(spec, P("dp", None, "tp", None))
     reason = "the mesh has the axes ('dp', 'tp') only"
-    self.assertEqual(drops, (Drop("query", 0, "fsdp", reason), Drop("query", 1, "sp", reason)))
+    self.assertEqual(drops, (DroppedAxis("query", 0, "fsdp", reason),
+                             DroppedAxis("query", 1, "sp", reason)))
 
   def test_without_a_shape_only_names_are_looked_at(self):
     mesh = create_mesh((2, 4), ("dp", "tp"))
@@ -162,9 +165,9 @@ class ResolveTest(parameterized.TestCase):
     spec, drops = resolve(axes, QUERY, "__train__", tensor="query")
     self.assertEqual(spec, P(("dp", "sp"), None, "tp", None))
     self.assertEqual(drops, (
-        Drop("query", 0, "dp", "shards dimension 0 of query already"),
-        Drop("query", 1, "sp", "shards dimension 0 of query already"),
-        Drop("query", 3, "tp", "shards dimension 2 of query already")))
+        DroppedAxis("query", 0, "dp", "shards dimension 0 of query already"),
+        DroppedAxis("query", 1, "sp", "shards dimension 0 of query already"),
+        DroppedAxis("query", 3, "tp", "shards dimension 2 of query already")))
 
   def test_a_repeated_name_stays_with_the_same_meaning_in_every_layout(self):
     axes = PartitionAxis(head_axis="sp")
@@ -207,12 +210,12 @@ class ErrorsTest(parameterized.TestCase):
 
   @parameterized.named_parameters(
       ("meaning", lambda: resolve(PartitionAxis(), ("batch", "time"), "__train__"),
-       r"axes=\('batch', 'time'\) of tensor: 'time' names no meaning; .*'batch', 'query_length'"),
+       r"axes=\('batch', 'time'\) of tensor: 'time' is not a meaning; .*'batch', 'query_length'"),
       ("meanings", lambda: resolve(PartitionAxis(), "batch", "__train__"),
        r"axes='batch' of tensor: expected a tuple of meanings"),
       ("no meanings", lambda: resolve(PartitionAxis(), None, "__train__"), r"axes=None of tensor"),
       ("list as meaning", lambda: resolve(PartitionAxis(), (["batch"],), "__train__"),
-       r"\['batch'\] names no meaning"),
+       r"\['batch'\] is not a meaning"),
       ("axis", lambda: resolve(None, QUERY, "__train__"),
        r"partition_axis=None: expected a PartitionAxis"),
       ("mesh", lambda: resolve(PartitionAxis(), QUERY, "__train__", mesh="8"),

@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """The planner counts what compiled programs send and what kernels visit.
 
 Letters: T sequence length, N shards.
@@ -20,10 +22,11 @@ import numpy as np
 
 from attn_core import (BlockSizes, OperationMetadata, RingConfig, Shapes, masks,
                        plan_context_parallel, ring_attention)
+from attn_core.masks import mask as mask_lib
 from attn_core.plan import __main__ as command
-from attn_core.masks import block_map as blocks
-from attn_core.plan import context_parallel, peaks as devices, work
-from attn_core.sharding import token_order as layouts
+from attn_core.masks import block_map
+from attn_core.plan import context_parallel, peaks, work
+from attn_core.sharding import token_order
 from attn_core.sharding.context_parallel import Sequence
 from attn_core.types import RING_VARIANTS
 
@@ -115,7 +118,8 @@ class CollectivesTest(parameterized.TestCase):
 class VisitsTest(parameterized.TestCase):
 
   @parameterized.product(
-      layout=layouts.LAYOUTS, spread=((N, 1, False), (N, 1, True), (4, 2, False), (1, N, False)),
+      layout=token_order.TOKEN_ORDERS,
+      spread=((N, 1, False), (N, 1, True), (4, 2, False), (1, N, False)),
       mask=(masks.causal(), masks.causal() & masks.window(37, 0),
             masks.chunk(64), masks.causal() | masks.prefix(40)))
   def test_blocks_with_a_visible_pair(self, layout, spread, mask):
@@ -123,8 +127,8 @@ class VisitsTest(parameterized.TestCase):
     members, group, gathers = spread
     sequence = sequence_of(layout, members, group, gathers)
     visits = work.visits(sequence, mask, (8, 16))
-    order = layouts.order(layout, T, N)
-    at = masks.algebra.Coordinates(0, 0, *(order[:, None], order[None]) * 2)
+    order = token_order.order(layout, T, N)
+    at = mask_lib.Coordinates(0, 0, *(order[:, None], order[None]) * 2)
     rows, columns = min(8, T // members), min(16, T // members)
     seen = np.broadcast_to(mask.visible(at), (T, T)).reshape(
         members, -1, rows, 1 if gathers else members, (T if gathers else T // members) // columns,
@@ -133,7 +137,7 @@ class VisitsTest(parameterized.TestCase):
     np.testing.assert_array_equal(visits.members, np.arange(members))
     self.assertEqual(visits.pairs, rows * columns)
 
-  @parameterized.product(layout=layouts.LAYOUTS, group=(1, 2))
+  @parameterized.product(layout=token_order.TOKEN_ORDERS, group=(1, 2))
   def test_block_maps_of_hops_of_masks_with_arrays(self, layout, group):
     """Documents in one row of the batch, with padding in the other; a length nobody divides."""
     length = T if layout != "contiguous" else T - 13
@@ -145,14 +149,14 @@ class VisitsTest(parameterized.TestCase):
     def visited(member, source):
       rows, columns = sequence.rows(member), sequence.columns(source)
       mask = masks.causal() & masks.segments(ids[:, rows], ids[:, columns])
-      kinds = blocks.host_kinds(masks.placed(mask, rows[None], columns[None], sequence.size),
-                                blocks.Sizes(own, own, 24, 16))
-      return (kinds != blocks.EMPTY).mean(0).sum()
-    everyone = layouts.numbers(sequence.members)
+      kinds = block_map.host_kinds(masks.placed(mask, rows[None], columns[None], sequence.size),
+                                block_map.Sizes(own, own, 24, 16))
+      return (kinds != block_map.EMPTY).mean(0).sum()
+    everyone = token_order.numbers(sequence.members)
     np.testing.assert_array_equal(work.visits(sequence, mask, (24, 16)).blocks,
                                   [[visited(m, s) for s in everyone] for m in everyone])
 
-  @parameterized.product(layout=layouts.LAYOUTS, spread=((64, 1), (8, 8), (1, 64)))
+  @parameterized.product(layout=token_order.TOKEN_ORDERS, spread=((64, 1), (8, 8), (1, 64)))
   def test_samples(self, layout, spread):
     """A part of the blocks says what all of them say, of masks along which work is linear."""
     for mask in (masks.causal(), masks.causal() & masks.window(2000, 0)):
@@ -182,7 +186,7 @@ class VisitsTest(parameterized.TestCase):
     self.assertEqual(prediction(plan, "ulysses").imbalance, 1.0)
 
 
-TOY = devices.Device(1000.0, 1.0, 10.0, True, 8, 5.0, ("toy",))
+TOY = peaks.Device(1000.0, 1.0, 10.0, True, 8, 5.0, ("toy",))
 
 
 class TimeTest(parameterized.TestCase):
@@ -191,7 +195,7 @@ class TimeTest(parameterized.TestCase):
   shapes = Shapes(1, 16, 16, 4, 1, 3, 1, "float32")
 
   def plan(self, device=TOY, mask=masks.full(), mesh=ROW, **arguments):
-    with mock.patch.dict(devices.DEVICES, toy=device):
+    with mock.patch.dict(peaks.DEVICES, toy=device):
       return plan_context_parallel(self.shapes, mask, mesh, "toy", **arguments)
 
   @parameterized.parameters(10.0, 1000.0)
@@ -252,7 +256,7 @@ class TimeTest(parameterized.TestCase):
     plan = self.plan(mask=masks.causal())
     possible = [p for p in plan.predictions if not p.impossible]
     self.assertEqual(plan.recommended.seconds, min(p.seconds for p in possible))
-    self.assertLen(plan.predictions, len(RING_VARIANTS) * len(layouts.LAYOUTS))
+    self.assertLen(plan.predictions, len(RING_VARIANTS) * len(token_order.TOKEN_ORDERS))
 
   def test_sixteen_million_tokens_on_4096_devices(self):
     shapes = Shapes(1, 2**24, 2**24, 32, 8, 128, 128)
@@ -326,7 +330,7 @@ class BadInputTest(parameterized.TestCase):
       ("TPU v5 lite", "v5e"), ("TPU v5", "v5p"), ("TPU v6 lite", "v6e"), ("TPU7x", "tpu7x"),
       ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("cpu", "cpu"), ("V5E", "v5e"))
   def test_names_of_devices(self, kind, name):
-    self.assertIs(devices.find(kind), devices.DEVICES[name])
+    self.assertIs(peaks.find(kind), peaks.DEVICES[name])
 
 
 class CommandTest(absltest.TestCase):

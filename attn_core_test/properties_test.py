@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """Every property of every case for every implementation in the table that runs on this machine.
 
 Float64 operands show that the formulas are the oracle's (1e-9); narrower ones
@@ -14,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import AttentionMechanism, BlockSizes, OperationMetadata, attention, table
-from attn_core_test import property_cases, sampling as sweeps
+from attn_core_test import property_cases, sampling
 from attn_core_test.property_cases import CASES, TOLERANCES
 
 jax.config.update("jax_enable_x64", True)
@@ -26,7 +28,8 @@ IMPLEMENTATIONS = {}
 # These have tests of their own: what needs a GPU, what reads pages, and what is flash_attn2's
 # program as long as nothing is spread.
 ON_GPU = (table.TABLE["cudnn", "gpu"].run, table.TABLE["flash_attn2", "gpu 9.0"].run)
-for (_mechanism, _platform), _implementation in table.TABLE.items():
+for (_mechanism, _platform), _row in table.TABLE.items():
+  _implementation = _row.general
   if not (_implementation.run in ON_GPU or "pages" in _implementation.features
           or _implementation.spreads_sequence):
     IMPLEMENTATIONS.setdefault(_implementation.run, (_mechanism, _platform))
@@ -46,7 +49,7 @@ def _call(name, mechanism, platform):
   case = BY_NAME[name]
   arguments = dict(case.arguments, mechanism=mechanism, return_lse=True,
                    metadata=OperationMetadata(platform=platform))
-  if "block_sizes" in table.TABLE[mechanism, platform].features:
+  if "block_sizes" in table.TABLE[mechanism, platform].general.features:
     # Blocks of TPU kernels come in multiples of 128.
     arguments["block_sizes"] = BlockSizes() if (mechanism, platform) == PALLAS_TPU else BLOCKS
   def run(arrays):
@@ -57,13 +60,13 @@ def _call(name, mechanism, platform):
 
 def precise(mechanism, platform):
   """(widest dtype, tolerance): float64 shows that formulas agree; float32 where it must do."""
-  if "float64" in table.TABLE[mechanism, platform].features:
+  if "float64" in table.TABLE[mechanism, platform].general.features:
     return "float64", 1e-9
   return "float32", 5e-5
 
 
 def supported(case, mechanism, platform, dtype=None) -> bool:
-  """Whether the implementation takes the case; what it refuses, bad_input_test shows."""
+  """Returns whether the implementation computes the case; bad_input_test has the refusals."""
   dtype = dtype or precise(mechanism, platform)[0]
   arrays = jax.eval_shape(lambda: property_cases.operands(case, dtype))
   try:
@@ -76,14 +79,14 @@ def supported(case, mechanism, platform, dtype=None) -> bool:
 # Interpreting TPU kernels is slow, and tpu_test has most features, over several blocks: here are
 # the others, and all together.
 ON_TPU = ("everything", "causal_gqa", "prefix_or_causal", "not_chunk", "layout_thd_other_keys",
-          "bias_and_mask", "sinks_several_empty_rows", "dropout_at_positions", "unnormalised",
+          "bias_and_mask", "sinks_several_empty_rows", "dropout_at_positions", "unnormalized",
           "segments_interleaved", "one_query_one_key", "window_both_sides", "offset_per_row",
           "soft_cap")
 
 # Decoding has decode_test; here are masks and layouts that it has not.
 DECODE = ("autoregressive_decodeattn", "cpu")
 ON_DECODE = ("causal_gqa", "one_query_bottom_right", "window_both_sides", "chunk",
-             "segments_with_padding", "dense_mask_per_head", "custom_predicate", "unnormalised",
+             "segments_with_padding", "dense_mask_per_head", "custom_predicate", "unnormalized",
              "sinks_several_empty_rows", "layout_thd_other_keys")
 SOME = {PALLAS_TPU: ON_TPU, DECODE: ON_DECODE}
 
@@ -135,13 +138,13 @@ class InterpretedTestCase(parameterized.TestCase):
 
 class PropertiesTest(InterpretedTestCase):
 
-  @parameterized.named_parameters(*sweeps.half(PAIRS))
+  @parameterized.named_parameters(*PAIRS)
   def test_value_gradient_and_jvp_equal_the_oracle(self, name, mechanism, platform):
     case = BY_NAME[name]
     if not supported(case, mechanism, platform):
       self.skipTest("refused by name")
     dtype, tolerance = precise(mechanism, platform)
-    differentiable = "lse_gradient" in table.TABLE[mechanism, platform].features
+    differentiable = "lse_gradient" in table.TABLE[mechanism, platform].general.features
     arrays = property_cases.operands(case, dtype)
     run = call(case, mechanism, platform)
     if not differentiable:
@@ -156,7 +159,7 @@ class PropertiesTest(InterpretedTestCase):
       np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance,
                                  err_msg=jax.tree_util.keystr(path))
 
-  @parameterized.named_parameters(*sweeps.half(
+  @parameterized.named_parameters(*(
       (f"{pair[0]}_{dtype}", *pair[1:], dtype) for pair in PAIRS for dtype in TOLERANCES
       if pair[1] in ("causal_gqa", "everything", "window_both_sides", "sinks_several_empty_rows",
                      "soft_cap")))
@@ -180,7 +183,7 @@ class PropertiesTest(InterpretedTestCase):
     np.testing.assert_array_equal(~np.isfinite(lse), empty)
     self.assertLess(np.abs(np.where(empty, 0, lse - want_lse)).max(), largest)
 
-  @parameterized.named_parameters(*sweeps.half(
+  @parameterized.named_parameters(*(
       pair for pair in PAIRS if pair[1] in ("everything", "causal_gqa")))
   def test_repeats_bit_for_bit_and_jit_changes_nothing(self, name, mechanism, platform):
     case = BY_NAME[name]
@@ -193,13 +196,13 @@ class PropertiesTest(InterpretedTestCase):
     for a, b, c in zip(first, second, eager):
       np.testing.assert_array_equal(a, b)
       np.testing.assert_allclose(a, c, rtol=1e-6, atol=1e-6)
-    if "lse_gradient" in table.TABLE[mechanism, platform].features:
+    if "lse_gradient" in table.TABLE[mechanism, platform].general.features:
       gradient = jax.jit(jax.grad(lambda arrays: run(arrays)[0].sum()))
       jax.tree.map(np.testing.assert_array_equal, gradient(arrays), gradient(arrays))
 
   @parameterized.named_parameters(*[(f"{m}_{p}", m, p) for m, p in table.TABLE])
   def test_every_table_entry_is_one_of_the_implementations(self, mechanism, platform):
-    implementation = table.TABLE[mechanism, platform]
+    implementation = table.TABLE[mechanism, platform].general
     if implementation.run in ON_GPU or " " in platform:  # of a compute capability
       self.skipTest("needs an NVIDIA GPU")
     if "pages" in implementation.features:
@@ -241,11 +244,11 @@ class LeakageTest(InterpretedTestCase):
   def test_rows_of_the_batch_do_not_mix(self, mechanism, platform):
     for name in ("segments_with_padding", "dense_mask_per_head", "padding_mask"):
       _, (out, lse) = self.run_case(name, mechanism, platform)
-      spoil = lambda x: x.at[0].set(jnp.nan)
-      _, (spoiled, spoiled_lse) = self.run_case(
-          name, mechanism, platform, query=spoil, key=spoil, value=spoil)
-      np.testing.assert_array_equal(out[1], spoiled[1])
-      np.testing.assert_array_equal(lse[1], spoiled_lse[1])
+      with_nan = lambda x: x.at[0].set(jnp.nan)
+      _, (with_nan_out, with_nan_lse) = self.run_case(
+          name, mechanism, platform, query=with_nan, key=with_nan, value=with_nan)
+      np.testing.assert_array_equal(out[1], with_nan_out[1])
+      np.testing.assert_array_equal(lse[1], with_nan_lse[1])
 
   @staticmethod
   def poisons():
@@ -295,16 +298,16 @@ class LeakageTest(InterpretedTestCase):
     jax.tree.map(lambda x: np.testing.assert_array_equal(x, 0), gradient)
 
 
-# What is mapped over, of which case.
+# Arguments that vmap maps over, by case.
 MAPPED = (("causal_gqa", ("query", "key", "value")), ("segments_with_padding", ("query",)),
           ("everything", ("bias", "softmax_aux")), ("everything", ("query", "value")),
           ("custom_predicate", ("key",)))
-ON_TPU_MAPPED = MAPPED if sweeps.EVERY else MAPPED[1:3]
+ON_TPU_MAPPED = sampling.with_slow(MAPPED[1:3], MAPPED[0], *MAPPED[3:])
 
 
 class VmapTest(InterpretedTestCase):
 
-  @parameterized.named_parameters(*sweeps.half(
+  @parameterized.named_parameters(*(
       (f"{case}_{'_'.join(mapped)}_{mechanism}", case, mapped, mechanism, platform)
       for case, mapped in MAPPED for mechanism, platform in NAMES
       if (mechanism, platform) != PALLAS_TPU or (case, mapped) in ON_TPU_MAPPED))
@@ -314,7 +317,7 @@ class VmapTest(InterpretedTestCase):
     run = call(case, mechanism, platform)
     if not supported(case, mechanism, platform):
       self.skipTest("refused by name")
-    if "lse_gradient" not in table.TABLE[mechanism, platform].features:
+    if "lse_gradient" not in table.TABLE[mechanism, platform].general.features:
       run = _without_lse(run, case, mechanism, platform)
     dtype, tolerance = precise(mechanism, platform)
     arrays = property_cases.operands(case, dtype)

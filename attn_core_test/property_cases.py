@@ -1,9 +1,9 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """The cases of the property tests: small calls of `attention` whose meaning is written out by hand.
 
 Every case says twice what is visible: in arguments of `attention`, and as a
 boolean array made from loops over numbers, which shares no code with the library.
-
-Letters: B batch, H query heads, T query length, S key length, K key heads, D and E widths.
 """
 
 from typing import Any, Callable, NamedTuple
@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import MaskInfo, masks
-from attn_core.masks import dropout
-from attn_core.masks import leaves as algebra
+from attn_core.masks import constructors, dropout
 from attn_core.references import oracle
 from attn_core.types import AttentionSpec, MaskOperands, Operands
 
@@ -141,7 +140,7 @@ CASES = (
          dict(dropout_prob=0.4, dropout_rng=_RNG, deterministic=False, causal=False,
               mask_info=MaskInfo(q_positions=_Q_POSITIONS)), lambda b, h, t, s: True,
          positions=_Q_POSITIONS),
-    Case("unnormalised", _S, dict(normalize_output=False), lambda b, h, t, s: s <= t),
+    Case("unnormalized", _S, dict(normalize_output=False), lambda b, h, t, s: s <= t),
     Case("layout_bhtd", _S, dict(layout="bhtd", sliding_window=(4, 0)),
          lambda b, h, t, s: -4 <= s - t <= 0),
     Case("layout_thd", Shape(B=1), dict(layout="thd", cum_seqlens_q=_CU),
@@ -209,9 +208,9 @@ def to_bthd(x, layout: str):
 def reference(case: Case):
   """A function of `operands` -> (output in the case's layout, lse), by the oracle."""
   a, layout = case.arguments, case.arguments.get("layout", "bthd")
-  mask = algebra.dense(visible(case))
+  mask = constructors.dense(visible(case))
   if case.positions is not None:
-    mask = algebra.positions(np.asarray(case.positions, np.int32), None, mask)
+    mask = constructors.positions(np.asarray(case.positions, np.int32), None, mask)
   leaves, structure = jax.tree.flatten(mask)
   spec = AttentionSpec(
       structure, a.get("softmax_scale", case.shape.D**-0.5), a.get("logits_soft_cap"),

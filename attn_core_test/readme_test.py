@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """README.md: its table is the library's, and every block of Python in it runs."""
 
 import contextlib
@@ -12,6 +14,7 @@ import jax
 
 from attn_core import __main__ as report
 from attn_core import table
+from attn_core.dispatch import capabilities
 
 jax.config.update("jax_num_cpu_devices", 8)  # so that what it says of meshes runs on several
 
@@ -33,25 +36,25 @@ class TableTest(absltest.TestCase):
 
   def test_marks_are_those_of_the_table(self):
     for row in report.rows():
-      features = table.TABLE[row.mechanism, row.platforms[0]].features
+      features = table.TABLE[row.mechanism, row.platforms[0]].general.features
       honoured = {feature for feature, mark in row.marks.items() if mark != report.REFUSED}
       self.assertEqual(honoured, set(features), row.mechanism)
 
   def test_limits_are_found_by_asking(self):
     def limits(request):
-      if request.width > 512:
-        return f"width {request.width}: too wide"
+      if request.widths[0] > 512:
+        return f"width {request.widths[0]}: too wide"
       if "lse" in request.features and request.dtype == "bfloat16":
         return "lse of dtype bfloat16: too narrow"
       return None
-    implementation = table.Implementation(print, frozenset({"lse", "bias"}), "linear", limits)
+    implementation = capabilities.Implementation(print, frozenset({"lse", "bias"}), "linear", limits)
     with mock.patch.dict(table.TABLE, {("ring", "cpu"): implementation}):
       row, = (row for row in report.rows() if row.runs == "builtins.print")
     self.assertEqual(row.mechanism, "ring")
     self.assertEqual(row.limits, ("width 1024: too wide", "lse of dtype bfloat16: too narrow"))
     marks = {feature: row.marks[feature] for feature in ("lse", "bias", "gqa")}
     self.assertEqual(
-        marks, {"lse": report.LIMITED, "bias": report.HONOURED, "gqa": report.REFUSED})
+        marks, {"lse": report.LIMITED, "bias": report.SUPPORTED, "gqa": report.REFUSED})
 
   def test_text_and_markdown_show_every_row(self):
     for rendered in (report.text(), report.markdown()):
@@ -59,7 +62,7 @@ class TableTest(absltest.TestCase):
         self.assertIn(name, rendered)
     lines = [line for line in report.markdown().splitlines() if line.startswith("|")]
     self.assertLen(lines, 2 + len(report.rows()))
-    self.assertEqual({line.count("|") for line in lines}, {5 + len(table.FEATURES)})
+    self.assertEqual({line.count("|") for line in lines}, {5 + len(capabilities.FEATURES)})
 
 
 class ReadmeTest(absltest.TestCase):

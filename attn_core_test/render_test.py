@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """Pictures of masks: small ones against drawings by hand, all of them against the dense mask."""
 
 import io
@@ -13,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import masks
-from attn_core.masks import block_map as blocks, materialize as dense_mask
+from attn_core.masks import block_map, materialize
 from attn_core.masks.render import describe, picture, show
 
 CAUSAL_5_BY_6 = """\
@@ -72,15 +74,15 @@ class ShowTest(parameterized.TestCase):
 
   @parameterized.named_parameters((name, *case) for name, case in CASES.items())
   def test_agrees_with_the_dense_mask(self, mask, queries, keys, block_q, block_kv, rows, heads):
-    seen = np.asarray(dense_mask.to_dense(mask, (rows, heads, queries, keys)))
-    kinds = np.asarray(blocks.block_kinds(
-        mask, blocks.Sizes(queries, keys, min(block_q, queries), min(block_kv, keys))))
+    seen = np.asarray(materialize.to_dense(mask, (rows, heads, queries, keys)))
+    kinds = np.asarray(block_map.block_kinds(
+        mask, block_map.Sizes(queries, keys, min(block_q, queries), min(block_kv, keys))))
     kinds = np.broadcast_to(kinds, (rows, heads, *kinds.shape[2:]))
     for row, head in itertools.product(range(rows), range(heads)):
       text = show(mask, queries, keys, block_q=block_q, block_kv=block_kv, row=row, head=head)
       drawn = np.array([list(line) for line in elements(text)])
       np.testing.assert_array_equal(drawn == "#", seen[row, head], text)
-      empty = (kinds[row, head] == blocks.EMPTY).repeat(block_q, 0).repeat(block_kv, 1)
+      empty = (kinds[row, head] == block_map.EMPTY).repeat(block_q, 0).repeat(block_kv, 1)
       np.testing.assert_array_equal(drawn == " ", empty[:queries, :keys], text)
       counts = [(kinds[row, head] == kind).sum() for kind in (0, 1, 2)]
       self.assertIn("{} empty, {} partial, {} full".format(*counts), text)
@@ -152,7 +154,7 @@ class PictureTest(absltest.TestCase):
 
   def test_writes_files_and_leaves_pyplot_alone(self):
     path = pathlib.Path(self.create_tempdir()) / "mask.png"
-    code = ("import sys\nfrom attn_core import masks\nfrom attn_core.masks.show import picture\n"
+    code = ("import sys\nfrom attn_core import masks\nfrom attn_core.masks.render import picture\n"
             "picture(masks.causal() & masks.window(4095, 0), sys.argv[1], 1 << 17)\n"
             "assert 'matplotlib.pyplot' not in sys.modules")
     subprocess.run([sys.executable, "-c", code, path], check=True,

@@ -1,4 +1,6 @@
-"""Rings compiled for devices that are not here: what is issued when, and what fits."""
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Rings compiled ahead of time: the order of exchanges and kernels, and the size of schedules."""
 
 import re
 import unittest
@@ -13,13 +15,15 @@ import numpy as np
 
 from attn_core import BlockSizes, explain, masks, ring_attention
 from attn_core.benchmark.static import gpu as static_gpu, profile as static_profile
-from attn_core.kernels.tpu.flash import kernel as tpu_flash, schedule, tiling as tuned
+from attn_core.kernels.common import dense_operands
+from attn_core.kernels.tpu.flash import kernel as tpu_flash, schedule, tiling
+from attn_core.kernels.xla import flash as xla_flash
 from attn_core.types import AttentionSpec, MaskOperands, Operands
-from attn_core_test.ring_test import compiled, gradients_of, mesh_of, metadata_of
+from attn_core_test.ring_cases import compiled, gradients_of, mesh_of, metadata_of
 
 
 def issued(metadata, gradient, kernel, dtype=jnp.bfloat16):
-  """Exchanges that start, those that end and kernels, in the order in which a ring issues them."""
+  """Returns starts and ends of exchanges, and kernels, in the order in which a ring issues them."""
   run = lambda *x: ring_attention(*x, metadata=metadata).attention_outputs
   text = compiled(gradients_of(run) if gradient else run, metadata, (1, 1024, 4, 128),
                   dtype).as_text()
@@ -32,7 +36,7 @@ def issued(metadata, gradient, kernel, dtype=jnp.bfloat16):
 
 
 def flying(steps):
-  """For every kernel, how many exchanges go on beside it."""
+  """Returns for every kernel how many exchanges are in flight during it."""
   return [steps[:n].count("start") - steps[:n].count("done")
           for n, step in enumerate(steps) if step == "kernel"]
 
@@ -40,29 +44,29 @@ def flying(steps):
 class ScheduleTest(parameterized.TestCase):
 
   def test_a_long_shard_has_a_schedule_for_every_range_of_queries(self):
-    """Documents in shards of 65,536 tokens: too many blocks for one schedule of the backward."""
+    """Checks shards of 65,536 tokens: too many blocks for one schedule of the backward."""
     tokens = jax.ShapeDtypeStruct((1, 65536, 1, 128), jnp.bfloat16)
     ids = jax.ShapeDtypeStruct((1, 65536), jnp.int32)
     mask = masks.causal() & masks.segments(np.zeros((1, 1), np.int32))
     operands = Operands(tokens, tokens, tokens, mask=MaskOperands((ids, ids)))
     spec = AttentionSpec(jax.tree.structure(mask), 1.0)
     sizes = BlockSizes(block_q_backward=256, block_kv_backward=256)
-    tpu_flash.KERNEL.check(operands, spec, sizes)
-    whole = tpu_flash.steps.mask_of(operands, spec)
-    cut = tuned.choose(operands, sizes, whole, backward=True)
-    ranges = tuned.query_ranges(operands, cut)
+    kernel = tpu_flash.make_kernel(xla_flash.KERNEL)
+    kernel.check(operands, spec, sizes)
+    whole = dense_operands.mask_of(operands, spec)
+    blocks = tiling.make_tiling(operands, spec, sizes, backward=True)
+    ranges = tiling.query_ranges(operands, blocks)
     self.assertGreater(len(ranges), 1)
     with self.assertRaisesRegex(ValueError, "scalar memory"):
-      schedule.check(whole, cut, by_keys=True)
+      schedule.check(whole, blocks, by_keys=True)
     with self.assertRaisesRegex(ValueError, "128 queries and 128 keys make a schedule"):
-      tpu_flash.KERNEL.check(operands, spec, BlockSizes(block_q_backward=128,
-                                                        block_kv_backward=128))
+      kernel.check(operands, spec, BlockSizes(block_q_backward=128, block_kv_backward=128))
 
 
 class HopperTest(absltest.TestCase):
 
   def test_lowers_for_gpus(self):
-    """Forward and backward of two hops by the kernels for Hopper."""
+    """Lowers forward and backward of two ring steps with the kernels for Hopper."""
     metadata = metadata_of("ring", mesh=mesh_of("ring", 2), platform="gpu",
                            compute_capability="9.0")
     x = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16)
@@ -70,11 +74,12 @@ class HopperTest(absltest.TestCase):
     text = jax.jit(run).trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
     self.assertGreaterEqual(text.count("custom_call @mosaic_gpu"), 4)
     self.assertIn("collective_permute", text)
-    self.assertIn("can, by ring.gpu", str(explain(x, x, x, mechanism="ring", metadata=metadata)))
+    said = str(explain(x, x, x, mechanism="ring", metadata=metadata))
+    self.assertIn("can, by context_parallel.gpu", said)
 
   @unittest.skipIf(static_gpu.missing(), f"nothing to compile with: {static_gpu.missing()}")
-  def test_an_exchange_goes_on_while_a_hop_computes(self):
-    """Compiled for four GPUs that are described and not here."""
+  def test_an_exchange_goes_on_while_a_ring_step_computes(self):
+    """Compiles ahead of time for four GPUs."""
     mesh = Mesh(np.array(topologies.get_topology_desc(
         platform="cuda", topology="1x1x4", target_config=static_gpu.TARGET).devices), "sp")
     metadata = metadata_of("ring", mesh=mesh, platform="gpu", compute_capability="9.0",
@@ -90,7 +95,7 @@ class HopperTest(absltest.TestCase):
 
 @unittest.skipIf(static_profile.missing(), f"nothing to compile with: {static_profile.missing()}")
 class TpuTest(parameterized.TestCase):
-  """Compiled for chips that are not here."""
+  """Programs compiled ahead of time, without a chip."""
 
   def schedule(self, chip, gradient, dtype=jnp.float32):
     metadata = metadata_of("ring", mesh=Mesh(np.array(static_profile.devices(chip)), "sp"),
@@ -98,21 +103,21 @@ class TpuTest(parameterized.TestCase):
     return issued(metadata, gradient, "tpu_custom_call", dtype)
 
   @parameterized.parameters("v5e", "v5p", "v6e")
-  def test_an_exchange_goes_on_while_a_hop_computes(self, chip):
+  def test_an_exchange_goes_on_while_a_ring_step_computes(self, chip):
     # Those of keys and of values for the next hop, and nothing that runs further ahead.
     self.assertEqual(flying(self.schedule(chip, False)), [2, 2, 2, 0])
 
   @parameterized.parameters("v5e", "v5p", "v6e")
   def test_both_ways_at_once_in_the_backward(self, chip):
     found = self.schedule(chip, True)
-    # Keys and values three times forward and three times backward; what is owed three times.
+    # Keys and values three times forward and three times backward; gradients three times.
     self.assertEqual((found.count("start"), found.count("kernel")), (18, 8))
-    # But for the last hop of the forward; what is owed flies beside keys and values.
+    # But for the last hop of the forward; gradients are in flight together with keys and values.
     self.assertLessEqual(flying(found).count(0), 1, found)
     self.assertLessEqual(max(flying(found)), 4, found)
 
   def test_bfloat16(self):
-    """Partial results in float32, of kernels that try a softmax without the maximum first."""
+    """Checks kernels that try a naive softmax first, with partial results in float32."""
     self.assertGreaterEqual(self.schedule("v5e", False, jnp.bfloat16).count("kernel"), 4)
 
 

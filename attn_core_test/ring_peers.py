@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """Steps a second of a ring over 8 virtual CPU devices: this library's layouts and ejkernel's ring.
 
     python3 -m attn_core_test.ring_peers
@@ -22,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import numpy as np
 
 from attn_core import OperationMetadata, RingConfig, attention, create_mesh, from_layout, to_layout
-from attn_core.sharding import token_order as layouts
+from attn_core.sharding import token_order
 
 FLAGS = flags.FLAGS
 DEVICES = 8
@@ -59,7 +61,7 @@ def step(attend, weights, arrays):
 
 def contenders(mesh):
   """Name -> (attend, layout)."""
-  found = {f"ring {layout}": (ours(layout, mesh), layout) for layout in layouts.LAYOUTS}
+  found = {f"ring {layout}": (ours(layout, mesh), layout) for layout in token_order.TOKEN_ORDERS}
   try:
     found["ejkernel ring"] = ejkernel(mesh), "contiguous"
   except ImportError as error:

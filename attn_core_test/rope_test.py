@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """Rotary embeddings: frequencies against published numbers, the rotation against its definition."""
 
 import cmath
@@ -7,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core.rope.frequencies import (ROPE_TYPES, Rope, attention_factor, check_rope, inverse_frequencies, position_axes, rope_from_dict)
+from attn_core.rope.frequencies import (ROPE_TYPES, Rope, attention_factor, check_rope,
+                                        inverse_frequencies, position_axes, rope_from_dict)
 from attn_core.rope.rope import apply_complex_rotary, apply_rotary, rotary, rotary_table
-from attn_core_test import optional_deps as peers
+from attn_core_test import optional_deps
 
 SHORT = (1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7)
 LONG = (2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0)
@@ -337,7 +340,7 @@ class RotationTest(parameterized.TestCase):
     for changes, message in (
         ({"positions": np.ones((2, 5))}, "positions: got float64"),
         ({"positions": [1, 2]}, "positions: got list"),
-        ({"positions": np.ones((4, 2, 5), int)}, r"cosine: got .*\[B or 1, T, R / 2\]"),
+        ({"positions": np.ones((4, 2, 5), int)}, r"cosine: got .*\[B or 1, T, rotary_dim / 2\]"),
         ({"positions": np.ones((3, 5), int)}, r"cosine: got float32\[3, 5, 8\].*B = 2"),
         ({"positions": np.ones((2, 1), int)}, r"positions: got int64\[2, 1\].*\[..., 5\]"),
         ({"positions": np.ones((2, 4), int)}, r"positions: got .*one for each query"),
@@ -375,7 +378,7 @@ class TransformersTest(absltest.TestCase):
 
   def setUp(self):
     super().setUp()
-    self.torch, self.transformers = peers.torch_and_transformers(self)
+    self.torch, self.transformers = optional_deps.torch_and_transformers(self)
 
   def test_frequencies(self):
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

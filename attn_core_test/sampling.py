@@ -1,20 +1,123 @@
-"""How much of a sweep runs: of many cases that are alike, and take seconds each.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Which tests are slow, and which of the slow ones a run takes: the same on every Python.
 
-By default half of it, one half on Python 3.11, 3.13, ..., the other on 3.12, 3.14, ..., so that two
-versions show all of it. With ATTN_CORE_EVERY=1 in the environment all of everything: hours.
+`python3 -m attn_core_test` runs every test that is not tagged slow here; with `--slow` it runs the
+slow ones too, and with `--slow --rotation K/N` the K-th of N parts of them, so that the rotations
+0/N to (N-1)/N together run everything. The whole of it takes hours.
+
+A test is slow in one of two ways. Of the modules in QUICK one test in n of each class is quick, and
+the others are slow: many tests that are alike and take seconds each. Single tests and cases are
+tagged where they are defined, by `slow`, `slow_parameters`, `with_slow` and the like.
 """
 
+import fnmatch
 import hashlib
 import os
-import sys
-from typing import Iterable
+from typing import Any, Callable, Iterable, NamedTuple, Sequence
+import unittest
 
-EVERY = os.environ.get("ATTN_CORE_EVERY") == "1"
+from absl.testing import parameterized
+
+# Pattern of modules -> n: one test in n is quick.
+QUICK = {
+    "properties_test": 6, "shard_test": 4, "derivatives_test": 4, "easydel_regressions_test": 4,
+    "dropout_test": 3, "examples_test": 3, "blockwise_test": 2, "tpu_test": 4, "ring_*test": 3,
+    "paged_*test": 3, "decode_*test": 3, "caches_test": 3, "plan_test": 2, "cudnn_test": 2,
+    "gpu_suite_test": 2, "pages_test": 2, "page_stripes_test": 2}
+
+# Module -> number of processes that share its tests. These start first, in this order.
+SHARDS = {
+    "properties_test": 2, "easydel_regressions_test": 2, "tpu_test": 1, "derivatives_test": 1,
+    "ring_test": 1, "ring_mesh_test": 1, "ring_compiled_test": 1, "examples_test": 1,
+    "shard_test": 1, "tpu_paged_test": 1, "decode_test": 1, "dropout_test": 1, "caches_test": 1,
+    "paged_test": 1, "blockwise_test": 1, "plan_test": 1, "tpu_compile_test": 2, "gpu_test": 1,
+    "gpu_backward_test": 1, "gpu_decode_test": 1, "tpu_ring_test": 1, "tpu_decode_test": 1,
+    "paged_shard_test": 1, "page_stripes_test": 1, "cudnn_test": 1, "gpu_suite_test": 1,
+    "benchmark_test": 1, "pages_test": 1, "readme_test": 1, "distributed_test": 1}
+
+VARIABLE = "ATTN_CORE_SLOW"  # "K/N" in the environment: the slow tests of this rotation run
+SKIPPED = "slow: `python3 -m attn_core_test --slow` runs it"
 
 
-def half(cases: Iterable[tuple]) -> list[tuple]:
-  """Of cases (name, ...), in their order, those for this version of Python."""
-  # By a hash, since every second case may well be of one kind.
-  number = lambda name: hashlib.sha256(name.encode()).digest()[0]
-  mine = lambda name: (number(name) + sys.version_info.minor) % 2 == 0
-  return [case for case in cases if EVERY or mine(case[0])]
+class Rotation(NamedTuple):
+  """One of `parts` parts of the slow tests."""
+
+  index: int  # 0 <= index < parts
+  parts: int
+
+  def __str__(self) -> str:
+    return f"{self.index}/{self.parts}"
+
+
+def rotation_of(text: str) -> Rotation:
+  """Reads "K/N".
+
+  Raises:
+    ValueError: text is not of this form, or K is not one of 0 to N - 1.
+  """
+  index, slash, parts = text.partition("/")
+  if not (slash and index.isdecimal() and parts.isdecimal() and int(index) < int(parts)):
+    raise ValueError(f"rotation={text!r}: expected K/N with 0 <= K < N, such as 3/24")
+  return Rotation(int(index), int(parts))
+
+
+ROTATION = rotation_of(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None
+
+
+def number_of(name: str) -> int:
+  """A number that depends on the name alone."""
+  return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
+
+
+def chosen(name: str, rotation: Rotation | None = ROTATION) -> bool:
+  """Says if the rotation takes the slow test or case of this name."""
+  return rotation is not None and number_of(name) % rotation.parts == rotation.index
+
+
+def with_slow(quick: Iterable[Any], *slow_ones: Any) -> list:
+  """The quick cases, and after them those of the slow ones that this run takes."""
+  return [*quick, *(case for case in slow_ones if chosen(repr(case)))]
+
+
+def names(every: Iterable[str], quick: Sequence[str]) -> list[str]:
+  """Of all names, in their order, the quick ones and those of the others that this run takes."""
+  return [name for name in every if name in quick or chosen(name)]
+
+
+def slow(name: str) -> Callable:
+  """Decorates a test or a class that is slow; `name` decides which rotation takes it."""
+  return unittest.skipUnless(chosen(name), SKIPPED)
+
+
+def slow_parameters(*cases: tuple, named: bool = False) -> Callable:
+  """Like parameterized.parameters, or with `named` named_parameters, for slow cases."""
+  taken = with_slow((), *cases)
+  if not taken:
+    return unittest.skip(SKIPPED)
+  return (parameterized.named_parameters if named else parameterized.parameters)(*taken)
+
+
+def share_of(module: str) -> int:
+  """One test in how many of a module is quick."""
+  return next((n for pattern, n in QUICK.items() if fnmatch.fnmatch(module, pattern)), 1)
+
+
+def taken_of(tests: Sequence[str], group: str, share: int,
+             rotation: Rotation | None = ROTATION) -> list[str]:
+  """Of one class's tests, in their order, those that a run of the suite takes.
+
+  Args:
+    tests: names of methods.
+    group: name of the class with its module.
+    share: one test in how many is quick; at least one is.
+    rotation: which of the others run too; None: none.
+  """
+  # By a hash, since every n-th case may well be of one kind.
+  ordered = sorted(tests, key=lambda name: (number_of(name), name))
+  quick = -(-len(ordered) // share)
+  taken = set(ordered[:quick])
+  if rotation is not None:
+    taken |= {name for index, name in enumerate(ordered[quick:], number_of(group))
+              if index % rotation.parts == rotation.index}
+  return [name for name in tests if name in taken]

@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """Sharded equals unsharded, on 8 virtual devices, in every factorisation over dp, fsdp and tp."""
 
 import re

@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """Machine code of GPU kernels side by side: who is compared, and what is written of them."""
 
 import json
@@ -6,15 +8,15 @@ import unittest
 from absl.testing import absltest
 from absl.testing import parameterized
 
-from attn_core.benchmark import runner as benchmark
-from attn_core.benchmark.static import gpu as static_gpu, gpu_programs as static_gpu_programs, gpu_report as static_gpu_report
+from attn_core.benchmark import __main__ as command
+from attn_core.benchmark.static import gpu as static_gpu, gpu_programs, gpu_report
 from attn_core.benchmark.static.gpu import Kernel
 
 FORWARD, BACKWARD = (next(
-    program for program in static_gpu_programs.plan((64,))
-    if program.contender == static_gpu_programs.OURS and program.case.causal
+    program for program in gpu_programs.plan((64,))
+    if program.contender == gpu_programs.OURS and program.case.causal
     and program.backward is backward) for backward in (False, True))
-OTHER = FORWARD._replace(contender=static_gpu_programs.TOKAMAX)
+OTHER = FORWARD._replace(contender=gpu_programs.TOKAMAX)
 LOOPS = [{"all": 425, "products": 12, "exponentials": 66}, {"all": 1702, "products": 12}]
 
 
@@ -32,7 +34,7 @@ class ReportTest(parameterized.TestCase):
                          for name in ("forward", "backward_query", "backward_key")],
         OTHER.label: [{"program": OTHER.label, "error": "ModuleNotFoundError: tokamax"}]}
     absent = OTHER._replace(backward=True)
-    return static_gpu_report.results_of([FORWARD, BACKWARD, OTHER, absent], found)
+    return gpu_report.results_of([FORWARD, BACKWARD, OTHER, absent], found)
 
   def test_a_backward_is_without_its_forward(self):
     forward, backward, failed, absent = self.results()
@@ -43,7 +45,7 @@ class ReportTest(parameterized.TestCase):
     self.assertEqual(absent.reason, "no kernel")
 
   def test_tables(self):
-    text = static_gpu_report.to_markdown(self.results(), {"jax": "1.2.3"})
+    text = gpu_report.to_markdown(self.results(), {"jax": "1.2.3"})
     rows = [line for line in text.splitlines() if line.startswith("| causal_d64")]
     self.assertLen(rows, 3)
     self.assertIn("| forward | flash_attn2: forward | 168 | 0 | no | 12 / 12 | 425 / 1,702 "
@@ -51,31 +53,31 @@ class ReportTest(parameterized.TestCase):
     self.assertIn("backward_key | 168 | 4 |", rows[1])
     self.assertIn("jax 1.2.3", text)
     self.assertIn(f"* {OTHER.label}: ModuleNotFoundError: tokamax", text)
-    data = json.loads(static_gpu_report.to_json(self.results(), {"jax": "1.2.3"}))
+    data = json.loads(gpu_report.to_json(self.results(), {"jax": "1.2.3"}))
     self.assertLen(data["results"], 4)
     self.assertEqual(data["versions"], {"jax": "1.2.3"})
 
   def test_names_differ(self):
-    labels = [program.label for program in static_gpu_programs.plan()]
+    labels = [program.label for program in gpu_programs.plan()]
     self.assertLen(set(labels), len(labels))
-    self.assertEqual(list(static_gpu_programs.programs()), labels)
+    self.assertEqual(list(gpu_programs.programs()), labels)
 
   def test_refusals(self):
     with self.assertRaisesRegex(ValueError, "widths: got 65.*64, 128, 256"):
-      static_gpu_report.run([65])
+      gpu_report.run([65])
     with self.assertRaises(SystemExit):
-      benchmark.main(["--static", "gpu", "--chips", "v5e"])
+      command.main(["--static", "gpu", "--chips", "v5e"])
 
 
 @unittest.skipIf(static_gpu.missing(), f"nothing to compile with: {static_gpu.missing()}")
 class CompileTest(absltest.TestCase):
 
   def test_ours_and_others(self):
-    group = [FORWARD._replace(contender=static_gpu_programs.JAX), FORWARD, BACKWARD]
+    group = [FORWARD._replace(contender=gpu_programs.JAX), FORWARD, BACKWARD]
     found = {}
-    for one in static_gpu.measure(static_gpu_report.PROGRAMS, [x.label for x in group]):
+    for one in static_gpu.measure(gpu_report.PROGRAMS, [x.label for x in group]):
       found.setdefault(one.program, []).append(one)
-    results = static_gpu_report.results_of(group, found)
+    results = gpu_report.results_of(group, found)
     self.assertEqual([len(result.kernels) for result in results], [1, 1, 2])
     for result in results:
       self.assertTrue(all(x.loops and not x.spills for x in result.kernels))

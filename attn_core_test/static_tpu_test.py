@@ -1,4 +1,6 @@
-"""Static cycles of TPU kernels: schedules computed instead of read, and what libtpu writes."""
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Static cycles of TPU kernels: computed schedules, and the reader of libtpu's output."""
 
 import importlib.util
 import json
@@ -11,13 +13,14 @@ from absl.testing import parameterized
 import numpy as np
 
 from attn_core import masks
-from attn_core.benchmark.static import (tpu_decode as static_decode, tpu_decode_programs as static_decode_programs, profile as static_profile, tpu_programs as static_programs, tpu as static_tpu)
+from attn_core.benchmark.static import (profile as static_profile, tpu as static_tpu, tpu_decode,
+                                        tpu_decode_programs, tpu_programs)
 from attn_core.benchmark.cases import Case
 from attn_core.kernels.tpu.flash import schedule
-from attn_core_test.sampling import EVERY
+from attn_core_test import sampling
 
-DECODERS = (static_decode_programs.CONTENDERS if EVERY else
-            (static_decode_programs.WRITES, static_decode_programs.JAX_PAGED))
+DECODERS = sampling.names(tpu_decode_programs.CONTENDERS, (
+    tpu_decode_programs.WRITES, tpu_decode_programs.JAX_PAGED))
 SMALL = Case("small", 1, 1, 1, 128, 128, 512, 512, dtype="bfloat16")
 
 
@@ -25,22 +28,22 @@ class ComputedTest(parameterized.TestCase):
 
   @parameterized.product(
       mask=(masks.full(), masks.causal(), masks.causal() & masks.window(300, 0)),
-      cut=(schedule.Cut(1024, 1024, 256, 256, 128, 128),
-           schedule.Cut(1024, 1024, 256, 512, 256, 256),
-           schedule.Cut(1024, 2048, 512, 256, 256, 128)),
+      tiling=(schedule.Tiling(1024, 1024, 256, 256, 128, 128),
+              schedule.Tiling(1024, 1024, 256, 512, 256, 256),
+              schedule.Tiling(1024, 2048, 512, 256, 256, 128)),
       by_keys=(False, True))
-  def test_equals_the_schedule(self, mask, cut, by_keys):
-    visits, _ = schedule.build(mask, cut, by_keys=by_keys)
-    entry = static_programs.computed(visits)
-    for n in range(visits.rows.shape[1]):
+  def test_equals_the_schedule(self, mask, tiling, by_keys):
+    steps, _ = schedule.build(mask, tiling, by_keys=by_keys)
+    entry = tpu_programs.computed(steps)
+    for n in range(steps.rows.shape[1]):
       self.assertEqual(tuple(int(x) for x in entry(np.int32(n))),
-                       tuple(int(x[0, n]) for x in visits))
+                       tuple(int(x[0, n]) for x in steps))
 
   def test_refuses_what_distances_do_not_tell(self):
-    cut = schedule.Cut(1024, 1024, 128, 128, 128, 128)
-    visits, _ = schedule.build(~masks.window(200, 200), cut, by_keys=False)
+    tiling = schedule.Tiling(1024, 1024, 128, 128, 128, 128)
+    steps, _ = schedule.build(~masks.window(200, 200), tiling, by_keys=False)
     with self.assertRaisesRegex(ValueError, "visits.*distances"):
-      static_programs.computed(visits)
+      tpu_programs.computed(steps)
 
 
 class ReadingTest(absltest.TestCase):
@@ -56,7 +59,7 @@ class ReadingTest(absltest.TestCase):
     self.assertEqual(static_profile._bundles(lines), [(1, True), (1, False), (0, False)])
 
   def test_tables(self):
-    program = static_programs.Program("flash_attn2", SMALL, False, "v6e", (512, 512, 512))
+    program = tpu_programs.Program("flash_attn2", SMALL, False, "v6e", (512, 512, 512))
     fast = static_profile.Static(program, 1000, 10, 2**20, 50, 0, {"matrix": 0.5}, 0.0, 10**9)
     slow = fast._replace(program=program._replace(contender="jax splash"), cycles=1500)
     worse = slow._replace(cycles=1600)
@@ -71,23 +74,23 @@ class ReadingTest(absltest.TestCase):
     self.assertLen(json.loads(static_tpu.to_json([fast, failure], versions))["results"], 2)
 
   def test_decode_tables(self):
-    case = static_decode_programs.case_of(8, 2048, (32, 8), 128)
-    program = static_programs.Program(static_decode_programs.PAGES, case, False, "v6e",
+    case = tpu_decode_programs.case_of(8, 2048, (32, 8), 128)
+    program = tpu_programs.Program(tpu_decode_programs.PAGES, case, False, "v6e",
                                       (1, 1024, 16))
     # 67 MB at 1,640 GB/s and 1.75 GHz.
-    self.assertBetween(static_decode.memory_cycles(program), 71_600, 71_700)
+    self.assertBetween(tpu_decode.memory_cycles(program), 71_600, 71_700)
     slow = static_profile.Static(program, 143_298, 10, 2**20, 50, 0, {}, 0.0, 10**9)
     worse, fast = slow._replace(cycles=150_000), slow._replace(
         program=program._replace(contender="other"), cycles=70_000)
     failure = static_profile.Failure(program, "too large")
-    text = static_decode.to_markdown([worse, slow, fast, failure], {"jax": "1", "libtpu": "2"})
+    text = tpu_decode.to_markdown([worse, slow, fast, failure], {"jax": "1", "libtpu": "2"})
     first, second = [line for line in text.splitlines() if line.startswith("| decode_8x2048")]
     self.assertIn("| other | 1/1024 | 70,000 | 71,649 | 100% |", first)
     self.assertIn("| 143,298 | 71,649 | 50% |", second)
     self.assertIn("pages of 16 1/1024: too large", text)
 
   def test_no_cycles_are_no_result(self):
-    program = static_programs.Program("flash_attn2", SMALL, False, "v6e", (512, 512, 512))
+    program = tpu_programs.Program("flash_attn2", SMALL, False, "v6e", (512, 512, 512))
     folder = pathlib.Path(self.create_tempdir().full_path)
     (folder / "profile").mkdir()
     (folder / "profile" / "a.textproto").write_text('hlo_op_name: "k"\nestimated_cycles: 0\n')
@@ -96,7 +99,7 @@ class ReadingTest(absltest.TestCase):
     self.assertIn("did not profile ['k']", found.reason)
 
   def test_time_is_never_less_than_the_bytes_take(self):
-    program = static_programs.Program("flash_attn2", SMALL, False, "v6e", (512, 512, 512))
+    program = tpu_programs.Program("flash_attn2", SMALL, False, "v6e", (512, 512, 512))
     found = static_profile.Static(program, 1, 0, 0, 1, 0, {}, 2.0, 10**9)
     self.assertEqual(found.seconds, 2.0)
 
@@ -104,13 +107,13 @@ class ReadingTest(absltest.TestCase):
     with self.assertRaisesRegex(ValueError, "chips: got 'v99'.*v6e"):
       static_tpu.run(["v99"])
     with self.assertRaisesRegex(ValueError, "chips: got 'v99'.*v6e"):
-      static_decode.run(["v99"])
+      tpu_decode.run(["v99"])
     with self.assertRaisesRegex(ValueError, "tokens: got 100; expected multiples of 128"):
-      static_decode.run(tokens=[100])
+      tpu_decode.run(tokens=[100])
 
   def test_no_compiler(self):
     with mock.patch.object(importlib.util, "find_spec", lambda name: None):
-      for run in static_tpu.run, static_decode.run:
+      for run in static_tpu.run, tpu_decode.run:
         with self.assertRaisesRegex(ModuleNotFoundError, "libtpu.*pip install 'attn_core.tpu.'"):
           run()
 
@@ -120,29 +123,29 @@ class ProfileTest(absltest.TestCase):
 
   def test_every_contender(self):
     programs = [
-        static_programs.Program(contender, SMALL, backward, "v6e", (512, 512, 256))
-        for contender in static_programs.CONTENDERS for backward in (False, True)]
+        tpu_programs.Program(contender, SMALL, backward, "v6e", (512, 512, 256))
+        for contender in tpu_programs.CONTENDERS for backward in (False, True)]
     results = static_profile.measure(programs)
     for result in results:
       self.assertIsInstance(result, static_profile.Static, result)
       self.assertGreater(result.cycles, 500)
       # libtpu does not say it of every kernel of others.
-      self.assertGreaterEqual(result.vmem_bytes, result.program.contender == static_programs.OURS)
+      self.assertGreaterEqual(result.vmem_bytes, result.program.contender == tpu_programs.OURS)
       self.assertBetween(result.slots["matrix"], 0.01, 1)
       self.assertBetween(result.peak_share, 0.001, 1)
 
   def test_decoders(self):
-    case = static_decode_programs.case_of(2, 256, (2, 2), 128)
-    programs = [static_programs.Program(
+    case = tpu_decode_programs.case_of(2, 256, (2, 2), 128)
+    programs = [tpu_programs.Program(
         contender, case, False, "v6e",
-        (1, 128, 0 if contender == static_decode_programs.DENSE else 64)) for contender in DECODERS
-                if contender != static_decode_programs.JAX_RAGGED]
+        (1, 128, 0 if contender == tpu_decode_programs.DENSE else 64)) for contender in DECODERS
+                if contender != tpu_decode_programs.JAX_RAGGED]
     for result in static_profile.measure(programs):
       self.assertIsInstance(result, static_profile.Static, result)
       self.assertGreater(result.cycles, 500)
 
   def test_a_failure_says_why(self):
-    program = static_programs.Program("flash_attn2", SMALL._replace(dtype="float16"), False, "v6e",
+    program = tpu_programs.Program("flash_attn2", SMALL._replace(dtype="float16"), False, "v6e",
                                       (512, 512, 512))
     result, = static_profile.measure([program])
     self.assertIn("float16", result.reason)

@@ -1,5 +1,8 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """The table: one signature, honest choices, and programs for platforms that are not here."""
 
+import functools
 import inspect
 from unittest import mock
 
@@ -11,11 +14,31 @@ import numpy as np
 
 from attn_core import (AttentionMechanism, BlockSizes, OperationMetadata, attention, explain, masks,
                        table)
+from attn_core.dispatch import selection
+from attn_core.dispatch.capabilities import FEATURES, Request
 from attn_core.types import PLATFORMS
 
 
-def request(*features, dtype=jnp.bfloat16, width=64):
-  return table.Request({feature: feature for feature in features}, dtype, width)
+def request(*features, dtype=jnp.bfloat16, width=64, value_width=None, lengths=(2, 2), **fields):
+  """A request for one device; T, S = lengths."""
+  shape = lambda length, width: jax.ShapeDtypeStruct((1, length, 2, width), dtype)
+  fields = {"mask": jax.tree.structure(masks.full()), **fields}
+  return Request({feature: feature for feature in features}, shape(lengths[0], width),
+                 shape(lengths[1], width), shape(lengths[1], value_width or width), **fields)
+
+
+def question(platform, asked):
+  """The question about a request that is the same however the call is placed."""
+  return selection.Question(selection.Target(platform, asked.capability), asked.lengths[0] == 1,
+                            lambda implementation: asked)
+
+
+def ask(mechanism, platform, asked):
+  return selection.ask(table.RULES, mechanism, question(platform, asked))
+
+
+def choose(mechanism, platform, asked):
+  return selection.choose(table.RULES, mechanism, question(platform, asked)).mechanism
 
 
 class TableTest(parameterized.TestCase):
@@ -32,9 +55,11 @@ class TableTest(parameterized.TestCase):
           self.assertTrue((name, platform) in table.TABLE or name in table.MISSING,
                           (name, platform))
 
-  def test_features_exist(self):
+  def test_features_exist_and_a_fallback_has_all_of_them(self):
     for entry in table.TABLE.values():
-      self.assertContainsSubset(entry.features, table.FEATURES)
+      self.assertContainsSubset(entry.features, FEATURES)
+      for implementation in entry.chain[1:]:
+        self.assertContainsSubset(entry.features, implementation.features)
 
   @parameterized.named_parameters(
       ("plain", "8.0", {}, "flash_attn2", "sdpa.cudnn"),
@@ -51,7 +76,7 @@ class TableTest(parameterized.TestCase):
       ("lse", "8.0", dict(return_lse=True), "flash_attn2", "flash.xla"),
       ("blocks", "8.0", dict(block_sizes=BlockSizes(4)), "flash_attn2", "flash.xla"),
       ("optimized", "8.0", dict(optimized=True), "flash_attn2", "sdpa.cudnn"),
-      ("weights", "8.0", dict(return_weights=True), "vanilla", "vanilla.vanilla"))
+      ("weights", "8.0", dict(return_weights=True), "vanilla", "dense.vanilla"))
   def test_auto_on_gpu(self, capability, arguments, chosen, kernel):
     self.check_auto(capability, arguments, chosen, kernel)
 
@@ -78,51 +103,53 @@ class TableTest(parameterized.TestCase):
       ("precision", dict(precision="highest"), "blockwise", "flash.xla"),
       ("operands", dict(mask=masks.custom(lambda b, h, t, s, x: s <= x, np.int32(3))), "blockwise",
        "flash.xla"),
-      ("weights", dict(return_weights=True), "vanilla", "vanilla.vanilla"))
+      ("weights", dict(return_weights=True), "vanilla", "dense.vanilla"))
   def test_auto_on_hopper(self, arguments, chosen, kernel):
     self.check_auto("9.0", arguments, chosen, kernel)
 
   @parameterized.parameters("flash_attn2", "blocksparse", "cuda_flash_attn2")
   def test_on_hopper_a_name_is_our_kernels_or_nothing(self, mechanism):
-    asked = request("causal", "float16")._replace(dtype=jnp.float16, capability="9.0")
-    self.assertEqual(table.ask(mechanism, "gpu", asked).kernel, "flash.gpu")
+    asked = functools.partial(request, "causal", "float16", dtype=jnp.float16, capability="9.0")
+    self.assertEqual(ask(mechanism, "gpu", asked()).kernel, "flash.gpu")
     for change, word in ((dict(dtype=jnp.float32), "dtype float32"), (dict(width=264), "264"),
                          (dict(value_width=512), "up to 256")):
       with self.assertRaisesRegex(NotImplementedError, f"9.0, refuses.*{word}.*'blockwise'"):
-        table.choose(mechanism, "gpu", asked._replace(**change))
+        choose(mechanism, "gpu", asked(**{**asked.keywords, **change}))
 
   @parameterized.parameters((dict(dtype=jnp.float32), "dtype float32"), (dict(width=76), "76"),
                             (dict(lengths=(8, 7)), "7 keys"))
   def test_who_is_passed_over_says_why(self, change, word):
-    asked = request("causal")._replace(capability="8.6")._replace(**change)
-    self.assertEqual(table.choose("auto", "gpu", asked), "flash_attn2")
-    verdict = table.ask("flash_attn2", "gpu", asked)
+    asked = request("causal", capability="8.6", **change)
+    self.assertEqual(choose("auto", "gpu", asked), "flash_attn2")
+    verdict = ask("flash_attn2", "gpu", asked)
     self.assertEqual(verdict.kernel, "flash.xla")
     self.assertRegex(str(verdict), f"can, by flash.xla, not by sdpa.cudnn: .*{word}")
 
   @parameterized.parameters("chunk", "segments")
   def test_a_reason_begins_with_the_argument(self, feature):
-    asked = request(feature)._replace(
-        mask=jax.tree.structure(masks.chunk(4)), lengths=(8, 8), capability="8.0")
-    self.assertEqual(table.ask("cudnn", "gpu", asked).reasons,
-                     (f"{feature} ({table.FEATURES[feature]}) is not supported",))
+    asked = request(feature, mask=jax.tree.structure(masks.chunk(4)), lengths=(8, 8),
+                    capability="8.0")
+    self.assertEqual(ask("cudnn", "gpu", asked).reasons,
+                     (f"{feature} ({FEATURES[feature]}) is not supported",))
 
   def test_a_row_for_a_compute_capability_goes_first(self):
     special = table.TABLE["vanilla", "gpu"]
     with mock.patch.dict(table.TABLE, {("flash_attn2", "gpu 9.9"): special}):
-      self.assertIs(table.find("flash_attn2", "gpu", "9.9"), special)
-      self.assertIs(table.find("flash_attn2", "gpu", "8.9"), table.TABLE["flash_attn2", "gpu"])
-      self.assertIs(table.find("blocksparse", "gpu", "9.9"), table.TABLE["blocksparse", "gpu"])
+      find = lambda name, capability: selection.find(
+          table.RULES, name, selection.Target("gpu", capability))
+      self.assertIs(find("flash_attn2", "9.9"), special)
+      self.assertIs(find("flash_attn2", "8.9"), table.TABLE["flash_attn2", "gpu"])
+      self.assertIs(find("blocksparse", "9.9"), table.TABLE["blocksparse", "gpu"])
       with self.assertRaisesRegex(NotImplementedError, "'gpu', compute capability 9.9, refuses"):
-        table.choose("flash_attn2", "gpu", request("block_sizes")._replace(capability="9.9"))
+        choose("flash_attn2", "gpu", request("block_sizes", capability="9.9"))
 
   @parameterized.parameters(("cpu", "flash_attn2"), ("tpu", "blockwise"))
   def test_auto_is_linear_unless_weights_are_asked_for(self, platform, chosen):
-    everything = set(table.FEATURES) - {"vmem_limit_bytes", "quantized", "pages", "sequence_layout",
+    everything = set(FEATURES) - {"vmem_limit_bytes", "quantized", "pages", "sequence_layout",
                                         "weights"}
-    self.assertEqual(table.choose("auto", platform, request(*everything)), chosen)
-    self.assertEqual(table.choose("auto", platform, request("segments", "bias")), "flash_attn2")
-    self.assertEqual(table.choose("auto", platform, request("weights")), "vanilla")
+    self.assertEqual(choose("auto", platform, request(*everything)), chosen)
+    self.assertEqual(choose("auto", platform, request("segments", "bias")), "flash_attn2")
+    self.assertEqual(choose("auto", platform, request("weights")), "vanilla")
 
   @parameterized.parameters(("cpu", "autoregressive_decodeattn"), ("gpu", "flash_attn2"),
                             ("tpu", "flash_attn2"))
@@ -143,11 +170,11 @@ class TableTest(parameterized.TestCase):
 
   def test_a_name_is_never_replaced(self):
     with self.assertRaisesRegex(NotImplementedError, "mechanism='sdpa'.*sinks.*'flash_attn2'"):
-      table.choose("sdpa", "cpu", request("sinks", dtype=jnp.float32))
+      choose("sdpa", "cpu", request("sinks", dtype=jnp.float32))
 
   def test_nobody_can(self):
     with self.assertRaisesRegex(NotImplementedError, "no mechanism here can"):
-      table.choose("auto", "cpu", request("quantized", "bias"))
+      choose("auto", "cpu", request("quantized", "bias"))
 
   def test_splash_is_blocksparse(self):
     self.assertIs(AttentionMechanism.SPLASH, AttentionMechanism.BLOCKSPARSE)

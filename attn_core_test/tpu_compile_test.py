@@ -1,4 +1,6 @@
-"""The TPU kernels compiled for chips that are not here."""
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The TPU kernels compiled ahead of time, without a chip."""
 
 import itertools
 import unittest
@@ -12,9 +14,9 @@ import numpy as np
 
 from attn_core import OperationMetadata, attention
 from attn_core.benchmark.static import profile as static_profile
-from attn_core.kernels.tpu.flash import tiling as tuned
-from attn_core_test.sampling import EVERY
-from attn_core_test.tpu_test import CASES, Case
+from attn_core.kernels.tpu.flash import tiling
+from attn_core_test import sampling
+from attn_core_test.tpu_cases import CASES, Case
 
 KINDS = {"full": {"causal": False}, "causal": {"causal": True},
          "window": {"sliding_window": (511, 0)}}
@@ -22,15 +24,15 @@ WIDTHS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
 
 
 def compiled():
-  """(chip, dtype, D, E, kind of mask) of what is compiled.
+  """Yields (chip, dtype, D, E, kind of mask) of the programs to compile.
 
   Every dtype of every width for one chip, the chips and the kinds of masks in turns, and what needs
-  most memory for the chip that has least. With ATTN_CORE_EVERY=1 every chip and kind of mask for
-  each of them, which takes an hour.
+  most memory for the chip that has least. The slow ones are every chip and kind of mask for each of
+  them, which take an hour.
   """
   for (i, chip), (n, dtype), (j, (d, e)) in itertools.product(
       enumerate(static_profile.CHIPS), enumerate(("bfloat16", "float32")), enumerate(WIDTHS)):
-    kinds = set(KINDS) if EVERY else set()
+    kinds = {kind for kind in KINDS if sampling.chosen(f"{chip} {dtype} {d} {e} {kind}")}
     if (i + j + 2 * n) % len(static_profile.CHIPS) == 0:
       kinds.add(tuple(KINDS)[(j + n) % len(KINDS)])
     if (chip, d) == ("tpu7x", 256):
@@ -51,18 +53,21 @@ class CompileTest(parameterized.TestCase):
       out, pull = jax.vjp(case.door, arrays)
       return pull(out)
     text = jax.jit(both).trace(shapes).lower(lowering_platforms=("tpu",)).compile().as_text()
-    kernels = 3 if case.dtype in tuned.NAIVE else 2  # the forward in both forms, the backward
+    # The forward in both forms, and the backward.
+    kernels = 3 if case.dtype in tiling.NAIVE_DTYPES else 2
     self.assertEqual(text.count('custom_call_target="tpu_custom_call"'), kernels)
 
   @parameterized.named_parameters(("_".join(map(str, case)), *case) for case in compiled())
   def test_widths(self, chip, dtype, width, value_width, kind):
-    tokens = tuned.WHOLE_KEYS[kind == "full"]
+    tokens = tiling.WHOLE_KEYS[kind == "full"]
     self.compile(chip, Case(KINDS[kind], T=tokens, D=width, E=value_width, dtype=dtype,
                             blocks=None))
 
-  @parameterized.parameters([chip] for chip in static_profile.CHIPS if EVERY or chip == "tpu7x")
+  @parameterized.parameters(
+      [chip] for chip in static_profile.CHIPS
+      if chip == "tpu7x" or sampling.chosen(f"long {chip}"))
   def test_long(self, chip):
-    self.compile(chip, Case(KINDS["causal"], T=tuned.LONG_KEYS, D=128, dtype="bfloat16",
+    self.compile(chip, Case(KINDS["causal"], T=tiling.LONG_KEYS, D=128, dtype="bfloat16",
                             blocks=None))
 
   @parameterized.named_parameters((name, name) for name in CASES)
@@ -71,10 +76,10 @@ class CompileTest(parameterized.TestCase):
       self.compile("v6e", CASES[name])
 
   @parameterized.parameters(
-      ("v5e", None), ("v5p", True), ("v5e", False),
-      *[("v5p", None), ("v5e", True), ("v5p", False)] * EVERY)
+      *sampling.with_slow((("v5e", None), ("v5p", True), ("v5e", False)),
+                          ("v5p", None), ("v5e", True), ("v5p", False)))
   def test_four_chips(self, chip, check_vma):
-    """By the library's own shard_map (None), or inside the caller's."""
+    """Compiles under the library's shard_map (check_vma None) or the caller's."""
     mesh = Mesh(np.array(static_profile.devices(chip)).reshape(2, 2), ("dp", "tp"))
     spec = P("dp", None, "tp")
     x = jax.ShapeDtypeStruct((4, 512, 8, 128), jnp.bfloat16, sharding=NamedSharding(mesh, spec))

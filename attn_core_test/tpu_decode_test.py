@@ -1,7 +1,9 @@
-"""The TPU kernel over dense caches: in interpret mode against the oracle, and compiled elsewhere.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The TPU kernel over dense caches: interpreted against the oracle, and compiled ahead of time.
 
 Interpret mode starts from memory full of NaN and watches for races between transfers and
-computation. What nobody may read in a cache is NaN.
+computation. Slots of a cache that may not be read hold NaN.
 """
 
 import itertools
@@ -17,11 +19,9 @@ import numpy as np
 from attn_core import OperationMetadata, attention
 from attn_core.benchmark.static import profile as static_profile
 from attn_core.caches import dense, quantize
-from attn_core_test import decode_test
-from attn_core_test.decode_test import Case
-from attn_core_test.sampling import EVERY
-from attn_core_test.tpu_paged_test import counted
-from attn_core_test.tpu_test import interpreted
+from attn_core_test import decode_cases, sampling
+from attn_core_test.decode_cases import Case
+from attn_core_test.tpu_interpret import counted, interpreted
 
 TPU = OperationMetadata(platform="tpu")
 # name: (case, dtype of the query, of the cache where it is in 8 bits, how transfers are executed)
@@ -37,8 +37,8 @@ ROWS = {
     "int8": (Case((150, 77), S=160, H=8, K=4, D=16, E=8), "bfloat16", "int8", "on_wait"),
     "float8": (Case((150, 77), S=160, H=2, K=2), "float32", "float8_e4m3fn", "eager"),
 }
-# By default every width of numbers; with ATTN_CORE_EVERY=1 in the environment all.
-CHOSEN = list(ROWS) if EVERY else ["lengths_starts_window_sinks", "several_queries_16_bits", "int8"]
+# Every width of numbers; the other rows are slow.
+CHOSEN = sampling.names(ROWS, ("lengths_starts_window_sinks", "several_queries_16_bits", "int8"))
 # What else is compiled for every chip: (K, group, D), dtypes of query and cache, tokens.
 SWEPT = [
     ((16, 1, 128), "bfloat16", "int8", 1), ((8, 4, 256), "bfloat16", "int8", 2),
@@ -48,8 +48,8 @@ SWEPT = [
 
 
 def setup(case: Case, dtype, held):
-  """(operands, cache), and the operands as they are read."""
-  operands = decode_test.arrays(case, dtype)
+  """Returns operands, the cache, and the operands as the kernel reads them."""
+  operands = decode_cases.arrays(case, dtype)
   slot = jnp.arange(case.S)
   starts = jnp.array(case.starts or [0] * len(case.lengths))
   live = (slot >= starts[:, None]) & (slot < jnp.array(case.lengths)[:, None])
@@ -63,7 +63,7 @@ def setup(case: Case, dtype, held):
     if x.dtype != jnp.int8:
       x = jnp.where(live[:, :, None, None], x, jnp.asarray(jnp.nan, x.dtype))
     stored.append(x)
-  cache = decode_test.cache_of(case, *stored, **scales)
+  cache = decode_cases.cache_of(case, *stored, **scales)
   return operands, cache, {name: x.astype(jnp.float32) for name, x in read.items()}
 
 
@@ -87,7 +87,7 @@ class InterpretTest(parameterized.TestCase):
           jax.jit(lambda *a: decoded(case, *a))(operands, cache))
     tolerances = (1.5e-2 if dtype == "bfloat16" else 5e-6), 2e-5
     with jax.enable_x64(True):
-      expected = decode_test.defined(case, {
+      expected = decode_cases.defined(case, {
           name: jnp.asarray(np.asarray(x), jnp.float64) for name, x in read.items()})
     for x, y, most in zip((output.attention_outputs, output.lse), expected, tolerances):
       x, y = np.asarray(x, np.float64), np.asarray(y)
@@ -95,7 +95,7 @@ class InterpretTest(parameterized.TestCase):
       np.testing.assert_allclose(x, y, atol=most)
 
   def test_the_same_bits_in_any_batch_and_only_live_keys_move(self):
-    """At 4k tokens, at most 5% more bytes than those of the keys and values that are seen."""
+    """Checks that at 4k tokens at most 5% more bytes move than those of visible keys and values."""
     case = Case((4050, 4000), S=4096, H=2, K=2, D=128, E=128, block=1024)
     operands, cache, _ = setup(case, "float32", None)
     with counted() as moved:
@@ -128,7 +128,7 @@ class CompileTest(parameterized.TestCase):
         8, 4096, (key_heads, width), dtype=held or dtype)))
     query = placed(jax.ShapeDtypeStruct((8, tokens, key_heads * group, width), dtype))
     attend = lambda query, cache: attention(query, None, None, cache_view=cache, metadata=TPU,
-                                            **decode_test.MODE).attention_outputs
+                                            **decode_cases.MODE).attention_outputs
     with jax.enable_x64(True):  # the kernels have 32 bits all the same
       found = jax.jit(attend).trace(query, cache).lower(lowering_platforms=("tpu",)).compile()
     self.assertEqual(found.as_text().count('custom_call_target="tpu_custom_call"'), 1)
@@ -143,10 +143,11 @@ class CompileTest(parameterized.TestCase):
     if shape[2] % 128 == 0:  # XLA keeps narrower caches with the tokens along the lanes
       self.assertLess(memory.temp_size_in_bytes, memory.argument_size_in_bytes // 20)
 
-  @parameterized.parameters(*(
-      itertools.product(static_profile.CHIPS, SWEPT) if EVERY else [("v5e", SWEPT[0])]))
+  @parameterized.parameters(*sampling.with_slow(
+      [("v5e", SWEPT[0])], *(case for case in itertools.product(static_profile.CHIPS, SWEPT)
+                             if case != ("v5e", SWEPT[0]))))
   def test_fits_the_vector_memory(self, chip, case):
-    """Where many heads' keys and values are made at once."""
+    """Compiles cases where the keys and values of many heads are in vector memory at once."""
     self.compiled(chip, *case)
 
 

@@ -1,18 +1,17 @@
-"""The TPU kernel over pages: in interpret mode against plain XLA, and compiled for chips elsewhere.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The TPU kernel over pages: interpreted against the oracle, and compiled ahead of time.
 
 Interpret mode starts from memory full of NaN and watches for races between transfers and
 computation; it runs with transfers executed at once and as late as possible.
 """
 
-import contextlib
-from typing import Any, NamedTuple
+from typing import NamedTuple
 import unittest
-from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
-from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import numpy as np
@@ -20,11 +19,10 @@ import numpy as np
 from attn_core import (BlockSizes, Heads, OperationMetadata, PagedOptions, PagesMetadata, PagesV1,
                        PagesV2, PagesV3, attention, explain, ragged_page_attention_v2)
 from attn_core.benchmark.static import profile as static_profile
-from attn_core.caches.paged import ops as pages
-from attn_core.caches import quantize
-from attn_core_test.paged_test import Case
-from attn_core_test.sampling import EVERY
-from attn_core_test.tpu_test import interpreted
+from attn_core.caches import pages, quantize
+from attn_core_test import sampling
+from attn_core_test.paged_cases import Case
+from attn_core_test.tpu_interpret import counted, interpreted
 
 TPU = OperationMetadata(platform="tpu")
 NAMES = {"v1": "page_attention", "v2": "ragged_page_attention_v2",
@@ -61,14 +59,14 @@ ROWS = {
     "words_of_four": Row(Case((19, 5), (1, 1), page=8, D=8, rest=0, sinks=True), layout="v1",
                          held="float8_e4m3fn", scales="token", blocks=BlockSizes(block_kv=8)),
 }
-# By default every layout and width of numbers; with ATTN_CORE_EVERY=1 in the environment all.
-CHOSEN = list(ROWS) if EVERY else ["ragged", "ragged_16_bits_many_rows", "writes", "words_of_four"]
+# Every layout and width of numbers; the other rows are slow.
+CHOSEN = sampling.names(ROWS, ("ragged", "ragged_16_bits_many_rows", "writes", "words_of_four"))
 
 
 def setup(row: Row):
-  """(query, key, value, cache, metadata, sinks), and the pages' key and value as they are read."""
+  """Returns (query, key, value, cache, metadata, sinks), and key and value as they are read."""
   case, layout = row.case, {"v1": PagesV1, "v2": PagesV2, "v3": PagesV3}[row.layout]
-  query, *held, sinks = case.arrays()  # NaN where nobody looks
+  query, *held, sinks = case.arrays()  # NaN in slots that may not be read
   metadata, heads = case.metadata(single=row.layout == "v1"), Heads(case.K, case.D, case.D)
   if row.held is None:
     cache = PagesV1(*held)
@@ -105,30 +103,6 @@ def run(row: Row, query, key, value, cache, metadata, sinks):
       logits_soft_cap=o.logits_soft_cap)
 
 
-@contextlib.contextmanager
-def counted():
-  """Interprets TPU kernels; yields a list of the bytes of every transfer, filled as they start."""
-  moved, make = [], pltpu.make_async_copy
-  class Copy(NamedTuple):
-    copy: Any
-    size: int
-
-    def start(self):
-      jax.debug.callback(lambda: moved.append(self.size))
-      self.copy.start()
-
-    def wait(self):
-      self.copy.wait()
-
-  def counting(source, target, arrived):
-    size = int(np.prod(target.shape)) * jnp.dtype(target.dtype).itemsize
-    return Copy(make(source, target, arrived), size)
-
-  with mock.patch.object(pltpu, "make_async_copy", counting), interpreted():
-    yield moved
-    jax.effects_barrier()
-
-
 class InterpretTest(parameterized.TestCase):
 
   @parameterized.parameters(*CHOSEN)
@@ -146,27 +120,27 @@ class InterpretTest(parameterized.TestCase):
       np.testing.assert_array_equal(x == -np.inf, y == -np.inf)
       np.testing.assert_allclose(x, y, atol=most)
 
-  def test_a_nan_reaches_those_who_see_it_and_no_other(self):
-    """Though heads are computed two by two, and words hold a key and a value."""
+  def test_a_nan_reaches_queries_that_attend_to_it_and_no_others(self):
+    """Checks NaN where two heads share a product, and a word holds a key and a value."""
     case = Case((8, 9), (8, 9), page=8, D=128, rest=0, dtype="bfloat16")
     query, key, value, _ = map(lambda x: None if x is None else jnp.nan_to_num(x), case.arrays())
     cache, metadata = pages.convert(PagesV1(key, value), PagesV2), case.metadata()
-    spoilt = cache._replace(pages=cache.pages.at[metadata.page_tables[0, 0], 5, 1].set(jnp.nan))
+    with_nan = cache._replace(pages=cache.pages.at[metadata.page_tables[0, 0], 5, 1].set(jnp.nan))
     options = PagedOptions(metadata=TPU, block_sizes=BlockSizes(4, 16))
     with interpreted():
       before, after = (np.asarray(ragged_page_attention_v2(
-          query, x, metadata, options).attention_outputs) for x in (cache, spoilt))
+          query, x, metadata, options).attention_outputs) for x in (cache, with_nan))
     seen = np.zeros(before.shape, bool)
     seen[5:8, :2] = True
     self.assertTrue(np.isnan(after[seen]).all())
     np.testing.assert_array_equal(after[~seen], before[~seen])
 
   def test_the_same_bits_in_any_batch_and_any_chunks(self):
-    """One program: metadata is an array. And what it moves are the live pages, each time."""
+    """Runs one program with different metadata, and checks that it moves live pages only."""
     row = ROWS["ragged"]._replace(case=Case((21, 13), (21, 13), page=8, H=2, K=1, D=128, rest=6))
     (query, _, _, cache, whole, _), _ = setup(row)
     def schedule(tables, *requests):
-      """(number of queries, tokens so far) of both requests."""
+      """Returns metadata from (number of queries, tokens so far) of both requests."""
       lens = np.array([length for _, length in requests], np.int32)
       starts = np.cumsum([0, *(number for number, _ in requests)]).astype(np.int32)
       return PagesMetadata(tables, jnp.asarray(lens), jnp.asarray(starts),
@@ -236,7 +210,7 @@ class ChoiceTest(parameterized.TestCase):
 class CompileTest(parameterized.TestCase):
 
   def text(self, chip, shape, dtype, tokens, check_vma=False):
-    """The program of forward and backward, inside the caller's shard_map."""
+    """Returns the text of forward and backward, compiled inside the caller's shard_map."""
     key_heads, group, width, page = shape
     mesh = Mesh(np.array(static_profile.devices(chip)[:1]), ("dp",))
     array = lambda dtype, *shape: jax.ShapeDtypeStruct(
@@ -264,12 +238,13 @@ class CompileTest(parameterized.TestCase):
     self.assertEqual(text.count('custom_call_target="tpu_custom_call"'), 1)
 
   @parameterized.named_parameters(
-      *(("v3", "v6e", "v3", 4, jnp.bfloat16, None),
+      *sampling.with_slow((
+        ("v3", "v6e", "v3", 4, jnp.bfloat16, None),
         ("v3_8_bits", "v5e", "v3", 2, jnp.float8_e4m3fn, "tensor"),
-        ("v1_8_bits", "tpu7x", "v1", 2, jnp.int8, "tensor"),
-        ("v2_three_heads", "v5p", "v2", 3, jnp.bfloat16, None))[:4 if EVERY else 3])
+        ("v1_8_bits", "tpu7x", "v1", 2, jnp.int8, "tensor")),
+        ("v2_three_heads", "v5p", "v2", 3, jnp.bfloat16, None)))
   def test_compiles_without_copies_of_the_pages(self, chip, layout, key_heads, dtype, scales):
-    """And writes new tokens in place."""
+    """Checks temporary memory, and that new tokens are written in place."""
     mesh, i32 = Mesh(np.array(static_profile.devices(chip)[:1]), ("dp",)), jnp.int32
     place = NamedSharding(mesh, P())
     array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=place)

@@ -1,4 +1,6 @@
-"""A ring whose kernels send keys and values themselves: on virtual devices, and compiled for chips.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Rings whose kernels copy keys and values: on virtual devices, and compiled ahead of time.
 
 Interpret mode starts from memory full of NaN and watches for races between transfers of all devices
 and what they compute, with transfers executed at once and as late as possible.
@@ -33,26 +35,25 @@ import numpy as np
 from attn_core import (BlockSizes, MaskInfo, OperationMetadata, RingConfig, attention, explain,
                        ring_attention)
 from attn_core.benchmark.static import profile as static_profile
-from attn_core.kernels.common.contract import Cargo
-from attn_core.kernels.tpu.flash import remote_copy as ring
-from attn_core.sharding import token_order as layouts
-from attn_core_test import ring_test
-from attn_core_test.ring_test import numbers
-from attn_core_test.sampling import EVERY
+from attn_core.kernels.common.contract import RemoteCopy
+from attn_core.kernels.tpu.flash import remote_copy
+from attn_core.sharding import token_order
+from attn_core_test import ring_cases, sampling
+from attn_core_test.ring_cases import numbers
 
 # Its interpreter waits for ever with more devices.
 DEVICES = (4,) if jax.__version_info__ < (0, 11) else (4, 8)
 
 
 def metadata_of(variant="ring", layout="contiguous", devices=4, **fields):
-  mesh = ring_test.mesh_of(variant, devices)
-  metadata = ring_test.metadata_of(variant, layout, mesh, platform="tpu", **fields)
+  mesh = ring_cases.mesh_of(variant, devices)
+  metadata = ring_cases.metadata_of(variant, layout, mesh, platform="tpu", **fields)
   return metadata.replace(ring=metadata.ring._replace(transfer="remote"))
 
 
 @contextlib.contextmanager
 def watched(transfers):
-  """Runs TPU kernels on CPU devices; gives the text file that tells of races."""
+  """Runs TPU kernels on CPU devices; yields the text file that reports races."""
   printed = io.StringIO()
   fields = {field.name for field in dataclasses.fields(pltpu.InterpretParams)}
   # An exception would leave the other devices waiting; older versions raise none.
@@ -70,45 +71,46 @@ def watched(transfers):
 
 @contextlib.contextmanager
 def interpreted(transfers):
-  """Fails where there is a race, or a semaphore is left with a count."""
+  """Interprets TPU kernels; fails on a race or a semaphore with a remaining count."""
   with watched(transfers) as printed:
     yield
   for words in ("RACE", "non-zero count"):
     assert words not in printed.getvalue(), printed.getvalue()
 
 
-class RouteTest(parameterized.TestCase):
-  """The transfers alone, around a kernel that doubles what it is given."""
+class RemoteCopyTest(parameterized.TestCase):
+  """The remote copies alone, around a kernel that doubles its input."""
 
   def send(self, devices, distance, cores=1, grid=(2, 3, 2)):
-    """Checks that what comes is what the right device sent, and that nothing else is disturbed."""
+    """Checks that the right arrays arrive, and that the kernel's own result is unchanged."""
     sent = (numbers(devices, 5, 2, 3), np.arange(devices * 7, dtype=np.int32).reshape(-1, 7))
     x = numbers(devices, *grid, 8, 128)
 
     def local(x, *arrays):
       # The second transfer waits for the first.
       for _ in range(2):
-        route = ring.Route(grid, Cargo(arrays, "sp", 0, devices, distance, cores))
-        count = len(route.inputs)
-        def kernel(source, *refs, route=route, count=count):
+        runner = remote_copy.RemoteCopyGrid(
+            grid, RemoteCopy(arrays, "sp", 0, devices, distance, cores))
+        count = len(runner.inputs)
+        def kernel(source, *refs, runner=runner, count=count):
           inputs, (result, *results), semaphores = refs[:count], refs[count:-1], refs[-1:]
           def step(place):
             del place
             result[...] = source[...] * 2
-          route.run(step, inputs, results, semaphores)
-        block = route.block_spec(
+          runner.run(step, inputs, results, semaphores)
+        block = runner.block_spec(
             pl.BlockSpec((1, 1, 1, 1, 8, 128), lambda b, h, n: (0, b, h, n, 0, 0)))
         x, *arrived = pl.pallas_call(
-            kernel, grid=route.cut, in_specs=[block, *[ring.MEMORY] * len(route.inputs)],
-            out_specs=[block, *[ring.MEMORY] * len(route.results)],
-            out_shape=[jax.core.ShapedArray(x.shape, x.dtype), *route.results],
-            scratch_shapes=route.semaphores,
-            compiler_params=pltpu.CompilerParams(dimension_semantics=route.semantics,
-                                                 collective_id=route.channel))(x, *route.inputs)
-        arrays = route.unpack(arrived)
+            kernel, grid=runner.grid, in_specs=[block, *[remote_copy.MEMORY] * len(runner.inputs)],
+            out_specs=[block, *[remote_copy.MEMORY] * len(runner.results)],
+            out_shape=[jax.core.ShapedArray(x.shape, x.dtype), *runner.results],
+            scratch_shapes=runner.semaphores,
+            compiler_params=pltpu.CompilerParams(dimension_semantics=runner.semantics,
+                                                 collective_id=runner.barrier))(x, *runner.inputs)
+        arrays = runner.unpack(arrived)
       return x, *arrays
 
-    mesh = ring_test.mesh_of("ring", devices)
+    mesh = ring_cases.mesh_of("ring", devices)
     run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("sp"), out_specs=P("sp"),
                                 check_vma=False))
     doubled, *arrived = jax.block_until_ready(run(x, *sent))
@@ -123,19 +125,20 @@ class RouteTest(parameterized.TestCase):
 
   @parameterized.parameters(((2, 3, 2),), ((3, 2, 1),), ((3, 1, 2),))
   def test_a_grid_for_two_cores(self, grid):
-    """In halves where it divides; every step is run once."""
-    route = ring.Route(grid, Cargo((), "sp", 0, 4, 1, 2))
-    places = [route.place(*at) for at in itertools.product(*map(range, route.cut))]
+    """Checks that the grid is halved where it divides, and that every step runs once."""
+    runner = remote_copy.RemoteCopyGrid(grid, RemoteCopy((), "sp", 0, 4, 1, 2))
+    places = [runner.logical_index(*at) for at in itertools.product(*map(range, runner.grid))]
     self.assertEqual(sorted(places), list(itertools.product(*map(range, grid))))
-    self.assertEqual(route.cut[0], 1 if grid[0] % 2 and grid[1] % 2 else 2)
-    if EVERY or grid[1] == 2:
+    self.assertEqual(runner.grid[0], 1 if grid[0] % 2 and grid[1] % 2 else 2)
+    if grid[1] == 2 or sampling.chosen(f"grid for two cores {grid}"):
       with interpreted("eager"):
         self.send(4, 1, 2, grid)
 
-  def test_every_way_has_a_channel_of_its_own(self):
-    channels = [ring.Route((1, 1, 1), Cargo((), "x", axis, 64, distance)).channel
-                for axis in range(ring.MOST_AXES) for distance in range(1, 64)]
-    self.assertEqual(len(set(channels)), len(channels))
+  def test_every_axis_and_distance_has_its_own_barrier(self):
+    barriers = [remote_copy.RemoteCopyGrid(
+        (1, 1, 1), RemoteCopy((), "x", axis, 64, distance)).barrier
+                for axis in range(remote_copy.MOST_AXES) for distance in range(1, 64)]
+    self.assertEqual(len(set(barriers)), len(barriers))
 
   def test_an_arrival_that_is_not_awaited_is_a_race(self):
     make = pltpu.make_async_remote_copy
@@ -153,8 +156,8 @@ IDS = np.array([[0] * 5 + [1] * 8 + [-1] * 3], np.int32)
 
 @functools.cache
 def documents():
-  """Causal documents across shards, queries that see nothing, fewer key heads."""
-  return ring_test.Case(
+  """Returns a case of causal documents across shards, empty rows and fewer key heads."""
+  return ring_cases.Case(
       lambda b, h, t, s: s <= t and IDS[0, t] == IDS[0, s] >= 0, (1, 16, 16, 2, 1, 4, 6),
       floats=(), arrays=lambda permuted: dict(
           mask_info=MaskInfo.from_segments(permuted(IDS, 1))))
@@ -162,30 +165,30 @@ def documents():
 
 @functools.cache
 def full():
-  return ring_test.Case(lambda b, h, t, s: True, (1, 16, 16, 2, 1, 4, 4), floats=(),
+  return ring_cases.Case(lambda b, h, t, s: True, (1, 16, 16, 2, 1, 4, 4), floats=(),
                         arguments=dict(causal=False))
 
 
 @functools.cache
 def window(layout):
-  """Hops that are left out; others that are not evenly far."""
+  """Returns a case where ring steps are skipped, also between others."""
   left, right = {"contiguous": (17, 17), "zigzag": (5, 0)}[layout]
-  return ring_test.Case(lambda b, h, t, s: -left <= s - t <= right, (1, 64, 64, 2, 1, 4, 4),
+  return ring_cases.Case(lambda b, h, t, s: -left <= s - t <= right, (1, 64, 64, 2, 1, 4, 4),
                         floats=(), arguments=dict(causal=False, sliding_window=(left, right)))
 
 
 # name: (case, fields of `metadata_of`)
 EVERYTHING = {
     **{f"everything_{layout}_{devices}": (
-        ring_test.everything, dict(layout=layout, devices=devices))
-       for layout in layouts.LAYOUTS for devices in DEVICES},
-    "positions": (ring_test.positions, dict(layout="striped", scan_ring_attention=False)),
-    "padded": (ring_test.padded, {}),
+        ring_cases.everything, dict(layout=layout, devices=devices))
+       for layout in token_order.TOKEN_ORDERS for devices in DEVICES},
+    "positions": (ring_cases.positions, dict(layout="striped", scan_ring_attention=False)),
+    "padded": (ring_cases.padded, {}),
     "full": (full, {}),
     **{f"window_{layout}_{devices}": (
         functools.partial(window, layout), dict(layout=layout, devices=devices))
        for layout in ("contiguous", "zigzag") for devices in DEVICES},
-    **({"hybrid": (ring_test.everything, dict(variant="hybrid", layout="zigzag", devices=8))}
+    **({"hybrid": (ring_cases.everything, dict(variant="hybrid", layout="zigzag", devices=8))}
        if 8 in DEVICES else {})}
 
 
@@ -193,34 +196,32 @@ class EqualTest(parameterized.TestCase):
   """The whole attention against the oracle in float64."""
 
   def check(self, case, metadata, transfers="on_wait", **arguments):
-    self.enter_context(mock.patch.object(ring_test, "BLOCKS", BlockSizes()))
+    self.enter_context(mock.patch.object(ring_cases, "BLOCKS", BlockSizes()))
     with interpreted(transfers):
       case.check(metadata, shards=metadata.mesh.size, **arguments)
 
   def test_value_and_lse(self):
     case, metadata = documents(), metadata_of(layout="zigzag")
-    self.enter_context(mock.patch.object(ring_test, "BLOCKS", BlockSizes()))
+    self.enter_context(mock.patch.object(ring_cases, "BLOCKS", BlockSizes()))
     with interpreted("on_wait"):
       found = jax.block_until_ready(jax.jit(case.run(metadata, 4))(case.floats))
-    ring_test.close(found, case.truth[0])
+    ring_cases.close(found, case.truth[0])
 
   def test_gradient(self):
     self.check(full(), metadata_of(), "eager", forward_mode=False)
 
-  @unittest.skipUnless(EVERY, "with ATTN_CORE_EVERY=1: minutes")
-  @parameterized.named_parameters(
+  @sampling.slow_parameters(*(
       (f"{name}_{transfers}", name, transfers)
-      for name, transfers in itertools.product(EVERYTHING, ("on_wait", "eager")))
+      for name, transfers in itertools.product(EVERYTHING, ("on_wait", "eager"))), named=True)
   def test_every(self, name, transfers):
     case, fields = EVERYTHING[name]
     self.check(case(), metadata_of(**fields), transfers, forward_mode=transfers == "eager")
 
-  @unittest.skipUnless(EVERY, "with ATTN_CORE_EVERY=1: minutes")
-  @parameterized.parameters((devices,) for devices in DEVICES)
+  @sampling.slow_parameters(*((devices,) for devices in DEVICES))
   def test_bfloat16(self, devices):
-    """The softmax without the maximum; no row needs another, or the interpreter would wait.
+    """Runs the naive softmax; no row is recomputed, or the interpreter would wait.
 
-    It waits in every kernel for all devices, also where only some of them mend their rows.
+    It waits in every kernel for all devices, also where only some of them recompute rows.
     """
     q, k, v = (jnp.asarray(numbers(1, 16, h, 8, seed=h), jnp.bfloat16) for h in (4, 2, 2))
     def run(mechanism, metadata, dtype):
@@ -232,7 +233,7 @@ class EqualTest(parameterized.TestCase):
       return jax.jit(jax.grad(loss, (1, 2), has_aux=True))(*arrays)
     with interpreted("eager"):
       got = jax.block_until_ready(run("ring", metadata_of(devices=devices), jnp.bfloat16))
-    ring_test.close(got, run("vanilla", None, jnp.float32), 2e-2)
+    ring_cases.close(got, run("vanilla", None, jnp.float32), 2e-2)
 
 
 STEPS = {"semaphore_signal": "signal", "semaphore_wait": "begin", "dma_start": "start",
@@ -240,7 +241,7 @@ STEPS = {"semaphore_signal": "signal", "semaphore_wait": "begin", "dma_start": "
 
 
 def steps_of(jaxpr):
-  """Those of STEPS, in the order of a kernel's code."""
+  """Returns the names of STEPS in the order of a kernel's code."""
   found, is_code = [], lambda x: hasattr(x, "eqns")
   for equation in jaxpr.eqns:
     if equation.primitive.name in STEPS:
@@ -257,8 +258,10 @@ class ChoiceTest(parameterized.TestCase):
     remote = metadata_of()
     collective = remote.replace(ring=RingConfig())
     said = [str(explain(x, x, x, mechanism="ring", metadata=m)) for m in (remote, collective)]
-    self.assertIn("can, by ring.tpu_remote, which goes before ring.tpu", said[0])
-    self.assertIn("can, by ring.tpu, not by ring.tpu_remote: ring.transfer='collective'", said[1])
+    self.assertIn("can, by context_parallel.tpu_remote, which goes before context_parallel.tpu",
+                  said[0])
+    self.assertIn("can, by context_parallel.tpu, not by context_parallel.tpu_remote: "
+                  "ring.transfer='collective'", said[1])
 
   @parameterized.parameters("cpu", "gpu")
   def test_other_platforms_refuse(self, platform):
@@ -272,8 +275,8 @@ class ChoiceTest(parameterized.TestCase):
   @parameterized.parameters(
       (RingConfig(transfer="dma"), "ring.transfer='dma': expected one of 'collective', 'remote'"),
       (RingConfig("ulysses", transfer="remote"),
-       "ring.transfer='remote': expected 'collective' with variant 'ulysses', in which nothing "
-       "goes around a ring"))
+       "ring.transfer='remote': expected 'collective' with variant 'ulysses', which has no ring; "
+       "'remote' is for 'ring' and 'hybrid'"))
   def test_bad_input(self, config, message):
     with self.assertRaisesRegex(ValueError, message):
       OperationMetadata(ring=config)
@@ -308,27 +311,26 @@ class ChoiceTest(parameterized.TestCase):
 
 @unittest.skipIf(static_profile.missing(), f"nothing to compile with: {static_profile.missing()}")
 class CompiledTest(parameterized.TestCase):
-  """Compiled for chips that are not here."""
+  """Programs compiled ahead of time, without a chip."""
 
   def steps(self, chip, gradient=False, dtype=jnp.float32, tokens=512, **arguments):
-    """Collectives and kernels in the order of the compiled program."""
+    """Returns collectives and kernels in the order of the compiled program."""
     mesh = Mesh(np.array(static_profile.devices(chip)[:4]), "sp")
     metadata = OperationMetadata(mesh=mesh, platform="tpu", ring=RingConfig(transfer="remote"),
                                  scan_ring_attention=False)
     run = lambda *x: ring_attention(*x, metadata=metadata, **arguments).attention_outputs
-    run = ring_test.gradients_of(run) if gradient else run
-    text = ring_test.compiled(run, metadata, (1, tokens, 2, 128), dtype).as_text()
+    run = ring_cases.gradients_of(run) if gradient else run
+    text = ring_cases.compiled(run, metadata, (1, tokens, 2, 128), dtype).as_text()
     return re.findall(r"collective-permute-start(?=\()|tpu_custom_call(?=\")", text)
 
   @parameterized.parameters("v5e", "v5p", "v6e")
   def test_a_ring_without_collectives(self, chip):
     self.assertEqual(self.steps(chip, causal=False), ["tpu_custom_call"] * 4)
 
-  @unittest.skipUnless(EVERY, "with ATTN_CORE_EVERY=1: minutes")
-  @parameterized.product(chip=("v5e", "v5p", "v6e"), dtype=("float32", "bfloat16"),
-                         arguments=({}, {"sliding_window": (200, 0)}))
+  @sampling.slow_parameters(*itertools.product(
+      ("v5e", "v5p", "v6e"), ("float32", "bfloat16"), ({}, {"sliding_window": (200, 0)})))
   def test_gradients(self, chip, dtype, arguments):
-    """Of the collectives only that is left which brings home what is owed."""
+    """Checks that the only collectives left return gradients to their owners."""
     found = self.steps(chip, True, dtype, 2048, **arguments)
     self.assertEqual(found.count("collective-permute-start"), 2)
 

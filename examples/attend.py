@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """The ten-line tour: call by name, explain, shard, compare with the definition.
 
     python3 examples/attend.py

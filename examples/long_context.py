@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """Trains on one long document, its bytes spread over the devices as one sequence.
 
     python3 examples/long_context.py
@@ -28,7 +30,7 @@ import numpy as np
 import attn_core
 from attn_core import (OperationMetadata, RingConfig, Shapes, create_mesh, masks,
                        plan_context_parallel, ring_attention, to_layout)
-from attn_core.sharding.token_order import LAYOUTS
+from attn_core.sharding.token_order import TOKEN_ORDERS
 import train_and_generate as model
 
 FLAGS = flags.FLAGS
@@ -40,7 +42,7 @@ def define_flags() -> None:
   """Only when this file is the program."""
   flags.DEFINE_integer("length", 32768, "bytes of the document")
   flags.DEFINE_integer("sp", 8, "devices over which they are spread")
-  flags.DEFINE_enum("layout", "zigzag", LAYOUTS, "what is trained")
+  flags.DEFINE_enum("layout", "zigzag", TOKEN_ORDERS, "what is trained")
   flags.DEFINE_enum("variant", "ring", VARIANTS, "how keys and values travel")
   flags.DEFINE_integer("heads", CONFIG.heads, "query heads")
   flags.DEFINE_integer("steps", 6, "training steps")
@@ -120,7 +122,7 @@ def main(argv) -> None:
   params = model.init(jax.random.key(0), config)
   state = jax.device_put(model.start(params), NamedSharding(mesh, P()))
   steps = {layout: compiled(state, prepared(text, layout, mesh), layout, mesh, config)
-           for layout in LAYOUTS}
+           for layout in TOKEN_ORDERS}
   batch, losses = prepared(text, FLAGS.layout, mesh), []
   for n in range(FLAGS.steps):
     state, value = steps[FLAGS.layout](state, batch)

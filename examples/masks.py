@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """Pictures of masks: which keys every query sees, and which blocks a kernel visits.
 
     python3 examples/masks.py

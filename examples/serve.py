@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """Serves many requests at once from a cache in pages, by the model of train_and_generate.py.
 
     python3 examples/serve.py
@@ -33,7 +35,7 @@ import numpy as np
 from attn_core import (Heads, PagedOptions, PagesMetadata, PagesV2, attention,
                        ragged_page_attention_v2)
 from attn_core.caches.paged import allocator as pool
-from attn_core.caches.paged import ops as pages
+from attn_core.caches import pages
 import train_and_generate as model
 
 FLAGS = flags.FLAGS

@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """Trains a small byte-level language model on real text, on a mesh, then generates from it.
 
     python3 examples/train_and_generate.py

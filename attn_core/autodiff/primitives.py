@@ -1,25 +1,27 @@
-"""Every derivative of every kernel, in one place.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Derivatives of all orders of every kernel.
 
-A kernel gives forward, backward and tangent (see `kernels.kernel.Kernel`). Here
-they become five primitives, related by
+A kernel provides forward, backward and tangent (see `kernels.common.contract.Kernel`). Here they
+become five primitives, related by
 
-  jvp(forward)(x; dx)            = tangent(x; dx)
-  transpose of dx -> tangent     = c -> backward(x; c)
-  jvp(backward)(x, c; dx, dc)    = curve(x, c; dx, dc) = H(x, c) dx + backward(x; dc)
-  transpose of (dx, dc) -> curve = u -> (curve(x, c; u, 0), tangent(x; u))
-  jvp(tangent)(x, t; dx, dt)     = bend(x, t; dx, dt), linear in (dx, dt)
-  transpose of (dx, dt) -> bend  = c -> (curve(x, c; t, 0), backward(x; c)),
+  jvp(forward)(x; dx)                   = tangent(x; dx)
+  transpose of dx -> tangent            = c -> backward(x; c)
+  jvp(backward)(x, c; dx, dc)           = backward_jvp(x, c; dx, dc) = H(x, c) dx + backward(x; dc)
+  transpose of (dx, dc) -> backward_jvp = u -> (backward_jvp(x, c; u, 0), tangent(x; u))
+  jvp(tangent)(x, t; dx, dt)            = tangent_jvp(x, t; dx, dt), linear in (dx, dt)
+  transpose of (dx, dt) -> tangent_jvp  = c -> (backward_jvp(x, c; t, 0), backward(x; c)),
 
-where H is the Hessian of <c, forward(x)>, which is symmetric: that is why no
-transpose needs a kernel of its own. So all first and second derivatives, in
-every mixture of forward and reverse mode, are block-wise and linear in memory,
-and vmap folds the mapped axis into the batch. Third derivatives: forward mode.
+where H is the Hessian of <c, forward(x)>, which is symmetric: that is why transposes need no
+kernels. So all first and second derivatives, in every mixture of forward and reverse mode, are
+block-wise and linear in memory, and vmap folds the mapped axis into the batch. Third derivatives
+are available in forward mode.
 
 The residuals carry the checkpoint names `attn_output` and `attn_lse`.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Callable, NamedTuple, Sequence
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -27,20 +29,21 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from attn_core.kernels.common.contract import Kernel, Residuals
-from attn_core.masks import leaves as algebra
-from attn_core.sharding import varying_axes as vary
+from attn_core.masks import mask as mask_lib
+from attn_core.sharding import varying_axes
 from attn_core.types import DIFFERENTIABLE, AttentionSpec, BlockSizes, Operands
 
 
 class _Call(NamedTuple):
-  """The static side of every primitive."""
+  """Static parameters of every primitive."""
 
   kernel: Kernel
   spec: AttentionSpec
   block_sizes: BlockSizes
-  structure: Any  # tree structure of Operands
+  structure: jax.tree_util.PyTreeDef  # of Operands
   names: tuple[str, ...]  # differentiable operands with a tangent or cotangent
 
 
@@ -53,76 +56,76 @@ def attend(kernel: Kernel, operands: Operands, spec: AttentionSpec,
     operands: layout bthd; every array has a leading axis B or 1, but for those
       that a custom mask predicate reads whole.
     spec: what to compute.
-    block_sizes: how fast.
+    block_sizes: sizes fixed by the caller.
 
   Returns:
     out [B, T, H, E] and lse [B, H, T].
   """
   kernel.check(operands, spec, block_sizes)
-  leaves, structure = jax.tree.flatten(vary.vary_alike(operands))
+  leaves, structure = jax.tree.flatten(varying_axes.vary_alike(operands))
   call = _Call(kernel, spec, block_sizes, structure, ())
   return Residuals(*_forward_p.bind(*leaves, call=call))
 
 
-# --- What the primitives compute: flat lists of arrays in, flat lists out. -----------------------
+# --- Computations of the primitives, with flat lists of arrays as arguments and results. ---------
 
 
-def _operands(leaves, call) -> Operands:
+def _operands(leaves: Sequence[Any], call: _Call) -> Operands:
   return jax.tree.unflatten(call.structure, leaves)
 
 
-def _split(args, call, *counts):
-  """(operands, list, ...): the operands, then lists of the given lengths."""
+def _split(args: Sequence[Any], call: _Call, *counts: int) -> list[Any]:
+  """Returns the operands, then lists of arguments of the given lengths."""
   n = call.structure.num_leaves
-  parts = [_operands(args[:n], call)]
+  parts: list[Any] = [_operands(args[:n], call)]
   for count in counts:
     parts.append(list(args[n:n + count]))
     n += count
   return parts
 
 
-def _forward(*args, call):
+def _forward(*args: jax.Array, call: _Call) -> Residuals:
   return call.kernel.forward(_operands(args, call), call.spec, call.block_sizes)
 
 
-def _tangent(*args, call):
+def _tangent(*args: jax.Array, call: _Call) -> Residuals:
   operands, residuals, tangents = _split(args, call, 2, len(call.names))
   return call.kernel.tangent(operands, call.spec, call.block_sizes, Residuals(*residuals),
                              dict(zip(call.names, tangents)))
 
 
-def _backward(*args, call):
+def _backward(*args: jax.Array, call: _Call) -> tuple[jax.Array, ...]:
   operands, residuals, cotangents = _split(args, call, 2, 2)
   return call.kernel.backward(operands, call.spec, call.block_sizes, Residuals(*residuals),
                               Residuals(*cotangents), call.names)
 
 
-def _curve(*args, call):
-  """The derivative of `backward` along tangents of its operands and of its cotangents."""
+def _backward_jvp(*args: jax.Array, call: _Call) -> tuple[jax.Array, ...]:
+  """Computes the derivative of `backward` along tangents of operands and of cotangents."""
   operands, residuals, cotangents, tangents, d_cotangents = _split(
       args, call, 2, 2, len(call.names), 2)
   kernel = call.kernel.differentiable or call.kernel
   d_residuals = kernel.tangent(operands, call.spec, call.block_sizes, Residuals(*residuals),
                                dict(zip(call.names, tangents)))
   def backward(values, residuals, cotangents):
-    moved = operands._replace(**dict(zip(call.names, values)))
-    return kernel.backward(moved, call.spec, call.block_sizes, Residuals(*residuals),
+    varied = operands._replace(**dict(zip(call.names, values)))
+    return kernel.backward(varied, call.spec, call.block_sizes, Residuals(*residuals),
                            Residuals(*cotangents), call.names)
   primals = [getattr(operands, name) for name in call.names]
   return jax.jvp(backward, (primals, residuals, cotangents),
                  (tangents, list(d_residuals), d_cotangents))[1]
 
 
-def _bend(*args, call):
-  """The derivative of `tangent` along tangents of its operands and of its tangents."""
+def _tangent_jvp(*args: jax.Array, call: _Call) -> Residuals:
+  """Computes the derivative of `tangent` along tangents of operands and of tangents."""
   operands, residuals, tangents, directions, d_tangents = _split(
       args, call, 2, *[len(call.names)] * 3)
   kernel = call.kernel.differentiable or call.kernel
   d_residuals = kernel.tangent(operands, call.spec, call.block_sizes, Residuals(*residuals),
                                dict(zip(call.names, directions)))
   def tangent(values, residuals, tangents):
-    moved = operands._replace(**dict(zip(call.names, values)))
-    return kernel.tangent(moved, call.spec, call.block_sizes, Residuals(*residuals),
+    varied = operands._replace(**dict(zip(call.names, values)))
+    return kernel.tangent(varied, call.spec, call.block_sizes, Residuals(*residuals),
                           dict(zip(call.names, tangents)))
   primals = [getattr(operands, name) for name in call.names]
   return jax.jvp(tangent, (primals, residuals, tangents),
@@ -132,14 +135,14 @@ def _bend(*args, call):
 # --- Shapes. -------------------------------------------------------------------------------------
 
 
-def _like(aval, shape, dtype):
-  """An abstract array that varies over the same manual mesh axes as `aval`."""
+def _like(aval: Any, shape: Sequence[int], dtype: DTypeLike) -> Any:
+  """Returns an abstract array that varies over the same manual mesh axes as `aval`."""
   sharding = NamedSharding(aval.sharding.mesh, PartitionSpec(*[None] * len(shape)))
   return aval.update(shape=tuple(shape), dtype=jnp.dtype(dtype), weak_type=False,
                      sharding=sharding)
 
 
-def _residual_avals(*avals, call):
+def _residual_avals(*avals: Any, call: _Call) -> list[Any]:
   query, value = (getattr(_operands(avals[:call.structure.num_leaves], call), name)
                   for name in ("query", "value"))
   batch, length, heads, _ = query.shape
@@ -148,7 +151,7 @@ def _residual_avals(*avals, call):
           _like(query, (batch, heads, length), lse_dtype)]
 
 
-def _cotangent_avals(*avals, call):
+def _cotangent_avals(*avals: Any, call: _Call) -> list[Any]:
   operands = _operands(avals[:call.structure.num_leaves], call)
   return [_like(operands.query, x.shape, x.dtype)
           for x in (getattr(operands, name) for name in call.names)]
@@ -157,84 +160,86 @@ def _cotangent_avals(*avals, call):
 # --- Rules. --------------------------------------------------------------------------------------
 
 
-def _forward_jvp(primals, tangents, *, call):
+def _forward_jvp_rule(primals: Sequence[Any], tangents: Sequence[Any], *, call: _Call) -> tuple:
   out, lse = _forward_p.bind(*primals, call=call)
   # The derivative reads the named values, so that a remat policy can keep them.
   out, lse = checkpoint_name(out, "attn_output"), checkpoint_name(lse, "attn_lse")
-  moved = {name: t for name, t in _operands(tangents, call)._asdict().items()
+  given = {name: t for name, t in _operands(tangents, call)._asdict().items()
            if name in DIFFERENTIABLE and t is not None and type(t) is not ad.Zero}
-  if not moved:
-    return [out, lse], [ad.Zero.from_primal_value(x) for x in (out, lse)]
-  call = call._replace(names=tuple(moved))
-  return [out, lse], _tangent_p.bind(*primals, out, lse, *moved.values(), call=call)
+  if not given:
+    return [out, lse], [
+        ad.Zero.from_primal_value(x) for x in (out, lse)]  # type: ignore[attr-defined]
+  call = call._replace(names=tuple(given))
+  return [out, lse], _tangent_p.bind(*primals, out, lse, *given.values(), call=call)
 
 
-def _tangent_transpose(cotangents, *args, call):
+def _tangent_transpose_rule(cotangents: Sequence[Any], *args: Any, call: _Call) -> list:
   constants, linear = args[:-len(call.names)], args[-len(call.names):]
   found = _backward_p.bind(*constants, *map(ad.instantiate_zeros, cotangents), call=call)
   return [None] * len(constants) + [
       c if ad.is_undefined_primal(x) else None for c, x in zip(found, linear)]
 
 
-def _movable(tangents, call):
-  """(names, tangents) of every differentiable operand, zeros where it does not move."""
-  moved = _operands(tangents[:call.structure.num_leaves], call)
-  fixed = ("key", "value") if moved.key_scale is not None else ()  # in 8 bits
+def _differentiable(tangents: Sequence[Any], call: _Call) -> tuple[tuple[str, ...], list[Any]]:
+  """Returns names and instantiated tangents of every differentiable operand."""
+  given = _operands(tangents[:call.structure.num_leaves], call)
+  fixed = ("key", "value") if given.key_scale is not None else ()  # in 8 bits
   names = tuple(name for name in DIFFERENTIABLE
-                if getattr(moved, name) is not None and name not in fixed)
-  return names, [ad.instantiate_zeros(getattr(moved, name)) for name in names]
+                if getattr(given, name) is not None and name not in fixed)
+  return names, [ad.instantiate_zeros(getattr(given, name)) for name in names]
 
 
-def _tangent_jvp(primals, tangents, *, call):
-  # As in `_backward_jvp`, the residuals' own tangents are implied by those of the operands.
-  names, directions = _movable(tangents, call)
+def _tangent_jvp_rule(primals: Sequence[Any], tangents: Sequence[Any], *, call: _Call) -> tuple:
+  # As in `_backward_jvp_rule`, the residuals' tangents follow from those of the operands.
+  names, directions = _differentiable(tangents, call)
   count = len(call.names)
   first = dict(zip(call.names, primals[-count:]))
   second = dict(zip(call.names, map(ad.instantiate_zeros, tangents[-count:])))
   given, d_given = ([x.get(name, jnp.zeros_like(d)) for name, d in zip(names, directions)]
                     for x in (first, second))
   outs = _tangent_p.bind(*primals, call=call)
-  return outs, _bend_p.bind(*primals[:-count], *given, *directions, *d_given,
+  return outs, _tangent_jvp_p.bind(*primals[:-count], *given, *directions, *d_given,
                             call=call._replace(names=names))
 
 
-def _bend_transpose(cotangents, *args, call):
+def _tangent_jvp_transpose_rule(cotangents: Sequence[Any], *args: Any, call: _Call) -> list:
   n, count = call.structure.num_leaves, len(call.names)
   constants, linear = args[:n + 2 + count], args[n + 2 + count:]
   cotangents = [ad.instantiate_zeros(c) for c in cotangents]
   zeros = [jnp.zeros(c.shape, c.dtype) for c in cotangents]
   operands, given = constants[:n + 2], constants[n + 2:]
-  found = [*_curve_p.bind(*operands, *cotangents, *given, *zeros, call=call),
+  found = [*_backward_jvp_p.bind(*operands, *cotangents, *given, *zeros, call=call),
            *_backward_p.bind(*operands, *cotangents, call=call)]
   return [None] * len(constants) + [
       c if ad.is_undefined_primal(x) else None for c, x in zip(found, linear)]
 
 
-def _backward_jvp(primals, tangents, *, call):
+def _backward_jvp_rule(primals: Sequence[Any], tangents: Sequence[Any], *, call: _Call) -> tuple:
   found = _backward_p.bind(*primals, call=call)
-  # The residuals are functions of the operands: `curve` derives their tangents itself. Operands
-  # without a requested cotangent may move too, so every differentiable one takes part.
-  names, directions = _movable(tangents, call)
+  # The residuals are functions of the operands: `_backward_jvp` computes their tangents. Operands
+  # without a requested cotangent may have tangents too, so every differentiable one takes part.
+  names, directions = _differentiable(tangents, call)
   d_cotangents = [ad.instantiate_zeros(t) for t in tangents[-2:]]
-  derivatives = _curve_p.bind(*primals, *directions, *d_cotangents,
+  derivatives = _backward_jvp_p.bind(*primals, *directions, *d_cotangents,
                               call=call._replace(names=names))
   derivatives = dict(zip(names, derivatives))
   return found, [derivatives[name] for name in call.names]
 
 
-def _curve_transpose(cotangents, *args, call):
+def _backward_jvp_transpose_rule(cotangents: Sequence[Any], *args: Any, call: _Call) -> list:
   n = call.structure.num_leaves
   constants, linear = args[:n + 4], args[n + 4:]
   directions = [ad.instantiate_zeros(c) for c in cotangents]
   zeros = [jnp.zeros(c.shape, c.dtype) for c in constants[-2:]]
-  found = [*_curve_p.bind(*constants, *directions, *zeros, call=call),
+  found = [*_backward_jvp_p.bind(*constants, *directions, *zeros, call=call),
            *_tangent_p.bind(*constants[:-2], *directions, call=call)]
   return [None] * len(constants) + [
       c if ad.is_undefined_primal(x) else None for c, x in zip(found, linear)]
 
 
-def _by_jax(compute, primals, tangents, *, call):
-  """The jvp of what a primitive computes, by jax: forward mode through the kernel's loops."""
+def _jvp_by_jax(compute: Callable, primals: Sequence[Any], tangents: Sequence[Any], *,
+                call: _Call) -> tuple:
+  """Computes the jvp of a primitive by JAX: forward mode through the kernel's loops."""
   zeros = (jnp.zeros(p.shape, jax.dtypes.float0) if not jnp.issubdtype(p.dtype, jnp.inexact)
            else ad.instantiate_zeros(t) for p, t in zip(primals, tangents))
   return jax.jvp(lambda *args: list(compute(*args, call=call)), primals, tuple(zeros))
@@ -243,20 +248,21 @@ def _by_jax(compute, primals, tangents, *, call):
 # --- vmap: the mapped axis joins the batch. ------------------------------------------------------
 
 
-def _operand_labels(call) -> list[str]:
-  """For every operand leaf its field name; "whole" for arrays that a predicate reads whole."""
+def _operand_labels(call: _Call) -> list[str]:
+  """Returns the field name of every operand leaf; "whole" for arrays a predicate reads whole."""
   fields = jax.tree.unflatten(call.structure, range(call.structure.num_leaves))._asdict()
-  roles = algebra.structure_roles(call.spec.mask)
-  arrays = ["whole" if role == algebra.WHOLE else "mask" for role in roles]
+  roles = mask_lib.structure_roles(call.spec.mask)
+  arrays = ["whole" if role == mask_lib.WHOLE else "mask" for role in roles]
   rest = ["mask"] * (len(jax.tree.leaves(fields["mask"])) - len(arrays))
   return [label for name, value in fields.items() if value is not None
           for label in (arrays + rest if name == "mask" else [name])]
 
 
-def _fold(x, dim, size, rows, full):
-  """A mapped axis at `dim` (None: shared) and rows or 1 rows -> size * rows rows.
+def _fold(x: jax.Array, dim: int | None, size: int, rows: int, full: bool) -> jax.Array:
+  """Folds a mapped axis of length `size` at `dim` (None: shared) into the leading axis.
 
-  What is shared and has one row keeps it, unless it must be `full`.
+  The leading axis has `rows` entries or 1. A shared array with 1 keeps it, unless it must be
+  `full`; every other array gets size * rows.
   """
   if dim is None and x.shape[0] == 1 and not full:
     return x
@@ -264,18 +270,19 @@ def _fold(x, dim, size, rows, full):
   return jnp.broadcast_to(x, (size, rows, *x.shape[2:])).reshape(-1, *x.shape[2:])
 
 
-def _batch(primitive, labels_of, args, dims, *, call):
+def _batch(primitive: Primitive, labels_of: Callable[[_Call], list[str]], args: Sequence[Any],
+           dims: Sequence[int | None], *, call: _Call) -> tuple[list, list[int]]:
   size = next(x.shape[d] for x, d in zip(args, dims) if d is not None)
   labels = _operand_labels(call) + labels_of(call)
-  if not size:  # no kernel computes a batch without rows
+  if not size:  # kernels cannot compute an empty batch
     one = jax.eval_shape(functools.partial(primitive.bind, call=call), *[
         x if d is None else jax.ShapeDtypeStruct((*x.shape[:d], *x.shape[d + 1:]), x.dtype)
         for x, d in zip(args, dims)])
     return [jnp.zeros((0, *x.shape), x.dtype) for x in one], [0] * len(one)
   if any(label == "whole" and d is not None for label, d in zip(labels, dims, strict=True)):
-    moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims)]
+    leading = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims)]
     outs = jax.lax.map(lambda i: primitive.bind(
-        *[x if d is None else x[i] for x, d in zip(moved, dims)], call=call), jnp.arange(size))
+        *[x if d is None else x[i] for x, d in zip(leading, dims)], call=call), jnp.arange(size))
     return outs, [0] * len(outs)
 
   rows = args[0].shape[1 if dims[0] == 0 else 0]  # the first operand is always the query
@@ -284,21 +291,22 @@ def _batch(primitive, labels_of, args, dims, *, call):
             for x, d, label in zip(args, dims, labels)]
   operands, rest = _split(folded, call, len(args) - call.structure.num_leaves)
   if operands.mask.batch_index is None:
-    # Dropout and predicates go by the row's number within its own mapped element.
+    # Dropout and predicates depend on the row's index within its own mapped element.
     index = jnp.tile(jnp.arange(rows, dtype=jnp.int32), size)
     operands = operands._replace(mask=operands.mask._replace(batch_index=index))
-  leaves, structure = jax.tree.flatten(vary.vary_alike(operands))
+  leaves, structure = jax.tree.flatten(varying_axes.vary_alike(operands))
   outs = primitive.bind(*leaves, *rest, call=call._replace(structure=structure))
   outs = [x.reshape(size, rows, *x.shape[1:]) for x in outs]
-  if primitive in (_backward_p, _curve_p):
+  if primitive in (_backward_p, _backward_jvp_p):
     shared = [_rows_of(args, dims, labels, name) == 1 for name in call.names]
     outs = [x.sum(1, keepdims=True).astype(x.dtype) if one and rows > 1 else x
             for x, one in zip(outs, shared)]
   return outs, [0] * len(outs)
 
 
-def _rows_of(args, dims, labels, name) -> int:
-  """Rows of an operand without the mapped axis."""
+def _rows_of(args: Sequence[Any], dims: Sequence[int | None], labels: list[str],
+             name: str) -> int:
+  """Returns the rows of an operand, not counting the mapped axis."""
   x, dim = next((x, d) for x, d, label in zip(args, dims, labels) if label == name)
   return x.shape[1 if dim == 0 else 0]
 
@@ -306,8 +314,9 @@ def _rows_of(args, dims, labels, name) -> int:
 # --- The primitives. -----------------------------------------------------------------------------
 
 
-def _primitive(name, compute, avals, labels_of, effects=lambda call: frozenset()) -> Primitive:
-  """A primitive that runs `compute`; `labels_of` names its arguments after the operands."""
+def _primitive(name: str, compute: Callable, avals: Callable, labels_of: Callable[[_Call], list],
+               effects: Callable[[_Call], frozenset] = lambda call: frozenset()) -> Primitive:
+  """Returns a primitive that runs `compute`; `labels_of` labels the arguments after operands."""
   compute = functools.wraps(compute)(functools.partial(_as_list, compute))
   primitive = Primitive(name)
   primitive.multiple_results = True
@@ -316,8 +325,8 @@ def _primitive(name, compute, avals, labels_of, effects=lambda call: frozenset()
       lambda *args, call: (avals(*args, call=call), effects(call)))
   batching.primitive_batchers[primitive] = functools.partial(_batch, primitive, labels_of)
 
-  def lower(ctx, *args, call):
-    # One device's work: how values vary over a mesh plays no part inside.
+  def lower(ctx: Any, *args: Any, call: _Call) -> Any:
+    # The computation of one device does not depend on how values vary over a mesh.
     inner = ctx.replace(avals_in=[jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in])
     results = mlir.lower_fun(functools.partial(compute, call=call))(inner, *args)
     if effects(call):
@@ -328,7 +337,7 @@ def _primitive(name, compute, avals, labels_of, effects=lambda call: frozenset()
   return primitive
 
 
-def _as_list(compute, *args, call):
+def _as_list(compute: Callable, *args: jax.Array, call: _Call) -> list[jax.Array]:
   return list(compute(*args, call=call))
 
 
@@ -339,16 +348,16 @@ _tangent_p = _primitive("attention_tangent", _tangent, _residual_avals,
                         lambda call: _RESIDUALS + list(call.names))
 _backward_p = _primitive("attention_backward", _backward, _cotangent_avals,
                          lambda call: _RESIDUALS * 2, lambda call: call.kernel.effects())
-_curve_p = _primitive("attention_curve", _curve, _cotangent_avals,
+_backward_jvp_p = _primitive("attention_backward_jvp", _backward_jvp, _cotangent_avals,
                       lambda call: _RESIDUALS * 2 + list(call.names) + _RESIDUALS)
-_bend_p = _primitive("attention_bend", _bend, _residual_avals,
+_tangent_jvp_p = _primitive("attention_tangent_jvp", _tangent_jvp, _residual_avals,
                      lambda call: _RESIDUALS + list(call.names) * 3)
 
-ad.primitive_jvps[_forward_p] = _forward_jvp
-ad.primitive_jvps[_tangent_p] = _tangent_jvp
-ad.primitive_jvps[_backward_p] = _backward_jvp
-ad.primitive_jvps[_curve_p] = functools.partial(_by_jax, _curve)
-ad.primitive_jvps[_bend_p] = functools.partial(_by_jax, _bend)
-ad.primitive_transposes[_tangent_p] = _tangent_transpose
-ad.primitive_transposes[_curve_p] = _curve_transpose
-ad.primitive_transposes[_bend_p] = _bend_transpose
+ad.primitive_jvps[_forward_p] = _forward_jvp_rule
+ad.primitive_jvps[_tangent_p] = _tangent_jvp_rule
+ad.primitive_jvps[_backward_p] = _backward_jvp_rule
+ad.primitive_jvps[_backward_jvp_p] = functools.partial(_jvp_by_jax, _backward_jvp)
+ad.primitive_jvps[_tangent_jvp_p] = functools.partial(_jvp_by_jax, _tangent_jvp)
+ad.primitive_transposes[_tangent_p] = _tangent_transpose_rule
+ad.primitive_transposes[_backward_jvp_p] = _backward_jvp_transpose_rule
+ad.primitive_transposes[_tangent_jvp_p] = _tangent_jvp_transpose_rule

@@ -1,28 +1,28 @@
-"""Named attentions: the shapes of real models, and a plain grid for comparisons.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Named attention problems: the shapes of real models, and a plain grid for comparisons.
 
-A case says what is computed, not by whom. Its mask, the number of pairs it makes visible and its
-floating-point operations follow from it here, so that benchmarks and tests count alike.
-
-Letters: B batch, T query length, S key length, H query heads, K key heads,
-D query and key width, E value width, W window.
+A case describes a computation and no implementation. Its mask, number of visible pairs and
+floating-point operations are derived here, so that benchmarks and tests count alike.
 """
 
 import itertools
 import math
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
-from attn_core.masks import leaves as algebra, block_map as blocks
+from attn_core.masks import block_map, constructors, mask as mask_lib
 from attn_core.plan import work
 from attn_core.types import AttentionSpec
 
-# The blocks in which work is counted to compare masks, whatever blocks a kernel cuts: (T, S).
+# Blocks of (T, S) tokens in which work is counted, independent of the blocks of a kernel.
 COUNTED_BLOCK = (512, 256)
 
 
 class Case(NamedTuple):
-  """One attention. The last query stands beside the last key."""
+  """One attention problem. The last query is at the position of the last key."""
 
   name: str
   batch: int = 1  # B
@@ -44,12 +44,13 @@ class Case(NamedTuple):
 # --- The table. ----------------------------------------------------------------------------------
 
 
-def _model(name, heads, key_heads, width, tokens) -> Case:
+def _model(name: str, heads: int, key_heads: int, width: int, tokens: int) -> Case:
+  """A layer of a model."""
   return Case(name, 1, heads, key_heads, width, width, tokens, tokens, dtype="bfloat16")
 
 
-# Whole layers of published models at a usual length of the prompt; "_local" are the layers with a
-# window of W tokens, the query's own included: (W - 1, 0).
+# Layers of published models at a common prompt length; "_local" are the layers with a window of
+# `w` tokens, including the query's own: (w - 1, 0).
 _MODELS = (
     _model("llama3_8b", 32, 8, 128, 8192),
     _model("llama3_70b", 64, 8, 128, 8192),
@@ -85,17 +86,18 @@ _VARIANTS = tuple(
         Case("window_{}_d64_t16384", queries=16384, keys=16384, window=(1023, 0)),
         Case("packed_{}_d64_t8192", queries=8192, keys=8192, documents=8)))
 
-# One query a row against a full cache, by dtype and length: "decode_f32_s8192".
+# One query per row and a full cache, by dtype and length: "decode_f32_s8192".
 _DECODE = tuple(
     Case(f"decode_{short}_s{tokens}", 8, 32, 8, 128, 128, 1, tokens, dtype=dtype)
     for short, dtype in _DTYPES.items() for tokens in (4096, 8192, 16384, 32768))
 
-# B * T = 16,384 tokens and H * D = 2,048, as GPU kernels are compared in publications, and what
-# models do beyond that: "causal_bf16_d128_t4096_b4".
+# B * T = 16,384 tokens and H * D = 2,048, as in publications on GPU kernels, and variants with
+# other features of models: "causal_bf16_d128_t4096_b4".
 _GPU_TOKENS, _GPU_WIDTH = 16384, 2048
 
 
-def _gpu(name, width, tokens) -> Case:
+def _gpu(name: str, width: int, tokens: int) -> Case:
+  """A case for GPUs."""
   heads, batch = _GPU_WIDTH // width, _GPU_TOKENS // tokens
   return Case(f"{name}_bf16_d{width}_t{tokens}_b{batch}", batch, heads, heads, width, width, tokens,
               tokens, name != "full", dtype="bfloat16")
@@ -110,27 +112,28 @@ _GPU_VARIANTS = (
     _gpu("packed", 128, 16384)._replace(documents=12),
     _gpu("gqa", 128, 8192)._replace(heads=32, key_heads=8),
     _gpu("sinks_soft_cap", 64, 8192)._replace(sinks=True, soft_cap=30.0))
-GPU_CASES = tuple(case.name for case in (*_GPU_VARIANTS, *_GPU_GRID))  # most telling ones first
+GPU_CASES = tuple(case.name for case in (*_GPU_VARIANTS, *_GPU_GRID))  # most informative first
 
 CASES = {case.name: case for case in (
     *_MODELS, *_GRID, *_VARIANTS, *_DECODE, *_GPU_GRID, *_GPU_VARIANTS)}
 
 
-# --- What follows from a case. -------------------------------------------------------------------
+# --- Values derived from a case. -----------------------------------------------------------------
 
 
 def scale(case: Case, max_heads: int | None, max_tokens: int | None,
           max_batch: int | None = None) -> Case:
-  """A smaller case of the same ratios: query heads to key heads, and window to length.
+  """Scales a case down, with the same ratios of query to key heads and of window to length.
 
   Args:
     case: any case.
-    max_heads: query heads; the result has more only where one key head has more. None: any.
-    max_tokens: the longer of T and S in the result. None: any.
-    max_batch: batch rows. None: any.
+    max_heads: largest number of query heads; the result has more only if one key head has more.
+      None: unlimited.
+    max_tokens: largest length, of T and S. None: unlimited.
+    max_batch: largest number of batch rows. None: unlimited.
 
   Returns:
-    A case of the same name; `case` itself where it is small enough.
+    A case of the same name; `case` itself if it is small enough.
   """
   group = case.heads // case.key_heads
   most = case.heads if max_heads is None else max_heads
@@ -139,9 +142,9 @@ def scale(case: Case, max_heads: int | None, max_tokens: int | None,
   longest = max(case.queries, case.keys)
   ratio = 1 if max_tokens is None else min(1, max_tokens / longest)
   shrink = lambda tokens: max(1, int(tokens * ratio))
-  # A side of a window holds its tokens and the query itself.
-  window = case.window and tuple(side if side <= 0 else shrink(side + 1) - 1
-                                 for side in case.window)
+  # A side of a window counts the query's own token in addition.
+  side_of = lambda side: side if side <= 0 else shrink(side + 1) - 1
+  window = None if case.window is None else (side_of(case.window[0]), side_of(case.window[1]))
   queries = shrink(case.queries)
   batch = case.batch if max_batch is None else min(case.batch, max_batch)
   return case._replace(batch=batch, heads=key_heads * group, key_heads=key_heads, queries=queries,
@@ -150,38 +153,38 @@ def scale(case: Case, max_heads: int | None, max_tokens: int | None,
 
 
 def segment_ids(case: Case) -> np.ndarray | None:
-  """int32 [B, T]: which document every token belongs to; None where there is one document."""
+  """int32 [B, T]: the document of every token; None if there is one document."""
   if case.documents == 1:
     return None
   ids = np.arange(case.queries, dtype=np.int32) * case.documents // case.queries
   return np.broadcast_to(ids, (case.batch, case.queries))
 
 
-def mask(case: Case, ids=None) -> algebra.Mask:
-  """What is visible, as a mask value.
+def mask(case: Case, ids: jax.Array | np.ndarray | None = None) -> mask_lib.Mask:
+  """The mask of a case, as a mask value.
 
   Args:
     case: any case.
-    ids: `segment_ids(case)`, as it is or traced; None: made here.
+    ids: `segment_ids(case)`, possibly traced; None: computed here.
   """
-  found = algebra.causal() if case.causal else algebra.full()
+  found = constructors.causal() if case.causal else constructors.full()
   if case.window is not None:
-    found = found & algebra.window(*case.window)
-  if case.queries != case.keys and found != algebra.full():
-    found = algebra.offset(found, case.keys - case.queries)
+    found = found & constructors.window(*case.window)
+  if case.queries != case.keys and found != constructors.full():
+    found = constructors.offset(found, case.keys - case.queries)
   if case.documents > 1:
-    found = found & algebra.segments(segment_ids(case) if ids is None else ids)
+    found = found & constructors.segments(segment_ids(case) if ids is None else ids)
   return found
 
 
-def spec(case: Case, structure) -> AttentionSpec:
-  """What is computed, with `structure` the tree structure of the case's mask."""
+def spec(case: Case, structure: jax.tree_util.PyTreeDef) -> AttentionSpec:
+  """The specification of a case, with `structure` the tree structure of its mask."""
   factor = case.width**-0.5 if case.softmax_scale is None else case.softmax_scale
   return AttentionSpec(structure, factor, case.soft_cap)
 
 
 def visible_pairs(case: Case) -> int:
-  """Pairs of a query and a key it sees, of all batch rows and heads."""
+  """Number of visible pairs of a query and a key, over all batch rows and heads."""
   position = np.arange(case.queries) + case.keys - case.queries
   first, last = np.zeros_like(position), np.full_like(position, case.keys - 1)
   if case.causal:
@@ -189,8 +192,9 @@ def visible_pairs(case: Case) -> int:
   if case.window is not None:
     first, last = (np.maximum(first, position - case.window[0]),
                    np.minimum(last, position + case.window[1]))
-  if case.documents > 1:
-    ids = segment_ids(case)[0]
+  row_ids = segment_ids(case)
+  if row_ids is not None:
+    ids = row_ids[0]
     first = np.maximum(first, np.searchsorted(ids, ids, "left"))
     last = np.minimum(last, np.searchsorted(ids, ids, "right") - 1)
   return case.batch * case.heads * int(np.maximum(last - first + 1, 0).sum())
@@ -199,8 +203,8 @@ def visible_pairs(case: Case) -> int:
 def flops(case: Case, backward: bool) -> int:
   """Floating-point operations of the matrix products over visible pairs.
 
-  Forward: 2 * pairs * (D + E), which is 4 * pairs * D where D == E. Forward and backward, with the
-  scores computed again as every linear-memory kernel does: 3.5 times that where D == E.
+  Forward: 2 * pairs * (D + E), which is 4 * pairs * D if D == E. Forward and backward, with the
+  scores recomputed as in every linear-memory kernel: 3.5 times that if D == E.
   """
   each = sum(work.flops_of_pair(case.width, case.value_width, direction)
              for direction in (False, True)[:1 + backward])
@@ -208,17 +212,18 @@ def flops(case: Case, backward: bool) -> int:
 
 
 def visited_blocks(case: Case, block: tuple[int, int] = COUNTED_BLOCK) -> int:
-  """Blocks of (query, key) tokens with a visible pair, of all batch rows and heads."""
+  """Number of blocks of (query, key) tokens with a visible pair, over all batch rows and heads."""
   block_q, block_kv = (min(length, size) for length, size in zip(
       (case.queries, case.keys), block))
-  kinds = blocks.block_kinds(mask(case), blocks.Sizes(case.queries, case.keys, block_q, block_kv))
+  kinds = block_map.block_kinds(
+      mask(case), block_map.Sizes(case.queries, case.keys, block_q, block_kv))
   shape = (case.batch, case.heads, *kinds.shape[2:])
   repeats = math.prod(shape) // kinds.size
-  return repeats * int((np.asarray(kinds) != blocks.EMPTY).sum())
+  return repeats * int((np.asarray(kinds) != block_map.EMPTY).sum())
 
 
 def describe(case: Case) -> str:
-  """The shape in a line: "B1 H8/2 T4096 D64 float32 causal window (1023, 0)"."""
+  """The case in one line: "B1 H8/2 T4096 D64 float32 causal window (1023, 0)"."""
   heads = f"H{case.heads}" + (f"/{case.key_heads}" if case.heads != case.key_heads else "")
   tokens = f"T{case.queries}" + (f" S{case.keys}" if case.queries != case.keys else "")
   width = f"D{case.width}" + (f" E{case.value_width}" if case.width != case.value_width else "")

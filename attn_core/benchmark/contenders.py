@@ -1,16 +1,15 @@
-"""Who is measured: the library's mechanisms, and other libraries on the same arrays.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Contenders of a benchmark: the library's mechanisms, and other libraries (peers).
 
-A contender is prepared for one case and either runs it or says why not. Whatever a peer cannot
-express is refused here, by name; whether what it computes is right, the oracle says afterwards.
-
-Letters: B batch, T query length, S key length, H query heads, K key heads,
-D query and key width, E value width.
+A contender is prepared for one case and either runs it or raises an error with the reason. Features
+that a peer does not support are rejected here by name; its results are checked by the oracle.
 """
 
 import functools
 import importlib.metadata
 import time
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable, Literal, NamedTuple
 
 from absl import flags
 import jax
@@ -18,69 +17,76 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import table
+from attn_core.dispatch import selection
 from attn_core.attention import attention
 from attn_core.benchmark import cases
 from attn_core.benchmark.cases import Case
-from attn_core.masks import materialize as dense_mask
+from attn_core.masks import materialize
 from attn_core.masks.info import MaskInfo
+
+
+Tensor = Any  # a torch.Tensor; torch is optional
 
 
 class Inputs(NamedTuple):
   """The arrays of a case."""
 
-  query: Any  # [B, T, H, D]
-  key: Any  # [B, S, K, D]
-  value: Any  # [B, S, K, E]
-  cotangent: Any  # [B, T, H, E], of the output
-  sinks: Any = None  # float32 [H]
-  segment_ids: Any = None  # int32 [B, T]
+  query: jax.Array  # [B, T, H, D]
+  key: jax.Array  # [B, S, K, D]
+  value: jax.Array  # [B, S, K, E]
+  cotangent: jax.Array  # [B, T, H, E], of the output
+  sinks: jax.Array | None = None  # float32 [H]
+  segment_ids: jax.Array | None = None  # int32 [B, T]
 
 
 class Runner(NamedTuple):
-  """A contender, ready to run one case."""
+  """A contender that is ready to run one case."""
 
-  call: Callable[[int], Any]  # runs so many times and returns when the last results are there
-  outputs: Callable[[Any], dict[str, np.ndarray]]  # of what `call` returned, in layout bthd
-  compile_seconds: float | None = None  # tracing and compiling; None: nothing is compiled
-  temp_bytes: int | None = None  # temporaries of the compiled program; None: not known
+  call: Callable[[int], Any]  # runs n times and returns when the last results are ready
+  outputs: Callable[[Any], dict[str, np.ndarray]]  # converts the result of `call`, in layout bthd
+  compile_seconds: float | None = None  # tracing and compiling; None: without compilation
+  temp_bytes: int | None = None  # temporaries of the compiled program; None: unknown
 
 
 class Contender(NamedTuple):
-  """Somebody who computes attention."""
+  """An implementation of attention."""
 
   name: str
   prepare: Callable[[Case, Inputs, bool], Runner]  # (case, inputs, with backward)
-  package: str  # whose version counts
-  peer: bool = True
+  package: str  # the package that contains it
+  peer: bool = True  # whether it belongs to another library
 
 
 class Absent(NamedTuple):
-  """A peer that cannot be asked at all."""
+  """A peer that cannot be imported."""
 
   name: str
   reason: str
 
 
-GRADIENTS = ("d_query", "d_key", "d_value")  # names of outputs, in this order, beside "output"
+GRADIENTS = ("d_query", "d_key", "d_value")  # names of the outputs that follow "output"
+
+# (case, inputs) -> output [B, T, H, E]
+Attend = Callable[[Case, Inputs], jax.Array]
 
 
 def mechanisms(names: tuple[str, ...]) -> list[Contender]:
-  """The library's own, by name."""
+  """The library's mechanisms, by name."""
   return [Contender(name, functools.partial(_prepare, functools.partial(_mechanism, name)),
                     "attn_core", peer=False) for name in names]
 
 
 def distinct_mechanisms(platform: str, capability: str | None = None) -> tuple[str, ...]:
-  """Every mechanism of a platform, but one name only of those that are the same implementation.
+  """The mechanisms of a platform, with one name for each implementation.
 
   Args:
     platform: of `types.PLATFORMS`.
-    capability: compute capability of the GPU; None: not known, or no GPU.
+    capability: compute capability of the GPU; None: unknown, or not a GPU.
   """
   order = dict.fromkeys((*table.AUTO[platform], *table.names()))
   found = {}
   for name in order:
-    implementation = table.find(name, platform, capability)
+    implementation = selection.find(table.RULES, name, selection.Target(platform, capability))
     if implementation is not None:
       found.setdefault(implementation, name)
   return tuple(found.values())
@@ -88,7 +94,7 @@ def distinct_mechanisms(platform: str, capability: str | None = None) -> tuple[s
 
 def peers(platform: str, names: tuple[str, ...] | None = None
           ) -> tuple[list[Contender], list[Absent]]:
-  """The other libraries that can be imported here, and those that cannot.
+  """The peers that can be imported, and those that cannot.
 
   Args:
     platform: of `types.PLATFORMS`.
@@ -107,11 +113,12 @@ def peers(platform: str, names: tuple[str, ...] | None = None
 
 
 def peer_names(platform: str) -> tuple[str, ...]:
-  """All other libraries that there is code for."""
+  """The names of all supported peers."""
   return tuple(contender.name for contender in _known_peers(platform))
 
 
 def _known_peers(platform: str) -> list[Contender]:
+  """All supported peers, importable or not."""
   chunked = "xla_chunked" if platform == "cpu" else None
   compiled = [("jax.nn xla", "jax", functools.partial(_jax_nn, "xla")),
               ("tokamax", "tokamax", functools.partial(tokamax_mechanism, chunked)),
@@ -127,10 +134,11 @@ def _known_peers(platform: str) -> list[Contender]:
 
 
 def _import_error(package: str) -> str | None:
+  """The reason why a package cannot be imported; None if it can."""
   try:
     importlib.import_module(package)
   except Exception as error:
-    # A package that is there may break in any way while it is imported; that is a reason, too.
+    # The import of an installed package may raise any exception.
     return f"import {package}: {type(error).__name__}: {error}"
   return None
 
@@ -144,25 +152,26 @@ def version(package: str) -> str:
 
 
 def make_inputs(case: Case, seed: int = 0) -> Inputs:
-  """Normally distributed arrays of a case, the same for the same case and seed."""
+  """Makes normally distributed arrays for a case, the same for the same case and seed."""
   random = iter(jax.random.split(jax.random.key(seed), 5))
   normal = lambda *shape: jax.random.normal(next(random), shape, jnp.float32)
-  # Logits near the cap, or ignoring it would go unnoticed.
+  # Logits are near the cap, so that ignoring the cap would be detected.
   size = 1.0 if case.soft_cap is None else 0.25 * case.soft_cap
   query = size * normal(case.batch, case.queries, case.heads, case.width)
   key = normal(case.batch, case.keys, case.key_heads, case.width)
   value = normal(case.batch, case.keys, case.key_heads, case.value_width)
   cotangent = normal(case.batch, case.queries, case.heads, case.value_width)
-  arrays = (x.astype(case.dtype) for x in (query, key, value, cotangent))
+  query, key, value, cotangent = (x.astype(case.dtype) for x in (query, key, value, cotangent))
   sinks = normal(case.heads) if case.sinks else None
   ids = cases.segment_ids(case)
-  return Inputs(*arrays, sinks, None if ids is None else jnp.asarray(ids))
+  return Inputs(query, key, value, cotangent, sinks, None if ids is None else jnp.asarray(ids))
 
 
 # --- Contenders that are functions of JAX arrays: (case, inputs) -> output [B, T, H, E]. ---------
 
 
-def _mechanism(name: str, case: Case, inputs: Inputs):
+def _mechanism(name: str, case: Case, inputs: Inputs) -> jax.Array:
+  """A mechanism of this library."""
   info = None if inputs.segment_ids is None else MaskInfo.from_segments(inputs.segment_ids)
   offset = None if case.queries == case.keys else case.keys - case.queries
   return attention(
@@ -172,40 +181,42 @@ def _mechanism(name: str, case: Case, inputs: Inputs):
 
 
 def _refuse(who: str, needs: dict[str, Any]) -> None:
-  """Raises NotImplementedError naming what is needed and not offered."""
+  """Raises NotImplementedError with the features that are needed and not supported."""
   missing = [name for name, needed in needs.items() if needed]
   if missing:
-    raise NotImplementedError(f"{who} offers no {', no '.join(missing)}")
+    raise NotImplementedError(f"{who} does not support {' or '.join(missing)}")
 
 
 def _has_offset(case: Case) -> bool:
+  """Whether the positions of queries are offset and matter for the mask."""
   return case.queries != case.keys and (case.causal or case.window is not None)
 
 
 def _is_decode(case: Case) -> bool:
-  """Whether there is one query, beside the last key, that sees every key."""
+  """Whether there is one query, at the position of the last key, and all keys are visible."""
   return case.queries == 1 < case.keys and case.window is None and case.documents == 1
 
 
 def _for_peers(case: Case) -> Case:
-  """The same without a mask that hides nothing, which peers would have to be given written out."""
+  """Removes a mask that hides no key, which peers would have to be given as an array."""
   return case._replace(causal=False) if _is_decode(case) else case
 
 
-def _lengths(case: Case):
-  """int32 [B]: what is in a cache that is full."""
+def _lengths(case: Case) -> jax.Array:
+  """int32 [B]: the lengths of a full cache."""
   return jnp.full(case.batch, case.keys, jnp.int32)
 
 
-def _mask_argument(case: Case, inputs: Inputs):
-  """bool [B, 1, T, S] for libraries that know nothing of documents or of an offset; else None."""
+def _mask_argument(case: Case, inputs: Inputs) -> jax.Array | None:
+  """bool [B, 1, T, S] for libraries without documents or offsets; None if it is not needed."""
   if case.documents == 1 and not _has_offset(case):
     return None
   shape = (case.batch, 1, case.queries, case.keys)
-  return dense_mask.to_dense(cases.mask(case, inputs.segment_ids), shape)
+  return materialize.to_dense(cases.mask(case, inputs.segment_ids), shape)
 
 
-def _jax_nn(implementation: str, case: Case, inputs: Inputs):
+def _jax_nn(implementation: Literal["xla", "cudnn"], case: Case, inputs: Inputs) -> jax.Array:
+  """`jax.nn.dot_product_attention`."""
   lengths = _lengths(case) if _is_decode(case) else None
   case = _for_peers(case)
   _refuse("jax.nn", {"soft cap": case.soft_cap, "sinks": case.sinks,
@@ -218,12 +229,12 @@ def _jax_nn(implementation: str, case: Case, inputs: Inputs):
       key_value_seq_lengths=lengths, implementation=implementation)
 
 
-def tokamax_mechanism(implementation: str | None, case: Case, inputs: Inputs):
-  """tokamax by the name of one of its implementations; None: what it chooses."""
+def tokamax_mechanism(implementation: str | None, case: Case, inputs: Inputs) -> jax.Array:
+  """tokamax by the name of one of its implementations; None: its default."""
   import tokamax
   case = _for_peers(case)
   if not flags.FLAGS.is_parsed():
-    flags.FLAGS.mark_as_parsed()  # tokamax would read this program's command line as its own
+    flags.FLAGS.mark_as_parsed()  # tokamax would parse this program's command line
   _refuse("tokamax", {"sinks": case.sinks})
   visible = _mask_argument(case, inputs)
   plain = visible is None
@@ -233,7 +244,8 @@ def tokamax_mechanism(implementation: str | None, case: Case, inputs: Inputs):
       logits_soft_cap=case.soft_cap, implementation=implementation)
 
 
-def _ejkernel(case: Case, inputs: Inputs):
+def _ejkernel(case: Case, inputs: Inputs) -> jax.Array:
+  """ejkernel's XLA kernels."""
   from ejkernel.kernels._xla.flash_attention import flash_attention
   from ejkernel.kernels._xla.ragged_decode_attention import ragged_decode_attention
   decode = _is_decode(case)
@@ -250,15 +262,16 @@ def _ejkernel(case: Case, inputs: Inputs):
       q_segment_ids=inputs.segment_ids, kv_segment_ids=inputs.segment_ids)
 
 
-def _prepare(attend, case: Case, inputs: Inputs, backward: bool) -> Runner:
+def _prepare(attend: Attend, case: Case, inputs: Inputs, backward: bool) -> Runner:
   """Compiles a function of JAX arrays, with or without its gradients."""
 
-  def forward(inputs):
+  def forward(inputs: Inputs) -> tuple[jax.Array, ...]:
     return (attend(case, inputs),)
 
-  def both(inputs):
+  def both(inputs: Inputs) -> tuple[jax.Array, ...]:
     output, pull = jax.vjp(
-        lambda *arrays: attend(case, Inputs(*arrays, *inputs[3:])), *inputs[:3])
+        lambda query, key, value: attend(
+            case, inputs._replace(query=query, key=key, value=value)), *inputs[:3])
     return (output, *pull(inputs.cotangent))
 
   start = time.perf_counter()
@@ -271,11 +284,11 @@ def _prepare(attend, case: Case, inputs: Inputs, backward: bool) -> Runner:
       seconds, None if memory is None else int(memory.temp_size_in_bytes))
 
 
-def repeat(compiled, operands: tuple, number: int):
-  """The results of the last of so many calls in a row.
+def repeat(compiled: Callable[..., Any], operands: tuple[Any, ...], number: int) -> Any:
+  """Calls a function `number` times and returns the results of the last call.
 
-  An accelerator's queue is never empty, so that the time is its own; a CPU would compute several at
-  a time.
+  On an accelerator the calls are queued, so that only its time is measured; a CPU would run
+  several of them at a time, so each call waits for its results.
   """
   wait = jax.devices()[0].platform == "cpu"
   for _ in range(number):
@@ -301,7 +314,7 @@ def _prepare_torch(case: Case, inputs: Inputs, backward: bool) -> Runner:
     visible = torch.from_numpy(_dense_on_host(case)).to(device)
   leaves = [x.requires_grad_(backward) for x in (query, key, value)]
 
-  def attend():
+  def attend() -> Tensor:
     return torch.nn.functional.scaled_dot_product_attention(
         *leaves, attn_mask=visible, is_causal=case.causal and visible is None,
         scale=case.softmax_scale, enable_gqa=case.heads != case.key_heads)
@@ -309,11 +322,12 @@ def _prepare_torch(case: Case, inputs: Inputs, backward: bool) -> Runner:
   return _torch_runner(torch, attend, leaves, cotangent, lambda x: x.permute(0, 2, 1, 3))
 
 
-def _torch_runner(torch, attend, leaves, cotangent, to_bthd) -> Runner:
-  """Runs attend() -> output, and its gradients by `leaves` where these require them."""
+def _torch_runner(torch: Any, attend: Callable[[], Tensor], leaves: list[Tensor],
+                  cotangent: Tensor, to_bthd: Callable[[Tensor], Tensor]) -> Runner:
+  """Runs attend() -> output, and its gradients for `leaves` if they require gradients."""
   backward = leaves[0].requires_grad
 
-  def call(number):
+  def call(number: int) -> tuple[Tensor, ...]:
     with torch.set_grad_enabled(backward):
       for _ in range(number):
         output = attend()
@@ -322,7 +336,7 @@ def _torch_runner(torch, attend, leaves, cotangent, to_bthd) -> Runner:
       torch.cuda.synchronize()
     return results
 
-  def outputs(results):
+  def outputs(results: tuple[Tensor, ...]) -> dict[str, np.ndarray]:
     return {name: to_bthd(x.detach()).float().cpu().numpy()
             for name, x in zip(("output", *GRADIENTS), results)}
 
@@ -339,7 +353,7 @@ def _prepare_flash_attn(case: Case, inputs: Inputs, backward: bool) -> Runner:
   *leaves, cotangent = (_to_torch(torch, x).to(device) for x in inputs[:4])
   leaves = [x.requires_grad_(backward) for x in leaves]
 
-  def attend():
+  def attend() -> Tensor:
     return flash_attn.flash_attn_func(
         *leaves, softmax_scale=case.softmax_scale, causal=case.causal,
         window_size=case.window or (-1, -1), softcap=case.soft_cap or 0.0)
@@ -347,8 +361,8 @@ def _prepare_flash_attn(case: Case, inputs: Inputs, backward: bool) -> Runner:
   return _torch_runner(torch, attend, leaves, cotangent, lambda x: x)
 
 
-def _torch_device(torch) -> str:
-  """Where torch computes: the kind of device that JAX uses."""
+def _torch_device(torch: Any) -> str:
+  """The device of torch: of the same kind as JAX's."""
   platform = jax.devices()[0].platform
   if platform == "cpu":
     return "cpu"
@@ -357,14 +371,15 @@ def _torch_device(torch) -> str:
   raise NotImplementedError(f"this torch does not compute on JAX's platform {platform!r}")
 
 
-def _to_torch(torch, x):
+def _to_torch(torch: Any, x: jax.Array) -> Tensor:
+  """Converts an array to a tensor on the host."""
   x = np.array(x)
-  if x.dtype == jnp.bfloat16:  # numpy has none of its own, so torch takes the bits
+  if x.dtype == jnp.bfloat16:  # numpy lacks bfloat16, so torch takes the bits
     return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
   return torch.from_numpy(x)
 
 
 def _dense_on_host(case: Case) -> np.ndarray:
-  """The mask as bool [1, 1, T, S]; every batch row is alike."""
+  """The mask as bool [1, 1, T, S]; it is the same for every batch row."""
   one = case._replace(batch=1)
-  return np.array(dense_mask.to_dense(cases.mask(one), (1, 1, case.queries, case.keys)))
+  return np.array(materialize.to_dense(cases.mask(one), (1, 1, case.queries, case.keys)))

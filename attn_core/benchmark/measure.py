@@ -1,8 +1,10 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """Time, memory and errors of contenders on one case.
 
-Times are interleaved: in every round each contender has one turn, in a new order, so that what
-else the machine does meets all alike; the median of the turns counts. The same rounds time a large
-matrix product, the limit against which achieved operations a second are held.
+Times are interleaved: in every round each contender has one turn, in a new order, so that other
+load on the machine affects all alike; the median of the turns is reported. The same rounds time a
+large matrix product, the reference for the achieved operations per second.
 """
 
 import functools
@@ -21,28 +23,28 @@ from attn_core.benchmark.contenders import GRADIENTS, Inputs, Runner, repeat
 from attn_core.references import oracle
 from attn_core.types import MaskOperands, Operands
 
-TURN_SECONDS = 0.02  # a turn repeats short calls for at least so long
-BUDGET_SECONDS = 15.0  # of all turns of one contender; slow ones have fewer, never under three
-# The system takes so long to give back gigabytes, and slows down whoever has the next turn.
+TURN_SECONDS = 0.02  # minimum duration of a turn; short calls are repeated
+BUDGET_SECONDS = 15.0  # of all turns of one contender; slow ones have fewer, at least three
+# Time that the system takes to free gigabytes, which slows down the next turn.
 SETTLE_SECONDS = 0.5
 SETTLE_BYTES = 2**30
 
 MATMUL_SIZE = {"cpu": 2048}  # rows of the square matrices, by platform
 MATMUL_SIZE_ELSEWHERE = 8192
 
-# The error's 0.999 quantile from which on a result is wrong, not rounded; float32 on accelerators
-# has products of tensor cores, which round their operands.
+# 0.999 quantile of the error above which a result is wrong and not merely rounded; float32 on
+# accelerators uses tensor cores, which round their operands.
 WRONG = {"float64": 1e-9, "float32": 2e-3, "float16": 1e-2, "bfloat16": 5e-2}
 
 
 class Error(NamedTuple):
-  """How far results are from the truth, as a part of each array's largest number."""
+  """Errors of results, relative to each array's largest absolute value."""
 
   largest: float
-  quantile: float  # 0.999 of all elements are nearer
+  quantile: float  # 0.999 of all elements have a smaller error
 
   def is_wrong(self, dtype: str) -> bool:
-    """Whether this is more than rounding; NaN is."""
+    """Whether the error is larger than rounding, or NaN."""
     return not self.quantile < WRONG[dtype]
 
 
@@ -53,22 +55,21 @@ def truth(case: Case, inputs: Inputs, backward: bool) -> dict[str, np.ndarray]:
     query, key, value, cotangent, sinks = map(wide, inputs[:5])
     arrays, structure = jax.tree.flatten(cases.mask(case))
     spec = cases.spec(case, structure)
-    rest = Operands(None, None, None, None, MaskOperands(tuple(map(jnp.asarray, arrays))),
-                    None if sinks is None else sinks[None])
+    mask = MaskOperands(tuple(map(jnp.asarray, arrays)))
 
-    def attend(*moved):
-      operands = rest._replace(query=moved[0], key=moved[1], value=moved[2])
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+      operands = Operands(query, key, value, None, mask, None if sinks is None else sinks[None])
       return oracle.attention(operands, spec).attention_outputs
 
-    def both(*moved):
-      output, pull = jax.vjp(attend, *moved)
+    def both(*operands: jax.Array) -> tuple[jax.Array, ...]:
+      output, pull = jax.vjp(attend, *operands)
       return (output, *(pull(cotangent) if backward else ()))
 
     return dict(zip(("output", *GRADIENTS), map(np.asarray, jax.jit(both)(query, key, value))))
 
 
-def _host():
-  """A device of the host; the default one where JAX was told to use no CPU."""
+def _host() -> jax.Device:
+  """A CPU device, or the default device if JAX's CPU backend is disabled."""
   try:
     return jax.devices("cpu")[0]
   except RuntimeError:
@@ -88,7 +89,7 @@ def error(results: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> Er
 
 @functools.lru_cache(maxsize=None)
 def matmul(dtype: str) -> tuple[Callable[[int], Any], int]:
-  """What runs a large product of two matrices so many times, and a product's operations."""
+  """(function that runs a large matrix product n times, operations of one product)."""
   size = MATMUL_SIZE.get(jax.devices()[0].platform, MATMUL_SIZE_ELSEWHERE)
   operands = tuple(jax.random.normal(key, (size, size), jnp.float32).astype(dtype)
                    for key in jax.random.split(jax.random.key(0)))
@@ -97,28 +98,28 @@ def matmul(dtype: str) -> tuple[Callable[[int], Any], int]:
 
 
 def settle_seconds(temp_bytes: Iterable[int | None]) -> float:
-  """How long a turn warms up, by the temporaries of all contenders; for CPUs, see _turn."""
+  """Warm-up time of a turn, by the temporaries of all contenders; only on CPUs, see _turn."""
   large = any((size or 0) > SETTLE_BYTES for size in temp_bytes)
   return SETTLE_SECONDS if large and jax.devices()[0].platform == "cpu" else 0.0
 
 
 def rounds(calls: dict[str, Callable[[int], Any]], repeats: int,
            settle: float = 0.0) -> dict[str, list[float]]:
-  """Interleaved times.
+  """Measures interleaved times.
 
   Args:
-    calls: functions, by name, that run something so many times and return when that is done.
-    repeats: turns of each.
-    settle: seconds for which a turn calls before it times.
+    calls: functions, by name, that run something n times and return when it is done.
+    repeats: turns of each function.
+    settle: seconds for which a turn calls its function before the measurement.
 
   Returns:
-    Seconds of one call, per turn.
+    Seconds of one call for every turn, by name.
   """
   once = {name: _warm_seconds(call) for name, call in calls.items()}
   calls_a_turn = {name: math.ceil(TURN_SECONDS / seconds) for name, seconds in once.items()}
   turns = {name: min(repeats, max(3, int(BUDGET_SECONDS / (seconds * calls_a_turn[name]))))
            for name, seconds in once.items()}
-  times = {name: [] for name in calls}
+  times: dict[str, list[float]] = {name: [] for name in calls}
   for number in range(repeats):
     order = [name for name in calls if len(times[name]) < turns[name]]
     random.Random(number).shuffle(order)
@@ -127,19 +128,19 @@ def rounds(calls: dict[str, Callable[[int], Any]], repeats: int,
   return times
 
 
-def _warm_seconds(call) -> float:
-  """Seconds of a call that is not the first."""
+def _warm_seconds(call: Callable[[int], Any]) -> float:
+  """Seconds of a function's second call."""
   call(1)
   start = time.perf_counter()
   call(1)
   return max(time.perf_counter() - start, 1e-9)
 
 
-def _turn(call, number: int, settle: float) -> float:
-  """Seconds of a call, averaged over `number` of them.
+def _turn(call: Callable[[int], Any], number: int, settle: float) -> float:
+  """Seconds of a call, averaged over `number` calls.
 
-  The calls before them are not timed: the caches are the previous contender's, and while the
-  gigabytes that one gave back return to the system, a short call takes up to twice its time.
+  Calls before them are not timed: the caches hold data of the previous contender, and while the
+  system frees that contender's gigabytes, a short call takes up to twice its time.
   """
   start = time.perf_counter()
   call(1)

@@ -1,4 +1,6 @@
-"""What a call costs beside its arithmetic, and what importing costs."""
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Overheads of calls and of importing the library."""
 
 import os
 import pathlib
@@ -6,6 +8,7 @@ import statistics
 import subprocess
 import sys
 import time
+from typing import Callable
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +17,7 @@ from attn_core.attention import attention
 
 ROUNDS, CALLS = 21, 200
 
-# Prints seconds of importing the library where jax is imported already.
+# Prints the seconds of importing the library after jax.
 _IMPORT = """
 import time
 import jax, jax.numpy
@@ -25,21 +28,22 @@ print(time.perf_counter() - start)
 
 
 def call_microseconds(mechanism: str) -> dict[str, float]:
-  """Median microseconds of a call on arrays so small that only the call itself counts.
+  """Median microseconds of a call on arrays so small that only the overhead counts.
 
   Args:
-    mechanism: of the library.
+    mechanism: name of a mechanism of the library.
 
   Returns:
-    By name: a jitted call of the library and of jax.nn, interleaved; and the library's door
-    outside of jit, where every call checks its arguments anew.
+    By name: interleaved calls of the library and of jax.nn, jitted and without jit, where every
+    call checks its arguments again.
   """
   array = jnp.ones((1, 8, 1, 8))
   ours = lambda q, k, v: attention(q, k, v, mechanism=mechanism).attention_outputs
   theirs = lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True)
-  calls = {"attn_core jitted": jax.jit(ours), "jax.nn jitted": jax.jit(theirs),
+  calls: dict[str, Callable[..., jax.Array]] = {
+      "attn_core jitted": jax.jit(ours), "jax.nn jitted": jax.jit(theirs),
            "attn_core without jit": ours, "jax.nn without jit": theirs}
-  times = {name: [] for name in calls}
+  times: dict[str, list[float]] = {name: [] for name in calls}
   for _ in range(ROUNDS):
     for name, call in calls.items():
       number = CALLS if name.endswith(" jitted") else CALLS // 40

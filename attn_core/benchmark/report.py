@@ -1,4 +1,6 @@
-"""What a benchmark found: as text, as JSON, as a picture."""
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Reports of a benchmark: as text, as JSON, as a chart."""
 
 import datetime
 import json
@@ -6,7 +8,7 @@ import os
 import pathlib
 import platform
 import statistics
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -16,7 +18,7 @@ from attn_core.benchmark.measure import Error
 
 
 class Result(NamedTuple):
-  """One contender, one case, one direction."""
+  """Measurements of one contender on one case in one direction."""
 
   case: Case
   direction: str  # "forward" or "forward_backward"
@@ -27,51 +29,51 @@ class Result(NamedTuple):
   compile_seconds: float | None
   temp_bytes: int | None
   error: Error
-  checked: Case  # on which the error was found
+  checked: Case  # the case on which the error was measured
 
   @property
   def seconds(self) -> float:
-    """The median."""
+    """The median time of a call."""
     return statistics.median(self.times)
 
   @property
   def flops_per_second(self) -> float:
-    """Achieved operations of visible pairs only: what a mask hides counts for nobody."""
+    """Achieved operations per second; only visible pairs are counted."""
     return cases.flops(self.case, self.direction != "forward") / self.seconds
 
   @property
   def matmul_share(self) -> float:
-    """Achieved operations as a part of the matrix product's."""
+    """Achieved operations as a fraction of those of the matrix product."""
     return self.flops_per_second / self.matmul_flops_per_second
 
   @property
   def wrong(self) -> bool:
-    """Whether the error is more than rounding."""
+    """Whether the error is larger than rounding."""
     return self.error.is_wrong(self.case.dtype)
 
 
 class Refusal(NamedTuple):
-  """Who did not run what, and why."""
+  """A contender that did not run, with the reason."""
 
   contender: str
-  case: str | None  # None: none at all
+  case: str | None  # None: all cases
   direction: str | None
   reason: str
 
 
 class Report(NamedTuple):
-  """Everything a benchmark found."""
+  """All results of a benchmark."""
 
-  environment: dict
+  environment: dict[str, Any]
   results: tuple[Result, ...]
   refusals: tuple[Refusal, ...] = ()
-  overheads: dict = {}  # name -> number; the name ends with the unit
+  overheads: dict[str, float] = {}  # name -> number; the name ends with the unit
 
 
-def environment(packages: tuple[str, ...]) -> dict:
-  """Where and with what: device, processor, cores, load, versions, date.
+def environment(packages: tuple[str, ...]) -> dict[str, Any]:
+  """The environment of a benchmark: device, processor, cores, load, versions, date.
 
-  The load is a list, to which whoever measures appends.
+  The load is a list, to which measurements append.
   """
   device = jax.devices()[0]
   return {
@@ -84,19 +86,20 @@ def environment(packages: tuple[str, ...]) -> dict:
 
 
 def _cores() -> int:
-  """Cores that this process may use."""
+  """Number of cores that this process may use."""
   affinity = getattr(os, "sched_getaffinity", None)
-  return len(affinity(0)) if affinity else os.cpu_count()
+  return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def _cpu_model() -> str:
+  """The name of the processor."""
   path = pathlib.Path("/proc/cpuinfo")
   lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
   names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
   return names[0] if names else platform.processor() or platform.machine()
 
 
-def default_name(where: dict) -> str:
+def default_name(where: dict[str, Any]) -> str:
   """The stem of the files, such as "cpu_py311_jax0.10.2"."""
   device = "".join(c if c.isalnum() else "_" for c in where["device"].lower()).strip("_")
   python = "".join(where["python"].split(".")[:2])
@@ -107,18 +110,19 @@ def default_name(where: dict) -> str:
 
 
 def to_json(report: Report) -> str:
-  """The whole report; numbers that are not finite are null."""
+  """Converts a report to JSON text; non-finite numbers are null."""
   return json.dumps(to_data(report), indent=1, allow_nan=False) + "\n"
 
 
-def to_data(report: Report) -> dict:
-  """What `to_json` writes."""
+def to_data(report: Report) -> dict[str, Any]:
+  """Converts a report to JSON-serializable values; non-finite numbers are None."""
   return _finite({
       "environment": report.environment, "results": [_result_fields(r) for r in report.results],
       "refusals": [r._asdict() for r in report.refusals], "overheads": report.overheads})
 
 
-def _result_fields(result: Result) -> dict:
+def _result_fields(result: Result) -> dict[str, Any]:
+  """The fields of a result and the values derived from them."""
   fields = result._asdict()
   fields |= {"case": result.case._asdict(), "checked": result.checked._asdict()}
   fields |= {"error": result.error._asdict(), "wrong": result.wrong, "seconds": result.seconds}
@@ -127,7 +131,8 @@ def _result_fields(result: Result) -> dict:
   return fields | {"visited_blocks": cases.visited_blocks(result.case)}
 
 
-def _finite(x):
+def _finite(x: Any) -> Any:
+  """Replaces non-finite numbers by None, recursively."""
   if isinstance(x, dict):
     return {name: _finite(value) for name, value in x.items()}
   if isinstance(x, (list, tuple)):
@@ -139,7 +144,7 @@ def _finite(x):
 
 
 def to_markdown(report: Report) -> str:
-  """A summary of the medians, every number, overheads and refusals."""
+  """Converts a report to text: a summary of the medians, all numbers, overheads and refusals."""
   where = report.environment
   versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
   load = f"{min(where['load_average']):.2f} to {max(where['load_average']):.2f}"
@@ -147,8 +152,8 @@ def to_markdown(report: Report) -> str:
       f"# Attention on {where['device']}",
       f"{where['cpu']}, {where['cores']} cores, load {load}; Python "
       f"{where['python']}, {versions}; {where['date']}.",
-      "## Milliseconds\n\nMedians of interleaved turns; the fastest that is right is bold.",
-      _summary(report), "## Every number\n\n" + _LEGEND, _details(report)]
+      "## Milliseconds\n\nMedians of interleaved turns; the fastest correct one is bold.",
+      _summary(report), "## All numbers\n\n" + _LEGEND, _details(report)]
   if report.overheads:
     lines = [f"* {name}: {number:.4g}" for name, number in report.overheads.items()]
     parts += ["## Overheads", "\n".join(lines)]
@@ -158,16 +163,16 @@ def to_markdown(report: Report) -> str:
 
 
 _LEGEND = (
-    "ratio: time over that of the fastest mechanism of attn_core. GF/s: operations of visible "
-    "pairs only. limit: part of what a large matrix product reached in the same rounds. us/block: "
+    "ratio: time relative to the fastest mechanism of attn_core. GF/s: operations of visible pairs "
+    "only. limit: fraction of the rate of a large matrix product in the same rounds. us/block: "
     f"microseconds per visited block of {cases.COUNTED_BLOCK[0]} x {cases.COUNTED_BLOCK[1]} tokens "
     "of a head. temp: temporaries of the compiled program. Errors: against the float64 oracle, on "
-    "the case or a smaller one of the same kind, as a part of the largest number.")
+    "the case or a smaller one of the same kind, relative to the largest absolute value.")
 
 
 def _refused(report: Report) -> str:
   """A line for every contender and reason."""
-  found = {}
+  found: dict[tuple[str, str], dict[str, list[str]]] = {}
   for contender, case, direction, reason in report.refusals:
     places = found.setdefault((contender, reason), {})
     places.setdefault(case or "every case", []).extend([direction] if direction else [])
@@ -178,18 +183,20 @@ def _refused(report: Report) -> str:
 
 
 def groups(report: Report) -> list[list[Result]]:
-  """Results of the same case and direction, in the order in which they were found."""
-  found = {}
+  """Groups results by case and direction, in the order of the report."""
+  found: dict[tuple[Case, str], list[Result]] = {}
   for result in report.results:
     found.setdefault((result.case, result.direction), []).append(result)
   return list(found.values())
 
 
 def _names(report: Report) -> list[str]:
+  """The names of all contenders with results."""
   return list(dict.fromkeys(result.contender for result in report.results))
 
 
 def _summary(report: Report) -> str:
+  """A table of medians, with a row for every case and direction."""
   names = _names(report)
   rows = [["case", "direction", *names]]
   for group in groups(report):
@@ -206,6 +213,7 @@ def _summary(report: Report) -> str:
 
 
 def _details(report: Report) -> str:
+  """A table of all numbers for every case and direction."""
   parts = []
   for group in groups(report):
     rows = [["contender", "ms", "ratio", "GF/s", "limit", "us/block", "temp MB", "compile s",
@@ -234,7 +242,7 @@ def _number(x: float | None) -> str:
 
 
 def _table(rows: list[list[str]]) -> str:
-  """Rows of cells in markdown, columns aligned; the first column left, the others right."""
+  """Formats rows as a markdown table; the first column is left-aligned, the others right."""
   widths = [max(map(len, column)) for column in zip(*rows)]
   align = lambda cells: " | ".join(
       cell.rjust(width) if index else cell.ljust(width)
@@ -244,18 +252,18 @@ def _table(rows: list[list[str]]) -> str:
   return "\n".join([f"| {align(rows[0])} |", f"|{rule}|", *(f"| {align(r)} |" for r in rows[1:])])
 
 
-# --- A picture. ----------------------------------------------------------------------------------
+# --- A chart. ------------------------------------------------------------------------------------
 
 
 def plot(report: Report, path: pathlib.Path) -> None:
   """Writes a PNG with one panel of bars, in milliseconds, for every case and direction.
 
   Args:
-    report: with at least one result.
-    path: of the PNG.
+    report: a report with at least one result.
+    path: the file to write.
 
   Raises:
-    ImportError: there is no matplotlib.
+    ImportError: matplotlib is not installed.
   """
   from matplotlib.backends.backend_agg import FigureCanvasAgg
   from matplotlib.figure import Figure
@@ -275,23 +283,23 @@ def plot(report: Report, path: pathlib.Path) -> None:
   FigureCanvasAgg(figure).print_png(path)
 
 
-# Told apart by colour-blind readers too: cool ones for the library, warm ones for peers.
+# Distinguishable for color-blind readers too: cool colors for the library, warm ones for peers.
 _OWN_COLORS = ("#2a78d6", "#1baf7a", "#4a3aa7", "#008300")
 _PEER_COLORS = ("#eb6834", "#e87ba4", "#eda100", "#e34948")
 
 
 def _colors(report: Report) -> dict[str, str]:
-  """A colour for every contender, the same in every panel."""
+  """A color for every contender, the same in every panel."""
   peer = {result.contender: result.peer for result in report.results}
-  colors = {}
+  colors: dict[str, str] = {}
   for palette, wanted in ((_OWN_COLORS, False), (_PEER_COLORS, True)):
     names = [name for name in peer if peer[name] == wanted]
     colors |= {name: palette[n % len(palette)] for n, name in enumerate(names)}
   return colors
 
 
-def _panel(axis, group: list[Result], colors: dict[str, str]) -> None:
-  """Bars of one case, hatched where the result is wrong."""
+def _panel(axis: Any, group: list[Result], colors: dict[str, str]) -> None:
+  """Draws the bars of one case on a matplotlib axis, hatched if the result is wrong."""
   bars = axis.barh([r.contender for r in group], [1e3 * r.seconds for r in group],
                    color=[colors[r.contender] for r in group], height=0.7,
                    hatch=["//" if r.wrong else "" for r in group])

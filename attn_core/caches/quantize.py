@@ -1,84 +1,90 @@
-"""Keys and values in 8 bits: one scale for every vector, so per token and head.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Quantization of keys and values to 8 bits, with one scale per token and head.
 
   scale  = max over the last axis of |x| / largest number of the dtype
   values = x / scale, rounded to the nearest (ties to even)
 
-Numbers in 8 bits do not move by small steps, so what is stored in them, and its scales, are
-constants: a query that attends to them has its gradient, and to differentiate what was stored is
-refused by name, everywhere alike.
+Rounding has no useful derivative, so quantized values and their scales are constants: queries that
+attend to them have gradients, and differentiating the stored values is an error.
 
-Letters: W width; "..." any axes, such as tokens and heads.
+In shapes, "..." is any axes, such as tokens and heads, and width is that of a vector.
 """
 
 import functools
+from typing import Any, TypeVar
 
 import jax
 from jax import lax
+from jax.typing import DTypeLike
 import jax.numpy as jnp
 import numpy as np
 
 from attn_core import checks
 
-# dtype of the storage -> the largest magnitude that it is used for.
+# Storage dtype -> the largest magnitude of quantized values.
 LIMITS = {"int8": 127.0, "float8_e4m3fn": 448.0}
 
 
-def is_quantized(dtype) -> bool:
-  """Whether numbers of a dtype need scales beside them."""
+Tree = TypeVar("Tree")
+
+
+def is_quantized(dtype: DTypeLike) -> bool:
+  """Whether values of a dtype need scales."""
   return jnp.dtype(dtype).name in LIMITS
 
 
-def constant(tree, argument: str):
-  """The arrays of a tree, which have no derivative.
+def constant(tree: Tree, argument: str) -> Tree:
+  """Marks the arrays of a tree as not differentiable.
 
   Args:
     tree: arrays.
-    argument: what an error calls them.
+    argument: their name in error messages.
 
   Raises:
-    NotImplementedError: where they are differentiated, in forward or in reverse mode.
+    NotImplementedError: they are differentiated, in forward or in reverse mode.
   """
   return jax.tree.map(functools.partial(_constant, argument), tree)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _constant(argument: str, x):
+def _constant(argument: str, x: jax.Array) -> jax.Array:
   del argument
   return x
 
 
 @_constant.defjvp
-def _refuse(argument: str, primals, tangents):
+def _refuse(argument: str, primals: Any, tangents: Any) -> Any:
   del primals, tangents
   raise NotImplementedError(
-      f"{argument}: gradients of what a cache stores in 8 bits are not supported: rounding has "
-      "none. Take it through jax.lax.stop_gradient, so that the query alone is differentiated, or "
-      "keep a cache of a floating-point dtype")
+      f"{argument}: gradients of quantized keys and values are not supported: rounding has no "
+      "derivative. Apply jax.lax.stop_gradient to them, so that only the query is differentiated, "
+      "or use a cache of a floating-point dtype")
 
 
-def quantize(x, dtype):
-  """`x` in 8 bits and its scales over the last axis.
+def quantize(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+  """Quantizes `x` to 8 bits, with scales over the last axis.
 
   Args:
-    x: float [..., W].
+    x: float [..., width].
     dtype: int8 or float8_e4m3fn.
 
   Returns:
-    (values [..., W] of `dtype`, scales float32 [...]). A vector with a number that is not finite
-    has a scale that is not finite either and comes back as NaN.
+    (values [..., width] of `dtype`, scales float32 [...]). A vector with a non-finite number has a
+    NaN scale and is dequantized to NaN.
 
   Raises:
-    ValueError: another dtype, or an `x` that is no float [..., W] with W >= 1.
+    ValueError: an unsupported dtype, or `x` is not float [..., width] with width >= 1.
     NotImplementedError: `x` is differentiated.
   """
   dtype = checks.dtype("dtype", dtype, f"one of {', '.join(map(repr, LIMITS))}")
   checks.one_of("dtype", dtype.name, tuple(LIMITS))
-  checks.array("x", x, "float [..., W]")
+  checks.array("x", x, "float [..., width]")
   checks.require(jnp.issubdtype(x.dtype, jnp.floating) and x.ndim >= 1 and x.shape[-1] >= 1, "x",
-                 checks.describe(x), "float [..., W], at least one number in a vector")
+                 checks.describe(x), "float [..., width], width >= 1")
   limit = LIMITS[dtype.name]
   x = constant(x, f"keys and values in {dtype.name}").astype(jnp.float32)
-  # At least the least normal number, so that a vector of zeros is not divided by 0.
+  # At least the smallest normal number, so that a vector of zeros is not divided by 0.
   scales = jnp.maximum(jnp.abs(x).max(-1) / limit, jnp.finfo(jnp.float32).tiny)
   scales = jnp.where(jnp.isfinite(scales), scales, jnp.nan)
   scaled = x / scales[..., None]
@@ -87,39 +93,40 @@ def quantize(x, dtype):
   return scaled.astype(dtype), scales
 
 
-def bits(values):
-  """float8_e4m3fn as the uint8 of its bits, which XLA:CPU slices fast; anything else as it is."""
+def bits(values: jax.Array) -> jax.Array:
+  """Bitcasts float8_e4m3fn to uint8, which XLA:CPU slices fast; other dtypes are unchanged."""
   if values.dtype != jnp.float8_e4m3fn:
     return values
   return lax.bitcast_convert_type(values, jnp.uint8)
 
 
-def dequantize(values, scales, dtype=jnp.float32):
-  """The inverse of `quantize`, up to its rounding.
+def dequantize(values: jax.Array, scales: jax.Array,
+               dtype: DTypeLike = jnp.float32) -> jax.Array:
+  """The inverse of `quantize`, up to rounding.
 
   Args:
-    values: int8 or float8_e4m3fn [..., W], or the latter's `bits`.
-    scales: float32 [...], or fewer, for several vectors alike.
+    values: int8 or float8_e4m3fn [..., width], or the `bits` of the latter.
+    scales: float32 [...], or any shape that broadcasts to it.
     dtype: of the result.
 
   Returns:
-    [..., W] of `dtype`.
+    [..., width] of `dtype`.
 
   Raises:
-    ValueError: no arrays, or scales that do not broadcast to one for each vector.
+    ValueError: not arrays, or scales that do not broadcast to one per vector.
   """
-  checks.array("values", values, "int8 or float8_e4m3fn [..., W]")
+  checks.array("values", values, "int8 or float8_e4m3fn [..., width]")
   checks.array("scales", scales, "float32 [...]")
   vectors = values.shape[:-1]
   checks.require(values.ndim >= 1 and scales.ndim <= len(vectors) and all(
       n in (1, full) for n, full in zip(scales.shape[::-1], vectors[::-1])), "scales",
                  checks.describe(scales), f"float32 {list(vectors)}, one for each vector of the "
-                 f"values {checks.describe(values)}, or what broadcasts to that")
+                 f"values {checks.describe(values)}, or broadcastable to that")
   return (unscaled(values).astype(jnp.float32) * scales[..., None]).astype(dtype)
 
 
-def unscaled(values):
-  """What is to be multiplied by the scales; float8_e4m3fn's `bits` become float32."""
+def unscaled(values: jax.Array) -> jax.Array:
+  """Quantized values before multiplication by scales; `bits` of float8_e4m3fn become float32."""
   values = bits(values)
   if values.dtype != jnp.uint8:
     return values
@@ -128,11 +135,11 @@ def unscaled(values):
       default=lambda x: lax.bitcast_convert_type(x, jnp.float8_e4m3fn).astype(jnp.float32))
 
 
-def _from_e4m3fn(x):
-  """The float32 that has these bits as float8_e4m3fn, by operations that XLA:CPU vectorises."""
+def _from_e4m3fn(x: jax.Array) -> jax.Array:
+  """Converts bits of float8_e4m3fn to float32, by operations that XLA:CPU vectorizes."""
   x = x.astype(jnp.uint32)
   magnitude = x & np.uint32(0x7F)
-  # Exponents are biased by 7 here and by 127 there; below the normal numbers, 2**-9 is one step.
+  # Exponents are biased by 7 in float8 and by 127 in float32; subnormals have steps of 2**-9.
   normal = (magnitude << np.uint32(20)) + np.uint32((127 - 7) << 23)
   normal = lax.bitcast_convert_type(normal, jnp.float32)
   small = magnitude.astype(jnp.int32).astype(jnp.float32) * np.float32(2**-9)

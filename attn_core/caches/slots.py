@@ -1,44 +1,48 @@
-"""What dense and window caches have in common: their fields, what they check and how they write.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Row slots shared by dense and window caches: creation, checks and writes."""
 
-Letters: B batch, T new tokens, S slots, K key heads, D key width, E value width; R requests.
-"""
-
-from typing import Any, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 import jax
+from jax.typing import DTypeLike
 import jax.numpy as jnp
 import numpy as np
 
 from attn_core import checks
 from attn_core.caches import quantize
 
-STORED = ("key", "value", "key_scale", "value_scale")  # the fields with a number for every slot
+STORED = ("key", "value", "key_scale", "value_scale")  # fields with an entry per slot
+
+
+Cache = Any  # a DenseCache or a WindowCache; these modules import this one
 
 
 class CacheView(NamedTuple):
-  """What a call reads of a cache; nothing is copied."""
+  """The arrays of a cache that attention reads, without a copy."""
 
-  key: Any  # [B, S, K, D] as stored
-  value: Any  # [B, S, K, E]
-  starts: Any  # int32 [B]: position of a row's first token
-  lengths: Any  # int32 [B]: position after its last one
-  positions: Any  # int32 [B, S]: position of the token in every slot; -1: none
-  key_scale: Any = None  # float32 [B, S, K] of keys in 8 bits
-  value_scale: Any = None
+  key: jax.Array  # [B, S, K, D] as stored
+  value: jax.Array  # [B, S, K, E]
+  starts: jax.Array  # int32 [B]: position of a row's first token
+  lengths: jax.Array  # int32 [B]: position after a row's last token
+  positions: jax.Array  # int32 [B, S]: position of the token in each slot; -1: empty
+  key_scale: jax.Array | None = None  # float32 [B, S, K] of keys in 8 bits
+  value_scale: jax.Array | None = None
 
 
-def empty(kind, batch: int, slots: int, heads, *, dtype):
-  """A cache without tokens.
+def empty(kind: type, batch: int, slots: int, heads: tuple[int, ...], *,
+          dtype: DTypeLike) -> Cache:
+  """Creates an empty cache.
 
   Args:
     kind: the NamedTuple to make.
     batch: rows B.
     slots: S of each row (tokens).
-    heads: (K, D), or (K, D, E) where values have another width.
-    dtype: floating-point, or int8 or float8_e4m3fn with scales beside.
+    heads: (K, D), or (K, D, E) if values have another width.
+    dtype: floating-point, or int8 or float8_e4m3fn with scales.
 
   Raises:
-    ValueError: a size that is no int >= 1, or another dtype.
+    ValueError: a size is not an int >= 1, or the dtype is not supported.
   """
   dtype = checks.dtype("dtype", dtype, "a floating-point dtype or "
                        f"{' or '.join(quantize.LIMITS)}")
@@ -57,22 +61,22 @@ def empty(kind, batch: int, slots: int, heads, *, dtype):
               row(), row(), jnp.zeros((batch,), bool), scale(), scale())
 
 
-def like(cache, kind, batch: int, slots: int):
-  """An empty cache of other sizes for the same keys and values."""
+def empty_like(cache: Cache, kind: type, batch: int, slots: int) -> Cache:
+  """Creates an empty cache of other sizes with the heads, widths and dtype of `cache`."""
   heads = (cache.key.shape[2], cache.key.shape[3], cache.value.shape[3])
   return empty(kind, batch, slots, heads, dtype=cache.key.dtype)
 
 
-def check_kind(cache, kind, argument: str = "cache") -> None:
-  """Raises ValueError unless the cache is of the kind, DenseCache or WindowCache."""
+def check_kind(cache: Any, kind: type, argument: str = "cache") -> None:
+  """Raises ValueError unless the cache is a `kind`: DenseCache or WindowCache."""
   checks.require(isinstance(cache, kind), argument, type(cache).__name__, f"a {kind.__name__}")
 
 
-def check_tokens(cache, key, value) -> None:
-  """New keys [B, T, K, D] and values [B, T, K, E] fit the cache.
+def check_tokens(cache: Cache, key: jax.Array, value: jax.Array) -> None:
+  """Checks that new keys [B, T, K, D] and values [B, T, K, E] fit the cache.
 
   Raises:
-    ValueError: another shape, or numbers that are not floating-point.
+    ValueError: another shape, or a dtype that is not floating-point.
   """
   for name, x, letters in (("key", key, "[B, T, K, D]"), ("value", value, "[B, T, K, E]")):
     checks.floating(name, x, 4, letters)
@@ -80,47 +84,48 @@ def check_tokens(cache, key, value) -> None:
     batch, _, heads, width = stored.shape
     checks.require(x.shape[0] == batch and x.shape[2:] == (heads, width) and x.shape[1] > 0
                    and x.shape[1] == key.shape[1], name, checks.describe(x),
-                   f"{letters} = [{batch}, {key.shape[1]}, {heads}, {width}], T >= 1, as the cache "
-                   f"of {checks.describe(stored)} has them")
+                   f"{letters} = [{batch}, {key.shape[1]}, {heads}, {width}], T >= 1, as in the "
+                   f"cache of {checks.describe(stored)}")
 
 
-def check_rows(name: str, x, rows: int) -> None:
-  """A number per row: int32 [rows].
+def check_rows(name: str, x: Any, rows: int) -> None:
+  """Checks that `x` is int32 [rows].
 
   Raises:
-    ValueError: anything else.
+    ValueError: another type, shape or dtype.
   """
-  expected = f"int32 [{rows}], one number a row"
+  expected = f"int32 [{rows}], one number per row"
   checks.array(name, x, expected)
   checks.require(x.shape == (rows,) and jnp.issubdtype(x.dtype, jnp.integer), name,
                  checks.describe(x), expected)
 
 
-def counts(lengths, batch: int, tokens: int):
-  """How many of the new tokens of every row count: int32 [B].
+def counts(lengths: Any, batch: int, tokens: int) -> Any:
+  """The number of valid new tokens of each row: int32 [B].
 
   Raises:
-    ValueError: `lengths` is no int32 [B], or is known to reach outside of 0..tokens.
+    ValueError: `lengths` is not int32 [B], or known to be outside of 0..tokens.
   """
   if lengths is None:
     return np.full((batch,), tokens, np.int32)
   check_rows("lengths", lengths, batch)
-  refuse_known("lengths", (lengths,), lambda x: (x < 0) | (x > tokens),
-               f"0 to {tokens}: how many of the {tokens} new tokens of a row count")
+  check_concrete("lengths", (lengths,), lambda x: (x < 0) | (x > tokens),
+               f"0 to {tokens}: the number of valid tokens among the {tokens} new tokens of a row")
   return checks.int32("lengths", lengths, f"int32 [{batch}]")
 
 
-def refuse_known(argument: str, arrays: tuple, bad, expected: str) -> None:
-  """Raises ValueError where bad(*arrays) is true and known already, as it is outside of jit."""
+def check_concrete(argument: str, arrays: Any, bad: Callable[..., Any], expected: str) -> None:
+  """Raises ValueError where bad(*arrays) is true, if the arrays are concrete (outside of jit)."""
   if not any(isinstance(x, jax.core.Tracer) for x in arrays):
-    arrays = [np.asarray(x) for x in arrays]  # what jax computes might be traced
+    arrays = [np.asarray(x) for x in arrays]  # jax operations might be traced
     rows = np.flatnonzero(bad(*arrays)).tolist()
     got = " and ".join(str(x.tolist()) for x in arrays)
     checks.require(not rows, argument, f"{got} (see rows {rows})", expected)
 
 
-def written(cache, key, value, write):
-  """The cache with write(array, new) done to its keys, values and scales; nothing else changes."""
+def write_tokens(cache: Cache, key: jax.Array, value: jax.Array,
+                 write: Callable[[jax.Array, jax.Array], jax.Array]) -> Cache:
+  """Applies write(array, new) to the keys, values and scales of a cache."""
   fields = {}
   for name, x in (("key", key), ("value", value)):
     stored = getattr(cache, name)
@@ -131,20 +136,20 @@ def written(cache, key, value, write):
   return cache._replace(**fields)
 
 
-def write_slots(array, new, slots):
-  """`new` [B, T, ...] in the slots int32 [B, T] of `array` [B, S, ...]; those past S: nowhere.
+def write_slots(array: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
+  """Writes `new` [B, T, ...] to slots int32 [B, T] of `array` [B, S, ...]; drops slots past S.
 
-  A scatter that drops, since lax.dynamic_update_slice would move what does not fit over older
-  tokens.
+  A scatter that drops, since lax.dynamic_update_slice would move tokens that do not fit over older
+  ones.
   """
   return jax.vmap(lambda row, x, index: row.at[index].set(x, mode="drop"))(array, new, slots)
 
 
-def insert(cache, slots, prefilled):
-  """`dense.insert` and `window.insert`, for caches of one kind; of rings, those of one size.
+def insert(cache: Cache, slots: Any, prefilled: Cache) -> Cache:
+  """Implements `dense.insert` and `window.insert`; window caches must have the same window.
 
   Raises:
-    ValueError: as `dense.insert`.
+    ValueError: see `dense.insert`.
   """
   check_kind(prefilled, type(cache), "prefilled")
   batch, requests = cache.lengths.shape[0], prefilled.lengths.shape[0]
@@ -157,8 +162,8 @@ def insert(cache, slots, prefilled):
         f"a {type(prefilled).__name__} of {checks.describe(theirs)}",
         f"a {type(cache).__name__} that fits into {checks.describe(mine)}")
   is_absent = lambda slots: (slots < 0) | (slots >= batch)
-  refuse_known("slots", (slots,), is_absent, f"rows of the cache, 0 to {batch - 1}")
-  refuse_known("slots", (slots,), lambda x: (x == x[:, None]).sum(0) > 1, "different rows")
+  check_concrete("slots", (slots,), is_absent, f"rows of the cache, 0 to {batch - 1}")
+  check_concrete("slots", (slots,), lambda x: (x == x[:, None]).sum(0) > 1, "different rows")
   slots = checks.int32("slots", slots, f"int32 [{requests}]")
   absent = is_absent(slots)
   slots = jnp.where(absent, batch, slots)

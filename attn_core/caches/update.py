@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """One step of a model with a cache: new tokens are written, and the call attends to what is there.
 
 Letters: B batch, T new tokens, S keys attended to, K key heads, D and E widths; R requests.
@@ -8,10 +10,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from attn_core import checks
-from attn_core.caches import dense, quantize, slots as storage, window
+from attn_core.caches import dense, quantize, slots as slots_lib, window
 from attn_core.caches.dense import DenseCache
 from attn_core.caches.window import WindowCache
-from attn_core.masks import leaves as algebra, materialize as dense_mask
+from attn_core.masks import constructors, leaves, mask as mask_lib, materialize
 from attn_core.masks.info import MaskInfo
 
 MODULES = {DenseCache: dense, WindowCache: window}
@@ -71,7 +73,7 @@ def take(tokens, cache, metadata: CacheMetadata | None, mode: str, reach: int | 
   if inserts:
     return _insert(tokens, cache, metadata)
   if metadata.starts is not None:
-    storage.check_rows("cache_metadata.starts", metadata.starts, cache.lengths.shape[0])
+    slots_lib.check_rows("cache_metadata.starts", metadata.starts, cache.lengths.shape[0])
     cache = cache._replace(starts=_starts(metadata))
   if isinstance(tokens, int):
     return _read(tokens, cache, metadata, reach)
@@ -86,16 +88,16 @@ def _insert(tokens, cache, metadata) -> Step:
   checks.require(not isinstance(tokens, int), "key and value", "None in mode '__insert__'",
                  "the keys and values of the requests")
   rows, length = tokens[0].shape[:2]
-  prefilled = storage.like(cache, DenseCache, rows, length)
+  prefilled = slots_lib.empty_like(cache, DenseCache, rows, length)
   if metadata.starts is not None:
-    storage.check_rows("cache_metadata.starts", metadata.starts, rows)
+    slots_lib.check_rows("cache_metadata.starts", metadata.starts, rows)
     prefilled = prefilled._replace(starts=_starts(metadata))
   prefilled = dense.append(prefilled, *tokens, metadata.lengths)
   seen = dense.view(prefilled)
   rows_of_cache = prefilled
   if isinstance(cache, WindowCache):
     rows_of_cache = window.from_dense(prefilled, cache.key.shape[1])
-  cache = storage.insert(cache, metadata.slots, rows_of_cache)
+  cache = slots_lib.insert(cache, metadata.slots, rows_of_cache)
   slots = jnp.asarray(metadata.slots)
   spoiled = prefilled.overflow | cache.overflow[jnp.clip(slots, 0, cache.overflow.shape[0] - 1)]
   return _step(seen, seen.lengths, jnp.zeros_like(seen.lengths), length, cache, spoiled)
@@ -108,13 +110,13 @@ def _append(tokens, cache, metadata, reach) -> Step:
   seen = module.view(after)
   if isinstance(cache, WindowCache) and cache.key.shape[1] < reach + length:
     # The last new tokens take the place of some that the first ones still see.
-    chunk = storage.like(cache, DenseCache, cache.lengths.shape[0], length)
+    chunk = slots_lib.empty_like(cache, DenseCache, cache.lengths.shape[0], length)
     new = dense.view(dense.append(chunk, *tokens, metadata.lengths))
     position = new.positions + before.lengths[:, None]
     new = new._replace(positions=jnp.where(
         (new.positions < 0) | (position < cache.starts[:, None]), -1, position))
     join = lambda x, y: None if x is None else jnp.concatenate([x, y], 1)
-    fields = (*storage.STORED, "positions")
+    fields = (*slots_lib.STORED, "positions")
     seen = seen._replace(**{name: join(getattr(before, name), getattr(new, name))
                             for name in fields})
   return _step(seen, after.lengths, before.lengths, length, after, after.overflow)
@@ -167,10 +169,10 @@ def check_beside_cache(cache, mode: str, info: MaskInfo, mask=None) -> None:
   cure = ("a mask by positions, such as masks.prefix or masks.custom: a sliding-window cache keeps "
           "its keys in slots that say nothing of their order")
   for name, x in (("mask", mask), ("mask_info.attention_mask", info.attention_mask)):
-    if isinstance(x, algebra.Mask):
-      for node in algebra.nodes(x):
-        array = node.array if isinstance(node, algebra.Dense) else None
-        by_length = isinstance(node, algebra.Lengths) and node.key_lengths is not None
+    if isinstance(x, mask_lib.Mask):
+      for node in mask_lib.nodes(x):
+        array = node.array if isinstance(node, leaves.Dense) else None
+        by_length = isinstance(node, leaves.Lengths) and node.key_lengths is not None
         checks.require(not by_length and (array is None or array.shape[3] == 1), name,
                        f"{type(node).__name__} with a WindowCache", cure)
     elif x is not None and getattr(x, "ndim", 0):
@@ -223,7 +225,7 @@ def concatenate(*, query, key, value, mask_info=None, mode=None, cache_view=None
           (key, step.key_scale, value, step.value_scale), "cache_view")
       key = quantize.dequantize(key, key_scale, query.dtype)
       value = quantize.dequantize(value, value_scale, query.dtype)
-  mask = info.to_mask(algebra.causal() & algebra.window(*sides))
-  seen = dense_mask.to_dense(mask, (query.shape[0], query.shape[2], query.shape[1], key.shape[1]))
+  mask = info.to_mask(constructors.causal() & constructors.window(*sides))
+  seen = materialize.to_dense(mask, (query.shape[0], query.shape[2], query.shape[1], key.shape[1]))
   bias = lambda: jnp.where(seen, 0, jnp.finfo(query.dtype).min).astype(query.dtype)
   return Concatenated(key, value, seen, bias, cache_view, cache_metadata)

@@ -1,100 +1,115 @@
-"""The sliding-window cache: a ring of W slots that keeps every row's last W tokens.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The sliding-window cache: a ring buffer of `window` slots with each row's last tokens.
 
-The token at position p of its sequence stands in slot p % W. A query sees its window only, so what
-is overwritten is what no later query sees. Pure functions, as those of `dense`.
+The token at position p of its sequence is in slot p % window. Queries attend to their window only,
+so tokens are overwritten once no later query attends to them. The functions are pure, see `dense`.
 
-Letters: B batch, T new tokens, W slots of the ring, K key heads, D key width, E value width.
+>>> import jax.numpy as jnp
+>>> from attn_core.caches import window
+>>> cache = window.init(1, 4, (1, 8), dtype=jnp.float32)
+>>> cache = window.append(cache, jnp.ones((1, 6, 1, 8)), jnp.ones((1, 6, 1, 8)))
+>>> window.view(cache).positions
+Array([[4, 5, 2, 3]], dtype=int32)
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
+import jax
+from jax.typing import DTypeLike
 import jax.numpy as jnp
 
 from attn_core import checks
-from attn_core.caches import dense, slots as storage
+from attn_core.caches import dense, slots as slots_lib
 from attn_core.caches.slots import CacheView
 
 __all__ = ["WindowCache", "append", "from_dense", "init", "insert", "to_dense", "view"]
 
 
 class WindowCache(NamedTuple):
-  """The last W keys and values of B sequences; made by `init` or `from_dense`."""
+  """The last `window` keys and values of B sequences; made by `init` or `from_dense`."""
 
-  key: Any  # [B, W, K, D]
-  value: Any  # [B, W, K, E]
-  starts: Any  # int32 [B]: positions before it are padding
-  lengths: Any  # int32 [B]: tokens written so far, which is the next one's position
-  overflow: Any  # bool [B]: some write was wrong and was left out; until the row is replaced
-  key_scale: Any = None  # float32 [B, W, K] of keys in 8 bits
-  value_scale: Any = None
+  key: jax.Array  # [B, window, K, D]
+  value: jax.Array  # [B, window, K, E]
+  starts: jax.Array  # int32 [B]: positions before it are padding
+  lengths: jax.Array  # int32 [B]: tokens written so far, the position of the next one
+  overflow: jax.Array  # bool [B]: an invalid write was dropped; reset when replaced
+  key_scale: jax.Array | None = None  # float32 [B, window, K] of keys in 8 bits
+  value_scale: jax.Array | None = None
 
   @property
-  def indexs(self):
-    """`lengths`, by another name that is in use."""
+  def indexs(self) -> jax.Array:
+    """An alias of `lengths`."""
     return self.lengths
 
 
-def init(batch: int, window: int, heads: tuple, *, dtype=jnp.bfloat16) -> WindowCache:
-  """A cache without tokens.
+Cache = TypeVar("Cache", dense.DenseCache, WindowCache)
+
+
+def init(batch: int, window: int, heads: tuple[int, ...], *,
+         dtype: DTypeLike = jnp.bfloat16) -> WindowCache:
+  """Creates an empty cache.
 
   Args:
     batch: rows B.
-    window: tokens W that a row keeps. `sliding_window=(left, right)` needs left + 1 of them; with
-      left + T of them, T tokens are appended and attended to without a copy of the ring.
-    heads: as in `dense.init`.
-    dtype: as in `dense.init`.
+    window: tokens that a row keeps. `sliding_window=(left, right)` needs left + 1; with left + T,
+      calls of T tokens append and attend without a copy of the ring.
+    heads: see `dense.init`.
+    dtype: see `dense.init`.
 
   Raises:
-    ValueError: as `dense.init`.
+    ValueError: see `dense.init`.
   """
-  return storage.empty(WindowCache, batch, window, heads, dtype=dtype)
+  return slots_lib.empty(WindowCache, batch, window, heads, dtype=dtype)
 
 
-def insert(cache: WindowCache, slots, prefilled: WindowCache) -> WindowCache:
-  """As `dense.insert`, for a cache of as many slots: a token's slot goes by their number.
+def insert(cache: WindowCache, slots: jax.Array, prefilled: WindowCache) -> WindowCache:
+  """Replaces rows, see `dense.insert`; both caches need the same window.
 
   Raises:
-    ValueError: as `dense.insert`, another kind of cache, or another number of slots.
+    ValueError: see `dense.insert`; another kind of cache, or another number of slots.
   """
-  storage.check_kind(cache, WindowCache)
-  storage.check_kind(prefilled, WindowCache, "prefilled")
+  slots_lib.check_kind(cache, WindowCache)
+  slots_lib.check_kind(prefilled, WindowCache, "prefilled")
   mine, theirs = cache.key.shape[1], prefilled.key.shape[1]
   checks.require(mine == theirs, "prefilled", f"a WindowCache of {theirs} slots",
                  f"{mine} slots, as the cache: to_dense, then from_dense, makes one of the other")
-  return storage.insert(cache, slots, prefilled)
+  return slots_lib.insert(cache, slots, prefilled)
 
 
-def append(cache: WindowCache, key, value, lengths=None) -> WindowCache:
-  """New tokens after those of every row; the oldest ones give way. T may be larger than W.
+def append(cache: WindowCache, key: jax.Array, value: jax.Array,
+           lengths: jax.Array | None = None) -> WindowCache:
+  """Appends new tokens to each row, over its oldest ones. T may exceed the window.
 
   Args:
     cache: B rows.
-    key, value, lengths: as in `dense.append`.
+    key, value, lengths: see `dense.append`.
 
   Returns:
-    The cache. Under jit a row with a wrong length stays what it was and is marked in `overflow`.
+    The cache. Under jit a row with an invalid length is unchanged and marked in `overflow`.
 
   Raises:
-    ValueError: another kind of cache; shapes that do not fit; lengths known to be outside of 0..T.
+    ValueError: another kind of cache, shapes that do not fit, or lengths known to be outside of
+      0..T.
   """
-  storage.check_kind(cache, WindowCache)
-  storage.check_tokens(cache, key, value)
+  slots_lib.check_kind(cache, WindowCache)
+  slots_lib.check_tokens(cache, key, value)
   (batch, tokens), window = key.shape[:2], cache.key.shape[1]
-  count = storage.counts(lengths, batch, tokens)
+  count = slots_lib.counts(lengths, batch, tokens)
   bad = (count < 0) | (count > tokens)
   token = jnp.arange(tokens, dtype=jnp.int32)
   last = count[:, None]
   kept = (token < last) & (token >= last - window) & ~bad[:, None]
   places = jnp.where(kept, (cache.lengths[:, None] + token) % window, window)
-  cache = storage.written(cache, key, value,
-                          lambda array, new: storage.write_slots(array, new, places))
+  cache = slots_lib.write_tokens(cache, key, value,
+                          lambda array, new: slots_lib.write_slots(array, new, places))
   return cache._replace(lengths=cache.lengths + jnp.where(bad, 0, count),
                         overflow=cache.overflow | bad)
 
 
 def view(cache: WindowCache) -> CacheView:
-  """What a call reads: the ring as it is, and the position of the token in every slot."""
-  storage.check_kind(cache, WindowCache)
+  """Returns the arrays that attention reads, with the position of the token in each slot."""
+  slots_lib.check_kind(cache, WindowCache)
   window = cache.key.shape[1]
   last = cache.lengths[:, None] - 1
   position = last - (last - jnp.arange(window, dtype=jnp.int32)) % window
@@ -104,23 +119,23 @@ def view(cache: WindowCache) -> CacheView:
 
 
 def from_dense(cache: dense.DenseCache, window: int) -> WindowCache:
-  """The last `window` tokens of every row of a dense cache.
+  """Converts the last `window` tokens of each row of a dense cache.
 
   Raises:
     ValueError: another kind of cache, or a window below 1.
   """
-  storage.check_kind(cache, dense.DenseCache)
-  ring = storage.like(cache, WindowCache, cache.lengths.shape[0], window)
+  slots_lib.check_kind(cache, dense.DenseCache)
+  ring = slots_lib.empty_like(cache, WindowCache, cache.lengths.shape[0], window)
   ring = ring._replace(starts=cache.starts, lengths=cache.lengths, overflow=cache.overflow)
-  return _moved(cache, ring, view(ring).positions)
+  return _gather(cache, ring, view(ring).positions)
 
 
 def to_dense(cache: WindowCache, slots: int) -> dense.DenseCache:
-  """A dense cache with what the ring still holds; earlier slots are padding.
+  """Converts to a dense cache; slots before the window are padding.
 
   Args:
     cache: the ring.
-    slots: tokens that a row of the dense cache can hold.
+    slots: capacity of a row of the dense cache (tokens).
 
   Returns:
     The dense cache. Under jit, rows longer than `slots` are empty and marked in `overflow`.
@@ -128,23 +143,23 @@ def to_dense(cache: WindowCache, slots: int) -> dense.DenseCache:
   Raises:
     ValueError: another kind of cache, or a row is known to be longer than `slots`.
   """
-  storage.check_kind(cache, WindowCache)
+  slots_lib.check_kind(cache, WindowCache)
   checks.integer("slots", slots, "an int >= 1", lambda x: x >= 1)
-  storage.refuse_known("tokens in the cache", (cache.lengths,), lambda x: x > slots,
+  slots_lib.check_concrete("tokens in the cache", (cache.lengths,), lambda x: x > slots,
                        f"at most {slots} slots")
   window, fits = cache.key.shape[1], cache.lengths <= slots
-  full = storage.like(cache, dense.DenseCache, cache.lengths.shape[0], slots)
+  full = slots_lib.empty_like(cache, dense.DenseCache, cache.lengths.shape[0], slots)
   full = full._replace(
       starts=jnp.where(fits, jnp.maximum(cache.starts, cache.lengths - window), 0),
       lengths=jnp.where(fits, cache.lengths, 0), overflow=cache.overflow | ~fits)
   position = dense.view(full).positions
-  return _moved(cache, full, jnp.where(position < 0, -1, position % window))
+  return _gather(cache, full, jnp.where(position < 0, -1, position % window))
 
 
-def _moved(source, target, slots):
-  """`target` with what `source` has in the slots [B, number of target's]; zeros where it is -1."""
+def _gather(source: dense.DenseCache | WindowCache, target: Cache, slots: jax.Array) -> Cache:
+  """Fills `target` from the slots [B, target slots] of `source`; -1 gives zeros."""
   fields = {}
-  for name in storage.STORED:
+  for name in slots_lib.STORED:
     x = getattr(source, name)
     if x is not None:
       index = slots.reshape(*slots.shape, *[1] * (x.ndim - 2))

@@ -1,22 +1,26 @@
-"""`AttnConfig`: what a model's configuration says about its attention, as one immutable value.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""`AttnConfig`: a model's attention configuration as one immutable value.
 
-`config_merge` makes new ones of it. Letters: H query heads, K key heads, D and E widths of a head,
-N layers.
+The functions of `config.merge` make new configurations from it.
 """
 
 import enum
 import json
 import math
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
+from jax.typing import DTypeLike
 import jax.numpy as jnp
+import numpy as np
 
 from attn_core import checks
 from attn_core.config import remat
-from attn_core.rope.frequencies import Rope, check_rope
+from attn_core.config.config_dict import JsonValue
 from attn_core.config.metadata import OperationMetadata
+from attn_core.rope.frequencies import Rope, check_rope
 from attn_core.sharding import mesh as mesh_lib
 from attn_core.sharding.partition import PartitionAxis, axis_names
 from attn_core.sharding.rules import check_rules
@@ -26,7 +30,7 @@ LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
 
 class EasyMethod(str, enum.Enum):
-  """What a model is set up for."""
+  """Purpose for which a model is set up."""
 
   TRAIN = "train"
   SERVE = "serve"
@@ -35,97 +39,115 @@ class EasyMethod(str, enum.Enum):
 
 
 class AttnConfig(NamedTuple):
-  """Static and hashable; what belongs to the caller's model is carried for it and not used here."""
+  """Static, hashable configuration of a model's attention.
 
-  # Where it runs.
-  sharding_axis_dims: tuple[int, ...] = (1, -1, 1, 1, 1)  # as `create_mesh` takes them
+  Fields that are unused here are kept for the caller's model, so that one value holds a model's
+  whole configuration.
+
+  Example:
+    >>> from attn_core import AttnConfig, attention_arguments
+    >>> config = AttnConfig(attn_mechanism="flash_attn2", sliding_window=(1023, 0))
+    >>> attention_arguments(config)["sliding_window"]
+    (1023, 0)
+  """
+
+  # Devices.
+  sharding_axis_dims: tuple[int, ...] = (1, -1, 1, 1, 1)  # see `create_mesh`
   sharding_dcn_axis_dims: tuple[int, ...] | None = None
   sharding_axis_names: tuple[str, ...] = mesh_lib.AXIS_NAMES
-  # What it runs: names of AttentionMechanism; None: attn_mechanism.
+  # Mechanisms are names of AttentionMechanism.
   attn_mechanism: str = "vanilla"
-  decode_attn_mechanism: str | None = None
+  decode_attn_mechanism: str | None = None  # in the decode modes; None: attn_mechanism
   blocksize_k: int | None = 128  # key tokens; None: tuned
   blocksize_q: int | None = 128  # query tokens; None: tuned
-  blocksize_b: int | None = 1  # batch rows; None: tuned
-  moe_tiling_size_batch: int = 4  # of the caller's experts
-  moe_tiling_size_seqlen: int = 128  # of the caller's experts
-  moe_tiling_size_dim: int = 128  # of the caller's experts
+  blocksize_b: int | None = 1  # batch rows; unused here: the caller's model reads it
+  moe_tiling_size_batch: int = 4  # unused here: the caller's model reads it
+  moe_tiling_size_seqlen: int = 128  # unused here: the caller's model reads it
+  moe_tiling_size_dim: int = 128  # unused here: the caller's model reads it
   partition_axis: PartitionAxis = PartitionAxis()
-  use_sharded_kv_caching: bool = False
-  use_sharding_constraint: bool = False  # of the caller's model
-  backend: str | None = None  # as OperationMetadata takes it
-  platform: str | None = None  # a key of metadata.BACKENDS, "triton" or "jax"; None: the backend's
-  easy_method: str = "train"  # a value of EasyMethod
-  bits: int | None = None  # of the caller's quantised weights
+  use_sharded_kv_caching: bool = False  # unused here: the caller's model reads it
+  use_sharding_constraint: bool = False  # unused here: the caller's model reads it
+  backend: str | None = None  # see OperationMetadata.backend
+  # A key of metadata_fields.BACKENDS, "triton" or "jax"; None: the platform of the backend.
+  platform: str | None = None
+  easy_method: str = "train"  # a value of EasyMethod; unused here: the caller's model reads it
+  bits: int | None = None  # of quantized weights; unused here: the caller's model reads it
   scan_ring_attention: bool = True
-  scan_attention_layers: bool = False  # of the caller's model
-  use_scan_mlp: bool = False  # of the caller's model
-  scan_mlp_chunk_size: int = 1024  # of the caller's model, tokens
+  scan_attention_layers: bool = False  # unused here: the caller's model reads it
+  use_scan_mlp: bool = False  # unused here: the caller's model reads it
+  scan_mlp_chunk_size: int = 1024  # tokens; unused here: the caller's model reads it
   sequence_axis_name: str = "sp"
-  gradient_checkpointing: str = ""  # a name that `checkpoint_policy` knows
-  gradient_checkpointing_targets: tuple[str, ...] | None = None  # for the policies that name some
-  precompute_masks: bool = True  # carried only: a mask here is a value and costs nothing
-  kv_cache_quantization_config: Any = None  # hashable and of JSON; see `config_merge.frozen`
-  quantization_config: Any = None  # of the caller's quantised weights
+  # The arguments of `checkpoint_policy`; unused here: the caller's model reads it
+  gradient_checkpointing: str = ""
+  # Unused here: the caller's model reads it
+  gradient_checkpointing_targets: tuple[str, ...] | None = None
+  precompute_masks: bool = True  # unused here: the caller's model reads it; masks here are symbolic
+  # Hashable and JSON-serializable, see `merge.frozen`; unused here: the caller's model reads it
+  kv_cache_quantization_config: JsonValue = None
+  quantization_config: JsonValue = None  # of weights; unused here: the caller's model reads it
+  # Unused here: the caller's model reads it
   kv_cache_sharding_sequence_axis_name: str | tuple[str, ...] = "sp"
-  flash_attention_backward_pass_impl: str = "triton"  # carried only: the table chooses
-  attn_dtype: Any = jnp.dtype("bfloat16")
-  kvdtype: Any = None  # of caches; None: attn_dtype
-  attn_softmax_dtype: Any = jnp.dtype("float32")
-  fcm_max_ratio: float = 0.0  # the largest share of keys that `get_fcm_mask` drops
-  fcm_min_ratio: float = 0.0  # the smallest one
-  hardware_abstraction: bool = False  # of the caller's model
-  pallas_m_block_size: int = 128  # of the caller's products
-  pallas_k_block_size: int = 128  # of the caller's products
-  pallas_n_block_size: int = 128  # of the caller's products
-  moe_method: str = "fused_moe"  # one of MOE_METHODS, of the caller's experts
-  moe_force_xla_gmm: bool = False  # of the caller's experts
-  use_expert_tensor_mode: bool = False  # of the caller's experts
-  use_ring_of_experts: bool = False  # of the caller's experts
-  fsdp_is_ep_bound: bool = True  # as `expert_mesh` takes it
-  sp_is_ep_bound: bool = True  # as `expert_mesh` takes it
+  # Unused here: the caller's model reads it; the mechanism determines its backward pass
+  flash_attention_backward_pass_impl: str = "triton"
+  attn_dtype: DTypeLike = jnp.dtype("bfloat16")
+  # Of caches; None: attn_dtype; unused here: the caller's model reads it
+  kvdtype: DTypeLike | None = None
+  attn_softmax_dtype: DTypeLike = jnp.dtype("float32")
+  fcm_max_ratio: float = 0.0  # largest fraction of keys that `get_fcm_mask` drops
+  fcm_min_ratio: float = 0.0  # smallest fraction of keys that `get_fcm_mask` drops
+  hardware_abstraction: bool = False  # unused here: the caller's model reads it
+  pallas_m_block_size: int = 128  # unused here: the caller's model reads it
+  pallas_k_block_size: int = 128  # unused here: the caller's model reads it
+  pallas_n_block_size: int = 128  # unused here: the caller's model reads it
+  moe_method: str = "fused_moe"  # one of MOE_METHODS; unused here: the caller's model reads it
+  moe_force_xla_gmm: bool = False  # unused here: the caller's model reads it
+  use_expert_tensor_mode: bool = False  # unused here: the caller's model reads it
+  use_ring_of_experts: bool = False  # unused here: the caller's model reads it
+  fsdp_is_ep_bound: bool = True  # see `expert_mesh`; unused here: the caller's model reads it
+  sp_is_ep_bound: bool = True  # see `expert_mesh`; unused here: the caller's model reads it
   operation_configs: tuple[tuple[str, BlockSizes], ...] = ()  # (mechanism, block sizes)
 
-  # The model's attention; None: not known.
-  model_type: str | None = None  # as model hubs call it
-  num_hidden_layers: int | None = None  # N
+  # The model's attention; None: unknown.
+  model_type: str | None = None  # name on model hubs; unused here: the caller's model reads it
+  num_hidden_layers: int | None = None
   hidden_size: int | None = None
   num_attention_heads: int | None = None  # H
-  num_key_value_heads: int | None = None  # K; None: H
+  # K; None: H; unused here: the caller's model reads it
+  num_key_value_heads: int | None = None
   head_dim: int | None = None  # D of query and key; None: hidden_size / H
-  value_head_dim: int | None = None  # E; None: D
-  rope_head_dim: int | None = None  # width that `rope` turns, a head's last part; None: D
+  # E; None: D; unused here: the caller's model reads it
+  value_head_dim: int | None = None
+  rope_head_dim: int | None = None  # width that `rope` rotates, the last part of a head; None: D
   causal: bool = True
   softmax_scale: float | None = None  # None: D**-0.5
   logits_soft_cap: float | None = None
   dropout_prob: float = 0.0
-  sinks: bool = False  # whether a head has a learned logit: attention's `softmax_aux`
-  layer_types: tuple[str, ...] | None = None  # N of LAYER_TYPES; None: all layers are alike
+  # Whether heads have a learned logit (`softmax_aux`); unused here: the caller's model reads it
+  sinks: bool = False
+  # One of LAYER_TYPES for each layer; None: all layers are alike.
+  layer_types: tuple[str, ...] | None = None
   sliding_window: tuple[int, int] | None = None  # (left, right), as attention takes it, tokens
   chunk_size: int | None = None  # tokens
   rope: Rope = Rope()
-  layer_ropes: tuple[tuple[str, Rope], ...] = ()  # (layer type, its own rope)
-  layers_without_rope: tuple[int, ...] = ()  # numbers of layers, from 0
-  # (strength, step in tokens) of `query_temperature`, in layers without rope; None: there is none
+  layer_ropes: tuple[tuple[str, Rope], ...] = ()  # (layer type, rope that replaces `rope`)
+  layers_without_rope: tuple[int, ...] = ()  # layer indices, from 0
+  # (strength, step in tokens) of `query_temperature`, in layers without rope; None: not scaled
   temperature_tuning: tuple[float, int] | None = None
   max_position_embeddings: int | None = None  # tokens
   freq_max_position_embeddings: int | None = None  # tokens; None: max_position_embeddings
   mask_max_position_embeddings: int | None = None  # tokens; None: max_position_embeddings
 
   partition_rules: tuple[tuple[str, PartitionSpec], ...] | None = None  # (pattern, spec)
-  mesh: Mesh | None = None  # as set_model_mesh sets it; None: see get_mesh
-  extras: tuple[tuple[str, str], ...] = ()  # (name, JSON) without a field; `extras_of` reads them
+  mesh: Mesh | None = None  # set by set_model_mesh; None: see get_mesh
+  extras: tuple[tuple[str, str], ...] = ()  # (name, JSON) of other values; read by `extras_of`
 
 
 jax.tree_util.register_static(AttnConfig)
 
-# The fields as a dictionary, none of them required.
-AttnConfigDict = TypedDict("AttnConfigDict", dict(AttnConfig.__annotations__), total=False)
-
 MOE_METHODS = ("fused_moe", "standard_moe", "dense_moe")
 BACKWARD_IMPLEMENTATIONS = ("triton", "xla")
 
-# The fields that every model has, as against those of one model's attention.
+# The fields before those that describe one model's attention.
 BASICS = AttnConfig._fields[:AttnConfig._fields.index("model_type")]
 
 _FLAGS = tuple(
@@ -140,47 +162,48 @@ _COUNTS = (
 
 
 def checked(config: AttnConfig) -> AttnConfig:
-  """The same configuration; its fields are looked at by `validated`.
+  """Returns the argument if it is an AttnConfig; `validated` checks its fields.
 
   Raises:
-    ValueError: it is no AttnConfig.
+    ValueError: `config` is not an AttnConfig.
   """
   checks.require(isinstance(config, AttnConfig), "config", type(config).__name__, "an AttnConfig")
   return config
 
 
 def get_mesh(config: AttnConfig) -> Mesh:
-  """The mesh that was set, else one over all devices as the sharding fields say.
+  """The configured mesh, else a mesh over all devices as the sharding fields describe.
 
   Raises:
-    ValueError: no AttnConfig, or as `create_mesh`: the sizes' product is not the number of devices,
-      and the like.
+    ValueError: `config` is not an AttnConfig, or as `create_mesh`.
   """
-  if checked(config).mesh is not None:
-    return config.mesh
+  mesh = checked(config).mesh
+  if mesh is not None:
+    return mesh
   return mesh_lib.create_mesh(config.sharding_axis_dims, config.sharding_axis_names,
                               config.sharding_dcn_axis_dims, backend=config.backend)
 
 
 def get_partition_rules(config: AttnConfig) -> tuple[tuple[str, PartitionSpec], ...]:
-  """How the model's parameters are sharded: pairs for `match_partition_rules`.
+  """The shardings of the model's parameters, as rules for `match_partition_rules`.
 
   Raises:
-    NotImplementedError: the configuration has none, since they are the model's.
-    ValueError: it is no AttnConfig.
+    NotImplementedError: `config.partition_rules` is None.
+    ValueError: `config` is not an AttnConfig.
   """
-  if checked(config).partition_rules is None:
+  rules = checked(config).partition_rules
+  if rules is None:
     raise NotImplementedError(
-        "get_partition_rules: which parameters there are is known to the model only; set "
-        "AttnConfig(partition_rules=((pattern, PartitionSpec(...)), ...))")
-  return config.partition_rules
+        "get_partition_rules: partition_rules is None, and only the model knows its parameters; "
+        "set AttnConfig(partition_rules=((pattern, PartitionSpec(...)), ...))")
+  return rules
 
 
 def get_axis_dims(config: AttnConfig) -> tuple[int, ...]:
-  """Devices along each axis of the mesh; -1: all that are left.
+  """Number of devices along each axis of the mesh; -1: all remaining ones.
 
   Raises:
-    ValueError: `config` is no AttnConfig.
+    ValueError: `config` is not an AttnConfig.
   """
   return tuple(checked(config).sharding_axis_dims)
 
@@ -189,16 +212,16 @@ def get_axis_names(config: AttnConfig) -> tuple[str, ...]:
   """The names of the mesh's axes.
 
   Raises:
-    ValueError: `config` is no AttnConfig.
+    ValueError: `config` is not an AttnConfig.
   """
   return tuple(checked(config).sharding_axis_names)
 
 
 def get_backend(config: AttnConfig) -> str:
-  """The configured backend, else JAX's default one.
+  """The configured backend, else JAX's default backend.
 
   Raises:
-    ValueError: `config` is no AttnConfig.
+    ValueError: `config` is not an AttnConfig.
   """
   return checked(config).backend or jax.default_backend()
 
@@ -207,27 +230,29 @@ def get_head_dim(config: AttnConfig) -> int:
   """D, the width of a query's head.
 
   Raises:
-    ValueError: no AttnConfig, or one that knows neither it nor what it follows from.
+    ValueError: `config` is not an AttnConfig, or `head_dim` is None and `hidden_size` is None or
+      not a multiple of `num_attention_heads`.
   """
-  if checked(config).head_dim is not None:
-    return config.head_dim
-  checks.require(config.hidden_size and config.num_attention_heads
-                 and config.hidden_size % config.num_attention_heads == 0, "head_dim",
+  head_dim = checked(config).head_dim
+  if head_dim is not None:
+    return head_dim
+  size, heads = config.hidden_size or 0, config.num_attention_heads or 0
+  checks.require(size and heads and size % heads == 0, "head_dim",
                  f"None with hidden_size={config.hidden_size} and "
                  f"num_attention_heads={config.num_attention_heads}",
                  "a width, or a hidden_size that the heads divide")
-  return config.hidden_size // config.num_attention_heads
+  return size // heads
 
 
 def validated(config: AttnConfig) -> AttnConfig:
-  """The same configuration in its normal form: dtypes as numpy's, names as plain strings.
+  """Checks a configuration and normalizes it: dtypes are numpy's, names are plain strings.
 
   Raises:
-    ValueError: a field's value is not what AttnConfig says, or two of them contradict each other;
-      the message has the values.
+    ValueError: `config` is not an AttnConfig, the value of a field is not what the comments of
+      AttnConfig describe, or two fields contradict each other; the message has the values.
   """
   checked(config)
-  normal = {"partition_axis": config.partition_axis or PartitionAxis()}
+  normal: dict[str, Any] = {"partition_axis": config.partition_axis or PartitionAxis()}
   for name in ("attn_mechanism", "decode_attn_mechanism"):
     if getattr(config, name) is not None:
       checks.one_of(name, getattr(config, name), [m.value for m in AttentionMechanism])
@@ -245,7 +270,7 @@ def validated(config: AttnConfig) -> AttnConfig:
   checks.one_of("moe_method", config.moe_method, MOE_METHODS)
   checks.one_of("flash_attention_backward_pass_impl", config.flash_attention_backward_pass_impl,
                 BACKWARD_IMPLEMENTATIONS)
-  OperationMetadata.from_config(config)  # knows what devices, meshes, axes and blocks can be
+  OperationMetadata.from_config(config)  # checks devices, mesh, axes and block sizes
   remat.checkpoint_policy(config.gradient_checkpointing, config.gradient_checkpointing_targets)
   _check_carried(config)
   _check_numbers(config)
@@ -254,19 +279,19 @@ def validated(config: AttnConfig) -> AttnConfig:
 
 
 def _check_carried(config: AttnConfig) -> None:
-  """What is kept for others is hashable, of JSON, and of the kind that its field says."""
+  """Checks the fields that are unused here: hashable, JSON-serializable, of the documented type."""
   checks.require(config.model_type is None or isinstance(config.model_type, str), "model_type",
-                 repr(config.model_type), "a model hub's name for it, or None")
+                 repr(config.model_type), "a model type of a model hub, such as 'llama', or None")
   for name in ("quantization_config", "kv_cache_quantization_config", "extras"):
     try:
       hash(getattr(config, name))
       json.dumps(getattr(config, name), allow_nan=False)
     except (TypeError, ValueError) as error:
-      raise ValueError(f"{name}={getattr(config, name)!r}: expected hashable values that JSON "
-                       f"knows; {error}") from error
+      raise ValueError(f"{name}={getattr(config, name)!r}: expected hashable, JSON-serializable "
+                       f"values; {error}") from error
   checks.require(isinstance(config.extras, tuple) and all(
       isinstance(pair, tuple) and list(map(type, pair)) == [str, str] for pair in config.extras),
-                 "extras", repr(config.extras), "pairs (name, JSON), as attach_custom_arguments "
+                 "extras", repr(config.extras), "pairs (name, JSON); attach_custom_arguments "
                  "makes them")
   axis_names(config.kv_cache_sharding_sequence_axis_name, "kv_cache_sharding_sequence_axis_name")
   if config.partition_rules is not None:
@@ -274,6 +299,7 @@ def _check_carried(config: AttnConfig) -> None:
 
 
 def _check_numbers(config: AttnConfig) -> None:
+  """Checks scales, ratios, numbers of heads and the sizes of the mesh."""
   for name in ("softmax_scale", "logits_soft_cap"):
     if getattr(config, name) is not None:
       checks.number(name, getattr(config, name), "a finite number > 0, or None",
@@ -303,7 +329,7 @@ def _check_numbers(config: AttnConfig) -> None:
 
 
 def _check_layers(config: AttnConfig) -> None:
-  """The pattern of layers, windows and chunks agree."""
+  """Checks that the layer types, ropes, windows and chunks agree."""
   types, layers = config.layer_types, config.num_hidden_layers
   if config.sliding_window is not None:
     checks.require(isinstance(config.sliding_window, tuple) and len(config.sliding_window) == 2
@@ -321,12 +347,12 @@ def _check_layers(config: AttnConfig) -> None:
   last = math.inf if layers is None else layers
   checks.require(isinstance(config.layers_without_rope, (tuple, list)) and all(
       type(layer) is int and 0 <= layer < last for layer in config.layers_without_rope),
-                 "layers_without_rope", repr(config.layers_without_rope), "numbers of layers, "
-                 f"from 0 to {'N' if layers is None else layers} - 1")
+                 "layers_without_rope", repr(config.layers_without_rope), "layer indices, "
+                 f"from 0 to {'num_hidden_layers' if layers is None else layers} - 1")
   if types is None:
     checks.require(config.sliding_window is None or config.chunk_size is None, "sliding_window",
                    f"{config.sliding_window} with chunk_size={config.chunk_size}, no layer_types",
-                   "layer_types that say which layer has which")
+                   "layer_types, which assign them to layers")
     return
   checks.require(isinstance(types, (tuple, list)), "layer_types", repr(types),
                  f"a tuple of {', '.join(LAYER_TYPES)}, one for each layer")
@@ -341,7 +367,8 @@ def _check_layers(config: AttnConfig) -> None:
                    f"{len(types)} layer_types are {kind!r}")
 
 
-def _dtype(name: str, value: Any, optional: bool):
+def _dtype(name: str, value: DTypeLike | None, optional: bool) -> np.dtype | None:
+  """Converts a field to a numpy dtype; None stays None if `optional`."""
   if value is None and optional:
     return None
   try:

@@ -1,22 +1,24 @@
-"""Small steps around an attention: repeated heads, positions in a cache, sharding constraints.
-
-Letters: B batch, T query length, S key length, H query heads, K key heads, D width.
-"""
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Helpers around an attention: repeated heads, positions in a cache, sharding constraints."""
 
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 import jax.numpy as jnp
+import numpy as np
 
 from attn_core import checks
 from attn_core.config.metadata import OperationMetadata, resolved_mesh
 from attn_core.sharding import partition
-from attn_core.types import MODES
+from attn_core.types import MODES, ArrayLayout, Mode
+
+Array = jax.Array | np.ndarray
 
 
-def repeat_key_value(key, value, num_reps: int):
-  """Every key head `num_reps` times in a row; no mechanism here needs it: all take K key heads.
+def repeat_key_value(key: Array, value: Array, num_reps: int) -> tuple[jax.Array, jax.Array]:
+  """Repeats every key head `num_reps` times; the mechanisms here take K key heads without this.
 
   Args:
     key: [B, S, K, D].
@@ -27,8 +29,8 @@ def repeat_key_value(key, value, num_reps: int):
     (key [B, S, K * num_reps, D], value [B, S, K * num_reps, E]).
 
   Raises:
-    ValueError: other ranks, a key and a value of other rows, tokens or heads, or a `num_reps` that
-      is no int >= 1.
+    ValueError: an array does not have 4 dimensions, key and value differ in B, S or K, or
+      `num_reps` is not an int >= 1.
   """
   checks.integer("num_reps", num_reps, "an int >= 1", lambda x: x >= 1)
   for name, x in (("key", key), ("value", value)):
@@ -39,22 +41,23 @@ def repeat_key_value(key, value, num_reps: int):
   return jnp.repeat(key, num_reps, 2), jnp.repeat(value, num_reps, 2)
 
 
-def build_cache_pos(attention_mask, mode: str, cache_view: Any = None):
-  """The position of every query: how many queries before it are no padding, after those cached.
+def build_cache_pos(attention_mask: Array, mode: Mode, cache_view: Any = None) -> jax.Array:
+  """The position of every query: the number of cached tokens plus that of earlier queries.
 
-  A query that sees nothing is padding and stands where its predecessor does.
+  A query without a visible key is padding: it does not count, and has its predecessor's position.
 
   Args:
     attention_mask: bool [B, H, T, S]; True = visible.
-    mode: one of MODES; it says nothing that the arguments do not.
-    cache_view: a cache with `indexs`, int32 [B]: how many tokens each row has cached; None: none.
+    mode: one of MODES; checked, but unused: the positions do not depend on it.
+    cache_view: a cache with `indexs`, int32 [B], the number of cached tokens of each row; None: no
+      cached tokens.
 
   Returns:
     int32 [B, T].
 
   Raises:
-    ValueError: a mask of another rank or dtype, an unknown mode, or a `cache_view` that is no
-      cache of as many rows.
+    ValueError: `attention_mask` has another rank or dtype, `mode` is unknown, or `cache_view` has
+      no `indexs` or another number of rows.
   """
   checks.one_of("mode", mode, MODES)
   checks.array("attention_mask", attention_mask, "bool [B, H, T, S]")
@@ -71,25 +74,25 @@ def build_cache_pos(attention_mask, mode: str, cache_view: Any = None):
   return positions + jnp.reshape(cache_view.indexs, (-1, 1)).astype(jnp.int32)
 
 
-def apply_qk_shardings(query, key, metadata: OperationMetadata, mode: str = "__train__",
-                       layout: str = "bthd"):
-  """Query and key with the sharding that `metadata.get_shardings` gives them.
+def apply_qk_shardings(query: Array, key: Array, metadata: OperationMetadata,
+                       mode: Mode = "__train__", layout: ArrayLayout = "bthd",
+                       ) -> tuple[Array, Array]:
+  """Constrains query and key to the shardings of `metadata.get_shardings`.
 
-  Mesh axes that do not divide a dimension are left out, as everywhere. Without a mesh nothing is
-  done.
+  Mesh axes that do not divide a dimension are left out. Without a mesh nothing is done.
 
   Args:
     query: [B, T, H, D] in layout bthd.
     key: [B, S, K, D].
     metadata: mesh and axes.
     mode: one of MODES.
-    layout: one of LAYOUTS.
+    layout: one of ARRAY_LAYOUTS.
 
   Returns:
-    (query, key), the same numbers.
+    (query, key), with the same values.
 
   Raises:
-    ValueError: no arrays of the layout's rank, no OperationMetadata, or as
+    ValueError: an argument is not an array, `metadata` is not an OperationMetadata, or as
       `OperationMetadata.get_shardings`.
   """
   rules = _checked(metadata).get_shardings(mode, layout)
@@ -97,31 +100,34 @@ def apply_qk_shardings(query, key, metadata: OperationMetadata, mode: str = "__t
           _constrained(key, rules.key, metadata, "key"))
 
 
-def apply_qkv_shardings(query, key, value, metadata: OperationMetadata, mode: str = "__train__",
-                        layout: str = "bthd"):
-  """As `apply_qk_shardings`, same arguments and errors, and the value [B, S, K, E] too.
+def apply_qkv_shardings(query: Array, key: Array, value: Array, metadata: OperationMetadata,
+                        mode: Mode = "__train__", layout: ArrayLayout = "bthd",
+                        ) -> tuple[Array, Array, Array]:
+  """Same as `apply_qk_shardings`, with the value [B, S, K, E] as well.
 
   Returns:
-    (query, key, value), the same numbers.
+    (query, key, value), with the same values.
   """
   rules = _checked(metadata).get_shardings(mode, layout)
   return (*apply_qk_shardings(query, key, metadata, mode, layout),
           _constrained(value, rules.value, metadata, "value"))
 
 
-def shard_attention_prod(attn_output, metadata: OperationMetadata, mode: str = "__train__"):
-  """An attention's output with its sharding, before the heads are projected back.
+def shard_attention_prod(attn_output: Array, metadata: OperationMetadata,
+                         mode: Mode = "__train__") -> Array:
+  """Constrains an attention's output to its sharding, before the output projection.
 
   Args:
-    attn_output: [B, T, H, E], or [B, T, H * E] with the heads' axes on the last dimension.
+    attn_output: [B, T, H, E], or [B, T, H * E] with the mesh axes of heads on the last dimension.
     metadata: mesh and axes.
     mode: one of MODES.
 
   Returns:
-    attn_output, the same numbers.
+    attn_output, with the same values.
 
   Raises:
-    ValueError: another rank, an unknown mode, or no OperationMetadata.
+    ValueError: `attn_output` has another rank, `mode` is unknown, or `metadata` is not an
+      OperationMetadata.
   """
   checks.array("attn_output", attn_output, "[B, T, H, E] or [B, T, H * E]")
   checks.require(attn_output.ndim in (3, 4), "attn_output", checks.describe(attn_output),
@@ -131,15 +137,15 @@ def shard_attention_prod(attn_output, metadata: OperationMetadata, mode: str = "
 
 
 def default_key_value_sharding(
-    metadata: OperationMetadata, mode: str = "__train__") -> NamedSharding | None:
-  """How keys and values [B, S, K, D] are sharded; None: there is no mesh.
+    metadata: OperationMetadata, mode: Mode = "__train__") -> NamedSharding | None:
+  """The sharding of keys and values [B, S, K, D]; None without a mesh.
 
   Args:
     metadata: mesh and axes.
     mode: one of MODES.
 
   Raises:
-    ValueError: an unknown mode, or no OperationMetadata.
+    ValueError: `mode` is unknown, or `metadata` is not an OperationMetadata.
   """
   mesh = resolved_mesh(_checked(metadata))
   if mesh is None:
@@ -147,17 +153,17 @@ def default_key_value_sharding(
   return NamedSharding(mesh, partition.fit(metadata.get_shardings(mode).key, None, mesh).spec)
 
 
-def get_sharding_safely(tensor, metadata: OperationMetadata) -> PartitionSpec:
-  """The spec of a tensor, where it has none that of keys and values.
+def get_sharding_safely(tensor: Array, metadata: OperationMetadata) -> PartitionSpec:
+  """The spec of a tensor, or that of keys and values if the tensor is not sharded.
 
-  A tensor that is being traced has the spec of its type, which says nothing where axes are Auto.
+  A traced tensor has the spec of its type, which is empty for Auto axes.
 
   Args:
     tensor: any array.
-    metadata: mesh and axes of the fallback; without a mesh that is not sharded at all.
+    metadata: mesh and axes of the fallback, which is not sharded without a mesh.
 
   Raises:
-    ValueError: `tensor` is no array, or `metadata` no OperationMetadata.
+    ValueError: `tensor` is not an array, or `metadata` is not an OperationMetadata.
   """
   checks.array("tensor", tensor, "of any shape")
   _checked(metadata)
@@ -170,17 +176,18 @@ def get_sharding_safely(tensor, metadata: OperationMetadata) -> PartitionSpec:
 
 
 def _checked(metadata: OperationMetadata) -> OperationMetadata:
-  """The same metadata.
+  """Returns the argument if it is an OperationMetadata.
 
   Raises:
-    ValueError: it is none.
+    ValueError: `metadata` is not an OperationMetadata.
   """
   checks.require(isinstance(metadata, OperationMetadata), "metadata", repr(metadata),
                  "an OperationMetadata, such as OperationMetadata(mesh=create_mesh())")
   return metadata
 
 
-def _constrained(x, spec: PartitionSpec, metadata: OperationMetadata, name: str):
+def _constrained(x: Array, spec: PartitionSpec, metadata: OperationMetadata, name: str) -> Array:
+  """Constrains an array to the part of a spec that fits its shape and the mesh."""
   checks.array(name, x, f"of {len(spec)} dimensions")
   mesh = resolved_mesh(metadata)
   if mesh is None:

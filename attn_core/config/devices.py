@@ -1,15 +1,18 @@
-"""What a kind of device is best at, by name."""
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Mechanism and dtype that suit a kind of device, and versions of TPUs."""
 
 import re
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from attn_core import checks
 from attn_core.types import AttentionMechanism
 
-# The first whose pattern the platform, a space and the kind of device match.
+# The first row whose pattern matches "platform kind" applies.
 OPTIMAL = (
     (r"tpu .*v[23]\b", AttentionMechanism.FLASH_ATTN2, "float32"),
     (r"tpu ", AttentionMechanism.SPLASH, "bfloat16"),
@@ -17,30 +20,33 @@ OPTIMAL = (
     (r"", AttentionMechanism.FLASH_ATTN2, "bfloat16"),
 )
 
-# Kind of device, as JAX names it, -> the name of its generation.
+# Kind of device in JAX -> the name of its generation.
 TPU_KINDS = {"v5 lite": "v5e", "v5e": "v5e", "v5": "v5p", "v5p": "v5p", "v6 lite": "v6e",
              "v6e": "v6e", "7x": "v7x", "v7x": "v7x"}
 TPU_VERSIONS = ("v2", "v3", "v4", "v5", "v5e", "v5p", "v6", "v6e", "v7", "v7x")
 
 
 class OptimalConfig(NamedTuple):
-  """A mechanism and the dtype of its products."""
+  """A mechanism and the dtype of its matrix products."""
 
   mechanism: AttentionMechanism
-  dtype: Any
+  dtype: np.dtype
 
 
 def get_optimal_config(device: Any = None) -> OptimalConfig:
-  """The mechanism and the dtype that suit a kind of device; for a call, `auto` asks more.
+  """The mechanism and the dtype that suit a kind of device.
+
+  Mechanism `auto` of a call also considers shapes, masks and caches.
 
   Args:
-    device: anything with `platform` and `device_kind`, as a `jax.Device`; None: the first one.
+    device: an object with `platform` and `device_kind`, such as a `jax.Device`; None: the first
+      device.
 
   Returns:
     The mechanism, and the dtype of its query, key and value.
 
   Raises:
-    ValueError: `device` has no platform or no kind.
+    ValueError: `device` lacks `platform` or `device_kind`.
   """
   device = _device(device)
   name = f"{_platform(device)} {device.device_kind}".lower()
@@ -49,14 +55,14 @@ def get_optimal_config(device: Any = None) -> OptimalConfig:
 
 
 def tpu_version_check(version: str = "v4", device: Any = None) -> bool:
-  """Whether a device is a TPU of a version; "v5" is v5e and v5p, "v6" is v6e.
+  """Whether a device is a TPU of a version; "v5" means v5e or v5p, "v6" means v6e.
 
   Args:
     version: one of TPU_VERSIONS.
     device: as for `get_optimal_config`.
 
   Raises:
-    ValueError: an unknown version, or as `get_optimal_config`.
+    ValueError: `version` is unknown, or as `get_optimal_config`.
   """
   checks.one_of("version", version, TPU_VERSIONS)
   device = _device(device)
@@ -67,12 +73,13 @@ def tpu_version_check(version: str = "v4", device: Any = None) -> bool:
 
 
 def _device(device: Any) -> Any:
-  """The device, or the first one."""
+  """Returns the device, or the first device for None."""
   device = jax.devices()[0] if device is None else device
   checks.require(hasattr(device, "platform") and hasattr(device, "device_kind"), "device",
-                 repr(device), "a jax.Device, or None for the first one")
+                 repr(device), "a jax.Device, or None for the first device")
   return device
 
 
 def _platform(device: Any) -> str:
+  """The platform of a device, with "gpu" for CUDA and ROCm."""
   return {"cuda": "gpu", "rocm": "gpu"}.get(device.platform, device.platform)

@@ -1,6 +1,8 @@
-"""`AttnConfig` as plain data, as JSON, and on disk."""
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Converts `AttnConfig` to plain data and JSON files, and back."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import json
 import os
 import pathlib
@@ -10,7 +12,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from attn_core import checks
-from attn_core.config import readers as config_readers
+from attn_core.config import readers
 from attn_core.config.config import AttnConfig, validated
 from attn_core.config.merge import add_basic_configurations, frozen
 from attn_core.rope.frequencies import Rope
@@ -20,29 +22,29 @@ from attn_core.types import BlockSizes
 
 CONFIG_NAME = "config.json"
 
-# What marks a dictionary as one of this library, and says how it is to be read.
+# Key that marks a dictionary as written by this library; its value is the version of the format.
 FORMAT = "attn_core_format"
 
 _COMMIT = re.compile(r"snapshots/([^/]+)/")
 _HASH = re.compile(r"[0-9a-f]{40}")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-# Arguments of from_pretrained that are about fetching files.
+# Arguments of from_pretrained that concern downloads.
 _DOWNLOADS = ("cache_dir", "force_download", "proxies", "resume_download", "revision", "token",
               "use_auth_token", "code_revision")
 
 
 def to_dict(config: AttnConfig) -> dict[str, Any]:
-  """All fields as values that JSON knows; `from_dict` is the exact inverse.
+  """Converts all fields to JSON-serializable values; `from_dict` is the exact inverse.
 
   Raises:
-    ValueError: `validated` refuses the configuration, or its mesh has no devices to name.
+    ValueError: as `validated`, or the mesh has no devices.
   """
   config = validated(config)
   return {FORMAT: 1, **{name: _encoded(name, value) for name, value in config._asdict().items()}}
 
 
 def to_diff_dict(config: AttnConfig) -> dict[str, Any]:
-  """As `to_dict`, the fields that differ from those of AttnConfig() only.
+  """Converts the fields that differ from the defaults of AttnConfig; see `to_dict`.
 
   Raises:
     ValueError: as `to_dict`.
@@ -53,20 +55,24 @@ def to_diff_dict(config: AttnConfig) -> dict[str, Any]:
 
 
 def from_dict(data: Mapping[str, Any]) -> AttnConfig:
-  """The configuration that a dictionary describes: this library's own, or a model hub's.
+  """Reads a configuration from a dictionary, written by this library or by a model hub.
 
   Args:
-    data: what `to_dict` or `to_diff_dict` gave, or the contents of a hub's config.json (see
-      `config_readers.read_config`).
+    data: the result of `to_dict` or `to_diff_dict`, or the contents of a hub's config.json (see
+      `readers.read_config`).
+
+  Returns:
+    The configuration.
 
   Raises:
-    ValueError: no mapping, a field that does not exist, or a value that is none of the field.
-    NotImplementedError: a hub's configuration of a model type that has no reader.
+    ValueError: `data` is not a mapping, has a key that is not a field, or as `validated`; for a
+      hub's data, as `readers.read_config`.
+    NotImplementedError: a hub's model type is not supported.
   """
   checks.require(isinstance(data, Mapping), "data", type(data).__name__, "a mapping")
   if FORMAT not in data:
-    return config_readers.read_config(data)
-  checks.require(data[FORMAT] == 1, FORMAT, repr(data[FORMAT]), "1, the only one there is")
+    return readers.read_config(data)
+  checks.require(data[FORMAT] == 1, FORMAT, repr(data[FORMAT]), "1, the only known format")
   values = {name: value for name, value in data.items() if name != FORMAT}
   unknown = sorted(set(values) - set(AttnConfig._fields), key=repr)
   checks.require(not unknown, "data", f"the keys {unknown}", "fields of AttnConfig: "
@@ -74,19 +80,20 @@ def from_dict(data: Mapping[str, Any]) -> AttnConfig:
   try:
     return validated(AttnConfig(**{name: _decoded(name, value) for name, value in values.items()}))
   except (AttributeError, TypeError) as error:
-    raise ValueError(f"data: expected what to_dict gave; {error}") from error
+    raise ValueError(f"data: expected the result of to_dict; {error}") from error
 
 
-def to_json_file(config: AttnConfig, json_file_path: str | os.PathLike, use_diff: bool = True):
+def to_json_file(
+    config: AttnConfig, json_file_path: str | os.PathLike, use_diff: bool = True) -> None:
   """Writes a configuration to a file.
 
   Args:
     config: the configuration.
-    json_file_path: the file; it is replaced where there is one.
-    use_diff: whether to leave out what is as in AttnConfig().
+    json_file_path: the file; an existing file is replaced.
+    use_diff: whether to leave out fields that have their default values.
 
   Raises:
-    ValueError: no path, or as `to_dict`.
+    ValueError: `json_file_path` is not a path, or as `to_dict`.
   """
   _check_path("json_file_path", json_file_path)
   data = to_diff_dict(config) if use_diff else to_dict(config)
@@ -96,16 +103,16 @@ def to_json_file(config: AttnConfig, json_file_path: str | os.PathLike, use_diff
 
 def save_pretrained(
     config: AttnConfig, save_directory: str | os.PathLike, push_to_hub: bool = False) -> None:
-  """Writes `config.json` into a folder, which is made where there is none.
+  """Writes `config.json` into a folder, which is created if it does not exist.
 
   Raises:
-    NotImplementedError: `push_to_hub`.
-    ValueError: no path, or as `to_dict`.
+    NotImplementedError: `push_to_hub` is True.
+    ValueError: `save_directory` is not a path, or as `to_dict`.
   """
   _check_path("save_directory", save_directory)
   if push_to_hub:
-    raise NotImplementedError("save_pretrained: push_to_hub=True needs a network and an account of "
-                              "a model hub; save to a folder and upload that")
+    raise NotImplementedError("save_pretrained: push_to_hub=True needs a network and an account on "
+                              "a model hub; save to a folder and upload the folder")
   folder = pathlib.Path(save_directory)
   folder.mkdir(parents=True, exist_ok=True)
   to_json_file(config, folder / CONFIG_NAME)
@@ -113,38 +120,41 @@ def save_pretrained(
 
 def from_pretrained(
     pretrained_model_name_or_path: str | os.PathLike, subfolder: str = "",
-    return_unused_kwargs: bool = False, **given: Any):
-  """Reads a configuration from disk: this library's own, or one as model hubs write it.
+    return_unused_kwargs: bool = False, **given: Any,
+) -> AttnConfig | tuple[AttnConfig, dict[str, Any]]:
+  """Reads a configuration from disk, written by this library or by a model hub.
 
   Args:
     pretrained_model_name_or_path: a folder with a file config.json, or a JSON file.
     subfolder: a folder inside it.
-    return_unused_kwargs: whether names in `given` that are no fields come back; else an error.
+    return_unused_kwargs: whether names in `given` that are not fields are returned; otherwise they
+      are an error.
     **given: fields of AttnConfig that replace those of the file; `local_files_only` is accepted,
-      since nothing else is ever done.
+      since only local files are ever read.
 
   Returns:
-    The configuration, or (configuration, names and values that are no fields).
+    The configuration, or (configuration, the names and values in `given` that are not fields).
 
   Raises:
-    NotImplementedError: the name of a hub's model in place of a path, or an argument of downloads.
-    FileNotFoundError: there is no such file.
-    ValueError: a name that is no path, a file that is no JSON in UTF-8, or as `from_dict` and
-      `add_basic_configurations`.
+    NotImplementedError: the argument is the name of a hub's model instead of a path, or an argument
+      concerns downloads.
+    FileNotFoundError: the file does not exist.
+    ValueError: a path is not a string or PathLike, the file is not JSON in UTF-8, or as `from_dict`
+      and `add_basic_configurations`.
   """
   given.pop("local_files_only", None)
   for name in _DOWNLOADS:
     if given.pop(name, None) not in (None, False, "main"):
-      raise NotImplementedError(f"from_pretrained: {name} is about downloads, and nothing is "
-                                "downloaded here; fetch config.json and give its folder")
+      raise NotImplementedError(f"from_pretrained: {name} concerns downloads, which are not "
+                                "supported; download config.json and pass its folder")
   _check_path("pretrained_model_name_or_path", pretrained_model_name_or_path)
   _check_path("subfolder", subfolder)
   path = _config_file(os.fspath(pretrained_model_name_or_path), subfolder)
   try:
     data = json.loads(path.read_text(encoding="utf-8"))
   except (json.JSONDecodeError, UnicodeDecodeError) as error:
-    raise ValueError(f"{path} is not JSON: {error}; expected what to_json_file wrote, or a hub's "
-                     "config.json, in UTF-8") from error
+    raise ValueError(f"{path} is not JSON: {error}; expected a file written by to_json_file, or a "
+                     "hub's config.json, in UTF-8") from error
   unused = {name: given.pop(name) for name in set(given) - set(AttnConfig._fields)
             if return_unused_kwargs}
   config = add_basic_configurations(from_dict(data), **given)
@@ -152,11 +162,11 @@ def from_pretrained(
 
 
 def extract_commit_hash(resolved_file: str | None, commit_hash: str | None) -> str | None:
-  """The commit of a file in a model hub's cache, `.../snapshots/<commit>/...`.
+  """Extracts the commit from a path in a model hub's cache, `.../snapshots/<commit>/...`.
 
   Args:
     resolved_file: the file's path, or None.
-    commit_hash: what is known already: it is given back.
+    commit_hash: the commit if it is known already, which is then returned.
 
   Returns:
     40 hexadecimal digits, or None.
@@ -173,6 +183,7 @@ def extract_commit_hash(resolved_file: str | None, commit_hash: str | None) -> s
 
 
 def _check_path(argument: str, x: Any) -> None:
+  """Checks that an argument is a path."""
   checks.require(isinstance(x, (str, os.PathLike)), argument, repr(x),
                  "the path of a folder or a file")
 
@@ -186,14 +197,14 @@ def _config_file(name: str, subfolder: str) -> pathlib.Path:
     return path
   if not pathlib.Path(name).exists() and _HUB_NAME.fullmatch(name) and not name.endswith(".json"):
     raise NotImplementedError(
-        f"from_pretrained: {name!r} is no folder or file here, and models are not fetched from a "
-        "hub by their names, which needs a network; download its config.json and give the path")
-  raise FileNotFoundError(f"from_pretrained: there is no file {path}; expected a folder with "
+        f"from_pretrained: {name!r} is not a local folder or file, and models are not downloaded "
+        "from a hub by name; download the model's config.json and pass its path")
+  raise FileNotFoundError(f"from_pretrained: {path} does not exist; expected a folder with "
                           f"{CONFIG_NAME}, or a JSON file")
 
 
 def _encoded(name: str, value: Any) -> Any:
-  """One field as JSON knows it."""
+  """Converts one field to JSON-serializable values."""
   if name in ("attn_dtype", "kvdtype", "attn_softmax_dtype"):
     return None if value is None else value.name
   if name == "mesh":
@@ -206,9 +217,10 @@ def _encoded(name: str, value: Any) -> Any:
 
 
 def _decoded(name: str, value: Any) -> Any:
-  """The inverse of `_encoded`."""
-  kinds = {"partition_axis": PartitionAxis, "rope": Rope, "operation_configs": BlockSizes,
-           "layer_ropes": Rope}
+  """Inverse of `_encoded`."""
+  kinds: dict[str, Callable[..., Any]] = {
+      "partition_axis": PartitionAxis, "rope": Rope, "operation_configs": BlockSizes,
+      "layer_ropes": Rope}
   if name in ("operation_configs", "layer_ropes"):
     return tuple((key, _made(kinds[name], item)) for key, item in value.items())
   if name in kinds:
@@ -220,9 +232,11 @@ def _decoded(name: str, value: Any) -> Any:
   return frozen(value)
 
 
-def _made(kind, fields: Mapping[str, Any]):
+def _made(kind: Callable[..., Any], fields: Mapping[str, Any]) -> Any:
+  """Makes a value of class `kind`."""
   return kind(**{name: frozen(value) for name, value in fields.items()})
 
 
 def _listed(value: Any) -> Any:
+  """Converts tuples to lists, recursively."""
   return list(map(_listed, value)) if isinstance(value, tuple) else value

@@ -1,11 +1,12 @@
-"""What a configuration means for a layer: its mask, its rotary embedding, its `attention`.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Derives a layer's mask, rotary embedding and attention arguments from a configuration."""
 
-Letters: B batch, L longest length (tokens), D a head's width, R rotated width.
-"""
-
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+from jax.typing import DTypeLike
 import jax.numpy as jnp
 import numpy as np
 
@@ -13,19 +14,20 @@ from attn_core import checks, masks
 from attn_core.config.config import AttnConfig, checked, get_head_dim, validated
 from attn_core.rope.frequencies import Rope, inverse_frequencies
 from attn_core.rope.rope import rotary, rotary_table
+from attn_core.types import DECODE_MODES, MODES, Mode
 
 
 class AttnMaskDetail(NamedTuple):
-  """Which keys a layer's queries see."""
+  """The mask of a layer."""
 
   mask_type: str  # one of config.LAYER_TYPES
   causal: bool = True
-  sliding_window: tuple[int, int] | None = None  # (left, right), tokens; of "sliding_attention"
-  chunk_size: int | None = None  # tokens; of "chunked_attention"
+  sliding_window: tuple[int, int] | None = None  # (left, right), tokens; for "sliding_attention"
+  chunk_size: int | None = None  # tokens; for "chunked_attention"
 
   @property
   def size(self) -> int | None:
-    """The largest number of keys that a query sees (tokens); None: all."""
+    """The largest number of visible keys of a query (tokens); None: unbounded."""
     if self.sliding_window is None:
       return self.chunk_size
     left, right = self.sliding_window
@@ -33,7 +35,7 @@ class AttnMaskDetail(NamedTuple):
     return None if -1 in (left, right) else left + right + 1
 
   def to_mask(self) -> masks.Mask:
-    """The mask as a value, for `mask` of `attention` with causal=False."""
+    """Converts to a mask value, for `mask` of `attention` with causal=False."""
     mask = masks.causal() if self.causal else masks.full()
     if self.sliding_window is not None:
       mask = mask & masks.window(*[None if n == -1 else n for n in self.sliding_window])
@@ -41,39 +43,41 @@ class AttnMaskDetail(NamedTuple):
 
 
 def get_mask_details(config: AttnConfig) -> dict[int, AttnMaskDetail] | None:
-  """The mask of every layer by its number, from 0; None: all are alike, see `mask_detail`.
+  """The mask of every layer by its index, from 0; None: all are alike, see `mask_detail`.
 
   Raises:
-    ValueError: `validated` refuses the configuration.
+    ValueError: as `validated`.
   """
-  if validated(config).layer_types is None:
+  layer_types = validated(config).layer_types
+  if layer_types is None:
     return None
-  return {layer: mask_detail(config, layer) for layer in range(len(config.layer_types))}
+  return {layer: mask_detail(config, layer) for layer in range(len(layer_types))}
 
 
 def mask_detail(config: AttnConfig, layer: int = 0) -> AttnMaskDetail:
-  """The mask of one layer, whether all are alike or not.
+  """The mask of one layer, also if all layers are alike.
 
   Raises:
-    ValueError: `config` is no AttnConfig, or there is no such layer.
+    ValueError: `config` is not an AttnConfig, or `layer` is not the index of a layer.
   """
-  if checked(config).layer_types is None:
+  layer_types = checked(config).layer_types
+  if layer_types is None:
     _check_layer(config.num_hidden_layers, layer)
     kind = ("sliding_attention" if config.sliding_window is not None else
             "chunked_attention" if config.chunk_size is not None else "full_attention")
   else:
-    _check_layer(len(config.layer_types), layer)
-    kind = config.layer_types[layer]
+    _check_layer(len(layer_types), layer)
+    kind = layer_types[layer]
   return AttnMaskDetail(kind, config.causal,
                         config.sliding_window if kind == "sliding_attention" else None,
                         config.chunk_size if kind == "chunked_attention" else None)
 
 
 def layer_rope(config: AttnConfig, layer: int = 0) -> Rope:
-  """The rotary embedding of one layer; of type "none" where the layer has none.
+  """The rotary embedding of one layer; its type is "none" for a layer without one.
 
   Raises:
-    ValueError: `config` is no AttnConfig, or there is no such layer.
+    ValueError: `config` is not an AttnConfig, or `layer` is not the index of a layer.
   """
   kind = mask_detail(config, layer).mask_type
   if layer in config.layers_without_rope:
@@ -81,87 +85,95 @@ def layer_rope(config: AttnConfig, layer: int = 0) -> Rope:
   return dict(config.layer_ropes).get(kind, config.rope)
 
 
-def query_temperature(config: AttnConfig, positions, layer: int = 0) -> jax.Array | None:
-  """What a layer multiplies its queries by before `attention`, so that late ones stay sharp.
+def query_temperature(
+    config: AttnConfig, positions: jax.Array | np.ndarray, layer: int = 0) -> jax.Array | None:
+  """The factor of a layer's queries that keeps attention sharp at late positions.
 
     1 + strength * ln(1 + floor((position + 1) / step))   in layers without a rotary embedding
 
-  As Llama 4 has it, after Nakanishi, Scalable-Softmax, https://arxiv.org/abs/2501.19399.
+  As in Llama 4, after Nakanishi, Scalable-Softmax, https://arxiv.org/abs/2501.19399.
 
   Args:
-    config: (strength, step) are its `temperature_tuning`.
-    positions: int [B or 1, T], of the queries (tokens); those before 0 are padding.
-    layer: the layer's number, from 0.
+    config: its `temperature_tuning` is (strength, step).
+    positions: int [B or 1, T], of the queries (tokens); negative positions are padding.
+    layer: the index of the layer, from 0.
 
   Returns:
-    float32 [B or 1, T]: `query * temperature[..., None, None]` in layout bthd; None where the layer
-    leaves its queries as they are.
+    float32 [B or 1, T], to be multiplied with the queries before `attention`:
+    `query * temperature[..., None, None]` in layout bthd; None if the layer does not scale queries.
 
   Raises:
-    ValueError: `config` is no AttnConfig, there is no such layer, or positions that are no array of
-      integers.
+    ValueError: `config` is not an AttnConfig, `layer` is not the index of a layer, or `positions`
+      is not an array of integers.
   """
-  turns = layer_rope(config, layer).rope_type != "none"
-  checks.array("positions", positions, "int [B or 1, T]")
-  checks.require(jnp.issubdtype(positions.dtype, jnp.integer), "positions",
-                 checks.describe(positions), "int [B or 1, T]")
-  if config.temperature_tuning is None or turns:
+  has_rope = layer_rope(config, layer).rope_type != "none"
+  positions = checks.int32("positions", positions, "int [B or 1, T]")
+  if config.temperature_tuning is None or has_rope:
     return None
   strength, step = config.temperature_tuning
-  steps = (jnp.maximum(jnp.asarray(positions), -1) + 1) // step
+  steps = (jnp.maximum(positions, -1) + 1) // step
   return 1 + strength * jnp.log1p(steps.astype(jnp.float32))
 
 
-def attention_arguments(config: AttnConfig, layer: int = 0) -> dict[str, Any]:
-  """What a layer passes to `attention` beside its arrays: `attention(q, k, v, **arguments)`.
+def attention_arguments(config: AttnConfig, layer: int = 0,
+                        mode: Mode = "__train__") -> dict[str, Any]:
+  """The keyword arguments of a layer's `attention`, for `attention(q, k, v, **arguments)`.
 
   Args:
     config: the configuration.
-    layer: the layer's number, from 0.
+    layer: the index of the layer, from 0.
+    mode: the mode of the call; the mechanism is `decode_attn_mechanism` in the decode modes.
 
   Returns:
     mechanism, causal, sliding_window, chunk_size, softmax_scale, logits_soft_cap, dropout_prob.
-    Sinks are the layer's parameters and go to `softmax_aux`; see also `query_temperature`.
+    Sinks are parameters of the layer and are passed as `softmax_aux`; see also `query_temperature`.
 
   Raises:
-    ValueError: `validated` refuses the configuration, or there is no such layer.
+    ValueError: as `validated`, `layer` is not the index of a layer, or `mode` is unknown.
   """
   config = validated(config)
+  checks.one_of("mode", mode, MODES)
   detail = mask_detail(config, layer)
+  mechanism = (mode in DECODE_MODES and config.decode_attn_mechanism) or config.attn_mechanism
   return {
-      "mechanism": config.attn_mechanism, "causal": detail.causal,
+      "mechanism": mechanism, "causal": detail.causal,
       "sliding_window": detail.sliding_window, "chunk_size": detail.chunk_size,
       "softmax_scale": config.softmax_scale, "logits_soft_cap": config.logits_soft_cap,
       "dropout_prob": config.dropout_prob}
 
 
 def granted_freq_max_position_embedding(config: AttnConfig) -> int:
-  """L of the tables of rotary embeddings (tokens).
+  """Length of the tables of rotary embeddings (tokens).
 
   Raises:
-    ValueError: the configuration knows no length.
+    ValueError: `config` is not an AttnConfig, or both `freq_max_position_embeddings` and
+      `max_position_embeddings` are None.
   """
   return _granted(config, "freq_max_position_embeddings")
 
 
 def granted_mask_max_position_embedding(config: AttnConfig) -> int:
-  """L of masks that are written out (tokens).
+  """Length of dense masks (tokens).
 
   Raises:
-    ValueError: the configuration knows no length.
+    ValueError: `config` is not an AttnConfig, or both `mask_max_position_embeddings` and
+      `max_position_embeddings` are None.
   """
   return _granted(config, "mask_max_position_embeddings")
 
 
-def get_basic_causal_mask(config: AttnConfig, dense: bool = False):
-  """The causal mask: a value, which is free and fits every length.
+def get_basic_causal_mask(config: AttnConfig, dense: bool = False) -> masks.Mask | jax.Array:
+  """The causal mask, as a mask value that costs no memory and fits every length.
 
   Args:
-    config: the configuration; its length is read only where `dense`.
-    dense: whether to write it out, as bool [1, 1, L, L].
+    config: the configuration; its length is read only if `dense`.
+    dense: whether to return the mask as an array instead.
+
+  Returns:
+    A mask value, or bool [1, 1, length, length]; see `granted_mask_max_position_embedding`.
 
   Raises:
-    ValueError: `dense`, and the configuration knows no length.
+    ValueError: `dense` is True, and as `granted_mask_max_position_embedding`.
   """
   if not dense:
     return masks.causal()
@@ -170,27 +182,28 @@ def get_basic_causal_mask(config: AttnConfig, dense: bool = False):
 
 
 def get_fcm_mask(config: AttnConfig, batch_size: int, seq_length: int, deterministic: bool,
-                 key: jax.Array | None = None):
-  """The mask of forgetful causal masking: keys dropped at random, from all queries of a row alike.
+                 key: jax.Array | None = None) -> jax.Array | None:
+  """The mask of forgetful causal masking: random keys are hidden from all queries of a batch row.
 
-    share[b] ~ uniform(fcm_min_ratio, fcm_max_ratio);   key s of row b is dropped with share[b]
+    ratio[b] ~ uniform(fcm_min_ratio, fcm_max_ratio);   P(key s of row b is hidden) = ratio[b]
 
-  The first key stays, so that every query sees one. Pass it as `mask`, beside causal=True.
+  The first key is always visible, so that every query has a visible key. Pass the mask as `mask`
+  together with causal=True.
   Liu et al., FCM: Forgetful Causal Masking, https://arxiv.org/abs/2210.13432.
 
   Args:
     config: fcm_min_ratio and fcm_max_ratio.
     batch_size: B.
     seq_length: number of keys (tokens).
-    deterministic: whether nothing is to be dropped.
+    deterministic: whether no key is hidden.
     key: a `jax.random` key.
 
   Returns:
-    bool [B, 1, 1, seq_length], True = visible; None where nothing is dropped.
+    bool [B, 1, 1, seq_length], True = visible; None if no key is hidden.
 
   Raises:
-    ValueError: no key where there is something to drop, sizes that are no ints >= 1, or as
-      `validated`.
+    ValueError: `config` is not an AttnConfig; or keys are to be hidden, and `key` is not an array,
+      a size is not an int >= 1, or as `validated`.
   """
   if deterministic or not checked(config).fcm_max_ratio:
     return None
@@ -200,31 +213,31 @@ def get_fcm_mask(config: AttnConfig, batch_size: int, seq_length: int, determini
   checks.require(isinstance(key, (jax.Array, np.ndarray)), "key", checks.describe(key),
                  "a jax.random key, since deterministic=False and "
                  f"fcm_max_ratio={config.fcm_max_ratio}")
-  share_key, drop_key = jax.random.split(key)
-  share = jax.random.uniform(share_key, (batch_size, 1, 1, 1), minval=config.fcm_min_ratio,
+  ratio_key, drop_key = jax.random.split(jnp.asarray(key))
+  ratio = jax.random.uniform(ratio_key, (batch_size, 1, 1, 1), minval=config.fcm_min_ratio,
                              maxval=config.fcm_max_ratio)
-  kept = jax.random.uniform(drop_key, (batch_size, 1, 1, seq_length)) >= share
+  kept = jax.random.uniform(drop_key, (batch_size, 1, 1, seq_length)) >= ratio
   return kept.at[..., 0].set(True)
 
 
 def get_basic_inv_frequencies(
     config: AttnConfig, head_size: int | None = None, rotary_dim: int | None = None,
-    base: float | None = None, partial_rotary_factor: float | None = None):
+    base: float | None = None, partial_rotary_factor: float | None = None) -> jax.Array:
   """The inverse frequencies of the configured rotary embedding.
 
   Args:
-    config: its `rope`, `rope_head_dim` and `head_dim`.
-    head_size: D; None: the configured one.
-    rotary_dim: R; None: the configured share of D.
+    config: its `rope`, `rope_head_dim` and `head_dim` are read.
+    head_size: D; None: as configured.
+    rotary_dim: number of rotated dimensions of a head; None: the configured fraction of D.
     base: None: the configured rope_theta.
-    partial_rotary_factor: share of D that is rotated, where `rotary_dim` is None; None: the
-      configured one.
+    partial_rotary_factor: fraction of D that is rotated, if `rotary_dim` is None; None: as
+      configured.
 
   Returns:
-    float32 [R / 2], radians for each position.
+    float32 [rotary_dim / 2], radians per position.
 
   Raises:
-    ValueError: the configuration knows no width, or as `inverse_frequencies`.
+    ValueError: as `config.get_head_dim` if no width is given, or as `inverse_frequencies`.
   """
   rope = _based(config, base)
   if partial_rotary_factor is not None:
@@ -235,23 +248,24 @@ def get_basic_inv_frequencies(
 
 def get_basic_frequencies(
     config: AttnConfig, head_size: int | None = None, rotary_dim: int | None = None,
-    base: float | None = None):
+    base: float | None = None) -> jax.Array:
   """The table of cosines and sines of the configured rotary embedding.
 
-  Types that choose their frequencies by length choose them for L; a table that is too short does
-  not exist here otherwise: `rotary_table` takes any position.
+  Types whose frequencies depend on the length use the length of the table. `rotary_table` computes
+  cosines and sines at any position without a table.
 
   Args:
-    config: as for `get_basic_inv_frequencies`, and its longest length.
-    head_size: D; None: the configured one.
-    rotary_dim: R; None: the configured share of D.
+    config: as for `get_basic_inv_frequencies`; the length of the table is
+      `granted_freq_max_position_embedding(config)`.
+    head_size: D; None: as configured.
+    rotary_dim: number of rotated dimensions of a head; None: the configured fraction of D.
     base: None: the configured rope_theta.
 
   Returns:
-    float32 [L, R]: R / 2 cosines, then R / 2 sines.
+    float32 [length, rotary_dim]: first the cosines, then the sines, rotary_dim / 2 each.
 
   Raises:
-    ValueError: as `get_basic_inv_frequencies`, or the configuration knows no length.
+    ValueError: as `get_basic_inv_frequencies` and `granted_freq_max_position_embedding`.
   """
   width, rope = _rotated(config, _based(config, base), head_size, rotary_dim)
   positions = jnp.arange(granted_freq_max_position_embedding(config), dtype=jnp.int32)
@@ -259,60 +273,67 @@ def get_basic_frequencies(
 
 
 def get_basic_rope(
-    config: AttnConfig, dtype: Any, head_size: int, rotary_dim: int | None = None,
-    is_neox_style: bool | None = None, base: float | None = None):
-  """A function that turns query and key to their positions.
+    config: AttnConfig, dtype: DTypeLike, head_size: int, rotary_dim: int | None = None,
+    is_neox_style: bool | None = None, base: float | None = None,
+) -> Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+  """Makes a function that rotates query and key by their positions.
 
   Args:
-    config: its `rope`.
-    dtype: of what the function returns.
+    config: its `rope` is read.
+    dtype: of the results of the function.
     head_size: D.
-    rotary_dim: R; None: the configured share of D.
-    is_neox_style: True: pairs (i, R / 2 + i); False: neighbours; None: the configured way.
+    rotary_dim: number of rotated dimensions of a head; None: the configured fraction of D.
+    is_neox_style: True: pairs are (i, rotary_dim / 2 + i); False: neighbors; None: as configured.
     base: None: the configured rope_theta.
 
   Returns:
     (positions int [B, T], query [B, T, H, D], key [B, T, K, D]) -> (query, key); see `rotary`.
 
   Raises:
-    ValueError: as `get_basic_inv_frequencies`, a `rotary_dim` above `head_size`, or no dtype.
+    ValueError: as `get_basic_inv_frequencies`, `rotary_dim` is more than `head_size`, or `dtype` is
+      not a dtype.
   """
   dtype = checks.dtype("dtype", dtype, "a floating-point dtype, such as jnp.bfloat16")
   width, rope = _rotated(config, _based(config, base), head_size, rotary_dim)
   if is_neox_style is not None:
     rope = rope._replace(interleaved=not is_neox_style)
-  inverse_frequencies(rope, width)  # says now what it would say of every call
+  inverse_frequencies(rope, width)  # raises its errors before the first call
   if width != head_size:
     checks.require(width < head_size, "rotary_dim", width, f"at most head_size={head_size}")
     rope = rope._replace(partial_rotary_factor=width / head_size)
 
-  def turn(positions, query, key):
-    return tuple(x.astype(dtype) for x in rotary(query, key, positions, rope))
+  def rotate(positions: jax.Array, query: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    rotated_query, rotated_key = rotary(query, key, positions, rope)
+    return jnp.asarray(rotated_query).astype(dtype), jnp.asarray(rotated_key).astype(dtype)
 
-  return turn
+  return rotate
 
 
 def _based(config: AttnConfig, base: float | None) -> Rope:
+  """The configured rope with another base; None: the configured base."""
   rope = checked(config).rope
   if base is None:
     return rope
   return rope._replace(rope_theta=checks.number("base", base, "a number, or None for rope_theta"))
 
 
-def _rotated(config: AttnConfig, rope: Rope, head_size: int | None, rotary_dim: int | None):
-  """(width, rope): a width and the rope that turns its share of it; R itself where given."""
+def _rotated(config: AttnConfig, rope: Rope, head_size: int | None,
+             rotary_dim: int | None) -> tuple[int, Rope]:
+  """(width, rope): `rope` rotates its fraction of the width, which is `rotary_dim` if given."""
   if rotary_dim is not None:
     return rotary_dim, rope._replace(partial_rotary_factor=1.0)
   return head_size or config.rope_head_dim or get_head_dim(config), rope
 
 
 def _granted(config: AttnConfig, name: str) -> int:
-  length = getattr(checked(config), name) or config.max_position_embeddings
-  checks.require(length is not None, name, None, "a length (tokens), here or as "
-                 "max_position_embeddings")
+  """The length of a field, else `max_position_embeddings`."""
+  length: int = getattr(checked(config), name) or config.max_position_embeddings or 0
+  checks.require(length > 0, name, None, "a length (tokens), here or as max_position_embeddings")
   return length
 
 
 def _check_layer(layers: int | None, layer: int) -> None:
-  checks.integer("layer", layer, f"a number from 0 to {'N' if layers is None else layers} - 1",
+  """Checks the index of a layer."""
+  last = "num_hidden_layers" if layers is None else layers
+  checks.integer("layer", layer, f"a number from 0 to {last} - 1",
                  lambda x: x >= 0 and (layers is None or x < layers))

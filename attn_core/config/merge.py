@@ -1,4 +1,6 @@
-"""New configurations from old ones: what is given wins, what is not stays."""
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""New configurations from old ones: given fields are replaced, the others are kept."""
 
 import enum
 import json
@@ -7,21 +9,22 @@ from typing import Any, Unpack
 from jax.sharding import Mesh
 
 from attn_core import checks
-from attn_core.config.config import (BASICS, AttnConfig, AttnConfigDict, checked, validated)
+from attn_core.config.config import BASICS, AttnConfig, checked, validated
+from attn_core.config.config_dict import AttnConfigDict
 
 
 def add_basic_configurations(config: AttnConfig, **given: Unpack[AttnConfigDict]) -> AttnConfig:
-  """A configuration with some values replaced: given ones win, the others stay.
+  """Replaces some fields of a configuration.
 
   Args:
-    config: the configuration.
-    **given: fields of AttnConfig; lists and dictionaries are made hashable.
+    config: the configuration; it is not changed.
+    **given: fields of AttnConfig; lists and dictionaries are converted to hashable tuples.
 
   Returns:
-    The new configuration; the one that was given stays what it is.
+    The new configuration.
 
   Raises:
-    ValueError: `config` is no AttnConfig, a name is no field, or `validated` refuses the result.
+    ValueError: `config` is not an AttnConfig, a name is not a field, or as `validated`.
   """
   checked(config)
   unknown = sorted(set(given) - set(AttnConfig._fields))
@@ -31,48 +34,52 @@ def add_basic_configurations(config: AttnConfig, **given: Unpack[AttnConfigDict]
 
 
 def attach_custom_arguments(config: AttnConfig, **given: Any) -> AttnConfig:
-  """A configuration with values under any names: fields are replaced, the others become extras.
+  """Attaches values under any names: fields are replaced, other names become extras.
 
   Args:
-    config: the configuration.
-    **given: fields of AttnConfig, or other names with values that JSON knows.
+    config: the configuration; it is not changed.
+    **given: fields of AttnConfig, or other names with JSON-serializable values.
+
+  Returns:
+    The new configuration; see `extras_of` for the extras.
 
   Raises:
-    ValueError: `config` is no AttnConfig, a value that JSON does not know, or `validated` refuses
-      the result.
+    ValueError: `config` is not an AttnConfig, the value of another name is not JSON-serializable,
+      or as `validated`.
   """
   extras = dict(checked(config).extras)
   for name in set(given) - set(AttnConfig._fields):
     try:
       extras[name] = json.dumps(given.pop(name), allow_nan=False)
     except (TypeError, ValueError) as error:
-      raise ValueError(f"attach_custom_arguments: {name} is no value that JSON knows ({error}); "
+      raise ValueError(f"attach_custom_arguments: {name} is not JSON-serializable ({error}); "
                        "expected numbers, strings, lists or dictionaries") from error
   return add_basic_configurations(config._replace(extras=tuple(sorted(extras.items()))), **given)
 
 
 def extras_of(config: AttnConfig) -> dict[str, Any]:
-  """What was attached to a configuration, or read for it, and is no field of it.
+  """The values that were attached to a configuration, or read from a file, beyond its fields.
 
   Raises:
-    ValueError: `config` is no AttnConfig.
+    ValueError: `config` is not an AttnConfig.
   """
   return {name: json.loads(text) for name, text in checked(config).extras}
 
 
 def read_basics_from_config(config: AttnConfig, source: Any) -> AttnConfig:
-  """A configuration with the basic fields of another one, which say nothing of a model.
+  """Copies the basic fields of another configuration, those that do not describe a model.
 
   Args:
-    config: the configuration.
-    source: an AttnConfig, or any object; attributes of the names BASICS are read, absent ones stay.
+    config: the configuration; it is not changed.
+    source: an AttnConfig, or any object whose attributes of the names BASICS are read; fields that
+      it lacks are kept.
 
   Returns:
     The new configuration.
 
   Raises:
-    ValueError: `source` has no attribute of these names, as a dictionary has none, or `validated`
-      refuses the result.
+    ValueError: `config` is not an AttnConfig, `source` has none of these attributes (a dictionary
+      has none), or as `validated`.
   """
   given = {name: getattr(source, name) for name in BASICS if hasattr(source, name)}
   checks.require(given, "source", type(source).__name__, "an object with attributes such as "
@@ -81,16 +88,19 @@ def read_basics_from_config(config: AttnConfig, source: Any) -> AttnConfig:
 
 
 def set_model_mesh(config: AttnConfig, mesh: Mesh | None) -> AttnConfig:
-  """A configuration with this mesh; None: the one that `get_mesh` makes.
+  """Replaces the mesh of a configuration; None: the mesh that `get_mesh` creates.
 
   Raises:
-    ValueError: `mesh` is not a `jax.sharding.Mesh`.
+    ValueError: `config` is not an AttnConfig, or `mesh` is neither a mesh nor None.
   """
   return add_basic_configurations(config, mesh=mesh)
 
 
 def frozen(value: Any) -> Any:
-  """Hashable: lists as tuples, dictionaries as sorted pairs, enums as their values, all the way."""
+  """Makes a value hashable, recursively.
+
+  Lists become tuples, dictionaries sorted tuples of pairs, and enum members their values.
+  """
   if isinstance(value, enum.Enum):
     return value.value
   if isinstance(value, dict):

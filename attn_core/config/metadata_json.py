@@ -1,8 +1,10 @@
-"""The fields of an `OperationMetadata` as values that JSON knows, and back.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Converts the fields of an `OperationMetadata` to JSON-serializable values and back.
 
-Dtypes are written as names, a mesh as names, sizes and device ids, PartitionAxis, BlockSizes and
-RingConfig as their fields. A base configuration can hold anything, so each of its values that JSON
-does not know is written as a dict that says what it is: {"dtype": "bfloat16"}, {"tuple": [1, 2]}.
+Dtypes are written as names, a mesh as names, sizes and device ids, and PartitionAxis, BlockSizes
+and RingConfig as their fields. A base configuration can hold any value, so each of its values that
+JSON does not have is written as a dict with its kind: {"dtype": "bfloat16"}, {"tuple": [1, 2]}.
 """
 
 from collections.abc import Mapping
@@ -18,11 +20,14 @@ from attn_core.sharding.partition import PartitionAxis
 from attn_core.types import BlockSizes, RingConfig
 
 
+_LIBRARY = __name__.partition(".")[0]
+
+
 def encoded(fields: Mapping[str, Any]) -> dict[str, Any]:
-  """All fields of an OperationMetadata as values that JSON knows.
+  """Converts all fields of an OperationMetadata to JSON-serializable values.
 
   Args:
-    fields: the normalised fields by name.
+    fields: the normalized fields by name.
 
   Raises:
     ValueError: `base_config` is neither None nor a NamedTuple of plain values, or `mesh` has no
@@ -42,11 +47,11 @@ def encoded(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def decoded(fields: Mapping[str, Any]) -> dict[str, Any]:
-  """The inverse of `encoded`, for some or all fields; what is no mapping stays as it is.
+  """Inverse of `encoded`, for some or all fields; values that are not mappings are kept.
 
   Raises:
-    ValueError: a mapping is not one that `encoded` makes, or means devices or classes that are not
-      here.
+    ValueError: a mapping was not written by `encoded`, or names devices or classes that this
+      process does not have.
   """
   values = dict(fields)
   if isinstance(values.get("mesh"), Mapping):
@@ -65,18 +70,18 @@ def decoded(fields: Mapping[str, Any]) -> dict[str, Any]:
     try:
       values["base_config"] = decode(values["base_config"])
     except (AttributeError, TypeError) as error:
-      raise ValueError(f"base_config={values['base_config']!r}: expected what to_dict makes of it; "
-                       f"{error}") from error
+      raise ValueError(f"base_config={values['base_config']!r}: expected what to_dict returns for "
+                       f"it; {error}") from error
   return values
 
 
 def encode(value: Any, name: str) -> Any:
-  """One value of a base configuration as values that JSON knows.
+  """Converts one value of a base configuration to JSON-serializable values.
 
   Args:
     value: None, a bool, int, float, string, dtype, mesh, spec or enum member; or a NamedTuple,
       tuple, list or dict with strings as keys, of such values.
-    name: how an error calls the value.
+    name: the name of the value in errors.
 
   Raises:
     ValueError: the value is something else, or its class is not at the top level of a module.
@@ -92,7 +97,7 @@ def encode(value: Any, name: str) -> Any:
   if isinstance(value, PartitionSpec):
     return {"partition_spec": [encode(item, name) for item in value]}
   if isinstance(value, tuple) and hasattr(value, "_fields"):
-    fields = {key: encode(item, f"{name}.{key}") for key, item in value._asdict().items()}
+    fields = {key: encode(item, f"{name}.{key}") for key, item in zip(value._fields, value)}
     return {"named_tuple": _address(value, name), "fields": fields}
   if type(value) in (tuple, list):
     items = [encode(item, f"{name}[{i}]") for i, item in enumerate(value)]
@@ -100,15 +105,16 @@ def encode(value: Any, name: str) -> Any:
   if type(value) is dict and all(type(key) is str for key in value):
     return {"dict": {key: encode(item, f"{name}[{key!r}]") for key, item in value.items()}}
   raise ValueError(
-      f"{name}={value!r}: expected None or a NamedTuple of plain values, to write it down; the "
-      "metadata has read what it needs from base_config: metadata.replace(base_config=None) first")
+      f"{name}={value!r}: expected None or a NamedTuple of plain values, which can be serialized; "
+      "the metadata has already read its fields from base_config, so call "
+      "metadata.replace(base_config=None) first")
 
 
 def decode(value: Any) -> Any:
-  """The inverse of `encode`.
+  """Inverse of `encode`.
 
   Raises:
-    ValueError: a dict in `value` is none that `encode` makes, or its class is not imported.
+    ValueError: a dict in `value` was not written by `encode`, or its class is not imported.
   """
   if isinstance(value, list):
     return [decode(item) for item in value]
@@ -135,11 +141,11 @@ def decode(value: Any) -> Any:
     return tuple(decode(item) for item in value["tuple"])
   if keys == {"dict"}:
     return {key: decode(item) for key, item in value["dict"].items()}
-  raise ValueError(f"base_config has a dict of {sorted(keys)}: expected what to_dict makes of it")
+  raise ValueError(f"base_config has a dict of {sorted(keys)}: expected what to_dict returns")
 
 
-def _named_tuple(kind: type, fields: Mapping[str, Any], name: str) -> Any:
-  """A NamedTuple of a mapping that may leave fields out but adds none."""
+def _named_tuple(kind: Any, fields: Mapping[str, Any], name: str) -> Any:
+  """Makes a NamedTuple of class `kind` from a mapping that has some or all of its fields."""
   unknown = sorted(set(fields) - set(kind._fields))
   if unknown:
     raise ValueError(f"{name} has the fields {unknown}: expected fields among "
@@ -148,18 +154,33 @@ def _named_tuple(kind: type, fields: Mapping[str, Any], name: str) -> Any:
 
 
 def _address(value: Any, name: str) -> str:
-  """The class of a value as "module:Name"."""
+  """The class of a value as "module:Name".
+
+  A class of this library is written with the innermost package that exports it, such as
+  "attn_core.config:AttnConfig", which stays the same when a module inside that package is renamed.
+  """
   kind = type(value)
+  module = kind.__module__.rpartition(".")[0]
   if getattr(sys.modules.get(kind.__module__), kind.__qualname__, None) is not kind:
-    raise ValueError(f"{name} is of class {kind.__qualname__}: expected one at the top level of a "
-                     "module, to find it again")
+    raise ValueError(f"{name} is of class {kind.__qualname__}: expected a class at the top level "
+                     "of a module, which can be found when it is read")
+  while module.partition(".")[0] == _LIBRARY:
+    if getattr(sys.modules.get(module), kind.__qualname__, None) is kind:
+      return f"{module}:{kind.__qualname__}"
+    module = module.rpartition(".")[0]
   return f"{kind.__module__}:{kind.__qualname__}"
 
 
-def _found(address: str, base: type) -> type:
-  """The class that `_address` wrote, of modules that are imported already: data import none."""
+def _found(address: str, base: type) -> Any:
+  """The class that `_address` wrote.
+
+  Only modules that are already imported are searched, since data must not import code. A class of
+  this library whose address is that of an older version is found among the public names.
+  """
   module, _, name = address.partition(":")
   kind = getattr(sys.modules.get(module), name, None)
+  if kind is None and module.partition(".")[0] == _LIBRARY:
+    kind = getattr(sys.modules.get(_LIBRARY), name, None)
   if not isinstance(kind, type) or not issubclass(kind, base) or (
       base is tuple and not hasattr(kind, "_fields")):
     raise ValueError(f"base_config is of class {address!r}: expected a NamedTuple or Enum of an "

@@ -1,7 +1,9 @@
-"""From a model hub's config.json to an `AttnConfig`: what the model means by its keys, once.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Reads a model hub's config.json into an `AttnConfig`.
 
-A hub's file leaves out what its model has by default, and every model has its own defaults and its
-own meaning of a window: a model type without a reader is refused, not guessed.
+A hub's file leaves out values that are the model's defaults, and every model type has different
+defaults and a different meaning of a window. Unsupported model types are therefore an error.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,38 +13,41 @@ from typing import Any, NamedTuple
 import warnings
 
 from attn_core import checks
-from attn_core.config.config import AttnConfig, validated
+from attn_core.config.config import AttnConfig, get_head_dim, validated
 from attn_core.rope.frequencies import Rope, rope_from_dict, scale_of, yarn_mscale
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
+# (keys of the file, number of layers) -> a layer type for each layer; None: all are alike.
+Pattern = Callable[[dict[str, Any], int], tuple[str, ...] | None]
+
 
 class _Model(NamedTuple):
-  """What a model type means by keys that are absent, and which layers have which mask."""
+  """Defaults of a model type, and its assignment of masks to layers."""
 
-  defaults: dict[str, Any] = {}  # as the model's own code has them
-  pattern: Callable[[dict, int], tuple[str, ...] | None] = lambda keys, layers: None
+  defaults: dict[str, Any] = {}  # those of the model's published code
+  pattern: Pattern = lambda keys, layers: None
   causal: bool = True
   sinks: bool = False
-  interleaved: bool = False  # which dimensions make a pair
-  turns: bool = True  # whether there is a rotary embedding
+  interleaved: bool = False  # whether neighboring dimensions make a pair of the rotary embedding
+  has_rope: bool = True  # whether the model has a rotary embedding
 
 
-def _every(kind: str):
-  """All layers are of one kind where the model has a window, else full."""
+def _every(kind: str) -> Pattern:
+  """All layers are of one kind if the model has a window, else full."""
   return lambda keys, layers: (FULL if keys.get("sliding_window") is None else kind,) * layers
 
 
-def _all_but_each(kind: str, key: str):
-  """Layers of one kind, but for every n-th, which is full; n under the key."""
-  def pattern(keys, layers):
+def _all_but_each(kind: str, key: str) -> Pattern:
+  """All layers are of one kind, except every n-th, which is full; n is the value of `key`."""
+  def pattern(keys: dict[str, Any], layers: int) -> tuple[str, ...]:
     step = _count(keys, key)
     return tuple(FULL if (i + 1) % step == 0 else kind for i in range(layers))
   return pattern
 
 
 def _qwen(keys: dict, layers: int) -> tuple[str, ...]:
-  """From layer max_window_layers on, where the window is switched on at all."""
+  """Layers from max_window_layers on have a window, if use_sliding_window is true."""
   first = layers
   if _flag(keys, "use_sliding_window"):
     first = checks.integer("max_window_layers", keys["max_window_layers"],
@@ -51,10 +56,15 @@ def _qwen(keys: dict, layers: int) -> tuple[str, ...]:
                for i in range(layers))
 
 
+def _has_window(keys: dict) -> bool:
+  """Whether a window is given and enabled."""
+  return _flag(keys, "use_sliding_window") and keys.get("sliding_window") is not None
+
+
 def _qwen2_moe(keys: dict, layers: int) -> tuple[str, ...]:
-  """Every second layer up to max_window_layers, where the window is switched on at all."""
+  """Every second layer before max_window_layers has a window, if use_sliding_window is true."""
   last = 0
-  if _flag(keys, "use_sliding_window") and keys.get("sliding_window") is not None:
+  if _has_window(keys):
     last = checks.integer("max_window_layers", keys["max_window_layers"],
                           "an int >= 0, the first layer after those with a window",
                           lambda x: x >= 0)
@@ -62,23 +72,23 @@ def _qwen2_moe(keys: dict, layers: int) -> tuple[str, ...]:
 
 
 def _qwen3_moe(keys: dict, layers: int) -> tuple[str, ...]:
-  """All layers, where the window is switched on at all."""
-  has_window = _flag(keys, "use_sliding_window") and keys.get("sliding_window") is not None
-  return (SLIDING if has_window else FULL,) * layers
+  """All layers have a window, if use_sliding_window is true."""
+  return (SLIDING if _has_window(keys) else FULL,) * layers
 
 
 def _llama4(keys: dict, layers: int) -> tuple[str, ...]:
-  """Layers with a rotary embedding look at their own chunk, the others at everything."""
+  """Layers with a rotary embedding attend within chunks, the others have full attention."""
   if keys.get("attention_chunk_size") is None:
     return (FULL,) * layers
-  return tuple(CHUNKED if turns else FULL for turns in _llama4_turns(keys, layers))
+  return tuple(CHUNKED if has_rope else FULL for has_rope in _llama4_ropes(keys, layers))
 
 
-def _llama4_turns(keys: dict, layers: int) -> tuple[int, ...]:
+def _llama4_ropes(keys: dict, layers: int) -> tuple[int, ...]:
+  """1 for every layer with a rotary embedding, 0 for the others."""
   given = keys.get("no_rope_layers")  # 1: the layer has a rotary embedding, despite the name
   if given:
     checks.require(isinstance(given, (list, tuple)) and len(given) == layers
-                   and all(turns in (0, 1) for turns in given), "no_rope_layers", given,
+                   and all(flag in (0, 1) for flag in given), "no_rope_layers", given,
                    f"{layers} of 0 and 1, one for each of num_hidden_layers")
     return tuple(given)
   step = _count(keys, "no_rope_layer_interval")
@@ -86,30 +96,22 @@ def _llama4_turns(keys: dict, layers: int) -> tuple[int, ...]:
 
 
 def _count(keys: dict, name: str) -> int:
-  """A number of layers or dimensions.
-
-  Raises:
-    ValueError: it is no int >= 1.
-  """
+  """The value of a key that is a number of layers or dimensions, an int >= 1."""
   return checks.integer(name, keys[name], "an int >= 1", lambda x: x >= 1)
 
 
 def _flag(keys: dict, name: str) -> bool:
-  """Something that is so or not; null and absent: not.
-
-  Raises:
-    ValueError: it is something else.
-  """
+  """The value of a boolean key; False if it is null or missing."""
   value = keys.get(name)
   checks.require(value is None or isinstance(value, bool), name, repr(value), "true or false")
   return bool(value)
 
 
 def _mapping(name: str, value: Any) -> Mapping[str, Any]:
-  """A dictionary; null and absent: an empty one.
+  """Converts null to an empty dictionary.
 
   Raises:
-    ValueError: it is something else.
+    ValueError: `value` is neither a dictionary nor null.
   """
   checks.require(value is None or isinstance(value, Mapping), name, repr(value),
                  "a dictionary or null")
@@ -183,32 +185,30 @@ MODELS = {
         {"hidden_size": 7168, "num_attention_heads": 128, "num_hidden_layers": 61,
          "max_position_embeddings": 4096, "rope_theta": 10000.0, "qk_nope_head_dim": 128,
          "qk_rope_head_dim": 64, "v_head_dim": 128, "rope_interleave": True}),
-    "vit": _Model(_ENCODER, causal=False, turns=False),
+    "vit": _Model(_ENCODER, causal=False, has_rope=False),
     "bert": _Model({**_ENCODER, "max_position_embeddings": 512, "is_decoder": False},
-                   causal=False, turns=False),
+                   causal=False, has_rope=False),
 }
 
-# Keys by which a model says which of its layers have which mask.
+# Keys that assign masks to layers.
 _PATTERN_KEYS = ("sliding_window", "sliding_window_pattern", "use_sliding_window",
                  "max_window_layers", "no_rope_layers", "no_rope_layer_interval")
 
-# Keys that say nothing about an attention's values: kept without a word.
+# Keys that do not affect the values of an attention: kept in `extras` without a warning.
 OTHER_KEYS = frozenset("""
     _name_or_path add_cross_attention architectures attention_bias auto_map bos_token_id
     chunk_size_feed_forward classifier_dropout decoder_sparse_step decoder_start_token_id dtype
-    embd_pdrop
-    encoder_stride ep_size eos_token_id experts_per_token final_logit_softcapping finetuning_task
-    first_k_dense_replace gradient_checkpointing hidden_act hidden_activation hidden_dropout_prob
-    id2label image_size image_token_id initial_context_length initializer_range
+    embd_pdrop encoder_stride ep_size eos_token_id experts_per_token final_logit_softcapping
+    finetuning_task first_k_dense_replace gradient_checkpointing hidden_act hidden_activation
+    hidden_dropout_prob id2label image_size image_token_id initial_context_length initializer_range
     interleave_moe_layer_step intermediate_size intermediate_size_mlp is_decoder is_encoder_decoder
     kv_lora_rank label2id layer_norm_eps layernorm_epsilon mlp_bias mlp_only_layers
-    moe_intermediate_size
-    moe_layer_freq moe_layers n_group n_routed_experts n_shared_experts norm_topk_prob num_channels
-    num_experts num_experts_per_tok num_local_experts num_nextn_predict_layers output_attentions
-    output_hidden_states output_router_logits pad_token_id patch_size pooler_act pooler_output_size
-    pretraining_tp problem_type q_lora_rank qkv_bias quantization_config resid_pdrop return_dict
-    rms_norm_eps routed_scaling_factor router_aux_loss_coef router_jitter_noise scoring_func
-    shared_expert_intermediate_size
+    moe_intermediate_size moe_layer_freq moe_layers n_group n_routed_experts n_shared_experts
+    norm_topk_prob num_channels num_experts num_experts_per_tok num_local_experts
+    num_nextn_predict_layers output_attentions output_hidden_states output_router_logits
+    pad_token_id patch_size pooler_act pooler_output_size pretraining_tp problem_type q_lora_rank
+    qkv_bias quantization_config resid_pdrop return_dict rms_norm_eps routed_scaling_factor
+    router_aux_loss_coef router_jitter_noise scoring_func shared_expert_intermediate_size
     swiglu_alpha swiglu_limit tie_word_embeddings topk_group topk_method torch_dtype
     transformers_version type_vocab_size use_cache video_token_id vision_config vision_end_token_id
     vision_start_token_id vision_token_id vocab_size
@@ -216,70 +216,72 @@ OTHER_KEYS = frozenset("""
 
 
 def read_config(data: Mapping[str, Any]) -> AttnConfig:
-  """What a hub's config.json says about attention.
+  """Reads the attention of a hub's config.json.
 
-  A window of W tokens, itself included, becomes (W - 1, 0). `rope_scaling` (older) and
-  `rope_parameters` (newer, also one for each layer type) are read alike. Of a model of text and
-  images the text's part is read, from `text_config` where there is one. Every key that is not read
-  stays in `extras`, by its name; a warning lists those that no one here has heard of.
+  A window of `w` tokens, including the query's own, becomes (w - 1, 0). `rope_scaling` (older) and
+  `rope_parameters` (newer, also one per layer type) are read alike. For a model of text and images
+  the text part is read, from `text_config` if there is one. Every key that is not read is kept in
+  `extras` under its name; a warning lists unknown keys.
 
   Args:
     data: the file's contents.
 
   Returns:
-    An AttnConfig; the fields that are not the model's have their defaults.
+    An AttnConfig; fields that do not describe the model have their defaults.
 
   Raises:
-    NotImplementedError: a model type without a reader, or a key that asks for what no reader does.
-    ValueError: a missing model type, or values that contradict each other.
+    NotImplementedError: the model type is not supported, or use_bidirectional_attention is true.
+    ValueError: `data` is not a mapping, the model type is missing, or values have the wrong type,
+      are out of range or contradict each other.
   """
   checks.require(isinstance(data, Mapping), "data", type(data).__name__, "a mapping")
   checks.require(isinstance(data.get("model_type"), str), "model_type",
                  repr(data.get("model_type")), f"one of {', '.join(MODELS)}")
   text = _mapping("text_config", data.get("text_config"))
   keys = {**{k: v for k, v in data.items() if k != "text_config"}, **text}
-  if "_sliding_window_pattern" in keys:  # as newer files call it
+  if "_sliding_window_pattern" in keys:  # the name in newer files
     keys["sliding_window_pattern"] = keys.pop("_sliding_window_pattern")
   model_type = keys["model_type"]
   if model_type not in MODELS:
     raise NotImplementedError(
-        f"model_type={model_type!r} has no reader; those of {', '.join(MODELS)} have one. Make an "
-        "AttnConfig of the values by hand: AttnConfig(num_attention_heads=..., head_dim=..., ...)")
+        f"model_type={model_type!r} has no reader; expected one of {', '.join(MODELS)}. Make an "
+        "AttnConfig from the values: AttnConfig(num_attention_heads=..., head_dim=..., ...)")
   return _read(MODELS[model_type], _Keys(keys, MODELS[model_type].defaults))
 
 
 class _Keys:
-  """The keys of a file with a model's defaults behind them; knows which have been read.
+  """The keys of a file, with a model's defaults; records which keys have been read.
 
-  A null in the file stands: "sliding_window": null is no window, whatever the default.
+  A null in the file overrides the default: "sliding_window": null means no window.
   """
 
   def __init__(self, given: dict[str, Any], defaults: dict[str, Any]):
-    self.given, self.defaults, self.used = given, defaults, set()
+    self.given, self.defaults = given, defaults
+    self.used: set[str] = set()
     self.all = {**defaults, **given}
 
   def get(self, *names: str) -> Any:
-    """The value of the first of these names that the file or the model has."""
+    """The value of the first of these names that the file has, else that the defaults have."""
     self.used.update(names)
     return next((source[name] for source in (self.given, self.all) for name in names
                  if source.get(name) is not None), None)
 
   def own(self, name: str) -> Any:
-    """The value of a key that means something to this model; None, and left over, for others."""
+    """The value of a key that has a default for this model; None for others, which stay unread."""
     return self.get(name) if name in self.defaults else None
 
   def left(self) -> dict[str, Any]:
-    """What the file has and no one has read."""
+    """The keys of the file that have not been read."""
     return {name: value for name, value in self.given.items()
             if name not in self.used and value is not None}
 
 
 def _read(model: _Model, keys: _Keys) -> AttnConfig:
-  """The configuration of a known model."""
+  """Reads the configuration of a known model."""
   get, own = keys.get, keys.own
   if get("use_bidirectional_attention"):
-    raise NotImplementedError("use_bidirectional_attention=true: what it makes of the window is "
-                              "not read; AttnConfig(causal=False, sliding_window=(w, w), ...)")
+    raise NotImplementedError("use_bidirectional_attention=true is not supported; make an "
+                              "AttnConfig(causal=False, sliding_window=(w, w), ...)")
   checks.one_of("position_embedding_type", get("position_embedding_type"), (None, "absolute"))
   layers, heads = (checks.integer(name, get(name), "an int >= 1", lambda x: x >= 1)
                    for name in ("num_hidden_layers", "num_attention_heads"))
@@ -300,56 +302,58 @@ def _read(model: _Model, keys: _Keys) -> AttnConfig:
   config = _with_layers(config, model, keys)._replace(temperature_tuning=_temperature(keys))
   config, unknown = _with_ropes(config, model, keys)
   extras = {**keys.left(), **unknown}
-  unheard = sorted(set(extras) - OTHER_KEYS)
-  if unheard:
-    warnings.warn(f"config.json of model_type={config.model_type!r}: {unheard} are not read; they "
-                  "are kept in `extras`", stacklevel=4)
+  unexpected = sorted(set(extras) - OTHER_KEYS)
+  if unexpected:
+    warnings.warn(f"config.json of model_type={config.model_type!r}: {unexpected} are not read; "
+                  "they are kept in `extras`", stacklevel=4)
   return validated(config._replace(extras=tuple(sorted(
       (name, json.dumps(value)) for name, value in extras.items()))))
 
 
 def _with_layers(config: AttnConfig, model: _Model, keys: _Keys) -> AttnConfig:
-  """Layer types, and the window and the chunk that they need."""
-  layers, given = config.num_hidden_layers, keys.get("layer_types")
+  """Adds the layer types, and the window and the chunk size that they need."""
+  layers, given = config.num_hidden_layers or 0, keys.get("layer_types")
   checks.require(given is None or isinstance(given, (list, tuple)), "layer_types", repr(given),
                  f"a list of {layers} names, one for each of num_hidden_layers")
   types = tuple(given) if given else model.pattern(keys.all, layers)
   if types is None:
-    return config  # a window that the file has is none of this model's: it is left over
+    return config  # this model type has no windows: those of the file stay unread
   for name in _PATTERN_KEYS:
     keys.own(name)
   off = keys.all.get("use_sliding_window") is False
   checks.require(not (off and SLIDING in types), "use_sliding_window", False,
                  f"true, since {types.count(SLIDING)} layer_types are {SLIDING!r}")
 
-  def needed(name, kind):
+  def needed(name: str, kind: str) -> Any:
     value = keys.get(name) if kind in types else keys.own(name)
-    # What the file states beside its layer types must be needed by them; a default need not.
+    # A value that the file has besides its layer types is kept, so that `validated` rejects it if
+    # they do not need it; a default is dropped.
     return value if kind in types or (given and name in keys.given) else None
 
   window = None if off else needed("sliding_window", SLIDING)
   if window is not None:
     checks.integer("sliding_window", window, "an int >= 1 (tokens, itself included)",
                    lambda x: x >= 1)
-  turns = _llama4_turns(keys.all, layers) if "no_rope_layers" in model.defaults else ()
+  ropes = _llama4_ropes(keys.all, layers) if "no_rope_layers" in model.defaults else ()
   return config._replace(
       layer_types=types, sliding_window=None if window is None else (window - 1, 0),
       chunk_size=needed("attention_chunk_size", CHUNKED),
-      layers_without_rope=tuple(i for i, turn in enumerate(turns) if not turn))
+      layers_without_rope=tuple(i for i, has_rope in enumerate(ropes) if not has_rope))
 
 
-def _with_ropes(config: AttnConfig, model: _Model, keys: _Keys):
-  """(configuration with its rotary embeddings and DeepSeek's scale, parameters no type knows)."""
+def _with_ropes(
+    config: AttnConfig, model: _Model, keys: _Keys) -> tuple[AttnConfig, dict[str, Any]]:
+  """(configuration with rotary embeddings and DeepSeek's scale, unknown rope parameters)."""
   get, longest = keys.get, config.max_position_embeddings
-  if not model.turns:
+  if not model.has_rope:
     return config._replace(rope=Rope("none")), {}
   interleaved = keys.own("rope_interleave")
   shared = {name: get(name) for name in ("partial_rotary_factor",
                                          "original_max_position_embeddings")}
   shared |= {name: keys.own(name) for name in ("mrope_section", "mrope_interleaved")}
-  unknown = {}
+  unknown: dict[str, Any] = {}
 
-  def read(parameters, theta, where):
+  def read(parameters: Any, theta: float, where: str) -> Rope:
     given = {**{k: v for k, v in shared.items() if v is not None}, **_mapping(where, parameters)}
     rope, left = rope_from_dict(given, theta, longest,
                                 model.interleaved if interleaved is None else interleaved)
@@ -360,34 +364,34 @@ def _with_ropes(config: AttnConfig, model: _Model, keys: _Keys):
   name = "rope_parameters" if get("rope_parameters") else "rope_scaling"
   parameters = _mapping(name, get(name))
   checks.require(name == "rope_scaling" or not keys.given.get("rope_scaling"), "rope_scaling",
-                 keys.given.get("rope_scaling"), f"none beside rope_parameters={parameters}")
+                 keys.given.get("rope_scaling"), f"null, since rope_parameters={parameters}")
   nested = {kind: part for kind, part in parameters.items() if kind in (FULL, SLIDING, CHUNKED)}
   if nested:
     ropes = {kind: read(part, local if kind == SLIDING and local else theta, f"{name}.{kind}")
              for kind, part in nested.items()}
   else:
     ropes = {FULL: read(parameters, theta, name)}
-    if local:  # the layers with a window are not scaled
+    if local:  # the rope of layers with a window is not scaled
       ropes[SLIDING] = read(None, local, name)
   main = ropes.pop(FULL) if FULL in ropes else next(iter(ropes.values()))
   config = config._replace(rope=main, layer_ropes=tuple(sorted(ropes.items())))
   if config.rope_head_dim and main.rope_type != "default" and main.mscale_all_dim:
-    scale = yarn_mscale(scale_of(main), main.mscale_all_dim)
-    config = config._replace(softmax_scale=config.head_dim**-0.5 * scale**2)
+    scale = yarn_mscale(scale_of(main) or 1.0, main.mscale_all_dim)
+    config = config._replace(softmax_scale=get_head_dim(config)**-0.5 * scale**2)
   return config, unknown
 
 
 def _temperature(keys: _Keys) -> tuple[float, int] | None:
-  """(strength, step) of queries that are sharper the later they stand; None: they are not."""
+  """(strength, step) of `query_temperature`; None: the queries are not scaled."""
   name = "attn_temperature_tuning"
   tuned, *numbers = map(keys.own, (name, "attn_scale", "floor_scale"))
-  # Published files have a number in place of true.
+  # Published files have a number instead of true.
   checks.require(tuned is None or isinstance(tuned, int), name, repr(tuned), "true or false")
   return tuple(numbers) if tuned else None
 
 
 def _power(scalar: float | None) -> float | None:
-  """Gemma divides its logits by the root of this number, whatever the width."""
+  """The softmax scale of Gemma: the inverse square root of this number, whatever the width."""
   if scalar is None:
     return None
   return checks.number("query_pre_attn_scalar", scalar, "a finite number > 0",

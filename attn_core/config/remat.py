@@ -1,4 +1,6 @@
-"""Gradient checkpointing by name: which values a backward keeps, and which it makes anew.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Gradient checkpointing by name: which values a backward pass stores and which it recomputes.
 
 The library names the values of an attention (see NAMES); a model names its own by
 `jax.ad_checkpoint.checkpoint_name`.
@@ -10,17 +12,17 @@ import jax
 
 from attn_core import checks
 
-# The values that every attention names.
+# Names of the values of every attention.
 NAMES = ("attn_query", "attn_key", "attn_value", "attn_output", "attn_lse", "attn_weights")
 
-# A target that stands for others as well. An output is of use to a backward with its lse only.
+# Targets that imply others. A backward pass can use a stored output only together with its lse.
 IMPLIED = {
     "attn_output": ("attn_lse",),
     "attn_key_value": ("attn_key", "attn_value"),
     "attn_qkv": ("attn_query", "attn_key", "attn_value"),
 }
 
-# Names of gradient checkpointing -> the policy of JAX; those of TARGETED are made of targets.
+# Name -> policy of JAX; the policies of TARGETED are made from targets.
 POLICIES = {
     "everything_saveable": jax.checkpoint_policies.everything_saveable,
     "nothing_saveable": jax.checkpoint_policies.nothing_saveable,
@@ -40,18 +42,19 @@ NONE = ("", "none")  # no checkpointing
 
 
 def checkpoint_policy(name: str, targets: Sequence[str] | None = None) -> Callable | None:
-  """The policy for `jax.checkpoint`, or for `policy` of `attention`, that a name means.
+  """Looks up a policy for `jax.checkpoint`, or for `policy` of `attention`, by name.
 
   Args:
     name: a key of POLICIES or TARGETED, or one of NONE.
-    targets: the names that a policy of TARGETED is about; "attn_output" means its lse as well,
-      without which a backward cannot use it, "attn_key_value" and "attn_qkv" their parts.
+    targets: names of values, for a policy of TARGETED; "attn_output" includes its lse, without
+      which a backward pass cannot use it, and "attn_key_value" and "attn_qkv" mean their parts.
 
   Returns:
-    The policy; None: no checkpointing at all.
+    The policy; None: no checkpointing.
 
   Raises:
-    ValueError: an unknown name, a policy of TARGETED without targets, or another one with some.
+    ValueError: `name` is unknown, or `targets` are missing for a policy of TARGETED or given for
+      another one.
   """
   checks.one_of("gradient_checkpointing", name, (*NONE, *POLICIES, *TARGETED))
   if name not in TARGETED:
@@ -62,5 +65,5 @@ def checkpoint_policy(name: str, targets: Sequence[str] | None = None) -> Callab
                  and all(isinstance(target, str) for target in targets),
                  "gradient_checkpointing_targets", targets, f"names of values for {name!r}, "
                  f"such as {', '.join(NAMES)}")
-  names = [part for target in targets for part in (target, *IMPLIED.get(target, ()))]
+  names = [part for target in targets or () for part in (target, *IMPLIED.get(target, ()))]
   return TARGETED[name](*dict.fromkeys(names))

@@ -1,35 +1,42 @@
-"""A mask as a diagonal band and lengths, where it is one: what a kernel with no masks may know of.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Masks that are a diagonal band with lengths, the only ones that some library kernels accept."""
 
-Letters: B batch, T query length, S key length.
-"""
+from typing import NamedTuple
 
-from typing import Any, NamedTuple
-
-from attn_core.masks import leaves as algebra, position_range as reach
+from attn_core.masks import leaves, mask as mask_lib, position_range
 
 
 class Band(NamedTuple):
-  """Key s is visible to query t when t - left <= s, s <= t if causal, and both within lengths."""
+  """Key s is visible to query t where t - left <= s, s <= t if causal, and both within lengths."""
 
   causal: bool
   left: int | None  # None: unbounded
-  query_lengths: tuple[Any, ...]  # int32 [B or 1] each; all of them apply
-  key_lengths: tuple[Any, ...]
+  query_lengths: tuple[mask_lib.Array, ...]  # int32 [B or 1] each; all of them apply
+  key_lengths: tuple[mask_lib.Array, ...]
 
 
-def of(mask: algebra.Mask, queries: int, keys: int) -> Band | None:
-  """The band that a mask is, for T = `queries` and S = `keys`; None: it is none.
+def from_mask(mask: mask_lib.Mask, queries: int, keys: int) -> Band | None:
+  """The band equal to a mask.
 
-  A bounded left side comes only with causality, without lengths and with T <= S: so no query within
-  the lengths sees nothing, unless the lengths leave no key at all.
+  A bounded left side is returned only together with causality, without lengths and for T <= S.
+  Queries within the lengths then attend to at least one key, unless the key length is 0.
+
+  Args:
+    mask: any mask.
+    queries: T.
+    keys: S.
+
+  Returns:
+    The band; None where the mask is not a band.
   """
-  leaves = _conjuncts(mask)
-  if not all(isinstance(leaf, (algebra.Full, algebra.Causal, algebra.Window, algebra.Lengths))
-             for leaf in leaves):
+  conjuncts = _conjuncts(mask)
+  if not all(isinstance(leaf, (mask_lib.Full, leaves.Causal, leaves.Window, leaves.Lengths))
+             for leaf in conjuncts):
     return None
-  lengths = [leaf for leaf in leaves if isinstance(leaf, algebra.Lengths)]
-  low, high = reach.reach(mask)
-  left = None if -low >= queries - 1 else -low
+  lengths = [leaf for leaf in conjuncts if isinstance(leaf, leaves.Lengths)]
+  low, high = position_range.bounds(mask)
+  left = None if -low >= queries - 1 else int(-low)
   right = None if high >= keys - 1 else high
   if right not in (None, 0):
     return None
@@ -40,8 +47,8 @@ def of(mask: algebra.Mask, queries: int, keys: int) -> Band | None:
               tuple(x.key_lengths for x in lengths if x.key_lengths is not None))
 
 
-def _conjuncts(mask: algebra.Mask) -> list[algebra.Mask]:
-  """The masks that `mask` is the conjunction of."""
-  if isinstance(mask, algebra.And):
+def _conjuncts(mask: mask_lib.Mask) -> list[mask_lib.Mask]:
+  """The masks whose conjunction `mask` is."""
+  if isinstance(mask, mask_lib.And):
     return _conjuncts(mask.left) + _conjuncts(mask.right)
   return [mask]

@@ -1,10 +1,10 @@
-"""BlockMap: which key blocks every query block must visit, and which need the mask evaluated.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""BlockMap: the key blocks that each query block visits, and those that need the mask evaluated.
 
-Every block-wise kernel consumes the same lists. Masks without arrays are mapped
-on the host, once per value; masks with arrays inside jit, from the smallest and
-largest id, position or length of every block.
-
-Letters: B batch, H heads, nq and nk numbers of query and key blocks, L longest list.
+All block-wise kernels read the same lists. They are computed on the host, once per value, for masks
+without arrays; for masks with arrays inside jit, from the smallest and largest id, position or
+length of every block.
 """
 
 import functools
@@ -14,18 +14,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core.masks import leaves as algebra
+from attn_core.masks import mask as mask_lib
 from attn_core.types import cdiv
+
+Array = Any  # of numpy or jax
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
 
 class BlockMap(NamedTuple):
-  """For every block of rows, the column blocks to visit: full ones first, then partial ones."""
+  """Per row block, the column blocks to visit: full ones first, then partial ones."""
 
-  indices: Any  # int32 [B or 1, H or 1, n, L], each group ascending; entries past num_visited: any
-  num_full: Any  # int32 [B or 1, H or 1, n]: the first so many need no mask
-  num_visited: Any  # int32 [B or 1, H or 1, n]: full and partial ones
+  # int32 [B or 1, H or 1, num_rows, longest], ascending among full and among partial blocks;
+  # entries past num_visited are arbitrary.
+  indices: Array
+  num_full: Array  # int32 [B or 1, H or 1, num_rows]: the first blocks, which need no mask
+  num_visited: Array  # int32 [B or 1, H or 1, num_rows]: full and partial blocks
 
   @property
   def any_full(self) -> bool:
@@ -58,37 +62,37 @@ class Sizes(NamedTuple):
     return cdiv(self.keys, self.block_kv)
 
 
-def block_kinds(mask: algebra.Mask, sizes: Sizes):
-  """EMPTY, PARTIAL or FULL for every pair of blocks.
+def block_kinds(mask: mask_lib.Mask, sizes: Sizes) -> Array:
+  """Classifies every pair of blocks as EMPTY, PARTIAL or FULL.
 
-  Conservative: EMPTY and FULL are certain, PARTIAL may turn out to be either. A
-  last key block that reaches past the keys is never FULL.
+  Conservative: EMPTY and FULL are certain, PARTIAL may turn out to be either. A last key block that
+  extends past the keys is never FULL.
 
   Args:
     mask: a mask; its arrays may be traced.
     sizes: the blocks.
 
   Returns:
-    int8 [B or 1, H or 1, nq, nk], of numpy when the mask holds no arrays.
+    int8 [B or 1, H or 1, num_query_blocks, num_key_blocks]; numpy if the mask holds no arrays.
   """
   if jax.tree.leaves(mask):
     return _kinds(mask, sizes, jnp)
   return _static_kinds(mask, sizes)
 
 
-def host_kinds(mask: algebra.Mask, sizes: Sizes) -> np.ndarray:
-  """`block_kinds` by numpy, of a mask whose arrays are numpy's."""
+def host_kinds(mask: mask_lib.Mask, sizes: Sizes) -> np.ndarray:
+  """`block_kinds` computed by numpy, for a mask with numpy arrays."""
   return _kinds(mask, sizes, np)
 
 
 @functools.lru_cache(maxsize=256)
-def _static_kinds(mask, sizes):
+def _static_kinds(mask: mask_lib.Mask, sizes: Sizes) -> np.ndarray:
   kinds = _kinds(mask, sizes, np)
-  kinds.setflags(write=False)  # shared by everyone who asks for an equal mask
+  kinds.setflags(write=False)  # the cached array is shared
   return kinds
 
 
-def _kinds(mask, sizes, xp):
+def _kinds(mask: mask_lib.Mask, sizes: Sizes, xp: mask_lib.NumpyModule) -> Any:
   possible, certain = mask.bounds(_grid(sizes, xp))
   if sizes.keys % sizes.block_kv:
     whole = xp.arange(sizes.num_key_blocks) < sizes.num_key_blocks - 1
@@ -99,10 +103,10 @@ def _kinds(mask, sizes, xp):
   return xp.broadcast_to(kinds, shape).astype(np.int8)
 
 
-def _grid(sizes: Sizes, xp) -> algebra.Grid:
+def _grid(sizes: Sizes, xp: mask_lib.NumpyModule) -> mask_lib.Grid:
   query = _index_interval(sizes.queries, sizes.block_q, xp, (1, 1, -1, 1))
   key = _index_interval(sizes.keys, sizes.block_kv, xp, (1, 1, 1, -1))
-  return algebra.Grid(
+  return mask_lib.Grid(
       xp=xp,
       reduce_query=lambda x: _reduce(x, sizes.block_q, xp, (x.shape[0], 1, -1, 1)),
       reduce_key=lambda x: _reduce(x, sizes.block_kv, xp, (x.shape[0], 1, 1, -1)),
@@ -110,20 +114,22 @@ def _grid(sizes: Sizes, xp) -> algebra.Grid:
       query_index=query, key_index=key, query_position=query, key_position=key)
 
 
-def _index_interval(length, block, xp, shape):
+def _index_interval(length: int, block: int, xp: mask_lib.NumpyModule,
+                    shape: tuple[int, ...]) -> mask_lib.Interval:
   low = np.arange(0, length, block, dtype=np.int32)
   high = np.minimum(low + block, length) - 1
-  return algebra.Interval(xp.asarray(low.reshape(shape)), xp.asarray(high.reshape(shape)))
+  return mask_lib.Interval(xp.asarray(low.reshape(shape)), xp.asarray(high.reshape(shape)))
 
 
-def _reduce(x, block, xp, shape):
+def _reduce(x: Array, block: int, xp: mask_lib.NumpyModule,
+            shape: tuple[int, ...]) -> mask_lib.Interval:
   """Smallest and largest number of every block of [B or 1, length]."""
   padding = -x.shape[1] % block
   x = xp.pad(x, ((0, 0), (0, padding)), mode="edge").reshape(x.shape[0], -1, block)
-  return algebra.Interval(x.min(-1).reshape(shape), x.max(-1).reshape(shape))
+  return mask_lib.Interval(x.min(-1).reshape(shape), x.max(-1).reshape(shape))
 
 
-def _reduce_dense(x, sizes, xp):
+def _reduce_dense(x: Array, sizes: Sizes, xp: mask_lib.NumpyModule) -> tuple[Array, Array]:
   """(any, all) over the blocks of [B or 1, H or 1, T or 1, S or 1]."""
   possible = certain = x
   for axis, block in ((2, sizes.block_q), (3, sizes.block_kv)):
@@ -133,23 +139,24 @@ def _reduce_dense(x, sizes, xp):
   return possible, certain
 
 
-def _blocks(x, axis, block, fill, xp):
-  """Splits an axis into [blocks, block], padding with `fill`."""
+def _blocks(x: Array, axis: int, block: int, fill: bool, xp: mask_lib.NumpyModule) -> Array:
+  """Splits an axis into [num_blocks, block], padding with `fill`."""
   widths = [(0, 0)] * x.ndim
   widths[axis] = (0, -x.shape[axis] % block)
   x = xp.pad(x, widths, constant_values=fill)
   return x.reshape(*x.shape[:axis], -1, block, *x.shape[axis + 1:])
 
 
-def merge_heads(kinds, group: int):
-  """Kinds for groups of `group` neighbouring heads that are computed together.
+def merge_heads(kinds: Array, group: int) -> Array:
+  """Merges the kinds of each `group` consecutive heads, which are computed together.
 
   Args:
-    kinds: int8 [B or 1, H or 1, nq, nk].
+    kinds: int8 [B or 1, H or 1, num_query_blocks, num_key_blocks].
     group: heads in a group; divides H.
 
   Returns:
-    int8 [B or 1, H / group or 1, nq, nk]: EMPTY where all are, FULL where all are.
+    int8 [B or 1, H / group or 1, num_query_blocks, num_key_blocks]: EMPTY or FULL where all heads
+    agree, else PARTIAL.
   """
   if kinds.shape[1] == 1:
     return kinds
@@ -159,15 +166,15 @@ def merge_heads(kinds, group: int):
   return xp.where(low == high, low, PARTIAL).astype(np.int8)
 
 
-def block_map(kinds) -> BlockMap:
-  """The lists of blocks to visit, per row block.
+def block_map(kinds: Array) -> BlockMap:
+  """Lists the blocks to visit, per row block.
 
   Args:
-    kinds: int8 [B or 1, H or 1, nq, nk] from `block_kinds`; swap the last two
+    kinds: int8 [B or 1, H or 1, num_rows, num_columns] from `block_kinds`; swap the last two
       axes for the map of the key-side backward.
 
   Returns:
-    A BlockMap, of numpy when `kinds` is.
+    A BlockMap; of numpy arrays if `kinds` is one.
   """
   host = isinstance(kinds, np.ndarray)
   xp = np if host else jnp
@@ -178,22 +185,22 @@ def block_map(kinds) -> BlockMap:
   return BlockMap(order[..., :longest].astype(np.int32), num_full, num_visited)
 
 
-def full_map(kinds) -> BlockMap:
-  """`block_map` of kinds without PARTIAL, which is then known of traced kinds, too."""
+def full_map(kinds: Array) -> BlockMap:
+  """`block_map` for kinds without PARTIAL, which makes that static for traced kinds too."""
   found = block_map(kinds)
   return found._replace(num_visited=found.num_full)
 
 
-def join_full(kinds, factor: int):
-  """Joins `factor` neighbouring key blocks into a larger one where all of them are FULL.
+def join_full(kinds: Array, factor: int) -> tuple[Array, Array]:
+  """Joins each `factor` consecutive key blocks into a larger one where all of them are FULL.
 
   Args:
-    kinds: int8 [B or 1, H or 1, nq, nk] from `block_kinds`.
-    factor: how many; the larger blocks begin at its multiples.
+    kinds: int8 [B or 1, H or 1, num_query_blocks, num_key_blocks] from `block_kinds`.
+    factor: number of blocks to join; larger blocks begin at its multiples.
 
   Returns:
-    (kinds of the nk // factor larger blocks, FULL or EMPTY; `kinds` with EMPTY where these are
-    FULL).
+    (kinds of the num_key_blocks // factor larger blocks, FULL or EMPTY; `kinds` with EMPTY where
+    these are FULL).
   """
   xp = np if isinstance(kinds, np.ndarray) else jnp
   count = kinds.shape[-1] // factor

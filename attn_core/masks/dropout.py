@@ -1,19 +1,24 @@
-"""Which weights dropout keeps: a pure function of (key, batch, head, query, key position).
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Dropout of attention weights as a pure function of (key, batch, head, query, key position).
 
-Nothing is drawn from a stream, so every mechanism, block size, platform and
-sharding keeps the same weights, and a backward regenerates the mask instead of
-storing it.
+The random bits are hashed from these numbers instead of drawn from a sequential stream, so all
+mechanisms, block sizes, platforms and shardings keep the same weights, and a backward pass computes
+the mask again instead of storing it.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core.masks.leaves import Coordinates
+from attn_core.masks import leaves, mask as mask_lib
+from attn_core.masks.mask import Coordinates
 
 
-def key_words(rng) -> jax.Array:
-  """Two words that stand for a PRNG key.
+def key_words(rng: jax.Array) -> jax.Array:
+  """Hashes a PRNG key to two words.
 
   Args:
     rng: a key of `jax.random.key`, or the raw uint32 words of `jax.random.PRNGKey`.
@@ -22,14 +27,15 @@ def key_words(rng) -> jax.Array:
     uint32 [1, 2].
   """
   words = jax.random.key_data(rng) if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key) else rng
-  first, second = jnp.uint32(0x243F6A88), jnp.uint32(0x85A308D3)  # a zero key mixes to no zeros
+  # Nonzero constants: the words of a key of zeros must not be zeros.
+  first, second = jnp.uint32(0x243F6A88), jnp.uint32(0x85A308D3)
   for i in range(words.shape[0]):
     first, second = _mix(first ^ words[i]), _mix(second + words[i] * np.uint32(0x9E3779B9))
   return jnp.stack([first, second])[None]
 
 
-def keep_mask(words, at: Coordinates, dropout_prob: float):
-  """Whether each weight is kept, with probability 1 - dropout_prob.
+def keep_mask(words: Any, at: Coordinates, dropout_prob: float) -> jax.Array:
+  """Computes which weights are kept, each with probability 1 - dropout_prob.
 
   Args:
     words: uint32 [2] or a pair of arrays that broadcast to the tile.
@@ -42,10 +48,11 @@ def keep_mask(words, at: Coordinates, dropout_prob: float):
   batch, head, query, key = (jnp.asarray(x).astype(jnp.uint32) for x in (
       at.batch, at.head, at.query_position, at.key_position))
   stream = _mix(_mix(words[0] + batch) + head)
-  # The query enters by another function than the head, or the two could be exchanged.
+  # Query and head are hashed by different functions; otherwise exchanging them would give the same
+  # bits.
   row = _mix(stream ^ _mix(query * np.uint32(0x9E3779B9) + words[1]))
-  # Per element: a counter spread over all bits, then the last rounds of a 32-bit finaliser with
-  # the row's number added in between, so that no two rows walk through the same sequence.
+  # Per element: a counter spread over all bits, then the last rounds of a 32-bit finalizer. The
+  # row's number is added between the rounds, so that rows do not traverse the same sequence.
   x = (key * np.uint32(0x9E3779B9)) ^ row
   x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
   x = (x ^ (x >> 13)) + row
@@ -54,12 +61,37 @@ def keep_mask(words, at: Coordinates, dropout_prob: float):
 
 
 def kept_scale(dropout_prob: float) -> float:
-  """What the weights that are kept are multiplied by, so that their expected sum stays."""
+  """The factor 1 / (1 - dropout_prob) of kept weights, which preserves their expected sum."""
   return 1 / (1 - dropout_prob)
 
 
-def _mix(x):
-  """The 32-bit finaliser of MurmurHash3: every input bit changes half of the output bits."""
+def _mix(x: Any) -> Any:
+  """The 32-bit finalizer of MurmurHash3: every input bit changes half of the output bits."""
   x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
   x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
   return x ^ (x >> 16)
+
+_READ_POSITIONS = (leaves.Causal, leaves.Window, leaves.Chunk, leaves.Prefix, leaves.Custom,
+                   leaves.Placed, leaves.Positions, leaves.Offset)
+
+
+def move_to_positions(mask: mask_lib.Mask, at: Coordinates) -> Coordinates:
+  """The coordinates at which dropout is evaluated: those of the mask's positions or offset.
+
+  Positions around one part of a mask count for the whole mask where no other part reads positions:
+  positions(q, k, a) & segments(ids) equals positions(q, k, a & segments(ids)). Otherwise they
+  apply to their own part only, and dropout ignores them.
+  """
+  while True:
+    if isinstance(mask, (leaves.Placed, leaves.Positions, leaves.Offset)):
+      at, mask = mask.move(at), mask.mask
+    elif isinstance(mask, mask_lib.Not):
+      mask = mask.mask
+    elif isinstance(mask, (mask_lib.And, mask_lib.Or)):
+      parts = [part for part in (mask.left, mask.right)
+               if any(isinstance(node, _READ_POSITIONS) for node in mask_lib.nodes(part))]
+      if len(parts) != 1:
+        return at
+      mask, = parts
+    else:
+      return at

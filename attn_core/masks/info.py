@@ -1,39 +1,43 @@
-"""MaskInfo: the arrays by which a model says what is visible, and their mask value.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""MaskInfo: arrays that hide keys from queries, and the mask that they make."""
 
-Letters: B batch, H query heads, T query length, S key length.
-"""
-
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from attn_core import checks
-from attn_core.masks import leaves as algebra
+from attn_core.masks import constructors, mask as mask_lib
+
+
+Array = mask_lib.Array
 
 
 class MaskInfo(NamedTuple):
-  """Arrays that together hide keys from queries; None: nothing said. Never mutated."""
+  """Arrays that together hide keys from queries; None: no restriction. Never mutated."""
 
-  attention_mask: Any = None  # bool [B or 1, H or 1, T or 1, S or 1]; True = visible
-  q_segment_ids: Any = None  # int32 [B or 1, T]; negative = padding
-  kv_segment_ids: Any = None  # int32 [B or 1, S]
-  q_positions: Any = None  # int32 [B or 1, T], tokens
-  kv_positions: Any = None  # int32 [B or 1, S], tokens
+  attention_mask: Array | None = None  # bool [B or 1, H or 1, T or 1, S or 1]; True = visible
+  q_segment_ids: Array | None = None  # int32 [B or 1, T]; negative = padding
+  kv_segment_ids: Array | None = None  # int32 [B or 1, S]
+  q_positions: Array | None = None  # int32 [B or 1, T], tokens
+  kv_positions: Array | None = None  # int32 [B or 1, S], tokens
 
   @classmethod
-  def from_segments(cls, q_segment_ids, kv_segment_ids=None, q_positions=None, kv_positions=None):
-    """Packed documents: equal ids see each other, negative ones are padding.
+  def from_segments(cls, q_segment_ids: Array, kv_segment_ids: Array | None = None,
+                    q_positions: Array | None = None,
+                    kv_positions: Array | None = None) -> "MaskInfo":
+    """Makes a MaskInfo of packed documents: equal ids are visible, negative ids are padding.
 
     Args:
       q_segment_ids: int32 [B or 1, T].
-      kv_segment_ids: int32 [B or 1, S]; None: those of the queries.
+      kv_segment_ids: int32 [B or 1, S]; None: `q_segment_ids`.
       q_positions: int32 [B or 1, T] (tokens); None: 0 to T - 1 over all documents.
       kv_positions: int32 [B or 1, S] (tokens); None: 0 to S - 1 over all documents.
 
     Raises:
-      ValueError: no `q_segment_ids`; what they are is checked by `to_mask` and `attention`.
+      ValueError: `q_segment_ids` is None; `to_mask` and `attention` check shapes and dtypes.
     """
     checks.require(q_segment_ids is not None, "q_segment_ids", None, "int32 [B or 1, T]")
     return cls(q_segment_ids=q_segment_ids,
@@ -41,16 +45,16 @@ class MaskInfo(NamedTuple):
                q_positions=q_positions, kv_positions=kv_positions)
 
   @classmethod
-  def from_attention_mask(cls, attention_mask):
-    """From a boolean mask, or a padding mask of the keys.
+  def from_attention_mask(cls, attention_mask: Array) -> "MaskInfo":
+    """Makes a MaskInfo of a boolean mask, or of a padding mask of the keys.
 
     Args:
-      attention_mask: bool [B or 1, H or 1, T or 1, S or 1], or bool or 0/1 integers [B, S] that
-        say which keys are tokens and which padding. True or 1 = visible.
+      attention_mask: bool [B or 1, H or 1, T or 1, S or 1], or bool or 0/1 integers [B, S],
+        0 for padding. True or 1 = visible.
 
     Raises:
-      ValueError: None, any other rank, a float mask (that is a bias), or integers other than 0 and
-        1, where their values are known (those are segment ids).
+      ValueError: the mask is None, of another rank, float (a bias), or holds concrete integers
+        other than 0 and 1 (segment ids).
     """
     checks.require(attention_mask is not None, "attention_mask", None, "bool or 0/1 integers")
     mask = jnp.asarray(attention_mask)
@@ -67,22 +71,23 @@ class MaskInfo(NamedTuple):
     return cls(attention_mask=mask[:, None, None, :] if mask.ndim == 2 else mask)
 
   @classmethod
-  def from_cu_seqlens(cls, cu_seqlens_q, total_q: int, cu_seqlens_k=None, total_k=None):
-    """Packed sequences by their offsets: segment ids, and positions that restart in each.
+  def from_cu_seqlens(cls, cu_seqlens_q: Array, total_q: int, cu_seqlens_k: Array | None = None,
+                      total_k: int | None = None) -> "MaskInfo":
+    """Makes segment ids, and positions that restart in each sequence, of packed sequences.
 
     Args:
-      cu_seqlens_q: int32 [B + 1], starting at 0, never falling, ending at `total_q` at most.
+      cu_seqlens_q: int32 [B + 1] nondecreasing offsets from 0 to at most `total_q`.
       total_q: number of packed query tokens (static); tokens past the last offset are padding.
-      cu_seqlens_k: int32 [B + 1] of the keys; None: as the queries.
+      cu_seqlens_k: int32 [B + 1] of the keys; None: `cu_seqlens_q`.
       total_k: number of packed key tokens; None: `total_q`.
 
     Returns:
       A MaskInfo whose arrays have a leading axis of 1.
 
     Raises:
-      ValueError: offsets of another rank or dtype, or, where their values are known, that do not
-        rise from 0 to the total at most; another number of offsets for keys than for queries;
-        totals that are no int >= 1; or `total_k` without `cu_seqlens_k`.
+      ValueError: offsets have another rank or dtype, or concrete values that do not rise from 0 to
+        at most the total; the numbers of offsets of keys and queries differ; a total is not an
+        int >= 1; or `total_k` is given without `cu_seqlens_k`.
     """
     q_ids, q_positions = _packed("cu_seqlens_q", cu_seqlens_q, "total_q", total_q)
     if cu_seqlens_k is None:
@@ -96,17 +101,17 @@ class MaskInfo(NamedTuple):
                                  total_q if total_k is None else total_k)
     return cls(None, q_ids, k_ids, q_positions, k_positions)
 
-  def to_mask(self, base: algebra.Mask = algebra.Full()) -> algebra.Mask:
-    """`base` and everything these arrays say, as one mask value.
+  def to_mask(self, base: mask_lib.Mask = mask_lib.Full()) -> mask_lib.Mask:
+    """Combines `base` and these arrays into one mask.
 
     Args:
       base: a mask that reads the positions, such as `causal() & window(127, 0)`.
 
     Raises:
-      ValueError: `base` is no mask, segment ids of one side only, or arrays of a wrong rank or
-        dtype.
+      ValueError: `base` is not a mask, segment ids of one side are missing, or arrays have a wrong
+        rank or dtype.
     """
-    checks.require(isinstance(base, algebra.Mask), "base", type(base).__name__,
+    checks.require(isinstance(base, mask_lib.Mask), "base", type(base).__name__,
                    "a mask, such as masks.causal()")
     mask = base
     if (self.q_segment_ids is None) != (self.kv_segment_ids is None):
@@ -115,15 +120,16 @@ class MaskInfo(NamedTuple):
       raise ValueError(f"mask_info: {given} is given and {missing} is None; expected both or none "
                        "(MaskInfo.from_segments uses one array for both)")
     if self.q_segment_ids is not None:
-      mask = mask & algebra.segments(self.q_segment_ids, self.kv_segment_ids)
+      mask = mask & constructors.segments(self.q_segment_ids, self.kv_segment_ids)
     if self.attention_mask is not None:
-      mask = mask & algebra.dense(self.attention_mask)
+      mask = mask & constructors.dense(self.attention_mask)
     if self.q_positions is not None or self.kv_positions is not None:
-      mask = algebra.positions(self.q_positions, self.kv_positions, mask)
+      mask = constructors.positions(self.q_positions, self.kv_positions, mask)
     return mask
 
 
-def _packed(argument: str, cu_seqlens, of_total: str, total: int):
+def _packed(argument: str, cu_seqlens: Array, of_total: str,
+            total: int) -> tuple[jax.Array, jax.Array]:
   """(segment ids, positions), int32 [1, total]; -1 and 0 past the last offset."""
   checks.integer(of_total, total, "an int >= 1 (tokens)", lambda x: x >= 1)
   expected = (f"int32 [B + 1] offsets that start at 0, never fall, and end at {of_total}={total} "

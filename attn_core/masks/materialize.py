@@ -1,14 +1,19 @@
-"""A mask written out as one boolean array: for the oracle, for dense mechanisms, for pictures."""
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Evaluates a mask as one boolean array, for the oracle, dense mechanisms and pictures."""
 
 import jax
 import jax.numpy as jnp
 
-from attn_core.masks import leaves as algebra
+from attn_core.masks import mask as mask_lib
 from attn_core.types import MaskOperands
 
+Shape = tuple[int, int, int, int]  # (B, H, T, S)
 
-def expand(structure, operands: MaskOperands, shape):
-  """The mask and the coordinates of the whole rectangle.
+
+def expand(structure: jax.tree_util.PyTreeDef, operands: MaskOperands,
+           shape: Shape) -> tuple[mask_lib.Mask, mask_lib.Coordinates]:
+  """Broadcasts a mask's arrays and the coordinates to all queries and keys.
 
   Args:
     structure: the mask's tree structure.
@@ -18,9 +23,9 @@ def expand(structure, operands: MaskOperands, shape):
   Returns:
     (mask, coordinates) that broadcast to [B, H, T, S].
   """
-  shapes = {algebra.QUERY: (-1, 1, shape[2], 1), algebra.KEY: (-1, 1, 1, shape[3]),
-            algebra.BATCH: (-1, 1, 1, 1)}
-  roles = algebra.structure_roles(structure)
+  shapes = {mask_lib.QUERY: (-1, 1, shape[2], 1), mask_lib.KEY: (-1, 1, 1, shape[3]),
+            mask_lib.BATCH: (-1, 1, 1, 1)}
+  roles = mask_lib.structure_roles(structure)
   mask = jax.tree.unflatten(structure, [
       x.reshape(shapes[role]) if role in shapes else x
       for x, role in zip(operands.arrays, roles, strict=True)])
@@ -29,23 +34,24 @@ def expand(structure, operands: MaskOperands, shape):
   head, query, key = head.reshape(1, -1, 1, 1), query.reshape(1, 1, -1, 1), key.reshape(1, 1, 1, -1)
   if operands.head_offset is not None:
     head = head + operands.head_offset.reshape(-1, 1, 1, 1)
-  return mask, algebra.Coordinates(batch.reshape(-1, 1, 1, 1), head, query, key, query, key)
+  return mask, mask_lib.Coordinates(batch.reshape(-1, 1, 1, 1), head, query, key, query, key)
 
 
-def visible(structure, operands: MaskOperands, shape):
-  """What every query sees: bool, broadcastable to `shape` = (B, H, T, S)."""
+def visible(structure: jax.tree_util.PyTreeDef, operands: MaskOperands,
+            shape: Shape) -> jax.Array:
+  """Evaluates a mask: bool, broadcastable to `shape` = (B, H, T, S)."""
   mask, at = expand(structure, operands, shape)
-  seen = jnp.asarray(mask.visible(at))
-  return seen.reshape((1,) * (4 - seen.ndim) + seen.shape)
+  result = jnp.asarray(mask.visible(at))
+  return result.reshape((1,) * (4 - result.ndim) + result.shape)
 
 
-def to_dense(mask: algebra.Mask, shape) -> jax.Array:
-  """The mask as bool [B, H, T, S].
+def to_dense(mask: mask_lib.Mask, shape: Shape) -> jax.Array:
+  """Evaluates a mask as bool [B, H, T, S].
 
   Args:
-    mask: any mask.
-    shape: (B, H, T, S); its arrays must fit.
+    mask: any mask; its arrays must fit the shape.
+    shape: (B, H, T, S).
   """
   arrays, structure = jax.tree.flatten(mask)
-  seen = visible(structure, MaskOperands(tuple(map(jnp.asarray, arrays))), shape)
-  return jnp.broadcast_to(seen, shape)
+  result = visible(structure, MaskOperands(tuple(map(jnp.asarray, arrays))), shape)
+  return jnp.broadcast_to(result, shape)

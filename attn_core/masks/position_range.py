@@ -1,60 +1,65 @@
-"""How far from a query the keys are that it may see, whatever the mask's arrays hold."""
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Static bounds on key position minus query position implied by a mask."""
 
 import math
 
 import jax
 
-from attn_core.masks import leaves as algebra
+from attn_core.masks import constructors, leaves, mask as mask_lib
 
 NARROW = 2048  # tokens
 
 
-def is_narrow(mask: algebra.Mask) -> bool:
-  """Whether a query sees only keys near it; documents are taken to be short."""
-  low, high = reach(mask)
+def is_narrow(mask: mask_lib.Mask) -> bool:
+  """Whether all keys of a query are within `NARROW` positions; documents are assumed short."""
+  low, high = bounds(mask)
   return high - low <= NARROW
 
 
-def reach(mask: algebra.Mask) -> tuple[float, float]:
-  """The least and the greatest position of a visible key, less the query's; 0 within documents."""
+def bounds(mask: mask_lib.Mask) -> tuple[float, float]:
+  """Smallest and largest key position minus query position of a visible pair.
+
+  Segments count as (0, 0): their lengths are not static, and documents are assumed short.
+  """
   match mask:
-    case algebra.Causal():
+    case leaves.Causal():
       return -math.inf, 0
-    case algebra.Window(left, right):
+    case leaves.Window(left, right):
       return -math.inf if left is None else -left, math.inf if right is None else right
-    case algebra.Chunk(size):
+    case leaves.Chunk(size):
       return -size, size
-    case algebra.Segments():
+    case leaves.Segments():
       return 0, 0
-    case algebra.Offset(inner) | algebra.Positions(mask=inner) | algebra.Placed(mask=inner):
-      return reach(inner)
-    case algebra.And(left, right):
-      (low, high), (other_low, other_high) = reach(left), reach(right)
+    case leaves.Offset(inner) | leaves.Positions(mask=inner) | leaves.Placed(mask=inner):
+      return bounds(inner)
+    case mask_lib.And(left, right):
+      (low, high), (other_low, other_high) = bounds(left), bounds(right)
       return max(low, other_low), min(high, other_high)
-    case algebra.Or(left, right):
-      (low, high), (other_low, other_high) = reach(left), reach(right)
+    case mask_lib.Or(left, right):
+      (low, high), (other_low, other_high) = bounds(left), bounds(right)
       return min(low, other_low), max(high, other_high)
   return -math.inf, math.inf
 
 
-def known(mask: algebra.Mask) -> algebra.Mask:
-  """A mask without arrays that shows all that `mask` may show, and nothing more that can be told.
+def static_superset(mask: mask_lib.Mask) -> mask_lib.Mask:
+  """The smallest mask without arrays that shows all pairs that `mask` may show.
 
   Args:
-    mask: any; of its arrays only that they are there counts.
+    mask: any mask; the values of its arrays are not read.
   """
   return _without_arrays(mask, True)
 
 
-def _without_arrays(mask: algebra.Mask, shows_more: bool) -> algebra.Mask:
-  """One that shows all that `mask` may show; or nothing but what it certainly shows."""
+def _without_arrays(mask: mask_lib.Mask, superset: bool) -> mask_lib.Mask:
+  """A mask that shows all that `mask` may show (superset), or only what it certainly shows."""
   if not jax.tree.leaves(mask):
     return mask
   match mask:
-    case algebra.And(left, right) | algebra.Or(left, right):
-      return type(mask)(*(_without_arrays(x, shows_more) for x in (left, right)))
-    case algebra.Not(inner):
-      return ~_without_arrays(inner, not shows_more)
-    case algebra.Offset(inner, amount, None):
-      return algebra.offset(_without_arrays(inner, shows_more), amount)
-  return algebra.full() if shows_more else ~algebra.full()
+    case mask_lib.And(left, right) | mask_lib.Or(left, right):
+      return type(mask)(*(_without_arrays(x, superset) for x in (left, right)))
+    case mask_lib.Not(inner):
+      return ~_without_arrays(inner, not superset)
+    case leaves.Offset(inner, int(amount), None):
+      return constructors.offset(_without_arrays(inner, superset), amount)
+  return constructors.full() if superset else ~constructors.full()

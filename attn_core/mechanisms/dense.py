@@ -1,15 +1,17 @@
-"""vanilla: dense attention, the only mechanism that returns its weights."""
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""vanilla: dense attention, the only mechanism that returns the attention weights."""
 
 from attn_core.kernels.xla import dense
-from attn_core.sharding import shard_map as shard
-from attn_core.types import AttentionOutput, Call
+from attn_core.sharding import shard_map
+from attn_core.types import AttentionOutput, Call, Operands
 
 
 def vanilla(call: Call) -> AttentionOutput:
-  """Dense attention on every platform."""
-  def local(operands):
+  """Computes dense attention, on every platform."""
+  def local(operands: Operands) -> AttentionOutput:
     output = dense.attend(operands, call.spec)
     return output._replace(
         attention_weights=output.attention_weights if call.return_weights else None,
         lse=output.lse if call.return_lse else None)
-  return shard.sharded(local, call)
+  return shard_map.sharded(local, call)

@@ -1,43 +1,60 @@
-"""flash_attn2, blockwise, blocksparse: one block-wise kernel a platform, any mask by BlockMap."""
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""flash_attn2, blockwise, blocksparse: one block-wise kernel for each platform, any mask."""
 
 from typing import Callable
 
-from attn_core.autodiff import primitives as derivatives
-from attn_core.kernels.common import online_softmax as softmax
-from attn_core.kernels.gpu.flash import kernel as gpu_flash
+from attn_core.autodiff import primitives
+from attn_core.kernels.common import online_softmax
 from attn_core.kernels.common.contract import Kernel, Residuals
-from attn_core.kernels.tpu.flash import kernel as tpu_flash
-from attn_core.kernels.xla import flash as blockwise
-from attn_core.sharding import shard_map as shard
+from attn_core.kernels.xla import flash as xla_flash
+from attn_core.sharding import shard_map
 from attn_core.types import AttentionOutput, Call, Operands
 
 
 def xla(call: Call) -> AttentionOutput:
-  """Block-wise attention in plain XLA, on every platform."""
-  return by_kernel(blockwise.KERNEL, call)
+  """Computes block-wise attention in plain XLA, on every platform."""
+  return by_kernel(xla_flash.KERNEL, call)
 
 
 def tpu(call: Call) -> AttentionOutput:
-  """Block-wise attention by Pallas kernels for TPUs."""
-  return by_kernel(tpu_flash.KERNEL, call)
+  """Computes block-wise attention by Pallas kernels for TPUs."""
+  return by_kernel(tpu_kernel(), call)
 
 
 def gpu(call: Call) -> AttentionOutput:
-  """Block-wise attention by Mosaic GPU kernels for Hopper GPUs."""
-  return by_kernel(gpu_flash.KERNEL, call)
+  """Computes block-wise attention by Mosaic GPU kernels for Hopper GPUs."""
+  return by_kernel(gpu_kernel(), call)
+
+
+def tpu_kernel(*, sends: bool = False) -> Kernel:
+  """Returns the block-wise kernel for TPUs; higher derivatives are those of plain XLA.
+
+  Args:
+    sends: whether it sends arrays to another device while it computes.
+  """
+  from attn_core.kernels.tpu.flash import kernel  # imported when chosen: Pallas takes 0.1 s
+  make_kernel = kernel.make_remote_copy_kernel if sends else kernel.make_kernel
+  return make_kernel(xla_flash.KERNEL)
+
+
+def gpu_kernel() -> Kernel:
+  """Returns the block-wise kernel for Hopper GPUs; higher derivatives are those of plain XLA."""
+  from attn_core.kernels.gpu.flash import kernel  # imported when chosen: Mosaic GPU takes 0.3 s
+  return kernel.make_kernel(xla_flash.KERNEL)
 
 
 def by_kernel(kernel: Kernel, call: Call) -> AttentionOutput:
-  """Runs a kernel on every shard of the batch and of the heads."""
-  return spread(lambda operands: derivatives.attend(kernel, operands, call.spec, call.block_sizes),
-                call)
+  """Runs a kernel on each shard of the batch and of the heads."""
+  return sharded(lambda operands: primitives.attend(kernel, operands, call.spec, call.block_sizes),
+                 call)
 
 
-def spread(attend: Callable[[Operands], Residuals], call: Call) -> AttentionOutput:
-  """Runs `attend` on every device's part."""
-  def local(operands):
+def sharded(attend: Callable[[Operands], Residuals], call: Call) -> AttentionOutput:
+  """Runs `attend` on each device's part of the operands."""
+  def local(operands: Operands) -> AttentionOutput:
     out, lse = attend(operands)
     if not call.spec.normalize_output:
-      out = softmax.numerator(out, lse)
+      out = online_softmax.numerator(out, lse)
     return AttentionOutput(out, lse=lse if call.return_lse else None)
-  return shard.sharded(local, call)
+  return shard_map.sharded(local, call)

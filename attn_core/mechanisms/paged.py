@@ -1,120 +1,135 @@
-"""page_attention and ragged_page_attention_v2, v3: attention over pages, spread over a mesh.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""page_attention, ragged_page_attention_v2 and v3: attention over pages, sharded over a mesh.
 
-Where mesh axes have the stripes of the requests' pages, every device attends to its own ones, and
-the results are merged as those of `decode` are.
+Where mesh axes shard the stripes of the requests' pages, each device attends to its stripes, and
+the results are combined as those of `decode` are.
 """
 
 import functools
-import math
 from typing import Callable
 
 import jax
 import jax.numpy as jnp
 
-from attn_core.autodiff import paged as derivatives_paged
-from attn_core.caches.paged import request_groups as groups, ops as pages, page_stripes as stripes
+from attn_core.autodiff import paged as autodiff_paged
+from attn_core.caches.paged import layouts, ops, page_stripes, request_groups
 from attn_core.caches.paged.page_stripes import Stripe
-from attn_core.kernels.gpu.split_kv import paged as gpu_kernel
-from attn_core.kernels.tpu.ragged import paged as tpu_kernel
-from attn_core.kernels.xla import paged_forward as xla_kernel
-from attn_core.sharding import lse_combine as merge, paged as shard_paged
-from attn_core.types import AttentionOutput, Call
+from attn_core.kernels.common.contract import Residuals
+from attn_core.kernels.common.paged_operands import PagedOperands
+from attn_core.kernels.xla import paged_forward
+from attn_core.sharding import lse_combine, paged as shard_paged
+from attn_core.sharding.placement import Placement
+from attn_core.types import AttentionOutput, BlockSizes, Call, PagedSpec
+
+Forward = Callable[[PagedOperands, PagedSpec, layouts.Heads, BlockSizes], Residuals]
 
 
 def xla(call: Call) -> AttentionOutput:
-  """Attention to what is in the pages, in plain XLA."""
-  return _spread(xla_kernel.forward, call)
+  """Attends to the pages in plain XLA."""
+  return _sharded(paged_forward.forward, call)
 
 
 def tpu(call: Call) -> AttentionOutput:
-  """Attention to what is in the pages, by a Pallas kernel for TPUs; gradients by XLA."""
-  return _spread(KERNELS["tpu"], call)
+  """Attends to the pages by a Pallas kernel for TPUs; gradients are those of plain XLA."""
+  return _sharded(tpu_forward(), call)
 
 
 def gpu(call: Call) -> AttentionOutput:
-  """Attention to what is in the pages, by a Mosaic GPU kernel for Hopper; gradients by XLA."""
-  return _spread(KERNELS["gpu"], call)
+  """Attends to the pages by a Mosaic GPU kernel for Hopper; gradients are those of plain XLA."""
+  return _sharded(gpu_forward(), call)
 
 
 def xla_writing(call: Call) -> AttentionOutput:
-  """As `xla`, new keys and values being written first; returns the cache with them."""
-  return _spread(xla_kernel.forward, call, writes=True)
+  """Writes new keys and values to the pages, then attends as `xla`; returns the cache."""
+  return _sharded(paged_forward.forward, call, writes=True)
 
 
 def tpu_writing(call: Call) -> AttentionOutput:
-  """As `tpu`, new keys and values being written first; returns the cache with them."""
-  return _spread(KERNELS["tpu"], call, writes=True)
+  """Writes new keys and values to the pages, then attends as `tpu`; returns the cache."""
+  return _sharded(tpu_forward(), call, writes=True)
 
 
 def gpu_writing(call: Call) -> AttentionOutput:
-  """As `gpu`, new keys and values being written first; returns the cache with them."""
-  return _spread(KERNELS["gpu"], call, writes=True)
+  """Writes new keys and values to the pages, then attends as `gpu`; returns the cache."""
+  return _sharded(gpu_forward(), call, writes=True)
 
 
-def _unaware(forward: Callable) -> Callable:
-  """A kernel that knows no stripes, for requests of one query and no window.
+def tpu_forward() -> Forward:
+  """Returns the forward of the kernel for TPUs, which takes stripes."""
+  from attn_core.kernels.tpu.ragged import paged  # imported when chosen: Pallas takes 0.1 s
+  return _by_held_lengths(paged.forward)
 
-  That query sees all keys before it: how many a stripe holds is all there is to know.
+
+def gpu_forward() -> Forward:
+  """Returns the forward of the kernel for Hopper, which takes stripes."""
+  from attn_core.kernels.gpu.split_kv import paged  # imported when chosen: Mosaic GPU takes 0.3 s
+  return _by_held_lengths(paged.forward)
+
+
+@functools.lru_cache(maxsize=8)  # one function for each kernel, which JAX traces once
+def _by_held_lengths(forward: Forward) -> Forward:
+  """Returns a kernel that takes stripes, for requests of one query without a window.
+
+  That query sees all keys before it, so a device needs only the number of tokens in its stripe.
   """
-  def run(operands, *rest):
+  def run(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
+          block_sizes: BlockSizes) -> Residuals:
     if operands.stripe is not None:
       metadata = operands.metadata
-      lengths = stripes.held(operands.stripe, metadata.context_lens)
+      lengths = page_stripes.held(operands.stripe, metadata.context_lens)
       operands = operands._replace(stripe=None, metadata=metadata._replace(context_lens=lengths))
-    return forward(operands, *rest)
+    return forward(operands, spec, heads, block_sizes)
   return run
 
 
-KERNELS = {"tpu": _unaware(tpu_kernel.forward), "gpu": _unaware(gpu_kernel.forward)}
-
-
-def _spread(forward: Callable, call: Call, *, writes: bool = False) -> AttentionOutput:
+def _sharded(forward: Forward, call: Call, *, writes: bool = False) -> AttentionOutput:
   return shard_paged.sharded(functools.partial(_local, forward, call, writes), call, writes=writes)
 
 
-def _local(forward: Callable, call: Call, writes: bool, operands) -> AttentionOutput:
-  """One device's groups of requests, one after the other."""
-  axes = call.placement.keys if call.placement else ()
+def _local(forward: Forward, call: Call, writes: bool, operands: PagedOperands) -> AttentionOutput:
+  """Attends to one device's groups of requests, one after the other."""
   operands = _of_device(operands, call.placement)
   cache, metadata, tokens = operands.cache, operands.metadata, operands.query.shape[0]
-  key_heads, width, value_width = pages.heads_of(cache)
+  key_heads, width, value_width = layouts.heads_of(cache)
   if writes:
     key_heads = operands.key.shape[1]
-    cache = pages.append(cache, operands.key, operands.value,
-                         groups.slots(cache, metadata, tokens, operands.stripe))
-  if isinstance(cache, pages.PagesV3):
+    cache = ops.append(cache, operands.key, operands.value,
+                         request_groups.slots(cache, metadata, tokens, operands.stripe))
+  if isinstance(cache, layouts.PagesV3):
     width = value_width = operands.query.shape[2]
 
-  def attend(query, metadata):
-    return derivatives_paged.attend(
+  def attend(query: jax.Array, metadata: layouts.PagesMetadata) -> Residuals:
+    return autodiff_paged.attend(
         forward, operands._replace(query=query, cache=cache, metadata=metadata, key=None,
                                    value=None),
-        call.spec, pages.Heads(key_heads, width, value_width), call.block_sizes)
+        call.spec, layouts.Heads(key_heads, width, value_width), call.block_sizes)
 
-  number = groups.count(metadata)
+  number = request_groups.count(metadata)
   if number is None:
     out, lse = attend(operands.query, metadata)
   elif number == 1:
     out, lse = attend(operands.query, jax.tree.map(lambda x: x[0], metadata))
   else:
     queries = operands.query.reshape(number, tokens // number, *operands.query.shape[1:])
-    found = jax.lax.map(lambda x: attend(*x), (queries, groups.with_pool_ids(
-        metadata, pages.num_pages(cache))))
+    found = jax.lax.map(lambda x: attend(*x), (queries, request_groups.with_pool_ids(
+        metadata, layouts.num_pages(cache))))
     out, lse = (x.reshape(tokens, *x.shape[2:]) for x in found)
-  lse = lse.astype(jnp.promote_types(lse.dtype, jnp.float32))[..., 0].T[None]
-  out, lse = merge.over_axes(out[None], lse, axes) if axes else (out[None], lse)
+  out, lse = out[None], lse.astype(jnp.promote_types(lse.dtype, jnp.float32))[..., 0].T[None]
+  if operands.stripe is not None:
+    out, lse = lse_combine.over_axes(out, lse, call.placement.keys)
   return AttentionOutput(out, lse=lse if call.return_lse else None,
                          cache_view=cache if writes else None)
 
 
-def _of_device(operands, placement):
-  """The operands by the numbers of a device's own pages, with their stripe; sinks count once."""
-  cache, sinks, own = operands.cache, operands.sinks, groups.stripe_count(operands.metadata)
-  operands = operands._replace(metadata=groups.whole(operands.metadata, pages.num_pages(cache)))
+def _of_device(operands: PagedOperands, placement: Placement | None) -> PagedOperands:
+  """Returns the operands with this device's page numbers and stripe; sinks count on one device."""
+  cache, own = operands.cache, request_groups.stripe_count(operands.metadata)
+  operands = operands._replace(
+      metadata=request_groups.whole(operands.metadata, layouts.num_pages(cache)))
   if placement is None or not placement.keys:
     return operands
-  number = jax.lax.axis_index(placement.keys)
-  of = math.prod(placement.mesh.shape[axis] for axis in placement.keys)
+  axes = placement.keys
   return operands._replace(
-      sinks=None if sinks is None else jnp.where(number == 0, sinks, -jnp.inf),
-      stripe=Stripe(*map(jnp.int32, (number, of, own * pages.page_size(cache)))))
+      sinks=lse_combine.counted_once(operands.sinks, axes), stripe=Stripe(*map(jnp.int32, (
+          jax.lax.axis_index(axes), placement.size(axes), own * layouts.page_size(cache)))))

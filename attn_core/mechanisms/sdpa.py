@@ -1,11 +1,11 @@
-"""sdpa and cudnn: `jax.nn.dot_product_attention`, held to this library's meanings.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""sdpa and cudnn: `jax.nn.dot_product_attention`, with the semantics of this library.
 
-What JAX's function does otherwise is mended here: a query that sees nothing gets 0 instead of the
-mean of the values, hidden keys that are not finite stay hidden, and what would be differentiated
-wrongly refuses to be differentiated. A mask that is a band with lengths is named to JAX as one, so
-that cuDNN needs no memory for it; any other is written out.
-
-Letters: B batch, T query length, S key length, H query heads.
+Differences of JAX's function are corrected here: a query without visible keys yields 0 instead of
+the mean of the values, hidden keys that are not finite have no effect, and values with a wrong
+derivative raise an error when they are differentiated. A mask that is a band with lengths is passed
+to JAX by its parameters, so that cuDNN needs no memory for it; any other is a boolean array.
 """
 
 import functools
@@ -14,54 +14,57 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from attn_core.kernels.xla import tile_ops as steps
-from attn_core.kernels.xla.dense import clean
-from attn_core.masks import banded as band, materialize as dense_mask
-from attn_core.sharding import shard_map as shard
-from attn_core.types import AttentionOutput, Call, Operands
+from attn_core.kernels.common import dense_operands, nonfinite
+from attn_core.masks import banded as banded_lib, materialize
+from attn_core.sharding import shard_map
+from attn_core.types import AttentionOutput, AttentionSpec, Call, Operands
 
 
 def xla(call: Call) -> AttentionOutput:
-  """The XLA implementation, on any platform."""
-  return _spread("xla", call)
+  """Computes attention by JAX's XLA implementation, on any platform."""
+  return _sharded("xla", call)
 
 
 def cudnn(call: Call) -> AttentionOutput:
-  """The cuDNN implementation, on NVIDIA GPUs; reverse mode only, and only once."""
-  return _spread("cudnn", call)
+  """Computes attention by cuDNN on NVIDIA GPUs; differentiable once, in reverse mode only."""
+  return _sharded("cudnn", call)
 
 
-def _spread(implementation: str, call: Call) -> AttentionOutput:
-  return shard.sharded(functools.partial(_local, implementation, call), call)
+def _sharded(implementation: str, call: Call) -> AttentionOutput:
+  return shard_map.sharded(functools.partial(_local, implementation, call), call)
 
 
-def banded(structure, queries: int, keys: int, has_bias: bool) -> band.Band | None:
-  """The mask as JAX's function names it to cuDNN; None: it must be written out.
+def banded(structure: jax.tree_util.PyTreeDef, queries: int, keys: int,
+           has_bias: bool) -> banded_lib.Band | None:
+  """Returns the parameters of a banded mask for cuDNN; None: the mask must be a boolean array.
 
-  Beside a bias only causality is named: the memory is spent on the bias anyway, and not every cuDNN
-  takes both.
+  With a bias only a causal mask is passed by its parameters: the bias takes the memory in any case,
+  and not every cuDNN takes both.
   """
-  form = band.of(jax.tree.unflatten(structure, range(structure.num_leaves)), queries, keys)
+  mask = jax.tree.unflatten(structure, range(structure.num_leaves))
+  form = banded_lib.from_mask(mask, queries, keys)
   plain = form is None or (form.left is None and not form.query_lengths and not form.key_lengths)
   return form if plain or not has_bias else None
 
 
 class _Masking(NamedTuple):
-  """How JAX's function is told what is visible, and which queries it must not be asked about."""
+  """Mask arguments of JAX's function, and the queries whose results are replaced."""
 
-  arguments: dict  # of jax.nn.dot_product_attention
-  empty: Any  # bool [B or 1, H or 1, T]: queries that see nothing; None: there are none
-  spoiled: Any  # bool [B, H, T or 1]: queries that see a key that is not finite
+  arguments: dict[str, Any]  # of jax.nn.dot_product_attention
+  empty: jax.Array | None  # bool [B or 1, H or 1, T]: queries without visible keys
+  spoiled: jax.Array  # bool [B, H, T or 1]: queries that see a key that is not finite
 
 
-def _local(implementation, call, operands):
+def _local(implementation: str, call: Call, operands: Operands) -> AttentionOutput:
   spec = call.spec
   queries, keys = operands.query.shape[1], operands.key.shape[1]
   form = banded(spec.mask, queries, keys, operands.bias is not None)
   if form is not None:
-    form = band.of(steps.mask_of(operands, spec), queries, keys)
+    form = banded_lib.from_mask(dense_operands.mask_of(operands, spec), queries, keys)
     operands = _without_padding(operands, form)
-  key, value, finite = clean(operands)
+  key, value, finite = nonfinite.mask_nonfinite_pairs(operands.key, operands.value)
+  group = operands.query.shape[2] // key.shape[2]
+  finite = jnp.repeat(finite[..., 0].transpose(0, 2, 1), group, 1)  # [B, H, S]
   masking = (_of_dense(operands, spec, ~finite) if form is None
              else _of_band(operands, form, ~finite))
   bias, lowered = operands.bias, None
@@ -88,25 +91,25 @@ def _local(implementation, call, operands):
   return AttentionOutput(out, lse=lse)
 
 
-def _rows(x):
-  """[B, H, T] -> [B, T, H, 1]."""
+def _rows(x: jax.Array) -> jax.Array:
+  """Maps [B, H, T] to [B, T, H, 1]."""
   return x.transpose(0, 2, 1)[..., None]
 
 
-# --- What is visible. ----------------------------------------------------------------------------
+# --- Masks. ----------------------------------------------------------------------------
 
 
-def _of_dense(operands: Operands, spec, bad) -> _Masking:
-  """Any mask, written out; `bad` [B, H, S]: keys that are not finite."""
+def _of_dense(operands: Operands, spec: AttentionSpec, bad: jax.Array) -> _Masking:
+  """Returns any mask as a boolean array; `bad` [B, H, S]: keys that are not finite."""
   batch, length, heads, _ = operands.query.shape
   shape = (batch, heads, length, operands.key.shape[1])
-  visible = dense_mask.visible(spec.mask, operands.mask, shape)
+  visible = materialize.visible(spec.mask, operands.mask, shape)
   visible = jnp.broadcast_to(visible, (*visible.shape[:2], *shape[2:]))
   return _Masking(dict(mask=visible), ~visible.any(-1), (bad[:, :, None] & visible).any(-1))
 
 
-def _of_band(operands: Operands, form: band.Band, bad) -> _Masking:
-  """A band; `bad` [B, H, S]: keys that are not finite, none of them past the lengths."""
+def _of_band(operands: Operands, form: banded_lib.Band, bad: jax.Array) -> _Masking:
+  """Returns a band; `bad` [B, H, S]: keys before the lengths that are not finite."""
   arguments = dict(is_causal=form.causal)
   if form.left is not None:
     arguments["local_window_size"] = (form.left, 0)
@@ -118,8 +121,8 @@ def _of_band(operands: Operands, form: band.Band, bad) -> _Masking:
   if key_lengths is not None:
     nothing = jnp.broadcast_to((key_lengths <= 0)[:, None, None], (batch, 1, length))
     empty = nothing if empty is None else empty | nothing
-  # A length of 0 would leave a softmax over nothing; what comes of one zero key is thrown away. One
-  # past the end would have cuDNN read there.
+  # A length of 0 would be a softmax over no keys; the result of one zero key is replaced instead.
+  # With a length past the end cuDNN would read there.
   for name, lengths, most in (("query_seq_lengths", query_lengths, length),
                               ("key_value_seq_lengths", key_lengths, operands.key.shape[1])):
     if lengths is not None:
@@ -127,17 +130,17 @@ def _of_band(operands: Operands, form: band.Band, bad) -> _Masking:
   return _Masking(arguments, empty, _band_sees_any(bad, form, length))
 
 
-def _lengths(form: band.Band, batch: int):
-  """(query lengths, key lengths), each int32 [B] or None."""
+def _lengths(form: banded_lib.Band, batch: int) -> tuple[jax.Array | None, jax.Array | None]:
+  """Returns (query lengths, key lengths), each int32 [B] or None."""
   shortest = lambda lengths: jnp.broadcast_to(
       functools.reduce(jnp.minimum, lengths), (batch,)) if lengths else None
   return shortest(form.query_lengths), shortest(form.key_lengths)
 
 
-def _without_padding(operands: Operands, form: band.Band) -> Operands:
-  """Zeros past the lengths: no matter what stands there, it reaches nothing, and no gradient it."""
+def _without_padding(operands: Operands, form: banded_lib.Band) -> Operands:
+  """Returns the operands with zeros past the lengths, which then have no effect nor gradient."""
   query_lengths, key_lengths = _lengths(form, operands.query.shape[0])
-  def cut(x, lengths):
+  def cut(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
     if lengths is None:
       return x
     return jnp.where((jnp.arange(x.shape[1]) < lengths[:, None])[..., None, None], x, 0)
@@ -146,8 +149,8 @@ def _without_padding(operands: Operands, form: band.Band) -> Operands:
                            value=cut(operands.value, key_lengths))
 
 
-def _band_sees_any(bad, form: band.Band, length: int):
-  """Whether a query's band holds any of the marked keys: bool [B, H, S] -> [B, H, T or 1]."""
+def _band_sees_any(bad: jax.Array, form: banded_lib.Band, length: int) -> jax.Array:
+  """Returns whether each query's band has a marked key: bool [B, H, S] -> [B, H, T or 1]."""
   if not form.causal:
     return bad.any(-1, keepdims=True)
   count = jnp.pad(jnp.cumsum(bad.astype(jnp.int32), axis=2), ((0, 0), (0, 0), (1, 0)))
@@ -162,8 +165,9 @@ def _band_sees_any(bad, form: band.Band, length: int):
 _LOW_BIAS = -1e4
 
 
-def _raised_bias(operands: Operands, spec):
-  """A bias that differs from the operand by a number per query, which no softmax notices.
+def _raised_bias(operands: Operands,
+                 spec: AttentionSpec) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Returns the bias minus a constant for each query, which does not change the softmax.
 
   Returns:
     (bias [B or 1, H or 1, T, S], 0 for hidden keys; the numbers [B or 1, H or 1, T] that were
@@ -171,7 +175,7 @@ def _raised_bias(operands: Operands, spec):
   """
   batch, length, heads, _ = operands.query.shape
   shape = (batch, heads, length, operands.key.shape[1])
-  visible = dense_mask.visible(spec.mask, operands.mask, shape)
+  visible = materialize.visible(spec.mask, operands.mask, shape)
   visible = jnp.broadcast_to(visible, (*visible.shape[:2], *shape[2:]))
   # The numbers are constants to a derivative, as they change nothing.
   highest = jnp.where(visible, jax.lax.stop_gradient(operands.bias), -jnp.inf).max(-1)
@@ -181,13 +185,14 @@ def _raised_bias(operands: Operands, spec):
   return bias, lowered, hidden
 
 
-# --- What JAX's path to cuDNN needs. -------------------------------------------------------------
+# --- Requirements of JAX's path to cuDNN. --------------------------------------------------------
 
 _LENGTHS = ("query_seq_lengths", "key_value_seq_lengths")
 
 
-def _for_cudnn(arrays, masking: _Masking):
-  """query, key, value and bias as cuDNN takes them, and the masking, likewise.
+def _for_cudnn(arrays: list[jax.Array | None],
+               masking: _Masking) -> tuple[list[jax.Array | None], _Masking]:
+  """Returns query, key, value and bias, and the masking, as cuDNN takes them.
 
   Under vmap, jax 0.10.2 takes all of these mapped or none, confuses the gradient of a bias that is
   not, and no version takes a mapped bias that is not whole: [B, H, T, S]. So all become mapped with
@@ -224,8 +229,8 @@ def _for_cudnn(arrays, masking: _Masking):
 
 
 @jax.custom_batching.custom_vmap
-def _not_mapped(mask):
-  """`mask` [1, H or 1, T, S], if it is not mapped."""
+def _not_mapped(mask: jax.Array) -> jax.Array:
+  """Returns `mask` [1, H or 1, T, S]; raises if it is mapped by vmap."""
   return mask
 
 
@@ -239,7 +244,7 @@ def _refuse_mapped(size, mapped, mask):
 
 @jax.custom_jvp
 def _even_lengths(*arrays):
-  """`arrays`, if nobody differentiates."""
+  """Returns `arrays`; raises if they are differentiated."""
   return arrays
 
 
@@ -254,7 +259,7 @@ def _refuse_odd(primals, tangents):
 
 @jax.custom_jvp
 def _not_differentiable(lse, *operands):
-  """`lse`. It comes without a tangent, so those of the operands it depends on are what is seen."""
+  """Returns `lse`, without a tangent; raises if operands it depends on are differentiated."""
   del operands
   return lse
 

@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """Prints which way to spread a sequence, for 8 to 4,096 devices and up to 16 M tokens.
 
     python3 -m attn_core.plan                        causal attention of a Llama 3 8B layer on v5p

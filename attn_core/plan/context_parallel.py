@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """Which way to spread a sequence: what each moves, computes and takes, by arithmetic alone.
 
   computed in hop h     c_h = pairs of the visited blocks * H / U * B * operations a pair / peak,
@@ -22,11 +24,12 @@ from jax.sharding import AbstractMesh
 import numpy as np
 
 from attn_core import checks
-from attn_core.masks import leaves as algebra, position_range as reach
-from attn_core.mechanisms.context_parallel import ulysses as heads, ring_step as hops
+from attn_core.masks import mask as mask_lib, position_range
+from attn_core.mechanisms.context_parallel import ring_step, ulysses as heads
 from attn_core.config.metadata import OperationMetadata
-from attn_core.plan import peaks as devices, traffic, work
-from attn_core.sharding import token_order as layouts, context_parallel as sequences, shard_map as shard
+from attn_core.plan import peaks, traffic, work
+from attn_core.sharding import (context_parallel as sequences, placement as placement_lib,
+                                token_order)
 from attn_core.sharding.context_parallel import Sequence
 from attn_core.types import RING_VARIANTS, BlockSizes, RingConfig
 
@@ -53,7 +56,7 @@ class Prediction(NamedTuple):
   """One way to spread the sequence; what follows `impossible` is None where that says why."""
 
   variant: str  # one of types.RING_VARIANTS
-  layout: str  # one of layouts.LAYOUTS
+  layout: str  # one of token_order.TOKEN_ORDERS
   members: int | None  # among whom keys travel
   group: int | None  # devices that exchange heads
   impossible: str | None = None
@@ -76,7 +79,7 @@ class ContextParallelPlan(NamedTuple):
 
 
 def plan_context_parallel(
-    shapes: Shapes, mask: algebra.Mask, mesh, device_kind: str, *, sequence_axis_name: str = "sp",
+    shapes: Shapes, mask: mask_lib.Mask, mesh, device_kind: str, *, sequence_axis_name: str = "sp",
     heads_axis_name: str | None = None, backward: bool = True,
     block_sizes: BlockSizes = BlockSizes()) -> ContextParallelPlan:
   """Predicts every variant of `ring` in every layout; see the formulas above and in `traffic`.
@@ -100,7 +103,7 @@ def plan_context_parallel(
     ValueError: a mesh without the axes or with one device along them, an unknown device kind, sizes
       that are no attention or no blocks, or arrays of the mask that do not fit them.
   """
-  device = devices.find(device_kind)
+  device = peaks.find(device_kind)
   sizes = tuple(_sequence_sizes(mesh, sequence_axis_name, heads_axis_name))
   _check(shapes)
   mask = _on_host(mask, shapes)
@@ -114,7 +117,7 @@ def plan_context_parallel(
     possible = [each for each in found if not each.impossible]
     return min(possible, key=lambda each: each.seconds) if possible else found[0]
   predictions = tuple(best(variant, layout) for variant in RING_VARIANTS
-                      for layout in layouts.LAYOUTS)
+                      for layout in token_order.TOKEN_ORDERS)
   possible = [each for each in predictions if not each.impossible]
   return ContextParallelPlan(predictions, min(possible, key=lambda each: each.seconds))
 
@@ -156,18 +159,18 @@ def _block(sizes: BlockSizes) -> tuple[int, int]:
                for field, size in sizes._asdict().items() if field in ("block_q", "block_kv"))
 
 
-def _on_host(mask, shapes: Shapes) -> algebra.Mask:
+def _on_host(mask, shapes: Shapes) -> mask_lib.Mask:
   """The mask with arrays of numpy, which fit."""
-  checks.require(isinstance(mask, algebra.Mask), "mask", repr(mask),
+  checks.require(isinstance(mask, mask_lib.Mask), "mask", repr(mask),
                  "a mask value such as masks.causal()")
   mask = jax.tree.map(np.asarray, mask)
-  expected = {algebra.QUERY: (shapes.queries,), algebra.KEY: (shapes.keys,), algebra.BATCH: (),
-              algebra.DENSE: (shapes.heads, shapes.queries, shapes.keys)}
-  for x, role in zip(jax.tree.leaves(mask), algebra.leaf_roles(mask), strict=True):
+  expected = {mask_lib.QUERY: (shapes.queries,), mask_lib.KEY: (shapes.keys,), mask_lib.BATCH: (),
+              mask_lib.DENSE: (shapes.heads, shapes.queries, shapes.keys)}
+  for x, role in zip(jax.tree.leaves(mask), mask_lib.leaf_roles(mask), strict=True):
     if role in expected:
       full = (shapes.batch, *expected[role])
       fits = x.ndim == len(full) and all(
-          size == most or size == 1 and (axis == 0 or role == algebra.DENSE)
+          size == most or size == 1 and (axis == 0 or role == mask_lib.DENSE)
           for axis, (size, most) in enumerate(zip(x.shape, full)))
       checks.require(fits, f"mask: an array per {role}", checks.describe(x),
                      f"{list(full)}; 1 for the batch, and anywhere in a boolean mask")
@@ -177,7 +180,7 @@ def _on_host(mask, shapes: Shapes) -> algebra.Mask:
 def _local(shapes: Shapes, mesh, reserved) -> Shapes:
   """The batch rows and heads of one device."""
   rules = OperationMetadata(mesh=mesh).get_shardings("__train__")
-  placement = shard.place(
+  placement = placement_lib.place(
       rules, mesh, (shapes.batch, shapes.queries, shapes.heads, shapes.width),
       (shapes.batch, shapes.keys, shapes.key_heads, shapes.width), reserved)
   count = lambda axes: math.prod(mesh.shape[axis] for axis in axes)
@@ -243,9 +246,9 @@ def _shifts(sequence: Sequence, mask) -> tuple[int, ...]:
   if sequence.gathers:
     return (0,)
   if sequence.shards <= MANY_SHARDS and max(sequence.queries, sequence.keys) <= MANY_TOKENS:
-    return hops.shifts(sequence, jax.tree.structure(mask))
-  runs = sequence.group * layouts.pieces(sequence.layout)  # a ring looks at them as they are
-  seen = work.visits(sequence, reach.known(mask), tuple(
+    return ring_step.shifts(sequence, jax.tree.structure(mask))
+  runs = sequence.group * token_order.pieces(sequence.layout)  # a ring looks at them as they are
+  seen = work.visits(sequence, position_range.static_superset(mask), tuple(
       sequence.padded(length) // sequence.members // runs
       for length in (sequence.queries, sequence.keys)))
   counted, source = np.nonzero(seen.blocks)
@@ -266,17 +269,17 @@ def _sizes(local: Shapes, sequence: Sequence, mask) -> traffic.Sizes:
                    for n in (sequence.queries, sequence.keys))
   both = local.width + local.value_width
   needed = len(heads.key_heads_needed(local.heads, local.key_heads, sequence.group))
-  arrays = list(zip(jax.tree.leaves(mask), algebra.leaf_roles(mask), strict=True))
-  length = {algebra.QUERY: sequence.padded(sequence.queries) // sequence.shards,
-            algebra.KEY: sequence.padded(sequence.keys) // sequence.shards}
+  arrays = list(zip(jax.tree.leaves(mask), mask_lib.leaf_roles(mask), strict=True))
+  length = {mask_lib.QUERY: sequence.padded(sequence.queries) // sequence.shards,
+            mask_lib.KEY: sequence.padded(sequence.keys) // sequence.shards}
   rows = lambda x: local.batch if x.shape[0] > 1 else 1
   of = lambda role: tuple(rows(x) * length[role] * MASK_BYTES for x, its in arrays if its == role)
   pairs = lambda x: traffic.Pairs(
       rows(x) * (local.heads if x.shape[1] > 1 else 1) * (
-          length[algebra.QUERY] if x.shape[2] > 1 else 1) * (
+          length[mask_lib.QUERY] if x.shape[2] > 1 else 1) * (
               sequence.padded(sequence.keys) if x.shape[3] > 1 else 1), x.shape[1] > 1,
       x.shape[2] > 1)
   return traffic.Sizes(
       queries * local.heads * local.width, queries * local.heads * local.value_width,
-      keys * local.key_heads * both, keys * needed * both, itemsize, of(algebra.QUERY),
-      of(algebra.KEY), tuple(pairs(x) for x, role in arrays if role == algebra.DENSE))
+      keys * local.key_heads * both, keys * needed * both, itemsize, of(mask_lib.QUERY),
+      of(mask_lib.KEY), tuple(pairs(x) for x, role in arrays if role == mask_lib.DENSE))

@@ -1,4 +1,6 @@
-"""Peak numbers of devices, as their makers publish them: the one place for them.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Peak rates of devices, as published by their makers.
 
 A device is what JAX calls one: a whole chip, but for tpu7x half of one.
 """
@@ -7,12 +9,12 @@ from typing import NamedTuple
 
 
 class Device(NamedTuple):
-  """What a device can do at most."""
+  """Peak rates of one device."""
 
   flops: float  # a second, bfloat16 without sparsity
   memory_bytes: float  # a second
-  link_bytes: float  # a second, one direction of one link to a neighbour
-  is_torus: bool  # links lead to two neighbours a mesh axis; else each leads to all devices
+  link_bytes: float  # a second, one direction of one link to a neighbor
+  is_torus: bool  # links lead to two neighbors a mesh axis; else each leads to all devices
   domain: int  # so many devices are joined by those links
   network_bytes: float  # a second and device, one direction, between domains
   kinds: tuple[str, ...]  # how `jax.Device.device_kind` begins, in lower case
@@ -31,7 +33,7 @@ DEVICES = {
     # directions together; 8 and a 400 Gbit/s adapter each in a DGX H100 or H200.
     "h100": Device(989.4e12, 3350e9, 450e9, False, 8, 50e9, ("nvidia h100 80gb hbm3",)),
     "h200": Device(989.4e12, 4800e9, 450e9, False, 8, 50e9, ("nvidia h200",)),
-    # Nominal, nobody's datasheet: a core of 2.5 GHz with two AVX2 multiply-adds a cycle, float32,
+    # Nominal, not from a datasheet: a core of 2.5 GHz with two AVX2 multiply-adds a cycle, float32,
     # and a copy from memory to memory by one thread.
     "cpu": Device(80e9, 24e9, 12e9, False, 2**31, 12e9, ("cpu",)),
 }

@@ -1,9 +1,10 @@
-"""What the devices of a spread sequence send each other, and over how many links.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Traffic between the devices of a sharded sequence: collectives, bytes and links.
 
-Counts are those of the compiled program, with hops that are not steps of a loop.
-
-Letters: B batch rows of a device, H and K query and key heads of a device before an exchange of
-heads, D and E widths, L queries or keys of a shard, M members of U devices each, N = M U shards.
+Counts are those of the compiled program, whose ring steps are not steps of a loop. B, H and K are
+those of one device, before an exchange of heads; a sequence has `members` groups of `group`
+devices each.
 """
 
 from typing import NamedTuple
@@ -13,7 +14,7 @@ import numpy as np
 from attn_core.plan.peaks import Device
 from attn_core.sharding.context_parallel import Sequence
 
-OWED_BYTES = 4  # gradients travel in float32
+GRADIENT_BYTES = 4  # gradients travel in float32
 
 
 class Collective(NamedTuple):
@@ -59,16 +60,16 @@ class Link(NamedTuple):
   is_part: bool = False  # of a ring: neighbours in a row, the last not joined to the first
 
   def permute(self, size: float, distance: int) -> float:
-    """Bytes through the busiest link when everybody sends `size` bytes `distance` devices on."""
+    """Bytes through the busiest link if each device sends `size` bytes `distance` devices on."""
     distance = abs(distance) % self.devices
     return size * self.stride * min(distance, self.devices - distance) if self.is_ring else size
 
   def gather(self, size: float) -> float:
-    """... when everybody's `size` bytes go to everybody, both ways around a ring."""
+    """Bytes through the busiest link if all devices gather `size` bytes of each other."""
     return size * (self.devices - 1) / (2 if self.is_ring and not self.is_part else 1)
 
   def exchange(self, size: float) -> float:
-    """... when everybody has `size` bytes, an equal part for each.
+    """Bytes through the busiest link if each device sends an equal part of `size` bytes to each.
 
     A ring of n: n / 8 times the size, the mean distance n / 4 over two directions; n in a row:
     n / 4 times, what either half has for the other. A switch: all but one's own part, (n - 1) / n.
@@ -99,9 +100,9 @@ def links(sequence: Sequence, device: Device, one_axis: bool) -> tuple[Link, Lin
 def exchanges(sequence: Sequence, sizes: Sizes, link: Link, backward: bool) -> list[Collective]:
   """All-to-all of query, key, value and output; backward: of their gradients.
 
-  The mask's arrays once, for both passes: everybody gets what its group has of them, and of what
-  has a number for every head, all tokens for its own heads. (The same array given for queries and
-  for keys is counted twice.)
+  The mask's arrays are exchanged once, for both passes: each device gets those of its group, and
+  for arrays per head all tokens of its own heads. (An array that is given both for queries and for
+  keys is counted twice.)
   """
   group = sequence.group
   if group == 1:
@@ -137,10 +138,10 @@ def hop_by_hop(sequence: Sequence, sizes: Sizes, link: Link, shifts: tuple[int, 
   """What is sent while each hop computes, and last what is sent after all of them.
 
   Key, value and the mask's arrays that belong to keys go to the next hop's members. Backward also
-  what is owed to the first two, in float32, one exchange behind; what a member owes to itself
-  stays, and the last exchange brings all home.
+  the gradients of the first two, in float32, one step behind; the last exchange returns them to
+  the owning members.
   """
-  owed = sizes.exchanged_keys // sizes.itemsize * OWED_BYTES
+  gradients = sizes.exchanged_keys // sizes.itemsize * GRADIENT_BYTES
   # U L K' / U: the group's tokens; of arrays that are alike for all heads, U L.
   number = 2 + len(sizes.of_keys)
   size = sizes.exchanged_keys + sum(sizes.of_keys) * sequence.group
@@ -150,8 +151,8 @@ def hop_by_hop(sequence: Sequence, sizes: Sizes, link: Link, shifts: tuple[int, 
   found = [[send(number, size, stride)] for stride in strides] + [[], []]
   if backward and len(shifts) > 1:
     for hop, stride in enumerate(strides[1:], 2):
-      found[hop].append(send(2, owed, stride))
-    found[-1].append(send(2, owed, shifts[-1]))
+      found[hop].append(send(2, gradients, stride))
+    found[-1].append(send(2, gradients, shifts[-1]))
   return found
 
 

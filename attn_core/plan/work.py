@@ -1,7 +1,6 @@
-"""What the devices of a spread sequence compute, by the blocks that their kernels visit.
-
-Letters: D query and key width, E value width.
-"""
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Work of the devices of a sharded sequence, counted in the blocks that their kernels visit."""
 
 import functools
 from typing import NamedTuple
@@ -9,8 +8,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from attn_core.masks import leaves as algebra, block_map as blocks
-from attn_core.sharding import token_order as layouts
+from attn_core.masks import block_map, constructors, mask as mask_lib
+from attn_core.sharding import token_order
 from attn_core.sharding.context_parallel import Sequence
 
 # At most about so many pairs of blocks are looked at: longer sequences are sampled, see `visits`.
@@ -22,8 +21,8 @@ _FORWARD_PRODUCTS = (1, 1)  # scores, output
 _BACKWARD_PRODUCTS = (3, 2)  # scores again, d_query, d_key; d_weights, d_value
 
 # Which axes of a mask's arrays go by the tokens of queries and of keys.
-_PLACES = {algebra.QUERY: {1: algebra.QUERY}, algebra.KEY: {1: algebra.KEY},
-           algebra.DENSE: {2: algebra.QUERY, 3: algebra.KEY}}
+_PLACES = {mask_lib.QUERY: {1: mask_lib.QUERY}, mask_lib.KEY: {1: mask_lib.KEY},
+           mask_lib.DENSE: {2: mask_lib.QUERY, 3: mask_lib.KEY}}
 
 
 def flops_of_pair(width: int, value_width: int, backward: bool) -> int:
@@ -41,12 +40,12 @@ class Visits(NamedTuple):
 
   @property
   def imbalance(self) -> float:
-    """The most that a member visits over the mean; 1 where nobody visits anything."""
+    """Largest number of visited blocks of a member over the mean; 1 if there are none."""
     each = self.blocks.sum(1)
     return float(each.max() / each.mean()) if each.any() else 1.0
 
 
-def visits(sequence: Sequence, mask: algebra.Mask, block: tuple[int, int]) -> Visits:
+def visits(sequence: Sequence, mask: mask_lib.Mask, block: tuple[int, int]) -> Visits:
   """Counts the blocks that are not EMPTY in the BlockMaps of all hops.
 
   Exact up to CELLS pairs of blocks. Beyond, for some members only, evenly spaced with the first and
@@ -62,7 +61,7 @@ def visits(sequence: Sequence, mask: algebra.Mask, block: tuple[int, int]) -> Vi
                            for length in (sequence.queries, sequence.keys))
   sources = 1 if sequence.gathers else sequence.members
   own_keys *= sequence.members // sources
-  cut = _tokens if set(algebra.leaf_roles(mask)) & {*_PLACES} else _ends
+  cut = _tokens if set(mask_lib.leaf_roles(mask)) & {*_PLACES} else _ends
   block_q, block_kv = min(block[0], own_queries), min(block[1], own_keys)
   rows = cut(sequence.layout, sequence.padded(sequence.queries), sequence.shards,
              sequence.members, block_q)
@@ -71,7 +70,7 @@ def visits(sequence: Sequence, mask: algebra.Mask, block: tuple[int, int]) -> Vi
   members, picked = _sample(sequence, query_blocks, CELLS // (sources * key_blocks))
   rows = rows[np.ix_(members, picked)]
   kinds = _kinds(mask, sequence, rows, columns)
-  seen = (kinds != blocks.EMPTY).mean((0, 1))
+  seen = (kinds != block_map.EMPTY).mean((0, 1))
   counts = seen.reshape(len(members), len(picked), sources, key_blocks).sum((1, 3))
   return Visits(members, counts * (query_blocks / len(picked)),
                 own_queries / query_blocks * own_keys / key_blocks)
@@ -79,11 +78,11 @@ def visits(sequence: Sequence, mask: algebra.Mask, block: tuple[int, int]) -> Vi
 
 def _kinds(mask, sequence, rows, columns):
   """Of all pairs of blocks; [..., tokens of a block] each."""
-  of = blocks.Sizes(rows.size, columns.size, rows.shape[-1], columns.shape[-1])
+  of = block_map.Sizes(rows.size, columns.size, rows.shape[-1], columns.shape[-1])
   rows, columns = rows.reshape(-1), columns.reshape(-1)
   mask = _taken(mask, sequence, rows, columns)
-  return blocks.host_kinds(
-      algebra.placed(mask, rows[None], columns[None], sequence.size), of)
+  return block_map.host_kinds(
+      constructors.placed(mask, rows[None], columns[None], sequence.size), of)
 
 
 def _sample(sequence: Sequence, query_blocks: int, most: int) -> tuple[np.ndarray, np.ndarray]:
@@ -94,7 +93,7 @@ def _sample(sequence: Sequence, query_blocks: int, most: int) -> tuple[np.ndarra
   many = min(sequence.members, max(most // query_blocks, FEWEST_MEMBERS))
   members = np.linspace(0, sequence.members - 1, many).round().astype(np.int32)
   each = min(query_blocks, max(most // many, 2))
-  pieces = layouts.pieces(sequence.layout)
+  pieces = token_order.pieces(sequence.layout)
   a_run = query_blocks // (sequence.group * pieces)
   if each == query_blocks or sequence.layout == "contiguous" or not a_run:
     return members, _middles(query_blocks, each)
@@ -112,7 +111,8 @@ def _middles(count: int, picked: int) -> np.ndarray:
 
 def _tokens(layout: str, length: int, shards: int, parts: int, block: int) -> np.ndarray:
   """The tokens of blocks, [parts, blocks of a part, block]; a part's last one is repeated."""
-  tokens = layouts.tokens_of(layout, length, shards, layouts.numbers(shards)).reshape(parts, -1)
+  every_shard = token_order.numbers(shards)
+  tokens = token_order.tokens_of(layout, length, shards, every_shard).reshape(parts, -1)
   if tokens.shape[1] % block:
     tokens = np.pad(tokens, ((0, 0), (0, -tokens.shape[1] % block)), mode="edge")
   return tokens.reshape(parts, -1, block)
@@ -127,9 +127,9 @@ def _ends(layout: str, length: int, shards: int, parts: int, block: int) -> np.n
   return np.stack([tokens.min(-1), tokens.max(-1)], -1)
 
 
-def _taken(mask: algebra.Mask, sequence: Sequence, rows, columns) -> algebra.Mask:
+def _taken(mask: mask_lib.Mask, sequence: Sequence, rows, columns) -> mask_lib.Mask:
   """The mask's arrays at some rows and columns; zeros where these are padding."""
-  tokens_of = {algebra.QUERY: (rows, sequence.queries), algebra.KEY: (columns, sequence.keys)}
+  tokens_of = {mask_lib.QUERY: (rows, sequence.queries), mask_lib.KEY: (columns, sequence.keys)}
   def take(x, role):
     for axis, whose in _PLACES.get(role, {}).items():
       tokens, length = tokens_of[whose]
@@ -138,4 +138,4 @@ def _taken(mask: algebra.Mask, sequence: Sequence, rows, columns) -> algebra.Mas
         x = np.where(there, np.take(x, np.minimum(tokens, length - 1), axis), 0).astype(x.dtype)
     return x
   arrays, structure = jax.tree.flatten(mask)
-  return jax.tree.unflatten(structure, map(take, arrays, algebra.leaf_roles(mask)))
+  return jax.tree.unflatten(structure, map(take, arrays, mask_lib.leaf_roles(mask)))

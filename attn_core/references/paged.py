@@ -1,47 +1,54 @@
-"""The definition of attention over pages: every request gathered to dense arrays, one by one.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Definition of attention over pages: gathers each request to dense arrays.
 
-Written to be read, in any float dtype; a request's tokens come one after the other from its pages,
-and then `oracle.attention` is the definition. Imports no kernel.
-
-Letters: T tokens of the call, R requests, H query heads, K key heads, D and E widths, P pages.
+Written to be read, in any float dtype; a request's tokens are read in order from its pages, and
+`oracle.attention` computes the result. It does not import kernels. T is the number of tokens of
+the call.
 """
+
+from typing import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 import numpy as np
 
-from attn_core.masks import leaves as algebra
+from attn_core.masks import constructors
 from attn_core.references import oracle
 from attn_core.types import AttentionSpec, MaskOperands, Operands, PagedSpec
 
 
-def tokens(key_pages, value_pages, table, length: int):
-  """A request's keys [S, K, D] and values [S, K, E] from pages [K, P, page, D] and [K, P, page, E].
+def tokens(key_pages: jax.Array, value_pages: jax.Array, table: ArrayLike,
+           length: int) -> tuple[jax.Array, jax.Array]:
+  """Returns a request's keys [S, K, D] and values [S, K, E].
 
   Args:
-    key_pages: the keys, dequantised.
-    value_pages: the values, dequantised.
-    table: int [N], the request's pages in order.
+    key_pages: dequantized keys [K, P, page_size, D].
+    value_pages: dequantized values [K, P, page_size, E].
+    table: int [row_pages], the request's pages in order.
     length: S.
   """
-  size = key_pages.shape[2]
-  places = [(int(table[p // size]), p % size) for p in range(length)]
-  rows = lambda x: jnp.stack([x[:, page, slot] for page, slot in places])
+  size, table = key_pages.shape[2], np.asarray(table)
+  slots = [(int(table[p // size]), p % size) for p in range(length)]
+  rows = lambda x: jnp.stack([x[:, page, slot] for page, slot in slots])
   return rows(key_pages), rows(value_pages)
 
 
-def attention(query, requests, spec: PagedSpec, sinks=None):
-  """Attention of every request's queries to its own tokens.
+def attention(query: jax.Array, requests: Sequence[tuple[int, jax.Array | None, jax.Array | None]],
+              spec: PagedSpec,
+              sinks: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+  """Computes attention of every request's queries to its own tokens.
 
   Args:
     query: [T, H, D], the requests' queries one after the other.
     requests: a list of (number of queries, keys [S, K, D], values [S, K, E]); the queries are the
-      last ones of the S tokens. Of no tokens: keys and values are None.
-    spec: what to compute; everything in the operands' own dtype.
+      last ones of the S tokens. Keys and values are None for a request without tokens.
+    spec: what to compute; everything is computed in the operands' dtype.
     sinks: [H] or None.
 
   Returns:
-    out [T, H, E] and lse [H, T]; tokens of no request: 0 and -inf.
+    out [T, H, E] and lse [H, T]; 0 and -inf for tokens outside of all requests.
   """
   width = next((value.shape[-1] for _, _, value in requests if value is not None), query.shape[-1])
   out, lse, start = [], [], 0
@@ -56,22 +63,24 @@ def attention(query, requests, spec: PagedSpec, sinks=None):
       continue
     structure, mask = _mask(number, key.shape[0], spec)
     dense = AttentionSpec(structure, spec.softmax_scale, spec.logits_soft_cap)
+    assert value is not None
     found = oracle.attention(Operands(rows[None], key[None], value[None], mask=mask,
                                       sinks=None if sinks is None else sinks[None]), dense)
-    out.append(found.attention_outputs[0])
-    lse.append(found.lse[0])
+    out.append(found.attention_outputs[0])  # type: ignore[index]
+    lse.append(found.lse[0])  # type: ignore[index]
   rest = query.shape[0] - start
   out.append(jnp.zeros((rest, query.shape[1], width), query.dtype))
   lse.append(jnp.full((query.shape[1], rest), -jnp.inf, query.dtype))
   return jnp.concatenate(out), jnp.concatenate(lse, 1)
 
 
-def _mask(queries: int, keys: int, spec: PagedSpec):
-  """What the last `queries` of `keys` tokens see, token by token."""
+def _mask(queries: int, keys: int,
+          spec: PagedSpec) -> tuple[jax.tree_util.PyTreeDef, MaskOperands]:
+  """Returns the mask of the last `queries` of `keys` tokens, token by token."""
   left, right = spec.window
   def sees(query, key):
     return ((not spec.causal or key <= query) and (left is None or key >= query - left)
             and (right is None or key <= query + right))
   seen = np.array([[sees(keys - queries + t, s) for s in range(keys)] for t in range(queries)])
-  leaves, structure = jax.tree.flatten(algebra.dense(seen[None, None]))
+  leaves, structure = jax.tree.flatten(constructors.dense(seen[None, None]))
   return structure, MaskOperands(tuple(map(jnp.asarray, leaves)))

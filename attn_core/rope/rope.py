@@ -1,34 +1,44 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """Rotary position embeddings: tables of cosines and sines, and the rotation.
 
-Letters: B batch, T length, H heads (of query or key), D a head's width, R rotated width.
+`rotary_dim` is the number of rotated dimensions of a head: even, and at most the head's width D.
 """
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from attn_core import checks
-from attn_core.rope.frequencies import (BY_LENGTH, Rope, attention_factor, check_rope, inverse_frequencies, position_axes)
-from attn_core.types import LAYOUTS
+from attn_core.rope.frequencies import (BY_LENGTH, Rope, attention_factor, check_rope,
+                                        inverse_frequencies, position_axes)
+from attn_core.types import ARRAY_LAYOUTS, ArrayLayout
+
+Array = jax.Array | np.ndarray
 
 
-def rotary_table(rope: Rope, positions, head_dim: int, length=None):
-  """Cosine and sine of every position's angles, at any position: nothing is tabulated beforehand.
+def rotary_table(
+    rope: Rope, positions: Array, head_dim: int,
+    length: int | jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+  """Computes cosine and sine of the angles at any positions.
 
-    angle[t, i] = position[t] * frequency[i],   i = 0 .. R / 2 - 1
+    angle[t, i] = position[t] * frequency[i],   i = 0 .. rotary_dim / 2 - 1
 
   Args:
-    rope: which embedding.
-    positions: int [..., T] (tokens); with `rope.mrope_section` [3, ..., T] for time, height and
-      width, or [B, T] or [T] where the three are the same.
+    rope: the rotary embedding.
+    positions: int [..., T] (tokens); with `rope.mrope_section` [3, B, T] for time, height and
+      width, or [B, T] or [T] if the three are the same.
     head_dim: D.
-    length: length of the sequence by which types "dynamic" and "longrope" choose their
-      frequencies, an int or int32 scalar (tokens); None: one more than the largest position.
+    length: length of the sequence, which selects the frequencies of types "dynamic" and "longrope",
+      an int or int32 scalar (tokens); None: one more than the largest position.
 
   Returns:
-    (cosine, sine), float32 [..., T, R / 2], times the embedding's attention factor.
+    (cosine, sine), float32 [..., T, rotary_dim / 2], times the embedding's attention factor.
 
   Raises:
-    ValueError: positions that are no integers, none of them where their largest is the length, or
-      as `inverse_frequencies`.
+    ValueError: `positions` is not an array of integers, is empty although the type needs the
+      largest position, or has the wrong shape for `rope.mrope_section`; or as
+      `inverse_frequencies`.
   """
   check_rope(rope)
   checks.array("positions", positions, "int [..., T]")
@@ -37,7 +47,7 @@ def rotary_table(rope: Rope, positions, head_dim: int, length=None):
   positions = jnp.asarray(positions)
   if length is None and rope.rope_type in BY_LENGTH:
     checks.require(positions.size > 0, "positions", checks.describe(positions), "at least one, "
-                   f"since rope_type={rope.rope_type!r} goes by the largest; or a `length`")
+                   f"since rope_type={rope.rope_type!r} depends on the largest; or pass `length`")
     length = jnp.max(positions) + 1
   frequencies = jnp.asarray(inverse_frequencies(rope, head_dim, length))
   axes = position_axes(rope, head_dim)
@@ -45,16 +55,17 @@ def rotary_table(rope: Rope, positions, head_dim: int, length=None):
     positions = positions[..., None]
   else:
     checks.require(positions.ndim == 3 and positions.shape[0] == 3, "positions",
-                   checks.describe(positions), "[3, B, T], or [B, T] where time, height and width "
-                   "are the same")
+                   checks.describe(positions), "[3, B, T], or [B, T] if time, height and width are "
+                   "the same")
     positions = jnp.moveaxis(positions[axes], 0, -1)
   angles = positions.astype(jnp.float32) * frequencies
   factor = attention_factor(rope)
   return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
-def apply_rotary(x, cosine, sine, interleaved: bool = False, layout: str = "bthd"):
-  """Turns every pair (a, b) of a head's first R dimensions by its angle.
+def apply_rotary(x: Array, cosine: Array, sine: Array, interleaved: bool = False,
+                 layout: ArrayLayout = "bthd") -> jax.Array:
+  """Rotates every pair (a, b) of a head's first `rotary_dim` dimensions by its angle.
 
     (a, b) -> (a cos - b sin, b cos + a sin)
 
@@ -62,22 +73,23 @@ def apply_rotary(x, cosine, sine, interleaved: bool = False, layout: str = "bthd
 
   Args:
     x: float [B, T, H, D] in layout bthd, [B, H, T, D] in bhtd, [T, H, D] in thd.
-    cosine: float [B or 1, T, R / 2] or [T, R / 2], as `rotary_table` gives; in layout thd
-      [T, R / 2].
+    cosine: float [B or 1, T, rotary_dim / 2] or [T, rotary_dim / 2], from `rotary_table`; in layout
+      thd [T, rotary_dim / 2].
     sine: the same.
-    interleaved: the pairs are neighbours (0, 1), (2, 3), ...; False: (i, R / 2 + i).
-    layout: one of LAYOUTS.
+    interleaved: whether pairs are neighbors (0, 1), (2, 3), ...; False: (i, rotary_dim / 2 + i).
+    layout: one of ARRAY_LAYOUTS.
 
   Returns:
-    As x, in its dtype; computed in float32, or x's dtype where that is wider.
+    The rotated `x`, in its shape and dtype; computed in float32, or in the dtype of `x` if wider.
 
   Raises:
-    ValueError: ranks, widths or layouts that do not fit.
+    ValueError: `layout` is unknown, `x` is not a floating-point array of the layout's rank, or
+      cosine and sine are not floating-point arrays of one of the shapes above.
   """
-  checks.one_of("layout", layout, LAYOUTS)
+  checks.one_of("layout", layout, ARRAY_LAYOUTS)
   checks.floating("x", x, 3 if layout == "thd" else 4, f"a query or key in layout {layout!r}")
   _check_tables(x, cosine, sine, layout)
-  heads = 1 if layout == "bhtd" else x.ndim - 2  # cosine and sine have no axis of heads
+  heads = 1 if layout == "bhtd" else x.ndim - 2  # dimension of heads, which the tables lack
   from_right = x.ndim - heads
   cosine, sine = (jnp.expand_dims(table, -from_right if table.ndim >= from_right else 0)
                   for table in (cosine, sine))
@@ -86,28 +98,37 @@ def apply_rotary(x, cosine, sine, interleaved: bool = False, layout: str = "bthd
   return jnp.concatenate([rotated, x[..., width:]], -1) if width < x.shape[-1] else rotated
 
 
-def rotary(query, key, positions, rope: Rope, layout: str = "bthd", key_positions=None):
-  """Query and key turned to their positions.
+def rotary(query: Array, key: Array, positions: Array, rope: Rope, layout: ArrayLayout = "bthd",
+           key_positions: Array | None = None) -> tuple[Array, Array]:
+  """Rotates query and key by their positions, so that logits depend on position differences.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from attn_core import Rope, rotary
+    >>> x = jnp.ones((1, 4, 1, 8))
+    >>> query, key = rotary(x, x, jnp.arange(4), Rope())
+    >>> logits = jnp.einsum("bthd,bshd->ts", query, key)
+    >>> bool(jnp.allclose(logits[1, 0], logits[3, 2], atol=1e-5))
+    True
 
   Args:
     query: float [B, T, H, D] in layout bthd, [B, H, T, D] in bhtd, [T, H, D] in thd.
-    key: the same, with its own number of heads.
+    key: the same, with K heads and possibly another length.
     positions: int [B or 1, T] or [T] of the queries (tokens), in layout thd [T]; with
-      `rope.mrope_section` [3, B or 1, T] too.
-    rope: which embedding; one of type "none" returns both as they are.
-    layout: one of LAYOUTS.
-    key_positions: the same of the keys, where they are not the queries' own; None: those of the
-      queries.
+      `rope.mrope_section` also [3, B or 1, T].
+    rope: the rotary embedding; type "none" returns query and key unchanged.
+    layout: one of ARRAY_LAYOUTS.
+    key_positions: positions of the keys, in the same shapes; None: those of the queries.
 
   Returns:
-    (query, key), as they came in shape and dtype.
+    (query, key), in their shapes and dtypes.
 
   Raises:
-    ValueError: another number of positions than of queries or keys, widths that differ, or as
-      `rotary_table` and `apply_rotary`.
+    ValueError: the number of positions is not that of queries or keys, query and key differ in
+      width, or as `rotary_table` and `apply_rotary`.
   """
   check_rope(rope)
-  checks.one_of("layout", layout, LAYOUTS)
+  checks.one_of("layout", layout, ARRAY_LAYOUTS)
   for name, x in (("query", query), ("key", key)):
     checks.array(name, x, f"a {name} in layout {layout!r}")
   checks.require(query.shape[-1] == key.shape[-1], "key", checks.describe(key),
@@ -127,8 +148,9 @@ def rotary(query, key, positions, rope: Rope, layout: str = "bthd", key_position
           apply_rotary(key, *key_table, rope.interleaved, layout))
 
 
-def apply_complex_rotary(xq, xk, freqs_cis):
-  """Turns neighbours, as real and imaginary part of one number, by complex numbers.
+def apply_complex_rotary(
+    xq: Array, xk: Array, freqs_cis: Array) -> tuple[jax.Array, jax.Array]:
+  """Multiplies neighboring dimensions, as real and imaginary part, by complex numbers.
 
     (a + bi) * freqs_cis
 
@@ -138,11 +160,11 @@ def apply_complex_rotary(xq, xk, freqs_cis):
     freqs_cis: complex [..., T, 1, D / 2]: `jax.lax.complex(cosine, sine)[..., None, :]`.
 
   Returns:
-    (xq, xk) turned, in their own dtypes; computed in float32 or wider.
+    The rotated (xq, xk), in their dtypes; computed in float32 or wider.
 
   Raises:
-    ValueError: `freqs_cis` is not complex, its width is not half of the others', or its other
-      dimensions are not theirs or 1.
+    ValueError: xq or xk is not a floating-point array of even width, or `freqs_cis` is not complex,
+      its width is not half of theirs, or another dimension is neither theirs nor 1.
   """
   for name, x in (("xq", xq), ("xk", xk)):
     checks.array(name, x, "float [..., T, heads, D]")
@@ -155,27 +177,30 @@ def apply_complex_rotary(xq, xk, freqs_cis):
     checks.require(len(leading) == x.ndim - 1 and all(
         n in (1, full) for n, full in zip(leading, x.shape)), "freqs_cis",
                    checks.describe(freqs_cis), "complex [..., T, 1, D / 2] with the leading "
-                   f"dimensions of {name} {checks.describe(x)}, any of them may be 1 or absent")
-  return tuple(_rotate(x, freqs_cis.real, freqs_cis.imag, True) for x in (xq, xk))
+                   f"dimensions of {name} {checks.describe(x)}, each of which may be 1 or missing")
+  real, imaginary = freqs_cis.real, freqs_cis.imag
+  return _rotate(xq, real, imaginary, True), _rotate(xk, real, imaginary, True)
 
 
-def _check_positions(name: str, positions, of: str, x, layout: str) -> None:
-  """One position for every query, or key."""
+def _check_positions(
+    name: str, positions: Array, of: str, x: Array, layout: ArrayLayout) -> None:
+  """Checks that there is one position for every query, or key."""
   checks.array(name, positions, "int [..., T]")
   checks.require(x.ndim == len(layout), of, checks.describe(x), f"a {of} in layout {layout!r}")
   length = x.shape[layout.index("t")]
   checks.require(positions.ndim >= 1 and positions.shape[-1] == length, name,
                  checks.describe(positions), f"int [..., {length}], one for each {of} of "
-                 f"{checks.describe(x)} in layout {layout!r}; `key_positions` are those of keys "
-                 "that do not stand where the queries do")
+                 f"{checks.describe(x)} in layout {layout!r}; pass `key_positions` for keys whose "
+                 "positions are not those of the queries")
 
 
-def _check_tables(x, cosine, sine, layout: str) -> None:
-  """Cosine and sine have a row for every position of x: none is repeated in silence."""
+def _check_tables(x: Array, cosine: Array, sine: Array, layout: ArrayLayout) -> None:
+  """Checks that cosine and sine have a row for every position of x, without broadcasting."""
   length, width = x.shape[layout.index("t")], x.shape[-1]
-  expected = f"float [T, R / 2] with T = {length} positions and R at most the width {width}"
+  expected = (f"float [T, rotary_dim / 2] with T = {length} positions and rotary_dim at most the "
+              f"width {width}")
   if layout != "thd":
-    expected += f", or [B or 1, T, R / 2] with B = {x.shape[0]}"
+    expected += f", or [B or 1, T, rotary_dim / 2] with B = {x.shape[0]}"
   for name, table in (("cosine", cosine), ("sine", sine)):
     checks.array(name, table, expected)
     checks.require(
@@ -187,8 +212,8 @@ def _check_tables(x, cosine, sine, layout: str) -> None:
                  f"the shape of the cosine, {checks.describe(cosine)}")
 
 
-def _rotate(x, cosine, sine, interleaved: bool):
-  """x with all its pairs turned."""
+def _rotate(x: Array, cosine: Array, sine: Array, interleaved: bool) -> jax.Array:
+  """Rotates all pairs of dimensions of x."""
   wide = jnp.promote_types(x.dtype, jnp.float32)
   pairs = x.astype(wide)
   if interleaved:
@@ -197,5 +222,5 @@ def _rotate(x, cosine, sine, interleaved: bool):
   else:
     first, second = jnp.split(pairs, 2, -1)
     axis = -2
-  turned = jnp.stack([first * cosine - second * sine, second * cosine + first * sine], axis)
-  return turned.reshape(x.shape).astype(x.dtype)
+  rotated = jnp.stack([first * cosine - second * sine, second * cosine + first * sine], axis)
+  return rotated.reshape(x.shape).astype(x.dtype)

@@ -1,39 +1,43 @@
-"""One sequence over several devices: over which mesh axes, in which order, and what travels.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Sharding of one sequence over devices: the mesh axes, the order of tokens, the communication.
 
-The devices form `members` of `group` devices each, the group being the faster part of the shard's
-number. Within a group queries, keys and values are exchanged so that every device has all of the
-group's tokens and a part of the heads; between members keys and values travel.
-
-Letters: T query length, S key length, N = members * group shards.
+The devices form `members` of `group` devices each; the device's index in its group is the fastest
+part of the shard's number. Within a group queries, keys and values are exchanged so that each
+device has all tokens of the group and a part of the heads; between members keys and values move.
 """
 
 import math
 from typing import NamedTuple
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
+import numpy as np
 
-from attn_core.sharding import token_order as layouts
+from attn_core.sharding import token_order
 from attn_core.types import RingConfig
+
+AnyMesh = Mesh | AbstractMesh
 
 
 class Sequence(NamedTuple):
-  """How one sequence is spread; static."""
+  """Sharding of one sequence; static."""
 
-  layout: str  # one of layouts.LAYOUTS
-  gathers: bool  # keys and values go to everybody at once instead of around a ring
+  layout: str  # one of token_order.TOKEN_ORDERS
+  gathers: bool  # whether all members gather keys and values, instead of a ring
   key_axes: tuple[str, ...]  # the mesh axes between members
   head_axes: tuple[str, ...]  # the mesh axes within a group
   members: int
   group: int
-  scan: bool  # whether a ring's hops are steps of a `lax.scan`
+  scan: bool  # whether the steps of a ring are those of a `lax.scan`
   queries: int  # T, before padding
   keys: int  # S, before padding
-  axis_number: int = 0  # of the axis between members, among the mesh's
-  cores: int = 1  # of a device, that share a kernel; 1 where the devices are not known
+  axis_number: int = 0  # index of the axis between members among the axes of the mesh
+  cores: int = 1  # cores of a device that share a kernel; 1 if the devices are not known
 
   @property
   def axes(self) -> tuple[str, ...]:
+    """The mesh axes that shard the sequence."""
     return self.key_axes + self.head_axes
 
   @property
@@ -43,49 +47,50 @@ class Sequence(NamedTuple):
 
   @property
   def shards(self) -> int:
+    """The number of shards."""
     return self.members * self.group
 
   def padded(self, length: int) -> int:
-    """The length with padding: a multiple of the shards."""
+    """Returns the length with padding to a multiple of the shards."""
     return -(-length // self.shards) * self.shards
 
-  def rows(self, member):
-    """The queries of a member, in its order: int32 [n]; its number may be traced."""
+  def rows(self, member: jax.Array | int) -> jax.Array | np.ndarray:
+    """Returns the numbers of a member's queries in its order, int32 [T / members]."""
     return self._tokens(self.queries, member)
 
-  def columns(self, member):
-    """The keys of a member, in its order: int32 [n]; its number may be traced."""
+  def columns(self, member: jax.Array | int) -> jax.Array | np.ndarray:
+    """Returns the numbers of a member's keys in its order, int32 [S / members]."""
     return self._tokens(self.keys, member)
 
-  def _tokens(self, length, member):
-    shards = member * self.group + layouts.numbers(self.group)
-    return layouts.tokens_of(self.layout, self.padded(length), self.shards, shards).reshape(-1)
+  def _tokens(self, length: int, member: jax.Array | int) -> jax.Array | np.ndarray:
+    shards = member * self.group + token_order.numbers(self.group)
+    return token_order.tokens_of(self.layout, self.padded(length), self.shards, shards).reshape(-1)
 
   @property
   def is_natural(self) -> bool:
-    """Whether all shards in a row are the sequence as it is, without padding."""
+    """Whether the concatenated shards are the sequence in its order, without padding."""
     return self.layout == "contiguous" and not (self.queries % self.shards
                                                 or self.keys % self.shards)
 
 
 def axes_of(config: RingConfig, name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-  """The mesh axes between members and those within a group; see `Sequence`."""
+  """Returns the mesh axes between members and those within a group; see `Sequence`."""
   if config.variant == "ulysses":
     return (), (name,)
   return (name,), () if config.heads_axis_name is None else (config.heads_axis_name,)
 
 
-def shards_of(config: RingConfig, name: str, mesh) -> int:
-  """N; 1 without a mesh."""
+def shards_of(config: RingConfig, name: str, mesh: AnyMesh | None) -> int:
+  """Returns the number of shards; 1 without a mesh."""
   axes = sum(axes_of(config, name), ())
   return 1 if mesh is None else math.prod(mesh.shape.get(axis, 1) for axis in axes)
 
 
-def require_axes(config: RingConfig, name: str, mesh) -> None:
-  """Refuses mesh axes that do not exist, or that the caller has split the arrays over.
+def require_axes(config: RingConfig, name: str, mesh: AnyMesh) -> None:
+  """Checks the mesh axes.
 
   Raises:
-    ValueError: such an axis, or the same one twice.
+    ValueError: an axis that does not exist, that is Manual, or that is given twice.
   """
   between, within = axes_of(config, name)
   fields = dict.fromkeys(between + within, "sequence_axis_name")
@@ -103,11 +108,11 @@ def require_axes(config: RingConfig, name: str, mesh) -> None:
                        "or call mechanism='ring' outside of it")
 
 
-def require_unchecked(*arrays) -> None:
-  """Refuses arrays that JAX follows over the axes of a surrounding shard_map.
+def require_unchecked(*arrays: jax.Array) -> None:
+  """Checks that a surrounding shard_map, if there is one, does not track varying values.
 
   Raises:
-    NotImplementedError: one of them varies over an axis.
+    NotImplementedError: an array varies over an axis of a shard_map with check_vma=True.
   """
   varying = sorted(set().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays)))
   if varying:
@@ -117,18 +122,19 @@ def require_unchecked(*arrays) -> None:
         "check_vma=False, or call ring outside of it")
 
 
-def spread(config: RingConfig, name: str, scan: bool, mesh, shapes) -> Sequence | None:
-  """How a sequence is spread over a mesh.
+def spread(config: RingConfig, name: str, scan: bool, mesh: AnyMesh,
+           shapes: tuple[int, int, int]) -> Sequence | None:
+  """Returns the sharding of a sequence over a mesh.
 
   Args:
     config: variant and layout.
     name: `OperationMetadata.sequence_axis_name`.
-    scan: whether a ring's hops are steps of a `lax.scan`.
-    mesh: it has the axes, see `require_axes`.
+    scan: whether the steps of a ring are those of a `lax.scan`.
+    mesh: a mesh with these axes, see `require_axes`.
     shapes: (T, S, query heads of one device).
 
   Returns:
-    None where there is one shard.
+    The sharding; None if there is one shard.
 
   Raises:
     ValueError: a length that the layout does not divide, or heads that the group does not divide.
@@ -139,7 +145,7 @@ def spread(config: RingConfig, name: str, scan: bool, mesh, shapes) -> Sequence 
   if members * group == 1:
     return None
   for what, length in (("query length", queries), ("key length", keys)):
-    layouts.require_length(what, config.layout, length, members * group)
+    token_order.require_length(what, config.layout, length, members * group)
   if heads % group:
     sizes = [n for n in range(2, members * group) if not (heads % n or members * group % n)]
     hybrid = f", or 'hybrid' with a heads axis of size {' or '.join(map(str, sizes))}"

@@ -1,4 +1,6 @@
-"""Device meshes: the main one, those of the experts, and meshes as plain data."""
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Device meshes: the main mesh, meshes for mixtures of experts, and meshes as plain data."""
 
 from collections.abc import Sequence
 import math
@@ -22,33 +24,40 @@ def create_mesh(
     allow_split_physical_axes: bool = True,
     backend: str | None = None,
 ) -> Mesh:
-  """A mesh over all devices of a backend; all its axes are Auto.
+  """Creates a mesh over all devices of a backend; all its axes are Auto.
 
-  A granule is a group of devices with a fast network among themselves: a slice where there are
-  several, else a process where there are several and they are not the hosts of one TPU slice, else
-  everything. The mesh of several granules is a hybrid one: along each axis, granules are the
-  slower part of the coordinate and the devices of a granule the faster one.
+  A granule is a group of devices joined by a fast network: a slice if there are several slices,
+  else a process if there are several and they are not the hosts of one TPU slice, else all devices.
+  With several granules the mesh is hybrid: along each axis the granule is the slower part of the
+  coordinate and the device within the granule the faster part.
+
+  Example (with 8 devices):
+    >>> from attn_core import create_mesh
+    >>> mesh = create_mesh((2, -1, 1, 2, 1))
+    >>> dict(mesh.shape)
+    {'dp': 2, 'fsdp': 2, 'ep': 1, 'tp': 2, 'sp': 1}
 
   Args:
-    sharding_axis_dims: devices along each axis of the whole mesh, all granules together; one -1 is
-      filled so that no device is left over.
+    sharding_axis_dims: devices along each axis of the whole mesh, over all granules; one -1 is
+      filled with the remaining devices.
     sharding_axis_names: the axes, outermost first.
     sharding_dcn_axis_dims: granules along each axis, each a divisor of the axis; one -1 is filled.
-      None: the outermost axes take as many as divide them, those being the ones that talk least.
-    process_is_granule: whether processes are the granules, slices or not.
-    should_sort_granules_by_key: granules in the order of their slice or process number; otherwise
-      in the order in which the backend lists their devices.
-    allow_split_physical_axes: whether one axis of the hardware's torus may be cut into several
+      None: the outermost axes take as many granules as divide them, since they communicate least.
+    process_is_granule: whether every process is a granule, even where there are slices.
+    should_sort_granules_by_key: whether granules are ordered by their slice or process index;
+      otherwise they keep the order in which the backend lists their devices.
+    allow_split_physical_axes: whether one axis of the hardware's torus may be split into several
       axes of the mesh.
-    backend: the platform whose devices are meant; None or "": the default backend's.
+    backend: the platform of the devices; None or "": the default backend.
 
   Returns:
     A mesh of shape `sharding_axis_dims`.
 
   Raises:
-    ValueError: sizes or names are no sequence, or their numbers differ; names repeat; a size is
-      neither positive nor the only -1; the product of the sizes is not the number of devices or,
-      for granules, theirs; granules do not divide the axes; or there is no such backend.
+    ValueError: sizes or names are not sequences, or differ in number; a name is empty, not a string
+      or repeated; a size is neither positive nor the only -1; the product of the sizes is not the
+      number of devices (for `sharding_dcn_axis_dims`: of granules); granules do not divide the
+      axes; or `backend` is not a string or has no devices here.
   """
   names = _sequence("sharding_axis_names", sharding_axis_names)
   if not all(isinstance(name, str) and name for name in names) or len(set(names)) != len(names):
@@ -84,24 +93,27 @@ def create_mesh(
 
 
 def expert_mesh(mesh: Mesh, fsdp_is_ep_bound: bool = True, sp_is_ep_bound: bool = True) -> Mesh:
-  """The devices of a mesh over ("dp", "ep", "tp"), for mixtures of experts; all axes Explicit.
+  """Rearranges the devices of a mesh over ("dp", "ep", "tp"), for mixtures of experts.
 
-  fsdp and sp become part of ep where bound and of dp otherwise. The coordinates are those of
-  the main mesh, read as digits, slowest first:
+  All axes are Explicit. fsdp and sp become part of ep if bound and part of dp otherwise. The
+  coordinates are those of the main mesh, read as digits, slowest first:
 
       dp' = (fsdp if unbound, dp, sp if unbound)
       ep' = (ep, fsdp if bound, sp if bound)
       tp' = (tp)
 
-  With both bound every device keeps its dp, and always its tp. In this order a device's block of
-  the experts, over ep', is a part of its block over ep on the main mesh, and its block of the
-  batch, over dp', a part of the one over the main mesh's ("fsdp", "dp"), or "dp" where fsdp is
-  bound: going over from these only cuts, and moves nothing.
+  If both are bound every device keeps its dp; it always keeps its tp. In this order a device's
+  block of the experts, over ep', is a part of its block over ep on the main mesh, and its block of
+  the batch, over dp', is a part of its block over the main mesh's ("fsdp", "dp"), or over "dp" if
+  fsdp is bound: resharding between the two meshes slices blocks and moves no data.
 
   Args:
-    mesh: a mesh with axes of AXIS_NAMES, in any order; an absent one counts as size 1.
+    mesh: a mesh with axes of AXIS_NAMES, in any order; an absent axis counts as size 1.
     fsdp_is_ep_bound: whether fsdp is part of ep.
     sp_is_ep_bound: whether sp is part of ep.
+
+  Returns:
+    A mesh over ("dp", "ep", "tp").
 
   Raises:
     ValueError: `mesh` is not a `jax.sharding.Mesh`, or has an axis that is not of AXIS_NAMES; or a
@@ -112,30 +124,35 @@ def expert_mesh(mesh: Mesh, fsdp_is_ep_bound: bool = True, sp_is_ep_bound: bool 
 
 def auto_expert_mesh(
     mesh: Mesh, fsdp_is_ep_bound: bool = True, sp_is_ep_bound: bool = True) -> Mesh:
-  """As `expert_mesh`, same arguments and errors, with Auto axes: the compiler chooses shardings."""
+  """Same as `expert_mesh`, with Auto axes: the compiler chooses shardings."""
   return _folded(mesh, fsdp_is_ep_bound, sp_is_ep_bound, AxisType.Auto)
 
 
 def expert_abstract_mesh(
     mesh: Mesh, fsdp_is_ep_bound: bool = True, sp_is_ep_bound: bool = True) -> AbstractMesh:
-  """Names, sizes and axis types of `expert_mesh`, same arguments and errors, without devices."""
+  """Same as `expert_mesh`, as an abstract mesh: names, sizes and axis types without devices."""
   return expert_mesh(mesh, fsdp_is_ep_bound, sp_is_ep_bound).abstract_mesh
 
 
 def mesh_to_dict(mesh: Mesh) -> dict[str, Any]:
-  """A mesh as values that JSON knows; `mesh_from_dict` is the inverse.
+  """Converts a mesh to JSON-serializable values; `mesh_from_dict` is the inverse.
 
   Args:
     mesh: a mesh of devices of one platform, with strings as axis names.
 
+  Returns:
+    axis_names, axis_sizes, axis_types, platform and device_ids.
+
   Raises:
-    ValueError: `mesh` has no devices, as an abstract one, or a name that is not a string.
+    ValueError: `mesh` is not a `jax.sharding.Mesh` with at least one device (an abstract mesh has
+      none), or an axis name is not a string.
   """
   if not isinstance(mesh, Mesh) or mesh.empty:
     raise ValueError(f"mesh={mesh!r}: expected a jax.sharding.Mesh of at least one device; a mesh "
-                     "without devices cannot be written down: replace it, or set it to None")
+                     "without devices cannot be serialized: replace it, or set it to None")
   if not all(isinstance(name, str) for name in mesh.axis_names):
-    raise ValueError(f"mesh has axis_names={mesh.axis_names}: expected strings to write down")
+    raise ValueError(f"mesh has axis_names={mesh.axis_names}: expected strings, which can be "
+                     "serialized")
   return {
       "axis_names": list(mesh.axis_names),
       "axis_sizes": list(mesh.devices.shape),
@@ -146,13 +163,18 @@ def mesh_to_dict(mesh: Mesh) -> dict[str, Any]:
 
 
 def mesh_from_dict(data: dict[str, Any]) -> Mesh:
-  """The mesh that `mesh_to_dict` wrote down, of this process's devices with the same ids.
+  """Rebuilds a mesh from `mesh_to_dict`, with this process's devices of the same ids.
 
   Args:
-    data: what `mesh_to_dict` gave.
+    data: the result of `mesh_to_dict`.
+
+  Returns:
+    The mesh.
 
   Raises:
-    ValueError: an entry is missing, or there are no such devices here.
+    ValueError: `data` is not a dict with exactly the entries of `mesh_to_dict`, the number of
+      device ids is not the product of the sizes, an axis type is unknown, or this process does not
+      have the platform or the devices.
   """
   expected = ("axis_names", "axis_sizes", "axis_types", "platform", "device_ids")
   if not isinstance(data, dict) or set(data) != set(expected):
@@ -181,7 +203,7 @@ def mesh_from_dict(data: dict[str, Any]) -> Mesh:
 def _filled(
     argument: str, dims: Sequence[int], names: tuple[str, ...], total: int, unit: str,
 ) -> tuple[int, ...]:
-  """`dims` with its -1 replaced so that the product is `total`; checks everything about them."""
+  """Checks `dims` and replaces its -1 so that the product is `total`."""
   dims = _sequence(argument, dims)
   if len(dims) != len(names):
     raise ValueError(f"{argument}={dims} has {len(dims)} sizes: expected one for each of the "
@@ -197,15 +219,15 @@ def _filled(
                      f"the given ones have {given}")
   if -1 not in dims and given != total:
     raise ValueError(f"{argument}={dims} has the product {given}: expected {total}, as there are "
-                     f"{total} {unit}; one size can be -1 to take what is left")
+                     f"{total} {unit}; one size can be -1 to take the remaining ones")
   return tuple(total // given if dim == -1 else int(dim) for dim in dims)
 
 
 def _sequence(argument: str, value: Any) -> tuple[Any, ...]:
-  """A tuple or list as a tuple.
+  """Converts a tuple, list or array to a tuple.
 
   Raises:
-    ValueError: it is something else; a string would be taken for its letters.
+    ValueError: `value` is something else; a string would be split into its letters.
   """
   if isinstance(value, str) or not isinstance(value, (Sequence, np.ndarray)):
     raise ValueError(f"{argument}={value!r}: expected a tuple with one entry for each axis")
@@ -213,7 +235,7 @@ def _sequence(argument: str, value: Any) -> tuple[Any, ...]:
 
 
 def _granules(devices: Sequence[Any], process_is_granule: bool) -> tuple[str, int]:
-  """The attribute that tells the granules of devices apart, and how many there are."""
+  """(attribute of a device that identifies its granule, number of granules)."""
   processes = len({device.process_index for device in devices})
   slices = len({getattr(device, "slice_index", 0) for device in devices})
   if process_is_granule or (slices == 1 and devices[0].platform != "tpu"):
@@ -222,15 +244,15 @@ def _granules(devices: Sequence[Any], process_is_granule: bool) -> tuple[str, in
 
 
 def _outermost(dims: tuple[int, ...], granules: int) -> tuple[int, ...]:
-  """Granules along each axis, as many as possible along the first ones."""
+  """Distributes granules over the axes, as many as possible along the first axes."""
   left, dcn_dims = granules, []
   for dim in dims:
     dcn_dims.append(math.gcd(dim, left))
     left //= dcn_dims[-1]
   if left > 1:
-    raise ValueError(f"sharding_axis_dims={dims}: expected sizes among which the {granules} "
+    raise ValueError(f"sharding_axis_dims={dims}: expected sizes over which the {granules} "
                      f"granules (slices or processes) can be divided; {left} of them are left "
-                     f"over; give sharding_dcn_axis_dims, or sizes that {granules} divides")
+                     f"over; pass sharding_dcn_axis_dims, or sizes that {granules} divides")
   return tuple(dcn_dims)
 
 
@@ -242,8 +264,8 @@ def _folded(mesh: Mesh, fsdp_is_ep_bound: bool, sp_is_ep_bound: bool, kind: Axis
     if not isinstance(bound, bool):
       raise ValueError(f"{name}={bound!r}: expected True or False")
   if not set(mesh.axis_names) <= set(AXIS_NAMES):
-    raise ValueError(f"mesh has axes {mesh.axis_names}: expected axes of {AXIS_NAMES}, which are "
-                     "those that can be folded")
+    raise ValueError(f"mesh has axes {mesh.axis_names}: expected axes of {AXIS_NAMES}, which "
+                     "expert_mesh knows how to fold")
   groups = (
       ([] if fsdp_is_ep_bound else ["fsdp"]) + ["dp"] + ([] if sp_is_ep_bound else ["sp"]),
       ["ep"] + (["fsdp"] if fsdp_is_ep_bound else []) + (["sp"] if sp_is_ep_bound else []),

@@ -1,11 +1,13 @@
-"""From what a dimension means to the mesh axes that shard it.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Maps the meanings of a tensor's dimensions to the mesh axes that shard them.
 
 A tensor's dimensions are named by meaning (BATCH, QUERY_LENGTH, HEAD, ...), a `PartitionAxis` says
 which mesh axes shard each meaning, and `resolve` makes a `jax.sharding.PartitionSpec` of the two.
-What a spec had to leave out comes back as data, one `Drop` for every mesh axis.
+Mesh axes that had to be left out of a spec are returned as data, one `DroppedAxis` each.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 import math
 from typing import NamedTuple
 
@@ -41,8 +43,8 @@ EXPERT_PARALLEL = "expert_parallel"
 class PartitionAxis(NamedTuple):
   """The mesh axes for every meaning a dimension can have.
 
-  A field is the name of a mesh axis, a tuple of names (the first one the slowest), or None: not
-  sharded. The modes of decoding read the decode_* fields, where None means not sharded as well.
+  A field is the name of a mesh axis, a tuple of names (slowest first), or None: not sharded. The
+  decode modes read the decode_* fields, where None means not sharded as well.
   """
 
   data_parallel_axis: AxisNames = "dp"
@@ -75,13 +77,13 @@ class PartitionAxis(NamedTuple):
 
 
 class Fields(NamedTuple):
-  """The fields of a `PartitionAxis` that hold one meaning's mesh axes."""
+  """Names of the fields of a `PartitionAxis` that hold one meaning's mesh axes."""
 
   plain: str  # read in "__train__" and "__prefill__"
   decode: str  # read in "__autoregressive__" and "__insert__"
 
 
-# In the order in which meanings claim a mesh axis that several of them ask for.
+# In order of priority: if several meanings request one mesh axis, the first gets it.
 SEMANTIC_AXES = {
     BATCH: Fields("batch_axis", "decode_batch_axis"),
     QUERY_LENGTH: Fields("query_sequence_axis", "decode_query_sequence_axis"),
@@ -107,8 +109,8 @@ SEMANTIC_AXES = {
 }
 
 
-class Drop(NamedTuple):
-  """One mesh axis that a spec was asked for and does not contain."""
+class DroppedAxis(NamedTuple):
+  """A mesh axis that was requested for a spec and left out of it."""
 
   tensor: str  # as the caller named it
   dimension: int  # counted from 0
@@ -117,10 +119,10 @@ class Drop(NamedTuple):
 
 
 class Resolution(NamedTuple):
-  """A spec with one entry per dimension, and what was left out of it."""
+  """A spec with one entry per dimension, and the mesh axes that were left out of it."""
 
   spec: PartitionSpec
-  drops: tuple[Drop, ...]
+  drops: tuple[DroppedAxis, ...]
 
 
 jax.tree_util.register_static(PartitionAxis)
@@ -134,27 +136,28 @@ def resolve(
     mesh: Mesh | AbstractMesh | None = None,
     tensor: str = "tensor",
 ) -> Resolution:
-  """The spec of a tensor whose dimensions mean `axes`, fitted to its shape and a mesh.
+  """Resolves the spec of a tensor whose dimensions mean `axes`, fitted to its shape and a mesh.
 
-  A mesh axis shards one dimension of a tensor. Where several ask for it, the meaning that comes
-  first in SEMANTIC_AXES has it, wherever it stands: every layout of a tensor is sharded alike, and
-  all tensors of an attention agree on their batch and their lengths.
+  A mesh axis shards one dimension of a tensor. If several dimensions request it, the meaning that
+  comes first in SEMANTIC_AXES gets it, whatever the order of the dimensions: every layout of a
+  tensor is sharded alike, and all tensors of an attention agree on their batch and their lengths.
 
   Args:
     partition_axis: the mesh axes of every meaning.
     axes: one meaning per dimension, of SEMANTIC_AXES; None: not sharded.
     mode: one of MODES; those of DECODE_MODES read the decode_* fields.
-    shape: the tensor's shape; None: sizes are not looked at.
-    mesh: the mesh; None: neither names nor sizes are looked at.
-    tensor: the tensor's name in drops and errors.
+    shape: the tensor's shape; None: sizes are not checked.
+    mesh: the mesh; None: neither names nor sizes are checked.
+    tensor: the tensor's name in `drops` and errors.
 
   Returns:
-    The spec, with an entry for every dimension, and all drops.
+    The spec, with an entry for every dimension, and all axes that were left out.
 
   Raises:
-    ValueError: no PartitionAxis, `axes` that are no tuple or list, an unknown meaning or mode, a
-      field of `partition_axis` that is not None, a string or a tuple of strings, a `shape` with
-      more or fewer dimensions than `axes`, or no mesh.
+    ValueError: `partition_axis` is not a PartitionAxis, or a field of it that is read is not None,
+      a string or a tuple of strings; `axes` is not a tuple or list, or has an unknown meaning;
+      `mode` is unknown; `shape` has more or fewer dimensions than `axes`; or `mesh` is neither a
+      mesh nor None.
   """
   if mode not in MODES:
     raise ValueError(f"mode={mode!r}: expected one of {', '.join(map(repr, MODES))}")
@@ -163,19 +166,20 @@ def resolve(
                      "PartitionAxis()")
   if isinstance(axes, str) or not isinstance(axes, Sequence):
     raise ValueError(f"axes={axes!r} of {tensor}: expected a tuple of meanings, one for each "
-                     "dimension, None for not sharded")
+                     "dimension; None means not sharded")
   axes = tuple(axes)
   for axis in axes:
     if axis is not None and not (isinstance(axis, str) and axis in SEMANTIC_AXES):
       raise ValueError(
-          f"axes={axes!r} of {tensor}: {axis!r} names no meaning; expected None or one of "
+          f"axes={axes!r} of {tensor}: {axis!r} is not a meaning; expected None or one of "
           f"{', '.join(map(repr, SEMANTIC_AXES))}")
   if shape is not None and len(shape) != len(axes):
     raise ValueError(f"{tensor} has shape {tuple(shape)} and {len(axes)} named dimensions {axes}: "
                      "expected a meaning, or None, for each of its dimensions")
   entries = [() if axis is None else mesh_axes(partition_axis, axis, mode) for axis in axes]
-  claims = list(SEMANTIC_AXES)
-  order = sorted((i for i, axis in enumerate(axes) if axis), key=lambda i: claims.index(axes[i]))
+  priority = {axis: rank for rank, axis in enumerate(SEMANTIC_AXES)}
+  named = {i: axis for i, axis in enumerate(axes) if axis}
+  order = sorted(named, key=lambda i: priority[named[i]])
   entries, repeated = _without_repetitions(entries, order, tensor)
   fitted = fit(PartitionSpec(*entries), shape, mesh, tensor)
   return Resolution(fitted.spec, repeated + fitted.drops)
@@ -187,24 +191,24 @@ def fit(
     mesh: Mesh | AbstractMesh | None,
     tensor: str = "tensor",
 ) -> Resolution:
-  """A spec without the mesh axes that cannot shard a tensor of this shape on this mesh.
+  """Leaves out the mesh axes that cannot shard a tensor of this shape on this mesh.
 
-  In each dimension go, in this order: names used by an earlier dimension, names that are no axes
-  of the mesh or are Manual there, and then names from the right until the product of the sizes of
-  those that are left divides the dimension.
+  In each dimension these names are left out, in this order: names used by an earlier dimension,
+  names that the mesh does not have or that are Manual there, and then names from the right until
+  the product of the sizes of the remaining ones divides the dimension.
 
   Args:
     spec: at most one entry per dimension; dimensions without one are not sharded.
-    shape: the tensor's shape; None: sizes are not looked at.
-    mesh: the mesh; None: neither names nor sizes are looked at.
-    tensor: the tensor's name in drops and errors.
+    shape: the tensor's shape; None: sizes are not checked.
+    mesh: the mesh; None: neither names nor sizes are checked.
+    tensor: the tensor's name in `drops` and errors.
 
   Returns:
-    The spec, with an entry for every dimension, and all drops.
+    The spec, with an entry for every dimension, and all axes that were left out.
 
   Raises:
-    ValueError: `spec` has more entries than `shape`, or an entry of something else than names; or
-      `mesh` is no mesh.
+    ValueError: `spec` has more entries than `shape` has dimensions, or an entry that is not names;
+      or `mesh` is neither a mesh nor None.
   """
   if mesh is not None and not isinstance(mesh, (Mesh, AbstractMesh)):
     raise ValueError(f"mesh={mesh!r}: expected a jax.sharding.Mesh, as create_mesh gives, or None")
@@ -213,33 +217,34 @@ def fit(
     if len(entries) > len(shape):
       raise ValueError(
           f"{tensor} has shape {tuple(shape)} and a spec of {len(entries)} dimensions {spec}: "
-          "expected no more of them than the shape has")
+          "expected at most one for each dimension of the shape")
     entries += [()] * (len(shape) - len(entries))
-  entries, drops = _without_repetitions(entries, range(len(entries)), tensor)
+  entries, repeated = _without_repetitions(entries, range(len(entries)), tensor)
   if mesh is None:
-    return Resolution(_spec(entries), drops)
+    return Resolution(_spec(entries), repeated)
 
   sizes = dict(mesh.shape)
-  drops = list(drops)
+  drops = list(repeated)
   for i, names in enumerate(entries):
     kept = []
     for name in names:
       if name not in sizes:
-        drops.append(Drop(tensor, i, name, f"the mesh has the axes {tuple(sizes)} only"))
+        drops.append(DroppedAxis(tensor, i, name, f"the mesh has the axes {tuple(sizes)} only"))
       elif name in mesh.manual_axes:
-        drops.append(Drop(tensor, i, name, "Manual: the caller has split the tensor over it"))
+        drops.append(DroppedAxis(
+            tensor, i, name, "Manual: the caller has split the tensor over it"))
       else:
         kept.append(name)
     while kept and shape is not None and shape[i] % math.prod(sizes[name] for name in kept):
       reason = (f"{' * '.join(f'{name}={sizes[name]}' for name in kept)} does not divide the "
                 f"dimension's size {shape[i]}")
-      drops.append(Drop(tensor, i, kept.pop(), reason))
+      drops.append(DroppedAxis(tensor, i, kept.pop(), reason))
     entries[i] = tuple(kept)
   return Resolution(_spec(entries), tuple(drops))
 
 
 def mesh_axes(partition_axis: PartitionAxis, axis: str, mode: str) -> tuple[str, ...]:
-  """The mesh axes of one meaning in one mode; () where it is not sharded.
+  """The mesh axes of one meaning in one mode; () if it is not sharded.
 
   Args:
     partition_axis: the mesh axes of every meaning.
@@ -247,40 +252,45 @@ def mesh_axes(partition_axis: PartitionAxis, axis: str, mode: str) -> tuple[str,
     mode: one of MODES.
 
   Raises:
-    ValueError: the field is not None, a string or a tuple of strings.
+    ValueError: the meaning's field of `partition_axis` is not None, a string or a tuple of strings.
   """
   fields = SEMANTIC_AXES[axis]
   field = fields.decode if mode in DECODE_MODES else fields.plain
   return axis_names(getattr(partition_axis, field), f"partition_axis.{field}")
 
 
-def axis_names(value: AxisNames, what: str) -> tuple[str, ...]:
+def axis_names(value: AxisNames, argument: str) -> tuple[str, ...]:
   """One dimension's mesh axes as a tuple.
 
   Args:
     value: None, a name, or a sequence of names.
-    what: how an error calls the value.
+    argument: the name of the value in errors.
 
   Raises:
-    ValueError: it is none of these, or a name is empty.
+    ValueError: `value` is not None, a string, or a tuple or list of strings, or a name is empty.
   """
   if value is None:
     return ()
   names = (value,) if isinstance(value, str) else value
   if not isinstance(names, (tuple, list)) or not all(isinstance(n, str) and n for n in names):
-    raise ValueError(f"{what}={value!r}: expected the name of a mesh axis, a tuple of names, or "
-                     "None for not sharded")
+    raise ValueError(f"{argument}={value!r}: expected the name of a mesh axis, a tuple of names, "
+                     "or None for not sharded")
   return tuple(names)
 
 
-def _without_repetitions(entries, order, tensor):
-  """(entries, drops): of equal names only the first stays, dimensions taken in this order."""
-  entries, drops, owner = list(entries), [], {}
+def _without_repetitions(
+    entries: Sequence[tuple[str, ...]], order: Iterable[int], tensor: str,
+) -> tuple[list[tuple[str, ...]], tuple[DroppedAxis, ...]]:
+  """(entries, drops): a repeated name stays in the first dimension that has it, in this order."""
+  entries = list(entries)
+  drops: list[DroppedAxis] = []
+  owner: dict[str, int] = {}
   for i in order:
     kept = []
     for name in entries[i]:
       if name in owner:
-        drops.append(Drop(tensor, i, name, f"shards dimension {owner[name]} of {tensor} already"))
+        drops.append(DroppedAxis(tensor, i, name,
+                                 f"shards dimension {owner[name]} of {tensor} already"))
       else:
         owner[name] = i
         kept.append(name)
@@ -289,6 +299,6 @@ def _without_repetitions(entries, order, tensor):
 
 
 def _spec(entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
-  """A spec with single names as strings and empty entries as None."""
+  """Makes a spec, with single names as strings and empty entries as None."""
   return PartitionSpec(*[
       None if not names else names[0] if len(names) == 1 else names for names in entries])

@@ -1,21 +1,32 @@
-"""Which manual mesh axes arrays vary over, inside `jax.shard_map(check_vma=True)`."""
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Manual mesh axes over which arrays vary, inside `jax.shard_map(check_vma=True)`.
+
+JAX requires the carry of a loop, and the operands of a custom derivative, to vary over the same
+axes on both sides; `jax.lax.pcast` marks an array as varying over more axes.
+"""
+
+from typing import Any
 
 import jax
 
 
-def vary_alike(tree):
-  """All arrays of a tree, varying over the axes that any of them varies over."""
-  axes = frozenset().union(*(_varying(x) for x in jax.tree.leaves(tree)))
-  def vary(x):
+def vary_alike(tree: Any) -> Any:
+  """Marks every array of a pytree as varying over the union of the axes of all of them."""
+  axes: frozenset = frozenset().union(*(_varying(x) for x in jax.tree.leaves(tree)))
+
+  def vary(x: jax.Array) -> jax.Array:
     missing = axes - _varying(x)
     return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
   return jax.tree.map(vary, tree)
 
 
-def start(like, tree):
-  """What a loop starts from, varying as what it is computed from does: an array `like`."""
+def start(like: Any, tree: Any) -> Any:
+  """Marks the initial carry `tree` of a loop as varying over the axes of the arrays `like`."""
   return vary_alike((like, tree))[1]
 
 
-def _varying(x) -> frozenset:
+def _varying(x: Any) -> frozenset:
+  """The manual axes over which one array varies."""
   return frozenset(jax.typeof(x).manual_axis_type.varying)

@@ -1,10 +1,12 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """Machine code of GPU kernels without a GPU: XLA's CUDA compiler compiles for a Hopper elsewhere.
 
 What is read: registers, spills, shared memory, whether the matrix products run asynchronously, and
 the instructions of every innermost loop. Needs jax's CUDA plugin of jax's own version, ptxas,
 libdevice and nvdisasm, from the nvidia wheels or a CUDA toolkit; no driver and no GPU.
 
-    python3 -m attn_core.benchmarks.static_gpu MODULE:PROGRAMS [name ...]
+    python3 -m attn_core.benchmark.static.gpu MODULE:PROGRAMS [name ...]
 
 prints a line of JSON for every program. PROGRAMS is a function without arguments that returns
 {name: (function, shapes of its arguments)}.

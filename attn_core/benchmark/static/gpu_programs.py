@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """Attention programs for a GPU, of this library and of others, to be compiled elsewhere.
 
 For `static_gpu.measure`: a function of this module gives them by name, `Program.label`.
@@ -13,7 +15,7 @@ import jax.numpy as jnp
 from attn_core.attention import attention
 from attn_core.benchmark import cases, contenders
 from attn_core.benchmark.cases import Case
-from attn_core.kernels.gpu.flash import tiling as tuned
+from attn_core.kernels.gpu.flash import tiling
 from attn_core.config.metadata import OperationMetadata
 from attn_core.types import BlockSizes, MaskOperands, Operands
 
@@ -78,8 +80,8 @@ def staged_bytes(program: Program) -> tuple[int, ...]:
   operands = Operands(*shapes(case), mask=MaskOperands(tuple(jax.tree.leaves(mask))))
   spec, row = cases.spec(case, jax.tree.structure(mask)), 2 * (case.width + case.value_width)
   if not program.backward:
-    return (row * tuned.choose(operands, spec, BlockSizes()).block_kv,)
-  cuts = tuned.choose_backward(operands, spec, BlockSizes())
+    return (row * tiling.make_tiling(operands, spec, BlockSizes()).block_kv,)
+  cuts = tiling.make_backward_tilings(operands, spec, BlockSizes())
   return row * cuts.key.block_q + 2 * 4 * cuts.key.block_q, row * cuts.query.block_kv
 
 

@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """Compares GPU kernels by their machine code for a Hopper: ours, JAX's own, tokamax's.
 
 Everybody is compiled and read by `static_gpu`. Of a backward, which comes with its forward, only
@@ -12,11 +14,11 @@ import pathlib
 from typing import Any, Iterable, NamedTuple
 
 from attn_core import checks
-from attn_core.benchmark.static import gpu as static_gpu, gpu_programs as static_gpu_programs
+from attn_core.benchmark.static import gpu as static_gpu, gpu_programs
 from attn_core.benchmark.static.gpu import Kernel
 from attn_core.benchmark.static.gpu_programs import OURS, Program
 
-PROGRAMS = f"{static_gpu_programs.__name__}:{static_gpu_programs.programs.__name__}"
+PROGRAMS = f"{gpu_programs.__name__}:{gpu_programs.programs.__name__}"
 PACKAGES = ("jax", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cuda-nvcc", "tokamax")
 COLUMNS = ("case", "direction", "kernel", "registers", "spilled bytes", "products wait",
            "products a step", "instructions a step", "exponentials a step", "shared memory",
@@ -46,12 +48,12 @@ def run(widths: Iterable[int] | None = None, *, out=None, progress=lambda total:
     ValueError: a width that is not measured.
     ModuleNotFoundError: nothing to compile with.
   """
-  widths = static_gpu_programs.WIDTHS if widths is None else tuple(widths)
+  widths = gpu_programs.WIDTHS if widths is None else tuple(widths)
   for width in widths:
-    checks.one_of("widths", width, static_gpu_programs.WIDTHS)
+    checks.one_of("widths", width, gpu_programs.WIDTHS)
   if static_gpu.missing():
     raise ModuleNotFoundError(static_gpu.missing())
-  plan = static_gpu_programs.plan(widths)
+  plan = gpu_programs.plan(widths)
   advance = progress(len(plan))
   results = []
   # A contender's forward and backward in one process: the one tells the kernels of the other.
@@ -112,9 +114,9 @@ def to_markdown(results: list[Compiled], versions: dict[str, str]) -> str:
       "# Machine code of GPU kernels for sm_90a", "",
       f"{named}; {datetime.date.today()}. Compiled without a GPU, by `python3 -m "
       "attn_core.benchmark --static gpu`; nothing was run, and nothing here is a time.", "",
-      f"{static_gpu_programs.HEADS} heads, {static_gpu_programs.TOKENS:,} tokens, bfloat16; JAX's "
+      f"{gpu_programs.HEADS} heads, {gpu_programs.TOKENS:,} tokens, bfloat16; JAX's "
       "kernel in float16, since it has no other. A window sees "
-      f"{static_gpu_programs.WINDOW[0] + 1:,} keys; {static_gpu_programs.DOCUMENTS} documents are "
+      f"{gpu_programs.WINDOW[0] + 1:,} keys; {gpu_programs.DOCUMENTS} documents are "
       "segments here and a dense mask for tokamax. A cell has a number for every innermost loop "
       "that multiplies matrices: of blocks without a mask and with one, or of the two warpgroups "
       "that share their keys. A step is one turn of that loop; bytes a step are what our kernels "
@@ -131,7 +133,7 @@ def to_markdown(results: list[Compiled], versions: dict[str, str]) -> str:
 
 def _rows(result: Compiled) -> Iterable[tuple[str, ...]]:
   program = result.program
-  staged = static_gpu_programs.staged_bytes(program) if program.contender == OURS else ()
+  staged = gpu_programs.staged_bytes(program) if program.contender == OURS else ()
   for kernel, copied in itertools.zip_longest(result.kernels, staged[:len(result.kernels)]):
     each = lambda name: " / ".join(f"{loop.get(name, 0):,}" for loop in kernel.loops)
     yield (program.case.name, "backward" if program.backward else "forward",

@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """Cycles of TPU kernels without a TPU: libtpu compiles them and profiles its own final schedule.
 
 The profiler executes the schedule with a model of the transfers' latencies; the same program has
@@ -21,12 +23,12 @@ import jax
 from jax.experimental import topologies
 
 from attn_core.benchmark import cases
-from attn_core.benchmark.static import tpu_decode_programs as static_decode_programs, tpu_programs as static_programs
+from attn_core.benchmark.static import tpu_decode_programs, tpu_programs
 from attn_core.benchmark.cases import Case
 from attn_core.benchmark.static.tpu_programs import Program
 from attn_core.plan.peaks import DEVICES, Device
 
-CONTENDERS = {**static_programs.CONTENDERS, **static_decode_programs.CONTENDERS}
+CONTENDERS = {**tpu_programs.CONTENDERS, **tpu_decode_programs.CONTENDERS}
 TIMEOUT = 600.0  # seconds of one compilation and profile
 
 
@@ -156,7 +158,7 @@ def compile_one(folder: str, text: str) -> None:
   program = Program(contender, case, backward, chip, tuple(blocks))
   mesh = jax.sharding.AbstractMesh((), (), abstract_device=kind)
   with (jax.sharding.use_abstract_mesh(mesh),
-        static_programs.built(program, CONTENDERS[contender]) as (function, arguments)):
+        tpu_programs.built(program, CONTENDERS[contender]) as (function, arguments)):
     arguments = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arguments)
     function = function if hasattr(function, "trace") else jax.jit(function)

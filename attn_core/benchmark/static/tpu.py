@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """Compares TPU kernels and their blocks by static cycles: which blocks win, and against whom.
 
 Every contender runs at several choices of blocks; a contender stands for its best one. Heads are

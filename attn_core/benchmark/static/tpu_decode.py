@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """Compares TPU decoding by static cycles: whose time is nearest to that of the memory.
 
 Every contender runs at several choices of blocks; a contender stands for its best one.
@@ -10,7 +12,8 @@ from typing import Iterable
 from attn_core import checks
 from attn_core.benchmark.static import tpu_decode_programs as programs_lib
 from attn_core.benchmark.static import tpu as static_tpu
-from attn_core.benchmark.static.tpu_decode_programs import (DENSE, JAX_PAGED, JAX_RAGGED, PAGES, WRITES)
+from attn_core.benchmark.static.tpu_decode_programs import (DENSE, JAX_PAGED, JAX_RAGGED, PAGES,
+                                                            WRITES)
 from attn_core.benchmark.static.profile import CHIPS, Static
 from attn_core.benchmark.static.tpu_programs import Program
 

@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """Decoding programs for a TPU, of this library and of JAX's own kernels, to be compiled elsewhere.
 
 Every request brings one query. A static profiler reads zeros from scalar memory, where lengths and
@@ -16,8 +18,8 @@ from attn_core.attention import attention
 from attn_core.benchmark.cases import Case
 from attn_core.benchmark.static.tpu_programs import Program
 from attn_core.caches import dense
-from attn_core.caches.paged import ops as pages
-from attn_core.kernels.tpu.ragged import update_few_rows as few, common as step, kernel as stream
+from attn_core.caches.paged import layouts, ops
+from attn_core.kernels.tpu.ragged import common, kernel as ragged_kernel, update_few_rows
 from attn_core.config.metadata import OperationMetadata
 from attn_core.types import BlockSizes, cdiv
 
@@ -51,12 +53,14 @@ def _computed(case: Case):
     number = jnp.asarray(number, jnp.int32)
     at = lambda x: 0 * number + x
     last = case.keys - 1
-    return step.Items(number, at(0), at(cdiv(case.keys, k.shape.pool.block)), at(last), at(last),
-                      at(case.keys), at(0), at(case.keys))
-  is_finite = few._is_finite
-  with (mock.patch.object(stream, "_item", item),
-        mock.patch.object(stream, "_count", lambda k: case.batch + 0 * pl.program_id(0)),
-        mock.patch.object(few, "_is_finite", lambda x: is_finite(x) | (pl.program_id(0) >= 0))):
+    return common.Steps(number, at(0), at(cdiv(case.keys, k.shape.layout.block_kv)), at(last),
+                        at(last), at(case.keys), at(0), at(case.keys))
+  is_finite = update_few_rows._is_finite
+  with (mock.patch.object(ragged_kernel, "_step", item),
+        mock.patch.object(ragged_kernel, "_step_count",
+                          lambda k: case.batch + 0 * pl.program_id(0)),
+        mock.patch.object(update_few_rows, "_is_finite",
+                          lambda x: is_finite(x) | (pl.program_id(0) >= 0))):
     yield
 
 
@@ -73,14 +77,14 @@ def _ours(program: Program):
         **options).attention_outputs
     arguments = _array(case, case.batch, 1, case.heads, case.width), cache
   else:
-    form = pages.PagesV3 if program.contender == WRITES else pages.PagesV2
-    cache = jax.eval_shape(lambda: pages.init(
-        form, _pages(case, page), page, pages.Heads(case.key_heads, case.width, case.width),
+    form = layouts.PagesV3 if program.contender == WRITES else layouts.PagesV2
+    cache = jax.eval_shape(lambda: ops.init(
+        form, _pages(case, page), page, layouts.Heads(case.key_heads, case.width, case.width),
         case.dtype))
     new = (_new(case, case.key_heads),) * 2 if program.contender == WRITES else (None, None)
     attend = lambda query, cache, new, *metadata: attention(
         query, *new, layout="thd", cache_view=cache,
-        cache_metadata=pages.PagesMetadata(*metadata), **options)[::3]
+        cache_metadata=layouts.PagesMetadata(*metadata), **options)[::3]
     if program.contender == WRITES:
       attend = jax.jit(attend, donate_argnums=1)
     arguments = _new(case, case.heads), cache, new, *_metadata(case, page)

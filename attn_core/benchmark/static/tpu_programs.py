@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """Attention programs for a TPU, of this library and of JAX's own kernels, to be compiled elsewhere.
 
 A static profiler reads zeros from scalar memory, where a schedule says which blocks to visit, and
@@ -17,11 +19,11 @@ import numpy as np
 from attn_core.attention import attention
 from attn_core.benchmark import cases
 from attn_core.benchmark.cases import Case
-from attn_core.kernels.tpu.flash import tile_inputs as feed, forward, schedule, tiling as tuned
+from attn_core.kernels.tpu.flash import forward, schedule, tile_inputs, tiling
 from attn_core.config.metadata import OperationMetadata
 
 OURS = "flash_attn2"
-OURS_SAFE = "flash_attn2, safe"  # with the maximum; see `kernels.tpu.forward`
+OURS_SAFE = "flash_attn2, safe"  # with the maximum; see `kernels.tpu.flash.forward`
 
 
 class Program(NamedTuple):
@@ -71,22 +73,23 @@ def _ours(program: Program, *, naive: tuple[str, ...]):
   attend = lambda query, key, value: attention(
       query, key, value, mechanism="flash_attn2", mask=mask, causal=False,
       metadata=metadata).attention_outputs
-  with (mock.patch.object(feed, "Feed", _ComputingFeed),
-        mock.patch.object(tuned, "NAIVE", naive),
-        mock.patch.object(forward, "_mended", lambda naive, safe: naive),
-        mock.patch.object(tuned, "BLOCKS", dict.fromkeys(tuned.BLOCKS, program.blocks))):
+  with (mock.patch.object(tile_inputs, "TileInputs", _ComputedTileInputs),
+        mock.patch.object(tiling, "NAIVE_DTYPES", naive),
+        mock.patch.object(forward, "_recompute_failed_rows", lambda naive, safe: naive),
+        mock.patch.object(tiling, "BLOCKS", dict.fromkeys(tiling.BLOCKS, program.blocks))):
     yield attend, _arrays(program.case, lambda b, t, h, w: (b, t, h, w))
 
 
-class _ComputingFeed(feed.Feed):
-  """A feed of which the schedule is computed."""
+class _ComputedTileInputs(tile_inputs.TileInputs):
+  """Inputs of a kernel with a schedule that is computed instead of read."""
 
-  def __init__(self, visits, lines, cut, *, by_keys, first_query_block=0):
-    super().__init__(visits, lines, cut, by_keys=by_keys, first_query_block=first_query_block)
+  def __init__(self, steps: schedule.Schedule, lists: schedule.StepLists, tiling: schedule.Tiling,
+               *, by_keys: bool, first_query_block: int = 0):
+    super().__init__(steps, lists, tiling, by_keys=by_keys, first_query_block=first_query_block)
     self.scalars = []
-    self._computed = computed(visits)
+    self._computed = computed(steps)
 
-  def entry(self, scalars, line, n):
+  def schedule_entry(self, scalars: tuple, step_list: Any, n: Any) -> tuple:
     return self._computed(n)
 
 
@@ -94,7 +97,7 @@ def computed(visits: schedule.Schedule) -> Callable[[Any], tuple]:
   """A function step -> (row, column, kinds, flags) that reads nothing.
 
   Args:
-    visits: of one line, on the host; the columns of a row are neighbours, and what a block shows
+    visits: of one line, on the host; the columns of a row are neighbors, and what a block shows
       follows from its distance to the diagonal.
 
   Raises:
@@ -190,7 +193,7 @@ def _require(condition: bool, what: str) -> None:
 
 
 CONTENDERS = {
-    OURS: functools.partial(_ours, naive=tuned.NAIVE),
+    OURS: functools.partial(_ours, naive=tiling.NAIVE_DTYPES),
     OURS_SAFE: functools.partial(_ours, naive=()), "jax flash": _jax_flash,
     "jax splash": functools.partial(_jax_splash, fused=False),
     "jax splash, fused": functools.partial(_jax_splash, fused=True)}

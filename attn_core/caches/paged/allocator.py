@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """Who owns which page: host side, plain Python, with prefix sharing and copy on write.
 
 An `Allocator` is a value; every function returns a new one beside its answer, or raises and

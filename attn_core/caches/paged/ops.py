@@ -1,100 +1,53 @@
-"""Keys and values in pages: three layouts, and pure functions that write, read and convert them.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Pure functions that create, write, read and convert paged keys and values.
 
-A cache is a pool of pages of some tokens each; a request owns a row of a page table, and its token
-at position p lies in slot p % page_size of page page_table[p // page_size]. Every function returns
-a new value; with its cache donated, XLA writes in place.
+All functions return a new value; if the cache is donated to `jax.jit`, XLA writes in place.
 
-Kwon et al., PagedAttention, https://arxiv.org/abs/2309.06180.
+>>> import jax.numpy as jnp
+>>> from attn_core.caches import pages
+>>> cache = pages.init(pages.PagesV2, 4, 2, pages.Heads(1, 8, 8), jnp.float32)
+>>> metadata = pages.PagesMetadata(jnp.array([[3, 0]]), jnp.array([3]), jnp.array([0, 3]))
+>>> mapping = pages.slots(metadata, 2, 3)
+>>> mapping
+Array([6, 7, 0], dtype=int32)
+>>> cache = pages.append(cache, jnp.ones((3, 1, 8)), jnp.ones((3, 1, 8)), mapping)
+>>> pages.to_dense(cache, metadata)[0][0, :, 0, 0]
+Array([1., 1., 1., 0.], dtype=float32)
 
-Letters: R requests, N pages per request (width of the table), P pages of the pool, T tokens of a
-call, S positions, K key heads, D key width, E value width, n pages read together, C their tokens.
+Shapes: R requests, P pages of the pool, max_pages per request (width of the table), num_ids pages
+read together, num_tokens of these.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, Callable, cast
 
 import jax
+from jax.typing import DTypeLike
 import jax.numpy as jnp
 import numpy as np
 
 from attn_core import checks
 from attn_core.caches import quantize
-from attn_core.caches.paged import page_stripes as stripes
-from attn_core.caches.paged.page_stripes import Stripe
+from attn_core.caches.paged import slot_mapping
+from attn_core.caches.paged.layouts import (
+    LANES, PAGES, Array, Heads, Pages, PagesMetadata, PagesV1, PagesV2, PagesV3, dtype_of,
+    has_token_scales, heads_of, interleave, num_pages, packing, pad_rows, page_size, rows_in_use,
+    take)
 from attn_core.types import cdiv
 
-LANES = 128  # widths in layout v3 are multiples of this
+Scales = tuple[Array, Array] | None  # of keys and values
 
 
-class PagesV1(NamedTuple):
-  """Heads outermost, as `jax.experimental.pallas.ops.tpu.paged_attention` takes them."""
-
-  key_pages: Any  # [K, P, page, D]
-  value_pages: Any  # [K, P, page, E]
-  key_scales: Any = None  # float32 [P, page, K], or [] for all; None: not quantised
-  value_scales: Any = None  # the same for the values
-
-
-class PagesV2(NamedTuple):
-  """Heads interleaved, as `jax.experimental.pallas.ops.tpu.ragged_paged_attention` takes them."""
-
-  pages: Any  # [P, page, 2K, D]: key heads in even rows, value heads in odd ones
-  key_scales: Any = None  # float32 [P, page, K], or [] for all; None: not quantised
-  value_scales: Any = None  # the same for the values
-
-
-class PagesV3(NamedTuple):
-  """As v2, with rows packed into 32-bit words and padded, and widths padded to 128."""
-
-  pages: Any  # [P, page, cdiv(2K, packing), packing, D']: packing = 4 / itemsize, D' % 128 == 0
-  key_scales: Any = None  # float32 [P, page, K], or [] for all; None: not quantised
-  value_scales: Any = None  # the same for the values
-
-
-class PagesMetadata(NamedTuple):
-  """Where the tokens of a call and of the requests before it lie; or of groups, see `groups`."""
-
-  page_tables: Any  # int32 [R, N]; entries past a request's last page are not read
-  context_lens: Any  # int32 [R]: tokens of a request in the cache, those of this call included
-  query_start_loc: Any = None  # int32 [R + 1]: offsets of the requests' queries; None: one each
-  num_requests: Any = None  # int32 [] or [1]: rows in use, the first ones; None: all
-  # int32 [3]: (decode end, prefill end, total): requests before the first have one query each,
-  # and total is the number of rows in use.
-  distribution: Any = None
-
-
-class Heads(NamedTuple):
-  """The shape of a token in the cache, which a padded layout does not tell."""
-
-  key_heads: int
-  key_width: int
-  value_width: int
-
-
-PAGES = (PagesV1, PagesV2, PagesV3)
-
-
-def packing(dtype) -> int:
-  """Rows of a dtype in a 32-bit word.
-
-  Args:
-    dtype: of 8, 16 or 32 bits.
-
-  Returns:
-    4, 2 or 1.
-  """
-  return 4 // jnp.dtype(dtype).itemsize
-
-
-def init(layout: type, num_pages: int, page_size: int, heads: Heads, dtype=jnp.bfloat16,
-         scales: str | None = None):
-  """A pool of empty pages.
+def init(layout: type[Pages], num_pages: int, page_size: int, heads: Heads,
+         dtype: DTypeLike = jnp.bfloat16, scales: str | None = None) -> Pages:
+  """Creates a pool of empty pages.
 
   Args:
     layout: PagesV1, PagesV2 or PagesV3.
     num_pages: P.
     page_size: tokens of a page.
-    heads: key heads and widths; v2 and v3 hold keys and values of one width.
-    dtype: that of the pages; int8 and float8_e4m3fn need scales.
+    heads: key heads and widths; PagesV2 and PagesV3 need equal widths of keys and values.
+    dtype: of the pages; int8 and float8_e4m3fn need scales.
     scales: "token": one per token and head; "tensor": one for all keys and one for all values;
       None: none.
 
@@ -102,8 +55,9 @@ def init(layout: type, num_pages: int, page_size: int, heads: Heads, dtype=jnp.b
     A cache of that layout, all zeros.
 
   Raises:
-    ValueError: a size that is no int >= 1, no Heads, another layout or kind of scales, E != D where
-      one array holds both, a dtype of one byte without scales, or one that is no dtype of these.
+    ValueError: a size is not an int >= 1, `heads` is not a Heads, the layout or kind of scales is
+      unknown, E != D where one array holds both, a dtype of one byte has no scales, or the dtype is
+      not supported.
   """
   checks.require(layout in PAGES, "layout", repr(layout), "PagesV1, PagesV2 or PagesV3")
   checks.require(isinstance(heads, Heads), "heads", repr(heads),
@@ -117,8 +71,8 @@ def init(layout: type, num_pages: int, page_size: int, heads: Heads, dtype=jnp.b
                  "dtype", jnp.dtype(dtype).name, "16 or 32 bits (64 but for PagesV3), int8 or "
                  "float8_e4m3fn")
   checks.require(scales is not None or jnp.dtype(dtype).itemsize > 1, "scales",
-                 f"None with pages of {jnp.dtype(dtype).name}", "'token' or 'tensor': quantised "
-                 "pages mean nothing without their scales")
+                 f"None with pages of {jnp.dtype(dtype).name}", "'token' or 'tensor': quantized "
+                 "pages cannot be read without their scales")
   shape = {"token": (num_pages, page_size, heads.key_heads), "tensor": ()}
   scale = None if scales is None else jnp.ones(shape[scales], jnp.float32)
   if layout is PagesV1:
@@ -135,179 +89,32 @@ def init(layout: type, num_pages: int, page_size: int, heads: Heads, dtype=jnp.b
       jnp.zeros((num_pages, page_size, words, packing(dtype), width), dtype), scale, scale)
 
 
-def page_size(cache) -> int:
-  """Tokens of a page.
+def append(cache: Pages, key: Array, value: Array, mapping: Array,
+           scales: Scales = None) -> Pages:
+  """Writes one key and one value per token.
 
   Args:
     cache: any layout.
-  """
-  return cache.key_pages.shape[2] if isinstance(cache, PagesV1) else cache.pages.shape[1]
-
-
-def num_pages(cache) -> int:
-  """Pages of the pool, P.
-
-  Args:
-    cache: any layout.
-  """
-  return cache.key_pages.shape[1] if isinstance(cache, PagesV1) else cache.pages.shape[0]
-
-
-def heads_of(cache) -> Heads:
-  """The heads of a cache; of v3 the padded ones, the most that it can hold.
-
-  Args:
-    cache: any layout.
-
-  Returns:
-    Heads(K, D, E).
-  """
-  if isinstance(cache, PagesV1):
-    return Heads(cache.key_pages.shape[0], cache.key_pages.shape[3], cache.value_pages.shape[3])
-  *rows, width = cache.pages.shape[2:]
-  rows = rows[0] * rows[1] if len(rows) == 2 else rows[0]
-  return Heads(rows // 2, width, width)
-
-
-def head_axis(cache) -> int:
-  """The dimension of the pages that has the key heads.
-
-  Args:
-    cache: any layout.
-  """
-  return 0 if isinstance(cache, PagesV1) else 2
-
-
-def dtype_of(cache):
-  """The dtype of the pages, which is that of keys and values as they are stored.
-
-  Args:
-    cache: any layout.
-  """
-  return (cache.key_pages if isinstance(cache, PagesV1) else cache.pages).dtype
-
-
-def slots(metadata: PagesMetadata, size: int, num_tokens: int, stripe: Stripe | None = None):
-  """The slot mapping of a call's tokens: page * page_size + offset in the page.
-
-  Raises ValueError for metadata of groups, of which `groups.slots` has them.
-
-  Args:
-    metadata: token i of request r, of q queries, stands at position context_len - q + i.
-    size: tokens of a page.
-    num_tokens: T.
-    stripe: whose pages the tables have; None: all.
-
-  Returns:
-    int32 [T]; -1 for tokens past the last request, for those that its row has no page for, and for
-    those of other stripes.
-  """
-  metadata = _of_one_pool(metadata)
-  token = jnp.arange(num_tokens, dtype=jnp.int32)
-  requests = metadata.context_lens.shape[0]
-  starts = query_starts(metadata)
-  request = jnp.searchsorted(starts[1:], token, side="right", method="compare_all")
-  request = request.astype(jnp.int32)
-  live = request < rows_in_use(metadata)
-  request = jnp.minimum(request, requests - 1)
-  position = metadata.context_lens[request] - starts[request + 1] + token
-  width, place = metadata.page_tables.shape[1], stripes.held(stripe, position)
-  page = metadata.page_tables[request, jnp.clip(place // size, 0, width - 1)]
-  live = live & (position >= 0) & (place < width * size)
-  if stripe is not None:
-    live = live & (stripes.position_of(stripe, place) == position)
-  return _slot(page, position % size, size, live)
-
-
-def _slot(page, offset, size: int, live):
-  """page * size + offset; -1 where it is not live, or no pool has the page."""
-  # A page far outside of the pool must not become another one by the product's overflow.
-  live = live & (page >= 0) & (page < (2**31 - 1) // size)
-  return jnp.where(live, page * size + offset, -1)
-
-
-def _of_one_pool(metadata: PagesMetadata) -> PagesMetadata:
-  """The same in arrays, which are those of one pool."""
-  metadata = in_int32(metadata)
-  checks.require(metadata.page_tables.ndim == 2, "metadata.page_tables",
-                 checks.describe(metadata.page_tables),
-                 "int32 [R, N]; caches.groups has slots of groups, and joins groups to one pool")
-  return metadata
-
-
-def in_int32(metadata: PagesMetadata) -> PagesMetadata:
-  """The same in int32 arrays.
-
-  Raises:
-    ValueError: something is no array of integers.
-  """
-  def converted(name, x):
-    x = np.asarray(x) if isinstance(x, (int, np.generic)) else x
-    return jnp.asarray(checks.int32(f"metadata.{name}", x, "int32"))
-  return metadata._replace(**{
-      name: converted(name, x) for name, x in metadata._asdict().items() if x is not None})
-
-
-def query_starts(metadata: PagesMetadata):
-  """The offsets of the requests' queries; rows not in use have none.
-
-  Args:
-    metadata: its query_start_loc int32 [R + 1], or None for one query each.
-
-  Returns:
-    int32 [R + 1].
-  """
-  requests = metadata.context_lens.shape[0]
-  starts = metadata.query_start_loc
-  if starts is None:
-    starts = jnp.arange(requests + 1, dtype=jnp.int32)
-  if metadata.distribution is None and metadata.num_requests is None:
-    return starts  # all rows are in use
-  used = rows_in_use(metadata)
-  rows = jnp.arange(requests + 1, dtype=jnp.int32)
-  return jnp.where(rows <= used, starts, starts[used])
-
-
-def rows_in_use(metadata: PagesMetadata):
-  """How many rows of the tables are requests, the first ones.
-
-  Args:
-    metadata: its distribution int32 [3], else its num_requests int32 [] or [1], else all R rows.
-
-  Returns:
-    int32 [].
-  """
-  if metadata.distribution is not None:
-    return metadata.distribution[2]
-  if metadata.num_requests is not None:
-    return jnp.reshape(metadata.num_requests, ())
-  return jnp.int32(metadata.context_lens.shape[0])
-
-
-def append(cache, key, value, mapping, scales=None):
-  """Writes one key and one value a token.
-
-  Args:
-    cache: any layout.
-    key: [T, K, D] in the dtype of the pages. Into quantised pages any float: quantised, which makes
-      a scale per token and head, or divided by the one scale for all, rounded and clipped.
+    key: [T, K, D] in the dtype of the pages. Quantized pages accept any float dtype: keys are
+      quantized with a scale per token and head, or divided by the one scale of the pages, rounded
+      and clipped.
     value: [T, K, E], likewise.
     mapping: int32 [T] slots (see `slots`); tokens with a slot outside the pool are not written.
-    scales: float32 (key [T, K], value [T, K]) of tokens that are in 8 bits already, for pages with
-      scales per token and head; None: tokens are not, or the pages keep none.
+    scales: float32 (key [T, K], value [T, K]) of tokens that are already quantized, for pages with
+      scales per token and head; None: tokens are not quantized, or pages have no such scales.
 
   Returns:
     The cache with the tokens written.
 
   Raises:
-    ValueError: shapes or dtypes that do not fit, a `mapping` that is no integers [T], or `scales`
-      missing where tokens in 8 bits need them, or given where the pages keep none.
-    NotImplementedError: what is quantised is differentiated.
+    ValueError: shapes or dtypes do not fit, `mapping` is not integers [T], `scales` are missing for
+      quantized tokens, or given where the pages have no scales per token.
+    NotImplementedError: quantized keys or values are differentiated.
   """
   size, dtype = page_size(cache), dtype_of(cache)
   per_token = has_token_scales(cache)
   _check_tokens(cache, key, value, scales)
-  mapping = _numbers("mapping", mapping, key.shape[0], "slots")
+  mapping = _int32_vector("mapping", mapping, key.shape[0], "slots")
   if not per_token:
     key, value = store(key, dtype, cache.key_scales), store(value, dtype, cache.value_scales)
   elif scales is None:
@@ -323,30 +130,26 @@ def append(cache, key, value, mapping, scales=None):
     token = pad_rows(cache, interleave(key, value)).reshape(-1, *cache.pages.shape[2:])
     cache = cache._replace(pages=cache.pages.at[page, offset].set(token, mode="drop"))
   if scales is not None:
-    cache = cache._replace(key_scales=cache.key_scales.at[page, offset].set(scales[0], mode="drop"),
-                           value_scales=cache.value_scales.at[page, offset].set(
-                               scales[1], mode="drop"))
+    key_scales, value_scales = _token_scales(cache)
+    cache = cache._replace(key_scales=key_scales.at[page, offset].set(scales[0], mode="drop"),
+                           value_scales=value_scales.at[page, offset].set(scales[1], mode="drop"))
   return cache
 
 
-def _numbers(argument: str, x, count: int, what: str):
-  """int32 [count]."""
-  expected = f"int32 [{count}], {what}"
+def _int32_vector(argument: str, x: Array, count: int, meaning: str) -> Any:
+  """Checks that an argument is an array of integers [count], and converts it to int32."""
+  expected = f"int32 [{count}], {meaning}"
   x = checks.int32(argument, x, expected)
   checks.require(x.shape == (count,), argument, checks.describe(x), expected)
   return x
 
 
-def has_token_scales(cache) -> bool:
-  """Whether the pages keep a scale per token and head.
-
-  Args:
-    cache: any layout.
-  """
-  return cache.key_scales is not None and cache.key_scales.ndim > 0
+def _token_scales(cache: Pages) -> tuple[Array, Array]:
+  """The scales of keys and values of pages that have them."""
+  return cast(tuple[Array, Array], (cache.key_scales, cache.value_scales))
 
 
-def _check_tokens(cache, key, value, scales) -> None:
+def _check_tokens(cache: Pages, key: Array, value: Array, scales: Scales) -> None:
   heads = heads_of(cache)
   tokens, key_heads, width = key.shape if key.ndim == 3 else (0, 0, 0)
   padded = isinstance(cache, PagesV3)
@@ -366,10 +169,10 @@ def _check_tokens(cache, key, value, scales) -> None:
       checks.require((scales is not None) == (x.dtype == dtype), "scales",
                      f"{'None' if scales is None else 'arrays'} with {name} {checks.describe(x)}",
                      f"float32 (key [{tokens}, {key_heads}], value) with tokens in {dtype}, None "
-                     "with those that are not: the pages keep a scale per token and head")
+                     "with tokens in floating point: the pages have a scale per token and head")
   checks.require(per_token or scales is None, "scales", "arrays",
-                 "None: the pages keep no scale per token")
-  held = cache.key_scales.shape[2] if per_token else key_heads
+                 "None: the pages have no scale per token")
+  held = _token_scales(cache)[0].shape[2] if per_token else key_heads
   checks.require(held == key_heads, "key", checks.describe(key),
                  f"{held} heads, those of key_scales {checks.describe(cache.key_scales)}")
   for x in () if scales is None else scales:
@@ -377,22 +180,22 @@ def _check_tokens(cache, key, value, scales) -> None:
                    checks.describe(x), f"float32 [{tokens}, {key_heads}] of key and of value")
 
 
-def store(x, dtype, scale=None):
-  """Values as pages hold them: divided by their scale, clipped and, where integers, rounded.
+def store(x: Array, dtype: DTypeLike, scale: Array | None = None) -> jax.Array:
+  """Converts values to the dtype of pages: divided by their scale, rounded to integers, clipped.
 
-  One scale for all does not reach as far as what is not finite: that becomes the largest number,
-  and NaN 0 in integers.
+  With one scale for all, infinities become the largest number of the dtype, and NaN becomes 0 in
+  integers.
 
   Args:
-    x: keys or values of any shape, floating-point or of `dtype`, which stay as they are.
+    x: keys or values of any shape; those of `dtype` are returned unchanged.
     dtype: of the pages.
-    scale: float32 [], the one for all; None: nothing is divided.
+    scale: float32 [], one scale for all; None: no division.
 
   Returns:
     An array of x's shape, of `dtype`.
 
   Raises:
-    NotImplementedError: what is to be stored in 8 bits is differentiated.
+    NotImplementedError: values to be stored in 8 bits are differentiated.
   """
   if x.dtype == dtype:
     return x
@@ -407,80 +210,32 @@ def store(x, dtype, scale=None):
   return jnp.clip(x, -limit, limit).astype(dtype)
 
 
-def interleave(key, value):
-  """Keys and values as layouts v2 and v3 have them, in turns.
-
-  Args:
-    key: [..., K, D].
-    value: [..., K, D].
-
-  Returns:
-    [..., 2K, D], keys in even rows.
-  """
-  shape = (*key.shape[:-2], 2 * key.shape[-2], key.shape[-1])
-  return jnp.stack([key, value], -2).reshape(shape)
-
-
-def pad_rows(cache, rows):
-  """Interleaved rows with the zeros that the layout pads them with.
-
-  Args:
-    cache: PagesV2 or PagesV3.
-    rows: [C, 2K, D], with at most the cache's heads and width.
-
-  Returns:
-    [C, 2K', D'], K' and D' of the cache.
-  """
-  heads = heads_of(cache)
-  return jnp.pad(rows, ((0, 0), (0, 2 * heads.key_heads - rows.shape[1]),
-                        (0, heads.key_width - rows.shape[2])))
-
-
-def read(cache, ids, heads: Heads, dtype):
-  """The keys and values of some pages, heads outermost.
+def read(cache: Pages, ids: Array, heads: Heads,
+         dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+  """Reads the keys and values of some pages, heads outermost.
 
   Args:
     cache: any layout.
-    ids: int32 [n], within the pool.
-    heads: what to take of padded pages.
-    dtype: that of the result; quantised pages are multiplied by their scales in float32.
+    ids: int32 [num_ids], within the pool.
+    heads: the heads and widths to read from padded pages.
+    dtype: of the result; quantized pages are multiplied by their scales in float32.
 
   Returns:
-    key [K, C, D] and value [K, C, E].
+    key [K, num_tokens, D] and value [K, num_tokens, E].
   """
   part = reader(take(cache, ids), heads, dtype)
   return part("key").transpose(1, 0, 2), part("value").transpose(1, 0, 2)
 
 
-def take(cache, ids):
-  """A cache of some pages alone.
+def reader(cache: Pages, heads: Heads, dtype: DTypeLike) -> Callable[..., jax.Array]:
+  """Reads all pages in slices, tokens outermost, without a copy that reorders keys.
 
   Args:
-    cache: any layout.
-    ids: int32 [n], within the pool; others are taken for the nearest one that is.
-
-  Returns:
-    A cache of the same layout with n pages, in the order of `ids`.
-  """
-  pick = lambda x, axis: jnp.take(x, ids, axis, mode="clip")
-  if has_token_scales(cache):
-    cache = cache._replace(key_scales=pick(cache.key_scales, 0),
-                           value_scales=pick(cache.value_scales, 0))
-  if isinstance(cache, PagesV1):
-    return cache._replace(key_pages=pick(cache.key_pages, 1),
-                          value_pages=pick(cache.value_pages, 1))
-  return cache._replace(pages=pick(cache.pages, 0))
-
-
-def reader(cache, heads: Heads, dtype):
-  """`read` of all pages, piece by piece and tokens outermost: no key is copied to be ordered.
-
-  Args:
-    cache, heads, dtype: as for `read`.
+    cache, heads, dtype: see `read`.
 
   Returns:
     A function ("key" or "value", slice of tokens, slice of columns) -> [tokens, K, columns]; both
-    slices are everything where they are left out.
+    slices default to everything.
   """
   tokens = num_pages(cache) * page_size(cache)
   if isinstance(cache, PagesV1):
@@ -489,11 +244,11 @@ def reader(cache, heads: Heads, dtype):
   else:
     rows = cache.pages.reshape(tokens, -1, 2, cache.pages.shape[-1])
   widths = {"key": heads.key_width, "value": heads.value_width}
-  scales = {"key": cache.key_scales, "value": cache.value_scales}
+  scales: dict[str, Any] = {"key": cache.key_scales, "value": cache.value_scales}
   if has_token_scales(cache):
     scales = {name: x.reshape(tokens, -1) for name, x in scales.items()}
 
-  def part(name, tokens=slice(None), columns=None):
+  def part(name: str, tokens: slice = slice(None), columns: slice | None = None) -> jax.Array:
     columns = slice(0, widths[name]) if columns is None else columns
     if isinstance(cache, PagesV1):
       x = arrays[name][:, tokens, columns].transpose(1, 0, 2)
@@ -507,35 +262,38 @@ def reader(cache, heads: Heads, dtype):
   return part
 
 
-def _all_heads(cache) -> Heads:
-  """The heads in the pages; where scales know them, without those that only pad."""
+def _all_heads(cache: Pages) -> Heads:
+  """The heads in the pages, without padding where the scales' shape gives their number."""
   heads = heads_of(cache)
-  return heads._replace(key_heads=cache.key_scales.shape[2]) if has_token_scales(cache) else heads
+  if not has_token_scales(cache):
+    return heads
+  return heads._replace(key_heads=_token_scales(cache)[0].shape[2])
 
 
-def to_dense(cache, metadata: PagesMetadata, heads: Heads | None = None, dtype=None):
-  """Every request's keys and values side by side.
+def to_dense(cache: Pages, metadata: PagesMetadata, heads: Heads | None = None,
+             dtype: DTypeLike | None = None) -> tuple[jax.Array, jax.Array]:
+  """Gathers the keys and values of all requests.
 
   Args:
     cache: any layout.
     metadata: tables and lengths.
-    heads: what to take of padded pages; None: all.
-    dtype: of the result; None: that of the pages, float32 where they are quantised.
+    heads: the heads and widths to read from padded pages; None: all.
+    dtype: of the result; None: the dtype of the pages, float32 if they are quantized.
 
   Returns:
-    key [R, S, K, D] and value [R, S, K, E] with S = N * page_size; 0 past a request's last token,
-    and where the table names a page outside of the pool.
+    key [R, S, K, D] and value [R, S, K, E] with S = max_pages * page_size; 0 past a request's last
+    token and in pages outside the pool.
 
   Raises:
     ValueError: metadata of groups.
-    NotImplementedError: quantised pages that are differentiated.
+    NotImplementedError: quantized pages are differentiated.
   """
   heads = _all_heads(cache) if heads is None else heads
   if dtype is None:
     dtype = dtype_of(cache) if cache.key_scales is None else jnp.float32
   if cache.key_scales is not None:
     cache = quantize.constant(cache, "cache")
-  metadata = _of_one_pool(metadata)
+  metadata = slot_mapping.of_one_pool(metadata)
   requests, width = metadata.page_tables.shape
   key, value = read(cache, metadata.page_tables.reshape(-1), heads, dtype)
   length = width * page_size(cache)
@@ -547,12 +305,13 @@ def to_dense(cache, metadata: PagesMetadata, heads: Heads | None = None, dtype=N
   return jnp.where(live, shaped(key), 0), jnp.where(live, shaped(value), 0)
 
 
-def from_dense(cache, key, value, metadata: PagesMetadata, scales=None):
+def from_dense(cache: Pages, key: Array, value: Array, metadata: PagesMetadata,
+               scales: Scales = None) -> Pages:
   """Writes the first context_lens tokens of every request into its pages.
 
   Args:
-    cache: any layout; pages that no request owns keep what they hold.
-    key: [R, S, K, D], S at most N * page_size.
+    cache: any layout; pages without a request are unchanged.
+    key: [R, S, K, D], S at most max_pages * page_size.
     value: [R, S, K, E].
     metadata: tables and lengths.
     scales: as in `append`, of [R, S, K].
@@ -561,9 +320,9 @@ def from_dense(cache, key, value, metadata: PagesMetadata, scales=None):
     The cache with the tokens written.
 
   Raises:
-    ValueError: metadata of groups, more keys than the tables have places for, and as `append`.
+    ValueError: metadata of groups, more keys than the tables' pages hold, or see `append`.
   """
-  metadata, size = _of_one_pool(metadata), page_size(cache)
+  metadata, size = slot_mapping.of_one_pool(metadata), page_size(cache)
   requests, width = metadata.page_tables.shape
   checks.require(key.ndim == 4 and key.shape[0] == requests and key.shape[1] <= width * size, "key",
                  checks.describe(key), f"[R, S, K, D], R = {requests}, S at most {width * size}: "
@@ -573,26 +332,26 @@ def from_dense(cache, key, value, metadata: PagesMetadata, scales=None):
   rows = jnp.arange(requests, dtype=jnp.int32)[:, None]
   live = (position < metadata.context_lens[:, None]) & (rows < rows_in_use(metadata))
   page = metadata.page_tables[rows, position // size]
-  mapping = _slot(page, position % size, size, live).reshape(-1)
+  mapping = slot_mapping.slot_of(page, position % size, size, live).reshape(-1)
   flat = lambda x: x.reshape(-1, *x.shape[2:])
   return append(cache, flat(key), flat(value), mapping,
                 None if scales is None else tuple(map(flat, scales)))
 
 
-def convert(cache, layout: type, heads: Heads | None = None):
-  """The same pages in another layout.
+def convert(cache: Pages, layout: type[Pages], heads: Heads | None = None) -> Pages:
+  """Converts pages to another layout.
 
   Args:
     cache: any layout.
     layout: PagesV1, PagesV2 or PagesV3.
-    heads: what to take of padded pages; None: all.
+    heads: the heads and widths to read from padded pages; None: all.
 
   Returns:
     A cache of the other layout, with the same pages and scales.
 
   Raises:
-    ValueError: another layout than these, keys and values of two widths into a layout of one, or as
-      `init`.
+    ValueError: an unknown layout, keys and values of different widths for PagesV2 or PagesV3, or
+      see `init`.
   """
   heads = _all_heads(cache) if heads is None else heads
   pool, size = num_pages(cache), page_size(cache)
@@ -606,29 +365,29 @@ def convert(cache, layout: type, heads: Heads | None = None):
   kind = "tensor" if dtype_of(cache).itemsize == 1 else None  # the scales are those of `cache`
   empty = init(layout, pool, size, heads, dtype_of(cache), kind)
   empty = empty._replace(key_scales=None, value_scales=None)
-  tokens = (x.swapaxes(0, 1) for x in (key, value))
-  full = append(empty, *tokens, jnp.arange(pool * size, dtype=jnp.int32))
+  full = append(empty, key.swapaxes(0, 1), value.swapaxes(0, 1),
+                jnp.arange(pool * size, dtype=jnp.int32))
   return full._replace(key_scales=scales[0], value_scales=scales[1])
 
 
-def copy_pages(cache, sources, targets):
-  """The cache with pages copied: what the allocator asks for when a shared page is written.
+def copy_pages(cache: Pages, sources: Array, targets: Array) -> Pages:
+  """Copies pages within the pool, as the allocator requests before a shared page is written.
 
   Args:
     cache: any layout.
-    sources: int32 [n].
-    targets: int32 [n]; those outside the pool are not written.
+    sources: int32 [num_ids].
+    targets: int32 [num_ids]; those outside the pool are not written.
 
   Raises:
-    ValueError: sources and targets that are no integers, or not as many.
+    ValueError: sources or targets are not integers, or differ in number.
   """
   count = np.size(sources)
-  sources, targets = (_numbers(name, x, count, "page ids, as many sources as targets")
+  sources, targets = (_int32_vector(name, x, count, "page ids, as many sources as targets")
                       for name, x in (("sources", sources), ("targets", targets)))
-  # A negative target would count from the end of the pool.
+  # A negative index would count from the end of the pool.
   targets = jnp.where(targets < 0, num_pages(cache), targets)
 
-  def copied(x, axis):
+  def copied(x: Any, axis: int) -> Any:
     if x is None or x.ndim == 0:
       return x
     at = x.at[(slice(None),) * axis + (targets,)]

@@ -1,27 +1,32 @@
-"""Stripes of requests' pages: dealt out in turn, so that several devices hold a request's keys.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Stripes of requests' pages, dealt out in turn, so that several devices hold a request's keys.
 
-Of W stripes, stripe w holds the pages w, W + w, 2W + w, ... of every request, so that requests of
-any length fill all stripes alike. `groups` says how a `PagesMetadata` has stripes.
+Stripe w of num_stripes holds the pages w, num_stripes + w, 2 * num_stripes + w, ... of every
+request, so that requests of any length fill all stripes equally. `request_groups` describes the
+axis of stripes in a `PagesMetadata`.
 
 Positions, tokens and the fields of a stripe are ints, or int32 arrays of any shape.
 """
 
 from typing import Any, NamedTuple
 
+Integers = Any  # int, or an int32 array of numpy or jax
+
 
 class Stripe(NamedTuple):
-  """Which positions have their keys here: of every `of * unit` in turn, the `number`-th `unit`."""
+  """The positions whose keys a device holds: unit number `number` of every `of` units."""
 
-  number: Any
-  of: Any
-  unit: Any  # tokens
+  number: Integers
+  of: Integers
+  unit: Integers  # tokens
 
 
-def held(stripe: Stripe | None, position):
-  """How many tokens of a request before a position the stripe holds; None: it holds all.
+def held(stripe: Stripe | None, position: Integers) -> Integers:
+  """The number of a request's tokens before a position that the stripe holds; None: it holds all.
 
-  With a request's length for the position: the request's tokens in the stripe, which is what an
-  allocator of the stripe's pages is to be asked for.
+  At the request's length, this is the number of its tokens in the stripe, for which the allocator
+  of the stripe's pages allocates.
   """
   if stripe is None:
     return position
@@ -31,8 +36,8 @@ def held(stripe: Stripe | None, position):
   return position // turn * stripe.unit + within
 
 
-def position_of(stripe: Stripe | None, token):
-  """Where a token of a request that the stripe holds stands, by its number among them."""
+def position_of(stripe: Stripe | None, token: Integers) -> Integers:
+  """The position of a request's token, given its index among the tokens that the stripe holds."""
   if stripe is None:
     return token
   turn = token // stripe.unit * stripe.of + stripe.number

@@ -1,3 +1,5 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """What pages and their metadata must be: shapes always, numbers where they are concrete.
 
 Letters: R requests, N pages per request, P pages of the pool, T tokens of the call, H query heads,
@@ -12,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import checks
-from attn_core.caches.paged import request_groups as groups, ops as pages
 from attn_core.caches import quantize
+from attn_core.caches.paged import layouts, request_groups
 
 
 class Condition(NamedTuple):
@@ -24,7 +26,7 @@ class Condition(NamedTuple):
   expected: str
 
 
-def check(cache, metadata: pages.PagesMetadata, num_tokens: int) -> None:
+def check(cache, metadata: layouts.PagesMetadata, num_tokens: int) -> None:
   """Raises unless the cache is one and the metadata fits it; numbers are looked at where concrete.
 
   Args:
@@ -44,7 +46,7 @@ def check(cache, metadata: pages.PagesMetadata, num_tokens: int) -> None:
     checks.require(holds, f"cache_metadata.{field}", getattr(concrete, field).tolist(), expected)
 
 
-def flag(cache, metadata: pages.PagesMetadata, num_tokens: int):
+def flag(cache, metadata: layouts.PagesMetadata, num_tokens: int):
   """Whether what `check` looks at is wrong, bool []: for functions under jit, once a step.
 
   Args:
@@ -61,7 +63,7 @@ def flag(cache, metadata: pages.PagesMetadata, num_tokens: int):
       jnp, cache, metadata, num_tokens)]).all()
 
 
-def debug_check(cache, metadata: pages.PagesMetadata, num_tokens: int) -> None:
+def debug_check(cache, metadata: layouts.PagesMetadata, num_tokens: int) -> None:
   """What `check` looks at, inside jit: for functions under `jax.experimental.checkify.checkify`.
 
   Args:
@@ -80,42 +82,42 @@ def debug_check(cache, metadata: pages.PagesMetadata, num_tokens: int) -> None:
                    got=getattr(metadata, field))
 
 
-def check_shapes(cache, metadata: pages.PagesMetadata, num_tokens: int) -> None:
+def check_shapes(cache, metadata: layouts.PagesMetadata, num_tokens: int) -> None:
   """Raises ValueError unless cache and metadata have the shapes and dtypes that `check` expects."""
   _check_cache(cache)
-  checks.require(isinstance(metadata, pages.PagesMetadata), "cache_metadata",
+  checks.require(isinstance(metadata, layouts.PagesMetadata), "cache_metadata",
                  type(metadata).__name__, "a PagesMetadata")
   checks.array("cache_metadata.page_tables", metadata.page_tables,
                "int32 [R, N], [G, R, N] or [G, W, R, N]")
-  number = groups.count(metadata)
+  number = request_groups.count(metadata)
   if number is None:
     return _check_shapes(metadata, num_tokens)
   for name, x in metadata._asdict().items():
     _check_array(name, jnp.int32(0) if x is None else x, f"int32 [{number}, ...]")
     checks.require(x is None or (x.ndim > 0 and x.shape[0] == number > 0), f"cache_metadata.{name}",
                    checks.describe(x), f"a leading axis of {number} groups, as page_tables has")
-  stripes = groups.stripe_count(metadata)
+  stripes = request_groups.stripe_count(metadata)
   checks.require(stripes != 0, "cache_metadata.page_tables", checks.describe(metadata.page_tables),
                  "[G, W, R, N] of at least one stripe")
   parts = f"{number} groups" + ("" if stripes is None else f" of {stripes} stripes")
   for name, what, amount, divisor in (
-      ("cache_view", "pages", pages.num_pages(cache), number * (stripes or 1)),
+      ("cache_view", "pages", layouts.num_pages(cache), number * (stripes or 1)),
       ("query", "tokens", num_tokens, number)):
     checks.require(amount % divisor == 0, name, f"{amount} {what}", f"{what} that the {parts} of "
                    "cache_metadata divide: each has its own part of them")
-  return _check_shapes(groups.shapes_of_one(metadata), num_tokens // number)
+  return _check_shapes(request_groups.shapes_of_one(metadata), num_tokens // number)
 
 
-def conditions(xp, cache, metadata: pages.PagesMetadata, num_tokens: int) -> Iterator[Condition]:
+def conditions(xp, cache, metadata: layouts.PagesMetadata, num_tokens: int) -> Iterator[Condition]:
   """Everything that the numbers must be, one by one; `xp`: numpy or jax.numpy."""
-  pool, number = pages.num_pages(cache), groups.count(metadata)
+  pool, number = layouts.num_pages(cache), request_groups.count(metadata)
   if number is None:
-    yield from _conditions(xp, (pages.page_size(cache), pool, pool), metadata, num_tokens)
+    yield from _conditions(xp, (layouts.page_size(cache), pool, pool), metadata, num_tokens)
     return
-  ids = pool // number // (groups.stripe_count(metadata) or 1)
-  metadata = groups.whole(metadata, pool, xp)
+  ids = pool // number // (request_groups.stripe_count(metadata) or 1)
+  metadata = request_groups.whole(metadata, pool, xp)
   for g in range(number):
-    yield from _conditions(xp, (pages.page_size(cache), pool // number, ids),
+    yield from _conditions(xp, (layouts.page_size(cache), pool // number, ids),
                            jax.tree.map(lambda x, g=g: x[g], metadata), num_tokens // number)
 
 
@@ -172,7 +174,7 @@ def _conditions(xp, sizes, metadata, num_tokens) -> Iterator[Condition]:
 
 
 def _check_cache(cache) -> None:
-  checks.require(isinstance(cache, pages.PAGES), "cache_view", type(cache).__name__,
+  checks.require(isinstance(cache, layouts.PAGES), "cache_view", type(cache).__name__,
                  "a PagesV1, PagesV2 or PagesV3")
   name = type(cache).__name__
   shapes = {"PagesV1": (4, "key_pages [K, P, page, D] and value_pages [K, P, page, E]"),
@@ -190,11 +192,11 @@ def _check_cache(cache) -> None:
     checks.require(x.shape[2] % 2 == 0, "cache_view", checks.describe(x),
                    f"{letters}: as many rows of values as of keys")
   if name == "PagesV3":
-    expected = pages.packing(x.dtype)
+    expected = layouts.packing(x.dtype)
     checks.require(x.shape[3] == expected and x.shape[2] * x.shape[3] % 2 == 0
-                   and x.shape[4] % pages.LANES == 0, "cache_view", checks.describe(x),
+                   and x.shape[4] % layouts.LANES == 0, "cache_view", checks.describe(x),
                    f"{letters}, packing = {expected} for {x.dtype} and D' a multiple of "
-                   f"{pages.LANES}")
+                   f"{layouts.LANES}")
   _check_scales(cache, x.dtype)
 
 
@@ -202,8 +204,9 @@ def _check_scales(cache, dtype) -> None:
   quantised = quantize.is_quantized(dtype)
   checks.require(quantised or jnp.dtype(dtype).itemsize > 1, "cache_view", f"pages of {dtype}",
                  "pages of a floating-point dtype, int8 or float8_e4m3fn")
-  pool, size, most = pages.num_pages(cache), pages.page_size(cache), pages.heads_of(cache).key_heads
-  fewest = 1 if isinstance(cache, pages.PagesV3) else most  # v3 is padded
+  pool, size = layouts.num_pages(cache), layouts.page_size(cache)
+  most = layouts.heads_of(cache).key_heads
+  fewest = 1 if isinstance(cache, layouts.PagesV3) else most  # v3 is padded
   heads = f"{most}" if fewest == most else f"K from 1 to {most}"
   for name in ("key_scales", "value_scales"):
     x = getattr(cache, name)

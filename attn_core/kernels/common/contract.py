@@ -1,62 +1,138 @@
-"""What every kernel offers: the contract between kernels, derivatives and mechanisms."""
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The contract between kernels, derivatives and mechanisms.
 
-from typing import Any, Callable, NamedTuple
+A kernel computes attention on one device by plain functions: a forward, its cotangents (backward)
+and its tangents. Every function takes the arrays (`Operands`), what is computed (`AttentionSpec`)
+and how the work is cut into blocks (`BlockSizes`); the last two are static.
+"""
+
+from typing import Callable, NamedTuple, Protocol
+
+import jax
+
+from attn_core.types import AttentionSpec, BlockSizes, Operands
 
 
 class Residuals(NamedTuple):
-  """What a forward leaves for the derivatives, beside its operands."""
+  """Results of a forward, which the derivatives read besides its operands."""
 
-  out: Any  # [B, T, H, E], query's dtype or `AttentionSpec.out_dtype`; see `Kernel`
-  lse: Any  # float32 (float64 for float64 operands) [B, H, T], natural logarithm
-
-
-class Cargo(NamedTuple):
-  """Arrays that go to another device while a kernel computes; a third one's come instead."""
-
-  arrays: tuple  # [B, S, K, W], or [B or 1, S]; what comes has the same shapes
-  axis: str
-  axis_number: int  # among the mesh's; small
-  members: int  # of the axis
-  distance: int  # in members, on from this one; between 1 and members - 1
-  cores: int = 1  # of a device, that share a kernel
+  # [B, T, H, E], in the query's dtype or `AttentionSpec.out_dtype`. Only a backward may be given
+  # None, see `BackwardFn`.
+  out: jax.Array
+  lse: jax.Array  # float32 (float64 for float64 operands) [B, H, T], natural logarithm
 
 
-class Carrying(NamedTuple):
-  """Functions of a `Kernel` that send meanwhile: a last argument, and a second result, more.
+class RemoteCopy(NamedTuple):
+  """Arrays that a kernel sends to another device of a mesh axis while it computes.
 
-    forward(o, s, b, cargo) -> (Residuals, what came instead of cargo.arrays)
-    backward(o, s, b, residuals, cotangents, wrt, cargo) -> (cotangents, what came)
-
-  wrt has one of query, key and value. Without a cargo (None) nothing comes: ().
+  Every device sends to the one `distance` further along the axis, and receives arrays of the same
+  shapes from the one `distance` before it.
   """
 
-  forward: Callable
-  backward: Callable
+  arrays: tuple[jax.Array, ...]  # [B, S, K, width], or [B or 1, S]
+  axis: str
+  axis_index: int  # of `axis` among the axes of the mesh; at most a few
+  axis_size: int  # number of devices along `axis`
+  distance: int  # between 1 and axis_size - 1
+  num_cores: int = 1  # cores of a device that share a kernel
+
+
+class ForwardFn(Protocol):
+  """Computes attention.
+
+  Returns:
+    out [B, T, H, E] and lse [B, H, T].
+  """
+
+  def __call__(self, operands: Operands, spec: AttentionSpec,
+               block_sizes: BlockSizes) -> Residuals:
+    ...
+
+
+class BackwardFn(Protocol):
+  """Computes the cotangents of the operands named in `wrt`, in that order.
+
+  Args:
+    residuals: results of the forward. `residuals.out` is read only for
+      sum(cotangents.out * residuals.out); None where `cotangents.lse` has that subtracted already.
+    cotangents: of out [B, T, H, E] and of lse [B, H, T].
+    wrt: names of fields of `Operands`.
+
+  Returns:
+    A tuple with one array for each name in `wrt`, in the shape and dtype of that operand.
+  """
+
+  def __call__(self, operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
+               residuals: Residuals, cotangents: Residuals,
+               wrt: tuple[str, ...]) -> tuple[jax.Array, ...]:
+    ...
+
+
+class TangentFn(Protocol):
+  """Computes the tangents of out [B, T, H, E] and lse [B, H, T].
+
+  Args:
+    residuals: results of the forward.
+    tangents: tangents by the name of the operand, in its shape and dtype; others are zero.
+  """
+
+  def __call__(self, operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
+               residuals: Residuals, tangents: dict[str, jax.Array]) -> Residuals:
+    ...
+
+
+class CheckFn(Protocol):
+  """Raises where forward or backward would; called before anything is lowered."""
+
+  def __call__(self, operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> None:
+    ...
+
+
+class RemoteCopyForwardFn(Protocol):
+  """`ForwardFn` that also runs a `RemoteCopy` (None: none), and returns the received arrays."""
+
+  def __call__(self, operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
+               transfer: RemoteCopy | None) -> tuple[Residuals, tuple[jax.Array, ...]]:
+    ...
+
+
+class RemoteCopyBackwardFn(Protocol):
+  """`BackwardFn` that also runs a `RemoteCopy` (None: none), and returns the received arrays.
+
+  `wrt` contains at least one of query, key and value.
+  """
+
+  def __call__(self, operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
+               residuals: Residuals, cotangents: Residuals, wrt: tuple[str, ...],
+               transfer: RemoteCopy | None
+               ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    ...
+
+
+class RemoteCopyFns(NamedTuple):
+  """Functions of a `Kernel` that overlap a remote copy with their computation."""
+
+  forward: RemoteCopyForwardFn
+  backward: RemoteCopyBackwardFn
+
+
+def _accept(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> None:
+  """Check of a kernel that computes every call."""
+  del operands, spec, block_sizes
 
 
 class Kernel(NamedTuple):
-  """Plain functions that compute attention on one device; hashable.
-
-  Written with o for `Operands`, s for `AttentionSpec`, b for `BlockSizes`:
-
-    forward(o, s, b) -> Residuals
-    backward(o, s, b, residuals, cotangents, wrt) -> tuple of cotangents, one per name in wrt
-    tangent(o, s, b, residuals, tangents) -> Residuals of tangents
-
-  Cotangents of `Residuals` come as `Residuals`; `tangents` is a dict from operand name to tangent.
-  A backward needs of `residuals.out` only sum(cotangents.out * out): where that has been subtracted
-  from `cotangents.lse`, it takes None.
-  """
+  """Functions that compute attention on one device; hashable."""
 
   name: str
-  forward: Callable
-  backward: Callable
-  tangent: Callable
-  # The kernel whose backward and tangent JAX itself can differentiate, for second derivatives;
-  # None: this one.
+  forward: ForwardFn
+  backward: BackwardFn
+  tangent: TangentFn
+  # The kernel whose backward and tangent JAX can differentiate, for second derivatives; None:
+  # this kernel itself.
   differentiable: "Kernel | None" = None
-  # check(o, s, b) raises where forward or backward would; it runs before anything is lowered.
-  check: Callable = lambda operands, spec, block_sizes: None
-  # () -> JAX's effects of forward and backward where they are traced; some interpreters have some.
-  effects: Callable = frozenset
-  carrying: Carrying | None = None  # None: it cannot send
+  check: CheckFn = _accept
+  # Returns JAX's effects of forward and backward where they are traced: interpreters may have some.
+  effects: Callable[[], frozenset] = frozenset
+  remote_copy_fns: RemoteCopyFns | None = None  # None: the kernel cannot send arrays

@@ -1,19 +1,25 @@
-"""The online softmax: folding one block of keys after another into a running result.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Online softmax: folds one block of keys after another into a running result.
 
-  highest' = max(highest, max_s logits)
-  total'   = total * exp(highest - highest') + sum_s exp(logits - highest')
-  output'  = output * exp(highest - highest') + exp(logits - highest') @ value
+  m_i' = max(m_i, max_s logits)
+  l_i' = l_i * exp(m_i - m_i') + sum_s exp(logits - m_i')
+  acc' = acc * exp(m_i - m_i') + exp(logits - m_i') @ value
 
 Milakov and Gimelshein, Online normalizer calculation for softmax,
 https://arxiv.org/abs/1805.02867.
 
-Letters: R query rows, C keys of the block, E value width; "..." leading axes.
+"..." are leading axes, num_rows is the number of query rows, block_kv that of keys in a block.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, Callable, NamedTuple
 
+import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+ArrayFn = Callable[[Any], Any]  # maps an array to an array
 
 LOG2E = math.log2(math.e)  # exp(x) = 2 ** (LOG2E * x)
 
@@ -21,83 +27,90 @@ LOG2E = math.log2(math.e)  # exp(x) = 2 ** (LOG2E * x)
 class Running(NamedTuple):
   """The softmax of the keys seen so far, relative to the highest logit."""
 
-  highest: Any  # [..., R, 1]; -inf before the first visible key; with `add`, 0
-  total: Any  # [..., R, 1]: sum of exp(logits - highest)
-  output: Any  # [..., R, E]: not yet divided by total
+  # Arrays, or the values of one kernel's registers.
+  m_i: Any  # [..., num_rows, 1]; -inf before the first visible key; with `add`, 0
+  l_i: Any  # [..., num_rows, 1]: sum of exp(logits - m_i)
+  acc: Any  # [..., num_rows, E]: not yet divided by l_i
 
 
-def start(shape, width: int, dtype) -> Running:
-  """No keys seen: shape (..., R), value width E."""
+def start(shape: tuple[int, ...], width: int, dtype: DTypeLike) -> Running:
+  """Returns the result of no keys, for rows of shape (..., num_rows) and value width E."""
   return Running(jnp.full((*shape, 1), -jnp.inf, dtype), jnp.zeros((*shape, 1), dtype),
                  jnp.zeros((*shape, width), dtype))
 
 
-def update(running: Running | None, logits, weigh, *, exp=jnp.exp, rounded=lambda weights: weights,
-           above=lambda highest: highest, axis: int = -1, fold=None) -> Running:
+def update(running: Running | None, logits: jax.Array, weigh: ArrayFn, *, exp: ArrayFn = jnp.exp,
+           rounded: ArrayFn = lambda weights: weights, above: ArrayFn = lambda x: x, axis: int = -1,
+           fold: Callable[..., jax.Array] | None = None) -> Running:
   """Folds in one block of keys.
 
   Args:
-    running: what was seen so far; None: nothing.
-    logits: [..., R, C]; -inf where hidden.
-    weigh: maps exp(logits - highest) [..., R, C] to its product with the values [..., R, E].
+    running: the result of the keys so far; None: no keys.
+    logits: [..., num_rows, block_kv]; -inf where hidden.
+    weigh: maps exp(logits - m_i) [..., num_rows, block_kv] to its product with the values
+      [..., num_rows, E].
     exp: the exponential; of another base where logits are in other units.
-    rounded: what `weigh` is given and `total` sums.
-    above: what to call the highest instead: something at or above it.
-    axis: that of the keys; where it is 0, all arrays are transposed: [C, R], [1, R], [E, R].
+    rounded: rounds the weights, before `weigh` and before their sum.
+    above: maps the maximum to the number used in its place, at least as large.
+    axis: that of the keys; where it is 0, all arrays are transposed: [block_kv, num_rows],
+      [1, num_rows], [E, num_rows].
     fold: fold(combine, x) reduces x over the keys, and keeps the axis; None: JAX's own reductions.
   """
   if fold is None:
     fold = lambda combine, x: (x.max if combine is jnp.maximum else x.sum)(axis, keepdims=True)
-  highest = above(fold(jnp.maximum, logits))
+  m_i = above(fold(jnp.maximum, logits))
   if running is not None:
-    highest = jnp.maximum(running.highest, highest)
-  # While a row has seen nothing, its highest is -inf, and -inf - -inf would be NaN.
-  reference = jnp.where(highest == -jnp.inf, 0, highest)
+    m_i = jnp.maximum(running.m_i, m_i)
+  # While a row has seen nothing, m_i is -inf, and -inf - -inf would be NaN.
+  reference = jnp.where(m_i == -jnp.inf, 0, m_i)
   weights = rounded(exp(logits - reference))
-  total = fold(jnp.add, weights.astype(highest.dtype))
+  l_i = fold(jnp.add, weights.astype(m_i.dtype))
   if running is None:
-    return Running(highest, total, weigh(weights))
-  shrink = exp(running.highest - reference)
-  return Running(highest, running.total * shrink + total, running.output * shrink + weigh(weights))
+    return Running(m_i, l_i, weigh(weights))
+  alpha = exp(running.m_i - reference)
+  return Running(m_i, running.l_i * alpha + l_i, running.acc * alpha + weigh(weights))
 
 
-def add(running: Running | None, weights, weigh, *, axis: int = -1) -> Running:
-  """`update` relative to 0 instead of the highest: weights are exp(logits), 0 where hidden."""
-  total, output = weights.sum(axis, keepdims=True), weigh(weights)
+def add(running: Running | None, weights: jax.Array, weigh: ArrayFn, *,
+        axis: int = -1) -> Running:
+  """Folds in a block relative to 0 instead of m_i: weights are exp(logits), 0 where hidden."""
+  l_i, acc = weights.sum(axis, keepdims=True), weigh(weights)
   if running is None:
-    return Running(jnp.zeros_like(total), total, output)
-  return Running(running.highest, running.total + total, running.output + output)
+    return Running(jnp.zeros_like(l_i), l_i, acc)
+  return Running(running.m_i, running.l_i + l_i, running.acc + acc)
 
 
-def finish(running: Running, sinks=None):
-  """The normalised output and its lse.
+def finish(running: Running,
+           sinks: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+  """Returns the normalized output and its lse.
 
   Args:
     running: all keys seen; logits in natural units, axes in either order (see `update`).
-    sinks: a logit without a value per row, broadcastable to `highest`; None: none.
+    sinks: a logit without a value per row, broadcastable to `m_i`; None: no sinks.
 
   Returns:
-    (output, lse) shaped like `output` and `highest`; 0 and -inf (or the sink) for rows that saw
+    (output, lse) shaped like `acc` and `m_i`; 0 and -inf (or the sink) for rows that saw
     nothing.
   """
-  highest, total, output = running
+  m_i, l_i, acc = running
   if sinks is not None:
-    joint = jnp.maximum(highest, sinks)
+    joint = jnp.maximum(m_i, sinks)
     reference = jnp.where(joint == -jnp.inf, 0, joint)
-    shrink = jnp.exp(highest - reference)
-    highest, total, output = joint, total * shrink + jnp.exp(sinks - reference), output * shrink
-  empty = total == 0
-  total = jnp.where(empty, 1, total)
-  return output * (1 / total), jnp.where(empty, -jnp.inf, highest + jnp.log(total))
+    alpha = jnp.exp(m_i - reference)
+    m_i, l_i, acc = joint, l_i * alpha + jnp.exp(sinks - reference), acc * alpha
+  empty = l_i == 0
+  l_i = jnp.where(empty, 1, l_i)
+  return acc * (1 / l_i), jnp.where(empty, -jnp.inf, m_i + jnp.log(l_i))
 
 
-def join_sinks(output, lse, sinks):
-  """Sinks joined to a normalised softmax: they weigh in its denominator only, so may come last.
+def join_sinks(output: jax.Array, lse: jax.Array,
+               sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+  """Joins sinks to a normalized softmax: they change its denominator only, so may come last.
 
   Args:
     output: [..., E].
     lse: [..., 1], of the keys alone.
-    sinks: a logit without a value per row, broadcastable to `lse`; None: none.
+    sinks: a logit without a value per row, broadcastable to `lse`; None: no sinks.
 
   Returns:
     (output, lse) with the sinks.
@@ -109,11 +122,11 @@ def join_sinks(output, lse, sinks):
   return (output * share).astype(output.dtype), joint
 
 
-def numerator(output, lse):
-  """sum over s of exp(logits) * value: what `normalize_output=False` asks for.
+def numerator(output: jax.Array, lse: jax.Array) -> jax.Array:
+  """Returns sum over s of exp(logits) * value, the output for `normalize_output=False`.
 
   Args:
-    output: [B, T, H, E], normalised.
-    lse: [B, H, T]; of the keys alone or with sinks, whichever the output was divided by.
+    output: [B, T, H, E], normalized.
+    lse: [B, H, T], that of the output's denominator, with or without sinks.
   """
   return (output * jnp.exp(lse).transpose(0, 2, 1)[..., None]).astype(output.dtype)

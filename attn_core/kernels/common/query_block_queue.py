@@ -1,59 +1,60 @@
-"""The query blocks of all requests in one queue, for kernels whose grid runs over it.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The query blocks of all requests in one queue, for kernels whose grid runs over it."""
 
-Letters: T tokens, R requests, Q tokens of a block, N places of the queue.
-"""
-
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from attn_core.kernels.xla import paged_blocks as paged
+from attn_core.kernels.common import paged_operands
+from attn_core.kernels.common.paged_operands import BlockedInputs, Index, QueryBlock
 
 
-class Queue(NamedTuple):
-  """Blocks in the order of their requests, and where tokens are in it."""
+class QueryBlockQueue(NamedTuple):
+  """Query blocks in the order of their requests, and the place of every token in them."""
 
-  blocks: paged.QueryBlock  # [N]; at places that are not taken any
-  count: Any  # int32 [1]: how many places are taken, the first ones
-  place: Any  # int32 [T]: of the block of a token; 0 where it is no query
-  row: Any  # int32 [T]: of the token in its block
-  live: Any  # bool [T]: whether it is a query of one of the requests
+  blocks: QueryBlock  # arrays [capacity, ...]; only the first `num_blocks` blocks are valid
+  num_blocks: jax.Array  # int32 [1]
+  block_index: jax.Array  # int32 [T]: the block of a token; 0 for tokens that are not live
+  row: jax.Array  # int32 [T]: the token's row in its block
+  live: jax.Array  # bool [T]: whether the token is a query of one of the requests
 
 
-def places(tokens: int, requests: int, block_q: int) -> int:
-  """N: how many blocks there can be."""
+def capacity(tokens: int, requests: int, block_q: int) -> int:
+  """Returns the largest possible number of blocks."""
   return tokens if block_q == 1 else tokens // block_q + 2 * requests
 
 
-def of_requests(problem: paged.Problem, tokens: int, among=None) -> Queue:
-  """The queue, whatever the metadata says.
+def make_queue(inputs: BlockedInputs, tokens: int,
+               request_range: tuple[Index, Index] | None = None) -> QueryBlockQueue:
+  """Returns the queue; valid for any metadata, consistent or not.
 
   Args:
-    problem: of which `block_q` is Q.
+    inputs: the call, cut into blocks.
     tokens: T.
-    among: (first, end) of the requests that are in it; None: all.
+    request_range: (first, end) of the requests in the queue; None: all requests.
   """
-  requests, block_q = problem.lengths.shape[0], problem.block_q
-  is_in = lambda request: True if among is None else (
-      (request >= among[0]) & (request < among[1]))
+  requests, block_q = inputs.lengths.shape[0], inputs.block_q
+  is_in = lambda request: True if request_range is None else (
+      (request >= request_range[0]) & (request < request_range[1]))
   every = jnp.arange(requests, dtype=jnp.int32)
-  first, end = jax.vmap(lambda r: paged.query_blocks(problem, r))(every)
+  first, end = jax.vmap(lambda r: paged_operands.query_blocks(inputs, r))(every)
   first = jnp.maximum(first, 0)
-  numbers = jnp.where(is_in(every), jnp.maximum(end, first) - first, 0)
-  ends = jnp.cumsum(numbers).astype(jnp.int32)
-  offsets = ends - numbers
+  counts = jnp.where(is_in(every), jnp.maximum(end, first) - first, 0)
+  ends = jnp.cumsum(counts).astype(jnp.int32)
+  offsets = ends - counts
   owner_of = lambda bounds, number: jnp.minimum(jnp.searchsorted(
       bounds, number, side="right", method="compare_all").astype(jnp.int32), requests - 1)
-  number = jnp.arange(places(tokens, requests, block_q), dtype=jnp.int32)
+  number = jnp.arange(capacity(tokens, requests, block_q), dtype=jnp.int32)
   request = owner_of(ends, number)
-  blocks = jax.vmap(lambda r, i: paged.query_block(problem, r, i))(
+  blocks = jax.vmap(lambda r, i: paged_operands.query_block(inputs, r, i))(
       request, first[request] + number - offsets[request])
 
   token = jnp.arange(tokens, dtype=jnp.int32)
-  owner = owner_of(problem.starts[1:], token)
-  position = problem.lengths[owner] - problem.starts[owner + 1] + token
-  live = (token < problem.starts[-1]) & (position >= 0) & is_in(owner)
-  place = jnp.where(live, offsets[owner] + position // block_q - first[owner], 0)
-  return Queue(blocks, jnp.minimum(ends[-1:], len(number)), place,
-               jnp.where(live, position % block_q, 0), live)
+  owner = owner_of(inputs.starts[1:], token)
+  position = inputs.lengths[owner] - inputs.starts[owner + 1] + token
+  live = (token < inputs.starts[-1]) & (position >= 0) & is_in(owner)
+  block_index = jnp.where(live, offsets[owner] + position // block_q - first[owner], 0)
+  return QueryBlockQueue(blocks, jnp.minimum(ends[-1:], len(number)), block_index,
+                         jnp.where(live, position % block_q, 0), live)

@@ -1,33 +1,40 @@
-"""What JAX's Mosaic GPU asks of a kernel, once for all of them.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Helpers around JAX's Mosaic GPU that all kernels for Hopper share.
 
-Kernels are written for Hopper (sm_90a): warpgroups of 128 threads, matrix products of operands in
-shared memory or, on the left, in registers, copies by the tensor memory accelerator (TMA).
+Kernels are written for Hopper (sm_90a): warpgroups of 128 threads, matrix products (WGMMA) of
+operands in shared memory or, on the left, in registers, and copies by the tensor memory accelerator
+(TMA).
 """
 
 import inspect
+from typing import Any, Callable
 
 import jax
 from jax.experimental.mosaic.gpu import LoweringSemantics
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 import numpy as np
 
 from attn_core.types import cdiv
 
-# How a product of a warpgroup lies in its registers, and vectors along its rows and columns.
-TILE = plgpu.Layout.WGMMA
-ROWS, COLUMNS = TILE.reduce(1), TILE.reduce(0)
-ROW_TILE = 64  # rows of a warpgroup's product are a multiple
-COPIED_TOKENS = 8  # TMA copies arrays whose number of tokens is a multiple
-SHARED_MEMORY = 227 * 1024  # bytes of a block
+Ref = Any  # a Pallas reference
+
+# Register layouts of a warpgroup: a product, and vectors along its rows and along its columns.
+TILE_LAYOUT = plgpu.Layout.WGMMA
+ROW_LAYOUT, COLUMN_LAYOUT = TILE_LAYOUT.reduce(1), TILE_LAYOUT.reduce(0)
+WGMMA_ROWS = 64  # the number of rows of a warpgroup's product is a multiple
+TMA_TOKENS = 8  # TMA copies arrays whose number of tokens is a multiple
+SHARED_MEMORY_BYTES = 227 * 1024  # of a thread block
 _SWIZZLES = (128, 64, 32)  # bytes
 # Before jax 0.12 `load` takes an index, too.
 _WHOLE = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
 
 
-def effects():
-  """Those of any kernel here where it is traced: none, but for what interpret mode does."""
+def effects() -> frozenset:
+  """Returns JAX's effects of any kernel traced now: none, except in interpret mode."""
   shape = jax.core.ShapedArray((128,), jnp.float32)
   scratch = plgpu.SMEM((128,), jnp.float32)
   return jax.make_jaxpr(lambda x: call(
@@ -35,27 +42,29 @@ def effects():
 
 
 def interpreted() -> bool:
-  """Whether kernels traced now are interpreted on the CPU (`plgpu.force_gpu_interpret_mode`)."""
+  """Returns whether kernels traced now run on the CPU (`plgpu.force_gpu_interpret_mode`)."""
   return bool(effects())
 
 
-def call(body, outputs, inputs, scratch, *, grid: int, name: str, warpgroups: int = 1):
-  """Runs body(references of inputs, of outputs, of scratch) on every block of a grid.
+def call(body: Callable[[Any, tuple[Ref, ...], Any], None], outputs: Any, inputs: Any,
+         scratch: Any, *, grid: int, name: str, warpgroups: int = 1) -> Any:
+  """Runs body(input references, output references, scratch references) on every thread block.
 
   Args:
+    body: the kernel.
     outputs: tuple of `jax.core.ShapedArray`s. Not ShapeDtypeStruct, which inside shard_map must
-      say over which axes of the mesh it varies.
+      name the mesh axes over which it varies.
     inputs: a tree of arrays.
     scratch: a tree of shared memory and barriers.
-    grid: number of blocks; their axis is called "block".
+    grid: number of thread blocks; the axis is called "block".
     name: of the kernel, in profiles.
-    warpgroups: of a block; their axis is called "warpgroup".
+    warpgroups: number of warpgroups of a thread block; the axis is called "warpgroup".
 
   Returns:
     The outputs.
   """
   arrays, structure = jax.tree.flatten(inputs)
-  def kernel(*refs):
+  def kernel(*refs: Ref) -> None:
     *results, memory = refs[len(arrays):]
     body(jax.tree.unflatten(structure, refs[:len(arrays)]), tuple(results), memory)
   kernel.__name__ = name
@@ -66,15 +75,15 @@ def call(body, outputs, inputs, scratch, *, grid: int, name: str, warpgroups: in
           approx_math=True, lowering_semantics=LoweringSemantics.Lane))(*arrays)
 
 
-def operand(shape, dtype, width: int | None = None):
-  """Shared memory for operands of products, [..., rows, columns], as TMA and the products want it.
+def operand_smem(shape: tuple[int, ...], dtype: DTypeLike, width: int | None = None) -> Any:
+  """Returns shared memory for operands of products, tiled and swizzled for TMA and WGMMA.
 
-  Swizzled over as many bytes of a row as divide it.
+  The swizzle covers the largest number of bytes that divides a row.
 
   Args:
-    shape: of it.
-    dtype: of it.
-    width: columns that are copied, the first ones; None: all.
+    shape: [..., rows, columns].
+    dtype: of the elements.
+    width: the number of columns that are copied, the first ones; None: all.
   """
   columns = tile_columns(width or shape[-1], dtype)
   return plgpu.SMEM(shape, dtype, transforms=(
@@ -82,45 +91,45 @@ def operand(shape, dtype, width: int | None = None):
       plgpu.SwizzleTransform(columns * jnp.dtype(dtype).itemsize)))
 
 
-def tile_columns(width: int, dtype) -> int:
-  """Columns of a tile of `operand`s, which can be cut between tiles."""
+def tile_columns(width: int, dtype: DTypeLike) -> int:
+  """Returns the columns of a tile of `operand_smem`, which can be sliced between tiles."""
   size = jnp.dtype(dtype).itemsize
   return next(x for x in _SWIZZLES if width * size % x == 0) // size
 
 
-def filled(value, shape, layout):
-  """float32 registers."""
+def full(value: float, shape: tuple[int, ...], layout: Any) -> jax.Array:
+  """Returns float32 registers filled with a value."""
   return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
-def load(ref, layout):
-  """Global or shared memory into registers."""
+def load(ref: Ref, layout: Any) -> jax.Array:
+  """Loads global or shared memory into registers."""
   return plgpu.load(ref, *_WHOLE, layout=layout, optimized=False)
 
 
-def accumulate(total, left, right, *, interpret: bool):
-  """total + left @ right.
+def accumulate(acc: jax.Array, left: jax.Array, right: Ref, *, interpret: bool) -> jax.Array:
+  """Returns acc + left @ right.
 
   Args:
-    total: float32 [R, N], in registers.
-    left: [R, C], in registers.
-    right: reference [C, N] in shared memory.
-    interpret: whether the kernel is interpreted; there, no product takes registers.
+    acc: float32 [rows, columns], in registers.
+    left: [rows, inner], in registers.
+    right: reference [inner, columns] in shared memory.
+    interpret: whether the kernel is interpreted, where WGMMA does not take registers.
   """
   if interpret:
-    total = total + jnp.dot(left, right[...], preferred_element_type=jnp.float32)
+    acc = acc + jnp.dot(left, right[...], preferred_element_type=jnp.float32)
     plgpu.commit_smem()
-    return total
-  return pl.run_state(lambda sums: plgpu.wgmma(sums, left, right))(plgpu.ACC.init(total))
+    return acc
+  return pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, left, right))(plgpu.ACC.init(acc))
 
 
-def int32(x):
-  """A number that jax_enable_x64 does not widen."""
+def int32(x: int) -> np.int32:
+  """Returns a number that jax_enable_x64 does not widen."""
   return np.int32(x)
 
 
-def pack(x, width: int):
-  """[B, tokens, heads, W] -> the same with tokens that TMA can copy and W padded to `width`."""
-  tokens = cdiv(x.shape[1], COPIED_TOKENS) * COPIED_TOKENS
+def pad_for_tma(x: jax.Array, width: int) -> jax.Array:
+  """Pads [B, tokens, heads, x_width] to a number of tokens that TMA can copy, and to `width`."""
+  tokens = cdiv(x.shape[1], TMA_TOKENS) * TMA_TOKENS
   padding = ((0, 0), (0, tokens - x.shape[1]), (0, 0), (0, width - x.shape[3]))
   return jnp.pad(x, padding) if tokens > x.shape[1] or width > x.shape[3] else x

@@ -1,83 +1,94 @@
-"""Matrix products of a warpgroup that run beside other work.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Asynchronous matrix products of a warpgroup (WGMMA).
 
-A product is issued and forgotten; only reading its accumulator waits, for it and all before it. So
-sums over a loop stay in flight from step to step, and what does not need a product runs meanwhile.
+A product is issued and runs asynchronously; only reading its accumulator waits, for it and for all
+products issued before it. So sums over a loop stay in flight from step to step, and code that does
+not need a product runs while it is computed.
 """
 
+from typing import Any, Callable, Iterable, Sequence
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from attn_core.kernels.gpu import mosaic
+from attn_core.kernels.gpu.mosaic import Ref
 
 
-def sum_up(run, shapes, scratch):
-  """Runs run(*sums), where `add` adds products to the sums, and returns them.
+def run_with_accumulators(run: Callable[..., None], shapes: Sequence[tuple[int, ...]],
+                          scratch: Sequence[Ref]) -> list[jax.Array]:
+  """Runs run(*accumulators), where `accumulate` adds products, and returns the sums.
 
   Args:
-    run: what adds.
-    shapes: [R, N] of each float32 sum; it begins as zeros.
-    scratch: this warpgroup's part of what `scratch_of` asked for.
+    run: adds to the accumulators, which begin as zeros.
+    shapes: [rows, columns] of each float32 accumulator.
+    scratch: this warpgroup's part of what `accumulator_scratch` returned.
   """
   if scratch:
-    for total in scratch:
-      total[...] = jnp.zeros(total.shape, jnp.float32)
+    for acc in scratch:
+      acc[...] = jnp.zeros(acc.shape, jnp.float32)
     run(*scratch)
-    return [total[...] for total in scratch]
+    return [acc[...] for acc in scratch]
 
-  def scoped(*sums):
-    run(*sums)
-    return [total[...] for total in sums]
+  def scoped(*accs: Ref) -> list[jax.Array]:
+    run(*accs)
+    return [acc[...] for acc in accs]
   return pl.run_scoped(scoped, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
 
 
-def scratch_of(shapes) -> tuple:
-  """Shared memory for `sum_up`; only interpret mode, which has no such accumulators, needs any."""
+def accumulator_scratch(shapes: Sequence[tuple[int, ...]]) -> tuple[Any, ...]:
+  """Returns shared memory for accumulators in interpret mode, which has no registers for them."""
   if not mosaic.interpreted():
     return ()
   return tuple(plgpu.SMEM(shape, jnp.float32) for shape in shapes)
 
 
-def add(total, left, right, *, interpret: bool):
-  """total += left @ right, in flight.
+def accumulate(acc: Ref, left: jax.Array, right: Ref, *, interpret: bool) -> None:
+  """Issues acc += left @ right.
 
   Args:
-    total: a sum of `sum_up`, [R, N].
-    left: [R, C], in registers.
-    right: reference [C, N] in shared memory.
-    interpret: whether the kernel is interpreted; there, no product takes registers.
+    acc: an accumulator of `run_with_accumulators`, [rows, columns].
+    left: [rows, inner], in registers.
+    right: reference [inner, columns] in shared memory.
+    interpret: whether the kernel is interpreted, where WGMMA does not take registers.
   """
   if not interpret:
-    plgpu.wgmma(total, left, right)
+    plgpu.wgmma(acc, left, right)
     return
-  total[...] = total[...] + jnp.dot(left, right[...], preferred_element_type=jnp.float32)
+  acc[...] = acc[...] + jnp.dot(left, right[...], preferred_element_type=jnp.float32)
   plgpu.commit_smem()
 
 
-def beside(left, right, meanwhile=lambda: None):
-  """(left @ right, meanwhile()), which runs beside the product.
+def matmul_overlapped(left: Ref, right: Ref,
+                      overlapped: Callable[[], Any] = lambda: None) -> tuple[jax.Array, Any]:
+  """Returns (left @ right, overlapped()); `overlapped` runs while the product is computed.
 
   Args:
-    left: reference [R, C] in shared memory.
-    right: reference [C, N] in shared memory.
-    meanwhile: issues no product.
+    left: reference [rows, inner] in shared memory.
+    right: reference [inner, columns] in shared memory.
+    overlapped: issues no product.
   """
-  def scoped(total):
-    plgpu.wgmma(total, left, right)
-    found = meanwhile()
-    return total[...], found
+  def scoped(acc: Ref) -> tuple[jax.Array, Any]:
+    plgpu.wgmma(acc, left, right)
+    result = overlapped()
+    return acc[...], result
   shape = left.shape[0], right.shape[1]
   return pl.run_scoped(scoped, plgpu.ACC(shape, jnp.float32))
 
 
-def of_registers(shape, pieces, *, interpret: bool):
-  """The sum of left @ right over pieces.
+def matmul_registers(shape: tuple[int, int], pieces: Iterable[tuple[jax.Array, Ref]], *,
+                     interpret: bool) -> jax.Array:
+  """Returns the sum of left @ right over pieces.
 
   Args:
-    shape: [R, N] of the sum.
-    pieces: yields left [R, C], in registers, and right, a reference [C, N] in shared memory.
-    interpret: whether the kernel is interpreted; there, no product takes registers.
+    shape: [rows, columns] of the sum.
+    pieces: yields left [rows, inner], in registers, and right, a reference [inner, columns] in
+      shared memory.
+    interpret: whether the kernel is interpreted, where WGMMA does not take registers.
   """
   if interpret:
     total = sum(jnp.dot(left, right[...], preferred_element_type=jnp.float32)
@@ -85,17 +96,17 @@ def of_registers(shape, pieces, *, interpret: bool):
     plgpu.commit_smem()
     return total
 
-  def scoped(total):
+  def scoped(acc: Ref) -> jax.Array:
     for left, right in pieces:
-      plgpu.wgmma(total, left, right)
-    return total[...]
+      plgpu.wgmma(acc, left, right)
+    return acc[...]
   return pl.run_scoped(scoped, plgpu.ACC(shape, jnp.float32))
 
 
-def anew(numbers, step):
-  """The same numbers, a tuple; what depends on them is computed in this step of a loop.
+def recompute_each_step(numbers: tuple[jax.Array, ...], step: jax.Array) -> tuple[jax.Array, ...]:
+  """Returns the same numbers; what depends on them is computed in this step of a loop.
 
-  Else the compiler computes the addresses and positions of all parts of a tile before the loop, and
-  they fill the registers that the products need.
+  Otherwise the compiler computes the addresses and positions of all parts of a tile before the
+  loop, and they fill the registers that the products need.
   """
   return lax.optimization_barrier((*numbers, step))[:-1]

@@ -1,85 +1,96 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """Products of a few rows with many keys or values, as XLA:CPU computes them at the memory's speed.
 
-A matrix product of so few rows copies its large operand first. These are sums of products instead,
-and read every number where it lies: `part` cuts out what is multiplied, each time by itself, since
-what several products share XLA:CPU would copy. Other platforms use matrix products.
+A matrix product of few rows copies its large operand first. These functions sum products instead,
+and read every number in place: `part` slices the operand for each product separately, because
+XLA:CPU would copy a slice that several products share. Other platforms use matrix products.
 
-Letters: C keys of a block, K key heads, R rows of a key head, D and E widths.
+num_rows is the number of rows of a key head.
 """
 
 import functools
+from typing import Callable
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 
-# From so many rows on, a matrix product is as fast on a CPU, too.
+# With at least this many rows, a matrix product is as fast on a CPU.
 MANY_ROWS = 8
-# Products that are summed side by side: one register of XLA:CPU. With 16, its code takes more than
+# Number of parallel sums of products: one register of XLA:CPU. With 16, its code takes more than
 # twice the time.
 LANES = 8
-# XLA:CPU of jax 0.12 sums over the first axis fast where it is left to itself; that of jax 0.10.2
-# takes twice to three times as long as for elementwise steps.
+# XLA:CPU of jax 0.12 sums over the first axis fast by itself; that of jax 0.10.2 takes two to
+# three times as long as for elementwise steps.
 SUMS_FIRST_AXIS = jax.__version_info__ >= (0, 11)
-# XLA:CPU of jax 0.10.2 makes float32 of a whole bfloat16 array before a loop that cuts parts out.
+# XLA:CPU of jax 0.10.2 converts a whole bfloat16 array to float32 before a loop that slices it.
 WIDENS_WHOLE = jax.__version_info__ < (0, 11)
-# So many keys are weighed and summed at once. With 16, jax 0.12 takes twice the time in bfloat16;
-# with 8, jax 0.10.2 takes half as much again.
+# Number of keys weighed and summed at once. With 16, jax 0.12 takes twice the time in bfloat16;
+# with 8, jax 0.10.2 takes 1.5 times the time.
 WEIGHED = 8 if SUMS_FIRST_AXIS else 16
-# Values of few bits are widened once for all rows; XLA:CPU of jax 0.10.2 is no faster for it.
+# Whether values of few bits are converted once for all rows; XLA:CPU of jax 0.10.2 gains nothing.
 WIDENS_ONCE = jax.__version_info__ >= (0, 11)
-# So many parts of an array are combined at once where it is reduced elementwise.
+# Number of parts of an array that an elementwise reduction combines at once.
 FAN = 16
 
 
 def suit(rows: int, width: int) -> bool:
-  """Whether these sums are faster on a CPU than matrix products."""
+  """Returns whether these sums are faster on a CPU than matrix products."""
   return rows < MANY_ROWS and width % LANES == 0
 
 
-def over_width(width: int, part):
-  """The sum of part(first) [..., LANES] over all columns: [...].
+def over_width(width: int, part: Callable[[int], jax.Array]) -> jax.Array:
+  """Returns the sum [...] of part(first) [..., LANES] over all columns.
 
   The last step is a matrix product for two reasons: XLA:CPU's own sums over the last axis are slow,
-  and a loop without any product it makes one function of, which runs in one thread.
+  and it compiles a loop without a matrix product to one function, which runs in one thread.
   """
   total = functools.reduce(jnp.add, [part(i) for i in range(0, width, LANES)])
-  # The barrier keeps the product's view of it, one long axis of vectors, out of the loops that sum:
-  # the loop over rows is then the innermost one, and unrolled.
+  # The barrier keeps the matrix product's reshape out of the loops that sum: the loop over rows is
+  # then the innermost one, and unrolled.
   total = lax.optimization_barrier(total)
   ones = jnp.ones(LANES, total.dtype)
   return jnp.dot(total.reshape(-1, LANES), ones, precision="highest").reshape(total.shape[:-1])
 
 
-def scores(rows, part):
-  """rows [K, R, D] . keys [C, K, D] -> [C, K, R]; part(first) cuts keys [C, K, LANES]."""
+def scores(rows: jax.Array, part: Callable[[int], jax.Array]) -> jax.Array:
+  """Returns scores [block_kv, K, num_rows].
+
+  Args:
+    rows: [K, num_rows, D].
+    part: (first column) -> keys [block_kv, K, LANES].
+  """
   return over_width(rows.shape[2], lambda i: (
       rows[None, :, :, i:i + LANES] * part(i).astype(rows.dtype)[:, :, None]))
 
 
-def weigh(weights, part, width: int, *, widened: bool):
-  """weights [C, K, R] . values [C, K, E] -> [K, R, E]; part(first, length) cuts some keys' values.
+def weigh(weights: jax.Array, part: Callable[[int, int], jax.Array], width: int, *,
+          widened: bool) -> jax.Array:
+  """Returns weights times values: [K, num_rows, E].
 
   Args:
-    weights: in the dtype of the sums.
-    part: (first key, number) -> [number, K, E].
+    weights: [block_kv, K, num_rows], in the dtype of the sums.
+    part: (first key, length) -> values [length, K, E].
     width: E.
-    widened: whether the values are stored in fewer bits than the sums have. The rows are the inner
-      loop then: a value is widened once, and not for every row. Else the width is, which is faster.
+    widened: whether the values are stored in fewer bits than the sums have. Then the inner loop
+      runs over rows, and a value is converted once, not for every row; else it runs over the width,
+      which is faster.
   """
   widened = widened and WIDENS_ONCE
   count, heads, number = weights.shape
   length = count // WEIGHED if count % WEIGHED == 0 else count
   lanes = LANES if width % LANES == 0 else width
 
-  def product(i):  # [length, K, R, E / lanes, lanes]; widened: [length, K, E / lanes, R, lanes]
+  # [length, K, num_rows, E / lanes, lanes]; widened: [length, K, E / lanes, num_rows, lanes]
+  def product(i):
     value = part(i, length).astype(weights.dtype)
     weight = weights[i:i + length, :, :, None, None]
     if widened:
       return weight.swapaxes(2, 3) * value.reshape(length, heads, -1, 1, lanes)
     return weight * value.reshape(length, heads, 1, -1, lanes)
 
-  # The barrier keeps the last sum from becoming one with the products, which is slower.
+  # The barrier keeps XLA from fusing the last sum with the products, which is slower.
   total = functools.reduce(jnp.add, [product(i) for i in range(0, count, length)])
   total = lax.optimization_barrier(total)
   total = total.sum(0) if SUMS_FIRST_AXIS else _fold_cpu(jnp.add, total)[0]
@@ -87,15 +98,15 @@ def weigh(weights, part, width: int, *, widened: bool):
   return total.reshape(heads, number, width)
 
 
-def fold(combine, x):
-  """`x` reduced over its first axis, which is kept, by jnp.maximum or jnp.add, on any platform."""
+def fold(combine: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
+  """Reduces `x` by jnp.maximum or jnp.add over its first axis, which is kept."""
   reduce = jnp.max if combine is jnp.maximum else jnp.sum
   return lax.platform_dependent(x, cpu=functools.partial(_fold_cpu, combine),
                                 default=lambda x: reduce(x, 0, keepdims=True))
 
 
-def _fold_cpu(combine, x):
-  """`fold` by elementwise steps, which XLA:CPU vectorises and spreads over threads."""
+def _fold_cpu(combine: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
+  """Computes `fold` by elementwise steps, which XLA:CPU vectorizes and runs in several threads."""
   while x.shape[0] > 2 * FAN and x.shape[0] % FAN == 0:
     x = functools.reduce(combine, jnp.split(x, FAN))
   return functools.reduce(combine, jnp.split(x, x.shape[0]))

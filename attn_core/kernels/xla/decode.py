@@ -1,156 +1,162 @@
-"""Decoding in plain XLA: a few queries a row against many keys, each of which is read once.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Decoding in plain XLA: a few queries per batch row against many keys, each key read once.
 
-One row of the batch after another, all its heads together, and of its keys only the blocks that
-its mask leaves visible. So the time goes by the live keys of every row, and a row's result has the
-same bits in any batch: the order of its sums depends on its own mask and on the block's size alone.
+Computes one row of the batch after another, all its heads together, and only the blocks of keys
+that its mask leaves visible. So the time is proportional to the visible keys of every row, and a
+row's result has the same bits in any batch: the order of its sums depends only on its own mask and
+on the block size.
 
   scores[c, k, r] = sum over d of query[k, r, d] * key[c, k, d]
 
-Few queries make products too thin for a matrix product to run at the memory's speed; on a CPU they
-are sums that vectorise, and read every number where it lies in the cache. Flash-decoding,
-https://pytorch.org/blog/flash-decoding/.
-
-Letters: B batch, T query length, S key length, H query heads, K key heads, G = H / K, D query and
-key width, E value width; C keys of a block, R = T * G rows of a key head (token-major).
+With few queries a matrix product does not reach the memory's speed; on a CPU the products are sums
+that vectorize and read every number in place in the cache. num_rows = T * G is the number of rows
+of a key head (token-major). Flash-decoding, https://pytorch.org/blog/flash-decoding/.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import jax
 from jax import lax
 import jax.numpy as jnp
 
 from attn_core.caches import quantize
-from attn_core.kernels.common import online_softmax as softmax
+from attn_core.kernels.common import dense_operands, online_softmax
 from attn_core.kernels.common.contract import Kernel, Residuals
-from attn_core.kernels.xla import flash as blockwise, tile_ops as steps, cpu_matvec as sums, tiling as tuned
-from attn_core.masks import block_map as blocks, tile as tiles
+from attn_core.kernels.xla import cpu_matvec, flash, tile_ops, tiling
+from attn_core.masks import block_map, tile as tile_lib
 from attn_core.types import AttentionSpec, BlockSizes, Operands
 
 
 def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> Residuals:
-  """out [B, T, H, E] and lse [B, H, T]; see `kernel.Kernel`."""
-  levels = _cut(operands, spec, block_sizes)
+  """Computes out [B, T, H, E] and lse [B, H, T]; see `contract.ForwardFn`."""
+  dense_operands.assert_operands(operands)
+  levels = _block_inputs(operands, spec, block_sizes)
   batch, length, heads, _ = operands.query.shape
-  problem, width = levels[-1], operands.value.shape[-1]
+  inputs, width = levels[-1], operands.value.shape[-1]
 
   def row(b, results):
-    place = steps.Place(b, 0)
-    rows = steps.scaled_query(problem, place, None)
+    grid_index = tile_ops.GridIndex(b, 0)
+    rows = tile_ops.scaled_query(inputs, grid_index, None)
 
-    def key_block(problem, j, running, masked):
-      block = _Block(problem, b, j)
+    def key_block(inputs, j, running, masked):
+      block = _Block(inputs, b, j)
       logits = _logits(block, rows)
       if masked:
-        # 0 * NaN is NaN, so what may be hidden is taken out of the values.
-        seen = _seen(problem, (b, j))
-        if seen.shape[1:] == (1, 1, 1):  # who sees a key, all do
-          kept = jnp.broadcast_to(seen[:, :, 0, 0], (problem.sizes.block_kv, problem.heads))
+        # 0 * NaN is NaN, so values that may be hidden are replaced by zeros.
+        seen = _seen(inputs, (b, j))
+        if seen.shape[1:] == (1, 1, 1):  # all rows see the same keys
+          kept = jnp.broadcast_to(seen[:, :, 0, 0], (inputs.sizes.block_kv, inputs.step_heads))
         else:
-          kept = _finite(block)  # and spoils who sees its key
+          kept = _finite(block)  # other values make their keys NaN
           logits = jnp.where(kept[..., None], logits, jnp.nan)
-        block = block.with_shielded_values(kept)
-        logits = _hide(problem, seen, logits)
+        block = block.with_masked_values(kept)
+        logits = _hide(inputs, seen, logits)
       weigh = lambda weights: _weigh(block, weights[..., 0])[None]
-      return softmax.update(
+      return online_softmax.update(
           running, logits[..., None], weigh,
-          exp=lambda x: lax.optimization_barrier(steps.weights_of(problem, x)), axis=0,
-          fold=sums.fold)
+          exp=lambda x: lax.optimization_barrier(tile_ops.weights_of(inputs, x)), axis=0,
+          fold=cpu_matvec.fold)
 
-    running = softmax.start((1, problem.heads, rows.shape[1]), width, problem.dtype)
+    running = online_softmax.start((1, inputs.step_heads, rows.shape[1]), width, inputs.dtype)
     for level in levels:
-      running = steps.visit(level, place, 0, functools.partial(key_block, level), running)
-    out, lse = (x[0] for x in softmax.finish(running, steps.row_sinks(problem, place)))
-    # A mean of finite values is finite: who saw another one says so in all that it gives.
+      running = tile_ops.visit_blocks(
+          level, grid_index, 0, functools.partial(key_block, level), running)
+    sinks = tile_ops.row_sinks(inputs, grid_index)
+    out, lse = (x[0] for x in online_softmax.finish(running, sinks))
+    # A mean of finite values is finite; a row that saw a non-finite value becomes NaN in whole.
     finite = jnp.isfinite(out).all(-1, keepdims=True)
     out, lse = (jnp.where(finite, x, jnp.nan) for x in (out, lse))
-    return Residuals(steps.write_rows(problem, place, None, results.out, out),
-                     steps.write_row_numbers(problem, place, 0, results.lse, lse[..., 0]))
+    return Residuals(tile_ops.write_rows(inputs, grid_index, None, results.out, out),
+                     tile_ops.write_row_scalars(inputs, grid_index, 0, results.lse, lse[..., 0]))
 
-  return steps.loop(0, batch, row, Residuals(
+  return tile_ops.loop(0, batch, row, Residuals(
       jnp.zeros((batch, length, heads, width), operands.query.dtype),
-      jnp.zeros((batch, heads, length), steps.lse_dtype(spec))))
+      jnp.zeros((batch, heads, length), dense_operands.lse_dtype(spec))))
 
 
-def _cut(operands, spec, block_sizes) -> list[steps.Problem]:
-  """One block of queries, and the blocks of keys that each row must visit. Nothing is padded.
+def _block_inputs(operands: Operands, spec: AttentionSpec,
+                  block_sizes: BlockSizes) -> list[tile_ops.BlockedInputs]:
+  """Returns one block of queries and the blocks of keys that each row must visit, unpadded.
 
-  Keys that are visible all together are cut into large blocks, which take less time each; what is
-  left into small ones, so that a row computes few keys that it does not see. Who fixes the size of
-  a block has blocks of that size only.
+  Runs of keys that are all visible form large blocks, which take less time per key; the others form
+  small blocks, so that a row computes few keys that it does not see. With `block_sizes.block_kv`
+  all blocks have that size.
   """
   (_, queries, _, _), (_, keys, key_heads, _) = operands.query.shape, operands.key.shape
   elements = key_heads * max(operands.key.shape[-1], operands.value.shape[-1])
-  block_kv = min(keys, block_sizes.block_kv or tuned.decode_block(keys, elements))
-  if block_kv > sums.FAN:  # another size would be folded part by part
-    block_kv -= block_kv % sums.FAN
-  sizes = blocks.Sizes(queries, keys, queries, block_kv)
-  kinds = blocks.block_kinds(steps.mask_of(operands, spec), sizes)
-  kinds = blocks.merge_heads(kinds, kinds.shape[1])
-  # XLA:CPU takes the bits of a whole float8 cache before the loop: a copy in 8 bits, but to cut a
-  # block out of a float8 array and take its bits then is several times as slow.
+  block_kv = min(keys, block_sizes.block_kv or tiling.decode_block(keys, elements))
+  if block_kv > cpu_matvec.FAN:  # another size would be folded part by part
+    block_kv -= block_kv % cpu_matvec.FAN
+  sizes = block_map.Sizes(queries, keys, queries, block_kv)
+  kinds = block_map.block_kinds(dense_operands.mask_of(operands, spec), sizes)
+  kinds = block_map.merge_heads(kinds, kinds.shape[1])
+  # XLA:CPU takes the bits of a whole float8 cache before the loop, which copies 8-bit numbers;
+  # slicing a block of a float8 array and taking its bits then is several times as slow.
   operands = operands._replace(
       key=quantize.bits(operands.key), value=quantize.bits(operands.value))
-  problem = lambda sizes, visits: steps.Problem(operands, spec, sizes, key_heads, visits)
-  large = tuned.decode_large_block(keys, elements)
+  make = lambda sizes, visits: tile_ops.BlockedInputs(operands, spec, sizes, key_heads, visits)
+  large = tiling.decode_large_block(keys, elements)
   if block_sizes.block_kv or large <= block_kv:
-    return [problem(sizes, blocks.block_map(kinds))]
-  joined, left = blocks.join_full(kinds, large // block_kv)
-  return [problem(sizes._replace(block_kv=large), blocks.full_map(joined)),
-          problem(sizes, blocks.block_map(left))]
+    return [make(sizes, block_map.block_map(kinds))]
+  joined, left = block_map.join_full(kinds, large // block_kv)
+  return [make(sizes._replace(block_kv=large), block_map.full_map(joined)),
+          make(sizes, block_map.block_map(left))]
 
 
-def _start(sizes: blocks.Sizes, j):
-  """The first key of a block; the last block begins earlier where it would reach past the keys."""
+def _start(sizes: block_map.Sizes, j: tile_ops.Index) -> jax.Array:
+  """Returns the first key of a block; the last block begins early enough to end with the keys."""
   return jnp.minimum(j * sizes.block_kv, sizes.keys - sizes.block_kv)
 
 
 class _Block(NamedTuple):
-  """One block of a row's keys, cut out of the cache wherever it is read."""
+  """One block of a row's keys, sliced out of the cache wherever it is read."""
 
-  problem: steps.Problem
-  batch: Any
-  number: Any
-  values: Any = None  # [C, K, E] and
-  value_scale: Any = None  # [C, K]: taken instead of the cache's; None: the cache's
+  inputs: tile_ops.BlockedInputs
+  batch: tile_ops.Index
+  block_index: tile_ops.Index
+  values: jax.Array | None = None  # [block_kv, K, E], replaces the cache's
+  value_scale: jax.Array | None = None  # [block_kv, K], replaces the cache's
 
-  def cut(self, name: str, keys: tuple[int, int], columns: tuple[int, int]):
-    """[length, K, width] of "key" or "value", by (first, number) of either axis."""
+  def slice(self, name: str, keys: tuple[int, int], columns: tuple[int, int]) -> jax.Array:
+    """Returns [length, K, width] of "key" or "value", by (first, length) of either axis."""
     if name == "value" and self.values is not None:
       return self.values[keys[0]:sum(keys), :, columns[0]:sum(columns)]
-    x = getattr(self.problem.operands, name)
-    start = _start(self.problem.sizes, self.number) + keys[0]
-    if sums.WIDENS_WHOLE and x.dtype == jnp.bfloat16:
-      x, start = lax.optimization_barrier((x, start))  # so `x` is another one in every step
-    return tiles.slice_at(x, (self.batch, start, 0, columns[0]),
-                          (1, keys[1], self.problem.heads, columns[1]))[0]
+    x = getattr(self.inputs.operands, name)
+    start = _start(self.inputs.sizes, self.block_index) + keys[0]
+    if cpu_matvec.WIDENS_WHOLE and x.dtype == jnp.bfloat16:
+      # The barrier makes `x` a different array in every step.
+      x, start = lax.optimization_barrier((x, start))
+    return tile_lib.slice_at(x, (self.batch, start, 0, columns[0]),
+                          (1, keys[1], self.inputs.step_heads, columns[1]))[0]
 
-  def scales(self, name: str):
-    """[C, K] of a cache in 8 bits, or None."""
+  def scales(self, name: str) -> jax.Array | None:
+    """Returns the scales [block_kv, K] of an 8-bit cache, or None."""
     if name == "value" and self.value_scale is not None:
       return self.value_scale
-    scale = getattr(self.problem.operands, f"{name}_scale")
-    sizes = self.problem.sizes
-    return scale if scale is None else tiles.slice_at(
-        scale, (self.batch, _start(sizes, self.number), 0),
-        (1, sizes.block_kv, self.problem.heads))[0].astype(_dtype(self.problem))
+    scale = getattr(self.inputs.operands, f"{name}_scale")
+    sizes = self.inputs.sizes
+    return scale if scale is None else tile_lib.slice_at(
+        scale, (self.batch, _start(sizes, self.block_index), 0),
+        (1, sizes.block_kv, self.inputs.step_heads))[0].astype(_dtype(self.inputs))
 
-  def part(self, name: str, keys: tuple[int, int], columns: tuple[int, int]):
-    """`cut` in the dtype of sums, without its scales."""
-    return quantize.unscaled(self.cut(name, keys, columns)).astype(_dtype(self.problem))
+  def part(self, name: str, keys: tuple[int, int], columns: tuple[int, int]) -> jax.Array:
+    """Returns `slice` in the dtype of sums, without its scales."""
+    return quantize.unscaled(self.slice(name, keys, columns)).astype(_dtype(self.inputs))
 
-  def whole(self, name: str):
-    """[C, K, D or E], dequantised."""
-    width = getattr(self.problem.operands, name).shape[-1]
-    x, scale = self.cut(name, (0, self.problem.sizes.block_kv), (0, width)), self.scales(name)
+  def whole(self, name: str) -> jax.Array:
+    """Returns [block_kv, K, D or E], dequantized."""
+    width = getattr(self.inputs.operands, name).shape[-1]
+    x, scale = self.slice(name, (0, self.inputs.sizes.block_kv), (0, width)), self.scales(name)
     if scale is not None:
-      return quantize.dequantize(x, scale, _dtype(self.problem))
-    return quantize.unscaled(x).astype(self.problem.operands.query.dtype)
+      return quantize.dequantize(x, scale, _dtype(self.inputs))
+    return quantize.unscaled(x).astype(self.inputs.operands.query.dtype)
 
-  def with_shielded_values(self, kept):
-    """Zeros instead of the values that are not `kept`, bool [C, K]."""
-    width, keys = self.problem.operands.value.shape[-1], self.problem.sizes.block_kv
-    values, scale = self.cut("value", (0, keys), (0, width)), self.scales("value")
+  def with_masked_values(self, kept: jax.Array) -> "_Block":
+    """Replaces values that are not `kept`, bool [block_kv, K], by zeros."""
+    width, keys = self.inputs.operands.value.shape[-1], self.inputs.sizes.block_kv
+    values, scale = self.slice("value", (0, keys), (0, width)), self.scales("value")
     # The barrier keeps the choice out of the products: XLA:CPU would compile these twice, for
     # blocks with and without zeros, and round them in different ways.
     values = lax.optimization_barrier(jnp.where(kept[..., None], values, 0))
@@ -158,110 +164,111 @@ class _Block(NamedTuple):
         values=values, value_scale=scale if scale is None else jnp.where(kept, scale, 0))
 
 
-def _finite(block: _Block):
-  """bool [C, K]: whether a value is finite."""
-  width, keys = block.problem.operands.value.shape[-1], (0, block.problem.sizes.block_kv)
+def _finite(block: _Block) -> jax.Array:
+  """Returns bool [block_kv, K]: whether a value is finite."""
+  width, keys = block.inputs.operands.value.shape[-1], (0, block.inputs.sizes.block_kv)
   def whole():
     return jnp.isfinite(block.whole("value")).all(-1)
 
   def summed():
     scale = block.scales("value")
-    def nothing(i):  # 0, or NaN
-      x = block.part("value", keys, (i, sums.LANES))
+    def zero_or_nan(i):
+      x = block.part("value", keys, (i, cpu_matvec.LANES))
       return x - x if scale is None else (x - x) * scale[..., None]
-    return sums.over_width(width, nothing) == 0
+    return cpu_matvec.over_width(width, zero_or_nan) == 0
 
-  return lax.platform_dependent(cpu=whole if width % sums.LANES else summed, default=whole)
+  return lax.platform_dependent(cpu=whole if width % cpu_matvec.LANES else summed, default=whole)
 
 
-def _logits(block: _Block, rows):
-  """Logits [C, K, R] of rows [K, R, D], NaN where they are not finite."""
-  problem = block.problem
-  spec, rest = problem.spec, steps.scale_parts(problem)[1]
-  logits = _scores(block, rows).astype(problem.dtype)
+def _logits(block: _Block, rows: jax.Array) -> jax.Array:
+  """Returns logits [block_kv, K, num_rows] of rows [K, num_rows, D], NaN where not finite."""
+  inputs = block.inputs
+  spec, rest = inputs.spec, tile_ops.scale_parts(inputs)[1]
+  logits = _scores(block, rows).astype(inputs.dtype)
   logits = jnp.where(jnp.isfinite(logits), logits, jnp.nan)
-  logits = logits if rest == 1 else logits * jnp.asarray(rest, problem.dtype)
+  logits = logits if rest == 1 else logits * jnp.asarray(rest, inputs.dtype)
   if spec.logits_soft_cap is not None:
     logits = jnp.tanh(logits / spec.logits_soft_cap) * spec.logits_soft_cap
   return logits
 
 
-def _seen(problem, tile):
-  """What the mask shows, bool [C or 1, K or 1, T or 1, G or 1], of a block's own keys.
+def _seen(inputs: tile_ops.BlockedInputs, tile: tile_ops.Tile) -> jax.Array:
+  """Returns the visible pairs of a block, bool [block_kv or 1, K or 1, T or 1, G or 1].
 
-  The last block has keys of the block before, where they are not multiples of its size.
+  Keys that the last block shares with the one before it, see `_start`, are hidden.
   """
-  (b, j), sizes, heads, group = tile, problem.sizes, problem.heads, problem.group
+  (b, j), sizes, heads, group = tile, inputs.sizes, inputs.step_heads, inputs.group
 
-  def orient(x):  # [H or 1, T or 1, C or 1] -> [C or 1, K or 1, T or 1, G or 1]
+  def orient(x):  # [H or 1, T or 1, block_kv or 1] -> [block_kv or 1, K or 1, T or 1, G or 1]
     x = x.reshape(*((heads, group) if x.shape[0] > 1 else (1, 1)), *x.shape[1:])
     return x.transpose(3, 0, 2, 1)
 
-  where = tiles.Tile(b, 0, 0, _start(sizes, j), heads * group, sizes.queries, sizes.block_kv)
-  mask, at = tiles.cut(problem.spec.mask, problem.operands.mask, where, orient)
+  mask_range = tile_lib.Tile(
+      b, 0, 0, _start(sizes, j), heads * group, sizes.queries, sizes.block_kv)
+  mask, at = tile_lib.slice_mask(inputs.spec.mask, inputs.operands.mask, mask_range, orient)
   seen = mask.visible(at)
-  if steps.key_padding(sizes):
+  if dense_operands.key_padding(sizes):
     seen = seen & (at.key_index >= j * sizes.block_kv)
   return seen
 
 
-def _hide(problem, seen, logits):
-  """-inf where `seen` hides a key; logits [C, K, R]."""
-  four = (*logits.shape[:2], problem.sizes.queries, problem.group)
+def _hide(inputs: tile_ops.BlockedInputs, seen: jax.Array, logits: jax.Array) -> jax.Array:
+  """Returns logits [block_kv, K, num_rows] with -inf for keys that are not `seen`."""
+  four = (*logits.shape[:2], inputs.sizes.queries, inputs.group)
   return jnp.where(jnp.broadcast_to(seen, four).reshape(logits.shape), logits, -jnp.inf)
 
 
 # --- The two products, and reductions over the keys. ---------------------------------------------
 
 
-def _dtype(problem):
-  """The dtype of sums."""
-  return jnp.promote_types(problem.dtype, jnp.float32)
+def _dtype(inputs: tile_ops.BlockedInputs) -> jnp.dtype:
+  """Returns the dtype of sums."""
+  return jnp.promote_types(inputs.dtype, jnp.float32)
 
 
-def _scores(block: _Block, rows):
-  """rows [K, R, D] . keys [C, K, D] -> [C, K, R]."""
-  problem = block.problem
+def _scores(block: _Block, rows: jax.Array) -> jax.Array:
+  """Returns scores [block_kv, K, num_rows] of rows [K, num_rows, D]."""
+  inputs = block.inputs
   def dots(rows):
-    return jnp.einsum("krd,ckd->ckr", rows, block.whole("key"), precision=problem.spec.precision,
-                      preferred_element_type=_dtype(problem))
+    return jnp.einsum("krd,ckd->ckr", rows, block.whole("key"), precision=inputs.spec.precision,
+                      preferred_element_type=_dtype(inputs))
 
   def summed(rows):
-    found = sums.scores(rows.astype(_dtype(problem)), lambda i: block.part(
-        "key", (0, problem.sizes.block_kv), (i, sums.LANES)))
+    found = cpu_matvec.scores(rows.astype(_dtype(inputs)), lambda i: block.part(
+        "key", (0, inputs.sizes.block_kv), (i, cpu_matvec.LANES)))
     scale = block.scales("key")
     return found if scale is None else found * scale[..., None]
 
-  if not sums.suit(rows.shape[1], rows.shape[2]):
+  if not cpu_matvec.suit(rows.shape[1], rows.shape[2]):
     return dots(rows)
   return lax.platform_dependent(rows, cpu=summed, default=dots)
 
 
-def _weigh(block: _Block, weights):
-  """weights [C, K, R] . values [C, K, E] -> [K, R, E]."""
-  problem, width = block.problem, block.problem.operands.value.shape[-1]
+def _weigh(block: _Block, weights: jax.Array) -> jax.Array:
+  """Returns weights [block_kv, K, num_rows] times values: [K, num_rows, E]."""
+  inputs, width = block.inputs, block.inputs.operands.value.shape[-1]
   def dots(weights):
     value = block.whole("value")
     return jnp.einsum("ckr,cke->kre", weights.astype(value.dtype), value,
-                      precision=problem.spec.precision, preferred_element_type=_dtype(problem))
+                      precision=inputs.spec.precision, preferred_element_type=_dtype(inputs))
 
   def summed(weights):
-    scale, weights = block.scales("value"), weights.astype(_dtype(problem))
+    scale, weights = block.scales("value"), weights.astype(_dtype(inputs))
     weights = weights if scale is None else weights * scale[..., None]
-    widened = problem.operands.value.dtype.itemsize < weights.dtype.itemsize
-    return sums.weigh(weights, lambda first, length: block.part(
+    widened = inputs.operands.value.dtype.itemsize < weights.dtype.itemsize
+    return cpu_matvec.weigh(weights, lambda first, length: block.part(
         "value", (first, length), (0, width)), width, widened=widened)
 
-  many = weights.shape[2] >= sums.MANY_ROWS
+  many = weights.shape[2] >= cpu_matvec.MANY_ROWS
   found = dots(weights) if many else lax.platform_dependent(weights, cpu=summed, default=dots)
-  return found.astype(problem.dtype)
+  return found.astype(inputs.dtype)
 
 
 # --- Derivatives: those of block-wise attention. -------------------------------------------------
 
 
 def _dequantized(operands: Operands) -> Operands:
-  """The whole keys and values in the query's dtype: derivatives are no part of serving."""
+  """Returns operands with all keys and values in the query's dtype, as derivatives need them."""
   if operands.key_scale is None:
     return operands
   dtype = operands.query.dtype
@@ -271,14 +278,17 @@ def _dequantized(operands: Operands) -> Operands:
       key_scale=None, value_scale=None)
 
 
-def backward(operands: Operands, *rest):
-  """The cotangents of operands; see `kernel.Kernel`."""
-  return blockwise.backward(_dequantized(operands), *rest)
+def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
+             residuals: Residuals, cotangents: Residuals,
+             wrt: tuple[str, ...]) -> tuple[jax.Array, ...]:
+  """Computes the cotangents of the operands named in `wrt`; see `contract.BackwardFn`."""
+  return flash.backward(_dequantized(operands), spec, block_sizes, residuals, cotangents, wrt)
 
 
-def tangent(operands: Operands, *rest):
-  """The derivative of (out, lse); see `kernel.Kernel`."""
-  return blockwise.tangent(_dequantized(operands), *rest)
+def tangent(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
+            residuals: Residuals, tangents: dict[str, jax.Array]) -> Residuals:
+  """Computes the tangents of out and lse; see `contract.TangentFn`."""
+  return flash.tangent(_dequantized(operands), spec, block_sizes, residuals, tangents)
 
 
 KERNEL = Kernel("decode", forward, backward, tangent)

@@ -1,28 +1,36 @@
-"""Dense attention in plain XLA: all scores at once, the only kernel that has weights to return.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Dense attention in plain XLA: all scores at once, the only kernel that can return weights.
 
-Quadratic in memory. Differentiated by jax itself.
-
-Letters: B batch, T query length, S key length, H query heads, K key heads,
-G = H / K, D query and key width, E value width.
+Quadratic in memory. Differentiated by JAX.
 """
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
-from attn_core.masks import dropout
-from attn_core.kernels.common import online_softmax as softmax
-from attn_core.kernels.xla import tile_ops as steps
-from attn_core.masks import leaves as algebra, materialize as dense_mask
+from attn_core.kernels.common import dense_operands, nonfinite, online_softmax
+from attn_core.masks import dropout, materialize
 from attn_core.types import AttentionOutput, AttentionSpec, Operands
 
 
 def attend(operands: Operands, spec: AttentionSpec) -> AttentionOutput:
-  """outputs [B, T, H, E], weights [B, H, T, S] after dropout, lse [B, H, T]."""
-  query, (key, value, finite) = operands.query, clean(operands)
+  """Computes attention.
+
+  Args:
+    operands: the arrays.
+    spec: what is computed.
+
+  Returns:
+    outputs [B, T, H, E], weights [B, H, T, S] after dropout, lse [B, H, T].
+  """
+  dense_operands.assert_operands(operands)
+  query = operands.query
+  key, value, finite = nonfinite.mask_nonfinite_pairs(operands.key, operands.value)
   batch, length, heads, _ = query.shape
   keys, key_heads = key.shape[1:3]
   shape = (batch, heads, length, keys)
+  finite = jnp.repeat(finite[..., 0].transpose(0, 2, 1), heads // key_heads, 1)  # [B, H, S]
   # The query heads of a key head become more rows: one plain product per key head.
   rows = query.transpose(0, 2, 1, 3).reshape(batch, key_heads, -1, query.shape[3])
   logits = jnp.einsum("bkrd,bskd->bkrs", rows, key, precision=spec.precision,
@@ -33,14 +41,15 @@ def attend(operands: Operands, spec: AttentionSpec) -> AttentionOutput:
   if operands.bias is not None:
     logits = logits + operands.bias.astype(logits.dtype)
   logits = logits + jnp.where(finite, 0, jnp.nan).astype(logits.dtype)[:, :, None]
-  visible = dense_mask.visible(spec.mask, operands.mask, shape)
+  visible = materialize.visible(spec.mask, operands.mask, shape)
   logits = jnp.where(visible, logits, -jnp.inf)
 
   weights, total, lse = _softmax(logits, operands.sinks)
   if spec.dropout_prob:
-    mask, at = dense_mask.expand(spec.mask, operands.mask, shape)
+    assert operands.dropout_key is not None
+    mask, at = materialize.expand(spec.mask, operands.mask, shape)
     keep = dropout.keep_mask(operands.dropout_key.T.reshape(2, -1, 1, 1, 1),
-                             algebra.move_to_positions(mask, at), spec.dropout_prob)
+                             dropout.move_to_positions(mask, at), spec.dropout_prob)
     weights = jnp.where(keep, weights * dropout.kept_scale(spec.dropout_prob), 0)
   # Dividing the output instead of the weights saves a pass over all of them.
   rows = weights.astype(value.dtype).reshape(batch, key_heads, -1, keys)
@@ -51,31 +60,18 @@ def attend(operands: Operands, spec: AttentionSpec) -> AttentionOutput:
   weights = checkpoint_name((weights / total).astype(value.dtype), "attn_weights")
   lse = lse.astype(jnp.promote_types(lse.dtype, jnp.float32))
   if not spec.normalize_output:
-    outputs = softmax.numerator(outputs, lse)
+    outputs = online_softmax.numerator(outputs, lse)
   return AttentionOutput(checkpoint_name(outputs, "attn_output"), weights,
                          checkpoint_name(lse, "attn_lse"))
 
 
-def clean(operands: Operands):
-  """Keys and values such that what is not finite cannot reach a query that does not see it.
+def _softmax(logits: jax.Array,
+             sinks: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Computes the softmax over the last axis of [B, H, T, S]; sinks [B or 1, H] or None.
 
   Returns:
-    key [B, S, K, D] and value [B, S, K, E] with zeros for every key that is not finite or whose
-    value is not, and bool [B, H, S]: which keys are finite. Who sees another must become NaN.
-  """
-  key, value = operands.key, operands.value
-  finite = steps.finite_keys(key, value)
-  key, value = (jnp.where(finite, x, 0) for x in (key, value))
-  group = operands.query.shape[2] // key.shape[2]
-  return key, value, jnp.repeat(finite[..., 0].transpose(0, 2, 1), group, 1)
-
-
-def _softmax(logits, sinks):
-  """Softmax over the last axis of [B, H, T, S]; sinks [B or 1, H] or None.
-
-  Returns:
-    (weights [B, H, T, S], what they are to be divided by [B, H, T, 1], lse [B, H, T]). A row of
-    -inf has weights 0 and lse -inf, with gradients 0.
+    (weights [B, H, T, S], their divisor [B, H, T, 1], lse [B, H, T]). A row of -inf has weights 0
+    and lse -inf, with gradients 0.
   """
   highest = logits.max(-1, keepdims=True)
   if sinks is not None:

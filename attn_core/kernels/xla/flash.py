@@ -1,278 +1,269 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """Block-wise attention in plain XLA: forward, backward and tangent in linear memory.
 
-Loops over one batch row and a few key heads at a time, then over blocks; which
-blocks are visited, and which of them evaluate the mask, the `BlockMap` says. The
-G query heads of a key head are folded into the rows, so keys are never repeated.
+Loops over one batch row and a few key heads (`step_heads`) at a time, then over blocks. The
+`BlockMap` determines which blocks are visited, and which of them evaluate the mask. The G query
+heads of a key head become rows (block_rows = block_q * G), so keys are never repeated.
 
 Dao, FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning,
 https://arxiv.org/abs/2307.08691.
-
-Letters: B batch, T query length, H query heads, G query heads per key head, D query and key
-width, E value width; N key heads computed together, C keys of a block, R = Q * G rows of a block.
 """
 
 import functools
 from typing import Any, NamedTuple
 
+import jax
 from jax import lax
 import jax.numpy as jnp
 
-from attn_core.kernels.common import online_softmax as softmax
+from attn_core.kernels.common import dense_operands, nonfinite, online_softmax
+from attn_core.kernels.common.backward import compute_delta, d_sinks, finite_lse
 from attn_core.kernels.common.contract import Kernel, Residuals
-from attn_core.kernels.xla import cpu_math as numbers, tile_ops as steps
+from attn_core.kernels.xla import cpu_math, tile_ops
 from attn_core.types import AttentionSpec, BlockSizes, Operands
 
 
 def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> Residuals:
-  """out [B, T, H, E] and lse [B, H, T]; see `kernel.Kernel`."""
-  problem = steps.cut(operands, spec, block_sizes, backward=False)
-  batch, length, heads, _ = problem.operands.query.shape
+  """Computes out [B, T, H, E] and lse [B, H, T]; see `contract.ForwardFn`."""
+  dense_operands.assert_operands(operands)
+  inputs = tile_ops.block_inputs(operands, spec, block_sizes, backward=False)
+  batch, length, heads, _ = inputs.operands.query.shape
   width = operands.value.shape[-1]
-  finite = steps.finite_keys(problem.operands.key, problem.operands.value)
+  finite = nonfinite.is_finite(inputs.operands.key, inputs.operands.value)
 
   def step(n, results):
-    place = steps.place_of(problem, n)
+    grid_index = tile_ops.make_grid_index(inputs, n)
 
     def query_block(i, results):
-      rows = steps.scaled_query(problem, place, i)
+      rows = tile_ops.scaled_query(inputs, grid_index, i)
 
       def key_block(j, running, masked):
-        key, value = steps.keys_and_values(problem, place, j, finite)
-        logits, _ = steps.logits_of(problem, place, rows, key, (i, j, masked))
-        # The sum over the rounded weights divides their product with the values: what rounding
-        # adds to both cancels, and XLA:CPU writes the weights once, in the values' dtype.
-        return softmax.update(
-            running, logits, lambda weights: steps.dot(
-                steps.drop(problem, place, (i, j), weights), value, problem),
-            exp=lambda x: steps.weights_of(problem, x),
-            rounded=lambda weights: numbers.narrow(weights, value.dtype))
+        key, value = tile_ops.keys_and_values(inputs, grid_index, j, finite)
+        logits, _ = tile_ops.logits_of(inputs, grid_index, rows, key, (i, j, masked))
+        # The sum of the rounded weights divides their product with the values: rounding errors
+        # cancel, and XLA:CPU writes the weights once, in the values' dtype.
+        return online_softmax.update(
+            running, logits, lambda weights: tile_ops.dot(
+                tile_ops.apply_dropout(inputs, grid_index, (i, j), weights), value, inputs),
+            exp=lambda x: tile_ops.weights_of(inputs, x),
+            rounded=lambda weights: cpu_math.narrow(weights, value.dtype))
 
-      running = softmax.start((problem.heads, rows.shape[1]), width, problem.dtype)
-      running = steps.visit(problem, place, i, key_block, running)
-      out, lse = softmax.finish(running, steps.row_sinks(problem, place))
+      running = online_softmax.start((inputs.step_heads, rows.shape[1]), width, inputs.dtype)
+      running = tile_ops.visit_blocks(inputs, grid_index, i, key_block, running)
+      out, lse = online_softmax.finish(running, tile_ops.row_sinks(inputs, grid_index))
       return Residuals(
-          steps.write_rows(problem, place, i, results.out, out * steps.kept_scale(problem)),
-          steps.write_row_numbers(problem, place, i, results.lse, lse[..., 0]))
+          tile_ops.write_rows(inputs, grid_index, i, results.out,
+                              out * tile_ops.kept_scale(inputs)),
+          tile_ops.write_row_scalars(inputs, grid_index, i, results.lse, lse[..., 0]))
 
-    return steps.loop(0, problem.sizes.num_query_blocks, query_block, results)
+    return tile_ops.loop(0, inputs.sizes.num_query_blocks, query_block, results)
 
-  results = Residuals(jnp.zeros((batch, length, heads, width), steps.out_dtype(operands, spec)),
-                      jnp.zeros((batch, heads, length), steps.lse_dtype(spec)))
-  results = steps.loop(0, problem.num_steps, step, results)
+  results = Residuals(
+      jnp.zeros((batch, length, heads, width), dense_operands.out_dtype(operands, spec)),
+      jnp.zeros((batch, heads, length), dense_operands.lse_dtype(spec)))
+  results = tile_ops.loop(0, inputs.num_steps, step, results)
   queries = operands.query.shape[1]
   return Residuals(results.out[:, :queries], results.lse[..., :queries])
 
 
 def tangent(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
-            residuals: Residuals, tangents: dict) -> Residuals:
-  """The derivative of (out, lse) along `tangents`, block by block.
+            residuals: Residuals, tangents: dict[str, jax.Array]) -> Residuals:
+  """Computes the tangents of out and lse, block by block; see `contract.TangentFn`.
 
   d_lse = sum_s P * d_logits;  d_out = sum_s P * (d_logits * value + d_value) - d_lse * out
   """
-  problem = steps.cut(operands, spec, block_sizes, backward=False)
-  out, lse = steps.pad_residuals(problem, residuals)
-  moved = operands._replace(**{**dict(bias=None, sinks=None), **tangents})
-  moved = problem._replace(operands=steps.pad(moved, problem.sizes))
+  dense_operands.assert_operands(operands)
+  dense_operands.assert_residuals(operands, residuals)
+  dense_operands.assert_tangents(operands, tangents)
+  inputs = tile_ops.block_inputs(operands, spec, block_sizes, backward=False)
+  out, lse = tile_ops.pad_residuals(inputs, residuals)
+  d_operands = operands._replace(bias=None, sinks=None)._replace(**tangents)  # type: ignore
+  d_inputs = inputs._replace(operands=dense_operands.pad_operands(d_operands, inputs.sizes))
   width = operands.value.shape[-1]
-  finite = steps.finite_keys(problem.operands.key, problem.operands.value)
+  finite = nonfinite.is_finite(inputs.operands.key, inputs.operands.value)
 
   def step(n, results):
-    place = steps.place_of(problem, n)
+    grid_index = tile_ops.make_grid_index(inputs, n)
 
     def query_block(i, results):
-      rows = steps.scaled_query(problem, place, i)
-      d_rows = steps.scaled_query(moved, place, i) if "query" in tangents else None
-      row_lse = steps.row_numbers(problem, place, i, lse)[..., None]
+      rows = tile_ops.scaled_query(inputs, grid_index, i)
+      d_rows = tile_ops.scaled_query(d_inputs, grid_index, i) if "query" in tangents else None
+      row_lse = tile_ops.row_scalars(inputs, grid_index, i, lse)[..., None]
 
       def d_logits_of(j, key, slope):
         total = 0.0
         if d_rows is not None:
-          total = total + steps.scores_of(problem, d_rows, key)
+          total = total + tile_ops.scores_of(inputs, d_rows, key)
         if "key" in tangents:
-          d_key = steps.key_rows(moved.operands.key, problem, place, j)
-          total = total + steps.scores_of(problem, rows, d_key)
-        total = total * steps.scale_parts(problem)[1]
+          d_key = tile_ops.key_rows(d_inputs.operands.key, inputs, grid_index, j)
+          total = total + tile_ops.scores_of(inputs, rows, d_key)
+        total = total * tile_ops.scale_parts(inputs)[1]
         total = total if slope is None else total * slope
         if "bias" in tangents:
-          total = total + steps.bias_tile(moved, place, (i, j)).astype(problem.dtype)
+          total = total + tile_ops.bias_tile(d_inputs, grid_index, (i, j)).astype(inputs.dtype)
         return total
 
       def key_block(j, sums, masked):
-        key, value = steps.keys_and_values(problem, place, j, finite)
-        logits, slope = steps.logits_of(problem, place, rows, key, (i, j, masked))
-        weights = steps.weights_of(problem, logits - steps.finite_lse(row_lse))
-        # A hidden key has weight 0, and what its logit would have done must not be 0 * inf.
+        key, value = tile_ops.keys_and_values(inputs, grid_index, j, finite)
+        logits, slope = tile_ops.logits_of(inputs, grid_index, rows, key, (i, j, masked))
+        weights = tile_ops.weights_of(inputs, logits - finite_lse(row_lse))
+        # A hidden key has weight 0, and d_logits may be infinite: 0 * inf is NaN.
         d_logits = jnp.where(weights == 0, 0, d_logits_of(j, key, slope) * weights)
         d_lse, d_out = sums
         d_lse = d_lse + d_logits.sum(-1, keepdims=True)
-        weigh = lambda x, of: steps.dot(
-            numbers.narrow(steps.drop(problem, place, (i, j), x), of.dtype), of, problem)
+        kept = lambda x: tile_ops.apply_dropout(inputs, grid_index, (i, j), x)
+        weigh = lambda x, of: tile_ops.dot(cpu_math.narrow(kept(x), of.dtype), of, inputs)
         d_out = d_out + weigh(d_logits, value)
         if "value" in tangents:
-          d_out = d_out + weigh(weights, steps.key_rows(moved.operands.value, problem, place, j))
+          d_value = tile_ops.key_rows(d_inputs.operands.value, inputs, grid_index, j)
+          d_out = d_out + weigh(weights, d_value)
         return d_lse, d_out
 
-      sums = (jnp.zeros((problem.heads, rows.shape[1], 1), problem.dtype),
-              jnp.zeros((problem.heads, rows.shape[1], width), problem.dtype))
-      d_lse, d_out = steps.visit(problem, place, i, key_block, sums)
+      sums = (jnp.zeros((inputs.step_heads, rows.shape[1], 1), inputs.dtype),
+              jnp.zeros((inputs.step_heads, rows.shape[1], width), inputs.dtype))
+      d_lse, d_out = tile_ops.visit_blocks(inputs, grid_index, i, key_block, sums)
       if "sinks" in tangents:
-        sinks = steps.row_sinks(problem, place)
+        sinks = tile_ops.row_sinks(inputs, grid_index)
         d_lse = d_lse + jnp.where(sinks == -jnp.inf, 0, jnp.exp(
-            sinks - steps.finite_lse(row_lse)) * steps.row_sinks(moved, place))
-      row_out = steps.query_rows(out, problem, place, i).astype(problem.dtype)
-      d_out = d_out * steps.kept_scale(problem) - d_lse * row_out
+            sinks - finite_lse(row_lse)) * tile_ops.row_sinks(d_inputs, grid_index))
+      row_out = tile_ops.query_rows(out, inputs, grid_index, i).astype(inputs.dtype)
+      d_out = d_out * tile_ops.kept_scale(inputs) - d_lse * row_out
       return Residuals(
-          steps.write_rows(problem, place, i, results.out, d_out),
-          steps.write_row_numbers(problem, place, i, results.lse, d_lse[..., 0]))
+          tile_ops.write_rows(inputs, grid_index, i, results.out, d_out),
+          tile_ops.write_row_scalars(inputs, grid_index, i, results.lse, d_lse[..., 0]))
 
-    return steps.loop(0, problem.sizes.num_query_blocks, query_block, results)
+    return tile_ops.loop(0, inputs.sizes.num_query_blocks, query_block, results)
 
-  results = Residuals(jnp.zeros(out.shape, steps.out_dtype(operands, spec)), jnp.zeros_like(lse))
-  results = steps.loop(0, problem.num_steps, step, results)
+  results = Residuals(jnp.zeros(out.shape, dense_operands.out_dtype(operands, spec)),
+                      jnp.zeros_like(lse))
+  results = tile_ops.loop(0, inputs.num_steps, step, results)
   queries = operands.query.shape[1]
   return Residuals(results.out[:, :queries], results.lse[..., :queries])
 
 
-class _Sums(NamedTuple):
-  """What the backward adds up; None: not asked for."""
+class _BackwardSums(NamedTuple):
+  """Cotangents that the backward accumulates; None: not in `wrt`, or outside its loop."""
 
-  query: Any  # [N, D, T * G]: transposed and without the scale
-  key: Any  # [N, C, D]
-  value: Any  # [N, C, E]
-  bias: Any  # like the bias, padded
+  query: jax.Array  # [step_heads, D, T * G]: transposed and without the scale
+  key: jax.Array | None  # [step_heads, block_kv, D]
+  value: jax.Array | None  # [step_heads, block_kv, E]
+  bias: jax.Array | None  # like the bias, padded
 
 
 def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
-             residuals: Residuals, cotangents: Residuals, wrt: tuple[str, ...]) -> tuple:
-  """The cotangents of the operands named in `wrt`.
+             residuals: Residuals, cotangents: Residuals,
+             wrt: tuple[str, ...]) -> tuple[jax.Array, ...]:
+  """Computes the cotangents of the operands named in `wrt`; see `contract.BackwardFn`.
 
   dS = P * (d_out . value - sum(d_out * out) + d_lse), and from it d_query, d_key, d_bias and
   d_sinks; d_value = P^T . d_out. Key blocks outside, query blocks inside, scores transposed
-  [C, R], so that all five products are row-major matrix products without transposition.
-  Every sum has a fixed order: the result is deterministic.
+  [block_kv, block_rows], so that all five products are row-major matrix products without
+  transposition. Every sum has a fixed order: the result is deterministic.
   """
-  problem = steps.cut(operands, spec, block_sizes, backward=True)
-  padding = problem.operands.query.shape[1] - operands.query.shape[1]
-  lse = steps.pad_axis(residuals.lse, 2, padding)
-  correction = steps.correction_of(residuals, cotangents, problem.dtype)
-  zeros = functools.partial(numbers.zeros, done=(correction, operands.key))
-  d_out = steps.pad_axis(cotangents.out, 1, padding)
-  correction_rows = steps.pad_axis(correction, 2, padding)
+  dense_operands.assert_operands(operands)
+  dense_operands.assert_residuals(operands, residuals, cotangents)
+  inputs = tile_ops.block_inputs(operands, spec, block_sizes, backward=True)
+  padding = inputs.operands.query.shape[1] - operands.query.shape[1]
+  lse = dense_operands.pad_axis(residuals.lse, 2, padding)
+  delta = compute_delta(residuals, cotangents, inputs.dtype)
+  zeros = functools.partial(cpu_math.zeros, done=(delta, operands.key))
+  d_out = dense_operands.pad_axis(cotangents.out, 1, padding)
+  delta_rows = dense_operands.pad_axis(delta, 2, padding)
 
   def step(n, results):
-    place = steps.place_of(problem, n)
-    queries = steps.clean(steps.scaled_query(problem, place, None))
-    d_outs = steps.query_rows(d_out, problem, place, None)
-    row_lse, row_correction = (steps.row_numbers(problem, place, None, x)
-                               for x in (lse, correction_rows))
+    grid_index = tile_ops.make_grid_index(inputs, n)
+    queries = nonfinite.mask_nonfinite(tile_ops.scaled_query(inputs, grid_index, None))
+    d_outs = tile_ops.query_rows(d_out, inputs, grid_index, None)
+    row_lse, row_delta = (tile_ops.row_scalars(inputs, grid_index, None, x)
+                               for x in (lse, delta_rows))
 
     def key_block(j, carry):
       sums, d_key, d_value = carry
-      key, value = (steps.clean(steps.key_rows(x, problem, place, j))
-                    for x in (problem.operands.key, problem.operands.value))
+      key, value = (nonfinite.mask_nonfinite(tile_ops.key_rows(x, inputs, grid_index, j))
+                    for x in (inputs.operands.key, inputs.operands.value))
       # The barrier keeps XLA from folding the transposition into a product, which is slower and,
       # in bfloat16 on jax 0.12, more than XLA:CPU can do.
       key_transposed = lax.optimization_barrier(key.transpose(0, 2, 1))
-      side = _KeySide(key, key_transposed, value, queries, d_outs, row_lse, row_correction)
-      sums = sums._replace(key=jnp.zeros(side.key.shape, problem.dtype),
-                           value=jnp.zeros(side.value.shape, problem.dtype))
-      sums = steps.visit(problem, place, j, lambda i, sums, masked: _backward_tile(
-          problem, place, side, (i, j, masked), sums), sums)
-      scaled = sums.key * steps.scale_parts(problem)[1]
-      d_key = steps.write_key_rows(problem, place, j, d_key, scaled)
-      d_value = steps.write_key_rows(
-          problem, place, j, d_value, sums.value * steps.kept_scale(problem))
+      key_tile = _KeyTile(key, key_transposed, value, queries, d_outs, row_lse, row_delta)
+      sums = sums._replace(key=jnp.zeros(key_tile.key.shape, inputs.dtype),
+                           value=jnp.zeros(key_tile.value.shape, inputs.dtype))
+      sums = tile_ops.visit_blocks(inputs, grid_index, j, lambda i, sums, masked: _backward_tile(
+          inputs, grid_index, key_tile, (i, j, masked), sums), sums)
+      scaled = sums.key * tile_ops.scale_parts(inputs)[1]
+      d_key = tile_ops.write_key_rows(inputs, grid_index, j, d_key, scaled)
+      d_value = tile_ops.write_key_rows(
+          inputs, grid_index, j, d_value, sums.value * tile_ops.kept_scale(inputs))
       return sums._replace(key=None, value=None), d_key, d_value
 
     d_query, d_key, d_value, d_bias = results
-    sums = _Sums(zeros((problem.heads, queries.shape[2], queries.shape[1]), problem.dtype),
-                 None, None, d_bias)
-    sums, d_key, d_value = steps.loop(
-        0, problem.sizes.num_key_blocks, key_block, (sums, d_key, d_value))
-    d_rows = sums.query.transpose(0, 2, 1) * jnp.asarray(spec.softmax_scale, problem.dtype)
-    return steps.write_rows(problem, place, None, d_query, d_rows), d_key, d_value, sums.bias
+    sums = _BackwardSums(
+        zeros((inputs.step_heads, queries.shape[2], queries.shape[1]), inputs.dtype),
+        None, None, d_bias)
+    sums, d_key, d_value = tile_ops.loop(
+        0, inputs.sizes.num_key_blocks, key_block, (sums, d_key, d_value))
+    d_rows = sums.query.transpose(0, 2, 1) * jnp.asarray(spec.softmax_scale, inputs.dtype)
+    return tile_ops.write_rows(inputs, grid_index, None, d_query, d_rows), d_key, d_value, sums.bias
 
-  query, key, value, bias, *_ = problem.operands
-  d_bias = jnp.zeros(bias.shape, problem.dtype) if "bias" in wrt else None
-  d_query, d_key, d_value, d_bias = steps.loop(
-      0, problem.num_steps, step,
-      (*(zeros(x.shape, x.dtype) for x in (query, key, value)), d_bias))
+  query, key, value, bias, *_ = inputs.operands
+  d_bias = None
+  if "bias" in wrt:
+    assert bias is not None
+    d_bias = jnp.zeros(bias.shape, inputs.dtype)
+  initial: Any = (*(zeros(x.shape, x.dtype) for x in (query, key, value)), d_bias)
+  d_query, d_key, d_value, d_bias = tile_ops.loop(0, inputs.num_steps, step, initial)
   found = {"query": d_query[:, :operands.query.shape[1]], "key": d_key[:, :operands.key.shape[1]],
            "value": d_value[:, :operands.value.shape[1]]}
-  if "bias" in wrt:
+  if operands.bias is not None and "bias" in wrt:
     rows, columns = operands.bias.shape[2:]
     found["bias"] = d_bias[:, :, :rows, :columns].astype(operands.bias.dtype)
-  if "sinks" in wrt:
-    found["sinks"] = d_sinks(operands.sinks, residuals.lse, correction)
+  if operands.sinks is not None and "sinks" in wrt:
+    found["sinks"] = d_sinks(operands.sinks, residuals.lse, delta)
   return tuple(found[name] for name in wrt)
 
 
-class _KeySide(NamedTuple):
+class _KeyTile(NamedTuple):
   """One key block, and all rows of its heads."""
 
-  key: Any  # [N, C, D]
-  key_transposed: Any  # [N, D, C], made once, outside the loop over queries
-  value: Any  # [N, C, E]
-  queries: Any  # [N, T * G, D], scaled
-  d_outs: Any  # [N, T * G, E]
-  lse: Any  # [N, T * G]
-  correction: Any  # [N, T * G]
+  key: jax.Array  # [step_heads, block_kv, D]
+  key_transposed: jax.Array  # [step_heads, D, block_kv], made once, outside the loop over queries
+  value: jax.Array  # [step_heads, block_kv, E]
+  queries: jax.Array  # [step_heads, T * G, D], scaled
+  d_outs: jax.Array  # [step_heads, T * G, E]
+  lse: jax.Array  # [step_heads, T * G]
+  delta: jax.Array  # [step_heads, T * G]
 
 
-def _backward_tile(problem, place, side, tile, sums):
-  """Adds what one query block and one key block contribute to the cotangents."""
+def _backward_tile(inputs: tile_ops.BlockedInputs, grid_index: tile_ops.GridIndex,
+                   key_tile: _KeyTile, tile: tuple[tile_ops.Index, tile_ops.Index, bool],
+                   sums: _BackwardSums) -> _BackwardSums:
+  """Adds the contribution of one query block and one key block to the cotangents."""
+  assert sums.key is not None and sums.value is not None
   i, j, masked = tile
-  length = problem.sizes.block_q * problem.group
-  rows, d_out = (steps.take(x, i * length, length) for x in (side.queries, side.d_outs))
-  lse, correction = (lax.dynamic_slice_in_dim(x, i * length, length, 1)[:, None]
-                     for x in (side.lse, side.correction))
-  logits, slope = steps.logits_of(problem, place, rows, side.key, (i, j, masked), transposed=True)
-  weights = steps.weights_of(problem, logits - steps.finite_lse(lse))
-  d_weights = steps.scores_of(problem, d_out, side.value, transposed=True)
-  d_weights = steps.drop(problem, place, (i, j), d_weights, transposed=True)
-  d_logits = weights * (d_weights * steps.kept_scale(problem) - correction)
+  length = inputs.sizes.block_q * inputs.group
+  rows, d_out = (tile_ops.slice_rows(x, i * length, length)
+                 for x in (key_tile.queries, key_tile.d_outs))
+  lse, delta = (lax.dynamic_slice_in_dim(x, i * length, length, 1)[:, None]
+                     for x in (key_tile.lse, key_tile.delta))
+  logits, slope = tile_ops.logits_of(
+      inputs, grid_index, rows, key_tile.key, (i, j, masked), transposed=True)
+  weights = tile_ops.weights_of(inputs, logits - finite_lse(lse))
+  d_weights = tile_ops.scores_of(inputs, d_out, key_tile.value, transposed=True)
+  d_weights = tile_ops.apply_dropout(inputs, grid_index, (i, j), d_weights, transposed=True)
+  d_logits = weights * (d_weights * tile_ops.kept_scale(inputs) - delta)
   d_bias = sums.bias
   if d_bias is not None:
-    d_bias = steps.add_bias_tile(problem, place, (i, j), d_bias, d_logits)
-  d_logits = numbers.narrow(d_logits if slope is None else d_logits * slope, rows.dtype)
-  kept = numbers.narrow(
-      steps.drop(problem, place, (i, j), weights, transposed=True), d_out.dtype)
-  d_query = steps.dot(side.key_transposed, d_logits, problem)
+    d_bias = tile_ops.add_bias_tile(inputs, grid_index, (i, j), d_bias, d_logits)
+  d_logits = cpu_math.narrow(d_logits if slope is None else d_logits * slope, rows.dtype)
+  kept = cpu_math.narrow(
+      tile_ops.apply_dropout(inputs, grid_index, (i, j), weights, transposed=True), d_out.dtype)
+  d_query = tile_ops.dot(key_tile.key_transposed, d_logits, inputs)
   d_query = d_query + lax.dynamic_slice_in_dim(sums.query, i * length, length, 2)
-  return _Sums(
+  return _BackwardSums(
       query=lax.dynamic_update_slice_in_dim(sums.query, d_query, i * length, 2),
-      key=sums.key + steps.dot(d_logits, rows, problem),
-      value=sums.value + steps.dot(kept, d_out, problem),
+      key=sums.key + tile_ops.dot(d_logits, rows, inputs),
+      value=sums.value + tile_ops.dot(kept, d_out, inputs),
       bias=d_bias)
-
-
-def d_sinks(sinks, lse, correction):
-  """d_sink[h] = -sum over b, t of exp(sink - lse) * correction; sinks [B or 1, H]."""
-  sink = sinks[..., None]
-  weights = jnp.where(sink == -jnp.inf, 0, jnp.exp(sink - steps.finite_lse(lse)))
-  total = -(weights * correction).sum(-1)
-  return (total if sinks.shape[0] > 1 else total.sum(0, keepdims=True)).astype(sinks.dtype)
-
-
-def completed(products, operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
-              residuals: Residuals, cotangents: Residuals, wrt: tuple[str, ...]) -> tuple:
-  """`backward` by a kernel for queries, keys and values.
-
-  The bias's cotangent has its own number for every pair and comes from the XLA kernel here.
-
-  Args:
-    products: (d_out, lse, `steps.correction_of`, wrt) -> dict with the cotangents of those of
-      query, key and value that are in wrt; others in it do not count.
-  """
-  correction = steps.correction_of(residuals, cotangents, jnp.float32)
-  found = {}
-  if {"query", "key", "value"} & set(wrt):
-    found = products(cotangents.out, residuals.lse, correction, wrt)
-  if "sinks" in wrt:
-    found["sinks"] = d_sinks(operands.sinks, residuals.lse, correction)
-  if "bias" in wrt:
-    found["bias"], = backward(operands, spec, block_sizes, residuals, cotangents, ("bias",))
-  return tuple(found[name] for name in wrt)
 
 
 KERNEL = Kernel("xla", forward, backward, tangent)

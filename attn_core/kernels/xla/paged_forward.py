@@ -1,85 +1,97 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """Attention over pages in plain XLA, forward: blocks of keys, folded into a running softmax.
 
-A few rows (decoding) are computed with the tokens outermost, as they lie in the pages: on a CPU
-every key and every value is then read once. Many rows are products of matrices, heads outermost.
-
-Letters: as in `paged`.
+A few rows (decoding) are computed with tokens as the outermost axis, as in the pages: on a CPU
+every key and every value is then read once. Many rows are matrix products with heads outermost.
 """
 
-from typing import Any, NamedTuple
+import functools
+from typing import Callable, NamedTuple
 
+import jax
 from jax import lax
 import jax.numpy as jnp
 
-from attn_core.caches.paged import ops as pages
-from attn_core.kernels.common import online_softmax as softmax
+from attn_core.caches.paged import layouts, ops
+from attn_core.kernels.common import nonfinite, online_softmax, paged_operands
 from attn_core.kernels.common.contract import Residuals
-from attn_core.kernels.xla import cpu_math as numbers, paged_blocks as paged, tile_ops as steps, cpu_matvec as sums
-from attn_core.sharding import varying_axes as vary
+from attn_core.kernels.common.paged_operands import BlockedInputs, Index, PagedOperands, Pages
+from attn_core.kernels.xla import cpu_math, cpu_matvec, paged_blocks, tile_ops
+from attn_core.sharding import varying_axes
 from attn_core.types import BlockSizes, PagedSpec
 
 
-def forward(operands: paged.PagedOperands, spec: PagedSpec, heads: pages.Heads,
+def forward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
             block_sizes: BlockSizes) -> Residuals:
-  """out [T, H, E] in the query's dtype and lse [T, H, 1].
+  """Computes out [T, H, E] in the query's dtype and lse [T, H, 1].
 
-  Tokens that belong to no request have output 0 and lse -inf.
+  Tokens outside of all requests have output 0 and lse -inf.
+
+  Args:
+    operands: the arrays.
+    spec: what is computed.
+    heads: the heads in the pages, without their padding.
+    block_sizes: sizes fixed by the caller.
   """
+  paged_operands.assert_operands(operands, heads)
   tokens, query_heads, _ = operands.query.shape
-  block_q, block_pages = paged.sizes_of(operands, block_sizes, query_heads // heads.key_heads)
+  block_q, block_pages = paged_operands.choose_block_sizes(
+      operands, block_sizes, query_heads // heads.key_heads)
   out = jnp.zeros((tokens, query_heads, heads.value_width), operands.query.dtype)
   lse = jnp.full((tokens, query_heads, 1), -jnp.inf, spec.softmax_dtype)
-  for first, end, block_q in paged.classes(operands, block_q):
-    problem = paged.cut(operands, spec, heads, (block_q, block_pages))
-    results = vary.start(problem.query, Residuals(
-        paged.pad_tokens(out, block_q), paged.pad_tokens(lse, block_q)))
-    results = steps.loop(first, end, lambda r, results, problem=problem: _request(
-        problem, r, results), results)
+  for first, end, block_q in paged_operands.request_ranges(operands, block_q):
+    inputs = paged_operands.block_inputs(operands, spec, heads, (block_q, block_pages))
+    results = varying_axes.start(inputs.query, Residuals(
+        paged_operands.pad_tokens(out, block_q), paged_operands.pad_tokens(lse, block_q)))
+    results = tile_ops.loop(first, end, functools.partial(_request, inputs), results)
     out, lse = (x[block_q:block_q + tokens] for x in results)
   return Residuals(out, lse)
 
 
-def _request(problem: paged.Problem, request, results: Residuals) -> Residuals:
+def _request(inputs: BlockedInputs, request: Index, results: Residuals) -> Residuals:
   """Computes all queries of a request."""
 
-  def step(number, results):
-    block = paged.query_block(problem, request, number)
-    rows = paged.live_rows_of(problem, block, problem.query)
-    order = _Few(problem, rows) if sums.suit(*rows.shape[1:]) else _Many(problem, rows)
+  def step(block_index, results):
+    block = paged_operands.query_block(inputs, request, block_index)
+    rows = paged_operands.live_rows_of(inputs, block, inputs.query)
+    order = (_TokenMajor if cpu_matvec.suit(*rows.shape[1:]) else _HeadMajor)(inputs, rows)
 
-    def fold(number, running):
-      ids = paged.page_ids(problem, request, number)
-      seen = paged.visible(problem, block, number)
+    def fold(block_index, running):
+      ids = paged_blocks.page_ids(inputs, request, block_index)
+      seen = paged_blocks.visible(inputs, block, block_index)
 
       def attempt(state):
         first, _, _ = state
-        taken = lax.cond(first, lambda: pages.take(problem.cache, ids),
-                         lambda: _shielded(pages.take(problem.cache, ids), problem))
-        found = order.fold(running, _reader(taken, problem), seen)
-        return jnp.zeros_like(first), first & ~jnp.isfinite(found.output).all(), found
+        taken = lax.cond(first, lambda: layouts.take(inputs.cache, ids),
+                         lambda: _propagate_nan(layouts.take(inputs.cache, ids), inputs))
+        found = order.fold(running, _reader(taken, inputs), seen)
+        return jnp.zeros_like(first), first & ~jnp.isfinite(found.acc).all(), found
 
-      # What is not finite shows in the output, and to look there costs a fraction of looking at all
-      # keys and values. One piece of code computes both attempts, so both round alike.
-      yes = vary.start(rows, jnp.bool_(True))
+      # Non-finite keys and values show in the output, which costs a fraction of checking all keys
+      # and values. The same code computes both attempts, so both round alike.
+      yes = varying_axes.start(rows, jnp.bool_(True))
       return lax.while_loop(lambda state: state[1], attempt, (yes, yes, running))[2]
 
-    running = steps.loop(*paged.key_blocks(problem, block), fold, vary.start(rows, order.start()))
+    running = tile_ops.loop(*paged_operands.key_blocks(inputs, block), fold,
+                            varying_axes.start(rows, order.start()))
     out, lse = order.finish(running)
-    return Residuals(paged.put_rows(problem, block, results.out, out),
-                     paged.put_rows(problem, block, results.lse, lse))
+    return Residuals(paged_blocks.put_rows(inputs, block, results.out, out),
+                     paged_blocks.put_rows(inputs, block, results.lse, lse))
 
-  return steps.loop(*paged.query_blocks(problem, request), step, results)
-
-
-def _reader(cache, problem: paged.Problem):
-  return pages.reader(cache, problem.heads, problem.query.dtype)
+  return tile_ops.loop(*paged_operands.query_blocks(inputs, request), step, results)
 
 
-def _shielded(cache, problem: paged.Problem):
-  """Pages whose keys and values reach only those who see them; see `steps.shield`."""
-  part, size = _reader(cache, problem), pages.page_size(cache)
-  finite = steps.finite_keys(part("key"), part("value"))  # [C, K, 1]
-  more = pages.heads_of(cache).key_heads - problem.heads.key_heads
+def _reader(cache: Pages, inputs: BlockedInputs) -> Callable[..., jax.Array]:
+  """Returns a function that reads keys or values; see `ops.reader`."""
+  return ops.reader(cache, inputs.heads, inputs.query.dtype)
+
+
+def _propagate_nan(cache: Pages, inputs: BlockedInputs) -> Pages:
+  """Applies `nonfinite.propagate_nan` to pages as they are stored."""
+  part, size = _reader(cache, inputs), layouts.page_size(cache)
+  finite = nonfinite.is_finite(part("key"), part("value"))  # [block_kv, K, 1]
+  more = layouts.heads_of(cache).key_heads - inputs.heads.key_heads
   finite = jnp.pad(finite, ((0, 0), (0, more), (0, 0)), constant_values=True)
   finite = finite.reshape(-1, size, *finite.shape[1:])  # [pages, size, K, 1]
 
@@ -89,11 +101,12 @@ def _shielded(cache, problem: paged.Problem):
   def value_of(finite, x):
     return jnp.where(finite, x, jnp.zeros((), x.dtype))
 
-  if pages.has_token_scales(cache):
+  if layouts.has_token_scales(cache):
+    assert cache.key_scales is not None
     kept = finite[:, :, :cache.key_scales.shape[2], 0]
     cache = cache._replace(key_scales=key_of(kept, cache.key_scales),
                            value_scales=value_of(kept, cache.value_scales))
-  if isinstance(cache, pages.PagesV1):
+  if isinstance(cache, layouts.PagesV1):
     finite = finite.transpose(2, 0, 1, 3)
     return cache._replace(key_pages=key_of(finite, cache.key_pages),
                           value_pages=value_of(finite, cache.value_pages))
@@ -102,84 +115,92 @@ def _shielded(cache, problem: paged.Problem):
   return cache._replace(pages=rows.reshape(cache.pages.shape))
 
 
-def _logits(problem: paged.Problem, scores, seen):
-  """Logits like the scores: -inf where hidden, NaN where they are seen and not finite."""
-  return paged.logits_of(problem, jnp.where(jnp.isfinite(scores), scores, jnp.nan), seen)[0]
+def _logits(inputs: BlockedInputs, scores: jax.Array, seen: jax.Array) -> jax.Array:
+  """Returns logits: -inf where hidden, NaN where seen and not finite."""
+  scores = jnp.where(jnp.isfinite(scores), scores, jnp.nan)
+  return paged_blocks.logits_of(inputs, scores, seen)[0]
 
 
-def _wide(problem: paged.Problem):
-  """The dtype of sums."""
-  return jnp.promote_types(problem.dtype, jnp.float32)
+def _wide(inputs: BlockedInputs) -> jnp.dtype:
+  """Returns the dtype of sums."""
+  return jnp.promote_types(inputs.dtype, jnp.float32)
 
 
-class _Many(NamedTuple):
-  """Rows [K, M, D], whose logits are [K, M, C]."""
+class _HeadMajor(NamedTuple):
+  """Many rows, whose logits are [K, block_rows, block_kv]."""
 
-  problem: paged.Problem
-  rows: Any
+  inputs: BlockedInputs
+  rows: jax.Array  # [K, block_rows, D]
 
-  def start(self) -> softmax.Running:
-    return softmax.start(self.rows.shape[:2], self.problem.heads.value_width, self.problem.dtype)
+  def start(self) -> online_softmax.Running:
+    """Returns the running softmax of an empty set of keys."""
+    width = self.inputs.heads.value_width
+    return online_softmax.start(self.rows.shape[:2], width, self.inputs.dtype)
 
-  def fold(self, running, part, seen) -> softmax.Running:
-    """Folds in keys and values by `part`, of which the rows see bool [M, C]."""
-    scores = paged.scores_of(self.problem, self.rows, part("key").transpose(1, 0, 2))
+  def fold(self, running: online_softmax.Running, part: Callable[..., jax.Array],
+           seen: jax.Array) -> online_softmax.Running:
+    """Folds in keys and values read by `part`, visible where seen [block_rows, block_kv]."""
+    scores = paged_blocks.scores_of(self.inputs, self.rows, part("key").transpose(1, 0, 2))
 
     def weigh(weights):  # rounded to the values' dtype, summed in full
       value = part("value").transpose(1, 0, 2)
       return lax.dot_general(
-          numbers.narrow(weights, value.dtype), value, (((2,), (1,)), ((0,), (0,))),
-          precision=self.problem.spec.precision, preferred_element_type=self.problem.dtype)
+          cpu_math.narrow(weights, value.dtype), value, (((2,), (1,)), ((0,), (0,))),
+          precision=self.inputs.spec.precision, preferred_element_type=self.inputs.dtype)
 
-    return softmax.update(running, _logits(self.problem, scores, seen), weigh, exp=numbers.exp)
+    logits = _logits(self.inputs, scores, seen)
+    return online_softmax.update(running, logits, weigh, exp=cpu_math.exp)
 
-  def finish(self, running):
-    """(out [K, M, E], lse [K, M, 1])."""
-    return softmax.finish(running, paged.row_sinks(self.problem))
+  def finish(self, running: online_softmax.Running) -> tuple[jax.Array, jax.Array]:
+    """Returns out [K, block_rows, E] and lse [K, block_rows, 1]."""
+    return online_softmax.finish(running, paged_operands.row_sinks(self.inputs))
 
 
-class _Few(NamedTuple):
-  """Rows [K, M, D], whose logits are [C, K, M]; see `sums`."""
+class _TokenMajor(NamedTuple):
+  """A few rows, whose logits are [block_kv, K, block_rows]; see `cpu_matvec`."""
 
-  problem: paged.Problem
-  rows: Any
+  inputs: BlockedInputs
+  rows: jax.Array  # [K, block_rows, D]
 
-  def start(self) -> softmax.Running:
+  def start(self) -> online_softmax.Running:
+    """Returns the running softmax of an empty set of keys."""
     shape = (1, *self.rows.shape[:2])
-    return softmax.start(shape, self.problem.heads.value_width, self.problem.dtype)
+    return online_softmax.start(shape, self.inputs.heads.value_width, self.inputs.dtype)
 
-  def fold(self, running, part, seen) -> softmax.Running:
-    """Folds in keys and values by `part`, of which the rows see bool [M, C]."""
-    logits = _logits(self.problem, self._scores(part), seen.T[:, None])
-    return softmax.update(
+  def fold(self, running: online_softmax.Running, part: Callable[..., jax.Array],
+           seen: jax.Array) -> online_softmax.Running:
+    """Folds in keys and values read by `part`, visible where seen [block_rows, block_kv]."""
+    logits = _logits(self.inputs, self._scores(part), seen.T[:, None])
+    return online_softmax.update(
         running, logits[..., None], lambda weights: self._weigh(weights[..., 0], part)[None],
-        exp=lambda x: lax.optimization_barrier(numbers.exp(x)), axis=0, fold=sums.fold)
+        exp=lambda x: lax.optimization_barrier(cpu_math.exp(x)), axis=0, fold=cpu_matvec.fold)
 
-  def finish(self, running):
-    """(out [K, M, E], lse [K, M, 1])."""
-    return (x[0] for x in softmax.finish(running, paged.row_sinks(self.problem)))
+  def finish(self, running: online_softmax.Running) -> tuple[jax.Array, jax.Array]:
+    """Returns out [K, block_rows, E] and lse [K, block_rows, 1]."""
+    out, lse = online_softmax.finish(running, paged_operands.row_sinks(self.inputs))
+    return out[0], lse[0]
 
-  def _scores(self, part):
-    """[C, K, M]."""
-    summed = lambda rows: sums.scores(rows.astype(_wide(self.problem)), lambda i: part(
-        "key", columns=slice(i, i + sums.LANES))).astype(self.problem.dtype)
+  def _scores(self, part: Callable[..., jax.Array]) -> jax.Array:
+    """Returns scores [block_kv, K, block_rows]."""
+    summed = lambda rows: cpu_matvec.scores(rows.astype(_wide(self.inputs)), lambda i: part(
+        "key", columns=slice(i, i + cpu_matvec.LANES))).astype(self.inputs.dtype)
     dots = lambda rows: jnp.einsum(
-        "kmd,ckd->ckm", rows, part("key"), precision=self.problem.spec.precision,
-        preferred_element_type=self.problem.dtype)
+        "kmd,ckd->ckm", rows, part("key"), precision=self.inputs.spec.precision,
+        preferred_element_type=self.inputs.dtype)
     return lax.platform_dependent(self.rows, cpu=summed, default=dots)
 
-  def _weigh(self, weights, part):
-    """Weights [C, K, M] times values: [K, M, E]."""
-    problem, dtype = self.problem, _wide(self.problem)
-    widened = pages.dtype_of(problem.cache).itemsize < dtype.itemsize
-    summed = lambda weights: sums.weigh(
+  def _weigh(self, weights: jax.Array, part: Callable[..., jax.Array]) -> jax.Array:
+    """Returns weights [block_kv, K, block_rows] times values: [K, block_rows, E]."""
+    inputs, dtype = self.inputs, _wide(self.inputs)
+    widened = layouts.dtype_of(inputs.cache).itemsize < dtype.itemsize
+    summed = lambda weights: cpu_matvec.weigh(
         weights.astype(dtype), lambda first, length: part("value", slice(first, first + length)),
-        problem.heads.value_width, widened=widened).astype(problem.dtype)
+        inputs.heads.value_width, widened=widened).astype(inputs.dtype)
 
     def dots(weights):  # rounded to the values' dtype, summed in full
       value = part("value")
       return jnp.einsum(
-          "ckm,cke->kme", numbers.narrow(weights, value.dtype), value,
-          precision=problem.spec.precision, preferred_element_type=problem.dtype)
+          "ckm,cke->kme", cpu_math.narrow(weights, value.dtype), value,
+          precision=inputs.spec.precision, preferred_element_type=inputs.dtype)
 
     return lax.platform_dependent(weights, cpu=summed, default=dots)

@@ -1,102 +1,118 @@
-"""Forward mode of attention over pages in plain XLA: how out and lse move with what is moved.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Forward mode of attention over pages in plain XLA: tangents of out and lse.
 
   dS    = slope * (d_query . key + query . d_key)
   d_lse = sum over s of P * dS
-  d_out = sum over s of P * dS * value + P * d_value, less d_lse * out
+  d_out = sum over s of (P * dS * value + P * d_value) - d_lse * out
 
 The loops are those of the forward; memory is that of the queries.
-
-Letters: as in `paged`.
 """
 
-from typing import Any, NamedTuple
+import functools
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 
-from attn_core.caches.paged import ops as pages
+from attn_core.caches.paged import layouts
+from attn_core.kernels.common import nonfinite, paged_operands
+from attn_core.kernels.common.backward import finite_lse
 from attn_core.kernels.common.contract import Residuals
-from attn_core.kernels.xla import cpu_math as numbers, paged_blocks as paged, paged_backward, tile_ops as steps
-from attn_core.sharding import varying_axes as vary
+from attn_core.kernels.common.paged_operands import BlockedInputs, Index, PagedOperands, Pages
+from attn_core.kernels.xla import cpu_math, paged_backward, paged_blocks, tile_ops
+from attn_core.sharding import varying_axes
 from attn_core.types import BlockSizes, PagedSpec
 
 
-class Moved(NamedTuple):
-  """Tangents; None: it does not move."""
+class Tangents(NamedTuple):
+  """Tangents of operands; None: zero."""
 
-  query: Any = None  # [T, H, D]
-  cache: Any = None  # as the cache
-  sinks: Any = None  # [H]
+  query: jax.Array | None = None  # [T, H, D]
+  cache: Pages | None = None
+  sinks: jax.Array | None = None  # [H]
 
 
-def tangent(operands: paged.PagedOperands, spec: PagedSpec, heads: pages.Heads,
-            block_sizes: BlockSizes, residuals: Residuals, moved: Moved) -> Residuals:
-  """The tangents of out and lse.
+def tangent(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
+            block_sizes: BlockSizes, residuals: Residuals, tangents: Tangents) -> Residuals:
+  """Computes the tangents of out and lse.
 
   Args:
-    operands: those of the forward; quantised pages do not move.
+    operands: those of the forward.
     spec: what was computed.
     heads: the heads in the pages, without their padding.
-    block_sizes: how fast.
-    residuals: what `paged_forward.forward` returned.
-    moved: how the operands move.
+    block_sizes: sizes fixed by the caller.
+    residuals: results of `paged_forward.forward`.
+    tangents: those of the operands; quantized pages have none.
   """
+  paged_operands.assert_operands(operands, heads)
+  paged_operands.assert_residuals(operands, heads, residuals)
   query = operands.query
   tokens = query.shape[0]
-  sizes = paged.sizes_of(operands, block_sizes, query.shape[1] // heads.key_heads)
-  sums = vary.start(query, Residuals(*(jnp.zeros(x.shape, spec.softmax_dtype) for x in residuals)))
-  still = moved.query is None and moved.cache is None
-  for first, end, block_q in () if still else paged.classes(operands, sizes[0]):
-    problem = paged.cut(operands, spec, heads, (block_q, sizes[1]))
-    padded = lambda x, block_q=block_q: None if x is None else paged.pad_tokens(x, block_q)
-    lse, side = padded(residuals.lse), moved._replace(query=padded(moved.query))
-    sums = steps.loop(
-        first, end, lambda r, sums, problem=problem, lse=lse, side=side: _request(
-            problem, side, lse, r, sums), Residuals(*map(padded, sums)))
+  sizes = paged_operands.choose_block_sizes(
+      operands, block_sizes, query.shape[1] // heads.key_heads)
+  sums = varying_axes.start(query, Residuals(*(
+      jnp.zeros(x.shape, spec.softmax_dtype) for x in residuals)))
+  sinks_only = tangents.query is None and tangents.cache is None
+  ranges = [] if sinks_only else paged_operands.request_ranges(operands, sizes[0])
+  for first, end, block_q in ranges:
+    inputs = paged_operands.block_inputs(operands, spec, heads, (block_q, sizes[1]))
+    pad = functools.partial(paged_operands.pad_tokens, amount=block_q)
+    lse, d_rows = pad(residuals.lse), tangents
+    if tangents.query is not None:
+      d_rows = tangents._replace(query=pad(tangents.query))
+    sums = tile_ops.loop(first, end, functools.partial(_request, inputs, d_rows, lse),
+                         Residuals(*map(pad, sums)))
     sums = Residuals(*(x[block_q:block_q + tokens] for x in sums))
   d_lse = sums.lse
-  if moved.sinks is not None:
-    share = jnp.exp(operands.sinks[:, None] - steps.finite_lse(residuals.lse))
-    d_lse = d_lse + share * moved.sinks[:, None]
+  if tangents.sinks is not None:
+    assert operands.sinks is not None
+    share = jnp.exp(operands.sinks[:, None] - finite_lse(residuals.lse))
+    d_lse = d_lse + share * tangents.sinks[:, None]
   d_out = sums.out - d_lse * residuals.out
   return Residuals(d_out.astype(residuals.out.dtype), d_lse.astype(residuals.lse.dtype))
 
 
-def _request(problem: paged.Problem, moved: Moved, lse, request, sums: Residuals) -> Residuals:
-  """The two sums over the keys of all queries of a request."""
+def _request(inputs: BlockedInputs, tangents: Tangents, lse: jax.Array, request: Index,
+             sums: Residuals) -> Residuals:
+  """Computes the two sums over keys for all queries of a request."""
 
-  def step(number, sums):
-    block = paged.query_block(problem, request, number)
-    rows, row_lse = (paged.live_rows_of(problem, block, x) for x in (problem.query, lse))
-    rows, d_rows = steps.clean(rows), None
-    if moved.query is not None:
-      d_rows = paged.live_rows_of(problem, block, moved.query)
+  def step(block_index, sums):
+    block = paged_operands.query_block(inputs, request, block_index)
+    rows, row_lse = (paged_operands.live_rows_of(inputs, block, x) for x in (inputs.query, lse))
+    rows, d_rows = nonfinite.mask_nonfinite(rows), None
+    if tangents.query is not None:
+      d_rows = paged_operands.live_rows_of(inputs, block, tangents.query)
 
     def fold(j, running):
-      key, value = map(steps.clean, paged.keys_and_values(problem, request, j))
+      key, value = map(nonfinite.mask_nonfinite, paged_blocks.keys_and_values(inputs, request, j))
       d_key, d_value = None, None
-      if moved.cache is not None:
-        d_key, d_value = paged.keys_and_values(problem._replace(cache=moved.cache), request, j)
-        d_key, d_value = steps.shield(d_key, d_value, steps.finite_keys(d_key, d_value))
-      logits, slope = paged.logits_of(problem, paged.scores_of(problem, rows, key),
-                                      paged.visible(problem, block, j))
-      weights = jnp.where(logits == -jnp.inf, 0, numbers.exp(logits - steps.finite_lse(row_lse)))
-      d_scores = sum(paged.scores_of(problem, *pair) for pair in ((d_rows, key), (rows, d_key))
-                     if pair[0] is not None and pair[1] is not None)
+      if tangents.cache is not None:
+        d_key, d_value = paged_blocks.keys_and_values(
+            inputs._replace(cache=tangents.cache), request, j)
+        d_key, d_value = nonfinite.propagate_nan(
+            d_key, d_value, nonfinite.is_finite(d_key, d_value))
+      logits, slope = paged_blocks.logits_of(inputs, paged_blocks.scores_of(inputs, rows, key),
+                                             paged_blocks.visible(inputs, block, j))
+      weights = jnp.where(logits == -jnp.inf, 0, cpu_math.exp(logits - finite_lse(row_lse)))
+      d_scores = sum(paged_blocks.scores_of(inputs, left, right)
+                     for left, right in ((d_rows, key), (rows, d_key))
+                     if left is not None and right is not None)
       share = jnp.where(logits == -jnp.inf, 0, weights * d_scores * slope)
-      out = running.out + _weigh(problem, share, value)
+      out = running.out + _weigh(inputs, share, value)
       if d_value is not None:
-        out = out + _weigh(problem, weights, d_value)
+        out = out + _weigh(inputs, weights, d_value)
       return Residuals(out, running.lse + share.sum(-1, keepdims=True))
 
     shapes = (x.shape[-1] for x in sums)
-    zeros = vary.start(rows, Residuals(*(
-        jnp.zeros((*rows.shape[:2], width), problem.dtype) for width in shapes)))
-    found = steps.loop(*paged.key_blocks(problem, block), fold, zeros)
-    return Residuals(*(paged.put_rows(problem, block, x, y) for x, y in zip(sums, found)))
+    zeros = varying_axes.start(rows, Residuals(*(
+        jnp.zeros((*rows.shape[:2], width), inputs.dtype) for width in shapes)))
+    found = tile_ops.loop(*paged_operands.key_blocks(inputs, block), fold, zeros)
+    return Residuals(*(paged_blocks.put_rows(inputs, block, x, y) for x, y in zip(sums, found)))
 
-  return steps.loop(*paged.query_blocks(problem, request), step, sums)
+  return tile_ops.loop(*paged_operands.query_blocks(inputs, request), step, sums)
 
 
-def _weigh(problem: paged.Problem, weights, value):
-  """Weights [K, M, C] times values [K, C, E], which they are rounded to."""
-  return paged_backward.dot(problem, numbers.narrow(weights, value.dtype), value, (2, 1))
+def _weigh(inputs: BlockedInputs, weights: jax.Array, value: jax.Array) -> jax.Array:
+  """Returns weights [K, block_rows, block_kv], in the values' dtype, times values."""
+  return paged_backward.dot(inputs, cpu_math.narrow(weights, value.dtype), value, (2, 1))

@@ -1,42 +1,56 @@
-"""Block sizes of the XLA kernel: what XLA:CPU likes, by measurement.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Tiling of the XLA kernel, chosen by measurements on XLA:CPU.
 
 A forward step should hold about a million scores, a backward step half of that, in large products:
 512 query rows (tokens times query heads per key head) by 512 keys of as many key heads. Where a
-mask hides most of a block, in short sequences and in narrow masks, blocks of 256 waste less; where
-a few heads are all there are, a forward step takes more rows. Whether the keys of a step fit into a
-cache does not matter.
+mask hides most of a block, in short sequences and in narrow masks, blocks of 256 waste less; with
+few heads, a forward step takes more rows. Whether the keys of a step fit into a cache does not
+matter.
 """
+
+from typing import NamedTuple
 
 import jax
 
-from attn_core.masks import leaves as algebra, position_range as reach
+from attn_core.kernels.common import dense_operands
+from attn_core.masks import mask as mask_lib, position_range
 from attn_core.masks.block_map import Sizes
-from attn_core.types import BlockSizes, cdiv
+from attn_core.types import AttentionSpec, BlockSizes, Operands, cdiv
 
 STEP_SCORES = 2**20
 STEP_SCORES_BACKWARD = 2**19
 MOST_HEADS = 8
 SHORT = 2048  # tokens
-DECODE_ELEMENTS = 2**18  # of a block of keys in decoding
-# Of a large block, all of which is visible; XLA:CPU of jax 0.10.2 is slow to add up many keys.
+DECODE_ELEMENTS = 2**18  # elements of a block of keys in decoding
+# Elements of a large block without hidden keys; XLA:CPU of jax 0.10.2 is slow to sum many keys.
 DECODE_ELEMENTS_LARGE = 2**22 if jax.__version_info__ >= (0, 11) else 2**19
 
 
-def choose(shape, requested: BlockSizes, mask: algebra.Mask, *, backward: bool):
-  """(Sizes, key heads per step).
+class Tiling(NamedTuple):
+  """Blocks of one attention."""
+
+  sizes: Sizes
+  step_heads: int  # key heads computed together
+
+
+def make_tiling(operands: Operands, spec: AttentionSpec, requested: BlockSizes, *,
+                backward: bool) -> Tiling:
+  """Returns the tiling of an attention.
 
   Args:
-    shape: (T, S, H, K).
-    requested: what the caller fixed; None fields are chosen here.
-    mask: what is visible; only its structure counts.
-    backward: for the backward loops.
+    operands: only shapes count.
+    spec: only the structure of the mask counts.
+    requested: sizes fixed by the caller; None fields are chosen here.
+    backward: whether the tiling is for the backward loops.
   """
-  queries, keys, query_heads, key_heads = shape
+  (_, queries, query_heads, _), (_, keys, key_heads, _) = operands.query.shape, operands.key.shape
+  mask = dense_operands.mask_of(operands, spec)
   group = query_heads // key_heads
   wanted_q, wanted_kv = ((requested.block_q_backward, requested.block_kv_backward) if backward
                          else (requested.block_q, requested.block_kv))
-  sparse = not isinstance(mask, algebra.Full)
-  usual = 256 if sparse and (queries <= SHORT or reach.is_narrow(mask)) else 512
+  sparse = not isinstance(mask, mask_lib.Full)
+  usual = 256 if sparse and (queries <= SHORT or position_range.is_narrow(mask)) else 512
   block_q = min(queries, wanted_q or _even(queries, max(usual // group, 16)))
   block_kv = min(keys, wanted_kv or _even(keys, usual))
   most = STEP_SCORES_BACKWARD if backward else STEP_SCORES
@@ -47,26 +61,36 @@ def choose(shape, requested: BlockSizes, mask: algebra.Mask, *, backward: bool):
   if not backward and not wanted_q and usual == 512 and heads == key_heads:
     rows = STEP_SCORES // (heads * block_kv)
     block_q = min(queries, max(block_q, _even(queries, min(rows // group, 1024))))
-  return Sizes(queries, keys, block_q, block_kv), heads
+  return Tiling(Sizes(queries, keys, block_q, block_kv), heads)
 
 
 def decode_block(keys: int, elements: int) -> int:
-  """Keys of a block in decoding, a power of two, for so many `elements` of all heads in a key."""
+  """Returns the keys of a block in decoding, a power of two.
+
+  Args:
+    keys: S.
+    elements: numbers of all heads in one key.
+  """
   return _power_of_two(min(keys, max(64, DECODE_ELEMENTS // elements)))
 
 
 def decode_large_block(keys: int, elements: int) -> int:
-  """Keys of a large block in decoding: a loop over at least two of them.
+  """Returns the keys of a large block in decoding, at most half of all.
 
-  A single one XLA:CPU would take for no loop, and compute in one thread.
+  XLA:CPU removes a loop of one step, and computes its body in one thread.
+
+  Args:
+    keys: S.
+    elements: numbers of all heads in one key.
   """
   return _power_of_two(max(1, min(keys // 2, DECODE_ELEMENTS_LARGE // elements)))
 
 
 def _power_of_two(most: int) -> int:
+  """Returns the largest power of two up to `most`, at least 1."""
   return 1 << max(0, most.bit_length() - 1)
 
 
 def _even(length: int, block: int) -> int:
-  """A block of about `block` that cuts `length` with little padding, in multiples of 16."""
+  """Returns a multiple of 16 near `block` that divides `length` with little padding."""
   return length if length <= block else cdiv(cdiv(length, cdiv(length, block)), 16) * 16

@@ -1,68 +1,71 @@
-"""One step of a sequence that is spread: a device's own queries and the keys of one member.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Mask and shards of one step of a sharded sequence: a device's queries and the keys of a member.
 
-A mask is a function of positions, and so is dropout: with the numbers of its rows and columns in
-the whole sequence, a step computes what one device would.
-
-Letters: B batch, T and S queries and keys of one device, H query heads, K key heads, D and E
-widths.
+Masks and dropout are functions of positions. Given the numbers of its rows and columns in the whole
+sequence, a step computes the same values as one device would. T and S are the numbers of queries
+and keys of one device.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core.masks import leaves as algebra, block_map as blocks, position_range as reach
-from attn_core.sharding import token_order as layouts
+from attn_core.masks import block_map, constructors, mask as mask_lib, position_range
+from attn_core.sharding import token_order
 from attn_core.sharding.context_parallel import Sequence
 from attn_core.types import AttentionSpec, Operands
 
 
 class Keys(NamedTuple):
-  """What belongs to keys, and travels with them."""
+  """Keys, values and the mask's arrays for them, which move around the ring together."""
 
-  key: Any  # [B, S, K, D]
-  value: Any  # [B, S, K, E]
-  arrays: tuple  # of the mask, int32 [B or 1, S] each
+  key: jax.Array  # [B, S, K, D]
+  value: jax.Array  # [B, S, K, E]
+  arrays: tuple[jax.Array, ...]  # of the mask, int32 [B or 1, S] each
 
 
 def own_keys(operands: Operands, spec: AttentionSpec) -> Keys:
-  """The device's own."""
-  roles = algebra.structure_roles(spec.mask)
+  """Returns the keys of this device."""
+  roles = mask_lib.structure_roles(spec.mask)
   return Keys(operands.key, operands.value, tuple(
-      x for x, role in zip(operands.mask.arrays, roles) if role == algebra.KEY))
+      x for x, role in zip(operands.mask.arrays, roles) if role == mask_lib.KEY))
 
 
-def member(sequence: Sequence):
-  """This device's member, int32."""
+def member(sequence: Sequence) -> jax.Array | int:
+  """Returns the int32 number of this device's member."""
   return lax.axis_index(sequence.key_axes).astype(np.int32) if sequence.key_axes else 0
 
 
 def attended(sequence: Sequence, operands: Operands, spec: AttentionSpec, keys: Keys,
-             source=None) -> tuple[Operands, AttentionSpec]:
-  """The device's own queries and some keys, as an attention of their own.
+             source: jax.Array | int | None = None) -> tuple[Operands, AttentionSpec]:
+  """Returns the attention of this device's queries over some keys.
 
   Args:
-    sequence: how it is spread.
-    operands: the device's own; bias and dense masks have the columns of all keys.
-    spec: of the whole.
-    keys: of member `source`; None: of all of them in a row.
+    sequence: the sharding of the sequence.
+    operands: those of the device; bias and dense masks have the columns of all keys.
+    spec: that of the whole attention.
+    keys: the keys of member `source`, or of all members in order if `source` is None.
     source: int32, may be traced.
+
+  Returns:
+    (operands, spec) of that attention.
   """
-  travelled = iter(keys.arrays)
+  key_arrays = iter(keys.arrays)
   arrays = tuple(
-      next(travelled) if role == algebra.KEY
-      else columns(x, keys, source) if role == algebra.DENSE else x
-      for x, role in zip(operands.mask.arrays, algebra.structure_roles(spec.mask)))
+      next(key_arrays) if role == mask_lib.KEY
+      else columns(x, keys, source) if role == mask_lib.DENSE else x
+      for x, role in zip(operands.mask.arrays, mask_lib.structure_roles(spec.mask)))
   mask = jax.tree.unflatten(spec.mask, arrays)
-  if not _is_everywhere_alike(sequence, spec, mask):
-    everyone = layouts.numbers(sequence.members)
+  if not _is_position_independent(sequence, spec, mask):
+    all_members = token_order.numbers(sequence.members)
     of = sequence.columns(source) if source is not None else np.concatenate(
-        [sequence.columns(n) for n in everyone])
-    mask = algebra.placed(mask, sequence.rows(member(sequence))[None], of[None], sequence.size)
+        [sequence.columns(n) for n in all_members])
+    mask = constructors.placed(mask, sequence.rows(member(sequence))[None], of[None], sequence.size)
   arrays, structure = jax.tree.flatten(mask)
   return operands._replace(
       key=keys.key, value=keys.value, bias=columns(operands.bias, keys, source),
@@ -70,16 +73,23 @@ def attended(sequence: Sequence, operands: Operands, spec: AttentionSpec, keys: 
           mask=structure)
 
 
-def _is_everywhere_alike(sequence, spec, mask) -> bool:
-  """Whether it does not matter where queries and keys stand, or they stand where they seem to."""
+def _is_position_independent(sequence: Sequence, spec: AttentionSpec, mask: mask_lib.Mask) -> bool:
+  """Whether positions do not affect the result, or rows and columns are in the natural order."""
   if sequence.members == 1 and sequence.is_natural:
     return True
-  return (isinstance(mask, algebra.Full) and not spec.dropout_prob
+  return (isinstance(mask, mask_lib.Full) and not spec.dropout_prob
           and sequence.padded(sequence.keys) == sequence.keys)
 
 
-def columns(x, keys: Keys, source):
-  """The columns of some keys of an array [B or 1, H or 1, T or 1, S or 1] or None."""
+def columns(x: jax.Array | None, keys: Keys,
+            source: jax.Array | int | None) -> jax.Array | None:
+  """Returns the columns of a member's keys in an array [B or 1, H or 1, T or 1, columns or 1].
+
+  Args:
+    x: the array, with the columns of all members; None: returned.
+    keys: keys of one member.
+    source: that member, int32; None: all members.
+  """
   if x is None or source is None or x.shape[3] == 1:
     return x
   size = keys.key.shape[1]
@@ -87,26 +97,27 @@ def columns(x, keys: Keys, source):
 
 
 @functools.lru_cache(maxsize=256)
-def shifts(sequence: Sequence, structure) -> tuple[int, ...]:
-  """The hops of a ring: how far keys have travelled, in members, where somebody sees them.
+def shifts(sequence: Sequence, structure: jax.tree_util.PyTreeDef) -> tuple[int, ...]:
+  """Returns the steps of a ring that are needed, as distances in members that keys have moved.
 
-  Hop s brings the keys of member m - s to member m. Hop 0 is always one of them. What the mask's
-  own arrays hide is not known on the host; what a window or chunks beside them hide is.
+  Step s brings the keys of member m - s to member m; step 0 is always needed. Steps whose keys are
+  hidden from every query are left out where that follows from the static structure of the mask,
+  such as a window or chunks, and not from its arrays.
   """
-  everyone = range(sequence.members)
-  mask = reach.known(jax.tree.unflatten(structure, range(structure.num_leaves)))
+  members = range(sequence.members)
+  mask = position_range.static_superset(jax.tree.unflatten(structure, range(structure.num_leaves)))
   seen = visible_members(sequence, mask)
-  return (0, *(s for s in everyone[1:]
-               if any(seen[m, (m - s) % sequence.members] for m in everyone)))
+  return (0, *(s for s in members[1:]
+               if any(seen[m, (m - s) % sequence.members] for m in members)))
 
 
-def visible_members(sequence: Sequence, mask: algebra.Mask) -> np.ndarray:
-  """Whether a query of a member may see a key of another: bool [members, members] on the host."""
-  rows, cols = (np.concatenate([of(m) for m in layouts.numbers(sequence.members)])
+def visible_members(sequence: Sequence, mask: mask_lib.Mask) -> np.ndarray:
+  """Returns which members' queries may see which members' keys, a bool [members, members]."""
+  rows, cols = (np.concatenate([of(m) for m in token_order.numbers(sequence.members)])
                 for of in (sequence.rows, sequence.columns))
-  runs = sequence.shards * layouts.pieces(sequence.layout)
-  kinds = blocks.host_kinds(
-      algebra.placed(mask, rows[None], cols[None], sequence.size),
-      blocks.Sizes(len(rows), len(cols), len(rows) // runs, len(cols) // runs))
-  seen = (kinds != blocks.EMPTY).any((0, 1))
+  runs = sequence.shards * token_order.pieces(sequence.layout)
+  kinds = block_map.host_kinds(
+      constructors.placed(mask, rows[None], cols[None], sequence.size),
+      block_map.Sizes(len(rows), len(cols), len(rows) // runs, len(cols) // runs))
+  seen = (kinds != block_map.EMPTY).any((0, 1))
   return seen.reshape(sequence.members, -1, sequence.members, runs // sequence.members).any((1, 3))

@@ -1,39 +1,39 @@
-"""All tokens of a group for some heads, by exchange of all tokens' parts: DeepSpeed-Ulysses.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSpeed-Ulysses: an all-to-all within a group of devices exchanges tokens for heads.
 
-Each of U devices has T / U tokens of all H heads; between the two exchanges it has all T tokens of
-H / U heads.
+Each device of a group has T / group tokens of all H heads; between the two exchanges it has all T
+tokens of H / group heads. T and S are the numbers of queries and keys of a group.
 
 Jacobs et al., DeepSpeed Ulysses, https://arxiv.org/abs/2309.14509.
-
-Letters: B batch, T and S queries and keys of a group, H query heads, K key heads, W any width,
-U devices of a group.
 """
 
 import math
 from typing import Callable
 
+import jax
 from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
 from attn_core.kernels.common.contract import Residuals
-from attn_core.masks import leaves as algebra
+from attn_core.masks import mask as mask_lib
 from attn_core.sharding.context_parallel import Sequence
 from attn_core.types import Operands
 
 
-def exchanged(attend: Callable[[Operands], Residuals], sequence: Sequence, structure,
-              operands: Operands) -> Residuals:
-  """Runs `attend` on all tokens of the group and H / U heads.
+def exchanged(attend: Callable[[Operands], Residuals], sequence: Sequence,
+              structure: jax.tree_util.PyTreeDef, operands: Operands) -> Residuals:
+  """Runs `attend` on all tokens of the group and H / group heads.
 
   Args:
-    attend: a part of the heads.
-    sequence: its `group` divides H.
-    structure: of the mask.
-    operands: one device's.
+    attend: computes the attention of some heads.
+    sequence: the sharding of the sequence; its `group` divides H.
+    structure: the structure of the mask.
+    operands: those of one device.
 
   Returns:
-    The device's own tokens, of all heads.
+    out and lse of the device's tokens, of all heads.
   """
   axes, group = sequence.head_axes, sequence.group
   if group == 1:
@@ -44,18 +44,18 @@ def exchanged(attend: Callable[[Operands], Residuals], sequence: Sequence, struc
   everything = lambda x, axis: lax.all_gather(x, axes, axis=axis, tiled=True)
   my_heads = lambda x: lax.dynamic_slice_in_dim(x, mine, heads // group, 1)
 
-  def per_pair(x):
-    """[B or 1, H or 1, T / U or 1, S or 1] -> [B or 1, H / U or 1, T or 1, S or 1]."""
+  def per_pair(x: jax.Array) -> jax.Array:
+    """Maps [B or 1, H or 1, T / group or 1, S or 1] to [B or 1, H / group or 1, T or 1, S or 1]."""
     if x.shape[2] != length:
       return my_heads(x) if x.shape[1] > 1 else x
     return lax.all_to_all(x, axes, 1, 2, tiled=True) if x.shape[1] > 1 else everything(x, 2)
 
-  def of_mask(x, role):
-    if role == algebra.DENSE:
+  def of_mask(x: jax.Array, role: str) -> jax.Array:
+    if role == mask_lib.DENSE:
       return per_pair(x)
-    return everything(x, 1) if role in (algebra.QUERY, algebra.KEY) else x
+    return everything(x, 1) if role in (mask_lib.QUERY, mask_lib.KEY) else x
 
-  mask, roles = operands.mask, algebra.structure_roles(structure)
+  mask, roles = operands.mask, mask_lib.structure_roles(structure)
   needed = key_heads_needed(heads, operands.key.shape[2], group)
   pick = lambda x: x if len(needed) == x.shape[2] else jnp.take(x, needed, 2)
   key, value = (to_heads(pick(x)) for x in (operands.key, operands.value))
@@ -70,9 +70,10 @@ def exchanged(attend: Callable[[Operands], Residuals], sequence: Sequence, struc
 
 
 def key_heads_needed(heads: int, key_heads: int, group: int) -> np.ndarray:
-  """The key heads that the devices of a group need, one device after the other.
+  """Returns the key heads that the devices of a group need, in the order of the devices.
 
-  All in order where U divides K; else some twice, runs of neighbouring query heads having one.
+  These are all key heads in order if `group` divides K, else some occur twice: each run of
+  neighboring query heads has one key head.
   """
   shared = math.gcd(heads // group, heads // key_heads)
   return np.arange(0, heads, shared) // (heads // key_heads)

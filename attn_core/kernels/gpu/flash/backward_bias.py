@@ -1,37 +1,43 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """The cotangent of the bias on Hopper: dS without the soft cap's slope, summed as it is broadcast.
 
-A bias with a number for every pair: a block of threads owns a block of queries of one [B', H'] of
-the bias, and adds up every tile over the batch rows and heads that share it before it is written
-once. One with a number for every key: it owns a block of keys, and adds up all queries. In both,
-one warpgroup copies, two compute, each its own half of what is owned; every sum has one owner and
-one order, and nothing is held beside the gradient itself.
+A bias with a number for every pair: a thread block owns a block of queries of one batch
+row and head of the bias, and sums every tile over the batch rows and heads sharing it before it
+is written once. One with a number for every key: it owns a block of keys, and adds up all queries. In both,
+a producer warpgroup copies, two consumers compute, each half of what is owned; every sum has one
+owner and one order, and takes no memory besides the gradient.
 
   scores = X Z^T;  dP = Y W^T:  X, Y the rows of Q and d_out, Z, W of K and V, or the other way
 
 A number for all keys needs no tile. It moves all logits of a row alike, which changes the lse and,
 with sinks, their weight, and nothing else:
 
-  d_bias[t] = sum over s of dS = d_lse + P_sink * correction
+  d_bias[t] = sum over s of dS = d_lse + P_sink * delta
 
-Letters: B batch, T query length, S key length, H query heads, D query and key width, E value width;
-R rows of a warpgroup, C columns of a tile: queries and keys, or where keys are owned the other way.
+Rows are queries and columns are keys, or the other way where keys are owned; in shapes, rows is the
+number of rows of a warpgroup and columns that of a tile.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 import jax
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-from attn_core.kernels.gpu import mosaic, wgmma as products
-from attn_core.kernels.gpu.flash import tiling as tuned
-from attn_core.kernels.gpu.flash.backward_common import Arrays, Setting
-from attn_core.kernels.gpu.flash.kernel_params import drain, place_of, setting_of
-from attn_core.kernels.xla import tile_ops as steps
-from attn_core.masks import block_map as blocks, tile as tiles
+from attn_core.kernels.common import dense_operands
+from attn_core.kernels.common.backward import finite_lse
+from attn_core.kernels.gpu import mosaic, wgmma
+from attn_core.kernels.gpu.flash import tiling as tiling_lib
+from attn_core.kernels.gpu.flash.backward_common import Arrays, BackwardParams
+from attn_core.kernels.gpu.flash.kernel_params import (
+    GridIndex, drain, grid_index_of, make_kernel_params)
+from attn_core.kernels.gpu.mosaic import Ref
+from attn_core.masks import block_map, tile as tile_lib
 from attn_core.types import AttentionSpec, Operands, cdiv
 
 
@@ -39,28 +45,28 @@ class Inputs(NamedTuple):
   """References in global memory."""
 
   arrays: Arrays
-  kinds: Any  # int32 [B or 1, H or 1, blocks of rows, blocks of columns]; see `masks.blocks`
+  kinds: Any  # int32 [B or 1, H or 1, num_row_blocks, num_column_blocks]; see `masks.block_map`
 
 
 class Scratch(NamedTuple):
   """Shared memory and barriers; a barrier is for every stage."""
 
-  rows: tuple  # [2, R, D] and [2, R, E]
-  columns: tuple  # [stages, C, D] and [stages, C, E]
-  result: Any  # [2, R, C], or float32 [2, R] where rows are summed
-  rows_full: Any
-  rows_free: Any
-  columns_full: Any
-  columns_free: Any
+  rows: tuple[Ref, Ref]  # [2, rows, D] and [2, rows, E]
+  columns: tuple[Ref, Ref]  # [num_stages, columns, D] and [num_stages, columns, E]
+  result: Ref  # [2, rows, columns], or float32 [2, rows] where rows are summed
+  rows_full: Ref
+  rows_free: Ref
+  columns_full: Ref
+  columns_free: Ref
 
 
 class Shared(NamedTuple):
-  """How the bias is shared: its axes of length 1 are sums."""
+  """Axes of the bias that are sums, those of length 1."""
 
-  batch: int  # B', 1 or B
-  heads: int  # H', 1 or H
-  summed_batch: int  # B / B'
-  summed_heads: int  # H / H'
+  batch: int  # of the bias, 1 or B
+  heads: int  # of the bias, 1 or H
+  summed_batch: int  # B / batch
+  summed_heads: int  # H / heads
   whole_rows: bool  # whether all columns of a row are summed, too
 
   @property
@@ -68,134 +74,146 @@ class Shared(NamedTuple):
     """Batch rows and heads that are summed."""
     return self.summed_batch * self.summed_heads
 
-  def of(self, batch, head, n):
-    """Batch row and head of the n-th of them."""
+  def of(self, batch: jax.Array, head: jax.Array, n: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the batch row and head of the n-th of them."""
     number = mosaic.int32(self.summed_heads)
     return (lax.div(n, number) if self.summed_batch > 1 else batch,
             lax.rem(n, number) if self.summed_heads > 1 else head)
 
 
-def d_bias(arrays: Arrays, operands: Operands, spec: AttentionSpec, cuts: tuned.BiasCuts):
-  """Like the bias, whose last axis is the keys; `arrays` without visits and extras."""
+def d_bias(arrays: Arrays, operands: Operands, spec: AttentionSpec,
+           tilings: tiling_lib.BiasTilings) -> jax.Array:
+  """Returns the cotangent of a bias whose last axis is the keys.
+
+  `arrays` has no block_list and tile_inputs.
+  """
   bias = operands.bias
-  cut = cuts.key if bias.shape[2] == 1 else cuts.query
-  common, _, extras = setting_of(operands, spec, cut, by_keys=cut.by_keys)
-  kinds = blocks.block_kinds(steps.mask_of(operands, spec), cut.sizes)
-  kinds = jnp.asarray(kinds.swapaxes(-1, -2) if cut.by_keys else kinds, jnp.int32)
+  tiling = tilings.key if bias.shape[2] == 1 else tilings.query
+  base, _, tile_inputs = make_kernel_params(operands, spec, tiling, by_keys=tiling.by_keys)
+  kinds = block_map.block_kinds(dense_operands.mask_of(operands, spec), tiling.sizes)
+  kinds = jnp.asarray(kinds.swapaxes(-1, -2) if tiling.by_keys else kinds, jnp.int32)
   (batch, _, heads, _), own = operands.query.shape, bias.shape
-  shared = Shared(own[0], own[1], batch // own[0], heads // own[1], cut.by_keys)
-  columns = cdiv(cut.keys, mosaic.COPIED_TOKENS) * mosaic.COPIED_TOKENS
+  shared = Shared(own[0], own[1], batch // own[0], heads // own[1], tiling.by_keys)
+  columns = cdiv(tiling.keys, mosaic.TMA_TOKENS) * mosaic.TMA_TOKENS
   dtype = bias.dtype if bias.dtype.itemsize <= 4 else jnp.float32
-  out = (jax.core.ShapedArray((*own[:2], columns), jnp.float32) if cut.by_keys else
+  out = (jax.core.ShapedArray((*own[:2], columns), jnp.float32) if tiling.by_keys else
          jax.core.ShapedArray((*own[:3], columns), dtype))
   found, = mosaic.call(
-      functools.partial(_kernel, Setting(*common), shared), (out,),
-      Inputs(arrays._replace(extras=extras), kinds), _scratch(cut, arrays.key.dtype, out.dtype),
-      grid=own[0] * own[1] * _number_of_rows(cut), warpgroups=tuned.COMPUTING + 1,
+      functools.partial(_kernel, BackwardParams(*base), shared), (out,),
+      Inputs(arrays._replace(tile_inputs=tile_inputs), kinds),
+      _scratch(tiling, arrays.key.dtype, out.dtype),
+      grid=own[0] * own[1] * _number_of_rows(tiling), warpgroups=tiling_lib.CONSUMERS + 1,
       name="attn_core_backward_bias")
-  return found[..., :cut.keys].reshape(own).astype(bias.dtype)
+  return found[..., :tiling.keys].reshape(own).astype(bias.dtype)
 
 
-def d_bias_of_rows(operands: Operands, lse, d_lse, correction):
-  """Of a bias with one number for all keys; lse, d_lse and correction [B, H, T]."""
+def d_bias_of_rows(operands: Operands, lse: jax.Array, d_lse: jax.Array,
+                   delta: jax.Array) -> jax.Array:
+  """Returns the cotangent of a bias with one number for all keys.
+
+  lse, d_lse and delta are [B, H, T].
+  """
   total = d_lse
   if operands.sinks is not None:
     sink = operands.sinks[..., None]
-    weights = jnp.where(sink == -jnp.inf, 0, jnp.exp(sink - steps.finite_lse(lse)))
-    total = total + weights * correction
+    weights = jnp.where(sink == -jnp.inf, 0, jnp.exp(sink - finite_lse(lse)))
+    total = total + weights * delta
   total = jnp.where(lse == -jnp.inf, 0, total)[..., None]
   shape = operands.bias.shape
   summed = [axis for axis in range(4) if shape[axis] == 1]
   return total.sum(summed, keepdims=True).astype(operands.bias.dtype)
 
 
-def _number_of_rows(cut: tuned.BackwardCut) -> int:
-  return cut.sizes.num_key_blocks if cut.by_keys else cut.sizes.num_query_blocks
+def _number_of_rows(tiling: tiling_lib.BackwardTiling) -> int:
+  return tiling.sizes.num_key_blocks if tiling.by_keys else tiling.sizes.num_query_blocks
 
 
-def _number_of_columns(cut: tuned.BackwardCut) -> int:
-  return cut.sizes.num_query_blocks if cut.by_keys else cut.sizes.num_key_blocks
+def _number_of_columns(tiling: tiling_lib.BackwardTiling) -> int:
+  return tiling.sizes.num_query_blocks if tiling.by_keys else tiling.sizes.num_key_blocks
 
 
-def _scratch(cut: tuned.BackwardCut, dtype, result_dtype) -> Scratch:
-  number, rows, stages = tuned.COMPUTING, mosaic.ROW_TILE, cut.stages[0]
-  columns = cut.block_q if cut.by_keys else cut.block_kv
-  widths = cut.width, cut.value_width
-  result = (plgpu.SMEM((number, rows), jnp.float32) if cut.by_keys else
-            mosaic.operand((number, rows, columns), result_dtype))
+def _scratch(tiling: tiling_lib.BackwardTiling, dtype: DTypeLike,
+             result_dtype: DTypeLike) -> Scratch:
+  number, rows, stages = tiling_lib.CONSUMERS, mosaic.WGMMA_ROWS, tiling.num_stages[0]
+  columns = tiling.block_q if tiling.by_keys else tiling.block_kv
+  widths = tiling.width, tiling.value_width
+  result = (plgpu.SMEM((number, rows), jnp.float32) if tiling.by_keys else
+            mosaic.operand_smem((number, rows, columns), result_dtype))
   return Scratch(
-      tuple(mosaic.operand((number, rows, width), dtype) for width in widths),
-      tuple(mosaic.operand((stages, columns, width), dtype) for width in widths), result,
+      tuple(mosaic.operand_smem((number, rows, width), dtype) for width in widths),
+      tuple(mosaic.operand_smem((stages, columns, width), dtype) for width in widths), result,
       plgpu.Barrier(num_arrivals=2 * number), plgpu.Barrier(num_arrivals=number),
       plgpu.Barrier(num_arrivals=2, num_barriers=stages),
       plgpu.Barrier(num_arrivals=number, num_barriers=stages))
 
 
-def _kernel(setting: Setting, shared: Shared, inputs: Inputs, outputs, scratch: Scratch):
+def _kernel(params: BackwardParams, shared: Shared, inputs: Inputs, outputs: tuple[Ref, ...],
+            scratch: Scratch) -> None:
   warpgroup = lax.axis_index("warpgroup")
-  work = _Work(setting, shared, inputs, scratch)
+  work = _Work(params, shared, inputs, scratch)
 
-  # What is computed before the warpgroups part must fit into the registers of the one that copies.
-  @pl.when(warpgroup == tuned.COMPUTING)
-  def _():
-    plgpu.set_max_registers(tuned.REGISTERS["copy"], action="decrease")
+  # Values computed before the warpgroups diverge must fit into the registers of the producer.
+  @pl.when(warpgroup == tiling_lib.CONSUMERS)
+  def _() -> None:
+    plgpu.set_max_registers(tiling_lib.REGISTERS["copy"], action="decrease")
     work.copy()
 
-  @pl.when(warpgroup < tuned.COMPUTING)
-  def _():
-    plgpu.set_max_registers(tuned.REGISTERS["compute"], action="increase")
+  @pl.when(warpgroup < tiling_lib.CONSUMERS)
+  def _() -> None:
+    plgpu.set_max_registers(tiling_lib.REGISTERS["compute"], action="increase")
     work.compute(*outputs)
 
 
 class _Step(NamedTuple):
   """One tile of one batch row and head; int32."""
 
-  number: Any  # of those before
-  batch: Any
-  head: Any
-  column: Any  # block of columns
-  masked: Any  # bool: whether something of it is hidden
-  fresh: Any  # bool: whether the rows are those of another batch row or head than before
+  number: jax.Array  # of steps before
+  batch: jax.Array
+  head: jax.Array
+  column: jax.Array  # block of columns
+  masked: jax.Array | bool  # whether something of it is hidden
+  fresh: jax.Array | bool  # whether the rows are those of another batch row or head than before
 
 
 class _Work(NamedTuple):
-  """What both kinds of warpgroups have in common."""
+  """Work of a thread block, of both kinds of warpgroups."""
 
-  setting: Setting
+  params: BackwardParams
   shared: Shared
   inputs: Inputs
   scratch: Scratch
 
   @property
-  def cut(self) -> tuned.BackwardCut:
-    return self.setting.cut
+  def tiling(self) -> tiling_lib.BackwardTiling:
+    return self.params.tiling
 
   @property
-  def warpgroup(self):
-    """Its number; asked for anew, like the place: kept, they take registers that tiles need."""
+  def warpgroup(self) -> jax.Array:
+    """Its number; recomputed, like `grid`: kept, they take registers that tiles need."""
     return lax.optimization_barrier(lax.axis_index("warpgroup"))
 
   @property
-  def place(self):
-    """See `setting.place_of`; batch row and head are those of the bias."""
+  def grid(self) -> GridIndex:
+    """See `kernel_params.grid_index_of`; batch row and head are those of the bias."""
     block = lax.optimization_barrier(lax.axis_index("block"))
-    return place_of(block, self.shared.heads, _number_of_rows(self.cut))
+    return grid_index_of(block, self.shared.heads, _number_of_rows(self.tiling))
 
-  def walk(self, run, total=(), finish=lambda total, column: None):
-    """Runs total = run(step, total) for every tile that shows something.
+  def walk(self, run: Callable[..., Any], total: Any = (),
+           finish: Callable[..., None] = lambda total, column: None) -> jax.Array:
+    """Runs total = run(step, total) for every tile that is not hidden.
 
     Args:
-      run: what is done.
-      total: where every sum begins.
+      run: the work of a step.
+      total: the initial value of every sum.
       finish: finish(total, column), at the end of every sum: all pairs of a column, or everything.
 
     Returns:
-      How many tiles there were.
+      The number of tiles.
     """
-    pairs, columns = (mosaic.int32(n) for n in (self.shared.pairs, _number_of_columns(self.cut)))
+    pairs, columns = (mosaic.int32(n) for n in (self.shared.pairs, _number_of_columns(self.tiling)))
     zero = mosaic.int32(0)
     if self.shared.whole_rows:
-      def of_pair(pair, carry):
+      def of_pair(pair: jax.Array, carry: tuple) -> tuple:
         begun, _ = carry
         return lax.fori_loop(
             zero, columns, lambda c, x: self._visit(run, pair, c, x[0] == begun, x), carry)
@@ -203,8 +221,8 @@ class _Work(NamedTuple):
       finish(total, zero)
       return number
 
-    def of_column(column, number):
-      def of_pair(pair, carry):
+    def of_column(column: jax.Array, number: jax.Array) -> jax.Array:
+      def of_pair(pair: jax.Array, carry: tuple) -> tuple:
         fresh = carry[0] == 0 if self.shared.pairs == 1 else True
         return self._visit(run, pair, column, fresh, carry)
       number, found = lax.fori_loop(zero, pairs, of_pair, (number, total))
@@ -212,52 +230,55 @@ class _Work(NamedTuple):
       return number
     return lax.fori_loop(zero, columns, of_column, zero)
 
-  def _visit(self, run, pair, column, fresh, carry):
-    """(number, total) after one tile, visited or not."""
-    place, kinds = self.place, self.inputs.kinds
-    batch, head = self.shared.of(place.batch, place.head, pair)
+  def _visit(self, run: Callable[..., Any], pair: jax.Array, column: jax.Array,
+             fresh: jax.Array | bool, carry: tuple) -> tuple:
+    """Returns (number, total) after one tile, visited or not."""
+    grid, kinds = self.grid, self.inputs.kinds
+    batch, head = self.shared.of(grid.batch, grid.head, pair)
     kind = kinds[batch if kinds.shape[0] > 1 else 0, head if kinds.shape[1] > 1 else 0,
-                 place.block, column]
-    masked = kind == blocks.PARTIAL if self.setting.any_full else True
-    def visit(carry):
+                 grid.block, column]
+    masked = kind == block_map.PARTIAL if self.params.any_full else True
+    def visit(carry: tuple) -> tuple:
       number, total = carry
       return number + 1, run(_Step(number, batch, head, column, masked, fresh), total)
     # A loop of one step or none: branches cannot hold what products need.
-    return lax.fori_loop(mosaic.int32(0), jnp.where(kind == blocks.EMPTY, 0, 1).astype(jnp.int32),
-                         lambda _, carry: visit(carry), carry)
+    return lax.fori_loop(
+        mosaic.int32(0), jnp.where(kind == block_map.EMPTY, 0, 1).astype(jnp.int32),
+        lambda _, carry: visit(carry), carry)
 
-  def slot(self, step: _Step):
-    return lax.rem(step.number, mosaic.int32(self.cut.stages[0]))
+  def slot(self, step: _Step) -> jax.Array:
+    return lax.rem(step.number, mosaic.int32(self.tiling.num_stages[0]))
 
-  def sources(self):
-    """The arrays of the rows and those of the columns, each D and E wide."""
+  def sources(self) -> tuple:
+    """Returns the arrays of the rows and those of the columns, each D and E wide."""
     arrays = self.inputs.arrays
     both = (arrays.query, arrays.d_out), (arrays.key, arrays.value)
-    return both[::-1] if self.cut.by_keys else both
+    return both[::-1] if self.tiling.by_keys else both
 
-  def heads_of(self, head):
-    """Those of the arrays of rows and of columns."""
-    key_head = lax.div(head, mosaic.int32(self.setting.group))
-    return (key_head, head) if self.cut.by_keys else (head, key_head)
+  def heads_of(self, head: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the heads of the arrays of rows and of columns."""
+    key_head = lax.div(head, mosaic.int32(self.params.group))
+    return (key_head, head) if self.tiling.by_keys else (head, key_head)
 
-  def own_rows(self, warpgroup):
-    first = self.place.block * (tuned.COMPUTING * mosaic.ROW_TILE) + warpgroup * mosaic.ROW_TILE
-    return pl.ds(first, mosaic.ROW_TILE)
+  def own_rows(self, warpgroup: Any) -> Any:
+    first = (self.grid.block * (tiling_lib.CONSUMERS * mosaic.WGMMA_ROWS)
+             + warpgroup * mosaic.WGMMA_ROWS)
+    return pl.ds(first, mosaic.WGMMA_ROWS)
 
-  def copy(self):
-    """Fills the stages."""
-    scratch, stages = self.scratch, self.cut.stages[0]
+  def copy(self) -> None:
+    """Fills the pipelines."""
+    scratch, stages = self.scratch, self.tiling.num_stages[0]
     row_arrays, column_arrays = self.sources()
     length = scratch.columns[0].shape[1]
 
-    def fill(step: _Step, _):
+    def fill(step: _Step, _: tuple) -> tuple:
       row_head, column_head = self.heads_of(step.head)
-      def rows():
+      def rows() -> None:
         pl.when(step.number > 0)(lambda: plgpu.barrier_wait(scratch.rows_free))
-        for array, ring in zip(row_arrays, scratch.rows):
-          for n in range(tuned.COMPUTING):
+        for array, smem in zip(row_arrays, scratch.rows):
+          for n in range(tiling_lib.CONSUMERS):
             plgpu.copy_gmem_to_smem(
-                array.at[step.batch, self.own_rows(n), row_head], ring.at[n], scratch.rows_full)
+                array.at[step.batch, self.own_rows(n), row_head], smem.at[n], scratch.rows_full)
       if step.fresh is True:
         rows()
       else:
@@ -265,23 +286,24 @@ class _Work(NamedTuple):
       slot = self.slot(step)
       pl.when(step.number >= stages)(lambda: plgpu.barrier_wait(scratch.columns_free.at[slot]))
       tokens = pl.ds(step.column * length, length)
-      for array, ring in zip(column_arrays, scratch.columns):
-        plgpu.copy_gmem_to_smem(array.at[step.batch, tokens, column_head], ring.at[slot],
+      for array, smem in zip(column_arrays, scratch.columns):
+        plgpu.copy_gmem_to_smem(array.at[step.batch, tokens, column_head], smem.at[slot],
                                 scratch.columns_full.at[slot])
       return ()
 
     drain(scratch.columns_free, stages, self.walk(fill))
 
-  def compute(self, out):
-    """All tiles, and the copies of the sums."""
-    shape = mosaic.ROW_TILE, self.scratch.columns[0].shape[1]
-    self.walk(self.add, mosaic.filled(0, shape, mosaic.TILE), functools.partial(self.write, out))
+  def compute(self, out: Ref) -> None:
+    """Sums all tiles and copies the sums."""
+    shape = mosaic.WGMMA_ROWS, self.scratch.columns[0].shape[1]
+    self.walk(self.add, mosaic.full(0, shape, mosaic.TILE_LAYOUT),
+              functools.partial(self.write, out))
     plgpu.wait_smem_to_gmem(0)
 
-  def add(self, step: _Step, total):
-    """total and the dS of a tile."""
-    scratch, setting, slot = self.scratch, self.setting, self.slot(step)
-    def change():
+  def add(self, step: _Step, total: jax.Array) -> jax.Array:
+    """Returns the sum of `total` and the dS of a tile."""
+    scratch, params, slot = self.scratch, self.params, self.slot(step)
+    def change() -> None:
       pl.when(step.number > 0)(lambda: plgpu.barrier_arrive(scratch.rows_free))
       plgpu.barrier_wait(scratch.rows_full)
     if step.fresh is True:
@@ -291,43 +313,43 @@ class _Work(NamedTuple):
     plgpu.barrier_wait(scratch.columns_full.at[slot])
     factors = lambda n: (scratch.rows[n].at[self.warpgroup], scratch.columns[n].at[slot].T)
     tile = lambda: self.tile(step)
-    extras = self.inputs.arrays.extras
-    scores, _ = products.beside(*factors(0))
-    logits, _ = setting.logits_of(extras, tile, scores, step.masked)
-    lse, correction = self.numbers(step, total.shape)
+    tile_inputs = self.inputs.arrays.tile_inputs
+    scores, _ = wgmma.matmul_overlapped(*factors(0))
+    logits, _ = params.logits_of(tile_inputs, tile, scores, step.masked)
+    lse, delta = self.numbers(step, total.shape)
     # The bias comes after the soft cap: its slope is left out.
-    d_weights, (_, weights) = setting.beside(
-        *factors(1), lambda: setting.weigh(extras, tile, (logits, None), lse))
-    total = total + setting.d_scores(weights, d_weights, correction)
+    d_weights, (_, weights) = params.matmul_overlapped(
+        *factors(1), lambda: params.weigh(tile_inputs, tile, (logits, None), lse))
+    total = total + params.d_scores(weights, d_weights, delta)
     plgpu.barrier_arrive(scratch.columns_free.at[slot])
     return total
 
-  def tile(self, step: _Step) -> tiles.Tile:
+  def tile(self, step: _Step) -> tile_lib.Tile:
     rows, length = self.own_rows(self.warpgroup), self.scratch.columns[0].shape[1]
     own, others = (rows.start, rows.size), (step.column * length, length)
-    query, key = (others, own) if self.cut.by_keys else (own, others)
-    return tiles.Tile(step.batch, step.head, query[0], key[0], 1, query[1], key[1])
+    query, key = (others, own) if self.tiling.by_keys else (own, others)
+    return tile_lib.Tile(step.batch, step.head, query[0], key[0], 1, query[1], key[1])
 
-  def numbers(self, step: _Step, shape):
-    """lse and correction of the queries, of a tile's shape."""
+  def numbers(self, step: _Step, shape: tuple[int, ...]) -> list[jax.Array]:
+    """Returns lse and delta of the queries, of a tile's shape."""
     tile = self.tile(step)
-    axis, layout = (1, mosaic.COLUMNS) if self.cut.by_keys else (0, mosaic.ROWS)
+    axis, layout = (1, mosaic.COLUMN_LAYOUT) if self.tiling.by_keys else (0, mosaic.ROW_LAYOUT)
     of = self.inputs.arrays.numbers
     queries = pl.ds(tile.query, tile.num_queries)
     return [lax.broadcast_in_dim(
         mosaic.load(of.at[n, step.batch, step.head, queries], layout), shape, [axis])
             for n in range(2)]
 
-  def write(self, out, total, column):
-    """Copies a sum to where it belongs."""
-    place, rows = self.place, self.own_rows(self.warpgroup)
+  def write(self, out: Ref, total: jax.Array, column: jax.Array) -> None:
+    """Copies a sum to global memory."""
+    grid, rows = self.grid, self.own_rows(self.warpgroup)
     result = self.scratch.result.at[self.warpgroup]
-    target = out.at[place.batch, place.head, rows]
-    if self.cut.by_keys:
+    target = out.at[grid.batch, grid.head, rows]
+    if self.tiling.by_keys:
       total = total.sum(axis=1)
     else:
       plgpu.wait_smem_to_gmem(0)
-      target = out.at[place.batch, place.head, rows, pl.ds(column * total.shape[1], total.shape[1])]
+      target = out.at[grid.batch, grid.head, rows, pl.ds(column * total.shape[1], total.shape[1])]
     result[...] = total.astype(result.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(result, target)

@@ -1,69 +1,76 @@
-"""What the two kernels of the backward share: their arrays, and P and dS of a tile.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Code that the kernels of the backward share: their arrays, and P and dS of a tile.
 
-  P = exp(logits - lse);  dS = P * slope * (dP - correction),  slope = d logit / d scaled score
-
-Letters: B batch, T query length, S key length, H query heads, K key heads, D query and key width,
-E value width.
+  P = exp(logits - lse);  dS = P * slope * (dP - delta),  slope = d logit / d scaled score
 """
 
-from typing import Any, NamedTuple
+from typing import Any, Callable, NamedTuple
 
+import jax
 from jax import lax
 import jax.numpy as jnp
 
+from attn_core.kernels.gpu import wgmma
+from attn_core.kernels.gpu.flash import kernel_params
+from attn_core.kernels.gpu.flash.tile_inputs import TileInputs
+from attn_core.kernels.gpu.flash.block_list import BlockList, RowBlocks
+from attn_core.kernels.gpu.mosaic import Ref
 from attn_core.masks import dropout
-from attn_core.kernels.gpu import wgmma as products
-from attn_core.kernels.gpu.flash import kernel_params as common
-from attn_core.kernels.gpu.flash.tile_inputs import Extras
-from attn_core.kernels.gpu.flash.block_list import Row, Visits
+from attn_core.masks.tile import Tile
 
 
 class Arrays(NamedTuple):
-  """Arrays of a kernel, or its references to them in global memory."""
+  """Arrays of a kernel, or references to them in global memory."""
 
   query: Any  # [B, T, H, D]
   key: Any  # [B, S, K, D]
   value: Any  # [B, S, K, E]
   d_out: Any  # [B, T, H, E]
-  # float32 [2, B, H, T]: the lse times log2(e), +inf where nothing was seen, and the correction.
+  # float32 [2, B, H, T]: lse times log2(e), +inf for rows that attend to nothing, and delta.
   numbers: Any
-  visits: Visits | None = None
-  extras: Extras | None = None
+  block_list: BlockList | None = None
+  tile_inputs: TileInputs | None = None
 
 
-class Setting(common.Setting):
-  """And what the kernels of the backward compute alike."""
+class BackwardParams(kernel_params.KernelParams):
+  """Static parameters, and the computations that all kernels of the backward share."""
 
   @property
-  def crowded(self) -> bool:
-    """Whether P takes so many registers that no product can run beside its computation."""
-    return self.feed.spec.logits_soft_cap is not None or self.drops
+  def high_register_pressure(self) -> bool:
+    """Whether P takes so many registers that no product can run during its computation."""
+    return self.loader.spec.logits_soft_cap is not None or self.has_dropout
 
-  def masked(self, row: Row, n):
-    """Whether the n-th block of a row needs the mask; a bool where that is known for all."""
+  def masked(self, row: RowBlocks, n: jax.Array) -> jax.Array | bool:
+    """Returns whether the n-th block of a row needs the mask; a bool if the same for all."""
     if not (self.any_full and self.any_partial):
       return self.any_partial
     return n >= row.num_full
 
-  def logits_of(self, extras: Extras, tile, scores, masked):
-    """`Logits.of`, hidden where `masked` (see there); (logits, slope).
+  def logits_of(self, tile_inputs: TileInputs, tile: Callable[[], Tile], scores: jax.Array,
+                masked: jax.Array | bool) -> tuple[jax.Array, jax.Array | None]:
+    """Returns (logits, slope) as `Logits.compute` does.
 
     Args:
-      tile: () -> `tiles.Tile`; called where the tile's place matters.
-      scores: float32, [queries, keys] or transposed, like the feed.
+      tile: () -> `tile_lib.Tile`; called where the tile's grid matters.
+      scores: float32, [queries, keys] or transposed, like the loader.
+      masked: as `masked` returns it.
     """
-    x, slope = self.logits.of(extras, tile() if self.logits.biased else None, scores, False)
+    x, slope = self.logits.compute(
+        tile_inputs, tile() if self.logits.biased else None, scores, False)
     if masked is not False:
-      hide = lambda x: jnp.where(self.feed.visible(extras, tile()), x, -jnp.inf)
+      hide = lambda x: jnp.where(self.loader.visible(tile_inputs, tile()), x, -jnp.inf)
       x = hide(x) if masked is True else lax.cond(masked, hide, lambda x: x, x)
     return x, slope
 
-  def weigh(self, extras: Extras, tile, logits, lse):
-    """What a tile's products take.
+  def weigh(self, tile_inputs: TileInputs, tile: Callable[[], Tile],
+            logits: tuple[jax.Array, jax.Array | None],
+            lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the operands of a tile's products.
 
     Args:
       tile: as of `logits_of`.
-      logits: what it returned.
+      logits: the result of `logits_of`.
       lse: float32 of the same shape, times log2(e).
 
     Returns:
@@ -71,22 +78,29 @@ class Setting(common.Setting):
     """
     x, slope = logits
     weights = kept = jnp.exp2(x * self.logits.unit - lse)
-    if self.drops:
-      keep = self.feed.kept(extras, tile())
+    if self.has_dropout:
+      keep = self.loader.keep_mask(tile_inputs, tile())
       # A weight is not negative: its sign is free to say that it is dropped.
       kept, weights = jnp.where(keep, weights, 0.0), jnp.where(keep, weights, -weights)
     return kept, weights if slope is None else weights * slope
 
-  def beside(self, left, right, weigh):
-    """(left @ right, weigh()), of references in shared memory, at the same time if possible."""
-    if not self.crowded:
-      return products.beside(left, right, weigh)
-    found = lax.optimization_barrier(weigh())
-    return products.beside(left, right)[0], found
+  def matmul_overlapped(self, left: Ref, right: Ref,
+                        weigh: Callable[[], Any]) -> tuple[jax.Array, Any]:
+    """Returns (left @ right, weigh()), overlapped if registers allow.
 
-  def d_scores(self, factor, d_weights, correction):
-    """dS, all of one shape."""
-    if not self.drops:
-      return factor * (d_weights - correction)
-    scale = dropout.kept_scale(self.feed.spec.dropout_prob)
-    return factor * jnp.where(factor < 0, correction, d_weights * scale - correction)
+    Args:
+      left: reference in shared memory.
+      right: reference in shared memory.
+      weigh: issues no product.
+    """
+    if not self.high_register_pressure:
+      return wgmma.matmul_overlapped(left, right, weigh)
+    found = lax.optimization_barrier(weigh())
+    return wgmma.matmul_overlapped(left, right)[0], found
+
+  def d_scores(self, factor: jax.Array, d_weights: jax.Array, delta: jax.Array) -> jax.Array:
+    """Returns dS; all arrays have one shape."""
+    if not self.has_dropout:
+      return factor * (d_weights - delta)
+    scale = dropout.kept_scale(self.loader.spec.dropout_prob)
+    return factor * jnp.where(factor < 0, delta, d_weights * scale - delta)

@@ -1,94 +1,111 @@
-"""What all GPU kernels share: how they compute, where a block of threads works, rings of stages.
-
-Letters: H query heads.
-"""
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Static parameters of the GPU kernels, and the position of a thread block in the grid."""
 
 from typing import Any, NamedTuple
 
+import chex
+import jax
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
+from attn_core.kernels.common import dense_operands
 from attn_core.kernels.gpu import mosaic
-from attn_core.kernels.gpu.flash.tile_inputs import Extras, Feed
+from attn_core.kernels.gpu.flash.block_list import BlockList, make_block_list
 from attn_core.kernels.gpu.flash.logits import Logits
-from attn_core.kernels.gpu.flash.block_list import Visits, visits_of
-from attn_core.kernels.xla import tile_ops as steps
-from attn_core.masks import block_map as blocks
+from attn_core.kernels.gpu.flash.tile_inputs import TileInputLoader, TileInputs
+from attn_core.kernels.gpu.mosaic import Ref
+from attn_core.masks import block_map as block_map_lib
 from attn_core.types import AttentionSpec, Operands
 
 
-class Setting(NamedTuple):
-  """What all parts of a kernel share."""
+class KernelParams(NamedTuple):
+  """Static parameters that all parts of a kernel share; hashable."""
 
-  cut: Any  # of `tuned`
+  tiling: Any  # `tiling.Tiling` or `tiling.BackwardTiling`
   logits: Logits
   heads: int  # H
-  group: int  # query heads of a key head
-  any_full: bool  # whether there may be blocks without a mask
-  any_partial: bool  # and with one
+  group: int  # G, query heads of a key head
+  any_full: bool  # whether there may be blocks that need no mask
+  any_partial: bool  # whether there may be blocks that need it
   interpret: bool
 
   @property
-  def feed(self) -> Feed:
-    return self.logits.feed
+  def loader(self) -> TileInputLoader:
+    return self.logits.loader
 
   @property
-  def drops(self) -> bool:
-    return self.feed.spec.dropout_prob > 0
+  def has_dropout(self) -> bool:
+    return self.loader.spec.dropout_prob > 0
 
 
-class Place(NamedTuple):
-  """Where a block of threads works; int32."""
+class GridIndex(NamedTuple):
+  """Position of a thread block in the grid; int32."""
 
-  batch: Any
-  head: Any  # query head, or key head where it sums over queries
-  block: Any  # of queries, or of keys where it sums over queries
+  batch: jax.Array
+  head: jax.Array  # query head, or key head in a kernel that sums over queries
+  block: jax.Array  # of queries, or of keys in a kernel that sums over queries
 
 
-def setting_of(operands: Operands, spec: AttentionSpec, cut,
-               by_keys: bool = False) -> tuple[Setting, Visits, Extras]:
-  """How a kernel computes, which blocks it visits and what it reads beside.
+def assert_shapes(operands: Operands) -> None:
+  """Asserts that query, key and value have consistent shapes."""
+  query, key, value = operands.query, operands.key, operands.value
+  chex.assert_rank([query, key, value], 4)
+  batch, _, _, width = query.shape
+  _, keys, key_heads, value_width = value.shape
+  chex.assert_shape(key, (batch, keys, key_heads, width))
+  chex.assert_shape(value, (batch, keys, key_heads, value_width))
 
-  by_keys: whether it sums over queries; its tiles are [keys, queries] then.
+
+def make_kernel_params(operands: Operands, spec: AttentionSpec, tiling: Any,
+                       by_keys: bool = False) -> tuple[KernelParams, BlockList, TileInputs]:
+  """Returns the static parameters of a kernel, the blocks it visits, and its tile inputs.
+
+  Args:
+    operands: the arrays.
+    spec: what is computed.
+    tiling: `tiling.Tiling` or `tiling.BackwardTiling`.
+    by_keys: whether the kernel sums over queries; its tiles are [keys, queries] then.
   """
-  kinds = blocks.block_kinds(steps.mask_of(operands, spec), cut.sizes)
-  block_map = blocks.block_map(kinds.swapaxes(-1, -2) if by_keys else kinds)
+  assert_shapes(operands)
+  kinds = block_map_lib.block_kinds(dense_operands.mask_of(operands, spec), tiling.sizes)
+  block_map = block_map_lib.block_map(kinds.swapaxes(-1, -2) if by_keys else kinds)
   heads = operands.query.shape[2]
   group = heads // operands.key.shape[2]
-  feed = Feed(spec, cut.sizes, transposed=by_keys, group=group)
-  setting = Setting(cut, Logits(feed, operands.bias is not None), heads, group,
-                    block_map.any_full, block_map.any_partial, mosaic.interpreted())
-  return setting, visits_of(block_map), feed.pack(operands)
+  loader = TileInputLoader(spec, tiling.sizes, transposed=by_keys, group=group)
+  params = KernelParams(tiling, Logits(loader, operands.bias is not None), heads, group,
+                        block_map.any_full, block_map.any_partial, mosaic.interpreted())
+  return params, make_block_list(block_map), loader.pack(operands)
 
 
-def place_of(block, heads: int, number: int) -> Place:
-  """Of the block of threads with that number: blocks of one head are neighbours.
+def grid_index_of(block: jax.Array, heads: int, num_blocks: int) -> GridIndex:
+  """Returns the position of a thread block; blocks of one head are neighbors.
 
   Args:
-    block: int32.
+    block: int32, the number of the thread block.
     heads: of a batch row.
-    number: of the blocks of a head.
+    num_blocks: of a head.
   """
-  heads, number = mosaic.int32(heads), mosaic.int32(number)
-  line = lax.div(block, number)
-  return Place(lax.div(line, heads), lax.rem(line, heads), lax.rem(block, number))
+  heads, num_blocks = mosaic.int32(heads), mosaic.int32(num_blocks)
+  line = lax.div(block, num_blocks)
+  return GridIndex(lax.div(line, heads), lax.rem(line, heads), lax.rem(block, num_blocks))
 
 
-def last_first(place: Place, number: int) -> Place:
-  """The same with blocks in reverse: those with most to do begin, as far as a mask is causal."""
-  return place._replace(block=mosaic.int32(number - 1) - place.block)
+def reverse_blocks(grid: GridIndex, num_blocks: int) -> GridIndex:
+  """Returns the position with blocks in reverse: under a causal mask the longest ones begin."""
+  return grid._replace(block=mosaic.int32(num_blocks - 1) - grid.block)
 
 
-def drain(free, stages: int, filled):
-  """Waits until all that was copied into a ring is free.
+def drain(consumed: Ref, num_stages: int, filled: jax.Array) -> None:
+  """Waits until all stages of a pipeline are consumed.
 
   Args:
-    free: barriers of the ring's stages.
-    stages: how many.
-    filled: how many times one was filled, int32.
+    consumed: barriers of the stages.
+    num_stages: of the pipeline.
+    filled: int32, how many times a stage was filled.
   """
-  def wait(n, _):
-    plgpu.barrier_wait(free.at[lax.rem(n, mosaic.int32(stages))])
+  def wait(n: jax.Array, _: tuple) -> tuple:
+    plgpu.barrier_wait(consumed.at[lax.rem(n, mosaic.int32(num_stages))])
     return ()
-  lax.fori_loop(jnp.maximum(filled - stages, 0), filled, wait, ())
+  lax.fori_loop(jnp.maximum(filled - num_stages, 0), filled, wait, ())

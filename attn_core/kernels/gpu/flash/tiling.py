@@ -1,65 +1,68 @@
-"""Blocks of the GPU kernels, and the shared memory that they need.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Tilings of the GPU kernels, and the shared memory that they need.
 
-A block of threads computes a block of queries, half of it in each of two warpgroups; blocks of
-keys and values pass through a ring of stages in shared memory.
+A thread block computes a block of queries, half of it in each of two consumer warpgroups; blocks of
+keys and values pass through a pipeline in shared memory.
 """
 
 from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from attn_core.kernels.common import dense_operands
 from attn_core.kernels.gpu import mosaic
-from attn_core.kernels.xla import tile_ops as steps
-from attn_core.masks import leaves as algebra, block_map as blocks
+from attn_core.masks import block_map, leaves, mask as mask_lib
 from attn_core.types import AttentionSpec, BlockSizes, Operands
 
-COMPUTING = 2  # warpgroups of the forward that compute; one more copies
-# Registers of a thread that computes, and of one that copies: 65,536 for all.
+CONSUMERS = 2  # warpgroups that compute; one more copies
+# Registers of a thread that computes, and of one that copies: a processor has 65,536.
 REGISTERS = {"compute": 240, "copy": 24}
 DTYPES = ("bfloat16", "float16")
-# The widths of D and E that there is code for; others are padded to the next.
+# Supported values of D and E; others are padded to the next.
 WIDTHS = (64, 80, 96, 128, 192, 256)
-# The larger of the widths of keys and values: tokens of a block of queries, of keys, and stages, as
-# many as fit.
+# From the larger width of keys and values to tokens of a block of queries, tokens of a block of
+# keys, and the number of stages, as many as fit.
 FORWARD = {64: (128, 128, 4), 80: (128, 128, 4), 96: (128, 128, 4), 128: (128, 128, 2),
            192: (128, 64, 3), 256: (128, 64, 2)}
-# Widths up to 64, full or causal and long: a seventh fewer instructions for each pair, which is
-# what limits such widths; other masks and features do not leave the registers.
-LONG_ROWS = (128, 256, 2)
+# The same for widths up to 64 with a full mask, or a causal one of many keys: a seventh fewer
+# instructions for each pair, which is what limits such widths; other masks and features do not
+# leave enough registers.
+LONG_TILING = (128, 256, 2)
 LONG = 4096  # keys; a causal mask of fewer hides too much of larger blocks
-# See `_busy`.
-BUSY_BLOCK_KV = 64
-# Sums of wider values leave no registers for what can be computed anew.
+# See `_high_register_pressure`.
+HIGH_PRESSURE_BLOCK_KV = 64
+# Sums of wider values leave no registers for numbers that can be recomputed.
 WIDE = 192
-OTHER_BYTES = 4096  # for barriers, lse, alignment, and what reductions across warps need
+OTHER_BYTES = 4096  # for barriers, lse, alignment, and reductions across warps
 
 
-class Cut(NamedTuple):
-  """How an attention is cut, in tokens, and how wide its rows are in shared memory."""
+class Tiling(NamedTuple):
+  """Tiling of the forward, in tokens, and the widths of its rows in shared memory; hashable."""
 
   queries: int  # T
   keys: int  # S
-  block_q: int  # of a block of threads
+  block_q: int  # of a thread block
   block_kv: int
-  stages: int
+  num_stages: int
   width: int  # D, padded
   value_width: int  # E, padded
 
   @property
-  def sizes(self) -> blocks.Sizes:
-    return blocks.Sizes(self.queries, self.keys, self.block_q, self.block_kv)
+  def sizes(self) -> block_map.Sizes:
+    return block_map.Sizes(self.queries, self.keys, self.block_q, self.block_kv)
 
   @property
-  def rows(self) -> int:
+  def warpgroup_rows(self) -> int:
     """Queries of a warpgroup."""
-    return self.block_q // COMPUTING
+    return self.block_q // CONSUMERS
 
 
 def padded_width(name: str, width: int) -> int:
-  """The width in shared memory.
+  """Returns the width in shared memory.
 
   Raises:
-    NotImplementedError: wider than any.
+    NotImplementedError: `width` is larger than the largest of WIDTHS.
   """
   if width > WIDTHS[-1]:
     raise NotImplementedError(
@@ -68,68 +71,69 @@ def padded_width(name: str, width: int) -> int:
   return next(x for x in WIDTHS if x >= width)
 
 
-def choose(operands: Operands, spec: AttentionSpec, requested: BlockSizes) -> Cut:
-  """How to cut the forward.
+def make_tiling(operands: Operands, spec: AttentionSpec, requested: BlockSizes) -> Tiling:
+  """Returns the tiling of the forward.
 
   Args:
-    operands: only shapes and dtypes count.
+    operands: only shapes and dtypes are read.
     spec: what is computed.
-    requested: what the caller fixed; None fields are chosen here, so that all fits.
+    requested: sizes fixed by the caller; None fields are chosen here, so that all fits.
 
   Raises:
-    NotImplementedError: a dtype or a width that there is no kernel for.
-    ValueError: a requested block that the kernel does not have, or that does not fit.
+    NotImplementedError: the dtype or a width is not supported.
+    ValueError: a requested size is not supported, or does not fit into shared memory.
   """
   _check_dtype(operands)
   width = padded_width("query", operands.query.shape[3])
   value_width = padded_width("value", operands.value.shape[3])
   block_q, block_kv, stages = FORWARD[max(width, value_width)]
-  if _busy(operands, spec):
-    block_kv = BUSY_BLOCK_KV
+  if _high_register_pressure(operands, spec):
+    block_kv = HIGH_PRESSURE_BLOCK_KV
   elif (not any(_features(operands, spec)) and max(width, value_width) <= 64
         and _has_long_rows(operands, spec)):
-    block_q, block_kv, stages = LONG_ROWS
+    block_q, block_kv, stages = LONG_TILING
   block_q = _requested(requested, "block_q", block_q, 128, 256)
   block_kv = _requested(requested, "block_kv", block_kv, 64, 256)
   if requested.block_heads is not None:
     raise ValueError(f"block_sizes.block_heads: got {requested.block_heads}; the GPU kernels "
                      "compute one query head at a time: expected None")
-  cut = Cut(operands.query.shape[1], operands.key.shape[1], block_q, block_kv, stages, width,
-            value_width)
-  # The output of another width than the queries takes memory of its own.
-  while cut.stages > 1 and shared_memory(cut) > mosaic.SHARED_MEMORY:
-    cut = cut._replace(stages=cut.stages - 1)
-  needed = shared_memory(cut)
-  if needed > mosaic.SHARED_MEMORY:
+  tiling = Tiling(operands.query.shape[1], operands.key.shape[1], block_q, block_kv, stages,
+                  width, value_width)
+  # An output whose width differs from that of the queries takes additional memory.
+  while tiling.num_stages > 1 and shared_memory(tiling) > mosaic.SHARED_MEMORY_BYTES:
+    tiling = tiling._replace(num_stages=tiling.num_stages - 1)
+  needed = shared_memory(tiling)
+  if needed > mosaic.SHARED_MEMORY_BYTES:
     raise ValueError(
         f"block_sizes: blocks of {block_q} queries and {block_kv} keys need "
         f"{needed / 1024:.0f} KiB of shared memory; expected at most "
-        f"{mosaic.SHARED_MEMORY // 1024}: give smaller block_q and block_kv")
-  return cut
+        f"{mosaic.SHARED_MEMORY_BYTES // 1024}: give smaller block_q and block_kv")
+  return tiling
 
 
 def _has_long_rows(operands: Operands, spec: AttentionSpec) -> bool:
-  mask = steps.mask_of(operands, spec)
-  if isinstance(mask, algebra.Full):
+  """Returns whether most queries attend to many keys."""
+  mask = dense_operands.mask_of(operands, spec)
+  if isinstance(mask, mask_lib.Full):
     return True
-  return isinstance(mask, algebra.Causal) and operands.key.shape[1] >= LONG
+  return isinstance(mask, leaves.Causal) and operands.key.shape[1] >= LONG
 
 
-def shared_memory(cut: Cut) -> int:
-  """Bytes that the forward takes: queries, stages of keys and values, and the output."""
+def shared_memory(tiling: Tiling) -> int:
+  """Returns the bytes that the forward takes: queries, keys and values in stages, the output."""
   itemsize = 2
-  rows = cut.width + (cut.value_width if cut.value_width != cut.width else 0)
-  staged = cut.stages * cut.block_kv * (cut.width + cut.value_width)
-  return itemsize * (cut.block_q * rows + staged) + OTHER_BYTES
+  row_width = tiling.width + (tiling.value_width if tiling.value_width != tiling.width else 0)
+  staged = tiling.num_stages * tiling.block_kv * (tiling.width + tiling.value_width)
+  return itemsize * (tiling.block_q * row_width + staged) + OTHER_BYTES
 
 
 def _features(operands: Operands, spec: AttentionSpec) -> tuple[bool, ...]:
-  """Whether there are a bias, dropout and a soft cap."""
+  """Returns whether there are a bias, dropout and a soft cap."""
   return operands.bias is not None, spec.dropout_prob > 0, spec.logits_soft_cap is not None
 
 
-def _busy(operands: Operands, spec: AttentionSpec) -> bool:
-  """Whether two of them need registers for every pair."""
+def _high_register_pressure(operands: Operands, spec: AttentionSpec) -> bool:
+  """Returns whether at least two features need registers for every pair."""
   return sum(_features(operands, spec)) > 1
 
 
@@ -142,6 +146,7 @@ def _check_dtype(operands: Operands) -> None:
 
 
 def _requested(requested: BlockSizes, field: str, tuned: int, multiple: int, most: int) -> int:
+  """Returns the requested size, checked, or the tuned one."""
   size = getattr(requested, field)
   if size is None:
     return tuned
@@ -153,108 +158,111 @@ def _requested(requested: BlockSizes, field: str, tuned: int, multiple: int, mos
 
 # --- Backward. -----------------------------------------------------------------------------------
 
-PASSED = 2  # tiles of weights on their way between two warpgroups that share their keys
-# Registers of a thread of the first of these, which has the exponentials, and of the second.
+P_STAGES = 2  # of the pipeline of P between two warpgroups that share their keys
+# Registers of a thread of the first of these, which exponentiates, and of the second.
 REGISTERS_SHARED = 248, 232
-# Width of queries and keys, the larger one of those of values: of the kernel that sums over keys,
-# tokens of a block of keys, stages of keys and of values.
+# Tilings of the backward, by the larger width of keys and values.
+# Of the kernel that sums over keys: tokens of a block of keys, stages of keys and of values.
 BACKWARD_QUERY = {64: (128, (2, 2)), 80: (128, (2, 2)), 96: (128, (2, 2)), 128: (128, (2, 2)),
                   192: (64, (2, 2)), 256: (64, (2, 1))}
 # Of the kernel that sums over queries: stages of queries and of d_out, and whether the warpgroups
 # share their keys. A block is 64 queries: more do not leave enough registers.
 BACKWARD_KEY = {64: ((3, 3), False), 80: ((3, 3), False), 96: ((3, 3), False),
                 128: ((2, 2), False), 192: ((2, 2), True), 256: ((2, 2), True)}
-# Of the kernel of a bias's cotangent: stages of what is not owned, by the larger width.
+# Of the kernel of a bias's cotangent: the number of stages.
 BACKWARD_BIAS = {64: 4, 80: 3, 96: 3, 128: 2, 192: 2, 256: 1}
 BACKWARD_OTHER_BYTES = 1536  # for barriers and alignment
 
 
-class BackwardCut(NamedTuple):
-  """How a kernel of the backward cuts an attention, in tokens."""
+class BackwardTiling(NamedTuple):
+  """Tiling of a kernel of the backward, in tokens; hashable."""
 
   queries: int  # T
   keys: int  # S
   block_q: int
   block_kv: int
-  stages: tuple[int, int]  # of what is D wide, and of what is E wide
+  num_stages: tuple[int, int]  # of the pipelines of width D and of width E
   width: int  # D, padded
   value_width: int  # E, padded
-  by_keys: bool  # whether it sums over queries: what passes through the stages
-  shared: bool = False  # whether the computing warpgroups share their keys
+  by_keys: bool  # whether it sums over queries, which then pass through the pipelines
+  shared: bool = False  # whether the consumer warpgroups share their keys
 
   @property
-  def sizes(self) -> blocks.Sizes:
-    return blocks.Sizes(self.queries, self.keys, self.block_q, self.block_kv)
+  def sizes(self) -> block_map.Sizes:
+    return block_map.Sizes(self.queries, self.keys, self.block_q, self.block_kv)
 
 
-class BiasCuts(NamedTuple):
-  """Of the kernel of a bias's cotangent."""
+class BiasTilings(NamedTuple):
+  """Tilings of the kernel of a bias's cotangent."""
 
-  query: BackwardCut  # owns queries: a number for every pair
-  key: BackwardCut  # owns keys: the same number for all queries
-
-
-class BackwardCuts(NamedTuple):
-  """Of the two kernels of the backward."""
-
-  query: BackwardCut  # sums over keys
-  key: BackwardCut  # sums over queries
+  query: BackwardTiling  # owns queries: for a bias with a number for every pair
+  key: BackwardTiling  # owns keys: for a bias with the same number for all queries
 
 
-def choose_backward(operands: Operands, spec: AttentionSpec, requested: BlockSizes) -> BackwardCuts:
-  """How to cut the backward; arguments and errors as of `choose`."""
+class BackwardTilings(NamedTuple):
+  """Tilings of the two kernels of the backward."""
+
+  query: BackwardTiling  # sums over keys
+  key: BackwardTiling  # sums over queries
+
+
+def make_backward_tilings(operands: Operands, spec: AttentionSpec,
+                          requested: BlockSizes) -> BackwardTilings:
+  """Returns the tilings of the backward; arguments and errors as of `make_tiling`."""
   _check_dtype(operands)
   lengths = operands.query.shape[1], operands.key.shape[1]
   widths = (padded_width("query", operands.query.shape[3]),
             padded_width("value", operands.value.shape[3]))
-  busy = _busy(operands, spec)
+  high_pressure = _high_register_pressure(operands, spec)
   block_kv, stages = BACKWARD_QUERY[max(widths)]
-  if busy or operands.bias is not None:
-    block_kv = BUSY_BLOCK_KV
+  if high_pressure or operands.bias is not None:
+    block_kv = HIGH_PRESSURE_BLOCK_KV
   block_kv = _requested(requested, "block_kv_backward", block_kv, 64, 128)
-  query = BackwardCut(*lengths, COMPUTING * mosaic.ROW_TILE, block_kv, stages, *widths, False)
+  query = BackwardTiling(*lengths, CONSUMERS * mosaic.WGMMA_ROWS, block_kv, stages, *widths, False)
   stages, shared = BACKWARD_KEY[max(widths)]
-  shared = shared or busy
-  block_q = _requested(requested, "block_q_backward", mosaic.ROW_TILE, 64, 64)
-  block_kv = (1 if shared else COMPUTING) * mosaic.ROW_TILE
-  key = BackwardCut(*lengths, block_q, block_kv, stages, *widths, True, shared)
+  shared = shared or high_pressure
+  block_q = _requested(requested, "block_q_backward", mosaic.WGMMA_ROWS, 64, 64)
+  block_kv = (1 if shared else CONSUMERS) * mosaic.WGMMA_ROWS
+  key = BackwardTiling(*lengths, block_q, block_kv, stages, *widths, True, shared)
   needed = shared_memory_backward(query)
-  if needed > mosaic.SHARED_MEMORY:
+  if needed > mosaic.SHARED_MEMORY_BYTES:
     raise ValueError(
         f"block_sizes.block_kv_backward: {query.block_kv} keys need {needed / 1024:.0f} KiB of "
-        f"shared memory; expected at most {mosaic.SHARED_MEMORY // 1024}: give 64")
-  return BackwardCuts(query, key)
+        f"shared memory; expected at most {mosaic.SHARED_MEMORY_BYTES // 1024}: give 64")
+  return BackwardTilings(query, key)
 
 
-def shared_memory_backward(cut: BackwardCut) -> int:
-  """Bytes that a kernel of the backward takes: its own tokens, and stages of the others."""
-  own, staged = (cut.block_kv, cut.block_q) if cut.by_keys else (cut.block_q, cut.block_kv)
-  tokens = [own + stages * staged for stages in cut.stages]
-  needed = 2 * (tokens[0] * cut.width + tokens[1] * cut.value_width)
-  if cut.by_keys:
-    needed += 4 * sum(cut.stages) * staged
-  if cut.shared:
-    needed += 4 * PASSED * cut.block_q * cut.block_kv
+def shared_memory_backward(tiling: BackwardTiling) -> int:
+  """Returns the bytes that a kernel of the backward takes: its own tokens, and staged ones."""
+  own, staged = tiling.block_q, tiling.block_kv
+  if tiling.by_keys:
+    own, staged = staged, own
+  tokens = [own + stages * staged for stages in tiling.num_stages]
+  needed = 2 * (tokens[0] * tiling.width + tokens[1] * tiling.value_width)
+  if tiling.by_keys:
+    needed += 4 * sum(tiling.num_stages) * staged
+  if tiling.shared:
+    needed += 4 * P_STAGES * tiling.block_q * tiling.block_kv
   return needed + BACKWARD_OTHER_BYTES
 
 
-def choose_bias(operands: Operands) -> BiasCuts:
-  """How to cut the kernel of a bias's cotangent; only shapes count."""
+def make_bias_tilings(operands: Operands) -> BiasTilings:
+  """Returns the tilings of the kernel of a bias's cotangent; only shapes are read."""
   widths = (padded_width("query", operands.query.shape[3]),
             padded_width("value", operands.value.shape[3]))
   stages = (BACKWARD_BIAS[max(widths)],) * 2
-  def cut(by_keys):
-    blocks_of = mosaic.ROW_TILE, COMPUTING * mosaic.ROW_TILE
+  def make(by_keys: bool) -> BackwardTiling:
+    blocks_of = mosaic.WGMMA_ROWS, CONSUMERS * mosaic.WGMMA_ROWS
     block_q, block_kv = blocks_of if by_keys else blocks_of[::-1]
-    return BackwardCut(operands.query.shape[1], operands.key.shape[1], block_q, block_kv, stages,
+    return BackwardTiling(operands.query.shape[1], operands.key.shape[1], block_q, block_kv, stages,
                        *widths, by_keys)
-  return BiasCuts(cut(False), cut(True))
+  return BiasTilings(make(False), make(True))
 
 
-def shared_memory_bias(cut: BackwardCut) -> int:
-  """Bytes that the kernel of a bias's cotangent takes: what it owns, stages, a float32 result."""
-  own, staged = COMPUTING * mosaic.ROW_TILE, mosaic.ROW_TILE
-  tokens = own + cut.stages[0] * staged
-  # One number for each of its own, in whole kilobytes, with what warps need to add theirs up.
-  result = 1024 * (1 + COMPUTING) if cut.by_keys else 4 * own * staged
-  return 2 * tokens * (cut.width + cut.value_width) + result + BACKWARD_OTHER_BYTES
+def shared_memory_bias(tiling: BackwardTiling) -> int:
+  """Returns the bytes that the kernel of a bias's cotangent takes."""
+  own, staged = CONSUMERS * mosaic.WGMMA_ROWS, mosaic.WGMMA_ROWS
+  tokens = own + tiling.num_stages[0] * staged
+  # One number for each row it owns, in whole kilobytes, and memory for sums across warps.
+  result = 1024 * (1 + CONSUMERS) if tiling.by_keys else 4 * own * staged
+  return 2 * tokens * (tiling.width + tiling.value_width) + result + BACKWARD_OTHER_BYTES

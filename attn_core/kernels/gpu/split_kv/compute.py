@@ -1,176 +1,207 @@
-"""What the computing warpgroup of a part does: it folds blocks of keys, as they come, into results.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The consumer warpgroup of a split-KV kernel: folds blocks of keys and values into a softmax.
 
-Letters: as in `parts`.
+Tiles are [block_kv, num_rows]: keys along the rows, queries along the columns.
 """
 
 import functools
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable, Iterator, NamedTuple
 
+import jax
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from attn_core.kernels.gpu import mosaic, wgmma as products
-from attn_core.kernels.gpu.split_kv import kernel as parts, quantized_kv as small
-from attn_core.kernels.gpu.flash.logits import Logits
 from attn_core.kernels.common.online_softmax import LOG2E
+from attn_core.kernels.gpu import mosaic, wgmma
+from attn_core.kernels.gpu.flash.logits import Logits
+from attn_core.kernels.gpu.flash.tile_inputs import TileInputs
+from attn_core.kernels.gpu.mosaic import Ref
+from attn_core.kernels.gpu.split_kv import quantized_kv
+from attn_core.kernels.gpu.split_kv.kernel import (BLOCK_KV, BlockRange, KernelParams, Scratch,
+                                                   broadcast_along, store_transposed)
+
+Slots = tuple[jax.Array, jax.Array]  # int32 stages of keys and of values
 
 
 class _Running(NamedTuple):
-  """The softmax of the keys seen so far; see `kernels.softmax.Running`."""
+  """The softmax of the keys seen so far; see `kernels.common.online_softmax.Running`."""
 
-  highest: Any  # [R]: logits times log2(e); -inf before the first visible key
-  total: Any  # [C, R]: to be summed over C
-  output: Any  # [E', R]
+  m_i: jax.Array  # [num_rows]: logits times log2(e); -inf before the first visible key
+  l_i: jax.Array  # [block_kv, num_rows]: to be summed over block_kv
+  acc: jax.Array  # [padded_value_width, num_rows]
 
 
-class Fold(NamedTuple):
-  """Folds blocks of keys and values, as they arrive, into results of a part."""
+class _Scores(NamedTuple):
+  """Scores of a block of keys, and what its values contribute besides themselves."""
 
-  shape: parts.Shape
+  qk: jax.Array  # [block_kv, num_rows]
+  # [block_kv]: NaN for keys whose values are non-finite, else 0; None: nothing is masked.
+  nan_keys: jax.Array | None
+  value_scales: jax.Array | None  # [block_kv]: factors of P; None: 1
+
+
+class ConsumerWarpgroup(NamedTuple):
+  """Computes the results of a split from the blocks in the pipelines."""
+
+  params: KernelParams
   logits: Logits
-  extras: Any  # of `Logits`
-  tile: Callable  # n -> tile of `Logits`: rows and the keys of the n-th block of the line
-  scratch: parts.Scratch
+  tile_inputs: TileInputs  # of `logits`
+  tile: Callable[[jax.Array], Any]  # n -> tile of `logits`: rows, and the n-th block of keys
+  scratch: Scratch
   interpret: bool  # whether the kernel is interpreted
-  scales: small.Scales | None = None  # of keys and values in 8 bits
+  scales: quantized_kv.ScaleReader | None = None  # of int8 or fp8 keys and values
 
-  def run(self, visit: parts.Visit, out, lse):
-    """From the first block to the copy of the results to references [E', R] and [R]."""
-    shape = self.shape
+  def run(self, blocks: BlockRange, out: Ref, lse: Ref) -> None:
+    """Computes all blocks and copies out [padded_value_width, num_rows] and lse [num_rows]."""
+    params = self.params
     running = _Running(
-        mosaic.filled(-jnp.inf, (shape.rows,), mosaic.COLUMNS),
-        mosaic.filled(0, (parts.BLOCK, shape.rows), mosaic.TILE),
-        mosaic.filled(0, (shape.value_rows, shape.rows), mosaic.TILE))
-    plgpu.barrier_wait(self.scratch.query_full)
-    bounds = visit.first, visit.first_full, visit.end_full, visit.end
-    if visit.first_full is None:
-      bounds = None, visit.first, visit.end_full, visit.end
+        mosaic.full(-jnp.inf, (params.num_rows,), mosaic.COLUMN_LAYOUT),
+        mosaic.full(0, (BLOCK_KV, params.num_rows), mosaic.TILE_LAYOUT),
+        mosaic.full(0, (params.padded_value_width, params.num_rows), mosaic.TILE_LAYOUT))
+    plgpu.barrier_wait(self.scratch.q_barrier)
+    bounds = blocks.first, blocks.first_full, blocks.end_full, blocks.end
+    if blocks.first_full is None:
+      bounds = None, blocks.first, blocks.end_full, blocks.end
     for first, end, masked in zip(bounds, bounds[1:], (True, False, True)):
       if first is not None:
         running = lax.fori_loop(first, end, functools.partial(
-            lambda masked, n, x: self.step(n, n - visit.first, x, masked), masked), running)
+            lambda masked, n, x: self.step(n, n - blocks.first, x, masked), masked), running)
     self.write(running, out, lse)
 
-  def step(self, n, number, running: _Running, masked: bool) -> _Running:
-    """Folds in the n-th block of the line, the `number`-th of the part."""
+  def step(self, n: jax.Array, step: jax.Array, running: _Running, masked: bool) -> _Running:
+    """Folds in the n-th block of the row block, in the step-th step of the split."""
     scratch, unit = self.scratch, self.logits.unit
-    slots = tuple(lax.rem(number, mosaic.int32(stages)) for stages in self.shape.stages)
-    plgpu.barrier_wait(scratch.key_full.at[slots[0]])
-    scores, spoilt, factors = (self.scores if self.scales is None else self.small_scores)(
+    slots = tuple(lax.rem(step, mosaic.int32(stages)) for stages in self.params.num_stages)
+
+    # 1. qk = K Q^T, and NaN for non-finite keys.
+    plgpu.barrier_wait(scratch.k_barriers.at[slots[0]])
+    qk, nan_keys, value_scales = (self.scores if self.scales is None else self.quantized_scores)(
         slots, masked)
-    plgpu.barrier_arrive(scratch.key_free.at[slots[0]])
-    scores = scores + 0.0 * scores  # NaN where not finite
-    if spoilt is not None:
-      scores = scores + parts.along(spoilt, scores.shape, 0)
-    logits, _ = self.logits.of(self.extras, self.tile(n) if masked else None, scores, masked)
-    highest = jnp.maximum(running.highest, logits.max(axis=0) * unit)
-    # While a row has seen nothing, its highest is -inf, and -inf - -inf would be NaN.
-    reference = jnp.where(highest == -jnp.inf, 0.0, highest)
-    weights = jnp.exp2(logits * unit - parts.along(reference, logits.shape, 1))
-    shrink = jnp.exp2(running.highest - reference)
-    scaled = weights if factors is None else weights * parts.along(factors, weights.shape, 0)
-    parts.store_turned(scratch.weights, scaled)
+    plgpu.barrier_arrive(scratch.k_consumed_barriers.at[slots[0]])
+    qk = qk + 0.0 * qk  # NaN where not finite
+    if nan_keys is not None:
+      qk = qk + broadcast_along(nan_keys, qk.shape, 0)
+
+    # 2. Logits and softmax.
+    logits, _ = self.logits.compute(
+        self.tile_inputs, self.tile(n) if masked else None, qk, masked)
+    m_i = jnp.maximum(running.m_i, logits.max(axis=0) * unit)
+    # While a row has seen nothing, m_i is -inf, and -inf - -inf would be NaN.
+    reference = jnp.where(m_i == -jnp.inf, 0.0, m_i)
+    p = jnp.exp2(logits * unit - broadcast_along(reference, logits.shape, 1))
+    alpha = jnp.exp2(running.m_i - reference)
+    scaled = p if value_scales is None else p * broadcast_along(value_scales, p.shape, 0)
+    store_transposed(scratch.p_smem, scaled)
     plgpu.commit_smem()
-    values = scratch.converted
+
+    # 3. V^T P^T, while the accumulators are rescaled.
+    v_smem = scratch.dequantized_v_smem
     if self.scales is None:
-      values = scratch.value.at[slots[1]]
+      v_smem = scratch.v_smem.at[slots[1]]
       if not masked:
-        plgpu.barrier_wait(scratch.value_full.at[slots[1]])
-    def meanwhile():
-      return (running.total * parts.along(shrink, running.total.shape, 1) + weights,
-              running.output * parts.along(shrink, running.output.shape, 1))
-    fresh, (total, output) = products.beside(values.T, scratch.weights.T, meanwhile)
+        plgpu.barrier_wait(scratch.v_barriers.at[slots[1]])
+    def rescale() -> tuple[jax.Array, jax.Array]:
+      return (running.l_i * broadcast_along(alpha, running.l_i.shape, 1) + p,
+              running.acc * broadcast_along(alpha, running.acc.shape, 1))
+    pv, (l_i, acc) = wgmma.matmul_overlapped(v_smem.T, scratch.p_smem.T, rescale)
     if self.scales is None:
-      plgpu.barrier_arrive(scratch.value_free.at[slots[1]])
-    return _Running(highest, total, output + fresh)
+      plgpu.barrier_arrive(scratch.v_consumed_barriers.at[slots[1]])
+    return _Running(m_i, l_i, acc + pv)
 
-  def scores(self, slots, masked: bool):
-    """(scores [C, R], NaN [C] for keys whose values are not finite or None, None)."""
-    scratch, (key, value) = self.scratch, slots
-    scores, _ = products.beside(scratch.key.at[key], scratch.query.T)
+  def scores(self, slots: Slots, masked: bool) -> _Scores:
+    """Computes K Q^T; masks non-finite values where some of the block is hidden."""
+    scratch, (k_slot, v_slot) = self.scratch, slots
+    qk, _ = wgmma.matmul_overlapped(scratch.k_smem.at[k_slot], scratch.q_smem.T)
     if not masked:
-      return scores, None, None
-    plgpu.barrier_wait(scratch.value_full.at[value])
-    return scores, self.shield(scratch.value.at[value]), None
+      return _Scores(qk, None, None)
+    plgpu.barrier_wait(scratch.v_barriers.at[v_slot])
+    return _Scores(qk, self.mask_nonfinite(scratch.v_smem.at[v_slot]), None)
 
-  def small_scores(self, slots, masked: bool):
-    """As `scores`, with factors [C] of the weights or None; converts the values."""
-    scratch, scales, (key, value) = self.scratch, self.scales, slots
-    def pieces():
-      for columns, x in small.load(
-          scratch.key.at[key], self.shape.width, scratch.query.dtype):
-        yield x, scratch.query.at[:, columns].T
-    def convert():
-      plgpu.barrier_wait(scratch.value_full.at[value])
-      # Until all warps are past the last product of values, it may read what is written now.
+  def quantized_scores(self, slots: Slots, masked: bool) -> _Scores:
+    """Does the same for quantized keys, and converts the values."""
+    scratch, scales, (k_slot, v_slot) = self.scratch, self.scales, slots
+    def pieces() -> Iterator[tuple[jax.Array, Ref]]:
+      for columns, x in quantized_kv.load_converted(
+          scratch.k_smem.at[k_slot], self.params.width, scratch.q_smem.dtype):
+        yield x, scratch.q_smem.at[:, columns].T
+    qk = wgmma.matmul_registers(
+        (BLOCK_KV, self.params.num_rows), pieces(), interpret=self.interpret)
+    nan_keys, value_scales = self.convert_values(v_slot, masked)
+    key_scales = scales.per_token(False, k_slot)
+    qk = qk * (scales.per_tensor(False) if key_scales is None
+               else broadcast_along(key_scales, qk.shape, 0))
+    return _Scores(qk, nan_keys, value_scales)
+
+  def convert_values(self, slot: jax.Array,
+                     masked: bool) -> tuple[jax.Array | None, jax.Array | None]:
+    """Converts a stage of quantized values; returns (nan_keys, value_scales) of `_Scores`."""
+    scratch, scales = self.scratch, self.scales
+    plgpu.barrier_wait(scratch.v_barriers.at[slot])
+    # Until all warps are past the last product of values, it may read what is written now.
+    plgpu.commit_smem()
+    for columns, x in quantized_kv.load_converted(
+        scratch.v_smem.at[slot], self.params.value_width, scratch.dequantized_v_smem.dtype):
+      scratch.dequantized_v_smem[:, columns] = x
+    nan_keys, value_scales = None, scales.per_token(True, slot)
+    plgpu.barrier_arrive(scratch.v_consumed_barriers.at[slot])
+    if masked and scales.quantized.is_floating:
       plgpu.commit_smem()
-      for columns, x in small.load(
-          scratch.value.at[value], self.shape.value_width, scratch.converted.dtype):
-        scratch.converted[:, columns] = x
-      spoilt, factors = None, scales.rows(True, value)
-      plgpu.barrier_arrive(scratch.value_free.at[value])
-      if masked and scales.small.floats:
-        plgpu.commit_smem()
-        spoilt = self.shield(scratch.converted)
-      if masked and factors is not None:
-        zero = 0.0 * factors  # or NaN
-        factors = jnp.where(zero == 0.0, factors, 0.0)
-        spoilt = zero if spoilt is None else spoilt + zero
-      return spoilt, factors
-    scores = products.of_registers(
-        (parts.BLOCK, self.shape.rows), pieces(), interpret=self.interpret)
-    spoilt, factors = convert()
-    rows = scales.rows(False, key)
-    scores = scores * (scales.number(False) if rows is None else parts.along(rows, scores.shape, 0))
-    return scores, spoilt, factors
+      nan_keys = self.mask_nonfinite(scratch.dequantized_v_smem)
+    if masked and value_scales is not None:
+      zero_or_nan = 0.0 * value_scales
+      value_scales = jnp.where(zero_or_nan == 0.0, value_scales, 0.0)
+      nan_keys = zero_or_nan if nan_keys is None else nan_keys + zero_or_nan
+    return nan_keys, value_scales
 
-  def shield(self, values):
-    """Replaces values that are not finite by 0; returns NaN [C] for their keys, 0 for others.
+  def mask_nonfinite(self, v_smem: Ref) -> jax.Array:
+    """Replaces non-finite values by 0; returns [block_kv], NaN for their keys and 0 for others.
 
-    0 * NaN is NaN, and would reach those from whom the key is hidden.
+    0 * NaN is NaN, and would reach queries from which the key is hidden.
 
     Args:
-      values: reference [C, E'].
+      v_smem: reference [block_kv, padded_value_width].
     """
-    def columns(n, spoilt):  # few at a time, for the sake of registers
-      part = values.at[:, pl.ds(n * parts.BLOCK, parts.BLOCK)]
-      value = mosaic.load(part, mosaic.TILE).astype(jnp.float32)
-      zero = self.within(0.0 * value, 1, n * parts.BLOCK)  # or NaN
-      part[...] = jnp.where(zero == 0.0, value, 0.0).astype(values.dtype)
-      return spoilt + zero.sum(axis=1)
-    spoilt = lax.fori_loop(
-        mosaic.int32(0), mosaic.int32(self.shape.value_rows // parts.BLOCK), columns,
-        mosaic.filled(0, (parts.BLOCK,), mosaic.ROWS))
+    def columns(n: jax.Array, nan_keys: jax.Array) -> jax.Array:  # few at a time saves registers
+      part = v_smem.at[:, pl.ds(n * BLOCK_KV, BLOCK_KV)]
+      value = mosaic.load(part, mosaic.TILE_LAYOUT).astype(jnp.float32)
+      zero_or_nan = self.zero_padding(0.0 * value, 1, n * BLOCK_KV)
+      part[...] = jnp.where(zero_or_nan == 0.0, value, 0.0).astype(v_smem.dtype)
+      return nan_keys + zero_or_nan.sum(axis=1)
+    nan_keys = lax.fori_loop(
+        mosaic.int32(0), mosaic.int32(self.params.padded_value_width // BLOCK_KV), columns,
+        mosaic.full(0, (BLOCK_KV,), mosaic.ROW_LAYOUT))
     plgpu.commit_smem()
-    return spoilt
+    return nan_keys
 
-  def within(self, x, axis: int, first):
-    """0 instead of what lies beyond the value width, along an axis that begins at `first`."""
-    shape = self.shape
-    if shape.value_rows == shape.value_width:
+  def zero_padding(self, x: jax.Array, axis: int, first: Any) -> jax.Array:
+    """Returns x with zeros beyond E along an axis, whose indices begin at `first`."""
+    params = self.params
+    if params.padded_value_width == params.value_width:
       return x
-    numbers = plgpu.broadcasted_iota(
-        jnp.int32, (x.shape[axis],), 0, layout=mosaic.COLUMNS if axis else mosaic.ROWS)
-    numbers = parts.along(lax.optimization_barrier(numbers + first), x.shape, axis)
-    return jnp.where(numbers < mosaic.int32(shape.value_width), x, 0.0)
+    index = plgpu.broadcasted_iota(
+        jnp.int32, (x.shape[axis],), 0,
+        layout=mosaic.COLUMN_LAYOUT if axis else mosaic.ROW_LAYOUT)
+    index = broadcast_along(lax.optimization_barrier(index + first), x.shape, axis)
+    return jnp.where(index < mosaic.int32(params.value_width), x, 0.0)
 
-  def write(self, running: _Running, out, lse):
-    """Normalises and copies a part's results."""
-    scratch, (highest, total, output) = self.scratch, running
-    output, total = self.within(output, 0, 0), total.sum(axis=0)
-    number = None if self.scales is None else self.scales.number(True)
-    if number is not None:  # whatever it is, it is nothing to a row that saw nothing
-      number = jnp.where(total == 0.0, 0.0, jnp.full_like(total, number))
-      output = output * parts.along(number, output.shape, 1)
-    # A row that saw a value which is not finite is NaN in all its columns, and in its lse.
-    total = total + 0.0 * output.sum(axis=0)
-    empty = total == 0.0
-    total = jnp.where(empty, 1.0, total)
-    scratch.out[...] = output * parts.along(1 / total, output.shape, 1)
-    scratch.lse[...] = jnp.where(empty, -jnp.inf, highest + jnp.log(total) * LOG2E)
+  def write(self, running: _Running, out: Ref, lse: Ref) -> None:
+    """Normalizes and copies the results of a split."""
+    scratch, (m_i, l_i, acc) = self.scratch, running
+    acc, l_i = self.zero_padding(acc, 0, 0), l_i.sum(axis=0)
+    scale = None if self.scales is None else self.scales.per_tensor(True)
+    if scale is not None:  # even a non-finite scale leaves rows that attend to nothing at 0
+      scale = jnp.where(l_i == 0.0, 0.0, jnp.full_like(l_i, scale))
+      acc = acc * broadcast_along(scale, acc.shape, 1)
+    # A row that attends to a non-finite value is NaN in all its columns, and in its lse.
+    l_i = l_i + 0.0 * acc.sum(axis=0)
+    empty = l_i == 0.0
+    l_i = jnp.where(empty, 1.0, l_i)
+    scratch.out_smem[...] = acc * broadcast_along(1 / l_i, acc.shape, 1)
+    scratch.lse_smem[...] = jnp.where(empty, -jnp.inf, m_i + jnp.log(l_i) * LOG2E)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(scratch.out, out)
-    plgpu.copy_smem_to_gmem(scratch.lse, lse)
+    plgpu.copy_smem_to_gmem(scratch.out_smem, out)
+    plgpu.copy_smem_to_gmem(scratch.lse_smem, lse)
     plgpu.wait_smem_to_gmem(0)

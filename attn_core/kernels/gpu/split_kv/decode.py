@@ -1,76 +1,80 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """Decoding on Hopper: a few queries a row against a dense cache, of which live blocks are read.
 
-Rows of products are keys, see `parts`. A row's blocks of keys are those that its mask leaves
-visible; a part is some of them.
-
-Letters: B batch, T query length, S key length, H query heads, K key heads, G = H / K, D query and
-key width, E value width; R rows of a line (token-major: query r // G, head r % G of the group),
-M lines of a key head, N parts of a line.
+The keys are split over thread blocks, see `split_kv.kernel`. The blocks of keys of a batch row are
+those that its mask leaves visible; a split is a range of them. The rows of a key head, token-major
+(query row // G, head row % G of the group), are cut into row blocks of `num_rows`.
 """
 
 import functools
 from typing import Any, NamedTuple
 
+import chex
+import jax
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-from attn_core.kernels.gpu.split_kv import compute as fold, combine as merge, kernel as parts, quantized_kv as small
-from attn_core.kernels.gpu import mosaic
-from attn_core.kernels.gpu.flash.tile_inputs import Extras, Feed
-from attn_core.kernels.gpu.flash.logits import Logits
-from attn_core.kernels.gpu.flash.block_list import Visits, visits_of
+from attn_core.kernels.common import dense_operands
 from attn_core.kernels.common.contract import Kernel, Residuals
-from attn_core.kernels.xla import decode, tile_ops as steps
-from attn_core.masks import leaves as algebra, block_map as blocks, tile as tiles
+from attn_core.kernels.gpu import mosaic
+from attn_core.kernels.gpu.flash.block_list import BlockList, make_block_list
+from attn_core.kernels.gpu.flash.logits import Logits
+from attn_core.kernels.gpu.flash.tile_inputs import TileInputLoader, TileInputs
+from attn_core.kernels.gpu.mosaic import Ref
+from attn_core.kernels.gpu.split_kv import combine, compute, kernel as split_kv, quantized_kv
+from attn_core.masks import block_map, mask as mask_lib, tile as tile_lib
 from attn_core.types import AttentionSpec, BlockSizes, Operands, cdiv
 
 DTYPES = ("bfloat16", "float16")
-MOST_QUERIES = 64
+MAX_QUERIES = 64
 
 
 class Inputs(NamedTuple):
   """References in global memory."""
 
-  query: Any  # [B, K, M * R, D]
-  key: Any  # [B, S, K, D]
-  value: Any  # [B, S, K, E]
-  scales: tuple  # of keys and of values in 8 bits, as `small.packed` has them, or ()
-  visits: Visits  # one block of all queries of all heads
-  extras: Extras
+  query: Ref  # [B, K, row_blocks * num_rows, D]
+  key: Ref  # [B, S, K, D]
+  value: Ref  # [B, S, K, E]
+  scales: tuple[Ref, ...]  # of int8 or fp8 keys and values by `quantized_kv.pack_scales`, or ()
+  block_list: BlockList  # of one block of all queries of all heads
+  tile_inputs: TileInputs
 
 
-class Cut(NamedTuple):
-  """How a decode is cut; hashable."""
+class Tiling(NamedTuple):
+  """Division of a decode into thread blocks; hashable."""
 
-  shape: parts.Shape
+  params: split_kv.KernelParams
   key_heads: int
   group: int
-  lines: int  # M
+  row_blocks: int  # of a key head
   interpret: bool
 
 
-class Place(NamedTuple):
-  """Where a block of threads works; int32."""
+class GridIndex(NamedTuple):
+  """Position of a thread block in the grid; int32."""
 
-  batch: Any
-  part: Any
-  line: Any  # below M
-  head: Any  # of keys
+  batch: jax.Array
+  split: jax.Array
+  row_block: jax.Array
+  head: jax.Array  # of keys
 
 
-class RowFeed(Feed):
-  """A `Feed` whose queries are rows: the queries of every head of a group."""
+class RowTileInputLoader(TileInputLoader):
+  """A `TileInputLoader` whose queries are rows: the queries of every head of a group."""
 
-  def pack(self, operands: Operands) -> Extras:
-    roles = algebra.structure_roles(self.spec.mask)
-    arrays = tuple(self._rows(x, role, operands)
+  def pack(self, operands: Operands) -> TileInputs:
+    roles = mask_lib.structure_roles(self.spec.mask)
+    arrays = tuple(self._repeat_rows(x, role, operands)
                    for x, role in zip(operands.mask.arrays, roles))
     return super().pack(operands._replace(mask=operands.mask._replace(arrays=arrays)))
 
-  def coordinates(self, extras: Extras, tile: tiles.Tile):
-    mask, at = super().coordinates(extras, tile)
+  def coordinates(self, tile_inputs: TileInputs,
+                  tile: tile_lib.Tile) -> tuple[mask_lib.Mask, mask_lib.Coordinates]:
+    mask, at = super().coordinates(tile_inputs, tile)
     first = tile.head * mosaic.int32(self.group)
     head, row = at.head - tile.head + first, at.query_index
     if self.group > 1:
@@ -78,11 +82,11 @@ class RowFeed(Feed):
       row, head = lax.div(row, group), head + lax.rem(row, group)
     return mask, at._replace(head=head, query_index=row, query_position=row)
 
-  def _rows(self, x, role: str, operands: Operands):
-    """An array of the mask with numbers of queries (and heads) as numbers of rows."""
-    if role == algebra.QUERY and x.shape[1] > 1:
+  def _repeat_rows(self, x: jax.Array, role: str, operands: Operands) -> jax.Array:
+    """Returns an array of the mask with its query (and head) axes expanded to rows."""
+    if role == mask_lib.QUERY and x.shape[1] > 1:
       return jnp.repeat(x, self.group, axis=1)
-    if role != algebra.DENSE or x.shape[1] == x.shape[2] == 1:
+    if role != mask_lib.DENSE or x.shape[1] == x.shape[2] == 1:
       return x
     queries, heads = operands.query.shape[1:3]
     heads = heads if x.shape[1] > 1 else self.group  # or one group for all
@@ -91,166 +95,196 @@ class RowFeed(Feed):
     return x.swapaxes(2, 3).reshape(*x.shape[:2], -1, x.shape[4])
 
 
-def cut_of(operands: Operands, requested: BlockSizes) -> Cut:
-  """How to cut a decode.
+def make_tiling(operands: Operands, spec: AttentionSpec | None, requested: BlockSizes) -> Tiling:
+  """Returns the division of a decode into thread blocks.
 
   Args:
-    operands: only shapes and dtypes count.
-    requested: `block_kv`, tokens of a part; None: chosen. All queries of a group of heads are
-      computed together, whatever the other sizes say.
+    operands: only shapes and dtypes are read.
+    spec: not read.
+    requested: `block_kv`, tokens of a split; None: chosen here. All queries of a group of heads are
+      computed together, whatever the other sizes are.
   """
+  del spec
   (_, queries, heads, width), (_, keys, key_heads, _) = operands.query.shape, operands.key.shape
   group = heads // key_heads
-  stored = None
+  quantized = None
   if operands.key_scale is not None:
-    stored = small.Small(jnp.dtype(operands.key.dtype).name, small.TOKEN, key_heads == 1)
-  shape = parts.shape_of(queries * group, (width, operands.value.shape[3]),
-                         cdiv(keys, parts.BLOCK), part_blocks(requested), stored)
-  return Cut(shape, key_heads, group, cdiv(queries * group, shape.rows), mosaic.interpreted())
+    quantized = quantized_kv.QuantizedKV(
+        jnp.dtype(operands.key.dtype).name, quantized_kv.TOKEN, key_heads == 1)
+  params = split_kv.make_kernel_params(
+      queries * group, (width, operands.value.shape[3]), cdiv(keys, split_kv.BLOCK_KV),
+      split_blocks(requested), quantized)
+  return Tiling(params, key_heads, group, cdiv(queries * group, params.num_rows),
+                mosaic.interpreted())
 
 
-def part_blocks(requested: BlockSizes) -> int | None:
-  """Blocks of a part, by `block_kv`, its tokens, rounded up; None: to be chosen."""
-  part = requested.block_kv
-  return None if part is None else cdiv(part, parts.BLOCK)
+def split_blocks(requested: BlockSizes) -> int | None:
+  """Returns the blocks of a split of `block_kv` tokens, rounded up; None: to be chosen."""
+  return None if requested.block_kv is None else cdiv(requested.block_kv, split_kv.BLOCK_KV)
 
 
-def refusal(dtype, widths: tuple[int, int], lengths: tuple[int, int],
+def refusal(dtype: DTypeLike, widths: tuple[int, int], lengths: tuple[int, int],
             quantized: bool = False) -> str | None:
-  """Why the kernel does not compute a call; None: it does.
+  """Returns the reason why the kernel does not support a call; None if it does.
 
   Args:
     dtype: of queries, keys and values.
     widths: (D, E).
     lengths: (T, S).
-    quantized: whether keys and values are in 8 bits instead.
+    quantized: whether keys and values are int8 or fp8 instead.
   """
   queries, keys = lengths
   dtype = jnp.dtype(dtype).name
   if dtype not in DTYPES:
     return f"dtype {dtype}: the kernel for Hopper computes {' and '.join(DTYPES)} only"
-  if quantized and dtype != small.DTYPE:
-    return (f"dtype {dtype} with keys and values in 8 bits: the kernel for Hopper computes these "
-            f"with queries of {small.DTYPE}")
-  known = [x for x in parts.WIDTHS if not quantized or x % small.WIDTH == 0]
+  if quantized and dtype != quantized_kv.DTYPE:
+    return (f"dtype {dtype} with quantized keys and values: the kernel for Hopper computes these "
+            f"with queries of {quantized_kv.DTYPE}")
+  known = [x for x in split_kv.WIDTHS if not quantized or x % quantized_kv.WIDTH_MULTIPLE == 0]
   for name, width in zip(("head_dim", "value width"), widths):
     if width not in known:
-      return (f"a {name} of {width}{' in 8 bits' * quantized}: the kernel for Hopper reads a cache "
-              f"as it is, and computes {', '.join(map(str, known))}")
-  if queries > MOST_QUERIES:
-    return (f"{queries} queries a row: the kernel for Hopper keeps a result of every part of the "
-            f"keys, of {MOST_QUERIES} queries at most")
-  if keys % mosaic.COPIED_TOKENS:
+      return (f"a {name} of {width}{', quantized' * quantized}: the kernel for Hopper reads a "
+              f"cache without padding it, and computes {', '.join(map(str, known))}")
+  if queries > MAX_QUERIES:
+    return (f"{queries} queries a row: the kernel for Hopper keeps a result of every split of the "
+            f"keys, of {MAX_QUERIES} queries at most")
+  if keys % mosaic.TMA_TOKENS:
     return (f"a cache of {keys} slots: the kernel for Hopper copies multiples of "
-            f"{mosaic.COPIED_TOKENS}")
+            f"{mosaic.TMA_TOKENS}")
   return None
 
 
-def block_map_of(operands: Operands, spec: AttentionSpec) -> blocks.BlockMap:
-  """The blocks of keys that a row visits, one list for all its queries and heads."""
+def block_map_of(operands: Operands, spec: AttentionSpec) -> block_map.BlockMap:
+  """Returns the visible blocks of keys of a row: one list for all its queries and heads."""
   queries, keys = operands.query.shape[1], operands.key.shape[1]
-  kinds = blocks.block_kinds(steps.mask_of(operands, spec),
-                             blocks.Sizes(queries, keys, queries, parts.BLOCK))
-  return blocks.block_map(blocks.merge_heads(kinds, kinds.shape[1]))
+  kinds = block_map.block_kinds(dense_operands.mask_of(operands, spec),
+                                block_map.Sizes(queries, keys, queries, split_kv.BLOCK_KV))
+  return block_map.block_map(block_map.merge_heads(kinds, kinds.shape[1]))
 
 
 def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> Residuals:
-  """out [B, T, H, E] and lse [B, H, T]; see `kernel.Kernel`."""
-  cut = cut_of(operands, block_sizes)
-  shape, (batch, queries, heads, _) = cut.shape, operands.query.shape
+  """Returns out [B, T, H, E] and lse [B, H, T]; see `contract.ForwardFn`."""
+  _assert_shapes(operands)
+  tiling = make_tiling(operands, spec, block_sizes)
+  params, (batch, queries, heads, _) = tiling.params, operands.query.shape
   keys, dtype = operands.key.shape[1], operands.query.dtype
-  visits = visits_of(block_map_of(operands, spec))
-  sizes = blocks.Sizes(queries * cut.group, keys, shape.rows, parts.BLOCK)
-  feed = RowFeed(spec, sizes, transposed=True, group=cut.group)
-  scales = () if shape.stored is None else tuple(
-      small.packed(shape.stored, x) for x in (operands.key_scale, operands.value_scale))
-  inputs = Inputs(_to_rows(cut, operands.query), operands.key, operands.value, scales, visits,
-                  feed.pack(operands))
-  lines = batch * cut.key_heads * cut.lines
+  block_list = make_block_list(block_map_of(operands, spec))
+  sizes = block_map.Sizes(queries * tiling.group, keys, params.num_rows, split_kv.BLOCK_KV)
+  loader = RowTileInputLoader(spec, sizes, transposed=True, group=tiling.group)
+  scales = () if params.quantized is None else tuple(
+      quantized_kv.pack_scales(params.quantized, x)
+      for x in (operands.key_scale, operands.value_scale))
+  inputs = Inputs(_to_rows(tiling, operands.query), operands.key, operands.value, scales,
+                  block_list, loader.pack(operands))
+  num_row_blocks = batch * tiling.key_heads * tiling.row_blocks
   out, lse = mosaic.call(
-      functools.partial(_kernel, cut, Logits(feed, False)), parts.partial_results(shape, lines),
-      inputs, parts.scratch_of(shape, dtype), grid=lines * shape.parts, warpgroups=2,
+      functools.partial(_kernel, tiling, Logits(loader, False)),
+      split_kv.partial_results(params, num_row_blocks), inputs,
+      split_kv.scratch_types(params, dtype), grid=num_row_blocks * params.num_splits, warpgroups=2,
       name="attn_core_decode")
-  visited = jnp.repeat(_per_row(visits.num_visited, batch), lines // batch)
+  visited = jnp.repeat(_per_row(block_list.num_visited, batch), num_row_blocks // batch)
   sinks = operands.sinks
   if sinks is not None:
     sinks = jnp.broadcast_to(sinks.astype(jnp.float32)[:, None, :, None],
                              (batch, queries, heads, 1))
-    sinks = _to_rows(cut, sinks).reshape(lines, shape.rows)
-  out, lse = merge.merge(shape, out, lse, sinks,
-                         parts.live_parts(shape, jnp.zeros_like(visited), visited), dtype)
-  return Residuals(_from_rows(cut, out, operands.query.shape),
-                   _from_rows(cut, lse[..., None], operands.query.shape)[..., 0].swapaxes(1, 2))
+    sinks = _to_rows(tiling, sinks).reshape(num_row_blocks, params.num_rows)
+  live = split_kv.live_splits(params, jnp.zeros_like(visited), visited)
+  out, lse = combine.combine(params, out, lse, sinks, live, dtype)
+  lse = _from_rows(tiling, lse[..., None], operands.query.shape)[..., 0].swapaxes(1, 2)
+  return Residuals(_from_rows(tiling, out, operands.query.shape), lse)
 
 
-def _per_row(number, batch: int):
-  """int32 [B] of a number of `Visits`."""
-  if not hasattr(number, "shape"):
-    return jnp.full(batch, number.start, jnp.int32)
-  return jnp.broadcast_to(number.reshape(-1), (batch,))
+def _assert_shapes(operands: Operands) -> None:
+  query, key, value = operands.query, operands.key, operands.value
+  chex.assert_rank([query, key, value], 4)
+  batch, _, _, width = query.shape
+  _, keys, key_heads, value_width = value.shape
+  chex.assert_shape(key, (batch, keys, key_heads, width))
+  chex.assert_shape(value, (batch, keys, key_heads, value_width))
+  if operands.key_scale is not None:
+    chex.assert_shape([operands.key_scale, operands.value_scale], (batch, keys, key_heads))
 
 
-def _to_rows(cut: Cut, x):
-  """[B, T, H, W] -> [B, K, M * R, W]."""
+def _per_row(counts: Any, batch: int) -> jax.Array:
+  """Returns int32 [B] of the counts of a `BlockList`."""
+  if not hasattr(counts, "shape"):
+    return jnp.full(batch, counts.start, jnp.int32)
+  return jnp.broadcast_to(counts.reshape(-1), (batch,))
+
+
+def _to_rows(tiling: Tiling, x: jax.Array) -> jax.Array:
+  """[B, T, H, width] -> [B, K, row_blocks * num_rows, width]."""
   batch, queries, _, width = x.shape
-  x = x.reshape(batch, queries, cut.key_heads, cut.group, width).swapaxes(1, 2)
-  x = x.reshape(batch, cut.key_heads, queries * cut.group, width)
-  return steps.pad_axis(x, 2, cut.lines * cut.shape.rows - x.shape[2])
+  x = x.reshape(batch, queries, tiling.key_heads, tiling.group, width).swapaxes(1, 2)
+  x = x.reshape(batch, tiling.key_heads, queries * tiling.group, width)
+  return dense_operands.pad_axis(
+      x, 2, tiling.row_blocks * tiling.params.num_rows - x.shape[2])
 
 
-def _from_rows(cut: Cut, x, like):
-  """[B * K * M, R, W] -> [B, T, H, W] of queries of shape `like`."""
-  batch, queries, heads, _ = like
-  x = x.reshape(batch, cut.key_heads, cut.lines * cut.shape.rows, x.shape[2])
-  x = x[:, :, :queries * cut.group].reshape(batch, cut.key_heads, queries, cut.group, -1)
+def _from_rows(tiling: Tiling, x: jax.Array, query_shape: tuple[int, ...]) -> jax.Array:
+  """[num_row_blocks, num_rows, width] -> [B, T, H, width]."""
+  batch, queries, heads, _ = query_shape
+  x = x.reshape(batch, tiling.key_heads, tiling.row_blocks * tiling.params.num_rows, x.shape[2])
+  x = x[:, :, :queries * tiling.group].reshape(
+      batch, tiling.key_heads, queries, tiling.group, -1)
   return x.swapaxes(1, 2).reshape(batch, queries, heads, -1)
 
 
-def _kernel(cut: Cut, logits: Logits, inputs: Inputs, outputs, scratch: parts.Scratch):
-  shape, place = cut.shape, _place(cut)
-  row = inputs.visits.of(place.batch, 0, 0)
-  visit = parts.visit_of(shape, place.part, parts.Visit(
-      mosaic.int32(0), None, row.num_full, row.num_visited))
-  line = (place.batch * cut.key_heads + place.head) * cut.lines + place.line
-  first = place.line * shape.rows
+def _kernel(tiling: Tiling, logits: Logits, inputs: Inputs, outputs: tuple[Ref, ...],
+            scratch: split_kv.Scratch) -> None:
+  params, index = tiling.params, _grid_index(tiling)
+  row_blocks = inputs.block_list.row_blocks(index.batch, 0, 0)
+  blocks = split_kv.split_range(params, index.split, split_kv.BlockRange(
+      mosaic.int32(0), None, row_blocks.num_full, row_blocks.num_visited))
+  row_block = (index.batch * tiling.key_heads + index.head) * tiling.row_blocks + index.row_block
+  first = index.row_block * params.num_rows
   warpgroup = lax.axis_index("warpgroup")
 
-  @pl.when((warpgroup == 1) & (visit.first < visit.end))
-  def _():
-    plgpu.copy_gmem_to_smem(inputs.query.at[place.batch, place.head, pl.ds(first, shape.rows)],
-                            scratch.query, scratch.query_full)
-    def copy(_, block, values, target):
-      stage, scales, full = target
-      source, first = inputs.value if values else inputs.key, block * parts.BLOCK
-      tokens = parts.together(shape, values, parts.BLOCK)
-      for n in range(0, parts.BLOCK, tokens):
-        plgpu.copy_gmem_to_smem(
-            source.at[place.batch, pl.ds(first + n, tokens), place.head],
-            stage.at[pl.ds(n, tokens)], full)
-      if scales is not None:
-        plgpu.copy_gmem_to_smem(small.quad(
-            shape.stored, inputs.scales[values], (place.batch, pl.ds(first, parts.BLOCK)),
-            place.head), scales, full)
-    parts.copy_blocks(shape, scratch, visit, row.block, copy)
+  # 1. The producer warpgroup copies queries, keys and values.
+  @pl.when((warpgroup == 1) & (blocks.first < blocks.end))
+  def _() -> None:
+    plgpu.copy_gmem_to_smem(
+        inputs.query.at[index.batch, index.head, pl.ds(first, params.num_rows)],
+        scratch.q_smem, scratch.q_barrier)
+    split_kv.copy_blocks(params, scratch, blocks, row_blocks.block,
+                         functools.partial(_copy, params, inputs, index))
 
-  @pl.when((warpgroup == 0) & (visit.first < visit.end))
-  def _():
-    tile = lambda n: tiles.Tile(place.batch, place.head, first, row.block(n) * parts.BLOCK, 1,
-                                shape.rows, parts.BLOCK)
-    out, lse = (x.at[line, place.part] for x in outputs)
-    scales = shape.stored and small.Scales(shape.stored, scratch.scales, place.head)
-    fold.Fold(shape, logits, inputs.extras, tile, scratch, cut.interpret, scales).run(
-        visit, out, lse)
+  # 2. The consumer warpgroup computes.
+  @pl.when((warpgroup == 0) & (blocks.first < blocks.end))
+  def _() -> None:
+    tile = lambda n: tile_lib.Tile(
+        index.batch, index.head, first, row_blocks.block(n) * split_kv.BLOCK_KV, 1,
+        params.num_rows, split_kv.BLOCK_KV)
+    out, lse = (x.at[row_block, index.split] for x in outputs)
+    scales = params.quantized and quantized_kv.ScaleReader(
+        params.quantized, scratch.scales_smem, index.head)
+    compute.ConsumerWarpgroup(params, logits, inputs.tile_inputs, tile, scratch, tiling.interpret,
+                              scales).run(blocks, out, lse)
 
 
-def _place(cut: Cut) -> Place:
-  """Neighbours read the same tokens, each its own head."""
+def _copy(params: split_kv.KernelParams, inputs: Inputs, index: GridIndex, _: jax.Array,
+          block: jax.Array, values: bool, target: split_kv.CopyTarget) -> None:
+  """Starts the copies of a block of keys or values, and of its scales."""
+  source, first = inputs.value if values else inputs.key, block * split_kv.BLOCK_KV
+  tokens = split_kv.tokens_per_copy(params, values, split_kv.BLOCK_KV)
+  for n in range(0, split_kv.BLOCK_KV, tokens):
+    plgpu.copy_gmem_to_smem(
+        source.at[index.batch, pl.ds(first + n, tokens), index.head],
+        target.block.at[pl.ds(n, tokens)], target.barrier)
+  if target.scales is not None:
+    plgpu.copy_gmem_to_smem(quantized_kv.slice_scales(
+        params.quantized, inputs.scales[values],
+        (index.batch, pl.ds(first, split_kv.BLOCK_KV)), index.head), target.scales, target.barrier)
+
+
+def _grid_index(tiling: Tiling) -> GridIndex:
+  """Neighboring thread blocks read the same tokens, each another head."""
   block, found = lax.axis_index("block"), []
-  for number in (cut.key_heads, cut.lines, cut.shape.parts):
+  for number in (tiling.key_heads, tiling.row_blocks, tiling.params.num_splits):
     block, rest = (f(block, mosaic.int32(number)) for f in (lax.div, lax.rem))
     found.append(rest)
-  head, line, part = found
-  return Place(block, part, line, head)
+  head, row_block, split = found
+  return GridIndex(block, split, row_block, head)
 
 
 # --- As the library's kernel. --------------------------------------------------------------------
@@ -261,11 +295,14 @@ def _check(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> 
   query, value, quantized = operands.query, operands.value, operands.key_scale is not None
   reason = refusal(query.dtype if quantized else value.dtype, (query.shape[3], value.shape[3]),
                    (query.shape[1], value.shape[1]), quantized)
-  if reason is None and algebra.WHOLE in algebra.structure_roles(spec.mask):
+  if reason is None and mask_lib.WHOLE in mask_lib.structure_roles(spec.mask):
     reason = "masks.custom with operands: the kernel for Hopper cannot cut them into blocks"
   if reason is not None:
     raise NotImplementedError(f"autoregressive_decodeattn: {reason}")
 
 
-KERNEL = Kernel("gpu_decode", forward, decode.backward, decode.tangent, decode.KERNEL, _check,
+@functools.cache
+def make_kernel(fallback: Kernel) -> Kernel:
+  """Returns the kernel; `fallback` computes all derivatives."""
+  return Kernel("gpu_decode", forward, fallback.backward, fallback.tangent, fallback, _check,
                 mosaic.effects)

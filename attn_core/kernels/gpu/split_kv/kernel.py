@@ -1,234 +1,262 @@
-"""Few queries and many keys on Hopper: the keys in parts, a block of threads each, merged by lse.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Split-KV attention on Hopper: few queries, many keys, one thread block per split of keys.
 
-  scores^T = K Q^T,   out^T = V^T P^T,   of 64 keys at a time
-  lse = log(sum over parts of exp(lse_i)),   out = sum over parts of out_i * exp(lse_i - lse)
+  qk^T = K Q^T,   out^T = V^T P^T,   of 64 keys at a time
+  lse = log(sum over splits of exp(lse_i)),   out = sum over splits of out_i * exp(lse_i - lse)
 
-Keys are the rows of the products, so few queries cost little, and a query's results are a column of
-its own. One warpgroup copies blocks of keys and values into rings of stages, as far ahead as these
-reach, another computes. Where it can, a block of threads takes less than half of a processor's
-shared memory, so that one copies while another one begins or ends.
+Keys are the rows of the products, so few queries cost little: each query is one column. A row block
+is a key head of a batch row with up to 32 of its rows, the queries of all heads of a group. Of the
+two warpgroups of a thread block, the producer copies blocks of keys and values into pipelines, as
+many stages ahead as there are, and the consumer computes (`compute.ConsumerWarpgroup`). Where
+possible a thread block takes less than half of a processor's shared memory, so that one copies
+while another one begins or ends.
 
-What a part is depends on the request alone, and `merge` adds parts in their order: a request's
-bits are the same in any batch. Flash-decoding, https://pytorch.org/blog/flash-decoding/.
-`fold` is what computes.
-
-Letters: L lines: a key head of a batch row and up to 32 of its rows; N parts of a line; R rows
-(queries and heads of a group, padded); C keys of a block; D query and key width, E value width, E'
-padded.
+The splits depend on the request alone, and `combine` adds them in their order: the results of a
+request are the same bit for bit in any batch.
+Flash-Decoding, https://pytorch.org/blog/flash-decoding/.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 import jax
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from attn_core.kernels.gpu import mosaic
-from attn_core.kernels.gpu.split_kv import quantized_kv as small
 from attn_core.kernels.gpu.flash.kernel_params import drain
+from attn_core.kernels.gpu.mosaic import Ref
+from attn_core.kernels.gpu.split_kv import quantized_kv
 from attn_core.types import cdiv
 
-BLOCK = mosaic.ROW_TILE  # C
-ROWS = 8  # R is a multiple, up to MOST_ROWS, for which there are registers
-MOST_ROWS = 32
-PART_BLOCKS = 8  # of a part, but for caches of more than MOST_PARTS such parts
-MOST_PARTS = 32
+BLOCK_KV = mosaic.WGMMA_ROWS  # tokens of a block of keys
+ROW_MULTIPLE = 8  # the number of rows of a row block is a multiple
+MAX_ROWS = 32  # for more there are no registers
+SPLIT_BLOCKS = 8  # blocks of keys of a split, unless a cache has more than MAX_SPLITS such splits
+MAX_SPLITS = 32
 WIDTHS = (64, 80, 96, 128, 192, 256)  # D and E
-MOST_STAGES = 6
-OTHER_BYTES = 3328  # for barriers, alignment, and what reductions across warps need
-ALIGNED = 1024  # bytes that operands begin at multiples of
-SMALL_BYTES = 2048  # more of these, for keys and values in 8 bits
-# A processor's shared memory holds two blocks of threads, each with a reserve of the system's.
-HALF = (mosaic.SHARED_MEMORY + 1024) // 2 - 1024
+MAX_STAGES = 6
+OTHER_BYTES = 3328  # for barriers, alignment, and reductions across warps
+ALIGNMENT = 1024  # bytes; operands begin at multiples
+QUANTIZED_BYTES = 2048  # in addition to OTHER_BYTES, for quantized keys and values
+# The shared memory of a processor holds two thread blocks, each with 1024 bytes for the system.
+HALF_SHARED_MEMORY = (mosaic.SHARED_MEMORY_BYTES + 1024) // 2 - 1024
 
 
-class Shape(NamedTuple):
-  """The static numbers of a kernel; hashable."""
+class KernelParams(NamedTuple):
+  """Static parameters of a split-KV kernel; hashable."""
 
-  rows: int  # R
+  num_rows: int  # of a row block
   width: int  # D
   value_width: int  # E
-  value_rows: int  # E padded to rows of a product; what is in the padding is of no account
-  stages: tuple[int, int]  # of keys, of values
-  blocks: int  # of keys, of a part
-  parts: int  # N
-  stored: small.Small | None = None  # of keys and values in 8 bits
+  padded_value_width: int  # E rounded up to rows of a product; the padding is unused
+  num_stages: tuple[int, int]  # of the pipelines of keys and of values
+  split_blocks: int  # blocks of keys of a split
+  num_splits: int
+  quantized: quantized_kv.QuantizedKV | None = None  # of int8 or fp8 keys and values
 
 
 class Scratch(NamedTuple):
-  """Shared memory and barriers; a barrier is for every stage, or for the queries."""
+  """Shared memory and barriers of a thread block; barriers have one entry for every stage."""
 
-  query: Any  # [R, D]
-  key: Any  # [stages, C, D]
-  value: Any  # [stages, C, E']
-  scales: tuple  # float32 of keys and of values in 8 bits, [stages, C] or [stages, C, QUAD], or ()
-  converted: Any  # [C, E'] of values in 8 bits, or None
-  weights: Any  # [R, C]
-  out: Any  # float32 [E', R]
-  lse: Any  # float32 [R]
-  query_full: Any
-  key_full: Any
-  value_full: Any
-  key_free: Any
-  value_free: Any
-
-
-def rows_of(count: int) -> int:
-  """R for so many rows of a key head."""
-  return min(cdiv(count, ROWS) * ROWS, MOST_ROWS)
+  q_smem: Ref  # [num_rows, D]
+  k_smem: Ref  # [num_stages, block_kv, D]
+  v_smem: Ref  # [num_stages, block_kv, padded_value_width]
+  # float32 scales of quantized keys and values, [num_stages, block_kv] or
+  # [num_stages, block_kv, scale_heads]; () where there are none.
+  scales_smem: tuple[Ref, ...]
+  dequantized_v_smem: Ref  # [block_kv, padded_value_width] of quantized values, or None
+  p_smem: Ref  # [num_rows, block_kv]
+  out_smem: Ref  # float32 [padded_value_width, num_rows]
+  lse_smem: Ref  # float32 [num_rows]
+  q_barrier: Ref
+  k_barriers: Ref
+  v_barriers: Ref
+  k_consumed_barriers: Ref
+  v_consumed_barriers: Ref
 
 
-def shape_of(count: int, widths: tuple[int, int], blocks: int, part_blocks: int | None,
-             stored: small.Small | None = None) -> Shape:
-  """How to compute `count` rows of a key head.
+class BlockRange(NamedTuple):
+  """Blocks of keys to compute, in ascending order; int32."""
+
+  first: jax.Array
+  first_full: jax.Array | None  # blocks before it need the mask; None: there are none before it
+  end_full: jax.Array  # blocks from it on need the mask, too
+  end: jax.Array
+
+
+class CopyTarget(NamedTuple):
+  """Destination of a block of keys or of values in shared memory."""
+
+  block: Ref  # [block_kv, D or E]
+  scales: Ref | None
+  barrier: Ref
+
+
+def padded_rows(count: int) -> int:
+  """Returns the rows of a row block for `count` rows of a key head."""
+  return min(cdiv(count, ROW_MULTIPLE) * ROW_MULTIPLE, MAX_ROWS)
+
+
+def make_kernel_params(count: int, widths: tuple[int, int], num_blocks: int,
+                       split_blocks: int | None,
+                       quantized: quantized_kv.QuantizedKV | None = None) -> KernelParams:
+  """Returns the parameters for `count` rows of a key head.
 
   Args:
+    count: query tokens times heads of a group.
     widths: (D, E).
-    blocks: of keys that a line can have.
-    part_blocks: of a part; None: chosen.
-    stored: of keys and values in 8 bits.
+    num_blocks: the largest number of blocks of keys that a row block can have.
+    split_blocks: blocks of keys of a split; None: chosen here.
+    quantized: of int8 or fp8 keys and values.
   """
-  if part_blocks is None:
-    part_blocks = max(PART_BLOCKS, cdiv(blocks, MOST_PARTS))
-  shape = Shape(rows_of(count), *widths, cdiv(widths[1], BLOCK) * BLOCK, (1, 1), part_blocks,
-                cdiv(blocks, part_blocks), stored)
-  memory = HALF if two_at_once(shape) else mosaic.SHARED_MEMORY
-  for number in range(3, 2 * MOST_STAGES + 1):  # one more of keys, one more of values, ...
-    more = shape._replace(stages=(cdiv(number, 2), number // 2))
-    if shared_memory(more) > memory:
+  if split_blocks is None:
+    split_blocks = max(SPLIT_BLOCKS, cdiv(num_blocks, MAX_SPLITS))
+  params = KernelParams(padded_rows(count), *widths, cdiv(widths[1], BLOCK_KV) * BLOCK_KV, (1, 1),
+                        split_blocks, cdiv(num_blocks, split_blocks), quantized)
+  limit = HALF_SHARED_MEMORY if fits_twice(params) else mosaic.SHARED_MEMORY_BYTES
+  for total in range(3, 2 * MAX_STAGES + 1):  # one more stage of keys, one more of values, ...
+    larger = params._replace(num_stages=(cdiv(total, 2), total // 2))
+    if shared_memory(larger) > limit:
       break
-    shape = more
-  return shape
+    params = larger
+  return params
 
 
-def two_at_once(shape: Shape) -> bool:
-  """Whether a processor runs two blocks of threads at once: their registers are few enough."""
-  rows, width = shape.rows, shape.width
-  fits = rows <= 16 and width <= 192 and shape.value_width <= 128
-  if shape.stored is None or not fits:
+def fits_twice(params: KernelParams) -> bool:
+  """Returns whether a processor has registers for two thread blocks at once."""
+  rows, width = params.num_rows, params.width
+  fits = rows <= 16 and width <= 192 and params.value_width <= 128
+  if params.quantized is None or not fits:
     return fits
-  # Keys in 8 bits come to the products in registers.
-  return rows <= 8 and width <= 128 if shape.stored.floats else rows * width <= 2048
+  # Quantized keys come to the products in registers.
+  return rows <= 8 and width <= 128 if params.quantized.is_floating else rows * width <= 2048
 
 
-def shared_memory(shape: Shape) -> int:
-  """Bytes that a part takes."""
-  keys, values = shape.stages
-  staged = BLOCK * (keys * shape.width + values * shape.value_rows)
-  own = cdiv(2 * shape.rows * shape.width, ALIGNED) * ALIGNED + shape.rows * (
-      2 * BLOCK + 4 * (shape.value_rows + 1))
-  if shape.stored is None:
+def shared_memory(params: KernelParams) -> int:
+  """Returns the bytes of shared memory that a thread block takes."""
+  k_stages, v_stages = params.num_stages
+  staged = BLOCK_KV * (k_stages * params.width + v_stages * params.padded_value_width)
+  own = cdiv(2 * params.num_rows * params.width, ALIGNMENT) * ALIGNMENT + params.num_rows * (
+      2 * BLOCK_KV + 4 * (params.padded_value_width + 1))
+  if params.quantized is None:
     return 2 * staged + own + OTHER_BYTES
-  staged += (keys + values) * shape.stored.scale_bytes(BLOCK)
-  return staged + 2 * BLOCK * shape.value_rows + own + OTHER_BYTES + SMALL_BYTES
+  staged += (k_stages + v_stages) * params.quantized.scale_bytes(BLOCK_KV)
+  return (staged + 2 * BLOCK_KV * params.padded_value_width + own + OTHER_BYTES
+          + QUANTIZED_BYTES)
 
 
-def together(shape: Shape, values: bool, tokens: int) -> int:
-  """Tokens of keys or values that are copied together, where so many lie side by side."""
-  # Into the first columns of a stage go as many tokens as a tile has rows.
-  padded = values and shape.value_rows > shape.value_width
-  return min(tokens, mosaic.COPIED_TOKENS) if padded else tokens
+def tokens_per_copy(params: KernelParams, values: bool, tokens: int) -> int:
+  """Returns the tokens of keys or values of one copy, where `tokens` are contiguous in memory."""
+  # A copy into the first columns of a stage has as many tokens as a tile has rows.
+  padded = values and params.padded_value_width > params.value_width
+  return min(tokens, mosaic.TMA_TOKENS) if padded else tokens
 
 
-def scratch_of(shape: Shape, dtype, tokens: int = BLOCK) -> Scratch:
-  """What a part needs.
+def scratch_types(params: KernelParams, dtype: DTypeLike, tokens: int = BLOCK_KV) -> Scratch:
+  """Returns the shared memory and barriers of a thread block.
 
   Args:
-    shape: of it.
+    params: static parameters.
     dtype: of queries.
-    tokens: of a block of keys that lie side by side.
+    tokens: of a block of keys that are contiguous in memory.
   """
-  keys, values = shape.stages
-  kind, scales, converted = dtype, (), None
-  if shape.stored is not None:
-    kind = shape.stored.dtype
-    scales = tuple(plgpu.SMEM((n, *scale), jnp.float32) for n in shape.stages
-                   for scale in shape.stored.scale_shapes(BLOCK))
-    converted = mosaic.operand((BLOCK, shape.value_rows), dtype, shape.value_width)
-  copies = [BLOCK // together(shape, values, tokens) + (BLOCK // tokens if scales else 0)
-            for values in (False, True)]
-  full, free = ([plgpu.Barrier(num_arrivals=m, num_barriers=n)
-                 for m, n in zip(arrivals, shape.stages)] for arrivals in (copies, (1, 1)))
+  k_stages, v_stages = params.num_stages
+  kv_dtype, scales, dequantized = dtype, (), None
+  if params.quantized is not None:
+    kv_dtype = params.quantized.dtype
+    scales = tuple(plgpu.SMEM((n, *scale), jnp.float32) for n in params.num_stages
+                   for scale in params.quantized.scale_shapes(BLOCK_KV))
+    dequantized = mosaic.operand_smem(
+        (BLOCK_KV, params.padded_value_width), dtype, params.value_width)
+  copies = [BLOCK_KV // tokens_per_copy(params, values, tokens)
+            + (BLOCK_KV // tokens if scales else 0) for values in (False, True)]
+  full, consumed = ([plgpu.Barrier(num_arrivals=m, num_barriers=n)
+                     for m, n in zip(arrivals, params.num_stages)]
+                    for arrivals in (copies, (1, 1)))
   return Scratch(
-      mosaic.operand((shape.rows, shape.width), dtype),
-      mosaic.operand((keys, BLOCK, shape.width), kind),
-      mosaic.operand((values, BLOCK, shape.value_rows), kind, shape.value_width), scales, converted,
+      mosaic.operand_smem((params.num_rows, params.width), dtype),
+      mosaic.operand_smem((k_stages, BLOCK_KV, params.width), kv_dtype),
+      mosaic.operand_smem((v_stages, BLOCK_KV, params.padded_value_width), kv_dtype,
+                          params.value_width),
+      scales, dequantized,
       # Both operands of a product are swizzled in the same way.
-      mosaic.operand((shape.rows, BLOCK), dtype, mosaic.tile_columns(shape.value_width, dtype)),
-      mosaic.operand((shape.value_rows, shape.rows), jnp.float32),
-      plgpu.SMEM((shape.rows,), jnp.float32), plgpu.Barrier(), *full, *free)
+      mosaic.operand_smem((params.num_rows, BLOCK_KV), dtype,
+                          mosaic.tile_columns(params.value_width, dtype)),
+      mosaic.operand_smem((params.padded_value_width, params.num_rows), jnp.float32),
+      plgpu.SMEM((params.num_rows,), jnp.float32), plgpu.Barrier(), *full, *consumed)
 
 
-class Visit(NamedTuple):
-  """The blocks of keys that a part computes, in ascending order; int32."""
-
-  first: Any
-  first_full: Any  # those before it need the mask; None: there are none
-  end_full: Any  # those from it on need the mask, too
-  end: Any
-
-
-def visit_of(shape: Shape, part, line: Visit) -> Visit:
-  """What a part visits of a line's blocks; parts are cut at multiples of their size."""
-  first = part * mosaic.int32(shape.blocks)
-  end = jnp.minimum(first + mosaic.int32(shape.blocks), line.end)
-  first = jnp.maximum(first, line.first)
+def split_range(params: KernelParams, split: jax.Array, whole: BlockRange) -> BlockRange:
+  """Returns the blocks of one split of a row block; splits begin at multiples of their size."""
+  first = split * mosaic.int32(params.split_blocks)
+  end = jnp.minimum(first + mosaic.int32(params.split_blocks), whole.end)
+  first = jnp.maximum(first, whole.first)
   within = lambda x: jnp.clip(x, first, jnp.maximum(first, end))
-  return Visit(first, None if line.first_full is None else within(line.first_full),
-               within(line.end_full), end)
+  return BlockRange(first, None if whole.first_full is None else within(whole.first_full),
+                    within(whole.end_full), end)
 
 
-def live_parts(shape: Shape, first, end):
-  """(first, end) of the parts that visit some of the blocks first..end - 1 of a line, int32."""
-  return (first // shape.blocks).astype(jnp.int32), cdiv(end, shape.blocks).astype(jnp.int32)
+def live_splits(params: KernelParams, first: jax.Array,
+                end: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Returns (first, end) of the splits with some of the blocks first..end - 1 of a row block."""
+  return ((first // params.split_blocks).astype(jnp.int32),
+          cdiv(end, params.split_blocks).astype(jnp.int32))
 
 
-def partial_results(shape: Shape, lines: int):
-  """(out, lse) of all parts: lse times log2(e)."""
-  return (jax.core.ShapedArray((lines, shape.parts, shape.value_rows, shape.rows), jnp.float32),
-          jax.core.ShapedArray((lines, shape.parts, shape.rows), jnp.float32))
+def partial_results(params: KernelParams, num_row_blocks: int) -> tuple[Any, Any]:
+  """Returns the types of (out, lse) of all splits; lse is times log2(e)."""
+  leading = num_row_blocks, params.num_splits
+  return (jax.core.ShapedArray((*leading, params.padded_value_width, params.num_rows), jnp.float32),
+          jax.core.ShapedArray((*leading, params.num_rows), jnp.float32))
 
 
-def copy_blocks(shape: Shape, scratch: Scratch, visit: Visit, locate, copy):
-  """Fills the stages with the blocks of a visit.
+def copy_blocks(params: KernelParams, scratch: Scratch, blocks: BlockRange,
+                locate: Callable[[jax.Array], Any],
+                copy: Callable[[jax.Array, Any, bool, CopyTarget], None]) -> None:
+  """Fills the pipelines with keys and values; the work of the producer warpgroup.
 
   Args:
-    visit: which.
-    locate: n -> where the n-th block of the line is.
-    copy: copy(n, place, values, target) starts the copies of its keys or values to a target, which
-      is a stage, that of the scales (or None), and the barrier of both.
+    params: static parameters.
+    scratch: of the thread block.
+    blocks: which to copy.
+    locate: n -> where the n-th block of the row block is in global memory.
+    copy: copy(n, location, values, target) starts the copies of a block's keys or values.
   """
-  rings = (
-      (False, scratch.key, scratch.key_full, scratch.key_free, shape.stages[0]),
-      (True, scratch.value, scratch.value_full, scratch.value_free, shape.stages[1]))
+  pipelines = (
+      (False, scratch.k_smem, scratch.k_barriers, scratch.k_consumed_barriers,
+       params.num_stages[0]),
+      (True, scratch.v_smem, scratch.v_barriers, scratch.v_consumed_barriers,
+       params.num_stages[1]))
 
-  def stage_of(ring, values, slot):
-    if not values or shape.value_rows == shape.value_width:
-      return ring.at[slot]
-    return ring.at[slot, :, pl.ds(0, shape.value_width)]
+  def stage_of(smem: Ref, values: bool, slot: jax.Array) -> Ref:
+    if not values or params.padded_value_width == params.value_width:
+      return smem.at[slot]
+    return smem.at[slot, :, pl.ds(0, params.value_width)]
 
-  def fill(n, _):
-    number, place = n - visit.first, locate(n)
-    for values, ring, full, free, stages in rings:
-      slot = lax.rem(number, mosaic.int32(stages))
-      pl.when(number >= stages)(functools.partial(plgpu.barrier_wait, free.at[slot]))
-      scales = scratch.scales[values].at[slot] if scratch.scales else None
-      copy(n, place, values, (stage_of(ring, values, slot), scales, full.at[slot]))
+  def fill(n: jax.Array, _: tuple) -> tuple:
+    step, location = n - blocks.first, locate(n)
+    for values, smem, full, consumed, num_stages in pipelines:
+      slot = lax.rem(step, mosaic.int32(num_stages))
+      pl.when(step >= num_stages)(functools.partial(plgpu.barrier_wait, consumed.at[slot]))
+      scales = scratch.scales_smem[values].at[slot] if scratch.scales_smem else None
+      copy(n, location, values, CopyTarget(stage_of(smem, values, slot), scales, full.at[slot]))
     return ()
 
-  lax.fori_loop(visit.first, visit.end, fill, ())
-  for *_, free, stages in rings:
-    drain(free, stages, visit.end - visit.first)
+  lax.fori_loop(blocks.first, blocks.end, fill, ())
+  for *_, consumed, num_stages in pipelines:
+    drain(consumed, num_stages, blocks.end - blocks.first)
 
 
-def along(x, shape, axis: int):
-  """A vector along an axis of `shape`, repeated along the other."""
+def broadcast_along(x: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
+  """Returns a vector along an axis of `shape`, repeated along the other axis."""
   return lax.broadcast_in_dim(x, shape, [axis])
 
 
-def store_turned(ref, x):
-  """A tile in registers to shared memory, rows as columns."""
+def store_transposed(ref: Ref, x: jax.Array) -> None:
+  """Stores a tile in registers to shared memory, rows as columns."""
   ref.T[...] = plgpu.layout_cast(x.astype(ref.dtype), plgpu.Layout.WGMMA_TRANSPOSED)

@@ -1,320 +1,360 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
 """Decoding from pages on Hopper: a few queries a request, of whose pages the live ones are read.
 
-Requests' queries are cut into blocks as in `xla.paged`; a block of threads computes a part of what
-one of them sees, see `parts`. Pages come as they lie, a copy each, or in pieces where blocks of
-keys end within them; which pages these are is read in global memory by the warpgroup that copies,
-ahead of the one that computes. Parts are cut at multiples of their size in positions: a query's
-bits are the same in any batch, pages and chunk.
-
-Letters: as in `xla.paged`; W blocks of queries, R rows of a line, M lines of a key head, N parts.
+The queries of a request are cut into blocks as in `common.paged_operands`; a thread block computes
+a split of the keys that one of them attends to, see `split_kv.kernel`. Pages are copied one by one,
+or in pieces where blocks of keys end within them. The producer warpgroup reads the page table in
+global memory, ahead of the consumer. Splits begin at multiples of their size in positions: the
+results of a query are the same bit for bit in any batch, pages and chunk.
 """
 
 import functools
 import math
 from typing import Any, NamedTuple
 
+import chex
 import jax
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from attn_core.caches.paged import ops as pages
-from attn_core.kernels.gpu.split_kv import (decode, compute as fold, combine as merge, kernel as parts, quantized_kv as small)
-from attn_core.kernels.gpu import mosaic
-from attn_core.kernels.gpu.flash.tile_inputs import Extras
-from attn_core.kernels.gpu.flash.logits import Logits
+from attn_core.caches.paged import layouts
+from attn_core.kernels.common import dense_operands, paged_operands, query_block_queue
 from attn_core.kernels.common.contract import Residuals
-from attn_core.kernels.xla import paged_blocks as paged, tile_ops as steps
-from attn_core.kernels.common import query_block_queue as queue
+from attn_core.kernels.common.paged_operands import BlockedInputs, PagedOperands, Pages
+from attn_core.kernels.gpu import mosaic
+from attn_core.kernels.gpu.flash.logits import Logits
+from attn_core.kernels.gpu.flash.tile_inputs import TileInputs
+from attn_core.kernels.gpu.mosaic import Ref
+from attn_core.kernels.gpu.split_kv import (combine, compute, decode, kernel as split_kv,
+                                            quantized_kv)
 from attn_core.types import BlockSizes, PagedSpec, cdiv
 
-PARTIAL_BYTES = 2**28  # of results of parts, at most
+PARTIAL_BYTES = 2**28  # of results of splits, at most
+
+_NO_TILE_INPUTS = TileInputs((), None, None, None, None)
 
 
-_NOTHING = Extras((), None, None, None, None)
+class WorkItem(NamedTuple):
+  """Blocks of queries, int32 [num_items] each; in a kernel one of them, numbers."""
 
-
-class Items(NamedTuple):
-  """The blocks of queries, int32 [W] each; a running kernel's are numbers."""
-
-  request: Any
-  begin: Any  # position of the first row
-  length: Any  # tokens of the request
-  first: Any  # the first block of keys that a query of it sees
-  first_full: Any  # see `parts.Visit`
-  end_full: Any
-  end: Any
+  request: jax.Array
+  position: jax.Array  # of the first query
+  length: jax.Array  # tokens of the request
+  first: jax.Array  # the first block of keys that one of its queries attends to
+  first_full: jax.Array  # see `split_kv.BlockRange`
+  end_full: jax.Array
+  end: jax.Array
 
 
 class Inputs(NamedTuple):
-  """References in global memory."""
+  """References in global memory, or the arrays."""
 
-  rows: Any  # [W, K, M * R, D]
+  rows: Any  # [num_items, K, row_blocks * num_rows, D]
   cache: Any  # without its scales
-  scales: tuple  # of keys and of values in 8 bits, or ()
-  tables: Any  # int32 [requests, N]
-  items: Any  # int32 [fields of Items, W]
+  scales: tuple[Any, ...]  # of int8 or fp8 keys and values, or ()
+  tables: Any  # int32 [R, row_pages]
+  items: Any  # int32 [fields of WorkItem, num_items]
 
 
-class Cut(NamedTuple):
-  """How an attention over pages is cut; hashable."""
+class Tiling(NamedTuple):
+  """Division of an attention over pages into thread blocks; hashable."""
 
-  shape: parts.Shape
-  heads: pages.Heads
+  params: split_kv.KernelParams
+  heads: layouts.Heads
   group: int
   block_q: int
-  lines: int  # M
-  page: int  # tokens
+  row_blocks: int  # of a key head
+  page_size: int  # tokens
   interpret: bool
 
 
 class _Tile(NamedTuple):
-  """Some rows of a block of queries, and a block of keys; int32 but for `rows`."""
+  """Some rows of a block of queries, and a block of keys."""
 
-  item: Items
-  row: Any
-  key: Any  # the position of the first
+  item: WorkItem
+  row: jax.Array  # int32, the first
+  key: jax.Array  # int32, the position of the first
 
 
-class _Feed(NamedTuple):
-  """What `Logits` asks of a feed."""
+class _PagedTileInputLoader(NamedTuple):
+  """The part of a `TileInputLoader` that `Logits` reads here."""
 
   spec: PagedSpec
-  cut: Cut
+  tiling: Tiling
 
-  def visible(self, _, tile: _Tile):
-    """bool [C, R]."""
-    shape = parts.BLOCK, self.cut.shape.rows
-    def numbers(axis, layout):
+  def visible(self, _: TileInputs, tile: _Tile) -> jax.Array:
+    """Returns bool [block_kv, num_rows]: whether each row attends to each key."""
+    shape = split_kv.BLOCK_KV, self.tiling.params.num_rows
+    def indices(axis: int, layout: Any) -> jax.Array:
       along = plgpu.broadcasted_iota(jnp.int32, (shape[axis],), 0, layout=layout)
       return lax.broadcast_in_dim(along, shape, [axis])
-    key = tile.key + numbers(0, mosaic.ROWS)
-    row = tile.row + numbers(1, mosaic.COLUMNS)
-    query = tile.item.begin + lax.div(row, jnp.full_like(row, self.cut.group))
+    key = tile.key + indices(0, mosaic.ROW_LAYOUT)
+    row = tile.row + indices(1, mosaic.COLUMN_LAYOUT)
+    query = tile.item.position + lax.div(row, jnp.full_like(row, self.tiling.group))
     seen = key < tile.item.length
-    left, right = paged.reach(self.spec)
+    left, right = paged_operands.window_of(self.spec)
     seen = seen if left is None else seen & (key >= query - left)
     return seen if right is None else seen & (key <= query + right)
 
 
-def refusal(query, cache, metadata: pages.PagesMetadata, heads: pages.Heads) -> str | None:
-  """Why the kernel does not compute a call, by shapes and dtypes; None: it does.
+def refusal(query: jax.Array, cache: Pages, metadata: layouts.PagesMetadata,
+            heads: layouts.Heads) -> str | None:
+  """Returns the reason why the kernel does not support a call; None if it does.
 
   Args:
-    query: [T, H, D].
+    query: [T, H, D]; only shapes and dtypes of all arrays are read.
     cache: pages in any layout.
-    metadata: what goes with it.
+    metadata: of the cache.
     heads: those in the pages, without their padding.
   """
-  held, page, quantized = pages.dtype_of(cache), pages.page_size(cache), stored_of(cache)
-  if quantized is None and held != query.dtype:
-    return (f"pages of {jnp.dtype(held).name}: the kernel for Hopper reads those of the query's "
-            "dtype, or of 8 bits")
-  if page % mosaic.COPIED_TOKENS:
-    return (f"pages of {page} tokens: the kernel for Hopper copies multiples of "
-            f"{mosaic.COPIED_TOKENS}")
+  page_dtype, page_size = layouts.dtype_of(cache), layouts.page_size(cache)
+  quantized = quantized_of(cache)
+  if quantized is None and page_dtype != query.dtype:
+    return (f"pages of {jnp.dtype(page_dtype).name}: the kernel for Hopper reads those of the "
+            "query's dtype, or quantized ones")
+  if page_size % mosaic.TMA_TOKENS:
+    return (f"pages of {page_size} tokens: the kernel for Hopper copies multiples of "
+            f"{mosaic.TMA_TOKENS}")
   width = query.shape[2]
-  value_width = cache.value_pages.shape[3] if isinstance(cache, pages.PagesV1) else width
-  refused = decode.refusal(query.dtype, (width, value_width), (1, page), quantized is not None)
+  value_width = cache.value_pages.shape[3] if isinstance(cache, layouts.PagesV1) else width
+  refused = decode.refusal(
+      query.dtype, (width, value_width), (1, page_size), quantized is not None)
   if refused or quantized is None:
-    return refused or _too_large(query, cache, metadata, heads)
-  number = 0 if quantized.scales == small.TENSOR else cache.key_scales.shape[2]
-  if number % small.QUAD and (
-      not quantized.alone or piece_of(page) % small.ALONE_TOKENS):
-    return (f"pages of {page} tokens with scales of {number} heads each: the kernel for Hopper "
-            f"copies those of {small.QUAD} heads together, or of {small.ALONE_TOKENS} tokens of a "
-            "head by itself")
-  return _too_large(query, cache, metadata, heads)
+    return refused or _memory_refusal(query, cache, metadata, heads)
+  number = 0 if quantized.scale_kind == quantized_kv.TENSOR else cache.key_scales.shape[2]
+  if number % quantized_kv.SCALE_HEADS and (
+      not quantized.single_head or piece_size(page_size) % quantized_kv.SINGLE_HEAD_TOKENS):
+    return (f"pages of {page_size} tokens with scales of {number} heads each: the kernel for "
+            f"Hopper copies those of {quantized_kv.SCALE_HEADS} heads together, or of "
+            f"{quantized_kv.SINGLE_HEAD_TOKENS} tokens of a single head")
+  return _memory_refusal(query, cache, metadata, heads)
 
 
-def _too_large(query, cache, metadata: pages.PagesMetadata, heads: pages.Heads) -> str | None:
-  """As `refusal`, for the sake of memory."""
-  cut = cut_of(paged.PagedOperands(query, cache, metadata), heads, BlockSizes())
-  lines = queue.places(query.shape[0], metadata.context_lens.shape[0], cut.block_q) * (
-      heads.key_heads * cut.lines)
-  size = sum(4 * math.prod(x.shape) for x in parts.partial_results(cut.shape, lines))
+def _memory_refusal(query: jax.Array, cache: Pages, metadata: layouts.PagesMetadata,
+                    heads: layouts.Heads) -> str | None:
+  """Returns the reason if the results of all splits take too much memory."""
+  tiling = make_tiling(PagedOperands(query, cache, metadata), None, BlockSizes(), heads)
+  num_row_blocks = heads.key_heads * tiling.row_blocks * query_block_queue.capacity(
+      query.shape[0], metadata.context_lens.shape[0], tiling.block_q)
+  size = sum(4 * math.prod(x.shape)
+             for x in split_kv.partial_results(tiling.params, num_row_blocks))
   if size > PARTIAL_BYTES:
     return (f"{query.shape[0]} queries and page tables of {list(metadata.page_tables.shape)}: the "
-            f"kernel for Hopper keeps a result of every part of the keys, which takes {size} bytes "
-            f"here, of {PARTIAL_BYTES} at most")
+            "kernel for Hopper keeps a result of every split of the keys, which takes "
+            f"{size} bytes here, of {PARTIAL_BYTES} at most")
   return None
 
 
-def piece_of(page: int) -> int:
-  """Tokens that are copied together: as many as pages and blocks of keys both are multiples of."""
-  return math.gcd(page, parts.BLOCK)
+def piece_size(page_size: int) -> int:
+  """Returns the tokens that are copied together, a divisor of a page and of a block of keys."""
+  return math.gcd(page_size, split_kv.BLOCK_KV)
 
 
-def stored_of(cache) -> small.Small | None:
-  """How pages in 8 bits are stored; None: they are not."""
+def quantized_of(cache: Pages) -> quantized_kv.QuantizedKV | None:
+  """Returns the static description of quantized pages; None if they are not quantized."""
   if cache.key_scales is None:
     return None
-  by_token = pages.has_token_scales(cache)
-  return small.Small(jnp.dtype(pages.dtype_of(cache)).name,
-                     small.TOKEN if by_token else small.TENSOR,
-                     by_token and cache.key_scales.shape[2] == 1)
+  by_token = layouts.has_token_scales(cache)
+  return quantized_kv.QuantizedKV(
+      jnp.dtype(layouts.dtype_of(cache)).name,
+      quantized_kv.TOKEN if by_token else quantized_kv.TENSOR,
+      by_token and cache.key_scales.shape[2] == 1)
 
 
-def cut_of(operands: paged.PagedOperands, heads: pages.Heads, requested: BlockSizes) -> Cut:
-  """How to cut a call; as `decode.cut_of`.
+def make_tiling(operands: PagedOperands, spec: PagedSpec | None, requested: BlockSizes,
+                heads: layouts.Heads) -> Tiling:
+  """Returns the division of a call into thread blocks.
 
   Args:
-    operands: only shapes count.
+    operands: only shapes and dtypes are read.
+    spec: not read.
+    requested: `block_q`, queries computed together, and `block_kv`, tokens of a split; None: chosen
+      here.
     heads: the heads in the pages, without their padding.
-    requested: `block_q`, queries computed together, and `block_kv`, tokens of a part; None: chosen.
   """
-  group, page = operands.query.shape[1] // heads.key_heads, pages.page_size(operands.cache)
-  sizes = requested._replace(block_kv=None)
-  block_q, _ = paged.sizes_of(operands, sizes, group)
+  del spec
+  group = operands.query.shape[1] // heads.key_heads
+  page_size = layouts.page_size(operands.cache)
+  block_q, _ = paged_operands.choose_block_sizes(
+      operands, requested._replace(block_kv=None), group)
   if requested.block_q is None:
-    block_q = min(block_q, max(1, parts.MOST_ROWS // group))
-  shape = parts.shape_of(
-      block_q * group, heads[1:], cdiv(operands.metadata.page_tables.shape[1] * page, parts.BLOCK),
-      decode.part_blocks(requested), stored_of(operands.cache))
-  return Cut(shape, heads, group, block_q, cdiv(block_q * group, shape.rows), page,
-             mosaic.interpreted())
+    block_q = min(block_q, max(1, split_kv.MAX_ROWS // group))
+  num_blocks = cdiv(operands.metadata.page_tables.shape[1] * page_size, split_kv.BLOCK_KV)
+  params = split_kv.make_kernel_params(
+      block_q * group, heads[1:], num_blocks, decode.split_blocks(requested),
+      quantized_of(operands.cache))
+  return Tiling(params, heads, group, block_q, cdiv(block_q * group, params.num_rows), page_size,
+                mosaic.interpreted())
 
 
-def forward(operands: paged.PagedOperands, spec: PagedSpec, heads: pages.Heads,
+def forward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
             block_sizes: BlockSizes) -> Residuals:
-  """out [T, H, E] and lse [T, H, 1]; see `xla.paged_forward.forward`."""
-  cut, (tokens, query_heads, _) = cut_of(operands, heads, block_sizes), operands.query.shape
-  shape, dtype = cut.shape, operands.query.dtype
-  problem = paged.cut(operands, spec, heads, (cut.block_q, 1))
-  work = queue.of_requests(problem, tokens)
-  items = _items_of(problem, work)
-  number = cut.lines * shape.rows
-  rows = jax.vmap(lambda block: paged.live_rows_of(problem, block, problem.query))(work.blocks)
-  rows = steps.pad_axis(rows, 2, number - rows.shape[2])
-  lines = rows.shape[0] * heads.key_heads * cut.lines
+  """Returns out [T, H, E] and lse [T, H, 1]."""
+  chex.assert_rank(operands.query, 3)
+  chex.assert_rank(operands.metadata.page_tables, 2)
+  chex.assert_shape(operands.metadata.context_lens, (operands.metadata.page_tables.shape[0],))
+  tiling = make_tiling(operands, spec, block_sizes, heads)
+  params, dtype = tiling.params, operands.query.dtype
+  blocked = paged_operands.block_inputs(operands, spec, heads, (tiling.block_q, 1))
+  queue = query_block_queue.make_queue(blocked, operands.query.shape[0])
+  items = _make_work_items(blocked, queue)
+  padded_rows = tiling.row_blocks * params.num_rows
+  rows = jax.vmap(lambda block: paged_operands.live_rows_of(
+      blocked, block, blocked.query))(queue.blocks)
+  rows = dense_operands.pad_axis(rows, 2, padded_rows - rows.shape[2])
+  num_row_blocks = rows.shape[0] * heads.key_heads * tiling.row_blocks
   out, lse = mosaic.call(
-      functools.partial(_kernel, cut, Logits(_Feed(spec, cut), False)),
-      parts.partial_results(shape, lines),
+      functools.partial(_kernel, tiling, Logits(_PagedTileInputLoader(spec, tiling), False)),
+      split_kv.partial_results(params, num_row_blocks),
       Inputs(rows, operands.cache._replace(key_scales=None, value_scales=None),
-             _scales(cut, operands.cache), problem.tables, jnp.stack(items)),
-      parts.scratch_of(shape, dtype, piece_of(cut.page)), grid=lines * shape.parts,
-      warpgroups=2, name="attn_core_paged")
-  sinks = paged.row_sinks(problem)
+             _scales(tiling, operands.cache), blocked.tables, jnp.stack(items)),
+      split_kv.scratch_types(params, dtype, piece_size(tiling.page_size)),
+      grid=num_row_blocks * params.num_splits, warpgroups=2, name="attn_core_paged")
+  sinks = paged_operands.row_sinks(blocked)
   if sinks is not None:
-    sinks = steps.pad_axis(sinks[..., 0].astype(jnp.float32), 1, number - sinks.shape[1])
-    sinks = jnp.broadcast_to(sinks, (rows.shape[0], *sinks.shape)).reshape(lines, shape.rows)
-  live_parts = parts.live_parts(shape, *(jnp.repeat(x, lines // rows.shape[0])
-                                         for x in (items.first, items.end)))
-  out, lse = merge.merge(shape, out, lse, sinks, live_parts, dtype)
-  def of_tokens(x, empty):
-    x = x.reshape(-1, heads.key_heads, number, x.shape[-1])[:, :, :cut.block_q * cut.group]
-    x = x.reshape(*x.shape[:2], cut.block_q, cut.group, -1).swapaxes(1, 2)
-    x = x.reshape(*x.shape[:2], query_heads, -1)
-    return jnp.where(work.live[:, None, None], x[work.place, work.row], empty)
-  return Residuals(of_tokens(out, 0), of_tokens(lse[..., None], -jnp.inf))
+    sinks = dense_operands.pad_axis(
+        sinks[..., 0].astype(jnp.float32), 1, padded_rows - sinks.shape[1])
+    sinks = jnp.broadcast_to(sinks, (rows.shape[0], *sinks.shape)).reshape(
+        num_row_blocks, params.num_rows)
+  live = split_kv.live_splits(params, *(jnp.repeat(x, num_row_blocks // rows.shape[0])
+                                        for x in (items.first, items.end)))
+  out, lse = combine.combine(params, out, lse, sinks, live, dtype)
+  return Residuals(_to_tokens(tiling, queue, out, 0),
+                   _to_tokens(tiling, queue, lse[..., None], -jnp.inf))
 
 
-def _scales(cut: Cut, cache) -> tuple:
-  """What `Inputs.scales` is."""
-  if cut.shape.stored is None:
+def _to_tokens(tiling: Tiling, queue: query_block_queue.QueryBlockQueue, x: jax.Array,
+               empty: float) -> jax.Array:
+  """[num_row_blocks, num_rows, width] -> [T, H, width], `empty` for tokens that are not live."""
+  key_heads, block_q, group = tiling.heads.key_heads, tiling.block_q, tiling.group
+  x = x.reshape(-1, key_heads, tiling.row_blocks * tiling.params.num_rows,
+                x.shape[-1])[:, :, :block_q * group]
+  x = x.reshape(*x.shape[:2], block_q, group, -1).swapaxes(1, 2)
+  x = x.reshape(*x.shape[:2], key_heads * group, -1)
+  return jnp.where(queue.live[:, None, None], x[queue.block_index, queue.row], empty)
+
+
+def _scales(tiling: Tiling, cache: Pages) -> tuple[jax.Array, ...]:
+  """Returns `Inputs.scales`."""
+  quantized = tiling.params.quantized
+  if quantized is None:
     return ()
   scales = cache.key_scales, cache.value_scales
-  if cut.shape.stored.scales == small.TENSOR:
+  if quantized.scale_kind == quantized_kv.TENSOR:
     return tuple(x.reshape(1) for x in scales)
-  return tuple(small.packed(cut.shape.stored, x) for x in scales)
+  return tuple(quantized_kv.pack_scales(quantized, x) for x in scales)
 
 
-def _items_of(problem: paged.Problem, work: queue.Queue) -> Items:
-  """Which keys the live queries of blocks see, and which all of them do."""
-  blocks = work.blocks
-  used = jnp.arange(blocks.request.shape[0]) < work.count
-  begin, length = blocks.positions[:, 0], problem.lengths[blocks.request]
-  # Whatever the metadata says, no more than the table has.
-  held = jnp.minimum(length, problem.tables.shape[1] * pages.page_size(problem.cache))
-  queries = problem.starts[blocks.request + 1] - problem.starts[blocks.request]
-  lowest = jnp.maximum(begin, length - queries)
-  highest = jnp.minimum(begin + problem.block_q, length) - 1
-  left, right = paged.reach(problem.spec)
-  start = start_full = jnp.zeros_like(begin)
-  stop = stop_full = held
+def _make_work_items(blocked: BlockedInputs,
+                     queue: query_block_queue.QueryBlockQueue) -> WorkItem:
+  """Returns the blocks of keys that live queries attend to, and those that all attend to."""
+  blocks = queue.blocks
+  used = jnp.arange(blocks.request.shape[0]) < queue.num_blocks
+  position, length = blocks.positions[:, 0], blocked.lengths[blocks.request]
+  # No more than the table holds, even if the metadata says so.
+  length_held = jnp.minimum(length, blocked.tables.shape[1] * layouts.page_size(blocked.cache))
+  queries = blocked.starts[blocks.request + 1] - blocked.starts[blocks.request]
+  lowest = jnp.maximum(position, length - queries)
+  highest = jnp.minimum(position + blocked.block_q, length) - 1
+  left, right = paged_operands.window_of(blocked.spec)
+  start = start_full = jnp.zeros_like(position)
+  stop = stop_full = length_held
   if left is not None:
     start, start_full = (jnp.maximum(x - left, 0) for x in (lowest, highest))
   if right is not None:
-    stop, stop_full = (jnp.minimum(held, x + right + 1) for x in (highest, lowest))
+    stop, stop_full = (jnp.minimum(length_held, x + right + 1) for x in (highest, lowest))
   stop = jnp.where(used & (lowest <= highest), stop, 0)
-  end = cdiv(jnp.maximum(stop, 0), parts.BLOCK)
-  first = jnp.minimum(start // parts.BLOCK, end)
-  first_full = jnp.clip(cdiv(start_full, parts.BLOCK), first, end)
-  end_full = jnp.clip(stop_full // parts.BLOCK, first_full, end)
-  return Items(*(x.astype(jnp.int32) for x in (
-      blocks.request, begin, held, first, first_full, end_full, end)))
+  end = cdiv(jnp.maximum(stop, 0), split_kv.BLOCK_KV)
+  first = jnp.minimum(start // split_kv.BLOCK_KV, end)
+  first_full = jnp.clip(cdiv(start_full, split_kv.BLOCK_KV), first, end)
+  end_full = jnp.clip(stop_full // split_kv.BLOCK_KV, first_full, end)
+  return WorkItem(*(x.astype(jnp.int32) for x in (
+      blocks.request, position, length_held, first, first_full, end_full, end)))
 
 
-def _kernel(cut: Cut, logits: Logits, inputs: Inputs, outputs, scratch: parts.Scratch):
-  shape, block = cut.shape, lax.axis_index("block")
-  found = []
-  for number in (cut.heads.key_heads, cut.lines, shape.parts):  # neighbours read the same pages
+def _kernel(tiling: Tiling, logits: Logits, inputs: Inputs, outputs: tuple[Ref, ...],
+            scratch: split_kv.Scratch) -> None:
+  params, block, found = tiling.params, lax.axis_index("block"), []
+  # Neighboring thread blocks read the same pages.
+  for number in (tiling.heads.key_heads, tiling.row_blocks, params.num_splits):
     found.append(lax.rem(block, mosaic.int32(number)))
     block = lax.div(block, mosaic.int32(number))
-  head, line, part = found
-  item = Items(*(inputs.items[field, block] for field in range(len(Items._fields))))
-  visit = parts.visit_of(shape, part, parts.Visit(
+  head, row_block, split = found
+  item = WorkItem(*(inputs.items[field, block] for field in range(len(WorkItem._fields))))
+  blocks = split_kv.split_range(params, split, split_kv.BlockRange(
       item.first, item.first_full, item.end_full, item.end))
-  first_row = line * mosaic.int32(shape.rows)
+  first_row = row_block * mosaic.int32(params.num_rows)
   warpgroup = lax.axis_index("warpgroup")
 
-  @pl.when((warpgroup == 1) & (visit.first < visit.end))
-  def _():
-    plgpu.copy_gmem_to_smem(inputs.rows.at[block, head, pl.ds(first_row, shape.rows)],
-                            scratch.query, scratch.query_full)
-    parts.copy_blocks(shape, scratch, visit, functools.partial(_locate, cut, inputs, item),
-                      functools.partial(_copy, cut, inputs, item, head))
+  # 1. The producer warpgroup copies queries, keys and values.
+  @pl.when((warpgroup == 1) & (blocks.first < blocks.end))
+  def _() -> None:
+    plgpu.copy_gmem_to_smem(inputs.rows.at[block, head, pl.ds(first_row, params.num_rows)],
+                            scratch.q_smem, scratch.q_barrier)
+    split_kv.copy_blocks(params, scratch, blocks, functools.partial(_locate, tiling, inputs, item),
+                         functools.partial(_copy, tiling, inputs, item, head))
 
-  @pl.when((warpgroup == 0) & (visit.first < visit.end))
-  def _():
-    tile = lambda n: _Tile(item, first_row, n * mosaic.int32(parts.BLOCK))
-    results = (block * cut.heads.key_heads + head) * cut.lines + line
-    out, lse = (x.at[results, part] for x in outputs)
-    scales = shape.stored and small.Scales(shape.stored, scratch.scales or inputs.scales, head)
-    fold.Fold(shape, logits, _NOTHING, tile, scratch, cut.interpret, scales).run(visit, out, lse)
+  # 2. The consumer warpgroup computes.
+  @pl.when((warpgroup == 0) & (blocks.first < blocks.end))
+  def _() -> None:
+    tile = lambda n: _Tile(item, first_row, n * mosaic.int32(split_kv.BLOCK_KV))
+    results = (block * tiling.heads.key_heads + head) * tiling.row_blocks + row_block
+    out, lse = (x.at[results, split] for x in outputs)
+    scales = params.quantized and quantized_kv.ScaleReader(
+        params.quantized, scratch.scales_smem or inputs.scales, head)
+    compute.ConsumerWarpgroup(params, logits, _NO_TILE_INPUTS, tile, scratch, tiling.interpret,
+                              scales).run(blocks, out, lse)
 
 
-def _locate(cut: Cut, inputs: Inputs, item: Items, n) -> list:
-  """(page, its token) where the pieces of the n-th block of keys begin."""
-  found, page = [], mosaic.int32(cut.page)
-  for start in _starts(cut, n):
-    # Behind the last page of a table nothing is live.
-    number = jnp.minimum(lax.div(start, page), mosaic.int32(inputs.tables.shape[1] - 1))
-    found.append((inputs.tables[item.request, number], lax.rem(start, page)))
+def _locate(tiling: Tiling, inputs: Inputs, item: WorkItem,
+            n: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+  """Returns (page, token within it) where the pieces of the n-th block of keys begin."""
+  found, page_size = [], mosaic.int32(tiling.page_size)
+  for start in _piece_starts(tiling, n):
+    # Tokens behind the last page of a table are not live.
+    number = jnp.minimum(lax.div(start, page_size), mosaic.int32(inputs.tables.shape[1] - 1))
+    found.append((inputs.tables[item.request, number], lax.rem(start, page_size)))
   return found
 
 
-def _starts(cut: Cut, n) -> list:
-  """Positions of the n-th block's pieces."""
-  first = n * mosaic.int32(parts.BLOCK)
-  return [first + mosaic.int32(i) for i in range(0, parts.BLOCK, piece_of(cut.page))]
+def _piece_starts(tiling: Tiling, n: jax.Array) -> list[jax.Array]:
+  """Returns the positions of the n-th block's pieces."""
+  first = n * mosaic.int32(split_kv.BLOCK_KV)
+  return [first + mosaic.int32(i)
+          for i in range(0, split_kv.BLOCK_KV, piece_size(tiling.page_size))]
 
 
-def _copy(cut: Cut, inputs: Inputs, item: Items, head, n, places, values, target):
-  """Starts the copies of a block's live pieces; a dead one arrives without a copy."""
-  tokens, (stage, scales, full) = piece_of(cut.page), target
-  some = parts.together(cut.shape, values, tokens)
-  for i, (start, (page, token)) in enumerate(zip(_starts(cut, n), places)):
+def _copy(tiling: Tiling, inputs: Inputs, item: WorkItem, head: jax.Array, n: jax.Array,
+          locations: list[tuple[jax.Array, jax.Array]], values: bool,
+          target: split_kv.CopyTarget) -> None:
+  """Starts the copies of a block's live pieces; arrives at the barrier for the others."""
+  tokens, params = piece_size(tiling.page_size), tiling.params
+  some = split_kv.tokens_per_copy(params, values, tokens)
+  for i, (start, (page, token)) in enumerate(zip(_piece_starts(tiling, n), locations)):
     first = i * tokens
-    copies = [(_page(cut, inputs.cache, page, pl.ds(token + k, some), head, values),
-               stage.at[pl.ds(first + k, some)]) for k in range(0, tokens, some)]
-    if scales is not None:
-      copies += [(small.quad(cut.shape.stored, inputs.scales[values],
-                             (page, pl.ds(token, tokens)), head),
-                  scales.at[pl.ds(first, tokens)])]
+    copies = [(_page_slice(tiling, inputs.cache, page, pl.ds(token + k, some), head, values),
+               target.block.at[pl.ds(first + k, some)]) for k in range(0, tokens, some)]
+    if target.scales is not None:
+      copies += [(quantized_kv.slice_scales(params.quantized, inputs.scales[values],
+                                            (page, pl.ds(token, tokens)), head),
+                  target.scales.at[pl.ds(first, tokens)])]
     live = start < item.length
-    for source, place in copies:
-      pl.when(live)(functools.partial(plgpu.copy_gmem_to_smem, source, place, full))
-      pl.when(~live)(functools.partial(plgpu.barrier_arrive, full))
+    for source, destination in copies:
+      pl.when(live)(functools.partial(
+          plgpu.copy_gmem_to_smem, source, destination, target.barrier))
+      pl.when(~live)(functools.partial(plgpu.barrier_arrive, target.barrier))
 
 
-def _page(cut: Cut, cache, page, tokens, head, values: bool):
-  """Reference to the keys or values [tokens, W] of a head in a page."""
-  if isinstance(cache, pages.PagesV1):
+def _page_slice(tiling: Tiling, cache: Any, page: jax.Array, tokens: Any, head: jax.Array,
+                values: bool) -> Ref:
+  """Returns a reference to the keys or values [tokens, D or E] of a head in a page."""
+  if isinstance(cache, layouts.PagesV1):
     return (cache.value_pages if values else cache.key_pages).at[head, page, tokens]
-  if isinstance(cache, pages.PagesV2):
+  if isinstance(cache, layouts.PagesV2):
     return cache.pages.at[page, tokens, 2 * head + int(values)]
-  row, packing = 2 * head + int(values), mosaic.int32(pages.packing(cache.pages.dtype))
+  row, packing = 2 * head + int(values), mosaic.int32(layouts.packing(cache.pages.dtype))
   return cache.pages.at[page, tokens, lax.div(row, packing), lax.rem(row, packing),
-                        pl.ds(0, cut.heads.key_width)]
+                        pl.ds(0, tiling.heads.key_width)]

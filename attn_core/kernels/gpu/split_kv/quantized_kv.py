@@ -1,114 +1,119 @@
-"""Keys and values in 8 bits, on their way from shared memory to products of 16 bits.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Conversion of int8 and fp8 keys and values in shared memory to the 16 bits of the products.
 
-  scores = key scale * (key . query),   output = sum over keys of (weight * value scale) * value
+  qk = key scale * (key . query),   out = sum over keys of (p * value scale) * value
 
 Keys are the left operand of their product, which may come from registers, where they are converted.
-So could values, were they not to be turned round, which the hardware does with numbers of 16 bits
-in shared memory only: they are converted there. A scale multiplies what a key's row has of the
-products, so no dequantised number is rounded: each in 8 bits is one in bfloat16.
-
-Letters: C keys of a block.
+Values are transposed for theirs, which the hardware does only with 16-bit numbers in shared memory:
+they are converted there. A scale multiplies the row of a key in the products, so dequantized
+numbers are never rounded: each 8-bit number is exact in bfloat16.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, Iterator, NamedTuple
 
+import jax
 from jax import lax
 from jax.experimental import pallas as pl
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
+from attn_core.kernels.common import dense_operands
 from attn_core.kernels.gpu import mosaic
-from attn_core.kernels.xla import tile_ops as steps
+from attn_core.kernels.gpu.mosaic import Ref
 
-QUAD = 4  # heads whose scales come together: TMA copies no less than 16 bytes
-ALONE_TOKENS = 32  # of a head by itself, in any place in shared memory that TMA copies to
+SCALE_HEADS = 4  # heads whose scales are copied together: TMA copies at least 16 bytes
+SINGLE_HEAD_TOKENS = 32  # the tokens whose scales of a single head TMA copies are a multiple
 DTYPE = "bfloat16"  # of queries, and of products
-WIDTH = 32  # widths are multiples: bytes that shared memory is swizzled over, at least
-PIECE = 64  # columns
+WIDTH_MULTIPLE = 32  # of D and E: shared memory is swizzled over at least so many bytes
+CONVERTED_COLUMNS = 64  # at a time
 TOKEN, TENSOR = "token", "tensor"
 
 
-class Small(NamedTuple):
-  """What is static of keys and values in 8 bits; hashable."""
+class QuantizedKV(NamedTuple):
+  """Static description of quantized keys and values; hashable."""
 
   dtype: str
-  scales: str  # TOKEN: one per token and head; TENSOR: one for all keys and one for all values
-  alone: bool  # whether there is one key head, whose scales lie side by side
+  scale_kind: str  # TOKEN: one scale per token and head; TENSOR: one for all keys, one for values
+  single_head: bool  # whether there is one key head, whose scales are contiguous in memory
 
   def scale_shapes(self, tokens: int) -> list[tuple[int, ...]]:
-    """The shape of the scales of some tokens in shared memory; none: they are not there."""
-    if self.scales == TENSOR:
+    """Returns the shapes of the scales of some tokens in shared memory; [] if not held there."""
+    if self.scale_kind == TENSOR:
       return []
-    return [(tokens,) if self.alone else (tokens, QUAD)]
+    return [(tokens,) if self.single_head else (tokens, SCALE_HEADS)]
 
   def scale_bytes(self, tokens: int) -> int:
-    """Bytes of these."""
+    """Returns the bytes of the scales of some tokens in shared memory."""
     return sum(4 * math.prod(shape) for shape in self.scale_shapes(tokens))
 
   @property
-  def floats(self) -> bool:
-    """Whether they are floating-point numbers, which may be something else than finite."""
+  def is_floating(self) -> bool:
+    """Whether the numbers are floating-point, and may be non-finite."""
     return jnp.issubdtype(self.dtype, jnp.floating)
 
 
-class Scales(NamedTuple):
-  """Where a running kernel reads scales."""
+class ScaleReader(NamedTuple):
+  """Reads scales in a kernel."""
 
-  small: Small
-  arrays: tuple  # of keys and of values: `parts.Scratch.scales`, or [1] in global memory
-  head: Any  # int32
+  quantized: QuantizedKV
+  refs: tuple[Ref, ...]  # of keys and of values: `Scratch.scales_smem`, or [1] in global memory
+  head: Any  # int32, the key head
 
-  def rows(self, values: bool, slot):
-    """float32 [C] of the tokens in a stage; None: see `number`."""
-    if self.small.scales == TENSOR:
+  def per_token(self, values: bool, slot: jax.Array) -> jax.Array | None:
+    """Returns float32 [block_kv] of the tokens in a stage; None with one scale per tensor."""
+    if self.quantized.scale_kind == TENSOR:
       return None
-    stage = self.arrays[values].at[slot]
-    if not self.small.alone:
-      stage = stage.at[:, lax.rem(self.head, mosaic.int32(QUAD))]
-    return mosaic.load(stage, mosaic.ROWS)
+    stage = self.refs[values].at[slot]
+    if not self.quantized.single_head:
+      stage = stage.at[:, lax.rem(self.head, mosaic.int32(SCALE_HEADS))]
+    return mosaic.load(stage, mosaic.ROW_LAYOUT)
 
-  def number(self, values: bool):
-    """float32, for all tokens; None: see `rows`."""
-    return self.arrays[values][0] if self.small.scales == TENSOR else None
-
-
-def packed(small: Small, scales):
-  """Scales [..., tokens, K] as TMA copies them: K a multiple of QUAD, or not an axis."""
-  return scales[..., 0] if small.alone else steps.pad_axis(
-      scales, scales.ndim - 1, -scales.shape[-1] % QUAD)
+  def per_tensor(self, values: bool) -> jax.Array | None:
+    """Returns the float32 scale of all tokens; None with one scale per token."""
+    return self.refs[values][0] if self.quantized.scale_kind == TENSOR else None
 
 
-def quad(small: Small, scales, where: tuple, head):
-  """What `Small.scale_shapes` has of some tokens.
+def pack_scales(quantized: QuantizedKV, scales: jax.Array) -> jax.Array:
+  """Returns scales [..., tokens, K] for TMA: K padded to SCALE_HEADS, or removed if single."""
+  return scales[..., 0] if quantized.single_head else dense_operands.pad_axis(
+      scales, scales.ndim - 1, -scales.shape[-1] % SCALE_HEADS)
+
+
+def slice_scales(quantized: QuantizedKV, scales: Ref, index: tuple[Any, ...],
+                 head: jax.Array) -> Ref:
+  """Returns a reference to the scales of some tokens, as `QuantizedKV.scale_shapes` has them.
 
   Args:
-    scales: reference to what `packed` returned, in global memory.
-    where: indices of its axes, the tokens' as the last one.
-    head: int32.
+    quantized: static description.
+    scales: reference to what `pack_scales` returned, in global memory.
+    index: indices of its leading axes, the tokens' as the last one.
+    head: int32, the key head.
   """
-  if small.alone:
-    return scales.at[where]
-  first = head - lax.rem(head, mosaic.int32(QUAD))
-  return scales.at[(*where, pl.ds(first, QUAD))]
+  if quantized.single_head:
+    return scales.at[index]
+  first = head - lax.rem(head, mosaic.int32(SCALE_HEADS))
+  return scales.at[(*index, pl.ds(first, SCALE_HEADS))]
 
 
-def load(ref, width: int, dtype):
-  """Yields numbers in 8 bits as those of `dtype`, exactly, in registers as products lie there.
+def load_converted(ref: Ref, width: int, dtype: DTypeLike) -> Iterator[tuple[Any, jax.Array]]:
+  """Yields quantized numbers converted exactly to `dtype`, in the register layout of products.
 
   Args:
-    ref: a stage [C, W].
-    width: columns that are copied.
+    ref: a stage [block_kv, columns].
+    width: number of columns that are copied.
     dtype: of the result.
 
   Yields:
-    (some columns, [C, columns]); few at a time, for the sake of registers.
+    (slice of columns, [block_kv, columns of the slice]); few at a time, to save registers.
   """
   columns = mosaic.tile_columns(width, ref.dtype)
   for first in range(0, width, columns):
-    x = mosaic.load(ref.at[:, pl.ds(first, columns)], mosaic.TILE)
+    x = mosaic.load(ref.at[:, pl.ds(first, columns)], mosaic.TILE_LAYOUT)
     if jnp.issubdtype(ref.dtype, jnp.integer):
       yield pl.ds(first, columns), x.astype(dtype)
       continue
-    for start in range(0, columns, PIECE):  # there is no shorter way for them than by float32
-      piece = x[:, start:start + PIECE].astype(jnp.float32).astype(dtype)
+    for start in range(0, columns, CONVERTED_COLUMNS):  # fp8 is converted by way of float32
+      piece = x[:, start:start + CONVERTED_COLUMNS].astype(jnp.float32).astype(dtype)
       yield pl.ds(first + start, piece.shape[1]), piece

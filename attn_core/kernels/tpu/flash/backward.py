@@ -1,184 +1,267 @@
-"""The backward on TPUs: cotangents of queries, keys and values in one kernel.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Backward kernel on TPUs: cotangents of queries, keys and values together.
 
   scores = K Q^T;  d_value = P d_out;  d_key = dS Q;  d_query^T = K^T dS
 
-The cotangent of the queries stays in vector memory, which saves the two products that a second
-kernel would have to repeat.
-
-Letters: B batch, T query length, S key length, H query heads, K key heads, G = H / K,
-D query and key width, E value width; C keys and Q queries of a tile.
+The cotangent of the queries stays in vector memory, which saves the two products that a separate
+kernel for it would have to repeat.
 """
 
 import functools
 from typing import Any, NamedTuple
 
+import chex
+import jax
 from jax.experimental import pallas as pl
 import jax.numpy as jnp
 
-from attn_core.kernels.common import online_softmax as softmax
-from attn_core.kernels.common.contract import Cargo, Residuals
-from attn_core.kernels.tpu.flash import tile_inputs as feeds
-from attn_core.kernels.tpu.flash import schedule, tiling as tuned
-from attn_core.kernels.tpu.flash.tile_inputs import Part, Refs
-from attn_core.kernels.tpu.flash.tile_loop import Setting, ahead, setting_of, visit
-from attn_core.kernels.xla import flash as blockwise, tile_ops as steps
+from attn_core.kernels.common import dense_operands, nonfinite, online_softmax
+from attn_core.kernels.common.backward import complete_cotangents, finite_lse
+from attn_core.kernels.common.contract import BackwardFn, RemoteCopy, Residuals
+from attn_core.kernels.tpu.flash import call, schedule, tile_inputs, tiling as tiling_lib
+from attn_core.kernels.tpu.flash.tile_inputs import GridIndex, KernelRefs, TileIndex, TokenRange
+from attn_core.kernels.tpu.flash.tile_loop import (
+    KernelParams, Strip, for_each_tile, issue_ahead, make_kernel_params)
 from attn_core.types import AttentionSpec, BlockSizes, Operands
+
+Ref = Any  # a Pallas reference
 
 
 def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
-             residuals: Residuals, cotangents: Residuals, wrt: tuple[str, ...]) -> tuple:
-  """The cotangents of the operands named in `wrt`; see `kernels.xla.blockwise.completed`."""
-  return carrying(operands, spec, block_sizes, residuals, cotangents, wrt, None)[0]
+             residuals: Residuals, cotangents: Residuals, wrt: tuple[str, ...], *,
+             fallback: BackwardFn) -> tuple[jax.Array, ...]:
+  """Computes the cotangents of the operands named in `wrt`; see `contract.BackwardFn`.
 
-
-def carrying(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
-             residuals: Residuals, cotangents: Residuals, wrt: tuple[str, ...],
-             cargo: Cargo | None) -> tuple[tuple, tuple]:
-  """`backward`, and what came instead of a cargo meanwhile; see `kernel.Carrying`."""
-  arrived = []
-  def products(*arguments):
-    found, came = _products(operands, spec, block_sizes, cargo, *arguments)
-    arrived.extend(came)
-    return found
-  found = blockwise.completed(products, operands, spec, block_sizes, residuals, cotangents, wrt)
-  return found, tuple(arrived)
-
-
-def _products(operands: Operands, spec, block_sizes, cargo, d_out, lse, correction, wrt):
-  """Cotangents of query, key and value, by as many queries at a time as vector memory holds.
-
-  And what came instead of the cargo.
+  Args:
+    fallback: computes the cotangent of the bias.
   """
-  del wrt  # one kernel computes all
-  queries, keys = operands.query.shape[1], operands.key.shape[1]
-  mask = steps.mask_of(operands, spec)
-  cut = tuned.choose(operands, block_sizes, mask, backward=True)
-  rows = lambda x, fill: jnp.pad(
-      x[:, :, None], ((0, 0),) * 3 + ((0, cut.padded_queries - queries),), constant_values=fill)
-  query, key, value = steps.clean_hidden(mask, operands.query, operands.key, operands.value)
-  lse = rows(steps.finite_lse(lse) * softmax.LOG2E, jnp.inf)
-  arrays = _BackwardArrays(query, d_out, key, value, lse, rows(correction, 0))
-  ranges = tuned.query_ranges(operands, cut)
-  cargos = [cargo, *[None] * (len(ranges) - 1)]
-  parts, arrived = zip(*[
-      _backward_range(operands, spec, block_sizes, arrays, cut, blocks_q, cargo)
-      for blocks_q, cargo in zip(ranges, cargos)])
-  d_queries, d_keys, d_values = zip(*parts)
-  add = lambda parts, like: sum(parts[1:], parts[0])[:, :keys].astype(like.dtype)
-  return {"query": jnp.concatenate(d_queries, 1)[:, :queries],
-          "key": add(d_keys, operands.key), "value": add(d_values, operands.value)}, arrived[0]
+  return backward_with_remote_copy(operands, spec, block_sizes, residuals, cotangents, wrt, None,
+                                   fallback=fallback)[0]
+
+
+def backward_with_remote_copy(
+    operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes, residuals: Residuals,
+    cotangents: Residuals, wrt: tuple[str, ...],
+    transfer: RemoteCopy | None, *,
+    fallback: BackwardFn) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+  """Runs `backward` and copies arrays to another device in the meantime.
+
+  Args:
+    operands, spec, block_sizes: those of the forward.
+    residuals: out [B, T, H, E] and lse [B, H, T] of the forward.
+    cotangents: of out and lse.
+    wrt: names of the operands whose cotangents are returned.
+    transfer: the arrays to copy; None: none.
+    fallback: computes the cotangent of the bias.
+
+  Returns:
+    (the cotangents, the arrays received in place of those of `transfer`).
+  """
+  tiling_lib.check_shapes(operands)
+  batch, queries, heads, _ = operands.query.shape
+  chex.assert_shape(residuals.lse, (batch, heads, queries))
+  received: list[jax.Array] = []
+  def products(d_out: jax.Array, lse: jax.Array, delta: jax.Array,
+               wrt: tuple[str, ...]) -> dict[str, jax.Array]:
+    del wrt  # one kernel computes all
+    found, arrays = _backward(operands, spec, block_sizes, transfer, _RowArrays(d_out, lse, delta))
+    received.extend(arrays)
+    return found
+  d_bias = lambda: fallback(operands, spec, block_sizes, residuals, cotangents, ("bias",))[0]
+  found = complete_cotangents(products, d_bias, operands, residuals, cotangents, wrt)
+  return found, tuple(received)
+
+
+class _RowArrays(NamedTuple):
+  """Numbers of the query rows that the backward needs."""
+
+  d_out: jax.Array  # [B, T, H, E]
+  lse: jax.Array  # float32 [B, H, T]
+  delta: jax.Array  # float32 [B, H, T]: rowsum(d_out * out) - d_lse
 
 
 class _BackwardArrays(NamedTuple):
-  """What the backward's kernels read, or the readers of its blocks.
-
-  lse times log2(e), +inf where nothing was seen.
-  """
+  """The arrays that the kernel reads, or the readers of their blocks."""
 
   query: Any  # [B, T, H, D]; a reader gives [queries, D]
   d_out: Any  # [B, T, H, E]
   key: Any  # [B, S, K, D]
   value: Any  # [B, S, K, E]
-  lse: Any  # [B, H, 1, padded T]; a reader gives a block [1, G, 1, queries]
-  correction: Any  # the same
+  lse: Any  # lse * log2(e) [B, H, 1, padded_queries], +inf for rows without visible keys; a reader
+            # gives a block [1, query_heads, 1, block_q]
+  delta: Any  # the same shapes
 
 
-def _backward_range(operands, spec, block_sizes, arrays: _BackwardArrays, cut, query_blocks, cargo):
-  """(d_query [B, T', H, D], d_key and d_value [B, padded S, K, W]) of a range of queries.
+def _backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
+              transfer: RemoteCopy | None,
+              rows: _RowArrays) -> tuple[dict[str, jax.Array], tuple[jax.Array, ...]]:
+  """Computes cotangents of query, key and value, by ranges of queries that fit in vector memory.
 
-  And what came instead of the cargo.
+  Returns:
+    (cotangents by name, the arrays received in place of those of `transfer`).
+  """
+  queries, keys = operands.query.shape[1], operands.key.shape[1]
+  mask = dense_operands.mask_of(operands, spec)
+  tiling = tiling_lib.make_tiling(operands, spec, block_sizes, backward=True)
+  pad_rows = lambda x, fill: jnp.pad(
+      x[:, :, None], ((0, 0),) * 3 + ((0, tiling.padded_queries - queries),), constant_values=fill)
+  query, key, value = nonfinite.mask_nonfinite_unless_full(
+      mask, operands.query, operands.key, operands.value)
+  lse = pad_rows(finite_lse(rows.lse) * online_softmax.LOG2E, jnp.inf)
+  arrays = _BackwardArrays(query, rows.d_out, key, value, lse, pad_rows(rows.delta, 0))
+  ranges = tiling_lib.query_ranges(operands, tiling)
+  transfers = [transfer, *[None] * (len(ranges) - 1)]
+  parts, received = zip(*[
+      _backward_range(operands, spec, block_sizes, arrays, tiling, query_blocks, transfer)
+      for query_blocks, transfer in zip(ranges, transfers)])
+  d_queries, d_keys, d_values = zip(*parts)
+  add = lambda parts, like: sum(parts[1:], parts[0])[:, :keys].astype(like.dtype)
+  return {"query": jnp.concatenate(d_queries, 1)[:, :queries],
+          "key": add(d_keys, operands.key), "value": add(d_values, operands.value)}, received[0]
+
+
+def _backward_range(
+    operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes, arrays: _BackwardArrays,
+    tiling: schedule.Tiling, query_blocks: tuple[int, int],
+    transfer: RemoteCopy | None) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+  """Runs the kernel on the query blocks [first, end).
+
+  Returns:
+    ((d_query [B, block_q * num_blocks, H, D], d_key [B, padded_keys, K, D], d_value [B,
+    padded_keys, K, E]), the arrays received in place of those of `transfer`).
   """
   batch, _, heads, width = operands.query.shape
-  key_heads = operands.key.shape[2]
-  number = query_blocks[1] - query_blocks[0]
-  mask = steps.mask_of(operands, spec)
-  visits, lines = schedule.build(mask, cut, by_keys=True, query_blocks=query_blocks)
-  feed = feeds.Feed(visits, lines, cut, by_keys=True, first_query_block=query_blocks[0])
-  of_rows = lambda x: feed.array(
-      x, (1, cut.query_heads, 1, cut.block_q), lambda b, h, i, j: (b, h, 0, i))
-  forms = (*(feed.query_tokens(x.shape) for x in arrays[:2]),
-           *(feed.key_tokens(x.shape) for x in arrays[2:4]))
-  readers = _BackwardArrays(
-      *(feed.tokens(form, form.pack(x)) for form, x in zip(forms, arrays)),
-      of_rows(arrays.lse), of_rows(arrays.correction))
-  setting = setting_of(feed, operands, spec, cut, visits)
-  # The cotangent of all queries of the range is one block: it stays until the last step.
-  rows = number * cut.block_q
-  results = (feeds.Tokens(batch, rows, heads, width, cut.query_heads, rows, lambda i, j: 0),
-             feed.key_tokens(operands.key.shape), feed.key_tokens(operands.value.shape))
-  summed = jnp.float32 if rows < cut.padded_queries else operands.query.dtype
-  found, arrived = feeds.call(
-      functools.partial(_backward_kernel, setting, feed, readers, results), feed,
-      (batch, key_heads // cut.heads, feed.steps),
-      [(form.shape, dtype, form.block_shape, form.index)
-       for form, dtype in zip(results, (operands.query.dtype, summed, summed))],
-      [(cut.query_heads * number, width, cut.block_q), (cut.heads, cut.block_kv, width),
-       (cut.heads, cut.block_kv, operands.value.shape[3])],
-      vmem_bytes=tuned.vmem_limit(block_sizes, cut, operands, backward=True),
-      name="attn_core_backward", cargo=cargo)
-  return tuple(form.unpack(x) for form, x in zip(results, found)), arrived
+  key_heads, value_width = operands.value.shape[2:]
+  num_blocks = query_blocks[1] - query_blocks[0]
+  # 1. Schedule and inputs.
+  steps, lists = schedule.build(dense_operands.mask_of(operands, spec), tiling, by_keys=True,
+                                query_blocks=query_blocks)
+  inputs = tile_inputs.TileInputs(steps, lists, tiling, by_keys=True,
+                                  first_query_block=query_blocks[0])
+  add_rows = lambda x: inputs.add_array(
+      x, (1, tiling.query_heads, 1, tiling.block_q), lambda b, h, i, j: (b, h, 0, i))
+  blocks = (*(inputs.query_blocks(x.shape) for x in arrays[:2]),
+            *(inputs.key_blocks(x.shape) for x in arrays[2:4]))
+  query, d_out, key, value = (
+      inputs.add_tokens(block, block.pack(x)) for block, x in zip(blocks, arrays))
+  readers = _BackwardArrays(query, d_out, key, value, add_rows(arrays.lse), add_rows(arrays.delta))
+  params = make_kernel_params(inputs, operands, spec, tiling, steps)
+  # 2. Outputs: the cotangent of all queries of the range is one block, written in the last step.
+  rows = num_blocks * tiling.block_q
+  results = (
+      tile_inputs.TokenBlocks(batch, rows, heads, width, tiling.query_heads, rows,
+                              lambda i, j: 0),
+      inputs.key_blocks(operands.key.shape), inputs.key_blocks(operands.value.shape))
+  sum_dtype = jnp.float32 if rows < tiling.padded_queries else operands.query.dtype
+  outputs = [call.Output(block.shape, dtype, block.block_shape, block.block_index)
+             for block, dtype in zip(results, (operands.query.dtype, sum_dtype, sum_dtype))]
+  # 3. The kernel, with sums of d_query^T, d_key and d_value in scratch memory.
+  found, received = call.call(
+      functools.partial(_backward_kernel, params, inputs, readers, results), inputs, outputs,
+      call.LaunchParams(
+          (batch, key_heads // tiling.key_heads, inputs.num_steps),
+          [(tiling.query_heads * num_blocks, width, tiling.block_q),
+           (tiling.key_heads, tiling.block_kv, width),
+           (tiling.key_heads, tiling.block_kv, value_width)],
+          tiling_lib.vmem_limit(block_sizes, tiling, operands, backward=True),
+          "attn_core_backward"), transfer)
+  return tuple(block.unpack(x) for block, x in zip(results, found)), received
 
 
-def _backward_kernel(setting: Setting, feed, readers, results, refs: Refs, outputs, scratch):
-  b, h, n = refs.place
-  i, j, kinds, flags = feed.step(refs.scalars, b, h, n)
-  lse, correction = (read(refs) for read in readers[4:])
-  # The queries' cotangent is transposed, block by block of each head.
+def _backward_kernel(params: KernelParams, inputs: tile_inputs.TileInputs,
+                     readers: _BackwardArrays, results: tuple[tile_inputs.TokenBlocks, ...],
+                     refs: KernelRefs, outputs: tuple[Ref, ...], scratch: tuple[Ref, ...]) -> None:
+  """Computes one block of keys against one block of queries, for the heads of a step."""
+  b, h, n = refs.program_ids
+  i, j, kinds, flags = inputs.step(refs.scalars, b, h, n)
   d_query, d_key, d_value = scratch
-  number = d_query.shape[0] // setting.cut.query_heads
 
+  # 1. Clear the sums: of queries in the first step of all, of keys and values in the first step of
+  # their block.
   @pl.when(n == 0)
-  def _():
+  def _() -> None:
     d_query[...] = jnp.zeros_like(d_query)
 
   @pl.when((flags & schedule.FIRST) != 0)
-  def _():
+  def _() -> None:
     d_key[...] = jnp.zeros_like(d_key)
     d_value[...] = jnp.zeros_like(d_value)
 
-  def products(at):
-    """(scores, d_weights) [C, Q]."""
-    pairs = (readers.key, readers.query), (readers.value, readers.d_out)
-    key_head = setting.key_head(at)
-    return tuple(setting.dot(keys(refs, key_head, at.keys), queries(refs, at.head, at.queries),
-                             ((1,), (1,))) for keys, queries in pairs)
+  # 2. Add the visible tiles.
+  step = _BackwardStep(params, readers, inputs.first_query_block, refs, scratch)
+  row_blocks = step.row_blocks()
 
-  def add(at, both, masked):
-    scores, d_weights = both
-    key_head, keys, queries = setting.key_head(at), at.keys.slice, at.queries.slice
-    query, d_out = (read(refs, at.head, at.queries) for read in (readers.query, readers.d_out))
-    logits, slope = setting.logits(refs, at, scores)
-    weights = jnp.exp2(logits * setting.unit - lse[0, at.head, :, queries])
-    weights = setting.hide(refs, at, masked, weights, 0.0)
-    kept, d_weights = setting.dropout.drop(refs, at, weights, d_weights)
-    d_logits = weights * (d_weights * setting.dropout.scale - correction[0, at.head, :, queries])
-    d_logits = (d_logits if slope is None else d_logits * slope).astype(query.dtype)
-    d_value[key_head, keys] += setting.dot(kept.astype(d_out.dtype), d_out)
-    d_key[key_head, keys] += setting.dot(d_logits, query)
-    d_query[at.head * number + at.query_block - feed.first_query_block, :, queries] += setting.dot(
-        readers.key(refs, key_head, at.keys), d_logits, ((0,), (0,)))
+  def compute(strips: list[Strip]) -> None:
+    for tile, masked, products in issue_ahead(strips, step.products, tiling_lib.AHEAD[True]):
+      step.add(tile, masked, products, row_blocks)
 
-  def strips(places):
-    for at, masked, both in ahead(places, products, tuned.AHEAD[True]):
-      add(at, both, masked)
+  for_each_tile(params, GridIndex(b, h, i, j), kinds, compute)
 
-  visit(setting, (b, h, i, j), kinds, strips)
-
-  def write(which, head, part, x):
-    ref = outputs[which]
-    ref[results[which].at(head, part)] = x.astype(ref.dtype)
+  # 3. Write the sums: of keys and values in the last step of their block, of queries in the last
+  # step of all.
+  def write(number: int, head: int, tokens: TokenRange, x: jax.Array) -> None:
+    ref = outputs[number]
+    ref[results[number].slices(head, tokens)] = x.astype(ref.dtype)
 
   @pl.when((flags & schedule.LAST) != 0)
-  def _():
-    every = Part(0, setting.cut.block_kv)
-    for head in range(setting.cut.heads):
-      write(1, head, every, d_key[head] * setting.spec.softmax_scale)
-      write(2, head, every, d_value[head] * setting.dropout.scale)
+  def _() -> None:
+    all_keys = TokenRange(0, params.tiling.block_kv)
+    for head in range(params.tiling.key_heads):
+      write(1, head, all_keys, d_key[head] * params.spec.softmax_scale)
+      write(2, head, all_keys, d_value[head] * params.dropout.scale)
 
-  @pl.when(n == feed.steps - 1)  # the last step of all
-  def _():
-    size = setting.cut.block_q
-    for head in range(setting.cut.query_heads):
-      for block in range(number):
-        write(0, head, Part(block * size, size),
-              d_query[head * number + block].T * setting.spec.softmax_scale)
+  @pl.when(n == inputs.num_steps - 1)
+  def _() -> None:
+    size, num_blocks = params.tiling.block_q, d_query.shape[0] // params.tiling.query_heads
+    for head in range(params.tiling.query_heads):
+      for block in range(num_blocks):
+        write(0, head, TokenRange(block * size, size),
+              d_query[head * num_blocks + block].T * params.spec.softmax_scale)
+
+
+class _BackwardStep(NamedTuple):
+  """One grid step."""
+
+  params: KernelParams
+  readers: _BackwardArrays
+  first_query_block: int  # of the range of queries
+  refs: KernelRefs
+  scratch: tuple[Ref, ...]  # sums of d_query^T by head and block of queries, d_key and d_value
+
+  def row_blocks(self) -> tuple[Ref, Ref]:
+    """Returns the references of lse and delta, [1, query_heads, 1, block_q]."""
+    return self.readers.lse(self.refs), self.readers.delta(self.refs)
+
+  def products(self, tile: TileIndex) -> tuple[jax.Array, ...]:
+    """Computes (scores, d_weights), [keys, queries] each."""
+    readers, key_head = self.readers, self.params.key_head(tile)
+    pairs = (readers.key, readers.query), (readers.value, readers.d_out)
+    return tuple(
+        self.params.dot(keys(self.refs, key_head, tile.keys),
+                        queries(self.refs, tile.head, tile.queries), ((1,), (1,)))
+        for keys, queries in pairs)
+
+  def add(self, tile: TileIndex, masked: bool, products: tuple[jax.Array, ...],
+          row_blocks: tuple[Ref, Ref]) -> None:
+    """Adds the contributions of a tile to the cotangents."""
+    params, refs, readers = self.params, self.refs, self.readers
+    (scores, d_weights), (lse, delta) = products, row_blocks
+    d_query, d_key, d_value = self.scratch
+    key_head, keys, queries = params.key_head(tile), tile.keys.slice, tile.queries.slice
+    query, d_out = (read(refs, tile.head, tile.queries) for read in (readers.query, readers.d_out))
+    # 1. P = exp(logits - lse).
+    logits, slope = params.logits(refs, tile, scores)
+    weights = jnp.exp2(logits * params.unit - lse[0, tile.head, :, queries])
+    weights = params.hide(refs, tile, masked, weights, 0.0)
+    # 2. dS = P * (dP - delta).
+    kept, d_weights = params.dropout.drop(refs, tile, weights, d_weights)
+    d_logits = weights * (d_weights * params.dropout.scale - delta[0, tile.head, :, queries])
+    d_logits = (d_logits if slope is None else d_logits * slope).astype(query.dtype)
+    # 3. The products with dS and P.
+    d_value[key_head, keys] += params.dot(kept.astype(d_out.dtype), d_out)
+    d_key[key_head, keys] += params.dot(d_logits, query)
+    num_blocks = d_query.shape[0] // params.tiling.query_heads
+    block = tile.head * num_blocks + tile.grid.query_block - self.first_query_block
+    d_query[block, :, queries] += params.dot(
+        readers.key(refs, key_head, tile.keys), d_logits, ((0,), (0,)))

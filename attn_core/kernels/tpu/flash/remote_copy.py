@@ -1,146 +1,173 @@
-"""A ring's transfers inside its kernels: while a hop is computed, its arrays go to another device.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Remote copies of ring attention that overlap with the computation of a kernel.
 
-The first step of a kernel starts remote copies from memory to memory, its last one awaits them. So
-nothing depends on what the compiler overlaps, in a loop neither. Nobody reads what comes before
-the kernel ends: what it computes with and what comes are the two buffers of a ring, and the next
-hop's kernel changes their parts.
+The first grid step of a kernel starts copies from the memory of this device to that of another,
+and the last step waits for them. The overlap therefore does not depend on the compiler's
+scheduler, also inside a loop. No step reads the arrays that arrive: the arrays that a kernel
+computes with and those that arrive are the two buffers of a ring, which the kernel of the next
+ring step swaps.
 
-A device may be ahead of the one that it sends to, which may still use its buffer until its own
-kernel of the hop begins. So a kernel first tells the device that it gets from that it has begun,
-and sends when the device that it sends to has said so.
+A device may be ahead of the device that it sends to, which may still use its buffer until its own
+kernel of the ring step begins. A kernel therefore first signals to the device that it receives
+from that it has begun, and sends once the device that it sends to has signaled.
 
 JAX's guide to such kernels, https://docs.jax.dev/en/latest/pallas/tpu/distributed.html.
 """
 
+import dataclasses
 import functools
 import operator
-from typing import NamedTuple
+from typing import Any, Callable, ClassVar, Literal, Sequence
 
 import jax
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from attn_core.kernels.common.contract import Cargo
+from attn_core.kernels.common.contract import RemoteCopy
 
-# Kernels that others wrote count their semaphores from 0.
-FIRST_CHANNEL, MOST_AXES = 1024, 16
+Ref = Any  # a Pallas reference
+Semantics = tuple[Literal["parallel", "arbitrary"], ...]  # of every axis of a grid
+
+# Kernels of other libraries number their barrier semaphores from 0.
+FIRST_BARRIER, MOST_AXES = 1024, 16
 MEMORY = pl.BlockSpec(memory_space=pltpu.HBM)
 
 
-class Alone(NamedTuple):
-  """How the grid (batch, heads, steps) of a kernel is run that sends nothing."""
+@dataclasses.dataclass(frozen=True)
+class LocalGrid:
+  """The grid (batch, head groups, steps) of a kernel without remote copies."""
 
-  grid: tuple[int, int, int]
-  semantics = ("parallel", "parallel", "arbitrary")
-  inputs, results, semaphores, channel = (), (), (), None
+  logical_grid: tuple[int, int, int]
+  semantics: ClassVar[Semantics] = ("parallel", "parallel", "arbitrary")
+  inputs: ClassVar[tuple] = ()
+  results: ClassVar[tuple] = ()
+  semaphores: ClassVar[tuple] = ()
+  barrier: ClassVar[int | None] = None
 
   @property
-  def cut(self):
-    return self.grid
+  def grid(self) -> tuple[int, int, int]:
+    """The grid that is run."""
+    return self.logical_grid
 
   def block_spec(self, spec: pl.BlockSpec) -> pl.BlockSpec:
+    """Returns `spec`, as both grids are the same."""
     return spec
 
-  def unpack(self, arrived) -> tuple:
-    return tuple(arrived)
+  def unpack(self, received: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """Returns the received arrays; there are none."""
+    return tuple(received)
 
-  def run(self, kernel, inputs, results, semaphores) -> None:
+  def run(self, kernel: Callable[[tuple], None], inputs: Sequence[Ref], results: Sequence[Ref],
+          semaphores: Sequence[Ref]) -> None:
+    """Runs kernel(grid position)."""
     del inputs, results, semaphores
     kernel(tuple(pl.program_id(axis) for axis in range(3)))
 
 
-class Route(NamedTuple):
-  """The same of a kernel that sends its cargo meanwhile.
+@dataclasses.dataclass(frozen=True)
+class RemoteCopyGrid:
+  """The grid of a kernel that copies arrays to another device while it computes.
 
-  Where a chip has two cores, one computes half of the batch or of the heads, and sends; semaphores
-  belong to a core.
+  On a chip with two cores, each core computes half of the batch or of the heads and runs its own
+  copies, since semaphores belong to a core.
   """
 
-  grid: tuple[int, int, int]
-  cargo: Cargo
-  semantics = ("parallel", "arbitrary", "arbitrary", "arbitrary")
+  logical_grid: tuple[int, int, int]
+  transfer: RemoteCopy
+  semantics: ClassVar[Semantics] = ("parallel", "arbitrary", "arbitrary", "arbitrary")
 
   @property
-  def cut(self) -> tuple[int, int, int, int]:
-    """The grid that is run: (parts, batch, heads, steps)."""
-    (batch, heads, steps), cores = self.grid, self.cargo.cores
+  def grid(self) -> tuple[int, int, int, int]:
+    """The grid that is run: (parts, batch, head groups, steps)."""
+    (batch, heads, steps), cores = self.logical_grid, self.transfer.num_cores
     if batch % cores == 0:
       return cores, batch // cores, heads, steps
-    return (cores, batch, heads // cores, steps) if heads % cores == 0 else (1, *self.grid)
+    if heads % cores == 0:
+      return cores, batch, heads // cores, steps
+    return 1, batch, heads, steps
 
-  def place(self, part, batch, head, step):
-    """The place in `grid` of one in `cut`."""
-    _, rows, heads, _ = self.cut
-    if rows < self.grid[0]:
+  def logical_index(self, part: Any, batch: Any, head: Any, step: Any) -> tuple:
+    """Maps a position in `grid` to one in `logical_grid`."""
+    _, rows, heads, _ = self.grid
+    if rows < self.logical_grid[0]:
       return part * rows + batch, head, step
     return batch, part * heads + head, step
 
   def block_spec(self, spec: pl.BlockSpec) -> pl.BlockSpec:
-    """For `cut` what a spec is for `grid`."""
-    def index_map(part, batch, head, step, *scalars):
-      return spec.index_map(*self.place(part, batch, head, step), *scalars)
+    """Maps a block spec for `logical_grid` to one for `grid`."""
+    logical_index_map = spec.index_map
+    assert logical_index_map is not None
+    def index_map(part: Any, batch: Any, head: Any, step: Any, *scalars: Ref) -> tuple:
+      return logical_index_map(*self.logical_index(part, batch, head, step), *scalars)
     return pl.BlockSpec(spec.block_shape, index_map)
 
   @property
-  def inputs(self) -> list:
-    """What is sent; heads are side by side, or memory would pad them to whole tiles."""
-    return [x.reshape(*x.shape[:2], -1) if x.ndim == 4 else x for x in self.cargo.arrays]
+  def inputs(self) -> list[jax.Array]:
+    """The arrays to send, with heads merged into the last axis so that memory does not pad them."""
+    return [x.reshape(*x.shape[:2], -1) if x.ndim == 4 else x for x in self.transfer.arrays]
 
   @property
-  def results(self) -> list:
-    """The shapes of what comes."""
+  def results(self) -> list[jax.core.ShapedArray]:
+    """Shapes of the arrays that arrive."""
     return [jax.core.ShapedArray(x.shape, x.dtype) for x in self.inputs]
 
-  def unpack(self, arrived) -> tuple:
-    """What came, in the shapes of the cargo."""
+  def unpack(self, received: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """Returns the received arrays in the shapes of the sent ones."""
     return tuple(x.reshape(like.shape)
-                 for x, like in zip(arrived, self.cargo.arrays, strict=True))
+                 for x, like in zip(received, self.transfer.arrays, strict=True))
 
   @property
   def semaphores(self) -> tuple:
-    """[2, arrays]: of what goes and of what comes."""
-    return (pltpu.SemaphoreType.DMA((2, len(self.cargo.arrays))),)
+    """DMA semaphores [2, num_arrays]: of sends and of receives."""
+    return (pltpu.SemaphoreType.DMA((2, len(self.transfer.arrays))),)
 
   @property
-  def channel(self) -> int:
-    """Which semaphore says that a kernel has begun: one for every way that kernels send.
+  def barrier(self) -> int:
+    """Number of the barrier semaphore, one for each mesh axis and distance.
 
-    A device that has begun the next kernel would else be taken for one that has not begun this.
+    With a shared semaphore, the signal of a device that has begun the next kernel could be taken
+    for that of a device that has not begun this one.
     """
-    return FIRST_CHANNEL + MOST_AXES * self.cargo.distance + self.cargo.axis_number
+    return FIRST_BARRIER + MOST_AXES * self.transfer.distance + self.transfer.axis_index
 
-  def run(self, kernel, inputs, results, semaphores) -> None:
-    """Runs kernel(place in `grid`), the transfers from the first step to the last one.
+  def run(self, kernel: Callable[[tuple], None], inputs: Sequence[Ref], results: Sequence[Ref],
+          semaphores: Sequence[Ref]) -> None:
+    """Runs kernel(position in `logical_grid`), with copies from the first to the last step.
 
     Args:
-      kernel: one step.
+      kernel: computes one grid step.
       inputs: references of `inputs`.
-      results: of `results`.
-      semaphores: of `semaphores`.
+      results: references of `results`.
+      semaphores: references of `semaphores`.
     """
     ids = [pl.program_id(axis) for axis in range(4)]
-    is_at = lambda place: functools.reduce(operator.and_, map(operator.eq, ids, place))
-    (pairs,), to = semaphores, self._member(self.cargo.distance)
-    copies = [pltpu.make_async_remote_copy(x, result, pairs.at[0, n], pairs.at[1, n], device_id=to)
-              for n, (x, result) in enumerate(zip(inputs, results))]
+    is_at = lambda index: functools.reduce(operator.and_, map(operator.eq, ids, index))
+    (pairs,), target = semaphores, self._device(self.transfer.distance)
+    copies = [
+        pltpu.make_async_remote_copy(x, result, pairs.at[0, n], pairs.at[1, n], device_id=target)
+        for n, (x, result) in enumerate(zip(inputs, results))]
 
+    # 1. In the first step: signal to the sender, wait for the receiver, start the copies.
     @pl.when(is_at((0, 0, 0, 0)))
-    def _():
+    def _() -> None:
       ready = pltpu.get_barrier_semaphore()
-      pl.semaphore_signal(ready, 1, device_id=self._member(-self.cargo.distance))
+      pl.semaphore_signal(ready, 1, device_id=self._device(-self.transfer.distance))
       pl.semaphore_wait(ready, 1)
       for copy in copies:
         copy.start()
 
-    kernel(self.place(*ids))
+    # 2. In every step: compute.
+    kernel(self.logical_index(*ids))
 
-    @pl.when(is_at((0, *(size - 1 for size in self.cut[1:]))))
-    def _():
+    # 3. In the last step: wait for the copies.
+    @pl.when(is_at((0, *(size - 1 for size in self.grid[1:]))))
+    def _() -> None:
       for copy in copies:
         copy.wait()
 
-  def _member(self, distance: int) -> dict:
-    """The device so many members on."""
-    axis, members = self.cargo.axis, self.cargo.members
-    return {axis: lax.rem(lax.axis_index(axis) + distance % members, members)}
+  def _device(self, distance: int) -> dict[Any, int | jax.Array]:
+    """Returns the mesh index of the device `distance` after this one along the axis."""
+    axis, size = self.transfer.axis, self.transfer.axis_size
+    return {axis: lax.rem(lax.axis_index(axis) + distance % size, size)}

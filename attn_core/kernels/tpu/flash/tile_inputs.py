@@ -1,11 +1,11 @@
-"""What a TPU kernel reads beside queries, keys and values: the mask's arrays, bias, numbers.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Inputs of a tile of a TPU kernel: its queries, keys and values, mask, bias and dropout.
 
-Tiles are transposed: keys along the sublanes, queries along the lanes, so that
-what belongs to a query is one dense row and a softmax reduces over sublanes.
-A `Feed` collects operands with their block specs while a kernel is put together,
-and hands out readers that the kernel calls with its references.
-
-Letters: B batch, T query length, S key length, H query heads, K key heads, G = H / K.
+Tiles are transposed, [keys, queries]: keys are along the sublanes and queries along the lanes, so
+that a number per query is one dense row and a softmax reduces over sublanes. `TileInputs` collects
+the operands of a kernel with their block specs before it is called, and returns readers that the
+kernel body calls with its references.
 """
 
 from typing import Any, Callable, NamedTuple
@@ -13,59 +13,66 @@ from typing import Any, Callable, NamedTuple
 import jax
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
-import numpy as np
 
-from attn_core.masks import dropout
-from attn_core.kernels.common.contract import Cargo
-from attn_core.kernels.tpu import launch
-from attn_core.kernels.tpu.flash import remote_copy as ring
-from attn_core.kernels.tpu.flash.schedule import LANES, Cut, Lines, Schedule
-from attn_core.masks import leaves as algebra
+from attn_core.kernels.tpu.flash.schedule import LANES, Schedule, StepLists, Tiling
+from attn_core.masks import dropout, mask as mask_lib
 from attn_core.types import AttentionSpec, Operands
 
-
-class Refs(NamedTuple):
-  """The references that a running kernel was given."""
-
-  scalars: Any  # in scalar memory
-  arrays: Any  # blocks in vector memory
-  place: tuple  # (batch row, number of the step's heads, step) in the grid
+Ref = Any  # a Pallas reference
+Index = Any  # int, or a traced int32
 
 
-class Part(NamedTuple):
-  """Neighbouring tokens of a block."""
+class KernelRefs(NamedTuple):
+  """References of a running kernel, and its position in the grid."""
 
-  start: int
+  scalars: tuple[Ref, ...]  # in scalar memory
+  arrays: tuple[Ref, ...]  # blocks in vector memory
+  program_ids: tuple  # (batch row, head group, step)
+
+
+class GridIndex(NamedTuple):
+  """Position of a grid step."""
+
+  batch: Index  # local batch row
+  head_group: Index  # of the heads that a step computes, among the local ones
+  query_block: Index
+  key_block: Index
+
+
+class TokenRange(NamedTuple):
+  """Consecutive tokens of a block."""
+
+  start: Index
   length: int
 
   @property
-  def slice(self):
+  def slice(self) -> Any:
     return pl.ds(self.start, self.length)
 
 
-class Where(NamedTuple):
-  """Some queries and keys of one block, of one query head: what is computed at once."""
+class TileIndex(NamedTuple):
+  """Queries and keys of one block and one query head that are computed at once."""
 
-  batch: Any  # local batch row
-  heads: Any  # number of the step's heads among the local ones
-  query_block: Any
-  key_block: Any
-  head: int  # query head of the step
-  queries: Part
-  keys: Part
+  grid: GridIndex
+  head: int  # query head, of those of the step
+  queries: TokenRange
+  keys: TokenRange
 
   @property
   def shape(self) -> tuple[int, int]:
     return self.keys.length, self.queries.length
 
 
-class Tokens(NamedTuple):
-  """How a kernel sees [B, tokens, heads, W].
+Reader = Callable[[KernelRefs, TileIndex], Any]  # gives a part of an operand that a tile needs
+TokenReader = Callable[[KernelRefs, int, TokenRange], jax.Array]  # [tokens, D or E] of a head
 
-  Where W fills whole lanes, heads are side by side, as they are in memory: nothing is moved there.
-  Else heads come first.
+
+class TokenBlocks(NamedTuple):
+  """Layout and blocks of an array [B, tokens, heads, width] in a kernel.
+
+  Where `width` fills whole lanes, the heads are merged into the last axis, as they are in memory,
+  so that packing copies nothing. Otherwise the heads come before the tokens.
   """
 
   batch: int
@@ -73,273 +80,240 @@ class Tokens(NamedTuple):
   heads: int
   width: int
   block_heads: int
-  block: int  # tokens of a block
-  which: Callable  # (query block, key block) -> number of the block
+  block_length: int  # tokens of a block
+  block_number: Callable[[Index, Index], Index]  # from (query block, key block)
 
   @property
-  def side_by_side(self) -> bool:
+  def merged_heads(self) -> bool:
+    """True if heads are merged into the last axis."""
     return self.width % LANES == 0
 
   @property
   def shape(self) -> tuple[int, ...]:
-    if self.side_by_side:
+    """Shape of the packed array."""
+    if self.merged_heads:
       return self.batch, self.length, self.heads * self.width
     return self.batch, self.heads, self.length, self.width
 
   @property
   def block_shape(self) -> tuple[int, ...]:
-    if self.side_by_side:
-      return 1, self.block, self.block_heads * self.width
-    return 1, self.block_heads, self.block, self.width
+    """Shape of a block of the packed array."""
+    if self.merged_heads:
+      return 1, self.block_length, self.block_heads * self.width
+    return 1, self.block_heads, self.block_length, self.width
 
-  def index(self, b, h, i, j):
-    """The number of the block along every axis of `shape`."""
-    number = self.which(i, j)
-    return (b, number, h) if self.side_by_side else (b, h, number, 0)
+  def block_index(self, b: Index, h: Index, i: Index, j: Index) -> tuple:
+    """Returns the block number along every axis of `shape`, at query block i and key block j."""
+    number = self.block_number(i, j)
+    return (b, number, h) if self.merged_heads else (b, h, number, 0)
 
-  def pack(self, x):
-    """[B, tokens, heads, W] -> `shape`."""
+  def pack(self, x: jax.Array) -> jax.Array:
+    """Converts [B, tokens, heads, width] to `shape`."""
     x = pad(x, 1, self.length)
-    return x.reshape(self.shape) if self.side_by_side else x.transpose(0, 2, 1, 3)
+    return x.reshape(self.shape) if self.merged_heads else x.transpose(0, 2, 1, 3)
 
-  def unpack(self, x):
-    """`shape` -> [B, length, heads, W]."""
-    if self.side_by_side:
+  def unpack(self, x: jax.Array) -> jax.Array:
+    """Converts `shape` to [B, length, heads, width]."""
+    if self.merged_heads:
       return x.reshape(self.batch, self.length, self.heads, self.width)
     return x.transpose(0, 2, 1, 3)
 
-  def at(self, head: int, part: Part) -> tuple:
-    """Where in a block some tokens of a head are: [tokens, W]."""
-    if self.side_by_side:
-      return 0, part.slice, pl.ds(head * self.width, self.width)
-    return 0, head, part.slice
+  def slices(self, head: int, tokens: TokenRange) -> tuple:
+    """Returns the index into a block that gives tokens of a head, [tokens, width]."""
+    if self.merged_heads:
+      return 0, tokens.slice, pl.ds(head * self.width, self.width)
+    return 0, head, tokens.slice
 
 
-class Feed:
-  """Operands of a kernel, in the order in which it gets them."""
+class TileInputs:
+  """Operands of a kernel, in the order of its arguments; the schedule comes first."""
 
-  def __init__(self, schedule: Schedule, lines: Lines, cut: Cut, *, by_keys: bool,
+  def __init__(self, schedule: Schedule, lists: StepLists, tiling: Tiling, *, by_keys: bool,
                first_query_block: int = 0):
-    self.scalars, self.arrays, self.specs = list(schedule), [], []
-    self.cut, self.lines, self.by_keys = cut, lines, by_keys
+    self.scalars: list[Any] = list(schedule)
+    self.arrays: list[jax.Array] = []
+    self.specs: list[pl.BlockSpec] = []
+    self.tiling, self.lists, self.by_keys = tiling, lists, by_keys
     self.first_query_block = first_query_block
-    self.steps = schedule.rows.shape[1]  # of a line
+    self.num_steps: int = schedule.rows.shape[1]  # of each list
 
-  def query_tokens(self, shape) -> Tokens:
-    """The form of [B, T, H, W] by blocks of queries."""
+  def query_blocks(self, shape: tuple[int, ...]) -> TokenBlocks:
+    """Returns the layout of [B, T, H, D or E], in blocks of queries."""
     batch, _, heads, width = shape
-    return Tokens(batch, self.cut.padded_queries, heads, width, self.cut.query_heads,
-                  self.cut.block_q, lambda i, j: i)
+    return TokenBlocks(batch, self.tiling.padded_queries, heads, width, self.tiling.query_heads,
+                       self.tiling.block_q, lambda i, j: i)
 
-  def key_tokens(self, shape) -> Tokens:
-    """The form of [B, S, K, W] by blocks of keys."""
+  def key_blocks(self, shape: tuple[int, ...]) -> TokenBlocks:
+    """Returns the layout of [B, S, K, D or E], in blocks of keys."""
     batch, _, heads, width = shape
-    return Tokens(batch, self.cut.padded_keys, heads, width, self.cut.heads, self.cut.block_kv,
-                  lambda i, j: j)
+    return TokenBlocks(batch, self.tiling.padded_keys, heads, width, self.tiling.key_heads,
+                       self.tiling.block_kv, lambda i, j: j)
 
-  def tokens(self, form: Tokens, packed) -> Callable:
-    """What `form.pack` returned -> reader (refs, head of the block, part) of [tokens, W]."""
-    ref = self.array(packed, form.block_shape, form.index)
-    return lambda refs, head, part: ref(refs)[form.at(head, part)]
+  def add_tokens(self, blocks: TokenBlocks, packed: jax.Array) -> TokenReader:
+    """Adds the result of `blocks.pack`; returns a reader of tokens of a head."""
+    ref = self.add_array(packed, blocks.block_shape, blocks.block_index)
+    return lambda refs, head, tokens: ref(refs)[blocks.slices(head, tokens)]
 
-  def step(self, scalars, batch, heads, n):
-    """(query block, key block, kinds, flags) of step n."""
-    row, column, kinds, flags = self.entry(scalars, self.lines.of(batch, heads), n)
+  def step(self, scalars: tuple[Ref, ...], batch: Index, head_group: Index, n: Index) -> tuple:
+    """Returns (query block, key block, tile kinds, flags) of step n."""
+    row, column, kinds, flags = self.schedule_entry(
+        scalars, self.lists.list_of(batch, head_group), n)
     query_block, key_block = (column, row) if self.by_keys else (row, column)
     return query_block + self.first_query_block, key_block, kinds, flags
 
-  def entry(self, scalars, line, n):
-    """Step n of a line of the schedule."""
-    return tuple(ref[line, n] for ref in scalars[:4])
+  def schedule_entry(self, scalars: tuple[Ref, ...], step_list: Index, n: Index) -> tuple:
+    """Returns step n of a list of the schedule."""
+    return tuple(ref[step_list, n] for ref in scalars[:4])
 
-  def block_spec(self, block, index) -> pl.BlockSpec:
-    """The block index(b, h, i, j) at query block i and key block j."""
-    def index_map(b, h, n, *scalars):
+  def block_spec(self, block_shape: tuple[int, ...],
+                 index: Callable[[Index, Index, Index, Index], tuple]) -> pl.BlockSpec:
+    """Returns the spec of the block index(b, h, i, j) at query block i and key block j."""
+    def index_map(b: Index, h: Index, n: Index, *scalars: Ref) -> tuple:
       i, j, _, _ = self.step(scalars, b, h, n)
       return index(b, h, i, j)
-    return pl.BlockSpec(block, index_map)
+    return pl.BlockSpec(block_shape, index_map)
 
-  def scalar(self, x) -> Callable:
-    """A small int32 or float32 array for scalar memory; the reader gives its reference."""
+  def add_scalars(self, x: jax.Array) -> Callable[[KernelRefs], Ref]:
+    """Adds an int32 or float32 array in scalar memory; returns a function to its reference."""
     self.scalars.append(x)
     number = len(self.scalars) - 1
     return lambda refs: refs.scalars[number]
 
-  def array(self, x, block, index) -> Callable:
-    """An array cut into blocks; see `block_spec`."""
+  def add_array(self, x: jax.Array, block_shape: tuple[int, ...],
+                index: Callable[[Index, Index, Index, Index], tuple],
+                ) -> Callable[[KernelRefs], Ref]:
+    """Adds an array in blocks, see `block_spec`; returns a function to a block's reference."""
     self.arrays.append(x)
-    self.specs.append(self.block_spec(block, index))
+    self.specs.append(self.block_spec(block_shape, index))
     number = len(self.arrays) - 1
     return lambda refs: refs.arrays[number]
 
-  def per_pair(self, x) -> Callable:
-    """[B or 1, H or 1, T or 1, S or 1] -> reader of a tile [keys or 1, queries or 1]."""
-    cut = self.cut
+  def add_per_pair(self, x: jax.Array) -> Reader:
+    """Adds [B or 1, H or 1, T or 1, S or 1]; returns a reader of [keys or 1, queries or 1]."""
+    tiling = self.tiling
     x = x.transpose(0, 1, 3, 2)
-    x = pad(x, 2, cut.padded_keys if x.shape[2] > 1 else 1)
-    x = pad(x, 3, cut.padded_queries if x.shape[3] > 1 else 1)
+    x = pad(x, 2, tiling.padded_keys if x.shape[2] > 1 else 1)
+    x = pad(x, 3, tiling.padded_queries if x.shape[3] > 1 else 1)
     rows, heads, keys, queries = x.shape
-    block = (1, cut.query_heads if heads > 1 else 1, cut.block_kv if keys > 1 else 1,
-             cut.block_q if queries > 1 else 1)
-    ref = self.array(x, block, lambda b, h, i, j: (
+    block_shape = (1, tiling.query_heads if heads > 1 else 1, tiling.block_kv if keys > 1 else 1,
+                   tiling.block_q if queries > 1 else 1)
+    ref = self.add_array(x, block_shape, lambda b, h, i, j: (
         b if rows > 1 else 0, h if heads > 1 else 0, j if keys > 1 else 0, i if queries > 1 else 0))
-    def read(refs, at: Where):
-      return ref(refs)[0, at.head if heads > 1 else 0,
-                       at.keys.slice if keys > 1 else slice(0, 1),
-                       at.queries.slice if queries > 1 else slice(0, 1)]
+    def read(refs: KernelRefs, tile: TileIndex) -> jax.Array:
+      return ref(refs)[0, tile.head if heads > 1 else 0,
+                       tile.keys.slice if keys > 1 else slice(0, 1),
+                       tile.queries.slice if queries > 1 else slice(0, 1)]
     return read
 
-  def per_query(self, x) -> Callable:
-    """int32 [B or 1, T] -> reader of [1, queries]."""
-    cut = self.cut
-    x = pad(x[:, None], 2, cut.padded_queries)
-    ref = self.array(x, (1, 1, cut.block_q),
-                     lambda b, h, i, j: (b if x.shape[0] > 1 else 0, 0, i))
-    return lambda refs, at: ref(refs)[0, :, at.queries.slice]
+  def add_per_query(self, x: jax.Array) -> Reader:
+    """Adds int32 [B or 1, T]; returns a reader of [1, queries]."""
+    tiling = self.tiling
+    x = pad(x[:, None], 2, tiling.padded_queries)
+    ref = self.add_array(x, (1, 1, tiling.block_q),
+                         lambda b, h, i, j: (b if x.shape[0] > 1 else 0, 0, i))
+    return lambda refs, tile: ref(refs)[0, :, tile.queries.slice]
 
-  def per_key(self, x) -> Callable:
-    """int32 [B or 1, S] -> reader of [keys, 1]."""
-    cut = self.cut
-    x = pad(x[:, :, None], 1, cut.padded_keys)
-    ref = self.array(x, (1, cut.block_kv, 1),
-                     lambda b, h, i, j: (b if x.shape[0] > 1 else 0, j, 0))
-    return lambda refs, at: ref(refs)[0, at.keys.slice]
+  def add_per_key(self, x: jax.Array) -> Reader:
+    """Adds int32 [B or 1, S]; returns a reader of [keys, 1]."""
+    tiling = self.tiling
+    x = pad(x[:, :, None], 1, tiling.padded_keys)
+    ref = self.add_array(x, (1, tiling.block_kv, 1),
+                         lambda b, h, i, j: (b if x.shape[0] > 1 else 0, j, 0))
+    return lambda refs, tile: ref(refs)[0, tile.keys.slice]
 
-  def per_row(self, x) -> Callable:
-    """int32 [B or 1] -> reader of a number."""
-    ref = self.scalar(x)
-    return lambda refs, at: ref(refs)[at.batch if x.shape[0] > 1 else 0]
+  def add_per_batch(self, x: jax.Array) -> Reader:
+    """Adds int32 [B or 1]; returns a reader of the number of a batch row."""
+    ref = self.add_scalars(x)
+    return lambda refs, tile: ref(refs)[tile.grid.batch if x.shape[0] > 1 else 0]
 
 
-def pad(x, axis: int, length: int):
-  """Zeros at the end of an axis up to `length`."""
+def pad(x: jax.Array, axis: int, length: int) -> jax.Array:
+  """Pads an axis with zeros at its end up to `length`."""
   widths = [(0, 0)] * x.ndim
   widths[axis] = (0, length - x.shape[axis])
   return jnp.pad(x, widths) if length > x.shape[axis] else x
 
 
-class Mask(NamedTuple):
-  """The readers of a mask; `visible` evaluates it on one tile."""
+class MaskReader(NamedTuple):
+  """Readers of the arrays of a mask; `visible` evaluates the mask on one tile."""
 
-  structure: Any
-  readers: tuple[Callable, ...]
-  batch_index: Callable | None
-  head_offset: Callable | None
-  cut: Cut
+  structure: Any  # tree structure of the mask
+  readers: tuple[Reader, ...]
+  batch_index: Reader | None
+  head_offset: Reader | None
+  tiling: Tiling
 
-  def coordinates(self, refs: Refs, at: Where):
-    """(mask with its arrays cut to the tile, coordinates), all of the tile's shape."""
-    cut, shape = self.cut, at.shape
+  def coordinates(self, refs: KernelRefs,
+                  tile: TileIndex) -> tuple[mask_lib.Mask, mask_lib.Coordinates]:
+    """Returns the mask with the tile's part of its arrays, and the coordinates of the tile."""
+    tiling, shape = self.tiling, tile.shape
     spread = lambda x: jnp.broadcast_to(x, shape) if getattr(x, "ndim", 0) else x
-    leaves = [read(refs, at) for read in self.readers]
-    leaves = [spread(x.astype(jnp.int32) != 0) if role == algebra.DENSE else spread(x)
-              for x, role in zip(leaves, algebra.structure_roles(self.structure))]
+    leaves = [read(refs, tile) for read in self.readers]
+    leaves = [spread(x.astype(jnp.int32) != 0) if role == mask_lib.DENSE else spread(x)
+              for x, role in zip(leaves, mask_lib.structure_roles(self.structure))]
     key = lax.broadcasted_iota(jnp.int32, shape, 0) + (
-        at.key_block * cut.block_kv + at.keys.start)
+        tile.grid.key_block * tiling.block_kv + tile.keys.start)
     query = lax.broadcasted_iota(jnp.int32, shape, 1) + (
-        at.query_block * cut.block_q + at.queries.start)
-    batch = at.batch if self.batch_index is None else self.batch_index(refs, at)
-    head = at.heads * cut.query_heads + at.head
-    head = head if self.head_offset is None else head + self.head_offset(refs, at)
+        tile.grid.query_block * tiling.block_q + tile.queries.start)
+    batch = tile.grid.batch if self.batch_index is None else self.batch_index(refs, tile)
+    head = tile.grid.head_group * tiling.query_heads + tile.head
+    head = head if self.head_offset is None else head + self.head_offset(refs, tile)
     return (jax.tree.unflatten(self.structure, leaves),
-            algebra.Coordinates(batch, head, query, key, query, key))
+            mask_lib.Coordinates(batch, head, query, key, query, key))
 
-  def visible(self, refs: Refs, at: Where):
-    """bool [keys, queries]."""
-    mask, where = self.coordinates(refs, at)
-    seen = jnp.broadcast_to(mask.visible(where), at.shape)
-    if self.cut.keys % self.cut.tile_kv:
-      seen = seen & (where.key_index < self.cut.keys)
-    return seen
+  def visible(self, refs: KernelRefs, tile: TileIndex) -> jax.Array:
+    """Returns bool [keys, queries]."""
+    mask, coordinates = self.coordinates(refs, tile)
+    visible = jnp.broadcast_to(mask.visible(coordinates), tile.shape)
+    if self.tiling.key_length % self.tiling.tile_kv:
+      visible = visible & (coordinates.key_index < self.tiling.key_length)
+    return visible
 
 
-def mask_of(feed: Feed, operands: Operands, structure) -> Mask:
-  """Feeds the arrays of a mask."""
-  feeders = {algebra.QUERY: feed.per_query, algebra.KEY: feed.per_key, algebra.BATCH: feed.per_row,
-             algebra.DENSE: lambda x: feed.per_pair(x.astype(jnp.int8))}
+def mask_reader(inputs: TileInputs, operands: Operands, structure: Any) -> MaskReader:
+  """Adds the arrays of a mask to the inputs of a kernel."""
+  add = {mask_lib.QUERY: inputs.add_per_query, mask_lib.KEY: inputs.add_per_key,
+         mask_lib.BATCH: inputs.add_per_batch,
+         mask_lib.DENSE: lambda x: inputs.add_per_pair(x.astype(jnp.int8))}
   mask = operands.mask
-  readers = tuple(feeders[role](x) for x, role in zip(
-      mask.arrays, algebra.structure_roles(structure)))
-  optional = lambda x: None if x is None else feed.per_row(x)
-  return Mask(structure, readers, optional(mask.batch_index), optional(mask.head_offset),
-              feed.cut)
+  readers = tuple(add[role](x) for x, role in zip(
+      mask.arrays, mask_lib.structure_roles(structure)))
+  optional = lambda x: None if x is None else inputs.add_per_batch(x)
+  return MaskReader(structure, readers, optional(mask.batch_index), optional(mask.head_offset),
+                    inputs.tiling)
 
 
-class Dropout(NamedTuple):
-  """Which weights of a tile are kept."""
+class DropoutReader(NamedTuple):
+  """Evaluates the dropout mask of a tile."""
 
-  words: Callable | None  # None: all
-  rows: int
+  words: Callable[[KernelRefs], Ref] | None  # of the dropout key; None: no dropout
+  num_keys: int  # B, or 1: all batch rows share a dropout key
   probability: float
-  mask: Mask
+  mask: MaskReader
 
-  def drop(self, refs: Refs, at: Where, *weights):
-    """Zeros where weights are dropped."""
+  def drop(self, refs: KernelRefs, tile: TileIndex, *weights: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns `weights` [keys, queries] with zeros where they are dropped."""
     if self.words is None:
       return weights
-    words = self.words(refs)
-    b = at.batch if self.rows > 1 else 0
-    words = [words[b, i].astype(jnp.uint32) for i in range(2)]
-    mask, where = self.mask.coordinates(refs, at)
-    keep = dropout.keep_mask(words, algebra.move_to_positions(mask, where), self.probability)
+    key_words = self.words(refs)
+    b = tile.grid.batch if self.num_keys > 1 else 0
+    words = [key_words[b, i].astype(jnp.uint32) for i in range(2)]
+    mask, coordinates = self.mask.coordinates(refs, tile)
+    keep = dropout.keep_mask(words, dropout.move_to_positions(mask, coordinates),
+                             self.probability)
     return tuple(jnp.where(keep, x, 0) for x in weights)
 
   @property
   def scale(self) -> float:
-    """`dropout.kept_scale`; multiplied once, on what the weights are summed to."""
+    """`dropout.kept_scale`; applied once to the sum that the weights enter."""
     return dropout.kept_scale(self.probability)
 
 
-def dropout_of(feed: Feed, operands: Operands, spec: AttentionSpec, mask: Mask) -> Dropout:
-  if not spec.dropout_prob:
-    return Dropout(None, 1, 0.0, mask)
+def dropout_reader(inputs: TileInputs, operands: Operands, spec: AttentionSpec,
+                   mask: MaskReader) -> DropoutReader:
+  """Adds the dropout key to the inputs of a kernel, if the spec asks for dropout."""
   words = operands.dropout_key
-  return Dropout(feed.scalar(lax.bitcast_convert_type(words, jnp.int32)), words.shape[0],
-                 spec.dropout_prob, mask)
-
-
-def call(kernel, feed: Feed, grid, outputs, scratch, *, vmem_bytes: int | None, name: str,
-         cargo: Cargo | None = None):
-  """Runs kernel(refs, outputs, scratch) over a grid (batch, heads by those of a step, steps).
-
-  Args:
-    outputs: [(shape, dtype, block, index(b, h, i, j))].
-    scratch: shapes of float32 arrays in vector memory.
-    cargo: what it sends meanwhile.
-
-  Returns:
-    (the outputs, what came instead of the cargo).
-  """
-  route = ring.Alone(grid) if cargo is None else ring.Route(grid, cargo)
-  sent, came = route.inputs, route.results
-  ends = np.cumsum([len(x) for x in (
-      feed.scalars, feed.arrays, sent, outputs, came, scratch)])
-
-  def body(*refs):
-    scalars, arrays, sources, results, targets, sums, semaphores = (
-        refs[start:end] for start, end in zip((0, *ends), (*ends, None)))
-    route.run(lambda place: kernel(Refs(scalars, arrays, place), results, sums),
-              sources, targets, semaphores)
-
-  out_specs = [feed.block_spec(block, index) for _, _, block, index in outputs]
-  found = launch.in_32_bits(pl.pallas_call(
-      body,
-      grid_spec=pltpu.PrefetchScalarGridSpec(
-          num_scalar_prefetch=len(feed.scalars), grid=route.cut,
-          in_specs=[*map(route.block_spec, feed.specs), *[ring.MEMORY] * len(sent)],
-          out_specs=[*map(route.block_spec, out_specs), *[ring.MEMORY] * len(came)],
-          scratch_shapes=[*(pltpu.VMEM(shape, jnp.float32) for shape in scratch),
-                          *route.semaphores]),
-      # Not ShapeDtypeStruct, which inside shard_map must say over which axes of the mesh it varies.
-      out_shape=[*(jax.core.ShapedArray(shape, dtype) for shape, dtype, _, _ in outputs), *came],
-      compiler_params=pltpu.CompilerParams(
-          dimension_semantics=route.semantics, vmem_limit_bytes=vmem_bytes,
-          collective_id=route.channel),
-      name=name,
-  ))(*feed.scalars, *map(_in_hbm, feed.arrays), *sent)
-  return found[:len(outputs)], route.unpack(found[len(outputs):])
-
-
-def _in_hbm(x):
-  """What XLA leaves in vector memory, a kernel copies block by block through registers."""
-  return pltpu.with_memory_space_constraint(x, pltpu.HBM)
+  if not spec.dropout_prob or words is None:
+    return DropoutReader(None, 1, 0.0, mask)
+  return DropoutReader(inputs.add_scalars(lax.bitcast_convert_type(words, jnp.int32)),
+                       words.shape[0], spec.dropout_prob, mask)

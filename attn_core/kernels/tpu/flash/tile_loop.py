@@ -1,95 +1,110 @@
-"""What the forward and the backward on TPUs share: the tiles of a block, and how they are visited.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters shared by the forward and backward kernels on TPUs, and their loop over tiles.
 
-Of a block, only tiles that are partly visible evaluate the mask; for the commonest patterns of
-tiles there is code without branches, in which the products of the next strips are issued before
-those of the current one are used, so that the matrix units work meanwhile.
-
-Letters: C keys and Q queries of a tile.
+The mask is evaluated only on partly visible tiles of a block. The most common patterns of tiles
+have specialized code without branches, in which the products of the next strips are issued before
+those of the current one are used, so that the matrix units stay busy.
 """
 
 import collections
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
+import jax
 from jax import lax
 from jax.experimental import pallas as pl
 import jax.numpy as jnp
 import numpy as np
 
 from attn_core.kernels.common.online_softmax import LOG2E
-from attn_core.kernels.tpu.flash import tile_inputs as feeds
-from attn_core.kernels.tpu.flash import schedule
-from attn_core.kernels.tpu.flash.tile_inputs import Part, Refs, Where
-from attn_core.masks import block_map as blocks
+from attn_core.kernels.tpu.flash import schedule, tile_inputs
+from attn_core.kernels.tpu.flash.tile_inputs import GridIndex, KernelRefs, TileIndex, TokenRange
+from attn_core.masks import block_map
 from attn_core.types import AttentionSpec, Operands
 
+Strip = tuple[TileIndex, bool]  # (neighboring tiles of one kind, whether they are partly visible)
 
-class Setting(NamedTuple):
-  """What all parts of a kernel share."""
+
+class KernelParams(NamedTuple):
+  """Static parameters of a kernel, and readers of what enters its logits."""
 
   spec: AttentionSpec
-  cut: schedule.Cut
-  mask: feeds.Mask
-  dropout: feeds.Dropout
+  tiling: schedule.Tiling
+  mask: tile_inputs.MaskReader
+  dropout: tile_inputs.DropoutReader
   patterns: tuple[tuple[int, ...], bool]  # see `schedule.Schedule.patterns`
-  single: bool  # see `schedule.Schedule.single`
-  bias: Any  # reader of a tile, or None
+  single_step_rows: bool  # see `schedule.Schedule.single_step_rows`
+  bias: tile_inputs.Reader | None  # of a tile
   precision: Any
 
   @property
   def unit(self) -> float:
-    """exp(logit) = 2 ** (unit * what `logits` returns): the scale, unless that must come first."""
+    """The factor in exp(logit) = 2 ** (unit * result of `logits`).
+
+    It is the softmax scale times log2(e), unless the scale must be applied first.
+    """
     scale = self.spec.softmax_scale
     plain = self.spec.logits_soft_cap is None and self.bias is None and scale > 0
     return scale * LOG2E if plain else 1.0
 
-  def tiles(self, place):
-    """(bits to shift the kinds by, where) of every tile of a block, of all heads in turns."""
-    cut = self.cut
-    return [(2 * (c * cut.tiles_q + t), Where(*place, head, Part(t * cut.tile_q, cut.tile_q),
-                                              Part(c * cut.tile_kv, cut.tile_kv)))
-            for c in range(cut.tiles_kv) for head in range(cut.query_heads)
-            for t in range(cut.tiles_q)]
+  def tiles(self, grid: GridIndex) -> list[tuple[int, TileIndex]]:
+    """Returns (shift of its two bits in the kinds, index) of each tile of a block, all heads."""
+    tiling = self.tiling
+    return [(2 * (c * tiling.tiles_q + t),
+             TileIndex(grid, head, TokenRange(t * tiling.tile_q, tiling.tile_q),
+                       TokenRange(c * tiling.tile_kv, tiling.tile_kv)))
+            for c in range(tiling.tiles_kv) for head in range(tiling.query_heads)
+            for t in range(tiling.tiles_q)]
 
-  def strips(self, place, pattern: int):
-    """[(where, masked)]: neighbouring tiles of one kind, along the queries, are one strip."""
-    found = []
-    for shift, at in self.tiles(place):
+  def strips(self, grid: GridIndex, pattern: int) -> list[Strip]:
+    """Joins neighboring tiles of one kind along the queries."""
+    found: list[Strip] = []
+    for shift, tile in self.tiles(grid):
       kind = (pattern >> shift) & 3
       before, masked = found[-1] if found else (None, None)
-      if (before and kind == (blocks.PARTIAL if masked else blocks.FULL)
-          and before.head == at.head and before.keys == at.keys
-          and before.queries.start + before.queries.length == at.queries.start):
-        joined = Part(before.queries.start, before.queries.length + at.queries.length)
-        found[-1] = before._replace(queries=joined), masked
-      elif kind != blocks.EMPTY:
-        found.append((at, kind == blocks.PARTIAL))
+      if (before and kind == (block_map.PARTIAL if masked else block_map.FULL)
+          and before.head == tile.head and before.keys == tile.keys
+          and before.queries.start + before.queries.length == tile.queries.start):
+        joined = TokenRange(before.queries.start, before.queries.length + tile.queries.length)
+        found[-1] = before._replace(queries=joined), bool(masked)
+      elif kind != block_map.EMPTY:
+        found.append((tile, kind == block_map.PARTIAL))
     return found
 
-  def rows(self, at: Where):
-    """The queries of `at` among those of all heads of the step."""
-    return pl.ds(at.head * self.cut.block_q + at.queries.start, at.queries.length)
+  def rows(self, tile: TileIndex) -> Any:
+    """Returns the slice of a tile's queries, of those of all heads of the step."""
+    return pl.ds(tile.head * self.tiling.block_q + tile.queries.start, tile.queries.length)
 
-  def rows_of(self, head: int):
-    """All queries of a head, among those of all heads of the step."""
-    return pl.ds(head * self.cut.block_q, self.cut.block_q)
+  def head_rows(self, head: int) -> Any:
+    """Returns the slice of all queries of a head, of those of all heads of the step."""
+    return pl.ds(head * self.tiling.block_q, self.tiling.block_q)
 
-  def row_tiles(self, head: int, queries: Part):
-    """{(query head, first query): its rows} of the tiles of some queries."""
-    size = self.cut.tile_q
-    return {(head, start): pl.ds(head * self.cut.block_q + start, size)
+  def row_tiles(self, head: int, queries: TokenRange) -> dict[tuple[int, int], Any]:
+    """Returns {(query head, first query): slice of rows} of the tiles of some queries."""
+    size = self.tiling.tile_q
+    return {(head, start): pl.ds(head * self.tiling.block_q + start, size)
             for start in range(queries.start, queries.start + queries.length, size)}
 
-  def key_head(self, at: Where) -> int:
-    """Among those of the step."""
-    return at.head // self.cut.group
+  def key_head(self, tile: TileIndex) -> int:
+    """Returns the key head of a tile, of those of the step."""
+    return tile.head // self.tiling.group
 
-  def dot(self, a, b, contract=((1,), (0,))):
+  def dot(self, a: jax.Array, b: jax.Array,
+          contract: tuple[tuple[int], tuple[int]] = ((1,), (0,))) -> jax.Array:
+    """Multiplies two matrices into float32."""
     return lax.dot_general(a, b, (contract, ((), ())), precision=self.precision,
                            preferred_element_type=jnp.float32)
 
-  def logits(self, refs: Refs, at: Where, scores):
-    """(logits / `unit`, d logit / d scaled score or None) of scores [C, Q], whatever the mask."""
+  def logits(self, refs: KernelRefs, tile: TileIndex,
+             scores: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """Returns (logits / `unit`, d logit / d scaled score or None) before the mask is applied.
+
+    Args:
+      refs: of the kernel.
+      tile: which scores these are.
+      scores: K Q^T, float32 [keys, queries].
+    """
     if self.unit != 1:
       return scores, None
     scale, cap, slope = self.spec.softmax_scale, self.spec.logits_soft_cap, None
@@ -99,61 +114,76 @@ class Setting(NamedTuple):
       capped = jnp.tanh(scores * (scale / cap))
       logits, slope = capped * (cap * LOG2E), 1 - capped * capped
     if self.bias is not None:
-      logits = logits + self.bias(refs, at).astype(jnp.float32) * LOG2E
+      logits = logits + self.bias(refs, tile).astype(jnp.float32) * LOG2E
     return logits, slope
 
-  def hide(self, refs: Refs, at: Where, masked: bool, x, hidden):
-    """`x`, but `hidden` where the mask says so; masked: whether it does anywhere."""
-    return jnp.where(self.mask.visible(refs, at), x, hidden) if masked else x
+  def hide(self, refs: KernelRefs, tile: TileIndex, masked: bool, x: jax.Array,
+           hidden: float) -> jax.Array:
+    """Replaces `x` by `hidden` where the mask hides it; masked: False if it hides nothing."""
+    return jnp.where(self.mask.visible(refs, tile), x, hidden) if masked else x
 
 
-def setting_of(feed, operands: Operands, spec: AttentionSpec, cut, visits) -> Setting:
-  mask = feeds.mask_of(feed, operands, spec.mask)
-  bias = None if operands.bias is None else feed.per_pair(operands.bias)
-  # Products of 16-bit numbers are exact whatever is asked; those of float32 are unless otherwise.
+def make_kernel_params(inputs: tile_inputs.TileInputs, operands: Operands, spec: AttentionSpec,
+                       tiling: schedule.Tiling, steps: schedule.Schedule) -> KernelParams:
+  """Adds mask, bias and dropout to the inputs of a kernel, and returns its parameters."""
+  mask = tile_inputs.mask_reader(inputs, operands, spec.mask)
+  bias = None if operands.bias is None else inputs.add_per_pair(operands.bias)
+  # Products of 16-bit numbers are exact at any precision; those of float32 are by default.
   precision = None
   if operands.query.dtype == jnp.float32:
     precision = lax.Precision.HIGHEST if spec.precision is None else spec.precision
-  return Setting(spec, cut, mask, feeds.dropout_of(feed, operands, spec, mask),
-                 visits.patterns(cut), visits.single, bias, precision)
+  return KernelParams(
+      spec, tiling, mask, tile_inputs.dropout_reader(inputs, operands, spec, mask),
+      steps.patterns(tiling), steps.single_step_rows, bias, precision)
 
 
-def visit(setting: Setting, place, kinds, strips, once=lambda: None):
-  """Runs strips([(where, masked)]) over what a block shows: a pattern at once, else by tiles.
+def for_each_tile(params: KernelParams, grid: GridIndex, kinds: jax.Array,
+                  compute: Callable[[list[Strip]], None],
+                  prologue: Callable[[], None] = lambda: None) -> None:
+  """Runs `compute` on the visible tiles of a block.
 
-  And once(), among the instructions of a pattern, or before the tiles.
+  Args:
+    params: of the kernel.
+    grid: which block.
+    kinds: int32, two bits for each tile; see `schedule.Schedule`.
+    compute: takes all strips of a block at once if its kinds are one of `params.patterns`, and
+      one tile at a time otherwise.
+    prologue: runs once, before `compute`, in the same basic block as a pattern's instructions.
   """
-  patterns, complete = setting.patterns
+  # 1. Specialized code for the common patterns.
+  patterns, complete = params.patterns
   known = [kinds == np.uint32(pattern).view(np.int32) for pattern in patterns]
   for is_pattern, pattern in zip(known, patterns):
     @pl.when(is_pattern)
-    def _(pattern=pattern):
-      once()
-      strips(setting.strips(place, pattern))
+    def _(pattern: int = pattern) -> None:
+      prologue()
+      compute(params.strips(grid, pattern))
 
   if complete:
     return
 
+  # 2. A loop over tiles for the other patterns.
   @pl.when(jnp.logical_not(functools.reduce(jnp.logical_or, known)))
-  def _():
-    once()
-    cut = setting.cut
-    for shift, first in setting.tiles(place)[:cut.query_heads * cut.tiles_q]:
-      @pl.loop(0, cut.tiles_kv)
-      def _(c, shift=shift, first=first):
-        kind = (kinds >> (shift + 2 * cut.tiles_q * c)) & 3
-        start = pl.multiple_of(c * cut.tile_kv, cut.tile_kv)
-        at = first._replace(keys=Part(start, cut.tile_kv))
-        for value, masked in ((blocks.FULL, False), (blocks.PARTIAL, True)):
+  def _() -> None:
+    prologue()
+    tiling = params.tiling
+    for shift, first in params.tiles(grid)[:tiling.query_heads * tiling.tiles_q]:
+      @pl.loop(0, tiling.tiles_kv)
+      def _(c: jax.Array, shift: int = shift, first: TileIndex = first) -> None:
+        kind = (kinds >> (shift + 2 * tiling.tiles_q * c)) & 3
+        start = pl.multiple_of(c * tiling.tile_kv, tiling.tile_kv)
+        tile = first._replace(keys=TokenRange(start, tiling.tile_kv))
+        for value, masked in ((block_map.FULL, False), (block_map.PARTIAL, True)):
           @pl.when(kind == value)
-          def _(masked=masked):
-            strips([(at, masked)])
+          def _(masked: bool = masked) -> None:
+            compute([(tile, masked)])
 
 
-def ahead(strips, products, number: int):
-  """(where, masked, products(where)) of all strips, those of the next ones issued before."""
-  issued = collections.deque(products(at) for at, _ in strips[:number])
-  for n, (at, masked) in enumerate(strips):
+def issue_ahead(strips: Sequence[Strip], products: Callable[[TileIndex], Any],
+                number: int) -> Iterator[tuple[TileIndex, bool, Any]]:
+  """Yields (tile, masked, products(tile)) of all strips; issues `number` products ahead."""
+  issued = collections.deque(products(tile) for tile, _ in strips[:number])
+  for n, (tile, masked) in enumerate(strips):
     if n + number < len(strips):
       issued.append(products(strips[n + number][0]))
-    yield at, masked, issued.popleft()
+    yield tile, masked, issued.popleft()

@@ -1,196 +1,222 @@
-"""What a step of `stream` computes, and what its ways to fold a block of keys have in common.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Types and helpers shared by the ragged kernel and its two updates of the running softmax.
 
-Letters: as in `pool`; W steps, Q queries of a step, G query heads of a key head, M = Q * G rows of
-a key head (queries first), u key heads computed together, L = u * M rows, R rows of the mask.
+A grid step computes some queries of one row: a request, or a batch row. The rows of a step are its
+pairs of a query and a query head of one key head, queries first. Key heads are computed in groups.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, Callable, NamedTuple, Sequence
 
 import jax
 from jax import lax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-from attn_core.kernels.common import online_softmax as softmax
-from attn_core.kernels.tpu.ragged.kv_block import Block
-from attn_core.kernels.tpu.ragged.kv_layout import LANES, SUBLANES, Live, Pool
+from attn_core.kernels.common import online_softmax
+from attn_core.kernels.tpu.ragged.kv_block import KVBlock
+from attn_core.kernels.tpu.ragged.kv_layout import LANES, SUBLANES, KVLayout, LiveTokens
 from attn_core.types import cdiv
 
-UNROLLED = 2**18  # scores of the heads that are one piece of code, where rows are many
-FEW = 64  # rows of a key head: up to here keys and values are what stays in the matrix units
-FEW_GROUPS = 8  # that are one piece of code, where rows are few
-FEW_SLOTS = 3  # blocks in vector memory, where they take less time to compute than to come
+Ref = Any  # a Pallas reference
+Index = Any  # int, or a traced int32
+
+UNROLLED_SCORES = 2**18  # scores of the head groups that are unrolled, with many rows
+FEW_ROWS = 64  # rows of a key head: up to here keys and values stay in the matrix units
+FEW_ROWS_GROUPS = 8  # head groups that are unrolled, with few rows
+FEW_ROWS_SLOTS = 3  # blocks in vector memory where a block takes less time to compute than to copy
 
 
-def is_few(rows: int) -> bool:
-  """Whether so many rows of a key head pass by its keys, instead of these by them."""
-  return rows <= FEW
+def has_few_rows(rows: int) -> bool:
+  """Returns True if keys stay in the matrix units and rows pass by, instead of the reverse."""
+  return rows <= FEW_ROWS
 
 
-class Items(NamedTuple):
-  """What the steps of the grid compute, int32 [W] each; in scalar memory as [fields, W]."""
+class Steps(NamedTuple):
+  """The work of every grid step: int32 [num_steps] each; in scalar memory [fields, num_steps]."""
 
-  row: Any  # request, or row of a batch
-  first: Any  # the first key block that the step visits
-  end: Any  # behind the last one; above `first`
-  begin: Any  # position of the first query
-  low: Any  # position of the row's first query
-  length: Any  # tokens of the row
-  start: Any  # the first position that a query of the step sees
-  stop: Any  # behind the last one
+  row: Index  # request, or batch row
+  first_block: Index  # the first key block that the step visits
+  end_block: Index  # the end of its key blocks; above `first_block`
+  query_begin: Index  # position of the step's first query
+  row_begin: Index  # position of the row's first query
+  row_length: Index  # tokens of the row
+  kv_start: Index  # the first position that a query of the step attends to
+  kv_stop: Index  # the end of those positions
 
 
-class Shape(NamedTuple):
-  """The static numbers of a kernel; hashable."""
+class StepShape(NamedTuple):
+  """Static shape of a grid step; hashable."""
 
-  pool: Pool
-  group: int  # G
-  queries: int  # Q
-  row_pages: int = 0  # of a row of the tables; 0: rows are tokens side by side
-  mask_rows: int = 0  # R; 0: what is seen follows from positions
+  layout: KVLayout
+  group_size: int  # G, query heads of a key head
+  block_q: int  # queries of a step
+  row_pages: int = 0  # pages of a row of the tables; 0: rows are consecutive tokens
+  mask_rows: int = 0  # rows of the mask for a batch row; 0: the mask follows from positions
   mask_heads: bool = False  # whether the mask has rows for every query head
 
   @property
-  def rows(self) -> int:
-    """M."""
-    return self.queries * self.group
+  def head_rows(self) -> int:
+    """Rows of a key head: block_q * G."""
+    return self.block_q * self.group_size
 
   @property
-  def few(self) -> bool:
-    """Whether keys and values stay in the matrix units, and rows pass by."""
-    return is_few(self.rows)
+  def few_rows(self) -> bool:
+    """See `has_few_rows`."""
+    return has_few_rows(self.head_rows)
 
   @property
-  def together(self) -> int:
-    """u: of few rows two heads side by side, which fill units of 256; else what fills the lanes."""
-    heads = self.pool.key_heads
-    if self.few:
-      return 2 if heads % 2 == 0 and all(width == LANES for width in self.pool.widths) else 1
-    return max(u for u in range(1, heads + 1)
-               if heads % u == 0 and (u == 1 or u * self.rows <= LANES))
+  def group_heads(self) -> int:
+    """Key heads of a head group.
 
-  @property
-  def lanes(self) -> int:
-    """L."""
-    return self.together * self.rows
-
-  @property
-  def groups(self) -> int:
-    return self.pool.key_heads // self.together
-
-  @property
-  def unrolled(self) -> int:
-    """How many groups are one piece of code."""
-    most = FEW_GROUPS if self.few else max(
-        1, UNROLLED // (self.pool.block * cdiv(self.lanes, LANES) * LANES))
-    return max(x for x in range(1, self.groups + 1) if self.groups % x == 0 and x <= most)
-
-  def running(self) -> list[tuple[int, ...]]:
-    """Shapes of the numbers of the running softmax.
-
-    Of few rows two of each: one before a block and one after it.
+    With few rows two heads, which fill matrix units of 256; with many as many as fill the lanes.
     """
-    last = lambda size: (2, self.groups, self.lanes, size) if self.few else (
-        self.groups, size, self.lanes)
-    return [last(1), last(1), last(self.pool.widths[-1])]
+    heads = self.layout.key_heads
+    if self.few_rows:
+      return 2 if heads % 2 == 0 and all(width == LANES for width in self.layout.widths) else 1
+    return max(n for n in range(1, heads + 1)
+               if heads % n == 0 and (n == 1 or n * self.head_rows <= LANES))
 
-  def bytes(self, dtype) -> int:
-    """Vector memory that a kernel needs, generously."""
-    # Rows lie along the sublanes or the lanes, and what is one number a row takes whole tiles.
-    tile, number = (2 * SUBLANES, LANES) if self.few else (LANES, SUBLANES)
-    lanes, size = cdiv(self.lanes, tile) * tile, jnp.dtype(dtype).itemsize
-    width = cdiv(max(self.pool.widths), LANES) * LANES
-    blocks = 2 * self.groups * lanes * (2 * width * size + 4 * number)
-    state = (2 if self.few else 1) * self.groups * lanes * 4 * (width + 2 * number)
-    mask = self.pool.slots * self.mask_rows * self.pool.block * 2
-    # Where rows are few, keys and values are made for all heads of a piece of code before any is
-    # used; some are on their way to it, in 32 bits.
-    heads = self.together * (self.unrolled if self.few else 2)
-    made = 2 * self.pool.block * width
-    values = made * heads * size + (made * self.together * 8 if self.few else 0)
-    return self.pool.bytes() + blocks + state + mask + values + 6 * self.pool.block * lanes * 4
+  @property
+  def group_rows(self) -> int:
+    """Rows of a head group."""
+    return self.group_heads * self.head_rows
+
+  @property
+  def head_groups(self) -> int:
+    """Number of head groups."""
+    return self.layout.key_heads // self.group_heads
+
+  @property
+  def unrolled_groups(self) -> int:
+    """Number of head groups that are unrolled."""
+    most = FEW_ROWS_GROUPS if self.few_rows else max(
+        1, UNROLLED_SCORES // (self.layout.block_kv * cdiv(self.group_rows, LANES) * LANES))
+    return max(n for n in range(1, self.head_groups + 1)
+               if self.head_groups % n == 0 and n <= most)
+
+  def running_shapes(self) -> list[tuple[int, ...]]:
+    """Returns shapes of m_i, l_i and acc.
+
+    With few rows there are two of each: one before a block and one after it.
+    """
+    shape = lambda size: (2, self.head_groups, self.group_rows, size) if self.few_rows else (
+        self.head_groups, size, self.group_rows)
+    return [shape(1), shape(1), shape(self.layout.widths[-1])]
+
+  def vmem_bytes(self, dtype: DTypeLike) -> int:
+    """Returns an upper estimate of the vector memory that a kernel needs."""
+    # Rows are along the sublanes or the lanes, and a number per row takes whole tiles.
+    tile, number = (2 * SUBLANES, LANES) if self.few_rows else (LANES, SUBLANES)
+    rows, size = cdiv(self.group_rows, tile) * tile, jnp.dtype(dtype).itemsize
+    width = cdiv(max(self.layout.widths), LANES) * LANES
+    blocks = 2 * self.head_groups * rows * (2 * width * size + 4 * number)
+    state = (2 if self.few_rows else 1) * self.head_groups * rows * 4 * (width + 2 * number)
+    mask = self.layout.slots * self.mask_rows * self.layout.block_kv * 2
+    # With few rows, the keys and values of all unrolled heads are read before any is used; some of
+    # them still have 32 bits.
+    heads = self.group_heads * (self.unrolled_groups if self.few_rows else 2)
+    read = 2 * self.layout.block_kv * width
+    values = read * heads * size + (read * self.group_heads * 8 if self.few_rows else 0)
+    return (self.layout.vmem_bytes() + blocks + state + mask + values
+            + 6 * self.layout.block_kv * rows * 4)
 
 
-class Rule(NamedTuple):
-  """What is computed; static and hashable."""
+class LogitsSpec(NamedTuple):
+  """Definition of logits and of the mask by positions; static and hashable."""
 
   softmax_scale: float
   logits_soft_cap: float | None
-  left: int | None  # how far a query sees; None: without end
+  left: int | None  # window to the left of a query; None: unbounded
   right: int | None
   precision: Any
 
   @property
   def unit(self) -> float:
-    """exp(logit) = 2 ** (unit * what `logits` returns)."""
+    """The factor in exp(logit) = 2 ** (unit * result of `logits`)."""
     capped = self.logits_soft_cap is not None or self.softmax_scale <= 0
-    return softmax.LOG2E * (1.0 if capped else self.softmax_scale)
+    return online_softmax.LOG2E * (1.0 if capped else self.softmax_scale)
 
-  def logits(self, scores):
+  def logits(self, scores: jax.Array) -> jax.Array:
+    """Returns the logits of scores, but for `unit`."""
     if self.logits_soft_cap is not None:
       capped = jnp.tanh(scores * (self.softmax_scale / self.logits_soft_cap))
       return capped * self.logits_soft_cap
     return scores if self.softmax_scale > 0 else scores * self.softmax_scale
 
-  def update(self, before: softmax.Running, scores, weigh, seen, *, axis: int) -> softmax.Running:
-    """Folds scores into the running softmax; `seen` None: everything is."""
+  def update(self, running: online_softmax.Running, scores: jax.Array,
+             weigh: Callable[[jax.Array], jax.Array], visible: jax.Array | None, *,
+             axis: int) -> online_softmax.Running:
+    """Folds scores into the running softmax.
+
+    Args:
+      running: of the keys before.
+      scores: Q K^T, the keys along `axis`.
+      weigh: maps weights to their product with the values.
+      visible: bool, broadcastable to `scores`; None: all True.
+      axis: of the keys.
+    """
     logits = self.logits(scores)
-    if seen is not None:
-      logits = jnp.where(seen, logits, -jnp.inf)
-    return softmax.update(before, logits, weigh, exp=lambda x: jnp.exp2(x * self.unit), axis=axis)
+    if visible is not None:
+      logits = jnp.where(visible, logits, -jnp.inf)
+    return online_softmax.update(running, logits, weigh, exp=lambda x: jnp.exp2(x * self.unit),
+                                 axis=axis)
 
 
-class Arrays(NamedTuple):
-  """What a kernel reads."""
+class KernelInputs(NamedTuple):
+  """Arrays that the kernel reads."""
 
-  items: Items
-  count: Any  # int32 [1]: steps that compute anything
-  tables: Any  # int32 [rows * row_pages]: pages of the rows
-  factors: Any  # float32 [2]: scales of all keys and of all values; None: there are none
-  rows: Any  # [W, K / u, L, D]
-  mask: Any  # bfloat16 [rows, R, keys], 1: visible; None: by positions
-  tokens: tuple  # keys, values and scales; see `Pool`
-
-
-class Kernel(NamedTuple):
-  """What is computed, and the references of a running kernel."""
-
-  rule: Rule
-  shape: Shape
-  items: Any
-  count: Any
-  tables: Any
-  factors: Any
-  rows: Any
-  streams: Any
-  outputs: Any  # out, lse
-  buffers: Any
-  words: Any
-  running: softmax.Running  # see `Shape.running`
-  arrived: Any  # semaphores [slots]
-  turn: Any  # int32 [4] in scalar memory, by the names below
+  steps: Steps
+  num_live: jax.Array  # int32 [1]: number of steps that compute anything
+  tables: jax.Array  # int32 [rows * row_pages]: pages of the rows
+  tensor_scales: jax.Array | None  # float32 [2]: scales of all keys and of all values
+  rows: jax.Array  # queries [num_steps, head_groups, group_rows, D]
+  mask: jax.Array | None  # bfloat16 [rows, mask_rows, keys], 1: visible; None: by positions
+  tokens: tuple[jax.Array, ...]  # keys, values and scales; see `KVLayout`
 
 
-# Blocks computed so far and blocks whose transfers have started, by which the slots of the buffers
-# take turns, and the step and the block that are fetched next.
+class KernelRefs(NamedTuple):
+  """Static parameters and references of a running kernel."""
+
+  spec: LogitsSpec
+  shape: StepShape
+  steps: Ref
+  num_live: Ref
+  tables: Ref
+  tensor_scales: Ref | None
+  rows: Ref
+  sources: Sequence[Ref]  # keys, values, scales and mask in HBM
+  outputs: Sequence[Ref]  # out, lse
+  buffers: Sequence[Ref]  # targets of the transfers from `sources`
+  words: Sequence[Ref]  # see `KVLayout.word_buffers`
+  running: online_softmax.Running  # see `StepShape.running_shapes`
+  semaphores: Ref  # of the transfers to each slot
+  counters: Ref  # int32 [4] in scalar memory, indexed by the names below
+
+
+# Number of blocks computed and of blocks whose transfers have started, which determine their slots
+# of the buffers; and the step and the key block that are fetched next.
 COMPUTED, FETCHED, NEXT_STEP, NEXT_BLOCK = range(4)
 
 
-class Place(NamedTuple):
+class TileIndex(NamedTuple):
   """A block of keys, and the step that visits it."""
 
-  item: Items
-  slot: Any  # of the buffers
-  number: Any  # of the block in its row
+  step: Steps  # its numbers
+  slot: Index  # of the buffers
+  block: Index  # number of the block in its row
 
-  def block(self, k: Kernel) -> Block:
-    pool = k.shape.pool
-    return Block(pool, k.buffers[:len(pool.buffers())], k.words, k.factors, self.slot,
-                 Live(self.item.start, self.item.stop), self.number)
+  def kv_block(self, k: KernelRefs) -> KVBlock:
+    """Returns the block in vector memory."""
+    layout = k.shape.layout
+    return KVBlock(layout, k.buffers[:len(layout.buffers())], k.words, k.tensor_scales, self.slot,
+                   LiveTokens(self.step.kv_start, self.step.kv_stop), self.block)
 
 
-def dot(k: Kernel, a, b, axis: int, axis_a: int = 1):
-  precision = k.rule.precision
-  if k.shape.lanes == 1:  # a product of one column is a sum, which Mosaic does not widen
+def dot(k: KernelRefs, a: jax.Array, b: jax.Array, axis: int, axis_a: int = 1) -> jax.Array:
+  """Contracts `axis_a` of a with `axis` of b, into float32."""
+  precision = k.spec.precision
+  if k.shape.group_rows == 1:  # a product of one column is a sum, which Mosaic does not widen
     a, b = a.astype(jnp.float32), b.astype(jnp.float32)
   if a.dtype == jnp.float32 and precision is None:
     precision = lax.Precision.HIGHEST
@@ -198,63 +224,64 @@ def dot(k: Kernel, a, b, axis: int, axis_a: int = 1):
                          preferred_element_type=jnp.float32)
 
 
-# --- What is seen. -------------------------------------------------------------------------------
+# --- Visibility. ---------------------------------------------------------------------------------
 
 
-def shown(k: Kernel, place: Place):
-  """Whether all queries of a step, be they of this call or not, see all of a block."""
-  size, rule, item = k.shape.pool.block, k.rule, place.item
-  first, last = place.number * size, place.number * size + size - 1
-  found = (first >= item.start) & (last < item.stop)
-  if rule.left is not None:
-    found = found & (first >= item.begin + (k.shape.queries - 1) - rule.left)
-  return found if rule.right is None else found & (last <= item.begin + rule.right)
+def all_visible(k: KernelRefs, tile: TileIndex) -> jax.Array:
+  """Returns whether every query position of a step attends to the whole block, bool scalar."""
+  size, spec, step = k.shape.layout.block_kv, k.spec, tile.step
+  first, last = tile.block * size, tile.block * size + size - 1
+  found = (first >= step.kv_start) & (last < step.kv_stop)
+  if spec.left is not None:
+    found = found & (first >= step.query_begin + (k.shape.block_q - 1) - spec.left)
+  return found if spec.right is None else found & (last <= step.query_begin + spec.right)
 
 
-def seen(k: Kernel, place: Place, group, *, axis: int):
-  """bool [C, L] where keys are axis 0, or [L, C] where they are axis 1."""
-  return (_seen_by_mask if k.shape.mask_rows else _seen_by_position)(k, place, group, axis)
+def visible(k: KernelRefs, tile: TileIndex, group: Index, *, axis: int) -> jax.Array:
+  """Returns bool [block_kv, group_rows] if keys are axis 0, or [group_rows, block_kv] if axis 1."""
+  return (_visible_by_mask if k.shape.mask_rows else _visible_by_position)(k, tile, group, axis)
 
 
-def rows_along(k: Kernel, axis: int):
-  """int32 [1, L] or [L, 1]: numbers of rows along an axis."""
-  shape = (k.shape.lanes, 1) if axis == 0 else (1, k.shape.lanes)
+def row_numbers(k: KernelRefs, axis: int) -> jax.Array:
+  """Returns numbers of rows along an axis, int32 [1, group_rows] or [group_rows, 1]."""
+  shape = (k.shape.group_rows, 1) if axis == 0 else (1, k.shape.group_rows)
   return lax.broadcasted_iota(jnp.int32, shape, axis)
 
 
-def _tokens(k: Kernel, rows):
-  """Which query of the step a row is of."""
-  return lax.div(lax.rem(rows, jnp.int32(k.shape.rows)), jnp.int32(k.shape.group))
+def _query_of(k: KernelRefs, rows: jax.Array) -> jax.Array:
+  """Returns the query of the step that a row belongs to."""
+  return lax.div(lax.rem(rows, jnp.int32(k.shape.head_rows)), jnp.int32(k.shape.group_size))
 
 
-def _seen_by_position(k: Kernel, place: Place, group, axis: int):
-  """Hidden from rows that are no queries of this call."""
+def _visible_by_position(k: KernelRefs, tile: TileIndex, group: Index, axis: int) -> jax.Array:
+  """Evaluates causality and window; rows that are not queries of this call see no key."""
   del group
-  size, rule, item = k.shape.pool.block, k.rule, place.item
-  key = place.number * size + lax.broadcasted_iota(
+  size, spec, step = k.shape.layout.block_kv, k.spec, tile.step
+  key = tile.block * size + lax.broadcasted_iota(
       jnp.int32, (size, 1) if axis == 0 else (1, size), axis)
-  query = item.begin + _tokens(k, rows_along(k, 1 - axis))
-  live = (query >= item.low) & (query < item.length)
-  end = jnp.full_like(query, item.length)
-  if rule.right is not None:
-    end = jnp.minimum(end, query + (rule.right + 1))
+  query = step.query_begin + _query_of(k, row_numbers(k, 1 - axis))
+  live = (query >= step.row_begin) & (query < step.row_length)
+  end = jnp.full_like(query, step.row_length)
+  if spec.right is not None:
+    end = jnp.minimum(end, query + (spec.right + 1))
   found = key < jnp.where(live, end, 0)
-  return found if rule.left is None else found & (key >= query - rule.left)
+  return found if spec.left is None else found & (key >= query - spec.left)
 
 
-def _seen_by_mask(k: Kernel, place: Place, group, axis: int):
-  """Columns of the mask, by a product that picks them, unless all rows are of one."""
-  shape, rows = k.shape, rows_along(k, 1 - axis)
-  if axis == 1 and shape.queries == 1 and not shape.mask_heads:
-    return k.buffers[-1][place.slot, :1].astype(jnp.float32) > 0.5
-  wanted = _tokens(k, rows)
+def _visible_by_mask(k: KernelRefs, tile: TileIndex, group: Index, axis: int) -> jax.Array:
+  """Selects rows of the mask by a matrix product, unless all rows of the step share one."""
+  shape, rows = k.shape, row_numbers(k, 1 - axis)
+  if axis == 1 and shape.block_q == 1 and not shape.mask_heads:
+    return k.buffers[-1][tile.slot, :1].astype(jnp.float32) > 0.5
+  wanted = _query_of(k, rows)
   if shape.mask_heads:
-    key_head = group * shape.together + lax.div(rows, jnp.int32(shape.rows))
-    head = key_head * shape.group + lax.rem(rows, jnp.int32(shape.group))
-    wanted = head * shape.queries + wanted
-  mask = k.buffers[-1][place.slot]
-  sizes = (shape.mask_rows, shape.lanes)[::1 if axis == 0 else -1]
-  picked = (lax.broadcasted_iota(jnp.int32, sizes, axis) == wanted).astype(mask.dtype)
-  operands = (mask, picked, 0, 0) if axis == 0 else (picked, mask, 1, 0)
-  return lax.dot_general(*operands[:2], ((operands[2:3], operands[3:]), ((), ())),
+    key_head = group * shape.group_heads + lax.div(rows, jnp.int32(shape.head_rows))
+    head = key_head * shape.group_size + lax.rem(rows, jnp.int32(shape.group_size))
+    wanted = head * shape.block_q + wanted
+  mask = k.buffers[-1][tile.slot]
+  sizes = (shape.mask_rows, shape.group_rows)[::1 if axis == 0 else -1]
+  selection = (lax.broadcasted_iota(jnp.int32, sizes, axis) == wanted).astype(mask.dtype)
+  a, b, contract = (mask, selection, ((0,), (0,))) if axis == 0 else (
+      selection, mask, ((1,), (0,)))
+  return lax.dot_general(a, b, (contract, ((), ())),
                          preferred_element_type=jnp.float32) > 0.5

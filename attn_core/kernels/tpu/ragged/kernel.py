@@ -1,144 +1,175 @@
-"""Attention of a few queries to a stream of keys and values, as a Pallas TPU kernel.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of a few queries to keys and values in pages, as a Pallas TPU kernel.
 
-A step of the grid is some queries of one row (a request, or a row of a batch); which these are, and
-which keys they see, is said in scalar memory. While a block of keys is computed, the next ones are
-on their way, be they of the next step. How a block is folded depends on how many rows of queries
-there are: `few` or `wide`.
-
-Letters: as in `step`.
+A grid step computes some queries of one row (a request, or a batch row); scalar memory says which
+queries these are and which keys they see. While a block of keys is computed, the next ones are
+copied to vector memory, also those of the next step. The update of the running softmax depends on
+the number of rows of queries: `update_few_rows` or `update_many_rows`.
 """
 
 import functools
+from types import ModuleType
+from typing import Any
 
+import chex
 import jax
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
-from attn_core.kernels.common import online_softmax as softmax
-from attn_core.kernels.tpu.ragged import update_few_rows as few, common as step, update_many_rows as wide
+from attn_core.kernels.common import online_softmax
 from attn_core.kernels.tpu import launch
-from attn_core.kernels.tpu.ragged.kv_layout import Live, Way, transfer, transfer_blocks
-from attn_core.kernels.tpu.ragged.common import (Arrays, Items, Kernel, Rule, Shape)
+from attn_core.kernels.tpu.ragged import common, update_few_rows, update_many_rows
+from attn_core.kernels.tpu.ragged.common import (
+    Index, KernelInputs, KernelRefs, LogitsSpec, Ref, StepShape, Steps)
+from attn_core.kernels.tpu.ragged.kv_layout import LiveTokens, Transfer, copy_block, copy_pages
 
 
-def attend(rule: Rule, shape: Shape, arrays: Arrays):
-  """out [W, K / u, L, E] in the rows' dtype and lse float32 [W, K / u, L]; the first `count`."""
-  rows, pool = arrays.rows, shape.pool
-  steps, width = rows.shape[0], pool.widths[-1]
-  items = jnp.stack(arrays.items).astype(jnp.int32)
-  scalars = [x for x in (items, arrays.count, arrays.tables, arrays.factors) if x is not None]
-  streams = [*arrays.tokens, *([] if arrays.mask is None else [arrays.mask])]
-  # Steps that compute nothing fetch and write nothing.
-  place = lambda w, items, count, *_: (jnp.minimum(w, jnp.maximum(count[0] - 1, 0)), 0, 0, 0)
-  block = lambda *last: pl.BlockSpec((1, shape.groups, *last), place)
+def attend(spec: LogitsSpec, shape: StepShape,
+           inputs: KernelInputs) -> tuple[jax.Array, jax.Array]:
+  """Computes the attention of every step.
+
+  Args:
+    spec: what is computed.
+    shape: static shape of a step.
+    inputs: the arrays; `inputs.rows` is [num_steps, head_groups, group_rows, D].
+
+  Returns:
+    out [num_steps, head_groups, group_rows, E] in the dtype of the rows, and lse float32
+    [num_steps, head_groups, group_rows]; only those of the first `num_live` steps are written.
+  """
+  rows, layout = inputs.rows, shape.layout
+  num_steps, width = rows.shape[0], layout.widths[-1]
+  chex.assert_shape(rows, (num_steps, shape.head_groups, shape.group_rows, None))
+  chex.assert_shape(inputs.num_live, (1,))
+  chex.assert_shape(list(inputs.steps), (num_steps,))
+  chex.assert_rank(inputs.tables, 1)
+  # 1. Inputs.
+  steps = jnp.stack(inputs.steps).astype(jnp.int32)
+  scalars = [x for x in (steps, inputs.num_live, inputs.tables, inputs.tensor_scales)
+             if x is not None]
+  sources = [*inputs.tokens, *([] if inputs.mask is None else [inputs.mask])]
+  # Steps after the first `num_live` repeat the last block index, so that they copy nothing.
+  index_map = lambda w, steps, count, *_: (jnp.minimum(w, jnp.maximum(count[0] - 1, 0)), 0, 0, 0)
+  block = lambda *last: pl.BlockSpec((1, shape.head_groups, *last), index_map)
+  # 2. Outputs.
   varying = jax.typeof(rows).manual_axis_type
-  result = lambda last, dtype: jax.ShapeDtypeStruct((steps, shape.groups, *last), dtype,
+  output = lambda last, dtype: jax.ShapeDtypeStruct((num_steps, shape.head_groups, *last), dtype,
                                                     manual_axis_type=varying)
-  column = (shape.lanes, 1) if shape.few else (1, shape.lanes)
-  results = [result((shape.lanes, width), rows.dtype), result(column, jnp.float32)]
-  buffers = [pltpu.VMEM(*x) for x in pool.buffers()]
-  if arrays.mask is not None:
-    buffers.append(pltpu.VMEM((pool.slots, shape.mask_rows, pool.block), arrays.mask.dtype))
-  scratch = (buffers, [pltpu.VMEM(*x) for x in pool.spread()],
-             [pltpu.VMEM(x, jnp.float32) for x in shape.running()],
-             [pltpu.SemaphoreType.DMA((pool.slots,)), pltpu.SMEM((4,), jnp.int32)])
-  counts = [len(x) for x in (scalars, [rows], streams, results, *scratch)]
+  column = (shape.group_rows, 1) if shape.few_rows else (1, shape.group_rows)
+  outputs = [output((shape.group_rows, width), rows.dtype), output(column, jnp.float32)]
+  # 3. Scratch memory.
+  buffers = [pltpu.VMEM(*x) for x in layout.buffers()]
+  if inputs.mask is not None:
+    buffers.append(pltpu.VMEM((layout.slots, shape.mask_rows, layout.block_kv), inputs.mask.dtype))
+  scratch = (buffers, [pltpu.VMEM(*x) for x in layout.word_buffers()],
+             [pltpu.VMEM(x, jnp.float32) for x in shape.running_shapes()],
+             [pltpu.SemaphoreType.DMA((layout.slots,)), pltpu.SMEM((4,), jnp.int32)])
+  counts = [len(x) for x in (scalars, [rows], sources, outputs, *scratch)]
 
-  def kernel(*refs):
-    split, parts = list(refs), []
+  def kernel(*refs: Ref) -> None:
+    rest, parts = list(refs), []
     for number in counts:
-      parts.append(split[:number])
-      split = split[number:]
-    scalars, (rows,), streams, outputs, buffers, words, numbers, (arrived, turn) = parts
-    items, step_count, tables, *factors = scalars
-    _kernel(Kernel(rule, shape, items, step_count, tables, factors[0] if factors else None, rows,
-                   streams, outputs, buffers, words, softmax.Running(*numbers), arrived, turn))
+      parts.append(rest[:number])
+      rest = rest[number:]
+    scalars, (rows,), sources, outputs, buffers, words, running, (semaphores, counters) = parts
+    steps, num_live, tables, *scales = scalars
+    _kernel(KernelRefs(spec, shape, steps, num_live, tables, scales[0] if scales else None, rows,
+                       sources, outputs, buffers, words, online_softmax.Running(*running),
+                       semaphores, counters))
 
+  # 4. The call.
   out, lse = launch.in_32_bits(pl.pallas_call(
       kernel,
       grid_spec=pltpu.PrefetchScalarGridSpec(
-          num_scalar_prefetch=len(scalars), grid=(steps,),
-          in_specs=[block(*rows.shape[2:]), *[pl.BlockSpec(memory_space=pltpu.HBM)] * len(streams)],
-          out_specs=[block(shape.lanes, width), block(*column)],
+          num_scalar_prefetch=len(scalars), grid=(num_steps,),
+          in_specs=[block(*rows.shape[2:]), *[pl.BlockSpec(memory_space=pltpu.HBM)] * len(sources)],
+          out_specs=[block(shape.group_rows, width), block(*column)],
           scratch_shapes=[x for group in scratch for x in group]),
-      out_shape=results, name="attn_core_stream",
+      out_shape=outputs, name="attn_core_ragged",
       compiler_params=pltpu.CompilerParams(
           dimension_semantics=("arbitrary",), disable_bounds_checks=True,
-          vmem_limit_bytes=max(16 * 2**20, shape.bytes(rows.dtype) * 5 // 4)),
-  ))(*scalars, rows, *streams)
-  return out, lse.reshape(steps, shape.groups, shape.lanes)
+          vmem_limit_bytes=max(16 * 2**20, shape.vmem_bytes(rows.dtype) * 5 // 4)),
+  ))(*scalars, rows, *sources)
+  return out, lse.reshape(num_steps, shape.head_groups, shape.group_rows)
 
 
-def _kernel(k: Kernel):
-  current, count = pl.program_id(0), _count(k)
-  way = few if k.shape.few else wide
+def _kernel(k: KernelRefs) -> None:
+  """Computes one grid step."""
+  current, count = pl.program_id(0), _step_count(k)
+  softmax: ModuleType | Any = update_few_rows if k.shape.few_rows else update_many_rows
 
+  # 1. In the first step: start the transfers of the first blocks.
   @pl.when(current == 0)
-  def _():
-    for name, number in ((step.COMPUTED, 0), (step.FETCHED, 0), (step.NEXT_STEP, 0),
-                         (step.NEXT_BLOCK, _item(k, 0).first)):
-      k.turn[name] = number
-    for _ in range(k.shape.pool.slots - 1):
-      _fetch(k, count)
+  def _() -> None:
+    for name, number in ((common.COMPUTED, 0), (common.FETCHED, 0), (common.NEXT_STEP, 0),
+                         (common.NEXT_BLOCK, _step(k, 0).first_block)):
+      k.counters[name] = number
+    for _ in range(k.shape.layout.slots - 1):
+      _fetch_next(k, count)
 
   @pl.when(current < count)
-  def _():
-    item = _item(k, current)
-    way.start(k)
+  def _() -> None:
+    step = _step(k, current)
+    softmax.start(k)
 
-    @pl.loop(item.first, item.end)
-    def _(number):
-      _fetch(k, count)
-      slot = lax.rem(k.turn[step.COMPUTED], jnp.int32(k.shape.pool.slots))
-      _transfer(k, slot, item, number, start=False)
-      way.fold(k, step.Place(item, slot, number))
-      k.turn[step.COMPUTED] += 1
+    # 2. Per block of keys: start the next transfers, wait for this block's, fold it in.
+    @pl.loop(step.first_block, step.end_block)
+    def _(block: jax.Array) -> None:
+      _fetch_next(k, count)
+      slot = lax.rem(k.counters[common.COMPUTED], jnp.int32(k.shape.layout.slots))
+      _copy_block(k, slot, step, block, start=False)
+      softmax.update(k, common.TileIndex(step, slot, block))
+      k.counters[common.COMPUTED] += 1
 
-    for group in range(k.shape.groups):
-      found = way.result(k, group)
-      out, lse = softmax.finish(found._replace(
-          highest=found.highest * (k.rule.unit / softmax.LOG2E)))
-      out = out if k.shape.few else out.T
+    # 3. Normalize and write.
+    for group in range(k.shape.head_groups):
+      running = softmax.result(k, group)
+      out, lse = online_softmax.finish(running._replace(
+          m_i=running.m_i * (k.spec.unit / online_softmax.LOG2E)))
+      out = out if k.shape.few_rows else out.T
       k.outputs[0][0, group] = out.astype(k.outputs[0].dtype)
       k.outputs[1][0, group] = lse
 
 
-def _fetch(k: Kernel, count):
-  """Starts the transfers of the next block that is not on its way, if there is one."""
-  current, number = k.turn[step.NEXT_STEP], k.turn[step.NEXT_BLOCK]
+def _fetch_next(k: KernelRefs, count: jax.Array) -> None:
+  """Starts the transfers of the next block, of this step or a later one, if there is any."""
+  current, block = k.counters[common.NEXT_STEP], k.counters[common.NEXT_BLOCK]
 
   @pl.when(current < count)
-  def _():
-    item = _item(k, current)
-    slot = lax.rem(k.turn[step.FETCHED], jnp.int32(k.shape.pool.slots))
-    _transfer(k, slot, item, number, start=True)
-    following = jnp.where(number + 1 == item.end, current + 1, current)
-    k.turn[step.FETCHED] += 1
-    k.turn[step.NEXT_STEP] = following
-    then = _item(k, jnp.minimum(following, pl.num_programs(0) - 1)).first
-    k.turn[step.NEXT_BLOCK] = jnp.where(following == current, number + 1, then)
+  def _() -> None:
+    step = _step(k, current)
+    slot = lax.rem(k.counters[common.FETCHED], jnp.int32(k.shape.layout.slots))
+    _copy_block(k, slot, step, block, start=True)
+    following = jnp.where(block + 1 == step.end_block, current + 1, current)
+    k.counters[common.FETCHED] += 1
+    k.counters[common.NEXT_STEP] = following
+    first = _step(k, jnp.minimum(following, pl.num_programs(0) - 1)).first_block
+    k.counters[common.NEXT_BLOCK] = jnp.where(following == current, block + 1, first)
 
 
-def _count(k: Kernel):
-  return k.count[0]
+def _step_count(k: KernelRefs) -> jax.Array:
+  """Returns the number of steps that compute anything."""
+  return k.num_live[0]
 
 
-def _item(k: Kernel, step) -> Items:
-  return Items(*(k.items[field, step] for field in range(len(Items._fields))))
+def _step(k: KernelRefs, step: Index) -> Steps:
+  """Reads the numbers of a step."""
+  return Steps(*(k.steps[field, step] for field in range(len(Steps._fields))))
 
 
-def _page(k: Kernel, item: Items, page):
-  """Where a page of a row lies."""
-  return k.tables[item.row * k.shape.row_pages + page] if k.shape.row_pages else item.row
+def _page_index(k: KernelRefs, step: Steps, page: Index) -> Index:
+  """Maps a page of a row to its number in the pool, or to the batch row of a dense cache."""
+  return k.tables[step.row * k.shape.row_pages + page] if k.shape.row_pages else step.row
 
 
-def _transfer(k: Kernel, slot, item: Items, number, *, start: bool):
-  """Starts the transfers of a key block to a slot of the buffers, or awaits them."""
-  pool = k.shape.pool
-  tokens, blocks = slice(len(pool.widths)), slice(len(pool.widths), None)
-  way = lambda part: Way(k.streams[part], k.buffers[part], k.arrived, slot)
-  transfer(pool, way(tokens), Live(item.start, item.stop), number,
-           functools.partial(_page, k, item), start=start)
-  transfer_blocks(pool, way(blocks), item.row, number, start=start)
+def _copy_block(k: KernelRefs, slot: Index, step: Steps, block: Index, *, start: bool) -> None:
+  """Starts or awaits the transfers of a key block, its scales and its mask to a slot."""
+  layout = k.shape.layout
+  tokens, others = slice(len(layout.widths)), slice(len(layout.widths), None)
+  transfer = lambda part: Transfer(k.sources[part], k.buffers[part], k.semaphores, slot)
+  copy_pages(layout, transfer(tokens), LiveTokens(step.kv_start, step.kv_stop), block,
+             functools.partial(_page_index, k, step), start=start)
+  copy_block(layout, transfer(others), step.row, block, start=start)

@@ -1,181 +1,201 @@
-"""A block of keys and values in a TPU's vector memory, and how a head's numbers are read there.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A block of keys and values in a TPU's vector memory, and reads of one head from it.
 
-Numbers of less than 32 bits are kept as the words that hold them, of which any row can be read at
-a stride; 8-bit numbers are multiplied by their scales where they are read. No reference is reshaped
-or cast, so that everything runs in interpret mode with races watched.
-
-Letters: as in `pool`.
+Numbers of less than 32 bits are kept as the 32-bit words that hold them, because a strided load
+can read any row of words; 8-bit numbers are multiplied by their scales as they are read. No
+reference is reshaped or bitcast, so that everything runs in interpret mode with race detection.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, Iterator, NamedTuple, Sequence
 
+import jax
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 import numpy as np
 
-from attn_core.kernels.tpu.ragged.kv_layout import PAIRED, SUBLANES, Live, Pool
+from attn_core.kernels.tpu.ragged.kv_layout import PAIRED_TOKENS, SUBLANES, KVLayout, LiveTokens
+
+Ref = Any  # a Pallas reference
+Index = Any  # int, or a traced int32
 
 
-class Block(NamedTuple):
+class KVBlock(NamedTuple):
   """A block of keys and values in vector memory."""
 
-  pool: Pool
-  buffers: Any
-  words: Any
-  factors: Any  # scales of all keys and of all values, in scalar memory; None: not so
-  slot: Any
-  live: Live
-  number: Any
+  layout: KVLayout
+  buffers: Sequence[Ref]  # that transfers fill; see `KVLayout.buffers`
+  words: Sequence[Ref]  # see `KVLayout.word_buffers`
+  tensor_scales: Ref | None  # scales of all keys and of all values, in scalar memory
+  slot: Index
+  live: LiveTokens
+  block: Index  # number of the block in its row
 
   @property
-  def tokens(self):
-    """(first, end) of those that may be read, among the block's."""
-    return self.live.tokens(self.pool, self.number)
+  def live_range(self) -> tuple[jax.Array, jax.Array]:
+    """The range (first, end) of tokens that may be read, counted from the block's first one."""
+    return self.live.tokens(self.layout, self.block)
 
-  def bring(self):
-    """Brings the block to words; pages that were not transferred become zeros.
+  def load_words(self) -> None:
+    """Converts the block to words; pages that were not copied become zeros.
 
-    What else nobody may read stays as it is.
+    Tokens of copied pages that may not be read keep their numbers.
     """
-    pool = self.pool
-    first, end = self.live.pages(pool, self.number)
-    def clear(place):
-      for buffer in self.buffers[:len(pool.widths)]:
+    layout = self.layout
+    first, end = self.live.pages(layout, self.block)
+    def clear(place: Index) -> None:
+      for buffer in self.buffers[:len(layout.widths)]:
         buffer[self.slot, place] = jnp.zeros(buffer.shape[2:], buffer.dtype)
     pl.loop(jnp.int32(0), first)(clear)
-    pl.loop(end, jnp.int32(pool.block_pages))(clear)
-    for array, part in self._parts():
-      self._bring(array, part)
-    self._turn_scales()
+    pl.loop(end, jnp.int32(layout.block_pages))(clear)
+    for array, part in self._word_parts():
+      self._load_part(array, part)
+    self._load_scales()
 
-  def settle(self):
-    """Brings the block to words, zeros where nobody may read; whether all of it is finite."""
-    pool, odd = self.pool, jnp.zeros((1, 1), jnp.float32)
-    whole = (self.tokens[0] <= 0) & (self.tokens[1] >= pool.block)
-    for array, part in self._parts():
-      self._bring(array, part)
-      self._clear(self.words[array], part, whole)
-      odd += _not_finite(self.words[array][part], pool)
-    if pool.apart:
-      for array in range(len(pool.widths)):
-        for row in range(pool.rows):
-          odd += _not_finite(self._apart(array, row), pool)
-    # Transfers bring numbers that are finite but for mishaps.
-    return (odd + self._turn_scales())[0, 0] == 0
+  def load_masked_words(self) -> jax.Array:
+    """Converts the block to words, with zeros for tokens that may not be read.
 
-  def _parts(self):
-    """(array, part of its width) of everything that is kept as words."""
-    if not self.pool.apart:
-      for array in range(len(self.pool.widths)):
+    Returns:
+      bool: whether all numbers are finite.
+    """
+    layout, total = self.layout, jnp.zeros((1, 1), jnp.float32)
+    whole = (self.live_range[0] <= 0) & (self.live_range[1] >= layout.block_kv)
+    for array, part in self._word_parts():
+      self._load_part(array, part)
+      self._clear_dead_tokens(self.words[array], part, whole)
+      total += _nonfinite_indicator(self.words[array][part], layout)
+    if layout.heads_major:
+      for array in range(len(layout.widths)):
+        for row in range(layout.token_rows):
+          total += _nonfinite_indicator(self._read_heads_major(array, row), layout)
+    return (total + self._load_scales())[0, 0] == 0
+
+  def _word_parts(self) -> Iterator[tuple[int, int]]:
+    """Yields (array, part of its width) of everything that is kept as words."""
+    if not self.layout.heads_major:
+      for array in range(len(self.layout.widths)):
         for part in range(self.words[array].shape[0]):
           yield array, part
 
-  def _bring(self, array: int, part: int):
-    pool, words = self.pool, self.words[array]
+  def _load_part(self, array: int, part: int) -> None:
+    """Converts LANES columns of an array to words."""
+    layout, words = self.layout, self.words[array]
     lanes = words.shape[2]
     x = self.buffers[array][self.slot, :, :, :, pl.ds(part * lanes, lanes)]
-    x = self._to_words(x.reshape(pool.block * pool.rows, lanes))
-    if pool.split:
-      x = x.reshape(pool.block // PAIRED, SUBLANES, 2, pool.words, lanes)
+    x = self._to_words(x.reshape(layout.block_kv * layout.token_rows, lanes))
+    if layout.splits_even_odd:
+      x = x.reshape(layout.block_kv // PAIRED_TOKENS, SUBLANES, 2, layout.token_words, lanes)
       x = jnp.stack([x[:, :, odd] for odd in range(2)], 1).reshape(words.shape[1:])
     words[part] = x
 
-  def _turn_scales(self):
-    """Lays scales beside the tokens, zeros where nobody may read; float32 [1, 1], 0: finite."""
-    odd = jnp.zeros((1, 1), jnp.float32)
-    if self.pool.scales == "token":
-      for scales, turned in zip(self.buffers[-2:], self.words[-2:]):
-        turned[...] = jnp.where(self.readable(), scales[self.slot].T, 0)
-        odd += _sum(turned[...])
-    return odd
+  def _load_scales(self) -> jax.Array:
+    """Transposes scales to [block_kv, scale_rows], zeros for tokens that may not be read.
 
-  def readable(self):
-    """bool [C, 1]: the tokens that may be read."""
-    token = lax.broadcasted_iota(jnp.int32, (self.pool.block, 1), 0)
-    return (token >= self.tokens[0]) & (token < self.tokens[1])
+    Returns:
+      float32 [1, 1]: 0, or NaN if a scale is non-finite.
+    """
+    total = jnp.zeros((1, 1), jnp.float32)
+    if self.layout.scales == "token":
+      for scales, transposed in zip(self.buffers[-2:], self.words[-2:]):
+        transposed[...] = jnp.where(self.is_live(), scales[self.slot].T, 0)
+        total += _nan_if_nonfinite(transposed[...])
+    return total
 
-  def _to_words(self, x):
-    if self.pool.packing > 1:
+  def is_live(self) -> jax.Array:
+    """Returns bool [block_kv, 1]: whether a token may be read."""
+    token = lax.broadcasted_iota(jnp.int32, (self.layout.block_kv, 1), 0)
+    return (token >= self.live_range[0]) & (token < self.live_range[1])
+
+  def _to_words(self, x: jax.Array) -> jax.Array:
+    """Converts [rows, lanes] to uint32 words, or to float32 if numbers are not packed."""
+    if self.layout.packing > 1:
       return pltpu.bitcast(x, jnp.uint32)
-    return _to_float(x.astype(jnp.int32), self.pool.dtype) if x.dtype == jnp.int8 else (
+    return _to_float(x.astype(jnp.int32), self.layout.dtype) if x.dtype == jnp.int8 else (
         x.astype(jnp.float32))
 
-  def _clear(self, words, part: int, whole):
+  def _clear_dead_tokens(self, words: Ref, part: int, whole: jax.Array) -> None:
+    """Writes zeros over the words of tokens that may not be read, unless `whole`."""
     @pl.when(jnp.logical_not(whole))
-    def _():
+    def _() -> None:
       token = lax.div(lax.broadcasted_iota(jnp.int32, words.shape[1:], 0),
-                      jnp.int32(self.pool.words))
-      if self.pool.split:
-        within = lax.rem(token, jnp.int32(PAIRED))
+                      jnp.int32(self.layout.token_words))
+      if self.layout.splits_even_odd:
+        within = lax.rem(token, jnp.int32(PAIRED_TOKENS))
         token += lax.rem(within, jnp.int32(SUBLANES)) * 2 + lax.div(
             within, jnp.int32(SUBLANES)) - within
-      first, end = self.tokens
+      first, end = self.live_range
       words[part] = jnp.where((token >= first) & (token < end), words[part],
                               jnp.zeros((), words.dtype))
 
-  def _apart(self, array: int, row):
-    """Numbers [C, D or E] of a row of the tokens, as stored."""
+  def _read_heads_major(self, array: int, row: Index) -> jax.Array:
+    """Reads a row of all tokens, [block_kv, D or E] as stored, where heads come first."""
     x = self.buffers[array][self.slot, :, row]
-    x = x.reshape(self.pool.block, x.shape[-1])
-    return jnp.where(self.readable(), x.astype(jnp.float32), 0) if x.dtype != jnp.int8 else (
-        jnp.where(self.readable(), x.astype(jnp.int32), 0))
+    x = x.reshape(self.layout.block_kv, x.shape[-1])
+    return jnp.where(self.is_live(), x.astype(jnp.float32), 0) if x.dtype != jnp.int8 else (
+        jnp.where(self.is_live(), x.astype(jnp.int32), 0))
 
-  def read_both(self, head, dtype):
-    """Keys [C, D] and values [C, E] of a head, dequantised."""
-    pool = self.pool
-    if not (pool.together and pool.paired):
+  def read_both(self, head: Index, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+    """Reads keys [block_kv, D] and values [block_kv, E] of a head, dequantized."""
+    layout = self.layout
+    if not (layout.interleaved and layout.pairs_tokens):
       return self.read(False, head, dtype), self.read(True, head, dtype)
-    pairs = self._pairs(0, head)  # of both
-    return tuple(_paired(*pairs, value, pool.dtype).astype(dtype) for value in range(2))
+    pairs = self._even_odd_words(0, head)  # hold keys and values
+    key, value = (_pack_pairs(*pairs, half, layout.dtype).astype(dtype) for half in range(2))
+    return key, value
 
-  def read(self, value: bool, head, dtype):
-    """Keys [C, D] or values [C, E] of a head, dequantised."""
-    pool = self.pool
-    array, row = (0, 2 * head + int(value)) if pool.together else (int(value), head)
-    if pool.apart:
-      x = self._apart(array, row)
-      x = _to_float(x, pool.dtype) if x.dtype == jnp.int32 else x
+  def read(self, is_value: bool, head: Index, dtype: DTypeLike) -> jax.Array:
+    """Reads keys [block_kv, D] or values [block_kv, E] of a head, dequantized."""
+    layout = self.layout
+    array, row = (0, 2 * head + int(is_value)) if layout.interleaved else (int(is_value), head)
+    if layout.heads_major:
+      x = self._read_heads_major(array, row)
+      x = _to_float(x, layout.dtype) if x.dtype == jnp.int32 else x
     else:
-      packing = pool.packing
+      packing = layout.packing
       row, packed = jnp.int32(row), jnp.int32(packing)
-      word, place = lax.div(row, packed), lax.rem(row, packed)
-      if pool.together and packing == 2:
-        word, place = head, int(value)
-      if pool.paired:
-        return _paired(*self._pairs(array, word), place, pool.dtype).astype(dtype)
-      x = self._words(array, word)
-      x = _unpacked(x, place, pool) if packing > 1 else x
-    if pool.scales == "tensor":
-      x = x * self.factors[int(value)]
-    elif pool.scales == "token":
-      scales = self.words[int(value) - 2][...]
-      this = lax.broadcasted_iota(jnp.int32, scales.shape, 1) == head
-      x = x * jnp.where(this, scales, 0).sum(1, keepdims=True)
+      word: Index = lax.div(row, packed)
+      place: Index = lax.rem(row, packed)
+      if layout.interleaved and packing == 2:
+        word, place = head, int(is_value)
+      if layout.pairs_tokens:
+        return _pack_pairs(*self._even_odd_words(array, word), place, layout.dtype).astype(dtype)
+      x = self._read_words(array, word)
+      x = _unpack(x, place, layout) if packing > 1 else x
+    if self.tensor_scales is not None:
+      x = x * self.tensor_scales[int(is_value)]
+    elif layout.scales == "token":
+      scales = self.words[int(is_value) - 2][...]
+      is_head = lax.broadcasted_iota(jnp.int32, scales.shape, 1) == head
+      x = x * jnp.where(is_head, scales, 0).sum(1, keepdims=True)
     return x.astype(dtype)
 
-  def _pairs(self, array: int, word):
-    """([C / 2, D or E] of even tokens, the same of odd ones): one word of each."""
-    pool = self.pool
-    if not pool.split:
-      return tuple(self._words(array, word + odd * pool.words, 2) for odd in range(2))
-    x = self._words(array, word)
-    x = x.reshape(pool.block // PAIRED, 2, SUBLANES, x.shape[1])
-    return tuple(x[:, odd].reshape(pool.block // 2, x.shape[3]) for odd in range(2))
+  def _even_odd_words(self, array: int, word: Index) -> tuple[jax.Array, jax.Array]:
+    """Reads one word per token: ([block_kv / 2, D or E] of even tokens, of odd tokens)."""
+    layout = self.layout
+    if not layout.splits_even_odd:
+      even, odd = (self._read_words(array, word + odd * layout.token_words, 2)
+                   for odd in range(2))
+      return even, odd
+    x = self._read_words(array, word)
+    x = x.reshape(layout.block_kv // PAIRED_TOKENS, 2, SUBLANES, x.shape[1])
+    even, odd = (x[:, odd].reshape(layout.block_kv // 2, x.shape[3]) for odd in range(2))
+    return even, odd
 
-  def _words(self, array: int, word, step: int = 1):
-    """[C / step, D or E] of one word of every token, or every so many."""
-    pool, words = self.pool, self.words[array]
-    at = pl.ds(word, pool.block // step, stride=step * pool.words)
-    return jnp.concatenate([words[part, at, :] for part in range(words.shape[0])], 1)
+  def _read_words(self, array: int, word: Index, stride: int = 1) -> jax.Array:
+    """Reads one word of every `stride`-th token, [block_kv / stride, D or E]."""
+    layout, words = self.layout, self.words[array]
+    rows = pl.ds(word, layout.block_kv // stride, stride=stride * layout.token_words)
+    return jnp.concatenate([words[part, rows, :] for part in range(words.shape[0])], 1)
 
 
-def _paired(even, odd, place, dtype):
-  """16-bit numbers at a place in the words of even and of odd tokens, in the tokens' order."""
-  low, high, far = np.uint32(0xFFFF), np.uint32(0xFFFF0000), np.uint32(16)
-  first = lambda: (even & low) | (odd << far)
-  second = lambda: (even >> far) | (odd & high)
+def _pack_pairs(even: jax.Array, odd: jax.Array, place: Index, dtype: DTypeLike) -> jax.Array:
+  """Packs 16-bit numbers at a place in the words of even and of odd tokens, in token order."""
+  low, high, shift = np.uint32(0xFFFF), np.uint32(0xFFFF0000), np.uint32(16)
+  first = lambda: (even & low) | (odd << shift)
+  second = lambda: (even >> shift) | (odd & high)
   if isinstance(place, int):
     words = second() if place else first()
   else:
@@ -183,44 +203,44 @@ def _paired(even, odd, place, dtype):
   return pltpu.bitcast(words, dtype)
 
 
-def _unpacked(words, place, pool: Pool):
-  """float32 of the numbers at a place in their words."""
-  bits = 8 * jnp.dtype(pool.dtype).itemsize
+def _unpack(words: jax.Array, place: Index, layout: KVLayout) -> jax.Array:
+  """Converts the numbers at a place in their words to float32."""
+  bits = 8 * jnp.dtype(layout.dtype).itemsize
   high = words << jnp.uint32(32 - bits - bits * place)
-  if pool.packing == 2:
+  if layout.packing == 2:
     return lax.bitcast_convert_type(high & np.uint32(0xFFFF0000), jnp.float32)
-  return _to_float(lax.bitcast_convert_type(high, jnp.int32) >> np.int32(24), pool.dtype)
+  return _to_float(lax.bitcast_convert_type(high, jnp.int32) >> np.int32(24), layout.dtype)
 
 
-def _to_float(codes, dtype):
-  """float32 of 8-bit numbers, given as int32 with their sign."""
+def _to_float(codes: jax.Array, dtype: DTypeLike) -> jax.Array:
+  """Converts 8-bit numbers, given as sign-extended int32, to float32."""
   if jnp.dtype(dtype) == jnp.int8:
     return codes.astype(jnp.float32)
-  # float8_e4m3fn, which not every chip converts: exponents are biased by 7 here and by 127 there;
-  # below the normal numbers, 2**-9 is one step.
+  # float8_e4m3fn, which not every chip converts: its exponent bias is 7 and that of float32 is
+  # 127; below the normal numbers, the spacing is 2**-9.
   magnitude = codes & np.int32(0x7F)
   normal = lax.bitcast_convert_type(
       (magnitude << np.int32(20)) + np.int32((127 - 7) << 23), jnp.float32)
-  small = magnitude.astype(jnp.float32) * np.float32(2**-9)
-  found = jnp.where(magnitude < 8, small, jnp.where(magnitude == 0x7F, jnp.nan, normal))
+  subnormal = magnitude.astype(jnp.float32) * np.float32(2**-9)
+  found = jnp.where(magnitude < 8, subnormal, jnp.where(magnitude == 0x7F, jnp.nan, normal))
   return jnp.where(codes < 0, -found, found)
 
 
-def _sum(x):
-  """[1, 1]: 0, or NaN where the sum of all is not finite."""
+def _nan_if_nonfinite(x: jax.Array) -> jax.Array:
+  """Returns [1, 1]: 0, or NaN where the sum of `x` is not finite."""
   total = x.sum(0, keepdims=True).sum(1, keepdims=True)
   return total - total
 
 
-def _not_finite(x, pool: Pool):
-  """float32 [1, 1]: 0 where all of `x`, words or stored numbers, is finite."""
-  dtype = jnp.dtype(pool.dtype)
+def _nonfinite_indicator(x: jax.Array, layout: KVLayout) -> jax.Array:
+  """Returns float32 [1, 1]: 0 if all of `x`, words or stored numbers, is finite, else not 0."""
+  dtype = jnp.dtype(layout.dtype)
   if x.dtype == jnp.float32:
-    return _sum(x)
+    return _nan_if_nonfinite(x)
   if dtype == jnp.int8:
     return jnp.zeros((1, 1), jnp.float32)
   if x.dtype == jnp.uint32 and dtype.itemsize == 2:
-    return _sum(_unpacked(x, 0, pool) + _unpacked(x, 1, pool))
+    return _nan_if_nonfinite(_unpack(x, 0, layout) + _unpack(x, 1, layout))
   # Of float8_e4m3fn only 0x7F is not finite, with either sign.
   if x.dtype == jnp.uint32:
     x = lax.bitcast_convert_type(x, jnp.int32)

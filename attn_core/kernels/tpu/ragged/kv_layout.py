@@ -1,207 +1,236 @@
-"""Keys and values in a TPU's memory: how they lie, and how a block of them comes to vector memory.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Layout of keys and values in a TPU's memory, and their transfers to vector memory.
 
-Pages come by transfers of their own, live ones only. How a block is read is in `block`.
-
-Letters: K key heads, D and E widths, n pages of a key block, C its tokens, r rows of a token (its
-heads, or 2K of keys and values alternating), w words of a token.
+Each page is copied by a DMA transfer of its own, and only pages with live tokens are copied.
+`kv_block` reads a block that has arrived.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, Callable, NamedTuple, Sequence
 
+import jax
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 import numpy as np
 
 from attn_core.types import cdiv
 
+Ref = Any  # a Pallas reference
+Index = Any  # int, or a traced int32
+BufferShape = tuple[tuple[int, ...], Any]  # (shape, dtype)
+
 LANES = 128
 SUBLANES = 8
-PAIRED = 2 * SUBLANES  # tokens
+PAIRED_TOKENS = 2 * SUBLANES
 
 
-class Pool(NamedTuple):
-  """How keys and values lie; static and hashable.
+class KVLayout(NamedTuple):
+  """Layout of keys and values; static and hashable.
 
-  Arrays of tokens, 8-bit numbers as int8:
-    pages together: one array [P, page, 2K, D], keys in even rows and values in odd ones;
-    pages not together: two arrays [P, page, K, D or E];
-    neither: two arrays [B, S, K, D or E], of which a page is `page` tokens of a row.
-  Where heads are `apart`, they are in front of the tokens: [P, 2K, page, D], [K, P, page, D or E],
-  [B, K, S, D or E]. And two arrays of scales of the rows' tokens, float32 [rows, K', S'], as XLA
-  keeps them: K' a multiple of SUBLANES, S' one of C, which is one of LANES.
+  The arrays of tokens, with 8-bit numbers as int8, are one of:
+    keys and values interleaved: one array [num_pages, page_size, 2 * K, D], keys in even rows and
+      values in odd ones;
+    pages: two arrays [num_pages, page_size, K, D] and [num_pages, page_size, K, E];
+    a dense cache: two arrays [B, S, K, D] and [B, S, K, E], where a page is `page_size` tokens of
+      a batch row.
+  If `heads_major`, heads come before tokens: [num_pages, 2 * K, page_size, D],
+  [K, num_pages, page_size, D or E], [B, K, S, D or E].
+
+  With scales per token there are two more arrays, float32 [rows, scale_rows, padded_tokens], as XLA
+  stores them: scale_rows is K rounded up to SUBLANES, and padded_tokens is a multiple of block_kv,
+  which is one of LANES.
   """
 
-  together: bool
-  apart: bool
+  interleaved: bool
+  heads_major: bool
   key_heads: int
-  widths: tuple[int, ...]  # of every array of tokens
-  dtype: Any  # of the numbers
-  page: int  # tokens
+  widths: tuple[int, ...]  # D and E, or that of the interleaved array
+  dtype: Any  # of the stored numbers
+  page_size: int  # tokens
   block_pages: int
-  row_tokens: int = 0  # S; 0: pages
+  row_tokens: int = 0  # S of a dense cache; 0: pages
   scales: str | None = None  # "token", "tensor", or None
-  slots: int = 2  # blocks that are in vector memory: one is computed, the others are on their way
+  slots: int = 2  # blocks in vector memory: one is computed while the others are copied
 
   @property
-  def block(self) -> int:
-    """C."""
-    return self.page * self.block_pages
+  def block_kv(self) -> int:
+    """Tokens of a block."""
+    return self.page_size * self.block_pages
 
   @property
-  def rows(self) -> int:
-    return 2 * self.key_heads if self.together else self.key_heads
+  def token_rows(self) -> int:
+    """Rows of a token: its key heads, or keys and values alternating."""
+    return 2 * self.key_heads if self.interleaved else self.key_heads
 
   @property
   def packing(self) -> int:
-    """Numbers of a word; 1: each is kept in 32 bits of its own."""
+    """Numbers per 32-bit word; 1: every number is widened to 32 bits."""
     packing = 4 // jnp.dtype(self.dtype).itemsize
-    return packing if self.rows % packing == 0 else 1
+    return packing if self.token_rows % packing == 0 else 1
 
   @property
-  def words(self) -> int:
-    """w."""
-    return self.rows // self.packing
+  def token_words(self) -> int:
+    """Rows of words of a token."""
+    return self.token_rows // self.packing
 
   @property
-  def paired(self) -> bool:
-    """Whether two numbers of a head are put in one word as they are read."""
-    return self.packing == 2 and not self.apart and self.block % PAIRED == 0
+  def pairs_tokens(self) -> bool:
+    """True if a read packs the numbers of two tokens of a head into one word."""
+    return self.packing == 2 and not self.heads_major and self.block_kv % PAIRED_TOKENS == 0
 
   @property
-  def split(self) -> bool:
-    """Whether even tokens come before odd ones in the words, of every PAIRED tokens.
+  def splits_even_odd(self) -> bool:
+    """True if even tokens come before odd ones in the words of every PAIRED_TOKENS tokens.
 
-    Memory gives up to eight words at a stride, those of neighbours; pairs are of one even token
-    and one odd one. Where a token's words are whole tiles, to lay them so costs nothing.
+    A strided load gives up to eight words, one per token; a pair consists of an even and an odd
+    token. Where the words of a token fill whole tiles, this order costs nothing.
     """
-    return self.paired and self.words % SUBLANES == 0
+    return self.pairs_tokens and self.token_words % SUBLANES == 0
 
-  def buffers(self) -> list:
-    """Shapes of the arrays that blocks are transferred to, `slots` of each, and of the scales'."""
-    shape = lambda width: (self.rows, self.page, width) if self.apart else (
-        self.page, self.rows, width)
+  def buffers(self) -> list[BufferShape]:
+    """Returns shapes of the buffers that blocks and their scales are copied to."""
+    shape = lambda width: (self.token_rows, self.page_size, width) if self.heads_major else (
+        self.page_size, self.token_rows, width)
     stored = jnp.int8 if jnp.dtype(self.dtype).itemsize == 1 else self.dtype
-    found = [((self.slots, self.block_pages, *shape(width)), stored) for width in self.widths]
+    found: list[BufferShape] = [
+        ((self.slots, self.block_pages, *shape(width)), stored) for width in self.widths]
     if self.scales == "token":
-      found += [((self.slots, self.scale_rows, self.block), jnp.float32)] * 2
+      found += [((self.slots, self.scale_rows, self.block_kv), jnp.float32)] * 2
     return found
 
   @property
   def scale_rows(self) -> int:
-    """K'."""
+    """Rows of the scales' arrays: K rounded up to SUBLANES."""
     return cdiv(self.key_heads, SUBLANES) * SUBLANES
 
-  def spread(self) -> list:
-    """Shapes of the arrays that hold a block's words, and its scales turned round."""
+  def word_buffers(self) -> list[BufferShape]:
+    """Returns shapes of the buffers for the words of a block and for its transposed scales."""
     dtype = jnp.uint32 if self.packing > 1 else jnp.float32
-    found = [] if self.apart else [
-        ((cdiv(width, LANES), self.block * self.words, min(width, LANES)), dtype)
+    found: list[BufferShape] = [] if self.heads_major else [
+        ((cdiv(width, LANES), self.block_kv * self.token_words, min(width, LANES)), dtype)
         for width in self.widths]
     if self.scales == "token":
-      found += [((self.block, self.scale_rows), jnp.float32)] * 2
+      found += [((self.block_kv, self.scale_rows), jnp.float32)] * 2
     return found
 
-  def bytes(self) -> int:
-    """Vector memory of buffers and words."""
-    def padded(shape, dtype):
+  def vmem_bytes(self) -> int:
+    """Returns the vector memory of all buffers."""
+    def padded(shape: tuple[int, ...], dtype: DTypeLike) -> int:
       size = jnp.dtype(dtype).itemsize
       rows = cdiv(shape[-2], 4 // size) * (4 // size)
       return int(np.prod(shape[:-2])) * rows * cdiv(shape[-1], LANES) * LANES * size
-    return sum(padded(*x) for x in (*self.buffers(), *self.spread()))
+    return sum(padded(*x) for x in (*self.buffers(), *self.word_buffers()))
 
 
-def heads_apart(rows: int, dtype) -> bool:
-  """Whether XLA keeps [..., tokens, rows, W] with the rows in front of the tokens.
+def is_heads_major(rows: int, dtype: DTypeLike) -> bool:
+  """Returns True if XLA stores [..., tokens, rows, width] with the rows before the tokens.
 
-  It does where they do not fill its tiles; to pass them in that order copies nothing.
+  It does where the rows do not fill its tiles; passing arrays in that order copies nothing.
   """
   packing = 4 // jnp.dtype(dtype).itemsize
   return rows % SUBLANES != 0 and (rows % packing != 0 or rows // packing not in (1, 2, 4))
 
 
-class Live(NamedTuple):
-  """The tokens of a row of pages that may be read: start..stop - 1; anything else may be NaN."""
+class LiveTokens(NamedTuple):
+  """Range [start, stop) of a row's tokens that may be read; others may hold NaN."""
 
-  start: Any
-  stop: Any
+  start: Index
+  stop: Index
 
-  def pages(self, pool: Pool, number):
-    """(first, end) of a block's pages, among these, that hold any of them."""
-    begin = number * pool.block_pages
-    first = jnp.clip(lax.div(self.start, jnp.int32(pool.page)) - begin, 0, pool.block_pages)
-    end = lax.div(self.stop + (pool.page - 1), jnp.int32(pool.page)) - begin
-    return first, jnp.clip(end, 0, pool.block_pages)
+  def pages(self, layout: KVLayout, block: Index) -> tuple[jax.Array, jax.Array]:
+    """Returns the range (first, end) of a block's pages that hold live tokens."""
+    begin = block * layout.block_pages
+    first = jnp.clip(
+        lax.div(self.start, jnp.int32(layout.page_size)) - begin, 0, layout.block_pages)
+    end = lax.div(self.stop + (layout.page_size - 1), jnp.int32(layout.page_size)) - begin
+    return first, jnp.clip(end, 0, layout.block_pages)
 
-  def tokens(self, pool: Pool, number):
-    """(first, end) of a block's tokens that may be read, among these."""
-    begin = number * pool.block
+  def tokens(self, layout: KVLayout, block: Index) -> tuple[jax.Array, jax.Array]:
+    """Returns the range (first, end) of live tokens, counted from the block's first token."""
+    begin = block * layout.block_kv
     return self.start - begin, self.stop - begin
 
 
-class Way(NamedTuple):
-  """From where to where some transfers go."""
+class Transfer(NamedTuple):
+  """Sources and targets of DMA transfers."""
 
-  sources: Any  # arrays
-  buffers: Any  # one for each, of so many slots
-  arrived: Any  # a semaphore for every slot
-  slot: Any  # of the buffers
+  sources: Sequence[Ref]  # arrays
+  buffers: Sequence[Ref]  # one for each source, with a leading axis of slots
+  semaphores: Ref  # one for every slot
+  slot: Index
 
 
-def transfer_blocks(pool: Pool, way: Way, row, number, *, start: bool):
-  """Starts the transfers of a block's tokens of arrays [rows, r, S'], or awaits them."""
-  sources, buffers, arrived, slot = way
+def copy_block(layout: KVLayout, transfer: Transfer, row: Index, block: Index, *,
+               start: bool) -> None:
+  """Starts or awaits the copies of a block of tokens of arrays [rows, ..., padded_tokens].
+
+  Args:
+    layout: of keys and values.
+    transfer: of scales or of a mask.
+    row: request or batch row.
+    block: number of the block in the row.
+    start: True starts the copies, False waits for them.
+  """
+  sources, buffers, semaphores, slot = transfer
   for source, buffer in zip(sources, buffers, strict=True):
-    tokens = pl.ds(pl.multiple_of(number * pool.block, pool.block), pool.block)
-    copy = pltpu.make_async_copy(source.at[row, :, tokens], buffer.at[slot], arrived.at[slot])
+    tokens = pl.ds(pl.multiple_of(block * layout.block_kv, layout.block_kv), layout.block_kv)
+    copy = pltpu.make_async_copy(source.at[row, :, tokens], buffer.at[slot], semaphores.at[slot])
     (copy.start if start else copy.wait)()
 
 
-def transfer(pool: Pool, way: Way, live: Live, number, locate, *, start: bool):
-  """Starts the transfers of a block's live pages to a slot of the buffers, or awaits them.
+def copy_pages(layout: KVLayout, transfer: Transfer, live: LiveTokens, block: Index,
+               page_of: Callable[[Index], Index], *, start: bool) -> None:
+  """Starts or awaits the copies of a block's live pages.
 
   Args:
-    way: of the arrays of tokens; see `Pool`.
-    live: what may be read.
-    number: of the block.
-    locate: number of a page in its row -> its number in the pool, or that of the row of tokens.
+    layout: of keys and values.
+    transfer: of the arrays of tokens; see `KVLayout`.
+    live: the tokens that may be read.
+    block: number of the block in its row.
+    page_of: maps the number of a page in its row to that in the pool, or to the batch row.
+    start: True starts the copies, False waits for them.
   """
-  sources, buffers, arrived, slot = way
-  first, end = live.pages(pool, number)
-  whole, rest = (first == 0) & (end == pool.block_pages), pool.row_tokens % pool.page
+  sources, buffers, semaphores, slot = transfer
+  first, end = live.pages(layout, block)
+  whole, rest = (first == 0) & (end == layout.block_pages), layout.row_tokens % layout.page_size
   if rest:
-    whole = whole & ((number + 1) * pool.block <= pool.row_tokens)
+    whole = whole & ((block + 1) * layout.block_kv <= layout.row_tokens)
 
-  def copies(place, tokens):
-    page = number * pool.block_pages + place
-    where = locate(page)
+  def copy_page(place: Index, tokens: int) -> None:
+    page = block * layout.block_pages + place
+    index = page_of(page)
     for source, buffer in zip(sources, buffers, strict=True):
-      apart, target = pool.apart, buffer.at[slot, place]
-      if pool.row_tokens:
-        part = pl.ds(pl.multiple_of(page * pool.page, pool.page), tokens)
-        source = source.at[where, :, part] if apart else source.at[where, part]
-        if tokens < pool.page:
-          target = target.at[:, pl.ds(0, tokens)] if apart else target.at[pl.ds(0, tokens)]
+      heads_major, target = layout.heads_major, buffer.at[slot, place]
+      if layout.row_tokens:
+        part = pl.ds(pl.multiple_of(page * layout.page_size, layout.page_size), tokens)
+        source = source.at[index, :, part] if heads_major else source.at[index, part]
+        if tokens < layout.page_size:
+          target = target.at[:, pl.ds(0, tokens)] if heads_major else target.at[pl.ds(0, tokens)]
       else:
-        source = source.at[:, where] if apart and not pool.together else source.at[where]
-      copy = pltpu.make_async_copy(source, target, arrived.at[slot])
+        split = heads_major and not layout.interleaved
+        source = source.at[:, index] if split else source.at[index]
+      copy = pltpu.make_async_copy(source, target, semaphores.at[slot])
       (copy.start if start else copy.wait)()
 
+  # 1. All pages of the block are live.
   @pl.when(whole)
-  def _():
-    if start:  # one piece of code: pages do not wait for each other's addresses
-      for place in range(pool.block_pages):
-        copies(place, pool.page)
-    else:  # semaphores count bytes: what came page by page may be awaited at once
+  def _() -> None:
+    if start:  # one piece of code, so that pages do not wait for each other's addresses
+      for place in range(layout.block_pages):
+        copy_page(place, layout.page_size)
+    else:  # semaphores count bytes: one wait covers the copies of all pages
       for buffer in buffers:
-        pltpu.make_async_copy(buffer.at[slot], buffer.at[slot], arrived.at[slot]).wait()
+        pltpu.make_async_copy(buffer.at[slot], buffer.at[slot], semaphores.at[slot]).wait()
 
+  # 2. Some are, or the last page of a dense cache is cut short.
   @pl.loop(first, jnp.where(whole, first, end))
-  def _(place):
+  def _(place: jax.Array) -> None:
     if not rest:
-      copies(place, pool.page)
+      copy_page(place, layout.page_size)
       return
-    full = (number * pool.block_pages + place + 1) * pool.page <= pool.row_tokens
-    pl.when(full)(lambda: copies(place, pool.page))
-    pl.when(jnp.logical_not(full))(lambda: copies(place, rest))
+    full = (block * layout.block_pages + place + 1) * layout.page_size <= layout.row_tokens
+    pl.when(full)(lambda: copy_page(place, layout.page_size))
+    pl.when(jnp.logical_not(full))(lambda: copy_page(place, rest))

@@ -1,237 +1,281 @@
-"""Attention over pages on TPUs, of any layout: which steps `stream` takes for which queries.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over pages of any layout on TPUs, as steps of the ragged kernel.
 
-A step is one block of a request's queries, cut as in `xla.paged` at multiples of its size in
-positions, so that a query's result has the same bits alone, in any batch, in any pages and in any
-chunk of a prefill, for given block sizes and without `distribution`.
-
-Letters: as in `xla.paged` and `stream`; N pages of a row of tables.
+A step is one block of a request's queries, cut at multiples of its size in positions, so that the
+result of a query has the same bits alone, in any batch, in any pages and in any chunk of a
+prefill, for given block sizes and without `distribution`.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import chex
 import jax
 from jax import lax
 import jax.numpy as jnp
 
-from attn_core.caches.paged import ops as pages
-from attn_core.kernels.common import online_softmax as softmax
+from attn_core.caches.paged import layouts
+from attn_core.kernels.common import online_softmax, paged_operands, query_block_queue
 from attn_core.kernels.common.contract import Residuals
-from attn_core.kernels.tpu.ragged import common as step, kernel as stream
-from attn_core.kernels.tpu.ragged.kv_layout import LANES, Pool, heads_apart
-from attn_core.kernels.xla import paged_blocks as paged
-from attn_core.kernels.common import query_block_queue as queue
+from attn_core.kernels.common.paged_operands import BlockedInputs, Index, PagedOperands, Pages
+from attn_core.kernels.tpu.ragged import common, kernel
+from attn_core.kernels.tpu.ragged.kv_layout import LANES, KVLayout, is_heads_major
 from attn_core.types import BlockSizes, PagedSpec, cdiv
 
-BLOCK_ROWS = 1024  # rows of a step, at most, where requests bring more than one query
+BLOCK_ROWS = 1024  # most rows of a step where requests have more than one query
 BLOCK_KV = 512  # tokens of a key block where rows are many
-FEW_BLOCK_KV = 1024  # where they are few
+FEW_ROWS_BLOCK_KV = 1024  # where they are few
 MOST_PAGES = 64  # of a key block: a transfer each
-BUFFER_BYTES = 16 * 2**20  # of vector memory for keys and values on their way and as words
+BUFFER_BYTES = 16 * 2**20  # of vector memory, for keys and values as copied and as words
 VECTOR_BYTES = 48 * 2**20  # of vector memory for everything
 SCALAR_BYTES = 2**19  # of scalar memory for tables and schedule
 DTYPES = ("float32", "bfloat16")
 
 
-def forward(operands: paged.PagedOperands, spec: PagedSpec, heads: pages.Heads,
+def forward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
             block_sizes: BlockSizes) -> Residuals:
-  """out [T, H, E] and lse [T, H, 1] of pages in any layout; see `xla.paged_forward.forward`."""
+  """Computes attention over pages in any layout.
+
+  Args:
+    operands: query [T, H, D], the pages and their metadata.
+    spec: what is computed.
+    heads: the heads in the pages, without their padding.
+    block_sizes: None fields are chosen here.
+
+  Returns:
+    out [T, H, E] and lse [T, H, 1].
+  """
+  chex.assert_rank(operands.query, 3)
   tokens, query_heads, width = operands.query.shape
-  group, usual = query_heads // heads.key_heads, pool_of(operands.cache, heads, 1)
-  spread = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, usual.widths[0] - width)))
-  padded = operands._replace(query=spread(operands.query))
-  out = jnp.zeros((tokens, query_heads, usual.widths[-1]), operands.query.dtype)
+  chex.assert_is_divisible(query_heads, heads.key_heads)
+  chex.assert_rank(operands.metadata.page_tables, 2)
+  chex.assert_shape(operands.metadata.context_lens, operands.metadata.page_tables.shape[:1])
+  group_size = query_heads // heads.key_heads
+  single_page = make_layout(operands.cache, heads, 1)
+  pad_width = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, single_page.widths[0] - width)))
+  padded = operands._replace(query=pad_width(operands.query))
+  out = jnp.zeros((tokens, query_heads, single_page.widths[-1]), operands.query.dtype)
   lse = jnp.full((tokens, query_heads, 1), -jnp.inf, jnp.float32)
-  for first, end, block_q in paged.classes(
-      operands, _block_q(operands, block_sizes, usual, group)):
-    pool = _sized(usual, block_sizes, step.is_few(block_q * group))
-    problem = paged.cut(padded, spec, heads, (block_q, pool.block_pages))
-    found, live = _attend(problem, pool, (first, end), padded.query)
+  for first, end, block_q in paged_operands.request_ranges(
+      operands, _choose_block_q(operands, block_sizes, single_page, group_size)):
+    layout = _with_blocks(single_page, block_sizes, common.has_few_rows(block_q * group_size))
+    inputs = paged_operands.block_inputs(padded, spec, heads, (block_q, layout.block_pages))
+    found, live = _attend(inputs, layout, (first, end), padded.query)
     out, lse = (jnp.where(live[:, None, None], *x) for x in zip(found, (out, lse)))
-  return Residuals(*softmax.join_sinks(out[..., :heads.value_width], lse, _sinks(operands)))
+  return Residuals(*online_softmax.join_sinks(
+      out[..., :heads.value_width], lse, _token_sinks(operands)))
 
 
-def _block_q(operands, block_sizes: BlockSizes, pool: Pool, group: int) -> int:
-  """Query tokens of a block."""
+def _choose_block_q(operands: PagedOperands, block_sizes: BlockSizes, layout: KVLayout,
+                    group_size: int) -> int:
+  """Returns the query tokens of a block."""
   tokens, requests = operands.query.shape[0], operands.metadata.context_lens.shape[0]
-  block_q = block_sizes.block_q
-  if block_q is None:
-    # As many as requests have on average; where all have one, each has no more.
-    usual = 2 ** (tokens // requests).bit_length() // 2
-    block_q = max(1, min(BLOCK_ROWS // group, max(LANES // group, usual)))
-    block_q = 1 if tokens <= requests else block_q
-  block_q, _ = paged.sizes_of(operands, BlockSizes(block_q), group)
-  pool = _sized(pool, block_sizes, step.is_few(block_q * group))
+  wanted = block_sizes.block_q
+  if wanted is None:
+    # As many as requests have on average; where there is one per request, blocks have one.
+    average = 2 ** (tokens // requests).bit_length() // 2
+    wanted = max(1, min(BLOCK_ROWS // group_size, max(LANES // group_size, average)))
+    wanted = 1 if tokens <= requests else wanted
+  block_q, _ = paged_operands.choose_block_sizes(operands, BlockSizes(wanted), group_size)
+  layout = _with_blocks(layout, block_sizes, common.has_few_rows(block_q * group_size))
   while block_sizes.block_q is None and block_q > 1 and (
-      step.Shape(pool, group, block_q).bytes(operands.query.dtype) > VECTOR_BYTES):
+      common.StepShape(layout, group_size, block_q).vmem_bytes(operands.query.dtype)
+      > VECTOR_BYTES):
     block_q //= 2
   return block_q
 
 
-def _sized(pool: Pool, block_sizes: BlockSizes, few: bool) -> Pool:
-  """With the pages of a block, and as many blocks in vector memory as it takes."""
-  pool = pool._replace(slots=step.FEW_SLOTS if few else 2)
-  wanted = cdiv(block_sizes.block_kv or (FEW_BLOCK_KV if few else BLOCK_KV), pool.page)
-  most = max(1, wanted * BUFFER_BYTES // pool._replace(block_pages=wanted).bytes())
+def _with_blocks(layout: KVLayout, block_sizes: BlockSizes, few_rows: bool) -> KVLayout:
+  """Sets the pages of a block and the number of blocks in vector memory."""
+  layout = layout._replace(slots=common.FEW_ROWS_SLOTS if few_rows else 2)
+  wanted = cdiv(block_sizes.block_kv or (FEW_ROWS_BLOCK_KV if few_rows else BLOCK_KV),
+                layout.page_size)
+  most = max(1, wanted * BUFFER_BYTES // layout._replace(block_pages=wanted).vmem_bytes())
   block_pages = min(wanted, most, MOST_PAGES)
-  if pool.scales == "token":  # whose blocks are whole lanes
-    lanes = LANES // math.gcd(LANES, pool.page)
+  if layout.scales == "token":  # blocks must be whole lanes
+    lanes = LANES // math.gcd(LANES, layout.page_size)
     block_pages = cdiv(block_pages, lanes) * lanes
-  return pool._replace(block_pages=block_pages)
+  return layout._replace(block_pages=block_pages)
 
 
-def pool_of(cache, heads: pages.Heads, block_pages: int) -> Pool:
-  """How the pages of a cache lie."""
-  two, dtype = isinstance(cache, pages.PagesV1), pages.dtype_of(cache)
-  held = pages.heads_of(cache)
-  # Heads that pad a layout are not read, but they are transferred.
-  key_heads = held.key_heads if isinstance(cache, pages.PagesV3) else heads.key_heads
+def make_layout(cache: Pages, heads: layouts.Heads, block_pages: int) -> KVLayout:
+  """Returns the layout of the pages of a cache, in blocks of `block_pages`."""
+  is_v1, dtype = isinstance(cache, layouts.PagesV1), layouts.dtype_of(cache)
+  stored = layouts.heads_of(cache)
+  # Heads that pad a layout are copied, although nothing reads them.
+  key_heads = stored.key_heads if isinstance(cache, layouts.PagesV3) else heads.key_heads
   scales = None
   if cache.key_scales is not None:
     scales = "token" if cache.key_scales.ndim else "tensor"
-  widths = (held.key_width, held.value_width) if two else (held.key_width,)
-  apart = two or isinstance(cache, pages.PagesV2) and heads_apart(2 * key_heads, dtype)
-  return Pool(not two, apart, key_heads, widths, jnp.dtype(dtype), pages.page_size(cache),
-              block_pages, scales=scales)
+  widths = (stored.key_width, stored.value_width) if is_v1 else (stored.key_width,)
+  heads_major = is_v1 or isinstance(cache, layouts.PagesV2) and is_heads_major(2 * key_heads, dtype)
+  return KVLayout(not is_v1, heads_major, key_heads, widths, jnp.dtype(dtype),
+                  layouts.page_size(cache), block_pages, scales=scales)
 
 
-def _arrays(problem: paged.Problem, pool: Pool) -> tuple:
-  """The arrays of a cache as `Pool` has them."""
-  cache = problem.cache
+def _token_arrays(inputs: BlockedInputs, layout: KVLayout) -> tuple[jax.Array, ...]:
+  """Returns the arrays of a cache as `KVLayout` describes them."""
+  cache = inputs.cache
   stored = lambda x: lax.bitcast_convert_type(x, jnp.int8) if x.dtype.itemsize == 1 else x
-  if isinstance(cache, pages.PagesV1):
+  tokens: tuple[jax.Array, ...]
+  if isinstance(cache, layouts.PagesV1):
     tokens = stored(cache.key_pages), stored(cache.value_pages)
   else:
     # Rows of layout v3 are in memory as those of v2 are.
     x = stored(cache.pages)
     x = x.reshape(*x.shape[:2], -1, x.shape[-1])
-    tokens = x.swapaxes(1, 2) if pool.apart else x,
-  if pool.scales != "token":
+    tokens = x.swapaxes(1, 2) if layout.heads_major else x,
+  if layout.scales != "token":
     return tokens
-  # XLA keeps the pages' numbers along the lanes: what a table points to is gathered beforehand.
-  def of_rows(x):
-    x = jnp.take(x, problem.tables, 0, mode="clip").transpose(0, 3, 1, 2)
+  # XLA stores scales with the pages along the lanes, so that a page's scales are not contiguous:
+  # those that a table points to are gathered before the kernel.
+  def gather(x: jax.Array) -> jax.Array:
+    x = jnp.take(x, inputs.tables, 0, mode="clip").transpose(0, 3, 1, 2)
     x = x.reshape(*x.shape[:2], -1)
-    return jnp.pad(x, ((0, 0), (0, pool.scale_rows - x.shape[1]), (0, 0)))
-  return *tokens, of_rows(cache.key_scales), of_rows(cache.value_scales)
+    return jnp.pad(x, ((0, 0), (0, layout.scale_rows - x.shape[1]), (0, 0)))
+  return *tokens, gather(cache.key_scales), gather(cache.value_scales)
 
 
-def _attend(problem: paged.Problem, pool: Pool, requests, query):
-  """(out [T, H, E] and lse [T, H, 1], bool [T]: of which tokens) of requests first..end - 1."""
-  spec, cache = problem.spec, problem.cache
-  key_heads, group, block_q = problem.heads.key_heads, problem.group, problem.block_q
-  shape = step.Shape(pool, group, block_q, problem.tables.shape[1])
-  work = _by_token(problem, requests[1], query) if block_q == 1 else (
-      _by_block(problem, requests, query))
-  # Heads that only pad the pages have no rows.
-  rows = jnp.pad(work.rows, ((0, 0), (0, pool.key_heads - key_heads), (0, 0), (0, 0)))
-  rows = rows.reshape(rows.shape[0], shape.groups, shape.lanes, rows.shape[-1])
-  factors = None
-  if pool.scales == "tensor":
-    factors = jnp.stack([cache.key_scales, cache.value_scales]).astype(jnp.float32)
-  left, right = paged.reach(spec)
-  out, lse = stream.attend(
-      step.Rule(spec.softmax_scale, spec.logits_soft_cap, left, right, spec.precision), shape,
-      step.Arrays(work.items, work.count, problem.tables.reshape(-1), factors, rows, None,
-                  _arrays(problem, pool)))
-  def of_tokens(x):
-    x = x.reshape(x.shape[0], pool.key_heads, block_q, group, x.shape[-1])[:, :key_heads]
-    x = x.transpose(0, 2, 1, 3, 4).reshape(-1, block_q, key_heads * group, x.shape[-1])
-    return x[:, 0] if work.place is None else x[work.place]
-  return (of_tokens(out), of_tokens(lse[..., None])), work.live
+def _attend(inputs: BlockedInputs, layout: KVLayout, requests: tuple[Index, Index],
+            query: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+  """Computes the requests [first, end).
+
+  Returns:
+    ((out [T, H, E], lse [T, H, 1]), bool [T]: the tokens for which these are computed).
+  """
+  spec, cache = inputs.spec, inputs.cache
+  key_heads, group_size, block_q = inputs.heads.key_heads, inputs.group, inputs.block_q
+  shape = common.StepShape(layout, group_size, block_q, inputs.tables.shape[1])
+  # 1. The steps and their rows.
+  work = _work_by_token(inputs, requests[1], query) if block_q == 1 else (
+      _work_by_block(inputs, requests, query))
+  # Heads that only pad the pages have no queries.
+  rows = jnp.pad(work.rows, ((0, 0), (0, layout.key_heads - key_heads), (0, 0), (0, 0)))
+  rows = rows.reshape(rows.shape[0], shape.head_groups, shape.group_rows, rows.shape[-1])
+  tensor_scales = None
+  if layout.scales == "tensor":
+    tensor_scales = jnp.stack([cache.key_scales, cache.value_scales]).astype(jnp.float32)
+  # 2. The kernel.
+  left, right = paged_operands.window_of(spec)
+  out, lse = kernel.attend(
+      common.LogitsSpec(spec.softmax_scale, spec.logits_soft_cap, left, right, spec.precision),
+      shape, common.KernelInputs(
+          work.steps, work.num_live, inputs.tables.reshape(-1), tensor_scales, rows, None,
+          _token_arrays(inputs, layout)))
+  # 3. The results by token.
+  def by_token(x: jax.Array) -> jax.Array:
+    x = x.reshape(x.shape[0], layout.key_heads, block_q, group_size, x.shape[-1])[:, :key_heads]
+    x = x.transpose(0, 2, 1, 3, 4).reshape(-1, block_q, key_heads * group_size, x.shape[-1])
+    return x[:, 0] if work.token_index is None else x[work.token_index]
+  return (by_token(out), by_token(lse[..., None])), work.live
 
 
 class _Work(NamedTuple):
-  """What the steps compute."""
+  """The steps of a call."""
 
-  items: step.Items
-  count: Any  # int32 [1]
-  rows: Any  # [W, K, M, D]
-  place: Any  # (step, query of the step) of every token; None: a step each, in their order
-  live: Any  # bool [T]: whether a token is a query of the requests
+  steps: common.Steps
+  num_live: jax.Array  # int32 [1]: the first steps, which compute anything
+  rows: jax.Array  # [num_steps, K, head_rows, D]
+  # (step, query of the step) of every token; None: a step for each token, in their order.
+  token_index: tuple[jax.Array, jax.Array] | None
+  live: jax.Array  # bool [T]: whether a token is a query of the requests
 
 
-def _by_token(problem: paged.Problem, end, query) -> _Work:
-  """A step for each token of the requests before `end`.
+def _work_by_token(inputs: BlockedInputs, end: Index, query: jax.Array) -> _Work:
+  """Makes a step for each token of the requests before `end`.
 
-  Whose token it is, and what that one's numbers are, is found by comparing all with all, which XLA
-  makes one operation of, where every gather would be one.
+  The request of each token is found by comparing all tokens with all requests, which XLA fuses
+  into one operation, whereas every gather would be one.
   """
   token = jnp.arange(query.shape[0], dtype=jnp.int32)
-  request = jnp.arange(problem.lengths.shape[0], dtype=jnp.int32)
-  ends = problem.starts[1:]
+  request = jnp.arange(inputs.lengths.shape[0], dtype=jnp.int32)
+  ends = inputs.starts[1:]
   owner = jnp.minimum((ends <= token[:, None]).sum(1, dtype=jnp.int32), request[-1])
   own = owner[:, None] == request
   of_owner = lambda x: jnp.where(own, x, 0).sum(1, dtype=jnp.int32)
-  length = of_owner(problem.lengths)
+  length = of_owner(inputs.lengths)
   begin = length - of_owner(ends) + token
   computed = (token < ends[-1]) & (owner < end)
-  rows = query.reshape(query.shape[0], problem.heads.key_heads, problem.group, query.shape[-1])
-  return _Work(_items(problem, owner, begin, begin, length),
+  rows = query.reshape(query.shape[0], inputs.heads.key_heads, inputs.group, query.shape[-1])
+  return _Work(_make_steps(inputs, owner, begin, begin, length),
                computed.sum(keepdims=True, dtype=jnp.int32), rows, None, computed & (begin >= 0))
 
 
-def _by_block(problem: paged.Problem, requests, query) -> _Work:
-  """A step for each block of queries."""
-  work = queue.of_requests(problem, query.shape[0], requests)
-  request, begin = work.blocks.request, work.blocks.positions[:, 0]
-  length = problem.lengths[request]
-  low = length - (problem.starts[request + 1] - problem.starts[request])
-  rows = jax.vmap(lambda block: paged.live_rows_of(problem, block, problem.query))(work.blocks)
-  return _Work(_items(problem, request, begin, low, length), work.count, rows,
-               (work.place, work.row), work.live)
+def _work_by_block(inputs: BlockedInputs, requests: tuple[Index, Index],
+                   query: jax.Array) -> _Work:
+  """Makes a step for each block of queries of the requests [first, end)."""
+  queue = query_block_queue.make_queue(inputs, query.shape[0], requests)
+  request, begin = queue.blocks.request, queue.blocks.positions[:, 0]
+  length = inputs.lengths[request]
+  row_begin = length - (inputs.starts[request + 1] - inputs.starts[request])
+  rows = jax.vmap(lambda block: paged_operands.live_rows_of(inputs, block, inputs.query))(
+      queue.blocks)
+  return _Work(_make_steps(inputs, request, begin, row_begin, length), queue.num_blocks, rows,
+               (queue.block_index, queue.row), queue.live)
 
 
-def _items(problem: paged.Problem, request, begin, low, length) -> step.Items:
-  """Which keys the live queries of blocks see, int32 [W] each; see `step.Items`."""
-  left, right = paged.reach(problem.spec)
-  start = 0 * begin if left is None else jnp.maximum(jnp.maximum(begin, low) - left, 0)
-  stop = length if right is None else jnp.minimum(length, begin + problem.block_q + right)
-  stop = jnp.minimum(stop, problem.tables.shape[1] * pages.page_size(problem.cache))
-  first = start // problem.block_kv
-  # A step of no key block would leave the next one's first transfers to nobody.
-  end = jnp.maximum(cdiv(stop, problem.block_kv), first + 1)
-  return step.Items(request, first, end, begin, low, length, start, stop)
+def _make_steps(inputs: BlockedInputs, request: Index, query_begin: jax.Array,
+                row_begin: jax.Array, length: jax.Array) -> common.Steps:
+  """Finds the keys that the live queries of blocks attend to; all arrays are int32 [num_steps].
+
+  Args:
+    inputs: the call, in blocks.
+    request: of a block.
+    query_begin: position of its first query.
+    row_begin: position of the request's first query.
+    length: tokens of the request.
+  """
+  left, right = paged_operands.window_of(inputs.spec)
+  start = 0 * query_begin if left is None else jnp.maximum(
+      jnp.maximum(query_begin, row_begin) - left, 0)
+  stop = length if right is None else jnp.minimum(length, query_begin + inputs.block_q + right)
+  stop = jnp.minimum(stop, inputs.tables.shape[1] * layouts.page_size(inputs.cache))
+  first = start // inputs.block_kv
+  # At least one key block: a step without one would not wait for the transfers of the next step.
+  end = jnp.maximum(-(-stop // inputs.block_kv), first + 1)
+  return common.Steps(request, first, end, query_begin, row_begin, length, start, stop)
 
 
-def _sinks(operands):
-  """The sinks of all tokens, [T, H, 1], or None; -inf for those that belong to no request."""
+def _token_sinks(operands: PagedOperands) -> jax.Array | None:
+  """Returns the sinks of all tokens, [T, H, 1], or None; -inf for tokens of no request."""
   if operands.sinks is None:
     return None
   token = jnp.arange(operands.query.shape[0], dtype=jnp.int32)
-  live = (token < pages.query_starts(operands.metadata)[-1])[:, None, None]
+  live = (token < layouts.query_starts(operands.metadata)[-1])[:, None, None]
   return jnp.where(live, operands.sinks.astype(jnp.float32)[:, None], -jnp.inf)
 
 
-# --- What is refused. ----------------------------------------------------------------------------
+# --- Limits. -------------------------------------------------------------------------------------
 
 
-def refusal(query, cache, metadata: pages.PagesMetadata, heads: pages.Heads) -> str | None:
-  """Why the kernel does not compute a call, by shapes and dtypes; None: it does.
+def refusal(query: jax.Array, cache: Pages, metadata: layouts.PagesMetadata,
+            heads: layouts.Heads) -> str | None:
+  """Returns why the kernel does not support a call, by shapes and dtypes, or None if it does.
 
   Args:
     query: [T, H, D].
-    cache: of any layout.
-    metadata: what goes with it.
-    heads: those in the pages, without their padding.
+    cache: pages in any layout.
+    metadata: of the pages.
+    heads: the heads in the pages, without their padding.
   """
-  held, dtype = pages.dtype_of(cache), query.dtype.name
+  stored, dtype = layouts.dtype_of(cache), query.dtype.name
   quantized = cache.key_scales is not None
-  if dtype not in DTYPES or not quantized and held != query.dtype or (
-      quantized and held.itemsize > 1):
-    return (f"queries of {dtype} and pages of {held.name}: the TPU kernel computes in "
+  if dtype not in DTYPES or not quantized and stored != query.dtype or (
+      quantized and stored.itemsize > 1):
+    return (f"queries of {dtype} and pages of {stored.name}: the TPU kernel computes in "
             f"{' and '.join(DTYPES)}, from pages of these or of 8 bits")
-  pool = pool_of(cache, heads, 1)
-  for width in pool.widths:
+  layout = make_layout(cache, heads, 1)
+  for width in layout.widths:
     if width > LANES and width % LANES:
       return f"head_dim {width}: the TPU kernel needs a multiple of {LANES} above {LANES}"
-  if pool.bytes() > BUFFER_BYTES:
-    return (f"pages of {pool.page} tokens: keys and values of one page do not fit the "
+  if layout.vmem_bytes() > BUFFER_BYTES:
+    return (f"pages of {layout.page_size} tokens: keys and values of one page do not fit the "
             f"TPU kernel's {BUFFER_BYTES} bytes")
   requests, row_pages = metadata.page_tables.shape
-  entries = requests * (row_pages + cdiv(FEW_BLOCK_KV, pool.page))
+  entries = requests * (row_pages + cdiv(FEW_ROWS_BLOCK_KV, layout.page_size))
   most = query.shape[0] + 2 * requests
-  if 4 * (entries + len(step.Items._fields) * most) > SCALAR_BYTES:
+  if 4 * (entries + len(common.Steps._fields) * most) > SCALAR_BYTES:
     return (f"page tables of {[requests, row_pages]} and {query.shape[0]} queries: they "
             f"do not fit the TPU kernel's {SCALAR_BYTES} bytes of scalar memory")
   return None

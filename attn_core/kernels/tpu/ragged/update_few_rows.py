@@ -1,141 +1,165 @@
-"""Folds a block of keys into the softmax of few rows: keys and values are what is loaded once.
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Update of the running softmax of few rows, where keys and values are loaded once.
 
   scores = Q K^T;  out = P V
 
-Keys and values are the side of the products that stays in the matrix units, through which few rows
-pass at almost no cost. Of two key heads together, whose keys lie side by side: their rows are zero
-beside the other's keys, and of the products with both values each keeps its own half.
+Keys and values are the operands of the products that stay in the matrix units, through which few
+rows pass at almost no cost. Two key heads form a group, with their keys next to each other: rows
+are zero next to the other head's keys, and of the products with both values each row keeps the
+half of its own head.
 
-What is not finite shows in scores and outputs, so that nothing looks for it beforehand: a block
-where it does is folded again, from what there was before it.
-
-Letters: as in `step`.
+A non-finite number shows in scores and outputs, so that no pass looks for it beforehand: a block
+where it does is folded again, from the running softmax before it.
 """
 
 import functools
+from typing import Any, Callable
 
+import jax
 from jax import lax
 from jax.experimental import pallas as pl
 import jax.numpy as jnp
 
-from attn_core.kernels.common import online_softmax as softmax
-from attn_core.kernels.tpu.ragged import common as step
-from attn_core.kernels.tpu.ragged.kv_block import Block
-from attn_core.kernels.tpu.ragged.common import Kernel, Place
+from attn_core.kernels.common import online_softmax
+from attn_core.kernels.tpu.ragged import common
+from attn_core.kernels.tpu.ragged.common import Index, KernelRefs, TileIndex
+from attn_core.kernels.tpu.ragged.kv_block import KVBlock
 
 
-def start(k: Kernel) -> None:
-  """No keys seen."""
+def start(k: KernelRefs) -> None:
+  """Starts the running softmax of a step."""
   for ref, number in zip(k.running, (-jnp.inf, 0.0, 0.0)):
-    ref[_side(k)] = jnp.full(ref.shape[1:], number, jnp.float32)
+    ref[_current(k)] = jnp.full(ref.shape[1:], number, jnp.float32)
 
 
-def result(k: Kernel, group: int) -> softmax.Running:
-  """The running softmax of a group's rows: [L, 1], [L, 1], [L, E]."""
-  return softmax.Running(*(x[_side(k), group] for x in k.running))
+def result(k: KernelRefs, group: Index) -> online_softmax.Running:
+  """Returns m_i [group_rows, 1], l_i [group_rows, 1] and acc [group_rows, E] of a head group."""
+  return online_softmax.Running(*(x[_current(k), group] for x in k.running))
 
 
-def _side(k: Kernel):
-  """Which of the two running softmaxes is that of all keys before the block."""
-  return k.turn[step.COMPUTED] & 1
+def _current(k: KernelRefs) -> jax.Array:
+  """Returns which of the two running softmaxes is that of the keys before the block."""
+  return k.counters[common.COMPUTED] & 1
 
 
-def fold(k: Kernel, place: Place) -> None:
-  """Folds a block into the running softmax of every head."""
-  block = place.block(k)
-  block.bring()
-  seen = functools.partial(step.seen, k, place, axis=1)
+def update(k: KernelRefs, tile: TileIndex) -> None:
+  """Folds a block of keys into the running softmax of every head."""
+  # 1. Load the block.
+  block = tile.kv_block(k)
+  block.load_words()
+  visible: Callable[[Index], jax.Array] = functools.partial(common.visible, k, tile, axis=1)
   if not k.shape.mask_heads:
-    same = seen(0)
-    seen = lambda group: same
-  finite = _fold_groups(k, block, seen, careful=False)
+    shared = visible(0)
+    visible = lambda group: shared
+  # 2. Fold it in, and once more with care if anything was not finite.
+  finite = _update_groups(k, block, visible, propagate_nan=False)
 
   @pl.when(jnp.logical_not(finite))
-  def _():
-    _fold_groups(k, block, seen, careful=True)
+  def _() -> None:
+    _update_groups(k, block, visible, propagate_nan=True)
 
 
-def _fold_groups(k: Kernel, block: Block, seen, *, careful: bool):
-  """Folds a block into all heads; whether all that was computed is finite.
+def _update_groups(k: KernelRefs, block: KVBlock, visible: Callable[[Index], jax.Array], *,
+                   propagate_nan: bool) -> jax.Array:
+  """Folds a block into all heads.
 
   Args:
-    seen: group of heads -> bool [L, C].
-    careful: whether keys and values may not be finite, which is then for those who see them.
+    k: the kernel.
+    block: keys and values.
+    visible: maps a head group to bool [group_rows, block_kv].
+    propagate_nan: whether keys and values may be non-finite: queries that attend to them get NaN.
+
+  Returns:
+    bool: whether all scores and outputs are finite.
   """
   shape = k.shape
-  size = 1 if careful else shape.unrolled
+  size = 1 if propagate_nan else shape.unrolled_groups
 
-  def piece(first, odd):
+  def update_unrolled(first: Index, nonfinite: jax.Array) -> jax.Array:
     groups = [first * size + i for i in range(size)]
-    parts = [_scores(k, block, group, careful) for group in groups]
+    parts = [_scores(k, block, group, propagate_nan) for group in groups]
     for group, (scores, weigh) in zip(groups, parts):
-      found = []
-      def weighed(weights, weigh=weigh, found=found):
+      found: list[jax.Array] = []
+      def weighed(weights: jax.Array, weigh: Callable = weigh, found: list = found) -> jax.Array:
         found.append(weigh(weights))
         return found[0]
-      after = k.rule.update(result(k, group), scores, weighed, seen(group), axis=1)
+      after = k.spec.update(result(k, group), scores, weighed, visible(group), axis=1)
       for ref, x in zip(k.running, after):
-        ref[1 - _side(k), group] = x
+        ref[1 - _current(k), group] = x
       total = scores.sum(1, keepdims=True) + found[0].sum(1, keepdims=True)
-      odd = odd + (total - total)
-    return odd
+      nonfinite = nonfinite + (total - total)
+    return nonfinite
 
-  nothing = jnp.zeros((shape.lanes, 1), jnp.float32)
-  number = shape.groups // size
-  odd = piece(0, nothing) if number == 1 else lax.fori_loop(
-      jnp.int32(0), jnp.int32(number), piece, nothing)
-  return _is_finite(odd)
-
-
-def _is_finite(odd):
-  """Whether x - x [L, 1] is 0 throughout, in scalar memory."""
-  return odd.sum(0, keepdims=True)[0, 0] == 0
+  zeros = jnp.zeros((shape.group_rows, 1), jnp.float32)
+  number = shape.head_groups // size
+  nonfinite = update_unrolled(0, zeros) if number == 1 else lax.fori_loop(
+      jnp.int32(0), jnp.int32(number), update_unrolled, zeros)
+  return _is_finite(nonfinite)
 
 
-def _own(k: Kernel, x, i: int):
-  """Rows [L, ...] of one of the heads that are computed together, zeros for the others'."""
-  row, m = step.rows_along(k, 0), k.shape.rows
-  return jnp.where((row >= i * m) & (row < (i + 1) * m), x, jnp.zeros((), x.dtype))
+def _is_finite(nonfinite: jax.Array) -> jax.Array:
+  """Returns whether [group_rows, 1], 0 or NaN, is 0 throughout, in scalar memory."""
+  return nonfinite.sum(0, keepdims=True)[0, 0] == 0
 
 
-def _apart(k: Kernel, rows):
-  """[L, D] -> [L, u * D]: each row beside the keys of its own head."""
-  u = k.shape.together
-  if u == 1:
+def _own_rows(k: KernelRefs, x: jax.Array, i: int) -> jax.Array:
+  """Keeps the rows of head i of a group in x [group_rows, ...]; those of others become zeros."""
+  row, head_rows = common.row_numbers(k, 0), k.shape.head_rows
+  return jnp.where((row >= i * head_rows) & (row < (i + 1) * head_rows), x,
+                   jnp.zeros((), x.dtype))
+
+
+def _block_diagonal(k: KernelRefs, rows: jax.Array) -> jax.Array:
+  """Expands [group_rows, D] to [group_rows, group_heads * D]: a row faces its own head's keys."""
+  heads = k.shape.group_heads
+  if heads == 1:
     return rows
   wide = rows.astype(jnp.float32)
-  return jnp.concatenate([_own(k, wide, i) for i in range(u)], 1).astype(rows.dtype)
+  return jnp.concatenate([_own_rows(k, wide, i) for i in range(heads)], 1).astype(rows.dtype)
 
 
-def _scores(k: Kernel, block: Block, group, careful: bool):
-  """(scores [L, C], their weights [L, C] -> output [L, E]) of a group of heads."""
-  rows, u = k.rows[0, group], k.shape.together
-  pairs = [block.read_both(group * u + i, rows.dtype) for i in range(u)]
+def _scores(k: KernelRefs, block: KVBlock, group: Index,
+            propagate_nan: bool) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+  """Computes the scores of a head group.
+
+  Returns:
+    (scores [group_rows, block_kv], a function from their weights to P V [group_rows, E]).
+  """
+  rows, heads = k.rows[0, group], k.shape.group_heads
+  pairs = [block.read_both(group * heads + i, rows.dtype) for i in range(heads)]
   key, value = (jnp.concatenate(x, 1) for x in zip(*pairs))
-  if careful:
-    spoilt = sum(_number_odd(k, x) for x in (key, value))
-    key, value = _finite(key), _finite(value)
-  scores = step.dot(k, _apart(k, rows), key, 1)
-  if careful:
-    scores = jnp.where(spoilt > 0, jnp.nan, scores)
+  if propagate_nan:
+    count = sum(_count_nonfinite(k, x) for x in (key, value))
+    key, value = _mask_nonfinite(key), _mask_nonfinite(value)
+  scores = common.dot(k, _block_diagonal(k, rows), key, 1)
+  if propagate_nan:
+    scores = jnp.where(count > 0, jnp.nan, scores)
 
-  def weigh(weights):
-    found, width = step.dot(k, weights.astype(value.dtype), value, 0), value.shape[1] // u
-    if u == 1:
+  def weigh(weights: jax.Array) -> jax.Array:
+    found, width = common.dot(k, weights.astype(value.dtype), value, 0), value.shape[1] // heads
+    if heads == 1:
       return found
-    return sum(_own(k, found[:, i * width:(i + 1) * width], i) for i in range(u))
+    own: Any = sum(_own_rows(k, found[:, i * width:(i + 1) * width], i) for i in range(heads))
+    return own
 
   return scores, weigh
 
 
-def _number_odd(k: Kernel, x):
-  """How many numbers of [C, u * D] are not finite, for the rows of each head [L, C]."""
+def _count_nonfinite(k: KernelRefs, x: jax.Array) -> jax.Array:
+  """Counts the non-finite numbers of each key, for the rows of its head, [group_rows, block_kv].
+
+  Args:
+    k: the kernel.
+    x: keys or values [block_kv, group_heads * D or group_heads * E].
+  """
   wide = x.astype(jnp.float32)
-  odd = jnp.where(wide - wide == 0, 0.0, 1.0).astype(x.dtype)
-  ones = jnp.ones((k.shape.lanes, x.shape[1] // k.shape.together), x.dtype)
-  return step.dot(k, _apart(k, ones), odd, 1)
+  nonfinite = jnp.where(wide - wide == 0, 0.0, 1.0).astype(x.dtype)
+  ones = jnp.ones((k.shape.group_rows, x.shape[1] // k.shape.group_heads), x.dtype)
+  return common.dot(k, _block_diagonal(k, ones), nonfinite, 1)
 
 
-def _finite(x):
+def _mask_nonfinite(x: jax.Array) -> jax.Array:
+  """Replaces non-finite numbers by zeros."""
   wide = x.astype(jnp.float32)
   return jnp.where(wide - wide == 0, wide, 0).astype(x.dtype)

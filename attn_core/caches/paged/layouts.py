@@ -1,0 +1,247 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Layouts of paged keys and values, the metadata of requests, and their shapes and dtypes.
+
+A cache is a pool of pages of some tokens each; a request owns a row of a page table, and its token
+at position p lies in slot p % page_size of page page_table[p // page_size].
+
+Kwon et al., PagedAttention, https://arxiv.org/abs/2309.06180.
+
+Shapes: R requests, P pages of the pool, max_pages per request (width of the table).
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+from jax.typing import DTypeLike
+import jax.numpy as jnp
+import numpy as np
+
+from attn_core import checks
+
+Array = jax.Array  # or a numpy array, where it is only read
+
+LANES = 128  # widths in layout v3 are multiples of this
+
+
+class PagesV1(NamedTuple):
+  """Heads outermost, the layout of `jax.experimental.pallas.ops.tpu.paged_attention`."""
+
+  key_pages: Array  # [K, P, page_size, D]
+  value_pages: Array  # [K, P, page_size, E]
+  key_scales: Array | None = None  # float32 [P, page_size, K], or [] for all; None: not quantized
+  value_scales: Array | None = None  # as key_scales
+
+
+class PagesV2(NamedTuple):
+  """Heads interleaved, as in `jax.experimental.pallas.ops.tpu.ragged_paged_attention`."""
+
+  pages: Array  # [P, page_size, 2K, D]: key heads in even rows, value heads in odd ones
+  key_scales: Array | None = None  # float32 [P, page_size, K], or [] for all; None: not quantized
+  value_scales: Array | None = None  # as key_scales
+
+
+class PagesV3(NamedTuple):
+  """PagesV2 with rows packed into 32-bit words and padded, and widths padded to 128."""
+
+  # [P, page_size, cdiv(2K, packing), packing, padded_width]: packing = 4 / itemsize,
+  # padded_width = D rounded up to a multiple of 128.
+  pages: Array
+  key_scales: Array | None = None  # float32 [P, page_size, K], or [] for all; None: not quantized
+  value_scales: Array | None = None  # as key_scales
+
+
+class PagesMetadata(NamedTuple):
+  """Pages and lengths of requests; with a leading axis, those of groups (see `request_groups`)."""
+
+  page_tables: Array  # int32 [R, max_pages]; entries past a request's last page are not read
+  context_lens: Array  # int32 [R]: tokens of a request in the cache, including this call's
+  # int32 [R + 1]: offsets of the requests' queries; None: one query per request.
+  query_start_loc: Array | None = None
+  num_requests: Array | int | None = None  # int32 [] or [1]: first rows, in use; None: all
+  # int32 [3]: (decode end, prefill end, total): requests before the first have one query each,
+  # and total is the number of rows in use.
+  distribution: Array | None = None
+
+
+class Heads(NamedTuple):
+  """Number of key heads and their widths, which the shape of a padded layout does not give."""
+
+  key_heads: int
+  key_width: int
+  value_width: int
+
+
+PAGES = (PagesV1, PagesV2, PagesV3)
+Pages = PagesV1 | PagesV2 | PagesV3
+
+
+def packing(dtype: DTypeLike) -> int:
+  """Number of rows of a dtype in a 32-bit word.
+
+  Args:
+    dtype: of 8, 16 or 32 bits.
+
+  Returns:
+    4, 2 or 1.
+  """
+  return 4 // jnp.dtype(dtype).itemsize
+
+
+def page_size(cache: Pages) -> int:
+  """Tokens of a page.
+
+  Args:
+    cache: any layout.
+  """
+  return cache.key_pages.shape[2] if isinstance(cache, PagesV1) else cache.pages.shape[1]
+
+
+def num_pages(cache: Pages) -> int:
+  """Pages of the pool, P.
+
+  Args:
+    cache: any layout.
+  """
+  return cache.key_pages.shape[1] if isinstance(cache, PagesV1) else cache.pages.shape[0]
+
+
+def heads_of(cache: Pages) -> Heads:
+  """The heads of a cache; for PagesV3 the padded number, the most that it can hold.
+
+  Args:
+    cache: any layout.
+
+  Returns:
+    Heads(K, D, E).
+  """
+  if isinstance(cache, PagesV1):
+    return Heads(cache.key_pages.shape[0], cache.key_pages.shape[3], cache.value_pages.shape[3])
+  *rows, width = cache.pages.shape[2:]
+  return Heads(math.prod(rows) // 2, width, width)
+
+
+def head_axis(cache: Pages) -> int:
+  """The dimension of the pages array that holds the key heads.
+
+  Args:
+    cache: any layout.
+  """
+  return 0 if isinstance(cache, PagesV1) else 2
+
+
+def dtype_of(cache: Pages) -> np.dtype:
+  """The dtype in which keys and values are stored.
+
+  Args:
+    cache: any layout.
+  """
+  return (cache.key_pages if isinstance(cache, PagesV1) else cache.pages).dtype
+
+
+def in_int32(metadata: PagesMetadata) -> PagesMetadata:
+  """Converts metadata to int32 arrays.
+
+  Raises:
+    ValueError: a field is not an array of integers.
+  """
+  def converted(name: str, x: Array | int) -> jax.Array:
+    array = np.asarray(x) if isinstance(x, (int, np.generic)) else x
+    return jnp.asarray(checks.int32(f"metadata.{name}", array, "int32"))
+  return metadata._replace(**{
+      name: converted(name, x) for name, x in metadata._asdict().items() if x is not None})
+
+
+def query_starts(metadata: PagesMetadata) -> Array:
+  """The offsets of the requests' queries; unused rows have no queries.
+
+  Args:
+    metadata: its query_start_loc int32 [R + 1], or None for one query each.
+
+  Returns:
+    int32 [R + 1].
+  """
+  requests = metadata.context_lens.shape[0]
+  starts = metadata.query_start_loc
+  if starts is None:
+    starts = jnp.arange(requests + 1, dtype=jnp.int32)
+  if metadata.distribution is None and metadata.num_requests is None:
+    return starts  # all rows are in use
+  used = rows_in_use(metadata)
+  rows = jnp.arange(requests + 1, dtype=jnp.int32)
+  return jnp.where(rows <= used, starts, starts[used])
+
+
+def rows_in_use(metadata: PagesMetadata) -> Array:
+  """The number of requests: the first rows of the tables.
+
+  Args:
+    metadata: its distribution int32 [3], else its num_requests int32 [] or [1], else all R rows.
+
+  Returns:
+    int32 [].
+  """
+  if metadata.distribution is not None:
+    return metadata.distribution[2]
+  if metadata.num_requests is not None:
+    return jnp.reshape(metadata.num_requests, ())
+  return jnp.int32(metadata.context_lens.shape[0])
+
+
+def has_token_scales(cache: Pages) -> bool:
+  """Whether the pages keep a scale per token and head.
+
+  Args:
+    cache: any layout.
+  """
+  return cache.key_scales is not None and cache.key_scales.ndim > 0
+
+
+def interleave(key: Array, value: Array) -> jax.Array:
+  """Interleaves the heads of keys and values, as in PagesV2 and PagesV3.
+
+  Args:
+    key: [..., K, D].
+    value: [..., K, D].
+
+  Returns:
+    [..., 2K, D], keys in even rows.
+  """
+  shape = (*key.shape[:-2], 2 * key.shape[-2], key.shape[-1])
+  return jnp.stack([key, value], -2).reshape(shape)
+
+
+def pad_rows(cache: PagesV2 | PagesV3, rows: Array) -> jax.Array:
+  """Pads interleaved rows with zeros to the heads and width of a cache.
+
+  Args:
+    cache: PagesV2 or PagesV3.
+    rows: [num_tokens, 2K, D], with at most the cache's heads and width.
+
+  Returns:
+    [num_tokens, 2K, D], K and D of the cache.
+  """
+  heads = heads_of(cache)
+  return jnp.pad(rows, ((0, 0), (0, 2 * heads.key_heads - rows.shape[1]),
+                        (0, heads.key_width - rows.shape[2])))
+
+
+def take(cache: Pages, ids: Array) -> Pages:
+  """Makes a cache of some pages.
+
+  Args:
+    cache: any layout.
+    ids: int32 [num_ids], clipped to the pool.
+
+  Returns:
+    A cache of the same layout with num_ids pages, in the order of `ids`.
+  """
+  pick = lambda x, axis: jnp.take(x, ids, axis, mode="clip")
+  if has_token_scales(cache):
+    cache = cache._replace(key_scales=pick(cache.key_scales, 0),
+                           value_scales=pick(cache.value_scales, 0))
+  if isinstance(cache, PagesV1):
+    return cache._replace(key_pages=pick(cache.key_pages, 1),
+                          value_pages=pick(cache.value_pages, 1))
+  return cache._replace(pages=pick(cache.pages, 0))

@@ -1,0 +1,317 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Capabilities of implementations, and the request that they are asked to support."""
+
+import re
+from typing import Callable, Mapping, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attn_core.caches.paged import layouts
+from attn_core.mechanisms import sdpa
+from attn_core.types import AttentionOutput, Call
+
+# Options of a call beyond query, key and value; an implementation supports one or refuses it by
+# name.
+FEATURES = {
+    "gqa": "fewer key heads than query heads",
+    "value_width": "values of another width than queries and keys (E != D)",
+    "float16": "float16 operands",
+    "float64": "float64 operands",
+    "causal": "causal masking",
+    "window": "a sliding window",
+    "chunk": "chunked-local attention",
+    "segments": "segment ids, packed sequences",
+    "positions": "positions or an offset of the queries",
+    "mask": "a boolean mask or any mask of the algebra",
+    "mask_operands": "a custom mask with arrays as operands",
+    "bias": "a bias, with its gradient",
+    "sinks": "sinks (softmax_aux), with their gradient",
+    "soft_cap": "a soft cap on the logits",
+    "dropout": "dropout",
+    "lse": "returning the lse",
+    "lse_gradient": "differentiating the lse",
+    "weights": "returning the attention weights",
+    "unnormalised": "normalize_output=False",
+    "precision": "the precision of the products",
+    "softmax_dtype": "a softmax dtype other than float32",
+    "block_sizes": "block sizes",
+    "optimized": "optimized=True: a linear-memory kernel",
+    "vmem_limit_bytes": "a limit on TPU vector memory",
+    "sequence_layout": "sharded tokens in another order than the sequence's",
+    "cache": "a dense or sliding-window cache",
+    "quantized": "8-bit keys and values",
+    "pages": "a cache in pages",
+}
+
+# How memory grows with the sequence length.
+LINEAR, QUADRATIC = "linear", "quadratic"
+LINEAR_BANDED = "linear without bias or mask written out"
+
+
+class PagesRequest(NamedTuple):
+  """The part of a request about pages: shapes of one group of requests on one device."""
+
+  layout: str  # the name of the cache's type
+  query: jax.ShapeDtypeStruct  # [T, H, D]
+  cache: layouts.PagesV1 | layouts.PagesV2 | layouts.PagesV3  # of shapes
+  metadata: layouts.PagesMetadata  # of shapes
+  heads: layouts.Heads  # without padding
+  window: tuple[int | None, int | None] = (None, None)  # (left, right), tokens; None: unbounded
+  shards_keys: bool = False  # whether several devices hold parts of a request's pages
+
+
+class Request(NamedTuple):
+  """Properties of a call that decide which implementation supports it, on one device.
+
+  The shapes depend on the placement, and the placement on the implementation that is asked.
+  """
+
+  features: Mapping[str, str]  # feature -> the caller's argument, for the error message
+  query: jax.ShapeDtypeStruct  # [B, T, H, D]
+  key: jax.ShapeDtypeStruct  # [B, S, K, D]
+  value: jax.ShapeDtypeStruct  # [B, S, K, E]
+  mask: jax.tree_util.PyTreeDef  # the structure of the mask
+  bias_dtype: np.dtype | None = None
+  capability: str | None = None  # compute capability of the GPU; None: not known, or not a GPU
+  transfer: str = "collective"  # `RingConfig.transfer`
+  pages: PagesRequest | None = None
+  placement_error: Exception | None = None  # raised while the call was placed; shapes are global
+
+  @property
+  def dtype(self) -> np.dtype:
+    """The dtype of the query."""
+    return jnp.dtype(self.query.dtype)
+
+  @property
+  def lengths(self) -> tuple[int, int]:
+    """(T, S)."""
+    return self.query.shape[1], self.key.shape[1]
+
+  @property
+  def widths(self) -> tuple[int, int]:
+    """(D, E)."""
+    return self.query.shape[3], self.value.shape[3]
+
+
+def request_of(call: Call, features: Mapping[str, str], capability: str | None = None,
+               transfer: str = "collective") -> Request:
+  """Returns the request of a call, as if on one device.
+
+  Args:
+    call: query, key and value [B, T or S, H or K, D or E], whose shapes and dtypes count only.
+    features: feature -> the caller's argument.
+    capability: compute capability of the GPU; None: not known, or not a GPU.
+    transfer: `RingConfig.transfer`.
+  """
+  shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in call.operands[:3]]
+  bias = call.operands.bias
+  return Request(features, *shapes, call.spec.mask, None if bias is None else bias.dtype,
+                 capability, transfer)
+
+
+def _no_limits(request: Request) -> str | None:
+  """Supports every request."""
+  del request
+  return None
+
+
+class Implementation(NamedTuple):
+  """One row of the table: a kernel, its capabilities, and the kernel for other requests."""
+
+  run: Callable[[Call], AttentionOutput]
+  features: frozenset[str]
+  memory: str  # LINEAR, QUADRATIC or LINEAR_BANDED
+  limits: Callable[[Request], str | None] = _no_limits  # a reason to refuse, or None
+  # The implementation of what this one refuses, or supports in quadratic memory only. It supports
+  # everything that this one supports.
+  fallback: "Implementation | None" = None
+  spreads_sequence: bool = False  # over `OperationMetadata.sequence_axis_name`
+  shards_keys: bool = False  # whether mesh axes may shard the key sequence
+
+  @property
+  def name(self) -> str:
+    """The function that runs, by its module below mechanisms/, or its folder there."""
+    module = self.run.__module__.removesuffix(".mechanism").rpartition(".")[2]
+    return f"{module}.{self.run.__name__}"
+
+  @property
+  def chain(self) -> "tuple[Implementation, ...]":
+    """This implementation, its fallback, the fallback's, in the order in which they are asked."""
+    return (self,) if self.fallback is None else (self, *self.fallback.chain)
+
+  @property
+  def general(self) -> "Implementation":
+    """The last fallback, which supports everything that the row supports."""
+    return self.chain[-1]
+
+  def unsupported(self, request: Request) -> tuple[str, ...]:
+    """Returns every reason why this implementation refuses a request; empty: it supports it."""
+    reasons = [f"{argument} ({FEATURES[feature]}) is not supported"
+               for feature, argument in request.features.items() if feature not in self.features]
+    if request.placement_error is not None:
+      return (*reasons, str(request.placement_error))
+    limit = self.limits(request)
+    return (*reasons, limit) if limit else tuple(reasons)
+
+  def is_linear(self, request: Request) -> bool:
+    """Whether its memory is linear in the sequence length for a request."""
+    return self.memory == LINEAR or self.memory == LINEAR_BANDED and _is_linear_banded(request)
+
+
+# --- Limits of each back end; kernels are imported when they are asked. --------------------------
+
+
+def sdpa_limits(request: Request) -> str | None:
+  """Limits of `jax.nn.dot_product_attention` in XLA."""
+  # float64 is not among the features either: jax.nn's softmax is float32.
+  dtype = request.dtype
+  if dtype.itemsize < 2:
+    return f"dtype {dtype.name}: jax.nn mixes its logits with the operands, and 8 bits do not mix"
+  if "lse" in request.features and dtype.itemsize < 4:
+    return (f"return_lse with dtype {dtype.name}: jax.nn rounds the lse to it, and the lse is "
+            "float32 here")
+  return None
+
+
+def _is_banded(request: Request) -> bool:
+  return sdpa.banded(request.mask, *request.lengths, "bias" in request.features) is not None
+
+
+def _is_linear_banded(request: Request) -> bool:
+  """Whether cuDNN computes a request without a bias or mask written out."""
+  return "bias" not in request.features and _is_banded(request)
+
+
+def cudnn_limits(request: Request) -> str | None:
+  """Limits of cuDNN, without differentiation."""
+  dtype, width, capability = request.dtype.name, request.widths[0], request.capability
+  numbers = re.fullmatch(r"(\d+)\.\d+", capability) if capability else None
+  if capability and not numbers:
+    return f"a GPU of kind {capability}: cuDNN runs on NVIDIA's only"
+  major = int(numbers[1]) if numbers else None
+  if major is not None and major < 8:
+    return f"compute capability {capability}: cuDNN's attention needs 8.0 or newer"
+  if dtype not in ("float16", "bfloat16"):
+    return f"dtype {dtype}: cuDNN computes float16 and bfloat16 only"
+  if width % 8 or width > (256 if major == 9 else 128):
+    return (f"head_dim {width}: cuDNN needs a multiple of 8 up to 128, or up to 256 with "
+            "compute capability 9.0")
+  if request.bias_dtype is not None and request.bias_dtype != request.dtype:
+    return (f"a bias of dtype {jnp.dtype(request.bias_dtype).name} with queries of {dtype}: cuDNN "
+            "takes a bias in the dtype of the queries")
+  return _cudnn_mask_limits(request)
+
+
+def _cudnn_mask_limits(request: Request) -> str | None:
+  if {"bias", "mask"} & set(request.features) or _is_banded(request):
+    if "optimized" in request.features and not _is_linear_banded(request):
+      return "optimized=True with a bias or a mask: cuDNN's memory would be quadratic"
+    return None
+  written = " and ".join(request.features[name] for name in ("window", "positions")
+                         if name in request.features)
+  if not written:
+    return None  # another feature keeps the mask from being banded, and is refused by its name
+  return (f"{written}: cuDNN knows causal masks by row and column, with a window to the left where "
+          "there are no more queries than keys; any other has to be written out as `mask`")
+
+
+def cudnn_gradient_limits(request: Request) -> str | None:
+  """Limits of cuDNN where the call must be differentiable."""
+  reason = cudnn_limits(request)
+  if reason is None and request.capability is None:
+    # It compiles only where there is a GPU to ask.
+    return "the compute capability of the GPU is not known"
+  if reason is None and any(length % 2 for length in request.lengths):
+    return (f"{request.lengths[0]} queries and {request.lengths[1]} keys: cuDNN's gradients are "
+            "taken for even numbers of both only, as JAX has them beside a bias")
+  return reason
+
+
+def hopper_flash_limits(request: Request) -> str | None:
+  """Limits of the block-wise kernels for Hopper."""
+  from attn_core.kernels.gpu.flash import tiling  # Mosaic GPU takes 0.3 s to import
+  dtype, most = request.dtype.name, tiling.WIDTHS[-1]
+  if dtype not in tiling.DTYPES:
+    return f"dtype {dtype}: the kernels for Hopper compute {' and '.join(tiling.DTYPES)} only"
+  widest = max(request.widths)
+  if widest > most:
+    return f"a head_dim of {widest}: the kernels for Hopper compute widths up to {most}"
+  return None
+
+
+def hopper_decode_limits(request: Request) -> str | None:
+  """Limits of the decode kernel for Hopper."""
+  from attn_core.kernels.gpu.split_kv import decode  # Mosaic GPU takes 0.3 s to import
+  return decode.refusal(request.dtype, request.widths, request.lengths,
+                        "quantized" in request.features)
+
+
+def tpu_decode_limits(request: Request) -> str | None:
+  """Limits of the decode kernel for TPUs."""
+  from attn_core.kernels.tpu.ragged import decode  # Pallas takes 0.1 s to import
+  return decode.refusal(request.dtype, request.widths, request.lengths[0])
+
+
+def collective_limits(request: Request) -> str | None:
+  """Limits of a ring whose exchanges are collectives."""
+  if request.transfer != "collective":
+    return (f"ring.transfer={request.transfer!r}: the kernels for TPUs send by themselves; "
+            "'collective' runs on every platform")
+  return None
+
+
+def hopper_ring_limits(request: Request) -> str | None:
+  """Limits of a ring of the block-wise kernels for Hopper."""
+  return collective_limits(request) or hopper_flash_limits(request)
+
+
+def remote_limits(request: Request) -> str | None:
+  """Limits of a ring whose kernels send by remote copies."""
+  if request.transfer != "remote":
+    return f"ring.transfer={request.transfer!r}: it is for 'remote'"
+  return None
+
+
+def pages_limits(layout: str) -> Callable[[Request], str | None]:
+  """Returns the limits of a mechanism that reads pages of one layout."""
+  def limits(request: Request) -> str | None:
+    if "pages" not in request.features:
+      return f"no cache_view in pages: it reads a {layout}"
+    if request.pages is None or request.pages.layout == layout:
+      return None
+    return f"{request.pages.layout}: it reads a {layout}"
+  return limits
+
+
+def tpu_pages_limits(layout: str) -> Callable[[Request], str | None]:
+  """Returns the limits of the kernel for TPUs over pages of one layout."""
+  def limits(request: Request) -> str | None:
+    reason = pages_limits(layout)(request) or _stripes_limits(request.pages)
+    if reason or request.pages is None:
+      return reason
+    from attn_core.kernels.tpu.ragged import paged  # Pallas takes 0.1 s to import
+    return paged.refusal(*request.pages[1:5])
+  return limits
+
+
+def hopper_pages_limits(layout: str) -> Callable[[Request], str | None]:
+  """Returns the limits of the kernel for Hopper over pages of one layout."""
+  def limits(request: Request) -> str | None:
+    reason = pages_limits(layout)(request) or _stripes_limits(request.pages)
+    if reason or request.pages is None:
+      return reason
+    from attn_core.kernels.gpu.split_kv import paged  # Mosaic GPU takes 0.3 s to import
+    return paged.refusal(*request.pages[1:5])
+  return limits
+
+
+def _stripes_limits(pages: PagesRequest | None) -> str | None:
+  """Limits of kernels that read the whole context of a request, where devices have parts of it."""
+  if pages is None or not pages.shards_keys:
+    return None
+  if pages.metadata.query_start_loc is not None or pages.window[0] is not None:
+    return "a window, or query_start_loc, where a request's pages are on several devices"
+  return None

@@ -1,0 +1,86 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of the backward that every kernel shares: delta, and the cotangents of sinks and bias.
+
+  delta      = sum(d_out * out) - d_lse
+  dS         = P * (d_out . value - delta)
+  d_sink[h]  = -sum over b, t of exp(sink[h] - lse) * delta
+
+Dao, FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning,
+https://arxiv.org/abs/2307.08691.
+"""
+
+from typing import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from attn_core.kernels.common.contract import Residuals
+from attn_core.types import Operands
+
+# (d_out [B, T, H, E], lse [B, H, T], delta [B, H, T], wrt) -> cotangents by the operand's name.
+ProductsFn = Callable[[jax.Array, jax.Array, jax.Array, tuple[str, ...]], dict[str, jax.Array]]
+
+
+def compute_delta(residuals: Residuals, cotangents: Residuals, dtype: DTypeLike) -> jax.Array:
+  """Returns delta [B, H, T]: d_lse is subtracted here because both enter dS in the same place.
+
+  Args:
+    residuals: results of the forward; `out` may be None, see `contract.BackwardFn`.
+    cotangents: of out [B, T, H, E] and lse [B, H, T].
+    dtype: of the sum.
+  """
+  if residuals.out is None:  # cotangents.lse includes it
+    return -cotangents.lse
+  return jnp.einsum("bthe,bthe->bht", cotangents.out, residuals.out,
+                    preferred_element_type=dtype) - cotangents.lse
+
+
+def finite_lse(lse: jax.Array) -> jax.Array:
+  """Returns +inf in place of -inf, so that rows that saw nothing have weights exp(-inf) = 0."""
+  return jnp.where(lse == -jnp.inf, jnp.inf, lse)
+
+
+def d_sinks(sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Array:
+  """Returns the cotangent of sinks [B or 1, H].
+
+  Args:
+    sinks: [B or 1, H].
+    lse: [B, H, T].
+    delta: [B, H, T], of `compute_delta`.
+  """
+  sink = sinks[..., None]
+  weights = jnp.where(sink == -jnp.inf, 0, jnp.exp(sink - finite_lse(lse)))
+  total = -(weights * delta).sum(-1)
+  return (total if sinks.shape[0] > 1 else total.sum(0, keepdims=True)).astype(sinks.dtype)
+
+
+def complete_cotangents(products: ProductsFn, d_bias: Callable[[], jax.Array], operands: Operands,
+                        residuals: Residuals, cotangents: Residuals,
+                        wrt: tuple[str, ...]) -> tuple[jax.Array, ...]:
+  """Completes the backward of a kernel that computes cotangents of query, key and value.
+
+  Args:
+    products: computes at least the cotangents of those of query, key and value that are in `wrt`;
+      called only where there is one.
+    d_bias: computes the cotangent of the bias, which has a number for every pair of a query and a
+      key and therefore comes from a kernel of its own; called only for a `wrt` with "bias".
+    operands: those of the forward.
+    residuals: results of the forward.
+    cotangents: of out [B, T, H, E] and lse [B, H, T].
+    wrt: names of the operands.
+
+  Returns:
+    Cotangents of the operands named in `wrt`, in that order.
+  """
+  delta = compute_delta(residuals, cotangents, jnp.float32)
+  found = {}
+  if {"query", "key", "value"} & set(wrt):
+    found = products(cotangents.out, residuals.lse, delta, wrt)
+  if "sinks" in wrt:
+    assert operands.sinks is not None
+    found["sinks"] = d_sinks(operands.sinks, residuals.lse, delta)
+  if "bias" in wrt:
+    found["bias"] = d_bias()
+  return tuple(found[name] for name in wrt)

@@ -1,0 +1,110 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Operands of a dense attention: their mask, their padding to whole blocks, dtypes of results."""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from attn_core.kernels.common.contract import Residuals
+from attn_core.masks import block_map, mask as mask_lib, tile as tile_lib
+from attn_core.types import AttentionSpec, Operands
+
+
+def assert_operands(operands: Operands) -> None:
+  """Asserts ranks, shapes and dtypes of the operands while a kernel is traced.
+
+  Raises:
+    AssertionError: query is not float [B, T, H, D], key not [B, S, K, D] with H % K == 0, value not
+      [B, S, K, E], the bias not [B or 1, H or 1, T or 1, S or 1] or sinks not [B or 1, H].
+  """
+  import chex  # Takes 0.13 s, and is used only where a kernel is traced.
+  chex.assert_rank([operands.query, operands.key, operands.value], 4)
+  chex.assert_type(operands.query, float)
+  (batch, queries, heads, width), keys, key_heads = operands.query.shape, *operands.key.shape[1:3]
+  chex.assert_shape(operands.key, (batch, keys, key_heads, width))
+  chex.assert_shape(operands.value, (batch, keys, key_heads, None))
+  chex.assert_is_divisible(heads, key_heads)
+  if operands.bias is not None:
+    chex.assert_shape(operands.bias, ({batch, 1}, {heads, 1}, {queries, 1}, {keys, 1}))
+  if operands.sinks is not None:
+    chex.assert_shape(operands.sinks, ({batch, 1}, heads))
+  for scale in (operands.key_scale, operands.value_scale):
+    if scale is not None:
+      chex.assert_shape(scale, (batch, keys, key_heads))
+
+
+def assert_residuals(operands: Operands, *residuals: Residuals) -> None:
+  """Asserts the shapes of results of a forward, of their tangents or of their cotangents.
+
+  Raises:
+    AssertionError: out is neither None nor [B, T, H, E], or lse is not [B, H, T].
+  """
+  import chex  # As in `assert_operands`.
+  batch, queries, heads, _ = operands.query.shape
+  for out, lse in residuals:
+    if out is not None:
+      chex.assert_shape(out, (batch, queries, heads, operands.value.shape[3]))
+    chex.assert_shape(lse, (batch, heads, queries))
+
+
+def assert_tangents(operands: Operands, tangents: dict[str, jax.Array]) -> None:
+  """Asserts that every tangent has the shape of its operand.
+
+  Raises:
+    AssertionError: a tangent has another shape.
+  """
+  import chex  # As in `assert_operands`.
+  for name, x in tangents.items():
+    chex.assert_equal_shape([getattr(operands, name), x])
+
+
+def mask_of(operands: Operands, spec: AttentionSpec) -> mask_lib.Mask:
+  """Returns the mask: its structure from `spec`, its arrays from `operands`."""
+  return jax.tree.unflatten(spec.mask, operands.mask.arrays)
+
+
+def pad_axis(x: jax.Array, axis: int, amount: int) -> jax.Array:
+  """Appends `amount` zeros along an axis."""
+  if not amount:
+    return x
+  widths = [(0, 0)] * x.ndim
+  widths[axis] = (0, amount)
+  return jnp.pad(x, widths)
+
+
+def key_padding(sizes: block_map.Sizes) -> int:
+  """Returns the number of keys to append for whole key blocks."""
+  return -sizes.keys % sizes.block_kv
+
+
+def pad_operands(operands: Operands, sizes: block_map.Sizes,
+                 structure: jax.tree_util.PyTreeDef | None = None) -> Operands:
+  """Pads queries, keys, values and the bias to whole blocks.
+
+  Args:
+    operands: the arrays.
+    sizes: lengths and block sizes.
+    structure: the mask's; its arrays are padded too. None: they stay as they are.
+  """
+  rows = -sizes.queries % sizes.block_q
+  columns = key_padding(sizes)
+  bias, mask = operands.bias, operands.mask
+  if bias is not None:
+    bias = pad_axis(bias, 2, rows if bias.shape[2] > 1 else 0)
+    bias = pad_axis(bias, 3, columns if bias.shape[3] > 1 else 0)
+  if structure is not None:
+    mask = tile_lib.pad_mask(structure, mask, rows, columns)
+  key, value = (pad_axis(x, 1, columns) for x in (operands.key, operands.value))
+  return operands._replace(query=pad_axis(operands.query, 1, rows), key=key, value=value,
+                           bias=bias, mask=mask)
+
+
+def out_dtype(operands: Operands, spec: AttentionSpec) -> DTypeLike:
+  """Returns the dtype of the output."""
+  return operands.query.dtype if spec.out_dtype is None else spec.out_dtype
+
+
+def lse_dtype(spec: AttentionSpec) -> jnp.dtype:
+  """Returns the dtype of the lse: that of the softmax, at least float32."""
+  return jnp.promote_types(spec.softmax_dtype, jnp.float32)

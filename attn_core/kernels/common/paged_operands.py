@@ -1,0 +1,225 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Operands of attention over pages, and the blocks that all kernels cut them into.
+
+Blocks of queries and of keys begin at multiples of their size in positions. So a query is always
+the same row of the same products: its result has the same bits alone, in any batch, in any pages
+and in any chunk of a prefill, for given block sizes and without `distribution`.
+
+T is the number of tokens of the call, R of requests; block_rows = block_q * G rows (token-major)
+belong to a block of queries.
+"""
+
+from typing import NamedTuple
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from attn_core.caches.paged import layouts, page_stripes
+from attn_core.kernels.common import dense_operands
+from attn_core.kernels.common.contract import Residuals
+from attn_core.types import BlockSizes, PagedSpec, cdiv
+
+BLOCK_ROWS = 64  # rows of a query block where requests bring more than one query
+BLOCK_KV = 256  # tokens of a key block
+
+Pages = layouts.PagesV1 | layouts.PagesV2 | layouts.PagesV3
+Index = jax.Array | int  # a number that may be traced, int32
+
+
+class PagedOperands(NamedTuple):
+  """The arrays of one attention over pages."""
+
+  query: jax.Array  # [T, H, D], the requests' queries one after the other
+  cache: Pages
+  metadata: layouts.PagesMetadata
+  sinks: jax.Array | None = None  # float [H]: a logit per head without a value
+  key: jax.Array | None = None  # [T, K, D]: to be written first; None: all keys are in the pages
+  value: jax.Array | None = None  # [T, K, E]
+  # The device's stripe of the requests' pages, those of the tables and the cache; None: all pages.
+  stripe: page_stripes.Stripe | None = None
+
+
+class BlockedInputs(NamedTuple):
+  """Inputs of one attention over pages, padded to whole blocks."""
+
+  query: jax.Array  # [block_q + T + block_q, H, D]
+  cache: Pages
+  tables: jax.Array  # int32 [R, row_pages], whole key blocks, every entry within the pool
+  lengths: jax.Array  # int32 [R], tokens of the requests in all stripes
+  starts: jax.Array  # int32 [R + 1]
+  sinks: jax.Array | None  # [H]
+  spec: PagedSpec
+  heads: layouts.Heads
+  block_q: int
+  block_pages: int
+  stripe: page_stripes.Stripe | None
+
+  @property
+  def group(self) -> int:
+    """G, query heads per key head."""
+    return self.query.shape[1] // self.heads.key_heads
+
+  @property
+  def block_kv(self) -> int:
+    """Tokens of a key block."""
+    return self.block_pages * layouts.page_size(self.cache)
+
+  @property
+  def dtype(self) -> DTypeLike:
+    """The dtype of logits, sums and accumulators."""
+    return self.spec.softmax_dtype
+
+
+class QueryBlock(NamedTuple):
+  """Consecutive positions of a request; some may not be queries of this call."""
+
+  request: Index
+  row: Index  # where the block begins in padded arrays of tokens
+  positions: jax.Array  # int32 [block_q]
+  live: jax.Array  # bool [block_q]: whether it is a query of this call
+
+
+def assert_operands(operands: PagedOperands, heads: layouts.Heads) -> None:
+  """Asserts ranks, shapes and dtypes of the operands while a kernel is traced.
+
+  Raises:
+    AssertionError: query is not float [T, H, D] with as many heads as a multiple of the key heads,
+      sinks are not [H], or the tables do not have two axes.
+  """
+  import chex  # Takes 0.13 s, and is used only where a kernel is traced.
+  chex.assert_rank([operands.query, operands.metadata.page_tables], [3, 2])
+  chex.assert_type(operands.query, float)
+  chex.assert_is_divisible(operands.query.shape[1], heads.key_heads)
+  if operands.sinks is not None:
+    chex.assert_shape(operands.sinks, (operands.query.shape[1],))
+
+
+def assert_residuals(operands: PagedOperands, heads: layouts.Heads, *residuals: Residuals) -> None:
+  """Asserts the shapes of results of a forward, or of their cotangents.
+
+  Raises:
+    AssertionError: out is not [T, H, E] or lse not [T, H, 1].
+  """
+  import chex  # As in `assert_operands`.
+  shape = operands.query.shape[:2]
+  for out, lse in residuals:
+    chex.assert_shape(out, (*shape, heads.value_width))
+    chex.assert_shape(lse, (*shape, 1))
+
+
+def choose_block_sizes(
+    operands: PagedOperands, requested: BlockSizes, group: int) -> tuple[int, int]:
+  """Returns (query tokens, pages) of a block; both depend on static shapes only.
+
+  Args:
+    operands: only shapes count.
+    requested: sizes fixed by the caller; None fields are chosen here.
+    group: G, query heads per key head.
+  """
+  tokens, requests = operands.query.shape[0], operands.metadata.context_lens.shape[0]
+  single = tokens <= requests  # where all requests have a query, each has one
+  block_q = requested.block_q or (1 if single else max(1, BLOCK_ROWS // group))
+  if operands.metadata.query_start_loc is None:
+    block_q = 1  # a request has one query
+  block_kv = requested.block_kv or BLOCK_KV
+  return block_q, cdiv(block_kv, layouts.page_size(operands.cache))
+
+
+def block_inputs(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
+                 sizes: tuple[int, int]) -> BlockedInputs:
+  """Pads the queries and the tables to whole blocks.
+
+  Args:
+    operands: the arrays.
+    spec: what is computed.
+    heads: the heads in the pages, without their padding.
+    sizes: (query tokens, pages) of a block.
+  """
+  block_q, block_pages = sizes
+  metadata = operands.metadata
+  tables = dense_operands.pad_axis(
+      metadata.page_tables, 1, -metadata.page_tables.shape[1] % block_pages)
+  return BlockedInputs(
+      pad_tokens(operands.query, block_q), operands.cache,
+      jnp.clip(tables, 0, layouts.num_pages(operands.cache) - 1), metadata.context_lens,
+      layouts.query_starts(metadata), operands.sinks, spec, heads, block_q, block_pages,
+      operands.stripe)
+
+
+def pad_tokens(x: jax.Array, amount: int) -> jax.Array:
+  """Puts `amount` zero rows in front of and behind x [T, ...]."""
+  return jnp.pad(x, ((amount, amount),) + ((0, 0),) * (x.ndim - 1))
+
+
+def request_ranges(operands: PagedOperands, block_q: int) -> list[tuple[Index, Index, int]]:
+  """Returns (first request, end, tokens of a query block) for requests that are computed alike."""
+  distribution = operands.metadata.distribution
+  end = layouts.rows_in_use(operands.metadata)
+  if distribution is None or block_q == 1:
+    return [(jnp.int32(0), end, block_q)]
+  return [(jnp.int32(0), distribution[0], 1), (distribution[0], end, block_q)]
+
+
+def query_blocks(inputs: BlockedInputs, request: Index) -> tuple[Index, Index]:
+  """Returns (first, end) of a request's query blocks, numbered from position 0."""
+  first, end = _query_positions(inputs, request)
+  empty = first >= end
+  first_block = first // inputs.block_q
+  return first_block, jnp.where(empty, first_block, (end - 1) // inputs.block_q + 1)
+
+
+def _query_positions(inputs: BlockedInputs, request: Index) -> tuple[Index, Index]:
+  """Returns (first, end) of the positions of a request's queries."""
+  length = inputs.lengths[request]
+  return length - (inputs.starts[request + 1] - inputs.starts[request]), length
+
+
+def query_block(inputs: BlockedInputs, request: Index, block_index: Index) -> QueryBlock:
+  """Returns one of a request's query blocks."""
+  first, end = _query_positions(inputs, request)
+  begin = block_index * inputs.block_q
+  positions = begin + jnp.arange(inputs.block_q, dtype=jnp.int32)
+  row = inputs.starts[request] + begin - first + inputs.block_q
+  return QueryBlock(request, row, positions, (positions >= first) & (positions < end))
+
+
+def key_blocks(inputs: BlockedInputs, block: QueryBlock) -> tuple[Index, Index]:
+  """Returns (first, end) of the key blocks that some query of the block attends to."""
+  length = inputs.lengths[block.request]
+  first, end = _query_positions(inputs, block.request)
+  lowest = jnp.maximum(block.positions[0], first)
+  highest = jnp.minimum(block.positions[-1], end - 1)
+  left, right = window_of(inputs.spec)
+  begin = jnp.int32(0) if left is None else jnp.maximum(lowest - left, 0)
+  stop = length if right is None else jnp.minimum(length, highest + right + 1)
+  begin, stop = (page_stripes.held(inputs.stripe, x) for x in (begin, jnp.maximum(stop, 0)))
+  return begin // inputs.block_kv, cdiv(stop, inputs.block_kv)
+
+
+def window_of(spec: PagedSpec) -> tuple[int | None, int | None]:
+  """Returns (left, right), the window in tokens, causality included; None: unbounded."""
+  left, right = spec.window
+  return left, 0 if spec.causal else right
+
+
+def rows_of(inputs: BlockedInputs, block: QueryBlock, x: jax.Array) -> jax.Array:
+  """Returns a block's rows [K, block_rows, width] of x [block_q + T + block_q, H, width]."""
+  x = lax.dynamic_slice_in_dim(x, block.row, inputs.block_q)
+  x = x.reshape(inputs.block_q, inputs.heads.key_heads, inputs.group, x.shape[-1])
+  return x.transpose(1, 0, 2, 3).reshape(inputs.heads.key_heads, -1, x.shape[-1])
+
+
+def live_rows_of(inputs: BlockedInputs, block: QueryBlock, x: jax.Array) -> jax.Array:
+  """Returns `rows_of` with zeros in rows that are not queries of this call."""
+  return jnp.where(jnp.repeat(block.live, inputs.group)[:, None], rows_of(inputs, block, x), 0)
+
+
+def row_sinks(inputs: BlockedInputs) -> jax.Array | None:
+  """Returns the sinks of a block's rows, [K, block_rows, 1], or None."""
+  if inputs.sinks is None:
+    return None
+  sinks = inputs.sinks.astype(inputs.dtype).reshape(inputs.heads.key_heads, inputs.group)
+  return jnp.tile(sinks, (1, inputs.block_q))[..., None]

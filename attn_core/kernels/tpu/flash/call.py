@@ -1,0 +1,90 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The `pl.pallas_call` of the flash kernels, with or without a remote copy."""
+
+from typing import Any, Callable, NamedTuple, Sequence
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+import numpy as np
+
+from attn_core.kernels.common.contract import RemoteCopy
+from attn_core.kernels.tpu import launch
+from attn_core.kernels.tpu.flash import remote_copy
+from attn_core.kernels.tpu.flash.tile_inputs import KernelRefs, TileInputs
+
+Ref = Any  # a Pallas reference
+
+
+class Output(NamedTuple):
+  """An output array of a kernel and its blocks."""
+
+  shape: tuple[int, ...]
+  dtype: DTypeLike
+  block_shape: tuple[int, ...]
+  block_index: Callable[..., tuple]  # (b, h, i, j) -> block number; see `TileInputs.block_spec`
+
+
+class LaunchParams(NamedTuple):
+  """Static parameters of a launch."""
+
+  grid: tuple[int, int, int]  # (batch, head groups, steps)
+  scratch: Sequence[tuple[int, ...]]  # shapes of float32 arrays in vector memory
+  vmem_bytes: int | None
+  name: str
+
+
+def call(kernel: Callable[[KernelRefs, tuple[Ref, ...], tuple[Ref, ...]], None],
+         inputs: TileInputs, outputs: Sequence[Output], launch_params: LaunchParams,
+         transfer: RemoteCopy | None = None) -> tuple[Sequence[jax.Array], tuple[jax.Array, ...]]:
+  """Runs kernel(refs, outputs, scratch) over a grid.
+
+  Args:
+    kernel: the body of the kernel.
+    inputs: the operands.
+    outputs: shapes and blocks of the results.
+    launch_params: grid, scratch memory and name.
+    transfer: arrays to copy to another device during the computation; None: none.
+
+  Returns:
+    (the outputs, the arrays received in place of those of `transfer`).
+  """
+  grid = launch_params.grid
+  runner: remote_copy.LocalGrid | remote_copy.RemoteCopyGrid = (
+      remote_copy.LocalGrid(grid) if transfer is None
+      else remote_copy.RemoteCopyGrid(grid, transfer))
+  sent, received = runner.inputs, runner.results
+  ends = np.cumsum([len(x) for x in (
+      inputs.scalars, inputs.arrays, sent, outputs, received, launch_params.scratch)])
+
+  def body(*refs: Ref) -> None:
+    scalars, arrays, sources, results, targets, scratch, semaphores = (
+        refs[start:end] for start, end in zip((0, *ends), (*ends, None)))
+    runner.run(lambda ids: kernel(KernelRefs(scalars, arrays, ids), results, scratch),
+               sources, targets, semaphores)
+
+  out_specs = [inputs.block_spec(x.block_shape, x.block_index) for x in outputs]
+  found = launch.in_32_bits(pl.pallas_call(
+      body,
+      grid_spec=pltpu.PrefetchScalarGridSpec(
+          num_scalar_prefetch=len(inputs.scalars), grid=runner.grid,
+          in_specs=[*map(runner.block_spec, inputs.specs), *[remote_copy.MEMORY] * len(sent)],
+          out_specs=[*map(runner.block_spec, out_specs), *[remote_copy.MEMORY] * len(received)],
+          scratch_shapes=[*(pltpu.VMEM(x, jnp.float32) for x in launch_params.scratch),
+                          *runner.semaphores]),
+      # Not ShapeDtypeStruct, which inside shard_map must say over which axes of the mesh it varies.
+      out_shape=[*(jax.core.ShapedArray(x.shape, x.dtype) for x in outputs), *received],
+      compiler_params=pltpu.CompilerParams(
+          dimension_semantics=runner.semantics, vmem_limit_bytes=launch_params.vmem_bytes,
+          collective_id=runner.barrier),
+      name=launch_params.name,
+  ))(*inputs.scalars, *map(_in_hbm, inputs.arrays), *sent)
+  return found[:len(outputs)], runner.unpack(found[len(outputs):])
+
+
+def _in_hbm(x: jax.Array) -> jax.Array:
+  """Keeps an operand in HBM: a kernel copies blocks from vector memory through registers."""
+  return pltpu.with_memory_space_constraint(x, pltpu.HBM)

@@ -1,0 +1,248 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Mask: the keys that each query attends to, as a value.
+
+A mask is a small tree of leaves combined with `&`, `|` and `~`. True means visible. A mask is a
+pytree: its structure (kinds of leaves, static numbers, predicates) is hashable and compared by
+value, so equal masks never cause retracing; its arrays (segment ids, lengths, positions, dense
+arrays) are ordinary operands.
+
+Every mask implements two methods, and the rest of the library needs nothing else from it:
+
+* `visible(at)`: elementwise, for the coordinates of a tile. The caller has sliced the mask's own
+  arrays to the tile by their roles (see `tile.slice_mask` and `materialize.expand`).
+* `bounds(grid)`: for every (query block, key block), whether some pair may be visible and whether
+  all pairs certainly are. Conservative: `possible` is never False and `certain` never True by
+  mistake.
+
+This module holds the base class, the combinations and the roles of arrays; `leaves` holds the
+leaves, `constructors` the public functions that make them.
+"""
+
+import dataclasses
+from typing import (Any, Callable, ClassVar, Iterable, Iterator, Mapping, NamedTuple, TypeVar,
+                    dataclass_transform)
+
+import jax
+import numpy as np
+
+Array = jax.Array | np.ndarray
+# Checkers cannot follow arithmetic between unions of numpy's and jax's arrays, so these are Any.
+Integers = Any  # int, or integers of numpy or jax: scalars or arrays that broadcast together
+Booleans = Any  # bool of numpy or jax: scalars or arrays
+NumpyModule = Any  # numpy on the host, jax.numpy inside jit
+
+# The role of an array: its shape, and thereby how it is sliced, padded and sharded.
+QUERY = "query"  # [B or 1, T]: one number per query row
+KEY = "key"  # [B or 1, S]: one number per key column
+BATCH = "batch"  # [B or 1]: one number per batch row
+DENSE = "dense"  # [B or 1, H or 1, T or 1, S or 1]
+WHOLE = "whole"  # passed unchanged to a custom predicate
+
+
+class Coordinates(NamedTuple):
+  """Coordinates of the elements of a tile: integers that broadcast to the tile's shape.
+
+  An index counts rows and columns of the arrays. A position is the number that causal, window,
+  chunk and prefix compare; it equals the index unless the mask changes it (`offset`,
+  `positions`). Batch and head are global numbers.
+  """
+
+  batch: Integers
+  head: Integers
+  query_index: Integers
+  key_index: Integers
+  query_position: Integers
+  key_position: Integers
+  given_positions: bool = False  # query positions come from the user: any int32, even its ends
+
+
+class Interval(NamedTuple):
+  """Smallest and largest value in every block (both inclusive)."""
+
+  low: Array
+  high: Array
+
+
+class Grid(NamedTuple):
+  """The blocks of a mask, as `bounds` reads them.
+
+  Intervals of queries broadcast as [B or 1, 1, num_query_blocks, 1], those of keys as
+  [B or 1, 1, 1, num_key_blocks].
+  """
+
+  xp: NumpyModule
+  reduce_query: Callable[[Array], Interval]  # [B or 1, T] -> Interval
+  reduce_key: Callable[[Array], Interval]  # [B or 1, S] -> Interval
+  # [B or 1, H or 1, T or 1, S or 1] -> (any, all) per block
+  reduce_dense: Callable[[Array], tuple[Array, Array]]
+  query_index: Interval
+  key_index: Interval
+  query_position: Interval
+  key_position: Interval
+
+
+Bounds = tuple[Array, Array]  # (possible, certain), see `Mask.bounds`
+
+
+class Mask:
+  """Base class of all masks; use the functions of `attn_core.masks` to make one."""
+
+  roles: ClassVar[Mapping[str, str | None]] = {}  # array field -> role, None: a mask; field order
+
+  def visible(self, at: Coordinates) -> Booleans:
+    """Whether the query attends to the key, elementwise; bool, broadcastable to the tile."""
+    raise NotImplementedError
+
+  def bounds(self, grid: Grid) -> Bounds:
+    """(possible, certain), broadcastable to [B or 1, H or 1, num_query_blocks, num_key_blocks]."""
+    raise NotImplementedError
+
+  def __and__(self, other: "Mask") -> "Mask":
+    if not isinstance(other, Mask):
+      return NotImplemented
+    if isinstance(self, Full):
+      return other
+    return self if isinstance(other, Full) else And(self, other)
+
+  def __or__(self, other: "Mask") -> "Mask":
+    return Or(self, other) if isinstance(other, Mask) else NotImplemented
+
+  def __invert__(self) -> "Mask":
+    return Not(self)
+
+  def __bool__(self) -> bool:
+    raise ValueError("a mask has no truth value: combine masks with `&`, `|` and `~`, since "
+                     "`and`, `or` and `not` would drop one of them; test for a missing mask with "
+                     "`mask is None`")
+
+  def __eq__(self, other: object) -> bool:
+    if not isinstance(other, Mask):
+      return NotImplemented
+    (arrays, structure), (other_arrays, other_structure) = map(jax.tree.flatten, (self, other))
+    same_structure = bool(structure == other_structure)  # type: ignore[operator]
+    return same_structure and all(map(_same_array, arrays, other_arrays))
+
+  def __hash__(self) -> int:
+    return hash(jax.tree.structure(self))
+
+
+def _same_array(a: Any, b: Any) -> bool:
+  """Whether two arrays are known to be equal; traced arrays are equal to themselves only."""
+  if a is b:
+    return True
+  if isinstance(a, jax.core.Tracer) or isinstance(b, jax.core.Tracer):
+    return False  # values unknown while tracing
+  return np.shape(a) == np.shape(b) and bool(np.all(np.asarray(a) == np.asarray(b)))
+
+
+MaskClass = TypeVar("MaskClass", bound=type[Mask])
+
+
+@dataclass_transform(frozen_default=True, eq_default=False)
+def mask_dataclass(mask_class: MaskClass) -> MaskClass:
+  """Makes a class a frozen dataclass and a pytree; fields with a role are its children."""
+  cls: Any = dataclasses.dataclass(frozen=True, eq=False, repr=True)(mask_class)
+  names = [field.name for field in dataclasses.fields(cls)]
+  children_names = [name for name in names if name in cls.roles]
+  static_names = [name for name in names if name not in cls.roles]
+
+  def flatten(mask: Mask) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+    # The class is part of the static data: jax treats the structures of two classes as equal when
+    # their data are equal, and would run code compiled for one class with the other.
+    return ([(jax.tree_util.GetAttrKey(name), getattr(mask, name)) for name in children_names],
+            (cls, *(getattr(mask, name) for name in static_names)))
+
+  def unflatten(auxiliary: tuple[Any, ...], children: Iterable[Any]) -> Mask:
+    return cls(**dict(zip(static_names, auxiliary[1:])), **dict(zip(children_names, children)))
+
+  jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)
+  return cls
+
+
+@mask_dataclass
+class Full(Mask):
+  """All keys are visible to all queries."""
+
+  def visible(self, at: Coordinates) -> Booleans:
+    return np.True_
+
+  def bounds(self, grid: Grid) -> Bounds:
+    everything = grid.xp.ones((1, 1, 1, 1), bool)
+    return everything, everything
+
+
+@mask_dataclass
+class And(Mask):
+  """Visible in both masks."""
+
+  left: Mask
+  right: Mask
+  roles = {"left": None, "right": None}
+
+  def visible(self, at: Coordinates) -> Booleans:
+    return self.left.visible(at) & self.right.visible(at)
+
+  def bounds(self, grid: Grid) -> Bounds:
+    (possible, certain), (other_possible, other_certain) = (
+        self.left.bounds(grid), self.right.bounds(grid))
+    return possible & other_possible, certain & other_certain
+
+
+@mask_dataclass
+class Or(Mask):
+  """Visible in at least one of two masks."""
+
+  left: Mask
+  right: Mask
+  roles = {"left": None, "right": None}
+
+  def visible(self, at: Coordinates) -> Booleans:
+    return self.left.visible(at) | self.right.visible(at)
+
+  def bounds(self, grid: Grid) -> Bounds:
+    (possible, certain), (other_possible, other_certain) = (
+        self.left.bounds(grid), self.right.bounds(grid))
+    return possible | other_possible, certain | other_certain
+
+
+@mask_dataclass
+class Not(Mask):
+  """Visible where `mask` is hidden."""
+
+  mask: Mask
+  roles = {"mask": None}
+
+  def visible(self, at: Coordinates) -> Booleans:
+    return ~self.mask.visible(at)
+
+  def bounds(self, grid: Grid) -> Bounds:
+    possible, certain = self.mask.bounds(grid)
+    return ~certain, ~possible
+
+
+def nodes(mask: Mask) -> Iterator[Mask]:
+  """Iterates over a mask and all masks inside it, outermost first."""
+  yield mask
+  for name, role in mask.roles.items():
+    if role is None:
+      yield from nodes(getattr(mask, name))
+
+
+def leaf_roles(mask: Mask) -> tuple[str, ...]:
+  """The role of every array of the mask, in the order of `jax.tree.leaves(mask)`."""
+  roles: list[Any] = []
+  for name, role in mask.roles.items():
+    value = getattr(mask, name)
+    if isinstance(value, Mask):
+      roles.extend(leaf_roles(value))
+    elif isinstance(value, tuple):
+      roles.extend([role] * len(value))
+    elif value is not None:
+      roles.append(role)
+  return tuple(roles)
+
+
+def structure_roles(structure: jax.tree_util.PyTreeDef) -> tuple[str, ...]:
+  """`leaf_roles` of a mask given by its tree structure."""
+  return leaf_roles(jax.tree.unflatten(structure, range(structure.num_leaves)))

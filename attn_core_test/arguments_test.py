@@ -1,0 +1,164 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Signatures of attention, explain and each mechanism's function, and meanings of arguments."""
+
+import inspect
+import typing
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import attn_core
+from attn_core import (Heads, MaskInfo, OperationMetadata, PagesMetadata, PagesV2, attention,
+                       explain, ragged_page_attention_v2)
+from attn_core.arguments.arguments import AttentionArguments, AttentionOptions, Shaped
+from attn_core.caches import pages
+
+FUNCTIONS = {
+    "vanilla": "vanilla", "sdpa": "sdpa", "cudnn": "cudnn", "cuda_flash_attn2": "cuda_flash_attn2",
+    "blockwise": "blockwise", "flash_attn2": "flash_attn2", "blocksparse": "blocksparse",
+    "ring_attention": "ring", "autoregressive_decodeattn": "autoregressive_decodeattn"}
+X = np.random.default_rng(0).normal(size=(2, 8, 2, 4)).astype(np.float32)
+SHAPE = jax.ShapeDtypeStruct(X.shape, X.dtype)
+
+
+def without_shapes(annotation: object) -> set[object]:
+  """The members of a union but `jax.ShapeDtypeStruct`, which only `explain` takes."""
+  members = typing.get_args(annotation) or (annotation,)
+  return {member for member in members if member is not jax.ShapeDtypeStruct}
+
+
+class SignatureTest(parameterized.TestCase):
+
+  def test_attention_explain_and_the_tuple_agree(self):
+    one, other = (inspect.signature(function).parameters for function in (attention, explain))
+    self.assertEqual(tuple(one), AttentionArguments._fields)
+    self.assertEqual([(p.name, p.kind, p.default) for p in one.values()],
+                     [(p.name, p.kind, p.default) for p in other.values()])
+    fields = typing.get_type_hints(AttentionArguments)
+    for name in one:
+      self.assertEqual(other[name].annotation, fields[name], name)
+      self.assertEqual(without_shapes(one[name].annotation), without_shapes(fields[name]), name)
+    shaped = [name for name in fields if fields[name] in (Shaped, Shaped | None)]
+    self.assertEqual(shaped, ["query", "key", "value", "bias", "softmax_aux"])
+
+  def test_options_are_the_keywords_but_mechanism(self):
+    parameters = inspect.signature(attention).parameters
+    keywords = [p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
+    hints = typing.get_type_hints(AttentionOptions)
+    self.assertEqual(list(hints), [name for name in keywords if name != "mechanism"])
+    self.assertEqual(AttentionOptions.__total__, False)
+    for name, hint in hints.items():
+      self.assertEqual(hint, parameters[name].annotation, name)
+
+  @parameterized.named_parameters((name, name) for name in FUNCTIONS)
+  def test_functions_of_mechanisms(self, name):
+    function = getattr(attn_core, name)
+    self.assertEqual(function.__name__, name)
+    self.assertTrue(inspect.isfunction(function))
+    self.assertIn("Raises:", function.__doc__)
+    signature = inspect.signature(function)
+    self.assertEqual(list(signature.parameters), ["query", "key", "value", "options"])
+    self.assertEqual(signature.parameters["options"].annotation, typing.Unpack[AttentionOptions])
+    self.assertIs(signature.return_annotation, attn_core.AttentionOutput)
+
+  @parameterized.named_parameters((name, name) for name in FUNCTIONS)
+  def test_mechanism_and_unknown_keywords_are_errors(self, name):
+    function, mechanism = getattr(attn_core, name), FUNCTIONS[name]
+    with self.assertRaisesRegex(TypeError, f"'mechanism'.*always runs '{mechanism}'.*attention"):
+      function(X, X, X, mechanism="vanilla")
+    with self.assertRaisesRegex(TypeError, "'window'.*sliding_window"):
+      function(X, X, X, window=3)
+
+  @parameterized.parameters("vanilla", "blockwise", "flash_attn2", "blocksparse", "ring_attention")
+  def test_each_runs_its_mechanism(self, name):
+    run = getattr(attn_core, name)
+    want = attention(X, X, X, mechanism=FUNCTIONS[name], sliding_window=2).attention_outputs
+    np.testing.assert_array_equal(run(X, X, value=X, sliding_window=2).attention_outputs, want)
+
+
+class ExplainTest(parameterized.TestCase):
+
+  @parameterized.named_parameters(
+      ("bias", {"bias": jax.ShapeDtypeStruct((1, 2, 8, 8), jnp.float32)}, "bias"),
+      ("mask", {"mask": jax.ShapeDtypeStruct((1, 1, 8, 8), jnp.bool)}, "dense"),
+      ("sinks", {"softmax_aux": jax.ShapeDtypeStruct((2,), jnp.float32)}, "softmax_aux"),
+      ("info", {"mask_info": MaskInfo(q_positions=jax.ShapeDtypeStruct((1, 8), jnp.int32))}, ""))
+  def test_takes_shapes_for_arrays(self, changes, _):
+    cpu = OperationMetadata(platform="cpu")
+    arrays = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), changes)
+    self.assertEqual(str(explain(SHAPE, SHAPE, SHAPE, **changes, metadata=cpu)),
+                     str(explain(X, X, X, **arrays, metadata=cpu)))
+
+  def test_checks_shapes(self):
+    with self.assertRaisesRegex(ValueError, r"bias: got float32\[8\]"):
+      explain(SHAPE, SHAPE, SHAPE, bias=jax.ShapeDtypeStruct((8,), jnp.float32))
+
+
+class DeterministicTest(absltest.TestCase):
+
+  def outputs(self, **arguments):
+    return np.asarray(attention(X, X, X, causal=False, **arguments).attention_outputs)
+
+  def test_three_values(self):
+    key = jax.random.key(0)
+    plain = self.outputs()
+    dropped = self.outputs(dropout_prob=0.5, dropout_rng=key, deterministic=False)
+    self.assertFalse(np.array_equal(dropped, plain))
+    # Unset: active where there are a probability, of the call or of the metadata, and a key.
+    metadata = OperationMetadata(dropout_prob=0.5)
+    np.testing.assert_array_equal(self.outputs(dropout_prob=0.5, dropout_rng=key), dropped)
+    np.testing.assert_array_equal(self.outputs(metadata=metadata, dropout_rng=key), dropped)
+    np.testing.assert_array_equal(self.outputs(dropout_prob=0.5), plain)
+    np.testing.assert_array_equal(self.outputs(metadata=metadata), plain)
+    np.testing.assert_array_equal(self.outputs(dropout_rng=key), plain)
+    # True: off.
+    np.testing.assert_array_equal(
+        self.outputs(dropout_prob=0.5, dropout_rng=key, deterministic=True), plain)
+    # False: a key is required.
+    for arguments in ({"dropout_prob": 0.5}, {"metadata": metadata}):
+      with self.assertRaisesRegex(ValueError, "dropout_rng: got None"):
+        self.outputs(**arguments, deterministic=False)
+
+  def test_a_mechanism_without_dropout_refuses_it(self):
+    with self.assertRaisesRegex(NotImplementedError, "dropout_prob=0.5"):
+      self.outputs(mechanism="sdpa", dropout_prob=0.5, dropout_rng=jax.random.key(0))
+
+
+class InitBiasTest(absltest.TestCase):
+
+  def paged(self, **arguments):
+    cache = pages.init(PagesV2, 2, 4, Heads(2, 4, 4), dtype=jnp.float32)
+    metadata = PagesMetadata(np.int32([[0]]), np.int32([2]), np.int32([0, 2]))
+    query = np.ones((2, 2, 4), np.float32)
+    return explain(query, None, None, layout="thd", cache_view=cache, cache_metadata=metadata,
+                   **arguments)
+
+  def test_is_called_with_pages(self):
+    self.assertEqual(self.paged(init_bias=lambda: None).chosen, "ragged_page_attention_v2")
+    refused = self.paged(init_bias=lambda: jnp.zeros((1, 1, 1)))
+    self.assertIsNone(refused.chosen)
+    self.assertIn("bias", str(refused))
+
+  def test_is_called_without_pages(self):
+    bias = jnp.asarray(np.random.default_rng(1).normal(size=(1, 2, 8, 8)), jnp.float32)
+    np.testing.assert_array_equal(
+        attention(X, X, X, init_bias=lambda: bias).attention_outputs,
+        attention(X, X, X, bias=bias).attention_outputs)
+
+
+class PagedFunctionTest(absltest.TestCase):
+
+  def test_options_reach_attention(self):
+    cache = pages.init(PagesV2, 2, 4, Heads(2, 4, 4), dtype=jnp.float32)
+    metadata = PagesMetadata(np.int32([[0]]), np.int32([2]), np.int32([0, 2]))
+    with self.assertRaisesRegex(ValueError, "softmax_scale"):
+      ragged_page_attention_v2(np.ones((2, 2, 4), np.float32), cache, metadata,
+                               attn_core.PagedOptions(softmax_scale=float("inf")))
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,139 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers of the library's source: lengths, arguments, types, and what its imports show."""
+
+import ast
+import pathlib
+from typing import Iterable, Iterator, NamedTuple
+
+from attn_core_test import import_graph
+
+MAX_FUNCTION_LINES = 80
+MAX_FILE_LINES = 400
+MAX_TOP_LEVEL_FILES = 9
+MIN_TYPED_PERCENT = 95.0
+
+# Every line that is shown also when the tests pass begins with this.
+MARK = "measured: "
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+class Function(NamedTuple):
+  """One function or method of the library."""
+
+  name: str  # "attn_core.attention.attention"
+  public: bool  # neither it, nor its class or module, nor a function around it has a private name
+  parameters: int
+  typed: int  # parameters with an annotation; self and cls count in neither
+  returns: bool  # its return has an annotation
+  lines: int
+  raises: bool  # its docstring has a section Raises
+
+
+class Measures(NamedTuple):
+  """Numbers of the whole library."""
+
+  functions: tuple[Function, ...]
+  file_lines: dict[str, int]  # path below the root -> lines
+  top_level: tuple[str, ...]  # the files beside attn_core/__init__.py, itself included
+
+  def typed_percent(self) -> float:
+    """Parameters with an annotation, in percent of all."""
+    total = sum(function.parameters for function in self.functions)
+    return 100 * sum(function.typed for function in self.functions) / total
+
+  def long_functions(self) -> list[str]:
+    """Names of functions longer than MAX_FUNCTION_LINES."""
+    return [function.name for function in self.functions if function.lines > MAX_FUNCTION_LINES]
+
+  def long_files(self) -> list[str]:
+    """Paths of files longer than MAX_FILE_LINES."""
+    return [path for path, lines in self.file_lines.items() if lines > MAX_FILE_LINES]
+
+  def untyped_public(self) -> list[str]:
+    """Names of public functions with a parameter or a return that has no annotation."""
+    return [function.name for function in self.functions if function.public
+            and not (function.returns and function.typed == function.parameters)]
+
+  def with_arguments(self, least: int) -> list[str]:
+    """Names of functions with `least` parameters or more."""
+    return [function.name for function in self.functions if function.parameters >= least]
+
+
+def parameters_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.arg]:
+  """The parameters of a function but for self and cls, *args and **kwargs included."""
+  given = function.args
+  found = [*given.posonlyargs, *given.args, *given.kwonlyargs]
+  found += [argument for argument in (given.vararg, given.kwarg) if argument]
+  return [argument for argument in found if argument.arg not in ("self", "cls")]
+
+
+def functions_of(module: str, path: pathlib.Path) -> Iterator[Function]:
+  """Every function of a file, nested ones included; lambdas are left out."""
+  def visit(node: ast.AST, name: str, public: bool) -> Iterator[Function]:
+    for child in ast.iter_child_nodes(node):
+      if not isinstance(child, (*_FUNCTIONS, ast.ClassDef)):
+        yield from visit(child, name, public)
+        continue
+      own, shown = f"{name}.{child.name}", public and not child.name.startswith("_")
+      if isinstance(child, ast.ClassDef):
+        yield from visit(child, own, shown)
+        continue
+      parameters = parameters_of(child)
+      yield Function(own, shown, len(parameters),
+                     sum(argument.annotation is not None for argument in parameters),
+                     child.returns is not None, child.end_lineno - child.lineno + 1,
+                     "Raises:" in (ast.get_docstring(child) or ""))
+      yield from visit(child, own, False)
+  yield from visit(ast.parse(path.read_text(encoding="utf-8")), module,
+                   not any(part.startswith("_") for part in module.split(".")))
+
+
+def measure() -> Measures:
+  """Measures every file of the library."""
+  modules = import_graph.library_modules()
+  functions = tuple(function for module, path in modules.items()
+                    for function in functions_of(module, path))
+  lengths = {path.relative_to(import_graph.ROOT).as_posix():
+             len(path.read_text(encoding="utf-8").splitlines()) for path in modules.values()}
+  top = import_graph.ROOT / import_graph.LIBRARY
+  return Measures(functions, lengths, tuple(sorted(path.name for path in top.glob("*.py"))))
+
+
+def circle(imports: dict[str, Iterable[str]]) -> list[str]:
+  """The nodes of a graph that lie on a circle or between two; empty if it has none."""
+  left = {name: set(targets) & set(imports) - {name} for name, targets in imports.items()}
+  while free := [name for name, targets in left.items() if not targets & set(left)]:
+    for name in free:
+      del left[name]
+  while free := [name for name in left if not any(name in targets for targets in left.values())]:
+    for name in free:
+      del left[name]
+  return sorted(left)
+
+
+def lines() -> list[str]:
+  """The report that import_graph_test prints: floors, top-level files, circles and numbers."""
+  found, floors = measure(), import_graph.floors()
+  count = len(found.functions)
+  circles = {"library": circle(import_graph.module_graph(import_graph.library_modules())),
+             "tests": circle(import_graph.module_graph(import_graph.test_modules()))}
+  lengths = sorted(function.lines for function in found.functions)
+  untyped = found.untyped_public()
+  report = [f"floor {number:2}: {room} ({size} modules)"
+            for number, (room, size) in enumerate(floors)]
+  report += [f"top-level files: {len(found.top_level)} (at most {MAX_TOP_LEVEL_FILES})"]
+  report += [f"circles of imports, {name}: {', '.join(members) or 'none'}"
+             for name, members in circles.items()]
+  report += [
+      f"functions: {count}, of which {len(found.with_arguments(9))} have 9 or more arguments and "
+      f"{len(found.with_arguments(12))} have 12 or more",
+      f"functions longer than {MAX_FUNCTION_LINES} lines: {len(found.long_functions())}",
+      f"files longer than {MAX_FILE_LINES} lines: {len(found.long_files())} "
+      f"of {len(found.file_lines)}",
+      f"95th percentile of function length: {lengths[int(0.95 * count)]} lines",
+      f"parameters with a type: {found.typed_percent():.1f}%",
+      f"docstrings with Raises: {sum(function.raises for function in found.functions)}",
+      f"public functions with a parameter or return untyped: {len(untyped)}"]
+  return [MARK + line for line in report]

@@ -1,0 +1,122 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Decode calls against a dense cache, and their meaning in float64."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attn_core import BlockSizes, attention
+from attn_core.caches import dense
+from attn_core.masks import constructors
+from attn_core.references import oracle
+from attn_core.types import AttentionSpec, MaskOperands, Operands
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_enable_x64", True)
+
+MODE = {"mode": "__autoregressive__", "mechanism": "autoregressive_decodeattn"}
+
+
+class Case(NamedTuple):
+  """One decode call; lengths after the queries' own tokens."""
+
+  lengths: tuple[int, ...]
+  T: int = 1
+  S: int = 37
+  H: int = 4
+  K: int = 2
+  D: int = 32
+  E: int = 32
+  starts: tuple[int, ...] | None = None
+  sliding_window: tuple | None = None
+  logits_soft_cap: float | None = None
+  sinks: bool = False
+  block: int | None = 8
+
+  @property
+  def arguments(self) -> dict:
+    return dict(sliding_window=self.sliding_window, logits_soft_cap=self.logits_soft_cap,
+                block_sizes=BlockSizes(block_kv=self.block), **MODE)
+
+
+CASES = {
+    "one_query": Case((37, 1, 16)),
+    "rows_shorter_than_the_queries": Case((0, 1, 2), T=3),
+    "window": Case((37, 5, 24), T=3, sliding_window=(9, 0)),
+    "soft_cap_and_sinks": Case((37, 0, 9), logits_soft_cap=1.5, sinks=True),
+    "starts": Case((37, 20, 9), starts=(30, 0, 9)),
+    "one_head": Case((37, 12), T=3, H=1, K=1),
+    "all_query_heads_share_a_key_head": Case((37, 12), T=2, H=8, K=1, D=16, E=48),
+    "every_query_head_has_its_own": Case((37, 12), H=4, K=4, D=5, E=3),
+    "many_rows": Case((37, 20), T=9, H=8),
+    "one_block": Case((37, 20), T=2, block=None),
+    "blocks_of_one_key": Case((5, 3), S=5, block=1),
+    "one_slot": Case((1, 0), S=1, block=None),
+    # Cut into blocks of 512 keys, and what is left into blocks of 256.
+    "large_blocks": Case((1100, 700, 300), S=1100, H=8, K=8, D=128, E=128, block=None),
+}
+
+
+def arrays(case: Case, dtype, seed=0):
+  """query, the cache's key and value, sinks."""
+  rng = np.random.default_rng(seed)
+  array = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
+  batch = len(case.lengths)
+  found = {"query": array(batch, case.T, case.H, case.D),
+           "key": array(batch, case.S, case.K, case.D),
+           "value": array(batch, case.S, case.K, case.E)}
+  return {**found, "softmax_aux": array(case.H)} if case.sinks else found
+
+
+def cache_of(case: Case, key, value, **scales) -> dense.DenseCache:
+  rows = len(case.lengths)
+  return dense.DenseCache(key, value, jnp.array(case.starts or [0] * rows, jnp.int32),
+                          jnp.array(case.lengths, jnp.int32), jnp.zeros(rows, bool), **scales)
+
+
+def decoded(case: Case, operands, **more):
+  """(out, lse) of the queries, which are the rows' last tokens."""
+  rest = {name: operands[name] for name in ("softmax_aux",) if name in operands}
+  output = attention(operands["query"], None, None, return_lse=True, **case.arguments, **rest,
+                     cache_view=cache_of(case, operands["key"], operands["value"]), **more)
+  return output.attention_outputs, output.lse
+
+
+@functools.cache  # one object, which jax.jit compiles once
+def compiled(case: Case):
+  return jax.jit(functools.partial(decoded, case))
+
+
+def defined(case: Case, operands):
+  """The same by the definition, from loops over numbers."""
+  starts = case.starts or (0,) * len(case.lengths)
+  left = np.inf if case.sliding_window is None else case.sliding_window[0]
+  seen = np.array([[[start <= s <= length - case.T + t and s >= length - case.T + t - left
+                     and length - case.T + t >= start for s in range(case.S)]
+                    for t in range(case.T)] for start, length in zip(starts, case.lengths)])
+  leaves, structure = jax.tree.flatten(constructors.dense(seen[:, None]))
+  spec = AttentionSpec(structure, case.D**-0.5, case.logits_soft_cap)
+  sinks = operands["softmax_aux"][None] if case.sinks else None
+  out, _, lse, _ = oracle.attention(
+      Operands(operands["query"], operands["key"], operands["value"], None,
+               MaskOperands(tuple(map(jnp.asarray, leaves))), sinks), spec)
+  return out, lse
+
+
+def with_gradients(run, case):
+  """A jitted function of the operands -> (value and gradients) of a loss that reads everything."""
+  def loss(operands):
+    out, lse = run(case, operands)
+    return jnp.sin(out).sum() + (jnp.where(jnp.isfinite(lse), lse, 0)**2).sum(), (out, lse)
+  return jax.jit(jax.value_and_grad(loss, has_aux=True))
+
+
+def close(got, want, tolerance):
+  for (path, x), y in zip(jax.tree_util.tree_flatten_with_path(got)[0], jax.tree.leaves(want),
+                          strict=True):
+    np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance,
+                               err_msg=jax.tree_util.keystr(path))

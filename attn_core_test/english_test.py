@@ -1,0 +1,193 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The words of docstrings, comments and documents: plain American English, fixed shape letters.
+
+A docstring begins with a verb or a noun phrase and never with "What"; arrays are not people; the
+shape of an array is written with the letters of LETTERS, and every other dimension is a word.
+"""
+
+import ast
+import io
+import os
+import pathlib
+import re
+import tokenize
+from typing import Iterator
+from unittest import mock
+
+from absl.testing import absltest
+
+# Not resolve(): a file that Bazel runs is a link, and its neighbours are those of the link.
+ROOT = pathlib.Path(os.path.abspath(__file__)).parent.parent
+LICENSE = ("# Copyright 2026 The attn_core Authors.\n"
+           "# SPDX-License-Identifier: Apache-2.0\n")
+MAX_COLUMNS = 100
+
+LETTERS = set("BTSHKGDE")
+PAGED_LETTERS = LETTERS | set("PR")
+
+BANNED = re.compile(
+    r"\b(nobody|somebody|everybody|anybody|anew|meanwhile|seldom|owed|owes|spoilt|beside|whoever"
+    r"|(?:un|de|re)?(?:normal|quant|optim|initial|serial|special|final|factor|general|parallel"
+    r"|recogn|minim|maxim|organ|penal|util|synchron|vector|local)is(?:e|ed|es|er|ers|ing|ation"
+    r"|ations)"
+    r"|(?:hono|colo|behavio|neighbo|favo|flavo)ur\w*)\b", re.IGNORECASE)
+# Names of other libraries' arguments and of code between backquotes keep their spelling.
+CODE = re.compile(r"`[^`]*`")
+BAD_STARTS = ("What ", "Whether it does not")
+SHAPE = re.compile(r"\[([A-Za-z0-9_ ,.*+/()|-]+)\]")
+LETTER = re.compile(r"\b[A-Z]\b")
+
+# Files that still break a rule; a file that is clean must leave this list.
+NOT_YET = """
+README.md
+attn_core/__main__.py
+attn_core/benchmark/static/gpu.py
+attn_core/benchmark/static/gpu_programs.py
+attn_core/benchmark/static/gpu_report.py
+attn_core/benchmark/static/profile.py
+attn_core/benchmark/static/tpu_decode.py
+attn_core/caches/paged/allocator.py
+attn_core/caches/paged/validate.py
+attn_core/caches/update.py
+attn_core/kernels/gpu/flash/backward_bias.py
+attn_core/plan/context_parallel.py
+attn_core/plan/traffic.py
+attn_core/plan/work.py
+attn_core_test/__main__.py
+attn_core_test/bad_input_test.py
+attn_core_test/caches_test.py
+attn_core_test/code_measures.py
+attn_core_test/config_models_test.py
+attn_core_test/config_test.py
+attn_core_test/cudnn_test.py
+attn_core_test/decode_test.py
+attn_core_test/dropout_test.py
+attn_core_test/english_test.py
+attn_core_test/examples_test.py
+attn_core_test/gpu_cases.py
+attn_core_test/gpu_decode_test.py
+attn_core_test/gpu_paged_test.py
+attn_core_test/gpu_suite.py
+attn_core_test/gpu_suite_parts.py
+attn_core_test/gpu_suite_test.py
+attn_core_test/import_alone.py
+attn_core_test/import_graph.py
+attn_core_test/import_graph_test.py
+attn_core_test/masks_test.py
+attn_core_test/mesh_test.py
+attn_core_test/page_stripes_test.py
+attn_core_test/paged_cases.py
+attn_core_test/paged_shard_cases.py
+attn_core_test/paged_shard_test.py
+attn_core_test/paged_test.py
+attn_core_test/pages_test.py
+attn_core_test/parity_test.py
+attn_core_test/plan_test.py
+attn_core_test/readme_test.py
+attn_core_test/ring_compiled_test.py
+attn_core_test/shard_test.py
+docs/parity.md
+examples/attend.py
+examples/serve.py
+examples/train_and_generate.py
+""".split()
+
+
+def files() -> list[pathlib.Path]:
+  """Every file that is checked."""
+  found = [path for folder in ("attn_core", "attn_core_test", "examples")
+           for path in (ROOT / folder).rglob("*.py")]
+  found += [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
+  return sorted(found + list((ROOT / "docs").glob("*.md")))
+
+
+def docstrings(text: str) -> Iterator[tuple[int, str]]:
+  """(line, docstring) of a module and of every class and function in it."""
+  for node in ast.walk(ast.parse(text)):
+    if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+      if docstring := ast.get_docstring(node):
+        yield node.body[0].lineno, docstring
+
+
+def comments(text: str) -> Iterator[tuple[int, str]]:
+  """(line, text) of every comment but for the license's; lines that follow each other are one."""
+  begun, last, words = 0, -1, ""
+  for token in tokenize.generate_tokens(io.StringIO(text).readline):
+    if token.type != tokenize.COMMENT or token.string in LICENSE:
+      continue
+    own_line = not token.line[:token.start[1]].strip()
+    if own_line and token.start[0] == last + 1:
+      words += " " + token.string.lstrip("# ")
+    else:
+      if words:
+        yield begun, words
+      begun, words = token.start[0], token.string.lstrip("# ")
+    last = token.start[0] if own_line else -1
+  if words:
+    yield begun, words
+
+
+def prose_of(path: pathlib.Path, text: str) -> list[tuple[int, str]]:
+  """(line, text) of what is written for readers in a file."""
+  if path.suffix == ".py":
+    return [*docstrings(text), *comments(text)]
+  fenced = re.sub(r"^```.*?^```$", lambda match: "\n" * match[0].count("\n"), text,
+                  flags=re.MULTILINE | re.DOTALL)
+  return [(number, line) for number, line in enumerate(fenced.splitlines(), 1)]
+
+
+def foreign_letters(words: str, allowed: set[str]) -> list[str]:
+  """Shapes in brackets that have a letter outside `allowed`."""
+  return [match[0] for match in SHAPE.finditer(words) if set(LETTER.findall(match[1])) - allowed]
+
+
+def errors_of(path: pathlib.Path) -> list[str]:
+  """What a file breaks, one line each."""
+  text, name = path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix()
+  found = []
+  if path.suffix == ".py":
+    if text and not text.startswith(LICENSE):  # Bazel adds empty __init__.py files
+      found.append(f"{name}:1: the two lines of the license are missing")
+    found += [f"{name}:{number}: {len(line)} columns; at most {MAX_COLUMNS}"
+              for number, line in enumerate(text.splitlines(), 1) if len(line) > MAX_COLUMNS]
+    found += [f"{name}:{line}: a docstring begins with {words[:20]!r}"
+              for line, words in docstrings(text) if words.startswith(BAD_STARTS)]
+  for line, words in prose_of(path, text):
+    plain = CODE.sub("``", words)
+    if " is no " in " ".join(plain.split()):
+      found.append(f"{name}:{line}: ' is no '")
+    found += [f"{name}:{line}: the word {match[0]!r}" for match in BANNED.finditer(plain)]
+    if path.suffix == ".py":
+      allowed = PAGED_LETTERS if "page" in name else LETTERS
+      found += [f"{name}:{line}: letters of {shape}" for shape in foreign_letters(words, allowed)]
+  return found
+
+
+class EnglishTest(absltest.TestCase):
+
+  def test_files_are_clean(self):
+    found = [error for path in files() if path.relative_to(ROOT).as_posix() not in NOT_YET
+             for error in errors_of(path)]
+    if found:
+      self.fail("\n" + "\n".join(found))
+
+  def test_clean_files_are_not_listed(self):
+    self.assertEqual(NOT_YET, sorted(set(NOT_YET)))
+    clean = [name for name in NOT_YET if not (ROOT / name).exists() or not errors_of(ROOT / name)]
+    self.assertEmpty(clean, "take these off NOT_YET")
+
+  def test_rules_find_what_they_are_for(self):
+    bad = ('"""What a file holds."""\n\n# There is no use for [N, D], seldom\n# normalised.\n'
+           "x = 1  # [B, T, num_pages] and `honoured`\n")
+    path = pathlib.Path(self.create_tempfile("bad.py", bad).full_path)
+    with mock.patch.dict(globals(), ROOT=path.parent):
+      found = " ".join(errors_of(path))
+    for words in ("license", "begins with 'What", "' is no '", "[N, D]", "'seldom'", "'normalised'"):
+      self.assertIn(words, found)
+    self.assertNotIn("num_pages", found)
+    self.assertNotIn("honoured", found)
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,82 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Requests over pages, with their meaning by the reference."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from attn_core import PagedOptions, PagesMetadata
+from attn_core.references import paged as reference
+from attn_core.types import PagedSpec
+
+
+class Case(NamedTuple):
+  """Requests: how many tokens each has, and how many of them are queries of this call."""
+
+  lengths: tuple = (9, 0, 17, 1, 24, 5)
+  queries: tuple = (9, 0, 5, 1, 1, 2)
+  options: PagedOptions = PagedOptions()
+  H: int = 4
+  K: int = 2
+  D: int = 6
+  page: int = 4
+  rest: int = 3  # rows of the query behind the last request's
+  unused: int = 0  # rows of the tables behind the last request
+  distribution: tuple | None = None
+  dtype: str = "float32"
+  sinks: bool = False
+
+  @property
+  def pool(self):
+    return 8 * len(self.lengths)
+
+  def metadata(self, single=False) -> PagesMetadata:
+    """Pages in random order; entries past a request's pages lie outside of the pool."""
+    rng = np.random.default_rng(0)
+    rows = len(self.lengths) + self.unused
+    tables = np.full((rows, 8), 10**6, np.int32)
+    free = rng.permutation(self.pool)
+    for row, length in enumerate(self.lengths):
+      used = -(-length // self.page)
+      tables[row, :used], free = free[:used], free[used:]
+    pad = lambda x, value: np.array([*x, *[value] * self.unused], np.int32)
+    starts = np.cumsum([0, *self.queries])
+    number = np.array([len(self.lengths)], np.int32) if self.unused else None
+    if self.distribution is not None:
+      number = None
+    return PagesMetadata(
+        tables, pad(self.lengths, 999), None if single else pad(starts, -5), number,
+        None if self.distribution is None else np.array(self.distribution, np.int32))
+
+  def arrays(self):
+    """query, key and value pages [K, P, page, D], sinks [H]; NaN wherever nobody looks."""
+    rng = np.random.default_rng(1)
+    tokens = sum(self.queries) + self.rest
+    query = rng.normal(size=(tokens, self.H, self.D))
+    query[sum(self.queries):] = np.nan
+    key, value = rng.normal(size=(2, self.K, self.pool, self.page, self.D))
+    live = np.zeros((self.pool, self.page), bool)
+    tables = self.metadata().page_tables
+    for row, length in enumerate(self.lengths):
+      for p in range(length):
+        live[tables[row, p // self.page], p % self.page] = True
+    key[:, ~live] = value[:, ~live] = np.nan
+    sinks = rng.normal(size=self.H) if self.sinks else None
+    return tuple(None if x is None else jnp.asarray(x, self.dtype)
+                 for x in (query, key, value, sinks))
+
+  def oracle(self, query, key, value, sinks):
+    """(output [T, H, D], lse [H, T]), NaN and all."""
+    tables, o = self.metadata().page_tables, self.options
+    window = (None, None) if o.sliding_window is None else o.sliding_window
+    spec = PagedSpec(o.softmax_scale or self.D**-0.5, o.logits_soft_cap, o.causal, window)
+    requests = []
+    for row, (length, number) in enumerate(zip(self.lengths, self.queries)):
+      found = (None, None)
+      if length:
+        found = reference.tokens(key, value, tables[row], length)
+      requests.append((number, *found))
+    query = query.at[sum(self.queries):].set(0)
+    return reference.attention(query, requests, spec, sinks)

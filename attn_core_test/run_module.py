@@ -1,0 +1,29 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Runs one test module as the suite does: python3 -m attn_core_test.run_module masks_test.
+
+Leaves out the tests that `sampling` calls slow and this run does not take; the module itself, as in
+`python3 -m attn_core_test.masks_test`, runs all of its tests.
+"""
+
+import runpy
+import sys
+
+from absl.testing import absltest
+
+from attn_core_test import sampling
+
+
+def main(module: str) -> None:
+  """Runs the quick tests of a module, and the slow ones of this rotation."""
+  all_names, share = absltest.TestLoader.getTestCaseNames, sampling.share_of(module)
+
+  def taken_names(self: absltest.TestLoader, case: type) -> list[str]:
+    return sampling.taken_of(all_names(self, case), f"{module}.{case.__name__}", share)
+
+  absltest.TestLoader.getTestCaseNames = taken_names
+  runpy.run_module(f"attn_core_test.{module}", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+  main(sys.argv.pop(1))

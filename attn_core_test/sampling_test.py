@@ -1,0 +1,53 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The tags of slow tests: every test runs in some rotation, on every Python in the same one."""
+
+import pathlib
+
+from absl.testing import absltest
+from absl.testing import parameterized
+
+from attn_core_test import __main__ as suite, sampling
+
+NAMES = [f"test_{n}" for n in range(29)]
+
+
+class SamplingTest(parameterized.TestCase):
+
+  @parameterized.product(share=(1, 2, 3, 40), parts=(1, 2, 7, 50))
+  def test_rotations_run_every_test(self, share, parts):
+    quick = sampling.taken_of(NAMES, "a.B", share, None)
+    self.assertLen(quick, -(-len(NAMES) // share))
+    more = [sampling.taken_of(NAMES, "a.B", share, sampling.Rotation(k, parts))
+            for k in range(parts)]
+    for taken in more:
+      self.assertContainsSubset(quick, taken)
+    slow = sorted(name for taken in more for name in taken if name not in quick)
+    self.assertEqual(slow, sorted(set(NAMES) - set(quick)))
+
+  def test_a_single_test_is_quick(self):
+    self.assertEqual(sampling.taken_of(["test_a"], "a.B", 9, None), ["test_a"])
+
+  def test_every_slow_case_runs_in_one_rotation(self):
+    for name in NAMES:
+      taken = [k for k in range(5) if sampling.chosen(name, sampling.Rotation(k, 5))]
+      self.assertLen(taken, 1)
+      self.assertFalse(sampling.chosen(name, None))
+
+  def test_numbers_depend_on_the_name_alone(self):
+    self.assertEqual(sampling.number_of("test_0"), 1158476611)
+
+  @parameterized.parameters("", "3", "3/", "/3", "3/3", "-1/3", "a/b")
+  def test_bad_rotations(self, text):
+    with self.assertRaisesRegex(ValueError, "rotation=.*expected K/N with 0 <= K < N"):
+      sampling.rotation_of(text)
+
+  def test_tables_name_modules(self):
+    modules = [path.stem for path in pathlib.Path(suite.FOLDER).glob("*_test.py")]
+    for pattern in sampling.QUICK:
+      self.assertTrue(any(suite.matches(name, pattern) for name in modules), pattern)
+    self.assertContainsSubset(sampling.SHARDS, modules)
+
+
+if __name__ == "__main__":
+  absltest.main()

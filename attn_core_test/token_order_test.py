@@ -1,0 +1,79 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The order of a sharded sequence's tokens: there and back, and its balance under a causal mask."""
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attn_core import from_layout, masks, to_layout
+from attn_core.masks import block_map
+from attn_core.sharding import context_parallel, token_order
+from attn_core_test.ring_cases import N, numbers
+
+
+class LayoutsTest(parameterized.TestCase):
+
+  @parameterized.product(layout=token_order.TOKEN_ORDERS, shards=(1, 2, 5, 8))
+  def test_there_and_back(self, layout, shards):
+    tokens = numbers(2, 6 * shards, 3)
+    tree = {"tokens": tokens, "labels": np.arange(12 * shards, dtype=np.int32).reshape(2, -1)}
+    there = to_layout(tree, layout, shards)
+    jax.tree.map(np.testing.assert_array_equal, from_layout(there, layout, shards), tree)
+    order = token_order.order(layout, 6 * shards, shards)
+    np.testing.assert_array_equal(there["tokens"], tokens[:, order])
+    for shard in range(shards):
+      tokens, = jax.jit(lambda n: token_order.tokens_of(layout, 6 * shards, shards, n))(
+          jnp.array([shard]))
+      np.testing.assert_array_equal(tokens, order[6 * shard:6 * (shard + 1)])
+
+  def test_by_hand(self):
+    self.assertEqual(token_order.order("contiguous", 8, 2).tolist(), [0, 1, 2, 3, 4, 5, 6, 7])
+    self.assertEqual(token_order.order("zigzag", 8, 2).tolist(), [0, 1, 6, 7, 2, 3, 4, 5])
+    self.assertEqual(token_order.order("striped", 8, 2).tolist(), [0, 2, 4, 6, 1, 3, 5, 7])
+    self.assertEqual(to_layout(np.arange(4), "zigzag", 2, axis=0).tolist(), [0, 3, 1, 2])
+
+  @parameterized.parameters(
+      ("zigzag", 24, 8, "length=24: expected a multiple of 16.*nearest are 16 or 32"),
+      ("striped", 7, 8, "length=7: expected a multiple of 8.*nearest are 8:"),
+      ("stripes", 8, 2, "layout='stripes': expected one of 'contiguous', 'zigzag', 'striped'"),
+      ("zigzag", 8, 0, "shards=0: expected at least 1"))
+  def test_refuses(self, layout, length, shards, message):
+    with self.assertRaisesRegex(ValueError, message):
+      to_layout(np.zeros((1, length)), layout, shards)
+
+  @parameterized.parameters(
+      (np.zeros((1, 4)), 2, 5, r"axis: got 5 with x float64\[1, 4\]; expected .*-2 to 2 - 1"),
+      (np.zeros((1, 4)), 2, -3, "axis: got -3 with x"),
+      (np.zeros((1, 4)), 2, "a", "axis: got 'a'; expected an int"),
+      (np.zeros((1, 4)), 2, None, "axis: got None; expected an int"),
+      ({"labels": 3.0}, 2, 1, "x: got float; expected a jax or numpy array, with tokens along axi"),
+      (np.zeros((1, 4)), "a", 1, "shards='a': expected at least 1"),
+      (np.zeros((1, 4)), 2.0, 1, "shards=2.0: expected at least 1, an int"))
+  def test_bad_axes_and_shards(self, x, shards, axis, message):
+    for layout in token_order.TOKEN_ORDERS:
+      for function in (to_layout, from_layout):
+        with self.assertRaisesRegex(ValueError, message):
+          function(x, layout, shards, axis)
+
+  def test_causal_balance(self):
+    """Visited blocks of 16 x 16, the most that a shard has over the mean."""
+    length, block = 2048, 16
+    def imbalance(layout):
+      spread = context_parallel.Sequence(layout, False, ("sp",), (), N, 1, True, length, length)
+      def visited(member, source):
+        mask = masks.placed(masks.causal(), spread.rows(np.int32(member))[None],
+                                    spread.columns(np.int32(source))[None], spread.size)
+        kinds = block_map.host_kinds(mask, block_map.Sizes(length // N, length // N, block, block))
+        return (kinds != block_map.EMPTY).sum()
+      each = [sum(visited(m, s) for s in range(N)) for m in range(N)]
+      return max(each) / np.mean(each)
+    self.assertBetween(imbalance("contiguous"), 1.8, 1.95)
+    self.assertLessEqual(imbalance("zigzag"), 1.02)
+    self.assertLessEqual(imbalance("striped"), 1.02)
+
+
+if __name__ == "__main__":
+  absltest.main()
