@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The examples in the library's docstrings run and print what they show."""
+"""Examples in the library's docstrings run and print the output they show."""
 
 import doctest
 import importlib
@@ -21,9 +21,9 @@ jax.config.update("jax_num_cpu_devices", 8)  # for meshes
 EXAMPLE = ">>> "
 MODULES = [name for name, path in import_graph.library_modules().items()
            if EXAMPLE in path.read_text(encoding="utf-8")]
-MAX_LINES = 14  # of source and output
+MAX_LINES = 14  # lines of source and output
 
-# Entry points whose docstring must have an example.
+# Entry points whose docstrings must have an example.
 ENTRY_POINTS = {
     "attention": attn_core.attention, "explain": attn_core.explain,
     **{f"masks.{name}": getattr(masks, name) for name in (
@@ -36,7 +36,7 @@ ENTRY_POINTS = {
     "create_mesh": attn_core.create_mesh, "rotary": attn_core.rotary,
     "ring_attention": attn_core.ring_attention,
 }
-# Those that have none yet; the list only shrinks.
+# Entry points that have none yet; this list only shrinks.
 NOT_YET = """
 caches.paged.allocator
 """.split()

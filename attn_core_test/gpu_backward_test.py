@@ -102,7 +102,7 @@ class InterpretTest(parameterized.TestCase):
     self.compare(found, expected, "bfloat16")
 
   @parameterized.parameters("width_128_group_float16", "group_of_shared_keys")
-  def test_is_the_same_bit_for_bit(self, name):
+  def test_results_repeat_bit_for_bit(self, name):
     case = gpu_cases.GRADIENTS[name]
     operands = case.operands()
     residuals, cotangents, _ = case.derivatives(operands)
@@ -112,20 +112,20 @@ class InterpretTest(parameterized.TestCase):
                        for _ in range(2))
     jax.tree.map(np.testing.assert_array_equal, first, second)
 
-  def test_what_is_hidden_may_be_nan(self):
+  def test_hidden_keys_may_be_nan(self):
     case = Case(T=200)
     operands = case.operands()
     residuals, cotangents, _ = case.derivatives(operands)
-    # The last queries see the last keys: nothing is asked of them here.
+    # The last queries see the last keys: their cotangents are 0 and their lse is -inf here.
     cotangents = jax.tree.map(jnp.array, cotangents)
     late = jnp.arange(200) >= 150
     residuals = residuals._replace(lse=jnp.where(late, -jnp.inf, residuals.lse))
     cotangents = cotangents._replace(lse=jnp.where(late, 0, cotangents.lse))
-    spoilt = operands._replace(key=operands.key.at[:, 150:].set(jnp.inf),
+    nonfinite = operands._replace(key=operands.key.at[:, 150:].set(jnp.inf),
                                value=operands.value.at[:, 150:].set(jnp.nan))
     with gpu_cases.interpreted():
       run = jax.jit(case.backward)
-      found, clean = (run(x, residuals, cotangents) for x in (spoilt, operands))
+      found, clean = (run(x, residuals, cotangents) for x in (nonfinite, operands))
     for name in case.wrt:
       np.testing.assert_array_equal(found[name][:, :150], clean[name][:, :150])
       self.assertTrue((np.asarray(found[name][:, 150:]) == 0).all())
@@ -133,8 +133,8 @@ class InterpretTest(parameterized.TestCase):
 
 class RingTest(parameterized.TestCase):
 
-  def test_a_bias_of_rows_in_two_hops(self):
-    """As a ring asks for it: of some of the keys, without the output."""
+  def test_a_row_bias_in_two_ring_steps(self):
+    """Checks the calls that a ring makes: for some of the keys, and without the output."""
     case = Case(masks.full(), T=4, S=8, H=2, D=8, dtype="float32",
                 extras={"bias": ((1, 2, 4, 1), "float32")})
     operands = case.operands()
@@ -174,7 +174,7 @@ class LowerTest(parameterized.TestCase):
 
 
 def _results(jaxpr):
-  """All that a program computes outside of its kernels."""
+  """Yields every array that a program computes outside its kernels."""
   for equation in jaxpr.eqns:
     yield from equation.outvars
     inner = equation.params.get("jaxpr")
@@ -194,7 +194,7 @@ class RefusalTest(parameterized.TestCase):
       KERNEL.check(case.shapes, case.full_spec, case.blocks)
 
   @parameterized.product(width=tiling.WIDTHS, value_width=tiling.WIDTHS)
-  def test_blocks_that_are_chosen_fit(self, width, value_width):
+  def test_chosen_blocks_fit(self, width, value_width):
     case = Case(D=width, E=value_width)
     for cut in tiling.make_backward_tilings(case.shapes, case.full_spec, case.blocks):
       self.assertLessEqual(tiling.shared_memory_backward(cut), mosaic.SHARED_MEMORY_BYTES)
@@ -244,7 +244,7 @@ class CompileTest(parameterized.TestCase):
         self.assertEqual([loop["products"] for loop in kernel.loops], [2 * width // 16])
 
   def products(self, cut):
-    """Instructions of the loops, sorted: 64 wide and 16 long, or as wide as the sums."""
+    """Returns matrix products of the loops, sorted: each 16 long, 64 or the sums' width wide."""
     scores, d_weights = cut.width // 16, cut.value_width // 16
     if not cut.by_keys:
       return [scores + d_weights + cut.block_kv // 16]

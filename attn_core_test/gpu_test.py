@@ -32,8 +32,8 @@ from attn_core_test.gpu_cases import Case
 KERNEL = gpu_flash.make_kernel(xla_flash.KERNEL)
 
 INTERPRETS = hasattr(plgpu, "force_gpu_interpret_mode")
-# Features, in calls of one block; to a kernel, the other cases of properties_test are like these or
-# like those of `gpu_cases`.
+# Features in calls of one block; for a kernel the other property cases equal these or those of
+# `gpu_cases`.
 PROPERTIES = (
     "one_query_one_key", "chunk", "positions", "offset_per_row", "lengths", "prefix_or_causal",
     "custom_predicate", "bias_broadcast", "bias_and_mask", "sinks_several_empty_rows", "soft_cap",
@@ -72,13 +72,13 @@ class InterpretTest(parameterized.TestCase):
     wide = {key: x.astype(jnp.float32) for key, x in arrays.items()}
     self.compare(found, property_cases.reference(case)(wide), "bfloat16")
 
-  def test_what_is_hidden_may_be_nan(self):
+  def test_hidden_keys_may_be_nan(self):
     case = Case(T=200, blocks=gpu_cases.SMALL)
     operands = case.operands()
-    spoilt = operands._replace(key=operands.key.at[:, 150:].set(jnp.inf),
+    nonfinite = operands._replace(key=operands.key.at[:, 150:].set(jnp.inf),
                                value=operands.value.at[:, 150:].set(jnp.nan))
     with gpu_cases.interpreted():
-      out, lse = jax.jit(case.forward)(spoilt)
+      out, lse = jax.jit(case.forward)(nonfinite)
       clean, clean_lse = jax.jit(case.forward)(operands)
     np.testing.assert_array_equal(out[:, :150], clean[:, :150])
     np.testing.assert_array_equal(lse[..., :150], clean_lse[..., :150])
@@ -91,11 +91,11 @@ class InterpretTest(parameterized.TestCase):
     case = gpu_cases.INTERPRETED[name]
     clean = case.operands()
     clean = clean._replace(query=clean.query.at[..., 3].set(1), key=clean.key.at[..., 3].set(0))
-    spoilt = clean._replace(key=clean.key.at[0, 5, 0, 3].set(-np.inf))
+    nonfinite = clean._replace(key=clean.key.at[0, 5, 0, 3].set(-np.inf))
     with gpu_cases.interpreted():
       run = jax.jit(case.forward)
-      (out, lse), (clean_out, clean_lse) = run(spoilt), run(clean)
-    sees = np.isnan(case.oracle(spoilt)[1]).transpose(0, 2, 1)
+      (out, lse), (clean_out, clean_lse) = run(nonfinite), run(clean)
+    sees = np.isnan(case.oracle(nonfinite)[1]).transpose(0, 2, 1)
     self.assertTrue(sees.any())
     self.assertTrue(np.isnan(np.asarray(out, np.float32)[sees]).all())
     np.testing.assert_array_equal(np.isnan(lse).transpose(0, 2, 1), sees)
@@ -112,11 +112,11 @@ class LowerTest(parameterized.TestCase):
     lowered = jax.jit(case.forward).trace(case.shapes).lower(lowering_platforms=("cuda",))
     self.assertEqual(lowered.as_text().count("custom_call @mosaic_gpu"), 1)
 
-  def test_nothing_is_interpreted_unasked(self):
+  def test_interpretation_is_off_by_default(self):
     self.assertFalse(mosaic.interpreted())
 
   @unittest.skipUnless(INTERPRETS, "jax interprets Mosaic GPU kernels from 0.11 on")
-  def test_interpretation_is_noticed(self):
+  def test_interpretation_is_detected(self):
     with gpu_cases.interpreted():
       self.assertTrue(mosaic.interpreted())
 
@@ -150,7 +150,7 @@ class RefusalTest(parameterized.TestCase):
     self.refusal(ValueError, words, blocks=blocks, D=256)
 
   @parameterized.product(width=tiling.WIDTHS, value_width=tiling.WIDTHS)
-  def test_blocks_that_are_chosen_fit(self, width, value_width):
+  def test_chosen_blocks_fit(self, width, value_width):
     case = Case(D=width, E=value_width)
     cut = tiling.make_tiling(case.shapes, case.full_spec, case.blocks)
     self.assertLessEqual(tiling.shared_memory(cut), mosaic.SHARED_MEMORY_BYTES)
@@ -174,7 +174,7 @@ class CompileTest(parameterized.TestCase):
     case = gpu_cases.compiled()[name]
     cut = tiling.make_tiling(case.shapes, case.full_spec, case.blocks)
     self.assertLessEqual(kernel.shared_memory, tiling.shared_memory(cut))
-    # Of 64 queries, 16 long: a product with keys for every 16 of D, one with values for every 16
+    # Products of 64 queries, 16 long: one with keys for every 16 of D, one with values for every 16
     # keys.
     products = cut.warpgroup_rows // mosaic.WGMMA_ROWS * (cut.width + cut.block_kv) // 16
     self.assertNotEmpty(kernel.loops)
