@@ -5,29 +5,35 @@
 import contextlib
 import io
 import itertools
-from typing import Any, NamedTuple
+from typing import Any, Callable, NamedTuple
+import unittest
 
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core import OperationMetadata, masks
-from attn_core.benchmark.static import gpu as static_gpu
+from attn_core import OperationMetadata, attention, masks
 from attn_core.caches import pages, quantize
-from attn_core.kernels.gpu.flash import kernel as gpu_flash, tiling
-from attn_core.kernels.xla import flash as xla_flash
-from attn_core.kernels.gpu.split_kv import decode, paged as gpu_paged
-from attn_core.kernels.common.contract import Residuals
 from attn_core.kernels.common import paged_operands
+from attn_core.kernels.common.contract import Residuals
+from attn_core.kernels.gpu.flash import kernel as gpu_flash, tiling
+from attn_core.kernels.gpu.split_kv import decode, paged as gpu_paged
+from attn_core.kernels.xla import flash as xla_flash
 from attn_core.references import oracle
 from attn_core.types import (DIFFERENTIABLE, AttentionSpec, BlockSizes, MaskOperands,
                              Operands, PagedSpec)
-from attn_core_test import sampling
+from attn_core_test import property_cases, sampling
 
 KERNEL = gpu_flash.make_kernel(xla_flash.KERNEL)
 
 HOPPER = OperationMetadata(platform="gpu", compute_capability="9.0")
+# Of outputs and gradients.
+TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3}
+
+# Decorates tests that interpret kernels.
+interprets = unittest.skipUnless(hasattr(plgpu, "force_gpu_interpret_mode"),
+                                 "jax interprets Mosaic GPU kernels from 0.11 on")
 
 
 @contextlib.contextmanager
@@ -38,6 +44,18 @@ def interpreted():
       plgpu.InterpretGPUParams(detect_races=True)):
     yield
   assert "RACE" not in printed.getvalue(), printed.getvalue()
+
+
+def property_call(name: str) -> tuple[property_cases.Case, dict[str, jax.Array], Callable]:
+  """Returns (a property case, its arrays in bfloat16, arrays -> (out, lse) by the GPU kernels)."""
+  case, = (case for case in property_cases.CASES if case.name == name)
+  arrays = {key: x.astype(jnp.bfloat16) if key in ("query", "key", "value") else x
+            for key, x in property_cases.operands(case, jnp.float32).items()}
+  def run(arrays):
+    output = attention(**arrays, **case.arguments, mechanism="flash_attn2", metadata=HOPPER,
+                       return_lse=True)
+    return output.attention_outputs, output.lse
+  return case, arrays, run
 
 
 IDS = np.repeat(np.array([[0, 1, 2, -1], [5, 5, 6, 7]], np.int32), 75, 1)
@@ -211,8 +229,6 @@ FEATURES = {
 }
 
 
-PROGRAMS_OF_A_PROCESS = 40
-
 # The cases of `lowered` that differ most: the narrowest and the widest, each kind of operand, and
 # all together.
 COMPILED = ("causal_64", "causal_128", "causal_192_256", "full_128", "float16_256", "window_128",
@@ -353,22 +369,3 @@ def paged_programs() -> dict[str, tuple[Any, tuple]]:
     spec = PagedSpec(0.1, window=(1000, None))
     return lambda x: tuple(gpu_paged.forward(x, spec, heads, BlockSizes())), (operands,)
   return {name: program(*case) for name, case in paged().items()}
-
-
-def machine_code(programs_of: str, among=None) -> dict[str, list[Any]]:
-  """Returns kernels compiled from the programs of a function of this module, or their errors.
-
-  Args:
-    programs_of: the function's name.
-    among: names of programs to compile, unknown ones ignored; None: all.
-
-  Returns:   Kernels and errors by the name of their program.
-  """
-  found = {}
-  names = [name for name in globals()[programs_of]() if among is None or name in among]
-  for start in range(0, len(names), PROGRAMS_OF_A_PROCESS):
-    part = names[start:start + PROGRAMS_OF_A_PROCESS]
-    for kernel in static_gpu.measure(f"{__name__}:{programs_of}", part):
-      program = kernel["program"] if isinstance(kernel, dict) else kernel.program
-      found.setdefault(program, []).append(kernel)
-  return found

@@ -13,26 +13,21 @@ os.environ["NPROC"] = "16"
 
 # pylint: disable=g-import-not-at-top
 import itertools
-import unittest
 
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 
 from attn_core import BlockSizes, OperationMetadata, attention, explain, masks
-from attn_core.benchmark.static import gpu as static_gpu
 from attn_core.caches import dense, quantize
 from attn_core.kernels.gpu import mosaic
 from attn_core.kernels.gpu.split_kv import decode, kernel as split_kv, quantized_kv
 from attn_core.types import MaskOperands
-from attn_core_test import gpu_cases, sampling
+from attn_core_test import gpu_cases, gpu_machine_code, sampling
 from attn_core_test.gpu_cases import Case
 
-INTERPRETS = hasattr(plgpu, "force_gpu_interpret_mode")
-TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3}
 BLOCKS = BlockSizes(block_kv=128)
 # The cases that differ most; the others are slow.
 FEW = ("ring_window_cap_sinks", "rows_beyond_one_line", "width_128",
@@ -77,7 +72,7 @@ CASES = {
 }
 
 
-@unittest.skipUnless(INTERPRETS, "jax interprets Mosaic GPU kernels from 0.11 on")
+@gpu_cases.interprets
 class InterpretTest(parameterized.TestCase):
 
   @parameterized.named_parameters((name, name) for name in sampling.names(CASES, FEW))
@@ -88,7 +83,7 @@ class InterpretTest(parameterized.TestCase):
     with gpu_cases.interpreted():
       found = jax.block_until_ready(run(operands))
     for what, x, y, tolerance in zip(("out", "lse"), found, case.oracle(operands),
-                                     (TOLERANCE[case.dtype], 1e-5)):
+                                     (gpu_cases.TOLERANCE[case.dtype], 1e-5)):
       np.testing.assert_allclose(np.float32(x), y, rtol=0, atol=tolerance, err_msg=what)
 
 
@@ -134,7 +129,7 @@ def decoded(rows, query, *cache, metadata=gpu_cases.HOPPER):
   return output.attention_outputs, output.lse
 
 
-@unittest.skipUnless(INTERPRETS, "jax interprets Mosaic GPU kernels from 0.11 on")
+@gpu_cases.interprets
 class RowsTest(parameterized.TestCase):
 
   def test_a_row_has_the_same_bits_in_every_batch_with_any_hidden_slots(self):
@@ -252,38 +247,18 @@ class LowerTest(parameterized.TestCase):
   @parameterized.named_parameters(
       (name, name) for name in sampling.names(gpu_cases.decoded(), FEW))
   def test_for_cuda(self, name):
-    run, arguments = gpu_cases.decode_programs()[name]
-    lowered = jax.jit(run).trace(*arguments).lower(lowering_platforms=("cuda",))
-    self.assertEqual(lowered.as_text().count("custom_call @mosaic_gpu"), 2)
+    self.assertEqual(gpu_machine_code.count_kernels(*gpu_cases.decode_programs()[name]), 2)
 
 
-@unittest.skipIf(static_gpu.missing(), f"nothing to compile with: {static_gpu.missing()}")
-class CompileTest(parameterized.TestCase):
-
-  @classmethod
-  def setUpClass(cls):
-    super().setUpClass()
-    cls.found = gpu_cases.machine_code(
-        "decode_programs", sampling.names(gpu_cases.decoded(), FEW))
+class CompileTest(gpu_machine_code.CompileTestCase):
+  programs = {"decode_programs": sampling.names(gpu_cases.decoded(), FEW)}
 
   @parameterized.named_parameters(
       (name, name) for name in sampling.names(gpu_cases.decoded(), FEW))
   def test_machine_code(self, name):
     case = gpu_cases.decoded()[name]
-    params = decode.make_tiling(case.shapes, case.full_spec, case.blocks).params
-    for kernel in self.found[name]:
-      self.assertIsInstance(kernel, static_gpu.Kernel, kernel)
-      self.assertEqual(kernel.spills, 0)
-      self.assertFalse(kernel.serialized)
-    part, = (x for x in self.found[name] if "decode" in x.name)
-    self.assertLessEqual(part.shared_memory, split_kv.shared_memory(params))
-    if split_kv.fits_twice(params):
-      # Two thread blocks of 256 threads share the 65,536 registers of a multiprocessor.
-      self.assertLessEqual(part.registers, 128)
-    # Products are 16 long, and 64 keys or 64 values high.
-    products = params.width // 16 + params.padded_value_width // 64 * (split_kv.BLOCK_KV // 16)
-    self.assertEqual([loop["products"] for loop in part.loops], [products] * len(part.loops))
-    self.assertNotEmpty(part.loops)
+    self.check_split_kv(
+        name, "decode", decode.make_tiling(case.shapes, case.full_spec, case.blocks).params)
 
 
 if __name__ == "__main__":

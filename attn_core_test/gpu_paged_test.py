@@ -13,25 +13,21 @@ os.environ["NPROC"] = "16"
 
 # pylint: disable=g-import-not-at-top
 import functools
-import unittest
 
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 import numpy as np
 
 from attn_core import (BlockSizes, Heads, PagedOptions, PagesMetadata, PagesV1, PagesV2, PagesV3,
                        explain, page_attention, ragged_page_attention_v2, ragged_page_attention_v3)
-from attn_core.benchmark.static import gpu as static_gpu
 from attn_core.caches import pages, quantize
-from attn_core.kernels.gpu.split_kv import kernel as split_kv, paged
-from attn_core_test import gpu_cases, sampling
+from attn_core.kernels.gpu.split_kv import paged
+from attn_core_test import gpu_cases, gpu_machine_code, sampling
 from attn_core_test.paged_cases import Case
 
-INTERPRETS = hasattr(plgpu, "force_gpu_interpret_mode")
 # The cases that differ most; the others are slow.
 FEW = ("v2_pages_of_32_few_queries", "v3_pages_of_64", "v2_int8_pages_of_16")
 BLOCKS = BlockSizes(block_kv=128)
@@ -78,7 +74,7 @@ def numbers(output):
   return [np.asarray(x, np.float32) for x in (output.attention_outputs, output.lse)]
 
 
-@unittest.skipUnless(INTERPRETS, "jax interprets Mosaic GPU kernels from 0.11 on")
+@gpu_cases.interprets
 class InterpretTest(parameterized.TestCase):
 
   def compare(self, found, expected):
@@ -193,36 +189,18 @@ class LowerTest(parameterized.TestCase):
   @parameterized.named_parameters(
       (name, name) for name in sampling.names(gpu_cases.paged(), FEW))
   def test_for_cuda(self, name):
-    run, arguments = gpu_cases.paged_programs()[name]
-    lowered = jax.jit(run).trace(*arguments).lower(lowering_platforms=("cuda",))
-    self.assertEqual(lowered.as_text().count("custom_call @mosaic_gpu"), 2)
+    self.assertEqual(gpu_machine_code.count_kernels(*gpu_cases.paged_programs()[name]), 2)
 
 
-@unittest.skipIf(static_gpu.missing(), f"nothing to compile with: {static_gpu.missing()}")
-class CompileTest(parameterized.TestCase):
-
-  @classmethod
-  def setUpClass(cls):
-    super().setUpClass()
-    cls.found = gpu_cases.machine_code(
-        "paged_programs", sampling.names(gpu_cases.paged(), FEW))
+class CompileTest(gpu_machine_code.CompileTestCase):
+  programs = {"paged_programs": sampling.names(gpu_cases.paged(), FEW)}
 
   @parameterized.named_parameters(
       (name, name) for name in sampling.names(gpu_cases.paged(), FEW))
   def test_machine_code(self, name):
-    for kernel in self.found[name]:
-      self.assertIsInstance(kernel, static_gpu.Kernel, kernel)
-      self.assertEqual(kernel.spills, 0)
-      self.assertFalse(kernel.serialized)
     operands, heads = gpu_cases.paged()[name]
-    params = paged.make_tiling(operands, None, BlockSizes(), heads).params
-    part, = (x for x in self.found[name] if "paged" in x.name)
-    self.assertLessEqual(part.shared_memory, split_kv.shared_memory(params))
-    if split_kv.fits_twice(params):
-      self.assertLessEqual(part.registers, 128)
-    products = params.width // 16 + params.padded_value_width // 64 * (split_kv.BLOCK_KV // 16)
-    self.assertEqual([loop["products"] for loop in part.loops], [products] * len(part.loops))
-    self.assertNotEmpty(part.loops)
+    self.check_split_kv(
+        name, "paged", paged.make_tiling(operands, None, BlockSizes(), heads).params)
 
 
 if __name__ == "__main__":
