@@ -7,9 +7,12 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core import PagedOptions, PagesMetadata
+from attn_core import BlockSizes, PagedOptions, PagesMetadata, PagesV1, PagesV2
+from attn_core.caches import pages
 from attn_core.references import paged as reference
 from attn_core.types import PagedSpec
+
+BLOCKS = BlockSizes(block_q=4, block_kv=8)
 
 
 class Case(NamedTuple):
@@ -80,3 +83,10 @@ class Case(NamedTuple):
       requests.append((number, *found))
     query = query.at[sum(self.queries):].set(0)
     return reference.attention(query, requests, spec, sinks)
+
+
+def plain(case, dtype="float32"):
+  """query, v2 cache, metadata, without NaN."""
+  query, key, value, _ = (None if x is None else jnp.nan_to_num(x.astype(dtype))
+                          for x in case.arrays())
+  return query, pages.convert(PagesV1(key, value), PagesV2), case.metadata()

@@ -21,9 +21,9 @@ from absl.testing import parameterized
 
 # Pattern of modules -> n: one test in n is quick.
 QUICK = {
-    "properties_test": 6, "shard_test": 4, "derivatives_test": 4, "easydel_regressions_test": 4,
+    "properties_test": 6, "shard_test": 4, "derivatives_test": 4, "easydel_*test": 4,
     "dropout_test": 3, "examples_test": 3, "blockwise_test": 2, "tpu_test": 4, "ring_*test": 3,
-    "paged_*test": 3, "decode_*test": 3, "caches_test": 3, "plan_test": 2, "cudnn_test": 2,
+    "paged_*test": 3, "decode_*test": 3, "caches_*test": 3, "plan_test": 2, "cudnn_test": 2,
     "gpu_suite_test": 2, "pages_test": 2, "page_stripes_test": 2}
 
 # Module -> number of processes that share its tests. These start first, in this order.
