@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A good call of `attention`, and changes that make it bad with the message that each must give."""
+"""A good call of `attention`, and changes that make it bad, each with words of its message."""
 
 import jax
 import jax.numpy as jnp
@@ -37,9 +37,9 @@ def offsets(*numbers, dtype=np.int32) -> np.ndarray:
   return np.array(numbers, dtype)
 
 
-# (name, changes to GOOD, words of the message in their order); all raise ValueError.
+# (name, changes to GOOD, words of the message in order); all raise ValueError.
 VALUES = (
-    # query, key, value
+    # Query, key, value.
     ("query_list", {"query": [[[[1.0]]]]}, "query: got list", r"array, \[B, T, H, D\]"),
     ("query_none", {"query": None}, "query: got NoneType", r"\[B, T, H, D\]"),
     ("query_rank", {"query": floats(B, T, D)}, r"query: got float32\[2, 8, 16\]",
@@ -101,7 +101,7 @@ VALUES = (
      "a floating-point dtype or None"),
     ("compute_dtype_int", {"compute_dtype": jnp.int8}, "compute_dtype: got .*int8",
      "a floating-point dtype"),
-    # Who is visible.
+    # Masks and segments.
     ("causal_none", {"causal": None}, "causal: got None", "True or False"),
     ("causal_number", {"causal": 1}, "causal: got 1", "True or False"),
     ("mask_float", {"mask": floats(B, 1, T, T)}, r"mask: got float32\[2, 1, 8, 8\]",
@@ -158,7 +158,7 @@ VALUES = (
      r"mask_info.q_positions: got float32\[2, 8\]", r"int32 \[B or 1, T\]"),
     ("positions_length", {"mask_info": MaskInfo(kv_positions=ints(B, 7))},
      r"mask_info.kv_positions: got int32\[2, 7\]", r"\[B or 1, S\] = \[2, 8\]"),
-    # Where the queries stand.
+    # Positions and windows.
     ("lengths_differ", LONG, "query_offset and mask_info.q_positions: got None for both with 8 "
      "queries and 12 keys", "0 for the top left, 4 for the bottom right", "causal=False"),
     ("one_query", {"query": floats(B, 1, H, D)}, "query_offset and mask_info.q_positions",
@@ -231,7 +231,7 @@ VALUES = (
      "query_offset: got None with cum_seqlens_k of their own", r"int or int32 \[B\]"),
     ("offsets_and_segments", {**PACKED, "mask_info": MaskInfo.from_segments(ints(1, 10))},
      "mask_info.q_segment_ids: got cum_seqlens_q as well", "one of the two"),
-    # What is added, scaled, capped, dropped.
+    # Bias, sinks, scale, cap, dropout.
     ("bias_ints", {"bias": ints(1, 1, T, T)}, r"bias: got int32\[1, 1, 8, 8\]", "floating-point"),
     ("bias_bool", {"bias": np.ones((1, 1, T, T), bool)}, r"bias: got bool\[1, 1, 8, 8\]",
      "floating-point"),
@@ -253,7 +253,8 @@ VALUES = (
      r"\[4\] or \[4, num_sinks\]"),
     ("sinks_rank", {"softmax_aux": floats(H, 1, 1)}, r"softmax_aux: got float32\[4, 1, 1\]",
      r"\[4, num_sinks\]"),
-    ("sinks_scalar", {"softmax_aux": np.float32(0)}, "softmax_aux: got float32", r"\[4, num_sinks\]"),
+    ("sinks_scalar", {"softmax_aux": np.float32(0)}, "softmax_aux: got float32",
+     r"\[4, num_sinks\]"),
     ("sinks_empty", {"softmax_aux": floats(H, 0)}, r"softmax_aux: got float32\[4, 0\]",
      r"\[4, num_sinks\]"),
     ("sinks_ints", {"softmax_aux": ints(H)}, r"softmax_aux: got int32\[4\]", "floating-point"),
@@ -359,7 +360,7 @@ VALUES = (
      "cache_metadata: got CacheMetadata without cache_view", "cache_view as well"),
     ("cache_metadata_dict", {**CACHED, "cache_metadata": {}}, "cache_metadata: got dict",
      "a CacheMetadata or None"),
-    # How fast, and what is returned.
+    # Speed and results.
     ("block_sizes_pair", {"block_sizes": (128, 128)}, r"block_sizes: got \(128, 128\)",
      "a BlockSizes or None"),
     ("block_sizes_0", {"block_sizes": BlockSizes(block_q=0)}, "block_sizes.block_q: got 0", ">= 1"),

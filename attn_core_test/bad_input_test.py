@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Bad calls of `attention`: each is refused before anything runs, by a message that helps."""
+"""Bad calls of `attention` are refused before anything runs, with a message that helps."""
 
 import inspect
 import sys
@@ -16,14 +16,15 @@ from attn_core import BlockSizes, OperationMetadata, attention, blockwise_attn, 
 from attn_core_test.bad_input_cases import (B, CACHE, CACHE_8_BITS, D, DECODING, DROPPED, GOOD, H,
                                             LONG, PACKED, T, VALUES, WIDE, floats, ints, offsets)
 
-door = sys.modules["attn_core.attention"]  # the package's attribute of that name is the function
+# The package's attribute of this name is the function, not the module.
+attention_module = sys.modules["attn_core.attention"]
 
 
 def sdpa(**changes):
   return {"mechanism": "sdpa", **changes}
 
 
-# (name, changes, words): what is well-formed and not supported; all raise NotImplementedError.
+# (name, changes, words): well-formed and not supported; all raise NotImplementedError.
 REFUSED = (
     ("vmem_limit", {"vmem_limit_bytes": 2**20}, "platform 'cpu'", "vmem_limit_bytes=1048576",
      "no mechanism here can"),
@@ -76,10 +77,10 @@ class BadInputTest(parameterized.TestCase):
 
   def setUp(self):
     super().setUp()
-    self.run = self.enter_context(mock.patch.object(door, "_execute"))
+    self.run = self.enter_context(mock.patch.object(attention_module, "_execute"))
 
   def refused(self, exception, words, call):
-    """`call` raises, its message says the words in their order, and nothing has run."""
+    """Asserts that `call` raises with the words in order before it runs; returns the message."""
     with self.assertRaisesRegex(exception, "(?s)" + ".*?".join(words)) as raised:
       call()
     self.assertIs(type(raised.exception), exception)
@@ -122,14 +123,14 @@ class BadInputTest(parameterized.TestCase):
                  lambda: call(floats(1, 1, T, T), ints(B, T, H, D)))
 
   def test_unknown_arguments(self):
-    """Nothing vanishes into **kwargs."""
+    """Unknown arguments raise instead of vanishing into **kwargs."""
     for name in ("sinks", "attention_mask", "segment_ids", "window", "q_segment_ids", "dropout"):
       with self.assertRaisesRegex(TypeError, name):
         attention(**GOOD, **{name: None})
       with self.assertRaisesRegex(TypeError, name):
         explain(**GOOD, **{name: None})
     with self.assertRaises(TypeError):
-      attention(*GOOD.values(), "vanilla")  # options go by name
+      attention(*GOOD.values(), "vanilla")  # options are keyword-only
     self.run.assert_not_called()
 
   def test_explain_refuses_the_same(self):
@@ -164,7 +165,7 @@ class BadInputTest(parameterized.TestCase):
       self.refused(ValueError, words, lambda: blockwise_attn(**{**GOOD, **changes}))
 
   def test_every_argument_is_covered(self):
-    """Every argument of the door is named by some message of the tables."""
+    """Every argument of `attention` appears in the tables."""
     named = {word.split(":")[0].split("=")[0].split(".")[0]
              for _, _, *words in VALUES for word in words[:1]}
     named |= {argument for _, changes, *_ in REFUSED for argument in changes}
@@ -176,7 +177,7 @@ class BadInputTest(parameterized.TestCase):
 
 
 class GoodInputTest(parameterized.TestCase):
-  """What the bad calls are made of runs: it is the change that is refused."""
+  """The good calls run, so that only the changes are refused."""
 
   @parameterized.named_parameters(
       ("good", {}), ("packed", PACKED), ("long", {**LONG, "query_offset": 4}),
@@ -203,7 +204,7 @@ class GoodInputTest(parameterized.TestCase):
     np.testing.assert_allclose(out, 1, rtol=1e-6)
 
   @parameterized.named_parameters(("row", np.int32([3, 1])), ("scalar", np.asarray(2)))
-  def test_offsets_of_numpy_beside_traced_sequences(self, offset):
+  def test_numpy_offsets_with_traced_sequences(self, offset):
     def run(sequences, offset):
       return attention(**{**PACKED, "cum_seqlens_q": sequences}, query_offset=offset,
                        sliding_window=(2, 1), return_lse=True)
@@ -214,7 +215,7 @@ class GoodInputTest(parameterized.TestCase):
   @parameterized.product(
       mask=("causal", "full", "window"), argument=("query", "key", "bias"))
   def test_gradient_of_the_lse_of_sdpa(self, mask, argument):
-    """Refused, since it would be wrong; the value itself is fine, and so is d lse / d value = 0."""
+    """Raises, since it would be wrong; the lse itself and d lse / d value = 0 are right."""
     changes = {"causal": {}, "full": {"causal": False}, "window": {"sliding_window": 3}}[mask]
     arguments = {**GOOD, "bias": floats(1, H, 1, T), **changes}
     def lse(x, argument):

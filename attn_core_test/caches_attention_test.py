@@ -16,7 +16,7 @@ from attn_core_test.caches_cases import B, D, E, H, HEADS, K, S, equal, filled
 
 
 def rotated(x, position):
-  """Rotary: halves of the width turned by the position; x [B, T, H, D], position [B, T]."""
+  """Rotates the two halves of the width by the position; x [B, T, H, D], position [B, T]."""
   half = x.shape[-1] // 2
   angle = position[..., None, None] * 0.7 ** jnp.arange(half)
   a, b = x[..., :half], x[..., half:]
@@ -34,16 +34,16 @@ def model(seed=3, length=LENGTH, batch=B, heads=H, key_heads=K):
 
 
 WINDOW = (3, 0)
-# name -> (module, slots): a ring without and with room for the new tokens beside the window.
+# name -> (module, slots): a ring with the window's slots only, and one with room for new tokens.
 CACHES = {"dense": (dense, LENGTH), "ring": (window, 4), "roomy_ring": (window, 9)}
 
 
 class StepTest(parameterized.TestCase):
-  """attention(..., cache_view=...): tokens by and by give what they give at once."""
+  """attention(..., cache_view=...) in several calls against one call without a cache."""
 
   @parameterized.product(cache=tuple(CACHES), mechanism=("autoregressive_decodeattn", "auto"))
-  def test_any_schedule_gives_the_whole(self, cache, mechanism):
-    """Rows at their own speed; chunks across the ring's edge and longer than the ring."""
+  def test_any_schedule_equals_one_call(self, cache, mechanism):
+    """Rows advance at different speeds, in chunks that wrap around the ring or exceed it."""
     module, slots = CACHES[cache]
     arrays = model()
     want = attention(*arrays, mechanism="vanilla", sliding_window=WINDOW, return_lse=True)
@@ -59,7 +59,7 @@ class StepTest(parameterized.TestCase):
     cache = module.init(B, slots, HEADS, dtype=jnp.float32)
     done = np.zeros(B, int)
     for counts in schedule:
-      index = np.minimum(done[:, None] + np.arange(6), LENGTH - 1)  # what is no token repeats one
+      index = np.minimum(done[:, None] + np.arange(6), LENGTH - 1)  # padding repeats a token
       part = [np.take_along_axis(np.asarray(x), index[:, :, None, None], 1) for x in arrays]
       output = step(*part, cache, counts)
       cache = output.cache_view
@@ -76,7 +76,7 @@ class StepTest(parameterized.TestCase):
 
   @parameterized.named_parameters(*[(k, k) for k in CACHES])
   def test_insert_then_decode(self, cache):
-    """Requests take rows while another one goes on; each attends to itself."""
+    """Requests take rows while others continue; each attends to itself alone."""
     module, slots = CACHES[cache]
     query, key, value = model(batch=4)
     lengths = np.array([7, 2])
@@ -102,9 +102,9 @@ class StepTest(parameterized.TestCase):
     query, key, value = model()
     mask = (np.arange(LENGTH) >= starts[:, None])[:, None, None]
     want = attention(query, key, value, mask=mask, mechanism="vanilla").attention_outputs
-    spoil = lambda x: jnp.where(mask[:, 0, 0, :, None, None], x, jnp.nan)
+    with_nan = lambda x: jnp.where(mask[:, 0, 0, :, None, None], x, jnp.nan)
     first = attention(
-        query[:, :9], spoil(key)[:, :9], spoil(value)[:, :9], mode="__prefill__",
+        query[:, :9], with_nan(key)[:, :9], with_nan(value)[:, :9], mode="__prefill__",
         cache_view=dense.init(B, LENGTH, HEADS, dtype=jnp.float32),
         cache_metadata=CacheMetadata(starts=starts))
     rest = dense.append(first.cache_view, key[:, 9:], value[:, 9:])
@@ -122,9 +122,9 @@ class StepTest(parameterized.TestCase):
     mask = (np.arange(LENGTH) >= starts[:, None])[:, None, None]
     want = attention(query, key, value, mask=mask, mechanism="vanilla",
                      sliding_window=WINDOW).attention_outputs
-    spoil = lambda x: jnp.where(mask[:, 0, 0, :, None, None], x, jnp.nan)
+    with_nan = lambda x: jnp.where(mask[:, 0, 0, :, None, None], x, jnp.nan)
     got = attention(
-        query, spoil(key), spoil(value), mode="__prefill__", sliding_window=WINDOW,
+        query, with_nan(key), with_nan(value), mode="__prefill__", sliding_window=WINDOW,
         cache_view=window.init(B, slots, HEADS, dtype=jnp.float32),
         cache_metadata=CacheMetadata(starts=starts)).attention_outputs
     np.testing.assert_allclose(got, np.where(mask[:, 0, 0, :, None, None], want, 0), atol=2e-6)
@@ -148,7 +148,7 @@ class StepTest(parameterized.TestCase):
       window.insert(rings[0], np.array([0]), rings[1])
 
   def test_rotary_is_applied_before_the_write(self):
-    """A token is turned once, by its own position; the cache never turns anything."""
+    """A token is rotated once, by its own position; the cache rotates nothing."""
     query, key, value = model()
     place = jnp.broadcast_to(jnp.arange(LENGTH), (B, LENGTH))
     want = attention(rotated(query, place), rotated(key, place), value,
@@ -171,7 +171,7 @@ class StepTest(parameterized.TestCase):
     np.testing.assert_array_equal(got.attention_outputs[:, :5], late.attention_outputs[:, :5])
     self.assertFalse(np.allclose(got.attention_outputs[:, 5:], late.attention_outputs[:, 5:]))
 
-  def test_a_row_that_overflows_under_jit_is_nan_and_no_other(self):
+  def test_only_rows_that_overflow_under_jit_are_nan(self):
     query, key, value = (x[:, :2] for x in model())
     cache = filled(dense, S, [S - 1, 2, 0])
     output = jax.jit(lambda cache: attention(
@@ -197,7 +197,7 @@ class ConcatenateTest(parameterized.TestCase):
 
   @parameterized.named_parameters(*[(f"{k}_{d}", k, d) for k in CACHES
                                     for d in ("float32", "int8")])
-  def test_its_pieces_attend_to_the_same(self, cache, dtype):
+  def test_attention_over_its_arrays_is_the_same(self, cache, dtype):
     module, slots = CACHES[cache]
     query, key, value = (x[:, 5:8] for x in model())
     cache = filled(module, slots, [5, 2, 0], dtype=dtype)

@@ -1,6 +1,9 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes and contents of the caches that several tests of caches share."""
+"""Caches and tokens that the tests of caches share.
+
+B rows of T new tokens, H query heads, K key heads, D and E widths; S is the number of slots.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -14,17 +17,19 @@ KINDS = {"dense": (dense, S), "ring": (window, 5)}
 
 
 def tokens(count, batch=B, seed=0):
+  """Returns random keys [B, T, K, D] and values [B, T, K, E] for `count` tokens T."""
   rng = np.random.default_rng(seed)
   array = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
   return array(batch, count, K, D), array(batch, count, K, E)
 
 
 def filled(module, slots, counts, *, dtype=jnp.float32, heads=HEADS):
-  """A cache whose rows were given so many tokens, the same ones in every kind of cache."""
+  """Returns a cache with `counts` tokens in its rows, the same ones for every kind of cache."""
   key, value = (x[..., :w] for x, w in zip(tokens(max(counts), len(counts), 7), heads[1:]))
   cache = module.init(len(counts), slots, heads, dtype=dtype)
   return module.append(cache, key, value, np.array(counts))
 
 
 def equal(a, b):
+  """Asserts that two pytrees have equal arrays."""
   jax.tree.map(np.testing.assert_array_equal, a, b)

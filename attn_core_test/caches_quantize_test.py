@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Cache entries in 8 bits: their rounding, and the gradients that they do not have."""
+"""Quantized cache entries: rounding errors, and refused gradients."""
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -61,8 +61,8 @@ class QuantizeTest(parameterized.TestCase):
     np.testing.assert_array_equal(np.signbit(got), np.signbit(want) & ~np.isnan(want)
                                   | np.signbit(got) & np.isnan(want))
 
-  def test_what_is_stored_in_8_bits_has_no_derivative_anywhere(self):
-    """Refused by name, in both modes; behind stop_gradient the query has its own all the same."""
+  def test_quantized_entries_have_no_derivative(self):
+    """Raises by name in both modes; with stop_gradient on the key, the query has a gradient."""
     key, value = tokens(2)
     query = jnp.ones((B, 2, K, D))
     flat = lambda x: x.reshape(-1, *x.shape[2:])[..., :5]

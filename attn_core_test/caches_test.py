@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Caches are updated as plain Python lists are: append, insert, convert."""
+"""Updates of caches against plain Python lists: append, insert, convert."""
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -17,7 +17,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 
 def live(view):
-  """{(row, position): (key, value)} of a view."""
+  """Returns {(row, position): (key, value)} of a view."""
   return {(b, int(p)): (np.asarray(view.key[b, s]).tolist(), np.asarray(view.value[b, s]).tolist())
           for b, row in enumerate(np.asarray(view.positions)) for s, p in enumerate(row) if p >= 0}
 
@@ -35,7 +35,7 @@ class UpdateTest(parameterized.TestCase):
 
   @parameterized.named_parameters(("dense", "dense"), ("ring", "ring"))
   def test_random_appends_and_inserts_equal_lists(self, kind):
-    """Rows at different lengths; padding is not written; what does not fit changes nothing."""
+    """Rows have different lengths; padding is not written; what does not fit changes nothing."""
     module, slots = KINDS[kind]
     append, insert = jax.jit(module.append), jax.jit(module.insert)
     cache, rng = module.init(B, slots, HEADS, dtype=jnp.float32), np.random.default_rng(1)
@@ -73,7 +73,7 @@ class UpdateTest(parameterized.TestCase):
     np.testing.assert_array_equal(after.overflow, [True, False, False])
     np.testing.assert_array_equal(after.lengths, [S - 1, 4, 2])
     equal((after.key[0], after.value[0]), (cache.key[0], cache.value[0]))
-    one = jax.jit(dense.append)(after, key, value, jnp.array([1, 0, 0]))  # what fits is taken
+    one = jax.jit(dense.append)(after, key, value, jnp.array([1, 0, 0]))  # one token fits
     np.testing.assert_array_equal(one.key[0, S - 1], key[0, 0])
     np.testing.assert_array_equal(one.lengths, [S, 4, 2])
 

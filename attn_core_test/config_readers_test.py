@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What config.json files of published models mean as an AttnConfig."""
+"""The config.json files of published models, read as an AttnConfig."""
 
 import json
 import warnings
@@ -16,8 +16,7 @@ FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attenti
 LLAMA31_ROPE = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                 "original_max_position_embeddings": 8192, "rope_type": "llama3"}
 
-# config.json of models as their makers published them, without keys that repeat a default, and
-# what they mean, by hand.
+# name -> (config.json as published, without keys that repeat a default; expected fields, by hand).
 PUBLISHED = {
     "llama-3-8b": (
         {"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32,
@@ -47,14 +46,14 @@ PUBLISHED = {
         {"model_type": "mistral", "num_hidden_layers": 32, "max_position_embeddings": 32768,
          "sliding_window": 4096},
         {"sliding_window": (4095, 0), "layer_types": (SLIDING,) * 32, "num_key_value_heads": 8}),
-    "mistral-7b-v0.3": (  # null is no window, though the model's default is one
+    "mistral-7b-v0.3": (  # null: without a window, though the model's default has one
         {"model_type": "mistral", "sliding_window": None, "rope_theta": 1000000.0},
         {"sliding_window": None, "layer_types": (FULL,) * 32}),
     "mixtral-8x7b": (
         {"model_type": "mixtral", "sliding_window": None, "rope_theta": 1000000.0,
          "num_local_experts": 8},
         {"sliding_window": None, "head_dim": 128, "num_key_value_heads": 8}),
-    "gemma-2-27b": (  # 144 is hidden_size / heads, and not the width of a head
+    "gemma-2-27b": (  # 144 is hidden_size / heads; the width of a head is 128
         {"model_type": "gemma2", "hidden_size": 4608, "num_attention_heads": 32,
          "num_key_value_heads": 16, "num_hidden_layers": 46, "head_dim": 128,
          "query_pre_attn_scalar": 144, "sliding_window": 4096, "attn_logit_softcapping": 50.0,
@@ -176,7 +175,7 @@ class ReadersTest(parameterized.TestCase):
   def test_published(self, name):
     data, meaning = PUBLISHED[name]
     with warnings.catch_warnings():
-      warnings.simplefilter("error")  # nothing in them is unheard of
+      warnings.simplefilter("error")  # every key is known
       config = from_dict(data)
     for field, value in meaning.items():
       mine = get_head_dim(config) if field == "head_dim" else getattr(config, field)
@@ -185,7 +184,7 @@ class ReadersTest(parameterized.TestCase):
       else:
         self.assertEqual(mine, value, field)
     self.assertEqual(from_dict(json.loads(json.dumps(to_dict(config)))), config)
-    # The newer spelling of the same: all about the rotary embedding in one dictionary.
+    # The newer spelling of the same file: everything about rotary embedding in one dictionary.
     text = dict(data, **data.get("text_config", {}))
     parameters = {**(text.get("rope_scaling") or {}), "rope_theta": config.rope.rope_theta}
     if config.layer_ropes:
@@ -211,8 +210,8 @@ class ReadersTest(parameterized.TestCase):
       with self.assertRaisesRegex(ValueError, f"layer: got {layer}"):
         attention_arguments(config, layer)
 
-  def test_the_temperature_of_queries(self):
-    """Llama 4's: 1 + 0.1 ln(1 + floor((p + 1) / 8192)) in every fourth layer, by hand."""
+  def test_query_temperature(self):
+    """That of Llama 4 is 1 + 0.1 ln(1 + floor((p + 1) / 8192)) in every fourth layer."""
     data = PUBLISHED["llama-4-scout"][0]
     config, positions = from_dict(data), np.array([[-7, 0, 8190, 8191, 16383, 81919]])
     expected = 1 + 0.1 * np.log([[1, 1, 1, 2, 3, 11]])
@@ -226,7 +225,7 @@ class ReadersTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "positions: got float64.*expected int"):
       query_temperature(config, positions / 2, 3)
 
-  def test_what_is_none_of_the_models_is_reported(self):
+  def test_fields_of_other_models_are_reported(self):
     for kind, name in (("llama", "sliding_window"), ("gemma2", "attention_chunk_size"),
                        ("qwen2", "attn_logit_softcapping"), ("llama", "query_pre_attn_scalar"),
                        ("mistral", "qk_rope_head_dim"), ("qwen3", "rope_local_base_freq")):

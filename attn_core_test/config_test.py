@@ -29,7 +29,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 FULL, SLIDING, CHUNKED = LAYER_TYPES
 
-# The arguments of the documented base configuration, in their order, with their defaults.
+# The arguments of the documented base configuration in order, with their defaults.
 DOCUMENTED = {
     "sharding_axis_dims": (1, -1, 1, 1, 1), "sharding_dcn_axis_dims": None,
     "sharding_axis_names": ("dp", "fsdp", "ep", "tp", "sp"), "attn_mechanism": "vanilla",
@@ -153,7 +153,7 @@ class MergeTest(parameterized.TestCase):
       hidden_size = 7
     self.assertEqual(read_basics_from_config(mine, Other()), mine._replace(attn_mechanism="sdpa"))
 
-  def test_what_has_no_basics_is_no_source(self):
+  def test_bad_sources(self):
     for source in (None, {"bits": 3}):
       with self.assertRaisesRegex(ValueError, "source: got .*add_basic_configurations"):
         read_basics_from_config(AttnConfig(), source)
@@ -305,7 +305,7 @@ class JsonTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, r"\['foo'\]"):
       from_pretrained(self.folder, foo=False)
 
-  def test_what_needs_a_network_is_refused_by_name(self):
+  def test_network_arguments_are_refused_by_name(self):
     for name in ("meta-llama/Llama-3.1-8B", "gpt2"):
       with self.assertRaisesRegex(NotImplementedError, f"'{name}'.*hub.*config.json"):
         from_pretrained(name)

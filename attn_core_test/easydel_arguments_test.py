@@ -1,6 +1,9 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Defects of EasyDeL in its arguments."""
+"""Defects that EasyDeL has in its arguments, and this library has not.
+
+See easydel_regressions_test.
+"""
 
 import functools
 import inspect
@@ -17,7 +20,7 @@ from attn_core_test.easydel_cases import EACH, attend, close, loss, numbers, qkv
 
 class NothingVanishesTest(parameterized.TestCase):
 
-  # Arguments that change the result of any call, beyond those that tests above compare with truth.
+  # Arguments that change every result, besides those that easydel_regressions_test compares.
   CHANGES = {
       "chunk": {"chunk_size": 5},
       "positions": {"mask_info": MaskInfo(q_positions=np.arange(24, dtype=np.int32)[None] // 2)},
@@ -35,7 +38,7 @@ class NothingVanishesTest(parameterized.TestCase):
 
   @parameterized.product(mechanism=EACH, change=tuple(CHANGES))
   def test_every_argument_counts_or_is_refused(self, mechanism, change):
-    """There: what a mechanism did not support vanished into **ignore."""
+    """In EasyDeL unsupported arguments vanished into **ignore."""
     arrays = qkv()
     plain = attention(*arrays, mechanism=mechanism).attention_outputs
     try:
@@ -49,7 +52,7 @@ class NothingVanishesTest(parameterized.TestCase):
     self.assertEqual(found.dtype, np.float32)
 
   @parameterized.parameters(*EACH, "auto")
-  def test_results_that_are_asked_for_come(self, mechanism):
+  def test_requested_results_are_returned(self, mechanism):
     arrays = qkv()
     for name, field in (("return_lse", "lse"), ("return_weights", "attention_weights")):
       self.assertIsNone(getattr(attention(*arrays, mechanism=mechanism), field))
@@ -61,7 +64,7 @@ class NothingVanishesTest(parameterized.TestCase):
       else:
         self.assertIsNotNone(getattr(found, field))
 
-  def test_there_is_no_ignore(self):
+  def test_unknown_arguments_raise(self):
     for function in (attention, blockwise_attn):
       kinds = {p.kind for p in inspect.signature(function).parameters.values()}
       self.assertNotIn(inspect.Parameter.VAR_KEYWORD, kinds)
@@ -70,7 +73,7 @@ class NothingVanishesTest(parameterized.TestCase):
 
   @parameterized.parameters("vanilla", "flash_attn2", "auto")
   def test_dropout_is_active(self, mechanism):
-    """There: never."""
+    """In EasyDeL it never was."""
     arrays = qkv()
     run = lambda **kwargs: np.asarray(attend(
         mechanism, *arrays, dropout_prob=0.4, dropout_rng=jax.random.key(0),
@@ -97,7 +100,7 @@ class NothingVanishesTest(parameterized.TestCase):
 
   @parameterized.parameters(*EACH)
   def test_lse_is_returned(self, mechanism):
-    """There: never; here with its gradient."""
+    """EasyDeL never returned it; here it has a gradient too."""
     arrays, bias = qkv(), numbers(1, 4, 24, 24, seed=7)
     found = attend(mechanism, *arrays, bias=bias, sliding_window=(9, 0), return_lse=True).lse
     weights, wrt = numbers(2, 4, 24, seed=12), ("query", "key", "bias")
@@ -105,7 +108,7 @@ class NothingVanishesTest(parameterized.TestCase):
     _, lse, expected = truth(*arrays, mask, bias=bias, wrt=wrt, lse_weights=weights)
     self.assertEqual((found.shape, found.dtype), ((2, 4, 24), np.float32))
     close(found, lse)
-    if mechanism != "sdpa":  # whose lse refuses to be differentiated, see bad_input_test
+    if mechanism != "sdpa":  # its lse has no gradient, see bad_input_test
       gradients = jax.jit(jax.grad(lambda q, k, v, bias: loss(None, attend(
           mechanism, q, k, v, bias=bias, sliding_window=(9, 0), return_lse=True).lse,
           lse_weights=weights), (0, 1, 3)))(*arrays, bias)
@@ -114,7 +117,7 @@ class NothingVanishesTest(parameterized.TestCase):
 
 
 class BlockwiseTest(parameterized.TestCase):
-  """There: `blockwise` was a name that could not run."""
+  """In EasyDeL the name `blockwise` could not run."""
 
   def test_by_name_and_by_function(self):
     arrays = qkv(t=37, s=37)
@@ -143,8 +146,8 @@ class BlockwiseTest(parameterized.TestCase):
     close(rough, expected, 5e-2)
     self.assertGreater(abs(rough - expected).max(), 1e-4)
 
-  def test_nothing_quadratic_is_made(self):
-    """Linear in memory, forward and backward: no array of T x S exists."""
+  def test_memory_is_linear(self):
+    """Memory is linear, forward and backward: there are no arrays of T x S elements."""
     t = 512
     arrays = [jax.ShapeDtypeStruct((1, t, 2, 8), jnp.float32)] * 3
     square = "512x(2x)?512"
@@ -159,7 +162,7 @@ class AccumulationTest(parameterized.TestCase):
 
   @parameterized.parameters(*EACH)
   def test_sums_are_not_made_in_bfloat16(self, mechanism):
-    """There: one kernel summed its softmax in bfloat16, where 256 + 1 is 256."""
+    """One kernel of EasyDeL summed its softmax in bfloat16, where 256 + 1 is 256."""
     keys = 1024
     query = jnp.zeros((1, 2, 2, 8), jnp.bfloat16)
     key = jnp.ones((1, keys, 2, 8), jnp.bfloat16)

@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs, oracle and loss for the tests of EasyDeL's known defects."""
+"""Inputs, oracle and loss of the tests of EasyDeL's known defects."""
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,10 @@ BLOCKWISE = ("blockwise", "flash_attn2", "blocksparse", "auto")
 WITHOUT_SDPA = ("vanilla", *BLOCKWISE)
 ALL = ("sdpa", *WITHOUT_SDPA)
 
-# One name of every implementation that CPUs have: those that share one need not all compile it.
+# One name of each CPU implementation: names that share one need not all compile it.
 EACH = tuple({table.TABLE[name, "cpu"]: name for name in reversed(ALL) if name != "auto"}.values())
 
-# Many small blocks, so that whatever happens once per block happens several times.
+# Small blocks, so that every sequence has several.
 BLOCKS = BlockSizes(8, 7, 7, 8, 1)
 
 
@@ -31,7 +31,7 @@ def qkv(b=2, t=24, s=24, h=4, k=2, d=8):
 
 
 def attend(mechanism, *arrays, **kwargs):
-  """`attention`, in small blocks where the mechanism has blocks, on 8 devices where it has hops."""
+  """Calls `attention`, in small blocks where the mechanism has blocks; the ring on all devices."""
   if mechanism in (*BLOCKWISE, "ring"):
     kwargs = {"block_sizes": BLOCKS, **kwargs}
   if mechanism == "ring":
@@ -41,7 +41,7 @@ def attend(mechanism, *arrays, **kwargs):
 
 def truth(query, key, value, mask=masks.causal(), *, bias=None, sinks=None,
           wrt=(), target=None, lse_weights=None):
-  """The oracle in float64: output, lse, and the gradients of `loss` for the names in `wrt`."""
+  """Returns output, lse, and gradients of `loss` for the names in `wrt`, of the float64 oracle."""
   arrays = (query, key, value, bias, sinks, target, lse_weights)
   question = (mask, wrt, *(None if x is None else (x.shape, x.tobytes()) for x in arrays))
   if question not in _answers:
@@ -49,7 +49,7 @@ def truth(query, key, value, mask=masks.causal(), *, bias=None, sinks=None,
   return _answers[question]
 
 
-_answers = {}  # the same for every mechanism
+_answers = {}  # shared by all mechanisms
 
 
 def _truth(query, key, value, mask, bias, sinks, wrt, target, lse_weights):
@@ -64,7 +64,7 @@ def _truth(query, key, value, mask, bias, sinks, wrt, target, lse_weights):
       found = oracle.attention(operands._replace(**moved), spec)
       return loss(found.attention_outputs, found.lse, target, lse_weights), found
     moved = {name: getattr(operands, name) for name in wrt}
-    # Not in jit: one operation after the other, each of which is compiled once for all masks.
+    # Not in jit: each operation is compiled once for all masks.
     (_, found), gradients = jax.value_and_grad(run, has_aux=True)(moved)
     gradients = [np.asarray(gradients[name]) for name in wrt]
     if sinks is not None and "sinks" in wrt:

@@ -1,8 +1,11 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Defects of EasyDeL in what is visible and what is added, each absent here.
+"""Defects that EasyDeL has in sinks, biases, masks and sharding, and this library has not.
 
-One test a defect."""
+Each test is for one defect and runs every mechanism that CPUs have; a mechanism that refuses must
+say so by name. The expected values are those of the oracle in float64. easydel_arguments_test has
+the defects in other arguments.
+"""
 
 import functools
 
@@ -24,7 +27,7 @@ class SinksTest(parameterized.TestCase):
 
   @parameterized.parameters(*WITHOUT_SDPA, "ring")
   def test_sinks_are_counted_once(self, mechanism):
-    """There: once per key block."""
+    """EasyDeL counted them once per key block."""
     arrays, sinks = qkv(), numbers(4, seed=4) + 2
     found = attend(mechanism, *arrays, softmax_aux=sinks, return_lse=True)
     expected, lse, _ = truth(*arrays, sinks=sinks)
@@ -40,7 +43,7 @@ class SinksTest(parameterized.TestCase):
 
   @parameterized.parameters("vanilla", "flash_attn2", "blocksparse")
   def test_sinks_have_a_gradient(self, mechanism):
-    """There: zero, without a word."""
+    """EasyDeL silently returned zero."""
     arrays, sinks, target = qkv(), numbers(4, seed=4), numbers(2, 24, 4, 8, seed=6)
     found = jax.jit(jax.grad(lambda sinks: loss(attend(
         mechanism, *arrays, softmax_aux=sinks).attention_outputs, target=target)))(sinks)
@@ -50,7 +53,7 @@ class SinksTest(parameterized.TestCase):
 
   @parameterized.parameters("vanilla", "flash_attn2")
   def test_a_head_without_sinks_among_heads_with_some(self, mechanism):
-    """Sinks of -inf are none: their gradient is 0, and not that of a logsumexp of nothing."""
+    """A sink of -inf has no effect and gradient 0, though its logsumexp would have NaN."""
     arrays, sinks = qkv(), numbers(4, 2, seed=5)
     sinks[1], sinks[2, 0] = -np.inf, -np.inf
     target = numbers(2, 24, 4, 8, seed=6)
@@ -72,7 +75,7 @@ class BiasAndMaskTest(parameterized.TestCase):
 
   @parameterized.product(mechanism=EACH, shape=((2, 4, 24, 24), (1, 4, 1, 24), (2, 1, 24, 1)))
   def test_bias_has_a_gradient(self, mechanism, shape):
-    """There: zero, without a word."""
+    """EasyDeL silently returned zero."""
     arrays, bias, target = qkv(), numbers(*shape, seed=7), numbers(2, 24, 4, 8, seed=6)
     out, found = jax.jit(jax.value_and_grad(lambda bias: loss(attend(
         mechanism, *arrays, bias=bias, sliding_window=(9, 0)).attention_outputs,
@@ -81,7 +84,7 @@ class BiasAndMaskTest(parameterized.TestCase):
                                      target=target)
     close(out, (expected * target).sum(), 1e-4)
     close(found, gradient, 1e-4)
-    # One bias for all keys of a query changes nothing, and only then is the gradient zero.
+    # The gradient is zero only for a bias that is the same for all keys of a query.
     self.assertEqual(abs(gradient).max() > 0.1, shape[3] > 1)
 
   @parameterized.parameters("blockwise_attn", "auto", "flash_attn2")
@@ -100,7 +103,7 @@ class BiasAndMaskTest(parameterized.TestCase):
 
   @parameterized.product(mechanism=(*ALL, "ring"), by=("mask", "mask_info"))
   def test_dense_mask_is_not_dropped(self, mechanism, by):
-    """There: blocksparse and ring dropped it."""
+    """EasyDeL dropped it in blocksparse and ring."""
     arrays = qkv()
     array = np.random.default_rng(8).random((2, 4, 24, 24)) < 0.4
     given = {"mask": array} if by == "mask" else {"mask_info": MaskInfo(array)}
@@ -119,7 +122,7 @@ class BiasAndMaskTest(parameterized.TestCase):
 
   @parameterized.product(mechanism=EACH, kind=("dense", "value", "segments", "causal"))
   def test_bias_and_mask_both_apply(self, mechanism, kind):
-    """There: a bias given meant that the mask was ignored."""
+    """EasyDeL ignored the mask where a bias was given."""
     arrays, bias = qkv(), numbers(1, 4, 24, 24, seed=7)
     array = np.random.default_rng(9).random((2, 1, 24, 24)) < 0.5
     ids = np.sort(np.random.default_rng(10).integers(0, 4, (2, 24)), 1).astype(np.int32)
@@ -136,7 +139,7 @@ class BiasAndMaskTest(parameterized.TestCase):
 
   @parameterized.parameters(*EACH, "blocksparse")
   def test_fully_masked_rows_are_0(self, mechanism):
-    """There: the mean of the values."""
+    """EasyDeL returned the mean of the values."""
     query, key, value = arrays = qkv()
     ids = np.zeros((2, 24), np.int32)
     ids[0, 5:9] = -1  # some queries and keys
@@ -166,8 +169,8 @@ class BiasAndMaskTest(parameterized.TestCase):
       self.assertFalse(np.asarray(gradient)[hidden].any())
 
   @parameterized.parameters(*EACH)
-  def test_what_is_hidden_may_be_anything(self, mechanism):
-    """Padding that holds NaN or infinities leaves every query that does not see it alone."""
+  def test_hidden_tokens_may_be_nan_or_infinite(self, mechanism):
+    """Padding that holds NaN or infinity affects no query that does not see it."""
     query, key, value = (x.copy() for x in qkv())
     ids = np.zeros((2, 24), np.int32)
     ids[:, 20:] = -1
@@ -181,7 +184,7 @@ class CausalTest(parameterized.TestCase):
 
   @parameterized.product(mechanism=("blockwise_attn", *ALL), sizes=((1, 24), (2, 2)))
   def test_a_single_head_keeps_causality(self, mechanism, sizes):
-    """There: shapes with one head were taken for decoding."""
+    """EasyDeL took shapes with one head for decoding."""
     batch, length = sizes
     arrays = qkv(batch, length, length, 1, 1)
     if mechanism == "blockwise_attn":
@@ -193,7 +196,7 @@ class CausalTest(parameterized.TestCase):
 
   @parameterized.product(mechanism=EACH, heads=((1, 1), (4, 2)))
   def test_one_query_changes_nothing(self, mechanism, heads):
-    """T == 1 is not a mode: where the query stands must be said, and then decides."""
+    """T == 1 is not a mode: the position of the query must be given, and alone decides."""
     query, key, value = qkv(2, 24, 24, *heads)
     whole = truth(query, key, value)[0]
     with self.assertRaisesRegex(ValueError, "query_offset.*1 queries and 24 keys"):
@@ -204,12 +207,12 @@ class CausalTest(parameterized.TestCase):
       close(run(query[:, t:t + 1], jnp.full(2, t, jnp.int32)), whole[:, t:t + 1])
     close(attend(mechanism, query[:, :1], key, value, query_offset=0).attention_outputs,
           whole[:, :1])
-    # One query and one key need no word, and are causal as any other.
+    # One query and one key need no offset, and are causal like any others.
     close(attend(mechanism, query[:, :1], key[:, :1], value[:, :1]).attention_outputs, whole[:, :1])
 
   @parameterized.parameters("blockwise_attn", *EACH, "ring")
   def test_causal_is_kept_under_differentiation(self, mechanism):
-    """There: ring lost it, and changed the values too."""
+    """EasyDeL's ring lost it, and changed the values too."""
     query, key, value = arrays = qkv()
     target = numbers(2, 24, 4, 8, seed=6)
     target[:, 11:] = 0
@@ -225,7 +228,7 @@ class CausalTest(parameterized.TestCase):
     close(out, expected)
     for gradient, true in zip(gradients, true_gradients):
       close(gradient, true, 1e-4)
-    for gradient in gradients:  # nothing after the last query that counts plays a part
+    for gradient in gradients:  # tokens after the last query of the loss have no effect
       self.assertFalse(np.asarray(gradient)[:, 11:].any())
       self.assertTrue(np.asarray(gradient)[:, 1:11].any(-1).all())
     tangents = [np.zeros_like(query), key * 0, value * 0]
@@ -236,7 +239,7 @@ class CausalTest(parameterized.TestCase):
 
   @parameterized.parameters(*ALL)
   def test_causal_false_is_not_causal(self, mechanism):
-    """Nor is one taken for the other once the other was compiled."""
+    """The compiled program of one is not used for the other."""
     arrays = qkv()
     for causal in (True, False, True):
       close(attend(mechanism, *arrays, causal=causal).attention_outputs,
@@ -244,7 +247,7 @@ class CausalTest(parameterized.TestCase):
 
   @parameterized.parameters(*EACH)
   def test_every_query_has_a_window_of_its_own(self, mechanism):
-    """There: prefill cut the keys once, by the window of the last query."""
+    """EasyDeL's prefill sliced the keys once, by the window of the last query."""
     query, key, value = qkv()
     for causal in (True, False):
       found = attend(mechanism, query, key, value, sliding_window=(4, 2), causal=causal)
@@ -260,7 +263,7 @@ class ShardingTest(parameterized.TestCase):
   @parameterized.product(
       mechanism=EACH, batch_axis=(("fsdp", "dp"), ("dp", "fsdp")))
   def test_masks_are_sharded_as_tensors_are(self, mechanism, batch_axis):
-    """There: ("dp", "fsdp") against ("fsdp", "dp") mixed up the rows of the batch."""
+    """In EasyDeL ("dp", "fsdp") against ("fsdp", "dp") mixed up the rows of the batch."""
     arrays = qkv(b=8, t=16, s=16)
     metadata = OperationMetadata(mesh=create_mesh((2, 2, 1, 2, 1)),
                                  partition_axis=PartitionAxis(batch_axis=batch_axis))
@@ -277,7 +280,7 @@ class ShardingTest(parameterized.TestCase):
     expected = truth(*arrays, mask, bias=bias)[0]
     close(found.attention_outputs, expected)
     self.assertLen(found.attention_outputs.sharding.device_set, 8)
-    # Every row of the batch has a mask of its own, so that no two could be exchanged.
+    # Every row of the batch has a different mask, so that an exchange would be seen.
     visible = np.asarray(materialize.to_dense(mask, (8, 4, 16, 16))).reshape(8, -1)
     self.assertLen(np.unique(visible, axis=0), 8)
 

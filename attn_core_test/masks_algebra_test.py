@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Masks as values: `&`, `|`, `~`, equality, pytrees, and what compiles again."""
+"""Masks as values: `&`, `|`, `~`, equality, pytrees, and when equal masks retrace."""
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -41,7 +41,7 @@ class AlgebraTest(parameterized.TestCase):
       np.testing.assert_array_equal(dense(~(a & b) | c, shape), ~(x & y) | z)
       np.testing.assert_array_equal(dense(~(a | (b & ~c)), shape), ~(x | (y & ~z)))
 
-  # Two makers of equal masks, each called afresh.
+  # Makers of masks: each call returns a new mask, equal to that of every other call.
   MAKERS = (
       ("full", masks.full),
       ("causal", masks.causal),
@@ -124,7 +124,7 @@ class AlgebraTest(parameterized.TestCase):
 
 
 class RetraceTest(parameterized.TestCase):
-  """An equal mask never compiles anything again; a different one does."""
+  """A mask equal to an earlier one never retraces; a different structure does."""
 
   def setUp(self):
     super().setUp()
@@ -140,7 +140,7 @@ class RetraceTest(parameterized.TestCase):
       return (masks.causal() & masks.window(2, 0)) | ~masks.segments(np.array([ids]))
     f(make([0, 0, 1]), 1.0)
     f(make([0, 0, 1]), 2.0)
-    f(make([0, 1, 2]), 2.0)  # other numbers, the same structure
+    f(make([0, 1, 2]), 2.0)  # the same structure with other numbers
     self.assertEqual(self.traces, 1)
     f(masks.causal() & masks.window(2, 0), 1.0)
     f((masks.causal() & masks.window(1, 0)) | ~masks.segments(np.array([[0, 0, 1]])), 1.0)
@@ -179,8 +179,8 @@ class RetraceTest(parameterized.TestCase):
     self.assertGreater(traces_of(1, [0] * 8), 0)
 
   @parameterized.parameters("vanilla", "blockwise")
-  def test_masks_of_equal_numbers_are_told_apart(self, mechanism):
-    """Structures that differ in the kind of a node alone do not share what was compiled."""
+  def test_masks_of_equal_numbers_differ(self, mechanism):
+    """Structures that differ only in the kind of one node do not share compiled code."""
     q = jax.random.normal(jax.random.key(0), (1, 8, 1, 4))
     outs = {}
     for mask in (masks.full(), masks.causal(), masks.chunk(3), masks.prefix(3),

@@ -1,8 +1,8 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Block maps and tiles together say what the mask says, for random masks and block sizes.
+"""Block maps and tiles together equal the mask, for random masks and block sizes.
 
-Each mask is a recipe of masks_cases, evaluated a second time in numpy.
+Each mask is a recipe of masks_cases, which numpy evaluates a second time.
 """
 
 from unittest import mock
@@ -15,15 +15,16 @@ import numpy as np
 
 from attn_core import masks
 from attn_core.masks import block_map as block_map_lib, tile as tile_lib
+from attn_core.masks.block_map import EMPTY, FULL, PARTIAL, BlockMap, Sizes
 from attn_core.types import MaskOperands
 from attn_core_test.masks_cases import Draw, build, dense, draw_sizes, modulo, seen_by_all
 
 
-def listed_kinds(block_map: block_map_lib.BlockMap, columns: int) -> np.ndarray:
-  """The kind of every block pair, by the lists alone; they must be as documented."""
+def listed_kinds(block_map: BlockMap, columns: int) -> np.ndarray:
+  """Returns the kind of every pair of blocks from the lists alone; checks that they ascend."""
   indices, num_full, num_visited = map(np.asarray, block_map)
   length = indices.shape[-1]
-  kinds = np.full((*num_full.shape, columns + 1), block_map_lib.EMPTY, np.int8)
+  kinds = np.full((*num_full.shape, columns + 1), EMPTY, np.int8)
   place = np.arange(length)
   visited = place < num_visited[..., None]
   is_full = place < num_full[..., None]
@@ -33,43 +34,43 @@ def listed_kinds(block_map: block_map_lib.BlockMap, columns: int) -> np.ndarray:
   assert ((indices >= 0) & (indices < columns))[visited].all(), "indices of blocks that exist"
   assert (num_full <= num_visited).all() and (num_visited <= length).all()
   np.put_along_axis(kinds, np.where(visited, indices, columns),
-                    np.where(is_full, block_map_lib.FULL, block_map_lib.PARTIAL).astype(np.int8), axis=-1)
+                    np.where(is_full, FULL, PARTIAL).astype(np.int8), axis=-1)
   return kinds[..., :columns]
 
 
-def spread(kinds, sizes, shape) -> np.ndarray:
-  """The kind of every pair of a query and a key: [B, H, T, S]."""
+def block_kind_of_pairs(kinds, sizes, shape) -> np.ndarray:
+  """Returns the block kind of every pair of a query and a key: int8 [B, H, T, S]."""
   kinds = np.broadcast_to(kinds, (*shape[:2], *kinds.shape[2:]))
   kinds = np.repeat(np.repeat(kinds, sizes.block_q, 2), sizes.block_kv, 3)
   return kinds[:, :, :sizes.queries, :sizes.keys]
 
 
 def joined(kinds, partial_tiles, sizes, shape) -> np.ndarray:
-  """Full blocks True, unvisited ones False, the others as evaluated: bool [B, H, T, S]."""
-  kinds = spread(kinds, sizes, shape)
-  return np.where(kinds == block_map_lib.FULL, True, (kinds == block_map_lib.PARTIAL) & partial_tiles)
+  """Returns bool [B, H, T, S]: True in full blocks, `partial_tiles` in partial ones, else False."""
+  kinds = block_kind_of_pairs(kinds, sizes, shape)
+  return np.where(kinds == FULL, True, (kinds == PARTIAL) & partial_tiles)
 
 
 def slice_numpy(x, starts, lengths):
-  """`tile_lib.slice_at` that refuses tiles which do not lie inside of the array."""
+  """Slices like `tile_lib.slice_at`; asserts that the tile lies inside the array."""
   for start, length, size in zip(starts, lengths, x.shape, strict=True):
     assert 0 <= start and start + length <= size, (starts, lengths, x.shape)
   return x[tuple(slice(start, start + length) for start, length in zip(starts, lengths))]
 
 
 def evaluate_tiles(mask, kinds, sizes, shape) -> np.ndarray:
-  """What the mask says inside of the partial blocks of `kinds`; elsewhere False."""
+  """Evaluates the mask tile by tile inside the partial blocks of `kinds`; False elsewhere."""
   leaves, structure = jax.tree.flatten(mask)
   found = np.zeros((shape[0], shape[1], sizes.num_query_blocks * sizes.block_q,
                     sizes.num_key_blocks * sizes.block_kv), bool)
   with (mock.patch.object(tile_lib, "jnp", np),
         mock.patch.object(tile_lib, "slice_at", slice_numpy)):
     operands = tile_lib.pad_mask(structure, MaskOperands(tuple(leaves)),
-                         found.shape[2] - sizes.queries, found.shape[3] - sizes.keys)
-    for b, i, j in np.argwhere((kinds == block_map_lib.PARTIAL).any(1)):
+                                 found.shape[2] - sizes.queries, found.shape[3] - sizes.keys)
+    for b, i, j in np.argwhere((kinds == PARTIAL).any(1)):
       for b in (range(shape[0]) if kinds.shape[0] == 1 else [b]):
         tile = tile_lib.Tile(int(b), 0, int(i) * sizes.block_q, int(j) * sizes.block_kv,
-                          shape[1], sizes.block_q, sizes.block_kv)
+                             shape[1], sizes.block_q, sizes.block_kv)
         cut, at = tile_lib.slice_mask(structure, operands, tile)
         found[b, :, tile.query:tile.query + sizes.block_q,
               tile.key:tile.key + sizes.block_kv] = cut.visible(at) & (at.key_index < sizes.keys)
@@ -77,20 +78,20 @@ def evaluate_tiles(mask, kinds, sizes, shape) -> np.ndarray:
 
 
 def merged_by_hand(kinds, group: int) -> np.ndarray:
-  """Kinds of groups of heads, group by group."""
+  """Merges the kinds of each group of heads, one group after the other."""
   merged = []
   for first in range(0, kinds.shape[1], group):
     some = kinds[:, first:first + group]
-    merged.append(np.where((some == block_map_lib.FULL).all(1), block_map_lib.FULL,
-                           np.where((some == block_map_lib.EMPTY).all(1), block_map_lib.EMPTY, block_map_lib.PARTIAL)))
+    merged.append(np.where((some == FULL).all(1), FULL,
+                           np.where((some == EMPTY).all(1), EMPTY, PARTIAL)))
   return np.stack(merged, 1)
 
 
-class ProofTest(parameterized.TestCase):
-  """Block map and in-tile evaluation together say what the mask says, for any mask and sizes."""
+class BlockMapTest(parameterized.TestCase):
+  """Block map and evaluation inside tiles together equal the mask, for any mask and sizes."""
 
   def check(self, recipe, shape, sizes, kinds, evaluated):
-    """One case: `kinds` and `evaluated` [B, H, T, S] (in partial blocks) against `seen`."""
+    """Checks one case: `kinds`, and `evaluated` [B, H, T, S] in partial blocks, against numpy."""
     expected = seen_by_all(recipe, shape)
     where = f"{recipe}\nshape {shape}, {sizes}"
     for transposed in (False, True):
@@ -100,7 +101,7 @@ class ProofTest(parameterized.TestCase):
       np.testing.assert_array_equal(listed, kinds, err_msg=where)
     np.testing.assert_array_equal(joined(kinds, evaluated, sizes, shape), expected, err_msg=where)
     if sizes.keys % sizes.block_kv:
-      self.assertFalse((kinds[..., -1] == block_map_lib.FULL).any(), where)
+      self.assertFalse((kinds[..., -1] == FULL).any(), where)
     if kinds.shape[1] > 1:
       merged = block_map_lib.merge_heads(kinds, kinds.shape[1])
       np.testing.assert_array_equal(merged, merged_by_hand(kinds, kinds.shape[1]), err_msg=where)
@@ -121,7 +122,7 @@ class ProofTest(parameterized.TestCase):
 
   @parameterized.parameters(*range(4))
   def test_bounds_of_arrays_in_numpy(self, seed):
-    """Deep masks with arrays, without waiting for the compiler."""
+    """Checks deep masks with arrays in numpy, which needs no compilation."""
     generator = np.random.default_rng(100 + seed)
     for _ in range(250):
       shape, sizes = draw_sizes(generator)
@@ -132,7 +133,7 @@ class ProofTest(parameterized.TestCase):
 
   @parameterized.parameters(*range(8))
   def test_masks_with_arrays_in_jit(self, seed):
-    """Some structures, each compiled once and run with many arrays."""
+    """Compiles a few mask structures once each and runs them with many arrays."""
     generator = np.random.default_rng(200 + seed)
     for n in range(6):
       shape, sizes = draw_sizes(generator)
@@ -151,7 +152,7 @@ class ProofTest(parameterized.TestCase):
 
     def tile(operands, b, i, j):
       where = tile_lib.Tile(b, 0, i * sizes.block_q, j * sizes.block_kv, shape[1],
-                         sizes.block_q, sizes.block_kv)
+                            sizes.block_q, sizes.block_kv)
       mask, at = tile_lib.slice_mask(structure, operands, where)
       seen_here = mask.visible(at) & (at.key_index < sizes.keys)
       return jnp.broadcast_to(seen_here, (shape[1], sizes.block_q, sizes.block_kv))
@@ -159,15 +160,15 @@ class ProofTest(parameterized.TestCase):
     def one(mask):
       kinds = block_map_lib.block_kinds(mask, sizes)
       operands = tile_lib.pad_mask(structure, MaskOperands(tuple(jax.tree.leaves(mask))),
-                           -sizes.queries % sizes.block_q, -sizes.keys % sizes.block_kv)
+                                   -sizes.queries % sizes.block_q, -sizes.keys % sizes.block_kv)
       every = tile
       for axis, n in ((3, sizes.num_key_blocks), (2, sizes.num_query_blocks), (1, shape[0])):
         numbers = jnp.arange(n, dtype=jnp.int32)
         every = jax.vmap(every, [0 if a == axis else None for a in range(4)])
         every = (lambda f, axis, numbers: lambda *args: f(
             *args[:axis], numbers, *args[axis + 1:]))(every, axis, numbers)
-      return (kinds, block_map_lib.block_map(kinds), block_map_lib.block_map(kinds.swapaxes(-1, -2)),
-              every(operands, 0, 0, 0))
+      return (kinds, block_map_lib.block_map(kinds),
+              block_map_lib.block_map(kinds.swapaxes(-1, -2)), every(operands, 0, 0, 0))
 
     kinds, visits, turned, cut = jax.tree.map(np.asarray, jax.jit(jax.vmap(one))(stacked))
     self.assertEqual(kinds.dtype, np.int8)
@@ -184,23 +185,24 @@ class ProofTest(parameterized.TestCase):
 
   @parameterized.product(window=((3, 0), (3, 3), (3, None), (None, 3)), block=(1, 2, 5),
                          padding=(-2**31, 2**31 - 1))
-  def test_keys_that_are_padding_may_stand_at_the_ends_of_int32(self, window, block, padding):
+  def test_padding_keys_at_the_ends_of_int32(self, window, block, padding):
     query = np.int32([[-3, -1, 0, 1, 2, 3, 4, 5, -2]])
     key = np.where(np.arange(9) % 3 == 1, padding, query + 2).astype(np.int32)
     self.check_ends(("positions", ("window", *window), query, key), block)
 
   def check_ends(self, recipe, block):
-    """One case of 9 queries and 9 keys, by numpy and by jax."""
-    sizes, shape = block_map_lib.Sizes(9, 9, block, block), (1, 1, 9, 9)
+    """Checks one case of 9 queries and 9 keys, in numpy and in jax."""
+    sizes, shape = Sizes(9, 9, block, block), (1, 1, 9, 9)
     mask = build(recipe)
-    for kinds in (block_map_lib.host_kinds(mask, sizes), np.asarray(block_map_lib.block_kinds(mask, sizes))):
+    for kinds in (block_map_lib.host_kinds(mask, sizes),
+                  np.asarray(block_map_lib.block_kinds(mask, sizes))):
       self.check(recipe, shape, sizes, kinds, evaluate_tiles(mask, kinds, sizes, shape))
     np.testing.assert_array_equal(dense(mask, shape), seen_by_all(recipe, shape))
 
   @parameterized.product(
       window=((3, 0), (3, 3), (3, None), (None, 3), (None, -2), (-2, None), (-1, 3), (3, -1),
               (2**31 - 1, 2**31 - 1), (-2**31, None), (None, -2**31)), block=(1, 2))
-  def test_queries_may_stand_at_the_ends_of_int32(self, window, block):
+  def test_queries_at_the_ends_of_int32(self, window, block):
     ends = np.array([-2**31, 3 - 2**31, -1, 2, 2**31 - 3, 2**31 - 1], np.int32)
     query, key = ends[[0, 3, 5, 1, 3, 4, 2, 5, 0]][None], ends[[3, 0, 2, 5, 4, 1, 3, 5, 0]][None]
     self.check_ends(("positions", ("window", *window), query, key), block)
@@ -216,11 +218,11 @@ class ProofTest(parameterized.TestCase):
   def test_a_window_as_wide_as_int32_hides_nothing(self, *sides):
     mask, shape = masks.window(*sides), (1, 1, 5, 5)
     self.assertTrue(dense(mask, shape).all())
-    self.assertTrue((block_map_lib.block_kinds(mask, block_map_lib.Sizes(5, 5, 2, 2))[..., :2] == block_map_lib.FULL)
-                    .all())
+    kinds = block_map_lib.block_kinds(mask, Sizes(5, 5, 2, 2))
+    self.assertTrue((kinds[..., :2] == FULL).all())
 
-  # A recipe and its transpose: queries and keys change places.
-  TURNED = (
+  # A recipe and its transpose, where queries and keys are swapped.
+  TRANSPOSES = (
       (("causal",), ("window", 0, None)),
       (("window", 5, 2), ("window", 2, 5)),
       (("window", None, 3), ("window", 3, None)),
@@ -232,7 +234,7 @@ class ProofTest(parameterized.TestCase):
 
   def test_transposed_map_is_the_map_of_the_transpose(self):
     generator = np.random.default_rng(7)
-    pairs = [(build(a), build(b)) for a, b in self.TURNED]
+    pairs = [(build(a), build(b)) for a, b in self.TRANSPOSES]
     for _ in range(40):
       ids = [np.sort(generator.integers(-1, 4, (2, n)), 1) for n in (24, 36)]
       array = generator.random((2, 3, 24, 36)) < 0.95
@@ -243,22 +245,23 @@ class ProofTest(parameterized.TestCase):
                 (masks.positions(*ids), masks.positions(*ids[::-1], masks.window(0, None)))]
     for mask, turned in pairs:
       for block_q, block_kv in ((8, 12), (4, 9), (24, 1), (6, 36)):
-        kinds = block_map_lib._kinds(mask, block_map_lib.Sizes(24, 36, block_q, block_kv), np)
-        other = block_map_lib._kinds(turned, block_map_lib.Sizes(36, 24, block_kv, block_q), np)
+        kinds = block_map_lib._kinds(mask, Sizes(24, 36, block_q, block_kv), np)
+        other = block_map_lib._kinds(turned, Sizes(36, 24, block_kv, block_q), np)
         np.testing.assert_array_equal(kinds.swapaxes(-1, -2), other, str(mask))
 
   def test_merge_heads(self):
     generator = np.random.default_rng(3)
     for heads, group in ((6, 1), (6, 2), (6, 3), (6, 6), (1, 4)):
       kinds = generator.integers(0, 3, (2, heads, 5, 4)).astype(np.int8)
-      kinds[0, :, 0], kinds[0, :, 1], kinds[1, :, 2] = block_map_lib.EMPTY, block_map_lib.FULL, block_map_lib.PARTIAL
+      kinds[0, :, 0], kinds[0, :, 1], kinds[1, :, 2] = EMPTY, FULL, PARTIAL
       expected = kinds if heads == 1 else merged_by_hand(kinds, group)
-      for found in (block_map_lib.merge_heads(kinds, group), block_map_lib.merge_heads(jnp.array(kinds), group)):
+      for found in (block_map_lib.merge_heads(kinds, group),
+                    block_map_lib.merge_heads(jnp.array(kinds), group)):
         np.testing.assert_array_equal(found, expected)
         self.assertEqual(found.dtype, np.int8)
 
   def test_join_full(self):
-    E, F, P = block_map_lib.EMPTY, block_map_lib.FULL, block_map_lib.PARTIAL
+    E, F, P = EMPTY, FULL, PARTIAL
     kinds = [[F, F, F, F, F, P, E, F, F], [F, E, F, F, P, P, F, F, P]]
     kinds = np.array(kinds, np.int8)[:, None, None]
     large = [[F, F, E, E], [E, F, E, F]]
@@ -269,15 +272,15 @@ class ProofTest(parameterized.TestCase):
         self.assertEqual((found.dtype, type(found)), (np.int8, type(given)))
 
   def test_full_map_has_no_partial_block_even_when_traced(self):
-    kinds = np.array([block_map_lib.FULL, block_map_lib.EMPTY, block_map_lib.FULL], np.int8)[None, None, None]
+    kinds = np.array([FULL, EMPTY, FULL], np.int8)[None, None, None]
     for given in (kinds, jnp.array(kinds)):
       visits = block_map_lib.full_map(given)
       self.assertFalse(visits.any_partial)
       np.testing.assert_array_equal(visits.num_visited, block_map_lib.block_map(given).num_visited)
       np.testing.assert_array_equal(visits.indices[0, 0, 0, :2], [0, 2])
 
-  def test_what_is_known_on_the_host(self):
-    sizes = block_map_lib.Sizes(8, 8, 4, 4)
+  def test_kinds_known_on_the_host(self):
+    sizes = Sizes(8, 8, 4, 4)
     for mask, full, partial in ((masks.full(), True, False), (masks.causal(), True, True),
                                 (masks.custom(modulo), False, True),
                                 (~masks.full(), False, False), (masks.chunk(4), True, False)):

@@ -1,9 +1,10 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Masks as recipes, and in numpy by the words of the documentation alone which keys they show.
+"""Masks as recipes, which are evaluated twice: by the library and in numpy.
 
-A recipe is a nested tuple such as ("and", ("causal",), ("window", 3, 0)): `build` makes the mask of
-it by the library's functions, and `seen` computes its pairs of queries and keys in numpy.
+A recipe is a nested tuple such as ("and", ("causal",), ("window", 3, 0)). `build` makes its mask
+with the library's functions; `seen` computes the visible pairs of queries and keys in numpy, from
+the documentation alone.
 """
 
 from typing import Any, NamedTuple
@@ -15,11 +16,12 @@ from attn_core.masks import block_map as block_map_lib, materialize
 
 
 def rows(text: str) -> np.ndarray:
-  """ "10 11" -> [[True, False], [True, True]]."""
+  """Reads rows of digits: "10 11" is [[True, False], [True, True]]."""
   return np.array([[digit == "1" for digit in row] for row in text.split()])
 
 
 def dense(mask, shape=(1, 1, 3, 4)) -> np.ndarray:
+  """Evaluates a mask by the library: bool [B, H, T, S]."""
   return np.asarray(materialize.to_dense(mask, shape))
 
 
@@ -32,7 +34,7 @@ def from_table(batch, head, query, key, table):
 
 
 class At(NamedTuple):
-  """Numbers of rows, heads, queries and keys, and positions; they broadcast to [B, H, T, S]."""
+  """Indices of rows, heads, queries and keys, and positions; they broadcast to [B, H, T, S]."""
 
   batch: Any
   head: Any
@@ -43,7 +45,7 @@ class At(NamedTuple):
 
 
 def seen(recipe, at: At):
-  """Who sees whom, by the documentation's words and numpy alone."""
+  """Evaluates a recipe in numpy, from the documentation alone."""
   name, *rest = recipe
   if name == "full":
     return np.ones((1, 1, 1, 1), bool)
@@ -99,6 +101,7 @@ def seen(recipe, at: At):
 
 
 def seen_by_all(recipe, shape) -> np.ndarray:
+  """Evaluates a recipe at every row, head, query and key: bool [B, H, T, S]."""
   batch, head, query, key = np.ogrid[tuple(map(slice, shape))]
   return np.broadcast_to(seen(recipe, At(batch, head, query, key, query, key)), shape)
 
@@ -112,7 +115,7 @@ def _table(batch, head, query, key, table):
 
 
 def build(recipe) -> masks.Mask:
-  """The mask of a recipe."""
+  """Makes the mask of a recipe with the library's functions."""
   name, *rest = recipe
   rest = [build(x) if isinstance(x, tuple) else x for x in rest]
   if name == "positions":
@@ -132,7 +135,7 @@ MOVES = ("positions", "placed", "offset", "offset_rows")
 
 
 class Draw:
-  """Draws recipes. What `choices` decides is static; `numbers` fills arrays of the same shapes."""
+  """Draws recipes: `choices` decides all that is static, `numbers` the contents of the arrays."""
 
   def __init__(self, choices, numbers, shape):
     self.choices, self.numbers, self.shape = choices, numbers, shape
@@ -180,7 +183,7 @@ class Draw:
     ids = [self.numbers.integers(lowest, highest, (self.one_or(batch), n)) for n in (queries, keys)]
     if self.choices.random() < 0.6:
       ids = [np.sort(x, axis=1) for x in ids]
-      if self.choices.random() < 0.5:  # padding behind instead of in front
+      if self.choices.random() < 0.5:  # padding at the end instead of the beginning
         ids = [np.where(x == x.max(1, keepdims=True), -1, x) for x in ids]
     return tuple(ids)
 
@@ -218,13 +221,13 @@ class Draw:
         found.append(self.numbers.integers(-5, n + 5, size))
       elif kind == 2:
         found.append(np.sort(self.numbers.integers(0, 2 * n, size), axis=1))
-      else:  # striped over 3 devices
+      else:  # the striped token order over 3 devices
         found.append(np.broadcast_to(np.argsort(np.arange(n) % 3, kind="stable"), size).copy())
     return tuple(found)
 
 
 def draw_sizes(generator):
-  """(B, H, T, S) and block sizes, neither of which divide one another."""
+  """Draws (B, H, T, S) and block sizes, which need not divide the lengths."""
   shape = (*map(int, generator.integers(1, 4, 2)), *map(int, generator.integers(1, 41, 2)))
   return shape, block_map_lib.Sizes(shape[2], shape[3], *(
       int(generator.integers(max(1, n // 7), n + 4)) for n in shape[2:]))

@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Every mask constructor against rows written by hand, and what constructors refuse."""
+"""Every mask constructor against rows written by hand; constructors refuse bad arguments."""
 
 import functools
 
@@ -102,7 +102,7 @@ class LeavesTest(parameterized.TestCase):
       with self.subTest(str(mask)):
         np.testing.assert_array_equal(dense(mask, shape)[0], [rows(first), rows(second)])
 
-  def test_a_scalar_array_counts_for_all_rows(self):
+  def test_a_scalar_array_applies_to_all_rows(self):
     np.testing.assert_array_equal(dense(masks.prefix(np.int32(1)), (2, 1, 1, 2)),
                                   np.broadcast_to([True, False], (2, 1, 1, 2)))
     np.testing.assert_array_equal(dense(masks.prefix(jnp.int32(1)), (2, 1, 1, 2)),
@@ -154,7 +154,7 @@ class LeavesTest(parameterized.TestCase):
       make()
 
   @parameterized.parameters("closure", "default", "partial")
-  def test_a_custom_predicate_that_holds_what_is_traced(self, by):
+  def test_a_custom_predicate_that_captures_a_traced_array(self, by):
     def inner(limit):
       predicate = {"closure": lambda b, h, q, k: q - k < limit,
                    "default": lambda b, h, q, k, most=limit: q - k < most,
@@ -191,7 +191,7 @@ class ToDenseTest(absltest.TestCase):
     np.testing.assert_array_equal(found[0, 0], rows("100 110 001"))
 
   def test_global_rows_and_heads(self):
-    """A shard evaluates predicates at the global numbers of its rows and heads."""
+    """A shard evaluates predicates at the global indices of its rows and heads."""
     mask = masks.custom(lambda b, h, q, k: (b == 5) & (h == 3))
     _, structure = jax.tree.flatten(mask)
     here = MaskOperands((), jnp.array([4, 5], jnp.int32), jnp.array([2], jnp.int32))

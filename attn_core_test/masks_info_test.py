@@ -81,14 +81,14 @@ class MaskInfoTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, message):
       MaskInfo.from_cu_seqlens(*arguments)
 
-  def test_and_between_masks_is_no_python_and(self):
-    """`causal() and window(1, 0)` would be window(1, 0), and see into the future no less."""
+  def test_python_and_between_masks_raises(self):
+    """`causal() and window(1, None)` would be window(1, None), which is not causal."""
     for wrong in (lambda: masks.causal() and masks.window(1, None),
                   lambda: masks.causal() or masks.window(1, 0), lambda: not masks.causal()):
       with self.assertRaisesRegex(ValueError, "no truth value.*`&`"):
         wrong()
 
-  def test_masks_of_what_is_none(self):
+  def test_arguments_that_are_not_masks(self):
     for call in (lambda: masks.offset(3, 1), lambda: masks.placed(3, np.zeros((1, 1), int), None, (
         1, 1)), lambda: masks.positions(np.zeros((1, 1), int), mask=3)):
       with self.assertRaisesRegex(ValueError, "mask is a int; expected a mask"):
@@ -109,7 +109,7 @@ class MaskInfoTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, f"{name} is given and .* is None; expected both"):
       MaskInfo(**{name: np.zeros((1, 2), np.int32)}).to_mask()
 
-  def test_nothing_said_is_the_base(self):
+  def test_an_empty_mask_info_is_the_base(self):
     self.assertEqual(MaskInfo().to_mask(), masks.full())
     self.assertEqual(MaskInfo().to_mask(masks.causal()), masks.causal())
 

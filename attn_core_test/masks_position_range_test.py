@@ -11,7 +11,7 @@ from attn_core.masks import position_range
 from attn_core_test.masks_cases import dense
 
 
-class ReachTest(parameterized.TestCase):
+class PositionRangeTest(parameterized.TestCase):
 
   @parameterized.parameters(
       (masks.full(), True), (masks.causal(), True), (masks.window(3, 1), False),
@@ -28,7 +28,8 @@ class ReachTest(parameterized.TestCase):
     self.assertEqual(position_range.is_narrow(mask), not unbounded)
 
   def test_documents_are_narrow_and_long_windows_are_not(self):
-    self.assertTrue(position_range.is_narrow(masks.causal() & masks.segments(np.zeros((1, 4), np.int32))))
+    documents = masks.causal() & masks.segments(np.zeros((1, 4), np.int32))
+    self.assertTrue(position_range.is_narrow(documents))
     self.assertFalse(position_range.is_narrow(masks.window(position_range.NARROW + 1, 0)))
 
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Metadata and configurations of plain values for the tests of OperationMetadata."""
+"""Metadata and base configurations for the tests of OperationMetadata."""
 
 import enum
 from typing import Any, NamedTuple
@@ -53,7 +53,7 @@ class Config(NamedTuple):
 
 
 def full(mesh=None):
-  """Metadata without a default value."""
+  """Returns metadata in which no field has its default."""
   return OperationMetadata(
       runtime_dtype=jnp.bfloat16, runtime_softmax_dtype="float16", sequence_axis_name="ring",
       mesh=mesh, platform="tpu", backend="tpu",

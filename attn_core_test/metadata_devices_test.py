@@ -105,7 +105,7 @@ class PlatformTest(parameterized.TestCase):
 class CapabilityTest(parameterized.TestCase):
 
   @parameterized.parameters("9.0", "8.6", "gfx942")
-  def test_that_of_the_attached_gpu_unless_said_otherwise(self, attached):
+  def test_attached_gpu_unless_given(self, attached):
     device = types.SimpleNamespace(compute_capability=attached)
     with (mock.patch.object(jax, "default_backend", lambda: "gpu"),
           mock.patch.object(jax, "local_devices", lambda: [device])):
@@ -113,7 +113,7 @@ class CapabilityTest(parameterized.TestCase):
       self.assertEqual(resolved_capability(OperationMetadata(compute_capability="10.3")), "10.3")
       self.assertIsNone(resolved_capability(OperationMetadata(mesh=create_mesh())))
 
-  def test_that_of_the_default_device(self):
+  def test_default_gpu(self):
     first, second = (types.SimpleNamespace(platform="gpu", compute_capability=capability)
                      for capability in ("9.0", "8.0"))
     with mock.patch.object(jax, "local_devices", lambda backend=None: [first]):

@@ -59,7 +59,7 @@ class JsonTest(parameterized.TestCase):
       ("attn_core.config:AttnConfig", "attn_core.rope:Rope"),
       ("attn_core.config.config:AttnConfig", "attn_core.rope_frequencies:Rope"),
       ("attn_core:AttnConfig", "attn_core.rope.frequencies:Rope"))
-  def test_reads_addresses_of_modules_that_have_moved(self, config, rope):
+  def test_reads_addresses_of_moved_modules(self, config, rope):
     metadata = OperationMetadata.from_config(AttnConfig(blocksize_q=64))
     text = metadata.to_json()
     text = text.replace("attn_core.config:AttnConfig", config).replace("attn_core:Rope", rope)

@@ -16,7 +16,7 @@ from attn_core.types import DECODE_MODES, ARRAY_LAYOUTS, MODES
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-# A different mesh axis for every meaning, so that the specs tell which one was read.
+# A different mesh axis for every field, so that the specs tell which one was read.
 DISTINCT = PartitionAxis(
     batch_axis="b", query_sequence_axis="t", key_sequence_axis="s", head_axis="h", kv_head_axis="k",
     attention_dim_axis="d", attention_kv_dim_axis="e", bias_head_sequence_axis="bh",
@@ -24,7 +24,8 @@ DISTINCT = PartitionAxis(
     decode_key_sequence_axis="s_", decode_head_axis="h_", decode_kv_head_axis="k_",
     decode_attention_dim_axis="d_", decode_attention_kv_dim_axis="e_")
 
-# The rules in letters of DISTINCT; K and E: k and e, or h and d with qkv_mni_sharding; -: none.
+# Rules in the letters of DISTINCT. K and E stand for k and e, or h and d with qkv_mni_sharding;
+# - stands for None.
 RULES = {
     "bthd": dict(
         query3d="b h d", query="b t h d", key="b s K E", value="b s K E", bias="b bh t bs",

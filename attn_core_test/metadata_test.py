@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""OperationMetadata: fields, values, equality, from_config, and what it refuses."""
+"""OperationMetadata: fields, values, equality, from_config, and refused values."""
 
 import copy
 import dataclasses
@@ -38,13 +38,13 @@ class MetadataTest(parameterized.TestCase):
   @parameterized.parameters(
       dict(runtime_dtype=jnp.bfloat16), dict(runtime_dtype="bfloat16"),
       dict(runtime_dtype=np.dtype(jnp.bfloat16)), dict(runtime_dtype=jnp.bfloat16.dtype))
-  def test_dtypes_are_normalised(self, **fields):
+  def test_dtypes_are_normalized(self, **fields):
     metadata = OperationMetadata(**fields)
     self.assertIs(metadata.runtime_dtype, np.dtype(jnp.bfloat16))
     self.assertEqual(hash(metadata), hash(OperationMetadata(runtime_dtype="bfloat16")))
 
   @parameterized.parameters(
-      # Two ways to write the same.
+      # Two ways to write the same metadata.
       (dict(runtime_dtype=None, runtime_softmax_dtype=None, partition_axis=None), {}),
       (dict(operation_configs=None), dict(operation_configs={})),
       (dict(operation_configs={AttentionMechanism.RING: BlockSizes(1), "cudnn": BlockSizes()}),
@@ -241,7 +241,7 @@ class ErrorsTest(parameterized.TestCase):
       with self.assertRaisesRegex(TypeError, "unexpected keyword argument 'softmax'"):
         call(softmax=1.0)
 
-  def test_classes_inside_functions_cannot_be_found_again(self):
+  def test_classes_inside_functions_cannot_be_written(self):
     class Local(NamedTuple):
       x: int = 1
 

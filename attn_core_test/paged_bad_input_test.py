@@ -17,12 +17,13 @@ from attn_core_test.paged_cases import Case, plain
 
 
 def broken(**changes):
-  """The metadata of three requests with something wrong."""
+  """Returns a function that replaces fields of the metadata."""
   return lambda metadata: metadata._replace(**{
       name: np.asarray(value, np.int32) for name, value in changes.items()})
 
 
 def entry(row, column, value):
+  """Returns a function that replaces a table entry; value -10 i - j, below -1: by entry [i, j]."""
   def change(metadata):
     tables = metadata.page_tables.copy()
     tables[row, column] = value if value >= 0 else value if value == -1 else tables[
@@ -31,7 +32,7 @@ def entry(row, column, value):
   return change
 
 
-# name: what is wrong with the metadata of lengths (9, 4, 6) and queries (3, 0, 2), in the message
+# name -> (change of the metadata of lengths (9, 4, 6) and queries (3, 0, 2), words of the message)
 NUMBERS = {
     "page_past_the_pool": (entry(0, 2, 24), "page_tables: .*page ids from 0 to 23"),
     "page_below_the_pool": (entry(0, 0, -1), "page_tables: .*page ids from 0 to 23"),
@@ -65,7 +66,7 @@ class BadInputTest(parameterized.TestCase):
       ragged_page_attention_v2(self.query, self.cache, wrong)
 
   def test_numbers_under_jit(self):
-    """In the debug mode every wrong number is an error; without it nothing is checked."""
+    """In debug mode every wrong number is an error; without it nothing is checked."""
     def run(cache, metadata):
       validate.debug_check(cache, metadata, 8)
       return ragged_page_attention_v2(self.query, cache, metadata).attention_outputs

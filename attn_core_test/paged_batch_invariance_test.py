@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A request's output over pages has the same bits whatever runs in the same batch."""
+"""The output of a request has the same bits whatever else is in the batch and in the pages."""
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -19,7 +19,7 @@ class BatchInvarianceTest(parameterized.TestCase):
   R, N, PAGE, POOL, ROWS, TOKENS = 4, 8, 4, 40, 16, 29
 
   @parameterized.parameters((8, 2, 64), (4, 1, 64), (4, 1, 128))
-  def test_what_is_in_dead_slots_changes_no_bit(self, H, K, D):
+  def test_unused_slots_change_no_bit(self, H, K, D):
     rng = np.random.default_rng(0)
     query, key, value = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in (
         (3, H, D), (K, 64, 16, D), (K, 64, 16, D)))
@@ -46,7 +46,7 @@ class BatchInvarianceTest(parameterized.TestCase):
     garbage = [jnp.full_like(empty.pages, x) for x in (jnp.nan, -jnp.inf, 7.0)]
 
     def play(requests, orders, held=empty.pages):
-      """Outputs of each request; `requests`: text -> chunks; all in random rows and pages."""
+      """Runs requests (text -> chunk sizes) in random rows and pages; returns their outputs."""
       cache, done = PagesV3(held + 0), {text: 0 for text in requests}
       free = list(orders.permutation(self.POOL))
       tables = {text: [free.pop() for _ in range(self.N)] for text in requests}
@@ -92,10 +92,10 @@ class BatchInvarianceTest(parameterized.TestCase):
         sizes = np.diff([0, *cuts, self.TOKENS])
         sizes = [part for size in sizes for part in [self.ROWS] * (size // self.ROWS) + [
             size % self.ROWS] if part]
-        if rng.random() < 0.3:  # the end token by token
+        if rng.random() < 0.3:  # the last part token by token
           sizes = [*sizes[:-1], *[1] * sizes[-1]]
         requests[int(text)] = sizes
-      held = garbage[schedule % len(garbage)]  # in the pages before anything is written
+      held = garbage[schedule % len(garbage)]  # contents of the pages before the first write
       for text, (out, lse) in play(requests, rng, held).items():
         np.testing.assert_array_equal(out, alone[text][0])
         np.testing.assert_array_equal(lse, alone[text][1])

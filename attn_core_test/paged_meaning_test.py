@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over pages against the references of the public kernels, and what its inputs mean."""
+"""Attention over pages against the public kernels' references: windows, NaN, 8 bits, memory."""
 
 import functools
 import importlib
@@ -27,7 +27,7 @@ from attn_core_test.paged_cases import BLOCKS, Case, plain
 
 
 def _public_v3():
-  """The module of tpu-inference's kernel v3, without the package around it, which needs vLLM."""
+  """Imports the kernel v3 of tpu-inference without the rest of the package, which needs vLLM."""
   found = importlib.util.find_spec("tpu_inference")
   if found is None:
     raise unittest.SkipTest("tpu-inference is not installed: pip install --no-deps tpu-inference")
@@ -47,13 +47,13 @@ class MeaningTest(parameterized.TestCase):
         query, cache.pages, *map(jnp.asarray, (metadata.context_lens, tables,
                                                metadata.query_start_loc, metadata.num_requests)),
         sm_scale=0.4, sliding_window=5, soft_cap=2.0)
-    # There a window of W tokens holds the query's own.
+    # The public kernel counts the query itself among the tokens of a window.
     got = ragged_page_attention_v2(query, cache, metadata, PagedOptions(
         softmax_scale=0.4, sliding_window=(4, None), logits_soft_cap=2.0))
     np.testing.assert_allclose(got.attention_outputs, want, atol=1e-5)
 
   def test_shapes_and_meanings_are_those_of_the_public_kernel_that_writes(self):
-    """What vLLM's own reference says for TPUs, where tpu-inference is installed."""
+    """Compares with vLLM's own reference for TPUs, where tpu-inference is installed."""
     public_v3 = _public_v3()
     case = Case((9, 17, 6), (9, 1, 2), rest=0, unused=1)
     _, wide, metadata = plain(case)
@@ -84,28 +84,28 @@ class MeaningTest(parameterized.TestCase):
     got = page_attention(query, PagesV1(key, value), metadata, PagedOptions(logits_soft_cap=3.0))
     np.testing.assert_allclose(got.attention_outputs, want, atol=1e-5)
 
-  def test_a_window_of_any_int32_is_cut_nowhere(self):
+  def test_a_window_as_wide_as_int32_hides_nothing(self):
     query, cache, metadata = plain(Case((9, 17), (9, 1), rest=0))
     wide, all_of_it = (ragged_page_attention_v2(query, cache, metadata, PagedOptions(
         sliding_window=window, causal=False)) for window in (2**31 - 1, None))
     np.testing.assert_array_equal(wide.attention_outputs, all_of_it.attention_outputs)
 
-  def test_a_nan_reaches_those_who_see_it_and_no_other(self):
+  def test_a_nan_reaches_only_queries_that_see_it(self):
     case = Case((8, 9), (8, 9), rest=0)
     query, cache, metadata = plain(case)
     page = metadata.page_tables[0, 1]  # positions 4 to 7 of the first request
     for row in (0, 1):  # a key, a value
-      spoilt = cache._replace(pages=cache.pages.at[page, 1, row].set(jnp.nan))
+      with_nan = cache._replace(pages=cache.pages.at[page, 1, row].set(jnp.nan))
       run = jax.jit(lambda *a: ragged_page_attention_v2(*a, metadata, PagedOptions(
           sliding_window=(1, 0), block_sizes=BLOCKS)).attention_outputs)
-      before, after = np.asarray(run(query, cache)), np.asarray(run(query, spoilt))
+      before, after = np.asarray(run(query, cache)), np.asarray(run(query, with_nan))
       seen = np.zeros(before.shape, bool)
-      seen[5:7, :2] = True  # key head 0 is that of query heads 0 and 1
+      seen[5:7, :2] = True  # query heads 0 and 1 read key head 0
       self.assertTrue(np.isnan(after[seen]).all())
       np.testing.assert_array_equal(after[~seen], before[~seen])
 
   def test_bfloat16_sums_in_float32(self):
-    """600 equal keys: in bfloat16 the sum of their weights would stop at 256."""
+    """Sums the weights of 600 equal keys, which in bfloat16 would stop at 256."""
     length = 600
     cache = pages.init(PagesV3, 40, 16, Heads(1, 8, 8), jnp.bfloat16)
     metadata = PagesMetadata(np.arange(40, dtype=np.int32)[None], np.array([length], np.int32),
@@ -119,7 +119,7 @@ class MeaningTest(parameterized.TestCase):
     self.assertEqual(output.lse.shape, (2, length))
 
   @parameterized.product(layout=(PagesV1, PagesV2), kind=("tensor", "token"))
-  def test_quantised_pages_are_read_by_their_scales(self, layout, kind):
+  def test_quantized_pages_are_read_by_their_scales(self, layout, kind):
     case = Case((9, 17, 3), (1,) * 3, rest=0)
     query, wide, _ = plain(case)
     heads, metadata = Heads(case.K, case.D, case.D), case.metadata(single=True)
@@ -140,7 +140,7 @@ class MeaningTest(parameterized.TestCase):
     run = page_attention if layout is PagesV1 else ragged_page_attention_v2
     got = run(query, cache, metadata).attention_outputs
     np.testing.assert_allclose(got, want, atol=1e-6)
-    if layout is PagesV2:  # the query has its gradient, and what is stored has none
+    if layout is PagesV2:  # the query has a gradient, and quantized pages have none
       loss = lambda run, cache, q: jnp.sin(run(q, cache, metadata).attention_outputs).sum()
       np.testing.assert_allclose(
           jax.grad(functools.partial(loss, run, cache))(query),
@@ -151,7 +151,7 @@ class MeaningTest(parameterized.TestCase):
 
   @parameterized.parameters(("float8_e4m3fn", "tensor"), ("int8", "token"))
   def test_new_tokens_are_stored_by_the_scales(self, dtype, kind):
-    """v3 into 8 bits: what is written is what append writes, in place, and is attended to."""
+    """In 8 bits, v3 writes in place what `append` writes, and attends to it."""
     case = Case((9, 6), (4, 1), rest=2)
     heads, metadata = Heads(2, 6, 6), case.metadata()
     rng = np.random.default_rng(0)
@@ -186,7 +186,7 @@ class MeaningTest(parameterized.TestCase):
     np.testing.assert_allclose(gradient, of_whole[..., :3], atol=1e-6)
 
   def test_only_live_blocks_are_visited(self):
-    """The trips of the loops, whatever the width of the table."""
+    """Counts the visited key blocks, which do not depend on the width of the table."""
     case = Case((9, 0, 17, 24), (9, 0, 5, 1), rest=0, options=PagedOptions())
     query, cache, metadata = plain(case)
     metadata = jax.tree.map(jnp.asarray, metadata._replace(
@@ -212,7 +212,7 @@ class MeaningTest(parameterized.TestCase):
     memory = jax.jit(jax.grad(loss, (0, 1))).lower(query, cache).compile().memory_analysis()
     self.assertLess(memory.temp_size_in_bytes, 4 * 2**20)  # the scores would be 32 MiB
 
-  def test_the_door_finds_the_mechanism_of_a_cache(self):
+  def test_attention_finds_the_mechanism_of_a_cache(self):
     query, cache, metadata = plain(Case())
     arguments = dict(layout="thd", cache_view=cache, cache_metadata=metadata)
     said = explain(query, None, None, **arguments)

@@ -34,7 +34,7 @@ RAGGED = Frozen({
 
 
 def run(mechanism, case, query, key, value, sinks):
-  """(output, lse) by the mechanism; for v3 the queries' own tokens are in no page yet."""
+  """Returns (output, lse) of the mechanism; v3 gets the new tokens as arguments, not in pages."""
   options = case.options._replace(softmax_aux=sinks, block_sizes=BLOCKS, return_lse=True)
   cache = PagesV1(key, value)
   metadata = case.metadata(single=mechanism == "v1")
@@ -55,8 +55,8 @@ def run(mechanism, case, query, key, value, sinks):
 
 
 def with_gradients(function, case, wanted):
-  """(*arrays) -> [output, lse, gradients...], those of a scalar that all of these reach."""
-  rows = sum(case.queries)  # those of no request have no part
+  """Returns a function of arrays: [output, lse, gradients...] of a scalar that uses both."""
+  rows = sum(case.queries)  # rows of no request do not count
   weights = lambda x: jnp.sin(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape)
   def loss(*arrays):
     found = function(*arrays)
@@ -70,7 +70,7 @@ def with_gradients(function, case, wanted):
 
 
 def both(function, case, arrays):
-  """[output, lse, gradients...]."""
+  """Returns [output, lse, gradients...] with respect to every array given."""
   wanted = tuple(i for i, x in enumerate(arrays) if x is not None)
   return jax.jit(with_gradients(function, case, wanted))(*arrays)
 
@@ -99,7 +99,7 @@ class OracleTest(parameterized.TestCase):
     self.assertFalse(np.asarray(got[0][rows:]).any())
     self.assertTrue((np.asarray(got[1][:, rows:]) == -np.inf).all())
     for index, (mine, want) in enumerate(zip(got, expected_of(name, table), strict=True)):
-      # An output's row of no request is 0, and what is not live has no gradient.
+      # Rows of no request are 0, and unused places have gradient 0.
       self.assertFalse(np.isnan(mine).any(), index)
       same = np.isfinite(want)
       np.testing.assert_array_equal(np.asarray(mine)[~same], want[~same])
@@ -132,7 +132,7 @@ class OracleTest(parameterized.TestCase):
 class DerivativesTest(absltest.TestCase):
 
   def test_forward_mode_and_second_derivatives(self):
-    """Tangents of output, lse and all gradients, along a direction that moves what nobody sees."""
+    """Checks tangents of output, lse and gradients along random directions, in NaN places too."""
     case = RAGGED["window_sinks_cap"]._replace(lengths=(9, 5), queries=(4, 1))
     rng = np.random.default_rng(5)
     directions = [rng.normal(size=x.shape) for x in case.arrays()]
@@ -144,11 +144,11 @@ class DerivativesTest(absltest.TestCase):
     with jax.enable_x64(True):
       want = tangents(case.oracle, tuple(x.astype(jnp.float64) for x in case.arrays()))
     for index, (mine, right) in enumerate(zip(got, want, strict=True)):
-      right = np.nan_to_num(np.asarray(right))  # rows of no request, where the oracle says NaN
+      right = np.nan_to_num(np.asarray(right))  # rows of no request, where the oracle has NaN
       np.testing.assert_allclose(mine, right, rtol=2e-5, atol=2e-5 * max(1, np.abs(right).max()),
                                  err_msg=str(index))
 
-  def test_saved_residuals_are_not_computed_anew(self):
+  def test_saved_residuals_are_not_computed_again(self):
     query, cache, metadata = plain(Case((9, 6), (4, 2), rest=2))
     run = lambda query, cache: ragged_page_attention_v2(
         2 * query, cache, metadata).attention_outputs.sum()

@@ -34,16 +34,16 @@ class TransformationTest(absltest.TestCase):
     return (jax.lax.psum(total, tuple(axes)) if axes else total, out), gradients
 
   def test_requests_and_heads_over_devices(self):
-    """In the caller's shard_map: requests, tables and pages of a device's own, and heads.
+    """Shards requests with their tables and pages over one axis, and heads over the other.
 
-    Key and value rows of a head are neighbours, so the pages are cut like the heads.
+    The key and value rows of a head are adjacent, so pages are sharded like heads.
     """
     arrays = (self.query, self.cache, self.metadata)
     two = jax.tree.map(lambda x: jnp.concatenate([x, x]), arrays)
     query, cache = P("x", "y"), PagesV2(P("x", None, "y"))
-    spread = jax.shard_map(self.gradient, mesh=self.mesh, in_specs=(query, cache, P("x")),
-                           out_specs=((P(), query), (query, cache)))
-    (_, out), gradients = jax.jit(spread)(*two)
+    sharded = jax.shard_map(self.gradient, mesh=self.mesh, in_specs=(query, cache, P("x")),
+                            out_specs=((P(), query), (query, cache)))
+    (_, out), gradients = jax.jit(sharded)(*two)
     (_, want), expected = jax.jit(self.gradient)(*arrays)
     for got, one in zip(*map(jax.tree.leaves, ((out, gradients), (want, expected))), strict=True):
       np.testing.assert_allclose(got, jnp.concatenate([one, one]), atol=1e-6)
@@ -61,7 +61,7 @@ class TransformationTest(absltest.TestCase):
       np.testing.assert_allclose(gradient.pages[row], of_pages.pages, atol=1e-6)
 
   def test_scans_over_layers(self):
-    """A cache a layer, written in the scan: what an engine does."""
+    """Scans over layers, each with a cache that the scan updates, as an engine does."""
     heads = Heads(2, 6, 6)
     caches = jax.tree.map(lambda x: jnp.stack([x] * 3),
                           pages.init(PagesV3, 16, 4, heads, jnp.float32))
