@@ -23,11 +23,10 @@ def broken(**changes):
 
 
 def entry(row, column, value):
-  """Returns a function that replaces a table entry; value -10 i - j, below -1: by entry [i, j]."""
+  """Returns a function that replaces a table entry by a page, or by the entry at (row, column)."""
   def change(metadata):
     tables = metadata.page_tables.copy()
-    tables[row, column] = value if value >= 0 else value if value == -1 else tables[
-        -value // 10, -value % 10]
+    tables[row, column] = tables[value] if isinstance(value, tuple) else value
     return metadata._replace(page_tables=tables)
   return change
 
@@ -36,8 +35,9 @@ def entry(row, column, value):
 NUMBERS = {
     "page_past_the_pool": (entry(0, 2, 24), "page_tables: .*page ids from 0 to 23"),
     "page_below_the_pool": (entry(0, 0, -1), "page_tables: .*page ids from 0 to 23"),
-    "page_twice_in_a_row": (entry(0, 0, -2 - 0), "page_tables: .*a page once in a request's row"),
-    "page_written_and_owned_twice": (entry(1, 0, -21), "page_tables: .*in one request's row only"),
+    "page_twice_in_a_row": (entry(0, 0, (0, 2)), "page_tables: .*a page once in a request's row"),
+    "page_written_and_owned_twice": (entry(1, 0, (2, 1)),
+                                     "page_tables: .*in one request's row only"),
     "length_beyond_the_table": (broken(context_lens=[9, 33, 6]),
                                 "context_lens: .*from 0 to 32 tokens"),
     "length_negative": (broken(context_lens=[9, -1, 6]), "context_lens: .*from 0 to 32 tokens"),
@@ -85,7 +85,7 @@ class BadInputTest(parameterized.TestCase):
       checked(self.cache, NUMBERS["page_past_the_pool"][0](self.metadata))[0].throw()
 
   def test_full_pages_may_be_shared(self):
-    shared = entry(1, 0, -20)(self.metadata)  # the first page of the third request
+    shared = entry(1, 0, (2, 0))(self.metadata)  # the first page of the third request
     validate.check(self.cache, shared, 8)
 
   def test_a_page_that_is_not_full_may_be_shared_by_requests_without_queries(self):
