@@ -76,8 +76,8 @@ def cudnn(query: ArrayLike, key: ArrayLike | None, value: ArrayLike | None,
           **options: Unpack[AttentionOptions]) -> AttentionOutput:
   """Computes attention by NVIDIA's cuDNN, on GPUs only.
 
-  Full, causal, windowed to the left, and within lengths in linear memory; with a bias or another
-  mask in quadratic memory. Differentiable in reverse mode, once.
+  Full and causal masks, windows to the left and lengths take linear memory, a bias or any other
+  mask quadratic memory. Differentiable in reverse mode, once.
 
   Args:
     query: as in `attention`.
@@ -98,7 +98,7 @@ def cudnn(query: ArrayLike, key: ArrayLike | None, value: ArrayLike | None,
 
 def cuda_flash_attn2(query: ArrayLike, key: ArrayLike | None, value: ArrayLike | None,
                      **options: Unpack[AttentionOptions]) -> AttentionOutput:
-  """Computes FlashAttention on NVIDIA GPUs only: own kernels on Hopper, elsewhere cuDNN.
+  """Computes FlashAttention on NVIDIA GPUs only: by our own kernels on Hopper, else by cuDNN.
 
   Args:
     query: as in `attention`.
@@ -200,7 +200,8 @@ def ring_attention(query: ArrayLike, key: ArrayLike | None, value: ArrayLike | N
 
   `metadata.mesh` has the axis `metadata.sequence_axis_name`; `metadata.ring` chooses the
   communication and the order of the tokens; `metadata.scan_ring_attention` makes the steps of the
-  ring those of a scan. Without a mesh, or with one shard, the library's own `flash_attn2` kernel.
+  ring those of a scan. Without a mesh, or with one shard, the library's own `flash_attn2` kernel
+  runs.
 
   >>> import jax.numpy as jnp
   >>> from attn_core import OperationMetadata, create_mesh, ring_attention
@@ -341,7 +342,7 @@ def page_attention(query: ArrayLike, cache: PagesV1, metadata: PagesMetadata,
 
   Returns:
     attention_outputs [num_requests, H, E] in the query's dtype and, where requested, lse float32
-    [H, num_requests]. A     request of length 0 has output 0 and lse -inf (or that of the sinks).
+    [H, num_requests]. A request of length 0 has output 0 and lse -inf (or that of the sinks).
 
   Raises:
     ValueError: an argument is not as documented here.

@@ -221,7 +221,7 @@ VALUES = (
     ("offsets_k_in_bhtd", {"cum_seqlens_k": offsets(0, 8), "layout": "bhtd"},
      r"cum_seqlens_k: got int32\[2\] with layout='bhtd'", "layout='thd'"),
     ("offsets_fall", {**PACKED, "cum_seqlens_q": offsets(0, 6, 4, 10)},
-     r"cum_seqlens_q: got \[0, 6, 4, 10\]", "never fall", "total 10"),
+     r"cum_seqlens_q: got \[0, 6, 4, 10\]", "never decrease", "total 10"),
     ("offsets_start", {**PACKED, "cum_seqlens_q": offsets(1, 10)},
      r"cum_seqlens_q: got \[1, 10\]", "start at 0"),
     ("offsets_end", {**PACKED, "cum_seqlens_q": offsets(0, 4, 9)},

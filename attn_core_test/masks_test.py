@@ -483,7 +483,7 @@ class MaskInfoTest(parameterized.TestCase):
       ((np.array([0, 2.5, 4]), 4), r"cu_seqlens_q: got float.*\[3\]"),
       ((np.array([[0, 4]]), 4), r"cu_seqlens_q: got int.*\[1, 2\]"),
       ((np.array([0]), 4), "cu_seqlens_q: got int"),
-      ((np.array([0, 3, 2, 4]), 4), r"got \[0, 3, 2, 4\]; .*never fall"),
+      ((np.array([0, 3, 2, 4]), 4), r"got \[0, 3, 2, 4\]; .*never decrease"),
       ((np.array([1, 3, 4]), 4), r"got \[1, 3, 4\]; .*start at 0"),
       ((np.array([0, 3, 9]), 4), r"got \[0, 3, 9\]; .*end at total_q=4 at most"),
       ((np.array([0, 4]), None), "total_q: got None"),
