@@ -3,6 +3,7 @@
 """Checks of arguments: every error names the argument, what it got and what it expected."""
 
 from collections.abc import Callable, Collection
+import functools
 import numbers
 from typing import Any, cast
 
@@ -22,8 +23,13 @@ def require(condition: object, argument: str, got: object, expected: str) -> Non
 def describe(x: object) -> str:
   """Describes an array for an error message by dtype and shape, anything else by its repr."""
   if hasattr(x, "dtype") and hasattr(x, "shape"):
-    return f"{x.dtype}{list(x.shape)}"
+    return f"{_written(x.dtype)}{list(x.shape)}"
   return repr(x)
+
+
+@functools.lru_cache(maxsize=64)  # numpy takes 6 microseconds to write the name of a dtype
+def _written(dtype_of_array: object) -> str:
+  return str(dtype_of_array)
 
 
 def array(argument: str, x: object, expected: str) -> Array:

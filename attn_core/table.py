@@ -76,13 +76,13 @@ def _over_pages(layout: str, run: _Run, features: frozenset[str] = _PAGED) -> Im
 def _pages_on_tpu(row: Implementation, layout: str, run: _Run) -> Implementation:
   """Returns a row over pages with the kernel for TPUs."""
   return Implementation(run, row.features - _NOT_ON_TPU, LINEAR,
-                        capabilities.tpu_pages_limits(layout), fallback=row)
+                        capabilities.pages_kernel_limits("tpu", layout), fallback=row)
 
 
 def _pages_on_hopper(row: Implementation, layout: str, run: _Run) -> Implementation:
   """Returns a row over pages with the kernel for Hopper."""
   return Implementation(run, row.features - _NOT_ON_HOPPER, LINEAR,
-                        capabilities.hopper_pages_limits(layout), fallback=row)
+                        capabilities.pages_kernel_limits("gpu", layout), fallback=row)
 
 
 _paged_v1 = _over_pages("PagesV1", paged.xla)

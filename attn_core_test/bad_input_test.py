@@ -363,7 +363,7 @@ VALUES = (
      {**CACHED, "mode": "__insert__", "cache_metadata": CacheMetadata(slots=np.array([1, 0])),
       "key": None, "value": None}, "key and value: got None in mode '__insert__'", "requests"),
     ("cache_read_with_lengths", {**CACHED, "cache_metadata": CacheMetadata(ints(B)), "key": None,
-                                 "value": None}, "cache_metadata.lengths: got numbers", "None"),
+                                 "value": None}, "cache_metadata.lengths: got lengths", "None"),
     ("ring_without_window", RING, "sliding_window: got no bound to the left", "at most 3 tokens"),
     ("ring_window_too_wide", {**RING, "sliding_window": (4, 0)}, "sliding_window: got 4 to the",
      "at most 3 tokens", "keeps 4"),

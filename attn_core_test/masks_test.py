@@ -485,7 +485,7 @@ class MaskInfoTest(parameterized.TestCase):
       ((np.array([0]), 4), "cu_seqlens_q: got int"),
       ((np.array([0, 3, 2, 4]), 4), r"got \[0, 3, 2, 4\]; .*never decrease"),
       ((np.array([1, 3, 4]), 4), r"got \[1, 3, 4\]; .*start at 0"),
-      ((np.array([0, 3, 9]), 4), r"got \[0, 3, 9\]; .*end at total_q=4 at most"),
+      ((np.array([0, 3, 9]), 4), r"got \[0, 3, 9\]; .*end at most at total_q=4"),
       ((np.array([0, 4]), None), "total_q: got None"),
       ((np.array([0, 4]), -1), "total_q: got -1"),
       ((np.array([0, 4]), 4, None, 9), "total_k: got 9; expected None without cu_seqlens_k"),

@@ -27,6 +27,8 @@ from attn_core.types import (ARRAY_LAYOUTS, MODES, ArrayLayout, AttentionSpec, B
 # Values of masked logits up to this act like -inf; a higher value would be a bias.
 HIGHEST_MASK_VALUE = -1e9
 
+_DEFAULT_METADATA = OperationMetadata()
+
 FLAGS = ("causal", "normalize_output", "prevent_cse", "fused_backward", "optimized", "return_lse",
          "return_weights")
 
@@ -34,8 +36,8 @@ FLAGS = ("causal", "normalize_output", "prevent_cse", "fused_backward", "optimiz
 class Normalized(NamedTuple):
   """A normalized call of `attention`, before a mechanism is chosen."""
 
-  call: Call  # without placement; that of pages has one
-  request: Request  # of the whole call, as if on one device
+  call: Call  # without placement
+  request: Request  # of the whole call, as if on one device; that of pages is placed
   metadata: OperationMetadata
   rules: metadata_lib.AttnShardingRules | None  # of layout bthd; None: those of pages
   dtype: np.dtype  # of the outputs
@@ -115,7 +117,7 @@ def make_spec(a: AttentionArguments, metadata: OperationMetadata,
 
 def check_options(a: AttentionArguments) -> OperationMetadata:
   """Checks the arguments that are independent of shapes; returns the metadata."""
-  metadata = OperationMetadata() if a.metadata is None else a.metadata
+  metadata = _DEFAULT_METADATA if a.metadata is None else a.metadata
   checks.require(isinstance(metadata, OperationMetadata), "metadata",
                  type(metadata).__name__, "an OperationMetadata or None")
   checks.one_of("mode", a.mode, MODES)

@@ -22,10 +22,9 @@ import jax.numpy as jnp
 from attn_core.caches import quantize
 from attn_core.caches.paged import layouts
 from attn_core.kernels.common.contract import Residuals
-from attn_core.kernels.common.paged_operands import PagedOperands
 from attn_core.kernels.xla import paged_backward, paged_tangent
 from attn_core.sharding import varying_axes
-from attn_core.types import BlockSizes, PagedSpec
+from attn_core.types import BlockSizes, PagedOperands, PagedSpec
 
 DIFFERENTIABLE = ("query", "cache", "sinks")
 

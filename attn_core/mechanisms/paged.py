@@ -16,11 +16,10 @@ from attn_core.autodiff import paged as autodiff_paged
 from attn_core.caches.paged import layouts, ops, page_stripes, request_groups
 from attn_core.caches.paged.page_stripes import Stripe
 from attn_core.kernels.common.contract import Residuals
-from attn_core.kernels.common.paged_operands import PagedOperands
 from attn_core.kernels.xla import paged_forward
 from attn_core.sharding import lse_combine, paged as shard_paged
 from attn_core.sharding.placement import Placement
-from attn_core.types import AttentionOutput, BlockSizes, Call, PagedSpec
+from attn_core.types import AttentionOutput, BlockSizes, Call, PagedOperands, PagedSpec
 
 Forward = Callable[[PagedOperands, PagedSpec, layouts.Heads, BlockSizes], Residuals]
 

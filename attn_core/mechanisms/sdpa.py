@@ -34,19 +34,6 @@ def _sharded(implementation: str, call: Call) -> AttentionOutput:
   return shard_map.sharded(functools.partial(_local, implementation, call), call)
 
 
-def banded(structure: jax.tree_util.PyTreeDef, queries: int, keys: int,
-           has_bias: bool) -> banded_lib.Band | None:
-  """Returns the parameters of a banded mask for cuDNN; None: the mask must be a boolean array.
-
-  With a bias only a causal mask is passed by its parameters: the bias takes the memory in any case,
-  and not every cuDNN takes both.
-  """
-  mask = jax.tree.unflatten(structure, range(structure.num_leaves))
-  form = banded_lib.from_mask(mask, queries, keys)
-  plain = form is None or (form.left is None and not form.query_lengths and not form.key_lengths)
-  return form if plain or not has_bias else None
-
-
 class _Masking(NamedTuple):
   """Mask arguments of JAX's function, and the queries whose results are replaced."""
 
@@ -58,7 +45,7 @@ class _Masking(NamedTuple):
 def _local(implementation: str, call: Call, operands: Operands) -> AttentionOutput:
   spec = call.spec
   queries, keys = operands.query.shape[1], operands.key.shape[1]
-  form = banded(spec.mask, queries, keys, operands.bias is not None)
+  form = banded_lib.from_structure(spec.mask, queries, keys, has_bias=operands.bias is not None)
   if form is not None:
     form = banded_lib.from_mask(dense_operands.mask_of(operands, spec), queries, keys)
     operands = _without_padding(operands, form)

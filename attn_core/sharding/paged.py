@@ -10,28 +10,27 @@ in stripes: the mesh axes of the key sequence shard the stripes, and partial res
 """
 
 import math
-from typing import Callable, NamedTuple, Protocol
+from typing import Callable, NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec as P
 
 from attn_core.caches.paged import layouts, request_groups
+from attn_core.caches.paged.layouts import Pages
 from attn_core.sharding import partition, placement as placement_lib, shard_map
 from attn_core.sharding.placement import AnyMesh, Placement
-from attn_core.types import AttentionOutput, Call
-
-Pages = layouts.PagesV1 | layouts.PagesV2 | layouts.PagesV3
+from attn_core.types import AttentionOutput, Call, PagedOperands
 
 ROWS = "groups of requests"
 
 
-class PagedArrays(Protocol):
-  """Arrays of an attention over pages, such as `PagedOperands`."""
+class PagedShapes(NamedTuple):
+  """Shapes in one call of a kernel over pages, that of one group of requests on one device."""
 
-  query: jax.Array  # [T, H, D]
-  cache: Pages
-  metadata: layouts.PagesMetadata
-  _replace: Callable[..., "PagedArrays"]
+  query: jax.ShapeDtypeStruct  # [T, H, D]
+  cache: Pages  # of shapes
+  metadata: layouts.PagesMetadata  # of shapes
+  heads: layouts.Heads  # without padding
 
 
 class PlacementResult(NamedTuple):
@@ -41,14 +40,14 @@ class PlacementResult(NamedTuple):
   unsupported_reason: str | None = None  # None: the mesh fits
 
 
-def place(rules: placement_lib.Rules, mesh: AnyMesh | None, operands: PagedArrays,
+def place(rules: placement_lib.Rules, mesh: AnyMesh | None, operands: PagedOperands,
           key_heads: int) -> PlacementResult:
   """Fits the rules to a mesh and to a call.
 
   Args:
     rules: `AttnShardingRules` of layout bthd, whose axes of the batch shard the groups.
     mesh: the mesh; None: one device.
-    operands: a `PagedOperands` [T, H, D].
+    operands: the operands of the call.
     key_heads: K, without padding.
   """
   mesh = placement_lib.mesh_in_force(mesh)
@@ -89,7 +88,7 @@ def place(rules: placement_lib.Rules, mesh: AnyMesh | None, operands: PagedArray
   return PlacementResult(placement, "; ".join(reasons) or None)
 
 
-def sharded(local: Callable[[PagedArrays], AttentionOutput], call: Call, *,
+def sharded(local: Callable[[PagedOperands], AttentionOutput], call: Call, *,
             writes: bool) -> AttentionOutput:
   """Runs `local` on each device's groups, heads and stripes.
 
@@ -115,27 +114,24 @@ def sharded(local: Callable[[PagedArrays], AttentionOutput], call: Call, *,
                        out_specs=out_specs)(operands)
 
 
-def local_shapes(operands: PagedArrays, placement: Placement | None, heads: layouts.Heads,
-                 ) -> tuple[jax.ShapeDtypeStruct, Pages, layouts.PagesMetadata, layouts.Heads]:
-  """Returns the shapes of query, cache and metadata, and the heads, in one call of a kernel.
+def local_shapes(operands: PagedOperands, placement: Placement | None,
+                 heads: layouts.Heads) -> PagedShapes:
+  """Returns the shapes in one call of a kernel.
 
   Args:
     operands: the operands of the call.
     placement: None: one device.
     heads: those of the call, without padding.
-
-  Returns:
-    Query [T, H, D], cache, metadata and heads of one group of requests on one device.
   """
   query, cache, metadata = _device_shapes(operands, placement)[:3]
   tokens = query.shape[0] // (request_groups.count(metadata) or 1)
   shards = layouts.heads_of(operands.cache).key_heads // layouts.heads_of(cache).key_heads
-  return (jax.ShapeDtypeStruct((tokens, *query.shape[1:]), query.dtype), cache,
-          request_groups.shapes_of_one(metadata),
-          heads._replace(key_heads=heads.key_heads // shards))
+  return PagedShapes(
+      jax.ShapeDtypeStruct((tokens, *query.shape[1:]), query.dtype), cache,
+      request_groups.shapes_of_one(metadata), heads._replace(key_heads=heads.key_heads // shards))
 
 
-def _device_shapes(operands: PagedArrays, placement: Placement | None) -> PagedArrays:
+def _device_shapes(operands: PagedOperands, placement: Placement | None) -> PagedOperands:
   """Returns the shapes of one device's operands."""
   if placement is None:
     return operands
@@ -146,7 +142,7 @@ def _device_shapes(operands: PagedArrays, placement: Placement | None) -> PagedA
   return jax.tree.map(shard, operands, _specs(operands, placement))
 
 
-def _specs(operands: PagedArrays, placement: Placement) -> PagedArrays:
+def _specs(operands: PagedOperands, placement: Placement) -> PagedOperands:
   """Returns the spec of each operand."""
   rows, heads, of_keys, keys, parts = (axes or None for axes in (
       placement.batch, placement.heads, placement.key_heads, placement.keys,

@@ -18,14 +18,14 @@ from jax import lax
 import jax.numpy as jnp
 
 from attn_core.caches.paged import layouts
+from attn_core.caches.paged.layouts import Pages
 from attn_core.kernels.common import nonfinite, paged_operands
 from attn_core.kernels.common.backward import finite_lse
 from attn_core.kernels.common.contract import Residuals
-from attn_core.kernels.common.paged_operands import (BlockedInputs, Index, PagedOperands, Pages,
-                                                     QueryBlock)
+from attn_core.kernels.common.paged_operands import BlockedInputs, Index, QueryBlock
 from attn_core.kernels.xla import cpu_math, paged_blocks, tile_ops
 from attn_core.sharding import varying_axes
-from attn_core.types import BlockSizes, PagedSpec
+from attn_core.types import BlockSizes, PagedOperands, PagedSpec
 
 
 class Cotangents(NamedTuple):

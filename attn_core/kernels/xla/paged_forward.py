@@ -14,12 +14,13 @@ from jax import lax
 import jax.numpy as jnp
 
 from attn_core.caches.paged import layouts, ops
+from attn_core.caches.paged.layouts import Pages
 from attn_core.kernels.common import nonfinite, online_softmax, paged_operands
 from attn_core.kernels.common.contract import Residuals
-from attn_core.kernels.common.paged_operands import BlockedInputs, Index, PagedOperands, Pages
+from attn_core.kernels.common.paged_operands import BlockedInputs, Index
 from attn_core.kernels.xla import cpu_math, cpu_matvec, paged_blocks, tile_ops
 from attn_core.sharding import varying_axes
-from attn_core.types import BlockSizes, PagedSpec
+from attn_core.types import BlockSizes, PagedOperands, PagedSpec
 
 
 def forward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,

@@ -21,16 +21,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from attn_core.caches.paged import layouts
+from attn_core.caches.paged.layouts import Pages
 from attn_core.kernels.common import dense_operands, paged_operands, query_block_queue
 from attn_core.kernels.common.contract import Residuals
-from attn_core.kernels.common.paged_operands import BlockedInputs, PagedOperands, Pages
+from attn_core.kernels.common.paged_operands import BlockedInputs
 from attn_core.kernels.gpu import mosaic
 from attn_core.kernels.gpu.flash.logits import Logits
 from attn_core.kernels.gpu.flash.tile_inputs import TileInputs
 from attn_core.kernels.gpu.mosaic import Ref
 from attn_core.kernels.gpu.split_kv import (combine, compute, decode, kernel as split_kv,
                                             quantized_kv)
-from attn_core.types import BlockSizes, PagedSpec, cdiv
+from attn_core.types import BlockSizes, PagedOperands, PagedSpec, cdiv
 
 PARTIAL_BYTES = 2**28  # of results of splits, at most
 
