@@ -45,11 +45,8 @@ attn_core/plan/context_parallel.py
 attn_core/plan/traffic.py
 attn_core/plan/work.py
 attn_core_test/__main__.py
-attn_core_test/bad_input_test.py
-attn_core_test/caches_test.py
 attn_core_test/code_measures.py
 attn_core_test/config_models_test.py
-attn_core_test/config_test.py
 attn_core_test/cudnn_test.py
 attn_core_test/decode_test.py
 attn_core_test/dropout_test.py
@@ -64,13 +61,10 @@ attn_core_test/gpu_suite_test.py
 attn_core_test/import_alone.py
 attn_core_test/import_graph.py
 attn_core_test/import_graph_test.py
-attn_core_test/masks_test.py
 attn_core_test/mesh_test.py
 attn_core_test/page_stripes_test.py
-attn_core_test/paged_cases.py
 attn_core_test/paged_shard_cases.py
 attn_core_test/paged_shard_test.py
-attn_core_test/paged_test.py
 attn_core_test/pages_test.py
 attn_core_test/parity_test.py
 attn_core_test/plan_test.py

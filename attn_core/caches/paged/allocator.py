@@ -6,6 +6,17 @@ An `Allocator` is a value: every function returns a new one, or raises and chang
 may share pages: a fork of a request owns its pages as well, and the first owner that writes to a
 shared page gets a copy.
 
+>>> from attn_core.caches.paged import allocator
+>>> pool = allocator.add(allocator.create(num_pages=4, page_size=2), "a")
+>>> pool, _ = allocator.extend(pool, "a", tokens=3)
+>>> pool = allocator.fork(pool, "a", "b", length=3)  # shares pages 0 and 1
+>>> pool, copies = allocator.extend(pool, "b", tokens=1)  # the token is written to a copy of page 1
+>>> copies
+((1, 2),)
+>>> allocator.table(pool, ["a", "b"], width=2)
+array([[0, 1],
+       [0, 2]], dtype=int32)
+
 Kwon et al., PagedAttention, https://arxiv.org/abs/2309.06180.
 """
 
