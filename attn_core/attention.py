@@ -331,7 +331,7 @@ def _question(normal: arguments.Normalized) -> selection.Question:
   requests: dict[tuple[bool, bool], Request] = {}
 
   def request_for(implementation: Implementation) -> Request:
-    placing = implementation.spreads_sequence, implementation.shards_keys
+    placing = implementation.shards_sequence, implementation.shards_keys
     if placing not in requests:
       requests[placing] = _placed_request(normal, implementation)
     return requests[placing]
@@ -382,7 +382,7 @@ def _place(normal: arguments.Normalized,
   mesh = placement_lib.mesh_in_force(metadata_lib.resolved_mesh(metadata))
   reserved: tuple[str, ...] = ()
   ring = metadata.ring, metadata.sequence_axis_name
-  spreads = implementation is not None and implementation.spreads_sequence and mesh is not None
+  spreads = implementation is not None and implementation.shards_sequence and mesh is not None
   if spreads:
     context_parallel.require_axes(*ring, mesh)
     if context_parallel.shards_of(*ring, mesh) > 1:
@@ -394,5 +394,5 @@ def _place(normal: arguments.Normalized,
   if placement is None or not spreads:
     return placement
   heads = query.shape[2] // placement.size(placement.heads)
-  return placement._replace(sequence=context_parallel.spread(
+  return placement._replace(sequence=context_parallel.shard_sequence(
       *ring, metadata.scan_ring_attention, mesh, (query.shape[1], key.shape[1], heads)))

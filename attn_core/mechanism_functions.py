@@ -58,8 +58,8 @@ def cudnn(query: ArrayLike, key: ArrayLike | None, value: ArrayLike | None,
           **options: Unpack[AttentionOptions]) -> AttentionOutput:
   """Computes attention by NVIDIA's cuDNN, on GPUs only.
 
-  Full, causal, windowed to the left, and within lengths in linear memory; with a bias or another
-  mask in quadratic memory. Differentiable in reverse mode, once.
+  Full and causal masks, windows to the left and lengths take linear memory, a bias or any other
+  mask quadratic memory. Differentiable in reverse mode, once.
 
   Arguments, results and other errors are those of `attention`, see `AttentionOptions`.
 
@@ -71,7 +71,7 @@ def cudnn(query: ArrayLike, key: ArrayLike | None, value: ArrayLike | None,
 
 def cuda_flash_attn2(query: ArrayLike, key: ArrayLike | None, value: ArrayLike | None,
                      **options: Unpack[AttentionOptions]) -> AttentionOutput:
-  """Computes FlashAttention on NVIDIA GPUs only: own kernels on Hopper, elsewhere cuDNN.
+  """Computes FlashAttention on NVIDIA GPUs only: by our own kernels on Hopper, else by cuDNN.
 
   Arguments, results and other errors are those of `attention`, see `AttentionOptions`.
 
@@ -135,7 +135,8 @@ def ring_attention(query: ArrayLike, key: ArrayLike | None, value: ArrayLike | N
 
   `metadata.mesh` has the axis `metadata.sequence_axis_name`; `metadata.ring` chooses the
   communication and the order of the tokens; `metadata.scan_ring_attention` makes the steps of the
-  ring those of a scan. Without a mesh, or with one shard, the library's own `flash_attn2` kernel.
+  ring those of a scan. Without a mesh, or with one shard, the library's own `flash_attn2` kernel
+  runs.
 
   >>> import jax.numpy as jnp
   >>> from attn_core import OperationMetadata, create_mesh, ring_attention

@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""From the arguments of `attention` to one normalized `Call`: every default and every meaning."""
+"""Normalizes the arguments of `attention` to one `Call`, with all defaults filled in."""
 
 import functools
 from typing import NamedTuple, cast
@@ -24,7 +24,7 @@ from attn_core.masks.info import MaskInfo
 from attn_core.types import (ARRAY_LAYOUTS, MODES, ArrayLayout, AttentionSpec, BlockSizes, Call,
                              MaskOperands, Operands, SlidingWindow)
 
-# A value for masked logits up to here cannot be told from -inf; a higher one would be a bias.
+# Values of masked logits up to this act like -inf; a higher value would be a bias.
 HIGHEST_MASK_VALUE = -1e9
 
 _DEFAULT_METADATA = OperationMetadata()
@@ -60,9 +60,9 @@ def normalize(a: AttentionArguments) -> Normalized:
                    f"{type(a.cache_metadata).__name__} without cache_view", "a cache_view as well")
   else:
     _check_cache_arguments(a.layout, a.query_offset)
-    step_lib.check_beside_cache(a.cache_view, a.mode, info, a.mask)
+    step_lib.check_masks_with_cache(a.cache_view, a.mode, info, a.mask)
     reach = _lookback(a.sliding_window, a.chunk_size)
-    step = step_lib.take(_new_tokens(query, key, value), a.cache_view,
+    step = step_lib.update_cache(_new_tokens(query, key, value), a.cache_view,
                          cast(step_lib.CacheMetadata | None, a.cache_metadata), a.mode, reach)
     key, value, scales = step.key, step.value, [step.key_scale, step.value_scale]
     info = step.mask_info._replace(attention_mask=info.attention_mask)
@@ -243,7 +243,7 @@ def normalize_compute_dtype(compute_dtype: DTypeLike | None, runtime_dtype: np.d
                             dtype: np.dtype) -> np.dtype:
   """Returns the dtype of the products: `compute_dtype`, a 16-bit runtime dtype, or the operands'.
 
-  Operands are never widened for a runtime dtype: products accumulate in float32 as it is.
+  Operands are never widened for a runtime dtype: products accumulate in float32 in any case.
   """
   if compute_dtype is None:
     return runtime_dtype if runtime_dtype.itemsize < 4 else dtype

@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""From the arguments of `attention` over pages to one normalized `Call`."""
+"""Normalizes the arguments of `attention` over pages to one `Call`."""
 
 from typing import cast
 
@@ -83,7 +83,8 @@ def normalize(a: AttentionArguments) -> steps.Normalized:
   features["pages"] = f"a cache_view of {layout.__name__}"
   placed = shard_paged.place(metadata.get_shardings(a.mode, "bthd"),
                              metadata_lib.resolved_mesh(metadata), operands, heads.key_heads)
-  error = NotImplementedError(placed.refusal) if placed.refusal else None
+  reason = placed.unsupported_reason
+  error = NotImplementedError(reason) if reason else None
   shapes = shard_paged.local_shapes(operands, None if error else placed.placement, heads)
   request = request_of(dense, features, metadata_lib.resolved_capability(metadata))._replace(
       placement=placed.placement, placement_error=error, pages=PagesRequest(

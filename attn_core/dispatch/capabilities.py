@@ -14,8 +14,8 @@ from attn_core.sharding.paged import PagedShapes
 from attn_core.sharding.placement import Placement
 from attn_core.types import AttentionOutput, Call
 
-# Options of a call beyond query, key and value; an implementation supports one or refuses it by
-# name.
+# Features: options of a call beyond query, key and value. An implementation supports a feature, or
+# refuses it by name.
 FEATURES = {
     "gqa": "fewer key heads than query heads",
     "value_width": "values of another width than queries and keys (E != D)",
@@ -35,7 +35,7 @@ FEATURES = {
     "lse": "returning the lse",
     "lse_gradient": "differentiating the lse",
     "weights": "returning the attention weights",
-    "unnormalised": "normalize_output=False",
+    "unnormalized": "normalize_output=False",
     "precision": "the precision of the products",
     "softmax_dtype": "a softmax dtype other than float32",
     "block_sizes": "block sizes",
@@ -124,10 +124,10 @@ class Implementation(NamedTuple):
   features: frozenset[str]
   memory: str  # LINEAR, QUADRATIC or LINEAR_BANDED
   limits: Callable[[Request], str | None] = _no_limits  # a reason to refuse, or None
-  # The implementation of what this one refuses, or supports in quadratic memory only. It supports
-  # everything that this one supports.
+  # Runs the calls that this row refuses, or supports in quadratic memory only; it supports
+  # everything that this row supports.
   fallback: "Implementation | None" = None
-  spreads_sequence: bool = False  # over `OperationMetadata.sequence_axis_name`
+  shards_sequence: bool = False  # over `OperationMetadata.sequence_axis_name`
   shards_keys: bool = False  # whether mesh axes may shard the key sequence
 
   @property
@@ -160,7 +160,7 @@ class Implementation(NamedTuple):
     return self.memory == LINEAR or self.memory == LINEAR_BANDED and _is_linear_banded(request)
 
 
-# --- Limits of each back end; kernels are imported when they are asked. --------------------------
+# --- Limits of each back end; modules of kernels are imported only when a limit is evaluated. -----
 
 
 def sdpa_limits(request: Request) -> str | None:
@@ -226,7 +226,7 @@ def cudnn_gradient_limits(request: Request) -> str | None:
     return "the compute capability of the GPU is not known"
   if reason is None and any(length % 2 for length in request.lengths):
     return (f"{request.lengths[0]} queries and {request.lengths[1]} keys: cuDNN's gradients are "
-            "taken for even numbers of both only, as JAX has them beside a bias")
+            "taken for even numbers of both only, as JAX takes them with a bias")
   return reason
 
 
@@ -245,14 +245,14 @@ def hopper_flash_limits(request: Request) -> str | None:
 def hopper_decode_limits(request: Request) -> str | None:
   """Limits of the decode kernel for Hopper."""
   from attn_core.kernels.gpu.split_kv import decode  # Mosaic GPU takes 0.3 s to import
-  return decode.refusal(request.dtype, request.widths, request.lengths,
+  return decode.unsupported_reason(request.dtype, request.widths, request.lengths,
                         "quantized" in request.features)
 
 
 def tpu_decode_limits(request: Request) -> str | None:
   """Limits of the decode kernel for TPUs."""
   from attn_core.kernels.tpu.ragged import decode  # Pallas takes 0.1 s to import
-  return decode.refusal(request.dtype, request.widths, request.lengths[0])
+  return decode.unsupported_reason(request.dtype, request.widths, request.lengths[0])
 
 
 def collective_limits(request: Request) -> str | None:
@@ -293,15 +293,15 @@ def pages_kernel_limits(platform: str, layout: str) -> Callable[[Request], str |
     if reason or request.pages is None:
       return reason
     if platform == "tpu":
-      from attn_core.kernels.tpu.ragged.paged import refusal  # Pallas takes 0.1 s to import
+      from attn_core.kernels.tpu.ragged import paged as kernel  # Pallas takes 0.1 s to import
     else:
-      from attn_core.kernels.gpu.split_kv.paged import refusal  # Mosaic GPU takes 0.3 s to import
-    return refusal(*request.pages.shapes)
+      from attn_core.kernels.gpu.split_kv import paged as kernel  # Mosaic GPU takes 0.3 s to import
+    return kernel.unsupported_reason(*request.pages.shapes)
   return limits
 
 
 def _stripes_limits(pages: PagesRequest | None) -> str | None:
-  """Limits of kernels that read the whole context of a request, where devices have parts of it."""
+  """Limits of kernels that need a request's whole context, where devices hold parts of it."""
   if pages is None or not pages.shards_keys:
     return None
   if pages.shapes.metadata.query_start_loc is not None or pages.window[0] is not None:

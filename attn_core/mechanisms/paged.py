@@ -116,7 +116,7 @@ def _local(forward: Forward, call: Call, writes: bool, operands: PagedOperands) 
     out, lse = (x.reshape(tokens, *x.shape[2:]) for x in found)
   out, lse = out[None], lse.astype(jnp.promote_types(lse.dtype, jnp.float32))[..., 0].T[None]
   if operands.stripe is not None:
-    out, lse = lse_combine.over_axes(out, lse, call.placement.keys)
+    out, lse = lse_combine.combine(out, lse, call.placement.keys)
   return AttentionOutput(out, lse=lse if call.return_lse else None,
                          cache_view=cache if writes else None)
 
@@ -130,5 +130,5 @@ def _of_device(operands: PagedOperands, placement: Placement | None) -> PagedOpe
     return operands
   axes = placement.keys
   return operands._replace(
-      sinks=lse_combine.counted_once(operands.sinks, axes), stripe=Stripe(*map(jnp.int32, (
+      sinks=lse_combine.sinks_on_first_device(operands.sinks, axes), stripe=Stripe(*map(jnp.int32, (
           jax.lax.axis_index(axes), placement.size(axes), own * layouts.page_size(cache)))))

@@ -39,7 +39,7 @@ class _Masking(NamedTuple):
 
   arguments: dict[str, Any]  # of jax.nn.dot_product_attention
   empty: jax.Array | None  # bool [B or 1, H or 1, T]: queries without visible keys
-  spoiled: jax.Array  # bool [B, H, T or 1]: queries that see a key that is not finite
+  sees_nonfinite: jax.Array  # bool [B, H, T or 1]: queries that see a key that is not finite
 
 
 def _local(implementation: str, call: Call, operands: Operands) -> AttentionOutput:
@@ -57,7 +57,7 @@ def _local(implementation: str, call: Call, operands: Operands) -> AttentionOutp
   bias, lowered = operands.bias, None
   if bias is not None:
     bias, lowered, hidden = _raised_bias(operands, spec)
-    hidden = hidden & ~masking.spoiled
+    hidden = hidden & ~masking.sees_nonfinite
     masking = masking._replace(empty=hidden if masking.empty is None else masking.empty | hidden)
   arrays = [operands.query, key, value, bias]
   if implementation == "cudnn":
@@ -70,8 +70,8 @@ def _local(implementation: str, call: Call, operands: Operands) -> AttentionOutp
       lse.transpose(0, 2, 1), operands.query, operands.key, operands.bias)
   if lse is not None and lowered is not None:
     lse = lse + lowered.astype(lse.dtype)
-  out = jnp.where(_rows(masking.spoiled), jnp.nan, out)
-  lse = None if lse is None else jnp.where(masking.spoiled, jnp.nan, lse)
+  out = jnp.where(_rows(masking.sees_nonfinite), jnp.nan, out)
+  lse = None if lse is None else jnp.where(masking.sees_nonfinite, jnp.nan, lse)
   if masking.empty is not None:
     out = jnp.where(_rows(masking.empty), 0, out)
     lse = None if lse is None else jnp.where(masking.empty, -jnp.inf, lse)
@@ -165,11 +165,11 @@ def _raised_bias(operands: Operands,
   visible = materialize.visible(spec.mask, operands.mask, shape)
   visible = jnp.broadcast_to(visible, (*visible.shape[:2], *shape[2:]))
   # The numbers are constants to a derivative, as they change nothing.
-  highest = jnp.where(visible, jax.lax.stop_gradient(operands.bias), -jnp.inf).max(-1)
-  hidden = highest == -jnp.inf
-  lowered = jnp.where((highest < _LOW_BIAS) & ~hidden, highest, 0)
-  bias = jnp.where(visible & ~hidden[..., None], operands.bias - lowered[..., None], 0)
-  return bias, lowered, hidden
+  max_bias = jnp.where(visible, jax.lax.stop_gradient(operands.bias), -jnp.inf).max(-1)
+  hidden = max_bias == -jnp.inf
+  subtracted = jnp.where((max_bias < _LOW_BIAS) & ~hidden, max_bias, 0)
+  bias = jnp.where(visible & ~hidden[..., None], operands.bias - subtracted[..., None], 0)
+  return bias, subtracted, hidden
 
 
 # --- Requirements of JAX's path to cuDNN. --------------------------------------------------------
@@ -181,10 +181,11 @@ def _for_cudnn(arrays: list[jax.Array | None],
                masking: _Masking) -> tuple[list[jax.Array | None], _Masking]:
   """Returns query, key, value and bias, and the masking, as cuDNN takes them.
 
-  Under vmap, jax 0.10.2 takes all of these mapped or none, confuses the gradient of a bias that is
-  not, and no version takes a mapped bias that is not whole: [B, H, T, S]. So all become mapped with
-  any, by a zero that is made of all. A mask without bias is JAX's bias; one that all of the batch
-  share stays what it is, as whole it may need much more memory.
+  Under vmap, jax 0.10.2 accepts these only if all or none are mapped, computes a wrong gradient of
+  a bias that is not mapped, and no version accepts a mapped bias that is not [B, H, T, S]. Adding a
+  zero that depends on all of them therefore makes all of them mapped as soon as one is. JAX passes
+  a mask without a bias as a bias; a mask that the batch shares is not broadcast over the batch,
+  which might need much more memory.
   """
   query, key, value, bias = arrays
   batch, queries, heads, _ = query.shape
@@ -192,7 +193,7 @@ def _for_cudnn(arrays: list[jax.Array | None],
   arguments = dict(masking.arguments)
   whole = lambda x: jnp.broadcast_to(x, (batch, heads, queries, keys))
   if bias is not None:
-    # One gradient per element: not every cuDNN sums over broadcast dimensions, so that is ours.
+    # One gradient per element: not every cuDNN sums over broadcast dimensions, so JAX sums.
     bias = whole(bias)
   mask = arguments.get("mask")
   if mask is not None and bias is None:
@@ -209,8 +210,9 @@ def _for_cudnn(arrays: list[jax.Array | None],
   arguments.update({name: arguments[name] + zero for name in _LENGTHS if name in arguments})
   if mask is not None:
     arguments["mask"] = mask & (zero == 0) if mask.shape[0] == batch else mask
-  # The output with its cotangent, too.
-  masking = masking._replace(arguments=arguments, spoiled=masking.spoiled | (zero != 0))
+  # This also maps the output and its cotangent.
+  masking = masking._replace(
+      arguments=arguments, sees_nonfinite=masking.sees_nonfinite | (zero != 0))
   return [None if x is None else x + zero.astype(x.dtype)
           for x in (query, key, value, bias)], masking
 
@@ -222,11 +224,11 @@ def _not_mapped(mask: jax.Array) -> jax.Array:
 
 
 @_not_mapped.def_vmap
-def _refuse_mapped(size, mapped, mask):
+def _raise_if_mapped(size, mapped, mask):
   raise NotImplementedError(
-      f"a mask of shape {mask.shape[1:]}, one for all of the batch, mapped over by jax.vmap "
-      f"{size} times: JAX's path to cuDNN maps no mask but one for each of the batch; give it as "
-      "`mask` with the batch's own first dimension, or use mechanism='flash_attn2' or 'blockwise'")
+      f"a mask of shape {mask.shape[1:]}, shared by the batch, mapped by jax.vmap {size} "
+      "times: JAX's path to cuDNN maps only masks with a row for each batch row; give `mask` the "
+      "batch as its first dimension, or use mechanism='flash_attn2' or 'blockwise'")
 
 
 @jax.custom_jvp
@@ -236,12 +238,12 @@ def _even_lengths(*arrays):
 
 
 @_even_lengths.defjvp
-def _refuse_odd(primals, tangents):
+def _raise_if_odd(primals, tangents):
   raise NotImplementedError(
       f"queries of shape {primals[0].shape} and keys of shape {primals[1].shape} under "
-      "differentiation: cuDNN's gradients are taken for even numbers of both only, as JAX has them "
-      "beside a bias; use mechanism='flash_attn2', 'blockwise' or 'vanilla', or pad the sequences "
-      "to an even length")
+      "differentiation: cuDNN's gradients are taken for even numbers of both only, as JAX takes "
+      "them with a bias; use mechanism='flash_attn2', 'blockwise' or 'vanilla', or pad the "
+      "sequences to an even length")
 
 
 @jax.custom_jvp
@@ -252,7 +254,7 @@ def _not_differentiable(lse, *operands):
 
 
 @_not_differentiable.defjvp
-def _refuse(primals, tangents):
+def _raise_if_differentiated(primals, tangents):
   raise NotImplementedError(
       "return_lse=True under differentiation: jax.nn.dot_product_attention, behind the mechanisms "
       "'sdpa' and 'cudnn', drops the lse's cotangent, so its gradient would be wrong; use "

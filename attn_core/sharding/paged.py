@@ -33,15 +33,15 @@ class PagedShapes(NamedTuple):
   heads: layouts.Heads  # without padding
 
 
-class Placed(NamedTuple):
+class PlacementResult(NamedTuple):
   """Placement of a call, or the reason why the mesh does not fit it."""
 
   placement: Placement | None  # None: one device
-  refusal: str | None = None  # None: the mesh fits
+  unsupported_reason: str | None = None  # None: the mesh fits
 
 
 def place(rules: placement_lib.Rules, mesh: AnyMesh | None, operands: PagedOperands,
-          key_heads: int) -> Placed:
+          key_heads: int) -> PlacementResult:
   """Fits the rules to a mesh and to a call.
 
   Args:
@@ -52,40 +52,40 @@ def place(rules: placement_lib.Rules, mesh: AnyMesh | None, operands: PagedOpera
   """
   mesh = placement_lib.mesh_in_force(mesh)
   if mesh is None or placement_lib.is_single(mesh):
-    return Placed(None)
+    return PlacementResult(None)
   query, key = ([tuple(axis for axis in axes if mesh.shape.get(axis, 1) > 1
                        and axis not in mesh.manual_axes) for axes in placement_lib.entries(spec)]
                 for spec in (rules.query, rules.key))
   rows, heads, of_keys = query[0], query[2], key[2]
   number = request_groups.count(operands.metadata)
   stripes = request_groups.stripe_count(operands.metadata)
-  keys, refusals = (() if stripes is None else key[1]), []
+  keys, reasons = (() if stripes is None else key[1]), []
   drops = [partition.DroppedAxis("query", 1, axis, "a request's keys stay on one device, unless "
                                  "its pages are in stripes (caches.groups)")
            for axis in dict.fromkeys(query[1] + key[1]) if axis not in keys]
   if number in (None, 1):
     drops += [partition.DroppedAxis("cache_metadata", 0, axis, "all requests are one group; "
-                                    "metadata in groups (caches.groups) is spread")
+                                    "metadata in groups (caches.groups) is sharded")
               for axis in rows]
     rows = ()
   elif number % _size(mesh, rows):
-    refusals.append(f"{number} groups of requests over {_written(mesh, rows)}: expected a number "
-                    "of groups that it divides")
+    reasons.append(f"{number} groups of requests over {_written(mesh, rows)}: expected a number "
+                   "of groups that it divides")
   if keys and (stripes % _size(mesh, keys) or number != _size(mesh, rows)):
-    refusals.append(f"{number} groups of {stripes} stripes over {_written(mesh, rows)} and "
-                    f"{_written(mesh, keys)}: expected one group a device, and a number of stripes "
-                    "that the second divides")
+    reasons.append(f"{number} groups of {stripes} stripes over {_written(mesh, rows)} and "
+                   f"{_written(mesh, keys)}: expected one group a device, and a number of stripes "
+                   "that the second divides")
   if key_heads == 1 and operands.query.shape[1] % _size(mesh, heads) == 0:
     drops += [partition.DroppedAxis("cache_view", layouts.head_axis(operands.cache), axis,
                              "there is one key head") for axis in of_keys]
     of_keys = ()
   elif heads != of_keys or not _divides(operands.cache, key_heads, _size(mesh, heads)):
-    refusals.append(f"{key_heads} key heads over {_written(mesh, of_keys or heads)} (query heads: "
-                    f"{_written(mesh, heads)}): expected axes, the same for both, that divide the "
-                    "key heads and the rows of a page; repeat_key_value makes more of them, "
-                    "partition_axis says which axes shard them")
+    reasons.append(f"{key_heads} key heads over {_written(mesh, of_keys or heads)} (query heads: "
+                   f"{_written(mesh, heads)}): expected axes, the same for both, that divide the "
+                   "key heads and the rows of a page; repeat_key_value makes more of them, "
+                   "partition_axis says which axes shard them")
   placement = Placement(mesh, rows, heads, of_keys, tuple(drops), keys=keys, rows=ROWS)
-  return Placed(placement, "; ".join(refusals) or None)
+  return PlacementResult(placement, "; ".join(reasons) or None)
 
 
 def sharded(local: Callable[[PagedOperands], AttentionOutput], call: Call, *,
@@ -135,11 +135,11 @@ def _device_shapes(operands: PagedOperands, placement: Placement | None) -> Page
   """Returns the shapes of one device's operands."""
   if placement is None:
     return operands
-  def cut(x: jax.Array, spec: P) -> jax.ShapeDtypeStruct:
+  def shard(x: jax.Array, spec: P) -> jax.ShapeDtypeStruct:
     sizes = [_size(placement.mesh, partition.axis_names(entry, "a spec")) for entry in spec]
     shape = [n // m for n, m in zip(x.shape, sizes + [1] * x.ndim)]
     return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
-  return jax.tree.map(cut, operands, _specs(operands, placement))
+  return jax.tree.map(shard, operands, _specs(operands, placement))
 
 
 def _specs(operands: PagedOperands, placement: Placement) -> PagedOperands:

@@ -57,7 +57,7 @@ def backward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
   delta = jnp.einsum("the,the->th", cotangents.out, residuals.out,
                      preferred_element_type=spec.softmax_dtype)[..., None] - cotangents.lse
   pages_like = None if cache.key_scales is not None else cache
-  sums = varying_axes.start(query, Cotangents(*jax.tree.map(
+  sums = varying_axes.initial_carry(query, Cotangents(*jax.tree.map(
       lambda x: jnp.zeros(x.shape, spec.softmax_dtype), (query, pages_like))))
   for first, end, block_q in paged_operands.request_ranges(operands, block_q):
     inputs = paged_operands.block_inputs(operands, spec, heads, (block_q, block_pages))
@@ -98,7 +98,7 @@ def _request(inputs: BlockedInputs, query_rows: _QueryRows, request: Index,
                       lambda carry: _tile(inputs, query_rows, block, (j, key, value), carry),
                       lambda carry: carry, carry)
 
-    zeros = lambda x: varying_axes.start(x, jnp.zeros(x.shape, inputs.dtype))
+    zeros = lambda x: varying_axes.initial_carry(x, jnp.zeros(x.shape, inputs.dtype))
     d_query, d_key, d_value = tile_ops.loop(
         first, end, query_block, (sums.query, zeros(key), zeros(value)))
     if sums.cache is None:

@@ -250,8 +250,8 @@ def _token_sinks(operands: PagedOperands) -> jax.Array | None:
 # --- Limits. -------------------------------------------------------------------------------------
 
 
-def refusal(query: jax.Array, cache: Pages, metadata: layouts.PagesMetadata,
-            heads: layouts.Heads) -> str | None:
+def unsupported_reason(query: jax.Array, cache: Pages, metadata: layouts.PagesMetadata,
+                       heads: layouts.Heads) -> str | None:
   """Returns why the kernel does not support a call, by shapes and dtypes, or None if it does.
 
   Args:
