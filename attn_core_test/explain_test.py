@@ -185,8 +185,12 @@ class ExplainTest(parameterized.TestCase):
         counts[dimension][value] += 1
       with call.context():
         said, error = raised(lambda call=call: explain(*call.operands, **call.arguments))
-      counts["answer"][type(error).__name__ if error else "one runs" if said.chosen else "none"] += 1
-      if said is not None and said.chosen:
+      if said is None:
+        counts["answer"][type(error).__name__] += 1
+      elif said.chosen is None:
+        counts["answer"]["none runs"] += 1
+      else:
+        counts["answer"]["one runs"] += 1
         verdict, = (v for v in said.verdicts if v.mechanism == said.chosen)
         counts["kernel"][verdict.kernel] += 1
         counts["sharded"].update(line.partition(" over ")[0] for line in said.spread)

@@ -87,7 +87,7 @@ class Sample:
 
   def metadata(self, sizes: tuple[int, ...] | None, **fields: Any) -> OperationMetadata:
     """Metadata of a platform, with the mesh unless that is the current one."""
-    platform, capability = PLATFORMS[self.pick("platform", *PLATFORMS, "gpu 9.0", "gpu 9.0", "tpu", "tpu")]
+    platform, capability = PLATFORMS[self.pick("platform", *PLATFORMS, *["gpu 9.0", "tpu"] * 2)]
     metadata = OperationMetadata(platform=platform, compute_capability=capability, **fields)
     if sizes is None:
       return metadata
