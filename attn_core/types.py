@@ -10,6 +10,7 @@ Four kinds of values, never mixed: arrays (`Operands`, traced), what is computed
 (`BlockSizes`, static; it never changes the meaning).
 """
 
+from collections.abc import Callable
 import enum
 from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, TypeVar
 
@@ -27,6 +28,9 @@ Array = jax.Array
 Mode = Literal["__train__", "__prefill__", "__autoregressive__", "__insert__"]
 ArrayLayout = Literal["bthd", "bhtd", "thd"]
 SlidingWindow = int | tuple[int | None, int | None] | list[int | None] | None
+RingVariant = Literal["ring", "all_gather", "ulysses", "hybrid"]
+RingTransfer = Literal["collective", "remote"]
+TokenOrder = Literal["contiguous", "zigzag", "striped"]  # see `sharding.token_order`
 
 MODES = ("__train__", "__prefill__", "__autoregressive__", "__insert__")
 DECODE_MODES = ("__autoregressive__", "__insert__")
@@ -36,11 +40,11 @@ PLATFORMS = ("cpu", "gpu", "tpu")
 # Communication of context parallelism. "ring": keys and values go around a ring of devices;
 # "all_gather": every device gathers all keys and values; "ulysses": an all-to-all exchanges tokens
 # for heads (DeepSpeed-Ulysses); "hybrid": ulysses within groups of devices that form a ring.
-RING_VARIANTS = ("ring", "all_gather", "ulysses", "hybrid")
+RING_VARIANTS: tuple[RingVariant, ...] = ("ring", "all_gather", "ulysses", "hybrid")
 
 # "collective": collectives between the kernels, which the compiler overlaps with them; "remote":
 # the kernels send while they compute, on TPUs only.
-RING_TRANSFERS = ("collective", "remote")
+RING_TRANSFERS: tuple[RingTransfer, ...] = ("collective", "remote")
 
 # A finite stand-in for -inf where a difference of two of them must not become NaN.
 MASK_VALUE = -1e30
@@ -85,11 +89,10 @@ class BlockSizes(NamedTuple):
 class RingConfig(NamedTuple):
   """Sharding of a sequence over `OperationMetadata.sequence_axis_name` by mechanism `ring`."""
 
-  variant: str = "ring"  # one of RING_VARIANTS
-  # The order of the tokens of every array along T and S; one of `token_order.TOKEN_ORDERS`.
-  layout: str = "contiguous"
+  variant: RingVariant = "ring"
+  layout: TokenOrder = "contiguous"  # the order of the tokens of every array along T and S
   heads_axis_name: str | None = None  # hybrid only: the mesh axis of the all-to-all, the faster one
-  transfer: str = "collective"  # how keys and values move around a ring: one of RING_TRANSFERS
+  transfer: RingTransfer = "collective"  # how keys and values move around a ring
 
 
 class MaskOperands(NamedTuple):
@@ -117,6 +120,10 @@ class Operands(NamedTuple):
   dropout_key: Array | None = None  # uint32 [B or 1, 2]
   key_scale: Array | None = None  # float32 [B, S, K], scales of 8-bit keys; see caches.quantize
   value_scale: Array | None = None  # float32 [B, S, K], of 8-bit values
+
+
+# Makes a tree like `Operands` of what stands for arrays: of shapes, or of PartitionSpecs.
+operands_like: Callable[..., Operands] = Operands
 
 
 class AttentionSpec(NamedTuple):
@@ -169,7 +176,10 @@ class AttentionOutput(NamedTuple):
   cache_view: "DenseCache | WindowCache | PagesV3 | None" = None
 
 
-def cdiv(numerator: int, denominator: int) -> int:
+Integer = TypeVar("Integer", int, Array)
+
+
+def cdiv(numerator: Integer, denominator: int) -> Integer:
   """Returns the quotient rounded up."""
   return -(-numerator // denominator)
 
