@@ -41,8 +41,8 @@ class Row(NamedTuple):
   """One mechanism on the platforms where its row is the same."""
 
   mechanism: str
-  platforms: tuple[str, ...]  # a GPU's compute capability after it, where the row is for that only
-  runs: str  # the function, by its module below mechanisms/; with another that goes before it
+  platforms: tuple[str, ...]  # such as "gpu", or "gpu 9.0" for one compute capability
+  runs: str  # functions by their modules below mechanisms/, in the order in which they are asked
   memory: str
   marks: dict[str, str]  # feature -> SUPPORTED, LIMITED or REFUSED
   limits: tuple[str, ...]  # reasons, each from one request that is refused
@@ -115,7 +115,7 @@ def _limits(implementation: Implementation) -> tuple[str, ...]:
   for feature in (None, *capabilities.FEATURES):
     if feature is None or feature in implementation.features:
       for reason in _refusals(implementation, feature).values():
-        reasons.setdefault(reason.partition(": ")[2], reason)  # by what is said of the example
+        reasons.setdefault(reason.partition(": ")[2], reason)  # keyed by the explanation
   return tuple(reasons.values())
 
 
@@ -152,10 +152,10 @@ def markdown() -> str:
 
 def _legend(marks: dict[str, str]) -> str:
   return (f"{marks[SUPPORTED]} supported, {marks[LIMITED]} supported within limits, "
-          f"{marks[REFUSED]} refused by an error that says so; memory: how it grows with the "
-          "sequence. A kernel with another after `else` runs where it supports everything in "
-          "linear memory, the other elsewhere. A row with a compute capability goes before that of all "
-          "GPUs.")
+          f"{marks[REFUSED]} refused by an error that names it; memory: its growth with the "
+          "sequence length. Of two kernels, `first, else second`, the first runs the calls that it "
+          "supports in linear memory, the second all others. A row with a compute capability takes "
+          "precedence over that of all GPUs.")
 
 
 def _notes(quote: Callable[[str], str]) -> list[str]:

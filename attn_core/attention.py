@@ -18,12 +18,11 @@ from attn_core.config import metadata as metadata_lib
 from attn_core.config.metadata import OperationMetadata
 from attn_core.dispatch import selection
 from attn_core.dispatch.capabilities import Implementation, Request
-from attn_core.kernels.common.paged_operands import PagedOperands
 from attn_core.masks.info import MaskInfo
 from attn_core.masks.mask import Mask
 from attn_core.sharding import context_parallel, partition, placement as placement_lib
 from attn_core.types import (ArrayLayout, AttentionOutput, BlockSizes, Call, Mode, Operands,
-                             SlidingWindow)
+                             PagedOperands, SlidingWindow)
 
 
 def attention(
@@ -293,15 +292,14 @@ def _normalize(a: AttentionArguments) -> tuple[AttentionArguments, arguments.Nor
 def _explain(a: AttentionArguments) -> Explanation:
   """Explains a call whose arrays are traced."""
   a, normal = _normalize(a)
-  target, question = _question(normal)
+  question = _question(normal)
   try:
     verdict = selection.choose(table.RULES, a.mechanism, question)
-    chosen, implementation = verdict.mechanism, verdict.implementation
+    chosen, placement = verdict.mechanism, question.request_for(verdict.implementation).placement
   except NotImplementedError:
-    chosen = implementation = None
-  placement = _place(normal, implementation)
+    chosen, placement = None, _place(normal, None)
   return Explanation(
-      chosen, *target, selection.ask_all(table.RULES, question),
+      chosen, *question.target, selection.ask_all(table.RULES, question),
       arguments.with_configured_blocks(normal.call.block_sizes, normal.metadata,
                                        chosen or "vanilla"),
       () if placement is None else placement.drops,
@@ -311,11 +309,13 @@ def _explain(a: AttentionArguments) -> Explanation:
 def _run(a: AttentionArguments) -> AttentionOutput:
   """Runs a call by the implementation that `_explain` names."""
   a, normal = _normalize(a)
-  verdict = selection.choose(table.RULES, a.mechanism, _question(normal)[1])
+  question = _question(normal)
+  verdict = selection.choose(table.RULES, a.mechanism, question)
   sizes = arguments.with_configured_blocks(normal.call.block_sizes, normal.metadata,
                                            verdict.mechanism)
   static = _Static(verdict.implementation, normal.call._replace(
-      operands=None, block_sizes=sizes, placement=_place(normal, verdict.implementation)))
+      operands=None, block_sizes=sizes,
+      placement=question.request_for(verdict.implementation).placement))
   run = functools.partial(_execute, static=static)
   if a.policy is not None:
     policy = remat.checkpoint_policy(a.policy) if isinstance(a.policy, str) else a.policy
@@ -326,25 +326,25 @@ def _run(a: AttentionArguments) -> AttentionOutput:
   return outputs.to_layout(output, a.layout, normal.dtype)
 
 
-def _question(normal: arguments.Normalized) -> tuple[selection.Target, selection.Question]:
-  """Returns the target of a call, and the question which implementation supports it there."""
+def _question(normal: arguments.Normalized) -> selection.Question:
+  """Returns the question which implementation supports a call; it is placed once for all alike."""
   requests: dict[tuple[bool, bool], Request] = {}
 
   def request_for(implementation: Implementation) -> Request:
-    placing = implementation.spreads_sequence, implementation.shards_keys
+    placing = implementation.shards_sequence, implementation.shards_keys
     if placing not in requests:
       requests[placing] = _placed_request(normal, implementation)
     return requests[placing]
 
   target = selection.Target(metadata_lib.resolved_platform(normal.metadata),
                             normal.request.capability)
-  return target, selection.Question(target, normal.request.lengths[0] == 1, request_for)
+  return selection.Question(target, normal.request.lengths[0] == 1, request_for)
 
 
 def _placed_request(normal: arguments.Normalized, implementation: Implementation) -> Request:
   """Returns the request of one device, where the call is placed for an implementation."""
   request = normal.request
-  if normal.rules is None:  # that of pages is placed
+  if normal.rules is None:  # pages are placed by their own rules
     return request
   try:
     placement = _place(normal, implementation)
@@ -353,7 +353,7 @@ def _placed_request(normal: arguments.Normalized, implementation: Implementation
   query, key = placement_lib.local_shapes(placement, request.query.shape, request.key.shape)
   resized = lambda x, shape: jax.ShapeDtypeStruct((*shape[:3], x.shape[3]), x.dtype)
   return request._replace(query=resized(request.query, query), key=resized(request.key, key),
-                          value=resized(request.value, key))
+                          value=resized(request.value, key), placement=placement)
 
 
 class _Static(NamedTuple):
@@ -377,12 +377,12 @@ def _place(normal: arguments.Normalized,
     NotImplementedError: `ring` inside a shard_map that checks which values vary over the mesh.
   """
   if normal.rules is None:  # pages are placed by their own rules
-    return normal.call.placement
+    return normal.request.placement
   query, key, metadata = *normal.call.operands[:2], normal.metadata
   mesh = placement_lib.mesh_in_force(metadata_lib.resolved_mesh(metadata))
   reserved: tuple[str, ...] = ()
   ring = metadata.ring, metadata.sequence_axis_name
-  spreads = implementation is not None and implementation.spreads_sequence and mesh is not None
+  spreads = implementation is not None and implementation.shards_sequence and mesh is not None
   if spreads:
     context_parallel.require_axes(*ring, mesh)
     if context_parallel.shards_of(*ring, mesh) > 1:
@@ -394,5 +394,5 @@ def _place(normal: arguments.Normalized,
   if placement is None or not spreads:
     return placement
   heads = query.shape[2] // placement.size(placement.heads)
-  return placement._replace(sequence=context_parallel.spread(
+  return placement._replace(sequence=context_parallel.shard_sequence(
       *ring, metadata.scan_ring_attention, mesh, (query.shape[1], key.shape[1], heads)))

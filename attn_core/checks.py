@@ -3,6 +3,7 @@
 """Checks of arguments: every error names the argument, what it got and what it expected."""
 
 from collections.abc import Callable, Collection
+import functools
 import numbers
 from typing import Any, cast
 
@@ -22,15 +23,20 @@ def require(condition: object, argument: str, got: object, expected: str) -> Non
 def describe(x: object) -> str:
   """Describes an array for an error message by dtype and shape, anything else by its repr."""
   if hasattr(x, "dtype") and hasattr(x, "shape"):
-    return f"{x.dtype}{list(x.shape)}"
+    return f"{_written(x.dtype)}{list(x.shape)}"
   return repr(x)
+
+
+@functools.lru_cache(maxsize=64)  # numpy takes 6 microseconds to write the name of a dtype
+def _written(dtype_of_array: object) -> str:
+  return str(dtype_of_array)
 
 
 def array(argument: str, x: object, expected: str) -> Array:
   """Returns an argument that must be a jax or numpy array.
 
   Raises:
-    ValueError: it is None or anything else.
+    ValueError: `x` is not a jax or numpy array.
   """
   require(isinstance(x, (jax.Array, np.ndarray)), argument, type(x).__name__,
           f"a jax or numpy array, {expected}")
@@ -40,7 +46,7 @@ def array(argument: str, x: object, expected: str) -> Array:
 def int32(argument: str, x: object, expected: str) -> Array:
   """Returns an array of integers as int32, clipped to its range so that none wraps around.
 
-  The ends of the range are not positions in any cache, so a number that is out of range stays so.
+  The ends of the range are not positions in any cache, so clipped numbers stay out of range.
 
   Raises:
     ValueError: not an array of integers.
@@ -48,7 +54,7 @@ def int32(argument: str, x: object, expected: str) -> Array:
   given = array(argument, x, expected)
   require(jnp.issubdtype(given.dtype, jnp.integer), argument, describe(given), expected)
   if given.dtype.itemsize >= 4 and given.dtype != jnp.int32:
-    # numpy's in numpy: jax would cut the numbers off first.
+    # In numpy for numpy arrays: jax would truncate the numbers first.
     ends = np.iinfo(np.int32)
     low, high = max(ends.min, int(np.iinfo(given.dtype).min)), ends.max
     clip = np.clip if isinstance(given, np.ndarray) else jnp.clip
@@ -145,12 +151,12 @@ def query_key_value(query: Array, key: Array, value: Array, *, quantized: bool =
 
 
 def cum_seqlens(argument: str, x: object, total: int) -> Array:
-  """Returns int32 offsets from 0 to `total`; their values are checked where they are concrete.
+  """Returns int32 offsets from 0 to `total`; values are checked where they are concrete.
 
   Raises:
     ValueError: another dtype or rank, or offsets that do not rise from 0 to the total.
   """
-  expected = f"int32 [B + 1] offsets that start at 0, never fall, and end at the total {total}"
+  expected = f"int32 [B + 1] offsets that start at 0, never decrease, and end at the total {total}"
   given = array(argument, x, expected)
   require(given.ndim == 1 and given.shape[0] >= 2 and given.dtype == jnp.int32, argument,
           describe(given), expected)

@@ -34,19 +34,10 @@ def vanilla(query: ArrayLike, key: ArrayLike | None, value: ArrayLike | None,
 
   Memory is quadratic in the sequence length.
 
-  Args:
-    query: as in `attention`.
-    key: as in `attention`.
-    value: as in `attention`.
-    **options: every other argument of `attention` but `mechanism`.
-
-  Returns:
-    AttentionOutput, as `attention`.
+  Arguments, results and other errors are those of `attention`, see `AttentionOptions`.
 
   Raises:
     TypeError: an unknown keyword, or `mechanism`.
-    ValueError: as `attention`.
-    NotImplementedError: as `attention`.
   """
   return _attend(AttentionMechanism.VANILLA, query, key, value, options)
 
@@ -55,19 +46,10 @@ def sdpa(query: ArrayLike, key: ArrayLike | None, value: ArrayLike | None,
          **options: Unpack[AttentionOptions]) -> AttentionOutput:
   """Computes attention by `jax.nn.dot_product_attention`, by cuDNN on GPUs.
 
-  Args:
-    query: as in `attention`.
-    key: as in `attention`.
-    value: as in `attention`.
-    **options: every other argument of `attention` but `mechanism`.
-
-  Returns:
-    AttentionOutput, as `attention`.
+  Arguments, results and other errors are those of `attention`, see `AttentionOptions`.
 
   Raises:
     TypeError: an unknown keyword, or `mechanism`.
-    ValueError: as `attention`.
-    NotImplementedError: as `attention`.
   """
   return _attend(AttentionMechanism.SDPA, query, key, value, options)
 
@@ -76,43 +58,25 @@ def cudnn(query: ArrayLike, key: ArrayLike | None, value: ArrayLike | None,
           **options: Unpack[AttentionOptions]) -> AttentionOutput:
   """Computes attention by NVIDIA's cuDNN, on GPUs only.
 
-  Full, causal, windowed to the left, and within lengths in linear memory; with a bias or another
-  mask in quadratic memory. Differentiable in reverse mode, once.
+  Full and causal masks, windows to the left and lengths take linear memory, a bias or any other
+  mask quadratic memory. Differentiable in reverse mode, once.
 
-  Args:
-    query: as in `attention`.
-    key: as in `attention`.
-    value: as in `attention`.
-    **options: every other argument of `attention` but `mechanism`.
-
-  Returns:
-    AttentionOutput, as `attention`.
+  Arguments, results and other errors are those of `attention`, see `AttentionOptions`.
 
   Raises:
     TypeError: an unknown keyword, or `mechanism`.
-    ValueError: as `attention`.
-    NotImplementedError: as `attention`.
   """
   return _attend(AttentionMechanism.CUDNN, query, key, value, options)
 
 
 def cuda_flash_attn2(query: ArrayLike, key: ArrayLike | None, value: ArrayLike | None,
                      **options: Unpack[AttentionOptions]) -> AttentionOutput:
-  """Computes FlashAttention on NVIDIA GPUs only: own kernels on Hopper, elsewhere cuDNN.
+  """Computes FlashAttention on NVIDIA GPUs only: by our own kernels on Hopper, else by cuDNN.
 
-  Args:
-    query: as in `attention`.
-    key: as in `attention`.
-    value: as in `attention`.
-    **options: every other argument of `attention` but `mechanism`.
-
-  Returns:
-    AttentionOutput, as `attention`.
+  Arguments, results and other errors are those of `attention`, see `AttentionOptions`.
 
   Raises:
     TypeError: an unknown keyword, or `mechanism`.
-    ValueError: as `attention`.
-    NotImplementedError: as `attention`.
   """
   return _attend(AttentionMechanism.CUDA_FLASH_ATTN2, query, key, value, options)
 
@@ -123,19 +87,10 @@ def blockwise(query: ArrayLike, key: ArrayLike | None, value: ArrayLike | None,
 
   Memory is linear in the sequence length.
 
-  Args:
-    query: as in `attention`.
-    key: as in `attention`.
-    value: as in `attention`.
-    **options: every other argument of `attention` but `mechanism`.
-
-  Returns:
-    AttentionOutput, as `attention`.
+  Arguments, results and other errors are those of `attention`, see `AttentionOptions`.
 
   Raises:
     TypeError: an unknown keyword, or `mechanism`.
-    ValueError: as `attention`.
-    NotImplementedError: as `attention`.
   """
   return _attend(AttentionMechanism.BLOCKWISE, query, key, value, options)
 
@@ -150,19 +105,10 @@ def flash_attn2(query: ArrayLike, key: ArrayLike | None, value: ArrayLike | None
   plain XLA. TPU: Pallas. Hopper GPUs: Mosaic GPU. Other GPUs: cuDNN where it supports every
   argument in linear memory, and then differentiable in reverse mode, once; else plain XLA.
 
-  Args:
-    query: as in `attention`.
-    key: as in `attention`.
-    value: as in `attention`.
-    **options: every other argument of `attention` but `mechanism`.
-
-  Returns:
-    AttentionOutput, as `attention`.
+  Arguments, results and other errors are those of `attention`, see `AttentionOptions`.
 
   Raises:
     TypeError: an unknown keyword, or `mechanism`.
-    ValueError: as `attention`.
-    NotImplementedError: as `attention`.
   """
   return _attend(AttentionMechanism.FLASH_ATTN2, query, key, value, options)
 
@@ -171,23 +117,12 @@ def blocksparse(query: ArrayLike, key: ArrayLike | None, value: ArrayLike | None
                 **options: Unpack[AttentionOptions]) -> AttentionOutput:
   """Computes block-sparse (splash) attention: only blocks with visible keys.
 
-  The name is that of the algorithm; the kernel depends on the device, and `explain` names it. CPU:
-  plain XLA. TPU: Pallas. Hopper GPUs: Mosaic GPU. Other GPUs: cuDNN where it supports every
-  argument in linear memory, and then differentiable in reverse mode, once; else plain XLA.
+  The name is that of the algorithm; the kernels are those of `flash_attn2`.
 
-  Args:
-    query: as in `attention`.
-    key: as in `attention`.
-    value: as in `attention`.
-    **options: every other argument of `attention` but `mechanism`.
-
-  Returns:
-    AttentionOutput, as `attention`.
+  Arguments, results and other errors are those of `attention`, see `AttentionOptions`.
 
   Raises:
     TypeError: an unknown keyword, or `mechanism`.
-    ValueError: as `attention`.
-    NotImplementedError: as `attention`.
   """
   return _attend(AttentionMechanism.BLOCKSPARSE, query, key, value, options)
 
@@ -200,7 +135,8 @@ def ring_attention(query: ArrayLike, key: ArrayLike | None, value: ArrayLike | N
 
   `metadata.mesh` has the axis `metadata.sequence_axis_name`; `metadata.ring` chooses the
   communication and the order of the tokens; `metadata.scan_ring_attention` makes the steps of the
-  ring those of a scan. Without a mesh, or with one shard, the library's own `flash_attn2` kernel.
+  ring those of a scan. Without a mesh, or with one shard, the library's own `flash_attn2` kernel
+  runs.
 
   >>> import jax.numpy as jnp
   >>> from attn_core import OperationMetadata, create_mesh, ring_attention
@@ -210,19 +146,10 @@ def ring_attention(query: ArrayLike, key: ArrayLike | None, value: ArrayLike | N
   >>> output.shape, output.sharding.spec[1]
   ((1, 16, 2, 8), 'sp')
 
-  Args:
-    query: as in `attention`.
-    key: as in `attention`.
-    value: as in `attention`.
-    **options: every other argument of `attention` but `mechanism`.
-
-  Returns:
-    AttentionOutput, as `attention`.
+  Arguments, results and other errors are those of `attention`, see `AttentionOptions`.
 
   Raises:
     TypeError: an unknown keyword, or `mechanism`.
-    ValueError: as `attention`.
-    NotImplementedError: as `attention`.
   """
   return _attend(AttentionMechanism.RING, query, key, value, options)
 
@@ -233,19 +160,10 @@ def autoregressive_decodeattn(query: ArrayLike, key: ArrayLike | None, value: Ar
 
   Only blocks of the cache that hold visible keys are read.
 
-  Args:
-    query: as in `attention`.
-    key: as in `attention`.
-    value: as in `attention`.
-    **options: every other argument of `attention` but `mechanism`.
-
-  Returns:
-    AttentionOutput, as `attention`.
+  Arguments, results and other errors are those of `attention`, see `AttentionOptions`.
 
   Raises:
     TypeError: an unknown keyword, or `mechanism`.
-    ValueError: as `attention`.
-    NotImplementedError: as `attention`.
   """
   return _attend(AttentionMechanism.REGRESSIVE_DECODE, query, key, value, options)
 
@@ -341,7 +259,7 @@ def page_attention(query: ArrayLike, cache: PagesV1, metadata: PagesMetadata,
 
   Returns:
     attention_outputs [num_requests, H, E] in the query's dtype and, where requested, lse float32
-    [H, num_requests]. A     request of length 0 has output 0 and lse -inf (or that of the sinks).
+    [H, num_requests]. A request of length 0 has output 0 and lse -inf (or that of the sinks).
 
   Raises:
     ValueError: an argument is not as documented here.

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one table of the library: (mechanism, place) -> Implementation.
 
-A place is a platform, or one compute capability of GPUs, whose row then goes before the platform's.
+A place is a platform, or one compute capability of GPUs; the row of a capability takes precedence
+over that of the platform.
 Literal rows only: a new kernel or mechanism is a new row here.
 """
 
@@ -49,7 +50,7 @@ _flash_gpu = _cudnn._replace(limits=capabilities.cudnn_gradient_limits, fallback
 def _over_shards(row: Implementation, run: _Run) -> Implementation:
   """Returns a row of a block-wise kernel as one of `ring`."""
   return row._replace(run=run, features=row.features - {"cache"} | {"sequence_layout"},
-                      spreads_sequence=True)
+                      shards_sequence=True)
 
 
 _ring = _over_shards(_flash, ring.xla)._replace(limits=capabilities.collective_limits)
@@ -75,13 +76,13 @@ def _over_pages(layout: str, run: _Run, features: frozenset[str] = _PAGED) -> Im
 def _pages_on_tpu(row: Implementation, layout: str, run: _Run) -> Implementation:
   """Returns a row over pages with the kernel for TPUs."""
   return Implementation(run, row.features - _NOT_ON_TPU, LINEAR,
-                        capabilities.tpu_pages_limits(layout), fallback=row)
+                        capabilities.pages_kernel_limits("tpu", layout), fallback=row)
 
 
 def _pages_on_hopper(row: Implementation, layout: str, run: _Run) -> Implementation:
   """Returns a row over pages with the kernel for Hopper."""
   return Implementation(run, row.features - _NOT_ON_HOPPER, LINEAR,
-                        capabilities.hopper_pages_limits(layout), fallback=row)
+                        capabilities.pages_kernel_limits("gpu", layout), fallback=row)
 
 
 _paged_v1 = _over_pages("PagesV1", paged.xla)
@@ -139,15 +140,14 @@ MISSING = {
     "cuda_flash_attn2": _NEEDS_GPU,
 }
 
-# The names that `auto` tries, in this order, those first whose memory is linear for the call.
+# The names that `auto` tries, in this order; names whose memory is linear for the call come first.
 AUTO = {
     "cpu": ("flash_attn2", "autoregressive_decodeattn", "ring", "vanilla"),
     "gpu": ("flash_attn2", "blockwise", "autoregressive_decodeattn", "ring", "vanilla"),
     "tpu": ("flash_attn2", "blockwise", "autoregressive_decodeattn", "ring", "vanilla"),
 }
 
-# The name that `auto` tries before these for one query a row: on CPUs, decoding takes about half
-# the time.
+# The name that `auto` tries first for one query per row: on CPUs it takes about half the time.
 AUTO_ONE_QUERY = {"cpu": "autoregressive_decodeattn"}
 
 RULES = selection.Rules(TABLE, MISSING, AUTO, AUTO_ONE_QUERY)

@@ -20,7 +20,8 @@ import jax.numpy as jnp
 
 if TYPE_CHECKING:  # for annotations only: these modules import this one
   from attn_core.caches.dense import DenseCache
-  from attn_core.caches.paged.layouts import PagesV3
+  from attn_core.caches.paged.layouts import Pages, PagesMetadata, PagesV3
+  from attn_core.caches.paged.page_stripes import Stripe
   from attn_core.caches.window import WindowCache
   from attn_core.sharding.placement import Placement
 
@@ -120,6 +121,19 @@ class Operands(NamedTuple):
   dropout_key: Array | None = None  # uint32 [B or 1, 2]
   key_scale: Array | None = None  # float32 [B, S, K], scales of 8-bit keys; see caches.quantize
   value_scale: Array | None = None  # float32 [B, S, K], of 8-bit values
+
+
+class PagedOperands(NamedTuple):
+  """Arrays of one attention over pages."""
+
+  query: Array  # [T, H, D], the requests' queries one after the other
+  cache: "Pages"
+  metadata: "PagesMetadata"
+  sinks: Array | None = None  # float [H]: a logit per head without a value
+  key: Array | None = None  # [T, K, D]: to be written first; None: all keys are in the pages
+  value: Array | None = None  # [T, K, E]
+  # The device's stripe of the requests' pages, those of the tables and the cache; None: all pages.
+  stripe: "Stripe | None" = None
 
 
 # Makes a tree like `Operands` of what stands for arrays: of shapes, or of PartitionSpecs.

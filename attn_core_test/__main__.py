@@ -38,7 +38,7 @@ MARK = "measured: "
 class Piece(NamedTuple):
   """One process: a module, or a share of its tests."""
 
-  module: str  # such as "masks_test"
+  module: str  # such as "rope_test"
   index: int  # 0 <= index < total
   total: int
 
@@ -57,7 +57,7 @@ class Outcome(NamedTuple):
 
 
 def pieces_of(patterns: list[str]) -> list[Piece]:
-  """The pieces of all modules matching any pattern ("masks", "masks_test", "ma*"); none: all."""
+  """The pieces of all modules matching any pattern ("rope", "rope_test", "ro*"); none: all."""
   found = sorted(path.stem for path in FOLDER.glob("*_test.py"))
   modules = [name for name in sampling.SHARDS if name in found]
   modules += [name for name in found if name not in sampling.SHARDS]
@@ -137,7 +137,7 @@ def run(piece: Piece, compiled: str, rotation: sampling.Rotation | None, whole: 
 def main() -> int:
   """Runs what the command line asks for; returns the exit status."""
   parser = argparse.ArgumentParser(prog=f"python3 -m {FOLDER.name}", description="Runs the tests.")
-  parser.add_argument("patterns", nargs="*", help="modules to run, such as masks or 'ma*'")
+  parser.add_argument("patterns", nargs="*", help="modules to run, such as rope or 'masks_*'")
   parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time")
   parser.add_argument("--list", action="store_true", help="only list what would run")
   parser.add_argument("--slow", action="store_true", help="run the slow tests too: hours")

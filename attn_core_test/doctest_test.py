@@ -2,53 +2,72 @@
 # SPDX-License-Identifier: Apache-2.0
 """The examples in the library's docstrings run and print what they show."""
 
+import contextlib
 import doctest
 import importlib
 import inspect
+import io
+import re
+import typing
 
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
+import numpy as np
 
 import attn_core
 from attn_core import masks
 from attn_core.caches import dense, window
-from attn_core.caches.paged import allocator
+from attn_core.caches.paged import allocator, ops
 from attn_core_test import import_graph
 
-jax.config.update("jax_num_cpu_devices", 8)  # for meshes
+jax.config.update("jax_num_cpu_devices", 8)  # for the examples with meshes
 
 EXAMPLE = ">>> "
 MODULES = [name for name, path in import_graph.library_modules().items()
            if EXAMPLE in path.read_text(encoding="utf-8")]
-MAX_LINES = 14  # of source and output
+MAX_LINES = 10  # of source and output together
 
-# Entry points whose docstring must have an example.
-ENTRY_POINTS = {
-    "attention": attn_core.attention, "explain": attn_core.explain,
-    **{f"masks.{name}": getattr(masks, name) for name in (
-        "causal", "chunk", "custom", "dense", "full", "lengths", "offset", "positions", "prefix",
-        "segments", "window")},
-    "caches.dense": (dense.init, dense), "caches.window": (window.init, window),
-    "caches.paged.allocator": (allocator.create, allocator),
-    "PagesMetadata": (attn_core.PagesMetadata, attn_core.page_attention,
-                      attn_core.ragged_page_attention_v2),
-    "create_mesh": attn_core.create_mesh, "rotary": attn_core.rotary,
-    "ring_attention": attn_core.ring_attention,
-}
-# Those that have none yet; the list only shrinks.
-NOT_YET = """
-caches.paged.allocator
+# Functions, and modules for the functions in them, whose docstring must have an example.
+ENTRY_POINTS = (
+    attn_core.attention, attn_core.explain, attn_core.ring_attention,
+    attn_core.ragged_page_attention_v2, attn_core.create_mesh, attn_core.rotary, dense, window, ops,
+    allocator)
+MASK_CONSTRUCTORS = """
+causal chunk custom dense full lengths offset placed positions prefix segments window
 """.split()
+PICTURE_ROW = re.compile(r"^.{3}([#.]{4})\|$", re.MULTILINE)
+
+
+def examples_of(entry) -> list[doctest.Example]:
+  """Returns the examples in the docstring of a function or module."""
+  return doctest.DocTestParser().get_examples(inspect.getdoc(entry) or "")
 
 
 class DoctestTest(parameterized.TestCase):
 
   def test_entry_points_have_examples(self):
-    without = [name for name, one_of in ENTRY_POINTS.items() if not any(
-        EXAMPLE in (inspect.getdoc(entry) or "")
-        for entry in (one_of if isinstance(one_of, tuple) else (one_of,)))]
-    self.assertEqual(without, NOT_YET)
+    without = [entry.__name__ for entry in ENTRY_POINTS
+               if not any(example.want for example in examples_of(entry))]
+    self.assertEmpty(without)
+
+  def test_list_of_mask_constructors_is_complete(self):
+    made = [name for name in masks.__all__ if inspect.isfunction(getattr(masks, name))
+            and typing.get_type_hints(getattr(masks, name)).get("return") is masks.Mask]
+    self.assertCountEqual(made, MASK_CONSTRUCTORS)
+
+  @parameterized.parameters(*MASK_CONSTRUCTORS)
+  def test_mask_constructors_have_pictures(self, name):
+    """Compares 4 rows of 4 characters exactly: for doctest "..." in a picture matches anything."""
+    examples, names = examples_of(getattr(masks, name)), {"np": np}
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+      for example in examples:
+        exec(example.source, names)  # pylint: disable=exec-used
+    rows = PICTURE_ROW.findall("".join(example.want for example in examples))
+    self.assertLen(rows, 4)
+    self.assertEqual(rows, PICTURE_ROW.findall(output.getvalue()))
+    self.assertTrue(any(f"masks.{name}(" in example.source for example in examples))
 
   def test_examples_are_short(self):
     parser = doctest.DocTestParser()

@@ -1,19 +1,22 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Requests over pages, with their meaning by the reference."""
+"""Requests over pages, and their attention by the dense reference."""
 
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core import PagedOptions, PagesMetadata
+from attn_core import BlockSizes, PagedOptions, PagesMetadata, PagesV1, PagesV2
+from attn_core.caches import pages
 from attn_core.references import paged as reference
 from attn_core.types import PagedSpec
 
+BLOCKS = BlockSizes(block_q=4, block_kv=8)
+
 
 class Case(NamedTuple):
-  """Requests: how many tokens each has, and how many of them are queries of this call."""
+  """Some requests: the tokens of each, and how many of them are queries of this call."""
 
   lengths: tuple = (9, 0, 17, 1, 24, 5)
   queries: tuple = (9, 0, 5, 1, 1, 2)
@@ -22,8 +25,8 @@ class Case(NamedTuple):
   K: int = 2
   D: int = 6
   page: int = 4
-  rest: int = 3  # rows of the query behind the last request's
-  unused: int = 0  # rows of the tables behind the last request
+  rest: int = 3  # rows of the query after those of the last request
+  unused: int = 0  # rows of the tables after that of the last request
   distribution: tuple | None = None
   dtype: str = "float32"
   sinks: bool = False
@@ -33,7 +36,7 @@ class Case(NamedTuple):
     return 8 * len(self.lengths)
 
   def metadata(self, single=False) -> PagesMetadata:
-    """Pages in random order; entries past a request's pages lie outside of the pool."""
+    """Returns tables of pages in random order; unused entries point outside the pool."""
     rng = np.random.default_rng(0)
     rows = len(self.lengths) + self.unused
     tables = np.full((rows, 8), 10**6, np.int32)
@@ -51,7 +54,7 @@ class Case(NamedTuple):
         None if self.distribution is None else np.array(self.distribution, np.int32))
 
   def arrays(self):
-    """query, key and value pages [K, P, page, D], sinks [H]; NaN wherever nobody looks."""
+    """Returns query, key and value pages [K, P, page, D] and sinks [H]; NaN in unused places."""
     rng = np.random.default_rng(1)
     tokens = sum(self.queries) + self.rest
     query = rng.normal(size=(tokens, self.H, self.D))
@@ -68,7 +71,7 @@ class Case(NamedTuple):
                  for x in (query, key, value, sinks))
 
   def oracle(self, query, key, value, sinks):
-    """(output [T, H, D], lse [H, T]), NaN and all."""
+    """Returns (output [T, H, D], lse [H, T]) of the reference, NaN where it has them."""
     tables, o = self.metadata().page_tables, self.options
     window = (None, None) if o.sliding_window is None else o.sliding_window
     spec = PagedSpec(o.softmax_scale or self.D**-0.5, o.logits_soft_cap, o.causal, window)
@@ -80,3 +83,10 @@ class Case(NamedTuple):
       requests.append((number, *found))
     query = query.at[sum(self.queries):].set(0)
     return reference.attention(query, requests, spec, sinks)
+
+
+def plain(case, dtype="float32"):
+  """Returns query, v2 cache and metadata of a case, with 0 in place of NaN."""
+  query, key, value, _ = (None if x is None else jnp.nan_to_num(x.astype(dtype))
+                          for x in case.arrays())
+  return query, pages.convert(PagesV1(key, value), PagesV2), case.metadata()

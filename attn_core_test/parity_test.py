@@ -152,6 +152,12 @@ def tests_of(text: str) -> set[str]:
   return found
 
 
+def cases_of(text: str) -> set[str]:
+  """The modules of cases that a test module imports, such as "property_cases"."""
+  imports = "".join(line for line in text.splitlines() if line.startswith("from attn_core_test"))
+  return set(re.findall(r"\b\w+_cases\b", imports))
+
+
 def words_for(row: Row) -> set[str]:
   """What the test of a row speaks of: the target's last name, or that it goes through all."""
   if row.there.startswith("target "):
@@ -193,7 +199,7 @@ class ParityTest(absltest.TestCase):
         module, _, path = row.tested.partition(".")
         self.assertIn(module, texts)
         self.assertIn(path, tests_of(texts[module]))
-        said = texts[module] + (texts["property_cases"] if module == "properties_test" else "")
+        said = texts[module] + "".join(texts[name] for name in cases_of(texts[module]))
         words = words_for(row)
         self.assertTrue(any(re.search(rf"\b{word}\b", said) for word in words),
                         f"{row.tested} does not speak of {sorted(words)}")

@@ -31,7 +31,7 @@ ON_GPU = (table.TABLE["cudnn", "gpu"].run, table.TABLE["flash_attn2", "gpu 9.0"]
 for (_mechanism, _platform), _row in table.TABLE.items():
   _implementation = _row.general
   if not (_implementation.run in ON_GPU or "pages" in _implementation.features
-          or _implementation.spreads_sequence):
+          or _implementation.shards_sequence):
     IMPLEMENTATIONS.setdefault(_implementation.run, (_mechanism, _platform))
 NAMES = tuple(IMPLEMENTATIONS.values())
 PALLAS_TPU = ("flash_attn2", "tpu")  # the Pallas kernels
@@ -207,7 +207,7 @@ class PropertiesTest(InterpretedTestCase):
       self.skipTest("needs an NVIDIA GPU")
     if "pages" in implementation.features:
       self.skipTest("reads pages, as in paged_test")
-    if not implementation.spreads_sequence:  # see ring_test.MeshTest.test_one_shard_is_flash
+    if not implementation.shards_sequence:  # see ring_test.MeshTest.test_one_shard_is_flash
       self.assertIn(implementation.run, IMPLEMENTATIONS)
     case = BY_NAME["causal_gqa"]
     arrays = property_cases.operands(case, "float32")

@@ -1,9 +1,9 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Runs one test module as the suite does: python3 -m attn_core_test.run_module masks_test.
+"""Runs one test module as the suite does: python3 -m attn_core_test.run_module rope_test.
 
 Leaves out the tests that `sampling` calls slow and this run does not take; the module itself, as in
-`python3 -m attn_core_test.masks_test`, runs all of its tests.
+`python3 -m attn_core_test.rope_test`, runs all of its tests.
 """
 
 import runpy

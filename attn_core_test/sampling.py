@@ -21,20 +21,22 @@ from absl.testing import parameterized
 
 # Pattern of modules -> n: one test in n is quick.
 QUICK = {
-    "properties_test": 6, "shard_test": 4, "derivatives_test": 4, "easydel_regressions_test": 4,
+    "properties_test": 6, "shard_test": 4, "derivatives_test": 4, "easydel_*test": 4,
     "dropout_test": 3, "examples_test": 3, "blockwise_test": 2, "tpu_test": 4, "ring_*test": 3,
-    "paged_*test": 3, "decode_*test": 3, "caches_test": 3, "plan_test": 2, "cudnn_test": 2,
+    "paged_*test": 3, "decode_*test": 3, "caches_*test": 3, "plan_test": 2, "cudnn_test": 2,
     "gpu_suite_test": 2, "pages_test": 2, "page_stripes_test": 2}
 
 # Module -> number of processes that share its tests. These start first, in this order.
 SHARDS = {
-    "properties_test": 2, "easydel_regressions_test": 2, "tpu_test": 1, "derivatives_test": 1,
-    "ring_test": 1, "ring_mesh_test": 1, "ring_compiled_test": 1, "examples_test": 1,
-    "shard_test": 1, "tpu_paged_test": 1, "decode_test": 1, "dropout_test": 1, "caches_test": 1,
-    "paged_test": 1, "blockwise_test": 1, "plan_test": 1, "tpu_compile_test": 2, "gpu_test": 1,
-    "gpu_backward_test": 1, "gpu_decode_test": 1, "tpu_ring_test": 1, "tpu_decode_test": 1,
-    "paged_shard_test": 1, "page_stripes_test": 1, "cudnn_test": 1, "gpu_suite_test": 1,
-    "benchmark_test": 1, "pages_test": 1, "readme_test": 1, "distributed_test": 1}
+    "properties_test": 2, "easydel_regressions_test": 1, "easydel_arguments_test": 1, "tpu_test": 1,
+    "derivatives_test": 1, "ring_test": 1, "ring_mesh_test": 1, "ring_compiled_test": 1,
+    "examples_test": 1, "shard_test": 1, "tpu_paged_test": 1, "decode_test": 1, "dropout_test": 1,
+    "caches_test": 1, "caches_attention_test": 1, "paged_test": 1, "paged_meaning_test": 1,
+    "paged_batch_invariance_test": 1, "blockwise_test": 1, "plan_test": 1, "tpu_compile_test": 2,
+    "gpu_test": 1, "gpu_backward_test": 1, "gpu_decode_test": 1, "tpu_ring_test": 1,
+    "tpu_decode_test": 1, "paged_shard_test": 1, "page_stripes_test": 1, "cudnn_test": 1,
+    "gpu_suite_test": 1, "benchmark_test": 1, "pages_test": 1, "readme_test": 1,
+    "distributed_test": 1}
 
 VARIABLE = "ATTN_CORE_SLOW"  # "K/N" in the environment: the slow tests of this rotation run
 SKIPPED = "slow: `python3 -m attn_core_test --slow` runs it"

@@ -9,7 +9,7 @@ import jax
 from jax.typing import ArrayLike, DTypeLike
 
 from attn_core.caches.dense import DenseCache
-from attn_core.caches.paged.layouts import PagesMetadata, PagesV1, PagesV2, PagesV3
+from attn_core.caches.paged.layouts import Pages, PagesMetadata
 from attn_core.caches.update import CacheMetadata
 from attn_core.caches.window import WindowCache
 from attn_core.config.metadata import OperationMetadata
@@ -17,7 +17,7 @@ from attn_core.masks.info import MaskInfo
 from attn_core.masks.mask import Mask
 from attn_core.types import ArrayLayout, BlockSizes, Mode, SlidingWindow
 
-Cache = DenseCache | WindowCache | PagesV1 | PagesV2 | PagesV3
+Cache = DenseCache | WindowCache | Pages
 AnyCacheMetadata = CacheMetadata | PagesMetadata
 InitBias = Callable[[], ArrayLike | None]
 RematPolicy = Callable[..., bool]
@@ -69,7 +69,12 @@ class AttentionArguments(NamedTuple):
 
 
 class AttentionOptions(TypedDict, total=False):
-  """The keyword arguments of `attention` but for `mechanism`, with the same defaults."""
+  """The keyword arguments of `attention` but for `mechanism`, with the same defaults.
+
+  A function that takes them, such as `flash_attn2`, is `attention` with the mechanism filled in:
+  query, key, value and these options, the `AttentionOutput` and the errors are as documented there.
+  An unknown keyword, or `mechanism`, is a TypeError.
+  """
 
   metadata: OperationMetadata | None
   mode: Mode

@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The features that a call of `attention` needs of a mechanism, as the caller wrote them."""
+"""Finds the features that a call of `attention` needs, by the arguments that the caller gave."""
 
 import jax.numpy as jnp
 
@@ -24,7 +24,7 @@ def permuted_token_order(metadata: OperationMetadata | None) -> str | None:
 
 
 def features_of(a: AttentionArguments, call: Call) -> dict[str, str]:
-  """Returns the features that a call needs, as the caller wrote them; see `capabilities`."""
+  """Returns {feature: the argument that needs it, as in an error}; see `capabilities.FEATURES`."""
   query, key, value = call.operands[:3]
   info = MaskInfo() if a.mask_info is None else a.mask_info
   dtype = jnp.dtype(query.dtype).name
@@ -54,7 +54,7 @@ def features_of(a: AttentionArguments, call: Call) -> dict[str, str]:
       "dropout": (call.spec.dropout_prob > 0, f"dropout_prob={call.spec.dropout_prob}"),
       "lse": (a.return_lse, "return_lse=True"),
       "weights": (a.return_weights, "return_weights=True"),
-      "unnormalised": (not a.normalize_output, "normalize_output=False"),
+      "unnormalized": (not a.normalize_output, "normalize_output=False"),
       "precision": (a.precision is not None, f"precision={a.precision}"),
       "softmax_dtype": (call.spec.softmax_dtype not in (jnp.float32, jnp.float64),
                         f"runtime_softmax_dtype={call.spec.softmax_dtype}"),

@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""From the arguments of `attention` to one normalized `Call`: every default and every meaning."""
+"""Normalizes the arguments of `attention` to one `Call`, with all defaults filled in."""
 
 import functools
 from typing import NamedTuple, cast
@@ -24,8 +24,10 @@ from attn_core.masks.info import MaskInfo
 from attn_core.types import (ARRAY_LAYOUTS, MODES, ArrayLayout, AttentionSpec, BlockSizes, Call,
                              MaskOperands, Operands, SlidingWindow)
 
-# A value for masked logits up to here cannot be told from -inf; a higher one would be a bias.
+# Values of masked logits up to this act like -inf; a higher value would be a bias.
 HIGHEST_MASK_VALUE = -1e9
+
+_DEFAULT_METADATA = OperationMetadata()
 
 FLAGS = ("causal", "normalize_output", "prevent_cse", "fused_backward", "optimized", "return_lse",
          "return_weights")
@@ -34,8 +36,8 @@ FLAGS = ("causal", "normalize_output", "prevent_cse", "fused_backward", "optimiz
 class Normalized(NamedTuple):
   """A normalized call of `attention`, before a mechanism is chosen."""
 
-  call: Call  # without placement; that of pages has one
-  request: Request  # of the whole call, as if on one device
+  call: Call  # without placement
+  request: Request  # of the whole call, as if on one device; that of pages is placed
   metadata: OperationMetadata
   rules: metadata_lib.AttnShardingRules | None  # of layout bthd; None: those of pages
   dtype: np.dtype  # of the outputs
@@ -58,9 +60,9 @@ def normalize(a: AttentionArguments) -> Normalized:
                    f"{type(a.cache_metadata).__name__} without cache_view", "a cache_view as well")
   else:
     _check_cache_arguments(a.layout, a.query_offset)
-    step_lib.check_beside_cache(a.cache_view, a.mode, info, a.mask)
+    step_lib.check_masks_with_cache(a.cache_view, a.mode, info, a.mask)
     reach = _lookback(a.sliding_window, a.chunk_size)
-    step = step_lib.take(_new_tokens(query, key, value), a.cache_view,
+    step = step_lib.update_cache(_new_tokens(query, key, value), a.cache_view,
                          cast(step_lib.CacheMetadata | None, a.cache_metadata), a.mode, reach)
     key, value, scales = step.key, step.value, [step.key_scale, step.value_scale]
     info = step.mask_info._replace(attention_mask=info.attention_mask)
@@ -115,7 +117,7 @@ def make_spec(a: AttentionArguments, metadata: OperationMetadata,
 
 def check_options(a: AttentionArguments) -> OperationMetadata:
   """Checks the arguments that are independent of shapes; returns the metadata."""
-  metadata = OperationMetadata() if a.metadata is None else a.metadata
+  metadata = _DEFAULT_METADATA if a.metadata is None else a.metadata
   checks.require(isinstance(metadata, OperationMetadata), "metadata",
                  type(metadata).__name__, "an OperationMetadata or None")
   checks.one_of("mode", a.mode, MODES)
@@ -241,7 +243,7 @@ def normalize_compute_dtype(compute_dtype: DTypeLike | None, runtime_dtype: np.d
                             dtype: np.dtype) -> np.dtype:
   """Returns the dtype of the products: `compute_dtype`, a 16-bit runtime dtype, or the operands'.
 
-  Operands are never widened for a runtime dtype: products accumulate in float32 as it is.
+  Operands are never widened for a runtime dtype: products accumulate in float32 in any case.
   """
   if compute_dtype is None:
     return runtime_dtype if runtime_dtype.itemsize < 4 else dtype

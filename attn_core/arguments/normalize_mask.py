@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""From all arguments of `attention` that hide keys to one `Mask`."""
+"""Combines all arguments of `attention` that hide keys into one `Mask`."""
 
 from typing import NamedTuple
 

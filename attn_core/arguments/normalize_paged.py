@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""From the arguments of `attention` over pages to one normalized `Call`."""
+"""Normalizes the arguments of `attention` over pages to one `Call`."""
 
 from typing import cast
 
@@ -15,13 +15,11 @@ from attn_core.arguments.arguments import AttentionArguments
 from attn_core.config import metadata as metadata_lib
 from attn_core.config.metadata import OperationMetadata
 from attn_core.caches.paged import layouts, validate
+from attn_core.caches.paged.layouts import Pages
 from attn_core.dispatch.capabilities import PagesRequest, request_of
-from attn_core.kernels.common.paged_operands import PagedOperands
 from attn_core.masks import constructors
 from attn_core.sharding import paged as shard_paged
-from attn_core.types import Call, Operands, PagedSpec
-
-Pages = layouts.PagesV1 | layouts.PagesV2 | layouts.PagesV3
+from attn_core.types import Call, Operands, PagedOperands, PagedSpec
 
 # Mechanism -> the layout of its pages.
 PAGE_LAYOUTS: dict[str, type] = {
@@ -85,13 +83,14 @@ def normalize(a: AttentionArguments) -> steps.Normalized:
   features["pages"] = f"a cache_view of {layout.__name__}"
   placed = shard_paged.place(metadata.get_shardings(a.mode, "bthd"),
                              metadata_lib.resolved_mesh(metadata), operands, heads.key_heads)
-  error = NotImplementedError(placed.refusal) if placed.refusal else None
-  part = shard_paged.local_shapes(operands, None if error else placed.placement, heads)
+  reason = placed.unsupported_reason
+  error = NotImplementedError(reason) if reason else None
+  shapes = shard_paged.local_shapes(operands, None if error else placed.placement, heads)
   request = request_of(dense, features, metadata_lib.resolved_capability(metadata))._replace(
-      placement_error=error, pages=PagesRequest(
-          layout.__name__, *part, window=spec.window,
-          shards_keys=placed.placement is not None and bool(placed.placement.keys)))
-  call = dense._replace(operands=operands, spec=spec, placement=placed.placement)
+      placement=placed.placement, placement_error=error, pages=PagesRequest(
+          layout.__name__, shapes, spec.window,
+          placed.placement is not None and bool(placed.placement.keys)))
+  call = dense._replace(operands=operands, spec=spec)
   return steps.Normalized(call, request, metadata, None, query.dtype, None)
 
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""From the results of a mechanism to those that the caller asked for."""
+"""Converts the results of a mechanism to those that the caller asked for."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from attn_core.types import AttentionOutput
 def with_cache(output: AttentionOutput, step: Step) -> AttentionOutput:
   """Adds the updated cache, and NaN in the rows that overflowed."""
   def with_nan(x: jax.Array) -> jax.Array:
-    return jnp.where(step.spoiled.reshape(-1, *[1] * (x.ndim - 1)), jnp.nan, x)
+    return jnp.where(step.overflow.reshape(-1, *[1] * (x.ndim - 1)), jnp.nan, x)
 
   weights, lse = output.attention_weights, output.lse
   return output._replace(

@@ -22,10 +22,9 @@ import jax.numpy as jnp
 from attn_core.caches import quantize
 from attn_core.caches.paged import layouts
 from attn_core.kernels.common.contract import Residuals
-from attn_core.kernels.common.paged_operands import PagedOperands
 from attn_core.kernels.xla import paged_backward, paged_tangent
 from attn_core.sharding import varying_axes
-from attn_core.types import BlockSizes, PagedSpec
+from attn_core.types import BlockSizes, PagedOperands, PagedSpec
 
 DIFFERENTIABLE = ("query", "cache", "sinks")
 
@@ -68,7 +67,7 @@ def attend(forward: PagedForwardFn, operands: PagedOperands, spec: PagedSpec,
   """
   if operands.cache.key_scales is not None:
     operands = operands._replace(cache=quantize.constant(operands.cache, "cache_view"))
-  leaves, structure = jax.tree.flatten(varying_axes.vary_alike(operands))
+  leaves, structure = jax.tree.flatten(varying_axes.unify(operands))
   return _attend(_Call(forward, spec, heads, block_sizes, structure), leaves)
 
 
@@ -89,7 +88,7 @@ def _attend_jvp(call: _Call, primals: tuple, tangents: tuple) -> tuple[Residuals
     return residuals, jax.tree.map(jnp.zeros_like, residuals)
   linear = [jnp.zeros(x.shape, x.dtype) if _is_zero(x) else x for name in names
             for x in jax.tree.leaves(getattr(given, name), is_leaf=_is_zero)]
-  linear = varying_axes.vary_alike((leaves[0], linear))[1]
+  linear = varying_axes.unify((leaves[0], linear))[1]
   call = call._replace(names=names)
   return residuals, Residuals(*_tangent_p.bind(*leaves, *residuals, *linear, call=call))
 

@@ -62,7 +62,7 @@ def attend(kernel: Kernel, operands: Operands, spec: AttentionSpec,
     out [B, T, H, E] and lse [B, H, T].
   """
   kernel.check(operands, spec, block_sizes)
-  leaves, structure = jax.tree.flatten(varying_axes.vary_alike(operands))
+  leaves, structure = jax.tree.flatten(varying_axes.unify(operands))
   call = _Call(kernel, spec, block_sizes, structure, ())
   return Residuals(*_forward_p.bind(*leaves, call=call))
 
@@ -296,7 +296,7 @@ def _batch(primitive: Primitive, labels_of: Callable[[_Call], list[str]], args: 
     # Dropout and predicates depend on the row's index within its own mapped element.
     index = jnp.tile(jnp.arange(rows, dtype=jnp.int32), size)
     operands = operands._replace(mask=operands.mask._replace(batch_index=index))
-  leaves, structure = jax.tree.flatten(varying_axes.vary_alike(operands))
+  leaves, structure = jax.tree.flatten(varying_axes.unify(operands))
   outs = primitive.bind(*leaves, *rest, call=call._replace(structure=structure))
   outs = [x.reshape(size, rows, *x.shape[1:]) for x in outs]
   if primitive in (_backward_p, _backward_jvp_p):

@@ -54,7 +54,7 @@ def _constant(argument: str, x: jax.Array) -> jax.Array:
 
 
 @_constant.defjvp
-def _refuse(argument: str, primals: Any, tangents: Any) -> Any:
+def _raise_if_differentiated(argument: str, primals: Any, tangents: Any) -> Any:
   del primals, tangents
   raise NotImplementedError(
       f"{argument}: gradients of quantized keys and values are not supported: rounding has no "

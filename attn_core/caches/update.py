@@ -1,8 +1,8 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""One step of a model with a cache: new tokens are written, and the call attends to what is there.
+"""One step of a model with a cache: writes the new tokens and returns the keys to attend to.
 
-Letters: B batch, T new tokens, S keys attended to, K key heads, D and E widths; R requests.
+T is the number of new tokens of a row, S that of the keys to attend to.
 """
 
 from collections.abc import Callable
@@ -26,42 +26,44 @@ MODES = ("__prefill__", "__autoregressive__", "__insert__")
 
 
 class CacheMetadata(NamedTuple):
-  """What a step says about its new tokens; None: nothing."""
+  """Metadata of the new tokens of one step."""
 
-  # int32 [B]: how many of the T new tokens of a row count; None: all
+  # int32 [B]: number of valid tokens among the T of each row; None: all
   lengths: checks.Array | None = None
-  # int32 [B]: the rows' first positions that are not padding; None: as before
+  # int32 [B]: first position of each row that is not padding; None: unchanged
   starts: checks.Array | None = None
-  slots: checks.Array | None = None  # int32 [R], mode "__insert__": the rows that the requests take
+  # int32 [num_requests], mode "__insert__" only: the rows that they replace
+  slots: checks.Array | None = None
 
 
 class Step(NamedTuple):
-  """What a call with a cache attends to."""
+  """Keys, values and mask of a call with a cache, and the updated cache."""
 
   key: jax.Array  # [B, S, K, D] as stored
   value: jax.Array  # [B, S, K, E]
-  key_scale: jax.Array | None  # float32 [B, S, K] of keys in 8 bits, or None
+  key_scale: jax.Array | None  # float32 [B, S, K], scales of 8-bit keys, or None
   value_scale: jax.Array | None
-  mask_info: MaskInfo  # which keys hold a token, which queries count, and where all of them stand
+  mask_info: MaskInfo  # positions of queries and keys; padding and empty slots are hidden
   cache: AnyCache  # after the step
-  spoiled: jax.Array  # bool [B]: rows whose tokens could not be written
+  overflow: jax.Array  # bool [B]: rows whose tokens could not be written; their output becomes NaN
 
 
-def take(tokens: tuple[jax.Array, jax.Array] | int, cache: AnyCache,
-         metadata: CacheMetadata | None, mode: str | None, reach: int | None) -> Step:
-  """Writes new tokens, and says what their queries attend to.
+def update_cache(tokens: tuple[jax.Array, jax.Array] | int, cache: AnyCache,
+                 metadata: CacheMetadata | None, mode: str | None, reach: int | None) -> Step:
+  """Writes new tokens to a cache and returns what their queries attend to.
 
   Args:
-    tokens: (key float [B, T, K, D], value float [B, T, K, E]), the new tokens'; or T: nothing is
+    tokens: (key float [B, T, K, D], value float [B, T, K, E]) of the new tokens; or T: nothing is
       written, and the queries are the last T tokens of their rows.
     cache: a DenseCache or WindowCache.
-    metadata: about the new tokens.
-    mode: "__prefill__" and "__autoregressive__" append to every row; "__insert__" puts R requests,
-      the rows of `tokens`, in place of rows `metadata.slots`, and they attend to themselves.
-    reach: how far back the call's window goes (tokens); None: without bound.
+    metadata: of the new tokens.
+    mode: "__prefill__" and "__autoregressive__" append to every row; "__insert__" replaces the rows
+      `metadata.slots` by the rows of `tokens`, each of which attends to itself only.
+    reach: largest distance of a visible key before its query (tokens); None: unbounded.
 
   Raises:
-    ValueError: what does not fit, and everything that the cache's functions refuse.
+    ValueError: an argument does not fit the cache or the mode; see also `append` and `insert` of
+      the cache's module.
   """
   metadata = CacheMetadata() if metadata is None else metadata
   checks.require(isinstance(cache, AnyCache), "cache_view", type(cache).__name__,
@@ -72,7 +74,7 @@ def take(tokens: tuple[jax.Array, jax.Array] | int, cache: AnyCache,
   inserts = mode == "__insert__"
   checks.require((metadata.slots is not None) == inserts, "cache_metadata.slots",
                  f"{checks.describe(metadata.slots)} in mode {mode!r}",
-                 "the rows that requests take, in mode '__insert__' and in no other")
+                 "the rows to replace in mode '__insert__', None in every other mode")
   if isinstance(cache, WindowCache):
     slots = cache.key.shape[1]
     checks.require(reach is not None and reach < slots, "sliding_window",
@@ -115,8 +117,8 @@ def _insert(tokens: tuple[jax.Array, jax.Array] | int, cache: AnyCache,
   else:
     cache = slots_lib.insert(cache, metadata.slots, prefilled)
   slots = jnp.asarray(metadata.slots)
-  spoiled = prefilled.overflow | cache.overflow[jnp.clip(slots, 0, cache.overflow.shape[0] - 1)]
-  return _step(seen, seen.lengths, jnp.zeros_like(seen.lengths), length, cache, spoiled)
+  overflow = prefilled.overflow | cache.overflow[jnp.clip(slots, 0, cache.overflow.shape[0] - 1)]
+  return _step(seen, seen.lengths, jnp.zeros_like(seen.lengths), length, cache, overflow)
 
 
 def _append(tokens: tuple[jax.Array, jax.Array], cache: AnyCache, metadata: CacheMetadata,
@@ -127,7 +129,7 @@ def _append(tokens: tuple[jax.Array, jax.Array], cache: AnyCache, metadata: Cach
            else window.append(cache, *tokens, metadata.lengths))
   seen = _view(after)
   if isinstance(cache, WindowCache) and reach is not None and cache.key.shape[1] < reach + length:
-    # The last new tokens take the place of some that the first ones still see.
+    # The last new tokens overwrite keys that the first new queries still see.
     chunk = slots_lib.empty_like(cache, DenseCache, cache.lengths.shape[0], length)
     new = dense.view(dense.append(chunk, *tokens, metadata.lengths))
     position = new.positions + before.lengths[:, None]
@@ -142,7 +144,7 @@ def _append(tokens: tuple[jax.Array, jax.Array], cache: AnyCache, metadata: Cach
 
 
 def _read(length: int, cache: AnyCache, metadata: CacheMetadata, reach: int | None) -> Step:
-  checks.require(metadata.lengths is None, "cache_metadata.lengths", "numbers without new tokens",
+  checks.require(metadata.lengths is None, "cache_metadata.lengths", "lengths without new tokens",
                  "None where key and value are None")
   if isinstance(cache, WindowCache):
     slots = cache.key.shape[1]
@@ -155,40 +157,40 @@ def _read(length: int, cache: AnyCache, metadata: CacheMetadata, reach: int | No
 
 
 def _step(seen: CacheView, ends: jax.Array, first: jax.Array, length: int, cache: AnyCache,
-          spoiled: jax.Array) -> Step:
-  """Queries at first..first + length - 1, of which those in starts..ends - 1 count."""
+          overflow: jax.Array) -> Step:
+  """Returns the step of queries at first..first + length - 1, valid in starts..ends - 1."""
   position = first[:, None] + jnp.arange(length, dtype=jnp.int32)
   counts = (position < ends[:, None]) & (position >= jnp.maximum(seen.starts[:, None], 0))
   info = MaskInfo(None, jnp.where(counts, 0, -1), jnp.where(seen.positions < 0, -1, 0), position,
                   seen.positions)
-  return Step(seen.key, seen.value, seen.key_scale, seen.value_scale, info, cache, spoiled)
+  return Step(seen.key, seen.value, seen.key_scale, seen.value_scale, info, cache, overflow)
 
 
-def check_beside_cache(cache: AnyCache, mode: str | None, info: MaskInfo,
-                       mask: mask_lib.Mask | ArrayLike | None = None) -> None:
-  """What masks of a call's own go with a cache.
+def check_masks_with_cache(cache: AnyCache, mode: str | None, info: MaskInfo,
+                           mask: mask_lib.Mask | ArrayLike | None = None) -> None:
+  """Checks that the masks of a call are compatible with its cache.
 
-  Segment ids and positions are the cache's to say. With a sliding-window cache a mask goes by
-  positions: a token's slot says nothing.
+  Segment ids and positions come from the cache. With a sliding-window cache, masks must read
+  positions: the slots of a ring buffer are not in the order of the tokens.
 
   Args:
     cache: the cache.
-    mode: as in `take`.
-    info: the call's; only its boolean mask goes with a cache.
-    mask: a mask's value, a boolean array, or None.
+    mode: as in `update_cache`.
+    info: `mask_info` of the call, of which a cache allows only the boolean mask.
+    mask: a mask value, a boolean array, or None.
 
   Raises:
-    ValueError: segment ids or positions; beside a window cache a mask with numbers for the keys in
-      their order, or their lengths.
+    ValueError: segment ids or positions are given, or, with a window cache, a mask that has a
+      number per key or key lengths.
   """
   for name in info._fields[1:]:
     checks.require(getattr(info, name) is None, f"mask_info.{name}", "an array and a cache",
-                   "None: the cache knows which tokens are there and where they stand; lengths and "
-                   "starts of new tokens go into CacheMetadata")
+                   "None: the cache holds the positions of its tokens; lengths and starts of new "
+                   "tokens go into CacheMetadata")
   if not isinstance(cache, WindowCache) or mode == "__insert__":
     return
-  cure = ("a mask by positions, such as masks.prefix or masks.custom: a sliding-window cache keeps "
-          "its keys in slots that say nothing of their order")
+  cure = ("a mask by positions, such as masks.prefix or masks.custom: the slots of a "
+          "sliding-window cache are not in the order of the tokens")
   for name, x in (("mask", mask), ("mask_info.attention_mask", info.attention_mask)):
     if isinstance(x, mask_lib.Mask):
       for node in mask_lib.nodes(x):
@@ -203,7 +205,7 @@ def check_beside_cache(cache: AnyCache, mode: str | None, info: MaskInfo,
 
 
 class Concatenated(NamedTuple):
-  """What `concatenate` returns, in the documented order."""
+  """Results of `concatenate`, in the documented order."""
 
   key: jax.Array  # [B, S, K, D]
   value: jax.Array  # [B, S, K, E]
@@ -211,7 +213,7 @@ class Concatenated(NamedTuple):
   # () -> float [B, H, T, S], 0 where visible, else the dtype's least
   init_attention_bias: Callable[[], jax.Array]
   cache_view: AnyCache | None  # the updated cache, or None
-  cache_metadata: CacheMetadata | None  # as given: it speaks of this step's tokens
+  cache_metadata: CacheMetadata | None  # as given
 
 
 def concatenate(*, query: jax.Array, key: jax.Array, value: jax.Array,
@@ -220,30 +222,30 @@ def concatenate(*, query: jax.Array, key: jax.Array, value: jax.Array,
                 sliding_window: SlidingWindow = None) -> Concatenated:
   """Writes new tokens to a cache, and merges all masks of a causal call into one array.
 
-  For models that want the pieces; `attention(..., cache_view=...)` does both and attends without
-  writing the mask out.
+  For models that compute attention themselves; `attention(..., cache_view=...)` does all of it
+  without a mask array.
 
   Args:
     query: float [B, T, H, D].
-    key: float [B, T, K, D], the new tokens', rotary applied.
+    key: float [B, T, K, D] of the new tokens, rotary applied.
     value: float [B, T, K, E].
     mask_info: MaskInfo of further masks; with a cache its `attention_mask` [.., S] only.
-    mode: as in `take`; may be "__train__" without a cache.
+    mode: as in `update_cache`; may be "__train__" without a cache.
     cache_view: a DenseCache or WindowCache; None: nothing is cached.
     cache_metadata: `CacheMetadata`.
     sliding_window: left, or (left, right), in tokens, as in `attention`.
 
   Returns:
-    A Concatenated; keys and values of a cache in 8 bits are dequantised to the query's dtype.
+    A Concatenated; keys and values of an 8-bit cache are dequantized to the query's dtype.
 
   Raises:
-    ValueError: as `take`; mask_info with segment ids or positions beside a cache.
+    ValueError: as `update_cache`; segment ids or positions are given together with a cache.
   """
   info = MaskInfo() if mask_info is None else mask_info
   sides = checks.window(sliding_window)
   if cache_view is not None:
-    check_beside_cache(cache_view, mode, info)
-    step = take((key, value), cache_view, cache_metadata, mode, sides[0])
+    check_masks_with_cache(cache_view, mode, info)
+    step = update_cache((key, value), cache_view, cache_metadata, mode, sides[0])
     info = step.mask_info._replace(attention_mask=info.attention_mask)
     cache_view, key, value = step.cache, step.key, step.value
     if step.key_scale is not None and step.value_scale is not None:

@@ -9,6 +9,7 @@ platform and the compute capability may be None; `resolved_mesh`, `resolved_plat
 
 from collections.abc import Mapping
 import dataclasses
+import functools
 import json
 from typing import Any, NamedTuple
 
@@ -21,7 +22,8 @@ import numpy as np
 from attn_core.config import metadata_fields, metadata_json
 from attn_core.config.metadata_fields import BACKENDS
 from attn_core.sharding import partition
-from attn_core.types import ARRAY_LAYOUTS, PLATFORMS, ArrayLayout, BlockSizes, Mode, RingConfig
+from attn_core.types import (ARRAY_LAYOUTS, MODES, PLATFORMS, ArrayLayout, BlockSizes, Mode,
+                             RingConfig)
 
 # Kinds of kernels that a base configuration may have as its platform -> the platform of each.
 KERNEL_HINTS = {"jax": None, "triton": "gpu"}
@@ -207,17 +209,27 @@ class OperationMetadata:
     Raises:
       ValueError: `mode` or `layout` is unknown, or `softmax_aux` has another rank.
     """
-    specs = {
-        tensor: partition.resolve(self.partition_axis, axes, mode, tensor=tensor).spec
-        for tensor, axes in _semantic_axes(layout, qkv_mni_sharding).items()}
+    for name, value, known in (("mode", mode, MODES), ("layout", layout, ARRAY_LAYOUTS)):
+      if value not in known:
+        raise metadata_fields.error(name, value, f"one of {', '.join(map(repr, known))}")
+    rules = _sharding_rules(self.partition_axis, mode, layout, bool(qkv_mni_sharding))
     if softmax_aux is not None:
       shape = jnp.shape(softmax_aux)
       if len(shape) not in (1, 2):
         raise metadata_fields.error("softmax_aux of shape", shape,
                                     "[H] or [H, num_sinks], H query heads")
-      heads = specs["query"][layout.index("h")]
-      specs["softmax_aux"] = PartitionSpec(heads, *[None] * (len(shape) - 1))
-    return AttnShardingRules(**specs)
+      heads = rules.query[layout.index("h")]
+      rules = rules._replace(softmax_aux=PartitionSpec(heads, *[None] * (len(shape) - 1)))
+    return rules
+
+
+@functools.lru_cache(maxsize=256)  # else a quarter of a call's time without jit
+def _sharding_rules(partition_axis: partition.PartitionAxis, mode: Mode, layout: ArrayLayout,
+                    qkv_mni_sharding: bool) -> AttnShardingRules:
+  """The specs of all tensors of an attention but for the sinks."""
+  return AttnShardingRules(**{
+      tensor: partition.resolve(partition_axis, axes, mode, tensor=tensor).spec
+      for tensor, axes in _semantic_axes(layout, qkv_mni_sharding).items()})
 
 
 jax.tree_util.register_static(AttnShardingRules)

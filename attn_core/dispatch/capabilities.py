@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core.caches.paged import layouts
-from attn_core.mechanisms import sdpa
+from attn_core.masks import banded
+from attn_core.sharding.paged import PagedShapes
+from attn_core.sharding.placement import Placement
 from attn_core.types import AttentionOutput, Call
 
-# Options of a call beyond query, key and value; an implementation supports one or refuses it by
-# name.
+# Features: options of a call beyond query, key and value. An implementation supports a feature, or
+# refuses it by name.
 FEATURES = {
     "gqa": "fewer key heads than query heads",
     "value_width": "values of another width than queries and keys (E != D)",
@@ -34,7 +35,7 @@ FEATURES = {
     "lse": "returning the lse",
     "lse_gradient": "differentiating the lse",
     "weights": "returning the attention weights",
-    "unnormalised": "normalize_output=False",
+    "unnormalized": "normalize_output=False",
     "precision": "the precision of the products",
     "softmax_dtype": "a softmax dtype other than float32",
     "block_sizes": "block sizes",
@@ -52,13 +53,10 @@ LINEAR_BANDED = "linear without bias or mask written out"
 
 
 class PagesRequest(NamedTuple):
-  """The part of a request about pages: shapes of one group of requests on one device."""
+  """The part of a request about pages."""
 
   layout: str  # the name of the cache's type
-  query: jax.ShapeDtypeStruct  # [T, H, D]
-  cache: layouts.PagesV1 | layouts.PagesV2 | layouts.PagesV3  # of shapes
-  metadata: layouts.PagesMetadata  # of shapes
-  heads: layouts.Heads  # without padding
+  shapes: PagedShapes  # of one group of requests on one device
   window: tuple[int | None, int | None] = (None, None)  # (left, right), tokens; None: unbounded
   shards_keys: bool = False  # whether several devices hold parts of a request's pages
 
@@ -78,6 +76,7 @@ class Request(NamedTuple):
   capability: str | None = None  # compute capability of the GPU; None: not known, or not a GPU
   transfer: str = "collective"  # `RingConfig.transfer`
   pages: PagesRequest | None = None
+  placement: Placement | None = None  # that the shapes are of; None: one device
   placement_error: Exception | None = None  # raised while the call was placed; shapes are global
 
   @property
@@ -125,10 +124,10 @@ class Implementation(NamedTuple):
   features: frozenset[str]
   memory: str  # LINEAR, QUADRATIC or LINEAR_BANDED
   limits: Callable[[Request], str | None] = _no_limits  # a reason to refuse, or None
-  # The implementation of what this one refuses, or supports in quadratic memory only. It supports
-  # everything that this one supports.
+  # Runs the calls that this row refuses, or supports in quadratic memory only; it supports
+  # everything that this row supports.
   fallback: "Implementation | None" = None
-  spreads_sequence: bool = False  # over `OperationMetadata.sequence_axis_name`
+  shards_sequence: bool = False  # over `OperationMetadata.sequence_axis_name`
   shards_keys: bool = False  # whether mesh axes may shard the key sequence
 
   @property
@@ -161,7 +160,7 @@ class Implementation(NamedTuple):
     return self.memory == LINEAR or self.memory == LINEAR_BANDED and _is_linear_banded(request)
 
 
-# --- Limits of each back end; kernels are imported when they are asked. --------------------------
+# --- Limits of each back end; modules of kernels are imported only when a limit is evaluated. -----
 
 
 def sdpa_limits(request: Request) -> str | None:
@@ -177,7 +176,8 @@ def sdpa_limits(request: Request) -> str | None:
 
 
 def _is_banded(request: Request) -> bool:
-  return sdpa.banded(request.mask, *request.lengths, "bias" in request.features) is not None
+  return banded.from_structure(request.mask, *request.lengths,
+                               has_bias="bias" in request.features) is not None
 
 
 def _is_linear_banded(request: Request) -> bool:
@@ -226,7 +226,7 @@ def cudnn_gradient_limits(request: Request) -> str | None:
     return "the compute capability of the GPU is not known"
   if reason is None and any(length % 2 for length in request.lengths):
     return (f"{request.lengths[0]} queries and {request.lengths[1]} keys: cuDNN's gradients are "
-            "taken for even numbers of both only, as JAX has them beside a bias")
+            "taken for even numbers of both only, as JAX takes them with a bias")
   return reason
 
 
@@ -245,14 +245,14 @@ def hopper_flash_limits(request: Request) -> str | None:
 def hopper_decode_limits(request: Request) -> str | None:
   """Limits of the decode kernel for Hopper."""
   from attn_core.kernels.gpu.split_kv import decode  # Mosaic GPU takes 0.3 s to import
-  return decode.refusal(request.dtype, request.widths, request.lengths,
+  return decode.unsupported_reason(request.dtype, request.widths, request.lengths,
                         "quantized" in request.features)
 
 
 def tpu_decode_limits(request: Request) -> str | None:
   """Limits of the decode kernel for TPUs."""
   from attn_core.kernels.tpu.ragged import decode  # Pallas takes 0.1 s to import
-  return decode.refusal(request.dtype, request.widths, request.lengths[0])
+  return decode.unsupported_reason(request.dtype, request.widths, request.lengths[0])
 
 
 def collective_limits(request: Request) -> str | None:
@@ -286,32 +286,24 @@ def pages_limits(layout: str) -> Callable[[Request], str | None]:
   return limits
 
 
-def tpu_pages_limits(layout: str) -> Callable[[Request], str | None]:
-  """Returns the limits of the kernel for TPUs over pages of one layout."""
+def pages_kernel_limits(platform: str, layout: str) -> Callable[[Request], str | None]:
+  """Returns the limits of the kernel for TPUs, or for Hopper, over pages of one layout."""
   def limits(request: Request) -> str | None:
     reason = pages_limits(layout)(request) or _stripes_limits(request.pages)
     if reason or request.pages is None:
       return reason
-    from attn_core.kernels.tpu.ragged import paged  # Pallas takes 0.1 s to import
-    return paged.refusal(*request.pages[1:5])
-  return limits
-
-
-def hopper_pages_limits(layout: str) -> Callable[[Request], str | None]:
-  """Returns the limits of the kernel for Hopper over pages of one layout."""
-  def limits(request: Request) -> str | None:
-    reason = pages_limits(layout)(request) or _stripes_limits(request.pages)
-    if reason or request.pages is None:
-      return reason
-    from attn_core.kernels.gpu.split_kv import paged  # Mosaic GPU takes 0.3 s to import
-    return paged.refusal(*request.pages[1:5])
+    if platform == "tpu":
+      from attn_core.kernels.tpu.ragged import paged as kernel  # Pallas takes 0.1 s to import
+    else:
+      from attn_core.kernels.gpu.split_kv import paged as kernel  # Mosaic GPU takes 0.3 s to import
+    return kernel.unsupported_reason(*request.pages.shapes)
   return limits
 
 
 def _stripes_limits(pages: PagesRequest | None) -> str | None:
-  """Limits of kernels that read the whole context of a request, where devices have parts of it."""
+  """Limits of kernels that need a request's whole context, where devices hold parts of it."""
   if pages is None or not pages.shards_keys:
     return None
-  if pages.metadata.query_start_loc is not None or pages.window[0] is not None:
+  if pages.shapes.metadata.query_start_loc is not None or pages.window[0] is not None:
     return "a window, or query_start_loc, where a request's pages are on several devices"
   return None

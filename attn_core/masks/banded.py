@@ -4,6 +4,8 @@
 
 from typing import NamedTuple
 
+import jax
+
 from attn_core.masks import leaves, mask as mask_lib, position_range
 
 
@@ -45,6 +47,24 @@ def from_mask(mask: mask_lib.Mask, queries: int, keys: int) -> Band | None:
   return Band(right == 0, left,
               tuple(x.query_lengths for x in lengths if x.query_lengths is not None),
               tuple(x.key_lengths for x in lengths if x.key_lengths is not None))
+
+
+def from_structure(structure: jax.tree_util.PyTreeDef, queries: int, keys: int, *,
+                   has_bias: bool) -> Band | None:
+  """The band of a mask's structure for cuDNN, or None where it must be a boolean array.
+
+  With a bias only a causal mask is passed by its parameters: the bias takes the memory in any case,
+  and not every cuDNN takes both.
+
+  Args:
+    structure: that of the mask; the lengths of the band are the numbers of its leaves.
+    queries: T.
+    keys: S.
+    has_bias: whether a bias is added to the logits.
+  """
+  form = from_mask(jax.tree.unflatten(structure, range(structure.num_leaves)), queries, keys)
+  plain = form is None or (form.left is None and not form.query_lengths and not form.key_lengths)
+  return form if plain or not has_bias else None
 
 
 def _conjuncts(mask: mask_lib.Mask) -> list[mask_lib.Mask]:

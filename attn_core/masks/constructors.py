@@ -22,14 +22,11 @@ def full() -> Mask:
   >>> from attn_core import masks
   >>> print(masks.show(masks.full(), 4))  # doctest: +ELLIPSIS
   full()
-  4 queries x 4 keys in blocks of 4 x 4
-     0  keys
-    +----+
+  ...
   0 |####|
     |####|
     |####|
     |####|
-    +----+
   ...
   """
   return mask_lib.Full()
@@ -41,14 +38,11 @@ def causal() -> Mask:
   >>> from attn_core import masks
   >>> print(masks.show(masks.causal(), 4))  # doctest: +ELLIPSIS
   causal()
-  4 queries x 4 keys in blocks of 4 x 4
-     0  keys
-    +----+
+  ...
   0 |#...|
     |##..|
     |###.|
     |####|
-    +----+
   ...
   """
   return leaves.Causal()
@@ -60,14 +54,11 @@ def window(left: int | None, right: int | None) -> Mask:
   >>> from attn_core import masks
   >>> print(masks.show(masks.window(1, 0), 4))  # doctest: +ELLIPSIS
   window(left=1, right=0)
-  4 queries x 4 keys in blocks of 4 x 4
-     0  keys
-    +----+
+  ...
   0 |#...|
     |##..|
     |.##.|
     |..##|
-    +----+
   ...
 
   Args:
@@ -92,14 +83,11 @@ def chunk(size: int) -> Mask:
   >>> from attn_core import masks
   >>> print(masks.show(masks.chunk(2), 4))  # doctest: +ELLIPSIS
   chunk(size=2)
-  4 queries x 4 keys in blocks of 4 x 4
-     0  keys
-    +----+
+  ...
   0 |##..|
     |##..|
     |..##|
     |..##|
-    +----+
   ...
 
   Raises:
@@ -116,14 +104,11 @@ def prefix(length: ArrayLike) -> Mask:
   >>> from attn_core import masks
   >>> print(masks.show(masks.prefix(2) | masks.causal(), 4))  # doctest: +ELLIPSIS
   prefix(length=2) | causal()
-  4 queries x 4 keys in blocks of 4 x 4
-     0  keys
-    +----+
+  ...
   0 |##..|
     |##..|
     |###.|
     |####|
-    +----+
   ...
 
   Args:
@@ -141,14 +126,11 @@ def segments(query_ids: ArrayLike, key_ids: ArrayLike | None = None) -> Mask:
   >>> from attn_core import masks
   >>> print(masks.show(masks.segments(np.array([[0, 0, 1, -1]])), 4))  # doctest: +ELLIPSIS
   segments(query_ids int32[1, 4], key_ids int32[1, 4])
-  4 queries x 4 keys in blocks of 4 x 4
-     0  keys
-    +----+
+  ...
   0 |##..|
     |##..|
     |..#.|
     |....|
-    +----+
   ...
 
   Args:
@@ -169,14 +151,11 @@ def lengths(query_lengths: ArrayLike | None = None, key_lengths: ArrayLike | Non
   >>> from attn_core import masks
   >>> print(masks.show(masks.lengths(np.array([3]), np.array([2])), 4))  # doctest: +ELLIPSIS
   lengths(query_lengths int32[1], key_lengths int32[1])
-  4 queries x 4 keys in blocks of 4 x 4
-     0  keys
-    +----+
+  ...
   0 |##..|
     |##..|
     |##..|
     |....|
-    +----+
   ...
 
   Args:
@@ -199,14 +178,11 @@ def positions(query: ArrayLike | None, key: ArrayLike | None = None,
   >>> from attn_core import masks
   >>> print(masks.show(masks.positions(np.array([[0, 1, 0, 3]])), 4))  # doctest: +ELLIPSIS
   positions(causal(), query int32[1, 4])
-  4 queries x 4 keys in blocks of 4 x 4
-     0  keys
-    +----+
+  ...
   0 |#...|
     |##..|
     |#...|
     |####|
-    +----+
   ...
 
   Args:
@@ -229,14 +205,11 @@ def offset(mask: Mask, amount: ArrayLike) -> Mask:
   >>> from attn_core import masks
   >>> print(masks.show(masks.offset(masks.causal(), 1), 4))  # doctest: +ELLIPSIS
   offset(causal(), amount=1)
-  4 queries x 4 keys in blocks of 4 x 4
-     0  keys
-    +----+
+  ...
   0 |##..|
     |###.|
     |####|
     |####|
-    +----+
   ...
 
   Args:
@@ -257,14 +230,11 @@ def placed(mask: Mask, query: ArrayLike, key: ArrayLike, size: tuple[int, int]) 
   >>> mask = masks.placed(masks.causal(), np.array([[0, 2, 4, 6]]), np.arange(4)[None], (8, 8))
   >>> print(masks.show(mask, 4))  # doctest: +ELLIPSIS
   placed(causal(), size=8, size=8, query int32[1, 4], key int32[1, 4])
-  4 queries x 4 keys in blocks of 4 x 4
-     0  keys
-    +----+
+  ...
   0 |#...|
     |###.|
     |####|
     |####|
-    +----+
   ...
 
   Args:
@@ -293,14 +263,11 @@ def dense(array: ArrayLike) -> Mask:
   >>> from attn_core import masks
   >>> print(masks.show(masks.dense(np.eye(4, dtype=bool)[None, None]), 4))  # doctest: +ELLIPSIS
   dense(array bool[1, 1, 4, 4])
-  4 queries x 4 keys in blocks of 4 x 4
-     0  keys
-    +----+
+  ...
   0 |#...|
     |.#..|
     |..#.|
     |...#|
-    +----+
   ...
 
   Raises:
@@ -318,18 +285,14 @@ def custom(predicate: Callable[..., Any], *operands: ArrayLike) -> Mask:
   """A predicate of (batch, head, query position, key position, *operands).
 
   >>> from attn_core import masks
-  >>> def even_distance(batch, head, query, key):
-  ...   return (query - key) % 2 == 0
+  >>> def even_distance(batch, head, query, key): return (query - key) % 2 == 0
   >>> print(masks.show(masks.custom(even_distance), 4))  # doctest: +ELLIPSIS
   custom(even_distance)
-  4 queries x 4 keys in blocks of 4 x 4
-     0  keys
-    +----+
+  ...
   0 |#.#.|
     |.#.#|
     |#.#.|
     |.#.#|
-    +----+
   ...
 
   Args:

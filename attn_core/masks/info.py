@@ -132,8 +132,8 @@ def _packed(argument: str, cu_seqlens: Array, of_total: str,
             total: int) -> tuple[jax.Array, jax.Array]:
   """(segment ids, positions), int32 [1, total]; -1 and 0 past the last offset."""
   checks.integer(of_total, total, "an int >= 1 (tokens)", lambda x: x >= 1)
-  expected = (f"int32 [B + 1] offsets that start at 0, never fall, and end at {of_total}={total} "
-              "at most")
+  expected = (f"int32 [B + 1] offsets that start at 0, never decrease, and end at most at "
+              f"{of_total}={total}")
   checks.require(cu_seqlens is not None, argument, None, expected)
   offsets = jnp.asarray(cu_seqlens)
   checks.require(offsets.ndim == 1 and offsets.shape[0] >= 2

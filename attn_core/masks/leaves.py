@@ -233,8 +233,8 @@ class Offset(Mask):
 
   def bounds(self, grid: Grid) -> Bounds:
     amount = self.amount if self.amounts is None else _per_row(self.amounts)
-    moved = Interval(*(_saturating_add(x, amount, grid.xp) for x in grid.query_position))
-    return self.mask.bounds(grid._replace(query_position=moved))
+    position = Interval(*(_saturating_add(x, amount, grid.xp) for x in grid.query_position))
+    return self.mask.bounds(grid._replace(query_position=position))
 
 
 @mask_lib.mask_dataclass

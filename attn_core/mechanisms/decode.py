@@ -42,10 +42,10 @@ def by_kernel(kernel: Kernel, call: Call) -> AttentionOutput:
 
   def local(operands: Operands) -> AttentionOutput:
     if axes:
-      operands = operands._replace(sinks=lse_combine.counted_once(operands.sinks, axes))
+      operands = operands._replace(sinks=lse_combine.sinks_on_first_device(operands.sinks, axes))
     out, lse = primitives.attend(kernel, operands, call.spec, call.block_sizes)
     if axes:
-      out, lse = lse_combine.over_axes(out, lse, axes)
+      out, lse = lse_combine.combine(out, lse, axes)
     if not call.spec.normalize_output:
       out = online_softmax.numerator(out, lse)
     return AttentionOutput(out, lse=lse if call.return_lse else None)

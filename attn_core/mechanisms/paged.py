@@ -15,11 +15,10 @@ from attn_core.autodiff import paged as autodiff_paged
 from attn_core.caches.paged import layouts, ops, page_stripes, request_groups
 from attn_core.caches.paged.page_stripes import Stripe
 from attn_core.kernels.common.contract import Residuals
-from attn_core.kernels.common.paged_operands import PagedOperands
 from attn_core.kernels.xla import paged_forward
 from attn_core.sharding import lse_combine, paged as shard_paged
 from attn_core.sharding.placement import Placement
-from attn_core.types import AttentionOutput, BlockSizes, Call, PagedSpec
+from attn_core.types import AttentionOutput, BlockSizes, Call, PagedOperands, PagedSpec
 
 Forward = autodiff_paged.PagedForwardFn
 
@@ -118,7 +117,7 @@ def _local(forward: Forward, call: Call, writes: bool, operands: PagedOperands) 
   out, lse = out[None], lse.astype(jnp.promote_types(lse.dtype, jnp.float32))[..., 0].T[None]
   if operands.stripe is not None:
     assert call.placement is not None
-    out, lse = lse_combine.over_axes(out, lse, call.placement.keys)
+    out, lse = lse_combine.combine(out, lse, call.placement.keys)
   return AttentionOutput(
       out, lse=lse if call.return_lse else None,
       cache_view=cache if writes and isinstance(cache, layouts.PagesV3) else None)
@@ -134,5 +133,5 @@ def _of_device(operands: PagedOperands, placement: Placement | None) -> PagedOpe
   axes = placement.keys
   assert own is not None  # keys are sharded by their stripes only
   return operands._replace(
-      sinks=lse_combine.counted_once(operands.sinks, axes), stripe=Stripe(*map(jnp.int32, (
+      sinks=lse_combine.sinks_on_first_device(operands.sinks, axes), stripe=Stripe(*map(jnp.int32, (
           jax.lax.axis_index(axes), placement.size(axes), own * layouts.page_size(cache)))))

@@ -38,31 +38,18 @@ def _sharded(implementation: _BackEnd, call: Call) -> AttentionOutput:
   return shard_map.sharded(functools.partial(_local, implementation, call), call)
 
 
-def banded(structure: jax.tree_util.PyTreeDef, queries: int, keys: int,
-           has_bias: bool) -> banded_lib.Band | None:
-  """Returns the parameters of a banded mask for cuDNN; None: the mask must be a boolean array.
-
-  With a bias only a causal mask is passed by its parameters: the bias takes the memory in any case,
-  and not every cuDNN takes both.
-  """
-  mask = jax.tree.unflatten(structure, range(structure.num_leaves))
-  form = banded_lib.from_mask(mask, queries, keys)
-  plain = form is None or (form.left is None and not form.query_lengths and not form.key_lengths)
-  return form if plain or not has_bias else None
-
-
 class _Masking(NamedTuple):
   """Mask arguments of JAX's function, and the queries whose results are replaced."""
 
   arguments: dict[str, Any]  # of jax.nn.dot_product_attention
   empty: jax.Array | None  # bool [B or 1, H or 1, T]: queries without visible keys
-  spoiled: jax.Array  # bool [B, H, T or 1]: queries that see a key that is not finite
+  sees_nonfinite: jax.Array  # bool [B, H, T or 1]: queries that see a key that is not finite
 
 
 def _local(implementation: _BackEnd, call: Call, operands: Operands) -> AttentionOutput:
   spec = call.spec
   queries, keys = operands.query.shape[1], operands.key.shape[1]
-  form = banded(spec.mask, queries, keys, operands.bias is not None)
+  form = banded_lib.from_structure(spec.mask, queries, keys, has_bias=operands.bias is not None)
   if form is not None:
     form = banded_lib.from_mask(dense_operands.mask_of(operands, spec), queries, keys)
     assert form is not None  # it depends on the structure of the mask
@@ -75,7 +62,7 @@ def _local(implementation: _BackEnd, call: Call, operands: Operands) -> Attentio
   bias, lowered = operands.bias, None
   if bias is not None:
     bias, lowered, hidden = _raised_bias(bias, operands, spec)
-    hidden = hidden & ~masking.spoiled
+    hidden = hidden & ~masking.sees_nonfinite
     masking = masking._replace(empty=hidden if masking.empty is None else masking.empty | hidden)
   arrays = operands.query, key, value, bias
   if implementation == "cudnn":
@@ -90,8 +77,8 @@ def _local(implementation: _BackEnd, call: Call, operands: Operands) -> Attentio
       lse.transpose(0, 2, 1), operands.query, operands.key, operands.bias)
   if lse is not None and lowered is not None:
     lse = lse + lowered.astype(lse.dtype)
-  out = jnp.where(_rows(masking.spoiled), jnp.nan, out)
-  lse = None if lse is None else jnp.where(masking.spoiled, jnp.nan, lse)
+  out = jnp.where(_rows(masking.sees_nonfinite), jnp.nan, out)
+  lse = None if lse is None else jnp.where(masking.sees_nonfinite, jnp.nan, lse)
   if masking.empty is not None:
     out = jnp.where(_rows(masking.empty), 0, out)
     lse = None if lse is None else jnp.where(masking.empty, -jnp.inf, lse)
@@ -185,11 +172,11 @@ def _raised_bias(bias: jax.Array, operands: Operands,
   visible = materialize.visible(spec.mask, operands.mask, shape)
   visible = jnp.broadcast_to(visible, (*visible.shape[:2], *shape[2:]))
   # The numbers are constants to a derivative, as they change nothing.
-  highest = jnp.where(visible, jax.lax.stop_gradient(bias), -jnp.inf).max(-1)
-  hidden = highest == -jnp.inf
-  lowered = jnp.where((highest < _LOW_BIAS) & ~hidden, highest, 0)
-  raised = jnp.where(visible & ~hidden[..., None], bias - lowered[..., None], 0)
-  return raised, lowered, hidden
+  max_bias = jnp.where(visible, jax.lax.stop_gradient(bias), -jnp.inf).max(-1)
+  hidden = max_bias == -jnp.inf
+  subtracted = jnp.where((max_bias < _LOW_BIAS) & ~hidden, max_bias, 0)
+  raised = jnp.where(visible & ~hidden[..., None], bias - subtracted[..., None], 0)
+  return raised, subtracted, hidden
 
 
 # --- Requirements of JAX's path to cuDNN. --------------------------------------------------------
@@ -200,10 +187,11 @@ _LENGTHS = ("query_seq_lengths", "key_value_seq_lengths")
 def _for_cudnn(arrays: _Arrays, masking: _Masking) -> tuple[_Arrays, _Masking]:
   """Returns query, key, value and bias, and the masking, as cuDNN takes them.
 
-  Under vmap, jax 0.10.2 takes all of these mapped or none, confuses the gradient of a bias that is
-  not, and no version takes a mapped bias that is not whole: [B, H, T, S]. So all become mapped with
-  any, by a zero that is made of all. A mask without bias is JAX's bias; one that all of the batch
-  share stays what it is, as whole it may need much more memory.
+  Under vmap, jax 0.10.2 accepts these only if all or none are mapped, computes a wrong gradient of
+  a bias that is not mapped, and no version accepts a mapped bias that is not [B, H, T, S]. Adding a
+  zero that depends on all of them therefore makes all of them mapped as soon as one is. JAX passes
+  a mask without a bias as a bias; a mask that the batch shares is not broadcast over the batch,
+  which might need much more memory.
   """
   query, key, value, bias = arrays
   batch, queries, heads, _ = query.shape
@@ -211,7 +199,7 @@ def _for_cudnn(arrays: _Arrays, masking: _Masking) -> tuple[_Arrays, _Masking]:
   arguments = dict(masking.arguments)
   whole = lambda x: jnp.broadcast_to(x, (batch, heads, queries, keys))
   if bias is not None:
-    # One gradient per element: not every cuDNN sums over broadcast dimensions, so that is ours.
+    # One gradient per element: not every cuDNN sums over broadcast dimensions, so JAX sums.
     bias = whole(bias)
   mask = arguments.get("mask")
   if mask is not None and bias is None:
@@ -228,8 +216,9 @@ def _for_cudnn(arrays: _Arrays, masking: _Masking) -> tuple[_Arrays, _Masking]:
   arguments.update({name: arguments[name] + zero for name in _LENGTHS if name in arguments})
   if mask is not None:
     arguments["mask"] = mask & (zero == 0) if mask.shape[0] == batch else mask
-  # The output with its cotangent, too.
-  masking = masking._replace(arguments=arguments, spoiled=masking.spoiled | (zero != 0))
+  # This also maps the output and its cotangent.
+  masking = masking._replace(
+      arguments=arguments, sees_nonfinite=masking.sees_nonfinite | (zero != 0))
   query, key, value = (x + zero.astype(x.dtype) for x in (query, key, value))
   return (query, key, value, None if bias is None else bias + zero.astype(bias.dtype)), masking
 
@@ -241,11 +230,11 @@ def _not_mapped(mask: jax.Array) -> jax.Array:
 
 
 @_not_mapped.def_vmap
-def _refuse_mapped(size: int, mapped: list[bool], mask: jax.Array) -> NoReturn:
+def _raise_if_mapped(size: int, mapped: list[bool], mask: jax.Array) -> NoReturn:
   raise NotImplementedError(
-      f"a mask of shape {mask.shape[1:]}, one for all of the batch, mapped over by jax.vmap "
-      f"{size} times: JAX's path to cuDNN maps no mask but one for each of the batch; give it as "
-      "`mask` with the batch's own first dimension, or use mechanism='flash_attn2' or 'blockwise'")
+      f"a mask of shape {mask.shape[1:]}, shared by the batch, mapped by jax.vmap {size} "
+      "times: JAX's path to cuDNN maps only masks with a row for each batch row; give `mask` the "
+      "batch as its first dimension, or use mechanism='flash_attn2' or 'blockwise'")
 
 
 @jax.custom_jvp
@@ -256,12 +245,12 @@ def _even_lengths(query: jax.Array, key: jax.Array, value: jax.Array,
 
 
 @_even_lengths.defjvp
-def _refuse_odd(primals: Sequence[Any], tangents: Sequence[Any]) -> NoReturn:
+def _raise_if_odd(primals: Sequence[Any], tangents: Sequence[Any]) -> NoReturn:
   raise NotImplementedError(
       f"queries of shape {primals[0].shape} and keys of shape {primals[1].shape} under "
-      "differentiation: cuDNN's gradients are taken for even numbers of both only, as JAX has them "
-      "beside a bias; use mechanism='flash_attn2', 'blockwise' or 'vanilla', or pad the sequences "
-      "to an even length")
+      "differentiation: cuDNN's gradients are taken for even numbers of both only, as JAX takes "
+      "them with a bias; use mechanism='flash_attn2', 'blockwise' or 'vanilla', or pad the "
+      "sequences to an even length")
 
 
 @jax.custom_jvp
@@ -272,7 +261,7 @@ def _not_differentiable(lse: jax.Array, *operands: jax.Array | None) -> jax.Arra
 
 
 @_not_differentiable.defjvp
-def _refuse(primals: Sequence[Any], tangents: Sequence[Any]) -> NoReturn:
+def _raise_if_differentiated(primals: Sequence[Any], tangents: Sequence[Any]) -> NoReturn:
   raise NotImplementedError(
       "return_lse=True under differentiation: jax.nn.dot_product_attention, behind the mechanisms "
       "'sdpa' and 'cudnn', drops the lse's cotangent, so its gradient would be wrong; use "

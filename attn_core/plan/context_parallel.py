@@ -236,8 +236,9 @@ def _predicted(local: Shapes, mask: mask_lib.Mask, way: Way, axes: tuple[str, st
   mesh = (AbstractMesh((members, group), (name, heads_name)) if is_hybrid
           else AbstractMesh((members * group,), (name,)))
   try:
-    sequence = sequences.spread(RingConfig(variant, layout, heads_name if is_hybrid else None),
-                                name, False, mesh, (local.queries, local.keys, local.heads))
+    sequence = sequences.shard_sequence(
+        RingConfig(variant, layout, heads_name if is_hybrid else None), name, False, mesh,
+        (local.queries, local.keys, local.heads))
   except ValueError as error:
     return Prediction(*way, str(error))
   assert sequence is not None  # there are several devices

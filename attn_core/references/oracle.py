@@ -75,6 +75,6 @@ def _or_zero(x: jax.Array) -> jax.Array:
 
 def _logsumexp(x: jax.Array) -> jax.Array:
   """Returns log(sum(exp(x))) over the last axis; -inf with gradient 0 where all are -inf."""
-  highest = _or_zero(jax.lax.stop_gradient(x.max(-1, keepdims=True)))
-  total = jnp.where(x == -jnp.inf, 0, jnp.exp(jnp.where(x == -jnp.inf, 0, x) - highest)).sum(-1)
-  return jnp.where(total == 0, -jnp.inf, jnp.log(jnp.where(total == 0, 1, total)) + highest[..., 0])
+  m = _or_zero(jax.lax.stop_gradient(x.max(-1, keepdims=True)))
+  total = jnp.where(x == -jnp.inf, 0, jnp.exp(jnp.where(x == -jnp.inf, 0, x) - m)).sum(-1)
+  return jnp.where(total == 0, -jnp.inf, jnp.log(jnp.where(total == 0, 1, total)) + m[..., 0])

@@ -122,7 +122,7 @@ def require_unchecked(*arrays: jax.Array) -> None:
         "check_vma=False, or call ring outside of it")
 
 
-def spread(config: RingConfig, name: str, scan: bool, mesh: AnyMesh,
+def shard_sequence(config: RingConfig, name: str, scan: bool, mesh: AnyMesh,
            shapes: tuple[int, int, int]) -> Sequence | None:
   """Returns the sharding of a sequence over a mesh.
 

@@ -14,20 +14,20 @@ import jax.numpy as jnp
 AxisNames = str | tuple[str, ...]
 
 
-def counted_once(sinks: jax.Array | None, axes: AxisNames) -> jax.Array | None:
-  """Keeps the sinks on the first device along mesh axes and makes them -inf on the others.
+def sinks_on_first_device(sinks: jax.Array | None, axes: AxisNames) -> jax.Array | None:
+  """Keeps the sinks on the first device, so that they count once, with -inf on the others.
 
   Args:
     sinks: float [..., H], the same on every device; None stays None.
     axes: manual mesh axes over which the keys are sharded.
 
   Returns:
-    As `sinks`.
+    float [..., H], or None.
   """
   return None if sinks is None else jnp.where(lax.axis_index(axes) == 0, sinks, -jnp.inf)
 
 
-def over_axes(out: jax.Array, lse: jax.Array, axes: AxisNames) -> tuple[jax.Array, jax.Array]:
+def combine(out: jax.Array, lse: jax.Array, axes: AxisNames) -> tuple[jax.Array, jax.Array]:
   """Combines the partial results of all devices along mesh axes.
 
   Args:

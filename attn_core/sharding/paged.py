@@ -10,94 +10,86 @@ in stripes: the mesh axes of the key sequence shard the stripes, and partial res
 """
 
 import math
-from typing import Any, Callable, NamedTuple, Protocol
+from typing import Any, Callable, NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec as P
 
 from attn_core.caches.paged import layouts, request_groups
+from attn_core.caches.paged.layouts import Pages
 from attn_core.sharding import partition, placement as placement_lib, shard_map
 from attn_core.sharding.placement import AnyMesh, Placement
-from attn_core.types import AttentionOutput, Call
-
-Pages = layouts.PagesV1 | layouts.PagesV2 | layouts.PagesV3
+from attn_core.types import AttentionOutput, Call, PagedOperands
 
 ROWS = "groups of requests"
 
 
-class PagedArrays(Protocol):
-  """Arrays of an attention over pages, such as `PagedOperands`."""
+class PagedShapes(NamedTuple):
+  """Shapes in one call of a kernel over pages, that of one group of requests on one device."""
 
-  @property
-  def query(self) -> jax.Array: ...  # [T, H, D]
-
-  @property
-  def cache(self) -> Pages: ...
-
-  @property
-  def metadata(self) -> layouts.PagesMetadata: ...
-
-  @property
-  def _replace(self) -> "Callable[..., PagedArrays]": ...
+  query: jax.ShapeDtypeStruct  # [T, H, D]
+  cache: Pages  # of shapes
+  metadata: layouts.PagesMetadata  # of shapes
+  heads: layouts.Heads  # without padding
 
 
-class Placed(NamedTuple):
+class PlacementResult(NamedTuple):
   """Placement of a call, or the reason why the mesh does not fit it."""
 
   placement: Placement | None  # None: one device
-  refusal: str | None = None  # None: the mesh fits
+  unsupported_reason: str | None = None  # None: the mesh fits
 
 
-def place(rules: placement_lib.Rules, mesh: AnyMesh | None, operands: PagedArrays,
-          key_heads: int) -> Placed:
+def place(rules: placement_lib.Rules, mesh: AnyMesh | None, operands: PagedOperands,
+          key_heads: int) -> PlacementResult:
   """Fits the rules to a mesh and to a call.
 
   Args:
     rules: `AttnShardingRules` of layout bthd, whose axes of the batch shard the groups.
     mesh: the mesh; None: one device.
-    operands: a `PagedOperands` [T, H, D].
+    operands: the operands of the call.
     key_heads: K, without padding.
   """
   mesh = placement_lib.mesh_in_force(mesh)
   if mesh is None or placement_lib.is_single(mesh):
-    return Placed(None)
+    return PlacementResult(None)
   query, key = ([tuple(axis for axis in axes if mesh.shape.get(axis, 1) > 1
                        and axis not in mesh.manual_axes) for axes in placement_lib.entries(spec)]
                 for spec in (rules.query, rules.key))
   rows, heads, of_keys = query[0], query[2], key[2]
   number = request_groups.count(operands.metadata)
   stripes = request_groups.stripe_count(operands.metadata)
-  keys, refusals = (() if stripes is None else key[1]), []
+  keys, reasons = (() if stripes is None else key[1]), []
   drops = [partition.DroppedAxis("query", 1, axis, "a request's keys stay on one device, unless "
                                  "its pages are in stripes (caches.groups)")
            for axis in dict.fromkeys(query[1] + key[1]) if axis not in keys]
   if number is None or number == 1:
     drops += [partition.DroppedAxis("cache_metadata", 0, axis, "all requests are one group; "
-                                    "metadata in groups (caches.groups) is spread")
+                                    "metadata in groups (caches.groups) is sharded")
               for axis in rows]
     rows = ()
   elif number % _size(mesh, rows):
-    refusals.append(f"{number} groups of requests over {_written(mesh, rows)}: expected a number "
-                    "of groups that it divides")
+    reasons.append(f"{number} groups of requests over {_written(mesh, rows)}: expected a number "
+                   "of groups that it divides")
   if keys and stripes is not None and (
       stripes % _size(mesh, keys) or number != _size(mesh, rows)):
-    refusals.append(f"{number} groups of {stripes} stripes over {_written(mesh, rows)} and "
-                    f"{_written(mesh, keys)}: expected one group a device, and a number of stripes "
-                    "that the second divides")
+    reasons.append(f"{number} groups of {stripes} stripes over {_written(mesh, rows)} and "
+                   f"{_written(mesh, keys)}: expected one group a device, and a number of stripes "
+                   "that the second divides")
   if key_heads == 1 and operands.query.shape[1] % _size(mesh, heads) == 0:
     drops += [partition.DroppedAxis("cache_view", layouts.head_axis(operands.cache), axis,
                              "there is one key head") for axis in of_keys]
     of_keys = ()
   elif heads != of_keys or not _divides(operands.cache, key_heads, _size(mesh, heads)):
-    refusals.append(f"{key_heads} key heads over {_written(mesh, of_keys or heads)} (query heads: "
-                    f"{_written(mesh, heads)}): expected axes, the same for both, that divide the "
-                    "key heads and the rows of a page; repeat_key_value makes more of them, "
-                    "partition_axis says which axes shard them")
+    reasons.append(f"{key_heads} key heads over {_written(mesh, of_keys or heads)} (query heads: "
+                   f"{_written(mesh, heads)}): expected axes, the same for both, that divide the "
+                   "key heads and the rows of a page; repeat_key_value makes more of them, "
+                   "partition_axis says which axes shard them")
   placement = Placement(mesh, rows, heads, of_keys, tuple(drops), keys=keys, rows=ROWS)
-  return Placed(placement, "; ".join(refusals) or None)
+  return PlacementResult(placement, "; ".join(reasons) or None)
 
 
-def sharded(local: Callable[[PagedArrays], AttentionOutput], call: Call, *,
+def sharded(local: Callable[[PagedOperands], AttentionOutput], call: Call, *,
             writes: bool) -> AttentionOutput:
   """Runs `local` on each device's groups, heads and stripes.
 
@@ -123,39 +115,36 @@ def sharded(local: Callable[[PagedArrays], AttentionOutput], call: Call, *,
                        out_specs=out_specs)(operands)
 
 
-def local_shapes(operands: PagedArrays, placement: Placement | None, heads: layouts.Heads,
-                 ) -> tuple[jax.ShapeDtypeStruct, Pages, layouts.PagesMetadata, layouts.Heads]:
-  """Returns the shapes of query, cache and metadata, and the heads, in one call of a kernel.
+def local_shapes(operands: PagedOperands, placement: Placement | None,
+                 heads: layouts.Heads) -> PagedShapes:
+  """Returns the shapes in one call of a kernel.
 
   Args:
     operands: the operands of the call.
     placement: None: one device.
     heads: those of the call, without padding.
-
-  Returns:
-    Query [T, H, D], cache, metadata and heads of one group of requests on one device.
   """
   local = _device_shapes(operands, placement)
   query, cache, metadata = local.query, local.cache, local.metadata
   tokens = query.shape[0] // (request_groups.count(metadata) or 1)
   shards = layouts.heads_of(operands.cache).key_heads // layouts.heads_of(cache).key_heads
-  return (jax.ShapeDtypeStruct((tokens, *query.shape[1:]), query.dtype), cache,
-          request_groups.shapes_of_one(metadata),
-          heads._replace(key_heads=heads.key_heads // shards))
+  return PagedShapes(
+      jax.ShapeDtypeStruct((tokens, *query.shape[1:]), query.dtype), cache,
+      request_groups.shapes_of_one(metadata), heads._replace(key_heads=heads.key_heads // shards))
 
 
-def _device_shapes(operands: PagedArrays, placement: Placement | None) -> PagedArrays:
+def _device_shapes(operands: PagedOperands, placement: Placement | None) -> PagedOperands:
   """Returns the shapes of one device's operands."""
   if placement is None:
     return operands
-  def cut(x: jax.Array, spec: P) -> jax.ShapeDtypeStruct:
+  def shard(x: jax.Array, spec: P) -> jax.ShapeDtypeStruct:
     sizes = [_size(placement.mesh, partition.axis_names(entry, "a spec")) for entry in spec]
     shape = [n // m for n, m in zip(x.shape, sizes + [1] * x.ndim)]
     return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
-  return jax.tree.map(cut, operands, _specs(operands, placement))
+  return jax.tree.map(shard, operands, _specs(operands, placement))
 
 
-def _specs(operands: PagedArrays, placement: Placement) -> PagedArrays:
+def _specs(operands: PagedOperands, placement: Placement) -> PagedOperands:
   """Returns the spec of each operand."""
   rows, heads, of_keys, keys, parts = (axes or None for axes in (
       placement.batch, placement.heads, placement.key_heads, placement.keys,
@@ -164,8 +153,8 @@ def _specs(operands: PagedArrays, placement: Placement) -> PagedArrays:
     if x.ndim == 0:  # one scale for all
       return P()
     return P(of_keys, parts) if name in ("key_pages", "value_pages") else P(parts, None, of_keys)
-  whole = {"query": P(rows, heads), "key": P(rows, of_keys), "value": P(rows, of_keys),
-           "sinks": P(heads)}
+  whole: dict[str, Any] = {"query": P(rows, heads), "key": P(rows, of_keys),
+                           "value": P(rows, of_keys), "sinks": P(heads)}
   cache: dict[str, Any] = {name: of_cache(name, x)
                            for name, x in operands.cache._asdict().items() if x is not None}
   return operands._replace(

@@ -63,7 +63,7 @@ def sharded(local: Callable[[Operands], AttentionOutput], call: Call) -> Attenti
 
 def first_tokens(output: AttentionOutput, placement: Placement, count: int) -> AttentionOutput:
   """Returns an output of `sharded` without the padding tokens after the first `count`."""
-  def cut(x: jax.Array, axis: int) -> jax.Array:
+  def first(x: jax.Array, axis: int) -> jax.Array:
     if x.shape[axis] == count:
       return x
     if any(kind == AxisType.Explicit for kind in placement.mesh.axis_types):
@@ -71,8 +71,8 @@ def first_tokens(output: AttentionOutput, placement: Placement, count: int) -> A
       entries[axis] = None
       x = jax.sharding.reshard(x, NamedSharding(placement.mesh, P(*entries)))
     return lax.slice_in_dim(x, 0, count, axis=axis)
-  return output._replace(attention_outputs=cut(output.attention_outputs, 1),
-                         lse=None if output.lse is None else cut(output.lse, 2))
+  return output._replace(attention_outputs=first(output.attention_outputs, 1),
+                         lse=None if output.lse is None else first(output.lse, 2))
 
 
 def _specs(call: Call, placement: Placement) -> Operands:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 
-def vary_alike(tree: Any) -> Any:
+def unify(tree: Any) -> Any:
   """Marks every array of a pytree as varying over the union of the axes of all of them."""
   axes: frozenset = frozenset().union(*(_varying(x) for x in jax.tree.leaves(tree)))
 
@@ -22,9 +22,9 @@ def vary_alike(tree: Any) -> Any:
   return jax.tree.map(vary, tree)
 
 
-def start(like: Any, tree: Any) -> Any:
-  """Marks the initial carry `tree` of a loop as varying over the axes of the arrays `like`."""
-  return vary_alike((like, tree))[1]
+def initial_carry(like: Any, carry: Any) -> Any:
+  """Marks the initial carry of a loop as varying over the axes of the arrays `like`, too."""
+  return unify((like, carry))[1]
 
 
 def _varying(x: Any) -> frozenset:

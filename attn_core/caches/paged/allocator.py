@@ -1,10 +1,21 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Who owns which page: host side, plain Python, with prefix sharing and copy on write.
+"""Assigns the pages of a pool to requests, on the host, with prefix sharing and copy on write.
 
-An `Allocator` is a value; every function returns a new one beside its answer, or raises and
-changes nothing. Pages are counted by their owners: a fork of a request owns its pages too, and the
-first to write into a page that others own as well gets a copy.
+An `Allocator` is a value: every function returns a new one, or raises and changes nothing. Requests
+may share pages: a fork of a request owns its pages as well, and the first owner that writes to a
+shared page gets a copy.
+
+>>> from attn_core.caches.paged import allocator
+>>> pool = allocator.add(allocator.create(num_pages=4, page_size=2), "a")
+>>> pool, _ = allocator.extend(pool, "a", tokens=3)
+>>> pool = allocator.fork(pool, "a", "b", length=3)  # shares pages 0 and 1
+>>> pool, copies = allocator.extend(pool, "b", tokens=1)  # the token is written to a copy of page 1
+>>> copies
+((1, 2),)
+>>> allocator.table(pool, ["a", "b"], width=2)
+array([[0, 1],
+       [0, 2]], dtype=int32)
 
 Kwon et al., PagedAttention, https://arxiv.org/abs/2309.06180.
 """
@@ -18,7 +29,7 @@ from attn_core.types import cdiv
 
 
 class OutOfPages(RuntimeError):
-  """There are fewer free pages than the request needs; nothing was changed."""
+  """The request needs more pages than are free; nothing was changed."""
 
 
 class Request(NamedTuple):
@@ -29,26 +40,26 @@ class Request(NamedTuple):
 
 
 class Allocator(NamedTuple):
-  """A pool of pages and who owns them."""
+  """A pool of pages and the requests that own them."""
 
   page_size: int  # tokens
-  free: tuple[int, ...]  # the last one is given next
-  owners: tuple[int, ...]  # by page: how many requests own it
+  free: tuple[int, ...]  # the last one is assigned next
+  owners: tuple[int, ...]  # number of requests that own each page
   requests: Mapping[Hashable, Request]
 
 
 def create(num_pages: int, page_size: int) -> Allocator:
-  """A pool of free pages.
+  """Makes the allocator of a pool whose pages are all free.
 
   Args:
-    num_pages: pages of the pool, as that of `pages.init`.
+    num_pages: pages of the pool, as in `pages.init`.
     page_size: tokens of a page.
 
   Returns:
     An Allocator without requests.
 
   Raises:
-    ValueError: one of the two is no int >= 1.
+    ValueError: an argument is not an int >= 1.
   """
   for name, size in (("num_pages", num_pages), ("page_size", page_size)):
     checks.integer(name, size, "an int >= 1", lambda x: x >= 1)
@@ -56,37 +67,37 @@ def create(num_pages: int, page_size: int) -> Allocator:
 
 
 def add(allocator: Allocator, name: Hashable) -> Allocator:
-  """A new request of no tokens.
+  """Adds a request without tokens.
 
   Args:
     allocator: the pool.
-    name: of the new request.
+    name: name of the new request.
 
   Returns:
-    The allocator with the request, which owns no page yet.
+    The allocator with the request, which does not own pages yet.
 
   Raises:
-    ValueError: there is one of that name.
+    ValueError: the name is in use.
   """
   checks.require(name not in allocator.requests, "name", repr(name), "a name that is not in use")
   return _replace(allocator, name, Request((), 0))
 
 
 def fork(allocator: Allocator, parent: Hashable, name: Hashable, length: int) -> Allocator:
-  """A new request that shares the first tokens of another, and their pages.
+  """Adds a request that shares the first tokens of another request, and their pages.
 
   Args:
     allocator: the pool.
-    parent: the request to share with.
-    name: of the new request.
-    length: tokens to share, from 0 to those of the parent.
+    parent: name of the request to share with.
+    name: name of the new request.
+    length: number of tokens to share.
 
   Returns:
-    The allocator with the request; no page is taken.
+    The allocator with the request; the number of free pages is unchanged.
 
   Raises:
-    ValueError: no such parent, a name in use, or a `length` that is no int from 0 to the tokens of
-      the parent.
+    ValueError: the parent does not exist, the name is in use, or `length` is not an int from 0 to
+      the number of tokens of the parent.
   """
   of_parent = _request(allocator, parent)
   checks.require(name not in allocator.requests, "name", repr(name), "a name that is not in use")
@@ -99,25 +110,25 @@ def fork(allocator: Allocator, parent: Hashable, name: Hashable, length: int) ->
 
 def extend(allocator: Allocator, name: Hashable,
            tokens: int) -> tuple[Allocator, tuple[tuple[int, int], ...]]:
-  """Room for more tokens at the end of a request.
+  """Assigns the pages for more tokens at the end of a request.
 
   Args:
     allocator: the pool.
-    name: of the request.
-    tokens: how many.
+    name: name of the request.
+    tokens: number of tokens to add.
 
   Returns:
-    (allocator, copies): pairs (page, page to copy it to) to carry out before the tokens are
-    written, with `pages.copy_pages`.
+    (allocator, copies): pairs (page, page to copy it to) for `pages.copy_pages`, which must run
+    before the tokens are written.
 
   Raises:
-    ValueError: no such request, or `tokens` that are no int >= 0.
+    ValueError: the request does not exist, or `tokens` is not an int >= 0.
     OutOfPages: there are too few free pages.
   """
   request, size = _request(allocator, name), allocator.page_size
   checks.integer("tokens", tokens, "an int >= 0", lambda x: x >= 0)
   length = request.length + tokens
-  # Only the last page can be written to that is already there.
+  # Of the pages that the request has, new tokens are written to the last one only.
   shared = tokens and request.length % size and allocator.owners[request.pages[-1]] > 1
   kept = request.pages[:-1] if shared else request.pages
   needed = cdiv(length, size) - len(kept)
@@ -132,17 +143,17 @@ def extend(allocator: Allocator, name: Hashable,
 
 
 def release(allocator: Allocator, name: Hashable) -> Allocator:
-  """Ends a request; pages that nobody else owns become free.
+  """Removes a request; pages that no other request owns become free.
 
   Args:
     allocator: the pool.
-    name: of the request.
+    name: name of the request.
 
   Returns:
     The allocator without the request.
 
   Raises:
-    ValueError: no such request.
+    ValueError: the request does not exist.
   """
   gone = _request(allocator, name)
   owners = _count(allocator.owners, gone.pages, -1)
@@ -152,18 +163,19 @@ def release(allocator: Allocator, name: Hashable) -> Allocator:
 
 
 def table(allocator: Allocator, names: Iterable[Hashable], width: int) -> np.ndarray:
-  """The page table of some requests.
+  """Returns the page table of some requests.
 
   Args:
     allocator: the pool.
-    names: of R requests, in the order of the rows.
-    width: N, columns of the table (pages).
+    names: names of requests, one per row.
+    width: columns of the table (pages).
 
   Returns:
-    int32 [R, N], of numpy; 0 past a request's last page.
+    A numpy array, int32 [num_requests, width]; 0 past a request's last page.
 
   Raises:
-    ValueError: no such request, one with more pages than the width, or a width that is no int >= 0.
+    ValueError: a request does not exist or has more than `width` pages, or `width` is not an
+      int >= 0.
   """
   names, width = tuple(names), checks.integer("width", width, "an int >= 0", lambda x: x >= 0)
   rows = np.zeros((len(names), width), np.int32)
@@ -185,7 +197,7 @@ def _replace(allocator: Allocator, name: Hashable, request: Request) -> Allocato
 
 
 def _count(owners: tuple[int, ...], pages: tuple[int, ...], step: int) -> tuple[int, ...]:
-  """One owner more or less for each of some pages."""
+  """Adds `step` to the number of owners of some pages."""
   counts = list(owners)
   for page in pages:
     counts[page] += step

@@ -1,9 +1,8 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What pages and their metadata must be: shapes always, numbers where they are concrete.
+"""Checks of pages and their metadata: of shapes always, of numbers where these are concrete.
 
-Letters: R requests, N pages per request, P pages of the pool, T tokens of the call, H query heads,
-K key heads, D width.
+Shapes: R requests, P pages of the pool, max_pages per request (width of the table).
 """
 
 from types import ModuleType
@@ -21,7 +20,7 @@ from attn_core.caches.paged import layouts, request_groups
 
 
 class Condition(NamedTuple):
-  """Something that must hold of the numbers in the metadata."""
+  """A condition on the numbers in the metadata."""
 
   field: str  # of PagesMetadata
   holds: Any  # bool [], of numpy or JAX
@@ -29,16 +28,16 @@ class Condition(NamedTuple):
 
 
 def check(cache: layouts.Pages, metadata: layouts.PagesMetadata, num_tokens: int) -> None:
-  """Raises unless the cache is one and the metadata fits it; numbers are looked at where concrete.
+  """Checks a cache and its metadata; numbers are checked where they are concrete.
 
   Args:
     cache: any layout.
-    metadata: what goes with it.
-    num_tokens: T.
+    metadata: requests of the call.
+    num_tokens: T, tokens of the call.
 
   Raises:
-    ValueError: a wrong layout, dtype or shape; scales missing; and where the metadata is concrete,
-      what `conditions` lists.
+    ValueError: a layout, dtype or shape is wrong, scales are missing, or the metadata is concrete
+      and violates one of `conditions`.
   """
   check_shapes(cache, metadata, num_tokens)
   if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(metadata)):
@@ -49,15 +48,15 @@ def check(cache: layouts.Pages, metadata: layouts.PagesMetadata, num_tokens: int
 
 
 def flag(cache: layouts.Pages, metadata: layouts.PagesMetadata, num_tokens: int) -> jax.Array:
-  """Whether what `check` looks at is wrong, bool []: for functions under jit, once a step.
+  """Returns whether `check` would find an error, bool []: for use under jit, once per step.
 
   Args:
     cache: any layout.
-    metadata: what goes with it; may be traced.
+    metadata: requests of the call; may be traced.
     num_tokens: T.
 
   Raises:
-    ValueError: as `check`, of shapes and dtypes.
+    ValueError: a layout, dtype or shape is wrong, or scales are missing.
   """
   check_shapes(cache, metadata, num_tokens)
   metadata = jax.tree.map(jnp.asarray, metadata)
@@ -66,16 +65,16 @@ def flag(cache: layouts.Pages, metadata: layouts.PagesMetadata, num_tokens: int)
 
 
 def debug_check(cache: layouts.Pages, metadata: layouts.PagesMetadata, num_tokens: int) -> None:
-  """What `check` looks at, inside jit: for functions under `jax.experimental.checkify.checkify`.
+  """Runs `check` inside jit, for functions under `jax.experimental.checkify.checkify`.
 
   Args:
     cache: any layout.
-    metadata: what goes with it; traced.
+    metadata: requests of the call; may be traced.
     num_tokens: T.
 
   Raises:
-    ValueError: as `check`, of shapes and dtypes; what is wrong with numbers is in the error value
-      that checkify returns.
+    ValueError: a layout, dtype or shape is wrong, or scales are missing. Errors in numbers are in
+      the error value that checkify returns.
   """
   check_shapes(cache, metadata, num_tokens)
   metadata = jax.tree.map(jnp.asarray, metadata)
@@ -85,12 +84,13 @@ def debug_check(cache: layouts.Pages, metadata: layouts.PagesMetadata, num_token
 
 
 def check_shapes(cache: layouts.Pages, metadata: layouts.PagesMetadata, num_tokens: int) -> None:
-  """Raises ValueError unless cache and metadata have the shapes and dtypes that `check` expects."""
+  """Checks the layout, shapes and dtypes of a cache and its metadata; see `check`."""
   _check_cache(cache)
   checks.require(isinstance(metadata, layouts.PagesMetadata), "cache_metadata",
                  type(metadata).__name__, "a PagesMetadata")
   checks.array("cache_metadata.page_tables", metadata.page_tables,
-               "int32 [R, N], [G, R, N] or [G, W, R, N]")
+               "int32 [R, max_pages], [num_groups, R, max_pages] or "
+               "[num_groups, num_stripes, R, max_pages]")
   number = request_groups.count(metadata)
   if number is None:
     return _check_shapes(metadata, num_tokens)
@@ -100,7 +100,7 @@ def check_shapes(cache: layouts.Pages, metadata: layouts.PagesMetadata, num_toke
                    checks.describe(x), f"a leading axis of {number} groups, as page_tables has")
   stripes = request_groups.stripe_count(metadata)
   checks.require(stripes != 0, "cache_metadata.page_tables", checks.describe(metadata.page_tables),
-                 "[G, W, R, N] of at least one stripe")
+                 "[num_groups, num_stripes, R, max_pages] of at least one stripe")
   parts = f"{number} groups" + ("" if stripes is None else f" of {stripes} stripes")
   for name, what, amount, divisor in (
       ("cache_view", "pages", layouts.num_pages(cache), number * (stripes or 1)),
@@ -112,7 +112,7 @@ def check_shapes(cache: layouts.Pages, metadata: layouts.PagesMetadata, num_toke
 
 def conditions(xp: ModuleType, cache: layouts.Pages, metadata: layouts.PagesMetadata,
                num_tokens: int) -> Iterator[Condition]:
-  """Everything that the numbers must be, one by one; `xp`: numpy or jax.numpy."""
+  """Yields the conditions on all numbers of the metadata; `xp`: numpy or jax.numpy."""
   pool, number = layouts.num_pages(cache), request_groups.count(metadata)
   if number is None:
     yield from _conditions(xp, (layouts.page_size(cache), pool, pool), metadata, num_tokens)
@@ -126,7 +126,7 @@ def conditions(xp: ModuleType, cache: layouts.Pages, metadata: layouts.PagesMeta
 
 def _conditions(xp: ModuleType, sizes: tuple[int, int, int], metadata: layouts.PagesMetadata,
                 num_tokens: int) -> Iterator[Condition]:
-  """Those of one group; sizes: (tokens of a page, pages, those among which a number counts)."""
+  """Yields the conditions on one group; sizes: (page size, pages of the group, of a stripe)."""
   size, pool, ids = sizes
   tables, lengths = metadata.page_tables, metadata.context_lens
   requests, width = tables.shape
@@ -147,29 +147,29 @@ def _conditions(xp: ModuleType, sizes: tuple[int, int, int], metadata: layouts.P
   else:
     queries = xp.where(row < used, starts[1:] - starts[:-1], 0)
     yield Condition("query_start_loc", (starts[0] == 0) & (queries >= 0).all()
-                    & (starts[used] <= num_tokens), "offsets that start at 0, never fall, and end "
-                    f"at or below the {num_tokens} tokens of the query")
+                    & (starts[used] <= num_tokens), "offsets that start at 0, never decrease, and "
+                    f"end at most at the {num_tokens} tokens of the query")
     if metadata.distribution is not None:
       yield Condition("query_start_loc", xp.where(row < decode, queries == 1, True).all(),
-                      "one query each for the requests before distribution[0]")
+                      "one query for each request before distribution[0]")
   lengths = xp.where(row < used, lengths, 0)
   yield Condition("context_lens", ((lengths >= 0) & (lengths <= width * size)).all(),
                   f"from 0 to {width * size} tokens: {width} pages of {size} in a row of the "
                   "table")
   if starts is not None:
     yield Condition("context_lens", (queries <= lengths).all(),
-                    "no fewer tokens than the request has queries, which they include")
+                    "at least as many tokens as the request has queries, which they include")
   column = xp.arange(width)
   live = column < -(-lengths[:, None] // size)
   yield Condition("page_tables", xp.where(live, (tables >= 0) & (tables < pool), True).all(),
                   f"page ids from 0 to {ids - 1} as far as the lengths go")
   # Dead entries become different numbers below all ids.
-  alone = xp.sort(xp.where(live, tables, -1 - column), 1)
-  yield Condition("page_tables", (alone[:, 1:] != alone[:, :-1]).all(),
-                  "a page once in a request's row: it would hold two places of the request")
-  everyone = xp.sort(xp.where(live, tables, -1).reshape(-1))
-  owners = (xp.searchsorted(everyone, tables, side="right")
-            - xp.searchsorted(everyone, tables, side="left"))
+  row_ids = xp.sort(xp.where(live, tables, -1 - column), 1)
+  yield Condition("page_tables", (row_ids[:, 1:] != row_ids[:, :-1]).all(),
+                  "different pages in a request's row: each holds other tokens of the request")
+  live_ids = xp.sort(xp.where(live, tables, -1).reshape(-1))
+  owners = (xp.searchsorted(live_ids, tables, side="right")
+            - xp.searchsorted(live_ids, tables, side="left"))
   written = live & (queries > 0)[:, None] & (column >= (lengths - queries)[:, None] // size)
   yield Condition("page_tables", xp.where(written, owners == 1, True).all(),
                   "pages that hold queries' own tokens in one request's row only; requests share "
@@ -205,8 +205,8 @@ def _check_cache(cache: layouts.Pages) -> None:
 
 
 def _check_scales(cache: layouts.Pages, dtype: DTypeLike) -> None:
-  quantised = quantize.is_quantized(dtype)
-  checks.require(quantised or jnp.dtype(dtype).itemsize > 1, "cache_view", f"pages of {dtype}",
+  quantized = quantize.is_quantized(dtype)
+  checks.require(quantized or jnp.dtype(dtype).itemsize > 1, "cache_view", f"pages of {dtype}",
                  "pages of a floating-point dtype, int8 or float8_e4m3fn")
   pool, size = layouts.num_pages(cache), layouts.page_size(cache)
   most = layouts.heads_of(cache).key_heads
@@ -214,15 +214,15 @@ def _check_scales(cache: layouts.Pages, dtype: DTypeLike) -> None:
   heads = f"{most}" if fewest == most else f"K from 1 to {most}"
   for name in ("key_scales", "value_scales"):
     x = getattr(cache, name)
-    expected = f"float32 [] or [{pool}, {size}, {heads}]: pages of {dtype} mean nothing without it"
+    expected = f"float32 [] or [{pool}, {size}, {heads}]: pages of {dtype} cannot be read without"
     if x is None:
-      checks.require(not quantised, f"cache_view.{name}", "None", expected)
+      checks.require(not quantized, f"cache_view.{name}", "None", expected)
       continue
     checks.array(f"cache_view.{name}", x, expected)
-    checks.require(quantised and x.dtype == jnp.float32 and (x.shape == () or (
+    checks.require(quantized and x.dtype == jnp.float32 and (x.shape == () or (
         x.ndim == 3 and x.shape[:2] == (pool, size) and fewest <= x.shape[2] <= most)),
                    f"cache_view.{name}", checks.describe(x),
-                   expected if quantised else f"None with pages of {dtype}")
+                   expected if quantized else f"None with pages of {dtype}")
   key_scales, value_scales = cache.key_scales, cache.value_scales
   checks.require(key_scales is None or value_scales is None
                  or key_scales.shape == value_scales.shape, "cache_view.value_scales",
@@ -232,7 +232,8 @@ def _check_scales(cache: layouts.Pages, dtype: DTypeLike) -> None:
 def _check_shapes(metadata: layouts.PagesMetadata, num_tokens: int) -> None:
   _check_array("context_lens", metadata.context_lens, "int32 [R]")
   requests = metadata.context_lens.shape[0] if metadata.context_lens.ndim == 1 else -1
-  fields = {"context_lens": ((requests,), "[R]"), "page_tables": ((requests, None), "[R, N]"),
+  fields = {"context_lens": ((requests,), "[R]"),
+            "page_tables": ((requests, None), "[R, max_pages]"),
             "query_start_loc": ((requests + 1,), "[R + 1]"), "distribution": ((3,), "[3]")}
   for name, (shape, letters) in fields.items():
     x = getattr(metadata, name)
@@ -256,7 +257,7 @@ def _check_shapes(metadata: layouts.PagesMetadata, num_tokens: int) -> None:
 
 def _check_array(name: str, x: object,
                  expected: str) -> checks.Array | jax.ShapeDtypeStruct | np.generic:
-  # Shapes are those of one group, whose arrays are; a number of an array is one as good.
+  # ShapeDtypeStructs stand for the arrays of one group, numpy scalars for arrays of rank 0.
   if isinstance(x, (jax.ShapeDtypeStruct, np.generic)):
     return x
   return checks.array(f"cache_metadata.{name}", x, expected)

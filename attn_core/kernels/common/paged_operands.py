@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Operands of attention over pages, and the blocks that all kernels cut them into.
+"""The blocks into which all kernels over pages cut their operands.
 
 Blocks of queries and of keys begin at multiples of their size in positions. So a query is always
 the same row of the same products: its result has the same bits alone, in any batch, in any pages
@@ -18,28 +18,15 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from attn_core.caches.paged import layouts, page_stripes
+from attn_core.caches.paged.layouts import Pages
 from attn_core.kernels.common import dense_operands
 from attn_core.kernels.common.contract import Residuals
-from attn_core.types import BlockSizes, PagedSpec, cdiv
+from attn_core.types import BlockSizes, PagedOperands, PagedSpec, cdiv
 
 BLOCK_ROWS = 64  # rows of a query block where requests bring more than one query
 BLOCK_KV = 256  # tokens of a key block
 
-Pages = layouts.PagesV1 | layouts.PagesV2 | layouts.PagesV3
 Index = jax.Array | int  # a number that may be traced, int32
-
-
-class PagedOperands(NamedTuple):
-  """The arrays of one attention over pages."""
-
-  query: jax.Array  # [T, H, D], the requests' queries one after the other
-  cache: Pages
-  metadata: layouts.PagesMetadata
-  sinks: jax.Array | None = None  # float [H]: a logit per head without a value
-  key: jax.Array | None = None  # [T, K, D]: to be written first; None: all keys are in the pages
-  value: jax.Array | None = None  # [T, K, E]
-  # The device's stripe of the requests' pages, those of the tables and the cache; None: all pages.
-  stripe: page_stripes.Stripe | None = None
 
 
 class BlockedInputs(NamedTuple):

@@ -73,15 +73,15 @@ def _softmax(logits: jax.Array,
     (weights [B, H, T, S], their divisor [B, H, T, 1], lse [B, H, T]). A row of -inf has weights 0
     and lse -inf, with gradients 0.
   """
-  highest = logits.max(-1, keepdims=True)
+  m_i = logits.max(-1, keepdims=True)
   if sinks is not None:
     sinks = sinks[..., None, None].astype(logits.dtype)
-    highest = jnp.maximum(highest, sinks)
-  highest = jax.lax.stop_gradient(jnp.where(highest == -jnp.inf, 0, highest))
-  weights = jnp.exp(logits - highest)
-  total = weights.sum(-1, keepdims=True)
+    m_i = jnp.maximum(m_i, sinks)
+  m_i = jax.lax.stop_gradient(jnp.where(m_i == -jnp.inf, 0, m_i))
+  weights = jnp.exp(logits - m_i)
+  l_i = weights.sum(-1, keepdims=True)
   if sinks is not None:
-    total = total + jnp.exp(sinks - highest)
-  empty = total == 0
-  total = jnp.where(empty, 1, total)
-  return weights, total, jnp.where(empty, -jnp.inf, jnp.log(total) + highest)[..., 0]
+    l_i = l_i + jnp.exp(sinks - m_i)
+  empty = l_i == 0
+  l_i = jnp.where(empty, 1, l_i)
+  return weights, l_i, jnp.where(empty, -jnp.inf, jnp.log(l_i) + m_i)[..., 0]

@@ -18,14 +18,14 @@ from jax import lax
 import jax.numpy as jnp
 
 from attn_core.caches.paged import layouts
+from attn_core.caches.paged.layouts import Pages
 from attn_core.kernels.common import nonfinite, paged_operands
 from attn_core.kernels.common.backward import finite_lse
 from attn_core.kernels.common.contract import Residuals
-from attn_core.kernels.common.paged_operands import (BlockedInputs, Index, PagedOperands, Pages,
-                                                     QueryBlock)
+from attn_core.kernels.common.paged_operands import BlockedInputs, Index, QueryBlock
 from attn_core.kernels.xla import cpu_math, paged_blocks, tile_ops
 from attn_core.sharding import varying_axes
-from attn_core.types import BlockSizes, PagedSpec
+from attn_core.types import BlockSizes, PagedOperands, PagedSpec
 
 
 class Cotangents(NamedTuple):
@@ -57,7 +57,7 @@ def backward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
   delta = jnp.einsum("the,the->th", cotangents.out, residuals.out,
                      preferred_element_type=spec.softmax_dtype)[..., None] - cotangents.lse
   pages_like = None if cache.key_scales is not None else cache
-  sums = varying_axes.start(query, Cotangents(*jax.tree.map(
+  sums = varying_axes.initial_carry(query, Cotangents(*jax.tree.map(
       lambda x: jnp.zeros(x.shape, spec.softmax_dtype), (query, pages_like))))
   for first, end, block_q in paged_operands.request_ranges(operands, block_q):
     inputs = paged_operands.block_inputs(operands, spec, heads, (block_q, block_pages))
@@ -99,7 +99,7 @@ def _request(inputs: BlockedInputs, query_rows: _QueryRows, request: Index,
                       lambda carry: _tile(inputs, query_rows, block, (j, key, value), carry),
                       lambda carry: carry, carry)
 
-    zeros = lambda x: varying_axes.start(x, jnp.zeros(x.shape, inputs.dtype))
+    zeros = lambda x: varying_axes.initial_carry(x, jnp.zeros(x.shape, inputs.dtype))
     d_query, d_key, d_value = tile_ops.loop(
         first, end, query_block, (sums.query, zeros(key), zeros(value)))
     if sums.cache is None:

@@ -14,12 +14,13 @@ from jax import lax
 import jax.numpy as jnp
 
 from attn_core.caches.paged import layouts, ops
+from attn_core.caches.paged.layouts import Pages
 from attn_core.kernels.common import nonfinite, online_softmax, paged_operands
 from attn_core.kernels.common.contract import Residuals
-from attn_core.kernels.common.paged_operands import BlockedInputs, Index, PagedOperands, Pages
+from attn_core.kernels.common.paged_operands import BlockedInputs, Index
 from attn_core.kernels.xla import cpu_math, cpu_matvec, paged_blocks, tile_ops
 from attn_core.sharding import varying_axes
-from attn_core.types import BlockSizes, PagedSpec
+from attn_core.types import BlockSizes, PagedOperands, PagedSpec
 
 
 def forward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
@@ -42,7 +43,7 @@ def forward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
   lse = jnp.full((tokens, query_heads, 1), -jnp.inf, spec.softmax_dtype)
   for first, end, block_q in paged_operands.request_ranges(operands, block_q):
     inputs = paged_operands.block_inputs(operands, spec, heads, (block_q, block_pages))
-    results = varying_axes.start(inputs.query, Residuals(
+    results = varying_axes.initial_carry(inputs.query, Residuals(
         paged_operands.pad_tokens(out, block_q), paged_operands.pad_tokens(lse, block_q)))
     results = tile_ops.loop(first, end, functools.partial(_request, inputs), results)
     out, lse = (x[block_q:block_q + tokens] for x in results)
@@ -74,11 +75,11 @@ def _request(inputs: BlockedInputs, request: Index, results: Residuals) -> Resid
 
       # Non-finite keys and values show in the output, which costs a fraction of checking all keys
       # and values. The same code computes both attempts, so both round alike.
-      yes = varying_axes.start(rows, jnp.bool_(True))
+      yes = varying_axes.initial_carry(rows, jnp.bool_(True))
       return lax.while_loop(lambda state: state[1], attempt, (yes, yes, running))[2]
 
     running = tile_ops.loop(*paged_operands.key_blocks(inputs, block), fold,
-                            varying_axes.start(rows, order.start()))
+                            varying_axes.initial_carry(rows, order.start()))
     out, lse = order.finish(running)
     return Residuals(paged_blocks.put_rows(inputs, block, results.out, out),
                      paged_blocks.put_rows(inputs, block, results.lse, lse))

@@ -16,13 +16,14 @@ import jax
 import jax.numpy as jnp
 
 from attn_core.caches.paged import layouts
+from attn_core.caches.paged.layouts import Pages
 from attn_core.kernels.common import nonfinite, paged_operands
 from attn_core.kernels.common.backward import finite_lse
 from attn_core.kernels.common.contract import Residuals
-from attn_core.kernels.common.paged_operands import BlockedInputs, Index, PagedOperands, Pages
+from attn_core.kernels.common.paged_operands import BlockedInputs, Index
 from attn_core.kernels.xla import cpu_math, paged_backward, paged_blocks, tile_ops
 from attn_core.sharding import varying_axes
-from attn_core.types import BlockSizes, PagedSpec
+from attn_core.types import BlockSizes, PagedOperands, PagedSpec
 
 
 class Tangents(NamedTuple):
@@ -51,7 +52,7 @@ def tangent(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
   tokens = query.shape[0]
   sizes = paged_operands.choose_block_sizes(
       operands, block_sizes, query.shape[1] // heads.key_heads)
-  sums = varying_axes.start(query, Residuals(*(
+  sums = varying_axes.initial_carry(query, Residuals(*(
       jnp.zeros(x.shape, spec.softmax_dtype) for x in residuals)))
   sinks_only = tangents.query is None and tangents.cache is None
   ranges = [] if sinks_only else paged_operands.request_ranges(operands, sizes[0])
@@ -105,7 +106,7 @@ def _request(inputs: BlockedInputs, tangents: Tangents, lse: jax.Array, request:
       return Residuals(out, running.lse + share.sum(-1, keepdims=True))
 
     shapes = (x.shape[-1] for x in sums)
-    zeros = varying_axes.start(rows, Residuals(*(
+    zeros = varying_axes.initial_carry(rows, Residuals(*(
         jnp.zeros((*rows.shape[:2], width), inputs.dtype) for width in shapes)))
     found = tile_ops.loop(*paged_operands.key_blocks(inputs, block), fold, zeros)
     return Residuals(*(paged_blocks.put_rows(inputs, block, x, y) for x, y in zip(sums, found)))

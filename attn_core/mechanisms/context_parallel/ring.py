@@ -106,7 +106,7 @@ def _forward(inner: Kernel, sequence: Sequence, operands: Operands, spec: Attent
     running = online_softmax.update(running, logits, lambda weights: weights * out)
     return StepResult(running, (), lse, received)
 
-  running, _ = _around(sequence, spec, ring_step.own_keys(operands, spec), run_step)
+  running, _ = _run_steps(sequence, spec, ring_step.own_keys(operands, spec), run_step)
   out, lse = online_softmax.finish(running)
   return Residuals(out.astype(operands.query.dtype), lse[..., 0].swapaxes(1, 2))
 
@@ -131,7 +131,7 @@ def _tangent(inner: Kernel, sequence: Sequence, operands: Operands, spec: Attent
     return StepResult(_add(sums, found), (), found.lse, received)
 
   traveling = ring_step.own_keys(operands, spec), own
-  (out, lse), _ = _around(sequence, spec, traveling, run_step)
+  (out, lse), _ = _run_steps(sequence, spec, traveling, run_step)
   return Residuals(out.astype(residuals.out.dtype), lse)
 
 
@@ -166,14 +166,14 @@ def _backward(inner: Kernel, sequence: Sequence, operands: Operands, spec: Atten
         name: x + found[name] if name in found else x for name, x in sums.items()}
     return StepResult(sums, kv_grads, done, received)
 
-  sums, kv_grads = _around(sequence, spec, own, run_step)
+  sums, kv_grads = _run_steps(sequence, spec, own, run_step)
   found = {**sums, **kv_grads}
   return tuple(found[name].astype(getattr(operands, name).dtype) for name in wrt)
 
 
-def _around(sequence: Sequence, spec: AttentionSpec, traveling: PyTree,
-            run_step: StepFn) -> tuple[PyTree, PyTree]:
-  """Goes around the ring.
+def _run_steps(sequence: Sequence, spec: AttentionSpec, traveling: PyTree,
+               run_step: StepFn) -> tuple[PyTree, PyTree]:
+  """Runs all steps of the ring.
 
   Steps run in order, and an exchange is not issued before the step that it overlaps: transfers
   that run ahead would overlap with nothing, and the keys of all members would be held at once.

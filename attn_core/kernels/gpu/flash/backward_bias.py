@@ -2,20 +2,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cotangent of the bias on Hopper: dS without the soft cap's slope, summed as it is broadcast.
 
-A bias with a number for every pair: a thread block owns a block of queries of one batch
-row and head of the bias, and sums every tile over the batch rows and heads sharing it before it
-is written once. One with a number for every key: it owns a block of keys, and adds up all queries. In both,
-a producer warpgroup copies, two consumers compute, each half of what is owned; every sum has one
-owner and one order, and takes no memory besides the gradient.
+For a bias with a number per pair, a thread block owns a block of queries of one batch row and head
+of the bias, and sums each tile over the batch rows and heads that share it before it is written
+once. For a bias with a number per key, it owns a block of keys and sums over all queries. In both
+cases a producer warpgroup copies and two consumer warpgroups compute half of the owned block each;
+every sum has one owner and a fixed order, and takes no memory besides the gradient.
 
-  scores = X Z^T;  dP = Y W^T:  X, Y the rows of Q and d_out, Z, W of K and V, or the other way
+  scores = X Z^T;  dP = Y W^T,  X, Y: rows of Q and d_out;  Z, W: rows of K and V, or vice versa
 
-A number for all keys needs no tile. It moves all logits of a row alike, which changes the lse and,
-with sinks, their weight, and nothing else:
+A bias with one number for all keys needs no tiles. It shifts all logits of a row equally, which
+changes only the lse and the weight of the sinks:
 
   d_bias[t] = sum over s of dS = d_lse + P_sink * delta
 
-Rows are queries and columns are keys, or the other way where keys are owned; in shapes, rows is the
+Rows are queries and columns are keys, or vice versa where keys are owned; in shapes, rows is the
 number of rows of a warpgroup and columns that of a tile.
 """
 
@@ -85,7 +85,7 @@ def d_bias(arrays: Arrays, operands: Operands, spec: AttentionSpec,
            tilings: tiling_lib.BiasTilings) -> jax.Array:
   """Returns the cotangent of a bias whose last axis is the keys.
 
-  `arrays` has no block_list and tile_inputs.
+  `arrays` comes without block_list and tile_inputs.
   """
   bias = operands.bias
   tiling = tilings.key if bias.shape[2] == 1 else tilings.query
@@ -189,7 +189,7 @@ class _Work(NamedTuple):
 
   @property
   def warpgroup(self) -> jax.Array:
-    """Its number; recomputed, like `grid`: kept, they take registers that tiles need."""
+    """The number of this warpgroup; recomputed, since keeping it takes registers of the tiles."""
     return lax.optimization_barrier(lax.axis_index("warpgroup"))
 
   @property

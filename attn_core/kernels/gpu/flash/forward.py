@@ -220,7 +220,7 @@ class _ConsumerWarpgroup(NamedTuple):
 
   @property
   def warpgroup(self) -> jax.Array:
-    """Its number; recomputed, like the position in the grid, where sums fill the registers."""
+    """The number of this warpgroup; recomputed where sums fill the registers."""
     if self.params.tiling.value_width <= tiling_lib.WIDE:
       return self.axis_index
     return lax.optimization_barrier(lax.axis_index("warpgroup"))

@@ -61,7 +61,7 @@ def combine(params: KernelParams, out: jax.Array, lse: jax.Array, sinks: jax.Arr
        jax.core.ShapedArray((num_row_blocks, rows), jnp.float32)),
       _Inputs(out, lse, sinks, *live),
       (mosaic.operand_smem((rows, mosaic.WGMMA_ROWS), dtype), plgpu.SMEM((rows,), jnp.float32)),
-      grid=num_row_blocks * (width // mosaic.WGMMA_ROWS), name="attn_core_merge")
+      grid=num_row_blocks * (width // mosaic.WGMMA_ROWS), name="attn_core_combine")
   return out[..., :params.value_width], lse
 
 

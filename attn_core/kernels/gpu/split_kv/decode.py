@@ -123,8 +123,8 @@ def split_blocks(requested: BlockSizes) -> int | None:
   return None if requested.block_kv is None else cdiv(requested.block_kv, split_kv.BLOCK_KV)
 
 
-def refusal(dtype: DTypeLike, widths: tuple[int, int], lengths: tuple[int, int],
-            quantized: bool = False) -> str | None:
+def unsupported_reason(dtype: DTypeLike, widths: tuple[int, int], lengths: tuple[int, int],
+                       quantized: bool = False) -> str | None:
   """Returns the reason why the kernel does not support a call; None if it does.
 
   Args:
@@ -293,7 +293,8 @@ def _grid_index(tiling: Tiling) -> GridIndex:
 def _check(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> None:
   del block_sizes
   query, value, quantized = operands.query, operands.value, operands.key_scale is not None
-  reason = refusal(query.dtype if quantized else value.dtype, (query.shape[3], value.shape[3]),
+  reason = unsupported_reason(
+      query.dtype if quantized else value.dtype, (query.shape[3], value.shape[3]),
                    (query.shape[1], value.shape[1]), quantized)
   if reason is None and mask_lib.WHOLE in mask_lib.structure_roles(spec.mask):
     reason = "masks.custom with operands: the kernel for Hopper cannot cut them into blocks"

@@ -26,6 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+import numpy as np
 
 from attn_core.kernels.gpu import mosaic
 from attn_core.kernels.gpu.flash.kernel_params import drain

@@ -21,16 +21,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from attn_core.caches.paged import layouts
+from attn_core.caches.paged.layouts import Pages
 from attn_core.kernels.common import dense_operands, paged_operands, query_block_queue
 from attn_core.kernels.common.contract import Residuals
-from attn_core.kernels.common.paged_operands import BlockedInputs, PagedOperands, Pages
+from attn_core.kernels.common.paged_operands import BlockedInputs
 from attn_core.kernels.gpu import mosaic
 from attn_core.kernels.gpu.flash.logits import Logits
 from attn_core.kernels.gpu.flash.tile_inputs import TileInputs
 from attn_core.kernels.gpu.mosaic import Ref
 from attn_core.kernels.gpu.split_kv import (combine, compute, decode, kernel as split_kv,
                                             quantized_kv)
-from attn_core.types import BlockSizes, PagedSpec, cdiv
+from attn_core.types import BlockSizes, PagedOperands, PagedSpec, cdiv
 
 PARTIAL_BYTES = 2**28  # of results of splits, at most
 
@@ -100,8 +101,8 @@ class _PagedTileInputLoader(NamedTuple):
     return seen if right is None else seen & (key <= query + right)
 
 
-def refusal(query: jax.Array, cache: Pages, metadata: layouts.PagesMetadata,
-            heads: layouts.Heads) -> str | None:
+def unsupported_reason(query: jax.Array, cache: Pages, metadata: layouts.PagesMetadata,
+                       heads: layouts.Heads) -> str | None:
   """Returns the reason why the kernel does not support a call; None if it does.
 
   Args:
@@ -120,10 +121,10 @@ def refusal(query: jax.Array, cache: Pages, metadata: layouts.PagesMetadata,
             f"{mosaic.TMA_TOKENS}")
   width = query.shape[2]
   value_width = cache.value_pages.shape[3] if isinstance(cache, layouts.PagesV1) else width
-  refused = decode.refusal(
+  reason = decode.unsupported_reason(
       query.dtype, (width, value_width), (1, page_size), quantized is not None)
-  if refused or quantized is None:
-    return refused or _memory_refusal(query, cache, metadata, heads)
+  if reason or quantized is None:
+    return reason or _unsupported_memory(query, cache, metadata, heads)
   assert cache.key_scales is not None
   number = 0 if quantized.scale_kind == quantized_kv.TENSOR else cache.key_scales.shape[2]
   if number % quantized_kv.SCALE_HEADS and (
@@ -131,11 +132,11 @@ def refusal(query: jax.Array, cache: Pages, metadata: layouts.PagesMetadata,
     return (f"pages of {page_size} tokens with scales of {number} heads each: the kernel for "
             f"Hopper copies those of {quantized_kv.SCALE_HEADS} heads together, or of "
             f"{quantized_kv.SINGLE_HEAD_TOKENS} tokens of a single head")
-  return _memory_refusal(query, cache, metadata, heads)
+  return _unsupported_memory(query, cache, metadata, heads)
 
 
-def _memory_refusal(query: jax.Array, cache: Pages, metadata: layouts.PagesMetadata,
-                    heads: layouts.Heads) -> str | None:
+def _unsupported_memory(query: jax.Array, cache: Pages, metadata: layouts.PagesMetadata,
+                        heads: layouts.Heads) -> str | None:
   """Returns the reason if the results of all splits take too much memory."""
   tiling = make_tiling(PagedOperands(query, cache, metadata), None, BlockSizes(), heads)
   num_row_blocks = heads.key_heads * tiling.row_blocks * query_block_queue.capacity(

@@ -94,7 +94,7 @@ def _forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
   key_heads, value_width = operands.value.shape[2:]
   # 1. Tiling and schedule.
   cold_path = safe and operands.query.dtype.name in tiling_lib.NAIVE_DTYPES
-  mode = _SoftmaxMode(safe, beside_naive=cold_path)
+  mode = _SoftmaxMode(safe, joins_naive=cold_path)
   tiling = tiling_lib.make_tiling(operands, spec, block_sizes, backward=False, cold_path=cold_path)
   steps, lists = schedule.build(dense_operands.mask_of(operands, spec), tiling, by_keys=False)
   # 2. Inputs and outputs.
@@ -127,7 +127,7 @@ class _SoftmaxMode(NamedTuple):
   """Kind of softmax."""
 
   safe: bool  # relative to the maximum; else relative to 0
-  beside_naive: bool  # some rows of the result are of a naive softmax
+  joins_naive: bool  # some rows of the result are of a naive softmax
 
 
 class _ForwardReaders(NamedTuple):
@@ -283,7 +283,7 @@ class _ForwardStep(NamedTuple):
     logits = self.params.hide(self.refs, tile, masked, logits, -jnp.inf)
     return online_softmax.update(
         running, logits, functools.partial(self.weigh, tile), exp=lambda x: jnp.exp2(x * unit),
-        above=rounded_up if self.mode.beside_naive else lambda m_i: m_i, axis=0)
+        above=rounded_up if self.mode.joins_naive else lambda m_i: m_i, axis=0)
 
   def update_naive(self, tile: TileIndex, masked: bool, logits: jax.Array,
                    running: online_softmax.Running | None) -> online_softmax.Running:

@@ -118,7 +118,7 @@ def _make_steps(operands: Operands, spec: AttentionSpec,
   return dense_operands.pad_axis(mask, 1, -visible.shape[1] % MASK_ROWS), mask_heads, steps
 
 
-def refusal(dtype: DTypeLike, widths: Iterable[int], length: int) -> str | None:
+def unsupported_reason(dtype: DTypeLike, widths: Iterable[int], length: int) -> str | None:
   """Returns why the kernel does not support a call, by shapes and dtypes, or None if it does.
 
   Args:

@@ -16,12 +16,13 @@ from jax import lax
 import jax.numpy as jnp
 
 from attn_core.caches.paged import layouts
+from attn_core.caches.paged.layouts import Pages
 from attn_core.kernels.common import online_softmax, paged_operands, query_block_queue
 from attn_core.kernels.common.contract import Residuals
-from attn_core.kernels.common.paged_operands import BlockedInputs, Index, PagedOperands, Pages
+from attn_core.kernels.common.paged_operands import BlockedInputs, Index
 from attn_core.kernels.tpu.ragged import common, kernel
 from attn_core.kernels.tpu.ragged.kv_layout import LANES, KVLayout, is_heads_major
-from attn_core.types import BlockSizes, PagedSpec, cdiv
+from attn_core.types import BlockSizes, PagedOperands, PagedSpec, cdiv
 
 BLOCK_ROWS = 1024  # most rows of a step where requests have more than one query
 BLOCK_KV = 512  # tokens of a key block where rows are many
@@ -251,8 +252,8 @@ def _token_sinks(operands: PagedOperands) -> jax.Array | None:
 # --- Limits. -------------------------------------------------------------------------------------
 
 
-def refusal(query: jax.Array, cache: Pages, metadata: layouts.PagesMetadata,
-            heads: layouts.Heads) -> str | None:
+def unsupported_reason(query: jax.Array, cache: Pages, metadata: layouts.PagesMetadata,
+                       heads: layouts.Heads) -> str | None:
   """Returns why the kernel does not support a call, by shapes and dtypes, or None if it does.
 
   Args:
