@@ -138,7 +138,7 @@ def lines() -> list[str]:
   report = [f"floor {number:2}: {room} ({size} modules)"
             for number, (room, size) in enumerate(floors)]
   report += [f"top-level files: {len(found.top_level)} (at most {MAX_TOP_LEVEL_FILES})"]
-  report += [f"circles of imports, {name}: {', '.join(members) or 'none'}"
+  report += [f"cycles of imports, {name}: {', '.join(members) or 'none'}"
              for name, members in cycles.items()]
   report += [
       f"functions: {count}, of which {len(found.with_arguments(9))} have 9 or more arguments and "
