@@ -74,13 +74,13 @@ class ExamplesTest(absltest.TestCase):
     example.save(path, example.init(jax.random.key(0), config), config)
     printed = self.run_example(
         "serve.py", f"--model={path}", "--requests=12", "--pages=20", "--page_size=8", "--rows=6",
-        "--budget=24", "--beginnings=2", "--beginning=20", "--longest_prompt=40",
+        "--budget=24", "--prefixes=2", "--prefix_length=20", "--longest_prompt=40",
         "--longest_answer=20")
-    self.assertIn("12 of 12 requests as without a cache", printed)
-    self.assertRegex(printed, r"gave their pages back [1-9]\d* times, [1-9]\d* shared pages")
+    self.assertIn("12 of 12 requests equal those without a cache", printed)
+    self.assertRegex(printed, r" [1-9]\d* preemptions, [1-9]\d* shared pages")
     self.assertIn("expected at least 16", self.run_example(
-        "serve.py", f"--model={path}", "--pages=10", "--page_size=8", "--beginning=20",
-        "--beginnings=2", "--longest_prompt=40", "--longest_answer=20", status=1))
+        "serve.py", f"--model={path}", "--pages=10", "--page_size=8", "--prefix_length=20",
+        "--prefixes=2", "--longest_prompt=40", "--longest_answer=20", status=1))
 
 
 def load_example(name):

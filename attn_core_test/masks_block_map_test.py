@@ -95,8 +95,8 @@ class BlockMapTest(parameterized.TestCase):
     expected = seen_by_all(recipe, shape)
     where = f"{recipe}\nshape {shape}, {sizes}"
     for transposed in (False, True):
-      turned = kinds.swapaxes(-1, -2) if transposed else kinds
-      listed = listed_kinds(block_map_lib.block_map(np.ascontiguousarray(turned)), turned.shape[-1])
+      given = kinds.swapaxes(-1, -2) if transposed else kinds
+      listed = listed_kinds(block_map_lib.block_map(np.ascontiguousarray(given)), given.shape[-1])
       listed = listed.swapaxes(-1, -2) if transposed else listed
       np.testing.assert_array_equal(listed, kinds, err_msg=where)
     np.testing.assert_array_equal(joined(kinds, evaluated, sizes, shape), expected, err_msg=where)
@@ -170,7 +170,7 @@ class BlockMapTest(parameterized.TestCase):
       return (kinds, block_map_lib.block_map(kinds),
               block_map_lib.block_map(kinds.swapaxes(-1, -2)), every(operands, 0, 0, 0))
 
-    kinds, visits, turned, cut = jax.tree.map(np.asarray, jax.jit(jax.vmap(one))(stacked))
+    kinds, visits, transpose, cut = jax.tree.map(np.asarray, jax.jit(jax.vmap(one))(stacked))
     self.assertEqual(kinds.dtype, np.int8)
     cut = cut.transpose(0, 1, 4, 2, 5, 3, 6).reshape(
         len(recipes), shape[0], shape[1], sizes.num_query_blocks * sizes.block_q, -1)
@@ -178,7 +178,7 @@ class BlockMapTest(parameterized.TestCase):
       take = lambda x: x[n]
       listed = listed_kinds(jax.tree.map(take, visits), sizes.num_key_blocks)
       np.testing.assert_array_equal(listed, kinds[n])
-      listed = listed_kinds(jax.tree.map(take, turned), sizes.num_query_blocks)
+      listed = listed_kinds(jax.tree.map(take, transpose), sizes.num_query_blocks)
       np.testing.assert_array_equal(listed.swapaxes(-1, -2), kinds[n])
       self.check(recipe, shape, sizes, kinds[n],
                  cut[n, :, :, :sizes.queries, :sizes.keys])
@@ -243,10 +243,10 @@ class BlockMapTest(parameterized.TestCase):
                 (masks.dense(array), masks.dense(array.swapaxes(2, 3))),
                 (masks.lengths(None, length), masks.lengths(length, None)),
                 (masks.positions(*ids), masks.positions(*ids[::-1], masks.window(0, None)))]
-    for mask, turned in pairs:
+    for mask, transpose in pairs:
       for block_q, block_kv in ((8, 12), (4, 9), (24, 1), (6, 36)):
         kinds = block_map_lib._kinds(mask, Sizes(24, 36, block_q, block_kv), np)
-        other = block_map_lib._kinds(turned, Sizes(36, 24, block_kv, block_q), np)
+        other = block_map_lib._kinds(transpose, Sizes(36, 24, block_kv, block_q), np)
         np.testing.assert_array_equal(kinds.swapaxes(-1, -2), other, str(mask))
 
   def test_merge_heads(self):

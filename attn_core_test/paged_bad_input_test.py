@@ -35,19 +35,22 @@ def entry(row, column, value):
 NUMBERS = {
     "page_past_the_pool": (entry(0, 2, 24), "page_tables: .*page ids from 0 to 23"),
     "page_below_the_pool": (entry(0, 0, -1), "page_tables: .*page ids from 0 to 23"),
-    "page_twice_in_a_row": (entry(0, 0, (0, 2)), "page_tables: .*a page once in a request's row"),
+    "page_twice_in_a_row": (entry(0, 0, (0, 2)),
+                            "page_tables: .*different pages in a request's row"),
     "page_written_and_owned_twice": (entry(1, 0, (2, 1)),
                                      "page_tables: .*in one request's row only"),
     "length_beyond_the_table": (broken(context_lens=[9, 33, 6]),
                                 "context_lens: .*from 0 to 32 tokens"),
     "length_negative": (broken(context_lens=[9, -1, 6]), "context_lens: .*from 0 to 32 tokens"),
-    "more_queries_than_tokens": (broken(context_lens=[2, 4, 6]), "context_lens: .*no fewer"),
+    "more_queries_than_tokens": (broken(context_lens=[2, 4, 6]),
+                                 "context_lens: .*at least as many"),
     "starts_fall": (broken(query_start_loc=[0, 3, 2, 5]), "query_start_loc: .*never decrease"),
     "starts_begin_late": (broken(query_start_loc=[1, 3, 3, 5]), "query_start_loc: .*start at 0"),
     "starts_end_late": (broken(query_start_loc=[0, 3, 3, 9]), "query_start_loc: .*8 tokens"),
     "too_many_requests": (broken(num_requests=[4]), "num_requests: got .4.*from 0 to the 3 rows"),
     "distribution_falls": (broken(distribution=[2, 1, 3]), "distribution: .*rising"),
-    "decode_of_three": (broken(distribution=[1, 1, 3]), "query_start_loc: .*one query each"),
+    "decode_of_three": (broken(distribution=[1, 1, 3]),
+                        "query_start_loc: .*one query for each request"),
 }
 
 

@@ -1,13 +1,13 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The ten-line tour: call by name, explain, shard, compare with the definition.
+"""A short tour: calls by name, explains the choice, shards, compares with the definition.
 
     python3 examples/attend.py
 """
 
 import jax
 
-jax.config.update("jax_num_cpu_devices", 8)  # virtual devices, where there is no accelerator
+jax.config.update("jax_num_cpu_devices", 8)  # virtual devices where there are no accelerators
 
 import jax.numpy as jnp
 import numpy as np

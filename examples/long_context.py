@@ -1,17 +1,16 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Trains on one long document, its bytes spread over the devices as one sequence.
+"""Trains on one long document, whose bytes are one sequence sharded over all devices.
 
     python3 examples/long_context.py
     python3 examples/long_context.py --layout=striped --variant=all_gather --length=65536
 
-The document is the source of attn_core itself, file after file. Every layout of the sequence is
-compiled, to print what it takes of a device's memory and how the work is balanced; then --layout is
-trained. The model stays in the layout for its whole depth: bytes, positions and labels go to it
-once, and the loss, a mean over all bytes, does not care for their order. Without accelerators the
-devices are virtual CPU devices. Exits with status 1 unless the loss falls.
-
-Letters: T tokens (bytes), M model width.
+The document is the source of attn_core itself, file after file. The program compiles every layout
+of the sequence to print its memory per device and its balance of work, then trains with --layout.
+The whole model runs in that layout: bytes, positions and labels are permuted once, and the loss, a
+mean over all bytes, does not depend on their order. Without accelerators the devices are virtual
+CPU devices. The program exits with status 1 unless the loss falls. T counts tokens, which are
+bytes.
 """
 
 import functools
@@ -39,18 +38,18 @@ CONFIG = model.Config(layers=1, width=32, heads=2, key_heads=1, head_dim=16, hid
 
 
 def define_flags() -> None:
-  """Only when this file is the program."""
+  """Defines the flags."""
   flags.DEFINE_integer("length", 32768, "bytes of the document")
-  flags.DEFINE_integer("sp", 8, "devices over which they are spread")
-  flags.DEFINE_enum("layout", "zigzag", TOKEN_ORDERS, "what is trained")
-  flags.DEFINE_enum("variant", "ring", VARIANTS, "how keys and values travel")
+  flags.DEFINE_integer("sp", 8, "devices that shard them")
+  flags.DEFINE_enum("layout", "zigzag", TOKEN_ORDERS, "layout to train with")
+  flags.DEFINE_enum("variant", "ring", VARIANTS, "communication of keys and values")
   flags.DEFINE_integer("heads", CONFIG.heads, "query heads")
   flags.DEFINE_integer("steps", 6, "training steps")
   flags.DEFINE_float("rate", 2e-2, "the learning rate")
 
 
 def document(length: int) -> np.ndarray:
-  """The first bytes of the library's source: uint8 [length]."""
+  """Returns the first bytes of the library's source: uint8 [length]."""
   folder = pathlib.Path(attn_core.__file__).parent
   text = b"".join(path.read_bytes() for path in sorted(folder.rglob("*.py")))
   if len(text) < length:
@@ -59,12 +58,12 @@ def document(length: int) -> np.ndarray:
 
 
 def loss(params, batch, config, attend):
-  """Mean cross entropy of the labels, bits.
+  """Computes the mean cross entropy of the labels (bits).
 
   Args:
     params: as `model.init` makes them.
     batch: tokens, labels and positions, int32 [1, T] each, in any order.
-    config: the model; all layers see everything before.
+    config: the model; all layers attend to everything before.
     attend: (query, key, value) -> [1, T, heads, D], for tokens in that order.
   """
   tokens, labels, positions = batch
@@ -79,20 +78,20 @@ def loss(params, batch, config, attend):
 
 
 def step(state, batch, *, config, attend):
-  """(the next state, the loss before it)."""
+  """Returns (the next state, the loss before it)."""
   value, gradients = jax.value_and_grad(loss)(state.params, batch, config, attend)
   return model.adamw(state, gradients, FLAGS.rate), value
 
 
 def prepared(text: np.ndarray, layout: str, mesh):
-  """Tokens, labels and positions in a layout, each device its own part."""
+  """Returns tokens, labels and positions in a layout, sharded over the devices."""
   text = text.astype(np.int32)[None]
   batch = text[:, :-1], text[:, 1:], np.arange(text.shape[1] - 1, dtype=np.int32)[None]
   return jax.device_put(to_layout(batch, layout, FLAGS.sp), NamedSharding(mesh, P(None, "sp")))
 
 
 def compiled(state, batch, layout: str, mesh, config):
-  """The step of a layout, and what it says of memory and balance."""
+  """Compiles the step of a layout, and prints its memory and its balance."""
   metadata = OperationMetadata(mesh=mesh, ring=RingConfig(FLAGS.variant, layout))
   attend = lambda *x: ring_attention(*x, metadata=metadata).attention_outputs
   whole = NamedSharding(mesh, P())
@@ -112,7 +111,7 @@ def compiled(state, batch, layout: str, mesh, config):
 def main(argv) -> None:
   del argv
   if FLAGS.sp < 2:
-    sys.exit(f"--sp={FLAGS.sp}: expected at least 2 devices to spread the document over")
+    sys.exit(f"--sp={FLAGS.sp}: expected at least 2 devices to shard the document over")
   begun = time.monotonic()
   jax.config.update("jax_num_cpu_devices", FLAGS.sp)
   mesh = create_mesh((1, 1, 1, 1, FLAGS.sp))

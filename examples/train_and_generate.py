@@ -7,17 +7,14 @@
     python3 examples/train_and_generate.py --data=FOLDER --steps=1000 --save=model.npz
     python3 examples/train_and_generate.py --load=model.npz --steps=0 --prompt='def main'
 
-The text is Python's own standard library unless --data names a folder. Some layers see a sliding
-window (L in --pattern), the others everything before (F). Batch rows are spread over dp and fsdp,
-heads and hidden units over tp; without accelerators the mesh is made of virtual CPU devices. Exits
-with status 1 unless the loss on files that were held out falls clearly below the entropy of single
-bytes, which is what a model reaches that has learned nothing but how frequent every byte is.
+The text is Python's own standard library unless --data names a folder. A layer attends within a
+sliding window (L in --pattern) or to everything before (F). Batch rows are sharded over dp and
+fsdp, heads and hidden units over tp; without accelerators the mesh consists of virtual CPU devices.
+The program exits with status 1 unless the loss on held-out files falls clearly below the entropy of
+single bytes, the loss of a model that knows only how frequent each byte is.
 
 The model is a dict of arrays and the functions from `init` to `forward`; other programs can import
-them, and load what --save wrote with `load`.
-
-Letters: B batch, T tokens (bytes), M model width, H query heads, K key heads, D head width,
-F hidden width, N layers, V = 256 byte values.
+them, and `load` reads what --save wrote. T counts tokens, which are bytes.
 """
 
 import functools
@@ -41,20 +38,20 @@ from attn_core import AttentionMechanism, OperationMetadata, attention, create_m
 FLAGS = flags.FLAGS
 VOCABULARY = 256
 
-# Recomputing all but the attention in the backward pass is faster than storing it, here too.
+# Recomputing everything except the attention in the backward pass is faster than storing it.
 SAVED = jax.checkpoint_policies.save_only_these_names("attn_output", "attn_lse")
 ROWS = ("fsdp", "dp")  # mesh axes of the batch
 
 
 class Config(NamedTuple):
-  """A model; saved with its parameters."""
+  """Sizes of a model; saved with its parameters."""
 
-  layers: int = 4  # N, a multiple of the pattern's length
-  width: int = 128  # M
+  layers: int = 4  # a multiple of the pattern's length
+  width: int = 128  # of the residual stream
   heads: int = 4  # H
   key_heads: int = 2  # K, divides H
   head_dim: int = 32  # D
-  hidden: int = 384  # F
+  hidden: int = 384  # units of the MLP
   pattern: str = "LF"  # L: sliding window, F: full; repeated over the layers
   window: int = 64  # tokens that a query of an L layer sees, itself included
 
@@ -63,7 +60,7 @@ class Config(NamedTuple):
 
 
 def shapes(config: Config) -> dict[str, tuple[int, ...]]:
-  """The shape of every parameter; those of the layers are stacked, [N, ...]."""
+  """Returns the shape of every parameter; those of the layers are stacked, [layers, ...]."""
   c, n = config, config.layers
   return {
       "embedding": (VOCABULARY, c.width),
@@ -81,7 +78,7 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
   }
 
 
-# Which mesh axes shard every parameter; those not named here are replicated.
+# The mesh axes that shard each parameter; parameters not listed here are replicated.
 SPECS = {
     "query": P(None, "fsdp", "tp"),
     "key": P(None, "fsdp", "tp"),
@@ -95,7 +92,7 @@ SPECS = {
 
 
 def init(key, config: Config) -> dict[str, jax.Array]:
-  """Random parameters: every matrix keeps the variance, those that end a branch shrink it."""
+  """Makes random parameters: matrices keep the variance, those that end a branch reduce it."""
   params = {}
   for name, shape in shapes(config).items():
     key, mine = jax.random.split(key)
@@ -110,12 +107,12 @@ def init(key, config: Config) -> dict[str, jax.Array]:
 
 
 def norm(x, scale):
-  """x / sqrt(mean(x**2)) * scale, over the last axis."""
+  """Normalizes the last axis: x / sqrt(mean(x**2)) * scale."""
   return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale
 
 
 def rotate(x, positions):
-  """Rotary embedding, the halves of the width as pairs.
+  """Applies a rotary embedding whose pairs are (i, D / 2 + i).
 
   Su et al., RoFormer, https://arxiv.org/abs/2104.09864.
 
@@ -131,16 +128,16 @@ def rotate(x, positions):
 
 
 def layer(weights, x, positions, attend):
-  """One layer.
+  """Computes one layer.
 
   Args:
-    weights: the parameters of one layer by name.
-    x: float [B, T, M].
+    weights: the parameters of the layer by name.
+    x: float [B, T, width].
     positions: int [T] or [B, T], tokens.
     attend: (query [B, T, H, D], key [B, T, K, D], value [B, T, K, D]) -> [B, T, H, D].
 
   Returns:
-    float [B, T, M].
+    float [B, T, width].
   """
   h = norm(x, weights["attention_norm"])
   query, key, value = (jnp.einsum("btm,mhd->bthd", h, weights[name])
@@ -153,19 +150,19 @@ def layer(weights, x, positions, attend):
 
 
 def layer_weights(params, config: Config, index: int) -> dict[str, jax.Array]:
-  """The parameters of one layer by its number."""
+  """Returns the parameters of one layer by its number."""
   return {name: params[name][index] for name, shape in shapes(config).items()
           if shape[0] == config.layers}
 
 
 def window_of(config: Config, index: int) -> tuple[int, int] | None:
-  """The sliding window of a layer by its number; None: it sees everything before."""
+  """Returns the sliding window of a layer by its number; None: it attends to everything before."""
   kind = config.pattern[index % len(config.pattern)]
   return (config.window - 1, 0) if kind == "L" else None
 
 
 def forward(params, tokens, config: Config, attend):
-  """Logits of the next byte.
+  """Computes the logits of the next byte.
 
   Args:
     params: as `init` makes them.
@@ -174,13 +171,13 @@ def forward(params, tokens, config: Config, attend):
     attend: as `attention`, for query, key, value and sliding_window; returns [B, T, H, D].
 
   Returns:
-    float [B, T, V].
+    float [B, T, VOCABULARY].
   """
   period = len(config.pattern)
   positions = jnp.arange(tokens.shape[1])
 
-  def several(x, weights):
-    """The layers of one turn of the pattern."""
+  def period_of_layers(x, weights):
+    """Computes the layers of one period of the pattern."""
     for i in range(period):
       mine = {name: w[i] for name, w in weights.items()}
       x = layer(mine, x, positions,
@@ -189,25 +186,26 @@ def forward(params, tokens, config: Config, attend):
 
   stacked = {name: params[name].reshape(-1, period, *shape[1:])
              for name, shape in shapes(config).items() if shape[0] == config.layers}
-  x, _ = jax.lax.scan(jax.checkpoint(several, policy=SAVED), params["embedding"][tokens], stacked)
+  x, _ = jax.lax.scan(jax.checkpoint(period_of_layers, policy=SAVED),
+                      params["embedding"][tokens], stacked)
   return norm(x, params["final_norm"]) @ params["logits"]
 
 
 def loss(params, tokens, config: Config, attend):
-  """Mean cross entropy of every byte given those before, bits; tokens: int [B, T + 1]."""
+  """Computes the mean cross entropy of each byte given those before (bits) of int [B, T + 1]."""
   logits = forward(params, tokens[:, :-1], config, attend)
   return -jnp.take_along_axis(
       jax.nn.log_softmax(logits), tokens[:, 1:, None], -1).mean() / math.log(2)
 
 
 def save(path, params, config: Config) -> None:
-  """Writes a model as one .npz file."""
+  """Writes a model to one .npz file."""
   np.savez(path, config=json.dumps(config._asdict()),
            **{name: np.asarray(x) for name, x in params.items()})
 
 
 def load(path) -> tuple[dict[str, np.ndarray], Config]:
-  """The parameters and the configuration that `save` wrote."""
+  """Reads the parameters and the configuration that `save` wrote."""
   with np.load(path) as file:
     config = Config(**json.loads(str(file["config"])))
     return {name: file[name] for name in shapes(config)}, config
@@ -217,12 +215,12 @@ def load(path) -> tuple[dict[str, np.ndarray], Config]:
 
 
 class State(NamedTuple):
-  """What a step changes."""
+  """Parameters and state of the optimizer."""
 
   params: dict
-  mean: dict  # of the gradients
-  square: dict  # mean of the gradients' squares
-  step: jax.Array  # steps done
+  mean: dict  # running mean of the gradients
+  square: dict  # running mean of their squares
+  step: jax.Array  # number of steps done
 
 
 def start(params) -> State:
@@ -231,14 +229,14 @@ def start(params) -> State:
 
 
 def learning_rate(step, steps: int, peak: float):
-  """Linear warm-up over a twentieth of the steps, then a cosine down to a tenth of the peak."""
+  """Returns a linear warm-up over 1/20 of the steps, then a cosine down to 1/10 of the peak."""
   warm = max(steps // 20, 1)
   cosine = 0.55 + 0.45 * jnp.cos(jnp.pi * jnp.minimum(step / max(steps, 1), 1))
   return peak * jnp.minimum((step + 1) / warm, cosine)
 
 
 def adamw(state: State, gradients, rate, decay=0.1, betas=(0.9, 0.98), largest=1.0) -> State:
-  """One step of AdamW with gradients clipped to a largest norm.
+  """Computes one step of AdamW, with gradients clipped to the norm `largest`.
 
   Loshchilov and Hutter, Decoupled Weight Decay Regularization, https://arxiv.org/abs/1711.05101.
   """
@@ -249,15 +247,15 @@ def adamw(state: State, gradients, rate, decay=0.1, betas=(0.9, 0.98), largest=1
   mean = jax.tree.map(mix(betas[0]), state.mean, gradients)
   square = jax.tree.map(mix(betas[1]), state.square, jax.tree.map(jnp.square, gradients))
 
-  def moved(p, m, s):
+  def updated(p, m, s):
     m, s = m / (1 - betas[0] ** step), s / (1 - betas[1] ** step)
     return p - rate * (m / (jnp.sqrt(s) + 1e-8) + decay * p)
 
-  return State(jax.tree.map(moved, state.params, mean, square), mean, square, step)
+  return State(jax.tree.map(updated, state.params, mean, square), mean, square, step)
 
 
 def train_step(state: State, tokens, *, config, attend, rate):
-  """(the next state, the loss before it)."""
+  """Returns (the next state, the loss before it)."""
   value, gradients = jax.value_and_grad(loss)(state.params, tokens, config, attend)
   return adamw(state, gradients, rate(state.step)), value
 
@@ -266,11 +264,11 @@ def train_step(state: State, tokens, *, config, attend, rate):
 
 
 def read(folder, most: int) -> tuple[np.ndarray, np.ndarray]:
-  """The bytes of a folder's texts: (those to train on, those of every 20th file).
+  """Reads the texts of a folder as bytes: (for training, held out: every 20th file).
 
   Args:
-    folder: read with its subfolders: *.py where there are any, else *.txt and *.md.
-    most: bytes to read at most.
+    folder: its files *.py, also in subfolders, or if there are none *.txt and *.md.
+    most: largest number of bytes to read.
   """
   folder = pathlib.Path(folder)
   skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
@@ -284,19 +282,19 @@ def read(folder, most: int) -> tuple[np.ndarray, np.ndarray]:
     parts[n % 20 == 10].append(np.frombuffer(text, np.uint8))
     total += len(text)
   train, held_out = (np.concatenate(part or [np.zeros(0, np.uint8)]) for part in parts)
-  if len(held_out) == 0:  # few files: the end of the text
+  if len(held_out) == 0:  # few files: hold out the end of the text
     train, held_out = np.split(train, [len(train) * 19 // 20])
   return train, held_out
 
 
 def entropy(text: np.ndarray) -> float:
-  """Of single bytes, bits."""
+  """Computes the entropy of single bytes (bits)."""
   share = np.bincount(text, minlength=VOCABULARY) / len(text)
   return float(-(share * np.log2(np.where(share, share, 1))).sum())
 
 
 def batch(rng, text: np.ndarray, rows: int, length: int) -> np.ndarray:
-  """Random pieces of the text: int32 [rows, length + 1]."""
+  """Returns random pieces of the text: int32 [rows, length + 1]."""
   firsts = rng.integers(0, len(text) - length, (rows, 1))
   return text[firsts + np.arange(length + 1)].astype(np.int32)
 
@@ -305,7 +303,7 @@ def batch(rng, text: np.ndarray, rows: int, length: int) -> np.ndarray:
 
 
 def generate(params, prompt, key, *, config, attend, amount, context, temperature):
-  """Continues a text, computing everything anew for every byte: there is no cache.
+  """Continues a text without a cache: computes the whole context again for every byte.
 
   Args:
     params: as `init` makes them.
@@ -313,9 +311,9 @@ def generate(params, prompt, key, *, config, attend, amount, context, temperatur
     key: a `jax.random` key.
     config: the model.
     attend: as for `forward`.
-    amount: bytes to add.
-    context: bytes that the model looks back on.
-    temperature: logits are divided by it.
+    amount: number of bytes to add.
+    context: number of bytes that the model sees.
+    temperature: divisor of the logits.
 
   Returns:
     int32 [B, T + amount].
@@ -324,7 +322,7 @@ def generate(params, prompt, key, *, config, attend, amount, context, temperatur
   text = jnp.pad(prompt, ((0, 0), (0, max(amount, context))))
 
   def add(n, text):
-    """Fills in byte number n; what lies behind it is padding that no earlier byte can see."""
+    """Writes byte n; the bytes after it are padding, which causal layers do not see."""
     first = jnp.maximum(n - context, 0)
     seen = jax.lax.dynamic_slice_in_dim(text, first, context, 1)
     logits = forward(params, seen, config, attend)
@@ -339,34 +337,34 @@ def generate(params, prompt, key, *, config, attend, amount, context, temperatur
 
 
 def define_flags() -> None:
-  """Only when this file is the program: others that import it have flags of their own."""
-  flags.DEFINE_string("data", None, "a folder of texts; default: Python's standard library")
-  flags.DEFINE_integer("max_bytes", 32_000_000, "bytes of text to read at most")
+  """Defines the flags; called only by this program, since importers define other flags."""
+  flags.DEFINE_string("data", None, "folder of texts; default: Python's standard library")
+  flags.DEFINE_integer("max_bytes", 32_000_000, "largest number of bytes of text to read")
   flags.DEFINE_enum("mechanism", "auto", [m.value for m in AttentionMechanism],
                     "the attention mechanism")
-  flags.DEFINE_integer("dp", 4, "devices over which batch rows are spread")
-  flags.DEFINE_integer("fsdp", 1, "devices over which batch rows and parameters are spread")
-  flags.DEFINE_integer("tp", 2, "devices over which heads and hidden units are spread")
-  flags.DEFINE_integer("sp", 1, "devices over which the sequence is spread, by mechanism=ring")
+  flags.DEFINE_integer("dp", 4, "devices that shard batch rows")
+  flags.DEFINE_integer("fsdp", 1, "devices that shard batch rows and parameters")
+  flags.DEFINE_integer("tp", 2, "devices that shard heads and hidden units")
+  flags.DEFINE_integer("sp", 1, "devices that shard the sequence; needs mechanism=ring")
   for name, value in Config()._asdict().items():
     define = flags.DEFINE_string if isinstance(value, str) else flags.DEFINE_integer
-    define(name, value, "of the model, see Config")
+    define(name, value, "size of the model, see Config")
   flags.DEFINE_integer("batch", 8, "rows of a batch")
   flags.DEFINE_integer("length", 256, "bytes of a row")
   flags.DEFINE_integer("steps", 250, "training steps")
-  flags.DEFINE_float("rate", 4e-3, "the highest learning rate")
-  flags.DEFINE_integer("seed", 0, "of parameters, batches and samples")
-  flags.DEFINE_integer("report_every", 25, "steps from one report to the next")
-  flags.DEFINE_string("save", None, "a file to write the model to, .npz")
-  flags.DEFINE_string("load", None, "a file that --save wrote, to start from")
-  flags.DEFINE_string("prompt", "import os\n\n\ndef ", "the text to continue")
+  flags.DEFINE_float("rate", 4e-3, "largest learning rate")
+  flags.DEFINE_integer("seed", 0, "seed of parameters, batches and samples")
+  flags.DEFINE_integer("report_every", 25, "steps between reports")
+  flags.DEFINE_string("save", None, ".npz file to write the model to")
+  flags.DEFINE_string("load", None, "file written by --save to start from")
+  flags.DEFINE_string("prompt", "import os\n\n\ndef ", "text to continue")
   flags.DEFINE_integer("generate", 200, "bytes to generate")
-  flags.DEFINE_float("temperature", 0.7, "of the samples")
+  flags.DEFINE_float("temperature", 0.7, "temperature of the samples")
   flags.DEFINE_boolean("verify", True, "whether to fail unless the loss falls below the entropy")
 
 
 def configuration() -> Config:
-  """The model that the flags describe, or the one to load."""
+  """Returns the sizes that the flags describe, or those of the model to load."""
   if FLAGS.load:
     return load(FLAGS.load)[1]
   config = Config(*(FLAGS[name].value for name in Config._fields))
@@ -377,7 +375,7 @@ def configuration() -> Config:
 
 
 def attender(metadata: OperationMetadata):
-  """The attention that the flags ask for, as `forward` calls it."""
+  """Returns the attention chosen by the flags, as `forward` calls it."""
   def attend(query, key, value, sliding_window):
     return attention(query, key, value, mechanism=FLAGS.mechanism, metadata=metadata,
                      sliding_window=sliding_window).attention_outputs
@@ -385,7 +383,7 @@ def attender(metadata: OperationMetadata):
 
 
 def print_explanation(config: Config, metadata: OperationMetadata) -> None:
-  """Which mechanism runs, and what the mesh does not shard."""
+  """Prints which mechanism runs, and which mesh axes shard nothing."""
   query, key = (jax.ShapeDtypeStruct((FLAGS.batch, FLAGS.length, heads, config.head_dim),
                                      jnp.float32) for heads in (config.heads, config.key_heads))
   answer = explain(query, key, key, mechanism=FLAGS.mechanism, metadata=metadata,
@@ -399,9 +397,9 @@ def print_explanation(config: Config, metadata: OperationMetadata) -> None:
 
 
 def place(mesh, config: Config) -> tuple[State, NamedSharding]:
-  """How the mesh shards a State, and a batch."""
+  """Returns the shardings of a State and of a batch."""
   def fit(name, shape):
-    """The parameter's sharding, without the axes that do not divide its dimensions."""
+    """Returns the sharding of a parameter, without the axes that do not divide its dimensions."""
     axes = zip(shape, SPECS.get(name, P()))
     return NamedSharding(mesh, P(*(a if a and n % mesh.shape[a] == 0 else None for n, a in axes)))
 
@@ -410,7 +408,7 @@ def place(mesh, config: Config) -> tuple[State, NamedSharding]:
 
 
 def train(state: State, text, placement, config: Config, attend) -> State:
-  """Runs the steps and reports; placement: as `place` gives it."""
+  """Runs the training steps and prints reports; placement: the result of `place`."""
   rate = functools.partial(learning_rate, steps=FLAGS.steps, peak=FLAGS.rate)
   rng = np.random.default_rng(FLAGS.seed)
   next_tokens = lambda: jax.device_put(batch(rng, text, FLAGS.batch, FLAGS.length), placement[1])
@@ -422,7 +420,7 @@ def train(state: State, text, placement, config: Config, attend) -> State:
   losses, begun = [], time.monotonic()
   for n in range(1, FLAGS.steps + 1):
     state, value = step(state, next_tokens())
-    losses.append(float(value))  # waits, so that no more than one step is under way
+    losses.append(float(value))  # waits, so that only one step is in flight
     if n == 1 or n % FLAGS.report_every == 0 or n == FLAGS.steps:
       speed = len(losses) * FLAGS.batch * FLAGS.length / (time.monotonic() - begun)
       print(f"step {n}: {np.mean(losses):.3f} bits per byte, {speed:,.0f} tokens/s", flush=True)
@@ -472,7 +470,7 @@ def main(argv) -> None:
 
 
 def print_sample(params, config: Config, attend) -> None:
-  """Continues the prompt."""
+  """Prints a continuation of the prompt."""
   begun = time.monotonic()
   prompt = np.frombuffer(FLAGS.prompt.encode(), np.uint8).astype(np.int32)[None]
   sample = jax.jit(functools.partial(

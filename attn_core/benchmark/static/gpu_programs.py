@@ -1,8 +1,8 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Attention programs for a GPU, of this library and of others, to be compiled elsewhere.
+"""Attention programs of this library and of others, to compile for a GPU that is not attached.
 
-For `static_gpu.measure`: a function of this module gives them by name, `Program.label`.
+`programs` returns them by name (`Program.label`), as `static.gpu.measure` expects them.
 """
 
 import functools
@@ -29,9 +29,9 @@ HEADS = 4
 
 
 class Program(NamedTuple):
-  """One contender on one case."""
+  """One contender on one case in one direction."""
 
-  contender: str  # of CONTENDERS
+  contender: str  # a key of CONTENDERS
   case: Case
   backward: bool
 
@@ -41,7 +41,7 @@ class Program(NamedTuple):
 
 
 def plan(widths=WIDTHS) -> list[Program]:
-  """Everyone on every case."""
+  """Returns every contender on every case."""
   found = []
   for width, mask, backward in itertools.product(widths, MASKS, (False, True)):
     case = Case(f"{mask}_d{width}_t{TOKENS}", 1, HEADS, HEADS, width, width, TOKENS, TOKENS,
@@ -52,7 +52,7 @@ def plan(widths=WIDTHS) -> list[Program]:
 
 
 def programs() -> dict[str, tuple]:
-  """{label: (function, shapes of its arguments)}; a backward comes with its forward."""
+  """Returns {label: (function, shapes of its arguments)}; a backward includes its forward."""
   return {program.label: _built(program) for program in plan()}
 
 
@@ -67,22 +67,23 @@ def _built(program: Program) -> tuple[Callable, tuple]:
 
 
 def shapes(case: Case) -> tuple[jax.ShapeDtypeStruct, ...]:
-  """Query, key and value."""
+  """Returns the shapes of query, key and value."""
   return tuple(jax.ShapeDtypeStruct((case.batch, *shape), jnp.dtype(case.dtype)) for shape in (
       (case.queries, case.heads, case.width), (case.keys, case.key_heads, case.width),
       (case.keys, case.key_heads, case.value_width)))
 
 
 def staged_bytes(program: Program) -> tuple[int, ...]:
-  """What our kernels copy for a step, in the order of their names: forward, or keys and queries."""
+  """Returns the bytes that each of our kernels copies per step, in the order of their names."""
   case = program.case
   mask = cases.mask(case)
   operands = Operands(*shapes(case), mask=MaskOperands(tuple(jax.tree.leaves(mask))))
   spec, row = cases.spec(case, jax.tree.structure(mask)), 2 * (case.width + case.value_width)
   if not program.backward:
     return (row * tiling.make_tiling(operands, spec, BlockSizes()).block_kv,)
-  cuts = tiling.make_backward_tilings(operands, spec, BlockSizes())
-  return row * cuts.key.block_q + 2 * 4 * cuts.key.block_q, row * cuts.query.block_kv
+  tilings = tiling.make_backward_tilings(operands, spec, BlockSizes())
+  return (row * tilings.key.block_q + 2 * 4 * tilings.key.block_q,
+          row * tilings.query.block_kv)
 
 
 # --- Contenders. ---------------------------------------------------------------------------------
@@ -116,5 +117,5 @@ def _require(condition: bool, what: str) -> None:
     raise NotImplementedError(what)
 
 
-# And in which dtype: JAX's kernel has only this one.
+# Name -> (function, dtype); JAX's kernel supports float16 only.
 CONTENDERS = {OURS: (_ours, "bfloat16"), JAX: (_jax, "float16"), TOKAMAX: (_tokamax, "bfloat16")}

@@ -1,9 +1,9 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Compares GPU kernels by their machine code for a Hopper: ours, JAX's own, tokamax's.
+"""Compares our GPU kernels with JAX's and tokamax's by their machine code for Hopper.
 
-Everybody is compiled and read by `static_gpu`. Of a backward, which comes with its forward, only
-the other kernels count.
+`static.gpu` compiles and reads all of them. A program of a backward includes its forward, whose
+kernels are left out of the comparison.
 """
 
 import datetime
@@ -26,11 +26,11 @@ COLUMNS = ("case", "direction", "kernel", "registers", "spilled bytes", "product
 
 
 class Compiled(NamedTuple):
-  """One contender on one case."""
+  """The kernels of one program."""
 
   program: Program
   kernels: list[Kernel]
-  reason: str | None = None  # why there are none
+  reason: str | None = None  # why there are no kernels
 
 
 def run(widths: Iterable[int] | None = None, *, out=None, progress=lambda total: lambda _: None):
@@ -39,14 +39,14 @@ def run(widths: Iterable[int] | None = None, *, out=None, progress=lambda total:
   Args:
     widths: head dimensions; None: 64, 128 and 256.
     out: folder for gpu_static.json and gpu_static.md; None: nothing is written.
-    progress: given the number of programs, returns what is called with a line for every one.
+    progress: maps the number of programs to a function to call with a line for each of them.
 
   Returns:
     The text of the tables.
 
   Raises:
-    ValueError: a width that is not measured.
-    ModuleNotFoundError: nothing to compile with.
+    ValueError: a width is not one of `gpu_programs.WIDTHS`.
+    ModuleNotFoundError: a compiler is not installed.
   """
   widths = gpu_programs.WIDTHS if widths is None else tuple(widths)
   for width in widths:
@@ -56,7 +56,7 @@ def run(widths: Iterable[int] | None = None, *, out=None, progress=lambda total:
   plan = gpu_programs.plan(widths)
   advance = progress(len(plan))
   results = []
-  # A contender's forward and backward in one process: the one tells the kernels of the other.
+  # Forward and backward in one process, so that the kernels of the forward are known.
   for _, group in itertools.groupby(plan, lambda program: program.case):
     group = list(group)
     results += _compiled(group)
@@ -81,7 +81,12 @@ def _compiled(group: list[Program]) -> list[Compiled]:
 
 
 def results_of(group: list[Program], found: dict[str, list]) -> list[Compiled]:
-  """What `static_gpu.measure` found of programs, a backward without the kernels of its forward."""
+  """Returns the kernels of some programs, those of a backward without its forward.
+
+  Args:
+    group: programs of one case.
+    found: program label -> results of `static.gpu.measure`.
+  """
   results = []
   for program in group:
     kernels = found.get(program.label, [])
@@ -108,25 +113,25 @@ def _versions() -> dict[str, str]:
 
 
 def to_markdown(results: list[Compiled], versions: dict[str, str]) -> str:
-  """A row for every kernel; in a cell, numbers of its loops over keys or queries."""
+  """Formats a table with a row per kernel; cells have a number per loop over keys or queries."""
   named = ", ".join(f"{name} {version}" for name, version in versions.items())
   lines = [
       "# Machine code of GPU kernels for sm_90a", "",
-      f"{named}; {datetime.date.today()}. Compiled without a GPU, by `python3 -m "
-      "attn_core.benchmark --static gpu`; nothing was run, and nothing here is a time.", "",
+      f"{named}; {datetime.date.today()}. Compiled without a GPU by `python3 -m "
+      "attn_core.benchmark --static gpu`; the kernels did not run, and no number is a time.", "",
       f"{gpu_programs.HEADS} heads, {gpu_programs.TOKENS:,} tokens, bfloat16; JAX's "
-      "kernel in float16, since it has no other. A window sees "
+      "kernel in float16, the only dtype it supports. A window has "
       f"{gpu_programs.WINDOW[0] + 1:,} keys; {gpu_programs.DOCUMENTS} documents are "
-      "segments here and a dense mask for tokamax. A cell has a number for every innermost loop "
-      "that multiplies matrices: of blocks without a mask and with one, or of the two warpgroups "
-      "that share their keys. A step is one turn of that loop; bytes a step are what our kernels "
-      "copy for it.", "",
+      "segments here and a dense mask for tokamax. A cell has a number per innermost loop that "
+      "multiplies matrices: for blocks without a mask and with one, or for the two warpgroups that "
+      "share their keys. A step is one iteration of that loop; bytes a step are copied by our "
+      "kernels for one step.", "",
       "| " + " | ".join(COLUMNS) + " |", "|" + "---|" * 3 + "---:|" * (len(COLUMNS) - 3)]
   for result in results:
     lines += ["| " + " | ".join(row) + " |" for row in _rows(result)]
   failures = [result for result in results if result.reason is not None]
   if failures:
-    lines += ["", "## What was not compiled", ""]
+    lines += ["", "## Not compiled", ""]
     lines += [f"* {failure.program.label}: {failure.reason}" for failure in failures]
   return "\n".join(lines) + "\n"
 
@@ -148,7 +153,7 @@ def _title(program: Program, kernel: Kernel) -> str:
 
 
 def to_json(results: list[Compiled], versions: dict[str, str]) -> str:
-  """Every program with what was found of it."""
+  """Converts all results to JSON text."""
   plain: list[Any] = [
       {"program": {**result.program._asdict(), "case": result.program.case._asdict()},
        "kernels": [kernel._asdict() for kernel in result.kernels], "reason": result.reason}

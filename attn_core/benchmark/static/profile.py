@@ -1,10 +1,10 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Cycles of TPU kernels without a TPU: libtpu compiles them and profiles its own final schedule.
+"""Counts cycles of TPU kernels without a TPU: libtpu compiles them and profiles its final schedule.
 
-The profiler executes the schedule with a model of the transfers' latencies; the same program has
-the same cycles every time. It trusts transfers too much, so that a program's time is never less
-than its bytes take; it knows nothing of other chips.
+The profiler executes the schedule with a model of the latencies of transfers; it is deterministic.
+It underestimates transfers, so the time of a program is taken to be at least that of moving its
+arguments and results. It does not model transfers between chips.
 """
 
 import concurrent.futures
@@ -29,11 +29,11 @@ from attn_core.benchmark.static.tpu_programs import Program
 from attn_core.plan.peaks import DEVICES, Device
 
 CONTENDERS = {**tpu_programs.CONTENDERS, **tpu_decode_programs.CONTENDERS}
-TIMEOUT = 600.0  # seconds of one compilation and profile
+TIMEOUT = 600.0  # seconds per compilation and profile
 
 
 class Chip(NamedTuple):
-  """What a JAX device of a kind can do."""
+  """Properties of one kind of JAX device."""
 
   topology: str
   peak: Device
@@ -48,12 +48,12 @@ CHIPS = {
     "tpu7x": Chip("tpu7x:2x2x1", DEVICES["tpu7x"], 2**19),
 }
 
-# libtpu's names of what a bundle of instructions has slots for, and ours.
+# Slots of a bundle of instructions: libtpu's name -> ours.
 SLOTS = {"MXU": "matrix", "MATMUL": "matrix", "VALU": "vector", "EUP": "transcendental",
          "XLU": "lanes", "VLOAD": "loads", "VSTORE": "stores"}
 SPILLS = {"VLOAD:FILL": "spill_loads", "VSTORE:SPILL": "spill_stores"}
 
-# Asks no metadata server, writes no log, and lets several processes compile at a time.
+# Lets libtpu run without a metadata server, without logs, and in several processes at a time.
 QUIET = {
     "TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v6e-4", "TPU_WORKER_ID": "0",
     "TPU_WORKER_HOSTNAMES": "localhost", "TPU_STDERR_LOG_LEVEL": "3", "TPU_LOG_DIR": "disabled",
@@ -61,30 +61,30 @@ QUIET = {
 
 
 def missing() -> str | None:
-  """Why nothing can be compiled here; None: it can."""
+  """Returns the reason why kernels cannot be compiled on this machine; None if they can."""
   if importlib.util.find_spec("libtpu"):
     return None
   return "libtpu is not installed: pip install 'attn_core[tpu]'"
 
 
 def devices(chip: str) -> list:
-  """Devices to compile for, by libtpu, none of which is here."""
+  """Returns devices of libtpu to compile for, none of which is attached."""
   os.environ.update(QUIET)
   return list(topologies.get_topology_desc(
       platform="tpu", topology_name=CHIPS[chip].topology).devices)
 
 
 class Static(NamedTuple):
-  """What was found of one program."""
+  """Measurements of one program."""
 
   program: Program
   cycles: int  # of its kernels
-  around: int  # cycles of other operations: transpositions, sums
+  other_cycles: int  # of XLA's operations: transpositions, sums
   vmem_bytes: int  # of the largest kernel
-  bundles: int  # instructions of the hot loops
+  bundles: int  # bundles of instructions of the hot loops
   spills: int  # vector loads and stores of the hot loops, for lack of registers
-  slots: dict[str, float]  # used part of each kind of slot in the hot loops
-  floor_seconds: float  # what reading and writing the arguments takes
+  slots: dict[str, float]  # used share of each kind of slot in the hot loops
+  floor_seconds: float  # time of reading the arguments and writing the results
   flops: int
 
   @property
@@ -98,7 +98,7 @@ class Static(NamedTuple):
 
 
 class Failure(NamedTuple):
-  """A program that did not compile, and why."""
+  """A program that was not measured, and the reason."""
 
   program: Program
   reason: str
@@ -106,12 +106,15 @@ class Failure(NamedTuple):
 
 def measure(programs: list[Program], workers: int | None = None,
             advance=lambda result: None) -> list[Static | Failure]:
-  """Compiles and profiles every program in a process of its own, in order; libtpu aborts on some.
+  """Compiles and profiles each program in a separate process, since libtpu aborts on some.
 
   Args:
-    programs: what to compile.
-    workers: processes at a time; None: one a core.
-    advance: called with every result as it comes.
+    programs: the programs to compile.
+    workers: number of processes at a time; None: one per core.
+    advance: called with every result as soon as it is known.
+
+  Returns:
+    The results, in the order of the programs.
   """
   def one(program):
     result = _measure(program)
@@ -128,11 +131,11 @@ def _measure(program: Program) -> Static | Failure:
         f"--xla_jf_dump_to={folder}/llo", "--xla_jf_dump_llo_text=true",
         "--xla_jf_dump_llo_pass_label_regex=final_bundles|final_hlo-static-per-bundle-utilization",
         f"--xla_jf_dump_static_llo_profile_to={folder}/profile",
-        "--xla_tpu_check_llo_types=false")  # the profiler trips over it
+        "--xla_tpu_check_llo_types=false")  # the check fails on profiled programs
     try:
       done = subprocess.run(
           [sys.executable, "-m", __spec__.name, folder, json.dumps(program)],
-          # A program from the cache would not be profiled.
+          # Programs from the compilation cache are not profiled.
           env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false",
                "LIBTPU_INIT_ARGS": " ".join(flags)},
           capture_output=True, text=True, timeout=TIMEOUT)
@@ -145,22 +148,22 @@ def _measure(program: Program) -> Static | Failure:
     return _read(program, pathlib.Path(folder), json.loads(answer.read_text()))
 
 
-# --- In the process of one program. --------------------------------------------------------------
+# --- Runs in the process of one program. ---------------------------------------------------------
 
 
 def compile_one(folder: str, text: str) -> None:
-  """Compiles a program given as JSON; writes what only the compiled program knows."""
+  """Compiles a program given as JSON; writes the properties of the compiled program to a file."""
   contender, case, backward, chip, blocks = json.loads(text)
   case = Case(*(tuple(x) if isinstance(x, list) else x for x in case))
   device = devices(chip)[0]
-  place = jax.sharding.SingleDeviceSharding(device)
+  sharding = jax.sharding.SingleDeviceSharding(device)
   kind = jax.sharding.AbstractDevice(device.device_kind, device.num_cores, "tpu")
   program = Program(contender, case, backward, chip, tuple(blocks))
   mesh = jax.sharding.AbstractMesh((), (), abstract_device=kind)
   with (jax.sharding.use_abstract_mesh(mesh),
         tpu_programs.built(program, CONTENDERS[contender]) as (function, arguments)):
     arguments = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arguments)
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
     function = function if hasattr(function, "trace") else jax.jit(function)
     lowered = function.trace(*arguments).lower(lowering_platforms=("tpu",))
   compiled = lowered.compile()
@@ -168,11 +171,11 @@ def compile_one(folder: str, text: str) -> None:
   answer = {"kernels": _kernels(compiled.as_text()),
             "bytes": memory.argument_size_in_bytes + memory.output_size_in_bytes}
   (pathlib.Path(folder) / "answer.json").write_text(json.dumps(answer))
-  os._exit(0)  # libtpu takes long to leave
+  os._exit(0)  # without the slow shutdown of libtpu
 
 
 def _kernels(text: str) -> dict[str, int]:
-  """The Pallas kernels of a compiled program, and the bytes of vector memory they use."""
+  """Returns {Pallas kernel: bytes of vector memory} of a compiled program."""
   found = {}
   for line in text.splitlines():
     if 'custom_call_target="tpu_custom_call"' in line:
@@ -182,7 +185,7 @@ def _kernels(text: str) -> dict[str, int]:
   return found
 
 
-# --- What libtpu wrote. --------------------------------------------------------------------------
+# --- Reads the files that libtpu wrote. ----------------------------------------------------------
 
 
 def _read(program: Program, folder: pathlib.Path, answer: dict) -> Static | Failure:
@@ -211,7 +214,7 @@ def _read(program: Program, folder: pathlib.Path, answer: dict) -> Static | Fail
 
 
 class _Loop(NamedTuple):
-  """The innermost loop that does most of a kernel's matrix work, or the whole kernel."""
+  """The innermost loop with most of a kernel's matrix work, or the whole kernel."""
 
   bundles: int
   spills: int
@@ -242,18 +245,18 @@ def _dump(folder: pathlib.Path, kernel: str, label: str) -> list[str]:
 
 
 def _bundles(lines: list[str]) -> list[tuple[int, bool]]:
-  """(depth of loops, whether a loop begins) of every bundle."""
+  """Returns (depth in nested loops, whether a loop begins) of every bundle."""
   found = []
   for line in lines:
     match = re.match(r"\s*(?:0x)?[0-9a-f]+\s+([A-Z]{2})?\s*:\s*(>*)\s*\{(\})?", line)
     if match:
-      empty = match[3] and found  # printed without its depth
+      empty = match[3] and found  # empty bundles are printed without their depth
       found.append((found[-1][0] if empty else len(match[2]), match[1] in ("LH", "LB")))
   return found
 
 
 def _utilization(lines: list[str]) -> tuple[list[str], list[int], list[list[int]]]:
-  """(names of slots, slots of a bundle, used slots of every bundle)."""
+  """Returns (names of slots, number of slots of a bundle, used slots of every bundle)."""
   if not lines:
     return [], [], []
   numbers = lambda line: [int(word) for word in line.split()]
@@ -262,7 +265,7 @@ def _utilization(lines: list[str]) -> tuple[list[str], list[int], list[list[int]
 
 
 def _innermost(marks: list[tuple[int, bool]]):
-  """(first, end) of every loop that contains no other.
+  """Yields (first, end) of every loop without inner loops.
 
   A bundle shows the depth of its first instruction, which may have been moved in from outside: up
   to three such bundles do not end a loop.

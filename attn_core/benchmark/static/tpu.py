@@ -1,9 +1,9 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Compares TPU kernels and their blocks by static cycles: which blocks win, and against whom.
+"""Compares TPU kernels, and choices of their blocks, by static cycles.
 
-Every contender runs at several choices of blocks; a contender stands for its best one. Heads are
-alike: a few are enough for the first transfer not to count.
+Every contender is compiled at several block sizes, and its best one is reported. All heads do the
+same work: a few are enough to make the cost of the first transfer negligible.
 """
 
 import datetime
@@ -22,12 +22,12 @@ from attn_core.benchmark.static.tpu_programs import OURS, OURS_SAFE, Program
 from attn_core.kernels.tpu.flash.schedule import LANES
 
 WIDTHS = (64, 128, 256)
-MASKS = ("full", "causal", "window")  # the last of this library only
+MASKS = ("full", "causal", "window")  # "window" for this library only
 WINDOW = (1023, 0)
 TOKENS = (4096,)
-HEADS = 4  # for every core; one where heads are narrower than the lanes, of which libtpu's profiler
-# takes no more
-COUNTED_BLOCK = (1024, 1024)  # of queries and keys; work is counted in such to compare masks
+# Heads per core; one where heads are narrower than the lanes, as libtpu's profiler takes no more.
+HEADS = 4
+COUNTED_BLOCK = (1024, 1024)  # (queries, keys): the unit of work that makes masks comparable
 
 # (query tokens, key tokens, key tokens computed at once)
 FORWARD_BLOCKS = {
@@ -51,17 +51,17 @@ def run(chips: Iterable[str] | None = None, widths: Iterable[int] | None = None,
   """Measures all contenders.
 
   Args:
-    chips: of `static_profile.CHIPS`; None: "v6e".
+    chips: names of `profile.CHIPS`; None: "v6e".
     widths: head dimensions; None: 64, 128 and 256.
     tokens: lengths of the sequences; None: 4,096.
     out: folder for tpu_static.json and tpu_static.md; None: nothing is written.
-    progress: given the number of programs, returns what is called with a line for every one.
+    progress: maps the number of programs to a function to call with a line for each of them.
 
   Returns:
     The text of the tables.
 
   Raises:
-    ValueError: an unknown chip.
+    ValueError: a chip is unknown.
     ModuleNotFoundError: libtpu is not installed.
   """
   programs = _programs(chosen(chips), tuple(widths or WIDTHS), tuple(tokens or TOKENS))
@@ -69,7 +69,7 @@ def run(chips: Iterable[str] | None = None, widths: Iterable[int] | None = None,
 
 
 def chosen(chips: Iterable[str] | None) -> tuple[str, ...]:
-  """The chips to compile for; None: "v6e". ValueError: an unknown one."""
+  """Returns the chips to compile for (None: "v6e"); raises ValueError for unknown ones."""
   chips = ("v6e",) if chips is None else tuple(chips)
   for chip in chips:
     checks.one_of("chips", chip, tuple(CHIPS))
@@ -78,14 +78,14 @@ def chosen(chips: Iterable[str] | None) -> tuple[str, ...]:
 
 def report(programs: list[Program], name: str, line: Callable, to_markdown: Callable, *, out,
            progress) -> str:
-  """Measures programs; the text of their tables.
+  """Measures programs and returns the text of their tables.
 
   Args:
-    programs: to measure.
-    name: of the files.
-    line: result -> what is said of it in a line.
-    to_markdown: (results, versions) -> the text.
-    out, progress: as of `run`.
+    programs: the programs to measure.
+    name: stem of the file names.
+    line: maps a result to a line of text.
+    to_markdown: maps (results, versions) to the text.
+    out, progress: as in `run`.
   """
   if static_profile.missing():
     raise ModuleNotFoundError(static_profile.missing())
@@ -126,34 +126,34 @@ def _direction(program: Program) -> str:
 
 
 def to_markdown(results: list, versions: dict) -> str:
-  """A table per chip; a contender's row is its best blocks."""
+  """Formats a table per chip, with each contender at its best blocks."""
   lines = [
       "# Static cycles of TPU kernels", "",
       f"libtpu {versions['libtpu']}, jax {versions['jax']}, {datetime.date.today()}; bfloat16, "
-      f"{HEADS} heads for every core, one where D is no multiple of {LANES}. Cycles of the kernels "
-      "by libtpu's static profiler; TFLOP/s from them and the chip's clock, or from the bytes of "
-      "the arguments where those take longer; visible pairs only. A block is one of "
-      f"{COUNTED_BLOCK[0]} x {COUNTED_BLOCK[1]} tokens with something to see. Used slots and "
-      "spills are those of the hot loop. Nothing ran on a TPU.", "",
+      f"{HEADS} heads per core, one where D is not a multiple of {LANES}. Cycles of the kernels by "
+      "libtpu's static profiler; TFLOP/s from the cycles and the chip's clock, or from the bytes "
+      "of the arguments where those take longer; only visible pairs count. A block is one of "
+      f"{COUNTED_BLOCK[0]} x {COUNTED_BLOCK[1]} tokens with a visible pair. Used slots and spills "
+      "are those of the hot loop. The programs did not run on a TPU.", "",
       "By `python3 -m attn_core.benchmark --static tpu`, which tries these blocks:", ""]
   for direction, table in (("forward", FORWARD_BLOCKS), ("backward", BACKWARD_BLOCKS)):
     lines += [f"* {direction}, {name}: " + ", ".join("/".join(map(str, b)) for b in choices)
               for name, choices in table.items()]
   for chip, group in itertools.groupby(results, lambda r: r.program.chip):
     lines += ["", f"## {chip}, peak {CHIPS[chip].peak.flops / 1e12:g} TFLOP/s", "", *_table(group)]
-  lines += failures("What did not compile", results, _line)
+  lines += failures("Not compiled", results, _line)
   return "\n".join(lines) + "\n"
 
 
 def failures(title: str, results: list, line: Callable) -> list[str]:
-  """The lines about what failed, under a title; none: nothing did."""
+  """Returns lines with all failures under a title; [] if there are none."""
   found = [f"* {line(r)}: {r.reason}" for r in results if isinstance(r, Failure)]
   return ["", f"## {title}", "", *found] if found else []
 
 
 COLUMNS = ("case", "direction", "kernel", "best blocks", "cycles", "TFLOP/s", "of peak",
            "cycles a block", "against splash", "vector memory MiB", "spills", "bundles", "matrix",
-           "vector", "transcendental", "lanes", "loads", "stores", "cycles around")
+           "vector", "transcendental", "lanes", "loads", "stores", "other cycles")
 
 
 def _table(results):
@@ -182,11 +182,11 @@ def _cells(result: Static, record: float | None):
           f"{record / result.seconds:.2f}" if record else "", f"{result.vmem_bytes / 2**20:.0f}",
           str(result.spills), str(result.bundles), share("matrix"), share("vector"),
           share("transcendental"), share("lanes"), share("loads"), share("stores"),
-          f"{result.around:,}")
+          f"{result.other_cycles:,}")
 
 
 def to_json(results: list, versions: dict) -> str:
-  """Every program with what was found of it."""
+  """Converts all results to JSON text."""
   plain = [{**r._asdict(), "program": {**r.program._asdict(), "case": r.program.case._asdict()}}
            for r in results]
   return json.dumps({"versions": versions, "date": str(datetime.date.today()), "results": plain},

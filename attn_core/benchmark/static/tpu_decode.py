@@ -1,8 +1,8 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Compares TPU decoding by static cycles: whose time is nearest to that of the memory.
+"""Compares decoding on TPUs by static cycles with the cycles that the memory needs.
 
-Every contender runs at several choices of blocks; a contender stands for its best one.
+Every contender is compiled at several block sizes, and its best one is reported.
 """
 
 import datetime
@@ -23,7 +23,7 @@ HEADS = (32, 8)
 WIDTHS = (128,)
 PAGE_SIZES = (16, 64, 128)
 
-# (query tokens, key tokens); of JAX's kernels by hand, since a table of theirs needs a TPU to ask.
+# (query tokens, key tokens); JAX's own table of block sizes can only be read on a TPU.
 BLOCKS = {
     DENSE: ((1, 512), (1, 1024)), PAGES: ((1, 512), (1, 1024)), WRITES: ((1, 1024),),
     JAX_RAGGED: ((1, 512), (1, 1024), (1, 2048), (8, 1024)), JAX_PAGED: ((1, 512), (1, 2048)),
@@ -35,17 +35,17 @@ def run(chips: Iterable[str] | None = None, widths: Iterable[int] | None = None,
   """Measures all contenders.
 
   Args:
-    chips: of `static_profile.CHIPS`; None: "v6e".
+    chips: names of `profile.CHIPS`; None: "v6e".
     widths: head dimensions; None: 128.
     tokens: lengths of the requests, multiples of the pages; None: 2,048.
     out: folder for tpu_decode_static.json and tpu_decode_static.md; None: nothing is written.
-    progress: given the number of programs, returns what is called with a line for every one.
+    progress: maps the number of programs to a function to call with a line for each of them.
 
   Returns:
     The text of the tables.
 
   Raises:
-    ValueError: an unknown chip, or a length that is no multiple of the pages.
+    ValueError: a chip is unknown, or a length is not a multiple of all page sizes.
     ModuleNotFoundError: libtpu is not installed.
   """
   chips = static_tpu.chosen(chips)
@@ -70,14 +70,14 @@ def _programs(chips, widths, tokens):
 
 
 def memory_cycles(program: Program) -> float:
-  """Cycles in which the memory delivers all keys and values."""
+  """Returns the cycles in which the memory delivers all keys and values."""
   chip = CHIPS[program.chip]
   return (programs_lib.live_bytes(program.case) / chip.peak.memory_bytes
           * chip.peak.flops / chip.flops_per_cycle)
 
 
 def memory_share(result: Static) -> float:
-  """Of the memory's speed; not more than all of it, whatever the profiler believes."""
+  """Returns the reached share of the memory's speed, at most 1 whatever the profiler estimates."""
   least = memory_cycles(result.program)
   return least / max(result.cycles, least)
 
@@ -85,29 +85,30 @@ def memory_share(result: Static) -> float:
 def _line(result) -> str:
   program = result.program
   block_q, block_kv, page = program.blocks
-  where = f"pages of {page}" if page else "dense"
-  return f"{program.chip} {program.case.name}: {program.contender}, {where} {block_q}/{block_kv}"
+  storage = f"pages of {page}" if page else "dense"
+  return f"{program.chip} {program.case.name}: {program.contender}, {storage} {block_q}/{block_kv}"
 
 
 COLUMNS = ("case", "page", "kernel", "best blocks q/kv", "cycles", "cycles of the memory",
-           "of the memory's speed", "cycles around", "vector memory MiB")
+           "of the memory's speed", "other cycles", "vector memory MiB")
 
 
 def to_markdown(results: list, versions: dict) -> str:
-  """A table per chip; a contender's row is its best blocks."""
+  """Formats a table per chip, with each contender at its best blocks."""
   lines = [
       "# Static cycles of TPU decoding", "",
       f"libtpu {versions['libtpu']}, jax {versions['jax']}, {datetime.date.today()}; bfloat16, H = "
       f"{HEADS[0]}, K = {HEADS[1]}, {REQUESTS} requests of one query each. Cycles of the kernels "
       "by libtpu's static profiler, and those in which the memory delivers the live keys and "
-      "values; cycles around are XLA's own operations in the same program. A kernel that takes "
-      "fewer than the memory is bound by it. Nothing ran on a TPU.", "",
+      "values; other cycles are those of XLA's own operations in the same program. A kernel that "
+      "takes fewer cycles than the memory is bound by memory. The programs did not run on a "
+      "TPU.", "",
       "By `python3 -m attn_core.benchmark --static tpu-decode`, which tries these blocks:", ""]
   lines += [f"* {name}: " + ", ".join("/".join(map(str, b)) for b in choices)
             for name, choices in BLOCKS.items()]
   for chip, group in itertools.groupby(results, lambda r: r.program.chip):
     lines += ["", f"## {chip}, {CHIPS[chip].peak.memory_bytes / 1e9:,.0f} GB/s", "", *_table(group)]
-  lines += static_tpu.failures("What has no cycles", results, _line)
+  lines += static_tpu.failures("Not measured", results, _line)
   return "\n".join(lines) + "\n"
 
 
@@ -121,4 +122,4 @@ def _table(results):
     yield "| " + " | ".join((
         case, str(page or "dense"), contender, "/".join(map(str, r.program.blocks[:2])),
         f"{r.cycles:,}", f"{memory_cycles(r.program):,.0f}", f"{100 * memory_share(r):.0f}%",
-        f"{r.around:,}", f"{r.vmem_bytes / 2**20:.0f}")) + " |"
+        f"{r.other_cycles:,}", f"{r.vmem_bytes / 2**20:.0f}")) + " |"

@@ -1,9 +1,9 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding programs for a TPU, of this library and of JAX's own kernels, to be compiled elsewhere.
+"""Decoding programs of this library and of JAX's kernels, to compile for a TPU not attached.
 
-Every request brings one query. A static profiler reads zeros from scalar memory, where lengths and
-steps are: the programs made here compute these instead; page tables are read, and point to page 0.
+Every request has one query. A static profiler reads zeros from scalar memory, which holds lengths
+and steps: these programs compute them instead. Page tables are read, and point to page 0.
 """
 
 import contextlib
@@ -25,20 +25,20 @@ from attn_core.types import BlockSizes, cdiv
 
 DENSE = "autoregressive_decodeattn"
 PAGES = "ragged_page_attention_v2"
-WRITES = "ragged_page_attention_v3"  # new tokens are written by the same program
+WRITES = "ragged_page_attention_v3"  # the program also writes the new tokens
 JAX_RAGGED = "jax ragged_paged_attention"
 JAX_PAGED = "jax paged_attention"
-JAX_VECTOR_BYTES = 100 * 2**20  # that JAX's kernel may use, on chips which have it
+JAX_VECTOR_BYTES = 100 * 2**20  # limit of JAX's kernel, on chips that have as much
 
 
 def case_of(requests: int, tokens: int, heads: tuple[int, int], width: int) -> Case:
-  """One query for each of some requests of the same length; heads are (H, K)."""
+  """Returns a case of one query per request, for requests of equal length; heads: (H, K)."""
   return Case(f"decode_{requests}x{tokens}_d{width}", requests, *heads, width, width, 1, tokens,
               dtype="bfloat16")
 
 
 def live_bytes(case: Case) -> int:
-  """Of all keys and values."""
+  """Returns the bytes of all keys and values."""
   return (case.batch * case.keys * case.key_heads * (case.width + case.value_width)
           * jnp.dtype(case.dtype).itemsize)
 
@@ -48,7 +48,7 @@ def live_bytes(case: Case) -> int:
 
 @contextlib.contextmanager
 def _computed(case: Case):
-  """Steps of the kernel that are computed, and results that are taken to be finite."""
+  """Makes the kernel compute its steps, and assume that results are finite."""
   def item(k, number):
     number = jnp.asarray(number, jnp.int32)
     at = lambda x: 0 * number + x
@@ -96,7 +96,7 @@ def _ours(program: Program):
 
 
 class _Known(NamedTuple):
-  """A reference to scalars of which the values are computed."""
+  """A reference to scalars whose values are computed."""
 
   at: Callable[[Any], Any]
   shape: tuple[int, ...] = (1,)
@@ -157,7 +157,7 @@ def _array(case: Case, *shape: int) -> jax.ShapeDtypeStruct:
 
 
 def _new(case: Case, heads: int) -> jax.ShapeDtypeStruct:
-  """The new tokens' queries, keys or values."""
+  """Returns the shape of the new tokens' queries, keys or values."""
   return _array(case, case.batch, heads, case.width)
 
 
@@ -166,7 +166,7 @@ def _pages(case: Case, page: int) -> int:
 
 
 def _metadata(case: Case, page: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-  """Tables, lengths, and starts of the requests."""
+  """Returns the shapes of tables, lengths and starts of the requests."""
   shapes = (case.batch, case.keys // page), (case.batch,), (case.batch + 1,)
   return tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
 

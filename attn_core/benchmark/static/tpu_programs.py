@@ -1,9 +1,9 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Attention programs for a TPU, of this library and of JAX's own kernels, to be compiled elsewhere.
+"""Attention programs of this library and of JAX's kernels, to compile for a TPU not attached.
 
-A static profiler reads zeros from scalar memory, where a schedule says which blocks to visit, and
-refuses it altogether on some chips: the programs made here compute the same visits from the number
+The schedule of a kernel, the list of blocks to visit, is in scalar memory. A static profiler reads
+zeros there, and rejects it on some chips: these programs compute the same schedule from the number
 of the step instead.
 """
 
@@ -27,25 +27,25 @@ OURS_SAFE = "flash_attn2, safe"  # with the maximum; see `kernels.tpu.flash.forw
 
 
 class Program(NamedTuple):
-  """One kernel at one choice of blocks."""
+  """One kernel at one choice of block sizes."""
 
   contender: str
   case: Case
   backward: bool
   chip: str
-  # Tokens of queries, of keys, and of the keys computed at once; of a page where a cache is read.
+  # (query tokens, key tokens, key tokens computed at once; for a paged cache, tokens of a page).
   blocks: tuple[int, int, int]
 
 
 @contextlib.contextmanager
 def built(program: Program, contender: Callable):
-  """(function, shapes of its arguments): the forward, or the backward given its residuals.
+  """Yields (function, shapes of its arguments): the forward, or the backward given its residuals.
 
-  To be compiled inside, since kernels are traced as late as that.
+  The function must be compiled inside the context, since kernels are traced when it is compiled.
 
   Args:
-    program: what to compute.
-    contender: of a table like CONTENDERS: makes the forward of it.
+    program: the program to build.
+    contender: a value of a table such as CONTENDERS, which makes the forward of the program.
   """
   with contender(program) as (attend, arguments):
     if program.backward:
@@ -56,7 +56,7 @@ def built(program: Program, contender: Callable):
 
 
 def _arrays(case: Case, form: Callable) -> tuple[jax.ShapeDtypeStruct, ...]:
-  """Query, key and value; form(batch, tokens, heads, width) gives the order of the axes."""
+  """Returns query, key and value; form(batch, tokens, heads, width) orders the axes."""
   shapes = ((case.queries, case.heads, case.width), (case.keys, case.key_heads, case.width),
             (case.keys, case.key_heads, case.value_width))
   return tuple(jax.ShapeDtypeStruct(form(case.batch, *shape), jnp.dtype(case.dtype))
@@ -94,14 +94,14 @@ class _ComputedTileInputs(tile_inputs.TileInputs):
 
 
 def computed(visits: schedule.Schedule) -> Callable[[Any], tuple]:
-  """A function step -> (row, column, kinds, flags) that reads nothing.
+  """Returns a function step -> (row, column, kinds, flags) that computes a schedule.
 
   Args:
-    visits: of one line, on the host; the columns of a row are neighbors, and what a block shows
-      follows from its distance to the diagonal.
+    visits: numpy arrays of one list; the columns of a row are consecutive, and the tile kinds of a
+      block depend only on its distance to the diagonal.
 
   Raises:
-    ValueError: it is not so.
+    ValueError: the schedule is not of this form.
   """
   rows, columns, kinds, flags = (np.asarray(x)[0].astype(np.int64) for x in visits)
   steps = np.arange(len(rows))
@@ -142,7 +142,7 @@ def _jax_flash(program: Program):
   from jax.experimental.pallas.ops.tpu import flash_attention as library
   case, (block_q, block_kv, compute) = program.case, program.blocks
   _require(case.window is None and case.key_heads == case.heads and case.width == case.value_width,
-           "flash: no window, no groups of heads, one width")
+           "flash: without windows, grouped heads or two widths")
   sizes = library.BlockSizes(
       block_q, block_kv, compute, 1,
       block_q_major_dkv=block_q, block_k_major_dkv=block_kv, block_k_dkv=compute,
@@ -158,7 +158,7 @@ def _jax_splash(program: Program, *, fused: bool):
   from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as kinds
   case, (block_q, block_kv, compute) = program.case, program.blocks
   _require(case.window is None and case.key_heads == case.heads,
-           "splash: measured without windows and groups of heads")
+           "splash: measured without windows and grouped heads")
   sizes = library.BlockSizes(
       block_q, block_kv, compute, block_q, block_kv, compute,
       None if fused else block_q, None if fused else block_kv, use_fused_bwd_kernel=fused)
@@ -169,7 +169,7 @@ def _jax_splash(program: Program, *, fused: bool):
     here = i if next_i else j
     if not case.causal:
       return here, None, True, False
-    # Instead of a block that is skipped, the next one that runs is fetched, as in earnest.
+    # As in the original, the next block that runs is fetched in place of a skipped one.
     runs = j * block_kv <= i * block_q + (block_q - 1)
     after = jnp.where(runs, here, j * block_kv // block_q if next_i else 0)
     return after, None if m_next is None else 0, runs, m_next is None
