@@ -10,6 +10,7 @@ The rows are those of `attn_core.table`; limits are found by asking them about e
 
 import argparse
 import collections
+from collections.abc import Callable, Iterator
 import itertools
 from typing import NamedTuple
 
@@ -80,19 +81,19 @@ def missing() -> tuple[tuple[str, tuple[str, ...], str], ...]:
   return tuple(found)
 
 
-def _requests(feature: str | None):
+def _requests(feature: str | None) -> Iterator[capabilities.Request]:
   """Yields requests for one feature, or for none, of every dtype and width that go with it."""
   for dtype, width in itertools.product(DTYPES, WIDTHS):
     of_dtype = {dtype} & set(capabilities.FEATURES)
     if feature in DTYPES and feature != dtype:
       continue
     features = of_dtype | ({feature} if feature else set())
-    mask = jax.tree.structure(MASKS.get(feature, constructors.causal()))
+    mask = jax.tree.structure(MASKS.get(feature or "", constructors.causal()))
     shape = jax.ShapeDtypeStruct((1, LENGTH, 1, width), jnp.dtype(dtype))
-    yield capabilities.Request(dict.fromkeys(features, feature), shape, shape, shape, mask)
+    yield capabilities.Request(dict.fromkeys(features, feature or ""), shape, shape, shape, mask)
 
 
-def _refusals(implementation, feature: str | None) -> dict[tuple[str, int], str]:
+def _refusals(implementation: Implementation, feature: str | None) -> dict[tuple[str, int], str]:
   """Returns (dtype, width) -> why the limits refuse it with this feature."""
   reasons = {(request.dtype.name, request.widths[0]): implementation.limits(request)
              for request in _requests(feature)
@@ -100,7 +101,7 @@ def _refusals(implementation, feature: str | None) -> dict[tuple[str, int], str]
   return {where: reason for where, reason in reasons.items() if reason}
 
 
-def _mark(implementation, feature: str) -> str:
+def _mark(implementation: Implementation, feature: str) -> str:
   """Returns the mark of a feature: supported, refused, or refused for some requests only."""
   if feature not in implementation.features:
     return REFUSED
@@ -108,9 +109,9 @@ def _mark(implementation, feature: str) -> str:
   return LIMITED if more else SUPPORTED
 
 
-def _limits(implementation) -> tuple[str, ...]:
+def _limits(implementation: Implementation) -> tuple[str, ...]:
   """Returns every reason that the limits give, once."""
-  reasons = {}
+  reasons: dict[str, str] = {}
   for feature in (None, *capabilities.FEATURES):
     if feature is None or feature in implementation.features:
       for reason in _refusals(implementation, feature).values():
@@ -157,7 +158,7 @@ def _legend(marks: dict[str, str]) -> str:
           "precedence over that of all GPUs.")
 
 
-def _notes(quote) -> list[str]:
+def _notes(quote: Callable[[str], str]) -> list[str]:
   """Returns notes: limits, missing names, and the order in which `auto` tries names."""
   limits, absent = collections.defaultdict(list), collections.defaultdict(list)
   for row in rows():

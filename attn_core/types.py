@@ -10,6 +10,7 @@ Four kinds of values, never mixed: arrays (`Operands`, traced), what is computed
 (`BlockSizes`, static; it never changes the meaning).
 """
 
+from collections.abc import Callable
 import enum
 from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, TypeVar
 
@@ -28,6 +29,9 @@ Array = jax.Array
 Mode = Literal["__train__", "__prefill__", "__autoregressive__", "__insert__"]
 ArrayLayout = Literal["bthd", "bhtd", "thd"]
 SlidingWindow = int | tuple[int | None, int | None] | list[int | None] | None
+RingVariant = Literal["ring", "all_gather", "ulysses", "hybrid"]
+RingTransfer = Literal["collective", "remote"]
+TokenOrder = Literal["contiguous", "zigzag", "striped"]  # see `sharding.token_order`
 
 MODES = ("__train__", "__prefill__", "__autoregressive__", "__insert__")
 DECODE_MODES = ("__autoregressive__", "__insert__")
@@ -37,11 +41,11 @@ PLATFORMS = ("cpu", "gpu", "tpu")
 # Communication of context parallelism. "ring": keys and values go around a ring of devices;
 # "all_gather": every device gathers all keys and values; "ulysses": an all-to-all exchanges tokens
 # for heads (DeepSpeed-Ulysses); "hybrid": ulysses within groups of devices that form a ring.
-RING_VARIANTS = ("ring", "all_gather", "ulysses", "hybrid")
+RING_VARIANTS: tuple[RingVariant, ...] = ("ring", "all_gather", "ulysses", "hybrid")
 
 # "collective": collectives between the kernels, which the compiler overlaps with them; "remote":
 # the kernels send while they compute, on TPUs only.
-RING_TRANSFERS = ("collective", "remote")
+RING_TRANSFERS: tuple[RingTransfer, ...] = ("collective", "remote")
 
 # A finite stand-in for -inf where a difference of two of them must not become NaN.
 MASK_VALUE = -1e30
@@ -86,11 +90,10 @@ class BlockSizes(NamedTuple):
 class RingConfig(NamedTuple):
   """Sharding of a sequence over `OperationMetadata.sequence_axis_name` by mechanism `ring`."""
 
-  variant: str = "ring"  # one of RING_VARIANTS
-  # The order of the tokens of every array along T and S; one of `token_order.TOKEN_ORDERS`.
-  layout: str = "contiguous"
+  variant: RingVariant = "ring"
+  layout: TokenOrder = "contiguous"  # the order of the tokens of every array along T and S
   heads_axis_name: str | None = None  # hybrid only: the mesh axis of the all-to-all, the faster one
-  transfer: str = "collective"  # how keys and values move around a ring: one of RING_TRANSFERS
+  transfer: RingTransfer = "collective"  # how keys and values move around a ring
 
 
 class MaskOperands(NamedTuple):
@@ -131,6 +134,10 @@ class PagedOperands(NamedTuple):
   value: Array | None = None  # [T, K, E]
   # The device's stripe of the requests' pages, those of the tables and the cache; None: all pages.
   stripe: "Stripe | None" = None
+
+
+# Makes a tree like `Operands` of what stands for arrays: of shapes, or of PartitionSpecs.
+operands_like: Callable[..., Operands] = Operands
 
 
 class AttentionSpec(NamedTuple):
@@ -183,7 +190,10 @@ class AttentionOutput(NamedTuple):
   cache_view: "DenseCache | WindowCache | PagesV3 | None" = None
 
 
-def cdiv(numerator: int, denominator: int) -> int:
+Integer = TypeVar("Integer", int, Array)
+
+
+def cdiv(numerator: Integer, denominator: int) -> Integer:
   """Returns the quotient rounded up."""
   return -(-numerator // denominator)
 

@@ -107,7 +107,8 @@ def _backward_jvp(*args: jax.Array, call: _Call) -> tuple[jax.Array, ...]:
   kernel = call.kernel.differentiable or call.kernel
   d_residuals = kernel.tangent(operands, call.spec, call.block_sizes, Residuals(*residuals),
                                dict(zip(call.names, tangents)))
-  def backward(values, residuals, cotangents):
+  def backward(values: list[jax.Array], residuals: list[jax.Array],
+               cotangents: list[jax.Array]) -> tuple[jax.Array, ...]:
     varied = operands._replace(**dict(zip(call.names, values)))
     return kernel.backward(varied, call.spec, call.block_sizes, Residuals(*residuals),
                            Residuals(*cotangents), call.names)
@@ -123,7 +124,8 @@ def _tangent_jvp(*args: jax.Array, call: _Call) -> Residuals:
   kernel = call.kernel.differentiable or call.kernel
   d_residuals = kernel.tangent(operands, call.spec, call.block_sizes, Residuals(*residuals),
                                dict(zip(call.names, directions)))
-  def tangent(values, residuals, tangents):
+  def tangent(values: list[jax.Array], residuals: list[jax.Array],
+              tangents: list[jax.Array]) -> Residuals:
     varied = operands._replace(**dict(zip(call.names, values)))
     return kernel.tangent(varied, call.spec, call.block_sizes, Residuals(*residuals),
                           dict(zip(call.names, tangents)))

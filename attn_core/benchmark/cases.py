@@ -173,7 +173,9 @@ def mask(case: Case, ids: jax.Array | np.ndarray | None = None) -> mask_lib.Mask
   if case.queries != case.keys and found != constructors.full():
     found = constructors.offset(found, case.keys - case.queries)
   if case.documents > 1:
-    found = found & constructors.segments(segment_ids(case) if ids is None else ids)
+    ids = segment_ids(case) if ids is None else ids
+    assert ids is not None  # there are several documents
+    found = found & constructors.segments(ids)
   return found
 
 

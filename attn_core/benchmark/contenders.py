@@ -18,6 +18,7 @@ import numpy as np
 
 from attn_core import table
 from attn_core.dispatch import selection
+from attn_core.dispatch.capabilities import Implementation
 from attn_core.attention import attention
 from attn_core.benchmark import cases
 from attn_core.benchmark.cases import Case
@@ -84,7 +85,7 @@ def distinct_mechanisms(platform: str, capability: str | None = None) -> tuple[s
     capability: compute capability of the GPU; None: unknown, or not a GPU.
   """
   order = dict.fromkeys((*table.AUTO[platform], *table.names()))
-  found = {}
+  found: dict[Implementation, str] = {}
   for name in order:
     implementation = selection.find(table.RULES, name, selection.Target(platform, capability))
     if implementation is not None:
@@ -120,9 +121,10 @@ def peer_names(platform: str) -> tuple[str, ...]:
 def _known_peers(platform: str) -> list[Contender]:
   """All supported peers, importable or not."""
   chunked = "xla_chunked" if platform == "cpu" else None
-  compiled = [("jax.nn xla", "jax", functools.partial(_jax_nn, "xla")),
-              ("tokamax", "tokamax", functools.partial(tokamax_mechanism, chunked)),
-              ("ejkernel xla", "ejkernel", _ejkernel)]
+  compiled: list[tuple[str, str, Attend]] = [
+      ("jax.nn xla", "jax", functools.partial(_jax_nn, "xla")),
+      ("tokamax", "tokamax", functools.partial(tokamax_mechanism, chunked)),
+      ("ejkernel xla", "ejkernel", _ejkernel)]
   if platform == "gpu":
     compiled.append(("jax.nn cudnn", "jax", functools.partial(_jax_nn, "cudnn")))
   known = [Contender(name, functools.partial(_prepare, attend), package)
@@ -373,10 +375,10 @@ def _torch_device(torch: Any) -> str:
 
 def _to_torch(torch: Any, x: jax.Array) -> Tensor:
   """Converts an array to a tensor on the host."""
-  x = np.array(x)
-  if x.dtype == jnp.bfloat16:  # numpy lacks bfloat16, so torch takes the bits
-    return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
-  return torch.from_numpy(x)
+  host = np.array(x)
+  if host.dtype == jnp.bfloat16:  # numpy lacks bfloat16, so torch takes the bits
+    return torch.from_numpy(host.view(np.int16)).view(torch.bfloat16)
+  return torch.from_numpy(host)
 
 
 def _dense_on_host(case: Case) -> np.ndarray:

@@ -23,6 +23,7 @@ import jax
 from jax.typing import DTypeLike
 import jax.numpy as jnp
 
+from attn_core import checks
 from attn_core.caches import slots as slots_lib
 from attn_core.caches.slots import CacheView
 
@@ -66,7 +67,7 @@ def init(batch: int, slots: int, heads: tuple[int, ...], *,
 
 
 def append(cache: DenseCache, key: jax.Array, value: jax.Array,
-           lengths: jax.Array | None = None) -> DenseCache:
+           lengths: checks.Array | None = None) -> DenseCache:
   """Appends new tokens to each row.
 
   Args:

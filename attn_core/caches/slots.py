@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Row slots shared by dense and window caches: creation, checks and writes."""
 
-from typing import Any, Callable, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jax
 from jax.typing import DTypeLike
@@ -12,10 +13,13 @@ import numpy as np
 from attn_core import checks
 from attn_core.caches import quantize
 
+if TYPE_CHECKING:  # for annotations only: these modules import this one
+  from attn_core.caches.dense import DenseCache
+  from attn_core.caches.window import WindowCache
+
 STORED = ("key", "value", "key_scale", "value_scale")  # fields with an entry per slot
 
-
-Cache = Any  # a DenseCache or a WindowCache; these modules import this one
+Cache = TypeVar("Cache", "DenseCache", "WindowCache")
 
 
 class CacheView(NamedTuple):
@@ -30,7 +34,7 @@ class CacheView(NamedTuple):
   value_scale: jax.Array | None = None
 
 
-def empty(kind: type, batch: int, slots: int, heads: tuple[int, ...], *,
+def empty(kind: type[Cache], batch: int, slots: int, heads: tuple[int, ...], *,
           dtype: DTypeLike) -> Cache:
   """Creates an empty cache.
 
@@ -54,25 +58,26 @@ def empty(kind: type, batch: int, slots: int, heads: tuple[int, ...], *,
                      (batch, slots, *heads)))
   for name, number in numbers.items():
     checks.integer(name, number, "an int >= 1", lambda x: x >= 1)
-  shape = (batch, slots, heads[0])
+  shape: tuple[int, int, int] = (batch, slots, heads[0])
   scale = lambda: jnp.zeros(shape, jnp.float32) if quantize.is_quantized(dtype) else None
   row = lambda: jnp.zeros((batch,), jnp.int32)
   return kind(jnp.zeros((*shape, heads[1]), dtype), jnp.zeros((*shape, heads[-1]), dtype),
               row(), row(), jnp.zeros((batch,), bool), scale(), scale())
 
 
-def empty_like(cache: Cache, kind: type, batch: int, slots: int) -> Cache:
+def empty_like(cache: "DenseCache | WindowCache", kind: type[Cache], batch: int,
+               slots: int) -> Cache:
   """Creates an empty cache of other sizes with the heads, widths and dtype of `cache`."""
   heads = (cache.key.shape[2], cache.key.shape[3], cache.value.shape[3])
   return empty(kind, batch, slots, heads, dtype=cache.key.dtype)
 
 
-def check_kind(cache: Any, kind: type, argument: str = "cache") -> None:
+def check_kind(cache: object, kind: type, argument: str = "cache") -> None:
   """Raises ValueError unless the cache is a `kind`: DenseCache or WindowCache."""
   checks.require(isinstance(cache, kind), argument, type(cache).__name__, f"a {kind.__name__}")
 
 
-def check_tokens(cache: Cache, key: jax.Array, value: jax.Array) -> None:
+def check_tokens(cache: "DenseCache | WindowCache", key: jax.Array, value: jax.Array) -> None:
   """Checks that new keys [B, T, K, D] and values [B, T, K, E] fit the cache.
 
   Raises:
@@ -88,19 +93,19 @@ def check_tokens(cache: Cache, key: jax.Array, value: jax.Array) -> None:
                    f"cache of {checks.describe(stored)}")
 
 
-def check_rows(name: str, x: Any, rows: int) -> None:
+def check_rows(name: str, x: object, rows: int) -> None:
   """Checks that `x` is int32 [rows].
 
   Raises:
     ValueError: another type, shape or dtype.
   """
   expected = f"int32 [{rows}], one number per row"
-  checks.array(name, x, expected)
-  checks.require(x.shape == (rows,) and jnp.issubdtype(x.dtype, jnp.integer), name,
-                 checks.describe(x), expected)
+  given = checks.array(name, x, expected)
+  checks.require(given.shape == (rows,) and jnp.issubdtype(given.dtype, jnp.integer), name,
+                 checks.describe(given), expected)
 
 
-def counts(lengths: Any, batch: int, tokens: int) -> Any:
+def counts(lengths: checks.Array | None, batch: int, tokens: int) -> checks.Array:
   """The number of valid new tokens of each row: int32 [B].
 
   Raises:
@@ -114,19 +119,20 @@ def counts(lengths: Any, batch: int, tokens: int) -> Any:
   return checks.int32("lengths", lengths, f"int32 [{batch}]")
 
 
-def check_concrete(argument: str, arrays: Any, bad: Callable[..., Any], expected: str) -> None:
+def check_concrete(argument: str, arrays: Sequence[checks.Array], bad: Callable[..., Any],
+                   expected: str) -> None:
   """Raises ValueError where bad(*arrays) is true, if the arrays are concrete (outside of jit)."""
   if not any(isinstance(x, jax.core.Tracer) for x in arrays):
-    arrays = [np.asarray(x) for x in arrays]  # jax operations might be traced
-    rows = np.flatnonzero(bad(*arrays)).tolist()
-    got = " and ".join(str(x.tolist()) for x in arrays)
+    known = [np.asarray(x) for x in arrays]  # jax operations might be traced
+    rows = np.flatnonzero(bad(*known)).tolist()
+    got = " and ".join(str(x.tolist()) for x in known)
     checks.require(not rows, argument, f"{got} (see rows {rows})", expected)
 
 
 def write_tokens(cache: Cache, key: jax.Array, value: jax.Array,
                  write: Callable[[jax.Array, jax.Array], jax.Array]) -> Cache:
   """Applies write(array, new) to the keys, values and scales of a cache."""
-  fields = {}
+  fields: dict[str, Any] = {}
   for name, x in (("key", key), ("value", value)):
     stored = getattr(cache, name)
     if quantize.is_quantized(stored.dtype):
@@ -145,7 +151,7 @@ def write_slots(array: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array
   return jax.vmap(lambda row, x, index: row.at[index].set(x, mode="drop"))(array, new, slots)
 
 
-def insert(cache: Cache, slots: Any, prefilled: Cache) -> Cache:
+def insert(cache: Cache, slots: checks.Array, prefilled: Cache) -> Cache:
   """Implements `dense.insert` and `window.insert`; window caches must have the same window.
 
   Raises:
@@ -164,14 +170,14 @@ def insert(cache: Cache, slots: Any, prefilled: Cache) -> Cache:
   is_absent = lambda slots: (slots < 0) | (slots >= batch)
   check_concrete("slots", (slots,), is_absent, f"rows of the cache, 0 to {batch - 1}")
   check_concrete("slots", (slots,), lambda x: (x == x[:, None]).sum(0) > 1, "different rows")
-  slots = checks.int32("slots", slots, f"int32 [{requests}]")
-  absent = is_absent(slots)
-  slots = jnp.where(absent, batch, slots)
-  claims = jnp.zeros((batch,), jnp.int32).at[slots].add(1, mode="drop")
+  given = checks.int32("slots", slots, f"int32 [{requests}]")
+  absent = is_absent(given)
+  rows = jnp.where(absent, batch, given)
+  claims = jnp.zeros((batch,), jnp.int32).at[rows].add(1, mode="drop")
   length = prefilled.key.shape[1]
-  fields = {name: getattr(cache, name).at[slots, :length].set(
+  fields: dict[str, Any] = {name: getattr(cache, name).at[rows, :length].set(
       getattr(prefilled, name), mode="drop") for name in STORED if getattr(cache, name) is not None}
   for name in ("starts", "lengths", "overflow"):
-    fields[name] = getattr(cache, name).at[slots].set(getattr(prefilled, name), mode="drop")
+    fields[name] = getattr(cache, name).at[rows].set(getattr(prefilled, name), mode="drop")
   fields["overflow"] = fields["overflow"] | (claims > 1) | absent.any()
   return cache._replace(**fields)

@@ -5,43 +5,51 @@
 T is the number of new tokens of a row, S that of the keys to attend to.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from attn_core import checks
 from attn_core.caches import dense, quantize, slots as slots_lib, window
 from attn_core.caches.dense import DenseCache
+from attn_core.caches.slots import CacheView
 from attn_core.caches.window import WindowCache
 from attn_core.masks import constructors, leaves, mask as mask_lib, materialize
 from attn_core.masks.info import MaskInfo
+from attn_core.types import Mode, SlidingWindow
 
-MODULES = {DenseCache: dense, WindowCache: window}
+AnyCache = DenseCache | WindowCache
 MODES = ("__prefill__", "__autoregressive__", "__insert__")
 
 
 class CacheMetadata(NamedTuple):
   """Metadata of the new tokens of one step."""
 
-  lengths: Any = None  # int32 [B]: number of valid tokens among the T of each row; None: all
-  starts: Any = None  # int32 [B]: first position of each row that is not padding; None: unchanged
-  slots: Any = None  # int32 [num_requests], mode "__insert__" only: the rows that they replace
+  # int32 [B]: number of valid tokens among the T of each row; None: all
+  lengths: checks.Array | None = None
+  # int32 [B]: first position of each row that is not padding; None: unchanged
+  starts: checks.Array | None = None
+  # int32 [num_requests], mode "__insert__" only: the rows that they replace
+  slots: checks.Array | None = None
 
 
 class Step(NamedTuple):
   """Keys, values and mask of a call with a cache, and the updated cache."""
 
-  key: Any  # [B, S, K, D] as stored
-  value: Any  # [B, S, K, E]
-  key_scale: Any  # float32 [B, S, K], scales of 8-bit keys, or None
-  value_scale: Any
+  key: jax.Array  # [B, S, K, D] as stored
+  value: jax.Array  # [B, S, K, E]
+  key_scale: jax.Array | None  # float32 [B, S, K], scales of 8-bit keys, or None
+  value_scale: jax.Array | None
   mask_info: MaskInfo  # positions of queries and keys; padding and empty slots are hidden
-  cache: Any  # after the step
-  overflow: Any  # bool [B]: rows whose tokens could not be written; their output becomes NaN
+  cache: AnyCache  # after the step
+  overflow: jax.Array  # bool [B]: rows whose tokens could not be written; their output becomes NaN
 
 
-def update_cache(tokens, cache, metadata: CacheMetadata | None, mode: str,
-                 reach: int | None) -> Step:
+def update_cache(tokens: tuple[jax.Array, jax.Array] | int, cache: AnyCache,
+                 metadata: CacheMetadata | None, mode: str | None, reach: int | None) -> Step:
   """Writes new tokens to a cache and returns what their queries attend to.
 
   Args:
@@ -58,7 +66,7 @@ def update_cache(tokens, cache, metadata: CacheMetadata | None, mode: str,
       the cache's module.
   """
   metadata = CacheMetadata() if metadata is None else metadata
-  checks.require(type(cache) in MODULES, "cache_view", type(cache).__name__,
+  checks.require(isinstance(cache, AnyCache), "cache_view", type(cache).__name__,
                  "a DenseCache or a WindowCache")
   checks.require(isinstance(metadata, CacheMetadata), "cache_metadata", type(metadata).__name__,
                  "a CacheMetadata or None")
@@ -82,13 +90,20 @@ def update_cache(tokens, cache, metadata: CacheMetadata | None, mode: str,
   return _append(tokens, cache, metadata, reach)
 
 
-def _starts(metadata: CacheMetadata):
+def _view(cache: AnyCache) -> CacheView:
+  return dense.view(cache) if isinstance(cache, DenseCache) else window.view(cache)
+
+
+def _starts(metadata: CacheMetadata) -> jax.Array:
   return jnp.asarray(checks.int32("cache_metadata.starts", metadata.starts, "int32 [B]"))
 
 
-def _insert(tokens, cache, metadata) -> Step:
-  checks.require(not isinstance(tokens, int), "key and value", "None in mode '__insert__'",
-                 "the keys and values of the requests")
+def _insert(tokens: tuple[jax.Array, jax.Array] | int, cache: AnyCache,
+            metadata: CacheMetadata) -> Step:
+  if isinstance(tokens, int):
+    raise ValueError("key and value: got None in mode '__insert__'; expected the keys and values "
+                     "of the requests")
+  assert metadata.slots is not None
   rows, length = tokens[0].shape[:2]
   prefilled = slots_lib.empty_like(cache, DenseCache, rows, length)
   if metadata.starts is not None:
@@ -96,21 +111,24 @@ def _insert(tokens, cache, metadata) -> Step:
     prefilled = prefilled._replace(starts=_starts(metadata))
   prefilled = dense.append(prefilled, *tokens, metadata.lengths)
   seen = dense.view(prefilled)
-  rows_of_cache = prefilled
   if isinstance(cache, WindowCache):
-    rows_of_cache = window.from_dense(prefilled, cache.key.shape[1])
-  cache = slots_lib.insert(cache, metadata.slots, rows_of_cache)
+    cache = slots_lib.insert(
+        cache, metadata.slots, window.from_dense(prefilled, cache.key.shape[1]))
+  else:
+    cache = slots_lib.insert(cache, metadata.slots, prefilled)
   slots = jnp.asarray(metadata.slots)
   overflow = prefilled.overflow | cache.overflow[jnp.clip(slots, 0, cache.overflow.shape[0] - 1)]
   return _step(seen, seen.lengths, jnp.zeros_like(seen.lengths), length, cache, overflow)
 
 
-def _append(tokens, cache, metadata, reach) -> Step:
-  module, length = MODULES[type(cache)], tokens[0].shape[1]
-  before = module.view(cache)
-  after = module.append(cache, *tokens, metadata.lengths)
-  seen = module.view(after)
-  if isinstance(cache, WindowCache) and cache.key.shape[1] < reach + length:
+def _append(tokens: tuple[jax.Array, jax.Array], cache: AnyCache, metadata: CacheMetadata,
+            reach: int | None) -> Step:
+  length = tokens[0].shape[1]
+  before = _view(cache)
+  after = (dense.append(cache, *tokens, metadata.lengths) if isinstance(cache, DenseCache)
+           else window.append(cache, *tokens, metadata.lengths))
+  seen = _view(after)
+  if isinstance(cache, WindowCache) and reach is not None and cache.key.shape[1] < reach + length:
     # The last new tokens overwrite keys that the first new queries still see.
     chunk = slots_lib.empty_like(cache, DenseCache, cache.lengths.shape[0], length)
     new = dense.view(dense.append(chunk, *tokens, metadata.lengths))
@@ -119,25 +137,27 @@ def _append(tokens, cache, metadata, reach) -> Step:
         (new.positions < 0) | (position < cache.starts[:, None]), -1, position))
     join = lambda x, y: None if x is None else jnp.concatenate([x, y], 1)
     fields = (*slots_lib.STORED, "positions")
-    seen = seen._replace(**{name: join(getattr(before, name), getattr(new, name))
-                            for name in fields})
+    joined: dict[str, Any] = {
+        name: join(getattr(before, name), getattr(new, name)) for name in fields}
+    seen = seen._replace(**joined)
   return _step(seen, after.lengths, before.lengths, length, after, after.overflow)
 
 
-def _read(length: int, cache, metadata, reach) -> Step:
+def _read(length: int, cache: AnyCache, metadata: CacheMetadata, reach: int | None) -> Step:
   checks.require(metadata.lengths is None, "cache_metadata.lengths", "lengths without new tokens",
                  "None where key and value are None")
   if isinstance(cache, WindowCache):
     slots = cache.key.shape[1]
-    checks.require(reach + length <= slots, "query", f"{length} tokens with a window of {reach} "
-                   "to the left", f"together at most the {slots} slots of the window cache, where "
-                   "key and value are None")
+    checks.require(reach is not None and reach + length <= slots, "query",
+                   f"{length} tokens with a window of {reach} to the left",
+                   f"together at most the {slots} slots of the window cache, where key and value "
+                   "are None")
   first = cache.lengths - length
-  return _step(MODULES[type(cache)].view(cache), cache.lengths, first, length, cache,
-               cache.overflow)
+  return _step(_view(cache), cache.lengths, first, length, cache, cache.overflow)
 
 
-def _step(seen, ends, first, length, cache, overflow) -> Step:
+def _step(seen: CacheView, ends: jax.Array, first: jax.Array, length: int, cache: AnyCache,
+          overflow: jax.Array) -> Step:
   """Returns the step of queries at first..first + length - 1, valid in starts..ends - 1."""
   position = first[:, None] + jnp.arange(length, dtype=jnp.int32)
   counts = (position < ends[:, None]) & (position >= jnp.maximum(seen.starts[:, None], 0))
@@ -146,7 +166,8 @@ def _step(seen, ends, first, length, cache, overflow) -> Step:
   return Step(seen.key, seen.value, seen.key_scale, seen.value_scale, info, cache, overflow)
 
 
-def check_masks_with_cache(cache, mode: str, info: MaskInfo, mask=None) -> None:
+def check_masks_with_cache(cache: AnyCache, mode: str | None, info: MaskInfo,
+                           mask: mask_lib.Mask | ArrayLike | None = None) -> None:
   """Checks that the masks of a call are compatible with its cache.
 
   Segment ids and positions come from the cache. With a sliding-window cache, masks must read
@@ -177,23 +198,28 @@ def check_masks_with_cache(cache, mode: str, info: MaskInfo, mask=None) -> None:
         by_length = isinstance(node, leaves.Lengths) and node.key_lengths is not None
         checks.require(not by_length and (array is None or array.shape[3] == 1), name,
                        f"{type(node).__name__} with a WindowCache", cure)
-    elif x is not None and getattr(x, "ndim", 0):
-      checks.require(x.shape[-1] == 1, name, f"{checks.describe(x)} with a WindowCache", cure)
+    else:
+      shape = getattr(x, "shape", ())
+      checks.require(not shape or shape[-1] == 1, name,
+                     f"{checks.describe(x)} with a WindowCache", cure)
 
 
 class Concatenated(NamedTuple):
   """Results of `concatenate`, in the documented order."""
 
-  key: Any  # [B, S, K, D]
-  value: Any  # [B, S, K, E]
-  attention_mask: Any  # bool [B, H, T, S], True = visible
-  init_attention_bias: Any  # () -> float [B, H, T, S], 0 where visible, else the dtype's least
-  cache_view: Any  # the updated cache, or None
-  cache_metadata: Any  # as given
+  key: jax.Array  # [B, S, K, D]
+  value: jax.Array  # [B, S, K, E]
+  attention_mask: jax.Array  # bool [B, H, T, S], True = visible
+  # () -> float [B, H, T, S], 0 where visible, else the dtype's least
+  init_attention_bias: Callable[[], jax.Array]
+  cache_view: AnyCache | None  # the updated cache, or None
+  cache_metadata: CacheMetadata | None  # as given
 
 
-def concatenate(*, query, key, value, mask_info=None, mode=None, cache_view=None,
-                cache_metadata=None, sliding_window=None) -> Concatenated:
+def concatenate(*, query: jax.Array, key: jax.Array, value: jax.Array,
+                mask_info: MaskInfo | None = None, mode: Mode | None = None,
+                cache_view: AnyCache | None = None, cache_metadata: CacheMetadata | None = None,
+                sliding_window: SlidingWindow = None) -> Concatenated:
   """Writes new tokens to a cache, and merges all masks of a causal call into one array.
 
   For models that compute attention themselves; `attention(..., cache_view=...)` does all of it
@@ -222,7 +248,7 @@ def concatenate(*, query, key, value, mask_info=None, mode=None, cache_view=None
     step = update_cache((key, value), cache_view, cache_metadata, mode, sides[0])
     info = step.mask_info._replace(attention_mask=info.attention_mask)
     cache_view, key, value = step.cache, step.key, step.value
-    if step.key_scale is not None:
+    if step.key_scale is not None and step.value_scale is not None:
       key, key_scale, value, value_scale = quantize.constant(
           (key, step.key_scale, value, step.value_scale), "cache_view")
       key = quantize.dequantize(key, key_scale, query.dtype)

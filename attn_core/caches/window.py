@@ -13,7 +13,7 @@ so tokens are overwritten once no later query attends to them. The functions are
 Array([[4, 5, 2, 3]], dtype=int32)
 """
 
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax.typing import DTypeLike
@@ -78,7 +78,7 @@ def insert(cache: WindowCache, slots: jax.Array, prefilled: WindowCache) -> Wind
 
 
 def append(cache: WindowCache, key: jax.Array, value: jax.Array,
-           lengths: jax.Array | None = None) -> WindowCache:
+           lengths: checks.Array | None = None) -> WindowCache:
   """Appends new tokens to each row, over its oldest ones. T may exceed the window.
 
   Args:
@@ -158,7 +158,7 @@ def to_dense(cache: WindowCache, slots: int) -> dense.DenseCache:
 
 def _gather(source: dense.DenseCache | WindowCache, target: Cache, slots: jax.Array) -> Cache:
   """Fills `target` from the slots [B, target slots] of `source`; -1 gives zeros."""
-  fields = {}
+  fields: dict[str, Any] = {}
   for name in slots_lib.STORED:
     x = getattr(source, name)
     if x is not None:

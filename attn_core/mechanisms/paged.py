@@ -7,7 +7,6 @@ the results are combined as those of `decode` are.
 """
 
 import functools
-from typing import Callable
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,7 @@ from attn_core.sharding import lse_combine, paged as shard_paged
 from attn_core.sharding.placement import Placement
 from attn_core.types import AttentionOutput, BlockSizes, Call, PagedOperands, PagedSpec
 
-Forward = Callable[[PagedOperands, PagedSpec, layouts.Heads, BlockSizes], Residuals]
+Forward = autodiff_paged.PagedForwardFn
 
 
 def xla(call: Call) -> AttentionOutput:
@@ -92,9 +91,10 @@ def _local(forward: Forward, call: Call, writes: bool, operands: PagedOperands) 
   cache, metadata, tokens = operands.cache, operands.metadata, operands.query.shape[0]
   key_heads, width, value_width = layouts.heads_of(cache)
   if writes:
+    assert operands.key is not None and operands.value is not None
     key_heads = operands.key.shape[1]
     cache = ops.append(cache, operands.key, operands.value,
-                         request_groups.slots(cache, metadata, tokens, operands.stripe))
+                       request_groups.slots(cache, metadata, tokens, operands.stripe))
   if isinstance(cache, layouts.PagesV3):
     width = value_width = operands.query.shape[2]
 
@@ -116,9 +116,11 @@ def _local(forward: Forward, call: Call, writes: bool, operands: PagedOperands) 
     out, lse = (x.reshape(tokens, *x.shape[2:]) for x in found)
   out, lse = out[None], lse.astype(jnp.promote_types(lse.dtype, jnp.float32))[..., 0].T[None]
   if operands.stripe is not None:
+    assert call.placement is not None
     out, lse = lse_combine.combine(out, lse, call.placement.keys)
-  return AttentionOutput(out, lse=lse if call.return_lse else None,
-                         cache_view=cache if writes else None)
+  return AttentionOutput(
+      out, lse=lse if call.return_lse else None,
+      cache_view=cache if writes and isinstance(cache, layouts.PagesV3) else None)
 
 
 def _of_device(operands: PagedOperands, placement: Placement | None) -> PagedOperands:
@@ -129,6 +131,7 @@ def _of_device(operands: PagedOperands, placement: Placement | None) -> PagedOpe
   if placement is None or not placement.keys:
     return operands
   axes = placement.keys
+  assert own is not None  # keys are sharded by their stripes only
   return operands._replace(
       sinks=lse_combine.sinks_on_first_device(operands.sinks, axes), stripe=Stripe(*map(jnp.int32, (
           jax.lax.axis_index(axes), placement.size(axes), own * layouts.page_size(cache)))))

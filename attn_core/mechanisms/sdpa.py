@@ -9,7 +9,7 @@ to JAX by its parameters, so that cuDNN needs no memory for it; any other is a b
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Callable, Literal, NamedTuple, NoReturn, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,10 @@ from attn_core.kernels.common import dense_operands, nonfinite
 from attn_core.masks import banded as banded_lib, materialize
 from attn_core.sharding import shard_map
 from attn_core.types import AttentionOutput, AttentionSpec, Call, Operands
+
+
+_BackEnd = Literal["xla", "cudnn"]
+_Arrays = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]  # query, key, value and bias
 
 
 def xla(call: Call) -> AttentionOutput:
@@ -30,7 +34,7 @@ def cudnn(call: Call) -> AttentionOutput:
   return _sharded("cudnn", call)
 
 
-def _sharded(implementation: str, call: Call) -> AttentionOutput:
+def _sharded(implementation: _BackEnd, call: Call) -> AttentionOutput:
   return shard_map.sharded(functools.partial(_local, implementation, call), call)
 
 
@@ -42,12 +46,13 @@ class _Masking(NamedTuple):
   sees_nonfinite: jax.Array  # bool [B, H, T or 1]: queries that see a key that is not finite
 
 
-def _local(implementation: str, call: Call, operands: Operands) -> AttentionOutput:
+def _local(implementation: _BackEnd, call: Call, operands: Operands) -> AttentionOutput:
   spec = call.spec
   queries, keys = operands.query.shape[1], operands.key.shape[1]
   form = banded_lib.from_structure(spec.mask, queries, keys, has_bias=operands.bias is not None)
   if form is not None:
     form = banded_lib.from_mask(dense_operands.mask_of(operands, spec), queries, keys)
+    assert form is not None  # it depends on the structure of the mask
     operands = _without_padding(operands, form)
   key, value, finite = nonfinite.mask_nonfinite_pairs(operands.key, operands.value)
   group = operands.query.shape[2] // key.shape[2]
@@ -56,13 +61,15 @@ def _local(implementation: str, call: Call, operands: Operands) -> AttentionOutp
              else _of_band(operands, form, ~finite))
   bias, lowered = operands.bias, None
   if bias is not None:
-    bias, lowered, hidden = _raised_bias(operands, spec)
+    bias, lowered, hidden = _raised_bias(bias, operands, spec)
     hidden = hidden & ~masking.sees_nonfinite
     masking = masking._replace(empty=hidden if masking.empty is None else masking.empty | hidden)
-  arrays = [operands.query, key, value, bias]
+  arrays = operands.query, key, value, bias
   if implementation == "cudnn":
     arrays, masking = _for_cudnn(arrays, masking)
-  result = jax.nn.dot_product_attention(
+  # Its overloads do not describe flags that are not literals.
+  attend: Callable[..., Any] = jax.nn.dot_product_attention
+  result = attend(
       *arrays, **masking.arguments, scale=spec.softmax_scale, implementation=implementation,
       return_residual=call.return_lse)
   out, lse = result if call.return_lse else (result, None)
@@ -97,7 +104,7 @@ def _of_dense(operands: Operands, spec: AttentionSpec, bad: jax.Array) -> _Maski
 
 def _of_band(operands: Operands, form: banded_lib.Band, bad: jax.Array) -> _Masking:
   """Returns a band; `bad` [B, H, S]: keys before the lengths that are not finite."""
-  arguments = dict(is_causal=form.causal)
+  arguments: dict[str, Any] = dict(is_causal=form.causal)
   if form.left is not None:
     arguments["local_window_size"] = (form.left, 0)
   batch, length = operands.query.shape[:2]
@@ -152,7 +159,7 @@ def _band_sees_any(bad: jax.Array, form: banded_lib.Band, length: int) -> jax.Ar
 _LOW_BIAS = -1e4
 
 
-def _raised_bias(operands: Operands,
+def _raised_bias(bias: jax.Array, operands: Operands,
                  spec: AttentionSpec) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Returns the bias minus a constant for each query, which does not change the softmax.
 
@@ -165,11 +172,11 @@ def _raised_bias(operands: Operands,
   visible = materialize.visible(spec.mask, operands.mask, shape)
   visible = jnp.broadcast_to(visible, (*visible.shape[:2], *shape[2:]))
   # The numbers are constants to a derivative, as they change nothing.
-  max_bias = jnp.where(visible, jax.lax.stop_gradient(operands.bias), -jnp.inf).max(-1)
+  max_bias = jnp.where(visible, jax.lax.stop_gradient(bias), -jnp.inf).max(-1)
   hidden = max_bias == -jnp.inf
   subtracted = jnp.where((max_bias < _LOW_BIAS) & ~hidden, max_bias, 0)
-  bias = jnp.where(visible & ~hidden[..., None], operands.bias - subtracted[..., None], 0)
-  return bias, subtracted, hidden
+  raised = jnp.where(visible & ~hidden[..., None], bias - subtracted[..., None], 0)
+  return raised, subtracted, hidden
 
 
 # --- Requirements of JAX's path to cuDNN. --------------------------------------------------------
@@ -177,8 +184,7 @@ def _raised_bias(operands: Operands,
 _LENGTHS = ("query_seq_lengths", "key_value_seq_lengths")
 
 
-def _for_cudnn(arrays: list[jax.Array | None],
-               masking: _Masking) -> tuple[list[jax.Array | None], _Masking]:
+def _for_cudnn(arrays: _Arrays, masking: _Masking) -> tuple[_Arrays, _Masking]:
   """Returns query, key, value and bias, and the masking, as cuDNN takes them.
 
   Under vmap, jax 0.10.2 accepts these only if all or none are mapped, computes a wrong gradient of
@@ -213,8 +219,8 @@ def _for_cudnn(arrays: list[jax.Array | None],
   # This also maps the output and its cotangent.
   masking = masking._replace(
       arguments=arguments, sees_nonfinite=masking.sees_nonfinite | (zero != 0))
-  return [None if x is None else x + zero.astype(x.dtype)
-          for x in (query, key, value, bias)], masking
+  query, key, value = (x + zero.astype(x.dtype) for x in (query, key, value))
+  return (query, key, value, None if bias is None else bias + zero.astype(bias.dtype)), masking
 
 
 @jax.custom_batching.custom_vmap
@@ -224,7 +230,7 @@ def _not_mapped(mask: jax.Array) -> jax.Array:
 
 
 @_not_mapped.def_vmap
-def _raise_if_mapped(size, mapped, mask):
+def _raise_if_mapped(size: int, mapped: list[bool], mask: jax.Array) -> NoReturn:
   raise NotImplementedError(
       f"a mask of shape {mask.shape[1:]}, shared by the batch, mapped by jax.vmap {size} "
       "times: JAX's path to cuDNN maps only masks with a row for each batch row; give `mask` the "
@@ -232,13 +238,14 @@ def _raise_if_mapped(size, mapped, mask):
 
 
 @jax.custom_jvp
-def _even_lengths(*arrays):
-  """Returns `arrays`; raises if they are differentiated."""
-  return arrays
+def _even_lengths(query: jax.Array, key: jax.Array, value: jax.Array,
+                  bias: jax.Array | None) -> _Arrays:
+  """Returns its arguments; raises if they are differentiated."""
+  return query, key, value, bias
 
 
 @_even_lengths.defjvp
-def _raise_if_odd(primals, tangents):
+def _raise_if_odd(primals: Sequence[Any], tangents: Sequence[Any]) -> NoReturn:
   raise NotImplementedError(
       f"queries of shape {primals[0].shape} and keys of shape {primals[1].shape} under "
       "differentiation: cuDNN's gradients are taken for even numbers of both only, as JAX takes "
@@ -247,14 +254,14 @@ def _raise_if_odd(primals, tangents):
 
 
 @jax.custom_jvp
-def _not_differentiable(lse, *operands):
+def _not_differentiable(lse: jax.Array, *operands: jax.Array | None) -> jax.Array:
   """Returns `lse`, without a tangent; raises if operands it depends on are differentiated."""
   del operands
   return lse
 
 
 @_not_differentiable.defjvp
-def _raise_if_differentiated(primals, tangents):
+def _raise_if_differentiated(primals: Sequence[Any], tangents: Sequence[Any]) -> NoReturn:
   raise NotImplementedError(
       "return_lse=True under differentiation: jax.nn.dot_product_attention, behind the mechanisms "
       "'sdpa' and 'cudnn', drops the lse's cotangent, so its gradient would be wrong; use "

@@ -43,14 +43,16 @@ def report(device_kind: str, shapes: Shapes, mask: masks.Mask, count: int, every
     found = [each for each in plan.predictions if each.variant == variant]
     possible = [each for each in found if not each.impossible]
     if not possible:
-      lines.append(f"  {variant}: impossible, {found[0].impossible.partition(': ')[2]}")
+      lines.append(f"  {variant}: impossible, {str(found[0].impossible).partition(': ')[2]}")
       continue
-    for each in possible if every else [min(possible, key=lambda each: each.seconds)]:
+    for each in possible if every else [context_parallel.fastest(possible)]:
       lines.append(("* " if each == plan.recommended else "  ") + _row(each))
   return "\n".join(lines)
 
 
 def _row(p: Prediction) -> str:
+  assert (p.link_bytes is not None and p.flops is not None and p.compute_seconds is not None
+          and p.link_seconds is not None and p.seconds is not None)
   return _line(f"{p.variant} {p.layout}", f"{p.members} x {p.group}", f"{p.link_bytes / 1e9:.3g}",
                f"{p.flops / 1e12:.4g}", f"{p.imbalance:.3f}", f"{p.compute_seconds * 1e3:.4g}",
                f"{p.link_seconds * 1e3:.4g}", f"{p.seconds * 1e3:.4g}")
@@ -73,7 +75,7 @@ def main() -> None:
     parser.error(f"--window: got {chosen.window}; expected tokens, 0 or more; without it, all")
   mask = masks.causal() & (masks.full() if chosen.window is None else
                            masks.window(chosen.window, 0))
-  print(__doc__.strip().splitlines()[-1], "\n", inspect.getdoc(context_parallel), sep="")
+  print((__doc__ or "").strip().splitlines()[-1], "\n", inspect.getdoc(context_parallel), sep="")
   print("\n  ", _line(*HEADER), sep="")
   for count in DEVICES_ALONG:
     for tokens in TOKENS:

@@ -30,8 +30,8 @@ from attn_core.config.metadata import OperationMetadata
 from attn_core.plan import peaks, traffic, work
 from attn_core.sharding import (context_parallel as sequences, placement as placement_lib,
                                 token_order)
-from attn_core.sharding.context_parallel import Sequence
-from attn_core.types import RING_VARIANTS, BlockSizes, RingConfig
+from attn_core.sharding.context_parallel import AnyMesh, Sequence
+from attn_core.types import RING_VARIANTS, BlockSizes, RingConfig, RingVariant, TokenOrder
 
 BLOCK = 512  # tokens
 MASK_BYTES = 4  # of a number per query or key
@@ -52,13 +52,22 @@ class Shapes(NamedTuple):
   dtype: str = "bfloat16"
 
 
+class Way(NamedTuple):
+  """One way to spread the sequence."""
+
+  variant: RingVariant
+  layout: TokenOrder
+  members: int  # among whom keys travel
+  group: int  # devices that exchange heads
+
+
 class Prediction(NamedTuple):
   """One way to spread the sequence; what follows `impossible` is None where that says why."""
 
-  variant: str  # one of types.RING_VARIANTS
-  layout: str  # one of token_order.TOKEN_ORDERS
-  members: int | None  # among whom keys travel
-  group: int | None  # devices that exchange heads
+  variant: RingVariant
+  layout: TokenOrder
+  members: int  # among whom keys travel
+  group: int  # devices that exchange heads
   impossible: str | None = None
   collectives: tuple[traffic.Collective, ...] | None = None  # a kind each
   # Through the busiest link in one direction, one operation after the other: of the hybrid those
@@ -79,8 +88,8 @@ class ContextParallelPlan(NamedTuple):
 
 
 def plan_context_parallel(
-    shapes: Shapes, mask: mask_lib.Mask, mesh, device_kind: str, *, sequence_axis_name: str = "sp",
-    heads_axis_name: str | None = None, backward: bool = True,
+    shapes: Shapes, mask: mask_lib.Mask, mesh: AnyMesh, device_kind: str, *,
+    sequence_axis_name: str = "sp", heads_axis_name: str | None = None, backward: bool = True,
     block_sizes: BlockSizes = BlockSizes()) -> ContextParallelPlan:
   """Predicts every variant of `ring` in every layout; see the formulas above and in `traffic`.
 
@@ -104,34 +113,42 @@ def plan_context_parallel(
       that are no attention or no blocks, or arrays of the mask that do not fit them.
   """
   device = peaks.find(device_kind)
-  sizes = tuple(_sequence_sizes(mesh, sequence_axis_name, heads_axis_name))
+  sizes = _sequence_sizes(mesh, sequence_axis_name, heads_axis_name)
   _check(shapes)
   mask = _on_host(mask, shapes)
   local = _local(shapes, mesh, (sequence_axis_name, heads_axis_name))
   block = _block(block_sizes)
-  fixed = None if heads_axis_name is None else sizes
+  fixed = None if heads_axis_name is None else (sizes[0], sizes[1])
   axes = sequence_axis_name, heads_axis_name
-  def best(variant, layout):
-    found = [_predicted(local, mask, (variant, layout, *split), axes, device, backward, block)
+  def best(variant: RingVariant, layout: TokenOrder) -> Prediction:
+    found = [_predicted(local, mask, Way(variant, layout, *split), axes, device, backward, block)
              for split in _splits(variant, math.prod(sizes), fixed)]
     possible = [each for each in found if not each.impossible]
-    return min(possible, key=lambda each: each.seconds) if possible else found[0]
+    return fastest(possible) if possible else found[0]
   predictions = tuple(best(variant, layout) for variant in RING_VARIANTS
                       for layout in token_order.TOKEN_ORDERS)
   possible = [each for each in predictions if not each.impossible]
-  return ContextParallelPlan(predictions, min(possible, key=lambda each: each.seconds))
+  return ContextParallelPlan(predictions, fastest(possible))
+
+
+def fastest(possible: list[Prediction]) -> Prediction:
+  """Returns the prediction that takes the least time; none of them is of an impossible way."""
+  def seconds(each: Prediction) -> float:
+    assert each.seconds is not None
+    return each.seconds
+  return min(possible, key=seconds)
 
 
 # --- What is asked. ------------------------------------------------------------------------------
 
 
-def _sequence_sizes(mesh, name, heads_name):
+def _sequence_sizes(mesh: AnyMesh, name: str, heads_name: str | None) -> tuple[int, ...]:
   """The devices along the axes of the sequence."""
   checks.require(hasattr(mesh, "shape") and hasattr(mesh, "axis_names"), "mesh", repr(mesh),
                  "a Mesh or AbstractMesh")
   between, within = sequences.axes_of(RingConfig(heads_axis_name=heads_name), name)
   sequences.require_axes(RingConfig(heads_axis_name=heads_name), name, mesh)
-  sizes = [mesh.shape[axis] for axis in between + within]
+  sizes = tuple(mesh.shape[axis] for axis in between + within)
   checks.require(math.prod(sizes) > 1, "mesh", f"one device along {between + within}",
                  "at least two, to spread the sequence over")
   return sizes
@@ -154,12 +171,13 @@ def _check(shapes: Shapes) -> None:
 def _block(sizes: BlockSizes) -> tuple[int, int]:
   """The queries and keys of a block."""
   checks.require(isinstance(sizes, BlockSizes), "block_sizes", repr(sizes), "a BlockSizes")
-  return tuple(BLOCK if size is None else checks.integer(
-      f"block_sizes.{field}", size, "an int >= 1, or None for 512", lambda x: x >= 1)
-               for field, size in sizes._asdict().items() if field in ("block_q", "block_kv"))
+  def checked(field: str, size: int | None) -> int:
+    return BLOCK if size is None else checks.integer(
+        f"block_sizes.{field}", size, "an int >= 1, or None for 512", lambda x: x >= 1)
+  return checked("block_q", sizes.block_q), checked("block_kv", sizes.block_kv)
 
 
-def _on_host(mask, shapes: Shapes) -> mask_lib.Mask:
+def _on_host(mask: mask_lib.Mask, shapes: Shapes) -> mask_lib.Mask:
   """The mask with arrays of numpy, which fit."""
   checks.require(isinstance(mask, mask_lib.Mask), "mask", repr(mask),
                  "a mask value such as masks.causal()")
@@ -177,12 +195,14 @@ def _on_host(mask, shapes: Shapes) -> mask_lib.Mask:
   return mask
 
 
-def _local(shapes: Shapes, mesh, reserved) -> Shapes:
+def _local(shapes: Shapes, mesh: AnyMesh, reserved: tuple[str | None, ...]) -> Shapes:
   """The batch rows and heads of one device."""
   rules = OperationMetadata(mesh=mesh).get_shardings("__train__")
   placement = placement_lib.place(
       rules, mesh, (shapes.batch, shapes.queries, shapes.heads, shapes.width),
-      (shapes.batch, shapes.keys, shapes.key_heads, shapes.width), reserved)
+      (shapes.batch, shapes.keys, shapes.key_heads, shapes.width),
+      tuple(axis for axis in reserved if axis is not None))
+  assert placement is not None  # there are several devices
   count = lambda axes: math.prod(mesh.shape[axis] for axis in axes)
   parts = count(placement.heads)
   key_heads = shapes.key_heads // parts
@@ -192,7 +212,7 @@ def _local(shapes: Shapes, mesh, reserved) -> Shapes:
                          key_heads=key_heads)
 
 
-def _splits(variant: str, shards: int, fixed) -> list[tuple[int, int]]:
+def _splits(variant: str, shards: int, fixed: tuple[int, int] | None) -> list[tuple[int, int]]:
   """(members, devices of a group) to try."""
   if variant != "hybrid":
     return [(1, shards) if variant == "ulysses" else (shards, 1)]
@@ -204,7 +224,8 @@ def _splits(variant: str, shards: int, fixed) -> list[tuple[int, int]]:
 # --- What is predicted. --------------------------------------------------------------------------
 
 
-def _predicted(local: Shapes, mask, way, axes, device, backward: bool, block) -> Prediction:
+def _predicted(local: Shapes, mask: mask_lib.Mask, way: Way, axes: tuple[str, str | None],
+               device: peaks.Device, backward: bool, block: tuple[int, int]) -> Prediction:
   """One variant, layout, number of members and size of groups, by the names of the axes."""
   variant, layout, members, group = way
   if variant == "hybrid" and min(members, group) == 1:
@@ -220,12 +241,14 @@ def _predicted(local: Shapes, mask, way, axes, device, backward: bool, block) ->
         (local.queries, local.keys, local.heads))
   except ValueError as error:
     return Prediction(*way, str(error))
+  assert sequence is not None  # there are several devices
   visits = work.visits(sequence, mask, block)
   shifts = _shifts(sequence, mask)
   sizes = _sizes(local, sequence, mask)
   between, within = traffic.links(sequence, device, one_axis=axes[1] is None)
   pairs = visits.pairs * local.batch * (local.heads // group)
-  found, seconds, flops = [], 0.0, 0.0
+  found: list[traffic.Collective] = []
+  seconds, flops = 0.0, 0.0
   for direction in (False, True)[:1 + backward]:
     each = pairs * work.flops_of_pair(local.width, local.value_width, direction)
     around = (traffic.exchanges(sequence, sizes, within, direction)
@@ -242,21 +265,21 @@ def _predicted(local: Shapes, mask, way, axes, device, backward: bool, block) ->
       visits.imbalance, float(flops / device.flops), sum(x.seconds for x in found), float(seconds))
 
 
-def _shifts(sequence: Sequence, mask) -> tuple[int, ...]:
+def _shifts(sequence: Sequence, mask: mask_lib.Mask) -> tuple[int, ...]:
   """The hops of the ring; one where there is none."""
   if sequence.gathers:
     return (0,)
   if sequence.shards <= MANY_SHARDS and max(sequence.queries, sequence.keys) <= MANY_TOKENS:
     return ring_step.shifts(sequence, jax.tree.structure(mask))
   runs = sequence.group * token_order.pieces(sequence.layout)  # a ring looks at them as they are
-  seen = work.visits(sequence, position_range.static_superset(mask), tuple(
-      sequence.padded(length) // sequence.members // runs
-      for length in (sequence.queries, sequence.keys)))
+  block_q, block_kv = (sequence.padded(length) // sequence.members // runs
+                       for length in (sequence.queries, sequence.keys))
+  seen = work.visits(sequence, position_range.static_superset(mask), (block_q, block_kv))
   counted, source = np.nonzero(seen.blocks)
   return tuple(sorted({0, *((seen.members[counted] - source) % sequence.members).tolist()}))
 
 
-def _busiest(visits: work.Visits, sequence: Sequence, shifts) -> np.ndarray:
+def _busiest(visits: work.Visits, sequence: Sequence, shifts: tuple[int, ...]) -> np.ndarray:
   """float [hops]: the most blocks that a member visits in each hop."""
   if sequence.gathers:
     return visits.blocks.max(0)
@@ -264,7 +287,7 @@ def _busiest(visits: work.Visits, sequence: Sequence, shifts) -> np.ndarray:
   return np.take_along_axis(visits.blocks, sources, 1).max(0)
 
 
-def _sizes(local: Shapes, sequence: Sequence, mask) -> traffic.Sizes:
+def _sizes(local: Shapes, sequence: Sequence, mask: mask_lib.Mask) -> traffic.Sizes:
   itemsize = jnp.dtype(local.dtype).itemsize
   queries, keys = (local.batch * sequence.padded(n) // sequence.shards * itemsize
                    for n in (sequence.queries, sequence.keys))

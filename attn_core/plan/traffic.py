@@ -89,7 +89,7 @@ def links(sequence: Sequence, device: Device, one_axis: bool) -> tuple[Link, Lin
     one_axis: whether they are one axis of the mesh: groups of neighbours on one ring, and not a
       ring each.
   """
-  def link(devices, span, stride, is_part):
+  def link(devices: int, span: int, stride: int, is_part: bool) -> Link:
     if span > device.domain:
       return Link(devices, device.network_bytes, False)
     return Link(devices, device.link_bytes, device.is_torus, stride, is_part)
@@ -111,11 +111,11 @@ def exchanges(sequence: Sequence, sizes: Sizes, link: Link, backward: bool) -> l
   found = [_collective("all-to-all", 4, size, link, link.exchange(size))]
   if backward:
     return found
-  for array in (x for x in sizes.of_pairs if x.by_query and x.by_head):
-    found.append(_collective("all-to-all", 1, array.size, link, link.exchange(array.size)))
-  for array in (*sizes.of_queries, *sizes.of_keys,
-                *(x.size for x in sizes.of_pairs if x.by_query and not x.by_head)):
-    found.append(_collective("all-gather", 1, array * group, link, link.gather(array)))
+  for size in (x.size for x in sizes.of_pairs if x.by_query and x.by_head):
+    found.append(_collective("all-to-all", 1, size, link, link.exchange(size)))
+  for size in (*sizes.of_queries, *sizes.of_keys,
+               *(x.size for x in sizes.of_pairs if x.by_query and not x.by_head)):
+    found.append(_collective("all-gather", 1, size * group, link, link.gather(size)))
   return found
 
 
@@ -156,7 +156,7 @@ def hop_by_hop(sequence: Sequence, sizes: Sizes, link: Link, shifts: tuple[int, 
   return found
 
 
-def _collective(name, number, size, link, through) -> Collective:
+def _collective(name: str, number: int, size: int, link: Link, through: float) -> Collective:
   return Collective(name, number, size, through, through / link.bandwidth)
 
 

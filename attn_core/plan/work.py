@@ -11,6 +11,7 @@ import numpy as np
 from attn_core.masks import block_map, constructors, mask as mask_lib
 from attn_core.sharding import token_order
 from attn_core.sharding.context_parallel import Sequence
+from attn_core.types import TokenOrder
 
 # At most about so many pairs of blocks are looked at: longer sequences are sampled, see `visits`.
 CELLS = 2**20
@@ -76,7 +77,8 @@ def visits(sequence: Sequence, mask: mask_lib.Mask, block: tuple[int, int]) -> V
                 own_queries / query_blocks * own_keys / key_blocks)
 
 
-def _kinds(mask, sequence, rows, columns):
+def _kinds(mask: mask_lib.Mask, sequence: Sequence, rows: np.ndarray,
+           columns: np.ndarray) -> np.ndarray:
   """Of all pairs of blocks; [..., tokens of a block] each."""
   of = block_map.Sizes(rows.size, columns.size, rows.shape[-1], columns.shape[-1])
   rows, columns = rows.reshape(-1), columns.reshape(-1)
@@ -109,17 +111,17 @@ def _middles(count: int, picked: int) -> np.ndarray:
   return np.where(np.arange(picked) % 2, np.ceil(middle), np.floor(middle)).astype(np.int32)
 
 
-def _tokens(layout: str, length: int, shards: int, parts: int, block: int) -> np.ndarray:
+def _tokens(layout: TokenOrder, length: int, shards: int, parts: int, block: int) -> np.ndarray:
   """The tokens of blocks, [parts, blocks of a part, block]; a part's last one is repeated."""
   every_shard = token_order.numbers(shards)
-  tokens = token_order.tokens_of(layout, length, shards, every_shard).reshape(parts, -1)
+  tokens = np.asarray(token_order.tokens_of(layout, length, shards, every_shard)).reshape(parts, -1)
   if tokens.shape[1] % block:
     tokens = np.pad(tokens, ((0, 0), (0, -tokens.shape[1] % block)), mode="edge")
   return tokens.reshape(parts, -1, block)
 
 
 @functools.lru_cache(maxsize=64)
-def _ends(layout: str, length: int, shards: int, parts: int, block: int) -> np.ndarray:
+def _ends(layout: TokenOrder, length: int, shards: int, parts: int, block: int) -> np.ndarray:
   """The first and the last token of blocks, [parts, blocks of a part, 2]."""
   if parts < shards and length // shards % block == 0:  # all parts are shards in a row
     return _ends(layout, length, shards, shards, block).reshape(parts, -1, 2)
@@ -127,10 +129,11 @@ def _ends(layout: str, length: int, shards: int, parts: int, block: int) -> np.n
   return np.stack([tokens.min(-1), tokens.max(-1)], -1)
 
 
-def _taken(mask: mask_lib.Mask, sequence: Sequence, rows, columns) -> mask_lib.Mask:
+def _taken(mask: mask_lib.Mask, sequence: Sequence, rows: np.ndarray,
+           columns: np.ndarray) -> mask_lib.Mask:
   """The mask's arrays at some rows and columns; zeros where these are padding."""
   tokens_of = {mask_lib.QUERY: (rows, sequence.queries), mask_lib.KEY: (columns, sequence.keys)}
-  def take(x, role):
+  def take(x: np.ndarray, role: str) -> np.ndarray:
     for axis, whose in _PLACES.get(role, {}).items():
       tokens, length = tokens_of[whose]
       if x.shape[axis] > 1:

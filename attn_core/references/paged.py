@@ -78,7 +78,7 @@ def _mask(queries: int, keys: int,
           spec: PagedSpec) -> tuple[jax.tree_util.PyTreeDef, MaskOperands]:
   """Returns the mask of the last `queries` of `keys` tokens, token by token."""
   left, right = spec.window
-  def sees(query, key):
+  def sees(query: int, key: int) -> bool:
     return ((not spec.causal or key <= query) and (left is None or key >= query - left)
             and (right is None or key <= query + right))
   seen = np.array([[sees(keys - queries + t, s) for s in range(keys)] for t in range(queries)])

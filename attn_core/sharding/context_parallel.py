@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 import numpy as np
 
 from attn_core.sharding import token_order
-from attn_core.types import RingConfig
+from attn_core.types import RingConfig, TokenOrder
 
 AnyMesh = Mesh | AbstractMesh
 
@@ -23,7 +23,7 @@ AnyMesh = Mesh | AbstractMesh
 class Sequence(NamedTuple):
   """Sharding of one sequence; static."""
 
-  layout: str  # one of token_order.TOKEN_ORDERS
+  layout: TokenOrder
   gathers: bool  # whether all members gather keys and values, instead of a ring
   key_axes: tuple[str, ...]  # the mesh axes between members
   head_axes: tuple[str, ...]  # the mesh axes within a group

@@ -10,7 +10,7 @@ in stripes: the mesh axes of the key sequence shard the stripes, and partial res
 """
 
 import math
-from typing import Callable, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec as P
@@ -63,7 +63,7 @@ def place(rules: placement_lib.Rules, mesh: AnyMesh | None, operands: PagedOpera
   drops = [partition.DroppedAxis("query", 1, axis, "a request's keys stay on one device, unless "
                                  "its pages are in stripes (caches.groups)")
            for axis in dict.fromkeys(query[1] + key[1]) if axis not in keys]
-  if number in (None, 1):
+  if number is None or number == 1:
     drops += [partition.DroppedAxis("cache_metadata", 0, axis, "all requests are one group; "
                                     "metadata in groups (caches.groups) is sharded")
               for axis in rows]
@@ -71,7 +71,8 @@ def place(rules: placement_lib.Rules, mesh: AnyMesh | None, operands: PagedOpera
   elif number % _size(mesh, rows):
     reasons.append(f"{number} groups of requests over {_written(mesh, rows)}: expected a number "
                    "of groups that it divides")
-  if keys and (stripes % _size(mesh, keys) or number != _size(mesh, rows)):
+  if keys and stripes is not None and (
+      stripes % _size(mesh, keys) or number != _size(mesh, rows)):
     reasons.append(f"{number} groups of {stripes} stripes over {_written(mesh, rows)} and "
                    f"{_written(mesh, keys)}: expected one group a device, and a number of stripes "
                    "that the second divides")
@@ -107,7 +108,7 @@ def sharded(local: Callable[[PagedOperands], AttentionOutput], call: Call, *,
   specs = _specs(call.operands, placement)
   operands = shard_map.resharded(call.operands, specs, placement.mesh)
   rows, heads = placement.batch or None, placement.heads or None
-  out_specs = AttentionOutput(
+  out_specs = shard_map.output_like(
       P(None, rows, heads), lse=P(None, heads, rows) if call.return_lse else None,
       cache_view=specs.cache if writes else None)
   return jax.shard_map(local, mesh=placement.mesh, in_specs=(specs,),
@@ -123,7 +124,8 @@ def local_shapes(operands: PagedOperands, placement: Placement | None,
     placement: None: one device.
     heads: those of the call, without padding.
   """
-  query, cache, metadata = _device_shapes(operands, placement)[:3]
+  local = _device_shapes(operands, placement)
+  query, cache, metadata = local.query, local.cache, local.metadata
   tokens = query.shape[0] // (request_groups.count(metadata) or 1)
   shards = layouts.heads_of(operands.cache).key_heads // layouts.heads_of(cache).key_heads
   return PagedShapes(
@@ -151,12 +153,12 @@ def _specs(operands: PagedOperands, placement: Placement) -> PagedOperands:
     if x.ndim == 0:  # one scale for all
       return P()
     return P(of_keys, parts) if name in ("key_pages", "value_pages") else P(parts, None, of_keys)
-  cache = operands.cache
-  whole = {"query": P(rows, heads), "key": P(rows, of_keys), "value": P(rows, of_keys),
-           "sinks": P(heads)}
+  whole: dict[str, Any] = {"query": P(rows, heads), "key": P(rows, of_keys),
+                           "value": P(rows, of_keys), "sinks": P(heads)}
+  cache: dict[str, Any] = {name: of_cache(name, x)
+                           for name, x in operands.cache._asdict().items() if x is not None}
   return operands._replace(
-      cache=cache._replace(**{name: of_cache(name, x) for name, x in cache._asdict().items()
-                              if x is not None}),
+      cache=operands.cache._replace(**cache),
       metadata=jax.tree.map(lambda x: P(rows) if rows else P(), operands.metadata)._replace(
           page_tables=P(rows, keys)),
       **{name: spec for name, spec in whole.items() if getattr(operands, name) is not None})

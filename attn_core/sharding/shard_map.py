@@ -17,9 +17,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from attn_core.masks import mask as mask_lib
 from attn_core.sharding.placement import AnyMesh, Placement
-from attn_core.types import AttentionOutput, Call, MaskOperands, Operands
+from attn_core.types import AttentionOutput, Call, MaskOperands, Operands, operands_like
 
 Tree = TypeVar("Tree")
+
+# Trees of PartitionSpecs in place of arrays; see `operands_like`.
+output_like: Callable[..., AttentionOutput] = AttentionOutput
+_mask_like: Callable[..., MaskOperands] = MaskOperands
 
 
 def resharded(operands: Tree, specs: Tree, mesh: AnyMesh) -> Tree:
@@ -43,10 +47,10 @@ def sharded(local: Callable[[Operands], AttentionOutput], call: Call) -> Attenti
   placement, operands = call.placement, call.operands
   if placement is None:
     return local(operands)
-  specs = _specs(call)
+  specs = _specs(call, placement)
   operands = resharded(operands, specs, placement.mesh)
   batch, heads = placement.batch or None, placement.heads or None
-  out_specs = AttentionOutput(
+  out_specs = output_like(
       P(batch, placement.length, heads, None),
       P(batch, heads, None, None) if call.return_weights else None,
       P(batch, heads, placement.length) if call.return_lse else None)
@@ -59,8 +63,8 @@ def sharded(local: Callable[[Operands], AttentionOutput], call: Call) -> Attenti
 
 def first_tokens(output: AttentionOutput, placement: Placement, count: int) -> AttentionOutput:
   """Returns an output of `sharded` without the padding tokens after the first `count`."""
-  def first(x: jax.Array | None, axis: int) -> jax.Array | None:
-    if x is None or x.shape[axis] == count:
+  def first(x: jax.Array, axis: int) -> jax.Array:
+    if x.shape[axis] == count:
       return x
     if any(kind == AxisType.Explicit for kind in placement.mesh.axis_types):
       entries = list(jax.typeof(x).sharding.spec)  # a length that does not divide is replicated
@@ -68,15 +72,15 @@ def first_tokens(output: AttentionOutput, placement: Placement, count: int) -> A
       x = jax.sharding.reshard(x, NamedSharding(placement.mesh, P(*entries)))
     return lax.slice_in_dim(x, 0, count, axis=axis)
   return output._replace(attention_outputs=first(output.attention_outputs, 1),
-                         lse=first(output.lse, 2))
+                         lse=None if output.lse is None else first(output.lse, 2))
 
 
-def _specs(call: Call) -> Operands:
+def _specs(call: Call, placement: Placement) -> Operands:
   """Returns the spec of each operand; dimensions of size 1 are replicated."""
-  placement, operands = call.placement, call.operands
+  operands = call.operands
   batch, heads, length = placement.batch or None, placement.heads or None, placement.length
   columns = placement.keys or None
-  def rows(x: jax.Array, *rest) -> P:
+  def rows(x: jax.Array, *rest: tuple[str, ...] | None) -> P:
     return P(batch if x.shape[0] > 1 else None, *rest)
   def rows_and_heads(x: jax.Array) -> P:
     return rows(x, heads if x.shape[1] > 1 else None)
@@ -94,11 +98,11 @@ def _specs(call: Call) -> Operands:
   scale = lambda x: None if x is None else keys
   roles = mask_lib.structure_roles(call.spec.mask)
   mask = operands.mask
-  return Operands(
+  return operands_like(
       query=P(batch, length, heads), key=keys, value=keys,
       bias=None if operands.bias is None else per_pair(operands.bias),
-      mask=MaskOperands(tuple(map(of_mask, mask.arrays, roles)),
-                        whole(mask.batch_index), whole(mask.head_offset)),
+      mask=_mask_like(tuple(map(of_mask, mask.arrays, roles)),
+                      whole(mask.batch_index), whole(mask.head_offset)),
       sinks=None if operands.sinks is None else rows_and_heads(operands.sinks),
       dropout_key=whole(operands.dropout_key),
       key_scale=scale(operands.key_scale), value_scale=scale(operands.value_scale))
@@ -116,9 +120,10 @@ def _localize(part: Operands, placement: Placement, group: int) -> Operands:
   # Runs of `shared` query heads use one key head, on each device alike.
   shared = math.gcd(heads, group)
   needed = (first_head + shared * jnp.arange(heads // shared, dtype=jnp.int32)) // group
-  take = lambda x: None if x is None else jnp.take(x, needed, axis=2)
-  return part._replace(**{name: take(getattr(part, name)) for name in (
-      "key", "value", "key_scale", "value_scale")})
+  key, value = (jnp.take(x, needed, axis=2) for x in (part.key, part.value))
+  key_scale, value_scale = (None if x is None else jnp.take(x, needed, axis=2)
+                            for x in (part.key_scale, part.value_scale))
+  return part._replace(key=key, value=value, key_scale=key_scale, value_scale=value_scale)
 
 
 def _index(axes: tuple[str, ...]) -> jax.Array:

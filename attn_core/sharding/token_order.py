@@ -17,15 +17,15 @@ https://arxiv.org/abs/2407.21783.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from attn_core import checks
+from attn_core.types import TokenOrder
 
-TokenOrder = Literal["contiguous", "zigzag", "striped"]
 TOKEN_ORDERS: tuple[TokenOrder, ...] = ("contiguous", "zigzag", "striped")
 
 

@@ -12,6 +12,7 @@ prints a line of JSON for every program. PROGRAMS is a function without argument
 {name: (function, shapes of its arguments)}.
 """
 
+from collections.abc import Callable, Iterator
 import contextlib
 import importlib
 import importlib.util
@@ -23,7 +24,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import jax
 from jax.experimental import topologies
@@ -90,7 +91,7 @@ def missing() -> str | None:
   return None
 
 
-def measure(programs: str, names: list[str] | None = None) -> list[Kernel | dict]:
+def measure(programs: str, names: list[str] | None = None) -> list[Kernel | dict[str, str]]:
   """Compiles programs in a separate process, since a failure in native code ends the process.
 
   Args:
@@ -104,7 +105,7 @@ def measure(programs: str, names: list[str] | None = None) -> list[Kernel | dict
     RuntimeError: the process ended early.
   """
   with tempfile.TemporaryDirectory(prefix="attn_core_static_") as folder:
-    root = pathlib.Path(_tool("ptxas")).parent
+    root = pathlib.Path(_installed("ptxas")).parent
     # Mosaic GPU looks for ptxas in PATH, and for libdevice in cuda_sdk_lib of the current folder.
     os.symlink(root.parent, pathlib.Path(folder) / "cuda_sdk_lib")
     environment = {
@@ -122,7 +123,7 @@ def measure(programs: str, names: list[str] | None = None) -> list[Kernel | dict
   return [x if "error" in x else Kernel(**x) for x in found]
 
 
-def _measure_here(programs: str, names: list[str]):
+def _measure_here(programs: str, names: list[str]) -> Iterator[dict[str, Any]]:
   """Yields the measurements of every kernel, in the process that `measure` starts."""
   module, _, function = programs.partition(":")
   for name, (run, arguments) in getattr(importlib.import_module(module), function)().items():
@@ -139,7 +140,7 @@ def _measure_here(programs: str, names: list[str]):
       yield {"program": name, "error": f"{type(error).__name__}: {str(error)[:500]}"}
 
 
-def _compile(function, arguments) -> list[tuple[str, int]]:
+def _compile(function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[tuple[str, int]]:
   """Returns (PTX, bytes of shared memory) of every Mosaic GPU kernel of a function."""
   device = topologies.get_topology_desc(
       platform="cuda", topology="1x1x1", target_config=TARGET).devices[0]
@@ -159,12 +160,12 @@ def _compile(function, arguments) -> list[tuple[str, int]]:
   found = []
   for part in text.split(PTX_BEGINS)[1:]:
     ptx, _, host = part.partition(HOST_BEGINS)
-    found.append((PTX_BEGINS + ptx, int(LAUNCH.search(host).group(10))))
+    found.append((PTX_BEGINS + ptx, int(_first(LAUNCH, host, 10))))
   return found
 
 
 @contextlib.contextmanager
-def _native_output(file):
+def _native_output(file: IO[bytes]) -> Iterator[None]:
   """Redirects the output of native code to a file."""
   sys.stdout.flush()
   saved = os.dup(1)
@@ -181,15 +182,23 @@ def _assemble(ptx: str, shared_memory: int) -> tuple[Any, ...]:
   with tempfile.TemporaryDirectory() as folder:
     source, binary = (str(pathlib.Path(folder) / name) for name in ("kernel.ptx", "kernel.cubin"))
     pathlib.Path(source).write_text(ptx, encoding="utf-8")
-    target = re.search(r"^\.target (\w+)", ptx, re.M).group(1)
-    log = _run([_tool("ptxas"), f"-arch={target}", "-v", source, "-o", binary])
-    code = _run([_tool("nvdisasm"), "-ndf", "-c", binary])
+    target = _first(re.compile(r"^\.target (\w+)", re.M), ptx)
+    log = _run([_installed("ptxas"), f"-arch={target}", "-v", source, "-o", binary])
+    code = _run([_installed("nvdisasm"), "-ndf", "-c", binary])
   number = lambda pattern: int(found.group(1)) if (found := re.search(pattern, log)) else 0
-  name = re.search(r"\.entry (\w+)", ptx).group(1)
+  name = _first(re.compile(r"\.entry (\w+)"), ptx)
   spills = number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads")
   return (name, number(r"Used (\d+) registers"), spills,
           shared_memory + number(r"(\d+) bytes smem"), "serialized" in log, counts(code),
           product_loops(code))
+
+
+def _first(pattern: re.Pattern[str], text: str, group: int = 1) -> str:
+  """Returns a group of the first match; ValueError: there is none."""
+  found = pattern.search(text)
+  if found is None:
+    raise ValueError(f"the compiler printed nothing that matches {pattern.pattern}")
+  return found.group(group)
 
 
 def counts(code: str) -> dict[str, int]:
@@ -209,21 +218,30 @@ def product_loops(code: str) -> list[dict[str, int]]:
            for target in re.findall(r"`\((\.L_\w+)\)", line) if labels.get(target, n) < n]
   # The code of a spinning wait is placed after the end and branches back: not a loop.
   loops = [x for x in loops if not any("EXIT" in line for line in lines[x[0]:x[1]])]
-  found = [(first, last, counts("\n".join(lines[first:last + 1]))) for first, last in loops]
-  found = [x for x in found if "products" in x[2]]
-  inner = [x for x in found if not any(
-      y is not x and x[0] <= y[0] and y[1] <= x[1] for y in found)]
-  return [counted for _, _, counted in sorted(inner, key=lambda x: x[:2])]
+  counted = [(first, last, counts("\n".join(lines[first:last + 1]))) for first, last in loops]
+  counted = [x for x in counted if "products" in x[2]]
+  inner = [x for x in counted if not any(
+      y is not x and x[0] <= y[0] and y[1] <= x[1] for y in counted)]
+  return [numbers for _, _, numbers in sorted(inner, key=lambda x: x[:2])]
 
 
 def _tool(name: str) -> str | None:
   """Finds a CUDA tool in the nvidia wheels, else in PATH."""
-  with contextlib.suppress(ModuleNotFoundError, AttributeError):
-    for root in importlib.util.find_spec("nvidia.cu13").submodule_search_locations:
+  with contextlib.suppress(ModuleNotFoundError):
+    spec = importlib.util.find_spec("nvidia.cu13")
+    for root in (spec.submodule_search_locations or ()) if spec else ():
       path = pathlib.Path(root) / "bin" / name
       if os.access(path, os.X_OK):
         return str(path)
   return shutil.which(name)
+
+
+def _installed(name: str) -> str:
+  """Returns `_tool`; ModuleNotFoundError: there is none."""
+  found = _tool(name)
+  if found is None:
+    raise ModuleNotFoundError(missing())
+  return found
 
 
 def _run(command: list[str]) -> str:

@@ -17,7 +17,7 @@ from attn_core.benchmark import cases, contenders
 from attn_core.benchmark.cases import Case
 from attn_core.kernels.gpu.flash import tiling
 from attn_core.config.metadata import OperationMetadata
-from attn_core.types import BlockSizes, MaskOperands, Operands
+from attn_core.types import BlockSizes, MaskOperands, operands_like
 
 OURS, JAX, TOKAMAX = "flash_attn2", "jax attention_mgpu", "tokamax mosaic"
 WIDTHS = (64, 128, 256)
@@ -40,7 +40,7 @@ class Program(NamedTuple):
     return f"{self.contender}, {self.case.name}, {'backward' if self.backward else 'forward'}"
 
 
-def plan(widths=WIDTHS) -> list[Program]:
+def plan(widths: tuple[int, ...] = WIDTHS) -> list[Program]:
   """Returns every contender on every case."""
   found = []
   for width, mask, backward in itertools.product(widths, MASKS, (False, True)):
@@ -60,7 +60,7 @@ def _built(program: Program) -> tuple[Callable, tuple]:
   attend, dtype = CONTENDERS[program.contender]
   case = program.case._replace(dtype=dtype)
   run = functools.partial(attend, case)
-  def both(*arrays):
+  def both(*arrays: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     out, pull = jax.vjp(run, *arrays)
     return out, pull(out)
   return both if program.backward else run, shapes(case)
@@ -77,7 +77,7 @@ def staged_bytes(program: Program) -> tuple[int, ...]:
   """Returns the bytes that each of our kernels copies per step, in the order of their names."""
   case = program.case
   mask = cases.mask(case)
-  operands = Operands(*shapes(case), mask=MaskOperands(tuple(jax.tree.leaves(mask))))
+  operands = operands_like(*shapes(case), mask=MaskOperands(tuple(jax.tree.leaves(mask))))
   spec, row = cases.spec(case, jax.tree.structure(mask)), 2 * (case.width + case.value_width)
   if not program.backward:
     return (row * tiling.make_tiling(operands, spec, BlockSizes()).block_kv,)
@@ -89,7 +89,7 @@ def staged_bytes(program: Program) -> tuple[int, ...]:
 # --- Contenders. ---------------------------------------------------------------------------------
 
 
-def _ours(case: Case, query, key, value):
+def _ours(case: Case, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
   ids = cases.segment_ids(case)
   mask = cases.mask(case, None if ids is None else jnp.asarray(ids))
   return attention(query, key, value, mechanism="flash_attn2", mask=mask, causal=False,
@@ -97,7 +97,7 @@ def _ours(case: Case, query, key, value):
                    ).attention_outputs
 
 
-def _jax(case: Case, query, key, value):
+def _jax(case: Case, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
   from jax.experimental.pallas.ops.gpu import attention_mgpu
   _require(case.window is None and case.documents == 1, "neither windows nor documents")
   block_kv = 128 if case.width <= 128 else 64
@@ -106,10 +106,11 @@ def _jax(case: Case, query, key, value):
       block_kv_dq=64))
 
 
-def _tokamax(case: Case, *arrays):
+def _tokamax(case: Case, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
   ids = cases.segment_ids(case)
   return contenders.tokamax_mechanism("mosaic", case, contenders.Inputs(
-      *arrays, cotangent=None, segment_ids=None if ids is None else jnp.asarray(ids)))
+      query, key, value, cotangent=query,  # which the forward does not read
+      segment_ids=None if ids is None else jnp.asarray(ids)))
 
 
 def _require(condition: bool, what: str) -> None:

@@ -10,11 +10,12 @@ import datetime
 import importlib.metadata
 import itertools
 import json
+import os
 import pathlib
 from typing import Any, Iterable, NamedTuple
 
 from attn_core import checks
-from attn_core.benchmark.static import gpu as static_gpu, gpu_programs
+from attn_core.benchmark.static import Progress, gpu as static_gpu, gpu_programs
 from attn_core.benchmark.static.gpu import Kernel
 from attn_core.benchmark.static.gpu_programs import OURS, Program
 
@@ -33,7 +34,8 @@ class Compiled(NamedTuple):
   reason: str | None = None  # why there are no kernels
 
 
-def run(widths: Iterable[int] | None = None, *, out=None, progress=lambda total: lambda _: None):
+def run(widths: Iterable[int] | None = None, *, out: str | os.PathLike | None = None,
+        progress: Progress = lambda total: lambda _: None) -> str:
   """Compiles all contenders.
 
   Args:
@@ -57,8 +59,8 @@ def run(widths: Iterable[int] | None = None, *, out=None, progress=lambda total:
   advance = progress(len(plan))
   results = []
   # Forward and backward in one process, so that the kernels of the forward are known.
-  for _, group in itertools.groupby(plan, lambda program: program.case):
-    group = list(group)
+  for _, programs in itertools.groupby(plan, lambda program: program.case):
+    group = list(programs)
     results += _compiled(group)
     for program in group:
       advance(program.label)
@@ -73,14 +75,15 @@ def run(widths: Iterable[int] | None = None, *, out=None, progress=lambda total:
 
 
 def _compiled(group: list[Program]) -> list[Compiled]:
-  found = {}
+  found: dict[str, list[Kernel | dict[str, str]]] = {}
   for kernel in static_gpu.measure(PROGRAMS, [program.label for program in group]):
     label = kernel["program"] if isinstance(kernel, dict) else kernel.program
     found.setdefault(label, []).append(kernel)
   return results_of(group, found)
 
 
-def results_of(group: list[Program], found: dict[str, list]) -> list[Compiled]:
+def results_of(group: list[Program],
+               found: dict[str, list[Kernel | dict[str, str]]]) -> list[Compiled]:
   """Returns the kernels of some programs, those of a backward without its forward.
 
   Args:
@@ -89,8 +92,9 @@ def results_of(group: list[Program], found: dict[str, list]) -> list[Compiled]:
   """
   results = []
   for program in group:
-    kernels = found.get(program.label, [])
-    failed = [kernel["error"] for kernel in kernels if isinstance(kernel, dict)]
+    every = found.get(program.label, [])
+    failed = [kernel["error"] for kernel in every if isinstance(kernel, dict)]
+    kernels = [kernel for kernel in every if isinstance(kernel, Kernel)]
     if failed or not kernels:
       results.append(Compiled(program, [], failed[0] if failed else "no kernel"))
       continue

@@ -7,6 +7,7 @@ It underestimates transfers, so the time of a program is taken to be at least th
 arguments and results. It does not model transfers between chips.
 """
 
+from collections.abc import Callable, Iterator
 import concurrent.futures
 import glob
 import importlib.util
@@ -17,7 +18,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import topologies
@@ -25,10 +26,10 @@ from jax.experimental import topologies
 from attn_core.benchmark import cases
 from attn_core.benchmark.static import tpu_decode_programs, tpu_programs
 from attn_core.benchmark.cases import Case
-from attn_core.benchmark.static.tpu_programs import Program
+from attn_core.benchmark.static.tpu_programs import Contender, Program
 from attn_core.plan.peaks import DEVICES, Device
 
-CONTENDERS = {**tpu_programs.CONTENDERS, **tpu_decode_programs.CONTENDERS}
+CONTENDERS: dict[str, Contender] = {**tpu_programs.CONTENDERS, **tpu_decode_programs.CONTENDERS}
 TIMEOUT = 600.0  # seconds per compilation and profile
 
 
@@ -104,8 +105,11 @@ class Failure(NamedTuple):
   reason: str
 
 
+Result = Static | Failure
+
+
 def measure(programs: list[Program], workers: int | None = None,
-            advance=lambda result: None) -> list[Static | Failure]:
+            advance: Callable[[Result], object] = lambda result: None) -> list[Result]:
   """Compiles and profiles each program in a separate process, since libtpu aborts on some.
 
   Args:
@@ -116,7 +120,7 @@ def measure(programs: list[Program], workers: int | None = None,
   Returns:
     The results, in the order of the programs.
   """
-  def one(program):
+  def one(program: Program) -> Result:
     result = _measure(program)
     advance(result)
     return result
@@ -124,7 +128,7 @@ def measure(programs: list[Program], workers: int | None = None,
     return list(pool.map(one, programs))
 
 
-def _measure(program: Program) -> Static | Failure:
+def _measure(program: Program) -> Result:
   with tempfile.TemporaryDirectory(prefix="attn_core_static_") as folder:
     (pathlib.Path(folder) / "profile").mkdir()
     flags = (
@@ -153,12 +157,12 @@ def _measure(program: Program) -> Static | Failure:
 
 def compile_one(folder: str, text: str) -> None:
   """Compiles a program given as JSON; writes the properties of the compiled program to a file."""
-  contender, case, backward, chip, blocks = json.loads(text)
-  case = Case(*(tuple(x) if isinstance(x, list) else x for x in case))
+  contender, fields, backward, chip, (block_q, block_kv, last) = json.loads(text)
+  fields = [tuple(x) if isinstance(x, list) else x for x in fields]
   device = devices(chip)[0]
   sharding = jax.sharding.SingleDeviceSharding(device)
   kind = jax.sharding.AbstractDevice(device.device_kind, device.num_cores, "tpu")
-  program = Program(contender, case, backward, chip, tuple(blocks))
+  program = Program(contender, Case(*fields), backward, chip, (block_q, block_kv, last))
   mesh = jax.sharding.AbstractMesh((), (), abstract_device=kind)
   with (jax.sharding.use_abstract_mesh(mesh),
         tpu_programs.built(program, CONTENDERS[contender]) as (function, arguments)):
@@ -176,20 +180,22 @@ def compile_one(folder: str, text: str) -> None:
 
 def _kernels(text: str) -> dict[str, int]:
   """Returns {Pallas kernel: bytes of vector memory} of a compiled program."""
-  found = {}
+  found: dict[str, int] = {}
   for line in text.splitlines():
     if 'custom_call_target="tpu_custom_call"' in line:
       used = re.search(r'"used_scoped_memory_configs":\[(.*?)\]', line)
       sizes = re.findall(r'"memory_space":"1".*?"size":"(\d+)"', used[1]) if used else ()
-      found[re.search(r"%([\w.\-]+) = ", line)[1]] = sum(map(int, sizes))
+      name = re.search(r"%([\w.\-]+) = ", line)
+      assert name is not None  # a call has a result
+      found[name[1]] = sum(map(int, sizes))
   return found
 
 
 # --- Reads the files that libtpu wrote. ----------------------------------------------------------
 
 
-def _read(program: Program, folder: pathlib.Path, answer: dict) -> Static | Failure:
-  cycles = {}
+def _read(program: Program, folder: pathlib.Path, answer: dict[str, Any]) -> Result:
+  cycles: dict[str, int] = {}
   for path in (folder / "profile").glob("*.textproto"):
     for name, number in re.findall(
         r'hlo_op_name: "(.*?)"\s+estimated_cycles: (-?\d+)', path.read_text()):
@@ -198,7 +204,9 @@ def _read(program: Program, folder: pathlib.Path, answer: dict) -> Static | Fail
   if missing or not answer["kernels"]:
     return Failure(program, f"libtpu did not profile {missing or 'any kernel'}")
   inside = sum(cycles[name] for name in answer["kernels"])
-  bundles, spills, used, capacity = 0, 0, {}, {}
+  bundles, spills = 0, 0
+  used: dict[str, int] = {}
+  capacity: dict[str, int] = {}
   for name in answer["kernels"]:
     loop = _hot_loop(folder / "llo", name)
     bundles, spills = bundles + loop.bundles, spills + loop.spills
@@ -246,7 +254,7 @@ def _dump(folder: pathlib.Path, kernel: str, label: str) -> list[str]:
 
 def _bundles(lines: list[str]) -> list[tuple[int, bool]]:
   """Returns (depth in nested loops, whether a loop begins) of every bundle."""
-  found = []
+  found: list[tuple[int, bool]] = []
   for line in lines:
     match = re.match(r"\s*(?:0x)?[0-9a-f]+\s+([A-Z]{2})?\s*:\s*(>*)\s*\{(\})?", line)
     if match:
@@ -264,7 +272,7 @@ def _utilization(lines: list[str]) -> tuple[list[str], list[int], list[list[int]
           [numbers(line) for line in lines[4:] if line.strip()])
 
 
-def _innermost(marks: list[tuple[int, bool]]):
+def _innermost(marks: list[tuple[int, bool]]) -> Iterator[tuple[int, int]]:
   """Yields (first, end) of every loop without inner loops.
 
   A bundle shows the depth of its first instruction, which may have been moved in from outside: up

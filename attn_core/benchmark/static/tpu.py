@@ -10,14 +10,15 @@ import datetime
 import importlib.metadata
 import itertools
 import json
+import os
 import pathlib
-from typing import Callable, Iterable
+from typing import Callable, Iterable, Iterator
 
 from attn_core import checks
 from attn_core.benchmark import cases
-from attn_core.benchmark.static import profile as static_profile
+from attn_core.benchmark.static import Progress, profile as static_profile
 from attn_core.benchmark.cases import Case
-from attn_core.benchmark.static.profile import CHIPS, Failure, Static
+from attn_core.benchmark.static.profile import CHIPS, Failure, Result, Static
 from attn_core.benchmark.static.tpu_programs import OURS, OURS_SAFE, Program
 from attn_core.kernels.tpu.flash.schedule import LANES
 
@@ -47,7 +48,8 @@ BACKWARD_BLOCKS = {
 
 
 def run(chips: Iterable[str] | None = None, widths: Iterable[int] | None = None,
-        tokens: Iterable[int] | None = None, *, out=None, progress=lambda total: lambda _: None):
+        tokens: Iterable[int] | None = None, *, out: str | os.PathLike | None = None,
+        progress: Progress = lambda total: lambda _: None) -> str:
   """Measures all contenders.
 
   Args:
@@ -76,8 +78,9 @@ def chosen(chips: Iterable[str] | None) -> tuple[str, ...]:
   return chips
 
 
-def report(programs: list[Program], name: str, line: Callable, to_markdown: Callable, *, out,
-           progress) -> str:
+def report(programs: list[Program], name: str, line: Callable[[Result], str],
+           to_markdown: Callable[[list[Result], dict[str, str]], str], *,
+           out: str | os.PathLike | None, progress: Progress) -> str:
   """Measures programs and returns the text of their tables.
 
   Args:
@@ -101,7 +104,8 @@ def report(programs: list[Program], name: str, line: Callable, to_markdown: Call
   return text
 
 
-def _programs(chips, widths, tokens):
+def _programs(chips: tuple[str, ...], widths: tuple[int, ...],
+              tokens: tuple[int, ...]) -> Iterator[Program]:
   for chip, length, width, mask, backward in itertools.product(
       chips, tokens, widths, MASKS, (False, True)):
     heads = (HEADS if width % LANES == 0 else 1) * CHIPS[chip].cores
@@ -110,12 +114,13 @@ def _programs(chips, widths, tokens):
     for contender, choices in (BACKWARD_BLOCKS if backward else FORWARD_BLOCKS).items():
       if mask == "window" and contender not in (OURS, OURS_SAFE):
         continue
-      fitting = dict.fromkeys(tuple(min(size, length) for size in blocks) for blocks in choices)
+      fitting = dict.fromkeys((min(block_q, length), min(block_kv, length), min(compute, length))
+                              for block_q, block_kv, compute in choices)
       for blocks in fitting:
         yield Program(contender, case, backward, chip, blocks)
 
 
-def _line(result) -> str:
+def _line(result: Result) -> str:
   program = result.program
   return (f"{program.chip} {program.case.name} {_direction(program)}: {program.contender} "
           f"{'/'.join(map(str, program.blocks))}")
@@ -125,7 +130,7 @@ def _direction(program: Program) -> str:
   return "backward" if program.backward else "forward"
 
 
-def to_markdown(results: list, versions: dict) -> str:
+def to_markdown(results: list[Result], versions: dict[str, str]) -> str:
   """Formats a table per chip, with each contender at its best blocks."""
   lines = [
       "# Static cycles of TPU kernels", "",
@@ -145,7 +150,7 @@ def to_markdown(results: list, versions: dict) -> str:
   return "\n".join(lines) + "\n"
 
 
-def failures(title: str, results: list, line: Callable) -> list[str]:
+def failures(title: str, results: list[Result], line: Callable[[Result], str]) -> list[str]:
   """Returns lines with all failures under a title; [] if there are none."""
   found = [f"* {line(r)}: {r.reason}" for r in results if isinstance(r, Failure)]
   return ["", f"## {title}", "", *found] if found else []
@@ -156,13 +161,13 @@ COLUMNS = ("case", "direction", "kernel", "best blocks", "cycles", "TFLOP/s", "o
            "vector", "transcendental", "lanes", "loads", "stores", "other cycles")
 
 
-def _table(results):
+def _table(results: Iterable[Result]) -> Iterator[str]:
   yield "| " + " | ".join(COLUMNS) + " |"
   yield "|" + "---|" * 4 + "---:|" * (len(COLUMNS) - 4)
   key = lambda r: (r.program.case, r.program.backward)
   for _, group in itertools.groupby(results, key):
     found = [r for r in group if isinstance(r, Static)]
-    best = {}
+    best: dict[str, Static] = {}
     for r in sorted(found, key=lambda r: r.seconds):
       best.setdefault(r.program.contender, r)
     splash = [r for name, r in best.items() if "splash" in name]
@@ -171,7 +176,7 @@ def _table(results):
       yield "| " + " | ".join(_cells(r, record)) + " |"
 
 
-def _cells(result: Static, record: float | None):
+def _cells(result: Static, record: float | None) -> tuple[str, ...]:
   program, slots = result.program, result.slots
   visited = cases.visited_blocks(program.case, COUNTED_BLOCK)
   share = lambda name: f"{100 * slots.get(name, 0):.0f}%"
@@ -185,7 +190,7 @@ def _cells(result: Static, record: float | None):
           f"{result.other_cycles:,}")
 
 
-def to_json(results: list, versions: dict) -> str:
+def to_json(results: list[Result], versions: dict[str, str]) -> str:
   """Converts all results to JSON text."""
   plain = [{**r._asdict(), "program": {**r.program._asdict(), "case": r.program.case._asdict()}}
            for r in results]

@@ -7,14 +7,15 @@ Every contender is compiled at several block sizes, and its best one is reported
 
 import datetime
 import itertools
-from typing import Iterable
+import os
+from typing import Iterable, Iterator
 
 from attn_core import checks
-from attn_core.benchmark.static import tpu_decode_programs as programs_lib
+from attn_core.benchmark.static import Progress, tpu_decode_programs as programs_lib
 from attn_core.benchmark.static import tpu as static_tpu
 from attn_core.benchmark.static.tpu_decode_programs import (DENSE, JAX_PAGED, JAX_RAGGED, PAGES,
                                                             WRITES)
-from attn_core.benchmark.static.profile import CHIPS, Static
+from attn_core.benchmark.static.profile import CHIPS, Result, Static
 from attn_core.benchmark.static.tpu_programs import Program
 
 REQUESTS = 8
@@ -31,7 +32,8 @@ BLOCKS = {
 
 
 def run(chips: Iterable[str] | None = None, widths: Iterable[int] | None = None,
-        tokens: Iterable[int] | None = None, *, out=None, progress=lambda total: lambda _: None):
+        tokens: Iterable[int] | None = None, *, out: str | os.PathLike | None = None,
+        progress: Progress = lambda total: lambda _: None) -> str:
   """Measures all contenders.
 
   Args:
@@ -58,7 +60,8 @@ def run(chips: Iterable[str] | None = None, widths: Iterable[int] | None = None,
                            progress=progress)
 
 
-def _programs(chips, widths, tokens):
+def _programs(chips: tuple[str, ...], widths: tuple[int, ...],
+              tokens: tuple[int, ...]) -> Iterator[Program]:
   for chip, length, width in itertools.product(chips, tokens, widths):
     case = programs_lib.case_of(REQUESTS, length, HEADS, width)
     for (contender, choices), page in itertools.product(BLOCKS.items(), PAGE_SIZES):
@@ -82,7 +85,7 @@ def memory_share(result: Static) -> float:
   return least / max(result.cycles, least)
 
 
-def _line(result) -> str:
+def _line(result: Result) -> str:
   program = result.program
   block_q, block_kv, page = program.blocks
   storage = f"pages of {page}" if page else "dense"
@@ -93,7 +96,7 @@ COLUMNS = ("case", "page", "kernel", "best blocks q/kv", "cycles", "cycles of th
            "of the memory's speed", "other cycles", "vector memory MiB")
 
 
-def to_markdown(results: list, versions: dict) -> str:
+def to_markdown(results: list[Result], versions: dict[str, str]) -> str:
   """Formats a table per chip, with each contender at its best blocks."""
   lines = [
       "# Static cycles of TPU decoding", "",
@@ -112,10 +115,10 @@ def to_markdown(results: list, versions: dict) -> str:
   return "\n".join(lines) + "\n"
 
 
-def _table(results):
+def _table(results: Iterable[Result]) -> Iterator[str]:
   yield "| " + " | ".join(COLUMNS) + " |"
   yield "|" + "---|" * 4 + "---:|" * (len(COLUMNS) - 4)
-  best = {}
+  best: dict[tuple[str, int, str], Static] = {}
   for r in sorted((r for r in results if isinstance(r, Static)), key=lambda r: r.cycles):
     best.setdefault((r.program.case.name, r.program.blocks[2], r.program.contender), r)
   for (case, page, contender), r in sorted(best.items(), key=lambda x: (*x[0][:2], x[1].cycles)):

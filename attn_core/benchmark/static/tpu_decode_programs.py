@@ -7,7 +7,8 @@ and steps: these programs compute them instead. Page tables are read, and point 
 """
 
 import contextlib
-from typing import Any, Callable, NamedTuple
+import functools
+from typing import Any, Callable, Iterator, NamedTuple
 from unittest import mock
 
 import jax
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 
 from attn_core.attention import attention
 from attn_core.benchmark.cases import Case
-from attn_core.benchmark.static.tpu_programs import Program
+from attn_core.benchmark.static.tpu_programs import Built, Contender, Program
 from attn_core.caches import dense
 from attn_core.caches.paged import layouts, ops
 from attn_core.kernels.tpu.ragged import common, kernel as ragged_kernel, update_few_rows
@@ -47,9 +48,9 @@ def live_bytes(case: Case) -> int:
 
 
 @contextlib.contextmanager
-def _computed(case: Case):
+def _computed(case: Case) -> Iterator[None]:
   """Makes the kernel compute its steps, and assume that results are finite."""
-  def item(k, number):
+  def item(k: Any, number: Any) -> common.Steps:
     number = jnp.asarray(number, jnp.int32)
     at = lambda x: 0 * number + x
     last = case.keys - 1
@@ -65,29 +66,31 @@ def _computed(case: Case):
 
 
 @contextlib.contextmanager
-def _ours(program: Program):
+def _ours(program: Program) -> Iterator[Built]:
   case, (_, block_kv, page) = program.case, program.blocks
-  options = {"mechanism": program.contender, "metadata": OperationMetadata(platform="tpu"),
-             "block_sizes": BlockSizes(block_q=1, block_kv=block_kv)}
+  ours = functools.partial(
+      attention, mechanism=program.contender, metadata=OperationMetadata(platform="tpu"),
+      block_sizes=BlockSizes(block_q=1, block_kv=block_kv))
+  attend: Callable[..., Any]
+  arguments: tuple[Any, ...]
   if program.contender == DENSE:
     cache = jax.eval_shape(lambda: dense.init(
         case.batch, case.keys, (case.key_heads, case.width), dtype=case.dtype))
-    attend = lambda query, cache: attention(
-        query, None, None, cache_view=cache, mode="__autoregressive__",
-        **options).attention_outputs
+    attend = lambda query, cache: ours(
+        query, None, None, cache_view=cache, mode="__autoregressive__").attention_outputs
     arguments = _array(case, case.batch, 1, case.heads, case.width), cache
   else:
     form = layouts.PagesV3 if program.contender == WRITES else layouts.PagesV2
-    cache = jax.eval_shape(lambda: ops.init(
+    pages = jax.eval_shape(lambda: ops.init(
         form, _pages(case, page), page, layouts.Heads(case.key_heads, case.width, case.width),
         case.dtype))
     new = (_new(case, case.key_heads),) * 2 if program.contender == WRITES else (None, None)
-    attend = lambda query, cache, new, *metadata: attention(
+    attend = lambda query, cache, new, *metadata: ours(
         query, *new, layout="thd", cache_view=cache,
-        cache_metadata=layouts.PagesMetadata(*metadata), **options)[::3]
+        cache_metadata=layouts.PagesMetadata(*metadata))[::3]
     if program.contender == WRITES:
       attend = jax.jit(attend, donate_argnums=1)
-    arguments = _new(case, case.heads), cache, new, *_metadata(case, page)
+    arguments = _new(case, case.heads), pages, new, *_metadata(case, page)
   with _computed(case):
     yield attend, arguments
 
@@ -101,17 +104,18 @@ class _Known(NamedTuple):
   at: Callable[[Any], Any]
   shape: tuple[int, ...] = (1,)
 
-  def __getitem__(self, index):
+  def __getitem__(self, index: Any) -> Any:
     return jnp.asarray(self.at(index), jnp.int32)
 
 
 @contextlib.contextmanager
-def _jax_ragged(program: Program):
+def _jax_ragged(program: Program) -> Iterator[Built]:
   from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as library
   case, (block_q, block_kv, page) = program.case, program.blocks
   kernel = library.ragged_paged_attention_kernel
 
-  def known(*refs, sm_scale, sliding_window, soft_cap, mask_value, k_scale, v_scale):
+  def known(*refs: Any, sm_scale: Any, sliding_window: Any, soft_cap: Any, mask_value: Any,
+            k_scale: Any, v_scale: Any) -> None:
     lengths, tables, starts, turn, _, *rest = refs
     kernel(_Known(lambda _: case.keys, lengths.shape), tables, _Known(lambda i: i, starts.shape),
            turn, _Known(lambda _: case.batch), *rest, sm_scale=sm_scale,
@@ -129,14 +133,14 @@ def _jax_ragged(program: Program):
 
 
 @contextlib.contextmanager
-def _jax_paged(program: Program):
+def _jax_paged(program: Program) -> Iterator[Built]:
   from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention_kernel as library
   case, (_, block_kv, page) = program.case, program.blocks
   name = "paged_flash_attention_kernel_inline_seq_dim"
   kernel = getattr(library, name)
 
-  def known(*refs, pages_per_sequence, batch_size, pages_per_compute_block, mask_value,
-            attn_logits_soft_cap, megacore_mode):
+  def known(*refs: Any, pages_per_sequence: Any, batch_size: Any, pages_per_compute_block: Any,
+            mask_value: Any, attn_logits_soft_cap: Any, megacore_mode: Any) -> None:
     kernel(_Known(lambda _: case.keys, refs[0].shape), *refs[1:],
            pages_per_sequence=pages_per_sequence, batch_size=batch_size,
            pages_per_compute_block=pages_per_compute_block, mask_value=mask_value,
@@ -171,5 +175,6 @@ def _metadata(case: Case, page: int) -> tuple[jax.ShapeDtypeStruct, ...]:
   return tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
 
 
-CONTENDERS = {**dict.fromkeys((DENSE, PAGES, WRITES), _ours), JAX_RAGGED: _jax_ragged,
+CONTENDERS: dict[str, Contender] = {
+    **dict.fromkeys((DENSE, PAGES, WRITES), _ours), JAX_RAGGED: _jax_ragged,
               JAX_PAGED: _jax_paged}

@@ -9,7 +9,7 @@ of the step instead.
 
 import contextlib
 import functools
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable, Iterator, NamedTuple
 from unittest import mock
 
 import jax
@@ -37,8 +37,13 @@ class Program(NamedTuple):
   blocks: tuple[int, int, int]
 
 
+# What a contender yields: a function, and the shapes of its arguments.
+Built = tuple[Callable[..., Any], tuple[Any, ...]]
+Contender = Callable[[Program], contextlib.AbstractContextManager[Built]]
+
+
 @contextlib.contextmanager
-def built(program: Program, contender: Callable):
+def built(program: Program, contender: Contender) -> Iterator[Built]:
   """Yields (function, shapes of its arguments): the forward, or the backward given its residuals.
 
   The function must be compiled inside the context, since kernels are traced when it is compiled.
@@ -67,7 +72,7 @@ def _arrays(case: Case, form: Callable) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 
 @contextlib.contextmanager
-def _ours(program: Program, *, naive: tuple[str, ...]):
+def _ours(program: Program, *, naive: tuple[str, ...]) -> Iterator[Built]:
   metadata = OperationMetadata(platform="tpu")
   mask = cases.mask(program.case)
   attend = lambda query, key, value: attention(
@@ -115,7 +120,7 @@ def computed(visits: schedule.Schedule) -> Callable[[Any], tuple]:
   special = {int(distance(rows[n], columns[n])): int(kinds[n])
              for n in np.flatnonzero(kinds != usual)}
 
-  def entry(n):
+  def entry(n: Any) -> tuple[Any, ...]:
     number = lambda condition, x=1: condition.astype(np.int32) * np.int32(x)
     row, column = number(n < 0), n + np.int32(shifts[0])
     for start, change in zip(starts[1:], np.diff(shifts)):
@@ -138,7 +143,7 @@ def computed(visits: schedule.Schedule) -> Callable[[Any], tuple]:
 
 
 @contextlib.contextmanager
-def _jax_flash(program: Program):
+def _jax_flash(program: Program) -> Iterator[Built]:
   from jax.experimental.pallas.ops.tpu import flash_attention as library
   case, (block_q, block_kv, compute) = program.case, program.blocks
   _require(case.window is None and case.key_heads == case.heads and case.width == case.value_width,
@@ -153,7 +158,7 @@ def _jax_flash(program: Program):
 
 
 @contextlib.contextmanager
-def _jax_splash(program: Program, *, fused: bool):
+def _jax_splash(program: Program, *, fused: bool) -> Iterator[Built]:
   from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as library
   from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as kinds
   case, (block_q, block_kv, compute) = program.case, program.blocks
@@ -165,7 +170,8 @@ def _jax_splash(program: Program, *, fused: bool):
   shape = (case.queries, case.keys)
   mask = kinds.CausalMask(shape) if case.causal else kinds.FullMask(shape)
 
-  def next_nonzero(h, i, j, data_next, block_mask, m_next, next_i=False):
+  def next_nonzero(h: Any, i: Any, j: Any, data_next: Any, block_mask: Any, m_next: Any,
+                   next_i: bool = False) -> tuple[Any, ...]:
     here = i if next_i else j
     if not case.causal:
       return here, None, True, False
@@ -174,7 +180,7 @@ def _jax_splash(program: Program, *, fused: bool):
     after = jnp.where(runs, here, j * block_kv // block_q if next_i else 0)
     return after, None if m_next is None else 0, runs, m_next is None
 
-  def attend(query, key, value):
+  def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     kernel = library.make_splash_mha_single_device(
         kinds.MultiHeadMask([mask] * case.heads), block_sizes=sizes)
     for name in ("fwd_mask_info", "dq_mask_info", "dkv_mask_info"):
@@ -192,7 +198,7 @@ def _require(condition: bool, what: str) -> None:
     raise NotImplementedError(what)
 
 
-CONTENDERS = {
+CONTENDERS: dict[str, Contender] = {
     OURS: functools.partial(_ours, naive=tiling.NAIVE_DTYPES),
     OURS_SAFE: functools.partial(_ours, naive=()), "jax flash": _jax_flash,
     "jax splash": functools.partial(_jax_splash, fused=False),

@@ -187,16 +187,16 @@ def table(allocator: Allocator, names: Iterable[Hashable], width: int) -> np.nda
   return rows
 
 
-def _request(allocator, name) -> Request:
+def _request(allocator: Allocator, name: Hashable) -> Request:
   checks.require(name in allocator.requests, "name", repr(name), "a request of the allocator")
   return allocator.requests[name]
 
 
-def _replace(allocator, name, request: Request) -> Allocator:
+def _replace(allocator: Allocator, name: Hashable, request: Request) -> Allocator:
   return allocator._replace(requests={**allocator.requests, name: request})
 
 
-def _count(owners, pages, step: int) -> tuple[int, ...]:
+def _count(owners: tuple[int, ...], pages: tuple[int, ...], step: int) -> tuple[int, ...]:
   """Adds `step` to the number of owners of some pages."""
   counts = list(owners)
   for page in pages:

@@ -139,9 +139,9 @@ def append(cache: Pages, key: Array, value: Array, mapping: Array,
 def _int32_vector(argument: str, x: Array, count: int, meaning: str) -> Any:
   """Checks that an argument is an array of integers [count], and converts it to int32."""
   expected = f"int32 [{count}], {meaning}"
-  x = checks.int32(argument, x, expected)
-  checks.require(x.shape == (count,), argument, checks.describe(x), expected)
-  return x
+  numbers = checks.int32(argument, x, expected)
+  checks.require(numbers.shape == (count,), argument, checks.describe(numbers), expected)
+  return numbers
 
 
 def _token_scales(cache: Pages) -> tuple[Array, Array]:

@@ -16,7 +16,7 @@ Shapes: R requests of a group, P pages of the whole pool, T tokens of the whole 
 request in a stripe.
 """
 
-from typing import Any
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +54,7 @@ def shapes_of_one(metadata: PagesMetadata) -> PagesMetadata:
       (requests, number * width), one.page_tables.dtype))
 
 
-def whole(metadata: PagesMetadata, num_pages: int, xp: Any = jnp) -> PagesMetadata:
+def whole(metadata: PagesMetadata, num_pages: int, xp: ModuleType = jnp) -> PagesMetadata:
   """Merges the stripes of the tables, with page ids within the group.
 
   Args:

@@ -5,11 +5,13 @@
 Shapes: R requests, P pages of the pool, max_pages per request (width of the table).
 """
 
+from types import ModuleType
 from typing import Any, Iterator, NamedTuple
 
 import jax
 from jax.experimental import checkify
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 import numpy as np
 
 from attn_core import checks
@@ -21,11 +23,11 @@ class Condition(NamedTuple):
   """A condition on the numbers in the metadata."""
 
   field: str  # of PagesMetadata
-  holds: Any  # bool []
+  holds: Any  # bool [], of numpy or JAX
   expected: str
 
 
-def check(cache, metadata: layouts.PagesMetadata, num_tokens: int) -> None:
+def check(cache: layouts.Pages, metadata: layouts.PagesMetadata, num_tokens: int) -> None:
   """Checks a cache and its metadata; numbers are checked where they are concrete.
 
   Args:
@@ -45,7 +47,7 @@ def check(cache, metadata: layouts.PagesMetadata, num_tokens: int) -> None:
     checks.require(holds, f"cache_metadata.{field}", getattr(concrete, field).tolist(), expected)
 
 
-def flag(cache, metadata: layouts.PagesMetadata, num_tokens: int):
+def flag(cache: layouts.Pages, metadata: layouts.PagesMetadata, num_tokens: int) -> jax.Array:
   """Returns whether `check` would find an error, bool []: for use under jit, once per step.
 
   Args:
@@ -62,7 +64,7 @@ def flag(cache, metadata: layouts.PagesMetadata, num_tokens: int):
       jnp, cache, metadata, num_tokens)]).all()
 
 
-def debug_check(cache, metadata: layouts.PagesMetadata, num_tokens: int) -> None:
+def debug_check(cache: layouts.Pages, metadata: layouts.PagesMetadata, num_tokens: int) -> None:
   """Runs `check` inside jit, for functions under `jax.experimental.checkify.checkify`.
 
   Args:
@@ -81,7 +83,7 @@ def debug_check(cache, metadata: layouts.PagesMetadata, num_tokens: int) -> None
                    got=getattr(metadata, field))
 
 
-def check_shapes(cache, metadata: layouts.PagesMetadata, num_tokens: int) -> None:
+def check_shapes(cache: layouts.Pages, metadata: layouts.PagesMetadata, num_tokens: int) -> None:
   """Checks the layout, shapes and dtypes of a cache and its metadata; see `check`."""
   _check_cache(cache)
   checks.require(isinstance(metadata, layouts.PagesMetadata), "cache_metadata",
@@ -108,7 +110,8 @@ def check_shapes(cache, metadata: layouts.PagesMetadata, num_tokens: int) -> Non
   return _check_shapes(request_groups.shapes_of_one(metadata), num_tokens // number)
 
 
-def conditions(xp, cache, metadata: layouts.PagesMetadata, num_tokens: int) -> Iterator[Condition]:
+def conditions(xp: ModuleType, cache: layouts.Pages, metadata: layouts.PagesMetadata,
+               num_tokens: int) -> Iterator[Condition]:
   """Yields the conditions on all numbers of the metadata; `xp`: numpy or jax.numpy."""
   pool, number = layouts.num_pages(cache), request_groups.count(metadata)
   if number is None:
@@ -121,16 +124,16 @@ def conditions(xp, cache, metadata: layouts.PagesMetadata, num_tokens: int) -> I
                            jax.tree.map(lambda x, g=g: x[g], metadata), num_tokens // number)
 
 
-def _conditions(xp, sizes, metadata, num_tokens) -> Iterator[Condition]:
+def _conditions(xp: ModuleType, sizes: tuple[int, int, int], metadata: layouts.PagesMetadata,
+                num_tokens: int) -> Iterator[Condition]:
   """Yields the conditions on one group; sizes: (page size, pages of the group, of a stripe)."""
   size, pool, ids = sizes
   tables, lengths = metadata.page_tables, metadata.context_lens
   requests, width = tables.shape
-  used, field = requests, "page_tables"
+  used: jax.Array | int = requests
   if metadata.distribution is not None:
-    used, field = metadata.distribution[2], "distribution"
-    decode, prefill = metadata.distribution[0], metadata.distribution[1]
-    yield Condition(field, (0 <= decode) & (decode <= prefill) & (prefill <= used)
+    decode, prefill, used = (metadata.distribution[i] for i in range(3))
+    yield Condition("distribution", (0 <= decode) & (decode <= prefill) & (prefill <= used)
                     & (used <= requests), "(decode end, prefill end, total), rising from 0 to at "
                     f"most the {requests} rows of the tables")
   elif metadata.num_requests is not None:
@@ -138,8 +141,8 @@ def _conditions(xp, sizes, metadata, num_tokens) -> Iterator[Condition]:
     yield Condition("num_requests", (0 <= used) & (used <= requests),
                     f"from 0 to the {requests} rows of the tables")
   row = xp.arange(requests)
-  starts, single = metadata.query_start_loc, metadata.query_start_loc is None
-  if single:
+  starts = metadata.query_start_loc
+  if starts is None:
     queries = xp.where(row < used, 1, 0)
   else:
     queries = xp.where(row < used, starts[1:] - starts[:-1], 0)
@@ -153,7 +156,7 @@ def _conditions(xp, sizes, metadata, num_tokens) -> Iterator[Condition]:
   yield Condition("context_lens", ((lengths >= 0) & (lengths <= width * size)).all(),
                   f"from 0 to {width * size} tokens: {width} pages of {size} in a row of the "
                   "table")
-  if not single:
+  if starts is not None:
     yield Condition("context_lens", (queries <= lengths).all(),
                     "at least as many tokens as the request has queries, which they include")
   column = xp.arange(width)
@@ -173,7 +176,7 @@ def _conditions(xp, sizes, metadata, num_tokens) -> Iterator[Condition]:
                   "pages that are full, and copy the one they write (see caches.allocator)")
 
 
-def _check_cache(cache) -> None:
+def _check_cache(cache: layouts.Pages) -> None:
   checks.require(isinstance(cache, layouts.PAGES), "cache_view", type(cache).__name__,
                  "a PagesV1, PagesV2 or PagesV3")
   name = type(cache).__name__
@@ -181,7 +184,8 @@ def _check_cache(cache) -> None:
             "PagesV2": (4, "pages [P, page, 2K, D]"),
             "PagesV3": (5, "pages [P, page, 2K / packing, packing, D']")}
   rank, letters = shapes[name]
-  arrays = cache[:2] if name == "PagesV1" else cache[:1]
+  arrays = ((cache.key_pages, cache.value_pages) if isinstance(cache, layouts.PagesV1)
+            else (cache.pages,))
   for x in arrays:
     checks.array("cache_view", x, f"{letters} of a {name}")
     checks.require(x.ndim == rank and 0 not in x.shape and x.shape[:3] == (
@@ -200,7 +204,7 @@ def _check_cache(cache) -> None:
   _check_scales(cache, x.dtype)
 
 
-def _check_scales(cache, dtype) -> None:
+def _check_scales(cache: layouts.Pages, dtype: DTypeLike) -> None:
   quantized = quantize.is_quantized(dtype)
   checks.require(quantized or jnp.dtype(dtype).itemsize > 1, "cache_view", f"pages of {dtype}",
                  "pages of a floating-point dtype, int8 or float8_e4m3fn")
@@ -219,12 +223,13 @@ def _check_scales(cache, dtype) -> None:
         x.ndim == 3 and x.shape[:2] == (pool, size) and fewest <= x.shape[2] <= most)),
                    f"cache_view.{name}", checks.describe(x),
                    expected if quantized else f"None with pages of {dtype}")
-  checks.require((cache.key_scales is None or cache.key_scales.shape == cache.value_scales.shape),
-                 "cache_view.value_scales", checks.describe(cache.value_scales),
-                 "the shape of key_scales")
+  key_scales, value_scales = cache.key_scales, cache.value_scales
+  checks.require(key_scales is None or value_scales is None
+                 or key_scales.shape == value_scales.shape, "cache_view.value_scales",
+                 checks.describe(value_scales), "the shape of key_scales")
 
 
-def _check_shapes(metadata, num_tokens: int) -> None:
+def _check_shapes(metadata: layouts.PagesMetadata, num_tokens: int) -> None:
   _check_array("context_lens", metadata.context_lens, "int32 [R]")
   requests = metadata.context_lens.shape[0] if metadata.context_lens.ndim == 1 else -1
   fields = {"context_lens": ((requests,), "[R]"),
@@ -241,16 +246,18 @@ def _check_shapes(metadata, num_tokens: int) -> None:
                    checks.describe(x), expected)
   number = metadata.num_requests
   if number is not None:
-    _check_array("num_requests", number, "int32 [] or [1]")
-    checks.require(number.dtype == jnp.int32 and number.shape in ((), (1,)),
-                   "cache_metadata.num_requests", checks.describe(number), "int32 [] or [1]")
+    x = _check_array("num_requests", number, "int32 [] or [1]")
+    checks.require(x.dtype == jnp.int32 and x.shape in ((), (1,)), "cache_metadata.num_requests",
+                   checks.describe(x), "int32 [] or [1]")
   if metadata.query_start_loc is None:
     checks.require(num_tokens == requests, "cache_metadata.query_start_loc",
                    f"None with {num_tokens} queries and {requests} requests",
                    "int32 [R + 1] offsets of the requests' queries, or one query a request")
 
 
-def _check_array(name: str, x, expected: str) -> None:
+def _check_array(name: str, x: object,
+                 expected: str) -> checks.Array | jax.ShapeDtypeStruct | np.generic:
   # ShapeDtypeStructs stand for the arrays of one group, numpy scalars for arrays of rank 0.
-  if not isinstance(x, (jax.ShapeDtypeStruct, np.generic)):
-    checks.array(f"cache_metadata.{name}", x, expected)
+  if isinstance(x, (jax.ShapeDtypeStruct, np.generic)):
+    return x
+  return checks.array(f"cache_metadata.{name}", x, expected)

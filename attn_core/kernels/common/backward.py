@@ -16,18 +16,19 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from attn_core.kernels.common.contract import Residuals
+from attn_core.kernels.common.contract import BackwardResiduals, Residuals
 from attn_core.types import Operands
 
 # (d_out [B, T, H, E], lse [B, H, T], delta [B, H, T], wrt) -> cotangents by the operand's name.
 ProductsFn = Callable[[jax.Array, jax.Array, jax.Array, tuple[str, ...]], dict[str, jax.Array]]
 
 
-def compute_delta(residuals: Residuals, cotangents: Residuals, dtype: DTypeLike) -> jax.Array:
+def compute_delta(residuals: BackwardResiduals, cotangents: Residuals,
+                  dtype: DTypeLike) -> jax.Array:
   """Returns delta [B, H, T]: d_lse is subtracted here because both enter dS in the same place.
 
   Args:
-    residuals: results of the forward; `out` may be None, see `contract.BackwardFn`.
+    residuals: results of the forward, see `contract.BackwardFn`.
     cotangents: of out [B, T, H, E] and lse [B, H, T].
     dtype: of the sum.
   """
@@ -57,7 +58,7 @@ def d_sinks(sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Array:
 
 
 def complete_cotangents(products: ProductsFn, d_bias: Callable[[], jax.Array], operands: Operands,
-                        residuals: Residuals, cotangents: Residuals,
+                        residuals: BackwardResiduals, cotangents: Residuals,
                         wrt: tuple[str, ...]) -> tuple[jax.Array, ...]:
   """Completes the backward of a kernel that computes cotangents of query, key and value.
 
@@ -75,7 +76,7 @@ def complete_cotangents(products: ProductsFn, d_bias: Callable[[], jax.Array], o
     Cotangents of the operands named in `wrt`, in that order.
   """
   delta = compute_delta(residuals, cotangents, jnp.float32)
-  found = {}
+  found: dict[str, jax.Array] = {}
   if {"query", "key", "value"} & set(wrt):
     found = products(cotangents.out, residuals.lse, delta, wrt)
   if "sinks" in wrt:

@@ -17,10 +17,18 @@ from attn_core.types import AttentionSpec, BlockSizes, Operands
 class Residuals(NamedTuple):
   """Results of a forward, which the derivatives read besides its operands."""
 
-  # [B, T, H, E], in the query's dtype or `AttentionSpec.out_dtype`. Only a backward may be given
-  # None, see `BackwardFn`.
-  out: jax.Array
+  out: jax.Array  # [B, T, H, E], in the query's dtype or `AttentionSpec.out_dtype`
   lse: jax.Array  # float32 (float64 for float64 operands) [B, H, T], natural logarithm
+
+
+class LseOnly(NamedTuple):
+  """`Residuals` for a backward that does not need the output; see `BackwardFn`."""
+
+  out: None
+  lse: jax.Array  # as in `Residuals`
+
+
+BackwardResiduals = Residuals | LseOnly
 
 
 class RemoteCopy(NamedTuple):
@@ -55,7 +63,8 @@ class BackwardFn(Protocol):
 
   Args:
     residuals: results of the forward. `residuals.out` is read only for
-      sum(cotangents.out * residuals.out); None where `cotangents.lse` has that subtracted already.
+      sum(cotangents.out * residuals.out); `LseOnly` where `cotangents.lse` has that subtracted
+      already.
     cotangents: of out [B, T, H, E] and of lse [B, H, T].
     wrt: names of fields of `Operands`.
 
@@ -64,7 +73,7 @@ class BackwardFn(Protocol):
   """
 
   def __call__(self, operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
-               residuals: Residuals, cotangents: Residuals,
+               residuals: BackwardResiduals, cotangents: Residuals,
                wrt: tuple[str, ...]) -> tuple[jax.Array, ...]:
     ...
 
@@ -104,7 +113,7 @@ class RemoteCopyBackwardFn(Protocol):
   """
 
   def __call__(self, operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
-               residuals: Residuals, cotangents: Residuals, wrt: tuple[str, ...],
+               residuals: BackwardResiduals, cotangents: Residuals, wrt: tuple[str, ...],
                transfer: RemoteCopy | None
                ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     ...

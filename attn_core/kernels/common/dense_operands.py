@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from attn_core.kernels.common.contract import Residuals
+from attn_core.kernels.common.contract import BackwardResiduals
 from attn_core.masks import block_map, mask as mask_lib, tile as tile_lib
 from attn_core.types import AttentionSpec, Operands
 
@@ -34,7 +34,7 @@ def assert_operands(operands: Operands) -> None:
       chex.assert_shape(scale, (batch, keys, key_heads))
 
 
-def assert_residuals(operands: Operands, *residuals: Residuals) -> None:
+def assert_residuals(operands: Operands, *residuals: BackwardResiduals) -> None:
   """Asserts the shapes of results of a forward, of their tangents or of their cotangents.
 
   Raises:

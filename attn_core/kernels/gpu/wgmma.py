@@ -19,7 +19,7 @@ from attn_core.kernels.gpu import mosaic
 from attn_core.kernels.gpu.mosaic import Ref
 
 
-def run_with_accumulators(run: Callable[..., None], shapes: Sequence[tuple[int, ...]],
+def run_with_accumulators(run: Callable[..., None], shapes: Sequence[tuple[int, int]],
                           scratch: Sequence[Ref]) -> list[jax.Array]:
   """Runs run(*accumulators), where `accumulate` adds products, and returns the sums.
 
@@ -91,8 +91,8 @@ def matmul_registers(shape: tuple[int, int], pieces: Iterable[tuple[jax.Array, R
     interpret: whether the kernel is interpreted, where WGMMA does not take registers.
   """
   if interpret:
-    total = sum(jnp.dot(left, right[...], preferred_element_type=jnp.float32)
-                for left, right in pieces)
+    total: Any = sum(jnp.dot(left, right[...], preferred_element_type=jnp.float32)
+                     for left, right in pieces)
     plgpu.commit_smem()
     return total
 

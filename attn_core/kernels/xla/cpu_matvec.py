@@ -83,7 +83,7 @@ def weigh(weights: jax.Array, part: Callable[[int, int], jax.Array], width: int,
   lanes = LANES if width % LANES == 0 else width
 
   # [length, K, num_rows, E / lanes, lanes]; widened: [length, K, E / lanes, num_rows, lanes]
-  def product(i):
+  def product(i: int) -> jax.Array:
     value = part(i, length).astype(weights.dtype)
     weight = weights[i:i + length, :, :, None, None]
     if widened:

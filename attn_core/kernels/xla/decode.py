@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from attn_core.caches import quantize
 from attn_core.kernels.common import dense_operands, online_softmax
-from attn_core.kernels.common.contract import Kernel, Residuals
+from attn_core.kernels.common.contract import BackwardResiduals, Kernel, Residuals
 from attn_core.kernels.xla import cpu_matvec, flash, tile_ops, tiling
 from attn_core.masks import block_map, tile as tile_lib
 from attn_core.types import AttentionSpec, BlockSizes, Operands
@@ -36,11 +36,12 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
   batch, length, heads, _ = operands.query.shape
   inputs, width = levels[-1], operands.value.shape[-1]
 
-  def row(b, results):
+  def row(b: jax.Array, results: Residuals) -> Residuals:
     grid_index = tile_ops.GridIndex(b, 0)
     rows = tile_ops.scaled_query(inputs, grid_index, None)
 
-    def key_block(inputs, j, running, masked):
+    def key_block(inputs: tile_ops.BlockedInputs, j: jax.Array, running: online_softmax.Running,
+                  masked: bool) -> online_softmax.Running:
       block = _Block(inputs, b, j)
       logits = _logits(block, rows)
       if masked:
@@ -167,12 +168,12 @@ class _Block(NamedTuple):
 def _finite(block: _Block) -> jax.Array:
   """Returns bool [block_kv, K]: whether a value is finite."""
   width, keys = block.inputs.operands.value.shape[-1], (0, block.inputs.sizes.block_kv)
-  def whole():
+  def whole() -> jax.Array:
     return jnp.isfinite(block.whole("value")).all(-1)
 
-  def summed():
+  def summed() -> jax.Array:
     scale = block.scales("value")
-    def zero_or_nan(i):
+    def zero_or_nan(i: int) -> jax.Array:
       x = block.part("value", keys, (i, cpu_matvec.LANES))
       return x - x if scale is None else (x - x) * scale[..., None]
     return cpu_matvec.over_width(width, zero_or_nan) == 0
@@ -199,7 +200,8 @@ def _seen(inputs: tile_ops.BlockedInputs, tile: tile_ops.Tile) -> jax.Array:
   """
   (b, j), sizes, heads, group = tile, inputs.sizes, inputs.step_heads, inputs.group
 
-  def orient(x):  # [H or 1, T or 1, block_kv or 1] -> [block_kv or 1, K or 1, T or 1, G or 1]
+  def orient(x: jax.Array) -> jax.Array:
+    """Maps [H or 1, T or 1, block_kv or 1] to [block_kv or 1, K or 1, T or 1, G or 1]."""
     x = x.reshape(*((heads, group) if x.shape[0] > 1 else (1, 1)), *x.shape[1:])
     return x.transpose(3, 0, 2, 1)
 
@@ -229,11 +231,11 @@ def _dtype(inputs: tile_ops.BlockedInputs) -> jnp.dtype:
 def _scores(block: _Block, rows: jax.Array) -> jax.Array:
   """Returns scores [block_kv, K, num_rows] of rows [K, num_rows, D]."""
   inputs = block.inputs
-  def dots(rows):
+  def dots(rows: jax.Array) -> jax.Array:
     return jnp.einsum("krd,ckd->ckr", rows, block.whole("key"), precision=inputs.spec.precision,
                       preferred_element_type=_dtype(inputs))
 
-  def summed(rows):
+  def summed(rows: jax.Array) -> jax.Array:
     found = cpu_matvec.scores(rows.astype(_dtype(inputs)), lambda i: block.part(
         "key", (0, inputs.sizes.block_kv), (i, cpu_matvec.LANES)))
     scale = block.scales("key")
@@ -247,12 +249,12 @@ def _scores(block: _Block, rows: jax.Array) -> jax.Array:
 def _weigh(block: _Block, weights: jax.Array) -> jax.Array:
   """Returns weights [block_kv, K, num_rows] times values: [K, num_rows, E]."""
   inputs, width = block.inputs, block.inputs.operands.value.shape[-1]
-  def dots(weights):
+  def dots(weights: jax.Array) -> jax.Array:
     value = block.whole("value")
     return jnp.einsum("ckr,cke->kre", weights.astype(value.dtype), value,
                       precision=inputs.spec.precision, preferred_element_type=_dtype(inputs))
 
-  def summed(weights):
+  def summed(weights: jax.Array) -> jax.Array:
     scale, weights = block.scales("value"), weights.astype(_dtype(inputs))
     weights = weights if scale is None else weights * scale[..., None]
     widened = inputs.operands.value.dtype.itemsize < weights.dtype.itemsize
@@ -271,6 +273,7 @@ def _dequantized(operands: Operands) -> Operands:
   """Returns operands with all keys and values in the query's dtype, as derivatives need them."""
   if operands.key_scale is None:
     return operands
+  assert operands.value_scale is not None
   dtype = operands.query.dtype
   return operands._replace(
       key=quantize.dequantize(operands.key, operands.key_scale, dtype),
@@ -279,7 +282,7 @@ def _dequantized(operands: Operands) -> Operands:
 
 
 def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
-             residuals: Residuals, cotangents: Residuals,
+             residuals: BackwardResiduals, cotangents: Residuals,
              wrt: tuple[str, ...]) -> tuple[jax.Array, ...]:
   """Computes the cotangents of the operands named in `wrt`; see `contract.BackwardFn`."""
   return flash.backward(_dequantized(operands), spec, block_sizes, residuals, cotangents, wrt)

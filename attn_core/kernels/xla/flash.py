@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from attn_core.kernels.common import dense_operands, nonfinite, online_softmax
 from attn_core.kernels.common.backward import compute_delta, d_sinks, finite_lse
-from attn_core.kernels.common.contract import Kernel, Residuals
+from attn_core.kernels.common.contract import BackwardResiduals, Kernel, Residuals
 from attn_core.kernels.xla import cpu_math, tile_ops
 from attn_core.types import AttentionSpec, BlockSizes, Operands
 
@@ -32,13 +32,14 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
   width = operands.value.shape[-1]
   finite = nonfinite.is_finite(inputs.operands.key, inputs.operands.value)
 
-  def step(n, results):
+  def step(n: jax.Array, results: Residuals) -> Residuals:
     grid_index = tile_ops.make_grid_index(inputs, n)
 
-    def query_block(i, results):
+    def query_block(i: jax.Array, results: Residuals) -> Residuals:
       rows = tile_ops.scaled_query(inputs, grid_index, i)
 
-      def key_block(j, running, masked):
+      def key_block(j: jax.Array, running: online_softmax.Running,
+                    masked: bool) -> online_softmax.Running:
         key, value = tile_ops.keys_and_values(inputs, grid_index, j, finite)
         logits, _ = tile_ops.logits_of(inputs, grid_index, rows, key, (i, j, masked))
         # The sum of the rounded weights divides their product with the values: rounding errors
@@ -83,16 +84,16 @@ def tangent(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
   width = operands.value.shape[-1]
   finite = nonfinite.is_finite(inputs.operands.key, inputs.operands.value)
 
-  def step(n, results):
+  def step(n: jax.Array, results: Residuals) -> Residuals:
     grid_index = tile_ops.make_grid_index(inputs, n)
 
-    def query_block(i, results):
+    def query_block(i: jax.Array, results: Residuals) -> Residuals:
       rows = tile_ops.scaled_query(inputs, grid_index, i)
       d_rows = tile_ops.scaled_query(d_inputs, grid_index, i) if "query" in tangents else None
       row_lse = tile_ops.row_scalars(inputs, grid_index, i, lse)[..., None]
 
-      def d_logits_of(j, key, slope):
-        total = 0.0
+      def d_logits_of(j: jax.Array, key: jax.Array, slope: jax.Array | None) -> jax.Array | float:
+        total: jax.Array | float = 0.0
         if d_rows is not None:
           total = total + tile_ops.scores_of(inputs, d_rows, key)
         if "key" in tangents:
@@ -104,7 +105,8 @@ def tangent(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
           total = total + tile_ops.bias_tile(d_inputs, grid_index, (i, j)).astype(inputs.dtype)
         return total
 
-      def key_block(j, sums, masked):
+      def key_block(j: jax.Array, sums: tuple[jax.Array, jax.Array],
+                    masked: bool) -> tuple[jax.Array, jax.Array]:
         key, value = tile_ops.keys_and_values(inputs, grid_index, j, finite)
         logits, slope = tile_ops.logits_of(inputs, grid_index, rows, key, (i, j, masked))
         weights = tile_ops.weights_of(inputs, logits - finite_lse(row_lse))
@@ -124,9 +126,10 @@ def tangent(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
               jnp.zeros((inputs.step_heads, rows.shape[1], width), inputs.dtype))
       d_lse, d_out = tile_ops.visit_blocks(inputs, grid_index, i, key_block, sums)
       if "sinks" in tangents:
-        sinks = tile_ops.row_sinks(inputs, grid_index)
-        d_lse = d_lse + jnp.where(sinks == -jnp.inf, 0, jnp.exp(
-            sinks - finite_lse(row_lse)) * tile_ops.row_sinks(d_inputs, grid_index))
+        sinks, d_row_sinks = (tile_ops.row_sinks(x, grid_index) for x in (inputs, d_inputs))
+        assert sinks is not None and d_row_sinks is not None
+        d_lse = d_lse + jnp.where(
+            sinks == -jnp.inf, 0, jnp.exp(sinks - finite_lse(row_lse)) * d_row_sinks)
       row_out = tile_ops.query_rows(out, inputs, grid_index, i).astype(inputs.dtype)
       d_out = d_out * tile_ops.kept_scale(inputs) - d_lse * row_out
       return Residuals(
@@ -142,6 +145,10 @@ def tangent(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
   return Residuals(results.out[:, :queries], results.lse[..., :queries])
 
 
+# Cotangents of query, key, value and bias; None: not in `wrt`.
+_Found = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
+
+
 class _BackwardSums(NamedTuple):
   """Cotangents that the backward accumulates; None: not in `wrt`, or outside its loop."""
 
@@ -152,7 +159,7 @@ class _BackwardSums(NamedTuple):
 
 
 def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
-             residuals: Residuals, cotangents: Residuals,
+             residuals: BackwardResiduals, cotangents: Residuals,
              wrt: tuple[str, ...]) -> tuple[jax.Array, ...]:
   """Computes the cotangents of the operands named in `wrt`; see `contract.BackwardFn`.
 
@@ -171,14 +178,15 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
   d_out = dense_operands.pad_axis(cotangents.out, 1, padding)
   delta_rows = dense_operands.pad_axis(delta, 2, padding)
 
-  def step(n, results):
+  def step(n: jax.Array, results: _Found) -> _Found:
     grid_index = tile_ops.make_grid_index(inputs, n)
     queries = nonfinite.mask_nonfinite(tile_ops.scaled_query(inputs, grid_index, None))
     d_outs = tile_ops.query_rows(d_out, inputs, grid_index, None)
     row_lse, row_delta = (tile_ops.row_scalars(inputs, grid_index, None, x)
                                for x in (lse, delta_rows))
 
-    def key_block(j, carry):
+    def key_block(j: jax.Array, carry: tuple[_BackwardSums, jax.Array, jax.Array]
+                  ) -> tuple[_BackwardSums, jax.Array, jax.Array]:
       sums, d_key, d_value = carry
       key, value = (nonfinite.mask_nonfinite(tile_ops.key_rows(x, inputs, grid_index, j))
                     for x in (inputs.operands.key, inputs.operands.value))
@@ -190,6 +198,7 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
                            value=jnp.zeros(key_tile.value.shape, inputs.dtype))
       sums = tile_ops.visit_blocks(inputs, grid_index, j, lambda i, sums, masked: _backward_tile(
           inputs, grid_index, key_tile, (i, j, masked), sums), sums)
+      assert sums.key is not None and sums.value is not None
       scaled = sums.key * tile_ops.scale_parts(inputs)[1]
       d_key = tile_ops.write_key_rows(inputs, grid_index, j, d_key, scaled)
       d_value = tile_ops.write_key_rows(

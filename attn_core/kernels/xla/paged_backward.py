@@ -88,10 +88,11 @@ def _request(inputs: BlockedInputs, query_rows: _QueryRows, request: Index,
   """Adds the contribution of one request's queries."""
   first, end = paged_operands.query_blocks(inputs, request)
 
-  def key_block(j, sums):
+  def key_block(j: jax.Array, sums: Cotangents) -> Cotangents:
     key, value = map(nonfinite.mask_nonfinite, paged_blocks.keys_and_values(inputs, request, j))
 
-    def query_block(i, carry):
+    def query_block(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
+                    ) -> tuple[jax.Array, jax.Array, jax.Array]:
       block = paged_operands.query_block(inputs, request, i)
       begin, stop = paged_operands.key_blocks(inputs, block)
       return lax.cond((begin <= j) & (j < stop),

@@ -50,19 +50,23 @@ def forward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
   return Residuals(out, lse)
 
 
+# Whether it is the first, whether another follows, and the result.
+_Attempt = tuple[jax.Array, jax.Array, online_softmax.Running]
+
+
 def _request(inputs: BlockedInputs, request: Index, results: Residuals) -> Residuals:
   """Computes all queries of a request."""
 
-  def step(block_index, results):
+  def step(block_index: jax.Array, results: Residuals) -> Residuals:
     block = paged_operands.query_block(inputs, request, block_index)
     rows = paged_operands.live_rows_of(inputs, block, inputs.query)
     order = (_TokenMajor if cpu_matvec.suit(*rows.shape[1:]) else _HeadMajor)(inputs, rows)
 
-    def fold(block_index, running):
+    def fold(block_index: jax.Array, running: online_softmax.Running) -> online_softmax.Running:
       ids = paged_blocks.page_ids(inputs, request, block_index)
       seen = paged_blocks.visible(inputs, block, block_index)
 
-      def attempt(state):
+      def attempt(state: _Attempt) -> _Attempt:
         first, _, _ = state
         taken = lax.cond(first, lambda: layouts.take(inputs.cache, ids),
                          lambda: _propagate_nan(layouts.take(inputs.cache, ids), inputs))
@@ -96,14 +100,14 @@ def _propagate_nan(cache: Pages, inputs: BlockedInputs) -> Pages:
   finite = jnp.pad(finite, ((0, 0), (0, more), (0, 0)), constant_values=True)
   finite = finite.reshape(-1, size, *finite.shape[1:])  # [pages, size, K, 1]
 
-  def key_of(finite, x):
+  def key_of(finite: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.where(finite, x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
-  def value_of(finite, x):
+  def value_of(finite: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.where(finite, x, jnp.zeros((), x.dtype))
 
   if layouts.has_token_scales(cache):
-    assert cache.key_scales is not None
+    assert cache.key_scales is not None and cache.value_scales is not None
     kept = finite[:, :, :cache.key_scales.shape[2], 0]
     cache = cache._replace(key_scales=key_of(kept, cache.key_scales),
                            value_scales=value_of(kept, cache.value_scales))
@@ -143,7 +147,7 @@ class _HeadMajor(NamedTuple):
     """Folds in keys and values read by `part`, visible where seen [block_rows, block_kv]."""
     scores = paged_blocks.scores_of(self.inputs, self.rows, part("key").transpose(1, 0, 2))
 
-    def weigh(weights):  # rounded to the values' dtype, summed in full
+    def weigh(weights: jax.Array) -> jax.Array:  # rounded to the values' dtype, summed in full
       value = part("value").transpose(1, 0, 2)
       return lax.dot_general(
           cpu_math.narrow(weights, value.dtype), value, (((2,), (1,)), ((0,), (0,))),
@@ -198,7 +202,7 @@ class _TokenMajor(NamedTuple):
         weights.astype(dtype), lambda first, length: part("value", slice(first, first + length)),
         inputs.heads.value_width, widened=widened).astype(inputs.dtype)
 
-    def dots(weights):  # rounded to the values' dtype, summed in full
+    def dots(weights: jax.Array) -> jax.Array:  # rounded to the values' dtype, summed in full
       value = part("value")
       return jnp.einsum(
           "ckm,cke->kme", cpu_math.narrow(weights, value.dtype), value,

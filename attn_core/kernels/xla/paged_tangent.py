@@ -78,14 +78,14 @@ def _request(inputs: BlockedInputs, tangents: Tangents, lse: jax.Array, request:
              sums: Residuals) -> Residuals:
   """Computes the two sums over keys for all queries of a request."""
 
-  def step(block_index, sums):
+  def step(block_index: jax.Array, sums: Residuals) -> Residuals:
     block = paged_operands.query_block(inputs, request, block_index)
     rows, row_lse = (paged_operands.live_rows_of(inputs, block, x) for x in (inputs.query, lse))
     rows, d_rows = nonfinite.mask_nonfinite(rows), None
     if tangents.query is not None:
       d_rows = paged_operands.live_rows_of(inputs, block, tangents.query)
 
-    def fold(j, running):
+    def fold(j: jax.Array, running: Residuals) -> Residuals:
       key, value = map(nonfinite.mask_nonfinite, paged_blocks.keys_and_values(inputs, request, j))
       d_key, d_value = None, None
       if tangents.cache is not None:

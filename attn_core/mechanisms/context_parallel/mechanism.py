@@ -43,14 +43,15 @@ def gpu(call: Call) -> AttentionOutput:
 
 
 def _over_sequence(kernel: Kernel, call: Call) -> AttentionOutput:
-  sequence = None if call.placement is None else call.placement.sequence
-  if sequence is None:
+  placement = call.placement
+  sequence = None if placement is None else placement.sequence
+  if placement is None or sequence is None:
     return flash.by_kernel(kernel, call)
   def attend(operands: Operands) -> Residuals:
     inner = lambda operands: _between_members(kernel, sequence, operands, call)
     return ulysses.exchanged(inner, sequence, call.spec.mask, operands)
   output = flash.sharded(attend, call._replace(operands=_padded(call, sequence)))
-  return shard_map.first_tokens(output, call.placement, sequence.queries)
+  return shard_map.first_tokens(output, placement, sequence.queries)
 
 
 def _between_members(kernel: Kernel, sequence: Sequence, operands: Operands,

@@ -25,7 +25,8 @@ import numpy as np
 
 from attn_core.kernels.common import dense_operands, online_softmax
 from attn_core.kernels.common.backward import compute_delta
-from attn_core.kernels.common.contract import Kernel, RemoteCopy, Residuals
+from attn_core.kernels.common.contract import (BackwardResiduals, Kernel, LseOnly, RemoteCopy,
+                                               Residuals)
 from attn_core.kernels.xla import cpu_math
 from attn_core.mechanisms.context_parallel import ring_step
 from attn_core.sharding.context_parallel import Sequence
@@ -135,12 +136,12 @@ def _tangent(inner: Kernel, sequence: Sequence, operands: Operands, spec: Attent
 
 
 def _backward(inner: Kernel, sequence: Sequence, operands: Operands, spec: AttentionSpec,
-              block_sizes: BlockSizes, residuals: Residuals, cotangents: Residuals,
+              block_sizes: BlockSizes, residuals: BackwardResiduals, cotangents: Residuals,
               wrt: tuple[str, ...]) -> tuple[jax.Array, ...]:
   dtype = dense_operands.lse_dtype(spec)
   # Once for all steps, so that the output is not kept in addition to its cotangent.
   cotangents = cotangents._replace(lse=-compute_delta(residuals, cotangents, dtype))
-  residuals = residuals._replace(out=None)
+  residuals = LseOnly(None, residuals.lse)
   # Otherwise XLA would reuse the keys received in the forward for the backward, and keep them; and
   # it would prepare the queries for the backward before the forward.
   query, own = cpu_math.after((operands.query, ring_step.own_keys(operands, spec)), cotangents.lse)
@@ -157,7 +158,7 @@ def _backward(inner: Kernel, sequence: Sequence, operands: Operands, spec: Atten
     found = {name: x.astype(dtype) for name, x in zip(names, found)}
     done = tuple(x for name, x in found.items() if name != "sinks")
     kv_grads = {name: found.pop(name) for name in ("key", "value") if name in found}
-    if "bias" in found and operands.bias.shape[3] > 1:
+    if operands.bias is not None and "bias" in found and operands.bias.shape[3] > 1:
       found["bias"] = lax.dynamic_update_slice_in_dim(
           jnp.zeros(operands.bias.shape, dtype), found["bias"],
           step.source * keys.key.shape[1], 3)
@@ -187,7 +188,7 @@ def _run_steps(sequence: Sequence, spec: AttentionSpec, traveling: PyTree,
     (sums of this member, gradients for its keys and values).
   """
   shifts = ring_step.shifts(sequence, spec.mask)
-  strides = np.diff(shifts)
+  strides = [int(stride) for stride in np.diff(shifts)]
   me = ring_step.member(sequence)
   source = lambda shift: (me - shift) % sequence.members
   sums, kv_grads, done, received = run_step(
@@ -205,10 +206,11 @@ def _run_steps(sequence: Sequence, spec: AttentionSpec, traveling: PyTree,
     return received, sums, _add(kv_grads, new_grads), jax.tree.map(cpu_math.first, done)
 
   if sequence.scan and len(shifts) > 3 and len(set(strides)) == 1:
+    rest: Any = np.asarray(shifts[1:-1], np.int32)
     own = None  # the steps of a scan are equal: even gradients for own keys go around
     begin = received, sums, kv_grads, jax.tree.map(cpu_math.first, done)
     carry, _ = lax.scan(lambda carry, shift: (middle(carry, shift, strides[0], strides[0]), None),
-                        begin, np.asarray(shifts[1:-1], np.int32))
+                        begin, rest)
   else:
     own, carry = kv_grads, (received, sums, None, done)
     for shift, stride, last_stride in zip(shifts[1:-1], strides[1:], strides):
@@ -244,13 +246,13 @@ def _sending(sequence: Sequence, compute: Callable[..., Any],
   received = [transfer.content if by_kernel else
              _send(sequence, transfer.content, transfer.distance)
              for by_kernel, transfer in zip(by_kernel_flags, transfers)]
-  if not any(by_kernel_flags):
+  if compute_and_send is None or not any(by_kernel_flags):
     return compute(*arguments), received
   leaves, structure = jax.tree.flatten(
       [x for x, by_kernel in zip(received, by_kernel_flags) if by_kernel])
+  axis, = sequence.key_axes
   found, leaves = compute_and_send(*arguments, RemoteCopy(
-      tuple(leaves), *sequence.key_axes, sequence.axis_number, sequence.members, distances[0],
-      sequence.cores))
+      tuple(leaves), axis, sequence.axis_number, sequence.members, distances[0], sequence.cores))
   trees = iter(jax.tree.unflatten(structure, leaves))
   return found, [next(trees) if by_kernel else x for by_kernel, x in zip(by_kernel_flags, received)]
 

@@ -66,10 +66,10 @@ def attended(sequence: Sequence, operands: Operands, spec: AttentionSpec, keys: 
     of = sequence.columns(source) if source is not None else np.concatenate(
         [sequence.columns(n) for n in all_members])
     mask = constructors.placed(mask, sequence.rows(member(sequence))[None], of[None], sequence.size)
-  arrays, structure = jax.tree.flatten(mask)
+  leaves, structure = jax.tree.flatten(mask)
   return operands._replace(
       key=keys.key, value=keys.value, bias=columns(operands.bias, keys, source),
-      mask=operands.mask._replace(arrays=tuple(map(jnp.asarray, arrays)))), spec._replace(
+      mask=operands.mask._replace(arrays=tuple(map(jnp.asarray, leaves)))), spec._replace(
           mask=structure)
 
 

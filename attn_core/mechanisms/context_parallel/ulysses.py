@@ -56,6 +56,7 @@ def exchanged(attend: Callable[[Operands], Residuals], sequence: Sequence,
     return everything(x, 1) if role in (mask_lib.QUERY, mask_lib.KEY) else x
 
   mask, roles = operands.mask, mask_lib.structure_roles(structure)
+  assert mask.head_offset is not None  # set by `shard_map.sharded`
   needed = key_heads_needed(heads, operands.key.shape[2], group)
   pick = lambda x: x if len(needed) == x.shape[2] else jnp.take(x, needed, 2)
   key, value = (to_heads(pick(x)) for x in (operands.key, operands.value))

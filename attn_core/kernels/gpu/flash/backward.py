@@ -23,12 +23,12 @@ from attn_core.kernels.gpu.flash import backward_bias, backward_kv, backward_q, 
 from attn_core.kernels.gpu.flash.backward_common import Arrays
 from attn_core.kernels.common import dense_operands, nonfinite, online_softmax
 from attn_core.kernels.common.backward import complete_cotangents, compute_delta, finite_lse
-from attn_core.kernels.common.contract import BackwardFn, Residuals
+from attn_core.kernels.common.contract import BackwardFn, BackwardResiduals, Residuals
 from attn_core.types import AttentionSpec, BlockSizes, Operands
 
 
 def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
-             residuals: Residuals, cotangents: Residuals, wrt: tuple[str, ...], *,
+             residuals: BackwardResiduals, cotangents: Residuals, wrt: tuple[str, ...], *,
              fallback: BackwardFn) -> tuple[jax.Array, ...]:
   """Computes the cotangents of the operands named in `wrt`; see `contract.BackwardFn`.
 
@@ -40,8 +40,10 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
   return complete_cotangents(products, d_bias, operands, residuals, cotangents, wrt)
 
 
-def _d_bias(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes, residuals: Residuals,
-            cotangents: Residuals, fallback: BackwardFn) -> jax.Array:
+def _d_bias(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
+            residuals: BackwardResiduals, cotangents: Residuals,
+            fallback: BackwardFn) -> jax.Array:
+  assert operands.bias is not None
   delta = compute_delta(residuals, cotangents, jnp.float32)
   if operands.bias.shape[3] == 1 and residuals.out is None:  # sums over more keys than these
     return fallback(operands, spec, block_sizes, residuals, cotangents, ("bias",))[0]

@@ -87,9 +87,9 @@ def grid_index_of(block: jax.Array, heads: int, num_blocks: int) -> GridIndex:
     heads: of a batch row.
     num_blocks: of a head.
   """
-  heads, num_blocks = mosaic.int32(heads), mosaic.int32(num_blocks)
-  line = lax.div(block, num_blocks)
-  return GridIndex(lax.div(line, heads), lax.rem(line, heads), lax.rem(block, num_blocks))
+  per_row, per_head = mosaic.int32(heads), mosaic.int32(num_blocks)
+  line = lax.div(block, per_head)
+  return GridIndex(lax.div(line, per_row), lax.rem(line, per_row), lax.rem(block, per_head))
 
 
 def reverse_blocks(grid: GridIndex, num_blocks: int) -> GridIndex:

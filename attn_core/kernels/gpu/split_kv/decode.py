@@ -173,7 +173,7 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
   loader = RowTileInputLoader(spec, sizes, transposed=True, group=tiling.group)
   scales = () if params.quantized is None else tuple(
       quantized_kv.pack_scales(params.quantized, x)
-      for x in (operands.key_scale, operands.value_scale))
+      for x in (operands.key_scale, operands.value_scale) if x is not None)
   inputs = Inputs(_to_rows(tiling, operands.query), operands.key, operands.value, scales,
                   block_list, loader.pack(operands))
   num_row_blocks = batch * tiling.key_heads * tiling.row_blocks
@@ -271,7 +271,7 @@ def _copy(params: split_kv.KernelParams, inputs: Inputs, index: GridIndex, _: ja
     plgpu.copy_gmem_to_smem(
         source.at[index.batch, pl.ds(first + n, tokens), index.head],
         target.block.at[pl.ds(n, tokens)], target.barrier)
-  if target.scales is not None:
+  if target.scales is not None and params.quantized is not None:
     plgpu.copy_gmem_to_smem(quantized_kv.slice_scales(
         params.quantized, inputs.scales[values],
         (index.batch, pl.ds(first, split_kv.BLOCK_KV)), index.head), target.scales, target.barrier)

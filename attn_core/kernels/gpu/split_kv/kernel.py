@@ -26,6 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+import numpy as np
 
 from attn_core.kernels.gpu import mosaic
 from attn_core.kernels.gpu.flash.kernel_params import drain
@@ -83,7 +84,7 @@ class Scratch(NamedTuple):
 class BlockRange(NamedTuple):
   """Blocks of keys to compute, in ascending order; int32."""
 
-  first: jax.Array
+  first: jax.Array | np.int32
   first_full: jax.Array | None  # blocks before it need the mask; None: there are none before it
   end_full: jax.Array  # blocks from it on need the mask, too
   end: jax.Array
@@ -166,7 +167,8 @@ def scratch_types(params: KernelParams, dtype: DTypeLike, tokens: int = BLOCK_KV
     tokens: of a block of keys that are contiguous in memory.
   """
   k_stages, v_stages = params.num_stages
-  kv_dtype, scales, dequantized = dtype, (), None
+  kv_dtype, dequantized = dtype, None
+  scales: tuple[Any, ...] = ()
   if params.quantized is not None:
     kv_dtype = params.quantized.dtype
     scales = tuple(plgpu.SMEM((n, *scale), jnp.float32) for n in params.num_stages

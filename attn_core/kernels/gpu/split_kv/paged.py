@@ -125,6 +125,7 @@ def unsupported_reason(query: jax.Array, cache: Pages, metadata: layouts.PagesMe
       query.dtype, (width, value_width), (1, page_size), quantized is not None)
   if reason or quantized is None:
     return reason or _unsupported_memory(query, cache, metadata, heads)
+  assert cache.key_scales is not None
   number = 0 if quantized.scale_kind == quantized_kv.TENSOR else cache.key_scales.shape[2]
   if number % quantized_kv.SCALE_HEADS and (
       not quantized.single_head or piece_size(page_size) % quantized_kv.SINGLE_HEAD_TOKENS):
@@ -243,6 +244,7 @@ def _scales(tiling: Tiling, cache: Pages) -> tuple[jax.Array, ...]:
   quantized = tiling.params.quantized
   if quantized is None:
     return ()
+  assert cache.key_scales is not None and cache.value_scales is not None
   scales = cache.key_scales, cache.value_scales
   if quantized.scale_kind == quantized_kv.TENSOR:
     return tuple(x.reshape(1) for x in scales)
@@ -253,6 +255,7 @@ def _make_work_items(blocked: BlockedInputs,
                      queue: query_block_queue.QueryBlockQueue) -> WorkItem:
   """Returns the blocks of keys that live queries attend to, and those that all attend to."""
   blocks = queue.blocks
+  assert isinstance(blocks.request, jax.Array)
   used = jnp.arange(blocks.request.shape[0]) < queue.num_blocks
   position, length = blocks.positions[:, 0], blocked.lengths[blocks.request]
   # No more than the table holds, even if the metadata says so.
@@ -338,7 +341,7 @@ def _copy(tiling: Tiling, inputs: Inputs, item: WorkItem, head: jax.Array, n: ja
     first = i * tokens
     copies = [(_page_slice(tiling, inputs.cache, page, pl.ds(token + k, some), head, values),
                target.block.at[pl.ds(first + k, some)]) for k in range(0, tokens, some)]
-    if target.scales is not None:
+    if target.scales is not None and params.quantized is not None:
       copies += [(quantized_kv.slice_scales(params.quantized, inputs.scales[values],
                                             (page, pl.ds(token, tokens)), head),
                   target.scales.at[pl.ds(first, tokens)])]

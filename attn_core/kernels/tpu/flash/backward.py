@@ -18,7 +18,8 @@ import jax.numpy as jnp
 
 from attn_core.kernels.common import dense_operands, nonfinite, online_softmax
 from attn_core.kernels.common.backward import complete_cotangents, finite_lse
-from attn_core.kernels.common.contract import BackwardFn, RemoteCopy, Residuals
+from attn_core.kernels.common.contract import (BackwardFn, BackwardResiduals, RemoteCopy,
+                                                   Residuals)
 from attn_core.kernels.tpu.flash import call, schedule, tile_inputs, tiling as tiling_lib
 from attn_core.kernels.tpu.flash.tile_inputs import GridIndex, KernelRefs, TileIndex, TokenRange
 from attn_core.kernels.tpu.flash.tile_loop import (
@@ -29,7 +30,7 @@ Ref = Any  # a Pallas reference
 
 
 def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
-             residuals: Residuals, cotangents: Residuals, wrt: tuple[str, ...], *,
+             residuals: BackwardResiduals, cotangents: Residuals, wrt: tuple[str, ...], *,
              fallback: BackwardFn) -> tuple[jax.Array, ...]:
   """Computes the cotangents of the operands named in `wrt`; see `contract.BackwardFn`.
 
@@ -41,9 +42,8 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
 
 
 def backward_with_remote_copy(
-    operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes, residuals: Residuals,
-    cotangents: Residuals, wrt: tuple[str, ...],
-    transfer: RemoteCopy | None, *,
+    operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes, residuals: BackwardResiduals,
+    cotangents: Residuals, wrt: tuple[str, ...], transfer: RemoteCopy | None, *,
     fallback: BackwardFn) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
   """Runs `backward` and copies arrays to another device in the meantime.
 

@@ -129,6 +129,7 @@ def _token_arrays(inputs: BlockedInputs, layout: KVLayout) -> tuple[jax.Array, .
     tokens = x.swapaxes(1, 2) if layout.heads_major else x,
   if layout.scales != "token":
     return tokens
+  assert cache.key_scales is not None and cache.value_scales is not None
   # XLA stores scales with the pages along the lanes, so that a page's scales are not contiguous:
   # those that a table points to are gathered before the kernel.
   def gather(x: jax.Array) -> jax.Array:
@@ -156,6 +157,7 @@ def _attend(inputs: BlockedInputs, layout: KVLayout, requests: tuple[Index, Inde
   rows = rows.reshape(rows.shape[0], shape.head_groups, shape.group_rows, rows.shape[-1])
   tensor_scales = None
   if layout.scales == "tensor":
+    assert cache.key_scales is not None and cache.value_scales is not None
     tensor_scales = jnp.stack([cache.key_scales, cache.value_scales]).astype(jnp.float32)
   # 2. The kernel.
   left, right = paged_operands.window_of(spec)
