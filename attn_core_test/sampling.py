@@ -6,8 +6,8 @@
 slow ones too, and with `--slow --rotation K/N` the K-th of N parts of them, so that the rotations
 0/N to (N-1)/N together run everything. The whole of it takes hours.
 
-A test is slow in one of two ways. Of the tests that QUICK names one in n of each class is quick, and
-the others are slow: many tests that are alike and take seconds each. Single tests and cases are
+A test is slow in one of two ways. Of the tests that QUICK names one in n of each class is quick,
+and the others are slow: many tests that are alike and take seconds each. Single tests and cases are
 tagged where they are defined, by `slow`, `slow_parameters`, `with_slow` and the like.
 """
 
