@@ -43,13 +43,13 @@ RING_KERNELS = {
 
 
 def mesh_of(*sizes: int) -> Mesh:
-  """A mesh of the first devices over the axes that `create_mesh` names."""
+  """Returns a mesh of the first devices over the axes that `create_mesh` names."""
   devices = np.array(jax.devices()[:int(np.prod(sizes))]).reshape(sizes)
   return Mesh(devices, ("dp", "fsdp", "ep", "tp", "sp"))
 
 
 def _marked(function, name):
-  """A function of arrays whose program has a mark with its name."""
+  """Wraps a function of arrays so that its program contains `name`."""
   def run(query, *args, **kwargs):
     label = name if isinstance(name, str) else name(kwargs)
     if isinstance(query, tuple):
@@ -61,14 +61,14 @@ def _marked(function, name):
 
 
 def _paged_stub(operands, spec, heads, block_sizes) -> Residuals:
-  """Shapes of an attention over pages; nothing of the kernel is traced."""
+  """Returns an output of the right shape; the kernel itself is not traced."""
   del spec, block_sizes
   out = jnp.broadcast_to(operands.query[..., :1], (*operands.query.shape[:2], heads.value_width))
   return Residuals(out, out[..., :1].astype(jnp.float32))
 
 
 def _dot_product_attention(original, *args, implementation, **kwargs):
-  """JAX's function by XLA, as cuDNN is not everywhere to be asked for shapes."""
+  """Calls JAX's function by XLA, since cuDNN cannot be asked for shapes everywhere."""
   del implementation
   return original(*args, implementation="xla", **kwargs)
 
@@ -83,7 +83,7 @@ PATCHES = (
 
 
 def setUpModule():
-  jax.clear_caches()  # programs without marks
+  jax.clear_caches()  # forget programs without marks
   for patch in PATCHES:
     patch.start()
 
@@ -95,7 +95,7 @@ def tearDownModule():
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-  """Every equation of a program, and of the programs within."""
+  """Yields every equation of a program and of the programs nested in it."""
   for equation in jaxpr.eqns:
     yield equation
     for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(
@@ -105,7 +105,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def names_in(jaxpr: Any) -> set[str]:
-  """The implementations, or the names of their kernels, that a program runs."""
+  """Returns the implementations, or the names of their kernels, that a program runs."""
   found = set()
   for equation in equations(jaxpr):
     if isinstance(getattr(equation.params.get("call"), "kernel", None), Kernel):
@@ -116,7 +116,7 @@ def names_in(jaxpr: Any) -> set[str]:
 
 
 def expected(implementation: str) -> set[str]:
-  """The names that `names_in` may find for an implementation."""
+  """Returns the names that `names_in` may find for an implementation."""
   if implementation in KERNELS:
     return {KERNELS[implementation].name}
   if implementation in RING_KERNELS:
@@ -136,7 +136,7 @@ def unknown_gpu(metadata: OperationMetadata) -> OperationMetadata:
 
 
 def raised(function):
-  """(what a function returns, None), or (None, the error)."""
+  """Returns (the function's result, None), or (None, its error)."""
   try:
     return function(), None
   except (AssertionError, ValueError, NotImplementedError) as error:
@@ -225,7 +225,7 @@ class ExplainTest(parameterized.TestCase):
       (24, 2, "decode.xla", "a cache of 12 slots"), (32, 2, "decode.gpu", "goes before"),
       (16, 4, "decode.xla", "a cache of 4 slots"), (24, 1, "decode.gpu", "goes before"))
   def test_decode_over_sharded_keys(self, slots, shards, kernel, words):
-    """Hopper's kernel copies multiples of 8 slots: of one device's shard, not of the cache."""
+    """Checks multiples of 8 slots: Hopper's kernel copies them from one device's shard."""
     shape = lambda length: jax.ShapeDtypeStruct((1, length, 2, 64), "bfloat16")
     metadata = OperationMetadata(platform="gpu", compute_capability="9.0",
                                  mesh=mesh_of(1, 1, 1, 1, shards))

@@ -1,8 +1,8 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Nothing is accepted without effect: every argument and field has one, or is documented as unused.
+"""Every argument and field has an effect or is documented as unused.
 
-An effect is a call whose result, error or explanation changes with the value.
+An effect is a result, error or explanation of a call that changes with the value.
 """
 
 from collections.abc import Callable
@@ -44,7 +44,7 @@ def ints(values: list[Any]) -> np.ndarray:
 
 
 def outcome(function: Callable[[], Any]) -> str:
-  """The result or error of a call as text; equal results give equal texts."""
+  """Returns the result or error of a call as text; equal results give equal texts."""
   try:
     result = function()
   except (ValueError, NotImplementedError) as error:
@@ -56,10 +56,10 @@ def outcome(function: Callable[[], Any]) -> str:
 
 
 class Effect(NamedTuple):
-  """A function whose outcome differs with the value of one argument."""
+  """A function whose outcome depends on the value of one argument."""
 
   function: Callable[..., Any]
-  value: Any  # another than that of `base`, or than the default
+  value: Any  # differs from that of `base`, or from the default
   base: dict[str, Any] = {}
 
 
@@ -77,7 +77,7 @@ def run(**arguments: Any) -> Any:
 
 
 def program(**arguments: Any) -> str:
-  """The traced program of the call and its gradients."""
+  """Returns the traced program of the call and its gradients."""
   given = {"query": Q, "key": K, "value": V, **arguments}
   names = ("query", "key", "value")
   loss = lambda *x: attention(**{**given, **dict(zip(names, x))}).attention_outputs.sum()
@@ -200,7 +200,7 @@ BLOCKS = {
 
 
 def axes(**fields: Any) -> list[Any]:
-  """The specs of every meaning of a dimension in both kinds of modes."""
+  """Returns the spec of every meaning of a dimension in both kinds of modes."""
   return [repr(resolve(PartitionAxis(**fields), [meaning], mode).spec)
           for meaning in partition.SEMANTIC_AXES for mode in ("__train__", "__autoregressive__")]
 
@@ -330,14 +330,14 @@ CREATE_ALLOCATOR = {name: Effect(allocator.create, value, {"num_pages": 4, "page
 
 
 def documented_arguments(function: Callable[..., Any]) -> dict[str, str]:
-  """The text about each argument in the section Args of a docstring."""
+  """Returns the text about each argument in the section Args of a docstring."""
   section = inspect.cleandoc(function.__doc__ or "").split("Args:\n")[1].split("\n\n")[0]
   return {name: " ".join(text.split())
           for name, text in re.findall(r"^  (\w+): (.*(?:\n    .*)*)", section, re.MULTILINE)}
 
 
 def documented_fields(kind: type) -> dict[str, str]:
-  """The comment of each field of a class: at the end of its line, or in the lines above it."""
+  """Returns the comment of each field of a class: behind it, or in the lines above it."""
   found, above = {}, ""
   for line in inspect.getsource(kind).splitlines():
     code, _, comment = line.partition("#")

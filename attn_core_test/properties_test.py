@@ -124,7 +124,7 @@ def everything(run, case, dtype):
 
 @functools.cache
 def expected(name: str, differentiable: bool):
-  """`everything` by the oracle in float64."""
+  """Computes `everything` by the oracle in float64."""
   case = BY_NAME[name]
   want = property_cases.reference(case)
   return everything(want if differentiable else Partial(_zero_lse, want), case, "float64")
