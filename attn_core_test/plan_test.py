@@ -343,7 +343,7 @@ class CommandTest(absltest.TestCase):
           contextlib.redirect_stdout(out)):
       command.main()
     text = out.getvalue()
-    self.assertIn("sent in hop h", text)
+    self.assertIn("exchange in step n", text)
     self.assertEqual(text.count("\n* "), 2)
     self.assertIn("64 x h100, 16,384 tokens", text)
     self.assertIn("ulysses: impossible, got 32 query heads", text)
