@@ -29,7 +29,7 @@ FEATURES = {
     "mask": "a boolean mask or any mask of the algebra",
     "mask_operands": "a custom mask with arrays as operands",
     "bias": "a bias, with its gradient",
-    "sinks": "sinks (softmax_aux), with their gradient",
+    "sinks": "sinks, with their gradient",
     "soft_cap": "a soft cap on the logits",
     "dropout": "dropout",
     "lse": "returning the lse",
