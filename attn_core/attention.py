@@ -327,7 +327,10 @@ def _run(a: AttentionArguments) -> AttentionOutput:
 
 
 def _question(normal: arguments.Normalized) -> selection.Question:
-  """Returns the question which implementation supports a call; it is placed once for all alike."""
+  """Returns the question which implementation supports a call.
+
+  The call is placed once for all implementations that shard the same dimensions.
+  """
   requests: dict[tuple[bool, bool], Request] = {}
 
   def request_for(implementation: Implementation) -> Request:

@@ -76,7 +76,7 @@ class Request(NamedTuple):
   capability: str | None = None  # compute capability of the GPU; None: not known, or not a GPU
   transfer: str = "collective"  # `RingConfig.transfer`
   pages: PagesRequest | None = None
-  placement: Placement | None = None  # that the shapes are of; None: one device
+  placement: Placement | None = None  # for which the shapes were computed; None: one device
   placement_error: Exception | None = None  # raised while the call was placed; shapes are global
 
   @property

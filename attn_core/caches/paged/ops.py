@@ -68,7 +68,7 @@ def init(layout: type[Pages], num_pages: int, page_size: int, heads: Heads,
     checks.integer(name, size, "an int >= 1", lambda x: x >= 1)
   size = jnp.dtype(dtype).itemsize
   checks.require(quantize.is_quantized(dtype) or size > 1 and (size <= 4 or layout is not PagesV3),
-                 "dtype", jnp.dtype(dtype).name, "16 or 32 bits (64 but for PagesV3), int8 or "
+                 "dtype", jnp.dtype(dtype).name, "16 or 32 bits (64 except for PagesV3), int8 or "
                  "float8_e4m3fn")
   checks.require(scales is not None or jnp.dtype(dtype).itemsize > 1, "scales",
                  f"None with pages of {jnp.dtype(dtype).name}", "'token' or 'tensor': quantized "
