@@ -299,7 +299,7 @@ def to_dense(cache: Pages, metadata: PagesMetadata, heads: Heads | None = None,
   length = width * page_size(cache)
   lengths = jnp.where(jnp.arange(requests) < rows_in_use(metadata), metadata.context_lens, 0)
   held = (metadata.page_tables >= 0) & (metadata.page_tables < num_pages(cache))
-  live = (jnp.arange(length) < lengths[:, None]) & jnp.repeat(held, page_size(cache), 1)
+  live = (jnp.arange(length)[None] < lengths[:, None]) & jnp.repeat(held, page_size(cache), 1)
   live = live[..., None, None]
   shaped = lambda x: x.transpose(1, 0, 2).reshape(requests, length, heads.key_heads, -1)
   return jnp.where(live, shaped(key), 0), jnp.where(live, shaped(value), 0)
