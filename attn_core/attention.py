@@ -327,10 +327,7 @@ def _run(a: AttentionArguments) -> AttentionOutput:
 
 
 def _question(normal: arguments.Normalized) -> selection.Question:
-  """Returns the question which implementation supports a call.
-
-  The call is placed once for all implementations that shard the same dimensions.
-  """
+  """Returns the question which implementation supports a call, with its placements computed once."""
   requests: dict[tuple[bool, bool], Request] = {}
 
   def request_for(implementation: Implementation) -> Request:
