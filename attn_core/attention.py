@@ -327,7 +327,7 @@ def _run(a: AttentionArguments) -> AttentionOutput:
 
 
 def _question(normal: arguments.Normalized) -> selection.Question:
-  """Returns the question which implementation supports a call, with its placements computed once."""
+  """Returns the question which implementation supports a call; its placements are cached."""
   requests: dict[tuple[bool, bool], Request] = {}
 
   def request_for(implementation: Implementation) -> Request:
