@@ -295,13 +295,15 @@ def _explain(a: AttentionArguments) -> Explanation:
   question = _question(normal)
   try:
     verdict = selection.choose(table.RULES, a.mechanism, question)
-    chosen, placement = verdict.mechanism, question.request_for(verdict.implementation).placement
+    chosen, call = verdict.mechanism, _static_call(normal, question, verdict)
+    if any(call.call.block_sizes):  # only the kernel knows which sizes it takes; it raises
+      _execute(normal.call.operands, static=call)
+    sizes, placement = call.call.block_sizes, call.call.placement
   except NotImplementedError:
     chosen, placement = None, _place(normal, None)
+    sizes = arguments.with_configured_blocks(normal.call.block_sizes, normal.metadata, "vanilla")
   return Explanation(
-      chosen, *question.target, selection.ask_all(table.RULES, question),
-      arguments.with_configured_blocks(normal.call.block_sizes, normal.metadata,
-                                       chosen or "vanilla"),
+      chosen, *question.target, selection.ask_all(table.RULES, question), sizes,
       () if placement is None else placement.drops,
       placement.sharded_dimensions() if chosen and placement is not None else ())
 
@@ -310,12 +312,8 @@ def _run(a: AttentionArguments) -> AttentionOutput:
   """Runs a call by the implementation that `_explain` names."""
   a, normal = _normalize(a)
   question = _question(normal)
-  verdict = selection.choose(table.RULES, a.mechanism, question)
-  sizes = arguments.with_configured_blocks(normal.call.block_sizes, normal.metadata,
-                                           verdict.mechanism)
-  static = _Static(verdict.implementation, normal.call._replace(
-      operands=None, block_sizes=sizes,
-      placement=question.request_for(verdict.implementation).placement))
+  static = _static_call(normal, question,
+                        selection.choose(table.RULES, a.mechanism, question))
   run = functools.partial(_execute, static=static)
   if a.policy is not None:
     policy = remat.checkpoint_policy(a.policy) if isinstance(a.policy, str) else a.policy
@@ -361,6 +359,16 @@ class _Static(NamedTuple):
 
   implementation: Implementation
   call: Call  # without operands
+
+
+def _static_call(normal: arguments.Normalized, question: selection.Question,
+                 verdict: selection.Verdict) -> _Static:
+  """Returns the static part of a call that the verdict's implementation runs."""
+  sizes = arguments.with_configured_blocks(normal.call.block_sizes, normal.metadata,
+                                           verdict.mechanism)
+  return _Static(verdict.implementation, normal.call._replace(
+      operands=None, block_sizes=sizes,
+      placement=question.request_for(verdict.implementation).placement))
 
 
 @functools.partial(jax.jit, static_argnames="static", inline=True)

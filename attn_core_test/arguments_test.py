@@ -16,6 +16,8 @@ from attn_core import (Heads, MaskInfo, OperationMetadata, PagesMetadata, PagesV
                        explain, ragged_page_attention_v2)
 from attn_core.arguments.arguments import AttentionArguments, AttentionOptions, Shaped
 from attn_core.caches import pages
+from attn_core.masks import block_map
+from attn_core.sharding import token_order
 
 FUNCTIONS = {
     "vanilla": "vanilla", "sdpa": "sdpa", "cudnn": "cudnn", "cuda_flash_attn2": "cuda_flash_attn2",
@@ -179,6 +181,21 @@ class StrictShapesTest(parameterized.TestCase):
     jax.clear_caches()
     with jax.numpy_rank_promotion("raise"):
       np.testing.assert_array_equal(run(), expected)
+
+  @parameterized.parameters("contiguous", "zigzag", "striped")
+  def test_token_order(self, order):
+    shards = jnp.arange(4, dtype=jnp.int32)
+    expected = token_order.tokens_of(order, 16, 4, shards)
+    with jax.numpy_rank_promotion("raise"):
+      np.testing.assert_array_equal(token_order.tokens_of(order, 16, 4, shards), expected)
+
+  def test_block_map_with_a_part_of_a_block(self):
+    segments = jnp.zeros((1, 20), jnp.int32)
+    mask = attn_core.masks.causal() & attn_core.masks.segments(segments, segments)
+    sizes = block_map.Sizes(20, 20, 8, 8)
+    expected = block_map.block_kinds(mask, sizes)
+    with jax.numpy_rank_promotion("raise"):
+      np.testing.assert_array_equal(block_map.block_kinds(mask, sizes), expected)
 
 
 if __name__ == "__main__":

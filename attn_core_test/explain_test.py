@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 import numpy as np
 
-from attn_core import OperationMetadata, attention, explain, table
+from attn_core import BlockSizes, OperationMetadata, attention, explain, table
 from attn_core.kernels.common.contract import Kernel, Residuals
 from attn_core.kernels.gpu.split_kv import decode as gpu_decode, paged as gpu_paged
 from attn_core.kernels.tpu.ragged import decode as tpu_decode, paged as tpu_paged
@@ -234,6 +234,19 @@ class ExplainTest(parameterized.TestCase):
                      query_offset=slots - 1, metadata=metadata)
     self.assertEqual(self.check_in_context(operands, arguments), kernel)
     self.assertIn(words, str(explain(*operands, **arguments)))
+
+  @parameterized.parameters(
+      ("gpu", "9.0", BlockSizes(block_q=16)), ("gpu", "9.0", BlockSizes(block_heads=2)),
+      ("tpu", None, BlockSizes(block_kv=16)))
+  def test_block_sizes_that_the_kernel_refuses(self, platform, capability, block_sizes):
+    x = jax.ShapeDtypeStruct((1, 256, 2, 64), "bfloat16")
+    arguments = dict(block_sizes=block_sizes, mechanism="flash_attn2", metadata=OperationMetadata(
+        platform=platform, compute_capability=capability))
+    with self.assertRaises(ValueError) as explained:
+      explain(x, x, x, **arguments)
+    with self.assertRaises(ValueError) as run:
+      jax.eval_shape(lambda x: attention(x, x, x, **arguments), x)
+    self.assertEqual(str(explained.exception), str(run.exception))
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ def _kinds(mask: mask_lib.Mask, sizes: Sizes, xp: mask_lib.NumpyModule) -> Any:
   possible, certain = mask.bounds(_grid(sizes, xp))
   if sizes.keys % sizes.block_kv:
     whole = xp.arange(sizes.num_key_blocks) < sizes.num_key_blocks - 1
-    certain = certain & whole
+    certain = certain & whole[(None,) * (certain.ndim - 1)]
   shape = np.broadcast_shapes(possible.shape, certain.shape,
                               (1, 1, sizes.num_query_blocks, sizes.num_key_blocks))
   kinds = xp.where(certain & possible, FULL, xp.where(possible, PARTIAL, EMPTY))

@@ -120,12 +120,12 @@ def tokens_of(layout: TokenOrder, length: int, shards: int,
   Returns:
     int32 [num_shards, length / shards].
   """
-  place, shard = numbers(length // shards), shard[:, None]
+  place, shard = numbers(length // shards)[None], shard[:, None]
   if layout == "striped":
     return shard + shards * place
   if layout == "contiguous":
-    return shard * len(place) + place
-  half = len(place) // 2
+    return shard * place.shape[1] + place
+  half = place.shape[1] // 2
   piece = place // max(half, 1)  # 0: of the head, 1: of the tail
   return ((1 - piece) * shard + piece * (2 * shards - 1 - shard)) * half + place % max(half, 1)
 

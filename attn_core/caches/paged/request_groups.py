@@ -70,7 +70,7 @@ def whole(metadata: PagesMetadata, num_pages: int, xp: ModuleType = jnp) -> Page
     return metadata
   number, _, requests, width = tables.shape
   size = num_pages // number // stripes
-  first = size * xp.arange(stripes, dtype=xp.int32)[:, None, None]
+  first = size * xp.arange(stripes, dtype=xp.int32)[None, :, None, None]
   # An id out of range would be a page of another stripe.
   tables = xp.where((tables >= 0) & (tables < size), tables + first, -1)
   tables = tables.transpose(0, 2, 3, 1).reshape(number, requests, width * stripes)
