@@ -26,7 +26,7 @@ SHAPE = jax.ShapeDtypeStruct(X.shape, X.dtype)
 
 
 def without_shapes(annotation: object) -> set[object]:
-  """The members of a union but `jax.ShapeDtypeStruct`, which only `explain` takes."""
+  """Returns the members of a union but `jax.ShapeDtypeStruct`, which only `explain` takes."""
   members = typing.get_args(annotation) or (annotation,)
   return {member for member in members if member is not jax.ShapeDtypeStruct}
 
@@ -108,7 +108,7 @@ class DeterministicTest(absltest.TestCase):
     plain = self.outputs()
     dropped = self.outputs(dropout_prob=0.5, dropout_rng=key, deterministic=False)
     self.assertFalse(np.array_equal(dropped, plain))
-    # Unset: active where there are a probability, of the call or of the metadata, and a key.
+    # Unset: active if both a key and a probability, of the call or of the metadata, are given.
     metadata = OperationMetadata(dropout_prob=0.5)
     np.testing.assert_array_equal(self.outputs(dropout_prob=0.5, dropout_rng=key), dropped)
     np.testing.assert_array_equal(self.outputs(metadata=metadata, dropout_rng=key), dropped)

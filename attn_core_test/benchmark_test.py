@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark: counts, errors, files and refusals; never how fast anything is."""
+"""The benchmark: counts, errors, files and refusals; speed is never asserted."""
 
 import contextlib
 import importlib.util
@@ -24,7 +24,7 @@ from attn_core_test.cases import CASES, Case, flops, mask, scale, visible_pairs
 TINY = Case("tiny", heads=4, key_heads=2, width=8, value_width=4, queries=24, keys=24)
 MECHANISMS = ("flash_attn2", "vanilla")
 
-# Of the grid, which differs in length, width and dtype only, one of each mask is enough.
+# The cases of the grid differ in length, width and dtype only: one of each mask is enough.
 DIFFERENT = ("causal_f32_d64_t512", "full_f32_d64_t512", *(
     name for name in CASES if not name.startswith(("causal_", "full_")) and "_f32_" not in name))
 
@@ -67,7 +67,7 @@ class CasesTest(parameterized.TestCase):
     self.assertEqual(scale(case, None, None), case)
 
   def test_visited_blocks(self):
-    case = CASES["causal_f32_d64_t1024"]  # query blocks of 512 see 2 and 4 blocks of 256 keys
+    case = CASES["causal_f32_d64_t1024"]  # Query blocks of 512 see 2 and 4 blocks of 256 keys.
     self.assertEqual(cases_lib.visited_blocks(case), 8 * (2 + 4))
     packed = case._replace(documents=2)
     self.assertEqual(cases_lib.visited_blocks(packed), 8 * (2 + 2))
@@ -97,7 +97,7 @@ class MeasureTest(parameterized.TestCase):
       error = measure.check(peer.prepare(case, inputs, False), expected)
       self.assertLess(error.largest, 1e-5, peer.name)
 
-  def test_wrong_is_called_wrong(self):
+  def test_wrong_results_are_reported(self):
     inputs = contenders.make_inputs(TINY)
     expected = measure.truth(TINY, inputs, False)
     full, = contenders.mechanisms(("vanilla",))
@@ -105,12 +105,12 @@ class MeasureTest(parameterized.TestCase):
     self.assertTrue(error.is_wrong("bfloat16"))
     self.assertTrue(measure.Error(float("nan"), float("nan")).is_wrong("bfloat16"))
 
-  def test_every_contender_has_its_turns(self):
+  def test_every_contender_is_timed_in_every_round(self):
     calls = {"a": [], "b": []}
     times = measure.rounds({name: lambda n, x=x: x.append(n) for name, x in calls.items()}, 3)
     self.assertEqual({name: len(x) for name, x in times.items()}, {"a": 3, "b": 3})
 
-  def test_turns_settle_beside_contenders_of_gigabytes(self):
+  def test_rounds_settle_when_a_contender_takes_gigabytes(self):
     self.assertEqual(measure.settle_seconds([None, 1000]), 0)
     self.assertGreater(measure.settle_seconds([None, 1000, 2**32]), 0)
     calls = {0.0: 0, 0.2: 0}
@@ -151,7 +151,7 @@ class BenchmarkTest(parameterized.TestCase):
       self.assertIn(words, text)
     self.assertEqual((folder / "tiny.png").exists(), bool(importlib.util.find_spec("matplotlib")))
 
-  def test_refusals_are_told(self):
+  def test_refusals_are_reported(self):
     found = runner.run_attention_benchmarks(
         ("vanilla", "sdpa", "cudnn"), [TINY], directions=("forward",), repeats=1, peers=False,
         progress=False)
@@ -161,7 +161,7 @@ class BenchmarkTest(parameterized.TestCase):
     self.assertIn("E != D", text)
     self.assertIn("tiny forward", text)
 
-  def test_no_case_is_begun_that_might_end_too_late(self):
+  def test_no_case_starts_that_might_end_too_late(self):
     clock = [100.0]
     durations = iter((3.0, 5.0, 3.0))
     def add(found, *_):
@@ -172,7 +172,7 @@ class BenchmarkTest(parameterized.TestCase):
           mock.patch.object(runner.time, "monotonic", lambda: clock[0])):
       found = runner.run_attention_benchmarks(
           MECHANISMS, cases, peers=False, progress=False, max_seconds=13.5)
-    # Begun after 0, 3 and 8 seconds; at 11 seconds another 5 would be too many.
+    # Calls start after 0, 3 and 8 seconds; at 11 seconds another call of 5 would be too late.
     self.assertEqual([(r.contender, r.case, r.reason) for r in found.refusals],
                      [("everyone", f"case {number}", "no time for it within 14 s")
                       for number in (3, 4)])
@@ -186,7 +186,7 @@ class BenchmarkTest(parameterized.TestCase):
   @parameterized.parameters(
       (dict(mechanisms=["flash"]), "flash_attn2"), (dict(cases=["llama9"]), "llama3_8b"),
       (dict(directions=["backward"]), "forward_backward"), (dict(cases="vit_b16"), "sequence"))
-  def test_unknown_names_are_told_the_known_ones(self, arguments, known):
+  def test_errors_for_unknown_names_list_the_known_ones(self, arguments, known):
     with self.assertRaisesRegex(ValueError, f"{list(arguments)[0]}.*{known}"):
       runner.run_attention_benchmarks(peers=False, progress=False, **arguments)
 
@@ -202,7 +202,7 @@ class BenchmarkTest(parameterized.TestCase):
     for name in (*runner.DEFAULT, *(name for name, _ in runner.FULL)):
       self.assertIn(name, CASES)
 
-  def test_peers_are_found_or_told(self):
+  def test_peers_are_found_or_reported(self):
     found, absent = contenders.peers("cpu")
     names = {peer.name for peer in (*found, *absent)}
     self.assertEqual(names, {"jax.nn xla", "tokamax", "ejkernel xla", "torch sdpa"})

@@ -1,8 +1,8 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The named shapes of real models, under the name by which tests know them.
+"""Shapes of real models, under the names by which tests know them.
 
-They stand in the library, because its benchmark ships with them.
+The benchmark of the library ships them, so they are defined there.
 """
 
 from attn_core.benchmark.cases import CASES, Case, flops, mask, scale, visible_pairs

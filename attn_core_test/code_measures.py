@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers of the library's source: lengths, arguments, types, and what its imports show."""
+"""Numbers of the library's source code: lengths, parameters, types, and its import graph."""
 
 import ast
 import pathlib
@@ -16,7 +16,7 @@ MIN_TYPED_PERCENT = 95.0
 # a function accepts in order to refuse it by an error.
 MAX_ANY = 92
 
-# Every line that is shown also when the tests pass begins with this.
+# Lines with this prefix are shown by the test runner also when the tests pass.
 MARK = "measured: "
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -26,25 +26,26 @@ class Function(NamedTuple):
   """One function or method of the library."""
 
   name: str  # "attn_core.attention.attention"
-  public: bool  # neither it, nor its class or module, nor a function around it has a private name
+  # False if its name, or that of a module, class or function around it, begins with "_"
+  public: bool
   parameters: int
-  typed: int  # parameters with an annotation; self and cls count in neither
-  returns: bool  # its return has an annotation
+  typed: int  # parameters with an annotation; both counts leave out self and cls
+  returns: bool  # has an annotation of its return
   with_any: int  # annotations that mention Any
   lines: int  # its docstring included
   docstring_lines: int
-  raises: bool  # its docstring has a section Raises
+  raises: bool  # has a section Raises in its docstring
 
 
 class Measures(NamedTuple):
   """Numbers of the whole library."""
 
   functions: tuple[Function, ...]
-  file_lines: dict[str, int]  # path below the root -> lines
-  top_level: tuple[str, ...]  # the files beside attn_core/__init__.py, itself included
+  file_lines: dict[str, int]  # path relative to the root -> lines
+  top_level: tuple[str, ...]  # names of the files in attn_core/
 
   def typed_percent(self) -> float:
-    """Parameters with an annotation, in percent of all."""
+    """Percentage of parameters that have an annotation."""
     total = sum(function.parameters for function in self.functions)
     return 100 * sum(function.typed for function in self.functions) / total
 
@@ -62,7 +63,7 @@ class Measures(NamedTuple):
     return [path for path, lines in self.file_lines.items() if lines > MAX_FILE_LINES]
 
   def untyped_public(self) -> list[str]:
-    """Names of public functions with a parameter or a return that has no annotation."""
+    """Names of public functions with a parameter or a return that lacks an annotation."""
     return [function.name for function in self.functions if function.public
             and not (function.returns and function.typed == function.parameters)]
 
@@ -76,7 +77,7 @@ class Measures(NamedTuple):
 
 
 def parameters_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.arg]:
-  """The parameters of a function but for self and cls, *args and **kwargs included."""
+  """Parameters of a function, *args and **kwargs included, self and cls left out."""
   given = function.args
   found = [*given.posonlyargs, *given.args, *given.kwonlyargs]
   found += [argument for argument in (given.vararg, given.kwarg) if argument]
@@ -98,7 +99,7 @@ def _with_any(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def functions_of(module: str, path: pathlib.Path) -> Iterator[Function]:
-  """Every function of a file, nested ones included; lambdas are left out."""
+  """Yields every function of a file, nested ones included; lambdas are left out."""
   def visit(node: ast.AST, name: str, public: bool) -> Iterator[Function]:
     for child in ast.iter_child_nodes(node):
       if not isinstance(child, (*_FUNCTIONS, ast.ClassDef)):
@@ -129,8 +130,8 @@ def measure() -> Measures:
   return Measures(functions, lengths, tuple(sorted(path.name for path in top.glob("*.py"))))
 
 
-def circle(imports: dict[str, Iterable[str]]) -> list[str]:
-  """The nodes of a graph that lie on a circle or between two; empty if it has none."""
+def cycle(imports: dict[str, Iterable[str]]) -> list[str]:
+  """Returns the sorted nodes of a graph that lie on a cycle or between two cycles."""
   left = {name: set(targets) & set(imports) - {name} for name, targets in imports.items()}
   while free := [name for name, targets in left.items() if not targets & set(left)]:
     for name in free:
@@ -142,18 +143,18 @@ def circle(imports: dict[str, Iterable[str]]) -> list[str]:
 
 
 def lines() -> list[str]:
-  """The report that import_graph_test prints: floors, top-level files, circles and numbers."""
+  """Returns the report that import_graph_test prints: floors, top-level files, cycles, numbers."""
   found, floors = measure(), import_graph.floors()
   count = len(found.functions)
-  circles = {"library": circle(import_graph.module_graph(import_graph.library_modules())),
-             "tests": circle(import_graph.module_graph(import_graph.test_modules()))}
+  cycles = {"library": cycle(import_graph.module_graph(import_graph.library_modules())),
+            "tests": cycle(import_graph.module_graph(import_graph.test_modules()))}
   lengths = sorted(function.lines for function in found.functions)
   untyped = found.untyped_public()
   report = [f"floor {number:2}: {room} ({size} modules)"
             for number, (room, size) in enumerate(floors)]
   report += [f"top-level files: {len(found.top_level)} (at most {MAX_TOP_LEVEL_FILES})"]
-  report += [f"circles of imports, {name}: {', '.join(members) or 'none'}"
-             for name, members in circles.items()]
+  report += [f"cycles of imports, {name}: {', '.join(members) or 'none'}"
+             for name, members in cycles.items()]
   report += [
       f"functions: {count}, of which {len(found.with_arguments(9))} have 9 or more arguments and "
       f"{len(found.with_arguments(12))} have 12 or more",

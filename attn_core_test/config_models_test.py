@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Hub models, layer by layer: what transformers computes is what a config.json that was read says.
+"""Models of transformers, layer by layer, against this library with their config.json.
 
 Needs torch and transformers (`pip install '.[parity]'`); skipped without them.
 """
@@ -30,7 +30,7 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_fac
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
         "original_max_position_embeddings": 16}
 
-# Model -> (configuration class, model class, what it is made of beside SIZES or TEXT).
+# Model -> (configuration class, model class, arguments of the configuration).
 MODELS = {
     "llama": ("LlamaConfig", "LlamaModel", {**TEXT, "rope_parameters": LLAMA3}),
     "llama4": ("Llama4TextConfig", "Llama4TextModel", {
@@ -91,15 +91,15 @@ ROTARY = ("apply_rotary_pos_emb", "apply_rotary_emb", "apply_rotary_pos_emb_inte
 
 
 class Recorder:
-  """Listens to a model's own functions: what goes in and what comes out."""
+  """Records arguments and results of a model's own functions."""
 
   def __init__(self, module):
     self.module, self.rotations, self.layers = module, [], []
-    self.projections = []  # of queries, by layer, before anything else is done to them
+    self.projections = []  # queries by layer, as projected
 
   @contextlib.contextmanager
-  def listening(self):
-    """Puts listeners in place of the module's functions."""
+  def recording(self):
+    """Replaces the module's functions by functions that also record."""
     with contextlib.ExitStack() as stack:
       for name in ROTARY:
         if hasattr(self.module, name):
@@ -109,30 +109,31 @@ class Recorder:
       yield self
 
   def rotary(self, name):
-    """Hears query and key before and after their rotation, all as [B, T, H, D]."""
+    """Returns a rotation that records query and key before and after it, all as [B, T, H, D]."""
     theirs = getattr(self.module, name)
     swap = name != "apply_rotary_emb"
-    def heard(query, key, *args, **kwargs):
+    def recorded(query, key, *args, **kwargs):
       turned = theirs(query, key, *args, **kwargs)
       arrays = [x.detach().numpy() for x in (query, key, *turned)]
       arrays = [x.swapaxes(1, 2) if swap else x for x in arrays]
-      if name.endswith("interleave"):  # gives the first of all pairs, then the second ones
+      # returns the first elements of all pairs, then the second ones
+      if name.endswith("interleave"):
         arrays[2:] = [np.stack(np.split(x, 2, -1), -1).reshape(x.shape) for x in arrays[2:]]
       self.rotations.append((len(self.layers), arrays))
       return turned
-    return heard
+    return recorded
 
   def attention(self):
-    """Hears query, key, value, the output and the sinks of a layer, all as [B, T, H, D]."""
+    """Returns an attention that records query, key, value, output and sinks of every layer."""
     theirs = self.module.eager_attention_forward
-    def heard(module, query, key, value, *args, **kwargs):
+    def recorded(module, query, key, value, *args, **kwargs):
       output = theirs(module, query, key, value, *args, **kwargs)
       arrays = [x.detach().numpy().swapaxes(1, 2) for x in (query, key, value)]
       sinks = getattr(module, "sinks", None)
       self.layers.append((arrays, output[0].detach().numpy(),
                           None if sinks is None else sinks.detach().numpy()))
       return output
-    return heard
+    return recorded
 
 
 class ModelsTest(parameterized.TestCase):
@@ -142,7 +143,7 @@ class ModelsTest(parameterized.TestCase):
     self.torch, self.transformers = optional_deps.torch_and_transformers(self)
 
   def run_model(self, name):
-    """(what was heard, the configuration read from the file that the model wrote, positions)."""
+    """Returns (the recorder, the configuration read from the model's saved file, positions)."""
     config_class, model_class, sizes = MODELS[name]
     theirs = getattr(self.transformers, config_class)(**sizes, attn_implementation="eager")
     module = importlib.import_module(
@@ -152,40 +153,40 @@ class ModelsTest(parameterized.TestCase):
     with self.torch.no_grad():
       for label, parameter in model.named_parameters():
         if parameter.ndim > 1 or label.endswith("sinks"):
-          parameter.normal_(std=0.2)  # large enough that scales, caps and sinks tell
+          parameter.normal_(std=0.2)  # large enough for scales, caps and sinks to matter
     rng = np.random.default_rng(0)
     positions = np.arange(LENGTH, dtype=np.int32)[None]
     inputs = {"input_ids": self.torch.tensor(rng.integers(3, 32, (2, LENGTH)))}
     if name == "vit":
       inputs = {"pixel_values": self.torch.tensor(rng.normal(size=(2, 3, 16, 16))).float()}
     elif name.endswith("vl"):
-      # Distances in height and width only: the mask goes by the place in the sequence.
+      # Positions differ in height and width only: the mask follows the order of the sequence.
       positions = np.stack([np.tile(positions[0], (2, 1)), rng.integers(0, 30, (2, LENGTH)),
                             rng.integers(0, 30, (2, LENGTH))]).astype(np.int32)
       inputs["position_ids"] = self.torch.tensor(positions)
-    with Recorder(module).listening() as heard, self.torch.no_grad():
+    with Recorder(module).recording() as recorded, self.torch.no_grad():
       for label, part in model.named_modules():
         if label.endswith("q_proj"):
           part.register_forward_hook(
-              lambda part, arrays, out: heard.projections.append(out.numpy()))
+              lambda part, arrays, out: recorded.projections.append(out.numpy()))
       model(**inputs)
     with tempfile.TemporaryDirectory() as folder:
       theirs.save_pretrained(folder)
       config = from_pretrained(pathlib.Path(folder))
-    return heard, config, positions
+    return recorded, config, positions
 
   @parameterized.parameters(*MODELS)
   def test_every_layer(self, name):
-    heard, config, positions = self.run_model(name)
-    self.assertLen(heard.layers, config.num_hidden_layers)
-    for layer, ((query, key, value), theirs, sinks) in enumerate(heard.layers):
+    recorded, config, positions = self.run_model(name)
+    self.assertLen(recorded.layers, config.num_hidden_layers)
+    for layer, ((query, key, value), theirs, sinks) in enumerate(recorded.layers):
       self.assertEqual((query.shape[2], query.shape[3]), (config.num_attention_heads,
                                                           config.head_dim or 16))
       self.assertEqual(value.shape[3], config.value_head_dim or query.shape[3])
       self.assertEqual(sinks is not None, config.sinks)
       temperature = query_temperature(config, positions, layer)
       if temperature is not None:
-        projected = heard.projections[layer].reshape(query.shape)
+        projected = recorded.projections[layer].reshape(query.shape)
         np.testing.assert_allclose(projected * temperature[..., None, None], query, atol=1e-5)
       arguments = attention_arguments(config, layer)
       mine = attention(*map(jnp.asarray, (query, key, value)), **arguments,
@@ -194,8 +195,8 @@ class ModelsTest(parameterized.TestCase):
                                  err_msg=f"layer {layer}, {arguments}")
     turning = {layer for layer in range(config.num_hidden_layers)
                if layer_rope(config, layer).rope_type != "none"}
-    self.assertEqual({layer for layer, _ in heard.rotations}, turning)
-    for layer, (query, key, turned_query, turned_key) in heard.rotations:
+    self.assertEqual({layer for layer, _ in recorded.rotations}, turning)
+    for layer, (query, key, turned_query, turned_key) in recorded.rotations:
       mine = rotary(jnp.asarray(query), jnp.asarray(key), positions, layer_rope(config, layer))
       np.testing.assert_allclose(mine[0], turned_query, atol=1e-4, err_msg=f"layer {layer}")
       np.testing.assert_allclose(mine[1], turned_key, atol=1e-4, err_msg=f"layer {layer}")

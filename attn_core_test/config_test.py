@@ -243,7 +243,6 @@ class MergeTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "head_dim: got None with hidden_size=100"):
       get_head_dim(AttnConfig(hidden_size=100, num_attention_heads=3))
 
-
   @parameterized.parameters("a", None, 1.0, True, -1, 2)
   def test_bad_layers(self, layer):
     for config in (AttnConfig(num_hidden_layers=2), AttnConfig(layer_types=(FULL,) * 2)):

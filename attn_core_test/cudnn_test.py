@@ -1,9 +1,9 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""sdpa and cudnn: what JAX's path to cuDNN is told, without a GPU, and the values around it.
+"""sdpa and cudnn: the arguments that JAX passes to cuDNN, without a GPU, and values by XLA.
 
-Programs are lowered for CUDA and read; what JAX asks of the machine first is answered for it. The
-values are those of the same path by XLA.
+Programs are lowered for CUDA and read, with JAX's queries of the machine mocked. Values are those
+of the same path through jax.nn, computed by XLA.
 """
 
 import json
@@ -47,14 +47,14 @@ def metadata(capability="9.0", **fields):
 
 
 def lower(function, *operands) -> str:
-  """The program for CUDA, with JAX's questions to the machine answered."""
+  """Returns the program for CUDA; JAX's queries of the machine are mocked."""
   with (mock.patch.object(jax_cudnn, "check_cudnn_version", lambda: 91400),
         mock.patch.object(jax_cudnn, "check_compute_capability", lambda wanted: True)):
     return jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def value_and_gradients(**arguments):
-  """A function of query, key, value (and bias) that calls cuDNN forward and backward."""
+  """Returns a function of query, key, value (and bias) that calls cuDNN forward and backward."""
   arguments = {"mechanism": "cudnn", "metadata": metadata(), **arguments}
   def loss(query, key, value, *bias):
     more = dict(zip(("bias",), bias))
@@ -64,7 +64,7 @@ def value_and_gradients(**arguments):
 
 
 def calls(text: str) -> list[tuple]:
-  """(name, mask type, window, operands) of every call of cuDNN in a program."""
+  """Returns (name, mask type, window, operands) of every call of cuDNN in a program."""
   found = []
   for name, operands, config in CALL.findall(text):
     config = json.loads(config.replace("\\22", '"'))["cudnn_fmha_backend_config"]
@@ -78,7 +78,7 @@ SHARED = np.ones((1, 1, T, T), bool)
 LENGTHS = masks.lengths(ints(3, 96), ints(96, 5))
 KEY_LENGTHS = masks.lengths(None, ints(96, 0))
 
-# (name, arguments, shapes, mask type, window as cuDNN counts it, lengths among the operands).
+# (name, arguments, shapes, mask type, window as cuDNN counts it, lengths among the operands)
 BANDS = (
     ("full", dict(causal=False), {}, "NO_MASK", 0, 0),
     ("causal", {}, {}, "CAUSAL", 0, 0),
@@ -98,7 +98,7 @@ BANDS = (
     ("optimized", dict(optimized=True), {}, "CAUSAL", 0, 0),
 )
 
-# (name, arguments, shape of the bias or None): what is written out for cuDNN as a bias.
+# (name, arguments, shape of the bias or None): masks that cuDNN gets as a bias in memory.
 WRITTEN = (
     ("mask", dict(mask=np.ones((1, 1, T, T), bool)), None),
     ("padding_mask", dict(mask_info=MaskInfo.from_attention_mask(np.ones((2, T), bool))), None),
@@ -115,7 +115,7 @@ WRITTEN = (
 class LoweringTest(parameterized.TestCase):
 
   @parameterized.named_parameters(*BANDS)
-  def test_a_band_costs_no_memory(self, arguments, shapes, mask_type, window, lengths):
+  def test_a_band_mask_takes_no_memory(self, arguments, shapes, mask_type, window, lengths):
     operands = arrays(**shapes)
     text = lower(value_and_gradients(**arguments), *operands)
     self.assertEqual(calls(text), [
@@ -125,7 +125,7 @@ class LoweringTest(parameterized.TestCase):
     self.assertNotRegex(text, rf"x{queries}x{keys}x")
 
   @parameterized.named_parameters(*WRITTEN)
-  def test_anything_else_is_written_out(self, arguments, bias):
+  def test_other_masks_are_passed_as_a_bias(self, arguments, bias):
     operands = arrays()
     if bias is not None:
       operands.append(jax.ShapeDtypeStruct(bias, jnp.bfloat16))
@@ -134,7 +134,7 @@ class LoweringTest(parameterized.TestCase):
     self.assertEqual(calls(text), [("ScaleBiasSoftmax", mask_type, 0, 4),
                                    ("ScaleBiasSoftmaxBackward", mask_type, 0, 7)])
 
-  def test_a_bias_is_given_whole_and_so_is_its_gradient(self):
+  def test_a_bias_and_its_gradient_are_passed_unbroadcast(self):
     bias = jax.ShapeDtypeStruct((1, 4, 1, T), jnp.bfloat16)
     text = lower(value_and_gradients(causal=False), *arrays(), bias)
     backward, = (line for line in text.splitlines() if "fmhaScaleBiasSoftmaxBackward" in line)
@@ -144,12 +144,12 @@ class LoweringTest(parameterized.TestCase):
     self.assertIn("tensor<1x4x1x96xbf16>", text.partition("return")[0])
 
   @parameterized.parameters("flash_attn2", "blocksparse", "cuda_flash_attn2", "sdpa", "auto")
-  def test_who_calls_cudnn_elsewhere_than_on_hopper(self, mechanism):
+  def test_mechanisms_that_call_cudnn_on_ampere(self, mechanism):
     text = lower(value_and_gradients(mechanism=mechanism, metadata=metadata("8.0")), *arrays())
     self.assertLen(calls(text), 2)
 
   @parameterized.parameters("flash_attn2", "blocksparse", "auto")
-  def test_who_calls_xla_instead(self, mechanism):
+  def test_mechanisms_that_call_xla_instead(self, mechanism):
     arguments = dict(mechanism=mechanism, metadata=metadata("8.0"))
     for change in (dict(mask=np.ones((1, 1, T, T), bool)), dict(logits_soft_cap=30.0),
                    dict(return_lse=True), dict(metadata=OperationMetadata(platform="gpu"))):
@@ -186,7 +186,6 @@ class LoweringTest(parameterized.TestCase):
       if "custom_call @__cudnn" in line:
         self.assertIn("tensor<6x96x2x64xbf16>", line)
         self.assertEqual(line.count("tensor<6xi32>"), 2)
-
 
   @parameterized.named_parameters(
       ("query", {}, (0, None, None), "6x96x4x64xbf16"),
@@ -228,7 +227,7 @@ class LoweringTest(parameterized.TestCase):
         self.assertFalse(f"tensor<2x4x{T}x{T}x" in line)
 
 
-# (name, arguments, shapes, words of the refusal).
+# (name, arguments, shapes, words of the refusal)
 REFUSED = (
     ("window_to_the_right", dict(sliding_window=(3, 3), causal=False), {}, "sliding_window=(3, 3)",
      "causal", "`mask`"),
@@ -280,7 +279,7 @@ class RefusalTest(parameterized.TestCase):
                                         query_offset=0, **arguments).attention_outputs
     self.assertLen(calls(lower(forward, *arrays(S=95))), 1)
 
-  def test_another_makers_gpu(self):
+  def test_a_gpu_of_another_vendor(self):
     x = arrays()
     with mock.patch.object(jax, "default_backend", lambda: "rocm"):
       device = mock.Mock(compute_capability="gfx942")
@@ -293,7 +292,7 @@ class RefusalTest(parameterized.TestCase):
 
 
 class ValuesTest(parameterized.TestCase):
-  """The band's way through jax.nn, by XLA, against the oracle: values, gradients, padding."""
+  """Band masks through jax.nn by XLA, against the oracle: values, gradients, padding."""
 
   @parameterized.named_parameters(
       ("nothing", masks.lengths(ints(0, 5), ints(9, 0)) & masks.causal()),
@@ -312,18 +311,18 @@ class ValuesTest(parameterized.TestCase):
     want = lambda *x: oracle.attention(Operands(*x, mask=operands), spec)[0]
     got = lambda *x: attention(*x, mechanism="sdpa", causal=False, mask=mask).attention_outputs
     both = lambda run: jax.value_and_grad(lambda *x: jnp.sin(run(*x)).sum(), (0, 1, 2))
-    # What stands in the padding is nobody's business.
-    hidden = ~np.asarray(masks_seen(mask)).any(1)
-    spoiled = [x.at[np.nonzero(hidden)].set(jnp.nan) for x in (key, value)]
+    # Non-finite numbers in the padding must not matter.
+    hidden = ~np.asarray(dense_mask_of(mask)).any(1)
+    with_nan = [x.at[np.nonzero(hidden)].set(jnp.nan) for x in (key, value)]
     wanted = jax.tree.leaves(both(want)(query, key, value))
-    for other in ([key, value], spoiled):
+    for other in ([key, value], with_nan):
       for x, y in zip(jax.tree.leaves(both(got)(query, *other)), wanted, strict=True):
         np.testing.assert_allclose(x, y, atol=2e-5)
 
   @parameterized.product(
       low=((-np.inf, 1), (np.finfo(np.float32).min, 1), (-1e6, 3)),
       mask=(masks.causal(), masks.causal() & masks.window(3, 0), masks.causal() | masks.prefix(1)))
-  def test_no_bias_is_so_low_that_hidden_keys_outweigh_visible_ones(self, low, mask):
+  def test_hidden_keys_never_outweigh_visible_ones_with_a_low_bias(self, low, mask):
     number, first = low
     rng = np.random.default_rng(0)
     arrays = [rng.normal(size=shape).astype(np.float32) for shape in (
@@ -353,7 +352,7 @@ class ValuesTest(parameterized.TestCase):
       np.testing.assert_allclose(x, y, atol=2e-5)
     np.testing.assert_allclose(got(*arrays, return_lse=True).lse, lse, rtol=1e-5)
 
-  def test_a_low_bias_hides_nothing_that_is_not_finite(self):
+  def test_a_low_bias_does_not_hide_nonfinite_keys(self):
     x = jnp.ones((1, 9, 1, 8))
     bias = jnp.zeros((1, 1, 1, 9)).at[..., 0].set(-jnp.inf)
     for mechanism in ("sdpa", "vanilla"):
@@ -364,7 +363,7 @@ class ValuesTest(parameterized.TestCase):
   def test_equals_the_oracle_as_on_a_gpu(self, case):
     self.assertEqual(gpu_suite_parts.judge(case, "sdpa", "float32"), "right")
 
-  def test_nobody_is_asked_about_lengths_of_nothing_or_past_the_end(self):
+  def test_lengths_given_to_jax_are_clipped_to_one_and_the_end(self):
     leaves, structure = jax.tree.flatten(masks.lengths(ints(0, 55), ints(99, -1)))
     x = jnp.ones((2, 9, 1, 8))
     call = Call(Operands(x, x, x, mask=MaskOperands(tuple(map(jnp.asarray, leaves)))),
@@ -375,13 +374,13 @@ class ValuesTest(parameterized.TestCase):
     np.testing.assert_array_equal(asked.call_args.kwargs["key_value_seq_lengths"], [9, 1])
     np.testing.assert_array_equal(out, 0)
 
-  def test_who_sees_what_is_not_finite(self):
+  def test_a_nonfinite_key_reaches_the_queries_that_see_it(self):
     x = jnp.ones((1, 9, 1, 8))
     out = attention(x, x.at[:, 4].set(jnp.inf), x, mechanism="sdpa", sliding_window=(2, 0))
     np.testing.assert_array_equal(np.isnan(out.attention_outputs[0, :, 0, 0]),
                                   [4 <= t <= 6 for t in range(9)])
 
-  def test_what_is_no_band(self):
+  def test_masks_that_are_not_bands(self):
     for mask, queries, keys in (
         (masks.window(3, 3), 9, 9), (masks.window(3, None), 9, 9), (masks.window(-1, 0), 9, 9),
         (masks.window(3, 0), 9, 8), (masks.window(3, 0) & masks.lengths(ints(3)), 9, 9),
@@ -392,8 +391,8 @@ class ValuesTest(parameterized.TestCase):
     self.assertEqual(banded.from_mask(masks.window(7, 0), 9, 9), banded.Band(True, 7, (), ()))
 
 
-def masks_seen(mask):
-  """bool [B, T, S]: what a mask without heads makes visible, for B = 2 and T = S = 9."""
+def dense_mask_of(mask):
+  """Returns a mask without heads as bool [B, T, S], for B = 2 and T = S = 9."""
   return materialize.to_dense(mask, (2, 1, 9, 9))[:, 0]
 
 

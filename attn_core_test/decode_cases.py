@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Decode calls against a dense cache, and their meaning in float64."""
+"""Calls of decoding from a dense cache, and their meaning in float64."""
 
 import functools
 from typing import NamedTuple
@@ -22,7 +22,7 @@ MODE = {"mode": "__autoregressive__", "mechanism": "autoregressive_decodeattn"}
 
 
 class Case(NamedTuple):
-  """One decode call; lengths after the queries' own tokens."""
+  """One call of decoding; lengths include the queries' own tokens."""
 
   lengths: tuple[int, ...]
   T: int = 1
@@ -56,13 +56,13 @@ CASES = {
     "one_block": Case((37, 20), T=2, block=None),
     "blocks_of_one_key": Case((5, 3), S=5, block=1),
     "one_slot": Case((1, 0), S=1, block=None),
-    # Cut into blocks of 512 keys, and what is left into blocks of 256.
+    # Split into blocks of 512 keys, and the rest into blocks of 256.
     "large_blocks": Case((1100, 700, 300), S=1100, H=8, K=8, D=128, E=128, block=None),
 }
 
 
 def arrays(case: Case, dtype, seed=0):
-  """query, the cache's key and value, sinks."""
+  """Returns query, the cache's key and value, and sinks by name."""
   rng = np.random.default_rng(seed)
   array = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
   batch = len(case.lengths)
@@ -79,7 +79,7 @@ def cache_of(case: Case, key, value, **scales) -> dense.DenseCache:
 
 
 def decoded(case: Case, operands, **more):
-  """(out, lse) of the queries, which are the rows' last tokens."""
+  """Returns (out, lse) of the queries, which are the last tokens of their rows."""
   rest = {name: operands[name] for name in ("softmax_aux",) if name in operands}
   output = attention(operands["query"], None, None, return_lse=True, **case.arguments, **rest,
                      cache_view=cache_of(case, operands["key"], operands["value"]), **more)
@@ -92,7 +92,7 @@ def compiled(case: Case):
 
 
 def defined(case: Case, operands):
-  """The same by the definition, from loops over numbers."""
+  """Returns the same by the definition, from loops over numbers."""
   starts = case.starts or (0,) * len(case.lengths)
   left = np.inf if case.sliding_window is None else case.sliding_window[0]
   seen = np.array([[[start <= s <= length - case.T + t and s >= length - case.T + t - left
@@ -108,7 +108,7 @@ def defined(case: Case, operands):
 
 
 def with_gradients(run, case):
-  """A jitted function of the operands -> (value and gradients) of a loss that reads everything."""
+  """Returns a jitted function of the operands -> (value, gradients) of a loss of all outputs."""
   def loss(operands):
     out, lse = run(case, operands)
     return jnp.sin(out).sum() + (jnp.where(jnp.isfinite(lse), lse, 0)**2).sum(), (out, lse)

@@ -43,12 +43,12 @@ class OracleTest(parameterized.TestCase):
     out, lse = decoded(case, operands)
     want, want_lse = defined(case, jax.tree.map(lambda x: x.astype(jnp.float64), operands))
     self.assertEqual((out.dtype, lse.dtype), (dtype, jnp.float32))
-    # Only the output is rounded: products and sums are those of float32.
+    # Only the output is rounded: products and sums are in float32.
     np.testing.assert_allclose(out.astype(jnp.float64), want, rtol=2**-8, atol=1e-5)
     np.testing.assert_allclose(lse, want_lse, atol=1e-5)
 
   @parameterized.product(queries=(1, 6), dtype=("float8_e4m3fn", "float8_e5m2"))
-  def test_operands_of_8_bits_are_numbers_and_not_bits(self, queries, dtype):
+  def test_unscaled_8_bit_operands_equal_float32_ones(self, queries, dtype):
     rng = np.random.default_rng(0)
     narrow = [jnp.asarray(rng.normal(size=(2, length, heads, 8)), dtype)
               for length, heads in ((queries, 4), (9, 2), (9, 2))]
@@ -57,15 +57,15 @@ class OracleTest(parameterized.TestCase):
     found = run(narrow, "autoregressive_decodeattn")
     expected = run([x.astype(jnp.float32) for x in narrow], "vanilla")
     self.assertEqual(found.attention_outputs.dtype, dtype)
-    rounding = 4 * float(jnp.finfo(dtype).eps)  # of the weights and of the output
+    rounding = 4 * float(jnp.finfo(dtype).eps)  # rounding of the weights and of the output
     np.testing.assert_allclose(found.attention_outputs.astype(jnp.float32),
                                expected.attention_outputs, rtol=rounding, atol=rounding / 4)
     np.testing.assert_allclose(found.lse, expected.lse, atol=rounding)
 
   @parameterized.parameters(("window", "int8"), ("many_rows", "float8_e4m3fn"),
                             ("every_query_head_has_its_own", "float8_e4m3fn"))
-  def test_8_bits_equal_what_they_stand_for(self, name, dtype):
-    """The values and the query's gradient are those of the dequantized cache."""
+  def test_a_quantized_cache_equals_the_dequantized_one(self, name, dtype):
+    """Checks that values and the query's gradient are those of the dequantized cache."""
     case = CASES[name]
     operands = arrays(case, jnp.float32)
     stored, wide = {}, {"query": operands["query"].astype(jnp.float64)}
@@ -111,7 +111,7 @@ class RowsTest(parameterized.TestCase):
     # Of 32 keys each: keys 259..299, 258..298, none, 0, 100..127 and 216..256.
     np.testing.assert_array_equal(visits.num_visited[:, 0, 0], [2, 2, 0, 1, 1, 3])
 
-  def test_keys_that_are_all_visible_are_cut_into_large_blocks(self):
+  def test_visible_keys_are_split_into_large_blocks(self):
     case = CASES["large_blocks"]
     large, small = _visits(case, arrays(case, jnp.float32))
     np.testing.assert_array_equal(large.num_visited[:, 0, 0], [2, 1, 0])
@@ -120,8 +120,8 @@ class RowsTest(parameterized.TestCase):
     np.testing.assert_array_equal(small.num_visited[:, 0, 0], [1, 1, 2])
     self.assertFalse(large.any_partial)
 
-  def test_what_is_not_seen_does_not_matter(self):
-    """NaN and infinities past the lengths, before the starts and outside the window."""
+  def test_hidden_slots_do_not_matter(self):
+    """Checks NaN and infinities past the lengths, before the starts and outside the window."""
     case = CASES["window"]._replace(starts=(0, 3, 0))
     operands = arrays(case, jnp.float32)
     slot = np.arange(case.S)
@@ -131,16 +131,16 @@ class RowsTest(parameterized.TestCase):
     want = run(operands)
     for number in (np.nan, np.inf, -np.inf):
       with_nonfinite = lambda x: jnp.where(seen[..., None, None], x, number)
-      got = run({**operands, "key": with_nonfinite(operands["key"]), "value": with_nonfinite(operands["value"])})
+      got = run({**operands, **{name: with_nonfinite(operands[name]) for name in ("key", "value")}})
       jax.tree.map(np.testing.assert_array_equal, got, want)
     for name in ("key", "value"):
       np.testing.assert_array_equal(np.asarray(want[1][name])[~seen], 0)
 
   @parameterized.product(array=("key", "value"), number=(np.nan, np.inf, -np.inf),
                          masked=(False, True))
-  def test_what_is_seen_and_not_finite_makes_nan(self, array, number, masked):
+  def test_visible_nonfinite_slots_yield_nan(self, array, number, masked):
     case = CASES["one_query"]
-    slot = 16 if masked else 2  # of a partial block of row 2 at the end, or of a full one
+    slot = 16 if masked else 2  # in a partial block at the end of row 2, or in a full one
     case = case._replace(lengths=(37, 1, 17))
     operands = arrays(case, jnp.float32)
     operands[array] = operands[array].at[2, slot, 1, 3].set(number)
@@ -180,7 +180,7 @@ class RowsTest(parameterized.TestCase):
       query = jnp.ones((2, 1, 2, 64), "bfloat16" if dtype == "bfloat16" else "float32")
       memory = run.lower(cache, query).compile().memory_analysis()
       cached = cache.key.nbytes + cache.value.nbytes
-      # A CPU copies the bits of float8; nothing is ever dequantized as a whole.
+      # A CPU converts float8 from copies of its bits; a whole cache is never dequantized.
       most = 1.25 if dtype == "float8_e4m3fn" else 0.25
       self.assertLess(memory.temp_size_in_bytes, most * cached, dtype)
 
@@ -189,12 +189,12 @@ class RowsTest(parameterized.TestCase):
     run = jax.jit(lambda cache, query: attention(query, None, None, cache_view=cache, **MODE))
     cache = jax.eval_shape(lambda: dense.init(8, 4096, (8, 128), dtype=dtype))
     query = jax.ShapeDtypeStruct((8, 1, 32, 128), jnp.float32)
-    # So XLA:CPU marks a loop that it compiles as one function, which runs in one thread.
+    # XLA:CPU marks a loop so if it compiles it as one function, which runs in one thread.
     self.assertNotIn("xla_cpu_small_call", run.lower(cache, query).compile().as_text())
 
 
 def _visits(case, operands):
-  """The blocks that a call's mask makes the kernel visit: first large ones, where there are any."""
+  """Returns block maps of a call: one of large blocks, if there are any, and one of small ones."""
   bound = inspect.signature(attention).bind(
       operands["query"], None, None, **case.arguments,
       cache_view=cache_of(case, operands["key"], operands["value"]))
@@ -220,7 +220,7 @@ class TransformationsTest(parameterized.TestCase):
       close(jax.tree.map(lambda x: x[i], got), run(layer), 1e-5)
 
   def test_a_scan_that_decodes_equals_the_whole(self):
-    """The cache as the carry of a scan, from empty to full, token by token."""
+    """Checks a cache as the carry of a scan, from empty to full, token by token."""
     case = Case((12, 12), T=12, S=12, D=16, E=8)
     operands = arrays(case, jnp.float32)
     want = attention(**operands, mechanism="vanilla").attention_outputs
@@ -279,8 +279,8 @@ class ShardedTest(parameterized.TestCase):
     np.testing.assert_array_equal(np.isnan(lse).all(1), want)
 
   @parameterized.parameters("float32", "int8")
-  def test_a_step_sends_results_only(self, dtype):
-    """The new tokens are written where their slots are; no keys or values travel."""
+  def test_a_step_sends_only_results(self, dtype):
+    """Checks that new tokens are written on the device of their slots; keys and values stay."""
     mesh = create_mesh((1, 1, 1, 1, 8))
     metadata = OperationMetadata(mesh=mesh)
     def like(x):
@@ -297,10 +297,10 @@ class ShardedTest(parameterized.TestCase):
     self.assertEqual(set(sent), {"all-reduce"})
     largest = max(np.prod([int(n) for n in re.search(r"\[([\d,]*)\]", line)[1].split(",")])
                   for line in text.splitlines() if "all-reduce(" in line)
-    self.assertEqual(largest, 4 * 4 * 16)  # the output of the call
+    self.assertEqual(largest, 4 * 4 * 16)  # of the call's output
     self.assertIn("input_output_alias={", text)
 
-  def test_explain_says_what_is_not_sharded(self):
+  def test_explain_reports_what_is_not_sharded(self):
     x = jax.ShapeDtypeStruct((4, 15, 2, 16), jnp.float32)
     said = explain(x, x, x, mechanism="autoregressive_decodeattn", metadata=OperationMetadata(
         mesh=create_mesh((1, 1, 1, 1, 8))))

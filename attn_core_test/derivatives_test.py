@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Derivatives of every order and mixture, under every transformation, against jax on the oracle."""
+"""Derivatives of every order and mixture, under every transformation, against the oracle."""
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -19,7 +19,7 @@ SMALL = next(case for case in property_cases.CASES if case.name == "causal_gqa")
 
 
 def run_of(case):
-  """The block-wise kernel on a case: differentiable arguments -> (output, lse)."""
+  """Returns the block-wise kernel on a case: differentiable arguments -> (output, lse)."""
   def run(arrays):
     output = attention(**case.arguments, **arrays, mechanism="flash_attn2", return_lse=True,
                        block_sizes=BlockSizes(4, 3, 5, 4, 1))
@@ -41,7 +41,7 @@ def close(got, want):
   jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-8, atol=1e-8), got, want)
 
 
-def moves(arrays, seed=3):
+def random_tangents(arrays, seed=3):
   rng = np.random.default_rng(seed)
   return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape)), arrays)
 
@@ -72,7 +72,7 @@ class DerivativesTest(parameterized.TestCase):
   @parameterized.named_parameters(*[(mode, mode) for mode in MODES])
   def test_mode(self, mode):
     arrays = property_cases.operands(CASE, "float64")
-    along = moves(arrays)
+    along = random_tangents(arrays)
     got, want = (jax.jit(lambda x, v, f=loss_of(run): MODES[mode](f, x, v))(arrays, along)
                  for run in (run_of(CASE), property_cases.reference(CASE)))
     close(got, want)
@@ -80,7 +80,7 @@ class DerivativesTest(parameterized.TestCase):
   def test_some_operands_only(self):
     arrays = property_cases.operands(CASE, "float64")
     for name in arrays:
-      along = moves(arrays)[name]
+      along = random_tangents(arrays)[name]
       both = []
       for run in (run_of(CASE), property_cases.reference(CASE)):
         f = lambda x, run=run: loss_of(run)({**arrays, name: x})
@@ -90,7 +90,7 @@ class DerivativesTest(parameterized.TestCase):
 
   def test_hessian_of_a_scalar_direction(self):
     arrays = property_cases.operands(SMALL, "float64")
-    along = moves(arrays)
+    along = random_tangents(arrays)
     both = []
     for run in (run_of(SMALL), property_cases.reference(SMALL)):
       line = lambda s, run=run: loss_of(run)(jax.tree.map(lambda x, v: x + s * v, arrays, along))
@@ -126,7 +126,7 @@ class DerivativesTest(parameterized.TestCase):
       close(jax.jit(lambda x: jax.jvp(jax.grad(loss_of(run)), (x,), (x,)))(arrays)[0], want)
 
   def test_shard_map_with_shared_keys(self):
-    # The keys are the same on every device: their cotangents must be summed exactly once.
+    # All devices share the keys: their cotangents must be summed exactly once.
     arrays = property_cases.operands(SMALL, "float64")
     arrays = {"query": arrays["query"], **{k: arrays[k][:1] for k in ("key", "value")}}
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -23,7 +23,7 @@ def arrays():
 
 
 def step(metadata, mechanism="auto"):
-  """Output and gradients of a call with dropout, a window and segments per row."""
+  """Returns output and gradients of a call with dropout, a window and segments per row."""
   from attn_core import MaskInfo, attention
   ids = np.sort(np.random.default_rng(1).integers(-1, 3, (SIZES["B"], SIZES["T"])), -1)
   def loss(arrays):
@@ -35,7 +35,7 @@ def step(metadata, mechanism="auto"):
 
 
 def child(port: str, process: int) -> None:
-  """One of the two processes: prints OK when its shards are those of the one-device run."""
+  """Runs one of the two processes; prints OK if its shards equal the one-device run."""
   jax.config.update("jax_num_cpu_devices", 4)
   jax.distributed.initialize(f"127.0.0.1:{port}", 2, process)
   from attn_core import OperationMetadata, create_mesh
@@ -57,7 +57,7 @@ def child(port: str, process: int) -> None:
 
 class DistributedTest(absltest.TestCase):
 
-  def test_two_processes_give_the_answers_of_one(self):
+  def test_two_processes_give_the_results_of_one(self):
     with socket.socket() as s:
       s.bind(("127.0.0.1", 0))
       port = s.getsockname()[1]

@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The examples in the library's docstrings run and print what they show."""
+"""Examples in the library's docstrings run and print the output they show."""
 
 import contextlib
 import doctest

@@ -1,9 +1,9 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Dropout: statistics of the keep-mask, what it depends on, and that all mechanisms keep alike.
+"""Dropout: statistics of the keep mask, its arguments, and the same mask in every mechanism.
 
-With the identity as values, the output of an attention is its weights after dropout: so what any
-mechanism kept can be read from its output.
+With the identity as values, the output of an attention is its weights after dropout, so that the
+keep mask of any mechanism can be read from its output.
 
 Letters: B batch, H query heads, T query length, S key length.
 """
@@ -33,7 +33,7 @@ def _keep(words, shape, probability, batch, head, query, key):
 
 
 def keep(shape, probability=0.3, seed=0, words=None, start=(0, 0, 0, 0)) -> np.ndarray:
-  """The keep-mask of a rectangle, [B, H, T, S]."""
+  """Returns the keep mask of a rectangle, [B, H, T, S]."""
   words = dropout.key_words(jax.random.key(seed)) if words is None else words
   return np.asarray(_keep(words, shape, probability, *(
       jnp.arange(first, first + n, dtype=jnp.int32) for first, n in zip(start, shape))))
@@ -42,7 +42,7 @@ def keep(shape, probability=0.3, seed=0, words=None, start=(0, 0, 0, 0)) -> np.n
 class KeepMaskTest(parameterized.TestCase):
 
   def assert_mean(self, x, expected, deviations=5.0, variance=None):
-    """The mean of independent numbers lies within some standard deviations of what is expected."""
+    """Checks a mean of independent numbers against `expected`, up to some standard deviations."""
     variance = expected * (1 - expected) if variance is None else variance
     self.assertLess(abs(x.mean() - expected), deviations * (variance / x.size) ** 0.5)
 
@@ -52,18 +52,18 @@ class KeepMaskTest(parameterized.TestCase):
 
   @parameterized.parameters(0.1, 0.5)
   def test_rate_of_every_slice(self, probability):
-    """Counts over rows, keys, heads and batch rows are spread as binomial numbers are."""
+    """Checks that counts over rows, keys, heads and batch rows vary as binomial numbers do."""
     mask = keep((3, 4, 256, 320), probability)
     for axes in ((2, 3), (1, 2, 3), (0, 2, 3), (3,), (2,), (0, 1, 3), (0, 1, 2)):
       count = np.prod([mask.shape[a] for a in axes])
       z = (mask.sum(axes) - count * (1 - probability)) / (
           count * probability * (1 - probability)) ** 0.5
       self.assertLess(abs(z).max(), 5.2, axes)
-      if z.size > 100:  # neither more nor less even than chance
+      if z.size > 100:  # neither more nor less evenly than by chance
         self.assertLess(abs((z**2).mean() - 1), 5 * (2 / z.size) ** 0.5, axes)
 
   @parameterized.parameters(0.1, 0.5)
-  def test_neighbours_are_independent(self, probability):
+  def test_neighbors_are_independent(self, probability):
     mask = keep((4, 4, 256, 256), probability).astype(np.float64) - (1 - probability)
     variance = (probability * (1 - probability)) ** 2
     for axis, name in enumerate(("batch", "head", "query", "key")):
@@ -75,10 +75,10 @@ class KeepMaskTest(parameterized.TestCase):
           self.assert_mean(first * second, 0, variance=variance)
     for first, second in ((mask, mask.swapaxes(2, 3)), (mask, mask.swapaxes(0, 1)),
                           (mask, mask[:, :, ::-1]), (mask, mask[..., ::-1])):
-      off_axis = first != second  # a mask turned meets itself on its axis
+      off_axis = first != second  # a transposed or flipped mask equals itself on the axis
       self.assertLess(abs((first * second)[off_axis].mean() + probability * (1 - probability)),
                       1e-2)
-    # Along a diagonal and across it, where query and key enter together.
+    # Along a diagonal and across it, where query and key change together.
     self.assert_mean(mask[..., 1:, 1:] * mask[..., :-1, :-1], 0, variance=variance)
     self.assert_mean(mask[..., 1:, :-1] * mask[..., :-1, 1:], 0, variance=variance)
 
@@ -88,18 +88,19 @@ class KeepMaskTest(parameterized.TestCase):
     for i, a in enumerate(masks_of):
       for b in masks_of[:i]:
         self.assert_mean(a * b, 0, variance=(p * (1 - p)) ** 2)
-    for a, b in zip(masks_of, masks_of[1:]):  # nor is one seed the other, moved by a head or a row
+    # nor is a seed's mask that of another one, shifted by a head or a row
+    for a, b in zip(masks_of, masks_of[1:]):
       self.assert_mean(a[:, 1:] * b[:, :-1], 0, variance=(p * (1 - p)) ** 2)
       self.assert_mean(a[:, :, 1:] * b[:, :, :-1], 0, variance=(p * (1 - p)) ** 2)
 
   @parameterized.parameters(0, 1, 42, 2**32 - 1)
   def test_no_row_repeats(self, seed):
-    """Rows of other heads and batch rows included; seed 0 once made head and query exchangeable."""
+    """Checks rows of all heads and batch rows; seed 0 once made head and query exchangeable."""
     mask = keep((4, 16, 128, 96), 0.5, seed).reshape(-1, 96)
     self.assertLen(np.unique(np.packbits(mask, axis=1), axis=0), len(mask))
 
   def test_is_a_function_of_the_coordinates(self):
-    """Any part, at any place of any tile, is that part of the whole."""
+    """Checks that the mask of any tile at any place is that part of the whole mask."""
     whole = keep((3, 5, 40, 50))
     for start, shape in (((1, 2, 3, 4), (2, 3, 37, 46)), ((2, 4, 39, 49), (1, 1, 1, 1)),
                          ((0, 1, 16, 32), (3, 2, 16, 16))):
@@ -110,7 +111,7 @@ class KeepMaskTest(parameterized.TestCase):
                      jnp.arange(3), jnp.arange(5), jnp.arange(40), jnp.asarray(order))
     np.testing.assert_array_equal(shuffled, whole[..., order])
 
-  def test_indices_play_no_part(self):
+  def test_indices_do_not_matter(self):
     words = dropout.key_words(jax.random.key(0))[0]
     at = Coordinates(1, 2, 3, 4, jnp.arange(64)[:, None], jnp.arange(64))
     moved = at._replace(query_index=30, key_index=40)
@@ -131,7 +132,7 @@ class KeepMaskTest(parameterized.TestCase):
       self.assertBetween((np.asarray(dropout.keep_mask(changed, at, 0.5)) != base).sum(), 80, 176)
 
   def test_probabilities_are_nested(self):
-    """One hash, another threshold: what is kept with a higher probability is with a lower one."""
+    """Checks one hash with several thresholds: a higher probability keeps a subset."""
     kept = [keep((1, 2, 64, 64), p) for p in (0.0, 0.1, 0.5, 0.9, 1 - 2**-12)]
     for more, less in zip(kept, kept[1:]):
       self.assertTrue((more >= less).all())
@@ -150,8 +151,8 @@ class KeepMaskTest(parameterized.TestCase):
     for other in found[1:]:
       np.testing.assert_array_equal(other, found[0])
 
-  def test_is_what_it_was(self):
-    """What exactly is kept is part of the meaning: another hash would change training runs."""
+  def test_bits_never_change(self):
+    """Checks the exact bits: another hash would change training runs."""
     found = keep((2, 2, 3, 16), 0.5, words=jnp.array([[1, 2]], jnp.uint32), start=(0, 1, 5, 30))
     self.assertEqual(np.packbits(found).tobytes().hex(), PINNED)
 
@@ -200,13 +201,13 @@ class KeysTest(parameterized.TestCase):
     self.assertBetween((first != second).mean(), 0.45, 0.55)
 
 
-# --- Through the door. ---------------------------------------------------------------------------
+# --- Through the entry point. --------------------------------------------------------------------
 
 P = 0.35
 
 
 def inputs(b=2, t=24, s=24, h=4, k=2, d=8, seed=0):
-  """query, key, and values that are the identity."""
+  """Returns query, key, and values that are the identity."""
   generator = np.random.default_rng(seed)
   query, key = (jnp.asarray(generator.standard_normal(shape), jnp.float32)
                 for shape in ((b, t, h, d), (b, s, k, d)))
@@ -214,7 +215,7 @@ def inputs(b=2, t=24, s=24, h=4, k=2, d=8, seed=0):
 
 
 def weights_of(mechanism="vanilla", qkv=None, *, p=P, rng=None, **kwargs) -> np.ndarray:
-  """The weights after dropout [B, H, T, S], by the identity as values."""
+  """Returns the weights after dropout [B, H, T, S], by the identity as values."""
   kwargs = {"deterministic": False, "causal": False, **kwargs}
   out = attention(*(inputs() if qkv is None else qkv), mechanism=mechanism, dropout_prob=p,
                   dropout_rng=jax.random.key(0) if rng is None else rng, **kwargs)
@@ -225,7 +226,7 @@ def weights_of(mechanism="vanilla", qkv=None, *, p=P, rng=None, **kwargs) -> np.
 class MechanismsTest(parameterized.TestCase):
 
   @parameterized.parameters(*MECHANISMS)
-  def test_kept_is_what_the_hash_says(self, mechanism):
+  def test_kept_weights_are_those_of_the_hash(self, mechanism):
     found = weights_of(mechanism)
     np.testing.assert_array_equal(found != 0, keep((2, 4, 24, 24), P))
 
@@ -285,7 +286,7 @@ class MechanismsTest(parameterized.TestCase):
         deterministic=False).attention_outputs
     found = jax.jit(run)(query, key, value, jax.random.key(0)).swapaxes(1, 2)
     np.testing.assert_array_equal(found != 0, keep((2, 4, 24, 24), P))
-    # Two models with keys of their own: the rows of each are numbered from 0.
+    # Two models with keys of their own: rows of each are numbered from 0.
     rngs = jax.random.split(jax.random.key(9), 2)
     found = jax.vmap(run, (None, None, None, 0))(query, key, value, rngs).swapaxes(2, 3)
     for i in range(2):
@@ -333,11 +334,12 @@ class MechanismsTest(parameterized.TestCase):
                                rtol=1e-6)
 
   @parameterized.parameters("vanilla", "blockwise")
-  def test_lse_is_that_of_all_keys(self, mechanism):
+  def test_lse_counts_dropped_keys_too(self, mechanism):
     run = lambda **kwargs: attention(
         *inputs(), mechanism=mechanism, return_lse=True, dropout_prob=P,
         dropout_rng=jax.random.key(0), **kwargs).lse
-    # Not bit for bit: how XLA:CPU fuses multiplications and additions depends on what is around.
+    # Not bit for bit: XLA:CPU fuses multiplications and additions differently in other
+    # surroundings.
     np.testing.assert_allclose(run(deterministic=False), run(deterministic=True), atol=1e-6)
 
   def test_the_mean_over_keys_is_attention_without_dropout(self):
@@ -367,7 +369,7 @@ class MechanismsTest(parameterized.TestCase):
 
 
 class PositionsTest(parameterized.TestCase):
-  """Positions in force, not rows and columns, decide what is kept."""
+  """Positions of tokens, not rows and columns of arrays, decide which weights are kept."""
 
   @parameterized.parameters(*MECHANISMS)
   def test_query_offset(self, mechanism):
@@ -385,7 +387,7 @@ class PositionsTest(parameterized.TestCase):
 
   @parameterized.parameters(*MECHANISMS)
   def test_positions_of_mask_info(self, mechanism):
-    """Rows and columns shuffled together with their positions are the same attention, shuffled."""
+    """Checks that tokens shuffled with their positions give the same attention, shuffled."""
     query, key, value = inputs()
     generator = np.random.default_rng(2)
     rows, columns = (np.stack([generator.permutation(24) for _ in range(2)]) for _ in range(2))
@@ -417,7 +419,7 @@ class PositionsTest(parameterized.TestCase):
     expected[:, 10:, 10:] = keep((1, 4, 14, 14), P)[0]
     np.testing.assert_array_equal(found != 0, expected)
 
-  def test_positions_of_the_only_part_that_reads_them_count(self):
+  def test_positions_of_the_only_part_of_a_mask_that_reads_them(self):
     generator = np.random.default_rng(4)
     rows, columns = (generator.permutation(24).astype(np.int32)[None] for _ in range(2))
     ids = masks.segments(np.arange(24, dtype=np.int32)[None] % 3)
@@ -429,11 +431,11 @@ class PositionsTest(parameterized.TestCase):
                  ~(~ids | masks.positions(rows, columns, ~masks.causal()))):
       np.testing.assert_array_equal(weights_of(mask=part), whole)
     np.testing.assert_array_equal(weights_of("blockwise", mask=part) != 0, whole != 0)
-    # Of two parts that read positions each moves itself.
+    # Of two parts that read positions, each changes only its own.
     found = weights_of(mask=masks.positions(rows, columns) & masks.window(None, 23) & ids)
     np.testing.assert_array_equal(found != 0, visible & keep((2, 4, 24, 24), P))
 
-  def test_masks_that_move_only_themselves_do_not_move_dropout(self):
+  def test_offsets_of_masks_do_not_change_dropout(self):
     found = weights_of("blockwise", causal=True, mask=masks.offset(masks.prefix(8), 3))
     plain = weights_of("blockwise", causal=True, mask=masks.prefix(8))
     np.testing.assert_array_equal(found, plain)

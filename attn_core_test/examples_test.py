@@ -15,7 +15,7 @@ import numpy as np
 
 from attn_core import attention
 
-# Not resolve(): a file that Bazel runs is a link, and its neighbours are those of the link.
+# Not resolve(): Bazel runs a link to this file, and the files next to the link are the ones meant.
 ROOT = pathlib.Path(os.path.abspath(__file__)).parent.parent
 
 
@@ -48,13 +48,13 @@ class ExamplesTest(absltest.TestCase):
                              "--steps=0", "--mechanism=vanilla", "--verify", status=1)
     self.assertIn("attention by vanilla", again)
     self.assertIn(re.search("held-out loss.*", printed)[0], again)
-    self.assertIn("FAILED: the loss", again)  # it has not learned enough
+    self.assertIn("FAILED: the loss", again)  # not learned enough
 
   def test_long_context(self):
     printed = self.run_example("long_context.py", "--length=512", "--steps=2", "--layout=striped")
     self.assertRegex(printed, "contiguous  .* the busiest one visits 1.78 times the mean")
     self.assertRegex(printed, "zigzag      .* the busiest one visits 1.00 times the mean")
-    # What is spread and permuted has the loss of the same on one device.
+    # The sharded and permuted run has the loss of one device.
     sys.path.insert(0, str(ROOT / "examples"))
     self.addCleanup(sys.path.remove, str(ROOT / "examples"))
     example = load_example("long_context")
@@ -84,7 +84,7 @@ class ExamplesTest(absltest.TestCase):
 
 
 def load_example(name):
-  """An example as a module."""
+  """Imports an example as a module."""
   spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
   module = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(module)
@@ -96,7 +96,7 @@ def attend(*arrays, sliding_window):
 
 
 class ModelTest(absltest.TestCase):
-  """The model of train_and_generate.py is what it says."""
+  """The model of train_and_generate.py computes what its docstrings promise."""
 
   def setUp(self):
     super().setUp()
@@ -105,17 +105,17 @@ class ModelTest(absltest.TestCase):
         layers=2, width=16, heads=2, key_heads=1, head_dim=8, hidden=32, window=4)
     self.params = self.example.init(jax.random.key(0), self.config)
 
-  def test_a_byte_moves_those_that_see_it(self):
+  def test_a_byte_changes_the_logits_that_see_it(self):
     tokens = np.arange(32).reshape(2, 16)
     changed = tokens.copy()
     changed[1, 5] = 200
-    for pattern, last in (("L", 5 + 2 * 3), ("LF", 15)):  # each of two layers looks 3 bytes back
+    for pattern, last in (("L", 5 + 2 * 3), ("LF", 15)):  # each of two layers sees 3 earlier bytes
       config = self.config._replace(pattern=pattern)
       one, other = (self.example.forward(self.params, x, config, attend) for x in (tokens, changed))
       moved = np.argwhere(np.abs(one - other).max(-1) > 1e-6).tolist()
       self.assertEqual(moved, [[1, n] for n in range(5, last + 1)], pattern)
 
-  def test_generates_what_the_whole_text_says(self):
+  def test_generation_equals_the_forward_of_the_whole_text(self):
     prompt = np.array([[3, 1, 4], [1, 5, 9]], np.int32)
     text = np.asarray(self.example.generate(
         self.params, prompt, jax.random.key(2), config=self.config, attend=attend, amount=6,
@@ -124,7 +124,7 @@ class ModelTest(absltest.TestCase):
     np.testing.assert_array_equal(text[:, :3], prompt)
     np.testing.assert_array_equal(text[:, 3:], likeliest[:, 2:-1])
 
-  def test_tells_entropy(self):
+  def test_entropy(self):
     self.assertAlmostEqual(self.example.entropy(np.arange(8, dtype=np.uint8)), 3.0)
     self.assertEqual(self.example.entropy(np.zeros(5, np.uint8)), 0.0)
 

@@ -12,24 +12,20 @@ from absl.testing import parameterized
 import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 import numpy as np
 
-from attn_core import (Heads, MaskInfo, OperationMetadata, PagesMetadata, PagesV1, PagesV2, PagesV3,
-                       RingConfig, attention, caches, explain, masks)
-from attn_core.caches import pages
-from attn_core.caches.paged import request_groups
+from attn_core import OperationMetadata, attention, explain, table
 from attn_core.kernels.common.contract import Kernel, Residuals
 from attn_core.kernels.gpu.split_kv import decode as gpu_decode, paged as gpu_paged
 from attn_core.kernels.tpu.ragged import decode as tpu_decode, paged as tpu_paged
 from attn_core.kernels.xla import decode, dense, flash, paged_forward
 from attn_core.mechanisms import flash as flash_mechanism
+from attn_core_test import code_measures, random_calls
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-TARGETS = (("cpu", None), ("gpu", None), ("gpu", "8.0"), ("gpu", "9.0"), ("tpu", None))
-PAGED = {"page_attention": PagesV1, "ragged_page_attention_v2": PagesV2,
-         "ragged_page_attention_v3": PagesV3}
+CALLS = 480  # random ones
 MARK = "ran:"
 
 # The kernel of each implementation that goes through `autodiff.primitives`.
@@ -47,13 +43,13 @@ RING_KERNELS = {
 
 
 def mesh_of(*sizes: int) -> Mesh:
-  """A mesh of the first devices over the axes that `create_mesh` names."""
+  """Returns a mesh of the first devices over the axes that `create_mesh` names."""
   devices = np.array(jax.devices()[:int(np.prod(sizes))]).reshape(sizes)
   return Mesh(devices, ("dp", "fsdp", "ep", "tp", "sp"))
 
 
 def _marked(function, name):
-  """A function of arrays whose program has a mark with its name."""
+  """Wraps a function of arrays so that its program contains `name`."""
   def run(query, *args, **kwargs):
     label = name if isinstance(name, str) else name(kwargs)
     if isinstance(query, tuple):
@@ -65,14 +61,14 @@ def _marked(function, name):
 
 
 def _paged_stub(operands, spec, heads, block_sizes) -> Residuals:
-  """Shapes of an attention over pages; nothing of the kernel is traced."""
+  """Returns an output of the right shape; the kernel itself is not traced."""
   del spec, block_sizes
   out = jnp.broadcast_to(operands.query[..., :1], (*operands.query.shape[:2], heads.value_width))
   return Residuals(out, out[..., :1].astype(jnp.float32))
 
 
 def _dot_product_attention(original, *args, implementation, **kwargs):
-  """JAX's function by XLA, as cuDNN is not everywhere to be asked for shapes."""
+  """Calls JAX's function by XLA, since cuDNN cannot be asked for shapes everywhere."""
   del implementation
   return original(*args, implementation="xla", **kwargs)
 
@@ -87,7 +83,7 @@ PATCHES = (
 
 
 def setUpModule():
-  jax.clear_caches()  # programs without marks
+  jax.clear_caches()  # forget programs without marks
   for patch in PATCHES:
     patch.start()
 
@@ -99,7 +95,7 @@ def tearDownModule():
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-  """Every equation of a program, and of the programs within."""
+  """Yields every equation of a program and of the programs nested in it."""
   for equation in jaxpr.eqns:
     yield equation
     for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(
@@ -109,7 +105,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def names_in(jaxpr: Any) -> set[str]:
-  """The implementations, or the names of their kernels, that a program runs."""
+  """Returns the implementations, or the names of their kernels, that a program runs."""
   found = set()
   for equation in equations(jaxpr):
     if isinstance(getattr(equation.params.get("call"), "kernel", None), Kernel):
@@ -120,7 +116,7 @@ def names_in(jaxpr: Any) -> set[str]:
 
 
 def expected(implementation: str) -> set[str]:
-  """The names that `names_in` may find for an implementation."""
+  """Returns the names that `names_in` may find for an implementation."""
   if implementation in KERNELS:
     return {KERNELS[implementation].name}
   if implementation in RING_KERNELS:
@@ -129,119 +125,32 @@ def expected(implementation: str) -> set[str]:
   return {implementation.removesuffix("_writing")}
 
 
-class Sample:
-  """Random calls: a stream of choices."""
-
-  def __init__(self, seed: int):
-    self.rng = np.random.default_rng(seed)
-
-  def one(self, *choices):
-    return choices[self.rng.integers(len(choices))]
-
-  def maybe(self, probability: float = 0.2) -> bool:
-    return self.rng.random() < probability
-
-  def metadata(self, mesh, **fields) -> OperationMetadata:
-    platform, capability = self.one(*TARGETS)
-    return OperationMetadata(platform=platform, compute_capability=capability, mesh=mesh, **fields)
+def unsharded(metadata: OperationMetadata) -> OperationMetadata:
+  """The metadata without a mesh, whatever the current one is."""
+  return metadata.replace(mesh=AbstractMesh((), ()))
 
 
-def dense_call(seed: int) -> tuple[tuple, dict]:
-  """(query, key, value), and the other arguments, of a call without pages."""
-  sample = Sample(seed)
-  heads, key_heads = sample.one((4, 2), (4, 4), (2, 1), (8, 2), (6, 3))
-  batch, width = sample.one(1, 2, 4), sample.one(64, 64, 128, 96, 72, 32)
-  dtype = sample.one("bfloat16", "bfloat16", "float16", "float32")
-  few = sample.maybe(0.6)
-  queries = sample.one(1, 1, 3) if few else sample.one(16, 64, 65)
-  keys = sample.one(16, 24, 32, 48, 64, 136) if few else queries
-  mesh = mesh_of(*sample.one((1, 1, 1, 1, 2), (2, 1, 1, 1, 4), (1, 2, 1, 2, 2), (2, 2, 1, 2, 1),
-                                (1, 1, 1, 1, 8))) if sample.maybe(0.6) else None
-  variant = sample.one("ring", "ring", "ring", "all_gather", "ulysses")
-  ring = RingConfig(variant, sample.one("contiguous", "contiguous", "zigzag"), transfer=sample.one(
-      "collective", "remote") if variant == "ring" else "collective")
-  arguments: dict[str, Any] = {
-      "metadata": sample.metadata(mesh, ring=ring if sample.maybe() else RingConfig()),
-      "mode": "__autoregressive__" if few else "__train__", "return_lse": sample.maybe(),
-      "mechanism": sample.one("auto", *(["autoregressive_decodeattn"] * 4 if few else []),
-                              "flash_attn2", "blocksparse", "blockwise", "vanilla", "sdpa",
-                              "cuda_flash_attn2", "ring", "ring")}
-  options = {
-      "sliding_window": (5, 0), "logits_soft_cap": 20.0, "chunk_size": 8,
-      "softmax_aux": jnp.zeros(heads), "bias": jnp.zeros((1, 1, queries, keys), dtype),
-      "mask": sample.one(np.ones((1, 1, queries, keys), bool), masks.custom(
-          lambda b, h, q, k: (q + k) % 3 == 0)), "optimized": True, "return_weights": True,
-      "precision": "highest", "normalize_output": False}
-  arguments.update({name: value for name, value in options.items() if sample.maybe(0.06)})
-  shape = lambda length, heads, width: jax.ShapeDtypeStruct((batch, length, heads, width), dtype)
-  query = shape(queries, heads, width)
-  if few and sample.maybe(0.5):
-    stored = sample.one(dtype, dtype, "int8", "float8_e4m3fn")
-    arguments["cache_view"] = caches.dense.init(batch, keys, (key_heads, width), dtype=stored)
-    for name in ("bias", "mask"):
-      arguments.pop(name, None)
-    new = shape(queries, key_heads, width) if sample.maybe(0.5) else None
-    return (query, new, new), arguments
-  if queries != keys:
-    arguments["query_offset"] = keys - queries
-  if sample.maybe(0.1):
-    arguments["mask_info"] = MaskInfo(None, np.zeros((batch, queries), np.int32),
-                                      np.zeros((batch, keys), np.int32))
-  values = width if sample.maybe(0.9) else 64
-  return (query, shape(keys, key_heads, width), shape(keys, key_heads, values)), arguments
-
-
-def paged_call(seed: int) -> tuple[tuple, dict]:
-  """(query, key, value), and the other arguments, of a call over pages."""
-  sample = Sample(seed)
-  mechanism = sample.one(*PAGED)
-  layout, requests, row_pages = PAGED[mechanism], sample.one(2, 4), 4
-  heads, key_heads = sample.one((4, 2), (4, 4), (4, 1), (8, 4))
-  width, page = sample.one(64, 128, 128, 96), sample.one(8, 16, 16, 4)
-  dtype = sample.one("bfloat16", "bfloat16", "float16", "float32")
-  scales = "token" if sample.maybe() else None
-  mesh, groups, stripes = sample.one(
-      (None, 1, None), (None, 2, None), ((2, 1, 1, 2, 1), 2, None), ((1, 1, 1, 2, 1), 1, None),
-      ((1, 1, 1, 1, 2), 1, 2), ((2, 1, 1, 1, 2), 2, 2), ((1, 1, 1, 1, 2), 1, 3))
-  queries = 1 if mechanism == "page_attention" or sample.maybe(0.5) else 3
-  pool = groups * (stripes or 1) * requests * row_pages
-  tables = np.tile(np.arange(requests * row_pages, dtype=np.int32).reshape(requests, row_pages),
-                   (stripes or 1, 1, 1))
-  one = PagesMetadata(tables if stripes else tables[0], np.full(requests, 2 * page, np.int32),
-                      None if queries == 1 and layout is not PagesV3 and sample.maybe(0.5)
-                      or mechanism == "page_attention"
-                      else np.arange(requests + 1, dtype=np.int32) * queries)
-  if one.query_start_loc is None:
-    queries = 1
-  grouped = groups > 1 or stripes
-  cache = pages.init(layout, pool, page, Heads(key_heads, width, width),
-                     "int8" if scales else dtype, scales)
-  tokens = groups * requests * queries
-  array = lambda heads: jax.ShapeDtypeStruct((tokens, heads, width), dtype)
-  arguments = dict(
-      layout="thd", mechanism=sample.one(mechanism, "auto"), cache_view=cache,
-      cache_metadata=request_groups.stack(*[one] * groups) if grouped else one,
-      metadata=sample.metadata(mesh_of(*mesh) if mesh else None), return_lse=sample.maybe())
-  options = {"sliding_window": (9, 0), "softmax_aux": jnp.zeros(heads), "logits_soft_cap": 9.0,
-             "precision": "highest"}
-  arguments.update({name: value for name, value in options.items() if sample.maybe(0.15)})
-  new = array(key_heads) if layout is PagesV3 else None
-  return (array(heads), new, new), arguments
+def unknown_gpu(metadata: OperationMetadata) -> OperationMetadata:
+  """The metadata without a compute capability."""
+  return metadata.replace(compute_capability=None)
 
 
 def raised(function):
-  """(what a function returns, None), or (None, the error)."""
+  """Returns (the function's result, None), or (None, its error)."""
   try:
     return function(), None
-  except (ValueError, NotImplementedError) as error:
+  except (AssertionError, ValueError, NotImplementedError) as error:
     return None, error
 
 
 class ExplainTest(parameterized.TestCase):
-  seen = collections.Counter()
 
-  def check(self, operands, arguments) -> str | None:
+  def check(self, call: random_calls.RandomCall) -> str | None:
     """Compares a call's explanation with its program; returns the implementation."""
+    with call.context():
+      return self.check_in_context(call.operands, call.arguments)
+
+  def check_in_context(self, operands, arguments) -> str | None:
     leaves, structure = jax.tree.flatten(operands)
     said, said_error = raised(lambda: explain(*operands, **arguments))
     program, error = raised(lambda: jax.make_jaxpr(lambda *x: tuple(jax.tree.leaves(attention(
@@ -261,30 +170,69 @@ class ExplainTest(parameterized.TestCase):
     self.assertContainsSubset(found, expected(verdict.kernel), said)
     return verdict.kernel
 
-  @classmethod
-  def tearDownClass(cls):
-    super().tearDownClass()
-    print("calls of each implementation:", dict(cls.seen))
-
-  @parameterized.parameters(*range(8))
+  @parameterized.parameters(*range(10))
   def test_random_calls(self, part):
-    for seed in range(40 * part, 40 * (part + 1)):
+    for seed in range(CALLS * part // 10, CALLS * (part + 1) // 10):
       with self.subTest(seed=seed):
-        make = paged_call if seed % 4 == 3 else dense_call
-        self.seen[self.check(*make(seed))] += 1
+        self.check(random_calls.make(seed))
+
+  def test_calls_have_every_dimension_and_kernel(self):
+    """Prints how many of the random calls have each value of each dimension, and each kernel."""
+    counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for seed in range(CALLS):
+      call = random_calls.make(seed)
+      for dimension, value in call.choices:
+        counts[dimension][value] += 1
+      with call.context():
+        said, error = raised(lambda call=call: explain(*call.operands, **call.arguments))
+      if said is None:
+        counts["answer"][type(error).__name__] += 1
+      elif said.chosen is None:
+        counts["answer"]["none runs"] += 1
+      else:
+        counts["answer"]["one runs"] += 1
+        verdict, = (v for v in said.verdicts if v.mechanism == said.chosen)
+        counts["kernel"][verdict.kernel] += 1
+        counts["sharded"].update(line.partition(" over ")[0] for line in said.spread)
+    for dimension, found in counts.items():
+      print(f"{code_measures.MARK}{dimension}: "
+            + ", ".join(f"{value} {count}" for value, count in found.most_common()))
+    kernels = {candidate.name for row in table.TABLE.values() for candidate in row.chain}
+    self.assertEqual(set(counts["kernel"]), kernels)
+    self.assertEqual(set(counts["sharded"]), {
+        "rows of the batch", "groups of requests", "query heads", "key heads", "keys",
+        "the sequence"})
+    rare = {f"{dimension}: {value}": count for dimension, found in counts.items()
+            for value, count in found.items() if count < 3}
+    self.assertEmpty(rare)
+    self.assertGreater(counts["answer"]["one runs"], CALLS // 2)
+
+  @parameterized.parameters(unsharded, unknown_gpu)
+  def test_a_wrong_explanation_fails(self, forget):
+    """An explanation that ignores a part of the metadata does not pass."""
+    def wrong(*operands, metadata, **arguments):
+      return right(*operands, metadata=forget(metadata), **arguments)
+    right, failed = explain, 0
+    for seed in range(CALLS // 4):
+      with mock.patch.dict(globals(), explain=wrong):
+        _, error = raised(lambda seed=seed: self.check(random_calls.make(seed)))
+      failed += error is not None
+    print(f"{code_measures.MARK}an explanation of the {forget.__name__} call fails {failed} of "
+          f"{CALLS // 4} calls")
+    self.assertGreater(failed, 3)
 
   @parameterized.parameters(
       (24, 2, "decode.xla", "a cache of 12 slots"), (32, 2, "decode.gpu", "goes before"),
       (16, 4, "decode.xla", "a cache of 4 slots"), (24, 1, "decode.gpu", "goes before"))
   def test_decode_over_sharded_keys(self, slots, shards, kernel, words):
-    """Hopper's kernel copies multiples of 8 slots: of one device's shard, not of the cache."""
+    """Checks multiples of 8 slots: Hopper's kernel copies them from one device's shard."""
     shape = lambda length: jax.ShapeDtypeStruct((1, length, 2, 64), "bfloat16")
     metadata = OperationMetadata(platform="gpu", compute_capability="9.0",
                                  mesh=mesh_of(1, 1, 1, 1, shards))
     operands = shape(1), shape(slots), shape(slots)
     arguments = dict(mechanism="autoregressive_decodeattn", mode="__autoregressive__",
                      query_offset=slots - 1, metadata=metadata)
-    self.assertEqual(self.check(operands, arguments), kernel)
+    self.assertEqual(self.check_in_context(operands, arguments), kernel)
     self.assertIn(words, str(explain(*operands, **arguments)))
 
 

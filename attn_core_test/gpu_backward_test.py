@@ -12,29 +12,23 @@ import os
 os.environ["NPROC"] = "16"
 
 # pylint: disable=g-import-not-at-top
-import unittest
-
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core import BlockSizes, attention, masks
-from attn_core.benchmark.static import gpu as static_gpu
+from attn_core import BlockSizes, masks
+from attn_core.kernels.common.backward import compute_delta
+from attn_core.kernels.common.contract import Residuals
 from attn_core.kernels.gpu import mosaic
 from attn_core.kernels.gpu.flash import backward, kernel as gpu_flash, tiling
 from attn_core.kernels.xla import flash as xla_flash
-from attn_core.kernels.common.backward import compute_delta
-from attn_core.kernels.common.contract import Residuals
-from attn_core_test import gpu_cases, property_cases, sampling
+from attn_core_test import gpu_cases, gpu_machine_code, property_cases, sampling
 from attn_core_test.gpu_cases import Case
 
 KERNEL = gpu_flash.make_kernel(xla_flash.KERNEL)
 
-INTERPRETS = hasattr(plgpu, "force_gpu_interpret_mode")
-TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3}
 # Run through `attention`, forward and backward; the other cases of properties_test differ from
 # these before a kernel is reached, or in what `gpu_cases.GRADIENTS` has.
 PROPERTIES = ("positions", "everything", "sinks_several_empty_rows",
@@ -44,14 +38,14 @@ BIASES = ("batch", "all_but_keys")
 ALIKE = ("causal_odd_length", "window", "placed", "widths_192_128", "width_96_float16", "soft_cap")
 
 
-@unittest.skipUnless(INTERPRETS, "jax interprets Mosaic GPU kernels from 0.11 on")
+@gpu_cases.interprets
 class InterpretTest(parameterized.TestCase):
 
   def compare(self, found, expected, dtype):
     for name, y in expected.items():
       x, y = np.asarray(found[name], np.float32), np.asarray(y, np.float32)
       size = max(1.0, np.abs(y).max())
-      np.testing.assert_allclose(x, y, rtol=0, atol=TOLERANCE[dtype] * size, err_msg=name)
+      np.testing.assert_allclose(x, y, rtol=0, atol=gpu_cases.TOLERANCE[dtype] * size, err_msg=name)
 
   @parameterized.named_parameters((name, name) for name in gpu_cases.GRADIENTS
                                    if name not in ALIKE or sampling.chosen(name))
@@ -80,13 +74,7 @@ class InterpretTest(parameterized.TestCase):
 
   @parameterized.named_parameters((name, name) for name in PROPERTIES)
   def test_properties(self, name):
-    case, = (case for case in property_cases.CASES if case.name == name)
-    arrays = {key: x.astype(jnp.bfloat16) if key in ("query", "key", "value") else x
-              for key, x in property_cases.operands(case, jnp.float32).items()}
-    def run(arrays):
-      output = attention(**arrays, **case.arguments, mechanism="flash_attn2",
-                         metadata=gpu_cases.HOPPER, return_lse=True)
-      return output.attention_outputs, output.lse
+    case, arrays, run = gpu_cases.property_call(name)
     rng = np.random.default_rng(2)
     reference = property_cases.reference(case)
     weights = [rng.normal(size=x.shape) for x in jax.eval_shape(reference, arrays)]
@@ -102,7 +90,7 @@ class InterpretTest(parameterized.TestCase):
     self.compare(found, expected, "bfloat16")
 
   @parameterized.parameters("width_128_group_float16", "group_of_shared_keys")
-  def test_is_the_same_bit_for_bit(self, name):
+  def test_results_repeat_bit_for_bit(self, name):
     case = gpu_cases.GRADIENTS[name]
     operands = case.operands()
     residuals, cotangents, _ = case.derivatives(operands)
@@ -112,20 +100,20 @@ class InterpretTest(parameterized.TestCase):
                        for _ in range(2))
     jax.tree.map(np.testing.assert_array_equal, first, second)
 
-  def test_what_is_hidden_may_be_nan(self):
+  def test_hidden_keys_may_be_nan(self):
     case = Case(T=200)
     operands = case.operands()
     residuals, cotangents, _ = case.derivatives(operands)
-    # The last queries see the last keys: nothing is asked of them here.
+    # The last queries see the last keys: their cotangents are 0 and their lse is -inf here.
     cotangents = jax.tree.map(jnp.array, cotangents)
     late = jnp.arange(200) >= 150
     residuals = residuals._replace(lse=jnp.where(late, -jnp.inf, residuals.lse))
     cotangents = cotangents._replace(lse=jnp.where(late, 0, cotangents.lse))
-    spoilt = operands._replace(key=operands.key.at[:, 150:].set(jnp.inf),
+    nonfinite = operands._replace(key=operands.key.at[:, 150:].set(jnp.inf),
                                value=operands.value.at[:, 150:].set(jnp.nan))
     with gpu_cases.interpreted():
       run = jax.jit(case.backward)
-      found, clean = (run(x, residuals, cotangents) for x in (spoilt, operands))
+      found, clean = (run(x, residuals, cotangents) for x in (nonfinite, operands))
     for name in case.wrt:
       np.testing.assert_array_equal(found[name][:, :150], clean[name][:, :150])
       self.assertTrue((np.asarray(found[name][:, 150:]) == 0).all())
@@ -133,8 +121,8 @@ class InterpretTest(parameterized.TestCase):
 
 class RingTest(parameterized.TestCase):
 
-  def test_a_bias_of_rows_in_two_hops(self):
-    """As a ring asks for it: of some of the keys, without the output."""
+  def test_a_row_bias_in_two_ring_steps(self):
+    """Checks the calls that a ring makes: for some of the keys, and without the output."""
     case = Case(masks.full(), T=4, S=8, H=2, D=8, dtype="float32",
                 extras={"bias": ((1, 2, 4, 1), "float32")})
     operands = case.operands()
@@ -153,15 +141,11 @@ class LowerTest(parameterized.TestCase):
 
   @parameterized.named_parameters((name, name) for name in gpu_cases.compiled_backward())
   def test_for_cuda(self, name):
-    run, arguments = gpu_cases.backward_programs()[name]
-    lowered = jax.jit(run).trace(*arguments).lower(lowering_platforms=("cuda",))
-    self.assertEqual(lowered.as_text().count("custom_call @mosaic_gpu"), 2)
+    self.assertEqual(gpu_machine_code.count_kernels(*gpu_cases.backward_programs()[name]), 2)
 
   @parameterized.named_parameters((name, name) for name in gpu_cases.bias_programs())
   def test_biases_for_cuda(self, name):
-    run, arguments = gpu_cases.bias_programs()[name]
-    lowered = jax.jit(run).trace(*arguments).lower(lowering_platforms=("cuda",))
-    self.assertEqual(lowered.as_text().count("custom_call @mosaic_gpu"), 1)
+    self.assertEqual(gpu_machine_code.count_kernels(*gpu_cases.bias_programs()[name]), 1)
 
   @parameterized.parameters((1, 4096), (4096, 1), (1, 1))
   def test_a_shared_bias_takes_linear_memory(self, *shape):
@@ -174,7 +158,7 @@ class LowerTest(parameterized.TestCase):
 
 
 def _results(jaxpr):
-  """All that a program computes outside of its kernels."""
+  """Yields every array that a program computes outside its kernels."""
   for equation in jaxpr.eqns:
     yield from equation.outvars
     inner = equation.params.get("jaxpr")
@@ -194,7 +178,7 @@ class RefusalTest(parameterized.TestCase):
       KERNEL.check(case.shapes, case.full_spec, case.blocks)
 
   @parameterized.product(width=tiling.WIDTHS, value_width=tiling.WIDTHS)
-  def test_blocks_that_are_chosen_fit(self, width, value_width):
+  def test_chosen_blocks_fit(self, width, value_width):
     case = Case(D=width, E=value_width)
     for cut in tiling.make_backward_tilings(case.shapes, case.full_spec, case.blocks):
       self.assertLessEqual(tiling.shared_memory_backward(cut), mosaic.SHARED_MEMORY_BYTES)
@@ -202,49 +186,30 @@ class RefusalTest(parameterized.TestCase):
       self.assertLessEqual(tiling.shared_memory_bias(cut), mosaic.SHARED_MEMORY_BYTES)
 
 
-@unittest.skipIf(static_gpu.missing(), f"nothing to compile with: {static_gpu.missing()}")
-class CompileTest(parameterized.TestCase):
-
-  @classmethod
-  def setUpClass(cls):
-    super().setUpClass()
-    cls.found = gpu_cases.machine_code("backward_programs")
-    cls.biases = gpu_cases.machine_code("bias_programs")
+class CompileTest(gpu_machine_code.CompileTestCase):
+  programs = {"backward_programs": None, "bias_programs": None}
 
   @parameterized.named_parameters((name, name) for name in gpu_cases.compiled_backward())
   def test_machine_code(self, name):
     case = gpu_cases.compiled_backward()[name]
     cuts = tiling.make_backward_tilings(case.shapes, case.full_spec, case.blocks)
-    kernels = {}
-    for kernel in self.found[name]:
-      self.assertIsInstance(kernel, static_gpu.Kernel, kernel)
-      kernels[kernel.name] = kernel
-    self.assertLen(kernels, 2)
+    self.assertLen(self.kernels[name], 2)
     for direction, cut in zip(("query", "key"), cuts):
-      kernel, = (x for n, x in kernels.items() if f"backward_{direction}" in n)
       with self.subTest(direction):
-        self.assertEqual(kernel.spills, 0)
-        self.assertFalse(kernel.serialized)
-        self.assertLessEqual(kernel.registers, 168)
-        self.assertLessEqual(kernel.shared_memory, tiling.shared_memory_backward(cut))
+        kernel = self.kernel_named(name, f"backward_{direction}")
+        self.check(kernel, gpu_machine_code.FLASH_REGISTERS, tiling.shared_memory_backward(cut))
         self.assertEqual(sorted(loop["products"] for loop in kernel.loops), self.products(cut))
 
-  def test_machine_code_of_biases(self):
-    self.assertNotEmpty(self.biases)
-    for name, kernels in self.biases.items():
-      with self.subTest(name):
-        kernel, = kernels
-        self.assertIsInstance(kernel, static_gpu.Kernel, kernel)
-        self.assertEqual(kernel.spills, 0)
-        self.assertFalse(kernel.serialized)
-        self.assertLessEqual(kernel.registers, 168)
-        width = int(name.split("_")[-2])
-        cut = tiling.make_bias_tilings(Case(D=width).shapes)[name.endswith("keys")]
-        self.assertLessEqual(kernel.shared_memory, tiling.shared_memory_bias(cut))
-        self.assertEqual([loop["products"] for loop in kernel.loops], [2 * width // 16])
+  @parameterized.named_parameters((name, name) for name in gpu_cases.bias_programs())
+  def test_machine_code_of_biases(self, name):
+    kernel, = self.kernels[name]
+    width = int(name.split("_")[-2])
+    cut = tiling.make_bias_tilings(Case(D=width).shapes)[name.endswith("keys")]
+    self.check(kernel, gpu_machine_code.FLASH_REGISTERS, tiling.shared_memory_bias(cut))
+    self.assertEqual([loop["products"] for loop in kernel.loops], [2 * width // 16])
 
   def products(self, cut):
-    """Instructions of the loops, sorted: 64 wide and 16 long, or as wide as the sums."""
+    """Returns matrix products of the loops, sorted: each 16 long, 64 or the sums' width wide."""
     scores, d_weights = cut.width // 16, cut.value_width // 16
     if not cut.by_keys:
       return [scores + d_weights + cut.block_kv // 16]

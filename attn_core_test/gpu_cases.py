@@ -5,34 +5,40 @@
 import contextlib
 import io
 import itertools
-from typing import Any, NamedTuple
+from typing import Any, Callable, NamedTuple
+import unittest
 
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core import OperationMetadata, masks
-from attn_core.benchmark.static import gpu as static_gpu
+from attn_core import OperationMetadata, attention, masks
 from attn_core.caches import pages, quantize
-from attn_core.kernels.gpu.flash import kernel as gpu_flash, tiling
-from attn_core.kernels.xla import flash as xla_flash
-from attn_core.kernels.gpu.split_kv import decode, paged as gpu_paged
-from attn_core.kernels.common.contract import Residuals
 from attn_core.kernels.common import paged_operands
+from attn_core.kernels.common.contract import Residuals
+from attn_core.kernels.gpu.flash import kernel as gpu_flash, tiling
+from attn_core.kernels.gpu.split_kv import decode, paged as gpu_paged
+from attn_core.kernels.xla import flash as xla_flash
 from attn_core.references import oracle
 from attn_core.types import (DIFFERENTIABLE, AttentionSpec, BlockSizes, MaskOperands,
                              Operands, PagedSpec)
-from attn_core_test import sampling
+from attn_core_test import property_cases, sampling
 
 KERNEL = gpu_flash.make_kernel(xla_flash.KERNEL)
 
 HOPPER = OperationMetadata(platform="gpu", compute_capability="9.0")
+# Of outputs and gradients.
+TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3}
+
+# Decorates tests that interpret kernels.
+interprets = unittest.skipUnless(hasattr(plgpu, "force_gpu_interpret_mode"),
+                                 "jax interprets Mosaic GPU kernels from 0.11 on")
 
 
 @contextlib.contextmanager
 def interpreted():
-  """Runs GPU kernels on the CPU; fails where a race was seen (before jax 0.12 it is printed)."""
+  """Runs GPU kernels on the CPU; fails on a detected race, which jax before 0.12 only prints."""
   printed = io.StringIO()
   with contextlib.redirect_stdout(printed), plgpu.force_gpu_interpret_mode(
       plgpu.InterpretGPUParams(detect_races=True)):
@@ -40,10 +46,22 @@ def interpreted():
   assert "RACE" not in printed.getvalue(), printed.getvalue()
 
 
+def property_call(name: str) -> tuple[property_cases.Case, dict[str, jax.Array], Callable]:
+  """Returns (a property case, its arrays in bfloat16, arrays -> (out, lse) by the GPU kernels)."""
+  case, = (case for case in property_cases.CASES if case.name == name)
+  arrays = {key: x.astype(jnp.bfloat16) if key in ("query", "key", "value") else x
+            for key, x in property_cases.operands(case, jnp.float32).items()}
+  def run(arrays):
+    output = attention(**arrays, **case.arguments, mechanism="flash_attn2", metadata=HOPPER,
+                       return_lse=True)
+    return output.attention_outputs, output.lse
+  return case, arrays, run
+
+
 IDS = np.repeat(np.array([[0, 1, 2, -1], [5, 5, 6, 7]], np.int32), 75, 1)
 DENSE = np.random.default_rng(0).random((1, 2, 260, 260)) < 0.5
 DENSE[:, :, 7] = False  # a query that sees nothing
-DENSE[:, :, :, 100:200] |= True  # a block that all see
+DENSE[:, :, :, 100:200] |= True  # a block that all queries see
 
 
 class Case(NamedTuple):
@@ -58,14 +76,14 @@ class Case(NamedTuple):
   D: int = 64
   E: int | None = None  # None: D
   dtype: str = "bfloat16"
-  stored: str | None = None  # of keys and values in 8 bits; None: `dtype`
+  stored: str | None = None  # dtype of quantized keys and values; None: `dtype`, not quantized
   spec: dict = {}  # fields of AttentionSpec
   extras: dict = {}  # of Operands: name -> (shape, dtype)
   blocks: BlockSizes = BlockSizes()
 
   @property
   def shapes(self) -> Operands:
-    """Operands without numbers."""
+    """Operands that have only shapes and dtypes."""
     S, K, E = self.S or self.T, self.K or self.H, self.E or self.D
     of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.dtype(self.dtype))
     extras = {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
@@ -76,14 +94,14 @@ class Case(NamedTuple):
     return jax.eval_shape(self._store, found)
 
   def _store(self, operands: Operands) -> Operands:
-    """Keys and values as they are stored."""
+    """Quantizes keys and values as `stored` tells."""
     if self.stored is None:
       return operands
     key, value = (quantize.quantize(x, self.stored) for x in (operands.key, operands.value))
     return operands._replace(key=key[0], value=value[0], key_scale=key[1], value_scale=value[1])
 
   def operands(self) -> Operands:
-    """Random numbers, and the mask's own."""
+    """Random numbers, and the arrays of the mask."""
     rng = np.random.default_rng(0)
     fill = lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype)
     leaves = tuple(map(jnp.asarray, jax.tree.leaves(self.mask)))
@@ -95,24 +113,23 @@ class Case(NamedTuple):
     return AttentionSpec(jax.tree.structure(self.mask), self.D**-0.5, **self.spec)
 
   def forward(self, operands: Operands) -> tuple[Any, Any]:
-    """(out, lse) of the kernel."""
+    """Runs the kernel; returns (out, lse)."""
     return tuple(KERNEL.forward(operands, self.full_spec, self.blocks))
 
   @property
   def wrt(self) -> tuple[str, ...]:
-    """The operands that have gradients."""
+    """Names of the operands that have gradients."""
     return tuple(name for name in DIFFERENTIABLE if getattr(self.shapes, name) is not None)
 
   def backward(self, operands: Operands, residuals: Residuals, cotangents: Residuals,
                wrt: tuple[str, ...] | None = None) -> dict:
-    """Cotangents by the names in `wrt`; None: all."""
+    """Returns cotangents by the names in `wrt`; None: all."""
     wrt = self.wrt if wrt is None else wrt
-    found = KERNEL.backward(operands, self.full_spec, self.blocks, residuals, cotangents,
-                                  wrt)
+    found = KERNEL.backward(operands, self.full_spec, self.blocks, residuals, cotangents, wrt)
     return dict(zip(wrt, found))
 
   def derivatives(self, operands: Operands) -> tuple[Residuals, Residuals, dict]:
-    """(residuals, random cotangents, their images under the oracle's backward in float64)."""
+    """Returns (residuals, random cotangents, the oracle's backward of these in float64)."""
     rng = np.random.default_rng(1)
     with jax.enable_x64(True):
       wide = {name: getattr(operands, name).astype(jnp.float64) for name in self.wrt}
@@ -129,7 +146,7 @@ class Case(NamedTuple):
               expected)
 
   def oracle(self, operands: Operands) -> tuple[Any, Any]:
-    """(out, lse) in float32."""
+    """Returns (out, lse) in float32."""
     if self.stored is not None:
       operands = operands._replace(
           key=quantize.dequantize(operands.key, operands.key_scale), key_scale=None,
@@ -141,7 +158,7 @@ class Case(NamedTuple):
 
 SMALL = BlockSizes(128, 64)
 
-# Several blocks along both sides, every width, what the properties' short calls do not reach.
+# Several blocks along both sides, every width, and features that the short property cases miss.
 INTERPRETED = {
     "causal_odd_length": Case(T=205, H=2, K=1, blocks=SMALL),
     "full_odd_lengths": Case(masks.full(), T=130, S=203),
@@ -158,7 +175,7 @@ INTERPRETED = {
     "width_256": Case(D=256),
 }
 
-# For the backward: what else it computes with, and groups of heads in kernels of every kind.
+# Backward: more features, and groups of heads in kernels of every kind.
 _WORDS = {"dropout_key": ((1, 2), "uint32")}
 GRADIENTS = {
     **{name: case for name, case in INTERPRETED.items() if name != "two_tiles_a_warpgroup"},
@@ -174,7 +191,7 @@ GRADIENTS = {
     "width_128_group_float16": Case(T=140, H=2, K=1, D=128, dtype="float16"),
 }
 
-# For the cotangent of a bias alone: what it is summed over, and in which dtype.
+# Cotangents of biases alone: the dimensions they are summed over, and their dtypes.
 _EARLY = masks.offset(masks.causal(), -20)  # queries that see nothing
 BIASES = {
     "batch": Case(B=2, T=136, H=2, K=1, extras={"bias": ((1, 2, 136, 136), "float32")}),
@@ -189,9 +206,9 @@ BIASES = {
                 extras={"bias": ((1, 1, 1, 1), "float32"), **_WORDS}),
 }
 
-_T, _H = 1024, 4
-_LONG_IDS = np.zeros((2, _T), np.int32)
-_PAIRS = (1, _H, _T, _T)
+LENGTH, HEADS = 1024, 4
+_LONG_IDS = np.zeros((2, LENGTH), np.int32)
+_PAIRS = (1, HEADS, LENGTH, LENGTH)
 _DOCUMENTS = masks.causal() & masks.segments(_LONG_IDS)
 
 FEATURES = {
@@ -200,29 +217,28 @@ FEATURES = {
     "chunk": Case(masks.causal() & masks.chunk(256)),
     "chunk_of_any_size": Case(masks.causal() & masks.chunk(300)),
     "positions": Case(masks.positions(_LONG_IDS, _LONG_IDS)),
-    "dense": Case(masks.dense(np.zeros((2, _H, _T, _T), bool))),
+    "dense": Case(masks.dense(np.zeros((2, HEADS, LENGTH, LENGTH), bool))),
     "bias": Case(extras={"bias": (_PAIRS, "float32")}),
-    "bias_row": Case(extras={"bias": ((1, _H, 1, _T), "float32")}),
-    "sinks": Case(extras={"sinks": ((1, _H), "float32")}),
+    "bias_row": Case(extras={"bias": ((1, HEADS, 1, LENGTH), "float32")}),
+    "sinks": Case(extras={"sinks": ((1, HEADS), "float32")}),
     "soft_cap": Case(spec={"logits_soft_cap": 30.0}),
     "dropout": Case(spec={"dropout_prob": 0.1}, extras=_WORDS),
     "everything": Case(
         _DOCUMENTS & masks.window(200, 100), spec={"dropout_prob": 0.1, "logits_soft_cap": 30.0},
-        extras={"bias": (_PAIRS, "float32"), "sinks": ((1, _H), "float32"), **_WORDS}),
+        extras={"bias": (_PAIRS, "float32"), "sinks": ((1, HEADS), "float32"), **_WORDS}),
 }
 
 
-PROGRAMS_OF_A_PROCESS = 40
-
-# Of `lowered`, what differs most: the narrowest and the widest, each kind of operand, all together.
+# The cases of `lowered` that differ most: the narrowest and the widest, each kind of operand, and
+# all together.
 COMPILED = ("causal_64", "causal_128", "causal_192_256", "full_128", "float16_256", "window_128",
             "dense_128", "dropout_256", "everything_128", "everything_256")
 
 
 def lowered() -> dict[str, Case]:
-  """Every width, dtype and kind of mask of the tuned table, and every feature.
+  """Returns every width, dtype and kind of mask of the tuned table, and every feature.
 
-  The slow ones are every feature of every width and dtype: 40 minutes where they are compiled.
+  The slow ones are every feature of every width and dtype: 40 minutes if they are compiled.
   """
   found = {f"causal_{width}": Case(D=width) for width in tiling.WIDTHS}
   found["causal_192_128"] = Case(D=192, E=128)
@@ -240,36 +256,36 @@ def lowered() -> dict[str, Case]:
           for (name, case), (width, value_width), dtype in itertools.product(
               features.items(), widths, tiling.DTYPES)}
   found.update({name: case for name, case in slow.items() if sampling.chosen(name)})
-  found = {name: case._replace(B=2, T=max(_T, case.T), H=_H) for name, case in found.items()}
-  alike = {}  # of cases that are the same program, the first
+  found = {name: case._replace(B=2, T=max(LENGTH, case.T), H=HEADS) for name, case in found.items()}
+  alike = {}  # of cases with the same program, the first
   for name, case in found.items():
     alike.setdefault(repr((case.shapes, case.full_spec)), name)
   return {name: found[name] for name in alike.values()}
 
 
 def compiled() -> dict[str, Case]:
-  """Those of `lowered` whose machine code is read; each takes seconds."""
+  """Returns the cases of `lowered` whose machine code is read; each takes seconds."""
   found = lowered()
   return {name: found[name] for name in sampling.names(found, COMPILED)}
 
 
 def compiled_backward() -> dict[str, Case]:
-  """Those of `compiled` whose backward is another one, with groups of heads."""
-  # As without sinks; as of float16_256; as of causal_64.
+  """Returns the cases of `compiled` that differ in the backward, with groups of heads."""
+  # The same backwards as without sinks, as float16_256, and as causal_64.
   same = ("sinks", "float16_64", "causal_long")
   slow = tuple(name for name in ("everything_256", "causal_128", "full_128")
                if not sampling.chosen(f"backward {name}"))
-  return {name: case._replace(K=_H // 2) for name, case in compiled().items()
+  return {name: case._replace(K=HEADS // 2) for name, case in compiled().items()
           if not name.startswith(same + slow)}
 
 
 def programs() -> dict[str, tuple[Any, tuple]]:
-  """For `benchmark.static.gpu`."""
+  """Forwards, for `benchmark.static.gpu`."""
   return {name: (case.forward, (case.shapes,)) for name, case in compiled().items()}
 
 
 def backward_programs() -> dict[str, tuple[Any, tuple]]:
-  """For `benchmark.static.gpu`: cotangents of queries, keys and values, by two kernels."""
+  """Cotangents of queries, keys and values, by two kernels, for `benchmark.static.gpu`."""
   def program(case):
     shapes = case.shapes
     residuals = Residuals(*jax.eval_shape(case.forward, shapes))
@@ -280,8 +296,8 @@ def backward_programs() -> dict[str, tuple[Any, tuple]]:
 
 
 def bias_programs() -> dict[str, tuple[Any, tuple]]:
-  """For `benchmark.static.gpu`: the cotangent of a bias, by a kernel of its own."""
-  shapes = {"pairs": _PAIRS, "batch": (2, *_PAIRS[1:]), "keys": (1, _H, 1, _T)}
+  """Cotangents of a bias, by a kernel of its own, for `benchmark.static.gpu`."""
+  shapes = {"pairs": _PAIRS, "batch": (2, *_PAIRS[1:]), "keys": (1, HEADS, 1, LENGTH)}
   every = itertools.product(FEATURES, tiling.WIDTHS, shapes)
   quick = itertools.product(("everything",), (64, 256), ("pairs", "keys"))
   chosen = sampling.names(["{}_{}_{}".format(*x) for x in every],
@@ -291,7 +307,7 @@ def bias_programs() -> dict[str, tuple[Any, tuple]]:
     run = lambda *args: case.backward(*args, ("bias",))
     return run, (case.shapes, residuals, residuals)
   def case_of(name, width, kind):
-    case = FEATURES[name]._replace(B=2, T=_T, H=_H, K=_H // 2, D=width)
+    case = FEATURES[name]._replace(B=2, T=LENGTH, H=HEADS, K=HEADS // 2, D=width)
     return case._replace(extras={**case.extras, "bias": (shapes[kind], "float32")})
   return {f"{name}_{width}_{kind}": program(case_of(name, width, kind))
           for name, width, kind in itertools.product(FEATURES, tiling.WIDTHS, shapes)
@@ -299,7 +315,7 @@ def bias_programs() -> dict[str, tuple[Any, tuple]]:
 
 
 def decoded() -> dict[str, Case]:
-  """Calls of the kernel for decoding, with the mask of a cache."""
+  """Returns calls of the decoding kernel, with the mask of a cache."""
   zeros = lambda *shape: np.zeros(shape, np.int32)
   query, key = zeros(8, 1), zeros(8, 4096)
   mask = masks.positions(query, key) & masks.segments(query, key)
@@ -320,14 +336,14 @@ def decoded() -> dict[str, Case]:
 
 
 def decode_programs() -> dict[str, tuple[Any, tuple]]:
-  """For `benchmark.static.gpu`: the kernels of parts and of their merge."""
+  """Decoding: a kernel for splits and one that combines them, for `benchmark.static.gpu`."""
   def program(case):
     return lambda x: tuple(decode.forward(x, case.full_spec, case.blocks)), (case.shapes,)
   return {name: program(case) for name, case in decoded().items()}
 
 
 def paged() -> dict[str, tuple[paged_operands.PagedOperands, pages.Heads]]:
-  """Calls of the kernel for pages: shapes."""
+  """Returns calls of the kernel for pages, as shapes."""
   def case(layout, page, key_heads, width, tokens=8, stored=("bfloat16", None)):
     array = lambda shape, dtype="int32": jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     heads = pages.Heads(key_heads, width, width)
@@ -348,25 +364,8 @@ def paged() -> dict[str, tuple[paged_operands.PagedOperands, pages.Heads]]:
 
 
 def paged_programs() -> dict[str, tuple[Any, tuple]]:
-  """For `benchmark.static.gpu`: the kernels of parts and of their merge, with a window."""
+  """Decoding from pages with a window, by two kernels, for `benchmark.static.gpu`."""
   def program(operands, heads):
     spec = PagedSpec(0.1, window=(1000, None))
     return lambda x: tuple(gpu_paged.forward(x, spec, heads, BlockSizes())), (operands,)
   return {name: program(*case) for name, case in paged().items()}
-
-
-def machine_code(programs_of: str, among=None) -> dict[str, list[Any]]:
-  """What the kernels of a function of this module were compiled to, or its error, by program.
-
-  Args:
-    programs_of: the function's name.
-    among: the programs that count, with others; None: all.
-  """
-  found = {}
-  names = [name for name in globals()[programs_of]() if among is None or name in among]
-  for start in range(0, len(names), PROGRAMS_OF_A_PROCESS):
-    part = names[start:start + PROGRAMS_OF_A_PROCESS]
-    for kernel in static_gpu.measure(f"{__name__}:{programs_of}", part):
-      program = kernel["program"] if isinstance(kernel, dict) else kernel.program
-      found.setdefault(program, []).append(kernel)
-  return found

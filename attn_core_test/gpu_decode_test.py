@@ -13,28 +13,23 @@ os.environ["NPROC"] = "16"
 
 # pylint: disable=g-import-not-at-top
 import itertools
-import unittest
 
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 
 from attn_core import BlockSizes, OperationMetadata, attention, explain, masks
-from attn_core.benchmark.static import gpu as static_gpu
 from attn_core.caches import dense, quantize
 from attn_core.kernels.gpu import mosaic
 from attn_core.kernels.gpu.split_kv import decode, kernel as split_kv, quantized_kv
 from attn_core.types import MaskOperands
-from attn_core_test import gpu_cases, sampling
+from attn_core_test import gpu_cases, gpu_machine_code, sampling
 from attn_core_test.gpu_cases import Case
 
-INTERPRETS = hasattr(plgpu, "force_gpu_interpret_mode")
-TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3}
-PART = BlockSizes(block_kv=128)
-# The cases least like the rest; the others are slow.
+BLOCKS = BlockSizes(block_kv=128)
+# The cases that differ most; the others are slow.
 FEW = ("ring_window_cap_sinks", "rows_beyond_one_line", "width_128",
        "group_of_32_soft_cap_sinks_float16", "width_128_float8")
 NAME = "autoregressive_decodeattn"
@@ -43,20 +38,21 @@ CPU = {"metadata": OperationMetadata(platform="cpu")}
 
 _rng = np.random.default_rng(0)
 _DENSE = _rng.random((1, 4, 2, 136)) < 0.5
-_DENSE[:, 1, 0] = False  # a query of one head that sees nothing
-# Positions as a ring buffer has them, in no order.
+_DENSE[:, 1, 0] = False  # a query of one head that sees no key
+# Positions of a ring buffer, in no order.
 _RING = np.stack([_rng.permutation(136), np.arange(136)]).astype(np.int32)
 _LAST = np.array([[135], [90]], np.int32)
 
-# For the oracle; blocks and widths as they come. D below 64 and other widths are refused.
+# Against the oracle, with various blocks and widths. Unsupported widths, such as D below 64, are
+# refused.
 CASES = {
     "lengths": Case(masks.lengths(None, np.array([129, 0, 1], np.int32)), B=3, T=1, S=136, H=4, K=2,
-                    blocks=PART),
+                    blocks=BLOCKS),
     "ring_window_cap_sinks": Case(
         masks.positions(_LAST, _RING, masks.causal() & masks.window(70, 0))
         & masks.segments(np.zeros((2, 1), np.int32), np.where(_RING == 80, -1, 0)), B=2, T=1, S=136,
         H=2, K=1, E=128, spec={"logits_soft_cap": 3.0}, extras={"sinks": ((1, 2), "float32")},
-        blocks=PART),
+        blocks=BLOCKS),
     "rows_beyond_one_line": Case(masks.positions(np.arange(59, 64, dtype=np.int32)[None]), T=5,
                                  S=64, H=7, K=1, D=80, E=64, dtype="float16"),
     "dense_per_head": Case(masks.dense(_DENSE), T=2, S=136, H=4, K=2, D=96, E=64),
@@ -70,13 +66,13 @@ CASES = {
     "widths_128_96_int8": Case(masks.full(), T=5, S=136, H=28, K=4, D=128, E=96, stored="int8",
                                spec={"logits_soft_cap": 3.0}),
     "lengths_float8": Case(masks.lengths(None, np.array([129, 0, 70], np.int32)), B=3, T=1, S=136,
-                           H=5, K=5, D=192, E=96, stored="float8_e4m3fn", blocks=PART),
+                           H=5, K=5, D=192, E=96, stored="float8_e4m3fn", blocks=BLOCKS),
     "wide_float8": Case(masks.offset(masks.causal(), 60), T=3, S=64, H=3, K=1, D=256,
                         stored="float8_e4m3fn", extras={"sinks": ((1, 3), "float32")}),
 }
 
 
-@unittest.skipUnless(INTERPRETS, "jax interprets Mosaic GPU kernels from 0.11 on")
+@gpu_cases.interprets
 class InterpretTest(parameterized.TestCase):
 
   @parameterized.named_parameters((name, name) for name in sampling.names(CASES, FEW))
@@ -87,7 +83,7 @@ class InterpretTest(parameterized.TestCase):
     with gpu_cases.interpreted():
       found = jax.block_until_ready(run(operands))
     for what, x, y, tolerance in zip(("out", "lse"), found, case.oracle(operands),
-                                     (TOLERANCE[case.dtype], 1e-5)):
+                                     (gpu_cases.TOLERANCE[case.dtype], 1e-5)):
       np.testing.assert_allclose(np.float32(x), y, rtol=0, atol=tolerance, err_msg=what)
 
 
@@ -96,7 +92,7 @@ STARTS = np.array([3, 0, 0, 70])
 
 
 def arrays(rows, number=None):
-  """query, key, value of some rows of a batch; `number`: instead of what nobody sees."""
+  """Returns query, key, value of some rows of a batch; hidden slots hold `number` if given."""
   rng = np.random.default_rng(1)
   query, key, value = (rng.normal(size=(4, n, heads, 64))
                        for n, heads in ((1, 4), (200, 2), (200, 2)))
@@ -107,13 +103,13 @@ def arrays(rows, number=None):
   return [jnp.asarray(x[rows], jnp.bfloat16) for x in (query, key, value)]
 
 
-def small_arrays(rows, dtype, spoil=False):
-  """The same in 8 bits, with scales; `spoil`: what nobody sees is NaN, scales included."""
+def quantized_arrays(rows, dtype, with_nan=False):
+  """Returns quantized arrays and scales; with_nan: hidden slots and their scales hold NaN."""
   query, *cache = arrays(np.arange(4))
   slot = np.arange(200)
   seen = ((slot >= STARTS[:, None]) & (slot < LENGTHS[:, None]))[..., None]
   (key, key_scale), (value, value_scale) = (quantize.quantize(x, dtype) for x in cache)
-  if spoil:
+  if with_nan:
     key_scale, value_scale = (jnp.where(seen, x, jnp.nan) for x in (key_scale, value_scale))
     odd = jnp.full((), -128 if dtype == "int8" else jnp.nan, dtype)
     key, value = (jnp.where(seen[..., None], x, odd) for x in (key, value))
@@ -126,34 +122,34 @@ def cache_of(rows, key, value, *scales):
 
 
 def decoded(rows, query, *cache, metadata=gpu_cases.HOPPER):
-  """(out, lse) through the door."""
+  """Returns (out, lse) of the entry point."""
   output = attention(
       query, None, None, cache_view=cache_of(rows, *cache), mechanism=NAME,
-      mode="__autoregressive__", metadata=metadata, block_sizes=PART, return_lse=True)
+      mode="__autoregressive__", metadata=metadata, block_sizes=BLOCKS, return_lse=True)
   return output.attention_outputs, output.lse
 
 
-@unittest.skipUnless(INTERPRETS, "jax interprets Mosaic GPU kernels from 0.11 on")
+@gpu_cases.interprets
 class RowsTest(parameterized.TestCase):
 
-  def test_a_row_has_the_same_bits_in_every_batch_whatever_nobody_sees(self):
+  def test_a_row_has_the_same_bits_in_every_batch_with_any_hidden_slots(self):
     run = jax.jit(decoded)
     rows, order = np.arange(4), np.arange(4)[::-1]
     with gpu_cases.interpreted():
       whole = jax.block_until_ready(run(rows, *arrays(rows)))
-      # The first one in a block that is seen whole.
+      # The first key is in a block that its query sees whole.
       self.same(run, whole, order, arrays(order, np.nan), ((1, 0, 100, 1), (2, 0, 199, 0)))
       self.same(run, whole, rows[2:3], arrays(rows[2:3], np.inf), ())
 
   def same(self, run, whole, order, given, places):
-    """Whether rows have the same bits, but NaN for who sees what is NaN.
+    """Checks that rows have the same bits, but NaN where a query sees NaN.
 
     Args:
       run: `decoded`.
-      whole: what it returns for all rows.
-      order: the rows that are given.
-      given: their arrays.
-      places: (array, row, slot, head) of what becomes NaN.
+      whole: its results for all rows.
+      order: numbers of the given rows.
+      given: arrays of these rows.
+      places: (array, row, slot, head) of elements to set to NaN.
     """
     for name, row, slot, head in places:
       at = (list(order).index(row), slot, head, 5)[:given[name].ndim]
@@ -164,17 +160,18 @@ class RowsTest(parameterized.TestCase):
         x[row, head] = np.nan
       np.testing.assert_array_equal(x[order], y, err_msg=f"{order} {places}")
 
-  def test_in_8_bits_too(self):
+  def test_quantized_rows_have_the_same_bits_too(self):
     for dtype in sampling.with_slow(("float8_e4m3fn",), "int8"):
       run, rows, order = jax.jit(decoded), np.arange(4), np.arange(4)[::-1]
       with gpu_cases.interpreted():
-        whole = jax.block_until_ready(run(rows, *small_arrays(rows, dtype)))
-        for x, y in zip(whole, decoded(rows, *small_arrays(rows, dtype), **CPU)):
+        whole = jax.block_until_ready(run(rows, *quantized_arrays(rows, dtype)))
+        for x, y in zip(whole, decoded(rows, *quantized_arrays(rows, dtype), **CPU)):
           np.testing.assert_allclose(np.float32(x), np.float32(y), atol=1e-2)
-        # The first one in a block that is seen whole.
+        # The first scale is in a block that its query sees whole.
         scales = ((4, 0, 100, 1), (3, 2, 64, 0), (4, 2, 64, 1))
         numbers = ((2, 0, 199, 0), (1, 3, 100, 0)) if dtype != "int8" else ()
-        self.same(run, whole, order, small_arrays(order, dtype, spoil=True), scales + numbers)
+        given = quantized_arrays(order, dtype, with_nan=True)
+        self.same(run, whole, order, given, scales + numbers)
 
   @sampling.slow("gradients of decoding on a GPU")
   def test_gradients_are_those_of_plain_xla(self):
@@ -204,7 +201,7 @@ class ChoiceTest(parameterized.TestCase):
     verdict, = (v for v in said[0].verdicts if v.mechanism == NAME)
     return str(verdict)
 
-  def test_goes_first_where_it_can(self):
+  def test_is_chosen_first_if_supported(self):
     self.assertRegex(self.kernel(), "can, by decode.gpu")
     self.assertRegex(self.kernel(capability="8.0"), "can, by decode.xla")
     for dtype in quantize.LIMITS:
@@ -220,12 +217,12 @@ class ChoiceTest(parameterized.TestCase):
       self.assertRegex(self.kernel(**arguments), f"by decode.xla, not by decode.gpu: .*{words}")
 
   @parameterized.parameters((BlockSizes(block_q=64), 8), (BlockSizes(block_kv=100), 2))
-  def test_any_blocks_will_do(self, blocks, number):
+  def test_any_block_sizes_are_accepted(self, blocks, number):
     case = Case(T=1, S=1024)
     params = decode.make_tiling(case.shapes, case.full_spec, blocks).params
     self.assertEqual(params.split_blocks, number)
 
-  def test_blocks_that_are_chosen_fit(self):
+  def test_chosen_blocks_fit(self):
     kinds = (None, *(quantized_kv.QuantizedKV("int8", quantized_kv.TOKEN, single)
                      for single in (False, True)))
     for *widths, rows, stored in itertools.product(
@@ -234,8 +231,8 @@ class ChoiceTest(parameterized.TestCase):
       self.assertLessEqual(split_kv.shared_memory(params), mosaic.SHARED_MEMORY_BYTES, params)
       self.assertGreaterEqual(min(params.num_stages), 2, params)
 
-  def test_what_is_read_is_what_is_live(self):
-    """Blocks times their tokens, against live keys and values, of which a row has thousands."""
+  def test_only_live_blocks_are_read(self):
+    """Checks visited blocks times their tokens against live keys, of which a row has thousands."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(2048, 32768, 64).astype(np.int32)
     case = Case(masks.lengths(None, lengths), B=64, T=1, S=32768, H=32, K=8, D=128)
@@ -250,38 +247,18 @@ class LowerTest(parameterized.TestCase):
   @parameterized.named_parameters(
       (name, name) for name in sampling.names(gpu_cases.decoded(), FEW))
   def test_for_cuda(self, name):
-    run, arguments = gpu_cases.decode_programs()[name]
-    lowered = jax.jit(run).trace(*arguments).lower(lowering_platforms=("cuda",))
-    self.assertEqual(lowered.as_text().count("custom_call @mosaic_gpu"), 2)
+    self.assertEqual(gpu_machine_code.count_kernels(*gpu_cases.decode_programs()[name]), 2)
 
 
-@unittest.skipIf(static_gpu.missing(), f"nothing to compile with: {static_gpu.missing()}")
-class CompileTest(parameterized.TestCase):
-
-  @classmethod
-  def setUpClass(cls):
-    super().setUpClass()
-    cls.found = gpu_cases.machine_code(
-        "decode_programs", sampling.names(gpu_cases.decoded(), FEW))
+class CompileTest(gpu_machine_code.CompileTestCase):
+  programs = {"decode_programs": sampling.names(gpu_cases.decoded(), FEW)}
 
   @parameterized.named_parameters(
       (name, name) for name in sampling.names(gpu_cases.decoded(), FEW))
   def test_machine_code(self, name):
     case = gpu_cases.decoded()[name]
-    params = decode.make_tiling(case.shapes, case.full_spec, case.blocks).params
-    for kernel in self.found[name]:
-      self.assertIsInstance(kernel, static_gpu.Kernel, kernel)
-      self.assertEqual(kernel.spills, 0)
-      self.assertFalse(kernel.serialized)
-    part, = (x for x in self.found[name] if "decode" in x.name)
-    self.assertLessEqual(part.shared_memory, split_kv.shared_memory(params))
-    if split_kv.fits_twice(params):
-      # Of 256 threads each; a processor has 65,536 registers.
-      self.assertLessEqual(part.registers, 128)
-    # 16 long and 64 keys, or 64 values, high.
-    products = params.width // 16 + params.padded_value_width // 64 * (split_kv.BLOCK_KV // 16)
-    self.assertEqual([loop["products"] for loop in part.loops], [products] * len(part.loops))
-    self.assertNotEmpty(part.loops)
+    self.check_split_kv(
+        name, "decode", decode.make_tiling(case.shapes, case.full_spec, case.blocks).params)
 
 
 if __name__ == "__main__":

@@ -13,36 +13,32 @@ os.environ["NPROC"] = "16"
 
 # pylint: disable=g-import-not-at-top
 import functools
-import unittest
 
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 import numpy as np
 
 from attn_core import (BlockSizes, Heads, PagedOptions, PagesMetadata, PagesV1, PagesV2, PagesV3,
                        explain, page_attention, ragged_page_attention_v2, ragged_page_attention_v3)
-from attn_core.benchmark.static import gpu as static_gpu
 from attn_core.caches import pages, quantize
-from attn_core.kernels.gpu.split_kv import kernel as split_kv, paged
-from attn_core_test import gpu_cases, sampling
+from attn_core.kernels.gpu.split_kv import paged
+from attn_core_test import gpu_cases, gpu_machine_code, sampling
 from attn_core_test.paged_cases import Case
 
-INTERPRETS = hasattr(plgpu, "force_gpu_interpret_mode")
-# The cases least like the rest; the others are slow.
+# The cases that differ most; the others are slow.
 FEW = ("v2_pages_of_32_few_queries", "v3_pages_of_64", "v2_int8_pages_of_16")
-PART = BlockSizes(block_kv=128)
-OPTIONS = PagedOptions(metadata=gpu_cases.HOPPER, block_sizes=PART, return_lse=True)
+BLOCKS = BlockSizes(block_kv=128)
+OPTIONS = PagedOptions(metadata=gpu_cases.HOPPER, block_sizes=BLOCKS, return_lse=True)
 WHOLE = OPTIONS._replace(block_sizes=None)
-# Requests of no, one and several queries; NaN where nobody looks.
+# Requests of no, one and several queries; slots that may not be read hold NaN.
 RAGGED = Case((70, 0, 130, 9), (1, 0, 5, 2), H=2, K=1, page=32, D=64, unused=1, sinks=True,
               dtype="bfloat16",
               options=PagedOptions(sliding_window=(66, 0), logits_soft_cap=2.0))
-# In 8 bits, with scales per token and head, and with one for all keys and one for all values.
-SMALL = (
+# Quantized, with scales per token and head, and with one for all keys and one for all values.
+QUANTIZED = (
     ("int8_pages_of_96_of_one_head", PagesV1, "int8", "token",
      Case((70, 129), (1, 1), H=3, K=1, page=96, D=64, rest=0, dtype="bfloat16")),
     ("int8_pages_of_16", PagesV2, "int8", "token",
@@ -54,8 +50,8 @@ SMALL = (
 SINGLE = Case((129, 1), (1, 1), page=128, H=2, K=2, D=64, rest=0, dtype="bfloat16")
 
 
-def small_cache(layout, dtype, scales, case):
-  """The case's pages in 8 bits; NaN where nobody looks, scales included."""
+def quantized_cache(layout, dtype, scales, case):
+  """Quantizes the case's pages; slots that may not be read, and their scales, hold NaN."""
   _, *arrays, _ = case.arrays()
   if scales == "tensor":
     scales = tuple(jnp.float32(np.nanmax(np.abs(x)) / quantize.LIMITS[dtype]) for x in arrays)
@@ -67,7 +63,7 @@ def small_cache(layout, dtype, scales, case):
 
 
 def widened(cache, case):
-  """Keys and values [K, P, page, D] in float32."""
+  """Returns keys and values [K, P, page, D] in float32."""
   cache = pages.convert(cache, PagesV1, Heads(case.K, case.D, case.D))
   scales = (x.transpose(2, 0, 1) if x.ndim else jnp.full(cache.key_pages.shape[:3], x)
             for x in cache[2:])
@@ -78,7 +74,7 @@ def numbers(output):
   return [np.asarray(x, np.float32) for x in (output.attention_outputs, output.lse)]
 
 
-@unittest.skipUnless(INTERPRETS, "jax interprets Mosaic GPU kernels from 0.11 on")
+@gpu_cases.interprets
 class InterpretTest(parameterized.TestCase):
 
   def compare(self, found, expected):
@@ -101,18 +97,19 @@ class InterpretTest(parameterized.TestCase):
     order = np.array([2, 0, 3, 1, 4])
     moved = PagesMetadata(metadata.page_tables[order], metadata.context_lens[order],
                           np.array([0, 3, 4, 6, 6, -5], np.int32), metadata.num_requests)
-    tokens = np.array([3, 4, 5, 0, 6, 7, *range(8, 13)])  # of which the last three are no one's
+    # of which the last three belong to no request
+    tokens = np.array([3, 4, 5, 0, 6, 7, *range(8, 13)])
     with gpu_cases.interpreted():
       again = numbers(run(query[tokens], cache, moved))
     np.testing.assert_array_equal(again[0][:6], found[0][tokens[:6]])
     np.testing.assert_array_equal(again[1][:, :6], found[1][:, tokens[:6]])
 
   @parameterized.named_parameters(
-      x for x in SMALL
+      x for x in QUANTIZED
       if x[0] == "int8_pages_of_96_of_one_head" or sampling.chosen(x[0]))
-  def test_in_8_bits(self, layout, dtype, scales, case):
+  def test_quantized_pages(self, layout, dtype, scales, case):
     query, key, value, _ = case.arrays()
-    cache, metadata = small_cache(layout, dtype, scales, case), case.metadata()
+    cache, metadata = quantized_cache(layout, dtype, scales, case), case.metadata()
     if layout is PagesV1:
       metadata = case.metadata(single=True)
     call = {PagesV1: page_attention, PagesV2: ragged_page_attention_v2,
@@ -170,7 +167,7 @@ class ChoiceTest(parameterized.TestCase):
     verdict, = (v for v in said[0].verdicts if v.mechanism == name)
     return str(verdict)
 
-  def test_goes_first_where_it_can(self):
+  def test_is_chosen_first_if_supported(self):
     for layout, name in ((PagesV1, "gpu"), (PagesV2, "gpu"), (PagesV3, "gpu_writing")):
       self.assertRegex(self.kernel(layout), rf"by paged\.{name}, which goes before")
     mesh = gpu_cases.HOPPER.replace(mesh=AbstractMesh((2,), ("tp",)))
@@ -192,36 +189,18 @@ class LowerTest(parameterized.TestCase):
   @parameterized.named_parameters(
       (name, name) for name in sampling.names(gpu_cases.paged(), FEW))
   def test_for_cuda(self, name):
-    run, arguments = gpu_cases.paged_programs()[name]
-    lowered = jax.jit(run).trace(*arguments).lower(lowering_platforms=("cuda",))
-    self.assertEqual(lowered.as_text().count("custom_call @mosaic_gpu"), 2)
+    self.assertEqual(gpu_machine_code.count_kernels(*gpu_cases.paged_programs()[name]), 2)
 
 
-@unittest.skipIf(static_gpu.missing(), f"nothing to compile with: {static_gpu.missing()}")
-class CompileTest(parameterized.TestCase):
-
-  @classmethod
-  def setUpClass(cls):
-    super().setUpClass()
-    cls.found = gpu_cases.machine_code(
-        "paged_programs", sampling.names(gpu_cases.paged(), FEW))
+class CompileTest(gpu_machine_code.CompileTestCase):
+  programs = {"paged_programs": sampling.names(gpu_cases.paged(), FEW)}
 
   @parameterized.named_parameters(
       (name, name) for name in sampling.names(gpu_cases.paged(), FEW))
   def test_machine_code(self, name):
-    for kernel in self.found[name]:
-      self.assertIsInstance(kernel, static_gpu.Kernel, kernel)
-      self.assertEqual(kernel.spills, 0)
-      self.assertFalse(kernel.serialized)
     operands, heads = gpu_cases.paged()[name]
-    params = paged.make_tiling(operands, None, BlockSizes(), heads).params
-    part, = (x for x in self.found[name] if "paged" in x.name)
-    self.assertLessEqual(part.shared_memory, split_kv.shared_memory(params))
-    if split_kv.fits_twice(params):
-      self.assertLessEqual(part.registers, 128)
-    products = params.width // 16 + params.padded_value_width // 64 * (split_kv.BLOCK_KV // 16)
-    self.assertEqual([loop["products"] for loop in part.loops], [products] * len(part.loops))
-    self.assertNotEmpty(part.loops)
+    self.check_split_kv(
+        name, "paged", paged.make_tiling(operands, None, BlockSizes(), heads).params)
 
 
 if __name__ == "__main__":

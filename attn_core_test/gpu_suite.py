@@ -1,18 +1,18 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that is to be seen of the library on a GPU, in one call of less than ten minutes.
+"""Everything to check and measure on a GPU, in one call of less than ten minutes.
 
     python3 attn_core_test/gpu_suite.py --out DIR            on a machine with an NVIDIA GPU
     python3 attn_core_test/gpu_suite.py --out DIR --tiny     anywhere, to try the script itself
 
-The parts, each in a process of its own, so that what goes wrong in one is told and stops no other:
-the environment; the property list against the oracle; repeatability bit for bit; decoding beside a
-copy of the keys; times beside other libraries, where they can be imported; compute-sanitizer on a
-small case, where there is one.
+Each part runs in a process of its own, so that a failure is reported and does not stop the others:
+the environment; the property cases against the oracle; repeatability bit for bit; decoding compared
+with a copy of the keys; times compared with other libraries that can be imported;
+compute-sanitizer, if installed, on a small case.
+
 Writes gpu_suite.json and gpu_suite.md after every part, properties.json after every property,
-times.json and times.md after every case.
-The exit status is 0 when all parts are well. What there was no time for is named; another call
-takes it up: `--parts times --cases NAME NAME`.
+times.json and times.md after every case. The exit status is 0 if all parts are ok. Cases that the
+time did not suffice for are named; another call runs them: `--parts times --cases NAME NAME`.
 """
 
 import argparse
@@ -25,15 +25,15 @@ import tempfile
 import time
 
 ROOT = pathlib.Path(os.path.abspath(__file__)).parent.parent
-sys.path.insert(0, str(ROOT))  # this file is a program, too
+sys.path.insert(0, str(ROOT))  # this file is also a program
 
 # pylint: disable=wrong-import-position
 from attn_core_test.process_group import run_group
 
-# Part -> its share of the time; what one leaves, the next ones have.
+# Part -> its share of the time; the next parts get the time that one leaves.
 SHARES = {"environment": 0.1, "properties": 0.28, "repeatability": 0.12, "decoding": 0.1,
           "times": 0.3, "sanitizer": 0.1}
-GRACE_SECONDS = 25  # for what a part has begun when its time is over
+GRACE_SECONDS = 25  # for work that a part has started when its time is over
 
 NO_GPU = ("There is no GPU here: JAX computes on {platform!r}. Nothing below is a measurement of a "
           "GPU; it only shows that the script runs.")
@@ -41,7 +41,7 @@ UNKNOWN = "JAX did not say where it computes; take nothing below for a measureme
 
 
 def main(arguments: list[str] | None = None) -> int:
-  """The command line; returns the exit status."""
+  """Runs the command line; returns the exit status."""
   parser = argparse.ArgumentParser(description=__doc__,
                                    formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--out", type=pathlib.Path, help="folder for gpu_suite.json and .md")
@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
   parser.add_argument("--cases", nargs="+", default=(), metavar="NAME",
                       help="of attn_core.benchmark.cases, to time; default: its GPU_CASES")
   parser.add_argument("--tiny", action="store_true", help="tiny shapes, on any device")
-  parser.add_argument("--part", help=argparse.SUPPRESS)  # in the process of a part
+  parser.add_argument("--part", help=argparse.SUPPRESS)  # set in the process of a part
   parser.add_argument("--result", type=pathlib.Path, help=argparse.SUPPRESS)
   given = parser.parse_args(arguments)
   if given.part is not None:
@@ -61,12 +61,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run_part(given) -> int:
-  """One part, in this process; what it found is written to `given.result`."""
+  """Runs one part in this process; writes its result to `given.result`."""
   start = time.monotonic()
   import jax
   from attn_core_test import gpu_suite_parts
   jax.devices()
-  # Imports and the start of the device are a part of the part.
+  # Imports and the start of the device count toward the part's time.
   left = given.budget - (time.monotonic() - start)
   settings = gpu_suite_parts.Settings(given.tiny, left, given.out, tuple(given.cases))
   found = gpu_suite_parts.PARTS[given.part](settings)
@@ -76,7 +76,7 @@ def run_part(given) -> int:
 
 
 def run_all(given) -> int:
-  """All parts, each in a process; writes the report after each."""
+  """Runs all parts, each in a process; writes the report after each."""
   given.out.mkdir(parents=True, exist_ok=True)
   end = time.monotonic() + given.budget
   found = {}
@@ -98,7 +98,7 @@ def run_all(given) -> int:
 
 
 def spawn(part: str, given, seconds: float) -> dict:
-  """What a part found, as it wrote it, or how it ended without."""
+  """Runs a part in a process; returns its result, or how it ended without one."""
   start = time.monotonic()
   with tempfile.TemporaryDirectory() as folder:
     result = pathlib.Path(folder) / "result.json"
@@ -118,14 +118,14 @@ def spawn(part: str, given, seconds: float) -> dict:
 
 
 def headline(platform: str | None) -> str:
-  """What is measured."""
+  """Says on which platform the numbers were measured."""
   if platform == "gpu":
     return "Measured on a GPU."
   return UNKNOWN if platform is None else NO_GPU.format(platform=platform)
 
 
 def markdown(found: dict, platform: str | None) -> str:
-  """The report: a section for every part."""
+  """Returns the report: a section for every part."""
   parts = ["# attn_core on a GPU" if platform == "gpu" else "# attn_core, without a GPU",
            headline(platform)]
   for part, result in found.items():
@@ -135,5 +135,5 @@ def markdown(found: dict, platform: str | None) -> str:
 
 
 if __name__ == "__main__":
-  signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # by way of `finally`
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # runs `finally`
   sys.exit(main())

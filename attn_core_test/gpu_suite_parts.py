@@ -1,8 +1,8 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of gpu_suite: each looks at one thing and returns what it found as plain data.
+"""Parts of gpu_suite: each checks or measures one thing and returns its result as plain data.
 
-Every part runs in a process of its own, so that a kernel that spoils one leaves the others alone.
+Every part runs in a process of its own, so that a kernel that crashes one leaves the others alone.
 """
 
 import functools
@@ -31,7 +31,7 @@ from attn_core_test.property_cases import CASES, EVEN_CASES, TOLERANCES
 
 GRADIENT_TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 6e-2}  # largest error
 
-# (mechanism, dtype, cases): what is looked at first comes first, as time may run out.
+# (mechanism, dtype, cases), the most important first, since time may run out.
 _FEW = tuple(case for case in CASES if case.name in (
     "causal_gqa", "everything", "window_both_sides", "sinks_several_empty_rows", "soft_cap"))
 PROPERTIES = (("flash_attn2", "bfloat16", CASES), ("sdpa", "bfloat16", EVEN_CASES),
@@ -39,7 +39,7 @@ PROPERTIES = (("flash_attn2", "bfloat16", CASES), ("sdpa", "bfloat16", EVEN_CASE
               ("blockwise", "float32", _FEW))
 TINY_PROPERTIES = (("flash_attn2", "float32", _FEW[:1]), ("sdpa", "float32", EVEN_CASES[4:5]))
 
-# What kernels are compared with: memory in the square of the length is not in question here.
+# Mechanisms and other libraries to time; all take memory linear in the length.
 MECHANISMS = ("flash_attn2", "cudnn")
 PEERS = ("jax.nn cudnn", "tokamax", "torch sdpa", "flash_attn")
 PACKAGES = ("tokamax", "torch", "flash_attn", "jax-cuda13-plugin", "jax-cuda12-plugin",
@@ -47,24 +47,24 @@ PACKAGES = ("tokamax", "torch", "flash_attn", "jax-cuda13-plugin", "jax-cuda12-p
 
 
 class Settings(NamedTuple):
-  """What a part is told."""
+  """Settings of a part."""
 
-  tiny: bool  # shapes that a CPU computes in no time
-  seconds: float  # nothing is begun later
-  out: pathlib.Path | None = None  # folder for what is found on the way; None: nothing is written
-  cases: tuple[str, ...] = ()  # to time; empty: GPU_CASES
+  tiny: bool  # shapes small enough for a CPU
+  seconds: float  # no work starts later
+  out: pathlib.Path | None = None  # folder for intermediate files; None: none are written
+  cases: tuple[str, ...] = ()  # cases to time; empty: GPU_CASES
 
 
 class Found(NamedTuple):
-  """What a part tells."""
+  """Result of a part."""
 
   ok: bool
   lines: list[str]  # a summary, in Markdown
-  data: dict  # everything, as JSON
+  data: dict  # all results, as JSON
 
 
 def environment(settings: Settings) -> Found:
-  """Device, driver, versions, date."""
+  """Reports device, driver, versions and date."""
   del settings
   where = report.environment(tuple(name for name in PACKAGES if _is_installed(name)))
   where["compute_capability"] = resolved_capability(OperationMetadata())
@@ -85,7 +85,7 @@ def _is_installed(package: str) -> bool:
 
 
 def _nvidia_smi() -> str | None:
-  """Name, driver, clock and power limits of the GPUs."""
+  """Returns name, driver, clock and power limits of the GPUs."""
   if shutil.which("nvidia-smi") is None:
     return None
   query = "--query-gpu=name,driver_version,clocks.max.sm,power.limit,ecc.mode.current"
@@ -98,9 +98,9 @@ def _nvidia_smi() -> str | None:
 
 
 def properties(settings: Settings) -> Found:
-  """The property list against the oracle: values, gradients, empty rows.
+  """Compares the property cases with the oracle: values, gradients, empty rows.
 
-  They are in properties.json after every one, whatever becomes of the rest.
+  Writes properties.json after every case, so that nothing is lost if a later one crashes.
   """
   end = time.monotonic() + settings.seconds
   results = []
@@ -108,7 +108,8 @@ def properties(settings: Settings) -> Found:
     for case in cases:
       verdict = "no time left"
       if time.monotonic() < end:
-        print(f"{mechanism} {dtype} {case.name}", flush=True)  # tells who hangs, should one
+        # names the case that hangs, if one does
+        print(f"{mechanism} {dtype} {case.name}", flush=True)
         verdict = judge(case, mechanism, dtype)
       results.append({"case": case.name, "mechanism": mechanism, "dtype": dtype,
                       "verdict": verdict})
@@ -128,19 +129,19 @@ def properties(settings: Settings) -> Found:
 
 
 def judge(case, mechanism: str, dtype: str) -> str:
-  """"right", or in a line what is not."""
+  """Returns "right", or one line about the errors."""
   try:
     problems = list(_problems(case, mechanism, dtype))
   except NotImplementedError as error:
     return f"refused: {error}"
   except Exception as error:
-    # Whatever a kernel does to one case, the others are looked at.
+    # An error in one case must not stop the others.
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
   return "; ".join(problems) or "right"
 
 
 def _problems(case, mechanism: str, dtype: str):
-  """What differs from the oracle by more than rounding."""
+  """Yields differences from the oracle that are larger than rounding."""
   arrays = property_cases.operands(case, dtype)
   with_lse = mechanism not in ("sdpa", "cudnn")
   arguments = dict(case.arguments, mechanism=mechanism, return_lse=with_lse)
@@ -151,7 +152,7 @@ def _problems(case, mechanism: str, dtype: str):
     output = attention(**arguments, **arrays)
     return output.attention_outputs, output.lse if with_lse else None
 
-  # Both sides in one precision of the loss, so that only the attention is judged.
+  # Both sides compute the loss in the same precision, so that only the attention is compared.
   got = _value_and_gradient(run, arrays)
   with jax.enable_x64(True), jax.default_device(_host()):
     wide = {name: jnp.asarray(np.asarray(x), jnp.float64) for name, x in arrays.items()}
@@ -176,11 +177,11 @@ def _problems(case, mechanism: str, dtype: str):
 
 
 def _value_and_gradient(run: Callable, arrays: dict) -> dict[str, np.ndarray]:
-  """out, lse and the gradient of a sum of both, on the host."""
+  """Returns out, lse and the gradient of a sum of both, on the host."""
   def loss(arrays):
     out, lse = run(arrays)
     wide = jnp.promote_types(out.dtype, jnp.float32)
-    # Linear, or the rounding of large outputs would be that of their cotangents, too.
+    # A linear loss: the rounding of large outputs must not change their cotangents.
     value = (out.astype(wide) * np.cos(np.arange(out.size)).reshape(out.shape)).sum()
     if lse is not None:
       value = value + jnp.where(jnp.isfinite(lse), lse, 0).sum()
@@ -205,7 +206,7 @@ def _host():
 
 
 def repeatability(settings: Settings) -> Found:
-  """The same bits every time, values and gradients."""
+  """Checks that repeated runs give the same bits, values and gradients."""
   times, tokens, heads = (2, 32, 2) if settings.tiny else (20, 2048, 8)
   widths = (16,) if settings.tiny else (64, 128, 256)
   end = time.monotonic() + settings.seconds
@@ -233,7 +234,7 @@ def repeatability(settings: Settings) -> Found:
 
 
 def _step(tokens: int, heads: int, width: int, more: dict) -> Callable:
-  """Runs a forward and a backward; returns output and gradients."""
+  """Returns a function that runs a forward and a backward: () -> (output, gradients)."""
   dtype = jnp.bfloat16 if resolved_platform(OperationMetadata()) == "gpu" else jnp.float32
   keys = jax.random.split(jax.random.key(1), 3)
   arrays = [jax.random.normal(key, (2, tokens, n, width)).astype(dtype)
@@ -256,14 +257,14 @@ TOOLS = ("memcheck", "racecheck")
 
 
 def watched(settings: Settings) -> Found:
-  """What the sanitizer looks at: a forward and a backward at a length that fills no block."""
+  """Runs the program for the sanitizer: forward and backward at a length that fills no block."""
   tokens = 32 if settings.tiny else 300
   jax.block_until_ready(_step(tokens, 2, 64, dict(sliding_window=(tokens // 2, 0)))())
   return Found(True, ["ran"], {})
 
 
 def sanitizer(settings: Settings) -> Found:
-  """compute-sanitizer on a small case, where there is one and a GPU."""
+  """Runs compute-sanitizer on a small case, if it is installed and there is a GPU."""
   tool = _sanitizer_path()
   if resolved_platform(OperationMetadata()) != "gpu" or tool is None:
     reason = "no GPU" if tool is not None else "no compute-sanitizer here"
@@ -282,18 +283,18 @@ def sanitizer(settings: Settings) -> Found:
 
 
 def _sanitizer_path() -> str | None:
-  """On the path, or where CUDA toolkits put it."""
+  """Returns compute-sanitizer on the PATH, or where CUDA toolkits install it."""
   found = sorted(pathlib.Path("/usr/local").glob("cuda*/bin/compute-sanitizer"))
   return shutil.which("compute-sanitizer") or (str(found[-1]) if found else None)
 
 
 def is_clean(summary: str) -> bool:
-  """Whether a summary says that nothing was found."""
+  """Returns whether a summary reports no errors."""
   return re.match(r"\w+ SUMMARY: 0 (errors|hazards)", summary) is not None
 
 
 def sanitizer_summary(text: str, ending: str) -> str:
-  """The tool's last line, or how it ended without or with nothing seen."""
+  """Returns the tool's last line, or how it ended if it has none or the program failed."""
   lines = [line.strip("= ") for line in text.splitlines() if "SUMMARY" in line]
   if not lines:
     return f"no summary; {ending}: {text[-300:]}"
@@ -306,9 +307,9 @@ def sanitizer_summary(text: str, ending: str) -> str:
 
 
 def times(settings: Settings) -> Found:
-  """Forward, and forward and backward, side by side with other libraries.
+  """Times forward, and forward and backward, side by side with other libraries.
 
-  They are in times.json and times.md after every case, whatever becomes of the rest.
+  Writes times.json and times.md after every case, so that nothing is lost if a later one crashes.
   """
   run = functools.partial(runner.run_attention_benchmarks, out=settings.out, name="times",
                           progress=not settings.tiny, max_seconds=settings.seconds)
@@ -334,9 +335,9 @@ STORED = (None, *quantize.LIMITS)  # dtypes of caches; None: that of the queries
 
 
 def decoding(settings: Settings) -> Found:
-  """Decoding from a dense cache and from pages: right, and how fast beside a copy of the keys.
+  """Checks decoding from a dense cache and from pages, and times it against a copy of the keys.
 
-  Bytes per second are those of live keys, values and scales; of the copy those read and written.
+  Bytes per second count live keys, values and scales; for the copy, bytes read and written.
   """
   end = time.monotonic() + settings.seconds
   dtype = jnp.bfloat16 if resolved_platform(OperationMetadata()) == "gpu" else jnp.float32
@@ -355,7 +356,7 @@ def decoding(settings: Settings) -> Found:
 
 
 def _decoded(settings: Settings, shape, dtype, stored: str | None):
-  """Yields (kernel, bytes per second, those of a copy, largest error) of a decode at its end."""
+  """Yields (kernel, bytes per second, those of a copy, largest error) of decoding a full cache."""
   (batch, slots, heads, key_heads, width), calls = shape, 1 if settings.tiny else 30
   keys = jax.random.split(jax.random.key(0), 3)
   query, *plain = [jax.random.normal(key, (batch, n, h, width), dtype)
@@ -371,7 +372,7 @@ def _decoded(settings: Settings, shape, dtype, stored: str | None):
   def decode(query, cache):
     return attention(query, None, None, cache_view=cache, mode="__autoregressive__",
                      mechanism="autoregressive_decodeattn").attention_outputs
-  # By definition, in float32, a row at a time.
+  # The definition, in float32, a row at a time.
   @jax.jit
   def wanted(query, key, value, *scales):
     key, value = (x.astype(jnp.float32) if scale is None else quantize.dequantize(x, scale)
@@ -403,7 +404,7 @@ def _decoded(settings: Settings, shape, dtype, stored: str | None):
 
 
 def _seconds(run: Callable, arrays, calls: int) -> float:
-  """The least time of a call, of three runs of so many calls in a row."""
+  """Returns the least time per call, of three runs of `calls` calls in a row."""
   jax.block_until_ready(run(*arrays))
   taken = []
   for _ in range(3):

@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""gpu_suite, without a GPU: it runs, says what it does not measure, and survives its parts."""
+"""gpu_suite without a GPU: it runs, reports that nothing is measured, survives failing parts."""
 
 import contextlib
 import io
@@ -31,7 +31,7 @@ class GpuSuiteTest(absltest.TestCase):
     self.folder = pathlib.Path(self.create_tempdir().full_path)
 
   def run_suite(self, *arguments):
-    """(exit status, what it printed, gpu_suite.json, gpu_suite.md)."""
+    """Returns (exit status, printed text, gpu_suite.json, gpu_suite.md)."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
       status = gpu_suite.main(["--out", str(self.folder), *arguments])
     read = lambda name: (self.folder / name).read_text(encoding="utf-8")
@@ -67,10 +67,10 @@ class GpuSuiteTest(absltest.TestCase):
     self.assertIn(NOT_MEASURED, printed)
     self.assertIn(NOT_MEASURED, text)
 
-  def test_a_part_that_fails_stops_no_other(self):
+  def test_a_failing_part_does_not_stop_the_others(self):
     spawn = gpu_suite.spawn
     begun = []
-    def spoiled(part, given, seconds):
+    def fail_properties(part, given, seconds):
       begun.append(part)
       if part == "environment":
         return {"ok": True, "lines": ["here"], "data": {"platform": platform}, "seconds": 0.0}
@@ -80,7 +80,7 @@ class GpuSuiteTest(absltest.TestCase):
     for platform, says in (("gpu", "Measured on a GPU."), ("cpu", NOT_MEASURED),
                            (None, "take nothing below for a measurement")):
       begun.clear()
-      with mock.patch.object(gpu_suite, "spawn", spoiled):
+      with mock.patch.object(gpu_suite, "spawn", fail_properties):
         status, printed, found, text = self.run_suite("--tiny")
       self.assertEqual(status, 1)
       self.assertEqual(begun, list(gpu_suite.SHARES))
@@ -102,8 +102,8 @@ class GpuSuiteTest(absltest.TestCase):
     self.assertFalse(found["ok"])
     self.assertIn("stopped after 0 s", found["lines"][0])
 
-  def test_a_part_that_is_stopped_stops_what_it_began(self):
-    # The script itself, without JAX and with a part that has another program in a group of its own.
+  def test_stopping_a_part_stops_the_programs_it_started(self):
+    # The script itself, without JAX, with a part that starts a program in its own process group.
     told = self.folder / "process"
     begun = f"import os, time; open({str(told)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     script = gpu_suite.ROOT / "attn_core_test" / "gpu_suite.py"
@@ -124,7 +124,7 @@ runpy.run_path({str(script)!r}, run_name="__main__")'''
     with self.assertRaises(ProcessLookupError):
       os.kill(int(told.read_text("utf-8")), 0)
 
-  def test_a_part_s_start_is_a_part_of_its_time(self):
+  def test_startup_counts_toward_the_time_of_a_part(self):
     given = gpu_suite.argparse.Namespace(part="late", budget=10.0, tiny=True, out=None, cases=(),
                                          result=None)
     told = []
@@ -136,17 +136,17 @@ runpy.run_path({str(script)!r}, run_name="__main__")'''
       self.assertEqual(gpu_suite.run_part(given), 0)
     self.assertLess(told[0], 9.6)
 
-  def test_wrong_results_are_told(self):
+  def test_wrong_results_are_reported(self):
     case = gpu_suite_parts.CASES[0]
-    spoiled = case._replace(sees=lambda b, h, t, s: s < t)
-    plan = ("flash_attn2", "float32", (spoiled,)), ("sdpa", "float32", gpu_suite_parts.CASES[1:2])
+    wrong = case._replace(sees=lambda b, h, t, s: s < t)
+    plan = ("flash_attn2", "float32", (wrong,)), ("sdpa", "float32", gpu_suite_parts.CASES[1:2])
     with mock.patch.object(gpu_suite_parts, "TINY_PROPERTIES", plan):
       found = gpu_suite_parts.properties(gpu_suite_parts.Settings(True, 100.0))
     self.assertFalse(found.ok)
     self.assertRegex(found.lines[1], r"flash_attn2 float32 causal_gqa: out off by .*d_key off by")
     self.assertStartsWith(found.data["results"][1]["verdict"], "refused: mechanism='sdpa'")
 
-  def test_no_time_is_no_success(self):
+  def test_running_out_of_time_is_a_failure(self):
     found = gpu_suite_parts.properties(gpu_suite_parts.Settings(True, -1.0))
     self.assertFalse(found.ok)
     self.assertIn("2 no time left", found.lines[0])
@@ -154,7 +154,7 @@ runpy.run_path({str(script)!r}, run_name="__main__")'''
     self.assertFalse(found.ok)
     self.assertIn("No time left for causal D16", found.lines[1])
 
-  def test_the_sanitizer_s_summaries(self):
+  def test_summaries_of_the_sanitizer(self):
     nothing = "========= ERROR SUMMARY: 0 errors"
     for text, ending, clean in (
         (nothing, "exit status 0", True), (nothing, "exit status 1", False),
@@ -165,10 +165,11 @@ runpy.run_path({str(script)!r}, run_name="__main__")'''
     self.assertTrue(gpu_suite_parts.is_clean(gpu_suite_parts.sanitizer_summary(
         "== RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", "exit status 0")))
 
-  def test_the_sanitizer_does_not_call_a_failed_program_clean(self):
+  def test_a_failed_program_is_never_clean(self):
     output = "NotImplementedError: x\n========= ERROR SUMMARY: 0 errors\n"
     for ending, ok in (("exit status 1", False), ("exit status 0", True)):
-      with (mock.patch.object(gpu_suite_parts, "run_group", lambda *_, ending=ending: (output, ending)),
+      run_group = lambda *_, ending=ending: (output, ending)
+      with (mock.patch.object(gpu_suite_parts, "run_group", run_group),
             mock.patch.object(gpu_suite_parts, "_sanitizer_path", lambda: "tool"),
             mock.patch.object(gpu_suite_parts, "resolved_platform", lambda _: "gpu")):
         found = gpu_suite_parts.sanitizer(gpu_suite_parts.Settings(True, 10.0))
@@ -181,7 +182,7 @@ runpy.run_path({str(script)!r}, run_name="__main__")'''
       case = CASES[name]
       self.assertEqual((case.batch * case.queries, case.heads * case.width), (16384, 2048), name)
 
-  def test_whom_it_asks_for_exists(self):
+  def test_mechanisms_and_peers_exist(self):
     self.assertContainsSubset(gpu_suite_parts.PEERS, contenders.peer_names("gpu"))
     mechanisms = (*gpu_suite_parts.MECHANISMS, *(plan[0] for plan in gpu_suite_parts.PROPERTIES))
     self.assertContainsSubset(mechanisms, table.names())

@@ -12,39 +12,34 @@ import os
 os.environ["NPROC"] = "16"
 
 # pylint: disable=g-import-not-at-top
-import unittest
-
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core import BlockSizes, attention, masks
-from attn_core.benchmark.static import gpu as static_gpu
+from attn_core import BlockSizes, masks
 from attn_core.kernels.gpu import mosaic
 from attn_core.kernels.gpu.flash import kernel as gpu_flash, tiling
 from attn_core.kernels.xla import flash as xla_flash
-from attn_core_test import gpu_cases, property_cases, sampling
+from attn_core_test import gpu_cases, gpu_machine_code, property_cases, sampling
 from attn_core_test.gpu_cases import Case
 
 KERNEL = gpu_flash.make_kernel(xla_flash.KERNEL)
 
-INTERPRETS = hasattr(plgpu, "force_gpu_interpret_mode")
-# Features, in calls of one block; to a kernel, the other cases of properties_test are like these or
-# like those of `gpu_cases`.
+# Features in calls of one block; for a kernel the other property cases equal these or those of
+# `gpu_cases`.
 PROPERTIES = (
     "one_query_one_key", "chunk", "positions", "offset_per_row", "lengths", "prefix_or_causal",
     "custom_predicate", "bias_broadcast", "bias_and_mask", "sinks_several_empty_rows", "soft_cap",
     "everything", "dropout_at_positions")
 
 
-@unittest.skipUnless(INTERPRETS, "jax interprets Mosaic GPU kernels from 0.11 on")
+@gpu_cases.interprets
 class InterpretTest(parameterized.TestCase):
 
   def compare(self, found, expected, dtype):
-    tolerances = {"bfloat16": 1e-2, "float16": 2e-3}[dtype], 1e-5
+    tolerances = gpu_cases.TOLERANCE[dtype], 1e-5
     for name, x, y, tolerance in zip(("out", "lse"), found, expected, tolerances):
       x, y = np.asarray(x, np.float32), np.asarray(y, np.float32)
       size = max(1.0, np.abs(np.where(np.isfinite(y), y, 0)).max())
@@ -60,25 +55,19 @@ class InterpretTest(parameterized.TestCase):
 
   @parameterized.named_parameters((name, name) for name in PROPERTIES)
   def test_properties(self, name):
-    case, = (case for case in property_cases.CASES if case.name == name)
-    arrays = {key: x.astype(jnp.bfloat16) if key in ("query", "key", "value") else x
-              for key, x in property_cases.operands(case, jnp.float32).items()}
-    def run(arrays):
-      output = attention(**arrays, **case.arguments, mechanism="flash_attn2",
-                         metadata=gpu_cases.HOPPER, return_lse=True)
-      return output.attention_outputs, output.lse
+    case, arrays, run = gpu_cases.property_call(name)
     with gpu_cases.interpreted():
       found = jax.block_until_ready(jax.jit(run)(arrays))
     wide = {key: x.astype(jnp.float32) for key, x in arrays.items()}
     self.compare(found, property_cases.reference(case)(wide), "bfloat16")
 
-  def test_what_is_hidden_may_be_nan(self):
+  def test_hidden_keys_may_be_nan(self):
     case = Case(T=200, blocks=gpu_cases.SMALL)
     operands = case.operands()
-    spoilt = operands._replace(key=operands.key.at[:, 150:].set(jnp.inf),
+    nonfinite = operands._replace(key=operands.key.at[:, 150:].set(jnp.inf),
                                value=operands.value.at[:, 150:].set(jnp.nan))
     with gpu_cases.interpreted():
-      out, lse = jax.jit(case.forward)(spoilt)
+      out, lse = jax.jit(case.forward)(nonfinite)
       clean, clean_lse = jax.jit(case.forward)(operands)
     np.testing.assert_array_equal(out[:, :150], clean[:, :150])
     np.testing.assert_array_equal(lse[..., :150], clean_lse[..., :150])
@@ -91,11 +80,11 @@ class InterpretTest(parameterized.TestCase):
     case = gpu_cases.INTERPRETED[name]
     clean = case.operands()
     clean = clean._replace(query=clean.query.at[..., 3].set(1), key=clean.key.at[..., 3].set(0))
-    spoilt = clean._replace(key=clean.key.at[0, 5, 0, 3].set(-np.inf))
+    nonfinite = clean._replace(key=clean.key.at[0, 5, 0, 3].set(-np.inf))
     with gpu_cases.interpreted():
       run = jax.jit(case.forward)
-      (out, lse), (clean_out, clean_lse) = run(spoilt), run(clean)
-    sees = np.isnan(case.oracle(spoilt)[1]).transpose(0, 2, 1)
+      (out, lse), (clean_out, clean_lse) = run(nonfinite), run(clean)
+    sees = np.isnan(case.oracle(nonfinite)[1]).transpose(0, 2, 1)
     self.assertTrue(sees.any())
     self.assertTrue(np.isnan(np.asarray(out, np.float32)[sees]).all())
     np.testing.assert_array_equal(np.isnan(lse).transpose(0, 2, 1), sees)
@@ -109,14 +98,13 @@ class LowerTest(parameterized.TestCase):
   @parameterized.named_parameters((name, name) for name in gpu_cases.lowered())
   def test_for_cuda(self, name):
     case = gpu_cases.lowered()[name]
-    lowered = jax.jit(case.forward).trace(case.shapes).lower(lowering_platforms=("cuda",))
-    self.assertEqual(lowered.as_text().count("custom_call @mosaic_gpu"), 1)
+    self.assertEqual(gpu_machine_code.count_kernels(case.forward, (case.shapes,)), 1)
 
-  def test_nothing_is_interpreted_unasked(self):
+  def test_interpretation_is_off_by_default(self):
     self.assertFalse(mosaic.interpreted())
 
-  @unittest.skipUnless(INTERPRETS, "jax interprets Mosaic GPU kernels from 0.11 on")
-  def test_interpretation_is_noticed(self):
+  @gpu_cases.interprets
+  def test_interpretation_is_detected(self):
     with gpu_cases.interpreted():
       self.assertTrue(mosaic.interpreted())
 
@@ -150,36 +138,26 @@ class RefusalTest(parameterized.TestCase):
     self.refusal(ValueError, words, blocks=blocks, D=256)
 
   @parameterized.product(width=tiling.WIDTHS, value_width=tiling.WIDTHS)
-  def test_blocks_that_are_chosen_fit(self, width, value_width):
+  def test_chosen_blocks_fit(self, width, value_width):
     case = Case(D=width, E=value_width)
     cut = tiling.make_tiling(case.shapes, case.full_spec, case.blocks)
     self.assertLessEqual(tiling.shared_memory(cut), mosaic.SHARED_MEMORY_BYTES)
 
 
-@unittest.skipIf(static_gpu.missing(), f"nothing to compile with: {static_gpu.missing()}")
-class CompileTest(parameterized.TestCase):
-
-  @classmethod
-  def setUpClass(cls):
-    super().setUpClass()
-    cls.found = gpu_cases.machine_code("programs")
+class CompileTest(gpu_machine_code.CompileTestCase):
+  programs = {"programs": None}
 
   @parameterized.named_parameters((name, name) for name in gpu_cases.compiled())
   def test_machine_code(self, name):
-    kernel, = self.found[name]
-    self.assertIsInstance(kernel, static_gpu.Kernel, kernel)
-    self.assertEqual(kernel.spills, 0)
-    self.assertFalse(kernel.serialized)
-    self.assertLessEqual(kernel.registers, 168)
+    kernel, = self.kernels[name]
     case = gpu_cases.compiled()[name]
     cut = tiling.make_tiling(case.shapes, case.full_spec, case.blocks)
-    self.assertLessEqual(kernel.shared_memory, tiling.shared_memory(cut))
-    # Of 64 queries, 16 long: a product with keys for every 16 of D, one with values for every 16
+    self.check(kernel, gpu_machine_code.FLASH_REGISTERS, tiling.shared_memory(cut))
+    # Products of 64 queries, 16 long: one with keys for every 16 of D, one with values for every 16
     # keys.
     products = cut.warpgroup_rows // mosaic.WGMMA_ROWS * (cut.width + cut.block_kv) // 16
     self.assertNotEmpty(kernel.loops)
-    for loop in kernel.loops:
-      self.assertEqual(loop["products"], products)
+    self.assertEqual({loop["products"] for loop in kernel.loops}, {products})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Helpers around an attention: masks and ropes of a configuration, remat, devices, shardings."""
+"""Functions around an attention: masks and ropes of a configuration, remat, devices, shardings."""
 
 import collections
 import types
@@ -33,7 +33,7 @@ LAYERED = AttnConfig(
 
 
 def visible(mask, length: int):
-  """A mask value written out, [T, S]."""
+  """Returns a mask as a boolean array [T, S]."""
   arrays, structure = jax.tree.flatten(mask)
   shape = (1, 1, length, length)
   return np.broadcast_to(np.asarray(materialize.visible(
@@ -42,12 +42,12 @@ def visible(mask, length: int):
 
 class MasksTest(parameterized.TestCase):
 
-  def test_details_say_what_is_seen(self):
+  def test_details_describe_visible_keys(self):
     t, s = np.mgrid[:9, :9]
     expected = [s <= t, (s <= t) & (t - s <= 2), (s <= t) & (t // 4 == s // 4)]
     details = get_mask_details(LAYERED)
     self.assertEqual([details[i].size for i in range(3)], [None, 3, 4])
-    key = jnp.eye(9)[None, :, None]  # the value of a key is its number's unit vector
+    key = jnp.eye(9)[None, :, None]  # the value of key i is the i-th unit vector
     for layer, mask in enumerate(expected):
       np.testing.assert_array_equal(visible(details[layer].to_mask(), 9), mask)
       out = attention(jnp.zeros_like(key), key, key, **attention_arguments(LAYERED, layer))
@@ -62,7 +62,7 @@ class MasksTest(parameterized.TestCase):
                           ({"chunk_size": 4}, "chunked_attention")):
       config = AttnConfig(causal=False, **changes)
       self.assertIsNone(get_mask_details(config))
-      arguments = attention_arguments(config, 17)  # any number where none is known
+      arguments = attention_arguments(config, 17)  # any layer, since all are alike
       self.assertEqual((arguments["sliding_window"], arguments["chunk_size"], arguments["causal"]),
                        (config.sliding_window, config.chunk_size, False), kind)
 
@@ -85,7 +85,7 @@ class MasksTest(parameterized.TestCase):
     mask = get_fcm_mask(config, 64, 500, False, key)
     self.assertEqual((mask.shape, mask.dtype), ((64, 1, 1, 500), bool))
     self.assertTrue(mask[..., 0].all())
-    dropped = 1 - np.asarray(mask, float).mean((1, 2, 3))  # by row: a share of its own
+    dropped = 1 - np.asarray(mask, float).mean((1, 2, 3))  # every row has its own share
     self.assertBetween(dropped.min(), 0.12, 0.3)
     self.assertBetween(dropped.max(), 0.5, 0.68)
     self.assertBetween(dropped.mean(), 0.35, 0.45)
@@ -137,7 +137,7 @@ class BasicRopeTest(absltest.TestCase):
 class RematTest(parameterized.TestCase):
 
   def forwards(self, policy, mechanism="flash_attn2"):
-    """How often a layer's attention and its first product run in a gradient."""
+    """Returns how often a layer's attention and its products run in a gradient."""
     def layer(w, x):
       hidden = checkpoint_name(jnp.einsum("btd,de->bte", x, w), "normed_input")
       heads = hidden.reshape(*hidden.shape[:2], 2, -1)
@@ -155,7 +155,7 @@ class RematTest(parameterized.TestCase):
     visit(jaxpr.jaxpr)
     return found["attention_forward"], found["dot_general"]
 
-  def test_saved_names_are_not_computed_anew(self):
+  def test_saved_names_are_not_recomputed(self):
     named = lambda *names: checkpoint_policy("save_only_these_names", names)
     self.assertEqual(self.forwards(None), (1, 2))  # the product and its transpose
     self.assertEqual(self.forwards(checkpoint_policy("")), (1, 2))
@@ -169,14 +169,14 @@ class RematTest(parameterized.TestCase):
     self.assertEqual(self.forwards(checkpoint_policy("checkpoint_dots")), (2, 2))
     self.assertEqual(self.forwards(checkpoint_policy(
         "save_any_names_but_these", ["attn_output"])), (2, 2))
-    # What is not named at all is saved, and the output is the same before it has its name.
+    # Values without a name are saved, and so is the output before it gets its name.
     self.assertEqual(self.forwards(checkpoint_policy(
         "save_anything_except_these_names", ["attn_output"])), (1, 2))
-    # The output without its lse is of no use to the backward: that is why it implies it.
+    # The backward needs the lse too, which is why the policy of this library implies it.
     self.assertEqual(self.forwards(
         jax.checkpoint_policies.save_only_these_names("attn_output")), (2, 3))
 
-  def test_every_attention_names_its_values(self):
+  def test_mechanisms_name_their_residuals(self):
     residuals = {"attn_query", "attn_key", "attn_value", "attn_output", "attn_lse"}
     x = jnp.ones((1, 4, 2, 8))
     for mechanism, names in (("flash_attn2", residuals), ("vanilla", residuals | {"attn_weights"})):
@@ -271,7 +271,7 @@ class ShardingsTest(parameterized.TestCase):
     self.assertTrue(decoded.sharding.is_equivalent_to(NamedSharding(
         self.mesh, P(("fsdp", "dp"), None, "tp", None)), 4))
 
-  def test_without_a_mesh_nothing_happens(self):
+  def test_without_a_mesh_arrays_are_unchanged(self):
     alone = OperationMetadata()
     self.assertIs(apply_qk_shardings(self.x, self.few, alone)[1], self.few)
     self.assertIs(shard_attention_prod(self.x, alone), self.x)
@@ -286,7 +286,7 @@ class ShardingsTest(parameterized.TestCase):
     self.assertEqual(tuple(get_sharding_safely(placed, self.metadata))[:3], ("dp", None, "tp"))
     seen = []
     jax.jit(lambda x: seen.append(get_sharding_safely(x, self.metadata)) or x)(placed)
-    self.assertEqual(seen, [default.spec])  # axes are Auto: a type does not know them
+    self.assertEqual(seen, [default.spec])  # on Auto axes, which the type of an array does not show
     narrow = OperationMetadata(mesh=create_mesh((8, 1), ("dp", "tp")))
     self.assertEqual(default_key_value_sharding(narrow).spec, P("dp", None, "tp", None))
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Imports every module of the library that lies beside this file.
+"""Imports every module of the library that lies in the same folder tree as this file.
 
 Bazel runs this once for every library target, with that target's dependencies and nothing else: a
 dependency missing from a BUILD file is then a ModuleNotFoundError.
@@ -10,7 +10,7 @@ import importlib
 import os
 import pathlib
 
-# Not resolve(): Bazel's files are links, and the links' neighbours are the ones meant.
+# Not resolve(): Bazel runs a link to this file, and the files next to the link are the ones meant.
 ROOT = pathlib.Path(os.path.abspath(__file__)).parent.parent
 
 

@@ -1,9 +1,10 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The rooms of the library, who imports whom, and the BUILD files that follow from it.
+"""The rooms of the library, their imports, and the BUILD files that follow from these.
 
 `python3 -m attn_core_test.import_graph` writes those files and docs/architecture.svg, a picture of
-the rooms; `--picture PATH` writes the picture alone. import_graph_test checks that both are current.
+the rooms; `--picture PATH` writes the picture alone. import_graph_test checks that both are
+current.
 """
 
 import argparse
@@ -14,12 +15,12 @@ from typing import Iterable, NamedTuple
 
 from attn_core_test import sampling
 
-# Not resolve(): a file that Bazel runs is a link, and its neighbours are those of the link.
+# Not resolve(): Bazel runs a link to this file, and the files next to the link are the ones meant.
 ROOT = pathlib.Path(os.path.abspath(__file__)).parent.parent
 LIBRARY = "attn_core"
 TESTS = "attn_core_test"
 
-# Folders with a Bazel target for each module; of others the whole folder is one.
+# Folders with a Bazel target for each module; every other folder is one target.
 BY_MODULE = (LIBRARY, f"{LIBRARY}/benchmark", f"{LIBRARY}/caches")
 
 # Rooms, lowest first: a module imports from its own row and from rows above it in this list only.
@@ -57,10 +58,10 @@ exports_files(["BUILD"])
 
 
 class Import(NamedTuple):
-  """One import statement's view of one module."""
+  """One module that an import statement imports."""
 
-  name: str  # the module, "attn_core.masks.algebra" or "numpy"
-  at_top: bool  # executed when the importing module is; False: inside a function
+  name: str  # "attn_core.masks.mask" or "numpy"
+  at_top: bool  # executed at the import of its module; False: inside a function
   line: int
 
 
@@ -79,13 +80,13 @@ def test_modules() -> dict[str, pathlib.Path]:
 
 
 def module_graph(modules: dict[str, pathlib.Path]) -> dict[str, set[str]]:
-  """Module -> those of `modules` that it imports, wherever in its text."""
+  """Returns module -> the modules among `modules` that it imports, at its top or in functions."""
   return {module: {found.name for found in imports_of(module, modules)} & set(modules) - {module}
           for module in modules}
 
 
 def room_graph() -> dict[str, set[str]]:
-  """Room -> the rooms that it imports, lowest floor first."""
+  """Returns room -> the rooms that it imports, lowest floor first."""
   graph: dict[str, set[str]] = {}
   for module, names in module_graph(library_modules()).items():
     graph.setdefault(room(module), set()).update(map(room, names))
@@ -93,7 +94,7 @@ def room_graph() -> dict[str, set[str]]:
 
 
 def floors() -> list[tuple[str, int]]:
-  """(room, number of its modules), lowest first."""
+  """Returns (room, number of its modules), lowest first."""
   counts: dict[str, int] = {}
   for module in library_modules():
     counts[room(module)] = counts.get(room(module), 0) + 1
@@ -101,18 +102,18 @@ def floors() -> list[tuple[str, int]]:
 
 
 def room(module: str) -> str:
-  """The room of a module: its second name; that of the library itself is "__init__"."""
+  """Room of a module: the second part of its name, "__init__" for the library itself."""
   return (module.split(".") + ["__init__"])[1]
 
 
 def rank(module: str) -> int:
-  """The row of LAYERS in which a module's room stands; one past the last where in none."""
+  """Row of a module's room in LAYERS; the number of rows if it is in none."""
   rows = [index for index, row in enumerate(LAYERS) if room(module) in row]
   return rows[0] if rows else len(LAYERS)
 
 
 def imports_of(module: str, modules: dict[str, pathlib.Path]) -> list[Import]:
-  """What a module imports, at its top and inside its functions, relative names made absolute."""
+  """Returns the imports of a module, inside functions too, with absolute names."""
   path = modules[module]
   package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
   found = []
@@ -137,7 +138,7 @@ def imports_of(module: str, modules: dict[str, pathlib.Path]) -> list[Import]:
 
 
 def label(module: str, modules: dict[str, pathlib.Path]) -> str:
-  """The Bazel target of a module: one a folder, but one a module in the folders of BY_MODULE."""
+  """Bazel target of a module: its folder, or the module in the folders of BY_MODULE."""
   folder = modules[module].parent.relative_to(ROOT).as_posix()
   if folder not in BY_MODULE or modules[module].name == "__init__.py":
     return f"//{folder}"
@@ -156,7 +157,7 @@ def targets(modules: dict[str, pathlib.Path]) -> dict[str, set[str]]:
 
 
 def build_files() -> dict[str, str]:
-  """The text of every BUILD file that depends on imports, by its path below the root."""
+  """Returns the text of every BUILD file that depends on imports, by its path from the root."""
   modules = library_modules()
   deps = targets(modules)
   files = {f"{LIBRARY}/BUILD": HEADER % '"py_library"'}
@@ -181,20 +182,20 @@ def build_files() -> dict[str, str]:
 
 
 def shorten(target: str, folder: str) -> str:
-  """A label as a BUILD file in `folder` writes it."""
+  """Writes a label as a BUILD file in `folder` does."""
   if target == f"//{folder}":
     return f":{folder.split('/')[-1]}"
   return target.removeprefix(f"//{folder}") if target.startswith(f"//{folder}:") else target
 
 
 def listing(labels: Iterable[str], indent: str = "") -> str:
-  """A Starlark list, one label a line, in the order that buildifier gives them."""
+  """Writes a Starlark list, one label a line, in buildifier's order."""
   labels = sorted(labels, key=lambda item: item.replace(":", "!"))
   return "[\n" + "".join(f'{indent}    "{item}",\n' for item in labels) + f"{indent}]"
 
 
 def rule(kind: str, name: str, sources: str | None, deps: list[str]) -> str:
-  """One rule of a BUILD file."""
+  """Writes one rule of a BUILD file."""
   text = f'\n{kind}(\n    name = "{name}",\n'
   if sources:
     text += f"    srcs = {sources},\n"
@@ -250,12 +251,12 @@ py_library(
 """
 
 
-# Of the picture, in pixels.
+# Sizes in the picture, in pixels.
 ROW, LEFT, BOX, TOP = 44, 24, 210, 56
 
 
 def picture() -> str:
-  """The rooms as an SVG picture, highest floor first, with an arc for each import between two."""
+  """Draws the rooms as an SVG picture, highest floor first, with an arc for every import."""
   graph, sizes = room_graph(), dict(floors())
   names = [name for name in reversed(list(graph)) if name != "__main__"]
   middle = {name: TOP + ROW * index + 15 for index, name in enumerate(names)}

@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The shape of the library: imports point downwards, dependencies are few, signatures short."""
+"""The shape of the library: imports point downwards, dependencies are few, signatures are short."""
 
 import ast
 import difflib
@@ -13,15 +13,15 @@ from attn_core_test import code_measures, import_graph
 
 DEPENDENCIES = {"absl", "chex", "jax", "numpy"}
 
-# Named by an extra of setup.py or by the user; imported only inside the function that needs them.
+# Named by an extra of setup.py, or installed by the user; imported only inside functions.
 OPTIONAL = {"ejkernel", "flash_attn", "matplotlib", "tokamax", "torch", "tqdm"}
 
 MAX_PARAMETERS = 8
 
-# (importer, imported): a back end that runs another, which its row of the table names as `fallback`.
+# (importer, imported): a back end that runs another, given as `fallback` by its row of the table.
 FALLBACKS: set[tuple[str, str]] = set()
 
-# Signatures that are documented elsewhere, as users know them.
+# Signatures that are documented for users and may be long.
 DOCUMENTED = {
     "attn_core.attention.attention",
     "attn_core.attention.explain",
@@ -59,7 +59,7 @@ class ImportGraphTest(absltest.TestCase):
     return f"{self.modules[module].relative_to(import_graph.ROOT)}:{found.line}"
 
   def internal(self):
-    """Every import of one of the library's modules by another: (importer, import)."""
+    """Yields (importer, import) of every import of a module of the library by another one."""
     for module, imports in self.imports.items():
       for found in imports:
         if found.name.split(".")[0] == import_graph.LIBRARY:
@@ -95,10 +95,11 @@ class ImportGraphTest(absltest.TestCase):
   def test_imports_point_downwards(self):
     self.assert_none([
         f"{self.where(module, found)}: {module} imports {found.name} from a room above its own"
-        for module, found in self.internal() if import_graph.rank(found.name) > import_graph.rank(module)
+        for module, found in self.internal()
+        if import_graph.rank(found.name) > import_graph.rank(module)
     ])
 
-  def test_references_and_kernels_are_apart(self):
+  def test_references_and_kernels_do_not_import_each_other(self):
     apart = {"references", "kernels"}
     self.assert_none([
         f"{self.where(module, found)}: {module} imports {found.name}"
@@ -106,7 +107,7 @@ class ImportGraphTest(absltest.TestCase):
         if {import_graph.room(module), import_graph.room(found.name)} == apart
     ])
 
-  def test_back_ends_are_apart(self):
+  def test_back_ends_do_not_import_each_other(self):
     back_ends = {"gpu", "tpu", "xla"}
     def end(name):
       return name.split(".")[2] if name.startswith("attn_core.kernels.") else ""
@@ -124,19 +125,19 @@ class ImportGraphTest(absltest.TestCase):
         if import_graph.room(module) == "arguments" and import_graph.room(found.name) == "kernels"
     ])
 
-  def test_one_room_a_row(self):
+  def test_every_row_has_one_room(self):
     self.assert_none([f"{row} share a row of LAYERS" for row in import_graph.LAYERS
                       if len(row) > 1 and row != ("__init__", "__main__")])
 
-  def test_modules_have_no_circle(self):
+  def test_modules_have_no_cycle(self):
     for name, modules in (("library", self.modules), ("tests", import_graph.test_modules())):
       with self.subTest(name):
-        self.assertEmpty(code_measures.circle(import_graph.module_graph(modules)))
+        self.assertEmpty(code_measures.cycle(import_graph.module_graph(modules)))
 
-  def test_circles_are_found(self):
+  def test_cycles_are_found(self):
     graph = {"a": ["b"], "b": ["c"], "c": ["b", "d"], "d": []}
-    self.assertEqual(code_measures.circle(graph), ["b", "c"])
-    self.assertEmpty(code_measures.circle({**graph, "c": ["d", "c"]}))
+    self.assertEqual(code_measures.cycle(graph), ["b", "c"])
+    self.assertEmpty(code_measures.cycle({**graph, "c": ["d", "c"]}))
 
   def test_no_test_module_imports_another(self):
     graph = import_graph.module_graph(import_graph.test_modules())
@@ -147,7 +148,7 @@ class ImportGraphTest(absltest.TestCase):
     ])
 
   def test_measures(self):
-    """Prints the numbers, which the suite shows also where nothing failed, and holds them."""
+    """Checks the numbers and prints them; the test runner shows them also when all tests pass."""
     print("", *code_measures.lines(), sep="\n")
     found = code_measures.measure()
     self.assertLessEqual(len(found.top_level), code_measures.MAX_TOP_LEVEL_FILES, found.top_level)
@@ -170,7 +171,7 @@ class ImportGraphTest(absltest.TestCase):
         del left[target]
     self.assert_none([f"{target} <-> {sorted(deps & set(left))}" for target, deps in left.items()])
 
-  def test_depends_on_little(self):
+  def test_dependencies_are_few(self):
     errors = []
     for module, imports in self.imports.items():
       for found in imports:

@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Meshes: sizes, granules, experts' coordinates, plain data."""
+"""Meshes: sizes, granules (hosts or slices), coordinates of expert meshes, conversion to a dict."""
 
 import itertools
 import json
@@ -25,7 +25,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 ROOT = pathlib.Path(os.path.abspath(__file__)).parent.parent
 
-# One of two processes with two devices each; prints the mesh as this process sees it.
+# One of two processes with two devices each; prints the mesh that it gets.
 PROCESS = """
 import sys, jax
 index, port = int(sys.argv[1]), sys.argv[2]
@@ -39,7 +39,7 @@ for dims, dcn in (((1, -1, 1, 1, 1), None), ((1, 2, 1, 2, 1), (1, 1, 1, 2, 1))):
 
 
 class Device:
-  """What a mesh needs to know of a device."""
+  """The attributes of a device that a mesh reads."""
 
   def __init__(self, index, process, slice_index, platform="cpu"):
     self.id, self.process_index, self.slice_index = index, process, slice_index
@@ -50,12 +50,12 @@ class Device:
 
 
 def devices(granules, platform="cpu", slices=True):
-  """Eight devices, one granule after the other: slices, or processes of one slice."""
+  """Returns eight devices by granule: slices, or processes of one slice."""
   return [Device(i, i * granules // 8, i * granules // 8 if slices else 0, platform)
           for i in range(8)]
 
 
-def made_of(fakes, *args, **kwargs):
+def mesh_of_devices(fakes, *args, **kwargs):
   with mock.patch.object(jax, "devices", lambda backend=None: fakes):
     return create_mesh(*args, **kwargs)
 
@@ -89,7 +89,7 @@ class CreateMeshTest(parameterized.TestCase):
     self.assertEqual(mesh, create_mesh((2, 4), ["a", "b"], backend=""))
 
   @parameterized.parameters(
-      # Given, and the coordinates of a device's granule and of itself in it.
+      # A mesh shape within a granule, and one of granules.
       dict(dims=(1, -1, 1, 1, 1), dcn=None, slow=(1, 4, 1, 1, 1)),
       dict(dims=(2, 2, 1, 2, 1), dcn=None, slow=(2, 2, 1, 1, 1)),
       dict(dims=(1, 1, 1, 8, 1), dcn=None, slow=(1, 1, 1, 4, 1)),
@@ -98,7 +98,7 @@ class CreateMeshTest(parameterized.TestCase):
   )
   def test_granules_are_the_slower_part_of_every_axis(self, dims, dcn, slow):
     for slices in (True, False):
-      mesh = made_of(devices(4, slices=slices), dims, sharding_dcn_axis_dims=dcn)
+      mesh = mesh_of_devices(devices(4, slices=slices), dims, sharding_dcn_axis_dims=dcn)
       fast = [size // granules for size, granules in zip(mesh.devices.shape, slow)]
       for place, device in np.ndenumerate(mesh.devices):
         granule = [coordinate // size for coordinate, size in zip(place, fast)]
@@ -107,16 +107,16 @@ class CreateMeshTest(parameterized.TestCase):
   def test_processes_can_be_granules_of_slices(self):
     fakes = [Device(i, i // 2, i // 4) for i in range(8)]
     dims, dcn = (1, 2, 1, 4, 1), (1, 1, 1, 4, 1)
-    mesh = made_of(fakes, dims, sharding_dcn_axis_dims=dcn, process_is_granule=True)
+    mesh = mesh_of_devices(fakes, dims, sharding_dcn_axis_dims=dcn, process_is_granule=True)
     self.assertEqual(mesh.devices.shape, dims)
     self.assertEqual([d.process_index for d in mesh.devices[0, 0, 0, :, 0]], [0, 1, 2, 3])
     with self.assertRaisesRegex(ValueError, r"product 4: expected 2, as there are 2 granules"):
-      made_of(fakes, dims, sharding_dcn_axis_dims=dcn)
+      mesh_of_devices(fakes, dims, sharding_dcn_axis_dims=dcn)
 
   def test_order_of_granules(self):
     fakes = devices(2)[::-1]
-    self.assertEqual(made_of(fakes, (2, 4), ("a", "b")).devices[0, 0].slice_index, 0)
-    mesh = made_of(fakes, (2, 4), ("a", "b"), should_sort_granules_by_key=False)
+    self.assertEqual(mesh_of_devices(fakes, (2, 4), ("a", "b")).devices[0, 0].slice_index, 0)
+    mesh = mesh_of_devices(fakes, (2, 4), ("a", "b"), should_sort_granules_by_key=False)
     self.assertEqual(mesh.devices[0, 0].slice_index, 1)
 
   def test_two_processes(self):
@@ -144,7 +144,7 @@ class ExpertMeshTest(parameterized.TestCase):
       fsdp=[True, False], sp=[True, False])
   def test_coordinates_agree_with_the_main_mesh(self, dims, fsdp, sp):
     main = create_mesh(dims)
-    # Not the order of their ids, as on a torus.
+    # Devices out of the order of their ids, as on a torus.
     main = Mesh(np.random.default_rng(0).permutation(main.devices.ravel()).reshape(dims),
                 main.axis_names)
     mesh = expert_mesh(main, fsdp, sp)
@@ -169,7 +169,7 @@ class ExpertMeshTest(parameterized.TestCase):
   @parameterized.product(
       dims=[(2, 2, 1, 2, 1), (1, 2, 2, 1, 2), (2, 1, 2, 1, 2), (1, 2, 2, 2, 1)],
       fsdp=[True, False], sp=[True, False])
-  def test_going_over_only_cuts(self, dims, fsdp, sp):
+  def test_moving_to_an_expert_mesh_only_slices_shards(self, dims, fsdp, sp):
     main = create_mesh(dims)
     experts = auto_expert_mesh(main, fsdp, sp)
     batch = "dp" if fsdp else ("fsdp", "dp")
@@ -258,10 +258,10 @@ class ErrorsTest(parameterized.TestCase):
       ("dcn length", lambda: create_mesh(sharding_dcn_axis_dims=(1,)),
        r"sharding_dcn_axis_dims=\(1,\) has 1 sizes"),
       ("dcn divisor",
-       lambda: made_of(devices(4), (2, 4), ("a", "b"), sharding_dcn_axis_dims=(4, 1)),
+       lambda: mesh_of_devices(devices(4), (2, 4), ("a", "b"), sharding_dcn_axis_dims=(4, 1)),
        r"sharding_dcn_axis_dims=\(4, 1\): expected divisors of sharding_axis_dims=\(2, 4\)"),
       ("granules that do not fit",
-       lambda: made_of([Device(i, i // 2, i // 2) for i in range(6)] +
+       lambda: mesh_of_devices([Device(i, i // 2, i // 2) for i in range(6)] +
                        [Device(i, 3, 3) for i in range(6, 9)], (3, 3), ("a", "b")),
        r"sharding_axis_dims=\(3, 3\): .* the 4 granules .* 4 of them are left over"),
       ("expert axes", lambda: expert_mesh(create_mesh((2, 4), ("dp", "x"))),

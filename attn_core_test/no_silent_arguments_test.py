@@ -1,8 +1,8 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Nothing is accepted without effect: every argument and field has one, or is documented as unused.
+"""Every argument and field has an effect or is documented as unused.
 
-An effect is a call whose result, error or explanation changes with the value.
+An effect is a result, error or explanation of a call that changes with the value.
 """
 
 from collections.abc import Callable
@@ -20,12 +20,14 @@ from jax.sharding import PartitionSpec
 import numpy as np
 
 import attn_core
-from attn_core import (AttnConfig, BlockSizes, CacheMetadata, MaskInfo, OperationMetadata,
-                       PartitionAxis, RingConfig, Rope, attention, attention_arguments, create_mesh,
-                       explain, masks, resolve)
-from attn_core.caches import dense
+from attn_core import (AttnConfig, BlockSizes, CacheMetadata, Heads, MaskInfo, OperationMetadata,
+                       PagedOptions, PagesMetadata, PagesV1, PagesV2, PartitionAxis, RingConfig,
+                       Rope, attention, attention_arguments, create_mesh, explain, masks, resolve)
+from attn_core.arguments.arguments import AttentionArguments
+from attn_core.caches import allocator, dense, window
 from attn_core.config import config as config_lib
 from attn_core.sharding import partition
+from attn_core_test import code_measures
 
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -42,7 +44,7 @@ def ints(values: list[Any]) -> np.ndarray:
 
 
 def outcome(function: Callable[[], Any]) -> str:
-  """The result or error of a call as text; equal results give equal texts."""
+  """Returns the result or error of a call as text; equal results give equal texts."""
   try:
     result = function()
   except (ValueError, NotImplementedError) as error:
@@ -54,10 +56,10 @@ def outcome(function: Callable[[], Any]) -> str:
 
 
 class Effect(NamedTuple):
-  """A function whose outcome differs with the value of one argument."""
+  """A function whose outcome depends on the value of one argument."""
 
   function: Callable[..., Any]
-  value: Any  # another than that of `base`, or than the default
+  value: Any  # differs from that of `base`, or from the default
   base: dict[str, Any] = {}
 
 
@@ -75,7 +77,7 @@ def run(**arguments: Any) -> Any:
 
 
 def program(**arguments: Any) -> str:
-  """The traced program of the call and its gradients."""
+  """Returns the traced program of the call and its gradients."""
   given = {"query": Q, "key": K, "value": V, **arguments}
   names = ("query", "key", "value")
   loss = lambda *x: attention(**{**given, **dict(zip(names, x))}).attention_outputs.sum()
@@ -198,7 +200,7 @@ BLOCKS = {
 
 
 def axes(**fields: Any) -> list[Any]:
-  """The specs of every meaning of a dimension in both kinds of modes."""
+  """Returns the spec of every meaning of a dimension in both kinds of modes."""
   return [repr(resolve(PartitionAxis(**fields), [meaning], mode).spec)
           for meaning in partition.SEMANTIC_AXES for mode in ("__train__", "__autoregressive__")]
 
@@ -266,18 +268,76 @@ CONFIG = {
 }
 
 
+# --- Caches. --------------------------------------------------------------------------------------
+
+SLOTTED = {"batch": 1, "heads": (2, 16), "dtype": "float32"}
+PAGES = {"layout": PagesV1, "num_pages": 4, "page_size": 8, "heads": Heads(2, 16, 16),
+         "dtype": "float32"}
+
+
+def slotted(init: Callable[..., Any], length: str) -> dict[str, Effect]:
+  """The effects of the arguments of `dense.init` or `window.init`."""
+  base = {**SLOTTED, length: 8}
+  return {name: Effect(init, value, base) for name, value in (
+      ("batch", 2), (length, 4), ("heads", (1, 16)), ("dtype", "int8"))}
+
+
+def with_cache(**fields: Any) -> Any:
+  """A decoding step, or an insertion where slots are given."""
+  mode = "__insert__" if "slots" in fields else "__autoregressive__"
+  cache = dense.init(2 if "slots" in fields else 1, 16, (2, 16), dtype="float32")
+  return run(cache_view=cache, mode=mode, cache_metadata=CacheMetadata(**fields))
+
+
+def with_pages(options: PagedOptions = PagedOptions(), **fields: Any) -> Any:
+  """Two requests over pages that hold other numbers in every slot."""
+  pages = PagesV2(numbers(4, 8, 4, 16))
+  metadata = PagesMetadata(**{
+      "page_tables": ints([[0, 1], [2, 3]]), "context_lens": ints([9, 12]),
+      "query_start_loc": ints([0, 1, 4]), **fields})
+  return attn_core.ragged_page_attention_v2(Q[0, :4], pages, metadata, options)
+
+
+def with_paged_options(**fields: Any) -> Any:
+  output = with_pages(PagedOptions(**fields))
+  program = jax.make_jaxpr(lambda: with_pages(PagedOptions(**fields)))()
+  return output, str(program)
+
+
+CACHE_STEP = {"lengths": Effect(with_cache, ints([3])), "starts": Effect(with_cache, ints([2])),
+              "slots": Effect(with_cache, ints([1]), {"slots": ints([0])})}
+PAGES_STEP = {
+    "page_tables": Effect(with_pages, ints([[1, 0], [2, 3]])),
+    "context_lens": Effect(with_pages, ints([8, 12])),
+    "query_start_loc": Effect(with_pages, ints([0, 2, 4])),
+    "num_requests": Effect(with_pages, ints(1)),
+    "distribution": Effect(
+        lambda **fields: str(jax.make_jaxpr(lambda: with_pages(**fields))()), ints([1, 1, 2])),
+}
+PAGED_OPTIONS = {name: Effect(with_paged_options, value) for name, value in (
+    ("causal", False), ("sliding_window", (2, 0)), ("softmax_scale", 2.0),
+    ("logits_soft_cap", 0.5), ("softmax_aux", np.ones(4, np.float32)), ("precision", "highest"),
+    ("block_sizes", BlockSizes(2, 8)), ("return_lse", True),
+    ("metadata", OperationMetadata(softmax_scale=2.0)))}
+INIT_PAGES = {name: Effect(attn_core.caches.pages.init, value, PAGES) for name, value in (
+    ("layout", PagesV2), ("num_pages", 2), ("page_size", 4), ("heads", Heads(1, 16, 16)),
+    ("dtype", "bfloat16"), ("scales", "token"))}
+CREATE_ALLOCATOR = {name: Effect(allocator.create, value, {"num_pages": 4, "page_size": 8})
+                    for name, value in (("num_pages", 2), ("page_size", 4))}
+
+
 # --- Documentation. -------------------------------------------------------------------------------
 
 
 def documented_arguments(function: Callable[..., Any]) -> dict[str, str]:
-  """The text about each argument in the section Args of a docstring."""
+  """Returns the text about each argument in the section Args of a docstring."""
   section = inspect.cleandoc(function.__doc__ or "").split("Args:\n")[1].split("\n\n")[0]
   return {name: " ".join(text.split())
           for name, text in re.findall(r"^  (\w+): (.*(?:\n    .*)*)", section, re.MULTILINE)}
 
 
 def documented_fields(kind: type) -> dict[str, str]:
-  """The comment of each field of a class: at the end of its line, or in the lines above it."""
+  """Returns the comment of each field of a class: behind it, or in the lines above it."""
   found, above = {}, ""
   for line in inspect.getsource(kind).splitlines():
     code, _, comment = line.partition("#")
@@ -295,6 +355,13 @@ TABLES = {
     "BlockSizes": (BLOCKS, documented_fields(BlockSizes)),
     "RingConfig": (RINGS, documented_fields(RingConfig)),
     "PartitionAxis": (AXES, documented_fields(PartitionAxis)),
+    "CacheMetadata": (CACHE_STEP, documented_fields(CacheMetadata)),
+    "PagesMetadata": (PAGES_STEP, documented_fields(PagesMetadata)),
+    "PagedOptions": (PAGED_OPTIONS, documented_fields(PagedOptions)),
+    "dense.init": (slotted(dense.init, "slots"), documented_arguments(dense.init)),
+    "window.init": (slotted(window.init, "window"), documented_arguments(window.init)),
+    "pages.init": (INIT_PAGES, documented_arguments(attn_core.caches.pages.init)),
+    "allocator.create": (CREATE_ALLOCATOR, documented_arguments(allocator.create)),
 }
 
 
@@ -304,12 +371,20 @@ class NoSilentArgumentsTest(parameterized.TestCase):
   def test_each_has_an_effect_or_is_unused(self, name):
     effects, documented = TABLES[name]
     unused = {field for field, text in documented.items() if re.search(r"\b[Uu]nused\b", text)}
+    print(f"{code_measures.MARK}{name}: {len(effects)} with an effect; documented as unused: "
+          f"{', '.join(sorted(unused)) or 'none'}")
     self.assertEqual(set(effects) | unused, set(documented))
     self.assertEmpty(set(effects) & unused, "documented as unused, and has an effect")
 
   def test_all_names_are_found(self):
     self.assertEqual(list(TABLES["attention"][1]), list(inspect.signature(attention).parameters))
-    for kind in (AttnConfig, BlockSizes, RingConfig, PartitionAxis):
+    self.assertEqual(list(TABLES["attention"][1]), list(AttentionArguments._fields))
+    for name, function in (("dense.init", dense.init), ("window.init", window.init),
+                           ("pages.init", attn_core.caches.pages.init),
+                           ("allocator.create", allocator.create)):
+      self.assertEqual(list(TABLES[name][1]), list(inspect.signature(function).parameters))
+    for kind in (AttnConfig, BlockSizes, RingConfig, PartitionAxis, CacheMetadata, PagesMetadata,
+                 PagedOptions):
       self.assertEqual(tuple(TABLES[kind.__name__][1]), kind._fields)
     self.assertEqual(list(TABLES["OperationMetadata"][1]),
                      [field.name for field in dataclasses.fields(OperationMetadata)])

@@ -1,13 +1,13 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Libraries that some tests compare with, where they are installed."""
+"""Libraries that some tests compare with, if they are installed."""
 
 import types
 import unittest
 
 
 def torch_and_transformers(test: unittest.TestCase) -> tuple[types.ModuleType, types.ModuleType]:
-  """The two modules; without them the test is skipped, and says what has them."""
+  """Returns the two modules; skips the test, with a reason, if one is missing."""
   try:
     import torch
     import transformers

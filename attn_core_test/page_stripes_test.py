@@ -1,9 +1,8 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Requests whose pages are in stripes, over several devices: the same as with all on one.
+"""Requests whose pages are striped over several devices, against the same on one device.
 
-Letters: G groups, W stripes, R requests of a group, N pages per request in a stripe, T tokens, H
-query heads, K key heads, D width.
+Letters: G groups, R requests of a group, T tokens, H query heads, K key heads, D width.
 """
 
 import functools
@@ -31,19 +30,19 @@ from attn_core_test.tpu_interpret import interpreted
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-PAGE, D, R, N, PART = 4, 8, 4, 4, 8  # PART: pages of a stripe of a group
-# Queries and lengths of a group's requests, and how many rows are in use.
+PAGE, D, R, TABLE_WIDTH, PART = 4, 8, 4, 4, 8  # PART: pages of one stripe of a group
+# Per group: queries and lengths of its requests, and the number of rows in use.
 GROUPS = (((5, 1, 0, 3), (29, 5, 7, 13), 4), ((2, 4, 1, 9), (12, 4, 1, 99), 3))
-LENGTHS = ((29, 0, 7, 16), (1, 24, 4, 5))  # of requests of one query
+LENGTHS = ((29, 0, 7, 16), (1, 24, 4, 5))  # of requests with one query each
 TOKENS = 10
 
 
 class Case(NamedTuple):
-  """Arrays of G groups of W stripes."""
+  """Arrays of G groups, each with `stripes` stripes."""
 
   layout: type = PagesV2
   G: int = 1
-  W: int = 2
+  stripes: int = 2
   H: int = 4
   K: int = 2
   window: tuple[int, int] | None = (7, 0)
@@ -51,22 +50,23 @@ class Case(NamedTuple):
   scales: str | None = None
 
   def tables(self, lengths) -> np.ndarray:
-    """[W, R, N] by an allocator for every stripe."""
+    """Returns tables [stripes, R, pages per request] from an allocator for every stripe."""
     found = []
-    for w in range(self.W):
-      pool, stripe = allocator.create(PART, PAGE), page_stripes.Stripe(w, self.W, PAGE)
+    for w in range(self.stripes):
+      pool, stripe = allocator.create(PART, PAGE), page_stripes.Stripe(w, self.stripes, PAGE)
       for name in np.random.default_rng(w).permutation(R):
         pool = allocator.add(pool, name)
         pool, _ = allocator.extend(pool, name, page_stripes.held(stripe, int(lengths[name])))
-      table = allocator.table(pool, range(R), N)
-      dead = np.arange(N) >= [[len(pool.requests[name].pages)] for name in range(R)]
+      table = allocator.table(pool, range(R), TABLE_WIDTH)
+      dead = np.arange(TABLE_WIDTH) >= [[len(pool.requests[name].pages)] for name in range(R)]
       found.append(np.where(dead, 10**6, table).astype(np.int32))
     return np.stack(found)
 
   def single(self) -> PagesMetadata:
-    """Of requests with one query each, T = G * R."""
-    return request_groups.stack(*(PagesMetadata(self.tables(lengths), np.array(lengths, np.int32))
-                          for lengths in LENGTHS[:self.G]))
+    """Metadata of requests with one query each, T = G * R."""
+    return request_groups.stack(*(
+        PagesMetadata(self.tables(lengths), np.array(lengths, np.int32))
+        for lengths in LENGTHS[:self.G]))
 
   def metadata(self) -> PagesMetadata:
     found = []
@@ -79,12 +79,12 @@ class Case(NamedTuple):
 
   @functools.cache
   def arrays(self):
-    """query, key, value, cache, sinks."""
+    """Returns query, key, value, cache, sinks."""
     rng, tokens = np.random.default_rng(1), self.G * (
         R if self.layout is PagesV1 else TOKENS)
     array = lambda *shape: jnp.asarray(rng.normal(size=shape), self.dtype)
     query, key, value = (array(tokens, n, D) for n in (self.H, self.K, self.K))
-    pool = self.G * self.W * PART
+    pool = self.G * self.stripes * PART
     empty = pages.init(self.layout, pool, PAGE, Heads(self.K, D, D),
                        "int8" if self.scales else self.dtype, self.scales)
     cache = jax.jit(pages.append)(
@@ -94,19 +94,19 @@ class Case(NamedTuple):
 
 
 def whole(case: Case) -> PagesMetadata:
-  """The same without stripes."""
+  """Returns the case's metadata without stripes."""
   metadata = case.single() if case.layout is PagesV1 else case.metadata()
-  return request_groups.whole(metadata, case.G * case.W * PART, np)
+  return request_groups.whole(metadata, case.G * case.stripes * PART, np)
 
 
 CASES = {
     "groups_heads_and_stripes": (gradients, Case(G=2), dict(dp=2, tp=2, sp=2)),
-    "two_stripes_a_device_no_window": (values, Case(W=4, window=None), dict(sp=2)),
-    "one_query": (values, Case(PagesV1, W=4), dict(sp=4)),
+    "two_stripes_a_device_no_window": (values, Case(stripes=4, window=None), dict(sp=2)),
+    "one_query": (values, Case(PagesV1, stripes=4), dict(sp=4)),
     "writes": (gradients, Case(PagesV3, G=2), dict(dp=2, sp=2)),
     "writes_8_bits_two_stripes_a_device": (
-        values, Case(PagesV3, W=4, K=4, scales="token"), dict(tp=2, sp=2)),
-    "16_bits": (values, Case(W=2, dtype="bfloat16"), dict(sp=2)),
+        values, Case(PagesV3, stripes=4, K=4, scales="token"), dict(tp=2, sp=2)),
+    "16_bits": (values, Case(stripes=2, dtype="bfloat16"), dict(sp=2)),
 }
 
 
@@ -118,20 +118,20 @@ class EqualityTest(parameterized.TestCase):
     assert_near(function(case, mesh_of(**sizes)), function(case, None, whole(case)),
                 3e-6 if case.dtype == "float32" else 1e-2)
 
-  @parameterized.parameters((Case(G=2),), (Case(PagesV3, W=4),))
-  def test_on_one_device_stripes_say_only_where_pages_lie(self, case):
+  @parameterized.parameters((Case(G=2),), (Case(PagesV3, stripes=4),))
+  def test_stripes_on_one_device_only_place_pages(self, case):
     got, want = values(case, None), values(case, None, whole(case))
     for x, y in zip(got, want, strict=True):
       np.testing.assert_array_equal(x, y)
 
   def test_metadata_that_is_traced(self):
-    case, mesh = Case(W=2), mesh_of(sp=2)
+    case, mesh = Case(stripes=2), mesh_of(sp=2)
     got = jax.jit(functools.partial(run, case, mesh))(*case.arrays(), case.metadata())
     for x, y in zip(jax.tree.leaves(got), values(case, mesh), strict=True):
       np.testing.assert_array_equal(x, y)
 
-  def test_what_is_written_beforehand_lies_where_it_is_read(self):
-    case = Case(G=2, W=2)
+  def test_tokens_written_before_the_call_are_read_by_it(self):
+    case = Case(G=2, stripes=2)
     query, key, value, cache, _ = case.arrays()
     written = pages.append(cache, key, value, request_groups.slots(
         cache, case.metadata(), query.shape[0]))
@@ -143,9 +143,9 @@ class EqualityTest(parameterized.TestCase):
           np.testing.assert_array_equal(x[g * R + r, lengths[r] - queries[r]:lengths[r]],
                                         new[ends[r] - queries[r]:ends[r]])
 
-  def test_kernels_that_know_no_stripes(self):
-    """One query a request, by the TPU kernel and by XLA; some stripes have nothing of a request."""
-    case = Case(W=3)
+  def test_kernels_on_single_stripes(self):
+    """Compares the TPU kernel with XLA on each stripe; some stripes have no key of a request."""
+    case = Case(stripes=3)
     lengths = np.array([29, 1, 5, 0], np.int32)
     tables = case.tables(lengths)
     query, _, _, cache, _ = case.arrays()
@@ -154,26 +154,27 @@ class EqualityTest(parameterized.TestCase):
       return forward(paged_operands.PagedOperands(query[:R], **changes), spec, Heads(case.K, D, D),
                      BlockSizes(block_kv=8))
     empty = 0
-    for w in range(case.W):
+    for w in range(case.stripes):
       operands = dict(cache=PagesV2(cache.pages[w * PART:(w + 1) * PART]), metadata=PagesMetadata(
           jnp.asarray(tables[w]), jnp.asarray(lengths)), stripe=page_stripes.Stripe(
-              *map(jnp.int32, (w, case.W, PAGE))))
+              *map(jnp.int32, (w, case.stripes, PAGE))))
       want = attend(paged_forward.forward, **operands)
       with interpreted():
         got = attend(mechanism.tpu_forward(), **operands)
       for x, y in zip(got, want, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
       empty += int((want.lse == -jnp.inf).all((1, 2)).sum())
-    self.assertEqual(empty, 3 + 1 + 2)  # the stripes without a key of some request
+    self.assertEqual(empty, 3 + 1 + 2)  # stripes without a key of their request
 
-  def test_nothing_but_results_is_sent_and_the_cache_is_written_in_place(self):
-    case, mesh = Case(PagesV3, W=4, K=4), mesh_of(tp=2, sp=4)
+  def test_only_results_are_sent_and_the_cache_is_written_in_place(self):
+    case, mesh = Case(PagesV3, stripes=4, K=4), mesh_of(tp=2, sp=4)
     like = lambda x, *spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(
         mesh, P(*spec)))
     query, key, value, cache, sinks = case.arrays()
     shapes = (like(query, None, "tp"), like(key, None, "tp"), like(value, None, "tp"),
               PagesV3(like(cache.pages, "sp", None, "tp")), like(sinks, "tp"))
-    compiled = jax.jit(functools.partial(run, case, mesh), donate_argnums=3).lower(*shapes).compile()
+    compiled = jax.jit(functools.partial(run, case, mesh), donate_argnums=3).lower(
+        *shapes).compile()
     text = compiled.as_text()
     self.assertEqual(set(re.findall(SENT, text)), {"all-reduce"})
     self.assertIn("input_output_alias={", text)
@@ -195,7 +196,7 @@ class StripeTest(parameterized.TestCase):
       np.testing.assert_array_equal(page_stripes.held(stripe, jnp.asarray(positions)),
                                     [(own < position).sum() for position in positions])
 
-  def test_none_is_all(self):
+  def test_no_stripe_holds_every_token(self):
     self.assertEqual(page_stripes.held(None, 7), 7)
     self.assertEqual(page_stripes.position_of(None, 7), 7)
 
@@ -208,7 +209,7 @@ class PlacementTest(parameterized.TestCase):
                    cache_metadata=case.metadata(), metadata=OperationMetadata(mesh=mesh),
                    **arguments)
 
-  def test_explain_says_that_keys_are_spread(self):
+  def test_explain_reports_sharded_keys(self):
     for mode in ("__train__", "__autoregressive__"):
       said = str(self.said(Case(G=2), mesh_of(dp=2, tp=2, sp=2), mode=mode))
       for words in ("groups of requests over dp=2", "keys over sp=2", "query heads over tp=2"):
@@ -216,7 +217,7 @@ class PlacementTest(parameterized.TestCase):
       self.assertNotIn("does not shard", said)
 
   @parameterized.parameters(
-      (Case(W=3), dict(sp=2), "1 groups of 3 stripes over one device and sp=2"),
+      (Case(stripes=3), dict(sp=2), "1 groups of 3 stripes over one device and sp=2"),
       (Case(G=2), dict(sp=2), "2 groups of 2 stripes over one device and sp=2"))
   def test_what_does_not_divide_is_refused_by_name(self, case, sizes, words):
     said = self.said(case, mesh_of(**sizes))
@@ -249,9 +250,11 @@ class PlacementTest(parameterized.TestCase):
 class BadInputTest(parameterized.TestCase):
 
   @parameterized.parameters(
-      (dict(page_tables=np.full((2, 2, R, N), PART, np.int32)), "page_tables: .*0 to 7"),
-      (dict(page_tables=np.zeros((2, 0, R, N), np.int32)), "page_tables: .*at least one stripe"),
-      (dict(context_lens=np.full((2, R), 2 * N * PAGE + 1, np.int32)), "context_lens: .*0 to 32"))
+      (dict(page_tables=np.full((2, 2, R, TABLE_WIDTH), PART, np.int32)), "page_tables: .*0 to 7"),
+      (dict(page_tables=np.zeros((2, 0, R, TABLE_WIDTH), np.int32)),
+       "page_tables: .*at least one stripe"),
+      (dict(context_lens=np.full((2, R), 2 * TABLE_WIDTH * PAGE + 1, np.int32)),
+       "context_lens: .*0 to 32"))
   def test_metadata(self, changes, words):
     case = Case(G=2)
     query, _, _, cache, _ = case.arrays()
@@ -268,9 +271,9 @@ class BadInputTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "cache_view: got 30 pages.*2 groups of 2 stripes"):
       ragged_page_attention_v2(query, PagesV2(cache.pages[:30]), case.metadata())
 
-  def test_a_wrong_page_is_not_another_stripes(self):
+  def test_a_wrong_page_is_not_written_to_another_stripe(self):
     tables = np.zeros((1, 2, 1, 1), np.int32)
-    tables[0, 0] = 1  # of stripes of one page
+    tables[0, 0] = 1  # each stripe has one page
     metadata = PagesMetadata(tables, np.array([[5]], np.int32), np.array([[0, 5]], np.int32))
     cache = pages.init(PagesV2, 2, PAGE, Heads(1, D, D))
     self.assertEqual(request_groups.slots(cache, metadata, 5).tolist(), [-1] * 4 + [PAGE])

@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over pages that are sharded over a mesh, and the comparison with one device."""
+"""Attention over pages that are sharded over a mesh, compared with one device."""
 
 import functools
 from typing import NamedTuple
@@ -19,15 +19,15 @@ from attn_core.caches.paged import request_groups
 jax.config.update("jax_num_cpu_devices", 8)
 
 SENT = "all-gather|all-to-all|all-reduce|collective-permute|reduce-scatter"
-PAGE, D, R, N = 4, 8, 3, 4
-POOL, TOKENS = 8, 7  # of a group
-# Queries and lengths of a group's requests, and how many rows are in use.
+PAGE, D, R, TABLE_WIDTH = 4, 8, 3, 4
+POOL, TOKENS = 8, 7  # per group
+# Per group: queries and lengths of its requests, and the number of rows in use.
 GROUPS = (((3, 0, 2), (9, 4, 6), 3), ((1, 1, 4), (1, 16, 4), 3), ((5, 2, 9), (5, 8, 99), 2),
           ((7, 8, 9), (12, 99, 99), 1))
 
 
 class Case(NamedTuple):
-  """Arrays of G groups."""
+  """Arrays of G groups of requests."""
 
   G: int = 1
   H: int = 4
@@ -41,7 +41,7 @@ class Case(NamedTuple):
   def metadata(self) -> PagesMetadata:
     rng, found = np.random.default_rng(0), []
     for queries, lengths, used in GROUPS[:self.G]:
-      tables, free = np.full((R, N), 10**6, np.int32), rng.permutation(POOL)
+      tables, free = np.full((R, TABLE_WIDTH), 10**6, np.int32), rng.permutation(POOL)
       for row in range(used):
         held = -(-lengths[row] // PAGE)
         tables[row, :held], free = free[:held], free[held:]
@@ -51,7 +51,7 @@ class Case(NamedTuple):
     return request_groups.stack(*found) if self.grouped else found[0]
 
   def single(self) -> PagesMetadata:
-    """The same requests with one query each, T = G * R."""
+    """Metadata of the same requests with one query each, T = G * R."""
     lengths = np.array([[9, 4, 6], [1, 16, 4], [5, 8, 0], [12, 4, 3]], np.int32)[:self.G]
     tables = np.stack([[[0, 1, 2, 3], [7, 6, 5, 4], [3, 2, 9, 9]]] * self.G).astype(np.int32)
     tables[0] = [[5, 6, 7, 9], [3, 9, 9, 9], [4, 0, 9, 9]]
@@ -59,7 +59,7 @@ class Case(NamedTuple):
 
   @functools.cache
   def arrays(self):
-    """query, key, value, cache, sinks."""
+    """Returns query, key, value, cache, sinks."""
     rng, tokens = np.random.default_rng(1), R if self.layout is PagesV1 else TOKENS
     array = lambda *shape: jnp.asarray(rng.normal(size=shape), self.dtype)
     query, key, value = (array(self.G * tokens, n, D) for n in (self.H, self.K, self.K))
@@ -77,7 +77,7 @@ def mesh_of(**sizes) -> Mesh:
 
 
 def run(case: Case, mesh, query, key, value, cache, sinks, metadata=None):
-  """(output, lse, cache or None); metadata: None: the case's."""
+  """Returns (output, lse, cache or None); metadata: None: the case's."""
   if metadata is None:
     metadata = case.single() if case.layout is PagesV1 else case.metadata()
   options = PagedOptions(sliding_window=case.window, softmax_aux=sinks, return_lse=True,
@@ -93,20 +93,20 @@ def run(case: Case, mesh, query, key, value, cache, sinks, metadata=None):
 
 
 def values(case: Case, mesh, metadata=None):
-  """[output, lse, cache]."""
+  """Returns [output, lse, cache]."""
   return jax.tree.leaves(jax.jit(functools.partial(run, case, mesh, metadata=metadata))(
       *case.arrays()))
 
 
 def gradients(case: Case, mesh, metadata=None):
-  """[output, lse, cache, gradients of query, key, value, pages and sinks]."""
+  """Returns [output, lse, cache, gradients of query, key, value, pages and sinks]."""
   arrays = case.arrays()
-  movable = arrays if case.layout is PagesV3 else (arrays[0], *arrays[3:])
-  def loss(movable):
-    out, lse, cache = run(case, mesh, *(movable if case.layout is PagesV3 else (
-        movable[0], None, None, *movable[1:])), metadata)
+  differentiable = arrays if case.layout is PagesV3 else (arrays[0], *arrays[3:])
+  def loss(differentiable):
+    out, lse, cache = run(case, mesh, *(differentiable if case.layout is PagesV3 else (
+        differentiable[0], None, None, *differentiable[1:])), metadata)
     return jnp.sin(out).sum() + (jnp.where(lse == -jnp.inf, 0, lse)**2).sum(), (out, lse, cache)
-  (_, found), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(movable)
+  (_, found), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(differentiable)
   return jax.tree.leaves((found, gradient))
 
 
@@ -121,7 +121,7 @@ CASES = {
 
 
 def assert_near(got, want, tolerance=3e-6):
-  """Arrays beside those of one device, in which nothing is NaN."""
+  """Compares arrays with those of one device, of which none may hold NaN."""
   for index, (x, y) in enumerate(zip(got, want, strict=True)):
     x, y = (np.asarray(z, np.float32) for z in (x, y))
     assert not np.isnan(y).any(), index

@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over pages spread over a mesh: the same as on one device, and nothing is sent.
+"""Attention over pages sharded over a mesh: equal to one device, and nothing is sent.
 
 Letters: G groups, R requests of a group, P pages, T tokens, H query heads, K key heads, D width.
 """
@@ -23,7 +23,7 @@ from attn_core.benchmark.static import profile as static_profile
 from attn_core.caches import pages
 from attn_core.caches.paged import request_groups, validate
 from attn_core_test import sampling
-from attn_core_test.paged_shard_cases import (CASES, N, PAGE, POOL, R, SENT, TOKENS, Case,
+from attn_core_test.paged_shard_cases import (CASES, TABLE_WIDTH, PAGE, POOL, R, SENT, TOKENS, Case,
                                               assert_near, mesh_of, run, values)
 
 
@@ -39,7 +39,7 @@ class EqualityTest(parameterized.TestCase):
     function, case, sizes = CASES[name]
     assert_near(function(case, mesh_of(**sizes)), on_one_device(function, case))
 
-  def test_a_group_is_a_call_of_its_own(self):
+  def test_a_group_equals_a_call_of_its_own(self):
     case = Case(G=4, layout=PagesV3, K=1)
     query, key, value, cache, sinks = case.arrays()
     out, lse, held = on_one_device(values, case)
@@ -65,11 +65,12 @@ class EqualityTest(parameterized.TestCase):
     for x, y in zip(mapped(mesh_of(tp=2)), mapped(None)):
       np.testing.assert_allclose(x, y, rtol=3e-6, atol=3e-6)
 
-  def test_a_wrong_page_is_not_another_groups(self):
-    metadata = request_groups.stack(*[PagesMetadata(np.array([[page]], np.int32), np.ones(1, np.int32))
-                              for page in (2, -1)])
+  def test_a_wrong_page_never_reaches_another_group(self):
+    metadata = request_groups.stack(*[
+        PagesMetadata(np.array([[page]], np.int32), np.ones(1, np.int32)) for page in (2, -1)])
     self.assertEqual(request_groups.with_pool_ids(metadata, 4).page_tables.ravel().tolist(), [1, 2])
-    # Joined it is no page: of two requests of two pages each, the first page is another's.
+    # In a joined pool it stays outside: of two requests with two pages each, the first page is
+    # wrong.
     tables = np.array([[[2, 0]], [[-1, 1]]], np.int32)
     metadata = PagesMetadata(tables, np.full((2, 1), 4, np.int32))
     joined = request_groups.joined(metadata, 4)
@@ -101,7 +102,7 @@ class EqualityTest(parameterized.TestCase):
     jax.tree.map(np.testing.assert_array_equal, dense(back, joined), held)
     self.assertTrue(np.asarray(held[0])[0].any())
 
-  def test_slots_are_those_of_the_groups_parts(self):
+  def test_slots_of_groups_are_those_of_their_parts_of_the_pool(self):
     case = Case(G=4)
     metadata, cache = case.metadata(), case.arrays()[3]
     whole = jax.jit(lambda metadata: request_groups.slots(cache, metadata, 4 * TOKENS))
@@ -111,7 +112,7 @@ class EqualityTest(parameterized.TestCase):
       local = np.asarray(one(jax.tree.map(lambda x, g=g: x[g], metadata)))
       np.testing.assert_array_equal(got[g], np.where(local < 0, -1, local + g * POOL * PAGE))
     tables = metadata.page_tables.copy()
-    tables[0, 0, 2] = POOL  # its first page is the next group's, and it holds the first new token
+    tables[0, 0, 2] = POOL  # This page is the next group's; it would hold the first new token.
     wrong = whole(metadata._replace(page_tables=tables))
     np.testing.assert_array_equal(wrong[:3], [got[0, 0], got[0, 1], -1])
 
@@ -139,7 +140,7 @@ class PlacementTest(parameterized.TestCase):
     return explain(query, key, value, layout="thd", cache_view=cache, cache_metadata=case.metadata(
         ), metadata=OperationMetadata(mesh=mesh, **arguments))
 
-  def test_explain_says_what_is_spread_and_what_is_not(self):
+  def test_explain_reports_what_is_sharded_and_what_is_not(self):
     said = str(self.said(Case(G=4, H=8), mesh_of(fsdp=2, dp=2, tp=2)))
     for words in ("groups of requests over fsdp=2 * dp=2", "query heads over tp=2",
                   "key heads over tp=2"):
@@ -173,7 +174,7 @@ class PlacementTest(parameterized.TestCase):
                 cache_metadata=case.metadata(),
                 metadata=OperationMetadata(mesh=mesh_of(**sizes), **arguments))
 
-  def test_partition_rules_say_which_axes(self):
+  def test_partition_rules_choose_the_axes(self):
     axes = PartitionAxis(batch_axis="x", head_axis="y", kv_head_axis="y")
     said = str(self.said(Case(G=4), mesh_of(y=2, x=2), partition_axis=axes))
     self.assertIn("groups of requests over x=2", said)
@@ -190,7 +191,7 @@ class PlacementTest(parameterized.TestCase):
           case, mesh, query, None, None, cache, sinks))(query, cache, sinks)
     np.testing.assert_allclose(got[0], want[0], atol=1e-6)
 
-  def test_the_tpu_kernel_is_asked_for_one_devices_part(self):
+  def test_limits_of_the_tpu_kernel_are_for_one_device(self):
     mesh = AbstractMesh((2, 2), ("dp", "tp"))
     arguments = dict(platform="tpu", mesh=mesh)
     query = jax.ShapeDtypeStruct((8, 4, 256), jnp.bfloat16)
@@ -202,13 +203,12 @@ class PlacementTest(parameterized.TestCase):
       self.assertRegex(str(said), words)
 
 
-
 @sampling.slow("pages over four TPU chips")
 @unittest.skipIf(static_profile.missing(), f"nothing to compile with: {static_profile.missing()}")
 class CompileTest(absltest.TestCase):
 
   def test_the_tpu_kernel_on_four_chips(self):
-    """Forward and backward for v5e, groups and heads over two chips each; nothing is sent."""
+    """Compiles forward and backward for v5e, groups and heads over two chips each."""
     mesh = Mesh(np.array(static_profile.devices("v5e")[:4]).reshape(2, 2), ("dp", "tp"))
     def like(dtype, shape, *spec):
       return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
@@ -229,7 +229,7 @@ class LowerTest(parameterized.TestCase):
 
   @parameterized.product(platform=("tpu", "gpu"), layout=(PagesV2, PagesV3))
   def test_kernels_on_a_mesh(self, platform, layout):
-    """Groups and heads over two devices each, for chips that are not there; nothing is sent."""
+    """Lowers for chips that are not here, groups and heads over two devices each."""
     metadata = PagesMetadata(*(jax.ShapeDtypeStruct(x, jnp.int32)
                                for x in ((2, 4, 2), (2, 4), (2, 5))))
     cache = jax.eval_shape(lambda: pages.init(layout, 16, 64, Heads(4, 128, 128)))
@@ -252,7 +252,7 @@ class BadInputTest(parameterized.TestCase):
       (dict(context_lens=np.ones(R, np.int32)), "context_lens: got int32.3.*leading axis of 4"),
       (dict(num_requests=np.array(1, np.int32)), "num_requests: got int32.*leading axis of 4"),
       (dict(query_start_loc=np.zeros((4, R), np.int32)), "query_start_loc: .*R . 1"),
-      (dict(page_tables=np.full((4, R, N), POOL, np.int32)), "page_tables: .*0 to 7"),
+      (dict(page_tables=np.full((4, R, TABLE_WIDTH), POOL, np.int32)), "page_tables: .*0 to 7"),
       (dict(page_tables=np.zeros((4, R), np.int32)), "context_lens: got int32.4, 3."))
   def test_metadata(self, changes, words):
     case = Case(G=4)
@@ -283,7 +283,7 @@ class BadInputTest(parameterized.TestCase):
     wrong = jax.jit(lambda metadata: validate.flag(cache, metadata, 4 * TOKENS))
     self.assertFalse(wrong(metadata))
     self.assertFalse(validate.flag(cache, case.metadata(), 4 * TOKENS))
-    lengths = metadata.context_lens.at[3, 0].set(N * PAGE + 1)
+    lengths = metadata.context_lens.at[3, 0].set(TABLE_WIDTH * PAGE + 1)
     self.assertTrue(wrong(metadata._replace(context_lens=lengths)))
 
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Pages: written, read and converted against plain loops; the allocator against a model of it."""
+"""Pages, written, read and converted, against plain loops; the page allocator against a model."""
 
 import random
 
@@ -16,7 +16,7 @@ from attn_core.caches.paged import allocator, request_groups
 
 LAYOUTS = (PagesV1, PagesV2, PagesV3)
 HEADS = Heads(3, 5, 5)
-# Rows are requests: 5 tokens of which 2 are new, none, 8 of which all are new.
+# Rows are requests: 5 tokens of which 2 are new, no tokens, 8 tokens which are all new.
 TABLES = np.array([[4, 1, 99], [-7, 99, 99], [0, 6, 99]], np.int32)
 METADATA = PagesMetadata(TABLES, np.array([5, 0, 8], np.int32), np.array([0, 2, 2, 10], np.int32))
 EIGHT = pages.init(PagesV2, 8, 4, HEADS, jnp.int8, "token")
@@ -38,8 +38,8 @@ class PagesTest(parameterized.TestCase):
                                page_tables=np.abs(TABLES))
     self.assertEqual(pages.slots(single, 4, 3).tolist(), [4, 28, 27])
 
-  def test_what_has_no_page_is_not_written_over_another_token(self):
-    """Under jit, where a length beyond the table is no error: the row of 3 pages has 12 slots."""
+  def test_tokens_without_a_page_are_not_written(self):
+    """Checks under jit, where a length beyond the table raises no error: 3 pages have 12 slots."""
     metadata = PagesMetadata(np.array([[4, 1, 6]], np.int32), np.array([14], np.int32),
                              np.array([0, 4], np.int32))
     slots = jax.jit(lambda metadata: pages.slots(metadata, 4, 4))(metadata)
@@ -54,7 +54,7 @@ class PagesTest(parameterized.TestCase):
 
   @parameterized.product(layout=LAYOUTS, dtype=("float32", "int8"))
   def test_a_dense_cache_and_pages_hold_the_same(self, layout, dtype):
-    """There and back, numbers in 8 bits with their scales, bit by bit; so too with a ring's."""
+    """Checks conversion to pages and back bit by bit, of quantized caches and of rings too."""
     key, value = (x[:10].reshape(1, 10, 3, 5) for x in tokens())
     counts = np.array([8, 0, 5])
     filled = dense.append(dense.init(3, 12, (3, 5), dtype=dtype),
@@ -73,7 +73,7 @@ class PagesTest(parameterized.TestCase):
       np.testing.assert_array_equal(got, np.where(live, want, 0))
 
   @parameterized.product(layout=LAYOUTS, dtype=("float32", "bfloat16"))
-  def test_what_is_written_is_where_the_layout_says(self, layout, dtype):
+  def test_tokens_are_where_the_layout_puts_them(self, layout, dtype):
     key, value = tokens(dtype=dtype)
     empty = pages.init(layout, 8, 4, HEADS, dtype)
     full = pages.append(empty, key, value, jnp.asarray(SLOTS))
@@ -94,7 +94,7 @@ class PagesTest(parameterized.TestCase):
         np.testing.assert_array_equal(found[1], np.asarray(value[token, head], np.float32))
     written = np.concatenate([key[:-1], value[:-1]]).astype(np.float32)
     np.testing.assert_allclose(sum(np.abs(x).sum() for x in arrays), np.abs(written).sum(),
-                               rtol=1e-5)  # and nothing anywhere else
+                               rtol=1e-5)  # and other slots stay empty
 
   def test_all_layouts_hold_the_same(self):
     rng = np.random.default_rng(0)
@@ -115,7 +115,7 @@ class PagesTest(parameterized.TestCase):
 
   @parameterized.product(layout=LAYOUTS, dtype=("int8", "float8_e4m3fn"),
                          scales=("tensor", "token"))
-  def test_quantised(self, layout, dtype, scales):
+  def test_quantized(self, layout, dtype, scales):
     key, value = tokens(10)
     cache = pages.init(layout, 8, 4, HEADS, dtype, scales)
     most = 127 if dtype == "int8" else 448
@@ -173,15 +173,15 @@ class PagesTest(parameterized.TestCase):
     key, value = tokens()
     cache = pages.append(pages.init(layout, 8, 4, HEADS, jnp.float32), key, value,
                          jnp.asarray(SLOTS))
-    # 8 and -1 are outside, and -1 is not the last one.
+    # 8 and -1 are outside; -1 does not mean the last page.
     copied = pages.copy_pages(cache, jnp.array([0, 6, 1]), jnp.array([5, 8, -1]))
     self.assertFalse(any(x.any() for x in pages.read(copied, jnp.array([7]), HEADS, jnp.float32)))
     moved = METADATA._replace(page_tables=np.where(TABLES == 0, 5, TABLES).astype(np.int32))
     for before, after in zip(pages.to_dense(cache, METADATA), pages.to_dense(copied, moved)):
       np.testing.assert_array_equal(before, after)
 
-  def test_integers_of_any_dtype_are_those_numbers_or_none(self):
-    """Beyond int32 there is no slot and no page; nothing wraps around to one."""
+  def test_integers_of_any_dtype_never_wrap_around(self):
+    """Checks that integers beyond int32 name no slot and no page, instead of wrapping around."""
     cache = pages.append(pages.init(PagesV2, 8, 4, HEADS, jnp.float32), *tokens(32, seed=1),
                          np.arange(32, dtype=np.int32))
     metadata = METADATA._replace(page_tables=np.maximum(TABLES, 0))
@@ -191,8 +191,8 @@ class PagesTest(parameterized.TestCase):
       self.assertEqual(pages.slots(given, 4, 11).tolist(), pages.slots(metadata, 4, 11).tolist())
     far = METADATA._replace(page_tables=TABLES.astype(np.int64) + 2**32, num_requests=3)
     self.assertEqual(pages.slots(far, 4, 11).tolist(), [-1] * 11)
-    self.assertEqual(request_groups.slots(cache, request_groups.stack(far._replace(num_requests=np.int32(3))),
-                                  11).tolist(), [-1] * 11)
+    group = request_groups.stack(far._replace(num_requests=np.int32(3)))
+    self.assertEqual(request_groups.slots(cache, group, 11).tolist(), [-1] * 11)
     with jax.enable_x64(True):
       beyond = jnp.arange(11) + jnp.where(jnp.arange(11) % 2, 2**32, -2**32)
       np.testing.assert_array_equal(
@@ -249,7 +249,8 @@ class AllocatorTest(absltest.TestCase):
     self.assertEqual((pool.requests["b"].pages, copies), ((0, 2, 3), ((1, 2),)))
     with self.assertRaisesRegex(allocator.OutOfPages, "'a' needs 1 pages for 9 tokens; 0 of 4"):
       allocator.extend(pool, "a", 3)
-    pool, copies = allocator.extend(pool, "a", 2)  # its last page is its own again
+    # "b" has copied the last page, so "a" owns it again
+    pool, copies = allocator.extend(pool, "a", 2)
     self.assertEqual(copies, ())
     np.testing.assert_array_equal(allocator.table(pool, "ba", 3), [[0, 2, 3], [0, 1, 0]])
     pool = allocator.release(pool, "a")
@@ -272,7 +273,7 @@ class AllocatorTest(absltest.TestCase):
         call()
 
   def test_random_operations_against_a_model(self):
-    """The model holds every request's tokens, and the pool's slots what was written into them."""
+    """Checks against a model of every request's tokens and of the contents of the pool's slots."""
     rng = random.Random(0)
     size, count = 3, 24
     pool, model, slots = allocator.create(count, size), {}, {}
@@ -320,7 +321,7 @@ class AllocatorTest(absltest.TestCase):
     self.assertEqual((sorted(pool.free), set(pool.owners)), (list(range(count)), {0}))
 
   def check(self, pool, model, slots):
-    """Every token is where its request looks for it; no page is lost or has two states."""
+    """Checks that requests find their tokens, and that every page is free or owned."""
     self.assertEqual(set(pool.requests), set(model))
     owners = [0] * len(pool.owners)
     for name, held in pool.requests.items():

@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""docs/parity.md: every documented name has a row, and every row's target exists and is tested."""
+"""docs/parity.md: every documented name has a row, and every row names a target that is tested."""
 
 import ast
 import importlib
@@ -16,7 +16,7 @@ import attn_core
 from attn_core.config import remat
 from attn_core.config.config import BASICS
 
-# Not resolve(): a file that Bazel runs is a link, and its neighbours are those of the link.
+# Not resolve(): Bazel runs a link to this file, and the files next to the link are the ones meant.
 TESTS = pathlib.Path(os.path.abspath(__file__)).parent
 PARITY = TESTS.parent / "docs" / "parity.md"
 
@@ -24,7 +24,8 @@ _IMPLEMENTATION = ("forward_cpu forward_cuda forward_gpu forward_native forward_
                    "get_impl_metadata get_impl_name")
 _JSON = "from_dict from_json replace to_dict to_json"
 
-# What the documents define, class by class: a name before the colon, its members after it.
+# Names in the other library's documents, class by class: a name before the colon, its members
+# after.
 DOCUMENTED = f"""
 AttnShardingRules: query3d query key value bias mask output q_segment_ids kv_segment_ids softmax_aux
 OperationMetadata: runtime_dtype runtime_softmax_dtype sequence_axis_name mesh platform backend
@@ -73,7 +74,7 @@ extract_commit_hash:
 set_attrs_smartly:
 """
 
-# Attributes of MaskInfo are named without the class's own page.
+# Attributes of MaskInfo, which the documents name outside the page of its class.
 ATTRIBUTES = {"MaskInfo": "attention_mask q_segment_ids kv_segment_ids q_positions kv_positions"}
 ARGUMENTS = {
     "forward": """
@@ -103,7 +104,7 @@ class Row(typing.NamedTuple):
 
 
 def documented() -> set[str]:
-  """Every name of the documents as its row has it."""
+  """Yields every documented name as the row of a table has it."""
   names = set()
   for entry in re.sub(r"\n  +", " ", DOCUMENTED.strip()).splitlines():
     name, _, members = entry.partition(":")
@@ -117,7 +118,7 @@ def documented() -> set[str]:
 
 
 def rows() -> list[Row]:
-  """The rows of all tables, without their heads."""
+  """Returns the rows of all tables, without their heads."""
   found = []
   for line in PARITY.read_text(encoding="utf-8").splitlines():
     if line.startswith("| `"):
@@ -127,14 +128,14 @@ def rows() -> list[Row]:
 
 
 def resolve(target: str):
-  """What a dotted name below attn_core names; `name(argument=)` must have that argument."""
+  """Returns what a dotted name below attn_core is; `name(argument=)` must have that argument."""
   name, _, argument = target.partition("(")
   found, parts = attn_core, name.split(".")
   for i, part in enumerate(parts):
     if not hasattr(found, part) and inspect.ismodule(found):
       found = importlib.import_module(".".join(["attn_core", *parts[:i + 1]]))
     elif part in getattr(found, "__dataclass_fields__", ()):
-      return found  # a field without a default is no attribute of its class
+      return found  # a field without a default is not an attribute of its class
     else:
       found = getattr(found, part)
   if argument:
@@ -143,7 +144,7 @@ def resolve(target: str):
 
 
 def tests_of(text: str) -> set[str]:
-  """The classes and methods of a test module: "Class" and "Class.test_method"."""
+  """Returns classes and methods of a test module, as "Class" and "Class.test_method"."""
   found = set()
   for node in ast.parse(text).body:
     if isinstance(node, ast.ClassDef):
@@ -159,7 +160,7 @@ def cases_of(text: str) -> set[str]:
 
 
 def words_for(row: Row) -> set[str]:
-  """What the test of a row speaks of: the target's last name, or that it goes through all."""
+  """Returns words of which a row's test module must contain one."""
   if row.there.startswith("target "):
     return {row.there.split()[1]} if row.here.startswith("config.remat.") else {"checkpoint_policy"}
   word = re.split(r"[.(]", row.here.rstrip("=)"))[-1]
@@ -204,7 +205,7 @@ class ParityTest(absltest.TestCase):
         self.assertTrue(any(re.search(rf"\b{word}\b", said) for word in words),
                         f"{row.tested} does not speak of {sorted(words)}")
 
-  def test_targets_of_checkpoints_are_said_as_the_code_has_them(self):
+  def test_rematerialization_targets_are_where_the_table_says(self):
     for row in self.rows:
       if row.there.startswith("target "):
         name = row.there.split()[1]

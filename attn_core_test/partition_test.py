@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Meanings to mesh axes: modes, shapes, meshes, and the report of everything left out."""
+"""Mesh axes of dimensions, by their meaning: modes, shapes, meshes, reports of what is dropped."""
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -19,7 +19,7 @@ QUERY = (partition.BATCH, partition.QUERY_LENGTH, partition.HEAD, partition.HEAD
 KEY = (partition.BATCH, partition.KV_LENGTH, partition.KV_HEAD, partition.KV_HEAD_DIM)
 BATCH_AXES = ("fsdp", "dp")
 
-# Every meaning's spec with the default PartitionAxis: training and prefill, decoding.
+# Every meaning's spec with the default PartitionAxis: (training and prefill, decoding).
 DEFAULTS = {
     partition.BATCH: (BATCH_AXES, BATCH_AXES),
     partition.QUERY_LENGTH: ("sp", None),
@@ -108,7 +108,7 @@ class ResolveTest(parameterized.TestCase):
     self.assertEqual(tuple(spec), ("dp", None, None))
 
   @parameterized.parameters(
-      # A dimension's size, its spec, and the axes dropped, on dp=2, fsdp=2, tp=2.
+      # A dimension's size, its spec, and the dropped axes, on a mesh of dp=2, fsdp=2, tp=2.
       (8, ("fsdp", "dp"), ()),
       (4, ("fsdp", "dp"), ()),
       (6, "fsdp", ("dp",)),

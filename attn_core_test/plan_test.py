@@ -1,8 +1,8 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The planner counts what compiled programs send and what kernels visit.
+"""The planner counts what compiled programs send and which blocks kernels visit.
 
-Letters: T sequence length, N shards.
+Letters: T sequence length.
 """
 
 import collections
@@ -22,29 +22,27 @@ import numpy as np
 
 from attn_core import (BlockSizes, OperationMetadata, RingConfig, Shapes, masks,
                        plan_context_parallel, ring_attention)
-from attn_core.masks import mask as mask_lib
-from attn_core.plan import __main__ as command
-from attn_core.masks import block_map
-from attn_core.plan import context_parallel, peaks, work
+from attn_core.masks import block_map, mask as mask_lib
+from attn_core.plan import __main__ as command, context_parallel, peaks, work
 from attn_core.sharding import token_order
 from attn_core.sharding.context_parallel import Sequence
 from attn_core.types import RING_VARIANTS
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-N = 8
+SHARDS = 8
 B, T, H, K, D, E = 2, 256, 8, 2, 16, 8
 SHAPES = Shapes(B, T, T, H, K, D, E, "float32")
-ROW = AbstractMesh((N,), ("sp",))
+ROW = AbstractMesh((SHARDS,), ("sp",))
 
-# A result, one or several arrays, of a collective.
+# A collective's result, one or several arrays.
 SENT = re.compile(r" = (.*?) (all-gather|all-to-all|collective-permute|reduce-scatter|"
                   r"all-reduce)(?:-start)?\(")
 ARRAY = re.compile(r"(f32|s32|u8|pred)\[([\d,]*)\]")
 
 
 def sent(text):
-  """Name -> (number, bytes of all results on a device) of a compiled program's collectives."""
+  """Returns name -> (number, bytes of all results on a device) of a program's collectives."""
   number, size = collections.Counter(), collections.Counter()
   for result, name in SENT.findall(text):
     number[name] += 1
@@ -54,10 +52,10 @@ def sent(text):
 
 
 def both_passes(run, arrays):
-  """The texts of forward and backward, as programs of their own.
+  """Returns the texts of forward and backward, compiled as programs of their own.
 
-  In one program, with no layer between, jax 0.10.2 takes the keys that came in the forward for
-  those of the backward.
+  In one program without a layer in between, jax 0.10.2 reuses the keys that the forward received in
+  the backward.
   """
   lowered = jax.jit(lambda *x: jax.vjp(run, *x)).lower(*arrays)
   forward = lowered.compile()
@@ -74,7 +72,7 @@ def prediction(plan, variant, layout="contiguous"):
   return found
 
 
-def sequence_of(layout, members=N, group=1, gathers=False, length=T):
+def sequence_of(layout, members=SHARDS, group=1, gathers=False, length=T):
   return Sequence(layout, gathers, ("sp",), ("heads",), members, group, False, length, length)
 
 
@@ -89,7 +87,7 @@ class CollectivesTest(parameterized.TestCase):
     self.compare(variant, mask, backward, arguments)
 
   def compare(self, variant, mask, backward, arguments):
-    shape, names = ((4, 2), ("sp", "x")) if variant == "hybrid" else ((N,), ("sp",))
+    shape, names = ((4, 2), ("sp", "x")) if variant == "hybrid" else ((SHARDS,), ("sp",))
     mesh = jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
     heads = "x" if variant == "hybrid" else None
     metadata = OperationMetadata(mesh=mesh, ring=RingConfig(variant, "contiguous", heads),
@@ -105,10 +103,9 @@ class CollectivesTest(parameterized.TestCase):
     found = {c.name: (c.number, c.bytes) for c in prediction(plan, variant).collectives}
     self.assertEqual(found, sent(text))
 
-
   @parameterized.parameters(*RING_VARIANTS)
   def test_arrays_of_the_mask(self, variant):
-    """Documents, and a mask for every pair, travel beside keys and values."""
+    """Checks that segment ids, and a mask for every pair, are sent with keys and values."""
     ids, key_ids = np.sort(np.random.default_rng(0).integers(0, 4, (2, B, T))).astype(np.int32)
     pairs = np.random.default_rng(1).random((1, H if variant == "ulysses" else 1, T, T)) < 0.9
     mask = masks.segments(ids, key_ids) & masks.dense(pairs)
@@ -119,15 +116,15 @@ class VisitsTest(parameterized.TestCase):
 
   @parameterized.product(
       layout=token_order.TOKEN_ORDERS,
-      spread=((N, 1, False), (N, 1, True), (4, 2, False), (1, N, False)),
+      spread=((SHARDS, 1, False), (SHARDS, 1, True), (4, 2, False), (1, SHARDS, False)),
       mask=(masks.causal(), masks.causal() & masks.window(37, 0),
             masks.chunk(64), masks.causal() | masks.prefix(40)))
   def test_blocks_with_a_visible_pair(self, layout, spread, mask):
-    """Those of the mask written out, with its rows and columns in the layout's order."""
+    """Compares with the dense mask, its rows and columns in the token order."""
     members, group, gathers = spread
     sequence = sequence_of(layout, members, group, gathers)
     visits = work.visits(sequence, mask, (8, 16))
-    order = token_order.order(layout, T, N)
+    order = token_order.order(layout, T, SHARDS)
     at = mask_lib.Coordinates(0, 0, *(order[:, None], order[None]) * 2)
     rows, columns = min(8, T // members), min(16, T // members)
     seen = np.broadcast_to(mask.visible(at), (T, T)).reshape(
@@ -138,19 +135,19 @@ class VisitsTest(parameterized.TestCase):
     self.assertEqual(visits.pairs, rows * columns)
 
   @parameterized.product(layout=token_order.TOKEN_ORDERS, group=(1, 2))
-  def test_block_maps_of_hops_of_masks_with_arrays(self, layout, group):
-    """Documents in one row of the batch, with padding in the other; a length nobody divides."""
+  def test_block_maps_of_ring_steps_for_masks_with_arrays(self, layout, group):
+    """Checks segments in one batch row, padding in the other; shards do not divide the length."""
     length = T if layout != "contiguous" else T - 13
     ids = np.stack([np.arange(length) // 50, np.where(np.arange(length) < 99, 0, -1)])
     mask = masks.causal() & masks.segments(ids.astype(np.int32))
-    sequence = sequence_of(layout, N // group, group, length=length)
+    sequence = sequence_of(layout, SHARDS // group, group, length=length)
     own = sequence.padded(length) // sequence.members
     ids = np.pad(ids, ((0, 0), (0, sequence.padded(length) - length))).astype(np.int32)
     def visited(member, source):
       rows, columns = sequence.rows(member), sequence.columns(source)
       mask = masks.causal() & masks.segments(ids[:, rows], ids[:, columns])
       kinds = block_map.host_kinds(masks.placed(mask, rows[None], columns[None], sequence.size),
-                                block_map.Sizes(own, own, 24, 16))
+                                   block_map.Sizes(own, own, 24, 16))
       return (kinds != block_map.EMPTY).mean(0).sum()
     everyone = token_order.numbers(sequence.members)
     np.testing.assert_array_equal(work.visits(sequence, mask, (24, 16)).blocks,
@@ -158,7 +155,7 @@ class VisitsTest(parameterized.TestCase):
 
   @parameterized.product(layout=token_order.TOKEN_ORDERS, spread=((64, 1), (8, 8), (1, 64)))
   def test_samples(self, layout, spread):
-    """A part of the blocks says what all of them say, of masks along which work is linear."""
+    """Checks that a sample of the blocks predicts all visits, where work grows linearly."""
     for mask in (masks.causal(), masks.causal() & masks.window(2000, 0)):
       sequence = sequence_of(layout, *spread, length=2**17)
       exact = work.visits(sequence, mask, (128, 128))
@@ -169,7 +166,7 @@ class VisitsTest(parameterized.TestCase):
       self.assertLess(abs(part.imbalance / exact.imbalance - 1), 0.06)
 
   @parameterized.parameters((8, 2), (8, 8), (4096, 16), (6, 4))
-  def test_samples_are_centred(self, count, picked):
+  def test_samples_are_centered(self, count, picked):
     numbers = work._middles(count, picked)
     self.assertEqual(numbers.mean(), (count - 1) / 2)
     self.assertLen(set(numbers.tolist()), picked)
@@ -190,7 +187,7 @@ TOY = peaks.Device(1000.0, 1.0, 10.0, True, 8, 5.0, ("toy",))
 
 
 class TimeTest(parameterized.TestCase):
-  """By hand: 2 tokens a shard, 4 heads, one key head, D = 3, E = 1, 4 bytes, no mask."""
+  """Times by hand: 2 tokens a shard, 4 heads, one key head, D = 3, E = 1, 4 bytes, no mask."""
 
   shapes = Shapes(1, 16, 16, 4, 1, 3, 1, "float32")
 
@@ -201,18 +198,18 @@ class TimeTest(parameterized.TestCase):
   @parameterized.parameters(10.0, 1000.0)
   def test_forward(self, bandwidth):
     plan = self.plan(TOY._replace(link_bytes=bandwidth), backward=False)
-    hop = 4 * 4 * 2 * (3 + 1) / 1000  # pairs, heads, operations
+    hop = 4 * 4 * 2 * (3 + 1) / 1000  # pairs * heads * operations
     ring, gather, ulysses = (prediction(plan, v) for v in ("ring", "all_gather", "ulysses"))
-    send = 2 * (3 + 1) * 4 / bandwidth  # tokens, widths, bytes
+    send = 2 * (3 + 1) * 4 / bandwidth  # tokens * widths * bytes
     self.assertAlmostEqual(ring.seconds, 7 * max(hop, send) + hop)
     self.assertAlmostEqual(ring.compute_seconds, 8 * hop)
     self.assertAlmostEqual(ring.flops, 8000 * hop)
     self.assertAlmostEqual(ring.link_seconds, 7 * send)
-    self.assertAlmostEqual(gather.seconds, 7 / 2 * send + 8 * hop)  # both ways around
+    self.assertAlmostEqual(gather.seconds, 7 / 2 * send + 8 * hop)  # in both directions of the ring
     self.assertIn("got 4 query heads a device for the 8 devices", ulysses.impossible)
 
-  def test_a_window_takes_one_hop(self):
-    """Each of 8 members visits its own block and, but for the first, the one before."""
+  def test_a_window_takes_one_ring_step(self):
+    """Checks that each of 8 members visits its own block and, but for the first, the one before."""
     plan = self.plan(mask=masks.causal() & masks.window(1, 0), backward=False)
     ring = prediction(plan, "ring")
     hop, send = 0.128, 3.2
@@ -221,18 +218,19 @@ class TimeTest(parameterized.TestCase):
     self.assertAlmostEqual(ring.imbalance, 2 / (15 / 8))
 
   def test_backward(self):
-    """Keys and values again, and what is owed to them, which is float32 too, and goes home."""
+    """Checks that keys, values and their gradients are sent, and that gradients return."""
     both, forward = (prediction(self.plan(backward=b), "ring") for b in (True, False))
     self.assertAlmostEqual(both.link_bytes - forward.link_bytes, 32 * (7 + 7))
     self.assertAlmostEqual(both.flops, forward.flops * (1 + (3 * 3 + 2) / (3 + 1)))
-    # One way at hops 1 and 2, both at the next 5, one to the last and one home.
+    # One direction in steps 1 and 2, both in the next 5, one in the last, one to return.
     self.assertAlmostEqual(both.seconds - forward.seconds, (2 + 2 * 5 + 1 + 1) * 32 / 10)
 
   def test_exchange_of_heads(self):
-    """2 devices a group: 2 tokens of 4 query heads and of 2 copies of the key head each.
+    """Checks 2 devices a group: 2 tokens of 4 query heads and of 2 copies of the key head each.
 
-    On one ring of 8, half of it goes over the one link of a pair, and what goes to the next group
-    over two links, like that of the other one of its pair. Axes of their own have two links a pair.
+    On one ring of 8, half of the exchange uses the one link of a pair, and arrays for the next
+    group use two links, as do those of the other device of the pair. With a mesh axis of its own, a
+    pair has two links.
     """
     size = 2 * (4 + 2) * (3 + 1) * 4
     mesh = AbstractMesh((4, 2), ("sp", "x"))
@@ -247,7 +245,7 @@ class TimeTest(parameterized.TestCase):
       self.assertAlmostEqual(ring.link_bytes, between / 2)
 
   def test_between_domains(self):
-    """4 devices a domain: everything that leaves it goes over the network."""
+    """Checks domains of 4 devices: everything that leaves a domain uses the network."""
     near, far = self.plan(backward=False), self.plan(TOY._replace(domain=4), backward=False)
     self.assertAlmostEqual(prediction(far, "ring").link_seconds,
                            2 * prediction(near, "ring").link_seconds)
@@ -276,14 +274,14 @@ class TimeTest(parameterized.TestCase):
   @parameterized.parameters(
       masks.causal(), masks.causal() & masks.window(1, 0), masks.chunk(4),
       masks.window(1, 0) & masks.segments(np.arange(16, dtype=np.int32)[None] // 3))
-  def test_hops_by_the_visits_of_members(self, mask):
+  def test_ring_steps_by_the_visits_of_members(self, mask):
     exact = self.plan(mask=mask)
     with mock.patch.object(context_parallel, "MANY_SHARDS", 0):
       self.assertEqual(self.plan(mask=mask), exact)
 
   def test_other_axes_take_batch_and_heads(self):
     whole = plan_context_parallel(SHAPES, masks.causal(), ROW, "NVIDIA H200")
-    mesh = AbstractMesh((2, 2, N), ("dp", "tp", "sp"))
+    mesh = AbstractMesh((2, 2, SHARDS), ("dp", "tp", "sp"))
     part = plan_context_parallel(SHAPES, masks.causal(), mesh, "h200")
     ring, quarter = (prediction(plan, "ring", "zigzag") for plan in (whole, part))
     self.assertEqual((quarter.flops, quarter.link_bytes), (ring.flops / 4, ring.link_bytes / 4))
@@ -292,10 +290,11 @@ class TimeTest(parameterized.TestCase):
 class BadInputTest(parameterized.TestCase):
 
   @parameterized.parameters(
-      (dict(mesh=AbstractMesh((N,), ("x",))),
+      (dict(mesh=AbstractMesh((SHARDS,), ("x",))),
        r"sequence_axis_name='sp': expected an axis of the mesh, which has \('x',\)"),
       (dict(heads_axis_name="x"), "ring.heads_axis_name='x': expected an axis of the mesh"),
-      (dict(mesh=AbstractMesh((1, N), ("sp", "tp"))), "mesh: got one device along .'sp',.; expec"),
+      (dict(mesh=AbstractMesh((1, SHARDS), ("sp", "tp"))),
+       "mesh: got one device along .'sp',.; expec"),
       (dict(mesh=None), "mesh: got None; expected a Mesh or AbstractMesh"),
       (dict(device_kind="v9"), "device_kind='v9': expected one of 'v5e', 'v5p', .*'cpu'"),
       (dict(device_kind=None), "device_kind=None: expected one of"),
@@ -314,7 +313,7 @@ class BadInputTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, message):
       plan_context_parallel(**arguments)
 
-  def test_impossible_ones_say_why(self):
+  def test_impossible_plans_give_a_reason(self):
     shapes = SHAPES._replace(queries=T + 8, keys=T + 8, heads=4)
     plan = plan_context_parallel(shapes, masks.causal(), ROW, "v5e")
     self.assertIn("query length=264: expected a multiple of 16 for layout 'zigzag'",
@@ -343,7 +342,7 @@ class CommandTest(absltest.TestCase):
           contextlib.redirect_stdout(out)):
       command.main()
     text = out.getvalue()
-    self.assertIn("sent in hop h", text)
+    self.assertIn("exchange in step n", text)
     self.assertEqual(text.count("\n* "), 2)
     self.assertIn("64 x h100, 16,384 tokens", text)
     self.assertIn("ulysses: impossible, got 32 query heads", text)

@@ -1,9 +1,9 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The cases of the property tests: small calls of `attention` whose meaning is written out by hand.
+"""The cases of the property tests: small calls of `attention`, whose meaning is written by hand.
 
-Every case says twice what is visible: in arguments of `attention`, and as a
-boolean array made from loops over numbers, which shares no code with the library.
+Every case states twice which keys are visible: in arguments of `attention`, and as a boolean array
+made from loops over numbers, which shares no code with the library.
 """
 
 from typing import Any, Callable, NamedTuple
@@ -33,14 +33,14 @@ class Shape(NamedTuple):
 
 
 class Case(NamedTuple):
-  """One call, and its meaning."""
+  """One call and its meaning."""
 
   name: str
   shape: Shape
   arguments: dict  # of `attention`, beyond query, key, value
   sees: Callable  # (b, h, t, s) -> bool
   floats: dict = {}  # differentiable arguments: name -> shape ("bias", "softmax_aux")
-  positions: Any = None  # int [B, T] where the queries stand, for dropout
+  positions: Any = None  # int [B, T]: positions of the queries, for dropout
 
 
 def _ids(rows):
@@ -50,7 +50,7 @@ def _ids(rows):
 def _dense(shape, seed=0):
   rng = np.random.default_rng(seed)
   array = rng.random((shape.B, shape.H, shape.T, shape.S)) < 0.5
-  array[:, :, 2] = False  # a query that sees nothing
+  array[:, :, 2] = False  # a query that sees no key
   return array
 
 
@@ -173,14 +173,14 @@ EVEN_CASES = (
 
 
 def visible(case: Case) -> np.ndarray:
-  """bool [B, H, T, S], by the hand-written rule."""
+  """Returns bool [B, H, T, S] by the hand-written rule."""
   b, h, t, s = case.shape.B, case.shape.H, case.shape.T, case.shape.S
   return np.array([[[[bool(case.sees(i, j, k, l)) for l in range(s)] for k in range(t)]
                     for j in range(h)] for i in range(b)])
 
 
 def operands(case: Case, dtype, seed: int = 0) -> dict:
-  """The differentiable arguments: query, key, value in the case's layout, and `case.floats`."""
+  """Returns the differentiable arguments: query, key, value in the case's layout, `case.floats`."""
   rng = np.random.default_rng(seed)
   shape, layout = case.shape, case.arguments.get("layout", "bthd")
   shapes = {"query": (shape.B, shape.T, shape.H, shape.D),
@@ -196,7 +196,7 @@ def operands(case: Case, dtype, seed: int = 0) -> dict:
 
 
 def from_bthd(x, layout: str):
-  """[B, T, H, D] in another layout."""
+  """Converts [B, T, H, D] to another layout."""
   return {"bthd": x, "bhtd": x.transpose(0, 2, 1, 3), "thd": x[0]}[layout]
 
 
@@ -206,7 +206,7 @@ def to_bthd(x, layout: str):
 
 
 def reference(case: Case):
-  """A function of `operands` -> (output in the case's layout, lse), by the oracle."""
+  """Returns the oracle: `operands` -> (output in the case's layout, lse)."""
   a, layout = case.arguments, case.arguments.get("layout", "bthd")
   mask = constructors.dense(visible(case))
   if case.positions is not None:

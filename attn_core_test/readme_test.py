@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""README.md: its table is the library's, and every block of Python in it runs."""
+"""README.md: its table is generated from the library, and every block of Python in it runs."""
 
 import contextlib
 import io
@@ -16,18 +16,18 @@ from attn_core import __main__ as report
 from attn_core import table
 from attn_core.dispatch import capabilities
 
-jax.config.update("jax_num_cpu_devices", 8)  # so that what it says of meshes runs on several
+jax.config.update("jax_num_cpu_devices", 8)  # so that its examples of meshes run on several devices
 
-# Not resolve(): a file that Bazel runs is a link, and its neighbours are those of the link.
+# Not resolve(): Bazel runs a link to this file, and the files next to the link are the ones meant.
 README = pathlib.Path(os.path.abspath(__file__)).parent.parent / "README.md"
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
-# A block of Python, and the block of text right after it, which it must print.
+# A block of Python, and the block of text right after it, which must be its output.
 FENCE = re.compile(r"^```python\n(.*?)^```$(?:\n+```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
 
 
 class TableTest(absltest.TestCase):
 
-  def test_every_mechanism_and_platform_stands_in_it(self):
+  def test_every_mechanism_and_platform_is_listed(self):
     cells = {(row.mechanism, platform) for row in report.rows() for platform in row.platforms}
     self.assertEqual(cells, set(table.TABLE))
     absent = {(name, platform) for name, platforms, _ in report.missing() for platform in platforms}
@@ -37,8 +37,8 @@ class TableTest(absltest.TestCase):
   def test_marks_are_those_of_the_table(self):
     for row in report.rows():
       features = table.TABLE[row.mechanism, row.platforms[0]].general.features
-      honoured = {feature for feature, mark in row.marks.items() if mark != report.REFUSED}
-      self.assertEqual(honoured, set(features), row.mechanism)
+      supported = {feature for feature, mark in row.marks.items() if mark != report.REFUSED}
+      self.assertEqual(supported, set(features), row.mechanism)
 
   def test_limits_are_found_by_asking(self):
     def limits(request):
@@ -47,7 +47,8 @@ class TableTest(absltest.TestCase):
       if "lse" in request.features and request.dtype == "bfloat16":
         return "lse of dtype bfloat16: too narrow"
       return None
-    implementation = capabilities.Implementation(print, frozenset({"lse", "bias"}), "linear", limits)
+    implementation = capabilities.Implementation(
+        print, frozenset({"lse", "bias"}), "linear", limits)
     with mock.patch.dict(table.TABLE, {("ring", "cpu"): implementation}):
       row, = (row for row in report.rows() if row.runs == "builtins.print")
     self.assertEqual(row.mechanism, "ring")
@@ -84,7 +85,7 @@ class ReadmeTest(absltest.TestCase):
     blocks = list(FENCE.finditer(self.text))
     self.assertNotEmpty(blocks, "README.md has no ```python block")
     for block in blocks:
-      line = self.text.count("\n", 0, block.start(1))  # lines before the block's first
+      line = self.text.count("\n", 0, block.start(1))  # number of lines before the block
       with self.subTest(f"README.md line {line + 1}"):
         code = compile("\n" * line + block[1], "README.md", "exec")
         printed = io.StringIO()

@@ -62,12 +62,12 @@ CASES = {
 
 
 def elements(text):
-  """The characters between the borders, one string a row of cells."""
+  """Returns the characters between the borders, one string per row of cells."""
   lines = [line.partition("|")[2] for line in text.splitlines() if line.endswith("|")]
   return [line.replace("|", "") for line in lines]
 
 
-class ShowTest(parameterized.TestCase):
+class RenderTest(parameterized.TestCase):
 
   def test_by_hand(self):
     self.assertEqual(show(masks.causal(), 5, 6, block_q=2, block_kv=3), CAUSAL_5_BY_6)
@@ -97,15 +97,15 @@ class ShowTest(parameterized.TestCase):
     self.assertLen(lines, 64)
     self.assertEqual({len(line) for line in lines}, {96})
     self.assertEqual(lines[-1][:72], "#" * 72)  # the full blocks of the last rows
-    self.assertEqual(lines[0].rstrip(), "++" + "." * 22)  # 4 queries, cells of 2 and 3 keys
-    self.assertIn("visible 50.2% of the elements", text)  # every one of them looked at
+    self.assertEqual(lines[0].rstrip(), "++" + "." * 22)  # 4 queries; cells of 2 and of 3 keys
+    self.assertIn("visible 50.2% of the elements", text)  # every element was counted
 
   def test_cells_of_several_blocks(self):
     text = show(masks.window(0, 0), 1 << 20, block_q=1024, block_kv=1024)
     lines = elements(text)
     self.assertLen(lines, 64)
     self.assertLessEqual(max(map(len, text.splitlines())), 120)
-    for i, line in enumerate(lines):  # a diagonal too thin for sampling, found by its blocks
+    for i, line in enumerate(lines):  # a diagonal too thin for sampling, found by the block map
       self.assertEqual(line[i * len(line) // 64], "+", text)
     self.assertIn("1048576 blocks: 1047552 empty, 1024 partial, 0 full", text)
     self.assertIn("visible about", text)
@@ -140,7 +140,7 @@ class ShowTest(parameterized.TestCase):
 
 class PictureTest(absltest.TestCase):
 
-  def test_colours(self):
+  def test_colors(self):
     from matplotlib import image
     file = io.BytesIO()
     picture(masks.causal(), file, 32, block_q=8, block_kv=8)
@@ -148,7 +148,7 @@ class PictureTest(absltest.TestCase):
     pixels = np.round(image.imread(file, "png")[..., :3] * 255).astype(int)
     full, visible, hidden = ((pixels == colour).all(-1).sum() for colour in (
         (0x00, 0x72, 0xb2), (0xd5, 0x5e, 0x00), (0xfd, 0xeb, 0xc8)))
-    # 6 full blocks of 64 elements, 4 partial ones with 36 visible and 28 hidden each.
+    # 6 full blocks of 64 elements, 4 partial ones with 36 visible and 28 hidden each
     self.assertAlmostEqual(visible / full, 4 * 36 / (6 * 64), delta=0.03)
     self.assertAlmostEqual(hidden / full, 4 * 28 / (6 * 64), delta=0.03)
 

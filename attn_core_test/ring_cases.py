@@ -1,8 +1,8 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of a ring over 8 virtual devices, and their meaning on one in float64.
+"""Calls of a ring over 8 virtual devices, and their meaning on one device in float64.
 
-The truth is the oracle, in the natural order, with masks written out as boolean arrays.
+Expected results are the oracle's, in the natural token order, with masks as dense boolean arrays.
 """
 
 import functools
@@ -21,7 +21,7 @@ from attn_core.types import AttentionSpec, MaskOperands, Operands
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-N = 8
+SHARDS = 8
 B, T, H, K, D, E = 2, 64, 8, 2, 4, 6
 RNG = np.array([7, 11], np.uint32)
 BLOCKS = BlockSizes(8, 8, 8, 8, 1)
@@ -32,8 +32,8 @@ def numbers(*shape, seed=0):
 
 
 @functools.cache
-def mesh_of(variant, devices=N):
-  """Devices in a row; 4 groups of 2 for the hybrid."""
+def mesh_of(variant, devices=SHARDS):
+  """Returns a mesh of devices in a row; 4 groups of 2 for the hybrid."""
   shape, names = ((4, 2), ("sp", "heads")) if variant == "hybrid" else ((devices,), ("sp",))
   return jax.make_mesh(shape, names, devices=jax.devices()[:devices],
                        axis_types=(AxisType.Auto,) * len(names))
@@ -45,7 +45,7 @@ def metadata_of(variant, layout="contiguous", mesh=None, **fields):
 
 
 def close(got, want, tolerance=1e-5):
-  """Relative to the largest number of each array; -inf and NaN in the same places."""
+  """Compares relative to the largest number of each array; -inf and NaN must coincide."""
   def one(x, y):
     x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
     np.testing.assert_array_equal(np.isfinite(x), np.isfinite(y))
@@ -55,7 +55,7 @@ def close(got, want, tolerance=1e-5):
 
 
 class Case:
-  """A call in natural order, and its meaning: what every query sees, as loops over numbers."""
+  """A call in natural token order, and its meaning: the visible keys, as loops over numbers."""
 
   def __init__(self, sees, shape=(B, T, T, H, K, D, E), floats=("bias", "softmax_aux"), cap=None,
                drop=0.0, arguments=None, arrays=None):
@@ -76,7 +76,7 @@ class Case:
     self.moved = {name: numbers(*x.shape, seed=9) for name, x in self.floats.items()}
 
   def derived(self, run, forward_mode=True):
-    """(out, lse), gradients of a weighted sum of both, and their derivative along `moved`."""
+    """Returns (out, lse), gradients of a weighted sum of both, and their JVP along `moved`."""
     found, along = jax.linearize(run, self.floats)
     weights = [jnp.asarray(numbers(*x.shape, seed=6), x.dtype) for x in found]
     weights[1] = jnp.where(jnp.isfinite(found[1]), weights[1], 0)
@@ -108,8 +108,8 @@ class Case:
       self.floats, self.moved = narrow
     return found
 
-  def check(self, metadata, shards=N, forward_mode=True, tolerance=1e-5):
-    """The same by ring, permuted into the metadata's layout and back, is the truth."""
+  def check(self, metadata, shards=SHARDS, forward_mode=True, tolerance=1e-5):
+    """Checks that a ring, permuted to the metadata's token order and back, gives `truth`."""
     truth = self.truth if forward_mode else self.truth[:2]
     close(self.spread(metadata, shards, forward_mode), truth, tolerance)
 
@@ -117,7 +117,7 @@ class Case:
     return jax.jit(lambda: self.derived(self.run(metadata, shards), forward_mode))()
 
   def run(self, metadata, shards):
-    """arrays -> (out, lse) by ring, permuted into the metadata's layout and back."""
+    """Returns a ring as arrays -> (out, lse), permuted to the metadata's token order and back."""
     layout = metadata.ring.layout
     def permuted(x, *axes):
       for axis in axes:
@@ -138,7 +138,7 @@ SEGMENTS = np.sort(np.random.default_rng(0).integers(-1, 3, (B, T)), -1).astype(
 
 @functools.cache
 def everything():
-  """Documents across shards, some padding, a window, all that changes logits or weights."""
+  """Documents across shards, padding, a window, and everything that changes logits or weights."""
   return Case(
       lambda b, h, t, s: s <= t and t - s <= 40 and SEGMENTS[b, t] == SEGMENTS[b, s] >= 0,
       cap=3.0, drop=0.3, arguments=dict(sliding_window=(40, 0)),
@@ -148,7 +148,7 @@ def everything():
 Q_POSITIONS = np.random.default_rng(1).integers(0, T, (B, T)).astype(np.int32)
 K_POSITIONS = np.random.default_rng(2).integers(0, T, (1, T)).astype(np.int32)
 DENSE = np.random.default_rng(3).random((B, H, T, T)) < 0.6
-DENSE[:, :, 5:20] = False  # queries that see nothing
+DENSE[:, :, 5:20] = False  # queries that see no key
 
 
 def predicate(batch, head, query, key):
@@ -157,7 +157,7 @@ def predicate(batch, head, query, key):
 
 @functools.cache
 def positions():
-  """Positions that the caller gives, a mask for every pair, a predicate of row and head."""
+  """Positions from the caller, a mask for every pair, a predicate of row and head."""
   def sees(b, h, t, s):
     q, k = Q_POSITIONS[b, t], K_POSITIONS[0, s]
     return q // 24 == k // 24 and DENSE[b, h, t, s] and predicate(b, h, q, k)
@@ -169,7 +169,7 @@ def positions():
 
 @functools.cache
 def padded():
-  """Lengths that 8 shards do not divide, T != S, one number for rows, columns and both."""
+  """Lengths that 8 shards do not divide, T != S, masks of size 1 along rows, columns and both."""
   lengths = np.array([30, 37], np.int32)
   def sees(b, h, t, s):
     return (s <= t - 7 or s < 9) and s < lengths[b]

@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A ring on meshes with other axes, inside shard_map and scan, and the calls that it refuses."""
+"""Rings on meshes with other axes, inside shard_map and scan, and calls that they refuse."""
 
 import functools
 import itertools
@@ -17,18 +17,18 @@ from attn_core import (MaskInfo, OperationMetadata, RingConfig, attention, creat
                        from_layout, masks, ring_attention, to_layout)
 from attn_core.sharding import token_order
 from attn_core_test import sampling
-from attn_core_test.ring_cases import (D, N, RNG, T, close, mesh_of, metadata_of, numbers,
+from attn_core_test.ring_cases import (D, SHARDS, RNG, T, close, mesh_of, metadata_of, numbers,
                                        predicate)
 
-# Those without sp come last and are slow: they are flash's, whose own meshes `mesh_test` tries.
+# Those without sp come last and are slow: they run flash, whose meshes `shard_test` tests.
 FACTORIZATIONS = sorted((sizes for sizes in itertools.product((1, 2, 4), (1, 2, 4), (1, 2, 4), (
-    1, 2, 4, 8)) if math.prod(sizes) == N), key=lambda sizes: sizes[-1] == 1)
+    1, 2, 4, 8)) if math.prod(sizes) == SHARDS), key=lambda sizes: sizes[-1] == 1)
 
 
 class MeshTest(parameterized.TestCase):
 
   def loss(self, metadata, mechanism, layout="contiguous", shards=1):
-    """Value and gradients of all that rows, heads and tokens could be mixed up in."""
+    """Returns value and gradients of a call in which rows, heads and tokens could be mixed up."""
     arrays = {"query": numbers(4, 16, 4, D), "key": numbers(4, 16, 2, D, seed=1),
               "value": numbers(4, 16, 2, D, seed=2), "softmax_aux": numbers(4)}
     arguments = dict(mask=masks.custom(predicate), dropout_prob=0.3, dropout_rng=RNG,
@@ -68,7 +68,7 @@ class MeshTest(parameterized.TestCase):
 
   @parameterized.parameters("ring", "all_gather")
   def test_what_does_not_divide_is_replicated(self, variant):
-    """One batch row over dp, three heads over tp; a bias and sinks that all devices share."""
+    """Checks one batch row over dp, three heads over tp, and a bias and sinks for all devices."""
     arrays = {"query": numbers(1, 16, 3, D), "key": numbers(1, 16, 3, D, seed=1),
               "value": numbers(1, 16, 3, D, seed=2), "softmax_aux": numbers(3),
               "bias": numbers(1, 1, 1, 16)}
@@ -81,7 +81,7 @@ class MeshTest(parameterized.TestCase):
     close(gradients("ring", metadata), gradients("vanilla", None))
 
   def test_remat_and_scan_inside_the_callers_shard_map(self):
-    """Two layers, each recomputed in the backward, where the caller has split the batch."""
+    """Checks two layers, each rematerialized, inside a shard_map over the batch."""
     mesh, x = create_mesh((4, 1, 1, 1, 2)), numbers(4, 16, 2, D)
     def model(x, **arguments):
       layer = lambda x, _: (attention(x, x, x, **arguments).attention_outputs, None)
@@ -176,7 +176,7 @@ class BadInputTest(parameterized.TestCase):
       run(x)
 
   @parameterized.parameters("flash_attn2", "vanilla", "autoregressive_decodeattn")
-  def test_others_do_not_know_the_order(self, mechanism):
+  def test_other_mechanisms_refuse_the_token_order(self, mechanism):
     x, metadata = numbers(1, T, 2, D), metadata_of("ring", "zigzag")
     with self.assertRaisesRegex(NotImplementedError, "ring.layout='zigzag'"):
       attention(x, x, x, mechanism=mechanism, metadata=metadata)

@@ -1,13 +1,13 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Steps a second of a ring over 8 virtual CPU devices: this library's layouts and ejkernel's ring.
+"""Steps per second of rings over 8 virtual CPU devices: this library and ejkernel.
 
     python3 -m attn_core_test.ring_peers
     python3 -m attn_core_test.ring_peers --tokens=16384 --heads=8
 
 A step is the value and the gradient of causal attention. All contenders take turns in one run, and
-what each computes is compared with `flash_attn2` on one device, which the tests compare with the
-oracle. Exits with status 1 where ours is not right.
+the results of each are compared with `flash_attn2` on one device, which the tests compare with the
+oracle. Exits with status 1 if a result of this library is wrong.
 
 Letters: T tokens, H heads, D width.
 """
@@ -28,11 +28,12 @@ from attn_core.sharding import token_order
 
 FLAGS = flags.FLAGS
 DEVICES = 8
-WRONG = 1e-3  # relative to the largest number: rounding is far below, a mask ignored far above
+# relative to the largest number: far above rounding, far below the error of an ignored mask
+WRONG = 1e-3
 
 
 def define_flags() -> None:
-  """Only when this file is the program."""
+  """Defines the flags; only called if this file is the program."""
   flags.DEFINE_integer("tokens", 8192, "T")
   flags.DEFINE_integer("heads", 4, "H, of queries and of keys")
   flags.DEFINE_integer("width", 64, "D")
@@ -40,13 +41,13 @@ def define_flags() -> None:
 
 
 def ours(layout: str, mesh):
-  """(query, key, value) -> output, all in the layout's order."""
+  """Returns (query, key, value) -> output, all in the order of `layout`."""
   metadata = OperationMetadata(mesh=mesh, ring=RingConfig("ring", layout))
   return lambda *x: attention(*x, mechanism="ring", metadata=metadata).attention_outputs
 
 
 def ejkernel(mesh):
-  """The same by ejkernel's ring for XLA, which knows the natural order only."""
+  """Returns the same by ejkernel's ring for XLA, which takes the natural order only."""
   from ejkernel.kernels._xla.ring_attention import ring_attention
   spec = P(None, "sp")
   return jax.shard_map(functools.partial(ring_attention, causal=True, axis_name="sp"), mesh=mesh,
@@ -54,13 +55,13 @@ def ejkernel(mesh):
 
 
 def step(attend, weights, arrays):
-  """(output, gradients of a weighted sum of it)."""
+  """Returns (output, gradients of a weighted sum of it)."""
   out, pull = jax.vjp(attend, *arrays)
   return out, pull(weights)
 
 
 def contenders(mesh):
-  """Name -> (attend, layout)."""
+  """Returns name -> (attend, layout)."""
   found = {f"ring {layout}": (ours(layout, mesh), layout) for layout in token_order.TOKEN_ORDERS}
   try:
     found["ejkernel ring"] = ejkernel(mesh), "contiguous"
@@ -70,7 +71,7 @@ def contenders(mesh):
 
 
 def errors(got, want, layout: str):
-  """Of the output and the largest of the gradients, relative to the largest number of each."""
+  """Returns errors of the output and of the worst gradient, relative to their largest numbers."""
   got = from_layout(got, layout, DEVICES)
   each = [float(np.abs(np.asarray(a) - np.asarray(b)).max() / np.abs(np.asarray(b)).max())
           for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)]

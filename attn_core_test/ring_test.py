@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""One sequence over 8 virtual devices equals the same on one: every variant, every layout."""
+"""One sequence over 8 virtual devices equals one device: every variant, every token order."""
 
 import itertools
 
@@ -14,7 +14,7 @@ from attn_core import MaskInfo, attention, from_layout, ring_attention, to_layou
 from attn_core.sharding import token_order
 from attn_core.types import RING_VARIANTS
 from attn_core_test import sampling
-from attn_core_test.ring_cases import (B, D, H, K, N, RNG, T, Case, close, everything, mesh_of,
+from attn_core_test.ring_cases import (B, D, H, K, SHARDS, RNG, T, Case, close, everything, mesh_of,
                                        metadata_of, numbers, padded, positions)
 
 
@@ -22,7 +22,7 @@ class EqualTest(parameterized.TestCase):
 
   @parameterized.product(variant=RING_VARIANTS, layout=token_order.TOKEN_ORDERS)
   def test_everything(self, variant, layout):
-    # The layout has no part in what is left out.
+    # Forward mode does not depend on the token order: one is enough.
     everything().check(metadata_of(variant, layout), forward_mode=layout == "zigzag")
 
   @parameterized.parameters(("ring", "contiguous"), ("all_gather", "zigzag"),
@@ -39,15 +39,15 @@ class EqualTest(parameterized.TestCase):
     padded().check(metadata_of(variant), forward_mode=False)
 
   @parameterized.parameters(("contiguous", 9, 9), ("zigzag", 3, 0))
-  def test_hops_that_are_left_out(self, layout, left, right):
-    """A window that is known on the host; members on both sides, which are not evenly far."""
+  def test_skipped_ring_steps(self, layout, left, right):
+    """Checks a window known on the host; the distances to visible members on both sides differ."""
     case = Case(lambda b, h, t, s: -left <= s - t <= right, (1, T, T, 2, 1, D, D), floats=(),
                 arguments=dict(causal=False, sliding_window=(left, right)))
     case.check(metadata_of("ring", layout))
 
-  def test_padding_does_not_see_what_is_not_a_number(self):
+  def test_nan_does_not_reach_padded_queries(self):
     q, k, v = numbers(1, 61, 2, D), numbers(1, 64, 2, D, seed=1), numbers(1, 64, 2, D, seed=2)
-    k[:, 62] = np.nan  # queries 62 and 63 would see it
+    k[:, 62] = np.nan  # queries 62 and 63 would see this key
     def gradient(mechanism, metadata):
       return jax.jit(jax.grad(lambda *x: attention(
           *x, mechanism=mechanism, metadata=metadata, query_offset=0).attention_outputs.sum(),
@@ -56,7 +56,7 @@ class EqualTest(parameterized.TestCase):
 
   @parameterized.parameters("ring", "ulysses")
   def test_one_query_and_two_keys(self, variant):
-    """Fewer tokens than shards."""
+    """Checks fewer tokens than shards."""
     q, k = numbers(1, 1, 8, D), numbers(1, 2, 8, D)
     arguments = dict(query_offset=1, sliding_window=(0, 0), mask_info=MaskInfo(
         q_segment_ids=np.array([[3]], np.int32), kv_segment_ids=np.array([[4, 3]], np.int32)))
@@ -65,15 +65,15 @@ class EqualTest(parameterized.TestCase):
 
   @parameterized.parameters(*zip(RING_VARIANTS, itertools.cycle(("zigzag", "striped"))))
   def test_dropout_is_bit_identical(self, variant, layout):
-    """Values that are the identity show the weights themselves."""
+    """Checks the weights themselves, by the identity as values."""
     x, value = numbers(1, T, H, D), np.broadcast_to(np.eye(T, dtype=np.float32)[None, :, None],
                                                     (1, T, H, T))
     arguments = dict(dropout_prob=0.5, deterministic=False, dropout_rng=RNG, causal=False)
-    q, k, v = to_layout((x, x, value), layout, N)
+    q, k, v = to_layout((x, x, value), layout, SHARDS)
     @jax.jit
     def kept(q, k, v):
       out = ring_attention(q, k, v, **arguments, metadata=metadata_of(variant, layout))
-      return from_layout(out.attention_outputs, layout, N)
+      return from_layout(out.attention_outputs, layout, SHARDS)
     want = attention(x, x, value, **arguments, mechanism="vanilla").attention_outputs
     np.testing.assert_array_equal(kept(q, k, v) == 0, want == 0)
     self.assertBetween(np.mean(want == 0), 0.45, 0.55)
@@ -83,11 +83,11 @@ class EqualTest(parameterized.TestCase):
     x = [jnp.asarray(numbers(B, T, h, D, seed=h), jnp.bfloat16) for h in (H, K, K)]
     def run(mechanism, dtype):
       def loss(*arrays):
-        arrays = to_layout(arrays, "zigzag", N) if mechanism == "ring" else arrays
+        arrays = to_layout(arrays, "zigzag", SHARDS) if mechanism == "ring" else arrays
         metadata = metadata_of(variant, "zigzag") if mechanism == "ring" else None
         out = attention(*arrays, mechanism=mechanism, metadata=metadata,
                         softmax_aux=jnp.ones(H)).attention_outputs
-        out = from_layout(out, "zigzag", N) if mechanism == "ring" else out
+        out = from_layout(out, "zigzag", SHARDS) if mechanism == "ring" else out
         return jnp.sum(out.astype(jnp.float32)**2), out
       arrays = [array.astype(dtype) for array in x]
       return jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(*arrays)
@@ -96,10 +96,10 @@ class EqualTest(parameterized.TestCase):
     close(got, want, 2e-2)
 
   def test_bfloat16_is_rounded_once(self):
-    """Output and lse are as near to the truth as on one device; gradients a little less.
+    """Checks that output and lse are as exact as on one device, and gradients nearly so.
 
-    What hops give is added up in float32 and then rounded, as the blocks of one device are. Their
-    gradients have been rounded before: 8 roundings of parts instead of one of the sum.
+    Results of ring steps are summed in float32 and then rounded, as those of blocks on one device.
+    Their gradients have been rounded before: 8 roundings of parts instead of one of the sum.
     """
     x = [jnp.asarray(numbers(1, 128, h, 32, seed=h), jnp.bfloat16) for h in (4, 2, 2)]
     weights = numbers(1, 128, 4, 32, seed=9)
@@ -121,7 +121,7 @@ class EqualTest(parameterized.TestCase):
 
   @parameterized.parameters(*sampling.with_slow((2, 8), 4))
   def test_second_derivatives_and_vmap(self, members):
-    """A Hessian times a vector, for three sets of arrays at once."""
+    """Checks a Hessian times a vector, for three sets of arrays at once."""
     x = [numbers(3, 1, 16, h, D, seed=h) for h in (2, 1, 1)]
     def product(metadata, mechanism):
       def loss(*arrays):
@@ -132,7 +132,7 @@ class EqualTest(parameterized.TestCase):
     close(product(metadata_of("ring", mesh=mesh_of("ring", members)), "ring"),
           product(None, "vanilla"))
 
-  def test_not_a_number_reaches_those_who_see_it(self):
+  def test_nan_reaches_the_queries_that_see_it(self):
     x = [numbers(1, T, 2, D, seed=n) for n in range(3)]
     x[1][0, 20], x[2][0, 60] = np.nan, np.inf
     lse = ring_attention(*x, metadata=metadata_of("ring"), return_lse=True).lse

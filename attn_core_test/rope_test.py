@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary embeddings: frequencies against published numbers, the rotation against its definition."""
+"""Rotary embeddings: frequencies against published numbers, rotations against their definition."""
 
 import cmath
 
@@ -17,7 +17,7 @@ from attn_core_test import optional_deps
 SHORT = (1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7)
 LONG = (2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0)
 
-# As model hubs write them, for a model of 256 tokens.
+# Parameters as model hubs write them, for a model of 256 tokens.
 PARAMETERS = {
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 4.0},
@@ -35,8 +35,8 @@ PARAMETERS = {
                  "long_factor": list(LONG), "original_max_position_embeddings": 64},
 }
 
-# (case, length) -> attention factor and frequencies of a head of width 16 with base 10,000, written
-# down from transformers 5.23.0 (modeling_rope_utils.ROPE_INIT_FUNCTIONS).
+# (case, length) -> attention factor and frequencies of a head of width 16 with base 10,000, from
+# transformers 5.23.0 (modeling_rope_utils.ROPE_INIT_FUNCTIONS).
 GOLDEN = {
     ("default", None): (1.0, [1.0, 0.3162278, 0.1, 0.03162278, 0.01, 0.003162278, 0.001,
                               0.0003162278]),
@@ -70,8 +70,8 @@ def read(case: str, **changes) -> Rope:
   return rope
 
 
-def turned(x, angles, interleaved, factor=1.0):
-  """One head's vector, pair by pair as complex numbers in Python's float64."""
+def rotated(x, angles, interleaved, factor=1.0):
+  """Rotates one head's vector, pair by pair as complex numbers in Python's float64."""
   out, half = [float(v) for v in x], len(angles)
   for i, angle in enumerate(angles):
     a, b = (2 * i, 2 * i + 1) if interleaved else (i, half + i)
@@ -88,7 +88,7 @@ class FrequenciesTest(parameterized.TestCase):
     factor, frequencies = GOLDEN[case, length]
     got = inverse_frequencies(rope, 16, length)
     self.assertEqual(got.dtype, np.float32)
-    # Theirs are rounded to float32 at every step: 0.1054092 stands for 10^-0.5 / 3 = 0.10540926.
+    # transformers rounds to float32 at every step: 0.1054092 stands for 10^-0.5 / 3 = 0.10540926.
     np.testing.assert_allclose(got, frequencies, rtol=2e-6)
     self.assertAlmostEqual(attention_factor(rope), factor, places=14)
     if length is not None:  # a traced length gives the same
@@ -103,12 +103,12 @@ class FrequenciesTest(parameterized.TestCase):
       np.testing.assert_array_equal(at_original, inverse_frequencies(rope, 16), case)
 
   def test_deepseek_yarn(self):
-    """By hand: factor 40, mscale 1 and 0.5: (0.1 ln 40 + 1) / (0.05 ln 40 + 1)."""
+    """Checks by hand: factor 40, mscale 1 and 0.5: (0.1 ln 40 + 1) / (0.05 ln 40 + 1)."""
     rope = read("yarn_mscale", rope_type="deepseek_yarn", mscale_all_dim=0.5)
     self.assertAlmostEqual(attention_factor(rope), 1.36888794541 / 1.18444397270, places=9)
     np.testing.assert_array_equal(inverse_frequencies(rope, 16),
                                   inverse_frequencies(read("yarn_mscale"), 16))
-    # Without mscale_all_dim the ratio is of 1, where plain yarn does not look at mscale alone.
+    # Without mscale_all_dim the divisor is 1; plain yarn ignores mscale alone.
     alone = rope._replace(mscale=0.5, mscale_all_dim=None)
     self.assertAlmostEqual(attention_factor(alone), 1.18444397270, places=9)
     self.assertAlmostEqual(attention_factor(alone._replace(rope_type="yarn")), 1.36888794541,
@@ -198,11 +198,11 @@ class FrequenciesTest(parameterized.TestCase):
       rotary_table(read("dynamic"), np.zeros((1, 0), np.int32), 16)
 
   def test_a_step_where_the_bounds_of_llama3_are_equal(self):
-    """As in Llama 4 Scout: by hand, 64 f / (2 pi) turns over 64 tokens, at least 1 or not."""
+    """Checks Llama 4 Scout by hand: 64 f / (2 pi) turns over 64 tokens, at least 1 or fewer."""
     got = inverse_frequencies(read("llama3", high_freq_factor=1.0), 16)
     default = inverse_frequencies(read("default"), 16)
     np.testing.assert_array_equal(got[:3], default[:3])  # 10.2, 3.2 and 1.02 turns
-    np.testing.assert_allclose(got[3:], default[3:] / 8, rtol=1e-7)  # from 0.32 turns down
+    np.testing.assert_allclose(got[3:], default[3:] / 8, rtol=1e-7)  # 0.32 turns and fewer
 
   def test_bad_sections(self):
     for section, interleaved, message in (
@@ -231,7 +231,7 @@ class RotationTest(parameterized.TestCase):
     query, key = rotary(self.query, self.key, self.positions, rope)
     for x, got in ((self.query, query), (self.key, key)):
       self.assertEqual((got.shape, got.dtype), (x.shape, x.dtype))
-      expected = [[[turned(head, position * frequencies, interleaved, attention_factor(rope))
+      expected = [[[rotated(head, position * frequencies, interleaved, attention_factor(rope))
                     for head in token] for token, position in zip(row, positions)]
                   for row, positions in zip(x, self.positions)]
       width = 2 * len(frequencies)
@@ -264,7 +264,7 @@ class RotationTest(parameterized.TestCase):
         np.testing.assert_allclose(logits(0), logits(50), atol=2e-3)
 
   def test_positions_beyond_the_original_length(self):
-    """No table ends: 4,096 with llama3 of 64 original tokens is as its formula says."""
+    """Checks position 4,096 with llama3 of 64 original tokens against its formula."""
     positions = np.array([64, 256, 4096, 100_000], np.int32)
     for case in PARAMETERS:
       rope = read(case)
@@ -276,8 +276,8 @@ class RotationTest(parameterized.TestCase):
       np.testing.assert_allclose(sine, np.sin(angles) * factor, atol=tolerance)
       self.assertEqual(cosine.dtype, jnp.float32)
 
-  def test_length_of_both_sides_chooses(self):
-    """Keys beyond the original length change the queries' frequencies as well."""
+  def test_lengths_of_queries_and_keys_both_count(self):
+    """Checks that keys beyond the original length change the queries' frequencies too."""
     rope, near, far = read("longrope"), np.arange(5)[None], np.arange(100, 105)[None]
     query = self.query[:1]
     alone = rotary(query, query, near, rope)[0]
@@ -286,7 +286,7 @@ class RotationTest(parameterized.TestCase):
     self.assertGreater(np.abs(alone - together).max(), 0.1)
 
   def test_three_positions(self):
-    """A frequency turns by the position of its own axis, one section after another or in turns."""
+    """Checks that a frequency rotates by the position of its axis, in sections or in turns."""
     three = np.stack([self.positions, self.positions + 3, 2 * self.positions])
     chunked = [0, 0, 1, 1, 1, 2, 2, 2]
     in_turns = [0, 1, 2, 0, 1, 2, 0, 0]
@@ -323,14 +323,14 @@ class RotationTest(parameterized.TestCase):
     exact, _ = rotary(query.astype(np.float32), query.astype(np.float32), self.positions, rope)
     np.testing.assert_array_equal(got, exact.astype(jnp.bfloat16))
 
-  def test_gradient_turns_back(self):
-    """The map is linear and, without a factor, orthogonal: its transpose is its inverse."""
+  def test_gradient_rotates_back(self):
+    """Checks that without a factor the map is orthogonal: its transpose is its inverse."""
     table = rotary_table(read("default"), self.positions, 16)
     turn = lambda x: apply_rotary(x, *table)
     _, back = jax.vjp(turn, jnp.asarray(self.query))
     np.testing.assert_allclose(back(turn(self.query))[0], self.query, atol=1e-5)
 
-  def test_none_leaves_all_as_it_is(self):
+  def test_type_none_changes_nothing(self):
     got = rotary(self.query, self.key, self.positions, Rope("none"))
     self.assertIs(got[0], self.query)
     self.assertIs(got[1], self.key)
@@ -374,7 +374,7 @@ class RotationTest(parameterized.TestCase):
 
 
 class TransformersTest(absltest.TestCase):
-  """Against the library that writes the configurations, where it can be imported."""
+  """Compares with transformers, which writes the configurations, if it is installed."""
 
   def setUp(self):
     super().setUp()
@@ -384,7 +384,7 @@ class TransformersTest(absltest.TestCase):
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     for case, parameters in PARAMETERS.items():
       if case in ("default", "yarn_ratio"):
-        continue  # neither is a function there
+        continue  # ROPE_INIT_FUNCTIONS has neither
       for theta in (1e4, 5e5):
         for length in (None, 64, 65, 1000):
           config = self.transformers.LlamaConfig(

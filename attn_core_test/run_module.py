@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs one test module as the suite does: python3 -m attn_core_test.run_module rope_test.
 
-Leaves out the tests that `sampling` calls slow and this run does not take; the module itself, as in
+Skips tests that `sampling` calls slow and that this run does not select; the module itself, as in
 `python3 -m attn_core_test.rope_test`, runs all of its tests.
 """
 
@@ -15,7 +15,7 @@ from attn_core_test import sampling
 
 
 def main(module: str) -> None:
-  """Runs the quick tests of a module, and the slow ones of this rotation."""
+  """Runs the quick tests of a module, and the slow ones that this rotation selects."""
   all_names, share = absltest.TestLoader.getTestCaseNames, sampling.share_of(module)
 
   def taken_names(self: absltest.TestLoader, case: type) -> list[str]:

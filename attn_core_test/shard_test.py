@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Sharded equals unsharded, on 8 virtual devices, in every factorisation over dp, fsdp and tp."""
+"""Sharded equals unsharded, on 8 virtual devices, in every factorization over dp, fsdp and tp."""
 
 import re
 
@@ -34,7 +34,7 @@ def _predicate(batch, head, query, key):
 
 
 def features(batch=B):
-  """Everything whose rows and heads could be mixed up by a wrong spec or a wrong offset."""
+  """Returns arguments whose rows and heads a wrong spec or offset would mix up."""
   rng = np.random.default_rng(1)
   info = MaskInfo((rng.random((batch, 1, T, T)) < 0.8),
                   *(np.sort(rng.integers(-1, 3, (batch, T)), -1),) * 2)
@@ -44,7 +44,7 @@ def features(batch=B):
 
 
 def both(mechanism, mesh, arguments, only=None):
-  """value, lse and gradients as a jitted function of the operands."""
+  """Returns value, lse and gradients as a jitted function of the operands."""
   metadata = None if mesh is None else OperationMetadata(mesh=mesh)
   def loss(arrays):
     output = attention(**arrays, **arguments, mechanism=mechanism, metadata=metadata,
@@ -56,7 +56,7 @@ def both(mechanism, mesh, arguments, only=None):
 
 
 def close(got, want):
-  """float32: 1e-5 of the largest number of each array."""
+  """Compares up to 1e-5 of the largest number of each array, for float32."""
   def one(x, y):
     x, y = np.asarray(x), np.asarray(y)
     np.testing.assert_array_equal(np.isfinite(x), np.isfinite(y))
@@ -74,7 +74,7 @@ class ShardedTest(parameterized.TestCase):
 
   @parameterized.named_parameters(*[(f"dp{d}_fsdp{f}_tp{t}", d, f, t)
                                     for d, f, t in FACTORISATIONS])
-  def test_every_factorisation(self, dp, fsdp, tp):
+  def test_every_factorization(self, dp, fsdp, tp):
     mesh = create_mesh((dp, fsdp, 1, tp, 1))
     close(both("flash_attn2", mesh, features())(operands()), self.want["flash_attn2"])
 
@@ -171,7 +171,7 @@ class ShardedTest(parameterized.TestCase):
 
 
 class CollectivesTest(parameterized.TestCase):
-  """What the compiled program sends between devices."""
+  """Collectives that the compiled program sends between devices."""
 
   def collectives(self, dims, key_heads, gradient):
     mesh = create_mesh(dims)
@@ -191,7 +191,7 @@ class CollectivesTest(parameterized.TestCase):
   @parameterized.named_parameters(
       ("dp8", (8, 1, 1, 1, 1), 8), ("fsdp2_tp4", (1, 2, 1, 4, 1), 8), ("tp8", (1, 1, 1, 8, 1), 8),
       ("dp2_fsdp2_tp2", (2, 2, 1, 2, 1), 2))
-  def test_nothing_is_sent_where_nothing_is_shared(self, dims, key_heads):
+  def test_no_collectives_if_nothing_is_shared(self, dims, key_heads):
     self.assertEmpty(self.collectives(dims, key_heads, gradient=False))
     self.assertEmpty(self.collectives(dims, key_heads, gradient=True))
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Machine code of GPU kernels side by side: who is compared, and what is written of them."""
+"""Comparison of GPU kernels by machine code: its contenders and its report."""
 
 import json
 import unittest

@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Static cycles of TPU kernels: computed schedules, and the reader of libtpu's output."""
+"""Static cycles of TPU kernels: computed schedules, and the parser of libtpu's output."""
 
 import importlib.util
 import json
@@ -39,7 +39,7 @@ class ComputedTest(parameterized.TestCase):
       self.assertEqual(tuple(int(x) for x in entry(np.int32(n))),
                        tuple(int(x[0, n]) for x in steps))
 
-  def test_refuses_what_distances_do_not_tell(self):
+  def test_refuses_masks_that_distances_do_not_determine(self):
     tiling = schedule.Tiling(1024, 1024, 128, 128, 128, 128)
     steps, _ = schedule.build(~masks.window(200, 200), tiling, by_keys=False)
     with self.assertRaisesRegex(ValueError, "visits.*distances"):
@@ -49,7 +49,7 @@ class ComputedTest(parameterized.TestCase):
 class ReadingTest(absltest.TestCase):
 
   def test_innermost_loops(self):
-    depths = [0, 1, 1, 2, 2, 1, 2, 1, 0]  # one bundle of the inner loop was moved in from outside
+    depths = [0, 1, 1, 2, 2, 1, 2, 1, 0]  # one bundle of the inner loop was hoisted
     begins = [0, 1, 0, 1, 0, 0, 0, 0, 0]
     marks = list(zip(depths, map(bool, begins)))
     self.assertEqual(list(static_profile._innermost(marks)), [(3, 7)])
@@ -68,7 +68,7 @@ class ReadingTest(absltest.TestCase):
     text = static_tpu.to_markdown([fast, worse, slow, failure], versions)
     row, other = [line for line in text.splitlines() if line.startswith("| small")]
     self.assertIn("| 1.50 |", row)
-    self.assertIn("| 1000 |", row)  # of the one block
+    self.assertIn("| 1000 |", row)  # for the one block
     self.assertIn("| 1,500 |", other)
     self.assertIn("too large", text)
     self.assertLen(json.loads(static_tpu.to_json([fast, failure], versions))["results"], 2)
@@ -89,7 +89,7 @@ class ReadingTest(absltest.TestCase):
     self.assertIn("| 143,298 | 71,649 | 50% |", second)
     self.assertIn("pages of 16 1/1024: too large", text)
 
-  def test_no_cycles_are_no_result(self):
+  def test_a_program_without_cycles_is_not_a_result(self):
     program = tpu_programs.Program("flash_attn2", SMALL, False, "v6e", (512, 512, 512))
     folder = pathlib.Path(self.create_tempdir().full_path)
     (folder / "profile").mkdir()
@@ -129,7 +129,7 @@ class ProfileTest(absltest.TestCase):
     for result in results:
       self.assertIsInstance(result, static_profile.Static, result)
       self.assertGreater(result.cycles, 500)
-      # libtpu does not say it of every kernel of others.
+      # libtpu does not print it for every kernel of other libraries.
       self.assertGreaterEqual(result.vmem_bytes, result.program.contender == tpu_programs.OURS)
       self.assertBetween(result.slots["matrix"], 0.01, 1)
       self.assertBetween(result.peak_share, 0.001, 1)
@@ -144,7 +144,7 @@ class ProfileTest(absltest.TestCase):
       self.assertIsInstance(result, static_profile.Static, result)
       self.assertGreater(result.cycles, 500)
 
-  def test_a_failure_says_why(self):
+  def test_a_failure_gives_a_reason(self):
     program = tpu_programs.Program("flash_attn2", SMALL._replace(dtype="float16"), False, "v6e",
                                       (512, 512, 512))
     result, = static_profile.measure([program])

@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The table: one signature, honest choices, and programs for platforms that are not here."""
+"""The table: one signature, reasons for refusals, and programs for platforms that are not here."""
 
 import functools
 import inspect
@@ -20,7 +20,7 @@ from attn_core.types import PLATFORMS
 
 
 def request(*features, dtype=jnp.bfloat16, width=64, value_width=None, lengths=(2, 2), **fields):
-  """A request for one device; T, S = lengths."""
+  """Returns a request for one device; lengths: T, S."""
   shape = lambda length, width: jax.ShapeDtypeStruct((1, length, 2, width), dtype)
   fields = {"mask": jax.tree.structure(masks.full()), **fields}
   return Request({feature: feature for feature in features}, shape(lengths[0], width),
@@ -28,7 +28,7 @@ def request(*features, dtype=jnp.bfloat16, width=64, value_width=None, lengths=(
 
 
 def question(platform, asked):
-  """The question about a request that is the same however the call is placed."""
+  """Returns a question whose request does not depend on the placement of the call."""
   return selection.Question(selection.Target(platform, asked.capability), asked.lengths[0] == 1,
                             lambda implementation: asked)
 
@@ -47,7 +47,7 @@ class TableTest(parameterized.TestCase):
     signatures = {str(inspect.signature(entry.run)) for entry in table.TABLE.values()}
     self.assertLen(signatures, 1)
 
-  def test_every_name_is_there_or_says_why_not(self):
+  def test_every_name_has_a_row_or_a_reason(self):
     self.assertContainsSubset({place.split()[0] for _, place in table.TABLE}, PLATFORMS)
     for name in table.names():
       for platform in PLATFORMS:
@@ -108,7 +108,7 @@ class TableTest(parameterized.TestCase):
     self.check_auto("9.0", arguments, chosen, kernel)
 
   @parameterized.parameters("flash_attn2", "blocksparse", "cuda_flash_attn2")
-  def test_on_hopper_a_name_is_our_kernels_or_nothing(self, mechanism):
+  def test_on_hopper_a_name_runs_our_kernel_or_is_refused(self, mechanism):
     asked = functools.partial(request, "causal", "float16", dtype=jnp.float16, capability="9.0")
     self.assertEqual(ask(mechanism, "gpu", asked()).kernel, "flash.gpu")
     for change, word in ((dict(dtype=jnp.float32), "dtype float32"), (dict(width=264), "264"),
@@ -118,7 +118,7 @@ class TableTest(parameterized.TestCase):
 
   @parameterized.parameters((dict(dtype=jnp.float32), "dtype float32"), (dict(width=76), "76"),
                             (dict(lengths=(8, 7)), "7 keys"))
-  def test_who_is_passed_over_says_why(self, change, word):
+  def test_skipped_implementations_give_a_reason(self, change, word):
     asked = request("causal", capability="8.6", **change)
     self.assertEqual(choose("auto", "gpu", asked), "flash_attn2")
     verdict = ask("flash_attn2", "gpu", asked)
@@ -160,7 +160,7 @@ class TableTest(parameterized.TestCase):
     self.assertEqual(said.chosen, chosen)
     tried = "tries first on cpu for one query a row"
     self.assertEqual(tried in str(said), platform == "cpu")
-    # What it refuses, the next one takes; two queries are no different from many.
+    # A call that it refuses goes to the next row; two queries are treated like many.
     said = explain(query, key, key, query_offset=7, metadata=metadata,
                    bias=np.zeros((1, 1, 1, 8), np.float32))
     self.assertEqual(said.chosen, "flash_attn2")
@@ -172,14 +172,14 @@ class TableTest(parameterized.TestCase):
     with self.assertRaisesRegex(NotImplementedError, "mechanism='sdpa'.*sinks.*'flash_attn2'"):
       choose("sdpa", "cpu", request("sinks", dtype=jnp.float32))
 
-  def test_nobody_can(self):
+  def test_no_mechanism_supports_the_call(self):
     with self.assertRaisesRegex(NotImplementedError, "no mechanism here can"):
       choose("auto", "cpu", request("quantized", "bias"))
 
   def test_splash_is_blocksparse(self):
     self.assertIs(AttentionMechanism.SPLASH, AttentionMechanism.BLOCKSPARSE)
 
-  def test_explain_runs_nothing_and_agrees_with_the_door(self):
+  def test_explain_runs_nothing_and_agrees_with_attention(self):
     x = jax.ShapeDtypeStruct((1, 8, 2, 4), jnp.float32)
     said = explain(x, x, x, return_weights=True)
     self.assertEqual(said.chosen, "vanilla")

@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The order of a sharded sequence's tokens: there and back, and its balance under a causal mask."""
+"""Token orders of a sharded sequence: their inverses, and their balance under a causal mask."""
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -14,7 +14,7 @@ from attn_core.sharding import context_parallel, token_order
 from attn_core_test.ring_cases import N, numbers
 
 
-class LayoutsTest(parameterized.TestCase):
+class TokenOrderTest(parameterized.TestCase):
 
   @parameterized.product(layout=token_order.TOKEN_ORDERS, shards=(1, 2, 5, 8))
   def test_there_and_back(self, layout, shards):
@@ -59,7 +59,7 @@ class LayoutsTest(parameterized.TestCase):
           function(x, layout, shards, axis)
 
   def test_causal_balance(self):
-    """Visited blocks of 16 x 16, the most that a shard has over the mean."""
+    """Compares visited blocks of 16 x 16 on the busiest shard with the mean."""
     length, block = 2048, 16
     def imbalance(layout):
       spread = context_parallel.Sequence(layout, False, ("sp",), (), N, 1, True, length, length)

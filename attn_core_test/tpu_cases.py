@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of the TPU kernels with the masks that they mean, for interpreting and for compiling."""
+"""Calls of the TPU kernels and the masks that they mean, for interpreting and for compiling."""
 
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ TPU = OperationMetadata(platform="tpu")
 BLOCKS = BlockSizes(128, 128, 128, 128)
 IDS = np.repeat(np.array([[0, 1, 2, -1], [5, 5, 6, 7]], np.int32), 75, 1)
 DENSE = np.random.default_rng(0).random((2, 4, 260, 260)) < 0.5
-DENSE[:, :, 7] = False  # a query that sees nothing
+DENSE[:, :, 7] = False  # a query that sees no key
 KEY = np.array([3, 4], np.uint32)
 BACKWARDS = np.tile(np.arange(200, dtype=np.int32)[::-1], (2, 1))
 LENGTHS = masks.lengths(np.array([150, 200], np.int32), np.array([0, 190], np.int32))
@@ -28,7 +28,7 @@ def predicate(batch, head, query, key):
 
 
 class Case(NamedTuple):
-  """A call: arguments beyond query, key and value, the mask that they mean, and the shape."""
+  """A call: arguments other than query, key and value, the mask that these mean, and the shape."""
 
   arguments: dict
   mask: masks.Mask = masks.causal()
@@ -53,7 +53,7 @@ class Case(NamedTuple):
     return {**arrays, **{name: jnp.asarray(rng.normal(size=shape), jnp.float32)
                          for name, shape in self.floats.items()}}
 
-  def door(self, arrays):
+  def call(self, arrays):
     output = attention(**arrays, **self.arguments, mechanism="flash_attn2", metadata=TPU,
                        block_sizes=self.blocks, return_lse=True)
     return output.attention_outputs, output.lse
@@ -73,7 +73,7 @@ class Case(NamedTuple):
     return output.attention_outputs, output.lse
 
 
-# What a hop of a ring sees: rows and columns of a longer sequence, the last of them padding.
+# Positions of a ring step: rows and columns of a longer sequence, the last of them padding.
 ZIGZAG = masks.placed(masks.causal() & masks.window(150, 0), *[np.arange(100, 300)[None]] * 2,
                       (280, 290))
 

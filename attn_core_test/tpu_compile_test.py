@@ -26,9 +26,9 @@ WIDTHS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
 def compiled():
   """Yields (chip, dtype, D, E, kind of mask) of the programs to compile.
 
-  Every dtype of every width for one chip, the chips and the kinds of masks in turns, and what needs
-  most memory for the chip that has least. The slow ones are every chip and kind of mask for each of
-  them, which take an hour.
+  Every dtype of every width for one chip, with chips and kinds of masks in turns, and the program
+  that needs most memory for the chip with the least. The slow ones are every chip and kind of mask
+  for each of them, which take an hour.
   """
   for (i, chip), (n, dtype), (j, (d, e)) in itertools.product(
       enumerate(static_profile.CHIPS), enumerate(("bfloat16", "float32")), enumerate(WIDTHS)):
@@ -50,7 +50,7 @@ class CompileTest(parameterized.TestCase):
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placement),
         jax.eval_shape(case.arrays))
     def both(arrays):
-      out, pull = jax.vjp(case.door, arrays)
+      out, pull = jax.vjp(case.call, arrays)
       return pull(out)
     text = jax.jit(both).trace(shapes).lower(lowering_platforms=("tpu",)).compile().as_text()
     # The forward in both forms, and the backward.
@@ -72,7 +72,7 @@ class CompileTest(parameterized.TestCase):
 
   @parameterized.named_parameters((name, name) for name in CASES)
   def test_features(self, name):
-    with jax.enable_x64(True):  # the kernels have 32 bits all the same
+    with jax.enable_x64(True):  # the kernels use 32 bits all the same
       self.compile("v6e", CASES[name])
 
   @parameterized.parameters(

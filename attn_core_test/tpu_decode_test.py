@@ -37,9 +37,9 @@ ROWS = {
     "int8": (Case((150, 77), S=160, H=8, K=4, D=16, E=8), "bfloat16", "int8", "on_wait"),
     "float8": (Case((150, 77), S=160, H=2, K=2), "float32", "float8_e4m3fn", "eager"),
 }
-# Every width of numbers; the other rows are slow.
+# Every dtype; the other rows are slow.
 CHOSEN = sampling.names(ROWS, ("lengths_starts_window_sinks", "several_queries_16_bits", "int8"))
-# What else is compiled for every chip: (K, group, D), dtypes of query and cache, tokens.
+# More programs compiled for every chip: (K, group, D), dtypes of query and cache, tokens.
 SWEPT = [
     ((16, 1, 128), "bfloat16", "int8", 1), ((8, 4, 256), "bfloat16", "int8", 2),
     ((6, 4, 128), "bfloat16", "int8", 2), ((8, 4, 128), "float32", "int8", 2),
@@ -76,7 +76,7 @@ class InterpretTest(parameterized.TestCase):
 
   def setUp(self):
     super().setUp()
-    self.enter_context(jax.enable_x64(False))  # which `decode_test` needs
+    self.enter_context(jax.enable_x64(False))  # decode_cases enables 64 bits
 
   @parameterized.parameters(*CHOSEN)
   def test_equals_the_definition(self, name):
@@ -129,7 +129,7 @@ class CompileTest(parameterized.TestCase):
     query = placed(jax.ShapeDtypeStruct((8, tokens, key_heads * group, width), dtype))
     attend = lambda query, cache: attention(query, None, None, cache_view=cache, metadata=TPU,
                                             **decode_cases.MODE).attention_outputs
-    with jax.enable_x64(True):  # the kernels have 32 bits all the same
+    with jax.enable_x64(True):  # the kernels use 32 bits all the same
       found = jax.jit(attend).trace(query, cache).lower(lowering_platforms=("tpu",)).compile()
     self.assertEqual(found.as_text().count('custom_call_target="tpu_custom_call"'), 1)
     return found

@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Runs TPU kernels on the CPU: watched for races, and with the bytes of transfers counted."""
+"""Runs TPU kernels on the CPU: with a race detector, and with the bytes of transfers counted."""
 
 import contextlib
 import io
@@ -15,7 +15,7 @@ import numpy as np
 
 @contextlib.contextmanager
 def interpreted(transfers: str = "on_wait") -> Iterator[None]:
-  """Runs TPU kernels on the CPU; fails where a race was seen."""
+  """Runs TPU kernels on the CPU; fails on a detected race."""
   printed = io.StringIO()
   parameters = pltpu.InterpretParams(
       detect_races=True, uninitialized_memory="nan", dma_execution_mode=transfers)
@@ -26,7 +26,7 @@ def interpreted(transfers: str = "on_wait") -> Iterator[None]:
 
 @contextlib.contextmanager
 def counted() -> Iterator[list[int]]:
-  """Interprets TPU kernels; yields a list of the bytes of every transfer, filled as they start."""
+  """Interprets TPU kernels; yields a list to which every starting transfer adds its bytes."""
   moved, make = [], pltpu.make_async_copy
   class Copy(NamedTuple):
     copy: Any

@@ -59,7 +59,7 @@ ROWS = {
     "words_of_four": Row(Case((19, 5), (1, 1), page=8, D=8, rest=0, sinks=True), layout="v1",
                          held="float8_e4m3fn", scales="token", blocks=BlockSizes(block_kv=8)),
 }
-# Every layout and width of numbers; the other rows are slow.
+# Every layout and dtype; the other rows are slow.
 CHOSEN = sampling.names(ROWS, ("ragged", "ragged_16_bits_many_rows", "writes", "words_of_four"))
 
 
@@ -81,7 +81,7 @@ def setup(row: Row):
   key, value = pages.read(cache, jnp.arange(case.pool), heads, jnp.float32)
   read = [x.reshape(case.K, case.pool, case.page, -1) for x in (key, value)]
   new = None, None
-  if row.layout == "v3":  # the queries' own tokens are in no page yet
+  if row.layout == "v3":  # no page holds the queries' own tokens yet
     mapping = pages.slots(metadata, case.page, query.shape[0])
     outside = jnp.where(mapping < 0, 10**6, mapping)
     flat = [x.reshape(case.K, -1, case.D) for x in held]
@@ -194,7 +194,7 @@ class ChoiceTest(parameterized.TestCase):
     verdict, = (v for v in said[0].verdicts if v.mechanism == "ragged_page_attention_v2")
     return str(verdict)
 
-  def test_goes_first_where_it_can(self):
+  def test_is_chosen_first_if_supported(self):
     heads = Heads(2, 128, 128)
     for dtype, scales in ((jnp.bfloat16, None), (jnp.int8, "token"), (jnp.float8_e4m3fn, "tensor")):
       self.assertIn("by paged.tpu", self.kernel(heads, 16, dtype, scales=scales))
@@ -258,7 +258,7 @@ class CompileTest(parameterized.TestCase):
     def attend(cache, query, new, metadata):
       return attention(query, new, new, mechanism=NAMES[layout], layout="thd", cache_view=cache,
                        cache_metadata=metadata, metadata=TPU)[::3]
-    with jax.enable_x64(True):  # the kernels have 32 bits all the same
+    with jax.enable_x64(True):  # the kernels use 32 bits all the same
       compiled = jax.jit(attend, donate_argnums=(0,) if writes else ()).trace(
           cache, array(jnp.bfloat16, tokens, key_heads * 4, 128), new, metadata).lower(
               lowering_platforms=("tpu",)).compile()

@@ -41,7 +41,7 @@ from attn_core.sharding import token_order
 from attn_core_test import ring_cases, sampling
 from attn_core_test.ring_cases import numbers
 
-# Its interpreter waits for ever with more devices.
+# Before jax 0.11 the interpreter hangs with more devices.
 DEVICES = (4,) if jax.__version_info__ < (0, 11) else (4, 8)
 
 
@@ -87,7 +87,7 @@ class RemoteCopyTest(parameterized.TestCase):
     x = numbers(devices, *grid, 8, 128)
 
     def local(x, *arrays):
-      # The second transfer waits for the first.
+      # The second transfer starts after the first has arrived.
       for _ in range(2):
         runner = remote_copy.RemoteCopyGrid(
             grid, RemoteCopy(arrays, "sp", 0, devices, distance, cores))
@@ -119,7 +119,7 @@ class RemoteCopyTest(parameterized.TestCase):
       np.testing.assert_array_equal(got, np.roll(want, 2 * distance, 0))
 
   @parameterized.parameters((4, "eager", 2), (DEVICES[-1], "on_wait", 7))
-  def test_what_comes_is_what_was_sent(self, devices, transfers, distance):
+  def test_arrays_arrive_unchanged(self, devices, transfers, distance):
     with interpreted(transfers):
       self.send(devices, distance % devices)
 
@@ -253,7 +253,7 @@ def steps_of(jaxpr):
 
 class ChoiceTest(parameterized.TestCase):
 
-  def test_on_a_tpu_where_it_is_asked_for(self):
+  def test_runs_on_a_tpu_if_requested(self):
     x = jax.ShapeDtypeStruct((1, 64, 2, 8), jnp.float32)
     remote = metadata_of()
     collective = remote.replace(ring=RingConfig())
@@ -304,7 +304,7 @@ class ChoiceTest(parameterized.TestCase):
         count = steps.count("start")
         products = steps.count("product")
         self.assertGreater(products, 0)
-        # Of each transfer, what goes and what comes are awaited.
+        # Both the sending and the receiving end of each transfer are awaited.
         self.assertEqual(steps, ["signal", "begin"] * bool(count) + ["start"] * count
                          + ["product"] * products + ["wait"] * 2 * count)
 

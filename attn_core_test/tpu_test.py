@@ -43,7 +43,7 @@ class InterpretTest(parameterized.TestCase):
     for transfers, naive in (("on_wait", ()), ("eager", (case.dtype,))):
       with (interpreted(transfers), mock.patch.object(tiling, "NAIVE_DTYPES", naive),
             mock.patch.object(forward, "_recompute_failed_rows", lambda found, safe: found)):
-        found = jax.block_until_ready(everything(case.door, weights)(arrays))
+        found = jax.block_until_ready(everything(case.call, weights)(arrays))
       flat, _ = jax.tree_util.tree_flatten_with_path(found)
       for (path, x), y in zip(flat, jax.tree.leaves(expected), strict=True):
         x, y = np.asarray(x, np.float32), np.asarray(y, np.float32)
@@ -60,7 +60,7 @@ class InterpretTest(parameterized.TestCase):
     self.enter_context(mock.patch.object(tiling, "RESIDENT_BYTES", 12 * 2 * 128 * 256))
     self.compare(Case({}, T=700, H=4, K=2, D=width), 1e-5)
 
-  def test_what_is_hidden_may_be_nan(self):
+  def test_hidden_keys_may_be_nan(self):
     case = Case({}, T=200, blocks=BlockSizes())
     arrays = case.arrays()
     clean = {**arrays, "key": arrays["key"][:, :150], "value": arrays["value"][:, :150],
@@ -68,8 +68,8 @@ class InterpretTest(parameterized.TestCase):
     with_nan = {**arrays, "value": arrays["value"].at[:, 150:].set(jnp.nan),
               "key": arrays["key"].at[:, 150:].set(jnp.inf)}
     with interpreted():
-      out = jax.jit(case.door)(with_nan)[0]
-      np.testing.assert_array_equal(out[:, :150], jax.jit(case.door)(clean)[0])
+      out = jax.jit(case.call)(with_nan)[0]
+      np.testing.assert_array_equal(out[:, :150], jax.jit(case.call)(clean)[0])
     self.assertTrue(np.isnan(out[:, 150:]).all())
 
   def test_second_derivatives(self):
@@ -80,7 +80,7 @@ class InterpretTest(parameterized.TestCase):
       return jax.jit(lambda a: jax.jvp(jax.grad(loss), (a,), (a,))[1])
     expected = twice(case.oracle)(arrays)
     with interpreted():
-      found = jax.block_until_ready(twice(case.door)(arrays))
+      found = jax.block_until_ready(twice(case.call)(arrays))
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
       np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
 
@@ -88,13 +88,13 @@ class InterpretTest(parameterized.TestCase):
     case = Case({}, B=2, T=40, D=8, blocks=BlockSizes())
     arrays = case.arrays()
     with interpreted():
-      one = jax.jit(case.door)(arrays)[0]
-      mapped = jax.jit(jax.vmap(lambda a: case.door(jax.tree.map(lambda x: x[None], a))[0][0]))(
+      one = jax.jit(case.call)(arrays)[0]
+      mapped = jax.jit(jax.vmap(lambda a: case.call(jax.tree.map(lambda x: x[None], a))[0][0]))(
           arrays)
     np.testing.assert_array_equal(mapped, one)
 
 
-# name: what is done to batch row 0
+# name: change of batch row 0
 BEYOND = {
     "large_logits": {"query": lambda x: x.at[0].multiply(1000)},
     "small_logits": {"query": lambda x: x.at[0, ..., 0].set(50),
@@ -108,7 +108,7 @@ BEYOND = {
 
 
 class NaiveTest(absltest.TestCase):
-  """The naive softmax, and the rows for which it fails."""
+  """The naive softmax, and rows for which it fails."""
 
   def test_rows_that_fail_are_recomputed_and_no_others(self):
     case = Case({}, B=2, T=200, dtype="bfloat16", blocks=BlockSizes())
@@ -117,7 +117,7 @@ class NaiveTest(absltest.TestCase):
     def form(recompute=forward._recompute_failed_rows):
       """Returns a function from arrays to (output [B, H, T, E], lse [B, H, T, 1]) in float32."""
       with interpreted(), mock.patch.object(forward, "_recompute_failed_rows", recompute):
-        compiled = jax.jit(lambda arrays: case.door(arrays)).lower(arrays).compile()
+        compiled = jax.jit(lambda arrays: case.call(arrays)).lower(arrays).compile()
       def run(arrays):
         with interpreted():
           out, lse = jax.block_until_ready(compiled(arrays))
@@ -137,7 +137,7 @@ class NaiveTest(absltest.TestCase):
         for x, y, z, u in zip(recomputed, expected, tried, usual):
           np.testing.assert_array_equal(x, np.where(failed, y, z))
           np.testing.assert_array_equal(x[1], u[1])
-        # Both forms round alike: the same 16 bits but for few.
+        # Both forms round alike, but for few numbers of 16 bits.
         self.assertLess(np.mean((tried[0] != expected[0]) & ~failed), 0.01)
         np.testing.assert_allclose(recomputed[1], expected[1], rtol=2e-6, atol=2e-6)
 
@@ -163,12 +163,12 @@ class ScheduleTest(parameterized.TestCase):
   @parameterized.parameters(
       (masks.full(), 256, True), (masks.causal(), 256, True), (masks.causal(), 512, False),
       (masks.offset(masks.causal(), -300), 256, False))
-  def test_steps_that_are_all_there_is(self, mask, tokens, single):
+  def test_rows_with_a_single_step(self, mask, tokens, single):
     sizes = schedule.Tiling(tokens, 256, 256, 256, 128, 128)
     steps, _ = schedule.build(mask, sizes, by_keys=False)
     self.assertEqual(steps.single_step_rows, single)
 
-  def test_steps_of_a_traced_mask_may_be_anything(self):
+  def test_rows_of_a_traced_mask_may_have_many_steps(self):
     sizes = schedule.Tiling(300, 300, 384, 384, 128, 128)
     found = []
     jax.eval_shape(lambda ids: found.append(
@@ -194,7 +194,7 @@ class ScheduleTest(parameterized.TestCase):
     self.assertEqual(found.tile_q, found.block_q)
 
   @parameterized.parameters(128, 192)
-  def test_tokens_go_and_come_back(self, width):
+  def test_tokens_are_padded_and_unpadded(self, width):
     form = tile_inputs.TokenBlocks(2, 256, 4, width, 2, 128, lambda i, j: i)
     x = np.arange(2 * 200 * 4 * width).reshape(2, 200, 4, width)
     packed = form.pack(x)
@@ -231,7 +231,7 @@ class RefusalTest(parameterized.TestCase):
 
   @parameterized.product(mask=(masks.full(), masks.causal(), masks.window(100, 0)),
                          width=(64, 128, 256, 512, 1024), backward=(False, True))
-  def test_blocks_that_are_chosen_fit(self, mask, width, backward):
+  def test_chosen_blocks_fit(self, mask, width, backward):
     operands = shapes(32768, 2, width)
     chosen = tiling.make_tiling(operands, spec_of(mask), BlockSizes(), backward=backward)
     limit = tiling.vmem_limit(BlockSizes(), chosen, operands, backward=backward)

@@ -18,7 +18,7 @@ from absl.testing import absltest
 
 from attn_core_test import import_graph
 
-# Not resolve(): a file that Bazel runs is a link, and its neighbors are those of the link.
+# Not resolve(): Bazel runs a link to this file, and the files next to the link are the ones meant.
 FOLDER = pathlib.Path(os.path.abspath(__file__)).parent
 PROGRAMS = FOLDER / "typed_programs"
 MARK = re.compile(r"# error: ([a-z-]+)$")

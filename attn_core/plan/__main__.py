@@ -1,12 +1,12 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Prints which way to spread a sequence, for 8 to 4,096 devices and up to 16 M tokens.
+"""Predicts the fastest way to shard a sequence over 8 to 4,096 devices, for up to 16 M tokens.
 
     python3 -m attn_core.plan                        causal attention of a Llama 3 8B layer on v5p
     python3 -m attn_core.plan --device h100 --window 4095
-    python3 -m attn_core.plan --all                  every layout, not only each variant's fastest
+    python3 -m attn_core.plan --all                  all token orders, not only each variant's best
 
-Times are of one layer's attention, forward and backward, at the makers' peak numbers; the formulas:
+Times are those of one layer's attention, forward and backward, at published peak rates:
 """
 
 import argparse
@@ -22,19 +22,19 @@ from attn_core.types import RING_VARIANTS
 
 DEVICES_ALONG = (8, 64, 512, 4096)
 TOKENS = (2**17, 2**20, 2**22, 2**24)
-HEADER = ("way", "members x group", "GB a link", "TFLOP", "imbalance", "compute ms", "link ms",
+HEADER = ("strategy", "members x group", "GB a link", "TFLOP", "imbalance", "compute ms", "link ms",
           "ms")
 
 
 def report(device_kind: str, shapes: Shapes, mask: masks.Mask, count: int, every: bool) -> str:
-  """The predictions for so many devices, as text.
+  """Formats the predictions for a number of devices.
 
   Args:
-    device_kind: of `DEVICES`.
-    shapes: of the attention.
-    mask: of the whole.
-    count: devices.
-    every: all layouts; otherwise the fastest of each variant.
+    device_kind: a key of `DEVICES`.
+    shapes: shapes of the whole attention.
+    mask: mask of the whole attention.
+    count: number of devices.
+    every: whether to list all token orders; otherwise the fastest of each variant.
   """
   plan = context_parallel.plan_context_parallel(
       shapes, mask, AbstractMesh((count,), ("sp",)), device_kind)
@@ -64,12 +64,12 @@ def _line(*cells: str) -> str:
 
 
 def main() -> None:
-  """Prints what the command line asks for."""
+  """Runs the command line."""
   parser = argparse.ArgumentParser(prog="python3 -m attn_core.plan",
-                                   description="Which way to spread a sequence.")
+                                   description="Predicts how to shard a sequence.")
   parser.add_argument("--device", choices=DEVICES, default="v5p")
-  parser.add_argument("--window", type=int, help="tokens to the left that a query sees")
-  parser.add_argument("--all", action="store_true", help="every layout of every variant")
+  parser.add_argument("--window", type=int, help="number of visible tokens before a query")
+  parser.add_argument("--all", action="store_true", help="list every token order of every variant")
   chosen = parser.parse_args()
   if chosen.window is not None and chosen.window < 0:
     parser.error(f"--window: got {chosen.window}; expected tokens, 0 or more; without it, all")

@@ -1,18 +1,18 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which way to spread a sequence: what each moves, computes and takes, by arithmetic alone.
+"""Predicts traffic, work and time of every way to shard a sequence, by arithmetic alone.
 
-  computed in hop h     c_h = pairs of the visited blocks * H / U * B * operations a pair / peak,
-                        of the member that visits most in it
-  sent in hop h         x_h = bytes through the busiest link / its bandwidth, see `traffic`
-  ring                  t = sum over h of max(c_h, x_h) + x_home
+  compute in step n     c_n = pairs of the visited blocks * H / group * B * flops of a pair / peak,
+                        of the member that visits most blocks in this step
+  exchange in step n    x_n = bytes through the busiest link / its bandwidth, see `traffic`
+  ring                  t = sum over n of max(c_n, x_n) + x_return
   all-gather            t = x + c
-  heads exchanged       t = x + what the exchanged heads take, U devices at a time
+  exchange of heads     t = x + time of the group's attention with H / group heads per device
 
-Operations a pair: 2 (D + E) forward and 2 (3 D + 2 E) backward. The peaks are the makers': times
-are lower bounds, for comparison. Not in them: what a kernel loses, latencies, other traffic.
-
-Letters: B batch rows and H query heads of a device, D and E widths, U devices that exchange heads.
+A pair takes 2 (D + E) flops forward and 2 (3 D + 2 E) backward. B and H are those of one device;
+x_return is the time to send the gradients of keys and values back to their owners. Peaks are those
+published by the makers, so times are lower bounds, for comparison: inefficiency of kernels,
+latencies and other traffic are not included.
 """
 
 import math
@@ -34,13 +34,13 @@ from attn_core.sharding.context_parallel import AnyMesh, Sequence
 from attn_core.types import RING_VARIANTS, BlockSizes, RingConfig, RingVariant, TokenOrder
 
 BLOCK = 512  # tokens
-MASK_BYTES = 4  # of a number per query or key
-# Beyond so many shards or tokens, hops are those that some members need, see `work.visits`.
+MASK_BYTES = 4  # of one number of a mask's array
+# Above these numbers, the steps of a ring are found from `work.visits` of some members only.
 MANY_SHARDS, MANY_TOKENS = 512, 2**20
 
 
 class Shapes(NamedTuple):
-  """The arrays of one attention, on all devices together."""
+  """Shapes of one attention, over all devices."""
 
   batch: int  # B
   queries: int  # T, tokens
@@ -52,65 +52,66 @@ class Shapes(NamedTuple):
   dtype: str = "bfloat16"
 
 
-class Way(NamedTuple):
-  """One way to spread the sequence."""
+class Strategy(NamedTuple):
+  """A way to shard a sequence."""
 
   variant: RingVariant
   layout: TokenOrder
-  members: int  # among whom keys travel
-  group: int  # devices that exchange heads
+  members: int  # number of groups, between which keys move
+  group: int  # number of devices of a group, which exchange heads
 
 
 class Prediction(NamedTuple):
-  """One way to spread the sequence; what follows `impossible` is None where that says why."""
+  """Traffic, work and time of one strategy, or the reason why it is impossible."""
 
   variant: RingVariant
   layout: TokenOrder
-  members: int  # among whom keys travel
-  group: int  # devices that exchange heads
-  impossible: str | None = None
-  collectives: tuple[traffic.Collective, ...] | None = None  # a kind each
-  # Through the busiest link in one direction, one operation after the other: of the hybrid those
-  # between groups and those within, whose links may be different ones.
+  members: int  # number of groups, between which keys move
+  group: int  # number of devices of a group, which exchange heads
+  impossible: str | None = None  # the reason; all following fields are None then
+  collectives: tuple[traffic.Collective, ...] | None = None  # one of each kind
+  # Sum over all exchanges of the bytes through the busiest link in one direction. In a hybrid,
+  # exchanges within groups and between groups may use different links.
   link_bytes: float | None = None
   flops: float | None = None  # of the busiest device
-  imbalance: float | None = None  # visited blocks: of the busiest device over the mean
+  imbalance: float | None = None  # visited blocks of the busiest device over the mean
   compute_seconds: float | None = None  # of the busiest device
   link_seconds: float | None = None
-  seconds: float | None = None  # of all, with what overlaps
+  seconds: float | None = None  # total, where exchanges overlap with computation
 
 
 class ContextParallelPlan(NamedTuple):
-  """Every variant in every layout, and the fastest of them."""
+  """Predictions for every variant and token order, and the fastest one."""
 
   predictions: tuple[Prediction, ...]
-  recommended: Prediction  # there always is one: a contiguous ring is never impossible
+  recommended: Prediction  # always exists: a contiguous ring is never impossible
 
 
 def plan_context_parallel(
     shapes: Shapes, mask: mask_lib.Mask, mesh: AnyMesh, device_kind: str, *,
     sequence_axis_name: str = "sp", heads_axis_name: str | None = None, backward: bool = True,
     block_sizes: BlockSizes = BlockSizes()) -> ContextParallelPlan:
-  """Predicts every variant of `ring` in every layout; see the formulas above and in `traffic`.
+  """Predicts every variant of `ring` in every token order; formulas are in this module's docstring.
 
   Args:
-    shapes: of the whole. Batch and heads go over the other axes of the mesh as in `attention`.
-    mask: of the whole, in the natural order of the tokens.
+    shapes: shapes of the whole attention. The other axes of the mesh shard batch and heads, as in
+      `attention`.
+    mask: mask of the whole attention, in the natural order of the tokens.
     mesh: a Mesh or AbstractMesh; nothing runs on it.
-    device_kind: a name in `devices.DEVICES`, or a `jax.Device.device_kind`.
-    sequence_axis_name: the mesh axis of the sequence.
-    heads_axis_name: a second one, which variant "hybrid" then exchanges heads over, and all others
-      take together with the first as one. None: "hybrid" is the fastest split of the one axis, in
-      groups of neighbours.
-    backward: whether the backward is counted too.
-    block_sizes: of the kernel, block_q and block_kv; None: 512 tokens.
+    device_kind: a key of `peaks.DEVICES`, or a `jax.Device.device_kind`.
+    sequence_axis_name: the mesh axis that shards the sequence.
+    heads_axis_name: a second mesh axis, over which variant "hybrid" exchanges heads; other variants
+      shard the sequence over both axes. None: "hybrid" splits the one axis into groups of neighbors
+      in the fastest way.
+    backward: whether to include the backward.
+    block_sizes: block_q and block_kv of the kernel; None: 512 tokens.
 
   Returns:
-    A prediction for every variant and layout, the impossible ones with the reason, and the fastest.
+    A prediction for every variant and token order, and the fastest one.
 
   Raises:
-    ValueError: a mesh without the axes or with one device along them, an unknown device kind, sizes
-      that are no attention or no blocks, or arrays of the mask that do not fit them.
+    ValueError: the mesh does not have the axes or has one device along them, the device kind is
+      unknown, a size is invalid, or an array of the mask does not fit the shapes.
   """
   device = peaks.find(device_kind)
   sizes = _sequence_sizes(mesh, sequence_axis_name, heads_axis_name)
@@ -121,8 +122,8 @@ def plan_context_parallel(
   fixed = None if heads_axis_name is None else (sizes[0], sizes[1])
   axes = sequence_axis_name, heads_axis_name
   def best(variant: RingVariant, layout: TokenOrder) -> Prediction:
-    found = [_predicted(local, mask, Way(variant, layout, *split), axes, device, backward, block)
-             for split in _splits(variant, math.prod(sizes), fixed)]
+    found = [_predicted(local, mask, Strategy(variant, layout, *split), axes, device, backward,
+                        block) for split in _splits(variant, math.prod(sizes), fixed)]
     possible = [each for each in found if not each.impossible]
     return fastest(possible) if possible else found[0]
   predictions = tuple(best(variant, layout) for variant in RING_VARIANTS
@@ -132,25 +133,25 @@ def plan_context_parallel(
 
 
 def fastest(possible: list[Prediction]) -> Prediction:
-  """Returns the prediction that takes the least time; none of them is of an impossible way."""
+  """Returns the prediction with the least time; all of them must be possible."""
   def seconds(each: Prediction) -> float:
     assert each.seconds is not None
     return each.seconds
   return min(possible, key=seconds)
 
 
-# --- What is asked. ------------------------------------------------------------------------------
+# --- Arguments. ----------------------------------------------------------------------------------
 
 
 def _sequence_sizes(mesh: AnyMesh, name: str, heads_name: str | None) -> tuple[int, ...]:
-  """The devices along the axes of the sequence."""
+  """Returns the number of devices along each mesh axis of the sequence."""
   checks.require(hasattr(mesh, "shape") and hasattr(mesh, "axis_names"), "mesh", repr(mesh),
                  "a Mesh or AbstractMesh")
   between, within = sequences.axes_of(RingConfig(heads_axis_name=heads_name), name)
   sequences.require_axes(RingConfig(heads_axis_name=heads_name), name, mesh)
   sizes = tuple(mesh.shape[axis] for axis in between + within)
   checks.require(math.prod(sizes) > 1, "mesh", f"one device along {between + within}",
-                 "at least two, to spread the sequence over")
+                 "at least two, to shard the sequence over")
   return sizes
 
 
@@ -169,7 +170,7 @@ def _check(shapes: Shapes) -> None:
 
 
 def _block(sizes: BlockSizes) -> tuple[int, int]:
-  """The queries and keys of a block."""
+  """Returns (queries, keys) of a block."""
   checks.require(isinstance(sizes, BlockSizes), "block_sizes", repr(sizes), "a BlockSizes")
   def checked(field: str, size: int | None) -> int:
     return BLOCK if size is None else checks.integer(
@@ -178,7 +179,7 @@ def _block(sizes: BlockSizes) -> tuple[int, int]:
 
 
 def _on_host(mask: mask_lib.Mask, shapes: Shapes) -> mask_lib.Mask:
-  """The mask with arrays of numpy, which fit."""
+  """Returns the mask with numpy arrays, after checking their shapes."""
   checks.require(isinstance(mask, mask_lib.Mask), "mask", repr(mask),
                  "a mask value such as masks.causal()")
   mask = jax.tree.map(np.asarray, mask)
@@ -191,12 +192,12 @@ def _on_host(mask: mask_lib.Mask, shapes: Shapes) -> mask_lib.Mask:
           size == most or size == 1 and (axis == 0 or role == mask_lib.DENSE)
           for axis, (size, most) in enumerate(zip(x.shape, full)))
       checks.require(fits, f"mask: an array per {role}", checks.describe(x),
-                     f"{list(full)}; 1 for the batch, and anywhere in a boolean mask")
+                     f"{list(full)}; 1 for the batch, and for any dimension of a boolean mask")
   return mask
 
 
 def _local(shapes: Shapes, mesh: AnyMesh, reserved: tuple[str | None, ...]) -> Shapes:
-  """The batch rows and heads of one device."""
+  """Returns the shapes with the batch rows and heads of one device."""
   rules = OperationMetadata(mesh=mesh).get_shardings("__train__")
   placement = placement_lib.place(
       rules, mesh, (shapes.batch, shapes.queries, shapes.heads, shapes.width),
@@ -206,14 +207,14 @@ def _local(shapes: Shapes, mesh: AnyMesh, reserved: tuple[str | None, ...]) -> S
   count = lambda axes: math.prod(mesh.shape[axis] for axis in axes)
   parts = count(placement.heads)
   key_heads = shapes.key_heads // parts
-  if placement.key_heads != placement.heads:  # all are there, those of its own heads are used
+  if placement.key_heads != placement.heads:  # replicated: a device uses those of its own heads
     key_heads = len(heads.key_heads_needed(shapes.heads, shapes.key_heads, parts)) // parts
   return shapes._replace(batch=shapes.batch // count(placement.batch), heads=shapes.heads // parts,
                          key_heads=key_heads)
 
 
 def _splits(variant: str, shards: int, fixed: tuple[int, int] | None) -> list[tuple[int, int]]:
-  """(members, devices of a group) to try."""
+  """Returns (members, devices of a group) to try."""
   if variant != "hybrid":
     return [(1, shards) if variant == "ulysses" else (shards, 1)]
   if fixed is not None:
@@ -221,16 +222,16 @@ def _splits(variant: str, shards: int, fixed: tuple[int, int] | None) -> list[tu
   return [(shards // n, n) for n in range(2, shards) if shards % n == 0] or [(1, shards)]
 
 
-# --- What is predicted. --------------------------------------------------------------------------
+# --- Predictions. --------------------------------------------------------------------------------
 
 
-def _predicted(local: Shapes, mask: mask_lib.Mask, way: Way, axes: tuple[str, str | None],
+def _predicted(local: Shapes, mask: mask_lib.Mask, strategy: Strategy, axes: tuple[str, str | None],
                device: peaks.Device, backward: bool, block: tuple[int, int]) -> Prediction:
-  """One variant, layout, number of members and size of groups, by the names of the axes."""
-  variant, layout, members, group = way
+  """Predicts one strategy; axes: (sequence_axis_name, heads_axis_name)."""
+  variant, layout, members, group = strategy
   if variant == "hybrid" and min(members, group) == 1:
-    return Prediction(*way, f"{members * group} devices do not split into members and groups of "
-                      "at least 2 each")
+    return Prediction(*strategy, f"{members * group} devices do not split into members and groups "
+                      "of at least 2 each")
   name, heads_name = axes[0], axes[1] or f"{axes[0]}_heads"
   is_hybrid = variant == "hybrid"
   mesh = (AbstractMesh((members, group), (name, heads_name)) if is_hybrid
@@ -240,7 +241,7 @@ def _predicted(local: Shapes, mask: mask_lib.Mask, way: Way, axes: tuple[str, st
         RingConfig(variant, layout, heads_name if is_hybrid else None), name, False, mesh,
         (local.queries, local.keys, local.heads))
   except ValueError as error:
-    return Prediction(*way, str(error))
+    return Prediction(*strategy, str(error))
   assert sequence is not None  # there are several devices
   visits = work.visits(sequence, mask, block)
   shifts = _shifts(sequence, mask)
@@ -251,27 +252,28 @@ def _predicted(local: Shapes, mask: mask_lib.Mask, way: Way, axes: tuple[str, st
   seconds, flops = 0.0, 0.0
   for direction in (False, True)[:1 + backward]:
     each = pairs * work.flops_of_pair(local.width, local.value_width, direction)
-    around = (traffic.exchanges(sequence, sizes, within, direction)
+    serial = (traffic.exchanges(sequence, sizes, within, direction)
               + traffic.gathers(sequence, sizes, between, direction))
-    sent = traffic.hop_by_hop(sequence, sizes, between, shifts, direction)
+    overlapped = traffic.ring_exchanges(sequence, sizes, between, shifts, direction)
     busiest = _busiest(visits, sequence, shifts) * each / device.flops
-    seconds += sum(x.seconds for x in around) + sum(
-        max(computed, sum(x.seconds for x in hop))
-        for computed, hop in zip((*busiest, 0.0), sent, strict=True))
-    found += [*around, *sum(sent, [])]
+    seconds += sum(x.seconds for x in serial) + sum(
+        max(computed, sum(x.seconds for x in step))
+        for computed, step in zip((*busiest, 0.0), overlapped, strict=True))
+    found += [*serial, *sum(overlapped, [])]
     flops += each * visits.blocks.sum(1).max()
   return Prediction(
-      *way, None, traffic.total(found), sum(x.link_bytes for x in found), float(flops),
+      *strategy, None, traffic.total(found), sum(x.link_bytes for x in found), float(flops),
       visits.imbalance, float(flops / device.flops), sum(x.seconds for x in found), float(seconds))
 
 
 def _shifts(sequence: Sequence, mask: mask_lib.Mask) -> tuple[int, ...]:
-  """The hops of the ring; one where there is none."""
+  """Returns the steps of the ring as distances, see `ring_step.shifts`; (0,) without a ring."""
   if sequence.gathers:
     return (0,)
   if sequence.shards <= MANY_SHARDS and max(sequence.queries, sequence.keys) <= MANY_TOKENS:
     return ring_step.shifts(sequence, jax.tree.structure(mask))
-  runs = sequence.group * token_order.pieces(sequence.layout)  # a ring looks at them as they are
+  # As in `ring_step.shifts`, blocks are runs of consecutive tokens.
+  runs = sequence.group * token_order.pieces(sequence.layout)
   block_q, block_kv = (sequence.padded(length) // sequence.members // runs
                        for length in (sequence.queries, sequence.keys))
   seen = work.visits(sequence, position_range.static_superset(mask), (block_q, block_kv))
@@ -280,7 +282,7 @@ def _shifts(sequence: Sequence, mask: mask_lib.Mask) -> tuple[int, ...]:
 
 
 def _busiest(visits: work.Visits, sequence: Sequence, shifts: tuple[int, ...]) -> np.ndarray:
-  """float [hops]: the most blocks that a member visits in each hop."""
+  """Returns the largest number of blocks that a member visits in each step, float [num_steps]."""
   if sequence.gathers:
     return visits.blocks.max(0)
   sources = (visits.members[:, None] - np.asarray(shifts)) % sequence.members

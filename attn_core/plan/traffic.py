@@ -2,9 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Traffic between the devices of a sharded sequence: collectives, bytes and links.
 
-Counts are those of the compiled program, whose ring steps are not steps of a loop. B, H and K are
-those of one device, before an exchange of heads; a sequence has `members` groups of `group`
-devices each.
+Counts are those of the compiled program with an unrolled ring. B, H and K are those of one device
+before heads are exchanged; the devices form `members` groups of `group` devices each.
 """
 
 from typing import NamedTuple
@@ -14,29 +13,29 @@ import numpy as np
 from attn_core.plan.peaks import Device
 from attn_core.sharding.context_parallel import Sequence
 
-GRADIENT_BYTES = 4  # gradients travel in float32
+GRADIENT_BYTES = 4  # gradients are sent in float32
 
 
 class Collective(NamedTuple):
-  """Operations of one kind that a pass issues."""
+  """All collectives of one kind in a forward or backward."""
 
-  name: str  # as compiled programs name it
+  name: str  # in compiled programs
   number: int
-  bytes: int  # of its results on a device, all operations together
-  link_bytes: float  # through the busiest link in one direction, all operations together
-  seconds: float  # link_bytes over the bandwidth of the link
+  bytes: int  # of their results on one device
+  link_bytes: float  # through the busiest link in one direction
+  seconds: float  # link_bytes / bandwidth of the link
 
 
 class Sizes(NamedTuple):
-  """Bytes of a device's arrays, of its own shard and all its heads."""
+  """Bytes of one device's arrays."""
 
-  query: int  # B L H D
-  output: int  # B L H E
-  keys: int  # B L K (D + E)
-  exchanged_keys: int  # the same of the key heads that a group's devices need, some needed twice
+  query: int  # B * D * H * tokens of the shard
+  output: int  # B * E * H * tokens of the shard
+  keys: int  # B * (D + E) * K * tokens of the shard
+  exchanged_keys: int  # `keys`, with the key heads repeated that several devices of a group need
   itemsize: int
-  # Of the mask's arrays, each: with a number per query, per key, and those with one per pair, of
-  # which a device has its own queries and all keys.
+  # The mask's arrays with a number per query, per key and per pair; a device has the pairs of its
+  # queries with all keys.
   of_queries: tuple[int, ...] = ()
   of_keys: tuple[int, ...] = ()
   of_pairs: tuple["Pairs", ...] = ()
@@ -51,28 +50,29 @@ class Pairs(NamedTuple):
 
 
 class Link(NamedTuple):
-  """How the devices that exchange with each other are joined."""
+  """The network between devices that exchange arrays."""
 
   devices: int
-  bandwidth: float  # bytes a second in one direction
-  is_ring: bool  # each to its two neighbours; else each to a switch
-  stride: int = 1  # they are so far from each other, on a ring of `devices` times that
-  is_part: bool = False  # of a ring: neighbours in a row, the last not joined to the first
+  bandwidth: float  # bytes per second in one direction
+  is_ring: bool  # links lead to two neighbors; else to a switch
+  stride: int = 1  # distance of these devices on a ring of `stride * devices` devices
+  is_part: bool = False  # consecutive devices of a ring, without a link from the last to the first
 
   def permute(self, size: float, distance: int) -> float:
-    """Bytes through the busiest link if each device sends `size` bytes `distance` devices on."""
+    """Returns the bytes through the busiest link if all send `size` bytes over a distance."""
     distance = abs(distance) % self.devices
     return size * self.stride * min(distance, self.devices - distance) if self.is_ring else size
 
   def gather(self, size: float) -> float:
-    """Bytes through the busiest link if all devices gather `size` bytes of each other."""
+    """Returns the bytes through the busiest link if all gather `size` bytes from each device."""
     return size * (self.devices - 1) / (2 if self.is_ring and not self.is_part else 1)
 
   def exchange(self, size: float) -> float:
-    """Bytes through the busiest link if each device sends an equal part of `size` bytes to each.
+    """Returns the bytes through the busiest link of an all-to-all of `size` bytes per device.
 
-    A ring of n: n / 8 times the size, the mean distance n / 4 over two directions; n in a row:
-    n / 4 times, what either half has for the other. A switch: all but one's own part, (n - 1) / n.
+    With n devices, size times n / 8 on a ring (mean distance n / 4, two directions), n / 4 on a
+    part of a ring (the bytes from one half to the other), (n - 1) / n on a switch (all but the
+    device's own part).
     """
     n = self.devices
     if self.is_ring:
@@ -81,13 +81,15 @@ class Link(NamedTuple):
 
 
 def links(sequence: Sequence, device: Device, one_axis: bool) -> tuple[Link, Link]:
-  """Between members, and within a group; the network where devices are of several domains.
+  """Returns the links between members and within a group.
+
+  Devices of several domains communicate over the network of the data center.
 
   Args:
-    sequence: its devices.
-    device: what each is.
-    one_axis: whether they are one axis of the mesh: groups of neighbours on one ring, and not a
-      ring each.
+    sequence: the sharding of the sequence.
+    device: the kind of its devices.
+    one_axis: whether one mesh axis holds all devices, so that groups are neighbors on one ring;
+      otherwise each group is a ring.
   """
   def link(devices: int, span: int, stride: int, is_part: bool) -> Link:
     if span > device.domain:
@@ -98,11 +100,11 @@ def links(sequence: Sequence, device: Device, one_axis: bool) -> tuple[Link, Lin
 
 
 def exchanges(sequence: Sequence, sizes: Sizes, link: Link, backward: bool) -> list[Collective]:
-  """All-to-all of query, key, value and output; backward: of their gradients.
+  """Returns the all-to-alls of query, key, value and output, or in the backward of their gradients.
 
-  The mask's arrays are exchanged once, for both passes: each device gets those of its group, and
-  for arrays per head all tokens of its own heads. (An array that is given both for queries and for
-  keys is counted twice.)
+  The mask's arrays are exchanged once for both passes: each device gets those of its group, and of
+  arrays per head all tokens of its own heads. An array that is both per query and per key is
+  counted twice.
   """
   group = sequence.group
   if group == 1:
@@ -120,9 +122,9 @@ def exchanges(sequence: Sequence, sizes: Sizes, link: Link, backward: bool) -> l
 
 
 def gathers(sequence: Sequence, sizes: Sizes, link: Link, backward: bool) -> list[Collective]:
-  """All-gather of key, value and the mask's arrays that belong to keys.
+  """Returns the all-gathers of keys, values and the mask's arrays per key.
 
-  Backward: again, and the gradients of the first two summed by reduce-scatter.
+  The backward gathers again, and sums the gradients of keys and values by reduce-scatters.
   """
   if not sequence.gathers:
     return []
@@ -133,16 +135,17 @@ def gathers(sequence: Sequence, sizes: Sizes, link: Link, backward: bool) -> lis
                   if backward else [])
 
 
-def hop_by_hop(sequence: Sequence, sizes: Sizes, link: Link, shifts: tuple[int, ...],
-               backward: bool) -> list[list[Collective]]:
-  """What is sent while each hop computes, and last what is sent after all of them.
+def ring_exchanges(sequence: Sequence, sizes: Sizes, link: Link, shifts: tuple[int, ...],
+                   backward: bool) -> list[list[Collective]]:
+  """Returns the exchanges that overlap with each step of a ring, and last those after all steps.
 
-  Key, value and the mask's arrays that belong to keys go to the next hop's members. Backward also
-  the gradients of the first two, in float32, one step behind; the last exchange returns them to
-  the owning members.
+  Keys, values and the mask's arrays per key are sent to the members of the next step. In the
+  backward the gradients of keys and values follow one step behind, in float32, and are finally
+  returned to the owning members.
   """
   gradients = sizes.exchanged_keys // sizes.itemsize * GRADIENT_BYTES
-  # U L K' / U: the group's tokens; of arrays that are alike for all heads, U L.
+  # After the exchange of heads: the group's tokens of 1 / group of the key heads; arrays without
+  # heads have all of the group's tokens.
   number = 2 + len(sizes.of_keys)
   size = sizes.exchanged_keys + sum(sizes.of_keys) * sequence.group
   send = lambda number, size, distance: _collective(
@@ -150,18 +153,19 @@ def hop_by_hop(sequence: Sequence, sizes: Sizes, link: Link, shifts: tuple[int, 
   strides = np.diff(shifts)
   found = [[send(number, size, stride)] for stride in strides] + [[], []]
   if backward and len(shifts) > 1:
-    for hop, stride in enumerate(strides[1:], 2):
-      found[hop].append(send(2, gradients, stride))
+    for step, stride in enumerate(strides[1:], 2):
+      found[step].append(send(2, gradients, stride))
     found[-1].append(send(2, gradients, shifts[-1]))
   return found
 
 
-def _collective(name: str, number: int, size: int, link: Link, through: float) -> Collective:
-  return Collective(name, number, size, through, through / link.bandwidth)
+def _collective(name: str, number: int, size: int, link: Link,
+                link_bytes: float) -> Collective:
+  return Collective(name, number, size, link_bytes, link_bytes / link.bandwidth)
 
 
 def total(found: list[Collective]) -> tuple[Collective, ...]:
-  """One Collective a name, in order."""
+  """Sums collectives of the same name, in the order of their first occurrence."""
   names = dict.fromkeys(each.name for each in found)
   return tuple(Collective(name, *map(sum, zip(*(each[1:] for each in found if each.name == name))))
                for name in names)

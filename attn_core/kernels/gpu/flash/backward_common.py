@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from attn_core.kernels.gpu import wgmma
 from attn_core.kernels.gpu.flash import kernel_params
-from attn_core.kernels.gpu.flash.tile_inputs import TileInputs
 from attn_core.kernels.gpu.flash.block_list import BlockList, RowBlocks
+from attn_core.kernels.gpu.flash.tile_inputs import TileInputs
 from attn_core.kernels.gpu.mosaic import Ref
 from attn_core.masks import dropout
 from attn_core.masks.tile import Tile

@@ -22,9 +22,9 @@ from jax.typing import DTypeLike
 from attn_core.kernels.gpu import mosaic, wgmma
 from attn_core.kernels.gpu.flash import tiling as tiling_lib
 from attn_core.kernels.gpu.flash.backward_common import Arrays, BackwardParams
+from attn_core.kernels.gpu.flash.block_list import RowBlocks
 from attn_core.kernels.gpu.flash.kernel_params import (
     GridIndex, drain, grid_index_of, make_kernel_params, reverse_blocks)
-from attn_core.kernels.gpu.flash.block_list import RowBlocks
 from attn_core.kernels.gpu.mosaic import Ref
 from attn_core.masks import tile as tile_lib
 from attn_core.types import AttentionSpec, Operands

@@ -190,8 +190,9 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
     sinks = _to_rows(tiling, sinks).reshape(num_row_blocks, params.num_rows)
   live = split_kv.live_splits(params, jnp.zeros_like(visited), visited)
   out, lse = combine.combine(params, out, lse, sinks, live, dtype)
-  lse = _from_rows(tiling, lse[..., None], operands.query.shape)[..., 0].swapaxes(1, 2)
-  return Residuals(_from_rows(tiling, out, operands.query.shape), lse)
+  out = _from_rows(tiling, out, operands.query.shape)
+  lse = _from_rows(tiling, lse[..., None], operands.query.shape)
+  return Residuals(out, lse[..., 0].swapaxes(1, 2))
 
 
 def _assert_shapes(operands: Operands) -> None:
