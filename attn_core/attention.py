@@ -239,7 +239,7 @@ def explain(
   >>> explanation.chosen
   'flash_attn2'
   >>> [str(verdict) for verdict in explanation.verdicts if verdict.mechanism == "sdpa"]
-  ['softmax_aux (sinks (softmax_aux), with their gradient) is not supported']
+  ['softmax_aux (sinks, with their gradient) is not supported']
 
   Args:
     query: as in `attention`, and so are all other arguments; each array may be a
@@ -304,7 +304,7 @@ def _explain(a: AttentionArguments) -> Explanation:
       arguments.with_configured_blocks(normal.call.block_sizes, normal.metadata,
                                        chosen or "vanilla"),
       () if placement is None else placement.drops,
-      placement.spread() if chosen and placement is not None else ())
+      placement.sharded_dimensions() if chosen and placement is not None else ())
 
 
 def _run(a: AttentionArguments) -> AttentionOutput:
@@ -330,7 +330,7 @@ def _run(a: AttentionArguments) -> AttentionOutput:
 
 
 def _question(normal: arguments.Normalized) -> selection.Question:
-  """Returns the question which implementation supports a call; it is placed once for all alike."""
+  """Returns the question which implementation supports a call; its placements are cached."""
   requests: dict[tuple[bool, bool], Request] = {}
 
   def request_for(implementation: Implementation) -> Request:

@@ -160,5 +160,26 @@ class PagedFunctionTest(absltest.TestCase):
                                attn_core.PagedOptions(softmax_scale=float("inf")))
 
 
+class StrictShapesTest(parameterized.TestCase):
+  """Under jax_numpy_rank_promotion="raise" a call has the result that it has without."""
+
+  @parameterized.named_parameters(
+      ("dense", "autoregressive_decodeattn", {
+          "cache_view": attn_core.caches.dense.init(2, 8, (2, 4), dtype="int8")}),
+      ("window", "flash_attn2", {
+          "cache_view": attn_core.caches.window.init(2, 8, (2, 4), dtype="float32"),
+          "sliding_window": (4, 0)}),
+      ("lengths", "sdpa", {"mask": attn_core.masks.lengths(np.array([2, 3], np.int32),
+                                                           np.array([3, 1], np.int32))}))
+  def test_ranks_are_not_promoted(self, mechanism, arguments):
+    x = np.random.default_rng(0).normal(size=(2, 3, 2, 4)).astype(np.float32)
+    mode = "__autoregressive__" if "cache_view" in arguments else "__train__"
+    run = lambda: attention(x, x, x, mechanism=mechanism, mode=mode, **arguments).attention_outputs
+    expected = run()
+    jax.clear_caches()
+    with jax.numpy_rank_promotion("raise"):
+      np.testing.assert_array_equal(run(), expected)
+
+
 if __name__ == "__main__":
   absltest.main()

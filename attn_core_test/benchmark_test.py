@@ -215,9 +215,9 @@ class BenchmarkTest(parameterized.TestCase):
       self.assertEqual(command.main(["--list"]), 0)
     for name in (*CASES, "flash_attn2"):
       self.assertIn(name, printed.getvalue())
-    with contextlib.redirect_stderr(io.StringIO()) as told, self.assertRaises(SystemExit):
+    with contextlib.redirect_stderr(io.StringIO()) as printed, self.assertRaises(SystemExit):
       command.main(["--cases", "llama9", "--no-peers"])
-    self.assertIn("llama3_8b", told.getvalue())
+    self.assertIn("llama3_8b", printed.getvalue())
 
 
 if __name__ == "__main__":

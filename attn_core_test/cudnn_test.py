@@ -284,9 +284,9 @@ class RefusalTest(parameterized.TestCase):
     with mock.patch.object(jax, "default_backend", lambda: "rocm"):
       device = mock.Mock(compute_capability="gfx942")
       with mock.patch.object(jax, "local_devices", lambda: [device]):
-        said = explain(*x)
-    self.assertEqual(said[:3], ("flash_attn2", "gpu", "gfx942"))
-    verdicts = {verdict.mechanism: verdict for verdict in said.verdicts}
+        explanation = explain(*x)
+    self.assertEqual(explanation[:3], ("flash_attn2", "gpu", "gfx942"))
+    verdicts = {verdict.mechanism: verdict for verdict in explanation.verdicts}
     self.assertIn("gfx942: cuDNN runs on NVIDIA's only", str(verdicts["cudnn"]))
     self.assertEqual(verdicts["flash_attn2"].kernel, "flash.xla")
 

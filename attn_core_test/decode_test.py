@@ -302,9 +302,9 @@ class ShardedTest(parameterized.TestCase):
 
   def test_explain_reports_what_is_not_sharded(self):
     x = jax.ShapeDtypeStruct((4, 15, 2, 16), jnp.float32)
-    said = explain(x, x, x, mechanism="autoregressive_decodeattn", metadata=OperationMetadata(
-        mesh=create_mesh((1, 1, 1, 1, 8))))
-    self.assertIn("axis 'sp' does not shard dimension 1 of key: sp=8 does not divide", str(said))
+    metadata = OperationMetadata(mesh=create_mesh((1, 1, 1, 1, 8)))
+    explanation = str(explain(x, x, x, mechanism="autoregressive_decodeattn", metadata=metadata))
+    self.assertIn("axis 'sp' does not shard dimension 1 of key: sp=8 does not divide", explanation)
 
 
 if __name__ == "__main__":

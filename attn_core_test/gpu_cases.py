@@ -94,7 +94,7 @@ class Case(NamedTuple):
     return jax.eval_shape(self._store, found)
 
   def _store(self, operands: Operands) -> Operands:
-    """Quantizes keys and values as `stored` tells."""
+    """Quantizes keys and values to the dtype `stored`, unless it is None."""
     if self.stored is None:
       return operands
     key, value = (quantize.quantize(x, self.stored) for x in (operands.key, operands.value))

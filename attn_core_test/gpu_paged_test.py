@@ -97,7 +97,7 @@ class InterpretTest(parameterized.TestCase):
     order = np.array([2, 0, 3, 1, 4])
     moved = PagesMetadata(metadata.page_tables[order], metadata.context_lens[order],
                           np.array([0, 3, 4, 6, 6, -5], np.int32), metadata.num_requests)
-    # of which the last three belong to no request
+    # The last three belong to no request.
     tokens = np.array([3, 4, 5, 0, 6, 7, *range(8, 13)])
     with gpu_cases.interpreted():
       again = numbers(run(query[tokens], cache, moved))
@@ -160,11 +160,10 @@ class ChoiceTest(parameterized.TestCase):
     name = {PagesV1: "page_attention", PagesV2: "ragged_page_attention_v2",
             PagesV3: "ragged_page_attention_v3"}[layout]
     new = (query, query) if layout is PagesV3 else (None, None)
-    said = []
-    jax.eval_shape(lambda query, cache: said.append(explain(
+    explanation = explain(
         query, *new, layout="thd", mechanism=name, cache_view=cache, cache_metadata=metadata,
-        **{"metadata": gpu_cases.HOPPER, **options})), query, cache)
-    verdict, = (v for v in said[0].verdicts if v.mechanism == name)
+        **{"metadata": gpu_cases.HOPPER, **options})
+    verdict, = (v for v in explanation.verdicts if v.mechanism == name)
     return str(verdict)
 
   def test_is_chosen_first_if_supported(self):

@@ -104,15 +104,16 @@ class GpuSuiteTest(absltest.TestCase):
 
   def test_stopping_a_part_stops_the_programs_it_started(self):
     # The script itself, without JAX, with a part that starts a program in its own process group.
-    told = self.folder / "process"
-    begun = f"import os, time; open({str(told)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    pid_file = self.folder / "process"
+    started = (f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); "
+               "time.sleep(60)")
     script = gpu_suite.ROOT / "attn_core_test" / "gpu_suite.py"
     program = f'''
 import runpy, sys, types
 sys.path.insert(0, {str(script.parent)!r})
 import process_group
 def part(settings):
-  process_group.run_group([sys.executable, "-c", {begun!r}], 60)
+  process_group.run_group([sys.executable, "-c", {started!r}], 60)
 parts = types.SimpleNamespace(Settings=lambda *_: None, PARTS=dict(environment=part))
 sys.modules["jax"] = types.SimpleNamespace(devices=list)
 sys.modules["attn_core_test"] = types.SimpleNamespace(gpu_suite_parts=parts)
@@ -122,19 +123,19 @@ runpy.run_path({str(script)!r}, run_name="__main__")'''
     output, ending = gpu_suite.run_group([sys.executable, "-c", program], 5)
     self.assertEqual(ending, "stopped after 5 s", output)
     with self.assertRaises(ProcessLookupError):
-      os.kill(int(told.read_text("utf-8")), 0)
+      os.kill(int(pid_file.read_text("utf-8")), 0)
 
   def test_startup_counts_toward_the_time_of_a_part(self):
     given = gpu_suite.argparse.Namespace(part="late", budget=10.0, tiny=True, out=None, cases=(),
                                          result=None)
-    told = []
+    budgets = []
     def late(settings):
-      told.append(settings.seconds)
+      budgets.append(settings.seconds)
       return gpu_suite_parts.Found(True, [], {})
     with (mock.patch.dict(gpu_suite_parts.PARTS, late=late),
           mock.patch.object(jax, "devices", lambda: time.sleep(0.5))):
       self.assertEqual(gpu_suite.run_part(given), 0)
-    self.assertLess(told[0], 9.6)
+    self.assertLess(budgets[0], 9.6)
 
   def test_wrong_results_are_reported(self):
     case = gpu_suite_parts.CASES[0]

@@ -203,7 +203,7 @@ class StripeTest(parameterized.TestCase):
 
 class PlacementTest(parameterized.TestCase):
 
-  def said(self, case: Case, mesh, **arguments):
+  def explained(self, case: Case, mesh, **arguments):
     query, _, _, cache, _ = case.arrays()
     return explain(query, None, None, layout="thd", cache_view=cache,
                    cache_metadata=case.metadata(), metadata=OperationMetadata(mesh=mesh),
@@ -211,18 +211,18 @@ class PlacementTest(parameterized.TestCase):
 
   def test_explain_reports_sharded_keys(self):
     for mode in ("__train__", "__autoregressive__"):
-      said = str(self.said(Case(G=2), mesh_of(dp=2, tp=2, sp=2), mode=mode))
+      explanation = str(self.explained(Case(G=2), mesh_of(dp=2, tp=2, sp=2), mode=mode))
       for words in ("groups of requests over dp=2", "keys over sp=2", "query heads over tp=2"):
-        self.assertIn(words, said)
-      self.assertNotIn("does not shard", said)
+        self.assertIn(words, explanation)
+      self.assertNotIn("does not shard", explanation)
 
   @parameterized.parameters(
       (Case(stripes=3), dict(sp=2), "1 groups of 3 stripes over one device and sp=2"),
       (Case(G=2), dict(sp=2), "2 groups of 2 stripes over one device and sp=2"))
   def test_what_does_not_divide_is_refused_by_name(self, case, sizes, words):
-    said = self.said(case, mesh_of(**sizes))
-    self.assertIsNone(said.chosen)
-    self.assertRegex(str(said), f"ragged_page_attention_v2 +{words}")
+    explanation = self.explained(case, mesh_of(**sizes))
+    self.assertIsNone(explanation.chosen)
+    self.assertRegex(str(explanation), f"ragged_page_attention_v2 +{words}")
     query, _, _, cache, _ = case.arrays()
     with self.assertRaisesRegex(NotImplementedError, words):
       attention(query, None, None, mechanism="ragged_page_attention_v2", layout="thd",

@@ -133,7 +133,7 @@ class PlacementTest(parameterized.TestCase):
     self.assertIn("input_output_alias={", text)
     self.assertGreaterEqual(compiled.memory_analysis().alias_size_in_bytes, cache.pages.nbytes // 8)
 
-  def said(self, case: Case, mesh, **arguments):
+  def explained(self, case: Case, mesh, **arguments):
     query, key, value, cache, _ = case.arrays()
     if case.layout is PagesV2:
       key = value = None
@@ -141,17 +141,17 @@ class PlacementTest(parameterized.TestCase):
         ), metadata=OperationMetadata(mesh=mesh, **arguments))
 
   def test_explain_reports_what_is_sharded_and_what_is_not(self):
-    said = str(self.said(Case(G=4, H=8), mesh_of(fsdp=2, dp=2, tp=2)))
+    explanation = str(self.explained(Case(G=4, H=8), mesh_of(fsdp=2, dp=2, tp=2)))
     for words in ("groups of requests over fsdp=2 * dp=2", "query heads over tp=2",
                   "key heads over tp=2"):
-      self.assertIn(words, said)
-    said = str(self.said(Case(G=1, K=1, grouped=False), mesh_of(dp=2, tp=2, sp=2)))
-    self.assertIn("  query heads over tp=2", said)
-    self.assertNotIn("key heads over", said)
+      self.assertIn(words, explanation)
+    explanation = str(self.explained(Case(G=1, K=1, grouped=False), mesh_of(dp=2, tp=2, sp=2)))
+    self.assertIn("  query heads over tp=2", explanation)
+    self.assertNotIn("key heads over", explanation)
     for words in ("'dp' does not shard dimension 0 of cache_metadata: all requests are one group",
                   "'tp' does not shard dimension 2 of cache_view: there is one key head",
                   "'sp' does not shard dimension 1 of query: a request's keys stay on one device"):
-      self.assertIn(words, said)
+      self.assertIn(words, explanation)
 
   @parameterized.parameters(
       (Case(G=3), dict(dp=2), {}, "3 groups of requests over dp=2"),
@@ -163,10 +163,10 @@ class PlacementTest(parameterized.TestCase):
       (Case(), dict(tp=2), dict(partition_axis=PartitionAxis(kv_head_axis=None)),
        "2 key heads over tp=2"))
   def test_what_does_not_divide_is_refused_by_name(self, case, sizes, arguments, words):
-    said = self.said(case, mesh_of(**sizes), **arguments)
+    explanation = self.explained(case, mesh_of(**sizes), **arguments)
     name = ("ragged_page_attention_v3" if case.layout is PagesV3 else "ragged_page_attention_v2")
-    self.assertIsNone(said.chosen)
-    self.assertRegex(str(said), f"{name} +{words}")
+    self.assertIsNone(explanation.chosen)
+    self.assertRegex(str(explanation), f"{name} +{words}")
     query, key, value, cache, _ = case.arrays()
     key, value = (key, value) if case.layout is PagesV3 else (None, None)
     with self.assertRaisesRegex(NotImplementedError, f"mechanism='{name}' .*{words}"):
@@ -176,9 +176,9 @@ class PlacementTest(parameterized.TestCase):
 
   def test_partition_rules_choose_the_axes(self):
     axes = PartitionAxis(batch_axis="x", head_axis="y", kv_head_axis="y")
-    said = str(self.said(Case(G=4), mesh_of(y=2, x=2), partition_axis=axes))
-    self.assertIn("groups of requests over x=2", said)
-    self.assertIn("key heads over y=2", said)
+    explanation = str(self.explained(Case(G=4), mesh_of(y=2, x=2), partition_axis=axes))
+    self.assertIn("groups of requests over x=2", explanation)
+    self.assertIn("key heads over y=2", explanation)
 
   def test_a_mesh_whose_axes_are_explicit(self):
     case = Case(G=2)
@@ -198,9 +198,9 @@ class PlacementTest(parameterized.TestCase):
     metadata = PagesMetadata(jnp.zeros((2, 4, 4), jnp.int32), jnp.zeros((2, 4), jnp.int32))
     for page, words in ((16, "by paged.tpu"), (10**4, "by paged.xla.*10000 tokens")):
       pool = jnp.zeros((2, page, 4, 256), jnp.bfloat16)
-      said = explain(query, None, None, layout="thd", cache_view=PagesV2(pool),
+      explanation = explain(query, None, None, layout="thd", cache_view=PagesV2(pool),
                      cache_metadata=metadata, metadata=OperationMetadata(**arguments))
-      self.assertRegex(str(said), words)
+      self.assertRegex(str(explanation), words)
 
 
 @sampling.slow("pages over four TPU chips")

@@ -200,10 +200,10 @@ class ParityTest(absltest.TestCase):
         module, _, path = row.tested.partition(".")
         self.assertIn(module, texts)
         self.assertIn(path, tests_of(texts[module]))
-        said = texts[module] + "".join(texts[name] for name in cases_of(texts[module]))
+        text = texts[module] + "".join(texts[name] for name in cases_of(texts[module]))
         words = words_for(row)
-        self.assertTrue(any(re.search(rf"\b{word}\b", said) for word in words),
-                        f"{row.tested} does not speak of {sorted(words)}")
+        self.assertTrue(any(re.search(rf"\b{word}\b", text) for word in words),
+                        f"{row.tested} does not mention {sorted(words)}")
 
   def test_rematerialization_targets_are_where_the_table_says(self):
     for row in self.rows:

@@ -54,8 +54,8 @@ def sent(text):
 def both_passes(run, arrays):
   """Returns the texts of forward and backward, compiled as programs of their own.
 
-  In one program without a layer in between, jax 0.10.2 reuses the keys that the forward received in
-  the backward.
+  In one program without a layer in between, jax 0.10.2 lets the backward reuse the keys that the
+  forward has received.
   """
   lowered = jax.jit(lambda *x: jax.vjp(run, *x)).lower(*arrays)
   forward = lowered.compile()
@@ -198,23 +198,24 @@ class TimeTest(parameterized.TestCase):
   @parameterized.parameters(10.0, 1000.0)
   def test_forward(self, bandwidth):
     plan = self.plan(TOY._replace(link_bytes=bandwidth), backward=False)
-    hop = 4 * 4 * 2 * (3 + 1) / 1000  # pairs * heads * operations
+    step = 4 * 4 * 2 * (3 + 1) / 1000  # pairs * heads * operations
     ring, gather, ulysses = (prediction(plan, v) for v in ("ring", "all_gather", "ulysses"))
     send = 2 * (3 + 1) * 4 / bandwidth  # tokens * widths * bytes
-    self.assertAlmostEqual(ring.seconds, 7 * max(hop, send) + hop)
-    self.assertAlmostEqual(ring.compute_seconds, 8 * hop)
-    self.assertAlmostEqual(ring.flops, 8000 * hop)
+    self.assertAlmostEqual(ring.seconds, 7 * max(step, send) + step)
+    self.assertAlmostEqual(ring.compute_seconds, 8 * step)
+    self.assertAlmostEqual(ring.flops, 8000 * step)
     self.assertAlmostEqual(ring.link_seconds, 7 * send)
-    self.assertAlmostEqual(gather.seconds, 7 / 2 * send + 8 * hop)  # in both directions of the ring
+    # The ring is used in both directions.
+    self.assertAlmostEqual(gather.seconds, 7 / 2 * send + 8 * step)
     self.assertIn("got 4 query heads a device for the 8 devices", ulysses.impossible)
 
   def test_a_window_takes_one_ring_step(self):
     """Checks that each of 8 members visits its own block and, but for the first, the one before."""
     plan = self.plan(mask=masks.causal() & masks.window(1, 0), backward=False)
     ring = prediction(plan, "ring")
-    hop, send = 0.128, 3.2
-    self.assertAlmostEqual(ring.seconds, send + hop)
-    self.assertAlmostEqual(ring.flops, 2 * 1000 * hop)
+    step, send = 0.128, 3.2
+    self.assertAlmostEqual(ring.seconds, send + step)
+    self.assertAlmostEqual(ring.flops, 2 * 1000 * step)
     self.assertAlmostEqual(ring.imbalance, 2 / (15 / 8))
 
   def test_backward(self):

@@ -6,6 +6,7 @@ Every case states twice which keys are visible: in arguments of `attention`, and
 made from loops over numbers, which shares no code with the library.
 """
 
+import functools
 from typing import Any, Callable, NamedTuple
 
 import jax
@@ -205,9 +206,28 @@ def to_bthd(x, layout: str):
       layout]()
 
 
-def reference(case: Case):
-  """Returns the oracle: `operands` -> (output in the case's layout, lse)."""
-  a, layout = case.arguments, case.arguments.get("layout", "bthd")
+@functools.cache
+def _oracle(spec: AttentionSpec, layout: str):
+  """Returns a function: arrays of the mask, `operands` -> (output in the layout, lse)."""
+  def run(mask, arrays):
+    query, key, value = (to_bthd(arrays[name], layout) for name in ("query", "key", "value"))
+    sinks = arrays.get("softmax_aux")
+    if sinks is not None:
+      sinks = (sinks if sinks.ndim == 1 else jax.nn.logsumexp(sinks, -1))[None]
+    words = dropout.key_words(jnp.asarray(_RNG)) if spec.dropout_prob else None
+    out, _, lse, _ = oracle.attention(
+        Operands(query, key, value, arrays.get("bias"), MaskOperands(mask), sinks, words), spec)
+    return from_bthd(out, layout), lse[0] if layout == "thd" else lse
+  return run
+
+
+def reference(case: Case) -> jax.tree_util.Partial:
+  """Returns the oracle: `operands` -> (output in the case's layout, lse).
+
+  Given to a compiled function as an argument, it is the arrays of its mask: cases that differ only
+  in these share the program.
+  """
+  a = case.arguments
   mask = constructors.dense(visible(case))
   if case.positions is not None:
     mask = constructors.positions(np.asarray(case.positions, np.int32), None, mask)
@@ -215,14 +235,11 @@ def reference(case: Case):
   spec = AttentionSpec(
       structure, a.get("softmax_scale", case.shape.D**-0.5), a.get("logits_soft_cap"),
       a.get("dropout_prob", 0.0), normalize_output=a.get("normalize_output", True))
-  def run(arrays):
-    query, key, value = (to_bthd(arrays[name], layout) for name in ("query", "key", "value"))
-    sinks = arrays.get("softmax_aux")
-    if sinks is not None:
-      sinks = (sinks if sinks.ndim == 1 else jax.nn.logsumexp(sinks, -1))[None]
-    words = dropout.key_words(jnp.asarray(_RNG)) if spec.dropout_prob else None
-    out, _, lse, _ = oracle.attention(
-        Operands(query, key, value, arrays.get("bias"),
-                 MaskOperands(tuple(map(jnp.asarray, leaves))), sinks, words), spec)
-    return from_bthd(out, layout), lse[0] if layout == "thd" else lse
-  return run
+  return jax.tree_util.Partial(_oracle(spec, a.get("layout", "bthd")),
+                               tuple(map(jnp.asarray, leaves)))
+
+
+@jax.jit
+def evaluate(run: jax.tree_util.Partial, arrays):
+  """Computes `run(arrays)`, compiled once for all references that differ only in arrays."""
+  return run(arrays)

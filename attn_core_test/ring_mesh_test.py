@@ -110,9 +110,9 @@ class MeshTest(parameterized.TestCase):
     x = jnp.asarray(numbers(4, 16, 8, D))
     out = jax.jit(lambda x: ring_attention(x, x, x, metadata=metadata).attention_outputs)(x)
     self.assertEqual(tuple(out.sharding.spec)[:3], (None, "sp", "tp"))
-    said = explain(x, x, x, mechanism="ring", metadata=metadata)
-    self.assertEqual((said.chosen, said.replicated), ("ring", ()))
-    self.assertIn("can, by context_parallel.xla", str(said))
+    explanation = explain(x, x, x, mechanism="ring", metadata=metadata)
+    self.assertEqual((explanation.chosen, explanation.replicated), ("ring", ()))
+    self.assertIn("can, by context_parallel.xla", str(explanation))
 
 
 BAD = (

@@ -35,7 +35,7 @@ def issued(metadata, gradient, kernel, dtype=jnp.bfloat16):
   return [names.get(a, "kernel") for a, _ in steps]
 
 
-def flying(steps):
+def in_flight(steps):
   """Returns for every kernel how many exchanges are in flight during it."""
   return [steps[:n].count("start") - steps[:n].count("done")
           for n, step in enumerate(steps) if step == "kernel"]
@@ -74,8 +74,8 @@ class HopperTest(absltest.TestCase):
     text = jax.jit(run).trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
     self.assertGreaterEqual(text.count("custom_call @mosaic_gpu"), 4)
     self.assertIn("collective_permute", text)
-    said = str(explain(x, x, x, mechanism="ring", metadata=metadata))
-    self.assertIn("can, by context_parallel.gpu", said)
+    explanation = str(explain(x, x, x, mechanism="ring", metadata=metadata))
+    self.assertIn("can, by context_parallel.gpu", explanation)
 
   @unittest.skipIf(static_gpu.missing(), f"nothing to compile with: {static_gpu.missing()}")
   def test_an_exchange_goes_on_while_a_ring_step_computes(self):
@@ -86,11 +86,11 @@ class HopperTest(absltest.TestCase):
                            scan_ring_attention=False)
     forward, both = (issued(metadata, gradient, "mosaic_gpu") for gradient in (False, True))
     self.assertEqual(forward, ["start", "kernel", "done"] * 3 + ["kernel"])
-    # In the backward of a hop, queries and keys have a kernel each. Two of these eight, and the
-    # forward's last, have nothing to hide.
+    # The backward of a ring step has a kernel for queries and one for keys. During two of these
+    # eight, and during the last one of the forward, there is nothing to exchange.
     self.assertEqual(both[:10], forward)
     self.assertEqual(both.count("kernel"), 4 + 8)
-    self.assertLessEqual(flying(both).count(0), 3, both)
+    self.assertLessEqual(in_flight(both).count(0), 3, both)
 
 
 @unittest.skipIf(static_profile.missing(), f"nothing to compile with: {static_profile.missing()}")
@@ -104,17 +104,17 @@ class TpuTest(parameterized.TestCase):
 
   @parameterized.parameters("v5e", "v5p", "v6e")
   def test_an_exchange_goes_on_while_a_ring_step_computes(self, chip):
-    # Those of keys and of values for the next hop, and nothing that runs further ahead.
-    self.assertEqual(flying(self.schedule(chip, False)), [2, 2, 2, 0])
+    # Exchanges of keys and of values for the next ring step, none for later ones.
+    self.assertEqual(in_flight(self.schedule(chip, False)), [2, 2, 2, 0])
 
   @parameterized.parameters("v5e", "v5p", "v6e")
   def test_both_ways_at_once_in_the_backward(self, chip):
     found = self.schedule(chip, True)
     # Keys and values three times forward and three times backward; gradients three times.
     self.assertEqual((found.count("start"), found.count("kernel")), (18, 8))
-    # But for the last hop of the forward; gradients are in flight together with keys and values.
-    self.assertLessEqual(flying(found).count(0), 1, found)
-    self.assertLessEqual(max(flying(found)), 4, found)
+    # Only the last step of the forward has none; gradients travel during the next step.
+    self.assertLessEqual(in_flight(found).count(0), 1, found)
+    self.assertLessEqual(max(in_flight(found)), 4, found)
 
   def test_bfloat16(self):
     """Checks kernels that try a naive softmax first, with partial results in float32."""

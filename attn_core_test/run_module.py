@@ -16,10 +16,10 @@ from attn_core_test import sampling
 
 def main(module: str) -> None:
   """Runs the quick tests of a module, and the slow ones that this rotation selects."""
-  all_names, share = absltest.TestLoader.getTestCaseNames, sampling.share_of(module)
+  all_names = absltest.TestLoader.getTestCaseNames
 
   def taken_names(self: absltest.TestLoader, case: type) -> list[str]:
-    return sampling.taken_of(all_names(self, case), f"{module}.{case.__name__}", share)
+    return sampling.taken_of(all_names(self, case), f"{module}.{case.__name__}")
 
   absltest.TestLoader.getTestCaseNames = taken_names
   runpy.run_module(f"attn_core_test.{module}", run_name="__main__", alter_sys=True)

@@ -1,16 +1,17 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which tests are slow, and which of the slow ones a run takes: the same on every Python.
+"""Tags slow tests, and chooses those that a run takes: the same on every Python.
 
 `python3 -m attn_core_test` runs every test that is not tagged slow here; with `--slow` it runs the
 slow ones too, and with `--slow --rotation K/N` the K-th of N parts of them, so that the rotations
 0/N to (N-1)/N together run everything. The whole of it takes hours.
 
-A test is slow in one of two ways. Of the modules in QUICK one test in n of each class is quick, and
-the others are slow: many tests that are alike and take seconds each. Single tests and cases are
+A test is slow in one of two ways. Of the tests that QUICK names one in n of each class is quick,
+and the others are slow: many tests that are alike and take seconds each. Single tests and cases are
 tagged where they are defined, by `slow`, `slow_parameters`, `with_slow` and the like.
 """
 
+import collections
 import fnmatch
 import hashlib
 import os
@@ -19,12 +20,26 @@ import unittest
 
 from absl.testing import parameterized
 
-# Pattern of modules -> n: one test in n is quick.
+# Pattern of "module.Class.test" -> n: one test in n is quick. The first that matches counts.
 QUICK = {
-    "properties_test": 6, "shard_test": 4, "derivatives_test": 4, "easydel_*test": 4,
-    "dropout_test": 3, "examples_test": 3, "blockwise_test": 2, "tpu_test": 4, "ring_*test": 3,
-    "paged_*test": 3, "decode_*test": 3, "caches_*test": 3, "plan_test": 2, "cudnn_test": 2,
-    "gpu_suite_test": 2, "pages_test": 2, "page_stripes_test": 2}
+    "properties_test.*": 6,
+    "shard_test.*": 4,
+    "derivatives_test.*": 4,
+    "easydel_*test.*": 4,
+    "dropout_test.*": 3,
+    "examples_test.*": 3,
+    "blockwise_test.*": 2,
+    "tpu_test.*": 4,
+    "ring_*test.*": 3,
+    "paged_*test.*": 3,
+    "decode_*test.*": 3,
+    "caches_*test.*": 3,
+    "plan_test.*": 2,
+    "cudnn_test.*": 2,
+    "gpu_suite_test.*": 2,
+    "pages_test.*": 2,
+    "page_stripes_test.*": 2,
+}
 
 # Module -> number of processes that share its tests. These start first, in this order.
 SHARDS = {
@@ -83,7 +98,7 @@ def with_slow(quick: Iterable[Any], *slow_ones: Any) -> list:
 
 
 def names(every: Iterable[str], quick: Sequence[str]) -> list[str]:
-  """Of all names, in their order, the quick ones and those of the others that this run takes."""
+  """Returns the quick names, and those of the others that this run takes, in their order."""
   return [name for name in every if name in quick or chosen(name)]
 
 
@@ -100,26 +115,28 @@ def slow_parameters(*cases: tuple, named: bool = False) -> Callable:
   return (parameterized.named_parameters if named else parameterized.parameters)(*taken)
 
 
-def share_of(module: str) -> int:
-  """One test in how many of a module is quick."""
-  return next((n for pattern, n in QUICK.items() if fnmatch.fnmatch(module, pattern)), 1)
+def share_of(test: str) -> int:
+  """One test in how many like "module.Class.test" is quick."""
+  return next((n for pattern, n in QUICK.items() if fnmatch.fnmatchcase(test, pattern)), 1)
 
 
-def taken_of(tests: Sequence[str], group: str, share: int,
-             rotation: Rotation | None = ROTATION) -> list[str]:
-  """Of one class's tests, in their order, those that a run of the suite takes.
+def taken_of(tests: Sequence[str], group: str, rotation: Rotation | None = ROTATION) -> list[str]:
+  """Returns the tests of one class that a run of the suite takes, in their order.
 
   Args:
     tests: names of methods.
     group: name of the class with its module.
-    share: one test in how many is quick; at least one is.
-    rotation: which of the others run too; None: none.
+    rotation: which of the slow ones run too; None: none.
   """
+  alike = collections.defaultdict(list)
   # By a hash, since every n-th case may well be of one kind.
-  ordered = sorted(tests, key=lambda name: (number_of(name), name))
-  quick = -(-len(ordered) // share)
-  taken = set(ordered[:quick])
-  if rotation is not None:
-    taken |= {name for index, name in enumerate(ordered[quick:], number_of(group))
-              if index % rotation.parts == rotation.index}
+  for name in sorted(tests, key=lambda name: (number_of(name), name)):
+    alike[share_of(f"{group}.{name}")].append(name)
+  taken = set()
+  for share, ordered in alike.items():
+    quick = -(-len(ordered) // share)
+    taken.update(ordered[:quick])
+    if rotation is not None:
+      taken.update(name for index, name in enumerate(ordered[quick:], number_of(group))
+                   if index % rotation.parts == rotation.index)
   return [name for name in tests if name in taken]

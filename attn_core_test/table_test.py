@@ -83,15 +83,16 @@ class TableTest(parameterized.TestCase):
   def check_auto(self, capability, arguments, chosen, kernel):
     x = jax.ShapeDtypeStruct((1, 8, 2, 64), jnp.bfloat16)
     metadata = OperationMetadata(platform="gpu", compute_capability=capability)
-    said = explain(x, x, x, metadata=metadata, **arguments)
-    verdicts = {verdict.mechanism: verdict for verdict in said.verdicts}
-    self.assertEqual((said.chosen, verdicts[chosen].kernel), (chosen, kernel))
-    self.assertIn(f"* {chosen:26} can, by {kernel}", str(said))
-    self.assertIn(f"on platform 'gpu', compute capability {capability or 'unknown'}\n", str(said))
+    explanation = explain(x, x, x, metadata=metadata, **arguments)
+    verdicts = {verdict.mechanism: verdict for verdict in explanation.verdicts}
+    self.assertEqual((explanation.chosen, verdicts[chosen].kernel), (chosen, kernel))
+    self.assertIn(f"* {chosen:26} can, by {kernel}", str(explanation))
+    self.assertIn(f"on platform 'gpu', compute capability {capability or 'unknown'}\n",
+                  str(explanation))
     if kernel == "flash.gpu":
-      self.assertIn("by flash.gpu, which is for compute capability 9.0\n", str(said))
+      self.assertIn("by flash.gpu, which is for compute capability 9.0\n", str(explanation))
     if kernel == "sdpa.cudnn":
-      self.assertIn("by sdpa.cudnn, which goes before flash.xla\n", str(said))
+      self.assertIn("by sdpa.cudnn, which goes before flash.xla\n", str(explanation))
 
   @parameterized.named_parameters(
       ("plain", {}, "flash_attn2", "flash.gpu"),
@@ -156,17 +157,17 @@ class TableTest(parameterized.TestCase):
   def test_auto_decodes_one_query_a_row_on_cpus(self, platform, chosen):
     metadata = OperationMetadata(platform=platform)
     query, key = (jax.ShapeDtypeStruct((2, n, 2, 4), jnp.float32) for n in (1, 8))
-    said = explain(query, key, key, query_offset=7, metadata=metadata)
-    self.assertEqual(said.chosen, chosen)
+    explanation = explain(query, key, key, query_offset=7, metadata=metadata)
+    self.assertEqual(explanation.chosen, chosen)
     tried = "tries first on cpu for one query a row"
-    self.assertEqual(tried in str(said), platform == "cpu")
+    self.assertEqual(tried in str(explanation), platform == "cpu")
     # A call that it refuses goes to the next row; two queries are treated like many.
-    said = explain(query, key, key, query_offset=7, metadata=metadata,
+    explanation = explain(query, key, key, query_offset=7, metadata=metadata,
                    bias=np.zeros((1, 1, 1, 8), np.float32))
-    self.assertEqual(said.chosen, "flash_attn2")
-    said = explain(*[jax.ShapeDtypeStruct((2, 2, 2, 4), jnp.float32)] * 3, metadata=metadata)
-    self.assertEqual(said.chosen, "flash_attn2")
-    self.assertNotIn(tried, str(said))
+    self.assertEqual(explanation.chosen, "flash_attn2")
+    explanation = explain(*[jax.ShapeDtypeStruct((2, 2, 2, 4), jnp.float32)] * 3, metadata=metadata)
+    self.assertEqual(explanation.chosen, "flash_attn2")
+    self.assertNotIn(tried, str(explanation))
 
   def test_a_name_is_never_replaced(self):
     with self.assertRaisesRegex(NotImplementedError, "mechanism='sdpa'.*sinks.*'flash_attn2'"):
@@ -181,9 +182,9 @@ class TableTest(parameterized.TestCase):
 
   def test_explain_runs_nothing_and_agrees_with_attention(self):
     x = jax.ShapeDtypeStruct((1, 8, 2, 4), jnp.float32)
-    said = explain(x, x, x, return_weights=True)
-    self.assertEqual(said.chosen, "vanilla")
-    refusals = {v.mechanism: v.reasons for v in said.verdicts}
+    explanation = explain(x, x, x, return_weights=True)
+    self.assertEqual(explanation.chosen, "vanilla")
+    refusals = {v.mechanism: v.reasons for v in explanation.verdicts}
     self.assertIn("return_weights=True", refusals["flash_attn2"][0])
 
   @parameterized.parameters(("tpu", "tpu", "flash_attn2"), ("tpu", "tpu", "vanilla"),

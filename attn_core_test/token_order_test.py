@@ -11,7 +11,7 @@ import numpy as np
 from attn_core import from_layout, masks, to_layout
 from attn_core.masks import block_map
 from attn_core.sharding import context_parallel, token_order
-from attn_core_test.ring_cases import N, numbers
+from attn_core_test.ring_cases import SHARDS, numbers
 
 
 class TokenOrderTest(parameterized.TestCase):
@@ -61,14 +61,16 @@ class TokenOrderTest(parameterized.TestCase):
   def test_causal_balance(self):
     """Compares visited blocks of 16 x 16 on the busiest shard with the mean."""
     length, block = 2048, 16
+    own = length // SHARDS
     def imbalance(layout):
-      spread = context_parallel.Sequence(layout, False, ("sp",), (), N, 1, True, length, length)
+      sequence = context_parallel.Sequence(
+          layout, False, ("sp",), (), SHARDS, 1, True, length, length)
       def visited(member, source):
-        mask = masks.placed(masks.causal(), spread.rows(np.int32(member))[None],
-                                    spread.columns(np.int32(source))[None], spread.size)
-        kinds = block_map.host_kinds(mask, block_map.Sizes(length // N, length // N, block, block))
+        mask = masks.placed(masks.causal(), sequence.rows(np.int32(member))[None],
+                            sequence.columns(np.int32(source))[None], sequence.size)
+        kinds = block_map.host_kinds(mask, block_map.Sizes(own, own, block, block))
         return (kinds != block_map.EMPTY).sum()
-      each = [sum(visited(m, s) for s in range(N)) for m in range(N)]
+      each = [sum(visited(m, s) for s in range(SHARDS)) for m in range(SHARDS)]
       return max(each) / np.mean(each)
     self.assertBetween(imbalance("contiguous"), 1.8, 1.95)
     self.assertLessEqual(imbalance("zigzag"), 1.02)

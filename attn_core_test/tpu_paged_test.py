@@ -185,13 +185,9 @@ class ChoiceTest(parameterized.TestCase):
                                  jnp.float32 if scales else dtype)
     cache = jax.eval_shape(lambda: pages.init(PagesV2, 8, page, heads, dtype, scales))
     metadata = PagesMetadata(jnp.zeros((4, width), jnp.int32), jnp.zeros(4, jnp.int32))
-    arrays, structure = jax.tree.flatten(cache)
-    said = []
-    options = {"metadata": TPU, **options}
-    jax.eval_shape(lambda *x: said.append(explain(
-        x[0], None, None, layout="thd", cache_view=jax.tree.unflatten(structure, x[1:]),
-        cache_metadata=metadata, **options)), query, *arrays)
-    verdict, = (v for v in said[0].verdicts if v.mechanism == "ragged_page_attention_v2")
+    explanation = explain(query, None, None, layout="thd", cache_view=cache,
+                          cache_metadata=metadata, **{"metadata": TPU, **options})
+    verdict, = (v for v in explanation.verdicts if v.mechanism == "ragged_page_attention_v2")
     return str(verdict)
 
   def test_is_chosen_first_if_supported(self):
@@ -202,8 +198,8 @@ class ChoiceTest(parameterized.TestCase):
         (dict(dtype=jnp.float16), "float16"),
         (dict(width=10**6), "page tables of .4, 1000000."), (dict(page=10**5), "100000 tokens"),
         (dict(heads=Heads(2, 192, 192)), "head_dim 192"), (dict(precision="highest"), "precision")):
-      said = self.kernel(**{**dict(heads=heads, page=16, dtype=jnp.bfloat16), **arguments})
-      self.assertRegex(said, f"by paged.xla, not by paged.tpu: .*{words}")
+      verdict = self.kernel(**{**dict(heads=heads, page=16, dtype=jnp.bfloat16), **arguments})
+      self.assertRegex(verdict, f"by paged.xla, not by paged.tpu: .*{words}")
 
 
 @unittest.skipIf(static_profile.missing(), f"nothing to compile with: {static_profile.missing()}")

@@ -257,11 +257,12 @@ class ChoiceTest(parameterized.TestCase):
     x = jax.ShapeDtypeStruct((1, 64, 2, 8), jnp.float32)
     remote = metadata_of()
     collective = remote.replace(ring=RingConfig())
-    said = [str(explain(x, x, x, mechanism="ring", metadata=m)) for m in (remote, collective)]
+    explanation = [str(explain(x, x, x, mechanism="ring", metadata=metadata))
+                   for metadata in (remote, collective)]
     self.assertIn("can, by context_parallel.tpu_remote, which goes before context_parallel.tpu",
-                  said[0])
+                  explanation[0])
     self.assertIn("can, by context_parallel.tpu, not by context_parallel.tpu_remote: "
-                  "ring.transfer='collective'", said[1])
+                  "ring.transfer='collective'", explanation[1])
 
   @parameterized.parameters("cpu", "gpu")
   def test_other_platforms_refuse(self, platform):

@@ -93,7 +93,7 @@ def append(cache: DenseCache, key: jax.Array, value: jax.Array,
       f"together at most {slots} slots; make the cache larger, or use a window cache")
   after = cache.lengths + count
   bad = (count < 0) | (count > tokens) | (after > slots)
-  token = jnp.arange(tokens, dtype=jnp.int32)
+  token = jnp.arange(tokens, dtype=jnp.int32)[None]
   places = jnp.where((token < count[:, None]) & ~bad[:, None], cache.lengths[:, None] + token,
                      slots)
   cache = slots_lib.write_tokens(cache, key, value,
@@ -124,7 +124,7 @@ def insert(cache: DenseCache, slots: jax.Array, prefilled: DenseCache) -> DenseC
 def view(cache: DenseCache) -> CacheView:
   """Returns the arrays that attention reads; the position of a slot is its index."""
   slots_lib.check_kind(cache, DenseCache)
-  slot = jnp.arange(cache.key.shape[1], dtype=jnp.int32)
+  slot = jnp.arange(cache.key.shape[1], dtype=jnp.int32)[None]
   live = (slot >= cache.starts[:, None]) & (slot < cache.lengths[:, None])
   return CacheView(cache.key, cache.value, cache.starts, cache.lengths,
                    jnp.where(live, slot, -1), cache.key_scale, cache.value_scale)

@@ -159,7 +159,7 @@ def _read(length: int, cache: AnyCache, metadata: CacheMetadata, reach: int | No
 def _step(seen: CacheView, ends: jax.Array, first: jax.Array, length: int, cache: AnyCache,
           overflow: jax.Array) -> Step:
   """Returns the step of queries at first..first + length - 1, valid in starts..ends - 1."""
-  position = first[:, None] + jnp.arange(length, dtype=jnp.int32)
+  position = first[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
   counts = (position < ends[:, None]) & (position >= jnp.maximum(seen.starts[:, None], 0))
   info = MaskInfo(None, jnp.where(counts, 0, -1), jnp.where(seen.positions < 0, -1, 0), position,
                   seen.positions)

@@ -97,7 +97,7 @@ def append(cache: WindowCache, key: jax.Array, value: jax.Array,
   (batch, tokens), window = key.shape[:2], cache.key.shape[1]
   count = slots_lib.counts(lengths, batch, tokens)
   bad = (count < 0) | (count > tokens)
-  token = jnp.arange(tokens, dtype=jnp.int32)
+  token = jnp.arange(tokens, dtype=jnp.int32)[None]
   last = count[:, None]
   kept = (token < last) & (token >= last - window) & ~bad[:, None]
   places = jnp.where(kept, (cache.lengths[:, None] + token) % window, window)
@@ -112,7 +112,7 @@ def view(cache: WindowCache) -> CacheView:
   slots_lib.check_kind(cache, WindowCache)
   window = cache.key.shape[1]
   last = cache.lengths[:, None] - 1
-  position = last - (last - jnp.arange(window, dtype=jnp.int32)) % window
+  position = last - (last - jnp.arange(window, dtype=jnp.int32)[None]) % window
   live = position >= jnp.maximum(cache.starts[:, None], 0)
   return CacheView(cache.key, cache.value, cache.starts, cache.lengths,
                    jnp.where(live, position, -1), cache.key_scale, cache.value_scale)

@@ -29,7 +29,7 @@ FEATURES = {
     "mask": "a boolean mask or any mask of the algebra",
     "mask_operands": "a custom mask with arrays as operands",
     "bias": "a bias, with its gradient",
-    "sinks": "sinks (softmax_aux), with their gradient",
+    "sinks": "sinks, with their gradient",
     "soft_cap": "a soft cap on the logits",
     "dropout": "dropout",
     "lse": "returning the lse",
@@ -76,7 +76,7 @@ class Request(NamedTuple):
   capability: str | None = None  # compute capability of the GPU; None: not known, or not a GPU
   transfer: str = "collective"  # `RingConfig.transfer`
   pages: PagesRequest | None = None
-  placement: Placement | None = None  # that the shapes are of; None: one device
+  placement: Placement | None = None  # for which the shapes were computed; None: one device
   placement_error: Exception | None = None  # raised while the call was placed; shapes are global
 
   @property

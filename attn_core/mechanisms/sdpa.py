@@ -111,7 +111,7 @@ def _of_band(operands: Operands, form: banded_lib.Band, bad: jax.Array) -> _Mask
   query_lengths, key_lengths = _lengths(form, batch)
   empty = None
   if query_lengths is not None:
-    empty = jnp.arange(length) >= query_lengths[:, None, None]
+    empty = jnp.arange(length)[None, None] >= query_lengths[:, None, None]
   if key_lengths is not None:
     nothing = jnp.broadcast_to((key_lengths <= 0)[:, None, None], (batch, 1, length))
     empty = nothing if empty is None else empty | nothing
@@ -137,7 +137,7 @@ def _without_padding(operands: Operands, form: banded_lib.Band) -> Operands:
   def cut(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
     if lengths is None:
       return x
-    return jnp.where((jnp.arange(x.shape[1]) < lengths[:, None])[..., None, None], x, 0)
+    return jnp.where((jnp.arange(x.shape[1])[None] < lengths[:, None])[..., None, None], x, 0)
   return operands._replace(query=cut(operands.query, query_lengths),
                            key=cut(operands.key, key_lengths),
                            value=cut(operands.value, key_lengths))

@@ -68,7 +68,7 @@ def init(layout: type[PagesT], num_pages: int, page_size: int, heads: Heads,
     checks.integer(name, size, "an int >= 1", lambda x: x >= 1)
   size = jnp.dtype(dtype).itemsize
   checks.require(quantize.is_quantized(dtype) or size > 1 and (size <= 4 or layout is not PagesV3),
-                 "dtype", jnp.dtype(dtype).name, "16 or 32 bits (64 but for PagesV3), int8 or "
+                 "dtype", jnp.dtype(dtype).name, "16 or 32 bits (64 except for PagesV3), int8 or "
                  "float8_e4m3fn")
   checks.require(scales is not None or jnp.dtype(dtype).itemsize > 1, "scales",
                  f"None with pages of {jnp.dtype(dtype).name}", "'token' or 'tensor': quantized "
@@ -301,7 +301,7 @@ def to_dense(cache: Pages, metadata: PagesMetadata, heads: Heads | None = None,
   length = width * page_size(cache)
   lengths = jnp.where(jnp.arange(requests) < rows_in_use(metadata), metadata.context_lens, 0)
   held = (metadata.page_tables >= 0) & (metadata.page_tables < num_pages(cache))
-  live = (jnp.arange(length) < lengths[:, None]) & jnp.repeat(held, page_size(cache), 1)
+  live = (jnp.arange(length)[None] < lengths[:, None]) & jnp.repeat(held, page_size(cache), 1)
   live = live[..., None, None]
   shaped = lambda x: x.transpose(1, 0, 2).reshape(requests, length, heads.key_heads, -1)
   return jnp.where(live, shaped(key), 0), jnp.where(live, shaped(value), 0)
