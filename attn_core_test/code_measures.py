@@ -113,7 +113,8 @@ def functions_of(module: str, path: pathlib.Path) -> Iterator[Function]:
       yield Function(own, shown, len(parameters),
                      sum(argument.annotation is not None for argument in parameters),
                      child.returns is not None, _with_any(child),
-                     child.end_lineno - child.lineno + 1, _docstring_lines(child), "Raises:" in (ast.get_docstring(child) or ""))
+                     child.end_lineno - child.lineno + 1, _docstring_lines(child),
+                     "Raises:" in (ast.get_docstring(child) or ""))
       yield from visit(child, own, False)
   yield from visit(ast.parse(path.read_text(encoding="utf-8")), module,
                    not any(part.startswith("_") for part in module.split(".")))

@@ -34,7 +34,8 @@ def key_words(rng: jax.Array) -> jax.Array:
   return jnp.stack([first, second])[None]
 
 
-def keep_mask(words: jax.Array | Sequence[jax.Array], at: Coordinates, dropout_prob: float) -> jax.Array:
+def keep_mask(words: jax.Array | Sequence[jax.Array], at: Coordinates,
+              dropout_prob: float) -> jax.Array:
   """Computes which weights are kept, each with probability 1 - dropout_prob.
 
   Args:
