@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the tests of this package: `python3 -m attn_core_test [pattern ...] [--slow] [--jobs N]`.
+"""Runs the tests of this package: `python3 -m attn_core_test [pattern ...] [--slow] [--jobs JOBS]`.
 
 Every `*_test.py` module runs in separate processes, because some set JAX flags, such as the number
 of virtual devices, when they are imported. Modules listed in sampling.SHARDS are divided into
@@ -77,13 +77,13 @@ def matches(module: str, pattern: str) -> bool:
 def count(output: str) -> dict[str, int]:
   """Counts the tests that ended as OK, FAILED and SKIPPED.
 
-  A test that started and did not report its end failed: it crashed, or its subtests did not all pass
-  and they print no event; unless an event says that subtests were skipped. Events outside any test
+  A test that started and did not report its end failed: it crashed, or one of its subtests, which
+  print no events, failed; unless an event says that subtests were skipped. Events outside any test
   are failures of a whole class or module, or tests skipped before they started.
   """
   counts = {"OK": 0, "FAILED": 0, "SKIPPED": 0}
   running = ended = None
-  verdict = "FAILED"  # of the running test, should it have no end of its own
+  verdict = "FAILED"  # of the running test, if it does not report its end
   for event, name in EVENT.findall(output):
     if event == "RUN":
       counts[verdict] += running is not None
