@@ -359,8 +359,8 @@ def convert(cache: Pages, layout: type[PagesT], heads: Heads | None = None) -> P
   pool, size = num_pages(cache), page_size(cache)
   plain = cache._replace(key_scales=None, value_scales=None)
   key, value = read(plain, jnp.arange(pool, dtype=jnp.int32), heads, dtype_of(cache))
-  cut = lambda x: x[..., :heads.key_heads] if x is not None and x.ndim else x
-  scales = tuple(map(cut, (cache.key_scales, cache.value_scales)))
+  without_padding = lambda x: x[..., :heads.key_heads] if x is not None and x.ndim else x
+  scales = tuple(map(without_padding, (cache.key_scales, cache.value_scales)))
   if layout is PagesV1:
     shaped = lambda x: x.reshape(heads.key_heads, pool, size, -1)
     full: Pages = PagesV1(shaped(key), shaped(value), *scales)
