@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The entry points: `attention` runs any mechanism, `explain` tells which one and why."""
 
+from collections.abc import Callable
 import functools
 from typing import NamedTuple
 
@@ -13,8 +14,7 @@ from attn_core import table
 from attn_core.arguments import normalize as arguments, normalize_paged, outputs
 from attn_core.arguments.arguments import (AnyCacheMetadata, AttentionArguments, Cache, InitBias,
                                            RematPolicy, Shaped)
-from attn_core.config import remat
-from attn_core.config import metadata as metadata_lib
+from attn_core.config import metadata as metadata_lib, remat
 from attn_core.config.metadata import OperationMetadata
 from attn_core.dispatch import selection
 from attn_core.dispatch.capabilities import Implementation, Request
@@ -239,7 +239,7 @@ def explain(
   >>> explanation.chosen
   'flash_attn2'
   >>> [str(verdict) for verdict in explanation.verdicts if verdict.mechanism == "sdpa"]
-  ['softmax_aux (sinks (softmax_aux), with their gradient) is not supported']
+  ['softmax_aux (sinks, with their gradient) is not supported']
 
   Args:
     query: as in `attention`, and so are all other arguments; each array may be a
@@ -295,6 +295,7 @@ def _explain(a: AttentionArguments) -> Explanation:
   question = _question(normal)
   try:
     verdict = selection.choose(table.RULES, a.mechanism, question)
+    assert verdict.implementation is not None
     chosen, placement = verdict.mechanism, question.request_for(verdict.implementation).placement
   except NotImplementedError:
     chosen, placement = None, _place(normal, None)
@@ -303,7 +304,7 @@ def _explain(a: AttentionArguments) -> Explanation:
       arguments.with_configured_blocks(normal.call.block_sizes, normal.metadata,
                                        chosen or "vanilla"),
       () if placement is None else placement.drops,
-      placement.spread() if chosen and placement is not None else ())
+      placement.sharded_dimensions() if chosen and placement is not None else ())
 
 
 def _run(a: AttentionArguments) -> AttentionOutput:
@@ -311,12 +312,14 @@ def _run(a: AttentionArguments) -> AttentionOutput:
   a, normal = _normalize(a)
   question = _question(normal)
   verdict = selection.choose(table.RULES, a.mechanism, question)
+  assert verdict.implementation is not None
   sizes = arguments.with_configured_blocks(normal.call.block_sizes, normal.metadata,
                                            verdict.mechanism)
   static = _Static(verdict.implementation, normal.call._replace(
       operands=None, block_sizes=sizes,
       placement=question.request_for(verdict.implementation).placement))
-  run = functools.partial(_execute, static=static)
+  run: Callable[[Operands | PagedOperands], AttentionOutput] = functools.partial(
+      _execute, static=static)
   if a.policy is not None:
     policy = remat.checkpoint_policy(a.policy) if isinstance(a.policy, str) else a.policy
     run = jax.checkpoint(run, policy=policy, prevent_cse=a.prevent_cse)
@@ -327,7 +330,7 @@ def _run(a: AttentionArguments) -> AttentionOutput:
 
 
 def _question(normal: arguments.Normalized) -> selection.Question:
-  """Returns the question which implementation supports a call; it is placed once for all alike."""
+  """Returns the question which implementation supports a call; its placements are cached."""
   requests: dict[tuple[bool, bool], Request] = {}
 
   def request_for(implementation: Implementation) -> Request:
@@ -378,12 +381,11 @@ def _place(normal: arguments.Normalized,
   """
   if normal.rules is None:  # pages are placed by their own rules
     return normal.request.placement
-  query, key, metadata = *normal.call.operands[:2], normal.metadata
+  query, key, metadata = normal.call.operands.query, normal.call.operands.key, normal.metadata
   mesh = placement_lib.mesh_in_force(metadata_lib.resolved_mesh(metadata))
   reserved: tuple[str, ...] = ()
   ring = metadata.ring, metadata.sequence_axis_name
-  spreads = implementation is not None and implementation.shards_sequence and mesh is not None
-  if spreads:
+  if implementation is not None and implementation.shards_sequence and mesh is not None:
     context_parallel.require_axes(*ring, mesh)
     if context_parallel.shards_of(*ring, mesh) > 1:
       context_parallel.require_unchecked(*normal.call.operands[:3])
@@ -391,7 +393,7 @@ def _place(normal: arguments.Normalized,
   placement = placement_lib.place(
       normal.rules, mesh, query.shape, key.shape, reserved,
       shard_keys=implementation is not None and implementation.shards_keys)
-  if placement is None or not spreads:
+  if placement is None or mesh is None or not reserved:
     return placement
   heads = query.shape[2] // placement.size(placement.heads)
   return placement._replace(sequence=context_parallel.shard_sequence(

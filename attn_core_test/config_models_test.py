@@ -116,7 +116,7 @@ class Recorder:
       turned = theirs(query, key, *args, **kwargs)
       arrays = [x.detach().numpy() for x in (query, key, *turned)]
       arrays = [x.swapaxes(1, 2) if swap else x for x in arrays]
-      # returns the first elements of all pairs, then the second ones
+      # This function returns the first elements of all pairs, then the second ones.
       if name.endswith("interleave"):
         arrays[2:] = [np.stack(np.split(x, 2, -1), -1).reshape(x.shape) for x in arrays[2:]]
       self.rotations.append((len(self.layers), arrays))

@@ -211,7 +211,7 @@ class ReadersTest(parameterized.TestCase):
         attention_arguments(config, layer)
 
   def test_query_temperature(self):
-    """That of Llama 4 is 1 + 0.1 ln(1 + floor((p + 1) / 8192)) in every fourth layer."""
+    """The temperature of Llama 4 is 1 + 0.1 ln(1 + floor((p + 1) / 8192)) in every fourth layer."""
     data = PUBLISHED["llama-4-scout"][0]
     config, positions = from_dict(data), np.array([[-7, 0, 8190, 8191, 16383, 81919]])
     expected = 1 + 0.1 * np.log([[1, 1, 1, 2, 3, 11]])

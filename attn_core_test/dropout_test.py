@@ -88,7 +88,7 @@ class KeepMaskTest(parameterized.TestCase):
     for i, a in enumerate(masks_of):
       for b in masks_of[:i]:
         self.assert_mean(a * b, 0, variance=(p * (1 - p)) ** 2)
-    # nor is a seed's mask that of another one, shifted by a head or a row
+    # Nor is a seed's mask that of another seed, shifted by a head or a row.
     for a, b in zip(masks_of, masks_of[1:]):
       self.assert_mean(a[:, 1:] * b[:, :-1], 0, variance=(p * (1 - p)) ** 2)
       self.assert_mean(a[:, :, 1:] * b[:, :, :-1], 0, variance=(p * (1 - p)) ** 2)

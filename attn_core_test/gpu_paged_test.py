@@ -97,7 +97,7 @@ class InterpretTest(parameterized.TestCase):
     order = np.array([2, 0, 3, 1, 4])
     moved = PagesMetadata(metadata.page_tables[order], metadata.context_lens[order],
                           np.array([0, 3, 4, 6, 6, -5], np.int32), metadata.num_requests)
-    # of which the last three belong to no request
+    # The last three belong to no request.
     tokens = np.array([3, 4, 5, 0, 6, 7, *range(8, 13)])
     with gpu_cases.interpreted():
       again = numbers(run(query[tokens], cache, moved))

@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Everything to check and measure on a GPU, in one call of less than ten minutes.
+"""Runs all checks and measurements that need a GPU, in one call of less than ten minutes.
 
     python3 attn_core_test/gpu_suite.py --out DIR            on a machine with an NVIDIA GPU
     python3 attn_core_test/gpu_suite.py --out DIR --tiny     anywhere, to try the script itself

@@ -108,7 +108,7 @@ def properties(settings: Settings) -> Found:
     for case in cases:
       verdict = "no time left"
       if time.monotonic() < end:
-        # names the case that hangs, if one does
+        # The last line names the case that hangs, if one does.
         print(f"{mechanism} {dtype} {case.name}", flush=True)
         verdict = judge(case, mechanism, dtype)
       results.append({"case": case.name, "mechanism": mechanism, "dtype": dtype,

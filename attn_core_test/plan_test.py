@@ -54,8 +54,8 @@ def sent(text):
 def both_passes(run, arrays):
   """Returns the texts of forward and backward, compiled as programs of their own.
 
-  In one program without a layer in between, jax 0.10.2 reuses the keys that the forward received in
-  the backward.
+  In one program without a layer in between, jax 0.10.2 lets the backward reuse the keys that the
+  forward has received.
   """
   lowered = jax.jit(lambda *x: jax.vjp(run, *x)).lower(*arrays)
   forward = lowered.compile()

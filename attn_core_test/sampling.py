@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which tests are slow, and which of the slow ones a run takes: the same on every Python.
+"""Tags slow tests, and chooses those that a run takes: the same on every Python.
 
 `python3 -m attn_core_test` runs every test that is not tagged slow here; with `--slow` it runs the
 slow ones too, and with `--slow --rotation K/N` the K-th of N parts of them, so that the rotations
@@ -88,7 +88,7 @@ def with_slow(quick: Iterable[Any], *slow_ones: Any) -> list:
 
 
 def names(every: Iterable[str], quick: Sequence[str]) -> list[str]:
-  """Of all names, in their order, the quick ones and those of the others that this run takes."""
+  """Returns the quick names, and those of the others that this run takes, in their order."""
   return [name for name in every if name in quick or chosen(name)]
 
 
@@ -111,7 +111,7 @@ def share_of(test: str) -> int:
 
 
 def taken_of(tests: Sequence[str], group: str, rotation: Rotation | None = ROTATION) -> list[str]:
-  """Of one class's tests, in their order, those that a run of the suite takes.
+  """Returns the tests of one class that a run of the suite takes, in their order.
 
   Args:
     tests: names of methods.

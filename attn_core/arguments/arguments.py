@@ -69,7 +69,7 @@ class AttentionArguments(NamedTuple):
 
 
 class AttentionOptions(TypedDict, total=False):
-  """The keyword arguments of `attention` but for `mechanism`, with the same defaults.
+  """The keyword arguments of `attention` except `mechanism`, with the same defaults.
 
   A function that takes them, such as `flash_attn2`, is `attention` with the mechanism filled in:
   query, key, value and these options, the `AttentionOutput` and the errors are as documented there.

@@ -53,8 +53,8 @@ def attend(kernel: Kernel, operands: Operands, spec: AttentionSpec,
 
   Args:
     kernel: forward, backward and tangent.
-    operands: layout bthd; every array has a leading axis B or 1, but for those
-      that a custom mask predicate reads whole.
+    operands: layout bthd; every array has a leading axis B or 1, except those that a custom mask
+      predicate reads whole.
     spec: what to compute.
     block_sizes: sizes fixed by the caller.
 

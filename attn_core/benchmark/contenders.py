@@ -182,11 +182,11 @@ def _mechanism(name: str, case: Case, inputs: Inputs) -> jax.Array:
       logits_soft_cap=case.soft_cap, softmax_aux=inputs.sinks).attention_outputs
 
 
-def _refuse(who: str, needs: dict[str, Any]) -> None:
+def _require_none(name: str, needs: dict[str, Any]) -> None:
   """Raises NotImplementedError with the features that are needed and not supported."""
-  missing = [name for name, needed in needs.items() if needed]
+  missing = [feature for feature, needed in needs.items() if needed]
   if missing:
-    raise NotImplementedError(f"{who} does not support {' or '.join(missing)}")
+    raise NotImplementedError(f"{name} does not support {' or '.join(missing)}")
 
 
 def _has_offset(case: Case) -> bool:
@@ -221,7 +221,7 @@ def _jax_nn(implementation: Literal["xla", "cudnn"], case: Case, inputs: Inputs)
   """`jax.nn.dot_product_attention`."""
   lengths = _lengths(case) if _is_decode(case) else None
   case = _for_peers(case)
-  _refuse("jax.nn", {"soft cap": case.soft_cap, "sinks": case.sinks,
+  _require_none("jax.nn", {"soft cap": case.soft_cap, "sinks": case.sinks,
                      "E != D": case.value_width != case.width})
   visible = _mask_argument(case, inputs)
   plain = visible is None
@@ -237,7 +237,7 @@ def tokamax_mechanism(implementation: str | None, case: Case, inputs: Inputs) ->
   case = _for_peers(case)
   if not flags.FLAGS.is_parsed():
     flags.FLAGS.mark_as_parsed()  # tokamax would parse this program's command line
-  _refuse("tokamax", {"sinks": case.sinks})
+  _require_none("tokamax", {"sinks": case.sinks})
   visible = _mask_argument(case, inputs)
   plain = visible is None
   return tokamax.dot_product_attention(
@@ -251,7 +251,7 @@ def _ejkernel(case: Case, inputs: Inputs) -> jax.Array:
   from ejkernel.kernels._xla.flash_attention import flash_attention
   from ejkernel.kernels._xla.ragged_decode_attention import ragged_decode_attention
   decode = _is_decode(case)
-  _refuse("ejkernel", {"sinks per head": case.sinks, "E != D": case.value_width != case.width,
+  _require_none("ejkernel", {"sinks per head": case.sinks, "E != D": case.value_width != case.width,
                        "offset of the queries": _has_offset(case) and not decode})
   if decode:
     lengths = _lengths(case)
@@ -307,7 +307,7 @@ def _prepare_torch(case: Case, inputs: Inputs, backward: bool) -> Runner:
   """torch.nn.functional.scaled_dot_product_attention, in its own layout bhtd."""
   import torch
   case = _for_peers(case)
-  _refuse("torch", {"soft cap": case.soft_cap, "sinks": case.sinks})
+  _require_none("torch", {"soft cap": case.soft_cap, "sinks": case.sinks})
   device = _torch_device(torch)
   query, key, value, cotangent = (
       _to_torch(torch, x).to(device).permute(0, 2, 1, 3).contiguous() for x in inputs[:4])
@@ -349,7 +349,7 @@ def _prepare_flash_attn(case: Case, inputs: Inputs, backward: bool) -> Runner:
   """FlashAttention-2 by the package of that name, in layout bthd."""
   import flash_attn
   import torch
-  _refuse("flash_attn", {"sinks": case.sinks, "documents in a batch row": case.documents > 1,
+  _require_none("flash_attn", {"sinks": case.sinks, "documents in a batch row": case.documents > 1,
                          "E != D": case.value_width != case.width})
   device = _torch_device(torch)
   *leaves, cotangent = (_to_torch(torch, x).to(device) for x in inputs[:4])

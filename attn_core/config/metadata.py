@@ -226,7 +226,7 @@ class OperationMetadata:
 @functools.lru_cache(maxsize=256)  # else a quarter of a call's time without jit
 def _sharding_rules(partition_axis: partition.PartitionAxis, mode: Mode, layout: ArrayLayout,
                     qkv_mni_sharding: bool) -> AttnShardingRules:
-  """The specs of all tensors of an attention but for the sinks."""
+  """The specs of all tensors of an attention except the sinks."""
   return AttnShardingRules(**{
       tensor: partition.resolve(partition_axis, axes, mode, tensor=tensor).spec
       for tensor, axes in _semantic_axes(layout, qkv_mni_sharding).items()})

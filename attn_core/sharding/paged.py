@@ -25,7 +25,7 @@ ROWS = "groups of requests"
 
 
 class PagedShapes(NamedTuple):
-  """Shapes in one call of a kernel over pages, that of one group of requests on one device."""
+  """Shapes of one kernel call over pages: one group of requests on one device."""
 
   query: jax.ShapeDtypeStruct  # [T, H, D]
   cache: Pages  # of shapes

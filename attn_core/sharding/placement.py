@@ -49,7 +49,7 @@ class Placement(NamedTuple):
     """Returns the number of devices along some mesh axes."""
     return math.prod(self.mesh.shape[axis] for axis in axes)
 
-  def spread(self) -> tuple[str, ...]:
+  def sharded_dimensions(self) -> tuple[str, ...]:
     """Returns one line of text for each sharded dimension, with its mesh axes."""
     axes = {self.rows: self.batch, "query heads": self.heads, "key heads": self.key_heads,
             "keys": self.keys, "the sequence": self.length or ()}

@@ -35,7 +35,7 @@ WIDENS_ONCE = jax.__version_info__ >= (0, 11)
 FAN = 16
 
 
-def suit(rows: int, width: int) -> bool:
+def is_faster(rows: int, width: int) -> bool:
   """Returns whether these sums are faster on a CPU than matrix products."""
   return rows < MANY_ROWS and width % LANES == 0
 

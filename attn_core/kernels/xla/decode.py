@@ -241,7 +241,7 @@ def _scores(block: _Block, rows: jax.Array) -> jax.Array:
     scale = block.scales("key")
     return found if scale is None else found * scale[..., None]
 
-  if not cpu_matvec.suit(rows.shape[1], rows.shape[2]):
+  if not cpu_matvec.is_faster(rows.shape[1], rows.shape[2]):
     return dots(rows)
   return lax.platform_dependent(rows, cpu=summed, default=dots)
 

@@ -60,7 +60,7 @@ def _request(inputs: BlockedInputs, request: Index, results: Residuals) -> Resid
   def step(block_index: jax.Array, results: Residuals) -> Residuals:
     block = paged_operands.query_block(inputs, request, block_index)
     rows = paged_operands.live_rows_of(inputs, block, inputs.query)
-    order = (_TokenMajor if cpu_matvec.suit(*rows.shape[1:]) else _HeadMajor)(inputs, rows)
+    order = (_TokenMajor if cpu_matvec.is_faster(*rows.shape[1:]) else _HeadMajor)(inputs, rows)
 
     def fold(block_index: jax.Array, running: online_softmax.Running) -> online_softmax.Running:
       ids = paged_blocks.page_ids(inputs, request, block_index)

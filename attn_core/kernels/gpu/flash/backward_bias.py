@@ -49,7 +49,7 @@ class Inputs(NamedTuple):
 
 
 class Scratch(NamedTuple):
-  """Shared memory and barriers; a barrier is for every stage."""
+  """Shared memory and barriers, one barrier per stage."""
 
   rows: tuple[Ref, Ref]  # [2, rows, D] and [2, rows, E]
   columns: tuple[Ref, Ref]  # [num_stages, columns, D] and [num_stages, columns, E]

@@ -37,7 +37,7 @@ from attn_core.types import AttentionSpec, Operands
 
 
 class Scratch(NamedTuple):
-  """Shared memory and barriers; a barrier is for every part of the keys or for every stage.
+  """Shared memory and barriers, one barrier per part of the keys or per stage.
 
   There are two parts of the keys, one for each consumer, or one for both.
   """

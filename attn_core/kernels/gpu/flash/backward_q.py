@@ -31,7 +31,7 @@ from attn_core.types import AttentionSpec, Operands
 
 
 class Scratch(NamedTuple):
-  """Shared memory and barriers; a barrier is for every warpgroup or for every stage."""
+  """Shared memory and barriers, one barrier per warpgroup or per stage."""
 
   q_smem: Ref  # [2, rows, D]
   d_out_smem: Ref  # [2, rows, E]

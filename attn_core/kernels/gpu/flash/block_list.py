@@ -15,7 +15,7 @@ Index = tuple[Any, Any, Any]  # batch row, head, row block
 
 
 class AffineCount(NamedTuple):
-  """The number start + slope * row for every row: unlike memory, no load to wait for."""
+  """A count per row, start + slope * row, which is computed instead of loaded."""
 
   slope: int
   start: int

@@ -54,7 +54,7 @@ class Inputs(NamedTuple):
 
 
 class Scratch(NamedTuple):
-  """Shared memory and barriers; a barrier is for every consumer or for every stage."""
+  """Shared memory and barriers, one barrier per consumer or per stage."""
 
   q_smem: Ref  # [2, rows, D]
   k_smem: Ref  # [num_stages, block_kv, D]

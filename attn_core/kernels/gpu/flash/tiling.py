@@ -16,20 +16,20 @@ from attn_core.masks import block_map, leaves, mask as mask_lib
 from attn_core.types import AttentionSpec, BlockSizes, Operands
 
 CONSUMERS = 2  # warpgroups that compute; one more copies
-# Registers of a thread that computes, and of one that copies: a processor has 65,536.
+# Registers per thread of the warpgroups that compute and that copy; a processor has 65,536.
 REGISTERS = {"compute": 240, "copy": 24}
 DTYPES = ("bfloat16", "float16")
 # Supported values of D and E; others are padded to the next.
 WIDTHS = (64, 80, 96, 128, 192, 256)
-# From the larger width of keys and values to tokens of a block of queries, tokens of a block of
-# keys, and the number of stages, as many as fit.
+# Larger width of keys and values -> (tokens of a block of queries, tokens of a block of keys,
+# number of stages, as many as fit).
 FORWARD = {64: (128, 128, 4), 80: (128, 128, 4), 96: (128, 128, 4), 128: (128, 128, 2),
            192: (128, 64, 3), 256: (128, 64, 2)}
 # The same for widths up to 64 with a full mask, or a causal one of many keys: a seventh fewer
-# instructions for each pair, which is what limits such widths; other masks and features do not
-# leave enough registers.
+# instructions per pair, which limit the speed at such widths; other masks and features do not leave
+# enough registers.
 LONG_TILING = (128, 256, 2)
-LONG = 4096  # keys; a causal mask of fewer hides too much of larger blocks
+LONG = 4096  # keys; with fewer, a causal mask hides too much of larger blocks
 # See `_high_register_pressure`.
 HIGH_PRESSURE_BLOCK_KV = 64
 # Sums of wider values leave no registers for numbers that can be recomputed.
@@ -159,14 +159,14 @@ def _requested(requested: BlockSizes, field: str, tuned: int, multiple: int, mos
 # --- Backward. -----------------------------------------------------------------------------------
 
 P_STAGES = 2  # of the pipeline of P between two warpgroups that share their keys
-# Registers of a thread of the first of these, which exponentiates, and of the second.
+# Registers per thread of the first of them, which exponentiates, and of the second.
 REGISTERS_SHARED = 248, 232
-# Tilings of the backward, by the larger width of keys and values.
-# Of the kernel that sums over keys: tokens of a block of keys, stages of keys and of values.
+# Tilings of the backward: larger width of keys and values -> tiling.
+# Of the kernel that sums over keys: (tokens of a block of keys, stages of (keys, values)).
 BACKWARD_QUERY = {64: (128, (2, 2)), 80: (128, (2, 2)), 96: (128, (2, 2)), 128: (128, (2, 2)),
                   192: (64, (2, 2)), 256: (64, (2, 1))}
-# Of the kernel that sums over queries: stages of queries and of d_out, and whether the warpgroups
-# share their keys. A block is 64 queries: more do not leave enough registers.
+# Of the kernel that sums over queries: (stages of (queries, d_out), whether the warpgroups share
+# their keys). A block has 64 queries: more would not leave enough registers.
 BACKWARD_KEY = {64: ((3, 3), False), 80: ((3, 3), False), 96: ((3, 3), False),
                 128: ((2, 2), False), 192: ((2, 2), True), 256: ((2, 2), True)}
 # Of the kernel of a bias's cotangent: the number of stages.

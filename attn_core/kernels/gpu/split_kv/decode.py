@@ -1,10 +1,10 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding on Hopper: a few queries a row against a dense cache, of which live blocks are read.
+"""Decoding on Hopper: a few queries per row against a dense cache; only live blocks are read.
 
 The keys are split over thread blocks, see `split_kv.kernel`. The blocks of keys of a batch row are
 those that its mask leaves visible; a split is a range of them. The rows of a key head, token-major
-(query row // G, head row % G of the group), are cut into row blocks of `num_rows`.
+(query row // G, head row % G of the group), are divided into row blocks of `num_rows`.
 """
 
 import functools

@@ -35,14 +35,14 @@ from attn_core.kernels.gpu.split_kv import quantized_kv
 from attn_core.types import cdiv
 
 BLOCK_KV = mosaic.WGMMA_ROWS  # tokens of a block of keys
-ROW_MULTIPLE = 8  # the number of rows of a row block is a multiple
-MAX_ROWS = 32  # for more there are no registers
+ROW_MULTIPLE = 8  # a row block has a multiple of this number of rows
+MAX_ROWS = 32  # of a row block; more would not leave enough registers
 SPLIT_BLOCKS = 8  # blocks of keys of a split, unless a cache has more than MAX_SPLITS such splits
 MAX_SPLITS = 32
 WIDTHS = (64, 80, 96, 128, 192, 256)  # D and E
 MAX_STAGES = 6
 OTHER_BYTES = 3328  # for barriers, alignment, and reductions across warps
-ALIGNMENT = 1024  # bytes; operands begin at multiples
+ALIGNMENT = 1024  # bytes; operands begin at multiples of it
 QUANTIZED_BYTES = 2048  # in addition to OTHER_BYTES, for quantized keys and values
 # The shared memory of a processor holds two thread blocks, each with 1024 bytes for the system.
 HALF_SHARED_MEMORY = (mosaic.SHARED_MEMORY_BYTES + 1024) // 2 - 1024

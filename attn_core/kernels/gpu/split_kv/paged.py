@@ -1,12 +1,12 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding from pages on Hopper: a few queries a request, of whose pages the live ones are read.
+"""Decoding from pages on Hopper: a few queries per request; only live pages are read.
 
-The queries of a request are cut into blocks as in `common.paged_operands`; a thread block computes
-a split of the keys that one of them attends to, see `split_kv.kernel`. Pages are copied one by one,
-or in pieces where blocks of keys end within them. The producer warpgroup reads the page table in
-global memory, ahead of the consumer. Splits begin at multiples of their size in positions: the
-results of a query are the same bit for bit in any batch, pages and chunk.
+The queries of a request are divided into blocks as in `common.paged_operands`; a thread block
+computes one query block over one split of its keys, see `split_kv.kernel`. Pages are copied one by
+one, or in pieces where blocks of keys end within them. The producer warpgroup reads the page table
+in global memory, ahead of the consumer. Splits begin at multiples of their size in positions: the
+result of a query has the same bits in any batch, in any pages and in any chunk of a prefill.
 """
 
 import functools

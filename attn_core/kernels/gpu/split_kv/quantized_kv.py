@@ -24,10 +24,10 @@ from attn_core.kernels.gpu import mosaic
 from attn_core.kernels.gpu.mosaic import Ref
 
 SCALE_HEADS = 4  # heads whose scales are copied together: TMA copies at least 16 bytes
-SINGLE_HEAD_TOKENS = 32  # the tokens whose scales of a single head TMA copies are a multiple
+SINGLE_HEAD_TOKENS = 32  # TMA copies scales of a single head for a multiple of this many tokens
 DTYPE = "bfloat16"  # of queries, and of products
-WIDTH_MULTIPLE = 32  # of D and E: shared memory is swizzled over at least so many bytes
-CONVERTED_COLUMNS = 64  # at a time
+WIDTH_MULTIPLE = 32  # of D and E: shared memory is swizzled over at least 32 bytes
+CONVERTED_COLUMNS = 64  # columns converted at a time
 TOKEN, TENSOR = "token", "tensor"
 
 

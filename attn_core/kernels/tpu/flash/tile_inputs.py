@@ -247,9 +247,9 @@ class MaskReader(NamedTuple):
                   tile: TileIndex) -> tuple[mask_lib.Mask, mask_lib.Coordinates]:
     """Returns the mask with the tile's part of its arrays, and the coordinates of the tile."""
     tiling, shape = self.tiling, tile.shape
-    spread = lambda x: jnp.broadcast_to(x, shape) if getattr(x, "ndim", 0) else x
+    broadcast = lambda x: jnp.broadcast_to(x, shape) if getattr(x, "ndim", 0) else x
     leaves = [read(refs, tile) for read in self.readers]
-    leaves = [spread(x.astype(jnp.int32) != 0) if role == mask_lib.DENSE else spread(x)
+    leaves = [broadcast(x.astype(jnp.int32) != 0) if role == mask_lib.DENSE else broadcast(x)
               for x, role in zip(leaves, mask_lib.structure_roles(self.structure))]
     key = lax.broadcasted_iota(jnp.int32, shape, 0) + (
         tile.grid.key_block * tiling.block_kv + tile.keys.start)

@@ -138,7 +138,7 @@ class LogitsSpec(NamedTuple):
     return online_softmax.LOG2E * (1.0 if capped else self.softmax_scale)
 
   def logits(self, scores: jax.Array) -> jax.Array:
-    """Returns the logits of scores, but for `unit`."""
+    """Returns the logits of scores without the factor `unit`."""
     if self.logits_soft_cap is not None:
       capped = jnp.tanh(scores * (self.softmax_scale / self.logits_soft_cap))
       return capped * self.logits_soft_cap
