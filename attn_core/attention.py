@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The entry points: `attention` runs any mechanism, `explain` tells which one and why."""
 
+from collections.abc import Callable
 import functools
 from typing import NamedTuple
 
@@ -13,8 +14,7 @@ from attn_core import table
 from attn_core.arguments import normalize as arguments, normalize_paged, outputs
 from attn_core.arguments.arguments import (AnyCacheMetadata, AttentionArguments, Cache, InitBias,
                                            RematPolicy, Shaped)
-from attn_core.config import remat
-from attn_core.config import metadata as metadata_lib
+from attn_core.config import metadata as metadata_lib, remat
 from attn_core.config.metadata import OperationMetadata
 from attn_core.dispatch import selection
 from attn_core.dispatch.capabilities import Implementation, Request
@@ -314,7 +314,8 @@ def _run(a: AttentionArguments) -> AttentionOutput:
   question = _question(normal)
   static = _static_call(normal, question,
                         selection.choose(table.RULES, a.mechanism, question))
-  run = functools.partial(_execute, static=static)
+  run: Callable[[Operands | PagedOperands], AttentionOutput] = functools.partial(
+      _execute, static=static)
   if a.policy is not None:
     policy = remat.checkpoint_policy(a.policy) if isinstance(a.policy, str) else a.policy
     run = jax.checkpoint(run, policy=policy, prevent_cse=a.prevent_cse)
@@ -364,6 +365,7 @@ class _Static(NamedTuple):
 def _static_call(normal: arguments.Normalized, question: selection.Question,
                  verdict: selection.Verdict) -> _Static:
   """Returns the static part of a call that the verdict's implementation runs."""
+  assert verdict.implementation is not None
   sizes = arguments.with_configured_blocks(normal.call.block_sizes, normal.metadata,
                                            verdict.mechanism)
   return _Static(verdict.implementation, normal.call._replace(
@@ -386,12 +388,11 @@ def _place(normal: arguments.Normalized,
   """
   if normal.rules is None:  # pages are placed by their own rules
     return normal.request.placement
-  query, key, metadata = *normal.call.operands[:2], normal.metadata
+  query, key, metadata = normal.call.operands.query, normal.call.operands.key, normal.metadata
   mesh = placement_lib.mesh_in_force(metadata_lib.resolved_mesh(metadata))
   reserved: tuple[str, ...] = ()
   ring = metadata.ring, metadata.sequence_axis_name
-  spreads = implementation is not None and implementation.shards_sequence and mesh is not None
-  if spreads:
+  if implementation is not None and implementation.shards_sequence and mesh is not None:
     context_parallel.require_axes(*ring, mesh)
     if context_parallel.shards_of(*ring, mesh) > 1:
       context_parallel.require_unchecked(*normal.call.operands[:3])
@@ -399,7 +400,7 @@ def _place(normal: arguments.Normalized,
   placement = placement_lib.place(
       normal.rules, mesh, query.shape, key.shape, reserved,
       shard_keys=implementation is not None and implementation.shards_keys)
-  if placement is None or not spreads:
+  if placement is None or mesh is None or not reserved:
     return placement
   heads = query.shape[2] // placement.size(placement.heads)
   return placement._replace(sequence=context_parallel.shard_sequence(

@@ -1,15 +1,15 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the tests of this package: python3 -m attn_core_test [pattern ...] [--slow] [--jobs N] ...
+"""Runs the tests of this package: `python3 -m attn_core_test [pattern ...] [--slow] [--jobs JOBS]`.
 
-Every `*_test.py` module runs in processes of its own, because some set JAX flags, such as the
-number of virtual devices, when they are imported. Modules listed in sampling.SHARDS are cut into
+Every `*_test.py` module runs in separate processes, because some set JAX flags, such as the number
+of virtual devices, when they are imported. Modules listed in sampling.SHARDS are divided into
 pieces, each of which runs every n-th test. Without patterns the tests that `sampling` tags as slow
 are left out; `--slow` runs them too, and `--slow --rotation K/N` the K-th of N parts of them. A
-module that is asked for by name runs whole, but for slow cases. All share what JAX compiles, until
-the last has ended. A piece prints one line when it is done, its whole output when something failed,
-and else the lines of it that begin with MARK. The last line is `N passed, M failed, K skipped`; the
-exit status is 0 only when tests ran and none failed.
+module given by name runs whole, except for slow cases. All processes share a cache of compiled
+programs, which is removed at the end. A piece prints one line when it is done, and its whole output
+if a test failed, else the lines that begin with MARK. The last line is `N passed, M failed, K
+skipped`; the exit status is 0 only if tests ran and none failed.
 """
 
 import argparse
@@ -47,7 +47,7 @@ class Piece(NamedTuple):
 
 
 class Outcome(NamedTuple):
-  """What became of the tests of one piece."""
+  """Results of the tests of one piece."""
 
   passed: int
   failed: int
@@ -75,15 +75,15 @@ def matches(module: str, pattern: str) -> bool:
 
 
 def count(output: str) -> dict[str, int]:
-  """How many tests ended as OK, FAILED and SKIPPED.
+  """Counts the tests that ended as OK, FAILED and SKIPPED.
 
-  A test that started and has no end of its own failed: it crashed, or its subtests did not all pass
-  and they print no event; unless an event says that subtests were skipped. Events outside any test
+  A test that started and did not report its end failed: it crashed, or one of its subtests, which
+  print no events, failed; unless an event says that subtests were skipped. Events outside any test
   are failures of a whole class or module, or tests skipped before they started.
   """
   counts = {"OK": 0, "FAILED": 0, "SKIPPED": 0}
   running = ended = None
-  verdict = "FAILED"  # of the running test, should it have no end of its own
+  verdict = "FAILED"  # of the running test, if it does not report its end
   for event, name in EVENT.findall(output):
     if event == "RUN":
       counts[verdict] += running is not None

@@ -12,6 +12,9 @@ MAX_FUNCTION_LINES = 80
 MAX_FILE_LINES = 400
 MAX_TOP_LEVEL_FILES = 9
 MIN_TYPED_PERCENT = 95.0
+# Annotations with Any in signatures of public functions: pytrees, values read from JSON, and what
+# a function accepts in order to refuse it by an error.
+MAX_ANY = 92
 
 # Lines with this prefix are shown by the test runner also when the tests pass.
 MARK = "measured: "
@@ -28,6 +31,7 @@ class Function(NamedTuple):
   parameters: int
   typed: int  # parameters with an annotation; both counts leave out self and cls
   returns: bool  # has an annotation of its return
+  with_any: int  # annotations that mention Any
   lines: int  # its docstring included
   docstring_lines: int
   raises: bool  # has a section Raises in its docstring
@@ -63,6 +67,10 @@ class Measures(NamedTuple):
     return [function.name for function in self.functions if function.public
             and not (function.returns and function.typed == function.parameters)]
 
+  def public_any(self) -> int:
+    """Annotations with Any in the signatures of public functions."""
+    return sum(function.with_any for function in self.functions if function.public)
+
   def with_arguments(self, least: int) -> list[str]:
     """Names of functions with `least` parameters or more."""
     return [function.name for function in self.functions if function.parameters >= least]
@@ -83,6 +91,13 @@ def _docstring_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
   return function.body[0].end_lineno - function.body[0].lineno + 1
 
 
+def _with_any(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+  """Annotations of a function that mention Any."""
+  annotations = [argument.annotation for argument in parameters_of(function)] + [function.returns]
+  return sum(any(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(annotation))
+             for annotation in annotations if annotation is not None)
+
+
 def functions_of(module: str, path: pathlib.Path) -> Iterator[Function]:
   """Yields every function of a file, nested ones included; lambdas are left out."""
   def visit(node: ast.AST, name: str, public: bool) -> Iterator[Function]:
@@ -97,8 +112,9 @@ def functions_of(module: str, path: pathlib.Path) -> Iterator[Function]:
       parameters = parameters_of(child)
       yield Function(own, shown, len(parameters),
                      sum(argument.annotation is not None for argument in parameters),
-                     child.returns is not None, child.end_lineno - child.lineno + 1,
-                     _docstring_lines(child), "Raises:" in (ast.get_docstring(child) or ""))
+                     child.returns is not None, _with_any(child),
+                     child.end_lineno - child.lineno + 1, _docstring_lines(child),
+                     "Raises:" in (ast.get_docstring(child) or ""))
       yield from visit(child, own, False)
   yield from visit(ast.parse(path.read_text(encoding="utf-8")), module,
                    not any(part.startswith("_") for part in module.split(".")))
@@ -150,5 +166,6 @@ def lines() -> list[str]:
       f"95th percentile of function length: {lengths[int(0.95 * count)]} lines",
       f"parameters with a type: {found.typed_percent():.1f}%",
       f"docstrings with Raises: {sum(function.raises for function in found.functions)}",
-      f"public functions with a parameter or return untyped: {len(untyped)}"]
+      f"public functions with a parameter or return untyped: {len(untyped)}",
+      f"annotations with Any in public signatures: {found.public_any()} (at most {MAX_ANY})"]
   return [MARK + line for line in report]

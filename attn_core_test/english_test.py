@@ -40,11 +40,6 @@ BAD_STARTS = ("What ", "Who ", "How ", "Why ", "Which ", "Of ", "Those ", "That 
 SHAPE = re.compile(r"\[([A-Za-z0-9_ ,.*+/()|-]+)\]")
 LETTER = re.compile(r"\b[A-Z]\b")
 
-# Files that still break a rule; a file without errors must leave this list.
-NOT_YET = """
-attn_core_test/__main__.py
-""".split()
-
 
 def files() -> list[pathlib.Path]:
   """Returns every file to check."""
@@ -134,15 +129,9 @@ def errors_of(path: pathlib.Path) -> list[str]:
 class EnglishTest(absltest.TestCase):
 
   def test_files_are_clean(self):
-    found = [error for path in files() if path.relative_to(ROOT).as_posix() not in NOT_YET
-             for error in errors_of(path)]
+    found = [error for path in files() for error in errors_of(path)]
     if found:
       self.fail("\n" + "\n".join(found))
-
-  def test_clean_files_are_not_listed(self):
-    self.assertEqual(NOT_YET, sorted(set(NOT_YET)))
-    clean = [name for name in NOT_YET if not (ROOT / name).exists() or not errors_of(ROOT / name)]
-    self.assertEmpty(clean, "take these off NOT_YET")
 
   def test_rules_find_what_they_are_for(self):
     bad = ('"""What a file holds."""\n\n# There is no use for [N, D], seldom\n# normalised.\n'

@@ -60,10 +60,12 @@ def normalize(a: AttentionArguments) -> Normalized:
                    f"{type(a.cache_metadata).__name__} without cache_view", "a cache_view as well")
   else:
     _check_cache_arguments(a.layout, a.query_offset)
-    step_lib.check_masks_with_cache(a.cache_view, a.mode, info, a.mask)
+    cache = cast(step_lib.AnyCache, a.cache_view)  # `update_cache` checks it
+    step_lib.check_masks_with_cache(cache, a.mode, info, a.mask)
     reach = _lookback(a.sliding_window, a.chunk_size)
-    step = step_lib.update_cache(_new_tokens(query, key, value), a.cache_view,
-                         cast(step_lib.CacheMetadata | None, a.cache_metadata), a.mode, reach)
+    step = step_lib.update_cache(
+        _new_tokens(query, key, value), cache,
+        cast(step_lib.CacheMetadata | None, a.cache_metadata), a.mode, reach)
     key, value, scales = step.key, step.value, [step.key_scale, step.value_scale]
     info = step.mask_info._replace(attention_mask=info.attention_mask)
     a = a._replace(mask_info=info)
@@ -102,6 +104,7 @@ def make_spec(a: AttentionArguments, metadata: OperationMetadata,
     mask: the structure of the mask.
   """
   softmax_dtype = metadata.runtime_softmax_dtype
+  assert isinstance(softmax_dtype, np.dtype)  # the metadata made it one
   if query.dtype == jnp.float64:
     softmax_dtype = jnp.promote_types(softmax_dtype, query.dtype)
   return AttentionSpec(
@@ -214,7 +217,7 @@ def _new_tokens(query: jax.Array, key: jax.Array | None,
 def _cast(
     arrays: tuple[jax.Array, jax.Array, jax.Array],
     scales: list[jax.Array | None], compute_dtype: DTypeLike | None,
-    runtime_dtype: np.dtype,
+    runtime_dtype: DTypeLike | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, list[jax.Array | None]]:
   """Casts query, key and value to the dtype of the products, but those of an 8-bit cache.
 
@@ -232,20 +235,21 @@ def _cast(
   checks.query_key_value(query, key, value, quantized=quantized)
   dtype = normalize_compute_dtype(compute_dtype, runtime_dtype, query.dtype)
   if quantized:
-    key, value, *scales = quantize.constant((key, value, *scales), "cache_view")
+    key, value, scales = quantize.constant((key, value, scales), "cache_view")
   else:
     key, value = key.astype(dtype), value.astype(dtype)
   return (checkpoint_name(query.astype(dtype), "attn_query"), checkpoint_name(key, "attn_key"),
           checkpoint_name(value, "attn_value"), scales)
 
 
-def normalize_compute_dtype(compute_dtype: DTypeLike | None, runtime_dtype: np.dtype,
+def normalize_compute_dtype(compute_dtype: DTypeLike | None, runtime_dtype: DTypeLike | None,
                             dtype: np.dtype) -> np.dtype:
   """Returns the dtype of the products: `compute_dtype`, a 16-bit runtime dtype, or the operands'.
 
   Operands are never widened for a runtime dtype: products accumulate in float32 in any case.
   """
   if compute_dtype is None:
+    assert isinstance(runtime_dtype, np.dtype)  # the metadata made it one
     return runtime_dtype if runtime_dtype.itemsize < 4 else dtype
   expected = "a floating-point dtype or None"
   wanted = checks.dtype("compute_dtype", compute_dtype, expected)
@@ -339,7 +343,8 @@ def _dropout_words(rng: ArrayLike | None, probability: float) -> jax.Array | Non
   typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.ndim == 0
   raw = key.dtype == jnp.uint32 and key.ndim == 1 and key.shape[0] >= 2
   checks.require(typed or raw, "dropout_rng", checks.describe(key), expected)
-  return dropout.key_words(key if typed else jnp.asarray(key)) if probability else None
+  words = key if isinstance(key, jax.Array) else jnp.asarray(key)
+  return dropout.key_words(words) if probability else None
 
 
 def normalize_precision(precision: jax.lax.PrecisionLike) -> jax.lax.PrecisionLike:

@@ -19,7 +19,7 @@ from attn_core.caches.paged.layouts import Pages
 from attn_core.dispatch.capabilities import PagesRequest, request_of
 from attn_core.masks import constructors
 from attn_core.sharding import paged as shard_paged
-from attn_core.types import Call, Operands, PagedOperands, PagedSpec
+from attn_core.types import Call, operands_like, PagedOperands, PagedSpec
 
 # Mechanism -> the layout of its pages.
 PAGE_LAYOUTS: dict[str, type] = {
@@ -128,7 +128,7 @@ def _new_heads(key: checks.Array, value: checks.Array, cache: Pages,
     checks.require(cache.key_scales is not None or x.dtype == layouts.dtype_of(cache), name,
                    checks.describe(x), f"the dtype of the pages, {layouts.dtype_of(cache)}")
   scales = cache.key_scales
-  checks.require(not layouts.has_token_scales(cache) or scales.shape[2] == key.shape[1],
+  checks.require(scales is None or scales.ndim == 0 or scales.shape[2] == key.shape[1],
                  "key", checks.describe(key), "as many heads as the cache's key_scales "
                  f"{checks.describe(scales)} have")
   return layouts.Heads(key.shape[1], width, width)
@@ -139,11 +139,11 @@ def _dense(a: AttentionArguments, metadata: OperationMetadata, query: checks.Arr
   """Returns the arguments that mean the same without pages; operands are shapes only."""
   tokens, query_heads, width = query.shape
 
-  def shape(*dimensions: int) -> jax.Array:
-    return cast(jax.Array, jax.ShapeDtypeStruct((1, tokens, *dimensions), compute))
+  def shape(*dimensions: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((1, tokens, *dimensions), compute)
 
   bias = a.bias if a.init_bias is None else a.init_bias()
-  operands = Operands(
+  operands = operands_like(
       shape(query_heads, width), shape(heads.key_heads, width),
       shape(heads.key_heads, heads.value_width),
       None if bias is None else jnp.asarray(bias),

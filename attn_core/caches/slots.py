@@ -119,7 +119,7 @@ def counts(lengths: checks.Array | None, batch: int, tokens: int) -> checks.Arra
   return checks.int32("lengths", lengths, f"int32 [{batch}]")
 
 
-def check_concrete(argument: str, arrays: Sequence[checks.Array], bad: Callable[..., Any],
+def check_concrete(argument: str, arrays: Sequence[checks.Array], bad: Callable[..., checks.Array],
                    expected: str) -> None:
   """Raises ValueError where bad(*arrays) is true, if the arrays are concrete (outside of jit)."""
   if not any(isinstance(x, jax.core.Tracer) for x in arrays):

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Helpers around an attention: repeated heads, positions in a cache, sharding constraints."""
 
-from typing import Any
+from typing import Protocol
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -41,7 +41,15 @@ def repeat_key_value(key: Array, value: Array, num_reps: int) -> tuple[jax.Array
   return jnp.repeat(key, num_reps, 2), jnp.repeat(value, num_reps, 2)
 
 
-def build_cache_pos(attention_mask: Array, mode: Mode, cache_view: Any = None) -> jax.Array:
+class Indexed(Protocol):
+  """A cache that counts the tokens of each row."""
+
+  @property
+  def indexs(self) -> Array: ...
+
+
+def build_cache_pos(attention_mask: Array, mode: Mode,
+                    cache_view: Indexed | None = None) -> jax.Array:
   """The position of every query: the number of cached tokens plus that of earlier queries.
 
   A query without a visible key is padding: it does not count, and has its predecessor's position.

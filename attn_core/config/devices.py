@@ -3,7 +3,7 @@
 """Mechanism and dtype that suit a kind of device, and versions of TPUs."""
 
 import re
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,16 @@ TPU_KINDS = {"v5 lite": "v5e", "v5e": "v5e", "v5": "v5p", "v5p": "v5p", "v6 lite
 TPU_VERSIONS = ("v2", "v3", "v4", "v5", "v5e", "v5p", "v6", "v6e", "v7", "v7x")
 
 
+class AnyDevice(Protocol):
+  """A `jax.Device`, or what is named like one."""
+
+  @property
+  def platform(self) -> str: ...
+
+  @property
+  def device_kind(self) -> str: ...
+
+
 class OptimalConfig(NamedTuple):
   """A mechanism and the dtype of its matrix products."""
 
@@ -33,7 +43,7 @@ class OptimalConfig(NamedTuple):
   dtype: np.dtype
 
 
-def get_optimal_config(device: Any = None) -> OptimalConfig:
+def get_optimal_config(device: AnyDevice | None = None) -> OptimalConfig:
   """The mechanism and the dtype that suit a kind of device.
 
   Mechanism `auto` of a call also considers shapes, masks and caches.
@@ -54,7 +64,7 @@ def get_optimal_config(device: Any = None) -> OptimalConfig:
               for pattern, mechanism, dtype in OPTIMAL if re.match(pattern, name))
 
 
-def tpu_version_check(version: str = "v4", device: Any = None) -> bool:
+def tpu_version_check(version: str = "v4", device: AnyDevice | None = None) -> bool:
   """Whether a device is a TPU of a version; "v5" means v5e or v5p, "v6" means v6e.
 
   Args:
@@ -72,7 +82,7 @@ def tpu_version_check(version: str = "v4", device: Any = None) -> bool:
   return TPU_KINDS.get(kind, kind).startswith(version)
 
 
-def _device(device: Any) -> Any:
+def _device(device: AnyDevice | None) -> AnyDevice:
   """Returns the device, or the first device for None."""
   device = jax.devices()[0] if device is None else device
   checks.require(hasattr(device, "platform") and hasattr(device, "device_kind"), "device",
@@ -80,6 +90,6 @@ def _device(device: Any) -> Any:
   return device
 
 
-def _platform(device: Any) -> str:
+def _platform(device: AnyDevice) -> str:
   """The platform of a device, with "gpu" for CUDA and ROCm."""
   return {"cuda": "gpu", "rocm": "gpu"}.get(device.platform, device.platform)

@@ -57,7 +57,7 @@ def normalized(fields: Mapping[str, Any]) -> dict[str, Any]:
   return {**normal, "scan_ring_attention": bool(scan)}
 
 
-def error(name: str, value: Any, expectation: str) -> ValueError:
+def error(name: str, value: object, expectation: str) -> ValueError:
   """An error with the name of a field, its value and the expected value."""
   return ValueError(f"{name}={value!r}: expected {expectation}")
 
@@ -164,7 +164,7 @@ def _block(name: str, value: Any) -> int | None:
   return int(value)
 
 
-def mechanism(name: str, value: Any) -> str:
+def mechanism(name: str, value: object) -> str:
   """Converts the name of a mechanism to a plain string."""
   try:
     return AttentionMechanism(value).value

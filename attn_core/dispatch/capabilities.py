@@ -3,7 +3,7 @@
 """Capabilities of implementations, and the request that they are asked to support."""
 
 import re
-from typing import Callable, Mapping, NamedTuple
+from typing import Any, Callable, Mapping, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -105,9 +105,9 @@ def request_of(call: Call, features: Mapping[str, str], capability: str | None =
     capability: compute capability of the GPU; None: not known, or not a GPU.
     transfer: `RingConfig.transfer`.
   """
-  shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in call.operands[:3]]
+  query, key, value = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in call.operands[:3])
   bias = call.operands.bias
-  return Request(features, *shapes, call.spec.mask, None if bias is None else bias.dtype,
+  return Request(features, query, key, value, call.spec.mask, None if bias is None else bias.dtype,
                  capability, transfer)
 
 
@@ -292,11 +292,12 @@ def pages_kernel_limits(platform: str, layout: str) -> Callable[[Request], str |
     reason = pages_limits(layout)(request) or _stripes_limits(request.pages)
     if reason or request.pages is None:
       return reason
+    shapes: Any = request.pages.shapes  # in place of arrays
     if platform == "tpu":
-      from attn_core.kernels.tpu.ragged import paged as kernel  # Pallas takes 0.1 s to import
-    else:
-      from attn_core.kernels.gpu.split_kv import paged as kernel  # Mosaic GPU takes 0.3 s to import
-    return kernel.unsupported_reason(*request.pages.shapes)
+      from attn_core.kernels.tpu.ragged import paged as on_tpu  # Pallas takes 0.1 s to import
+      return on_tpu.unsupported_reason(*shapes)
+    from attn_core.kernels.gpu.split_kv import paged as on_gpu  # Mosaic GPU takes 0.3 s to import
+    return on_gpu.unsupported_reason(*shapes)
   return limits
 
 

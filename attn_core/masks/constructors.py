@@ -281,7 +281,7 @@ def dense(array: ArrayLike) -> Mask:
   return leaves.Dense(array)
 
 
-def custom(predicate: Callable[..., Any], *operands: ArrayLike) -> Mask:
+def custom(predicate: Callable[..., ArrayLike], *operands: ArrayLike) -> Mask:
   """A predicate of (batch, head, query position, key position, *operands).
 
   >>> from attn_core import masks

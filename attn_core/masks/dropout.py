@@ -7,7 +7,7 @@ mechanisms, block sizes, platforms and shardings keep the same weights, and a ba
 the mask again instead of storing it.
 """
 
-from typing import Any
+from typing import Any, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,8 @@ def key_words(rng: jax.Array) -> jax.Array:
   return jnp.stack([first, second])[None]
 
 
-def keep_mask(words: Any, at: Coordinates, dropout_prob: float) -> jax.Array:
+def keep_mask(words: jax.Array | Sequence[jax.Array], at: Coordinates,
+              dropout_prob: float) -> jax.Array:
   """Computes which weights are kept, each with probability 1 - dropout_prob.
 
   Args:

@@ -132,15 +132,15 @@ def _lengths(form: banded_lib.Band, batch: int) -> tuple[jax.Array | None, jax.A
 
 
 def _without_padding(operands: Operands, form: banded_lib.Band) -> Operands:
-  """Returns the operands with zeros past the lengths, which then have no effect nor gradient."""
+  """Returns the operands with zeros past the lengths, which then affect no result or gradient."""
   query_lengths, key_lengths = _lengths(form, operands.query.shape[0])
-  def cut(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
+  def masked(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
     if lengths is None:
       return x
     return jnp.where((jnp.arange(x.shape[1])[None] < lengths[:, None])[..., None, None], x, 0)
-  return operands._replace(query=cut(operands.query, query_lengths),
-                           key=cut(operands.key, key_lengths),
-                           value=cut(operands.value, key_lengths))
+  return operands._replace(query=masked(operands.query, query_lengths),
+                           key=masked(operands.key, key_lengths),
+                           value=masked(operands.value, key_lengths))
 
 
 def _band_sees_any(bad: jax.Array, form: banded_lib.Band, length: int) -> jax.Array:

@@ -66,8 +66,9 @@ def attention(query: jax.Array, requests: Sequence[tuple[int, jax.Array | None, 
     assert value is not None
     found = oracle.attention(Operands(rows[None], key[None], value[None], mask=mask,
                                       sinks=None if sinks is None else sinks[None]), dense)
-    out.append(found.attention_outputs[0])  # type: ignore[index]
-    lse.append(found.lse[0])  # type: ignore[index]
+    assert found.lse is not None
+    out.append(found.attention_outputs[0])
+    lse.append(found.lse[0])
   rest = query.shape[0] - start
   out.append(jnp.zeros((rest, query.shape[1], width), query.dtype))
   lse.append(jnp.full((query.shape[1], rest), -jnp.inf, query.dtype))

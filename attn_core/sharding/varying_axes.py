@@ -6,12 +6,14 @@ JAX requires the carry of a loop, and the operands of a custom derivative, to va
 axes on both sides; `jax.lax.pcast` marks an array as varying over more axes.
 """
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
+Tree = TypeVar("Tree")
 
-def unify(tree: Any) -> Any:
+
+def unify(tree: Tree) -> Tree:
   """Marks every array of a pytree as varying over the union of the axes of all of them."""
   axes: frozenset = frozenset().union(*(_varying(x) for x in jax.tree.leaves(tree)))
 
@@ -22,11 +24,11 @@ def unify(tree: Any) -> Any:
   return jax.tree.map(vary, tree)
 
 
-def initial_carry(like: Any, carry: Any) -> Any:
+def initial_carry(like: Any, carry: Tree) -> Tree:
   """Marks the initial carry of a loop as varying over the axes of the arrays `like`, too."""
   return unify((like, carry))[1]
 
 
-def _varying(x: Any) -> frozenset:
+def _varying(x: jax.Array) -> frozenset:
   """The manual axes over which one array varies."""
   return frozenset(jax.typeof(x).manual_axis_type.varying)

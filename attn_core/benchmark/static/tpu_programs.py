@@ -116,7 +116,7 @@ def computed(visits: schedule.Schedule) -> Callable[[Any], tuple]:
   size = max(1, rows.max() + 1), max(1, columns.max() + 1)
   distance = lambda row, column: row * size[1] - column * size[0]
   found, counts = np.unique(kinds, return_counts=True)
-  usual = int(found[counts.argmax()])
+  usual = int(found[np.argmax(counts)])
   special = {int(distance(rows[n], columns[n])): int(kinds[n])
              for n in np.flatnonzero(kinds != usual)}
 

@@ -11,7 +11,7 @@ Shapes: R requests, P pages of the pool, max_pages per request (width of the tab
 """
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 from jax.typing import DTypeLike
@@ -75,6 +75,7 @@ class Heads(NamedTuple):
 
 PAGES = (PagesV1, PagesV2, PagesV3)
 Pages = PagesV1 | PagesV2 | PagesV3
+PagesT = TypeVar("PagesT", bound=Pages)
 
 
 def packing(dtype: DTypeLike) -> int:
@@ -227,7 +228,7 @@ def pad_rows(cache: PagesV2 | PagesV3, rows: Array) -> jax.Array:
                         (0, heads.key_width - rows.shape[2])))
 
 
-def take(cache: Pages, ids: Array) -> Pages:
+def take(cache: PagesT, ids: Array) -> PagesT:
   """Makes a cache of some pages.
 
   Args:
@@ -238,10 +239,14 @@ def take(cache: Pages, ids: Array) -> Pages:
     A cache of the same layout with num_ids pages, in the order of `ids`.
   """
   pick = lambda x, axis: jnp.take(x, ids, axis, mode="clip")
+  taken: Pages = cache
   if has_token_scales(cache):
-    cache = cache._replace(key_scales=pick(cache.key_scales, 0),
+    taken = taken._replace(key_scales=pick(cache.key_scales, 0),
                            value_scales=pick(cache.value_scales, 0))
-  if isinstance(cache, PagesV1):
-    return cache._replace(key_pages=pick(cache.key_pages, 1),
-                          value_pages=pick(cache.value_pages, 1))
-  return cache._replace(pages=pick(cache.pages, 0))
+  if isinstance(taken, PagesV1):
+    taken = taken._replace(key_pages=pick(taken.key_pages, 1),
+                           value_pages=pick(taken.value_pages, 1))
+  else:
+    taken = taken._replace(pages=pick(taken.pages, 0))
+  assert isinstance(taken, type(cache))
+  return taken

@@ -19,7 +19,7 @@ Shapes: R requests, P pages of the pool, max_pages per request (width of the tab
 read together, num_tokens of these.
 """
 
-from typing import Any, Callable, cast
+from typing import Any, Callable
 
 import jax
 from jax.typing import DTypeLike
@@ -30,7 +30,7 @@ from attn_core import checks
 from attn_core.caches import quantize
 from attn_core.caches.paged import slot_mapping
 from attn_core.caches.paged.layouts import (
-    LANES, PAGES, Array, Heads, Pages, PagesMetadata, PagesV1, PagesV2, PagesV3, dtype_of,
+    LANES, PAGES, Array, Heads, Pages, PagesMetadata, PagesT, PagesV1, PagesV2, PagesV3, dtype_of,
     has_token_scales, heads_of, interleave, num_pages, packing, pad_rows, page_size, rows_in_use,
     take)
 from attn_core.types import cdiv
@@ -38,8 +38,8 @@ from attn_core.types import cdiv
 Scales = tuple[Array, Array] | None  # of keys and values
 
 
-def init(layout: type[Pages], num_pages: int, page_size: int, heads: Heads,
-         dtype: DTypeLike = jnp.bfloat16, scales: str | None = None) -> Pages:
+def init(layout: type[PagesT], num_pages: int, page_size: int, heads: Heads,
+         dtype: DTypeLike = jnp.bfloat16, scales: str | None = None) -> PagesT:
   """Creates a pool of empty pages.
 
   Args:
@@ -75,22 +75,24 @@ def init(layout: type[Pages], num_pages: int, page_size: int, heads: Heads,
                  "pages cannot be read without their scales")
   shape = {"token": (num_pages, page_size, heads.key_heads), "tensor": ()}
   scale = None if scales is None else jnp.ones(shape[scales], jnp.float32)
+  checks.require(layout is PagesV1 or heads.key_width == heads.value_width, "heads.value_width",
+                 heads.value_width, f"the key width {heads.key_width}: one array holds both")
+  found: Pages
   if layout is PagesV1:
     pool = (heads.key_heads, num_pages, page_size)
-    return PagesV1(jnp.zeros((*pool, heads.key_width), dtype),
-                   jnp.zeros((*pool, heads.value_width), dtype), scale, scale)
-  checks.require(heads.key_width == heads.value_width, "heads.value_width",
-                 heads.value_width, f"the key width {heads.key_width}: one array holds both")
-  rows, width = 2 * heads.key_heads, heads.key_width
-  if layout is PagesV2:
-    return PagesV2(jnp.zeros((num_pages, page_size, rows, width), dtype), scale, scale)
-  words, width = cdiv(rows, packing(dtype)), cdiv(width, LANES) * LANES
-  return PagesV3(
-      jnp.zeros((num_pages, page_size, words, packing(dtype), width), dtype), scale, scale)
+    found = PagesV1(jnp.zeros((*pool, heads.key_width), dtype),
+                    jnp.zeros((*pool, heads.value_width), dtype), scale, scale)
+  else:
+    rows, width, packed = 2 * heads.key_heads, heads.key_width, packing(dtype)
+    zeros = lambda *shape: jnp.zeros((num_pages, page_size, *shape), dtype)
+    found = PagesV2(zeros(rows, width), scale, scale) if layout is PagesV2 else PagesV3(
+        zeros(cdiv(rows, packed), packed, cdiv(width, LANES) * LANES), scale, scale)
+  assert isinstance(found, layout)
+  return found
 
 
-def append(cache: Pages, key: Array, value: Array, mapping: Array,
-           scales: Scales = None) -> Pages:
+def append(cache: PagesT, key: Array, value: Array, mapping: Array,
+           scales: Scales = None) -> PagesT:
   """Writes one key and one value per token.
 
   Args:
@@ -111,8 +113,7 @@ def append(cache: Pages, key: Array, value: Array, mapping: Array,
       quantized tokens, or given where the pages have no scales per token.
     NotImplementedError: quantized keys or values are differentiated.
   """
-  size, dtype = page_size(cache), dtype_of(cache)
-  per_token = has_token_scales(cache)
+  size, dtype, per_token = page_size(cache), dtype_of(cache), has_token_scales(cache)
   _check_tokens(cache, key, value, scales)
   mapping = _int32_vector("mapping", mapping, key.shape[0], "slots")
   if not per_token:
@@ -123,17 +124,19 @@ def append(cache: Pages, key: Array, value: Array, mapping: Array,
   mapping = jnp.where(mapping < 0, num_pages(cache) * size, mapping)
   page, offset = mapping // size, mapping % size
   if isinstance(cache, PagesV1):
-    cache = cache._replace(
+    written: Pages = cache._replace(
         key_pages=cache.key_pages.at[:, page, offset].set(key.swapaxes(0, 1), mode="drop"),
         value_pages=cache.value_pages.at[:, page, offset].set(value.swapaxes(0, 1), mode="drop"))
   else:
     token = pad_rows(cache, interleave(key, value)).reshape(-1, *cache.pages.shape[2:])
-    cache = cache._replace(pages=cache.pages.at[page, offset].set(token, mode="drop"))
+    written = cache._replace(pages=cache.pages.at[page, offset].set(token, mode="drop"))
   if scales is not None:
     key_scales, value_scales = _token_scales(cache)
-    cache = cache._replace(key_scales=key_scales.at[page, offset].set(scales[0], mode="drop"),
-                           value_scales=value_scales.at[page, offset].set(scales[1], mode="drop"))
-  return cache
+    written = written._replace(
+        key_scales=key_scales.at[page, offset].set(scales[0], mode="drop"),
+        value_scales=value_scales.at[page, offset].set(scales[1], mode="drop"))
+  assert isinstance(written, type(cache))
+  return written
 
 
 def _int32_vector(argument: str, x: Array, count: int, meaning: str) -> Any:
@@ -146,7 +149,8 @@ def _int32_vector(argument: str, x: Array, count: int, meaning: str) -> Any:
 
 def _token_scales(cache: Pages) -> tuple[Array, Array]:
   """The scales of keys and values of pages that have them."""
-  return cast(tuple[Array, Array], (cache.key_scales, cache.value_scales))
+  assert cache.key_scales is not None and cache.value_scales is not None
+  return cache.key_scales, cache.value_scales
 
 
 def _check_tokens(cache: Pages, key: Array, value: Array, scales: Scales) -> None:
@@ -264,10 +268,8 @@ def reader(cache: Pages, heads: Heads, dtype: DTypeLike) -> Callable[..., jax.Ar
 
 def _all_heads(cache: Pages) -> Heads:
   """The heads in the pages, without padding where the scales' shape gives their number."""
-  heads = heads_of(cache)
-  if not has_token_scales(cache):
-    return heads
-  return heads._replace(key_heads=_token_scales(cache)[0].shape[2])
+  number = _token_scales(cache)[0].shape[2] if has_token_scales(cache) else None
+  return heads_of(cache) if number is None else heads_of(cache)._replace(key_heads=number)
 
 
 def to_dense(cache: Pages, metadata: PagesMetadata, heads: Heads | None = None,
@@ -305,8 +307,8 @@ def to_dense(cache: Pages, metadata: PagesMetadata, heads: Heads | None = None,
   return jnp.where(live, shaped(key), 0), jnp.where(live, shaped(value), 0)
 
 
-def from_dense(cache: Pages, key: Array, value: Array, metadata: PagesMetadata,
-               scales: Scales = None) -> Pages:
+def from_dense(cache: PagesT, key: Array, value: Array, metadata: PagesMetadata,
+               scales: Scales = None) -> PagesT:
   """Writes the first context_lens tokens of every request into its pages.
 
   Args:
@@ -338,7 +340,7 @@ def from_dense(cache: Pages, key: Array, value: Array, metadata: PagesMetadata,
                 None if scales is None else tuple(map(flat, scales)))
 
 
-def convert(cache: Pages, layout: type[Pages], heads: Heads | None = None) -> Pages:
+def convert(cache: Pages, layout: type[PagesT], heads: Heads | None = None) -> PagesT:
   """Converts pages to another layout.
 
   Args:
@@ -357,20 +359,22 @@ def convert(cache: Pages, layout: type[Pages], heads: Heads | None = None) -> Pa
   pool, size = num_pages(cache), page_size(cache)
   plain = cache._replace(key_scales=None, value_scales=None)
   key, value = read(plain, jnp.arange(pool, dtype=jnp.int32), heads, dtype_of(cache))
-  cut = lambda x: x[..., :heads.key_heads] if x is not None and x.ndim else x
-  scales = tuple(map(cut, (cache.key_scales, cache.value_scales)))
+  without_padding = lambda x: x[..., :heads.key_heads] if x is not None and x.ndim else x
+  scales = tuple(map(without_padding, (cache.key_scales, cache.value_scales)))
   if layout is PagesV1:
     shaped = lambda x: x.reshape(heads.key_heads, pool, size, -1)
-    return PagesV1(shaped(key), shaped(value), *scales)
-  kind = "tensor" if dtype_of(cache).itemsize == 1 else None  # the scales are those of `cache`
-  empty = init(layout, pool, size, heads, dtype_of(cache), kind)
-  empty = empty._replace(key_scales=None, value_scales=None)
-  full = append(empty, key.swapaxes(0, 1), value.swapaxes(0, 1),
-                jnp.arange(pool * size, dtype=jnp.int32))
-  return full._replace(key_scales=scales[0], value_scales=scales[1])
+    full: Pages = PagesV1(shaped(key), shaped(value), *scales)
+  else:
+    kind = "tensor" if dtype_of(cache).itemsize == 1 else None  # the scales are those of `cache`
+    empty = init(layout, pool, size, heads, dtype_of(cache), kind)
+    full = append(empty._replace(key_scales=None, value_scales=None), key.swapaxes(0, 1),
+                  value.swapaxes(0, 1), jnp.arange(pool * size, dtype=jnp.int32))
+    full = full._replace(key_scales=scales[0], value_scales=scales[1])
+  assert isinstance(full, layout)
+  return full
 
 
-def copy_pages(cache: Pages, sources: Array, targets: Array) -> Pages:
+def copy_pages(cache: PagesT, sources: Array, targets: Array) -> PagesT:
   """Copies pages within the pool, as the allocator requests before a shared page is written.
 
   Args:
@@ -392,7 +396,5 @@ def copy_pages(cache: Pages, sources: Array, targets: Array) -> Pages:
       return x
     at = x.at[(slice(None),) * axis + (targets,)]
     return at.set(jnp.take(x, sources, axis, mode="clip"), mode="drop")
-  if isinstance(cache, PagesV1):
-    return PagesV1(copied(cache.key_pages, 1), copied(cache.value_pages, 1),
-                   copied(cache.key_scales, 0), copied(cache.value_scales, 0))
-  return type(cache)(*(copied(x, 0) for x in cache))
+  axes = (1, 1, 0, 0) if isinstance(cache, PagesV1) else (0, 0, 0)
+  return type(cache)(*map(copied, cache, axes))

@@ -7,13 +7,15 @@ does not: the exponential of a tile costs about as much as copying it, and round
 takes half the time of XLA's conversion. On other platforms they are the usual functions.
 """
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 import numpy as np
+
+Tree = TypeVar("Tree")  # a pytree of arrays
 
 # exp(x) = 2^n * exp(r) with n = round(x / log 2), |r| <= log(2) / 2, and exp(r) by a polynomial
 # 1 + r + r^2 * (c2 + c3 r + ...), of least relative error: 1.1e-7 before rounding.
@@ -90,7 +92,7 @@ def zeros(shape: tuple[int, ...], dtype: DTypeLike, *, done: Any) -> jax.Array:
   return jnp.broadcast_to(after(jnp.zeros((), dtype), done), shape)
 
 
-def after(x: Any, done: Any) -> Any:
+def after(x: Tree, done: Any) -> Tree:
   """Returns the pytree of arrays `x`, computed after all arrays of the pytree `done`.
 
   XLA removes optimization barriers before it schedules a program. So x is reduced by a number that

@@ -79,7 +79,8 @@ def tangent(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
   dense_operands.assert_tangents(operands, tangents)
   inputs = tile_ops.block_inputs(operands, spec, block_sizes, backward=False)
   out, lse = tile_ops.pad_residuals(inputs, residuals)
-  d_operands = operands._replace(bias=None, sinks=None)._replace(**tangents)  # type: ignore
+  given: dict[str, Any] = {"bias": None, "sinks": None, **tangents}
+  d_operands = operands._replace(**given)
   d_inputs = inputs._replace(operands=dense_operands.pad_operands(d_operands, inputs.sizes))
   width = operands.value.shape[-1]
   finite = nonfinite.is_finite(inputs.operands.key, inputs.operands.value)
