@@ -11,16 +11,17 @@ from jax.typing import ArrayLike, DTypeLike
 import numpy as np
 
 from attn_core import table
-from attn_core.arguments import normalize as arguments, normalize_paged, outputs
+from attn_core.arguments import (normalize as arguments, normalize_paged, outputs,
+                                 question as question_lib)
 from attn_core.arguments.arguments import (AnyCacheMetadata, AttentionArguments, Cache, InitBias,
                                            RematPolicy, Shaped)
-from attn_core.config import metadata as metadata_lib, remat
+from attn_core.config import remat
 from attn_core.config.metadata import OperationMetadata
 from attn_core.dispatch import selection
-from attn_core.dispatch.capabilities import Implementation, Request
+from attn_core.dispatch.capabilities import Implementation
 from attn_core.masks.info import MaskInfo
 from attn_core.masks.mask import Mask
-from attn_core.sharding import context_parallel, partition, placement as placement_lib
+from attn_core.sharding import partition
 from attn_core.types import (ArrayLayout, AttentionOutput, BlockSizes, Call, Mode, Operands,
                              PagedOperands, SlidingWindow)
 
@@ -292,7 +293,7 @@ def _normalize(a: AttentionArguments) -> tuple[AttentionArguments, arguments.Nor
 def _explain(a: AttentionArguments) -> Explanation:
   """Explains a call whose arrays are traced."""
   a, normal = _normalize(a)
-  question = _question(normal)
+  question = question_lib.question_of(normal)
   try:
     verdict = selection.choose(table.RULES, a.mechanism, question)
     chosen, call = verdict.mechanism, _static_call(normal, question, verdict)
@@ -300,7 +301,7 @@ def _explain(a: AttentionArguments) -> Explanation:
       _execute(normal.call.operands, static=call)
     sizes, placement = call.call.block_sizes, call.call.placement
   except NotImplementedError:
-    chosen, placement = None, _place(normal, None)
+    chosen, placement = None, question_lib.place(normal, None)
     sizes = arguments.with_configured_blocks(normal.call.block_sizes, normal.metadata, "vanilla")
   return Explanation(
       chosen, *question.target, selection.ask_all(table.RULES, question), sizes,
@@ -311,7 +312,7 @@ def _explain(a: AttentionArguments) -> Explanation:
 def _run(a: AttentionArguments) -> AttentionOutput:
   """Runs a call by the implementation that `_explain` names."""
   a, normal = _normalize(a)
-  question = _question(normal)
+  question = question_lib.question_of(normal)
   static = _static_call(normal, question,
                         selection.choose(table.RULES, a.mechanism, question))
   run: Callable[[Operands | PagedOperands], AttentionOutput] = functools.partial(
@@ -323,36 +324,6 @@ def _run(a: AttentionArguments) -> AttentionOutput:
   if normal.step is not None:
     output = outputs.with_cache(output, normal.step)
   return outputs.to_layout(output, a.layout, normal.dtype)
-
-
-def _question(normal: arguments.Normalized) -> selection.Question:
-  """Returns the question which implementation supports a call; its placements are cached."""
-  requests: dict[tuple[bool, bool], Request] = {}
-
-  def request_for(implementation: Implementation) -> Request:
-    placing = implementation.shards_sequence, implementation.shards_keys
-    if placing not in requests:
-      requests[placing] = _placed_request(normal, implementation)
-    return requests[placing]
-
-  target = selection.Target(metadata_lib.resolved_platform(normal.metadata),
-                            normal.request.capability)
-  return selection.Question(target, normal.request.lengths[0] == 1, request_for)
-
-
-def _placed_request(normal: arguments.Normalized, implementation: Implementation) -> Request:
-  """Returns the request of one device, where the call is placed for an implementation."""
-  request = normal.request
-  if normal.rules is None:  # pages are placed by their own rules
-    return request
-  try:
-    placement = _place(normal, implementation)
-  except (NotImplementedError, ValueError) as error:
-    return request._replace(placement_error=error)
-  query, key = placement_lib.local_shapes(placement, request.query.shape, request.key.shape)
-  resized = lambda x, shape: jax.ShapeDtypeStruct((*shape[:3], x.shape[3]), x.dtype)
-  return request._replace(query=resized(request.query, query), key=resized(request.key, key),
-                          value=resized(request.value, key), placement=placement)
 
 
 class _Static(NamedTuple):
@@ -376,32 +347,3 @@ def _static_call(normal: arguments.Normalized, question: selection.Question,
 @functools.partial(jax.jit, static_argnames="static", inline=True)
 def _execute(operands: Operands | PagedOperands, *, static: _Static) -> AttentionOutput:
   return static.implementation.run(static.call._replace(operands=operands))
-
-
-def _place(normal: arguments.Normalized,
-           implementation: Implementation | None) -> placement_lib.Placement | None:
-  """Returns the placement of a call; the implementation decides about the sequence and the keys.
-
-  Raises:
-    ValueError: the mesh or the lengths do not fit `ring`.
-    NotImplementedError: `ring` inside a shard_map that checks which values vary over the mesh.
-  """
-  if normal.rules is None:  # pages are placed by their own rules
-    return normal.request.placement
-  query, key, metadata = normal.call.operands.query, normal.call.operands.key, normal.metadata
-  mesh = placement_lib.mesh_in_force(metadata_lib.resolved_mesh(metadata))
-  reserved: tuple[str, ...] = ()
-  ring = metadata.ring, metadata.sequence_axis_name
-  if implementation is not None and implementation.shards_sequence and mesh is not None:
-    context_parallel.require_axes(*ring, mesh)
-    if context_parallel.shards_of(*ring, mesh) > 1:
-      context_parallel.require_unchecked(*normal.call.operands[:3])
-    reserved = sum(context_parallel.axes_of(*ring), ())
-  placement = placement_lib.place(
-      normal.rules, mesh, query.shape, key.shape, reserved,
-      shard_keys=implementation is not None and implementation.shards_keys)
-  if placement is None or mesh is None or not reserved:
-    return placement
-  heads = query.shape[2] // placement.size(placement.heads)
-  return placement._replace(sequence=context_parallel.shard_sequence(
-      *ring, metadata.scan_ring_attention, mesh, (query.shape[1], key.shape[1], heads)))
