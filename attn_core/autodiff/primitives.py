@@ -20,6 +20,7 @@ are available in forward mode.
 The residuals carry the checkpoint names `attn_output` and `attn_lse`.
 """
 
+from collections.abc import Set
 import functools
 from typing import Any, Callable, NamedTuple, Sequence
 
@@ -317,7 +318,7 @@ def _rows_of(args: Sequence[Any], dims: Sequence[int | None], labels: list[str],
 
 
 def _primitive(name: str, compute: Callable, avals: Callable, labels_of: Callable[[_Call], list],
-               effects: Callable[[_Call], frozenset] = lambda call: frozenset()) -> Primitive:
+               effects: Callable[[_Call], Set] = lambda call: frozenset()) -> Primitive:
   """Returns a primitive that runs `compute`; `labels_of` labels the arguments after operands."""
   compute = functools.wraps(compute)(functools.partial(_as_list, compute))
   primitive = Primitive(name)

@@ -7,6 +7,7 @@ and its tangents. Every function takes the arrays (`Operands`), what is computed
 and how the work is cut into blocks (`BlockSizes`); the last two are static.
 """
 
+from collections.abc import Set
 from typing import Callable, NamedTuple, Protocol
 
 import jax
@@ -143,5 +144,5 @@ class Kernel(NamedTuple):
   differentiable: "Kernel | None" = None
   check: CheckFn = _accept
   # Returns JAX's effects of forward and backward where they are traced: interpreters may have some.
-  effects: Callable[[], frozenset] = frozenset
+  effects: Callable[[], Set] = frozenset
   remote_copy_fns: RemoteCopyFns | None = None  # None: the kernel cannot send arrays

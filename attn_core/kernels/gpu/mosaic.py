@@ -7,6 +7,7 @@ operands in shared memory or, on the left, in registers, and copies by the tenso
 (TMA).
 """
 
+from collections.abc import Set
 import inspect
 from typing import Any, Callable
 
@@ -33,7 +34,7 @@ _SWIZZLES = (128, 64, 32)  # bytes
 _WHOLE = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
 
 
-def effects() -> frozenset:
+def effects() -> Set:
   """Returns JAX's effects of any kernel traced now: none, except in interpret mode."""
   shape = jax.core.ShapedArray((128,), jnp.float32)
   scratch = plgpu.SMEM((128,), jnp.float32)
@@ -87,8 +88,10 @@ def operand_smem(shape: tuple[int, ...], dtype: DTypeLike, width: int | None = N
   """
   columns = tile_columns(width or shape[-1], dtype)
   return plgpu.SMEM(shape, dtype, transforms=(
-      plgpu.TilingTransform((8, columns)),
-      plgpu.SwizzleTransform(columns * jnp.dtype(dtype).itemsize)))
+      # jax 0.12 declares an abstract method of both that they inherit.
+      plgpu.TilingTransform((8, columns)),  # type: ignore[abstract]
+      plgpu.SwizzleTransform(  # type: ignore[abstract]
+          columns * jnp.dtype(dtype).itemsize)))
 
 
 def tile_columns(width: int, dtype: DTypeLike) -> int:

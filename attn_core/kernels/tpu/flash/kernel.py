@@ -12,6 +12,7 @@ Dao, FlashAttention-2: Faster Attention with Better Parallelism and Work Partiti
 https://arxiv.org/abs/2307.08691.
 """
 
+from collections.abc import Set
 import functools
 from typing import Any
 
@@ -40,7 +41,7 @@ def _check(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> 
       schedule.check(mask, tiling, by_keys=is_backward, query_blocks=query_blocks)
 
 
-def effects() -> frozenset:
+def effects() -> Set:
   """Returns the JAX effects of any TPU kernel: none, except in interpret mode."""
   def copy(x: Ref, y: Ref) -> None:
     y[...] = x[...]
