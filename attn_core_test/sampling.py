@@ -65,7 +65,7 @@ def rotation_of(text: str) -> Rotation:
   """
   index, slash, parts = text.partition("/")
   if not (slash and index.isdecimal() and parts.isdecimal() and int(index) < int(parts)):
-    raise ValueError(f"rotation={text!r}: expected K/N with 0 <= K < N, such as 3/16")
+    raise ValueError(f"rotation={text!r}: expected K/N with 0 <= K < N, such as 3/24")
   return Rotation(int(index), int(parts))
 
 
