@@ -25,9 +25,9 @@ from attn_core.config.merge import (add_basic_configurations, attach_custom_argu
 from attn_core.config.devices import get_optimal_config, tpu_version_check
 from attn_core.rope.frequencies import Rope, inverse_frequencies, rope_from_dict
 from attn_core.config.constraints import (apply_qk_shardings, apply_qkv_shardings,
-                                            build_cache_pos, default_key_value_sharding,
-                                            get_sharding_safely, repeat_key_value,
-                                            shard_attention_prod)
+                                           build_cache_pos, default_key_value_sharding,
+                                           get_sharding_safely, repeat_key_value,
+                                           shard_attention_prod)
 from attn_core.masks import Mask, MaskInfo
 from attn_core.config.metadata import AttnShardingRules, OperationMetadata
 from attn_core.mechanism_functions import (PagedOptions, autoregressive_decodeattn, blocksparse,

@@ -10,12 +10,10 @@ import math
 from typing import NamedTuple, Protocol
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 
 from attn_core.sharding import partition
-from attn_core.sharding.context_parallel import Sequence
-
-AnyMesh = Mesh | AbstractMesh
+from attn_core.sharding.context_parallel import AnyMesh, Sequence
 
 
 class Rules(Protocol):

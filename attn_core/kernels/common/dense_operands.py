@@ -11,27 +11,39 @@ from attn_core.masks import block_map, mask as mask_lib, tile as tile_lib
 from attn_core.types import AttentionSpec, Operands
 
 
+def assert_shapes(operands: Operands) -> None:
+  """Asserts the shapes of query, key and value and of their scales while a kernel is traced.
+
+  Raises:
+    AssertionError: query is not [B, T, H, D], key not [B, S, K, D] with H % K == 0, value not
+      [B, S, K, E], or a scale not [B, S, K].
+  """
+  import chex  # Takes 0.13 s, and is used only where a kernel is traced.
+  chex.assert_rank([operands.query, operands.key, operands.value], 4)
+  (batch, _, heads, width), keys, key_heads = operands.query.shape, *operands.key.shape[1:3]
+  chex.assert_shape(operands.key, (batch, keys, key_heads, width))
+  chex.assert_shape(operands.value, (batch, keys, key_heads, None))
+  chex.assert_is_divisible(heads, key_heads)
+  for scale in (operands.key_scale, operands.value_scale):
+    if scale is not None:
+      chex.assert_shape(scale, (batch, keys, key_heads))
+
+
 def assert_operands(operands: Operands) -> None:
   """Asserts ranks, shapes and dtypes of the operands while a kernel is traced.
 
   Raises:
-    AssertionError: query is not float [B, T, H, D], key not [B, S, K, D] with H % K == 0, value not
-      [B, S, K, E], the bias not [B or 1, H or 1, T or 1, S or 1] or sinks not [B or 1, H].
+    AssertionError: see `assert_shapes`; or the query is not float, the bias not [B or 1, H or 1,
+      T or 1, S or 1], or sinks not [B or 1, H].
   """
-  import chex  # Takes 0.13 s, and is used only where a kernel is traced.
-  chex.assert_rank([operands.query, operands.key, operands.value], 4)
+  import chex  # As in `assert_shapes`.
+  assert_shapes(operands)
   chex.assert_type(operands.query, float)
-  (batch, queries, heads, width), keys, key_heads = operands.query.shape, *operands.key.shape[1:3]
-  chex.assert_shape(operands.key, (batch, keys, key_heads, width))
-  chex.assert_shape(operands.value, (batch, keys, key_heads, None))
-  chex.assert_is_divisible(heads, key_heads)
+  (batch, queries, heads, _), keys = operands.query.shape, operands.key.shape[1]
   if operands.bias is not None:
     chex.assert_shape(operands.bias, ({batch, 1}, {heads, 1}, {queries, 1}, {keys, 1}))
   if operands.sinks is not None:
     chex.assert_shape(operands.sinks, ({batch, 1}, heads))
-  for scale in (operands.key_scale, operands.value_scale):
-    if scale is not None:
-      chex.assert_shape(scale, (batch, keys, key_heads))
 
 
 def assert_residuals(operands: Operands, *residuals: BackwardResiduals) -> None:
@@ -40,7 +52,7 @@ def assert_residuals(operands: Operands, *residuals: BackwardResiduals) -> None:
   Raises:
     AssertionError: out is neither None nor [B, T, H, E], or lse is not [B, H, T].
   """
-  import chex  # As in `assert_operands`.
+  import chex  # As in `assert_shapes`.
   batch, queries, heads, _ = operands.query.shape
   for out, lse in residuals:
     if out is not None:
@@ -54,7 +66,7 @@ def assert_tangents(operands: Operands, tangents: dict[str, jax.Array]) -> None:
   Raises:
     AssertionError: a tangent has another shape.
   """
-  import chex  # As in `assert_operands`.
+  import chex  # As in `assert_shapes`.
   for name, x in tangents.items():
     chex.assert_equal_shape([getattr(operands, name), x])
 

@@ -4,7 +4,6 @@
 
 from typing import Any, NamedTuple
 
-import chex
 import jax
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -48,16 +47,6 @@ class GridIndex(NamedTuple):
   block: jax.Array  # of queries, or of keys in a kernel that sums over queries
 
 
-def assert_shapes(operands: Operands) -> None:
-  """Asserts that query, key and value have consistent shapes."""
-  query, key, value = operands.query, operands.key, operands.value
-  chex.assert_rank([query, key, value], 4)
-  batch, _, _, width = query.shape
-  _, keys, key_heads, value_width = value.shape
-  chex.assert_shape(key, (batch, keys, key_heads, width))
-  chex.assert_shape(value, (batch, keys, key_heads, value_width))
-
-
 def make_kernel_params(operands: Operands, spec: AttentionSpec, tiling: Any,
                        by_keys: bool = False) -> tuple[KernelParams, BlockList, TileInputs]:
   """Returns the static parameters of a kernel, the blocks it visits, and its tile inputs.
@@ -68,7 +57,7 @@ def make_kernel_params(operands: Operands, spec: AttentionSpec, tiling: Any,
     tiling: `tiling.Tiling` or `tiling.BackwardTiling`.
     by_keys: whether the kernel sums over queries; its tiles are [keys, queries] then.
   """
-  assert_shapes(operands)
+  dense_operands.assert_shapes(operands)
   kinds = block_map_lib.block_kinds(dense_operands.mask_of(operands, spec), tiling.sizes)
   block_map = block_map_lib.block_map(kinds.swapaxes(-1, -2) if by_keys else kinds)
   heads = operands.query.shape[2]

@@ -10,7 +10,6 @@ those that its mask leaves visible; a split is a range of them. The rows of a ke
 import functools
 from typing import Any, NamedTuple
 
-import chex
 import jax
 from jax import lax
 from jax.experimental import pallas as pl
@@ -164,7 +163,7 @@ def block_map_of(operands: Operands, spec: AttentionSpec) -> block_map.BlockMap:
 
 def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> Residuals:
   """Returns out [B, T, H, E] and lse [B, H, T]; see `contract.ForwardFn`."""
-  _assert_shapes(operands)
+  dense_operands.assert_shapes(operands)
   tiling = make_tiling(operands, spec, block_sizes)
   params, (batch, queries, heads, _) = tiling.params, operands.query.shape
   keys, dtype = operands.key.shape[1], operands.query.dtype
@@ -193,17 +192,6 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
   out = _from_rows(tiling, out, operands.query.shape)
   lse = _from_rows(tiling, lse[..., None], operands.query.shape)
   return Residuals(out, lse[..., 0].swapaxes(1, 2))
-
-
-def _assert_shapes(operands: Operands) -> None:
-  query, key, value = operands.query, operands.key, operands.value
-  chex.assert_rank([query, key, value], 4)
-  batch, _, _, width = query.shape
-  _, keys, key_heads, value_width = value.shape
-  chex.assert_shape(key, (batch, keys, key_heads, width))
-  chex.assert_shape(value, (batch, keys, key_heads, value_width))
-  if operands.key_scale is not None:
-    chex.assert_shape([operands.key_scale, operands.value_scale], (batch, keys, key_heads))
 
 
 def _per_row(counts: Any, batch: int) -> jax.Array:

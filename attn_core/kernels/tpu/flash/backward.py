@@ -58,7 +58,7 @@ def backward_with_remote_copy(
   Returns:
     (the cotangents, the arrays received in place of those of `transfer`).
   """
-  tiling_lib.check_shapes(operands)
+  dense_operands.assert_shapes(operands)
   batch, queries, heads, _ = operands.query.shape
   chex.assert_shape(residuals.lse, (batch, heads, queries))
   received: list[jax.Array] = []

@@ -63,7 +63,7 @@ def forward_with_remote_copy(
   Returns:
     (the residuals, the arrays received in place of those of `transfer`).
   """
-  tiling_lib.check_shapes(operands)
+  dense_operands.assert_shapes(operands)
 
   def safe(transfer: RemoteCopy | None = None) -> tuple[Residuals, tuple[jax.Array, ...]]:
     finite = nonfinite.is_finite(operands.key, operands.value)

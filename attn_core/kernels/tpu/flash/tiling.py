@@ -16,7 +16,6 @@ until a kernel fits.
 
 from typing import Iterator
 
-import chex
 import jax
 
 from attn_core.kernels.tpu.flash.schedule import LANES, Tiling, round_up
@@ -55,16 +54,6 @@ MOST_VMEM = 34 * MEBIBYTE  # by this estimate; of 64 on the smallest chip, some 
 LEAST_VMEM = 16 * MEBIBYTE  # the compiler's own limit on the smallest chip
 SLACK = 1.6  # float32 takes up to 1.5 times the estimate
 RESIDENT_BYTES = 16 * MEBIBYTE  # for the cotangent of the queries, kept through a backward
-
-
-def check_shapes(operands: Operands) -> None:
-  """Asserts the shapes [B, T, H, D] of query, [B, S, K, D] of key and [B, S, K, E] of value."""
-  chex.assert_rank((operands.query, operands.key, operands.value), 4)
-  batch, _, heads, width = operands.query.shape
-  _, keys, key_heads, _ = operands.key.shape
-  chex.assert_shape(operands.key, (batch, keys, key_heads, width))
-  chex.assert_shape(operands.value, (batch, keys, key_heads, None))
-  chex.assert_is_divisible(heads, key_heads)
 
 
 def make_tiling(operands: Operands, spec: AttentionSpec, requested: BlockSizes, *, backward: bool,

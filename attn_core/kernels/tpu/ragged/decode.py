@@ -19,7 +19,6 @@ from jax.typing import DTypeLike
 from attn_core.kernels.common import dense_operands, online_softmax
 from attn_core.kernels.common.contract import Kernel, Residuals
 from attn_core.kernels.tpu.flash import kernel as flash_kernel
-from attn_core.kernels.tpu.flash import tiling as flash_tiling
 from attn_core.kernels.tpu.ragged import common, kernel
 from attn_core.kernels.tpu.ragged.kv_layout import LANES, KVLayout, is_heads_major
 from attn_core.masks import materialize
@@ -36,7 +35,7 @@ DTYPES = ("float32", "bfloat16")
 
 def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> Residuals:
   """Computes out [B, T, H, E] and lse [B, H, T]; see `contract.ForwardFn`."""
-  flash_tiling.check_shapes(operands)
+  dense_operands.assert_shapes(operands)
   batch, length, heads, width = operands.query.shape
   key_heads = operands.key.shape[2]
   # 1. Layout, mask and steps.
