@@ -91,7 +91,8 @@ class OtherKernelsTest(parameterized.TestCase):
           query, None, None, layout="thd", cache_view=PagesV2(pages), cache_metadata=metadata,
           mechanism="ragged_page_attention_v2", block_sizes=sizes,
           metadata=OperationMetadata(platform="cpu", **fields)).attention_outputs, query, pages)
-      self.assertTrue([shape for shape in found if shape[-2:] == (8 * wanted[0], wanted[1])], (wanted, found))
+      tile = (8 * wanted[0], wanted[1])
+      self.assertTrue([shape for shape in found if shape[-2:] == tile], (tile, found))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens the queries of a step see, for caches of every size, against plain lists."""
+"""Steps of a cache show each query the tokens of its window, for every size: against lists."""
 
 import functools
 
