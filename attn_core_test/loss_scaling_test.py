@@ -15,7 +15,6 @@ os.environ["NPROC"] = "16"
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from attn_core import attention
