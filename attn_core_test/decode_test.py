@@ -144,7 +144,7 @@ class RowsTest(parameterized.TestCase):
     first = np.maximum(np.array(case.starts), np.array(case.lengths) - case.T - 9)
     seen = ((slot < np.array(case.lengths)[:, None]) & (slot >= first[:, None]))[..., None]
     stored = dict(zip(("key", "key_scale", "value", "value_scale"), (
-        *quantize.quantize(operands["key"], "int8"), *quantize.quantize(operands["value"], "int8"))))
+        part for name in ("key", "value") for part in quantize.quantize(operands[name], "int8"))))
     @jax.jit
     def run(stored):
       output = attention(operands["query"], None, None, cache_view=cache_of(case, **stored),

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of the split-KV kernels for Hopper that attend to few keys, to none, or to infinite ones.
 
-Interpreted on a CPU; memory that nobody writes holds NaN. See gpu_test.
+Interpreted on a CPU; memory that no kernel wrote holds NaN. See gpu_test.
 """
 
 import os
@@ -37,7 +37,7 @@ SHORT_LENGTHS, SHORT_EMPTY = np.array([400, 165, 40], np.int32), np.array([1, 0,
 # Windows that begin behind a split, in a block that is partly hidden; the next is not.
 LONG = paged_cases.Case((256, 256, 200), (1, 1, 1), H=2, K=1, page=32, D=64, rest=0,
                         dtype="bfloat16", options=PagedOptions(sliding_window=WINDOW))
-# Windows of three blocks of five, of which there is no result of the last split.
+# Windows of three blocks of five; the last split has none of them.
 _AT, _SLOTS = np.array([[255], [255]], np.int32), np.tile(np.arange(320, dtype=np.int32), (2, 1))
 _WINDOWS = masks.positions(_AT, _SLOTS, masks.causal() & masks.window(*WINDOW))
 DECODED = {

@@ -130,7 +130,7 @@ class TableTest(parameterized.TestCase):
         self.assertRegex(decode, f"can, by decode.xla, not by decode.gpu: .*CUDA {name}:")
         self.assertRegex(ring, f"can, by context_parallel.xla, not by .*CUDA {name}:")
         self.assertRegex(flash, f"CUDA {name}: .*miscompiles.*install jax.cuda13.")
-        with self.assertRaisesRegex(NotImplementedError, f"9.0, refuses.*CUDA {name}:.*'blockwise'"):
+        with self.assertRaisesRegex(NotImplementedError, f"9.0, refuses.*CUDA {name}:"):
           choose("flash_attn2", "gpu", request("causal", capability="9.0"))
     for version in (12060, 12091, 13000, None):
       with mock.patch.object(mosaic, "cuda_version", return_value=version):

@@ -207,7 +207,7 @@ def live_splits(params: KernelParams, first: jax.Array,
                 end: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Returns (first, end) of the splits with some of the blocks first..end - 1 of a row block.
 
-  Without a block there is no split: nothing writes its result, wherever the empty range is.
+  An empty range has none, wherever it is: nothing writes their results.
   """
   live = first < end
   return (jnp.where(live, first // params.split_blocks, 0).astype(jnp.int32),
