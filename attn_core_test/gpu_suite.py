@@ -6,9 +6,10 @@
     python3 attn_core_test/gpu_suite.py --out DIR --tiny     anywhere, to try the script itself
 
 Each part runs in a process of its own, so that a failure is reported and does not stop the others:
-the environment; the property cases against the oracle; repeatability bit for bit; decoding compared
-with a copy of the keys; times compared with other libraries that can be imported;
-compute-sanitizer, if installed, on a small case.
+the environment; what only a Hopper shows of our kernels, the most suspect first (begin with
+`--parts hardware`, which gives it all the time); the property cases against the oracle;
+repeatability bit for bit; decoding compared with a copy of the keys; times compared with other
+libraries that can be imported; compute-sanitizer, if installed, on a small case.
 
 Writes gpu_suite.json and gpu_suite.md after every part, properties.json after every property,
 times.json and times.md after every case. The exit status is 0 if all parts are ok. Cases that the
@@ -27,8 +28,9 @@ from attn_core_test import device_suite
 
 SUITE = device_suite.Suite(
     ROOT / "attn_core_test" / "gpu_suite.py", __doc__, "gpu", "GPU",
-    {"environment": 0.1, "properties": 0.28, "repeatability": 0.12, "decoding": 0.1, "times": 0.3,
-     "sanitizer": 0.1}, "attn_core_test.gpu_suite_parts", times_cases=True,
+    {"environment": 0.08, "hardware": 0.3, "properties": 0.2, "repeatability": 0.08,
+     "decoding": 0.08, "times": 0.18, "sanitizer": 0.08},
+    "attn_core_test.gpu_suite_parts", times_cases=True,
     # Other libraries need memory on the same GPU.
     variables={"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
 

@@ -26,6 +26,7 @@ from attn_core.caches import dense, pages, quantize
 from attn_core.config.metadata import resolved_capability, resolved_platform
 from attn_core_test import device_suite_parts
 from attn_core_test.device_suite_parts import FEW_CASES, Found, Settings, repeatability, step_of
+from attn_core_test.gpu_suite_hardware import hardware
 from attn_core_test.process_group import run_group
 from attn_core_test.property_cases import CASES, EVEN_CASES
 
@@ -234,4 +235,4 @@ def _seconds(run: Callable, arrays, calls: int) -> float:
 
 
 PARTS = {part.__name__: part for part in (
-    environment, properties, repeatability, sanitizer, watched, times, decoding)}
+    environment, hardware, properties, repeatability, sanitizer, watched, times, decoding)}

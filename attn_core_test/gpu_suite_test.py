@@ -4,6 +4,7 @@
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import pathlib
@@ -13,12 +14,13 @@ from unittest import mock
 
 from absl.testing import absltest
 import jax
+import numpy as np
 
 from attn_core import table
 from attn_core.benchmark import contenders
 from attn_core.benchmark.cases import CASES, GPU_CASES
-from attn_core_test import (device_suite, device_suite_parts, gpu_suite, gpu_suite_parts,
-                            property_cases)
+from attn_core_test import (device_suite, device_suite_parts, gpu_machine_code, gpu_suite,
+                            gpu_suite_hardware, gpu_suite_parts, property_cases)
 
 NOT_MEASURED = "There is no GPU here: JAX computes on 'cpu'. Nothing below is a measurement"
 
@@ -47,6 +49,9 @@ class GpuSuiteTest(absltest.TestCase):
     self.assertTrue(text.startswith("# attn_core, without a GPU"))
     self.assertEqual(found["environment"]["data"]["versions"]["jax"], jax.__version__)
     self.assertIn(jax.__version__, text)
+    verdicts = [result["verdict"] for result in found["hardware"]["data"]["results"]]
+    self.assertEqual(verdicts[:-1], ["right"] * 5)
+    self.assertStartsWith(verdicts[-1], "measured: forward ")
     self.assertEqual([result["verdict"] for result in found["properties"]["data"]["results"]],
                      ["right", "right"])
     properties = json.loads((self.folder / "properties.json").read_text("utf-8"))
@@ -155,6 +160,21 @@ runpy.run_path({str(script)!r}, run_name="__main__")'''
     found = gpu_suite_parts.repeatability(gpu_suite_parts.Settings(True, -1.0))
     self.assertFalse(found.ok)
     self.assertIn("No time left for causal D16", found.lines[1])
+
+  def test_the_hardware_part_begins_with_the_lse_of_odd_lengths(self):
+    names = [check.name for check in gpu_suite_hardware.checks(False)]
+    self.assertEqual(names[:10], [f"forward T={length} {mask}" for length in (
+        1, 64, 200, 1000, 2047) for mask in ("Full", "Causal")])
+    self.assertLen(set(names), len(names))
+    self.assertEqual(gpu_machine_code.count_kernels(gpu_suite_hardware.poison_shared_memory, ()), 1)
+
+  def test_the_hardware_part_reports_wrong_numbers_and_bits_that_differ(self):
+    check = next(iter(gpu_suite_hardware.checks(True)))
+    zeros = lambda operands, *_: (operands.query * 0, operands.query[..., 0].swapaxes(1, 2) * 0)
+    with mock.patch.object(gpu_suite_hardware, "_kernel", lambda: mock.Mock(forward=zeros)):
+      self.assertRegex(check.run(), "out off by .*; lse off by [^;]*$")
+    _, text = gpu_suite_hardware._repeated(lambda count=itertools.count(): np.array(next(count)), 3)
+    self.assertEqual(text, "differ in 2 of 2 runs")
 
   def test_summaries_of_the_sanitizer(self):
     nothing = "========= ERROR SUMMARY: 0 errors"
