@@ -55,7 +55,7 @@ class ScheduleTest(parameterized.TestCase):
     kernel.check(operands, spec, sizes)
     whole = dense_operands.mask_of(operands, spec)
     blocks = tiling.make_tiling(operands, spec, sizes, backward=True)
-    ranges = tiling.query_ranges(operands, blocks)
+    ranges = tiling.query_ranges(operands, blocks, sizes)
     self.assertGreater(len(ranges), 1)
     with self.assertRaisesRegex(ValueError, "scalar memory"):
       schedule.check(whole, blocks, by_keys=True)

@@ -36,7 +36,7 @@ def _check(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> 
     tiling_lib.vmem_limit(block_sizes, tiling, operands, backward=is_backward)
     # The backward runs a kernel, with its own schedule, for each range of queries that fits in
     # vector memory.
-    ranges = tiling_lib.query_ranges(operands, tiling) if is_backward else [None]
+    ranges = tiling_lib.query_ranges(operands, tiling, block_sizes) if is_backward else [None]
     for query_blocks in ranges:
       schedule.check(mask, tiling, by_keys=is_backward, query_blocks=query_blocks)
 
