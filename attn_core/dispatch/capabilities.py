@@ -311,7 +311,7 @@ def pages_kernel_limits(platform: str, layout: str) -> Callable[[Request], str |
     if platform == "tpu":
       from attn_core.kernels.tpu.ragged import paged as on_tpu  # Pallas takes 0.1 s to import
       return tpu_limits(request) or on_tpu.unsupported_reason(
-          *shapes, block_sizes=request.pages.block_sizes)
+          shapes.query, shapes.cache, shapes.metadata, shapes.heads, request.pages.block_sizes)
     from attn_core.kernels.gpu.split_kv import paged as on_gpu  # Mosaic GPU takes 0.3 s to import
     return on_gpu.unsupported_reason(*shapes)
   return limits
