@@ -91,7 +91,7 @@ def accuracy_cases(tokens: int) -> dict[str, tuple[dict, np.ndarray]]:
 def accuracy(settings: Settings) -> Found:
   """Compares values and gradients with float64 on the host, and measures the chip's functions.
 
-  Rows that see nothing give 0 and -inf, and NaN in keys that nobody sees reaches nothing.
+  Rows that see nothing give 0 and -inf, and NaN in keys that no query sees reaches nothing.
   """
   with running():
     found = _compared(settings)

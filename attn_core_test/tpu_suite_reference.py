@@ -50,8 +50,8 @@ def paged(query: Any, key: np.ndarray, value: np.ndarray, lengths: Sequence[int]
 
   Args:
     query: [T, H, D], the requests' queries one after the other: their last tokens.
-    key: [R, S, K, D], of which a request has the first `lengths`.
-    value: [R, S, K, E].
+    key: [requests, S, K, D], of which a request has the first `lengths`.
+    value: [requests, S, K, E].
     lengths: tokens of the requests.
     queries: how many of these are queries.
   """
