@@ -17,8 +17,12 @@ import jax
 from jax import lax
 from jax.experimental import pallas as pl
 
-from attn_core_test import sampling, tpu_cases, tpu_decode_test, tpu_paged_test
+from attn_core import (Heads, OperationMetadata, PagedOptions, PagesMetadata, PagesV2, attention,
+                       ragged_page_attention_v2)
+from attn_core.caches import dense, pages
+from attn_core_test import decode_cases, sampling, tpu_cases
 
+TPU = OperationMetadata(platform="tpu")
 CONFIGURED = ("bfloat16", "high", "tensorfloat32", "highest", "float32")
 
 
@@ -68,21 +72,28 @@ class PrecisionTest(parameterized.TestCase):
     self.check(configured, both, case.arrays())
 
   @parameterized.parameters(*sampling.with_slow(
-      [("highest", "several_queries_16_bits")],
-      *itertools.product(CONFIGURED, tpu_decode_test.ROWS)))
-  def test_decode(self, configured, name):
-    with jax.enable_x64(False):  # decode_cases enables 64 bits
-      case, dtype, held, _ = tpu_decode_test.ROWS[name]
-      operands, cache, _ = tpu_decode_test.setup(case, dtype, held)
-      self.check(configured, lambda *a: tpu_decode_test.decoded(case, *a), operands, cache)
+      [("highest", "bfloat16", 2)],
+      *itertools.product(CONFIGURED, ("bfloat16", "float32", "int8"), (1, 2, 40))))
+  def test_decode(self, configured, dtype, tokens):
+    """Decodes few rows, or with 40 tokens many; int8: that of the cache."""
+    dtype, held = ("bfloat16", "int8") if dtype == "int8" else (dtype, dtype)
+    query = jax.ShapeDtypeStruct((2, tokens, 8, 128), dtype)
+    cache = jax.eval_shape(lambda: dense.init(2, 256, (4, 128), dtype=held))
+    self.check(configured, lambda query, cache: attention(
+        query, None, None, cache_view=cache, metadata=TPU, **decode_cases.MODE).attention_outputs,
+               query, cache)
 
   @parameterized.parameters(*sampling.with_slow(
-      [("highest", "ragged_16_bits_many_rows")],
-      *itertools.product(CONFIGURED, tpu_paged_test.ROWS)))
-  def test_pages(self, configured, name):
-    with jax.enable_x64(False):
-      row = tpu_paged_test.ROWS[name]
-      self.check(configured, lambda *a: tpu_paged_test.run(row, *a), *tpu_paged_test.setup(row)[0])
+      [("highest", "bfloat16", 256)],
+      *itertools.product(CONFIGURED, ("bfloat16", "float32"), (4, 256))))
+  def test_pages(self, configured, dtype, tokens):
+    """Attends to the pages of 4 requests, with 4 tokens by few rows."""
+    array = jax.ShapeDtypeStruct
+    cache = jax.eval_shape(lambda: pages.init(PagesV2, 8, 16, Heads(2, 128, 128), dtype))
+    metadata = PagesMetadata(*(array(x, "int32") for x in ((4, 8), (4,), (5,))))
+    self.check(configured, lambda *a: ragged_page_attention_v2(
+        *a, PagedOptions(metadata=TPU)).attention_outputs,
+               array((tokens, 16, 128), dtype), cache, metadata)
 
 
 if __name__ == "__main__":
