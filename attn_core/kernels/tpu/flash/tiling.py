@@ -10,14 +10,16 @@ crosses many of them. Measured for v6e with D = 64, 128 and 256 at 4,096 tokens 
 to 8,192, and for v5e, v5p and tpu7x with D = 128: the best blocks for one chip are the best or
 nearly the best for the others, so that the tables depend only on the kind of mask and the
 direction, and on the width where a step can hold all keys. Shapes outside the tables take the same
-blocks: cut to their length, with query blocks divided by the query heads of a key head, and halved
-until a kernel fits.
+blocks: cut to their length, with query blocks divided by the query heads of a key head, halved
+until a kernel fits in vector memory, and doubled until the schedule of a batch row fits in scalar
+memory.
 """
 
 from typing import Iterator
 
 import jax
 
+from attn_core.kernels.tpu.flash import scalar_memory
 from attn_core.kernels.tpu.flash.schedule import LANES, Tiling, round_up
 from attn_core.masks import mask as mask_lib, position_range
 from attn_core.types import AttentionSpec, BlockSizes, Operands, cdiv
@@ -85,13 +87,50 @@ def make_tiling(operands: Operands, spec: AttentionSpec, requested: BlockSizes, 
     tiling = _tiling(operands, mask, wanted_q or rows, wanted_kv or columns, tile)
     for several in [tiling] if small else _with_heads(tiling, operands, backward):
       if needed_vmem(several, operands, backward) <= MOST_VMEM:
-        return several
+        return _with_short_schedule(several, operands, spec, tile, backward=backward,
+                                    may_grow=(not wanted_q, not wanted_kv))
     if not wanted_kv and columns > LANES and (wanted_q or columns >= rows):
       columns //= 2
     elif not wanted_q and rows > LANES:
       rows //= 2
     else:
       return tiling  # too large: `vmem_limit` raises
+
+
+def _with_short_schedule(tiling: Tiling, operands: Operands, spec: AttentionSpec, tile: int, *,
+                         backward: bool, may_grow: tuple[bool, bool]) -> Tiling:
+  """Doubles blocks until the schedule of one batch row fits in scalar memory.
+
+  Args:
+    tiling: fits in vector memory.
+    operands, spec, backward: as in `make_tiling`.
+    tile: see `BLOCKS`.
+    may_grow: of the blocks of queries and of keys.
+
+  Returns:
+    A tiling that fits in vector memory; its schedule does not fit only if that of no other does.
+  """
+  mask = jax.tree.unflatten(spec.mask, operands.mask.arrays)
+  while not scalar_memory.fits(
+      operands, spec, tiling, by_keys=backward,
+      query_ranges=kernel_ranges(operands, tiling, backward=backward)):
+    q, kv = tiling.block_q, tiling.block_kv
+    larger = [_tiling(operands, mask, rows, columns, tile)
+              for rows, columns, grows in ((2 * q, kv, may_grow[0] and q < tiling.query_length),
+                                           (q, 2 * kv, may_grow[1] and kv < tiling.key_length))
+              if grows]
+    larger = [x for x in larger if needed_vmem(x, operands, backward) <= MOST_VMEM]
+    if not larger:
+      return tiling  # `scalar_memory.num_groups` raises
+    # The squarest, which takes fewest copies.
+    tiling = min(larger, key=lambda x: max(x.group * x.block_q, x.block_kv))
+  return tiling
+
+
+def kernel_ranges(operands: Operands, tiling: Tiling, *,
+                  backward: bool) -> scalar_memory.QueryRanges:
+  """Returns the ranges of query blocks for each of which a kernel runs; [None]: one, for all."""
+  return query_ranges(operands, tiling) if backward else [None]
 
 
 def _blocks(operands: Operands, mask: mask_lib.Mask, backward: bool,
