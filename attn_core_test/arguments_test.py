@@ -162,6 +162,42 @@ class PagedFunctionTest(absltest.TestCase):
                                attn_core.PagedOptions(softmax_scale=float("inf")))
 
 
+class PackedTest(parameterized.TestCase):
+  """Packed sequences (layout thd) against one call for each of them."""
+
+  QUERIES, KEYS = np.int32([0, 2, 2, 5, 6]), np.int32([0, 4, 7, 12, 13])
+
+  @parameterized.named_parameters(
+      ("one_for_each", np.int32([2, 0, -1, 0]), {}), ("one_for_all", np.int32([1]), {}),
+      ("with_a_window", np.int32([2, 0, 1, -9]), {"sliding_window": (1, 1), "causal": False}),
+      ("with_chunks", np.int32([3, 0, 2, 1]), {"chunk_size": 2}))
+  def test_query_offsets(self, offsets, arguments):
+    """Sequence i stands `query_offset[i]` tokens further among its own keys."""
+    query, key, value = (
+        np.random.default_rng(n).normal(size=shape).astype(np.float32)
+        for n, shape in enumerate([(6, 2, 4), (13, 1, 4), (13, 1, 3)]))
+    run = jax.jit(lambda *x: attention(
+        *x, layout="thd", cum_seqlens_q=self.QUERIES, cum_seqlens_k=self.KEYS, query_offset=offsets,
+        mechanism="vanilla", return_lse=True, **arguments))
+    got = run(query, key, value)
+    for i, offset in enumerate(np.broadcast_to(offsets, 4)):
+      t, s = slice(*self.QUERIES[i:i + 2]), slice(*self.KEYS[i:i + 2])
+      if t.start < t.stop:
+        place = np.arange(t.stop - t.start)[:, None] + offset
+        other = np.arange(s.stop - s.start)
+        seen = np.ones((len(place), len(other)), bool)
+        if "sliding_window" in arguments:
+          seen &= abs(other - place) <= 1
+        else:
+          seen &= other <= place
+        if "chunk_size" in arguments:
+          seen &= other // 2 == place // 2
+        want = attention(query[None, t], key[None, s], value[None, s], causal=False,
+                         mask=seen[None, None], mechanism="vanilla", return_lse=True)
+        np.testing.assert_allclose(got.attention_outputs[t], want.attention_outputs[0], atol=2e-6)
+        np.testing.assert_allclose(got.lse[:, t], want.lse[0], atol=2e-6)
+
+
 class StrictShapesTest(parameterized.TestCase):
   """Under jax_numpy_rank_promotion="raise" a call has the result that it has without."""
 

@@ -1,16 +1,25 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Exponentials and roundings of the XLA kernel on a CPU, against numpy."""
+"""Exponentials, roundings and sums of the XLA kernel on a CPU, against numpy."""
 
 from absl.testing import absltest
+from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core.kernels.xla import cpu_math
+from attn_core.kernels.xla import cpu_math, cpu_matvec
+from attn_core_test import sampling
 
 SPECIAL = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 3.4e38, -3.4e38, 1e-40, 65504.0],
                    np.float32)
+
+# Numbers of keys: of one, of less than a register, around the multiples at which code changes.
+COUNTS, FEW, EVERY = (1, 5, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 40), (1, 8, 16, 33), range(1, 41)
+
+
+def array(*shape):
+  return np.random.default_rng(len(shape)).normal(size=shape).astype(np.float32)
 
 
 class ExpTest(absltest.TestCase):
@@ -72,6 +81,39 @@ class NarrowTest(absltest.TestCase):
     primal, tangent = jax.jvp(lambda x: cpu_math.narrow(x, jnp.bfloat16),
                               (jnp.float32(1.003),), (jnp.float32(2.0),))
     self.assertEqual((float(primal), float(tangent), tangent.dtype), (1.0, 2.0, jnp.bfloat16))
+
+
+class SumsTest(parameterized.TestCase):
+
+  @parameterized.parameters(*sampling.with_slow(
+      ((8, False, COUNTS), (8, True, FEW), (3, False, FEW)), (8, False, EVERY), (8, True, EVERY),
+      (3, False, EVERY), (3, True, EVERY)))
+  def test_weigh_is_a_product(self, width, widened, counts):
+    weights, values = array(40, 2, 3), array(40, 2, width)
+    dtype = jnp.bfloat16 if widened else jnp.float32
+    stored = jnp.asarray(values, dtype)
+    def run(weights, stored):
+      return [cpu_matvec.weigh(
+          weights[:n], lambda i, length: jax.lax.slice_in_dim(stored, i, i + length), width,
+          widened=widened) for n in counts]
+    for n, found in zip(counts, jax.jit(run)(weights, stored)):
+      want = np.einsum("skr,ske->kre", weights[:n], np.asarray(stored[:n], np.float32))
+      np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-5, err_msg=str(n))
+
+  def test_scores_are_a_product(self):
+    rows, keys = array(2, 3, 32), array(7, 2, 32)
+    found = jax.jit(lambda rows, keys: cpu_matvec.scores(
+        rows, lambda i: keys[..., i:i + cpu_matvec.LANES]))(rows, keys)
+    np.testing.assert_allclose(found, np.einsum("krd,skd->skr", rows, keys), rtol=1e-5, atol=1e-5)
+
+  @parameterized.parameters("maximum", "add")
+  def test_fold_reduces_the_first_axis(self, name):
+    combine, x = getattr(jnp, name), array(600, 2)
+    counts = (1, 2, 31, 32, 33, 48, 64, 512, 576)
+    found = jax.jit(lambda x: [cpu_matvec.fold(combine, x[:n]) for n in counts])(x)
+    reduce = {"maximum": np.max, "add": np.sum}[name]
+    for n, part in zip(counts, found):
+      np.testing.assert_allclose(part, reduce(x[:n], 0, keepdims=True), rtol=1e-5, atol=1e-5)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from attn_core.masks import banded, materialize
 from attn_core.mechanisms import sdpa
 from attn_core.references import oracle
 from attn_core.types import AttentionSpec, Call, MaskOperands, Operands
-from attn_core_test import gpu_suite_parts
+from attn_core_test import device_suite_parts
 from attn_core_test.property_cases import EVEN_CASES
 
 jax.config.update("jax_num_cpu_devices", 4)
@@ -361,7 +361,7 @@ class ValuesTest(parameterized.TestCase):
 
   @parameterized.named_parameters(*((case.name, case) for case in EVEN_CASES))
   def test_equals_the_oracle_as_on_a_gpu(self, case):
-    self.assertEqual(gpu_suite_parts.judge(case, "sdpa", "float32"), "right")
+    self.assertEqual(device_suite_parts.judge(case, "sdpa", "float32"), "right")
 
   def test_lengths_given_to_jax_are_clipped_to_one_and_the_end(self):
     leaves, structure = jax.tree.flatten(masks.lengths(ints(0, 55), ints(99, -1)))

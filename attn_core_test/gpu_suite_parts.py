@@ -7,14 +7,13 @@ Every part runs in a process of its own, so that a kernel that crashes one leave
 
 import functools
 import itertools
-import json
 import pathlib
 import re
 import shutil
 import subprocess
 import sys
 import time
-from typing import Callable, NamedTuple
+from typing import Callable
 
 import jax
 import jax.numpy as jnp
@@ -25,19 +24,15 @@ from attn_core.benchmark import runner
 from attn_core.benchmark import cases as cases_lib, report
 from attn_core.caches import dense, pages, quantize
 from attn_core.config.metadata import resolved_capability, resolved_platform
-from attn_core_test import property_cases
+from attn_core_test import device_suite_parts
+from attn_core_test.device_suite_parts import FEW_CASES, Found, Settings, repeatability, step_of
 from attn_core_test.process_group import run_group
-from attn_core_test.property_cases import CASES, EVEN_CASES, TOLERANCES
-
-GRADIENT_TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 6e-2}  # largest error
+from attn_core_test.property_cases import CASES, EVEN_CASES
 
 # (mechanism, dtype, cases), the most important first, since time may run out.
-_FEW = tuple(case for case in CASES if case.name in (
-    "causal_gqa", "everything", "window_both_sides", "sinks_several_empty_rows", "soft_cap"))
 PROPERTIES = (("flash_attn2", "bfloat16", CASES), ("sdpa", "bfloat16", EVEN_CASES),
-              ("flash_attn2", "float16", _FEW), ("sdpa", "float16", EVEN_CASES[:3]),
-              ("blockwise", "float32", _FEW))
-TINY_PROPERTIES = (("flash_attn2", "float32", _FEW[:1]), ("sdpa", "float32", EVEN_CASES[4:5]))
+              ("flash_attn2", "float16", FEW_CASES), ("sdpa", "float16", EVEN_CASES[:3]),
+              ("blockwise", "float32", FEW_CASES))
 
 # Mechanisms and other libraries to time; all take memory linear in the length.
 MECHANISMS = ("flash_attn2", "cudnn")
@@ -46,27 +41,10 @@ PACKAGES = ("tokamax", "torch", "flash_attn", "jax-cuda13-plugin", "jax-cuda12-p
             "nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
 
 
-class Settings(NamedTuple):
-  """Settings of a part."""
-
-  tiny: bool  # shapes small enough for a CPU
-  seconds: float  # no work starts later
-  out: pathlib.Path | None = None  # folder for intermediate files; None: none are written
-  cases: tuple[str, ...] = ()  # cases to time; empty: GPU_CASES
-
-
-class Found(NamedTuple):
-  """Result of a part."""
-
-  ok: bool
-  lines: list[str]  # a summary, in Markdown
-  data: dict  # all results, as JSON
-
-
 def environment(settings: Settings) -> Found:
   """Reports device, driver, versions and date."""
   del settings
-  where = report.environment(tuple(name for name in PACKAGES if _is_installed(name)))
+  where = device_suite_parts.environment(PACKAGES)
   where["compute_capability"] = resolved_capability(OperationMetadata())
   where["nvidia_smi"] = _nvidia_smi()
   versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
@@ -74,14 +52,6 @@ def environment(settings: Settings) -> Found:
       f"{where['device']} ({where['platform']}, compute capability {where['compute_capability']}), "
       f"{where['nvidia_smi'] or 'no nvidia-smi'}; {where['cpu']}, {where['cores']} cores; Python "
       f"{where['python']}, {versions}; {where['date']}."], where)
-
-
-def _is_installed(package: str) -> bool:
-  try:
-    report.contenders.version(package)
-  except ImportError:
-    return False
-  return True
 
 
 def _nvidia_smi() -> str | None:
@@ -94,161 +64,9 @@ def _nvidia_smi() -> str | None:
   return done.stdout.strip() or None
 
 
-# --- Properties. ---------------------------------------------------------------------------------
-
-
 def properties(settings: Settings) -> Found:
-  """Compares the property cases with the oracle: values, gradients, empty rows.
-
-  Writes properties.json after every case, so that nothing is lost if a later one crashes.
-  """
-  end = time.monotonic() + settings.seconds
-  results = []
-  for mechanism, dtype, cases in TINY_PROPERTIES if settings.tiny else PROPERTIES:
-    for case in cases:
-      verdict = "no time left"
-      if time.monotonic() < end:
-        # The last line names the case that hangs, if one does.
-        print(f"{mechanism} {dtype} {case.name}", flush=True)
-        verdict = judge(case, mechanism, dtype)
-      results.append({"case": case.name, "mechanism": mechanism, "dtype": dtype,
-                      "verdict": verdict})
-      if settings.out is not None:
-        (settings.out / "properties.json").write_text(json.dumps(results, indent=1) + "\n",
-                                                      encoding="utf-8")
-  verdicts = [result["verdict"] for result in results]
-  kinds = {"right": verdicts.count("right"), "no time left": verdicts.count("no time left"),
-           "refused": sum(verdict.startswith("refused") for verdict in verdicts)}
-  wrong = [result for result in results
-           if result["verdict"] not in ("right", "no time left")
-           and not result["verdict"].startswith("refused")]
-  lines = [f"{len(results)} properties: " + ", ".join(f"{n} {kind}" for kind, n in kinds.items())
-           + f", {len(wrong)} wrong."]
-  lines += [f"* {r['mechanism']} {r['dtype']} {r['case']}: {r['verdict']}" for r in wrong]
-  return Found(not wrong and kinds["right"] > 0, lines, {"results": results})
-
-
-def judge(case, mechanism: str, dtype: str) -> str:
-  """Returns "right", or one line about the errors."""
-  try:
-    problems = list(_problems(case, mechanism, dtype))
-  except NotImplementedError as error:
-    return f"refused: {error}"
-  except Exception as error:
-    # An error in one case must not stop the others.
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-  return "; ".join(problems) or "right"
-
-
-def _problems(case, mechanism: str, dtype: str):
-  """Yields differences from the oracle that are larger than rounding."""
-  arrays = property_cases.operands(case, dtype)
-  with_lse = mechanism not in ("sdpa", "cudnn")
-  arguments = dict(case.arguments, mechanism=mechanism, return_lse=with_lse)
-  if dtype == "float32" and with_lse:
-    arguments["precision"] = "highest"  # tensor cores would round the operands
-
-  def run(arrays):
-    output = attention(**arguments, **arrays)
-    return output.attention_outputs, output.lse if with_lse else None
-
-  # Both sides compute the loss in the same precision, so that only the attention is compared.
-  got = _value_and_gradient(run, arrays)
-  with jax.enable_x64(True), jax.default_device(_host()):
-    wide = {name: jnp.asarray(np.asarray(x), jnp.float64) for name, x in arrays.items()}
-    reference = property_cases.reference(case)
-    want = _value_and_gradient(lambda a: (reference(a)[0], reference(a)[1] if with_lse else None),
-                               wide)
-    want_lse = np.asarray(reference(wide)[1])
-  quantile, largest = TOLERANCES[dtype]
-  error = _error(got["out"], want["out"])
-  if not (np.quantile(error, 0.9) < quantile and error.max() < largest):
-    yield f"out off by {error.max():.1e}"
-  if with_lse:
-    empty = ~np.isfinite(want_lse)
-    if not np.array_equal(~np.isfinite(got["lse"]), empty):
-      yield "lse infinite elsewhere"
-    elif not _error(*(np.where(empty, 0, x) for x in (got["lse"], want_lse))).max() < largest:
-      yield "lse off"
-  for name in arrays:
-    error = _error(got[f"d_{name}"], want[f"d_{name}"]).max()
-    if not error < GRADIENT_TOLERANCES[dtype]:
-      yield f"d_{name} off by {error:.1e}"
-
-
-def _value_and_gradient(run: Callable, arrays: dict) -> dict[str, np.ndarray]:
-  """Returns out, lse and the gradient of a sum of both, on the host."""
-  def loss(arrays):
-    out, lse = run(arrays)
-    wide = jnp.promote_types(out.dtype, jnp.float32)
-    # A linear loss: the rounding of large outputs must not change their cotangents.
-    value = (out.astype(wide) * np.cos(np.arange(out.size)).reshape(out.shape)).sum()
-    if lse is not None:
-      value = value + jnp.where(jnp.isfinite(lse), lse, 0).sum()
-    return value, (out, lse)
-  gradient, (out, lse) = jax.jit(jax.grad(loss, has_aux=True))(arrays)
-  found = {"out": out, "lse": lse, **{f"d_{name}": x for name, x in gradient.items()}}
-  return {name: np.asarray(x, np.float64) for name, x in found.items() if x is not None}
-
-
-def _error(got: np.ndarray, want: np.ndarray) -> np.ndarray:
-  return np.abs(got - want) / (1 + np.abs(want))
-
-
-def _host():
-  try:
-    return jax.devices("cpu")[0]
-  except RuntimeError:
-    return jax.devices()[0]
-
-
-# --- Repeatability. ------------------------------------------------------------------------------
-
-
-def repeatability(settings: Settings) -> Found:
-  """Checks that repeated runs give the same bits, values and gradients."""
-  times, tokens, heads = (2, 32, 2) if settings.tiny else (20, 2048, 8)
-  widths = (16,) if settings.tiny else (64, 128, 256)
-  end = time.monotonic() + settings.seconds
-  differ, late, looked = [], [], 0
-  for width in widths:
-    for name, more in (("causal", {}), ("window", dict(sliding_window=(tokens // 4, 0))),
-                       ("soft_cap_sinks", dict(logits_soft_cap=30.0,
-                                               softmax_aux=jnp.ones(heads)))):
-      if time.monotonic() > end:
-        late.append(f"{name} D{width}")
-        continue
-      first = None
-      run = _step(tokens, heads, width, more)
-      for _ in range(times):
-        bits = [np.asarray(x).tobytes() for x in run()]
-        first = first or bits
-        looked += 1
-        if bits != first:
-          differ.append(f"{name} D{width}")
-          break
-  lines = [f"flash_attn2, {looked} runs, forward and backward: "
-           + (f"bits differ in {', '.join(differ)}." if differ else "the same bits every time.")]
-  lines += [f"No time left for {', '.join(late)}."] if late else []
-  return Found(not differ and looked > 0, lines, {"runs": looked, "differ": differ, "late": late})
-
-
-def _step(tokens: int, heads: int, width: int, more: dict) -> Callable:
-  """Returns a function that runs a forward and a backward: () -> (output, gradients)."""
-  dtype = jnp.bfloat16 if resolved_platform(OperationMetadata()) == "gpu" else jnp.float32
-  keys = jax.random.split(jax.random.key(1), 3)
-  arrays = [jax.random.normal(key, (2, tokens, n, width)).astype(dtype)
-            for key, n in zip(keys, (heads, heads // 2, heads // 2))]
-
-  @jax.jit
-  def step(*arrays):
-    def loss(*arrays):
-      out = attention(*arrays, mechanism="flash_attn2", **more).attention_outputs
-      return jnp.sin(out.astype(jnp.float32)).sum(), out
-    gradient, out = jax.grad(loss, (0, 1, 2), has_aux=True)(*arrays)
-    return (out, *gradient)
-
-  return lambda: step(*arrays)
+  """Compares the property cases with the oracle; see `device_suite_parts.properties`."""
+  return device_suite_parts.properties(PROPERTIES, settings)
 
 
 # --- compute-sanitizer. --------------------------------------------------------------------------
@@ -259,7 +77,7 @@ TOOLS = ("memcheck", "racecheck")
 def watched(settings: Settings) -> Found:
   """Runs the program for the sanitizer: forward and backward at a length that fills no block."""
   tokens = 32 if settings.tiny else 300
-  jax.block_until_ready(_step(tokens, 2, 64, dict(sliding_window=(tokens // 2, 0)))())
+  jax.block_until_ready(step_of(tokens, 2, 64, dict(sliding_window=(tokens // 2, 0)))())
   return Found(True, ["ran"], {})
 
 

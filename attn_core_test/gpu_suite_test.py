@@ -17,7 +17,8 @@ import jax
 from attn_core import table
 from attn_core.benchmark import contenders
 from attn_core.benchmark.cases import CASES, GPU_CASES
-from attn_core_test import gpu_suite, gpu_suite_parts
+from attn_core_test import (device_suite, device_suite_parts, gpu_suite, gpu_suite_parts,
+                            property_cases)
 
 NOT_MEASURED = "There is no GPU here: JAX computes on 'cpu'. Nothing below is a measurement"
 
@@ -33,14 +34,14 @@ class GpuSuiteTest(absltest.TestCase):
   def run_suite(self, *arguments):
     """Returns (exit status, printed text, gpu_suite.json, gpu_suite.md)."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-      status = gpu_suite.main(["--out", str(self.folder), *arguments])
+      status = device_suite.main(gpu_suite.SUITE, ["--out", str(self.folder), *arguments])
     read = lambda name: (self.folder / name).read_text(encoding="utf-8")
     return status, printed.getvalue(), json.loads(read("gpu_suite.json")), read("gpu_suite.md")
 
   def test_tiny(self):
     status, printed, found, text = self.run_suite("--tiny")
     self.assertEqual(status, 0, text)
-    self.assertEqual(list(found), list(gpu_suite.SHARES))
+    self.assertEqual(list(found), list(gpu_suite.SUITE.shares))
     self.assertIn(NOT_MEASURED, printed)
     self.assertIn(NOT_MEASURED, text)
     self.assertTrue(text.startswith("# attn_core, without a GPU"))
@@ -68,22 +69,22 @@ class GpuSuiteTest(absltest.TestCase):
     self.assertIn(NOT_MEASURED, text)
 
   def test_a_failing_part_does_not_stop_the_others(self):
-    spawn = gpu_suite.spawn
+    spawn = device_suite.spawn
     begun = []
-    def fail_properties(part, given, seconds):
+    def fail_properties(suite, part, given, seconds):
       begun.append(part)
       if part == "environment":
         return {"ok": True, "lines": ["here"], "data": {"platform": platform}, "seconds": 0.0}
       if part == "properties":
-        return spawn("no such part", given, seconds)
+        return spawn(suite, "no such part", given, seconds)
       return {"ok": True, "lines": ["well"], "data": {}, "seconds": 0.0}
     for platform, says in (("gpu", "Measured on a GPU."), ("cpu", NOT_MEASURED),
                            (None, "take nothing below for a measurement")):
       begun.clear()
-      with mock.patch.object(gpu_suite, "spawn", fail_properties):
+      with mock.patch.object(device_suite, "spawn", fail_properties):
         status, printed, found, text = self.run_suite("--tiny")
       self.assertEqual(status, 1)
-      self.assertEqual(begun, list(gpu_suite.SHARES))
+      self.assertEqual(begun, list(gpu_suite.SUITE.shares))
       self.assertIn(says, printed)
       self.assertIn(says, text)
     self.assertIn("properties: FAILED", printed)
@@ -91,14 +92,14 @@ class GpuSuiteTest(absltest.TestCase):
     self.assertIn("KeyError", found["properties"]["lines"][1])
 
   def test_a_part_that_hangs_is_stopped(self):
-    run_group = gpu_suite.run_group
+    run_group = device_suite.run_group
     hangs = lambda command, *rest: run_group(
         [command[0], "-c", "import time; time.sleep(60)"], *rest)
-    with (mock.patch.object(gpu_suite, "GRACE_SECONDS", 0.2),
-          mock.patch.object(gpu_suite, "run_group", hangs),
+    with (mock.patch.object(device_suite, "GRACE_SECONDS", 0.2),
+          mock.patch.object(device_suite, "run_group", hangs),
           contextlib.redirect_stdout(io.StringIO())):
       given = mock.Mock(out=self.folder, tiny=True, cases=())
-      found = gpu_suite.spawn("environment", given, 0.2)
+      found = device_suite.spawn(gpu_suite.SUITE, "environment", given, 0.2)
     self.assertFalse(found["ok"])
     self.assertIn("stopped after 0 s", found["lines"][0])
 
@@ -116,17 +117,17 @@ def part(settings):
   process_group.run_group([sys.executable, "-c", {started!r}], 60)
 parts = types.SimpleNamespace(Settings=lambda *_: None, PARTS=dict(environment=part))
 sys.modules["jax"] = types.SimpleNamespace(devices=list)
-sys.modules["attn_core_test"] = types.SimpleNamespace(gpu_suite_parts=parts)
+sys.modules["attn_core_test.gpu_suite_parts"] = parts
 sys.modules["attn_core_test.process_group"] = process_group
 sys.argv = ["gpu_suite.py", "--part", "environment"]
 runpy.run_path({str(script)!r}, run_name="__main__")'''
-    output, ending = gpu_suite.run_group([sys.executable, "-c", program], 5)
+    output, ending = device_suite.run_group([sys.executable, "-c", program], 5)
     self.assertEqual(ending, "stopped after 5 s", output)
     with self.assertRaises(ProcessLookupError):
       os.kill(int(pid_file.read_text("utf-8")), 0)
 
   def test_startup_counts_toward_the_time_of_a_part(self):
-    given = gpu_suite.argparse.Namespace(part="late", budget=10.0, tiny=True, out=None, cases=(),
+    given = device_suite.argparse.Namespace(part="late", budget=10.0, tiny=True, out=None, cases=(),
                                          result=None)
     budgets = []
     def late(settings):
@@ -134,14 +135,14 @@ runpy.run_path({str(script)!r}, run_name="__main__")'''
       return gpu_suite_parts.Found(True, [], {})
     with (mock.patch.dict(gpu_suite_parts.PARTS, late=late),
           mock.patch.object(jax, "devices", lambda: time.sleep(0.5))):
-      self.assertEqual(gpu_suite.run_part(given), 0)
+      self.assertEqual(device_suite.run_part(gpu_suite.SUITE, given), 0)
     self.assertLess(budgets[0], 9.6)
 
   def test_wrong_results_are_reported(self):
-    case = gpu_suite_parts.CASES[0]
+    case = property_cases.CASES[0]
     wrong = case._replace(sees=lambda b, h, t, s: s < t)
-    plan = ("flash_attn2", "float32", (wrong,)), ("sdpa", "float32", gpu_suite_parts.CASES[1:2])
-    with mock.patch.object(gpu_suite_parts, "TINY_PROPERTIES", plan):
+    plan = ("flash_attn2", "float32", (wrong,)), ("sdpa", "float32", property_cases.CASES[1:2])
+    with mock.patch.object(device_suite_parts, "TINY_PROPERTIES", plan):
       found = gpu_suite_parts.properties(gpu_suite_parts.Settings(True, 100.0))
     self.assertFalse(found.ok)
     self.assertRegex(found.lines[1], r"flash_attn2 float32 causal_gqa: out off by .*d_key off by")

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import attention, masks
-from attn_core.masks import materialize
+from attn_core.masks import leaves, materialize
+from attn_core.masks.mask import Coordinates
 from attn_core.types import MaskOperands
 from attn_core_test.masks_cases import dense, even_sum, from_table, rows
 
@@ -78,6 +79,24 @@ class LeavesTest(parameterized.TestCase):
   @parameterized.named_parameters(*BY_HAND)
   def test_by_hand(self, mask, expected):
     np.testing.assert_array_equal(dense(mask)[0, 0], rows(expected))
+
+  def test_chunks_of_every_size_on_devices(self):
+    """Positions of jax arrays are divided by floats; the result is that of integers."""
+    ends = np.array([-2**31, -2**31 + 1, 2**31 - 2, 2**31 - 1])
+    few, points = (1, 2, 3, 5, 64, 100, 127, 200), {}
+    for size in range(1, 201):
+      chunks = np.array([-100, -1, 0, 1, 7, 100, 2**24 // size, ends[-1] // size, ends[0] // size])
+      edges = (chunks[:, None] * size + [-1, 0, 1]).ravel()
+      points[size] = np.clip(np.append(edges, ends), ends[0], ends[-1]).astype(np.int32)
+    see = lambda size, x: leaves.Chunk(size).visible(Coordinates(0, 0, 0, 0, x[:, None], x))
+    compiled = jax.jit(lambda points: [see(n, x) for n, x in zip(few, points)])
+    found = dict(zip(few, compiled([points[size] for size in few])))
+    for size, x in points.items():
+      chunk = x.astype(np.int64) // size
+      seen = chunk[:, None] == chunk
+      np.testing.assert_array_equal(see(size, jnp.asarray(x)), seen, f"{size}")
+      if size in few:
+        np.testing.assert_array_equal(found[size], seen, f"{size} in jit")
 
   def test_rows_of_the_batch_differ(self):
     shape = (2, 1, 2, 3)

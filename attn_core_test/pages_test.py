@@ -309,6 +309,14 @@ class AllocatorTest(absltest.TestCase):
           full += 1
         else:
           copied += len(copies)
+          # Only a partly filled last page that others own too is copied, when tokens go into it.
+          held = before.requests[name]
+          shared = held.length % size and before.owners[held.pages[-1]] > 1
+          self.assertEqual([source for source, _ in copies],
+                           [held.pages[-1]] if new and shared else [])
+          # As many pages as are needed, and no more, leave the free ones.
+          taken = -(-(held.length + len(new)) // size) - len(held.pages) + len(copies)
+          self.assertEqual(len(before.free) - len(pool.free), taken)
           for source, target in copies:
             slots.update({(target, i): slots[source, i] for i in range(size)
                           if (source, i) in slots})

@@ -3,6 +3,7 @@
 """Rotary embeddings: frequencies against published numbers, rotations against their definition."""
 
 import cmath
+import math
 
 from absl.testing import absltest, parameterized
 import jax
@@ -101,6 +102,41 @@ class FrequenciesTest(parameterized.TestCase):
       at_original, beyond = (inverse_frequencies(rope, 16, n) for n in (64, 1000))
       self.assertEqual((at_original != beyond).any(), case in ("dynamic", "longrope"), case)
       np.testing.assert_array_equal(at_original, inverse_frequencies(rope, 16), case)
+
+  @parameterized.parameters(("longrope", 64), ("dynamic", 256))
+  def test_the_length_from_which_frequencies_change(self, case, longest):
+    """Traced and static lengths agree up to the model's length, at it and beyond it."""
+    rope = read(case)
+    traced = jax.jit(jax.vmap(lambda n: inverse_frequencies(rope, 16, n)))
+    lengths = np.array([0, 1, longest - 1, longest, longest + 1, 2 * longest], np.int32)
+    for length, found in zip(lengths, traced(lengths)):
+      static = inverse_frequencies(rope, 16, int(length))
+      np.testing.assert_allclose(found, static, rtol=2e-6)
+      changed = (static != inverse_frequencies(rope, 16)).any()
+      self.assertEqual(changed, length > longest, length)
+    # Positions 0 .. length - 1 make a sequence of that length.
+    for length in (longest, longest + 1):
+      cosine, _ = rotary_table(rope, np.arange(length, dtype=np.int32), 16)
+      want, _ = rotary_table(rope, np.arange(length, dtype=np.int32), 16, length)
+      np.testing.assert_allclose(cosine, want, atol=1e-4)
+
+  @parameterized.product(theta=(1.5, 50.0, 1e4, 5e5), original=(8, 64, 32768, 10**9),
+                         truncate=(True, False))
+  def test_bounds_of_yarn(self, theta, original, truncate):
+    """The ramp lies between dimensions 0 and rotary_dim - 1, by the paper's formula in Python."""
+    width, factor = 16, 4.0
+    rope = Rope("yarn", theta, factor, original_max_position_embeddings=original,
+                truncate=truncate)
+    low, high = (width * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+                 for turns in (32, 1))
+    if truncate:
+      low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    for i, found in enumerate(inverse_frequencies(rope, width)):
+      plain = theta ** (-2 * i / width)
+      ramp = (i - low) / (high - low if high != low else 0.001)
+      share = min(max(ramp, 0), 1)
+      np.testing.assert_allclose(found, plain * (1 - share) + plain / factor * share, rtol=1e-6)
 
   def test_deepseek_yarn(self):
     """Checks by hand: factor 40, mscale 1 and 0.5: (0.1 ln 40 + 1) / (0.05 ln 40 + 1)."""

@@ -38,7 +38,7 @@ from attn_core.kernels.gpu.flash.kernel_params import (
     GridIndex, drain, grid_index_of, make_kernel_params)
 from attn_core.kernels.gpu.mosaic import Ref
 from attn_core.masks import block_map, tile as tile_lib
-from attn_core.types import AttentionSpec, Operands, cdiv
+from attn_core.types import AttentionSpec, Operands
 
 
 class Inputs(NamedTuple):
@@ -94,16 +94,21 @@ def d_bias(arrays: Arrays, operands: Operands, spec: AttentionSpec,
   kinds = jnp.asarray(kinds.swapaxes(-1, -2) if tiling.by_keys else kinds, jnp.int32)
   (batch, _, heads, _), own = operands.query.shape, bias.shape
   shared = Shared(own[0], own[1], batch // own[0], heads // own[1], tiling.by_keys)
-  columns = cdiv(tiling.keys, mosaic.TMA_TOKENS) * mosaic.TMA_TOKENS
+  # Whole blocks: copies of one dimension are clipped at the end of the array, not of a row, and
+  # those of two need an array of whole tiles.
+  rows = tiling.sizes.num_query_blocks * tiling.block_q
+  columns = tiling.sizes.num_key_blocks * tiling.block_kv
   dtype = bias.dtype if bias.dtype.itemsize <= 4 else jnp.float32
   out = (jax.core.ShapedArray((*own[:2], columns), jnp.float32) if tiling.by_keys else
-         jax.core.ShapedArray((*own[:3], columns), dtype))
+         jax.core.ShapedArray((*own[:2], rows, columns), dtype))
   found, = mosaic.call(
       functools.partial(_kernel, BackwardParams(*base), shared), (out,),
       Inputs(arrays._replace(tile_inputs=tile_inputs), kinds),
       _scratch(tiling, arrays.key.dtype, out.dtype),
       grid=own[0] * own[1] * _number_of_rows(tiling), warpgroups=tiling_lib.CONSUMERS + 1,
       name="attn_core_backward_bias")
+  if not tiling.by_keys:
+    found = found[..., :tiling.queries, :]
   return found[..., :tiling.keys].reshape(own).astype(bias.dtype)
 
 

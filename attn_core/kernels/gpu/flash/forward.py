@@ -85,11 +85,13 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
   rows, dtype, out_dtype = (inputs.query.shape[1], operands.query.dtype,
                             dense_operands.out_dtype(operands, spec))
   num_blocks = tiling.sizes.num_query_blocks
-  out_rows = rows if out_dtype == dtype else num_blocks * tiling.block_q
+  padded_rows = num_blocks * tiling.block_q
+  out_rows = rows if out_dtype == dtype else padded_rows
   out, lse = mosaic.call(
       functools.partial(_kernel, params),
       (jax.core.ShapedArray((batch, out_rows, heads, tiling.value_width), out_dtype),
-       jax.core.ShapedArray((batch, heads, rows), jnp.float32)),
+       # Copies of one dimension are clipped at the end of the array, not of a row.
+       jax.core.ShapedArray((batch, heads, padded_rows), jnp.float32)),
       inputs, _scratch_types(tiling, dtype), grid=batch * heads * num_blocks,
       warpgroups=tiling_lib.CONSUMERS + 1, name="attn_core_forward")
   return Residuals(out[:, :queries, :, :operands.value.shape[3]], lse[..., :queries])
