@@ -299,10 +299,11 @@ def _explain(a: AttentionArguments) -> Explanation:
     chosen, call = verdict.mechanism, _static_call(normal, question, verdict)
     if any(call.call.block_sizes):  # only the kernel knows which sizes it takes; it raises
       _execute(normal.call.operands, static=call)
-    sizes, placement = call.call.block_sizes, call.call.placement
+    placement = call.call.placement
   except NotImplementedError:
     chosen, placement = None, question_lib.place(normal, None)
-    sizes = arguments.with_configured_blocks(normal.call.block_sizes, normal.metadata, "vanilla")
+  sizes = arguments.with_configured_blocks(normal.call.block_sizes, normal.metadata,
+                                           chosen or "vanilla")
   return Explanation(
       chosen, *question.target, selection.ask_all(table.RULES, question), sizes,
       () if placement is None else placement.drops,
@@ -339,6 +340,7 @@ def _static_call(normal: arguments.Normalized, question: selection.Question,
   assert verdict.implementation is not None
   sizes = arguments.with_configured_blocks(normal.call.block_sizes, normal.metadata,
                                            verdict.mechanism)
+  sizes = arguments.with_chip_memory(sizes, normal.request.tpu_version)
   return _Static(verdict.implementation, normal.call._replace(
       operands=None, block_sizes=sizes,
       placement=question.request_for(verdict.implementation).placement))

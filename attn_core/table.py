@@ -42,7 +42,7 @@ _sdpa = Implementation(sdpa.xla, _SDPA, QUADRATIC, capabilities.sdpa_limits)
 _cudnn = Implementation(sdpa.cudnn, _CUDNN, LINEAR_BANDED, capabilities.cudnn_limits)
 
 _flash = Implementation(flash.xla, _BLOCKWISE, LINEAR)
-_flash_tpu = Implementation(flash.tpu, _TPU, LINEAR)
+_flash_tpu = Implementation(flash.tpu, _TPU, LINEAR, capabilities.tpu_limits)
 _flash_hopper = Implementation(flash.gpu, _HOPPER, LINEAR, capabilities.hopper_flash_limits)
 _flash_gpu = _cudnn._replace(limits=capabilities.cudnn_gradient_limits, fallback=_flash)
 

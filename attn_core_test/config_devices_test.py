@@ -13,7 +13,7 @@ from attn_core import AttentionMechanism, get_optimal_config, tpu_version_check
 class DevicesTest(parameterized.TestCase):
 
   @parameterized.parameters(
-      ("tpu", "TPU v2", "flash_attn2", "float32"), ("tpu", "TPU v3", "flash_attn2", "float32"),
+      ("tpu", "TPU v2", "blockwise", "float32"), ("tpu", "TPU v3", "blockwise", "float32"),
       ("tpu", "TPU v4", "blocksparse", "bfloat16"),
       ("tpu", "TPU v5 lite", "blocksparse", "bfloat16"),
       ("tpu", "TPU7x", "blocksparse", "bfloat16"),

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec as P
 import numpy as np
 
 from attn_core.config.metadata import (OperationMetadata, resolved_capability, resolved_mesh,
-                                       resolved_platform)
+                                       resolved_platform, resolved_tpu_version)
 from attn_core.sharding.mesh import create_mesh
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -123,6 +123,23 @@ class CapabilityTest(parameterized.TestCase):
 
   def test_unknown_without_a_gpu(self):
     self.assertIsNone(resolved_capability(OperationMetadata(platform="gpu")))
+
+
+class TpuVersionTest(absltest.TestCase):
+
+  def test_attached_tpu_or_that_of_the_mesh(self):
+    device = types.SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
+    kind = jax.sharding.AbstractDevice("TPU v4", 1, "tpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=kind)
+    with mock.patch.object(jax, "local_devices", lambda: [device]):
+      self.assertEqual(resolved_tpu_version(OperationMetadata(platform="tpu")), "v5e")
+      self.assertEqual(resolved_tpu_version(OperationMetadata(platform="tpu", mesh=mesh)), "v4")
+
+  def test_unknown_on_other_platforms(self):
+    for platform in "cpu", "gpu", "tpu":  # the devices are CPUs
+      self.assertIsNone(resolved_tpu_version(OperationMetadata(platform=platform)))
+      self.assertIsNone(resolved_tpu_version(OperationMetadata(
+          platform=platform, mesh=create_mesh())))
 
 
 if __name__ == "__main__":

@@ -177,7 +177,7 @@ class ScalarMemoryTest(parameterized.TestCase):
       for is_backward, cold_path in ((False, False), (False, True), (True, False)):
         chosen = tiling.make_tiling(operands, spec, BlockSizes(), backward=is_backward,
                                     cold_path=cold_path)
-        ranges = tiling.kernel_ranges(operands, chosen, backward=is_backward)
+        ranges = tiling.kernel_ranges(operands, chosen, BlockSizes(), backward=is_backward)
         groups = scalar_memory.num_groups(operands, spec, chosen, by_keys=is_backward,
                                           query_ranges=ranges)
         self.assertEqual(batch % groups, 0)

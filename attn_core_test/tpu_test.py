@@ -230,12 +230,25 @@ class RefusalTest(parameterized.TestCase):
       tiling.vmem_limit(BlockSizes(), large, operands, backward=False)
 
   @parameterized.product(mask=(masks.full(), masks.causal(), masks.window(100, 0)),
-                         width=(64, 128, 256, 512, 1024), backward=(False, True))
-  def test_chosen_blocks_fit(self, mask, width, backward):
-    operands = shapes(32768, 2, width)
-    chosen = tiling.make_tiling(operands, spec_of(mask), BlockSizes(), backward=backward)
-    limit = tiling.vmem_limit(BlockSizes(), chosen, operands, backward=backward)
-    self.assertLess(limit, 64 * 2**20)
+                         width=(64, 128, 256, 512, 1024), backward=(False, True),
+                         dtype=(jnp.float32, jnp.bfloat16))
+  def test_chosen_blocks_fit(self, mask, width, backward, dtype):
+    """Checks the 64 MiB of a v5p, and up to a width of 512 the 16 MiB of a v4."""
+    operands = shapes(32768, 2, width, dtype)
+    small = [(BlockSizes(vmem_limit_bytes=2**24), 16)] if width <= 512 else []
+    for sizes, most in [(BlockSizes(), 64), *small]:
+      chosen = tiling.make_tiling(operands, spec_of(mask), sizes, backward=backward)
+      needed = tiling.needed_vmem(chosen, operands, sizes, backward)
+      self.assertLessEqual(tiling.SLACK * needed, most * 2**20)
+      self.assertLessEqual(tiling.vmem_limit(sizes, chosen, operands, backward=backward),
+                           most * 2**20)
+
+  def test_blocks_that_cannot_fit_a_limit(self):
+    operands = shapes(8192, 8, 256)
+    large = BlockSizes(2048, 2048, vmem_limit_bytes=2**24)
+    chosen = tiling.make_tiling(operands, spec_of(masks.causal()), large, backward=False)
+    with self.assertRaisesRegex(ValueError, "2048 keys need about .* MiB.*expected at most 32:"):
+      tiling.vmem_limit(large, chosen, operands, backward=False)
 
   def test_schedules_that_do_not_fit(self):
     x = jax.ShapeDtypeStruct((1, 65536, 1, 64), jnp.bfloat16)

@@ -15,7 +15,7 @@ from attn_core import checks
 from attn_core.arguments import features, normalize_mask
 from attn_core.arguments.arguments import AttentionArguments, InitBias, RematPolicy, Shaped
 from attn_core.caches import quantize, update as step_lib
-from attn_core.config import remat
+from attn_core.config import devices, remat
 from attn_core.config import metadata as metadata_lib
 from attn_core.config.metadata import OperationMetadata
 from attn_core.dispatch.capabilities import Request, request_of
@@ -88,7 +88,8 @@ def normalize(a: AttentionArguments) -> Normalized:
               bool(a.return_lse), bool(a.return_weights))
   rules = metadata.get_shardings(a.mode, "bthd")
   request = request_of(call, features.features_of(a, call),
-                       metadata_lib.resolved_capability(metadata), metadata.ring.transfer)
+                       metadata_lib.resolved_capability(metadata), metadata.ring.transfer,
+                       metadata_lib.resolved_tpu_version(metadata))
   return Normalized(call, request, metadata, rules, dtype, step)
 
 
@@ -382,3 +383,9 @@ def with_configured_blocks(sizes: BlockSizes, metadata: OperationMetadata,
                        metadata.blocksize_k)
   return BlockSizes(*(next((x for x in options if x is not None), None)
                       for options in zip(sizes, configured, general)))
+
+
+def with_chip_memory(sizes: BlockSizes, tpu_version: str | None) -> BlockSizes:
+  """Limits the vector memory of a kernel to that of a TPU that has little, unless it is given."""
+  limit = devices.SMALL_VMEM_BYTES.get(tpu_version or "")
+  return sizes if sizes.vmem_limit_bytes else sizes._replace(vmem_limit_bytes=limit)

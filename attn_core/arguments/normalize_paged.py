@@ -86,7 +86,9 @@ def normalize(a: AttentionArguments) -> steps.Normalized:
   reason = placed.unsupported_reason
   error = NotImplementedError(reason) if reason else None
   shapes = shard_paged.local_shapes(operands, None if error else placed.placement, heads)
-  request = request_of(dense, features, metadata_lib.resolved_capability(metadata))._replace(
+  request = request_of(
+      dense, features, metadata_lib.resolved_capability(metadata),
+      tpu_version=metadata_lib.resolved_tpu_version(metadata))._replace(
       placement=placed.placement, placement_error=error, pages=PagesRequest(
           layout.__name__, shapes, spec.window,
           placed.placement is not None and bool(placed.placement.keys)))

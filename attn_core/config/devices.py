@@ -14,7 +14,7 @@ from attn_core.types import AttentionMechanism
 
 # The first row whose pattern matches "platform kind" applies.
 OPTIMAL = (
-    (r"tpu .*v[23]\b", AttentionMechanism.FLASH_ATTN2, "float32"),
+    (r"tpu .*v[23]\b", AttentionMechanism.BLOCKWISE, "float32"),  # too old for the TPU kernels
     (r"tpu ", AttentionMechanism.SPLASH, "bfloat16"),
     (r"gpu ", AttentionMechanism.FLASH_ATTN2, "float16"),
     (r"", AttentionMechanism.FLASH_ATTN2, "bfloat16"),
@@ -24,6 +24,9 @@ OPTIMAL = (
 TPU_KINDS = {"v5 lite": "v5e", "v5e": "v5e", "v5": "v5p", "v5p": "v5p", "v6 lite": "v6e",
              "v6e": "v6e", "7x": "v7x", "v7x": "v7x"}
 TPU_VERSIONS = ("v2", "v3", "v4", "v5", "v5e", "v5p", "v6", "v6e", "v7", "v7x")
+# Bytes of vector memory of the TPUs that have less than the kernels' default blocks need; newer
+# ones have at least 64 MiB.
+SMALL_VMEM_BYTES = {"v4": 2**24}
 
 
 class AnyDevice(Protocol):
@@ -78,8 +81,13 @@ def tpu_version_check(version: str = "v4", device: AnyDevice | None = None) -> b
   device = _device(device)
   if _platform(device) != "tpu":
     return False
-  kind = re.sub(r"^tpu ?", "", device.device_kind.lower())
-  return TPU_KINDS.get(kind, kind).startswith(version)
+  return tpu_version(device.device_kind).startswith(version)
+
+
+def tpu_version(device_kind: str) -> str:
+  """The generation of a `jax.Device.device_kind` of a TPU: "v5e" for "TPU v5 lite"."""
+  kind = re.sub(r"^tpu ?", "", device_kind.lower())
+  return TPU_KINDS.get(kind, kind)
 
 
 def _device(device: AnyDevice | None) -> AnyDevice:

@@ -3,8 +3,8 @@
 """`OperationMetadata`: dtypes, devices, mesh axes and block sizes of an attention.
 
 Static, hashable data: it crosses the boundary of `jax.jit` as a part of the treedef. The mesh, the
-platform and the compute capability may be None; `resolved_mesh`, `resolved_platform` and
-`resolved_capability` determine them.
+platform and the compute capability may be None; `resolved_mesh`, `resolved_platform`,
+`resolved_capability` and `resolved_tpu_version` determine them.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from jax.typing import ArrayLike, DTypeLike
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core.config import metadata_fields, metadata_json
+from attn_core.config import devices, metadata_fields, metadata_json
 from attn_core.config.metadata_fields import BACKENDS
 from attn_core.sharding import partition
 from attn_core.types import (ARRAY_LAYOUTS, MODES, PLATFORMS, ArrayLayout, BlockSizes, Mode,
@@ -297,12 +297,25 @@ def resolved_capability(metadata: OperationMetadata) -> str | None:
   if metadata.compute_capability is not None:
     return metadata.compute_capability
   mesh = resolved_mesh(metadata)
-  if isinstance(mesh, Mesh):
-    device = mesh.devices.flat[0]
-  else:
-    device = _default_device()
+  device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else _default_device()
   found = getattr(device, "compute_capability", None)
   return None if found is None else str(found)
+
+
+def resolved_tpu_version(metadata: OperationMetadata) -> str | None:
+  """The generation of the TPUs, such as "v5e"; None: unknown, or the platform is not TPU.
+
+  That of the first known of: the devices of the mesh, `jax.default_device`, the first device of
+  JAX's default backend.
+  """
+  if resolved_platform(metadata) != "tpu":
+    return None
+  mesh = resolved_mesh(metadata)
+  device: Any = (mesh.devices.flat[0] if isinstance(mesh, Mesh)
+                 else getattr(mesh, "abstract_device", None) or _default_device())
+  if getattr(device, "platform", None) != "tpu":  # a program for TPUs may be traced elsewhere
+    return None
+  return devices.tpu_version(device.device_kind)
 
 
 def _default_platform() -> str:

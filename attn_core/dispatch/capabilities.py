@@ -74,6 +74,7 @@ class Request(NamedTuple):
   mask: jax.tree_util.PyTreeDef  # the structure of the mask
   bias_dtype: np.dtype | None = None
   capability: str | None = None  # compute capability of the GPU; None: not known, or not a GPU
+  tpu_version: str | None = None  # the generation, such as "v5e"; None: not known, or not a TPU
   transfer: str = "collective"  # `RingConfig.transfer`
   pages: PagesRequest | None = None
   placement: Placement | None = None  # for which the shapes were computed; None: one device
@@ -96,7 +97,7 @@ class Request(NamedTuple):
 
 
 def request_of(call: Call, features: Mapping[str, str], capability: str | None = None,
-               transfer: str = "collective") -> Request:
+               transfer: str = "collective", tpu_version: str | None = None) -> Request:
   """Returns the request of a call, as if on one device.
 
   Args:
@@ -104,11 +105,12 @@ def request_of(call: Call, features: Mapping[str, str], capability: str | None =
     features: feature -> the caller's argument.
     capability: compute capability of the GPU; None: not known, or not a GPU.
     transfer: `RingConfig.transfer`.
+    tpu_version: generation of the TPU; None: not known, or not a TPU.
   """
   query, key, value = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in call.operands[:3])
   bias = call.operands.bias
   return Request(features, query, key, value, call.spec.mask, None if bias is None else bias.dtype,
-                 capability, transfer)
+                 capability, tpu_version, transfer)
 
 
 def _no_limits(request: Request) -> str | None:
@@ -249,10 +251,22 @@ def hopper_decode_limits(request: Request) -> str | None:
                         "quantized" in request.features)
 
 
+# Generations for which Pallas does not compile products of bfloat16, with 16 KiB of scalar memory.
+OLD_TPUS = ("v2", "v3")
+
+
+def tpu_limits(request: Request) -> str | None:
+  """Limits of all kernels for TPUs."""
+  if request.tpu_version in OLD_TPUS:
+    return f"a TPU {request.tpu_version}: the kernels for TPUs need a v4 or newer"
+  return None
+
+
 def tpu_decode_limits(request: Request) -> str | None:
   """Limits of the decode kernel for TPUs."""
   from attn_core.kernels.tpu.ragged import decode  # Pallas takes 0.1 s to import
-  return decode.unsupported_reason(request.dtype, request.widths, request.lengths[0])
+  return tpu_limits(request) or decode.unsupported_reason(
+      request.dtype, request.widths, request.lengths[0])
 
 
 def collective_limits(request: Request) -> str | None:
@@ -272,7 +286,7 @@ def remote_limits(request: Request) -> str | None:
   """Limits of a ring whose kernels send by remote copies."""
   if request.transfer != "remote":
     return f"ring.transfer={request.transfer!r}: it is for 'remote'"
-  return None
+  return tpu_limits(request)
 
 
 def pages_limits(layout: str) -> Callable[[Request], str | None]:
@@ -295,7 +309,7 @@ def pages_kernel_limits(platform: str, layout: str) -> Callable[[Request], str |
     shapes: Any = request.pages.shapes  # in place of arrays
     if platform == "tpu":
       from attn_core.kernels.tpu.ragged import paged as on_tpu  # Pallas takes 0.1 s to import
-      return on_tpu.unsupported_reason(*shapes)
+      return tpu_limits(request) or on_tpu.unsupported_reason(*shapes)
     from attn_core.kernels.gpu.split_kv import paged as on_gpu  # Mosaic GPU takes 0.3 s to import
     return on_gpu.unsupported_reason(*shapes)
   return limits

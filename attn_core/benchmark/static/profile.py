@@ -68,11 +68,14 @@ def missing() -> str | None:
   return "libtpu is not installed: pip install 'attn_core[tpu]'"
 
 
+OLD_TOPOLOGIES = {"v4": "v4:2x2x1"}  # of chips to compile for, but not to measure
+
+
 def devices(chip: str) -> list:
   """Returns devices of libtpu to compile for, none of which is attached."""
   os.environ.update(QUIET)
-  return list(topologies.get_topology_desc(
-      platform="tpu", topology_name=CHIPS[chip].topology).devices)
+  name = OLD_TOPOLOGIES.get(chip) or CHIPS[chip].topology
+  return list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
 
 
 class Static(NamedTuple):

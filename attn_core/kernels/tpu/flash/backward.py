@@ -111,7 +111,7 @@ def _backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
       mask, operands.query, operands.key, operands.value)
   lse = pad_rows(finite_lse(rows.lse) * online_softmax.LOG2E, jnp.inf)
   arrays = _BackwardArrays(query, rows.d_out, key, value, lse, pad_rows(rows.delta, 0))
-  ranges = tiling_lib.query_ranges(operands, tiling)
+  ranges = tiling_lib.query_ranges(operands, tiling, block_sizes)
   groups = scalar_memory.num_groups(operands, spec, tiling, by_keys=True, query_ranges=ranges)
 
   def run(operands: Operands, arrays: _BackwardArrays, transfer: RemoteCopy | None,

@@ -52,10 +52,11 @@ NAIVE_DTYPES = ("bfloat16",)
 # By backward: strips of tiles whose first products are issued before they are used.
 AHEAD = {False: 3, True: 1}
 MEBIBYTE = 2**20
-MOST_VMEM = 34 * MEBIBYTE  # by this estimate; of 64 on the smallest chip, some of which XLA uses
+MOST_VMEM = 34 * MEBIBYTE  # by this estimate; of 64 from v5 on, some of which XLA uses
 LEAST_VMEM = 16 * MEBIBYTE  # the compiler's own limit on the smallest chip
 SLACK = 1.6  # float32 takes up to 1.5 times the estimate
-RESIDENT_BYTES = 16 * MEBIBYTE  # for the cotangent of the queries, kept through a backward
+# For the cotangent of the queries, kept through a backward; less where a kernel may use less.
+RESIDENT_BYTES = 16 * MEBIBYTE
 
 
 def make_tiling(operands: Operands, spec: AttentionSpec, requested: BlockSizes, *, backward: bool,
@@ -85,10 +86,9 @@ def make_tiling(operands: Operands, spec: AttentionSpec, requested: BlockSizes, 
     if isinstance(mask, mask_lib.Full):
       rows = cdiv(queries, cdiv(queries, rows))  # equal blocks, because no tile can be skipped
     tiling = _tiling(operands, mask, wanted_q or rows, wanted_kv or columns, tile)
-    for several in [tiling] if small else _with_heads(tiling, operands, backward):
-      if needed_vmem(several, operands, backward) <= MOST_VMEM:
-        return _with_short_schedule(several, operands, spec, tile, backward=backward,
-                                    may_grow=(not wanted_q, not wanted_kv))
+    for several in [tiling] if small else _with_heads(tiling, operands, requested, backward):
+      if needed_vmem(several, operands, requested, backward) <= most_vmem(requested):
+        return _with_short_schedule(several, operands, spec, requested, tile, backward=backward)
     if not wanted_kv and columns > LANES and (wanted_q or columns >= rows):
       columns //= 2
     elif not wanted_q and rows > LANES:
@@ -97,29 +97,32 @@ def make_tiling(operands: Operands, spec: AttentionSpec, requested: BlockSizes, 
       return tiling  # too large: `vmem_limit` raises
 
 
-def _with_short_schedule(tiling: Tiling, operands: Operands, spec: AttentionSpec, tile: int, *,
-                         backward: bool, may_grow: tuple[bool, bool]) -> Tiling:
+def _with_short_schedule(tiling: Tiling, operands: Operands, spec: AttentionSpec,
+                         requested: BlockSizes, tile: int, *, backward: bool) -> Tiling:
   """Doubles blocks until the schedule of one batch row fits in scalar memory.
 
   Args:
     tiling: fits in vector memory.
-    operands, spec, backward: as in `make_tiling`.
+    operands, spec, requested, backward: as in `make_tiling`; requested blocks stay as they are.
     tile: see `BLOCKS`.
-    may_grow: of the blocks of queries and of keys.
 
   Returns:
-    A tiling that fits in vector memory; its schedule does not fit only if that of no other does.
+    A tiling that fits in vector memory, whose schedule fits if larger blocks make it fit.
   """
   mask = jax.tree.unflatten(spec.mask, operands.mask.arrays)
+  fixed_q, fixed_kv = (
+      getattr(requested, f"{name}_backward" if backward else name) is not None
+      for name in ("block_q", "block_kv"))
   while not scalar_memory.fits(
       operands, spec, tiling, by_keys=backward,
-      query_ranges=kernel_ranges(operands, tiling, backward=backward)):
+      query_ranges=kernel_ranges(operands, tiling, requested, backward=backward)):
     q, kv = tiling.block_q, tiling.block_kv
     larger = [_tiling(operands, mask, rows, columns, tile)
-              for rows, columns, grows in ((2 * q, kv, may_grow[0] and q < tiling.query_length),
-                                           (q, 2 * kv, may_grow[1] and kv < tiling.key_length))
+              for rows, columns, grows in ((2 * q, kv, not fixed_q and q < tiling.query_length),
+                                           (q, 2 * kv, not fixed_kv and kv < tiling.key_length))
               if grows]
-    larger = [x for x in larger if needed_vmem(x, operands, backward) <= MOST_VMEM]
+    larger = [x for x in larger
+              if needed_vmem(x, operands, requested, backward) <= most_vmem(requested)]
     if not larger:
       return tiling  # `scalar_memory.num_groups` raises
     # The squarest, which takes fewest copies.
@@ -127,10 +130,10 @@ def _with_short_schedule(tiling: Tiling, operands: Operands, spec: AttentionSpec
   return tiling
 
 
-def kernel_ranges(operands: Operands, tiling: Tiling, *,
+def kernel_ranges(operands: Operands, tiling: Tiling, requested: BlockSizes, *,
                   backward: bool) -> scalar_memory.QueryRanges:
   """Returns the ranges of query blocks for each of which a kernel runs; [None]: one, for all."""
-  return query_ranges(operands, tiling) if backward else [None]
+  return query_ranges(operands, tiling, requested) if backward else [None]
 
 
 def _blocks(operands: Operands, mask: mask_lib.Mask, backward: bool,
@@ -156,14 +159,15 @@ def _tiling(operands: Operands, mask: mask_lib.Mask, rows: int, columns: int,
   return Tiling(queries, keys, block_q, block_kv, tile_q, tile_kv, _group(operands))
 
 
-def _with_heads(tiling: Tiling, operands: Operands, backward: bool) -> Iterator[Tiling]:
+def _with_heads(tiling: Tiling, operands: Operands, requested: BlockSizes,
+                backward: bool) -> Iterator[Tiling]:
   """Yields the tiling with several key heads per step, in falling order, down to one."""
   most = STEP_TOKENS // max(tiling.group * tiling.block_q, tiling.block_kv)
   for heads in range(most, 1, -1):
     several = tiling._replace(key_heads=heads)
     # More ranges of queries would cost more than heads save.
     if operands.key.shape[2] % heads == 0 and not (
-        backward and len(query_ranges(operands, several)) > 1):
+        backward and len(query_ranges(operands, several, requested)) > 1):
       yield several
   yield tiling
 
@@ -191,17 +195,25 @@ def _requested(requested: BlockSizes, field: str, length: int) -> int | None:
   return size
 
 
-def query_ranges(operands: Operands, tiling: Tiling) -> list[tuple[int, int]]:
+def most_vmem(requested: BlockSizes) -> int:
+  """Returns the bytes of vector memory that a kernel may need by the estimate."""
+  limit = requested.vmem_limit_bytes
+  return MOST_VMEM if limit is None else min(MOST_VMEM, int(limit / SLACK))
+
+
+def query_ranges(operands: Operands, tiling: Tiling,
+                 requested: BlockSizes) -> list[tuple[int, int]]:
   """Returns ranges [first, end) of query blocks whose cotangent fits in vector memory at once."""
   width = round_up(operands.query.shape[3], LANES)
+  resident = RESIDENT_BYTES * most_vmem(requested) // MOST_VMEM
   # The sum in float32, and the block that is written, twice, since two are in flight.
-  tokens = RESIDENT_BYTES // (tiling.query_heads * width * (4 + 2 * operands.query.dtype.itemsize))
+  tokens = resident // (tiling.query_heads * width * (4 + 2 * operands.query.dtype.itemsize))
   total = tiling.padded_queries // tiling.block_q
   number = cdiv(total, cdiv(total, max(tokens // tiling.block_q, 1)))
   return [(n, min(n + number, total)) for n in range(0, total, number)]
 
 
-def needed_vmem(tiling: Tiling, operands: Operands, backward: bool) -> int:
+def needed_vmem(tiling: Tiling, operands: Operands, requested: BlockSizes, backward: bool) -> int:
   """Estimates the bytes of vector memory that a kernel takes."""
   itemsize = operands.query.dtype.itemsize
   width, value_width = (round_up(x.shape[3], LANES) for x in (operands.query, operands.value))
@@ -212,7 +224,7 @@ def needed_vmem(tiling: Tiling, operands: Operands, backward: bool) -> int:
               * tiling.block_q * tiling.block_kv for x, size in _per_pair(operands))
   sums = rows * value_width
   if backward:
-    resident = query_ranges(operands, tiling)[0][1] * rows * width
+    resident = query_ranges(operands, tiling, requested)[0][1] * rows * width
     sums = keys * both + resident
     blocks += sums * itemsize
   strips = (2 if backward else 1) * (AHEAD[backward] + 1) * tiling.block_q * tiling.tile_kv
@@ -223,17 +235,17 @@ def vmem_limit(requested: BlockSizes, tiling: Tiling, operands: Operands, *, bac
   """Returns the bytes of vector memory that a kernel may use.
 
   Raises:
-    ValueError: the blocks need more than a chip has.
+    ValueError: the blocks need more than a chip has, or twice what the kernel may use.
   """
-  if requested.vmem_limit_bytes is not None:
-    return requested.vmem_limit_bytes
-  needed = needed_vmem(tiling, operands, backward)
-  if needed > MOST_VMEM:
+  needed, limit = needed_vmem(tiling, operands, requested, backward), requested.vmem_limit_bytes
+  # The estimate is less than twice what a kernel needs: what might fit is left to the compiler.
+  most = MOST_VMEM if limit is None else 2 * limit
+  if needed > most:
     raise ValueError(
         f"block_sizes: blocks of {tiling.block_q} queries times {tiling.query_heads} heads and "
         f"{tiling.block_kv} keys need about {needed / MEBIBYTE:.0f} MiB of vector memory; expected "
-        f"at most {MOST_VMEM // MEBIBYTE}: give smaller block_q and block_kv")
-  return max(LEAST_VMEM, int(SLACK * needed))
+        f"at most {most / MEBIBYTE:.3g}: give smaller block_q and block_kv")
+  return max(LEAST_VMEM, int(SLACK * needed)) if limit is None else limit
 
 
 def _per_pair(operands: Operands) -> Iterator[tuple[jax.Array, int]]:

@@ -1,0 +1,75 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Generations of TPUs: what old ones refuse, and blocks for those with little vector memory."""
+
+import unittest
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
+import numpy as np
+
+from attn_core import OperationMetadata, attention, explain
+from attn_core.benchmark.static import profile as static_profile
+from attn_core.caches import dense
+from attn_core_test import decode_cases, sampling
+
+
+def metadata_of(version):
+  """Returns the metadata of a call on TPUs that are described only."""
+  mesh = AbstractMesh((1,), ("dp",), abstract_device=AbstractDevice(f"TPU {version}", 1, "tpu"))
+  return OperationMetadata(platform="tpu", mesh=mesh)
+
+
+class ChoiceTest(parameterized.TestCase):
+
+  @parameterized.parameters(("v2", "blockwise"), ("v3", "blockwise"), ("v4", "flash_attn2"),
+                            ("v5 lite", "flash_attn2"))
+  def test_auto(self, version, chosen):
+    x = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16)
+    self.assertEqual(explain(x, x, x, metadata=metadata_of(version)).chosen, chosen)
+
+  @parameterized.parameters("v2", "v3")
+  def test_old_tpus_are_refused_by_name(self, version):
+    words = f"a TPU {version}: the kernels for TPUs need a v4 or newer"
+    x = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.float32)
+    with self.assertRaisesRegex(NotImplementedError, f"{words}.*mechanism='blockwise'"):
+      jax.eval_shape(lambda x: attention(x, x, x, mechanism="flash_attn2",
+                                         metadata=metadata_of(version)), x)
+    query = jax.ShapeDtypeStruct((2, 1, 4, 128), jnp.bfloat16)
+    cache = jax.eval_shape(lambda: dense.init(2, 512, (2, 128), dtype=jnp.bfloat16))
+    found = str(explain(query, None, None, cache_view=cache, metadata=metadata_of(version),
+                        **decode_cases.MODE))
+    self.assertIn(f"by decode.xla, not by decode.tpu: {words}", found)
+
+  def test_block_sizes_are_explained_as_requested(self):
+    x = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16)
+    self.assertFalse(any(explain(x, x, x, metadata=metadata_of("v4")).block_sizes))
+
+
+@unittest.skipIf(static_profile.missing(), f"nothing to compile with: {static_profile.missing()}")
+class CompileTest(parameterized.TestCase):
+  """Default blocks fit in the 16 MiB of a v4."""
+
+  def metadata(self):
+    return OperationMetadata(platform="tpu", mesh=Mesh(
+        np.array(static_profile.devices("v4")[:1]), ("dp",)))
+
+  @parameterized.parameters(*sampling.with_slow(
+      [(False, "bfloat16")], (True, "bfloat16"), (False, "float32"), (True, "float32")))
+  def test_attention(self, causal, dtype):
+    """Compiles forward and backward."""
+    metadata = self.metadata()
+    x = jax.ShapeDtypeStruct((1, 4096, 2, 128), dtype, sharding=NamedSharding(metadata.mesh, P()))
+    attend = lambda *x: attention(*x, mechanism="flash_attn2", causal=causal,
+                                  metadata=metadata).attention_outputs
+    def run(*x):
+      out, pull = jax.vjp(attend, *x)
+      return pull(out)
+    jax.jit(run).trace(x, x, x).lower(lowering_platforms=("tpu",)).compile()
+
+
+if __name__ == "__main__":
+  absltest.main()
