@@ -136,6 +136,31 @@ class RowsTest(parameterized.TestCase):
     for name in ("key", "value"):
       np.testing.assert_array_equal(np.asarray(want[1][name])[~seen], 0)
 
+  def test_hidden_scales_of_8_bits_do_not_matter(self):
+    """Checks NaN scales past the lengths, before the starts and outside the window."""
+    case = CASES["window"]._replace(starts=(0, 3, 0))
+    operands = arrays(case, jnp.float32)
+    slot = np.arange(case.S)
+    first = np.maximum(np.array(case.starts), np.array(case.lengths) - case.T - 9)
+    seen = ((slot < np.array(case.lengths)[:, None]) & (slot >= first[:, None]))[..., None]
+    stored = dict(zip(("key", "key_scale", "value", "value_scale"), (
+        part for name in ("key", "value") for part in quantize.quantize(operands[name], "int8"))))
+    @jax.jit
+    def run(stored):
+      output = attention(operands["query"], None, None, cache_view=cache_of(case, **stored),
+                         return_lse=True, **case.arguments)
+      return output.attention_outputs, output.lse
+    want = run(stored)
+    for name in ("key_scale", "value_scale"):
+      got = run({**stored, name: jnp.where(seen, stored[name], jnp.nan)})
+      jax.tree.map(np.testing.assert_array_equal, got, want)
+      # Of the first row, the last query alone sees the last slot.
+      out, lse = run({**stored, name: stored[name].at[0, -1, 1].set(np.nan)})
+      affected = np.zeros((3, case.T, case.H), bool)
+      affected[0, -1, 2:] = True
+      np.testing.assert_array_equal(np.isnan(out).all(-1), affected)
+      np.testing.assert_array_equal(np.isnan(lse).transpose(0, 2, 1), affected)
+
   @parameterized.product(array=("key", "value"), number=(np.nan, np.inf, -np.inf),
                          masked=(False, True))
   def test_visible_nonfinite_slots_yield_nan(self, array, number, masked):

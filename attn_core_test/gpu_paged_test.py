@@ -13,6 +13,7 @@ os.environ["NPROC"] = "16"
 
 # pylint: disable=g-import-not-at-top
 import functools
+from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -24,6 +25,7 @@ import numpy as np
 from attn_core import (BlockSizes, Heads, PagedOptions, PagesMetadata, PagesV1, PagesV2, PagesV3,
                        explain, page_attention, ragged_page_attention_v2, ragged_page_attention_v3)
 from attn_core.caches import pages, quantize
+from attn_core.kernels.gpu import mosaic
 from attn_core.kernels.gpu.split_kv import paged
 from attn_core_test import gpu_cases, gpu_machine_code, sampling
 from attn_core_test.paged_cases import Case
@@ -181,6 +183,8 @@ class ChoiceTest(parameterized.TestCase):
         (dict(heads=Heads(2, 32, 32)), "head_dim of 32"),
         (dict(precision="highest"), "precision")):
       self.assertRegex(self.kernel(**arguments), f"by paged.xla, not by paged.gpu: .*{words}")
+    with mock.patch.object(mosaic, "cuda_version", return_value=12080):
+      self.assertRegex(self.kernel(), "by paged.xla, not by paged.gpu: .*CUDA 12.8:")
 
 
 class LowerTest(parameterized.TestCase):

@@ -16,6 +16,7 @@ from attn_core import (AttentionMechanism, BlockSizes, OperationMetadata, attent
                        table)
 from attn_core.dispatch import selection
 from attn_core.dispatch.capabilities import FEATURES, Request
+from attn_core.kernels.gpu import mosaic
 from attn_core.types import PLATFORMS
 
 
@@ -116,6 +117,32 @@ class TableTest(parameterized.TestCase):
                          (dict(value_width=512), "up to 256")):
       with self.assertRaisesRegex(NotImplementedError, f"9.0, refuses.*{word}.*'blockwise'"):
         choose(mechanism, "gpu", asked(**{**asked.keywords, **change}))
+
+  def test_our_kernels_are_not_compiled_by_a_cuda_that_miscompiles_masks(self):
+    def kernels():
+      asked = functools.partial(request, "causal", capability="9.0")
+      return [str(ask(name, "gpu", asked(*features, lengths=(1, 64)))) for name, *features in (
+          ("autoregressive_decodeattn",), ("flash_attn2",), ("ring",))]
+    for version, name in ((12080, "12.8"), (12090, "12.9")):
+      with mock.patch.object(mosaic, "cuda_version", return_value=version):
+        self.check_auto("9.0", {}, "blockwise", "flash.xla")
+        decode, flash, ring = kernels()
+        self.assertRegex(decode, f"can, by decode.xla, not by decode.gpu: .*CUDA {name}:")
+        self.assertRegex(ring, f"can, by context_parallel.xla, not by .*CUDA {name}:")
+        self.assertRegex(flash, f"CUDA {name}: .*miscompiles.*install jax.cuda13.")
+        with self.assertRaisesRegex(NotImplementedError, f"9.0, refuses.*CUDA {name}:"):
+          choose("flash_attn2", "gpu", request("causal", capability="9.0"))
+    for version in (12060, 12091, 13000, None):
+      with mock.patch.object(mosaic, "cuda_version", return_value=version):
+        for words, kernel in zip(kernels(), ("decode.gpu", "flash.gpu", "context_parallel.gpu")):
+          self.assertIn(f"can, by {kernel}", words)
+
+  def test_the_version_of_cuda_is_that_of_its_runtime_if_there_is_one(self):
+    for plugin, expected in (
+        (None, None), (mock.Mock(**{"cuda_runtime_get_version.return_value": 12080}), 12080),
+        (mock.Mock(**{"cuda_runtime_get_version.side_effect": RuntimeError("no CUDA")}), None)):
+      with mock.patch.object(mosaic, "cuda_versions", plugin):
+        self.assertEqual(mosaic.cuda_version(), expected)
 
   @parameterized.parameters((dict(dtype=jnp.float32), "dtype float32"), (dict(width=76), "76"),
                             (dict(lengths=(8, 7)), "7 keys"))

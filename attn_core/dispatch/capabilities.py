@@ -234,7 +234,11 @@ def cudnn_gradient_limits(request: Request) -> str | None:
 
 def hopper_flash_limits(request: Request) -> str | None:
   """Limits of the block-wise kernels for Hopper."""
-  from attn_core.kernels.gpu.flash import tiling  # Mosaic GPU takes 0.3 s to import
+  from attn_core.kernels.gpu import mosaic  # Mosaic GPU takes 0.3 s to import
+  from attn_core.kernels.gpu.flash import tiling
+  reason = mosaic.unsupported_reason()
+  if reason is not None:
+    return reason
   dtype, most = request.dtype.name, tiling.WIDTHS[-1]
   if dtype not in tiling.DTYPES:
     return f"dtype {dtype}: the kernels for Hopper compute {' and '.join(tiling.DTYPES)} only"

@@ -12,6 +12,7 @@ import inspect
 from typing import Any, Callable
 
 import jax
+from jax._src.lib import cuda_versions  # None without a plugin for CUDA
 from jax.experimental.mosaic.gpu import LoweringSemantics
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -29,6 +30,9 @@ ROW_LAYOUT, COLUMN_LAYOUT = TILE_LAYOUT.reduce(1), TILE_LAYOUT.reduce(0)
 WGMMA_ROWS = 64  # a warpgroup's product has a multiple of this number of rows
 TMA_TOKENS = 8  # TMA copies arrays with a multiple of this number of tokens
 SHARED_MEMORY_BYTES = 227 * 1024  # of a thread block
+# From 12.8.0 until 12.9.1, CUDA's assembler miscompiles masks; JAX's attention on Mosaic GPU
+# refuses causal masks by the same numbers.
+MISCOMPILING_CUDA = range(12080, 12091)
 _SWIZZLES = (128, 64, 32)  # bytes
 # Before jax 0.12 `load` takes an index, too.
 _WHOLE = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
@@ -45,6 +49,25 @@ def effects() -> Set:
 def interpreted() -> bool:
   """Returns whether kernels traced now run on the CPU (`plgpu.force_gpu_interpret_mode`)."""
   return bool(effects())
+
+
+def cuda_version() -> int | None:
+  """Returns the version of the CUDA runtime, such as 12080 for 12.8; None: unknown."""
+  if cuda_versions is None:
+    return None
+  try:
+    return cuda_versions.cuda_runtime_get_version()
+  except RuntimeError:  # the plugin finds no runtime
+    return None
+
+
+def unsupported_reason() -> str | None:
+  """Returns the reason why no kernel of this back end can run here; None if they can."""
+  version = cuda_version()
+  if version is None or version not in MISCOMPILING_CUDA or interpreted():
+    return None
+  return (f"CUDA {version // 1000}.{version % 1000 // 10}: from 12.8.0 until 12.9.1 its "
+          "assembler miscompiles the masks of the kernels for Hopper; install jax[cuda13]")
 
 
 def call(body: Callable[[Any, tuple[Ref, ...], Any], None], outputs: Any, inputs: Any,

@@ -200,7 +200,7 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
       sums = tile_ops.visit_blocks(inputs, grid_index, j, lambda i, sums, masked: _backward_tile(
           inputs, grid_index, key_tile, (i, j, masked), sums), sums)
       assert sums.key is not None and sums.value is not None
-      scaled = sums.key * tile_ops.scale_parts(inputs)[1]
+      scaled = sums.key * (tile_ops.scale_parts(inputs)[1] / tile_ops.d_logits_scale(inputs))
       d_key = tile_ops.write_key_rows(inputs, grid_index, j, d_key, scaled)
       d_value = tile_ops.write_key_rows(
           inputs, grid_index, j, d_value, sums.value * tile_ops.kept_scale(inputs))
@@ -212,7 +212,8 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
         None, None, d_bias)
     sums, d_key, d_value = tile_ops.loop(
         0, inputs.sizes.num_key_blocks, key_block, (sums, d_key, d_value))
-    d_rows = sums.query.transpose(0, 2, 1) * jnp.asarray(spec.softmax_scale, inputs.dtype)
+    d_rows = sums.query.transpose(0, 2, 1) * jnp.asarray(
+        spec.softmax_scale / tile_ops.d_logits_scale(inputs), inputs.dtype)
     return tile_ops.write_rows(inputs, grid_index, None, d_query, d_rows), d_key, d_value, sums.bias
 
   query, key, value, bias, *_ = inputs.operands
@@ -264,14 +265,15 @@ def _backward_tile(inputs: tile_ops.BlockedInputs, grid_index: tile_ops.GridInde
   d_bias = sums.bias
   if d_bias is not None:
     d_bias = tile_ops.add_bias_tile(inputs, grid_index, (i, j), d_bias, d_logits)
-  d_logits = cpu_math.narrow(d_logits if slope is None else d_logits * slope, rows.dtype)
+  d_scores = d_logits if slope is None else d_logits * slope
+  d_scores = cpu_math.narrow(d_scores * tile_ops.d_logits_scale(inputs), rows.dtype)
   kept = cpu_math.narrow(
       tile_ops.apply_dropout(inputs, grid_index, (i, j), weights, transposed=True), d_out.dtype)
-  d_query = tile_ops.dot(key_tile.key_transposed, d_logits, inputs)
+  d_query = tile_ops.dot(key_tile.key_transposed, d_scores, inputs)
   d_query = d_query + lax.dynamic_slice_in_dim(sums.query, i * length, length, 2)
   return _BackwardSums(
       query=lax.dynamic_update_slice_in_dim(sums.query, d_query, i * length, 2),
-      key=sums.key + tile_ops.dot(d_logits, rows, inputs),
+      key=sums.key + tile_ops.dot(d_scores, rows, inputs),
       value=sums.value + tile_ops.dot(kept, d_out, inputs),
       bias=d_bias)
 

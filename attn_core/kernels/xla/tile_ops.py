@@ -122,6 +122,15 @@ def scale_parts(inputs: BlockedInputs) -> tuple[float, float]:
   return 2.0 ** (exponent - 1), 2 * mantissa
 
 
+def d_logits_scale(inputs: BlockedInputs) -> float:
+  """Returns the factor of dS in products of 16 bits, a power of two: most of the softmax scale.
+
+  dS times the scale is a gradient, which fits float16 where the result does; dS alone may not.
+  """
+  is_float16 = inputs.operands.query.dtype == jnp.float16
+  return scale_parts(inputs)[0] if is_float16 and inputs.spec.softmax_scale else 1.0
+
+
 def scaled_query(inputs: BlockedInputs, grid_index: GridIndex, block: Index | None) -> jax.Array:
   """Returns `query_rows` of the query, times its part of the scale."""
   rows = query_rows(inputs.operands.query, inputs, grid_index, block)

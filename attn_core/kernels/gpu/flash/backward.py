@@ -57,7 +57,7 @@ def _products(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes, 
               lse: jax.Array, delta: jax.Array, wrt: tuple[str, ...]) -> dict[str, jax.Array]:
   """Returns the cotangents of query, or of key and value, or of all, as `wrt` needs them."""
   tilings = tiling_lib.make_backward_tilings(operands, spec, block_sizes)
-  arrays = _arrays(operands, spec, d_out, lse, delta)
+  arrays = _arrays(operands, spec, d_out, lse, delta * spec.softmax_scale)
   found = {}
   if "query" in wrt:
     found["query"] = backward_q.d_query(arrays, operands, spec, tilings.query)

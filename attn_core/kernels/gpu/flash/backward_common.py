@@ -27,7 +27,8 @@ class Arrays(NamedTuple):
   key: Any  # [B, S, K, D]
   value: Any  # [B, S, K, E]
   d_out: Any  # [B, T, H, E]
-  # float32 [2, B, H, T]: lse times log2(e), +inf for rows that attend to nothing, and delta.
+  # float32 [2, B, H, T]: lse times log2(e), +inf for rows that attend to nothing, and delta, times
+  # the scale of `BackwardParams.d_scores`.
   numbers: Any
   block_list: BlockList | None = None
   tile_inputs: TileInputs | None = None
@@ -98,9 +99,23 @@ class BackwardParams(kernel_params.KernelParams):
     found = lax.optimization_barrier(weigh())
     return wgmma.matmul_overlapped(left, right)[0], found
 
-  def d_scores(self, factor: jax.Array, d_weights: jax.Array, delta: jax.Array) -> jax.Array:
-    """Returns dS; all arrays have one shape."""
-    if not self.has_dropout:
-      return factor * (d_weights - delta)
-    scale = dropout.kept_scale(self.loader.spec.dropout_prob)
-    return factor * jnp.where(factor < 0, delta, d_weights * scale - delta)
+  def d_scores(self, factor: jax.Array, d_weights: jax.Array, delta: jax.Array,
+               scale: float = 1.0) -> jax.Array:
+    """Returns dS times `scale`; all arrays have one shape.
+
+    A product takes dS in 16 bits, and float16 ends at 65,504: dS is multiplied by the softmax scale
+    before it is converted.
+
+    Args:
+      factor: the second result of `weigh`.
+      d_weights: dP.
+      delta: delta times `scale`, so that scaling dP and subtracting is one instruction.
+      scale: the factor.
+    """
+    kept = scale
+    if self.has_dropout:
+      kept *= dropout.kept_scale(self.loader.spec.dropout_prob)
+    difference = (d_weights if kept == 1.0 else d_weights * kept) - delta
+    if self.has_dropout:
+      difference = jnp.where(factor < 0, delta, difference)
+    return factor * difference

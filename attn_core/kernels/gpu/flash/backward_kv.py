@@ -283,9 +283,10 @@ class _ConsumerWarpgroup(NamedTuple):
     plgpu.wgmma_wait(0)
     pl.when(number > 0)(lambda: free(number - 1))
 
-  @property
-  def key_scale(self) -> float:
-    return self.params.loader.spec.softmax_scale
+  def d_scores(self, factor: jax.Array, d_weights: jax.Array, delta: jax.Array) -> jax.Array:
+    """Returns dS times the softmax scale; see `BackwardParams.d_scores`."""
+    params = self.params
+    return params.d_scores(factor, d_weights, delta, params.loader.spec.softmax_scale)
 
   @property
   def value_scale(self) -> float:
@@ -315,11 +316,11 @@ def _sum_both(compute: _ConsumerWarpgroup, d_key: Ref, d_value: Ref) -> None:
           *now.d_weights_of(step), lambda: now.weigh(step, logits))
       now.add_values(value_total, step, weights)
       delta = now.numbers(scratch.delta_smem, now.d_out_slot(step.number))
-      now.add_keys(key_total, step, params.d_scores(factor, d_weights, delta))
+      now.add_keys(key_total, step, now.d_scores(factor, d_weights, delta))
     compute.finish(compute.visit(of_step), free)
 
   key_total, value_total = compute.sum_up(sum_over_queries, 0, 1)
-  compute.write(key_total * compute.key_scale, scratch.k_smem, d_key)
+  compute.write(key_total, scratch.k_smem, d_key)
   compute.write(value_total * compute.value_scale, scratch.v_smem, d_value)
   plgpu.wait_smem_to_gmem(0)
 
@@ -359,7 +360,7 @@ def _sum_values(compute: _ConsumerWarpgroup, _: Ref, d_value: Ref) -> None:
 
 def _sum_keys(compute: _ConsumerWarpgroup, d_key: Ref, _: Ref) -> None:
   """Work of the second of two warpgroups that share their keys: dS, and dS^T Q."""
-  scratch, params = compute.scratch, compute.params
+  scratch = compute.scratch
   plgpu.barrier_wait(scratch.v_barriers.at[0])
 
   def sum_over_queries(total: Ref) -> None:
@@ -371,7 +372,7 @@ def _sum_keys(compute: _ConsumerWarpgroup, d_key: Ref, _: Ref) -> None:
       slot = lax.rem(step.number, mosaic.int32(tiling_lib.P_STAGES))
       plgpu.barrier_wait(scratch.p_barriers.at[slot])
       factor = mosaic.load(scratch.p_smem.at[slot], mosaic.TILE_LAYOUT)
-      d_scores = params.d_scores(factor, d_weights, delta)
+      d_scores = now.d_scores(factor, d_weights, delta)
       plgpu.commit_smem()  # delta was not read by copies or products
       compute.free_d_out(step.number)
       plgpu.barrier_arrive(scratch.p_consumed_barriers.at[slot])
@@ -382,5 +383,5 @@ def _sum_keys(compute: _ConsumerWarpgroup, d_key: Ref, _: Ref) -> None:
   total, = compute.sum_up(sum_over_queries, 0)
   # The other warpgroup has read the keys: it has passed all of P on.
   plgpu.barrier_wait(scratch.k_barriers.at[0])
-  compute.write(total * compute.key_scale, scratch.k_smem, d_key)
+  compute.write(total, scratch.k_smem, d_key)
   plgpu.wait_smem_to_gmem(0)

@@ -159,7 +159,7 @@ class _ConsumerWarpgroup(NamedTuple):
       pl.when(row.num_visited > 0)(lambda: self.free_keys(row.num_visited - 1))
     total, = wgmma.run_with_accumulators(sum_over_keys, [(self.rows, tiling.width)],
                              [x.at[self.warpgroup] for x in scratch.accumulators])
-    query[...] = (total * self.params.loader.spec.softmax_scale).astype(query.dtype)
+    query[...] = total.astype(query.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(query, result.at[batch, own, head])
     plgpu.wait_smem_to_gmem(0)
@@ -192,7 +192,7 @@ class _ConsumerWarpgroup(NamedTuple):
         lambda: params.weigh(self.arrays.tile_inputs, tile, logits, lse))
     plgpu.barrier_arrive(scratch.v_consumed_barriers.at[value_slot])
     # 3. d_query += dS K.
-    d_scores = params.d_scores(factor, d_weights, delta)
+    d_scores = params.d_scores(factor, d_weights, delta, params.loader.spec.softmax_scale)
     wgmma.accumulate(total, d_scores.astype(scratch.k_smem.dtype), scratch.k_smem.at[slot],
                  interpret=params.interpret)
     return ()

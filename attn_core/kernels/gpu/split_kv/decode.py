@@ -134,6 +134,9 @@ def unsupported_reason(dtype: DTypeLike, widths: tuple[int, int], lengths: tuple
   """
   queries, keys = lengths
   dtype = jnp.dtype(dtype).name
+  reason = mosaic.unsupported_reason()
+  if reason is not None:
+    return reason
   if dtype not in DTYPES:
     return f"dtype {dtype}: the kernel for Hopper computes {' and '.join(DTYPES)} only"
   if quantized and dtype != quantized_kv.DTYPE:

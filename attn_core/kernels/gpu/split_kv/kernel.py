@@ -205,9 +205,13 @@ def split_range(params: KernelParams, split: jax.Array, whole: BlockRange) -> Bl
 
 def live_splits(params: KernelParams, first: jax.Array,
                 end: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Returns (first, end) of the splits with some of the blocks first..end - 1 of a row block."""
-  return ((first // params.split_blocks).astype(jnp.int32),
-          cdiv(end, params.split_blocks).astype(jnp.int32))
+  """Returns (first, end) of the splits with some of the blocks first..end - 1 of a row block.
+
+  An empty range has none, wherever it is: nothing writes their results.
+  """
+  live = first < end
+  return (jnp.where(live, first // params.split_blocks, 0).astype(jnp.int32),
+          jnp.where(live, cdiv(end, params.split_blocks), 0).astype(jnp.int32))
 
 
 def partial_results(params: KernelParams, num_row_blocks: int) -> tuple[Any, Any]:
