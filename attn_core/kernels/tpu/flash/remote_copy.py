@@ -175,7 +175,7 @@ class RemoteCopyGrid:
     kernel(self.logical_index(*ids))
 
     # 3. In the last step: wait for the copies.
-    _, batch, heads, _ = self.grid
+    batch, heads = self.grid[1:3]
     @pl.when(is_at((0, batch - 1, heads - 1, self.num_steps - 1)))
     def _() -> None:
       for copy in copies:

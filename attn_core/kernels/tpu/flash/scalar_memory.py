@@ -126,7 +126,8 @@ def in_groups(run: Run, operands: Operands, arrays: Any, groups: int,
   def one(parts: list[jax.Array], transfer: RemoteCopy | None) -> tuple[Any, tuple]:
     of_group = iter(parts)
     found = [next(of_group) if is_row else x for x, is_row in zip(leaves, is_split)]
-    return run(*jax.tree.unflatten(structure, found), transfer)
+    operands, arrays = jax.tree.unflatten(structure, found)
+    return run(operands, arrays, transfer)
 
   received: tuple[jax.Array, ...] = ()
   before: list[Any] = []

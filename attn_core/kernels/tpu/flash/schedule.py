@@ -173,7 +173,7 @@ def build(mask: Mask, tiling: Tiling, *, by_keys: bool,
     kinds = jnp.where(possible[..., None], kinds, block_map.EMPTY)
     room = _longest(possible)
   steps, longest = _compact(kinds.reshape(-1, *kinds.shape[2:]), room, xp)
-  return steps, StepLists(*kinds.shape[:2], longest)
+  return steps, StepLists(kinds.shape[0], kinds.shape[1], longest)
 
 
 def num_steps(mask: Mask, tiling: Tiling, *, by_keys: bool,
@@ -216,14 +216,15 @@ def _possible(mask: Mask, tiling: Tiling, by_keys: bool,
   """
   possible = _statically_possible(position_range.static_superset(mask), tiling, by_keys,
                                   query_blocks)
-  return possible.any((0, 1), keepdims=True) if jax.tree.leaves(mask) else possible
+  return np.any(possible, (0, 1), keepdims=True) if jax.tree.leaves(mask) else possible
 
 
 @functools.lru_cache(maxsize=256)
 def _statically_possible(mask: Mask, tiling: Tiling, by_keys: bool,
                          query_blocks: tuple[int, int] | None) -> np.ndarray:
   """`_possible` for a mask without arrays."""
-  possible = (_kinds(mask, tiling, by_keys, query_blocks) != block_map.EMPTY).any(-1)
+  kinds = np.asarray(_kinds(mask, tiling, by_keys, query_blocks))
+  possible = np.any(kinds != block_map.EMPTY, -1)
   possible.setflags(write=False)  # the cached array is shared
   return possible
 
