@@ -7,7 +7,7 @@ lanes only. Where the lists of all batch rows take more scalar memory than a chi
 computed in groups, one after another, by one kernel.
 """
 
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterator, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -94,12 +94,14 @@ def fits(operands: Operands, spec: AttentionSpec, tiling: schedule.Tiling, *, by
                 groups=batch) <= MOST_BYTES
 
 
-# (operands, more arrays by batch row, transfer) -> (results by batch row, received arrays)
-Run = Callable[[Operands, Any, RemoteCopy | None], tuple[Any, tuple[jax.Array, ...]]]
+Arrays = TypeVar("Arrays")  # a tree of arrays by batch row
+Results = TypeVar("Results")  # a tree of arrays by batch row
+# (operands, more arrays, transfer) -> (results, received arrays)
+Run = Callable[[Operands, Arrays, RemoteCopy | None], tuple[Results, tuple[jax.Array, ...]]]
 
 
-def in_groups(run: Run, operands: Operands, arrays: Any, groups: int,
-              transfer: RemoteCopy | None) -> tuple[Any, tuple[jax.Array, ...]]:
+def in_groups(run: Run[Arrays, Results], operands: Operands, arrays: Arrays, groups: int,
+              transfer: RemoteCopy | None) -> tuple[Results, tuple[jax.Array, ...]]:
   """Computes groups of batch rows one after another.
 
   Args:
