@@ -29,6 +29,7 @@ QUICK = {
     "paged_bad_input_test.*": 1, "paged_shard_test.EqualityTest.*": 3, "paged_shard_test.*": 1,
     "paged_*test.*": 3, "decode_*test.*": 3, "caches_attention_test.*": 3,
     "plan_test.CollectivesTest.*": 2, "cudnn_test.ValuesTest.*": 2, "gpu_suite_test.*": 2,
+    "tpu_suite_test.*": 2,
     "page_stripes_test.EqualityTest.*": 2}
 
 # Module -> number of processes that share its tests. These start first, in this order.

@@ -6,6 +6,7 @@ Interpret mode starts from memory full of NaN and watches for races between tran
 computation; it runs with transfers executed at once and as late as possible.
 """
 
+import itertools
 from typing import NamedTuple
 import unittest
 
@@ -180,11 +181,16 @@ class InterpretTest(parameterized.TestCase):
 
 class ChoiceTest(parameterized.TestCase):
 
-  def kernel(self, heads, page, dtype, width=64, scales=None, **options):
-    query = jax.ShapeDtypeStruct((4, heads.key_heads, heads.key_width),
-                                 jnp.float32 if scales else dtype)
+  def kernel(self, heads, page, dtype, width=64, scales=None, tokens=None, requests=4, group=1,
+             distribution=None, **options):
+    """Returns the verdict about queries of `tokens` tokens; None: one for every request."""
+    query = jax.ShapeDtypeStruct(
+        (tokens or requests, heads.key_heads * group, heads.key_width),
+        jnp.float32 if scales else dtype)
     cache = jax.eval_shape(lambda: pages.init(PagesV2, 8, page, heads, dtype, scales))
-    metadata = PagesMetadata(jnp.zeros((4, width), jnp.int32), jnp.zeros(4, jnp.int32))
+    i32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+    metadata = PagesMetadata(i32(requests, width), i32(requests),
+                             i32(requests + 1) if tokens else None, distribution=distribution)
     explanation = explain(query, None, None, layout="thd", cache_view=cache,
                           cache_metadata=metadata, **{"metadata": TPU, **options})
     verdict, = (v for v in explanation.verdicts if v.mechanism == "ragged_page_attention_v2")
@@ -200,6 +206,26 @@ class ChoiceTest(parameterized.TestCase):
         (dict(heads=Heads(2, 192, 192)), "head_dim 192"), (dict(precision="highest"), "precision")):
       verdict = self.kernel(**{**dict(heads=heads, page=16, dtype=jnp.bfloat16), **arguments})
       self.assertRegex(verdict, f"by paged.xla, not by paged.tpu: .*{words}")
+
+  def test_long_prefills_stay_in_the_kernel(self):
+    for tokens, requests, (key_heads, group) in itertools.product(
+        (4096, 16384, 65536, 131072), (8, 64, 512), ((8, 4), (1, 32), (2, 1), (1, 128))):
+      self.assertIn("can, by paged.tpu", self.kernel(
+          Heads(key_heads, 128, 128), 64, jnp.bfloat16, tokens=tokens, requests=requests,
+          group=group), (tokens, requests, key_heads, group))
+
+  def test_block_sizes_that_do_not_fit_are_refused_by_name(self):
+    verdict = lambda block_q: self.kernel(
+        Heads(8, 128, 128), 64, jnp.bfloat16, tokens=65536, requests=8, group=4,
+        block_sizes=BlockSizes(block_q=block_q))
+    self.assertRegex(verdict(1), "by paged.xla, not by paged.tpu: .* 65536 steps of 1 quer.*"
+                     "larger block_q")
+    self.assertIn("can, by paged.tpu", verdict(16))
+
+  def test_requests_of_one_query_are_at_most_as_many_steps_as_requests(self):
+    verdict = self.kernel(Heads(8, 128, 128), 64, jnp.bfloat16, tokens=65536, requests=64, group=4,
+                          distribution=jax.ShapeDtypeStruct((3,), jnp.int32))
+    self.assertIn("can, by paged.tpu", verdict)
 
 
 @unittest.skipIf(static_profile.missing(), f"nothing to compile with: {static_profile.missing()}")
@@ -232,6 +258,21 @@ class CompileTest(parameterized.TestCase):
     self.assertIn(chip, static_profile.CHIPS)
     text = self.text(chip, shape, dtype, tokens, check_vma=chip == "v5e")
     self.assertEqual(text.count('custom_call_target="tpu_custom_call"'), 1)
+
+  @parameterized.parameters(*sampling.with_slow(
+      [("v5e", 65536)], ("v5p", 131072), ("v6e", 16384), ("tpu7x", 131072)))
+  def test_long_prefills_compile_with_nearly_full_scalar_memory(self, chip, tokens):
+    mesh = Mesh(np.array(static_profile.devices(chip)[:1]), ("dp",))
+    array = lambda dtype, *shape: jax.ShapeDtypeStruct(
+        shape, dtype, sharding=NamedSharding(mesh, P()))
+    requests, width = 256, 896 * 1024 // 4 // 256
+    compiled = jax.jit(lambda query, cache, metadata: ragged_page_attention_v2(
+        query, cache, metadata, PagedOptions(metadata=TPU)).attention_outputs).trace(
+            array(jnp.bfloat16, tokens, 1, 128), PagesV2(array(jnp.bfloat16, 4096, 64, 2, 128)),
+            PagesMetadata(*(array(jnp.int32, *x) for x in (
+                (requests, width), (requests,), (requests + 1,))))).lower(
+                    lowering_platforms=("tpu",)).compile()
+    self.assertEqual(compiled.as_text().count('custom_call_target="tpu_custom_call"'), 1)
 
   @parameterized.named_parameters(
       *sampling.with_slow((

@@ -37,7 +37,7 @@ from attn_core import (BlockSizes, MaskInfo, OperationMetadata, RingConfig, atte
 from attn_core.benchmark.static import profile as static_profile
 from attn_core.kernels.common.contract import RemoteCopy
 from attn_core.kernels.tpu.flash import remote_copy
-from attn_core.sharding import token_order
+from attn_core.sharding import context_parallel, token_order
 from attn_core_test import ring_cases, sampling
 from attn_core_test.ring_cases import numbers
 
@@ -63,7 +63,9 @@ def watched(transfers):
   handler = logging.StreamHandler(printed)
   logging.getLogger().addHandler(handler)
   try:
-    with contextlib.redirect_stdout(printed), pltpu.force_tpu_interpret_mode(parameters):
+    # The interpreter numbers barrier semaphores by int16.
+    with (mock.patch.object(remote_copy, "END_BARRIERS", 2**15),
+          contextlib.redirect_stdout(printed), pltpu.force_tpu_interpret_mode(parameters)):
       yield printed
   finally:
     logging.getLogger().removeHandler(handler)
@@ -84,7 +86,12 @@ class RemoteCopyTest(parameterized.TestCase):
   def send(self, devices, distance, cores=1, grid=(2, 3, 2)):
     """Checks that the right arrays arrive, and that the kernel's own result is unchanged."""
     sent = (numbers(devices, 5, 2, 3), np.arange(devices * 7, dtype=np.int32).reshape(-1, 7))
-    x = numbers(devices, *grid, 8, 128)
+    x, signal, signals = numbers(devices, *grid, 8, 128), pl.semaphore_signal, set()
+
+    def recorded(semaphore, value, *, device_id):
+      jax.debug.callback(lambda *pair: signals.add(tuple(map(int, pair))),
+                         jax.lax.axis_index("sp"), device_id["sp"])
+      signal(semaphore, value, device_id=device_id)
 
     def local(x, *arrays):
       # The second transfer starts after the first has arrived.
@@ -113,7 +120,11 @@ class RemoteCopyTest(parameterized.TestCase):
     mesh = ring_cases.mesh_of("ring", devices)
     run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("sp"), out_specs=P("sp"),
                                 check_vma=False))
-    doubled, *arrived = jax.block_until_ready(run(x, *sent))
+    with mock.patch.object(pl, "semaphore_signal", recorded):
+      doubled, *arrived = jax.block_until_ready(run(x, *sent))
+    # A device says that it has begun to the device that it receives from, not the one it sends to.
+    jax.effects_barrier()
+    self.assertEqual(signals, {(n, (n - distance) % devices) for n in range(devices)})
     np.testing.assert_array_equal(doubled, 4 * x)
     for got, want in zip(arrived, sent):
       np.testing.assert_array_equal(got, np.roll(want, 2 * distance, 0))
@@ -123,7 +134,8 @@ class RemoteCopyTest(parameterized.TestCase):
     with interpreted(transfers):
       self.send(devices, distance % devices)
 
-  @parameterized.parameters(((2, 3, 2),), ((3, 2, 1),), ((3, 1, 2),))
+  @parameterized.parameters(((2, 3, 2),), ((3, 2, 1),), ((3, 1, 2),), ((4, 3, 1),), ((6, 1, 2),),
+                            ((3, 4, 2),), ((1, 6, 1),))
   def test_a_grid_for_two_cores(self, grid):
     """Checks that the grid is halved where it divides, and that every step runs once."""
     runner = remote_copy.RemoteCopyGrid(grid, RemoteCopy((), "sp", 0, 4, 1, 2))
@@ -134,11 +146,13 @@ class RemoteCopyTest(parameterized.TestCase):
       with interpreted("eager"):
         self.send(4, 1, 2, grid)
 
-  def test_every_axis_and_distance_has_its_own_barrier(self):
+  def test_every_mesh_axis_and_distance_has_its_own_barrier(self):
     barriers = [remote_copy.RemoteCopyGrid(
-        (1, 1, 1), RemoteCopy((), "x", axis, 64, distance)).barrier
-                for axis in range(remote_copy.MOST_AXES) for distance in range(1, 64)]
+        (1, 1, 1), RemoteCopy((), "x", axis, 64, distance, 1, mesh)).barrier
+                for mesh in (0, 1, 2**31 - 1) for axis in range(16) for distance in range(1, 64)]
     self.assertEqual(len(set(barriers)), len(barriers))
+    self.assertBetween(min(barriers), remote_copy.FIRST_BARRIER, 2**31 - 1)
+    self.assertLess(max(barriers), 2**31)
 
   def test_an_arrival_that_is_not_awaited_is_a_race(self):
     make = pltpu.make_async_remote_copy
@@ -263,6 +277,36 @@ class ChoiceTest(parameterized.TestCase):
                   explanation[0])
     self.assertIn("can, by context_parallel.tpu, not by context_parallel.tpu_remote: "
                   "ring.transfer='collective'", explanation[1])
+
+  def test_meshes_have_their_own_barriers(self):
+    x = jax.ShapeDtypeStruct((1, 512, 2, 8), jnp.float32)
+    devices = np.array(jax.devices()[:4])
+
+    def barriers(order, names=("sp",), shape=(4,), inside=False):
+      """Returns the numbers in the lowered program of a ring over devices in this order."""
+      mesh = Mesh(devices[list(order)].reshape(shape), names)
+      metadata = metadata_of(scan_ring_attention=False).replace(mesh=mesh)
+      run = lambda *x: ring_attention(*x, metadata=metadata).attention_outputs
+      if inside:  # a shard_map of the caller, where the mesh in force does not know its devices
+        run = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"dp"},
+                            check_vma=False)
+      text = jax.jit(run).trace(x, x, x).lower(lowering_platforms=("tpu",)).as_text()
+      found = set(re.findall(r'collective_id(?:\\22|")\W*(\d+)', text))
+      self.assertNotEmpty(found)
+      return found
+
+    order = range(4)
+    with_dp = (("dp", "sp"), (1, 4))
+    kinds = [(order,), ((0, 2, 1, 3),), (order, ("sp", "dp"), (2, 2)), (order, *with_dp, True),
+             ((0, 2, 1, 3), *with_dp, True)]
+    found = [barriers(*kind) for kind in kinds]
+    for first, second in itertools.combinations(found, 2):
+      self.assertEmpty(first & second)
+    self.assertEqual(barriers(order), found[0])
+
+  def test_the_number_of_a_mesh_is_the_same_in_every_process(self):
+    mesh = Mesh(np.array(jax.devices()[:4]), "sp")
+    self.assertEqual(context_parallel.mesh_number(mesh), 752728439)
 
   @parameterized.parameters("cpu", "gpu")
   def test_other_platforms_refuse(self, platform):

@@ -91,7 +91,7 @@ def normalize(a: AttentionArguments) -> steps.Normalized:
       tpu_version=metadata_lib.resolved_tpu_version(metadata))._replace(
       placement=placed.placement, placement_error=error, pages=PagesRequest(
           layout.__name__, shapes, spec.window,
-          placed.placement is not None and bool(placed.placement.keys)))
+          placed.placement is not None and bool(placed.placement.keys), dense.block_sizes))
   call = dense._replace(operands=operands, spec=spec)
   return steps.Normalized(call, request, metadata, None, query.dtype, None)
 

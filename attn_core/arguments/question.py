@@ -52,7 +52,8 @@ def place(normal: Normalized,
   if normal.rules is None:  # pages are placed by their own rules
     return normal.request.placement
   query, key, metadata = normal.call.operands.query, normal.call.operands.key, normal.metadata
-  mesh = placement_lib.mesh_in_force(metadata_lib.resolved_mesh(metadata))
+  whole_mesh = metadata_lib.resolved_mesh(metadata)
+  mesh = placement_lib.mesh_in_force(whole_mesh)
   reserved: tuple[str, ...] = ()
   ring = metadata.ring, metadata.sequence_axis_name
   if implementation is not None and implementation.shards_sequence and mesh is not None:
@@ -66,5 +67,9 @@ def place(normal: Normalized,
   if placement is None or mesh is None or not reserved:
     return placement
   heads = query.shape[2] // placement.size(placement.heads)
-  return placement._replace(sequence=context_parallel.shard_sequence(
-      *ring, metadata.scan_ring_attention, mesh, (query.shape[1], key.shape[1], heads)))
+  sequence = context_parallel.shard_sequence(
+      *ring, metadata.scan_ring_attention, mesh, (query.shape[1], key.shape[1], heads))
+  if sequence is not None and whole_mesh is not None:
+    # Inside the caller's shard_map the mesh in force does not know its devices.
+    sequence = sequence._replace(mesh_number=context_parallel.mesh_number(whole_mesh))
+  return placement._replace(sequence=sequence)

@@ -12,7 +12,7 @@ import numpy as np
 from attn_core.masks import banded
 from attn_core.sharding.paged import PagedShapes
 from attn_core.sharding.placement import Placement
-from attn_core.types import AttentionOutput, Call
+from attn_core.types import AttentionOutput, BlockSizes, Call
 
 # Features: options of a call beyond query, key and value. An implementation supports a feature, or
 # refuses it by name.
@@ -59,6 +59,7 @@ class PagesRequest(NamedTuple):
   shapes: PagedShapes  # of one group of requests on one device
   window: tuple[int | None, int | None] = (None, None)  # (left, right), tokens; None: unbounded
   shards_keys: bool = False  # whether several devices hold parts of a request's pages
+  block_sizes: BlockSizes = BlockSizes()  # those given
 
 
 class Request(NamedTuple):
@@ -313,7 +314,8 @@ def pages_kernel_limits(platform: str, layout: str) -> Callable[[Request], str |
     shapes: Any = request.pages.shapes  # in place of arrays
     if platform == "tpu":
       from attn_core.kernels.tpu.ragged import paged as on_tpu  # Pallas takes 0.1 s to import
-      return tpu_limits(request) or on_tpu.unsupported_reason(*shapes)
+      return tpu_limits(request) or on_tpu.unsupported_reason(
+          shapes.query, shapes.cache, shapes.metadata, shapes.heads, request.pages.block_sizes)
     from attn_core.kernels.gpu.split_kv import paged as on_gpu  # Mosaic GPU takes 0.3 s to import
     return on_gpu.unsupported_reason(*shapes)
   return limits

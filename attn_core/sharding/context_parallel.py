@@ -7,6 +7,8 @@ part of the shard's number. Within a group queries, keys and values are exchange
 device has all tokens of the group and a part of the heads; between members keys and values move.
 """
 
+import functools
+import hashlib
 import math
 from typing import NamedTuple
 
@@ -33,6 +35,7 @@ class Sequence(NamedTuple):
   queries: int  # T, before padding
   keys: int  # S, before padding
   axis_number: int = 0  # index of the axis between members among the axes of the mesh
+  mesh_number: int = 0  # differs between meshes; see `mesh_number`
   cores: int = 1  # cores of a device that share a kernel; 1 if the devices are not known
 
   @property
@@ -122,6 +125,18 @@ def require_unchecked(*arrays: jax.Array) -> None:
         "check_vma=False, or call ring outside of it")
 
 
+@functools.lru_cache(maxsize=64)
+def mesh_number(mesh: AnyMesh) -> int:
+  """Returns a number below 2**31 that differs between meshes, the same in every process.
+
+  Meshes of other devices, another order of them or another shape have other numbers, but for one
+  pair in 2**31. An abstract mesh does not know its devices: its number depends on its shape alone.
+  """
+  devices = [device.id for device in mesh.devices.flat] if isinstance(mesh, Mesh) else None
+  digest = hashlib.sha256(repr((tuple(mesh.shape.values()), devices)).encode()).digest()
+  return int.from_bytes(digest[:4], "big") >> 1  # `hash` differs between processes
+
+
 def shard_sequence(config: RingConfig, name: str, scan: bool, mesh: AnyMesh,
            shapes: tuple[int, int, int]) -> Sequence | None:
   """Returns the sharding of a sequence over a mesh.
@@ -157,4 +172,4 @@ def shard_sequence(config: RingConfig, name: str, scan: bool, mesh: AnyMesh,
       mesh, "abstract_device", None)
   return Sequence(config.layout, config.variant == "all_gather", between, within, members, group,
                   scan, queries, keys, mesh.axis_names.index(between[0]) if between else 0,
-                  getattr(device, "num_cores", None) or 1)
+                  mesh_number(mesh), getattr(device, "num_cores", None) or 1)

@@ -45,6 +45,7 @@ class RemoteCopy(NamedTuple):
   axis_size: int  # number of devices along `axis`
   distance: int  # between 1 and axis_size - 1
   num_cores: int = 1  # cores of a device that share a kernel
+  mesh_number: int = 0  # differs between meshes: devices of one may wait for devices of another
 
 
 class ForwardFn(Protocol):

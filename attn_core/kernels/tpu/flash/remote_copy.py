@@ -17,6 +17,7 @@ JAX's guide to such kernels, https://docs.jax.dev/en/latest/pallas/tpu/distribut
 
 import dataclasses
 import functools
+import hashlib
 import operator
 from typing import Any, Callable, ClassVar, Literal, Sequence
 
@@ -33,8 +34,8 @@ Semantics = tuple[Literal["parallel", "arbitrary"], ...]  # of every axis of a g
 # not take the same number of them.
 LogicalGrid = tuple[int, int, int | jax.Array]
 
-# Kernels of other libraries number their barrier semaphores from 0.
-FIRST_BARRIER, MOST_AXES = 1024, 16
+# Kernels of other libraries number their barrier semaphores from 0; numbers are int32.
+FIRST_BARRIER, END_BARRIERS = 1024, 2**31
 MEMORY = pl.BlockSpec(memory_space=pltpu.HBM)
 
 
@@ -138,12 +139,15 @@ class RemoteCopyGrid:
 
   @property
   def barrier(self) -> int:
-    """Number of the barrier semaphore, one for each mesh axis and distance.
+    """Number of the barrier semaphore, one for each mesh, mesh axis and distance.
 
     With a shared semaphore, the signal of a device that has begun the next kernel could be taken
-    for that of a device that has not begun this one.
+    for that of a device that has not begun this one. The devices of two meshes, or of two orders
+    of one, have other neighbors. All processes compute the same number.
     """
-    return FIRST_BARRIER + MOST_AXES * self.transfer.distance + self.transfer.axis_index
+    parts = self.transfer.mesh_number, self.transfer.axis_index, self.transfer.distance
+    digest = hashlib.sha256(repr(parts).encode()).digest()
+    return FIRST_BARRIER + int.from_bytes(digest[:8], "big") % (END_BARRIERS - FIRST_BARRIER)
 
   def run(self, kernel: Callable[[tuple], None], inputs: Sequence[Ref], results: Sequence[Ref],
           semaphores: Sequence[Ref]) -> None:

@@ -197,8 +197,13 @@ class TileInputs:
     return lambda refs: refs.arrays[number]
 
   def add_per_pair(self, x: jax.Array) -> Reader:
-    """Adds [B or 1, H or 1, T or 1, S or 1]; returns a reader of [keys or 1, queries or 1]."""
+    """Adds [B or 1, H or 1, T or 1, S or 1]; returns a reader of [keys or 1, queries or 1].
+
+    The reader of [B or 1, H or 1, 1, S] returns [keys, queries]; see `add_per_key`.
+    """
     tiling = self.tiling
+    if x.shape[2] == 1 < x.shape[3]:
+      return self._add_row_per_key(x)
     x = x.transpose(0, 1, 3, 2)
     x = pad(x, 2, tiling.padded_keys if x.shape[2] > 1 else 1)
     x = pad(x, 3, tiling.padded_queries if x.shape[3] > 1 else 1)
@@ -222,12 +227,27 @@ class TileInputs:
     return lambda refs, tile: ref(refs)[0, :, tile.queries.slice]
 
   def add_per_key(self, x: jax.Array) -> Reader:
-    """Adds int32 [B or 1, S]; returns a reader of [keys, 1]."""
+    """Adds int32 [B or 1, S]; returns a reader of [keys, queries].
+
+    Keys are along the lanes in memory, because a number in each sublane would take as much as
+    LANES numbers; those of a tile are transposed when they are read.
+    """
+    return self._add_row_per_key(x[:, None, None])
+
+  def _add_row_per_key(self, x: jax.Array) -> Reader:
+    """Adds [B or 1, H or 1, 1, S]; returns a reader of [keys, queries], of 32 bits."""
     tiling = self.tiling
-    x = pad(x[:, :, None], 1, tiling.padded_keys)
-    ref = self.add_array(x, (1, tiling.block_kv, 1),
-                         lambda b, h, i, j: (b if x.shape[0] > 1 else 0, j, 0))
-    return lambda refs, tile: ref(refs)[0, tile.keys.slice]
+    x = pad(x, 3, tiling.padded_keys)
+    rows, heads = x.shape[:2]
+    wide = jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32
+    ref = self.add_array(
+        x, (1, tiling.query_heads if heads > 1 else 1, 1, tiling.block_kv),
+        lambda b, h, i, j: (b if rows > 1 else 0, h if heads > 1 else 0, 0, j))
+    def read(refs: KernelRefs, tile: TileIndex) -> jax.Array:
+      row = ref(refs)[0, tile.head if heads > 1 else 0, :, tile.keys.slice].astype(wide)
+      column = jnp.broadcast_to(row, (LANES, tile.keys.length)).T
+      return jnp.concatenate([column] * (tile.queries.length // LANES), 1)
+    return read
 
   def add_per_batch(self, x: jax.Array) -> Reader:
     """Adds int32 [B or 1]; returns a reader of the number of a batch row."""

@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 import jax.numpy as jnp
 import numpy as np
 
+from attn_core.kernels.common import matmul_precision
 from attn_core.kernels.common.online_softmax import LOG2E
 from attn_core.kernels.tpu.flash import schedule, tile_inputs
 from attn_core.kernels.tpu.flash.tile_inputs import GridIndex, KernelRefs, TileIndex, TokenRange
@@ -128,10 +129,7 @@ def make_kernel_params(inputs: tile_inputs.TileInputs, operands: Operands, spec:
   """Adds mask, bias and dropout to the inputs of a kernel, and returns its parameters."""
   mask = tile_inputs.mask_reader(inputs, operands, spec.mask)
   bias = None if operands.bias is None else inputs.add_per_pair(operands.bias)
-  # Products of 16-bit numbers are exact at any precision; those of float32 are by default.
-  precision = None
-  if operands.query.dtype == jnp.float32:
-    precision = lax.Precision.HIGHEST if spec.precision is None else spec.precision
+  precision = matmul_precision.resolve(operands.query.dtype, spec.precision)
   return KernelParams(
       spec, tiling, mask, tile_inputs.dropout_reader(inputs, operands, spec, mask),
       steps.patterns(tiling), steps.single_step_rows, bias, precision)

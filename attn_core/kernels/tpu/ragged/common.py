@@ -13,7 +13,7 @@ from jax import lax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from attn_core.kernels.common import online_softmax
+from attn_core.kernels.common import matmul_precision, online_softmax
 from attn_core.kernels.tpu.ragged.kv_block import KVBlock
 from attn_core.kernels.tpu.ragged.kv_layout import LANES, SUBLANES, KVLayout, LiveTokens
 from attn_core.types import cdiv
@@ -215,12 +215,10 @@ class TileIndex(NamedTuple):
 
 def dot(k: KernelRefs, a: jax.Array, b: jax.Array, axis: int, axis_a: int = 1) -> jax.Array:
   """Contracts `axis_a` of a with `axis` of b, into float32."""
-  precision = k.spec.precision
   if k.shape.group_rows == 1:  # a product of one column is a sum, which Mosaic does not widen
     a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-  if a.dtype == jnp.float32 and precision is None:
-    precision = lax.Precision.HIGHEST
-  return lax.dot_general(a, b, (((axis_a,), (axis,)), ((), ())), precision=precision,
+  return lax.dot_general(a, b, (((axis_a,), (axis,)), ((), ())),
+                         precision=matmul_precision.resolve(a.dtype, k.spec.precision),
                          preferred_element_type=jnp.float32)
 
 
@@ -284,4 +282,5 @@ def _visible_by_mask(k: KernelRefs, tile: TileIndex, group: Index, axis: int) ->
   a, b, contract = (mask, selection, ((0,), (0,))) if axis == 0 else (
       selection, mask, ((1,), (0,)))
   return lax.dot_general(a, b, (contract, ((), ())),
+                         precision=matmul_precision.resolve(mask.dtype, None),
                          preferred_element_type=jnp.float32) > 0.5

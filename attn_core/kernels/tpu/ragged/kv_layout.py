@@ -25,6 +25,9 @@ BufferShape = tuple[tuple[int, ...], Any]  # (shape, dtype)
 LANES = 128
 SUBLANES = 8
 PAIRED_TOKENS = 2 * SUBLANES
+# Semaphores of transfers count bytes, so that one wait covers all pages of a block. False: each
+# page is awaited, for comparison on a chip.
+ONE_WAIT_PER_BLOCK = True
 
 
 class KVLayout(NamedTuple):
@@ -218,10 +221,11 @@ def copy_pages(layout: KVLayout, transfer: Transfer, live: LiveTokens, block: In
   # 1. All pages of the block are live.
   @pl.when(whole)
   def _() -> None:
-    if start:  # one piece of code, so that pages do not wait for each other's addresses
+    # One piece of code, so that pages do not wait for each other's addresses.
+    if start or not ONE_WAIT_PER_BLOCK:
       for place in range(layout.block_pages):
         copy_page(place, layout.page_size)
-    else:  # semaphores count bytes: one wait covers the copies of all pages
+    else:
       for buffer in buffers:
         pltpu.make_async_copy(buffer.at[slot], buffer.at[slot], semaphores.at[slot]).wait()
 

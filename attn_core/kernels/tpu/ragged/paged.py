@@ -17,7 +17,8 @@ import jax.numpy as jnp
 
 from attn_core.caches.paged import layouts
 from attn_core.caches.paged.layouts import Pages
-from attn_core.kernels.common import online_softmax, paged_operands, query_block_queue
+from attn_core.kernels.common import (dense_operands, online_softmax, paged_operands,
+                                      query_block_queue)
 from attn_core.kernels.common.contract import Residuals
 from attn_core.kernels.common.paged_operands import BlockedInputs, Index
 from attn_core.kernels.tpu.ragged import common, kernel
@@ -30,7 +31,7 @@ FEW_ROWS_BLOCK_KV = 1024  # where they are few
 MOST_PAGES = 64  # of a key block: a transfer each
 BUFFER_BYTES = 16 * 2**20  # of vector memory, for keys and values as copied and as words
 VECTOR_BYTES = 48 * 2**20  # of vector memory for everything
-SCALAR_BYTES = 2**19  # of scalar memory for tables and schedule
+SCALAR_BYTES = 15 * 2**16  # of the 1 MiB of scalar memory, for tables and steps
 DTYPES = ("float32", "bfloat16")
 
 
@@ -58,11 +59,14 @@ def forward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
   padded = operands._replace(query=pad_width(operands.query))
   out = jnp.zeros((tokens, query_heads, single_page.widths[-1]), operands.query.dtype)
   lse = jnp.full((tokens, query_heads, 1), -jnp.inf, jnp.float32)
-  for first, end, block_q in paged_operands.request_ranges(
-      operands, _choose_block_q(operands, block_sizes, single_page, group_size)):
+  chosen = _choose_block_q(operands, block_sizes, single_page, group_size)
+  for first, end, block_q in paged_operands.request_ranges(operands, chosen):
     layout = _with_blocks(single_page, block_sizes, common.has_few_rows(block_q * group_size))
     inputs = paged_operands.block_inputs(padded, spec, heads, (block_q, layout.block_pages))
-    found, live = _attend(inputs, layout, (first, end), padded.query)
+    possible = _possible_tokens(operands, block_q, chosen)
+    found, live = jax.tree.map(
+        lambda x: dense_operands.pad_axis(x, 0, tokens - x.shape[0]),
+        _attend(inputs, layout, (first, end), padded.query[:possible]))
     out, lse = (jnp.where(live[:, None, None], *x) for x in zip(found, (out, lse)))
   return Residuals(*online_softmax.join_sinks(
       out[..., :heads.value_width], lse, _token_sinks(operands)))
@@ -70,7 +74,7 @@ def forward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
 
 def _choose_block_q(operands: PagedOperands, block_sizes: BlockSizes, layout: KVLayout,
                     group_size: int) -> int:
-  """Returns the query tokens of a block."""
+  """Returns the query tokens of a block: if they are not given, so many that the steps fit."""
   tokens, requests = operands.query.shape[0], operands.metadata.context_lens.shape[0]
   wanted = block_sizes.block_q
   if wanted is None:
@@ -79,12 +83,57 @@ def _choose_block_q(operands: PagedOperands, block_sizes: BlockSizes, layout: KV
     wanted = max(1, min(BLOCK_ROWS // group_size, max(LANES // group_size, average)))
     wanted = 1 if tokens <= requests else wanted
   block_q, _ = paged_operands.choose_block_sizes(operands, BlockSizes(wanted), group_size)
-  layout = _with_blocks(layout, block_sizes, common.has_few_rows(block_q * group_size))
-  while block_sizes.block_q is None and block_q > 1 and (
-      common.StepShape(layout, group_size, block_q).vmem_bytes(operands.query.dtype)
-      > VECTOR_BYTES):
+  if block_sizes.block_q is not None:
+    return block_q
+  def fits_vector_memory(block_q: int) -> bool:
+    blocks = _with_blocks(layout, block_sizes, common.has_few_rows(block_q * group_size))
+    return (common.StepShape(blocks, group_size, block_q).vmem_bytes(operands.query.dtype)
+            <= VECTOR_BYTES)
+  while block_q > 1 and not fits_vector_memory(block_q):
     block_q //= 2
+  # With many query heads a key head, blocks of the rows above are too many.
+  while 1 < block_q < tokens and fits_vector_memory(2 * block_q) and _scalar_bytes(
+      operands, block_sizes, layout, (group_size, block_q)) > SCALAR_BYTES:
+    block_q *= 2
   return block_q
+
+
+def _possible_tokens(operands: PagedOperands, block_q: int, chosen: int) -> int:
+  """Returns how many tokens may be queries of the requests that have blocks of `block_q`.
+
+  Where blocks are of another size than the chosen one, requests have one query each, and come
+  before all others.
+  """
+  tokens, requests = operands.query.shape[0], operands.metadata.context_lens.shape[0]
+  return tokens if block_q == chosen else min(tokens, requests)
+
+
+def _num_steps(operands: PagedOperands, block_q: int, chosen: int) -> int:
+  """Returns the number of steps of the requests that have blocks of `block_q`."""
+  return query_block_queue.capacity(_possible_tokens(operands, block_q, chosen),
+                                    operands.metadata.context_lens.shape[0], block_q)
+
+
+def _scalar_bytes(operands: PagedOperands, block_sizes: BlockSizes, layout: KVLayout,
+                  rows: tuple[int, int]) -> int:
+  """Returns the scalar memory for the tables and steps of a kernel.
+
+  Args:
+    operands: only shapes count.
+    block_sizes: those given.
+    layout: of the pages.
+    rows: (G, query tokens of a block).
+  """
+  (requests, row_pages), (group_size, chosen) = operands.metadata.page_tables.shape, rows
+  found = []
+  for block_q in {chosen, chosen if operands.metadata.distribution is None else 1}:
+    blocks = _with_blocks(layout, block_sizes, common.has_few_rows(block_q * group_size))
+    entries = requests * cdiv(row_pages, blocks.block_pages) * blocks.block_pages
+    steps = _num_steps(operands, block_q, chosen)
+    # The rows of an array are padded to whole lanes.
+    words = cdiv(entries, LANES) + len(common.Steps._fields) * cdiv(steps, LANES)
+    found.append(4 * LANES * words)
+  return max(found)
 
 
 def _with_blocks(layout: KVLayout, block_sizes: BlockSizes, few_rows: bool) -> KVLayout:
@@ -233,8 +282,10 @@ def _make_steps(inputs: BlockedInputs, request: Index, query_begin: jax.Array,
   start = 0 * query_begin if left is None else jnp.maximum(
       jnp.maximum(query_begin, row_begin) - left, 0)
   stop = length if right is None else jnp.minimum(length, query_begin + inputs.block_q + right)
-  stop = jnp.minimum(stop, inputs.tables.shape[1] * layouts.page_size(inputs.cache))
-  first = start // inputs.block_kv
+  # Lengths may be beyond the tables: nothing outside of these is copied, scales included.
+  held = inputs.tables.shape[1] * layouts.page_size(inputs.cache)
+  start, stop = jnp.minimum(start, held), jnp.minimum(stop, held)
+  first = jnp.minimum(start, held - 1) // inputs.block_kv
   # At least one key block: a step without one would not wait for the transfers of the next step.
   end = jnp.maximum(-(-stop // inputs.block_kv), first + 1)
   return common.Steps(request, first, end, query_begin, row_begin, length, start, stop)
@@ -253,7 +304,7 @@ def _token_sinks(operands: PagedOperands) -> jax.Array | None:
 
 
 def unsupported_reason(query: jax.Array, cache: Pages, metadata: layouts.PagesMetadata,
-                       heads: layouts.Heads) -> str | None:
+                       heads: layouts.Heads, block_sizes: BlockSizes) -> str | None:
   """Returns why the kernel does not support a call, by shapes and dtypes, or None if it does.
 
   Args:
@@ -261,6 +312,7 @@ def unsupported_reason(query: jax.Array, cache: Pages, metadata: layouts.PagesMe
     cache: pages in any layout.
     metadata: of the pages.
     heads: the heads in the pages, without their padding.
+    block_sizes: those given; None fields are chosen.
   """
   stored, dtype = layouts.dtype_of(cache), query.dtype.name
   quantized = cache.key_scales is not None
@@ -275,10 +327,13 @@ def unsupported_reason(query: jax.Array, cache: Pages, metadata: layouts.PagesMe
   if layout.vmem_bytes() > BUFFER_BYTES:
     return (f"pages of {layout.page_size} tokens: keys and values of one page do not fit the "
             f"TPU kernel's {BUFFER_BYTES} bytes")
-  requests, row_pages = metadata.page_tables.shape
-  entries = requests * (row_pages + cdiv(FEW_ROWS_BLOCK_KV, layout.page_size))
-  most = query.shape[0] + 2 * requests
-  if 4 * (entries + len(common.Steps._fields) * most) > SCALAR_BYTES:
-    return (f"page tables of {[requests, row_pages]} and {query.shape[0]} queries: they "
-            f"do not fit the TPU kernel's {SCALAR_BYTES} bytes of scalar memory")
+  operands, group_size = PagedOperands(query, cache, metadata), query.shape[1] // heads.key_heads
+  block_q = _choose_block_q(operands, block_sizes, layout, group_size)
+  needed = _scalar_bytes(operands, block_sizes, layout, (group_size, block_q))
+  if needed > SCALAR_BYTES:
+    steps = _num_steps(operands, block_q, block_q)
+    cure = "a larger block_q or " if block_sizes.block_q is not None else ""
+    return (f"page tables of {list(metadata.page_tables.shape)} and {steps} steps of {block_q} "
+            f"queries need {needed} bytes of scalar memory, of which the TPU kernel has "
+            f"{SCALAR_BYTES}: give {cure}narrower tables, larger pages or fewer requests")
   return None

@@ -1,0 +1,40 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the checks that need a TPU, in one call of less than ten minutes.
+
+    python3 attn_core_test/tpu_suite.py --out DIR            on a machine with TPUs
+    python3 attn_core_test/tpu_suite.py --out DIR --tiny     on a CPU, to try the script itself
+
+It has not run on a TPU yet. Each part runs in a process of its own, so that one that fails or hangs
+is reported and does not stop the others. First what interpret mode and the compiler cannot show,
+most doubtful last: values and gradients against float64 on the host, and the accuracy of exp2, tanh
+and others; the same with JAX's default precision of products raised; pages, with one wait for a
+block of transfers and with one for each; rings by remote copies on all chips of the host, compared
+bit for bit with rings by collectives. Then the property cases against the oracle, and repeatability
+bit for bit.
+
+Writes tpu_suite.json and tpu_suite.md after every part, properties.json after every property. The
+exit status is 0 if all parts are ok.
+"""
+
+import os
+import pathlib
+import sys
+
+ROOT = pathlib.Path(os.path.abspath(__file__)).parent.parent
+sys.path.insert(0, str(ROOT))  # this file is also a program
+
+# pylint: disable=wrong-import-position
+from attn_core_test import device_suite
+
+SUITE = device_suite.Suite(
+    ROOT / "attn_core_test" / "tpu_suite.py", __doc__, "tpu", "TPU",
+    {"environment": 0.05, "accuracy": 0.15, "accuracy_highest": 0.15, "pages": 0.15,
+     "remote_ring": 0.25, "properties": 0.2, "repeatability": 0.05},
+    "attn_core_test.tpu_suite_parts",
+    # Interpreted kernels wait for other devices on threads of XLA's.
+    tiny_variables={"JAX_NUM_CPU_DEVICES": "4", "NPROC": "32"})
+
+
+if __name__ == "__main__":
+  device_suite.run_script(SUITE)
