@@ -15,8 +15,7 @@ import numpy as np
 
 from attn_core import BlockSizes, explain, masks, ring_attention
 from attn_core.benchmark.static import gpu as static_gpu, profile as static_profile
-from attn_core.kernels.common import dense_operands
-from attn_core.kernels.tpu.flash import kernel as tpu_flash, schedule, tiling
+from attn_core.kernels.tpu.flash import kernel as tpu_flash, scalar_memory, tiling
 from attn_core.kernels.xla import flash as xla_flash
 from attn_core.types import AttentionSpec, MaskOperands, Operands
 from attn_core_test.ring_cases import compiled, gradients_of, mesh_of, metadata_of
@@ -50,17 +49,16 @@ class ScheduleTest(parameterized.TestCase):
     mask = masks.causal() & masks.segments(np.zeros((1, 1), np.int32))
     operands = Operands(tokens, tokens, tokens, mask=MaskOperands((ids, ids)))
     spec = AttentionSpec(jax.tree.structure(mask), 1.0)
-    sizes = BlockSizes(block_q_backward=256, block_kv_backward=256)
+    sizes = BlockSizes(block_q_backward=128, block_kv_backward=128)
     kernel = tpu_flash.make_kernel(xla_flash.KERNEL)
     kernel.check(operands, spec, sizes)
-    whole = dense_operands.mask_of(operands, spec)
     blocks = tiling.make_tiling(operands, spec, sizes, backward=True)
     ranges = tiling.query_ranges(operands, blocks, sizes)
     self.assertGreater(len(ranges), 1)
     with self.assertRaisesRegex(ValueError, "scalar memory"):
-      schedule.check(whole, blocks, by_keys=True)
+      scalar_memory.num_groups(operands, spec, blocks, by_keys=True, query_ranges=[None])
     with self.assertRaisesRegex(ValueError, "128 queries and 128 keys make a schedule"):
-      kernel.check(operands, spec, BlockSizes(block_q_backward=128, block_kv_backward=128))
+      kernel.check(operands, spec, BlockSizes(block_q=128, block_kv=128))
 
 
 class HopperTest(absltest.TestCase):

@@ -4,6 +4,7 @@
 
 import itertools
 import unittest
+from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -20,6 +21,7 @@ from attn_core_test.tpu_cases import CASES, Case
 
 KINDS = {"full": {"causal": False}, "causal": {"causal": True},
          "window": {"sliding_window": (511, 0)}}
+PRECISIONS = ("highest", "default", "high", "bfloat16", "float32", "tensorfloat32")
 WIDTHS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
 
 
@@ -52,10 +54,20 @@ class CompileTest(parameterized.TestCase):
     def both(arrays):
       out, pull = jax.vjp(case.call, arrays)
       return pull(out)
-    text = jax.jit(both).trace(shapes).lower(lowering_platforms=("tpu",)).compile().as_text()
+    limits: list[int] = []
+    def vmem_limit(*arguments, **keywords):
+      limits.append(int(tiling.SLACK * tiling.needed_vmem(
+          arguments[1], arguments[2], arguments[0], keywords["backward"])))
+      return limit(*arguments, **keywords)
+    limit = tiling.vmem_limit
+    with mock.patch.object(tiling, "vmem_limit", vmem_limit):
+      text = jax.jit(both).trace(shapes).lower(lowering_platforms=("tpu",)).compile().as_text()
     # The forward in both forms, and the backward.
     kernels = 3 if case.dtype in tiling.NAIVE_DTYPES else 2
     self.assertEqual(text.count('custom_call_target="tpu_custom_call"'), kernels)
+    # The compiler's count of vector memory; XLA places small outputs there by itself, uncounted.
+    used = max(static_profile.kernel_memory(text).values())
+    self.assertBetween(used, max(limits) // 5, max(limits))
 
   @parameterized.named_parameters(("_".join(map(str, case)), *case) for case in compiled())
   def test_widths(self, chip, dtype, width, value_width, kind):
@@ -72,8 +84,13 @@ class CompileTest(parameterized.TestCase):
 
   @parameterized.named_parameters((name, name) for name in CASES)
   def test_features(self, name):
-    with jax.enable_x64(True):  # the kernels use 32 bits all the same
-      self.compile("v6e", CASES[name])
+    """Compiles what is interpreted elsewhere, in rotation for every chip and configuration."""
+    number = sampling.number_of(name) + (sampling.ROTATION.index if sampling.ROTATION else 0)
+    chip = tuple(static_profile.CHIPS)[number % len(static_profile.CHIPS)]
+    precision = PRECISIONS[number // len(static_profile.CHIPS) % len(PRECISIONS)]
+    # The kernels use 32 bits all the same.
+    with jax.enable_x64(True), jax.default_matmul_precision(precision):
+      self.compile(chip, CASES[name])
 
   @parameterized.parameters(
       *sampling.with_slow((("v5e", None), ("v5p", True), ("v5e", False)),

@@ -175,13 +175,13 @@ def compile_one(folder: str, text: str) -> None:
     lowered = function.trace(*arguments).lower(lowering_platforms=("tpu",))
   compiled = lowered.compile()
   memory = compiled.memory_analysis()
-  answer = {"kernels": _kernels(compiled.as_text()),
+  answer = {"kernels": kernel_memory(compiled.as_text()),
             "bytes": memory.argument_size_in_bytes + memory.output_size_in_bytes}
   (pathlib.Path(folder) / "answer.json").write_text(json.dumps(answer))
   os._exit(0)  # without the slow shutdown of libtpu
 
 
-def _kernels(text: str) -> dict[str, int]:
+def kernel_memory(text: str) -> dict[str, int]:
   """Returns {Pallas kernel: bytes of vector memory} of a compiled program."""
   found: dict[str, int] = {}
   for line in text.splitlines():

@@ -20,7 +20,8 @@ from attn_core.kernels.common import dense_operands, nonfinite, online_softmax
 from attn_core.kernels.common.backward import complete_cotangents, finite_lse
 from attn_core.kernels.common.contract import (BackwardFn, BackwardResiduals, RemoteCopy,
                                                    Residuals)
-from attn_core.kernels.tpu.flash import call, schedule, tile_inputs, tiling as tiling_lib
+from attn_core.kernels.tpu.flash import (
+    call, scalar_memory, schedule, tile_inputs, tiling as tiling_lib)
 from attn_core.kernels.tpu.flash.tile_inputs import GridIndex, KernelRefs, TileIndex, TokenRange
 from attn_core.kernels.tpu.flash.tile_loop import (
     KernelParams, Strip, for_each_tile, issue_ahead, make_kernel_params)
@@ -111,14 +112,21 @@ def _backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
   lse = pad_rows(finite_lse(rows.lse) * online_softmax.LOG2E, jnp.inf)
   arrays = _BackwardArrays(query, rows.d_out, key, value, lse, pad_rows(rows.delta, 0))
   ranges = tiling_lib.query_ranges(operands, tiling, block_sizes)
-  transfers = [transfer, *[None] * (len(ranges) - 1)]
-  parts, received = zip(*[
-      _backward_range(operands, spec, block_sizes, arrays, tiling, query_blocks, transfer)
-      for query_blocks, transfer in zip(ranges, transfers)])
-  d_queries, d_keys, d_values = zip(*parts)
-  add = lambda parts, like: sum(parts[1:], parts[0])[:, :keys].astype(like.dtype)
-  return {"query": jnp.concatenate(d_queries, 1)[:, :queries],
-          "key": add(d_keys, operands.key), "value": add(d_values, operands.value)}, received[0]
+  groups = scalar_memory.num_groups(operands, spec, tiling, by_keys=True, query_ranges=ranges)
+
+  def run(operands: Operands, arrays: _BackwardArrays, transfer: RemoteCopy | None,
+          ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    transfers = [transfer, *[None] * (len(ranges) - 1)]
+    parts, received = zip(*[
+        _backward_range(operands, spec, block_sizes, arrays, tiling, query_blocks, transfer)
+        for query_blocks, transfer in zip(ranges, transfers)])
+    d_queries, d_keys, d_values = zip(*parts)
+    add = lambda parts, like: sum(parts[1:], parts[0])[:, :keys].astype(like.dtype)
+    return (jnp.concatenate(d_queries, 1)[:, :queries], add(d_keys, operands.key),
+            add(d_values, operands.value)), received[0]
+
+  found, received = scalar_memory.in_groups(run, operands, arrays, groups, transfer)
+  return dict(zip(("query", "key", "value"), found)), received
 
 
 def _backward_range(
@@ -211,7 +219,7 @@ def _backward_kernel(params: KernelParams, inputs: tile_inputs.TileInputs,
       write(1, head, all_keys, d_key[head] * params.spec.softmax_scale)
       write(2, head, all_keys, d_value[head] * params.dropout.scale)
 
-  @pl.when(n == inputs.num_steps - 1)
+  @pl.when(n == refs.num_steps - 1)
   def _() -> None:
     size, num_blocks = params.tiling.block_q, d_query.shape[0] // params.tiling.query_heads
     for head in range(params.tiling.query_heads):

@@ -31,7 +31,7 @@ class Output(NamedTuple):
 class LaunchParams(NamedTuple):
   """Static parameters of a launch."""
 
-  grid: tuple[int, int, int]  # (batch, head groups, steps)
+  grid: tuple[int, int, int | jax.Array]  # (batch, head groups, steps)
   scratch: Sequence[tuple[int, ...]]  # shapes of float32 arrays in vector memory
   vmem_bytes: int | None
   name: str
@@ -63,7 +63,8 @@ def call(kernel: Callable[[KernelRefs, tuple[Ref, ...], tuple[Ref, ...]], None],
   def body(*refs: Ref) -> None:
     scalars, arrays, sources, results, targets, scratch, semaphores = (
         refs[start:end] for start, end in zip((0, *ends), (*ends, None)))
-    runner.run(lambda ids: kernel(KernelRefs(scalars, arrays, ids), results, scratch),
+    num_steps = runner.num_steps
+    runner.run(lambda ids: kernel(KernelRefs(scalars, arrays, ids, num_steps), results, scratch),
                sources, targets, semaphores)
 
   out_specs = [inputs.block_spec(x.block_shape, x.block_index) for x in outputs]

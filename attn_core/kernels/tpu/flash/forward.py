@@ -23,7 +23,8 @@ import jax.numpy as jnp
 
 from attn_core.kernels.common import dense_operands, nonfinite, online_softmax
 from attn_core.kernels.common.contract import RemoteCopy, Residuals
-from attn_core.kernels.tpu.flash import call, schedule, tile_inputs, tiling as tiling_lib
+from attn_core.kernels.tpu.flash import (
+    call, scalar_memory, schedule, tile_inputs, tiling as tiling_lib)
 from attn_core.kernels.tpu.flash.tile_inputs import (
     GridIndex, KernelRefs, TileIndex, TokenRange, TokenReader)
 from attn_core.kernels.tpu.flash.tile_loop import (
@@ -90,12 +91,24 @@ def _forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
              transfer: RemoteCopy | None, *,
              safe: bool) -> tuple[Residuals, tuple[jax.Array, ...]]:
   """Runs the kernel; a naive softmax marks the rows where it fails by an lse of NaN."""
+  cold_path = safe and operands.query.dtype.name in tiling_lib.NAIVE_DTYPES
+  tiling = tiling_lib.make_tiling(operands, spec, block_sizes, backward=False, cold_path=cold_path)
+  groups = scalar_memory.num_groups(operands, spec, tiling, by_keys=False, query_ranges=[None])
+  mode = _SoftmaxMode(safe, joins_naive=cold_path)
+  def run(operands: Operands, arrays: tuple[()],
+          transfer: RemoteCopy | None) -> tuple[Residuals, tuple[jax.Array, ...]]:
+    del arrays
+    return _forward_group(operands, spec, block_sizes, transfer, tiling, mode)
+  return scalar_memory.in_groups(run, operands, (), groups, transfer)
+
+
+def _forward_group(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
+                   transfer: RemoteCopy | None, tiling: schedule.Tiling,
+                   mode: "_SoftmaxMode") -> tuple[Residuals, tuple[jax.Array, ...]]:
+  """Runs the kernel on batch rows whose schedule fits in scalar memory."""
   batch, queries, heads, _ = operands.query.shape
   key_heads, value_width = operands.value.shape[2:]
-  # 1. Tiling and schedule.
-  cold_path = safe and operands.query.dtype.name in tiling_lib.NAIVE_DTYPES
-  mode = _SoftmaxMode(safe, joins_naive=cold_path)
-  tiling = tiling_lib.make_tiling(operands, spec, block_sizes, backward=False, cold_path=cold_path)
+  # 1. Schedule.
   steps, lists = schedule.build(dense_operands.mask_of(operands, spec), tiling, by_keys=False)
   # 2. Inputs and outputs.
   inputs = tile_inputs.TileInputs(steps, lists, tiling, by_keys=False)
@@ -119,7 +132,7 @@ def _forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
           (batch, key_heads // tiling.key_heads, inputs.num_steps),
           [(1, rows), (1, rows), (value_width, rows)],
           tiling_lib.vmem_limit(block_sizes, tiling, operands, backward=False),
-          "attn_core_forward" if safe else "attn_core_forward_naive"), transfer)
+          "attn_core_forward" if mode.safe else "attn_core_forward_naive"), transfer)
   return Residuals(result.unpack(out)[:, :queries], lse[:, :, 0, :queries]), received
 
 
@@ -144,9 +157,9 @@ def _add_sinks(inputs: tile_inputs.TileInputs,
   """Adds the sinks to scalar memory, float32; returns a reader of one, or None without sinks."""
   if operands.sinks is None:
     return None
-  rows = operands.sinks.shape[0]
-  ref = inputs.add_scalars(operands.sinks.astype(jnp.float32))
-  return lambda refs, b, head: ref(refs)[b if rows > 1 else 0, head]
+  rows, heads = operands.sinks.shape
+  ref = inputs.add_scalars(operands.sinks.astype(jnp.float32).reshape(-1))
+  return lambda refs, b, head: ref(refs)[(b * heads if rows > 1 else 0) + head]
 
 
 def _forward_kernel(params: KernelParams, inputs: tile_inputs.TileInputs, readers: _ForwardReaders,

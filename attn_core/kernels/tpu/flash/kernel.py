@@ -20,9 +20,8 @@ import jax
 from jax.experimental import pallas as pl
 import jax.numpy as jnp
 
-from attn_core.kernels.common import dense_operands
 from attn_core.kernels.common.contract import Kernel, RemoteCopyFns
-from attn_core.kernels.tpu.flash import backward, forward, schedule, tiling as tiling_lib
+from attn_core.kernels.tpu.flash import backward, forward, scalar_memory, tiling as tiling_lib
 from attn_core.types import AttentionSpec, BlockSizes, Operands
 
 Ref = Any  # a Pallas reference
@@ -30,15 +29,14 @@ Ref = Any  # a Pallas reference
 
 def _check(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> None:
   """Raises where the forward or the backward would; see `contract.Kernel`."""
-  mask = dense_operands.mask_of(operands, spec)
-  for is_backward in (False, True):
-    tiling = tiling_lib.make_tiling(operands, spec, block_sizes, backward=is_backward)
+  naive = operands.query.dtype.name in tiling_lib.NAIVE_DTYPES
+  for is_backward, cold_path in ((False, False), *([(False, True)] if naive else []),
+                                 (True, False)):
+    tiling = tiling_lib.make_tiling(operands, spec, block_sizes, backward=is_backward,
+                                    cold_path=cold_path)
     tiling_lib.vmem_limit(block_sizes, tiling, operands, backward=is_backward)
-    # The backward runs a kernel, with its own schedule, for each range of queries that fits in
-    # vector memory.
-    ranges = tiling_lib.query_ranges(operands, tiling, block_sizes) if is_backward else [None]
-    for query_blocks in ranges:
-      schedule.check(mask, tiling, by_keys=is_backward, query_blocks=query_blocks)
+    ranges = tiling_lib.kernel_ranges(operands, tiling, block_sizes, backward=is_backward)
+    scalar_memory.num_groups(operands, spec, tiling, by_keys=is_backward, query_ranges=ranges)
 
 
 def effects() -> Set:

@@ -30,6 +30,9 @@ from attn_core.kernels.common.contract import RemoteCopy
 
 Ref = Any  # a Pallas reference
 Semantics = tuple[Literal["parallel", "arbitrary"], ...]  # of every axis of a grid
+# (batch, head groups, steps); the number of steps may be traced, as kernels of several devices need
+# not take the same number of them.
+LogicalGrid = tuple[int, int, int | jax.Array]
 
 # Kernels of other libraries number their barrier semaphores from 0; numbers are int32.
 FIRST_BARRIER, END_BARRIERS = 1024, 2**31
@@ -40,7 +43,7 @@ MEMORY = pl.BlockSpec(memory_space=pltpu.HBM)
 class LocalGrid:
   """The grid (batch, head groups, steps) of a kernel without remote copies."""
 
-  logical_grid: tuple[int, int, int]
+  logical_grid: LogicalGrid
   semantics: ClassVar[Semantics] = ("parallel", "parallel", "arbitrary")
   inputs: ClassVar[tuple] = ()
   results: ClassVar[tuple] = ()
@@ -48,9 +51,14 @@ class LocalGrid:
   barrier: ClassVar[int | None] = None
 
   @property
-  def grid(self) -> tuple[int, int, int]:
+  def grid(self) -> LogicalGrid:
     """The grid that is run."""
     return self.logical_grid
+
+  @property
+  def num_steps(self) -> int | jax.Array:
+    """The number of steps, inside of the kernel."""
+    return _num_steps(self.grid)
 
   def block_spec(self, spec: pl.BlockSpec) -> pl.BlockSpec:
     """Returns `spec`, as both grids are the same."""
@@ -75,12 +83,12 @@ class RemoteCopyGrid:
   copies, since semaphores belong to a core.
   """
 
-  logical_grid: tuple[int, int, int]
+  logical_grid: LogicalGrid
   transfer: RemoteCopy
   semantics: ClassVar[Semantics] = ("parallel", "arbitrary", "arbitrary", "arbitrary")
 
   @property
-  def grid(self) -> tuple[int, int, int, int]:
+  def grid(self) -> tuple[int, int, int, int | jax.Array]:
     """The grid that is run: (parts, batch, head groups, steps)."""
     (batch, heads, steps), cores = self.logical_grid, self.transfer.num_cores
     if batch % cores == 0:
@@ -88,6 +96,11 @@ class RemoteCopyGrid:
     if heads % cores == 0:
       return cores, batch, heads // cores, steps
     return 1, batch, heads, steps
+
+  @property
+  def num_steps(self) -> int | jax.Array:
+    """The number of steps, inside of the kernel."""
+    return _num_steps(self.grid)
 
   def logical_index(self, part: Any, batch: Any, head: Any, step: Any) -> tuple:
     """Maps a position in `grid` to one in `logical_grid`."""
@@ -166,7 +179,8 @@ class RemoteCopyGrid:
     kernel(self.logical_index(*ids))
 
     # 3. In the last step: wait for the copies.
-    @pl.when(is_at((0, *(size - 1 for size in self.grid[1:]))))
+    batch, heads = self.grid[1:3]
+    @pl.when(is_at((0, batch - 1, heads - 1, self.num_steps - 1)))
     def _() -> None:
       for copy in copies:
         copy.wait()
@@ -175,3 +189,9 @@ class RemoteCopyGrid:
     """Returns the mesh index of the device `distance` after this one along the axis."""
     axis, size = self.transfer.axis, self.transfer.axis_size
     return {axis: lax.rem(lax.axis_index(axis) + distance % size, size)}
+
+
+def _num_steps(grid: tuple[int | jax.Array, ...]) -> int | jax.Array:
+  """Returns the size of the last axis of a grid, inside of the kernel."""
+  steps = grid[-1]
+  return steps if isinstance(steps, int) else pl.num_programs(len(grid) - 1)

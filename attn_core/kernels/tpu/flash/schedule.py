@@ -6,23 +6,28 @@ One grid step computes one block of queries against one block of keys. Blocks ar
 tiles; the schedule says of each tile of a block whether it is hidden, fully visible or partly
 visible, so that the cost of a block on the diagonal is that of its visible tiles. Every row of
 blocks has at least one step, which writes its result even where nothing is visible.
+
+Where the arrays of a mask are traced, the lists have room for every block that the mask may show
+whatever its arrays hold, and the number of grid steps is the traced length of the longest list.
+Steps after the end of a shorter list repeat its last blocks, so that nothing is copied, and have no
+visible tile.
 """
 
+import functools
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core.masks import block_map
+from attn_core.masks import block_map, position_range
 from attn_core.masks.mask import Mask
 from attn_core.types import cdiv
 
 LANES = 128
 FIRST, LAST = 1, 2  # bits of `flags`
 MOST_PATTERNS = 6
-MOST_BYTES = 3 * 2**18  # of the 1 MiB of scalar memory
 
 
 def round_up(length: int, multiple: int) -> int:
@@ -56,6 +61,16 @@ class Tiling(NamedTuple):
   def padded_keys(self) -> int:
     """Key tokens, padded to whole blocks."""
     return round_up(self.key_length, self.block_kv)
+
+  @property
+  def query_blocks(self) -> int:
+    """Number of blocks of queries."""
+    return cdiv(self.query_length, self.block_q)
+
+  @property
+  def key_blocks(self) -> int:
+    """Number of blocks of keys."""
+    return cdiv(self.key_length, self.block_kv)
 
   @property
   def tiles_q(self) -> int:
@@ -97,11 +112,37 @@ class Schedule(NamedTuple):
             and bool((self.kinds == self.kinds.flat[0]).all()) and bool(self.kinds.flat[0]))
 
 
+class PackedSchedule(NamedTuple):
+  """A schedule as it lies in scalar memory, where the last axis of other shapes is padded."""
+
+  blocks: jax.Array | np.ndarray  # int32 [num_lists * num_steps]: row, column and flags of a step
+  kinds: jax.Array | np.ndarray  # int32 [num_lists * num_steps]
+
+  @classmethod
+  def pack(cls, schedule: Schedule, num_columns: int) -> "PackedSchedule":
+    """Packs a schedule with this number of column blocks."""
+    rows, columns, kinds, flags = schedule
+    words = ((rows << _column_bits(num_columns) | columns) << 2) | flags
+    return cls(words.reshape(-1), kinds.reshape(-1))
+
+  @staticmethod
+  def unpack(word: jax.Array, num_columns: int) -> tuple[jax.Array, jax.Array | int, jax.Array]:
+    """Returns (row, column, flags) of an entry of `blocks`."""
+    bits = _column_bits(num_columns)
+    column = (word >> 2) & (2**bits - 1) if bits else 0
+    return word >> (2 + bits), column, word & (FIRST | LAST)
+
+
+def _column_bits(num_columns: int) -> int:
+  return (num_columns - 1).bit_length()
+
+
 class StepLists(NamedTuple):
   """Sizes of the leading axes of a mask's tiles, by which a schedule has one or more lists."""
 
   batches: int  # B, or 1: all batch rows share their lists
   heads: int  # groups of heads, or 1: all heads share their lists
+  longest: int | jax.Array  # steps of the longest list, which all others are padded to
 
   def list_of(self, batch: jax.Array, head_group: jax.Array) -> jax.Array | int:
     """Returns the list of a batch row and a group of heads."""
@@ -122,71 +163,132 @@ def build(mask: Mask, tiling: Tiling, *, by_keys: bool,
   Returns:
     (the schedule, its lists); NumPy arrays if the mask holds none that are traced.
   """
+  kinds = _kinds(mask, tiling, by_keys, query_blocks)
+  xp = np if isinstance(kinds, np.ndarray) else jnp
+  if xp is np:
+    room = num_steps(mask, tiling, by_keys=by_keys, query_blocks=query_blocks)
+  else:
+    # What no array can make visible is left out in any case: `num_steps` relies on it.
+    possible = _possible(mask, tiling, by_keys, query_blocks)
+    kinds = jnp.where(possible[..., None], kinds, block_map.EMPTY)
+    room = _longest(possible)
+  steps, longest = _compact(kinds.reshape(-1, *kinds.shape[2:]), room, xp)
+  return steps, StepLists(kinds.shape[0], kinds.shape[1], longest)
+
+
+def num_steps(mask: Mask, tiling: Tiling, *, by_keys: bool,
+              query_blocks: tuple[int, int] | None = None) -> int:
+  """Returns the length of the lists of `build`, without the values of the mask's arrays."""
+  return _longest(_possible(mask, tiling, by_keys, query_blocks))
+
+
+def num_lists(mask: Mask, tiling: Tiling) -> tuple[int, int]:
+  """Returns `StepLists.batches` and `StepLists.heads`, without the values of the mask's arrays."""
+  batches, heads, *_ = jax.eval_shape(
+      lambda mask: jnp.asarray(_kinds(mask, tiling, False, None)), mask).shape
+  return batches, heads
+
+
+def _kinds(mask: Mask, tiling: Tiling, by_keys: bool,
+           query_blocks: tuple[int, int] | None) -> jax.Array | np.ndarray:
+  """Returns the tile kinds, int32 [batches, heads, row_blocks, column_blocks, tiles]."""
   kinds = block_map.block_kinds(
       mask, block_map.Sizes(tiling.query_length, tiling.key_length, tiling.tile_q, tiling.tile_kv))
   kinds = block_map.merge_heads(kinds, tiling.query_heads)
-  lists = StepLists(*kinds.shape[:2])
   xp = np if isinstance(kinds, np.ndarray) else jnp
-  tiles = (tiling.padded_queries // tiling.tile_q, tiling.padded_keys // tiling.tile_kv)
+  first, end = query_blocks or (0, tiling.query_blocks)
+  kinds = kinds[:, :, first * tiling.tiles_q:end * tiling.tiles_q]
+  tiles = (end - first) * tiling.tiles_q, tiling.padded_keys // tiling.tile_kv
   padding = [(0, 0), (0, 0)] + [(0, n - m) for n, m in zip(tiles, kinds.shape[2:])]
   kinds = xp.pad(kinds, padding, constant_values=block_map.EMPTY).astype(np.int32)
-  kinds = kinds.reshape(-1, tiles[0] // tiling.tiles_q, tiling.tiles_q,
-                        tiles[1] // tiling.tiles_kv, tiling.tiles_kv)
-  kinds = kinds if query_blocks is None else kinds[:, slice(*query_blocks)]
-  # [num_lists, row_blocks, column_blocks, tiles]; tile (kv, q) of a block is kv * tiles_q + q.
-  kinds = kinds.transpose((0, 3, 1, 4, 2) if by_keys else (0, 1, 3, 4, 2))
-  kinds = kinds.reshape(*kinds.shape[:3], -1)
-  return _compact(kinds, xp), lists
+  kinds = kinds.reshape(*kinds.shape[:2], end - first, tiling.tiles_q, -1, tiling.tiles_kv)
+  # Tile (kv, q) of a block is kv * tiles_q + q.
+  kinds = kinds.transpose((0, 1, 4, 2, 5, 3) if by_keys else (0, 1, 2, 4, 5, 3))
+  return kinds.reshape(*kinds.shape[:4], -1)
 
 
-def check(mask: Mask, tiling: Tiling, *, by_keys: bool,
-          query_blocks: tuple[int, int] | None = None) -> None:
-  """Checks that a schedule fits in scalar memory; computes only its shape.
+def _possible(mask: Mask, tiling: Tiling, by_keys: bool,
+              query_blocks: tuple[int, int] | None) -> np.ndarray:
+  """Returns which blocks the mask may show whatever its arrays hold.
 
-  Args:
-    mask, tiling, by_keys, query_blocks: as in `build`.
-
-  Raises:
-    ValueError: the schedule needs more than MOST_BYTES.
+  Returns:
+    bool [batches, heads, row_blocks, column_blocks]; [1, 1, ...] if the mask has arrays.
   """
-  steps = jax.eval_shape(
-      lambda mask: build(mask, tiling, by_keys=by_keys, query_blocks=query_blocks)[0], mask)
-  size = sum(x.size * 4 for x in steps)
-  if size > MOST_BYTES:
-    num_lists, num_steps = steps.rows.shape
-    raise ValueError(
-        f"block_sizes: blocks of {tiling.block_q} queries and {tiling.block_kv} keys make a "
-        f"schedule of {num_steps} steps for each of {num_lists} rows of the mask, "
-        f"{size / 2**10:.0f} KiB of scalar memory; expected at most {MOST_BYTES // 2**10}: give "
-        "larger block_q and block_kv")
+  possible = _statically_possible(position_range.static_superset(mask), tiling, by_keys,
+                                  query_blocks)
+  return np.any(possible, (0, 1), keepdims=True) if jax.tree.leaves(mask) else possible
 
 
-def _compact(kinds: jax.Array | np.ndarray, xp: ModuleType) -> Schedule:
+@functools.lru_cache(maxsize=256)
+def _statically_possible(mask: Mask, tiling: Tiling, by_keys: bool,
+                         query_blocks: tuple[int, int] | None) -> np.ndarray:
+  """`_possible` for a mask without arrays."""
+  kinds = np.asarray(_kinds(mask, tiling, by_keys, query_blocks))
+  possible = np.any(kinds != block_map.EMPTY, -1)
+  possible.setflags(write=False)  # the cached array is shared
+  return possible
+
+
+def _longest(possible: np.ndarray) -> int:
+  """Returns the steps of the longest list; rows of blocks without a visible one have a step."""
+  return int(np.maximum(possible.sum(-1), 1).sum(-1).max())
+
+
+def _compact(kinds: jax.Array | np.ndarray, room: int,
+             xp: ModuleType) -> tuple[Schedule, int | jax.Array]:
   """Lists the blocks with a visible tile.
 
   Args:
     kinds: [num_lists, row_blocks, column_blocks, tiles].
+    room: length of the lists, at least that of the longest.
     xp: numpy, or jax.numpy if `kinds` is traced.
+
+  Returns:
+    (the schedule, steps of the longest list).
   """
-  _, rows, columns, tiles = kinds.shape
+  columns, tiles = kinds.shape[2:]
   visited = (kinds != block_map.EMPTY).any(-1)
   idle = ~visited.any(-1, keepdims=True) & (np.arange(columns) == 0)
-  listed = (visited | idle).reshape(-1, rows * columns)
-  count = listed.sum(-1, keepdims=True)
-  order = xp.argsort(~listed, axis=-1, stable=True)
-  longest = int(count.max()) if xp is np else rows * columns
-  number = np.arange(longest)
-  order = xp.take_along_axis(order, xp.minimum(number, count - 1), axis=-1)
-  row, column = order // columns, order % columns
+  row, column, count = _listed_blocks(visited | idle, room, xp)
   edge = xp.ones_like(row[:, :1], bool)
   change = row[:, 1:] != row[:, :-1]
   first = xp.concatenate([edge, change], -1)
+  number = np.arange(room, dtype=np.int32)
   last = xp.concatenate([change, edge], -1) | (number == count - 1)
   active = number < count
   bits = (kinds.astype(np.uint32) << (2 * np.arange(tiles, dtype=np.uint32))).sum(
-      -1, dtype=np.uint32).reshape(-1, rows * columns)
-  bits = xp.take_along_axis(bits, order, axis=-1)
+      -1, dtype=np.uint32).reshape(len(row), -1)
+  bits = xp.take_along_axis(bits, row * columns + column, axis=-1)
   flags = (FIRST * first + LAST * last) * active
-  return Schedule(row.astype(np.int32), column.astype(np.int32),
-                  xp.where(active, bits, 0).astype(np.uint32).view(np.int32),
-                  flags.astype(np.int32))
+  schedule = Schedule(row.astype(np.int32), column.astype(np.int32),
+                      xp.where(active, bits, 0).astype(np.uint32).view(np.int32),
+                      flags.astype(np.int32))
+  return schedule, room if xp is np else count.max()
+
+
+def _listed_blocks(listed: jax.Array | np.ndarray, room: int,
+                   xp: ModuleType) -> tuple[Any, Any, Any]:
+  """Returns the places of the listed blocks, row by row; the last one fills the rest of the room.
+
+  Args:
+    listed: bool [num_lists, row_blocks, column_blocks].
+    room: places of each list.
+    xp: numpy or jax.numpy.
+
+  Returns:
+    int32 (rows [num_lists, room], columns [num_lists, room], number of blocks [num_lists, 1]).
+  """
+  lists, _, columns = listed.shape
+  ends = listed.sum(-1, dtype=np.int32).cumsum(-1, dtype=np.int32)
+  count = ends[:, -1:]
+  number = xp.minimum(np.arange(room, dtype=np.int32), count - 1)
+  order = xp.argsort(~listed, axis=-1, stable=True).astype(np.int32)  # listed columns first
+  if xp is np:
+    row = np.stack([np.searchsorted(end, n, side="right") for end, n in zip(ends, number)])
+  else:
+    # By comparing with all rows: XLA takes long to compile other searches, and sorts of long axes.
+    row = (ends[:, None] <= number[..., None]).sum(-1, dtype=np.int32)
+  starts = xp.concatenate([xp.zeros_like(count), ends[:, :-1]], -1)
+  within = number - xp.take_along_axis(starts, row, axis=-1)
+  column = xp.take_along_axis(order.reshape(lists, -1), row * columns + within, axis=-1)
+  return row, column, count

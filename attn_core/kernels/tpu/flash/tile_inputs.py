@@ -15,7 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 import jax.numpy as jnp
 
-from attn_core.kernels.tpu.flash.schedule import LANES, Schedule, StepLists, Tiling
+from attn_core.kernels.tpu.flash.schedule import (
+    LANES, PackedSchedule, Schedule, StepLists, Tiling)
 from attn_core.masks import dropout, mask as mask_lib
 from attn_core.types import AttentionSpec, Operands
 
@@ -29,6 +30,7 @@ class KernelRefs(NamedTuple):
   scalars: tuple[Ref, ...]  # in scalar memory
   arrays: tuple[Ref, ...]  # blocks in vector memory
   program_ids: tuple  # (batch row, head group, step)
+  num_steps: Index  # of the grid
 
 
 class GridIndex(NamedTuple):
@@ -130,12 +132,14 @@ class TileInputs:
 
   def __init__(self, schedule: Schedule, lists: StepLists, tiling: Tiling, *, by_keys: bool,
                first_query_block: int = 0):
-    self.scalars: list[Any] = list(schedule)
+    self.num_columns = tiling.query_blocks if by_keys else tiling.key_blocks
+    self.scalars: list[Any] = list(PackedSchedule.pack(schedule, self.num_columns))
     self.arrays: list[jax.Array] = []
     self.specs: list[pl.BlockSpec] = []
     self.tiling, self.lists, self.by_keys = tiling, lists, by_keys
     self.first_query_block = first_query_block
-    self.num_steps: int = schedule.rows.shape[1]  # of each list
+    self.list_length: int = schedule.rows.shape[1]
+    self.num_steps = lists.longest  # of the grid
 
   def query_blocks(self, shape: tuple[int, ...]) -> TokenBlocks:
     """Returns the layout of [B, T, H, D or E], in blocks of queries."""
@@ -162,8 +166,11 @@ class TileInputs:
     return query_block + self.first_query_block, key_block, kinds, flags
 
   def schedule_entry(self, scalars: tuple[Ref, ...], step_list: Index, n: Index) -> tuple:
-    """Returns step n of a list of the schedule."""
-    return tuple(ref[step_list, n] for ref in scalars[:4])
+    """Returns (row, column, tile kinds, flags) of step n of a list of the schedule."""
+    words, kinds = scalars[:2]
+    at = step_list * self.list_length + n
+    row, column, flags = PackedSchedule.unpack(words[at], self.num_columns)
+    return row, column, kinds[at], flags
 
   def block_spec(self, block_shape: tuple[int, ...],
                  index: Callable[[Index, Index, Index, Index], tuple]) -> pl.BlockSpec:
@@ -174,7 +181,8 @@ class TileInputs:
     return pl.BlockSpec(block_shape, index_map)
 
   def add_scalars(self, x: jax.Array) -> Callable[[KernelRefs], Ref]:
-    """Adds an int32 or float32 array in scalar memory; returns a function to its reference."""
+    """Adds an int32 or float32 array [n] in scalar memory; returns a function to its reference."""
+    assert x.ndim == 1, x.shape  # scalar memory pads the last axis of others to whole lanes
     self.scalars.append(x)
     number = len(self.scalars) - 1
     return lambda refs: refs.scalars[number]
@@ -317,7 +325,7 @@ class DropoutReader(NamedTuple):
       return weights
     key_words = self.words(refs)
     b = tile.grid.batch if self.num_keys > 1 else 0
-    words = [key_words[b, i].astype(jnp.uint32) for i in range(2)]
+    words = [key_words[2 * b + i].astype(jnp.uint32) for i in range(2)]
     mask, coordinates = self.mask.coordinates(refs, tile)
     keep = dropout.keep_mask(words, dropout.move_to_positions(mask, coordinates),
                              self.probability)
@@ -335,5 +343,5 @@ def dropout_reader(inputs: TileInputs, operands: Operands, spec: AttentionSpec,
   words = operands.dropout_key
   if not spec.dropout_prob or words is None:
     return DropoutReader(None, 1, 0.0, mask)
-  return DropoutReader(inputs.add_scalars(lax.bitcast_convert_type(words, jnp.int32)),
-                       words.shape[0], spec.dropout_prob, mask)
+  in_scalar_memory = inputs.add_scalars(lax.bitcast_convert_type(words, jnp.int32).reshape(-1))
+  return DropoutReader(in_scalar_memory, words.shape[0], spec.dropout_prob, mask)

@@ -146,7 +146,8 @@ def for_each_tile(params: KernelParams, grid: GridIndex, kinds: jax.Array,
     kinds: int32, two bits for each tile; see `schedule.Schedule`.
     compute: takes all strips of a block at once if its kinds are one of `params.patterns`, and
       one tile at a time otherwise.
-    prologue: runs once, before `compute`, in the same basic block as a pattern's instructions.
+    prologue: runs once, before `compute`, in the same basic block as a pattern's instructions;
+      not where no tile is visible.
   """
   # 1. Specialized code for the common patterns.
   patterns, complete = params.patterns
@@ -160,8 +161,8 @@ def for_each_tile(params: KernelParams, grid: GridIndex, kinds: jax.Array,
   if complete:
     return
 
-  # 2. A loop over tiles for the other patterns.
-  @pl.when(jnp.logical_not(functools.reduce(jnp.logical_or, known)))
+  # 2. A loop over tiles for the other patterns; a step without visible tiles runs nothing.
+  @pl.when(jnp.logical_not(functools.reduce(jnp.logical_or, known, kinds == 0)))
   def _() -> None:
     prologue()
     tiling = params.tiling

@@ -10,14 +10,16 @@ crosses many of them. Measured for v6e with D = 64, 128 and 256 at 4,096 tokens 
 to 8,192, and for v5e, v5p and tpu7x with D = 128: the best blocks for one chip are the best or
 nearly the best for the others, so that the tables depend only on the kind of mask and the
 direction, and on the width where a step can hold all keys. Shapes outside the tables take the same
-blocks: cut to their length, with query blocks divided by the query heads of a key head, and halved
-until a kernel fits.
+blocks: cut to their length, with query blocks divided by the query heads of a key head, halved
+until a kernel fits in vector memory, and doubled until the schedule of a batch row fits in scalar
+memory.
 """
 
 from typing import Iterator
 
 import jax
 
+from attn_core.kernels.tpu.flash import scalar_memory
 from attn_core.kernels.tpu.flash.schedule import LANES, Tiling, round_up
 from attn_core.masks import mask as mask_lib, position_range
 from attn_core.types import AttentionSpec, BlockSizes, Operands, cdiv
@@ -86,13 +88,52 @@ def make_tiling(operands: Operands, spec: AttentionSpec, requested: BlockSizes, 
     tiling = _tiling(operands, mask, wanted_q or rows, wanted_kv or columns, tile)
     for several in [tiling] if small else _with_heads(tiling, operands, requested, backward):
       if needed_vmem(several, operands, requested, backward) <= most_vmem(requested):
-        return several
+        return _with_short_schedule(several, operands, spec, requested, tile, backward=backward)
     if not wanted_kv and columns > LANES and (wanted_q or columns >= rows):
       columns //= 2
     elif not wanted_q and rows > LANES:
       rows //= 2
     else:
       return tiling  # too large: `vmem_limit` raises
+
+
+def _with_short_schedule(tiling: Tiling, operands: Operands, spec: AttentionSpec,
+                         requested: BlockSizes, tile: int, *, backward: bool) -> Tiling:
+  """Doubles blocks until the schedule of one batch row fits in scalar memory.
+
+  Args:
+    tiling: fits in vector memory.
+    operands, spec, requested, backward: as in `make_tiling`; requested blocks stay as they are.
+    tile: see `BLOCKS`.
+
+  Returns:
+    A tiling that fits in vector memory, whose schedule fits if larger blocks make it fit.
+  """
+  mask = jax.tree.unflatten(spec.mask, operands.mask.arrays)
+  fixed_q, fixed_kv = (
+      getattr(requested, f"{name}_backward" if backward else name) is not None
+      for name in ("block_q", "block_kv"))
+  while not scalar_memory.fits(
+      operands, spec, tiling, by_keys=backward,
+      query_ranges=kernel_ranges(operands, tiling, requested, backward=backward)):
+    q, kv = tiling.block_q, tiling.block_kv
+    larger = [_tiling(operands, mask, rows, columns, tile)
+              for rows, columns, grows in ((2 * q, kv, not fixed_q and q < tiling.query_length),
+                                           (q, 2 * kv, not fixed_kv and kv < tiling.key_length))
+              if grows]
+    larger = [x for x in larger
+              if needed_vmem(x, operands, requested, backward) <= most_vmem(requested)]
+    if not larger:
+      return tiling  # `scalar_memory.num_groups` raises
+    # The squarest, which takes fewest copies.
+    tiling = min(larger, key=lambda x: max(x.group * x.block_q, x.block_kv))
+  return tiling
+
+
+def kernel_ranges(operands: Operands, tiling: Tiling, requested: BlockSizes, *,
+                  backward: bool) -> scalar_memory.QueryRanges:
+  """Returns the ranges of query blocks for each of which a kernel runs; [None]: one, for all."""
+  return query_ranges(operands, tiling, requested) if backward else [None]
 
 
 def _blocks(operands: Operands, mask: mask_lib.Mask, backward: bool,

@@ -1,0 +1,286 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The grid of the TPU flash kernels: its steps, and the scalar memory that they take."""
+
+import itertools
+import re
+import unittest
+from unittest import mock
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+import numpy as np
+
+from attn_core import BlockSizes, MaskInfo, attention, masks
+from attn_core.benchmark.static import profile as static_profile
+from attn_core.kernels.common.contract import RemoteCopy
+from attn_core.kernels.tpu.flash import backward, forward, scalar_memory, schedule, tiling
+from attn_core.masks import materialize
+from attn_core.types import AttentionSpec, MaskOperands, Operands
+from attn_core_test import sampling
+from attn_core_test.tpu_cases import BLOCKS, TPU, Case
+from attn_core_test.tpu_interpret import interpreted
+
+# One document, 16 documents, and only padding.
+PACKED = np.stack([np.zeros(400), np.arange(400) // 25, np.full(400, -1)]).astype(np.int32)
+MANY_PATTERNS = ~masks.window(100, 30)
+PACKED_CASE = Case(dict(mask_info=MaskInfo.from_segments(PACKED)),
+                   masks.causal() & masks.segments(PACKED), B=3, T=400, H=2, K=1, D=8)
+
+
+def listed(mask, sizes, by_keys, query_blocks=(None,), batch=1):
+  """Returns the (row, column) of the steps of each batch row, by a plain loop."""
+  visible = np.zeros((batch, sizes.padded_queries, sizes.padded_keys), bool)
+  visible[:, :sizes.query_length, :sizes.key_length] = materialize.to_dense(
+      mask, (batch, 1, sizes.query_length, sizes.key_length))[:, 0]
+  blocks = visible.reshape(batch, sizes.query_blocks, sizes.block_q, sizes.key_blocks,
+                           sizes.block_kv).any((2, 4))[:, slice(*query_blocks)]
+  blocks = blocks.swapaxes(1, 2) if by_keys else blocks
+  return [[(i, j) for i, row in enumerate(blocks[b])
+           for j in (np.flatnonzero(row) if row.any() else [0])] for b in range(batch)]
+
+
+class ListTest(parameterized.TestCase):
+
+  @parameterized.product(
+      mask=(masks.full(), masks.causal(), masks.window(300, 10), ~masks.window(200, 200),
+            masks.offset(masks.causal(), -700)),
+      by_keys=(False, True), query_blocks=(None, (1, 3)))
+  def test_steps_are_the_visible_blocks_in_order(self, mask, by_keys, query_blocks):
+    sizes = schedule.Tiling(1100, 900, 256, 128, 128, 128)
+    steps, lists = schedule.build(mask, sizes, by_keys=by_keys, query_blocks=query_blocks)
+    expected, = listed(mask, sizes, by_keys, query_blocks or (None,))
+    self.assertEqual(list(zip(steps.rows[0], steps.columns[0])), expected)
+    self.assertEqual(lists, (1, 1, len(expected)))
+    self.assertEqual(schedule.num_steps(mask, sizes, by_keys=by_keys, query_blocks=query_blocks),
+                     len(expected))
+
+  @parameterized.parameters(False, True)
+  def test_steps_of_traced_masks_end_with_the_longest_list(self, by_keys):
+    sizes = schedule.Tiling(400, 400, 128, 128, 128, 128)
+    make = lambda ids: masks.causal() & masks.segments(ids)
+    steps, lists = jax.jit(lambda ids: schedule.build(make(ids), sizes, by_keys=by_keys))(PACKED)
+    expected = listed(make(PACKED), sizes, by_keys, batch=3)
+    self.assertEqual([len(x) for x in expected], [10, 7, 4])
+    self.assertEqual(lists, (3, 1, 10))
+    self.assertEqual(schedule.num_steps(make(PACKED), sizes, by_keys=by_keys), 10)  # of 16 blocks
+    self.assertEqual(schedule.num_lists(make(PACKED), sizes), (3, 1))
+    for b, blocks in enumerate(expected):
+      # The rest repeats the last blocks, without visible tiles.
+      idle = 10 - len(blocks)
+      self.assertEqual(list(zip(steps.rows[b], steps.columns[b])), blocks + blocks[-1:] * idle)
+      np.testing.assert_array_equal(steps.flags[b, len(blocks):], 0)
+      np.testing.assert_array_equal(steps.kinds[b, len(blocks):], 0)
+      self.assertEqual((steps.kinds[b] != 0).sum(), len(blocks) if b < 2 else 0)
+
+  @parameterized.parameters(1, 2, 3, 4, 5, 1000)
+  def test_packing_keeps_everything(self, columns):
+    rng = np.random.default_rng(columns)
+    numbers = lambda most: rng.integers(0, most, (3, 40), np.int32)
+    steps = schedule.Schedule(numbers(1000), numbers(columns), numbers(2**31 - 1), numbers(4))
+    packed = schedule.PackedSchedule.pack(steps, columns)
+    rows, found, flags = schedule.PackedSchedule.unpack(packed.blocks, columns)
+    for x, y in ((rows, steps.rows), (found, steps.columns), (flags, steps.flags),
+                 (packed.kinds, steps.kinds)):
+      np.testing.assert_array_equal(np.broadcast_to(x, 120), y.reshape(-1))
+
+
+class InterpretedTest(parameterized.TestCase):
+  """Kernels in interpret mode, against the oracle."""
+
+  def compare(self, case, num_groups=scalar_memory.num_groups):
+    """Compares values and gradients; returns (grid steps, steps with a body) of both kernels."""
+    counts = {}
+    def counting(name, run):
+      def for_each_tile(params, grid, kinds, compute, prologue=lambda: None):
+        count = lambda what: jax.debug.callback(
+            lambda: counts.__setitem__((name, what), counts.get((name, what), 0) + 1))
+        def counted():
+          count("bodies")
+          prologue()
+        count("steps")
+        run(params, grid, kinds, compute, counted)
+      return for_each_tile
+
+    def everything(run):
+      def loss(arrays):
+        out, lse = run(arrays)
+        return (jnp.sin(out).sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum()), (out, lse)
+      return jax.jit(jax.grad(loss, has_aux=True))
+
+    arrays = case.arrays()
+    expected = everything(case.oracle)(arrays)
+    with (interpreted(), mock.patch.object(scalar_memory, "num_groups", num_groups),
+          mock.patch.object(forward, "for_each_tile", counting("forward", forward.for_each_tile)),
+          mock.patch.object(backward, "for_each_tile",
+                            counting("backward", backward.for_each_tile))):
+      found = jax.block_until_ready(everything(case.call)(arrays))
+      jax.effects_barrier()
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+      np.testing.assert_allclose(x, y, rtol=0, atol=1e-5 * max(1, np.abs(y[np.isfinite(y)]).max()))
+    return [(counts[name, "steps"], counts[name, "bodies"]) for name in ("forward", "backward")]
+
+  def test_steps_without_visible_tiles_run_nothing(self):
+    """Checks that the grid is as long as the longest list, and that its idle steps have no body."""
+    counts = self.compare(PACKED_CASE)
+    # 10 steps of each of 3 rows; 10, 7 and 4 blocks are listed, the 4 of padding without a tile.
+    self.assertEqual(counts, [(30, 17), (30, 17)])
+
+  @sampling.slow("TPU kernels by groups of batch rows")
+  def test_groups_of_batch_rows(self):
+    """Checks the grid of each group, and that dropout depends on the row's number."""
+    counts = self.compare(
+        PACKED_CASE._replace(
+            arguments=dict(dropout_prob=0.3, dropout_rng=np.array([3, 4], np.uint32),
+                           deterministic=False, **PACKED_CASE.arguments),
+            floats={"softmax_aux": (2,)}), lambda *arguments, **keywords: 3)
+    self.assertEqual(counts, [(10 + 7 + 4, 17), (10 + 7 + 4, 17)])
+
+  @sampling.slow("TPU kernels with more tile patterns than have code")
+  def test_more_patterns_than_have_code(self):
+    """Compares a static mask with more tile patterns than MOST_PATTERNS."""
+    mask = MANY_PATTERNS
+    sizes = schedule.Tiling(600, 600, 256, 256, 128, 128)
+    for by_keys in (False, True):
+      steps, _ = schedule.build(mask, sizes, by_keys=by_keys)
+      self.assertEqual([len(steps.patterns(sizes)[0]), steps.patterns(sizes)[1]],
+                       [schedule.MOST_PATTERNS, False])
+    self.enter_context(mock.patch.object(
+        tiling, "SMALL_BLOCKS", dict.fromkeys((False, True), (256, 256, 128))))
+    counts = self.compare(Case(dict(mask=mask, causal=False), mask, T=600, H=1, D=8, blocks=None))
+    self.assertEqual(counts, [(9, 9)] * 2)
+
+
+def operands_of(batch, tokens, heads, key_heads, dtype="bfloat16", width=128, kind="packed"):
+  """Returns (operands, spec) of a call without values."""
+  shape = lambda *sizes, dtype=dtype: jax.ShapeDtypeStruct(sizes, dtype)
+  query, key = (shape(batch, tokens, n, width) for n in (heads, key_heads))
+  ids, ends = shape(batch, tokens, dtype="int32"), shape(batch, dtype="int32")
+  mask = masks.causal() & jax.eval_shape(*{
+      "packed": (masks.segments, ids), "lengths": (masks.lengths, ends, ends),
+      "causal": (masks.full,)}[kind])
+  arrays, structure = jax.tree.flatten(mask)
+  return Operands(query, key, key, mask=MaskOperands(tuple(arrays))), AttentionSpec(structure, 1.0)
+
+
+class ScalarMemoryTest(parameterized.TestCase):
+
+  @parameterized.parameters("packed", "lengths", "causal")
+  def test_chosen_blocks_fit(self, kind):
+    sizes = ((1, 131072), (8, 32768), (8, 131072), (512, 197), (2**16, 128))
+    dtypes = itertools.cycle((("bfloat16", 64), ("float32", 256), ("bfloat16", 128)))
+    for (batch, tokens), heads in itertools.product(sizes, ((32, 32), (32, 8), (32, 1))):
+      operands, spec = operands_of(batch, tokens, *heads, *next(dtypes), kind)
+      for is_backward, cold_path in ((False, False), (False, True), (True, False)):
+        chosen = tiling.make_tiling(operands, spec, BlockSizes(), backward=is_backward,
+                                    cold_path=cold_path)
+        ranges = tiling.kernel_ranges(operands, chosen, BlockSizes(), backward=is_backward)
+        groups = scalar_memory.num_groups(operands, spec, chosen, by_keys=is_backward,
+                                          query_ranges=ranges)
+        self.assertEqual(batch % groups, 0)
+        tiling.vmem_limit(BlockSizes(), chosen, operands, backward=is_backward)
+
+  def test_blocks_grow_until_the_schedule_of_a_row_fits(self):
+    operands, spec = operands_of(2, 2**18, 32, 1)
+    chosen = tiling.make_tiling(operands, spec, BlockSizes(), backward=False)
+    self.assertGreater(chosen.block_kv, tiling.BLOCKS[tiling.MASKED, False][1])
+    self.assertTrue(scalar_memory.fits(operands, spec, chosen, by_keys=False, query_ranges=[None]))
+
+  def test_the_least_number_of_groups_is_chosen(self):
+    operands, spec = operands_of(12, 131072, 32, 8)
+    chosen = tiling.make_tiling(operands, spec, BlockSizes(), backward=False)
+    size = lambda groups: scalar_memory.needed(operands, spec, chosen, by_keys=False,
+                                               query_ranges=[None], groups=groups)
+    found = scalar_memory.num_groups(operands, spec, chosen, by_keys=False, query_ranges=[None])
+    self.assertGreater(found, 1)
+    self.assertLessEqual(size(found), scalar_memory.MOST_BYTES)
+    self.assertTrue(all(size(n) > scalar_memory.MOST_BYTES for n in (1, 2, 3, 4) if n < found))
+
+  def test_requested_blocks_are_refused_by_name(self):
+    operands, spec = operands_of(1, 131072, 32, 8)
+    blocks = BlockSizes(128, 128)
+    chosen = tiling.make_tiling(operands, spec, blocks, backward=False)
+    self.assertEqual((chosen.block_q, chosen.block_kv), (128, 128))
+    with self.assertRaisesRegex(ValueError, "block_sizes: blocks of 128 queries and 128 keys make "
+                                "a schedule of 4100 KiB of scalar memory for each batch row; "
+                                "expected at most 960: give larger block_q and block_kv"):
+      scalar_memory.num_groups(operands, spec, chosen, by_keys=False, query_ranges=[None])
+
+  @parameterized.parameters(False, True)
+  def test_groups_are_computed_in_order(self, sends):
+    """Checks what the function of a group gets, and that only the first one sends."""
+    arrays = np.arange(6.0)[:, None], np.arange(6.0)[:, None, None]
+    sinks = np.ones((1, 2))
+    operands = Operands(arrays[0], arrays[0], arrays[0], sinks=sinks)
+    transfer = RemoteCopy((arrays[0],), "x", 0, 2, 1) if sends else None
+    seen = []
+    def run(operands, array, transfer):
+      seen.append(transfer)
+      self.assertEqual((operands.query.shape, operands.sinks.shape), ((2, 1), (1, 2)))
+      found = operands.query[:, 0] + 10 * array[:, 0, 0] + 100 * operands.mask.batch_index
+      return (found,), transfer.arrays if transfer else ()
+    (found,), received = scalar_memory.in_groups(run, operands, arrays[1], 3, transfer)
+    np.testing.assert_array_equal(found, 111 * np.arange(6))
+    self.assertLen(received, int(sends))
+    self.assertEqual(seen, [transfer, None] if sends else [None])
+
+
+@unittest.skipIf(static_profile.missing(), f"nothing to compile with: {static_profile.missing()}")
+class CompiledTest(parameterized.TestCase):
+  """Programs compiled ahead of time, without a chip."""
+
+  def compile(self, chip, call, shapes):
+    placement = SingleDeviceSharding(static_profile.devices(chip)[0])
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placement),
+                          shapes)
+    return jax.jit(call).trace(shapes).lower(lowering_platforms=("tpu",)).compile()
+
+  def test_size_is_the_compilers_own(self):
+    """Compiles what needs more than there is: the compiler then lists what lies there."""
+    case = Case({}, T=2**16, H=1, D=8, floats={"softmax_aux": (1,)})
+    needed, sizes = scalar_memory.needed, []
+    def recorded(*arguments, **keywords):
+      sizes.append(needed(*arguments, **keywords))
+      return sizes[-1]
+    with (mock.patch.multiple(scalar_memory, MOST_BYTES=2**21, needed=recorded),
+          self.assertRaisesRegex(Exception, "memory space smem") as raised):
+      self.compile("v6e", case.call, jax.eval_shape(case.arrays))
+    found = [float(re.search(r"Size: ([\d.]+)", text)[1]) * (1024 if "K\n" in text[:30] else 1)
+             for text in re.split(r"\n +\d+\. ", str(raised.exception))
+             if "Tag: prefetched SMEM operand" in text]
+    self.assertLen(found, 3)  # two of the schedule, and the sinks
+    self.assertEqual(sum(found), sizes[-1])
+
+  @sampling.slow_parameters(*((chip,) for chip in static_profile.CHIPS))
+  def test_what_fits_compiles(self, chip):
+    case = Case({}, T=62976, H=1, D=8)  # 492 * 493 / 2 steps
+    operands, spec = operands_of(1, case.T, 1, 1, case.dtype, case.D, "causal")
+    chosen = tiling.make_tiling(operands, spec, BLOCKS, backward=False)
+    size = scalar_memory.needed(operands, spec, chosen, by_keys=False, query_ranges=[None])
+    self.assertBetween(size, 0.98 * scalar_memory.MOST_BYTES, scalar_memory.MOST_BYTES)
+    self.compile(chip, case.call, jax.eval_shape(case.arrays))
+
+  @sampling.slow_parameters(*itertools.product(("v5e", "v6e"), ("segments", "key mask")))
+  def test_many_batch_rows(self, chip, kind):
+    def run(arrays):
+      *arrays, ids = arrays
+      arguments = (dict(mask_info=MaskInfo.from_segments(ids)) if kind == "segments"
+                   else dict(mask=ids[:, None, None] > 0, causal=False))
+      def attend(*x):
+        return attention(*x, mechanism="flash_attn2", metadata=TPU, **arguments).attention_outputs
+      out, pull = jax.vjp(attend, *arrays)
+      return pull(out)
+    x = jax.ShapeDtypeStruct((512, 197, 2, 64), jnp.bfloat16)
+    self.compile(chip, run, (x, x, x, jax.ShapeDtypeStruct((512, 197), jnp.int32)))
+
+  @sampling.slow_parameters(*((chip,) for chip in static_profile.CHIPS))
+  def test_traced_number_of_steps(self, chip):
+    self.compile(chip, lambda x: jax.vjp(PACKED_CASE.call, x)[1](PACKED_CASE.call(x)),
+                 jax.eval_shape(PACKED_CASE.arrays))
+
+
+if __name__ == "__main__":
+  absltest.main()
