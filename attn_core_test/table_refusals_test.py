@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What every row of the table supports and refuses, written out.
+"""Literal features and limits of every row of the table.
 
 Tests that run calls take from the table which features to try, so that a feature that a row loses
 would only turn them into skips. Here every row, feature and limit is a literal.
