@@ -177,8 +177,8 @@ def _renew_kernels(module: ir.Module, program: str) -> None:
   def renew(operation: ir.Operation) -> ir.WalkResult:
     config = dict(operation.attributes).get("mhlo.backend_config")
     if isinstance(config, ir.DictAttr) and "kernel_hash" in config:
-      parts = {part.name: part.attr for part in config}
-      digest = hashlib.sha256(program.encode() + parts["kernel_hash"].value_bytes).digest()
+      parts = {config[n].name: config[n].attr for n in range(len(config))}
+      digest = hashlib.sha256(f"{program} {parts['kernel_hash']}".encode()).digest()
       parts["kernel_hash"] = ir.StringAttr.get(digest)
       operation.attributes["mhlo.backend_config"] = ir.DictAttr.get(parts)
     return ir.WalkResult.ADVANCE
