@@ -156,6 +156,8 @@ def calls_of(mechanism: str, place: str, dtype: str, **arguments: Any) -> dict[s
   if row.shards_sequence:
     found = {}
     for name, ring in RINGS.items():
+      if ring.transfer == "remote" and place != "tpu":
+        continue  # refused by name
       mesh = {"sp": 2, "tp": 2} if name == "hybrid" else {"sp": 2}
       found[name] = dense_call(mechanism, dtype, dict(
           arguments, metadata=metadata_of(place, mesh, ring=ring)))
@@ -241,7 +243,7 @@ class PrecisionTest(parameterized.TestCase):
       with jax.default_matmul_precision(configured):
         program = jax.make_jaxpr(MODES[mode](call.function))(call.operands)
         products = list(products_of(program.jaxpr, platform))
-      if table.TABLE[mechanism, place].run not in (*CUDNN, flash.gpu):
+      if dtype == "float32":  # products of 16 bits on GPUs have primitives of their own
         self.assertNotEmpty(products, name)
       yield from ((name, product) for product in products)
 
