@@ -18,8 +18,8 @@ from jax._src.cudnn import fused_attention_stablehlo as jax_cudnn
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
-from attn_core import (Heads, OperationMetadata, PagesMetadata, PagesV1, PagesV2, PagesV3, RingConfig,
-                       attention, caches, table)
+from attn_core import (Heads, OperationMetadata, PagesMetadata, PagesV1, PagesV2, PagesV3,
+                       RingConfig, attention, caches, table)
 from attn_core.caches import pages
 from attn_core.mechanisms import flash, sdpa
 from attn_core_test import sampling
