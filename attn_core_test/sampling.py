@@ -45,6 +45,10 @@ SHARDS = {
     "gpu_suite_test": 1, "benchmark_test": 1, "pages_test": 1, "readme_test": 1,
     "distributed_test": 1}
 
+# These start next, in this order, and the others at last, so that none runs alone in the end.
+LONG = ("tpu_memory_test", "gpu_split_kv_test", "static_gpu_test", "tpu_schedule_test",
+        "gpu_odd_lengths_test", "typing_test", "loss_scaling_test", "tpu_versions_test")
+
 VARIABLE = "ATTN_CORE_SLOW"  # "K/N" in the environment: the slow tests of this rotation run
 SKIPPED = "slow: `python3 -m attn_core_test --slow` runs it"
 
