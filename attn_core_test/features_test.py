@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which features each argument of a call needs: its own, and no other."""
+"""Features that each argument of a call needs: its own, and no other."""
 
 import inspect
 
@@ -73,7 +73,8 @@ NEEDS = {
     "cache": ({"cache_view": cache_of("float32"), "mode": "__prefill__", "causal": True},
               "causal cache segments positions"),
     "cache_metadata": ({"cache_view": cache_of("float32"), "mode": "__prefill__",
-                        "cache_metadata": CacheMetadata(np.int32([1, 2]))}, "cache segments positions"),
+                        "cache_metadata": CacheMetadata(np.int32([1, 2]))},
+                       "cache segments positions"),
     "quantized": ({"cache_view": cache_of("int8"), "mode": "__prefill__"},
                   "cache segments positions quantized"),
     "zigzag": ({"metadata": ring("zigzag")}, "sequence_layout"),

@@ -32,8 +32,10 @@ class PagesTest(parameterized.TestCase):
 
   def test_slots_are_those_by_hand(self):
     self.assertEqual(pages.slots(METADATA, 4, 11).tolist(), SLOTS)
-    used = METADATA._replace(num_requests=np.array([2], np.int32))
-    self.assertEqual(pages.slots(used, 4, 11).tolist(), SLOTS[:2] + [-1] * 9)
+    for field, number in (("num_requests", [2]), ("num_requests", 2), ("distribution", [0, 0, 2]),
+                          ("distribution", [0, 1, 2]), ("distribution", [2, 2, 2])):
+      used = METADATA._replace(**{field: np.array(number, np.int32)})
+      self.assertEqual(pages.slots(used, 4, 11).tolist(), SLOTS[:2] + [-1] * 9)
     single = METADATA._replace(query_start_loc=None, context_lens=np.array([5, 1, 8], np.int32),
                                page_tables=np.abs(TABLES))
     self.assertEqual(pages.slots(single, 4, 3).tolist(), [4, 28, 27])

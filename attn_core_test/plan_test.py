@@ -24,7 +24,7 @@ from attn_core import (BlockSizes, OperationMetadata, RingConfig, Shapes, masks,
                        plan_context_parallel, ring_attention)
 from attn_core.masks import block_map, mask as mask_lib
 from attn_core.plan import __main__ as command, context_parallel, peaks, work
-from attn_core.sharding import token_order
+from attn_core.sharding import placement, token_order
 from attn_core.sharding.context_parallel import Sequence
 from attn_core.types import RING_VARIANTS
 
@@ -181,6 +181,20 @@ class VisitsTest(parameterized.TestCase):
       for layout in ("zigzag", "striped"):
         self.assertBetween(prediction(plan, variant, layout).imbalance, 1.0, 1.02)
     self.assertEqual(prediction(plan, "ulysses").imbalance, 1.0)
+
+  @parameterized.parameters((8, 2, 2), (8, 2, 4), (6, 3, 2), (12, 4, 6), (12, 4, 3), (4, 1, 4))
+  def test_other_axes_of_the_mesh_divide_rows_and_heads(self, heads, key_heads, parts):
+    """A device has the key heads that its query heads read, whether or not all can be divided."""
+    shapes = SHAPES._replace(heads=heads, key_heads=key_heads)
+    query, key = (2, T, heads, D), (2, T, key_heads, D)
+    mesh = AbstractMesh((2, parts, 4), ("dp", "tp", "sp"))
+    rules = OperationMetadata(mesh=mesh).get_shardings("__train__")
+    one, other = placement.local_shapes(placement.place(rules, mesh, query, key, ("sp",)), query, key)
+    local = shapes._replace(batch=one[0], heads=one[2], key_heads=other[2])
+    self.assertEqual((local.batch, local.heads), (1, heads // parts))
+    found = plan_context_parallel(shapes, masks.causal(), mesh, "v5e")
+    want = plan_context_parallel(local, masks.causal(), AbstractMesh((4,), ("sp",)), "v5e")
+    self.assertEqual(found, want)
 
 
 TOY = peaks.Device(1000.0, 1.0, 10.0, True, 8, 5.0, ("toy",))
