@@ -116,6 +116,17 @@ class UpdateTest(parameterized.TestCase):
     flagged = jax.jit(lambda cache: window.to_dense(cache, 9))(ring)
     np.testing.assert_array_equal(flagged.overflow, [False, False, True])
 
+  def test_conversions_keep_the_padding_before_a_row(self):
+    starts, counts = jnp.array([1, 3, 8], jnp.int32), [4, 3, S]
+    full, ring = (filled(m, n, counts)._replace(starts=starts) for m, n in KINDS.values())
+    made, back = window.from_dense(full, 5), window.to_dense(ring, S)
+    wanted = {(0, 1), (0, 2), (0, 3), (2, 8), (2, 9), (2, 10)}
+    for found in map(live, (window.view(made), dense.view(back), dense.view(full))):
+      self.assertEqual(found, live(window.view(ring)))
+      self.assertEqual(set(found), wanted)
+    for x in (made, back):
+      equal((x.starts, x.lengths), (starts, np.array(counts)))
+
   def test_a_cache_of_the_other_kind_is_refused(self):
     full, ring, new = filled(dense, S, [1, 2, 3]), filled(window, S, [1, 2, 3]), tokens(1)
     for call in (lambda: dense.append(ring, *new), lambda: dense.view(ring),

@@ -77,6 +77,8 @@ class CompileTest(absltest.TestCase):
     found = {}
     for one in static_gpu.measure(gpu_report.PROGRAMS, [x.label for x in group]):
       found.setdefault(one.program, []).append(one)
+    # The forward of a backward is the second of this kernel in its process.
+    self.assertEqual([len(found[x.label]) for x in group], [1, 1, 3])
     results = gpu_report.results_of(group, found)
     self.assertEqual([len(result.kernels) for result in results], [1, 1, 2])
     for result in results:

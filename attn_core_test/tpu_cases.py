@@ -9,11 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import BlockSizes, MaskInfo, OperationMetadata, attention, masks
+from attn_core.benchmark.static import profile
 from attn_core.masks import dropout
 from attn_core.references import oracle
 from attn_core.types import AttentionSpec, MaskOperands, Operands
+from attn_core_test import sampling
 
 TPU = OperationMetadata(platform="tpu")
+PRECISIONS = ("highest", "default", "high", "bfloat16", "float32", "tensorfloat32")
 BLOCKS = BlockSizes(128, 128, 128, 128)
 IDS = np.repeat(np.array([[0, 1, 2, -1], [5, 5, 6, 7]], np.int32), 75, 1)
 DENSE = np.random.default_rng(0).random((2, 4, 260, 260)) < 0.5
@@ -21,6 +24,13 @@ DENSE[:, :, 7] = False  # a query that sees no key
 KEY = np.array([3, 4], np.uint32)
 BACKWARDS = np.tile(np.arange(200, dtype=np.int32)[::-1], (2, 1))
 LENGTHS = masks.lengths(np.array([150, 200], np.int32), np.array([0, 190], np.int32))
+
+
+def compiled_for(name):
+  """Returns (chip, `jax.default_matmul_precision`) to compile a case for; rotations take turns."""
+  number = sampling.number_of(name) + (sampling.ROTATION.index if sampling.ROTATION else 0)
+  chips = tuple(profile.CHIPS)
+  return chips[number % len(chips)], PRECISIONS[number // len(chips) % len(PRECISIONS)]
 
 
 def predicate(batch, head, query, key):
@@ -54,9 +64,16 @@ class Case(NamedTuple):
                          for name, shape in self.floats.items()}}
 
   def call(self, arrays):
-    output = attention(**arrays, **self.arguments, mechanism="flash_attn2", metadata=TPU,
+    output = attention(**{**self.arguments, **arrays}, mechanism="flash_attn2", metadata=TPU,
                        block_sizes=self.blocks, return_lse=True)
     return output.attention_outputs, output.lse
+
+  def shapes_of_rows(self, rows):
+    """Returns the shapes of `arrays` and of mask arguments for this number of batch rows."""
+    widen = lambda x: jax.ShapeDtypeStruct(
+        (rows, *x.shape[1:]) if x.shape[0] == self.B > 1 else x.shape, x.dtype)
+    given = {name: x for name, x in self.arguments.items() if name in ("mask", "mask_info")}
+    return jax.eval_shape(self._replace(B=rows).arrays), jax.tree.map(widen, given)
 
   def oracle(self, arrays):
     a = self.arguments

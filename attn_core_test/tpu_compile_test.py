@@ -17,11 +17,10 @@ from attn_core import OperationMetadata, attention
 from attn_core.benchmark.static import profile as static_profile
 from attn_core.kernels.tpu.flash import tiling
 from attn_core_test import sampling
-from attn_core_test.tpu_cases import CASES, Case
+from attn_core_test.tpu_cases import CASES, Case, compiled_for
 
 KINDS = {"full": {"causal": False}, "causal": {"causal": True},
          "window": {"sliding_window": (511, 0)}}
-PRECISIONS = ("highest", "default", "high", "bfloat16", "float32", "tensorfloat32")
 WIDTHS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
 
 
@@ -46,13 +45,14 @@ def compiled():
 @unittest.skipIf(static_profile.missing(), f"nothing to compile with: {static_profile.missing()}")
 class CompileTest(parameterized.TestCase):
 
-  def compile(self, chip, case):
+  def compile(self, chip, case, rows=None):
+    """Compiles values and gradients of a case, or of one like it with many batch rows."""
     placement = SingleDeviceSharding(static_profile.devices(chip)[0])
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placement),
-        jax.eval_shape(case.arrays))
-    def both(arrays):
-      out, pull = jax.vjp(case.call, arrays)
+        (jax.eval_shape(case.arrays), {}) if rows is None else case.shapes_of_rows(rows))
+    def both(arrays, masks):
+      out, pull = jax.vjp(lambda arrays: case.call({**arrays, **masks}), arrays)
       return pull(out)
     limits: list[int] = []
     def vmem_limit(*arguments, **keywords):
@@ -61,7 +61,7 @@ class CompileTest(parameterized.TestCase):
       return limit(*arguments, **keywords)
     limit = tiling.vmem_limit
     with mock.patch.object(tiling, "vmem_limit", vmem_limit):
-      text = jax.jit(both).trace(shapes).lower(lowering_platforms=("tpu",)).compile().as_text()
+      text = jax.jit(both).trace(*shapes).lower(lowering_platforms=("tpu",)).compile().as_text()
     # The forward in both forms, and the backward.
     kernels = 3 if case.dtype in tiling.NAIVE_DTYPES else 2
     self.assertEqual(text.count('custom_call_target="tpu_custom_call"'), kernels)
@@ -82,15 +82,16 @@ class CompileTest(parameterized.TestCase):
     self.compile(chip, Case(KINDS["causal"], T=tiling.LONG_KEYS, D=128, dtype="bfloat16",
                             blocks=None))
 
-  @parameterized.named_parameters((name, name) for name in CASES)
-  def test_features(self, name):
+  @parameterized.named_parameters(
+      *((name, name) for name in CASES), ("segments_512_rows", "segments", 512),
+      *((f"{name}_512_rows", name, 512) for name in CASES
+        if name != "segments" and sampling.chosen(f"{name} 512 rows")))
+  def test_features(self, name, rows=None):
     """Compiles what is interpreted elsewhere, in rotation for every chip and configuration."""
-    number = sampling.number_of(name) + (sampling.ROTATION.index if sampling.ROTATION else 0)
-    chip = tuple(static_profile.CHIPS)[number % len(static_profile.CHIPS)]
-    precision = PRECISIONS[number // len(static_profile.CHIPS) % len(PRECISIONS)]
+    chip, precision = compiled_for(name)
     # The kernels use 32 bits all the same.
     with jax.enable_x64(True), jax.default_matmul_precision(precision):
-      self.compile(chip, CASES[name])
+      self.compile(chip, CASES[name], rows)
 
   @parameterized.parameters(
       *sampling.with_slow((("v5e", None), ("v5p", True), ("v5e", False)),

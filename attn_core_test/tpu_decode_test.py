@@ -19,7 +19,8 @@ import numpy as np
 from attn_core import OperationMetadata, attention
 from attn_core.benchmark.static import profile as static_profile
 from attn_core.caches import dense, quantize
-from attn_core_test import decode_cases, sampling
+from attn_core.types import cdiv
+from attn_core_test import decode_cases, sampling, tpu_cases
 from attn_core_test.decode_cases import Case
 from attn_core_test.tpu_interpret import counted, interpreted
 
@@ -120,19 +121,36 @@ class InterpretTest(parameterized.TestCase):
 @unittest.skipIf(static_profile.missing(), f"nothing to compile with: {static_profile.missing()}")
 class CompileTest(parameterized.TestCase):
 
-  def compiled(self, chip, shape, dtype, held=None, tokens=2):
-    key_heads, group, width = shape
+  def compile(self, chip, attend, *shapes):
     place = SingleDeviceSharding(static_profile.devices(chip)[0])
-    placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
-    cache = jax.tree.map(placed, jax.eval_shape(lambda: dense.init(
-        8, 4096, (key_heads, width), dtype=held or dtype)))
-    query = placed(jax.ShapeDtypeStruct((8, tokens, key_heads * group, width), dtype))
-    attend = lambda query, cache: attention(query, None, None, cache_view=cache, metadata=TPU,
-                                            **decode_cases.MODE).attention_outputs
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes)
     with jax.enable_x64(True):  # the kernels use 32 bits all the same
-      found = jax.jit(attend).trace(query, cache).lower(lowering_platforms=("tpu",)).compile()
+      found = jax.jit(attend).trace(*shapes).lower(lowering_platforms=("tpu",)).compile()
     self.assertEqual(found.as_text().count('custom_call_target="tpu_custom_call"'), 1)
     return found
+
+  def compiled(self, chip, shape, dtype, held=None, tokens=2):
+    key_heads, group, width = shape
+    cache = jax.eval_shape(lambda: dense.init(
+        8, 4096, (key_heads, width), dtype=held or dtype))
+    query = jax.ShapeDtypeStruct((8, tokens, key_heads * group, width), dtype)
+    attend = lambda query, cache: attention(query, None, None, cache_view=cache, metadata=TPU,
+                                            **decode_cases.MODE).attention_outputs
+    return self.compile(chip, attend, query, cache)
+
+  @parameterized.parameters(*sampling.with_slow([("lengths_starts_window_sinks", 512)],
+                                                *itertools.product(ROWS, (1, 512))))
+  def test_interpreted_rows(self, name, rows):
+    """Compiles what is interpreted above, in rotation for every chip and configuration."""
+    case, dtype, held, _ = ROWS[name]
+    repeated = cdiv(rows, len(case.lengths))
+    case = case._replace(lengths=case.lengths * repeated,
+                         starts=case.starts and case.starts * repeated)
+    with jax.enable_x64(False):
+      operands, cache = jax.eval_shape(lambda: setup(case, dtype, held)[:2])
+    chip, precision = tpu_cases.compiled_for(f"{name} {rows}")
+    with jax.default_matmul_precision(precision):
+      self.compile(chip, lambda *a: decoded(case, *a), operands, cache)
 
   @parameterized.named_parameters(
       ("one_head", "v5e", (1, 1, 64), "bfloat16", None, 1),

@@ -14,14 +14,15 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 import numpy as np
 
 from attn_core import (BlockSizes, Heads, OperationMetadata, PagedOptions, PagesMetadata, PagesV1,
                        PagesV2, PagesV3, attention, explain, ragged_page_attention_v2)
 from attn_core.benchmark.static import profile as static_profile
 from attn_core.caches import pages, quantize
-from attn_core_test import sampling
+from attn_core.types import cdiv
+from attn_core_test import sampling, tpu_cases
 from attn_core_test.paged_cases import Case
 from attn_core_test.tpu_interpret import counted, interpreted
 
@@ -230,6 +231,24 @@ class ChoiceTest(parameterized.TestCase):
 
 @unittest.skipIf(static_profile.missing(), f"nothing to compile with: {static_profile.missing()}")
 class CompileTest(parameterized.TestCase):
+
+  @parameterized.parameters(*sampling.with_slow([("ragged", 512)],
+                                                *itertools.product(ROWS, (1, 512))))
+  def test_interpreted_rows(self, name, requests):
+    """Compiles what is interpreted above, in rotation for every chip and configuration."""
+    row = ROWS[name]
+    repeated = cdiv(requests, len(row.case.lengths))
+    case = row.case._replace(lengths=row.case.lengths * repeated,
+                             queries=row.case.queries * repeated)
+    chip, precision = tpu_cases.compiled_for(f"{name} {requests}")
+    place = SingleDeviceSharding(static_profile.devices(chip)[0])
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+                          jax.eval_shape(lambda: setup(row._replace(case=case))[0]))
+    with jax.default_matmul_precision(precision):
+      text = jax.jit(lambda *a: run(row, *a)).trace(*shapes).lower(
+          lowering_platforms=("tpu",)).compile().as_text()
+    kernels = 2 if case.distribution is not None else 1  # those of one query by one of their own
+    self.assertEqual(text.count('custom_call_target="tpu_custom_call"'), kernels)
 
   def text(self, chip, shape, dtype, tokens, check_vma=False):
     """Returns the text of forward and backward, compiled inside the caller's shard_map."""

@@ -29,7 +29,7 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import numpy as np
 
 from attn_core import (BlockSizes, MaskInfo, OperationMetadata, RingConfig, attention, explain,
@@ -38,7 +38,7 @@ from attn_core.benchmark.static import profile as static_profile
 from attn_core.kernels.common.contract import RemoteCopy
 from attn_core.kernels.tpu.flash import remote_copy
 from attn_core.sharding import context_parallel, token_order
-from attn_core_test import ring_cases, sampling
+from attn_core_test import ring_cases, sampling, tpu_cases
 from attn_core_test.ring_cases import numbers
 
 # Before jax 0.11 the interpreter hangs with more devices.
@@ -371,6 +371,27 @@ class CompiledTest(parameterized.TestCase):
   @parameterized.parameters("v5e", "v5p", "v6e")
   def test_a_ring_without_collectives(self, chip):
     self.assertEqual(self.steps(chip, causal=False), ["tpu_custom_call"] * 4)
+
+  @sampling.slow_parameters(*((name,) for name, (_, fields) in EVERYTHING.items()
+                              if fields.get("devices") != 8 or "variant" in fields))
+  def test_interpreted_cases(self, name):
+    """Compiles what is interpreted above, in rotation for every chip and configuration."""
+    case, fields = EVERYTHING[name]
+    chip, precision = tpu_cases.compiled_for(name)
+    metadata = metadata_of(**fields)
+    axes = metadata.mesh.axis_names
+    mesh = Mesh(np.array(static_profile.devices(chip)[:4]).reshape((-1, 2)[:len(axes)]), axes)
+    run = case().run(metadata.replace(mesh=mesh), mesh.size)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(
+        x.shape, x.dtype, sharding=NamedSharding(mesh, P())), case().floats)
+    def both(arrays):
+      out, pull = jax.vjp(run, arrays)
+      return pull(out)
+    with (mock.patch.object(ring_cases, "BLOCKS", BlockSizes()),
+          jax.default_matmul_precision(precision)):
+      text = jax.jit(both).trace(shapes).lower(lowering_platforms=("tpu",)).compile().as_text()
+    # Forward and backward of several ring steps; loops hold one step.
+    self.assertGreaterEqual(text.count('custom_call_target="tpu_custom_call"'), 4)
 
   @sampling.slow_parameters(*itertools.product(
       ("v5e", "v5p", "v6e"), ("float32", "bfloat16"), ({}, {"sliding_window": (200, 0)})))
