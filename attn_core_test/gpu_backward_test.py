@@ -86,7 +86,8 @@ class InterpretTest(parameterized.TestCase):
         return sum(x.sum() for x in parts)
       return jax.grad(loss)
     found = interpret(gradient(run), arrays)
-    expected = jax.jit(gradient(reference))({key: x.astype(jnp.float32) for key, x in arrays.items()})
+    wide = {key: x.astype(jnp.float32) for key, x in arrays.items()}
+    expected = jax.jit(gradient(reference))(wide)
     self.compare(found, expected, "bfloat16")
 
   @parameterized.parameters("width_128_group_float16", "group_of_shared_keys")

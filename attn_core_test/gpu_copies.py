@@ -78,8 +78,8 @@ def alignment(array: ir.Value) -> int:
     start, = gpu_lowered.offsets(made)
     if isinstance(start, int):
       return math.gcd(found, start * size)
-    # Else it begins where its array does.
-    return found if start.owner.operation.operands[0] == made.operands[0] else 1
+    of = gpu_lowered.maker(start)  # where another view of the same memory begins
+    return alignment(of.operands[0]) if of and of.name == "memref.extract_strided_metadata" else 1
   strides, _ = ir.MemRefType(made.operands[0].type).get_strides_and_offset()
   return math.gcd(found, *(_divisor(start) * stride * size
                            for start, stride in zip(gpu_lowered.offsets(made), strides)))

@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Checks GPU kernels, lowered for CUDA, for faults that neither interpret mode nor compilers show."""
+"""Checks GPU kernels, lowered for CUDA, for faults that only hardware would show."""
 
 import functools
 from typing import Any, Callable

@@ -32,8 +32,9 @@ class Instruction(NamedTuple):
   targets: tuple[int, ...]  # places of the labels that it names
 
 
-# Register -> the least number of groups that were completed since a product that uses it began.
-State = dict[int, int]
+# (register, whether a running product adds to it, else reads it) -> the least number of groups that
+# were completed since.
+State = dict[tuple[int, bool], int]
 
 
 def parse(code: str) -> list[Instruction]:
@@ -105,10 +106,10 @@ def _executed(instruction: Instruction, state: State) -> tuple[State, str]:
   text = instruction.text
   if product := product_registers(text):
     sums, operand = product
-    # Products in a row add to the same registers; everything else waits.
-    left = {x for x in state if x not in sums} & operand
-    fault = f"an operand R{min(left)} of a running product" if left else ""
-    state = {**state, **dict.fromkeys(sums | operand, 0)}
+    # Products in a row add to the same registers, and may read the same.
+    both = {x for x, added in state if x in (operand if added else sums)}
+    new = [(x, True) for x in sums] + [(x, False) for x in operand]
+    state, fault = {**state, **dict.fromkeys(new, 0)}, _named(both)
     if re.search(r"\bgsb\d", text):
       state = {x: min(n + 1, _OLDEST) for x, n in state.items()}
     return state, fault
@@ -118,8 +119,11 @@ def _executed(instruction: Instruction, state: State) -> tuple[State, str]:
     return state, ""
   if text.startswith("EXIT"):
     return state, "an end while products run" if state else ""
-  both = used_registers(text) & state.keys() if state else None
-  return state, f"R{min(both)} of a running product" if both else ""
+  return state, _named(used_registers(text) & {x for x, _ in state}) if state else ""
+
+
+def _named(registers: set[int]) -> str:
+  return f"R{min(registers)} of a running product" if registers else ""
 
 
 def product_registers(text: str) -> tuple[set[int], set[int]] | None:

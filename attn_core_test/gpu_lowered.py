@@ -17,7 +17,6 @@ import jax
 from jax._src.interpreters import mlir
 from jax._src.lib.mlir import ir, passmanager
 
-SCHEDULE = "builtin.module(mosaic_gpu-serde{serialize=false},canonicalize,cse)"
 # Kinds of operations, by their names in the versions of jax or by their assembly. The first counts.
 KINDS = {
     "load": r"cp\.async\.bulk\.tensor\.(?:\dd\.)?shared",
@@ -37,6 +36,9 @@ _SAME = ("arith.index_cast", "arith.index_castui", "arith.extui", "arith.extsi",
 _COMPUTED = {"arith.addi": operator.add, "arith.subi": operator.sub, "arith.muli": operator.mul,
              "arith.divui": operator.floordiv, "arith.remui": operator.mod,
              "arith.shrui": operator.rshift, "arith.andi": operator.and_}
+# What divides both operands divides the result.
+_MIXED = ("arith.addi", "arith.subi", "arith.remsi", "arith.remui", "arith.minsi", "arith.maxsi",
+          "arith.minui", "arith.maxui")
 # In the order of MLIR: the signed ones, and again for numbers without a sign.
 _COMPARED = ("eq", "ne", "lt", "le", "gt", "ge", "lt", "le", "gt", "ge")
 
@@ -60,11 +62,13 @@ def kernels(run: Callable[..., Any], arguments: tuple) -> list[ir.Module]:
 
 
 def parsed(module: str | bytes) -> ir.Module:
-  """Reads a kernel's module, as text or bytecode, and folds its constants."""
+  """Reads a kernel's module, as text or as bytecode for XLA, and folds its constants."""
   context = mlir.make_ir_context()
   context.allow_unregistered_dialects = True
   found = ir.Module.parse(module, context=context)
-  passmanager.PassManager.parse(SCHEDULE, context).run(found.operation)
+  read = "mosaic_gpu-serde{serialize=false}," if isinstance(module, bytes) else ""
+  passmanager.PassManager.parse(
+      f"builtin.module({read}canonicalize,cse)", context).run(found.operation)
   return found
 
 
@@ -158,6 +162,8 @@ def number(value: ir.Value, warpgroup: int | None = None, threads: int = 128) ->
     return of(1 if made.name == "nvvm.shfl.sync" else 0)
   if made.name in _COMPUTED or made.name == "arith.cmpi":
     left, right = of(0), of(1)
+    if made.name in ("arith.andi", "arith.muli") and 0 in (left, right):
+      return 0
     if left is None or right is None:
       return None
     if made.name == "arith.cmpi":
@@ -177,20 +183,17 @@ def divisor(value: ir.Value) -> int:
     if loop.operation.name == "scf.for" and value == value.owner.arguments[0]:
       return math.gcd(divisor(loop.operands[0]), divisor(loop.operands[2]))
     return 1
-  of = [divisor(x) for x in made.operands]
+  of = lambda index: divisor(made.operands[index])
   if made.name in _SAME:
-    return of[1 if made.name == "nvvm.shfl.sync" else 0]
+    return of(1 if made.name == "nvvm.shfl.sync" else 0)
   if made.name == "arith.muli":
-    return of[0] * of[1]
-  if made.name in ("arith.addi", "arith.subi", "arith.remsi", "arith.remui"):
-    return math.gcd(of[0], of[1])
-  if made.name in ("arith.minsi", "arith.maxsi", "arith.minui", "arith.maxui"):
-    return math.gcd(of[0], of[1])
+    return of(0) * of(1)
+  if made.name in _MIXED:
+    return math.gcd(of(0), of(1))
   if made.name == "arith.select":
-    return math.gcd(of[1], of[2])
+    return math.gcd(of(1), of(2))
   if made.name == "arith.shli":
-    shift = number(made.operands[1])
-    return of[0] if shift is None else of[0] << shift
+    return of(0) << (number(made.operands[1]) or 0)
   return 1
 
 

@@ -10,7 +10,7 @@ from absl.testing import parameterized
 from attn_core.benchmark.static import gpu as static_gpu
 from attn_core.benchmark.static.gpu import Kernel
 from attn_core.kernels.gpu.split_kv import kernel as split_kv
-from attn_core_test import gpu_cases
+from attn_core_test import gpu_cases, gpu_hazards
 
 PROGRAMS_OF_A_PROCESS = 40
 # The 65,536 registers of a multiprocessor, shared by the threads of what runs there at once.
@@ -59,9 +59,11 @@ class CompileTestCase(parameterized.TestCase):
             shared_memory: int | None = None) -> None:
     """Checks that a kernel compiled well and needs at most these resources; None: any.
 
-    Without spills, its registers suffice; serialized products would wait for each other.
+    Without spills, its registers suffice; serialized products would wait for each other. Its code
+    has no hazards; see gpu_hazards.
     """
     self.assertIsInstance(kernel, Kernel, kernel)
+    self.assertEmpty(gpu_hazards.faults(kernel.code, kernel.registers, kernel.threads))
     self.assertEqual(kernel.spills, 0)
     self.assertFalse(kernel.serialized)
     if registers is not None:
