@@ -12,7 +12,7 @@ import numpy as np
 
 from attn_core import Heads, PagesMetadata, PagesV1, PagesV2, PagesV3
 from attn_core.caches import dense, pages, quantize, window
-from attn_core.caches.paged import allocator, request_groups
+from attn_core.caches.paged import allocator, ops, request_groups
 
 LAYOUTS = (PagesV1, PagesV2, PagesV3)
 HEADS = Heads(3, 5, 5)
@@ -138,6 +138,29 @@ class PagesTest(parameterized.TestCase):
       self.assertTrue((np.abs(back - x) <= tolerance).all())
       self.assertGreater(np.abs(back - x).max(), 0)
 
+  @parameterized.parameters(("int8", 127, 0), ("float8_e4m3fn", 448, np.nan))
+  def test_one_scale_for_all_rounds_and_clips(self, dtype, most, of_nan):
+    """Numbers beyond the range of the dtype become its largest, not its NaN or another sign."""
+    x = np.float32([0, 1, 2.5, -3.5, most + 1, -most - 1, 1e30, -1e30, np.inf, -np.inf, np.nan])
+    nearest = x[:4] if "float" in dtype else [0, 1, 2, -4]
+    found = ops.store(jnp.asarray(x * 0.5), dtype, jnp.float32(0.5))
+    np.testing.assert_array_equal(found.astype(jnp.float32),
+                                  [*nearest, *[most, -most] * 3, of_nan])
+
+  @parameterized.parameters(*LAYOUTS)
+  def test_pages_outside_of_the_pool_and_unused_rows_are_empty(self, layout):
+    held = [x[None].repeat(4, 0) for x in tokens(8)]
+    for absent in (-1, -2**31, 8, 2**31 - 1):
+      metadata = PagesMetadata(np.int32([[absent, 2], [3, absent], [0, 7], [4, 5]]),
+                               np.int32([8, 8, 8, 8]), num_requests=np.int32(3))
+      cache = pages.from_dense(pages.init(layout, 8, 4, HEADS, jnp.float32), *held, metadata)
+      live = np.zeros((4, 8), bool)
+      live[0, 4:] = live[1, :4] = live[2] = True
+      for found, x in zip(pages.to_dense(cache, metadata, HEADS), held):
+        np.testing.assert_array_equal(found, np.where(live[..., None, None], x, 0))
+      unused = pages.read(cache, np.int32([1, 4, 5, 6]), HEADS, jnp.float32)
+      self.assertFalse(any(x.any() for x in unused))
+
   @parameterized.parameters(*LAYOUTS)
   def test_append_is_in_place_and_scans(self, layout):
     cache = pages.init(layout, 512, 4, HEADS, jnp.float32)
@@ -168,10 +191,12 @@ class PagesTest(parameterized.TestCase):
                          jnp.asarray(SLOTS))
       np.testing.assert_array_equal(mapped.pages[row], one.pages)
 
-  @parameterized.parameters(*LAYOUTS)
-  def test_copies_pages(self, layout):
+  @parameterized.parameters(*[(x, "float32") for x in LAYOUTS], (PagesV1, "int8"),
+                            (PagesV2, "int8"))
+  def test_copies_pages(self, layout, dtype):
     key, value = tokens()
-    cache = pages.append(pages.init(layout, 8, 4, HEADS, jnp.float32), key, value,
+    scales = "token" if dtype == "int8" else None
+    cache = pages.append(pages.init(layout, 8, 4, HEADS, dtype, scales), key, value,
                          jnp.asarray(SLOTS))
     # 8 and -1 are outside; -1 does not mean the last page.
     copied = pages.copy_pages(cache, jnp.array([0, 6, 1]), jnp.array([5, 8, -1]))

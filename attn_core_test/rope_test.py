@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core.rope.frequencies import (ROPE_TYPES, Rope, attention_factor, check_rope,
-                                        inverse_frequencies, position_axes, rope_from_dict)
+                                        inverse_frequencies, position_axes, rope_from_dict,
+                                        rotary_width)
 from attn_core.rope.rope import apply_complex_rotary, apply_rotary, rotary, rotary_table
 from attn_core_test import optional_deps
 
@@ -137,6 +138,21 @@ class FrequenciesTest(parameterized.TestCase):
       ramp = (i - low) / (high - low if high != low else 0.001)
       share = min(max(ramp, 0), 1)
       np.testing.assert_allclose(found, plain * (1 - share) + plain / factor * share, rtol=1e-6)
+
+  def test_every_fraction_of_a_head(self):
+    """A factor n / width rotates n dimensions, however the quotient is rounded."""
+    for width in range(2, 130):
+      for n in range(2, width + 1, 2):
+        self.assertEqual(rotary_width(Rope(partial_rotary_factor=n / width), width), n)
+
+  @parameterized.parameters(("yarn", "yarn"), ("yarn", "deepseek_yarn"), ("longrope", "longrope"))
+  def test_a_factor_that_is_left_out_is_the_ratio_of_the_lengths(self, case, rope_type):
+    given, left_out = (read(case, rope_type=rope_type, factor=factor) for factor in (4.0, None))
+    self.assertEqual(attention_factor(left_out), attention_factor(given))
+    self.assertGreater(attention_factor(left_out), 1.1)
+    for length in (None, 65):
+      np.testing.assert_array_equal(*(inverse_frequencies(x, 16, length)
+                                      for x in (left_out, given)))
 
   def test_deepseek_yarn(self):
     """Checks by hand: factor 40, mscale 1 and 0.5: (0.1 ln 40 + 1) / (0.05 ln 40 + 1)."""

@@ -8,13 +8,14 @@ derivative raise an error when they are differentiated. A mask that is a band wi
 to JAX by its parameters, so that cuDNN needs no memory for it; any other is a boolean array.
 """
 
+import contextlib
 import functools
 from typing import Any, Callable, Literal, NamedTuple, NoReturn, Sequence
 
 import jax
 import jax.numpy as jnp
 
-from attn_core.kernels.common import dense_operands, nonfinite
+from attn_core.kernels.common import dense_operands, matmul_precision, nonfinite
 from attn_core.masks import banded as banded_lib, materialize
 from attn_core.sharding import shard_map
 from attn_core.types import AttentionOutput, AttentionSpec, Call, Operands
@@ -69,9 +70,10 @@ def _local(implementation: _BackEnd, call: Call, operands: Operands) -> Attentio
     arrays, masking = _for_cudnn(arrays, masking)
   # Its overloads do not describe flags that are not literals.
   attend: Callable[..., Any] = jax.nn.dot_product_attention
-  result = attend(
-      *arrays, **masking.arguments, scale=spec.softmax_scale, implementation=implementation,
-      return_residual=call.return_lse)
+  with _precision(operands.query.dtype):
+    result = attend(
+        *arrays, **masking.arguments, scale=spec.softmax_scale, implementation=implementation,
+        return_residual=call.return_lse)
   out, lse = result if call.return_lse else (result, None)
   lse = None if lse is None else _not_differentiable(
       lse.transpose(0, 2, 1), operands.query, operands.key, operands.bias)
@@ -83,6 +85,12 @@ def _local(implementation: _BackEnd, call: Call, operands: Operands) -> Attentio
     out = jnp.where(_rows(masking.empty), 0, out)
     lse = None if lse is None else jnp.where(masking.empty, -jnp.inf, lse)
   return AttentionOutput(out, lse=lse)
+
+
+def _precision(dtype: jnp.dtype) -> contextlib.AbstractContextManager[Any]:
+  """Sets the precision of JAX's function, which has no argument for it."""
+  exact = matmul_precision.resolve(dtype, None) == jax.lax.Precision.HIGHEST
+  return jax.default_matmul_precision("highest") if exact else contextlib.nullcontext()
 
 
 def _rows(x: jax.Array) -> jax.Array:

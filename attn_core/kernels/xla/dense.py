@@ -9,7 +9,8 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
-from attn_core.kernels.common import dense_operands, nonfinite, online_softmax
+from attn_core.kernels.common import (dense_operands, matmul_precision, nonfinite,
+                                      online_softmax)
 from attn_core.masks import dropout, materialize
 from attn_core.types import AttentionOutput, AttentionSpec, Operands
 
@@ -33,7 +34,8 @@ def attend(operands: Operands, spec: AttentionSpec) -> AttentionOutput:
   finite = jnp.repeat(finite[..., 0].transpose(0, 2, 1), heads // key_heads, 1)  # [B, H, S]
   # The query heads of a key head become more rows: one plain product per key head.
   rows = query.transpose(0, 2, 1, 3).reshape(batch, key_heads, -1, query.shape[3])
-  logits = jnp.einsum("bkrd,bskd->bkrs", rows, key, precision=spec.precision,
+  precision = matmul_precision.resolve(query.dtype, spec.precision)
+  logits = jnp.einsum("bkrd,bskd->bkrs", rows, key, precision=precision,
                       preferred_element_type=spec.softmax_dtype).reshape(shape)
   logits = logits * jnp.asarray(spec.softmax_scale, logits.dtype)
   if spec.logits_soft_cap is not None:
@@ -53,7 +55,7 @@ def attend(operands: Operands, spec: AttentionSpec) -> AttentionOutput:
     weights = jnp.where(keep, weights * dropout.kept_scale(spec.dropout_prob), 0)
   # Dividing the output instead of the weights saves a pass over all of them.
   rows = weights.astype(value.dtype).reshape(batch, key_heads, -1, keys)
-  outputs = jnp.einsum("bkrs,bske->bkre", rows, value, precision=spec.precision,
+  outputs = jnp.einsum("bkrs,bske->bkre", rows, value, precision=precision,
                        preferred_element_type=spec.softmax_dtype)
   outputs = (outputs.reshape(batch, heads, length, -1) / total).transpose(0, 2, 1, 3)
   outputs = outputs.astype(query.dtype)
