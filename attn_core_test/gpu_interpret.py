@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs GPU kernels on the CPU, and checks each as it would run on a GPU.
 
-Interpret mode is no GPU: it clips what a copy would write into the next row, and copies by any
-tensor map. Therefore `interpret` lowers every program for CUDA, too; see gpu_faults.
+Interpret mode clips what a copy would write into the next row, and copies by any tensor map.
+Therefore `interpret` lowers every program for CUDA, too; see gpu_faults.
 """
 
 import contextlib

@@ -167,7 +167,7 @@ def _steps(region: ir.Region) -> tuple[_Step, ...]:
 
 
 class _Walk:
-  """What one warpgroup executes, in order; loops are gone through several times."""
+  """Lists what one warpgroup executes, in order; loops are gone through several times."""
 
   def __init__(self, launch: Launch, steps: tuple[_Step, ...], warpgroup: int):
     self._threads, self._warpgroup = launch.block[0], warpgroup

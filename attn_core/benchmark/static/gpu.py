@@ -80,7 +80,7 @@ class Kernel(NamedTuple):
   threads: int = 0  # of a thread block
   code: str = ""  # in the format of nvdisasm
 
-  def numbers(self) -> dict[str, Any]:
+  def numbers(self) -> dict[str, object]:
     """Returns the fields except `code`."""
     return {name: value for name, value in self._asdict().items() if name != "code"}
 
