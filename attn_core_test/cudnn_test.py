@@ -6,6 +6,7 @@ Programs are lowered for CUDA and read, with JAX's queries of the machine mocked
 of the same path through jax.nn, computed by XLA.
 """
 
+import itertools
 import json
 import re
 from unittest import mock
@@ -278,6 +279,14 @@ class RefusalTest(parameterized.TestCase):
     forward = lambda q, k, v: attention(q, k, v, mechanism="cudnn", metadata=metadata(),
                                         query_offset=0, **arguments).attention_outputs
     self.assertLen(calls(lower(forward, *arrays(S=95))), 1)
+
+  def test_differentiable_for_even_numbers_of_queries_and_keys_only(self):
+    for queries, keys in itertools.product((T, T - 1), (T, T - 1)):
+      explanation = explain(*arrays(T=queries, S=keys), mechanism="flash_attn2", causal=False,
+                            metadata=metadata("8.0"))
+      verdicts = {verdict.mechanism: verdict for verdict in explanation.verdicts}
+      even = queries % 2 == keys % 2 == 0
+      self.assertEqual(verdicts["flash_attn2"].kernel, "sdpa.cudnn" if even else "flash.xla")
 
   def test_a_gpu_of_another_vendor(self):
     x = arrays()
