@@ -328,6 +328,21 @@ class ValuesTest(parameterized.TestCase):
       for x, y in zip(jax.tree.leaves(both(got)(query, *other)), wanted, strict=True):
         np.testing.assert_allclose(x, y, atol=2e-5)
 
+  def test_a_nan_reaches_exactly_the_queries_of_a_window_that_see_it(self):
+    rng = np.random.default_rng(0)
+    query, key, value = (jnp.asarray(rng.normal(size=(1, 9, heads, 8)), jnp.float32)
+                         for heads in (4, 2, 2))
+    number = np.arange(9)
+    for left in (0, 3, 8):
+      run = jax.jit(lambda *x, left=left: attention(
+          *x, mechanism="sdpa", sliding_window=(left, 0)).attention_outputs)
+      for n in range(9):
+        out = run(query, key.at[0, n, 1, 2].set(jnp.nan), value)[0]
+        expected = np.zeros((9, 4), bool)
+        expected[:, 2:] = ((number >= n) & (number <= n + left))[:, None]
+        np.testing.assert_array_equal(np.isnan(out).all(-1), expected)
+        np.testing.assert_array_equal(np.isnan(out).any(-1), expected)
+
   @parameterized.product(
       low=((-np.inf, 1), (np.finfo(np.float32).min, 1), (-1e6, 3)),
       mask=(masks.causal(), masks.causal() & masks.window(3, 0), masks.causal() | masks.prefix(1)))

@@ -104,6 +104,18 @@ class MeaningTest(parameterized.TestCase):
       jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5),
                    everything(BlockSizes(block_q, 4)), expected)
 
+  def test_derivatives_by_keys_or_values_alone(self):
+    case = Case((9, 5), (1, 1), rest=0)
+    query, *stored = (jnp.nan_to_num(x) for x in case.arrays()[:3])
+    metadata = case.metadata(single=True)
+    loss = lambda key, value: jnp.sin(
+        page_attention(query, PagesV1(key, value), metadata).attention_outputs).sum()
+    both, *alone = jax.jit(lambda *x: (
+        jax.grad(loss, (0, 1))(*x), jax.grad(loss, 0)(*x), jax.grad(loss, 1)(*x)))(*stored)
+    for x, y in zip(alone, both, strict=True):
+      self.assertTrue(np.any(y))
+      np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
+
   def test_a_nan_reaches_only_queries_that_see_it(self):
     case = Case((8, 9), (8, 9), rest=0)
     query, cache, metadata = plain(case)
