@@ -127,7 +127,8 @@ def attention(
       pages `PagesMetadata`.
     normalize_output: False: the output is sum(exp(logits) * value), not divided by the softmax's
       denominator.
-    precision: `jax.lax.PrecisionLike` of both products.
+    precision: `jax.lax.PrecisionLike` of both products; None: operands of 32 and 64 bits are
+      multiplied as such on every platform, whatever `jax.default_matmul_precision` says.
     compute_dtype: dtype that query, key and value are cast to; None: their own, or the metadata's
       runtime_dtype where that has 16 bits.
     block_sizes: `BlockSizes` (tokens); never changes the meaning.

@@ -202,7 +202,7 @@ def blockwise_attn(
     key_chunk_size: keys per block (tokens).
     dtype: dtype of the products.
     policy: remat policy or its name; False or None: none.
-    precision: `jax.lax.PrecisionLike` of the products.
+    precision: `jax.lax.PrecisionLike` of the products; see `attention`.
     float32_logits: softmax in float32; False: in `dtype`.
     prevent_cse: as in `jax.checkpoint`.
 

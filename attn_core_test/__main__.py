@@ -3,20 +3,22 @@
 """Runs the tests of this package: `python3 -m attn_core_test [pattern ...] [--slow] [--jobs JOBS]`.
 
 Every `*_test.py` module runs in separate processes, because some set JAX flags, such as the number
-of virtual devices, when they are imported. Modules listed in sampling.SHARDS are divided into
-pieces, each of which runs every n-th test. Without patterns the tests that `sampling` tags as slow
-are left out; `--slow` runs them too, and `--slow --rotation K/N` the K-th of N parts of them. A
-module given by name runs whole, except for slow cases. All processes share a cache of compiled
-programs, which is removed at the end. A piece prints one line when it is done, and its whole output
-if a test failed, else the lines that begin with MARK. The last line is `N passed, M failed, K
-skipped`; the exit status is 0 only if tests ran and none failed.
+of virtual devices, when they are imported; `loaded` starts them. Modules listed in sampling.SHARDS
+are divided into pieces, each of which runs every n-th test. Without patterns the tests that
+`sampling` tags as slow are left out; `--slow` runs them too, and `--slow --rotation K/N` the K-th
+of N parts of them. A module given by name runs whole, except for slow cases. All processes share a
+cache of compiled programs, which is removed at the end. A piece prints one line when it is done,
+and its whole output if a test failed, else the lines that begin with MARK. The last line is `N
+passed, M failed, K skipped`; the exit status is 0 only if tests ran and none failed.
 """
 
 import argparse
 import concurrent.futures
 import fnmatch
+import json
 import os
 import pathlib
+import queue
 import re
 import subprocess
 import sys
@@ -99,34 +101,66 @@ def count(output: str) -> dict[str, int]:
   return counts
 
 
-def run(piece: Piece, compiled: str, rotation: sampling.Rotation | None, whole: bool) -> Outcome:
+class Starters:
+  """Processes of `loaded`, which start all others; made when needed, ended with the context."""
+
+  def __init__(self, compiled: str, rotation: sampling.Rotation | None):
+    """Prepares the environment of all pieces.
+
+    Args:
+      compiled: folder for what JAX compiles; one that the environment names is used instead, and
+        outlives this program.
+      rotation: which slow tests run; None: none.
+    """
+    self._folder = pathlib.Path(compiled)
+    self._environment = {"JAX_COMPILATION_CACHE_DIR": compiled,
+                         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+                         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0", **os.environ,
+                         sampling.VARIABLE: "" if rotation is None else str(rotation)}
+    self._idle: queue.SimpleQueue[subprocess.Popen] = queue.SimpleQueue()
+
+  def __enter__(self) -> "Starters":
+    return self
+
+  def __exit__(self, *_) -> None:
+    while not self._idle.empty():
+      self._idle.get().communicate()
+
+  def run(self, program: list[str], environment: dict[str, str]) -> tuple[int, str]:
+    """Returns (exit status, output) of `python3 -m PROGRAM` with additions to the environment."""
+    try:
+      process = self._idle.get_nowait()
+    except queue.Empty:
+      process = subprocess.Popen(
+          [sys.executable, "-m", f"{FOLDER.name}.loaded"], cwd=FOLDER.parent,
+          env=self._environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin and process.stdout
+    with tempfile.NamedTemporaryFile(dir=self._folder, prefix="output_") as output:
+      request = {"program": program, "environment": environment, "output": output.name}
+      print(json.dumps(request), file=process.stdin, flush=True)
+      status = int(process.stdout.readline())
+      self._idle.put(process)
+      return status, output.read().decode(errors="replace")
+
+
+def run(piece: Piece, starters: Starters, whole: bool) -> Outcome:
   """Runs one piece to its end.
 
   Args:
     piece: the module and which of its tests.
-    compiled: folder for what JAX compiles, for all pieces; one that the environment names is used
-      instead, and outlives this program.
-    rotation: which slow tests run; None: none.
+    starters: start it.
     whole: run tests that are slow because of sampling.QUICK.
   """
-  environment = {"JAX_COMPILATION_CACHE_DIR": compiled,
-                 "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-                 "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0", **os.environ}
-  environment[sampling.VARIABLE] = "" if rotation is None else str(rotation)
-  if piece.total > 1:
-    environment.update(TEST_TOTAL_SHARDS=str(piece.total), TEST_SHARD_INDEX=str(piece.index))
+  shard = {"TEST_TOTAL_SHARDS": str(piece.total), "TEST_SHARD_INDEX": str(piece.index)}
   program = [f"{FOLDER.name}.{piece.module}"] if whole else [
       f"{FOLDER.name}.run_module", piece.module]
   start = time.monotonic()
-  process = subprocess.run(
-      [sys.executable, "-m", *program], cwd=FOLDER.parent, env=environment,
-      stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
-      text=True, errors="replace")
+  status, output = starters.run(program, shard if piece.total > 1 else {})
   seconds = time.monotonic() - start
-  counts = count(process.stdout)
-  output, failed = process.stdout, counts["FAILED"]
-  if process.returncode not in (0, 5):  # 5: no test ran, which is right for a small share
-    output += f"(exit status {process.returncode})\n"
+  counts = count(output)
+  failed = counts["FAILED"]
+  if status not in (0, 5):  # 5: no test ran, which is right for a small share
+    output += f"(exit status {status})\n"
     failed = max(failed, 1)
   elif sum(counts.values()) == 0 and piece.total == 1:
     output += "(no test ran)\n"
@@ -152,9 +186,9 @@ def main() -> int:
 
   start = time.monotonic()
   outcomes = {}
-  with (tempfile.TemporaryDirectory() as compiled,
+  with (tempfile.TemporaryDirectory() as compiled, Starters(compiled, rotation) as starters,
         concurrent.futures.ThreadPoolExecutor(max(1, arguments.jobs)) as executor):
-    futures = {executor.submit(run, piece, compiled, rotation, bool(arguments.patterns)): piece
+    futures = {executor.submit(run, piece, starters, bool(arguments.patterns)): piece
                for piece in pieces}
     for future in concurrent.futures.as_completed(futures):
       piece, outcome = futures[future], future.result()

@@ -132,15 +132,18 @@ class StepTest(parameterized.TestCase):
   def test_a_window_cache_refuses_masks_by_the_order_of_keys(self):
     query, key, value = (x[:, :4] for x in model())
     cache = window.init(B, 9, HEADS, dtype=jnp.float32)
-    run = functools.partial(attention, query, key, value, mode="__prefill__", cache_view=cache,
-                            sliding_window=WINDOW)
-    dense_mask = np.ones((B, 1, 1, 9), bool)
-    for arguments in (dict(mask=dense_mask), dict(mask=masks.causal() & masks.dense(dense_mask)),
-                      dict(mask=masks.lengths(None, np.full(B, 3))),
-                      dict(mask_info=MaskInfo(attention_mask=dense_mask))):
+    def run(**arguments):
+      jax.eval_shape(lambda: attention(query, key, value, mode="__prefill__", cache_view=cache,
+                                       sliding_window=WINDOW, **arguments).attention_outputs)
+    forms = lambda x: (dict(mask=x), dict(mask=masks.causal() & masks.dense(x)),
+                       dict(mask=~masks.dense(x)), dict(mask_info=MaskInfo(attention_mask=x)))
+    for arguments in (*forms(np.ones((B, 1, 1, 9), bool)), *forms(np.ones((1, 1, 4, 9), bool)),
+                      dict(mask=masks.lengths(None, np.full(B, 3)))):
       with self.assertRaisesRegex(ValueError, "with a WindowCache; expected a mask by positions"):
         run(**arguments)
-    run(mask=masks.prefix(2))
+    for arguments in (*forms(np.ones((B, 1, 4, 1), bool)), dict(mask=masks.prefix(2)),
+                      dict(mask=masks.lengths(np.full(B, 3)))):
+      run(**arguments)
 
   def test_a_ring_of_another_size_is_refused(self):
     rings = [filled(window, slots, (6,)) for slots in (8, 4)]

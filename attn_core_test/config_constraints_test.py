@@ -80,11 +80,13 @@ class ShardingsTest(parameterized.TestCase):
 
   def test_partition_rules(self):
     parameters = {"embed": jnp.ones((6, 4)), "layers": [{"q": {"kernel": jnp.ones((4, 3)),
-                                                               "scale": jnp.ones(())}}]}
-    rules = (("embed", P("tp", None)), (r"layers/\d+/q/kernel", P("dp", "tp")), (".*", P()))
+                                                               "scale": jnp.ones(()),
+                                                               "one": jnp.ones((1, 1))}}]}
+    rules = (("embed", P("tp", None)), (r"\d+/q/ker", P("dp", "tp")), ("scale|one", P("tp")),
+             (".*", P()))
     specs, drops = match_partition_rules(rules, parameters)
     self.assertEqual(specs, {"embed": P("tp", None), "layers": [{"q": {
-        "kernel": P("dp", "tp"), "scale": P()}}]})
+        "kernel": P("dp", "tp"), "scale": P(), "one": P()}}]})  # one element is not sharded
     self.assertEmpty(drops)
     specs, drops = match_partition_rules(rules, parameters, self.mesh)
     self.assertEqual(specs["layers"][0]["q"]["kernel"], P("dp", None))

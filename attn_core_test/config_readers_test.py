@@ -171,6 +171,14 @@ PUBLISHED = {
 
 class ReadersTest(parameterized.TestCase):
 
+  def test_deepseek_scales_the_softmax_only_with_a_longer_rope(self):
+    given = {"factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+             "original_max_position_embeddings": 4096}
+    scale = lambda kind: from_dict({"model_type": "deepseek_v3", "rope_scaling": {
+        **given, "rope_type": kind}}).softmax_scale
+    self.assertIsNone(scale("default"))
+    self.assertAlmostEqual(scale("yarn"), 192**-0.5 * 1.3688879454113936**2)
+
   @parameterized.parameters(*PUBLISHED)
   def test_published(self, name):
     data, meaning = PUBLISHED[name]

@@ -165,7 +165,7 @@ class MergeTest(parameterized.TestCase):
     self.assertEqual(config.head_dim, 96)
     self.assertEqual(extras_of(config), {"rotary": "yes", "sizes": [1, {"a": 2}]})
     config = attach_custom_arguments(config, rotary="no")
-    self.assertEqual(extras_of(config)["rotary"], "no")
+    self.assertEqual(extras_of(config), {"rotary": "no", "sizes": [1, {"a": 2}]})
     self.assertEqual(from_dict(to_dict(config)), config)
     with self.assertRaisesRegex(ValueError, "attach_custom_arguments: f is not JSON"):
       attach_custom_arguments(config, f=len)

@@ -15,7 +15,6 @@ import functools
 
 from absl.testing import absltest
 from absl.testing import parameterized
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -23,8 +22,9 @@ from attn_core import (BlockSizes, PagedOptions, PagesV1, PagesV2, masks,
                        ragged_page_attention_v2)
 from attn_core.caches import pages, quantize
 from attn_core.kernels.gpu.split_kv import decode, kernel as split_kv
-from attn_core_test import gpu_cases, paged_cases, sampling
+from attn_core_test import gpu_cases, gpu_interpret, paged_cases, sampling
 from attn_core_test.gpu_cases import Case
+from attn_core_test.gpu_interpret import interpret
 
 BLOCKS = BlockSizes(block_kv=128)  # two blocks of keys a split
 WINDOW = (100, 0)
@@ -49,8 +49,8 @@ DECODED = {
 
 def run_pages(query, cache, metadata):
   """Returns (out [T, H, E], lse [T, H]) in float32."""
-  run = jax.jit(functools.partial(ragged_page_attention_v2, options=OPTIONS))
-  output = jax.block_until_ready(run(query, cache, metadata))
+  run = functools.partial(ragged_page_attention_v2, options=OPTIONS)
+  output = interpret(run, query, cache, metadata)
   return np.float32(output.attention_outputs), np.float32(output.lse).T
 
 
@@ -82,7 +82,7 @@ class BlockMapTest(absltest.TestCase):
     self.assertEqual(np.asarray(found.indices)[0, 0, 0, :3].tolist(), [3, 0, 2])
 
 
-@gpu_cases.interprets
+@gpu_interpret.interprets
 class InterpretTest(parameterized.TestCase):
 
   @sampling.slow("a scale of NaN in pages on a GPU")
@@ -92,8 +92,7 @@ class InterpretTest(parameterized.TestCase):
     stored = [pages.store(x, "int8", scale) for x, scale in zip((key, value), scales)]
     cache = pages.convert(PagesV1(*stored, scales[0], jnp.float32(np.nan)), PagesV2)
     metadata = SHORT.metadata()._replace(context_lens=SHORT_LENGTHS)
-    with gpu_cases.interpreted():
-      out, lse = run_pages(query, cache, metadata)
+    out, lse = run_pages(query, cache, metadata)
     np.testing.assert_array_equal(out[SHORT_EMPTY], 0)
     np.testing.assert_array_equal(lse[SHORT_EMPTY], -np.inf)
     self.assertTrue(np.isnan(out[~SHORT_EMPTY]).all())
@@ -110,8 +109,7 @@ class InterpretTest(parameterized.TestCase):
     # The third is so long that its window is behind its table: it attends to nothing.
     metadata = metadata._replace(context_lens=np.array([256, 256, 700], np.int32))
     out[2], lse[:, 2] = 0, -np.inf
-    with gpu_cases.interpreted():
-      found = run_pages(query, pages.convert(PagesV1(key, value), PagesV2), metadata)
+    found = run_pages(query, pages.convert(PagesV1(key, value), PagesV2), metadata)
     compare(found, (out, lse.T))
 
   @parameterized.named_parameters((name, name) for name in sampling.names(DECODED, ("by_head",)))
@@ -125,9 +123,7 @@ class InterpretTest(parameterized.TestCase):
     operands = operands._replace(key=operands.key.at[0, 200, 0, 3].set(-np.inf))
     heads = [h for h in range(case.H) if name == "plain" or (200 + h) % 3]
     out[0, :, heads] = lse[0, heads] = np.nan
-    run = jax.jit(lambda x: tuple(decode.forward(x, case.full_spec, case.blocks)))
-    with gpu_cases.interpreted():
-      found = jax.block_until_ready(run(operands))
+    found = interpret(lambda x: tuple(decode.forward(x, case.full_spec, case.blocks)), operands)
     compare(found, (out, lse))
 
 

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bad calls of attention over pages: each is refused by a message that names the argument."""
 
+import itertools
+
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
@@ -86,6 +88,20 @@ class BadInputTest(parameterized.TestCase):
         numbers(wrong)[0].throw()
     with self.assertRaisesRegex(Exception, "(?s)cache_metadata.page_tables"):
       checked(self.cache, NUMBERS["page_past_the_pool"][0](self.metadata))[0].throw()
+
+  def test_every_distribution_and_number_of_requests(self):
+    metadata = PagesMetadata(np.int32([[0], [1], [2]]), np.int32([1, 1, 1]), np.int32([0, 1, 2, 3]))
+    def accepted(**fields):
+      try:
+        validate.check(self.cache, metadata._replace(**fields), 3)
+      except ValueError:
+        return False
+      return True
+    for numbers in itertools.product(range(-1, 5), repeat=3):
+      rises = numbers == tuple(sorted(numbers)) and numbers[0] >= 0 and numbers[2] <= 3
+      self.assertEqual(accepted(distribution=np.int32(numbers)), rises, numbers)
+    for number in range(-1, 5):
+      self.assertEqual(accepted(num_requests=np.int32(number)), 0 <= number <= 3, number)
 
   def test_full_pages_may_be_shared(self):
     shared = entry(1, 0, (2, 0))(self.metadata)  # the first page of the third request

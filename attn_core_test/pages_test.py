@@ -12,7 +12,7 @@ import numpy as np
 
 from attn_core import Heads, PagesMetadata, PagesV1, PagesV2, PagesV3
 from attn_core.caches import dense, pages, quantize, window
-from attn_core.caches.paged import allocator, request_groups
+from attn_core.caches.paged import allocator, layouts, ops, request_groups
 
 LAYOUTS = (PagesV1, PagesV2, PagesV3)
 HEADS = Heads(3, 5, 5)
@@ -32,11 +32,24 @@ class PagesTest(parameterized.TestCase):
 
   def test_slots_are_those_by_hand(self):
     self.assertEqual(pages.slots(METADATA, 4, 11).tolist(), SLOTS)
-    used = METADATA._replace(num_requests=np.array([2], np.int32))
-    self.assertEqual(pages.slots(used, 4, 11).tolist(), SLOTS[:2] + [-1] * 9)
+    for field, number in (("num_requests", [2]), ("num_requests", 2), ("distribution", [0, 0, 2]),
+                          ("distribution", [0, 1, 2]), ("distribution", [2, 2, 2])):
+      used = METADATA._replace(**{field: np.array(number, np.int32)})
+      self.assertEqual(pages.slots(used, 4, 11).tolist(), SLOTS[:2] + [-1] * 9)
     single = METADATA._replace(query_start_loc=None, context_lens=np.array([5, 1, 8], np.int32),
                                page_tables=np.abs(TABLES))
     self.assertEqual(pages.slots(single, 4, 3).tolist(), [4, 28, 27])
+
+  def test_rows_that_are_not_used_have_no_queries(self):
+    starts = lambda **fields: np.asarray(
+        layouts.query_starts(METADATA._replace(**fields))).tolist()
+    self.assertEqual(starts(), [0, 2, 2, 10])
+    self.assertEqual(starts(query_start_loc=None), [0, 1, 2, 3])
+    for used, wanted, single in ((0, [0] * 4, [0] * 4), (1, [0, 2, 2, 2], [0, 1, 1, 1]),
+                                 (2, [0, 2, 2, 2], [0, 1, 2, 2]), (3, [0, 2, 2, 10], [0, 1, 2, 3])):
+      for fields in ({"num_requests": np.int32(used)}, {"distribution": np.int32([0, 0, used])}):
+        self.assertEqual(starts(**fields), wanted)
+        self.assertEqual(starts(query_start_loc=None, **fields), single)
 
   def test_tokens_without_a_page_are_not_written(self):
     """Checks under jit, where a length beyond the table raises no error: 3 pages have 12 slots."""
@@ -138,6 +151,29 @@ class PagesTest(parameterized.TestCase):
       self.assertTrue((np.abs(back - x) <= tolerance).all())
       self.assertGreater(np.abs(back - x).max(), 0)
 
+  @parameterized.parameters(("int8", 127, 0), ("float8_e4m3fn", 448, np.nan))
+  def test_one_scale_for_all_rounds_and_clips(self, dtype, most, of_nan):
+    """Numbers beyond the range of the dtype become its largest, not its NaN or another sign."""
+    x = np.float32([0, 1, 2.5, -3.5, most + 1, -most - 1, 1e30, -1e30, np.inf, -np.inf, np.nan])
+    nearest = x[:4] if "float" in dtype else [0, 1, 2, -4]
+    found = ops.store(jnp.asarray(x * 0.5), dtype, jnp.float32(0.5))
+    np.testing.assert_array_equal(found.astype(jnp.float32),
+                                  [*nearest, *[most, -most] * 3, of_nan])
+
+  @parameterized.parameters(*LAYOUTS)
+  def test_pages_outside_of_the_pool_and_unused_rows_are_empty(self, layout):
+    held = [x[None].repeat(4, 0) for x in tokens(8)]
+    for absent in (-1, -2**31, 8, 2**31 - 1):
+      metadata = PagesMetadata(np.int32([[absent, 2], [3, absent], [0, 7], [4, 5]]),
+                               np.int32([8, 8, 8, 8]), num_requests=np.int32(3))
+      cache = pages.from_dense(pages.init(layout, 8, 4, HEADS, jnp.float32), *held, metadata)
+      live = np.zeros((4, 8), bool)
+      live[0, 4:] = live[1, :4] = live[2] = True
+      for found, x in zip(pages.to_dense(cache, metadata, HEADS), held):
+        np.testing.assert_array_equal(found, np.where(live[..., None, None], x, 0))
+      unused = pages.read(cache, np.int32([1, 4, 5, 6]), HEADS, jnp.float32)
+      self.assertFalse(any(x.any() for x in unused))
+
   @parameterized.parameters(*LAYOUTS)
   def test_append_is_in_place_and_scans(self, layout):
     cache = pages.init(layout, 512, 4, HEADS, jnp.float32)
@@ -168,10 +204,12 @@ class PagesTest(parameterized.TestCase):
                          jnp.asarray(SLOTS))
       np.testing.assert_array_equal(mapped.pages[row], one.pages)
 
-  @parameterized.parameters(*LAYOUTS)
-  def test_copies_pages(self, layout):
+  @parameterized.parameters(*[(x, "float32") for x in LAYOUTS], (PagesV1, "int8"),
+                            (PagesV2, "int8"))
+  def test_copies_pages(self, layout, dtype):
     key, value = tokens()
-    cache = pages.append(pages.init(layout, 8, 4, HEADS, jnp.float32), key, value,
+    scales = "token" if dtype == "int8" else None
+    cache = pages.append(pages.init(layout, 8, 4, HEADS, dtype, scales), key, value,
                          jnp.asarray(SLOTS))
     # 8 and -1 are outside; -1 does not mean the last page.
     copied = pages.copy_pages(cache, jnp.array([0, 6, 1]), jnp.array([5, 8, -1]))

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core.rope.frequencies import (ROPE_TYPES, Rope, attention_factor, check_rope,
-                                        inverse_frequencies, position_axes, rope_from_dict)
+                                        inverse_frequencies, position_axes, rope_from_dict,
+                                        rotary_width)
 from attn_core.rope.rope import apply_complex_rotary, apply_rotary, rotary, rotary_table
 from attn_core_test import optional_deps
 
@@ -137,6 +138,21 @@ class FrequenciesTest(parameterized.TestCase):
       ramp = (i - low) / (high - low if high != low else 0.001)
       share = min(max(ramp, 0), 1)
       np.testing.assert_allclose(found, plain * (1 - share) + plain / factor * share, rtol=1e-6)
+
+  def test_every_fraction_of_a_head(self):
+    """A factor n / width rotates n dimensions, however the quotient is rounded."""
+    for width in range(2, 130):
+      for n in range(2, width + 1, 2):
+        self.assertEqual(rotary_width(Rope(partial_rotary_factor=n / width), width), n)
+
+  @parameterized.parameters(("yarn", "yarn"), ("yarn", "deepseek_yarn"), ("longrope", "longrope"))
+  def test_a_factor_that_is_left_out_is_the_ratio_of_the_lengths(self, case, rope_type):
+    given, left_out = (read(case, rope_type=rope_type, factor=factor) for factor in (4.0, None))
+    self.assertEqual(attention_factor(left_out), attention_factor(given))
+    self.assertGreater(attention_factor(left_out), 1.1)
+    for length in (None, 65):
+      np.testing.assert_array_equal(*(inverse_frequencies(x, 16, length)
+                                      for x in (left_out, given)))
 
   def test_deepseek_yarn(self):
     """Checks by hand: factor 40, mscale 1 and 0.5: (0.1 ln 40 + 1) / (0.05 ln 40 + 1)."""
@@ -365,6 +381,31 @@ class RotationTest(parameterized.TestCase):
     turn = lambda x: apply_rotary(x, *table)
     _, back = jax.vjp(turn, jnp.asarray(self.query))
     np.testing.assert_allclose(back(turn(self.query))[0], self.query, atol=1e-5)
+
+  def test_wider_numbers_are_rotated_in_their_own_precision(self):
+    with jax.enable_x64(True):
+      rng = np.random.default_rng(0)
+      x, angles = rng.normal(size=(1, 5, 2, 8)), rng.normal(size=(5, 4))
+      for interleaved in (False, True):
+        found = apply_rotary(x, np.cos(angles), np.sin(angles), interleaved)
+        want = [[rotated(head, angle, interleaved) for head in token]
+                for token, angle in zip(x[0], angles)]
+        self.assertEqual(found.dtype, "float64")
+        np.testing.assert_allclose(found[0], want, rtol=1e-13, atol=1e-14)
+
+  @parameterized.parameters(("longrope", 64), ("dynamic", 256))
+  def test_the_last_position_of_queries_and_keys_is_the_length(self, case, longest):
+    """Frequencies change with the first position beyond the model's length, of either."""
+    rope, key = read(case), self.key[:1]
+    for last in (longest - 1, longest):
+      few, many = np.int32([[3, 0, 1, 7, 2]]), np.int32([[3, last, 1, 7, 2]])
+      for positions, key_positions in ((few, many), (many, few)):
+        found = rotary(self.query[:1], key, positions, rope, key_positions=key_positions)
+        for x, place, got in zip((self.query[:1], key), (positions, key_positions), found):
+          table = rotary_table(rope, place, 16, last + 1)
+          np.testing.assert_allclose(got, apply_rotary(x, *table), atol=1e-4)
+      self.assertEqual((inverse_frequencies(rope, 16, last + 1)
+                        != inverse_frequencies(rope, 16)).any(), last == longest)
 
   def test_type_none_changes_nothing(self):
     got = rotary(self.query, self.key, self.positions, Rope("none"))

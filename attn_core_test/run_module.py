@@ -6,6 +6,7 @@ Skips tests that `sampling` calls slow and that this run does not select; the mo
 `python3 -m attn_core_test.rope_test`, runs all of its tests.
 """
 
+import gc
 import runpy
 import sys
 
@@ -22,6 +23,7 @@ def main(module: str) -> None:
     return sampling.taken_of(all_names(self, case), f"{module}.{case.__name__}")
 
   absltest.TestLoader.getTestCaseNames = taken_names
+  gc.set_threshold(50_000, 20, 50)  # tracing makes many objects, few of which are in cycles
   runpy.run_module(f"attn_core_test.{module}", run_name="__main__", alter_sys=True)
 
 

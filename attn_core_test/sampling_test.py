@@ -1,14 +1,18 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The tags of slow tests: every test runs in some rotation, on every Python in the same one."""
+"""The tags of slow tests: every test runs in some rotation, on every Python in the same one.
+
+And the processes that run them: each has an environment, an output and an end of its own.
+"""
 
 import pathlib
+import tempfile
 from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
 
-from attn_core_test import __main__ as suite, sampling
+from attn_core_test import __main__ as suite, loaded, sampling
 
 NAMES = [f"test_{n}" for n in range(29)]
 
@@ -51,6 +55,23 @@ class SamplingTest(parameterized.TestCase):
       self.assertTrue(rest, pattern)
       self.assertTrue(any(suite.matches(name, module) for name in modules), pattern)
     self.assertContainsSubset(sampling.SHARDS, modules)
+
+
+class StartersTest(absltest.TestCase):
+
+  def test_processes_do_not_change_each_other(self):
+    self.assertTrue(loaded.LOADED)
+    with tempfile.TemporaryDirectory() as folder, suite.Starters(
+        folder, sampling.Rotation(2, 5)) as starters:
+      run = lambda code, **environment: starters.run(["timeit", "-n1", "-r1", code], environment)
+      status, output = run("import os; os.system('echo $A $B $ATTN_CORE_SLOW'); os.abort()", A="1")
+      self.assertEqual((status, output.split("\n")[0]), (-6, "1 2/5"))
+      status, output = run("import os; print(os.environ.get('A'), os.environ['B'])", B="2")
+      self.assertEqual((status, output.split("\n")[0]), (0, "None 2"))
+      self.assertEqual(run("import os; os._exit(3)")[0], 3)
+      status, output = starters.run(["attn_core_test.no_such_module"], {})
+      self.assertEqual(status, 1)
+      self.assertIn("No module named attn_core_test.no_such_module", output)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from attn_core.kernels.common import matmul_precision
 from attn_core.kernels.common.contract import BackwardResiduals, Residuals
 from attn_core.types import Operands
 
@@ -34,8 +35,16 @@ def compute_delta(residuals: BackwardResiduals, cotangents: Residuals,
   """
   if residuals.out is None:  # cotangents.lse includes it
     return -cotangents.lse
-  return jnp.einsum("bthe,bthe->bht", cotangents.out, residuals.out,
-                    preferred_element_type=dtype) - cotangents.lse
+  return row_sums("bthe,bthe->bht", cotangents.out, residuals.out, dtype) - cotangents.lse
+
+
+def row_sums(formula: str, d_out: jax.Array, out: jax.Array, dtype: DTypeLike) -> jax.Array:
+  """Returns sums of d_out * out over the width, as exact as these are.
+
+  No `precision` applies: this is neither of the two products, and its time is that of reading.
+  """
+  return jnp.einsum(formula, d_out, out, preferred_element_type=dtype,
+                    precision=matmul_precision.resolve(out.dtype, None))
 
 
 def finite_lse(lse: jax.Array) -> jax.Array:

@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The precision of a kernel's products, which does not depend on jax.default_matmul_precision."""
+"""The precision of products, which does not depend on jax.default_matmul_precision."""
 
 import jax
 from jax import lax

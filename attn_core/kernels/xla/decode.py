@@ -22,7 +22,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from attn_core.caches import quantize
-from attn_core.kernels.common import dense_operands, online_softmax
+from attn_core.kernels.common import dense_operands, matmul_precision, online_softmax
 from attn_core.kernels.common.contract import BackwardResiduals, Kernel, Residuals
 from attn_core.kernels.xla import cpu_matvec, flash, tile_ops, tiling
 from attn_core.masks import block_map, tile as tile_lib
@@ -232,7 +232,8 @@ def _scores(block: _Block, rows: jax.Array) -> jax.Array:
   """Returns scores [block_kv, K, num_rows] of rows [K, num_rows, D]."""
   inputs = block.inputs
   def dots(rows: jax.Array) -> jax.Array:
-    return jnp.einsum("krd,ckd->ckr", rows, block.whole("key"), precision=inputs.spec.precision,
+    return jnp.einsum("krd,ckd->ckr", rows, block.whole("key"),
+                      precision=matmul_precision.resolve(rows.dtype, inputs.spec.precision),
                       preferred_element_type=_dtype(inputs))
 
   def summed(rows: jax.Array) -> jax.Array:
@@ -252,7 +253,8 @@ def _weigh(block: _Block, weights: jax.Array) -> jax.Array:
   def dots(weights: jax.Array) -> jax.Array:
     value = block.whole("value")
     return jnp.einsum("ckr,cke->kre", weights.astype(value.dtype), value,
-                      precision=inputs.spec.precision, preferred_element_type=_dtype(inputs))
+                      precision=matmul_precision.resolve(value.dtype, inputs.spec.precision),
+                      preferred_element_type=_dtype(inputs))
 
   def summed(weights: jax.Array) -> jax.Array:
     scale, weights = block.scales("value"), weights.astype(_dtype(inputs))

@@ -9,7 +9,8 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
-from attn_core.kernels.common import dense_operands, nonfinite, online_softmax
+from attn_core.kernels.common import (dense_operands, matmul_precision, nonfinite,
+                                      online_softmax)
 from attn_core.masks import dropout, materialize
 from attn_core.types import AttentionOutput, AttentionSpec, Operands
 
@@ -25,22 +26,24 @@ def attend(operands: Operands, spec: AttentionSpec) -> AttentionOutput:
     outputs [B, T, H, E], weights [B, H, T, S] after dropout, lse [B, H, T].
   """
   dense_operands.assert_operands(operands)
-  query = operands.query
+  query, finite_query = nonfinite.mask_nonfinite_rows(operands.query)
   key, value, finite = nonfinite.mask_nonfinite_pairs(operands.key, operands.value)
   batch, length, heads, _ = query.shape
   keys, key_heads = key.shape[1:3]
   shape = (batch, heads, length, keys)
-  finite = jnp.repeat(finite[..., 0].transpose(0, 2, 1), heads // key_heads, 1)  # [B, H, S]
+  finite = jnp.repeat(finite.transpose(0, 2, 3, 1), heads // key_heads, 1)  # [B, H, 1, S]
+  finite = finite & finite_query.transpose(0, 2, 1, 3)
   # The query heads of a key head become more rows: one plain product per key head.
   rows = query.transpose(0, 2, 1, 3).reshape(batch, key_heads, -1, query.shape[3])
-  logits = jnp.einsum("bkrd,bskd->bkrs", rows, key, precision=spec.precision,
+  precision = matmul_precision.resolve(query.dtype, spec.precision)
+  logits = jnp.einsum("bkrd,bskd->bkrs", rows, key, precision=precision,
                       preferred_element_type=spec.softmax_dtype).reshape(shape)
   logits = logits * jnp.asarray(spec.softmax_scale, logits.dtype)
   if spec.logits_soft_cap is not None:
     logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
   if operands.bias is not None:
     logits = logits + operands.bias.astype(logits.dtype)
-  logits = logits + jnp.where(finite, 0, jnp.nan).astype(logits.dtype)[:, :, None]
+  logits = logits + jnp.where(finite, 0, jnp.nan).astype(logits.dtype)
   visible = materialize.visible(spec.mask, operands.mask, shape)
   logits = jnp.where(visible, logits, -jnp.inf)
 
@@ -53,7 +56,7 @@ def attend(operands: Operands, spec: AttentionSpec) -> AttentionOutput:
     weights = jnp.where(keep, weights * dropout.kept_scale(spec.dropout_prob), 0)
   # Dividing the output instead of the weights saves a pass over all of them.
   rows = weights.astype(value.dtype).reshape(batch, key_heads, -1, keys)
-  outputs = jnp.einsum("bkrs,bske->bkre", rows, value, precision=spec.precision,
+  outputs = jnp.einsum("bkrs,bske->bkre", rows, value, precision=precision,
                        preferred_element_type=spec.softmax_dtype)
   outputs = (outputs.reshape(batch, heads, length, -1) / total).transpose(0, 2, 1, 3)
   outputs = outputs.astype(query.dtype)

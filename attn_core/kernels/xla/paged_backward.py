@@ -19,8 +19,8 @@ import jax.numpy as jnp
 
 from attn_core.caches.paged import layouts
 from attn_core.caches.paged.layouts import Pages
-from attn_core.kernels.common import nonfinite, paged_operands
-from attn_core.kernels.common.backward import finite_lse
+from attn_core.kernels.common import matmul_precision, nonfinite, paged_operands
+from attn_core.kernels.common.backward import finite_lse, row_sums
 from attn_core.kernels.common.contract import Residuals
 from attn_core.kernels.common.paged_operands import BlockedInputs, Index, QueryBlock
 from attn_core.kernels.xla import cpu_math, paged_blocks, tile_ops
@@ -54,8 +54,8 @@ def backward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
   tokens = query.shape[0]
   block_q, block_pages = paged_operands.choose_block_sizes(
       operands, block_sizes, query.shape[1] // heads.key_heads)
-  delta = jnp.einsum("the,the->th", cotangents.out, residuals.out,
-                     preferred_element_type=spec.softmax_dtype)[..., None] - cotangents.lse
+  delta = row_sums("the,the->th", cotangents.out, residuals.out,
+                   spec.softmax_dtype)[..., None] - cotangents.lse
   pages_like = None if cache.key_scales is not None else cache
   sums = varying_axes.initial_carry(query, Cotangents(*jax.tree.map(
       lambda x: jnp.zeros(x.shape, spec.softmax_dtype), (query, pages_like))))
@@ -140,7 +140,8 @@ def dot(inputs: BlockedInputs, left: jax.Array, right: jax.Array,
         axes: tuple[int, int]) -> jax.Array:
   """Returns products of matrices [K, m, n] over an axis of each, in the dtype of the sums."""
   return lax.dot_general(left, right, (((axes[0],), (axes[1],)), ((0,), (0,))),
-                         precision=inputs.spec.precision, preferred_element_type=inputs.dtype)
+                         precision=matmul_precision.resolve(left.dtype, inputs.spec.precision),
+                         preferred_element_type=inputs.dtype)
 
 
 def _add(cache: Pages, ids: jax.Array, key: jax.Array, value: jax.Array) -> Pages:

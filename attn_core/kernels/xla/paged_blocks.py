@@ -16,7 +16,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from attn_core.caches.paged import ops, page_stripes
-from attn_core.kernels.common import paged_operands
+from attn_core.kernels.common import matmul_precision, paged_operands
 from attn_core.kernels.common.paged_operands import BlockedInputs, Index, QueryBlock
 from attn_core.masks import tile
 
@@ -48,7 +48,8 @@ def put_rows(inputs: BlockedInputs, block: QueryBlock, x: jax.Array,
 
 def scores_of(inputs: BlockedInputs, rows: jax.Array, key: jax.Array) -> jax.Array:
   """Returns rows [K, block_rows, D] times keys [K, block_kv, D]: [K, block_rows, block_kv]."""
-  return lax.dot_general(rows, key, (((2,), (2,)), ((0,), (0,))), precision=inputs.spec.precision,
+  return lax.dot_general(rows, key, (((2,), (2,)), ((0,), (0,))),
+                         precision=matmul_precision.resolve(rows.dtype, inputs.spec.precision),
                          preferred_element_type=inputs.dtype)
 
 

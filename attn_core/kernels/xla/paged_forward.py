@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from attn_core.caches.paged import layouts, ops
 from attn_core.caches.paged.layouts import Pages
-from attn_core.kernels.common import nonfinite, online_softmax, paged_operands
+from attn_core.kernels.common import matmul_precision, nonfinite, online_softmax, paged_operands
 from attn_core.kernels.common.contract import Residuals
 from attn_core.kernels.common.paged_operands import BlockedInputs, Index
 from attn_core.kernels.xla import cpu_math, cpu_matvec, paged_blocks, tile_ops
@@ -151,7 +151,8 @@ class _HeadMajor(NamedTuple):
       value = part("value").transpose(1, 0, 2)
       return lax.dot_general(
           cpu_math.narrow(weights, value.dtype), value, (((2,), (1,)), ((0,), (0,))),
-          precision=self.inputs.spec.precision, preferred_element_type=self.inputs.dtype)
+          precision=matmul_precision.resolve(value.dtype, self.inputs.spec.precision),
+          preferred_element_type=self.inputs.dtype)
 
     logits = _logits(self.inputs, scores, seen)
     return online_softmax.update(running, logits, weigh, exp=cpu_math.exp)
@@ -190,8 +191,8 @@ class _TokenMajor(NamedTuple):
     summed = lambda rows: cpu_matvec.scores(rows.astype(_wide(self.inputs)), lambda i: part(
         "key", columns=slice(i, i + cpu_matvec.LANES))).astype(self.inputs.dtype)
     dots = lambda rows: jnp.einsum(
-        "kmd,ckd->ckm", rows, part("key"), precision=self.inputs.spec.precision,
-        preferred_element_type=self.inputs.dtype)
+        "kmd,ckd->ckm", rows, part("key"), preferred_element_type=self.inputs.dtype,
+        precision=matmul_precision.resolve(rows.dtype, self.inputs.spec.precision))
     return lax.platform_dependent(self.rows, cpu=summed, default=dots)
 
   def _weigh(self, weights: jax.Array, part: Callable[..., jax.Array]) -> jax.Array:
@@ -206,6 +207,7 @@ class _TokenMajor(NamedTuple):
       value = part("value")
       return jnp.einsum(
           "ckm,cke->kme", cpu_math.narrow(weights, value.dtype), value,
-          precision=inputs.spec.precision, preferred_element_type=inputs.dtype)
+          precision=matmul_precision.resolve(value.dtype, inputs.spec.precision),
+          preferred_element_type=inputs.dtype)
 
     return lax.platform_dependent(weights, cpu=summed, default=dots)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 import numpy as np
 
-from attn_core.kernels.common import dense_operands, nonfinite
+from attn_core.kernels.common import dense_operands, matmul_precision, nonfinite
 from attn_core.kernels.common.contract import Residuals
 from attn_core.kernels.xla import cpu_math, tiling
 from attn_core.masks import block_map, dropout, mask as mask_lib, tile as tile_lib
@@ -215,7 +215,8 @@ def slice_rows(x: jax.Array, start: Index, length: int) -> jax.Array:
 
 def dot(left: jax.Array, right: jax.Array, inputs: BlockedInputs) -> jax.Array:
   """Returns the matrix products of left [step_heads, m, k] and right [step_heads, k, n]."""
-  return lax.dot_general(left, right, (((2,), (1,)), ((0,), (0,))), precision=inputs.spec.precision,
+  return lax.dot_general(left, right, (((2,), (1,)), ((0,), (0,))),
+                         precision=matmul_precision.resolve(left.dtype, inputs.spec.precision),
                          preferred_element_type=inputs.dtype)
 
 
@@ -230,9 +231,9 @@ def scores_of(inputs: BlockedInputs, rows: jax.Array, keys: jax.Array, *,
     transposed: whether the result is [step_heads, block_kv, block_rows].
   """
   left, right = (keys, rows) if transposed else (rows, keys)
-  scores = lax.dot_general(left, right, (((2,), (2,)), ((0,), (0,))),
-                           precision=inputs.spec.precision, preferred_element_type=inputs.dtype)
-  return scores
+  return lax.dot_general(left, right, (((2,), (2,)), ((0,), (0,))),
+                         precision=matmul_precision.resolve(left.dtype, inputs.spec.precision),
+                         preferred_element_type=inputs.dtype)
 
 
 def logits_of(inputs: BlockedInputs, grid_index: GridIndex, rows: jax.Array, keys: jax.Array,
