@@ -105,6 +105,13 @@ class BasicRopeTest(absltest.TestCase):
     with self.assertRaisesRegex(ValueError, "head_dim: got None"):
       get_basic_inv_frequencies(AttnConfig())
 
+  def test_rotates_the_part_of_a_head_that_is_configured(self):
+    config = AttnConfig(head_dim=192, rope_head_dim=64, max_position_embeddings=9)
+    np.testing.assert_array_equal(get_basic_inv_frequencies(config),
+                                  inverse_frequencies(Rope(), 64))
+    self.assertEqual(get_basic_frequencies(config).shape, (9, 64))
+    self.assertEqual(get_basic_inv_frequencies(config, 32).shape, (16,))
+
   def test_function(self):
     config = AttnConfig(rope=Rope(partial_rotary_factor=0.5))
     x = jax.random.normal(jax.random.key(0), (2, 5, 3, 20))

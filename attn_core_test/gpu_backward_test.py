@@ -24,8 +24,10 @@ from attn_core.kernels.common.contract import Residuals
 from attn_core.kernels.gpu import mosaic
 from attn_core.kernels.gpu.flash import backward, kernel as gpu_flash, tiling
 from attn_core.kernels.xla import flash as xla_flash
-from attn_core_test import gpu_cases, gpu_machine_code, property_cases, sampling
+from attn_core_test import (gpu_cases, gpu_faults, gpu_interpret, gpu_machine_code, property_cases,
+                            sampling)
 from attn_core_test.gpu_cases import Case
+from attn_core_test.gpu_interpret import interpret
 
 KERNEL = gpu_flash.make_kernel(xla_flash.KERNEL)
 
@@ -38,7 +40,7 @@ BIASES = ("batch", "all_but_keys")
 ALIKE = ("causal_odd_length", "window", "placed", "widths_192_128", "width_96_float16", "soft_cap")
 
 
-@gpu_cases.interprets
+@gpu_interpret.interprets
 class InterpretTest(parameterized.TestCase):
 
   def compare(self, found, expected, dtype):
@@ -53,8 +55,7 @@ class InterpretTest(parameterized.TestCase):
     case = gpu_cases.GRADIENTS[name]
     operands = case.operands()
     residuals, cotangents, expected = case.derivatives(operands)
-    with gpu_cases.interpreted():
-      found = jax.block_until_ready(jax.jit(case.backward)(operands, residuals, cotangents))
+    found = interpret(case.backward, operands, residuals, cotangents)
     self.assertEqual(set(found), set(expected))
     self.compare(found, expected, case.dtype)
 
@@ -64,11 +65,11 @@ class InterpretTest(parameterized.TestCase):
     case = gpu_cases.BIASES[name]
     operands = case.operands()
     residuals, cotangents, expected = case.derivatives(operands)
-    with gpu_cases.interpreted():
-      run = jax.jit(lambda *args: case.backward(*args, ("bias",)))
-      found = jax.block_until_ready(run(operands, residuals, cotangents))
-      if name == "all_but_keys":
-        np.testing.assert_array_equal(found["bias"], run(operands, residuals, cotangents)["bias"])
+    run = lambda *args: case.backward(*args, ("bias",))
+    found = interpret(run, operands, residuals, cotangents)
+    if name == "all_but_keys":
+      np.testing.assert_array_equal(
+          found["bias"], interpret(run, operands, residuals, cotangents)["bias"])
     self.assertEqual(found["bias"].dtype, operands.bias.dtype)
     self.compare(found, {"bias": expected["bias"]}, case.dtype)
 
@@ -83,10 +84,10 @@ class InterpretTest(parameterized.TestCase):
         parts = [jnp.where(jnp.isfinite(x), x.astype(jnp.float32), 0) * w
                  for x, w in zip(run(arrays), weights)]
         return sum(x.sum() for x in parts)
-      return jax.jit(jax.grad(loss))
-    with gpu_cases.interpreted():
-      found = jax.block_until_ready(gradient(run)(arrays))
-    expected = gradient(reference)({key: x.astype(jnp.float32) for key, x in arrays.items()})
+      return jax.grad(loss)
+    found = interpret(gradient(run), arrays)
+    wide = {key: x.astype(jnp.float32) for key, x in arrays.items()}
+    expected = jax.jit(gradient(reference))(wide)
     self.compare(found, expected, "bfloat16")
 
   @parameterized.parameters("width_128_group_float16", "group_of_shared_keys")
@@ -94,10 +95,7 @@ class InterpretTest(parameterized.TestCase):
     case = gpu_cases.GRADIENTS[name]
     operands = case.operands()
     residuals, cotangents, _ = case.derivatives(operands)
-    with gpu_cases.interpreted():
-      run = jax.jit(case.backward)
-      first, second = (jax.block_until_ready(run(operands, residuals, cotangents))
-                       for _ in range(2))
+    first, second = (interpret(case.backward, operands, residuals, cotangents) for _ in range(2))
     jax.tree.map(np.testing.assert_array_equal, first, second)
 
   def test_hidden_keys_may_be_nan(self):
@@ -111,9 +109,8 @@ class InterpretTest(parameterized.TestCase):
     cotangents = cotangents._replace(lse=jnp.where(late, 0, cotangents.lse))
     nonfinite = operands._replace(key=operands.key.at[:, 150:].set(jnp.inf),
                                value=operands.value.at[:, 150:].set(jnp.nan))
-    with gpu_cases.interpreted():
-      run = jax.jit(case.backward)
-      found, clean = (run(x, residuals, cotangents) for x in (nonfinite, operands))
+    found, clean = (interpret(case.backward, x, residuals, cotangents)
+                    for x in (nonfinite, operands))
     for name in case.wrt:
       np.testing.assert_array_equal(found[name][:, :150], clean[name][:, :150])
       self.assertTrue((np.asarray(found[name][:, 150:]) == 0).all())
@@ -141,11 +138,11 @@ class LowerTest(parameterized.TestCase):
 
   @parameterized.named_parameters((name, name) for name in gpu_cases.compiled_backward())
   def test_for_cuda(self, name):
-    self.assertEqual(gpu_machine_code.count_kernels(*gpu_cases.backward_programs()[name]), 2)
+    self.assertEqual(gpu_faults.check(*gpu_cases.backward_programs()[name]), 2)
 
   @parameterized.named_parameters((name, name) for name in gpu_cases.bias_programs())
   def test_biases_for_cuda(self, name):
-    self.assertEqual(gpu_machine_code.count_kernels(*gpu_cases.bias_programs()[name]), 1)
+    self.assertEqual(gpu_faults.check(*gpu_cases.bias_programs()[name]), 1)
 
   @parameterized.parameters((1, 4096), (4096, 1), (1, 1))
   def test_a_shared_bias_takes_linear_memory(self, *shape):

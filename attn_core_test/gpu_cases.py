@@ -2,14 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of the GPU kernels: what is compiled for a Hopper, and what is interpreted on the CPU."""
 
-import contextlib
-import io
 import itertools
 from typing import Any, Callable, NamedTuple
-import unittest
 
 import jax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 
@@ -30,20 +26,6 @@ KERNEL = gpu_flash.make_kernel(xla_flash.KERNEL)
 HOPPER = OperationMetadata(platform="gpu", compute_capability="9.0")
 # Of outputs and gradients.
 TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3}
-
-# Decorates tests that interpret kernels.
-interprets = unittest.skipUnless(hasattr(plgpu, "force_gpu_interpret_mode"),
-                                 "jax interprets Mosaic GPU kernels from 0.11 on")
-
-
-@contextlib.contextmanager
-def interpreted():
-  """Runs GPU kernels on the CPU; fails on a detected race, which jax before 0.12 only prints."""
-  printed = io.StringIO()
-  with contextlib.redirect_stdout(printed), plgpu.force_gpu_interpret_mode(
-      plgpu.InterpretGPUParams(detect_races=True)):
-    yield
-  assert "RACE" not in printed.getvalue(), printed.getvalue()
 
 
 def property_call(name: str) -> tuple[property_cases.Case, dict[str, jax.Array], Callable]:

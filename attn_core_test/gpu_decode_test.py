@@ -25,8 +25,9 @@ from attn_core.caches import dense, quantize
 from attn_core.kernels.gpu import mosaic
 from attn_core.kernels.gpu.split_kv import decode, kernel as split_kv, quantized_kv
 from attn_core.types import MaskOperands
-from attn_core_test import gpu_cases, gpu_machine_code, sampling
+from attn_core_test import gpu_cases, gpu_faults, gpu_interpret, gpu_machine_code, sampling
 from attn_core_test.gpu_cases import Case
+from attn_core_test.gpu_interpret import interpret
 
 BLOCKS = BlockSizes(block_kv=128)
 # The cases that differ most; the others are slow.
@@ -72,16 +73,14 @@ CASES = {
 }
 
 
-@gpu_cases.interprets
+@gpu_interpret.interprets
 class InterpretTest(parameterized.TestCase):
 
   @parameterized.named_parameters((name, name) for name in sampling.names(CASES, FEW))
   def test_equals_the_oracle(self, name):
     case = CASES[name]
     operands = case.operands()
-    run = jax.jit(lambda x: tuple(decode.forward(x, case.full_spec, case.blocks)))
-    with gpu_cases.interpreted():
-      found = jax.block_until_ready(run(operands))
+    found = interpret(lambda x: tuple(decode.forward(x, case.full_spec, case.blocks)), operands)
     for what, x, y, tolerance in zip(("out", "lse"), found, case.oracle(operands),
                                      (gpu_cases.TOLERANCE[case.dtype], 1e-5)):
       np.testing.assert_allclose(np.float32(x), y, rtol=0, atol=tolerance, err_msg=what)
@@ -129,24 +128,21 @@ def decoded(rows, query, *cache, metadata=gpu_cases.HOPPER):
   return output.attention_outputs, output.lse
 
 
-@gpu_cases.interprets
+@gpu_interpret.interprets
 class RowsTest(parameterized.TestCase):
 
   def test_a_row_has_the_same_bits_in_every_batch_with_any_hidden_slots(self):
-    run = jax.jit(decoded)
     rows, order = np.arange(4), np.arange(4)[::-1]
-    with gpu_cases.interpreted():
-      whole = jax.block_until_ready(run(rows, *arrays(rows)))
-      # The first key is in a block that its query sees whole.
-      self.same(run, whole, order, arrays(order, np.nan), ((1, 0, 100, 1), (2, 0, 199, 0)))
-      self.same(run, whole, rows[2:3], arrays(rows[2:3], np.inf), ())
+    whole = interpret(decoded, rows, *arrays(rows))
+    # The first key is in a block that its query sees whole.
+    self.same(whole, order, arrays(order, np.nan), ((1, 0, 100, 1), (2, 0, 199, 0)))
+    self.same(whole, rows[2:3], arrays(rows[2:3], np.inf), ())
 
-  def same(self, run, whole, order, given, places):
+  def same(self, whole, order, given, places):
     """Checks that rows have the same bits, but NaN where a query sees NaN.
 
     Args:
-      run: `decoded`.
-      whole: its results for all rows.
+      whole: the results of `decoded` for all rows.
       order: numbers of the given rows.
       given: arrays of these rows.
       places: (array, row, slot, head) of elements to set to NaN.
@@ -154,7 +150,7 @@ class RowsTest(parameterized.TestCase):
     for name, row, slot, head in places:
       at = (list(order).index(row), slot, head, 5)[:given[name].ndim]
       given[name] = given[name].at[at].set(jnp.nan)
-    for x, y in zip(whole, jax.block_until_ready(run(order, *given))):
+    for x, y in zip(whole, interpret(decoded, order, *given)):
       x, y = (np.array(z, np.float32).reshape(len(z), 2, 2, -1) for z in (x, y))
       for _, row, _, head in places:
         x[row, head] = np.nan
@@ -162,16 +158,15 @@ class RowsTest(parameterized.TestCase):
 
   def test_quantized_rows_have_the_same_bits_too(self):
     for dtype in sampling.with_slow(("float8_e4m3fn",), "int8"):
-      run, rows, order = jax.jit(decoded), np.arange(4), np.arange(4)[::-1]
-      with gpu_cases.interpreted():
-        whole = jax.block_until_ready(run(rows, *quantized_arrays(rows, dtype)))
-        for x, y in zip(whole, decoded(rows, *quantized_arrays(rows, dtype), **CPU)):
-          np.testing.assert_allclose(np.float32(x), np.float32(y), atol=1e-2)
-        # The first scale is in a block that its query sees whole.
-        scales = ((4, 0, 100, 1), (3, 2, 64, 0), (4, 2, 64, 1))
-        numbers = ((2, 0, 199, 0), (1, 3, 100, 0)) if dtype != "int8" else ()
-        given = quantized_arrays(order, dtype, with_nan=True)
-        self.same(run, whole, order, given, scales + numbers)
+      rows, order = np.arange(4), np.arange(4)[::-1]
+      whole = interpret(decoded, rows, *quantized_arrays(rows, dtype))
+      for x, y in zip(whole, decoded(rows, *quantized_arrays(rows, dtype), **CPU)):
+        np.testing.assert_allclose(np.float32(x), np.float32(y), atol=1e-2)
+      # The first scale is in a block that its query sees whole.
+      scales = ((4, 0, 100, 1), (3, 2, 64, 0), (4, 2, 64, 1))
+      numbers = ((2, 0, 199, 0), (1, 3, 100, 0)) if dtype != "int8" else ()
+      given = quantized_arrays(order, dtype, with_nan=True)
+      self.same(whole, order, given, scales + numbers)
 
   @sampling.slow("gradients of decoding on a GPU")
   def test_gradients_are_those_of_plain_xla(self):
@@ -179,8 +174,7 @@ class RowsTest(parameterized.TestCase):
       out, lse = decoded(np.arange(1), *arrays, **more)
       return jnp.sin(out.astype(jnp.float32)).sum() + jnp.where(lse > -np.inf, lse, 0).sum()
     given = [x[:1] for x in arrays(np.arange(4))]
-    with gpu_cases.interpreted():
-      found = jax.block_until_ready(jax.jit(jax.grad(loss))(given))
+    found = interpret(jax.grad(loss), given)
     want = jax.grad(lambda x: loss(x, **CPU))(given)
     for x, y in zip(found, want):
       np.testing.assert_allclose(np.float32(x), np.float32(y), atol=2e-2)
@@ -245,7 +239,7 @@ class LowerTest(parameterized.TestCase):
   @parameterized.named_parameters(
       (name, name) for name in sampling.names(gpu_cases.decoded(), FEW))
   def test_for_cuda(self, name):
-    self.assertEqual(gpu_machine_code.count_kernels(*gpu_cases.decode_programs()[name]), 2)
+    self.assertEqual(gpu_faults.check(*gpu_cases.decode_programs()[name]), 2)
 
 
 class CompileTest(gpu_machine_code.CompileTestCase):

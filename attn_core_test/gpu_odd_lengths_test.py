@@ -21,8 +21,9 @@ import numpy as np
 
 from attn_core import masks
 from attn_core.kernels.common.contract import Residuals
-from attn_core_test import gpu_cases, gpu_machine_code, sampling
+from attn_core_test import gpu_cases, gpu_faults, gpu_interpret, sampling
 from attn_core_test.gpu_cases import Case
+from attn_core_test.gpu_interpret import interpret
 from attn_core_test.odd_lengths_cases import LENGTHS, PAIRS
 
 BIASES = {
@@ -42,7 +43,7 @@ def case_of(T, S, bias="none", dtype="float32"):
   return Case(masks.offset(masks.causal(), S - T), B=2, T=T, S=S, H=2, K=1, extras=extras)
 
 
-@gpu_cases.interprets
+@gpu_interpret.interprets
 class ValuesTest(parameterized.TestCase):
 
   @parameterized.named_parameters(
@@ -56,8 +57,7 @@ class ValuesTest(parameterized.TestCase):
     residuals, cotangents, expected = case.derivatives(operands)
     def run(operands, residuals, cotangents):
       return case.forward(operands), case.backward(operands, residuals, cotangents)
-    with gpu_cases.interpreted():
-      found, gradients = jax.block_until_ready(jax.jit(run)(operands, residuals, cotangents))
+    found, gradients = interpret(run, operands, residuals, cotangents)
     tolerance = gpu_cases.TOLERANCE[case.dtype]
     for name, x, y, atol in (
         ("out", found[0], residuals.out, tolerance), ("lse", found[1], residuals.lse, 1e-5),
@@ -87,7 +87,7 @@ class LowerTest(parameterized.TestCase):
     # One for the bias, unless it has one number for all keys or none.
     kernels = 3 + (bias != "none" and case.shapes.bias.shape[3] > 1)
     self.assertEqual(
-        gpu_machine_code.count_kernels(run, (case.shapes, residuals, residuals)), kernels)
+        gpu_faults.check(run, (case.shapes, residuals, residuals)), kernels)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,8 @@ from attn_core import (BlockSizes, Heads, PagedOptions, PagesMetadata, PagesV1, 
 from attn_core.caches import pages, quantize
 from attn_core.kernels.gpu import mosaic
 from attn_core.kernels.gpu.split_kv import paged
-from attn_core_test import gpu_cases, gpu_machine_code, sampling
+from attn_core_test import gpu_cases, gpu_faults, gpu_interpret, gpu_machine_code, sampling
+from attn_core_test.gpu_interpret import interpret
 from attn_core_test.paged_cases import Case
 
 # The cases that differ most; the others are slow.
@@ -76,7 +77,7 @@ def numbers(output):
   return [np.asarray(x, np.float32) for x in (output.attention_outputs, output.lse)]
 
 
-@gpu_cases.interprets
+@gpu_interpret.interprets
 class InterpretTest(parameterized.TestCase):
 
   def compare(self, found, expected):
@@ -88,9 +89,8 @@ class InterpretTest(parameterized.TestCase):
     query, key, value, sinks = RAGGED.arrays()
     cache, metadata = pages.convert(PagesV1(key, value), PagesV2), RAGGED.metadata()
     options = OPTIONS._replace(softmax_aux=sinks, sliding_window=(66, 0), logits_soft_cap=2.0)
-    run = jax.jit(functools.partial(ragged_page_attention_v2, options=options))
-    with gpu_cases.interpreted():
-      found = numbers(run(query, cache, metadata))
+    run = functools.partial(ragged_page_attention_v2, options=options)
+    found = numbers(interpret(run, query, cache, metadata))
     wide = (x.astype(jnp.float32) for x in (query, key, value))
     out, lse = map(np.asarray, RAGGED.oracle(*wide, sinks.astype(jnp.float32)))
     live = sum(RAGGED.queries)
@@ -101,8 +101,7 @@ class InterpretTest(parameterized.TestCase):
                           np.array([0, 3, 4, 6, 6, -5], np.int32), metadata.num_requests)
     # The last three belong to no request.
     tokens = np.array([3, 4, 5, 0, 6, 7, *range(8, 13)])
-    with gpu_cases.interpreted():
-      again = numbers(run(query[tokens], cache, moved))
+    again = numbers(interpret(run, query[tokens], cache, moved))
     np.testing.assert_array_equal(again[0][:6], found[0][tokens[:6]])
     np.testing.assert_array_equal(again[1][:, :6], found[1][:, tokens[:6]])
 
@@ -118,9 +117,7 @@ class InterpretTest(parameterized.TestCase):
             PagesV3: ragged_page_attention_v3}[layout]
     new = () if layout is not PagesV3 else [
         jnp.zeros((query.shape[0], case.K, case.D), query.dtype)] * 2
-    with gpu_cases.interpreted():
-      found = jax.block_until_ready(jax.jit(functools.partial(call, options=WHOLE))(
-          query, *new, cache, metadata))
+    found = interpret(functools.partial(call, options=WHOLE), query, *new, cache, metadata)
     cache = found.cache_view if layout is PagesV3 else cache
     out, lse = map(np.asarray, case.oracle(
         query.astype(jnp.float32), *widened(cache, case), None))
@@ -132,9 +129,8 @@ class InterpretTest(parameterized.TestCase):
   def test_pages_of_both_other_layouts(self):
     query, key, value, _ = SINGLE.arrays()
     cache, metadata = PagesV1(key, value), SINGLE.metadata(single=True)
-    with gpu_cases.interpreted():
-      found = numbers(jax.jit(functools.partial(page_attention, options=WHOLE))(
-          query, cache, metadata))
+    found = numbers(interpret(
+        functools.partial(page_attention, options=WHOLE), query, cache, metadata))
     out, lse = SINGLE.oracle(*(x.astype(jnp.float32) for x in (query, key, value)), None)
     self.compare([found[0], found[1]], [np.asarray(out), np.asarray(lse)])
     # The last token of every request is written by the call, into rows of 128.
@@ -144,9 +140,8 @@ class InterpretTest(parameterized.TestCase):
     padded = pages.convert(cache, PagesV3)
     for page, slot in last:
       padded = padded._replace(pages=padded.pages.at[page, slot].set(jnp.nan))
-    with gpu_cases.interpreted():
-      output = jax.jit(functools.partial(ragged_page_attention_v3, options=WHOLE))(
-          query, *new, padded, metadata)
+    output = interpret(functools.partial(ragged_page_attention_v3, options=WHOLE),
+                       query, *new, padded, metadata)
     for x, y in zip(numbers(output), found):
       np.testing.assert_array_equal(x, y)
 
@@ -192,7 +187,7 @@ class LowerTest(parameterized.TestCase):
   @parameterized.named_parameters(
       (name, name) for name in sampling.names(gpu_cases.paged(), FEW))
   def test_for_cuda(self, name):
-    self.assertEqual(gpu_machine_code.count_kernels(*gpu_cases.paged_programs()[name]), 2)
+    self.assertEqual(gpu_faults.check(*gpu_cases.paged_programs()[name]), 2)
 
 
 class CompileTest(gpu_machine_code.CompileTestCase):

@@ -15,7 +15,6 @@ import functools
 
 from absl.testing import absltest
 from absl.testing import parameterized
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -23,8 +22,9 @@ from attn_core import (BlockSizes, PagedOptions, PagesV1, PagesV2, masks,
                        ragged_page_attention_v2)
 from attn_core.caches import pages, quantize
 from attn_core.kernels.gpu.split_kv import decode, kernel as split_kv
-from attn_core_test import gpu_cases, paged_cases, sampling
+from attn_core_test import gpu_cases, gpu_interpret, paged_cases, sampling
 from attn_core_test.gpu_cases import Case
+from attn_core_test.gpu_interpret import interpret
 
 BLOCKS = BlockSizes(block_kv=128)  # two blocks of keys a split
 WINDOW = (100, 0)
@@ -49,8 +49,8 @@ DECODED = {
 
 def run_pages(query, cache, metadata):
   """Returns (out [T, H, E], lse [T, H]) in float32."""
-  run = jax.jit(functools.partial(ragged_page_attention_v2, options=OPTIONS))
-  output = jax.block_until_ready(run(query, cache, metadata))
+  run = functools.partial(ragged_page_attention_v2, options=OPTIONS)
+  output = interpret(run, query, cache, metadata)
   return np.float32(output.attention_outputs), np.float32(output.lse).T
 
 
@@ -69,7 +69,20 @@ class LiveSplitsTest(parameterized.TestCase):
       self.assertEqual({n // 3 for n in range(a, b)}, set(range(low, high)), (a, b))
 
 
-@gpu_cases.interprets
+class BlockMapTest(absltest.TestCase):
+
+  def test_a_row_visits_the_blocks_that_any_head_sees(self):
+    seen = np.zeros((1, 2, 1, 320), bool)
+    seen[0, 0, 0, :64] = seen[0, 1, 0, 130:140] = seen[..., 192:256] = True
+    case = Case(masks.dense(seen), T=1, S=320, H=2, K=1)
+    found = decode.block_map_of(case.operands(), case.full_spec)
+    # The one that both heads see whole comes first.
+    self.assertEqual(np.asarray(found.num_full).tolist(), [[[1]]])
+    self.assertEqual(np.asarray(found.num_visited).tolist(), [[[3]]])
+    self.assertEqual(np.asarray(found.indices)[0, 0, 0, :3].tolist(), [3, 0, 2])
+
+
+@gpu_interpret.interprets
 class InterpretTest(parameterized.TestCase):
 
   @sampling.slow("a scale of NaN in pages on a GPU")
@@ -79,8 +92,7 @@ class InterpretTest(parameterized.TestCase):
     stored = [pages.store(x, "int8", scale) for x, scale in zip((key, value), scales)]
     cache = pages.convert(PagesV1(*stored, scales[0], jnp.float32(np.nan)), PagesV2)
     metadata = SHORT.metadata()._replace(context_lens=SHORT_LENGTHS)
-    with gpu_cases.interpreted():
-      out, lse = run_pages(query, cache, metadata)
+    out, lse = run_pages(query, cache, metadata)
     np.testing.assert_array_equal(out[SHORT_EMPTY], 0)
     np.testing.assert_array_equal(lse[SHORT_EMPTY], -np.inf)
     self.assertTrue(np.isnan(out[~SHORT_EMPTY]).all())
@@ -97,8 +109,7 @@ class InterpretTest(parameterized.TestCase):
     # The third is so long that its window is behind its table: it attends to nothing.
     metadata = metadata._replace(context_lens=np.array([256, 256, 700], np.int32))
     out[2], lse[:, 2] = 0, -np.inf
-    with gpu_cases.interpreted():
-      found = run_pages(query, pages.convert(PagesV1(key, value), PagesV2), metadata)
+    found = run_pages(query, pages.convert(PagesV1(key, value), PagesV2), metadata)
     compare(found, (out, lse.T))
 
   @parameterized.named_parameters((name, name) for name in sampling.names(DECODED, ("by_head",)))
@@ -112,9 +123,7 @@ class InterpretTest(parameterized.TestCase):
     operands = operands._replace(key=operands.key.at[0, 200, 0, 3].set(-np.inf))
     heads = [h for h in range(case.H) if name == "plain" or (200 + h) % 3]
     out[0, :, heads] = lse[0, heads] = np.nan
-    run = jax.jit(lambda x: tuple(decode.forward(x, case.full_spec, case.blocks)))
-    with gpu_cases.interpreted():
-      found = jax.block_until_ready(run(operands))
+    found = interpret(lambda x: tuple(decode.forward(x, case.full_spec, case.blocks)), operands)
     compare(found, (out, lse))
 
 

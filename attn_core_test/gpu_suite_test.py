@@ -19,7 +19,7 @@ import numpy as np
 from attn_core import table
 from attn_core.benchmark import contenders
 from attn_core.benchmark.cases import CASES, GPU_CASES
-from attn_core_test import (device_suite, device_suite_parts, gpu_machine_code, gpu_suite,
+from attn_core_test import (device_suite, device_suite_parts, gpu_faults, gpu_suite,
                             gpu_suite_hardware, gpu_suite_parts, property_cases)
 
 NOT_MEASURED = "There is no GPU here: JAX computes on 'cpu'. Nothing below is a measurement"
@@ -166,7 +166,7 @@ runpy.run_path({str(script)!r}, run_name="__main__")'''
     self.assertEqual(names[:10], [f"forward T={length} {mask}" for length in (
         1, 64, 200, 1000, 2047) for mask in ("Full", "Causal")])
     self.assertLen(set(names), len(names))
-    self.assertEqual(gpu_machine_code.count_kernels(gpu_suite_hardware.poison_shared_memory, ()), 1)
+    self.assertEqual(gpu_faults.check(gpu_suite_hardware.poison_shared_memory, ()), 1)
 
   def test_the_hardware_part_reports_wrong_numbers_and_bits_that_differ(self):
     check = next(iter(gpu_suite_hardware.checks(True)))

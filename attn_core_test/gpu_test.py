@@ -14,7 +14,6 @@ os.environ["NPROC"] = "16"
 # pylint: disable=g-import-not-at-top
 from absl.testing import absltest
 from absl.testing import parameterized
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -22,8 +21,10 @@ from attn_core import BlockSizes, masks
 from attn_core.kernels.gpu import mosaic
 from attn_core.kernels.gpu.flash import kernel as gpu_flash, tiling
 from attn_core.kernels.xla import flash as xla_flash
-from attn_core_test import gpu_cases, gpu_machine_code, property_cases, sampling
+from attn_core_test import (gpu_cases, gpu_faults, gpu_interpret, gpu_machine_code, property_cases,
+                            sampling)
 from attn_core_test.gpu_cases import Case
+from attn_core_test.gpu_interpret import interpret
 
 KERNEL = gpu_flash.make_kernel(xla_flash.KERNEL)
 
@@ -35,7 +36,7 @@ PROPERTIES = (
     "everything", "dropout_at_positions")
 
 
-@gpu_cases.interprets
+@gpu_interpret.interprets
 class InterpretTest(parameterized.TestCase):
 
   def compare(self, found, expected, dtype):
@@ -49,15 +50,13 @@ class InterpretTest(parameterized.TestCase):
   def test_equals_the_oracle(self, name):
     case = gpu_cases.INTERPRETED[name]
     operands = case.operands()
-    with gpu_cases.interpreted():
-      found = jax.block_until_ready(jax.jit(case.forward)(operands))
+    found = interpret(case.forward, operands)
     self.compare(found, case.oracle(operands), case.dtype)
 
   @parameterized.named_parameters((name, name) for name in PROPERTIES)
   def test_properties(self, name):
     case, arrays, run = gpu_cases.property_call(name)
-    with gpu_cases.interpreted():
-      found = jax.block_until_ready(jax.jit(run)(arrays))
+    found = interpret(run, arrays)
     wide = {key: x.astype(jnp.float32) for key, x in arrays.items()}
     self.compare(found, property_cases.reference(case)(wide), "bfloat16")
 
@@ -66,9 +65,8 @@ class InterpretTest(parameterized.TestCase):
     operands = case.operands()
     nonfinite = operands._replace(key=operands.key.at[:, 150:].set(jnp.inf),
                                value=operands.value.at[:, 150:].set(jnp.nan))
-    with gpu_cases.interpreted():
-      out, lse = jax.jit(case.forward)(nonfinite)
-      clean, clean_lse = jax.jit(case.forward)(operands)
+    out, lse = interpret(case.forward, nonfinite)
+    clean, clean_lse = interpret(case.forward, operands)
     np.testing.assert_array_equal(out[:, :150], clean[:, :150])
     np.testing.assert_array_equal(lse[..., :150], clean_lse[..., :150])
     self.assertTrue(np.isnan(out[:, 150:]).all())
@@ -81,9 +79,7 @@ class InterpretTest(parameterized.TestCase):
     clean = case.operands()
     clean = clean._replace(query=clean.query.at[..., 3].set(1), key=clean.key.at[..., 3].set(0))
     nonfinite = clean._replace(key=clean.key.at[0, 5, 0, 3].set(-np.inf))
-    with gpu_cases.interpreted():
-      run = jax.jit(case.forward)
-      (out, lse), (clean_out, clean_lse) = run(nonfinite), run(clean)
+    (out, lse), (clean_out, clean_lse) = (interpret(case.forward, x) for x in (nonfinite, clean))
     sees = np.isnan(case.oracle(nonfinite)[1]).transpose(0, 2, 1)
     self.assertTrue(sees.any())
     self.assertTrue(np.isnan(np.asarray(out, np.float32)[sees]).all())
@@ -98,14 +94,14 @@ class LowerTest(parameterized.TestCase):
   @parameterized.named_parameters((name, name) for name in gpu_cases.lowered())
   def test_for_cuda(self, name):
     case = gpu_cases.lowered()[name]
-    self.assertEqual(gpu_machine_code.count_kernels(case.forward, (case.shapes,)), 1)
+    self.assertEqual(gpu_faults.check(case.forward, (case.shapes,)), 1)
 
   def test_interpretation_is_off_by_default(self):
     self.assertFalse(mosaic.interpreted())
 
-  @gpu_cases.interprets
+  @gpu_interpret.interprets
   def test_interpretation_is_detected(self):
-    with gpu_cases.interpreted():
+    with gpu_interpret.interpreted():
       self.assertTrue(mosaic.interpreted())
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from attn_core import attention
 from attn_core.types import DIFFERENTIABLE
-from attn_core_test import gpu_cases, sampling
+from attn_core_test import gpu_cases, gpu_interpret, sampling
 from attn_core_test.gpu_cases import Case
 
 LOSS_SCALE = 2048  # a power of two: gradients are that many times as large
@@ -57,12 +57,11 @@ class LossScalingTest(parameterized.TestCase):
                                  atol=gpu_cases.TOLERANCE["float16"], err_msg=name)
 
   @parameterized.named_parameters((name, name) for name in sampling.names(CASES, ("narrow",)))
-  @gpu_cases.interprets
+  @gpu_interpret.interprets
   def test_on_a_gpu(self, name):
     operands, residuals, cotangents, expected = derivatives(CASES[name])
-    with gpu_cases.interpreted():
-      found = jax.jit(CASES[name].backward)(operands, residuals, cotangents)
-      self.compare(jax.block_until_ready(found), expected)
+    self.compare(gpu_interpret.interpret(CASES[name].backward, operands, residuals, cotangents),
+                 expected)
 
   @parameterized.parameters("blockwise", "autoregressive_decodeattn")
   def test_in_plain_xla(self, mechanism):

@@ -5,6 +5,7 @@
 import copy
 import dataclasses
 import enum
+import itertools
 import pickle
 import types
 from typing import NamedTuple
@@ -18,7 +19,8 @@ import numpy as np
 from attn_core.config.metadata import OperationMetadata
 from attn_core.sharding.mesh import create_mesh
 from attn_core.sharding.partition import PartitionAxis
-from attn_core.types import AttentionMechanism, BlockSizes, RingConfig
+from attn_core.types import (RING_TRANSFERS, RING_VARIANTS, AttentionMechanism, BlockSizes,
+                             RingConfig)
 from attn_core_test.metadata_cases import FIELDS, Config, full
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -103,6 +105,18 @@ class MetadataTest(parameterized.TestCase):
     self.assertEqual(hash(metadata), hash(metadata.replace(base_config=None)))
     self.assertNotEqual(metadata, metadata.replace(base_config=None))
     jax.jit(lambda m, x: x)(metadata, 1.0)
+
+  def test_variants_of_a_ring_that_send_by_remote_copies(self):
+    accepted = set()
+    for variant, transfer in itertools.product(RING_VARIANTS, RING_TRANSFERS):
+      try:
+        OperationMetadata(ring=RingConfig(
+            variant, transfer=transfer, heads_axis_name="x" if variant == "hybrid" else None))
+        accepted.add((variant, transfer))
+      except ValueError as error:
+        self.assertIn("ring.transfer='remote'", str(error))
+    self.assertEqual(accepted, {*((variant, "collective") for variant in RING_VARIANTS),
+                                ("ring", "remote"), ("hybrid", "remote")})
 
   def test_get_operation_config(self):
     metadata = full()

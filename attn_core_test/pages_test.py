@@ -12,7 +12,7 @@ import numpy as np
 
 from attn_core import Heads, PagesMetadata, PagesV1, PagesV2, PagesV3
 from attn_core.caches import dense, pages, quantize, window
-from attn_core.caches.paged import allocator, ops, request_groups
+from attn_core.caches.paged import allocator, layouts, ops, request_groups
 
 LAYOUTS = (PagesV1, PagesV2, PagesV3)
 HEADS = Heads(3, 5, 5)
@@ -32,11 +32,24 @@ class PagesTest(parameterized.TestCase):
 
   def test_slots_are_those_by_hand(self):
     self.assertEqual(pages.slots(METADATA, 4, 11).tolist(), SLOTS)
-    used = METADATA._replace(num_requests=np.array([2], np.int32))
-    self.assertEqual(pages.slots(used, 4, 11).tolist(), SLOTS[:2] + [-1] * 9)
+    for field, number in (("num_requests", [2]), ("num_requests", 2), ("distribution", [0, 0, 2]),
+                          ("distribution", [0, 1, 2]), ("distribution", [2, 2, 2])):
+      used = METADATA._replace(**{field: np.array(number, np.int32)})
+      self.assertEqual(pages.slots(used, 4, 11).tolist(), SLOTS[:2] + [-1] * 9)
     single = METADATA._replace(query_start_loc=None, context_lens=np.array([5, 1, 8], np.int32),
                                page_tables=np.abs(TABLES))
     self.assertEqual(pages.slots(single, 4, 3).tolist(), [4, 28, 27])
+
+  def test_rows_that_are_not_used_have_no_queries(self):
+    starts = lambda **fields: np.asarray(
+        layouts.query_starts(METADATA._replace(**fields))).tolist()
+    self.assertEqual(starts(), [0, 2, 2, 10])
+    self.assertEqual(starts(query_start_loc=None), [0, 1, 2, 3])
+    for used, wanted, single in ((0, [0] * 4, [0] * 4), (1, [0, 2, 2, 2], [0, 1, 1, 1]),
+                                 (2, [0, 2, 2, 2], [0, 1, 2, 2]), (3, [0, 2, 2, 10], [0, 1, 2, 3])):
+      for fields in ({"num_requests": np.int32(used)}, {"distribution": np.int32([0, 0, used])}):
+        self.assertEqual(starts(**fields), wanted)
+        self.assertEqual(starts(query_start_loc=None, **fields), single)
 
   def test_tokens_without_a_page_are_not_written(self):
     """Checks under jit, where a length beyond the table raises no error: 3 pages have 12 slots."""

@@ -8,7 +8,8 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec as P
 import numpy as np
 
-from attn_core.sharding import partition
+from attn_core import OperationMetadata
+from attn_core.sharding import partition, placement
 from attn_core.sharding.mesh import create_mesh
 from attn_core.sharding.partition import DroppedAxis, PartitionAxis, fit, resolve
 from attn_core.types import DECODE_MODES, MODES
@@ -204,6 +205,50 @@ class FitTest(parameterized.TestCase):
     spec, drops = fit(P("dp", ("tp", "dp")), None, None)
     self.assertEqual(spec, P("dp", "tp"))
     self.assertEqual([(drop.dimension, drop.axis) for drop in drops], [(1, "dp")])
+
+
+class PlacementTest(parameterized.TestCase):
+
+  @parameterized.product(heads=(4, 8, 12), key_heads=(1, 2, 4), x=(1, 2, 4))
+  def test_key_heads_are_sharded_as_the_query_heads_or_replicated(self, heads, key_heads, x):
+    """Sharded otherwise, a device would not have the key heads of its query heads."""
+    mesh = create_mesh((8 // 2 // x, 2, x), ("dp", "tp", "x"))
+    axis = PartitionAxis(head_axis=("tp", "x"), kv_head_axis=("tp", "x"))
+    rules = OperationMetadata(partition_axis=axis).get_shardings("__train__")
+    shapes = (4, 6, heads, 8), (4, 6, key_heads, 8)
+    placed = placement.place(rules, mesh, *shapes)
+    devices = placed.size(placed.heads)
+    self.assertEqual(devices, max(n for n in (1, 2, 2 * x) if heads % n == 0))
+    self.assertEqual(placed.key_heads, placed.heads if key_heads % devices == 0 else ())
+    query, key = placement.local_shapes(placed, *shapes)
+    self.assertEqual(query, (4 // placed.size(placed.batch), 6, heads // devices, 8))
+    group = heads // key_heads
+    for first in range(0, heads, query[2]):
+      needed = {head // group for head in range(first, first + query[2])}
+      self.assertGreaterEqual(key[2], len(needed))
+
+  def test_keys_of_a_device_that_decodes(self):
+    mesh = create_mesh((2, 1, 4), ("dp", "tp", "sp"))
+    rules, query, key = OperationMetadata().get_shardings("__autoregressive__"), (4, 1, 8, 16), (
+        4, 24, 2, 16)
+    for shard_keys, keys in ((True, 6), (False, 24)):
+      placed = placement.place(rules, mesh, query, key, shard_keys=shard_keys)
+      self.assertEqual(placement.local_shapes(placed, query, key),
+                       ((2, 1, 8, 16), (2, keys, 2, 16)))
+
+  def test_axes_that_the_caller_has_split_over_shard_nothing(self):
+    """One device for each part of them needs no placement."""
+    mesh, found = create_mesh((2, 4), ("dp", "tp")), []
+    rules = OperationMetadata().get_shardings("__train__")
+    def inner(x):
+      found.append(placement.place(rules, mesh, x.shape, x.shape))
+      return x
+    x = jax.ShapeDtypeStruct((4, 6, 8, 8), np.float32)
+    for axes in ({"dp", "tp"}, {"dp"}):
+      jax.eval_shape(jax.shard_map(inner, mesh=mesh, in_specs=P(), out_specs=P(), axis_names=axes,
+                                   check_vma=False), x)
+    self.assertIsNone(found[0])
+    self.assertEqual((found[1].batch, found[1].heads), ((), ("tp",)))
 
 
 class ErrorsTest(parameterized.TestCase):

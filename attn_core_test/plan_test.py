@@ -8,6 +8,7 @@ Letters: T sequence length.
 import collections
 import contextlib
 import io
+import itertools
 import math
 import re
 import sys
@@ -23,8 +24,8 @@ import numpy as np
 from attn_core import (BlockSizes, OperationMetadata, RingConfig, Shapes, masks,
                        plan_context_parallel, ring_attention)
 from attn_core.masks import block_map, mask as mask_lib
-from attn_core.plan import __main__ as command, context_parallel, peaks, work
-from attn_core.sharding import token_order
+from attn_core.plan import __main__ as command, context_parallel, peaks, traffic, work
+from attn_core.sharding import placement, token_order
 from attn_core.sharding.context_parallel import Sequence
 from attn_core.types import RING_VARIANTS
 
@@ -181,6 +182,52 @@ class VisitsTest(parameterized.TestCase):
       for layout in ("zigzag", "striped"):
         self.assertBetween(prediction(plan, variant, layout).imbalance, 1.0, 1.02)
     self.assertEqual(prediction(plan, "ulysses").imbalance, 1.0)
+
+  @parameterized.parameters((8, 2, 2), (8, 2, 4), (6, 3, 2), (12, 4, 6), (12, 4, 3), (4, 1, 4))
+  def test_other_axes_of_the_mesh_divide_rows_and_heads(self, heads, key_heads, parts):
+    """A device has the key heads that its query heads read, whether or not all can be divided."""
+    shapes = SHAPES._replace(heads=heads, key_heads=key_heads)
+    query, key = (2, T, heads, D), (2, T, key_heads, D)
+    mesh = AbstractMesh((2, parts, 4), ("dp", "tp", "sp"))
+    rules = OperationMetadata(mesh=mesh).get_shardings("__train__")
+    placed = placement.place(rules, mesh, query, key, ("sp",))
+    one, other = placement.local_shapes(placed, query, key)
+    local = shapes._replace(batch=one[0], heads=one[2], key_heads=other[2])
+    self.assertEqual((local.batch, local.heads), (1, heads // parts))
+    found = plan_context_parallel(shapes, masks.causal(), mesh, "v5e")
+    want = plan_context_parallel(local, masks.causal(), AbstractMesh((4,), ("sp",)), "v5e")
+    self.assertEqual(found, want)
+
+  @parameterized.product(devices=(2, 4, 8), is_part=(False, True))
+  def test_bytes_through_the_busiest_link(self, devices, is_part):
+    """Counts the links on the shortest ways between all devices of a ring, or of a row."""
+    link, size = traffic.Link(devices, 1.0, True, is_part=is_part), 8 * 9 * 10
+    exchanged = collections.Counter()
+    for source, target in itertools.permutations(range(devices), 2):
+      ways = ((1, target - source), (-1, source - target))
+      hops = {direction: distance % devices for direction, distance in ways}
+      if is_part:
+        hops = {direction: distance for direction, distance in ways if distance > 0}
+      shortest = min(hops.values())
+      chosen = [direction for direction, count in hops.items() if count == shortest]
+      for direction in chosen:
+        for hop in range(shortest):
+          exchanged[direction, (source + direction * hop) % devices] += size / devices / len(chosen)
+    self.assertAlmostEqual(link.exchange(size), max(exchanged.values()))
+    # The last device of a row gets everything through one link, one of a ring through two.
+    self.assertAlmostEqual(link.gather(size), size * (devices - 1) / (1 if is_part else 2))
+    switch = link._replace(is_ring=False)
+    self.assertAlmostEqual(switch.gather(size), switch.exchange(size) * devices)
+
+  @parameterized.parameters(((1, 1), 0, 1), ((H, 1), 1, 0), ((1, 0), 0, 0), ((H, 0), 0, 0))
+  def test_exchange_of_a_mask_with_a_number_per_pair(self, form, to_heads, gathered):
+    """Each head's array goes to the device of the head, one for all heads to all of the group."""
+    heads, by_query = form
+    mask = masks.dense(np.ones((1, heads, T if by_query else 1, T), bool))
+    plan = plan_context_parallel(SHAPES, mask, ROW, "v5e", backward=False)
+    found = {each.name: each.number for each in prediction(plan, "ulysses").collectives}
+    # Query, key, value and output are exchanged in any case.
+    self.assertEqual((found["all-to-all"], found.get("all-gather", 0)), (4 + to_heads, gathered))
 
 
 TOY = peaks.Device(1000.0, 1.0, 10.0, True, 8, 5.0, ("toy",))

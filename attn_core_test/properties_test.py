@@ -18,26 +18,12 @@ import numpy as np
 
 from attn_core import AttentionMechanism, BlockSizes, OperationMetadata, attention, table
 from attn_core_test import property_cases, sampling
-from attn_core_test.property_cases import CASES, TOLERANCES
+from attn_core_test.property_cases import (BY_NAME, CASES, IMPLEMENTATIONS, NAMES, ON_GPU,
+                                           PALLAS_TPU, TOLERANCES)
 
 jax.config.update("jax_enable_x64", True)
 
 BLOCKS = BlockSizes(4, 3, 5, 4, 1)
-
-# One name for every implementation that this machine can run; the others are the same object.
-IMPLEMENTATIONS = {}
-# These have tests of their own: what needs a GPU, what reads pages, and what is flash_attn2's
-# program as long as nothing is spread.
-ON_GPU = (table.TABLE["cudnn", "gpu"].run, table.TABLE["flash_attn2", "gpu 9.0"].run)
-for (_mechanism, _platform), _row in table.TABLE.items():
-  _implementation = _row.general
-  if not (_implementation.run in ON_GPU or "pages" in _implementation.features
-          or _implementation.shards_sequence):
-    IMPLEMENTATIONS.setdefault(_implementation.run, (_mechanism, _platform))
-NAMES = tuple(IMPLEMENTATIONS.values())
-PALLAS_TPU = ("flash_attn2", "tpu")  # the Pallas kernels
-
-BY_NAME = {case.name: case for case in CASES}
 
 
 def call(case, mechanism, platform):

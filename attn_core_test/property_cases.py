@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core import MaskInfo, masks
+from attn_core import MaskInfo, masks, table
 from attn_core.masks import constructors, dropout
 from attn_core.references import oracle
 from attn_core.types import AttentionSpec, MaskOperands, Operands
@@ -171,6 +171,21 @@ EVEN_CASES = (
     Case("even_bias_broadcast_and_mask", _EVEN, dict(mask=_EVEN_DENSE),
          lambda b, h, t, s: s <= t and _EVEN_DENSE[b, h, t, s], dict(bias=(1, 4, 1, 24))),
 )
+
+# One name for every implementation that this machine can run; the others are the same object.
+IMPLEMENTATIONS = {}
+# These have tests of their own: what needs a GPU, what reads pages, and what is flash_attn2's
+# program as long as nothing is spread.
+ON_GPU = (table.TABLE["cudnn", "gpu"].run, table.TABLE["flash_attn2", "gpu 9.0"].run)
+for (_mechanism, _platform), _row in table.TABLE.items():
+  _implementation = _row.general
+  if not (_implementation.run in ON_GPU or "pages" in _implementation.features
+          or _implementation.shards_sequence):
+    IMPLEMENTATIONS.setdefault(_implementation.run, (_mechanism, _platform))
+NAMES = tuple(IMPLEMENTATIONS.values())
+PALLAS_TPU = ("flash_attn2", "tpu")  # the Pallas kernels
+
+BY_NAME = {case.name: case for case in CASES}
 
 
 def visible(case: Case) -> np.ndarray:

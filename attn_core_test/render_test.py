@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import masks
-from attn_core.masks import block_map, materialize
+from attn_core.masks import block_map, materialize, render
 from attn_core.masks.render import describe, picture, show
 
 CAUSAL_5_BY_6 = """\
@@ -68,6 +68,17 @@ def elements(text):
 
 
 class RenderTest(parameterized.TestCase):
+
+  @parameterized.product(length=(1, 7, 64, 5000, 10**5), block=(1, 16, 128), most=(1, 8, 64))
+  def test_sampled_elements_are_those_of_their_cells(self, length, block, most):
+    """Also the first and the last one, where a cell has several."""
+    edges, _ = render._edges(length, block, most)
+    points, starts = render._points(edges)
+    self.assertEqual((edges[0], edges[-1]), (0, length))
+    for cell, first, end in zip(np.split(points, starts[1:]), edges[:-1], edges[1:], strict=True):
+      self.assertTrue((np.diff(cell) > 0).all() and first <= cell[0] and cell[-1] < end)
+      if len(cell) > 1:
+        self.assertEqual((cell[0], cell[-1]), (first, end - 1))
 
   def test_by_hand(self):
     self.assertEqual(show(masks.causal(), 5, 6, block_q=2, block_kv=3), CAUSAL_5_BY_6)

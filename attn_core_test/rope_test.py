@@ -382,6 +382,31 @@ class RotationTest(parameterized.TestCase):
     _, back = jax.vjp(turn, jnp.asarray(self.query))
     np.testing.assert_allclose(back(turn(self.query))[0], self.query, atol=1e-5)
 
+  def test_wider_numbers_are_rotated_in_their_own_precision(self):
+    with jax.enable_x64(True):
+      rng = np.random.default_rng(0)
+      x, angles = rng.normal(size=(1, 5, 2, 8)), rng.normal(size=(5, 4))
+      for interleaved in (False, True):
+        found = apply_rotary(x, np.cos(angles), np.sin(angles), interleaved)
+        want = [[rotated(head, angle, interleaved) for head in token]
+                for token, angle in zip(x[0], angles)]
+        self.assertEqual(found.dtype, "float64")
+        np.testing.assert_allclose(found[0], want, rtol=1e-13, atol=1e-14)
+
+  @parameterized.parameters(("longrope", 64), ("dynamic", 256))
+  def test_the_last_position_of_queries_and_keys_is_the_length(self, case, longest):
+    """Frequencies change with the first position beyond the model's length, of either."""
+    rope, key = read(case), self.key[:1]
+    for last in (longest - 1, longest):
+      few, many = np.int32([[3, 0, 1, 7, 2]]), np.int32([[3, last, 1, 7, 2]])
+      for positions, key_positions in ((few, many), (many, few)):
+        found = rotary(self.query[:1], key, positions, rope, key_positions=key_positions)
+        for x, place, got in zip((self.query[:1], key), (positions, key_positions), found):
+          table = rotary_table(rope, place, 16, last + 1)
+          np.testing.assert_allclose(got, apply_rotary(x, *table), atol=1e-4)
+      self.assertEqual((inverse_frequencies(rope, 16, last + 1)
+                        != inverse_frequencies(rope, 16)).any(), last == longest)
+
   def test_type_none_changes_nothing(self):
     got = rotary(self.query, self.key, self.positions, Rope("none"))
     self.assertIs(got[0], self.query)

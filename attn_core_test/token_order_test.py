@@ -6,9 +6,10 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh
 import numpy as np
 
-from attn_core import from_layout, masks, to_layout
+from attn_core import RingConfig, from_layout, masks, to_layout
 from attn_core.masks import block_map
 from attn_core.sharding import context_parallel, token_order
 from attn_core_test.ring_cases import SHARDS, numbers
@@ -28,6 +29,24 @@ class TokenOrderTest(parameterized.TestCase):
       tokens, = jax.jit(lambda n: token_order.tokens_of(layout, 6 * shards, shards, n))(
           jnp.array([shard]))
       np.testing.assert_array_equal(tokens, order[6 * shard:6 * (shard + 1)])
+
+  @parameterized.product(layout=token_order.TOKEN_ORDERS, length=(1, 2, 5, 8))
+  def test_one_shard_takes_any_length_and_keeps_its_order(self, layout, length):
+    np.testing.assert_array_equal(token_order.order(layout, length, 1), np.arange(length))
+    x = np.arange(3 * length).reshape(3, length)
+    np.testing.assert_array_equal(to_layout(x, layout, 1), x)
+
+  @parameterized.product(layout=token_order.TOKEN_ORDERS, queries=(8, 16, 9), keys=(8, 16, 9))
+  def test_shards_that_are_the_sequence_as_it_is(self, layout, queries, keys):
+    mesh = AbstractMesh((4,), ("sp",))
+    if layout != "contiguous" and 9 in (queries, keys):
+      return  # refused
+    sequence = context_parallel.shard_sequence(RingConfig(layout=layout), "sp", False, mesh,
+                                               (queries, keys, 1))
+    for tokens, length in ((sequence.rows, queries), (sequence.columns, keys)):
+      found = np.concatenate([tokens(member) for member in range(4)])
+      self.assertEqual(sorted(found), list(range(-(-length // 4) * 4)))
+    self.assertEqual(sequence.is_natural, layout == "contiguous" and 9 not in (queries, keys))
 
   def test_by_hand(self):
     self.assertEqual(token_order.order("contiguous", 8, 2).tolist(), [0, 1, 2, 3, 4, 5, 6, 7])

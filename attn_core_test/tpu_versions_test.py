@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generations of TPUs: what old ones refuse, and blocks for those with little vector memory."""
 
+import re
 import unittest
 
 from absl.testing import absltest
@@ -47,6 +48,15 @@ class ChoiceTest(parameterized.TestCase):
   def test_block_sizes_are_explained_as_requested(self):
     x = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16)
     self.assertFalse(any(explain(x, x, x, metadata=metadata_of("v4")).block_sizes))
+
+  @parameterized.parameters((None, 2**24), (9_000_000, 9_000_000))
+  def test_vector_memory_of_a_v4_is_limited_unless_the_call_says_it(self, given, limit):
+    x = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16)
+    lowered = jax.jit(lambda *x: attention(
+        *x, mechanism="flash_attn2", vmem_limit_bytes=given, metadata=metadata_of("v4")
+        ).attention_outputs).trace(x, x, x).lower(lowering_platforms=("tpu",))
+    found = re.findall(r"size\\22: (\d+)", lowered.as_text())
+    self.assertEqual(set(map(int, found)), {limit})
 
 
 @unittest.skipIf(static_profile.missing(), f"nothing to compile with: {static_profile.missing()}")

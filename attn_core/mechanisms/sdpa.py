@@ -3,9 +3,10 @@
 """sdpa and cudnn: `jax.nn.dot_product_attention`, with the semantics of this library.
 
 Differences of JAX's function are corrected here: a query without visible keys yields 0 instead of
-the mean of the values, hidden keys that are not finite have no effect, and values with a wrong
-derivative raise an error when they are differentiated. A mask that is a band with lengths is passed
-to JAX by its parameters, so that cuDNN needs no memory for it; any other is a boolean array.
+the mean of the values, hidden keys and queries that are not finite have no effect, float32 is
+multiplied as float32, and values with a wrong derivative raise an error when they are
+differentiated. A mask that is a band with lengths is passed to JAX by its parameters, so that cuDNN
+needs no memory for it; any other is a boolean array.
 """
 
 import contextlib
@@ -44,7 +45,7 @@ class _Masking(NamedTuple):
 
   arguments: dict[str, Any]  # of jax.nn.dot_product_attention
   empty: jax.Array | None  # bool [B or 1, H or 1, T]: queries without visible keys
-  sees_nonfinite: jax.Array  # bool [B, H, T or 1]: queries that see a key that is not finite
+  sees_nonfinite: jax.Array  # bool [B, H, T or 1]: queries that are not finite or see such a key
 
 
 def _local(implementation: _BackEnd, call: Call, operands: Operands) -> AttentionOutput:
@@ -60,12 +61,15 @@ def _local(implementation: _BackEnd, call: Call, operands: Operands) -> Attentio
   finite = jnp.repeat(finite[..., 0].transpose(0, 2, 1), group, 1)  # [B, H, S]
   masking = (_of_dense(operands, spec, ~finite) if form is None
              else _of_band(operands, form, ~finite))
+  query, finite_query = nonfinite.mask_nonfinite_rows(operands.query)
+  masking = masking._replace(
+      sees_nonfinite=masking.sees_nonfinite | ~finite_query[..., 0].transpose(0, 2, 1))
   bias, lowered = operands.bias, None
   if bias is not None:
     bias, lowered, hidden = _raised_bias(bias, operands, spec)
     hidden = hidden & ~masking.sees_nonfinite
     masking = masking._replace(empty=hidden if masking.empty is None else masking.empty | hidden)
-  arrays = operands.query, key, value, bias
+  arrays = query, key, value, bias
   if implementation == "cudnn":
     arrays, masking = _for_cudnn(arrays, masking)
   # Its overloads do not describe flags that are not literals.

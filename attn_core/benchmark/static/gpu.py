@@ -77,6 +77,12 @@ class Kernel(NamedTuple):
   serialized: bool  # whether products wait for each other for lack of registers (such as C7511)
   counts: dict[str, int]  # number of instructions by kind, see INSTRUCTIONS
   loops: list[dict[str, int]]  # `counts` of each innermost loop that computes products
+  threads: int = 0  # of a thread block
+  code: str = ""  # in the format of nvdisasm
+
+  def numbers(self) -> dict[str, object]:
+    """Returns the fields except `code`."""
+    return {name: value for name, value in self._asdict().items() if name != "code"}
 
 
 def missing() -> str | None:
@@ -212,7 +218,7 @@ def _assemble(ptx: str, shared_memory: int) -> tuple[Any, ...]:
   spills = number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads")
   return (name, number(r"Used (\d+) registers"), spills,
           shared_memory + number(r"(\d+) bytes smem"), "serialized" in log, counts(code),
-          product_loops(code))
+          product_loops(code), int(_first(re.compile(r"^\.maxntid (\d+)", re.M), ptx)), code)
 
 
 def _first(pattern: re.Pattern[str], text: str, group: int = 1) -> str:
@@ -277,7 +283,7 @@ def main() -> None:
   here = sys.argv[1:2] == ["--here"]
   programs, *names = sys.argv[2 if here else 1:]
   for kernel in (_measure_here if here else measure)(programs, names):
-    print(json.dumps(kernel if isinstance(kernel, dict) else kernel._asdict()), flush=True)
+    print(json.dumps(kernel if isinstance(kernel, dict) else kernel.numbers()), flush=True)
 
 
 if __name__ == "__main__":

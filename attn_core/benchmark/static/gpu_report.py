@@ -160,7 +160,7 @@ def to_json(results: list[Compiled], versions: dict[str, str]) -> str:
   """Converts all results to JSON text."""
   plain: list[Any] = [
       {"program": {**result.program._asdict(), "case": result.program.case._asdict()},
-       "kernels": [kernel._asdict() for kernel in result.kernels], "reason": result.reason}
+       "kernels": [kernel.numbers() for kernel in result.kernels], "reason": result.reason}
       for result in results]
   return json.dumps({"versions": versions, "date": str(datetime.date.today()), "results": plain},
                     indent=1) + "\n"

@@ -37,6 +37,16 @@ def mask_nonfinite(x: jax.Array) -> jax.Array:
   return jnp.where(jnp.isfinite(x), x, 0)
 
 
+def mask_nonfinite_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Returns `x` [..., D] with zeros in place of rows that are not finite, and which are: [..., 1].
+
+  For queries: one that sees nothing has a cotangent of 0 in every product, and 0 * NaN is NaN.
+  Queries that see a key must be given NaN by the caller.
+  """
+  finite = jnp.isfinite(x).all(-1, keepdims=True)
+  return jnp.where(finite, x, 0), finite
+
+
 def mask_nonfinite_unless_full(mask: mask_lib.Mask, *arrays: jax.Array) -> tuple[jax.Array, ...]:
   """Applies `mask_nonfinite` to each array, unless the mask hides nothing.
 

@@ -26,12 +26,13 @@ def attend(operands: Operands, spec: AttentionSpec) -> AttentionOutput:
     outputs [B, T, H, E], weights [B, H, T, S] after dropout, lse [B, H, T].
   """
   dense_operands.assert_operands(operands)
-  query = operands.query
+  query, finite_query = nonfinite.mask_nonfinite_rows(operands.query)
   key, value, finite = nonfinite.mask_nonfinite_pairs(operands.key, operands.value)
   batch, length, heads, _ = query.shape
   keys, key_heads = key.shape[1:3]
   shape = (batch, heads, length, keys)
-  finite = jnp.repeat(finite[..., 0].transpose(0, 2, 1), heads // key_heads, 1)  # [B, H, S]
+  finite = jnp.repeat(finite.transpose(0, 2, 3, 1), heads // key_heads, 1)  # [B, H, 1, S]
+  finite = finite & finite_query.transpose(0, 2, 1, 3)
   # The query heads of a key head become more rows: one plain product per key head.
   rows = query.transpose(0, 2, 1, 3).reshape(batch, key_heads, -1, query.shape[3])
   precision = matmul_precision.resolve(query.dtype, spec.precision)
@@ -42,7 +43,7 @@ def attend(operands: Operands, spec: AttentionSpec) -> AttentionOutput:
     logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
   if operands.bias is not None:
     logits = logits + operands.bias.astype(logits.dtype)
-  logits = logits + jnp.where(finite, 0, jnp.nan).astype(logits.dtype)[:, :, None]
+  logits = logits + jnp.where(finite, 0, jnp.nan).astype(logits.dtype)
   visible = materialize.visible(spec.mask, operands.mask, shape)
   logits = jnp.where(visible, logits, -jnp.inf)
 
