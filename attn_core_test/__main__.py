@@ -61,8 +61,9 @@ class Outcome(NamedTuple):
 def pieces_of(patterns: list[str]) -> list[Piece]:
   """The pieces of all modules matching any pattern ("rope", "rope_test", "ro*"); none: all."""
   found = sorted(path.stem for path in FOLDER.glob("*_test.py"))
-  modules = [name for name in sampling.SHARDS if name in found]
-  modules += [name for name in found if name not in sampling.SHARDS]
+  first = (*sampling.SHARDS, *sampling.LONG)
+  modules = [name for name in first if name in found]
+  modules += [name for name in found if name not in first]
   for pattern in patterns:
     if not any(matches(name, pattern) for name in modules):
       raise SystemExit(f"no test module matches {pattern!r}; there are: {', '.join(found)}")

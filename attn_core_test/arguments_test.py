@@ -14,7 +14,7 @@ import numpy as np
 import attn_core
 from attn_core import (Heads, MaskInfo, OperationMetadata, PagesMetadata, PagesV2, attention,
                        explain, ragged_page_attention_v2)
-from attn_core.arguments import outputs
+from attn_core.arguments import normalize, outputs
 from attn_core.arguments.arguments import AttentionArguments, AttentionOptions, Shaped
 from attn_core.caches import pages, update
 from attn_core.masks import block_map
@@ -198,6 +198,28 @@ class PackedTest(parameterized.TestCase):
                          mask=seen[None, None], mechanism="vanilla", return_lse=True)
         np.testing.assert_allclose(got.attention_outputs[t], want.attention_outputs[0], atol=2e-6)
         np.testing.assert_allclose(got.lse[:, t], want.lse[0], atol=2e-6)
+
+
+class NormalizeTest(parameterized.TestCase):
+
+  @parameterized.product(prob=(0.0, 0.25, 0.5), default=(0.0, 0.3),
+                         deterministic=(None, True, False), has_key=(True, False))
+  def test_dropout(self, prob, default, deterministic, has_key):
+    """The call's probability counts before the metadata's; a key turns it on where nothing says."""
+    found = normalize.normalize_dropout_prob(prob, default, deterministic, has_key)
+    is_on = has_key if deterministic is None else not deterministic
+    self.assertEqual(found, (prob if prob > 0 else default) if is_on else 0)
+
+  def test_several_sinks_weigh_as_one(self):
+    """Also heads without a sink, all of whose logits are -inf: they have gradient 0."""
+    absent = -np.inf
+    sinks = np.float32([[1, 2, 3], [absent, 0.5, absent], [absent] * 3, [80, -80, 80]])
+    found, pull = jax.vjp(lambda x: normalize.normalize_sinks(x, 4), jnp.asarray(sinks))
+    with np.errstate(divide="ignore"):
+      total = np.exp(sinks.astype(np.float64)).sum(1)
+      np.testing.assert_allclose(found, np.log(total)[None], rtol=1e-6)
+    share = np.exp(sinks) / np.where(total, total, 1)[:, None]
+    np.testing.assert_allclose(pull(jnp.ones((1, 4)))[0], share, rtol=1e-5, atol=1e-9)
 
 
 class OutputsTest(absltest.TestCase):

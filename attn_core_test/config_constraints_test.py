@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 import numpy as np
 
-from attn_core import (OperationMetadata, apply_qk_shardings, apply_qkv_shardings, attention,
-                       build_cache_pos, create_mesh, default_key_value_sharding,
+from attn_core import (OperationMetadata, PartitionAxis, apply_qk_shardings, apply_qkv_shardings,
+                       attention, build_cache_pos, create_mesh, default_key_value_sharding,
                        get_sharding_safely, match_partition_rules, repeat_key_value,
                        shard_attention_prod)
 
@@ -44,6 +44,19 @@ class ShardingsTest(parameterized.TestCase):
     decoded, _ = apply_qk_shardings(self.x, self.few, self.metadata, "__autoregressive__")
     self.assertTrue(decoded.sharding.is_equivalent_to(NamedSharding(
         self.mesh, P(("fsdp", "dp"), None, "tp", None)), 4))
+
+  def test_keys_and_values_have_their_own_axes(self):
+    """Tokens of keys stay sharded where queries are decoded; heads may have another mesh axis."""
+    axis = PartitionAxis(kv_head_axis=None, key_sequence_axis=None)
+    metadata = OperationMetadata(mesh=self.mesh, partition_axis=axis)
+    for changed, mode in ((metadata, "__train__"), (self.metadata, "__autoregressive__")):
+      rules = changed.get_shardings(mode)
+      self.assertNotEqual(rules.query, rules.key)
+      query, key = apply_qk_shardings(self.x, self.x, changed, mode)
+      both = apply_qkv_shardings(self.x, self.x, self.x, changed, mode)
+      for x, spec in ((query, rules.query), (key, rules.key), *zip(
+          both, (rules.query, rules.key, rules.value))):
+        self.assertTrue(x.sharding.is_equivalent_to(NamedSharding(self.mesh, spec), 4))
 
   def test_without_a_mesh_arrays_are_unchanged(self):
     alone = OperationMetadata()

@@ -18,7 +18,9 @@ class DevicesTest(parameterized.TestCase):
       ("tpu", "TPU v5 lite", "blocksparse", "bfloat16"),
       ("tpu", "TPU7x", "blocksparse", "bfloat16"),
       ("gpu", "NVIDIA H100 80GB HBM3", "flash_attn2", "float16"),
-      ("cuda", "Tesla V100", "flash_attn2", "float16"), ("cpu", "cpu", "flash_attn2", "bfloat16"))
+      ("cuda", "Tesla V100", "flash_attn2", "float16"),
+      ("rocm", "AMD Instinct MI300X", "flash_attn2", "float16"),
+      ("cpu", "cpu", "flash_attn2", "bfloat16"))
   def test_table(self, platform, kind, mechanism, dtype):
     device = types.SimpleNamespace(platform=platform, device_kind=kind)
     self.assertEqual(get_optimal_config(device), (AttentionMechanism(mechanism), dtype))

@@ -167,6 +167,9 @@ class MergeTest(parameterized.TestCase):
     config = attach_custom_arguments(config, rotary="no")
     self.assertEqual(extras_of(config), {"rotary": "no", "sizes": [1, {"a": 2}]})
     self.assertEqual(from_dict(to_dict(config)), config)
+    found = {add_basic_configurations(AttnConfig(), quantization_config=x)
+             for x in ({"x": [1], "y": 2}, {"y": 2, "x": [1]})}
+    self.assertLen(found, 1)  # whatever the order of a dictionary
     with self.assertRaisesRegex(ValueError, "attach_custom_arguments: f is not JSON"):
       attach_custom_arguments(config, f=len)
     with self.assertRaisesRegex(ValueError, r"\['rotary'\].*attach_custom_arguments"):

@@ -6,6 +6,7 @@ Programs are lowered for CUDA and read, with JAX's queries of the machine mocked
 of the same path through jax.nn, computed by XLA.
 """
 
+import itertools
 import json
 import re
 from unittest import mock
@@ -279,6 +280,14 @@ class RefusalTest(parameterized.TestCase):
                                         query_offset=0, **arguments).attention_outputs
     self.assertLen(calls(lower(forward, *arrays(S=95))), 1)
 
+  def test_differentiable_for_even_numbers_of_queries_and_keys_only(self):
+    for queries, keys in itertools.product((T, T - 1), (T, T - 1)):
+      explanation = explain(*arrays(T=queries, S=keys), mechanism="flash_attn2", causal=False,
+                            metadata=metadata("8.0"))
+      verdicts = {verdict.mechanism: verdict for verdict in explanation.verdicts}
+      even = queries % 2 == keys % 2 == 0
+      self.assertEqual(verdicts["flash_attn2"].kernel, "sdpa.cudnn" if even else "flash.xla")
+
   def test_a_gpu_of_another_vendor(self):
     x = arrays()
     with mock.patch.object(jax, "default_backend", lambda: "rocm"):
@@ -318,6 +327,21 @@ class ValuesTest(parameterized.TestCase):
     for other in ([key, value], with_nan):
       for x, y in zip(jax.tree.leaves(both(got)(query, *other)), wanted, strict=True):
         np.testing.assert_allclose(x, y, atol=2e-5)
+
+  def test_a_nan_reaches_exactly_the_queries_of_a_window_that_see_it(self):
+    rng = np.random.default_rng(0)
+    query, key, value = (jnp.asarray(rng.normal(size=(1, 9, heads, 8)), jnp.float32)
+                         for heads in (4, 2, 2))
+    number = np.arange(9)
+    for left in (0, 3, 8):
+      run = jax.jit(lambda *x, left=left: attention(
+          *x, mechanism="sdpa", sliding_window=(left, 0)).attention_outputs)
+      for n in range(9):
+        out = run(query, key.at[0, n, 1, 2].set(jnp.nan), value)[0]
+        expected = np.zeros((9, 4), bool)
+        expected[:, 2:] = ((number >= n) & (number <= n + left))[:, None]
+        np.testing.assert_array_equal(np.isnan(out).all(-1), expected)
+        np.testing.assert_array_equal(np.isnan(out).any(-1), expected)
 
   @parameterized.product(
       low=((-np.inf, 1), (np.finfo(np.float32).min, 1), (-1e6, 3)),

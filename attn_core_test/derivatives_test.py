@@ -154,6 +154,20 @@ class DerivativesTest(parameterized.TestCase):
     total = jax.grad(lambda key: jax.vmap(loss, (0, None))(nothing, key).sum())(arrays["key"])
     np.testing.assert_array_equal(total, jnp.zeros_like(arrays["key"]))
 
+  @parameterized.parameters((0, 1), (1, 0), (2, 4))
+  def test_vmap_of_one_operand(self, number, axis):
+    """Checks a batch of one row, where the other two operands are not mapped."""
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=(1, length, heads, 8)).astype(np.float32)
+              for length, heads in ((5, 4), (6, 2), (6, 2))]
+    mapped = rng.normal(size=(3, *arrays[number].shape)).astype(np.float32)
+    run = lambda *x: attention(*x, mechanism="blockwise", causal=False).attention_outputs
+    given = lambda x: [*arrays[:number], x, *arrays[number + 1:]]
+    axes = [axis if n == number else None for n in range(3)]
+    found = jax.jit(jax.vmap(run, axes))(*given(np.moveaxis(mapped, 0, axis)))
+    one = jax.jit(run)
+    np.testing.assert_allclose(found, [one(*given(x)) for x in mapped], rtol=1e-5, atol=1e-5)
+
 
 class RematTest(parameterized.TestCase):
 

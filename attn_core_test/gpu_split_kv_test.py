@@ -69,6 +69,19 @@ class LiveSplitsTest(parameterized.TestCase):
       self.assertEqual({n // 3 for n in range(a, b)}, set(range(low, high)), (a, b))
 
 
+class BlockMapTest(absltest.TestCase):
+
+  def test_a_row_visits_the_blocks_that_any_head_sees(self):
+    seen = np.zeros((1, 2, 1, 320), bool)
+    seen[0, 0, 0, :64] = seen[0, 1, 0, 130:140] = seen[..., 192:256] = True
+    case = Case(masks.dense(seen), T=1, S=320, H=2, K=1)
+    found = decode.block_map_of(case.operands(), case.full_spec)
+    # The one that both heads see whole comes first.
+    self.assertEqual(np.asarray(found.num_full).tolist(), [[[1]]])
+    self.assertEqual(np.asarray(found.num_visited).tolist(), [[[3]]])
+    self.assertEqual(np.asarray(found.indices)[0, 0, 0, :3].tolist(), [3, 0, 2])
+
+
 @gpu_interpret.interprets
 class InterpretTest(parameterized.TestCase):
 

@@ -4,11 +4,13 @@
 
 from absl.testing import absltest
 from absl.testing import parameterized
+import jax
 import numpy as np
 
 from attn_core import masks
 from attn_core.masks import position_range
-from attn_core_test.masks_cases import dense
+from attn_core.masks.mask import Coordinates
+from attn_core_test.masks_cases import Draw, build, dense, draw_sizes, seen_by_all
 
 
 class PositionRangeTest(parameterized.TestCase):
@@ -26,6 +28,23 @@ class PositionRangeTest(parameterized.TestCase):
     self.assertLessEqual((key - query).max(), high)
     self.assertEqual(np.isinf(high - low), unbounded)
     self.assertEqual(position_range.is_narrow(mask), not unbounded)
+
+  def test_static_superset(self):
+    """Without arrays, it shows every pair that the mask shows; a mask without arrays is its own."""
+    generator, changed = np.random.default_rng(3), 0
+    for _ in range(400):
+      shape, _ = draw_sizes(generator)
+      recipe = Draw(generator, generator, shape).recipe(3, True)
+      mask = build(recipe)
+      found = position_range.static_superset(mask)
+      self.assertEmpty(jax.tree.leaves(found))
+      if not jax.tree.leaves(mask):
+        self.assertEqual(found, mask)
+      b, h, t, s = (x.astype(np.int32) for x in np.ogrid[tuple(map(slice, shape))])
+      shown = np.broadcast_to(found.visible(Coordinates(b, h, t, s, t, s)), shape)
+      self.assertFalse((seen_by_all(recipe, shape) & ~shown).any(), recipe)
+      changed += not shown.all()
+    self.assertGreater(changed, 100)
 
   def test_documents_are_narrow_and_long_windows_are_not(self):
     documents = masks.causal() & masks.segments(np.zeros((1, 4), np.int32))

@@ -137,6 +137,23 @@ class CreateMeshTest(parameterized.TestCase):
                        ["processes [0, 0, 1, 1]", "processes [0, 1, 0, 1]"])
 
 
+class OutermostTest(absltest.TestCase):
+
+  def test_every_number_of_granules(self):
+    """The first axes take as many as divide them; what is left over is refused."""
+    for dims in itertools.product((1, 2, 3, 4, 6), repeat=3):
+      for granules in range(1, 13):
+        left, wanted = granules, []
+        for dim in dims:
+          wanted.append(max(n for n in range(1, dim + 1) if dim % n == 0 and left % n == 0))
+          left //= wanted[-1]
+        if left == 1:
+          self.assertEqual(mesh_lib._outermost(dims, granules), tuple(wanted))
+        else:
+          with self.assertRaisesRegex(ValueError, f"; {left} of them are left"):
+            mesh_lib._outermost(dims, granules)
+
+
 class ExpertMeshTest(parameterized.TestCase):
 
   @parameterized.product(

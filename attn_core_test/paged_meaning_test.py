@@ -18,8 +18,9 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as pub
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core import (Heads, PagedOptions, PagesMetadata, PagesV1, PagesV2, PagesV3, attention,
-                       explain, page_attention, ragged_page_attention_v2, ragged_page_attention_v3)
+from attn_core import (BlockSizes, Heads, PagedOptions, PagesMetadata, PagesV1, PagesV2, PagesV3,
+                       attention, explain, page_attention, ragged_page_attention_v2,
+                       ragged_page_attention_v3)
 from attn_core.caches import pages, quantize
 from attn_core.kernels.common import paged_operands
 from attn_core.types import PagedSpec
@@ -89,6 +90,31 @@ class MeaningTest(parameterized.TestCase):
     wide, all_of_it = (ragged_page_attention_v2(query, cache, metadata, PagedOptions(
         sliding_window=window, causal=False)) for window in (2**31 - 1, None))
     np.testing.assert_array_equal(wide.attention_outputs, all_of_it.attention_outputs)
+
+  def test_windows_at_every_place_in_a_block_of_keys(self):
+    query, cache, metadata = plain(Case((24, 9), (24, 9), rest=0))
+    def everything(sizes):
+      def loss(query, cache):
+        output = ragged_page_attention_v2(query, cache, metadata, PagedOptions(
+            sliding_window=(5, 2), causal=False, block_sizes=sizes))
+        return jnp.sin(output.attention_outputs).sum(), output.attention_outputs
+      return jax.jit(jax.grad(loss, (0, 1), has_aux=True))(query, cache)
+    expected = everything(BlockSizes(64, 64))  # one block
+    for block_q in (1, 3):
+      jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5),
+                   everything(BlockSizes(block_q, 4)), expected)
+
+  def test_derivatives_by_keys_or_values_alone(self):
+    case = Case((9, 5), (1, 1), rest=0)
+    query, *stored = (jnp.nan_to_num(x) for x in case.arrays()[:3])
+    metadata = case.metadata(single=True)
+    loss = lambda key, value: jnp.sin(
+        page_attention(query, PagesV1(key, value), metadata).attention_outputs).sum()
+    both, *alone = jax.jit(lambda *x: (
+        jax.grad(loss, (0, 1))(*x), jax.grad(loss, 0)(*x), jax.grad(loss, 1)(*x)))(*stored)
+    for x, y in zip(alone, both, strict=True):
+      self.assertTrue(np.any(y))
+      np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
 
   def test_a_nan_reaches_only_queries_that_see_it(self):
     case = Case((8, 9), (8, 9), rest=0)

@@ -227,6 +227,15 @@ class PlacementTest(parameterized.TestCase):
       needed = {head // group for head in range(first, first + query[2])}
       self.assertGreaterEqual(key[2], len(needed))
 
+  def test_keys_of_a_device_that_decodes(self):
+    mesh = create_mesh((2, 1, 4), ("dp", "tp", "sp"))
+    rules, query, key = OperationMetadata().get_shardings("__autoregressive__"), (4, 1, 8, 16), (
+        4, 24, 2, 16)
+    for shard_keys, keys in ((True, 6), (False, 24)):
+      placed = placement.place(rules, mesh, query, key, shard_keys=shard_keys)
+      self.assertEqual(placement.local_shapes(placed, query, key),
+                       ((2, 1, 8, 16), (2, keys, 2, 16)))
+
   def test_axes_that_the_caller_has_split_over_shard_nothing(self):
     """One device for each part of them needs no placement."""
     mesh, found = create_mesh((2, 4), ("dp", "tp")), []

@@ -54,7 +54,8 @@ class SamplingTest(parameterized.TestCase):
       module, _, rest = pattern.partition(".")
       self.assertTrue(rest, pattern)
       self.assertTrue(any(suite.matches(name, module) for name in modules), pattern)
-    self.assertContainsSubset(sampling.SHARDS, modules)
+    self.assertContainsSubset((*sampling.SHARDS, *sampling.LONG), modules)
+    self.assertEqual({piece.module for piece in suite.pieces_of([])}, set(modules))
 
 
 class StartersTest(absltest.TestCase):

@@ -67,24 +67,31 @@ CHOSEN = sampling.names(ROWS, ("ragged", "ragged_16_bits_many_rows", "writes", "
 
 def setup(row: Row):
   """Returns (query, key, value, cache, metadata, sinks), and key and value as they are read."""
+  query, key, value, sinks = row.case.arrays()  # NaN in slots that may not be read
+  metadata = row.case.metadata(single=row.layout == "v1")
+  new, cache, read = jax.jit(lambda held: stored(row, held, metadata, query.shape[0]))((key, value))
+  return (query, *new, cache, jax.tree.map(jnp.asarray, metadata), sinks), read
+
+
+def stored(row: Row, held: tuple, metadata: PagesMetadata, tokens: int):
+  """Returns keys and values to write, the cache, and what is read from it then."""
   case, layout = row.case, {"v1": PagesV1, "v2": PagesV2, "v3": PagesV3}[row.layout]
-  query, *held, sinks = case.arrays()  # NaN in slots that may not be read
-  metadata, heads = case.metadata(single=row.layout == "v1"), Heads(case.K, case.D, case.D)
+  heads = Heads(case.K, case.D, case.D)
   if row.held is None:
     cache = PagesV1(*held)
   else:
-    stored, scales = zip(*(quantize.quantize(x, row.held) for x in held))
+    narrow, scales = zip(*(quantize.quantize(x, row.held) for x in held))
     if row.scales == "tensor":
       scales = jnp.float32(0.01), jnp.float32(0.02)
-      stored = [pages.store(x, row.held, s) for x, s in zip(held, scales)]
+      narrow = [pages.store(x, row.held, s) for x, s in zip(held, scales)]
     else:
       scales = [x.transpose(1, 2, 0) for x in scales]
-    cache = PagesV1(*stored, *scales)
+    cache = PagesV1(*narrow, *scales)
   key, value = pages.read(cache, jnp.arange(case.pool), heads, jnp.float32)
   read = [x.reshape(case.K, case.pool, case.page, -1) for x in (key, value)]
   new = None, None
   if row.layout == "v3":  # no page holds the queries' own tokens yet
-    mapping = pages.slots(metadata, case.page, query.shape[0])
+    mapping = pages.slots(metadata, case.page, tokens)
     outside = jnp.where(mapping < 0, 10**6, mapping)
     flat = [x.reshape(case.K, -1, case.D) for x in held]
     new = [x.at[:, outside].get(mode="fill", fill_value=np.nan).swapaxes(0, 1) for x in flat]
@@ -92,8 +99,7 @@ def setup(row: Row):
         jnp.nan if row.held is None else jnp.zeros((), row.held), mode="drop").reshape(x.shape)
              for x in cache[:2]]
     cache = cache._replace(key_pages=holes[0], value_pages=holes[1])
-  cache = cache if row.layout == "v1" else pages.convert(cache, layout, heads)
-  return (query, *new, cache, jax.tree.map(jnp.asarray, metadata), sinks), read
+  return new, cache if row.layout == "v1" else pages.convert(cache, layout, heads), read
 
 
 def run(row: Row, query, key, value, cache, metadata, sinks):

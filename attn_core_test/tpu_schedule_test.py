@@ -87,6 +87,16 @@ class ListTest(parameterized.TestCase):
                  (packed.kinds, steps.kinds)):
       np.testing.assert_array_equal(np.broadcast_to(x, 120), y.reshape(-1))
 
+  @parameterized.parameters(False, True)
+  def test_all_kinds_have_code_where_patterns_are_complete(self, by_keys):
+    sizes = schedule.Tiling(600, 600, 256, 256, 128, 128)
+    for mask, complete in ((MANY_PATTERNS, False), (masks.causal(), True), (masks.full(), True)):
+      steps, _ = schedule.build(mask, sizes, by_keys=by_keys)
+      kinds = set(np.unique(steps.kinds.view(np.uint32)).tolist()) - {0}
+      patterns = steps.patterns(sizes)
+      self.assertEqual(patterns[1], complete)
+      self.assertEqual(kinds <= set(patterns[0]), complete)
+
 
 class InterpretedTest(parameterized.TestCase):
   """Kernels in interpret mode, against the oracle."""
