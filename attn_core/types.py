@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, TypeVar
 import jax
 from jax.typing import DTypeLike
 import jax.numpy as jnp
+import numpy as np
 
 if TYPE_CHECKING:  # for annotations only: these modules import this one
   from attn_core.caches.dense import DenseCache
@@ -188,6 +189,11 @@ class AttentionOutput(NamedTuple):
   lse: Array | None = None  # float32 [B, H, T], natural logarithm
   # The updated cache of a call that writes to one.
   cache_view: "DenseCache | WindowCache | PagesV3 | None" = None
+
+
+def at_least_float32(dtype: DTypeLike) -> np.dtype:
+  """Returns the wider of a dtype and float32, also where JAX must not promote dtypes."""
+  return np.promote_types(jnp.dtype(dtype), np.float32)
 
 
 Integer = TypeVar("Integer", int, Array)

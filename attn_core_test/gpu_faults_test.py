@@ -4,6 +4,7 @@
 
 import pathlib
 import re
+import unittest
 from unittest import mock
 
 from absl.testing import absltest
@@ -13,9 +14,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
+from attn_core.kernels.common.contract import Residuals
 from attn_core.kernels.gpu import mosaic
 from attn_core_test import (gpu_cases, gpu_descriptors, gpu_faults, gpu_interpret, gpu_launch,
-                            gpu_lowered)
+                            gpu_lowered, sampling)
 
 KERNEL = """
 module @kernel {{
@@ -247,6 +249,24 @@ class LoweredTest(parameterized.TestCase):
     with mock.patch.object(gpu_faults, "faults", return_value=["broken"]):
       with self.assertRaisesRegex(AssertionError, "attn_core_copied: broken"):
         gpu_interpret.interpret(copied(192), jnp.zeros(8))
+
+
+INTERPRETED = {f"{group}_{name}": (group, name) for group in ("INTERPRETED", "GRADIENTS", "BIASES")
+               for name in getattr(gpu_cases, group)}
+
+
+@unittest.skipIf(hasattr(plgpu, "force_gpu_interpret_mode"), "interpreted, and checked there")
+class OlderJaxTest(parameterized.TestCase):
+  """Checks what newer versions of jax interpret."""
+
+  @parameterized.named_parameters((name, *INTERPRETED[name]) for name in sampling.names(
+      INTERPRETED, ("INTERPRETED_causal_odd_length", "GRADIENTS_bias_and_sinks")))
+  def test_interpreted_cases(self, group, name):
+    case = getattr(gpu_cases, group)[name]
+    residuals = Residuals(*jax.eval_shape(case.forward, case.shapes))
+    def run(*arrays):
+      return case.forward(arrays[0]), case.backward(*arrays)
+    self.assertGreaterEqual(gpu_faults.check(run, (case.shapes, residuals, residuals)), 3)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 """GPU kernels of programs that are lowered for CUDA, as MLIR modules, and how to read these.
 
 No GPU, driver or CUDA compiler is needed. What XLA receives for a kernel is a module of Mosaic GPU:
-`kernels` returns it with constants folded, so that extents, strides and offsets are numbers.
+`kernels` returns it. Constants are not folded: `number` computes extents, strides and offsets.
 """
 
 import collections
@@ -62,13 +62,12 @@ def kernels(run: Callable[..., Any], arguments: tuple) -> list[ir.Module]:
 
 
 def parsed(module: str | bytes) -> ir.Module:
-  """Reads a kernel's module, as text or as bytecode for XLA, and folds its constants."""
+  """Reads a kernel's module, as text or as bytecode for XLA."""
   context = mlir.make_ir_context()
   context.allow_unregistered_dialects = True
   found = ir.Module.parse(module, context=context)
   read = "mosaic_gpu-serde{serialize=false}," if isinstance(module, bytes) else ""
-  passmanager.PassManager.parse(
-      f"builtin.module({read}canonicalize,cse)", context).run(found.operation)
+  passmanager.PassManager.parse(f"builtin.module({read}cse)", context).run(found.operation)
   return found
 
 
@@ -157,6 +156,8 @@ def number(value: ir.Value, warpgroup: int | None = None, threads: int = 128) ->
     return None if warpgroup is None else 128 * warpgroup
   if made.name == "gpu.block_dim":
     return threads if "x" in str(made.attributes["dimension"]).split()[-1] else 1
+  if made.name == "memref.extract_strided_metadata":
+    return _metadata(made, list(made.results).index(value))
   of = lambda index: number(made.operands[index], warpgroup, threads)
   if made.name in _SAME:
     return of(1 if made.name == "nvvm.shfl.sync" else 0)
@@ -171,6 +172,14 @@ def number(value: ir.Value, warpgroup: int | None = None, threads: int = 128) ->
       return int(getattr(operator, _COMPARED[kind])(left, right))
     return _COMPUTED[made.name](left, right)
   return None
+
+
+def _metadata(made: ir.Operation, result: int) -> int | None:
+  """Returns a number among (memory, offset, sizes, strides) of an array; None: not known."""
+  kind = ir.MemRefType(made.operands[0].type)
+  strides, offset = kind.get_strides_and_offset()
+  found = [None, offset, *kind.shape, *strides][result]
+  return None if found == DYNAMIC else found
 
 
 def divisor(value: ir.Value) -> int:

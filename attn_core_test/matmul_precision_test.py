@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products of 32-bit operands are exact on every platform, unless `precision` asks for less.
 
-Read from the jaxprs of values and derivatives of every row of the table, kernels included.
+Nor do other settings of JAX matter. Read from the jaxprs of values and derivatives of every row of
+the table, kernels included.
 """
 
 import functools
@@ -265,6 +266,16 @@ class PrecisionTest(parameterized.TestCase):
     for name, product in self.products(case, "highest", precision="default"):
       if not product.is_row_sum:
         self.assertNotIn(lax.Precision.HIGHEST, product.precision or (), f"{name}: {product.where}")
+
+  @parameterized.parameters(*sampling.with_slow(
+      [("vanilla", "cpu", "bfloat16", "vjp"), ("sdpa", "cpu", "bfloat16", "vjp"),
+       ("autoregressive_decodeattn", "cpu", "bfloat16", "vjp"),
+       ("page_attention", "cpu", "float32", "vjp"), ("ring", "tpu", "float32", "forward")],
+      *(case for case in CASES if case[3] in ("forward", "vjp"))))
+  def test_promotes_nothing_implicitly(self, *case):
+    """Checks that a caller may forbid implicit promotion of dtypes and of ranks."""
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+      self.assertIsNotNone(list(self.products(case, "default")))
 
   def test_every_row_is_read(self):
     """Except those of the same functions on the same platform."""

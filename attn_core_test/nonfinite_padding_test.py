@@ -19,7 +19,7 @@ import numpy as np
 
 from attn_core import OperationMetadata, attention
 from attn_core.types import RING_VARIANTS
-from attn_core_test import gpu_cases, property_cases, ring_cases, sampling
+from attn_core_test import gpu_cases, gpu_interpret, property_cases, ring_cases, sampling
 from attn_core_test.property_cases import BY_NAME, NAMES, PALLAS_TPU
 
 CASES = ("segments_with_padding", "lengths", "dense_mask_per_head", "negative_offset_empty_rows")
@@ -97,8 +97,9 @@ class NonfiniteTest(parameterized.TestCase):
     padding = {"query": ~sees.any(3).transpose(0, 2, 1)[..., None],
                **dict.fromkeys(("key", "value"), ~sees.any((1, 2))[..., None, None])}
     self.assertTrue(padding["query"].any())
+    numbers = NONFINITE[:1] if (mechanism, place) == PALLAS_TPU else NONFINITE  # interpreted: slow
     for array, marked in padding.items():
-      for number in NONFINITE:
+      for number in numbers:
         got = run({**arrays, array: jnp.where(marked, number, arrays[array])}, moves)
         compare(got, want, {}, f"{array} {number}")
     for result in ("gradient", "product"):
@@ -126,19 +127,19 @@ class NonfiniteTest(parameterized.TestCase):
 
 class HopperTest(parameterized.TestCase):
 
-  @gpu_cases.interprets
+  @gpu_interpret.interprets
   @sampling.slow("nonfinite_padding_test.HopperTest")
   def test_in_padding(self):
-    """Checks the kernels' outputs and gradients."""
+    """Checks the gradients of the kernels."""
     case, arrays, run = gpu_cases.property_call("segments_with_padding")
     sees = property_cases.visible(case)
-    both = jax.jit(lambda arrays: first_order(lambda x: run(x)[0], arrays, arrays))
     marked = ~sees.any(3).transpose(0, 2, 1)[..., None]
-    with gpu_cases.interpreted():
-      want = jax.block_until_ready(both(arrays))
-      for number in NONFINITE:
-        got = both({**arrays, "query": jnp.where(marked, number, arrays["query"])})
-        compare(jax.block_until_ready(got), want, {}, str(number))
+    gradient = jax.grad(lambda arrays: jnp.sin(run(arrays)[0].astype(jnp.float32)).sum())
+    want = gpu_interpret.interpret(gradient, arrays)
+    for number in NONFINITE:
+      got = gpu_interpret.interpret(
+          gradient, {**arrays, "query": jnp.where(marked, number, arrays["query"])})
+      compare({"gradient": got}, {"gradient": want}, {}, str(number))
 
 
 class UnevenKeysTest(parameterized.TestCase):

@@ -22,7 +22,7 @@ from attn_core.dispatch.capabilities import Request, request_of
 from attn_core.masks import dropout
 from attn_core.masks.info import MaskInfo
 from attn_core.types import (ARRAY_LAYOUTS, MODES, ArrayLayout, AttentionSpec, BlockSizes, Call,
-                             MaskOperands, Operands, SlidingWindow)
+                             MaskOperands, Operands, SlidingWindow, at_least_float32)
 
 # Values of masked logits up to this act like -inf; a higher value would be a bias.
 HIGHEST_MASK_VALUE = -1e9
@@ -107,7 +107,7 @@ def make_spec(a: AttentionArguments, metadata: OperationMetadata,
   softmax_dtype = metadata.runtime_softmax_dtype
   assert isinstance(softmax_dtype, np.dtype)  # the metadata made it one
   if query.dtype == jnp.float64:
-    softmax_dtype = jnp.promote_types(softmax_dtype, query.dtype)
+    softmax_dtype = query.dtype
   return AttentionSpec(
       mask, normalize_scale(a.softmax_scale, metadata.softmax_scale, query.shape[-1]),
       normalize_soft_cap(a.logits_soft_cap),
@@ -287,7 +287,7 @@ def normalize_sinks(softmax_aux: Shaped | None, heads: int) -> jax.Array | None:
   checks.require(jnp.issubdtype(given.dtype, jnp.floating) and given.ndim in (1, 2)
                  and given.shape[0] == heads and 0 not in given.shape, "softmax_aux",
                  checks.describe(given), expected)
-  sinks = jnp.asarray(given).astype(jnp.promote_types(given.dtype, jnp.float32))
+  sinks = jnp.asarray(given).astype(at_least_float32(given.dtype))
   return (sinks if sinks.ndim == 1 else _joint_sinks(sinks))[None]
 
 

@@ -35,7 +35,7 @@ from jax.typing import DTypeLike
 from attn_core.kernels.common.contract import Kernel, Residuals
 from attn_core.masks import mask as mask_lib
 from attn_core.sharding import varying_axes
-from attn_core.types import DIFFERENTIABLE, AttentionSpec, BlockSizes, Operands
+from attn_core.types import DIFFERENTIABLE, AttentionSpec, BlockSizes, Operands, at_least_float32
 
 
 class _Call(NamedTuple):
@@ -149,7 +149,7 @@ def _residual_avals(*avals: Any, call: _Call) -> list[Any]:
   query, value = (getattr(_operands(avals[:call.structure.num_leaves], call), name)
                   for name in ("query", "value"))
   batch, length, heads, _ = query.shape
-  lse_dtype = jnp.promote_types(call.spec.softmax_dtype, jnp.float32)
+  lse_dtype = at_least_float32(call.spec.softmax_dtype)
   return [_like(query, (batch, length, heads, value.shape[-1]), query.dtype),
           _like(query, (batch, heads, length), lse_dtype)]
 

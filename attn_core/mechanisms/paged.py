@@ -18,7 +18,8 @@ from attn_core.kernels.common.contract import Residuals
 from attn_core.kernels.xla import paged_forward
 from attn_core.sharding import lse_combine, paged as shard_paged
 from attn_core.sharding.placement import Placement
-from attn_core.types import AttentionOutput, BlockSizes, Call, PagedOperands, PagedSpec
+from attn_core.types import (AttentionOutput, BlockSizes, Call, PagedOperands, PagedSpec,
+                             at_least_float32)
 
 Forward = autodiff_paged.PagedForwardFn
 
@@ -114,7 +115,7 @@ def _local(forward: Forward, call: Call, writes: bool, operands: PagedOperands) 
     found = jax.lax.map(lambda x: attend(*x), (queries, request_groups.with_pool_ids(
         metadata, layouts.num_pages(cache))))
     out, lse = (x.reshape(tokens, *x.shape[2:]) for x in found)
-  out, lse = out[None], lse.astype(jnp.promote_types(lse.dtype, jnp.float32))[..., 0].T[None]
+  out, lse = out[None], lse.astype(at_least_float32(lse.dtype))[..., 0].T[None]
   if operands.stripe is not None:
     assert call.placement is not None
     out, lse = lse_combine.combine(out, lse, call.placement.keys)

@@ -11,7 +11,7 @@ needs no memory for it; any other is a boolean array.
 
 import contextlib
 import functools
-from typing import Any, Callable, Literal, NamedTuple, NoReturn, Sequence
+from typing import Any, Callable, Iterator, Literal, NamedTuple, NoReturn, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +74,7 @@ def _local(implementation: _BackEnd, call: Call, operands: Operands) -> Attentio
     arrays, masking = _for_cudnn(arrays, masking)
   # Its overloads do not describe flags that are not literals.
   attend: Callable[..., Any] = jax.nn.dot_product_attention
-  with _precision(operands.query.dtype):
+  with _configuration(operands.query.dtype):
     result = attend(
         *arrays, **masking.arguments, scale=spec.softmax_scale, implementation=implementation,
         return_residual=call.return_lse)
@@ -91,10 +91,13 @@ def _local(implementation: _BackEnd, call: Call, operands: Operands) -> Attentio
   return AttentionOutput(out, lse=lse)
 
 
-def _precision(dtype: jnp.dtype) -> contextlib.AbstractContextManager[Any]:
-  """Sets the precision of JAX's function, which has no argument for it."""
+@contextlib.contextmanager
+def _configuration(dtype: jnp.dtype) -> Iterator[None]:
+  """Sets the precision of JAX's function, and allows the promotions that it relies on."""
   exact = matmul_precision.resolve(dtype, None) == jax.lax.Precision.HIGHEST
-  return jax.default_matmul_precision("highest") if exact else contextlib.nullcontext()
+  with (jax.default_matmul_precision("highest") if exact else contextlib.nullcontext(),
+        jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")):
+    yield
 
 
 def _rows(x: jax.Array) -> jax.Array:

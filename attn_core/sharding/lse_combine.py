@@ -44,6 +44,6 @@ def combine(out: jax.Array, lse: jax.Array, axes: AxisNames) -> tuple[jax.Array,
   weight = jnp.exp(lse - m_i)
   l_i = lax.psum(weight, axes)
   share = weight / jnp.where(l_i == 0, 1, l_i)
-  combined = lax.psum(out * share.transpose(0, 2, 1)[..., None], axes)
+  combined = lax.psum(out.astype(share.dtype) * share.transpose(0, 2, 1)[..., None], axes)
   return combined.astype(out.dtype), jnp.where(
       l_i == 0, -jnp.inf, m_i + jnp.log(jnp.where(l_i == 0, 1, l_i)))

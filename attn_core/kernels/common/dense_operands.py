@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 
 from attn_core.kernels.common.contract import BackwardResiduals
 from attn_core.masks import block_map, mask as mask_lib, tile as tile_lib
-from attn_core.types import AttentionSpec, Operands
+from attn_core.types import AttentionSpec, Operands, at_least_float32
 
 
 def assert_shapes(operands: Operands) -> None:
@@ -119,4 +119,4 @@ def out_dtype(operands: Operands, spec: AttentionSpec) -> DTypeLike:
 
 def lse_dtype(spec: AttentionSpec) -> jnp.dtype:
   """Returns the dtype of the lse: that of the softmax, at least float32."""
-  return jnp.promote_types(spec.softmax_dtype, jnp.float32)
+  return at_least_float32(spec.softmax_dtype)

@@ -26,7 +26,7 @@ from attn_core.kernels.common import dense_operands, matmul_precision, online_so
 from attn_core.kernels.common.contract import BackwardResiduals, Kernel, Residuals
 from attn_core.kernels.xla import cpu_matvec, flash, tile_ops, tiling
 from attn_core.masks import block_map, tile as tile_lib
-from attn_core.types import AttentionSpec, BlockSizes, Operands
+from attn_core.types import AttentionSpec, BlockSizes, Operands, at_least_float32
 
 
 def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> Residuals:
@@ -225,7 +225,7 @@ def _hide(inputs: tile_ops.BlockedInputs, seen: jax.Array, logits: jax.Array) ->
 
 def _dtype(inputs: tile_ops.BlockedInputs) -> jnp.dtype:
   """Returns the dtype of sums."""
-  return jnp.promote_types(inputs.dtype, jnp.float32)
+  return at_least_float32(inputs.dtype)
 
 
 def _scores(block: _Block, rows: jax.Array) -> jax.Array:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from attn_core.kernels.common import (dense_operands, matmul_precision, nonfinite,
                                       online_softmax)
 from attn_core.masks import dropout, materialize
-from attn_core.types import AttentionOutput, AttentionSpec, Operands
+from attn_core.types import AttentionOutput, AttentionSpec, Operands, at_least_float32
 
 
 def attend(operands: Operands, spec: AttentionSpec) -> AttentionOutput:
@@ -61,7 +61,7 @@ def attend(operands: Operands, spec: AttentionSpec) -> AttentionOutput:
   outputs = (outputs.reshape(batch, heads, length, -1) / total).transpose(0, 2, 1, 3)
   outputs = outputs.astype(query.dtype)
   weights = checkpoint_name((weights / total).astype(value.dtype), "attn_weights")
-  lse = lse.astype(jnp.promote_types(lse.dtype, jnp.float32))
+  lse = lse.astype(at_least_float32(lse.dtype))
   if not spec.normalize_output:
     outputs = online_softmax.numerator(outputs, lse)
   return AttentionOutput(checkpoint_name(outputs, "attn_output"), weights,

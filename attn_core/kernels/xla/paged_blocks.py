@@ -74,7 +74,7 @@ def logits_of(inputs: BlockedInputs, scores: jax.Array,
 def visible(inputs: BlockedInputs, block: QueryBlock, block_index: Index) -> jax.Array:
   """Returns which keys of a key block the rows see, bool [block_rows, block_kv]."""
   token = block_index * inputs.block_kv + jnp.arange(inputs.block_kv, dtype=jnp.int32)
-  key = page_stripes.position_of(inputs.stripe, token)
+  key = page_stripes.position_of(inputs.stripe, token)[None]
   query = block.positions[:, None]
   left, right = paged_operands.window_of(inputs.spec)
   seen = block.live[:, None] & (key < inputs.lengths[block.request])

@@ -20,7 +20,7 @@ from attn_core.kernels.common.contract import Residuals
 from attn_core.kernels.common.paged_operands import BlockedInputs, Index
 from attn_core.kernels.xla import cpu_math, cpu_matvec, paged_blocks, tile_ops
 from attn_core.sharding import varying_axes
-from attn_core.types import BlockSizes, PagedOperands, PagedSpec
+from attn_core.types import BlockSizes, PagedOperands, PagedSpec, at_least_float32
 
 
 def forward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
@@ -128,7 +128,7 @@ def _logits(inputs: BlockedInputs, scores: jax.Array, seen: jax.Array) -> jax.Ar
 
 def _wide(inputs: BlockedInputs) -> jnp.dtype:
   """Returns the dtype of sums."""
-  return jnp.promote_types(inputs.dtype, jnp.float32)
+  return at_least_float32(inputs.dtype)
 
 
 class _HeadMajor(NamedTuple):

@@ -69,7 +69,8 @@ class BlockList(NamedTuple):
       shape = *flags.shape[:2], rows
       return jnp.take_along_axis(set_before, jnp.broadcast_to(first, shape), -1) > 0
     found = jnp.take_along_axis(flags[:, :, None], self.indices, -1)
-    return (found & (jnp.arange(found.shape[-1]) < first[..., None])).any(-1)
+    number = jnp.arange(found.shape[-1], dtype=jnp.int32)
+    return (found & (number[None, None, None] < first[..., None])).any(-1)
 
 
 def _broadcast_index(ref: Ref, index: Index) -> Index:

@@ -248,18 +248,19 @@ def _compact(kinds: jax.Array | np.ndarray, room: int,
   """
   columns, tiles = kinds.shape[2:]
   visited = (kinds != block_map.EMPTY).any(-1)
-  idle = ~visited.any(-1, keepdims=True) & (np.arange(columns) == 0)
+  idle = ~visited.any(-1, keepdims=True) & (np.arange(columns) == 0)[None, None]
   row, column, count = _listed_blocks(visited | idle, room, xp)
   edge = xp.ones_like(row[:, :1], bool)
   change = row[:, 1:] != row[:, :-1]
   first = xp.concatenate([edge, change], -1)
-  number = np.arange(room, dtype=np.int32)
+  number = np.arange(room, dtype=np.int32)[None]
   last = xp.concatenate([change, edge], -1) | (number == count - 1)
   active = number < count
-  bits = (kinds.astype(np.uint32) << (2 * np.arange(tiles, dtype=np.uint32))).sum(
+  shifts = 2 * np.arange(tiles, dtype=np.uint32)[None, None, None]
+  bits = (kinds.astype(np.uint32) << shifts).sum(
       -1, dtype=np.uint32).reshape(len(row), -1)
   bits = xp.take_along_axis(bits, row * columns + column, axis=-1)
-  flags = (FIRST * first + LAST * last) * active
+  flags = xp.where(active, FIRST * first.astype(np.int32) + LAST * last.astype(np.int32), 0)
   schedule = Schedule(row.astype(np.int32), column.astype(np.int32),
                       xp.where(active, bits, 0).astype(np.uint32).view(np.int32),
                       flags.astype(np.int32))
@@ -281,7 +282,7 @@ def _listed_blocks(listed: jax.Array | np.ndarray, room: int,
   lists, _, columns = listed.shape
   ends = listed.sum(-1, dtype=np.int32).cumsum(-1, dtype=np.int32)
   count = ends[:, -1:]
-  number = xp.minimum(np.arange(room, dtype=np.int32), count - 1)
+  number = xp.minimum(np.arange(room, dtype=np.int32)[None], count - 1)
   order = xp.argsort(~listed, axis=-1, stable=True).astype(np.int32)  # listed columns first
   if xp is np:
     row = np.stack([np.searchsorted(end, n, side="right") for end, n in zip(ends, number)])

@@ -243,8 +243,8 @@ def _work_by_token(inputs: BlockedInputs, end: Index, query: jax.Array) -> _Work
   token = jnp.arange(query.shape[0], dtype=jnp.int32)
   request = jnp.arange(inputs.lengths.shape[0], dtype=jnp.int32)
   ends = inputs.starts[1:]
-  owner = jnp.minimum((ends <= token[:, None]).sum(1, dtype=jnp.int32), request[-1])
-  own = owner[:, None] == request
+  owner = jnp.minimum((ends[None] <= token[:, None]).sum(1, dtype=jnp.int32), request[-1])
+  own = owner[:, None] == request[None]
   of_owner = lambda x: jnp.where(own, x, 0).sum(1, dtype=jnp.int32)
   length = of_owner(inputs.lengths)
   begin = length - of_owner(ends) + token
