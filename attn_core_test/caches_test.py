@@ -124,8 +124,11 @@ class UpdateTest(parameterized.TestCase):
     for found in map(live, (window.view(made), dense.view(back), dense.view(full))):
       self.assertEqual(found, live(window.view(ring)))
       self.assertEqual(set(found), wanted)
-    for x in (made, back):
+    for x, positions in ((made, window.view(made).positions), (back, dense.view(back).positions)):
       equal((x.starts, x.lengths), (starts, np.array(counts)))
+      for empty in (x.key[positions < 0], x.value[positions < 0]):
+        self.assertGreater(empty.size, 0)
+        self.assertFalse(np.asarray(empty).any())  # nothing of other slots
 
   def test_a_cache_of_the_other_kind_is_refused(self):
     full, ring, new = filled(dense, S, [1, 2, 3]), filled(window, S, [1, 2, 3]), tokens(1)

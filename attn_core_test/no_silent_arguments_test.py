@@ -130,7 +130,7 @@ ARGUMENTS = {
         lambda **a: run(cache_view=dense.init(1, 16, (2, 16), dtype="float32"), **a),
         CacheMetadata(lengths=ints([3])), CACHED),
     "normalize_output": Effect(run, False),
-    "precision": Effect(run, "highest", {"mechanism": "sdpa"}),
+    "precision": Effect(run, "default", {"mechanism": "sdpa"}),
     "compute_dtype": Effect(run, jnp.bfloat16),
     "block_sizes": Effect(program, BlockSizes(2, 2), {"mechanism": "flash_attn2"}),
     "policy": Effect(program, "nothing_saveable"),
@@ -316,7 +316,7 @@ PAGES_STEP = {
 }
 PAGED_OPTIONS = {name: Effect(with_paged_options, value) for name, value in (
     ("causal", False), ("sliding_window", (2, 0)), ("softmax_scale", 2.0),
-    ("logits_soft_cap", 0.5), ("softmax_aux", np.ones(4, np.float32)), ("precision", "highest"),
+    ("logits_soft_cap", 0.5), ("softmax_aux", np.ones(4, np.float32)), ("precision", "default"),
     ("block_sizes", BlockSizes(2, 8)), ("return_lse", True),
     ("metadata", OperationMetadata(softmax_scale=2.0)))}
 INIT_PAGES = {name: Effect(attn_core.caches.pages.init, value, PAGES) for name, value in (

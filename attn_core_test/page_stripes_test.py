@@ -8,6 +8,7 @@ Letters: G groups, R requests of a group, T tokens, H query heads, K key heads, 
 import functools
 import re
 from typing import NamedTuple
+from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -21,6 +22,8 @@ from attn_core import (BlockSizes, Heads, OperationMetadata, PagedOptions, Pages
 from attn_core.caches import pages
 from attn_core.caches.paged import allocator, page_stripes, request_groups, validate
 from attn_core.kernels.common import paged_operands
+from attn_core.kernels.gpu.split_kv import paged as gpu_paged
+from attn_core.kernels.tpu.ragged import paged as tpu_paged
 from attn_core.kernels.xla import paged_forward
 from attn_core.mechanisms import paged as mechanism
 from attn_core.types import PagedSpec
@@ -195,6 +198,19 @@ class StripeTest(parameterized.TestCase):
         self.assertEqual(page_stripes.held(stripe, position), (own < position).sum())
       np.testing.assert_array_equal(page_stripes.held(stripe, jnp.asarray(positions)),
                                     [(own < position).sum() for position in positions])
+
+  def test_kernels_get_the_number_of_tokens_in_their_stripe(self):
+    lengths = np.arange(3 * PAGE * 2)
+    for get, kernel in ((mechanism.tpu_forward, tpu_paged), (mechanism.gpu_forward, gpu_paged)):
+      for number in range(3):
+        stripe = page_stripes.Stripe(number, 3, PAGE)
+        operands = paged_operands.PagedOperands(
+            None, None, PagesMetadata(None, jnp.asarray(lengths)), stripe=stripe)
+        with mock.patch.object(kernel, "forward", lambda operands, *_: operands):
+          found = get()(operands, None, None, None)
+        self.assertIsNone(found.stripe)
+        np.testing.assert_array_equal(found.metadata.context_lens, [
+            sum(at // PAGE % 3 == number for at in range(length)) for length in lengths])
 
   def test_no_stripe_holds_every_token(self):
     self.assertEqual(page_stripes.held(None, 7), 7)

@@ -60,6 +60,16 @@ class TransformationTest(absltest.TestCase):
       np.testing.assert_allclose(mapped[1][row], want, atol=1e-6)
       np.testing.assert_allclose(gradient.pages[row], of_pages.pages, atol=1e-6)
 
+  def test_maps_tangents_over_any_axis(self):
+    run = lambda pages: self.run_v2(self.query, PagesV2(pages), self.metadata)
+    held = self.cache.pages
+    tangents = np.random.default_rng(0).normal(size=(3, *held.shape)).astype(np.float32)
+    along = lambda tangent: jax.jvp(run, (held,), (tangent,))[1]
+    want = np.stack([along(tangent) for tangent in tangents])
+    for axis in (1, held.ndim):
+      found = jax.vmap(along, in_axes=axis)(np.moveaxis(tangents, 0, axis))
+      np.testing.assert_allclose(found, want, atol=1e-6)
+
   def test_scans_over_layers(self):
     """Scans over layers, each with a cache that the scan updates, as an engine does."""
     heads = Heads(2, 6, 6)

@@ -236,6 +236,16 @@ class PlacementTest(parameterized.TestCase):
       self.assertEqual(placement.local_shapes(placed, query, key),
                        ((2, 1, 8, 16), (2, keys, 2, 16)))
 
+  def test_axes_of_the_sequence_shard_neither_rows_nor_heads(self):
+    mesh = create_mesh((2, 2, 2), ("dp", "tp", "sp"))
+    axis = PartitionAxis(batch_axis=("dp", "sp"), head_axis=("sp", "tp"), kv_head_axis=("sp", "tp"))
+    rules = OperationMetadata(partition_axis=axis).get_shardings("__train__")
+    shapes = (4, 6, 8, 8), (4, 6, 8, 8)
+    whole, kept = (placement.place(rules, mesh, *shapes, reserved) for reserved in ((), ("sp",)))
+    self.assertEqual(whole.batch, ("dp", "sp"))
+    self.assertEqual((kept.batch, kept.heads, kept.key_heads), (("dp",), ("tp",), ("tp",)))
+    self.assertEqual(kept.drops, ())
+
   def test_axes_that_the_caller_has_split_over_shard_nothing(self):
     """One device for each part of them needs no placement."""
     mesh, found = create_mesh((2, 4), ("dp", "tp")), []
