@@ -129,6 +129,14 @@ class StepTest(parameterized.TestCase):
         cache_metadata=CacheMetadata(starts=starts)).attention_outputs
     np.testing.assert_allclose(got, np.where(mask[:, 0, 0, :, None, None], want, 0), atol=2e-6)
 
+  def test_a_cache_refuses_every_array_of_ids_and_positions(self):
+    query, key, value = (x[:, :4] for x in model())
+    for name in MaskInfo._fields[1:]:
+      with self.assertRaisesRegex(ValueError, f"mask_info.{name}: got an array and a cache"):
+        attention(query, key, value, mode="__prefill__", sliding_window=WINDOW,
+                  cache_view=window.init(B, 9, HEADS, dtype=jnp.float32),
+                  mask_info=MaskInfo(**{name: np.zeros((B, 4), np.int32)}))
+
   def test_a_window_cache_refuses_masks_by_the_order_of_keys(self):
     query, key, value = (x[:, :4] for x in model())
     cache = window.init(B, 9, HEADS, dtype=jnp.float32)

@@ -355,7 +355,9 @@ class BadInputTest(parameterized.TestCase):
       (dict(shapes=(1, 2)), "shapes: got .1, 2.; expected an attn_core.Shapes"),
       (dict(mask="causal"), "mask: got 'causal'; expected a mask value"),
       (dict(mask=masks.segments(np.zeros((1, 5), np.int32))),
-       r"mask: an array per query: got int32\[1, 5\]; expected \[2, 256\]"))
+       r"mask: an array per query: got int32\[1, 5\]; expected \[2, 256\]"),
+      (dict(mask=masks.segments(np.zeros((2, 1), np.int32))),
+       r"mask: an array per query: got int32\[2, 1\]; expected \[2, 256\]"))
   def test_refused(self, arguments, message):
     arguments = dict(shapes=SHAPES, mask=masks.causal(), mesh=ROW, device_kind="v5e") | arguments
     with self.assertRaisesRegex(ValueError, message):

@@ -139,5 +139,16 @@ class EqualTest(parameterized.TestCase):
     np.testing.assert_array_equal(np.isnan(lse[0, 0]), np.arange(T) >= 20)
 
 
+class SharedHeadsTest(parameterized.TestCase):
+
+  @parameterized.parameters(*sampling.with_slow(
+      [("ulysses", 2)], *itertools.product(RING_VARIANTS, (8,))))
+  def test_a_bias_for_all_heads(self, variant, shards):
+    """Checks a bias that is sharded by queries, where another variant exchanges heads for these."""
+    case = Case(lambda b, h, t, s: s <= t, (1, 16, 16, 8, 8, 4, 4), floats=("bias",))
+    case.floats["bias"], case.moved["bias"] = (numbers(1, 1, 16, 16, seed=n) for n in (4, 9))
+    case.check(metadata_of(variant, mesh=mesh_of(variant, shards)), shards, forward_mode=False)
+
+
 if __name__ == "__main__":
   absltest.main()
