@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from attn_core.caches import device_parts
 from attn_core.caches.update import Step
 from attn_core.types import AttentionOutput
 
@@ -13,7 +14,8 @@ from attn_core.types import AttentionOutput
 def with_cache(output: AttentionOutput, step: Step) -> AttentionOutput:
   """Adds the updated cache, and NaN in the rows that overflowed."""
   def with_nan(x: jax.Array) -> jax.Array:
-    return jnp.where(step.overflow.reshape(-1, *[1] * (x.ndim - 1)), jnp.nan, x)
+    overflow = device_parts.match(step.overflow, x)
+    return jnp.where(overflow.reshape(-1, *[1] * (x.ndim - 1)), jnp.nan, x)
 
   weights, lse = output.attention_weights, output.lse
   return output._replace(

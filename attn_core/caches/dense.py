@@ -24,10 +24,11 @@ from jax.typing import DTypeLike
 import jax.numpy as jnp
 
 from attn_core import checks
-from attn_core.caches import slots as slots_lib
+from attn_core.caches import device_parts, slots as slots_lib
+from attn_core.caches.device_parts import Sharding
 from attn_core.caches.slots import CacheView
 
-__all__ = ["CacheView", "DenseCache", "append", "init", "insert", "view"]
+__all__ = ["CacheView", "DenseCache", "append", "init", "init_like", "insert", "view"]
 
 
 class DenseCache(NamedTuple):
@@ -40,6 +41,7 @@ class DenseCache(NamedTuple):
   overflow: jax.Array  # bool [B]: a write did not fit and was dropped; reset when replaced
   key_scale: jax.Array | None = None  # float32 [B, S, K] of keys in 8 bits
   value_scale: jax.Array | None = None
+  sharding: device_parts.Kept | None = None  # over Auto axes, static; None: left to the compiler
 
   @property
   def indexs(self) -> jax.Array:
@@ -47,8 +49,8 @@ class DenseCache(NamedTuple):
     return self.lengths
 
 
-def init(batch: int, slots: int, heads: tuple[int, ...], *,
-         dtype: DTypeLike = jnp.bfloat16) -> DenseCache:
+def init(batch: int, slots: int, heads: tuple[int, ...], *, dtype: DTypeLike = jnp.bfloat16,
+         sharding: Sharding | None = None) -> DenseCache:
   """Creates an empty cache.
 
   Args:
@@ -56,14 +58,45 @@ def init(batch: int, slots: int, heads: tuple[int, ...], *,
     slots: tokens S that a row can hold.
     heads: (K, D), or (K, D, E) if values have another width.
     dtype: floating-point, or int8 or float8_e4m3fn with a scale per token and head.
+    sharding: of the keys [B, S, K, D]: a NamedSharding, or a PartitionSpec over the mesh of
+      `jax.set_mesh`; the other arrays of the cache are sharded alike, each device creates its own
+      part only, and updates keep it. None: not sharded.
 
   Returns:
     A cache whose rows are empty.
 
   Raises:
-    ValueError: a size is not an int >= 1, or the dtype is not supported.
+    ValueError: a size is not an int >= 1, the dtype is not supported, or the sharding is not one of
+      four dimensions that it divides over an existing mesh.
   """
-  return slots_lib.empty(DenseCache, batch, slots, heads, dtype=dtype)
+  return slots_lib.empty(DenseCache, batch, slots, heads, dtype=dtype, sharding=sharding)
+
+
+def init_like(like: jax.Array | jax.ShapeDtypeStruct, slots: int,
+              heads: tuple[int, ...] | None = None, *,
+              dtype: DTypeLike | None = None) -> DenseCache:
+  """Creates an empty cache for the rows of a query or key, which is sharded as they are.
+
+  >>> import jax.numpy as jnp
+  >>> from attn_core.caches import dense
+  >>> dense.init_like(jnp.ones((2, 1, 4, 16)), slots=32, heads=(2, 16)).key.shape
+  (2, 32, 2, 16)
+
+  Args:
+    like: [B, T, K, D] or [B, T, H, D], in layout bthd. Mesh axes that shard its rows and heads
+      shard those of the cache, except for heads that they do not divide. During tracing, shardings
+      over axes of type Auto are not known and left to the partitioner.
+    slots: tokens S that a row can hold.
+    heads: (K, D) or (K, D, E); None: those of `like`, which is a key then.
+    dtype: see `init`; None: that of `like`.
+
+  Returns:
+    A cache whose rows are empty.
+
+  Raises:
+    ValueError: `like` does not have four dimensions, or see `init`.
+  """
+  return slots_lib.init_like(DenseCache, like, slots, heads, dtype)
 
 
 def append(cache: DenseCache, key: jax.Array, value: jax.Array,
@@ -77,8 +110,8 @@ def append(cache: DenseCache, key: jax.Array, value: jax.Array,
     lengths: int32 [B], number of valid tokens among a row's T tokens; None: all.
 
   Returns:
-    The cache. Under jit a row without enough free slots, or with a wrong length, is unchanged and
-    marked in `overflow`.
+    The cache, sharded as before. Under jit a row without enough free slots, or with a wrong length,
+    is unchanged and marked in `overflow`.
 
   Raises:
     ValueError: another kind of cache, shapes that do not fit, or, outside of jit, lengths outside
@@ -87,7 +120,7 @@ def append(cache: DenseCache, key: jax.Array, value: jax.Array,
   slots_lib.check_kind(cache, DenseCache)
   slots_lib.check_tokens(cache, key, value)
   (batch, tokens), slots = key.shape[:2], cache.key.shape[1]
-  count = slots_lib.counts(lengths, batch, tokens)
+  count = device_parts.match(slots_lib.counts(lengths, batch, tokens), cache.lengths)
   slots_lib.check_concrete(
       "tokens in the cache and new ones", (cache.lengths, count), lambda x, new: x + new > slots,
       f"together at most {slots} slots; make the cache larger, or use a window cache")
@@ -96,9 +129,11 @@ def append(cache: DenseCache, key: jax.Array, value: jax.Array,
   token = jnp.arange(tokens, dtype=jnp.int32)[None]
   places = jnp.where((token < count[:, None]) & ~bad[:, None], cache.lengths[:, None] + token,
                      slots)
-  cache = slots_lib.write_tokens(cache, key, value,
-                          lambda array, new: slots_lib.write_slots(array, new, places))
-  return cache._replace(lengths=jnp.where(bad, cache.lengths, after), overflow=cache.overflow | bad)
+  cache = slots_lib.write_tokens(
+      cache, key, value, lambda array, new: slots_lib.write_slots(array, new, places))
+  return device_parts.keep(cache._replace(
+      lengths=jnp.where(bad, cache.lengths, after),
+      overflow=cache.overflow | device_parts.match(bad, cache.overflow)))
 
 
 def insert(cache: DenseCache, slots: jax.Array, prefilled: DenseCache) -> DenseCache:
@@ -110,7 +145,7 @@ def insert(cache: DenseCache, slots: jax.Array, prefilled: DenseCache) -> DenseC
     prefilled: num_requests rows, with at most as many slots in each.
 
   Returns:
-    The cache. Under jit, rows that two requests claim are marked in `overflow`; if a row of `slots`
+    The cache, sharded as before. Under jit, rows that two requests claim are marked in `overflow`; if a row of `slots`
     does not exist, all rows are.
 
   Raises:

@@ -3,15 +3,18 @@
 """Row slots shared by dense and window caches: creation, checks and writes."""
 
 from collections.abc import Callable, Sequence
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jax
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 import jax.numpy as jnp
 import numpy as np
 
 from attn_core import checks
-from attn_core.caches import quantize
+from attn_core.caches import device_parts, quantize
+from attn_core.caches.device_parts import Sharding
 
 if TYPE_CHECKING:  # for annotations only: these modules import this one
   from attn_core.caches.dense import DenseCache
@@ -35,7 +38,7 @@ class CacheView(NamedTuple):
 
 
 def empty(kind: type[Cache], batch: int, slots: int, heads: tuple[int, ...], *,
-          dtype: DTypeLike) -> Cache:
+          dtype: DTypeLike, sharding: Sharding | None = None) -> Cache:
   """Creates an empty cache.
 
   Args:
@@ -44,9 +47,10 @@ def empty(kind: type[Cache], batch: int, slots: int, heads: tuple[int, ...], *,
     slots: S of each row (tokens).
     heads: (K, D), or (K, D, E) if values have another width.
     dtype: floating-point, or int8 or float8_e4m3fn with scales.
+    sharding: of [B, S, K, D]; None: not sharded.
 
   Raises:
-    ValueError: a size is not an int >= 1, or the dtype is not supported.
+    ValueError: a size is not an int >= 1, the dtype is not supported, or the sharding does not fit.
   """
   dtype = checks.dtype("dtype", dtype, "a floating-point dtype or "
                        f"{' or '.join(quantize.LIMITS)}")
@@ -59,17 +63,61 @@ def empty(kind: type[Cache], batch: int, slots: int, heads: tuple[int, ...], *,
   for name, number in numbers.items():
     checks.integer(name, number, "an int >= 1", lambda x: x >= 1)
   shape: tuple[int, int, int] = (batch, slots, heads[0])
-  scale = lambda: jnp.zeros(shape, jnp.float32) if quantize.is_quantized(dtype) else None
-  row = lambda: jnp.zeros((batch,), jnp.int32)
-  return kind(jnp.zeros((*shape, heads[1]), dtype), jnp.zeros((*shape, heads[-1]), dtype),
-              row(), row(), jnp.zeros((batch,), bool), scale(), scale())
+  whole = device_parts.named(sharding, "[B, S, K, D]", (*shape, heads[1]))
+  device_parts.named(sharding, "[B, S, K, E]", (*shape, heads[-1]))
+  rank = lambda n: device_parts.of_dimensions(whole, range(n))
+  zeros = lambda shape, dtype: device_parts.full(shape, 0, dtype, rank(len(shape)))
+  scale = lambda: zeros(shape, jnp.float32) if quantize.is_quantized(dtype) else None
+  row = lambda: zeros((batch,), jnp.int32)
+  return kind(zeros((*shape, heads[1]), dtype), zeros((*shape, heads[-1]), dtype),
+              row(), row(), zeros((batch,), bool), scale(), scale(), device_parts.kept(whole))
 
 
-def empty_like(cache: "DenseCache | WindowCache", kind: type[Cache], batch: int,
-               slots: int) -> Cache:
-  """Creates an empty cache of other sizes with the heads, widths and dtype of `cache`."""
+def empty_like(cache: "DenseCache | WindowCache", kind: type[Cache], slots: int,
+               tokens: jax.Array | None = None) -> Cache:
+  """Creates an empty cache of other slots with the heads, widths and dtype of `cache`.
+
+  Args:
+    cache: the cache. Where Explicit axes shard its heads, they shard those of the new one.
+    kind: the NamedTuple to make.
+    slots: S of each row (tokens), which are not sharded.
+    tokens: [B, ...], of which it has the rows, sharded alike; None: those of `cache`.
+  """
   heads = (cache.key.shape[2], cache.key.shape[3], cache.value.shape[3])
-  return empty(kind, batch, slots, heads, dtype=cache.key.dtype)
+  rows = cache.key if tokens is None else tokens
+  parts, of_rows = device_parts.parts_of(cache.key, rows), device_parts.parts_of(rows, cache.key)
+  made = empty(kind, rows.shape[0], slots, heads, dtype=cache.key.dtype)
+  if cache.sharding is not None and tokens is None:
+    batch, _, *rest = cache.sharding.spec
+    made = made._replace(sharding=cache.sharding._replace(spec=P(batch, None, *rest)))
+  if parts is None or of_rows is None:
+    return made
+  first = of_rows.spec[0] if not set(of_rows.axes(0)) & set(parts.axes(2) + parts.axes(3)) else None
+  entries = (first, None, *parts.spec[2:])
+  return jax.tree.map(lambda x: device_parts.match(x, cache.key, entries[:x.ndim]), made)
+
+
+def init_like(kind: type[Cache], like: jax.Array | jax.ShapeDtypeStruct, slots: int,
+              heads: tuple[int, ...] | None, dtype: DTypeLike | None) -> Cache:
+  """Implements `dense.init_like` and `window.init_like`.
+
+  Raises:
+    ValueError: see `dense.init_like`.
+  """
+  expected = "an array [B, T, K, D] or its jax.ShapeDtypeStruct"
+  given = like if isinstance(like, jax.ShapeDtypeStruct) else checks.array("like", like, expected)
+  checks.require(len(given.shape) == 4, "like", checks.describe(given), expected)
+  batch, _, *held = given.shape
+  heads = (held[0], held[1]) if heads is None else heads
+  sharding = device_parts.sharding_of(given)
+  if sharding is not None:
+    rows, _, of_heads, *_ = (*sharding.spec, None, None, None, None)
+    size = math.prod(sharding.mesh.shape[axis] for axis in device_parts.axis_names(of_heads))
+    divides = isinstance(heads, tuple) and heads and heads[0] % size == 0
+    sharding = jax.sharding.NamedSharding(sharding.mesh, P(
+        rows, None, of_heads if divides else None))
+  return empty(kind, batch, slots, heads, dtype=given.dtype if dtype is None else dtype,
+               sharding=sharding)
 
 
 def check_kind(cache: object, kind: type, argument: str = "cache") -> None:
@@ -121,8 +169,12 @@ def counts(lengths: checks.Array | None, batch: int, tokens: int) -> checks.Arra
 
 def check_concrete(argument: str, arrays: Sequence[checks.Array], bad: Callable[..., checks.Array],
                    expected: str) -> None:
-  """Raises ValueError where bad(*arrays) is true, if the arrays are concrete (outside of jit)."""
-  if not any(isinstance(x, jax.core.Tracer) for x in arrays):
+  """Raises ValueError where bad(*arrays) is true, if the arrays are known.
+
+  They are not during tracing, nor where other processes hold parts of them.
+  """
+  if all(isinstance(x, np.ndarray) or not isinstance(x, jax.core.Tracer) and x.is_fully_addressable
+         for x in arrays):
     known = [np.asarray(x) for x in arrays]  # jax operations might be traced
     rows = np.flatnonzero(bad(*known)).tolist()
     got = " and ".join(str(x.tolist()) for x in known)
@@ -148,7 +200,58 @@ def write_slots(array: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array
   A scatter that drops, since lax.dynamic_update_slice would move tokens that do not fit over older
   ones.
   """
-  return jax.vmap(lambda row, x, index: row.at[index].set(x, mode="drop"))(array, new, slots)
+  def write(array: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
+    return jax.vmap(lambda row, x, index: row.at[index].set(x, mode="drop"))(array, new, slots)
+
+  parts = device_parts.parts_of(array, new, slots)
+  if parts is None:
+    return write(array, new, slots)
+  def local(array: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
+    return write(array, new, device_parts.local_index(slots, array.shape[1], parts.axes(1)))
+  batch, _, *rest = parts.spec
+  return parts.run(local, (array, new, slots),
+                   (P(*parts.spec), P(batch, None, *rest), P(batch)), P(*parts.spec))
+
+
+def read_slots(array: jax.Array, slots: jax.Array) -> jax.Array:
+  """Reads slots int32 [B, T] of `array` [B, S, ...]: [B, T, ...]; zeros where a slot is -1."""
+  def read(array: jax.Array, slots: jax.Array) -> jax.Array:
+    index = slots.reshape(*slots.shape, *[1] * (array.ndim - 2))
+    found = jnp.take_along_axis(array, jnp.maximum(index, 0), axis=1)
+    return jnp.where(index < 0, jnp.zeros((), array.dtype), found)
+
+  parts = device_parts.parts_of(array, slots)
+  if parts is None:
+    return read(array, slots)
+  batch, _, *rest = parts.spec
+  whole = P(batch, None, *rest)
+  return parts.run(read, (array, slots), (whole, P(batch)), whole)
+
+
+def write_rows(array: jax.Array, new: jax.Array, rows: jax.Array) -> jax.Array:
+  """Writes `new` [num_rows, T, ...] or [num_rows] to the first T slots of rows of `array`.
+
+  Args:
+    array: [B, S, ...] or [B].
+    new: with T <= S.
+    rows: int32 [num_rows]; those past B are dropped.
+  """
+  index = (slice(new.shape[1]),) if new.ndim > 1 else ()
+  parts = device_parts.parts_of(array, new, rows)
+  if parts is None:
+    return array.at[rows, *index].set(new, mode="drop")
+
+  def local(array: jax.Array, new: jax.Array, rows: jax.Array) -> jax.Array:
+    rows = device_parts.local_index(rows, array.shape[0], parts.axes(0))
+    if array.ndim == 1 or not parts.axes(1):
+      return array.at[rows, *index].set(new, mode="drop")
+    slots = device_parts.local_index(jnp.arange(new.shape[1], dtype=jnp.int32), array.shape[1],
+                                     parts.axes(1))
+    return array.at[rows[:, None], slots[None]].set(new, mode="drop")
+
+  return parts.run(local, (array, new, rows),
+                   (P(*parts.spec), P(None, None, *parts.spec[2:]) if new.ndim > 1 else P(), P()),
+                   P(*parts.spec))
 
 
 def insert(cache: Cache, slots: checks.Array, prefilled: Cache) -> Cache:
@@ -171,13 +274,13 @@ def insert(cache: Cache, slots: checks.Array, prefilled: Cache) -> Cache:
   check_concrete("slots", (slots,), is_absent, f"rows of the cache, 0 to {batch - 1}")
   check_concrete("slots", (slots,), lambda x: (x == x[:, None]).sum(0) > 1, "different rows")
   given = checks.int32("slots", slots, f"int32 [{requests}]")
+  given = device_parts.match(given, cache.lengths, (None,))
   absent = is_absent(given)
   rows = jnp.where(absent, batch, given)
-  claims = jnp.zeros((batch,), jnp.int32).at[rows].add(1, mode="drop")
-  length = prefilled.key.shape[1]
-  fields: dict[str, Any] = {name: getattr(cache, name).at[rows, :length].set(
-      getattr(prefilled, name), mode="drop") for name in STORED if getattr(cache, name) is not None}
-  for name in ("starts", "lengths", "overflow"):
-    fields[name] = getattr(cache, name).at[rows].set(getattr(prefilled, name), mode="drop")
-  fields["overflow"] = fields["overflow"] | (claims > 1) | absent.any()
-  return cache._replace(**fields)
+  claims = (rows[:, None] == jnp.arange(batch, dtype=jnp.int32)).sum(0)
+  fields: dict[str, Any] = {
+      name: write_rows(getattr(cache, name), getattr(prefilled, name), rows)
+      for name in (*STORED, "starts", "lengths", "overflow") if getattr(cache, name) is not None}
+  bad = device_parts.match((claims > 1) | absent.any(), cache.overflow)
+  fields["overflow"] = fields["overflow"] | bad
+  return device_parts.keep(cache._replace(**fields))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from attn_core import checks
-from attn_core.caches import dense, quantize, slots as slots_lib, window
+from attn_core.caches import dense, device_parts, quantize, slots as slots_lib, window
 from attn_core.caches.dense import DenseCache
 from attn_core.caches.slots import CacheView
 from attn_core.caches.window import WindowCache
@@ -84,7 +84,7 @@ def update_cache(tokens: tuple[jax.Array, jax.Array] | int, cache: AnyCache,
     return _insert(tokens, cache, metadata)
   if metadata.starts is not None:
     slots_lib.check_rows("cache_metadata.starts", metadata.starts, cache.lengths.shape[0])
-    cache = cache._replace(starts=_starts(metadata))
+    cache = cache._replace(starts=device_parts.match(_starts(metadata), cache.starts))
   if isinstance(tokens, int):
     return _read(tokens, cache, metadata, reach)
   return _append(tokens, cache, metadata, reach)
@@ -105,10 +105,11 @@ def _insert(tokens: tuple[jax.Array, jax.Array] | int, cache: AnyCache,
                      "of the requests")
   assert metadata.slots is not None
   rows, length = tokens[0].shape[:2]
-  prefilled = slots_lib.empty_like(cache, DenseCache, rows, length)
+  prefilled = slots_lib.empty_like(cache, DenseCache, length, tokens[0])
   if metadata.starts is not None:
     slots_lib.check_rows("cache_metadata.starts", metadata.starts, rows)
-    prefilled = prefilled._replace(starts=_starts(metadata))
+    prefilled = prefilled._replace(
+        starts=device_parts.match(_starts(metadata), prefilled.starts))
   prefilled = dense.append(prefilled, *tokens, metadata.lengths)
   seen = dense.view(prefilled)
   if isinstance(cache, WindowCache):
@@ -116,9 +117,14 @@ def _insert(tokens: tuple[jax.Array, jax.Array] | int, cache: AnyCache,
         cache, metadata.slots, window.from_dense(prefilled, cache.key.shape[1]))
   else:
     cache = slots_lib.insert(cache, metadata.slots, prefilled)
-  slots = jnp.asarray(metadata.slots)
-  overflow = prefilled.overflow | cache.overflow[jnp.clip(slots, 0, cache.overflow.shape[0] - 1)]
+  overflow = prefilled.overflow | _rows_of(cache.overflow, metadata.slots, prefilled.overflow)
   return _step(seen, seen.lengths, jnp.zeros_like(seen.lengths), length, cache, overflow)
+
+
+def _rows_of(array: jax.Array, rows: checks.Array, like: jax.Array) -> jax.Array:
+  """Returns some rows of an array [B], sharded as the array `like`."""
+  array, index = (device_parts.match(x, array, (None,)) for x in (array, rows))
+  return device_parts.match(array[jnp.clip(index, 0, array.shape[0] - 1)], like)
 
 
 def _append(tokens: tuple[jax.Array, jax.Array], cache: AnyCache, metadata: CacheMetadata,
@@ -130,12 +136,12 @@ def _append(tokens: tuple[jax.Array, jax.Array], cache: AnyCache, metadata: Cach
   seen = _view(after)
   if isinstance(cache, WindowCache) and reach is not None and cache.key.shape[1] < reach + length:
     # The last new tokens overwrite keys that the first new queries still see.
-    chunk = slots_lib.empty_like(cache, DenseCache, cache.lengths.shape[0], length)
+    chunk = slots_lib.empty_like(cache, DenseCache, length)
     new = dense.view(dense.append(chunk, *tokens, metadata.lengths))
     position = new.positions + before.lengths[:, None]
     new = new._replace(positions=jnp.where(
         (new.positions < 0) | (position < cache.starts[:, None]), -1, position))
-    join = lambda x, y: None if x is None else jnp.concatenate([x, y], 1)
+    join = lambda x, y: None if x is None else jnp.concatenate([device_parts.match(x, y), y], 1)
     fields = (*slots_lib.STORED, "positions")
     joined: dict[str, Any] = {
         name: join(getattr(before, name), getattr(new, name)) for name in fields}

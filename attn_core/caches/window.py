@@ -13,17 +13,19 @@ so tokens are overwritten once no later query attends to them. The functions are
 Array([[4, 5, 2, 3]], dtype=int32)
 """
 
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 from jax.typing import DTypeLike
 import jax.numpy as jnp
 
 from attn_core import checks
-from attn_core.caches import dense, slots as slots_lib
+from attn_core.caches import dense, device_parts, slots as slots_lib
+from attn_core.caches.device_parts import Sharding
 from attn_core.caches.slots import CacheView
 
-__all__ = ["WindowCache", "append", "from_dense", "init", "insert", "to_dense", "view"]
+__all__ = ["WindowCache", "append", "from_dense", "init", "init_like", "insert", "to_dense",
+           "view"]
 
 
 class WindowCache(NamedTuple):
@@ -36,6 +38,7 @@ class WindowCache(NamedTuple):
   overflow: jax.Array  # bool [B]: an invalid write was dropped; reset when replaced
   key_scale: jax.Array | None = None  # float32 [B, window, K] of keys in 8 bits
   value_scale: jax.Array | None = None
+  sharding: device_parts.Kept | None = None  # over Auto axes, static; None: left to the compiler
 
   @property
   def indexs(self) -> jax.Array:
@@ -46,8 +49,8 @@ class WindowCache(NamedTuple):
 Cache = TypeVar("Cache", dense.DenseCache, WindowCache)
 
 
-def init(batch: int, window: int, heads: tuple[int, ...], *,
-         dtype: DTypeLike = jnp.bfloat16) -> WindowCache:
+def init(batch: int, window: int, heads: tuple[int, ...], *, dtype: DTypeLike = jnp.bfloat16,
+         sharding: Sharding | None = None) -> WindowCache:
   """Creates an empty cache.
 
   Args:
@@ -56,11 +59,23 @@ def init(batch: int, window: int, heads: tuple[int, ...], *,
       calls of T tokens append and attend without a copy of the ring.
     heads: see `dense.init`.
     dtype: see `dense.init`.
+    sharding: see `dense.init`.
 
   Raises:
     ValueError: see `dense.init`.
   """
-  return slots_lib.empty(WindowCache, batch, window, heads, dtype=dtype)
+  return slots_lib.empty(WindowCache, batch, window, heads, dtype=dtype, sharding=sharding)
+
+
+def init_like(like: jax.Array | jax.ShapeDtypeStruct, window: int,
+              heads: tuple[int, ...] | None = None, *,
+              dtype: DTypeLike | None = None) -> WindowCache:
+  """Creates an empty cache for the rows of a query or key, see `dense.init_like` and `init`.
+
+  Raises:
+    ValueError: see `dense.init_like`.
+  """
+  return slots_lib.init_like(WindowCache, like, window, heads, dtype)
 
 
 def insert(cache: WindowCache, slots: jax.Array, prefilled: WindowCache) -> WindowCache:
@@ -95,7 +110,7 @@ def append(cache: WindowCache, key: jax.Array, value: jax.Array,
   slots_lib.check_kind(cache, WindowCache)
   slots_lib.check_tokens(cache, key, value)
   (batch, tokens), window = key.shape[:2], cache.key.shape[1]
-  count = slots_lib.counts(lengths, batch, tokens)
+  count = device_parts.match(slots_lib.counts(lengths, batch, tokens), cache.lengths)
   bad = (count < 0) | (count > tokens)
   token = jnp.arange(tokens, dtype=jnp.int32)[None]
   last = count[:, None]
@@ -103,8 +118,9 @@ def append(cache: WindowCache, key: jax.Array, value: jax.Array,
   places = jnp.where(kept, (cache.lengths[:, None] + token) % window, window)
   cache = slots_lib.write_tokens(cache, key, value,
                           lambda array, new: slots_lib.write_slots(array, new, places))
-  return cache._replace(lengths=cache.lengths + jnp.where(bad, 0, count),
-                        overflow=cache.overflow | bad)
+  return device_parts.keep(cache._replace(
+      lengths=cache.lengths + jnp.where(bad, 0, count),
+      overflow=cache.overflow | device_parts.match(bad, cache.overflow)))
 
 
 def view(cache: WindowCache) -> CacheView:
@@ -125,7 +141,7 @@ def from_dense(cache: dense.DenseCache, window: int) -> WindowCache:
     ValueError: another kind of cache, or a window below 1.
   """
   slots_lib.check_kind(cache, dense.DenseCache)
-  ring = slots_lib.empty_like(cache, WindowCache, cache.lengths.shape[0], window)
+  ring = slots_lib.empty_like(cache, WindowCache, window)
   ring = ring._replace(starts=cache.starts, lengths=cache.lengths, overflow=cache.overflow)
   return _gather(cache, ring, view(ring).positions)
 
@@ -148,7 +164,7 @@ def to_dense(cache: WindowCache, slots: int) -> dense.DenseCache:
   slots_lib.check_concrete("tokens in the cache", (cache.lengths,), lambda x: x > slots,
                        f"at most {slots} slots")
   window, fits = cache.key.shape[1], cache.lengths <= slots
-  full = slots_lib.empty_like(cache, dense.DenseCache, cache.lengths.shape[0], slots)
+  full = slots_lib.empty_like(cache, dense.DenseCache, slots)
   full = full._replace(
       starts=jnp.where(fits, jnp.maximum(cache.starts, cache.lengths - window), 0),
       lengths=jnp.where(fits, cache.lengths, 0), overflow=cache.overflow | ~fits)
@@ -158,11 +174,6 @@ def to_dense(cache: WindowCache, slots: int) -> dense.DenseCache:
 
 def _gather(source: dense.DenseCache | WindowCache, target: Cache, slots: jax.Array) -> Cache:
   """Fills `target` from the slots [B, target slots] of `source`; -1 gives zeros."""
-  fields: dict[str, Any] = {}
-  for name in slots_lib.STORED:
-    x = getattr(source, name)
-    if x is not None:
-      index = slots.reshape(*slots.shape, *[1] * (x.ndim - 2))
-      picked = jnp.take_along_axis(x, jnp.maximum(index, 0), axis=1)
-      fields[name] = jnp.where(index < 0, jnp.zeros((), x.dtype), picked)
-  return target._replace(**fields)
+  return device_parts.keep(target._replace(**{
+      name: slots_lib.read_slots(getattr(source, name), slots) for name in slots_lib.STORED
+      if getattr(source, name) is not None}))

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys and values in pages; public as `attn_core.caches.pages`.
 
-`layouts` holds the types, `ops` the functions that write and read them, `allocator` the host-side
+`layouts` holds the types, `pool` and `ops` the functions that create, write and read them, `allocator` the host-side
 bookkeeping, `request_groups` and `page_stripes` the division over devices, `validate` the checks.
 """
 
@@ -10,8 +10,9 @@ from attn_core.caches.paged.layouts import (
     LANES, PAGES, Heads, Pages, PagesMetadata, PagesV1, PagesV2, PagesV3, dtype_of,
     has_token_scales, head_axis, heads_of, in_int32, interleave, num_pages, packing, pad_rows,
     page_size, query_starts, rows_in_use, take)
-from attn_core.caches.paged.ops import (append, convert, copy_pages, from_dense, init, read,
-                                        reader, store, to_dense)
+from attn_core.caches.paged.ops import (append, convert, copy_pages, from_dense, read, reader,
+                                        store, to_dense)
+from attn_core.caches.paged.pool import init
 from attn_core.caches.paged.slot_mapping import slots
 
 __all__ = ["LANES", "PAGES", "Heads", "Pages", "PagesMetadata", "PagesV1", "PagesV2", "PagesV3",

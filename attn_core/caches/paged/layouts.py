@@ -19,6 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import checks
+from attn_core.caches import device_parts
+from attn_core.caches.paged import device_pages
 
 Array = jax.Array  # or a numpy array, where it is only read
 
@@ -142,14 +144,15 @@ def dtype_of(cache: Pages) -> np.dtype:
 
 
 def in_int32(metadata: PagesMetadata) -> PagesMetadata:
-  """Converts metadata to int32 arrays.
+  """Converts metadata to int32 arrays, which Explicit mesh axes do not shard.
 
   Raises:
     ValueError: a field is not an array of integers.
   """
   def converted(name: str, x: Array | int) -> jax.Array:
     array = np.asarray(x) if isinstance(x, (int, np.generic)) else x
-    return jnp.asarray(checks.int32(f"metadata.{name}", array, "int32"))
+    numbers = checks.int32(f"metadata.{name}", array, "int32")
+    return device_parts.match(numbers, jnp.asarray(numbers), (None,) * numbers.ndim)
   return metadata._replace(**{
       name: converted(name, x) for name, x in metadata._asdict().items() if x is not None})
 
@@ -238,7 +241,7 @@ def take(cache: PagesT, ids: Array) -> PagesT:
   Returns:
     A cache of the same layout with num_ids pages, in the order of `ids`.
   """
-  pick = lambda x, axis: jnp.take(x, ids, axis, mode="clip")
+  pick = lambda x, axis: device_pages.take(x, ids, axis)
   taken: Pages = cache
   if has_token_scales(cache):
     taken = taken._replace(key_scales=pick(cache.key_scales, 0),

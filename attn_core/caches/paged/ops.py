@@ -22,73 +22,20 @@ read together, num_tokens of these.
 from typing import Any, Callable
 
 import jax
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 import jax.numpy as jnp
 import numpy as np
 
 from attn_core import checks
-from attn_core.caches import quantize
-from attn_core.caches.paged import slot_mapping
+from attn_core.caches import device_parts, quantize
+from attn_core.caches.paged import device_pages, pool as pool_lib, slot_mapping
 from attn_core.caches.paged.layouts import (
-    LANES, PAGES, Array, Heads, Pages, PagesMetadata, PagesT, PagesV1, PagesV2, PagesV3, dtype_of,
-    has_token_scales, heads_of, interleave, num_pages, packing, pad_rows, page_size, rows_in_use,
-    take)
-from attn_core.types import cdiv
+    Array, Heads, Pages, PagesMetadata, PagesT, PagesV1, PagesV3, dtype_of, has_token_scales,
+    heads_of, num_pages, packing, page_size, rows_in_use, take)
+from attn_core.caches.paged.pool import init
 
 Scales = tuple[Array, Array] | None  # of keys and values
-
-
-def init(layout: type[PagesT], num_pages: int, page_size: int, heads: Heads,
-         dtype: DTypeLike = jnp.bfloat16, scales: str | None = None) -> PagesT:
-  """Creates a pool of empty pages.
-
-  Args:
-    layout: PagesV1, PagesV2 or PagesV3.
-    num_pages: P.
-    page_size: tokens of a page.
-    heads: key heads and widths; PagesV2 and PagesV3 need equal widths of keys and values.
-    dtype: of the pages; int8 and float8_e4m3fn need scales.
-    scales: "token": one per token and head; "tensor": one for all keys and one for all values;
-      None: none.
-
-  Returns:
-    A cache of that layout, all zeros.
-
-  Raises:
-    ValueError: a size is not an int >= 1, `heads` is not a Heads, the layout or kind of scales is
-      unknown, E != D where one array holds both, a dtype of one byte has no scales, or the dtype is
-      not supported.
-  """
-  checks.require(layout in PAGES, "layout", repr(layout), "PagesV1, PagesV2 or PagesV3")
-  checks.require(isinstance(heads, Heads), "heads", repr(heads),
-                 "Heads(key heads K, key width D, value width E)")
-  dtype = checks.dtype("dtype", dtype, "16 or 32 bits, int8 or float8_e4m3fn")
-  checks.one_of("scales", scales, (None, "token", "tensor"))
-  for name, size in (("num_pages", num_pages), ("page_size", page_size), *heads._asdict().items()):
-    checks.integer(name, size, "an int >= 1", lambda x: x >= 1)
-  size = jnp.dtype(dtype).itemsize
-  checks.require(quantize.is_quantized(dtype) or size > 1 and (size <= 4 or layout is not PagesV3),
-                 "dtype", jnp.dtype(dtype).name, "16 or 32 bits (64 except for PagesV3), int8 or "
-                 "float8_e4m3fn")
-  checks.require(scales is not None or jnp.dtype(dtype).itemsize > 1, "scales",
-                 f"None with pages of {jnp.dtype(dtype).name}", "'token' or 'tensor': quantized "
-                 "pages cannot be read without their scales")
-  shape = {"token": (num_pages, page_size, heads.key_heads), "tensor": ()}
-  scale = None if scales is None else jnp.ones(shape[scales], jnp.float32)
-  checks.require(layout is PagesV1 or heads.key_width == heads.value_width, "heads.value_width",
-                 heads.value_width, f"the key width {heads.key_width}: one array holds both")
-  found: Pages
-  if layout is PagesV1:
-    pool = (heads.key_heads, num_pages, page_size)
-    found = PagesV1(jnp.zeros((*pool, heads.key_width), dtype),
-                    jnp.zeros((*pool, heads.value_width), dtype), scale, scale)
-  else:
-    rows, width, packed = 2 * heads.key_heads, heads.key_width, packing(dtype)
-    zeros = lambda *shape: jnp.zeros((num_pages, page_size, *shape), dtype)
-    found = PagesV2(zeros(rows, width), scale, scale) if layout is PagesV2 else PagesV3(
-        zeros(cdiv(rows, packed), packed, cdiv(width, LANES) * LANES), scale, scale)
-  assert isinstance(found, layout)
-  return found
 
 
 def append(cache: PagesT, key: Array, value: Array, mapping: Array,
@@ -106,7 +53,7 @@ def append(cache: PagesT, key: Array, value: Array, mapping: Array,
       scales per token and head; None: tokens are not quantized, or pages have no such scales.
 
   Returns:
-    The cache with the tokens written.
+    The cache with the tokens written, sharded as before.
 
   Raises:
     ValueError: shapes or dtypes do not fit, `mapping` is not integers [T], `scales` are missing for
@@ -122,19 +69,19 @@ def append(cache: PagesT, key: Array, value: Array, mapping: Array,
     (key, of_key), (value, of_value) = (quantize.quantize(x, dtype) for x in (key, value))
     scales = of_key, of_value
   mapping = jnp.where(mapping < 0, num_pages(cache) * size, mapping)
-  page, offset = mapping // size, mapping % size
+  place = mapping // size, mapping % size
+  write = device_pages.write
   if isinstance(cache, PagesV1):
     written: Pages = cache._replace(
-        key_pages=cache.key_pages.at[:, page, offset].set(key.swapaxes(0, 1), mode="drop"),
-        value_pages=cache.value_pages.at[:, page, offset].set(value.swapaxes(0, 1), mode="drop"))
+        key_pages=write(cache.key_pages, key.swapaxes(0, 1), 1, *place),
+        value_pages=write(cache.value_pages, value.swapaxes(0, 1), 1, *place))
   else:
-    token = pad_rows(cache, interleave(key, value)).reshape(-1, *cache.pages.shape[2:])
-    written = cache._replace(pages=cache.pages.at[page, offset].set(token, mode="drop"))
+    written = cache._replace(
+        pages=write(cache.pages, pool_lib.interleaved(cache, key, value), 0, *place))
   if scales is not None:
     key_scales, value_scales = _token_scales(cache)
-    written = written._replace(
-        key_scales=key_scales.at[page, offset].set(scales[0], mode="drop"),
-        value_scales=value_scales.at[page, offset].set(scales[1], mode="drop"))
+    written = written._replace(key_scales=write(key_scales, scales[0], 0, *place),
+                               value_scales=write(value_scales, scales[1], 0, *place))
   assert isinstance(written, type(cache))
   return written
 
@@ -227,8 +174,11 @@ def read(cache: Pages, ids: Array, heads: Heads,
   Returns:
     key [K, num_tokens, D] and value [K, num_tokens, E].
   """
-  part = reader(take(cache, ids), heads, dtype)
-  return part("key").transpose(1, 0, 2), part("value").transpose(1, 0, 2)
+  def local(cache: Pages, heads: Heads) -> tuple[jax.Array, jax.Array]:
+    part = reader(cache, heads, dtype)
+    return part("key").transpose(1, 0, 2), part("value").transpose(1, 0, 2)
+  return pool_lib.on_each_device(local, take(cache, ids), heads,
+                                     lambda pool, heads: (P(heads), P(heads)), keeps_pool=False)
 
 
 def reader(cache: Pages, heads: Heads, dtype: DTypeLike) -> Callable[..., jax.Array]:
@@ -335,9 +285,15 @@ def from_dense(cache: PagesT, key: Array, value: Array, metadata: PagesMetadata,
   live = (position < metadata.context_lens[:, None]) & (rows < rows_in_use(metadata))
   page = metadata.page_tables[rows, position // size]
   mapping = slot_mapping.slot_of(page, position % size, size, live).reshape(-1)
-  flat = lambda x: x.reshape(-1, *x.shape[2:])
+  flat = lambda x: _whole_rows(x).reshape(-1, *x.shape[2:])
   return append(cache, flat(key), flat(value), mapping,
                 None if scales is None else tuple(map(flat, scales)))
+
+
+def _whole_rows(x: jax.Array) -> jax.Array:
+  """Replicates the first two dimensions of an array over Explicit mesh axes."""
+  parts = device_parts.parts_of(x)
+  return x if parts is None else device_parts.match(x, x, (None, None, *parts.spec[2:]))
 
 
 def convert(cache: Pages, layout: type[PagesT], heads: Heads | None = None) -> PagesT:
@@ -356,6 +312,17 @@ def convert(cache: Pages, layout: type[PagesT], heads: Heads | None = None) -> P
       see `init`.
   """
   heads = _all_heads(cache) if heads is None else heads
+  unit = max(1, packing(dtype_of(cache)) // 2) if layout is PagesV3 else 1
+  full = pool_lib.on_each_device(
+      lambda cache, heads: _converted(cache, layout, heads), cache, heads,
+      lambda pool, heads: pool_lib.specs_of(layout, pool, heads, pool_lib.scale_rank(cache)),
+      keeps_pool=True, unit=unit)
+  assert isinstance(full, layout)
+  return full
+
+
+def _converted(cache: Pages, layout: type[PagesT], heads: Heads) -> PagesT:
+  """Converts the pages of one device."""
   pool, size = num_pages(cache), page_size(cache)
   plain = cache._replace(key_scales=None, value_scales=None)
   key, value = read(plain, jnp.arange(pool, dtype=jnp.int32), heads, dtype_of(cache))
@@ -394,7 +361,6 @@ def copy_pages(cache: PagesT, sources: Array, targets: Array) -> PagesT:
   def copied(x: Any, axis: int) -> Any:
     if x is None or x.ndim == 0:
       return x
-    at = x.at[(slice(None),) * axis + (targets,)]
-    return at.set(jnp.take(x, sources, axis, mode="clip"), mode="drop")
+    return device_pages.write(x, device_pages.take(x, sources, axis), axis, targets)
   axes = (1, 1, 0, 0) if isinstance(cache, PagesV1) else (0, 0, 0)
   return type(cache)(*map(copied, cache, axes))

@@ -1,0 +1,242 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays of a cache that are sharded over a mesh: their creation, and writes on each device's part.
+
+The type of an array says how mesh axes of type Explicit shard it, and JAX does not derive that of a
+scatter or of a gather. Here these run by `jax.shard_map` over the Explicit axes: each device looks
+for the indices of its own part and drops the others. Axes of type Auto are left to the partitioner.
+"""
+
+from collections.abc import Callable, Sequence
+import math
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jax.typing import ArrayLike, DTypeLike
+
+from attn_core import checks
+
+if TYPE_CHECKING:  # for annotations only: these modules import this one
+  from attn_core.caches.dense import DenseCache
+  from attn_core.caches.window import WindowCache
+
+Sharding = NamedSharding | P
+AnyMesh = Mesh | AbstractMesh
+Entry = str | tuple[str, ...] | None
+Tree = TypeVar("Tree")
+Cache = TypeVar("Cache", "DenseCache", "WindowCache")
+
+
+class Kept(NamedTuple):
+  """A sharding over Auto axes that updates of a cache keep; static.
+
+  The type of an array does not tell it during tracing.
+  """
+
+  mesh: AbstractMesh
+  spec: P  # of [B, S, K, D]
+
+
+jax.tree_util.register_static(Kept)
+
+
+class Parts(NamedTuple):
+  """How Explicit mesh axes shard an array."""
+
+  mesh: AnyMesh
+  spec: tuple[Entry, ...]  # one entry for each dimension
+
+  def axes(self, dimension: int) -> tuple[str, ...]:
+    """Returns the mesh axes that shard a dimension."""
+    return axis_names(self.spec[dimension])
+
+  def run(self, local: Callable[..., Tree], arrays: tuple, specs: tuple, out_specs: Tree) -> Tree:
+    """Runs `local` on each device's part of some arrays.
+
+    Args:
+      local: a function of the parts.
+      arrays: pytrees of arrays, which are resharded where they are sharded otherwise.
+      specs: a pytree of PartitionSpec for each of them.
+      out_specs: those of the results.
+
+    Returns:
+      The concatenated results.
+    """
+    placed = jax.tree.map(lambda x, spec: jax.sharding.reshard(x, NamedSharding(self.mesh, spec)),
+                          arrays, specs)
+    return jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=out_specs,
+                         axis_names=set(self.mesh.explicit_axes))(*placed)
+
+
+def parts_of(array: ArrayLike, *others: ArrayLike) -> Parts | None:
+  """Returns how Explicit axes shard an array.
+
+  Args:
+    array: the array.
+    *others: arrays of the same computation, which may be on a mesh where `array` is on none.
+
+  Returns:
+    None if no array is on a mesh with Explicit axes.
+  """
+  found = [_typed_mesh(x) for x in (array, *others)]
+  meshes = [mesh for mesh in found if mesh is not None]
+  if not meshes:
+    return None
+  spec = () if found[0] is None else tuple(jax.typeof(array).sharding.spec)
+  return Parts(meshes[0], spec + (None,) * (jnp.ndim(array) - len(spec)))
+
+
+def _typed_mesh(x: ArrayLike) -> AnyMesh | None:
+  """Returns the mesh of an array, if its type names axes of it, which are Explicit."""
+  mesh = jax.typeof(x).sharding.mesh
+  if not mesh.explicit_axes:
+    return None
+  own = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+  # Outside of jit and of jax.set_mesh only a mesh with devices says where other arrays go.
+  is_needed = isinstance(own, NamedSharding) and jax.sharding.get_abstract_mesh().empty
+  return own.mesh if is_needed else mesh
+
+
+def local_index(index: jax.Array, size: int, axes: tuple[str, ...]) -> jax.Array:
+  """Returns indices relative to a device's part; `size`, which is outside, for those of others.
+
+  Args:
+    index: int32, indices along a dimension.
+    size: that of the dimension on one device.
+    axes: the mesh axes that shard it.
+  """
+  if axes:
+    index = index - lax.axis_index(axes).astype(jnp.int32) * size
+  return jnp.where((index < 0) | (index >= size), size, index)
+
+
+def match(x: ArrayLike, like: jax.Array, spec: Sequence[Entry] | None = None) -> jax.Array:
+  """Reshards an array as another one over Explicit axes.
+
+  Args:
+    x: the array.
+    like: the other one.
+    spec: the entries for the dimensions of x; None: those of `like`.
+  """
+  parts = parts_of(like, x)
+  if parts is None:
+    return jnp.asarray(x)
+  entries = parts.spec[:jnp.ndim(x)] if spec is None else spec
+  return jax.sharding.reshard(x, NamedSharding(parts.mesh, P(*entries)))
+
+
+def named(sharding: Sharding | None, dimensions: str,
+          shape: Sequence[int | None]) -> NamedSharding | None:
+  """Checks the sharding of a new array.
+
+  Args:
+    sharding: a NamedSharding, or a PartitionSpec over the current mesh; None: not sharded.
+    dimensions: the dimensions, as in an error.
+    shape: the size of each dimension; None: any.
+
+  Raises:
+    ValueError: another type, no mesh, more entries than dimensions, or mesh axes that do not exist
+      or do not divide a dimension.
+  """
+  if sharding is None:
+    return None
+  expected = f"a NamedSharding or a PartitionSpec of {dimensions}, or None"
+  checks.require(isinstance(sharding, (NamedSharding, P)), "sharding", repr(sharding), expected)
+  if isinstance(sharding, P):
+    mesh = current_mesh()
+    checks.require(mesh.axis_names, "sharding", f"{sharding!r} without a mesh",
+                   "a NamedSharding, or a call inside jax.set_mesh(mesh)")
+    known = [axis for entry in sharding for axis in axis_names(entry)]
+    checks.require(set(known) <= set(mesh.axis_names), "sharding", repr(sharding),
+                   f"axes of the mesh, {mesh.axis_names}")
+    sharding = NamedSharding(mesh, sharding)
+  checks.require(len(sharding.spec) <= len(shape), "sharding", repr(sharding.spec), expected)
+  for size, entry in zip(shape, sharding.spec):
+    devices = math.prod(sharding.mesh.shape[axis] for axis in axis_names(entry))
+    checks.require(size is None or size % devices == 0, "sharding",
+                   f"{sharding.spec!r} over {dict(sharding.mesh.shape)}",
+                   f"axes that divide the dimensions {dimensions} = {list(shape)}")
+  return sharding
+
+
+def current_mesh() -> AnyMesh:
+  """Returns the mesh of `jax.set_mesh`, which is abstract during tracing; it may be empty."""
+  try:
+    mesh = jax.sharding.get_mesh()
+  except ValueError:  # get_mesh raises during tracing
+    return jax.sharding.get_abstract_mesh()
+  return jax.sharding.get_abstract_mesh() if mesh.empty else mesh
+
+
+def of_dimensions(sharding: NamedSharding | None, dimensions: Sequence[int]) -> NamedSharding | None:
+  """Returns the sharding of an array that has some dimensions of another one."""
+  if sharding is None:
+    return None
+  entries = (*sharding.spec, *[None] * (1 + max(dimensions)))
+  return NamedSharding(sharding.mesh, P(*[entries[n] for n in dimensions]))
+
+
+def full(shape: Sequence[int], number: float, dtype: DTypeLike,
+         sharding: NamedSharding | None) -> jax.Array:
+  """Creates an array of equal numbers, each device its own part only."""
+  if sharding is None:
+    return jnp.full(shape, number, dtype)
+  if not isinstance(jnp.zeros(()), jax.core.Tracer):
+    return jnp.full(shape, number, dtype, device=sharding)
+  kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types))
+  def over(kind: AxisType) -> NamedSharding:
+    entries = [tuple(axis for axis in axis_names(entry) if kinds[axis] == kind)
+               for entry in sharding.spec]
+    return NamedSharding(sharding.mesh, P(*[axes or None for axes in entries]))
+  x = jnp.full(shape, number, dtype)
+  if sharding.mesh.explicit_axes:
+    x = jax.sharding.reshard(x, over(AxisType.Explicit))
+  auto = over(AxisType.Auto)
+  return lax.with_sharding_constraint(x, auto) if any(auto.spec) else x
+
+
+def kept(sharding: NamedSharding | None) -> Kept | None:
+  """Returns what a cache remembers of its sharding; None: its type tells everything."""
+  if sharding is None or not sharding.mesh.auto_axes:
+    return None
+  return Kept(sharding.mesh.abstract_mesh, P(*sharding.spec, *[None] * (4 - len(sharding.spec))))
+
+
+def keep(cache: Cache) -> Cache:
+  """Constrains the arrays of an updated cache, during tracing, to its sharding over Auto axes."""
+  sharding = cache.sharding
+  if sharding is None:
+    return cache
+  context = jax.sharding.get_abstract_mesh()
+  mesh = context if context.manual_axes else sharding.mesh
+  auto = set(mesh.auto_axes)
+
+  def constrain(x: jax.Array) -> jax.Array:
+    if not isinstance(x, jax.core.Tracer):
+      return x
+    entries = [tuple(axis for axis in axis_names(entry) if axis in auto) for entry in sharding.spec]
+    sizes = [math.prod(mesh.shape[axis] for axis in axes) for axes in entries]
+    spec = [axes if axes and n % size == 0 else None
+            for n, axes, size in zip(x.shape, entries, sizes)]
+    return lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
+
+  return jax.tree.map(constrain, cache)
+
+
+def sharding_of(x: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding | None:
+  """Returns the sharding of an array or its type.
+
+  None if it is not known: during tracing, that over axes of type Auto is not.
+  """
+  sharding = getattr(x, "sharding", None) if not isinstance(x, jax.core.Tracer) else None
+  if not isinstance(sharding, NamedSharding):
+    sharding = jax.typeof(x).sharding
+  return sharding if isinstance(sharding, NamedSharding) and not sharding.mesh.empty else None
+
+
+def axis_names(entry: Entry) -> tuple[str, ...]:
+  """Returns the mesh axes of an entry of a PartitionSpec."""
+  return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

@@ -1,0 +1,189 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Pools of pages: their creation, and functions of whole pages on each device of a mesh.
+
+Explicit mesh axes may shard the pages of the pool and the heads. See `caches.device_parts`.
+
+Shapes: P pages of the pool, num_tokens tokens.
+"""
+
+from collections.abc import Callable
+import math
+from typing import TypeVar
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.typing import DTypeLike
+import jax.numpy as jnp
+
+from attn_core import checks
+from attn_core.caches import device_parts, quantize
+from attn_core.caches.device_parts import Entry, Parts, Sharding
+from attn_core.caches.paged.layouts import (LANES, PAGES, Heads, Pages, PagesT, PagesV1, PagesV2,
+                                            PagesV3, heads_of, interleave, packing)
+from attn_core.types import cdiv
+
+Tree = TypeVar("Tree")
+
+
+def init(layout: type[PagesT], num_pages: int, page_size: int, heads: Heads,
+         dtype: DTypeLike = jnp.bfloat16, scales: str | None = None, *,
+         sharding: Sharding | None = None) -> PagesT:
+  """Creates a pool of empty pages.
+
+  Args:
+    layout: PagesV1, PagesV2 or PagesV3.
+    num_pages: P.
+    page_size: tokens of a page.
+    heads: key heads and widths; PagesV2 and PagesV3 need equal widths of keys and values.
+    dtype: of the pages; int8 and float8_e4m3fn need scales.
+    scales: "token": one per token and head; "tensor": one for all keys and one for all values;
+      None: none.
+    sharding: of `pages` [P, page_size, rows, ...], or of `key_pages` [K, P, page_size, D] in
+      PagesV1: a NamedSharding, or a PartitionSpec over the mesh of `jax.set_mesh`. It may shard
+      the pages and the heads; each device creates its own part only, and writes keep the sharding.
+      None: not sharded.
+
+  Returns:
+    A cache of that layout, all zeros.
+
+  Raises:
+    ValueError: a size is not an int >= 1, `heads` is not a Heads, the layout or kind of scales is
+      unknown, E != D where one array holds both, a dtype of one byte has no scales, the dtype is
+      not supported, or the sharding does not fit.
+  """
+  checks.require(layout in PAGES, "layout", repr(layout), "PagesV1, PagesV2 or PagesV3")
+  checks.require(isinstance(heads, Heads), "heads", repr(heads),
+                 "Heads(key heads K, key width D, value width E)")
+  dtype = checks.dtype("dtype", dtype, "16 or 32 bits, int8 or float8_e4m3fn")
+  checks.one_of("scales", scales, (None, "token", "tensor"))
+  for name, size in (("num_pages", num_pages), ("page_size", page_size), *heads._asdict().items()):
+    checks.integer(name, size, "an int >= 1", lambda x: x >= 1)
+  size = jnp.dtype(dtype).itemsize
+  checks.require(quantize.is_quantized(dtype) or size > 1 and (size <= 4 or layout is not PagesV3),
+                 "dtype", jnp.dtype(dtype).name, "16 or 32 bits (64 except for PagesV3), int8 or "
+                 "float8_e4m3fn")
+  checks.require(scales is not None or jnp.dtype(dtype).itemsize > 1, "scales",
+                 f"None with pages of {jnp.dtype(dtype).name}", "'token' or 'tensor': quantized "
+                 "pages cannot be read without their scales")
+  checks.require(layout is PagesV1 or heads.key_width == heads.value_width, "heads.value_width",
+                 heads.value_width, f"the key width {heads.key_width}: one array holds both")
+  of_token = (num_pages, page_size, heads.key_heads)
+  if layout is PagesV1:
+    shape: tuple[int, ...] = (heads.key_heads, num_pages, page_size, heads.key_width)
+  else:
+    rows, width, packed = 2 * heads.key_heads, heads.key_width, packing(dtype)
+    shape = (num_pages, page_size, rows, width) if layout is PagesV2 else (
+        num_pages, page_size, cdiv(rows, packed), packed, cdiv(width, LANES) * LANES)
+  whole, of_scales = _shardings(layout, sharding, shape, of_token)
+  zeros = lambda shape: device_parts.full(shape, 0, dtype, whole)
+  scale = None if scales is None else device_parts.full(
+      *((of_token, 1, jnp.float32, of_scales) if scales == "token" else ((), 1, jnp.float32, None)))
+  found: Pages
+  if layout is PagesV1:
+    found = PagesV1(zeros(shape), zeros((*shape[:3], heads.value_width)), scale, scale)
+  else:
+    found = PagesV2(zeros(shape), scale, scale) if layout is PagesV2 else PagesV3(
+        zeros(shape), scale, scale)
+  assert isinstance(found, layout)
+  return found
+
+
+def _shardings(layout: type[Pages], sharding: Sharding | None, shape: tuple[int, ...],
+               of_token: tuple[int, ...]) -> tuple[NamedSharding | None, NamedSharding | None]:
+  """Returns the shardings of the pages and of scales [P, page_size, K]."""
+  letters = "[K, P, page_size, D]" if layout is PagesV1 else "[P, page_size, rows, ...]"
+  whole = device_parts.named(sharding, letters, shape)
+  if whole is None:
+    return None, None
+  order = (1, 2, 0) if layout is PagesV1 else (0, 1, 2)
+  sharded = {n for n, entry in enumerate(whole.spec) if device_parts.axis_names(entry)}
+  checks.require(sharded <= {order[0], order[2]}, "sharding", repr(whole.spec),
+                 f"axes for the pages and for the heads of {letters} only")
+  of_scales = device_parts.of_dimensions(whole, order)
+  return whole, device_parts.named(of_scales, "[P, page_size, K]", of_token)
+
+
+def interleaved(cache: PagesV2 | PagesV3, key: jax.Array, value: jax.Array) -> jax.Array:
+  """Returns new tokens as the pages hold them: interleaved, padded and packed.
+
+  Args:
+    cache: its pages are [P, page_size, rows, ...].
+    key: [num_tokens, K, D].
+    value: [num_tokens, K, D].
+
+  Returns:
+    [num_tokens, rows, ...], with heads sharded as in the pages where they divide.
+  """
+  held, (_, heads, width) = heads_of(cache), key.shape
+
+  def local(key: jax.Array, value: jax.Array) -> jax.Array:
+    rows = interleave(key, value)
+    rows = jnp.pad(rows, ((0, 0), (0, 2 * (held.key_heads - heads)), (0, held.key_width - width)))
+    return rows.reshape(rows.shape[0], -1, *cache.pages.shape[3:])
+
+  parts = device_parts.parts_of(cache.pages, key, value)
+  if parts is None:
+    return local(key, value)
+  spec = P(None, head_entry(cache, parts, heads))
+  return parts.run(local, (key, value), (spec, spec), spec)
+
+
+def head_entry(cache: Pages, parts: Parts, heads: int, unit: int = 1) -> Entry:
+  """Returns the mesh axes of the heads in the pages; None if they do not divide `heads`.
+
+  Args:
+    cache: any layout.
+    parts: how its pages are sharded.
+    heads: number of heads, without padding.
+    unit: heads that stay together.
+  """
+  entry = parts.spec[0 if isinstance(cache, PagesV1) else 2]
+  size = math.prod(parts.mesh.shape[axis] for axis in device_parts.axis_names(entry))
+  return entry if heads == heads_of(cache).key_heads and heads % (size * unit) == 0 else None
+
+
+def specs_of(layout: type[Pages], pool: Entry, heads: Entry, scales: int | None) -> Pages:
+  """Returns the PartitionSpec of each array of a cache.
+
+  Args:
+    layout: PagesV1, PagesV2 or PagesV3.
+    pool: the mesh axes of the pages.
+    heads: those of the heads.
+    scales: rank of the scales; None: no scales.
+  """
+  of_scales = None if scales is None else P(pool, None, heads) if scales else P()
+  make: Callable[..., Pages] = layout
+  if layout is PagesV1:
+    return make(P(heads, pool), P(heads, pool), of_scales, of_scales)
+  return make(P(pool, None, heads), of_scales, of_scales)
+
+
+def scale_rank(cache: Pages) -> int | None:
+  """Returns the rank of the scales of a cache; None if it has none."""
+  return None if cache.key_scales is None else jnp.ndim(cache.key_scales)
+
+
+def on_each_device(compute: Callable[[Pages, Heads], Tree], cache: Pages, heads: Heads,
+                   specs: Callable[[Entry, Entry], Tree], *, keeps_pool: bool,
+                   unit: int = 1) -> Tree:
+  """Runs a function of whole pages on the pages and heads of each device.
+
+  Args:
+    compute: (cache, heads) -> a tree of arrays.
+    cache: any layout.
+    heads: those that `compute` reads.
+    specs: (mesh axes of the pages, those of the heads) -> the specs of its results.
+    keeps_pool: whether a device computes its own pages only; False: all of them.
+    unit: heads that stay together.
+  """
+  parts = device_parts.parts_of(cache.key_pages if isinstance(cache, PagesV1) else cache.pages)
+  if parts is None:
+    return compute(cache, heads)
+  entry = head_entry(cache, parts, heads.key_heads, unit)
+  pool = parts.spec[1 if isinstance(cache, PagesV1) else 0] if keeps_pool else None
+  size = math.prod(parts.mesh.shape[axis] for axis in device_parts.axis_names(entry))
+  own = heads._replace(key_heads=heads.key_heads // size)
+  of_cache = specs_of(type(cache), pool, entry, scale_rank(cache))
+  return parts.run(lambda cache: compute(cache, own), (cache,), (of_cache,),
+                   specs(pool, entry))
