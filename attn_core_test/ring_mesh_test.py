@@ -159,22 +159,6 @@ class BadInputTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, message):
       OperationMetadata(**fields)
 
-  def test_inside_a_shard_map_over_the_sequence(self):
-    metadata, x = metadata_of("ring"), jnp.zeros((1, 16, 8, D))
-    run = jax.shard_map(lambda x: ring_attention(x, x, x, metadata=metadata).attention_outputs,
-                        mesh=metadata.mesh, in_specs=P(None, "sp"), out_specs=P(None, "sp"))
-    with self.assertRaisesRegex(ValueError, "sequence_axis_name='sp': .* surrounding shard_map"):
-      run(x)
-
-  def test_inside_a_shard_map_that_checks_what_varies(self):
-    metadata, x = OperationMetadata(mesh=create_mesh((2, 1, 1, 1, 4))), jnp.zeros((2, 16, 8, D))
-    run = jax.shard_map(lambda x: ring_attention(x, x, x, metadata=metadata).attention_outputs,
-                        mesh=metadata.mesh, in_specs=P("dp"), out_specs=P("dp"),
-                        axis_names={"dp"})
-    with self.assertRaisesRegex(NotImplementedError, "shard_map over 'dp' with check_vma=True.*"
-                                "give that shard_map check_vma=False"):
-      run(x)
-
   @parameterized.parameters("flash_attn2", "vanilla", "autoregressive_decodeattn")
   def test_other_mechanisms_refuse_the_token_order(self, mechanism):
     x, metadata = numbers(1, T, 2, D), metadata_of("ring", "zigzag")

@@ -23,6 +23,16 @@ def permuted_token_order(metadata: OperationMetadata | None) -> str | None:
   return metadata.ring.layout if shards > 1 else None
 
 
+def split_shards(mechanism: str, metadata: OperationMetadata) -> int:
+  """Returns the shards of the keys, of which a call inside the caller's shard_map gets one.
+
+  Its biases and boolean masks have the columns of all shards.
+  """
+  if str(mechanism) != "ring" and permuted_token_order(metadata) is None:
+    return 1
+  return context_parallel.split_shards(metadata.ring, metadata.sequence_axis_name)
+
+
 def features_of(a: AttentionArguments, call: Call) -> dict[str, str]:
   """Returns {feature: the argument that needs it, as in an error}; see `capabilities.FEATURES`."""
   query, key, value = call.operands[:3]

@@ -74,11 +74,12 @@ def normalize(a: AttentionArguments) -> Normalized:
       (query, key, value), scales, a.compute_dtype, metadata.runtime_dtype)
   batch, queries, heads, _ = query.shape
   shape = batch, heads, queries, key.shape[1]
+  columns = key.shape[1] * features.split_shards(a.mechanism, metadata)
   mask = normalize_mask.make_mask(normalize_mask.MaskArguments(
       a.causal, a.sliding_window, a.chunk_size, a.mask, info, a.query_offset, a.cum_seqlens_q,
-      a.cum_seqlens_k, a.layout, features.permuted_token_order(metadata)), shape)
+      a.cum_seqlens_k, a.layout, features.permuted_token_order(metadata), columns), shape)
   arrays, structure = jax.tree.flatten(mask)
-  bias = normalize_bias(a.bias, a.init_bias, a.layout, shape)
+  bias = normalize_bias(a.bias, a.init_bias, a.layout, (*shape[:3], columns))
   sinks = normalize_sinks(a.softmax_aux, heads)
   spec = make_spec(a, metadata, query, structure)
   operands = Operands(

@@ -31,6 +31,7 @@ class MaskArguments(NamedTuple):
   cum_seqlens_k: ArrayLike | None
   layout: ArrayLayout
   token_order: str | None  # `RingConfig.layout` of permuted tokens; None: tokens in their order
+  columns: int  # S, or that of all shards where the call gets one of a split sequence
 
 
 def make_mask(given: MaskArguments, shape: Shape) -> Mask:
@@ -44,11 +45,12 @@ def make_mask(given: MaskArguments, shape: Shape) -> Mask:
     ValueError: an argument is not what `attention` documents.
   """
   batch, _, queries, keys = shape
+  whole = (*shape[:3], given.columns)
   positional = _positional_mask(given.causal, given.sliding_window, given.chunk_size)
   by_position = positional != constructors.full()
-  mask = positional & _explicit_mask(given.mask, given.layout, shape)
+  mask = positional & _explicit_mask(given.mask, given.layout, whole)
   info = given.mask_info
-  _check_info(info, shape)
+  _check_info(info, shape, whole)
   offset: int | jax.Array = 0
   has_positions = given.query_offset is not None or info.q_positions is not None
   if given.layout == "thd":
@@ -72,7 +74,7 @@ def make_mask(given: MaskArguments, shape: Shape) -> Mask:
   mask = info.to_mask(mask)
   if not (isinstance(offset, int) and offset == 0):
     mask = constructors.offset(mask, offset)
-  _check_mask_arrays(mask, shape)
+  _check_mask_arrays(mask, shape, whole)
   return mask
 
 
@@ -105,8 +107,8 @@ def _explicit_mask(mask: Mask | ArrayLike | None, layout: ArrayLayout, shape: Sh
   return constructors.dense(array)
 
 
-def _check_info(info: MaskInfo, shape: Shape) -> None:
-  """Checks the arrays of mask_info, by the names the caller gave them."""
+def _check_info(info: MaskInfo, shape: Shape, whole: Shape) -> None:
+  """Checks the arrays of mask_info, by the names the caller gave them; `whole`: of all columns."""
   batch, _, queries, keys = shape
   for name, letter, length in (("q_segment_ids", "T", queries), ("kv_segment_ids", "S", keys),
                                ("q_positions", "T", queries), ("kv_positions", "S", keys)):
@@ -122,7 +124,7 @@ def _check_info(info: MaskInfo, shape: Shape) -> None:
         "MaskInfo.from_attention_mask, an additive float mask is a bias")
     mask = checks.array(name, info.attention_mask, expected)
     checks.require(mask.dtype == bool, name, checks.describe(mask), expected)
-    checks.broadcastable(name, mask, shape, f"{expected}; [B, H, T, S]")
+    checks.broadcastable(name, mask, whole, f"{expected}; [B, H, T, S]")
 
 
 def _check_token_order(order: str | None) -> None:
@@ -202,8 +204,8 @@ def _offset(offset: ArrayLike, batch: int) -> int | jax.Array:
   return jnp.asarray(array).reshape(-1).astype(jnp.int32)
 
 
-def _check_mask_arrays(mask: Mask, shape: Shape) -> None:
-  """Checks that every array of the mask fits [B, H, T, S] by its role."""
+def _check_mask_arrays(mask: Mask, shape: Shape, whole: Shape) -> None:
+  """Checks that every array of the mask fits [B, H, T, S] by its role; `whole`: of all columns."""
   batch, _, queries, keys = shape
   expected: dict[str, Shape] = {
       mask_lib.QUERY: (batch, queries), mask_lib.KEY: (batch, keys), mask_lib.BATCH: (batch,)}
@@ -211,7 +213,7 @@ def _check_mask_arrays(mask: Mask, shape: Shape) -> None:
                 mask_lib.BATCH: "[B or 1]"}
   for x, role in zip(jax.tree.leaves(mask), mask_lib.leaf_roles(mask), strict=True):
     if role == mask_lib.DENSE:
-      checks.broadcastable("a boolean array of the mask", x, shape, "[B, H, T, S]")
+      checks.broadcastable("a boolean array of the mask", x, whole, "[B, H, T, S]")
     elif role != mask_lib.WHOLE:
       full = expected[role]
       checks.require(x.ndim == len(full) and x.shape[0] in (1, batch) and x.shape[1:] == full[1:],

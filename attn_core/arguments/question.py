@@ -47,7 +47,6 @@ def place(normal: Normalized,
 
   Raises:
     ValueError: the mesh or the lengths do not fit `ring`.
-    NotImplementedError: `ring` inside a shard_map that checks which values vary over the mesh.
   """
   if normal.rules is None:  # pages are placed by their own rules
     return normal.request.placement
@@ -58,12 +57,12 @@ def place(normal: Normalized,
   ring = metadata.ring, metadata.sequence_axis_name
   if implementation is not None and implementation.shards_sequence and mesh is not None:
     context_parallel.require_axes(*ring, mesh)
-    if context_parallel.shards_of(*ring, mesh) > 1:
-      context_parallel.require_unchecked(*normal.call.operands[:3])
     reserved = sum(context_parallel.axes_of(*ring), ())
   placement = placement_lib.place(
       normal.rules, mesh, query.shape, key.shape, reserved,
       shard_keys=implementation is not None and implementation.shards_keys)
+  if placement is None and mesh is not None and context_parallel.is_split(*ring, mesh):
+    placement = placement_lib.Placement(mesh, (), (), (), ())
   if placement is None or mesh is None or not reserved:
     return placement
   heads = query.shape[2] // placement.size(placement.heads)

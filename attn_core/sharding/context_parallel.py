@@ -37,6 +37,7 @@ class Sequence(NamedTuple):
   axis_number: int = 0  # index of the axis between members among the axes of the mesh
   mesh_number: int = 0  # differs between meshes; see `mesh_number`
   cores: int = 1  # cores of a device that share a kernel; 1 if the devices are not known
+  is_split: bool = False  # whether the caller's shard_map has split the arrays already
 
   @property
   def axes(self) -> tuple[str, ...]:
@@ -89,11 +90,24 @@ def shards_of(config: RingConfig, name: str, mesh: AnyMesh | None) -> int:
   return 1 if mesh is None else math.prod(mesh.shape.get(axis, 1) for axis in axes)
 
 
+def split_shards(config: RingConfig, name: str) -> int:
+  """Returns the number of shards that the caller's shard_map has split a sequence into; else 1."""
+  mesh = jax.sharding.get_abstract_mesh()
+  return shards_of(config, name, mesh) if is_split(config, name, mesh) else 1
+
+
+def is_split(config: RingConfig, name: str, mesh: AnyMesh) -> bool:
+  """Whether the axes of the sequence are Manual: those of a surrounding shard_map."""
+  return any(axis in mesh.manual_axes and mesh.shape[axis] > 1
+             for axis in sum(axes_of(config, name), ()))
+
+
 def require_axes(config: RingConfig, name: str, mesh: AnyMesh) -> None:
   """Checks the mesh axes.
 
   Raises:
-    ValueError: an axis that does not exist, that is Manual, or that is given twice.
+    ValueError: an axis that does not exist, or that is given twice, or of two axes only one is
+      Manual.
   """
   between, within = axes_of(config, name)
   fields = dict.fromkeys(between + within, "sequence_axis_name")
@@ -105,24 +119,13 @@ def require_axes(config: RingConfig, name: str, mesh: AnyMesh) -> None:
     if axis not in mesh.shape:
       raise ValueError(f"{field}={axis!r}: expected an axis of the mesh, which has "
                        f"{tuple(mesh.axis_names)}; create_mesh makes one with 'sp'")
-    if axis in mesh.manual_axes and mesh.shape[axis] > 1:
-      raise ValueError(f"{field}={axis!r}: got an axis that a surrounding shard_map has split the "
-                       "arrays over; expected whole arrays: leave this axis out of its axis_names, "
-                       "or call mechanism='ring' outside of it")
-
-
-def require_unchecked(*arrays: jax.Array) -> None:
-  """Checks that a surrounding shard_map, if there is one, does not track varying values.
-
-  Raises:
-    NotImplementedError: an array varies over an axis of a shard_map with check_vma=True.
-  """
-  varying = sorted(set().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays)))
-  if varying:
-    raise NotImplementedError(
-        f"mechanism='ring' inside a shard_map over {', '.join(map(repr, varying))} with "
-        "check_vma=True: JAX does not differentiate its exchanges there; give that shard_map "
-        "check_vma=False, or call ring outside of it")
+  several = [axis for axis in fields if mesh.shape[axis] > 1]
+  manual = [axis for axis in several if axis in mesh.manual_axes]
+  if manual and manual != several:
+    rest = [axis for axis in several if axis not in manual]
+    raise ValueError(f"{fields[rest[0]]}={rest[0]!r}: got an axis that the surrounding shard_map "
+                     f"over {manual[0]!r} leaves out; expected both or none of the axes of the "
+                     f"sequence in its axis_names: add {rest[0]!r}, or leave {manual[0]!r} out")
 
 
 @functools.lru_cache(maxsize=64)
@@ -146,7 +149,8 @@ def shard_sequence(config: RingConfig, name: str, scan: bool, mesh: AnyMesh,
     name: `OperationMetadata.sequence_axis_name`.
     scan: whether the steps of a ring are those of a `lax.scan`.
     mesh: a mesh with these axes, see `require_axes`.
-    shapes: (T, S, query heads of one device).
+    shapes: (T, S, query heads of one device); T and S of one shard where the caller's shard_map
+      has split the sequence.
 
   Returns:
     The sharding; None if there is one shard.
@@ -159,6 +163,9 @@ def shard_sequence(config: RingConfig, name: str, scan: bool, mesh: AnyMesh,
   members, group = (math.prod(mesh.shape[axis] for axis in axes) for axes in (between, within))
   if members * group == 1:
     return None
+  split = is_split(config, name, mesh)
+  if split:
+    queries, keys = queries * members * group, keys * members * group
   for what, length in (("query length", queries), ("key length", keys)):
     token_order.require_length(what, config.layout, length, members * group)
   if heads % group:
@@ -172,4 +179,4 @@ def shard_sequence(config: RingConfig, name: str, scan: bool, mesh: AnyMesh,
       mesh, "abstract_device", None)
   return Sequence(config.layout, config.variant == "all_gather", between, within, members, group,
                   scan, queries, keys, mesh.axis_names.index(between[0]) if between else 0,
-                  mesh_number(mesh), getattr(device, "num_cores", None) or 1)
+                  mesh_number(mesh), getattr(device, "num_cores", None) or 1, split)

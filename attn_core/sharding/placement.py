@@ -41,7 +41,7 @@ class Placement(NamedTuple):
   @property
   def length(self) -> tuple[str, ...] | None:
     """The entry of a spec for queries, and for keys unless `keys` is not empty."""
-    return None if self.sequence is None else self.sequence.axes
+    return None if self.sequence is None or self.sequence.is_split else self.sequence.axes
 
   def size(self, axes: tuple[str, ...]) -> int:
     """Returns the number of devices along some mesh axes."""
@@ -50,7 +50,7 @@ class Placement(NamedTuple):
   def sharded_dimensions(self) -> tuple[str, ...]:
     """Returns one line of text for each sharded dimension, with its mesh axes."""
     axes = {self.rows: self.batch, "query heads": self.heads, "key heads": self.key_heads,
-            "keys": self.keys, "the sequence": self.length or ()}
+            "keys": self.keys, "the sequence": self.sequence.axes if self.sequence else ()}
     return tuple(f"{what} over " + " * ".join(f"{name}={self.mesh.shape[name]}" for name in names)
                  for what, names in axes.items() if self.size(names) > 1)
 
@@ -129,6 +129,6 @@ def local_shapes(placement: Placement | None, query: tuple[int, ...], key: tuple
     key_heads = heads // math.gcd(heads, group)
   keys //= placement.size(placement.keys)
   sequence = placement.sequence
-  if sequence is not None:
+  if sequence is not None and not sequence.is_split:
     queries, keys = (sequence.padded(n) // sequence.shards for n in (queries, keys))
   return (batch, queries, heads, width), (batch, keys, key_heads, width)

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from attn_core.masks import mask as mask_lib
-from attn_core.sharding.placement import AnyMesh, Placement
+from attn_core.sharding import varying_axes
+from attn_core.sharding.placement import AnyMesh, Placement, is_single
 from attn_core.types import AttentionOutput, Call, MaskOperands, Operands, operands_like
 
 Tree = TypeVar("Tree")
@@ -55,10 +56,47 @@ def sharded(local: Callable[[Operands], AttentionOutput], call: Call) -> Attenti
       P(batch, heads, None, None) if call.return_weights else None,
       P(batch, heads, placement.length) if call.return_lse else None)
   group = operands.query.shape[2] // operands.key.shape[2]
+  run = lambda part: local(_localize(part, placement, group))
+  if is_single(placement.mesh):  # the caller's shard_map has split everything
+    return run(operands)
+  if varying_axes.of(operands):
+    return _inside_a_checked_one(run, placement.mesh, specs, out_specs)(operands)
   # Kernels that communicate are traced without JAX's check of which values vary over the mesh.
-  return jax.shard_map(
-      lambda part: local(_localize(part, placement, group)), mesh=placement.mesh,
-      in_specs=(specs,), out_specs=out_specs, check_vma=placement.sequence is None)(operands)
+  return jax.shard_map(run, mesh=placement.mesh, in_specs=(specs,), out_specs=out_specs,
+                       check_vma=placement.sequence is None)(operands)
+
+
+def _inside_a_checked_one(run: Callable[[Operands], AttentionOutput], mesh: AnyMesh,
+                          specs: Operands, out_specs: AttentionOutput,
+                          ) -> Callable[[Operands], AttentionOutput]:
+  """Returns a shard_map for use inside the caller's one of other axes with check_vma=True.
+
+  JAX (0.10.2 to 0.12.0.1) cannot lower the residuals that a shard_map hands to its backward there.
+  So the backward computes the forward again, within one shard_map: in reverse mode only.
+  """
+  of_operands, structure = jax.tree.flatten(specs)
+
+  @jax.custom_vjp
+  def mapped(*leaves: jax.Array) -> AttentionOutput:
+    return jax.shard_map(lambda *leaves: run(jax.tree.unflatten(structure, leaves)), mesh=mesh,
+                         in_specs=tuple(of_operands), out_specs=out_specs)(*leaves)
+
+  def backward(leaves: tuple[jax.Array, ...], cotangents: AttentionOutput) -> tuple:
+    floats = [n for n, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+    def local(leaves: tuple[jax.Array, ...], cotangents: AttentionOutput) -> tuple:
+      def of_floats(*values: jax.Array) -> AttentionOutput:
+        given = dict(zip(floats, values))
+        return run(jax.tree.unflatten(structure, [given.get(n, x) for n, x in enumerate(leaves)]))
+      return jax.vjp(of_floats, *(leaves[n] for n in floats))[1](cotangents)
+
+    found = jax.shard_map(local, mesh=mesh, in_specs=(tuple(of_operands), out_specs),
+                          out_specs=tuple(of_operands[n] for n in floats))(leaves, cotangents)
+    given = dict(zip(floats, found))
+    return tuple(given.get(n) for n in range(len(leaves)))
+
+  mapped.defvjp(lambda *leaves: (mapped(*leaves), leaves), backward)
+  return lambda operands: mapped(*jax.tree.leaves(varying_axes.unify(operands)))
 
 
 def first_tokens(output: AttentionOutput, placement: Placement, count: int) -> AttentionOutput:

@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys and values in pages; public as `attn_core.caches.pages`.
 
-`layouts` holds the types, `pool` and `ops` the functions that create, write and read them, `allocator` the host-side
-bookkeeping, `request_groups` and `page_stripes` the division over devices, `validate` the checks.
+`layouts` holds the types, `pool` and `ops` the functions that create, write and read them,
+`allocator` the host-side bookkeeping, `request_groups` and `page_stripes` the division over
+devices, `validate` the checks.
 """
 
 from attn_core.caches.paged.layouts import (

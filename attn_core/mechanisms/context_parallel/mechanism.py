@@ -17,7 +17,7 @@ from attn_core.kernels.xla import flash as xla_flash
 from attn_core.masks import block_map, mask as mask_lib
 from attn_core.mechanisms import flash
 from attn_core.mechanisms.context_parallel import ring, ring_step, ulysses
-from attn_core.sharding import shard_map
+from attn_core.sharding import shard_map, varying_axes
 from attn_core.sharding.context_parallel import Sequence
 from attn_core.types import AttentionOutput, Call, Operands
 
@@ -48,10 +48,13 @@ def _over_sequence(kernel: Kernel, call: Call) -> AttentionOutput:
   if placement is None or sequence is None:
     return flash.by_kernel(kernel, call)
   def attend(operands: Operands) -> Residuals:
+    if sequence.is_split:
+      operands = varying_axes.over(operands, sequence.axes)
     inner = lambda operands: _between_members(kernel, sequence, operands, call)
     return ulysses.exchanged(inner, sequence, call.spec.mask, operands)
   output = flash.sharded(attend, call._replace(operands=_padded(call, sequence)))
-  return shard_map.first_tokens(output, placement, sequence.queries)
+  return output if sequence.is_split else shard_map.first_tokens(output, placement,
+                                                                 sequence.queries)
 
 
 def _between_members(kernel: Kernel, sequence: Sequence, operands: Operands,
@@ -76,6 +79,8 @@ def _between_members(kernel: Kernel, sequence: Sequence, operands: Operands,
 def _padded(call: Call, sequence: Sequence) -> Operands:
   """Returns the operands with T and S padded to a multiple of the shards."""
   operands, shards = call.operands, sequence.shards
+  if sequence.is_split:  # all shards are equal
+    return operands
   sizes = block_map.Sizes(sequence.queries, sequence.keys, shards, shards)
   operands = dense_operands.pad_operands(operands, sizes, call.spec.mask)
   lengths = {mask_lib.QUERY: sequence.padded(sequence.queries),

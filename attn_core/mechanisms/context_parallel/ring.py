@@ -29,6 +29,7 @@ from attn_core.kernels.common.contract import (BackwardResiduals, Kernel, LseOnl
                                                Residuals)
 from attn_core.kernels.xla import cpu_math
 from attn_core.mechanisms.context_parallel import ring_step
+from attn_core.sharding import varying_axes
 from attn_core.sharding.context_parallel import Sequence
 from attn_core.types import AttentionSpec, BlockSizes, Operands
 
@@ -81,7 +82,7 @@ def kernel(inner: Kernel, sequence: Sequence) -> Kernel:
 def _check(inner: Kernel, sequence: Sequence, operands: Operands, spec: AttentionSpec,
            block_sizes: BlockSizes) -> None:
   inner.check(*_at(sequence, operands, spec, ring_step.own_keys(operands, spec),
-                   Step(True, ring_step.member(sequence))), block_sizes)
+                   Step(True, ring_step.member(sequence, operands.query))), block_sizes)
 
 
 def _at(sequence: Sequence, operands: Operands, spec: AttentionSpec, keys: ring_step.Keys,
@@ -189,7 +190,7 @@ def _run_steps(sequence: Sequence, spec: AttentionSpec, traveling: PyTree,
   """
   shifts = ring_step.shifts(sequence, spec.mask)
   strides = [int(stride) for stride in np.diff(shifts)]
-  me = ring_step.member(sequence)
+  me = ring_step.member(sequence, jax.tree.leaves(traveling)[0])
   source = lambda shift: (me - shift) % sequence.members
   sums, kv_grads, done, received = run_step(
       Step(True, me), traveling, None, [Transfer(traveling, stride) for stride in strides[:1]])
@@ -267,4 +268,5 @@ def _send(sequence: Sequence, x: PyTree, distance: int) -> PyTree:
   """Sends a pytree to the member `distance` further along the ring."""
   count = sequence.members
   pairs = [(n, int(n + distance) % count) for n in range(count)]
-  return jax.tree.map(lambda x: lax.ppermute(x, sequence.key_axes, pairs), x)
+  return jax.tree.map(lambda x: varying_axes.as_untracked(
+      lax.ppermute(x, sequence.key_axes, pairs), x), x)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core.masks import block_map, constructors, mask as mask_lib, position_range
-from attn_core.sharding import token_order
+from attn_core.sharding import token_order, varying_axes
 from attn_core.sharding.context_parallel import Sequence
 from attn_core.types import AttentionSpec, Operands
 
@@ -36,9 +36,17 @@ def own_keys(operands: Operands, spec: AttentionSpec) -> Keys:
       x for x, role in zip(operands.mask.arrays, roles) if role == mask_lib.KEY))
 
 
-def member(sequence: Sequence) -> jax.Array | int:
-  """Returns the int32 number of this device's member."""
-  return lax.axis_index(sequence.key_axes).astype(np.int32) if sequence.key_axes else 0
+def member(sequence: Sequence, like: jax.Array | None = None) -> jax.Array | int:
+  """Returns the int32 number of this device's member.
+
+  Args:
+    sequence: the sharding of the sequence.
+    like: inside a kernel, one of its arguments; see `varying_axes.as_untracked`.
+  """
+  if not sequence.key_axes:
+    return 0
+  index = lax.axis_index(sequence.key_axes).astype(np.int32)
+  return index if like is None else varying_axes.as_untracked(index, like)
 
 
 def attended(sequence: Sequence, operands: Operands, spec: AttentionSpec, keys: Keys,
@@ -65,7 +73,9 @@ def attended(sequence: Sequence, operands: Operands, spec: AttentionSpec, keys: 
     all_members = token_order.numbers(sequence.members)
     of = sequence.columns(source) if source is not None else np.concatenate(
         [sequence.columns(n) for n in all_members])
-    mask = constructors.placed(mask, sequence.rows(member(sequence))[None], of[None], sequence.size)
+    # The keys of one member are those of a step, inside the kernel of the whole ring.
+    me = member(sequence, None if source is None else operands.query)
+    mask = constructors.placed(mask, sequence.rows(me)[None], of[None], sequence.size)
   leaves, structure = jax.tree.flatten(mask)
   return operands._replace(
       key=keys.key, value=keys.value, bias=columns(operands.bias, keys, source),
