@@ -4,8 +4,8 @@
 
 import ast
 import difflib
-import subprocess
 import re
+import subprocess
 import sys
 
 from absl.testing import absltest
