@@ -120,10 +120,11 @@ def append(cache: DenseCache, key: jax.Array, value: jax.Array,
   slots_lib.check_kind(cache, DenseCache)
   slots_lib.check_tokens(cache, key, value)
   (batch, tokens), slots = key.shape[:2], cache.key.shape[1]
-  count = device_parts.match(slots_lib.counts(lengths, batch, tokens), cache.lengths)
+  count = slots_lib.counts(lengths, batch, tokens)
   slots_lib.check_concrete(
       "tokens in the cache and new ones", (cache.lengths, count), lambda x, new: x + new > slots,
       f"together at most {slots} slots; make the cache larger, or use a window cache")
+  count = device_parts.match(count, cache.lengths)
   after = cache.lengths + count
   bad = (count < 0) | (count > tokens) | (after > slots)
   token = jnp.arange(tokens, dtype=jnp.int32)[None]

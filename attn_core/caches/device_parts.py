@@ -53,7 +53,8 @@ class Parts(NamedTuple):
     """Returns the mesh axes that shard a dimension."""
     return axis_names(self.spec[dimension])
 
-  def run(self, local: Callable[..., Tree], arrays: tuple, specs: tuple, out_specs: Tree) -> Tree:
+  def run(self, local: Callable[..., Tree], arrays: tuple, specs: tuple,
+          out_specs: object) -> Tree:
     """Runs `local` on each device's part of some arrays.
 
     Args:
@@ -91,13 +92,14 @@ def parts_of(array: ArrayLike, *others: ArrayLike) -> Parts | None:
 
 def _typed_mesh(x: ArrayLike) -> AnyMesh | None:
   """Returns the mesh of an array, if its type names axes of it, which are Explicit."""
-  mesh = jax.typeof(x).sharding.mesh
+  mesh: AnyMesh = jax.typeof(x).sharding.mesh
   if not mesh.explicit_axes:
     return None
   own = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
   # Outside of jit and of jax.set_mesh only a mesh with devices says where other arrays go.
-  is_needed = isinstance(own, NamedSharding) and jax.sharding.get_abstract_mesh().empty
-  return own.mesh if is_needed else mesh
+  if isinstance(own, NamedSharding) and jax.sharding.get_abstract_mesh().empty:
+    return own.mesh
+  return mesh
 
 
 def local_index(index: jax.Array, size: int, axes: tuple[str, ...]) -> jax.Array:
@@ -124,8 +126,8 @@ def match(x: ArrayLike, like: jax.Array, spec: Sequence[Entry] | None = None) ->
   parts = parts_of(like, x)
   if parts is None:
     return jnp.asarray(x)
-  entries = parts.spec[:jnp.ndim(x)] if spec is None else spec
-  return jax.sharding.reshard(x, NamedSharding(parts.mesh, P(*entries)))
+  wanted = parts.spec[:jnp.ndim(x)] if spec is None else spec
+  return jax.sharding.reshard(x, NamedSharding(parts.mesh, P(*wanted)))
 
 
 def named(sharding: Sharding | None, dimensions: str,
@@ -175,8 +177,14 @@ def of_dimensions(sharding: NamedSharding | None, dimensions: Sequence[int]) -> 
   """Returns the sharding of an array that has some dimensions of another one."""
   if sharding is None:
     return None
-  entries = (*sharding.spec, *[None] * (1 + max(dimensions)))
-  return NamedSharding(sharding.mesh, P(*[entries[n] for n in dimensions]))
+  every = entries(sharding, 1 + max(dimensions))
+  return NamedSharding(sharding.mesh, P(*[every[n] for n in dimensions]))
+
+
+def entries(sharding: NamedSharding, rank: int) -> tuple[Entry, ...]:
+  """Returns the entries of the first `rank` dimensions."""
+  given = tuple(sharding.spec)[:rank]
+  return given + (None,) * (rank - len(given))
 
 
 def full(shape: Sequence[int], number: float, dtype: DTypeLike,
@@ -188,9 +196,9 @@ def full(shape: Sequence[int], number: float, dtype: DTypeLike,
     return jnp.full(shape, number, dtype, device=sharding)
   kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types))
   def over(kind: AxisType) -> NamedSharding:
-    entries = [tuple(axis for axis in axis_names(entry) if kinds[axis] == kind)
-               for entry in sharding.spec]
-    return NamedSharding(sharding.mesh, P(*[axes or None for axes in entries]))
+    found = [tuple(axis for axis in axis_names(entry) if kinds[axis] == kind)
+             for entry in sharding.spec]
+    return NamedSharding(sharding.mesh, P(*[axes or None for axes in found]))
   x = jnp.full(shape, number, dtype)
   if sharding.mesh.explicit_axes:
     x = jax.sharding.reshard(x, over(AxisType.Explicit))
@@ -202,7 +210,7 @@ def kept(sharding: NamedSharding | None) -> Kept | None:
   """Returns what a cache remembers of its sharding; None: its type tells everything."""
   if sharding is None or not sharding.mesh.auto_axes:
     return None
-  return Kept(sharding.mesh.abstract_mesh, P(*sharding.spec, *[None] * (4 - len(sharding.spec))))
+  return Kept(sharding.mesh.abstract_mesh, P(*entries(sharding, 4)))
 
 
 def keep(cache: Cache) -> Cache:
@@ -217,16 +225,15 @@ def keep(cache: Cache) -> Cache:
   def constrain(x: jax.Array) -> jax.Array:
     if not isinstance(x, jax.core.Tracer):
       return x
-    entries = [tuple(axis for axis in axis_names(entry) if axis in auto) for entry in sharding.spec]
-    sizes = [math.prod(mesh.shape[axis] for axis in axes) for axes in entries]
-    spec = [axes if axes and n % size == 0 else None
-            for n, axes, size in zip(x.shape, entries, sizes)]
+    found = [tuple(axis for axis in axis_names(entry) if axis in auto) for entry in sharding.spec]
+    sizes = [math.prod(mesh.shape[axis] for axis in axes) for axes in found]
+    spec = [axes if axes and n % size == 0 else None for n, axes, size in zip(x.shape, found, sizes)]
     return lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
 
   return jax.tree.map(constrain, cache)
 
 
-def sharding_of(x: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding | None:
+def sharding_of(x: checks.Array | jax.ShapeDtypeStruct) -> NamedSharding | None:
   """Returns the sharding of an array or its type.
 
   None if it is not known: during tracing, that over axes of type Auto is not.

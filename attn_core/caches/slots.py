@@ -85,11 +85,13 @@ def empty_like(cache: "DenseCache | WindowCache", kind: type[Cache], slots: int,
   """
   heads = (cache.key.shape[2], cache.key.shape[3], cache.value.shape[3])
   rows = cache.key if tokens is None else tokens
-  parts, of_rows = device_parts.parts_of(cache.key, rows), device_parts.parts_of(rows, cache.key)
+  parts: device_parts.Parts | None = device_parts.parts_of(cache.key, rows)
+  of_rows = device_parts.parts_of(rows, cache.key)
   made = empty(kind, rows.shape[0], slots, heads, dtype=cache.key.dtype)
   if cache.sharding is not None and tokens is None:
-    batch, _, *rest = cache.sharding.spec
-    made = made._replace(sharding=cache.sharding._replace(spec=P(batch, None, *rest)))
+    remembered = cache.sharding.spec
+    made = made._replace(sharding=cache.sharding._replace(
+        spec=P(remembered[0], None, *remembered[2:])))
   if parts is None or of_rows is None:
     return made
   first = of_rows.spec[0] if not set(of_rows.axes(0)) & set(parts.axes(2) + parts.axes(3)) else None
@@ -111,7 +113,7 @@ def init_like(kind: type[Cache], like: jax.Array | jax.ShapeDtypeStruct, slots: 
   heads = (held[0], held[1]) if heads is None else heads
   sharding = device_parts.sharding_of(given)
   if sharding is not None:
-    rows, _, of_heads, *_ = (*sharding.spec, None, None, None, None)
+    rows, _, of_heads, _ = device_parts.entries(sharding, 4)
     size = math.prod(sharding.mesh.shape[axis] for axis in device_parts.axis_names(of_heads))
     divides = isinstance(heads, tuple) and heads and heads[0] % size == 0
     sharding = jax.sharding.NamedSharding(sharding.mesh, P(

@@ -13,7 +13,7 @@ so tokens are overwritten once no later query attends to them. The functions are
 Array([[4, 5, 2, 3]], dtype=int32)
 """
 
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax.typing import DTypeLike
@@ -174,6 +174,7 @@ def to_dense(cache: WindowCache, slots: int) -> dense.DenseCache:
 
 def _gather(source: dense.DenseCache | WindowCache, target: Cache, slots: jax.Array) -> Cache:
   """Fills `target` from the slots [B, target slots] of `source`; -1 gives zeros."""
-  return device_parts.keep(target._replace(**{
+  fields: dict[str, Any] = {
       name: slots_lib.read_slots(getattr(source, name), slots) for name in slots_lib.STORED
-      if getattr(source, name) is not None}))
+      if getattr(source, name) is not None}
+  return device_parts.keep(target._replace(**fields))

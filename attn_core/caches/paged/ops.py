@@ -285,9 +285,10 @@ def from_dense(cache: PagesT, key: Array, value: Array, metadata: PagesMetadata,
   live = (position < metadata.context_lens[:, None]) & (rows < rows_in_use(metadata))
   page = metadata.page_tables[rows, position // size]
   mapping = slot_mapping.slot_of(page, position % size, size, live).reshape(-1)
-  flat = lambda x: _whole_rows(x).reshape(-1, *x.shape[2:])
+  def flat(x: jax.Array) -> jax.Array:
+    return _whole_rows(x).reshape(-1, *x.shape[2:])
   return append(cache, flat(key), flat(value), mapping,
-                None if scales is None else tuple(map(flat, scales)))
+                None if scales is None else (flat(scales[0]), flat(scales[1])))
 
 
 def _whole_rows(x: jax.Array) -> jax.Array:

@@ -89,7 +89,7 @@ def init(layout: type[PagesT], num_pages: int, page_size: int, heads: Heads,
   return found
 
 
-def _shardings(layout: type[Pages], sharding: Sharding | None, shape: tuple[int, ...],
+def _shardings(layout: type, sharding: Sharding | None, shape: tuple[int, ...],
                of_token: tuple[int, ...]) -> tuple[NamedSharding | None, NamedSharding | None]:
   """Returns the shardings of the pages and of scales [P, page_size, K]."""
   letters = "[K, P, page_size, D]" if layout is PagesV1 else "[P, page_size, rows, ...]"
@@ -143,7 +143,7 @@ def head_entry(cache: Pages, parts: Parts, heads: int, unit: int = 1) -> Entry:
   return entry if heads == heads_of(cache).key_heads and heads % (size * unit) == 0 else None
 
 
-def specs_of(layout: type[Pages], pool: Entry, heads: Entry, scales: int | None) -> Pages:
+def specs_of(layout: type, pool: Entry, heads: Entry, scales: int | None) -> Pages:
   """Returns the PartitionSpec of each array of a cache.
 
   Args:
@@ -165,7 +165,7 @@ def scale_rank(cache: Pages) -> int | None:
 
 
 def on_each_device(compute: Callable[[Pages, Heads], Tree], cache: Pages, heads: Heads,
-                   specs: Callable[[Entry, Entry], Tree], *, keeps_pool: bool,
+                   specs: Callable[[Entry, Entry], object], *, keeps_pool: bool,
                    unit: int = 1) -> Tree:
   """Runs a function of whole pages on the pages and heads of each device.
 
