@@ -138,6 +138,9 @@ def ring_attention(query: ArrayLike, key: ArrayLike | None, value: ArrayLike | N
   ring those of a scan. Without a mesh, or with one shard, the library's own `flash_attn2` kernel
   runs.
 
+  Inside a `jax.shard_map` of the caller's over these axes, arrays are those of one shard: T and S
+  are its tokens, and bias and boolean masks have its rows and the columns of all shards.
+
   >>> import jax.numpy as jnp
   >>> from attn_core import OperationMetadata, create_mesh, ring_attention
   >>> metadata = OperationMetadata(mesh=create_mesh((1, 1, 1, 1, -1)))  # all devices along "sp"

@@ -146,8 +146,8 @@ def insert(cache: DenseCache, slots: jax.Array, prefilled: DenseCache) -> DenseC
     prefilled: num_requests rows, with at most as many slots in each.
 
   Returns:
-    The cache, sharded as before. Under jit, rows that two requests claim are marked in `overflow`; if a row of `slots`
-    does not exist, all rows are.
+    The cache, sharded as before. Under jit, rows that two requests claim are marked in `overflow`;
+    if a row of `slots` does not exist, all rows are.
 
   Raises:
     ValueError: another kind of cache, a `prefilled` that does not fit, or `slots` that are known to

@@ -44,7 +44,7 @@ jax.tree_util.register_static(Kept)
 
 
 class Parts(NamedTuple):
-  """How Explicit mesh axes shard an array."""
+  """Division of an array by Explicit mesh axes."""
 
   mesh: AnyMesh
   spec: tuple[Entry, ...]  # one entry for each dimension
@@ -173,7 +173,8 @@ def current_mesh() -> AnyMesh:
   return jax.sharding.get_abstract_mesh() if mesh.empty else mesh
 
 
-def of_dimensions(sharding: NamedSharding | None, dimensions: Sequence[int]) -> NamedSharding | None:
+def of_dimensions(sharding: NamedSharding | None,
+                  dimensions: Sequence[int]) -> NamedSharding | None:
   """Returns the sharding of an array that has some dimensions of another one."""
   if sharding is None:
     return None
@@ -227,7 +228,8 @@ def keep(cache: Cache) -> Cache:
       return x
     found = [tuple(axis for axis in axis_names(entry) if axis in auto) for entry in sharding.spec]
     sizes = [math.prod(mesh.shape[axis] for axis in axes) for axes in found]
-    spec = [axes if axes and n % size == 0 else None for n, axes, size in zip(x.shape, found, sizes)]
+    spec = [axes if axes and n % size == 0 else None
+            for n, axes, size in zip(x.shape, found, sizes)]
     return lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
 
   return jax.tree.map(constrain, cache)

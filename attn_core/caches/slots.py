@@ -85,7 +85,7 @@ def empty_like(cache: "DenseCache | WindowCache", kind: type[Cache], slots: int,
   """
   heads = (cache.key.shape[2], cache.key.shape[3], cache.value.shape[3])
   rows = cache.key if tokens is None else tokens
-  parts: device_parts.Parts | None = device_parts.parts_of(cache.key, rows)
+  parts = device_parts.parts_of(cache.key, rows)
   of_rows = device_parts.parts_of(rows, cache.key)
   made = empty(kind, rows.shape[0], slots, heads, dtype=cache.key.dtype)
   if cache.sharding is not None and tokens is None:
@@ -94,9 +94,10 @@ def empty_like(cache: "DenseCache | WindowCache", kind: type[Cache], slots: int,
         spec=P(remembered[0], None, *remembered[2:])))
   if parts is None or of_rows is None:
     return made
-  first = of_rows.spec[0] if not set(of_rows.axes(0)) & set(parts.axes(2) + parts.axes(3)) else None
-  entries = (first, None, *parts.spec[2:])
-  return jax.tree.map(lambda x: device_parts.match(x, cache.key, entries[:x.ndim]), made)
+  used = set(parts.axes(2) + parts.axes(3))
+  first = None if used & set(of_rows.axes(0)) else of_rows.spec[0]
+  spec: tuple[device_parts.Entry, ...] = (first, None, parts.spec[2], parts.spec[3])
+  return jax.tree.map(lambda x: device_parts.match(x, cache.key, spec[:x.ndim]), made)
 
 
 def init_like(kind: type[Cache], like: jax.Array | jax.ShapeDtypeStruct, slots: int,

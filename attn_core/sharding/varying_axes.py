@@ -32,7 +32,7 @@ def over(tree: Tree, others: tuple[str, ...]) -> Tree:
   return jax.tree.map(vary, tree)
 
 
-def of(tree: Any) -> frozenset:
+def of(tree: object) -> frozenset:
   """Returns the manual axes over which any array of a pytree varies."""
   return frozenset().union(*(_varying(x) for x in jax.tree.leaves(tree)))
 
