@@ -197,10 +197,9 @@ def _residuals(primals: Sequence[Any], call: _Call) -> list[jax.Array]:
 
   The derivative reads the named values, so that a remat policy can keep them.
   """
-  dtype = _operands(primals, call).query.dtype
+  dtype, rest = _operands(primals, call).query.dtype, list[jax.Array]()
   if call.spec.out_dtype is not None or dtype.itemsize > 2:
     out, lse = _forward_p.bind(*primals, call=call)
-    rest = []
   else:
     exact, lse = _forward_p.bind(*primals, call=call._replace(spec=call.exact))
     out, *rest = rounding.split(exact, dtype)
