@@ -168,7 +168,8 @@ class RoundingTest(parameterized.TestCase):
     normal = np.abs(x) >= float(jnp.finfo(dtype).tiny)
     self.assertGreater(normal.sum(), 400)
     np.testing.assert_allclose(joined[normal], x[normal], rtol=float(jnp.finfo(dtype).eps) / 256)
-    np.testing.assert_allclose(joined, x, atol=float(jnp.finfo(dtype).smallest_subnormal), rtol=1e-3)
+    least = float(jnp.finfo(dtype).smallest_subnormal)
+    np.testing.assert_allclose(joined, x, atol=least, rtol=1e-3)
 
   @parameterized.parameters(*DTYPES)
   def test_what_is_not_finite(self, dtype):

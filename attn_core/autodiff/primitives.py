@@ -34,7 +34,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from attn_core.autodiff import rounding
-from attn_core.kernels.common import dense_operands
 from attn_core.kernels.common.contract import Kernel, Residuals
 from attn_core.masks import mask as mask_lib
 from attn_core.sharding import varying_axes
@@ -50,11 +49,6 @@ class _Call(NamedTuple):
   structure: jax.tree_util.PyTreeDef  # of Operands
   names: tuple[str, ...]  # differentiable operands with a tangent or cotangent
   num_residuals: int = 2  # out and lse; 3: out, lse and the rest of out
-
-  @property
-  def exact(self) -> AttentionSpec:
-    """The spec of an output that is not rounded to 16 bits."""
-    return self.spec._replace(out_dtype=dense_operands.lse_dtype(self.spec))
 
 
 def attend(kernel: Kernel, operands: Operands, spec: AttentionSpec,
@@ -131,7 +125,7 @@ def _d_residuals(operands: Operands, residuals: Sequence[jax.Array], tangents: S
   """Returns the residuals, joined, and their tangents along those of the operands."""
   joined = rounding.join(*residuals)
   kernel = call.kernel.differentiable or call.kernel
-  spec = call.spec if joined.out.dtype == residuals[0].dtype else call.exact
+  spec = call.spec if len(residuals) == 2 else rounding.exact(call.spec)
   found = kernel.tangent(operands, spec, call.block_sizes, joined, dict(zip(call.names, tangents)))
   return list(joined), list(found)
 
@@ -201,7 +195,7 @@ def _residuals(primals: Sequence[Any], call: _Call) -> list[jax.Array]:
   if call.spec.out_dtype is not None or dtype.itemsize > 2:
     out, lse = _forward_p.bind(*primals, call=call)
   else:
-    exact, lse = _forward_p.bind(*primals, call=call._replace(spec=call.exact))
+    exact, lse = _forward_p.bind(*primals, call=call._replace(spec=rounding.exact(call.spec)))
     out, *rest = rounding.split(exact, dtype)
   return [checkpoint_name(out, "attn_output"), checkpoint_name(lse, "attn_lse"),
           *(checkpoint_name(x, "attn_output") for x in rest)]

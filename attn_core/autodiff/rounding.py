@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What 16 bits round off an output, kept for its derivatives.
+"""Keeps the digits that 16 bits round off an output, for its derivatives.
 
   dS = P * (d_out . value - delta),  delta = sum(d_out * out)
 
@@ -16,24 +16,31 @@ from jax import lax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from attn_core.kernels.common import dense_operands
 from attn_core.kernels.common.contract import Residuals
+from attn_core.types import AttentionSpec
 
 
-def split(exact: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-  """Returns (output, rest bfloat16): `exact` rounded to 16 bits, and what that takes off.
+def exact(spec: AttentionSpec) -> AttentionSpec:
+  """Returns the spec of the same output, not rounded to 16 bits."""
+  return spec._replace(out_dtype=dense_operands.lse_dtype(spec))
+
+
+def split(found: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+  """Returns (output, rest bfloat16): `found` rounded to 16 bits, and what that takes off.
 
   Args:
-    exact: float32 or float64.
+    found: float32 or float64.
     dtype: of 16 bits.
   """
   info = jnp.finfo(dtype)
   # XLA may omit a conversion to 16 bits and back, after which the output would still include the
   # rest; it never omits this.
-  rounded = lax.reduce_precision(exact, info.nexp, info.nmant)
+  rounded = lax.reduce_precision(found, info.nexp, info.nmant)
   # Below the normal numbers, `rounded` is 0 and a float16 is not; above the largest it is infinite.
-  normal = jnp.isfinite(rounded) & (jnp.abs(rounded) >= jnp.asarray(info.tiny, exact.dtype))
-  rounded = jnp.where(normal, rounded, exact)
-  return rounded.astype(dtype), jnp.where(normal, exact - rounded, 0).astype(jnp.bfloat16)
+  normal = jnp.isfinite(rounded) & (jnp.abs(rounded) >= jnp.asarray(info.tiny, found.dtype))
+  rounded = jnp.where(normal, rounded, found)
+  return rounded.astype(dtype), jnp.where(normal, found - rounded, 0).astype(jnp.bfloat16)
 
 
 def join(out: jax.Array, lse: jax.Array, rest: jax.Array | None = None) -> Residuals:

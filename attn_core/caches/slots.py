@@ -29,10 +29,10 @@ class CacheView(NamedTuple):
   value: jax.Array  # [B, S, K, E]
   starts: jax.Array  # int32 [B]: position of a row's first token
   lengths: jax.Array  # int32 [B]: position after a row's last token
-  positions: jax.Array  # int32 [B, S]: number of the token in each slot, padding included; -1: empty
+  positions: jax.Array  # int32 [B, S]: number of the token in each slot, with padding; -1: empty
   key_scale: jax.Array | None = None  # float32 [B, S, K] of keys in 8 bits
   value_scale: jax.Array | None = None
-  origins: jax.Array | None = None  # int32 [B]: the number that is position 0 of masks; None: starts
+  origins: jax.Array | None = None  # int32 [B]: the number that is masks' position 0; None: starts
 
 
 def empty(kind: type[Cache], batch: int, slots: int, heads: tuple[int, ...], *,

@@ -108,7 +108,7 @@ def _weighted_mean_jvp(precision: jax.lax.PrecisionLike, primals: tuple[jax.Arra
 
 def _product(precision: jax.lax.PrecisionLike, weights: jax.Array, value: jax.Array,
              dtype: jnp.dtype) -> jax.Array:
-  """Returns the product [B, K, R, E] of weights [B, K, R, S] and value [B, S, K, E]."""
+  """Returns the product [B, K, G * T, E] of weights [B, K, G * T, S] and value [B, S, K, E]."""
   return jax.lax.dot_general(weights, value, (((3,), (1,)), ((0, 1), (0, 2))),
                              precision=precision, preferred_element_type=dtype)
 
