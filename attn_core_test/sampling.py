@@ -33,7 +33,8 @@ QUICK = {
     "decode_*test.*": 3,
     "caches_sharding_test.InitTest.*": 1, "caches_sharding_test.*explicit_types*": 7,
     "caches_sharding_test.*": 3,
-    "caches_attention_test.*refuse*": 1, "caches_attention_test.*": 3,
+    "caches_attention_test.*refuse*": 1, "caches_attention_test.*first_token*": 1,
+    "caches_attention_test.*": 3,
     "plan_test.CollectivesTest.*": 2, "cudnn_test.*.test_a_nan*": 1, "cudnn_test.ValuesTest.*": 2,
     "gpu_suite_test.*": 2, "tpu_suite_test.*": 2,
     "page_stripes_test.EqualityTest.*": 2}

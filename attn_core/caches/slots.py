@@ -32,9 +32,10 @@ class CacheView(NamedTuple):
   value: jax.Array  # [B, S, K, E]
   starts: jax.Array  # int32 [B]: position of a row's first token
   lengths: jax.Array  # int32 [B]: position after a row's last token
-  positions: jax.Array  # int32 [B, S]: position of the token in each slot; -1: empty
+  positions: jax.Array  # int32 [B, S]: number of the token in each slot, with padding; -1: empty
   key_scale: jax.Array | None = None  # float32 [B, S, K] of keys in 8 bits
   value_scale: jax.Array | None = None
+  origins: jax.Array | None = None  # int32 [B]: the number that is masks' position 0; None: starts
 
 
 def empty(kind: type[Cache], batch: int, slots: int, heads: tuple[int, ...], *,
@@ -70,7 +71,8 @@ def empty(kind: type[Cache], batch: int, slots: int, heads: tuple[int, ...], *,
   scale = lambda: zeros(shape, jnp.float32) if quantize.is_quantized(dtype) else None
   row = lambda: zeros((batch,), jnp.int32)
   return kind(zeros((*shape, heads[1]), dtype), zeros((*shape, heads[-1]), dtype),
-              row(), row(), zeros((batch,), bool), scale(), scale(), device_parts.kept(whole))
+              row(), row(), zeros((batch,), bool), scale(), scale(),
+              sharding=device_parts.kept(whole))
 
 
 def empty_like(cache: "DenseCache | WindowCache", kind: type[Cache], slots: int,
@@ -121,6 +123,11 @@ def init_like(kind: type[Cache], like: jax.Array | jax.ShapeDtypeStruct, slots: 
         rows, None, of_heads if divides else None))
   return empty(kind, batch, slots, heads, dtype=given.dtype if dtype is None else dtype,
                sharding=sharding)
+
+
+def origins(cache: "DenseCache | WindowCache") -> jax.Array:
+  """Returns the number of the token of each row from which masks count positions, int32 [B]."""
+  return cache.starts if cache.origins is None else cache.origins
 
 
 def check_kind(cache: object, kind: type, argument: str = "cache") -> None:
@@ -286,4 +293,6 @@ def insert(cache: Cache, slots: checks.Array, prefilled: Cache) -> Cache:
       for name in (*STORED, "starts", "lengths", "overflow") if getattr(cache, name) is not None}
   bad = device_parts.match((claims > 1) | absent.any(), cache.overflow)
   fields["overflow"] = fields["overflow"] | bad
+  if cache.origins is not None or prefilled.origins is not None:
+    fields["origins"] = write_rows(origins(cache), origins(prefilled), rows)
   return device_parts.keep(cache._replace(**fields))
