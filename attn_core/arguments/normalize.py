@@ -179,7 +179,8 @@ def to_bthd(x: jax.Array, layout: ArrayLayout) -> jax.Array:
 def _arrays(a: AttentionArguments) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Returns query, key and value in layout bthd; None where a cache holds the keys and values."""
   rank, dimensions = (3, "[total, heads, width]") if a.layout == "thd" else (
-      4, "[B, T, H, D] in layout bthd, [B, H, T, D] in layout bhtd")
+      4, "[..., T, H, D] in layout bthd, [..., H, T, D] in layout bhtd, with any number of batch "
+      "dimensions")
   given = {"query": a.query, "key": a.key, "value": a.value}
   if a.cache_view is not None and a.key is None and a.value is None:
     given = {"query": a.query}
