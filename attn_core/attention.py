@@ -86,7 +86,10 @@ def attention(
   Array([0., 1., 2., 3.], dtype=float32)
 
   Args:
-    query: float [B, T, H, D] in layout bthd, [B, H, T, D] in bhtd, [total_q, H, D] in thd.
+    query: float [B, T, H, D] in layout bthd, [B, H, T, D] in bhtd, [total_q, H, D] in thd. Except
+      in thd there may be no or several dimensions in place of B, and then also in results, biases
+      and arrays of masks; a `Mask` and a cache count their rows in row-major order. B, T and S may
+      be 0: the output is empty, or 0 as no key is visible.
     key: float [B, S, K, D], with heads and time as in the query; the query's dtype.
     value: float [B, S, K, E]; the query's dtype.
     mechanism: a name of `AttentionMechanism`. A named mechanism is never replaced by another;

@@ -12,7 +12,7 @@ Four kinds of values, never mixed: arrays (`Operands`, traced), what is computed
 
 from collections.abc import Callable
 import enum
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, TypeVar
 
 import jax
 from jax.typing import DTypeLike
@@ -211,14 +211,14 @@ def _not_an_array(used: str, meant: str = "attention(...).attention_outputs") ->
                          f"`{meant}`, or `.out` for short")
 
 
-def _refuse(operation: str) -> Callable[..., Any]:
+def _refuse(operation: str) -> Callable[..., object]:
   """Returns a method that refuses an operation of arrays."""
-  def refuse(self: AttentionOutput, *operands: Any, **options: Any) -> Any:
+  def refuse(self: AttentionOutput, *operands: object, copy: bool | None = None) -> object:
     raise _not_an_array(operation)
   return refuse
 
 
-def _missing_attribute(self: AttentionOutput, name: str) -> Any:
+def _missing_attribute(self: AttentionOutput, name: str) -> object:
   """Raises an error for an attribute that the tuple lacks."""
   if hasattr(Array, name):
     raise _not_an_array(f".{name}", f"attention(...).attention_outputs.{name}")

@@ -32,7 +32,7 @@ class Arrays(NamedTuple):
 
 
 class Hidden(NamedTuple):
-  """What an adapter hides besides the mask, by row and column numbers from the top left."""
+  """Keys that an adapter hides besides the mask, by row and column numbers from the top left."""
 
   causal: bool = False
   window: int | tuple[int, int] | None = None  # (left, right), both inclusive; tokens

@@ -3,7 +3,7 @@
 """Attention over the fields of `equinox.nn.MultiheadAttention`."""
 
 from collections.abc import Callable
-from typing import Any, Protocol, Unpack
+from typing import Protocol, Unpack
 
 import jax
 from jax.typing import ArrayLike
@@ -26,25 +26,26 @@ class EquinoxOptions(PreciseOptions, total=False):
 OWN = {"mask": "mask", "dropout_rng": "key", "dropout_prob": "layer.dropout.p",
        "deterministic": "inference"}
 
+Projection = Callable[[jax.Array], jax.Array]
 Heads = tuple[jax.Array, jax.Array, jax.Array]
 
 
-class _Dropout(Protocol):
+class Dropout(Protocol):
   """The fields of `equinox.nn.Dropout`."""
 
-  p: Any
+  p: float
   inference: bool
 
 
 class Layer(Protocol):
   """The fields of `equinox.nn.MultiheadAttention` that are read."""
 
-  query_proj: Any
-  key_proj: Any
-  value_proj: Any
-  output_proj: Any
-  dropout: Any
-  num_heads: Any
+  query_proj: Projection
+  key_proj: Projection
+  value_proj: Projection
+  output_proj: Projection
+  dropout: Dropout
+  num_heads: int
 
 
 def equinox_attention(
@@ -105,8 +106,7 @@ def equinox_attention(
   return jax.vmap(layer.output_proj)(out.reshape(out.shape[0], -1))
 
 
-def _heads(name: str, projection: Callable[[jax.Array], jax.Array], x: ArrayLike,
-           num_heads: int) -> jax.Array:
+def _heads(name: str, projection: Projection, x: ArrayLike, num_heads: int) -> jax.Array:
   """Projects [length, features] to [length, num_heads, width]."""
   array = jnp.asarray(x)
   checks.require(array.ndim == 2, name, checks.describe(array),
@@ -114,7 +114,7 @@ def _heads(name: str, projection: Callable[[jax.Array], jax.Array], x: ArrayLike
   return jax.vmap(projection)(array).reshape(array.shape[0], num_heads, -1)
 
 
-def _dropout(dropout: _Dropout, key: ArrayLike | None,
+def _dropout(dropout: Dropout, key: ArrayLike | None,
              inference: bool | None) -> AttentionOptions:
   """Returns the arguments of `attention` for a dropout layer of Equinox."""
   is_off = dropout.inference if inference is None else inference

@@ -3,7 +3,7 @@
 """`attention_fn` of the MultiHeadAttention of Flax NNX and of Flax Linen."""
 
 from collections.abc import Callable
-from typing import Any, Unpack
+from typing import Protocol, Unpack
 
 import jax
 from jax.typing import ArrayLike, DTypeLike
@@ -12,6 +12,14 @@ import jax.numpy as jnp
 from attn_core.adapters import common, options as options_lib
 from attn_core.adapters.options import AdapterOptions
 from attn_core.arguments.arguments import AttentionOptions
+from attn_core.masks.mask import Mask
+
+class Sows(Protocol):
+  """A module of Flax NNX or Linen, as far as it is used."""
+
+  def sow(self, collection: str, name: str, value: jax.Array, /) -> object:
+    """Stores an intermediate value."""
+
 
 class FlaxOptions(AdapterOptions, total=False):
   """Options of `flax_attention_fn`: keyword arguments of `attention`."""
@@ -31,19 +39,19 @@ def flax_attention_fn(
     key: ArrayLike,
     value: ArrayLike,
     bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
+    mask: ArrayLike | Mask | None = None,
     broadcast_dropout: bool = True,
     dropout_rng: ArrayLike | None = None,
     dropout_rate: float = 0.0,
     deterministic: bool = False,
     dtype: DTypeLike | None = None,
     precision: jax.lax.PrecisionLike = None,
-    module: Any = None,
+    module: Sows | None = None,
     is_causal: bool = False,
     force_fp32_for_softmax: bool = False,
-    einsum_dot_general: Callable[..., Any] | None = None,
-    qk_attn_weights_einsum: Callable[..., Any] | None = None,
-    attn_weights_value_einsum: Callable[..., Any] | None = None,
+    einsum_dot_general: Callable[..., object] | None = None,
+    qk_attn_weights_einsum: Callable[..., object] | None = None,
+    attn_weights_value_einsum: Callable[..., object] | None = None,
     input_positions: ArrayLike | None = None,
     **options: Unpack[FlaxOptions],
 ) -> jax.Array:
@@ -112,7 +120,7 @@ def flax_attention_fn(
   return common.attend(given, hidden, options, own).out
 
 
-def _sow_weights(module: Any, arrays: common.Arrays, hidden: common.Hidden,
+def _sow_weights(module: Sows, arrays: common.Arrays, hidden: common.Hidden,
                  options: AdapterOptions, own: AttentionOptions) -> None:
   """Stores the weights without dropout in a module of Flax NNX or Linen.
 
@@ -123,5 +131,6 @@ def _sow_weights(module: Any, arrays: common.Arrays, hidden: common.Hidden,
   vanilla: AdapterOptions = {**options}
   if mechanism == "auto":
     vanilla["mechanism"] = "vanilla"
-  weights = common.attend(arrays, hidden, vanilla, {**own, "return_weights": True})
-  module.sow("intermediates", "attention_weights", weights.attention_weights)
+  output = common.attend(arrays, hidden, vanilla, {**own, "return_weights": True})
+  assert output.attention_weights is not None
+  module.sow("intermediates", "attention_weights", output.attention_weights)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from attn_core.adapters import common, options as options_lib
 from attn_core.adapters.options import AdapterOptions, PreciseOptions
 from attn_core.arguments.arguments import AttentionOptions
+from attn_core.masks.mask import Mask
 from attn_core.types import AttentionOutput
 
 # The names that `jax.nn` gives its implementations -> mechanisms.
@@ -31,7 +32,8 @@ class JaxNnOptions(PreciseOptions, total=False):
 @overload
 def dot_product_attention(
     query: ArrayLike, key: ArrayLike, value: ArrayLike, bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None, *, scale: ArrayLike | None = None, is_causal: bool = False,
+    mask: ArrayLike | Mask | None = None, *, scale: ArrayLike | None = None,
+    is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None, key_value_seq_lengths: ArrayLike | None = None,
     local_window_size: int | tuple[int, int] | None = None, implementation: str | None = None,
     return_residual: Literal[False] = ..., **options: Unpack[JaxNnOptions]) -> jax.Array: ...
@@ -40,7 +42,8 @@ def dot_product_attention(
 @overload
 def dot_product_attention(
     query: ArrayLike, key: ArrayLike, value: ArrayLike, bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None, *, scale: ArrayLike | None = None, is_causal: bool = False,
+    mask: ArrayLike | Mask | None = None, *, scale: ArrayLike | None = None,
+    is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None, key_value_seq_lengths: ArrayLike | None = None,
     local_window_size: int | tuple[int, int] | None = None, implementation: str | None = None,
     return_residual: Literal[True],
@@ -52,7 +55,7 @@ def dot_product_attention(
     key: ArrayLike,
     value: ArrayLike,
     bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
+    mask: ArrayLike | Mask | None = None,
     *,
     scale: ArrayLike | None = None,
     is_causal: bool = False,
@@ -82,7 +85,7 @@ def dot_product_attention(
     key: float [..., S, K, D], of the query's batch dimensions and dtype; H is a multiple of K.
     value: float [..., S, K, E].
     bias: added to the logits; broadcast to [..., H, T, S] as numpy broadcasts.
-    mask: True = visible; bool, or 0 and 1 of any dtype, broadcast as the bias is.
+    mask: True = visible; bool, or 0 and 1 of any dtype, broadcast as the bias is; or a `Mask`.
     scale: factor of the logits; None: D**-0.5. A traced number multiplies the query.
     is_causal: whether keys after the query are hidden, by row and column from the top left.
     query_seq_lengths: int [...] (tokens); later queries see nothing.

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from attn_core.adapters import common, jax_nn, options as options_lib
 from attn_core.adapters.options import PreciseOptions
+from attn_core.masks.mask import Mask
 
 OWN = {**jax_nn.OWN, "logits_soft_cap": "attn_logits_soft_cap", "optimized": "flash_attention"}
 del OWN["return_lse"]
@@ -20,7 +21,7 @@ def keras_dot_product_attention(
     key: ArrayLike,
     value: ArrayLike,
     bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
+    mask: ArrayLike | Mask | None = None,
     scale: ArrayLike | None = None,
     is_causal: bool = False,
     flash_attention: bool | None = None,
@@ -37,7 +38,7 @@ def keras_dot_product_attention(
     key: float [..., S, K, D]; H is a multiple of K.
     value: float [..., S, K, E].
     bias: added to the logits; broadcast to [..., H, T, S] as numpy broadcasts.
-    mask: True = visible; bool, or 0 and 1 of any dtype, broadcast as the bias is.
+    mask: True = visible; bool, or 0 and 1 of any dtype, broadcast as the bias is; or a `Mask`.
     scale: factor of the logits; None: D**-0.5.
     is_causal: whether keys after the query are hidden, by row and column from the top left.
     flash_attention: True: only mechanisms with memory linear in the sequence length; None and

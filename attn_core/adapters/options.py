@@ -41,7 +41,8 @@ class PreciseOptions(AdapterOptions, total=False):
   compute_dtype: DTypeLike | None
 
 
-def check(function: str, options: Mapping[str, object], known: type, own: Mapping[str, str]) -> None:
+def check(function: str, options: Mapping[str, object], known: type,
+          own: Mapping[str, str]) -> None:
   """Checks the names of the options of an adapter.
 
   Args:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from attn_core.adapters import common, jax_nn, keras, options as options_lib
 from attn_core.adapters.options import AdapterOptions
 from attn_core.config.metadata import OperationMetadata
+from attn_core.masks.mask import Mask
 from attn_core.sharding.partition import PartitionAxis
 
 # The names that tokamax gives its implementations -> mechanisms.
@@ -35,7 +36,7 @@ def tokamax_dot_product_attention(
     key: ArrayLike,
     value: ArrayLike,
     bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
+    mask: ArrayLike | Mask | None = None,
     *,
     scale: ArrayLike | None = None,
     is_causal: bool = False,

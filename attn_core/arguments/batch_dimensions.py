@@ -5,7 +5,7 @@
 Rows are numbered in row-major order: row i * n + j of the folded batch is [i, j] of [m, n].
 """
 
-from typing import Any, cast
+from typing import TypeVar, cast
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -20,6 +20,7 @@ from attn_core.masks.info import MaskInfo
 from attn_core.types import AttentionOutput
 
 Shape = tuple[int, ...]
+Given = TypeVar("Given")  # an array, or whatever else the caller gave
 
 # Dimensions of a query, key or value after those of the batch, and of arrays with rows.
 _OPERAND, _LOGITS, _TOKENS = 3, 3, 1
@@ -64,7 +65,7 @@ class Batch:
     # Partitions of these dimensions over Explicit axes; None: the compiler decides.
     self.partitions = _explicit_spec(query, len(self.shape))
 
-  def fold_operand(self, name: str, x: Any) -> Any:
+  def fold_operand(self, name: str, x: Given) -> Given:
     """Returns a key or value with one batch dimension; what is not an array is left as it is.
 
     Raises:
@@ -75,10 +76,11 @@ class Batch:
     checks.require(x.shape[:-_OPERAND] == self.shape and x.ndim == len(self.shape) + _OPERAND,
                    name, checks.describe(x),
                    f"the batch dimensions {list(self.shape)} of the query {self.query}, and three "
-                   "more: [..., T, H, D] in layout bthd, [..., H, T, D] in layout bhtd")
-    return self.merge(x)
+                   "more: [B, T, H, D] in layout bthd, [B, H, T, D] in layout bhtd, with any "
+                   "dimensions for B")
+    return cast(Given, self.merge(x))
 
-  def fold_rows(self, name: str, x: Any, rest: int) -> Any:
+  def fold_rows(self, name: str, x: Given, rest: int) -> Given:
     """Returns an array with one batch dimension, which is 1 where all of its own are.
 
     A mask value, and what is not an array, is left as it is: a mask value counts folded rows.
@@ -103,11 +105,11 @@ class Batch:
                    f"the batch dimensions {list(self.shape)} of the query {self.query}, any of "
                    f"which may be 1, and {rest} more")
     if all(n == 1 for n in lead):
-      return x.reshape(1, *own)
+      return cast(Given, x.reshape(1, *own))
     if lead != self.shape:
       xp = np if isinstance(x, np.ndarray) else jnp
-      return self.merge(xp.broadcast_to(x, self.shape + own))
-    return self.merge(x)
+      return cast(Given, self.merge(xp.broadcast_to(x, self.shape + own)))
+    return cast(Given, self.merge(x))
 
   def merge(self, x: checks.Array) -> checks.Array:
     """Returns [*batch, ...] as [B, ...]."""
