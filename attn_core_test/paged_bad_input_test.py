@@ -145,6 +145,9 @@ class BadInputTest(parameterized.TestCase):
        "cache_view: .*as many rows of values"),
       (lambda q, c, m: ragged_page_attention_v2(q, PagesV2(c.pages[0]), m),
        "cache_view: .*P, page"),
+      *((lambda q, c, m, axis=axis: ragged_page_attention_v2(
+          q, PagesV2(jax.lax.slice_in_dim(c.pages, 0, 0, axis=axis)), m),
+         r"cache_view: got float32.*\b0\b.*P, page") for axis in range(4)),
       (lambda q, c, m: ragged_page_attention_v2(q, PagesV2(c.pages.astype(jnp.int8)), m),
        "cache_view.key_scales: got None"),
       (lambda q, c, m: ragged_page_attention_v2(q, c._replace(key_scales=jnp.float32(1)), m),

@@ -20,6 +20,7 @@ HEADS = Heads(3, 5, 5)
 TABLES = np.array([[4, 1, 99], [-7, 99, 99], [0, 6, 99]], np.int32)
 METADATA = PagesMetadata(TABLES, np.array([5, 0, 8], np.int32), np.array([0, 2, 2, 10], np.int32))
 EIGHT = pages.init(PagesV2, 8, 4, HEADS, jnp.int8, "token")
+PADDED = pages.init(PagesV3, 8, 4, HEADS, jnp.int8, "token")
 SLOTS = [19, 4, 0, 1, 2, 3, 24, 25, 26, 27, -1]  # page * 4 + offset, by hand
 
 
@@ -258,6 +259,8 @@ class PagesTest(parameterized.TestCase):
       (lambda c, k, v: pages.append(EIGHT, k.astype(jnp.int8), v.astype(jnp.int8), jnp.arange(11),
                                     (k[..., 0], v[:, :2, 0])),
        r"scales: got float32\[11, 2\]; expected float32 \[11, 3\]"),
+      (lambda c, k, v: pages.append(PADDED, k[:, :2], v[:, :2], jnp.arange(11)),
+       r"key: got float32\[11, 2, 5\]; expected 3 heads, those of key_scales"),
       (lambda c, k, v: pages.from_dense(c, *[jnp.zeros((3, 13, 3, 5))] * 2, METADATA),
        r"key: got float32\[3, 13, 3, 5\].*S at most 12: 3 pages of 4"),
       (lambda c, k, v: pages.from_dense(c, *[jnp.zeros((2, 12, 3, 5))] * 2, METADATA), "R = 3"),

@@ -205,6 +205,10 @@ class FitTest(parameterized.TestCase):
     spec, drops = fit(P("dp", ("tp", "dp")), None, None)
     self.assertEqual(spec, P("dp", "tp"))
     self.assertEqual([(drop.dimension, drop.axis) for drop in drops], [(1, "dp")])
+    mesh = create_mesh((2, 4), ("dp", "tp"))
+    spec, drops = fit(P("dp", ("tp", "dp")), (4, 3), mesh)
+    self.assertEqual(spec, P("dp", None))
+    self.assertEqual([(drop.dimension, drop.axis) for drop in drops], [(1, "dp"), (1, "tp")])
 
 
 class PlacementTest(parameterized.TestCase):
