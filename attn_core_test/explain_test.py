@@ -160,6 +160,7 @@ class ExplainTest(parameterized.TestCase):
       return None
     if said.chosen is None:
       self.assertIsInstance(error, NotImplementedError, said)
+      self.assertEmpty(said.spread)
       return None
     if error is not None:
       raise AssertionError(f"{said}\nand it raises") from error
