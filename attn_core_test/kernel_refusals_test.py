@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernels for GPUs and TPUs do not compute is refused by name, and its neighbor is not."""
+"""Limits of the kernels for GPUs and TPUs: a call beyond one is refused by name, its like runs."""
 
 from typing import Any
 

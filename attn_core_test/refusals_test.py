@@ -13,13 +13,14 @@ import numpy as np
 
 from attn_core import (AttnConfig, Heads, MaskInfo, OperationMetadata, PagesMetadata, PagesV1,
                        PagesV2, PagesV3, RingConfig, Rope, apply_complex_rotary, apply_rotary,
-                       attention_arguments, attention, build_cache_pos, checkpoint_policy, from_dict,
-                       get_basic_rope, masks, page_attention, ragged_page_attention_v3,
+                       attention, attention_arguments, build_cache_pos, checkpoint_policy,
+                       from_dict, get_basic_rope, masks, page_attention, ragged_page_attention_v3,
                        repeat_key_value, rotary, rotary_table, shard_attention_prod, to_layout,
                        tpu_version_check, vanilla)
 from attn_core.caches import dense, pages, window
 from attn_core.caches.paged import validate
-from attn_core.config.config import get_head_dim, validated
+from attn_core.config.config import get_head_dim
+from attn_core.config.validate import validated
 from attn_core.sharding import mesh as mesh_lib
 from attn_core_test.bad_input_cases import GOOD, floats, ints
 
@@ -155,7 +156,8 @@ METADATA = PagesMetadata(np.arange(P, dtype=np.int32).reshape(B, 8), np.int32([9
                          np.int32([0, 3, 3, 5]))
 ONE_EACH = METADATA._replace(query_start_loc=None)
 WIDTHS = Heads(2, 16, 16)
-V1, V2, V3 = (pages.init(kind, P, SIZE, WIDTHS, jnp.float32) for kind in (PagesV1, PagesV2, PagesV3))
+V1, V2, V3 = (pages.init(kind, P, SIZE, WIDTHS, jnp.float32)
+              for kind in (PagesV1, PagesV2, PagesV3))
 EIGHT = pages.init(PagesV2, P, SIZE, WIDTHS, jnp.int8, "token")
 TOKENS = floats(T, 4, 16)
 
@@ -241,7 +243,8 @@ def cache_cases(kind):
       ("slots", lambda: module.init(B, 0, (2, 16)), ": got 0; expected an int >= 1"),
       ("kind", lambda: module.append(V2, key, key), "cache: got PagesV2"),
       ("ints", lambda: module.append(cache, ints(B, 3, 2, 16), key), r"key: got int32"),
-      ("no_tokens", lambda: module.append(cache, key[:, :0], key[:, :0]), r"key: got float32\[3, 0"),
+      ("no_tokens", lambda: module.append(cache, key[:, :0], key[:, :0]),
+       r"key: got float32\[3, 0, 2, 16\]"),
       ("fewer_values", lambda: module.append(cache, key, key[:, :2]), r"value: got float32\[3, 2"),
       ("lengths_list", lambda: module.append(cache, key, key, [1, 1, 1]), "lengths: got list"),
       ("lengths_float", lambda: module.append(cache, key, key, floats(B)),
@@ -250,7 +253,8 @@ def cache_cases(kind):
       ("slots_float", insert(floats(1), one()), r"slots: got float32\[1\]"),
       ("insert_kind", insert(np.int32([0]), V2), "prefilled: got PagesV2"),
       ("insert_dtype", insert(np.int32([0]), one(dtype=jnp.bfloat16)), "prefilled: got .*bfloat16"),
-      ("insert_heads", insert(np.int32([0]), one(heads=(1, 16))), r"prefilled: got .*\[1, 4, 1, 16"),
+      ("insert_heads", insert(np.int32([0]), one(heads=(1, 16))),
+       r"prefilled: got .*\[1, 4, 1, 16\]"),
       ("insert_slots", insert(np.int32([0]), one(slots=5)), "prefilled: got "),
   )
 

@@ -140,8 +140,8 @@ class RenderTest(parameterized.TestCase):
     dense = lambda mask: np.asarray(materialize.to_dense(mask, (1, 1, 7, 7)))
     for x, y in itertools.product(grown, list(leaf.values())[1:]):
       for mask in (x & y, x | y, ~x & y, ~(x | y), y & x, y | x, ~x | x & y):
-        np.testing.assert_array_equal(dense(eval(describe(mask), names)), dense(mask),  # pylint: disable=eval-used
-                                      describe(mask))
+        read = eval(describe(mask), names)  # pylint: disable=eval-used
+        np.testing.assert_array_equal(dense(read), dense(mask), describe(mask))
 
   @parameterized.parameters(
       (dict(queries=0), "queries"),
@@ -178,7 +178,7 @@ class PictureTest(absltest.TestCase):
     # 6 full blocks of 64 elements, 4 partial ones with 36 visible and 28 hidden each
     self.assertAlmostEqual(visible / full, 4 * 36 / (6 * 64), delta=0.03)
     self.assertAlmostEqual(hidden / full, 4 * 28 / (6 * 64), delta=0.03)
-    # The first query is at the top and the first key on the left: full blocks are at the lower left.
+    # The first query is at the top, the first key on the left: full blocks are at the lower left.
     (row, column), diagonal = (np.argwhere(x).mean(0) for x in (of_full, of_visible))
     self.assertGreater(row, diagonal[0] + 10)
     self.assertLess(column, diagonal[1] - 10)
