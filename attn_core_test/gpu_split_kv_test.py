@@ -97,6 +97,15 @@ class InterpretTest(parameterized.TestCase):
     np.testing.assert_array_equal(lse[SHORT_EMPTY], -np.inf)
     self.assertTrue(np.isnan(out[~SHORT_EMPTY]).all())
 
+  def test_one_scale_for_all_keys_and_one_for_all_values(self):
+    query, key, value, _ = SHORT.arrays()
+    scales = jnp.float32(np.nanmax(np.abs(key)) / 127), jnp.float32(np.nanmax(np.abs(value)) / 30)
+    stored = [pages.store(x, "int8", scale) for x, scale in zip((key, value), scales)]
+    found = run_pages(query, pages.convert(PagesV1(*stored, *scales), PagesV2), SHORT.metadata())
+    read = (x.astype(jnp.float32) * scale for x, scale in zip(stored, scales))
+    out, lse = SHORT.oracle(query.astype(jnp.float32), *read, None)
+    compare(found, (out, lse.T))
+
   def test_pages_with_windows_that_skip_splits_or_the_table(self):
     query, key, value, _ = LONG.arrays()
     query, key = query.at[..., 3].set(1), key.at[..., 3].set(0)

@@ -126,6 +126,11 @@ class BadInputTest(parameterized.TestCase):
       attention(self.query, None, None, mechanism="flash", layout="thd", cache_view=self.cache,
                 cache_metadata=self.metadata)
 
+  def test_weights_over_pages_are_refused(self):
+    with self.assertRaisesRegex(NotImplementedError, "return_weights=True"):
+      attention(self.query, None, None, layout="thd", cache_view=self.cache,
+                cache_metadata=self.metadata, return_weights=True)
+
   def test_scales_of_another_number_of_heads(self):
     quantised = pages.init(PagesV2, 24, 4, Heads(2, 6, 6), jnp.int8, "token")
     narrow = quantised._replace(key_scales=quantised.key_scales[..., :1],
