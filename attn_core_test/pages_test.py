@@ -65,6 +65,10 @@ class PagesTest(parameterized.TestCase):
       written = pages.from_dense(empty, *(x[None] for x in tokens(12)),
                                  metadata._replace(page_tables=table))
       self.assertEqual(np.flatnonzero(written.pages.any((1, 2, 3))).tolist(), [1, 4])
+    eight = pages.append(EIGHT, *tokens(4), jnp.array([26, 27, -1, -1]))
+    for after, before in zip(eight, EIGHT):
+      changed = (after != before).reshape(32, -1).any(1)
+      self.assertEqual(np.flatnonzero(changed).tolist(), [26, 27])
 
   @parameterized.product(layout=LAYOUTS, dtype=("float32", "int8"))
   def test_a_dense_cache_and_pages_hold_the_same(self, layout, dtype):
