@@ -158,6 +158,15 @@ class KernelRefusalsTest(parameterized.TestCase):
       self.assertIn("head_dim of 320", reasons(*widths, "cuda_flash_attn2"))
     self.assertNotIn("head_dim of", reasons(64, 256, "cuda_flash_attn2"))
 
+  @parameterized.parameters("cpu", "gpu", "tpu")
+  def test_mechanisms_over_pages_need_pages(self, platform):
+    x = jax.ShapeDtypeStruct((1, 64, 2, 64), jnp.bfloat16)
+    said = explain(x, x, x, metadata=OperationMetadata(platform=platform))
+    over_pages = [v for v in said.verdicts if "page" in v.mechanism]
+    self.assertLen(over_pages, 3)
+    for verdict in over_pages:
+      self.assertIn("no cache_view in pages: it reads a PagesV", ", ".join(verdict.reasons))
+
   def test_a_cache_and_a_mask_with_operands_of_its_own(self):
     kernel = gpu_decode.make_kernel(xla_decode.KERNEL)
     mask = masks.custom(lambda batch, head, query, key, limit: key < limit, np.int32(9))
