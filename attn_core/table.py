@@ -28,10 +28,10 @@ _CUDNN = frozenset({"gqa", "float16", "causal", "window", "positions", "mask", "
                     "bias", "optimized"})
 # Products of 16-bit operands with float32 sums have one precision.
 _HOPPER = _BLOCKWISE - {"float64", "softmax_dtype", "mask_operands", "precision"}
-_PAGED = frozenset({"gqa", "value_width", "float16", "float64", "causal", "window", "sinks",
-                    "soft_cap", "lse", "lse_gradient", "precision", "softmax_dtype", "block_sizes",
-                    "optimized", "pages"})
-# Features that kernels over pages, and the decode kernel for TPUs, lack.
+_PAGED = frozenset({"gqa", "value_width", "float16", "float64", "causal", "window", "chunk",
+                    "sinks", "soft_cap", "lse", "lse_gradient", "precision", "softmax_dtype",
+                    "block_sizes", "optimized", "pages"})
+# Features that kernels over pages, and the decode kernel for TPUs, lack; plain XLA computes these.
 _NOT_ON_TPU = frozenset({"float16", "float64", "precision", "softmax_dtype"})
 _NOT_ON_HOPPER = frozenset({"float64", "precision", "softmax_dtype"})
 
@@ -75,19 +75,19 @@ def _over_pages(layout: str, run: _Run, features: frozenset[str] = _PAGED) -> Im
 
 def _pages_on_tpu(row: Implementation, layout: str, run: _Run) -> Implementation:
   """Returns a row over pages with the kernel for TPUs."""
-  return Implementation(run, row.features - _NOT_ON_TPU, LINEAR,
+  return Implementation(run, row.features - _NOT_ON_TPU - {"chunk"}, LINEAR,
                         capabilities.pages_kernel_limits("tpu", layout), fallback=row)
 
 
 def _pages_on_hopper(row: Implementation, layout: str, run: _Run) -> Implementation:
   """Returns a row over pages with the kernel for Hopper."""
-  return Implementation(run, row.features - _NOT_ON_HOPPER, LINEAR,
+  return Implementation(run, row.features - _NOT_ON_HOPPER - {"chunk"}, LINEAR,
                         capabilities.pages_kernel_limits("gpu", layout), fallback=row)
 
 
 _paged_v1 = _over_pages("PagesV1", paged.xla)
-_paged_v2 = _over_pages("PagesV2", paged.xla, _PAGED - {"value_width"})
-_paged_v3 = _over_pages("PagesV3", paged.xla_writing, _PAGED - {"value_width"})
+_paged_v2 = _over_pages("PagesV2", paged.xla)
+_paged_v3 = _over_pages("PagesV3", paged.xla_writing)
 
 TABLE: dict[tuple[str, str], Implementation] = {
     ("vanilla", "cpu"): _dense,

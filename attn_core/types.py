@@ -164,6 +164,7 @@ class PagedSpec(NamedTuple):
   window: tuple[int | None, int | None] = (None, None)  # (left, right), tokens; None: unbounded
   softmax_dtype: DTypeLike = jnp.dtype("float32")
   precision: jax.lax.PrecisionLike = None  # of the two products
+  chunk_size: int | None = None  # keys of other chunks of this many positions are hidden (tokens)
 
 
 OperandsT = TypeVar("OperandsT")  # Operands, or PagedOperands of an attention over pages

@@ -76,8 +76,10 @@ def normalize(a: AttentionArguments) -> steps.Normalized:
   # Positions are added to the sides and must stay int32; no token is that far away.
   left, right = (None if side is None or side >= 2**30 else side
                  for side in checks.window(a.sliding_window))
+  chunk = checks.chunk_size(a.chunk_size)
   spec = PagedSpec(dense.spec.softmax_scale, dense.spec.logits_soft_cap, bool(a.causal),
-                   (left, right), dense.spec.softmax_dtype, dense.spec.precision)
+                   (left, right), dense.spec.softmax_dtype, dense.spec.precision,
+                   chunk if chunk is not None and chunk < 2**30 else None)
   features = features_lib.features_of(a, dense)
   del features["cache"]
   features["pages"] = f"a cache_view of {layout.__name__}"
@@ -120,12 +122,13 @@ def _heads(key: object, value: object, cache: Pages, query: checks.Array,
 def _new_heads(key: checks.Array, value: checks.Array, cache: Pages,
                query: checks.Array) -> layouts.Heads:
   """Checks new keys and values [T, K, D] that the call writes to padded pages."""
-  held, width = layouts.heads_of(cache), query.shape[2]
+  held, width, value_width = layouts.heads_of(cache), query.shape[2], value.shape[2]
   most = f"[{query.shape[0]}, K, {width}], T and D of the query, K at most {held.key_heads}"
   checks.require(key.shape[0] == query.shape[0] and key.shape[2] == width <= held.key_width
                  and 0 < key.shape[1] <= held.key_heads, "key", checks.describe(key), most)
-  checks.require(value.shape == key.shape, "value", checks.describe(value),
-                 f"{list(key.shape)}, as the key")
+  checks.require(value.shape[:2] == key.shape[:2] and value_width <= held.value_width, "value",
+                 checks.describe(value), f"{list(key.shape[:2])} as the key, and a width of at most "
+                 f"{held.value_width}")
   for name, x in (("key", key), ("value", value)):
     checks.require(cache.key_scales is not None or x.dtype == layouts.dtype_of(cache), name,
                    checks.describe(x), f"the dtype of the pages, {layouts.dtype_of(cache)}")
@@ -133,7 +136,7 @@ def _new_heads(key: checks.Array, value: checks.Array, cache: Pages,
   checks.require(scales is None or scales.ndim == 0 or scales.shape[2] == key.shape[1],
                  "key", checks.describe(key), "as many heads as the cache's key_scales "
                  f"{checks.describe(scales)} have")
-  return layouts.Heads(key.shape[1], width, width)
+  return layouts.Heads(key.shape[1], width, value_width)
 
 
 def _dense(a: AttentionArguments, metadata: OperationMetadata, query: checks.Array,

@@ -30,9 +30,9 @@ from attn_core import checks
 from attn_core.caches import quantize
 from attn_core.caches.paged import slot_mapping
 from attn_core.caches.paged.layouts import (
-    LANES, PAGES, Array, Heads, Pages, PagesMetadata, PagesT, PagesV1, PagesV2, PagesV3, dtype_of,
-    has_token_scales, heads_of, interleave, num_pages, packing, pad_rows, page_size, rows_in_use,
-    take)
+    LANES, PAGES, Array, Heads, Pages, PagesMetadata, PagesT, PagesV1, PagesV2, PagesV3, Widths,
+    dtype_of, has_token_scales, heads_of, interleave, num_pages, packing, pad_rows, page_size,
+    rows_in_use, take)
 from attn_core.types import cdiv
 
 Scales = tuple[Array, Array] | None  # of keys and values
@@ -46,7 +46,8 @@ def init(layout: type[PagesT], num_pages: int, page_size: int, heads: Heads,
     layout: PagesV1, PagesV2 or PagesV3.
     num_pages: P.
     page_size: tokens of a page.
-    heads: key heads and widths; PagesV2 and PagesV3 need equal widths of keys and values.
+    heads: key heads and widths. In PagesV2 and PagesV3, where one array holds keys and values, the
+      narrower are padded with zeros.
     dtype: of the pages; int8 and float8_e4m3fn need scales.
     scales: "token": one per token and head; "tensor": one for all keys and one for all values;
       None: none.
@@ -56,8 +57,7 @@ def init(layout: type[PagesT], num_pages: int, page_size: int, heads: Heads,
 
   Raises:
     ValueError: a size is not an int >= 1, `heads` is not a Heads, the layout or kind of scales is
-      unknown, E != D where one array holds both, a dtype of one byte has no scales, or the dtype is
-      not supported.
+      unknown, a dtype of one byte has no scales, or the dtype is not supported.
   """
   checks.require(layout in PAGES, "layout", repr(layout), "PagesV1, PagesV2 or PagesV3")
   checks.require(isinstance(heads, Heads), "heads", repr(heads),
@@ -75,17 +75,18 @@ def init(layout: type[PagesT], num_pages: int, page_size: int, heads: Heads,
                  "pages cannot be read without their scales")
   shape = {"token": (num_pages, page_size, heads.key_heads), "tensor": ()}
   scale = None if scales is None else jnp.ones(shape[scales], jnp.float32)
-  checks.require(layout is PagesV1 or heads.key_width == heads.value_width, "heads.value_width",
-                 heads.value_width, f"the key width {heads.key_width}: one array holds both")
   found: Pages
   if layout is PagesV1:
     pool = (heads.key_heads, num_pages, page_size)
     found = PagesV1(jnp.zeros((*pool, heads.key_width), dtype),
                     jnp.zeros((*pool, heads.value_width), dtype), scale, scale)
   else:
-    rows, width, packed = 2 * heads.key_heads, heads.key_width, packing(dtype)
+    rows, packed = 2 * heads.key_heads, packing(dtype)
+    key_width, value_width = heads[1:]
+    width = max(key_width, value_width)
+    widths = None if key_width == value_width else Widths(key_width, value_width)
     zeros = lambda *shape: jnp.zeros((num_pages, page_size, *shape), dtype)
-    found = PagesV2(zeros(rows, width), scale, scale) if layout is PagesV2 else PagesV3(
+    found = PagesV2(zeros(rows, width), scale, scale, widths) if layout is PagesV2 else PagesV3(
         zeros(cdiv(rows, packed), packed, cdiv(width, LANES) * LANES), scale, scale)
   assert isinstance(found, layout)
   return found
@@ -162,8 +163,11 @@ def _check_tokens(cache: Pages, key: Array, value: Array, scales: Scales) -> Non
   checks.require(key.ndim == 3 and fits, "key", checks.describe(key),
                  f"[T, {heads.key_heads}, {heads.key_width}], the pages' heads and width"
                  + (", or fewer" if padded else ""))
-  expected = (tokens, key_heads, width if padded else heads.value_width)
-  checks.require(value.shape == expected, "value", checks.describe(value), f"{list(expected)}")
+  most = "at most " if padded else ""
+  checks.require(value.ndim == 3 and value.shape[:2] == (tokens, key_heads)
+                 and (value.shape[2] <= heads.value_width if padded
+                      else value.shape[2] == heads.value_width), "value", checks.describe(value),
+                 f"[{tokens}, {key_heads}, {most}{heads.value_width}]")
   dtype, per_token = dtype_of(cache), has_token_scales(cache)
   for name, x in (("key", key), ("value", value)):
     wide = cache.key_scales is not None and jnp.issubdtype(x.dtype, jnp.floating)
@@ -352,8 +356,7 @@ def convert(cache: Pages, layout: type[PagesT], heads: Heads | None = None) -> P
     A cache of the other layout, with the same pages and scales.
 
   Raises:
-    ValueError: an unknown layout, keys and values of different widths for PagesV2 or PagesV3, or
-      see `init`.
+    ValueError: an unknown layout, or see `init`.
   """
   heads = _all_heads(cache) if heads is None else heads
   pool, size = num_pages(cache), page_size(cache)
@@ -397,4 +400,7 @@ def copy_pages(cache: PagesT, sources: Array, targets: Array) -> PagesT:
     at = x.at[(slice(None),) * axis + (targets,)]
     return at.set(jnp.take(x, sources, axis, mode="clip"), mode="drop")
   axes = (1, 1, 0, 0) if isinstance(cache, PagesV1) else (0, 0, 0)
-  return type(cache)(*map(copied, cache, axes))
+  found = cache._replace(**{name: copied(getattr(cache, name), axis)
+                            for name, axis in zip(cache._fields, axes)})
+  assert isinstance(found, type(cache))
+  return found
