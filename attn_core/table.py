@@ -31,7 +31,7 @@ _HOPPER = _BLOCKWISE - {"float64", "softmax_dtype", "mask_operands", "precision"
 _PAGED = frozenset({"gqa", "value_width", "float16", "float64", "causal", "window", "chunk",
                     "sinks", "soft_cap", "lse", "lse_gradient", "precision", "softmax_dtype",
                     "block_sizes", "optimized", "pages"})
-# Features that kernels over pages, and the decode kernel for TPUs, lack; plain XLA computes these.
+# Features that kernels over pages, and the decode kernel for TPUs, lack.
 _NOT_ON_TPU = frozenset({"float16", "float64", "precision", "softmax_dtype"})
 _NOT_ON_HOPPER = frozenset({"float64", "precision", "softmax_dtype"})
 
@@ -73,15 +73,20 @@ def _over_pages(layout: str, run: _Run, features: frozenset[str] = _PAGED) -> Im
   return Implementation(run, features, LINEAR, capabilities.pages_limits(layout))
 
 
+def _not_in_pages(layout: str) -> frozenset[str]:
+  """Returns the features that the kernels over pages of a layout leave to plain XLA."""
+  return frozenset({"chunk"} if layout == "PagesV1" else {"chunk", "value_width"})
+
+
 def _pages_on_tpu(row: Implementation, layout: str, run: _Run) -> Implementation:
   """Returns a row over pages with the kernel for TPUs."""
-  return Implementation(run, row.features - _NOT_ON_TPU - {"chunk"}, LINEAR,
+  return Implementation(run, row.features - _NOT_ON_TPU - _not_in_pages(layout), LINEAR,
                         capabilities.pages_kernel_limits("tpu", layout), fallback=row)
 
 
 def _pages_on_hopper(row: Implementation, layout: str, run: _Run) -> Implementation:
   """Returns a row over pages with the kernel for Hopper."""
-  return Implementation(run, row.features - _NOT_ON_HOPPER - {"chunk"}, LINEAR,
+  return Implementation(run, row.features - _NOT_ON_HOPPER - _not_in_pages(layout), LINEAR,
                         capabilities.pages_kernel_limits("gpu", layout), fallback=row)
 
 

@@ -311,9 +311,6 @@ def pages_kernel_limits(platform: str, layout: str) -> Callable[[Request], str |
     reason = pages_limits(layout)(request) or _stripes_limits(request.pages)
     if reason or request.pages is None:
       return reason
-    if layout != "PagesV1" and "value_width" in request.features:
-      return (f"{request.features['value_width']}: the kernel reads keys and values of one width "
-              f"from a {layout}")
     shapes: Any = request.pages.shapes  # in place of arrays
     if platform == "tpu":
       from attn_core.kernels.tpu.ragged import paged as on_tpu  # Pallas takes 0.1 s to import
