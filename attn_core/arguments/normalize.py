@@ -184,11 +184,9 @@ def _arrays(a: AttentionArguments) -> tuple[jax.Array, jax.Array, jax.Array]:
   if a.cache_view is not None and a.key is None and a.value is None:
     given = {"query": a.query}
   for name, x in given.items():
-    dtype = getattr(x, "dtype", None)
-    checks.require(dtype != jnp.int8, name, checks.describe(x), "a floating-point dtype: quantized "
-                   "keys and values with their scales are a cache, DenseCache(key, value, starts, "
-                   "lengths, overflow, key_scale, value_scale) with key=None and value=None, or are "
-                   "multiplied by their scales (see docs/equivalents.md)")
+    checks.require(getattr(x, "dtype", None) != jnp.int8, name, checks.describe(x), "a float "
+                   "dtype: int8 with scales is a DenseCache(key, value, starts, lengths, overflow, "
+                   "key_scale, value_scale), or multiplied by them (see docs/equivalents.md)")
   arrays = {name: checks.floating(name, x, rank, f"{dimensions} (layout={a.layout!r})")
             for name, x in given.items()}
   query, key, value = (to_bthd(jnp.asarray(arrays[name]), a.layout) if name in arrays else None
@@ -348,9 +346,9 @@ def _dropout_words(rng: ArrayLike | None, probability: float) -> jax.Array | Non
                  expected)
   key = cast(checks.Array, rng)
   checks.require(key.dtype != bool, "dropout_rng", checks.describe(key), "a key, not a mask of the "
-                 "kept weights: every mechanism makes that from the key; for a mask of your own, "
-                 "multiply the weights of vanilla(..., return_weights=True) by it and sum the values "
-                 "(see docs/equivalents.md)")
+                 "kept weights, which are a function of the key; for a mask of your own, multiply "
+                 "the weights of vanilla(..., return_weights=True) by it and sum the values (see "
+                 "docs/equivalents.md)")
   typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.ndim == 0
   raw = key.dtype == jnp.uint32 and key.ndim == 1 and key.shape[0] >= 2
   checks.require(typed or raw, "dropout_rng", checks.describe(key), expected)

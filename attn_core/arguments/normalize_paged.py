@@ -127,7 +127,7 @@ def _new_heads(key: checks.Array, value: checks.Array, cache: Pages,
   checks.require(key.shape[0] == query.shape[0] and key.shape[2] == width <= held.key_width
                  and 0 < key.shape[1] <= held.key_heads, "key", checks.describe(key), most)
   checks.require(value.shape[:2] == key.shape[:2] and value_width <= held.value_width, "value",
-                 checks.describe(value), f"{list(key.shape[:2])} as the key, and a width of at most "
+                 checks.describe(value), f"{list(key.shape[:2])} as the key, a width of at most "
                  f"{held.value_width}")
   for name, x in (("key", key), ("value", value)):
     checks.require(cache.key_scales is not None or x.dtype == layouts.dtype_of(cache), name,

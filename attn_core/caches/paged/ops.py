@@ -46,18 +46,16 @@ def init(layout: type[PagesT], num_pages: int, page_size: int, heads: Heads,
     layout: PagesV1, PagesV2 or PagesV3.
     num_pages: P.
     page_size: tokens of a page.
-    heads: key heads and widths. In PagesV2 and PagesV3, where one array holds keys and values, the
-      narrower are padded with zeros.
+    heads: key heads and widths; PagesV2 and PagesV3 pad the narrower of keys and values.
     dtype: of the pages; int8 and float8_e4m3fn need scales.
-    scales: "token": one per token and head; "tensor": one for all keys and one for all values;
-      None: none.
+    scales: "token": per token and head; "tensor": one for all keys, one for all values; None: none.
 
   Returns:
     A cache of that layout, all zeros.
 
   Raises:
     ValueError: a size is not an int >= 1, `heads` is not a Heads, the layout or kind of scales is
-      unknown, a dtype of one byte has no scales, or the dtype is not supported.
+      unknown, a dtype of one byte has no scales, or a dtype is not supported.
   """
   checks.require(layout in PAGES, "layout", repr(layout), "PagesV1, PagesV2 or PagesV3")
   checks.require(isinstance(heads, Heads), "heads", repr(heads),
@@ -82,9 +80,7 @@ def init(layout: type[PagesT], num_pages: int, page_size: int, heads: Heads,
                     jnp.zeros((*pool, heads.value_width), dtype), scale, scale)
   else:
     rows, packed = 2 * heads.key_heads, packing(dtype)
-    key_width, value_width = heads[1:]
-    width = max(key_width, value_width)
-    widths = None if key_width == value_width else Widths(key_width, value_width)
+    width, widths = max(heads[1:]), None if heads[1] == heads[2] else Widths(*heads[1:])
     zeros = lambda *shape: jnp.zeros((num_pages, page_size, *shape), dtype)
     found = PagesV2(zeros(rows, width), scale, scale, widths) if layout is PagesV2 else PagesV3(
         zeros(cdiv(rows, packed), packed, cdiv(width, LANES) * LANES), scale, scale)
@@ -163,11 +159,10 @@ def _check_tokens(cache: Pages, key: Array, value: Array, scales: Scales) -> Non
   checks.require(key.ndim == 3 and fits, "key", checks.describe(key),
                  f"[T, {heads.key_heads}, {heads.key_width}], the pages' heads and width"
                  + (", or fewer" if padded else ""))
-  most = "at most " if padded else ""
-  checks.require(value.ndim == 3 and value.shape[:2] == (tokens, key_heads)
-                 and (value.shape[2] <= heads.value_width if padded
-                      else value.shape[2] == heads.value_width), "value", checks.describe(value),
-                 f"[{tokens}, {key_heads}, {most}{heads.value_width}]")
+  narrower = value.ndim == 3 and padded and value.shape[2] <= heads.value_width
+  expected = (tokens, key_heads, value.shape[-1] if narrower else heads.value_width)
+  checks.require(value.shape == expected, "value", checks.describe(value), f"{list(expected)}"
+                 + (", or narrower" if padded else ""))
   dtype, per_token = dtype_of(cache), has_token_scales(cache)
   for name, x in (("key", key), ("value", value)):
     wide = cache.key_scales is not None and jnp.issubdtype(x.dtype, jnp.floating)
@@ -356,7 +351,7 @@ def convert(cache: Pages, layout: type[PagesT], heads: Heads | None = None) -> P
     A cache of the other layout, with the same pages and scales.
 
   Raises:
-    ValueError: an unknown layout, or see `init`.
+    ValueError: see `init`.
   """
   heads = _all_heads(cache) if heads is None else heads
   pool, size = num_pages(cache), page_size(cache)
@@ -400,7 +395,6 @@ def copy_pages(cache: PagesT, sources: Array, targets: Array) -> PagesT:
     at = x.at[(slice(None),) * axis + (targets,)]
     return at.set(jnp.take(x, sources, axis, mode="clip"), mode="drop")
   axes = (1, 1, 0, 0) if isinstance(cache, PagesV1) else (0, 0, 0)
-  found = cache._replace(**{name: copied(getattr(cache, name), axis)
-                            for name, axis in zip(cache._fields, axes)})
+  found = cache._replace(**{n: copied(getattr(cache, n), a) for n, a in zip(cache._fields, axes)})
   assert isinstance(found, type(cache))
   return found

@@ -196,8 +196,7 @@ def _check_cache(cache: layouts.Pages) -> None:
     checks.require(x.shape[2] % 2 == 0, "cache_view", checks.describe(x),
                    f"{letters}: as many rows of values as of keys")
     checks.require(cache.widths is None or max(cache.widths.key, cache.widths.value) == x.shape[3],
-                   "cache_view.widths", cache.widths, f"None, or the larger one {x.shape[3]}, as in "
-                   f"{checks.describe(x)}")
+                   "cache_view.widths", cache.widths, f"None, or a larger one of {x.shape[3]}")
   if name == "PagesV3":
     expected = layouts.packing(x.dtype)
     checks.require(x.shape[3] == expected and x.shape[2] * x.shape[3] % 2 == 0
