@@ -192,7 +192,7 @@ def _check_cache(cache: layouts.Pages) -> None:
         arrays[0].shape[:3]) and x.dtype == arrays[0].dtype, "cache_view", checks.describe(x),
                    f"{letters} of a {name}")
   x = arrays[0]
-  if name == "PagesV2":
+  if isinstance(cache, layouts.PagesV2):
     checks.require(x.shape[2] % 2 == 0, "cache_view", checks.describe(x),
                    f"{letters}: as many rows of values as of keys")
     checks.require(cache.widths is None or max(cache.widths.key, cache.widths.value) == x.shape[3],
