@@ -21,7 +21,7 @@ from attn_core.dispatch import selection
 from attn_core.dispatch.capabilities import Implementation
 from attn_core.masks.info import MaskInfo
 from attn_core.masks.mask import Mask
-from attn_core.sharding import partition
+from attn_core.sharding import partition, shard_map
 from attn_core.types import (ArrayLayout, AttentionOutput, BlockSizes, Call, Mode, Operands,
                              PagedOperands, SlidingWindow)
 
@@ -349,4 +349,5 @@ def _static_call(normal: arguments.Normalized, question: selection.Question,
 
 @functools.partial(jax.jit, static_argnames="static", inline=True)
 def _execute(operands: Operands | PagedOperands, *, static: _Static) -> AttentionOutput:
-  return static.implementation.run(static.call._replace(operands=operands))
+  output = static.implementation.run(static.call._replace(operands=operands))
+  return shard_map.as_query(output, static.call.placement)

@@ -32,9 +32,11 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from attn_core.autodiff import partition_rules
 from attn_core.kernels.common.contract import Kernel, Residuals
 from attn_core.masks import mask as mask_lib
-from attn_core.sharding import varying_axes
+from attn_core.sharding import partitioned, varying_axes
+from attn_core.sharding.context_parallel import AnyMesh
 from attn_core.types import DIFFERENTIABLE, AttentionSpec, BlockSizes, Operands, at_least_float32
 
 
@@ -46,10 +48,11 @@ class _Call(NamedTuple):
   block_sizes: BlockSizes
   structure: jax.tree_util.PyTreeDef  # of Operands
   names: tuple[str, ...]  # differentiable operands with a tangent or cotangent
+  mesh: AnyMesh | None = None  # whose partitioner shards the call; None: runs on whole operands
 
 
-def attend(kernel: Kernel, operands: Operands, spec: AttentionSpec,
-           block_sizes: BlockSizes) -> Residuals:
+def attend(kernel: Kernel, operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
+           mesh: AnyMesh | None = None) -> Residuals:
   """Runs a kernel, differentiable in query, key, value, bias and sinks.
 
   Args:
@@ -58,13 +61,15 @@ def attend(kernel: Kernel, operands: Operands, spec: AttentionSpec,
       predicate reads whole.
     spec: what to compute.
     block_sizes: sizes fixed by the caller.
+    mesh: a mesh of Auto axes over which the compiler's partitioner shards batch and heads; None:
+      the operands are those of one device.
 
   Returns:
     out [B, T, H, E] and lse [B, H, T].
   """
   kernel.check(operands, spec, block_sizes)
   leaves, structure = jax.tree.flatten(varying_axes.unify(operands))
-  call = _Call(kernel, spec, block_sizes, structure, ())
+  call = _Call(kernel, spec, block_sizes, structure, (), mesh)
   return Residuals(*_forward_p.bind(*leaves, call=call))
 
 
@@ -289,7 +294,7 @@ def _batch(primitive: Primitive, labels_of: Callable[[_Call], list[str]], args: 
     return outs, [0] * len(outs)
 
   rows = args[0].shape[1 if dims[0] == 0 else 0]  # the first operand is always the query
-  full = {"query", "key", "value", "key_scale", "value_scale", *call.names}
+  full = {"query", "lse", "key", "value", "key_scale", "value_scale", *call.names}
   folded = [x if label == "whole" else _fold(x, d, size, rows, label in full)
             for x, d, label in zip(args, dims, labels)]
   operands, rest = _split(folded, call, len(args) - call.structure.num_leaves)
@@ -317,9 +322,43 @@ def _rows_of(args: Sequence[Any], dims: Sequence[int | None], labels: list[str],
 # --- The primitives. -----------------------------------------------------------------------------
 
 
+def _lower_sharded(ctx: Any, args: Sequence[Any], primitive: "_Sharded", call: _Call) -> Any:
+  """Lowers a primitive so that the compiler's partitioner shards it."""
+  operands = _operands(ctx.avals_in[:call.structure.num_leaves], call)
+  shapes = partition_rules.Shapes(*operands.query.shape[::2], operands.key.shape[2])
+  names = lambda labels: tuple(partition_rules.NAMES[label] for label in labels)
+  signature = partition_rules.Signature(
+      (*partition_rules.operand_names(operands, call.spec.mask),
+       *names(primitive.labels_of(call)), ("",), ("b",), ("h",)), names(primitive.results_of(call)))
+
+  def compute(*args: jax.Array) -> list[jax.Array]:
+    *args, _, rows, heads = args
+    operands, rest = _split(args, call, len(args) - call.structure.num_leaves)
+    leaves, structure = jax.tree.flatten(partition_rules.with_numbers(operands, rows, heads))
+    return primitive.compute(*leaves, *rest, call=call._replace(structure=structure))
+
+  def sharded(*args: jax.Array) -> list[jax.Array]:
+    extra = [partition_rules.digest(call.kernel.name, *call[1:]),
+             jnp.arange(shapes.rows, dtype=jnp.int32), jnp.arange(shapes.heads, dtype=jnp.int32)]
+    rule = partition_rules.rule_of(signature, (*args, *extra), ctx.avals_out, shapes)
+    planner = partition_rules.planner(signature, shapes, compute)
+    return partitioned.operation(ctx.avals_out, rule, planner, call.mesh)(*args, *extra)
+
+  return partitioned.lower(ctx, sharded, args)
+
+
+class _Sharded(NamedTuple):
+  """What the partitioner needs to know of a primitive."""
+
+  compute: Callable[..., list[jax.Array]]
+  labels_of: Callable[[_Call], list]  # of the arguments after the operands
+  results_of: Callable[[_Call], Sequence[str]]
+
+
 def _primitive(name: str, compute: Callable, avals: Callable, labels_of: Callable[[_Call], list],
                effects: Callable[[_Call], Set] = lambda call: frozenset()) -> Primitive:
   """Returns a primitive that runs `compute`; `labels_of` labels the arguments after operands."""
+  results_of = lambda call: _RESIDUALS if avals is _residual_avals else call.names
   compute = functools.wraps(compute)(functools.partial(_as_list, compute))
   primitive = Primitive(name)
   primitive.multiple_results = True
@@ -331,6 +370,8 @@ def _primitive(name: str, compute: Callable, avals: Callable, labels_of: Callabl
   def lower(ctx: Any, *args: Any, call: _Call) -> Any:
     # The computation of one device does not depend on how values vary over a mesh.
     inner = ctx.replace(avals_in=[jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in])
+    if call.mesh is not None and partitioned.is_sharded(ctx) and not effects(call):
+      return _lower_sharded(inner, args, _Sharded(compute, labels_of, results_of), call)
     results = mlir.lower_fun(functools.partial(compute, call=call))(inner, *args)
     if effects(call):
       ctx.set_tokens_out(inner.tokens_out)
@@ -344,7 +385,7 @@ def _as_list(compute: Callable, *args: jax.Array, call: _Call) -> list[jax.Array
   return list(compute(*args, call=call))
 
 
-_RESIDUALS = ["query", "query"]  # folded like the query
+_RESIDUALS = ["query", "lse"]
 _forward_p = _primitive("attention_forward", _forward, _residual_avals, lambda call: [],
                         lambda call: call.kernel.effects())
 _tangent_p = _primitive("attention_tangent", _tangent, _residual_avals,
