@@ -178,6 +178,7 @@ class Explanation(NamedTuple):
   block_sizes: BlockSizes  # as requested; None fields are tuned by the kernel
   replicated: tuple[partition.DroppedAxis, ...]  # mesh axes that were requested and shard nothing
   spread: tuple[str, ...] = ()  # which dimensions are sharded over which mesh axes
+  axes: tuple[str, ...] = ()  # the role of every mesh axis of several devices
 
   def __str__(self) -> str:
     where = f", compute capability {self.capability or 'unknown'}" if self.platform == "gpu" else ""
@@ -185,7 +186,7 @@ class Explanation(NamedTuple):
     for verdict in self.verdicts:
       mark = "*" if verdict.mechanism == self.chosen else " "
       lines.append(f"{mark} {verdict.mechanism:26} {verdict}")
-    lines += [f"  {part}" for part in self.spread]
+    lines += [f"  {part}" for part in self.spread + self.axes]
     lines += [f"  axis {d.axis!r} does not shard dimension {d.dimension} of {d.tensor}: {d.reason}"
               for d in self.replicated]
     return "\n".join(lines)
@@ -308,7 +309,8 @@ def _explain(a: AttentionArguments) -> Explanation:
   return Explanation(
       chosen, *question.target, selection.ask_all(table.RULES, question), sizes,
       () if placement is None else placement.drops,
-      placement.sharded_dimensions() if chosen and placement is not None else ())
+      *((placement.sharded_dimensions(), placement.roles_of_axes())
+        if chosen and placement is not None else ()))
 
 
 def _run(a: AttentionArguments) -> AttentionOutput:

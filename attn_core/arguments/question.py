@@ -47,9 +47,9 @@ def place(normal: Normalized,
   """Returns the placement of a call; the implementation decides about the sequence and the keys.
 
   Raises:
-    ValueError: the mesh or the lengths do not fit `ring`.
-    NotImplementedError: `ring` inside a shard_map that checks which values vary over the mesh; or
-      Auto axes that the metadata does not know where the partitioner cannot place the call.
+    ValueError: the mesh or the lengths do not fit `ring`; or an Auto axis that the metadata does
+      not know, where the partitioner cannot place the call.
+    NotImplementedError: `ring` inside a shard_map that checks which values vary over the mesh.
   """
   if normal.rules is None:  # pages are placed by their own rules
     return normal.request.placement
@@ -104,8 +104,8 @@ def _left_to_the_partitioner(placement: placement_lib.Placement,
   """Returns the placement, marked where the compiler's partitioner knows a better one.
 
   Raises:
-    NotImplementedError: an Auto axis that the metadata does not know, where the partitioner cannot
-      place the call.
+    ValueError: an Auto axis that the metadata does not know, where the partitioner cannot place the
+      call.
   """
   unknown = placement_lib.unknown_axes(placement, partition_axis)
   whole = placement.sequence is None and not placement.keys
@@ -113,8 +113,8 @@ def _left_to_the_partitioner(placement: placement_lib.Placement,
     return placement._replace(partitioner=bool(unknown) or placement_lib.is_ambiguous(placement))
   if unknown:
     why = ("of a mesh with Explicit or Manual axes" if whole
-           else "beside axes that shard the sequence or the keys")
-    raise NotImplementedError(
+           else "of a mesh whose other axes shard the sequence or the keys")
+    raise ValueError(
         f"metadata.partition_axis names no mesh axis {', '.join(map(repr, unknown))}, an Auto axis "
         f"{why}: every device along it would gather the arrays; expected PartitionAxis("
         f"batch_axis=..., head_axis=..., kv_head_axis=...) with it, for example "

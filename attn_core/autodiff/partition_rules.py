@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""How the compiler's partitioner shards the primitives of `primitives`: by batch rows and heads.
+"""Sharding of the primitives of `primitives` by the compiler's partitioner: batch rows and heads.
 
 Rows of the batch and query heads are independent. Each device gets the global numbers of its rows
 and heads, as parts of two ranges, and the key heads that its query heads read. Cotangents of arrays
@@ -20,6 +20,7 @@ import numpy as np
 
 from attn_core.masks import mask as mask_lib
 from attn_core.sharding import partitioned
+from attn_core.sharding.context_parallel import AnyMesh
 from attn_core.sharding.partitioned import Axes
 from attn_core.types import Operands
 
@@ -65,10 +66,11 @@ class Shards(NamedTuple):
 
 
 class Signature(NamedTuple):
-  """Names of all dimensions of a primitive's arguments and results."""
+  """Names of all dimensions of a primitive's arguments and results, and their sizes."""
 
-  arguments: tuple[Names, ...]
+  arguments: tuple[Names, ...]  # the query is the first
   results: tuple[Names, ...]
+  shapes: Shapes
 
 
 def operand_names(operands: Any, mask: jax.tree_util.PyTreeDef) -> list[Names]:
@@ -90,25 +92,59 @@ def operand_names(operands: Any, mask: jax.tree_util.PyTreeDef) -> list[Names]:
   return found
 
 
-def rule_of(signature: Signature, arguments: Sequence[Any], results: Sequence[Any],
-            shapes: Shapes) -> partitioned.Rule:
-  """Returns the rule by which shardings of rows and heads propagate.
+def signature_of(operands: Any, mask: jax.tree_util.PyTreeDef, labels: Sequence[str],
+                 results: Sequence[str]) -> Signature:
+  """Returns the signature of a primitive.
 
   Args:
-    signature: of the primitive.
-    arguments: arrays with a shape.
-    results: arrays with a shape.
-    shapes: of query and key.
+    operands: an `Operands` of arrays with a shape.
+    mask: the structure of the mask.
+    labels: of the arguments after the operands, each a key of NAMES.
+    results: likewise.
   """
+  return Signature((*operand_names(operands, mask), *(NAMES[label] for label in labels)),
+                   tuple(NAMES[label] for label in results),
+                   Shapes(*operands.query.shape[::2], operands.key.shape[2]))
+
+
+def lower(ctx: Any, arguments: Sequence[Any], compute: Callable[..., list[jax.Array]],
+          signature: Signature, static: tuple, mesh: AnyMesh) -> Any:
+  """Lowers a primitive so that the compiler's partitioner shards it.
+
+  Args:
+    ctx: the context of a lowering rule.
+    arguments: values of the lowered program.
+    compute: the computation of one device. Its arguments are those of the device's rows and query
+      heads, with the key heads that these read, and then the numbers of the rows and the heads.
+    signature: of the primitive.
+    static: the static part of the computation.
+    mesh: the mesh of the arguments.
+  """
+  shapes = signature.shapes
+  signature = signature._replace(arguments=(*signature.arguments, ("",), ("b",), ("h",)))
+
+  def sharded(*arguments: jax.Array) -> list[jax.Array]:
+    arguments = (*arguments, _digest(static), jnp.arange(shapes.rows, dtype=jnp.int32),
+                 jnp.arange(shapes.heads, dtype=jnp.int32))
+    rule = _rule(signature, arguments, ctx.avals_out)
+    return partitioned.operation(
+        ctx.avals_out, rule, _planner(signature, compute), mesh)(*arguments)
+
+  return partitioned.lower(ctx, sharded, arguments)
+
+
+def _rule(signature: Signature, arguments: Sequence[Any],
+          results: Sequence[Any]) -> partitioned.Rule:
+  """Returns the rule by which shardings of rows and heads propagate; arrays have a shape."""
+  shapes = signature.shapes
   several = shapes.group > 1 and shapes.key_heads > 1
-  heads = "(k g)" if several else "h"
-  keys = "k" if several else "h" if shapes.group == 1 else ""
+  factors = {ROWS: "b", HEADS: "(k g)" if several else "h",
+             KEY_HEADS: "k" if several else "h" if shapes.group == 1 else ""}
   replicated: list[str] = []
 
   def dimension(name: str, size: int) -> str:
-    found = {ROWS: "b", HEADS: heads, KEY_HEADS: keys}.get(name, "")
-    if found and size == shapes.size(name):
-      return found
+    if factors.get(name) and size == shapes.size(name):
+      return factors[name]
     replicated.append(f"u{len(replicated)}")
     return replicated[-1]
 
@@ -122,73 +158,63 @@ def rule_of(signature: Signature, arguments: Sequence[Any], results: Sequence[An
                           (("g", shapes.group),) if several else ())
 
 
-def planner(signature: Signature, shapes: Shapes,
-            compute: Callable[..., list[jax.Array]]) -> partitioned.Planner:
-  """Returns a planner of a primitive.
-
-  Args:
-    signature: names of the arguments, the first of which is the query and the last two of which
-      are the numbers of all rows and heads, and of the results.
-    shapes: of query and key.
-    compute: the computation of one device: takes the arguments of its rows and heads, the key heads
-      that these read, and the numbers.
-  """
+def _planner(signature: Signature,
+             compute: Callable[..., list[jax.Array]]) -> partitioned.Planner:
+  """Returns the planner of a primitive."""
+  shapes = signature.shapes
   def plan(mesh: Mesh, arguments: Sequence[Any], results: Sequence[Any]) -> partitioned.Plan:
-    shards = _shards(signature, mesh, arguments, results, shapes)
-    shared = [{name for name, size in zip(names, x.shape) if name and size < shapes.size(name)}
-              for names, x in zip(signature.results, results)]
-    local = _local(signature, shards, mesh, shapes, compute, shared)
+    shards = _shards(signature, mesh, arguments, results)
     axes = lambda x, names: [
         shards.of(name) if name and size == shapes.size(name) else ()
         for name, size in zip((*names, *[""] * len(x.shape)), x.shape)]
-    return partitioned.Plan(local, [axes(*pair) for pair in zip(arguments, signature.arguments)],
-                            [axes(*pair) for pair in zip(results, signature.results)])
+    return partitioned.Plan(
+        _local(signature, shards, mesh, compute, results),
+        [axes(*pair) for pair in zip(arguments, signature.arguments)],
+        [axes(*pair) for pair in zip(results, signature.results)])
   return plan
 
 
-def _shards(signature: Signature, mesh: Mesh, arguments: Sequence[Any], results: Sequence[Any],
-            shapes: Shapes) -> Shards:
+def _shards(signature: Signature, mesh: Mesh, arguments: Sequence[Any],
+            results: Sequence[Any]) -> Shards:
   """Returns the axes of the query, and of results for what it does not shard."""
-  rows: Axes = ()
-  heads: Axes = ()
+  shapes = signature.shapes
+  found: dict[str, Axes] = {ROWS: (), HEADS: ()}
   for x, names in ((arguments[0], signature.arguments[0]), *zip(results, signature.results)):
     for name, axes in zip(names, partitioned.axes_of(x, mesh)):
-      free = not {*axes} & {*rows, *heads} and (
-          name in (ROWS, HEADS) and shapes.size(name) % partitioned.size_of(axes, mesh) == 0)
-      if name == ROWS and free:
-        rows = rows or axes
-      if name == HEADS and free:
-        heads = heads or axes
+      used = set(sum(found.values(), ()))
+      if (name in found and not found[name] and not used & {*axes}
+          and shapes.size(name) % partitioned.size_of(axes, mesh) == 0):
+        found[name] = axes
+  heads = found[HEADS]
   count = next(n for n in range(len(heads), -1, -1)
                if shapes.key_heads % partitioned.size_of(heads[:n], mesh) == 0)
-  return Shards(rows, heads, heads[:count])
+  return Shards(found[ROWS], heads, heads[:count])
 
 
-def _local(signature: Signature, shards: Shards, mesh: Mesh, shapes: Shapes,
+def _local(signature: Signature, shards: Shards, mesh: Mesh,
            compute: Callable[..., list[jax.Array]],
-           shared: Sequence[set[str]]) -> Callable[..., list[jax.Array]]:
-  """Returns the computation of one device; `shared`: dimensions of size 1 of each result."""
+           results: Sequence[Any]) -> Callable[..., list[jax.Array]]:
+  """Returns the computation of one device; `results` have the shapes of the whole arrays."""
+  shapes = signature.shapes
   held = shapes.key_heads // partitioned.size_of(shards.key_heads, mesh)
   heads = shapes.heads // partitioned.size_of(shards.heads, mesh)
-  beyond = shards.heads[len(shards.key_heads):]  # axes whose devices share key heads
+  beyond = shards.heads[len(shards.key_heads):]  # axes whose devices hold the same key heads
 
   def local(*arguments: jax.Array) -> list[jax.Array]:
-    if not beyond:
-      needed = None
-    else:
+    needed = None
+    if beyond:
       # Runs of query heads use one key head, on each device alike.
-      run = math.gcd(heads, shapes.group)
-      needed = arguments[-1][::run] // shapes.group % held
+      needed = arguments[-1][::math.gcd(heads, shapes.group)] // shapes.group % held
     selected = [x if needed is None or KEY_HEADS not in names
                 else jnp.take(x, needed, axis=names.index(KEY_HEADS))
                 for x, names in zip(arguments, signature.arguments)]
-    return [summed(x, names, of_result, needed) for x, names, of_result in zip(
-        compute(*selected), signature.results, shared)]
+    return [whole(*of_result, needed) for of_result in zip(
+        compute(*selected), signature.results, results)]
 
-  def summed(x: jax.Array, names: Names, of_result: set[str],
-             needed: jax.Array | None) -> jax.Array:
-    # Each device has its part of a sum over rows or heads.
-    axes = sum((shards.of(name) for name in sorted(of_result)), ())
+  def whole(x: jax.Array, names: Names, result: Any, needed: jax.Array | None) -> jax.Array:
+    """Returns a result of all devices from this device's part of a sum over rows or heads."""
+    axes = sum((shards.of(name) for name, size in zip(names, result.shape)
+                if name in (ROWS, HEADS) and size < shapes.size(name)), ())
     if needed is not None and KEY_HEADS in names:
       axis = names.index(KEY_HEADS)
       shape = (*x.shape[:axis], held, *x.shape[axis + 1:])
@@ -199,7 +225,7 @@ def _local(signature: Signature, shards: Shards, mesh: Mesh, shapes: Shapes,
   return local
 
 
-def digest(*static: Any) -> jax.Array:
+def _digest(static: tuple) -> jax.Array:
   """Returns a hash of the static part of a computation, uint32 [2].
 
   The program that JAX compiles has no other trace of it before the partitioner runs, and caches of

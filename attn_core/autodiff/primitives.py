@@ -266,16 +266,18 @@ def _operand_labels(call: _Call) -> list[str]:
           for label in (arrays + rest if name == "mask" else [name])]
 
 
-def _fold(x: jax.Array, dim: int | None, size: int, rows: int, full: bool) -> jax.Array:
-  """Folds a mapped axis of length `size` at `dim` (None: shared) into the leading axis.
+def _fold(x: jax.Array, dim: int | None, shape: tuple[int, int], full: bool,
+          rows_first: bool) -> jax.Array:
+  """Folds a mapped axis at `dim` (None: shared) into the leading axis.
 
-  The leading axis has `rows` entries or 1. A shared array with 1 keeps it, unless it must be
+  `shape` is (size of the mapped axis, rows). The leading axis has `rows` entries or 1. A shared array with 1 keeps it, unless it must be
   `full`; every other array gets size * rows.
   """
   if dim is None and x.shape[0] == 1 and not full:
     return x
   x = x[None] if dim is None else jnp.moveaxis(x, dim, 0)
-  return jnp.broadcast_to(x, (size, rows, *x.shape[2:])).reshape(-1, *x.shape[2:])
+  x = jnp.broadcast_to(x, (*shape, *x.shape[2:]))
+  return (x.swapaxes(0, 1) if rows_first else x).reshape(-1, *x.shape[2:])
 
 
 def _batch(primitive: Primitive, labels_of: Callable[[_Call], list[str]], args: Sequence[Any],
@@ -295,16 +297,20 @@ def _batch(primitive: Primitive, labels_of: Callable[[_Call], list[str]], args: 
 
   rows = args[0].shape[1 if dims[0] == 0 else 0]  # the first operand is always the query
   full = {"query", "lse", "key", "value", "key_scale", "value_scale", *call.names}
-  folded = [x if label == "whole" else _fold(x, d, size, rows, label in full)
+  # The partitioner keeps a sharding of the rows where they are the slower part of an axis.
+  rows_first = call.mesh is not None
+  folded = [x if label == "whole" else _fold(x, d, (size, rows), label in full, rows_first)
             for x, d, label in zip(args, dims, labels)]
   operands, rest = _split(folded, call, len(args) - call.structure.num_leaves)
   if operands.mask.batch_index is None:
     # Dropout and predicates depend on the row's index within its own mapped element.
-    index = jnp.tile(jnp.arange(rows, dtype=jnp.int32), size)
+    index = jnp.arange(rows, dtype=jnp.int32)
+    index = jnp.repeat(index, size) if rows_first else jnp.tile(index, size)
     operands = operands._replace(mask=operands.mask._replace(batch_index=index))
   leaves, structure = jax.tree.flatten(varying_axes.unify(operands))
   outs = primitive.bind(*leaves, *rest, call=call._replace(structure=structure))
-  outs = [x.reshape(size, rows, *x.shape[1:]) for x in outs]
+  outs = [x.reshape(rows, size, *x.shape[1:]).swapaxes(0, 1) if rows_first
+          else x.reshape(size, rows, *x.shape[1:]) for x in outs]
   if primitive in (_backward_p, _backward_jvp_p):
     shared = [_rows_of(args, dims, labels, name) == 1 for name in call.names]
     outs = [x.sum(1, keepdims=True).astype(x.dtype) if one and rows > 1 else x
@@ -322,37 +328,18 @@ def _rows_of(args: Sequence[Any], dims: Sequence[int | None], labels: list[str],
 # --- The primitives. -----------------------------------------------------------------------------
 
 
-def _lower_sharded(ctx: Any, args: Sequence[Any], primitive: "_Sharded", call: _Call) -> Any:
+def _lower_sharded(ctx: Any, args: Sequence[Any], compute: Callable[..., list[jax.Array]],
+                   labels: Sequence[str], results: Sequence[str], call: _Call) -> Any:
   """Lowers a primitive so that the compiler's partitioner shards it."""
-  operands = _operands(ctx.avals_in[:call.structure.num_leaves], call)
-  shapes = partition_rules.Shapes(*operands.query.shape[::2], operands.key.shape[2])
-  names = lambda labels: tuple(partition_rules.NAMES[label] for label in labels)
-  signature = partition_rules.Signature(
-      (*partition_rules.operand_names(operands, call.spec.mask),
-       *names(primitive.labels_of(call)), ("",), ("b",), ("h",)), names(primitive.results_of(call)))
-
-  def compute(*args: jax.Array) -> list[jax.Array]:
+  def local(*args: jax.Array) -> list[jax.Array]:
     *args, _, rows, heads = args
     operands, rest = _split(args, call, len(args) - call.structure.num_leaves)
     leaves, structure = jax.tree.flatten(partition_rules.with_numbers(operands, rows, heads))
-    return primitive.compute(*leaves, *rest, call=call._replace(structure=structure))
-
-  def sharded(*args: jax.Array) -> list[jax.Array]:
-    extra = [partition_rules.digest(call.kernel.name, *call[1:]),
-             jnp.arange(shapes.rows, dtype=jnp.int32), jnp.arange(shapes.heads, dtype=jnp.int32)]
-    rule = partition_rules.rule_of(signature, (*args, *extra), ctx.avals_out, shapes)
-    planner = partition_rules.planner(signature, shapes, compute)
-    return partitioned.operation(ctx.avals_out, rule, planner, call.mesh)(*args, *extra)
-
-  return partitioned.lower(ctx, sharded, args)
-
-
-class _Sharded(NamedTuple):
-  """What the partitioner needs to know of a primitive."""
-
-  compute: Callable[..., list[jax.Array]]
-  labels_of: Callable[[_Call], list]  # of the arguments after the operands
-  results_of: Callable[[_Call], Sequence[str]]
+    return compute(*leaves, *rest, call=call._replace(structure=structure))
+  operands = _operands(ctx.avals_in[:call.structure.num_leaves], call)
+  signature = partition_rules.signature_of(operands, call.spec.mask, labels, results)
+  return partition_rules.lower(ctx, args, local, signature, (call.kernel.name, *call[1:]),
+                               call.mesh)
 
 
 def _primitive(name: str, compute: Callable, avals: Callable, labels_of: Callable[[_Call], list],
@@ -371,7 +358,7 @@ def _primitive(name: str, compute: Callable, avals: Callable, labels_of: Callabl
     # The computation of one device does not depend on how values vary over a mesh.
     inner = ctx.replace(avals_in=[jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in])
     if call.mesh is not None and partitioned.is_sharded(ctx) and not effects(call):
-      return _lower_sharded(inner, args, _Sharded(compute, labels_of, results_of), call)
+      return _lower_sharded(inner, args, compute, labels_of(call), results_of(call), call)
     results = mlir.lower_fun(functools.partial(compute, call=call))(inner, *args)
     if effects(call):
       ctx.set_tokens_out(inner.tokens_out)

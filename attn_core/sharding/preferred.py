@@ -4,7 +4,7 @@
 
 `jax.lax.with_sharding_constraint` moves an array that is sharded otherwise. Here an array keeps its
 sharding, and takes the preferred one in the dimensions that nothing else shards: it goes through
-an identity beside small arrays with the preferred sharding, one for each dimension, and the
+an identity together with small arrays with the preferred sharding, one for each dimension, and the
 partitioner propagates a sharding from them where the array has none.
 """
 
