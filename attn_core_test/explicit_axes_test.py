@@ -171,8 +171,9 @@ class ExplicitValuesTest(parameterized.TestCase):
 
   def test_dropout_and_custom_masks_read_global_numbers(self):
     mask = masks.custom(lambda b, h, q, k: (b * 5 + h * 3 + q + k) % 4 != 0)
-    run = lambda *x: outputs(*x, mask=mask, dropout_prob=0.4, dropout_rng=np.array([1, 2], np.uint32),
-                             mechanism="flash_attn2")
+    run = lambda *x: outputs(
+        *x, mask=mask, dropout_prob=0.4, dropout_rng=np.array([1, 2], np.uint32),
+        mechanism="flash_attn2")
     self.check(run, operands(), (P(("fsdp", "dp"), None, "tp"),) * 3)
 
   @parameterized.parameters("flash_attn2", "vanilla")

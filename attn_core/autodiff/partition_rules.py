@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh
 import numpy as np
 
 from attn_core.masks import mask as mask_lib
@@ -73,7 +73,7 @@ class Signature(NamedTuple):
   shapes: Shapes
 
 
-def operand_names(operands: Any, mask: jax.tree_util.PyTreeDef) -> list[Names]:
+def operand_names(operands: Operands, mask: jax.tree_util.PyTreeDef) -> list[Names]:
   """Returns the names of the dimensions of each array of `Operands`, in tree order.
 
   Args:
@@ -92,7 +92,7 @@ def operand_names(operands: Any, mask: jax.tree_util.PyTreeDef) -> list[Names]:
   return found
 
 
-def signature_of(operands: Any, mask: jax.tree_util.PyTreeDef, labels: Sequence[str],
+def signature_of(operands: Operands, mask: jax.tree_util.PyTreeDef, labels: Sequence[str],
                  results: Sequence[str]) -> Signature:
   """Returns the signature of a primitive.
 
@@ -102,13 +102,15 @@ def signature_of(operands: Any, mask: jax.tree_util.PyTreeDef, labels: Sequence[
     labels: of the arguments after the operands, each a key of NAMES.
     results: likewise.
   """
+  rows, _, heads, _ = operands.query.shape
   return Signature((*operand_names(operands, mask), *(NAMES[label] for label in labels)),
                    tuple(NAMES[label] for label in results),
-                   Shapes(*operands.query.shape[::2], operands.key.shape[2]))
+                   Shapes(rows, heads, operands.key.shape[2]))
 
 
-def lower(ctx: Any, arguments: Sequence[Any], compute: Callable[..., list[jax.Array]],
-          signature: Signature, static: tuple, mesh: AnyMesh) -> Any:
+def lower(ctx: partitioned.Context, arguments: Sequence[object],
+          compute: Callable[..., list[jax.Array]], signature: Signature, static: tuple,
+          mesh: AnyMesh) -> Sequence[object]:
   """Lowers a primitive so that the compiler's partitioner shards it.
 
   Args:
@@ -162,7 +164,8 @@ def _planner(signature: Signature,
              compute: Callable[..., list[jax.Array]]) -> partitioned.Planner:
   """Returns the planner of a primitive."""
   shapes = signature.shapes
-  def plan(mesh: Mesh, arguments: Sequence[Any], results: Sequence[Any]) -> partitioned.Plan:
+  def plan(mesh: AbstractMesh, arguments: Sequence[partitioned.Chosen],
+           results: Sequence[partitioned.Chosen]) -> partitioned.Plan:
     shards = _shards(signature, mesh, arguments, results)
     axes = lambda x, names: [
         shards.of(name) if name and size == shapes.size(name) else ()
@@ -174,8 +177,8 @@ def _planner(signature: Signature,
   return plan
 
 
-def _shards(signature: Signature, mesh: Mesh, arguments: Sequence[Any],
-            results: Sequence[Any]) -> Shards:
+def _shards(signature: Signature, mesh: AbstractMesh, arguments: Sequence[partitioned.Chosen],
+            results: Sequence[partitioned.Chosen]) -> Shards:
   """Returns the axes of the query, and of results for what it does not shard."""
   shapes = signature.shapes
   found: dict[str, Axes] = {ROWS: (), HEADS: ()}
@@ -191,7 +194,7 @@ def _shards(signature: Signature, mesh: Mesh, arguments: Sequence[Any],
   return Shards(found[ROWS], heads, heads[:count])
 
 
-def _local(signature: Signature, shards: Shards, mesh: Mesh,
+def _local(signature: Signature, shards: Shards, mesh: AbstractMesh,
            compute: Callable[..., list[jax.Array]],
            results: Sequence[Any]) -> Callable[..., list[jax.Array]]:
   """Returns the computation of one device; `results` have the shapes of the whole arrays."""

@@ -270,8 +270,8 @@ def _fold(x: jax.Array, dim: int | None, shape: tuple[int, int], full: bool,
           rows_first: bool) -> jax.Array:
   """Folds a mapped axis at `dim` (None: shared) into the leading axis.
 
-  `shape` is (size of the mapped axis, rows). The leading axis has `rows` entries or 1. A shared array with 1 keeps it, unless it must be
-  `full`; every other array gets size * rows.
+  `shape` is (size of the mapped axis, rows). The leading axis has `rows` entries or 1. A shared
+  array with 1 keeps it, unless it must be `full`; every other array gets size * rows.
   """
   if dim is None and x.shape[0] == 1 and not full:
     return x
@@ -331,9 +331,10 @@ def _rows_of(args: Sequence[Any], dims: Sequence[int | None], labels: list[str],
 def _lower_sharded(ctx: Any, args: Sequence[Any], compute: Callable[..., list[jax.Array]],
                    labels: Sequence[str], results: Sequence[str], call: _Call) -> Any:
   """Lowers a primitive so that the compiler's partitioner shards it."""
+  assert call.mesh is not None
   def local(*args: jax.Array) -> list[jax.Array]:
-    *args, _, rows, heads = args
-    operands, rest = _split(args, call, len(args) - call.structure.num_leaves)
+    *given, _, rows, heads = args
+    operands, rest = _split(given, call, len(given) - call.structure.num_leaves)
     leaves, structure = jax.tree.flatten(partition_rules.with_numbers(operands, rows, heads))
     return compute(*leaves, *rest, call=call._replace(structure=structure))
   operands = _operands(ctx.avals_in[:call.structure.num_leaves], call)

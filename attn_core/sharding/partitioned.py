@@ -10,13 +10,13 @@ axis; they are read here as shardings over a mesh with an axis for each prime fa
 from collections.abc import Callable, Sequence
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import mlir
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding, Sharding
 import numpy as np
 
 from attn_core.sharding import partition
@@ -36,22 +36,33 @@ class Rule(NamedTuple):
 class Plan(NamedTuple):
   """The computation of one device, and the mesh axes of every dimension around it."""
 
-  local: Callable[..., Any]
+  local: Callable[..., list[jax.Array]]
   arguments: Sequence[Sequence[Axes]]
   results: Sequence[Sequence[Axes]]
 
 
-# (mesh, arguments and results with `shape` and `sharding`) -> the plan
-Planner = Callable[[Mesh, Sequence[Any], Sequence[Any]], Plan]
+class Chosen(Protocol):
+  """An array with the sharding that the partitioner has chosen for it."""
+
+  @property
+  def shape(self) -> tuple[int, ...]: ...
+
+  @property
+  def sharding(self) -> Sharding: ...
 
 
-def is_sharded(ctx: Any) -> bool:
+# (mesh, arguments, results) -> the plan
+Planner = Callable[[AbstractMesh, Sequence[Chosen], Sequence[Chosen]], Plan]
+Context = mlir.LoweringRuleContext
+
+
+def is_sharded(ctx: Context) -> bool:
   """Whether a computation is lowered for several devices, and not by parts of a shard_map."""
   return getattr(ctx.module_context.axis_context, "num_devices", 1) > 1
 
 
-def operation(results: Sequence[Any], rule: Rule, planner: Planner,
-              mesh: AnyMesh) -> Callable[..., list]:
+def operation(results: Sequence[jax.core.ShapedArray], rule: Rule, planner: Planner,
+              mesh: AnyMesh) -> Callable[..., list[jax.Array]]:
   """Returns an operation for `lower`, with the arguments of `Plan.local`.
 
   Args:
@@ -74,7 +85,8 @@ def operation(results: Sequence[Any], rule: Rule, planner: Planner,
   return found
 
 
-def lower(ctx: Any, compute: Callable[..., list], arguments: Sequence[Any]) -> Any:
+def lower(ctx: Context, compute: Callable[..., list[jax.Array]],
+          arguments: Sequence[Any]) -> Any:
   """Lowers a computation with an `operation` in it, for several devices.
 
   Args:
@@ -84,31 +96,26 @@ def lower(ctx: Any, compute: Callable[..., list], arguments: Sequence[Any]) -> A
   """
   # Devices are only counted. If JAX's own lowering asked for them, a program could have one mesh.
   context = ctx.module_context
-  axes = context.axis_context
+  axes: Any = context.axis_context
   context = context.replace(axis_context=dataclasses.replace(
       axes, device_assignment=tuple(range(axes.num_devices))))
   return mlir.lower_fun(compute, multiple_results=True)(
       ctx.replace(module_context=context), *arguments)
 
 
-def axes_of(x: Any, mesh: Mesh) -> list[Axes]:
-  """Returns the mesh axes that shard each dimension of an array; () where none or others do.
-
-  Args:
-    x: `shape`, and the `sharding` that the partitioner has chosen.
-    mesh: the mesh of a `Planner`.
-  """
+def axes_of(x: Chosen, mesh: AbstractMesh) -> list[Axes]:
+  """Returns the mesh axes of a `Planner` that shard each dimension; () where none or others do."""
   slices = x.sharding.devices_indices_map(x.shape)
   blocks = x.sharding.shard_shape(x.shape)
   found = []
   for dimension, (size, block) in enumerate(zip(x.shape, blocks)):
     index = np.array([(slices[device][dimension].start or 0) // max(block, 1)
-                      for device in mesh.devices.flat]).reshape(mesh.devices.shape)
+                      for device in range(mesh.size)]).reshape(mesh.axis_sizes)
     found.append(_axes_of_index(index, mesh.axis_names) if size == 0 or size % block == 0 else ())
   return found
 
 
-def size_of(axes: Axes, mesh: Mesh) -> int:
+def size_of(axes: Axes, mesh: AbstractMesh) -> int:
   """Returns the number of devices along some mesh axes."""
   return math.prod(mesh.shape[axis] for axis in axes)
 
@@ -132,11 +139,10 @@ def _axes_of_index(index: np.ndarray, names: Sequence[str]) -> Axes:
   return tuple(names[i] for i in axes)
 
 
-def _digits(mesh: AnyMesh) -> Mesh:
-  """Returns a mesh with an axis for each prime factor of the axes; its devices are numbers."""
-  sizes = [prime for size in mesh.shape.values() for prime in _primes(size)]
-  return Mesh(np.arange(math.prod(sizes)).reshape(sizes), tuple(
-      f"digit{i}" for i in range(len(sizes))))
+def _digits(mesh: AnyMesh) -> AbstractMesh:
+  """Returns a mesh with an axis for each prime factor of the axes."""
+  sizes = tuple(prime for size in mesh.shape.values() for prime in _primes(size))
+  return AbstractMesh(sizes, tuple(f"digit{i}" for i in range(len(sizes))))
 
 
 def _primes(number: int) -> list[int]:

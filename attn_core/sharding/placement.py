@@ -120,13 +120,13 @@ def ordered_rules(rules: Rules, mesh: AnyMesh, typed: Rules | None = None) -> Or
     typed: the rules of its Explicit axes, in their own order; None: it has none.
   """
   explicit = explicit_axes.names(mesh)
-  def merged(spec: P, own: P | None) -> P:
-    of_types = [()] * 4 if own is None else entries(own)
+  def merged(spec: P, own: P) -> P:
+    of_types = entries(own)
     return partition.to_spec([first + tuple(
         axis for axis in mesh.axis_names if axis in rest and axis not in explicit)
                               for first, rest in zip(of_types, entries(spec))])
-  return OrderedRules(merged(rules.query, typed and typed.query),
-                      merged(rules.key, typed and typed.key))
+  own = OrderedRules(P(), P()) if typed is None else typed
+  return OrderedRules(merged(rules.query, own.query), merged(rules.key, own.key))
 
 
 def unknown_axes(placement: Placement, partition_axis: partition.PartitionAxis) -> tuple[str, ...]:

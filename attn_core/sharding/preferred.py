@@ -14,7 +14,7 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 
 from attn_core.sharding import partition, partitioned
 from attn_core.sharding.context_parallel import AnyMesh
@@ -24,7 +24,7 @@ def prefer(x: jax.Array, mesh: AnyMesh, axes: Mapping[int, tuple[str, ...]]) -> 
   """Returns an array, sharded over mesh axes in dimensions where it is not sharded otherwise.
 
   Args:
-    x: any array; its derivatives are sharded alike.
+    x: any array.
     mesh: a mesh of Auto axes.
     axes: dimension -> mesh axes that divide it.
   """
@@ -42,34 +42,30 @@ def _identity(x: jax.Array, *examples: jax.Array) -> list[jax.Array]:
   return [x]
 
 
-def _plan(mesh: Mesh, arguments: Sequence[Any], results: Sequence[Any]) -> partitioned.Plan:
+def _plan(mesh: AbstractMesh, arguments: Sequence[partitioned.Chosen],
+          results: Sequence[partitioned.Chosen]) -> partitioned.Plan:
   """Plans the identity of one device, with the sharding that the partitioner chose for it."""
   axes = partitioned.axes_of(results[0], mesh)
   return partitioned.Plan(_identity, [axes] + [
       partitioned.axes_of(x, mesh) for x in arguments[1:]], [axes])
 
 
-def _lower(ctx: Any, x: Any, *examples: Any, dimensions: tuple[int, ...], mesh: AnyMesh) -> Any:
+def _lower(ctx: partitioned.Context, x: Any, *examples: Any, dimensions: tuple[int, ...],
+           mesh: AnyMesh) -> Any:
   if not partitioned.is_sharded(ctx):
     return [x]
-  names = [f"n{i}" for i in range(ctx.avals_in[0].ndim)]
-  whole = " ".join(names)
-  rule = partitioned.Rule(f"{', '.join([whole, *(names[d] for d in dimensions)])} -> {whole}")
+  whole = [f"n{i}" for i in range(len(ctx.avals_in[0].shape))]  # type: ignore[attr-defined]
+  text = lambda names: " ".join(names)
+  rule = partitioned.Rule(
+      f"{', '.join([text(whole), *(whole[d] for d in dimensions)])} -> {text(whole)}")
   return partitioned.lower(ctx, partitioned.operation(ctx.avals_out, rule, _plan, mesh),
                            (x, *examples))
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **parameters: Any) -> tuple:
-  (x, *examples), (d_x, *_) = primals, tangents
-  bind = lambda x: _prefer_p.bind(x, *examples, **parameters)
-  return bind(x), d_x if type(d_x) is ad.Zero else bind(d_x)
-
-
-def _transpose(cotangent: Any, x: Any, *examples: Any, **parameters: Any) -> list:
-  del x
-  if type(cotangent) is not ad.Zero:
-    cotangent = _prefer_p.bind(cotangent, *examples, **parameters)
-  return [cotangent, *[None] * len(examples)]
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, dimensions: tuple[int, ...],
+         mesh: AnyMesh) -> tuple:
+  # Derivatives are sharded as whatever they are computed from.
+  return _prefer_p.bind(*primals, dimensions=dimensions, mesh=mesh), tangents[0]
 
 
 def _batch(arguments: Sequence[Any], dims: Sequence[int | None], *,
@@ -82,9 +78,8 @@ def _batch(arguments: Sequence[Any], dims: Sequence[int | None], *,
 
 
 _prefer_p = Primitive("prefer_sharding")
-_prefer_p.def_impl(lambda x, *examples, **parameters: x)
-_prefer_p.def_abstract_eval(lambda x, *examples, **parameters: x)
+_prefer_p.def_impl(lambda x, *examples, dimensions, mesh: x)
+_prefer_p.def_abstract_eval(lambda x, *examples, dimensions, mesh: x)
 mlir.register_lowering(_prefer_p, _lower)
 ad.primitive_jvps[_prefer_p] = _jvp
-ad.primitive_transposes[_prefer_p] = _transpose
 batching.primitive_batchers[_prefer_p] = _batch

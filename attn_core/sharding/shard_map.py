@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from attn_core.masks import mask as mask_lib
-from attn_core.sharding import explicit_axes, preferred
+from attn_core.sharding import explicit_axes, partition, preferred
 from attn_core.sharding.placement import AnyMesh, Placement
 from attn_core.types import AttentionOutput, Call, MaskOperands, Operands, operands_like
 
@@ -31,9 +31,14 @@ _mask_like: Callable[..., MaskOperands] = MaskOperands
 
 def resharded(operands: Tree, specs: Tree, mesh: AnyMesh) -> Tree:
   """Returns the operands as `jax.shard_map` expects them if axes of the mesh are Explicit."""
-  if not any(kind == AxisType.Explicit for kind in mesh.axis_types):
+  explicit = explicit_axes.names(mesh)
+  if not explicit:
     return operands
-  return jax.tree.map(lambda x, spec: jax.sharding.reshard(x, NamedSharding(mesh, spec)),
+  def of_types(spec: P) -> P:
+    names = [partition.axis_names(entry, "a spec") for entry in spec]
+    return partition.to_spec([tuple(axis for axis in entry if axis in explicit)
+                              for entry in names])
+  return jax.tree.map(lambda x, spec: explicit_axes.reshard(x, mesh, of_types(spec)),
                       operands, specs)
 
 
