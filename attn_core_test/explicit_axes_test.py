@@ -365,14 +365,18 @@ class ExplainTest(parameterized.TestCase):
 class RefusalsTest(parameterized.TestCase):
   """Axes that no metadata names are refused where the partitioner cannot place the call."""
 
-  def check(self, mesh, **arguments):
+  def check(self, mesh, platform=None, **arguments):
     x = jax.ShapeDtypeStruct((B, T, H, D), np.float32)
-    run = lambda metadata: jax.eval_shape(
-        lambda x: attention(x, x, x, metadata=metadata, **arguments).attention_outputs, x)
+    run = lambda **fields: jax.eval_shape(lambda x: attention(
+        x, x, x, metadata=OperationMetadata(platform=platform, **fields),
+        **arguments).attention_outputs, x)
     with jax.set_mesh(mesh):
       with self.assertRaisesRegex(ValueError, "names no mesh axis 'data'.*PartitionAxis"):
-        run(None)
-      run(OperationMetadata(partition_axis=PartitionAxis(batch_axis="data")))
+        run()
+      run(partition_axis=PartitionAxis(batch_axis="data"))
+
+  def test_on_a_platform_without_a_partitioner(self):
+    self.check(mesh_of(("data", "tp"), AxisType.Auto, (2, 4)), platform="tpu")
 
   def test_together_with_a_sharded_sequence(self):
     self.check(mesh_of(("data", "sp"), AxisType.Auto, (2, 4)), mechanism="ring")

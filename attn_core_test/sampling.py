@@ -34,7 +34,9 @@ QUICK = {
     "caches_attention_test.*refuse*": 1, "caches_attention_test.*": 3,
     "plan_test.CollectivesTest.*": 2, "cudnn_test.*.test_a_nan*": 1, "cudnn_test.ValuesTest.*": 2,
     "gpu_suite_test.*": 2, "tpu_suite_test.*": 2,
-    "page_stripes_test.EqualityTest.*": 2}
+    "page_stripes_test.EqualityTest.*": 2,
+    "explicit_axes_test.CollectivesTest.test_none*": 5,
+    "explicit_axes_test.ExplicitValuesTest.test_keys_otherwise*": 3}
 
 # Module -> number of processes that share its tests. These start first, in this order.
 SHARDS = {

@@ -6,10 +6,13 @@ import jax
 
 from attn_core.arguments.normalize import Normalized
 from attn_core.config import metadata as metadata_lib
+from attn_core.config.metadata import OperationMetadata
 from attn_core.dispatch import selection
 from attn_core.dispatch.capabilities import Implementation, Request
 from attn_core.sharding import context_parallel, explicit_axes, placement as placement_lib
-from attn_core.sharding.partition import PartitionAxis
+
+# Platforms whose compilers take a partitioner of operations from a library; libtpu takes none.
+PARTITIONED = ("cpu", "gpu")
 
 
 def question_of(normal: Normalized) -> selection.Question:
@@ -58,7 +61,8 @@ def place(normal: Normalized,
   whole_mesh = metadata_lib.resolved_mesh(normal.metadata)
   mesh = placement_lib.mesh_in_force(typed_mesh or whole_mesh)
   if mesh is None:
-    return placement_lib.of_types(query)
+    return (placement_lib.of_types(query)
+            if metadata_lib.resolved_platform(normal.metadata) in PARTITIONED else None)
   reserved = _sequence_axes(normal, implementation, mesh)
   typed = None if typed_mesh is None else explicit_axes.rules_of(query, key, mesh, reserved)
   placement = placement_lib.place(
@@ -70,7 +74,7 @@ def place(normal: Normalized,
     placement = placement._replace(output=explicit_axes.output_spec(query, value, mesh))
   if reserved:
     placement = placement._replace(sequence=_sequence(normal, placement, whole_mesh))
-  return _left_to_the_partitioner(placement, normal.metadata.partition_axis)
+  return _left_to_the_partitioner(placement, normal.metadata)
 
 
 def _sequence_axes(normal: Normalized, implementation: Implementation | None,
@@ -100,20 +104,24 @@ def _sequence(normal: Normalized, placement: placement_lib.Placement,
 
 
 def _left_to_the_partitioner(placement: placement_lib.Placement,
-                             partition_axis: PartitionAxis) -> placement_lib.Placement:
+                             metadata: OperationMetadata) -> placement_lib.Placement:
   """Returns the placement, marked where the compiler's partitioner knows a better one.
 
   Raises:
     ValueError: an Auto axis that the metadata does not know, where the partitioner cannot place the
       call.
   """
-  unknown = placement_lib.unknown_axes(placement, partition_axis)
-  whole = placement.sequence is None and not placement.keys
-  if whole and placement_lib.is_auto(placement.mesh):
+  unknown = placement_lib.unknown_axes(placement, metadata.partition_axis)
+  platform = metadata_lib.resolved_platform(metadata)
+  if placement.sequence is not None or placement.keys:
+    why = "of a mesh whose other axes shard the sequence or the keys"
+  elif not placement_lib.is_auto(placement.mesh):
+    why = "of a mesh with Explicit or Manual axes"
+  elif platform not in PARTITIONED:
+    why = f"on platform {platform!r}, whose compiler asks no library for partitions"
+  else:
     return placement._replace(partitioner=bool(unknown) or placement_lib.is_ambiguous(placement))
   if unknown:
-    why = ("of a mesh with Explicit or Manual axes" if whole
-           else "of a mesh whose other axes shard the sequence or the keys")
     raise ValueError(
         f"metadata.partition_axis names no mesh axis {', '.join(map(repr, unknown))}, an Auto axis "
         f"{why}: every device along it would gather the arrays; expected PartitionAxis("
