@@ -108,9 +108,9 @@ def signature_of(operands: Operands, mask: jax.tree_util.PyTreeDef, labels: Sequ
                    Shapes(rows, heads, operands.key.shape[2]))
 
 
-def lower(ctx: partitioned.Context, arguments: Sequence[object],
+def lower(ctx: partitioned.Context, arguments: Sequence[partitioned.Value],
           compute: Callable[..., list[jax.Array]], signature: Signature, static: tuple,
-          mesh: AnyMesh) -> Sequence[object]:
+          mesh: AnyMesh) -> Sequence[partitioned.Value]:
   """Lowers a primitive so that the compiler's partitioner shards it.
 
   Args:

@@ -54,6 +54,7 @@ class Chosen(Protocol):
 # (mesh, arguments, results) -> the plan
 Planner = Callable[[AbstractMesh, Sequence[Chosen], Sequence[Chosen]], Plan]
 Context = mlir.LoweringRuleContext
+Value = Any  # a value of the lowered program
 
 
 def is_sharded(ctx: Context) -> bool:
@@ -86,7 +87,7 @@ def operation(results: Sequence[jax.core.ShapedArray], rule: Rule, planner: Plan
 
 
 def lower(ctx: Context, compute: Callable[..., list[jax.Array]],
-          arguments: Sequence[Any]) -> Any:
+          arguments: Sequence[Value]) -> Sequence[Value]:
   """Lowers a computation with an `operation` in it, for several devices.
 
   Args:
