@@ -17,7 +17,8 @@ kernels. So all first and second derivatives, in every mixture of forward and re
 block-wise and linear in memory, and vmap folds the mapped axis into the batch. Third derivatives
 are available in forward mode.
 
-The residuals carry the checkpoint names `attn_output` and `attn_lse`.
+The residuals carry the checkpoint names `attn_output` and `attn_lse`. Where the output has 16 bits,
+they include what was rounded off it (see `rounding`).
 """
 
 from collections.abc import Set
@@ -32,7 +33,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from attn_core.autodiff import partition_rules
+from attn_core.autodiff import folding, partition_rules, rounding
 from attn_core.kernels.common.contract import Kernel, Residuals
 from attn_core.masks import mask as mask_lib
 from attn_core.sharding import partitioned, varying_axes
@@ -49,6 +50,7 @@ class _Call(NamedTuple):
   structure: jax.tree_util.PyTreeDef  # of Operands
   names: tuple[str, ...]  # differentiable operands with a tangent or cotangent
   mesh: AnyMesh | None = None  # whose partitioner shards the call; None: runs on whole operands
+  num_residuals: int = 2  # out and lse; 3: out, lse and the rest of out
 
 
 def attend(kernel: Kernel, operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
@@ -95,24 +97,23 @@ def _forward(*args: jax.Array, call: _Call) -> Residuals:
 
 
 def _tangent(*args: jax.Array, call: _Call) -> Residuals:
-  operands, residuals, tangents = _split(args, call, 2, len(call.names))
-  return call.kernel.tangent(operands, call.spec, call.block_sizes, Residuals(*residuals),
+  operands, residuals, tangents = _split(args, call, call.num_residuals, len(call.names))
+  return call.kernel.tangent(operands, call.spec, call.block_sizes, rounding.join(*residuals),
                              dict(zip(call.names, tangents)))
 
 
 def _backward(*args: jax.Array, call: _Call) -> tuple[jax.Array, ...]:
-  operands, residuals, cotangents = _split(args, call, 2, 2)
-  return call.kernel.backward(operands, call.spec, call.block_sizes, Residuals(*residuals),
+  operands, residuals, cotangents = _split(args, call, call.num_residuals, 2)
+  return call.kernel.backward(operands, call.spec, call.block_sizes, rounding.join(*residuals),
                               Residuals(*cotangents), call.names)
 
 
 def _backward_jvp(*args: jax.Array, call: _Call) -> tuple[jax.Array, ...]:
   """Computes the derivative of `backward` along tangents of operands and of cotangents."""
   operands, residuals, cotangents, tangents, d_cotangents = _split(
-      args, call, 2, 2, len(call.names), 2)
+      args, call, call.num_residuals, 2, len(call.names), 2)
   kernel = call.kernel.differentiable or call.kernel
-  d_residuals = kernel.tangent(operands, call.spec, call.block_sizes, Residuals(*residuals),
-                               dict(zip(call.names, tangents)))
+  residuals, d_residuals = _d_residuals(operands, residuals, tangents, call)
   def backward(values: list[jax.Array], residuals: list[jax.Array],
                cotangents: list[jax.Array]) -> tuple[jax.Array, ...]:
     varied = operands._replace(**dict(zip(call.names, values)))
@@ -123,13 +124,22 @@ def _backward_jvp(*args: jax.Array, call: _Call) -> tuple[jax.Array, ...]:
                  (tangents, list(d_residuals), d_cotangents))[1]
 
 
+def _d_residuals(operands: Operands, residuals: Sequence[jax.Array], tangents: Sequence[jax.Array],
+                 call: _Call) -> tuple[list[jax.Array], list[jax.Array]]:
+  """Returns the residuals, joined, and their tangents along those of the operands."""
+  joined = rounding.join(*residuals)
+  kernel = call.kernel.differentiable or call.kernel
+  spec = call.spec if len(residuals) == 2 else rounding.exact(call.spec)
+  found = kernel.tangent(operands, spec, call.block_sizes, joined, dict(zip(call.names, tangents)))
+  return list(joined), list(found)
+
+
 def _tangent_jvp(*args: jax.Array, call: _Call) -> Residuals:
   """Computes the derivative of `tangent` along tangents of operands and of tangents."""
   operands, residuals, tangents, directions, d_tangents = _split(
-      args, call, 2, *[len(call.names)] * 3)
+      args, call, call.num_residuals, *[len(call.names)] * 3)
   kernel = call.kernel.differentiable or call.kernel
-  d_residuals = kernel.tangent(operands, call.spec, call.block_sizes, Residuals(*residuals),
-                               dict(zip(call.names, directions)))
+  residuals, d_residuals = _d_residuals(operands, residuals, directions, call)
   def tangent(values: list[jax.Array], residuals: list[jax.Array],
               tangents: list[jax.Array]) -> Residuals:
     varied = operands._replace(**dict(zip(call.names, values)))
@@ -155,7 +165,8 @@ def _residual_avals(*avals: Any, call: _Call) -> list[Any]:
                   for name in ("query", "value"))
   batch, length, heads, _ = query.shape
   lse_dtype = at_least_float32(call.spec.softmax_dtype)
-  return [_like(query, (batch, length, heads, value.shape[-1]), query.dtype),
+  dtype = call.spec.out_dtype or query.dtype
+  return [_like(query, (batch, length, heads, value.shape[-1]), dtype),
           _like(query, (batch, heads, length), lse_dtype)]
 
 
@@ -169,16 +180,29 @@ def _cotangent_avals(*avals: Any, call: _Call) -> list[Any]:
 
 
 def _forward_jvp_rule(primals: Sequence[Any], tangents: Sequence[Any], *, call: _Call) -> tuple:
-  out, lse = _forward_p.bind(*primals, call=call)
-  # The derivative reads the named values, so that a remat policy can keep them.
-  out, lse = checkpoint_name(out, "attn_output"), checkpoint_name(lse, "attn_lse")
+  out, lse, *rest = _residuals(primals, call)
   given = {name: t for name, t in _operands(tangents, call)._asdict().items()
            if name in DIFFERENTIABLE and t is not None and type(t) is not ad.Zero}
   if not given:
     return [out, lse], [
         ad.Zero.from_primal_value(x) for x in (out, lse)]  # type: ignore[attr-defined]
-  call = call._replace(names=tuple(given))
-  return [out, lse], _tangent_p.bind(*primals, out, lse, *given.values(), call=call)
+  call = call._replace(names=tuple(given), num_residuals=2 + len(rest))
+  return [out, lse], _tangent_p.bind(*primals, out, lse, *rest, *given.values(), call=call)
+
+
+def _residuals(primals: Sequence[Any], call: _Call) -> list[jax.Array]:
+  """Returns out, lse and, where out has 16 bits, the rest of it.
+
+  The derivative reads the named values, so that a remat policy can keep them.
+  """
+  dtype, rest = _operands(primals, call).query.dtype, list[jax.Array]()
+  if call.spec.out_dtype is not None or dtype.itemsize > 2:
+    out, lse = _forward_p.bind(*primals, call=call)
+  else:
+    exact, lse = _forward_p.bind(*primals, call=call._replace(spec=rounding.exact(call.spec)))
+    out, *rest = rounding.split(exact, dtype)
+  return [checkpoint_name(out, "attn_output"), checkpoint_name(lse, "attn_lse"),
+          *(checkpoint_name(x, "attn_output") for x in rest)]
 
 
 def _tangent_transpose_rule(cotangents: Sequence[Any], *args: Any, call: _Call) -> list:
@@ -211,11 +235,11 @@ def _tangent_jvp_rule(primals: Sequence[Any], tangents: Sequence[Any], *, call: 
 
 
 def _tangent_jvp_transpose_rule(cotangents: Sequence[Any], *args: Any, call: _Call) -> list:
-  n, count = call.structure.num_leaves, len(call.names)
-  constants, linear = args[:n + 2 + count], args[n + 2 + count:]
+  n, count = call.structure.num_leaves + call.num_residuals, len(call.names)
+  constants, linear = args[:n + count], args[n + count:]
   cotangents = [ad.instantiate_zeros(c) for c in cotangents]
   zeros = [jnp.zeros(c.shape, c.dtype) for c in cotangents]
-  operands, given = constants[:n + 2], constants[n + 2:]
+  operands, given = constants[:n], constants[n:]
   found = [*_backward_jvp_p.bind(*operands, *cotangents, *given, *zeros, call=call),
            *_backward_p.bind(*operands, *cotangents, call=call)]
   return [None] * len(constants) + [
@@ -235,8 +259,8 @@ def _backward_jvp_rule(primals: Sequence[Any], tangents: Sequence[Any], *, call:
 
 
 def _backward_jvp_transpose_rule(cotangents: Sequence[Any], *args: Any, call: _Call) -> list:
-  n = call.structure.num_leaves
-  constants, linear = args[:n + 4], args[n + 4:]
+  n = call.structure.num_leaves + call.num_residuals + 2
+  constants, linear = args[:n], args[n:]
   directions = [ad.instantiate_zeros(c) for c in cotangents]
   zeros = [jnp.zeros(c.shape, c.dtype) for c in constants[-2:]]
   found = [*_backward_jvp_p.bind(*constants, *directions, *zeros, call=call),
@@ -266,20 +290,6 @@ def _operand_labels(call: _Call) -> list[str]:
           for label in (arrays + rest if name == "mask" else [name])]
 
 
-def _fold(x: jax.Array, dim: int | None, shape: tuple[int, int], full: bool,
-          rows_first: bool) -> jax.Array:
-  """Folds a mapped axis at `dim` (None: shared) into the leading axis.
-
-  `shape` is (size of the mapped axis, rows). The leading axis has `rows` entries or 1. A shared
-  array with 1 keeps it, unless it must be `full`; every other array gets size * rows.
-  """
-  if dim is None and x.shape[0] == 1 and not full:
-    return x
-  x = x[None] if dim is None else jnp.moveaxis(x, dim, 0)
-  x = jnp.broadcast_to(x, (*shape, *x.shape[2:]))
-  return (x.swapaxes(0, 1) if rows_first else x).reshape(-1, *x.shape[2:])
-
-
 def _batch(primitive: Primitive, labels_of: Callable[[_Call], list[str]], args: Sequence[Any],
            dims: Sequence[int | None], *, call: _Call) -> tuple[list, list[int]]:
   size = next(x.shape[d] for x, d in zip(args, dims) if d is not None)
@@ -299,7 +309,7 @@ def _batch(primitive: Primitive, labels_of: Callable[[_Call], list[str]], args: 
   full = {"query", "lse", "key", "value", "key_scale", "value_scale", *call.names}
   # The partitioner keeps a sharding of the rows where they are the slower part of an axis.
   rows_first = call.mesh is not None
-  folded = [x if label == "whole" else _fold(x, d, (size, rows), label in full, rows_first)
+  folded = [x if label == "whole" else folding.fold(x, d, (size, rows), label in full, rows_first)
             for x, d, label in zip(args, dims, labels)]
   operands, rest = _split(folded, call, len(args) - call.structure.num_leaves)
   if operands.mask.batch_index is None:
@@ -309,20 +319,12 @@ def _batch(primitive: Primitive, labels_of: Callable[[_Call], list[str]], args: 
     operands = operands._replace(mask=operands.mask._replace(batch_index=index))
   leaves, structure = jax.tree.flatten(varying_axes.unify(operands))
   outs = primitive.bind(*leaves, *rest, call=call._replace(structure=structure))
-  outs = [x.reshape(rows, size, *x.shape[1:]).swapaxes(0, 1) if rows_first
-          else x.reshape(size, rows, *x.shape[1:]) for x in outs]
+  outs = [folding.unfold(x, (size, rows), rows_first) for x in outs]
   if primitive in (_backward_p, _backward_jvp_p):
-    shared = [_rows_of(args, dims, labels, name) == 1 for name in call.names]
+    shared = [folding.rows_of(args, dims, labels, name) == 1 for name in call.names]
     outs = [x.sum(1, keepdims=True).astype(x.dtype) if one and rows > 1 else x
             for x, one in zip(outs, shared)]
   return outs, [0] * len(outs)
-
-
-def _rows_of(args: Sequence[Any], dims: Sequence[int | None], labels: list[str],
-             name: str) -> int:
-  """Returns the rows of an operand, not counting the mapped axis."""
-  x, dim = next((x, d) for x, d, label in zip(args, dims, labels) if label == name)
-  return x.shape[1 if dim == 0 else 0]
 
 
 # --- The primitives. -----------------------------------------------------------------------------
@@ -346,7 +348,7 @@ def _lower_sharded(ctx: Any, args: Sequence[Any], compute: Callable[..., list[ja
 def _primitive(name: str, compute: Callable, avals: Callable, labels_of: Callable[[_Call], list],
                effects: Callable[[_Call], Set] = lambda call: frozenset()) -> Primitive:
   """Returns a primitive that runs `compute`; `labels_of` labels the arguments after operands."""
-  results_of = lambda call: _RESIDUALS if avals is _residual_avals else call.names
+  results_of = lambda call: _OUT_LSE if avals is _residual_avals else call.names
   compute = functools.wraps(compute)(functools.partial(_as_list, compute))
   primitive = Primitive(name)
   primitive.multiple_results = True
@@ -373,17 +375,25 @@ def _as_list(compute: Callable, *args: jax.Array, call: _Call) -> list[jax.Array
   return list(compute(*args, call=call))
 
 
-_RESIDUALS = ["query", "lse"]
+_OUT_LSE = ["query", "lse"]
+
+
+def _residual_labels(call: _Call) -> list[str]:
+  return ["query", "lse", "query"][:call.num_residuals]
+
+
 _forward_p = _primitive("attention_forward", _forward, _residual_avals, lambda call: [],
                         lambda call: call.kernel.effects())
 _tangent_p = _primitive("attention_tangent", _tangent, _residual_avals,
-                        lambda call: _RESIDUALS + list(call.names))
+                        lambda call: _residual_labels(call) + list(call.names))
 _backward_p = _primitive("attention_backward", _backward, _cotangent_avals,
-                         lambda call: _RESIDUALS * 2, lambda call: call.kernel.effects())
+                         lambda call: _residual_labels(call) + _OUT_LSE,
+                         lambda call: call.kernel.effects())
 _backward_jvp_p = _primitive("attention_backward_jvp", _backward_jvp, _cotangent_avals,
-                      lambda call: _RESIDUALS * 2 + list(call.names) + _RESIDUALS)
+                             lambda call: (_residual_labels(call) + _OUT_LSE + list(call.names)
+                                           + _OUT_LSE))
 _tangent_jvp_p = _primitive("attention_tangent_jvp", _tangent_jvp, _residual_avals,
-                     lambda call: _RESIDUALS + list(call.names) * 3)
+                            lambda call: _residual_labels(call) + list(call.names) * 3)
 
 ad.primitive_jvps[_forward_p] = _forward_jvp_rule
 ad.primitive_jvps[_tangent_p] = _tangent_jvp_rule

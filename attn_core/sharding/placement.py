@@ -130,8 +130,8 @@ def ordered_rules(rules: Rules, mesh: AnyMesh, typed: Rules | None = None) -> Or
 
 
 def unknown_axes(placement: Placement, partition_axis: partition.PartitionAxis) -> tuple[str, ...]:
-  """Returns the Auto axes of several devices that no field of a `PartitionAxis` names."""
-  known = {name for field, axes in partition_axis._asdict().items()
+  """Returns the Auto axes of several devices that neither a `PartitionAxis` nor `ring` names."""
+  known = {*(placement.length or ())} | {name for field, axes in partition_axis._asdict().items()
            for name in partition.axis_names(axes, f"partition_axis.{field}")}
   return tuple(axis for axis in _auto_axes(placement.mesh) if axis not in known)
 
