@@ -30,8 +30,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
-from jax.typing import DTypeLike
 
 from attn_core.autodiff import folding, partition_rules, rounding
 from attn_core.kernels.common.contract import Kernel, Residuals
@@ -153,26 +151,19 @@ def _tangent_jvp(*args: jax.Array, call: _Call) -> Residuals:
 # --- Shapes. -------------------------------------------------------------------------------------
 
 
-def _like(aval: Any, shape: Sequence[int], dtype: DTypeLike) -> Any:
-  """Returns an abstract array that varies over the same manual mesh axes as `aval`."""
-  sharding = NamedSharding(aval.sharding.mesh, PartitionSpec(*[None] * len(shape)))
-  return aval.update(shape=tuple(shape), dtype=jnp.dtype(dtype), weak_type=False,
-                     sharding=sharding)
-
-
 def _residual_avals(*avals: Any, call: _Call) -> list[Any]:
   query, value = (getattr(_operands(avals[:call.structure.num_leaves], call), name)
                   for name in ("query", "value"))
   batch, length, heads, _ = query.shape
   lse_dtype = at_least_float32(call.spec.softmax_dtype)
   dtype = call.spec.out_dtype or query.dtype
-  return [_like(query, (batch, length, heads, value.shape[-1]), dtype),
-          _like(query, (batch, heads, length), lse_dtype)]
+  return [varying_axes.like(query, (batch, length, heads, value.shape[-1]), dtype),
+          varying_axes.like(query, (batch, heads, length), lse_dtype)]
 
 
 def _cotangent_avals(*avals: Any, call: _Call) -> list[Any]:
   operands = _operands(avals[:call.structure.num_leaves], call)
-  return [_like(operands.query, x.shape, x.dtype)
+  return [varying_axes.like(operands.query, x.shape, x.dtype)
           for x in (getattr(operands, name) for name in call.names)]
 
 
@@ -227,7 +218,7 @@ def _tangent_jvp_rule(primals: Sequence[Any], tangents: Sequence[Any], *, call: 
   count = len(call.names)
   first = dict(zip(call.names, primals[-count:]))
   second = dict(zip(call.names, map(ad.instantiate_zeros, tangents[-count:])))
-  given, d_given = ([x.get(name, jnp.zeros_like(d)) for name, d in zip(names, directions)]
+  given, d_given = ([x.get(name, jnp.zerosvarying_axes.like(d)) for name, d in zip(names, directions)]
                     for x in (first, second))
   outs = _tangent_p.bind(*primals, call=call)
   return outs, _tangent_jvp_p.bind(*primals[:-count], *given, *directions, *d_given,
