@@ -218,7 +218,7 @@ def _tangent_jvp_rule(primals: Sequence[Any], tangents: Sequence[Any], *, call: 
   count = len(call.names)
   first = dict(zip(call.names, primals[-count:]))
   second = dict(zip(call.names, map(ad.instantiate_zeros, tangents[-count:])))
-  given, d_given = ([x.get(name, jnp.zerosvarying_axes.like(d)) for name, d in zip(names, directions)]
+  given, d_given = ([x.get(name, jnp.zeros_like(d)) for name, d in zip(names, directions)]
                     for x in (first, second))
   outs = _tangent_p.bind(*primals, call=call)
   return outs, _tangent_jvp_p.bind(*primals[:-count], *given, *directions, *d_given,
