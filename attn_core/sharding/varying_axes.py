@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from jax.typing import DTypeLike
 
 Tree = TypeVar("Tree")
+Aval = Any  # an abstract array
 
 
 def unify(tree: Tree) -> Tree:
@@ -33,7 +34,7 @@ def initial_carry(like: Any, carry: Tree) -> Tree:
   return unify((like, carry))[1]
 
 
-def like(aval: Any, shape: Sequence[int], dtype: DTypeLike) -> Any:
+def like(aval: Aval, shape: Sequence[int], dtype: DTypeLike) -> Aval:
   """Returns an abstract array that varies over the same manual mesh axes as `aval`."""
   sharding = NamedSharding(aval.sharding.mesh, P(*[None] * len(shape)))
   return aval.update(shape=tuple(shape), dtype=jnp.dtype(dtype), weak_type=False,
