@@ -59,7 +59,8 @@ def normalize(a: AttentionArguments) -> steps.Normalized:
   checks.require(0 not in query.shape, "query", checks.describe(query), "no dimension of size 0")
   checks.require(isinstance(a.cache_view, layout), "cache_view", type(a.cache_view).__name__,
                  f"a {layout.__name__}, which mechanism {mechanism!r} reads")
-  cache, cache_metadata = cast(Pages, a.cache_view), cast(layouts.PagesMetadata, a.cache_metadata)
+  cache = cast(Pages, a.cache_view)
+  cache_metadata = layouts.checked(cast(layouts.PagesMetadata, a.cache_metadata))
   validate.check(cache, cache_metadata, query.shape[0])
   checks.require(mechanism != "page_attention" or cache_metadata.query_start_loc is None,
                  "cache_metadata.query_start_loc", "an array", "None: page_attention has one query "
@@ -81,7 +82,9 @@ def normalize(a: AttentionArguments) -> steps.Normalized:
   features = features_lib.features_of(a, dense)
   del features["cache"]
   features["pages"] = f"a cache_view of {layout.__name__}"
-  placed = shard_paged.place(metadata.get_shardings(a.mode, "bthd"),
+  mode = a.mode or ("__autoregressive__" if cache_metadata.query_start_loc is None
+                    else "__prefill__")
+  placed = shard_paged.place(metadata.get_shardings(mode, "bthd"),
                              metadata_lib.resolved_mesh(metadata), operands, heads.key_heads)
   reason = placed.unsupported_reason
   error = NotImplementedError(reason) if reason else None

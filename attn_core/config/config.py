@@ -24,7 +24,7 @@ from attn_core.rope.frequencies import Rope, check_rope
 from attn_core.sharding import mesh as mesh_lib
 from attn_core.sharding.partition import PartitionAxis, axis_names
 from attn_core.sharding.rules import check_rules
-from attn_core.types import AttentionMechanism, BlockSizes
+from attn_core.types import OTHER_MECHANISM_NAMES, AttentionMechanism, BlockSizes
 
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
@@ -255,7 +255,8 @@ def validated(config: AttnConfig) -> AttnConfig:
   normal: dict[str, Any] = {"partition_axis": config.partition_axis or PartitionAxis()}
   for name in ("attn_mechanism", "decode_attn_mechanism"):
     if getattr(config, name) is not None:
-      checks.one_of(name, getattr(config, name), [m.value for m in AttentionMechanism])
+      checks.one_of(name, getattr(config, name), [m.value for m in AttentionMechanism],
+                    OTHER_MECHANISM_NAMES)
       normal[name] = AttentionMechanism(getattr(config, name)).value
   for name in ("attn_dtype", "kvdtype", "attn_softmax_dtype"):
     normal[name] = _dtype(name, getattr(config, name), optional=name == "kvdtype")

@@ -135,15 +135,14 @@ def _packed(argument: str, cu_seqlens: Array, of_total: str,
   expected = (f"int32 [B + 1] offsets that start at 0, never decrease, and end at most at "
               f"{of_total}={total}")
   checks.require(cu_seqlens is not None, argument, None, expected)
-  offsets = jnp.asarray(cu_seqlens)
-  checks.require(offsets.ndim == 1 and offsets.shape[0] >= 2
-                 and jnp.issubdtype(offsets.dtype, jnp.integer), argument,
-                 checks.describe(offsets), expected)
+  offsets = checks.int32(argument, cu_seqlens, expected)
+  checks.require(offsets.ndim == 1 and offsets.shape[0] >= 2, argument, checks.describe(offsets),
+                 expected)
   if not isinstance(offsets, jax.core.Tracer):
     known = np.asarray(offsets)
     checks.require(known[0] == 0 and (np.diff(known) >= 0).all() and known[-1] <= total,
                    argument, known.tolist(), expected)
-  offsets = offsets.astype(jnp.int32)
+  offsets = jnp.asarray(offsets)
   token = jnp.arange(total, dtype=jnp.int32)
   segment = jnp.searchsorted(offsets, token, side="right").astype(jnp.int32) - 1
   inside = token < offsets[-1]
