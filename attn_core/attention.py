@@ -87,8 +87,9 @@ def attention(
 
   Args:
     query: float [B, T, H, D] in layout bthd, [B, H, T, D] in bhtd, [total_q, H, D] in thd.
-    key: float [B, S, K, D], with heads and time as in the query; the query's dtype.
-    value: float [B, S, K, E]; the query's dtype.
+    key: float [B, S, K, D], with heads and time as in the query; of the query's dtype, unless
+      `compute_dtype` is given.
+    value: float [B, S, K, E]; likewise.
     mechanism: a name of `AttentionMechanism`. A named mechanism is never replaced by another;
       "auto" takes the platform's first one that supports every argument.
     metadata: `OperationMetadata`: mesh, axes, platform, dtypes, defaults; None: the defaults.
@@ -132,8 +133,8 @@ def attention(
       denominator.
     precision: `jax.lax.PrecisionLike` of both products; None: operands of 32 and 64 bits are
       multiplied as such on every platform, whatever `jax.default_matmul_precision` says.
-    compute_dtype: dtype that query, key and value are cast to; None: their own, or the metadata's
-      runtime_dtype where that has 16 bits.
+    compute_dtype: dtype that query, key and value are cast to, and with it they, a cache and pages
+      may differ in dtype; None: their own, or the metadata's runtime_dtype where that has 16 bits.
     block_sizes: `BlockSizes` (tokens); never changes the meaning.
     policy: remat policy, or its name: the backward recomputes what the policy does not save.
     prevent_cse: as in `jax.checkpoint`; matters with `policy` only.

@@ -173,8 +173,16 @@ def suggestion(x: object, known: Collection[object],
   return f"; did you mean {' or '.join(map(repr, meant))}?" if meant else ""
 
 
-def query_key_value(query: Array, key: Array, value: Array, *, quantized: bool = False) -> None:
+def query_key_value(query: Array, key: Array, value: Array, *, quantized: bool = False,
+                    mixed: bool = False) -> None:
   """Checks shapes and dtypes in layout bthd; a quantized key and value may have any dtype.
+
+  Args:
+    query: [B, T, H, D].
+    key: [B, S, K, D].
+    value: [B, S, K, E].
+    quantized: whether key and value may have any dtype.
+    mixed: whether key and value may have any floating-point dtype.
 
   Raises:
     ValueError: any disagreement, or an empty dimension.
@@ -185,8 +193,9 @@ def query_key_value(query: Array, key: Array, value: Array, *, quantized: bool =
     floating("value", value, 4, "[B, S, K, E]")
   for name, x in (("query", query), ("key", key), ("value", value)):
     require(0 not in x.shape, name, describe(x), "no dimension of size 0")
-    require(quantized or x.dtype == query.dtype, name, describe(x),
-            f"the query's dtype {query.dtype}; cast one of them (a cache has that of its init)")
+    require(quantized or mixed or x.dtype == query.dtype, name, describe(x),
+            f"the query's dtype {query.dtype}; pass compute_dtype to compute in one dtype, or cast "
+            "one of them (a cache has that of its init)")
   batch, _, heads, width = query.shape
   require(key.shape[0] == batch and key.shape[3] == width, "key", describe(key),
           f"[{batch}, S, K, {width}], B and D of the query {describe(query)}")

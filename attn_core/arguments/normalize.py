@@ -234,7 +234,7 @@ def _cast(
   """
   query, key, value = arrays
   quantized = scales[0] is not None
-  checks.query_key_value(query, key, value, quantized=quantized)
+  checks.query_key_value(query, key, value, quantized=quantized, mixed=compute_dtype is not None)
   dtype = normalize_compute_dtype(compute_dtype, runtime_dtype, query.dtype)
   if quantized:
     key, value, scales = quantize.constant((key, value, scales), "cache_view")

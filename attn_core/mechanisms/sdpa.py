@@ -76,7 +76,7 @@ def _local(implementation: _BackEnd, call: Call, operands: Operands) -> Attentio
     arrays = _in_32_bits(arrays)
   # Its overloads do not describe flags that are not literals.
   attend: Callable[..., Any] = jax.nn.dot_product_attention
-  with _configuration(operands.query.dtype):
+  with _configuration(operands.query.dtype), _named_without_cudnn():
     result = attend(
         *arrays, **masking.arguments, scale=spec.softmax_scale, implementation=implementation,
         return_residual=call.return_lse)
@@ -101,6 +101,20 @@ def _configuration(dtype: jnp.dtype) -> Iterator[None]:
   with (jax.default_matmul_precision("highest") if exact else contextlib.nullcontext(),
         jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")):
     yield
+
+
+@contextlib.contextmanager
+def _named_without_cudnn() -> Iterator[None]:
+  """Names the mechanism where JAX finds no cuDNN or no GPU that it runs on."""
+  try:
+    yield
+  except RuntimeError as error:
+    if "cudnn" not in str(error).lower():
+      raise
+    raise NotImplementedError(
+        f"metadata.platform='gpu': this mechanism runs by cuDNN, and JAX says: {error} Expected a "
+        "GPU with cuDNN; or platform=None, which is that of the default backend "
+        f"({jax.default_backend()!r} here); or mechanism='blockwise' or 'vanilla'") from error
 
 
 def _in_32_bits(arrays: _Arrays) -> _Arrays:
