@@ -43,8 +43,8 @@ class Int32Test(parameterized.TestCase):
     traced = jax.jit(lambda y: checks.int32("x", [y, 2], "integers"))(5)
     self.assertEqual((traced.dtype, traced.tolist()), (np.int32, [5, 2]))
 
-  @parameterized.parameters(("1",), (None,), ([1, [2, 3]],), ([True],), ([1.0],), (b"1",), ([2**40],),
-                            (True,))
+  @parameterized.parameters(("1",), (None,), ([1, [2, 3]],), ([True],), ([1.0],), (b"1",),
+                            ([2**40],), (True,))
   def test_others_are_refused(self, given):
     with self.assertRaisesRegex(ValueError, "x: got .*; expected .*integers"):
       checks.int32("x", given, "integers")
