@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from attn_core.types import are_known
+
 Array = jax.Array | np.ndarray
 
 
@@ -109,6 +111,19 @@ def floating(argument: str, x: object, rank: int, dimensions: str) -> Array:
   require(given.ndim == rank and jnp.issubdtype(given.dtype, jnp.floating), argument,
           describe(given), f"{dimensions} of a floating-point dtype")
   return given
+
+
+def known_sizes(argument: str, cache: object, query: Array) -> None:
+  """Checks that a call with a cache has no symbolic size.
+
+  Raises:
+    NotImplementedError: it has one.
+  """
+  if cache is not None and not are_known(*query.shape):
+    raise NotImplementedError(
+        f"{argument} with query {query.dtype}[{', '.join(map(str, query.shape))}]: symbolic sizes "
+        "of jax.export are not supported with a cache; export a program for each number of new "
+        "tokens, or calls without a cache")
 
 
 def broadcastable(argument: str, x: Array, shape: tuple[int, ...], dimensions: str) -> None:

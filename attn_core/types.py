@@ -218,6 +218,11 @@ def at_least_float32(dtype: DTypeLike) -> np.dtype:
   return np.promote_types(jnp.dtype(dtype), np.float32)
 
 
+def are_known(*sizes: object) -> bool:
+  """Returns whether all sizes are numbers; those of a `jax.export` may be symbolic."""
+  return all(isinstance(size, (int, np.integer)) for size in sizes)
+
+
 Integer = TypeVar("Integer", int, Array)
 
 

@@ -55,6 +55,7 @@ def normalize(a: AttentionArguments) -> Normalized:
   info = MaskInfo() if a.mask_info is None else a.mask_info
   scales: list[jax.Array | None] = [None, None]
   step, mode = None, a.mode or "__train__"
+  checks.known_sizes("cache_view", a.cache_view, query)
   if a.cache_view is None:
     checks.require(a.cache_metadata is None, "cache_metadata",
                    f"{type(a.cache_metadata).__name__} without cache_view", "a cache_view as well")

@@ -56,6 +56,7 @@ def normalize(a: AttentionArguments) -> steps.Normalized:
     checks.require(getattr(a, name) is None, name, "an array", "None: query_start_loc of "
                    "cache_metadata holds the offsets of the requests' queries")
   query = checks.floating("query", a.query, 3, "[T, H, D]")
+  checks.known_sizes("cache_view of pages", a.cache_view, query)
   checks.require(0 not in query.shape, "query", checks.describe(query), "no dimension of size 0")
   checks.require(isinstance(a.cache_view, layout), "cache_view", type(a.cache_view).__name__,
                  f"a {layout.__name__}, which mechanism {mechanism!r} reads")

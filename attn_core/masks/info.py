@@ -5,6 +5,7 @@
 from typing import NamedTuple
 
 import jax
+from jax import export
 import jax.numpy as jnp
 import numpy as np
 
@@ -13,6 +14,7 @@ from attn_core.masks import constructors, mask as mask_lib
 
 
 Array = mask_lib.Array
+_SYMBOLIC = type(export.symbolic_shape("t")[0])  # a number of tokens in a `jax.export`
 
 
 class MaskInfo(NamedTuple):
@@ -131,7 +133,8 @@ class MaskInfo(NamedTuple):
 def _packed(argument: str, cu_seqlens: Array, of_total: str,
             total: int) -> tuple[jax.Array, jax.Array]:
   """(segment ids, positions), int32 [1, total]; -1 and 0 past the last offset."""
-  checks.integer(of_total, total, "an int >= 1 (tokens)", lambda x: x >= 1)
+  if not isinstance(total, _SYMBOLIC):
+    checks.integer(of_total, total, "an int >= 1 (tokens)", lambda x: x >= 1)
   expected = (f"int32 [B + 1] offsets that start at 0, never decrease, and end at most at "
               f"{of_total}={total}")
   checks.require(cu_seqlens is not None, argument, None, expected)
