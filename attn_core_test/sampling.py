@@ -34,7 +34,10 @@ QUICK = {
     "caches_attention_test.*refuse*": 1, "caches_attention_test.*": 3,
     "plan_test.CollectivesTest.*": 2, "cudnn_test.*.test_a_nan*": 1, "cudnn_test.ValuesTest.*": 2,
     "gpu_suite_test.*": 2, "tpu_suite_test.*": 2,
-    "page_stripes_test.EqualityTest.*": 2}
+    "page_stripes_test.EqualityTest.*": 2, "calls_test.IntegersTest.*": 4,
+    "calls_test.DtypesTest.test_cache*": 3, "calls_test.NamesTest.*unknown*": 2,
+    "calls_test.PlatformTest.test_running*": 2, "strict_modes_test.CacheTest.test_caches*": 3,
+    "strict_modes_test.CacheTest.test_pages*": 3, "strict_modes_test.PromotionTest.test_token*": 3}
 
 # Module -> number of processes that share its tests. These start first, in this order.
 SHARDS = {
