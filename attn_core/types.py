@@ -98,6 +98,8 @@ OTHER_MECHANISM_NAMES: dict[str, tuple[str, ...]] = {
         "ragged_page_attention_v2", "ragged_page_attention_v3"),
     "ragged_page_attention": ("ragged_page_attention_v2", "ragged_page_attention_v3")}
 
+OTHER_PLATFORM_NAMES: dict[str, tuple[str, ...]] = {"cuda": ("gpu",), "nvidia": ("gpu",)}
+
 
 class BlockSizes(NamedTuple):
   """Block sizes of a block-wise kernel, in tokens; None: the tuned value."""

@@ -6,7 +6,8 @@ from typing import Callable, Mapping, NamedTuple
 
 from attn_core import checks
 from attn_core.dispatch.capabilities import Implementation, Request
-from attn_core.types import OTHER_MECHANISM_NAMES, PLATFORMS, AttentionMechanism
+from attn_core.types import (OTHER_MECHANISM_NAMES, OTHER_PLATFORM_NAMES, PLATFORMS,
+                             AttentionMechanism)
 
 
 class Rules(NamedTuple):
@@ -127,11 +128,11 @@ def choose(rules: Rules, mechanism: str, question: Question) -> Verdict:
   """
   mechanism = mechanism.value if isinstance(mechanism, AttentionMechanism) else mechanism
   platform, capability = question.target
-  for what, value, known, others in (("mechanism", mechanism, names(), OTHER_MECHANISM_NAMES),
-                                     ("platform", platform, PLATFORMS, {})):
+  for what, value, known, aliases in (("mechanism", mechanism, names(), OTHER_MECHANISM_NAMES),
+                                      ("platform", platform, PLATFORMS, OTHER_PLATFORM_NAMES)):
     if value not in known:
       raise ValueError(f"{what}={value!r}: expected one of {', '.join(map(repr, known))}"
-                       + checks.suggestion(value, known, others))
+                       + checks.suggestion(value, known, aliases))
   order = _auto_order(rules, question) if mechanism == "auto" else [mechanism]
   able, verdicts = None, []
   for name in order:

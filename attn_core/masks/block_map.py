@@ -133,9 +133,9 @@ def _grid(sizes: Sizes, xp: mask_lib.NumpyModule) -> mask_lib.Grid:
 def _index_interval(length: int, block: int, xp: mask_lib.NumpyModule,
                     shape: tuple[int, ...]) -> mask_lib.Interval:
   if not are_known(length):
-    low = block * jnp.arange(_count(length, block), dtype=jnp.int32)
-    high = jnp.minimum(low + block, jnp.asarray(length, jnp.int32)) - 1
-    return mask_lib.Interval(low.reshape(shape), high.reshape(shape))
+    first = block * jnp.arange(_count(length, block), dtype=jnp.int32)
+    last = jnp.minimum(first + block, jnp.asarray(length, jnp.int32)) - 1
+    return mask_lib.Interval(first.reshape(shape), last.reshape(shape))
   low = np.arange(0, length, block, dtype=np.int32)
   high = np.minimum(low + block, length) - 1
   return mask_lib.Interval(xp.asarray(low.reshape(shape)), xp.asarray(high.reshape(shape)))

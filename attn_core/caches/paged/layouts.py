@@ -11,7 +11,7 @@ Shapes: R requests, P pages of the pool, max_pages per request (width of the tab
 """
 
 import math
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax.typing import DTypeLike
@@ -161,9 +161,10 @@ def checked(metadata: PagesMetadata) -> PagesMetadata:
   """
   checks.require(isinstance(metadata, PagesMetadata), "cache_metadata", type(metadata).__name__,
                  "a PagesMetadata")
-  return metadata._replace(**{
+  fields: dict[str, Any] = {
       name: checks.int32(f"cache_metadata.{name}", x, "int32")
-      for name, x in metadata._asdict().items() if x is not None or name in REQUIRED})
+      for name, x in metadata._asdict().items() if x is not None or name in REQUIRED}
+  return metadata._replace(**fields)
 
 
 def query_starts(metadata: PagesMetadata) -> Array:

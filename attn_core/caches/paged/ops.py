@@ -227,7 +227,8 @@ def read(cache: Pages, ids: Array, heads: Heads,
   Returns:
     key [K, num_tokens, D] and value [K, num_tokens, E].
   """
-  part = reader(take(cache, checks.int32("ids", ids, "int32 [num_ids]")), heads, dtype)
+  ids = jnp.asarray(checks.int32("ids", ids, "int32 [num_ids]"))
+  part = reader(take(cache, ids), heads, dtype)
   return part("key").transpose(1, 0, 2), part("value").transpose(1, 0, 2)
 
 
