@@ -223,6 +223,9 @@ def blockwise_attn(
       prevent_cse=prevent_cse).attention_outputs
 
 
+_BY_KEYWORD: Any = None  # the pages' metadata is given as `cache_metadata=`, or `metadata=`
+
+
 class PagedOptions(NamedTuple):
   """Keywords of the functions over pages as one value, another way to write them.
 
@@ -243,7 +246,7 @@ class PagedOptions(NamedTuple):
   metadata: OperationMetadata | None = None
 
 
-def page_attention(query: ArrayLike, cache: PagesV1, pages_metadata: PagesMetadata | None = None,
+def page_attention(query: ArrayLike, cache: PagesV1, pages_metadata: PagesMetadata = _BY_KEYWORD,
                    options: PagedOptions | None = None,
                    **keywords: Unpack[AttentionOptions]) -> AttentionOutput:
   """Computes attention of one query per request to its pages, which already hold the query's token.
@@ -276,7 +279,7 @@ def page_attention(query: ArrayLike, cache: PagesV1, pages_metadata: PagesMetada
 
 
 def ragged_page_attention_v2(query: ArrayLike, cache: PagesV2,
-                             pages_metadata: PagesMetadata | None = None,
+                             pages_metadata: PagesMetadata = _BY_KEYWORD,
                              options: PagedOptions | None = None,
                              **keywords: Unpack[AttentionOptions]) -> AttentionOutput:
   """Computes attention of any number of queries per request, prefill and decode mixed, to pages.
@@ -321,7 +324,7 @@ def ragged_page_attention_v2(query: ArrayLike, cache: PagesV2,
 
 
 def ragged_page_attention_v3(query: ArrayLike, key: ArrayLike, value: ArrayLike, cache: PagesV3,
-                             pages_metadata: PagesMetadata | None = None,
+                             pages_metadata: PagesMetadata = _BY_KEYWORD,
                              options: PagedOptions | None = None,
                              **keywords: Unpack[AttentionOptions]) -> AttentionOutput:
   """Writes the queries' keys and values to the pages, and computes attention to them as v2 does.

@@ -227,8 +227,7 @@ def read(cache: Pages, ids: Array, heads: Heads,
   Returns:
     key [K, num_tokens, D] and value [K, num_tokens, E].
   """
-  ids = jnp.asarray(checks.int32("ids", ids, "int32 [num_ids]"))
-  part = reader(take(cache, ids), heads, dtype)
+  part = reader(take(cache, _int32_vector("ids", ids, np.shape(ids)[0], "page ids")), heads, dtype)
   return part("key").transpose(1, 0, 2), part("value").transpose(1, 0, 2)
 
 
