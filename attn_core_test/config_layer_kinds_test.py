@@ -4,14 +4,18 @@
 
 from absl.testing import absltest, parameterized
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 import jax.numpy as jnp
 import numpy as np
 
 from attn_core import (AttnConfig, Rope, attention, attention_arguments, extras_of, from_dict,
-                       get_mask_details, index_mask, layer_rope, query_temperature, to_dict)
+                       get_basic_frequencies, get_basic_inv_frequencies, get_mask_details,
+                       index_mask, layer_rope, query_temperature, to_dict)
 from attn_core.config.config import get_head_dim, get_key_value_heads
 from attn_core.config.layers import mask_detail
 from attn_core.config.validate import validated
+
+jax.config.update("jax_num_cpu_devices", 8)
 
 FULL, SLIDING, INDEXED, LINEAR = (f"{kind}_attention"
                                   for kind in ("full", "sliding", "indexed", "linear"))
@@ -60,6 +64,17 @@ class HeadsTest(parameterized.TestCase):
   def test_bad_values(self, given, message):
     with self.assertRaisesRegex(ValueError, message):
       validated(AttnConfig(**given))
+
+
+class RopeTest(absltest.TestCase):
+
+  def test_proportional_frequencies_span_the_head(self):
+    config = from_dict(gemma4(global_head_dim=16))
+    self.assertEqual(np.count_nonzero(get_basic_inv_frequencies(config)), 2)
+    self.assertEqual(get_basic_inv_frequencies(config).shape, (8,))
+    for function in (get_basic_inv_frequencies, get_basic_frequencies):
+      with self.assertRaisesRegex(ValueError, "rotary_dim: got 8; expected None, since rope_type="):
+        function(config, rotary_dim=8)
 
 
 class LinearTest(absltest.TestCase):
@@ -114,10 +129,23 @@ class IndexTest(absltest.TestCase):
     np.testing.assert_array_equal(mask[:, 0], expected)
     ties = index_mask(config, np.zeros((1, 1, 7), np.float32), 1)
     np.testing.assert_array_equal(ties[0, 0, 0], np.arange(7) < 3)
+    few = np.where(np.arange(7) < 2, scores, -np.inf)  # a query that sees fewer keys than selected
+    np.testing.assert_array_equal(index_mask(config, few, 1).sum(-1), 3)
     self.assertIsNone(index_mask(config, scores, 0))
     self.assertIsNone(index_mask(config, scores[..., :3], 1))
     with self.assertRaisesRegex(ValueError, "scores: got .*expected"):
       index_mask(config, scores[0], 1)
+
+  def test_is_sharded_as_the_scores(self):
+    mesh = jax.make_mesh((4, 2), ("data", "model"))  # its axes are Explicit
+    scores = np.random.default_rng(0).normal(size=(4, 6, 8)).astype(np.float32)
+    config = AttnConfig(index_topk=3)
+    with jax.set_mesh(mesh):
+      sharded = jax.device_put(scores, NamedSharding(mesh, PartitionSpec("data", "model")))
+      mask = index_mask(config, sharded)
+      self.assertEqual(jax.typeof(mask).sharding.spec,
+                       PartitionSpec("data", None, "model", None))
+    np.testing.assert_array_equal(mask, index_mask(config, scores))
 
   def test_masks_attention(self):
     config = AttnConfig(index_topk=2, num_hidden_layers=1)

@@ -212,7 +212,7 @@ PUBLISHED = {
          "rope_theta": 50000.0, "torch_dtype": "bfloat16", "rope_scaling": {
              "beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0, "mscale": 1.0,
              "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096, "type": "yarn"}},
-        {"head_dim": 192, "value_head_dim": 128, "num_key_value_heads": 64,
+        {"head_dim": 192, "value_head_dim": 128, "num_key_value_heads": 64, "rope_head_dim": 64,
          "softmax_scale": 192**-0.5 * (0.1 * np.log(32) + 1)**2, "rope": Rope(
              "yarn", 50000.0, 32.0, 131072, 4096, interleaved=True, beta_fast=1.0, beta_slow=1.0,
              mscale=1.0, mscale_all_dim=1.0)}),

@@ -16,6 +16,11 @@ from attn_core_test.config_published import PUBLISHED
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
+# Fields that have their defaults where PUBLISHED has no value of them.
+UNUSUAL = ("layer_ropes", "layers_without_rope", "layer_head_dims", "layer_key_value_heads",
+           "chunk_size", "index_topk", "sinks", "logits_soft_cap", "temperature_tuning",
+           "temperature_offset", "temperature_with_rope", "rope_head_dim", "value_head_dim")
+
 
 class ReadersTest(parameterized.TestCase):
 
@@ -33,7 +38,8 @@ class ReadersTest(parameterized.TestCase):
     with warnings.catch_warnings():
       warnings.simplefilter("error")  # every key is known
       config = from_dict(data)
-    for field, value in meaning.items():
+    unlisted = {name: AttnConfig._field_defaults[name] for name in UNUSUAL}
+    for field, value in {**unlisted, **meaning}.items():
       mine = get_head_dim(config) if field == "head_dim" else getattr(config, field)
       if field == "softmax_scale" and value is not None:
         self.assertAlmostEqual(mine, value, places=15)

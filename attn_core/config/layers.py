@@ -143,12 +143,15 @@ def index_mask(config: AttnConfig, scores: jax.Array | np.ndarray, layer: int = 
   """
   kind = layer_type(config, layer)
   checks.floating("scores", scores, 3, "float [B, T, S]")
+  scores = jnp.asarray(scores)
   selected = config.index_topk
   if kind != "indexed_attention" or selected is None or scores.shape[-1] <= selected:
     return None
-  keys = jax.lax.top_k(scores, selected)[1]
-  found = jnp.put_along_axis(jnp.zeros(scores.shape, bool), keys, True, -1, inplace=False)
-  return found[:, None]
+  # Compared with the last selected score, not scattered: so the mask is sharded as the scores are.
+  last = jax.lax.top_k(scores, selected)[0][..., -1:]
+  above, equal = scores > last, scores == last
+  missing = selected - jnp.sum(above, -1, keepdims=True)
+  return (above | (equal & (jnp.cumsum(equal, -1) <= missing)))[:, None]
 
 
 def attention_arguments(config: AttnConfig, layer: int = 0,
@@ -282,7 +285,8 @@ def get_basic_inv_frequencies(
     float32 [rotary_dim / 2], radians per position.
 
   Raises:
-    ValueError: as `config.get_head_dim` if no width is given, or as `inverse_frequencies`.
+    ValueError: as `config.get_head_dim` if no width is given, `rotary_dim` is given for rope_type
+      "proportional", or as `inverse_frequencies`.
   """
   rope = _based(config, base)
   if partial_rotary_factor is not None:
@@ -366,6 +370,8 @@ def _rotated(config: AttnConfig, rope: Rope, head_size: int | None,
              rotary_dim: int | None) -> tuple[int, Rope]:
   """(width, rope): `rope` rotates its fraction of the width, which is `rotary_dim` if given."""
   if rotary_dim is not None:
+    checks.require(rope.rope_type != "proportional", "rotary_dim", rotary_dim,
+                   "None, since rope_type='proportional' rotates a head whole")
     return rotary_dim, rope._replace(partial_rotary_factor=1.0)
   return head_size or config.rope_head_dim or get_head_dim(config), rope
 
