@@ -5,7 +5,7 @@
 `attention(query, key, value, mechanism=...)` runs any of them; `explain` tells which one and why.
 """
 
-from attn_core import caches, masks
+from attn_core import adapters, caches, masks
 from attn_core.attention import Explanation, attention, explain
 from attn_core.caches import CacheMetadata, DenseCache, WindowCache
 from attn_core.caches.paged.layouts import PagesMetadata, PagesV1, PagesV2, PagesV3
@@ -60,7 +60,8 @@ __all__ = [
     "AttnShardingRules", "BlockSizes", "CacheMetadata", "ContextParallelPlan", "DenseCache",
     "EasyMethod", "Explanation", "Mask", "MaskInfo", "OperationMetadata", "PagedOptions",
     "PagesMetadata", "PagesV1", "PagesV2", "PagesV3", "PartitionAxis", "RingConfig", "Rope",
-    "WindowCache", "add_basic_configurations", "apply_complex_rotary", "apply_qk_shardings",
+    "WindowCache", "adapters", "add_basic_configurations",
+    "apply_complex_rotary", "apply_qk_shardings",
     "apply_qkv_shardings", "apply_rotary", "attach_custom_arguments", "attention",
     "attention_arguments", "auto_expert_mesh", "autoregressive_decodeattn", "blocksparse",
     "blockwise", "blockwise_attn", "build_cache_pos", "caches", "checkpoint_policy", "create_mesh",
