@@ -157,7 +157,8 @@ def _packed_info(cum_seqlens_q: ArrayLike | None, cum_seqlens_k: ArrayLike | Non
     checks.require(keys == queries, "cum_seqlens_k", f"None with {queries} queries and {keys} keys",
                    "the offsets of the keys, since they are not those of the queries")
     return MaskInfo.from_cu_seqlens(q_offsets, queries)
-  k_offsets = checks.cum_seqlens("cum_seqlens_k", cum_seqlens_k, keys)
+  k_offsets = (q_offsets if cum_seqlens_k is cum_seqlens_q and keys == queries else
+               checks.cum_seqlens("cum_seqlens_k", cum_seqlens_k, keys))
   checks.require(k_offsets.shape == q_offsets.shape, "cum_seqlens_k", checks.describe(k_offsets),
                  f"as many sequences as cum_seqlens_q, {checks.describe(q_offsets)}")
   checks.require(not needs_positions or _same_offsets(q_offsets, k_offsets), "query_offset",
