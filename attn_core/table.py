@@ -37,11 +37,11 @@ _NOT_ON_HOPPER = frozenset({"float64", "precision", "softmax_dtype"})
 
 _Run = Callable[[Call], AttentionOutput]
 
-_dense = Implementation(dense.vanilla, _VANILLA, QUADRATIC)
-_sdpa = Implementation(sdpa.xla, _SDPA, QUADRATIC, capabilities.sdpa_limits)
+_dense = Implementation(dense.vanilla, _VANILLA, QUADRATIC, takes_symbols=True)
+_sdpa = Implementation(sdpa.xla, _SDPA, QUADRATIC, capabilities.sdpa_limits, takes_symbols=True)
 _cudnn = Implementation(sdpa.cudnn, _CUDNN, LINEAR_BANDED, capabilities.cudnn_limits)
 
-_flash = Implementation(flash.xla, _BLOCKWISE, LINEAR)
+_flash = Implementation(flash.xla, _BLOCKWISE, LINEAR, takes_symbols=True)
 _flash_tpu = Implementation(flash.tpu, _TPU, LINEAR, capabilities.tpu_limits)
 _flash_hopper = Implementation(flash.gpu, _HOPPER, LINEAR, capabilities.hopper_flash_limits)
 _flash_gpu = _cudnn._replace(limits=capabilities.cudnn_gradient_limits, fallback=_flash)
@@ -50,7 +50,7 @@ _flash_gpu = _cudnn._replace(limits=capabilities.cudnn_gradient_limits, fallback
 def _over_shards(row: Implementation, run: _Run) -> Implementation:
   """Returns a row of a block-wise kernel as one of `ring`."""
   return row._replace(run=run, features=row.features - {"cache"} | {"sequence_layout"},
-                      shards_sequence=True)
+                      shards_sequence=True, takes_symbols=False)
 
 
 _ring = _over_shards(_flash, ring.xla)._replace(limits=capabilities.collective_limits)

@@ -233,10 +233,14 @@ class PagesTest(parameterized.TestCase):
       given = jax.tree.map(lambda x, dtype=dtype: x.astype(dtype), metadata)
       self.assertEqual(pages.slots(given, 4, 11).tolist(), pages.slots(metadata, 4, 11).tolist())
     far = METADATA._replace(page_tables=TABLES.astype(np.int64) + 2**32, num_requests=3)
-    self.assertEqual(pages.slots(far, 4, 11).tolist(), [-1] * 11)
-    group = request_groups.stack(far._replace(num_requests=np.int32(3)))
-    self.assertEqual(request_groups.slots(cache, group, 11).tolist(), [-1] * 11)
+    for refused in (lambda: pages.slots(far, 4, 11), lambda: request_groups.stack(far)):
+      with self.assertRaisesRegex(ValueError, "page_tables: got numbers from 42949.*int32"):
+        refused()
     with jax.enable_x64(True):
+      slots = jax.jit(lambda metadata: pages.slots(metadata, 4, 11))
+      self.assertEqual(slots(far).tolist(), [-1] * 11)
+      of_groups = jax.jit(lambda far: request_groups.slots(cache, request_groups.stack(far), 11))
+      self.assertEqual(of_groups(far._replace(num_requests=np.int32(3))).tolist(), [-1] * 11)
       beyond = jnp.arange(11) + jnp.where(jnp.arange(11) % 2, 2**32, -2**32)
       np.testing.assert_array_equal(
           jax.jit(pages.append)(cache, key, value, beyond).pages, cache.pages)

@@ -20,7 +20,7 @@ Array([[ 0,  1,  2, -1],
 from typing import NamedTuple
 
 import jax
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 import jax.numpy as jnp
 
 from attn_core import checks
@@ -70,7 +70,7 @@ def init(batch: int, slots: int, heads: tuple[int, ...], *,
 
 
 def append(cache: DenseCache, key: jax.Array, value: jax.Array,
-           lengths: checks.Array | None = None) -> DenseCache:
+           lengths: ArrayLike | None = None) -> DenseCache:
   """Appends new tokens to each row.
 
   Args:
@@ -104,7 +104,7 @@ def append(cache: DenseCache, key: jax.Array, value: jax.Array,
   return cache._replace(lengths=jnp.where(bad, cache.lengths, after), overflow=cache.overflow | bad)
 
 
-def insert(cache: DenseCache, slots: jax.Array, prefilled: DenseCache) -> DenseCache:
+def insert(cache: DenseCache, slots: ArrayLike, prefilled: DenseCache) -> DenseCache:
   """Replaces rows `slots` by the rows of another cache.
 
   Args:

@@ -6,11 +6,16 @@ JAX requires the carry of a loop, and the operands of a custom derivative, to va
 axes on both sides; `jax.lax.pcast` marks an array as varying over more axes.
 """
 
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.typing import DTypeLike
 
 Tree = TypeVar("Tree")
+Aval = Any  # an abstract array
 
 
 def unify(tree: Tree) -> Tree:
@@ -27,6 +32,13 @@ def unify(tree: Tree) -> Tree:
 def initial_carry(like: Any, carry: Tree) -> Tree:
   """Marks the initial carry of a loop as varying over the axes of the arrays `like`, too."""
   return unify((like, carry))[1]
+
+
+def like(aval: Aval, shape: Sequence[int], dtype: DTypeLike) -> Aval:
+  """Returns an abstract array that varies over the same manual mesh axes as `aval`."""
+  sharding = NamedSharding(aval.sharding.mesh, P(*[None] * len(shape)))
+  return aval.update(shape=tuple(shape), dtype=jnp.dtype(dtype), weak_type=False,
+                     sharding=sharding)
 
 
 def _varying(x: jax.Array) -> frozenset:

@@ -12,7 +12,7 @@ Shapes: R requests, P pages of the pool, max_pages per request (width of the tab
 
 import dataclasses
 import math
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax.typing import DTypeLike
@@ -94,6 +94,8 @@ class Heads(NamedTuple):
   value_width: int
 
 
+REQUIRED = ("page_tables", "context_lens")  # fields of PagesMetadata
+
 PAGES = (PagesV1, PagesV2, PagesV3)
 Pages = PagesV1 | PagesV2 | PagesV3
 PagesT = TypeVar("PagesT", bound=Pages)
@@ -165,16 +167,27 @@ def dtype_of(cache: Pages) -> np.dtype:
 
 
 def in_int32(metadata: PagesMetadata) -> PagesMetadata:
-  """Converts metadata to int32 arrays.
+  """Converts metadata, arrays or lists of integers of any dtype, to int32 jax arrays.
 
   Raises:
-    ValueError: a field is not an array of integers.
+    ValueError: as `checked`.
   """
-  def converted(name: str, x: Array | int) -> jax.Array:
-    array = np.asarray(x) if isinstance(x, (int, np.generic)) else x
-    return jnp.asarray(checks.int32(f"metadata.{name}", array, "int32"))
-  return metadata._replace(**{
-      name: converted(name, x) for name, x in metadata._asdict().items() if x is not None})
+  return jax.tree.map(jnp.asarray, checked(metadata))
+
+
+def checked(metadata: PagesMetadata) -> PagesMetadata:
+  """Converts metadata to int32 arrays, of numpy where they are not jax arrays.
+
+  Raises:
+    ValueError: not a PagesMetadata; a field does not hold integers, or concrete ones outside of
+      int32.
+  """
+  checks.require(isinstance(metadata, PagesMetadata), "cache_metadata", type(metadata).__name__,
+                 "a PagesMetadata")
+  fields: dict[str, Any] = {
+      name: checks.int32(f"cache_metadata.{name}", x, "int32")
+      for name, x in metadata._asdict().items() if x is not None or name in REQUIRED}
+  return metadata._replace(**fields)
 
 
 def query_starts(metadata: PagesMetadata) -> Array:

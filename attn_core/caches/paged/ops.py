@@ -226,7 +226,7 @@ def read(cache: Pages, ids: Array, heads: Heads,
   Returns:
     key [K, num_tokens, D] and value [K, num_tokens, E].
   """
-  part = reader(take(cache, ids), heads, dtype)
+  part = reader(take(cache, _int32_vector("ids", ids, np.shape(ids)[0], "page ids")), heads, dtype)
   return part("key").transpose(1, 0, 2), part("value").transpose(1, 0, 2)
 
 
@@ -329,7 +329,7 @@ def from_dense(cache: PagesT, key: Array, value: Array, metadata: PagesMetadata,
                  checks.describe(key), f"[R, S, K, D], R = {requests}, S at most {width * size}: "
                  f"{width} pages of {size} in a row of the table")
   length = key.shape[1]
-  position = jnp.arange(length, dtype=jnp.int32)
+  position = jnp.arange(length, dtype=jnp.int32)[None]
   rows = jnp.arange(requests, dtype=jnp.int32)[:, None]
   live = (position < metadata.context_lens[:, None]) & (rows < rows_in_use(metadata))
   page = metadata.page_tables[rows, position // size]
