@@ -72,7 +72,7 @@ def _local(implementation: _BackEnd, call: Call, operands: Operands) -> Attentio
   arrays = query, key, value, bias
   if implementation == "cudnn":
     arrays, masking = _for_cudnn(arrays, masking)
-  elif jax.config.jax_numpy_dtype_promotion == "strict":
+  elif jax.config.jax_numpy_dtype_promotion == "strict":  # type: ignore[attr-defined]
     arrays = _in_32_bits(arrays)
   # Its overloads do not describe flags that are not literals.
   attend: Callable[..., Any] = jax.nn.dot_product_attention
