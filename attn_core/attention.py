@@ -21,7 +21,7 @@ from attn_core.dispatch import selection
 from attn_core.dispatch.capabilities import Implementation
 from attn_core.masks.info import MaskInfo
 from attn_core.masks.mask import Mask
-from attn_core.sharding import partition
+from attn_core.sharding import partition, shard_map
 from attn_core.types import (ArrayLayout, AttentionOutput, BlockSizes, Call, Mode, Operands,
                              PagedOperands, SlidingWindow)
 
@@ -33,7 +33,7 @@ def attention(
     *,
     mechanism: str = "auto",
     metadata: OperationMetadata | None = None,
-    mode: Mode = "__train__",
+    mode: Mode | None = None,
     layout: ArrayLayout = "bthd",
     mask: Mask | ArrayLike | None = None,
     mask_info: MaskInfo | None = None,
@@ -90,12 +90,16 @@ def attention(
       in thd there may be no or several dimensions in place of B, and then also in results, biases
       and arrays of masks; a `Mask` and a cache count their rows in row-major order. B, T and S may
       be 0: the output is empty, or 0 as no key is visible.
-    key: float [B, S, K, D], with heads and time as in the query; the query's dtype.
-    value: float [B, S, K, E]; the query's dtype.
+    key: float [B, S, K, D], with heads and time as in the query; of the query's dtype, unless
+      `compute_dtype` is given.
+    value: float [B, S, K, E]; likewise.
     mechanism: a name of `AttentionMechanism`. A named mechanism is never replaced by another;
       "auto" takes the platform's first one that supports every argument.
     metadata: `OperationMetadata`: mesh, axes, platform, dtypes, defaults; None: the defaults.
     mode: "__train__", "__prefill__", "__autoregressive__" or "__insert__": which sharding rules.
+      None: "__train__" without a cache; with one "__insert__" where `cache_metadata` has slots,
+      "__autoregressive__" where each row (with pages, each request) has one query, else
+      "__prefill__".
     layout: "bthd", "bhtd" or "thd" (packed sequences, with `cum_seqlens_q`).
     mask: a `Mask`, or bool [B or 1, H or 1, T or 1, S or 1]; True = visible.
     mask_info: `MaskInfo`: boolean mask, segment ids, positions. All masks given apply together.
@@ -118,8 +122,8 @@ def attention(
     cum_seqlens_k: int32 [B + 1] of the keys; None: as the queries.
     cache_view: a `DenseCache` or `WindowCache`: key and value are those of the new tokens (rotary
       applied). They are appended to every row, and the queries, which belong to these tokens,
-      attend to all tokens that the row holds afterwards; in mode "__insert__" requests take the
-      rows `cache_metadata.slots`. key=None and value=None: the queries belong to the rows' last
+      attend to all tokens that the row holds afterwards; with `cache_metadata.slots` requests
+      take these rows instead. key=None and value=None: the queries belong to the rows' last
       tokens, which the cache holds already. A row that overflows is an error, under jit a flag in
       the cache and NaN in the output. Differentiating with respect to the contents of an 8-bit
       cache is an error; the query has its gradient.
@@ -132,8 +136,8 @@ def attention(
       denominator.
     precision: `jax.lax.PrecisionLike` of both products; None: operands of 32 and 64 bits are
       multiplied as such on every platform, whatever `jax.default_matmul_precision` says.
-    compute_dtype: dtype that query, key and value are cast to; None: their own, or the metadata's
-      runtime_dtype where that has 16 bits.
+    compute_dtype: dtype that query, key and value are cast to, and with it they, a cache and pages
+      may differ in dtype; None: their own, or the metadata's runtime_dtype where that has 16 bits.
     block_sizes: `BlockSizes` (tokens); never changes the meaning.
     policy: remat policy, or its name: the backward recomputes what the policy does not save.
     prevent_cse: as in `jax.checkpoint`; matters with `policy` only.
@@ -181,6 +185,7 @@ class Explanation(NamedTuple):
   block_sizes: BlockSizes  # as requested; None fields are tuned by the kernel
   replicated: tuple[partition.DroppedAxis, ...]  # mesh axes that were requested and shard nothing
   spread: tuple[str, ...] = ()  # which dimensions are sharded over which mesh axes
+  axes: tuple[str, ...] = ()  # the role of every mesh axis of several devices
 
   def __str__(self) -> str:
     where = f", compute capability {self.capability or 'unknown'}" if self.platform == "gpu" else ""
@@ -188,7 +193,7 @@ class Explanation(NamedTuple):
     for verdict in self.verdicts:
       mark = "*" if verdict.mechanism == self.chosen else " "
       lines.append(f"{mark} {verdict.mechanism:26} {verdict}")
-    lines += [f"  {part}" for part in self.spread]
+    lines += [f"  {part}" for part in self.spread + self.axes]
     lines += [f"  axis {d.axis!r} does not shard dimension {d.dimension} of {d.tensor}: {d.reason}"
               for d in self.replicated]
     return "\n".join(lines)
@@ -201,7 +206,7 @@ def explain(
     *,
     mechanism: str = "auto",
     metadata: OperationMetadata | None = None,
-    mode: Mode = "__train__",
+    mode: Mode | None = None,
     layout: ArrayLayout = "bthd",
     mask: Mask | ArrayLike | None = None,
     mask_info: MaskInfo | None = None,
@@ -312,7 +317,8 @@ def _explain(a: AttentionArguments) -> Explanation:
   return Explanation(
       chosen, *question.target, selection.ask_all(table.RULES, question), sizes,
       () if placement is None else placement.drops,
-      placement.sharded_dimensions() if chosen and placement is not None else ())
+      *((placement.sharded_dimensions(), placement.roles_of_axes())
+        if chosen and placement is not None else ()))
 
 
 def _run(a: AttentionArguments) -> AttentionOutput:
@@ -356,4 +362,5 @@ def _static_call(normal: arguments.Normalized, question: selection.Question,
 
 @functools.partial(jax.jit, static_argnames="static", inline=True)
 def _execute(operands: Operands | PagedOperands, *, static: _Static) -> AttentionOutput:
-  return static.implementation.run(static.call._replace(operands=operands))
+  output = static.implementation.run(static.call._replace(operands=operands))
+  return shard_map.as_query(output, static.call.placement)

@@ -2,14 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of arguments: every error names the argument, what it got and what it expected."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+import difflib
 import functools
 import numbers
+from types import MappingProxyType
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from attn_core.types import are_known
 
 Array = jax.Array | np.ndarray
 
@@ -44,22 +48,45 @@ def array(argument: str, x: object, expected: str) -> Array:
 
 
 def int32(argument: str, x: object, expected: str) -> Array:
-  """Returns an array of integers as int32, clipped to its range so that none wraps around.
+  """Returns integers as an int32 array: those of an array, a number or a nested list.
 
-  The ends of the range are not positions in any cache, so clipped numbers stay out of range.
+  Numbers that are not jax arrays stay on the host. Traced numbers outside of int32 are clipped: the
+  ends of the range are not positions in any cache, so they stay out of range.
 
   Raises:
-    ValueError: not an array of integers.
+    ValueError: not integers, or concrete numbers outside of int32.
   """
-  given = array(argument, x, expected)
+  given = x if isinstance(x, (jax.Array, np.ndarray)) else as_array(argument, x, expected)
   require(jnp.issubdtype(given.dtype, jnp.integer), argument, describe(given), expected)
   if given.dtype.itemsize >= 4 and given.dtype != jnp.int32:
-    # In numpy for numpy arrays: jax would truncate the numbers first.
     ends = np.iinfo(np.int32)
-    low, high = max(ends.min, int(np.iinfo(given.dtype).min)), ends.max
-    clip = np.clip if isinstance(given, np.ndarray) else jnp.clip
-    given = clip(given, low, high)
+    if isinstance(given, jax.core.Tracer):
+      given = jnp.clip(given, max(ends.min, int(np.iinfo(given.dtype).min)), ends.max)
+    else:
+      known = np.asarray(given)
+      if known.size:
+        require(ends.min <= known.min() and known.max() <= ends.max, argument,
+                f"numbers from {known.min()} to {known.max()}", f"{expected} (int32)")
   return given.astype(np.int32)
+
+
+def as_array(argument: str, x: object, expected: str) -> Array:
+  """Returns a number or a nested list of numbers as an array, and an array as it is.
+
+  Raises:
+    ValueError: another type, or a list whose parts differ in shape.
+  """
+  if isinstance(x, (jax.Array, np.ndarray)):
+    return x
+  is_number = isinstance(x, (int, np.generic)) and not isinstance(x, bool)
+  require(is_number or isinstance(x, (list, tuple)), argument, type(x).__name__,
+          f"a jax or numpy array, or a list of numbers, {expected}")
+  try:
+    return np.asarray(x)
+  except jax.errors.TracerArrayConversionError:
+    return jnp.asarray(cast(list, x))
+  except ValueError as error:
+    raise ValueError(f"{argument}: got {x!r}; expected {expected}") from error
 
 
 def dtype(argument: str, x: Any, expected: str) -> np.dtype:
@@ -84,6 +111,19 @@ def floating(argument: str, x: object, rank: int, dimensions: str) -> Array:
   require(given.ndim == rank and jnp.issubdtype(given.dtype, jnp.floating), argument,
           describe(given), f"{dimensions} of a floating-point dtype")
   return given
+
+
+def known_sizes(argument: str, cache: object, query: Array) -> None:
+  """Checks that a call with a cache has no symbolic size.
+
+  Raises:
+    NotImplementedError: it has one.
+  """
+  if cache is not None and not are_known(*query.shape):
+    raise NotImplementedError(
+        f"{argument} with query {query.dtype}[{', '.join(map(str, query.shape))}]: symbolic sizes "
+        "of jax.export are not supported with a cache; export a program for each number of new "
+        "tokens, or calls without a cache")
 
 
 def broadcastable(argument: str, x: Array, shape: tuple[int, ...], dimensions: str) -> None:
@@ -122,13 +162,42 @@ def integer(argument: str, x: object, expected: str,
   return int(cast(int, x))
 
 
-def one_of(argument: str, x: object, known: Collection[object]) -> None:
-  """Raises ValueError that lists the known values unless x is among them."""
-  require(x in known, argument, repr(x), "one of " + ", ".join(map(repr, known)))
+def one_of(argument: str, x: object, known: Collection[object],
+           other_names: Mapping[str, tuple[str, ...]] = MappingProxyType({})) -> None:
+  """Raises ValueError that lists the known values, and those close to x, unless x is among them.
+
+  Args:
+    argument: its name.
+    x: its value.
+    known: the values that it may have.
+    other_names: name that users may know -> the known values that it suggests.
+  """
+  require(x in known, argument, repr(x),
+          "one of " + ", ".join(map(repr, known)) + suggestion(x, known, other_names))
 
 
-def query_key_value(query: Array, key: Array, value: Array, *, quantized: bool = False) -> None:
+def suggestion(x: object, known: Collection[object],
+               other_names: Mapping[str, tuple[str, ...]] = MappingProxyType({})) -> str:
+  """Returns "; did you mean ...?" with the known values close to x; "" if there are none."""
+  if not isinstance(x, str):
+    return ""
+  name = x.strip().lower().replace("-", "_").replace(" ", "_")
+  names = {value: (value,) for value in known if isinstance(value, str)} | dict(other_names)
+  meant = names.get(name) or next(
+      (names[close] for close in difflib.get_close_matches(name, names, 1, 0.7)), ())
+  return f"; did you mean {' or '.join(map(repr, meant))}?" if meant else ""
+
+
+def query_key_value(query: Array, key: Array, value: Array, *, quantized: bool = False,
+                    mixed: bool = False) -> None:
   """Checks shapes and dtypes in layout bthd; a quantized key and value may have any dtype.
+
+  Args:
+    query: [B, T, H, D].
+    key: [B, S, K, D].
+    value: [B, S, K, E].
+    quantized: whether key and value may have any dtype.
+    mixed: whether key and value may have any floating-point dtype.
 
   Raises:
     ValueError: any disagreement, or no heads or width; B, T and S may be 0.
@@ -139,8 +208,9 @@ def query_key_value(query: Array, key: Array, value: Array, *, quantized: bool =
     floating("value", value, 4, "[B, S, K, E]")
   for name, x in (("query", query), ("key", key), ("value", value)):
     require(0 not in x.shape[2:], name, describe(x), "heads and a width, not of size 0")
-    require(quantized or x.dtype == query.dtype, name, describe(x),
-            f"the query's dtype {query.dtype}; cast one of them (a cache has that of its init)")
+    require(quantized or mixed or x.dtype == query.dtype, name, describe(x),
+            f"the query's dtype {query.dtype}; pass compute_dtype to compute in one dtype, or cast "
+            "one of them (a cache has that of its init)")
   batch, _, heads, width = query.shape
   require(key.shape[0] == batch and key.shape[3] == width, "key", describe(key),
           f"[{batch}, S, K, {width}], B and D of the query {describe(query)}")
@@ -154,12 +224,11 @@ def cum_seqlens(argument: str, x: object, total: int) -> Array:
   """Returns int32 offsets from 0 to `total`; values are checked where they are concrete.
 
   Raises:
-    ValueError: another dtype or rank, or offsets that do not rise from 0 to the total.
+    ValueError: not integers, another rank, or offsets that do not rise from 0 to the total.
   """
   expected = f"int32 [B + 1] offsets that start at 0, never decrease, and end at the total {total}"
-  given = array(argument, x, expected)
-  require(given.ndim == 1 and given.shape[0] >= 2 and given.dtype == jnp.int32, argument,
-          describe(given), expected)
+  given = int32(argument, x, expected)
+  require(given.ndim == 1 and given.shape[0] >= 2, argument, describe(given), expected)
   if not isinstance(given, jax.core.Tracer):
     offsets = np.asarray(given)
     require(offsets[0] == 0 and (np.diff(offsets) >= 0).all() and offsets[-1] == total,

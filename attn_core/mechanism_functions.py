@@ -3,12 +3,13 @@
 """Each mechanism as a function: `attention` with the mechanism filled in."""
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple, Unpack
+from typing import Any, Literal, NamedTuple, Unpack, cast
 
 import jax
 from jax.typing import ArrayLike, DTypeLike
 import jax.numpy as jnp
 
+from attn_core import checks
 from attn_core.arguments.arguments import AttentionOptions, Cache
 from attn_core.attention import attention
 from attn_core.caches.paged.layouts import PagesMetadata, PagesV1, PagesV2, PagesV3
@@ -225,11 +226,16 @@ def blockwise_attn(
       prevent_cse=prevent_cse).attention_outputs
 
 
-class PagedOptions(NamedTuple):
-  """Arguments of `attention` that attention over pages takes as well, with their defaults.
+_BY_KEYWORD: Any = None  # the pages' metadata is given as `cache_metadata=`, or `metadata=`
 
-  Where `metadata` has a mesh, heads are sharded over its axes, and so are groups of requests, each
-  with separate pages: see `caches.paged.request_groups`.
+
+class PagedOptions(NamedTuple):
+  """Keywords of the functions over pages as one value, another way to write them.
+
+  `page_attention(query, cache, pages_metadata, sliding_window=(9, 0))` is the same as
+  `page_attention(query, cache, pages_metadata, PagedOptions(sliding_window=(9, 0)))`. Where
+  `metadata` has a mesh, heads are sharded over its axes, and so are groups of requests, each with
+  separate pages: see `caches.paged.request_groups`.
   """
 
   causal: bool = True
@@ -243,8 +249,9 @@ class PagedOptions(NamedTuple):
   metadata: OperationMetadata | None = None
 
 
-def page_attention(query: ArrayLike, cache: PagesV1, metadata: PagesMetadata,
-                   options: PagedOptions = PagedOptions()) -> AttentionOutput:
+def page_attention(query: ArrayLike, cache: PagesV1, pages_metadata: PagesMetadata = _BY_KEYWORD,
+                   options: PagedOptions | None = None,
+                   **keywords: Unpack[AttentionOptions]) -> AttentionOutput:
   """Computes attention of one query per request to its pages, which already hold the query's token.
 
     output[r] = softmax(soft_cap(scale * query[r] . keys[r])) . values[r]
@@ -256,9 +263,10 @@ def page_attention(query: ArrayLike, cache: PagesV1, metadata: PagesMetadata,
     query: float [num_requests, H, D], each at its request's last position.
     cache: `PagesV1`: key_pages [K, num_pages, page_size, D], value_pages
       [K, num_pages, page_size, E].
-    metadata: page_tables int32 [num_requests, pages_per_request], context_lens int32
+    pages_metadata: page_tables int32 [num_requests, pages_per_request], context_lens int32
       [num_requests] (tokens); no query_start_loc.
-    options: the rest, as in `attention`.
+    options: keywords as one value; not together with any of them.
+    **keywords: the rest, as in `attention`, where `pages_metadata` is called `cache_metadata`.
 
   Returns:
     attention_outputs [num_requests, H, E] in the query's dtype and, where requested, lse float32
@@ -269,11 +277,14 @@ def page_attention(query: ArrayLike, cache: PagesV1, metadata: PagesMetadata,
     NotImplementedError: gradients with respect to quantized pages; a mesh that does not divide
       them.
   """
-  return _paged("page_attention", (query, None, None), cache, metadata, options)
+  return _paged("page_attention", (query, None, None), cache,
+                pages_metadata, options, keywords)
 
 
-def ragged_page_attention_v2(query: ArrayLike, cache: PagesV2, metadata: PagesMetadata,
-                             options: PagedOptions = PagedOptions()) -> AttentionOutput:
+def ragged_page_attention_v2(query: ArrayLike, cache: PagesV2,
+                             pages_metadata: PagesMetadata = _BY_KEYWORD,
+                             options: PagedOptions | None = None,
+                             **keywords: Unpack[AttentionOptions]) -> AttentionOutput:
   """Computes attention of any number of queries per request, prefill and decode mixed, to pages.
 
   Shapes are those of `jax.experimental.pallas.ops.tpu.ragged_paged_attention`; the scale is
@@ -281,25 +292,26 @@ def ragged_page_attention_v2(query: ArrayLike, cache: PagesV2, metadata: PagesMe
   request, which the pages hold already: query i of n has position context_len - n + i.
 
   The output of a request has the same bits alone, in any batch, in any pages and in any chunks of a
-  prefill, for given `options.block_sizes` and without `metadata.distribution`.
+  prefill, for given `block_sizes` and without `pages_metadata.distribution`.
 
   >>> import numpy as np
   >>> from attn_core import Heads, PagesMetadata, PagesV2, ragged_page_attention_v2
   >>> from attn_core.caches.paged import ops
   >>> cache = ops.init(PagesV2, num_pages=4, page_size=16, heads=Heads(1, 8, 8), dtype="float32")
   >>> tables, lengths = np.array([[2], [0]], np.int32), np.array([5, 3], np.int32)
-  >>> metadata = PagesMetadata(tables, lengths, query_start_loc=np.array([0, 1, 4], np.int32))
+  >>> requests = PagesMetadata(tables, lengths, query_start_loc=np.array([0, 1, 4], np.int32))
   >>> query = np.ones((4, 2, 8), np.float32)  # one query of request 0, three of request 1
-  >>> ragged_page_attention_v2(query, cache, metadata).attention_outputs.shape
+  >>> ragged_page_attention_v2(query, cache, requests, softmax_scale=1.0).attention_outputs.shape
   (4, 2, 8)
 
   Args:
     query: float [T, H, D], the queries of the requests in order; more rows may follow.
     cache: `PagesV2`: pages [num_pages, page_size, 2K, D].
-    metadata: page_tables int32 [num_requests, pages_per_request], context_lens int32
+    pages_metadata: page_tables int32 [num_requests, pages_per_request], context_lens int32
       [num_requests], query_start_loc int32 [num_requests + 1];
       num_requests int32 [] or [1] if some rows are unused.
-    options: the rest, as in `attention`.
+    options: keywords as one value; not together with any of them.
+    **keywords: the rest, as in `attention`, where `pages_metadata` is called `cache_metadata`.
 
   Returns:
     attention_outputs [T, H, D] in the query's dtype and, where requested, lse float32 [H, T]; rows
@@ -310,12 +322,14 @@ def ragged_page_attention_v2(query: ArrayLike, cache: PagesV2, metadata: PagesMe
     NotImplementedError: gradients with respect to quantized pages; a mesh that does not divide
       them.
   """
-  return _paged("ragged_page_attention_v2", (query, None, None), cache, metadata, options)
+  return _paged("ragged_page_attention_v2", (query, None, None), cache,
+                pages_metadata, options, keywords)
 
 
 def ragged_page_attention_v3(query: ArrayLike, key: ArrayLike, value: ArrayLike, cache: PagesV3,
-                             metadata: PagesMetadata,
-                             options: PagedOptions = PagedOptions()) -> AttentionOutput:
+                             pages_metadata: PagesMetadata = _BY_KEYWORD,
+                             options: PagedOptions | None = None,
+                             **keywords: Unpack[AttentionOptions]) -> AttentionOutput:
   """Writes the queries' keys and values to the pages, and computes attention to them as v2 does.
 
   Shapes are those of vLLM's kernel of this name for TPUs, with the page table as
@@ -328,9 +342,10 @@ def ragged_page_attention_v3(query: ArrayLike, key: ArrayLike, value: ArrayLike,
     value: float [T, K, D].
     cache: `PagesV3`: pages [num_pages, page_size, cdiv(2K, packing), packing, padded_width],
       D padded to a multiple of 128.
-    metadata: as for v2, and distribution int32 [3]: (decode end, prefill end, total); requests
-      before decode end have one query each and are computed separately.
-    options: the rest, as in `attention`.
+    pages_metadata: as for v2, and distribution int32 [3]: (decode end, prefill end, total);
+      requests before decode end have one query each and are computed separately.
+    options: keywords as one value; not together with any of them.
+    **keywords: the rest, as in `attention`, where `pages_metadata` is called `cache_metadata`.
 
   Returns:
     attention_outputs [T, H, D], lse as for v2, and cache_view, the cache with the new tokens.
@@ -340,16 +355,42 @@ def ragged_page_attention_v3(query: ArrayLike, key: ArrayLike, value: ArrayLike,
     NotImplementedError: gradients with respect to quantized pages; a mesh that does not divide
       them.
   """
-  return _paged("ragged_page_attention_v3", (query, key, value), cache, metadata, options)
+  return _paged("ragged_page_attention_v3", (query, key, value), cache,
+                pages_metadata, options, keywords)
 
 
 def _paged(
     mechanism: str, arrays: tuple[ArrayLike, ArrayLike | None, ArrayLike | None], cache: Cache,
-    metadata: PagesMetadata, options: PagedOptions,
+    pages_metadata: PagesMetadata | None, options: PagedOptions | None, keywords: AttentionOptions,
 ) -> AttentionOutput:
-  return attention(
-      *arrays, mechanism=mechanism, layout="thd", cache_view=cache, cache_metadata=metadata,
-      causal=options.causal, sliding_window=options.sliding_window,
-      softmax_scale=options.softmax_scale, logits_soft_cap=options.logits_soft_cap,
-      softmax_aux=options.softmax_aux, precision=options.precision,
-      block_sizes=options.block_sizes, return_lse=options.return_lse, metadata=options.metadata)
+  given: dict[str, Any] = {**keywords}
+  for name, where in (("cache_view", "the pages are `cache`"), ("mechanism", "it is fixed")):
+    if name in given:
+      raise TypeError(f"{mechanism}: got an unexpected keyword argument {name!r}; {where}")
+  found = _pages_metadata(pages_metadata, given)
+  checks.require(options is None or isinstance(options, PagedOptions), "options",
+                 type(options).__name__, "a PagedOptions; an OperationMetadata goes to `metadata=`")
+  checks.require(options is None or not given, "options", f"a PagedOptions and {', '.join(given)}=",
+                 "one of the two: a PagedOptions, or keywords")
+  merged: dict[str, Any] = {} if options is None else options._asdict()
+  return _attend(AttentionMechanism(mechanism), *arrays, cast(AttentionOptions, {
+      "layout": "thd", "cache_view": cache, "cache_metadata": found, **merged, **given}))
+
+
+def _pages_metadata(positional: PagesMetadata | None, keywords: dict[str, Any]) -> Any:
+  """Returns the metadata of the pages, and removes it from the keywords.
+
+  Raises:
+    ValueError: it is given twice or not at all, or is an OperationMetadata.
+  """
+  given = {"pages_metadata": positional, "cache_metadata": keywords.pop("cache_metadata", None)}
+  if isinstance(keywords.get("metadata"), PagesMetadata):  # the earlier name
+    given["metadata"] = keywords.pop("metadata")
+  found = {name: x for name, x in given.items() if x is not None}
+  checks.require(len(found) < 2, " and ".join(found), "values for each",
+                 "one of them: all name the PagesMetadata")
+  for name, x in found.items():
+    checks.require(not isinstance(x, OperationMetadata), name, "an OperationMetadata",
+                   "a PagesMetadata; the OperationMetadata goes to `metadata=`")
+    return x
+  return None

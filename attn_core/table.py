@@ -28,20 +28,20 @@ _CUDNN = frozenset({"gqa", "float16", "causal", "window", "positions", "mask", "
                     "bias", "optimized"})
 # Products of 16-bit operands with float32 sums have one precision.
 _HOPPER = _BLOCKWISE - {"float64", "softmax_dtype", "mask_operands", "precision"}
-_PAGED = frozenset({"gqa", "value_width", "float16", "float64", "causal", "window", "sinks",
-                    "soft_cap", "lse", "lse_gradient", "precision", "softmax_dtype", "block_sizes",
-                    "optimized", "pages"})
+_PAGED = frozenset({"gqa", "value_width", "float16", "float64", "causal", "window", "chunk",
+                    "sinks", "soft_cap", "lse", "lse_gradient", "precision", "softmax_dtype",
+                    "block_sizes", "optimized", "pages"})
 # Features that kernels over pages, and the decode kernel for TPUs, lack.
 _NOT_ON_TPU = frozenset({"float16", "float64", "precision", "softmax_dtype"})
 _NOT_ON_HOPPER = frozenset({"float64", "precision", "softmax_dtype"})
 
 _Run = Callable[[Call], AttentionOutput]
 
-_dense = Implementation(dense.vanilla, _VANILLA, QUADRATIC)
-_sdpa = Implementation(sdpa.xla, _SDPA, QUADRATIC, capabilities.sdpa_limits)
+_dense = Implementation(dense.vanilla, _VANILLA, QUADRATIC, takes_symbols=True)
+_sdpa = Implementation(sdpa.xla, _SDPA, QUADRATIC, capabilities.sdpa_limits, takes_symbols=True)
 _cudnn = Implementation(sdpa.cudnn, _CUDNN, LINEAR_BANDED, capabilities.cudnn_limits)
 
-_flash = Implementation(flash.xla, _BLOCKWISE, LINEAR)
+_flash = Implementation(flash.xla, _BLOCKWISE, LINEAR, takes_symbols=True)
 _flash_tpu = Implementation(flash.tpu, _TPU, LINEAR, capabilities.tpu_limits)
 _flash_hopper = Implementation(flash.gpu, _HOPPER, LINEAR, capabilities.hopper_flash_limits)
 _flash_gpu = _cudnn._replace(limits=capabilities.cudnn_gradient_limits, fallback=_flash)
@@ -50,7 +50,7 @@ _flash_gpu = _cudnn._replace(limits=capabilities.cudnn_gradient_limits, fallback
 def _over_shards(row: Implementation, run: _Run) -> Implementation:
   """Returns a row of a block-wise kernel as one of `ring`."""
   return row._replace(run=run, features=row.features - {"cache"} | {"sequence_layout"},
-                      shards_sequence=True)
+                      shards_sequence=True, takes_symbols=False)
 
 
 _ring = _over_shards(_flash, ring.xla)._replace(limits=capabilities.collective_limits)
@@ -73,21 +73,26 @@ def _over_pages(layout: str, run: _Run, features: frozenset[str] = _PAGED) -> Im
   return Implementation(run, features, LINEAR, capabilities.pages_limits(layout))
 
 
+def _not_in_pages(layout: str) -> frozenset[str]:
+  """Returns the features that the kernels over pages of a layout leave to plain XLA."""
+  return frozenset({"chunk"} if layout == "PagesV1" else {"chunk", "value_width"})
+
+
 def _pages_on_tpu(row: Implementation, layout: str, run: _Run) -> Implementation:
   """Returns a row over pages with the kernel for TPUs."""
-  return Implementation(run, row.features - _NOT_ON_TPU, LINEAR,
+  return Implementation(run, row.features - _NOT_ON_TPU - _not_in_pages(layout), LINEAR,
                         capabilities.pages_kernel_limits("tpu", layout), fallback=row)
 
 
 def _pages_on_hopper(row: Implementation, layout: str, run: _Run) -> Implementation:
   """Returns a row over pages with the kernel for Hopper."""
-  return Implementation(run, row.features - _NOT_ON_HOPPER, LINEAR,
+  return Implementation(run, row.features - _NOT_ON_HOPPER - _not_in_pages(layout), LINEAR,
                         capabilities.pages_kernel_limits("gpu", layout), fallback=row)
 
 
 _paged_v1 = _over_pages("PagesV1", paged.xla)
-_paged_v2 = _over_pages("PagesV2", paged.xla, _PAGED - {"value_width"})
-_paged_v3 = _over_pages("PagesV3", paged.xla_writing, _PAGED - {"value_width"})
+_paged_v2 = _over_pages("PagesV2", paged.xla)
+_paged_v3 = _over_pages("PagesV3", paged.xla_writing)
 
 TABLE: dict[tuple[str, str], Implementation] = {
     ("vanilla", "cpu"): _dense,

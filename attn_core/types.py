@@ -77,6 +77,30 @@ class AttentionMechanism(str, enum.Enum):
     return self.value
 
 
+# Names that other libraries use -> the mechanisms that compute the same.
+OTHER_MECHANISM_NAMES: dict[str, tuple[str, ...]] = {
+    "splash": ("blocksparse",), "splash_attention": ("blocksparse",),
+    "block_sparse": ("blocksparse",), "flex_attention": ("blocksparse",),
+    "flash": ("flash_attn2",), "flash_attention": ("flash_attn2",), "flash_attn": ("flash_attn2",),
+    "flash_attention_2": ("flash_attn2",), "flash_attention_3": ("flash_attn2",),
+    "mosaic": ("flash_attn2",), "mosaic_gpu": ("flash_attn2",), "pallas": ("flash_attn2",),
+    "triton": ("flash_attn2",), "cuda_flash": ("cuda_flash_attn2",),
+    "dot_product": ("sdpa", "vanilla"), "dot_product_attention": ("sdpa", "vanilla"),
+    "jax_nn": ("sdpa",), "scaled_dot_product_attention": ("sdpa", "vanilla"),
+    "xla": ("sdpa", "blockwise"), "xla_chunked": ("blockwise",), "chunked": ("blockwise",),
+    "memory_efficient": ("blockwise",), "eager": ("vanilla",), "dense": ("vanilla",),
+    "math": ("vanilla",), "naive": ("vanilla",), "default": ("auto",), "autoselected": ("auto",),
+    "cudnn_flash": ("cudnn",), "cudnn_flash_te": ("cudnn",), "cudnn_attention": ("cudnn",),
+    "ring_attention": ("ring",), "ulysses": ("ring",), "context_parallel": ("ring",),
+    "decode": ("autoregressive_decodeattn",), "autoregressive": ("autoregressive_decodeattn",),
+    "decode_attention": ("autoregressive_decodeattn",), "paged": ("page_attention",),
+    "paged_attention": ("page_attention",), "ragged_paged_attention": (
+        "ragged_page_attention_v2", "ragged_page_attention_v3"),
+    "ragged_page_attention": ("ragged_page_attention_v2", "ragged_page_attention_v3")}
+
+OTHER_PLATFORM_NAMES: dict[str, tuple[str, ...]] = {"cuda": ("gpu",), "nvidia": ("gpu",)}
+
+
 class BlockSizes(NamedTuple):
   """Block sizes of a block-wise kernel, in tokens; None: the tuned value."""
 
@@ -164,6 +188,7 @@ class PagedSpec(NamedTuple):
   window: tuple[int | None, int | None] = (None, None)  # (left, right), tokens; None: unbounded
   softmax_dtype: DTypeLike = jnp.dtype("float32")
   precision: jax.lax.PrecisionLike = None  # of the two products
+  chunk_size: int | None = None  # keys of other chunks of this many positions are hidden (tokens)
 
 
 OperandsT = TypeVar("OperandsT")  # Operands, or PagedOperands of an attention over pages
@@ -238,6 +263,11 @@ setattr(AttentionOutput, "__getattr__", _missing_attribute)
 def at_least_float32(dtype: DTypeLike) -> np.dtype:
   """Returns the wider of a dtype and float32, also where JAX must not promote dtypes."""
   return np.promote_types(jnp.dtype(dtype), np.float32)
+
+
+def are_known(*sizes: object) -> bool:
+  """Returns whether all sizes are numbers; those of a `jax.export` may be symbolic."""
+  return all(isinstance(size, (int, np.integer)) for size in sizes)
 
 
 Integer = TypeVar("Integer", int, Array)

@@ -162,7 +162,8 @@ class BadInputTest(parameterized.TestCase):
       (lambda q, c, m: ragged_page_attention_v2(q[:, :3], c, m), "query: got .*2 key heads"),
       (lambda q, c, m: ragged_page_attention_v2(q[..., :3], c, m), "query: got .*width"),
       (lambda q, c, m: ragged_page_attention_v2(q, c, m._replace(
-          context_lens=m.context_lens.astype(np.int64))), "context_lens: got int64"),
+          context_lens=m.context_lens + np.int64(2**32))),
+       "context_lens: got numbers from 42949.*int32"),
       (lambda q, c, m: ragged_page_attention_v2(q, c, m._replace(
           query_start_loc=m.query_start_loc[1:])), "query_start_loc: got int32.3"),
       (lambda q, c, m: ragged_page_attention_v2(q, c, None), "cache_metadata: got NoneType"),

@@ -233,10 +233,14 @@ class PagesTest(parameterized.TestCase):
       given = jax.tree.map(lambda x, dtype=dtype: x.astype(dtype), metadata)
       self.assertEqual(pages.slots(given, 4, 11).tolist(), pages.slots(metadata, 4, 11).tolist())
     far = METADATA._replace(page_tables=TABLES.astype(np.int64) + 2**32, num_requests=3)
-    self.assertEqual(pages.slots(far, 4, 11).tolist(), [-1] * 11)
-    group = request_groups.stack(far._replace(num_requests=np.int32(3)))
-    self.assertEqual(request_groups.slots(cache, group, 11).tolist(), [-1] * 11)
+    for refused in (lambda: pages.slots(far, 4, 11), lambda: request_groups.stack(far)):
+      with self.assertRaisesRegex(ValueError, "page_tables: got numbers from 42949.*int32"):
+        refused()
     with jax.enable_x64(True):
+      slots = jax.jit(lambda metadata: pages.slots(metadata, 4, 11))
+      self.assertEqual(slots(far).tolist(), [-1] * 11)
+      of_groups = jax.jit(lambda far: request_groups.slots(cache, request_groups.stack(far), 11))
+      self.assertEqual(of_groups(far._replace(num_requests=np.int32(3))).tolist(), [-1] * 11)
       beyond = jnp.arange(11) + jnp.where(jnp.arange(11) % 2, 2**32, -2**32)
       np.testing.assert_array_equal(
           jax.jit(pages.append)(cache, key, value, beyond).pages, cache.pages)
@@ -270,7 +274,6 @@ class PagesTest(parameterized.TestCase):
       (lambda c, k, v: pages.from_dense(c, *[jnp.zeros((2, 12, 3, 5))] * 2, METADATA), "R = 3"),
       (lambda c, k, v: pages.init(dict, 1, 1, HEADS), "layout: got <class 'dict'>"),
       (lambda c, k, v: pages.init(PagesV2, 0, 1, HEADS), "num_pages: got 0"),
-      (lambda c, k, v: pages.init(PagesV2, 1, 1, HEADS._replace(value_width=4)), "value_width"),
       (lambda c, k, v: pages.init(PagesV2, 1, 1, HEADS, jnp.int8), "scales: got None"),
       (lambda c, k, v: pages.init(PagesV2, 1, 1, HEADS, jnp.uint8, "tensor"), "dtype: got uint8"),
       (lambda c, k, v: pages.init(PagesV3, 1, 1, HEADS, jnp.float64), "dtype: got float"),

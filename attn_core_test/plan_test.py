@@ -395,7 +395,39 @@ class CommandTest(absltest.TestCase):
     self.assertIn("exchange in step n", text)
     self.assertEqual(text.count("\n* "), 2)
     self.assertIn("64 x h100, 16,384 tokens", text)
-    self.assertIn("ulysses: impossible, got 32 query heads", text)
+    self.assertEqual(text.count("impossible:"), 1)
+    self.assertIn("  impossible: ulysses (got 32 query heads", text)
+
+  def printed(self, *arguments):
+    out = io.StringIO()
+    with (mock.patch.object(sys, "argv", ["plan", *arguments]), contextlib.redirect_stdout(out),
+          contextlib.redirect_stderr(out)):
+      try:
+        command.main()
+      except SystemExit:
+        pass
+    return out.getvalue()
+
+  def test_the_callers_shapes_and_mesh(self):
+    text = self.printed("--heads", "6", "--kv-heads", "3", "--head-dim", "64", "--tokens",
+                        "16k,20000", "--mesh", "dp=2,sp=4", "--device", "v5e")
+    self.assertIn("8 x v5e (dp=2, sp=4), 16,384 tokens\n", text)
+    self.assertIn("8 x v5e (dp=2, sp=4), 20,000 tokens\n", text)
+    self.assertEqual(text.count("\n* "), 2)
+    shapes = context_parallel.Shapes(2, 2**14, 2**14, 6, 3, 64, 64)
+    plan = plan_context_parallel(shapes, masks.causal(), AbstractMesh((2, 4), ("dp", "sp")), "v5e")
+    self.assertIn(f"{plan.recommended.seconds * 1e3:.4g}", text)
+    # Of the four variants the two that exchange heads: in one line.
+    line, = {line for line in text.splitlines() if "impossible" in line}
+    self.assertRegex(line, r"^  impossible: ulysses \(got 6 query heads.*\)(, hybrid \(.*\))?$")
+
+  def test_wrong_options(self):
+    for arguments, words in (
+        (("--mesh", "dp=4"), "at least two devices along sp"), (("--mesh", "sp"), "got 'sp'"),
+        (("--tokens", "many"), "numbers of tokens"), (("--heads", "0"), "at least 1"),
+        (("--heads", "6", "--kv-heads", "4", "--tokens", "8k", "--mesh", "sp=2"),
+         "a multiple of the key heads"), (("--window", "-1"), "--window: got -1")):
+      self.assertIn(words, self.printed(*arguments))
 
 
 if __name__ == "__main__":

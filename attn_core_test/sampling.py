@@ -43,7 +43,13 @@ QUICK = {
     "cudnn_test.ValuesTest.*": 2, "gpu_suite_test.*": 2, "tpu_suite_test.*": 2,
     "page_stripes_test.EqualityTest.*": 2,
     "adapters*test.*.test_refuses*": 1, "adapters*test.*": 3,
-    "batch_dimensions_test.*.test_refuses*": 1, "batch_dimensions_test.*": 3}
+    "batch_dimensions_test.*.test_refuses*": 1, "batch_dimensions_test.*": 3,
+    "calls_test.IntegersTest.*": 4, "calls_test.DtypesTest.test_cache*": 3,
+    "calls_test.NamesTest.*unknown*": 2, "calls_test.PlatformTest.test_running*": 2,
+    "strict_modes_test.CacheTest.test_caches*": 3, "strict_modes_test.CacheTest.test_pages*": 3,
+    "strict_modes_test.PromotionTest.test_token*": 3,
+    "explicit_axes_test.CollectivesTest.test_none*": 5,
+    "explicit_axes_test.ExplicitValuesTest.test_keys_otherwise*": 3}
 
 # Module -> number of processes that share its tests. These start first, in this order.
 SHARDS = {

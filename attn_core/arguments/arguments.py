@@ -34,7 +34,7 @@ class AttentionArguments(NamedTuple):
   value: Shaped | None
   mechanism: str
   metadata: OperationMetadata | None
-  mode: Mode
+  mode: Mode | None
   layout: ArrayLayout
   mask: Mask | ArrayLike | None
   mask_info: MaskInfo | None
@@ -77,7 +77,7 @@ class AttentionOptions(TypedDict, total=False):
   """
 
   metadata: OperationMetadata | None
-  mode: Mode
+  mode: Mode | None
   layout: ArrayLayout
   mask: Mask | ArrayLike | None
   mask_info: MaskInfo | None

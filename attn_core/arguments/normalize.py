@@ -54,18 +54,20 @@ def normalize(a: AttentionArguments) -> Normalized:
   query, key, value = _arrays(a)
   info = MaskInfo() if a.mask_info is None else a.mask_info
   scales: list[jax.Array | None] = [None, None]
-  step = None
+  step, mode = None, a.mode or "__train__"
+  checks.known_sizes("cache_view", a.cache_view, query)
   if a.cache_view is None:
     checks.require(a.cache_metadata is None, "cache_metadata",
                    f"{type(a.cache_metadata).__name__} without cache_view", "a cache_view as well")
   else:
     _check_cache_arguments(a.layout, a.query_offset)
     cache = cast(step_lib.AnyCache, a.cache_view)  # `update_cache` checks it
-    step_lib.check_masks_with_cache(cache, a.mode, info, a.mask)
+    cache_metadata = cast(step_lib.CacheMetadata | None, a.cache_metadata)
+    mode = step_lib.mode_of(a.mode, cache_metadata, query.shape[1])
+    step_lib.check_masks_with_cache(cache, mode, info, a.mask)
     reach = _lookback(a.sliding_window, a.chunk_size)
     step = step_lib.update_cache(
-        _new_tokens(query, key, value), cache,
-        cast(step_lib.CacheMetadata | None, a.cache_metadata), a.mode, reach)
+        _new_tokens(query, key, value), cache, cache_metadata, mode, reach)
     key, value, scales = step.key, step.value, [step.key_scale, step.value_scale]
     info = step.mask_info._replace(attention_mask=info.attention_mask)
     a = a._replace(mask_info=info)
@@ -87,7 +89,7 @@ def normalize(a: AttentionArguments) -> Normalized:
       _dropout_words(a.dropout_rng, spec.dropout_prob), *scales)
   call = Call(operands, spec, normalize_block_sizes(a.block_sizes, a.vmem_limit_bytes), None,
               bool(a.return_lse), bool(a.return_weights))
-  rules = metadata.get_shardings(a.mode, "bthd")
+  rules = metadata.get_shardings(mode, "bthd")
   request = request_of(call, features.features_of(a, call),
                        metadata_lib.resolved_capability(metadata), metadata.ring.transfer,
                        metadata_lib.resolved_tpu_version(metadata))
@@ -125,7 +127,7 @@ def check_options(a: AttentionArguments) -> OperationMetadata:
   metadata = _DEFAULT_METADATA if a.metadata is None else a.metadata
   checks.require(isinstance(metadata, OperationMetadata), "metadata",
                  type(metadata).__name__, "an OperationMetadata or None")
-  checks.one_of("mode", a.mode, MODES)
+  checks.one_of("mode", a.mode, (*MODES, None))
   checks.one_of("layout", a.layout, ARRAY_LAYOUTS)
   checks.require(a.mask_info is None or isinstance(a.mask_info, MaskInfo), "mask_info",
                  type(a.mask_info).__name__, "a MaskInfo or None; a boolean array is `mask`")
@@ -184,6 +186,10 @@ def _arrays(a: AttentionArguments) -> tuple[jax.Array, jax.Array, jax.Array]:
   given = {"query": a.query, "key": a.key, "value": a.value}
   if a.cache_view is not None and a.key is None and a.value is None:
     given = {"query": a.query}
+  for name, x in given.items():
+    checks.require(getattr(x, "dtype", None) != jnp.int8, name, checks.describe(x), "a float "
+                   "dtype: int8 with scales is a DenseCache(key, value, starts, lengths, overflow, "
+                   "key_scale, value_scale), or multiplied by them (see docs/equivalents.md)")
   arrays = {name: checks.floating(name, x, rank, f"{dimensions} (layout={a.layout!r})")
             for name, x in given.items()}
   query, key, value = (to_bthd(jnp.asarray(arrays[name]), a.layout) if name in arrays else None
@@ -234,7 +240,7 @@ def _cast(
   """
   query, key, value = arrays
   quantized = scales[0] is not None
-  checks.query_key_value(query, key, value, quantized=quantized)
+  checks.query_key_value(query, key, value, quantized=quantized, mixed=compute_dtype is not None)
   dtype = normalize_compute_dtype(compute_dtype, runtime_dtype, query.dtype)
   if quantized:
     key, value, scales = quantize.constant((key, value, scales), "cache_view")
@@ -342,6 +348,10 @@ def _dropout_words(rng: ArrayLike | None, probability: float) -> jax.Array | Non
   checks.require(isinstance(rng, (jax.Array, np.ndarray)), "dropout_rng", checks.describe(rng),
                  expected)
   key = cast(checks.Array, rng)
+  checks.require(key.dtype != bool, "dropout_rng", checks.describe(key), "a key, not a mask of the "
+                 "kept weights, which are a function of the key; for a mask of your own, multiply "
+                 "the weights of vanilla(..., return_weights=True) by it and sum the values (see "
+                 "docs/equivalents.md)")
   typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.ndim == 0
   raw = key.dtype == jnp.uint32 and key.ndim == 1 and key.shape[0] >= 2
   checks.require(typed or raw, "dropout_rng", checks.describe(key), expected)

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Combines all arguments of `attention` that hide keys into one `Mask`."""
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 from jax.typing import ArrayLike
@@ -49,8 +49,7 @@ def make_mask(given: MaskArguments, shape: Shape) -> Mask:
   positional = _positional_mask(given.causal, given.sliding_window, given.chunk_size)
   by_position = positional != constructors.full()
   mask = positional & _explicit_mask(given.mask, given.layout, whole)
-  info = given.mask_info
-  _check_info(info, shape, whole)
+  info = _checked_info(given.mask_info, shape, whole)
   offset: int | jax.Array = 0
   has_positions = given.query_offset is not None or info.q_positions is not None
   if given.layout == "thd":
@@ -59,7 +58,7 @@ def make_mask(given: MaskArguments, shape: Shape) -> Mask:
                           by_position and not has_positions)
     _check_one_offset(given.query_offset, info)
     if given.query_offset is not None:
-      sequences = checks.array("cum_seqlens_q", given.cum_seqlens_q, "int32 [B + 1]").shape[0] - 1
+      sequences = len(cast(checks.Array, given.cum_seqlens_q)) - 1  # checked by `_packed_info`
       offset = _offset(given.query_offset, sequences)
     info, offset = _join_packed(info, packed, offset), 0
   else:
@@ -107,17 +106,23 @@ def _explicit_mask(mask: Mask | ArrayLike | None, layout: ArrayLayout, shape: Sh
   return constructors.dense(array)
 
 
-def _check_info(info: MaskInfo, shape: Shape, whole: Shape) -> None:
-  """Checks the arrays of mask_info, by the names the caller gave them; `whole`: of all columns."""
+def _checked_info(info: MaskInfo, shape: Shape, whole: Shape) -> MaskInfo:
+  """Returns mask_info with int32 arrays, checked by the names the caller gave them.
+
+  Args:
+    info: the caller's.
+    shape: (B, H, T, S).
+    whole: the same with all columns of a boolean mask.
+  """
   batch, _, queries, keys = shape
   for name, letter, length in (("q_segment_ids", "T", queries), ("kv_segment_ids", "S", keys),
                                ("q_positions", "T", queries), ("kv_positions", "S", keys)):
     if getattr(info, name) is not None:
       expected = f"int32 [B or 1, {letter}] = [{batch}, {length}]"
-      x = checks.array(f"mask_info.{name}", getattr(info, name), expected)
-      checks.require(jnp.issubdtype(x.dtype, jnp.integer) and x.ndim == 2
-                     and x.shape[0] in (1, batch) and x.shape[1] == length,
+      x = checks.int32(f"mask_info.{name}", getattr(info, name), expected)
+      checks.require(x.ndim == 2 and x.shape[0] in (1, batch) and x.shape[1] == length,
                      f"mask_info.{name}", checks.describe(x), expected)
+      info = info._replace(**{name: x})
   if info.attention_mask is not None:
     name, expected = "mask_info.attention_mask", (
         "bool [B or 1, H or 1, T or 1, S or 1], True = visible; a 0/1 mask of another dtype is "
@@ -126,6 +131,7 @@ def _check_info(info: MaskInfo, shape: Shape, whole: Shape) -> None:
     mask = checks.array(name, info.attention_mask, expected)
     checks.require(mask.dtype == bool, name, checks.describe(mask), expected)
     checks.broadcastable(name, mask, whole, f"{expected}; [B, H, T, S]")
+  return info
 
 
 def _check_token_order(order: str | None) -> None:
@@ -159,7 +165,8 @@ def _packed_info(cum_seqlens_q: ArrayLike | None, cum_seqlens_k: ArrayLike | Non
     checks.require(keys == queries, "cum_seqlens_k", f"None with {queries} queries and {keys} keys",
                    "the offsets of the keys, since they are not those of the queries")
     return MaskInfo.from_cu_seqlens(q_offsets, queries)
-  k_offsets = checks.cum_seqlens("cum_seqlens_k", cum_seqlens_k, keys)
+  k_offsets = (q_offsets if cum_seqlens_k is cum_seqlens_q and keys == queries else
+               checks.cum_seqlens("cum_seqlens_k", cum_seqlens_k, keys))
   checks.require(k_offsets.shape == q_offsets.shape, "cum_seqlens_k", checks.describe(k_offsets),
                  f"as many sequences as cum_seqlens_q, {checks.describe(q_offsets)}")
   checks.require(not needs_positions or _same_offsets(q_offsets, k_offsets), "query_offset",
@@ -196,13 +203,13 @@ def _offset(offset: ArrayLike, batch: int) -> int | jax.Array:
               "magnitude")
   if isinstance(offset, (int, np.integer)) and not isinstance(offset, bool):
     return checks.integer("query_offset", offset, expected, lambda x: abs(x) < 2**30)
-  array = checks.array("query_offset", offset, expected)
-  checks.require(jnp.issubdtype(array.dtype, jnp.integer) and array.shape in ((), (1,), (batch,)),
-                 "query_offset", checks.describe(array), expected)
+  array = checks.int32("query_offset", offset, expected)
+  checks.require(array.shape in ((), (1,), (batch,)), "query_offset", checks.describe(array),
+                 expected)
   if isinstance(array, np.ndarray):
     checks.require((abs(array.astype(np.int64)) < 2**30).all(), "query_offset", array, expected)
   # Not a numpy array, which a traced number could not index.
-  return jnp.asarray(array).reshape(-1).astype(jnp.int32)
+  return jnp.asarray(array).reshape(-1)
 
 
 def _check_mask_arrays(mask: Mask, shape: Shape, whole: Shape) -> None:

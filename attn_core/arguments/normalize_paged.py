@@ -56,32 +56,38 @@ def normalize(a: AttentionArguments) -> steps.Normalized:
     checks.require(getattr(a, name) is None, name, "an array", "None: query_start_loc of "
                    "cache_metadata holds the offsets of the requests' queries")
   query = checks.floating("query", a.query, 3, "[T, H, D]")
+  checks.known_sizes("cache_view of pages", a.cache_view, query)
   checks.require(0 not in query.shape, "query", checks.describe(query), "no dimension of size 0")
   checks.require(isinstance(a.cache_view, layout), "cache_view", type(a.cache_view).__name__,
                  f"a {layout.__name__}, which mechanism {mechanism!r} reads")
-  cache, cache_metadata = cast(Pages, a.cache_view), cast(layouts.PagesMetadata, a.cache_metadata)
+  cache = cast(Pages, a.cache_view)
+  cache_metadata = layouts.checked(cast(layouts.PagesMetadata, a.cache_metadata))
   validate.check(cache, cache_metadata, query.shape[0])
   checks.require(mechanism != "page_attention" or cache_metadata.query_start_loc is None,
                  "cache_metadata.query_start_loc", "an array", "None: page_attention has one query "
                  "a request; ragged_page_attention_v2 has any number")
-  heads = _heads(a.key, a.value, cache, query, mechanism)
+  heads = _heads(a, cache, query, mechanism)
   compute = steps.normalize_compute_dtype(a.compute_dtype, metadata.runtime_dtype, query.dtype)
   dense = _dense(a, metadata, query, heads, compute)
   operands = PagedOperands(
       checkpoint_name(jnp.asarray(query).astype(compute), "attn_query"),
       jax.tree.map(jnp.asarray, cache), jax.tree.map(jnp.asarray, cache_metadata),
       None if dense.operands.sinks is None else dense.operands.sinks[0],
-      *(None if x is None else checkpoint_name(jnp.asarray(x), name)
+      *(None if x is None else checkpoint_name(_as_stored(jnp.asarray(x), cache), name)
         for name, x in (("attn_key", a.key), ("attn_value", a.value))))
   # Positions are added to the sides and must stay int32; no token is that far away.
   left, right = (None if side is None or side >= 2**30 else side
                  for side in checks.window(a.sliding_window))
+  chunk = checks.chunk_size(a.chunk_size)
   spec = PagedSpec(dense.spec.softmax_scale, dense.spec.logits_soft_cap, bool(a.causal),
-                   (left, right), dense.spec.softmax_dtype, dense.spec.precision)
+                   (left, right), dense.spec.softmax_dtype, dense.spec.precision,
+                   chunk if chunk is not None and chunk < 2**30 else None)
   features = features_lib.features_of(a, dense)
   del features["cache"]
   features["pages"] = f"a cache_view of {layout.__name__}"
-  placed = shard_paged.place(metadata.get_shardings(a.mode, "bthd"),
+  mode = a.mode or ("__autoregressive__" if cache_metadata.query_start_loc is None
+                    else "__prefill__")
+  placed = shard_paged.place(metadata.get_shardings(mode, "bthd"),
                              metadata_lib.resolved_mesh(metadata), operands, heads.key_heads)
   reason = placed.unsupported_reason
   error = NotImplementedError(reason) if reason else None
@@ -96,15 +102,21 @@ def normalize(a: AttentionArguments) -> steps.Normalized:
   return steps.Normalized(call, request, metadata, None, query.dtype, None)
 
 
-def _heads(key: object, value: object, cache: Pages, query: checks.Array,
+def _as_stored(x: jax.Array, cache: Pages) -> jax.Array:
+  """Returns new keys or values in the dtype of the pages, unless these are quantized."""
+  return x if cache.key_scales is not None else x.astype(layouts.dtype_of(cache))
+
+
+def _heads(a: AttentionArguments, cache: Pages, query: checks.Array,
            mechanism: str) -> layouts.Heads:
   """Returns the heads of the call, by the pages and, where these are padded, by the new keys."""
   held, held_dtype = layouts.heads_of(cache), layouts.dtype_of(cache)
+  mixed = cache.key_scales is not None or a.compute_dtype is not None
   if mechanism == "ragged_page_attention_v3":
-    held = _new_heads(checks.floating("key", key, 3, "[T, K, D]"),
-                      checks.floating("value", value, 3, "[T, K, D]"), cache, query)
+    held = _new_heads(checks.floating("key", a.key, 3, "[T, K, D]"),
+                      checks.floating("value", a.value, 3, "[T, K, D]"), cache, query, mixed)
   else:
-    for name, x in (("key", key), ("value", value)):
+    for name, x in (("key", a.key), ("value", a.value)):
       checks.require(x is None, name, checks.describe(x),
                      f"None: mechanism {mechanism!r} reads the pages only; write to them first, "
                      "with caches.pages.append")
@@ -112,28 +124,37 @@ def _heads(key: object, value: object, cache: Pages, query: checks.Array,
                    f"[T, H, {held.key_width}], the width of the pages")
   checks.require(query.shape[1] % held.key_heads == 0, "query", checks.describe(query),
                  f"a number of heads that the {held.key_heads} key heads divide")
-  checks.require(cache.key_scales is not None or held_dtype == query.dtype, "query",
-                 checks.describe(query), f"the dtype of the pages, {held_dtype}")
+  checks.require(mixed or held_dtype == query.dtype, "query", checks.describe(query),
+                 f"the dtype of the pages, {held_dtype}, or compute_dtype to compute in one dtype")
   return held
 
 
-def _new_heads(key: checks.Array, value: checks.Array, cache: Pages,
-               query: checks.Array) -> layouts.Heads:
-  """Checks new keys and values [T, K, D] that the call writes to padded pages."""
-  held, width = layouts.heads_of(cache), query.shape[2]
+def _new_heads(key: checks.Array, value: checks.Array, cache: Pages, query: checks.Array,
+               mixed: bool) -> layouts.Heads:
+  """Checks new keys and values [T, K, D] that the call writes to padded pages.
+
+  Args:
+    key: the new keys.
+    value: the new values.
+    cache: the pages.
+    query: [T, H, D].
+    mixed: whether they may have another dtype than the pages.
+  """
+  held, width, value_width = layouts.heads_of(cache), query.shape[2], value.shape[2]
   most = f"[{query.shape[0]}, K, {width}], T and D of the query, K at most {held.key_heads}"
   checks.require(key.shape[0] == query.shape[0] and key.shape[2] == width <= held.key_width
                  and 0 < key.shape[1] <= held.key_heads, "key", checks.describe(key), most)
-  checks.require(value.shape == key.shape, "value", checks.describe(value),
-                 f"{list(key.shape)}, as the key")
+  checks.require(value.shape[:2] == key.shape[:2] and value_width <= held.value_width, "value",
+                 checks.describe(value), f"{list(key.shape[:2])} as the key, a width of at most "
+                 f"{held.value_width}")
   for name, x in (("key", key), ("value", value)):
-    checks.require(cache.key_scales is not None or x.dtype == layouts.dtype_of(cache), name,
-                   checks.describe(x), f"the dtype of the pages, {layouts.dtype_of(cache)}")
+    checks.require(mixed or x.dtype == layouts.dtype_of(cache), name, checks.describe(x),
+                   f"the dtype of the pages, {layouts.dtype_of(cache)}, or compute_dtype")
   scales = cache.key_scales
   checks.require(scales is None or scales.ndim == 0 or scales.shape[2] == key.shape[1],
                  "key", checks.describe(key), "as many heads as the cache's key_scales "
                  f"{checks.describe(scales)} have")
-  return layouts.Heads(key.shape[1], width, width)
+  return layouts.Heads(key.shape[1], width, value_width)
 
 
 def _dense(a: AttentionArguments, metadata: OperationMetadata, query: checks.Array,

@@ -6,9 +6,13 @@ import jax
 
 from attn_core.arguments.normalize import Normalized
 from attn_core.config import metadata as metadata_lib
+from attn_core.config.metadata import OperationMetadata
 from attn_core.dispatch import selection
 from attn_core.dispatch.capabilities import Implementation, Request
-from attn_core.sharding import context_parallel, placement as placement_lib
+from attn_core.sharding import context_parallel, explicit_axes, placement as placement_lib
+
+# Platforms whose compilers take a partitioner of operations from a library; libtpu takes none.
+PARTITIONED = ("cpu", "gpu")
 
 
 def question_of(normal: Normalized) -> selection.Question:
@@ -46,29 +50,81 @@ def place(normal: Normalized,
   """Returns the placement of a call; the implementation decides about the sequence and the keys.
 
   Raises:
-    ValueError: the mesh or the lengths do not fit `ring`.
+    ValueError: the mesh or the lengths do not fit `ring`; or an Auto axis that the metadata does
+      not know, where the partitioner cannot place the call.
   """
   if normal.rules is None:  # pages are placed by their own rules
     return normal.request.placement
-  query, key, metadata = normal.call.operands.query, normal.call.operands.key, normal.metadata
-  whole_mesh = metadata_lib.resolved_mesh(metadata)
-  mesh = placement_lib.mesh_in_force(whole_mesh)
-  reserved: tuple[str, ...] = ()
-  ring = metadata.ring, metadata.sequence_axis_name
-  if implementation is not None and implementation.shards_sequence and mesh is not None:
-    context_parallel.require_axes(*ring, mesh)
-    reserved = sum(context_parallel.axes_of(*ring), ())
+  query, key, value = normal.call.operands[:3]
+  typed_mesh = explicit_axes.mesh_of(query, key, value)
+  whole_mesh = metadata_lib.resolved_mesh(normal.metadata)
+  mesh = placement_lib.mesh_in_force(typed_mesh or whole_mesh)
+  if mesh is None:
+    return (placement_lib.of_types(query)
+            if metadata_lib.resolved_platform(normal.metadata) in PARTITIONED else None)
+  reserved = _sequence_axes(normal, implementation, mesh)
+  typed = None if typed_mesh is None else explicit_axes.rules_of(query, key, mesh, reserved)
   placement = placement_lib.place(
-      normal.rules, mesh, query.shape, key.shape, reserved,
-      shard_keys=implementation is not None and implementation.shards_keys)
-  if placement is None and mesh is not None and context_parallel.is_split(*ring, mesh):
+      placement_lib.ordered_rules(normal.rules, mesh, typed), mesh, query.shape, key.shape,
+      reserved, shard_keys=implementation is not None and implementation.shards_keys)
+  if placement is None and reserved and context_parallel.is_split(
+      normal.metadata.ring, normal.metadata.sequence_axis_name, mesh):
     placement = placement_lib.Placement(mesh, (), (), (), ())
-  if placement is None or mesh is None or not reserved:
-    return placement
+  if placement is None:
+    return None
+  if typed is not None:
+    placement = placement._replace(output=explicit_axes.output_spec(query, value, mesh))
+  if reserved:
+    placement = placement._replace(sequence=_sequence(normal, placement, whole_mesh))
+  return _left_to_the_partitioner(placement, normal.metadata)
+
+
+def _sequence_axes(normal: Normalized, implementation: Implementation | None,
+                   mesh: context_parallel.AnyMesh) -> tuple[str, ...]:
+  """Returns the mesh axes that shard the sequence, checked; () if none does."""
+  if implementation is None or not implementation.shards_sequence:
+    return ()
+  ring = normal.metadata.ring, normal.metadata.sequence_axis_name
+  context_parallel.require_axes(*ring, mesh)
+  return sum(context_parallel.axes_of(*ring), ())
+
+
+def _sequence(normal: Normalized, placement: placement_lib.Placement,
+              whole_mesh: context_parallel.AnyMesh | None) -> context_parallel.Sequence | None:
+  """Returns the sharding of the sequence of a placed call."""
+  query, key, metadata = normal.call.operands.query, normal.call.operands.key, normal.metadata
   heads = query.shape[2] // placement.size(placement.heads)
   sequence = context_parallel.shard_sequence(
-      *ring, metadata.scan_ring_attention, mesh, (query.shape[1], key.shape[1], heads))
+      metadata.ring, metadata.sequence_axis_name, metadata.scan_ring_attention, placement.mesh,
+      (query.shape[1], key.shape[1], heads))
   if sequence is not None and whole_mesh is not None:
     # Inside the caller's shard_map the mesh in force does not know its devices.
     sequence = sequence._replace(mesh_number=context_parallel.mesh_number(whole_mesh))
-  return placement._replace(sequence=sequence)
+  return sequence
+
+
+def _left_to_the_partitioner(placement: placement_lib.Placement,
+                             metadata: OperationMetadata) -> placement_lib.Placement:
+  """Returns the placement, marked where the compiler's partitioner knows a better one.
+
+  Raises:
+    ValueError: an Auto axis that the metadata does not know, where the partitioner cannot place the
+      call.
+  """
+  unknown = placement_lib.unknown_axes(placement, metadata.partition_axis)
+  platform = metadata_lib.resolved_platform(metadata)
+  if placement.sequence is not None or placement.keys:
+    why = "of a mesh whose other axes shard the sequence or the keys"
+  elif not placement_lib.is_auto(placement.mesh):
+    why = "of a mesh with Explicit or Manual axes"
+  elif platform not in PARTITIONED:
+    why = f"on platform {platform!r}, whose compiler asks no library for partitions"
+  else:
+    return placement._replace(partitioner=bool(unknown) or placement_lib.is_ambiguous(placement))
+  if unknown:
+    raise ValueError(
+        f"metadata.partition_axis names no mesh axis {', '.join(map(repr, unknown))}, an Auto axis "
+        f"{why}: every device along it would gather the arrays; expected PartitionAxis("
+        f"batch_axis=..., head_axis=..., kv_head_axis=...) with it, for example "
+        f"OperationMetadata(partition_axis=PartitionAxis(batch_axis={unknown[0]!r}))")
+  return placement

@@ -30,13 +30,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
-from jax.typing import DTypeLike
 
-from attn_core.autodiff import rounding
+from attn_core.autodiff import folding, partition_rules, rounding
 from attn_core.kernels.common.contract import Kernel, Residuals
 from attn_core.masks import mask as mask_lib
-from attn_core.sharding import varying_axes
+from attn_core.sharding import partitioned, varying_axes
+from attn_core.sharding.context_parallel import AnyMesh
 from attn_core.types import DIFFERENTIABLE, AttentionSpec, BlockSizes, Operands, at_least_float32
 
 
@@ -48,11 +47,12 @@ class _Call(NamedTuple):
   block_sizes: BlockSizes
   structure: jax.tree_util.PyTreeDef  # of Operands
   names: tuple[str, ...]  # differentiable operands with a tangent or cotangent
+  mesh: AnyMesh | None = None  # whose partitioner shards the call; None: runs on whole operands
   num_residuals: int = 2  # out and lse; 3: out, lse and the rest of out
 
 
-def attend(kernel: Kernel, operands: Operands, spec: AttentionSpec,
-           block_sizes: BlockSizes) -> Residuals:
+def attend(kernel: Kernel, operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
+           mesh: AnyMesh | None = None) -> Residuals:
   """Runs a kernel, differentiable in query, key, value, bias and sinks.
 
   Args:
@@ -61,13 +61,15 @@ def attend(kernel: Kernel, operands: Operands, spec: AttentionSpec,
       predicate reads whole.
     spec: what to compute.
     block_sizes: sizes fixed by the caller.
+    mesh: a mesh of Auto axes over which the compiler's partitioner shards batch and heads; None:
+      the operands are those of one device.
 
   Returns:
     out [B, T, H, E] and lse [B, H, T].
   """
   kernel.check(operands, spec, block_sizes)
   leaves, structure = jax.tree.flatten(varying_axes.unify(operands))
-  call = _Call(kernel, spec, block_sizes, structure, ())
+  call = _Call(kernel, spec, block_sizes, structure, (), mesh)
   return Residuals(*_forward_p.bind(*leaves, call=call))
 
 
@@ -149,26 +151,19 @@ def _tangent_jvp(*args: jax.Array, call: _Call) -> Residuals:
 # --- Shapes. -------------------------------------------------------------------------------------
 
 
-def _like(aval: Any, shape: Sequence[int], dtype: DTypeLike) -> Any:
-  """Returns an abstract array that varies over the same manual mesh axes as `aval`."""
-  sharding = NamedSharding(aval.sharding.mesh, PartitionSpec(*[None] * len(shape)))
-  return aval.update(shape=tuple(shape), dtype=jnp.dtype(dtype), weak_type=False,
-                     sharding=sharding)
-
-
 def _residual_avals(*avals: Any, call: _Call) -> list[Any]:
   query, value = (getattr(_operands(avals[:call.structure.num_leaves], call), name)
                   for name in ("query", "value"))
   batch, length, heads, _ = query.shape
   lse_dtype = at_least_float32(call.spec.softmax_dtype)
   dtype = call.spec.out_dtype or query.dtype
-  return [_like(query, (batch, length, heads, value.shape[-1]), dtype),
-          _like(query, (batch, heads, length), lse_dtype)]
+  return [varying_axes.like(query, (batch, length, heads, value.shape[-1]), dtype),
+          varying_axes.like(query, (batch, heads, length), lse_dtype)]
 
 
 def _cotangent_avals(*avals: Any, call: _Call) -> list[Any]:
   operands = _operands(avals[:call.structure.num_leaves], call)
-  return [_like(operands.query, x.shape, x.dtype)
+  return [varying_axes.like(operands.query, x.shape, x.dtype)
           for x in (getattr(operands, name) for name in call.names)]
 
 
@@ -286,18 +281,6 @@ def _operand_labels(call: _Call) -> list[str]:
           for label in (arrays + rest if name == "mask" else [name])]
 
 
-def _fold(x: jax.Array, dim: int | None, size: int, rows: int, full: bool) -> jax.Array:
-  """Folds a mapped axis of length `size` at `dim` (None: shared) into the leading axis.
-
-  The leading axis has `rows` entries or 1. A shared array with 1 keeps it, unless it must be
-  `full`; every other array gets size * rows.
-  """
-  if dim is None and x.shape[0] == 1 and not full:
-    return x
-  x = x[None] if dim is None else jnp.moveaxis(x, dim, 0)
-  return jnp.broadcast_to(x, (size, rows, *x.shape[2:])).reshape(-1, *x.shape[2:])
-
-
 def _batch(primitive: Primitive, labels_of: Callable[[_Call], list[str]], args: Sequence[Any],
            dims: Sequence[int | None], *, call: _Call) -> tuple[list, list[int]]:
   size = next(x.shape[d] for x, d in zip(args, dims) if d is not None)
@@ -314,37 +297,49 @@ def _batch(primitive: Primitive, labels_of: Callable[[_Call], list[str]], args: 
     return outs, [0] * len(outs)
 
   rows = args[0].shape[1 if dims[0] == 0 else 0]  # the first operand is always the query
-  full = {"query", "key", "value", "key_scale", "value_scale", *call.names}
-  folded = [x if label == "whole" else _fold(x, d, size, rows, label in full)
+  full = {"query", "lse", "key", "value", "key_scale", "value_scale", *call.names}
+  # The partitioner keeps a sharding of the rows where they are the slower part of an axis.
+  rows_first = call.mesh is not None
+  folded = [x if label == "whole" else folding.fold(x, d, (size, rows), label in full, rows_first)
             for x, d, label in zip(args, dims, labels)]
   operands, rest = _split(folded, call, len(args) - call.structure.num_leaves)
   if operands.mask.batch_index is None:
     # Dropout and predicates depend on the row's index within its own mapped element.
-    index = jnp.tile(jnp.arange(rows, dtype=jnp.int32), size)
+    index = jnp.arange(rows, dtype=jnp.int32)
+    index = jnp.repeat(index, size) if rows_first else jnp.tile(index, size)
     operands = operands._replace(mask=operands.mask._replace(batch_index=index))
   leaves, structure = jax.tree.flatten(varying_axes.unify(operands))
   outs = primitive.bind(*leaves, *rest, call=call._replace(structure=structure))
-  outs = [x.reshape(size, rows, *x.shape[1:]) for x in outs]
+  outs = [folding.unfold(x, (size, rows), rows_first) for x in outs]
   if primitive in (_backward_p, _backward_jvp_p):
-    shared = [_rows_of(args, dims, labels, name) == 1 for name in call.names]
+    shared = [folding.rows_of(args, dims, labels, name) == 1 for name in call.names]
     outs = [x.sum(1, keepdims=True).astype(x.dtype) if one and rows > 1 else x
             for x, one in zip(outs, shared)]
   return outs, [0] * len(outs)
 
 
-def _rows_of(args: Sequence[Any], dims: Sequence[int | None], labels: list[str],
-             name: str) -> int:
-  """Returns the rows of an operand, not counting the mapped axis."""
-  x, dim = next((x, d) for x, d, label in zip(args, dims, labels) if label == name)
-  return x.shape[1 if dim == 0 else 0]
-
-
 # --- The primitives. -----------------------------------------------------------------------------
+
+
+def _lower_sharded(ctx: Any, args: Sequence[Any], compute: Callable[..., list[jax.Array]],
+                   labels: Sequence[str], results: Sequence[str], call: _Call) -> Any:
+  """Lowers a primitive so that the compiler's partitioner shards it."""
+  assert call.mesh is not None
+  def local(*args: jax.Array) -> list[jax.Array]:
+    *given, _, rows, heads = args
+    operands, rest = _split(given, call, len(given) - call.structure.num_leaves)
+    leaves, structure = jax.tree.flatten(partition_rules.with_numbers(operands, rows, heads))
+    return compute(*leaves, *rest, call=call._replace(structure=structure))
+  operands = _operands(ctx.avals_in[:call.structure.num_leaves], call)
+  signature = partition_rules.signature_of(operands, call.spec.mask, labels, results)
+  return partition_rules.lower(ctx, args, local, signature, (call.kernel.name, *call[1:]),
+                               call.mesh)
 
 
 def _primitive(name: str, compute: Callable, avals: Callable, labels_of: Callable[[_Call], list],
                effects: Callable[[_Call], Set] = lambda call: frozenset()) -> Primitive:
   """Returns a primitive that runs `compute`; `labels_of` labels the arguments after operands."""
+  results_of = lambda call: _OUT_LSE if avals is _residual_avals else call.names
   compute = functools.wraps(compute)(functools.partial(_as_list, compute))
   primitive = Primitive(name)
   primitive.multiple_results = True
@@ -356,6 +351,8 @@ def _primitive(name: str, compute: Callable, avals: Callable, labels_of: Callabl
   def lower(ctx: Any, *args: Any, call: _Call) -> Any:
     # The computation of one device does not depend on how values vary over a mesh.
     inner = ctx.replace(avals_in=[jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in])
+    if call.mesh is not None and partitioned.is_sharded(ctx) and not effects(call):
+      return _lower_sharded(inner, args, compute, labels_of(call), results_of(call), call)
     results = mlir.lower_fun(functools.partial(compute, call=call))(inner, *args)
     if effects(call):
       ctx.set_tokens_out(inner.tokens_out)
@@ -369,11 +366,11 @@ def _as_list(compute: Callable, *args: jax.Array, call: _Call) -> list[jax.Array
   return list(compute(*args, call=call))
 
 
-_OUT_LSE = ["query", "query"]  # folded like the query
+_OUT_LSE = ["query", "lse"]
 
 
 def _residual_labels(call: _Call) -> list[str]:
-  return ["query"] * call.num_residuals
+  return ["query", "lse", "query"][:call.num_residuals]
 
 
 _forward_p = _primitive("attention_forward", _forward, _residual_avals, lambda call: [],

@@ -20,7 +20,7 @@ Array([[ 0,  1,  2, -1],
 from typing import NamedTuple
 
 import jax
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 import jax.numpy as jnp
 
 from attn_core import checks
@@ -103,7 +103,7 @@ def init_like(like: jax.Array | jax.ShapeDtypeStruct, slots: int,
 
 
 def append(cache: DenseCache, key: jax.Array, value: jax.Array,
-           lengths: checks.Array | None = None) -> DenseCache:
+           lengths: ArrayLike | None = None) -> DenseCache:
   """Appends new tokens to each row.
 
   Args:
@@ -140,7 +140,7 @@ def append(cache: DenseCache, key: jax.Array, value: jax.Array,
       overflow=cache.overflow | device_parts.match(bad, cache.overflow)))
 
 
-def insert(cache: DenseCache, slots: jax.Array, prefilled: DenseCache) -> DenseCache:
+def insert(cache: DenseCache, slots: ArrayLike, prefilled: DenseCache) -> DenseCache:
   """Replaces rows `slots` by the rows of another cache.
 
   Args:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jax
 from jax.sharding import PartitionSpec as P
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 import jax.numpy as jnp
 import numpy as np
 
@@ -151,19 +151,19 @@ def check_tokens(cache: "DenseCache | WindowCache", key: jax.Array, value: jax.A
                    f"cache of {checks.describe(stored)}")
 
 
-def check_rows(name: str, x: object, rows: int) -> None:
-  """Checks that `x` is int32 [rows].
+def row_numbers(name: str, x: object, rows: int) -> checks.Array:
+  """Returns integers as int32 [rows].
 
   Raises:
-    ValueError: another type, shape or dtype.
+    ValueError: not integers, or another shape.
   """
   expected = f"int32 [{rows}], one number per row"
-  given = checks.array(name, x, expected)
-  checks.require(given.shape == (rows,) and jnp.issubdtype(given.dtype, jnp.integer), name,
-                 checks.describe(given), expected)
+  given = checks.int32(name, x, expected)
+  checks.require(given.shape == (rows,), name, checks.describe(given), expected)
+  return given
 
 
-def counts(lengths: checks.Array | None, batch: int, tokens: int) -> checks.Array:
+def counts(lengths: ArrayLike | None, batch: int, tokens: int) -> checks.Array:
   """The number of valid new tokens of each row: int32 [B].
 
   Raises:
@@ -171,10 +171,10 @@ def counts(lengths: checks.Array | None, batch: int, tokens: int) -> checks.Arra
   """
   if lengths is None:
     return np.full((batch,), tokens, np.int32)
-  check_rows("lengths", lengths, batch)
-  check_concrete("lengths", (lengths,), lambda x: (x < 0) | (x > tokens),
+  given = row_numbers("lengths", lengths, batch)
+  check_concrete("lengths", (given,), lambda x: (x < 0) | (x > tokens),
                f"0 to {tokens}: the number of valid tokens among the {tokens} new tokens of a row")
-  return checks.int32("lengths", lengths, f"int32 [{batch}]")
+  return given
 
 
 def check_concrete(argument: str, arrays: Sequence[checks.Array], bad: Callable[..., checks.Array],
@@ -264,7 +264,7 @@ def write_rows(array: jax.Array, new: jax.Array, rows: jax.Array) -> jax.Array:
                    P(*parts.spec))
 
 
-def insert(cache: Cache, slots: checks.Array, prefilled: Cache) -> Cache:
+def insert(cache: Cache, slots: ArrayLike, prefilled: Cache) -> Cache:
   """Implements `dense.insert` and `window.insert`; window caches must have the same window.
 
   Raises:
@@ -272,7 +272,7 @@ def insert(cache: Cache, slots: checks.Array, prefilled: Cache) -> Cache:
   """
   check_kind(prefilled, type(cache), "prefilled")
   batch, requests = cache.lengths.shape[0], prefilled.lengths.shape[0]
-  check_rows("slots", slots, requests)
+  given = row_numbers("slots", slots, requests)
   for name in ("key", "value"):
     mine, theirs = getattr(cache, name), getattr(prefilled, name)
     checks.require(
@@ -281,9 +281,8 @@ def insert(cache: Cache, slots: checks.Array, prefilled: Cache) -> Cache:
         f"a {type(prefilled).__name__} of {checks.describe(theirs)}",
         f"a {type(cache).__name__} that fits into {checks.describe(mine)}")
   is_absent = lambda slots: (slots < 0) | (slots >= batch)
-  check_concrete("slots", (slots,), is_absent, f"rows of the cache, 0 to {batch - 1}")
-  check_concrete("slots", (slots,), lambda x: (x == x[:, None]).sum(0) > 1, "different rows")
-  given = checks.int32("slots", slots, f"int32 [{requests}]")
+  check_concrete("slots", (given,), is_absent, f"rows of the cache, 0 to {batch - 1}")
+  check_concrete("slots", (given,), lambda x: (x == x[:, None]).sum(0) > 1, "different rows")
   given = device_parts.match(given, cache.lengths, (None,))
   absent = is_absent(given)
   rows = jnp.where(absent, batch, given)

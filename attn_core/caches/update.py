@@ -26,15 +26,30 @@ MODES = ("__prefill__", "__autoregressive__", "__insert__")
 
 
 class CacheMetadata(NamedTuple):
-  """Metadata of the new tokens of one step."""
+  """Metadata of the new tokens of one step; integers of any dtype, arrays or lists."""
 
   # int32 [B]: number of valid tokens among the T of each row; None: all
-  lengths: checks.Array | None = None
+  lengths: ArrayLike | None = None
   # int32 [B]: number of each row's first tokens that are padding; None: unchanged. Masks count
   # positions from the token after them.
-  starts: checks.Array | None = None
-  # int32 [num_requests], mode "__insert__" only: the rows that they replace
-  slots: checks.Array | None = None
+  starts: ArrayLike | None = None
+  # int32 [num_requests]: the rows that they replace, in mode "__insert__"; None: every other mode
+  slots: ArrayLike | None = None
+
+
+def mode_of(mode: Mode | None, metadata: CacheMetadata | None, tokens: int) -> Mode:
+  """Returns the mode of a call with a cache; where none is given, by the call itself.
+
+  Args:
+    mode: as given.
+    metadata: of the new tokens.
+    tokens: T, the queries of each row.
+  """
+  if mode is not None:
+    return mode
+  if getattr(metadata, "slots", None) is not None:
+    return "__insert__"
+  return "__autoregressive__" if tokens == 1 else "__prefill__"
 
 
 class Step(NamedTuple):
@@ -85,9 +100,8 @@ def update_cache(tokens: tuple[jax.Array, jax.Array] | int, cache: AnyCache,
   if inserts:
     return _insert(tokens, cache, metadata)
   if metadata.starts is not None:
-    slots_lib.check_rows("cache_metadata.starts", metadata.starts, cache.lengths.shape[0])
-    cache = cache._replace(starts=device_parts.match(_starts(metadata), cache.starts),
-                           origins=None)
+    starts = _starts(metadata, cache.lengths.shape[0])
+    cache = cache._replace(starts=device_parts.match(starts, cache.starts), origins=None)
   if isinstance(tokens, int):
     return _read(tokens, cache, metadata, reach)
   return _append(tokens, cache, metadata, reach)
@@ -97,8 +111,8 @@ def _view(cache: AnyCache) -> CacheView:
   return dense.view(cache) if isinstance(cache, DenseCache) else window.view(cache)
 
 
-def _starts(metadata: CacheMetadata) -> jax.Array:
-  return jnp.asarray(checks.int32("cache_metadata.starts", metadata.starts, "int32 [B]"))
+def _starts(metadata: CacheMetadata, rows: int) -> jax.Array:
+  return jnp.asarray(slots_lib.row_numbers("cache_metadata.starts", metadata.starts, rows))
 
 
 def _insert(tokens: tuple[jax.Array, jax.Array] | int, cache: AnyCache,
@@ -110,9 +124,8 @@ def _insert(tokens: tuple[jax.Array, jax.Array] | int, cache: AnyCache,
   rows, length = tokens[0].shape[:2]
   prefilled = slots_lib.empty_like(cache, DenseCache, length, tokens[0])
   if metadata.starts is not None:
-    slots_lib.check_rows("cache_metadata.starts", metadata.starts, rows)
     prefilled = prefilled._replace(
-        starts=device_parts.match(_starts(metadata), prefilled.starts))
+        starts=device_parts.match(_starts(metadata, rows), prefilled.starts))
   prefilled = dense.append(prefilled, *tokens, metadata.lengths)
   seen = dense.view(prefilled)
   if isinstance(cache, WindowCache):
@@ -120,7 +133,8 @@ def _insert(tokens: tuple[jax.Array, jax.Array] | int, cache: AnyCache,
         cache, metadata.slots, window.from_dense(prefilled, cache.key.shape[1]))
   else:
     cache = slots_lib.insert(cache, metadata.slots, prefilled)
-  overflow = prefilled.overflow | _rows_of(cache.overflow, metadata.slots, prefilled.overflow)
+  slots = slots_lib.row_numbers("slots", metadata.slots, rows)
+  overflow = prefilled.overflow | _rows_of(cache.overflow, slots, prefilled.overflow)
   return _step(seen, seen.lengths, jnp.zeros_like(seen.lengths), length, cache, overflow)
 
 
@@ -245,7 +259,7 @@ def concatenate(*, query: jax.Array, key: jax.Array, value: jax.Array,
     key: float [B, T, K, D] of the new tokens, rotary applied.
     value: float [B, T, K, E].
     mask_info: MaskInfo of further masks; with a cache its `attention_mask` [.., S] only.
-    mode: as in `update_cache`; may be "__train__" without a cache.
+    mode: as in `update_cache`; may be "__train__" without a cache; None: as `attention` infers it.
     cache_view: a DenseCache or WindowCache; None: nothing is cached.
     cache_metadata: `CacheMetadata`.
     sliding_window: left, or (left, right), in tokens, as in `attention`.
@@ -259,6 +273,7 @@ def concatenate(*, query: jax.Array, key: jax.Array, value: jax.Array,
   info = MaskInfo() if mask_info is None else mask_info
   sides = checks.window(sliding_window)
   if cache_view is not None:
+    mode = mode_of(mode, cache_metadata, query.shape[1])
     check_masks_with_cache(cache_view, mode, info)
     step = update_cache((key, value), cache_view, cache_metadata, mode, sides[0])
     info = step.mask_info._replace(attention_mask=info.attention_mask)

@@ -16,7 +16,7 @@ Array([[4, 5, 2, 3]], dtype=int32)
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 import jax.numpy as jnp
 
 from attn_core import checks
@@ -79,7 +79,7 @@ def init_like(like: jax.Array | jax.ShapeDtypeStruct, window: int,
   return slots_lib.init_like(WindowCache, like, window, heads, dtype)
 
 
-def insert(cache: WindowCache, slots: jax.Array, prefilled: WindowCache) -> WindowCache:
+def insert(cache: WindowCache, slots: ArrayLike, prefilled: WindowCache) -> WindowCache:
   """Replaces rows, see `dense.insert`; both caches need the same window.
 
   Raises:
@@ -94,7 +94,7 @@ def insert(cache: WindowCache, slots: jax.Array, prefilled: WindowCache) -> Wind
 
 
 def append(cache: WindowCache, key: jax.Array, value: jax.Array,
-           lengths: checks.Array | None = None) -> WindowCache:
+           lengths: ArrayLike | None = None) -> WindowCache:
   """Appends new tokens to each row, over its oldest ones. T may exceed the window.
 
   Args:

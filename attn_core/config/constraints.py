@@ -48,7 +48,7 @@ class Indexed(Protocol):
   def indexs(self) -> Array: ...
 
 
-def build_cache_pos(attention_mask: Array, mode: Mode,
+def build_cache_pos(attention_mask: Array, mode: Mode | None = None,
                     cache_view: Indexed | None = None) -> jax.Array:
   """The position of every query: the number of cached tokens plus that of earlier queries.
 
@@ -56,7 +56,7 @@ def build_cache_pos(attention_mask: Array, mode: Mode,
 
   Args:
     attention_mask: bool [B, H, T, S]; True = visible.
-    mode: one of MODES; checked, but unused: the positions do not depend on it.
+    mode: one of MODES or None; checked, but unused: the positions do not depend on it.
     cache_view: a cache with `indexs`, int32 [B], the number of cached tokens of each row; None: no
       cached tokens.
 
@@ -67,7 +67,7 @@ def build_cache_pos(attention_mask: Array, mode: Mode,
     ValueError: `attention_mask` has another rank or dtype, `mode` is unknown, or `cache_view` has
       no `indexs` or another number of rows.
   """
-  checks.one_of("mode", mode, MODES)
+  checks.one_of("mode", mode, (*MODES, None))
   checks.array("attention_mask", attention_mask, "bool [B, H, T, S]")
   checks.require(attention_mask.ndim == 4 and attention_mask.dtype == bool, "attention_mask",
                  checks.describe(attention_mask), "bool [B, H, T, S]")

@@ -12,8 +12,10 @@ from jax.sharding import AbstractMesh, Mesh
 import jax.numpy as jnp
 import numpy as np
 
+from attn_core import checks
 from attn_core.sharding import partition, token_order
-from attn_core.types import (RING_TRANSFERS, RING_VARIANTS, AttentionMechanism, BlockSizes,
+from attn_core.types import (OTHER_MECHANISM_NAMES, RING_TRANSFERS, RING_VARIANTS,
+                             AttentionMechanism, BlockSizes,
                              RingConfig)
 
 # The backends of JAX, and the platform whose kernels run on each.
@@ -169,8 +171,10 @@ def mechanism(name: str, value: object) -> str:
   try:
     return AttentionMechanism(value).value
   except ValueError as cause:
-    names = ", ".join(repr(known.value) for known in AttentionMechanism)
-    raise error(name, value, f"a mechanism, one of {names}") from cause
+    names = tuple(known.value for known in AttentionMechanism)
+    meant = checks.suggestion(value, names, OTHER_MECHANISM_NAMES)
+    raise error(name, value,
+                f"a mechanism, one of {', '.join(map(repr, names))}{meant}") from cause
 
 
 def _operation_configs(value: Any) -> tuple[tuple[str, BlockSizes], ...]:

@@ -12,7 +12,7 @@ import numpy as np
 from attn_core.masks import banded
 from attn_core.sharding.paged import PagedShapes
 from attn_core.sharding.placement import Placement
-from attn_core.types import AttentionOutput, BlockSizes, Call
+from attn_core.types import AttentionOutput, BlockSizes, Call, are_known
 
 # Features: options of a call beyond query, key and value. An implementation supports a feature, or
 # refuses it by name.
@@ -87,6 +87,14 @@ class Request(NamedTuple):
     return jnp.dtype(self.query.dtype)
 
   @property
+  def symbols(self) -> str:
+    """The symbolic sizes, as in an error; empty: there are none."""
+    for name, x in (("query", self.query), ("key", self.key)):
+      if not are_known(*x.shape):
+        return f"{name} {x.dtype.name}[{', '.join(map(str, x.shape))}]"
+    return ""
+
+  @property
   def lengths(self) -> tuple[int, int]:
     """(T, S)."""
     return self.query.shape[1], self.key.shape[1]
@@ -132,6 +140,7 @@ class Implementation(NamedTuple):
   fallback: "Implementation | None" = None
   shards_sequence: bool = False  # over `OperationMetadata.sequence_axis_name`
   shards_keys: bool = False  # whether mesh axes may shard the key sequence
+  takes_symbols: bool = False  # whether batch and lengths may be symbols of a `jax.export`
 
   @property
   def name(self) -> str:
@@ -153,6 +162,8 @@ class Implementation(NamedTuple):
     """Returns every reason why this implementation refuses a request; empty: it supports it."""
     reasons = [f"{argument} ({FEATURES[feature]}) is not supported"
                for feature, argument in request.features.items() if feature not in self.features]
+    if not self.takes_symbols and request.symbols:
+      return (*reasons, f"{request.symbols} (symbolic sizes of jax.export) is not supported")
     if request.placement_error is not None:
       return (*reasons, str(request.placement_error))
     limit = self.limits(request)

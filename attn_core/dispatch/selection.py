@@ -4,8 +4,10 @@
 
 from typing import Callable, Mapping, NamedTuple
 
+from attn_core import checks
 from attn_core.dispatch.capabilities import Implementation, Request
-from attn_core.types import PLATFORMS, AttentionMechanism
+from attn_core.types import (OTHER_MECHANISM_NAMES, OTHER_PLATFORM_NAMES, PLATFORMS,
+                             AttentionMechanism)
 
 
 class Rules(NamedTuple):
@@ -126,9 +128,11 @@ def choose(rules: Rules, mechanism: str, question: Question) -> Verdict:
   """
   mechanism = mechanism.value if isinstance(mechanism, AttentionMechanism) else mechanism
   platform, capability = question.target
-  for what, value, known in (("mechanism", mechanism, names()), ("platform", platform, PLATFORMS)):
+  for what, value, known, aliases in (("mechanism", mechanism, names(), OTHER_MECHANISM_NAMES),
+                                      ("platform", platform, PLATFORMS, OTHER_PLATFORM_NAMES)):
     if value not in known:
-      raise ValueError(f"{what}={value!r}: expected one of {', '.join(map(repr, known))}")
+      raise ValueError(f"{what}={value!r}: expected one of {', '.join(map(repr, known))}"
+                       + checks.suggestion(value, known, aliases))
   order = _auto_order(rules, question) if mechanism == "auto" else [mechanism]
   able, verdicts = None, []
   for name in order:

@@ -2,11 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Masks that are a diagonal band with lengths, the only ones that some library kernels accept."""
 
+import math
 from typing import NamedTuple
 
 import jax
 
 from attn_core.masks import leaves, mask as mask_lib, position_range
+from attn_core.types import are_known
 
 
 class Band(NamedTuple):
@@ -38,11 +40,12 @@ def from_mask(mask: mask_lib.Mask, queries: int, keys: int) -> Band | None:
     return None
   lengths = [leaf for leaf in conjuncts if isinstance(leaf, leaves.Lengths)]
   low, high = position_range.bounds(mask)
-  left = None if -low >= queries - 1 else int(-low)
-  right = None if high >= keys - 1 else high
+  left = None if _reaches(-low, queries) else int(-low)
+  right = None if _reaches(high, keys) else high
   if right not in (None, 0):
     return None
-  if left is not None and (left < 0 or right is None or queries > keys or lengths):
+  if left is not None and (left < 0 or right is None or lengths or not are_known(queries, keys)
+                           or queries > keys):
     return None
   return Band(right == 0, left,
               tuple(x.query_lengths for x in lengths if x.query_lengths is not None),
@@ -65,6 +68,11 @@ def from_structure(structure: jax.tree_util.PyTreeDef, queries: int, keys: int, 
   form = from_mask(jax.tree.unflatten(structure, range(structure.num_leaves)), queries, keys)
   plain = form is None or (form.left is None and not form.query_lengths and not form.key_lengths)
   return form if plain or not has_bias else None
+
+
+def _reaches(distance: float, length: int) -> bool:
+  """Whether a distance reaches all of a length, which may be symbolic (tokens)."""
+  return math.isinf(distance) if not are_known(length) else distance >= length - 1
 
 
 def _conjuncts(mask: mask_lib.Mask) -> list[mask_lib.Mask]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core.masks import mask as mask_lib
-from attn_core.types import cdiv
+from attn_core.types import are_known, cdiv
 
 Array = Any  # of numpy or jax
 
@@ -55,11 +55,26 @@ class Sizes(NamedTuple):
 
   @property
   def num_query_blocks(self) -> int:
-    return cdiv(self.queries, self.block_q)
+    return _count(self.queries, self.block_q)
 
   @property
   def num_key_blocks(self) -> int:
-    return cdiv(self.keys, self.block_kv)
+    return _count(self.keys, self.block_kv)
+
+  @property
+  def query_padding(self) -> int:
+    """Number of queries to append for whole blocks."""
+    return self.num_query_blocks * self.block_q - self.queries
+
+  @property
+  def key_padding(self) -> int:
+    """Number of keys to append for whole blocks."""
+    return self.num_key_blocks * self.block_kv - self.keys
+
+
+def _count(length: int, block: int) -> int:
+  """Number of blocks of a length; of a symbolic one in a form that JAX knows to be at least 1."""
+  return cdiv(length, block) if are_known(length) else (length + block - 1) // block
 
 
 def block_kinds(mask: mask_lib.Mask, sizes: Sizes) -> Array:
@@ -75,7 +90,7 @@ def block_kinds(mask: mask_lib.Mask, sizes: Sizes) -> Array:
   Returns:
     int8 [B or 1, H or 1, num_query_blocks, num_key_blocks]; numpy if the mask holds no arrays.
   """
-  if jax.tree.leaves(mask):
+  if jax.tree.leaves(mask) or not are_known(*sizes):
     return _kinds(mask, sizes, jnp)
   return _static_kinds(mask, sizes)
 
@@ -94,10 +109,11 @@ def _static_kinds(mask: mask_lib.Mask, sizes: Sizes) -> np.ndarray:
 
 def _kinds(mask: mask_lib.Mask, sizes: Sizes, xp: mask_lib.NumpyModule) -> Any:
   possible, certain = mask.bounds(_grid(sizes, xp))
-  if sizes.keys % sizes.block_kv:
-    whole = xp.arange(sizes.num_key_blocks) < sizes.num_key_blocks - 1
+  if not are_known(sizes.keys) or sizes.keys % sizes.block_kv:
+    last = sizes.num_key_blocks - 1
+    whole = xp.arange(sizes.num_key_blocks) < (last if are_known(last) else xp.asarray(last))
     certain = certain & whole[(None,) * (certain.ndim - 1)]
-  shape = np.broadcast_shapes(possible.shape, certain.shape,
+  shape = jnp.broadcast_shapes(possible.shape, certain.shape,
                               (1, 1, sizes.num_query_blocks, sizes.num_key_blocks))
   kinds = xp.where(certain & possible, FULL, xp.where(possible, PARTIAL, EMPTY))
   return xp.broadcast_to(kinds, shape).astype(np.int8)
@@ -116,6 +132,10 @@ def _grid(sizes: Sizes, xp: mask_lib.NumpyModule) -> mask_lib.Grid:
 
 def _index_interval(length: int, block: int, xp: mask_lib.NumpyModule,
                     shape: tuple[int, ...]) -> mask_lib.Interval:
+  if not are_known(length):
+    first = block * jnp.arange(_count(length, block), dtype=jnp.int32)
+    last = jnp.minimum(first + block, jnp.asarray(length, jnp.int32)) - 1
+    return mask_lib.Interval(first.reshape(shape), last.reshape(shape))
   low = np.arange(0, length, block, dtype=np.int32)
   high = np.minimum(low + block, length) - 1
   return mask_lib.Interval(xp.asarray(low.reshape(shape)), xp.asarray(high.reshape(shape)))
@@ -124,8 +144,13 @@ def _index_interval(length: int, block: int, xp: mask_lib.NumpyModule,
 def _reduce(x: Array, block: int, xp: mask_lib.NumpyModule,
             shape: tuple[int, ...]) -> mask_lib.Interval:
   """Smallest and largest number of every block of [B or 1, length]."""
-  padding = -x.shape[1] % block
-  x = xp.pad(x, ((0, 0), (0, padding)), mode="edge").reshape(x.shape[0], -1, block)
+  length = x.shape[1]
+  if are_known(length):
+    x = xp.pad(x, ((0, 0), (0, -length % block)), mode="edge")
+  else:
+    token = jnp.arange(_count(length, block) * block, dtype=jnp.int32)
+    x = jnp.take(x, jnp.minimum(token, jnp.asarray(length, jnp.int32) - 1), axis=1)
+  x = x.reshape(x.shape[0], -1, block)
   return mask_lib.Interval(x.min(-1).reshape(shape), x.max(-1).reshape(shape))
 
 
@@ -133,7 +158,7 @@ def _reduce_dense(x: Array, sizes: Sizes, xp: mask_lib.NumpyModule) -> tuple[Arr
   """(any, all) over the blocks of [B or 1, H or 1, T or 1, S or 1]."""
   possible = certain = x
   for axis, block in ((2, sizes.block_q), (3, sizes.block_kv)):
-    if x.shape[axis] > 1:
+    if x.shape[axis] != 1:
       possible = _blocks(possible, axis, block, False, xp).any(axis + 1)
       certain = _blocks(certain, axis, block, True, xp).all(axis + 1)
   return possible, certain
@@ -141,9 +166,12 @@ def _reduce_dense(x: Array, sizes: Sizes, xp: mask_lib.NumpyModule) -> tuple[Arr
 
 def _blocks(x: Array, axis: int, block: int, fill: bool, xp: mask_lib.NumpyModule) -> Array:
   """Splits an axis into [num_blocks, block], padding with `fill`."""
-  widths = [(0, 0)] * x.ndim
-  widths[axis] = (0, -x.shape[axis] % block)
-  x = xp.pad(x, widths, constant_values=fill)
+  length = x.shape[axis]
+  more = _count(length, block) * block - length
+  if are_known(length):
+    x = xp.pad(x, [(0, more if i == axis else 0) for i in range(x.ndim)], constant_values=fill)
+  else:
+    x = jax.lax.pad(x, np.bool_(fill), [(0, more if i == axis else 0, 0) for i in range(x.ndim)])
   return x.reshape(*x.shape[:axis], -1, block, *x.shape[axis + 1:])
 
 
@@ -181,8 +209,9 @@ def block_map(kinds: Array) -> BlockMap:
   num_full = (kinds == FULL).sum(-1).astype(np.int32)
   num_visited = (kinds != EMPTY).sum(-1).astype(np.int32)
   order = xp.argsort(-kinds, axis=-1, **({"kind": "stable"} if host else {"stable": True}))
-  longest = max(int(num_visited.max()), 1) if host else kinds.shape[-1]
-  return BlockMap(order[..., :longest].astype(np.int32), num_full, num_visited)
+  if host:
+    order = order[..., :max(int(num_visited.max()), 1)]
+  return BlockMap(order.astype(np.int32), num_full, num_visited)
 
 
 def full_map(kinds: Array) -> BlockMap:

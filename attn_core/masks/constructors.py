@@ -6,12 +6,15 @@ In the pictures (`masks.show`) queries go down, keys to the right; `#` is visibl
 """
 
 import functools
+import inspect
 from typing import Any, Callable
 
 import jax
 from jax.typing import ArrayLike
+import jax.numpy as jnp
 import numpy as np
 
+from attn_core import checks
 from attn_core.masks import leaves, mask as mask_lib
 from attn_core.masks.mask import Array, Mask
 
@@ -302,16 +305,34 @@ def custom(predicate: Callable[..., ArrayLike], *operands: ArrayLike) -> Mask:
     *operands: arrays passed unchanged to the predicate; traced arrays must be passed this way.
 
   Raises:
-    ValueError: `predicate` is not callable, or captures a traced array.
+    ValueError: `predicate` is not callable, does not accept 4 arguments and the operands, or
+      captures a traced array; when it is evaluated, it returns another dtype than bool, or a shape
+      that is not that of its arguments together.
   """
   if not callable(predicate):
     raise ValueError(f"custom: predicate={predicate!r}; expected a callable of (batch, head, "
                      "query position, key position, *operands)")
+  _check_arity(predicate, len(operands))
   if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(_captured(predicate))):
     raise ValueError(f"custom: predicate={predicate!r} captures a traced array; expected it among "
                      "the operands: custom(predicate, array) passes it to the predicate as its "
                      "last argument")
   return leaves.Custom(predicate, tuple(map(_as_array, operands)))
+
+
+def _check_arity(predicate: Callable[..., ArrayLike], operands: int) -> None:
+  """Raises ValueError unless the predicate accepts 4 arguments and as many operands."""
+  try:
+    signature = inspect.signature(predicate)
+  except (TypeError, ValueError):  # of a builtin: it is found out when it is called
+    return
+  try:
+    signature.bind(*[None] * (4 + operands))
+  except TypeError as error:
+    more = f", and {operands} operands" if operands else ""
+    raise ValueError(f"custom: predicate={predicate!r} with parameters {signature} ({error}); "
+                     f"expected {4 + operands}: batch, head, query position, key position{more}"
+                     ) from error
 
 
 def _captured(function: Any) -> list[Any]:
@@ -340,7 +361,12 @@ def _is_int32(x: Any) -> bool:
 
 
 def _as_array(x: ArrayLike) -> Array:
-  return x if isinstance(x, jax.Array) else np.asarray(x)
+  if isinstance(x, jax.Array):
+    return x
+  try:
+    return np.asarray(x)
+  except jax.errors.TracerArrayConversionError:  # a list of traced numbers
+    return jnp.asarray(x)
 
 
 def _int32_array(function: str, name: str, x: ArrayLike, rank: int) -> Array:
@@ -350,10 +376,7 @@ def _int32_array(function: str, name: str, x: ArrayLike, rank: int) -> Array:
     shape = {1: "[B or 1]", 2: "[B or 1, length]"}[rank]
     raise ValueError(f"{function}: {name} has dtype {x.dtype} and shape {x.shape}; "
                      f"expected int32 {shape}")
-  if isinstance(x, np.ndarray) and x.size and not -2**31 <= x.min() <= x.max() < 2**31:
-    raise ValueError(f"{function}: {name} holds numbers from {x.min()} to {x.max()}; expected "
-                     "int32")
-  return x.astype(np.int32)
+  return checks.int32(f"{function}: {name}", x, "int32")
 
 
 def _static_or_array(function: str, name: str, value: Any) -> tuple[int | None, Array | None]:

@@ -5,6 +5,7 @@
 from typing import NamedTuple
 
 import jax
+from jax import export
 import jax.numpy as jnp
 import numpy as np
 
@@ -13,6 +14,7 @@ from attn_core.masks import constructors, mask as mask_lib
 
 
 Array = mask_lib.Array
+_SYMBOLIC = type(export.symbolic_shape("t")[0])  # a number of tokens in a `jax.export`
 
 
 class MaskInfo(NamedTuple):
@@ -131,19 +133,19 @@ class MaskInfo(NamedTuple):
 def _packed(argument: str, cu_seqlens: Array, of_total: str,
             total: int) -> tuple[jax.Array, jax.Array]:
   """(segment ids, positions), int32 [1, total]; -1 and 0 past the last offset."""
-  checks.integer(of_total, total, "an int >= 0 (tokens)", lambda x: x >= 0)
+  if not isinstance(total, _SYMBOLIC):
+    checks.integer(of_total, total, "an int >= 0 (tokens)", lambda x: x >= 0)
   expected = (f"int32 [B + 1] offsets that start at 0, never decrease, and end at most at "
               f"{of_total}={total}")
   checks.require(cu_seqlens is not None, argument, None, expected)
-  offsets = jnp.asarray(cu_seqlens)
-  checks.require(offsets.ndim == 1 and offsets.shape[0] >= 2
-                 and jnp.issubdtype(offsets.dtype, jnp.integer), argument,
-                 checks.describe(offsets), expected)
+  offsets = checks.int32(argument, cu_seqlens, expected)
+  checks.require(offsets.ndim == 1 and offsets.shape[0] >= 2, argument, checks.describe(offsets),
+                 expected)
   if not isinstance(offsets, jax.core.Tracer):
     known = np.asarray(offsets)
     checks.require(known[0] == 0 and (np.diff(known) >= 0).all() and known[-1] <= total,
                    argument, known.tolist(), expected)
-  offsets = offsets.astype(jnp.int32)
+  offsets = jnp.asarray(offsets)
   token = jnp.arange(total, dtype=jnp.int32)
   segment = jnp.searchsorted(offsets, token, side="right").astype(jnp.int32) - 1
   inside = token < offsets[-1]

@@ -173,12 +173,22 @@ class Custom(Mask):
   roles = {"operands": WHOLE}
 
   def visible(self, at: Coordinates) -> Booleans:
-    visible = self.predicate(at.batch, at.head, at.query_position, at.key_position, *self.operands)
+    arguments = at.batch, at.head, at.query_position, at.key_position
+    visible = self.predicate(*arguments, *self.operands)
     visible = np.bool_(visible) if isinstance(visible, bool) else visible
     # `~` of any other dtype would give a wrong result.
     if getattr(visible, "dtype", None) != bool:
       raise ValueError(f"custom: {self.predicate} returned "
                        f"{getattr(visible, 'dtype', type(visible).__name__)}; expected bool")
+    shape = jnp.broadcast_shapes(*map(jnp.shape, arguments))
+    try:
+      fits = jnp.broadcast_shapes(visible.shape, shape) == shape
+    except ValueError:
+      fits = False
+    if not fits:
+      raise ValueError(f"custom: {self.predicate} returned bool{list(visible.shape)}; expected one "
+                       f"number for each of its arguments together, {list(shape)}: a predicate is "
+                       "elementwise")
     return visible
 
   def bounds(self, grid: Grid) -> Bounds:

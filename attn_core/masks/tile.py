@@ -9,7 +9,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from attn_core.masks import mask as mask_lib
-from attn_core.types import MaskOperands
+from attn_core.types import MaskOperands, are_known
 
 
 Index = Any  # int, or a traced int32 scalar
@@ -86,6 +86,19 @@ def slice_mask(structure: jax.tree_util.PyTreeDef, operands: MaskOperands, tile:
   return mask, mask_lib.Coordinates(batch, head, query, key, query, key)
 
 
+def pad_axis(x: jax.Array, axis: int, amount: int) -> jax.Array:
+  """Appends `amount` zeros along an axis."""
+  if not are_known(amount):  # symbolic, which jnp.pad does not take
+    widths = [(0, 0, 0)] * x.ndim
+    widths[axis] = (0, amount, 0)
+    return lax.pad(x, jnp.zeros((), x.dtype), widths)
+  if not amount:
+    return x
+  pairs = [(0, 0)] * x.ndim
+  pairs[axis] = (0, amount)
+  return jnp.pad(x, pairs)
+
+
 def pad_mask(structure: jax.tree_util.PyTreeDef, operands: MaskOperands, queries: int,
              keys: int) -> MaskOperands:
   """Pads the arrays by `queries` rows and `keys` columns.
@@ -94,16 +107,14 @@ def pad_mask(structure: jax.tree_util.PyTreeDef, operands: MaskOperands, queries
   past the queries.
   """
   def pad_array(x: jax.Array, role: str) -> jax.Array:
-    if role == mask_lib.QUERY and x.shape[1] > 1:
-      return jnp.pad(x, ((0, 0), (0, queries)))
-    if role == mask_lib.KEY and x.shape[1] > 1:
-      return jnp.pad(x, ((0, 0), (0, keys)))
+    if role in (mask_lib.QUERY, mask_lib.KEY) and x.shape[1] != 1:
+      return pad_axis(x, 1, queries if role == mask_lib.QUERY else keys)
     if role == mask_lib.DENSE:
-      return jnp.pad(x, ((0, 0), (0, 0), (0, queries if x.shape[2] > 1 else 0),
-                         (0, keys if x.shape[3] > 1 else 0)))
+      x = pad_axis(x, 2, queries) if x.shape[2] != 1 else x
+      return pad_axis(x, 3, keys) if x.shape[3] != 1 else x
     return x
 
-  if not queries and not keys:
+  if are_known(queries, keys) and not queries and not keys:
     return operands
   roles = mask_lib.structure_roles(structure)
   return operands._replace(arrays=tuple(map(pad_array, operands.arrays, roles)))

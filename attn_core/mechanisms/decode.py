@@ -43,7 +43,8 @@ def by_kernel(kernel: Kernel, call: Call) -> AttentionOutput:
   def local(operands: Operands) -> AttentionOutput:
     if axes:
       operands = operands._replace(sinks=lse_combine.sinks_on_first_device(operands.sinks, axes))
-    out, lse = primitives.attend(kernel, operands, call.spec, call.block_sizes)
+    out, lse = primitives.attend(kernel, operands, call.spec, call.block_sizes,
+                                 shard_map.partitioner_mesh(call.placement))
     if axes:
       out, lse = lse_combine.combine(out, lse, axes)
     if not call.spec.normalize_output:

@@ -46,8 +46,9 @@ def gpu_kernel() -> Kernel:
 
 def by_kernel(kernel: Kernel, call: Call) -> AttentionOutput:
   """Runs a kernel on each shard of the batch and of the heads."""
-  return sharded(lambda operands: primitives.attend(kernel, operands, call.spec, call.block_sizes),
-                 call)
+  mesh = shard_map.partitioner_mesh(call.placement)
+  return sharded(lambda operands: primitives.attend(kernel, operands, call.spec, call.block_sizes,
+                                                    mesh), call)
 
 
 def sharded(attend: Callable[[Operands], Residuals], call: Call) -> AttentionOutput:

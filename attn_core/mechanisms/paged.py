@@ -97,7 +97,8 @@ def _local(forward: Forward, call: Call, writes: bool, operands: PagedOperands) 
     cache = ops.append(cache, operands.key, operands.value,
                        request_groups.slots(cache, metadata, tokens, operands.stripe))
   if isinstance(cache, layouts.PagesV3):
-    width = value_width = operands.query.shape[2]
+    assert operands.value is not None
+    width, value_width = operands.query.shape[2], operands.value.shape[2]
 
   def attend(query: jax.Array, metadata: layouts.PagesMetadata) -> Residuals:
     return autodiff_paged.attend(

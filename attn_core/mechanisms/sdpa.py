@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from attn_core.kernels.common import dense_operands, matmul_precision, nonfinite
 from attn_core.masks import banded as banded_lib, materialize
 from attn_core.sharding import shard_map
-from attn_core.types import AttentionOutput, AttentionSpec, Call, Operands
+from attn_core.types import AttentionOutput, AttentionSpec, Call, Operands, at_least_float32
 
 
 _BackEnd = Literal["xla", "cudnn"]
@@ -72,13 +72,16 @@ def _local(implementation: _BackEnd, call: Call, operands: Operands) -> Attentio
   arrays = query, key, value, bias
   if implementation == "cudnn":
     arrays, masking = _for_cudnn(arrays, masking)
+  elif jax.config.jax_numpy_dtype_promotion == "strict":  # type: ignore[attr-defined]
+    arrays = _in_32_bits(arrays)
   # Its overloads do not describe flags that are not literals.
   attend: Callable[..., Any] = jax.nn.dot_product_attention
-  with _configuration(operands.query.dtype):
+  with _configuration(operands.query.dtype), _named_without_cudnn():
     result = attend(
         *arrays, **masking.arguments, scale=spec.softmax_scale, implementation=implementation,
         return_residual=call.return_lse)
   out, lse = result if call.return_lse else (result, None)
+  out = out.astype(operands.query.dtype)
   lse = None if lse is None else _not_differentiable(
       lse.transpose(0, 2, 1), operands.query, operands.key, operands.bias)
   if lse is not None and lowered is not None:
@@ -98,6 +101,31 @@ def _configuration(dtype: jnp.dtype) -> Iterator[None]:
   with (jax.default_matmul_precision("highest") if exact else contextlib.nullcontext(),
         jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")):
     yield
+
+
+@contextlib.contextmanager
+def _named_without_cudnn() -> Iterator[None]:
+  """Names the mechanism where JAX finds no cuDNN or no GPU that it runs on."""
+  try:
+    yield
+  except RuntimeError as error:
+    if "cudnn" not in str(error).lower():
+      raise
+    raise NotImplementedError(
+        f"metadata.platform='gpu': this mechanism runs by cuDNN, and JAX says: {error} Expected a "
+        "GPU with cuDNN; or platform=None, which is that of the default backend "
+        f"({jax.default_backend()!r} here); or mechanism='blockwise' or 'vanilla'") from error
+
+
+def _in_32_bits(arrays: _Arrays) -> _Arrays:
+  """Returns query, key and value in at least 32 bits.
+
+  JAX's gradient of 16-bit operands multiplies them by cotangents of 32 bits, which JAX does not
+  lower where it must not promote dtypes.
+  """
+  query, key, value, bias = arrays
+  query, key, value = (x.astype(at_least_float32(x.dtype)) for x in (query, key, value))
+  return query, key, value, bias
 
 
 def _rows(x: jax.Array) -> jax.Array:

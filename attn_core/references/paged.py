@@ -81,7 +81,8 @@ def _mask(queries: int, keys: int,
   left, right = spec.window
   def sees(query: int, key: int) -> bool:
     return ((not spec.causal or key <= query) and (left is None or key >= query - left)
-            and (right is None or key <= query + right))
+            and (right is None or key <= query + right)
+            and (spec.chunk_size is None or key // spec.chunk_size == query // spec.chunk_size))
   seen = np.array([[sees(keys - queries + t, s) for s in range(keys)] for t in range(queries)])
   leaves, structure = jax.tree.flatten(constructors.dense(seen[None, None]))
   return structure, MaskOperands(tuple(map(jnp.asarray, leaves)))

@@ -12,7 +12,7 @@ import numpy as np
 from attn_core import checks
 from attn_core.rope.frequencies import (BY_LENGTH, Rope, attention_factor, check_rope,
                                         inverse_frequencies, position_axes)
-from attn_core.types import ARRAY_LAYOUTS, ArrayLayout
+from attn_core.types import ARRAY_LAYOUTS, ArrayLayout, at_least_float32
 
 Array = jax.Array | np.ndarray
 
@@ -41,10 +41,9 @@ def rotary_table(
       `inverse_frequencies`.
   """
   check_rope(rope)
-  checks.array("positions", positions, "int [..., T]")
-  checks.require(jnp.issubdtype(positions.dtype, jnp.integer) and positions.ndim >= 1, "positions",
-                 checks.describe(positions), "int [..., T] (tokens)")
-  positions = jnp.asarray(positions)
+  positions = jnp.asarray(checks.int32("positions", positions, "int [..., T] (tokens)"))
+  checks.require(positions.ndim >= 1, "positions", checks.describe(positions),
+                 "int [..., T] (tokens)")
   if length is None and rope.rope_type in BY_LENGTH:
     checks.require(positions.size > 0, "positions", checks.describe(positions), "at least one, "
                    f"since rope_type={rope.rope_type!r} depends on the largest; or pass `length`")
@@ -133,9 +132,11 @@ def rotary(query: Array, key: Array, positions: Array, rope: Rope, layout: Array
     checks.array(name, x, f"a {name} in layout {layout!r}")
   checks.require(query.shape[-1] == key.shape[-1], "key", checks.describe(key),
                  f"the width of the query, {checks.describe(query)}")
-  _check_positions("positions", positions, "query", query, layout)
-  _check_positions("positions" if key_positions is None else "key_positions",
-                   positions if key_positions is None else key_positions, "key", key, layout)
+  positions = _checked_positions("positions", positions, "query", query, layout)
+  if key_positions is None:
+    _checked_positions("positions", positions, "key", key, layout)
+  else:
+    key_positions = _checked_positions("key_positions", key_positions, "key", key, layout)
   if rope.rope_type == "none":
     return query, key
   length = None
@@ -182,16 +183,17 @@ def apply_complex_rotary(
   return _rotate(xq, real, imaginary, True), _rotate(xk, real, imaginary, True)
 
 
-def _check_positions(
-    name: str, positions: Array, of: str, x: Array, layout: ArrayLayout) -> None:
-  """Checks that there is one position for every query, or key."""
-  checks.array(name, positions, "int [..., T]")
+def _checked_positions(
+    name: str, positions: Array, of: str, x: Array, layout: ArrayLayout) -> Array:
+  """Returns positions as int32, one for every query, or key."""
+  positions = checks.int32(name, positions, "int [..., T]")
   checks.require(x.ndim == len(layout), of, checks.describe(x), f"a {of} in layout {layout!r}")
   length = x.shape[layout.index("t")]
   checks.require(positions.ndim >= 1 and positions.shape[-1] == length, name,
                  checks.describe(positions), f"int [..., {length}], one for each {of} of "
                  f"{checks.describe(x)} in layout {layout!r}; pass `key_positions` for keys whose "
                  "positions are not those of the queries")
+  return positions
 
 
 def _check_tables(x: Array, cosine: Array, sine: Array, layout: ArrayLayout) -> None:
@@ -214,7 +216,7 @@ def _check_tables(x: Array, cosine: Array, sine: Array, layout: ArrayLayout) -> 
 
 def _rotate(x: Array, cosine: Array, sine: Array, interleaved: bool) -> jax.Array:
   """Rotates all pairs of dimensions of x."""
-  wide = jnp.promote_types(x.dtype, jnp.float32)
+  wide = at_least_float32(x.dtype)
   pairs = x.astype(wide)
   if interleaved:
     pairs = pairs.reshape(*x.shape[:-1], -1, 2)

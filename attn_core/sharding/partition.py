@@ -221,7 +221,7 @@ def fit(
     entries += [()] * (len(shape) - len(entries))
   entries, repeated = _without_repetitions(entries, range(len(entries)), tensor)
   if mesh is None:
-    return Resolution(_spec(entries), repeated)
+    return Resolution(to_spec(entries), repeated)
 
   sizes = dict(mesh.shape)
   drops = list(repeated)
@@ -240,7 +240,7 @@ def fit(
                 f"dimension's size {shape[i]}")
       drops.append(DroppedAxis(tensor, i, kept.pop(), reason))
     entries[i] = tuple(kept)
-  return Resolution(_spec(entries), tuple(drops))
+  return Resolution(to_spec(entries), tuple(drops))
 
 
 def mesh_axes(partition_axis: PartitionAxis, axis: str, mode: str) -> tuple[str, ...]:
@@ -298,7 +298,7 @@ def _without_repetitions(
   return entries, tuple(drops)
 
 
-def _spec(entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
+def to_spec(entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
   """Makes a spec, with single names as strings and empty entries as None."""
   return PartitionSpec(*[
       None if not names else names[0] if len(names) == 1 else names for names in entries])

@@ -2,17 +2,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Placement of a call on a mesh: which mesh axes shard the batch, the heads, the sequence and keys.
 
-A mesh axis that shards nothing replicates the work. When the axes of the heads do not divide the
-key heads, every device holds all key heads and takes those of its query heads.
+Explicit axes shard what the types of the arrays say; other axes what the rules say, in the order of
+the mesh. A mesh axis that shards nothing replicates the work. When the axes of the heads do not
+divide the key heads, every device holds all key heads and takes those of its query heads.
+
+Where the rules say nothing about an Auto axis, or do not say in which order axes shard a dimension,
+the compiler's partitioner places the call as its operands are sharded; the rules then apply to
+operands that are not sharded. See `partitioned`.
 """
 
 import math
 from typing import NamedTuple, Protocol
 
 import jax
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 
-from attn_core.sharding import partition
+from attn_core.sharding import explicit_axes, partition
 from attn_core.sharding.context_parallel import AnyMesh, Sequence
 
 
@@ -37,6 +42,8 @@ class Placement(NamedTuple):
   sequence: Sequence | None = None  # None: the sequence is not sharded
   keys: tuple[str, ...] = ()  # of the key sequence; queries are not sharded then
   rows: str = "rows of the batch"  # the dimension that `batch` shards
+  partitioner: bool = False  # whether the compiler shards the call; axes here are its defaults
+  output: P | None = None  # of [B, T, H, E], if axes of the mesh are Explicit
 
   @property
   def length(self) -> tuple[str, ...] | None:
@@ -49,10 +56,35 @@ class Placement(NamedTuple):
 
   def sharded_dimensions(self) -> tuple[str, ...]:
     """Returns one line of text for each sharded dimension, with its mesh axes."""
-    axes = {self.rows: self.batch, "query heads": self.heads, "key heads": self.key_heads,
+    where = ", unless the operands are sharded otherwise" if self.partitioner else ""
+    return tuple(
+        f"{what} over " + " * ".join(f"{name}={self.mesh.shape[name]}" for name in names) + where
+        for what, names in self._dimensions().items() if self.size(names) > 1)
+
+  def roles_of_axes(self) -> tuple[str, ...]:
+    """Returns one line of text for each mesh axis of several devices: what it does."""
+    reasons: dict[str, str] = {}
+    for drop in self.drops:
+      reasons.setdefault(drop.axis, drop.reason)
+    return tuple(f"mesh axis {axis!r} of {size} devices {self._role(axis, reasons.get(axis))}"
+                 for axis, size in self.mesh.shape.items() if size > 1)
+
+  def _dimensions(self) -> dict[str, tuple[str, ...]]:
+    """Returns the mesh axes of each dimension."""
+    return {self.rows: self.batch, "query heads": self.heads, "key heads": self.key_heads,
             "keys": self.keys, "the sequence": self.sequence.axes if self.sequence else ()}
-    return tuple(f"{what} over " + " * ".join(f"{name}={self.mesh.shape[name]}" for name in names)
-                 for what, names in axes.items() if self.size(names) > 1)
+
+  def _role(self, axis: str, reason: str | None) -> str:
+    """Returns what one mesh axis does."""
+    if axis in self.mesh.manual_axes:
+      return "is Manual: the caller's shard_map has split the arrays over it"
+    found = " and ".join(what for what, axes in self._dimensions().items() if axis in axes)
+    if self.partitioner:
+      return ("is left to the partitioner: it shards the rows and heads that the operands shard"
+              + (f", by default {found}" if found else ""))
+    if found:
+      return f"shards {found}"
+    return f"replicates the work: {reason or 'no rule and no array shards rows or heads over it'}"
 
 
 def mesh_in_force(mesh: AnyMesh | None) -> AnyMesh | None:
@@ -72,6 +104,61 @@ def entries(spec: P) -> list[tuple[str, ...]]:
   return names + [()] * (4 - len(names))
 
 
+class OrderedRules(NamedTuple):
+  """Sharding rules in layout bthd for the axes of one mesh."""
+
+  query: P
+  key: P
+
+
+def ordered_rules(rules: Rules, mesh: AnyMesh, typed: Rules | None = None) -> OrderedRules:
+  """Returns rules with the axes of each dimension in the order of the mesh.
+
+  Args:
+    rules: `AttnShardingRules` of layout bthd.
+    mesh: the mesh.
+    typed: the rules of its Explicit axes, in their own order; None: it has none.
+  """
+  explicit = explicit_axes.names(mesh)
+  def merged(spec: P, own: P) -> P:
+    of_types = entries(own)
+    return partition.to_spec([first + tuple(
+        axis for axis in mesh.axis_names if axis in rest and axis not in explicit)
+                              for first, rest in zip(of_types, entries(spec))])
+  own = OrderedRules(P(), P()) if typed is None else typed
+  return OrderedRules(merged(rules.query, own.query), merged(rules.key, own.key))
+
+
+def unknown_axes(placement: Placement, partition_axis: partition.PartitionAxis) -> tuple[str, ...]:
+  """Returns the Auto axes of several devices that neither a `PartitionAxis` nor `ring` names."""
+  known = {*(placement.length or ())} | {name for field, axes in partition_axis._asdict().items()
+           for name in partition.axis_names(axes, f"partition_axis.{field}")}
+  return tuple(axis for axis in _auto_axes(placement.mesh) if axis not in known)
+
+
+def is_ambiguous(placement: Placement) -> bool:
+  """Whether the placement of a call is one of several that its operands may have.
+
+  True where several axes shard one dimension, in either order, and where an axis shards nothing,
+  so that the operands may be sharded over it otherwise.
+  """
+  mesh = placement.mesh
+  several = lambda axes: sum(mesh.shape[axis] > 1 for axis in axes) > 1
+  idle = set(_auto_axes(mesh)) - {*placement.batch, *placement.heads}
+  return several(placement.batch) or several(placement.heads) or bool(idle)
+
+
+def is_auto(mesh: AnyMesh) -> bool:
+  """Whether all axes of several devices are Auto."""
+  return len(_auto_axes(mesh)) == sum(size > 1 for size in mesh.shape.values())
+
+
+def _auto_axes(mesh: AnyMesh) -> tuple[str, ...]:
+  """Returns the Auto axes of several devices."""
+  return tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types)
+               if kind == AxisType.Auto and mesh.shape[name] > 1)
+
+
 def place(rules: Rules, mesh: AnyMesh | None, query_shape: tuple[int, ...],
           key_shape: tuple[int, ...], reserved: tuple[str, ...] = (), *,
           shard_keys: bool = False) -> Placement | None:
@@ -86,10 +173,10 @@ def place(rules: Rules, mesh: AnyMesh | None, query_shape: tuple[int, ...],
     shard_keys: whether the mechanism combines partial results over shards of the keys.
 
   Returns:
-    The placement, without a sequence; None if there is one device.
+    The placement, without a sequence; None if there is one device, and no type names its axes.
   """
   mesh = mesh_in_force(mesh)
-  if mesh is None or is_single(mesh):
+  if mesh is None or is_single(mesh) and not explicit_axes.names(mesh):
     return None
   query, key = ([tuple(axis for axis in axes if axis not in reserved) for axes in entries(spec)]
                 for spec in (rules.query, rules.key))
@@ -107,6 +194,14 @@ def place(rules: Rules, mesh: AnyMesh | None, query_shape: tuple[int, ...],
                    tuple(dict.fromkeys(drop for drop in drops if mesh.shape.get(drop.axis, 1) > 1)),
                    keys=tuple(axis for axis in partition.axis_names(of_key.spec[1], "key")
                               if mesh.shape[axis] > 1))
+
+
+def of_types(query: jax.Array) -> Placement | None:
+  """Returns the placement of a call without a mesh: the partitioner's, where arrays have a mesh."""
+  mesh = mesh_in_force(jax.typeof(query).sharding.mesh)
+  if mesh is None or mesh.empty or is_single(mesh) or not is_auto(mesh):
+    return None
+  return Placement(mesh, (), (), (), (), partitioner=True)
 
 
 def local_shapes(placement: Placement | None, query: tuple[int, ...], key: tuple[int, ...],

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over a mesh by `jax.shard_map`: batch, heads, and where placed so the sequence or keys.
 
+Calls that are left to the compiler's partitioner run on whole operands instead.
+
 Rows of the batch and heads are independent: devices communicate only for a mechanism that shards
 the sequence too (`Placement.sequence`), or combines results over shards of the keys
 (`Placement.keys`).
@@ -16,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from attn_core.masks import mask as mask_lib
-from attn_core.sharding import varying_axes
+from attn_core.sharding import explicit_axes, partition, preferred, varying_axes
 from attn_core.sharding.placement import AnyMesh, Placement, is_single
 from attn_core.types import AttentionOutput, Call, MaskOperands, Operands, operands_like
 
@@ -29,9 +31,14 @@ _mask_like: Callable[..., MaskOperands] = MaskOperands
 
 def resharded(operands: Tree, specs: Tree, mesh: AnyMesh) -> Tree:
   """Returns the operands as `jax.shard_map` expects them if axes of the mesh are Explicit."""
-  if not any(kind == AxisType.Explicit for kind in mesh.axis_types):
+  explicit = explicit_axes.names(mesh)
+  if not explicit:
     return operands
-  return jax.tree.map(lambda x, spec: jax.sharding.reshard(x, NamedSharding(mesh, spec)),
+  def of_types(spec: P) -> P:
+    names = [partition.axis_names(entry, "a spec") for entry in spec]
+    return partition.to_spec([tuple(axis for axis in entry if axis in explicit)
+                              for entry in names])
+  return jax.tree.map(lambda x, spec: explicit_axes.reshard(x, mesh, of_types(spec)),
                       operands, specs)
 
 
@@ -48,6 +55,9 @@ def sharded(local: Callable[[Operands], AttentionOutput], call: Call) -> Attenti
   placement, operands = call.placement, call.operands
   if placement is None:
     return local(operands)
+  if placement.partitioner:
+    return local(operands._replace(query=preferred.prefer(
+        operands.query, placement.mesh, {0: placement.batch, 2: placement.heads})))
   specs = _specs(call, placement)
   operands = resharded(operands, specs, placement.mesh)
   batch, heads = placement.batch or None, placement.heads or None
@@ -57,7 +67,8 @@ def sharded(local: Callable[[Operands], AttentionOutput], call: Call) -> Attenti
       P(batch, heads, placement.length) if call.return_lse else None)
   group = operands.query.shape[2] // operands.key.shape[2]
   run = lambda part: local(_localize(part, placement, group))
-  if is_single(placement.mesh):  # the caller's shard_map has split everything
+  if is_single(placement.mesh) and not explicit_axes.names(placement.mesh):
+    # The caller's shard_map has split everything.
     return run(operands)
   if varying_axes.of(operands):
     return _inside_a_checked_one(run, placement.mesh, specs, out_specs)(operands)
@@ -97,6 +108,24 @@ def _inside_a_checked_one(run: Callable[[Operands], AttentionOutput], mesh: AnyM
 
   mapped.defvjp(lambda *leaves: (mapped(*leaves), leaves), backward)
   return lambda operands: mapped(*jax.tree.leaves(varying_axes.unify(operands)))
+
+
+def partitioner_mesh(placement: Placement | None) -> AnyMesh | None:
+  """Returns the mesh of a call that the compiler's partitioner shards; None for other calls."""
+  return placement.mesh if placement is not None and placement.partitioner else None
+
+
+def as_query(output: AttentionOutput, placement: Placement | None) -> AttentionOutput:
+  """Returns an output of `sharded`, sharded as the type of the query says, if it says anything."""
+  if placement is None or placement.output is None:
+    return output
+  mesh, spec = placement.mesh, placement.output
+  batch, length, heads, _ = spec
+  as_spec = lambda x, *entries: None if x is None else explicit_axes.reshard(x, mesh, P(*entries))
+  return output._replace(
+      attention_outputs=explicit_axes.reshard(output.attention_outputs, mesh, spec),
+      attention_weights=as_spec(output.attention_weights, batch, heads, length, None),
+      lse=as_spec(output.lse, batch, heads, length))
 
 
 def first_tokens(output: AttentionOutput, placement: Placement, count: int) -> AttentionOutput:

@@ -6,13 +6,18 @@ JAX requires the carry of a loop, and the operands of a custom derivative, to va
 axes on both sides; `jax.lax.pcast` marks an array as varying over more axes.
 """
 
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.typing import DTypeLike
 
 Tree = TypeVar("Tree")
+Aval = Any  # an abstract array
 
 
 def unify(tree: Tree) -> Tree:
@@ -63,6 +68,13 @@ _untracked_p.def_abstract_eval(lambda x: jax.core.ShapedArray(x.shape, x.dtype))
 mlir.register_lowering(_untracked_p, lambda ctx, x: [x])
 ad.deflinear2(_untracked_p, lambda cotangent, _: [cotangent])
 batching.defvectorized(_untracked_p)
+
+
+def like(aval: Aval, shape: Sequence[int], dtype: DTypeLike) -> Aval:
+  """Returns an abstract array that varies over the same manual mesh axes as `aval`."""
+  sharding = NamedSharding(aval.sharding.mesh, P(*[None] * len(shape)))
+  return aval.update(shape=tuple(shape), dtype=jnp.dtype(dtype), weak_type=False,
+                     sharding=sharding)
 
 
 def _varying(x: jax.Array) -> frozenset:

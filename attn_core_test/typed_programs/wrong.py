@@ -45,12 +45,13 @@ def by_name(x: jax.Array) -> None:
 
 
 def of_pages(x: jax.Array, cache: PagesV1, metadata: PagesMetadata) -> None:
-  page_attention(x, cache)  # error: call-arg
+  page_attention(x)  # error: call-arg
   page_attention(x, cache, None)  # error: arg-type
   ragged_page_attention_v2(x, cache, metadata)  # error: arg-type
   ragged_page_attention_v2(x, cache=metadata, metadata=metadata)  # error: arg-type
   ragged_page_attention_v3(x, x, x, metadata, metadata)  # error: arg-type
-  page_attention(x, cache, metadata, causal=False)  # error: call-arg
+  page_attention(x, cache, metadata, causality=False)  # error: call-arg
+  page_attention(x, cache, metadata, causal=None)  # error: arg-type
   caches.pages.init("v2", 4, 16, Heads(2, 8, 8))  # error: arg-type
   caches.pages.init(PagesV1, 4, 16, (2, 8, 8))  # error: arg-type
   caches.pages.append(cache, x, x)  # error: call-arg

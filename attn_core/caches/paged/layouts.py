@@ -10,8 +10,9 @@ Kwon et al., PagedAttention, https://arxiv.org/abs/2309.06180.
 Shapes: R requests, P pages of the pool, max_pages per request (width of the table).
 """
 
+import dataclasses
 import math
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax.typing import DTypeLike
@@ -36,19 +37,39 @@ class PagesV1(NamedTuple):
   value_scales: Array | None = None  # as key_scales
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Widths:
+  """Different widths of keys and values that share an array; the narrower are padded with zeros."""
+
+  key: int
+  value: int
+
+
 class PagesV2(NamedTuple):
   """Heads interleaved, as in `jax.experimental.pallas.ops.tpu.ragged_paged_attention`."""
 
-  pages: Array  # [P, page_size, 2K, D]: key heads in even rows, value heads in odd ones
+  # [P, page_size, 2K, width]: key heads in even rows, value heads in odd ones; the width is D, or
+  # with `widths` the larger one.
+  pages: Array
   key_scales: Array | None = None  # float32 [P, page_size, K], or [] for all; None: not quantized
   value_scales: Array | None = None  # as key_scales
+  widths: Widths | None = None  # D and E where they differ
 
 
 class PagesV3(NamedTuple):
-  """PagesV2 with rows packed into 32-bit words and padded, and widths padded to 128."""
+  """PagesV2 with rows packed into 32-bit words and padded, and widths padded to 128.
+
+  Where D is a multiple of 128, the bytes are those of the key-value cache of
+  `ragged_paged_attention` v3 in tpu-inference (and of its copies in other servers): the same number
+  of rows, words and columns, so that pages may be exchanged without a conversion. For other widths
+  that holds as long as both pad to 128 columns; its separate layout for a head width of 64, which
+  puts a key and its value into one row of 128 columns, is not this one: convert by reading keys and
+  values (`to_dense`) and writing them (`from_dense`). Where E != D, the narrower are padded.
+  """
 
   # [P, page_size, cdiv(2K, packing), packing, padded_width]: packing = 4 / itemsize,
-  # padded_width = D rounded up to a multiple of 128.
+  # padded_width = max(D, E) rounded up to a multiple of 128.
   pages: Array
   key_scales: Array | None = None  # float32 [P, page_size, K], or [] for all; None: not quantized
   value_scales: Array | None = None  # as key_scales
@@ -74,6 +95,8 @@ class Heads(NamedTuple):
   key_width: int
   value_width: int
 
+
+REQUIRED = ("page_tables", "context_lens")  # fields of PagesMetadata
 
 PAGES = (PagesV1, PagesV2, PagesV3)
 Pages = PagesV1 | PagesV2 | PagesV3
@@ -111,7 +134,7 @@ def num_pages(cache: Pages) -> int:
 
 
 def heads_of(cache: Pages) -> Heads:
-  """The heads of a cache; for PagesV3 the padded number, the most that it can hold.
+  """The heads of a cache; for PagesV3 the padded numbers, the most that it can hold.
 
   Args:
     cache: any layout.
@@ -122,6 +145,8 @@ def heads_of(cache: Pages) -> Heads:
   if isinstance(cache, PagesV1):
     return Heads(cache.key_pages.shape[0], cache.key_pages.shape[3], cache.value_pages.shape[3])
   *rows, width = cache.pages.shape[2:]
+  if isinstance(cache, PagesV2) and cache.widths is not None:
+    return Heads(math.prod(rows) // 2, cache.widths.key, cache.widths.value)
   return Heads(math.prod(rows) // 2, width, width)
 
 
@@ -144,17 +169,30 @@ def dtype_of(cache: Pages) -> np.dtype:
 
 
 def in_int32(metadata: PagesMetadata) -> PagesMetadata:
-  """Converts metadata to int32 arrays, which Explicit mesh axes do not shard.
+  """Converts metadata, arrays or lists of integers of any dtype, to int32 jax arrays.
+
+  Explicit mesh axes do not shard them.
 
   Raises:
-    ValueError: a field is not an array of integers.
+    ValueError: as `checked`.
   """
-  def converted(name: str, x: Array | int) -> jax.Array:
-    array = np.asarray(x) if isinstance(x, (int, np.generic)) else x
-    numbers = checks.int32(f"metadata.{name}", array, "int32")
-    return device_parts.match(numbers, jnp.asarray(numbers), (None,) * numbers.ndim)
-  return metadata._replace(**{
-      name: converted(name, x) for name, x in metadata._asdict().items() if x is not None})
+  return jax.tree.map(
+      lambda x: device_parts.match(x, jnp.asarray(x), (None,) * np.ndim(x)), checked(metadata))
+
+
+def checked(metadata: PagesMetadata) -> PagesMetadata:
+  """Converts metadata to int32 arrays, of numpy where they are not jax arrays.
+
+  Raises:
+    ValueError: not a PagesMetadata; a field does not hold integers, or concrete ones outside of
+      int32.
+  """
+  checks.require(isinstance(metadata, PagesMetadata), "cache_metadata", type(metadata).__name__,
+                 "a PagesMetadata")
+  fields: dict[str, Any] = {
+      name: checks.int32(f"cache_metadata.{name}", x, "int32")
+      for name, x in metadata._asdict().items() if x is not None or name in REQUIRED}
+  return metadata._replace(**fields)
 
 
 def query_starts(metadata: PagesMetadata) -> Array:
@@ -207,13 +245,15 @@ def interleave(key: Array, value: Array) -> jax.Array:
 
   Args:
     key: [..., K, D].
-    value: [..., K, D].
+    value: [..., K, E].
 
   Returns:
-    [..., 2K, D], keys in even rows.
+    [..., 2K, max(D, E)], keys in even rows; the narrower are padded with zeros.
   """
-  shape = (*key.shape[:-2], 2 * key.shape[-2], key.shape[-1])
-  return jnp.stack([key, value], -2).reshape(shape)
+  width = max(key.shape[-1], value.shape[-1])
+  key, value = (jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, width - x.shape[-1]),))
+                for x in (key, value))
+  return jnp.stack([key, value], -2).reshape(*key.shape[:-2], 2 * key.shape[-2], width)
 
 
 def pad_rows(cache: PagesV2 | PagesV3, rows: Array) -> jax.Array:
@@ -221,14 +261,13 @@ def pad_rows(cache: PagesV2 | PagesV3, rows: Array) -> jax.Array:
 
   Args:
     cache: PagesV2 or PagesV3.
-    rows: [num_tokens, 2K, D], with at most the cache's heads and width.
+    rows: [num_tokens, 2K, width], with at most the cache's heads and width.
 
   Returns:
-    [num_tokens, 2K, D], K and D of the cache.
+    [num_tokens, 2K, width], K and the width of the cache.
   """
-  heads = heads_of(cache)
-  return jnp.pad(rows, ((0, 0), (0, 2 * heads.key_heads - rows.shape[1]),
-                        (0, heads.key_width - rows.shape[2])))
+  return jnp.pad(rows, ((0, 0), (0, 2 * heads_of(cache).key_heads - rows.shape[1]),
+                        (0, cache.pages.shape[-1] - rows.shape[2])))
 
 
 def take(cache: PagesT, ids: Array) -> PagesT:

@@ -109,8 +109,10 @@ def _check_tokens(cache: Pages, key: Array, value: Array, scales: Scales) -> Non
   checks.require(key.ndim == 3 and fits, "key", checks.describe(key),
                  f"[T, {heads.key_heads}, {heads.key_width}], the pages' heads and width"
                  + (", or fewer" if padded else ""))
-  expected = (tokens, key_heads, width if padded else heads.value_width)
-  checks.require(value.shape == expected, "value", checks.describe(value), f"{list(expected)}")
+  narrower = value.ndim == 3 and padded and value.shape[2] <= heads.value_width
+  expected = (tokens, key_heads, value.shape[-1] if narrower else heads.value_width)
+  checks.require(value.shape == expected, "value", checks.describe(value), f"{list(expected)}"
+                 + (", or narrower" if padded else ""))
   dtype, per_token = dtype_of(cache), has_token_scales(cache)
   for name, x in (("key", key), ("value", value)):
     wide = cache.key_scales is not None and jnp.issubdtype(x.dtype, jnp.floating)
@@ -177,8 +179,9 @@ def read(cache: Pages, ids: Array, heads: Heads,
   def local(cache: Pages, heads: Heads) -> tuple[jax.Array, jax.Array]:
     part = reader(cache, heads, dtype)
     return part("key").transpose(1, 0, 2), part("value").transpose(1, 0, 2)
+  ids = _int32_vector("ids", ids, np.shape(ids)[0], "page ids")
   return pool_lib.on_each_device(local, take(cache, ids), heads,
-                                     lambda pool, heads: (P(heads), P(heads)), keeps_pool=False)
+                                 lambda pool, heads: (P(heads), P(heads)), keeps_pool=False)
 
 
 def reader(cache: Pages, heads: Heads, dtype: DTypeLike) -> Callable[..., jax.Array]:
@@ -280,7 +283,7 @@ def from_dense(cache: PagesT, key: Array, value: Array, metadata: PagesMetadata,
                  checks.describe(key), f"[R, S, K, D], R = {requests}, S at most {width * size}: "
                  f"{width} pages of {size} in a row of the table")
   length = key.shape[1]
-  position = jnp.arange(length, dtype=jnp.int32)
+  position = jnp.arange(length, dtype=jnp.int32)[None]
   rows = jnp.arange(requests, dtype=jnp.int32)[:, None]
   live = (position < metadata.context_lens[:, None]) & (rows < rows_in_use(metadata))
   page = metadata.page_tables[rows, position // size]
@@ -309,14 +312,14 @@ def convert(cache: Pages, layout: type[PagesT], heads: Heads | None = None) -> P
     A cache of the other layout, with the same pages and scales.
 
   Raises:
-    ValueError: an unknown layout, keys and values of different widths for PagesV2 or PagesV3, or
-      see `init`.
+    ValueError: see `init`.
   """
   heads = _all_heads(cache) if heads is None else heads
   unit = max(1, packing(dtype_of(cache)) // 2) if layout is PagesV3 else 1
   full = pool_lib.on_each_device(
       lambda cache, heads: _converted(cache, layout, heads), cache, heads,
-      lambda pool, heads: pool_lib.specs_of(layout, pool, heads, pool_lib.scale_rank(cache)),
+      lambda pool, of_heads: pool_lib.specs_of(layout, pool, of_heads, pool_lib.scale_rank(cache),
+                                               pool_lib.widths_of(heads)),
       keeps_pool=True, unit=unit)
   assert isinstance(full, layout)
   return full
@@ -364,4 +367,6 @@ def copy_pages(cache: PagesT, sources: Array, targets: Array) -> PagesT:
       return x
     return device_pages.write(x, device_pages.take(x, sources, axis), axis, targets)
   axes = (1, 1, 0, 0) if isinstance(cache, PagesV1) else (0, 0, 0)
-  return type(cache)(*map(copied, cache, axes))
+  found = cache._replace(**{n: copied(getattr(cache, n), a) for n, a in zip(cache._fields, axes)})
+  assert isinstance(found, type(cache))
+  return found

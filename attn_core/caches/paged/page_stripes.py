@@ -32,8 +32,13 @@ def held(stripe: Stripe | None, position: Integers) -> Integers:
     return position
   turn = stripe.of * stripe.unit
   rest = position % turn - stripe.number * stripe.unit
-  within = rest * (rest > 0) - (rest - stripe.unit) * (rest > stripe.unit)  # from 0 to the unit
+  within = _at_least_0(rest) - _at_least_0(rest - stripe.unit)  # from 0 to the unit
   return position // turn * stripe.unit + within
+
+
+def _at_least_0(x: Integers) -> Integers:
+  """max(x, 0) of a number or an array of any kind."""
+  return (x + abs(x)) // 2
 
 
 def position_of(stripe: Stripe | None, token: Integers) -> Integers:

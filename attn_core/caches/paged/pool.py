@@ -20,7 +20,7 @@ from attn_core import checks
 from attn_core.caches import device_parts, quantize
 from attn_core.caches.device_parts import Entry, Parts, Sharding
 from attn_core.caches.paged.layouts import (LANES, PAGES, Heads, Pages, PagesT, PagesV1, PagesV2,
-                                            PagesV3, heads_of, interleave, packing)
+                                            PagesV3, Widths, heads_of, interleave, packing)
 from attn_core.types import cdiv
 
 Tree = TypeVar("Tree")
@@ -35,7 +35,7 @@ def init(layout: type[PagesT], num_pages: int, page_size: int, heads: Heads,
     layout: PagesV1, PagesV2 or PagesV3.
     num_pages: P.
     page_size: tokens of a page.
-    heads: key heads and widths; PagesV2 and PagesV3 need equal widths of keys and values.
+    heads: key heads and widths; PagesV2 and PagesV3 pad the narrower of keys and values.
     dtype: of the pages; int8 and float8_e4m3fn need scales.
     scales: "token": one per token and head; "tensor": one for all keys and one for all values;
       None: none.
@@ -49,8 +49,8 @@ def init(layout: type[PagesT], num_pages: int, page_size: int, heads: Heads,
 
   Raises:
     ValueError: a size is not an int >= 1, `heads` is not a Heads, the layout or kind of scales is
-      unknown, E != D where one array holds both, a dtype of one byte has no scales, the dtype is
-      not supported, or the sharding does not fit.
+      unknown, a dtype of one byte has no scales, the dtype is not supported, or the sharding does
+      not fit.
   """
   checks.require(layout in PAGES, "layout", repr(layout), "PagesV1, PagesV2 or PagesV3")
   checks.require(isinstance(heads, Heads), "heads", repr(heads),
@@ -66,13 +66,12 @@ def init(layout: type[PagesT], num_pages: int, page_size: int, heads: Heads,
   checks.require(scales is not None or jnp.dtype(dtype).itemsize > 1, "scales",
                  f"None with pages of {jnp.dtype(dtype).name}", "'token' or 'tensor': quantized "
                  "pages cannot be read without their scales")
-  checks.require(layout is PagesV1 or heads.key_width == heads.value_width, "heads.value_width",
-                 heads.value_width, f"the key width {heads.key_width}: one array holds both")
   of_token = (num_pages, page_size, heads.key_heads)
   if layout is PagesV1:
     shape: tuple[int, ...] = (heads.key_heads, num_pages, page_size, heads.key_width)
   else:
-    rows, width, packed = 2 * heads.key_heads, heads.key_width, packing(dtype)
+    rows, packed = 2 * heads.key_heads, packing(dtype)
+    width, widths = max(heads[1:]), widths_of(heads)
     shape = (num_pages, page_size, rows, width) if layout is PagesV2 else (
         num_pages, page_size, cdiv(rows, packed), packed, cdiv(width, LANES) * LANES)
   whole, of_scales = _shardings(layout, sharding, shape, of_token)
@@ -83,10 +82,15 @@ def init(layout: type[PagesT], num_pages: int, page_size: int, heads: Heads,
   if layout is PagesV1:
     found = PagesV1(zeros(shape), zeros((*shape[:3], heads.value_width)), scale, scale)
   else:
-    found = PagesV2(zeros(shape), scale, scale) if layout is PagesV2 else PagesV3(
+    found = PagesV2(zeros(shape), scale, scale, widths) if layout is PagesV2 else PagesV3(
         zeros(shape), scale, scale)
   assert isinstance(found, layout)
   return found
+
+
+def widths_of(heads: Heads) -> Widths | None:
+  """Returns the widths that a PagesV2 remembers: those of keys and values that differ."""
+  return None if heads.key_width == heads.value_width else Widths(*heads[1:])
 
 
 def _shardings(layout: type, sharding: Sharding | None, shape: tuple[int, ...],
@@ -110,16 +114,17 @@ def interleaved(cache: PagesV2 | PagesV3, key: jax.Array, value: jax.Array) -> j
   Args:
     cache: its pages are [P, page_size, rows, ...].
     key: [num_tokens, K, D].
-    value: [num_tokens, K, D].
+    value: [num_tokens, K, E].
 
   Returns:
     [num_tokens, rows, ...], with heads sharded as in the pages where they divide.
   """
-  held, (_, heads, width) = heads_of(cache), key.shape
+  heads = key.shape[1]
+  padding = 2 * (heads_of(cache).key_heads - heads)
 
   def local(key: jax.Array, value: jax.Array) -> jax.Array:
     rows = interleave(key, value)
-    rows = jnp.pad(rows, ((0, 0), (0, 2 * (held.key_heads - heads)), (0, held.key_width - width)))
+    rows = jnp.pad(rows, ((0, 0), (0, padding), (0, cache.pages.shape[-1] - rows.shape[-1])))
     return rows.reshape(rows.shape[0], -1, *cache.pages.shape[3:])
 
   parts = device_parts.parts_of(cache.pages, key, value)
@@ -143,7 +148,8 @@ def head_entry(cache: Pages, parts: Parts, heads: int, unit: int = 1) -> Entry:
   return entry if heads == heads_of(cache).key_heads and heads % (size * unit) == 0 else None
 
 
-def specs_of(layout: type, pool: Entry, heads: Entry, scales: int | None) -> Pages:
+def specs_of(layout: type, pool: Entry, heads: Entry, scales: int | None,
+             widths: Widths | None) -> Pages:
   """Returns the PartitionSpec of each array of a cache.
 
   Args:
@@ -151,12 +157,14 @@ def specs_of(layout: type, pool: Entry, heads: Entry, scales: int | None) -> Pag
     pool: the mesh axes of the pages.
     heads: those of the heads.
     scales: rank of the scales; None: no scales.
+    widths: those of a PagesV2.
   """
   of_scales = None if scales is None else P(pool, None, heads) if scales else P()
   make: Callable[..., Pages] = layout
   if layout is PagesV1:
     return make(P(heads, pool), P(heads, pool), of_scales, of_scales)
-  return make(P(pool, None, heads), of_scales, of_scales)
+  of_pages = P(pool, None, heads), of_scales, of_scales
+  return make(*of_pages, widths) if layout is PagesV2 else make(*of_pages)
 
 
 def scale_rank(cache: Pages) -> int | None:
@@ -184,6 +192,7 @@ def on_each_device(compute: Callable[[Pages, Heads], Tree], cache: Pages, heads:
   pool = parts.spec[1 if isinstance(cache, PagesV1) else 0] if keeps_pool else None
   size = math.prod(parts.mesh.shape[axis] for axis in device_parts.axis_names(entry))
   own = heads._replace(key_heads=heads.key_heads // size)
-  of_cache = specs_of(type(cache), pool, entry, scale_rank(cache))
+  of_cache = specs_of(type(cache), pool, entry, scale_rank(cache),
+                      cache.widths if isinstance(cache, PagesV2) else None)
   return parts.run(lambda cache: compute(cache, own), (cache,), (of_cache,),
                    specs(pool, entry))

@@ -28,19 +28,20 @@ from attn_core.caches.paged.page_stripes import Stripe
 
 
 def stack(*groups: PagesMetadata) -> PagesMetadata:
-  """Stacks the metadata of groups of equal shapes; numpy arrays stay numpy arrays."""
+  """Stacks the metadata of groups of equal shapes; what is not a jax array becomes numpy's."""
+  groups = tuple(map(layouts.checked, groups))
   on_host = lambda x: all(isinstance(part, (np.ndarray, np.generic)) for part in x)
   return jax.tree.map(lambda *x: (np if on_host(x) else jnp).stack(x), *groups)
 
 
 def count(metadata: PagesMetadata) -> int | None:
   """The number of groups; None if the metadata has no axis of groups."""
-  return metadata.page_tables.shape[0] if metadata.page_tables.ndim > 2 else None
+  return np.shape(metadata.page_tables)[0] if np.ndim(metadata.page_tables) > 2 else None
 
 
 def stripe_count(metadata: PagesMetadata) -> int | None:
   """The number of stripes; None if the tables have no axis of stripes."""
-  return metadata.page_tables.shape[1] if metadata.page_tables.ndim > 3 else None
+  return np.shape(metadata.page_tables)[1] if np.ndim(metadata.page_tables) > 3 else None
 
 
 def shapes_of_one(metadata: PagesMetadata) -> PagesMetadata:
@@ -85,7 +86,7 @@ def with_pool_ids(metadata: PagesMetadata, num_pages: int) -> PagesMetadata:
     num_pages: P.
   """
   number = _count(metadata)
-  metadata = whole(metadata, num_pages)
+  metadata = whole(layouts.checked(metadata), num_pages)
   size = num_pages // number
   first = jnp.arange(number, dtype=jnp.int32) * size
   # An id out of range would be a page of another group.
@@ -141,4 +142,4 @@ def joined(metadata: PagesMetadata, num_pages: int) -> PagesMetadata:
 
 def _count(metadata: PagesMetadata) -> int:
   """The number of groups of metadata that has them."""
-  return metadata.page_tables.shape[0]
+  return np.shape(metadata.page_tables)[0]

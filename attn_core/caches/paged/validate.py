@@ -40,6 +40,7 @@ def check(cache: layouts.Pages, metadata: layouts.PagesMetadata, num_tokens: int
       and violates one of `conditions`.
   """
   check_shapes(cache, metadata, num_tokens)
+  metadata = layouts.checked(metadata)
   if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(metadata)):
     return
   concrete = jax.tree.map(np.asarray, metadata)
@@ -59,7 +60,7 @@ def flag(cache: layouts.Pages, metadata: layouts.PagesMetadata, num_tokens: int)
     ValueError: a layout, dtype or shape is wrong, or scales are missing.
   """
   check_shapes(cache, metadata, num_tokens)
-  metadata = jax.tree.map(jnp.asarray, metadata)
+  metadata = layouts.in_int32(metadata)
   return ~jnp.stack([jnp.asarray(holds) for _, holds, _ in conditions(
       jnp, cache, metadata, num_tokens)]).all()
 
@@ -77,7 +78,7 @@ def debug_check(cache: layouts.Pages, metadata: layouts.PagesMetadata, num_token
       the error value that checkify returns.
   """
   check_shapes(cache, metadata, num_tokens)
-  metadata = jax.tree.map(jnp.asarray, metadata)
+  metadata = layouts.in_int32(metadata)
   for field, holds, expected in conditions(jnp, cache, metadata, num_tokens):
     checkify.check(holds, f"cache_metadata.{field}: got {{got}}; expected {expected}",
                    got=getattr(metadata, field))
@@ -86,11 +87,7 @@ def debug_check(cache: layouts.Pages, metadata: layouts.PagesMetadata, num_token
 def check_shapes(cache: layouts.Pages, metadata: layouts.PagesMetadata, num_tokens: int) -> None:
   """Checks the layout, shapes and dtypes of a cache and its metadata; see `check`."""
   _check_cache(cache)
-  checks.require(isinstance(metadata, layouts.PagesMetadata), "cache_metadata",
-                 type(metadata).__name__, "a PagesMetadata")
-  checks.array("cache_metadata.page_tables", metadata.page_tables,
-               "int32 [R, max_pages], [num_groups, R, max_pages] or "
-               "[num_groups, num_stripes, R, max_pages]")
+  metadata = layouts.checked(metadata)
   number = request_groups.count(metadata)
   if number is None:
     return _check_shapes(metadata, num_tokens)
@@ -192,9 +189,11 @@ def _check_cache(cache: layouts.Pages) -> None:
         arrays[0].shape[:3]) and x.dtype == arrays[0].dtype, "cache_view", checks.describe(x),
                    f"{letters} of a {name}")
   x = arrays[0]
-  if name == "PagesV2":
+  if isinstance(cache, layouts.PagesV2):
     checks.require(x.shape[2] % 2 == 0, "cache_view", checks.describe(x),
                    f"{letters}: as many rows of values as of keys")
+    checks.require(cache.widths is None or max(cache.widths.key, cache.widths.value) == x.shape[3],
+                   "cache_view.widths", cache.widths, f"None, or a larger one of {x.shape[3]}")
   if name == "PagesV3":
     expected = layouts.packing(x.dtype)
     checks.require(x.shape[3] == expected and x.shape[2] * x.shape[3] % 2 == 0

@@ -35,7 +35,8 @@ def compute_delta(residuals: BackwardResiduals, cotangents: Residuals,
   """
   if residuals.out is None:  # cotangents.lse includes it
     return -cotangents.lse
-  return row_sums("bthe,bthe->bht", cotangents.out, residuals.out, dtype) - cotangents.lse
+  sums = row_sums("bthe,bthe->bht", cotangents.out, residuals.out, dtype)
+  return sums.astype(cotangents.lse.dtype) - cotangents.lse
 
 
 def row_sums(formula: str, d_out: jax.Array, out: jax.Array, dtype: DTypeLike) -> jax.Array:

@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 
 from attn_core.kernels.common.contract import BackwardResiduals
 from attn_core.masks import block_map, mask as mask_lib, tile as tile_lib
-from attn_core.types import AttentionSpec, Operands, at_least_float32
+from attn_core.types import AttentionSpec, Operands, are_known, at_least_float32
 
 
 def assert_shapes(operands: Operands) -> None:
@@ -76,18 +76,17 @@ def mask_of(operands: Operands, spec: AttentionSpec) -> mask_lib.Mask:
   return jax.tree.unflatten(spec.mask, operands.mask.arrays)
 
 
-def pad_axis(x: jax.Array, axis: int, amount: int) -> jax.Array:
-  """Appends `amount` zeros along an axis."""
-  if not amount:
-    return x
-  widths = [(0, 0)] * x.ndim
-  widths[axis] = (0, amount)
-  return jnp.pad(x, widths)
+pad_axis = tile_lib.pad_axis
 
 
 def key_padding(sizes: block_map.Sizes) -> int:
   """Returns the number of keys to append for whole key blocks."""
-  return -sizes.keys % sizes.block_kv
+  return sizes.key_padding
+
+
+def has_key_padding(sizes: block_map.Sizes) -> bool:
+  """Returns whether the last key block may extend past the keys."""
+  return not are_known(sizes.keys) or bool(key_padding(sizes))
 
 
 def pad_operands(operands: Operands, sizes: block_map.Sizes,
@@ -99,12 +98,12 @@ def pad_operands(operands: Operands, sizes: block_map.Sizes,
     sizes: lengths and block sizes.
     structure: the mask's; its arrays are padded too. None: they stay as they are.
   """
-  rows = -sizes.queries % sizes.block_q
+  rows = sizes.query_padding
   columns = key_padding(sizes)
   bias, mask = operands.bias, operands.mask
   if bias is not None:
-    bias = pad_axis(bias, 2, rows if bias.shape[2] > 1 else 0)
-    bias = pad_axis(bias, 3, columns if bias.shape[3] > 1 else 0)
+    bias = pad_axis(bias, 2, rows if bias.shape[2] != 1 else 0)
+    bias = pad_axis(bias, 3, columns if bias.shape[3] != 1 else 0)
   if structure is not None:
     mask = tile_lib.pad_mask(structure, mask, rows, columns)
   key, value = (pad_axis(x, 1, columns) for x in (operands.key, operands.value))

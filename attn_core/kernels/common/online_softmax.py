@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from attn_core.types import at_least_float32
+
 ArrayFn = Callable[[Any], Any]  # maps an array to an array
 
 LOG2E = math.log2(math.e)  # exp(x) = 2 ** (LOG2E * x)
@@ -119,7 +121,7 @@ def join_sinks(output: jax.Array, lse: jax.Array,
     return output, lse
   joint = jnp.logaddexp(lse, sinks.astype(lse.dtype))
   share = jnp.exp(lse - jnp.where(joint == -jnp.inf, 0, joint))
-  return (output * share).astype(output.dtype), joint
+  return (output.astype(share.dtype) * share).astype(output.dtype), joint
 
 
 def numerator(output: jax.Array, lse: jax.Array) -> jax.Array:
@@ -129,4 +131,6 @@ def numerator(output: jax.Array, lse: jax.Array) -> jax.Array:
     output: [B, T, H, E], normalized.
     lse: [B, H, T], that of the output's denominator, with or without sinks.
   """
-  return (output * jnp.exp(lse).transpose(0, 2, 1)[..., None]).astype(output.dtype)
+  total = jnp.exp(lse).transpose(0, 2, 1)[..., None]
+  wide = at_least_float32(output.dtype)
+  return (output.astype(wide) * total.astype(wide)).astype(output.dtype)

@@ -182,6 +182,10 @@ def key_blocks(inputs: BlockedInputs, block: QueryBlock) -> tuple[Index, Index]:
   left, right = window_of(inputs.spec)
   begin = jnp.int32(0) if left is None else jnp.maximum(lowest - left, 0)
   stop = length if right is None else jnp.minimum(length, highest + right + 1)
+  chunk = inputs.spec.chunk_size
+  if chunk is not None:
+    begin = jnp.maximum(begin, lowest // chunk * chunk)
+    stop = jnp.minimum(stop, highest // chunk * chunk + chunk)
   begin, stop = (page_stripes.held(inputs.stripe, x) for x in (begin, jnp.maximum(stop, 0)))
   return begin // inputs.block_kv, cdiv(stop, inputs.block_kv)
 

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 import numpy as np
 
+from attn_core.kernels.common import platform_guard
 from attn_core.types import cdiv
 
 Ref = Any  # a Pallas reference
@@ -34,6 +35,7 @@ SHARED_MEMORY_BYTES = 227 * 1024  # of a thread block
 # refuses causal masks by the same numbers.
 MISCOMPILING_CUDA = range(12080, 12091)
 _SWIZZLES = (128, 64, 32)  # bytes
+_NOTHING = "attn_core_nothing"  # the kernel that shows whether kernels are interpreted
 # Before jax 0.12 `load` takes an index, too.
 _WHOLE = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
 
@@ -43,7 +45,7 @@ def effects() -> Set:
   shape = jax.core.ShapedArray((128,), jnp.float32)
   scratch = plgpu.SMEM((128,), jnp.float32)
   return jax.make_jaxpr(lambda x: call(
-      lambda *_: None, shape, x, scratch, grid=1, name="attn_core_nothing"))(shape).effects
+      lambda *_: None, shape, x, scratch, grid=1, name=_NOTHING))(shape).effects
 
 
 def interpreted() -> bool:
@@ -88,6 +90,8 @@ def call(body: Callable[[Any, tuple[Ref, ...], Any], None], outputs: Any, inputs
     The outputs.
   """
   arrays, structure = jax.tree.flatten(inputs)
+  if name != _NOTHING and not interpreted():
+    arrays = [platform_guard.guarded(arrays[0], "gpu"), *arrays[1:]]
   def kernel(*refs: Ref) -> None:
     *results, memory = refs[len(arrays):]
     body(jax.tree.unflatten(structure, refs[:len(arrays)]), tuple(results), memory)

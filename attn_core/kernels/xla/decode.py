@@ -65,7 +65,8 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
       running = tile_ops.visit_blocks(
           level, grid_index, 0, functools.partial(key_block, level), running)
     sinks = tile_ops.row_sinks(inputs, grid_index)
-    out, lse = (x[0] for x in online_softmax.finish(running, sinks))
+    out, lse = (x[0] for x in online_softmax.finish(
+        running, None if sinks is None else sinks[None]))
     # A mean of finite values is finite; a row that saw a non-finite value becomes NaN in whole.
     finite = jnp.isfinite(out).all(-1, keepdims=True)
     out, lse = (jnp.where(finite, x, jnp.nan) for x in (out, lse))

@@ -21,7 +21,7 @@ from attn_core.kernels.common import dense_operands, nonfinite, online_softmax
 from attn_core.kernels.common.backward import compute_delta, d_sinks, finite_lse
 from attn_core.kernels.common.contract import BackwardResiduals, Kernel, Residuals
 from attn_core.kernels.xla import cpu_math, tile_ops
-from attn_core.types import AttentionSpec, BlockSizes, Operands
+from attn_core.types import AttentionSpec, BlockSizes, Operands, at_least_float32
 
 
 def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> Residuals:
@@ -77,6 +77,7 @@ def tangent(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
   dense_operands.assert_operands(operands)
   dense_operands.assert_residuals(operands, residuals)
   dense_operands.assert_tangents(operands, tangents)
+  spec = _widened(spec)
   inputs = tile_ops.block_inputs(operands, spec, block_sizes, backward=False)
   out, lse = tile_ops.pad_residuals(inputs, residuals)
   given: dict[str, Any] = {"bias": None, "sinks": None, **tangents}
@@ -146,6 +147,11 @@ def tangent(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
   return Residuals(results.out[:, :queries], results.lse[..., :queries])
 
 
+def _widened(spec: AttentionSpec) -> AttentionSpec:
+  """Returns the spec of derivatives: their sums have at least 32 bits, as the lse has."""
+  return spec._replace(softmax_dtype=at_least_float32(spec.softmax_dtype))
+
+
 # Cotangents of query, key, value and bias; None: not in `wrt`.
 _Found = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
 
@@ -171,6 +177,7 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
   """
   dense_operands.assert_operands(operands)
   dense_operands.assert_residuals(operands, residuals, cotangents)
+  spec = _widened(spec)
   inputs = tile_ops.block_inputs(operands, spec, block_sizes, backward=True)
   padding = inputs.operands.query.shape[1] - operands.query.shape[1]
   lse = dense_operands.pad_axis(residuals.lse, 2, padding)

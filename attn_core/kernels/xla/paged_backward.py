@@ -68,7 +68,7 @@ def backward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
     sums = sums._replace(query=sums.query[block_q:block_q + tokens])
   d_sinks = None
   if operands.sinks is not None:
-    share = jnp.exp(operands.sinks - finite_lse(residuals.lse[..., 0]))
+    share = jnp.exp(operands.sinks[None] - finite_lse(residuals.lse[..., 0]))
     d_sinks = -(share * delta[..., 0]).sum(0).astype(operands.sinks.dtype)
   return Cotangents(sums.query.astype(query.dtype),
                     jax.tree.map(lambda x, like: x.astype(like.dtype), sums.cache, pages_like),

@@ -80,6 +80,8 @@ def visible(inputs: BlockedInputs, block: QueryBlock, block_index: Index) -> jax
   seen = block.live[:, None] & (key < inputs.lengths[block.request])
   seen = seen if left is None else seen & (key >= query - left)
   seen = seen if right is None else seen & (key <= query + right)
+  chunk = inputs.spec.chunk_size
+  seen = seen if chunk is None else seen & (key // chunk == query // chunk)
   return jnp.repeat(seen, inputs.group, 0)
 
 

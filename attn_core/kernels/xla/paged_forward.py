@@ -183,7 +183,8 @@ class _TokenMajor(NamedTuple):
 
   def finish(self, running: online_softmax.Running) -> tuple[jax.Array, jax.Array]:
     """Returns out [K, block_rows, E] and lse [K, block_rows, 1]."""
-    out, lse = online_softmax.finish(running, paged_operands.row_sinks(self.inputs))
+    sinks = paged_operands.row_sinks(self.inputs)
+    out, lse = online_softmax.finish(running, None if sinks is None else sinks[None])
     return out[0], lse[0]
 
   def _scores(self, part: Callable[..., jax.Array]) -> jax.Array:

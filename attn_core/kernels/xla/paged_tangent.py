@@ -68,9 +68,9 @@ def tangent(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
   d_lse = sums.lse
   if tangents.sinks is not None:
     assert operands.sinks is not None
-    share = jnp.exp(operands.sinks[:, None] - finite_lse(residuals.lse))
-    d_lse = d_lse + share * tangents.sinks[:, None]
-  d_out = sums.out - d_lse * residuals.out
+    share = jnp.exp(operands.sinks[None, :, None] - finite_lse(residuals.lse))
+    d_lse = d_lse + (share * tangents.sinks[None, :, None]).astype(d_lse.dtype)
+  d_out = sums.out - d_lse * residuals.out.astype(d_lse.dtype)
   return Residuals(d_out.astype(residuals.out.dtype), d_lse.astype(residuals.lse.dtype))
 
 

@@ -92,7 +92,8 @@ def write_at(x: jax.Array, part: jax.Array, starts: tuple[Index, ...]) -> jax.Ar
 def loop(lower: Index, upper: Index, body: Callable[[jax.Array, Carry], Carry],
          carry: Carry) -> Carry:
   """Runs `lax.fori_loop` with an int32 counter, with and without jax_enable_x64."""
-  start, stop = (np.int32(x) if isinstance(x, int) else x for x in (lower, upper))
+  start, stop = (np.int32(x) if isinstance(x, int) else jnp.asarray(x, jnp.int32)
+                 for x in (lower, upper))  # an upper one may be a symbolic size
   return lax.fori_loop(start, stop, body, carry)
 
 
@@ -100,8 +101,8 @@ def visit_blocks(inputs: BlockedInputs, grid_index: GridIndex, row_block: Index,
                  step: Callable[[jax.Array, Carry, bool], Carry], carry: Carry) -> Carry:
   """Runs step(column block, carry, masked) over the blocks that `row_block` must visit."""
   visits = inputs.visits
-  b = grid_index.batch if visits.num_full.shape[0] > 1 else 0
-  h = grid_index.key_head // inputs.step_heads if visits.num_full.shape[1] > 1 else 0
+  b = grid_index.batch if visits.num_full.shape[0] != 1 else 0
+  h = grid_index.key_head // inputs.step_heads if visits.num_full.shape[1] != 1 else 0
   indices, num_full, num_visited = (jnp.asarray(x)[b, h, row_block] for x in visits)
   if visits.any_full:
     carry = loop(0, num_full, lambda n, c: step(indices[n], c, False), carry)
@@ -261,7 +262,7 @@ def logits_of(inputs: BlockedInputs, grid_index: GridIndex, rows: jax.Array, key
   if masked:
     mask, at = mask_tile(inputs, grid_index, (i, j), transposed)
     seen = mask.visible(at)
-    if dense_operands.key_padding(inputs.sizes):
+    if dense_operands.has_key_padding(inputs.sizes):
       seen = seen & (at.key_index < inputs.sizes.keys)
     logits = jnp.where(per_element(seen, logits.shape, inputs, transposed), logits, -jnp.inf)
   return logits, slope

@@ -16,12 +16,13 @@ import jax
 from attn_core.kernels.common import dense_operands
 from attn_core.masks import mask as mask_lib, position_range
 from attn_core.masks.block_map import Sizes
-from attn_core.types import AttentionSpec, BlockSizes, Operands, cdiv
+from attn_core.types import AttentionSpec, BlockSizes, Operands, are_known, cdiv
 
 STEP_SCORES = 2**20
 STEP_SCORES_BACKWARD = 2**19
 MOST_HEADS = 8
 SHORT = 2048  # tokens
+UNKNOWN = 2**20  # tokens that stand for a symbolic length
 DECODE_ELEMENTS = 2**18  # elements of a block of keys in decoding
 # Elements of a large block without hidden keys; XLA:CPU of jax 0.10.2 is slow to sum many keys.
 DECODE_ELEMENTS_LARGE = 2**22 if jax.__version_info__ >= (0, 11) else 2**19
@@ -45,6 +46,8 @@ def make_tiling(operands: Operands, spec: AttentionSpec, requested: BlockSizes, 
     backward: whether the tiling is for the backward loops.
   """
   (_, queries, query_heads, _), (_, keys, key_heads, _) = operands.query.shape, operands.key.shape
+  sizes = queries, keys
+  queries, keys = (n if are_known(n) else UNKNOWN for n in sizes)
   mask = dense_operands.mask_of(operands, spec)
   group = query_heads // key_heads
   wanted_q, wanted_kv = ((requested.block_q_backward, requested.block_kv_backward) if backward
@@ -61,7 +64,7 @@ def make_tiling(operands: Operands, spec: AttentionSpec, requested: BlockSizes, 
   if not backward and not wanted_q and usual == 512 and heads == key_heads:
     rows = STEP_SCORES // (heads * block_kv)
     block_q = min(queries, max(block_q, _even(queries, min(rows // group, 1024))))
-  return Tiling(Sizes(queries, keys, block_q, block_kv), heads)
+  return Tiling(Sizes(*sizes, block_q, block_kv), heads)
 
 
 def decode_block(keys: int, elements: int) -> int:

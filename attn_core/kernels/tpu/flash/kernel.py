@@ -12,19 +12,12 @@ Dao, FlashAttention-2: Faster Attention with Better Parallelism and Work Partiti
 https://arxiv.org/abs/2307.08691.
 """
 
-from collections.abc import Set
 import functools
-from typing import Any
-
-import jax
-from jax.experimental import pallas as pl
-import jax.numpy as jnp
 
 from attn_core.kernels.common.contract import Kernel, RemoteCopyFns
+from attn_core.kernels.tpu import launch
 from attn_core.kernels.tpu.flash import backward, forward, scalar_memory, tiling as tiling_lib
 from attn_core.types import AttentionSpec, BlockSizes, Operands
-
-Ref = Any  # a Pallas reference
 
 
 def _check(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> None:
@@ -39,14 +32,6 @@ def _check(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> 
     scalar_memory.num_groups(operands, spec, tiling, by_keys=is_backward, query_ranges=ranges)
 
 
-def effects() -> Set:
-  """Returns the JAX effects of any TPU kernel: none, except in interpret mode."""
-  def copy(x: Ref, y: Ref) -> None:
-    y[...] = x[...]
-  shape = jax.core.ShapedArray((8, 128), jnp.float32)
-  return jax.make_jaxpr(pl.pallas_call(copy, out_shape=shape))(shape).effects
-
-
 @functools.cache
 def make_kernel(fallback: Kernel) -> Kernel:
   """Returns the kernel.
@@ -56,7 +41,7 @@ def make_kernel(fallback: Kernel) -> Kernel:
   """
   return Kernel("tpu", forward.forward,
                 functools.partial(backward.backward, fallback=fallback.backward),
-                fallback.tangent, fallback, _check, effects)
+                fallback.tangent, fallback, _check, launch.effects)
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from attn_core.kernels.common import dense_operands, online_softmax
 from attn_core.kernels.common.contract import Kernel, Residuals
-from attn_core.kernels.tpu.flash import kernel as flash_kernel
+from attn_core.kernels.tpu import launch
 from attn_core.kernels.tpu.ragged import common, kernel
 from attn_core.kernels.tpu.ragged.kv_layout import LANES, KVLayout, is_heads_major
 from attn_core.masks import materialize
@@ -145,4 +145,4 @@ def make_kernel(fallback: Kernel) -> Kernel:
     fallback: computes all derivatives.
   """
   return Kernel("decode_tpu", forward, fallback.backward, fallback.tangent, fallback,
-                effects=flash_kernel.effects)
+                effects=launch.effects)
