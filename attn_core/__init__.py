@@ -18,7 +18,7 @@ from attn_core.config.layers import (AttnMaskDetail, attention_arguments, get_ba
                                      get_basic_frequencies, get_basic_inv_frequencies,
                                      get_basic_rope, get_fcm_mask, get_mask_details,
                                      granted_freq_max_position_embedding,
-                                     granted_mask_max_position_embedding, layer_rope,
+                                     granted_mask_max_position_embedding, index_mask, layer_rope,
                                      query_temperature)
 from attn_core.config.merge import (add_basic_configurations, attach_custom_arguments, extras_of,
                                     read_basics_from_config, set_model_mesh)
@@ -63,10 +63,10 @@ __all__ = [
     "get_basic_causal_mask", "get_basic_frequencies", "get_basic_inv_frequencies", "get_basic_rope",
     "get_fcm_mask", "get_mask_details", "get_mesh", "get_optimal_config", "get_partition_rules",
     "get_sharding_safely", "granted_freq_max_position_embedding",
-    "granted_mask_max_position_embedding", "inverse_frequencies", "layer_rope", "masks",
-    "match_partition_rules", "page_attention", "plan_context_parallel", "query_temperature",
-    "ragged_page_attention_v2", "ragged_page_attention_v3", "read_basics_from_config",
-    "repeat_key_value", "resolve", "ring_attention", "rope_from_dict", "rotary", "rotary_table",
-    "save_pretrained", "sdpa", "set_model_mesh", "shard_attention_prod", "to_dict", "to_diff_dict",
-    "to_json_file", "to_layout", "tpu_version_check", "vanilla",
+    "granted_mask_max_position_embedding", "index_mask", "inverse_frequencies", "layer_rope",
+    "masks", "match_partition_rules", "page_attention", "plan_context_parallel",
+    "query_temperature", "ragged_page_attention_v2", "ragged_page_attention_v3",
+    "read_basics_from_config", "repeat_key_value", "resolve", "ring_attention", "rope_from_dict",
+    "rotary", "rotary_table", "save_pretrained", "sdpa", "set_model_mesh", "shard_attention_prod",
+    "to_dict", "to_diff_dict", "to_json_file", "to_layout", "tpu_version_check", "vanilla",
 ]

@@ -7,16 +7,20 @@ Needs torch and transformers (`pip install '.[parity]'`); skipped without them.
 
 import contextlib
 import importlib
+import json
 import pathlib
 import tempfile
 from unittest import mock
+import warnings
 
 from absl.testing import absltest, parameterized
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core import (attention, attention_arguments, from_pretrained, layer_rope,
-                       query_temperature, rotary)
+from attn_core import (AttnConfig, attention, attention_arguments, from_dict, from_pretrained,
+                       index_mask, layer_rope, query_temperature, rotary)
+from attn_core.config.config import get_head_dim, get_key_value_heads, layer_type
+from attn_core.config.models import MODELS as READ
 from attn_core_test import optional_deps
 
 SIZES = {"hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 4,
@@ -29,6 +33,21 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_fac
           "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
         "original_max_position_embeddings": 16}
+
+EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16,
+           "shared_expert_intermediate_size": 16}
+ROUTED = {"n_routed_experts": 2, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 1,
+          "moe_intermediate_size": 16}
+LATENT = {**{k: v for k, v in TEXT.items() if k != "head_dim"}, **ROUTED, "num_key_value_heads": 4,
+          "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+          "v_head_dim": 12}
+INDEX = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 16}  # heads enough for no ties
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8,
+          "linear_value_head_dim": 8}
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5,
+         "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+LAYERED_ROPE = {"full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e5}}
 
 # Model -> (configuration class, model class, arguments of the configuration).
 MODELS = {
@@ -48,9 +67,8 @@ MODELS = {
     "qwen2": ("Qwen2Config", "Qwen2Model", {
         **TEXT, "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 2}),
     "qwen2_moe": ("Qwen2MoeConfig", "Qwen2MoeModel", {
-        **TEXT, "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 3,
-        "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16,
-        "shared_expert_intermediate_size": 16}),
+        **TEXT, **EXPERTS, "sliding_window": 8, "use_sliding_window": True,
+        "max_window_layers": 3}),
     "qwen2_vl": ("Qwen2VLTextConfig", "Qwen2VLTextModel", {
         **TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
                                     "mrope_section": [2, 3, 3]}}),
@@ -74,11 +92,49 @@ MODELS = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "rope_parameters": {**YARN, "truncate": False}}),
     "deepseek_v3": ("DeepseekV3Config", "DeepseekV3Model", {
-        **{k: v for k, v in TEXT.items() if k != "head_dim"}, "num_key_value_heads": 4,
-        "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
-        "v_head_dim": 12, "n_routed_experts": 2, "n_group": 1, "topk_group": 1,
-        "num_experts_per_tok": 1, "moe_intermediate_size": 16,
-        "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.8}}),
+        **LATENT, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.8}}),
+    "ministral3": ("Ministral3Config", "Ministral3Model", {
+        **TEXT, "sliding_window": 8, "rope_parameters": {
+            **YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}}),
+    "gemma3n": ("Gemma3nTextConfig", "Gemma3nTextModel", {
+        **TEXT, "sliding_window": 8, "num_hidden_layers": 7, "num_kv_shared_layers": 1,
+        "vocab_size_per_layer_input": 32, "hidden_size_per_layer_input": 8, "laurel_rank": 4}),
+    "gemma4": ("Gemma4TextConfig", "Gemma4TextModel", {
+        **TEXT, "sliding_window": 8, "num_hidden_layers": 8, "num_kv_shared_layers": 1,
+        "vocab_size_per_layer_input": 32, "hidden_size_per_layer_input": 8, "global_head_dim": 32,
+        "num_global_key_value_heads": 1, "attention_k_eq_v": True}),
+    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextModel", {**TEXT, **EXPERTS, **LINEAR}),
+    "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5TextModel", {
+        **TEXT, **LINEAR, "rope_parameters": MROPE}),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeTextModel", {
+        **TEXT, **EXPERTS, **LINEAR, "rope_parameters": MROPE}),
+    "deepseek_v32": ("DeepseekV32Config", "DeepseekV32Model", {
+        **LATENT, **INDEX, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.8}}),
+    "glm_moe_dsa": ("GlmMoeDsaConfig", "GlmMoeDsaModel", {**LATENT, **INDEX}),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", "Glm4MoeLiteModel", LATENT),
+    "kimi_linear": ("KimiLinearConfig", "KimiLinearModel", {
+        **LATENT, "num_hidden_layers": 5, "q_lora_rank": None, "num_local_experts": 2,
+        "linear_num_heads": 2, "linear_head_dim": 8}),
+    "glm": ("GlmConfig", "GlmModel", TEXT),
+    "glm4": ("Glm4Config", "Glm4Model", TEXT),
+    "glm4_moe": ("Glm4MoeConfig", "Glm4MoeModel", {**TEXT, **ROUTED}),
+    "minimax": ("MiniMaxConfig", "MiniMaxModel", {
+        **TEXT, "num_local_experts": 2, "num_experts_per_tok": 1, "block_size": 8,
+        "sliding_window": 8}),
+    "minimax_m2": ("MiniMaxM2Config", "MiniMaxM2Model", {
+        **TEXT, "num_local_experts": 2, "num_experts_per_tok": 1, "rotary_dim": 8}),
+    "olmo2": ("Olmo2Config", "Olmo2Model", TEXT),
+    "olmo3": ("Olmo3Config", "Olmo3Model", {
+        **TEXT, "sliding_window": 8, "rope_parameters": LAYERED_ROPE}),
+    "granite": ("GraniteConfig", "GraniteModel", {**TEXT, "attention_multiplier": 0.3}),
+    "granitemoehybrid": ("GraniteMoeHybridConfig", "GraniteMoeHybridModel", {
+        **TEXT, "layer_types": ["mamba", "attention"] * 2, "attention_multiplier": 0.3,
+        "num_local_experts": 2, "num_experts_per_tok": 1, "shared_intermediate_size": 16,
+        "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 8}),
+    "cohere": ("CohereConfig", "CohereModel", TEXT),
+    "cohere2": ("Cohere2Config", "Cohere2Model", {**TEXT, "sliding_window": 8}),
+    "smollm3": ("SmolLM3Config", "SmolLM3Model", {
+        **TEXT, "sliding_window": 8, "use_sliding_window": True}),
     "vit": ("ViTConfig", "ViTModel", {
         **{k: v for k, v in SIZES.items() if k not in ("attention_dropout",
                                                        "max_position_embeddings")},
@@ -87,7 +143,10 @@ MODELS = {
         **{k: v for k, v in SIZES.items() if k != "attention_dropout"}, "vocab_size": 32,
         "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
 }
-ROTARY = ("apply_rotary_pos_emb", "apply_rotary_emb", "apply_rotary_pos_emb_interleave")
+# A module's rotation is the first of these that it has: an index has a rotation of its own.
+ROTARY = ("apply_rotary_pos_emb_interleave", "apply_rotary_pos_emb", "apply_rotary_emb")
+# Models whose tokens have three positions.
+THREE_POSITIONS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 
 
 class Recorder:
@@ -96,14 +155,14 @@ class Recorder:
   def __init__(self, module):
     self.module, self.rotations, self.layers = module, [], []
     self.projections = []  # queries by layer, as projected
+    self.scores = []  # scores of an index by layer, to be filled by `record_scores`
 
   @contextlib.contextmanager
   def recording(self):
     """Replaces the module's functions by functions that also record."""
     with contextlib.ExitStack() as stack:
-      for name in ROTARY:
-        if hasattr(self.module, name):
-          stack.enter_context(mock.patch.object(self.module, name, self.rotary(name)))
+      for name in [name for name in ROTARY if hasattr(self.module, name)][:1]:
+        stack.enter_context(mock.patch.object(self.module, name, self.rotary(name)))
       stack.enter_context(mock.patch.object(
           self.module, "eager_attention_forward", self.attention()))
       yield self
@@ -114,6 +173,11 @@ class Recorder:
     swap = name != "apply_rotary_emb"
     def recorded(query, key, *args, **kwargs):
       turned = theirs(query, key, *args, **kwargs)
+      if kwargs.get("unsqueeze_dim") == 2:
+        if key.ndim == 3:  # a cosine: the call has one array [B, T, H, D]; else it is of an index
+          arrays = [x.detach().numpy() for x in (query, query, turned, turned)]
+          self.rotations.append((len(self.layers), arrays))
+        return turned
       arrays = [x.detach().numpy() for x in (query, key, *turned)]
       arrays = [x.swapaxes(1, 2) if swap else x for x in arrays]
       # This function returns the first elements of all pairs, then the second ones.
@@ -136,6 +200,21 @@ class Recorder:
     return recorded
 
 
+  @contextlib.contextmanager
+  def record_scores(self, torch, model):
+    """Records the scores of which the indices of a model take the highest."""
+    theirs, last = torch.Tensor.topk, []
+    def topk(scores, *args, **kwargs):
+      last[:] = [scores]
+      return theirs(scores, *args, **kwargs)
+    for label, part in model.named_modules():
+      if label.endswith("indexer"):
+        part.register_forward_hook(
+            lambda part, arrays, out: self.scores.append(last[0].numpy()))
+    with mock.patch.object(torch.Tensor, "topk", topk):
+      yield
+
+
 class ModelsTest(parameterized.TestCase):
 
   def setUp(self):
@@ -145,6 +224,8 @@ class ModelsTest(parameterized.TestCase):
   def run_model(self, name):
     """Returns (the recorder, the configuration read from the model's saved file, positions)."""
     config_class, model_class, sizes = MODELS[name]
+    if not hasattr(self.transformers, config_class):
+      self.skipTest(f"transformers {self.transformers.__version__} has no {config_class}")
     theirs = getattr(self.transformers, config_class)(**sizes, attn_implementation="eager")
     module = importlib.import_module(
         type(theirs).__module__.replace("configuration", "modeling"))
@@ -159,7 +240,7 @@ class ModelsTest(parameterized.TestCase):
     inputs = {"input_ids": self.torch.tensor(rng.integers(3, 32, (2, LENGTH)))}
     if name == "vit":
       inputs = {"pixel_values": self.torch.tensor(rng.normal(size=(2, 3, 16, 16))).float()}
-    elif name.endswith("vl"):
+    elif name in THREE_POSITIONS:
       # Positions differ in height and width only: the mask follows the order of the sequence.
       positions = np.stack([np.tile(positions[0], (2, 1)), rng.integers(0, 30, (2, LENGTH)),
                             rng.integers(0, 30, (2, LENGTH))]).astype(np.int32)
@@ -169,7 +250,8 @@ class ModelsTest(parameterized.TestCase):
         if label.endswith("q_proj"):
           part.register_forward_hook(
               lambda part, arrays, out: recorded.projections.append(out.numpy()))
-      model(**inputs)
+      with recorded.record_scores(self.torch, model):
+        model(**inputs)
     with tempfile.TemporaryDirectory() as folder:
       theirs.save_pretrained(folder)
       config = from_pretrained(pathlib.Path(folder))
@@ -178,28 +260,57 @@ class ModelsTest(parameterized.TestCase):
   @parameterized.parameters(*MODELS)
   def test_every_layer(self, name):
     recorded, config, positions = self.run_model(name)
-    self.assertLen(recorded.layers, config.num_hidden_layers)
-    for layer, ((query, key, value), theirs, sinks) in enumerate(recorded.layers):
-      self.assertEqual((query.shape[2], query.shape[3]), (config.num_attention_heads,
-                                                          config.head_dim or 16))
+    layers = [layer for layer in range(config.num_hidden_layers)
+              if layer_type(config, layer) != "linear_attention"]
+    self.assertLen(recorded.layers, len(layers))
+    turned = {layers[order]: arrays[2] for order, arrays in recorded.rotations}
+    for order, layer in enumerate(layers):
+      (query, key, value), theirs, sinks = recorded.layers[order]
+      self.assertEqual((query.shape[2:], key.shape[2:]), (
+          (config.num_attention_heads, get_head_dim(config, layer)),
+          (get_key_value_heads(config, layer), get_head_dim(config, layer))))
       self.assertEqual(value.shape[3], config.value_head_dim or query.shape[3])
       self.assertEqual(sinks is not None, config.sinks)
       temperature = query_temperature(config, positions, layer)
       if temperature is not None:
-        projected = recorded.projections[layer].reshape(query.shape)
-        np.testing.assert_allclose(projected * temperature[..., None, None], query, atol=1e-5)
+        before = (turned[layer] if layer in turned
+                  else recorded.projections[order].reshape(query.shape))
+        np.testing.assert_allclose(before * temperature[..., None, None], query, atol=1e-5)
       arguments = attention_arguments(config, layer)
-      mine = attention(*map(jnp.asarray, (query, key, value)), **arguments,
+      mask = None
+      if layer_type(config, layer) == "indexed_attention":
+        mask = index_mask(config, jnp.asarray(recorded.scores[order]), layer)
+        self.assertLess(mask.mean(), 0.4)
+      mine = attention(*map(jnp.asarray, (query, key, value)), **arguments, mask=mask,
                        softmax_aux=None if sinks is None else jnp.asarray(sinks))
       np.testing.assert_allclose(mine.attention_outputs, theirs, atol=2e-5,
                                  err_msg=f"layer {layer}, {arguments}")
-    turning = {layer for layer in range(config.num_hidden_layers)
-               if layer_rope(config, layer).rope_type != "none"}
-    self.assertEqual({layer for layer, _ in recorded.rotations}, turning)
-    for layer, (query, key, turned_query, turned_key) in recorded.rotations:
+    self.assertEqual(set(turned), {layer for layer in layers
+                                   if layer_rope(config, layer).rope_type != "none"})
+    for order, (query, key, turned_query, turned_key) in recorded.rotations:
+      layer = layers[order]
       mine = rotary(jnp.asarray(query), jnp.asarray(key), positions, layer_rope(config, layer))
       np.testing.assert_allclose(mine[0], turned_query, atol=1e-4, err_msg=f"layer {layer}")
       np.testing.assert_allclose(mine[1], turned_key, atol=1e-4, err_msg=f"layer {layer}")
+
+
+class DefaultsTest(parameterized.TestCase):
+
+  @parameterized.parameters(*sorted(READ))
+  def test_a_file_without_values_has_the_published_defaults(self, model_type):
+    """{"model_type": ...} means what a file with every key of the model's configuration means."""
+    _, transformers = optional_deps.torch_and_transformers(self)
+    if model_type not in transformers.CONFIG_MAPPING:
+      self.skipTest(f"transformers has no {model_type}")  # files with this name are read as another
+    theirs = transformers.CONFIG_MAPPING[model_type]()
+    with warnings.catch_warnings():
+      warnings.simplefilter("error")  # every key is known
+      whole = from_dict(json.loads(json.dumps(theirs.to_dict())))
+      bare = from_dict({"model_type": model_type})
+    for name in set(AttnConfig._fields) - {"model_type", "head_dim", "extras"}:
+      self.assertEqual(getattr(bare, name), getattr(whole, name), name)
+    if whole.head_dim is not None:
+      self.assertEqual(get_head_dim(bare), whole.head_dim)
 
 
 if __name__ == "__main__":

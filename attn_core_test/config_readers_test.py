@@ -8,165 +8,18 @@ import warnings
 from absl.testing import absltest, parameterized
 import numpy as np
 
-from attn_core import (AttnConfig, Rope, attention_arguments, extras_of, from_dict,
-                       get_mask_details, layer_rope, query_temperature, to_dict)
+from attn_core import (AttnConfig, attention_arguments, extras_of, from_dict, get_mask_details,
+                       layer_rope, query_temperature, to_dict)
 from attn_core.config.config import get_head_dim
+from attn_core.config.models import MODELS
+from attn_core_test.config_published import PUBLISHED
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
-LLAMA31_ROPE = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 8192, "rope_type": "llama3"}
 
-# name -> (config.json as published, without keys that repeat a default; expected fields, by hand).
-PUBLISHED = {
-    "llama-3-8b": (
-        {"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32,
-         "num_key_value_heads": 8, "num_hidden_layers": 32, "max_position_embeddings": 8192,
-         "rope_scaling": None, "rope_theta": 500000.0, "vocab_size": 128256},
-        {"num_key_value_heads": 8, "head_dim": 128, "layer_types": None, "sliding_window": None,
-         "softmax_scale": None, "rope": Rope(rope_theta=500000.0, max_position_embeddings=8192)}),
-    "llama-3.1-8b": (
-        {"model_type": "llama", "num_key_value_heads": 8, "max_position_embeddings": 131072,
-         "rope_scaling": LLAMA31_ROPE, "rope_theta": 500000.0},
-        {"head_dim": 128, "rope": Rope(
-            "llama3", 500000.0, 8.0, 131072, 8192, low_freq_factor=1.0, high_freq_factor=4.0)}),
-    "llama-4-scout": (
-        {"model_type": "llama4", "text_config": {
-            "model_type": "llama4_text", "attention_chunk_size": 8192, "head_dim": 128,
-            "max_position_embeddings": 10485760, "no_rope_layers": [], "num_attention_heads": 40,
-            "num_hidden_layers": 48, "num_key_value_heads": 8, "rope_theta": 500000.0,
-            "attn_temperature_tuning": 4, "attn_scale": 0.1, "floor_scale": 8192,
-            "rope_scaling": {**LLAMA31_ROPE, "factor": 16.0, "high_freq_factor": 1.0}},
-         "vision_config": {"model_type": "llama4_vision_model"}},
-        {"layer_types": ((CHUNKED,) * 3 + (FULL,)) * 12, "chunk_size": 8192,
-         "layers_without_rope": tuple(range(3, 48, 4)), "head_dim": 128,
-         "temperature_tuning": (0.1, 8192),
-         "rope": Rope("llama3", 500000.0, 16.0, 10485760, 8192, interleaved=True,
-                      low_freq_factor=1.0, high_freq_factor=1.0)}),
-    "mistral-7b-v0.1": (
-        {"model_type": "mistral", "num_hidden_layers": 32, "max_position_embeddings": 32768,
-         "sliding_window": 4096},
-        {"sliding_window": (4095, 0), "layer_types": (SLIDING,) * 32, "num_key_value_heads": 8}),
-    "mistral-7b-v0.3": (  # null: without a window, though the model's default has one
-        {"model_type": "mistral", "sliding_window": None, "rope_theta": 1000000.0},
-        {"sliding_window": None, "layer_types": (FULL,) * 32}),
-    "mixtral-8x7b": (
-        {"model_type": "mixtral", "sliding_window": None, "rope_theta": 1000000.0,
-         "num_local_experts": 8},
-        {"sliding_window": None, "head_dim": 128, "num_key_value_heads": 8}),
-    "gemma-2-27b": (  # 144 is hidden_size / heads; the width of a head is 128
-        {"model_type": "gemma2", "hidden_size": 4608, "num_attention_heads": 32,
-         "num_key_value_heads": 16, "num_hidden_layers": 46, "head_dim": 128,
-         "query_pre_attn_scalar": 144, "sliding_window": 4096, "attn_logit_softcapping": 50.0,
-         "final_logit_softcapping": 30.0, "hidden_activation": "gelu_pytorch_tanh"},
-        {"softmax_scale": 1 / 12, "logits_soft_cap": 50.0, "sliding_window": (4095, 0),
-         "layer_types": (SLIDING, FULL) * 23, "head_dim": 128}),
-    "gemma-3-4b": (
-        {"model_type": "gemma3", "text_config": {
-            "hidden_size": 2560, "model_type": "gemma3_text", "num_hidden_layers": 34,
-            "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024},
-         "vision_config": {"hidden_size": 1152}},
-        {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
-         "softmax_scale": 1 / 16, "logits_soft_cap": None, "sliding_window": (1023, 0),
-         "layer_types": ((SLIDING,) * 5 + (FULL,)) * 5 + (SLIDING,) * 4, "hidden_size": 2560,
-         "rope": Rope("linear", 1000000.0, 8.0, 131072),
-         "layer_ropes": ((SLIDING, Rope("default", 10000.0, None, 131072)),)}),
-    "qwen2-7b": (
-        {"model_type": "qwen2", "hidden_size": 3584, "num_attention_heads": 28,
-         "num_key_value_heads": 4, "num_hidden_layers": 28, "max_window_layers": 28,
-         "sliding_window": 131072, "use_sliding_window": False, "rope_theta": 1000000.0},
-        {"sliding_window": None, "layer_types": (FULL,) * 28, "head_dim": 128}),
-    "qwen2-windowed": (
-        {"model_type": "qwen2", "num_hidden_layers": 4, "max_window_layers": 3,
-         "sliding_window": 64, "use_sliding_window": True},
-        {"sliding_window": (63, 0), "layer_types": (FULL,) * 3 + (SLIDING,)}),
-    "qwen1.5-moe-a2.7b": (
-        {"model_type": "qwen2_moe", "decoder_sparse_step": 1, "hidden_size": 2048,
-         "max_position_embeddings": 8192, "max_window_layers": 21, "moe_intermediate_size": 1408,
-         "num_attention_heads": 16, "num_experts": 60, "num_hidden_layers": 24,
-         "num_key_value_heads": 16, "rope_theta": 1000000.0, "sliding_window": 32768,
-         "shared_expert_intermediate_size": 5632, "use_sliding_window": False},
-        {"sliding_window": None, "layer_types": (FULL,) * 24, "head_dim": 128,
-         "num_key_value_heads": 16, "rope": Rope(
-             rope_theta=1000000.0, max_position_embeddings=8192)}),
-    "qwen2-moe-windowed": (
-        {"model_type": "qwen2_moe", "num_hidden_layers": 6, "max_window_layers": 3,
-         "sliding_window": 64, "use_sliding_window": True},
-        {"sliding_window": (63, 0), "layer_types": (SLIDING, FULL, SLIDING) + (FULL,) * 3}),
-    "qwen2-vl-7b": (
-        {"model_type": "qwen2_vl", "hidden_size": 3584, "num_attention_heads": 28,
-         "num_key_value_heads": 4, "num_hidden_layers": 28, "max_window_layers": 28,
-         "max_position_embeddings": 32768, "sliding_window": 32768, "use_sliding_window": False,
-         "rope_theta": 1000000.0, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
-         "image_token_id": 151655, "vision_config": {"depth": 32}},
-        {"head_dim": 128, "layer_types": (FULL,) * 28, "rope": Rope(
-            "mrope", 1000000.0, None, 32768, mrope_section=(16, 24, 24))}),
-    "qwen2.5-vl-7b": (
-        {"model_type": "qwen2_5_vl", "hidden_size": 3584, "num_attention_heads": 28,
-         "num_key_value_heads": 4, "num_hidden_layers": 28, "max_window_layers": 28,
-         "max_position_embeddings": 128000, "sliding_window": 32768, "use_sliding_window": False,
-         "rope_theta": 1000000.0, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
-         "vision_config": {"depth": 32}, "vision_token_id": 151654},
-        {"head_dim": 128, "rope": Rope("mrope", 1000000.0, None, 128000,
-                                       mrope_section=(16, 24, 24))}),
-    "qwen3-8b": (
-        {"model_type": "qwen3", "num_attention_heads": 32, "num_key_value_heads": 8,
-         "head_dim": 128, "num_hidden_layers": 36, "max_window_layers": 36,
-         "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None,
-         "use_sliding_window": False},
-        {"head_dim": 128, "num_key_value_heads": 8, "layer_types": (FULL,) * 36}),
-    "qwen3-30b-a3b": (
-        {"model_type": "qwen3_moe", "decoder_sparse_step": 1, "head_dim": 128, "hidden_size": 2048,
-         "max_position_embeddings": 40960, "max_window_layers": 48, "mlp_only_layers": [],
-         "moe_intermediate_size": 768, "num_attention_heads": 32, "num_experts": 128,
-         "num_hidden_layers": 48, "num_key_value_heads": 4, "rope_theta": 1000000.0,
-         "sliding_window": None, "use_sliding_window": False},
-        {"head_dim": 128, "num_key_value_heads": 4, "layer_types": (FULL,) * 48,
-         "sliding_window": None, "rope": Rope(
-             rope_theta=1000000.0, max_position_embeddings=40960)}),
-    "qwen3-moe-windowed": (
-        {"model_type": "qwen3_moe", "num_hidden_layers": 3, "sliding_window": 64,
-         "use_sliding_window": True},
-        {"sliding_window": (63, 0), "layer_types": (SLIDING,) * 3, "head_dim": 64}),
-    "qwen3-vl-8b": (
-        {"model_type": "qwen3_vl", "text_config": {
-            "model_type": "qwen3_vl_text", "head_dim": 128, "num_attention_heads": 32,
-            "num_key_value_heads": 8, "num_hidden_layers": 36, "max_position_embeddings": 262144,
-            "rope_theta": 5000000, "rope_scaling": {
-                "mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"}}},
-        {"rope": Rope("default", 5000000, None, 262144, mrope_section=(24, 20, 20),
-                      mrope_interleaved=True)}),
-    "phi-3-mini-128k": (
-        {"model_type": "phi3", "max_position_embeddings": 131072, "sliding_window": 262144,
-         "original_max_position_embeddings": 4096, "rope_scaling": {
-             "long_factor": [1.5] * 48, "short_factor": [1.0] * 48, "type": "longrope"}},
-        {"head_dim": 96, "sliding_window": (262143, 0), "rope": Rope(
-            "longrope", 10000.0, None, 131072, 4096, short_factor=(1.0,) * 48,
-            long_factor=(1.5,) * 48)}),
-    "gpt-oss-20b": (
-        {"model_type": "gpt_oss", "num_hidden_layers": 24, "sliding_window": 128,
-         "layer_types": [SLIDING, FULL] * 12, "rope_theta": 150000, "rope_scaling": {
-             "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn",
-             "original_max_position_embeddings": 4096, "truncate": False}},
-        {"sinks": True, "sliding_window": (127, 0), "head_dim": 64, "num_key_value_heads": 8,
-         "layer_types": (SLIDING, FULL) * 12, "rope": Rope(
-             "yarn", 150000, 32.0, 131072, 4096, truncate=False)}),
-    "deepseek-v3": (  # 0.1 ln 40 + 1 = 1.36888794541, which enters twice
-        {"model_type": "deepseek_v3", "num_key_value_heads": 128, "max_position_embeddings": 163840,
-         "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "rope_scaling": {
-             "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
-             "original_max_position_embeddings": 4096, "type": "yarn"}},
-        {"head_dim": 192, "value_head_dim": 128, "rope_head_dim": 64,
-         "softmax_scale": 192**-0.5 * 1.3688879454113936**2, "rope": Rope(
-             "yarn", 10000.0, 40, 163840, 4096, interleaved=True, beta_fast=32, beta_slow=1,
-             mscale=1.0, mscale_all_dim=1.0)}),
-    "vit-base": (
-        {"model_type": "vit", "attention_probs_dropout_prob": 0.0, "image_size": 224},
-        {"causal": False, "head_dim": 64, "num_key_value_heads": 12, "rope": Rope("none")}),
-    "bert-base": (
-        {"model_type": "bert", "attention_probs_dropout_prob": 0.1, "is_decoder": False,
-         "position_embedding_type": "absolute"},
-        {"causal": False, "head_dim": 64, "dropout_prob": 0.1, "rope": Rope("none")}),
-}
+# Fields that have their defaults where PUBLISHED has no value of them.
+UNUSUAL = ("layer_ropes", "layers_without_rope", "layer_head_dims", "layer_key_value_heads",
+           "chunk_size", "index_topk", "sinks", "logits_soft_cap", "temperature_tuning",
+           "temperature_offset", "temperature_with_rope", "rope_head_dim", "value_head_dim")
 
 
 class ReadersTest(parameterized.TestCase):
@@ -185,7 +38,8 @@ class ReadersTest(parameterized.TestCase):
     with warnings.catch_warnings():
       warnings.simplefilter("error")  # every key is known
       config = from_dict(data)
-    for field, value in meaning.items():
+    unlisted = {name: AttnConfig._field_defaults[name] for name in UNUSUAL}
+    for field, value in {**unlisted, **meaning}.items():
       mine = get_head_dim(config) if field == "head_dim" else getattr(config, field)
       if field == "softmax_scale" and value is not None:
         self.assertAlmostEqual(mine, value, places=15)
@@ -194,12 +48,15 @@ class ReadersTest(parameterized.TestCase):
     self.assertEqual(from_dict(json.loads(json.dumps(to_dict(config)))), config)
     # The newer spelling of the same file: everything about rotary embedding in one dictionary.
     text = dict(data, **data.get("text_config", {}))
+    defaults = MODELS[config.model_type].defaults
+    if config.rope.rope_type == "none" or "rope_parameters" in {**text, **defaults}:
+      return  # has only the newer spelling
     parameters = {**(text.get("rope_scaling") or {}), "rope_theta": config.rope.rope_theta}
     if config.layer_ropes:
-      parameters = {FULL: parameters, SLIDING: {"rope_type": "default", "rope_theta": 10000.0}}
+      parameters = {FULL: parameters, SLIDING: {
+          "rope_type": "default", "rope_theta": config.layer_ropes[0][1].rope_theta}}
     newer = {k: v for k, v in text.items() if not k.startswith("rope_") and k != "text_config"}
-    if config.rope.rope_type != "none":
-      newer["rope_parameters"] = parameters
+    newer["rope_parameters"] = parameters
     self.assertEqual(from_dict(newer), config)
 
   def test_layers(self):

@@ -22,12 +22,13 @@ from attn_core import (AttentionMechanism, AttnConfig, AttnConfigDict, BlockSize
                        get_mesh, get_partition_rules, granted_freq_max_position_embedding,
                        layer_rope, read_basics_from_config, save_pretrained, set_model_mesh,
                        to_dict, to_diff_dict, to_json_file)
-from attn_core.config.config import BASICS, LAYER_TYPES, get_head_dim, validated
+from attn_core.config.config import BASICS, LAYER_TYPES, get_head_dim
 from attn_core.config.layers import mask_detail
+from attn_core.config.validate import validated
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-FULL, SLIDING, CHUNKED = LAYER_TYPES
+FULL, SLIDING, CHUNKED = LAYER_TYPES[:3]
 
 # The arguments of the documented base configuration in order, with their defaults.
 DOCUMENTED = {

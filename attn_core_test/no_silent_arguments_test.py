@@ -217,7 +217,9 @@ METADATA_OF = with_config(
 LAYER, MESH_OF = with_config(attention_arguments), with_config(
     lambda config: repr(attn_core.get_mesh(config).shape))
 ROPE, WIDTH = with_config(attn_core.layer_rope), with_config(config_lib.get_head_dim)
+HEADS = with_config(lambda config: config_lib.get_key_value_heads(config, 0))
 KEEP = with_config(lambda config: attn_core.get_fcm_mask(config, 1, 64, False, KEY))
+TEMPERATURE = with_config(lambda config: attn_core.query_temperature(config, ints([[5]])))
 WINDOWED = {"num_hidden_layers": 1, "sliding_window": (1, 0)}
 CONFIG = {
     "sharding_axis_dims": Effect(MESH_OF, (1, 1, 1, 1, -1)),
@@ -231,7 +233,7 @@ CONFIG = {
     "backend": Effect(METADATA_OF, "tpu"), "platform": Effect(METADATA_OF, "gpu"),
     "scan_ring_attention": Effect(METADATA_OF, False),
     "sequence_axis_name": Effect(METADATA_OF, "tp"),
-    "attn_dtype": Effect(METADATA_OF, jnp.dtype("float32")),
+    "attn_dtype": Effect(METADATA_OF, jnp.dtype("float16")),
     "attn_softmax_dtype": Effect(METADATA_OF, jnp.dtype("bfloat16")),
     "fcm_max_ratio": Effect(KEEP, 0.9),
     "fcm_min_ratio": Effect(KEEP, 0.8, {"fcm_max_ratio": 0.9}),
@@ -240,19 +242,28 @@ CONFIG = {
         with_config(lambda config: attention_arguments(config, 1)), 2, {"num_hidden_layers": 1}),
     "hidden_size": Effect(WIDTH, 64, {"num_attention_heads": 4}),
     "num_attention_heads": Effect(WIDTH, 4, {"hidden_size": 64}),
+    "num_key_value_heads": Effect(HEADS, 2, {"num_attention_heads": 4}),
+    "layer_key_value_heads": Effect(HEADS, (("full_attention", 2),), {"num_attention_heads": 4}),
     "head_dim": Effect(WIDTH, 16),
+    "layer_head_dims": Effect(
+        with_config(lambda config: config_lib.get_head_dim(config, 0)), (("full_attention", 8),),
+        {"head_dim": 16}),
     "rope_head_dim": Effect(with_config(attn_core.get_basic_inv_frequencies), 8, {"head_dim": 16}),
     "causal": Effect(LAYER, False), "softmax_scale": Effect(LAYER, 2.0),
     "logits_soft_cap": Effect(LAYER, 2.0), "dropout_prob": Effect(LAYER, 0.5),
     "layer_types": Effect(LAYER, ("full_attention",), WINDOWED),
     "sliding_window": Effect(LAYER, (1, 0)), "chunk_size": Effect(LAYER, 4),
+    "index_topk": Effect(
+        with_config(lambda config: attn_core.index_mask(config, numbers(1, 2, 4))), 2),
     "rope": Effect(ROPE, Rope(rope_theta=5.0)),
     "layer_ropes": Effect(ROPE, (("full_attention", Rope(rope_theta=5.0)),),
                           {"num_hidden_layers": 1, "layer_types": ("full_attention",)}),
     "layers_without_rope": Effect(ROPE, (0,), {"num_hidden_layers": 1}),
     "temperature_tuning": Effect(
-        with_config(lambda config: attn_core.query_temperature(config, ints([[5]]))),
-        (1.0, 2), {"num_hidden_layers": 1, "layers_without_rope": (0,)}),
+        TEMPERATURE, (1.0, 2), {"num_hidden_layers": 1, "layers_without_rope": (0,)}),
+    "temperature_offset": Effect(
+        TEMPERATURE, 0, {"temperature_tuning": (1.0, 2), "temperature_with_rope": True}),
+    "temperature_with_rope": Effect(TEMPERATURE, True, {"temperature_tuning": (1.0, 2)}),
     "max_position_embeddings": Effect(
         with_config(attn_core.granted_freq_max_position_embedding), 8),
     "freq_max_position_embeddings": Effect(
@@ -265,6 +276,7 @@ CONFIG = {
                               ((".*", PartitionSpec()),)),
     "mesh": Effect(MESH_OF, mesh()),
     "extras": Effect(with_config(attn_core.extras_of), (("name", "1"),)),
+    "unset": Effect(LAYER, (), {}),
 }
 
 
@@ -339,7 +351,8 @@ def documented_arguments(function: Callable[..., Any]) -> dict[str, str]:
 def documented_fields(kind: type) -> dict[str, str]:
   """Returns the comment of each field of a class: behind it, or in the lines above it."""
   found, above = {}, ""
-  for line in inspect.getsource(kind).splitlines():
+  classes = [base for base in kind.__mro__ if base.__module__ == kind.__module__]
+  for line in "\n".join(map(inspect.getsource, classes)).splitlines():
     code, _, comment = line.partition("#")
     field = re.match(r"  (\w+): ", code)
     if field:

@@ -35,6 +35,7 @@ PARAMETERS = {
                "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
     "longrope": {"rope_type": "longrope", "factor": 4.0, "short_factor": list(SHORT),
                  "long_factor": list(LONG), "original_max_position_embeddings": 64},
+    "proportional": {"rope_type": "proportional", "factor": 4.0, "partial_rotary_factor": 0.3},
 }
 
 # (case, length) -> attention factor and frequencies of a head of width 16 with base 10,000, from
@@ -63,6 +64,7 @@ GOLDEN = {
                                               0.002108185, 0.000625, 0.0001860163]),
     ("longrope", 1000): (1.1547005383792517, [0.5, 0.1054092, 0.025, 0.006324556, 0.001666667,
                                               0.000451754, 0.000125, 3.513642e-05]),
+    ("proportional", None): (1.0, [0.25, 0.07905694, 0, 0, 0, 0, 0, 0]),
 }
 
 

@@ -2,31 +2,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """`AttnConfig`: a model's attention configuration as one immutable value.
 
-The functions of `config.merge` make new configurations from it.
+The functions of `config.merge` make new configurations from it, and `config.validate` checks it.
 """
 
 import enum
-import json
-import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 import jax.numpy as jnp
-import numpy as np
 
 from attn_core import checks
-from attn_core.config import remat
-from attn_core.config.config_dict import JsonValue
-from attn_core.config.metadata import OperationMetadata
-from attn_core.rope.frequencies import Rope, check_rope
+from attn_core.config.config_dict import AttnConfigDict, JsonValue
+from attn_core.rope.frequencies import Rope
 from attn_core.sharding import mesh as mesh_lib
-from attn_core.sharding.partition import PartitionAxis, axis_names
-from attn_core.sharding.rules import check_rules
-from attn_core.types import AttentionMechanism, BlockSizes
+from attn_core.sharding.partition import PartitionAxis
+from attn_core.types import BlockSizes
 
-LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+# indexed: a query sees the keys that the layer's index selects, see `index_mask`. linear: a layer
+# without softmax, such as a state-space model, which the caller's model computes.
+LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "indexed_attention",
+               "linear_attention")
+
+# Fields that the library chooses unless they are set. Their documented defaults can be read, and
+# are used only if a caller sets them.
+AUTOMATIC = ("attn_mechanism", "blocksize_k", "blocksize_q", "attn_dtype")
 
 
 class EasyMethod(str, enum.Enum):
@@ -38,28 +39,18 @@ class EasyMethod(str, enum.Enum):
   CONVERT = "convert"
 
 
-class AttnConfig(NamedTuple):
-  """Static, hashable configuration of a model's attention.
-
-  Fields that are unused here are kept for the caller's model, so that one value holds a model's
-  whole configuration.
-
-  Example:
-    >>> from attn_core import AttnConfig, attention_arguments
-    >>> config = AttnConfig(attn_mechanism="flash_attn2", sliding_window=(1023, 0))
-    >>> attention_arguments(config)["sliding_window"]
-    (1023, 0)
-  """
+class _Fields(NamedTuple):
+  """The fields of `AttnConfig`, see there."""
 
   # Devices.
   sharding_axis_dims: tuple[int, ...] = (1, -1, 1, 1, 1)  # see `create_mesh`
   sharding_dcn_axis_dims: tuple[int, ...] | None = None
   sharding_axis_names: tuple[str, ...] = mesh_lib.AXIS_NAMES
   # Mechanisms are names of AttentionMechanism.
-  attn_mechanism: str = "vanilla"
+  attn_mechanism: str = "vanilla"  # unless it is set: auto
   decode_attn_mechanism: str | None = None  # in the decode modes; None: attn_mechanism
-  blocksize_k: int | None = 128  # key tokens; None: tuned
-  blocksize_q: int | None = 128  # query tokens; None: tuned
+  blocksize_k: int | None = 128  # key tokens; None, or unless it is set: tuned
+  blocksize_q: int | None = 128  # query tokens; None, or unless it is set: tuned
   blocksize_b: int | None = 1  # batch rows; unused here: the caller's model reads it
   moe_tiling_size_batch: int = 4  # unused here: the caller's model reads it
   moe_tiling_size_seqlen: int = 128  # unused here: the caller's model reads it
@@ -89,6 +80,7 @@ class AttnConfig(NamedTuple):
   kv_cache_sharding_sequence_axis_name: str | tuple[str, ...] = "sp"
   # Unused here: the caller's model reads it; the mechanism determines its backward pass
   flash_attention_backward_pass_impl: str = "triton"
+  # Of products, where it has 16 bits; unless it is set, or a model's file has a dtype: the arrays'
   attn_dtype: DTypeLike = jnp.dtype("bfloat16")
   # Of caches; None: attn_dtype; unused here: the caller's model reads it
   kvdtype: DTypeLike | None = None
@@ -112,9 +104,11 @@ class AttnConfig(NamedTuple):
   num_hidden_layers: int | None = None
   hidden_size: int | None = None
   num_attention_heads: int | None = None  # H
-  # K; None: H; unused here: the caller's model reads it
-  num_key_value_heads: int | None = None
+  num_key_value_heads: int | None = None  # K; None: H
   head_dim: int | None = None  # D of query and key; None: hidden_size / H
+  # (layer type, number that replaces `num_key_value_heads`)
+  layer_key_value_heads: tuple[tuple[str, int], ...] = ()
+  layer_head_dims: tuple[tuple[str, int], ...] = ()  # (layer type, D that replaces `head_dim`)
   # E; None: D; unused here: the caller's model reads it
   value_head_dim: int | None = None
   rope_head_dim: int | None = None  # width that `rope` rotates, the last part of a head; None: D
@@ -128,11 +122,14 @@ class AttnConfig(NamedTuple):
   layer_types: tuple[str, ...] | None = None
   sliding_window: tuple[int, int] | None = None  # (left, right), as attention takes it, tokens
   chunk_size: int | None = None  # tokens
+  index_topk: int | None = None  # number of keys that `index_mask` selects, tokens
   rope: Rope = Rope()
   layer_ropes: tuple[tuple[str, Rope], ...] = ()  # (layer type, rope that replaces `rope`)
   layers_without_rope: tuple[int, ...] = ()  # layer indices, from 0
-  # (strength, step in tokens) of `query_temperature`, in layers without rope; None: not scaled
+  # (strength, step in tokens) of `query_temperature`; None: not scaled
   temperature_tuning: tuple[float, int] | None = None
+  temperature_offset: int = 1  # >= 0, tokens, added to a position before the steps are counted
+  temperature_with_rope: bool = False  # whether queries of layers with a rope are scaled too
   max_position_embeddings: int | None = None  # tokens
   freq_max_position_embeddings: int | None = None  # tokens; None: max_position_embeddings
   mask_max_position_embeddings: int | None = None  # tokens; None: max_position_embeddings
@@ -140,25 +137,45 @@ class AttnConfig(NamedTuple):
   partition_rules: tuple[tuple[str, PartitionSpec], ...] | None = None  # (pattern, spec)
   mesh: Mesh | None = None  # set by set_model_mesh; None: see get_mesh
   extras: tuple[tuple[str, str], ...] = ()  # (name, JSON) of other values; read by `extras_of`
+  unset: tuple[str, ...] = AUTOMATIC  # names of AUTOMATIC that are not set
+
+
+class AttnConfig(_Fields):
+  """Static, hashable configuration of a model's attention.
+
+  Fields that are unused here are kept for the caller's model, so that one value holds a model's
+  whole configuration. The mechanism, its blocks and its dtype have documented defaults, which are
+  used only if they are set: `AttnConfig().attn_mechanism` is "vanilla", and runs "auto";
+  `AttnConfig(attn_mechanism="vanilla")` runs "vanilla". The field `unset` keeps track.
+
+  Example:
+    >>> from attn_core import AttnConfig, attention_arguments
+    >>> config = AttnConfig(blocksize_q=128, sliding_window=(1023, 0))
+    >>> attention_arguments(config)["mechanism"], attention_arguments(config)["sliding_window"]
+    ('auto', (1023, 0))
+    >>> config.unset
+    ('attn_mechanism', 'blocksize_k', 'attn_dtype')
+  """
+
+  __slots__ = ()
+
+  def __new__(cls, *values: Any, **given: Unpack[AttnConfigDict]) -> "AttnConfig":
+    names = {*cls._fields[:len(values)], *given}
+    if "unset" not in names:
+      given["unset"] = tuple(name for name in AUTOMATIC if name not in names)
+    return super().__new__(cls, *values, **given)
+
+  def _replace(self, **given: Any) -> "AttnConfig":
+    given.setdefault("unset", tuple(name for name in self.unset if name not in given))
+    return super()._replace(**given)
+
+  __replace__ = _replace  # copy.replace of Python 3.13
 
 
 jax.tree_util.register_static(AttnConfig)
 
-MOE_METHODS = ("fused_moe", "standard_moe", "dense_moe")
-BACKWARD_IMPLEMENTATIONS = ("triton", "xla")
-
 # The fields before those that describe one model's attention.
 BASICS = AttnConfig._fields[:AttnConfig._fields.index("model_type")]
-
-_FLAGS = tuple(
-    name for name, value in AttnConfig._field_defaults.items() if isinstance(value, bool))
-# Whole numbers of at least 1.
-_COUNTS = (
-    "moe_tiling_size_batch", "moe_tiling_size_seqlen", "moe_tiling_size_dim", "bits",
-    "scan_mlp_chunk_size", "pallas_m_block_size", "pallas_k_block_size", "pallas_n_block_size",
-    "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "value_head_dim", "rope_head_dim", "chunk_size", "max_position_embeddings",
-    "freq_max_position_embeddings", "mask_max_position_embeddings")
 
 
 def checked(config: AttnConfig) -> AttnConfig:
@@ -226,14 +243,38 @@ def get_backend(config: AttnConfig) -> str:
   return checked(config).backend or jax.default_backend()
 
 
-def get_head_dim(config: AttnConfig) -> int:
-  """D, the width of a query's head.
+def layer_type(config: AttnConfig, layer: int = 0) -> str:
+  """The kind of a layer, one of LAYER_TYPES, also if all layers are alike.
 
   Raises:
-    ValueError: `config` is not an AttnConfig, or `head_dim` is None and `hidden_size` is None or
-      not a multiple of `num_attention_heads`.
+    ValueError: `config` is not an AttnConfig, or `layer` is not the index of a layer.
+  """
+  types = checked(config).layer_types
+  layers = config.num_hidden_layers if types is None else len(types)
+  last = "num_hidden_layers" if layers is None else layers
+  checks.integer("layer", layer, f"a number from 0 to {last} - 1",
+                 lambda x: x >= 0 and (layers is None or x < layers))
+  if types is not None:
+    return types[layer]
+  return ("sliding_attention" if config.sliding_window is not None else
+          "chunked_attention" if config.chunk_size is not None else
+          "indexed_attention" if config.index_topk is not None else "full_attention")
+
+
+def get_head_dim(config: AttnConfig, layer: int | None = None) -> int:
+  """D, the width of a query's head.
+
+  Args:
+    config: the configuration.
+    layer: the index of a layer whose type may have a width of its own; None: `head_dim`.
+
+  Raises:
+    ValueError: as `layer_type`, or `head_dim` is None and `hidden_size` is None or not a multiple
+      of `num_attention_heads`.
   """
   head_dim = checked(config).head_dim
+  if layer is not None:
+    head_dim = dict(config.layer_head_dims).get(layer_type(config, layer), head_dim)
   if head_dim is not None:
     return head_dim
   size, heads = config.hidden_size or 0, config.num_attention_heads or 0
@@ -244,137 +285,21 @@ def get_head_dim(config: AttnConfig) -> int:
   return size // heads
 
 
-def validated(config: AttnConfig) -> AttnConfig:
-  """Checks a configuration and normalizes it: dtypes are numpy's, names are plain strings.
+def get_key_value_heads(config: AttnConfig, layer: int | None = None) -> int:
+  """K, the number of heads of keys and values.
+
+  Args:
+    config: the configuration.
+    layer: the index of a layer whose type may have a number of its own; None:
+      `num_key_value_heads`.
 
   Raises:
-    ValueError: `config` is not an AttnConfig, the value of a field is not what the comments of
-      AttnConfig describe, or two fields contradict each other; the message has the values.
+    ValueError: as `layer_type`, or `num_key_value_heads` and `num_attention_heads` are None.
   """
-  checked(config)
-  normal: dict[str, Any] = {"partition_axis": config.partition_axis or PartitionAxis()}
-  for name in ("attn_mechanism", "decode_attn_mechanism"):
-    if getattr(config, name) is not None:
-      checks.one_of(name, getattr(config, name), [m.value for m in AttentionMechanism])
-      normal[name] = AttentionMechanism(getattr(config, name)).value
-  for name in ("attn_dtype", "kvdtype", "attn_softmax_dtype"):
-    normal[name] = _dtype(name, getattr(config, name), optional=name == "kvdtype")
-  for name in _FLAGS:
-    checks.require(isinstance(getattr(config, name), bool), name, repr(getattr(config, name)),
-                   "True or False")
-  for name in _COUNTS:
-    if getattr(config, name) is not None or AttnConfig._field_defaults[name] is not None:
-      checks.integer(name, getattr(config, name), "an int >= 1", lambda x: x >= 1)
-  checks.one_of("easy_method", config.easy_method, [method.value for method in EasyMethod])
-  normal["easy_method"] = EasyMethod(config.easy_method).value
-  checks.one_of("moe_method", config.moe_method, MOE_METHODS)
-  checks.one_of("flash_attention_backward_pass_impl", config.flash_attention_backward_pass_impl,
-                BACKWARD_IMPLEMENTATIONS)
-  OperationMetadata.from_config(config)  # checks devices, mesh, axes and block sizes
-  remat.checkpoint_policy(config.gradient_checkpointing, config.gradient_checkpointing_targets)
-  _check_carried(config)
-  _check_numbers(config)
-  _check_layers(config)
-  return config._replace(**normal)
-
-
-def _check_carried(config: AttnConfig) -> None:
-  """Checks the fields that are unused here: hashable, JSON-serializable, of the documented type."""
-  checks.require(config.model_type is None or isinstance(config.model_type, str), "model_type",
-                 repr(config.model_type), "a model type of a model hub, such as 'llama', or None")
-  for name in ("quantization_config", "kv_cache_quantization_config", "extras"):
-    try:
-      hash(getattr(config, name))
-      json.dumps(getattr(config, name), allow_nan=False)
-    except (TypeError, ValueError) as error:
-      raise ValueError(f"{name}={getattr(config, name)!r}: expected hashable, JSON-serializable "
-                       f"values; {error}") from error
-  checks.require(isinstance(config.extras, tuple) and all(
-      isinstance(pair, tuple) and list(map(type, pair)) == [str, str] for pair in config.extras),
-                 "extras", repr(config.extras), "pairs (name, JSON); attach_custom_arguments "
-                 "makes them")
-  axis_names(config.kv_cache_sharding_sequence_axis_name, "kv_cache_sharding_sequence_axis_name")
-  if config.partition_rules is not None:
-    check_rules("partition_rules", config.partition_rules)
-
-
-def _check_numbers(config: AttnConfig) -> None:
-  """Checks scales, ratios, numbers of heads and the sizes of the mesh."""
-  for name in ("softmax_scale", "logits_soft_cap"):
-    if getattr(config, name) is not None:
-      checks.number(name, getattr(config, name), "a finite number > 0, or None",
-                    lambda x: 0 < x < math.inf)
-  for name in ("dropout_prob", "fcm_min_ratio", "fcm_max_ratio"):
-    checks.number(name, getattr(config, name), "a number in [0, 1)", lambda x: 0 <= x < 1)
-  if config.temperature_tuning is not None:
-    checks.require(isinstance(config.temperature_tuning, tuple)
-                   and len(config.temperature_tuning) == 2, "temperature_tuning",
-                   repr(config.temperature_tuning), "(strength, step in tokens), or None")
-    strength, step = config.temperature_tuning
-    checks.number("temperature_tuning", strength, "a finite strength >= 0",
-                  lambda x: 0 <= x < math.inf)
-    checks.integer("temperature_tuning", step, "a step >= 1 (tokens)", lambda x: x >= 1)
-  checks.require(config.fcm_min_ratio <= config.fcm_max_ratio, "fcm_min_ratio",
-                 config.fcm_min_ratio, f"at most fcm_max_ratio={config.fcm_max_ratio}")
-  heads, key_heads = config.num_attention_heads, config.num_key_value_heads
-  checks.require(heads is None or key_heads is None or heads % key_heads == 0,
-                 "num_key_value_heads", key_heads, f"a divisor of num_attention_heads={heads}")
-  dims, names = config.sharding_axis_dims, config.sharding_axis_names
-  for name in ("sharding_axis_dims", "sharding_axis_names", "sharding_dcn_axis_dims"):
-    value = getattr(config, name)
-    checks.require(isinstance(value, (tuple, list)) or (value is None and "dcn" in name), name,
-                   repr(value), "a tuple with one entry for each axis of the mesh")
-  checks.require(len(dims) == len(names), "sharding_axis_dims", dims,
-                 f"one size for each of sharding_axis_names={names}")
-
-
-def _check_layers(config: AttnConfig) -> None:
-  """Checks that the layer types, ropes, windows and chunks agree."""
-  types, layers = config.layer_types, config.num_hidden_layers
-  if config.sliding_window is not None:
-    checks.require(isinstance(config.sliding_window, tuple) and len(config.sliding_window) == 2
-                   and all(isinstance(side, int) and side >= -1 for side in config.sliding_window),
-                   "sliding_window", repr(config.sliding_window), "(left, right) in tokens, -1 for "
-                   "unbounded; 'W tokens, itself included' is (W - 1, 0)")
-  checks.require(
-      isinstance(config.layer_ropes, (tuple, list)) and all(
-          isinstance(pair, (tuple, list)) and len(pair) == 2 and pair[0] in LAYER_TYPES
-          and isinstance(pair[1], Rope) for pair in config.layer_ropes),
-      "layer_ropes", repr(config.layer_ropes),
-      f"pairs (layer type, Rope) with layer types of {', '.join(LAYER_TYPES)}")
-  for rope in (config.rope, *(rope for _, rope in config.layer_ropes)):
-    check_rope(rope)
-  last = math.inf if layers is None else layers
-  checks.require(isinstance(config.layers_without_rope, (tuple, list)) and all(
-      type(layer) is int and 0 <= layer < last for layer in config.layers_without_rope),
-                 "layers_without_rope", repr(config.layers_without_rope), "layer indices, "
-                 f"from 0 to {'num_hidden_layers' if layers is None else layers} - 1")
-  if types is None:
-    checks.require(config.sliding_window is None or config.chunk_size is None, "sliding_window",
-                   f"{config.sliding_window} with chunk_size={config.chunk_size}, no layer_types",
-                   "layer_types, which assign them to layers")
-    return
-  checks.require(isinstance(types, (tuple, list)), "layer_types", repr(types),
-                 f"a tuple of {', '.join(LAYER_TYPES)}, one for each layer")
-  for kind in types:
-    checks.one_of("layer_types", kind, LAYER_TYPES)
-  checks.require(layers is None or len(types) == layers, "layer_types", f"{len(types)} of them",
-                 f"num_hidden_layers={layers}")
-  for kind, name in (("sliding_attention", "sliding_window"), ("chunked_attention", "chunk_size")):
-    used, value = kind in types, getattr(config, name)
-    checks.require(used == (value is not None), name, value,
-                   f"{'a value' if used else 'None'}, since {types.count(kind)} of "
-                   f"{len(types)} layer_types are {kind!r}")
-
-
-def _dtype(name: str, value: DTypeLike | None, optional: bool) -> np.dtype | None:
-  """Converts a field to a numpy dtype; None stays None if `optional`."""
-  if value is None and optional:
-    return None
-  try:
-    dtype = jnp.dtype(value)
-  except TypeError:
-    dtype = None
-  checks.require(dtype is not None and value is not None, name, repr(value),
-                 "a dtype, such as jnp.bfloat16 or 'float32'")
-  return dtype
+  heads = checked(config).num_key_value_heads or config.num_attention_heads
+  if layer is not None:
+    heads = dict(config.layer_key_value_heads).get(layer_type(config, layer), heads)
+  checks.require(heads is not None, "num_key_value_heads", "None with num_attention_heads=None",
+                 "a number of heads")
+  assert heads is not None
+  return heads

@@ -70,6 +70,8 @@ class AttnConfigDict(TypedDict, total=False):
   num_attention_heads: int | None
   num_key_value_heads: int | None
   head_dim: int | None
+  layer_key_value_heads: tuple[tuple[str, int], ...]
+  layer_head_dims: tuple[tuple[str, int], ...]
   value_head_dim: int | None
   rope_head_dim: int | None
   causal: bool
@@ -80,13 +82,17 @@ class AttnConfigDict(TypedDict, total=False):
   layer_types: tuple[str, ...] | None
   sliding_window: tuple[int, int] | None
   chunk_size: int | None
+  index_topk: int | None
   rope: Rope
   layer_ropes: tuple[tuple[str, Rope], ...]
   layers_without_rope: tuple[int, ...]
   temperature_tuning: tuple[float, int] | None
+  temperature_offset: int
+  temperature_with_rope: bool
   max_position_embeddings: int | None
   freq_max_position_embeddings: int | None
   mask_max_position_embeddings: int | None
   partition_rules: tuple[tuple[str, PartitionSpec], ...] | None
   mesh: Mesh | None
   extras: tuple[tuple[str, str], ...]
+  unset: tuple[str, ...]

@@ -13,8 +13,9 @@ from jax.sharding import PartitionSpec
 
 from attn_core import checks
 from attn_core.config import readers
-from attn_core.config.config import AttnConfig, validated
+from attn_core.config.config import AUTOMATIC, AttnConfig
 from attn_core.config.merge import add_basic_configurations, frozen
+from attn_core.config.validate import validated
 from attn_core.rope.frequencies import Rope
 from attn_core.sharding.mesh import mesh_from_dict, mesh_to_dict
 from attn_core.sharding.partition import PartitionAxis
@@ -44,14 +45,17 @@ def to_dict(config: AttnConfig) -> dict[str, Any]:
 
 
 def to_diff_dict(config: AttnConfig) -> dict[str, Any]:
-  """Converts the fields that differ from the defaults of AttnConfig; see `to_dict`.
+  """Converts the fields that differ from the defaults of AttnConfig, or were set; see `to_dict`.
+
+  Fields of AUTOMATIC are written if they are set, to whatever value, so that `unset` follows.
 
   Raises:
     ValueError: as `to_dict`.
   """
-  default = to_dict(AttnConfig())
-  return {name: value for name, value in to_dict(config).items()
-          if name == FORMAT or value != default[name]}
+  default, data = to_dict(AttnConfig()), to_dict(config)
+  unset = data.pop("unset")
+  return {name: value for name, value in data.items()
+          if name == FORMAT or value != default[name] or (name in AUTOMATIC and name not in unset)}
 
 
 def from_dict(data: Mapping[str, Any]) -> AttnConfig:

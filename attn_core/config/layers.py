@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import checks, masks
-from attn_core.config.config import AttnConfig, checked, get_head_dim, validated
+from attn_core.config.config import AttnConfig, checked, get_head_dim, layer_type
+from attn_core.config.validate import validated
 from attn_core.rope.frequencies import Rope, inverse_frequencies
 from attn_core.rope.rope import rotary, rotary_table
 from attn_core.types import DECODE_MODES, MODES, Mode
@@ -45,29 +46,33 @@ class AttnMaskDetail(NamedTuple):
 def get_mask_details(config: AttnConfig) -> dict[int, AttnMaskDetail] | None:
   """The mask of every layer by its index, from 0; None: all are alike, see `mask_detail`.
 
+  Linear layers have no mask and are left out.
+
   Raises:
     ValueError: as `validated`.
   """
   layer_types = validated(config).layer_types
   if layer_types is None:
     return None
-  return {layer: mask_detail(config, layer) for layer in range(len(layer_types))}
+  return {layer: mask_detail(config, layer) for layer, kind in enumerate(layer_types)
+          if kind != "linear_attention"}
 
 
 def mask_detail(config: AttnConfig, layer: int = 0) -> AttnMaskDetail:
   """The mask of one layer, also if all layers are alike.
 
+  The mask of a layer of type "indexed_attention" is that of `index_mask` besides.
+
   Raises:
-    ValueError: `config` is not an AttnConfig, or `layer` is not the index of a layer.
+    NotImplementedError: the layer is of type "linear_attention".
+    ValueError: as `layer_type`.
   """
-  layer_types = checked(config).layer_types
-  if layer_types is None:
-    _check_layer(config.num_hidden_layers, layer)
-    kind = ("sliding_attention" if config.sliding_window is not None else
-            "chunked_attention" if config.chunk_size is not None else "full_attention")
-  else:
-    _check_layer(len(layer_types), layer)
-    kind = layer_types[layer]
+  kind = layer_type(config, layer)
+  if kind == "linear_attention":
+    raise NotImplementedError(
+        f"layer={layer} of model_type={config.model_type!r} is of type 'linear_attention', a layer "
+        "without softmax, which the caller's model computes; its layers of other types are "
+        f"{sorted(get_mask_details(config) or ())}")
   return AttnMaskDetail(kind, config.causal,
                         config.sliding_window if kind == "sliding_attention" else None,
                         config.chunk_size if kind == "chunked_attention" else None)
@@ -77,10 +82,10 @@ def layer_rope(config: AttnConfig, layer: int = 0) -> Rope:
   """The rotary embedding of one layer; its type is "none" for a layer without one.
 
   Raises:
-    ValueError: `config` is not an AttnConfig, or `layer` is not the index of a layer.
+    ValueError: as `layer_type`.
   """
-  kind = mask_detail(config, layer).mask_type
-  if layer in config.layers_without_rope:
+  kind = layer_type(config, layer)
+  if layer in config.layers_without_rope or kind == "linear_attention":
     return Rope("none")
   return dict(config.layer_ropes).get(kind, config.rope)
 
@@ -89,12 +94,14 @@ def query_temperature(
     config: AttnConfig, positions: jax.Array | np.ndarray, layer: int = 0) -> jax.Array | None:
   """The factor of a layer's queries that keeps attention sharp at late positions.
 
-    1 + strength * ln(1 + floor((position + 1) / step))   in layers without a rotary embedding
+    1 + strength * ln(1 + floor((position + offset) / step))
 
-  As in Llama 4, after Nakanishi, Scalable-Softmax, https://arxiv.org/abs/2501.19399.
+  As in Llama 4 (offset 1, in layers without a rotary embedding) and Ministral 3 (offset 0, in all
+  layers), after Nakanishi, Scalable-Softmax, https://arxiv.org/abs/2501.19399.
 
   Args:
-    config: its `temperature_tuning` is (strength, step).
+    config: its `temperature_tuning` is (strength, step), its `temperature_offset` the offset, and
+      its `temperature_with_rope` says whether layers with a rotary embedding scale queries.
     positions: int [B or 1, T], of the queries (tokens); negative positions are padding.
     layer: the index of the layer, from 0.
 
@@ -103,21 +110,56 @@ def query_temperature(
     `query * temperature[..., None, None]` in layout bthd; None if the layer does not scale queries.
 
   Raises:
-    ValueError: `config` is not an AttnConfig, `layer` is not the index of a layer, or `positions`
-      is not an array of integers.
+    ValueError: as `layer_type`, or `positions` is not an array of integers.
   """
   has_rope = layer_rope(config, layer).rope_type != "none"
   positions = checks.int32("positions", positions, "int [B or 1, T]")
-  if config.temperature_tuning is None or has_rope:
+  if (config.temperature_tuning is None or has_rope and not config.temperature_with_rope
+      or layer_type(config, layer) == "linear_attention"):
     return None
   strength, step = config.temperature_tuning
-  steps = (jnp.maximum(positions, -1) + 1) // step
+  steps = jnp.maximum(positions + config.temperature_offset, 0) // step
   return 1 + strength * jnp.log1p(steps.astype(jnp.float32))
+
+
+def index_mask(config: AttnConfig, scores: jax.Array | np.ndarray, layer: int = 0,
+               ) -> jax.Array | None:
+  """The keys that a layer's index selects for each query: the `index_topk` highest scores.
+
+  DeepSeek-AI, https://github.com/deepseek-ai/DeepSeek-V3.2-Exp. Pass it as `mask` besides
+  `attention_arguments(config, layer)`. A layer that reuses the keys of another one reuses its mask.
+
+  Args:
+    config: its `index_topk` is read.
+    scores: float [B, T, S], of the model's index; -inf where a query does not see a key.
+    layer: the index of the layer, from 0.
+
+  Returns:
+    bool [B, 1, T, S], True = selected; None if all keys are: the layer has no index, or S is at
+    most `index_topk`. Of equal scores the first are selected.
+
+  Raises:
+    ValueError: as `layer_type`, or `scores` is not a floating-point array of rank 3.
+  """
+  kind = layer_type(config, layer)
+  checks.floating("scores", scores, 3, "float [B, T, S]")
+  scores = jnp.asarray(scores)
+  selected = config.index_topk
+  if kind != "indexed_attention" or selected is None or scores.shape[-1] <= selected:
+    return None
+  # Compared with the last selected score, not scattered: so the mask is sharded as the scores are.
+  last = jax.lax.top_k(scores, selected)[0][..., -1:]
+  above, equal = scores > last, scores == last
+  missing = selected - jnp.sum(above, -1, keepdims=True)
+  return (above | (equal & (jnp.cumsum(equal, -1) <= missing)))[:, None]
 
 
 def attention_arguments(config: AttnConfig, layer: int = 0,
                         mode: Mode = "__train__") -> dict[str, Any]:
   """The keyword arguments of a layer's `attention`, for `attention(q, k, v, **arguments)`.
+
+  The mechanism is "auto" unless one is set. `OperationMetadata.from_config(config)` has the block
+  sizes and the devices, for `metadata` of the same call.
 
   Args:
     config: the configuration.
@@ -125,21 +167,27 @@ def attention_arguments(config: AttnConfig, layer: int = 0,
     mode: the mode of the call; the mechanism is `decode_attn_mechanism` in the decode modes.
 
   Returns:
-    mechanism, causal, sliding_window, chunk_size, softmax_scale, logits_soft_cap, dropout_prob.
-    Sinks are parameters of the layer and are passed as `softmax_aux`; see also `query_temperature`.
+    mechanism, causal, sliding_window, chunk_size, softmax_scale, logits_soft_cap, dropout_prob, and
+    compute_dtype: `attn_dtype` if it is set, or the model's file has one, and has 16 bits. Sinks
+    are parameters of the layer and are passed as `softmax_aux`; see also `query_temperature` and
+    `index_mask`.
 
   Raises:
+    NotImplementedError: as `mask_detail`.
     ValueError: as `validated`, `layer` is not the index of a layer, or `mode` is unknown.
   """
   config = validated(config)
   checks.one_of("mode", mode, MODES)
   detail = mask_detail(config, layer)
-  mechanism = (mode in DECODE_MODES and config.decode_attn_mechanism) or config.attn_mechanism
+  chosen = "auto" if "attn_mechanism" in config.unset else config.attn_mechanism
+  mechanism = (mode in DECODE_MODES and config.decode_attn_mechanism) or chosen
+  dtype = np.dtype(config.attn_dtype)
+  narrow = "attn_dtype" not in config.unset and dtype.itemsize < 4
   return {
       "mechanism": mechanism, "causal": detail.causal,
       "sliding_window": detail.sliding_window, "chunk_size": detail.chunk_size,
       "softmax_scale": config.softmax_scale, "logits_soft_cap": config.logits_soft_cap,
-      "dropout_prob": config.dropout_prob}
+      "dropout_prob": config.dropout_prob, "compute_dtype": dtype if narrow else None}
 
 
 def granted_freq_max_position_embedding(config: AttnConfig) -> int:
@@ -237,7 +285,8 @@ def get_basic_inv_frequencies(
     float32 [rotary_dim / 2], radians per position.
 
   Raises:
-    ValueError: as `config.get_head_dim` if no width is given, or as `inverse_frequencies`.
+    ValueError: as `config.get_head_dim` if no width is given, `rotary_dim` is given for rope_type
+      "proportional", or as `inverse_frequencies`.
   """
   rope = _based(config, base)
   if partial_rotary_factor is not None:
@@ -321,6 +370,8 @@ def _rotated(config: AttnConfig, rope: Rope, head_size: int | None,
              rotary_dim: int | None) -> tuple[int, Rope]:
   """(width, rope): `rope` rotates its fraction of the width, which is `rotary_dim` if given."""
   if rotary_dim is not None:
+    checks.require(rope.rope_type != "proportional", "rotary_dim", rotary_dim,
+                   "None, since rope_type='proportional' rotates a head whole")
     return rotary_dim, rope._replace(partial_rotary_factor=1.0)
   return head_size or config.rope_head_dim or get_head_dim(config), rope
 
@@ -330,10 +381,3 @@ def _granted(config: AttnConfig, name: str) -> int:
   length: int = getattr(checked(config), name) or config.max_position_embeddings or 0
   checks.require(length > 0, name, None, "a length (tokens), here or as max_position_embeddings")
   return length
-
-
-def _check_layer(layers: int | None, layer: int) -> None:
-  """Checks the index of a layer."""
-  last = "num_hidden_layers" if layers is None else layers
-  checks.integer("layer", layer, f"a number from 0 to {last} - 1",
-                 lambda x: x >= 0 and (layers is None or x < layers))

@@ -9,8 +9,9 @@ from typing import Any, Unpack
 from jax.sharding import Mesh
 
 from attn_core import checks
-from attn_core.config.config import BASICS, AttnConfig, checked, validated
+from attn_core.config.config import BASICS, AttnConfig, checked
 from attn_core.config.config_dict import AttnConfigDict
+from attn_core.config.validate import validated
 
 
 def add_basic_configurations(config: AttnConfig, **given: Unpack[AttnConfigDict]) -> AttnConfig:
@@ -71,8 +72,8 @@ def read_basics_from_config(config: AttnConfig, source: Any) -> AttnConfig:
 
   Args:
     config: the configuration; it is not changed.
-    source: an AttnConfig, or any object whose attributes of the names BASICS are read; fields that
-      it lacks are kept.
+    source: an AttnConfig, whose unset fields are unset in the result, or any object whose
+      attributes of the names BASICS are read; fields that it lacks are kept.
 
   Returns:
     The new configuration.
@@ -84,6 +85,8 @@ def read_basics_from_config(config: AttnConfig, source: Any) -> AttnConfig:
   given = {name: getattr(source, name) for name in BASICS if hasattr(source, name)}
   checks.require(given, "source", type(source).__name__, "an object with attributes such as "
                  "attn_mechanism; add_basic_configurations(config, **values) takes a dictionary")
+  if isinstance(source, AttnConfig):
+    given["unset"] = source.unset
   return add_basic_configurations(config, **given)
 
 

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core.config import devices, metadata_fields, metadata_json
+from attn_core.config.config import AttnConfig
 from attn_core.config.metadata_fields import BACKENDS
 from attn_core.sharding import partition
 from attn_core.types import (ARRAY_LAYOUTS, MODES, PLATFORMS, ArrayLayout, BlockSizes, Mode,
@@ -98,7 +99,8 @@ class OperationMetadata:
 
     Args:
       config: any object. `attn_dtype` and `attn_softmax_dtype` become the runtime dtypes; other
-        attributes are read by their own names. Attributes that are missing or None have defaults.
+        attributes are read by their own names. Attributes that are missing or None, or that the
+        field `unset` of an AttnConfig lists, have defaults.
 
     Returns:
       The metadata.
@@ -109,9 +111,11 @@ class OperationMetadata:
     if config is None:
       raise metadata_fields.error("config", config, "an object with attributes such as attn_dtype")
     values: dict[str, Any] = {}
+    unset = config.unset if isinstance(config, AttnConfig) else ()
     for field in dataclasses.fields(cls):
-      value = getattr(config, RENAMED.get(field.name, field.name), None)
-      if value is not None and field.name != "base_config":
+      name = RENAMED.get(field.name, field.name)
+      value = getattr(config, name, None)
+      if value is not None and field.name != "base_config" and name not in unset:
         values[field.name] = value
     hint = metadata_fields.plain_value(values.get("platform"))
     if isinstance(hint, str):

@@ -1,218 +1,39 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a model hub's config.json into an `AttnConfig`.
+"""Reads a model hub's config.json into an `AttnConfig`, with the model's defaults in `models`.
 
-A hub's file leaves out values that are the model's defaults, and every model type has different
-defaults and a different meaning of a window. Unsupported model types are therefore an error.
+Every model type has different defaults and meanings; others than those of MODELS are an error.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 import json
 import math
-from typing import Any, NamedTuple
+from typing import Any
 import warnings
 
+import jax.numpy as jnp
+import numpy as np
+
 from attn_core import checks
-from attn_core.config.config import AttnConfig, get_head_dim, validated
+from attn_core.config import layer_patterns as patterns
+from attn_core.config.config import AttnConfig, get_head_dim
+from attn_core.config.layer_patterns import CHUNKED, FULL, INDEXED, LINEAR, SLIDING
+from attn_core.config.models import MODELS, Model
+from attn_core.config.other_keys import OTHER_KEYS
+from attn_core.config.validate import validated
 from attn_core.rope.frequencies import Rope, rope_from_dict, scale_of, yarn_mscale
 
-FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+# Names in some files -> the same in the others.
+RENAMED = {"torch_dtype": "dtype", "_sliding_window_pattern": "sliding_window_pattern",
+           "layers_block_type": "layer_types"}
 
-# (keys of the file, number of layers) -> a layer type for each layer; None: all are alike.
-Pattern = Callable[[dict[str, Any], int], tuple[str, ...] | None]
-
-
-class _Model(NamedTuple):
-  """Defaults of a model type, and its assignment of masks to layers."""
-
-  defaults: dict[str, Any] = {}  # those of the model's published code
-  pattern: Pattern = lambda keys, layers: None
-  causal: bool = True
-  sinks: bool = False
-  interleaved: bool = False  # whether neighboring dimensions make a pair of the rotary embedding
-  has_rope: bool = True  # whether the model has a rotary embedding
-
-
-def _every(kind: str) -> Pattern:
-  """All layers are of one kind if the model has a window, else full."""
-  return lambda keys, layers: (FULL if keys.get("sliding_window") is None else kind,) * layers
-
-
-def _all_but_each(kind: str, key: str) -> Pattern:
-  """All layers are of one kind, except every n-th, which is full; n is the value of `key`."""
-  def pattern(keys: dict[str, Any], layers: int) -> tuple[str, ...]:
-    step = _count(keys, key)
-    return tuple(FULL if (i + 1) % step == 0 else kind for i in range(layers))
-  return pattern
-
-
-def _qwen(keys: dict, layers: int) -> tuple[str, ...]:
-  """Layers from max_window_layers on have a window, if use_sliding_window is true."""
-  first = layers
-  if _flag(keys, "use_sliding_window"):
-    first = checks.integer("max_window_layers", keys["max_window_layers"],
-                           "an int >= 0, the first layer with a window", lambda x: x >= 0)
-  return tuple(SLIDING if i >= first and keys.get("sliding_window") is not None else FULL
-               for i in range(layers))
-
-
-def _has_window(keys: dict) -> bool:
-  """Whether a window is given and enabled."""
-  return _flag(keys, "use_sliding_window") and keys.get("sliding_window") is not None
-
-
-def _qwen2_moe(keys: dict, layers: int) -> tuple[str, ...]:
-  """Every second layer before max_window_layers has a window, if use_sliding_window is true."""
-  last = 0
-  if _has_window(keys):
-    last = checks.integer("max_window_layers", keys["max_window_layers"],
-                          "an int >= 0, the first layer after those with a window",
-                          lambda x: x >= 0)
-  return tuple(SLIDING if i < last and i % 2 == 0 else FULL for i in range(layers))
-
-
-def _qwen3_moe(keys: dict, layers: int) -> tuple[str, ...]:
-  """All layers have a window, if use_sliding_window is true."""
-  return (SLIDING if _has_window(keys) else FULL,) * layers
-
-
-def _llama4(keys: dict, layers: int) -> tuple[str, ...]:
-  """Layers with a rotary embedding attend within chunks, the others have full attention."""
-  if keys.get("attention_chunk_size") is None:
-    return (FULL,) * layers
-  return tuple(CHUNKED if has_rope else FULL for has_rope in _llama4_ropes(keys, layers))
-
-
-def _llama4_ropes(keys: dict, layers: int) -> tuple[int, ...]:
-  """1 for every layer with a rotary embedding, 0 for the others."""
-  given = keys.get("no_rope_layers")  # 1: the layer has a rotary embedding, despite the name
-  if given:
-    checks.require(isinstance(given, (list, tuple)) and len(given) == layers
-                   and all(flag in (0, 1) for flag in given), "no_rope_layers", given,
-                   f"{layers} of 0 and 1, one for each of num_hidden_layers")
-    return tuple(given)
-  step = _count(keys, "no_rope_layer_interval")
-  return tuple(int((i + 1) % step != 0) for i in range(layers))
-
-
-def _count(keys: dict, name: str) -> int:
-  """The value of a key that is a number of layers or dimensions, an int >= 1."""
-  return checks.integer(name, keys[name], "an int >= 1", lambda x: x >= 1)
-
-
-def _flag(keys: dict, name: str) -> bool:
-  """The value of a boolean key; False if it is null or missing."""
-  value = keys.get(name)
-  checks.require(value is None or isinstance(value, bool), name, repr(value), "true or false")
-  return bool(value)
-
-
-def _mapping(name: str, value: Any) -> Mapping[str, Any]:
-  """Converts null to an empty dictionary.
-
-  Raises:
-    ValueError: `value` is neither a dictionary nor null.
-  """
-  checks.require(value is None or isinstance(value, Mapping), name, repr(value),
-                 "a dictionary or null")
-  return value or {}
-
-
-_LLAMA = {"hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 32,
-          "max_position_embeddings": 2048, "rope_theta": 10000.0}
-_MISTRAL = {**_LLAMA, "num_key_value_heads": 8, "max_position_embeddings": 131072}
-_GEMMA = {"num_key_value_heads": 4, "num_attention_heads": 8, "num_hidden_layers": 26,
-          "hidden_size": 2304, "head_dim": 256, "query_pre_attn_scalar": 256,
-          "sliding_window": 4096, "rope_theta": 10000.0}
-_QWEN = {"hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 32,
-         "num_key_value_heads": 32, "max_position_embeddings": 32768, "rope_theta": 10000.0,
-         "use_sliding_window": False, "max_window_layers": 28, "sliding_window": 4096}
-_QWEN_VL = {**_QWEN, "hidden_size": 8192, "num_attention_heads": 64, "num_hidden_layers": 80,
-            "num_key_value_heads": 8, "rope_theta": 1000000.0, "max_window_layers": 80}
-_ENCODER = {"hidden_size": 768, "num_attention_heads": 12, "num_hidden_layers": 12}
-
-_gemma2 = _Model({**_GEMMA, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0,
-                  "sliding_window_pattern": 2}, _all_but_each(SLIDING, "sliding_window_pattern"))
-_gemma3 = _Model({**_GEMMA, "max_position_embeddings": 131072, "rope_theta": 1000000.0,
-                  "rope_local_base_freq": 10000.0, "sliding_window_pattern": 6,
-                  "attn_logit_softcapping": None},
-                 _all_but_each(SLIDING, "sliding_window_pattern"))
-_llama4_text = _Model(
-    {"hidden_size": 5120, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128,
-     "num_hidden_layers": 48, "max_position_embeddings": 131072, "rope_theta": 500000.0,
-     "attention_chunk_size": 8192, "no_rope_layers": None, "no_rope_layer_interval": 4,
-     "attn_temperature_tuning": True, "attn_scale": 0.1, "floor_scale": 8192},
-    _llama4, interleaved=True)
-_qwen2 = _Model(_QWEN, _qwen)
-_qwen2_vl = _Model({**_QWEN_VL, "mrope_section": [16, 24, 24]}, _qwen)
-_qwen3_vl = _Model({**_QWEN, "head_dim": 128, "max_position_embeddings": 128000,
-                    "rope_theta": 500000.0, "mrope_section": [24, 20, 20],
-                    "mrope_interleaved": True}, _qwen)
-
-MODELS = {
-    "llama": _Model(_LLAMA),
-    "llama4": _llama4_text,
-    "llama4_text": _llama4_text,
-    "mistral": _Model({**_MISTRAL, "sliding_window": 4096}, _every(SLIDING)),
-    "mixtral": _Model({**_MISTRAL, "sliding_window": None, "rope_theta": 1000000.0},
-                      _every(SLIDING)),
-    "gemma2": _gemma2,
-    "gemma3": _gemma3,
-    "gemma3_text": _gemma3,
-    "qwen2": _qwen2,
-    "qwen2_moe": _Model({**_QWEN, "hidden_size": 2048, "num_attention_heads": 16,
-                         "num_key_value_heads": 16, "num_hidden_layers": 24}, _qwen2_moe),
-    "qwen2_vl": _qwen2_vl,
-    "qwen2_vl_text": _qwen2_vl,
-    "qwen2_5_vl": _qwen2_vl,
-    "qwen2_5_vl_text": _qwen2_vl,
-    "qwen3": _Model({**_QWEN, "head_dim": 128}, _qwen),
-    "qwen3_moe": _Model({**_QWEN, "hidden_size": 2048, "num_key_value_heads": 4,
-                         "num_hidden_layers": 24}, _qwen3_moe),
-    "qwen3_vl": _qwen3_vl,
-    "qwen3_vl_text": _qwen3_vl,
-    "phi3": _Model({"hidden_size": 3072, "num_attention_heads": 32, "num_hidden_layers": 32,
-                    "max_position_embeddings": 4096, "original_max_position_embeddings": 4096,
-                    "rope_theta": 10000.0, "sliding_window": None}, _every(SLIDING)),
-    "gpt_oss": _Model(
-        {"hidden_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
-         "num_hidden_layers": 36, "max_position_embeddings": 131072, "rope_theta": 150000.0,
-         "sliding_window": 128, "pattern": 2, "rope_scaling": {
-             "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
-             "truncate": False, "original_max_position_embeddings": 4096}},
-        _all_but_each(SLIDING, "pattern"), sinks=True),
-    "deepseek_v3": _Model(
-        {"hidden_size": 7168, "num_attention_heads": 128, "num_hidden_layers": 61,
-         "max_position_embeddings": 4096, "rope_theta": 10000.0, "qk_nope_head_dim": 128,
-         "qk_rope_head_dim": 64, "v_head_dim": 128, "rope_interleave": True}),
-    "vit": _Model(_ENCODER, causal=False, has_rope=False),
-    "bert": _Model({**_ENCODER, "max_position_embeddings": 512, "is_decoder": False},
-                   causal=False, has_rope=False),
-}
+# Older names of layer types.
+OLDER_TYPES = {"attention": FULL, "mamba": LINEAR, "deepseek_sparse_attention": INDEXED}
 
 # Keys that assign masks to layers.
 _PATTERN_KEYS = ("sliding_window", "sliding_window_pattern", "use_sliding_window",
-                 "max_window_layers", "no_rope_layers", "no_rope_layer_interval")
-
-# Keys that do not affect the values of an attention: kept in `extras` without a warning.
-OTHER_KEYS = frozenset("""
-    _name_or_path add_cross_attention architectures attention_bias auto_map bos_token_id
-    chunk_size_feed_forward classifier_dropout decoder_sparse_step decoder_start_token_id dtype
-    embd_pdrop encoder_stride ep_size eos_token_id experts_per_token final_logit_softcapping
-    finetuning_task first_k_dense_replace gradient_checkpointing hidden_act hidden_activation
-    hidden_dropout_prob id2label image_size image_token_id initial_context_length initializer_range
-    interleave_moe_layer_step intermediate_size intermediate_size_mlp is_decoder is_encoder_decoder
-    kv_lora_rank label2id layer_norm_eps layernorm_epsilon mlp_bias mlp_only_layers
-    moe_intermediate_size moe_layer_freq moe_layers n_group n_routed_experts n_shared_experts
-    norm_topk_prob num_channels num_experts num_experts_per_tok num_local_experts
-    num_nextn_predict_layers output_attentions output_hidden_states output_router_logits
-    pad_token_id patch_size pooler_act pooler_output_size pretraining_tp problem_type q_lora_rank
-    qkv_bias quantization_config resid_pdrop return_dict rms_norm_eps routed_scaling_factor
-    router_aux_loss_coef router_jitter_noise scoring_func shared_expert_intermediate_size
-    swiglu_alpha swiglu_limit tie_word_embeddings topk_group topk_method torch_dtype
-    transformers_version type_vocab_size use_cache video_token_id vision_config vision_end_token_id
-    vision_start_token_id vision_token_id vocab_size
-""".split())
+                 "max_window_layers", "no_rope_layers", "no_rope_layer_interval",
+                 "full_attention_interval", "index_topk")
 
 
 def read_config(data: Mapping[str, Any]) -> AttnConfig:
@@ -231,6 +52,7 @@ def read_config(data: Mapping[str, Any]) -> AttnConfig:
 
   Raises:
     NotImplementedError: the model type is not supported, or use_bidirectional_attention is true.
+      Where it is "vision", tokens of the same image see each other besides: pass such a mask.
     ValueError: `data` is not a mapping, the model type is missing, or values have the wrong type,
       are out of range or contradict each other.
   """
@@ -238,15 +60,22 @@ def read_config(data: Mapping[str, Any]) -> AttnConfig:
   checks.require(isinstance(data.get("model_type"), str), "model_type",
                  repr(data.get("model_type")), f"one of {', '.join(MODELS)}")
   text = _mapping("text_config", data.get("text_config"))
-  keys = {**{k: v for k, v in data.items() if k != "text_config"}, **text}
-  if "_sliding_window_pattern" in keys:  # the name in newer files
-    keys["sliding_window_pattern"] = keys.pop("_sliding_window_pattern")
+  keys = {**_renamed({k: v for k, v in data.items() if k != "text_config"}), **_renamed(text)}
   model_type = keys["model_type"]
   if model_type not in MODELS:
     raise NotImplementedError(
         f"model_type={model_type!r} has no reader; expected one of {', '.join(MODELS)}. Make an "
         "AttnConfig from the values: AttnConfig(num_attention_heads=..., head_dim=..., ...)")
   return _read(MODELS[model_type], _Keys(keys, MODELS[model_type].defaults))
+
+
+def _renamed(data: Mapping[str, Any]) -> dict[str, Any]:
+  """The keys of a file under one of their spellings, where newer and older files differ."""
+  keys = dict(data)
+  for there, here in RENAMED.items():
+    if keys.get(there) is not None and keys.get(here) is None:
+      keys[here] = keys.pop(there)
+  return keys
 
 
 class _Keys:
@@ -276,33 +105,35 @@ class _Keys:
             if name not in self.used and value is not None}
 
 
-def _read(model: _Model, keys: _Keys) -> AttnConfig:
+def _read(model: Model, keys: _Keys) -> AttnConfig:
   """Reads the configuration of a known model."""
   get, own = keys.get, keys.own
-  if get("use_bidirectional_attention"):
+  if keys.given.get("use_bidirectional_attention") not in (None, False, "vision"):
     raise NotImplementedError("use_bidirectional_attention=true is not supported; make an "
                               "AttnConfig(causal=False, sliding_window=(w, w), ...)")
-  checks.one_of("position_embedding_type", get("position_embedding_type"), (None, "absolute"))
+  checks.one_of("position_embedding_type", get("position_embedding_type"), (
+      None, *model.position_types))
   layers, heads = (checks.integer(name, get(name), "an int >= 1", lambda x: x >= 1)
                    for name in ("num_hidden_layers", "num_attention_heads"))
   config = AttnConfig(
       model_type=get("model_type"), num_hidden_layers=layers, num_attention_heads=heads,
       hidden_size=get("hidden_size"), num_key_value_heads=get("num_key_value_heads") or heads,
-      head_dim=get("head_dim"), max_position_embeddings=get("max_position_embeddings"),
-      softmax_scale=_power(own("query_pre_attn_scalar")), sinks=model.sinks,
-      causal=model.causal or bool(own("is_decoder")) and _flag(keys.all, "is_decoder"),
+      head_dim=get("head_dim"),
+      max_position_embeddings=get("max_position_embeddings") or own("model_max_length"),
+      softmax_scale=_softmax_scale(model, keys), sinks=model.sinks,
+      causal=model.causal or bool(own("is_decoder")) and patterns.flag(keys.all, "is_decoder"),
       logits_soft_cap=own("attn_logit_softcapping"),
       dropout_prob=get("attention_dropout", "attention_probs_dropout_prob") or 0.0)
-  if own("qk_rope_head_dim"):
-    config = config._replace(
-        rope_head_dim=get("qk_rope_head_dim"), value_head_dim=get("v_head_dim"),
-        head_dim=sum(_count(keys.all, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim")),
-        num_key_value_heads=heads)
-    get("qk_nope_head_dim", "qk_head_dim")  # the latter is the sum of the two
-  config = _with_layers(config, model, keys)._replace(temperature_tuning=_temperature(keys))
+  if get("dtype") not in (None, "auto"):
+    config = config._replace(attn_dtype=_dtype(get("dtype")))
+  config = _with_widths(_with_layers(config, model, keys), model, keys)
   config, unknown = _with_ropes(config, model, keys)
+  config = _with_temperature(config, model, keys, unknown)
   extras = {**keys.left(), **unknown}
-  unexpected = sorted(set(extras) - OTHER_KEYS)
+  known = OTHER_KEYS
+  if config.rope.rope_type == "none":
+    known |= {"rope_theta", "rope_scaling", "rope_parameters"}
+  unexpected = sorted(set(extras) - known)
   if unexpected:
     warnings.warn(f"config.json of model_type={config.model_type!r}: {unexpected} are not read; "
                   "they are kept in `extras`", stacklevel=4)
@@ -310,12 +141,45 @@ def _read(model: _Model, keys: _Keys) -> AttnConfig:
       (name, json.dumps(value)) for name, value in extras.items()))))
 
 
-def _with_layers(config: AttnConfig, model: _Model, keys: _Keys) -> AttnConfig:
-  """Adds the layer types, and the window and the chunk size that they need."""
-  layers, given = config.num_hidden_layers or 0, keys.get("layer_types")
-  checks.require(given is None or isinstance(given, (list, tuple)), "layer_types", repr(given),
-                 f"a list of {layers} names, one for each of num_hidden_layers")
-  types = tuple(given) if given else model.pattern(keys.all, layers)
+def _with_widths(config: AttnConfig, model: Model, keys: _Keys) -> AttnConfig:
+  """Adds widths and numbers of heads of models whose heads are not all alike."""
+  if keys.own("qk_rope_head_dim"):  # latent attention
+    parts = [patterns.count(keys.all, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
+    keys.get("qk_nope_head_dim", "qk_head_dim")  # the latter is the sum of the two
+    return config._replace(
+        rope_head_dim=parts[1] if model.has_rope else None, head_dim=sum(parts),
+        value_head_dim=keys.get("v_head_dim"), num_key_value_heads=config.num_attention_heads)
+  width, heads = _full_attention_widths(config, keys)
+  if width not in (None, config.head_dim) and config.head_dim is not None:
+    config = config._replace(head_dim=width, layer_head_dims=((SLIDING, config.head_dim),))
+  if heads not in (None, config.num_key_value_heads) and config.num_key_value_heads is not None:
+    config = config._replace(num_key_value_heads=heads, layer_key_value_heads=(
+        (SLIDING, config.num_key_value_heads),))
+  return config
+
+
+def _full_attention_widths(config: AttnConfig, keys: _Keys) -> tuple[int | None, int | None]:
+  """(D, K) of layers with full attention where they may have their own; None: as the others."""
+  name, layers = "per_layer_config", config.layer_types or ()
+  given = _mapping(name, keys.own(name))
+  if not given:
+    heads = keys.own("num_global_key_value_heads")
+    return keys.own("global_head_dim"), heads if keys.own("attention_k_eq_v") else None
+  full = {layer for layer, kind in enumerate(layers) if kind == FULL}
+  parts = list(given.values())
+  checks.require(
+      all(str(layer).isdigit() for layer in given) and set(map(int, given)) == full
+      and all(isinstance(part, Mapping) and part == parts[0] for part in parts)
+      and set(parts[0]) <= {"head_dim", "num_key_value_heads"}, name, repr(given),
+      f"the same head_dim and num_key_value_heads for each of the layers {sorted(full)}, which "
+      "have full attention")
+  return parts[0].get("head_dim"), parts[0].get("num_key_value_heads")
+
+
+def _with_layers(config: AttnConfig, model: Model, keys: _Keys) -> AttnConfig:
+  """Adds the layer types, and the sizes of the masks that they need."""
+  layers = config.num_hidden_layers or 0
+  given, types = _layer_types(model, keys, layers)
   if types is None:
     return config  # this model type has no windows: those of the file stay unread
   for name in _PATTERN_KEYS:
@@ -334,44 +198,60 @@ def _with_layers(config: AttnConfig, model: _Model, keys: _Keys) -> AttnConfig:
   if window is not None:
     checks.integer("sliding_window", window, "an int >= 1 (tokens, itself included)",
                    lambda x: x >= 1)
-  ropes = _llama4_ropes(keys.all, layers) if "no_rope_layers" in model.defaults else ()
+  ropes: Sequence[bool | int] = [model.full_has_rope or kind != FULL for kind in types]
+  if "no_rope_layers" in model.defaults:
+    ropes = patterns.llama4_ropes(keys.all, layers)
   return config._replace(
       layer_types=types, sliding_window=None if window is None else (window - 1, 0),
-      chunk_size=needed("attention_chunk_size", CHUNKED),
+      chunk_size=needed("attention_chunk_size", CHUNKED), index_topk=needed("index_topk", INDEXED),
       layers_without_rope=tuple(i for i, has_rope in enumerate(ropes) if not has_rope))
 
 
+def _layer_types(
+    model: Model, keys: _Keys, layers: int) -> tuple[bool, tuple[str, ...] | None]:
+  """(whether the file has layer types, a type for each layer; None: all are alike)."""
+  given = keys.get("layer_types")
+  checks.require(given is None or isinstance(given, (list, tuple)), "layer_types", repr(given),
+                 f"a list of {layers} names, one for each of num_hidden_layers")
+  types: tuple[str, ...] | None
+  if given:
+    types = tuple(OLDER_TYPES.get(kind, kind) if isinstance(kind, str) else kind for kind in given)
+  else:
+    types = model.pattern(keys.all, layers)
+  if types is not None and model.window_in_full and keys.all.get("sliding_window") is not None:
+    types = tuple(SLIDING if kind == FULL else kind for kind in types)
+  return bool(given), types
+
+
 def _with_ropes(
-    config: AttnConfig, model: _Model, keys: _Keys) -> tuple[AttnConfig, dict[str, Any]]:
+    config: AttnConfig, model: Model, keys: _Keys) -> tuple[AttnConfig, dict[str, Any]]:
   """(configuration with rotary embeddings and DeepSeek's scale, unknown rope parameters)."""
-  get, longest = keys.get, config.max_position_embeddings
-  if not model.has_rope:
+  if not model.has_rope or ("rope" in model.position_types
+                            and keys.get("position_embedding_type") != "rope"):
+    if keys.own("mla_use_nope") is False:
+      raise NotImplementedError("mla_use_nope=false is not supported: the published code of "
+                                f"model_type={config.model_type!r} has no rotary embedding")
     return config._replace(rope=Rope("none")), {}
-  interleaved = keys.own("rope_interleave")
-  shared = {name: get(name) for name in ("partial_rotary_factor",
-                                         "original_max_position_embeddings")}
-  shared |= {name: keys.own(name) for name in ("mrope_section", "mrope_interleaved")}
+  interleaved, shared = keys.own("rope_interleave"), _shared_rope_parameters(config, keys)
   unknown: dict[str, Any] = {}
 
   def read(parameters: Any, theta: float, where: str) -> Rope:
-    given = {**{k: v for k, v in shared.items() if v is not None}, **_mapping(where, parameters)}
-    rope, left = rope_from_dict(given, theta, longest,
-                                model.interleaved if interleaved is None else interleaved)
+    rope, left = rope_from_dict(
+        {**shared, **_mapping(where, parameters)}, theta, config.max_position_embeddings,
+        model.interleaved if interleaved is None else interleaved)
     unknown.update({f"{where}.{name}": value for name, value in left.items()})
     return rope
 
-  theta, local = get("rope_theta"), keys.own("rope_local_base_freq")
-  name = "rope_parameters" if get("rope_parameters") else "rope_scaling"
-  parameters = _mapping(name, get(name))
-  checks.require(name == "rope_scaling" or not keys.given.get("rope_scaling"), "rope_scaling",
-                 keys.given.get("rope_scaling"), f"null, since rope_parameters={parameters}")
+  theta = keys.get("rope_theta")
+  local = keys.own("rope_local_base_freq") or theta  # of layers with a window
+  name, parameters = _rope_parameters(keys)
   nested = {kind: part for kind, part in parameters.items() if kind in (FULL, SLIDING, CHUNKED)}
   if nested:
-    ropes = {kind: read(part, local if kind == SLIDING and local else theta, f"{name}.{kind}")
+    ropes = {kind: read(part, local if kind == SLIDING else theta, f"{name}.{kind}")
              for kind, part in nested.items()}
   else:
     ropes = {FULL: read(parameters, theta, name)}
-    if local:  # the rope of layers with a window is not scaled
+    if not model.scaling_in_windows:
       ropes[SLIDING] = read(None, local, name)
   main = ropes.pop(FULL) if FULL in ropes else next(iter(ropes.values()))
   config = config._replace(rope=main, layer_ropes=tuple(sorted(ropes.items())))
@@ -381,18 +261,73 @@ def _with_ropes(
   return config, unknown
 
 
-def _temperature(keys: _Keys) -> tuple[float, int] | None:
-  """(strength, step) of `query_temperature`; None: the queries are not scaled."""
+def _rope_parameters(keys: _Keys) -> tuple[str, Mapping[str, Any]]:
+  """(key, value) of the key that has the rotary embedding, in the file or else in the defaults."""
+  names = ("rope_parameters", "rope_scaling")
+  name = next((name for source in (keys.given, keys.defaults) for name in names
+               if source.get(name)), names[1])
+  parameters = _mapping(name, keys.get(name))
+  checks.require(name == "rope_scaling" or not keys.given.get("rope_scaling"), "rope_scaling",
+                 keys.given.get("rope_scaling"), f"null, since rope_parameters={parameters}")
+  return name, parameters
+
+
+def _shared_rope_parameters(config: AttnConfig, keys: _Keys) -> dict[str, Any]:
+  """Parameters of all rotary embeddings of a model, where these do not have their own."""
+  shared = {name: keys.get(name) for name in ("partial_rotary_factor",
+                                              "original_max_position_embeddings")}
+  shared |= {name: keys.own(name) for name in ("mrope_section", "mrope_interleaved")}
+  if keys.own("rotary_dim") is not None and shared["partial_rotary_factor"] is None:
+    shared["partial_rotary_factor"] = patterns.count(keys.all, "rotary_dim") / get_head_dim(config)
+  return {name: value for name, value in shared.items() if value is not None}
+
+
+def _with_temperature(
+    config: AttnConfig, model: Model, keys: _Keys, unknown: dict[str, Any]) -> AttnConfig:
+  """Adds the temperature of queries; what it reads of unknown rope parameters is taken out."""
+  if model.scales_all_queries:
+    beta = [unknown.pop(name) for name in list(unknown) if name.endswith(".llama_4_scaling_beta")]
+    if not beta:
+      return config
+    step = config.rope.original_max_position_embeddings or config.max_position_embeddings
+    return config._replace(temperature_tuning=(beta[0], step), temperature_offset=0,
+                           temperature_with_rope=True)
   name = "attn_temperature_tuning"
   tuned, *numbers = map(keys.own, (name, "attn_scale", "floor_scale"))
   # Published files have a number instead of true.
   checks.require(tuned is None or isinstance(tuned, int), name, repr(tuned), "true or false")
-  return tuple(numbers) if tuned else None
+  return config._replace(temperature_tuning=tuple(numbers)) if tuned else config
 
 
-def _power(scalar: float | None) -> float | None:
-  """The softmax scale of Gemma: the inverse square root of this number, whatever the width."""
-  if scalar is None:
-    return None
-  return checks.number("query_pre_attn_scalar", scalar, "a finite number > 0",
-                       lambda x: 0 < x < math.inf)**-0.5
+def _softmax_scale(model: Model, keys: _Keys) -> float | None:
+  """The scale of a model's logits; None: D**-0.5."""
+  multiplier, scalar = keys.own("attention_multiplier"), keys.own("query_pre_attn_scalar")
+  if multiplier is not None:  # Granite
+    return checks.number("attention_multiplier", multiplier, "a finite number > 0",
+                         lambda x: 0 < x < math.inf)
+  if scalar is not None:  # Gemma: whatever the width
+    return checks.number("query_pre_attn_scalar", scalar, "a finite number > 0",
+                         lambda x: 0 < x < math.inf)**-0.5
+  return model.softmax_scale
+
+
+def _dtype(name: Any) -> np.dtype:
+  """The dtype of a model's weights and activations."""
+  try:
+    dtype = jnp.dtype(name) if isinstance(name, str) else np.dtype(int)
+  except TypeError:
+    dtype = np.dtype(int)
+  checks.require(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize >= 2, "dtype", repr(name),
+                 "a floating-point dtype of at least 16 bits, such as 'bfloat16'")
+  return dtype
+
+
+def _mapping(name: str, value: Any) -> Mapping[str, Any]:
+  """Converts null to an empty dictionary.
+
+  Raises:
+    ValueError: `value` is neither a dictionary nor null.
+  """
+  checks.require(value is None or isinstance(value, Mapping), name, repr(value),
+                 "a dictionary or null")
+  return value or {}

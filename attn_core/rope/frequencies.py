@@ -24,7 +24,8 @@ class Rope(NamedTuple):
   factor: float | None = None  # extension of the sequence length; None: see scale_of
   max_position_embeddings: int | None = None  # tokens
   original_max_position_embeddings: int | None = None  # tokens; None: max_position_embeddings
-  partial_rotary_factor: float = 1.0  # fraction of a head that is rotated, its first part
+  # Fraction of a head that is rotated, its first part; proportional: of its frequencies.
+  partial_rotary_factor: float = 1.0
   interleaved: bool = False  # pairs are (0, 1), (2, 3), ...; else (i, rotary_dim / 2 + i)
   attention_factor: float | None = None  # multiplies cosine and sine; None: see attention_factor
   beta_fast: float = 32.0  # yarn: unchanged above this number of turns over the original length
@@ -54,6 +55,7 @@ ROPE_TYPES = {
                "original_max_position_embeddings"),
     "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
     "mrope": ("mrope_section",),
+    "proportional": (),
 }
 ALIASES = {"su": "longrope"}
 # Types whose frequencies depend on the length of the sequence.
@@ -162,7 +164,8 @@ def rotary_width(rope: Rope, head_dim: int) -> int:
   """
   check_rope(rope)
   checks.integer("head_dim", head_dim, "an int >= 1", lambda x: x >= 1)
-  width = int(head_dim * rope.partial_rotary_factor + 1e-6)  # 49 * (6 / 49) is less than 6
+  factor = 1.0 if rope.rope_type == "proportional" else rope.partial_rotary_factor
+  width = int(head_dim * factor + 1e-6)  # 49 * (6 / 49) is less than 6
   checks.require(width >= 2 and width % 2 == 0, "head_dim", head_dim, "a width of which "
                  f"partial_rotary_factor={rope.partial_rotary_factor} leaves an even number >= 2")
   return width
@@ -228,6 +231,8 @@ def inverse_frequencies(
               these are equal, as in Llama 4 Scout
     longrope  the default / long_factor if length is more than the original length, else the
               default / short_factor
+    proportional  the default / factor for the first partial_rotary_factor of the pairs, else 0:
+              a head is rotated whole, as in Gemma 4
 
   Su et al., RoFormer, https://arxiv.org/abs/2104.09864; Peng et al., YaRN,
   https://arxiv.org/abs/2309.00071; Ding et al., LongRoPE, https://arxiv.org/abs/2402.13753;
@@ -254,6 +259,9 @@ def inverse_frequencies(
     frequencies = np.zeros_like(default)
   elif rope.rope_type == "linear":
     frequencies = default / (rope.factor or 1.0)
+  elif rope.rope_type == "proportional":
+    turning = np.arange(len(default)) < int(rope.partial_rotary_factor * width // 2)
+    frequencies = np.where(turning, default / (rope.factor or 1.0), 0.0)
   elif rope.rope_type == "dynamic":
     return _dynamic(rope, default, length)
   elif rope.rope_type in ("yarn", "deepseek_yarn"):
