@@ -1,6 +1,10 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""vanilla: dense attention, the only mechanism that returns the attention weights."""
+"""vanilla: dense attention, the only mechanism that returns the attention weights.
+
+Calls that ask for no weights run the kernel of short sequences, at any length, where it supports
+their arguments.
+"""
 
 from attn_core.kernels.xla import dense, plain
 from attn_core.mechanisms import flash

@@ -51,15 +51,18 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
   inputs = _inputs(operands, spec, np.nan, _bad_rows(operands.value))
   logits = inputs.product("{rows}d,{keys}d->bkrs", inputs.query, inputs.key)
   hidden = _hidden_logit(logits.dtype)
+  rest = inputs.rest_of_scale
   if not _sees_all(spec):
-    logits = jnp.where(_visible(operands, spec), logits, hidden)
+    # Multiplied in the pass that hides logits anyway; otherwise in that of the exponential.
+    logits, rest = jnp.where(_visible(operands, spec), logits * rest, hidden), 1.0
   m_i = lax.stop_gradient(logits.max(-1, keepdims=True))
-  weights = jnp.exp((logits - m_i) * inputs.rest_of_scale)
+  weights = jnp.exp((logits - m_i) * rest)
   l_i = weights.sum(-1, keepdims=True)
   out = inputs.product("bkrs,{keys}e->bkre", weights.astype(inputs.value.dtype), inputs.value)
-  empty = m_i <= hidden
+  # The maximum that XLA:CPU of jax 0.12 computes ignores NaN, the sum does not.
+  empty = (m_i <= hidden) & ~jnp.isnan(l_i)
   out = jnp.where(empty, 0, out * (1 / l_i)).astype(dense_operands.out_dtype(operands, spec))
-  lse = jnp.where(empty, -jnp.inf, m_i * inputs.rest_of_scale + jnp.log(l_i))
+  lse = jnp.where(empty, -jnp.inf, m_i * rest + jnp.log(l_i))
   lse = lse.astype(dense_operands.lse_dtype(spec))
   batch, length, heads, _ = operands.query.shape
   split = (batch, operands.key.shape[2], length, -1)  # [B, K, T, G]
@@ -178,8 +181,8 @@ def _inputs(operands: Operands, spec: AttentionSpec, filler: float,
   value = jnp.where(jnp.isfinite(value), value, 0)
   if heads_first:
     key, value = (x.transpose(0, 2, 1, 3) for x in (key, value))
-  else:
-    # XLA:CPU would fuse the transposition with this, and widen its result.
+  elif bad_values is not None:
+    # One pass of each is faster than one of every product that reads it.
     query, key, value = lax.optimization_barrier((query, key, value))
   inputs = _Inputs(query, key, value, rest, spec)
   return inputs._replace(query=inputs.rows_of(query))
