@@ -12,6 +12,7 @@ import numpy as np
 
 from attn_core import CacheMetadata, MaskInfo, attention, concatenate, masks
 from attn_core.caches import dense, window
+from attn_core_test import sampling
 from attn_core_test.caches_cases import B, D, E, H, HEADS, K, S, equal, filled
 
 
@@ -128,6 +129,51 @@ class StepTest(parameterized.TestCase):
         cache_view=window.init(B, slots, HEADS, dtype=jnp.float32),
         cache_metadata=CacheMetadata(starts=starts)).attention_outputs
     np.testing.assert_allclose(got, np.where(mask[:, 0, 0, :, None, None], want, 0), atol=2e-6)
+
+  @parameterized.parameters(*sampling.with_slow(
+      [("dense", "chunk"), ("ring", "prefix")], ("dense", "prefix"), ("ring", "chunk"),
+      ("roomy_ring", "chunk"), ("roomy_ring", "prefix")))
+  def test_masks_count_positions_from_the_first_token_of_a_row(self, cache, mask):
+    """The same tokens after any padding: a prefill, a token, and a cache that is only read."""
+    module, slots = CACHES[cache]
+    query, key, value = model()
+    arguments = {"chunk": dict(chunk_size=5), "prefix": dict(
+        causal=False, mask=masks.causal() | masks.prefix(np.array([3, 2, 4], np.int32)))}[mask]
+    arguments["sliding_window"] = WINDOW
+    want = attention(query, key, value, mechanism="vanilla", **arguments).attention_outputs
+    starts, slots = np.array([0, 2, 5]), slots + 8
+    pad = lambda x, n: jnp.pad(x, ((n, 5 - n), (0, 0), (0, 0)), constant_values=jnp.nan)
+    padded = lambda x: jnp.stack([pad(row, n) for row, n in zip(x, starts)])
+    run = jax.jit(functools.partial(attention, **arguments), static_argnames="mode")
+    # 1. All tokens but the last two, then one more, of each row.
+    lengths = starts + LENGTH - 2
+    first = run(*(padded(x)[:, :LENGTH + 3] for x in (query, key, value)), mode="__prefill__",
+                cache_view=module.init(B, slots, HEADS, dtype=jnp.float32),
+                cache_metadata=CacheMetadata(lengths, starts))
+    at = lambda t: (x[:, t:t + 1] for x in (query, key, value))
+    second = run(*at(LENGTH - 2), mode="__autoregressive__", cache_view=first.cache_view)
+    for b, n in enumerate(starts):
+      np.testing.assert_allclose(first.attention_outputs[b, n:n + LENGTH - 2],
+                                 want[b, :LENGTH - 2], atol=2e-6)
+    np.testing.assert_allclose(second.attention_outputs[:, 0], want[:, -2], atol=2e-6)
+    # 2. The same rows in other caches: what a ring has dropped still counts.
+    held = second.cache_view
+    dense_cache = window.to_dense(held, slots + 9) if module is window else held
+    empty = module.init(B, slots, HEADS, dtype=jnp.float32)
+    for other in (held, dense_cache, window.from_dense(dense_cache, slots),
+                  module.insert(empty, np.arange(B), held)):
+      last = run(*at(LENGTH - 1), mode="__autoregressive__", cache_view=other)
+      np.testing.assert_allclose(last.attention_outputs[:, 0], want[:, -1], atol=2e-6)
+    # 3. Requests that replace rows.
+    inserted = run(*map(padded, (query, key, value)), mode="__insert__", cache_view=module.init(
+        B, slots + 9, HEADS, dtype=jnp.float32), cache_metadata=CacheMetadata(
+            starts + LENGTH, starts, np.arange(B)))
+    for b, n in enumerate(starts):
+      np.testing.assert_allclose(inserted.attention_outputs[b, n:n + LENGTH], want[b], atol=2e-6)
+    # 4. Without new tokens.
+    read = run(query[:, -1:], None, None, mode="__autoregressive__",
+               cache_view=inserted.cache_view)
+    np.testing.assert_allclose(read.attention_outputs[:, 0], want[:, -1], atol=2e-6)
 
   def test_a_cache_refuses_every_array_of_ids_and_positions(self):
     query, key, value = (x[:, :4] for x in model())

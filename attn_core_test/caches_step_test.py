@@ -41,11 +41,11 @@ class EverySizeTest(parameterized.TestCase):
     """Checks a step whose last queries are the tokens before `ends`."""
     key, value, info = jax.device_get((found.key, found.value, found.mask_info))
     for b, t in np.ndindex(info.q_positions.shape):
-      position, valid = int(info.q_positions[b, t]), info.q_segment_ids[b, t] >= 0
-      first = max(starts[b], 0)
+      first = max(starts[b], 0)  # the masks' position 0
+      position, valid = int(info.q_positions[b, t]) + first, info.q_segment_ids[b, t] >= 0
       self.assertEqual(valid, t < queries[b] and first <= position < ends[b], (b, t))
       if valid:
-        place = info.kv_positions[b]
+        place = info.kv_positions[b] + first
         seen = (info.kv_segment_ids[b] >= 0) & (place <= position) & (place >= position - LEFT)
         want = 100 * b + np.arange(max(first, position - LEFT), position + 1)
         np.testing.assert_array_equal(np.sort(key[b, seen, 0, 0]), want)

@@ -17,7 +17,8 @@ kernels. So all first and second derivatives, in every mixture of forward and re
 block-wise and linear in memory, and vmap folds the mapped axis into the batch. Third derivatives
 are available in forward mode.
 
-The residuals carry the checkpoint names `attn_output` and `attn_lse`.
+The residuals carry the checkpoint names `attn_output` and `attn_lse`. Where the output has 16 bits,
+they include what was rounded off it (see `rounding`).
 """
 
 from collections.abc import Set
@@ -32,6 +33,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from attn_core.autodiff import rounding
 from attn_core.kernels.common.contract import Kernel, Residuals
 from attn_core.masks import mask as mask_lib
 from attn_core.sharding import varying_axes
@@ -46,6 +48,7 @@ class _Call(NamedTuple):
   block_sizes: BlockSizes
   structure: jax.tree_util.PyTreeDef  # of Operands
   names: tuple[str, ...]  # differentiable operands with a tangent or cotangent
+  num_residuals: int = 2  # out and lse; 3: out, lse and the rest of out
 
 
 def attend(kernel: Kernel, operands: Operands, spec: AttentionSpec,
@@ -90,24 +93,23 @@ def _forward(*args: jax.Array, call: _Call) -> Residuals:
 
 
 def _tangent(*args: jax.Array, call: _Call) -> Residuals:
-  operands, residuals, tangents = _split(args, call, 2, len(call.names))
-  return call.kernel.tangent(operands, call.spec, call.block_sizes, Residuals(*residuals),
+  operands, residuals, tangents = _split(args, call, call.num_residuals, len(call.names))
+  return call.kernel.tangent(operands, call.spec, call.block_sizes, rounding.join(*residuals),
                              dict(zip(call.names, tangents)))
 
 
 def _backward(*args: jax.Array, call: _Call) -> tuple[jax.Array, ...]:
-  operands, residuals, cotangents = _split(args, call, 2, 2)
-  return call.kernel.backward(operands, call.spec, call.block_sizes, Residuals(*residuals),
+  operands, residuals, cotangents = _split(args, call, call.num_residuals, 2)
+  return call.kernel.backward(operands, call.spec, call.block_sizes, rounding.join(*residuals),
                               Residuals(*cotangents), call.names)
 
 
 def _backward_jvp(*args: jax.Array, call: _Call) -> tuple[jax.Array, ...]:
   """Computes the derivative of `backward` along tangents of operands and of cotangents."""
   operands, residuals, cotangents, tangents, d_cotangents = _split(
-      args, call, 2, 2, len(call.names), 2)
+      args, call, call.num_residuals, 2, len(call.names), 2)
   kernel = call.kernel.differentiable or call.kernel
-  d_residuals = kernel.tangent(operands, call.spec, call.block_sizes, Residuals(*residuals),
-                               dict(zip(call.names, tangents)))
+  residuals, d_residuals = _d_residuals(operands, residuals, tangents, call)
   def backward(values: list[jax.Array], residuals: list[jax.Array],
                cotangents: list[jax.Array]) -> tuple[jax.Array, ...]:
     varied = operands._replace(**dict(zip(call.names, values)))
@@ -118,13 +120,22 @@ def _backward_jvp(*args: jax.Array, call: _Call) -> tuple[jax.Array, ...]:
                  (tangents, list(d_residuals), d_cotangents))[1]
 
 
+def _d_residuals(operands: Operands, residuals: Sequence[jax.Array], tangents: Sequence[jax.Array],
+                 call: _Call) -> tuple[list[jax.Array], list[jax.Array]]:
+  """Returns the residuals, joined, and their tangents along those of the operands."""
+  joined = rounding.join(*residuals)
+  kernel = call.kernel.differentiable or call.kernel
+  spec = call.spec if len(residuals) == 2 else rounding.exact(call.spec)
+  found = kernel.tangent(operands, spec, call.block_sizes, joined, dict(zip(call.names, tangents)))
+  return list(joined), list(found)
+
+
 def _tangent_jvp(*args: jax.Array, call: _Call) -> Residuals:
   """Computes the derivative of `tangent` along tangents of operands and of tangents."""
   operands, residuals, tangents, directions, d_tangents = _split(
-      args, call, 2, *[len(call.names)] * 3)
+      args, call, call.num_residuals, *[len(call.names)] * 3)
   kernel = call.kernel.differentiable or call.kernel
-  d_residuals = kernel.tangent(operands, call.spec, call.block_sizes, Residuals(*residuals),
-                               dict(zip(call.names, directions)))
+  residuals, d_residuals = _d_residuals(operands, residuals, directions, call)
   def tangent(values: list[jax.Array], residuals: list[jax.Array],
               tangents: list[jax.Array]) -> Residuals:
     varied = operands._replace(**dict(zip(call.names, values)))
@@ -150,7 +161,8 @@ def _residual_avals(*avals: Any, call: _Call) -> list[Any]:
                   for name in ("query", "value"))
   batch, length, heads, _ = query.shape
   lse_dtype = at_least_float32(call.spec.softmax_dtype)
-  return [_like(query, (batch, length, heads, value.shape[-1]), query.dtype),
+  dtype = call.spec.out_dtype or query.dtype
+  return [_like(query, (batch, length, heads, value.shape[-1]), dtype),
           _like(query, (batch, heads, length), lse_dtype)]
 
 
@@ -164,16 +176,29 @@ def _cotangent_avals(*avals: Any, call: _Call) -> list[Any]:
 
 
 def _forward_jvp_rule(primals: Sequence[Any], tangents: Sequence[Any], *, call: _Call) -> tuple:
-  out, lse = _forward_p.bind(*primals, call=call)
-  # The derivative reads the named values, so that a remat policy can keep them.
-  out, lse = checkpoint_name(out, "attn_output"), checkpoint_name(lse, "attn_lse")
+  out, lse, *rest = _residuals(primals, call)
   given = {name: t for name, t in _operands(tangents, call)._asdict().items()
            if name in DIFFERENTIABLE and t is not None and type(t) is not ad.Zero}
   if not given:
     return [out, lse], [
         ad.Zero.from_primal_value(x) for x in (out, lse)]  # type: ignore[attr-defined]
-  call = call._replace(names=tuple(given))
-  return [out, lse], _tangent_p.bind(*primals, out, lse, *given.values(), call=call)
+  call = call._replace(names=tuple(given), num_residuals=2 + len(rest))
+  return [out, lse], _tangent_p.bind(*primals, out, lse, *rest, *given.values(), call=call)
+
+
+def _residuals(primals: Sequence[Any], call: _Call) -> list[jax.Array]:
+  """Returns out, lse and, where out has 16 bits, the rest of it.
+
+  The derivative reads the named values, so that a remat policy can keep them.
+  """
+  dtype, rest = _operands(primals, call).query.dtype, list[jax.Array]()
+  if call.spec.out_dtype is not None or dtype.itemsize > 2:
+    out, lse = _forward_p.bind(*primals, call=call)
+  else:
+    exact, lse = _forward_p.bind(*primals, call=call._replace(spec=rounding.exact(call.spec)))
+    out, *rest = rounding.split(exact, dtype)
+  return [checkpoint_name(out, "attn_output"), checkpoint_name(lse, "attn_lse"),
+          *(checkpoint_name(x, "attn_output") for x in rest)]
 
 
 def _tangent_transpose_rule(cotangents: Sequence[Any], *args: Any, call: _Call) -> list:
@@ -206,11 +231,11 @@ def _tangent_jvp_rule(primals: Sequence[Any], tangents: Sequence[Any], *, call: 
 
 
 def _tangent_jvp_transpose_rule(cotangents: Sequence[Any], *args: Any, call: _Call) -> list:
-  n, count = call.structure.num_leaves, len(call.names)
-  constants, linear = args[:n + 2 + count], args[n + 2 + count:]
+  n, count = call.structure.num_leaves + call.num_residuals, len(call.names)
+  constants, linear = args[:n + count], args[n + count:]
   cotangents = [ad.instantiate_zeros(c) for c in cotangents]
   zeros = [jnp.zeros(c.shape, c.dtype) for c in cotangents]
-  operands, given = constants[:n + 2], constants[n + 2:]
+  operands, given = constants[:n], constants[n:]
   found = [*_backward_jvp_p.bind(*operands, *cotangents, *given, *zeros, call=call),
            *_backward_p.bind(*operands, *cotangents, call=call)]
   return [None] * len(constants) + [
@@ -230,8 +255,8 @@ def _backward_jvp_rule(primals: Sequence[Any], tangents: Sequence[Any], *, call:
 
 
 def _backward_jvp_transpose_rule(cotangents: Sequence[Any], *args: Any, call: _Call) -> list:
-  n = call.structure.num_leaves
-  constants, linear = args[:n + 4], args[n + 4:]
+  n = call.structure.num_leaves + call.num_residuals + 2
+  constants, linear = args[:n], args[n:]
   directions = [ad.instantiate_zeros(c) for c in cotangents]
   zeros = [jnp.zeros(c.shape, c.dtype) for c in constants[-2:]]
   found = [*_backward_jvp_p.bind(*constants, *directions, *zeros, call=call),
@@ -344,17 +369,25 @@ def _as_list(compute: Callable, *args: jax.Array, call: _Call) -> list[jax.Array
   return list(compute(*args, call=call))
 
 
-_RESIDUALS = ["query", "query"]  # folded like the query
+_OUT_LSE = ["query", "query"]  # folded like the query
+
+
+def _residual_labels(call: _Call) -> list[str]:
+  return ["query"] * call.num_residuals
+
+
 _forward_p = _primitive("attention_forward", _forward, _residual_avals, lambda call: [],
                         lambda call: call.kernel.effects())
 _tangent_p = _primitive("attention_tangent", _tangent, _residual_avals,
-                        lambda call: _RESIDUALS + list(call.names))
+                        lambda call: _residual_labels(call) + list(call.names))
 _backward_p = _primitive("attention_backward", _backward, _cotangent_avals,
-                         lambda call: _RESIDUALS * 2, lambda call: call.kernel.effects())
+                         lambda call: _residual_labels(call) + _OUT_LSE,
+                         lambda call: call.kernel.effects())
 _backward_jvp_p = _primitive("attention_backward_jvp", _backward_jvp, _cotangent_avals,
-                      lambda call: _RESIDUALS * 2 + list(call.names) + _RESIDUALS)
+                             lambda call: (_residual_labels(call) + _OUT_LSE + list(call.names)
+                                           + _OUT_LSE))
 _tangent_jvp_p = _primitive("attention_tangent_jvp", _tangent_jvp, _residual_avals,
-                     lambda call: _RESIDUALS + list(call.names) * 3)
+                            lambda call: _residual_labels(call) + list(call.names) * 3)
 
 ad.primitive_jvps[_forward_p] = _forward_jvp_rule
 ad.primitive_jvps[_tangent_p] = _tangent_jvp_rule

@@ -35,11 +35,14 @@ class DenseCache(NamedTuple):
 
   key: jax.Array  # [B, S, K, D]
   value: jax.Array  # [B, S, K, E]
-  starts: jax.Array  # int32 [B]: slots before it are padding; positions still count from slot 0
+  starts: jax.Array  # int32 [B]: slots before it are padding
   lengths: jax.Array  # int32 [B]: slots starts..lengths - 1 hold tokens
   overflow: jax.Array  # bool [B]: a write did not fit and was dropped; reset when replaced
   key_scale: jax.Array | None = None  # float32 [B, S, K] of keys in 8 bits
   value_scale: jax.Array | None = None
+  # int32 [B]: the slot from which masks count positions, where tokens before `starts` are gone, see
+  # `window.to_dense`; None: `starts`.
+  origins: jax.Array | None = None
 
   @property
   def indexs(self) -> jax.Array:
@@ -122,9 +125,10 @@ def insert(cache: DenseCache, slots: jax.Array, prefilled: DenseCache) -> DenseC
 
 
 def view(cache: DenseCache) -> CacheView:
-  """Returns the arrays that attention reads; the position of a slot is its index."""
+  """Returns the arrays that attention reads."""
   slots_lib.check_kind(cache, DenseCache)
   slot = jnp.arange(cache.key.shape[1], dtype=jnp.int32)[None]
   live = (slot >= cache.starts[:, None]) & (slot < cache.lengths[:, None])
   return CacheView(cache.key, cache.value, cache.starts, cache.lengths,
-                   jnp.where(live, slot, -1), cache.key_scale, cache.value_scale)
+                   jnp.where(live, slot, -1), cache.key_scale, cache.value_scale,
+                   slots_lib.origins(cache))

@@ -29,9 +29,10 @@ class CacheView(NamedTuple):
   value: jax.Array  # [B, S, K, E]
   starts: jax.Array  # int32 [B]: position of a row's first token
   lengths: jax.Array  # int32 [B]: position after a row's last token
-  positions: jax.Array  # int32 [B, S]: position of the token in each slot; -1: empty
+  positions: jax.Array  # int32 [B, S]: number of the token in each slot, with padding; -1: empty
   key_scale: jax.Array | None = None  # float32 [B, S, K] of keys in 8 bits
   value_scale: jax.Array | None = None
+  origins: jax.Array | None = None  # int32 [B]: the number that is masks' position 0; None: starts
 
 
 def empty(kind: type[Cache], batch: int, slots: int, heads: tuple[int, ...], *,
@@ -70,6 +71,11 @@ def empty_like(cache: "DenseCache | WindowCache", kind: type[Cache], batch: int,
   """Creates an empty cache of other sizes with the heads, widths and dtype of `cache`."""
   heads = (cache.key.shape[2], cache.key.shape[3], cache.value.shape[3])
   return empty(kind, batch, slots, heads, dtype=cache.key.dtype)
+
+
+def origins(cache: "DenseCache | WindowCache") -> jax.Array:
+  """Returns the number of the token of each row from which masks count positions, int32 [B]."""
+  return cache.starts if cache.origins is None else cache.origins
 
 
 def check_kind(cache: object, kind: type, argument: str = "cache") -> None:
@@ -180,4 +186,6 @@ def insert(cache: Cache, slots: checks.Array, prefilled: Cache) -> Cache:
   for name in ("starts", "lengths", "overflow"):
     fields[name] = getattr(cache, name).at[rows].set(getattr(prefilled, name), mode="drop")
   fields["overflow"] = fields["overflow"] | (claims > 1) | absent.any()
+  if cache.origins is not None or prefilled.origins is not None:
+    fields["origins"] = origins(cache).at[rows].set(origins(prefilled), mode="drop")
   return cache._replace(**fields)

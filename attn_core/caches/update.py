@@ -30,7 +30,8 @@ class CacheMetadata(NamedTuple):
 
   # int32 [B]: number of valid tokens among the T of each row; None: all
   lengths: checks.Array | None = None
-  # int32 [B]: first position of each row that is not padding; None: unchanged
+  # int32 [B]: number of each row's first tokens that are padding; None: unchanged. Masks count
+  # positions from the token after them.
   starts: checks.Array | None = None
   # int32 [num_requests], mode "__insert__" only: the rows that they replace
   slots: checks.Array | None = None
@@ -43,7 +44,8 @@ class Step(NamedTuple):
   value: jax.Array  # [B, S, K, E]
   key_scale: jax.Array | None  # float32 [B, S, K], scales of 8-bit keys, or None
   value_scale: jax.Array | None
-  mask_info: MaskInfo  # positions of queries and keys; padding and empty slots are hidden
+  # Positions of queries and keys, from a row's first token; padding and empty slots are hidden.
+  mask_info: MaskInfo
   cache: AnyCache  # after the step
   overflow: jax.Array  # bool [B]: rows whose tokens could not be written; their output becomes NaN
 
@@ -84,7 +86,7 @@ def update_cache(tokens: tuple[jax.Array, jax.Array] | int, cache: AnyCache,
     return _insert(tokens, cache, metadata)
   if metadata.starts is not None:
     slots_lib.check_rows("cache_metadata.starts", metadata.starts, cache.lengths.shape[0])
-    cache = cache._replace(starts=_starts(metadata))
+    cache = cache._replace(starts=_starts(metadata), origins=None)
   if isinstance(tokens, int):
     return _read(tokens, cache, metadata, reach)
   return _append(tokens, cache, metadata, reach)
@@ -158,11 +160,17 @@ def _read(length: int, cache: AnyCache, metadata: CacheMetadata, reach: int | No
 
 def _step(seen: CacheView, ends: jax.Array, first: jax.Array, length: int, cache: AnyCache,
           overflow: jax.Array) -> Step:
-  """Returns the step of queries at first..first + length - 1, valid in starts..ends - 1."""
+  """Returns the step of queries at first..first + length - 1, valid in starts..ends - 1.
+
+  Masks count positions from a row's first token, so that padding before it changes nothing.
+  """
+  starts, origins = (jnp.maximum(x[:, None], 0) for x in (
+      seen.starts, seen.starts if seen.origins is None else seen.origins))
   position = first[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
-  counts = (position < ends[:, None]) & (position >= jnp.maximum(seen.starts[:, None], 0))
-  info = MaskInfo(None, jnp.where(counts, 0, -1), jnp.where(seen.positions < 0, -1, 0), position,
-                  seen.positions)
+  counts = (position < ends[:, None]) & (position >= starts)
+  is_empty = seen.positions < 0
+  info = MaskInfo(None, jnp.where(counts, 0, -1), jnp.where(is_empty, -1, 0), position - origins,
+                  jnp.where(is_empty, -1, seen.positions - origins))
   return Step(seen.key, seen.value, seen.key_scale, seen.value_scale, info, cache, overflow)
 
 

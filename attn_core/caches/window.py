@@ -31,11 +31,12 @@ class WindowCache(NamedTuple):
 
   key: jax.Array  # [B, window, K, D]
   value: jax.Array  # [B, window, K, E]
-  starts: jax.Array  # int32 [B]: positions before it are padding
-  lengths: jax.Array  # int32 [B]: tokens written so far, the position of the next one
+  starts: jax.Array  # int32 [B]: tokens before this number are padding
+  lengths: jax.Array  # int32 [B]: tokens written so far, padding included
   overflow: jax.Array  # bool [B]: an invalid write was dropped; reset when replaced
   key_scale: jax.Array | None = None  # float32 [B, window, K] of keys in 8 bits
   value_scale: jax.Array | None = None
+  origins: jax.Array | None = None  # as in a DenseCache
 
   @property
   def indexs(self) -> jax.Array:
@@ -115,7 +116,8 @@ def view(cache: WindowCache) -> CacheView:
   position = last - (last - jnp.arange(window, dtype=jnp.int32)[None]) % window
   live = position >= jnp.maximum(cache.starts[:, None], 0)
   return CacheView(cache.key, cache.value, cache.starts, cache.lengths,
-                   jnp.where(live, position, -1), cache.key_scale, cache.value_scale)
+                   jnp.where(live, position, -1), cache.key_scale, cache.value_scale,
+                   slots_lib.origins(cache))
 
 
 def from_dense(cache: dense.DenseCache, window: int) -> WindowCache:
@@ -126,7 +128,8 @@ def from_dense(cache: dense.DenseCache, window: int) -> WindowCache:
   """
   slots_lib.check_kind(cache, dense.DenseCache)
   ring = slots_lib.empty_like(cache, WindowCache, cache.lengths.shape[0], window)
-  ring = ring._replace(starts=cache.starts, lengths=cache.lengths, overflow=cache.overflow)
+  ring = ring._replace(starts=cache.starts, lengths=cache.lengths, overflow=cache.overflow,
+                       origins=cache.origins)
   return _gather(cache, ring, view(ring).positions)
 
 
@@ -151,7 +154,8 @@ def to_dense(cache: WindowCache, slots: int) -> dense.DenseCache:
   full = slots_lib.empty_like(cache, dense.DenseCache, cache.lengths.shape[0], slots)
   full = full._replace(
       starts=jnp.where(fits, jnp.maximum(cache.starts, cache.lengths - window), 0),
-      lengths=jnp.where(fits, cache.lengths, 0), overflow=cache.overflow | ~fits)
+      lengths=jnp.where(fits, cache.lengths, 0), overflow=cache.overflow | ~fits,
+      origins=jnp.where(fits, slots_lib.origins(cache), 0))
   position = dense.view(full).positions
   return _gather(cache, full, jnp.where(position < 0, -1, position % window))
 

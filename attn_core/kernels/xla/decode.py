@@ -73,7 +73,7 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
                      tile_ops.write_row_scalars(inputs, grid_index, 0, results.lse, lse[..., 0]))
 
   return tile_ops.loop(0, batch, row, Residuals(
-      jnp.zeros((batch, length, heads, width), operands.query.dtype),
+      jnp.zeros((batch, length, heads, width), dense_operands.out_dtype(operands, spec)),
       jnp.zeros((batch, heads, length), dense_operands.lse_dtype(spec))))
 
 

@@ -16,7 +16,7 @@ Products, softmax and copies have the form that XLA:CPU computes fastest:
 T * S scores of a head are [T * G, S] of a key head: the G query heads of a key head become rows.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -114,7 +114,8 @@ def tangent(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
   del residuals
   names = tuple(tangents)
   def attend(*arrays: jax.Array) -> Residuals:
-    return forward(operands._replace(**dict(zip(names, arrays))), spec, block_sizes)
+    given: dict[str, Any] = dict(zip(names, arrays))
+    return forward(operands._replace(**given), spec, block_sizes)
   return jax.jvp(attend, [getattr(operands, name) for name in names], list(tangents.values()))[1]
 
 

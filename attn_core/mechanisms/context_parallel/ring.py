@@ -94,6 +94,7 @@ def _at(sequence: Sequence, operands: Operands, spec: AttentionSpec, keys: ring_
 def _forward(inner: Kernel, sequence: Sequence, operands: Operands, spec: AttentionSpec,
              block_sizes: BlockSizes) -> Residuals:
   # The output is rounded once, after all steps are combined.
+  out_dtype = dense_operands.out_dtype(operands, spec)
   spec = spec._replace(out_dtype=dense_operands.lse_dtype(spec))
 
   def run_step(step: Step, keys: PyTree, running: PyTree,
@@ -108,13 +109,14 @@ def _forward(inner: Kernel, sequence: Sequence, operands: Operands, spec: Attent
 
   running, _ = _run_steps(sequence, spec, ring_step.own_keys(operands, spec), run_step)
   out, lse = online_softmax.finish(running)
-  return Residuals(out.astype(operands.query.dtype), lse[..., 0].swapaxes(1, 2))
+  return Residuals(out.astype(out_dtype), lse[..., 0].swapaxes(1, 2))
 
 
 def _tangent(inner: Kernel, sequence: Sequence, operands: Operands, spec: AttentionSpec,
              block_sizes: BlockSizes, residuals: Residuals,
              tangents: dict[str, jax.Array]) -> Residuals:
   own = {name: t for name, t in tangents.items() if name in ("key", "value")}
+  out_dtype = dense_operands.out_dtype(operands, spec)
   spec = spec._replace(out_dtype=dense_operands.lse_dtype(spec))
 
   def run_step(step: Step, traveling: PyTree, sums: PyTree,
@@ -132,7 +134,7 @@ def _tangent(inner: Kernel, sequence: Sequence, operands: Operands, spec: Attent
 
   traveling = ring_step.own_keys(operands, spec), own
   (out, lse), _ = _run_steps(sequence, spec, traveling, run_step)
-  return Residuals(out.astype(residuals.out.dtype), lse)
+  return Residuals(out.astype(out_dtype), lse)
 
 
 def _backward(inner: Kernel, sequence: Sequence, operands: Operands, spec: AttentionSpec,

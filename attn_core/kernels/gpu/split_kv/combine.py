@@ -65,6 +65,24 @@ def combine(params: KernelParams, out: jax.Array, lse: jax.Array, sinks: jax.Arr
   return out[..., :params.value_width], lse
 
 
+def combine_exactly(params: KernelParams, out: jax.Array, lse: jax.Array, sinks: jax.Array | None,
+                    live: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+  """Computes `combine` in float32 and in plain XLA, for an output that is not rounded.
+
+  The kernel transposes an output of 16 bits while it stores it, which it cannot do with 32.
+  """
+  number, (first, end) = jnp.arange(out.shape[1])[:, None], (x[:, None, None] for x in live)
+  is_live = (number >= first) & (number < end)  # [num_row_blocks, num_splits, 1]
+  # Other splits hold whatever the memory did.
+  lse = jnp.where(is_live, lse / LOG2E, -jnp.inf)
+  out = jnp.where(is_live[..., None], out, 0)
+  every = lse if sinks is None else jnp.concatenate([lse, sinks[:, None]], 1)
+  joint = jax.nn.logsumexp(every, axis=1)
+  share = jnp.exp(lse - jnp.where(joint == -jnp.inf, 0, joint)[:, None])
+  found = (out * share[:, :, None]).sum(1).swapaxes(1, 2)
+  return found[..., :params.value_width], joint
+
+
 def _kernel(params: KernelParams, inputs: _Inputs, outputs: tuple[Ref, ...],
             scratch: tuple[Ref, ...]) -> None:
   num_tiles = mosaic.int32(params.padded_value_width // mosaic.WGMMA_ROWS)

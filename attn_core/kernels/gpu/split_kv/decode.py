@@ -191,7 +191,10 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
                              (batch, queries, heads, 1))
     sinks = _to_rows(tiling, sinks).reshape(num_row_blocks, params.num_rows)
   live = split_kv.live_splits(params, jnp.zeros_like(visited), visited)
-  out, lse = combine.combine(params, out, lse, sinks, live, dtype)
+  if dense_operands.out_dtype(operands, spec) == dtype:
+    out, lse = combine.combine(params, out, lse, sinks, live, dtype)
+  else:
+    out, lse = combine.combine_exactly(params, out, lse, sinks, live)
   out = _from_rows(tiling, out, operands.query.shape)
   lse = _from_rows(tiling, lse[..., None], operands.query.shape)
   return Residuals(out, lse[..., 0].swapaxes(1, 2))

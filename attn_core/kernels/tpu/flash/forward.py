@@ -20,6 +20,7 @@ import jax
 from jax import lax
 from jax.experimental import pallas as pl
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from attn_core.kernels.common import dense_operands, nonfinite, online_softmax
 from attn_core.kernels.common.contract import RemoteCopy, Residuals
@@ -94,7 +95,9 @@ def _forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
   cold_path = safe and operands.query.dtype.name in tiling_lib.NAIVE_DTYPES
   tiling = tiling_lib.make_tiling(operands, spec, block_sizes, backward=False, cold_path=cold_path)
   groups = scalar_memory.num_groups(operands, spec, tiling, by_keys=False, query_ranges=[None])
-  mode = _SoftmaxMode(safe, joins_naive=cold_path)
+  value_dtype = operands.value.dtype
+  exact = jnp.dtype(dense_operands.out_dtype(operands, spec)).itemsize > value_dtype.itemsize
+  mode = _SoftmaxMode(safe, cold_path, value_dtype if exact else None)
   def run(operands: Operands, arrays: tuple[()],
           transfer: RemoteCopy | None) -> tuple[Residuals, tuple[jax.Array, ...]]:
     del arrays
@@ -141,6 +144,16 @@ class _SoftmaxMode(NamedTuple):
 
   safe: bool  # relative to the maximum; else relative to 0
   joins_naive: bool  # some rows of the result are of a naive softmax
+  # Dtype to which weights are rounded before they are summed, as they are before their product
+  # with the values: the errors cancel where nearly all weight is on one key. None: not rounded; an
+  # output of 16 bits would not show it, see `autodiff.rounding`.
+  rounds_to: DTypeLike | None
+
+  def rounded(self, weights: jax.Array) -> jax.Array:
+    """Rounds weights to `rounds_to`."""
+    if self.rounds_to is None:
+      return weights
+    return weights.astype(self.rounds_to).astype(weights.dtype)
 
 
 class _ForwardReaders(NamedTuple):
@@ -296,6 +309,7 @@ class _ForwardStep(NamedTuple):
     logits = self.params.hide(self.refs, tile, masked, logits, -jnp.inf)
     return online_softmax.update(
         running, logits, functools.partial(self.weigh, tile), exp=lambda x: jnp.exp2(x * unit),
+        rounded=self.mode.rounded,
         above=rounded_up if self.mode.joins_naive else lambda m_i: m_i, axis=0)
 
   def update_naive(self, tile: TileIndex, masked: bool, logits: jax.Array,
@@ -304,7 +318,8 @@ class _ForwardStep(NamedTuple):
     weights = jnp.exp2(logits * self.params.unit)
     if masked:
       weights = self.params.hide(self.refs, tile, masked, weights + TRACE, 0.0)
-    after = online_softmax.add(running, weights, functools.partial(self.weigh, tile), axis=0)
+    after = online_softmax.add(running, self.mode.rounded(weights),
+                               functools.partial(self.weigh, tile), axis=0)
     return after if masked else after._replace(l_i=after.l_i + TRACE)
 
   def weigh(self, tile: TileIndex, weights: jax.Array) -> jax.Array:

@@ -50,7 +50,8 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
   count = jnp.full((1,), batch, jnp.int32)
   # 3. The kernel.
   out, lse = kernel.attend(logits_spec, shape, common.KernelInputs(
-      steps, count, jnp.zeros((1,), jnp.int32), None, rows, mask, _token_arrays(operands, layout)))
+      steps, count, jnp.zeros((1,), jnp.int32), None, rows, mask, _token_arrays(operands, layout)),
+                            dense_operands.out_dtype(operands, spec))
   # 4. Back to [B, T, H, E], and the sinks.
   def from_rows(x: jax.Array) -> jax.Array:
     x = x.reshape(batch, key_heads, length, group_size, -1).transpose(0, 2, 1, 3, 4)

@@ -18,6 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from attn_core.kernels.common import online_softmax
 from attn_core.kernels.tpu import launch
@@ -27,17 +28,18 @@ from attn_core.kernels.tpu.ragged.common import (
 from attn_core.kernels.tpu.ragged.kv_layout import LiveTokens, Transfer, copy_block, copy_pages
 
 
-def attend(spec: LogitsSpec, shape: StepShape,
-           inputs: KernelInputs) -> tuple[jax.Array, jax.Array]:
+def attend(spec: LogitsSpec, shape: StepShape, inputs: KernelInputs,
+           out_dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
   """Computes the attention of every step.
 
   Args:
     spec: what is computed.
     shape: static shape of a step.
     inputs: the arrays; `inputs.rows` is [num_steps, head_groups, group_rows, D].
+    out_dtype: of out.
 
   Returns:
-    out [num_steps, head_groups, group_rows, E] in the dtype of the rows, and lse float32
+    out [num_steps, head_groups, group_rows, E], and lse float32
     [num_steps, head_groups, group_rows]; only those of the first `num_live` steps are written.
   """
   rows, layout = inputs.rows, shape.layout
@@ -59,7 +61,7 @@ def attend(spec: LogitsSpec, shape: StepShape,
   output = lambda last, dtype: jax.ShapeDtypeStruct((num_steps, shape.head_groups, *last), dtype,
                                                     manual_axis_type=varying)
   column = (shape.group_rows, 1) if shape.few_rows else (1, shape.group_rows)
-  outputs = [output((shape.group_rows, width), rows.dtype), output(column, jnp.float32)]
+  outputs = [output((shape.group_rows, width), out_dtype), output(column, jnp.float32)]
   # 3. Scratch memory.
   buffers = [pltpu.VMEM(*x) for x in layout.buffers()]
   if inputs.mask is not None:

@@ -214,7 +214,7 @@ def _attend(inputs: BlockedInputs, layout: KVLayout, requests: tuple[Index, Inde
       common.LogitsSpec(spec.softmax_scale, spec.logits_soft_cap, left, right, spec.precision),
       shape, common.KernelInputs(
           work.steps, work.num_live, inputs.tables.reshape(-1), tensor_scales, rows, None,
-          _token_arrays(inputs, layout)))
+          _token_arrays(inputs, layout)), rows.dtype)
   # 3. The results by token.
   def by_token(x: jax.Array) -> jax.Array:
     x = x.reshape(x.shape[0], layout.key_heads, block_q, group_size, x.shape[-1])[:, :key_heads]
