@@ -58,21 +58,20 @@ class ProgramTest(parameterized.TestCase):
 
   @parameterized.parameters(
       (LONG, {}), (64, dict(block_sizes=BlockSizes(block_q=16))),
-      (64, dict(logits_soft_cap=2.0)), (64, dict(bias=np.zeros((1, 1, 64, 64), np.float32))))
+      (64, dict(logits_soft_cap=2.0)), (64, dict(compute_dtype="bfloat16")),
+      (64, dict(bias=np.zeros((1, 1, 64, 64), np.float32))))
   def test_loops_where_there_is_something_to_loop_over_or_to_add(self, length, arguments):
     attend = ours("flash_attn2", **arguments)
     self.assertIn("stablehlo.while", jax.jit(attend).lower(*shapes(1, length, 2, 8)).as_text())
 
-  @parameterized.product(mechanism=("flash_attn2", "vanilla"), dtype=("float32", "bfloat16"))
-  def test_programs_compile_as_fast_as_those_of_jax_nn(self, mechanism, dtype):
-    # The time of XLA:CPU is that of its fusions, each of which is a function for LLVM. Operands of
-    # 16 bits take a few more: one pass each that replaces non-finite numbers.
-    most = 1.5 if dtype == "float32" else 1.6
-    at = (2, 197, 4, 64, dtype)
+  @parameterized.parameters("flash_attn2", "vanilla")
+  def test_programs_compile_as_fast_as_those_of_jax_nn(self, mechanism):
+    # The time of XLA:CPU is that of its fusions, each of which is a function for LLVM.
+    at = (2, 197, 4)
     for wrap in (lambda attend: attend, gradient):
       mine, theirs = (jax.jit(wrap(attend)).lower(*shapes(*at)).compile()
                       for attend in (ours(mechanism), jax_nn))
-      self.assertLessEqual(count(mine, "fusion"), most * count(theirs, "fusion"))
+      self.assertLessEqual(count(mine, "fusion"), 1.5 * count(theirs, "fusion"))
       self.assertEqual(count(mine, "while") + count(mine, "conditional"), 0)
 
   def test_layers_share_one_trace(self):
@@ -181,20 +180,6 @@ class ValuesTest(parameterized.TestCase):
       return output.attention_outputs, output.lse
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5),
                  both(attend)(*make(length, "float32")), truth(name, length))
-
-  @parameterized.product(length=(2, 197), causal=(False, True))
-  def test_bfloat16_is_as_exact_as_jax_nn(self, length, causal):
-    x = make(length, "bfloat16", heads=(4, 4), widths=(16, 16))
-    plain = lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=causal)
-    loss = lambda f: lambda *x: (f(*x).astype(jnp.float32)**2).sum()
-    run = lambda f: jax.jit(lambda *x: (f(*x), *jax.grad(loss(f), (0, 1, 2))(*x)))
-    want = run(plain)(*[y.astype(jnp.float32) for y in x])
-    rms = lambda got: [float(jnp.sqrt(jnp.mean((a.astype(jnp.float32) - b)**2)))
-                       for a, b in zip(got, want)]
-    theirs = rms(run(plain)(*x))
-    for mechanism in ("flash_attn2", "vanilla"):
-      for mine, limit in zip(rms(run(ours(mechanism, causal))(*x)), theirs):
-        self.assertLessEqual(mine, 1.2 * limit + 1e-6)
 
   @parameterized.parameters("flash_attn2", "vanilla")
   def test_queries_without_keys(self, mechanism):

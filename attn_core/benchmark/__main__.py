@@ -4,7 +4,7 @@
 
     python3 -m attn_core.benchmark                      a few cases, in about three minutes
     python3 -m attn_core.benchmark --full --out DIR     the complete comparison
-    python3 -m attn_core.benchmark --short --out DIR    short sequences: times, compile times, jax.nn
+    python3 -m attn_core.benchmark --short --out DIR   short sequences, compared with jax.nn
     python3 -m attn_core.benchmark --list               all mechanisms, peers and cases
     python3 -m attn_core.benchmark --static tpu         cycles of TPU kernels, without a TPU
     python3 -m attn_core.benchmark --static tpu-decode  those of decoding, with memory bounds
@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
                       help="whether to measure calls and importing; default: with --full")
   parser.add_argument("--full", action="store_true", help="the complete comparison")
   parser.add_argument("--short", action="store_true",
-                      help="short sequences: flash_attn2 and vanilla beside jax.nn")
+                      help="short sequences: flash_attn2 and vanilla, compared with jax.nn")
   parser.add_argument("--out", help="folder for the JSON file, the text and the chart")
   parser.add_argument("--name", help="stem of the files; default: from the device and the versions")
   parser.add_argument("--list", action="store_true", help="only list cases and contenders")
