@@ -332,6 +332,8 @@ VALUES = (
      "at most 7 slots", "larger"),
     ("cache_lengths", {**CACHED, "cache_metadata": CacheMetadata(np.array([9, 1]))},
      r"lengths: got \[9, 1\] \(see rows \[0\]\)", "0 to 8"),
+    ("cache_value_alone", {**CACHED, "key": None}, "key: got NoneType"),
+    ("cache_key_alone", {**CACHED, "value": None}, "value: got NoneType"),
     ("cache_lengths_shape", {**CACHED, "cache_metadata": CacheMetadata(ints(3))},
      r"lengths: got int32\[3\]", r"int32 \[2\]"),
     ("cache_starts", {**CACHED, "cache_metadata": CacheMetadata(starts=floats(B))},

@@ -100,17 +100,23 @@ class VisitsTest(parameterized.TestCase):
 
 class BlockSizesTest(parameterized.TestCase):
 
-  @parameterized.parameters((1, 1), (2, 7), (16, 16), (37, 37), (64, 5), (37, 1))
-  def test_results_do_not_depend_on_them(self, block_q, block_kv):
-    keys = jax.random.split(jax.random.key(0), 3)
-    q, k, v = (jax.random.normal(key, (2, 37, heads, 8)) for key, heads in zip(keys, (6, 3, 3)))
+  @parameterized.parameters((2, 7, 2), (16, 16, 1), (37, 37, 3), (64, 5, 2), (37, 1, 4))
+  def test_results_do_not_depend_on_them(self, block_q, block_kv, block_heads):
+    """Checks gradients of output and lse, with heads in several steps, and a number per pair."""
+    rng = np.random.default_rng(0)
+    q, k, v, bias = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in (
+        (2, 37, 8, 8), (2, 37, 4, 8), (2, 37, 4, 8), (2, 8, 37, 37)))
+    mask = rng.random((2, 8, 37, 37)) < 0.8
     def both(sizes):
-      f = lambda *x: (forward(*x, block_sizes=sizes, sliding_window=(9, 0))**2).sum()
-      return jax.jit(jax.value_and_grad(f, (0, 1, 2)))(q, k, v)
-    sizes = BlockSizes(block_q, block_kv, block_q, block_kv, block_heads=1)
+      def f(q, k, v, bias):
+        found = attention(q, k, v, mechanism="flash_attn2", bias=bias, block_sizes=sizes, mask=mask,
+                          sliding_window=(9, 0), logits_soft_cap=3.0, return_lse=True)
+        lse = jnp.where(found.lse == -jnp.inf, 0, found.lse)
+        return (found.attention_outputs**2).sum() + jnp.sin(lse).sum(), found
+      return jax.jit(jax.value_and_grad(f, (0, 1, 2, 3), has_aux=True))(q, k, v, bias)
+    sizes = BlockSizes(block_q, block_kv, block_q, block_kv, block_heads)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=2e-5),
                  both(sizes), both(BlockSizes()))
-
 
 
 class NarrowTest(parameterized.TestCase):

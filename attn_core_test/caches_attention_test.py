@@ -98,6 +98,36 @@ class StepTest(parameterized.TestCase):
                   cache_view=prefill.cache_view)
     np.testing.assert_allclose(decoded.attention_outputs, pick(want.attention_outputs), atol=2e-6)
 
+  @parameterized.named_parameters(*[(k, k) for k in CACHES])
+  def test_requests_without_a_row_of_their_own_are_nan_under_jit(self, cache):
+    module, slots = CACHES[cache]
+    part = [x[:2, :3] for x in model()]
+    run = jax.jit(lambda rows: attention(
+        *part, mode="__insert__", sliding_window=WINDOW, return_lse=True,
+        cache_view=module.init(B, slots, HEADS, dtype=jnp.float32),
+        cache_metadata=CacheMetadata(slots=rows)))
+    for rows, wrong in (([2, 0], False), ([1, 1], True), ([0, B], True), ([-1, 2], True)):
+      output = run(np.array(rows))
+      np.testing.assert_array_equal(np.isnan(output.attention_outputs), wrong)
+      np.testing.assert_array_equal(np.isnan(output.lse), wrong)
+
+  def test_requests_that_are_inserted_take_masks_by_the_order_of_keys(self):
+    """The rows of a window cache do so too, since new requests attend to themselves alone."""
+    part = [x[:, :7] for x in model()]
+    mask = np.random.default_rng(5).random((B, 1, 7, 7)) < 0.6
+    lengths = np.array([7, 3, 5])
+    run = lambda **arguments: attention(
+        *part, mode="__insert__", sliding_window=WINDOW, return_lse=True,
+        cache_view=window.init(B, 4, HEADS, dtype=jnp.float32),
+        cache_metadata=CacheMetadata(slots=np.arange(B)), **arguments)
+    for arguments in (dict(mask=mask), dict(mask_info=MaskInfo(mask)),
+                      dict(mask=masks.lengths(None, lengths))):
+      got = run(**arguments)
+      want = attention(*part, mechanism="vanilla", sliding_window=WINDOW, return_lse=True,
+                       **arguments)
+      for name in ("attention_outputs", "lse"):
+        np.testing.assert_allclose(getattr(got, name), getattr(want, name), atol=2e-6)
+
   def test_left_padding_and_a_cache_that_is_only_read(self):
     starts = np.array([0, 2, 5])
     query, key, value = model()

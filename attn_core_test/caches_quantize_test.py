@@ -48,7 +48,9 @@ class QuantizeTest(parameterized.TestCase):
         (lambda: quantize.dequantize(None, x), "values: got NoneType"),
         (lambda: quantize.dequantize(stored, 1.0), "scales: got float"),
         (lambda: quantize.dequantize(stored, jnp.ones(3)),
-         r"scales: got float32\[3\]; expected float32 \[2\]")):
+         r"scales: got float32\[3\]; expected float32 \[2\]"),
+        (lambda: quantize.dequantize(stored, jnp.ones((1, 2))),
+         r"scales: got float32\[1, 2\]; expected float32 \[2\]")):
       with self.subTest(message), self.assertRaisesRegex(ValueError, message):
         call()
 

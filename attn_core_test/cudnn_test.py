@@ -398,6 +398,18 @@ class ValuesTest(parameterized.TestCase):
     np.testing.assert_array_equal(asked.call_args.kwargs["key_value_seq_lengths"], [9, 1])
     np.testing.assert_array_equal(out, 0)
 
+  def test_a_length_that_is_not_given_is_that_of_its_own_tokens(self):
+    query, key = jnp.ones((2, 8, 1, 8)), jnp.ones((2, 12, 1, 8))
+    for mask, of_queries, of_keys in ((masks.lengths(None, ints(5, 12)), [8, 8], [5, 12]),
+                                      (masks.lengths(ints(3, 8)), [3, 8], [12, 12])):
+      leaves, structure = jax.tree.flatten(mask)
+      call = Call(Operands(query, key, key, mask=MaskOperands(tuple(map(jnp.asarray, leaves)))),
+                  AttentionSpec(structure, 1.0))
+      with mock.patch.object(jax.nn, "dot_product_attention", return_value=query) as asked:
+        sdpa.cudnn(call)
+      np.testing.assert_array_equal(asked.call_args.kwargs["query_seq_lengths"], of_queries)
+      np.testing.assert_array_equal(asked.call_args.kwargs["key_value_seq_lengths"], of_keys)
+
   def test_a_nonfinite_key_reaches_the_queries_that_see_it(self):
     x = jnp.ones((1, 9, 1, 8))
     out = attention(x, x.at[:, 4].set(jnp.inf), x, mechanism="sdpa", sliding_window=(2, 0))

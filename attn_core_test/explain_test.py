@@ -160,6 +160,7 @@ class ExplainTest(parameterized.TestCase):
       return None
     if said.chosen is None:
       self.assertIsInstance(error, NotImplementedError, said)
+      self.assertEmpty(said.spread)
       return None
     if error is not None:
       raise AssertionError(f"{said}\nand it raises") from error
@@ -234,6 +235,10 @@ class ExplainTest(parameterized.TestCase):
                      query_offset=slots - 1, metadata=metadata)
     self.assertEqual(self.check_in_context(operands, arguments), kernel)
     self.assertIn(words, str(explain(*operands, **arguments)))
+    # No answer depends on who was asked before.
+    for mechanism in ("auto", "vanilla", "ring"):
+      found = explain(*operands, **arguments | {"mechanism": mechanism}).verdicts
+      self.assertEqual([*map(str, found)], [*map(str, explain(*operands, **arguments).verdicts)])
 
   @parameterized.parameters(
       ("gpu", "9.0", BlockSizes(block_q=16)), ("gpu", "9.0", BlockSizes(block_heads=2)),

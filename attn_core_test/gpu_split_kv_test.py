@@ -21,7 +21,7 @@ import numpy as np
 from attn_core import (BlockSizes, PagedOptions, PagesV1, PagesV2, masks,
                        ragged_page_attention_v2)
 from attn_core.caches import pages, quantize
-from attn_core.kernels.gpu.split_kv import decode, kernel as split_kv
+from attn_core.kernels.gpu.split_kv import decode, kernel as split_kv, quantized_kv
 from attn_core_test import gpu_cases, gpu_interpret, paged_cases, sampling
 from attn_core_test.gpu_cases import Case
 from attn_core_test.gpu_interpret import interpret
@@ -61,6 +61,24 @@ def compare(found, expected):
 
 class LiveSplitsTest(parameterized.TestCase):
 
+  def test_chosen_splits_hold_all_blocks_and_are_not_too_many(self):
+    for blocks in range(1, 1200):
+      params = split_kv.make_kernel_params(1, (64, 64), blocks, None)
+      self.assertLessEqual(params.num_splits, split_kv.MAX_SPLITS)
+      self.assertGreaterEqual(params.num_splits * params.split_blocks, blocks)
+      self.assertLess((params.num_splits - 1) * params.split_blocks, blocks)
+
+  def test_scales_are_padded_to_heads_that_are_copied_together(self):
+    for heads in range(1, 13):
+      scales = jnp.arange(1.0, 8 * heads + 1).reshape(8, heads)
+      found = quantized_kv.pack_scales(
+          quantized_kv.QuantizedKV("int8", quantized_kv.TOKEN, heads == 1), scales)
+      if heads == 1:
+        np.testing.assert_array_equal(found, scales[:, 0])
+      else:
+        self.assertEqual(found.shape, (8, -(-heads // 4) * 4))
+        np.testing.assert_array_equal(found[:, :heads], scales)
+
   def test_those_with_a_block_and_no_others(self):
     params = split_kv.make_kernel_params(1, (64, 64), 12, 3)
     first, end = np.array([(a, b) for a in range(13) for b in range(13)]).T
@@ -96,6 +114,15 @@ class InterpretTest(parameterized.TestCase):
     np.testing.assert_array_equal(out[SHORT_EMPTY], 0)
     np.testing.assert_array_equal(lse[SHORT_EMPTY], -np.inf)
     self.assertTrue(np.isnan(out[~SHORT_EMPTY]).all())
+
+  def test_one_scale_for_all_keys_and_one_for_all_values(self):
+    query, key, value, _ = SHORT.arrays()
+    scales = jnp.float32(np.nanmax(np.abs(key)) / 127), jnp.float32(np.nanmax(np.abs(value)) / 30)
+    stored = [pages.store(x, "int8", scale) for x, scale in zip((key, value), scales)]
+    found = run_pages(query, pages.convert(PagesV1(*stored, *scales), PagesV2), SHORT.metadata())
+    read = (x.astype(jnp.float32) * scale for x, scale in zip(stored, scales))
+    out, lse = SHORT.oracle(query.astype(jnp.float32), *read, None)
+    compare(found, (out, lse.T))
 
   def test_pages_with_windows_that_skip_splits_or_the_table(self):
     query, key, value, _ = LONG.arrays()

@@ -126,6 +126,11 @@ class BadInputTest(parameterized.TestCase):
       attention(self.query, None, None, mechanism="flash", layout="thd", cache_view=self.cache,
                 cache_metadata=self.metadata)
 
+  def test_weights_over_pages_are_refused(self):
+    with self.assertRaisesRegex(NotImplementedError, "return_weights=True"):
+      attention(self.query, None, None, layout="thd", cache_view=self.cache,
+                cache_metadata=self.metadata, return_weights=True)
+
   def test_scales_of_another_number_of_heads(self):
     quantised = pages.init(PagesV2, 24, 4, Heads(2, 6, 6), jnp.int8, "token")
     narrow = quantised._replace(key_scales=quantised.key_scales[..., :1],
@@ -145,6 +150,9 @@ class BadInputTest(parameterized.TestCase):
        "cache_view: .*as many rows of values"),
       (lambda q, c, m: ragged_page_attention_v2(q, PagesV2(c.pages[0]), m),
        "cache_view: .*P, page"),
+      *((lambda q, c, m, axis=axis: ragged_page_attention_v2(
+          q, PagesV2(jax.lax.slice_in_dim(c.pages, 0, 0, axis=axis)), m),
+         r"cache_view: got float32.*\b0\b.*P, page") for axis in range(4)),
       (lambda q, c, m: ragged_page_attention_v2(q, PagesV2(c.pages.astype(jnp.int8)), m),
        "cache_view.key_scales: got None"),
       (lambda q, c, m: ragged_page_attention_v2(q, c._replace(key_scales=jnp.float32(1)), m),

@@ -130,6 +130,20 @@ class MeaningTest(parameterized.TestCase):
       self.assertTrue(np.isnan(after[seen]).all())
       np.testing.assert_array_equal(after[~seen], before[~seen])
 
+  def test_a_query_that_is_nan_reaches_only_gradients_of_what_it_sees(self):
+    query, cache, metadata = plain(Case((8, 9), (8, 9), rest=0))
+    keep = np.arange(17)[:, None, None] != 6
+    run = jax.jit(jax.grad(lambda *a: jnp.sin(jnp.where(keep, ragged_page_attention_v2(
+        *a, metadata, PagedOptions(sliding_window=(1, 0), block_sizes=BLOCKS)
+        ).attention_outputs, 0)).sum(), (0, 1)))
+    before, after = run(query, cache), run(query.at[6, 0].set(jnp.nan), cache)
+    np.testing.assert_array_equal(after[0][7:], before[0][7:])
+    page = metadata.page_tables[0, 1]  # positions 4 to 7 of the first request
+    seen = np.zeros(cache.pages.shape, bool)
+    seen[page, 1:3, :2] = True  # positions 5 and 6, key and value of key head 0
+    np.testing.assert_array_equal(after[1].pages[~seen], before[1].pages[~seen])
+    self.assertTrue(np.abs(before[1].pages[page, :, :2]).max((1, 2)).all())
+
   def test_bfloat16_sums_in_float32(self):
     """Sums the weights of 600 equal keys, which in bfloat16 would stop at 256."""
     length = 600
@@ -146,7 +160,7 @@ class MeaningTest(parameterized.TestCase):
 
   @parameterized.product(layout=(PagesV1, PagesV2), kind=("tensor", "token"))
   def test_quantized_pages_are_read_by_their_scales(self, layout, kind):
-    case = Case((9, 17, 3), (1,) * 3, rest=0)
+    case = Case((9, 17, 3), (1,) * 3, rest=0, D=8 if kind == "token" else 6)  # two loops on a CPU
     query, wide, _ = plain(case)
     heads, metadata = Heads(case.K, case.D, case.D), case.metadata(single=True)
     key, value = pages.to_dense(wide, metadata)

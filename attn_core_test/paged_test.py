@@ -84,7 +84,7 @@ def expected_of(name, table):
 
 
 SINGLE = Frozen({
-    "window_sinks_cap_mqa": Case((9, 0, 32), (1,) * 3, rest=0, K=1, sinks=True,
+    "window_sinks_cap_mqa": Case((9, 0, 32), (1,) * 3, rest=0, K=1, D=8, sinks=True,
                                  options=PagedOptions(sliding_window=(6, 0), logits_soft_cap=2.0)),
     "one": Case((1,), (1,), rest=0, page=1),
 })

@@ -69,6 +69,15 @@ class TransformationTest(absltest.TestCase):
     for axis in (1, held.ndim):
       found = jax.vmap(along, in_axes=axis)(np.moveaxis(tangents, 0, axis))
       np.testing.assert_allclose(found, want, atol=1e-6)
+    # Along one operand alone, and with zeros along the other.
+    query = self.query
+    both = lambda *moves: jax.jvp(lambda query, pages: self.run_v2(
+        query, PagesV2(pages), self.metadata), (query, held), moves)[1]
+    np.testing.assert_allclose(want[0], both(jnp.zeros_like(query), tangents[0]), atol=1e-6)
+    alone = jax.jvp(lambda query: self.run_v2(query, self.cache, self.metadata),
+                    (query,), (query[::-1],))[1]
+    np.testing.assert_allclose(alone, both(query[::-1], jnp.zeros_like(held)), atol=1e-6)
+    self.assertTrue(np.any(want[0]) and np.any(alone))
 
   def test_scans_over_layers(self):
     """Scans over layers, each with a cache that the scan updates, as an engine does."""

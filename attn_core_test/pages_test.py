@@ -20,6 +20,7 @@ HEADS = Heads(3, 5, 5)
 TABLES = np.array([[4, 1, 99], [-7, 99, 99], [0, 6, 99]], np.int32)
 METADATA = PagesMetadata(TABLES, np.array([5, 0, 8], np.int32), np.array([0, 2, 2, 10], np.int32))
 EIGHT = pages.init(PagesV2, 8, 4, HEADS, jnp.int8, "token")
+PADDED = pages.init(PagesV3, 8, 4, HEADS, jnp.int8, "token")
 SLOTS = [19, 4, 0, 1, 2, 3, 24, 25, 26, 27, -1]  # page * 4 + offset, by hand
 
 
@@ -64,6 +65,10 @@ class PagesTest(parameterized.TestCase):
       written = pages.from_dense(empty, *(x[None] for x in tokens(12)),
                                  metadata._replace(page_tables=table))
       self.assertEqual(np.flatnonzero(written.pages.any((1, 2, 3))).tolist(), [1, 4])
+    eight = pages.append(EIGHT, *tokens(4), jnp.array([26, 27, -1, -1]))
+    for after, before in zip(eight, EIGHT):
+      changed = (after != before).reshape(32, -1).any(1)
+      self.assertEqual(np.flatnonzero(changed).tolist(), [26, 27])
 
   @parameterized.product(layout=LAYOUTS, dtype=("float32", "int8"))
   def test_a_dense_cache_and_pages_hold_the_same(self, layout, dtype):
@@ -258,6 +263,8 @@ class PagesTest(parameterized.TestCase):
       (lambda c, k, v: pages.append(EIGHT, k.astype(jnp.int8), v.astype(jnp.int8), jnp.arange(11),
                                     (k[..., 0], v[:, :2, 0])),
        r"scales: got float32\[11, 2\]; expected float32 \[11, 3\]"),
+      (lambda c, k, v: pages.append(PADDED, k[:, :2], v[:, :2], jnp.arange(11)),
+       r"key: got float32\[11, 2, 5\]; expected 3 heads, those of key_scales"),
       (lambda c, k, v: pages.from_dense(c, *[jnp.zeros((3, 13, 3, 5))] * 2, METADATA),
        r"key: got float32\[3, 13, 3, 5\].*S at most 12: 3 pages of 4"),
       (lambda c, k, v: pages.from_dense(c, *[jnp.zeros((2, 12, 3, 5))] * 2, METADATA), "R = 3"),

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mesh axes of dimensions, by their meaning: modes, shapes, meshes, reports of what is dropped."""
 
+import itertools
+
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
@@ -9,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import numpy as np
 
 from attn_core import OperationMetadata
+from attn_core.mechanisms.context_parallel import ulysses
 from attn_core.sharding import partition, placement
 from attn_core.sharding.mesh import create_mesh
 from attn_core.sharding.partition import DroppedAxis, PartitionAxis, fit, resolve
@@ -205,9 +208,28 @@ class FitTest(parameterized.TestCase):
     spec, drops = fit(P("dp", ("tp", "dp")), None, None)
     self.assertEqual(spec, P("dp", "tp"))
     self.assertEqual([(drop.dimension, drop.axis) for drop in drops], [(1, "dp")])
+    mesh = create_mesh((2, 4), ("dp", "tp"))
+    spec, drops = fit(P("dp", ("tp", "dp")), (4, 3), mesh)
+    self.assertEqual(spec, P("dp", None))
+    self.assertEqual([(drop.dimension, drop.axis) for drop in drops], [(1, "dp"), (1, "tp")])
 
 
 class PlacementTest(parameterized.TestCase):
+
+  def test_devices_that_exchange_heads_get_the_key_heads_of_their_query_heads(self):
+    """Each query head finds its key head, and no more are sent than evenly divided runs need."""
+    for group, each, key_heads in itertools.product((2, 3, 4, 8), range(1, 7), range(1, 13)):
+      heads = group * each
+      if heads % key_heads:
+        continue
+      needed = ulysses.key_heads_needed(heads, key_heads, group)
+      own = np.arange(heads) // (heads // key_heads)
+      found = needed.repeat(heads // len(needed))
+      np.testing.assert_array_equal(found, own, f"{heads} over {key_heads} on {group}")
+      self.assertEqual(len(needed) % group, 0)
+      fewer = [n for n in range(group, len(needed), group) if heads % n == 0
+               and (own.reshape(n, -1) == own.reshape(n, -1)[:, :1]).all()]
+      self.assertEmpty(fewer)
 
   @parameterized.product(heads=(4, 8, 12), key_heads=(1, 2, 4), x=(1, 2, 4))
   def test_key_heads_are_sharded_as_the_query_heads_or_replicated(self, heads, key_heads, x):

@@ -4,6 +4,7 @@
 
 import io
 import itertools
+import operator
 import pathlib
 import subprocess
 import sys
@@ -75,6 +76,7 @@ class RenderTest(parameterized.TestCase):
     edges, _ = render._edges(length, block, most)
     points, starts = render._points(edges)
     self.assertEqual((edges[0], edges[-1]), (0, length))
+    self.assertLess(len(edges), most + 2)
     for cell, first, end in zip(np.split(points, starts[1:]), edges[:-1], edges[1:], strict=True):
       self.assertTrue((np.diff(cell) > 0).all() and first <= cell[0] and cell[-1] < end)
       if len(cell) > 1:
@@ -128,6 +130,19 @@ class RenderTest(parameterized.TestCase):
     mask = masks.offset(masks.custom(even), 3)
     self.assertEqual(describe(mask), "offset(custom(even), amount=3)")
 
+  def test_a_description_reads_as_the_mask_in_python(self):
+    """Parentheses are where the order of Python's operators needs them."""
+    leaf = {"causal": masks.causal(), "chunk": masks.chunk(3), "prefix": masks.prefix(2)}
+    names = {name: lambda mask=mask, **fields: mask for name, mask in leaf.items()}
+    grown = [~x for x in leaf.values()] + [
+        sign(x, y) for sign in (operator.and_, operator.or_)
+        for x, y in itertools.product(leaf.values(), repeat=2)]
+    dense = lambda mask: np.asarray(materialize.to_dense(mask, (1, 1, 7, 7)))
+    for x, y in itertools.product(grown, list(leaf.values())[1:]):
+      for mask in (x & y, x | y, ~x & y, ~(x | y), y & x, y | x, ~x | x & y):
+        read = eval(describe(mask), names)  # pylint: disable=eval-used
+        np.testing.assert_array_equal(dense(read), dense(mask), describe(mask))
+
   @parameterized.parameters(
       (dict(queries=0), "queries"),
       (dict(queries=2.0), "queries"),
@@ -157,11 +172,16 @@ class PictureTest(absltest.TestCase):
     picture(masks.causal(), file, 32, block_q=8, block_kv=8)
     file.seek(0)
     pixels = np.round(image.imread(file, "png")[..., :3] * 255).astype(int)
-    full, visible, hidden = ((pixels == colour).all(-1).sum() for colour in (
+    of_full, of_visible, of_hidden = ((pixels == colour).all(-1) for colour in (
         (0x00, 0x72, 0xb2), (0xd5, 0x5e, 0x00), (0xfd, 0xeb, 0xc8)))
+    full, visible, hidden = of_full.sum(), of_visible.sum(), of_hidden.sum()
     # 6 full blocks of 64 elements, 4 partial ones with 36 visible and 28 hidden each
     self.assertAlmostEqual(visible / full, 4 * 36 / (6 * 64), delta=0.03)
     self.assertAlmostEqual(hidden / full, 4 * 28 / (6 * 64), delta=0.03)
+    # The first query is at the top, the first key on the left: full blocks are at the lower left.
+    (row, column), diagonal = (np.argwhere(x).mean(0) for x in (of_full, of_visible))
+    self.assertGreater(row, diagonal[0] + 10)
+    self.assertLess(column, diagonal[1] - 10)
 
   def test_writes_files_and_leaves_pyplot_alone(self):
     path = pathlib.Path(self.create_tempdir()) / "mask.png"

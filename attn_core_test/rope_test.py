@@ -168,6 +168,13 @@ class FrequenciesTest(parameterized.TestCase):
     self.assertAlmostEqual(attention_factor(alone._replace(rope_type="yarn")), 1.36888794541,
                            places=9)
 
+  def test_no_type_shrinks_the_rotated_vectors(self):
+    """Also where a factor below 1 makes the positions of a model denser."""
+    for case in PARAMETERS:
+      for factor in (0.5, 1.0):
+        rope = read(case, factor=factor)
+        self.assertEqual(attention_factor(rope), 1.0, case)
+
   def test_given_attention_factor_wins(self):
     for case in PARAMETERS:
       self.assertEqual(attention_factor(read(case, attention_factor=0.75)), 0.75)

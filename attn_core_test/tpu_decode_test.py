@@ -8,6 +8,7 @@ computation. Slots of a cache that may not be read hold NaN.
 
 import itertools
 import unittest
+from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -19,6 +20,7 @@ import numpy as np
 from attn_core import OperationMetadata, attention
 from attn_core.benchmark.static import profile as static_profile
 from attn_core.caches import dense, quantize
+from attn_core.kernels.tpu.ragged import common
 from attn_core.types import cdiv
 from attn_core_test import decode_cases, sampling, tpu_cases
 from attn_core_test.decode_cases import Case
@@ -94,6 +96,41 @@ class InterpretTest(parameterized.TestCase):
       x, y = np.asarray(x, np.float64), np.asarray(y)
       np.testing.assert_array_equal(x == -np.inf, y == -np.inf)
       np.testing.assert_allclose(x, y, atol=most)
+
+  @parameterized.parameters((2, 4, -0.4, 4.0), (40, 4, -0.4, None))
+  def test_a_mask_of_every_head_and_a_negative_scale(self, tokens, key_heads, scale, cap):
+    """Checks groups of heads that see differently, and logits that fall where products rise."""
+    # Several groups in one round of a loop over them, and several rounds.
+    self.enter_context(mock.patch.object(common, "UNROLLED_SCORES", 2 * 256 * 128))
+    self.enter_context(mock.patch.object(common, "FEW_ROWS_GROUPS", 2))
+    rng = np.random.default_rng(0)
+    query, key, value = (jnp.asarray(rng.normal(size=(1, length, heads, 16)), jnp.float32)
+                         for length, heads in ((tokens, 2 * key_heads), *[(130, key_heads)] * 2))
+    mask = rng.random((1, 2 * key_heads, tokens, 130)) < 0.6
+    run = lambda mechanism, **arguments: jax.jit(lambda *x: attention(
+        *x, mask=mask, causal=False, softmax_scale=scale, logits_soft_cap=cap,
+        mechanism=mechanism, return_lse=True, **arguments))(query, key, value)
+    with interpreted():
+      got = jax.block_until_ready(run("autoregressive_decodeattn", mode="__autoregressive__",
+                                      metadata=TPU))
+    want = run("vanilla")
+    for name in ("attention_outputs", "lse"):
+      np.testing.assert_allclose(getattr(got, name), getattr(want, name), atol=1e-5)
+
+  def test_a_scale_that_is_nan_reaches_what_sees_it(self):
+    case, dtype, held, transfers = ROWS["int8"]
+    operands, cache, _ = setup(case._replace(lengths=(50, 77), S=80), dtype, held)
+    run = lambda metadata: jax.jit(lambda query, cache: attention(
+        query, None, None, cache_view=cache, metadata=metadata, return_lse=True,
+        **case.arguments)[:4])
+    on_tpu, on_cpu = run(TPU), run(OperationMetadata(platform="cpu"))
+    for name in ("key_scale", "value_scale"):
+      wrong = cache._replace(**{name: getattr(cache, name).at[0, 49, 1].set(jnp.nan)})
+      with interpreted(transfers):
+        got = jax.block_until_ready(on_tpu(operands["query"], wrong))
+      nan = np.isnan(on_cpu(operands["query"], wrong)[0])
+      self.assertEqual(nan.mean(), 1 / 8)
+      np.testing.assert_array_equal(np.isnan(got[0]), nan)
 
   def test_the_same_bits_in_any_batch_and_only_live_keys_move(self):
     """Checks that at 4k tokens at most 5% more bytes move than those of visible keys and values."""

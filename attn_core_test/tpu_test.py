@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core import BlockSizes, attention, explain, masks
+from attn_core import BlockSizes, MaskInfo, attention, explain, masks
 from attn_core.kernels.tpu.flash import forward, schedule, tile_inputs, tiling
 from attn_core.types import AttentionSpec, Operands
-from attn_core_test.tpu_cases import BLOCKS, CASES, IDS, TPU, Case
+from attn_core_test.tpu_cases import BLOCKS, CASES, IDS, KEY, TPU, Case
 from attn_core_test.tpu_interpret import interpreted
 
 
@@ -33,14 +33,15 @@ def everything(run, weights):
 
 class InterpretTest(parameterized.TestCase):
 
-  def compare(self, case, tolerance):
+  def compare(self, case, tolerance, transfers_executed=("on_wait", "eager")):
     arrays = case.arrays()
     rng = np.random.default_rng(1)
     weights = [rng.normal(size=x.shape).astype(np.float32)
                for x in jax.eval_shape(case.oracle, arrays)]
     expected = everything(case.oracle, weights)(arrays)
     # Each form of the softmax once, whatever the dtype; the naive one needs no second pass here.
-    for transfers, naive in (("on_wait", ()), ("eager", (case.dtype,))):
+    for transfers in transfers_executed:
+      naive = (case.dtype,) if transfers == "eager" else ()
       with (interpreted(transfers), mock.patch.object(tiling, "NAIVE_DTYPES", naive),
             mock.patch.object(forward, "_recompute_failed_rows", lambda found, safe: found)):
         found = jax.block_until_ready(everything(case.call, weights)(arrays))
@@ -54,6 +55,29 @@ class InterpretTest(parameterized.TestCase):
   @parameterized.named_parameters((name, name) for name in CASES)
   def test_value_and_gradient_equal_the_oracle(self, name):
     self.compare(CASES[name], 2e-2 if CASES[name].dtype == "bfloat16" else 1e-5)
+
+  def test_every_feature_at_once(self):
+    """In blocks of several tiles along both sides."""
+    self.enter_context(mock.patch.object(tiling, "PER_PAIR_BLOCK", (256, 256, 128)))
+    ids = np.repeat(np.array([[0, 1], [2, -1]], np.int32), 100, 1)
+    self.compare(Case(
+        dict(mask_info=MaskInfo.from_segments(ids), sliding_window=(50, 0), logits_soft_cap=3.0,
+             softmax_scale=0.3, dropout_prob=0.3, dropout_rng=KEY, deterministic=False),
+        masks.causal() & masks.window(50, 0) & masks.segments(ids), B=2, T=200, H=2, K=1, D=32,
+        E=16, blocks=BlockSizes(256, 256, 256, 256),
+        floats={"bias": (1, 2, 200, 200), "softmax_aux": (2,)}), 1e-5, ("on_wait",))
+
+  def test_every_mapped_key_drops_other_weights(self):
+    case = Case({}, B=1, T=24, H=1, K=1, D=8, blocks=BlockSizes())
+    arrays, rng = case.arrays(), np.array([[1, 2], [3, 4]], np.uint32)
+    def run(rng):
+      return attention(**arrays, mechanism="flash_attn2", metadata=TPU, dropout_prob=0.4,
+                       dropout_rng=rng, deterministic=False).attention_outputs
+    with interpreted():
+      mapped = jax.jit(jax.vmap(run))(rng)
+      alone = [jax.jit(run)(x) for x in rng]
+    np.testing.assert_array_equal(mapped, alone)
+    self.assertTrue((mapped[0] != mapped[1]).any())
 
   @parameterized.parameters(64, 128)
   def test_the_backward_in_several_ranges_of_queries(self, width):
@@ -242,6 +266,21 @@ class RefusalTest(parameterized.TestCase):
       self.assertLessEqual(tiling.SLACK * needed, most * 2**20)
       self.assertLessEqual(tiling.vmem_limit(sizes, chosen, operands, backward=backward),
                            most * 2**20)
+
+  @parameterized.product(group=(1, 8), width=(64, 256), limit=(None, 2**24))
+  def test_ranges_of_queries_stay_in_vector_memory(self, group, width, limit):
+    """A cotangent of queries is a float32 sum and two blocks to be written, for every head."""
+    operands = shapes(32768, 2 * group, width)
+    operands = operands._replace(key=shapes(32768, 2, width).key)
+    sizes = BlockSizes(vmem_limit_bytes=limit)
+    chosen = tiling.make_tiling(operands, spec_of(masks.causal()), sizes, backward=True)
+    total = 32768 // chosen.block_q
+    ranges = tiling.query_ranges(operands, chosen, sizes)
+    self.assertEqual([n for first, end in ranges for n in range(first, end)], [*range(total)])
+    block = chosen.block_q * chosen.query_heads * max(width, 128) * (4 + 2 * 2)
+    most = tiling.RESIDENT_BYTES * (1 if limit is None else limit / tiling.SLACK / tiling.MOST_VMEM)
+    for first, end in ranges:
+      self.assertLessEqual((end - first) * block, max(most, block))
 
   def test_blocks_that_cannot_fit_a_limit(self):
     operands = shapes(8192, 8, 256)
