@@ -34,6 +34,7 @@ setuptools.setup(
     extras_require={
         "test": ["matplotlib", "mypy"],
         "parity": ["torch", "transformers"],
+        "adapters": ["flax", "equinox", "keras"],
         "plot": ["matplotlib"],
         "progress": ["tqdm"],
         "tpu": ["jax[tpu]"],

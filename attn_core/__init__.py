@@ -5,7 +5,7 @@
 `attention(query, key, value, mechanism=...)` runs any of them; `explain` tells which one and why.
 """
 
-from attn_core import caches, masks
+from attn_core import adapters, caches, masks
 from attn_core.attention import Explanation, attention, explain
 from attn_core.caches import CacheMetadata, DenseCache, WindowCache, concatenate
 from attn_core.caches.paged.layouts import Heads, PagesMetadata, PagesV1, PagesV2, PagesV3
@@ -53,9 +53,10 @@ __all__ = [
     "DenseCache", "EasyMethod", "Explanation", "Heads", "Mask", "MaskInfo", "Operands",
     "OperationMetadata", "PagedOptions", "PagesMetadata", "PagesV1", "PagesV2", "PagesV3",
     "PartitionAxis", "Prediction", "RingConfig", "Rope", "Shapes", "WindowCache",
-    "add_basic_configurations", "apply_complex_rotary", "apply_qk_shardings", "apply_qkv_shardings",
-    "apply_rotary", "attach_custom_arguments", "attention", "attention_arguments",
-    "auto_expert_mesh", "autoregressive_decodeattn", "blocksparse", "blockwise", "blockwise_attn",
+    "adapters", "add_basic_configurations", "apply_complex_rotary", "apply_qk_shardings",
+    "apply_qkv_shardings", "apply_rotary", "attach_custom_arguments", "attention",
+    "attention_arguments", "auto_expert_mesh", "autoregressive_decodeattn", "blocksparse",
+    "blockwise", "blockwise_attn",
     "build_cache_pos", "caches", "checkpoint_policy", "concatenate", "create_mesh",
     "cuda_flash_attn2", "cudnn", "default_key_value_sharding", "expert_abstract_mesh",
     "expert_mesh", "explain", "extract_commit_hash", "extras_of", "flash_attn2", "from_dict",

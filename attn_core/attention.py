@@ -11,7 +11,7 @@ from jax.typing import ArrayLike, DTypeLike
 import numpy as np
 
 from attn_core import table
-from attn_core.arguments import (normalize as arguments, normalize_paged, outputs,
+from attn_core.arguments import (batch_dimensions, normalize as arguments, normalize_paged, outputs,
                                  question as question_lib)
 from attn_core.arguments.arguments import (AnyCacheMetadata, AttentionArguments, Cache, InitBias,
                                            RematPolicy, Shaped)
@@ -86,7 +86,10 @@ def attention(
   Array([0., 1., 2., 3.], dtype=float32)
 
   Args:
-    query: float [B, T, H, D] in layout bthd, [B, H, T, D] in bhtd, [total_q, H, D] in thd.
+    query: float [B, T, H, D] in layout bthd, [B, H, T, D] in bhtd, [total_q, H, D] in thd. Except
+      in thd there may be no or several dimensions in place of B, and then also in results, biases
+      and arrays of masks; a `Mask` and a cache count their rows in row-major order. B, T and S may
+      be 0: the output is empty, or 0 as no key is visible.
     key: float [B, S, K, D], with heads and time as in the query; the query's dtype.
     value: float [B, S, K, E]; the query's dtype.
     mechanism: a name of `AttentionMechanism`. A named mechanism is never replaced by another;
@@ -293,12 +296,13 @@ def _normalize(a: AttentionArguments) -> tuple[AttentionArguments, arguments.Nor
 
 def _explain(a: AttentionArguments) -> Explanation:
   """Explains a call whose arrays are traced."""
-  a, normal = _normalize(a)
+  a, normal = _normalize(batch_dimensions.fold(a)[0])
   question = question_lib.question_of(normal)
   try:
     verdict = selection.choose(table.RULES, a.mechanism, question)
     chosen, call = verdict.mechanism, _static_call(normal, question, verdict)
-    if any(call.call.block_sizes):  # only the kernel knows which sizes it takes; it raises
+    if any(call.call.block_sizes) and not outputs.is_empty(normal.call):
+      # Only the kernel knows which sizes it takes; it raises.
       _execute(normal.call.operands, static=call)
     placement = call.call.placement
   except NotImplementedError:
@@ -313,6 +317,7 @@ def _explain(a: AttentionArguments) -> Explanation:
 
 def _run(a: AttentionArguments) -> AttentionOutput:
   """Runs a call by the implementation that `_explain` names."""
+  a, batch = batch_dimensions.fold(a)
   a, normal = _normalize(a)
   question = question_lib.question_of(normal)
   static = _static_call(normal, question,
@@ -322,10 +327,12 @@ def _run(a: AttentionArguments) -> AttentionOutput:
   if a.policy is not None:
     policy = remat.checkpoint_policy(a.policy) if isinstance(a.policy, str) else a.policy
     run = jax.checkpoint(run, policy=policy, prevent_cse=a.prevent_cse)
-  output = run(normal.call.operands)
+  output = outputs.empty(normal.call) if outputs.is_empty(normal.call) else run(
+      normal.call.operands)
   if normal.step is not None:
     output = outputs.with_cache(output, normal.step)
-  return outputs.to_layout(output, a.layout, normal.dtype)
+  output = outputs.to_layout(output, a.layout, normal.dtype)
+  return output if batch is None else batch.unfold(output)
 
 
 class _Static(NamedTuple):

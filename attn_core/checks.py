@@ -131,14 +131,14 @@ def query_key_value(query: Array, key: Array, value: Array, *, quantized: bool =
   """Checks shapes and dtypes in layout bthd; a quantized key and value may have any dtype.
 
   Raises:
-    ValueError: any disagreement, or an empty dimension.
+    ValueError: any disagreement, or no heads or width; B, T and S may be 0.
   """
   floating("query", query, 4, "[B, T, H, D]")
   if not quantized:
     floating("key", key, 4, "[B, S, K, D]")
     floating("value", value, 4, "[B, S, K, E]")
   for name, x in (("query", query), ("key", key), ("value", value)):
-    require(0 not in x.shape, name, describe(x), "no dimension of size 0")
+    require(0 not in x.shape[2:], name, describe(x), "heads and a width, not of size 0")
     require(quantized or x.dtype == query.dtype, name, describe(x),
             f"the query's dtype {query.dtype}; cast one of them (a cache has that of its init)")
   batch, _, heads, width = query.shape

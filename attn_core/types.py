@@ -181,14 +181,58 @@ class Call(NamedTuple, Generic[OperandsT, SpecT]):
   return_weights: bool = False
 
 
+class NotAnArrayError(AttributeError, TypeError):
+  """An AttentionOutput was used as an array, which is one of its fields.
+
+  It is an AttributeError too, so that `hasattr` answers False.
+  """
+
+
 class AttentionOutput(NamedTuple):
-  """Results of an attention; None where not requested or not existing."""
+  """Results of an attention; None where not requested or not existing.
+
+  It is a tuple and no array: arithmetic on it, or with it, is a TypeError.
+  """
 
   attention_outputs: Array  # [B, T, H, E] in the caller's layout, query's dtype
   attention_weights: Array | None = None  # [B, H, T, S], after dropout
   lse: Array | None = None  # float32 [B, H, T], natural logarithm
   # The updated cache of a call that writes to one.
   cache_view: "DenseCache | WindowCache | PagesV3 | None" = None
+
+  @property
+  def out(self) -> Array:
+    """Short for `attention_outputs`."""
+    return self.attention_outputs
+
+
+def _not_an_array(used: str, meant: str = "attention(...).attention_outputs") -> NotAnArrayError:
+  return NotAnArrayError(f"{used} of an AttentionOutput, a tuple of results; expected the array "
+                         f"`{meant}`, or `.out` for short")
+
+
+def _refuse(operation: str) -> Callable[..., object]:
+  """Returns a method that refuses an operation of arrays."""
+  def refuse(self: AttentionOutput, *operands: object, copy: bool | None = None) -> object:
+    raise _not_an_array(operation)
+  return refuse
+
+
+def _missing_attribute(self: AttentionOutput, name: str) -> object:
+  """Raises an error for an attribute that the tuple lacks."""
+  if hasattr(Array, name):
+    raise _not_an_array(f".{name}", f"attention(...).attention_outputs.{name}")
+  raise AttributeError(f"'AttentionOutput' object has no attribute {name!r}")
+
+
+# A tuple would answer `* 2` and `+ (x,)` in silence. Arrays of jax and numpy leave `x + output` to
+# the output, and call the last two to convert it. Set here, so that a type checker reports them.
+_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
+for _name in (*_BINARY, *(f"r{_name}" for _name in _BINARY), "neg", "pos", "abs", "invert",
+              "jax_array", "array"):
+  setattr(AttentionOutput, f"__{_name}__", _refuse(f"__{_name}__"))
+setattr(AttentionOutput, "__array_ufunc__", None)  # arrays of numpy defer to the methods above
+setattr(AttentionOutput, "__getattr__", _missing_attribute)
 
 
 def at_least_float32(dtype: DTypeLike) -> np.dtype:

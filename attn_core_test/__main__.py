@@ -33,6 +33,9 @@ FOLDER = pathlib.Path(__file__).resolve().parent
 # What absltest prints when a test starts and when it ends.
 EVENT = re.compile(r"\[ +(RUN|OK|FAILED|SKIPPED) +\] (.*)")
 
+# A name for several modules -> their pattern.
+GROUPS = {"adapters": "adapters*"}
+
 # Lines of a module's output that are shown also when all its tests pass begin so.
 MARK = "measured: "
 
@@ -74,6 +77,7 @@ def pieces_of(patterns: list[str]) -> list[Piece]:
 
 
 def matches(module: str, pattern: str) -> bool:
+  pattern = GROUPS.get(pattern, pattern)
   return fnmatch.fnmatch(module, pattern) or fnmatch.fnmatch(module, f"{pattern}_test")
 
 

@@ -155,7 +155,7 @@ class BadInputTest(parameterized.TestCase):
 
   def test_blockwise_attn(self):
     for changes, *words in (
-        ({"query": floats(B, T, D)}, "query: got"), ({"bias": floats(T, T)}, "bias: got"),
+        ({"query": floats(T, D)}, "query: got"), ({"bias": floats(T, T)}, "bias: got"),
         ({"query_chunk_size": 0}, "block_sizes.block_q: got 0"),
         ({"key_chunk_size": 1.5}, "block_sizes.block_kv: got 1.5"),
         ({"attn_pdrop": 1.0}, "dropout_prob: got 1.0"),

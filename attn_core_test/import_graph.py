@@ -41,6 +41,7 @@ LAYERS = (
     ("arguments",),
     ("attention",),
     ("mechanism_functions",),
+    ("adapters",),
     ("plan",),
     ("benchmark",),
     ("__init__", "__main__"),

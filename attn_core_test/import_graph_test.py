@@ -24,6 +24,11 @@ FALLBACKS: set[tuple[str, str]] = set()
 
 # Signatures that are documented for users and may be long.
 DOCUMENTED = {
+    "attn_core.adapters.equinox.equinox_attention",
+    "attn_core.adapters.flax.flax_attention_fn",
+    "attn_core.adapters.jax_nn.dot_product_attention",
+    "attn_core.adapters.keras.keras_dot_product_attention",
+    "attn_core.adapters.tokamax.tokamax_dot_product_attention",
     "attn_core.attention.attention",
     "attn_core.attention.explain",
     "attn_core.benchmark.runner.run_attention_benchmarks",

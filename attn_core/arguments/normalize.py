@@ -179,7 +179,7 @@ def to_bthd(x: jax.Array, layout: ArrayLayout) -> jax.Array:
 def _arrays(a: AttentionArguments) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Returns query, key and value in layout bthd; None where a cache holds the keys and values."""
   rank, dimensions = (3, "[total, heads, width]") if a.layout == "thd" else (
-      4, "[B, T, H, D] in layout bthd, [B, H, T, D] in layout bhtd")
+      4, "[B, T, H, D] in layout bthd, [B, H, T, D] in layout bhtd, with any dimensions for B")
   given = {"query": a.query, "key": a.key, "value": a.value}
   if a.cache_view is not None and a.key is None and a.value is None:
     given = {"query": a.query}
@@ -212,7 +212,7 @@ def _new_tokens(query: jax.Array, key: jax.Array | None,
     checks.require(x.shape[:2] == query.shape[:2], name, checks.describe(x),
                    f"{list(query.shape[:2])} rows and new tokens, as the query "
                    f"{checks.describe(query)}, with a cache")
-  return key, value
+  return (key, value) if query.shape[1] else 0  # without new tokens nothing is written
 
 
 def _cast(

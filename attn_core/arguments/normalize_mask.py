@@ -65,7 +65,7 @@ def make_mask(given: MaskArguments, shape: Shape) -> Mask:
     if given.query_offset is not None:
       offset = _offset(given.query_offset, batch)
     checks.require(
-        not by_position or queries == keys or has_positions,
+        not by_position or queries == keys or has_positions or 0 in (queries, keys),
         "query_offset and mask_info.q_positions", f"None for both with {queries} queries and "
         f"{keys} keys", "one of them, to say where the queries stand among the keys (query_offset: "
         f"0 for the top left, {keys - queries} for the bottom right), or causal=False")
@@ -95,8 +95,8 @@ def _explicit_mask(mask: Mask | ArrayLike | None, layout: ArrayLayout, shape: Sh
   rank = 3 if layout == "thd" else 4
   expected = ("a Mask value, or a bool array (True = visible) "
               + ("[H or 1, T or 1, S or 1]" if rank == 3 else "[B or 1, H or 1, T or 1, S or 1]")
-              + "; an additive float mask is a bias, and a padding mask [B, S] goes through "
-              "MaskInfo.from_attention_mask")
+              + "; a 0/1 mask of another dtype is `mask.astype(bool)`, an additive float mask is a "
+              "bias, and a padding mask [B, S] goes through MaskInfo.from_attention_mask")
   array = checks.array("mask", mask, expected)
   checks.require(array.dtype == bool and array.ndim == rank, "mask", checks.describe(array),
                  expected)
@@ -118,8 +118,9 @@ def _check_info(info: MaskInfo, shape: Shape) -> None:
                      f"mask_info.{name}", checks.describe(x), expected)
   if info.attention_mask is not None:
     name, expected = "mask_info.attention_mask", (
-        "bool [B or 1, H or 1, T or 1, S or 1], True = visible; a padding mask [B, S] goes through "
-        "MaskInfo.from_attention_mask, an additive float mask is a bias")
+        "bool [B or 1, H or 1, T or 1, S or 1], True = visible; a 0/1 mask of another dtype is "
+        "`mask.astype(bool)`, a padding mask [B, S] goes through MaskInfo.from_attention_mask, an "
+        "additive float mask is a bias")
     mask = checks.array(name, info.attention_mask, expected)
     checks.require(mask.dtype == bool, name, checks.describe(mask), expected)
     checks.broadcastable(name, mask, shape, f"{expected}; [B, H, T, S]")

@@ -1,13 +1,41 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Converts the results of a mechanism to those that the caller asked for."""
+"""Results of calls without tokens, and those of a mechanism as the caller asked for them."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from attn_core.caches.update import Step
-from attn_core.types import AttentionOutput
+from attn_core.types import (AttentionOutput, AttentionSpec, Call, Operands, PagedOperands,
+                             at_least_float32)
+
+
+def is_empty(call: Call) -> bool:
+  """Whether a call has no batch rows, no queries or no keys, so that no kernel is needed."""
+  if isinstance(call.operands, PagedOperands):
+    return False
+  return 0 in call.operands.query.shape[:2] or call.operands.key.shape[1] == 0
+
+
+def empty(call: Call[Operands, AttentionSpec]) -> AttentionOutput:
+  """Returns the results of a call without tokens: no query sees any key.
+
+  Outputs are 0, and the lse is that of the sinks, or -inf.
+  """
+  query, key, value = call.operands[:3]
+  dtype = query.dtype if call.spec.out_dtype is None else call.spec.out_dtype
+  # Of the query, not of a shape: the outputs are sharded as the query is.
+  zeros = jax.lax.full_like(query, 0, dtype)[..., :1]
+  rows = zeros[..., 0].transpose(0, 2, 1).astype(at_least_float32(query.dtype))  # [B, H, T]
+  lse = weights = None
+  if call.return_lse:
+    sinks = call.operands.sinks
+    lse = rows + (-jnp.inf if sinks is None else sinks[..., None].astype(rows.dtype))
+  if call.return_weights:
+    weights = jnp.broadcast_to(rows[..., None].astype(dtype), (*rows.shape, key.shape[1]))
+  out = jnp.broadcast_to(zeros, (*zeros.shape[:3], value.shape[3]))
+  return AttentionOutput(out, weights, lse)
 
 
 def with_cache(output: AttentionOutput, step: Step) -> AttentionOutput:

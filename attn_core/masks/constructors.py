@@ -277,7 +277,8 @@ def dense(array: ArrayLike) -> Mask:
   if array.dtype != bool or array.ndim != 4:
     raise ValueError(
         f"dense: array has dtype {array.dtype} and shape {array.shape}; expected bool "
-        "[B or 1, H or 1, T or 1, S or 1], True = visible (an additive float mask is a bias)")
+        "[B or 1, H or 1, T or 1, S or 1], True = visible (a 0/1 mask of another dtype is "
+        "`array.astype(bool)`, an additive float mask is a bias)")
   return leaves.Dense(array)
 
 

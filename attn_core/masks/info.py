@@ -87,7 +87,7 @@ class MaskInfo(NamedTuple):
     Raises:
       ValueError: offsets have another rank or dtype, or concrete values that do not rise from 0 to
         at most the total; the numbers of offsets of keys and queries differ; a total is not an
-        int >= 1; or `total_k` is given without `cu_seqlens_k`.
+        int >= 0; or `total_k` is given without `cu_seqlens_k`.
     """
     q_ids, q_positions = _packed("cu_seqlens_q", cu_seqlens_q, "total_q", total_q)
     if cu_seqlens_k is None:
@@ -131,7 +131,7 @@ class MaskInfo(NamedTuple):
 def _packed(argument: str, cu_seqlens: Array, of_total: str,
             total: int) -> tuple[jax.Array, jax.Array]:
   """(segment ids, positions), int32 [1, total]; -1 and 0 past the last offset."""
-  checks.integer(of_total, total, "an int >= 1 (tokens)", lambda x: x >= 1)
+  checks.integer(of_total, total, "an int >= 0 (tokens)", lambda x: x >= 0)
   expected = (f"int32 [B + 1] offsets that start at 0, never decrease, and end at most at "
               f"{of_total}={total}")
   checks.require(cu_seqlens is not None, argument, None, expected)
