@@ -199,7 +199,7 @@ class BenchmarkTest(parameterized.TestCase):
                                          **arguments)
 
   def test_suites_name_cases(self):
-    for name in (*runner.DEFAULT, *(name for name, _ in runner.FULL)):
+    for name in (*runner.DEFAULT, *(name for name, _ in runner.FULL), *cases_lib.SHORT_CASES):
       self.assertIn(name, CASES)
 
   def test_peers_are_found_or_reported(self):

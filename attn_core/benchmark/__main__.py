@@ -4,6 +4,7 @@
 
     python3 -m attn_core.benchmark                      a few cases, in about three minutes
     python3 -m attn_core.benchmark --full --out DIR     the complete comparison
+    python3 -m attn_core.benchmark --short --out DIR   short sequences, compared with jax.nn
     python3 -m attn_core.benchmark --list               all mechanisms, peers and cases
     python3 -m attn_core.benchmark --static tpu         cycles of TPU kernels, without a TPU
     python3 -m attn_core.benchmark --static tpu-decode  those of decoding, with memory bounds
@@ -50,6 +51,8 @@ def _parser() -> argparse.ArgumentParser:
   parser.add_argument("--overheads", action=argparse.BooleanOptionalAction,
                       help="whether to measure calls and importing; default: with --full")
   parser.add_argument("--full", action="store_true", help="the complete comparison")
+  parser.add_argument("--short", action="store_true",
+                      help="short sequences: flash_attn2 and vanilla, compared with jax.nn")
   parser.add_argument("--out", help="folder for the JSON file, the text and the chart")
   parser.add_argument("--name", help="stem of the files; default: from the device and the versions")
   parser.add_argument("--list", action="store_true", help="only list cases and contenders")
@@ -73,11 +76,16 @@ def main(arguments: list[str] | None = None) -> int:
   if given.static:
     print(_static(parser, given), end="")
     return 0
+  peers = given.peers
+  if given.short:
+    given.mechanisms = given.mechanisms or ["flash_attn2", "vanilla"]
+    given.cases = given.cases or cases_lib.SHORT_CASES
+    peers = ("jax.nn xla",) if peers else False
   try:
     found = runner.run_attention_benchmarks(
         given.mechanisms, given.cases, directions=given.direction, dtype=given.dtype,
         max_heads=given.max_heads, max_tokens=given.max_tokens, repeats=given.repeats,
-        peers=given.peers, full=given.full, out=given.out, name=given.name,
+        peers=peers, full=given.full, out=given.out, name=given.name,
         with_overheads=given.full if given.overheads is None else given.overheads)
   except ValueError as error:
     parser.error(str(error))

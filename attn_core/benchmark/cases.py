@@ -91,6 +91,18 @@ _DECODE = tuple(
     Case(f"decode_{short}_s{tokens}", 8, 32, 8, 128, 128, 1, tokens, dtype=dtype)
     for short, dtype in _DTYPES.items() for tokens in (4096, 8192, 16384, 32768))
 
+# Sequences that one block holds, as of vision models, encoders and small decoders, from 1 to 256
+# rows and heads: "full_f32_d64_t197_b2_h12".
+_SHORT = tuple(
+    Case(f"{mask}_{short}_d{width}_t{tokens}_b{batch}_h{heads}", batch, heads, heads, width,
+         width, tokens, tokens, mask == "causal", dtype=dtype)
+    for batch, tokens, heads, width in (
+        (8, 128, 12, 64), (2, 197, 12, 64), (1, 512, 8, 64), (32, 128, 8, 128), (256, 16, 1, 64),
+        (1, 128, 1, 64), (4, 1, 8, 64))
+    for mask, (short, dtype) in itertools.product(("causal", "full"), _DTYPES.items())
+    if tokens > 1 or mask == "full")
+SHORT_CASES = tuple(case.name for case in _SHORT)
+
 # B * T = 16,384 tokens and H * D = 2,048, as in publications on GPU kernels, and variants with
 # other features of models: "causal_bf16_d128_t4096_b4".
 _GPU_TOKENS, _GPU_WIDTH = 16384, 2048
@@ -115,7 +127,7 @@ _GPU_VARIANTS = (
 GPU_CASES = tuple(case.name for case in (*_GPU_VARIANTS, *_GPU_GRID))  # most informative first
 
 CASES = {case.name: case for case in (
-    *_MODELS, *_GRID, *_VARIANTS, *_DECODE, *_GPU_GRID, *_GPU_VARIANTS)}
+    *_MODELS, *_GRID, *_VARIANTS, *_DECODE, *_SHORT, *_GPU_GRID, *_GPU_VARIANTS)}
 
 
 # --- Values derived from a case. -----------------------------------------------------------------

@@ -20,12 +20,19 @@ import jax.numpy as jnp
 from attn_core.kernels.common import dense_operands, nonfinite, online_softmax
 from attn_core.kernels.common.backward import compute_delta, d_sinks, finite_lse
 from attn_core.kernels.common.contract import BackwardResiduals, Kernel, Residuals
-from attn_core.kernels.xla import cpu_math, tile_ops
+from attn_core.kernels.xla import cpu_math, plain, tile_ops, tiling
 from attn_core.types import AttentionSpec, BlockSizes, Operands, at_least_float32
+
+
+def _is_short(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> bool:
+  """Returns whether the call is computed in one piece."""
+  return tiling.is_short(operands, block_sizes) and plain.supports(operands, spec)
 
 
 def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> Residuals:
   """Computes out [B, T, H, E] and lse [B, H, T]; see `contract.ForwardFn`."""
+  if _is_short(operands, spec, block_sizes):
+    return plain.forward(operands, spec, block_sizes)
   dense_operands.assert_operands(operands)
   inputs = tile_ops.block_inputs(operands, spec, block_sizes, backward=False)
   batch, length, heads, _ = inputs.operands.query.shape
@@ -175,6 +182,8 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
   [block_kv, block_rows], so that all five products are row-major matrix products without
   transposition. Every sum has a fixed order: the result is deterministic.
   """
+  if _is_short(operands, spec, block_sizes):
+    return plain.backward(operands, spec, block_sizes, residuals, cotangents, wrt)
   dense_operands.assert_operands(operands)
   dense_operands.assert_residuals(operands, residuals, cotangents)
   spec = _widened(spec)

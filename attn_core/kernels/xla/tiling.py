@@ -23,6 +23,8 @@ STEP_SCORES_BACKWARD = 2**19
 MOST_HEADS = 8
 SHORT = 2048  # tokens
 UNKNOWN = 2**20  # tokens that stand for a symbolic length
+SHORT_BLOCK = 512  # tokens of the longest sequences that are computed in one piece
+SHORT_SCORES = 2**22  # of all heads and rows of the batch; more are faster in several steps
 DECODE_ELEMENTS = 2**18  # elements of a block of keys in decoding
 # Elements of a large block without hidden keys; XLA:CPU of jax 0.10.2 is slow to sum many keys.
 DECODE_ELEMENTS_LARGE = 2**22 if jax.__version_info__ >= (0, 11) else 2**19
@@ -65,6 +67,20 @@ def make_tiling(operands: Operands, spec: AttentionSpec, requested: BlockSizes, 
     rows = STEP_SCORES // (heads * block_kv)
     block_q = min(queries, max(block_q, _even(queries, min(rows // group, 1024))))
   return Tiling(Sizes(*sizes, block_q, block_kv), heads)
+
+
+def is_short(operands: Operands, requested: BlockSizes) -> bool:
+  """Returns whether a single block holds all scores, so that a loop has nothing to loop over.
+
+  Args:
+    operands: only shapes count.
+    requested: sizes fixed by the caller.
+  """
+  (batch, queries, heads, _), keys = operands.query.shape, operands.key.shape[1]
+  fixed = requested._replace(vmem_limit_bytes=None)
+  return (all(size is None for size in fixed) and are_known(batch, queries, keys)
+          and max(queries, keys) <= SHORT_BLOCK
+          and batch * heads * queries * keys <= SHORT_SCORES)
 
 
 def decode_block(keys: int, elements: int) -> int:
