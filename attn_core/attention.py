@@ -11,7 +11,8 @@ from jax.typing import ArrayLike, DTypeLike
 import numpy as np
 
 from attn_core import table
-from attn_core.arguments import (batch_dimensions, normalize as arguments, normalize_paged, outputs,
+from attn_core.arguments import (batch_dimensions, block_sizes as block_sizes_lib,
+                                 normalize as arguments, normalize_paged, outputs,
                                  question as question_lib)
 from attn_core.arguments.arguments import (AnyCacheMetadata, AttentionArguments, Cache, InitBias,
                                            RematPolicy, Shaped)
@@ -312,8 +313,8 @@ def _explain(a: AttentionArguments) -> Explanation:
     placement = call.call.placement
   except NotImplementedError:
     chosen, placement = None, question_lib.place(normal, None)
-  sizes = arguments.with_configured_blocks(normal.call.block_sizes, normal.metadata,
-                                           chosen or "vanilla")
+  sizes = block_sizes_lib.with_configured_blocks(
+      normal.call.block_sizes, normal.metadata, chosen or "vanilla")
   return Explanation(
       chosen, *question.target, selection.ask_all(table.RULES, question), sizes,
       () if placement is None else placement.drops,
@@ -352,9 +353,9 @@ def _static_call(normal: arguments.Normalized, question: selection.Question,
                  verdict: selection.Verdict) -> _Static:
   """Returns the static part of a call that the verdict's implementation runs."""
   assert verdict.implementation is not None
-  sizes = arguments.with_configured_blocks(normal.call.block_sizes, normal.metadata,
-                                           verdict.mechanism)
-  sizes = arguments.with_chip_memory(sizes, normal.request.tpu_version)
+  sizes = block_sizes_lib.with_configured_blocks(
+      normal.call.block_sizes, normal.metadata, verdict.mechanism)
+  sizes = block_sizes_lib.with_chip_memory(sizes, normal.request.tpu_version)
   return _Static(verdict.implementation, normal.call._replace(
       operands=None, block_sizes=sizes,
       placement=question.request_for(verdict.implementation).placement))

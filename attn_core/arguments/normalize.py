@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import checks
-from attn_core.arguments import features, normalize_mask
+from attn_core.arguments import block_sizes, features, normalize_mask
 from attn_core.arguments.arguments import AttentionArguments, InitBias, RematPolicy, Shaped
 from attn_core.caches import quantize, update as step_lib
-from attn_core.config import devices, remat
+from attn_core.config import remat
 from attn_core.config import metadata as metadata_lib
 from attn_core.config.metadata import OperationMetadata
 from attn_core.dispatch.capabilities import Request, request_of
@@ -87,7 +87,7 @@ def normalize(a: AttentionArguments) -> Normalized:
   operands = Operands(
       query, key, value, bias, MaskOperands(tuple(map(jnp.asarray, arrays))), sinks,
       _dropout_words(a.dropout_rng, spec.dropout_prob), *scales)
-  call = Call(operands, spec, normalize_block_sizes(a.block_sizes, a.vmem_limit_bytes), None,
+  call = Call(operands, spec, block_sizes.requested(a.block_sizes, a.vmem_limit_bytes), None,
               bool(a.return_lse), bool(a.return_weights))
   rules = metadata.get_shardings(mode, "bthd")
   request = request_of(call, features.features_of(a, call),
@@ -370,33 +370,3 @@ def normalize_precision(precision: jax.lax.PrecisionLike) -> jax.lax.PrecisionLi
   except (TypeError, ValueError) as error:
     raise ValueError(f"precision: got {hashable!r}; expected a jax.lax.PrecisionLike") from error
   return hashable
-
-
-def normalize_block_sizes(block_sizes: BlockSizes | None,
-                          vmem_limit_bytes: int | None) -> BlockSizes:
-  """Returns the block sizes that the caller asks for."""
-  sizes = BlockSizes() if block_sizes is None else block_sizes
-  checks.require(isinstance(sizes, BlockSizes), "block_sizes", repr(sizes), "a BlockSizes or None")
-  if vmem_limit_bytes is not None:
-    sizes = sizes._replace(vmem_limit_bytes=vmem_limit_bytes)
-  for field, size in sizes._asdict().items():
-    if size is not None:
-      checks.integer(f"block_sizes.{field}", size, "an int >= 1, or None for the tuned one",
-                     lambda x: x >= 1)
-  return sizes
-
-
-def with_configured_blocks(sizes: BlockSizes, metadata: OperationMetadata,
-                           mechanism: str) -> BlockSizes:
-  """Fills absent block sizes with the metadata's for the mechanism, then with those for all."""
-  configured = metadata.get_operation_config(mechanism) or BlockSizes()
-  general = BlockSizes(metadata.blocksize_q, metadata.blocksize_k, metadata.blocksize_q,
-                       metadata.blocksize_k)
-  return BlockSizes(*(next((x for x in options if x is not None), None)
-                      for options in zip(sizes, configured, general)))
-
-
-def with_chip_memory(sizes: BlockSizes, tpu_version: str | None) -> BlockSizes:
-  """Limits the vector memory of a kernel to that of a TPU that has little, unless it is given."""
-  limit = devices.SMALL_VMEM_BYTES.get(tpu_version or "")
-  return sizes if sizes.vmem_limit_bytes else sizes._replace(vmem_limit_bytes=limit)

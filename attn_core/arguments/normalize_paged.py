@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import checks
-from attn_core.arguments import features as features_lib, normalize as steps
+from attn_core.arguments import block_sizes, features as features_lib, normalize as steps
 from attn_core.arguments.arguments import AttentionArguments
 from attn_core.config import metadata as metadata_lib
 from attn_core.config.metadata import OperationMetadata
@@ -172,5 +172,5 @@ def _dense(a: AttentionArguments, metadata: OperationMetadata, query: checks.Arr
       None if bias is None else jnp.asarray(bias),
       sinks=steps.normalize_sinks(a.softmax_aux, query_heads))
   spec = steps.make_spec(a, metadata, operands.query, jax.tree.structure(constructors.full()))
-  return Call(operands, spec, steps.normalize_block_sizes(a.block_sizes, a.vmem_limit_bytes), None,
+  return Call(operands, spec, block_sizes.requested(a.block_sizes, a.vmem_limit_bytes), None,
               bool(a.return_lse), bool(a.return_weights))
