@@ -337,7 +337,7 @@ class PagesTest(parameterized.TestCase):
        "metadata: got CacheMetadata; expected an OperationMetadata"),
       (dict(pages_metadata=REQUESTS, scale=1.0), TypeError, "unexpected keyword argument 'scale'"),
       (dict(pages_metadata=REQUESTS, cache_view=HELD), TypeError, "'cache_view'; the pages are"),
-      (dict(pages_metadata=REQUESTS, chunk_size=4), NotImplementedError, "chunk_size=4"),
+      (dict(pages_metadata=REQUESTS, mask=masks.prefix(2)), NotImplementedError, "mask"),
       (dict(pages_metadata=REQUESTS, layout="bthd"), ValueError, "layout: got 'bthd'"))
   def test_wrong_keywords(self, arguments, kind, words):
     with self.assertRaisesRegex(kind, words):

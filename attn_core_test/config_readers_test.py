@@ -112,6 +112,12 @@ class ReadersTest(parameterized.TestCase):
     self.assertEqual(extras_of(config),
                      {"alibi_slopes": [1, 2], "vocab_size": 7, "rope_scaling.wobble": 3})
 
+  def test_kept_values_are_of_any_type(self):
+    kept = {"tie_word_embeddings": True, "torchscript": "no", "id2label": {"0": "a"}}
+    with self.assertWarnsRegex(UserWarning, "torchscript"):
+      config = from_dict({"model_type": "llama", **kept})
+    self.assertEqual(extras_of(config), kept)
+
   @parameterized.parameters(
       ({"model_type": "rwkv"}, NotImplementedError, "'rwkv' has no reader.*gpt_oss"),
       ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, NotImplementedError,

@@ -19,7 +19,7 @@ from attn_core import BlockSizes, OperationMetadata, attention, explain, table
 from attn_core.kernels.common.contract import Kernel, Residuals
 from attn_core.kernels.gpu.split_kv import decode as gpu_decode, paged as gpu_paged
 from attn_core.kernels.tpu.ragged import decode as tpu_decode, paged as tpu_paged
-from attn_core.kernels.xla import decode, dense, flash, paged_forward
+from attn_core.kernels.xla import decode, dense, flash, paged_forward, plain
 from attn_core.mechanisms import flash as flash_mechanism
 from attn_core_test import code_measures, random_calls
 
@@ -122,6 +122,8 @@ def expected(implementation: str) -> set[str]:
   if implementation in RING_KERNELS:
     name = RING_KERNELS[implementation].name
     return {name, f"ring_{name}"}
+  if implementation == "dense.vanilla":
+    return {implementation, plain.KERNEL.name}
   return {implementation.removesuffix("_writing")}
 
 

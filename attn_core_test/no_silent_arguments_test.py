@@ -16,7 +16,7 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 
 import attn_core
@@ -282,6 +282,7 @@ CONFIG = {
 
 # --- Caches. --------------------------------------------------------------------------------------
 
+WHOLE = NamedSharding(jax.make_mesh((1,), ("devices",)), PartitionSpec("devices"))
 SLOTTED = {"batch": 1, "heads": (2, 16), "dtype": "float32"}
 PAGES = {"layout": PagesV1, "num_pages": 4, "page_size": 8, "heads": Heads(2, 16, 16),
          "dtype": "float32"}
@@ -290,8 +291,9 @@ PAGES = {"layout": PagesV1, "num_pages": 4, "page_size": 8, "heads": Heads(2, 16
 def slotted(init: Callable[..., Any], length: str) -> dict[str, Effect]:
   """The effects of the arguments of `dense.init` or `window.init`."""
   base = {**SLOTTED, length: 8}
-  return {name: Effect(init, value, base) for name, value in (
+  found = {name: Effect(init, value, base) for name, value in (
       ("batch", 2), (length, 4), ("heads", (1, 16)), ("dtype", "int8"))}
+  return {**found, "sharding": Effect(lambda **a: str(init(**a).key.sharding), WHOLE, base)}
 
 
 def with_cache(**fields: Any) -> Any:
@@ -334,6 +336,8 @@ PAGED_OPTIONS = {name: Effect(with_paged_options, value) for name, value in (
 INIT_PAGES = {name: Effect(attn_core.caches.pages.init, value, PAGES) for name, value in (
     ("layout", PagesV2), ("num_pages", 2), ("page_size", 4), ("heads", Heads(1, 16, 16)),
     ("dtype", "bfloat16"), ("scales", "token"))}
+INIT_PAGES["sharding"] = Effect(
+    lambda **a: str(attn_core.caches.pages.init(**a).key_pages.sharding), WHOLE, PAGES)
 CREATE_ALLOCATOR = {name: Effect(allocator.create, value, {"num_pages": 4, "page_size": 8})
                     for name, value in (("num_pages", 2), ("page_size", 4))}
 

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec as P
 import numpy as np
 
-from attn_core import Heads, PagesV2, PagesV3, ragged_page_attention_v2, ragged_page_attention_v3
+from attn_core import (Heads, OperationMetadata, PagesMetadata, PagesV1, PagesV2, PagesV3,
+                       page_attention, ragged_page_attention_v2, ragged_page_attention_v3)
 from attn_core.caches import pages
 from attn_core_test.paged_cases import Case, plain
 
@@ -48,6 +49,19 @@ class TransformationTest(absltest.TestCase):
     for got, one in zip(*map(jax.tree.leaves, ((out, gradients), (want, expected))), strict=True):
       np.testing.assert_allclose(got, jnp.concatenate([one, one]), atol=1e-6)
 
+  def test_axes_that_the_caller_has_split(self):
+    """Checks that an axis that is Manual shards nothing again, and that the other one does."""
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("dp", "tp"))
+    def run(query, cache, metadata):
+      return ragged_page_attention_v2(query, cache, pages_metadata=metadata,
+                                      metadata=OperationMetadata(mesh=mesh)).attention_outputs
+    two = jax.tree.map(lambda x: jnp.concatenate([x, x]),
+                       (self.query, self.cache, self.metadata))
+    found = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=P("dp"), out_specs=P("dp"),
+                                  axis_names={"dp"}))(*two)
+    one = self.run_v2(self.query, self.cache, self.metadata)
+    np.testing.assert_allclose(found, jnp.concatenate([one, one]), atol=1e-6)
+
   def test_maps_over_pools(self):
     pools = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), self.cache)
     run = lambda cache: self.run_v2(self.query, cache, self.metadata)
@@ -78,6 +92,20 @@ class TransformationTest(absltest.TestCase):
                     (query,), (query[::-1],))[1]
     np.testing.assert_allclose(alone, both(query[::-1], jnp.zeros_like(held)), atol=1e-6)
     self.assertTrue(np.any(want[0]) and np.any(alone))
+
+  def test_gradients_of_a_shared_page_add_up(self):
+    """Compares two requests that share their first page with two that have a copy of it each."""
+    query = self.query[:2]
+    held = pages.convert(self.cache, PagesV1)
+    def gradient(held, tables):
+      metadata = PagesMetadata(np.array(tables, np.int32), np.array([7, 8], np.int32))
+      return jax.grad(lambda held: jnp.sin(page_attention(
+          query, held, metadata).attention_outputs).sum())(held)
+    apart = jax.tree.map(lambda x: x.at[:, 3].set(x[:, 0]), held)
+    shared, single = gradient(held, [[0, 1], [0, 2]]), gradient(apart, [[0, 1], [3, 2]])
+    for found, copies in zip(jax.tree.leaves(shared), jax.tree.leaves(single), strict=True):
+      np.testing.assert_allclose(found[:, 0], copies[:, 0] + copies[:, 3], atol=1e-6)
+      self.assertTrue(np.any(copies[:, 0]) and np.any(copies[:, 3]))
 
   def test_scans_over_layers(self):
     """Scans over layers, each with a cache that the scan updates, as an engine does."""

@@ -66,7 +66,7 @@ class PagesTest(parameterized.TestCase):
                                  metadata._replace(page_tables=table))
       self.assertEqual(np.flatnonzero(written.pages.any((1, 2, 3))).tolist(), [1, 4])
     eight = pages.append(EIGHT, *tokens(4), jnp.array([26, 27, -1, -1]))
-    for after, before in zip(eight, EIGHT):
+    for after, before in zip(jax.tree.leaves(eight), jax.tree.leaves(EIGHT), strict=True):
       changed = (after != before).reshape(32, -1).any(1)
       self.assertEqual(np.flatnonzero(changed).tolist(), [26, 27])
 

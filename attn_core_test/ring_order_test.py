@@ -10,13 +10,15 @@ from absl.testing import parameterized
 import jax
 from jax.experimental import topologies
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 import numpy as np
 
-from attn_core import BlockSizes, explain, masks, ring_attention
+from attn_core import BlockSizes, RingConfig, explain, masks, ring_attention
 from attn_core.benchmark.static import gpu as static_gpu, profile as static_profile
 from attn_core.kernels.tpu.flash import kernel as tpu_flash, scalar_memory, tiling
 from attn_core.kernels.xla import flash as xla_flash
+from attn_core.mechanisms.context_parallel import ring_step
+from attn_core.sharding import context_parallel
 from attn_core.types import AttentionSpec, MaskOperands, Operands
 from attn_core_test.ring_cases import compiled, gradients_of, mesh_of, metadata_of
 
@@ -38,6 +40,18 @@ def in_flight(steps):
   """Returns for every kernel how many exchanges are in flight during it."""
   return [steps[:n].count("start") - steps[:n].count("done")
           for n, step in enumerate(steps) if step == "kernel"]
+
+
+class ShiftsTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+      (masks.window(3, 0), (0, 1)), (masks.window(0, 3), (0, 3)), (masks.window(3, 3), (0, 1, 3)),
+      (masks.window(5, 0), (0, 1, 2)), (masks.causal(), (0, 1, 2, 3)), (masks.chunk(4), (0,)))
+  def test_needed_steps(self, mask, expected):
+    """Checks a ring of four devices with four tokens each: step s brings keys from s before."""
+    mesh = AbstractMesh((4,), ("sp",))
+    sequence = context_parallel.shard_sequence(RingConfig(), "sp", True, mesh, (16, 16, 2))
+    self.assertEqual(ring_step.shifts(sequence, jax.tree.structure(mask)), expected)
 
 
 class ScheduleTest(parameterized.TestCase):

@@ -425,10 +425,10 @@ class RotationTest(parameterized.TestCase):
     good = {"query": self.query, "key": self.key, "positions": self.positions, "rope": Rope()}
     for changes, message in (
         ({"positions": np.ones((2, 5))}, "positions: got float64"),
-        ({"positions": [1, 2]}, "positions: got list"),
+        ({"positions": [1, 2]}, r"positions: got int32\[2\].*\[..., 5\]"),
         ({"positions": np.ones((4, 2, 5), int)}, r"cosine: got .*\[B or 1, T, rotary_dim / 2\]"),
         ({"positions": np.ones((3, 5), int)}, r"cosine: got float32\[3, 5, 8\].*B = 2"),
-        ({"positions": np.ones((2, 1), int)}, r"positions: got int64\[2, 1\].*\[..., 5\]"),
+        ({"positions": np.ones((2, 1), int)}, r"positions: got int32\[2, 1\].*\[..., 5\]"),
         ({"positions": np.ones((2, 4), int)}, r"positions: got .*one for each query"),
         ({"key": np.ones((2, 7, 1, 16), np.float32)}, r"positions: .*each key .*`key_positions`"),
         ({"key_positions": np.ones((2, 4), int)}, r"key_positions: got .*one for each key"),

@@ -286,7 +286,7 @@ def insert(cache: Cache, slots: ArrayLike, prefilled: Cache) -> Cache:
   given = device_parts.match(given, cache.lengths, (None,))
   absent = is_absent(given)
   rows = jnp.where(absent, batch, given)
-  claims = (rows[:, None] == jnp.arange(batch, dtype=jnp.int32)).sum(0)
+  claims = (rows[:, None] == jnp.arange(batch, dtype=jnp.int32)[None]).sum(0)
   fields: dict[str, Any] = {
       name: write_rows(getattr(cache, name), getattr(prefilled, name), rows)
       for name in (*STORED, "starts", "lengths", "overflow") if getattr(cache, name) is not None}

@@ -90,7 +90,7 @@ def call(body: Callable[[Any, tuple[Ref, ...], Any], None], outputs: Any, inputs
     The outputs.
   """
   arrays, structure = jax.tree.flatten(inputs)
-  if name != _NOTHING and not interpreted():
+  if arrays and name != _NOTHING and not interpreted():
     arrays = [platform_guard.guarded(arrays[0], "gpu"), *arrays[1:]]
   def kernel(*refs: Ref) -> None:
     *results, memory = refs[len(arrays):]

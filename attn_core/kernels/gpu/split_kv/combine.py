@@ -71,7 +71,8 @@ def combine_exactly(params: KernelParams, out: jax.Array, lse: jax.Array, sinks:
 
   The kernel transposes an output of 16 bits while it stores it, which it cannot do with 32.
   """
-  number, (first, end) = jnp.arange(out.shape[1])[:, None], (x[:, None, None] for x in live)
+  number = jnp.arange(out.shape[1], dtype=jnp.int32)[None, :, None]
+  first, end = (x[:, None, None] for x in live)
   is_live = (number >= first) & (number < end)  # [num_row_blocks, num_splits, 1]
   # Other splits hold whatever the memory did.
   lse = jnp.where(is_live, lse / LOG2E, -jnp.inf)
