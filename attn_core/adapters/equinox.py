@@ -15,6 +15,7 @@ from attn_core.adapters.options import PreciseOptions
 from attn_core.arguments.arguments import AttentionOptions
 from attn_core.masks.mask import Mask
 
+
 class EquinoxOptions(PreciseOptions, total=False):
   """Options of `equinox_attention`: keyword arguments of `attention`."""
 

@@ -7,12 +7,12 @@ from typing import Protocol, Unpack
 
 import jax
 from jax.typing import ArrayLike, DTypeLike
-import jax.numpy as jnp
 
 from attn_core.adapters import common, options as options_lib
 from attn_core.adapters.options import AdapterOptions
 from attn_core.arguments.arguments import AttentionOptions
 from attn_core.masks.mask import Mask
+
 
 class Sows(Protocol):
   """A module of Flax NNX or Linen, as far as it is used."""

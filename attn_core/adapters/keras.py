@@ -6,7 +6,6 @@ from typing import Unpack
 
 import jax
 from jax.typing import ArrayLike
-import jax.numpy as jnp
 
 from attn_core.adapters import common, jax_nn, options as options_lib
 from attn_core.adapters.options import PreciseOptions

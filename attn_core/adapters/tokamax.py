@@ -20,6 +20,7 @@ from attn_core.sharding.partition import PartitionAxis
 IMPLEMENTATIONS = {"mosaic": "flash_attn2", "triton": "flash_attn2", "xla_chunked": "blockwise",
                    **jax_nn.IMPLEMENTATIONS}
 
+
 class TokamaxOptions(AdapterOptions, total=False):
   """Options of `tokamax_dot_product_attention`: keyword arguments of `attention`."""
 

@@ -21,8 +21,8 @@ from attn_core.config.metadata import OperationMetadata
 from attn_core.dispatch.capabilities import Request, request_of
 from attn_core.masks import dropout
 from attn_core.masks.info import MaskInfo
-from attn_core.types import (ARRAY_LAYOUTS, MODES, ArrayLayout, AttentionSpec, BlockSizes, Call,
-                             MaskOperands, Operands, SlidingWindow, at_least_float32)
+from attn_core.types import (ARRAY_LAYOUTS, MODES, ArrayLayout, AttentionSpec, Call, MaskOperands,
+                             Operands, SlidingWindow, at_least_float32)
 
 # Values of masked logits up to this act like -inf; a higher value would be a bias.
 HIGHEST_MASK_VALUE = -1e9

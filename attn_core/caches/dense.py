@@ -23,7 +23,6 @@ import jax
 from jax.typing import ArrayLike, DTypeLike
 import jax.numpy as jnp
 
-from attn_core import checks
 from attn_core.caches import device_parts, slots as slots_lib
 from attn_core.caches.device_parts import Sharding
 from attn_core.caches.slots import CacheView

@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 import jax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from attn_core.sharding import partition
 from attn_core.sharding.context_parallel import AnyMesh
@@ -19,16 +19,10 @@ class TypedRules(NamedTuple):
   key: P
 
 
-def names(mesh: AnyMesh) -> tuple[str, ...]:
-  """Returns the Explicit axes of a mesh."""
-  return tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types)
-               if kind == AxisType.Explicit)
-
-
 def mesh_of(*arrays: jax.Array) -> AnyMesh | None:
   """Returns the mesh of the first array whose type has Explicit axes; None if there is none."""
   meshes = (jax.typeof(x).sharding.mesh for x in arrays)
-  return next((mesh for mesh in meshes if names(mesh)), None)
+  return next((mesh for mesh in meshes if mesh.explicit_axes), None)
 
 
 def spec_of(x: jax.Array) -> list[tuple[str, ...]]:

@@ -15,9 +15,9 @@ import math
 from typing import NamedTuple, Protocol
 
 import jax
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 
-from attn_core.sharding import explicit_axes, partition
+from attn_core.sharding import partition
 from attn_core.sharding.context_parallel import AnyMesh, Sequence
 
 
@@ -119,7 +119,7 @@ def ordered_rules(rules: Rules, mesh: AnyMesh, typed: Rules | None = None) -> Or
     mesh: the mesh.
     typed: the rules of its Explicit axes, in their own order; None: it has none.
   """
-  explicit = explicit_axes.names(mesh)
+  explicit = mesh.explicit_axes
   def merged(spec: P, own: P) -> P:
     of_types = entries(own)
     return partition.to_spec([first + tuple(
@@ -155,8 +155,7 @@ def is_auto(mesh: AnyMesh) -> bool:
 
 def _auto_axes(mesh: AnyMesh) -> tuple[str, ...]:
   """Returns the Auto axes of several devices."""
-  return tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types)
-               if kind == AxisType.Auto and mesh.shape[name] > 1)
+  return tuple(name for name in mesh.auto_axes if mesh.shape[name] > 1)
 
 
 def place(rules: Rules, mesh: AnyMesh | None, query_shape: tuple[int, ...],
@@ -176,7 +175,7 @@ def place(rules: Rules, mesh: AnyMesh | None, query_shape: tuple[int, ...],
     The placement, without a sequence; None if there is one device, and no type names its axes.
   """
   mesh = mesh_in_force(mesh)
-  if mesh is None or is_single(mesh) and not explicit_axes.names(mesh):
+  if mesh is None or is_single(mesh) and not mesh.explicit_axes:
     return None
   query, key = ([tuple(axis for axis in axes if axis not in reserved) for axes in entries(spec)]
                 for spec in (rules.query, rules.key))

@@ -15,7 +15,7 @@ from typing import Callable, TypeVar
 import jax
 from jax import lax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from attn_core.masks import mask as mask_lib
 from attn_core.sharding import explicit_axes, partition, preferred, varying_axes
@@ -31,7 +31,7 @@ _mask_like: Callable[..., MaskOperands] = MaskOperands
 
 def resharded(operands: Tree, specs: Tree, mesh: AnyMesh) -> Tree:
   """Returns the operands as `jax.shard_map` expects them if axes of the mesh are Explicit."""
-  explicit = explicit_axes.names(mesh)
+  explicit = mesh.explicit_axes
   if not explicit:
     return operands
   def of_types(spec: P) -> P:
@@ -67,7 +67,7 @@ def sharded(local: Callable[[Operands], AttentionOutput], call: Call) -> Attenti
       P(batch, heads, placement.length) if call.return_lse else None)
   group = operands.query.shape[2] // operands.key.shape[2]
   run = lambda part: local(_localize(part, placement, group))
-  if is_single(placement.mesh) and not explicit_axes.names(placement.mesh):
+  if is_single(placement.mesh) and not placement.mesh.explicit_axes:
     # The caller's shard_map has split everything.
     return run(operands)
   if varying_axes.of(operands):
@@ -133,7 +133,7 @@ def first_tokens(output: AttentionOutput, placement: Placement, count: int) -> A
   def first(x: jax.Array, axis: int) -> jax.Array:
     if x.shape[axis] == count:
       return x
-    if any(kind == AxisType.Explicit for kind in placement.mesh.axis_types):
+    if placement.mesh.explicit_axes:
       entries = list(jax.typeof(x).sharding.spec)  # a length that does not divide is replicated
       entries[axis] = None
       x = jax.sharding.reshard(x, NamedSharding(placement.mesh, P(*entries)))
