@@ -37,6 +37,7 @@ setuptools.setup(
         "adapters": ["flax", "equinox", "keras"],
         "plot": ["matplotlib"],
         "progress": ["tqdm"],
+        "docs": ["sphinx", "myst-nb", "furo", "sphinx-copybutton", "matplotlib"],
         "tpu": ["jax[tpu]"],
         "cuda": ["jax[cuda13]"],
         # To compile for a GPU that is not there.

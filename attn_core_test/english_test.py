@@ -47,7 +47,8 @@ def files() -> list[pathlib.Path]:
            for path in (ROOT / folder).rglob("*.py")]
   found += [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
   found += (ROOT / "attn_core_test" / "results").glob("*_notes.md")
-  return sorted(found + list((ROOT / "docs").glob("*.md")))
+  return sorted(found + [path for path in (ROOT / "docs").rglob("*")
+                         if path.suffix in (".md", ".py") and "_build" not in path.parts])
 
 
 def docstrings(text: str) -> Iterator[tuple[int, str]]:
