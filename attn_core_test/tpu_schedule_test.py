@@ -76,6 +76,33 @@ class ListTest(parameterized.TestCase):
       np.testing.assert_array_equal(steps.kinds[b, len(blocks):], 0)
       self.assertEqual((steps.kinds[b] != 0).sum(), len(blocks) if b < 2 else 0)
 
+  @parameterized.product(by_keys=(False, True), documents=(1, 3, 16, 100))
+  def test_blocks_that_a_traced_mask_cuts_are_of_a_pattern(self, by_keys, documents):
+    """Blocks with few visible tiles are not, and no visible tile is lost."""
+    sizes = schedule.Tiling(2048, 2048, 512, 512, 128, 128)
+    ids = np.sort(np.arange(2048) * documents // 2048).astype(np.int32)[None]
+    mask = masks.causal() & masks.segments(ids)
+    found = []
+    def build(ids):
+      mask = masks.causal() & masks.segments(ids)
+      steps, _ = schedule.build(mask, sizes, by_keys=by_keys)
+      found.append(schedule.patterns(steps, mask, sizes, by_keys=by_keys).kinds)
+      return steps
+    traced = jax.jit(build)(ids)
+    exact, _ = schedule.build(mask, sizes, by_keys=by_keys)
+    kinds = lambda steps: (np.asarray(steps.kinds)[0].view(np.uint32)[:, None]
+                           >> (2 * np.arange(16, dtype=np.uint32))) & 3
+    steps = len(exact.kinds[0])
+    new, old = kinds(traced)[:steps], kinds(exact)
+    np.testing.assert_array_equal(new[old == 1], 1)
+    self.assertTrue((new[old == 2] >= 1).all())
+    visible = (old != 0).sum(-1)
+    in_pattern = np.isin(np.asarray(traced.kinds)[0].view(np.uint32)[:steps], found[0])
+    np.testing.assert_array_equal(new[~in_pattern], old[~in_pattern])
+    causal = np.where(exact.rows[0] == exact.columns[0], 10, 16)  # tiles that it shows of a block
+    many = visible * schedule.TILES_FOR_BRANCH[by_keys] >= causal
+    np.testing.assert_array_equal(in_pattern, many)
+
   @parameterized.parameters(1, 2, 3, 4, 5, 1000)
   def test_packing_keeps_everything(self, columns):
     rng = np.random.default_rng(columns)
@@ -93,9 +120,9 @@ class ListTest(parameterized.TestCase):
     for mask, complete in ((MANY_PATTERNS, False), (masks.causal(), True), (masks.full(), True)):
       steps, _ = schedule.build(mask, sizes, by_keys=by_keys)
       kinds = set(np.unique(steps.kinds.view(np.uint32)).tolist()) - {0}
-      patterns = steps.patterns(sizes)
-      self.assertEqual(patterns[1], complete)
-      self.assertEqual(kinds <= set(patterns[0]), complete)
+      patterns = schedule.patterns(steps, mask, sizes, by_keys=by_keys)
+      self.assertEqual(patterns.complete, complete)
+      self.assertEqual(kinds <= set(patterns.kinds), complete)
 
 
 class InterpretedTest(parameterized.TestCase):
@@ -156,8 +183,8 @@ class InterpretedTest(parameterized.TestCase):
     sizes = schedule.Tiling(600, 600, 256, 256, 128, 128)
     for by_keys in (False, True):
       steps, _ = schedule.build(mask, sizes, by_keys=by_keys)
-      self.assertEqual([len(steps.patterns(sizes)[0]), steps.patterns(sizes)[1]],
-                       [schedule.MOST_PATTERNS, False])
+      patterns = schedule.patterns(steps, mask, sizes, by_keys=by_keys)
+      self.assertEqual((len(patterns.kinds), patterns.complete), (schedule.MOST_PATTERNS, False))
     self.enter_context(mock.patch.object(
         tiling, "SMALL_BLOCKS", dict.fromkeys((False, True), (256, 256, 128))))
     counts = self.compare(Case(dict(mask=mask, causal=False), mask, T=600, H=1, D=8, blocks=None))
@@ -200,7 +227,7 @@ class ScalarMemoryTest(parameterized.TestCase):
     self.assertTrue(scalar_memory.fits(operands, spec, chosen, by_keys=False, query_ranges=[None]))
 
   def test_the_least_number_of_groups_is_chosen(self):
-    operands, spec = operands_of(12, 131072, 32, 8)
+    operands, spec = operands_of(48, 131072, 32, 8)
     chosen = tiling.make_tiling(operands, spec, BlockSizes(), backward=False)
     size = lambda groups: scalar_memory.needed(operands, spec, chosen, by_keys=False,
                                                query_ranges=[None], groups=groups)

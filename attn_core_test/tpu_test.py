@@ -171,18 +171,25 @@ class ScheduleTest(parameterized.TestCase):
   def test_patterns_of_a_mask_known_on_the_host(self):
     sizes = schedule.Tiling(1024, 1024, 512, 512, 256, 256)
     steps, _ = schedule.build(masks.causal(), sizes, by_keys=False)
-    patterns, complete = steps.patterns(sizes)
+    found, complete = schedule.patterns(steps, masks.causal(), sizes, by_keys=False)
     full, partial = 2, 1
     diagonal = partial | full << 2 | partial << 6
-    self.assertEqual(set(patterns), {0b10101010, diagonal})
+    self.assertEqual(set(found), {0b10101010, diagonal})
     self.assertTrue(complete)
 
-  def test_patterns_of_a_traced_mask(self):
-    sizes = schedule.Tiling(300, 300, 128, 128, 128, 128)
+  @parameterized.parameters(
+      (masks.full(), (0b10101010, 0b01010101)),
+      (masks.causal(), (0b10101010, 0b01001001, 0b01000101, 0b01010101)))
+  def test_patterns_of_a_traced_mask(self, static, expected):
+    """Has those of the known mask, and the same with a mask to evaluate in all visible tiles."""
+    sizes = schedule.Tiling(1024, 1024, 512, 512, 256, 256)
     found = []
-    jax.eval_shape(lambda ids: found.append(
-        schedule.build(masks.segments(ids), sizes, by_keys=False)[0].patterns(sizes)), IDS)
-    self.assertEqual(found, [((2,), False)])
+    def build(ids):
+      mask = static & masks.segments(ids)
+      steps, _ = schedule.build(mask, sizes, by_keys=False)
+      found.append(schedule.patterns(steps, mask, sizes, by_keys=False))
+    jax.eval_shape(build, jax.ShapeDtypeStruct((1, 1024), np.int32))
+    self.assertEqual(found, [(expected, False)])
 
   @parameterized.parameters(
       (masks.full(), 256, True), (masks.causal(), 256, True), (masks.causal(), 512, False),
@@ -206,6 +213,14 @@ class ScheduleTest(parameterized.TestCase):
     found = tiling.make_tiling(shapes(tokens, heads, 128, jnp.bfloat16), spec_of(masks.causal()),
                                BlockSizes(), backward=backward)
     self.assertEqual(found.key_heads, expected)
+
+  @parameterized.parameters(
+      (1, 1024), (2, 1024), (4, 1024), (5, 768), (7, 512), (8, 512), (16, 256))
+  def test_blocks_of_grouped_heads_keep_their_queries(self, group, expected):
+    """By cycles a query head then takes no longer than with a key head of its own."""
+    found = tiling.make_tiling(shapes(4096, group, 128, jnp.bfloat16, 1), spec_of(masks.causal()),
+                               BlockSizes(), backward=False)
+    self.assertEqual((found.block_q, found.block_kv), (expected, 1024))
 
   @parameterized.parameters(
       (4096, 128, False, (2048, 4096)), (2304, 96, False, (1152, 2304)),
@@ -300,10 +315,11 @@ class RefusalTest(parameterized.TestCase):
     self.assertEqual(explain(x, x, x, metadata=TPU).chosen, "blockwise")
 
 
-def shapes(tokens, heads, width, dtype=jnp.float32):
-  """Returns operands that have only shapes and dtypes."""
-  x = jax.ShapeDtypeStruct((1, tokens, heads, width), dtype)
-  return Operands(x, x, x)
+def shapes(tokens, heads, width, dtype=jnp.float32, key_heads=None):
+  """Returns operands that have only shapes and dtypes; key_heads: None for as many as heads."""
+  query, key = (jax.ShapeDtypeStruct((1, tokens, number, width), dtype)
+                for number in (heads, key_heads or heads))
+  return Operands(query, key, key)
 
 
 def spec_of(mask):

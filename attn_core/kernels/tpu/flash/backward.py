@@ -143,8 +143,8 @@ def _backward_range(
   key_heads, value_width = operands.value.shape[2:]
   num_blocks = query_blocks[1] - query_blocks[0]
   # 1. Schedule and inputs.
-  steps, lists = schedule.build(dense_operands.mask_of(operands, spec), tiling, by_keys=True,
-                                query_blocks=query_blocks)
+  mask = dense_operands.mask_of(operands, spec)
+  steps, lists = schedule.build(mask, tiling, by_keys=True, query_blocks=query_blocks)
   inputs = tile_inputs.TileInputs(steps, lists, tiling, by_keys=True,
                                   first_query_block=query_blocks[0])
   add_rows = lambda x: inputs.add_array(
@@ -154,7 +154,8 @@ def _backward_range(
   query, d_out, key, value = (
       inputs.add_tokens(block, block.pack(x)) for block, x in zip(blocks, arrays))
   readers = _BackwardArrays(query, d_out, key, value, add_rows(arrays.lse), add_rows(arrays.delta))
-  params = make_kernel_params(inputs, operands, spec, tiling, steps)
+  patterns = schedule.patterns(steps, mask, tiling, by_keys=True, query_blocks=query_blocks)
+  params = make_kernel_params(inputs, operands, spec, tiling, patterns, single_step_rows=False)
   # 2. Outputs: the cotangent of all queries of the range is one block, written in the last step.
   rows = num_blocks * tiling.block_q
   results = (

@@ -112,7 +112,8 @@ def _forward_group(operands: Operands, spec: AttentionSpec, block_sizes: BlockSi
   batch, queries, heads, _ = operands.query.shape
   key_heads, value_width = operands.value.shape[2:]
   # 1. Schedule.
-  steps, lists = schedule.build(dense_operands.mask_of(operands, spec), tiling, by_keys=False)
+  mask = dense_operands.mask_of(operands, spec)
+  steps, lists = schedule.build(mask, tiling, by_keys=False)
   # 2. Inputs and outputs.
   inputs = tile_inputs.TileInputs(steps, lists, tiling, by_keys=False)
   arrays = operands.query, operands.key, operands.value
@@ -121,7 +122,9 @@ def _forward_group(operands: Operands, spec: AttentionSpec, block_sizes: BlockSi
       inputs.add_tokens(block, block.pack(x)) for block, x in zip(blocks, arrays))
   readers = _ForwardReaders(query, key, value, _add_sinks(inputs, operands))
   result = inputs.query_blocks((batch, queries, heads, value_width))
-  params = make_kernel_params(inputs, operands, spec, tiling, steps)
+  params = make_kernel_params(inputs, operands, spec, tiling,
+                              schedule.patterns(steps, mask, tiling, by_keys=False),
+                              steps.single_step_rows)
   rows = tiling.query_heads * tiling.block_q
   outputs = [
       call.Output(result.shape, dense_operands.out_dtype(operands, spec), result.block_shape,
@@ -193,7 +196,7 @@ def _forward_kernel(params: KernelParams, inputs: tile_inputs.TileInputs, reader
 
   if params.single_step_rows:
     # Head by head, so that one is finished while another is computed; m_i and l_i stay values.
-    strips = sorted(params.strips(grid, params.patterns[0][0]), key=lambda strip: strip[0].head)
+    strips = sorted(params.strips(grid, params.patterns.kinds[0]), key=lambda strip: strip[0].head)
     nan_of_keys = step.nan_of_keys()
     def finish(head: int, state: TileState) -> None:
       step.store(params.row_tiles(head, all_queries), state)

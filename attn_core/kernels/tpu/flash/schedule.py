@@ -28,6 +28,10 @@ from attn_core.types import cdiv
 LANES = 128
 FIRST, LAST = 1, 2  # bits of `flags`
 MOST_PATTERNS = 6
+# A block whose tiles are of no pattern is computed tile by tile, in branches. By static cycles on
+# v6e one such tile takes as long as this many tiles of a pattern whose mask is evaluated; by
+# `by_keys`, forward and backward.
+TILES_FOR_BRANCH = {False: 3, True: 2}
 
 
 def round_up(length: int, multiple: int) -> int:
@@ -91,25 +95,18 @@ class Schedule(NamedTuple):
   kinds: jax.Array | np.ndarray  # two bits a tile: EMPTY, PARTIAL or FULL of `masks.block_map`
   flags: jax.Array | np.ndarray  # FIRST and LAST step of its row block
 
-  def patterns(self, tiling: Tiling) -> tuple[tuple[int, ...], bool]:
-    """Returns the values of `kinds` that get specialized code, and whether these are all values.
-
-    These are the most frequent values, and first the one with all tiles FULL if it occurs. Where
-    the arrays of a mask are traced, only the latter.
-    """
-    all_full = sum(block_map.FULL << (2 * n) for n in range(tiling.tiles_q * tiling.tiles_kv))
-    if not isinstance(self.kinds, np.ndarray):
-      return (all_full,), False
-    found, counts = np.unique(self.kinds.view(np.uint32), return_counts=True)
-    frequent = [int(found[n]) for n in np.argsort(-counts, kind="stable") if found[n]]
-    patterns = tuple(dict.fromkeys([all_full, *frequent] if all_full in frequent else frequent))
-    return patterns[:MOST_PATTERNS], len(patterns) <= MOST_PATTERNS
-
   @property
   def single_step_rows(self) -> bool:
     """True if every row block has exactly one step, and all steps have the same tile kinds."""
     return (isinstance(self.kinds, np.ndarray) and bool((self.flags == FIRST | LAST).all())
             and bool((self.kinds == self.kinds.flat[0]).all()) and bool(self.kinds.flat[0]))
+
+
+class Patterns(NamedTuple):
+  """The values of `Schedule.kinds` that get specialized code."""
+
+  kinds: tuple[int, ...]  # as uint32; the one with all tiles FULL comes first if it occurs
+  complete: bool  # whether these are all values
 
 
 class PackedSchedule(NamedTuple):
@@ -171,9 +168,40 @@ def build(mask: Mask, tiling: Tiling, *, by_keys: bool,
     # What no array can make visible is left out in any case: `num_steps` relies on it.
     possible = _possible(mask, tiling, by_keys, query_blocks)
     kinds = jnp.where(possible[..., None], kinds, block_map.EMPTY)
+    kinds = _rounded(kinds, _static_tiles(mask, tiling, by_keys, query_blocks),
+                     TILES_FOR_BRANCH[by_keys])
     room = _longest(possible)
   steps, longest = _compact(kinds.reshape(-1, *kinds.shape[2:]), room, xp)
   return steps, StepLists(kinds.shape[0], kinds.shape[1], longest)
+
+
+def patterns(steps: Schedule, mask: Mask, tiling: Tiling, *, by_keys: bool,
+             query_blocks: tuple[int, int] | None = None) -> Patterns:
+  """Chooses the kinds of tiles that get specialized code: the most frequent ones.
+
+  Where the arrays of the mask are traced, these are the kinds of blocks that the arrays do not cut,
+  and those to which `build` rounds the others.
+
+  Args:
+    steps: result of `build` for the other arguments.
+    mask, tiling, by_keys, query_blocks: as in `build`.
+  """
+  all_full = sum(block_map.FULL << (2 * n) for n in range(tiling.tiles_q * tiling.tiles_kv))
+  if known := isinstance(steps.kinds, np.ndarray):
+    frequent = _by_frequency(steps.kinds.view(np.uint32))
+  else:
+    tiles = _static_tiles(mask, tiling, by_keys, query_blocks)
+    frequent = [bits for pair in zip(_by_frequency(_bits(tiles)), _by_frequency(
+        _bits(_as_partial(tiles)))) for bits in pair]
+  first = [all_full] if all_full in frequent else []
+  chosen = tuple(dict.fromkeys([*first, *frequent]))
+  return Patterns(chosen[:MOST_PATTERNS], known and len(chosen) <= MOST_PATTERNS)
+
+
+def _by_frequency(bits: np.ndarray) -> list[int]:
+  """Returns the different numbers other than 0, the most frequent one first."""
+  found, counts = np.unique(bits, return_counts=True)
+  return [int(found[n]) for n in np.argsort(-counts, kind="stable") if found[n]]
 
 
 def num_steps(mask: Mask, tiling: Tiling, *, by_keys: bool,
@@ -219,6 +247,39 @@ def _possible(mask: Mask, tiling: Tiling, by_keys: bool,
   return np.any(possible, (0, 1), keepdims=True) if jax.tree.leaves(mask) else possible
 
 
+def _static_tiles(mask: Mask, tiling: Tiling, by_keys: bool,
+                  query_blocks: tuple[int, int] | None) -> np.ndarray:
+  """Returns the kinds of tiles as far as they are known whatever the mask's arrays hold.
+
+  Returns:
+    int32 [row_blocks, column_blocks, tiles]: EMPTY where no batch row and head can see a pair.
+  """
+  kinds = _kinds(position_range.static_superset(mask), tiling, by_keys, query_blocks)
+  return np.asarray(block_map.merge_heads(np.asarray(kinds), kinds.shape[1]))[0, 0]
+
+
+def _as_partial(tiles: np.ndarray) -> np.ndarray:
+  """Replaces FULL by PARTIAL."""
+  return np.minimum(tiles, block_map.PARTIAL)
+
+
+def _rounded(kinds: jax.Array, static: np.ndarray, tiles_for_branch: int) -> jax.Array:
+  """Rounds the tiles of blocks that the arrays of a mask cut to one of `patterns`.
+
+  A tile may be PARTIAL whatever it shows, since its mask is evaluated. A block with few visible
+  tiles keeps them, as they take less time in branches than all that may be visible in a pattern.
+
+  Args:
+    kinds: int32 [batches, heads, row_blocks, column_blocks, tiles].
+    static: see `_static_tiles`.
+    tiles_for_branch: see TILES_FOR_BRANCH.
+  """
+  visible = (kinds != block_map.EMPTY).sum(-1, keepdims=True)
+  few = visible * tiles_for_branch < (static != block_map.EMPTY).sum(-1, keepdims=True)
+  uncut = (kinds == static).all(-1, keepdims=True)
+  return jnp.where((visible == 0) | few | uncut, kinds, _as_partial(static))
+
+
 @functools.lru_cache(maxsize=256)
 def _statically_possible(mask: Mask, tiling: Tiling, by_keys: bool,
                          query_blocks: tuple[int, int] | None) -> np.ndarray:
@@ -246,7 +307,7 @@ def _compact(kinds: jax.Array | np.ndarray, room: int,
   Returns:
     (the schedule, steps of the longest list).
   """
-  columns, tiles = kinds.shape[2:]
+  columns = kinds.shape[2]
   visited = (kinds != block_map.EMPTY).any(-1)
   idle = ~visited.any(-1, keepdims=True) & (np.arange(columns) == 0)[None, None]
   row, column, count = _listed_blocks(visited | idle, room, xp)
@@ -256,15 +317,18 @@ def _compact(kinds: jax.Array | np.ndarray, room: int,
   number = np.arange(room, dtype=np.int32)[None]
   last = xp.concatenate([change, edge], -1) | (number == count - 1)
   active = number < count
-  shifts = 2 * np.arange(tiles, dtype=np.uint32)[None, None, None]
-  bits = (kinds.astype(np.uint32) << shifts).sum(
-      -1, dtype=np.uint32).reshape(len(row), -1)
-  bits = xp.take_along_axis(bits, row * columns + column, axis=-1)
+  bits = xp.take_along_axis(_bits(kinds).reshape(len(row), -1), row * columns + column, axis=-1)
   flags = xp.where(active, FIRST * first.astype(np.int32) + LAST * last.astype(np.int32), 0)
   schedule = Schedule(row.astype(np.int32), column.astype(np.int32),
                       xp.where(active, bits, 0).astype(np.uint32).view(np.int32),
                       flags.astype(np.int32))
   return schedule, room if xp is np else count.max()
+
+
+def _bits(kinds: Any) -> Any:
+  """Packs kinds [..., tiles] into uint32, two bits a tile, the first tile lowest."""
+  shifts = 2 * np.arange(kinds.shape[-1], dtype=np.uint32)
+  return (kinds.astype(np.uint32) << shifts).sum(-1, dtype=np.uint32)
 
 
 def _listed_blocks(listed: jax.Array | np.ndarray, room: int,

@@ -34,7 +34,7 @@ class KernelParams(NamedTuple):
   tiling: schedule.Tiling
   mask: tile_inputs.MaskReader
   dropout: tile_inputs.DropoutReader
-  patterns: tuple[tuple[int, ...], bool]  # see `schedule.Schedule.patterns`
+  patterns: schedule.Patterns
   single_step_rows: bool  # see `schedule.Schedule.single_step_rows`
   bias: tile_inputs.Reader | None  # of a tile
   precision: Any
@@ -125,14 +125,15 @@ class KernelParams(NamedTuple):
 
 
 def make_kernel_params(inputs: tile_inputs.TileInputs, operands: Operands, spec: AttentionSpec,
-                       tiling: schedule.Tiling, steps: schedule.Schedule) -> KernelParams:
+                       tiling: schedule.Tiling, patterns: schedule.Patterns,
+                       single_step_rows: bool) -> KernelParams:
   """Adds mask, bias and dropout to the inputs of a kernel, and returns its parameters."""
   mask = tile_inputs.mask_reader(inputs, operands, spec.mask)
   bias = None if operands.bias is None else inputs.add_per_pair(operands.bias)
   precision = matmul_precision.resolve(operands.query.dtype, spec.precision)
   return KernelParams(
       spec, tiling, mask, tile_inputs.dropout_reader(inputs, operands, spec, mask),
-      steps.patterns(tiling), steps.single_step_rows, bias, precision)
+      patterns, single_step_rows, bias, precision)
 
 
 def for_each_tile(params: KernelParams, grid: GridIndex, kinds: jax.Array,
