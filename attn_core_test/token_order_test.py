@@ -77,6 +77,24 @@ class TokenOrderTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, message):
           function(x, layout, shards, axis)
 
+  @parameterized.parameters(1, -2)
+  def test_explicit_axes_shard_the_result_as_the_array(self, axis):
+    mesh = jax.make_mesh((4, 2), ("sp", "tp"))
+    sharding = jax.NamedSharding(mesh, jax.P(None, "sp", "tp"))
+    x = np.arange(2 * 16 * 4).reshape(2, 16, 4).astype(np.float32)
+    sharded = jax.device_put(x, sharding)
+    weights = jax.device_put(np.arange(16)[:, None] / np.float32(8), jax.NamedSharding(
+        mesh, jax.P("sp")))
+    for run in (lambda f: f, jax.jit):
+      got = run(lambda x: to_layout(x, "zigzag", 4, axis))(sharded)
+      self.assertEqual(str(jax.typeof(got)), "float32[2,16@sp,4@tp]")
+      np.testing.assert_array_equal(got, to_layout(x, "zigzag", 4))
+      np.testing.assert_array_equal(run(lambda x: from_layout(x, "zigzag", 4, axis))(got), x)
+    gradient = jax.jit(jax.grad(lambda x: jnp.sum(
+        jnp.sin(to_layout(x, "zigzag", 4, axis)) * weights)))(sharded)
+    back = from_layout(np.asarray(weights)[None], "zigzag", 4)
+    np.testing.assert_allclose(gradient, np.cos(x) * back, rtol=1e-5)
+
   def test_causal_balance(self):
     """Compares visited blocks of 16 x 16 on the busiest shard with the mean."""
     length, block = 2048, 16

@@ -50,7 +50,8 @@ def permute_tokens(x: Any, layout: TokenOrder, shards: int, axis: int = 1) -> An
     axis: the dimension of the tokens.
 
   Returns:
-    The same arrays with token `order(layout, length, shards)[i]` at index i.
+    The same arrays with token `order(layout, length, shards)[i]` at index i, sharded as before over
+    Explicit mesh axes.
 
   Raises:
     ValueError: `layout` is unknown, `shards` is less than 1, a leaf of `x` is not an array or does
@@ -81,7 +82,11 @@ def _permuted(x: Any, layout: TokenOrder, shards: int, axis: int,
     tokens = order(layout, leaf.shape[axis], shards)
     if layout == "contiguous":
       return leaf
-    return jnp.take(leaf, indices(tokens), axis, unique_indices=True)
+    # JAX does not derive the sharding of a gather along a dimension that Explicit axes shard.
+    sharding = jax.typeof(leaf).sharding
+    place = (slice(None),) * (axis % leaf.ndim) + (indices(tokens),)
+    return jnp.asarray(leaf).at[place].get(
+        unique_indices=True, out_sharding=sharding if sharding.mesh.explicit_axes else None)
 
   return jax.tree.map(permute_leaf, x)
 
