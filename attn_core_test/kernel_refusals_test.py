@@ -71,6 +71,7 @@ TILINGS = (
      lambda: tpu(BlockSizes(block_q=256))),
     ("tpu_block_kv", lambda: tpu(BlockSizes(block_kv=511)), ValueError, "block_kv: got 511",
      lambda: tpu(BlockSizes(block_kv=512))),
+    ("tpu_heads", lambda: tpu(BlockSizes(block_heads=2)), ValueError, "block_heads: got 2", tpu),
     ("tpu_memory", lambda: tpu(BlockSizes(block_q=2**14, block_kv=2**14), length=2**14),
      ValueError, "MiB of vector memory", lambda: tpu(length=2**14)),
     ("tpu_memory_limit", lambda: tpu(BlockSizes(block_q=512, block_kv=512, vmem_limit_bytes=2**18)),

@@ -74,8 +74,12 @@ def make_tiling(operands: Operands, spec: AttentionSpec, requested: BlockSizes, 
     cold_path: optimize for code size.
 
   Raises:
-    ValueError: a requested block is neither a multiple of 128 tokens nor the whole length.
+    ValueError: a requested block is neither a multiple of 128 tokens nor the whole length, or a
+      number of heads is requested.
   """
+  if requested.block_heads is not None:
+    raise ValueError(f"block_sizes.block_heads: got {requested.block_heads}; the TPU kernels set "
+                     "the key heads of a step by the block sizes: expected None")
   mask = jax.tree.unflatten(spec.mask, operands.mask.arrays)
   queries, keys = operands.query.shape[1], operands.key.shape[1]
   suffix = "_backward" if backward else ""
