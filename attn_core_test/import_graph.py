@@ -226,7 +226,7 @@ py_library(
         name = file[:-len(".py")],
         timeout = "long",
         srcs = [file],
-        data = BUILD_FILES + glob(["*.py", "typed_programs/*.py"]) + [
+        data = BUILD_FILES + glob(["*.py", "results/*.json", "typed_programs/*.py"]) + [
             "//:documents",
             "//examples:sources",
         ],
