@@ -48,7 +48,8 @@ class LinksTest(parameterized.TestCase):
       ("[above](#install), [there](https://jax.dev/x)",
        "[above](#install), [there](https://jax.dev/x)"),
       ("`[0](x)` and `x[0](y)`", "`[0](x)` and `x[0](y)`"),
-      ("```python\nx[0](y)\n```\n[a](LICENSE)", "```python\nx[0](y)\n```\n[a]({0}/blob/main/LICENSE)"))
+      ("```python\nx[0](y)\n```\n[a](LICENSE)",
+       "```python\nx[0](y)\n```\n[a]({0}/blob/main/LICENSE)"))
   def test_relative_links_become_absolute(self, text, expected):
     setup = setup_module()
     self.assertEqual(setup.absolute_links(text), expected.format(setup.REPOSITORY, setup.RAW))
