@@ -18,6 +18,8 @@ import zipfile
 from absl.testing import absltest
 from absl.testing import parameterized
 
+import attn_core
+
 # Not resolve(): Bazel runs a link to this file, and the files next to the link are the ones meant.
 ROOT = pathlib.Path(os.path.abspath(__file__)).parent.parent
 BUILDERS = ("build", "twine", "setuptools")
@@ -93,6 +95,19 @@ class CitationTest(absltest.TestCase):
     given = setup.arguments()
     self.assertEqual((cited["version"], cited["license"]), (given["version"], given["license"]))
     self.assertEqual(cited["repository-code"], setup.REPOSITORY)
+
+
+class BazelTest(absltest.TestCase):
+
+  def test_the_page_for_users_has_the_versions_of_this_workspace(self):
+    read = lambda name: (ROOT / name).read_text(encoding="utf-8")
+    page, module = read("docs/bazel.md"), read("MODULE.bazel")
+    archive = re.search(r"^http_archive\(.*?^\)$", read("WORKSPACE"), re.MULTILINE | re.DOTALL)[0]
+    self.assertIn(f"\n{archive}\n", page)
+    rules = re.search(r'^bazel_dep\(name = "rules_python".*$', module, re.MULTILINE)[0]
+    self.assertIn(f"\n{rules}\n", page)
+    self.assertIn(f'version = "{attn_core.__version__}",\n', module)
+    self.assertIn(f'version = "{attn_core.__version__}",\n', page)
 
 
 @unittest.skipIf(missing(*BUILDERS), NO_BUILDERS)
