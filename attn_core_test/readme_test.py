@@ -8,11 +8,9 @@
 import os
 import pathlib
 import re
-from unittest import mock
 
 from absl.testing import absltest
 
-from attn_core import __main__ as report
 from attn_core import table
 from attn_core.benchmark import report as benchmark
 from attn_core.dispatch import capabilities
@@ -59,47 +57,6 @@ def mechanism_cells(name: str) -> dict[str, str]:
   return cells | {"memory": shown}
 
 
-class TableTest(absltest.TestCase):
-
-  def test_every_mechanism_and_platform_is_listed(self):
-    cells = {(row.mechanism, platform) for row in report.rows() for platform in row.platforms}
-    self.assertEqual(cells, set(table.TABLE))
-    absent = {(name, platform) for name, platforms, _ in report.missing() for platform in platforms}
-    everything = {(name, platform) for name in table.names() for platform in report.PLATFORMS}
-    self.assertEqual(everything - cells - absent, {("auto", p) for p in report.PLATFORMS})
-
-  def test_marks_are_those_of_the_table(self):
-    for row in report.rows():
-      features = table.TABLE[row.mechanism, row.platforms[0]].general.features
-      supported = {feature for feature, mark in row.marks.items() if mark != report.REFUSED}
-      self.assertEqual(supported, set(features), row.mechanism)
-
-  def test_limits_are_found_by_asking(self):
-    def limits(request):
-      if request.widths[0] > 512:
-        return f"width {request.widths[0]}: too wide"
-      if "lse" in request.features and request.dtype == "bfloat16":
-        return "lse of dtype bfloat16: too narrow"
-      return None
-    implementation = capabilities.Implementation(
-        print, frozenset({"lse", "bias"}), "linear", limits)
-    with mock.patch.dict(table.TABLE, {("ring", "cpu"): implementation}):
-      row, = (row for row in report.rows() if row.runs == "builtins.print")
-    self.assertEqual(row.mechanism, "ring")
-    self.assertEqual(row.limits, ("width 1024: too wide", "lse of dtype bfloat16: too narrow"))
-    marks = {feature: row.marks[feature] for feature in ("lse", "bias", "gqa")}
-    self.assertEqual(
-        marks, {"lse": report.LIMITED, "bias": report.SUPPORTED, "gqa": report.REFUSED})
-
-  def test_text_and_markdown_show_every_row(self):
-    for rendered in (report.text(), report.markdown()):
-      for name in table.names():
-        self.assertIn(name, rendered)
-    lines = [line for line in report.markdown().splitlines() if line.startswith("|")]
-    self.assertLen(lines, 2 + len(report.rows()))
-    self.assertEqual({line.count("|") for line in lines}, {5 + len(capabilities.FEATURES)})
-
-
 class ReadmeTest(absltest.TestCase):
 
   def setUp(self):
@@ -122,6 +79,14 @@ class ReadmeTest(absltest.TestCase):
     self.assertEqual(self.text.count(RUN), 2)
     self.assertIn("examples/train_and_generate.py", commands[0])
     self.assertIn("-m attn_core_test", commands[1])
+
+  def test_links_lead_to_files(self):
+    prose = re.sub("^```.*?^```$", "", self.text, flags=re.MULTILINE | re.DOTALL)
+    targets = re.findall(r"\]\(([^)#]+)", prose)
+    self.assertGreater(len(targets), 10)
+    for target in targets:
+      if not target.startswith("https://"):
+        self.assertTrue((README.parent / target).exists(), target)
 
   def test_five_examples(self):
     self.assertLen(re.findall("^```python$", self.text, re.MULTILINE), 5)
