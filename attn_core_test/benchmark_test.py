@@ -151,6 +151,56 @@ class BenchmarkTest(parameterized.TestCase):
       self.assertIn(words, text)
     self.assertEqual((folder / "tiny.png").exists(), bool(importlib.util.find_spec("matplotlib")))
 
+  def test_json_is_read_back(self):
+    wrong = report.Result(TINY._replace(window=(7, 0)), "forward", "peer", True, (0.1, 0.2, 0.4),
+                          1e9, None, None, measure.Error(float("nan"), float("nan")), TINY)
+    where = report.environment(())
+    refused = report.Refusal("cudnn", None, None, "no GPU")
+    text = report.to_json(report.Report(where, (wrong,), (refused,), {"calls, seconds": 1.0}))
+    self.assertIn('"window": [', text)
+    again = report.from_json(text)
+    self.assertEqual(report.to_json(again), text)
+    self.assertTrue(again.results[0].wrong)
+    self.assertEqual(hash(again.results[0].case), hash(wrong.case))
+
+  def test_no_text_of_a_picture_overlaps_another(self):
+    if importlib.util.find_spec("matplotlib") is None:
+      self.skipTest("matplotlib is not installed")
+    from matplotlib import text
+    paths = sorted((pathlib.Path(report.__file__).parents[2] / "attn_core_test" / "results").glob(
+        "cpu_*.json"))
+    self.assertNotEmpty(paths)
+    reports = [report.from_json(path.read_text("utf-8")) for path in paths]
+    # One panel, whose title has to wrap, with the longest label that there is.
+    result = report.Result(TINY, "forward", "a peer", True, (0.1234,), 1e9, None, None,
+                           measure.Error(1.0, 1.0), TINY)
+    where = report.environment(()) | {"cpu": "A Processor With a Long Name " * 3}
+    reports.append(report.Report(where, (result, result._replace(contender="flash_attn2"))))
+    for number, found in enumerate(reports):
+      drawn = report.figure(found)
+      self.assertEqual(drawn.get_facecolor(), (1, 1, 1, 1))
+      boxes = []  # of the texts that are drawn, not of those of ticks outside the axes
+      def draw(word, renderer):
+        if word.get_visible() and word.get_text():
+          boxes.append((word.get_text(), word.get_window_extent(renderer)))
+      with mock.patch.object(text.Text, "draw", draw):
+        drawn.canvas.draw()
+      self.assertGreater(len(boxes), 4)
+      for (one, a), (other, b) in itertools.combinations(boxes, 2):
+        self.assertFalse(a.overlaps(b), f"report {number}: {one!r} over {other!r}")
+      for word, box in boxes:
+        self.assertTrue(drawn.bbox.x0 <= box.x0 and box.x1 <= drawn.bbox.x1 and
+                        drawn.bbox.y0 <= box.y0 and box.y1 <= drawn.bbox.y1, word)
+
+  def test_draws_an_earlier_run_again(self):
+    if importlib.util.find_spec("matplotlib") is None:
+      self.skipTest("matplotlib is not installed")
+    folder = pathlib.Path(self.create_tempdir().full_path)
+    self.run_tiny(out=folder, name="tiny_1.0")
+    (folder / "tiny_1.0.png").unlink()
+    self.assertEqual(command.main(["--redraw", str(folder / "tiny_1.0.json")]), 0)
+    self.assertTrue((folder / "tiny_1.0.png").exists())
+
   def test_refusals_are_reported(self):
     found = runner.run_attention_benchmarks(
         ("vanilla", "sdpa", "cudnn"), [TINY], directions=("forward",), repeats=1, peers=False,

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every example runs as a newcomer would run it, with small settings."""
 
+import ast
 import importlib.util
 import os
 import pathlib
@@ -10,6 +11,7 @@ import subprocess
 import sys
 
 from absl.testing import absltest
+from absl.testing import parameterized
 import jax
 import numpy as np
 
@@ -19,7 +21,7 @@ from attn_core import attention
 ROOT = pathlib.Path(os.path.abspath(__file__)).parent.parent
 
 
-class ExamplesTest(absltest.TestCase):
+class ExamplesTest(parameterized.TestCase):
 
   def run_example(self, name, *arguments, status=0) -> str:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -27,6 +29,28 @@ class ExamplesTest(absltest.TestCase):
                              capture_output=True, text=True, env=environment, check=False)
     self.assertEqual(process.returncode, status, process.stdout + process.stderr)
     return process.stdout + process.stderr
+
+  @parameterized.parameters(sorted(path.name for path in (ROOT / "examples").glob("*.py")))
+  def test_begins_with_its_purpose(self, name):
+    docstring = ast.get_docstring(ast.parse((ROOT / "examples" / name).read_text("utf-8")))
+    self.assertGreaterEqual(len(docstring.splitlines()), 10)
+    self.assertIn(f"    python3 examples/{name}\n", docstring)
+
+  @parameterized.parameters("long_context", "masks", "serve", "train_and_generate")
+  def test_does_not_log_the_platforms_that_are_missing(self, name):
+    # The example itself, but for its `main`; absl has set the level of its logs by then. Without
+    # libtpu one platform is missing everywhere, and the lock on TPUs is left to other tests.
+    program = ("import runpy, sys; sys.modules['libtpu'] = None; "
+               "from absl import app; import jax; run = app.run; "
+               "app.run = lambda main: run(lambda argv: print(jax.devices()), argv=sys.argv[:1]); "
+               "runpy.run_path(sys.argv[1], run_name='__main__')")
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}"}
+    environment.pop("JAX_PLATFORMS", None)  # jax then looks for all of them
+    process = subprocess.run(
+        [sys.executable, "-c", program, str(ROOT / "examples" / f"{name}.py")],
+        capture_output=True, text=True, env=environment, check=True)
+    self.assertIn("Device", process.stdout)
+    self.assertNotIn("Unable to initialize backend", process.stderr)
 
   def test_attend(self):
     self.assertIn("largest difference from the definition", self.run_example("attend.py"))

@@ -161,7 +161,7 @@ def build_files() -> dict[str, str]:
   """Returns the text of every BUILD file that depends on imports, by its path from the root."""
   modules = library_modules()
   deps = targets(modules)
-  files = {f"{LIBRARY}/BUILD": HEADER % '"py_library"'}
+  files = {f"{LIBRARY}/BUILD": HEADER % '"py_library"' + '\nexports_files(["py.typed"])\n'}
   for target in deps:
     folder, _, name = target[2:].partition(":")
     path = f"{folder}/BUILD"
@@ -226,8 +226,9 @@ py_library(
         name = file[:-len(".py")],
         timeout = "long",
         srcs = [file],
-        data = BUILD_FILES + glob(["*.py", "typed_programs/*.py"]) + [
+        data = BUILD_FILES + glob(["*.py", "results/*.json", "typed_programs/*.py"]) + [
             "//:documents",
+            "//attn_core:py.typed",
             "//examples:sources",
         ],
         legacy_create_init = 1,

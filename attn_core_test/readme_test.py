@@ -1,69 +1,60 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""README.md: its table is generated from the library, and every block of Python in it runs."""
+"""README.md: short, and its tables agree with the library and with what was measured.
 
-import contextlib
-import io
+`documents_test` runs its blocks of Python.
+"""
+
 import os
 import pathlib
 import re
-from unittest import mock
 
 from absl.testing import absltest
-import jax
 
-from attn_core import __main__ as report
 from attn_core import table
+from attn_core.benchmark import report as benchmark
 from attn_core.dispatch import capabilities
 
-jax.config.update("jax_num_cpu_devices", 8)  # so that its examples of meshes run on several devices
-
 # Not resolve(): Bazel runs a link to this file, and the files next to the link are the ones meant.
-README = pathlib.Path(os.path.abspath(__file__)).parent.parent / "README.md"
-BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
-# A block of Python, and the block of text right after it, which must be its output.
-FENCE = re.compile(r"^```python\n(.*?)^```$(?:\n+```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
+TESTS = pathlib.Path(os.path.abspath(__file__)).parent
+README = TESTS.parent / "README.md"
+MOST_LINES, MOST_COLUMNS = 200, 8
+RUN = "<!-- ci: run -->"  # marks the blocks of commands that .ci/run runs
+
+# Columns of the table of mechanisms, and what it calls implementations and their memory.
+PLACES = {"CPU": "cpu", "TPU": "tpu", "Hopper GPU": "gpu 9.0", "other GPU": "gpu"}
+KERNELS = {"vanilla": "XLA", "xla": "XLA", "xla_writing": "XLA", "cudnn": "cuDNN",
+           **dict.fromkeys(("tpu", "tpu_writing", "tpu_remote", "gpu", "gpu_writing"), "Pallas")}
+MEMORY = {capabilities.LINEAR: "linear", capabilities.LINEAR_BANDED: "linear †",
+          capabilities.QUADRATIC: "quadratic"}
+# Rows of the table of times -> (case, direction) in the results of the benchmark.
+TIMES = {"float32, forward": ("causal_f32_d64_t4096", "forward"),
+         "float32, forward and backward": ("causal_f32_d64_t4096", "forward_backward"),
+         "bfloat16, forward": ("causal_bf16_d64_t4096", "forward"),
+         "bfloat16, forward and backward": ("causal_bf16_d64_t4096", "forward_backward")}
+PEERS = ("jax.nn xla", "tokamax", "torch sdpa")
 
 
-class TableTest(absltest.TestCase):
+def tables(text: str) -> list[list[list[str]]]:
+  """Returns the tables of a page as rows of cells, without the rows of dashes."""
+  found = re.findall(r"(?:^\|.*\|\n)+", text, re.MULTILINE)
+  return [[[cell.strip() for cell in line.strip("|").split("|")]
+           for n, line in enumerate(lines.splitlines()) if n != 1] for lines in found]
 
-  def test_every_mechanism_and_platform_is_listed(self):
-    cells = {(row.mechanism, platform) for row in report.rows() for platform in row.platforms}
-    self.assertEqual(cells, set(table.TABLE))
-    absent = {(name, platform) for name, platforms, _ in report.missing() for platform in platforms}
-    everything = {(name, platform) for name in table.names() for platform in report.PLATFORMS}
-    self.assertEqual(everything - cells - absent, {("auto", p) for p in report.PLATFORMS})
 
-  def test_marks_are_those_of_the_table(self):
-    for row in report.rows():
-      features = table.TABLE[row.mechanism, row.platforms[0]].general.features
-      supported = {feature for feature, mark in row.marks.items() if mark != report.REFUSED}
-      self.assertEqual(supported, set(features), row.mechanism)
-
-  def test_limits_are_found_by_asking(self):
-    def limits(request):
-      if request.widths[0] > 512:
-        return f"width {request.widths[0]}: too wide"
-      if "lse" in request.features and request.dtype == "bfloat16":
-        return "lse of dtype bfloat16: too narrow"
-      return None
-    implementation = capabilities.Implementation(
-        print, frozenset({"lse", "bias"}), "linear", limits)
-    with mock.patch.dict(table.TABLE, {("ring", "cpu"): implementation}):
-      row, = (row for row in report.rows() if row.runs == "builtins.print")
-    self.assertEqual(row.mechanism, "ring")
-    self.assertEqual(row.limits, ("width 1024: too wide", "lse of dtype bfloat16: too narrow"))
-    marks = {feature: row.marks[feature] for feature in ("lse", "bias", "gqa")}
-    self.assertEqual(
-        marks, {"lse": report.LIMITED, "bias": report.SUPPORTED, "gqa": report.REFUSED})
-
-  def test_text_and_markdown_show_every_row(self):
-    for rendered in (report.text(), report.markdown()):
-      for name in table.names():
-        self.assertIn(name, rendered)
-    lines = [line for line in report.markdown().splitlines() if line.startswith("|")]
-    self.assertLen(lines, 2 + len(report.rows()))
-    self.assertEqual({line.count("|") for line in lines}, {5 + len(capabilities.FEATURES)})
+def mechanism_cells(name: str) -> dict[str, str]:
+  """Returns the cells that the table of mechanisms must show for one of them."""
+  found = {column: table.TABLE.get((name, place), table.TABLE.get((name, place.partition(" ")[0])))
+           for column, place in PLACES.items()}
+  kernels = {column: list(dict.fromkeys(KERNELS[one.name.rpartition(".")[2]] for one in row.chain))
+             for column, row in found.items() if row}
+  memory = {kernels[column][0]: MEMORY[row.general.memory] for column, row in found.items() if row}
+  if len(set(memory.values())) == 1:
+    shown = next(iter(memory.values()))
+  else:
+    shown = ", ".join(f"{kernel} {growth}" for kernel, growth in memory.items())
+  cells = {column: ", else ".join(kernels.get(column, ["–"])) for column in PLACES}
+  return cells | {"memory": shown}
 
 
 class ReadmeTest(absltest.TestCase):
@@ -74,25 +65,57 @@ class ReadmeTest(absltest.TestCase):
       self.fail(f"there is no {README}; write it, and under Bazel name it in the test's data")
     self.text = README.read_text(encoding="utf-8")
 
-  def test_table_is_the_generated_one(self):
-    self.assertEqual((self.text.count(BEGIN), self.text.count(END)), (1, 1),
-                     f"README.md must hold one line {BEGIN} and, after the table, one line {END}")
-    shown = self.text.partition(BEGIN)[2].partition(END)[0].strip()
-    self.assertEqual(shown, report.markdown(), f"put what `python3 -m attn_core --markdown` prints "
-                     f"between {BEGIN} and {END} of README.md")
+  def test_is_short(self):
+    self.assertLessEqual(len(self.text.splitlines()), MOST_LINES,
+                         "README.md is the front door; move what is longer to docs/")
+    for rows in tables(self.text):
+      for row in rows:
+        self.assertLen(row, len(rows[0]), row)
+        self.assertLessEqual(len(row), MOST_COLUMNS, row)
 
-  def test_python_blocks_run(self):
-    blocks = list(FENCE.finditer(self.text))
-    self.assertNotEmpty(blocks, "README.md has no ```python block")
-    for block in blocks:
-      line = self.text.count("\n", 0, block.start(1))  # number of lines before the block
-      with self.subTest(f"README.md line {line + 1}"):
-        code = compile("\n" * line + block[1], "README.md", "exec")
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-          exec(code, {"__name__": "readme"})  # pylint: disable=exec-used
-        if block[2] is not None:
-          self.assertEqual(printed.getvalue(), block[2])
+  def test_two_commands_are_run(self):
+    commands = re.findall(f"^{RUN}\n```bash\n(.*)\n```$", self.text, re.MULTILINE)
+    self.assertLen(commands, 2, f"{RUN} marks the commands that .ci/run takes from README.md")
+    self.assertEqual(self.text.count(RUN), 2)
+    self.assertIn("examples/train_and_generate.py", commands[0])
+    self.assertIn("-m attn_core_test", commands[1])
+
+  def test_links_lead_to_files(self):
+    prose = re.sub("^```.*?^```$", "", self.text, flags=re.MULTILINE | re.DOTALL)
+    targets = re.findall(r"\]\(([^)#]+)", prose)
+    self.assertGreater(len(targets), 10)
+    for target in targets:
+      if not target.startswith("https://"):
+        self.assertTrue((README.parent / target).exists(), target)
+
+  def test_five_examples(self):
+    self.assertLen(re.findall("^```python$", self.text, re.MULTILINE), 5)
+
+  def test_mechanisms_are_those_of_the_library(self):
+    columns, *rows = next(rows for rows in tables(self.text) if rows[0][0] == "mechanism")
+    self.assertEqual(columns, ["mechanism", "for", *PLACES, "memory"])
+    names = []
+    for row in rows:
+      cells = dict(zip(columns, row))
+      for name in re.findall("`(.*?)`", cells["mechanism"]):
+        names.append(name)
+        self.assertEqual({column: cells[column] for column in (*PLACES, "memory")},
+                         mechanism_cells(name), name)
+    self.assertCountEqual(names, set(table.names()) - {"auto"})
+
+  def test_times_are_those_of_the_results(self):
+    found = benchmark.from_json(
+        (TESTS / "results" / "cpu_py312_jax0.12.0.1.json").read_text(encoding="utf-8"))
+    seconds = {(r.case.name, r.direction, r.contender): r.seconds for r in found.results}
+    columns, *rows = next(rows for rows in tables(self.text) if rows[0][0] == "case")
+    self.assertIn(f"{found.environment['cpu']} ({found.environment['date'][:10]}", columns[1])
+    for package in ("tokamax", "torch"):
+      self.assertIn(f"{package} {found.environment['versions'][package]}", columns[1])
+    self.assertCountEqual([row[0] for row in rows], TIMES)
+    for case, cell, _ in rows:
+      ours = seconds[*TIMES[case], "flash_attn2"]
+      ratios = [seconds[*TIMES[case], peer] / ours for peer in PEERS]
+      self.assertEqual(cell, f"{1e3 * ours:.0f} ms: " + ", ".join(f"{x:.1f}" for x in ratios), case)
 
 
 if __name__ == "__main__":

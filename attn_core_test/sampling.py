@@ -60,7 +60,7 @@ SHARDS = {
     "paged_batch_invariance_test": 1, "blockwise_test": 1, "plan_test": 1, "tpu_compile_test": 2,
     "gpu_test": 1, "gpu_backward_test": 1, "gpu_decode_test": 1, "tpu_ring_test": 1,
     "tpu_decode_test": 1, "paged_shard_test": 1, "page_stripes_test": 1, "cudnn_test": 1,
-    "gpu_suite_test": 1, "benchmark_test": 1, "pages_test": 1, "readme_test": 1,
+    "gpu_suite_test": 1, "benchmark_test": 1, "pages_test": 1,
     "distributed_test": 1, "caches_sharding_test": 1, "ring_split_test": 1, "adapters_test": 1,
     "short_test": 1, "explicit_axes_test": 1, "strict_modes_test": 1, "calls_test": 1,
     "batch_dimensions_test": 1}

@@ -5,6 +5,11 @@
     python3 examples/long_context.py
     python3 examples/long_context.py --layout=striped --variant=all_gather --length=65536
 
+One device cannot hold the activations of a very long sequence, so its tokens are divided over
+devices, and the attention exchanges keys and values between them. With a causal mask the order of
+the tokens matters: if each device holds a contiguous piece, the last one computes nearly twice the
+mean, and the others wait for it. Two other orders balance the work.
+
 The document is the source of attn_core itself, file after file. The program compiles every layout
 of the sequence to print its memory per device and its balance of work, then trains with --layout.
 The whole model runs in that layout: bytes, positions and labels are permuted once, and the loss, a
@@ -14,6 +19,7 @@ bytes.
 """
 
 import functools
+import logging
 import math
 import pathlib
 import sys
@@ -92,6 +98,7 @@ def prepared(text: np.ndarray, layout: str, mesh):
 
 def compiled(state, batch, layout: str, mesh, config):
   """Compiles the step of a layout, and prints its memory and its balance."""
+  print(f"compiling {layout}", flush=True)
   metadata = OperationMetadata(mesh=mesh, ring=RingConfig(FLAGS.variant, layout))
   attend = lambda *x: ring_attention(*x, metadata=metadata).attention_outputs
   whole = NamedSharding(mesh, P())
@@ -117,7 +124,7 @@ def main(argv) -> None:
   mesh = create_mesh((1, 1, 1, 1, FLAGS.sp))
   text, config = document(FLAGS.length + 1), CONFIG._replace(heads=FLAGS.heads)
   print(f"{FLAGS.length:,} bytes over {FLAGS.sp} devices by {FLAGS.variant}, entropy of single "
-        f"bytes {model.entropy(text):.3f} bits")
+        f"bytes {model.entropy(text):.3f} bits", flush=True)
   params = model.init(jax.random.key(0), config)
   state = jax.device_put(model.start(params), NamedSharding(mesh, P()))
   steps = {layout: compiled(state, prepared(text, layout, mesh), layout, mesh, config)
@@ -133,5 +140,7 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
+  # absl shows logs of level INFO, where jax names every platform that this machine lacks.
+  logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
   define_flags()
   app.run(main)

@@ -5,6 +5,9 @@
     python3 examples/serve.py
     python3 examples/serve.py --model=model.npz --requests=200 --pages=128
 
+A server has many requests of different lengths in progress at once, and cannot know how long each
+becomes. Pages give each request memory as it grows, so that none is reserved for nothing.
+
 Continuous batching: one call of `ragged_page_attention_v2` per layer computes the next byte of
 every request that is generating, and chunks of the prompts of the other running requests. The pool
 has fewer pages than all requests need: requests wait, and the newest one releases its pages when an
@@ -17,6 +20,7 @@ with status 1 if one differs. T is the number of tokens (bytes) of a call.
 """
 
 import functools
+import logging
 import pathlib
 import subprocess
 import sys
@@ -250,6 +254,7 @@ def serve(params, config, jobs: list[Job]) -> Server:
   run = jax.jit(functools.partial(step, config=config), donate_argnums=1)
   # Calls in which all jobs generate are short, so they have a smaller shape.
   shapes = [(length, FLAGS.rows, width) for length in (FLAGS.rows, FLAGS.budget)]
+  print("compiling two shapes of a call", flush=True)
   compiled = [run.lower(params, caches, pack(server, [], [], shape)).compile() for shape in shapes]
   calls, bytes_in, begun, last_report = 0, 0, time.monotonic(), 0.0
   while server.waiting or server.running:
@@ -333,6 +338,7 @@ def main(argv) -> None:
   job = max(done, key=lambda job: job.amount)
   print("---", bytes(job.text[:job.prompt]).decode(errors="replace") + "|" +
         bytes(job.text[job.prompt:]).decode(errors="replace"), "---", sep="\n")
+  print(f"comparing {len(done)} requests with the model without a cache", flush=True)
   wrong = differing(params, config, done)
   print(f"{len(done) - len(wrong)} of {len(done)} requests equal those without a cache; "
         f"{time.monotonic() - begun:.0f} s")
@@ -341,5 +347,7 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
+  # absl shows logs of level INFO, where jax names every platform that this machine lacks.
+  logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
   define_flags()
   app.run(main)

@@ -7,6 +7,10 @@
     python3 examples/train_and_generate.py --data=FOLDER --steps=1000 --save=model.npz
     python3 examples/train_and_generate.py --load=model.npz --steps=0 --prompt='def main'
 
+It shows a whole training program around `attention`: a mesh, parameters and batches sharded over
+it, recomputation in the backward pass, and a model that mixes two kinds of layers. Change
+--mechanism, and nothing else in the program changes.
+
 The text is Python's own standard library unless --data names a folder. A layer attends within a
 sliding window (L in --pattern) or to everything before (F). Batch rows are sharded over dp and
 fsdp, heads and hidden units over tp; without accelerators the mesh consists of virtual CPU devices.
@@ -19,6 +23,7 @@ them, and `load` reads what --save wrote. T counts tokens, which are bytes.
 
 import functools
 import json
+import logging
 import math
 import pathlib
 import sys
@@ -412,6 +417,7 @@ def train(state: State, text, placement, config: Config, attend) -> State:
   rate = functools.partial(learning_rate, steps=FLAGS.steps, peak=FLAGS.rate)
   rng = np.random.default_rng(FLAGS.seed)
   next_tokens = lambda: jax.device_put(batch(rng, text, FLAGS.batch, FLAGS.length), placement[1])
+  print("compiling a training step", flush=True)
   begun = time.monotonic()
   step = jax.jit(functools.partial(train_step, config=config, attend=attend, rate=rate),
                  out_shardings=(placement[0], placement[0].step), donate_argnums=0)
@@ -439,6 +445,7 @@ def main(argv) -> None:
   print(f"{mesh.size} devices: " + ", ".join(f"{k}={n}" for k, n in mesh.shape.items() if n > 1))
   print_explanation(config, metadata)
 
+  print("reading text", flush=True)
   train_text, held_out = read(FLAGS.data or sysconfig.get_paths()["stdlib"], FLAGS.max_bytes)
   if len(held_out) <= FLAGS.length:
     sys.exit(f"--data: {len(train_text) + len(held_out)} bytes of text are too few")
@@ -454,6 +461,7 @@ def main(argv) -> None:
     state = jax.device_put(start(params), placement[0])
     params = train(state, train_text, placement, config, attend).params
 
+  print("measuring the loss on held-out text", flush=True)
   tokens = batch(np.random.default_rng(1), held_out, 2 * FLAGS.batch, FLAGS.length)
   measure = jax.jit(functools.partial(loss, config=config, attend=attend))
   reached = float(measure(params, jax.device_put(tokens, placement[1])))
@@ -471,6 +479,7 @@ def main(argv) -> None:
 
 def print_sample(params, config: Config, attend) -> None:
   """Prints a continuation of the prompt."""
+  print(f"generating {FLAGS.generate} bytes", flush=True)
   begun = time.monotonic()
   prompt = np.frombuffer(FLAGS.prompt.encode(), np.uint8).astype(np.int32)[None]
   sample = jax.jit(functools.partial(
@@ -482,5 +491,7 @@ def print_sample(params, config: Config, attend) -> None:
 
 
 if __name__ == "__main__":
+  # absl shows logs of level INFO, where jax names every platform that this machine lacks.
+  logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
   define_flags()
   app.run(main)

@@ -5,6 +5,7 @@
     python3 -m attn_core.benchmark                      a few cases, in about three minutes
     python3 -m attn_core.benchmark --full --out DIR     the complete comparison
     python3 -m attn_core.benchmark --short --out DIR   short sequences, compared with jax.nn
+    python3 -m attn_core.benchmark --redraw FILE.json   draws the chart of an earlier run again
     python3 -m attn_core.benchmark --list               all mechanisms, peers and cases
     python3 -m attn_core.benchmark --static tpu         cycles of TPU kernels, without a TPU
     python3 -m attn_core.benchmark --static tpu-decode  those of decoding, with memory bounds
@@ -12,6 +13,7 @@
 """
 
 import argparse
+import pathlib
 import sys
 from typing import Callable
 
@@ -55,6 +57,8 @@ def _parser() -> argparse.ArgumentParser:
                       help="short sequences: flash_attn2 and vanilla, compared with jax.nn")
   parser.add_argument("--out", help="folder for the JSON file, the text and the chart")
   parser.add_argument("--name", help="stem of the files; default: from the device and the versions")
+  parser.add_argument("--redraw", metavar="FILE", help="only draw the chart of this JSON file, "
+                      "with the suffix .png")
   parser.add_argument("--list", action="store_true", help="only list cases and contenders")
   static = parser.add_argument_group("--static")
   static.add_argument("--static", choices=("tpu", "tpu-decode", "gpu"),
@@ -72,6 +76,10 @@ def main(arguments: list[str] | None = None) -> int:
   given = parser.parse_args(arguments)
   if given.list:
     print(_listing())
+    return 0
+  if given.redraw:
+    path = pathlib.Path(given.redraw)
+    report.plot(report.from_json(path.read_text(encoding="utf-8")), path.with_suffix(".png"))
     return 0
   if given.static:
     print(_static(parser, given), end="")

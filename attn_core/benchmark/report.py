@@ -8,13 +8,17 @@ import os
 import pathlib
 import platform
 import statistics
-from typing import Any, NamedTuple
+import textwrap
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
 from attn_core.benchmark import cases, contenders
 from attn_core.benchmark.cases import Case
 from attn_core.benchmark.measure import Error
+
+if TYPE_CHECKING:
+  from matplotlib.figure import Figure
 
 
 class Result(NamedTuple):
@@ -138,6 +142,25 @@ def _finite(x: Any) -> Any:
   if isinstance(x, (list, tuple)):
     return [_finite(value) for value in x]
   return None if isinstance(x, float) and not abs(x) < float("inf") else x
+
+
+def from_json(text: str) -> Report:
+  """Converts the JSON text of `to_json` back to a report; an error that was not finite is NaN."""
+  data = json.loads(text)
+  results = []
+  for fields in data["results"]:
+    error = Error(*(float("nan") if fields["error"][name] is None else fields["error"][name]
+                    for name in Error._fields))
+    known = {name: fields[name] for name in Result._fields}
+    known |= {"case": _case(fields["case"]), "checked": _case(fields["checked"])}
+    results.append(Result(**known | {"times": tuple(fields["times"]), "error": error}))
+  refusals = tuple(Refusal(**fields) for fields in data["refusals"])
+  return Report(data["environment"], tuple(results), refusals, data["overheads"])
+
+
+def _case(fields: dict[str, Any]) -> Case:
+  """A case from its fields in JSON, which has no tuples."""
+  return Case(**fields | {"window": fields["window"] and tuple(fields["window"])})
 
 
 # --- Text. ---------------------------------------------------------------------------------------
@@ -265,22 +288,32 @@ def plot(report: Report, path: pathlib.Path) -> None:
   Raises:
     ImportError: matplotlib is not installed.
   """
+  figure(report).savefig(path, format="png")
+
+
+def figure(report: Report) -> "Figure":
+  """Draws the chart of `plot` as a matplotlib Figure."""
   from matplotlib.backends.backend_agg import FigureCanvasAgg
   from matplotlib.figure import Figure
+  from matplotlib.layout_engine import ConstrainedLayoutEngine
   found, colors = groups(report), _colors(report)
   columns = min(3, len(found))
   rows = -(-len(found) // columns)
-  figure = Figure(figsize=(5.2 * columns, 0.8 + rows * (0.9 + 0.26 * len(colors))))
+  # The constrained layout reserves space for the title; the white ground, which a viewer's own
+  # settings must not replace, keeps the black text legible on dark pages.
+  drawn = Figure(figsize=(5.2 * columns, 0.8 + rows * (1.1 + 0.26 * len(colors))),
+                 layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1), facecolor="white")
+  FigureCanvasAgg(drawn)
   where = report.environment
-  figure.suptitle(f"milliseconds on {where['cpu']}, {where['device']}, "
-                  f"jax {where['versions']['jax']}; shorter is better")
-  axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+  title = (f"milliseconds on {where['cpu']}, {where['device']}, jax {where['versions']['jax']}; "
+           "shorter is better")
+  drawn.suptitle("\n".join(textwrap.wrap(title, 48 * columns)), fontsize=12)
+  axes = list(drawn.subplots(rows, columns, squeeze=False).flat)
   for axis, group in zip(axes, found):
     _panel(axis, group, colors)
   for axis in axes[len(found):]:
     axis.set_axis_off()
-  figure.tight_layout()
-  FigureCanvasAgg(figure).print_png(path)
+  return drawn
 
 
 # Distinguishable for color-blind readers too: cool colors for the library, warm ones for peers.
@@ -306,7 +339,9 @@ def _panel(axis: Any, group: list[Result], colors: dict[str, str]) -> None:
   axis.bar_label(bars, [_number(1e3 * r.seconds) + (" wrong" if r.wrong else "") for r in group],
                  padding=3, fontsize=8)
   axis.set_ylim(len(colors) - 0.5, -0.5)  # downwards, bars equally thick in all panels
-  axis.margins(x=0.15)
+  # Room for the longest label to the right of the longest bar.
+  axis.set_xlim(0, (1.35 if any(r.wrong for r in group) else 1.15) * 1e3 * max(
+      r.seconds for r in group))
   axis.set_title(f"{group[0].case.name}, {group[0].direction.replace('_', ' and ')}", fontsize=9)
   axis.tick_params(labelsize=8)
   axis.spines[["top", "right"]].set_visible(False)
