@@ -12,6 +12,7 @@ import dataclasses
 import enum
 import functools
 import inspect
+import itertools
 import textwrap
 import typing
 from typing import Any, NamedTuple
@@ -55,6 +56,13 @@ def _comment_of(node: ast.AnnAssign, lines: list[str]) -> str:
   return " ".join(above)
 
 
+def _default_of(value: ast.expr) -> str:
+  """Returns the default of a field, which `dataclasses.field` may give."""
+  if isinstance(value, ast.Call) and ast.unparse(value.func).endswith("field"):
+    return next((ast.unparse(word.value) for word in value.keywords if word.arg == "default"), "")
+  return ast.unparse(value)
+
+
 def has_fields(cls: Any) -> bool:
   """Returns whether an object is a named tuple or a dataclass."""
   return inspect.isclass(cls) and (hasattr(cls, "_fields") or dataclasses.is_dataclass(cls))
@@ -69,7 +77,7 @@ def fields_of(cls: type) -> list[Field]:
     definition, lines = _class_source(base)
     for node in definition.body:
       if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-        default = "" if node.value is None else ast.unparse(node.value)
+        default = "" if node.value is None else _default_of(node.value)
         annotation = ast.unparse(node.annotation).strip("'\"")
         found[node.target.id] = Field(node.target.id, annotation, default, _comment_of(node, lines))
   return [field for field in found.values() if not field.annotation.startswith("ClassVar")]
@@ -104,6 +112,8 @@ def process_signature(  # pylint: disable=unused-argument
     return _signature_of_class(obj), None
   if what == "class" and (typing.is_typeddict(obj) or issubclass(obj, enum.Enum)):
     return "", None
+  if obj is dataclasses.replace:
+    return "(**changes)", None
   if what in ("function", "method") and inspect.isroutine(inspect.unwrap(obj)):
     return _signature_of_function(obj)
   return signature, result
@@ -113,6 +123,8 @@ def process_docstring(  # pylint: disable=unused-argument
     app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
   """Adds the fields of a class to its docstring, and marks indented formulas as literal."""
   mark_literal_blocks(lines)
+  if obj is dataclasses.replace:  # as a method of a class
+    lines[:] = ["Returns a copy with other values of some fields."]
   if any(ELLIPSIS in line for line in lines):  # what an example leaves out of its output
     lines[:] = [line for line in lines if line.strip() != "..."]
   if what == "property":  # napoleon would take a first line with a colon for a type
@@ -127,15 +139,30 @@ def process_docstring(  # pylint: disable=unused-argument
 
 
 def mark_literal_blocks(lines: list[str]) -> None:
-  """Puts `::` above paragraphs that are indented more than the paragraph before them."""
+  """Makes a block of code of lines that are indented more than the paragraph before them."""
   for number in range(len(lines) - 1, 1, -1):
     above, line = lines[number - 2], lines[number]
     if lines[number - 1].strip() or not above.strip() or not line.strip():
       continue
-    depth = len(above) - len(above.lstrip())
-    if (len(line) - len(line.lstrip()) > depth and not above.lstrip().startswith("* ")
-        and not above.endswith("::")):
-      lines[number - 1:number] = ["", " " * depth + "::", ""]
+    depth = _depth(above)
+    if _depth(line) > depth and not above.lstrip().startswith("* ") and not above.endswith("::"):
+      block = itertools.takewhile(lambda line: not line.strip() or _depth(line) > depth,
+                                  lines[number:])
+      language = "python" if _is_python("\n".join(block)) else "text"
+      lines[number - 1:number] = ["", f"{' ' * depth}.. code-block:: {language}", ""]
+
+
+def _depth(line: str) -> int:
+  return len(line) - len(line.lstrip())
+
+
+def _is_python(text: str) -> bool:
+  """Returns whether a text can be read as a program; formulas in words cannot."""
+  try:
+    ast.parse(textwrap.dedent(text))
+  except SyntaxError:
+    return False
+  return True
 
 
 def skip_member(  # pylint: disable=unused-argument
