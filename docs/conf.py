@@ -26,11 +26,10 @@ nb_execution_mode = "off"  # notebooks keep their outputs; a test executes them
 nb_mime_priority_overrides = [("html", "text/html", None)]  # text and pictures are enough
 
 # Names between single backquotes in docstrings are links where the reference has such a name.
-default_role = "py:obj"
-napoleon_use_rtype = False
+default_role = "name_or_code"
 smartquotes = False  # quoted words are often arguments, to be copied
 autodoc_member_order = "bysource"
-autodoc_typehints = "signature"
+autodoc_typehints = "none"  # source_signatures writes them
 python_maximum_signature_line_length = 88
 python_use_unqualified_type_names = True
 toc_object_entries_show_parents = "hide"

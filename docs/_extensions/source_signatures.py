@@ -13,14 +13,18 @@ import enum
 import functools
 import inspect
 import itertools
+import re
 import textwrap
 import typing
 from typing import Any, NamedTuple
 
+from docutils import nodes
+from docutils.parsers.rst import roles
 from sphinx.application import Sphinx
 
+NAME = re.compile(r"[A-Za-z_][\w.]*")
 ELLIPSIS = "doctest: +ELLIPSIS"
-BEFORE_NAPOLEON = 100  # napoleon's handler of docstrings has priority 500
+BEFORE_NAPOLEON, AFTER_NAPOLEON = 100, 900  # napoleon's handler has priority 500
 MANY_FIELDS = 12  # the signature of a class with more of them is left out: the list follows
 
 
@@ -123,12 +127,15 @@ def process_docstring(  # pylint: disable=unused-argument
     app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
   """Adds the fields of a class to its docstring, and marks indented formulas as literal."""
   mark_literal_blocks(lines)
+  keep_results_in_one_piece(lines)
   if obj is dataclasses.replace:  # as a method of a class
     lines[:] = ["Returns a copy with other values of some fields."]
   if any(ELLIPSIS in line for line in lines):  # what an example leaves out of its output
     lines[:] = [line for line in lines if line.strip() != "..."]
-  if what == "property":  # napoleon would take a first line with a colon for a type
-    lines.insert(0, "")
+  # A letter with a period would begin a list.
+  lines[:] = [re.sub(r"^(\s*\w+: [A-Z])\.(?=\s|$)", r"\1\\.", line) for line in lines]
+  if what == "class" and typing.is_typeddict(obj):
+    lines += ["", ":Keys: " + ", ".join(f"``{key}``" for key in obj.__annotations__), ""]
   if what == "class" and has_fields(obj):
     lines += ["", ":Fields:"]
     for field in fields_of(obj):
@@ -136,6 +143,24 @@ def process_docstring(  # pylint: disable=unused-argument
       comment = f" -- {field.comment}" if field.comment else ""
       lines.append(f"  * **{field.name}** (``{field.annotation}{default}``){comment}")
     lines.append("")
+
+
+def keep_docstring(  # pylint: disable=unused-argument
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+  """Restores the docstring of a property, whose words before a colon napoleon takes for a type."""
+  if what == "property":
+    lines[:] = [*(inspect.getdoc(obj) or "").splitlines(), ""]
+
+
+def keep_results_in_one_piece(lines: list[str]) -> None:
+  """Writes "Returns:" as a field, since napoleon takes words before a colon for a type."""
+  if "Returns:" not in lines:
+    return
+  first = lines.index("Returns:")
+  block = list(itertools.takewhile(lambda line: not line or line.startswith(" "),
+                                   lines[first + 1:]))
+  text = textwrap.dedent("\n".join(block)).strip().splitlines()
+  lines[first:first + 1 + len(block)] = [f":returns: {text[0]}", *(f"  {x}" for x in text[1:]), ""]
 
 
 def mark_literal_blocks(lines: list[str]) -> None:
@@ -171,9 +196,21 @@ def skip_member(  # pylint: disable=unused-argument
   return True if type(obj).__name__ == "_tuplegetter" else None
 
 
+def code_role(name: str, rawtext: str, text: str, lineno: int, inliner: Any,
+              options: Any = None, content: Any = ()) -> tuple[list, list]:
+  """Role of single backquotes: a link where the reference has the name, else plain code."""
+  if NAME.fullmatch(text):
+    role = inliner.document.settings.env.get_domain("py").role("obj")
+    return role(name, rawtext, text, lineno, inliner, options or {}, content)
+  code = text.replace("\\", "").replace("\x00", "")  # backslashes, and what docutils makes of them
+  return [nodes.literal(rawtext, code)], []
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
   """Registers the handlers."""
   app.connect("autodoc-process-signature", process_signature)
   app.connect("autodoc-process-docstring", process_docstring, priority=BEFORE_NAPOLEON)
+  app.connect("autodoc-process-docstring", keep_docstring, priority=AFTER_NAPOLEON)
   app.connect("autodoc-skip-member", skip_member)
+  roles.register_canonical_role("name_or_code", code_role)
   return {"parallel_read_safe": True}
