@@ -133,7 +133,7 @@ def process_docstring(  # pylint: disable=unused-argument
   if any(ELLIPSIS in line for line in lines):  # what an example leaves out of its output
     lines[:] = [line for line in lines if line.strip() != "..."]
   # A letter with a period would begin a list.
-  lines[:] = [re.sub(r"^(\s*\w+: [A-Z])\.(?=\s|$)", r"\1\\.", line) for line in lines]
+  lines[:] = [re.sub(r"^(\s*\w+: \w)\.(?=\s|$)", r"\1\\.", line) for line in lines]
   if what == "class" and typing.is_typeddict(obj):
     lines += ["", ":Keys: " + ", ".join(f"``{key}``" for key in obj.__annotations__), ""]
   if what == "class" and has_fields(obj):
