@@ -3,14 +3,14 @@
 """Prints versions, devices, and the features that each mechanism supports on each platform.
 
     python3 -m attn_core                as text
-    python3 -m attn_core --markdown     the table as README.md shows it
+    python3 -m attn_core --markdown     the page docs/reference/support_matrix.md
 
 The rows are those of `attn_core.table`; limits are found by asking them about example requests.
 """
 
 import argparse
 import collections
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 import itertools
 from typing import NamedTuple
 
@@ -135,19 +135,7 @@ def text() -> str:
     marks = " ".join(TEXT_MARKS[row.marks[feature]] for feature in capabilities.FEATURES)
     name = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths))
     lines.append(f"{name}  {marks}  {row.memory}, {row.runs}")
-  return "\n".join(lines + ["", _legend(TEXT_MARKS), *_notes(str)])
-
-
-def markdown() -> str:
-  """Returns the table as README.md shows it."""
-  features = [feature.replace("_", " ") for feature in capabilities.FEATURES]
-  lines = [["mechanism", "platform", "runs", "memory", *features]]
-  lines.append(["---"] * 4 + [":-:"] * len(capabilities.FEATURES))
-  lines += [[f"`{row.mechanism}`", ", ".join(row.platforms), row.runs, row.memory,
-             *(MARKDOWN_MARKS[row.marks[feature]] for feature in capabilities.FEATURES)]
-            for row in rows()]
-  legend = [_legend(MARKDOWN_MARKS), "", *(f"* {note}" for note in _notes("`{}`".format))]
-  return "\n".join([f"| {' | '.join(line)} |" for line in lines] + ["", *legend])
+  return "\n".join(lines + ["", _legend(TEXT_MARKS), *_notes(found)])
 
 
 def _legend(marks: dict[str, str]) -> str:
@@ -158,29 +146,103 @@ def _legend(marks: dict[str, str]) -> str:
           "precedence over that of all GPUs.")
 
 
-def _notes(quote: Callable[[str], str]) -> list[str]:
+def _notes(found: tuple[Row, ...]) -> list[str]:
   """Returns notes: limits, missing names, and the order in which `auto` tries names."""
   limits, absent = collections.defaultdict(list), collections.defaultdict(list)
-  for row in rows():
+  for row in found:
     for reason in row.limits:
-      limits[reason].append(f"{quote(row.mechanism)} on {', '.join(row.platforms)}")
+      limits[reason].append(f"{row.mechanism} on {', '.join(row.platforms)}")
   for name, platforms, why in missing():
-    absent[why, platforms].append(quote(name))
+    absent[why, platforms].append(name)
   notes = [f"Refused, for example, {reason} ({'; '.join(who)})." for reason, who in limits.items()]
   notes += [f"Not on {', '.join(platforms)}: {', '.join(names)}; {why}."
             for (why, platforms), names in absent.items()]
-  notes += [f"{quote('auto')} on {platform} tries {', '.join(map(quote, names))}."
-            for platform, names in table.AUTO.items()]
-  notes += [f"{quote('auto')} on {platform} tries {quote(name)} first for one query a row."
-            for platform, name in table.AUTO_ONE_QUERY.items()]
-  return notes
+  return [*notes, *(f"auto on {platform} {order}" for platform in PLATFORMS
+                    for order in _orders(platform, str))]
+
+
+def _orders(platform: str, quote: Callable[[str], str]) -> list[str]:
+  """Returns the orders in which `auto` tries mechanisms on a platform, as ends of sentences."""
+  orders = [f"tries {', '.join(map(quote, table.AUTO[platform]))}."]
+  if platform in table.AUTO_ONE_QUERY:
+    first = quote(table.AUTO_ONE_QUERY[platform])
+    orders.append(f"tries {first} first where each row has one query.")
+  return orders
+
+
+# --- As a page of the documentation. -------------------------------------------------------------
+
+
+INTRODUCTION = """\
+<!-- Written by `python3 -m attn_core --markdown`. -->
+
+# Support matrix
+
+Arguments of `attention` that each mechanism supports, by platform. A mechanism refuses any other
+argument by an error that names it. `explain` answers the same question for one call.
+
+A check mark means supported. A check mark in parentheses means supported within the limits below
+the table. A dash means refused. "runs" names the kernel. Of two kernels, "first, else second", the
+first runs the calls that it supports in linear memory, and the second runs all others. "memory" is
+its growth with the sequence length.
+"""
+
+
+def markdown() -> str:
+  """Returns the page docs/reference/support_matrix.md."""
+  every = rows()
+  sections = [INTRODUCTION, *(_section(place, every) for place in places())]
+  meanings = [(feature.replace("_", " "), meaning)
+              for feature, meaning in capabilities.FEATURES.items()]
+  return "\n".join([*sections, "## Features\n", *_grid(("feature", "meaning"), meanings)])
+
+
+def _rows_at(place: str, every: tuple[Row, ...]) -> list[Row]:
+  """Returns the rows that hold at a place; a GPU has those of all GPUs unless it has its own."""
+  platform = place.split()[0]
+  return [row for row in every if place in row.platforms or (
+      platform in row.platforms and (row.mechanism, place) not in table.TABLE)]
+
+
+def _section(place: str, every: tuple[Row, ...]) -> str:
+  """Returns the tables and the notes of one place."""
+  platform, *capability = place.split()
+  found = _rows_at(place, every)
+  names = [_code(row.mechanism) for row in found]
+  marks = [(feature.replace("_", " "), *(MARKDOWN_MARKS[row.marks[feature]] for row in found))
+           for feature in capabilities.FEATURES]
+  kernels = [(name, row.runs, row.memory) for name, row in zip(names, found)]
+  limits = collections.defaultdict(list)
+  for name, row in zip(names, found):
+    for reason in row.limits:
+      limits[reason].append(name)
+  notes = ["Calls that are refused, by mechanism:", ""] if limits else []
+  notes += [f"* {', '.join(who)}: {reason}." for reason, who in limits.items()]
+  notes += ["", *(f"{_code(name)} is not available: {why}."
+                  for name, platforms, why in missing() if platform in platforms)]
+  notes += ["", *(f"{_code('auto')} {order}" for order in _orders(platform, _code))]
+  title = " ".join([platform.upper(), *(f"of compute capability {x}" for x in capability)])
+  return "\n".join([
+      f"## {title}\n", ":::{table}", ":class: matrix\n", *_grid(("feature", *names), marks, ":-:"),
+      ":::\n", *_grid(("mechanism", "runs", "memory"), kernels), "", *notes, ""])
+
+
+def _grid(head: Sequence[str], lines: Iterable[Sequence[str]], rule: str = "---") -> list[str]:
+  """Returns the lines of a table; `rule` aligns all columns but the first."""
+  rules = ["---", *[rule] * (len(head) - 1)]
+  return [f"| {' | '.join(line)} |" for line in (head, rules, *lines)]
+
+
+def _code(name: str) -> str:
+  return f"`{name}`"
 
 
 def main() -> None:
   """Prints what the command line asks for."""
   parser = argparse.ArgumentParser(prog="python3 -m attn_core",
                                    description="Versions, devices, mechanisms.")
-  parser.add_argument("--markdown", action="store_true", help="only the table, as in README.md")
+  parser.add_argument("--markdown", action="store_true",
+                      help="only the tables, as docs/reference/support_matrix.md has them")
   if parser.parse_args().markdown:
     print(markdown())
     return

@@ -4,6 +4,7 @@
 
 import importlib.util
 import os
+import time
 
 os.environ["KERAS_BACKEND"] = "jax"  # Keras reads it once, when it is imported
 
@@ -16,6 +17,8 @@ from attn_core_test import documents
 
 jax.config.update("jax_num_cpu_devices", 8)  # so that examples of meshes run on several devices
 
+SECONDS = 10  # of CPU for the programs of a page, without compiled programs kept from earlier runs
+
 # Programs for packages that cannot be installed here: adapters_recipes_test runs them on objects of
 # their shapes.
 ELSEWHERE = ("maxtext", "axlearn")
@@ -27,6 +30,7 @@ class DocumentsTest(parameterized.TestCase):
 
   @parameterized.parameters(*(name for name, text in PAGES.items() if documents.blocks_of(text)))
   def test_programs_of(self, name):
+    start = time.process_time()
     names = {"__name__": "document"}
     for block in documents.blocks_of(PAGES[name]):
       with self.subTest(f"{name} line {block.line + 1}"):
@@ -37,6 +41,9 @@ class DocumentsTest(parameterized.TestCase):
         printed = documents.run(block, name, names)
         if block.printed is not None:
           self.assertEqual(printed, block.printed)
+    seconds = time.process_time() - start
+    if seconds > SECONDS:
+      print(f"measured: {name} takes {seconds:.0f} s of CPU; at most {SECONDS} are meant")
 
   def test_a_program_that_prints_something_else_is_found(self):
     text = "# Title\n\n```python flax\nx = 1\nprint(x)\n```\n\n```text\n2\n```\n"

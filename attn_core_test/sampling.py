@@ -55,6 +55,7 @@ QUICK = {
 SHARDS = {
     "properties_test": 2, "easydel_regressions_test": 1, "easydel_arguments_test": 1, "tpu_test": 1,
     "derivatives_test": 1, "ring_test": 1, "ring_mesh_test": 1, "ring_compiled_test": 1,
+    "documents_test": 2,
     "examples_test": 1, "shard_test": 1, "tpu_paged_test": 1, "decode_test": 1, "dropout_test": 1,
     "caches_test": 1, "caches_attention_test": 1, "paged_test": 1, "paged_meaning_test": 1,
     "paged_batch_invariance_test": 1, "blockwise_test": 1, "plan_test": 1, "tpu_compile_test": 2,

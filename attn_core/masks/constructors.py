@@ -286,7 +286,7 @@ def dense(array: ArrayLike) -> Mask:
 
 
 def custom(predicate: Callable[..., ArrayLike], *operands: ArrayLike) -> Mask:
-  """A predicate of (batch, head, query position, key position, *operands).
+  """A predicate of `(batch, head, query position, key position, *operands)`.
 
   >>> from attn_core import masks
   >>> def even_distance(batch, head, query, key): return (query - key) % 2 == 0
