@@ -47,7 +47,9 @@ QUICK = {
     "calls_test.IntegersTest.*": 4, "calls_test.DtypesTest.test_cache*": 3,
     "calls_test.NamesTest.*unknown*": 2, "calls_test.PlatformTest.test_running*": 2,
     "strict_modes_test.CacheTest.test_caches*": 3, "strict_modes_test.CacheTest.test_pages*": 3,
-    "strict_modes_test.PromotionTest.test_token*": 3,
+    "strict_modes_test.PromotionTest.test_token*": 3, "strict_modes_test.TransformationTest.*": 2,
+    "strict_modes_test.NanTest.test_calls*": 4, "strict_modes_test.NanTest.test_infinite*": 6,
+    "strict_modes_test.NanTest.test_nan_in*": 2,
     "explicit_axes_test.CollectivesTest.test_none*": 5,
     "explicit_axes_test.ExplicitValuesTest.test_keys_otherwise*": 3}
 

@@ -223,7 +223,10 @@ def forward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
         num_row_blocks, params.num_rows)
   live = split_kv.live_splits(params, *(jnp.repeat(x, num_row_blocks // rows.shape[0])
                                         for x in (items.first, items.end)))
-  out, lse = combine.combine(params, out, lse, sinks, live, dtype)
+  if dense_operands.out_dtype(operands, spec) == dtype:
+    out, lse = combine.combine(params, out, lse, sinks, live, dtype)
+  else:
+    out, lse = combine.combine_exactly(params, out, lse, sinks, live)
   return Residuals(_to_tokens(tiling, queue, out, 0),
                    _to_tokens(tiling, queue, lse[..., None], -jnp.inf))
 
