@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from attn_core.caches.paged import layouts
 from attn_core.caches.paged.layouts import Pages
-from attn_core.kernels.common import (dense_operands, online_softmax, paged_operands,
+from attn_core.kernels.common import (dense_operands, nonfinite, online_softmax, paged_operands,
                                       query_block_queue)
 from attn_core.kernels.common.contract import Residuals
 from attn_core.kernels.common.paged_operands import BlockedInputs, Index
@@ -56,7 +56,7 @@ def forward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
   group_size = query_heads // heads.key_heads
   single_page = make_layout(operands.cache, heads, 1)
   pad_width = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, single_page.widths[0] - width)))
-  padded = operands._replace(query=pad_width(operands.query))
+  padded = operands._replace(query=pad_width(nonfinite.infinite_to_nan(operands.query)))
   out = jnp.zeros((tokens, query_heads, single_page.widths[-1]),
                   dense_operands.out_dtype(operands, spec))
   lse = jnp.full((tokens, query_heads, 1), -jnp.inf, jnp.float32)
