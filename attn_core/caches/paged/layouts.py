@@ -49,7 +49,10 @@ class Widths:
 
 
 class PagesV2(NamedTuple):
-  """Heads interleaved, as in `jax.experimental.pallas.ops.tpu.ragged_paged_attention`."""
+  """Heads interleaved, as in `jax.experimental.pallas.ops.tpu.ragged_paged_attention`.
+
+  Where E == D, shape and bytes are those of its `kv_pages`, for every width and dtype.
+  """
 
   # [P, page_size, 2K, width]: key heads in even rows, value heads in odd ones; the width is D, or
   # with `widths` the larger one.
@@ -62,12 +65,12 @@ class PagesV2(NamedTuple):
 class PagesV3(NamedTuple):
   """PagesV2 with rows packed into 32-bit words and padded, and widths padded to 128.
 
-  Where D is a multiple of 128, the bytes are those of the key-value cache of
-  `ragged_paged_attention` v3 in tpu-inference (and of its copies in other servers): the same number
-  of rows, words and columns, so that pages may be exchanged without a conversion. For other widths
-  that holds as long as both pad to 128 columns; its separate layout for a head width of 64, which
-  puts a key and its value into one row of 128 columns, is not this one: convert by reading keys and
-  values (`to_dense`) and writing them (`from_dense`). Where E != D, the narrower are padded.
+  Where E == D, shape and bytes are those of the key-value cache of `ragged_paged_attention` v3 in
+  tpu-inference, for every width and number of heads and all dtypes of 8, 16 and 32 bits: pages may
+  be exchanged without a conversion. The exception is its separate kernel for a head width of 64,
+  whose cache [P, page_size, cdiv(K, packing), packing, 128] has a key and its value in one row:
+  read keys and values from the rows there, and write them here by `from_dense`. Scales are not part
+  of the pages in either. Where E != D, the narrower are padded.
   """
 
   # [P, page_size, cdiv(2K, packing), packing, padded_width]: packing = 4 / itemsize,
