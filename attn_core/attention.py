@@ -77,7 +77,8 @@ def attention(
   FlashAttention-2, https://arxiv.org/abs/2307.08691.
 
   A query with no visible key has output 0, lse -inf and gradients 0. Non-finite keys or values
-  yield NaN for every query that attends to them and affect no other query.
+  yield NaN for every query that attends to them and affect no other query; a query that is not
+  finite yields NaN for itself, unless it sees no key.
 
   >>> import jax.numpy as jnp
   >>> from attn_core import attention

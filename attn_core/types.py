@@ -189,6 +189,7 @@ class PagedSpec(NamedTuple):
   softmax_dtype: DTypeLike = jnp.dtype("float32")
   precision: jax.lax.PrecisionLike = None  # of the two products
   chunk_size: int | None = None  # keys of other chunks of this many positions are hidden (tokens)
+  out_dtype: DTypeLike | None = None  # None: the query's dtype
 
 
 OperandsT = TypeVar("OperandsT")  # Operands, or PagedOperands of an attention over pages

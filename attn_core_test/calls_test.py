@@ -36,6 +36,23 @@ HELD = pages.init(PagesV2, 4, 4, caches.pages.Heads(K, D, D), "float32")
 HELD = pages.append(HELD, numbers(8, K, D), numbers(8, K, D) + 1, np.arange(8))
 TABLES, CONTEXTS, STARTS = [[0, 1], [2, 3]], [5, 4], [0, 4, 6]
 REQUESTS = PagesMetadata(np.int32(TABLES), np.int32(CONTEXTS), np.int32(STARTS))
+CALL = {"cache": HELD, "num_tokens": 6}
+# name -> (function of `pages_metadata`, its other arguments)
+OF_REQUESTS = {
+    "slots": (pages.slots, {"size": 4, "num_tokens": 6}),
+    "to_dense": (pages.to_dense, {"cache": HELD}),
+    "from_dense": (pages.from_dense, {"cache": HELD, "key": numbers(2, 8, K, D),
+                                      "value": numbers(2, 8, K, D)}),
+    "in_int32": (pages.in_int32, {}), "query_starts": (pages.query_starts, {}),
+    "rows_in_use": (pages.rows_in_use, {}), "check": (caches.page_checks.check, CALL),
+    "flag": (caches.page_checks.flag, CALL),
+    "check_shapes": (caches.page_checks.check_shapes, CALL),
+    "count": (caches.groups.count, {}), "stripe_count": (caches.groups.stripe_count, {}),
+    "shapes_of_one": (caches.groups.shapes_of_one, {}),
+    "whole": (caches.groups.whole, {"num_pages": 4}),
+    "with_pool_ids": (caches.groups.with_pool_ids, {"num_pages": 4}),
+    "slots_of_groups": (caches.groups.slots, CALL),
+    "joined": (caches.groups.joined, {"num_pages": 4})}
 
 
 def run(**arguments):
@@ -343,9 +360,25 @@ class PagesTest(parameterized.TestCase):
     with self.assertRaisesRegex(kind, words):
       ragged_page_attention_v2(QUERY.reshape(-1, H, D)[:6], HELD, **arguments)
 
-  def test_signatures(self):
+  def test_one_name_for_the_metadata_of_pages(self):
     for function in (page_attention, ragged_page_attention_v2, ragged_page_attention_v3):
       self.assertIn("pages_metadata", inspect.signature(function).parameters)
+    for module in (pages, caches.groups, caches.page_checks):
+      for name, function in inspect.getmembers(module, inspect.isfunction):
+        parameters = inspect.signature(function).parameters
+        self.assertNotIn("metadata", parameters, name)
+        for parameter in parameters.values():
+          if not name.startswith("_") and "PagesMetadata" in str(parameter.annotation):
+            self.assertIn(parameter.name, ("pages_metadata", "groups"), name)
+
+  @parameterized.parameters(*OF_REQUESTS)
+  def test_the_earlier_keyword(self, name):
+    function, arguments = OF_REQUESTS[name]
+    requests = caches.groups.stack(REQUESTS) if function.__module__.endswith("groups") else REQUESTS
+    want = function(pages_metadata=requests, **arguments)
+    self.assertEqual(str(function(metadata=requests, **arguments)), str(want))
+    with self.assertRaisesRegex(ValueError, "pages_metadata and metadata: got values for each"):
+      function(metadata=requests, pages_metadata=requests, **arguments)
 
 
 if __name__ == "__main__":

@@ -21,8 +21,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core import OperationMetadata, attention, masks
+from attn_core import (Heads, OperationMetadata, PagesMetadata, PagesV2, PagesV3, attention,
+                       masks)
 from attn_core.autodiff import rounding
+from attn_core.caches import pages
 from attn_core.references import oracle
 from attn_core.types import AttentionSpec, MaskOperands, Operands
 from attn_core_test import gpu_interpret, sampling, tpu_interpret
@@ -112,7 +114,7 @@ def errors(found: dict, expected: dict) -> dict:
                  np.abs(found[name] - y).max() / np.abs(y).max()) for name, y in expected.items()}
 
 
-class GradientPrecisionTest(parameterized.TestCase):
+class ComparingTest(parameterized.TestCase):
 
   def compare(self, found, kind, dtype, names, floor):
     theirs = errors_of_jax(kind, dtype, names)
@@ -120,6 +122,9 @@ class GradientPrecisionTest(parameterized.TestCase):
       for what, x, y in zip(("mean", "maximum"), ours, theirs[name]):
         self.assertLessEqual(x, RATIO * y + floor * float(jnp.finfo(dtype).eps),
                              f"{what} relative error of the gradient of {name}; jax.nn's is {y}")
+
+
+class GradientPrecisionTest(ComparingTest):
 
   def check(self, mechanism, kind, dtype, platform="cpu", **evaluate):
     names = MECHANISMS[mechanism]
@@ -155,6 +160,46 @@ class GradientPrecisionTest(parameterized.TestCase):
     self.check(mechanism, kind, dtype, "gpu", evaluate=gpu_interpret.interpret)
 
 
+class PagesTest(ComparingTest):
+  """Gradients through pages, compared with those of jax.nn for the same keys gathered."""
+
+  names = ("query", "key", "value", "sinks")
+  requests = PagesMetadata(np.int32([[5, 0, 3], [1, 4, 2]]), np.int32([T] * B),
+                           np.arange(B + 1, dtype=np.int32) * T)
+
+  def check_pages(self, layout, kind, dtype, platform="cpu", **evaluate):
+    metadata = OperationMetadata(platform=platform, compute_capability="9.0")
+    def run(arrays):
+      query, key, value = (arrays[name].reshape(B * T, -1, D) for name in self.names[:3])
+      cache, new = pages.init(layout, 6, 32, Heads(K, D, D), dtype), (key, value)
+      if layout is PagesV2:
+        cache = pages.append(cache, *new, pages.slots(self.requests, 32, B * T))
+        new = None, None
+      return attention(query, *new, layout="thd", cache_view=cache, cache_metadata=self.requests,
+                       softmax_aux=arrays["sinks"],
+                       metadata=metadata).attention_outputs.reshape(B, T, H, D)
+    found = gradients(jax.jit(run), *inputs(kind, dtype, self.names), **evaluate)
+    self.compare(found, kind, dtype, self.names, FLOORS[platform])
+
+  @parameterized.parameters(*sampling.with_slow(
+      [(PagesV2, "equal", "bfloat16"), (PagesV3, "peaked", "bfloat16"),
+       (PagesV2, "equal", "float16")],
+      (PagesV3, "equal", "bfloat16"), (PagesV2, "peaked", "bfloat16"),
+      *((layout, "random", dtype) for layout in (PagesV2, PagesV3) for dtype in DTYPES)))
+  def test_pages(self, layout, kind, dtype):
+    self.check_pages(layout, kind, dtype)
+
+  @sampling.slow_parameters((PagesV2, "equal"), (PagesV3, "equal"))
+  def test_pages_on_a_tpu(self, layout, kind):
+    with tpu_interpret.interpreted():
+      self.check_pages(layout, kind, "bfloat16", "tpu")
+
+  @sampling.slow_parameters((PagesV2, "equal"), (PagesV3, "equal"))
+  @gpu_interpret.interprets
+  def test_pages_on_a_gpu(self, layout, kind):
+    self.check_pages(layout, kind, "bfloat16", "gpu", evaluate=gpu_interpret.interpret)
+
+
 class RoundingTest(parameterized.TestCase):
 
   @parameterized.parameters(*DTYPES)
@@ -164,10 +209,12 @@ class RoundingTest(parameterized.TestCase):
     out, rest, joined = jax.jit(lambda x: (*rounding.split(x, dtype), rounding.join(
         *rounding.split(x, dtype)[:1], x, rounding.split(x, dtype)[1]).out))(x)
     np.testing.assert_array_equal(out, x.astype(dtype))
-    self.assertEqual(rest.dtype, jnp.bfloat16)
+    self.assertEqual(rest.dtype, dtype)
     normal = np.abs(x) >= float(jnp.finfo(dtype).tiny)
     self.assertGreater(normal.sum(), 400)
-    np.testing.assert_allclose(joined[normal], x[normal], rtol=float(jnp.finfo(dtype).eps) / 256)
+    info = jnp.finfo(dtype)
+    np.testing.assert_allclose(joined[normal], x[normal],
+                               rtol=float(info.eps) / 2**(info.nmant + 1))
     least = float(jnp.finfo(dtype).smallest_subnormal)
     np.testing.assert_allclose(joined, x, atol=least, rtol=1e-3)
 

@@ -22,7 +22,7 @@ MAX_PARAMETERS = 8
 # (importer, imported): a back end that runs another, given as `fallback` by its row of the table.
 FALLBACKS: set[tuple[str, str]] = set()
 
-# Signatures that are documented for users and may be long.
+# Signatures that are documented for users and may be long, or those of any decorated function.
 DOCUMENTED = {
     "attn_core.adapters.equinox.equinox_attention",
     "attn_core.adapters.flax.flax_attention_fn",
@@ -32,6 +32,7 @@ DOCUMENTED = {
     "attn_core.attention.attention",
     "attn_core.attention.explain",
     "attn_core.benchmark.runner.run_attention_benchmarks",
+    "attn_core.caches.paged.layouts.renamed",
     "attn_core.config.config.__new__",
     "attn_core.config.config._replace",
     "attn_core.config.merge.add_basic_configurations",

@@ -17,9 +17,12 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core import OperationMetadata, attention
+from attn_core import (BlockSizes, Heads, OperationMetadata, PagesMetadata, PagesV2, attention,
+                       ragged_page_attention_v2)
+from attn_core.caches import pages
 from attn_core.types import RING_VARIANTS
-from attn_core_test import gpu_cases, gpu_interpret, property_cases, ring_cases, sampling
+from attn_core_test import (gpu_cases, gpu_interpret, property_cases, ring_cases, sampling,
+                            tpu_interpret)
 from attn_core_test.property_cases import BY_NAME, NAMES, PALLAS_TPU
 
 CASES = ("segments_with_padding", "lengths", "dense_mask_per_head", "negative_offset_empty_rows")
@@ -140,6 +143,64 @@ class HopperTest(parameterized.TestCase):
       got = gpu_interpret.interpret(
           gradient, {**arrays, "query": jnp.where(marked, number, arrays["query"])})
       compare({"gradient": got}, {"gradient": want}, {}, str(number))
+
+
+CPU, TPU, HOPPER = (OperationMetadata(platform=platform, compute_capability="9.0")
+                    for platform in ("cpu", "tpu", "gpu"))
+SMALL_BLOCKS = BlockSizes(16, 16, 16, 16)
+# (mechanism, dtype, block sizes); several blocks, and all of it in one.
+QUERIES = [("vanilla", "bfloat16", None), ("sdpa", "float32", None), ("blockwise", "float32", None),
+           ("blockwise", "bfloat16", SMALL_BLOCKS), ("blockwise", "float32", SMALL_BLOCKS),
+           ("autoregressive_decodeattn", "bfloat16", None), ("pages", "bfloat16", None)]
+
+
+class QueryTest(parameterized.TestCase):
+  """A query that is not finite has NaN in its own row only, and zeros if it sees no key."""
+
+  def check(self, mechanism, dtype, sizes, metadata=CPU, length=40, cap=None,
+            evaluate=lambda run, *arrays: jax.jit(run)(*arrays)):
+    rng, width = np.random.default_rng(0), 8 if metadata is CPU else 64
+    query, key, value = (jnp.asarray(rng.normal(size=(1, length, heads, width)), dtype)
+                         for heads in (4, 2, 2))
+    def run(query):
+      if mechanism == "pages":
+        new = key[0], value[0]
+        cache = pages.append(pages.init(PagesV2, 4, 16, Heads(2, width, width), dtype), *new,
+                             np.arange(length))
+        requests = PagesMetadata([[0, 1, 2]], [length], [0, length])
+        output = ragged_page_attention_v2(query[0], cache, requests, logits_soft_cap=cap,
+                                          return_lse=True, metadata=metadata)
+        return output.attention_outputs[None], output.lse[None]
+      output = attention(query, key, value, mechanism=mechanism, logits_soft_cap=cap,
+                         block_sizes=sizes, return_lse=mechanism != "sdpa", metadata=metadata)
+      return output.attention_outputs, output.lse
+    want = evaluate(run, query)[0]
+    for number, position in itertools.product(NONFINITE, (0, length // 2)):
+      changed = np.zeros(want.shape, bool)
+      changed[0, position, 1] = True
+      out, lse = evaluate(run, query.at[0, position, 1, 3].set(number))
+      np.testing.assert_array_equal(np.float32(out), np.where(changed, np.nan, np.float32(want)))
+      self.assertTrue(lse is None or jnp.isnan(lse[0, 1, position]))
+
+  @parameterized.product(call=QUERIES, cap=(None, 5.0))
+  def test_not_finite(self, call, cap):
+    if call[0] == "sdpa" and cap is not None:
+      self.skipTest("refused by name")
+    self.check(*call, cap=cap)
+
+  @parameterized.parameters(*sampling.with_slow(
+      [("autoregressive_decodeattn", None)], ("flash_attn2", None), ("flash_attn2", 5.0),
+      ("autoregressive_decodeattn", 5.0), ("pages", None), ("pages", 5.0)))
+  def test_on_a_tpu(self, mechanism, cap):
+    with tpu_interpret.interpreted():
+      self.check(mechanism, "bfloat16", None, TPU, length=9, cap=cap)
+
+  @sampling.slow_parameters(*itertools.product(
+      ("flash_attn2", "autoregressive_decodeattn", "pages"), (None, 5.0)))
+  @gpu_interpret.interprets
+  def test_on_a_gpu(self, mechanism, cap):
+    self.check(mechanism, "bfloat16", None, HOPPER, length=8, cap=cap,
+               evaluate=gpu_interpret.interpret)
 
 
 class UnevenKeysTest(parameterized.TestCase):

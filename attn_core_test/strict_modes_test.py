@@ -201,5 +201,160 @@ class CacheTest(parameterized.TestCase):
       lowered(run, arrays)
 
 
+@contextlib.contextmanager
+def strict_with_64_bits():
+  with strict(), jax.enable_x64(True):
+    yield
+
+
+def random(*shape, dtype="float32"):
+  return jnp.asarray(np.random.default_rng(sum(shape)).normal(size=shape), dtype)
+
+
+def dense_call(mechanism, dtype="float32", **more):
+  """Returns (function of arrays -> outputs, arrays) of a call with a query that sees nothing."""
+  arrays = {"query": random(2, 9, 4, 8, dtype=dtype), "key": random(2, 9, 2, 8, dtype=dtype),
+            "value": random(2, 9, 2, 8, dtype=dtype)}
+  arrays |= {name: more.pop(name) for name in ("bias", "softmax_aux") if name in more}
+  more = {"query_offset": -2, "return_lse": mechanism != "sdpa"} | more
+  run = lambda arrays: attention(**arrays, **more, mechanism=mechanism)[:3:2]
+  return run, arrays
+
+
+def cache_call(kind, dtype="float32", held=None):
+  """Returns a call that fills a cache, decodes a token and takes other requests."""
+  x = {"query": random(2, 5, 4, 8, dtype=dtype), "key": random(2, 5, 2, 8, dtype=dtype)}
+  def run(arrays):
+    query, key = arrays["query"], arrays["key"]
+    cache = getattr(caches, kind).init(2, 8, (2, 8), dtype=held or dtype)
+    if held:
+      key = jax.lax.stop_gradient(key)
+    def step(cache, tokens, **more):
+      return attention(query[:, :tokens], key[:, :tokens], key[:, :tokens], cache_view=cache,
+                       sliding_window=(4, 0), return_lse=True,
+                       cache_metadata=caches.CacheMetadata(**more))
+    prefill = step(cache, 5, lengths=[5, 0])
+    decode = step(prefill.cache_view, 1)
+    taken = step(decode.cache_view, 5, slots=[1, 0])
+    return [x[:3:2] for x in (prefill, decode, taken)]
+  return run, x
+
+
+def pages_call(layout, dtype="float32", held=None):
+  """Returns a call over pages, with a request of no tokens and unused rows."""
+  single, writes = layout is PagesV1, layout is PagesV3
+  tokens = 3 if single else 6
+  new = random(tokens, 2, 8, dtype=dtype)
+  requests = PagesMetadata([[0, 1], [2, 3], [0, 0]], [17, 9, 0],
+                           None if single else [0, 1, 5, 5])
+  cache = pages.init(layout, 4, 16, Heads(2, 8, 8), held or dtype, "token" if held else None)
+  cache = pages.append(cache, *[random(64, 2, 8, dtype=dtype)] * 2, np.arange(64))
+  arrays = {"query": random(tokens, 4, 8, dtype=dtype), "softmax_aux": random(4, dtype=dtype)}
+  if not held:
+    arrays["cache"] = cache
+  def run(arrays):
+    return attention(arrays["query"], *((new, new) if writes else (None, None)), layout="thd",
+                     cache_view=arrays.get("cache", cache), cache_metadata=requests,
+                     softmax_aux=arrays["softmax_aux"], sliding_window=(9, 0),
+                     return_lse=True)[:3:2]
+  return run, arrays
+
+
+def loss_of(run):
+  def loss(arrays):
+    found = [x for x in jax.tree.leaves(run(arrays)) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return sum(jnp.where(jnp.isfinite(x), x, 0).astype(jnp.float32).sum() for x in found)
+  return loss
+
+
+# (function that makes a call, its argument); the calls of every mechanism that runs on a CPU.
+CALLS = {**{mechanism: functools.partial(dense_call, mechanism) for mechanism in CPU},
+         **{f"cache_{kind}": functools.partial(cache_call, kind) for kind in ("dense", "window")},
+         **{layout.__name__: functools.partial(pages_call, layout)
+            for layout in (PagesV1, PagesV2, PagesV3)}}
+OF_8_BITS = {"cache_int8": functools.partial(cache_call, "dense", held="int8"),
+             "pages_int8": functools.partial(pages_call, PagesV3, held="int8")}
+MODES = {"dtypes": lambda: jax.numpy_dtype_promotion("strict"),
+         "ranks": lambda: jax.numpy_rank_promotion("raise"),
+         "64_bits": lambda: jax.enable_x64(True), "all": strict_with_64_bits}
+stacked = functools.partial(jax.tree.map, lambda x: jnp.stack([x, x]))
+TRANSFORMATIONS: dict[str, Any] = {
+    "vmap": lambda run, x: jax.vmap(run)(stacked(x)), "grad": lambda run, x: jax.grad(
+        loss_of(run))(x),
+    "grad_of_vmap": lambda run, x: jax.grad(loss_of(jax.vmap(run)))(stacked(x)),
+    "vmap_of_grad": lambda run, x: jax.vmap(jax.grad(loss_of(run)))(stacked(x)),
+    "forward_over_reverse": lambda run, x: jax.jvp(jax.grad(loss_of(run)), (x,), (x,)),
+    "remat": lambda run, x: jax.grad(jax.checkpoint(loss_of(run)))(x),
+    "scan": lambda run, x: jax.lax.scan(lambda carry, x: (carry, run(x)), 0, stacked(x))}
+EACH = [(mode, call, way) for mode in MODES for call in CALLS for way in TRANSFORMATIONS]
+SOME = [("all", call, way) for call in CALLS for way in ("vmap_of_grad", "forward_over_reverse")]
+
+
+class TransformationTest(parameterized.TestCase):
+
+  @parameterized.parameters(*sampling.with_slow(SOME, *(x for x in EACH if x not in SOME)))
+  def test_modes(self, mode, call, transformation):
+    run, arrays = CALLS[call]()
+    jax.clear_caches()
+    found = {}
+    def transformed(arrays):
+      found["shapes"] = jax.eval_shape(run, arrays)
+      return TRANSFORMATIONS[transformation](run, arrays)
+    with MODES[mode]():
+      jax.jit(transformed).trace(arrays).lower(lowering_platforms=("cpu",))
+    for x in jax.tree.leaves(found["shapes"]):
+      self.assertEqual(x.dtype, jnp.float32)
+
+
+class NanTest(parameterized.TestCase):
+  """`jax_debug_nans`: legitimate calls raise nothing, op by op nor compiled."""
+
+  def check(self, run, arrays, eager=False):
+    ones = jax.tree.map(jnp.ones_like, arrays)
+    loss = loss_of(run)
+    def derivatives(arrays):
+      return (run(arrays), jax.grad(loss)(arrays),
+              jax.jvp(jax.grad(loss), (arrays,), (ones,))[1])
+    with jax.debug_nans(True):
+      jax.block_until_ready(derivatives(arrays) if eager else jax.jit(derivatives)(arrays))
+
+  @parameterized.product(call=(*CALLS, *OF_8_BITS))
+  def test_calls(self, call):
+    self.check(*{**CALLS, **OF_8_BITS}[call]())
+
+  @parameterized.parameters(*CALLS)
+  @sampling.slow("strict_modes_test.NanTest.test_calls_op_by_op")
+  def test_calls_op_by_op(self, call):
+    for dtype in ("float32", "bfloat16"):
+      self.check(*CALLS[call](dtype=dtype), eager=True)
+
+  @parameterized.product(mechanism=("vanilla", "sdpa", "blockwise"),
+                         name=("bias", "bias_causal", "sinks", "no_key", "dropout", "large"))
+  def test_infinite_logits(self, mechanism, name):
+    hidden = np.random.default_rng(0).random((2, 4, 9, 9)) < 0.5
+    hidden[:, :, 3] = True
+    bias = jnp.where(hidden, -jnp.inf, 0)
+    more: dict[str, Any] = {
+        "bias": {"bias": bias, "causal": False}, "bias_causal": {"bias": bias},
+        "sinks": {"softmax_aux": jnp.full(4, -jnp.inf)},
+        "no_key": {"mask": np.zeros((1, 1, 9, 9), bool)}, "large": {"softmax_scale": 1e4},
+        "dropout": {"dropout_prob": 0.5, "dropout_rng": jax.random.key(0)}}[name]
+    if mechanism == "sdpa" and name in ("sinks", "dropout"):
+      self.skipTest("refused by name")
+    self.check(*dense_call(mechanism, query_offset=0, **more))
+
+  @parameterized.parameters(*CPU)
+  def test_nan_in_padding(self, mechanism):
+    run, arrays = dense_call(mechanism, mask=masks.lengths(None, [7, 4]))
+    with_nan = {"query": arrays["query"].at[:, :2].set(jnp.nan),
+                **{name: arrays[name].at[:, 7:].set(jnp.nan) for name in ("key", "value")}}
+    self.check(run, with_nan)
+
+  def test_a_nan_that_is_seen_raises(self):
+    run, arrays = dense_call("blockwise")
+    with self.assertRaises(FloatingPointError):
+      self.check(run, {**arrays, "key": arrays["key"].at[0, 0, 0, 0].set(jnp.nan)})
+
+
 if __name__ == "__main__":
   absltest.main()

@@ -7,7 +7,7 @@
 
 Forward mode may be applied any number of times; reverse mode once, and before forward mode: a
 Hessian is forward over reverse. The residuals carry the checkpoint names `attn_output` and
-`attn_lse`.
+`attn_lse`; where the output has 16 bits, they include what was rounded off it (see `rounding`).
 """
 
 import functools
@@ -19,6 +19,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 import jax.numpy as jnp
 
+from attn_core.autodiff import rounding
 from attn_core.caches import quantize
 from attn_core.caches.paged import layouts
 from attn_core.kernels.common.contract import Residuals
@@ -46,6 +47,7 @@ class _Call(NamedTuple):
   block_sizes: BlockSizes
   structure: jax.tree_util.PyTreeDef  # of PagedOperands
   names: tuple[str, ...] = ()  # of DIFFERENTIABLE: those with a tangent
+  num_residuals: int = 2  # out and lse; 3: out, lse and the rest of out, see `rounding`
 
 
 def attend(forward: PagedForwardFn, operands: PagedOperands, spec: PagedSpec,
@@ -80,8 +82,15 @@ def _attend(call: _Call, leaves: list[jax.Array]) -> Residuals:
 def _attend_jvp(call: _Call, primals: tuple, tangents: tuple) -> tuple[Residuals, Residuals]:
   leaves, given = primals[0], _operands(tangents[0], call)
   # The derivative reads the named values, so that a remat policy can keep them.
-  out, lse = _attend(call, leaves)
+  dtype, rest = _operands(leaves, call).query.dtype, list[jax.Array]()
+  sums = jnp.dtype(call.spec.softmax_dtype)
+  if call.spec.out_dtype is None and dtype.itemsize <= 2 < sums.itemsize:
+    exact, lse = _attend(call._replace(spec=rounding.exact(call.spec)), leaves)
+    out, *rest = rounding.split(exact, dtype)
+  else:
+    out, lse = _attend(call, leaves)
   residuals = Residuals(checkpoint_name(out, "attn_output"), checkpoint_name(lse, "attn_lse"))
+  rest = [checkpoint_name(x, "attn_output") for x in rest]
   names = tuple(name for name in DIFFERENTIABLE if not all(map(_is_zero, jax.tree.leaves(
       getattr(given, name), is_leaf=_is_zero))))
   if not names:
@@ -89,8 +98,8 @@ def _attend_jvp(call: _Call, primals: tuple, tangents: tuple) -> tuple[Residuals
   linear = [jnp.zeros(x.shape, x.dtype) if _is_zero(x) else x for name in names
             for x in jax.tree.leaves(getattr(given, name), is_leaf=_is_zero)]
   linear = varying_axes.unify((leaves[0], linear))[1]
-  call = call._replace(names=names)
-  return residuals, Residuals(*_tangent_p.bind(*leaves, *residuals, *linear, call=call))
+  call = call._replace(names=names, num_residuals=2 + len(rest))
+  return residuals, Residuals(*_tangent_p.bind(*leaves, *residuals, *rest, *linear, call=call))
 
 
 def _is_zero(x: Any) -> bool:
@@ -104,9 +113,9 @@ def _operands(leaves: Sequence[Any], call: _Call) -> PagedOperands:
 
 def _split(args: Sequence[Any],
            call: _Call) -> tuple[PagedOperands, Residuals, Sequence[Any]]:
-  """Returns operands, residuals and tangents."""
-  count = call.structure.num_leaves
-  return (_operands(args[:count], call), Residuals(*args[count:count + 2]), args[count + 2:])
+  """Returns operands, residuals with the digits that the output had, and tangents."""
+  count, end = call.structure.num_leaves, call.structure.num_leaves + call.num_residuals
+  return _operands(args[:count], call), rounding.join(*args[count:end]), args[end:]
 
 
 def _tangent(*args: jax.Array, call: _Call) -> list[jax.Array]:
@@ -116,8 +125,9 @@ def _tangent(*args: jax.Array, call: _Call) -> list[jax.Array]:
     leaves, structure = jax.tree.flatten(getattr(operands, name))
     tangents[name] = jax.tree.unflatten(structure, linear[:len(leaves)])
     linear = linear[len(leaves):]
-  return list(paged_tangent.tangent(operands, call.spec, call.heads, call.block_sizes, residuals,
-                                    paged_tangent.Tangents(**tangents)))
+  d_out, d_lse = paged_tangent.tangent(operands, call.spec, call.heads, call.block_sizes, residuals,
+                                       paged_tangent.Tangents(**tangents))
+  return [d_out.astype(args[call.structure.num_leaves].dtype), d_lse]
 
 
 def _transpose(cotangents: Sequence[Any], *args: Any, call: _Call) -> list:

@@ -8,8 +8,10 @@ Where nearly all weight is on one key, d_out . value and delta are nearly equal 
 of an output of 16 bits is as large as their difference: bfloat16 outputs made gradients of queries,
 keys and biases 20 times as imprecise as those of a softmax over stored logits. So the derivatives
 read the output with the digits it had: the output itself, which the caller keeps anyway, and the
-rest in bfloat16. That takes 2 bytes a number, where a float32 output would take 4.
+rest in as many bits. That takes 2 bytes a number, where a float32 output would take 4.
 """
+
+from typing import TypeVar
 
 import jax
 from jax import lax
@@ -18,16 +20,18 @@ from jax.typing import DTypeLike
 
 from attn_core.kernels.common import dense_operands
 from attn_core.kernels.common.contract import Residuals
-from attn_core.types import AttentionSpec
+from attn_core.types import AttentionSpec, PagedSpec
+
+SpecT = TypeVar("SpecT", AttentionSpec, PagedSpec)
 
 
-def exact(spec: AttentionSpec) -> AttentionSpec:
+def exact(spec: SpecT) -> SpecT:
   """Returns the spec of the same output, not rounded to 16 bits."""
   return spec._replace(out_dtype=dense_operands.lse_dtype(spec))
 
 
 def split(found: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-  """Returns (output, rest bfloat16): `found` rounded to 16 bits, and what that takes off.
+  """Returns (output, rest): `found` rounded to 16 bits, and a multiple of what that takes off.
 
   Args:
     found: float32 or float64.
@@ -40,7 +44,13 @@ def split(found: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
   # Below the normal numbers, `rounded` is 0 and a float16 is not; above the largest it is infinite.
   normal = jnp.isfinite(rounded) & (jnp.abs(rounded) >= jnp.asarray(info.tiny, found.dtype))
   rounded = jnp.where(normal, rounded, found)
-  return rounded.astype(dtype), jnp.where(normal, found - rounded, 0).astype(jnp.bfloat16)
+  rest = jnp.where(normal, found - rounded, 0) * jnp.asarray(_unit(dtype), found.dtype)
+  return rounded.astype(dtype), rest.astype(dtype)
+
+
+def _unit(dtype: DTypeLike) -> float:
+  """Returns the factor that makes a rest as large as its output, as float16 has a small range."""
+  return 2.0 ** (jnp.finfo(dtype).nmant + 1)
 
 
 def join(out: jax.Array, lse: jax.Array, rest: jax.Array | None = None) -> Residuals:
@@ -53,4 +63,5 @@ def join(out: jax.Array, lse: jax.Array, rest: jax.Array | None = None) -> Resid
   """
   if rest is None:
     return Residuals(out, lse)
-  return Residuals(out.astype(lse.dtype) + rest.astype(lse.dtype), lse)
+  rest = rest.astype(lse.dtype) * jnp.asarray(1 / _unit(out.dtype), lse.dtype)
+  return Residuals(out.astype(lse.dtype) + rest, lse)

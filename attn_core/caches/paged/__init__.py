@@ -4,7 +4,8 @@
 
 `layouts` holds the types, `pool` and `ops` the functions that create, write and read them,
 `allocator` the host-side bookkeeping, `request_groups` and `page_stripes` the division over
-devices, `validate` the checks.
+devices, `validate` the checks. All of them call a `PagesMetadata` `pages_metadata`, and take it by
+the earlier keyword `metadata` as well.
 """
 
 from attn_core.caches.paged.layouts import (

@@ -10,9 +10,11 @@ Kwon et al., PagedAttention, https://arxiv.org/abs/2309.06180.
 Shapes: R requests, P pages of the pool, max_pages per request (width of the table).
 """
 
+from collections.abc import Callable
 import dataclasses
+import functools
 import math
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 from jax.typing import DTypeLike
@@ -47,7 +49,10 @@ class Widths:
 
 
 class PagesV2(NamedTuple):
-  """Heads interleaved, as in `jax.experimental.pallas.ops.tpu.ragged_paged_attention`."""
+  """Heads interleaved, as in `jax.experimental.pallas.ops.tpu.ragged_paged_attention`.
+
+  Where E == D, shape and bytes are those of its `kv_pages`, for every width and dtype.
+  """
 
   # [P, page_size, 2K, width]: key heads in even rows, value heads in odd ones; the width is D, or
   # with `widths` the larger one.
@@ -60,12 +65,12 @@ class PagesV2(NamedTuple):
 class PagesV3(NamedTuple):
   """PagesV2 with rows packed into 32-bit words and padded, and widths padded to 128.
 
-  Where D is a multiple of 128, the bytes are those of the key-value cache of
-  `ragged_paged_attention` v3 in tpu-inference (and of its copies in other servers): the same number
-  of rows, words and columns, so that pages may be exchanged without a conversion. For other widths
-  that holds as long as both pad to 128 columns; its separate layout for a head width of 64, which
-  puts a key and its value into one row of 128 columns, is not this one: convert by reading keys and
-  values (`to_dense`) and writing them (`from_dense`). Where E != D, the narrower are padded.
+  Where E == D, shape and bytes are those of the key-value cache of `ragged_paged_attention` v3 in
+  tpu-inference, for every width and number of heads and all dtypes of 8, 16 and 32 bits: pages may
+  be exchanged without a conversion. The exception is its separate kernel for a head width of 64,
+  whose cache [P, page_size, cdiv(K, packing), packing, 128] has a key and its value in one row:
+  read keys and values from the rows there, and write them here by `from_dense`. Scales are not part
+  of the pages in either. Where E != D, the narrower are padded.
   """
 
   # [P, page_size, cdiv(2K, packing), packing, padded_width]: packing = 4 / itemsize,
@@ -101,6 +106,22 @@ REQUIRED = ("page_tables", "context_lens")  # fields of PagesMetadata
 PAGES = (PagesV1, PagesV2, PagesV3)
 Pages = PagesV1 | PagesV2 | PagesV3
 PagesT = TypeVar("PagesT", bound=Pages)
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+def takes_metadata(function: FunctionT) -> FunctionT:
+  """Decorates a function whose argument `pages_metadata` used to be called `metadata`.
+
+  The earlier keyword works as before.
+  """
+  @functools.wraps(function)
+  def renamed(*args: Any, **keywords: Any) -> Any:
+    if "metadata" in keywords:
+      checks.require("pages_metadata" not in keywords, "pages_metadata and metadata",
+                     "values for each", "one of them: both name the PagesMetadata")
+      keywords["pages_metadata"] = keywords.pop("metadata")
+    return function(*args, **keywords)
+  return cast(FunctionT, renamed)
 
 
 def packing(dtype: DTypeLike) -> int:
@@ -168,7 +189,8 @@ def dtype_of(cache: Pages) -> np.dtype:
   return (cache.key_pages if isinstance(cache, PagesV1) else cache.pages).dtype
 
 
-def in_int32(metadata: PagesMetadata) -> PagesMetadata:
+@takes_metadata
+def in_int32(pages_metadata: PagesMetadata) -> PagesMetadata:
   """Converts metadata, arrays or lists of integers of any dtype, to int32 jax arrays.
 
   Explicit mesh axes do not shard them.
@@ -177,58 +199,66 @@ def in_int32(metadata: PagesMetadata) -> PagesMetadata:
     ValueError: as `checked`.
   """
   return jax.tree.map(
-      lambda x: device_parts.match(x, jnp.asarray(x), (None,) * np.ndim(x)), checked(metadata))
+      lambda x: device_parts.match(x, jnp.asarray(x), (None,) * np.ndim(x)),
+      checked(pages_metadata, "pages_metadata"))
 
 
-def checked(metadata: PagesMetadata) -> PagesMetadata:
+def checked(pages_metadata: PagesMetadata, argument: str = "cache_metadata") -> PagesMetadata:
   """Converts metadata to int32 arrays, of numpy where they are not jax arrays.
+
+  Args:
+    pages_metadata: arrays or lists of integers of any dtype.
+    argument: its name in errors.
 
   Raises:
     ValueError: not a PagesMetadata; a field does not hold integers, or concrete ones outside of
       int32.
   """
-  checks.require(isinstance(metadata, PagesMetadata), "cache_metadata", type(metadata).__name__,
-                 "a PagesMetadata")
+  checks.require(isinstance(pages_metadata, PagesMetadata), argument,
+                 type(pages_metadata).__name__, "a PagesMetadata")
   fields: dict[str, Any] = {
-      name: checks.int32(f"cache_metadata.{name}", x, "int32")
-      for name, x in metadata._asdict().items() if x is not None or name in REQUIRED}
-  return metadata._replace(**fields)
+      name: checks.int32(f"{argument}.{name}", x, "int32")
+      for name, x in pages_metadata._asdict().items() if x is not None or name in REQUIRED}
+  return pages_metadata._replace(**fields)
 
 
-def query_starts(metadata: PagesMetadata) -> Array:
+@takes_metadata
+def query_starts(pages_metadata: PagesMetadata) -> Array:
   """The offsets of the requests' queries; unused rows have no queries.
 
   Args:
-    metadata: its query_start_loc int32 [R + 1], or None for one query each.
+    pages_metadata: its query_start_loc int32 [R + 1], or None for one query each.
 
   Returns:
     int32 [R + 1].
   """
-  requests = metadata.context_lens.shape[0]
-  starts = metadata.query_start_loc
+  requests = pages_metadata.context_lens.shape[0]
+  starts = pages_metadata.query_start_loc
   if starts is None:
     starts = jnp.arange(requests + 1, dtype=jnp.int32)
-  if metadata.distribution is None and metadata.num_requests is None:
+  if pages_metadata.distribution is None and pages_metadata.num_requests is None:
     return starts  # all rows are in use
-  used = rows_in_use(metadata)
+  used = rows_in_use(pages_metadata)
   rows = jnp.arange(requests + 1, dtype=jnp.int32)
   return jnp.where(rows <= used, starts, starts[used])
 
 
-def rows_in_use(metadata: PagesMetadata) -> Array:
+@takes_metadata
+def rows_in_use(pages_metadata: PagesMetadata) -> Array:
   """The number of requests: the first rows of the tables.
 
   Args:
-    metadata: its distribution int32 [3], else its num_requests int32 [] or [1], else all R rows.
+    pages_metadata: its distribution int32 [3], else its num_requests int32 [] or [1], else all R
+      rows.
 
   Returns:
     int32 [].
   """
-  if metadata.distribution is not None:
-    return metadata.distribution[2]
-  if metadata.num_requests is not None:
-    return jnp.reshape(metadata.num_requests, ())
-  return jnp.int32(metadata.context_lens.shape[0])
+  if pages_metadata.distribution is not None:
+    return pages_metadata.distribution[2]
+  if pages_metadata.num_requests is not None:
+    return jnp.reshape(pages_metadata.num_requests, ())
+  return jnp.int32(pages_metadata.context_lens.shape[0])
 
 
 def has_token_scales(cache: Pages) -> bool:

@@ -7,12 +7,12 @@ All functions return a new value; if the cache is donated to `jax.jit`, XLA writ
 >>> import jax.numpy as jnp
 >>> from attn_core.caches import pages
 >>> cache = pages.init(pages.PagesV2, 4, 2, pages.Heads(1, 8, 8), jnp.float32)
->>> metadata = pages.PagesMetadata(jnp.array([[3, 0]]), jnp.array([3]), jnp.array([0, 3]))
->>> mapping = pages.slots(metadata, 2, 3)
+>>> requests = pages.PagesMetadata(jnp.array([[3, 0]]), jnp.array([3]), jnp.array([0, 3]))
+>>> mapping = pages.slots(requests, 2, 3)
 >>> mapping
 Array([6, 7, 0], dtype=int32)
 >>> cache = pages.append(cache, jnp.ones((3, 1, 8)), jnp.ones((3, 1, 8)), mapping)
->>> pages.to_dense(cache, metadata)[0][0, :, 0, 0]
+>>> pages.to_dense(cache, requests)[0][0, :, 0, 0]
 Array([1., 1., 1., 0.], dtype=float32)
 
 Shapes: R requests, P pages of the pool, max_pages per request (width of the table), num_ids pages
@@ -32,7 +32,7 @@ from attn_core.caches import device_parts, quantize
 from attn_core.caches.paged import device_pages, pool as pool_lib, slot_mapping
 from attn_core.caches.paged.layouts import (
     Array, Heads, Pages, PagesMetadata, PagesT, PagesV1, PagesV3, dtype_of, has_token_scales,
-    heads_of, num_pages, packing, page_size, rows_in_use, take)
+    heads_of, num_pages, packing, page_size, rows_in_use, take, takes_metadata)
 from attn_core.caches.paged.pool import init
 
 Scales = tuple[Array, Array] | None  # of keys and values
@@ -225,13 +225,14 @@ def _all_heads(cache: Pages) -> Heads:
   return heads_of(cache) if number is None else heads_of(cache)._replace(key_heads=number)
 
 
-def to_dense(cache: Pages, metadata: PagesMetadata, heads: Heads | None = None,
+@takes_metadata
+def to_dense(cache: Pages, pages_metadata: PagesMetadata, heads: Heads | None = None,
              dtype: DTypeLike | None = None) -> tuple[jax.Array, jax.Array]:
   """Gathers the keys and values of all requests.
 
   Args:
     cache: any layout.
-    metadata: tables and lengths.
+    pages_metadata: tables and lengths.
     heads: the heads and widths to read from padded pages; None: all.
     dtype: of the result; None: the dtype of the pages, float32 if they are quantized.
 
@@ -248,19 +249,21 @@ def to_dense(cache: Pages, metadata: PagesMetadata, heads: Heads | None = None,
     dtype = dtype_of(cache) if cache.key_scales is None else jnp.float32
   if cache.key_scales is not None:
     cache = quantize.constant(cache, "cache")
-  metadata = slot_mapping.of_one_pool(metadata)
-  requests, width = metadata.page_tables.shape
-  key, value = read(cache, metadata.page_tables.reshape(-1), heads, dtype)
+  pages_metadata = slot_mapping.of_one_pool(pages_metadata)
+  requests, width = pages_metadata.page_tables.shape
+  key, value = read(cache, pages_metadata.page_tables.reshape(-1), heads, dtype)
   length = width * page_size(cache)
-  lengths = jnp.where(jnp.arange(requests) < rows_in_use(metadata), metadata.context_lens, 0)
-  held = (metadata.page_tables >= 0) & (metadata.page_tables < num_pages(cache))
+  lengths = jnp.where(jnp.arange(requests) < rows_in_use(pages_metadata),
+                      pages_metadata.context_lens, 0)
+  held = (pages_metadata.page_tables >= 0) & (pages_metadata.page_tables < num_pages(cache))
   live = (jnp.arange(length)[None] < lengths[:, None]) & jnp.repeat(held, page_size(cache), 1)
   live = live[..., None, None]
   shaped = lambda x: x.transpose(1, 0, 2).reshape(requests, length, heads.key_heads, -1)
   return jnp.where(live, shaped(key), 0), jnp.where(live, shaped(value), 0)
 
 
-def from_dense(cache: PagesT, key: Array, value: Array, metadata: PagesMetadata,
+@takes_metadata
+def from_dense(cache: PagesT, key: Array, value: Array, pages_metadata: PagesMetadata,
                scales: Scales = None) -> PagesT:
   """Writes the first context_lens tokens of every request into its pages.
 
@@ -268,7 +271,7 @@ def from_dense(cache: PagesT, key: Array, value: Array, metadata: PagesMetadata,
     cache: any layout; pages without a request are unchanged.
     key: [R, S, K, D], S at most max_pages * page_size.
     value: [R, S, K, E].
-    metadata: tables and lengths.
+    pages_metadata: tables and lengths.
     scales: as in `append`, of [R, S, K].
 
   Returns:
@@ -277,16 +280,16 @@ def from_dense(cache: PagesT, key: Array, value: Array, metadata: PagesMetadata,
   Raises:
     ValueError: metadata of groups, more keys than the tables' pages hold, or see `append`.
   """
-  metadata, size = slot_mapping.of_one_pool(metadata), page_size(cache)
-  requests, width = metadata.page_tables.shape
+  pages_metadata, size = slot_mapping.of_one_pool(pages_metadata), page_size(cache)
+  requests, width = pages_metadata.page_tables.shape
   checks.require(key.ndim == 4 and key.shape[0] == requests and key.shape[1] <= width * size, "key",
                  checks.describe(key), f"[R, S, K, D], R = {requests}, S at most {width * size}: "
                  f"{width} pages of {size} in a row of the table")
   length = key.shape[1]
   position = jnp.arange(length, dtype=jnp.int32)[None]
   rows = jnp.arange(requests, dtype=jnp.int32)[:, None]
-  live = (position < metadata.context_lens[:, None]) & (rows < rows_in_use(metadata))
-  page = metadata.page_tables[rows, position // size]
+  live = (position < pages_metadata.context_lens[:, None]) & (rows < rows_in_use(pages_metadata))
+  page = pages_metadata.page_tables[rows, position // size]
   mapping = slot_mapping.slot_of(page, position % size, size, live).reshape(-1)
   def flat(x: jax.Array) -> jax.Array:
     return _whole_rows(x).reshape(-1, *x.shape[2:])

@@ -7,16 +7,18 @@ import jax.numpy as jnp
 
 from attn_core import checks
 from attn_core.caches.paged import page_stripes
-from attn_core.caches.paged.layouts import Array, PagesMetadata, in_int32, query_starts, rows_in_use
+from attn_core.caches.paged.layouts import (Array, PagesMetadata, in_int32, query_starts,
+                                            rows_in_use, takes_metadata)
 from attn_core.caches.paged.page_stripes import Stripe
 
 
-def slots(metadata: PagesMetadata, size: int, num_tokens: int,
+@takes_metadata
+def slots(pages_metadata: PagesMetadata, size: int, num_tokens: int,
           stripe: Stripe | None = None) -> jax.Array:
   """Computes the slot of each token of a call: page * page_size + offset in the page.
 
   Args:
-    metadata: token i of a request with q queries has position context_len - q + i.
+    pages_metadata: token i of a request with q queries has position context_len - q + i.
     size: tokens of a page.
     num_tokens: T.
     stripe: the stripe whose pages the tables hold; None: the tables hold all pages.
@@ -28,17 +30,17 @@ def slots(metadata: PagesMetadata, size: int, num_tokens: int,
   Raises:
     ValueError: metadata of groups; use `groups.slots` for these.
   """
-  metadata = of_one_pool(metadata)
+  pages_metadata = of_one_pool(pages_metadata)
   token = jnp.arange(num_tokens, dtype=jnp.int32)
-  requests = metadata.context_lens.shape[0]
-  starts = query_starts(metadata)
+  requests = pages_metadata.context_lens.shape[0]
+  starts = query_starts(pages_metadata)
   request = jnp.searchsorted(starts[1:], token, side="right", method="compare_all")
   request = request.astype(jnp.int32)
-  live = request < rows_in_use(metadata)
+  live = request < rows_in_use(pages_metadata)
   request = jnp.minimum(request, requests - 1)
-  position = metadata.context_lens[request] - starts[request + 1] + token
-  width, place = metadata.page_tables.shape[1], page_stripes.held(stripe, position)
-  page = metadata.page_tables[request, jnp.clip(place // size, 0, width - 1)]
+  position = pages_metadata.context_lens[request] - starts[request + 1] + token
+  width, place = pages_metadata.page_tables.shape[1], page_stripes.held(stripe, position)
+  page = pages_metadata.page_tables[request, jnp.clip(place // size, 0, width - 1)]
   live = live & (position >= 0) & (place < width * size)
   if stripe is not None:
     live = live & (page_stripes.position_of(stripe, place) == position)
@@ -52,11 +54,11 @@ def slot_of(page: Array, offset: Array, size: int, live: Array) -> jax.Array:
   return jnp.where(live, page * size + offset, -1)
 
 
-def of_one_pool(metadata: PagesMetadata) -> PagesMetadata:
+def of_one_pool(pages_metadata: PagesMetadata) -> PagesMetadata:
   """Converts metadata to int32 arrays; ValueError for metadata of groups."""
-  metadata = in_int32(metadata)
-  checks.require(metadata.page_tables.ndim == 2, "metadata.page_tables",
-                 checks.describe(metadata.page_tables),
+  pages_metadata = in_int32(pages_metadata)
+  checks.require(pages_metadata.page_tables.ndim == 2, "pages_metadata.page_tables",
+                 checks.describe(pages_metadata.page_tables),
                  "int32 [R, max_pages]; for groups use caches.groups.slots, or join them with "
                  "caches.groups.joined")
-  return metadata
+  return pages_metadata

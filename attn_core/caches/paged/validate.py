@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of pages and their metadata: of shapes always, of numbers where these are concrete.
 
+Errors name the metadata `cache_metadata`, as the argument of `attention` is called.
+
 Shapes: R requests, P pages of the pool, max_pages per request (width of the table).
 """
 
@@ -27,76 +29,83 @@ class Condition(NamedTuple):
   expected: str
 
 
-def check(cache: layouts.Pages, metadata: layouts.PagesMetadata, num_tokens: int) -> None:
+@layouts.takes_metadata
+def check(cache: layouts.Pages, pages_metadata: layouts.PagesMetadata, num_tokens: int) -> None:
   """Checks a cache and its metadata; numbers are checked where they are concrete.
 
   Args:
     cache: any layout.
-    metadata: requests of the call.
+    pages_metadata: requests of the call.
     num_tokens: T, tokens of the call.
 
   Raises:
     ValueError: a layout, dtype or shape is wrong, scales are missing, or the metadata is concrete
       and violates one of `conditions`.
   """
-  check_shapes(cache, metadata, num_tokens)
-  metadata = layouts.checked(metadata)
-  if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(metadata)):
+  check_shapes(cache, pages_metadata, num_tokens)
+  pages_metadata = layouts.checked(pages_metadata)
+  if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(pages_metadata)):
     return
-  concrete = jax.tree.map(np.asarray, metadata)
+  concrete = jax.tree.map(np.asarray, pages_metadata)
   for field, holds, expected in conditions(np, cache, concrete, num_tokens):
     checks.require(holds, f"cache_metadata.{field}", getattr(concrete, field).tolist(), expected)
 
 
-def flag(cache: layouts.Pages, metadata: layouts.PagesMetadata, num_tokens: int) -> jax.Array:
+@layouts.takes_metadata
+def flag(cache: layouts.Pages, pages_metadata: layouts.PagesMetadata, num_tokens: int) -> jax.Array:
   """Returns whether `check` would find an error, bool []: for use under jit, once per step.
 
   Args:
     cache: any layout.
-    metadata: requests of the call; may be traced.
+    pages_metadata: requests of the call; may be traced.
     num_tokens: T.
 
   Raises:
     ValueError: a layout, dtype or shape is wrong, or scales are missing.
   """
-  check_shapes(cache, metadata, num_tokens)
-  metadata = layouts.in_int32(metadata)
+  check_shapes(cache, pages_metadata, num_tokens)
+  pages_metadata = layouts.in_int32(pages_metadata)
   return ~jnp.stack([jnp.asarray(holds) for _, holds, _ in conditions(
-      jnp, cache, metadata, num_tokens)]).all()
+      jnp, cache, pages_metadata, num_tokens)]).all()
 
 
-def debug_check(cache: layouts.Pages, metadata: layouts.PagesMetadata, num_tokens: int) -> None:
+@layouts.takes_metadata
+def debug_check(cache: layouts.Pages, pages_metadata: layouts.PagesMetadata,
+                num_tokens: int) -> None:
   """Runs `check` inside jit, for functions under `jax.experimental.checkify.checkify`.
 
   Args:
     cache: any layout.
-    metadata: requests of the call; may be traced.
+    pages_metadata: requests of the call; may be traced.
     num_tokens: T.
 
   Raises:
     ValueError: a layout, dtype or shape is wrong, or scales are missing. Errors in numbers are in
       the error value that checkify returns.
   """
-  check_shapes(cache, metadata, num_tokens)
-  metadata = layouts.in_int32(metadata)
-  for field, holds, expected in conditions(jnp, cache, metadata, num_tokens):
+  check_shapes(cache, pages_metadata, num_tokens)
+  pages_metadata = layouts.in_int32(pages_metadata)
+  for field, holds, expected in conditions(jnp, cache, pages_metadata, num_tokens):
     checkify.check(holds, f"cache_metadata.{field}: got {{got}}; expected {expected}",
-                   got=getattr(metadata, field))
+                   got=getattr(pages_metadata, field))
 
 
-def check_shapes(cache: layouts.Pages, metadata: layouts.PagesMetadata, num_tokens: int) -> None:
+@layouts.takes_metadata
+def check_shapes(cache: layouts.Pages, pages_metadata: layouts.PagesMetadata,
+                 num_tokens: int) -> None:
   """Checks the layout, shapes and dtypes of a cache and its metadata; see `check`."""
   _check_cache(cache)
-  metadata = layouts.checked(metadata)
-  number = request_groups.count(metadata)
+  pages_metadata = layouts.checked(pages_metadata)
+  number = request_groups.count(pages_metadata)
   if number is None:
-    return _check_shapes(metadata, num_tokens)
-  for name, x in metadata._asdict().items():
+    return _check_shapes(pages_metadata, num_tokens)
+  for name, x in pages_metadata._asdict().items():
     _check_array(name, jnp.int32(0) if x is None else x, f"int32 [{number}, ...]")
     checks.require(x is None or (x.ndim > 0 and x.shape[0] == number > 0), f"cache_metadata.{name}",
                    checks.describe(x), f"a leading axis of {number} groups, as page_tables has")
-  stripes = request_groups.stripe_count(metadata)
-  checks.require(stripes != 0, "cache_metadata.page_tables", checks.describe(metadata.page_tables),
+  stripes = request_groups.stripe_count(pages_metadata)
+  checks.require(stripes != 0, "cache_metadata.page_tables",
+                 checks.describe(pages_metadata.page_tables),
                  "[num_groups, num_stripes, R, max_pages] of at least one stripe")
   parts = f"{number} groups" + ("" if stripes is None else f" of {stripes} stripes")
   for name, what, amount, divisor in (
@@ -104,41 +113,42 @@ def check_shapes(cache: layouts.Pages, metadata: layouts.PagesMetadata, num_toke
       ("query", "tokens", num_tokens, number)):
     checks.require(amount % divisor == 0, name, f"{amount} {what}", f"{what} that the {parts} of "
                    "cache_metadata divide: each has its own part of them")
-  return _check_shapes(request_groups.shapes_of_one(metadata), num_tokens // number)
+  return _check_shapes(request_groups.shapes_of_one(pages_metadata), num_tokens // number)
 
 
-def conditions(xp: ModuleType, cache: layouts.Pages, metadata: layouts.PagesMetadata,
+@layouts.takes_metadata
+def conditions(xp: ModuleType, cache: layouts.Pages, pages_metadata: layouts.PagesMetadata,
                num_tokens: int) -> Iterator[Condition]:
   """Yields the conditions on all numbers of the metadata; `xp`: numpy or jax.numpy."""
-  pool, number = layouts.num_pages(cache), request_groups.count(metadata)
+  pool, number = layouts.num_pages(cache), request_groups.count(pages_metadata)
   if number is None:
-    yield from _conditions(xp, (layouts.page_size(cache), pool, pool), metadata, num_tokens)
+    yield from _conditions(xp, (layouts.page_size(cache), pool, pool), pages_metadata, num_tokens)
     return
-  ids = pool // number // (request_groups.stripe_count(metadata) or 1)
-  metadata = request_groups.whole(metadata, pool, xp)
+  ids = pool // number // (request_groups.stripe_count(pages_metadata) or 1)
+  pages_metadata = request_groups.whole(pages_metadata, pool, xp)
   for g in range(number):
     yield from _conditions(xp, (layouts.page_size(cache), pool // number, ids),
-                           jax.tree.map(lambda x, g=g: x[g], metadata), num_tokens // number)
+                           jax.tree.map(lambda x, g=g: x[g], pages_metadata), num_tokens // number)
 
 
-def _conditions(xp: ModuleType, sizes: tuple[int, int, int], metadata: layouts.PagesMetadata,
+def _conditions(xp: ModuleType, sizes: tuple[int, int, int], pages_metadata: layouts.PagesMetadata,
                 num_tokens: int) -> Iterator[Condition]:
   """Yields the conditions on one group; sizes: (page size, pages of the group, of a stripe)."""
   size, pool, ids = sizes
-  tables, lengths = metadata.page_tables, metadata.context_lens
+  tables, lengths = pages_metadata.page_tables, pages_metadata.context_lens
   requests, width = tables.shape
   used: jax.Array | int = requests
-  if metadata.distribution is not None:
-    decode, prefill, used = (metadata.distribution[i] for i in range(3))
+  if pages_metadata.distribution is not None:
+    decode, prefill, used = (pages_metadata.distribution[i] for i in range(3))
     yield Condition("distribution", (0 <= decode) & (decode <= prefill) & (prefill <= used)
                     & (used <= requests), "(decode end, prefill end, total), rising from 0 to at "
                     f"most the {requests} rows of the tables")
-  elif metadata.num_requests is not None:
-    used = xp.reshape(metadata.num_requests, ())
+  elif pages_metadata.num_requests is not None:
+    used = xp.reshape(pages_metadata.num_requests, ())
     yield Condition("num_requests", (0 <= used) & (used <= requests),
                     f"from 0 to the {requests} rows of the tables")
   row = xp.arange(requests)
-  starts = metadata.query_start_loc
+  starts = pages_metadata.query_start_loc
   if starts is None:
     queries = xp.where(row < used, 1, 0)
   else:
@@ -146,7 +156,7 @@ def _conditions(xp: ModuleType, sizes: tuple[int, int, int], metadata: layouts.P
     yield Condition("query_start_loc", (starts[0] == 0) & (queries >= 0).all()
                     & (starts[used] <= num_tokens), "offsets that start at 0, never decrease, and "
                     f"end at most at the {num_tokens} tokens of the query")
-    if metadata.distribution is not None:
+    if pages_metadata.distribution is not None:
       yield Condition("query_start_loc", xp.where(row < decode, queries == 1, True).all(),
                       "one query for each request before distribution[0]")
   lengths = xp.where(row < used, lengths, 0)
@@ -228,14 +238,14 @@ def _check_scales(cache: layouts.Pages, dtype: DTypeLike) -> None:
                  checks.describe(value_scales), "the shape of key_scales")
 
 
-def _check_shapes(metadata: layouts.PagesMetadata, num_tokens: int) -> None:
-  _check_array("context_lens", metadata.context_lens, "int32 [R]")
-  requests = metadata.context_lens.shape[0] if metadata.context_lens.ndim == 1 else -1
+def _check_shapes(pages_metadata: layouts.PagesMetadata, num_tokens: int) -> None:
+  _check_array("context_lens", pages_metadata.context_lens, "int32 [R]")
+  requests = pages_metadata.context_lens.shape[0] if pages_metadata.context_lens.ndim == 1 else -1
   fields = {"context_lens": ((requests,), "[R]"),
             "page_tables": ((requests, None), "[R, max_pages]"),
             "query_start_loc": ((requests + 1,), "[R + 1]"), "distribution": ((3,), "[3]")}
   for name, (shape, letters) in fields.items():
-    x = getattr(metadata, name)
+    x = getattr(pages_metadata, name)
     if x is None and name in ("query_start_loc", "distribution"):
       continue
     expected = f"int32 {letters}, R = {requests}"
@@ -243,12 +253,12 @@ def _check_shapes(metadata: layouts.PagesMetadata, num_tokens: int) -> None:
     fits = len(shape) == x.ndim and all(n in (None, m) for n, m in zip(shape, x.shape))
     checks.require(fits and x.dtype == jnp.int32 and 0 not in x.shape, f"cache_metadata.{name}",
                    checks.describe(x), expected)
-  number = metadata.num_requests
+  number = pages_metadata.num_requests
   if number is not None:
     x = _check_array("num_requests", number, "int32 [] or [1]")
     checks.require(x.dtype == jnp.int32 and x.shape in ((), (1,)), "cache_metadata.num_requests",
                    checks.describe(x), "int32 [] or [1]")
-  if metadata.query_start_loc is None:
+  if pages_metadata.query_start_loc is None:
     checks.require(num_tokens == requests, "cache_metadata.query_start_loc",
                    f"None with {num_tokens} queries and {requests} requests",
                    "int32 [R + 1] offsets of the requests' queries, or one query a request")

@@ -8,7 +8,8 @@ from jax.typing import DTypeLike
 
 from attn_core.kernels.common.contract import BackwardResiduals
 from attn_core.masks import block_map, mask as mask_lib, tile as tile_lib
-from attn_core.types import AttentionSpec, Operands, are_known, at_least_float32
+from attn_core.types import (AttentionSpec, Operands, PagedOperands, PagedSpec, are_known,
+                             at_least_float32)
 
 
 def assert_shapes(operands: Operands) -> None:
@@ -111,11 +112,11 @@ def pad_operands(operands: Operands, sizes: block_map.Sizes,
                            bias=bias, mask=mask)
 
 
-def out_dtype(operands: Operands, spec: AttentionSpec) -> DTypeLike:
+def out_dtype(operands: Operands | PagedOperands, spec: AttentionSpec | PagedSpec) -> DTypeLike:
   """Returns the dtype of the output."""
   return operands.query.dtype if spec.out_dtype is None else spec.out_dtype
 
 
-def lse_dtype(spec: AttentionSpec) -> jnp.dtype:
+def lse_dtype(spec: AttentionSpec | PagedSpec) -> jnp.dtype:
   """Returns the dtype of the lse: that of the softmax, at least float32."""
   return at_least_float32(spec.softmax_dtype)

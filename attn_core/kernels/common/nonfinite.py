@@ -1,9 +1,11 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Policy for non-finite keys and values, and the two operations that implement it.
+"""Policy for non-finite numbers, and the operations that implement it.
 
 A query that attends to a key that is not finite, or whose value is not, gets NaN in its output and
-lse; a query that does not attend to it is unaffected, in its results and in its derivatives.
+lse; a query that does not attend to it is unaffected, in its results and in its derivatives. A
+query that is not finite gets NaN if it attends to any key: `infinite_to_nan` sees to it, since
+logits of -inf would count as hidden, and a soft cap would make infinite ones finite.
 
 A hidden value has weight 0, and 0 * NaN is NaN. So kernels do not multiply by values as they are:
 
@@ -35,6 +37,11 @@ def is_finite(keys: jax.Array, values: jax.Array) -> jax.Array:
 def mask_nonfinite(x: jax.Array) -> jax.Array:
   """Returns `x` with zeros in place of non-finite numbers."""
   return jnp.where(jnp.isfinite(x), x, 0)
+
+
+def infinite_to_nan(query: jax.Array) -> jax.Array:
+  """Returns `query` with NaN in place of infinities, so that all its logits are NaN."""
+  return jnp.where(jnp.isfinite(query), query, jnp.nan)
 
 
 def mask_nonfinite_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -54,7 +54,7 @@ def backward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
   tokens = query.shape[0]
   block_q, block_pages = paged_operands.choose_block_sizes(
       operands, block_sizes, query.shape[1] // heads.key_heads)
-  delta = row_sums("the,the->th", cotangents.out, residuals.out,
+  delta = row_sums("the,the->th", cotangents.out.astype(residuals.out.dtype), residuals.out,
                    spec.softmax_dtype)[..., None] - cotangents.lse
   pages_like = None if cache.key_scales is not None else cache
   sums = varying_axes.initial_carry(query, Cotangents(*jax.tree.map(

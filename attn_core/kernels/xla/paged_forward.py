@@ -15,7 +15,8 @@ import jax.numpy as jnp
 
 from attn_core.caches.paged import layouts, ops
 from attn_core.caches.paged.layouts import Pages
-from attn_core.kernels.common import matmul_precision, nonfinite, online_softmax, paged_operands
+from attn_core.kernels.common import (dense_operands, matmul_precision, nonfinite, online_softmax,
+                                      paged_operands)
 from attn_core.kernels.common.contract import Residuals
 from attn_core.kernels.common.paged_operands import BlockedInputs, Index
 from attn_core.kernels.xla import cpu_math, cpu_matvec, paged_blocks, tile_ops
@@ -25,7 +26,7 @@ from attn_core.types import BlockSizes, PagedOperands, PagedSpec, at_least_float
 
 def forward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
             block_sizes: BlockSizes) -> Residuals:
-  """Computes out [T, H, E] in the query's dtype and lse [T, H, 1].
+  """Computes out [T, H, E] in the query's dtype or `spec.out_dtype`, and lse [T, H, 1].
 
   Tokens outside of all requests have output 0 and lse -inf.
 
@@ -39,7 +40,8 @@ def forward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
   tokens, query_heads, _ = operands.query.shape
   block_q, block_pages = paged_operands.choose_block_sizes(
       operands, block_sizes, query_heads // heads.key_heads)
-  out = jnp.zeros((tokens, query_heads, heads.value_width), operands.query.dtype)
+  out = jnp.zeros((tokens, query_heads, heads.value_width),
+                  dense_operands.out_dtype(operands, spec))
   lse = jnp.full((tokens, query_heads, 1), -jnp.inf, spec.softmax_dtype)
   for first, end, block_q in paged_operands.request_ranges(operands, block_q):
     inputs = paged_operands.block_inputs(operands, spec, heads, (block_q, block_pages))

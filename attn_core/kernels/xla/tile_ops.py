@@ -133,8 +133,8 @@ def d_logits_scale(inputs: BlockedInputs) -> float:
 
 
 def scaled_query(inputs: BlockedInputs, grid_index: GridIndex, block: Index | None) -> jax.Array:
-  """Returns `query_rows` of the query, times its part of the scale."""
-  rows = query_rows(inputs.operands.query, inputs, grid_index, block)
+  """Returns `query_rows` of the query, times its part of the scale, NaN if not finite."""
+  rows = nonfinite.infinite_to_nan(query_rows(inputs.operands.query, inputs, grid_index, block))
   return rows * jnp.asarray(scale_parts(inputs)[0], rows.dtype)
 
 

@@ -76,7 +76,7 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
   params, block_list, tile_inputs = make_kernel_params(operands, spec, tiling)
   sinks = operands.sinks
   inputs = Inputs(
-      mosaic.pad_for_tma(operands.query, tiling.width),
+      mosaic.pad_for_tma(nonfinite.infinite_to_nan(operands.query), tiling.width),
       mosaic.pad_for_tma(operands.key, tiling.width),
       mosaic.pad_for_tma(operands.value, tiling.value_width), None,
       None if sinks is None else sinks.astype(jnp.float32), None, block_list, tile_inputs)

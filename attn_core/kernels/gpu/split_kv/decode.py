@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from attn_core.kernels.common import dense_operands
+from attn_core.kernels.common import dense_operands, nonfinite
 from attn_core.kernels.common.contract import Kernel, Residuals
 from attn_core.kernels.gpu import mosaic
 from attn_core.kernels.gpu.flash.block_list import BlockList, make_block_list
@@ -176,7 +176,8 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
   scales = () if params.quantized is None else tuple(
       quantized_kv.pack_scales(params.quantized, x)
       for x in (operands.key_scale, operands.value_scale) if x is not None)
-  inputs = Inputs(_to_rows(tiling, operands.query), operands.key, operands.value, scales,
+  query = nonfinite.infinite_to_nan(operands.query)
+  inputs = Inputs(_to_rows(tiling, query), operands.key, operands.value, scales,
                   block_list, loader.pack(operands))
   num_row_blocks = batch * tiling.key_heads * tiling.row_blocks
   out, lse = mosaic.call(

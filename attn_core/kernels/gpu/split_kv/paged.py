@@ -22,7 +22,8 @@ import jax.numpy as jnp
 
 from attn_core.caches.paged import layouts
 from attn_core.caches.paged.layouts import Pages
-from attn_core.kernels.common import dense_operands, paged_operands, query_block_queue
+from attn_core.kernels.common import (dense_operands, nonfinite, paged_operands,
+                                      query_block_queue)
 from attn_core.kernels.common.contract import Residuals
 from attn_core.kernels.common.paged_operands import BlockedInputs
 from attn_core.kernels.gpu import mosaic
@@ -205,7 +206,7 @@ def forward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
   items = _make_work_items(blocked, queue)
   padded_rows = tiling.row_blocks * params.num_rows
   rows = jax.vmap(lambda block: paged_operands.live_rows_of(
-      blocked, block, blocked.query))(queue.blocks)
+      blocked, block, nonfinite.infinite_to_nan(blocked.query)))(queue.blocks)
   rows = dense_operands.pad_axis(rows, 2, padded_rows - rows.shape[2])
   num_row_blocks = rows.shape[0] * heads.key_heads * tiling.row_blocks
   out, lse = mosaic.call(
@@ -223,7 +224,10 @@ def forward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
         num_row_blocks, params.num_rows)
   live = split_kv.live_splits(params, *(jnp.repeat(x, num_row_blocks // rows.shape[0])
                                         for x in (items.first, items.end)))
-  out, lse = combine.combine(params, out, lse, sinks, live, dtype)
+  if dense_operands.out_dtype(operands, spec) == dtype:
+    out, lse = combine.combine(params, out, lse, sinks, live, dtype)
+  else:
+    out, lse = combine.combine_exactly(params, out, lse, sinks, live)
   return Residuals(_to_tokens(tiling, queue, out, 0),
                    _to_tokens(tiling, queue, lse[..., None], -jnp.inf))
 

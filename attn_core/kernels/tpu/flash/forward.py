@@ -66,6 +66,7 @@ def forward_with_remote_copy(
     (the residuals, the arrays received in place of those of `transfer`).
   """
   dense_operands.assert_shapes(operands)
+  operands = operands._replace(query=nonfinite.infinite_to_nan(operands.query))
 
   def safe(transfer: RemoteCopy | None = None) -> tuple[Residuals, tuple[jax.Array, ...]]:
     finite = nonfinite.is_finite(operands.key, operands.value)

@@ -16,7 +16,7 @@ from jax import lax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from attn_core.kernels.common import dense_operands, online_softmax
+from attn_core.kernels.common import dense_operands, nonfinite, online_softmax
 from attn_core.kernels.common.contract import Kernel, Residuals
 from attn_core.kernels.tpu import launch
 from attn_core.kernels.tpu.ragged import common, kernel
@@ -43,7 +43,8 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
   mask, mask_heads, steps = _make_steps(operands, spec, layout)
   shape = common.StepShape(layout, group_size, length, 0, mask.shape[1], mask_heads)
   # 2. The rows of every step: [batch, key_heads, length, group_size, width] in head groups.
-  rows = operands.query.reshape(batch, length, key_heads, group_size, width)
+  rows = nonfinite.infinite_to_nan(operands.query)
+  rows = rows.reshape(batch, length, key_heads, group_size, width)
   rows = rows.transpose(0, 2, 1, 3, 4).reshape(batch, shape.head_groups, shape.group_rows, width)
   logits_spec = common.LogitsSpec(
       spec.softmax_scale, spec.logits_soft_cap, None, None, spec.precision)

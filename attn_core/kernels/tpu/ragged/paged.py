@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from attn_core.caches.paged import layouts
 from attn_core.caches.paged.layouts import Pages
-from attn_core.kernels.common import (dense_operands, online_softmax, paged_operands,
+from attn_core.kernels.common import (dense_operands, nonfinite, online_softmax, paged_operands,
                                       query_block_queue)
 from attn_core.kernels.common.contract import Residuals
 from attn_core.kernels.common.paged_operands import BlockedInputs, Index
@@ -56,8 +56,9 @@ def forward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
   group_size = query_heads // heads.key_heads
   single_page = make_layout(operands.cache, heads, 1)
   pad_width = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, single_page.widths[0] - width)))
-  padded = operands._replace(query=pad_width(operands.query))
-  out = jnp.zeros((tokens, query_heads, single_page.widths[-1]), operands.query.dtype)
+  padded = operands._replace(query=pad_width(nonfinite.infinite_to_nan(operands.query)))
+  out = jnp.zeros((tokens, query_heads, single_page.widths[-1]),
+                  dense_operands.out_dtype(operands, spec))
   lse = jnp.full((tokens, query_heads, 1), -jnp.inf, jnp.float32)
   chosen = _choose_block_q(operands, block_sizes, single_page, group_size)
   for first, end, block_q in paged_operands.request_ranges(operands, chosen):
@@ -214,7 +215,7 @@ def _attend(inputs: BlockedInputs, layout: KVLayout, requests: tuple[Index, Inde
       common.LogitsSpec(spec.softmax_scale, spec.logits_soft_cap, left, right, spec.precision),
       shape, common.KernelInputs(
           work.steps, work.num_live, inputs.tables.reshape(-1), tensor_scales, rows, None,
-          _token_arrays(inputs, layout)), rows.dtype)
+          _token_arrays(inputs, layout)), rows.dtype if spec.out_dtype is None else spec.out_dtype)
   # 3. The results by token.
   def by_token(x: jax.Array) -> jax.Array:
     x = x.reshape(x.shape[0], layout.key_heads, block_q, group_size, x.shape[-1])[:, :key_heads]
