@@ -273,10 +273,11 @@ def _reached(nan: jax.Array, seen: jax.Array | None, axis: str) -> jax.Array:
   """
   if seen is None:
     return nan.sum(-1)[..., None, None]
-  letters = "".join(letter for letter, size in zip("bkrs", seen.shape) if size != 1)
+  ones = tuple(i for i, size in enumerate(seen.shape) if are_known(size) and size == 1)
+  letters = "".join(letter for i, letter in enumerate("bkrs") if i not in ones)
   other = "r" if axis == "s" else "s"
   count = jnp.einsum(f"bk{axis},{letters}->bk{other if other in letters else ''}",
-                     jnp.isnan(nan).astype(jnp.float32), seen.squeeze().astype(jnp.float32))
+                     jnp.isnan(nan).astype(jnp.float32), seen.squeeze(ones).astype(jnp.float32))
   count = count if other in letters else count[..., None]
   return jnp.where(count > 0, jnp.nan, jnp.zeros_like(count, nan.dtype))[..., None]
 
