@@ -62,7 +62,7 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
 
     running = online_softmax.start((1, inputs.step_heads, rows.shape[1]), width, inputs.dtype)
     for level in levels:
-      running = tile_ops.visit_blocks(
+      running = tile_ops.visit_full_and_partial(
           level, grid_index, 0, functools.partial(key_block, level), running)
     sinks = tile_ops.row_sinks(inputs, grid_index)
     out, lse = (x[0] for x in online_softmax.finish(

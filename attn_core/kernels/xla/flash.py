@@ -46,7 +46,7 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
       rows = tile_ops.scaled_query(inputs, grid_index, i)
 
       def key_block(j: jax.Array, running: online_softmax.Running,
-                    masked: bool) -> online_softmax.Running:
+                    masked: tile_ops.Masked) -> online_softmax.Running:
         key, value = tile_ops.keys_and_values(inputs, grid_index, j, finite)
         logits, _ = tile_ops.logits_of(inputs, grid_index, rows, key, (i, j, masked))
         # The sum of the rounded weights divides their product with the values: rounding errors
@@ -115,7 +115,7 @@ def tangent(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
         return total
 
       def key_block(j: jax.Array, sums: tuple[jax.Array, jax.Array],
-                    masked: bool) -> tuple[jax.Array, jax.Array]:
+                    masked: tile_ops.Masked) -> tuple[jax.Array, jax.Array]:
         key, value = tile_ops.keys_and_values(inputs, grid_index, j, finite)
         logits, slope = tile_ops.logits_of(inputs, grid_index, rows, key, (i, j, masked))
         weights = tile_ops.weights_of(inputs, logits - finite_lse(row_lse))
@@ -262,7 +262,7 @@ class _KeyTile(NamedTuple):
 
 
 def _backward_tile(inputs: tile_ops.BlockedInputs, grid_index: tile_ops.GridIndex,
-                   key_tile: _KeyTile, tile: tuple[tile_ops.Index, tile_ops.Index, bool],
+                   key_tile: _KeyTile, tile: tuple[tile_ops.Index, tile_ops.Index, tile_ops.Masked],
                    sums: _BackwardSums) -> _BackwardSums:
   """Adds the contribution of one query block and one key block to the cotangents."""
   assert sums.key is not None and sums.value is not None

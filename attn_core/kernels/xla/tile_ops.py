@@ -25,6 +25,7 @@ from attn_core.types import AttentionSpec, BlockSizes, Operands
 Index = jax.Array | int  # a number that may be traced, int32
 Carry = TypeVar("Carry")  # a pytree of arrays
 Tile = tuple[Index, Index]  # query block, key block
+Masked = bool | jax.Array  # whether a mask must be evaluated
 
 
 class BlockedInputs(NamedTuple):
@@ -98,17 +99,38 @@ def loop(lower: Index, upper: Index, body: Callable[[jax.Array, Carry], Carry],
 
 
 def visit_blocks(inputs: BlockedInputs, grid_index: GridIndex, row_block: Index,
-                 step: Callable[[jax.Array, Carry, bool], Carry], carry: Carry) -> Carry:
-  """Runs step(column block, carry, masked) over the blocks that `row_block` must visit."""
+                 step: Callable[[jax.Array, Carry, Masked], Carry], carry: Carry) -> Carry:
+  """Runs step(column block, carry, masked) over the blocks that `row_block` must visit.
+
+  One loop for full and partial blocks, because a second body would take its time to compile.
+  """
   visits = inputs.visits
-  b = grid_index.batch if visits.num_full.shape[0] != 1 else 0
-  h = grid_index.key_head // inputs.step_heads if visits.num_full.shape[1] != 1 else 0
-  indices, num_full, num_visited = (jnp.asarray(x)[b, h, row_block] for x in visits)
+  indices, num_full, num_visited = _visits_of(visits, inputs, grid_index, row_block)
+  known = not (visits.any_full and visits.any_partial)
+  return loop(0, num_visited, lambda n, c: step(
+      indices[n], c, visits.any_partial if known else n >= num_full), carry)
+
+
+def visit_full_and_partial(inputs: BlockedInputs, grid_index: GridIndex, row_block: Index,
+                           step: Callable[[jax.Array, Carry, bool], Carry],
+                           carry: Carry) -> Carry:
+  """Runs `visit_blocks` as a loop over full and one over partial blocks, with a static `masked`."""
+  visits = inputs.visits
+  indices, num_full, num_visited = _visits_of(visits, inputs, grid_index, row_block)
   if visits.any_full:
     carry = loop(0, num_full, lambda n, c: step(indices[n], c, False), carry)
   if visits.any_partial:
     carry = loop(num_full, num_visited, lambda n, c: step(indices[n], c, True), carry)
   return carry
+
+
+def _visits_of(visits: block_map.BlockMap, inputs: BlockedInputs, grid_index: GridIndex,
+               row_block: Index) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Returns the indices, and the numbers of full and of visited blocks, of `row_block`."""
+  b = grid_index.batch if visits.num_full.shape[0] != 1 else 0
+  h = grid_index.key_head // inputs.step_heads if visits.num_full.shape[1] != 1 else 0
+  indices, num_full, num_visited = (jnp.asarray(x)[b, h, row_block] for x in visits)
+  return indices, num_full, num_visited
 
 
 def scale_parts(inputs: BlockedInputs) -> tuple[float, float]:
@@ -238,7 +260,7 @@ def scores_of(inputs: BlockedInputs, rows: jax.Array, keys: jax.Array, *,
 
 
 def logits_of(inputs: BlockedInputs, grid_index: GridIndex, rows: jax.Array, keys: jax.Array,
-              tile: tuple[Index, Index, bool], *,
+              tile: tuple[Index, Index, Masked], *,
               transposed: bool = False) -> tuple[jax.Array, jax.Array | None]:
   """Returns logits of a tile, -inf where hidden, and d logit / d score (None: 1).
 
@@ -259,13 +281,16 @@ def logits_of(inputs: BlockedInputs, grid_index: GridIndex, rows: jax.Array, key
     logits, slope = capped * spec.logits_soft_cap, 1 - capped * capped
   if inputs.operands.bias is not None:
     logits = logits + bias_tile(inputs, grid_index, (i, j), transposed).astype(inputs.dtype)
-  if masked:
+  def hide(logits: jax.Array) -> jax.Array:
     mask, at = mask_tile(inputs, grid_index, (i, j), transposed)
     seen = mask.visible(at)
     if dense_operands.has_key_padding(inputs.sizes):
       seen = seen & (at.key_index < inputs.sizes.keys)
-    logits = jnp.where(per_element(seen, logits.shape, inputs, transposed), logits, -jnp.inf)
-  return logits, slope
+    return jnp.where(per_element(seen, logits.shape, inputs, transposed), logits, -jnp.inf)
+
+  if isinstance(masked, bool):
+    return hide(logits) if masked else logits, slope
+  return lax.cond(masked, hide, lambda logits: logits, logits), slope
 
 
 def mask_tile(inputs: BlockedInputs, grid_index: GridIndex, tile: Tile,
