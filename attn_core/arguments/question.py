@@ -4,6 +4,7 @@
 
 import jax
 
+from attn_core import array_axes
 from attn_core.arguments.normalize import Normalized
 from attn_core.config import metadata as metadata_lib
 from attn_core.config.metadata import OperationMetadata
@@ -56,7 +57,7 @@ def place(normal: Normalized,
   if normal.rules is None:  # pages are placed by their own rules
     return normal.request.placement
   query, key, value = normal.call.operands[:3]
-  typed_mesh = explicit_axes.mesh_of(query, key, value)
+  typed_mesh = array_axes.typed_mesh(query, key, value)
   whole_mesh = metadata_lib.resolved_mesh(normal.metadata)
   mesh = placement_lib.mesh_in_force(typed_mesh or whole_mesh)
   if mesh is None:
@@ -80,7 +81,7 @@ def place(normal: Normalized,
 
 
 def _sequence_axes(normal: Normalized, implementation: Implementation | None,
-                   mesh: context_parallel.AnyMesh) -> tuple[str, ...]:
+                   mesh: array_axes.AnyMesh) -> tuple[str, ...]:
   """Returns the mesh axes that shard the sequence, checked; () if none does."""
   if implementation is None or not implementation.shards_sequence:
     return ()
@@ -90,7 +91,7 @@ def _sequence_axes(normal: Normalized, implementation: Implementation | None,
 
 
 def _sequence(normal: Normalized, placement: placement_lib.Placement,
-              whole_mesh: context_parallel.AnyMesh | None) -> context_parallel.Sequence | None:
+              whole_mesh: array_axes.AnyMesh | None) -> context_parallel.Sequence | None:
   """Returns the sharding of the sequence of a placed call."""
   query, key, metadata = normal.call.operands.query, normal.call.operands.key, normal.metadata
   heads = query.shape[2] // placement.size(placement.heads)

@@ -9,16 +9,16 @@ one group of requests, one key head. The keys of a request stay on one device un
 in stripes: the mesh axes of the key sequence shard the stripes, and partial results are combined.
 """
 
-import math
 from typing import Any, Callable, NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec as P
 
+from attn_core.array_axes import AnyMesh, size_of
 from attn_core.caches.paged import layouts, request_groups
 from attn_core.caches.paged.layouts import Pages
 from attn_core.sharding import partition, placement as placement_lib, shard_map
-from attn_core.sharding.placement import AnyMesh, Placement
+from attn_core.sharding.placement import Placement
 from attn_core.types import AttentionOutput, Call, PagedOperands
 
 ROWS = "groups of requests"
@@ -68,19 +68,19 @@ def place(rules: placement_lib.Rules, mesh: AnyMesh | None, operands: PagedOpera
                                     "metadata in groups (caches.groups) is sharded")
               for axis in rows]
     rows = ()
-  elif number % _size(mesh, rows):
+  elif number % size_of(mesh, rows):
     reasons.append(f"{number} groups of requests over {_written(mesh, rows)}: expected a number "
                    "of groups that it divides")
   if keys and stripes is not None and (
-      stripes % _size(mesh, keys) or number != _size(mesh, rows)):
+      stripes % size_of(mesh, keys) or number != size_of(mesh, rows)):
     reasons.append(f"{number} groups of {stripes} stripes over {_written(mesh, rows)} and "
                    f"{_written(mesh, keys)}: expected one group a device, and a number of stripes "
                    "that the second divides")
-  if key_heads == 1 and operands.query.shape[1] % _size(mesh, heads) == 0:
+  if key_heads == 1 and operands.query.shape[1] % size_of(mesh, heads) == 0:
     drops += [partition.DroppedAxis("cache_view", layouts.head_axis(operands.cache), axis,
                              "there is one key head") for axis in of_keys]
     of_keys = ()
-  elif heads != of_keys or not _divides(operands.cache, key_heads, _size(mesh, heads)):
+  elif heads != of_keys or not _divides(operands.cache, key_heads, size_of(mesh, heads)):
     reasons.append(f"{key_heads} key heads over {_written(mesh, of_keys or heads)} (query heads: "
                    f"{_written(mesh, heads)}): expected axes, the same for both, that divide the "
                    "key heads and the rows of a page; repeat_key_value makes more of them, "
@@ -138,7 +138,7 @@ def _device_shapes(operands: PagedOperands, placement: Placement | None) -> Page
   if placement is None:
     return operands
   def shard(x: jax.Array, spec: P) -> jax.ShapeDtypeStruct:
-    sizes = [_size(placement.mesh, partition.axis_names(entry, "a spec")) for entry in spec]
+    sizes = [size_of(placement.mesh, entry) for entry in spec]
     shape = [n // m for n, m in zip(x.shape, sizes + [1] * x.ndim)]
     return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
   return jax.tree.map(shard, operands, _specs(operands, placement))
@@ -169,10 +169,6 @@ def _divides(cache: Pages, key_heads: int, devices: int) -> bool:
   held = layouts.heads_of(cache).key_heads
   rows = cache.pages.shape[2] if isinstance(cache, layouts.PagesV3) else devices
   return devices == 1 or (key_heads % devices == 0 and held == key_heads and rows % devices == 0)
-
-
-def _size(mesh: AnyMesh, axes: tuple[str, ...]) -> int:
-  return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def _written(mesh: AnyMesh, axes: tuple[str, ...]) -> str:

@@ -17,8 +17,9 @@ from typing import NamedTuple, Protocol
 import jax
 from jax.sharding import PartitionSpec as P
 
+from attn_core.array_axes import AnyMesh, size_of
 from attn_core.sharding import partition
-from attn_core.sharding.context_parallel import AnyMesh, Sequence
+from attn_core.sharding.context_parallel import Sequence
 
 
 class Rules(Protocol):
@@ -52,7 +53,7 @@ class Placement(NamedTuple):
 
   def size(self, axes: tuple[str, ...]) -> int:
     """Returns the number of devices along some mesh axes."""
-    return math.prod(self.mesh.shape[axis] for axis in axes)
+    return size_of(self.mesh, axes)
 
   def sharded_dimensions(self) -> tuple[str, ...]:
     """Returns one line of text for each sharded dimension, with its mesh axes."""

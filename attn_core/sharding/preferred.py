@@ -16,8 +16,8 @@ from jax.interpreters import ad, batching, mlir
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding
 
+from attn_core.array_axes import AnyMesh
 from attn_core.sharding import partition, partitioned
-from attn_core.sharding.context_parallel import AnyMesh
 
 
 def prefer(x: jax.Array, mesh: AnyMesh, axes: Mapping[int, tuple[str, ...]]) -> jax.Array:

@@ -8,7 +8,6 @@ Shapes: P pages of the pool, num_tokens tokens.
 """
 
 from collections.abc import Callable
-import math
 from typing import TypeVar
 
 import jax
@@ -17,8 +16,9 @@ from jax.typing import DTypeLike
 import jax.numpy as jnp
 
 from attn_core import checks
+from attn_core.array_axes import Entry, axes_of, size_of
 from attn_core.caches import device_parts, quantize
-from attn_core.caches.device_parts import Entry, Parts, Sharding
+from attn_core.caches.device_parts import Parts, Sharding
 from attn_core.caches.paged.layouts import (LANES, PAGES, Heads, Pages, PagesT, PagesV1, PagesV2,
                                             PagesV3, Widths, heads_of, interleave, packing)
 from attn_core.types import cdiv
@@ -101,7 +101,7 @@ def _shardings(layout: type, sharding: Sharding | None, shape: tuple[int, ...],
   if whole is None:
     return None, None
   order = (1, 2, 0) if layout is PagesV1 else (0, 1, 2)
-  sharded = {n for n, entry in enumerate(whole.spec) if device_parts.axis_names(entry)}
+  sharded = {n for n, entry in enumerate(whole.spec) if axes_of(entry)}
   checks.require(sharded <= {order[0], order[2]}, "sharding", repr(whole.spec),
                  f"axes for the pages and for the heads of {letters} only")
   of_scales = device_parts.of_dimensions(whole, order)
@@ -144,7 +144,7 @@ def head_entry(cache: Pages, parts: Parts, heads: int, unit: int = 1) -> Entry:
     unit: heads that stay together.
   """
   entry = parts.spec[0 if isinstance(cache, PagesV1) else 2]
-  size = math.prod(parts.mesh.shape[axis] for axis in device_parts.axis_names(entry))
+  size = size_of(parts.mesh, entry)
   return entry if heads == heads_of(cache).key_heads and heads % (size * unit) == 0 else None
 
 
@@ -190,7 +190,7 @@ def on_each_device(compute: Callable[[Pages, Heads], Tree], cache: Pages, heads:
     return compute(cache, heads)
   entry = head_entry(cache, parts, heads.key_heads, unit)
   pool = parts.spec[1 if isinstance(cache, PagesV1) else 0] if keeps_pool else None
-  size = math.prod(parts.mesh.shape[axis] for axis in device_parts.axis_names(entry))
+  size = size_of(parts.mesh, entry)
   own = heads._replace(key_heads=heads.key_heads // size)
   of_cache = specs_of(type(cache), pool, entry, scale_rank(cache),
                       cache.widths if isinstance(cache, PagesV2) else None)
