@@ -74,7 +74,8 @@ def place(normal: Normalized,
   if placement is None:
     return None
   if typed is not None:
-    placement = placement._replace(output=explicit_axes.output_spec(query, value, mesh))
+    placement = placement._replace(output=explicit_axes.output_spec(
+        query, value.shape[3], mesh))
   if reserved:
     placement = placement._replace(sequence=_sequence(normal, placement, whole_mesh))
   return _left_to_the_partitioner(placement, normal.metadata)
@@ -123,9 +124,5 @@ def _left_to_the_partitioner(placement: placement_lib.Placement,
   else:
     return placement._replace(partitioner=bool(unknown) or placement_lib.is_ambiguous(placement))
   if unknown:
-    raise ValueError(
-        f"metadata.partition_axis names no mesh axis {', '.join(map(repr, unknown))}, an Auto axis "
-        f"{why}: every device along it would gather the arrays; expected PartitionAxis("
-        f"batch_axis=..., head_axis=..., kv_head_axis=...) with it, for example "
-        f"OperationMetadata(partition_axis=PartitionAxis(batch_axis={unknown[0]!r}))")
+    raise placement_lib.unknown_axes_error(unknown, why)
   return placement

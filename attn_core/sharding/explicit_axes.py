@@ -47,8 +47,7 @@ def rules_of(query: jax.Array, key: jax.Array, mesh: AnyMesh,
   return TypedRules(*map(partition.to_spec, ((rows, whole, heads), (rows, keys, heads))))
 
 
-def output_spec(query: jax.Array, value: jax.Array, mesh: AnyMesh) -> P:
-  """Returns the spec of the output [B, T, H, E]: the query's, where the width divides."""
-  *entries, width = typed_axes(query)
-  width = width if value.shape[-1] % size_of(mesh, width) == 0 else ()
-  return partition.to_spec((*entries, width))
+def output_spec(query: jax.Array, width: int, mesh: AnyMesh) -> P:
+  """Returns the spec of an output of another width E: the query's, where the width divides."""
+  *entries, own = typed_axes(query)
+  return partition.to_spec((*entries, own if width % size_of(mesh, own) == 0 else ()))

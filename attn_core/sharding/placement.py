@@ -137,6 +137,15 @@ def unknown_axes(placement: Placement, partition_axis: partition.PartitionAxis) 
   return tuple(axis for axis in _auto_axes(placement.mesh) if axis not in known)
 
 
+def unknown_axes_error(unknown: tuple[str, ...], why: str) -> ValueError:
+  """Returns the error of a call with `unknown_axes`; `why` the compiler cannot place it."""
+  return ValueError(
+      f"metadata.partition_axis names no mesh axis {', '.join(map(repr, unknown))}, an Auto axis "
+      f"{why}: every device along it would gather the arrays; expected PartitionAxis("
+      f"batch_axis=..., head_axis=..., kv_head_axis=...) with it, for example "
+      f"OperationMetadata(partition_axis=PartitionAxis(batch_axis={unknown[0]!r}))")
+
+
 def is_ambiguous(placement: Placement) -> bool:
   """Whether the placement of a call is one of several that its operands may have.
 

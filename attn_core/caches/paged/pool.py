@@ -8,6 +8,7 @@ Shapes: P pages of the pool, num_tokens tokens.
 """
 
 from collections.abc import Callable
+import functools
 from typing import TypeVar
 
 import jax
@@ -86,6 +87,68 @@ def init(layout: type[PagesT], num_pages: int, page_size: int, heads: Heads,
         zeros(shape), scale, scale)
   assert isinstance(found, layout)
   return found
+
+
+def init_like(layout: type[PagesT], like: jax.Array | jax.ShapeDtypeStruct, num_pages: int,
+              page_size: int, heads: Heads | None = None, *, dtype: DTypeLike | None = None,
+              scales: str | None = None, groups: int = 1) -> PagesT:
+  """Creates a pool of empty pages for the tokens of a query or key, sharded as they are.
+
+  >>> import jax.numpy as jnp
+  >>> from attn_core.caches import pages
+  >>> query = jnp.ones((8, 4, 16))
+  >>> pages.init_like(pages.PagesV2, query, 32, 4, heads=pages.Heads(2, 16, 16)).pages.shape
+  (32, 4, 4, 16)
+
+  Args:
+    layout: see `init`.
+    like: [T, K, D] or [T, H, D]. Mesh axes that shard its heads shard those of the pages, if they
+      divide the key heads. During tracing, shardings over axes of type Auto are not known.
+    num_pages: P.
+    page_size: tokens of a page.
+    heads: see `init`; None: those of `like`, which is a key then.
+    dtype: of the pages; None: that of `like`.
+    scales: see `init`.
+    groups: number of groups of requests (`caches.groups`); mesh axes that shard the tokens of
+      `like` and divide it shard the pages. 1: pages are not sharded by them.
+
+  Returns:
+    A cache of that layout, all zeros.
+
+  Raises:
+    ValueError: `like` does not have three dimensions, `groups` is not an int >= 1, or see `init`.
+  """
+  expected = "an array [T, K, D] or its jax.ShapeDtypeStruct"
+  given = like if isinstance(like, jax.ShapeDtypeStruct) else checks.array("like", like, expected)
+  checks.require(len(given.shape) == 3, "like", checks.describe(given), expected)
+  checks.integer("groups", groups, "an int >= 1", lambda x: x >= 1)
+  _, key_heads, width = given.shape
+  heads = Heads(key_heads, width, width) if heads is None else heads
+  dtype = given.dtype if dtype is None else dtype
+  made = functools.partial(init, layout, num_pages, page_size, heads, dtype, scales)
+  sharding = device_parts.sharding_of(given)
+  if sharding is None:
+    return made()
+  rows = jax.eval_shape(made)
+  tokens, of_heads, _ = device_parts.entries(sharding, 3)
+  pool = tokens if groups % size_of(sharding.mesh, tokens) == 0 else None
+  divides = divides_heads(rows, heads.key_heads, size_of(sharding.mesh, of_heads))
+  of_heads = of_heads if divides else None
+  spec = P(of_heads, pool) if layout is PagesV1 else P(pool, None, of_heads)
+  return made(sharding=NamedSharding(sharding.mesh, spec))
+
+
+def divides_heads(cache: Pages, key_heads: int, devices: int) -> bool:
+  """Whether each device gets whole key heads, in separate rows of a page.
+
+  Args:
+    cache: any layout; shapes are enough.
+    key_heads: K, without padding.
+    devices: how many devices share the heads.
+  """
+  held = heads_of(cache).key_heads
+  rows = cache.pages.shape[2] if isinstance(cache, PagesV3) else devices
+  return devices == 1 or (key_heads % devices == 0 and held == key_heads and rows % devices == 0)
 
 
 def widths_of(heads: Heads) -> Widths | None:
