@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Placement of attention over pages: mesh axes of the groups of requests, the heads and the stripes.
+"""Placement of attention over pages: mesh axes of groups of requests, of heads and of stripes.
 
 Explicit axes shard what the types of the arrays say, those of the pages first, since these are
 large; other axes what the rules say, in the order of the mesh. Replicating pages would cost the
@@ -40,7 +40,7 @@ class _Found(NamedTuple):
 
 
 class _Typed(NamedTuple):
-  """What the types of the arrays of a call say."""
+  """Rules that follow from the types of the arrays of a call."""
 
   rules: TypedRules
   drops: tuple[DroppedAxis, ...] = ()
