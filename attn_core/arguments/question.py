@@ -107,7 +107,7 @@ def _sequence(normal: Normalized, placement: placement_lib.Placement,
 
 def _left_to_the_partitioner(placement: placement_lib.Placement,
                              metadata: OperationMetadata) -> placement_lib.Placement:
-  """Returns the placement, marked where the compiler's partitioner knows a better one.
+  """Returns the placement, marked where the compiler's partitioner knows how arrays are sharded.
 
   Raises:
     ValueError: an Auto axis that the metadata does not know, where the partitioner cannot place the
@@ -122,7 +122,7 @@ def _left_to_the_partitioner(placement: placement_lib.Placement,
   elif platform not in PARTITIONED:
     why = f"on platform {platform!r}, whose compiler asks no library for partitions"
   else:
-    return placement._replace(partitioner=bool(unknown) or placement_lib.is_ambiguous(placement))
+    return placement._replace(partitioner=True)
   if unknown:
     raise placement_lib.unknown_axes_error(unknown, why)
   return placement
