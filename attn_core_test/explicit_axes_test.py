@@ -342,8 +342,8 @@ class ExplainTest(parameterized.TestCase):
 
   def test_axes_that_the_metadata_names(self):
     said = self.axes(mesh_of(("dp", "tp"), AxisType.Auto, (2, 4)), P())
-    self.assertIn("shards rows of the batch", said["dp"])
-    self.assertIn("shards query heads and key heads", said["tp"])
+    self.assertIn("by default rows of the batch", said["dp"])
+    self.assertIn("by default query heads and key heads", said["tp"])
 
   def test_the_sequence(self):
     mesh = mesh_of(("dp", "sp"), AxisType.Auto, (2, 4))

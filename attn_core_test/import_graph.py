@@ -26,6 +26,7 @@ BY_MODULE = (LIBRARY, f"{LIBRARY}/benchmark", f"{LIBRARY}/caches")
 # Rooms, lowest first: a module imports from its own row and from rows above it in this list only.
 LAYERS = (
     ("types",),
+    ("array_axes",),
     ("checks",),
     ("masks",),
     ("rope",),

@@ -51,7 +51,9 @@ QUICK = {
     "strict_modes_test.NanTest.test_calls*": 4, "strict_modes_test.NanTest.test_infinite*": 6,
     "strict_modes_test.NanTest.test_nan_in*": 2,
     "explicit_axes_test.CollectivesTest.test_none*": 5,
-    "explicit_axes_test.ExplicitValuesTest.test_keys_otherwise*": 3}
+    "explicit_axes_test.ExplicitValuesTest.test_keys_otherwise*": 3,
+    "explicit_pages_test.TypesTest.test_outputs*": 4,
+    "explicit_pages_test.ValuesTest.test_those*": 3}
 
 # Module -> number of processes that share its tests. These start first, in this order.
 SHARDS = {
@@ -65,7 +67,8 @@ SHARDS = {
     "tpu_decode_test": 1, "paged_shard_test": 1, "page_stripes_test": 1, "cudnn_test": 1,
     "gpu_suite_test": 1, "benchmark_test": 1, "pages_test": 1,
     "distributed_test": 1, "caches_sharding_test": 1, "ring_split_test": 1, "adapters_test": 1,
-    "short_test": 1, "explicit_axes_test": 1, "strict_modes_test": 1, "calls_test": 1,
+    "short_test": 1, "explicit_axes_test": 1, "explicit_pages_test": 1,
+    "strict_modes_test": 1, "calls_test": 1,
     "batch_dimensions_test": 1}
 
 # These start next, in this order, and the others at last, so that none runs alone in the end.

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import checks
+from attn_core.array_axes import Entry, axes_of, typed_mesh, typed_spec
 from attn_core.arguments.arguments import AttentionArguments
 from attn_core.caches.dense import DenseCache
 from attn_core.caches.window import WindowCache
@@ -118,8 +119,8 @@ class Batch:
     spec = _explicit_spec(x, x.ndim)
     if spec is None:
       return x.reshape(shape)
-    merged = _flat(spec[:rank])
-    return _reshape(cast(jax.Array, x), shape, (merged, *spec[rank:]))
+    merged = sum(map(axes_of, spec[:rank]), ())
+    return _reshape(cast(jax.Array, x), shape, (merged or None, *spec[rank:]))
 
   def unfold(self, output: AttentionOutput) -> AttentionOutput:
     """Returns the results with the query's batch dimensions; a cache keeps its rows."""
@@ -137,24 +138,11 @@ class Batch:
     return _reshape(x, shape, (*self.partitions, *spec[1:]))
 
 
-def _explicit_spec(x: object, rank: int) -> tuple | None:
+def _explicit_spec(x: object, rank: int) -> tuple[Entry, ...] | None:
   """Returns the partitions of the first dimensions of an array over Explicit axes, if any."""
   if not isinstance(x, jax.Array):
     return None
-  sharding = jax.typeof(x).sharding
-  names = sharding.mesh.explicit_axes
-  if not names:
-    return None
-  spec = tuple(sharding.spec) + (None,) * rank
-  return spec[:rank]
-
-
-def _flat(partitions: tuple) -> tuple | None:
-  """Returns the axes of several dimensions as those of one."""
-  axes: list = []
-  for partition in partitions:
-    axes += [] if partition is None else partition if isinstance(partition, tuple) else [partition]
-  return tuple(axes) or None
+  return None if typed_mesh(x) is None else typed_spec(x)[:rank]
 
 
 def _reshape(x: jax.Array, shape: Shape, partitions: tuple) -> jax.Array:

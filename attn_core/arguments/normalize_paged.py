@@ -18,7 +18,7 @@ from attn_core.caches.paged import layouts, validate
 from attn_core.caches.paged.layouts import Pages
 from attn_core.dispatch.capabilities import PagesRequest, request_of
 from attn_core.masks import constructors
-from attn_core.sharding import paged as shard_paged
+from attn_core.sharding import paged as shard_paged, paged_placement
 from attn_core.types import Call, operands_like, PagedOperands, PagedSpec
 
 # Mechanism -> the layout of its pages.
@@ -87,17 +87,16 @@ def normalize(a: AttentionArguments) -> steps.Normalized:
   features["pages"] = f"a cache_view of {layout.__name__}"
   mode = a.mode or ("__autoregressive__" if cache_metadata.query_start_loc is None
                     else "__prefill__")
-  placed = shard_paged.place(metadata.get_shardings(mode, "bthd"),
-                             metadata_lib.resolved_mesh(metadata), operands, heads.key_heads)
-  reason = placed.unsupported_reason
-  error = NotImplementedError(reason) if reason else None
-  shapes = shard_paged.local_shapes(operands, None if error else placed.placement, heads)
+  placement, error = paged_placement.place(
+      metadata.get_shardings(mode, "bthd"), metadata_lib.resolved_mesh(metadata), operands, heads,
+      metadata.partition_axis)
+  shapes = shard_paged.local_shapes(operands, None if error else placement, heads)
   request = request_of(
       dense, features, metadata_lib.resolved_capability(metadata),
       tpu_version=metadata_lib.resolved_tpu_version(metadata))._replace(
-      placement=placed.placement, placement_error=error, pages=PagesRequest(
+      placement=placement, placement_error=error, pages=PagesRequest(
           layout.__name__, shapes, spec.window,
-          placed.placement is not None and bool(placed.placement.keys), dense.block_sizes))
+          placement is not None and bool(placement.keys), dense.block_sizes))
   call = dense._replace(operands=operands, spec=spec)
   return steps.Normalized(call, request, metadata, None, query.dtype, None)
 

@@ -4,6 +4,7 @@
 
 import jax
 
+from attn_core import array_axes
 from attn_core.arguments.normalize import Normalized
 from attn_core.config import metadata as metadata_lib
 from attn_core.config.metadata import OperationMetadata
@@ -56,7 +57,7 @@ def place(normal: Normalized,
   if normal.rules is None:  # pages are placed by their own rules
     return normal.request.placement
   query, key, value = normal.call.operands[:3]
-  typed_mesh = explicit_axes.mesh_of(query, key, value)
+  typed_mesh = array_axes.typed_mesh(query, key, value)
   whole_mesh = metadata_lib.resolved_mesh(normal.metadata)
   mesh = placement_lib.mesh_in_force(typed_mesh or whole_mesh)
   if mesh is None:
@@ -73,14 +74,15 @@ def place(normal: Normalized,
   if placement is None:
     return None
   if typed is not None:
-    placement = placement._replace(output=explicit_axes.output_spec(query, value, mesh))
+    placement = placement._replace(output=explicit_axes.output_spec(
+        query, value.shape[3], mesh))
   if reserved:
     placement = placement._replace(sequence=_sequence(normal, placement, whole_mesh))
   return _left_to_the_partitioner(placement, normal.metadata)
 
 
 def _sequence_axes(normal: Normalized, implementation: Implementation | None,
-                   mesh: context_parallel.AnyMesh) -> tuple[str, ...]:
+                   mesh: array_axes.AnyMesh) -> tuple[str, ...]:
   """Returns the mesh axes that shard the sequence, checked; () if none does."""
   if implementation is None or not implementation.shards_sequence:
     return ()
@@ -90,7 +92,7 @@ def _sequence_axes(normal: Normalized, implementation: Implementation | None,
 
 
 def _sequence(normal: Normalized, placement: placement_lib.Placement,
-              whole_mesh: context_parallel.AnyMesh | None) -> context_parallel.Sequence | None:
+              whole_mesh: array_axes.AnyMesh | None) -> context_parallel.Sequence | None:
   """Returns the sharding of the sequence of a placed call."""
   query, key, metadata = normal.call.operands.query, normal.call.operands.key, normal.metadata
   heads = query.shape[2] // placement.size(placement.heads)
@@ -105,7 +107,7 @@ def _sequence(normal: Normalized, placement: placement_lib.Placement,
 
 def _left_to_the_partitioner(placement: placement_lib.Placement,
                              metadata: OperationMetadata) -> placement_lib.Placement:
-  """Returns the placement, marked where the compiler's partitioner knows a better one.
+  """Returns the placement, marked where the compiler's partitioner knows how arrays are sharded.
 
   Raises:
     ValueError: an Auto axis that the metadata does not know, where the partitioner cannot place the
@@ -120,11 +122,7 @@ def _left_to_the_partitioner(placement: placement_lib.Placement,
   elif platform not in PARTITIONED:
     why = f"on platform {platform!r}, whose compiler asks no library for partitions"
   else:
-    return placement._replace(partitioner=bool(unknown) or placement_lib.is_ambiguous(placement))
+    return placement._replace(partitioner=True)
   if unknown:
-    raise ValueError(
-        f"metadata.partition_axis names no mesh axis {', '.join(map(repr, unknown))}, an Auto axis "
-        f"{why}: every device along it would gather the arrays; expected PartitionAxis("
-        f"batch_axis=..., head_axis=..., kv_head_axis=...) with it, for example "
-        f"OperationMetadata(partition_axis=PartitionAxis(batch_axis={unknown[0]!r}))")
+    raise placement_lib.unknown_axes_error(unknown, why)
   return placement

@@ -18,10 +18,9 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 import numpy as np
 
+from attn_core.array_axes import AnyMesh, Axes, size_of
 from attn_core.masks import mask as mask_lib
 from attn_core.sharding import partitioned
-from attn_core.sharding.context_parallel import AnyMesh
-from attn_core.sharding.partitioned import Axes
 from attn_core.types import Operands
 
 # A name for each dimension of an array: "b" rows, "h" query heads, "k" key heads; "" any other.
@@ -186,11 +185,11 @@ def _shards(signature: Signature, mesh: AbstractMesh, arguments: Sequence[partit
     for name, axes in zip(names, partitioned.axes_of(x, mesh)):
       used = set(sum(found.values(), ()))
       if (name in found and not found[name] and not used & {*axes}
-          and shapes.size(name) % partitioned.size_of(axes, mesh) == 0):
+          and shapes.size(name) % size_of(mesh, axes) == 0):
         found[name] = axes
   heads = found[HEADS]
   count = next(n for n in range(len(heads), -1, -1)
-               if shapes.key_heads % partitioned.size_of(heads[:n], mesh) == 0)
+               if shapes.key_heads % size_of(mesh, heads[:n]) == 0)
   return Shards(found[ROWS], heads, heads[:count])
 
 
@@ -199,8 +198,8 @@ def _local(signature: Signature, shards: Shards, mesh: AbstractMesh,
            results: Sequence[Any]) -> Callable[..., list[jax.Array]]:
   """Returns the computation of one device; `results` have the shapes of the whole arrays."""
   shapes = signature.shapes
-  held = shapes.key_heads // partitioned.size_of(shards.key_heads, mesh)
-  heads = shapes.heads // partitioned.size_of(shards.heads, mesh)
+  held = shapes.key_heads // size_of(mesh, shards.key_heads)
+  heads = shapes.heads // size_of(mesh, shards.heads)
   beyond = shards.heads[len(shards.key_heads):]  # axes whose devices hold the same key heads
 
   def local(*arguments: jax.Array) -> list[jax.Array]:

@@ -31,11 +31,11 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 import jax.numpy as jnp
 
+from attn_core.array_axes import AnyMesh
 from attn_core.autodiff import folding, partition_rules, rounding
 from attn_core.kernels.common.contract import Kernel, Residuals
 from attn_core.masks import mask as mask_lib
 from attn_core.sharding import partitioned, varying_axes
-from attn_core.sharding.context_parallel import AnyMesh
 from attn_core.types import DIFFERENTIABLE, AttentionSpec, BlockSizes, Operands, at_least_float32
 
 

@@ -8,24 +8,23 @@ for the indices of its own part and drops the others. Axes of type Auto are left
 """
 
 from collections.abc import Callable, Sequence
-import math
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import jax
 from jax import lax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
 
 from attn_core import checks
+from attn_core.array_axes import (AnyMesh, Entry, axes_of, current_mesh, reshard, size_of,
+                                  typed_mesh, typed_spec)
 
 if TYPE_CHECKING:  # for annotations only: these modules import this one
   from attn_core.caches.dense import DenseCache
   from attn_core.caches.window import WindowCache
 
 Sharding = NamedSharding | P
-AnyMesh = Mesh | AbstractMesh
-Entry = str | tuple[str, ...] | None
 Tree = TypeVar("Tree")
 Cache = TypeVar("Cache", "DenseCache", "WindowCache")
 
@@ -51,7 +50,7 @@ class Parts(NamedTuple):
 
   def axes(self, dimension: int) -> tuple[str, ...]:
     """Returns the mesh axes that shard a dimension."""
-    return axis_names(self.spec[dimension])
+    return axes_of(self.spec[dimension])
 
   def run(self, local: Callable[..., Tree], arrays: tuple, specs: tuple,
           out_specs: object) -> Tree:
@@ -66,8 +65,7 @@ class Parts(NamedTuple):
     Returns:
       The concatenated results.
     """
-    placed = jax.tree.map(lambda x, spec: jax.sharding.reshard(x, NamedSharding(self.mesh, spec)),
-                          arrays, specs)
+    placed = jax.tree.map(lambda x, spec: reshard(x, self.mesh, spec), arrays, specs)
     return jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=out_specs,
                          axis_names=set(self.mesh.explicit_axes))(*placed)
 
@@ -82,24 +80,8 @@ def parts_of(array: ArrayLike, *others: ArrayLike) -> Parts | None:
   Returns:
     None if no array is on a mesh with Explicit axes.
   """
-  found = [_typed_mesh(x) for x in (array, *others)]
-  meshes = [mesh for mesh in found if mesh is not None]
-  if not meshes:
-    return None
-  spec = () if found[0] is None else tuple(jax.typeof(array).sharding.spec)
-  return Parts(meshes[0], spec + (None,) * (jnp.ndim(array) - len(spec)))
-
-
-def _typed_mesh(x: ArrayLike) -> AnyMesh | None:
-  """Returns the mesh of an array, if its type names axes of it, which are Explicit."""
-  mesh: AnyMesh = jax.typeof(x).sharding.mesh
-  if not mesh.explicit_axes:
-    return None
-  own = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
-  # Outside of jit and of jax.set_mesh only a mesh with devices says where other arrays go.
-  if isinstance(own, NamedSharding) and jax.sharding.get_abstract_mesh().empty:
-    return own.mesh
-  return mesh
+  mesh = typed_mesh(array, *others)
+  return None if mesh is None else Parts(mesh, typed_spec(array))
 
 
 def local_index(index: jax.Array, size: int, axes: tuple[str, ...]) -> jax.Array:
@@ -127,7 +109,7 @@ def match(x: ArrayLike, like: jax.Array, spec: Sequence[Entry] | None = None) ->
   if parts is None:
     return jnp.asarray(x)
   wanted = parts.spec[:jnp.ndim(x)] if spec is None else spec
-  return jax.sharding.reshard(x, NamedSharding(parts.mesh, P(*wanted)))
+  return reshard(x, parts.mesh, P(*wanted))
 
 
 def named(sharding: Sharding | None, dimensions: str,
@@ -151,26 +133,17 @@ def named(sharding: Sharding | None, dimensions: str,
     mesh = current_mesh()
     checks.require(mesh.axis_names, "sharding", f"{sharding!r} without a mesh",
                    "a NamedSharding, or a call inside jax.set_mesh(mesh)")
-    known = [axis for entry in sharding for axis in axis_names(entry)]
+    known = [axis for entry in sharding for axis in axes_of(entry)]
     checks.require(set(known) <= set(mesh.axis_names), "sharding", repr(sharding),
                    f"axes of the mesh, {mesh.axis_names}")
     sharding = NamedSharding(mesh, sharding)
   checks.require(len(sharding.spec) <= len(shape), "sharding", repr(sharding.spec), expected)
   for size, entry in zip(shape, sharding.spec):
-    devices = math.prod(sharding.mesh.shape[axis] for axis in axis_names(entry))
+    devices = size_of(sharding.mesh, entry)
     checks.require(size is None or size % devices == 0, "sharding",
                    f"{sharding.spec!r} over {dict(sharding.mesh.shape)}",
                    f"axes that divide the dimensions {dimensions} = {list(shape)}")
   return sharding
-
-
-def current_mesh() -> AnyMesh:
-  """Returns the mesh of `jax.set_mesh`, which is abstract during tracing; it may be empty."""
-  try:
-    mesh = jax.sharding.get_mesh()
-  except ValueError:  # get_mesh raises during tracing
-    return jax.sharding.get_abstract_mesh()
-  return jax.sharding.get_abstract_mesh() if mesh.empty else mesh
 
 
 def of_dimensions(sharding: NamedSharding | None,
@@ -197,7 +170,7 @@ def full(shape: Sequence[int], number: float, dtype: DTypeLike,
     return jnp.full(shape, number, dtype, device=sharding)
   kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types))
   def over(kind: AxisType) -> NamedSharding:
-    found = [tuple(axis for axis in axis_names(entry) if kinds[axis] == kind)
+    found = [tuple(axis for axis in axes_of(entry) if kinds[axis] == kind)
              for entry in sharding.spec]
     return NamedSharding(sharding.mesh, P(*[axes or None for axes in found]))
   x = jnp.full(shape, number, dtype)
@@ -226,8 +199,8 @@ def keep(cache: Cache) -> Cache:
   def constrain(x: jax.Array) -> jax.Array:
     if not isinstance(x, jax.core.Tracer):
       return x
-    found = [tuple(axis for axis in axis_names(entry) if axis in auto) for entry in sharding.spec]
-    sizes = [math.prod(mesh.shape[axis] for axis in axes) for axes in found]
+    found = [tuple(axis for axis in axes_of(entry) if axis in auto) for entry in sharding.spec]
+    sizes = [size_of(mesh, axes) for axes in found]
     spec = [axes if axes and n % size == 0 else None
             for n, axes, size in zip(x.shape, found, sizes)]
     return lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
@@ -244,8 +217,3 @@ def sharding_of(x: checks.Array | jax.ShapeDtypeStruct) -> NamedSharding | None:
   if not isinstance(sharding, NamedSharding):
     sharding = jax.typeof(x).sharding
   return sharding if isinstance(sharding, NamedSharding) and not sharding.mesh.empty else None
-
-
-def axis_names(entry: Entry) -> tuple[str, ...]:
-  """Returns the mesh axes of an entry of a PartitionSpec."""
-  return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

@@ -3,7 +3,6 @@
 """Row slots shared by dense and window caches: creation, checks and writes."""
 
 from collections.abc import Callable, Sequence
-import math
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jax
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import checks
+from attn_core.array_axes import Entry, size_of
 from attn_core.caches import device_parts, quantize
 from attn_core.caches.device_parts import Sharding
 
@@ -98,7 +98,7 @@ def empty_like(cache: "DenseCache | WindowCache", kind: type[Cache], slots: int,
     return made
   used = set(parts.axes(2) + parts.axes(3))
   first = None if used & set(of_rows.axes(0)) else of_rows.spec[0]
-  spec: tuple[device_parts.Entry, ...] = (first, None, parts.spec[2], parts.spec[3])
+  spec: tuple[Entry, ...] = (first, None, parts.spec[2], parts.spec[3])
   return jax.tree.map(lambda x: device_parts.match(x, cache.key, spec[:x.ndim]), made)
 
 
@@ -117,7 +117,7 @@ def init_like(kind: type[Cache], like: jax.Array | jax.ShapeDtypeStruct, slots: 
   sharding = device_parts.sharding_of(given)
   if sharding is not None:
     rows, _, of_heads, _ = device_parts.entries(sharding, 4)
-    size = math.prod(sharding.mesh.shape[axis] for axis in device_parts.axis_names(of_heads))
+    size = size_of(sharding.mesh, of_heads)
     divides = isinstance(heads, tuple) and heads and heads[0] % size == 0
     sharding = jax.sharding.NamedSharding(sharding.mesh, P(
         rows, None, of_heads if divides else None))

@@ -19,6 +19,7 @@ from jax.typing import ArrayLike, DTypeLike
 import jax.numpy as jnp
 import numpy as np
 
+from attn_core import array_axes
 from attn_core.config import devices, metadata_fields, metadata_json
 from attn_core.config.config import AttnConfig
 from attn_core.config.metadata_fields import BACKENDS
@@ -253,21 +254,13 @@ def dropped_axes(
 def resolved_mesh(metadata: OperationMetadata) -> Mesh | AbstractMesh | None:
   """The mesh to run on: the metadata's, else its base configuration's, else JAX's current mesh.
 
-  The current mesh is set by `jax.set_mesh`. During tracing it is available as an abstract mesh, in
-  which a surrounding `shard_map` has marked its axes as Manual.
-
   Returns:
     A mesh that is not empty, or None: a single device.
   """
   for mesh in (metadata.mesh, getattr(metadata.base_config, "mesh", None)):
     if mesh is not None:
       return None if mesh.empty else mesh
-  try:
-    mesh = jax.sharding.get_mesh()
-  except ValueError:  # get_mesh raises during tracing
-    mesh = jax.sharding.get_abstract_mesh()
-  if mesh.empty:
-    mesh = jax.sharding.get_abstract_mesh()
+  mesh = array_axes.current_mesh()
   return None if mesh.empty else mesh
 
 

@@ -13,13 +13,12 @@ import math
 from typing import NamedTuple
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 import numpy as np
 
+from attn_core.array_axes import AnyMesh
 from attn_core.sharding import token_order
 from attn_core.types import RingConfig, TokenOrder
-
-AnyMesh = Mesh | AbstractMesh
 
 
 class Sequence(NamedTuple):

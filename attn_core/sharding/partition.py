@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from attn_core.array_axes import axes_of
 from attn_core.types import DECODE_MODES, MODES
 
 AxisNames = str | tuple[str, ...] | None  # mesh axes that shard one dimension; None: not sharded
@@ -269,13 +270,11 @@ def axis_names(value: AxisNames, argument: str) -> tuple[str, ...]:
   Raises:
     ValueError: `value` is not None, a string, or a tuple or list of strings, or a name is empty.
   """
-  if value is None:
-    return ()
-  names = (value,) if isinstance(value, str) else value
-  if not isinstance(names, (tuple, list)) or not all(isinstance(n, str) and n for n in names):
+  names = value if isinstance(value, (tuple, list)) else () if value is None else (value,)
+  if not all(isinstance(name, str) and name for name in names):
     raise ValueError(f"{argument}={value!r}: expected the name of a mesh axis, a tuple of names, "
                      "or None for not sharded")
-  return tuple(names)
+  return axes_of(value)
 
 
 def _without_repetitions(

@@ -19,10 +19,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 import numpy as np
 
+from attn_core.array_axes import AnyMesh, Axes
 from attn_core.sharding import partition
-from attn_core.sharding.context_parallel import AnyMesh
-
-Axes = tuple[str, ...]
 
 
 class Rule(NamedTuple):
@@ -114,11 +112,6 @@ def axes_of(x: Chosen, mesh: AbstractMesh) -> list[Axes]:
                       for device in range(mesh.size)]).reshape(mesh.axis_sizes)
     found.append(_axes_of_index(index, mesh.axis_names) if size == 0 or size % block == 0 else ())
   return found
-
-
-def size_of(axes: Axes, mesh: AbstractMesh) -> int:
-  """Returns the number of devices along some mesh axes."""
-  return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def _axes_of_index(index: np.ndarray, names: Sequence[str]) -> Axes:

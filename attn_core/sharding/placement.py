@@ -6,9 +6,8 @@ Explicit axes shard what the types of the arrays say; other axes what the rules 
 the mesh. A mesh axis that shards nothing replicates the work. When the axes of the heads do not
 divide the key heads, every device holds all key heads and takes those of its query heads.
 
-Where the rules say nothing about an Auto axis, or do not say in which order axes shard a dimension,
-the compiler's partitioner places the call as its operands are sharded; the rules then apply to
-operands that are not sharded. See `partitioned`.
+Where all axes are Auto, the compiler's partitioner places the call as its operands are sharded, if
+the platform has one; the rules then apply to dimensions that nothing shards. See `partitioned`.
 """
 
 import math
@@ -17,8 +16,9 @@ from typing import NamedTuple, Protocol
 import jax
 from jax.sharding import PartitionSpec as P
 
+from attn_core.array_axes import AnyMesh, size_of
 from attn_core.sharding import partition
-from attn_core.sharding.context_parallel import AnyMesh, Sequence
+from attn_core.sharding.context_parallel import Sequence
 
 
 class Rules(Protocol):
@@ -52,7 +52,7 @@ class Placement(NamedTuple):
 
   def size(self, axes: tuple[str, ...]) -> int:
     """Returns the number of devices along some mesh axes."""
-    return math.prod(self.mesh.shape[axis] for axis in axes)
+    return size_of(self.mesh, axes)
 
   def sharded_dimensions(self) -> tuple[str, ...]:
     """Returns one line of text for each sharded dimension, with its mesh axes."""
@@ -136,16 +136,13 @@ def unknown_axes(placement: Placement, partition_axis: partition.PartitionAxis) 
   return tuple(axis for axis in _auto_axes(placement.mesh) if axis not in known)
 
 
-def is_ambiguous(placement: Placement) -> bool:
-  """Whether the placement of a call is one of several that its operands may have.
-
-  True where several axes shard one dimension, in either order, and where an axis shards nothing,
-  so that the operands may be sharded over it otherwise.
-  """
-  mesh = placement.mesh
-  several = lambda axes: sum(mesh.shape[axis] > 1 for axis in axes) > 1
-  idle = set(_auto_axes(mesh)) - {*placement.batch, *placement.heads}
-  return several(placement.batch) or several(placement.heads) or bool(idle)
+def unknown_axes_error(unknown: tuple[str, ...], why: str) -> ValueError:
+  """Returns the error of a call with `unknown_axes`; `why` the compiler cannot place it."""
+  return ValueError(
+      f"metadata.partition_axis names no mesh axis {', '.join(map(repr, unknown))}, an Auto axis "
+      f"{why}: every device along it would gather the arrays; expected PartitionAxis("
+      f"batch_axis=..., head_axis=..., kv_head_axis=...) with it, for example "
+      f"OperationMetadata(partition_axis=PartitionAxis(batch_axis={unknown[0]!r}))")
 
 
 def is_auto(mesh: AnyMesh) -> bool:

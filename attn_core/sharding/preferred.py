@@ -3,9 +3,10 @@
 """A default sharding for an array that the compiler's partitioner would leave unsharded.
 
 `jax.lax.with_sharding_constraint` moves an array that is sharded otherwise. Here an array keeps its
-sharding, and takes the preferred one in the dimensions that nothing else shards: it goes through
-an identity together with small arrays with the preferred sharding, one for each dimension, and the
-partitioner propagates a sharding from them where the array has none.
+sharding, and takes the preferred one in the dimensions that nothing else shards: an operation reads
+it together with small arrays with the preferred sharding, one for each dimension, and the
+partitioner propagates a sharding from them where the array has none. An axis that shards another
+dimension of the array is not used twice.
 """
 
 from typing import Any, Mapping, Sequence
@@ -16,11 +17,11 @@ from jax.interpreters import ad, batching, mlir
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding
 
+from attn_core.array_axes import AnyMesh, Axes
 from attn_core.sharding import partition, partitioned
-from attn_core.sharding.context_parallel import AnyMesh
 
 
-def prefer(x: jax.Array, mesh: AnyMesh, axes: Mapping[int, tuple[str, ...]]) -> jax.Array:
+def prefer(x: jax.Array, mesh: AnyMesh, axes: Mapping[int, Axes]) -> jax.Array:
   """Returns an array, sharded over mesh axes in dimensions where it is not sharded otherwise.
 
   Args:
@@ -37,29 +38,30 @@ def prefer(x: jax.Array, mesh: AnyMesh, axes: Mapping[int, tuple[str, ...]]) -> 
   return _prefer_p.bind(x, *examples, dimensions=tuple(axes), mesh=mesh)
 
 
-def _identity(x: jax.Array, *examples: jax.Array) -> list[jax.Array]:
-  del examples
-  return [x]
-
-
 def _plan(mesh: AbstractMesh, arguments: Sequence[partitioned.Chosen],
           results: Sequence[partitioned.Chosen]) -> partitioned.Plan:
-  """Plans the identity of one device, with the sharding that the partitioner chose for it."""
-  axes = partitioned.axes_of(results[0], mesh)
-  return partitioned.Plan(_identity, [axes] + [
-      partitioned.axes_of(x, mesh) for x in arguments[1:]], [axes])
+  """Plans a result that is the same on every device."""
+  del results
+  return partitioned.Plan(lambda *_: [jnp.zeros(1, jnp.int8)],
+                          [partitioned.axes_of(x, mesh) for x in arguments], [[()]])
 
 
 def _lower(ctx: partitioned.Context, x: Any, *examples: Any, dimensions: tuple[int, ...],
            mesh: AnyMesh) -> Any:
   if not partitioned.is_sharded(ctx):
     return [x]
-  whole = [f"n{i}" for i in range(len(ctx.avals_in[0].shape))]  # type: ignore[attr-defined]
-  text = lambda names: " ".join(names)
+  names = [f"n{i}" for i in range(len(ctx.avals_in[0].shape))]  # type: ignore[attr-defined]
   rule = partitioned.Rule(
-      f"{', '.join([text(whole), *(whole[d] for d in dimensions)])} -> {text(whole)}")
-  return partitioned.lower(ctx, partitioned.operation(ctx.avals_out, rule, _plan, mesh),
-                           (x, *examples))
+      f"{', '.join([' '.join(names), *(names[d] for d in dimensions)])} -> one", ("one",))
+  tie = partitioned.operation([jax.core.ShapedArray((1,), jnp.int8)], rule, _plan, mesh)
+
+  def compute(x: jax.Array, *examples: jax.Array) -> list[jax.Array]:
+    # The partitioner goes through barriers before it asks for rules: the sharding of x comes first,
+    # and the operation, which reads both, then brings those of the examples to what has none.
+    x = jax.lax.optimization_barrier(x)
+    return [jax.lax.optimization_barrier((x, *tie(x, *examples)))[0]]
+
+  return partitioned.lower(ctx, compute, (x, *examples))
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, dimensions: tuple[int, ...],

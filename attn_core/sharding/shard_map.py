@@ -15,11 +15,12 @@ from typing import Callable, TypeVar
 import jax
 from jax import lax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 
+from attn_core.array_axes import AnyMesh, axes_of, reshard, typed_axes
 from attn_core.masks import mask as mask_lib
-from attn_core.sharding import explicit_axes, partition, preferred, varying_axes
-from attn_core.sharding.placement import AnyMesh, Placement, is_single
+from attn_core.sharding import partition, preferred, varying_axes
+from attn_core.sharding.placement import Placement, is_single
 from attn_core.types import AttentionOutput, Call, MaskOperands, Operands, operands_like
 
 Tree = TypeVar("Tree")
@@ -35,10 +36,9 @@ def resharded(operands: Tree, specs: Tree, mesh: AnyMesh) -> Tree:
   if not explicit:
     return operands
   def of_types(spec: P) -> P:
-    names = [partition.axis_names(entry, "a spec") for entry in spec]
-    return partition.to_spec([tuple(axis for axis in entry if axis in explicit)
-                              for entry in names])
-  return jax.tree.map(lambda x, spec: explicit_axes.reshard(x, mesh, of_types(spec)),
+    return partition.to_spec([tuple(axis for axis in axes_of(entry) if axis in explicit)
+                              for entry in spec])
+  return jax.tree.map(lambda x, spec: reshard(x, mesh, of_types(spec)),
                       operands, specs)
 
 
@@ -121,9 +121,9 @@ def as_query(output: AttentionOutput, placement: Placement | None) -> AttentionO
     return output
   mesh, spec = placement.mesh, placement.output
   batch, length, heads, _ = spec
-  as_spec = lambda x, *entries: None if x is None else explicit_axes.reshard(x, mesh, P(*entries))
+  as_spec = lambda x, *entries: None if x is None else reshard(x, mesh, P(*entries))
   return output._replace(
-      attention_outputs=explicit_axes.reshard(output.attention_outputs, mesh, spec),
+      attention_outputs=reshard(output.attention_outputs, mesh, spec),
       attention_weights=as_spec(output.attention_weights, batch, heads, length, None),
       lse=as_spec(output.lse, batch, heads, length))
 
@@ -134,9 +134,9 @@ def first_tokens(output: AttentionOutput, placement: Placement, count: int) -> A
     if x.shape[axis] == count:
       return x
     if placement.mesh.explicit_axes:
-      entries = list(jax.typeof(x).sharding.spec)  # a length that does not divide is replicated
-      entries[axis] = None
-      x = jax.sharding.reshard(x, NamedSharding(placement.mesh, P(*entries)))
+      entries = typed_axes(x)  # a length that does not divide is replicated
+      entries[axis] = ()
+      x = reshard(x, placement.mesh, partition.to_spec(entries))
     return lax.slice_in_dim(x, 0, count, axis=axis)
   return output._replace(attention_outputs=first(output.attention_outputs, 1),
                          lse=None if output.lse is None else first(output.lse, 2))

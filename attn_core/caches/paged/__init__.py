@@ -14,11 +14,11 @@ from attn_core.caches.paged.layouts import (
     page_size, query_starts, rows_in_use, take)
 from attn_core.caches.paged.ops import (append, convert, copy_pages, from_dense, read, reader,
                                         store, to_dense)
-from attn_core.caches.paged.pool import init
+from attn_core.caches.paged.pool import init, init_like
 from attn_core.caches.paged.slot_mapping import slots
 
 __all__ = ["LANES", "PAGES", "Heads", "Pages", "PagesMetadata", "PagesV1", "PagesV2", "PagesV3",
            "append", "convert", "copy_pages", "dtype_of", "from_dense", "has_token_scales",
-           "head_axis", "heads_of", "in_int32", "init", "interleave", "num_pages", "packing",
-           "pad_rows", "page_size", "query_starts", "read", "reader", "rows_in_use", "slots",
-           "store", "take", "to_dense"]
+           "head_axis", "heads_of", "in_int32", "init", "init_like",
+           "interleave", "num_pages", "packing", "pad_rows", "page_size", "query_starts", "read",
+           "reader", "rows_in_use", "slots", "store", "take", "to_dense"]

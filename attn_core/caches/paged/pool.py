@@ -8,7 +8,7 @@ Shapes: P pages of the pool, num_tokens tokens.
 """
 
 from collections.abc import Callable
-import math
+import functools
 from typing import TypeVar
 
 import jax
@@ -17,8 +17,9 @@ from jax.typing import DTypeLike
 import jax.numpy as jnp
 
 from attn_core import checks
+from attn_core.array_axes import Entry, axes_of, size_of
 from attn_core.caches import device_parts, quantize
-from attn_core.caches.device_parts import Entry, Parts, Sharding
+from attn_core.caches.device_parts import Parts, Sharding
 from attn_core.caches.paged.layouts import (LANES, PAGES, Heads, Pages, PagesT, PagesV1, PagesV2,
                                             PagesV3, Widths, heads_of, interleave, packing)
 from attn_core.types import cdiv
@@ -88,6 +89,68 @@ def init(layout: type[PagesT], num_pages: int, page_size: int, heads: Heads,
   return found
 
 
+def init_like(layout: type[PagesT], like: jax.Array | jax.ShapeDtypeStruct, num_pages: int,
+              page_size: int, heads: Heads | None = None, *, dtype: DTypeLike | None = None,
+              scales: str | None = None, groups: int = 1) -> PagesT:
+  """Creates a pool of empty pages for the tokens of a query or key, sharded as they are.
+
+  >>> import jax.numpy as jnp
+  >>> from attn_core.caches import pages
+  >>> query = jnp.ones((8, 4, 16))
+  >>> pages.init_like(pages.PagesV2, query, 32, 4, heads=pages.Heads(2, 16, 16)).pages.shape
+  (32, 4, 4, 16)
+
+  Args:
+    layout: see `init`.
+    like: [T, K, D] or [T, H, D]. Mesh axes that shard its heads shard those of the pages, if they
+      divide the key heads. During tracing, shardings over axes of type Auto are not known.
+    num_pages: P.
+    page_size: tokens of a page.
+    heads: see `init`; None: those of `like`, which is a key then.
+    dtype: of the pages; None: that of `like`.
+    scales: see `init`.
+    groups: number of groups of requests (`caches.groups`); mesh axes that shard the tokens of
+      `like` and divide it shard the pages. 1: pages are not sharded by them.
+
+  Returns:
+    A cache of that layout, all zeros.
+
+  Raises:
+    ValueError: `like` does not have three dimensions, `groups` is not an int >= 1, or see `init`.
+  """
+  expected = "an array [T, K, D] or its jax.ShapeDtypeStruct"
+  given = like if isinstance(like, jax.ShapeDtypeStruct) else checks.array("like", like, expected)
+  checks.require(len(given.shape) == 3, "like", checks.describe(given), expected)
+  checks.integer("groups", groups, "an int >= 1", lambda x: x >= 1)
+  _, key_heads, width = given.shape
+  heads = Heads(key_heads, width, width) if heads is None else heads
+  dtype = given.dtype if dtype is None else dtype
+  made = functools.partial(init, layout, num_pages, page_size, heads, dtype, scales)
+  sharding = device_parts.sharding_of(given)
+  if sharding is None:
+    return made()
+  rows = jax.eval_shape(made)
+  tokens, of_heads, _ = device_parts.entries(sharding, 3)
+  pool = tokens if groups % size_of(sharding.mesh, tokens) == 0 else None
+  divides = divides_heads(rows, heads.key_heads, size_of(sharding.mesh, of_heads))
+  of_heads = of_heads if divides else None
+  spec = P(of_heads, pool) if layout is PagesV1 else P(pool, None, of_heads)
+  return made(sharding=NamedSharding(sharding.mesh, spec))
+
+
+def divides_heads(cache: Pages, key_heads: int, devices: int) -> bool:
+  """Whether each device gets whole key heads, in separate rows of a page.
+
+  Args:
+    cache: any layout; shapes are enough.
+    key_heads: K, without padding.
+    devices: how many devices share the heads.
+  """
+  held = heads_of(cache).key_heads
+  rows = cache.pages.shape[2] if isinstance(cache, PagesV3) else devices
+  return devices == 1 or (key_heads % devices == 0 and held == key_heads and rows % devices == 0)
+
+
 def widths_of(heads: Heads) -> Widths | None:
   """Returns the widths that a PagesV2 remembers: those of keys and values that differ."""
   return None if heads.key_width == heads.value_width else Widths(*heads[1:])
@@ -101,7 +164,7 @@ def _shardings(layout: type, sharding: Sharding | None, shape: tuple[int, ...],
   if whole is None:
     return None, None
   order = (1, 2, 0) if layout is PagesV1 else (0, 1, 2)
-  sharded = {n for n, entry in enumerate(whole.spec) if device_parts.axis_names(entry)}
+  sharded = {n for n, entry in enumerate(whole.spec) if axes_of(entry)}
   checks.require(sharded <= {order[0], order[2]}, "sharding", repr(whole.spec),
                  f"axes for the pages and for the heads of {letters} only")
   of_scales = device_parts.of_dimensions(whole, order)
@@ -144,7 +207,7 @@ def head_entry(cache: Pages, parts: Parts, heads: int, unit: int = 1) -> Entry:
     unit: heads that stay together.
   """
   entry = parts.spec[0 if isinstance(cache, PagesV1) else 2]
-  size = math.prod(parts.mesh.shape[axis] for axis in device_parts.axis_names(entry))
+  size = size_of(parts.mesh, entry)
   return entry if heads == heads_of(cache).key_heads and heads % (size * unit) == 0 else None
 
 
@@ -190,7 +253,7 @@ def on_each_device(compute: Callable[[Pages, Heads], Tree], cache: Pages, heads:
     return compute(cache, heads)
   entry = head_entry(cache, parts, heads.key_heads, unit)
   pool = parts.spec[1 if isinstance(cache, PagesV1) else 0] if keeps_pool else None
-  size = math.prod(parts.mesh.shape[axis] for axis in device_parts.axis_names(entry))
+  size = size_of(parts.mesh, entry)
   own = heads._replace(key_heads=heads.key_heads // size)
   of_cache = specs_of(type(cache), pool, entry, scale_rank(cache),
                       cache.widths if isinstance(cache, PagesV2) else None)

@@ -1,0 +1,69 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Mesh axes that shard an array, as its type says, and the mesh in force.
+
+The type of an array names the axes of type Explicit that shard each dimension. Axes of type Auto
+are not in it: during tracing they are not known.
+"""
+
+import math
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
+from jax.typing import ArrayLike
+
+AnyMesh = Mesh | AbstractMesh
+Axes = tuple[str, ...]
+Entry = str | Axes | None  # of a PartitionSpec
+
+
+def axes_of(entry: Entry) -> Axes:
+  """Returns the mesh axes of an entry of a PartitionSpec."""
+  return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def size_of(mesh: AnyMesh, axes: Entry) -> int:
+  """Returns the number of devices along some mesh axes."""
+  return math.prod(mesh.shape[axis] for axis in axes_of(axes))
+
+
+def typed_mesh(*arrays: ArrayLike) -> AnyMesh | None:
+  """Returns the mesh of the first array whose type has Explicit axes; None if there is none."""
+  for x in arrays:
+    mesh: AnyMesh = jax.typeof(x).sharding.mesh
+    if mesh.explicit_axes:
+      own = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+      # Outside of jit and of jax.set_mesh only a mesh with devices says where other arrays go.
+      if isinstance(own, NamedSharding) and jax.sharding.get_abstract_mesh().empty:
+        return own.mesh
+      return mesh
+  return None
+
+
+def typed_spec(x: ArrayLike) -> tuple[Entry, ...]:
+  """Returns an entry for each dimension of an array: the Explicit axes that shard it."""
+  aval = jax.typeof(x)
+  spec = tuple(aval.sharding.spec)
+  return spec + (None,) * (aval.ndim - len(spec))
+
+
+def typed_axes(x: ArrayLike) -> list[Axes]:
+  """Returns the Explicit axes that shard each dimension of an array."""
+  return [axes_of(entry) for entry in typed_spec(x)]
+
+
+def reshard(x: ArrayLike, mesh: AnyMesh, spec: P) -> jax.Array:
+  """Returns an array of this sharding; its cotangent has the sharding that it had before."""
+  return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+
+
+def current_mesh() -> AnyMesh:
+  """Returns the mesh of `jax.set_mesh`, which is abstract during tracing; it may be empty.
+
+  A surrounding `jax.shard_map` has marked axes of an abstract mesh as Manual.
+  """
+  try:
+    mesh = jax.sharding.get_mesh()
+  except ValueError:  # get_mesh raises during tracing
+    return jax.sharding.get_abstract_mesh()
+  return jax.sharding.get_abstract_mesh() if mesh.empty else mesh
