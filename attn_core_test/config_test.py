@@ -7,6 +7,7 @@ import math
 import pathlib
 import tempfile
 import typing
+import typing
 
 from absl.testing import absltest, parameterized
 import jax
@@ -235,6 +236,18 @@ class MergeTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, message):
       add_basic_configurations(AttnConfig(), **given)
 
+  def test_every_field_checks_its_type(self):
+    # None is their default, whatever that is.
+    by_default = {"attn_mechanism", "partition_axis", "sequence_axis_name", "operation_configs",
+                  "kv_cache_sharding_sequence_axis_name"}
+    for name, kind in typing.get_type_hints(AttnConfig).items():
+      allows_none = name in by_default or type(None) in typing.get_args(kind)
+      for value in (object(), *([] if allows_none else [None])):
+        with self.subTest(name), self.assertRaisesRegex(ValueError, name):
+          validated(AttnConfig()._replace(**{name: value}))
+      if allows_none:
+        self.assertIsNotNone(validated(AttnConfig()._replace(**{name: None})), name)
+
   def test_other_types(self):
     for function in (validated, layer_rope, mask_detail, attention_arguments, get_mask_details,
                      extras_of, get_mesh, get_axis_dims, get_axis_names, get_backend,
@@ -281,6 +294,7 @@ class JsonTest(parameterized.TestCase):
     for config in (AttnConfig(), self.config, set_model_mesh(self.config, mesh)):
       for write in (to_dict, to_diff_dict):
         data = json.loads(json.dumps(write(config)))
+        self.assertEqual(data, write(config))  # which is plain
         self.assertEqual(from_dict(data), validated(config))
     self.assertEqual(to_diff_dict(AttnConfig()), {"attn_core_format": 1})
     self.assertEqual(to_diff_dict(AttnConfig(blocksize_q=64)),

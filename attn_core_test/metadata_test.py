@@ -240,6 +240,7 @@ class ErrorsTest(parameterized.TestCase):
       (json_of(base_config={"x": 1}), r"base_config has a dict of \['x'\]: expected what to_dict"),
       (json_of(base_config={"tuple": 3}), "base_config={'tuple': 3}: expected what to_dict"),
       (json_of(base_config={"dtype": "number"}), "base_config={'dtype': 'number'}: expected"),
+      (json_of(base_config={"enum": 3, "value": 3}), "base_config={'enum': 3,.*: expected what"),
       (lambda: OperationMetadata(base_config=object()).to_json(),
        r"base_config=<object.*: expected None or a NamedTuple .* metadata\.replace\(base_config="),
       (lambda: OperationMetadata(base_config=Config(names=({1, 2},))).to_json(),

@@ -263,7 +263,6 @@ class MeaningTest(parameterized.TestCase):
         ragged_page_attention_v2(query, cache, metadata).attention_outputs)
     for changes, words in (
         (dict(bias=jnp.ones((1, 1, 1))), "bias"), (dict(init_bias=lambda: 1.0), "bias"),
-        (dict(chunk_size=4), "chunk_size=4"),
         (dict(return_weights=True), "return_weights=True"), (dict(query_offset=1), "query_offset"),
         (dict(normalize_output=False), "normalize_output=False")):
       with self.assertRaisesRegex(NotImplementedError, words):
