@@ -174,6 +174,8 @@ class MergeTest(parameterized.TestCase):
     self.assertLen(found, 1)  # whatever the order of a dictionary
     with self.assertRaisesRegex(ValueError, "attach_custom_arguments: f is not JSON"):
       attach_custom_arguments(config, f=len)
+    with self.assertRaisesRegex(ValueError, "attach_custom_arguments: f is not JSON"):
+      attach_custom_arguments(config, f=[math.nan])
     with self.assertRaisesRegex(ValueError, r"\['rotary'\].*attach_custom_arguments"):
       add_basic_configurations(config, rotary="no")
 
@@ -221,6 +223,7 @@ class MergeTest(parameterized.TestCase):
       ({"partition_axis": PartitionAxis(head_axis=3)}, "partition_axis.head_axis=3"),
       ({"rope": Rope("spiral")}, "rope_type: got 'spiral'"),
       ({"sliding_window": 128}, "sliding_window: got 128.*W - 1, 0"),
+      ({"sliding_window": (-2, 0)}, r"sliding_window: got \(-2, 0\)"),
       ({"temperature_tuning": 0.1}, "temperature_tuning: got 0.1; expected .strength, step"),
       ({"temperature_tuning": (-1.0, 8)}, "temperature_tuning: got -1.0; expected a finite stren"),
       ({"temperature_tuning": (0.1, 0)}, "temperature_tuning: got 0; expected a step >= 1"),
