@@ -98,6 +98,8 @@ class ReadersTest(parameterized.TestCase):
         config = from_dict({"model_type": kind, name: 64})
       self.assertEqual(extras_of(config), {name: 64})
       self.assertEqual(config._replace(extras=()), from_dict({"model_type": kind}))
+    self.assertEqual(from_dict({"model_type": "llama", "dtype": "auto"}).attn_dtype,
+                     from_dict({"model_type": "llama"}).attn_dtype)
     bare = from_dict({"model_type": "llama", "sliding_window": None})
     self.assertEqual((bare.extras, bare.sliding_window), ((), None))
 

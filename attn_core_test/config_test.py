@@ -7,6 +7,7 @@ import math
 import pathlib
 import tempfile
 import typing
+import typing
 
 from absl.testing import absltest, parameterized
 import jax
@@ -173,6 +174,8 @@ class MergeTest(parameterized.TestCase):
     self.assertLen(found, 1)  # whatever the order of a dictionary
     with self.assertRaisesRegex(ValueError, "attach_custom_arguments: f is not JSON"):
       attach_custom_arguments(config, f=len)
+    with self.assertRaisesRegex(ValueError, "attach_custom_arguments: f is not JSON"):
+      attach_custom_arguments(config, f=[math.nan])
     with self.assertRaisesRegex(ValueError, r"\['rotary'\].*attach_custom_arguments"):
       add_basic_configurations(config, rotary="no")
 
@@ -220,6 +223,7 @@ class MergeTest(parameterized.TestCase):
       ({"partition_axis": PartitionAxis(head_axis=3)}, "partition_axis.head_axis=3"),
       ({"rope": Rope("spiral")}, "rope_type: got 'spiral'"),
       ({"sliding_window": 128}, "sliding_window: got 128.*W - 1, 0"),
+      ({"sliding_window": (-2, 0)}, r"sliding_window: got \(-2, 0\)"),
       ({"temperature_tuning": 0.1}, "temperature_tuning: got 0.1; expected .strength, step"),
       ({"temperature_tuning": (-1.0, 8)}, "temperature_tuning: got -1.0; expected a finite stren"),
       ({"temperature_tuning": (0.1, 0)}, "temperature_tuning: got 0; expected a step >= 1"),
@@ -234,6 +238,18 @@ class MergeTest(parameterized.TestCase):
   def test_bad_values(self, given, message):
     with self.assertRaisesRegex(ValueError, message):
       add_basic_configurations(AttnConfig(), **given)
+
+  def test_every_field_checks_its_type(self):
+    # None is their default, whatever that is.
+    by_default = {"attn_mechanism", "partition_axis", "sequence_axis_name", "operation_configs",
+                  "kv_cache_sharding_sequence_axis_name"}
+    for name, kind in typing.get_type_hints(AttnConfig).items():
+      allows_none = name in by_default or type(None) in typing.get_args(kind)
+      for value in (object(), *([] if allows_none else [None])):
+        with self.subTest(name), self.assertRaisesRegex(ValueError, name):
+          validated(AttnConfig()._replace(**{name: value}))
+      if allows_none:
+        self.assertIsNotNone(validated(AttnConfig()._replace(**{name: None})), name)
 
   def test_other_types(self):
     for function in (validated, layer_rope, mask_detail, attention_arguments, get_mask_details,
@@ -281,6 +297,7 @@ class JsonTest(parameterized.TestCase):
     for config in (AttnConfig(), self.config, set_model_mesh(self.config, mesh)):
       for write in (to_dict, to_diff_dict):
         data = json.loads(json.dumps(write(config)))
+        self.assertEqual(data, write(config))  # which is plain
         self.assertEqual(from_dict(data), validated(config))
     self.assertEqual(to_diff_dict(AttnConfig()), {"attn_core_format": 1})
     self.assertEqual(to_diff_dict(AttnConfig(blocksize_q=64)),

@@ -15,12 +15,14 @@ import functools
 
 from absl.testing import absltest
 from absl.testing import parameterized
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from attn_core import (BlockSizes, PagedOptions, PagesV1, PagesV2, masks,
                        ragged_page_attention_v2)
 from attn_core.caches import pages, quantize
+from attn_core.kernels.common import paged_operands, query_block_queue
 from attn_core.kernels.gpu.split_kv import decode, kernel as split_kv, quantized_kv
 from attn_core_test import gpu_cases, gpu_interpret, paged_cases, sampling
 from attn_core_test.gpu_cases import Case
@@ -98,6 +100,39 @@ class BlockMapTest(absltest.TestCase):
     self.assertEqual(np.asarray(found.num_full).tolist(), [[[1]]])
     self.assertEqual(np.asarray(found.num_visited).tolist(), [[[3]]])
     self.assertEqual(np.asarray(found.indices)[0, 0, 0, :3].tolist(), [3, 0, 2])
+
+
+class QueueTest(parameterized.TestCase):
+  """Query blocks over pages, which GPU and TPU kernels share."""
+
+  @parameterized.parameters(1, 4)
+  def test_every_live_token_is_in_one_block_and_no_block_is_without(self, block_q):
+    tokens, requests, some = 12, 5, (1, 4)
+    inputs = paged_operands.BlockedInputs(*[None] * 11)._replace(block_q=block_q)
+    build = jax.jit(lambda lengths, starts, chosen: query_block_queue.make_queue(
+        inputs._replace(lengths=lengths, starts=starts), tokens, chosen))
+    rng = np.random.default_rng(0)
+    straddling = np.full(requests, 5), np.arange(0, 12, 2)  # the most blocks that there can be
+    held = rng.integers(-3, 9, (40, requests))  # also fewer tokens than queries
+    cuts = np.sort(rng.integers(0, tokens + 1, (40, requests + 1)))
+    cuts[:, 0] = 0
+    for lengths, starts in (straddling, *zip(held, cuts)):
+      for chosen in (None, some):
+        found = build(np.int32(lengths), np.int32(starts), chosen)
+        blocks, visited = jax.device_get(found.blocks), set()
+        first, end = (0, requests) if chosen is None else chosen
+        for token, (index, row, live) in enumerate(zip(*map(np.asarray, found[2:]))):
+          owner = int(np.searchsorted(starts, token, side="right")) - 1
+          position = lengths[owner] - starts[owner + 1] + token if owner < requests else -1
+          self.assertEqual(live, first <= owner < end and position >= 0)
+          if not live:
+            self.assertEqual((index, row), (0, 0))
+            continue
+          visited.add(int(index))
+          self.assertEqual((blocks.request[index], blocks.positions[index, row],
+                            blocks.live[index, row], blocks.row[index] + row - block_q),
+                           (owner, position, True, token))
+        self.assertEqual(visited, set(range(int(found.num_blocks[0]))))
 
 
 @gpu_interpret.interprets

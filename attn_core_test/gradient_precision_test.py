@@ -21,10 +21,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core import (Heads, OperationMetadata, PagesMetadata, PagesV2, PagesV3, attention,
-                       masks)
+from attn_core import (BlockSizes, Heads, OperationMetadata, PagesMetadata, PagesV2, PagesV3,
+                       attention, masks)
 from attn_core.autodiff import rounding
 from attn_core.caches import pages
+from attn_core.kernels.gpu.flash import forward as gpu_forward
+from attn_core.kernels.gpu.split_kv import decode as gpu_decode
+from attn_core.kernels.tpu.flash import forward as tpu_forward
+from attn_core.kernels.xla import decode, flash, plain
 from attn_core.references import oracle
 from attn_core.types import AttentionSpec, MaskOperands, Operands
 from attn_core_test import gpu_interpret, sampling, tpu_interpret
@@ -226,6 +230,19 @@ class RoundingTest(parameterized.TestCase):
     np.testing.assert_array_equal(np.float32(out), np.float32(x.astype(dtype)))
     np.testing.assert_array_equal(np.float32(rest[:3]), 0)
     np.testing.assert_array_equal(rounding.join(out, x, rest).out[:3], x[:3])
+
+  @parameterized.named_parameters(
+      ("plain", plain), ("flash", flash), ("decode", decode), ("tpu", tpu_forward),
+      ("gpu", gpu_forward), ("gpu_decode", gpu_decode))
+  @gpu_interpret.interprets
+  def test_kernels_write_exact_outputs(self, kernel):
+    x, ids = jax.ShapeDtypeStruct((1, 128, 2, 64), "bfloat16"), jnp.zeros((1, 128), jnp.int32)
+    arrays, structure = jax.tree.flatten(masks.segments(ids))
+    operands = Operands(x, x, x, None, MaskOperands(tuple(arrays)))
+    for spec, dtype in ((AttentionSpec(structure, 1.0), "bfloat16"),
+                        (rounding.exact(AttentionSpec(structure, 1.0)), "float32")):
+      found = jax.eval_shape(lambda x, spec=spec: kernel.forward(x, spec, BlockSizes()), operands)
+      self.assertEqual((found.out.dtype, found.lse.dtype), (dtype, "float32"))
 
   def test_memory_of_what_is_kept(self):
     x = jax.ShapeDtypeStruct((1, 256, 4, 64), "bfloat16")

@@ -227,6 +227,8 @@ CASES = tuple(_cases())
 QUICK = tuple((mechanism, "tpu", "float32", mode) for mode, mechanisms in (
     ("jvp_of_vjp", ("vanilla", "sdpa", "blockwise", "flash_attn2", "page_attention")),
     ("vjp", ("ring", "autoregressive_decodeattn"))) for mechanism in mechanisms)
+# On GPUs pages are read by XLA, one token with all its heads at a time.
+QUICK += (("page_attention", "gpu", "float32", "forward"),)
 
 
 class PrecisionTest(parameterized.TestCase):
@@ -257,7 +259,8 @@ class PrecisionTest(parameterized.TestCase):
       if product.bits == (32, 32) or case[2] == "float32" and 32 in product.bits:
         self.assertEqual(product.precision, (exact, exact), f"{name}: {product.where}")
 
-  @parameterized.parameters(*sampling.with_slow(QUICK[:3], *(x for x in CASES if x not in QUICK)))
+  @parameterized.parameters(*sampling.with_slow(
+      (*QUICK[:3], QUICK[-1]), *(x for x in CASES if x not in QUICK)))
   def test_less_where_it_is_asked(self, *case):
     if "precision" not in table.TABLE[case[:2]].general.features:
       with self.assertRaisesRegex(NotImplementedError, "precision"):

@@ -5,7 +5,7 @@
 import enum
 from typing import Any, NamedTuple
 
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec as P
 import jax.numpy as jnp
 import numpy as np
 
@@ -50,6 +50,7 @@ class Config(NamedTuple):
   color: Color = Color.RED
   mechanism: AttentionMechanism = AttentionMechanism.RING
   nested: Nested = Nested()
+  specs: Any = (P(("dp", "fsdp"), None, "tp"), P())
 
 
 def full(mesh=None):

@@ -166,6 +166,8 @@ class BadInputTest(parameterized.TestCase):
        "context_lens: got numbers from 42949.*int32"),
       (lambda q, c, m: ragged_page_attention_v2(q, c, m._replace(
           query_start_loc=m.query_start_loc[1:])), "query_start_loc: got int32.3"),
+      (lambda q, c, m: ragged_page_attention_v2(q, c, m._replace(
+          page_tables=m.page_tables[:, :0])), r"cache_metadata.page_tables: got int32\[3, 0\]"),
       (lambda q, c, m: ragged_page_attention_v2(q, c, None), "cache_metadata: got NoneType"),
       (lambda q, c, m: ragged_page_attention_v2(q, c, m._replace(query_start_loc=None)),
        "query_start_loc: got None with 8 queries and 3 requests"),

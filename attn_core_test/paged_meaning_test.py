@@ -120,11 +120,16 @@ class MeaningTest(parameterized.TestCase):
     case = Case((8, 9), (8, 9), rest=0)
     query, cache, metadata = plain(case)
     page = metadata.page_tables[0, 1]  # positions 4 to 7 of the first request
-    for row in (0, 1):  # a key, a value
-      with_nan = cache._replace(pages=cache.pages.at[page, 1, row].set(jnp.nan))
-      run = jax.jit(lambda *a: ragged_page_attention_v2(*a, metadata, PagedOptions(
-          sliding_window=(1, 0), block_sizes=BLOCKS)).attention_outputs)
-      before, after = np.asarray(run(query, cache)), np.asarray(run(query, with_nan))
+    small = pages.from_dense(
+        pages.init(PagesV2, case.pool, case.page, Heads(case.K, case.D, case.D), jnp.int8, "token"),
+        *pages.to_dense(cache, metadata), metadata)
+    run = jax.jit(lambda *a: ragged_page_attention_v2(*a, metadata, PagedOptions(
+        sliding_window=(1, 0), block_sizes=BLOCKS)).attention_outputs)
+    for held, name, place in (
+        (cache, "pages", (page, 1, 0)), (cache, "pages", (page, 1, 1)),  # a key, a value
+        (small, "key_scales", (page, 1, 0)), (small, "value_scales", (page, 1, 0))):
+      with_nan = held._replace(**{name: getattr(held, name).at[place].set(jnp.nan)})
+      before, after = np.asarray(run(query, held)), np.asarray(run(query, with_nan))
       seen = np.zeros(before.shape, bool)
       seen[5:7, :2] = True  # query heads 0 and 1 read key head 0
       self.assertTrue(np.isnan(after[seen]).all())
@@ -263,7 +268,6 @@ class MeaningTest(parameterized.TestCase):
         ragged_page_attention_v2(query, cache, metadata).attention_outputs)
     for changes, words in (
         (dict(bias=jnp.ones((1, 1, 1))), "bias"), (dict(init_bias=lambda: 1.0), "bias"),
-        (dict(chunk_size=4), "chunk_size=4"),
         (dict(return_weights=True), "return_weights=True"), (dict(query_offset=1), "query_offset"),
         (dict(normalize_output=False), "normalize_output=False")):
       with self.assertRaisesRegex(NotImplementedError, words):

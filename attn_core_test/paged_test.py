@@ -148,6 +148,20 @@ class DerivativesTest(absltest.TestCase):
       np.testing.assert_allclose(mine, right, rtol=2e-5, atol=2e-5 * max(1, np.abs(right).max()),
                                  err_msg=str(index))
 
+  def test_tangents_of_keys_and_values_in_two_arrays(self):
+    case = SINGLE["window_sinks_cap_mqa"]
+    rng = np.random.default_rng(6)
+    directions = [rng.normal(size=x.shape) for x in case.arrays()]
+    def tangents(function, arrays):
+      moved = tuple(jnp.asarray(d, x.dtype) for d, x in zip(directions, arrays))
+      return jax.jit(lambda a, d: jax.jvp(function, a, d)[1])(arrays, moved)
+    got = tangents(functools.partial(run, "v1", case), case.arrays())
+    with jax.enable_x64(True):
+      want = tangents(case.oracle, tuple(x.astype(jnp.float64) for x in case.arrays()))
+    for mine, right in zip(got, want, strict=True):
+      right = np.nan_to_num(np.asarray(right))  # a request without tokens, where the oracle has NaN
+      np.testing.assert_allclose(mine, right, rtol=2e-5, atol=2e-5)
+
   def test_saved_residuals_are_not_computed_again(self):
     query, cache, metadata = plain(Case((9, 6), (4, 2), rest=2))
     run = lambda query, cache: ragged_page_attention_v2(

@@ -12,7 +12,7 @@ import numpy as np
 
 from attn_core import OperationMetadata
 from attn_core.mechanisms.context_parallel import ulysses
-from attn_core.sharding import partition, placement
+from attn_core.sharding import partition, placement, varying_axes
 from attn_core.sharding.mesh import create_mesh
 from attn_core.sharding.partition import DroppedAxis, PartitionAxis, fit, resolve
 from attn_core.types import DECODE_MODES, MODES
@@ -281,6 +281,27 @@ class PlacementTest(parameterized.TestCase):
                                    check_vma=False), x)
     self.assertIsNone(found[0])
     self.assertEqual((found[1].batch, found[1].heads), ((), ("tp",)))
+
+
+class VaryingAxesTest(absltest.TestCase):
+
+  def test_an_array_varies_over_the_axes_of_all(self):
+    """Whichever of them varies, in whichever order."""
+    mesh, found = create_mesh((2, 4), ("dp", "tp")), {}
+    def inner(x, y, z):
+      axes = lambda *arrays: [set(jax.typeof(x).manual_axis_type.varying) for x in arrays]
+      for names, arrays in (("xyz", (x, y, z)), ("zyx", (z, y, x)), ("zx", (z, x)), ("z", (z,))):
+        found[names] = axes(*varying_axes.unify(arrays)), varying_axes.of(arrays)
+      found["over"] = axes(*varying_axes.over((z, x), ("tp",)), *varying_axes.over((z,), ("tp",)))
+      found["carry"] = axes(varying_axes.initial_carry((z, y), z))
+      return x
+    one = jax.ShapeDtypeStruct((8,), np.float32)
+    jax.eval_shape(jax.shard_map(inner, mesh=mesh, in_specs=(P("dp"), P("tp"), P()),
+                                 out_specs=P("dp")), one, one, one)
+    both = {"dp", "tp"}
+    self.assertEqual(found, {
+        "xyz": ([both] * 3, both), "zyx": ([both] * 3, both), "zx": ([{"dp"}] * 2, {"dp"}),
+        "z": ([set()], set()), "over": [both, both, set()], "carry": [{"tp"}]})
 
 
 class ErrorsTest(parameterized.TestCase):

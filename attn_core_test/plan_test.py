@@ -421,6 +421,14 @@ class CommandTest(absltest.TestCase):
     line, = {line for line in text.splitlines() if "impossible" in line}
     self.assertRegex(line, r"^  impossible: ulysses \(got 6 query heads.*\)(, hybrid \(.*\))?$")
 
+  def test_windows_shorten_the_way(self):
+    shapes = context_parallel.Shapes(1, 2**13, 2**13, 32, 8, 128, 128)
+    for window in (0, 100):
+      text = self.printed("--tokens", "8k", "--mesh", "sp=2", "--window", str(window))
+      plan = plan_context_parallel(shapes, masks.causal() & masks.window(window, 0),
+                                   AbstractMesh((2,), ("sp",)), "v5p")
+      self.assertIn(f"{plan.recommended.seconds * 1e3:.4g}", text)
+
   def test_wrong_options(self):
     for arguments, words in (
         (("--mesh", "dp=4"), "at least two devices along sp"), (("--mesh", "sp"), "got 'sp'"),

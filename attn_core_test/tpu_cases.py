@@ -21,6 +21,7 @@ BLOCKS = BlockSizes(128, 128, 128, 128)
 IDS = np.repeat(np.array([[0, 1, 2, -1], [5, 5, 6, 7]], np.int32), 75, 1)
 DENSE = np.random.default_rng(0).random((2, 4, 260, 260)) < 0.5
 DENSE[:, :, 7] = False  # a query that sees no key
+KEYS = np.random.default_rng(3).random((2, 4, 1, 140)) < 0.7
 KEY = np.array([3, 4], np.uint32)
 BACKWARDS = np.tile(np.arange(200, dtype=np.int32)[::-1], (2, 1))
 LENGTHS = masks.lengths(np.array([150, 200], np.int32), np.array([0, 190], np.int32))
@@ -132,5 +133,8 @@ CASES = {
     "heads_of_a_step_see_differently": Case(
         dict(mask=DENSE, causal=False), masks.dense(DENSE), B=2, H=4, K=4, blocks=BlockSizes(),
         floats={"bias": (1, 4, 260, 260), "softmax_aux": (4,)}),
+    "heads_side_by_side_by_row": Case(
+        dict(mask=KEYS), masks.causal() & masks.dense(KEYS), B=2, T=140, H=4, K=2, D=128,
+        blocks=BlockSizes(), floats={"bias": (2, 4, 1, 140), "softmax_aux": (4,)}),
     "several_tiles_a_block": Case({}, T=1100, H=1, K=1, blocks=BlockSizes()),
 }

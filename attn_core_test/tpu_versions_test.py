@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 import numpy as np
 
-from attn_core import OperationMetadata, attention, explain
+from attn_core import Heads, OperationMetadata, PagesMetadata, PagesV2, attention, explain
 from attn_core.benchmark.static import profile as static_profile
-from attn_core.caches import dense
+from attn_core.caches import dense, pages
 from attn_core_test import decode_cases, sampling
 
 
@@ -44,6 +44,11 @@ class ChoiceTest(parameterized.TestCase):
     found = str(explain(query, None, None, cache_view=cache, metadata=metadata_of(version),
                         **decode_cases.MODE))
     self.assertIn(f"by decode.xla, not by decode.tpu: {words}", found)
+    cache = jax.eval_shape(lambda: pages.init(PagesV2, 8, 16, Heads(2, 128, 128), jnp.bfloat16))
+    tables = PagesMetadata(*(np.zeros(shape, np.int32) for shape in ((2, 4), (2,), (3,))))
+    found = str(explain(jax.ShapeDtypeStruct((2, 4, 128), jnp.bfloat16), None, None, layout="thd",
+                        cache_view=cache, cache_metadata=tables, metadata=metadata_of(version)))
+    self.assertIn(f"by paged.xla, not by paged.tpu: {words}", found)
 
   def test_block_sizes_are_explained_as_requested(self):
     x = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16)

@@ -214,10 +214,10 @@ def _encoded(name: str, value: Any) -> Any:
   if name == "mesh":
     return None if value is None else mesh_to_dict(value)
   if name in ("operation_configs", "layer_ropes"):
-    return {key: item._asdict() for key, item in value}
+    return {key: _fields(item) for key, item in value}
   if name == "partition_rules" and value is not None:
-    return [[pattern, list(spec)] for pattern, spec in value]
-  return value._asdict() if isinstance(value, (PartitionAxis, Rope)) else _listed(value)
+    return [[pattern, _listed(tuple(spec))] for pattern, spec in value]
+  return _fields(value) if isinstance(value, (PartitionAxis, Rope)) else _listed(value)
 
 
 def _decoded(name: str, value: Any) -> Any:
@@ -239,6 +239,11 @@ def _decoded(name: str, value: Any) -> Any:
 def _made(kind: Callable[..., Any], fields: Mapping[str, Any]) -> Any:
   """Makes a value of class `kind`."""
   return kind(**{name: frozen(value) for name, value in fields.items()})
+
+
+def _fields(value: PartitionAxis | Rope | BlockSizes) -> dict[str, Any]:
+  """Converts a NamedTuple to a dict of JSON-serializable values."""
+  return {name: _listed(item) for name, item in value._asdict().items()}
 
 
 def _listed(value: Any) -> Any:
