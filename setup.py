@@ -92,9 +92,10 @@ EXTRAS = {
     "plot": ["matplotlib"],
     "progress": ["tqdm"],
     # The documentation and its checks; the package as an index gets it.
-    "docs": ["sphinx>=8.2", "myst-nb>=1.3", "furo>=2025.7.19", "sphinx-copybutton>=0.5.2",
-             "matplotlib>=3.10", "nbclient>=0.10.2", "ipykernel>=6.29", "pyspellchecker>=0.8",
-             "build>=1.2", "twine>=6.1", "setuptools>=77"],
+    "docs": ["sphinx>=8.2.3", "myst-nb>=1.3.0", "furo>=2025.7.19", "sphinx-copybutton>=0.5.2",
+             "matplotlib>=3.10.9", "nbclient>=0.10.2", "ipykernel>=6.29.5",
+             "pyspellchecker>=0.9.1", "build>=1.2.2", "twine>=6.1.0", "setuptools>=77.0.3",
+             "readme_renderer[md]>=44.0"],
     "tpu": ["jax[tpu]"],
     "cuda": ["jax[cuda13]"],
     # To compile for a GPU that is not there.

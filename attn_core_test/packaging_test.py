@@ -13,6 +13,7 @@ import sys
 import tarfile
 import tempfile
 import unittest
+import warnings
 import zipfile
 
 from absl.testing import absltest
@@ -66,9 +67,25 @@ class LinksTest(parameterized.TestCase):
       self.assertRegex(target, "^https://")
     self.assertEqual(setup.absolute_links(text), text)
 
+  def test_long_description_renders(self):
+    if missing("readme_renderer"):
+      self.skipTest("readme_renderer is not installed: pip install '.[docs]'")
+    from readme_renderer import markdown
+    setup = setup_module()
+    with warnings.catch_warnings(action="ignore"):
+      html = markdown.render(setup.arguments()["long_description"])
+    if html is None:
+      self.skipTest("readme_renderer has no renderer of Markdown: pip install '.[docs]'")
+    self.assertEqual(html.count("<table>"), 2)
+    self.assertIn(f'src="{setup.RAW}/main/docs/pictures/speed.svg"', html)
+    self.assertIn(f'href="{setup.REPOSITORY}/blob/main/docs/start.md"', html)
+    prose = re.sub(r"<(pre|code)\b.*?</\1>", "", html, flags=re.DOTALL)
+    for source in ("](", "**", "```", "| --- |"):
+      self.assertNotIn(source, prose)
+
   def test_extras_for_the_documentation_have_lower_bounds(self):
     for requirement in setup_module().EXTRAS["docs"]:
-      self.assertRegex(requirement, r"^[\w-]+>=[\d.]+$")
+      self.assertRegex(requirement, r"^[\w-]+(\[\w+\])?>=[\d.]+$")
 
 
 class CitationTest(absltest.TestCase):
