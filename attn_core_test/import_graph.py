@@ -282,12 +282,14 @@ def picture() -> str:
       f"<!-- Written by `python3 -m {TESTS}.import_graph` from the imports of the modules. -->",
       "<style>text{font:14px sans-serif;fill:#222}.size{text-anchor:end;fill:#777}"
       "rect{fill:#eef3fb;stroke:#4a6da7}path{fill:none;stroke:#4a6da7;stroke-opacity:.55;"
-      "marker-end:url(#tip)}</style>",
+      "marker-end:url(#tip)}.paper{fill:#fff;stroke:none}.tip{fill:#4a6da7;stroke:none;"
+      "stroke-opacity:1;marker-end:none}@media (prefers-color-scheme:dark){text{fill:#ddd}"
+      ".size{fill:#999}rect{fill:#1d2a40;stroke:#78aeed}path{stroke:#78aeed}.paper{fill:#14161a}"
+      ".tip{fill:#78aeed}}</style>",
       '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
-      'markerHeight="7" orient="auto"><path d="M 0 0 L 8 4 L 0 8 z" style="fill:#4a6da7;'
-      'stroke:none;marker-end:none"/></marker></defs>',
-      f'<rect width="640" height="{height}" style="fill:#fff;stroke:none"/>',
-      f'<text x="{LEFT}" y="28">Rooms of {LIBRARY} and their modules; arrows show imports</text>',
+      'markerHeight="7" orient="auto"><path d="M 0 0 L 8 4 L 0 8 z" class="tip"/></marker></defs>',
+      f'<rect width="640" height="{height}" class="paper"/>',
+      f'<text x="{LEFT}" y="28">Packages of {LIBRARY}, numbers of modules, imports</text>',
       *arcs, *shapes, "</svg>"]) + "\n"
 
 

@@ -55,6 +55,8 @@ class LinksTest(absltest.TestCase):
 
   def test_links_between_documents(self):
     """Checks what readers of the repository follow, in pages that are not part of the site too."""
+    if not (documents.ROOT / ".git").exists():
+      self.skipTest("needs a checkout: elsewhere some of the files are left out")
     errors = []
     for path in [*documents.pages(), *(documents.ROOT / name for name in
                                        ("CHANGELOG.md", "CONTRIBUTING.md"))]:
