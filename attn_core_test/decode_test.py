@@ -90,7 +90,8 @@ class RowsTest(parameterized.TestCase):
 
   @parameterized.parameters(
       (ROWS._replace(block=None), "float32"), (ROWS._replace(T=3), "float32"), (ROWS, "bfloat16"),
-      (CASES["large_blocks"]._replace(lengths=(1100, 300, 700, 1024)), "float32"))
+      (CASES["large_blocks"]._replace(lengths=(1100, 300, 700, 1024)), "float32"),
+      (Case((48, 64, 22, 64), S=64, H=4, K=4, block=None), "float32"))
   def test_a_row_has_the_same_bits_in_every_batch(self, case, dtype):
     operands = arrays(case, dtype)
     whole = compiled(case)(operands)
