@@ -234,7 +234,6 @@ class RoundingTest(parameterized.TestCase):
   @parameterized.named_parameters(
       ("plain", plain), ("flash", flash), ("decode", decode), ("tpu", tpu_forward),
       ("gpu", gpu_forward), ("gpu_decode", gpu_decode))
-  @gpu_interpret.interprets
   def test_kernels_write_exact_outputs(self, kernel):
     x, ids = jax.ShapeDtypeStruct((1, 128, 2, 64), "bfloat16"), jnp.zeros((1, 128), jnp.int32)
     arrays, structure = jax.tree.flatten(masks.segments(ids))

@@ -227,8 +227,9 @@ CASES = tuple(_cases())
 QUICK = tuple((mechanism, "tpu", "float32", mode) for mode, mechanisms in (
     ("jvp_of_vjp", ("vanilla", "sdpa", "blockwise", "flash_attn2", "page_attention")),
     ("vjp", ("ring", "autoregressive_decodeattn"))) for mechanism in mechanisms)
-# On GPUs pages are read by XLA, one token with all its heads at a time.
-QUICK += (("page_attention", "gpu", "float32", "forward"),)
+# On GPUs pages are read by XLA: for few rows one token with all its heads at a time.
+QUICK += tuple((name, "gpu", "float32", "forward")
+               for name in ("ragged_page_attention_v2", "page_attention"))
 
 
 class PrecisionTest(parameterized.TestCase):
@@ -260,7 +261,7 @@ class PrecisionTest(parameterized.TestCase):
         self.assertEqual(product.precision, (exact, exact), f"{name}: {product.where}")
 
   @parameterized.parameters(*sampling.with_slow(
-      (*QUICK[:3], QUICK[-1]), *(x for x in CASES if x not in QUICK)))
+      (*QUICK[:3], *QUICK[-2:]), *(x for x in CASES if x not in QUICK)))
   def test_less_where_it_is_asked(self, *case):
     if "precision" not in table.TABLE[case[:2]].general.features:
       with self.assertRaisesRegex(NotImplementedError, "precision"):

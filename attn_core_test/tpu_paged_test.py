@@ -135,15 +135,18 @@ class InterpretTest(parameterized.TestCase):
     case = Case((8, 9), (8, 9), page=8, D=128, rest=0, dtype="bfloat16")
     query, key, value, _ = map(lambda x: None if x is None else jnp.nan_to_num(x), case.arrays())
     cache, metadata = pages.convert(PagesV1(key, value), PagesV2), case.metadata()
-    with_nan = cache._replace(pages=cache.pages.at[metadata.page_tables[0, 0], 5, 1].set(jnp.nan))
+    wrong = (cache._replace(pages=cache.pages.at[metadata.page_tables[0, 0], 5, 1].set(number))
+             for number in (jnp.nan, -jnp.inf))
     options = PagedOptions(metadata=TPU, block_sizes=BlockSizes(4, 16))
+    run = jax.jit(lambda cache: ragged_page_attention_v2(
+        query, cache, metadata, options).attention_outputs)
     with interpreted():
-      before, after = (np.asarray(ragged_page_attention_v2(
-          query, x, metadata, options).attention_outputs) for x in (cache, with_nan))
+      before, *found = (np.asarray(run(x)) for x in (cache, *wrong))
     seen = np.zeros(before.shape, bool)
     seen[5:8, :2] = True
-    self.assertTrue(np.isnan(after[seen]).all())
-    np.testing.assert_array_equal(after[~seen], before[~seen])
+    for after in found:
+      self.assertTrue(np.isnan(after[seen]).all())
+      np.testing.assert_array_equal(after[~seen], before[~seen])
 
   def test_the_same_bits_in_any_batch_and_any_chunks(self):
     """Runs one program with different metadata, and checks that it moves live pages only."""
