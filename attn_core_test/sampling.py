@@ -49,6 +49,7 @@ QUICK = {
     "strict_modes_test.CacheTest.test_caches*": 3, "strict_modes_test.CacheTest.test_pages*": 3,
     "strict_modes_test.PromotionTest.test_token*": 3,
     "explicit_axes_test.ExplicitValuesTest.test_keys_otherwise*": 3,
+    "export_test.MeshTest.test_auto_axes*": 4,
     "explicit_pages_test.TypesTest.test_outputs*": 4,
     "explicit_pages_test.ValuesTest.test_those*": 3}
 
