@@ -9,6 +9,7 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import numpy as np
 
 from attn_core import OperationMetadata, create_mesh, masks
@@ -81,6 +82,27 @@ class LayerTest(parameterized.TestCase):
     found = jax.jit(lambda arrays, x: equinox_attention(
         self.equinox.combine(arrays, static), x, x, x, metadata=metadata))(arrays, x)
     assert_close(found, layer(x, x, x))
+
+  @parameterized.parameters("auto", "vanilla")
+  def test_explicit_axes(self, mechanism):
+    """Checks a batch that vmap maps, and whose rows are sharded."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,),
+                         devices=jax.devices()[:2])
+    arrays, static = self.equinox.partition(self.layer(), self.equinox.is_array)
+    def loss(arrays, x):
+      layer = self.equinox.combine(arrays, static)
+      out = jax.vmap(lambda x: equinox_attention(layer, x, x, x, mechanism=mechanism))(x)
+      return (out**2).sum(), out
+    run = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+    x = normal(B, T, FEATURES)
+    want = run(arrays, x)
+    with jax.set_mesh(mesh):
+      placed = jax.device_put(arrays, NamedSharding(mesh, P()))
+      got = run(placed, jax.device_put(x, NamedSharding(mesh, P("data"))))
+    assert_close(got, want, 1e-4)
+    (_, out), (of_weights, of_x) = got
+    self.assertEqual([x.sharding.spec[0] for x in (out, of_x)], ["data"] * 2)
+    self.assertEqual(jax.tree.map(jax.typeof, of_weights), jax.tree.map(jax.typeof, placed))
 
   def test_dropout(self):
     layer, x = self.layer(dropout_p=0.5), normal(T, FEATURES)

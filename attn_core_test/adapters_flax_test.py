@@ -9,6 +9,7 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import numpy as np
 
 from attn_core import OperationMetadata, create_mesh
@@ -21,6 +22,10 @@ B, T, H, FEATURES = 2, 6, 4, 16
 MESH = create_mesh((2, 1, 1, 2, 1))
 SHARDED = functools.partial(flax_attention_fn, metadata=OperationMetadata(mesh=MESH))
 QUADRATIC = functools.partial(flax_attention_fn, mechanism="vanilla")
+
+
+def mesh_of(kind):
+  return jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2)
 
 
 def normal(*shape, seed=0, dtype=jnp.float32):
@@ -86,6 +91,31 @@ class NnxTest(parameterized.TestCase):
       found = step(ours, token)
       assert_close(found, step(theirs, token))
       assert_close(found, whole[:, index:index + 1])
+
+  @parameterized.parameters(flax_attention_fn, QUADRATIC)
+  def test_explicit_axes(self, function):
+    """Checks rows over one axis and heads over another, which the weights bring."""
+    x, mesh = normal(B, T, FEATURES), mesh_of(AxisType.Explicit)
+    graph, weights, rest = self.nnx.split(self.layer(function), self.nnx.Param, ...)
+    def place(path, weight):
+      spec = P("model") if "out" in str(path) else P(*[None] * (weight.ndim - 2), "model")
+      return jax.device_put(weight, NamedSharding(mesh, P() if weight.ndim == 1 else spec))
+    def run(weights, x, **options):
+      def loss(weights, x):
+        layer = self.nnx.merge(graph, weights, rest)
+        out = layer(x, is_causal=True, **options)
+        return (out**2).sum(), out
+      return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(weights, x)
+    want = run(weights, x)
+    weights = jax.tree_util.tree_map_with_path(place, weights)
+    with jax.set_mesh(mesh):
+      rest = jax.device_put(rest, NamedSharding(mesh, P()))
+      got = run(weights, jax.device_put(x, NamedSharding(mesh, P("data"))),
+                out_sharding=P("data"))
+    assert_close(got, want, 1e-5)
+    (_, out), (of_weights, of_x) = got
+    self.assertEqual([x.sharding.spec[0] for x in (out, of_x)], ["data"] * 2)
+    self.assertEqual(jax.tree.map(jax.typeof, of_weights), jax.tree.map(jax.typeof, weights))
 
   @parameterized.parameters((jnp.bfloat16, jnp.bfloat16), (None, jnp.float32))
   def test_dtype(self, dtype, expected):
@@ -168,6 +198,28 @@ class LinenTest(parameterized.TestCase):
         caches[number] = state["cache"]
         found.append(out)
       assert_close(*found)
+
+  def test_decoding_over_auto_axes(self):
+    """Checks a cache whose rows and heads are sharded over axes that no metadata names."""
+    x, mesh = normal(B, T, FEATURES), mesh_of(AxisType.Auto)
+    variables = self.layer(decode=True).init(jax.random.key(0), x)
+    layer, whole = self.layer(flax_attention_fn, decode=True), self.layer(flax_attention_fn)
+    want = whole.apply({"params": variables["params"]}, x,
+                       mask=self.linen.make_causal_mask(jnp.ones((B, T))))
+    place = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))
+    cache = jax.tree.map(lambda x: place(x, *(("data", None, "model") if x.ndim == 4 else ())),
+                         variables["cache"])
+    params = place(variables["params"])
+    step = jax.jit(lambda cache, x: layer.apply(
+        {"params": params, "cache": cache}, x, mutable=["cache"]), donate_argnums=0)
+    shardings = jax.tree.map(lambda x: x.sharding, cache)
+    with jax.set_mesh(mesh):
+      for index in range(T):
+        found, state = step(cache, place(x[:, index:index + 1], "data"))
+        cache = state["cache"]
+        assert_close(found, want[:, index:index + 1])
+    self.assertTrue(jax.tree.all(jax.tree.map(
+        lambda x, sharding: x.sharding.is_equivalent_to(sharding, x.ndim), cache, shardings)))
 
   def test_dropout_dtype_and_softmax(self):
     x = normal(B, T, FEATURES)

@@ -15,7 +15,7 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import numpy as np
 
 from attn_core import MaskInfo, OperationMetadata, adapters, create_mesh, masks
@@ -215,6 +215,29 @@ class JaxNnTest(parameterized.TestCase):
   def test_without_rank_promotion(self):
     with jax.numpy_rank_promotion("raise"):
       dot_product_attention(*operands(2, 3), **CASES["bias_keys"])
+
+
+class ExplicitAxesTest(parameterized.TestCase):
+  """dot_product_attention and its gradients on Explicit axes: values of one device, types kept."""
+
+  @parameterized.named_parameters(
+      ("rows_and_heads", (B,), ("data", None, "model")), ("both", (4,), (("data", "model"),)),
+      ("unbatched", (), (None, "model")),
+      ("two_batch_dimensions", (2, 2), ("data", "model", None, None)))
+  def test_values_and_gradients(self, batch, spec):
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    arrays = operands(*batch)
+    def loss(*arrays):
+      out = dot_product_attention(*arrays, local_window_size=(5, 2))
+      return jnp.sin(out).sum(), out
+    run = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
+    with jax.set_mesh(mesh):
+      placed = [jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec))) for x in arrays]
+      got = run(*placed)
+      out = placed[0] + got[0][1]  # of one type
+    assert_close(got, run(*arrays), 5e-6)
+    self.assertEqual(list(map(jax.typeof, (out, *got[1]))), list(map(
+        jax.typeof, (placed[0], *placed))))
 
 
 class OptionsTest(parameterized.TestCase):

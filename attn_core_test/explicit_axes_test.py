@@ -269,55 +269,6 @@ class AutoValuesTest(parameterized.TestCase):
     close(out, attention(*operands()).attention_outputs)
 
 
-def collectives(function, arrays):
-  text = jax.jit(function).lower(*arrays).compile().as_text()
-  return sorted(re.findall(
-      r" (all-gather|all-to-all|all-reduce|collective-permute|reduce-scatter)(?:-start)?\(", text))
-
-
-# Mesh -> specs of query, key and value.
-PAIRS = {
-    (("dp", "fsdp", "tp"), (2, 2, 2)): (
-        P(("dp", "fsdp"), None, "tp"), P(("fsdp", "dp"), None, "tp"), P("dp"), P(None, None, "tp")),
-    (("data", "model"), (4, 2)): (P("data", None, "model"), P(("data", "model"))),
-    (("data", "fsdp", "tensor"), (2, 2, 2)): (P(("data", "fsdp"), None, "tensor"), P()),
-    (("batch", "model"), (2, 4)): (P("batch", None, "model"),),
-    (("x",), (8,)): (P("x"),),
-}
-COMMON = [(names, sizes, spec) for (names, sizes), specs in PAIRS.items() for spec in specs]
-
-
-class CollectivesTest(parameterized.TestCase):
-  """Ten common meshes with specs: no collective where `jax.nn.dot_product_attention` has none."""
-
-  @parameterized.product(pair=tuple(range(len(COMMON))), mechanism=("auto", "vanilla"),
-                         kind=(AxisType.Auto, AxisType.Explicit))
-  def test_none(self, pair, mechanism, kind):
-    names, sizes, spec = COMMON[pair]
-    mesh = mesh_of(names, kind, sizes)
-    x = jax.ShapeDtypeStruct((B, T, H, D), np.float32, sharding=NamedSharding(mesh, spec))
-    ours = lambda x: x + attention(x, x, x, mechanism=mechanism).attention_outputs
-    jaxs = lambda x: x + jax.nn.dot_product_attention(x, x, x, is_causal=True)
-    for transform in (lambda f: f, lambda f: jax.grad(lambda x: jnp.sin(f(x)).sum())):
-      with jax.set_mesh(mesh):
-        self.assertEmpty(collectives(transform(jaxs), [x]))
-        self.assertEmpty(collectives(transform(ours), [x]))
-
-  def test_arrays_without_a_mesh_in_force(self):
-    mesh = mesh_of(("data", "model"), AxisType.Auto, (4, 2))
-    x = jax.ShapeDtypeStruct((B, T, H, D), np.float32,
-                             sharding=NamedSharding(mesh, P("data", None, "model")))
-    self.assertEmpty(collectives(lambda x: attention(x, x, x).attention_outputs, [x]))
-
-  def test_vmap_of_sharded_rows(self):
-    mesh = mesh_of(("data", "model"), AxisType.Auto, (4, 2))
-    x = jax.ShapeDtypeStruct((3, B, T, H, D), np.float32,
-                             sharding=NamedSharding(mesh, P(None, "data", None, "model")))
-    with jax.set_mesh(mesh):
-      self.assertEmpty(collectives(
-          jax.vmap(lambda x: attention(x, x, x).attention_outputs), [x]))
-
-
 class ExplainTest(parameterized.TestCase):
 
   def axes(self, mesh, spec, **arguments):

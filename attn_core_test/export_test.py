@@ -9,12 +9,15 @@ from absl.testing import parameterized
 import jax
 from jax import export
 import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import numpy as np
 
 from attn_core import (MaskInfo, OperationMetadata, PagesMetadata, attention, caches, masks,
                        ragged_page_attention_v2)
 from attn_core.caches import pages
 from attn_core_test import sampling
+
+jax.config.update("jax_num_cpu_devices", 4)
 
 H, K, D = 4, 2, 8
 LENGTHS = (1, 5, 300)  # less than a block, and several blocks
@@ -146,6 +149,40 @@ class ExportTest(parameterized.TestCase):
     with self.assertRaisesRegex(NotImplementedError, "(?s)pages.*symbolic"):
       export.export(jax.jit(paged))(jax.ShapeDtypeStruct(
           export.symbolic_shape(f"t, {H}, {D}"), jnp.float32))
+
+
+class MeshTest(parameterized.TestCase):
+  """Programs over a mesh of several devices, whose compiler partitions them when they are called."""
+
+  def run_exported(self, mechanism, sizes, kind, names=("data", "model"), **fields):
+    mesh = jax.make_mesh((2, 2), names, axis_types=(getattr(AxisType, kind),) * 2,
+                         devices=jax.devices()[:4])
+    sharding = NamedSharding(mesh, P(names[0], None, names[1]))
+    shape = export.symbolic_shape(f"{sizes}, {H}, {D}")
+    call = jax.jit(lambda x: attention(x, x, x, mechanism=mechanism, metadata=OperationMetadata(
+        **fields)).attention_outputs)
+    with jax.set_mesh(mesh):
+      program = export.export(call)(jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding))
+      x = _random(4, 300, H, D)
+      out = jax.jit(program.call)(jax.device_put(x, sharding))
+    np.testing.assert_allclose(out, jax.nn.dot_product_attention(x, x, x, is_causal=True),
+                               atol=1e-5)
+
+  @parameterized.product(mechanism=MECHANISMS, sizes=["4, t", "2*b, t", "4, 300"])
+  def test_auto_axes(self, mechanism, sizes):
+    self.run_exported(mechanism, sizes, "Auto")
+
+  def test_auto_axes_of_default_names(self):
+    self.run_exported("auto", "2*b, t", "Auto", ("dp", "tp"))
+
+  def test_explicit_axes_and_numbers(self):
+    self.run_exported("flash_attn2", "4, 300", "Explicit")
+
+  @parameterized.parameters(("Explicit", "blockwise", {}), ("Auto", "vanilla", {"platform": "tpu"}))
+  def test_shard_maps_of_symbolic_sizes_are_refused(self, kind, mechanism, fields):
+    with self.assertRaisesRegex(NotImplementedError, r"\[2\*b, t, 4, 8\] on the mesh .*'data': 2"
+                                ".*symbolic sizes of jax.export.*AxisType.Auto"):
+      self.run_exported(mechanism, "2*b, t", kind, **fields)
 
 
 if __name__ == "__main__":

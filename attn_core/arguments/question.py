@@ -11,6 +11,7 @@ from attn_core.config.metadata import OperationMetadata
 from attn_core.dispatch import selection
 from attn_core.dispatch.capabilities import Implementation, Request
 from attn_core.sharding import context_parallel, explicit_axes, placement as placement_lib
+from attn_core.types import are_known
 
 # Platforms whose compilers take a partitioner of operations from a library; libtpu takes none.
 PARTITIONED = ("cpu", "gpu")
@@ -64,6 +65,9 @@ def place(normal: Normalized,
     return (placement_lib.of_types(query)
             if metadata_lib.resolved_platform(normal.metadata) in PARTITIONED else None)
   reserved = _sequence_axes(normal, implementation, mesh)
+  if not are_known(*query.shape, *key.shape) and (
+      mesh.explicit_axes or not placement_lib.is_single(mesh)):
+    return _of_symbolic_sizes(normal, mesh)
   typed = None if typed_mesh is None else explicit_axes.rules_of(query, key, mesh, reserved)
   placement = placement_lib.place(
       placement_lib.ordered_rules(normal.rules, mesh, typed), mesh, query.shape, key.shape,
@@ -79,6 +83,25 @@ def place(normal: Normalized,
   if reserved:
     placement = placement._replace(sequence=_sequence(normal, placement, whole_mesh))
   return _left_to_the_partitioner(placement, normal.metadata)
+
+
+def _of_symbolic_sizes(normal: Normalized,
+                       mesh: array_axes.AnyMesh) -> placement_lib.Placement:
+  """Returns the placement of a call for `jax.export` with sizes that may not divide the mesh.
+
+  Raises:
+    NotImplementedError: only a shard_map could run the call. Calls of a program exported with a
+      shard_map of symbolic sizes fail in JAX: an error in 0.10.2, a crash in 0.12.0.1.
+  """
+  if (placement_lib.is_auto(mesh)
+      and metadata_lib.resolved_platform(normal.metadata) in PARTITIONED):
+    return placement_lib.Placement(mesh, (), (), (), (), partitioner=True)
+  query = normal.call.operands.query
+  raise NotImplementedError(
+      f"query {query.dtype}[{', '.join(map(str, query.shape))}] on the mesh {dict(mesh.shape)}: "
+      "symbolic sizes of jax.export over several devices are supported on Auto axes of CPUs and "
+      "GPUs only, as JAX does not call exported shard_maps of symbolic sizes; export a program for "
+      "each size, or set axis_types of the mesh to AxisType.Auto")
 
 
 def _sequence_axes(normal: Normalized, implementation: Implementation | None,

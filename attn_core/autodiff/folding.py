@@ -2,10 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Folds an axis that `vmap` maps into the rows of the batch, and back."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from attn_core.array_axes import axes_of, reshard
 
 
 def fold(x: jax.Array, dim: int | None, shape: tuple[int, int], full: bool,
@@ -24,6 +27,28 @@ def fold(x: jax.Array, dim: int | None, shape: tuple[int, int], full: bool,
   x = x[None] if dim is None else jnp.moveaxis(x, dim, 0)
   x = jnp.broadcast_to(x, (*shape, *x.shape[2:]))
   return (x.swapaxes(0, 1) if rows_first else x).reshape(-1, *x.shape[2:])
+
+
+def by_rows(compute: Callable[..., list[jax.Array]],
+            sharding: NamedSharding) -> Callable[..., list[jax.Array]]:
+  """Returns a computation of each device's rows, where an Explicit axis shards them.
+
+  That is an axis which shards a dimension that vmap maps. JAX leaves it to the computation, in a
+  shard_map over other axes too. Inside of a primitive's lowering, derivatives need no rules for it.
+
+  Args:
+    compute: a function of arrays with rows, or with one row for all; its results have all rows.
+    sharding: of the first array, which has all rows.
+  """
+  axes, mesh = axes_of(sharding.spec[0]), sharding.mesh.abstract_mesh
+
+  def run(*args: jax.Array) -> list[jax.Array]:
+    specs = tuple(P(axes) if x.ndim and x.shape[0] == args[0].shape[0] else P() for x in args)
+    with jax.sharding.use_abstract_mesh(mesh):
+      return jax.shard_map(
+          compute, mesh=mesh, in_specs=specs, out_specs=P(axes), axis_names=set(axes),
+          check_vma=False)(*(reshard(x, mesh, spec) for x, spec in zip(args, specs)))
+  return run
 
 
 def unfold(x: jax.Array, shape: tuple[int, int], rows_first: bool) -> jax.Array:

@@ -30,6 +30,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from attn_core.array_axes import AnyMesh
 from attn_core.autodiff import folding, partition_rules, rounding
@@ -157,13 +158,14 @@ def _residual_avals(*avals: Any, call: _Call) -> list[Any]:
   batch, length, heads, _ = query.shape
   lse_dtype = at_least_float32(call.spec.softmax_dtype)
   dtype = call.spec.out_dtype or query.dtype
-  return [varying_axes.like(query, (batch, length, heads, value.shape[-1]), dtype),
-          varying_axes.like(query, (batch, heads, length), lse_dtype)]
+  rows = P(*query.sharding.spec[:1])  # an Explicit axis that vmap maps is a part of the rows
+  return [varying_axes.like(query, (batch, length, heads, value.shape[-1]), dtype, rows),
+          varying_axes.like(query, (batch, heads, length), lse_dtype, rows)]
 
 
 def _cotangent_avals(*avals: Any, call: _Call) -> list[Any]:
   operands = _operands(avals[:call.structure.num_leaves], call)
-  return [varying_axes.like(operands.query, x.shape, x.dtype)
+  return [varying_axes.like(operands.query, x.shape, x.dtype, x.sharding.spec)
           for x in (getattr(operands, name) for name in call.names)]
 
 
@@ -281,8 +283,12 @@ def _operand_labels(call: _Call) -> list[str]:
           for label in (arrays + rest if name == "mask" else [name])]
 
 
-def _batch(primitive: Primitive, labels_of: Callable[[_Call], list[str]], args: Sequence[Any],
-           dims: Sequence[int | None], *, call: _Call) -> tuple[list, list[int]]:
+def _batch(primitive: Primitive, labels_of: Callable[[_Call], list[str]], axis: Any,
+           args: Sequence[Any], dims: Sequence[int | None], *,
+           call: _Call) -> tuple[list, Sequence[int | None]]:
+  if all(d is None for d in dims):
+    outs = primitive.bind(*args, call=call)
+    return outs, [None] * len(outs)
   size = next(x.shape[d] for x, d in zip(args, dims) if d is not None)
   labels = _operand_labels(call) + labels_of(call)
   if not size:  # kernels cannot compute an empty batch
@@ -298,8 +304,9 @@ def _batch(primitive: Primitive, labels_of: Callable[[_Call], list[str]], args: 
 
   rows = args[0].shape[1 if dims[0] == 0 else 0]  # the first operand is always the query
   full = {"query", "lse", "key", "value", "key_scale", "value_scale", *call.names}
-  # The partitioner keeps a sharding of the rows where they are the slower part of an axis.
-  rows_first = call.mesh is not None
+  # The partitioner keeps the sharding of the slower part of an axis: of the rows, unless vmap's
+  # spmd_axis_name says that the mapped axis is sharded.
+  rows_first = call.mesh is not None and axis.spmd_name is None
   folded = [x if label == "whole" else folding.fold(x, d, (size, rows), label in full, rows_first)
             for x, d, label in zip(args, dims, labels)]
   operands, rest = _split(folded, call, len(args) - call.structure.num_leaves)
@@ -346,14 +353,19 @@ def _primitive(name: str, compute: Callable, avals: Callable, labels_of: Callabl
   primitive.def_impl(jax.jit(compute, static_argnames="call"))
   primitive.def_effectful_abstract_eval(
       lambda *args, call: (avals(*args, call=call), effects(call)))
-  batching.primitive_batchers[primitive] = functools.partial(_batch, primitive, labels_of)
+  batching.fancy_primitive_batchers[primitive] = functools.partial(_batch, primitive, labels_of)
 
   def lower(ctx: Any, *args: Any, call: _Call) -> Any:
     # The computation of one device does not depend on how values vary over a mesh.
     inner = ctx.replace(avals_in=[jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in])
     if call.mesh is not None and partitioned.is_sharded(ctx) and not effects(call):
       return _lower_sharded(inner, args, compute, labels_of(call), results_of(call), call)
-    results = mlir.lower_fun(functools.partial(compute, call=call))(inner, *args)
+    run: Callable[..., list[jax.Array]] = functools.partial(compute, call=call)
+    if any(ctx.avals_in[0].sharding.spec[:1]):
+      inner = ctx.replace(avals_in=[jax.core.ShapedArray(a.shape, a.dtype, sharding=a.sharding)
+                                    for a in ctx.avals_in])
+      run = folding.by_rows(run, ctx.avals_in[0].sharding)
+    results = mlir.lower_fun(run)(inner, *args)
     if effects(call):
       ctx.set_tokens_out(inner.tokens_out)
     return results

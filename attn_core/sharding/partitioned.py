@@ -56,8 +56,14 @@ Value = Any  # a value of the lowered program
 
 
 def is_sharded(ctx: Context) -> bool:
-  """Whether a computation is lowered for several devices, and not by parts of a shard_map."""
-  return getattr(ctx.module_context.axis_context, "num_devices", 1) > 1
+  """Whether a computation is lowered for several devices, and not by parts of a shard_map.
+
+  A program of `jax.export` must not call back this process: its computations are whole, and the
+  compiler partitions them as it does those of `jax.numpy`.
+  """
+  context = ctx.module_context
+  return (getattr(context.axis_context, "num_devices", 1) > 1
+          and not context.lowering_parameters.for_export)
 
 
 def operation(results: Sequence[jax.core.ShapedArray], rule: Rule, planner: Planner,

@@ -70,9 +70,16 @@ ad.deflinear2(_untracked_p, lambda cotangent, _: [cotangent])
 batching.defvectorized(_untracked_p)
 
 
-def like(aval: Aval, shape: Sequence[int], dtype: DTypeLike) -> Aval:
-  """Returns an abstract array that varies over the same manual mesh axes as `aval`."""
-  sharding = NamedSharding(aval.sharding.mesh, P(*[None] * len(shape)))
+def like(aval: Aval, shape: Sequence[int], dtype: DTypeLike, spec: P = P()) -> Aval:
+  """Returns an abstract array that varies over the same manual mesh axes as `aval`.
+
+  Args:
+    aval: the other one.
+    shape: of the array.
+    dtype: of the array.
+    spec: its Explicit axes, in a shard_map over other axes.
+  """
+  sharding = NamedSharding(aval.sharding.mesh, P(*spec, *[None] * (len(shape) - len(spec))))
   return aval.update(shape=tuple(shape), dtype=jnp.dtype(dtype), weak_type=False,
                      sharding=sharding)
 
