@@ -371,6 +371,21 @@ class PagesTest(parameterized.TestCase):
           if not name.startswith("_") and "PagesMetadata" in str(parameter.annotation):
             self.assertIn(parameter.name, ("pages_metadata", "groups"), name)
 
+  def test_other_kinds_of_arguments(self):
+    lists = PagesMetadata(TABLES, CONTEXTS, STARTS)
+    np.testing.assert_array_equal(pages.query_starts(lists), STARTS)
+    np.testing.assert_array_equal(pages.query_starts(lists._replace(num_requests=1)), [0, 4, 4])
+    self.assertEqual(pages.rows_in_use(lists), 2)
+    wide = np.ones((2, K, D))  # float64, which JAX takes for float32
+    np.testing.assert_array_equal(
+        pages.append(HELD, wide, wide, [0, 1]).pages,
+        pages.append(HELD, wide.astype("float32"), wide.astype("float32"), [0, 1]).pages)
+    for function in (lambda heads: pages.to_dense(HELD, lists, heads),
+                     lambda heads: pages.convert(HELD, PagesV1, heads),
+                     lambda heads: pages.init(PagesV2, 4, 4, heads, "float32")):
+      with self.assertRaisesRegex(ValueError, r"heads: got \(2, 8, 8\); expected Heads"):
+        function((K, D, D))
+
   @parameterized.parameters(*OF_REQUESTS)
   def test_the_earlier_keyword(self, name):
     function, arguments = OF_REQUESTS[name]

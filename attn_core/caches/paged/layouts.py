@@ -232,8 +232,10 @@ def query_starts(pages_metadata: PagesMetadata) -> Array:
   Returns:
     int32 [R + 1].
   """
-  requests = pages_metadata.context_lens.shape[0]
+  requests = np.shape(pages_metadata.context_lens)[0]
   starts = pages_metadata.query_start_loc
+  if isinstance(starts, (list, tuple)):
+    starts = jnp.asarray(starts, jnp.int32)
   if starts is None:
     starts = jnp.arange(requests + 1, dtype=jnp.int32)
   if pages_metadata.distribution is None and pages_metadata.num_requests is None:
@@ -258,7 +260,7 @@ def rows_in_use(pages_metadata: PagesMetadata) -> Array:
     return pages_metadata.distribution[2]
   if pages_metadata.num_requests is not None:
     return jnp.reshape(pages_metadata.num_requests, ())
-  return jnp.int32(pages_metadata.context_lens.shape[0])
+  return jnp.int32(np.shape(pages_metadata.context_lens)[0])
 
 
 def has_token_scales(cache: Pages) -> bool:

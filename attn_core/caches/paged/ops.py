@@ -61,6 +61,7 @@ def append(cache: PagesT, key: Array, value: Array, mapping: Array,
     NotImplementedError: quantized keys or values are differentiated.
   """
   size, dtype, per_token = page_size(cache), dtype_of(cache), has_token_scales(cache)
+  key, value = jnp.asarray(key), jnp.asarray(value)
   _check_tokens(cache, key, value, scales)
   mapping = _int32_vector("mapping", mapping, key.shape[0], "slots")
   if not per_token:
@@ -241,10 +242,10 @@ def to_dense(cache: Pages, pages_metadata: PagesMetadata, heads: Heads | None = 
     token and in pages outside the pool.
 
   Raises:
-    ValueError: metadata of groups.
+    ValueError: metadata of groups, or `heads` is not a Heads.
     NotImplementedError: quantized pages are differentiated.
   """
-  heads = _all_heads(cache) if heads is None else heads
+  heads = _all_heads(cache) if heads is None else pool_lib.checked_heads(heads)
   if dtype is None:
     dtype = dtype_of(cache) if cache.key_scales is None else jnp.float32
   if cache.key_scales is not None:
@@ -315,9 +316,9 @@ def convert(cache: Pages, layout: type[PagesT], heads: Heads | None = None) -> P
     A cache of the other layout, with the same pages and scales.
 
   Raises:
-    ValueError: see `init`.
+    ValueError: see `init`, or `heads` is not a Heads.
   """
-  heads = _all_heads(cache) if heads is None else heads
+  heads = _all_heads(cache) if heads is None else pool_lib.checked_heads(heads)
   unit = max(1, packing(dtype_of(cache)) // 2) if layout is PagesV3 else 1
   full = pool_lib.on_each_device(
       lambda cache, heads: _converted(cache, layout, heads), cache, heads,

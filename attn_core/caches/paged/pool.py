@@ -54,8 +54,7 @@ def init(layout: type[PagesT], num_pages: int, page_size: int, heads: Heads,
       not fit.
   """
   checks.require(layout in PAGES, "layout", repr(layout), "PagesV1, PagesV2 or PagesV3")
-  checks.require(isinstance(heads, Heads), "heads", repr(heads),
-                 "Heads(key heads K, key width D, value width E)")
+  checked_heads(heads)
   dtype = checks.dtype("dtype", dtype, "16 or 32 bits, int8 or float8_e4m3fn")
   checks.one_of("scales", scales, (None, "token", "tensor"))
   for name, size in (("num_pages", num_pages), ("page_size", page_size), *heads._asdict().items()):
@@ -149,6 +148,13 @@ def divides_heads(cache: Pages, key_heads: int, devices: int) -> bool:
   held = heads_of(cache).key_heads
   rows = cache.pages.shape[2] if isinstance(cache, PagesV3) else devices
   return devices == 1 or (key_heads % devices == 0 and held == key_heads and rows % devices == 0)
+
+
+def checked_heads(heads: Heads) -> Heads:
+  """Returns `heads`; ValueError if it is not a Heads."""
+  checks.require(isinstance(heads, Heads), "heads", repr(heads),
+                 "Heads(key heads K, key width D, value width E)")
+  return heads
 
 
 def widths_of(heads: Heads) -> Widths | None:
