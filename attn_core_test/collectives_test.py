@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import numpy as np
 
-from attn_core import attention
+from attn_core import BlockSizes, attention
 from attn_core_test import sampling
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -111,6 +111,15 @@ class PairsTest(parameterized.TestCase):
       found, sharding = compiled(ours, x)
     self.assertEmpty(found)
     self.assertEqual(sharding.spec, P("dp", None, ("fsdp", "tp")))
+
+  def test_loops_of_one_iteration(self):
+    """Checks a gradient over several blocks, of which the compiler inlines loops (see partitioned)."""
+    mesh = mesh_of(("data", "model"), (4, 2), "Auto")
+    x = jax.ShapeDtypeStruct((B, 64, H, D), np.float32,
+                             sharding=NamedSharding(mesh, P("data", None, "model")))
+    run = lambda x: attention(x, x, x, block_sizes=BlockSizes(16, 16)).attention_outputs
+    with jax.set_mesh(mesh):
+      self.assertEmpty(compiled(with_gradient(run), x)[0])
 
   def test_arrays_without_a_mesh_in_force(self):
     mesh = mesh_of(("data", "model"), (4, 2), "Auto")

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
@@ -159,5 +160,36 @@ def _without_mesh(local: Callable[..., Any]) -> Callable[..., Any]:
   """Returns a function that is traced as on one device, whatever mesh the program has set."""
   def traced(*arguments: jax.Array) -> Any:
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-      return local(*arguments)
+      closed, shapes = jax.make_jaxpr(local, return_shape=True)(*arguments)
+      return jax.tree.unflatten(jax.tree.structure(shapes), _local_p.bind(
+          *closed.consts, *arguments, closed=closed))
   return traced
+
+
+def _lower_local(ctx: Any, *arguments: Value, closed: Any) -> Sequence[Value]:
+  """Lowers a computation of one device without the lines of Python that its operations come from.
+
+  XLA numbers these anew when it inserts the computation into the program, and where it then inlines
+  a loop of one iteration into another computation it does not return (jax 0.12.0.1).
+  """
+  limit = jax.config.jax_traceback_in_locations_limit  # type: ignore[attr-defined]
+  jax.config.update("jax_traceback_in_locations_limit", 0)
+  try:
+    context = ctx.module_context
+    context = context.replace(traceback_caches=type(context.traceback_caches)())
+  finally:
+    jax.config.update("jax_traceback_in_locations_limit", limit)
+  return mlir.lower_fun(_run_local, multiple_results=True)(
+      ctx.replace(module_context=context), *arguments, closed=closed)
+
+
+def _run_local(*arguments: jax.Array, closed: Any) -> list[jax.Array]:
+  count = len(closed.consts)
+  return jaxpr_as_fun(closed.replace(consts=list(arguments[:count])))(*arguments[count:])
+
+
+_local_p = Primitive("local_part")
+_local_p.multiple_results = True
+_local_p.def_impl(_run_local)
+_local_p.def_abstract_eval(lambda *_, closed: closed.out_avals)
+mlir.register_lowering(_local_p, _lower_local)
