@@ -58,7 +58,7 @@ CASES = {
                                  S=64, H=7, K=1, D=80, E=64, dtype="float16"),
     "dense_per_head": Case(masks.dense(_DENSE), T=2, S=136, H=4, K=2, D=96, E=64),
     "by_head": Case(masks.custom(lambda b, h, q, k: (k + h) % 3 == q), T=2, S=64, H=6, K=2),
-    "several_splits": Case(masks.full(), B=2, T=1, S=200, H=1, blocks=BLOCKS),
+    "several_splits": Case(masks.full(), B=2, T=1, S=200, H=1, E=96, blocks=BLOCKS),
     "wide": Case(masks.full(), T=1, S=72, H=1, D=256),
     "width_192": Case(masks.offset(masks.causal(), 60), T=3, S=64, H=3, K=1, D=192),
     "width_80": Case(masks.lengths(None, np.array([71, 0], np.int32)), B=2, T=3, S=72, H=6, K=2,

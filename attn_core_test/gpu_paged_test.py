@@ -38,7 +38,7 @@ OPTIONS = PagedOptions(metadata=gpu_cases.HOPPER, block_sizes=BLOCKS, return_lse
 WHOLE = OPTIONS._replace(block_sizes=None)
 # Requests of no, one and several queries, whose windows begin in two blocks; slots that may not be
 # read hold NaN.
-RAGGED = Case((70, 0, 130, 9), (1, 0, 5, 2), H=2, K=1, page=32, D=64, unused=1, sinks=True,
+RAGGED = Case((70, 0, 130, 9), (1, 0, 5, 2), H=40, K=1, page=32, D=64, unused=1, sinks=True,
               dtype="bfloat16",
               options=PagedOptions(sliding_window=(62, 0), logits_soft_cap=2.0))
 # Quantized, with scales per token and head, and with one for all keys and one for all values.

@@ -138,6 +138,10 @@ class RefusalTest(parameterized.TestCase):
     case = Case(D=width, E=value_width)
     cut = tiling.make_tiling(case.shapes, case.full_spec, case.blocks)
     self.assertLessEqual(tiling.shared_memory(cut), mosaic.SHARED_MEMORY_BYTES)
+    # The wider one decides: sums of all values and a block of logits share the registers.
+    wide = case._replace(D=max(width, value_width), E=max(width, value_width))
+    most = tiling.make_tiling(wide.shapes, wide.full_spec, wide.blocks)
+    self.assertEqual((cut.block_q, cut.block_kv), (most.block_q, most.block_kv))
 
 
 class CompileTest(gpu_machine_code.CompileTestCase):

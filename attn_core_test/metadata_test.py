@@ -243,7 +243,7 @@ class ErrorsTest(parameterized.TestCase):
       (json_of(base_config={"enum": 3, "value": 3}), "base_config={'enum': 3,.*: expected what"),
       (lambda: OperationMetadata(base_config=object()).to_json(),
        r"base_config=<object.*: expected None or a NamedTuple .* metadata\.replace\(base_config="),
-      (lambda: OperationMetadata(base_config=np.dtype(">f4")).to_json(), "base_config=dtype.*expe"),
+      (lambda: OperationMetadata(base_config=np.dtype(">f4")).to_json(), "base_config=dtype.*exp"),
       (lambda: OperationMetadata(base_config=np.dtype([("a", "f4")])).to_json(), "base_config=dty"),
       (lambda: OperationMetadata(base_config=Config(names=({1, 2},))).to_json(),
        r"base_config\.names\[0\]={1, 2}: expected"),

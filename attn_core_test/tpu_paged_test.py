@@ -130,20 +130,22 @@ class InterpretTest(parameterized.TestCase):
       np.testing.assert_array_equal(x == -np.inf, y == -np.inf)
       np.testing.assert_allclose(x, y, atol=most)
 
-  def test_a_nan_reaches_queries_that_attend_to_it_and_no_others(self):
+  @parameterized.parameters((4, "bfloat16"), (16, "float32"))
+  def test_a_nan_reaches_queries_that_attend_to_it_and_no_others(self, heads, dtype):
     """Checks NaN where two heads share a product, and a word holds a key and a value."""
-    case = Case((8, 9), (8, 9), page=8, D=128, rest=0, dtype="bfloat16")
+    case = Case((8, 9), (8, 9), page=8, H=heads, D=128, rest=0, dtype=dtype)
     query, key, value, _ = map(lambda x: None if x is None else jnp.nan_to_num(x), case.arrays())
     cache, metadata = pages.convert(PagesV1(key, value), PagesV2), case.metadata()
     wrong = (cache._replace(pages=cache.pages.at[metadata.page_tables[0, 0], 5, 1].set(number))
              for number in (jnp.nan, -jnp.inf))
-    options = PagedOptions(metadata=TPU, block_sizes=BlockSizes(4, 16))
+    # With 4 heads blocks have few rows, with 16 many.
+    options = PagedOptions(metadata=TPU, block_sizes=BlockSizes(heads, 16))
     run = jax.jit(lambda cache: ragged_page_attention_v2(
         query, cache, metadata, options).attention_outputs)
     with interpreted():
       before, *found = (np.asarray(run(x)) for x in (cache, *wrong))
     seen = np.zeros(before.shape, bool)
-    seen[5:8, :2] = True
+    seen[5:8, :heads // 2] = True
     for after in found:
       self.assertTrue(np.isnan(after[seen]).all())
       np.testing.assert_array_equal(after[~seen], before[~seen])

@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Folds an axis that `vmap` maps into the rows of the batch, and back."""
+"""Computes along an axis that `vmap` maps: folded into the rows of the batch, and back."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,6 +9,22 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from attn_core.array_axes import axes_of, reshard
+from attn_core.masks import mask as mask_lib
+
+
+def operand_labels(operands: jax.tree_util.PyTreeDef, mask: jax.tree_util.PyTreeDef) -> list[str]:
+  """Returns the field name of every operand leaf; "whole" for arrays a predicate reads whole.
+
+  Args:
+    operands: structure of Operands.
+    mask: structure of their mask.
+  """
+  fields = jax.tree.unflatten(operands, range(operands.num_leaves))._asdict()
+  roles = mask_lib.structure_roles(mask)
+  arrays = ["whole" if role == mask_lib.WHOLE else "mask" for role in roles]
+  rest = ["mask"] * (len(jax.tree.leaves(fields["mask"])) - len(arrays))
+  return [label for name, value in fields.items() if value is not None
+          for label in (arrays + rest if name == "mask" else [name])]
 
 
 def fold(x: jax.Array, dim: int | None, shape: tuple[int, int], full: bool,
@@ -27,6 +43,23 @@ def fold(x: jax.Array, dim: int | None, shape: tuple[int, int], full: bool,
   x = x[None] if dim is None else jnp.moveaxis(x, dim, 0)
   x = jnp.broadcast_to(x, (*shape, *x.shape[2:]))
   return (x.swapaxes(0, 1) if rows_first else x).reshape(-1, *x.shape[2:])
+
+
+def empty(compute: Callable[..., list[jax.Array]], args: Sequence[jax.Array],
+          dims: Sequence[int | None]) -> list[jax.Array]:
+  """Returns the results for a mapped axis of size 0, which comes first in them."""
+  one = jax.eval_shape(compute, *[
+      x if d is None else jax.ShapeDtypeStruct((*x.shape[:d], *x.shape[d + 1:]), x.dtype)
+      for x, d in zip(args, dims)])
+  return [jnp.zeros((0, *x.shape), x.dtype) for x in one]
+
+
+def one_by_one(compute: Callable[..., list[jax.Array]], args: Sequence[jax.Array],
+               dims: Sequence[int | None], size: int) -> list[jax.Array]:
+  """Returns the results of one entry of the mapped axis after another; the axis comes first."""
+  leading = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims)]
+  return jax.lax.map(lambda i: compute(
+      *[x if d is None else x[i] for x, d in zip(leading, dims)]), jnp.arange(size))
 
 
 def by_rows(compute: Callable[..., list[jax.Array]],

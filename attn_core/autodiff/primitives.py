@@ -35,7 +35,6 @@ from jax.sharding import PartitionSpec as P
 from attn_core.array_axes import AnyMesh
 from attn_core.autodiff import folding, nonfinite_tangents, partition_rules, rounding
 from attn_core.kernels.common.contract import Kernel, Residuals
-from attn_core.masks import mask as mask_lib
 from attn_core.sharding import partitioned, varying_axes
 from attn_core.types import DIFFERENTIABLE, AttentionSpec, BlockSizes, Operands, at_least_float32
 
@@ -276,16 +275,6 @@ def _jvp_by_jax(compute: Callable, primals: Sequence[Any], tangents: Sequence[An
 # --- vmap: the mapped axis joins the batch. ------------------------------------------------------
 
 
-def _operand_labels(call: _Call) -> list[str]:
-  """Returns the field name of every operand leaf; "whole" for arrays a predicate reads whole."""
-  fields = jax.tree.unflatten(call.structure, range(call.structure.num_leaves))._asdict()
-  roles = mask_lib.structure_roles(call.spec.mask)
-  arrays = ["whole" if role == mask_lib.WHOLE else "mask" for role in roles]
-  rest = ["mask"] * (len(jax.tree.leaves(fields["mask"])) - len(arrays))
-  return [label for name, value in fields.items() if value is not None
-          for label in (arrays + rest if name == "mask" else [name])]
-
-
 def _batch(primitive: Primitive, labels_of: Callable[[_Call], list[str]], axis: Any,
            args: Sequence[Any], dims: Sequence[int | None], *,
            call: _Call) -> tuple[list, Sequence[int | None]]:
@@ -293,16 +282,12 @@ def _batch(primitive: Primitive, labels_of: Callable[[_Call], list[str]], axis: 
     outs = primitive.bind(*args, call=call)
     return outs, [None] * len(outs)
   size = next(x.shape[d] for x, d in zip(args, dims) if d is not None)
-  labels = _operand_labels(call) + labels_of(call)
+  labels = folding.operand_labels(call.structure, call.spec.mask) + labels_of(call)
   if not size:  # kernels cannot compute an empty batch
-    one = jax.eval_shape(functools.partial(primitive.bind, call=call), *[
-        x if d is None else jax.ShapeDtypeStruct((*x.shape[:d], *x.shape[d + 1:]), x.dtype)
-        for x, d in zip(args, dims)])
-    return [jnp.zeros((0, *x.shape), x.dtype) for x in one], [0] * len(one)
+    outs = folding.empty(functools.partial(primitive.bind, call=call), args, dims)
+    return outs, [0] * len(outs)
   if any(label == "whole" and d is not None for label, d in zip(labels, dims, strict=True)):
-    leading = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims)]
-    outs = jax.lax.map(lambda i: primitive.bind(
-        *[x if d is None else x[i] for x, d in zip(leading, dims)], call=call), jnp.arange(size))
+    outs = folding.one_by_one(functools.partial(primitive.bind, call=call), args, dims, size)
     return outs, [0] * len(outs)
 
   rows = args[0].shape[1 if dims[0] == 0 else 0]  # the first operand is always the query
