@@ -74,7 +74,10 @@ class Case(NamedTuple):
     widen = lambda x: jax.ShapeDtypeStruct(
         (rows, *x.shape[1:]) if x.shape[0] == self.B > 1 else x.shape, x.dtype)
     given = {name: x for name, x in self.arguments.items() if name in ("mask", "mask_info")}
-    return jax.eval_shape(self._replace(B=rows).arrays), jax.tree.map(widen, given)
+    floats = {name: (rows, *shape[1:]) if len(shape) == 4 and shape[0] == self.B > 1 else shape
+              for name, shape in self.floats.items()}
+    return (jax.eval_shape(self._replace(B=rows, floats=floats).arrays),
+            jax.tree.map(widen, given))
 
   def oracle(self, arrays):
     a = self.arguments
