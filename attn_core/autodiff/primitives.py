@@ -292,14 +292,10 @@ def _batch(primitive: Primitive, labels_of: Callable[[_Call], list[str]], axis: 
   size = next(x.shape[d] for x, d in zip(args, dims) if d is not None)
   labels = _operand_labels(call) + labels_of(call)
   if not size:  # kernels cannot compute an empty batch
-    one = jax.eval_shape(functools.partial(primitive.bind, call=call), *[
-        x if d is None else jax.ShapeDtypeStruct((*x.shape[:d], *x.shape[d + 1:]), x.dtype)
-        for x, d in zip(args, dims)])
-    return [jnp.zeros((0, *x.shape), x.dtype) for x in one], [0] * len(one)
+    outs = folding.empty(functools.partial(primitive.bind, call=call), args, dims)
+    return outs, [0] * len(outs)
   if any(label == "whole" and d is not None for label, d in zip(labels, dims, strict=True)):
-    leading = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims)]
-    outs = jax.lax.map(lambda i: primitive.bind(
-        *[x if d is None else x[i] for x, d in zip(leading, dims)], call=call), jnp.arange(size))
+    outs = folding.one_by_one(functools.partial(primitive.bind, call=call), args, dims, size)
     return outs, [0] * len(outs)
 
   rows = args[0].shape[1 if dims[0] == 0 else 0]  # the first operand is always the query
@@ -360,12 +356,7 @@ def _primitive(name: str, compute: Callable, avals: Callable, labels_of: Callabl
     inner = ctx.replace(avals_in=[jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in])
     if call.mesh is not None and partitioned.is_sharded(ctx) and not effects(call):
       return _lower_sharded(inner, args, compute, labels_of(call), results_of(call), call)
-    run: Callable[..., list[jax.Array]] = functools.partial(compute, call=call)
-    if any(ctx.avals_in[0].sharding.spec[:1]):
-      inner = ctx.replace(avals_in=[jax.core.ShapedArray(a.shape, a.dtype, sharding=a.sharding)
-                                    for a in ctx.avals_in])
-      run = folding.by_rows(run, ctx.avals_in[0].sharding)
-    results = mlir.lower_fun(run)(inner, *args)
+    results = folding.lower(ctx, inner, functools.partial(compute, call=call), args)
     if effects(call):
       ctx.set_tokens_out(inner.tokens_out)
     return results
