@@ -113,7 +113,7 @@ class PairsTest(parameterized.TestCase):
     self.assertEqual(sharding.spec, P("dp", None, ("fsdp", "tp")))
 
   def test_loops_of_one_iteration(self):
-    """Checks a gradient over several blocks, of which the compiler inlines loops (see partitioned)."""
+    """Checks a gradient over several blocks; the compiler inlines such loops."""
     mesh = mesh_of(("data", "model"), (4, 2), "Auto")
     x = jax.ShapeDtypeStruct((B, 64, H, D), np.float32,
                              sharding=NamedSharding(mesh, P("data", None, "model")))
@@ -131,13 +131,22 @@ class PairsTest(parameterized.TestCase):
 class VmapTest(parameterized.TestCase):
   """Mapped dimensions, sharded or not."""
 
+  def jax_gathers(self, x, options):
+    """Says if JAX gathers a mapped dimension for any shard_map of other axes; 0.10.2 does."""
+    heads = P(*x.sharding.spec[1:])
+    double = jax.shard_map(lambda x: 2 * x, in_specs=heads, out_specs=heads, axis_names={"model"})
+    found = bool(compiled(jax.vmap(double, **options), x)[0])
+    self.assertFalse(found and jax.__version_info__ >= (0, 12), "JAX gathers")
+    return found
+
   def check(self, shape, spec, kind, values=False, **options):
     mesh = mesh_of(("data", "model"), (4, 2), kind)
     x = jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(mesh, spec))
     run = with_gradient(jax.vmap(ours, **options))
     with jax.set_mesh(mesh):
       self.assertEmpty(compiled(with_gradient(jax.vmap(jaxs, **options)), x)[0])
-      self.assertEmpty(compiled(run, x)[0])
+      if kind == "Auto" or not self.jax_gathers(x, options):
+        self.assertEmpty(compiled(run, x)[0])
       if not values:
         return
       numbers = np.random.default_rng(0).standard_normal(shape).astype(np.float32)

@@ -152,7 +152,7 @@ class ExportTest(parameterized.TestCase):
 
 
 class MeshTest(parameterized.TestCase):
-  """Programs over a mesh of several devices, which the compiler partitions when they are called."""
+  """Programs over a mesh of several devices, which are partitioned when they are called."""
 
   def run_exported(self, mechanism, sizes, kind, names=("data", "model"), **fields):
     mesh = jax.make_mesh((2, 2), names, axis_types=(getattr(AxisType, kind),) * 2,

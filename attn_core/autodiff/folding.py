@@ -3,8 +3,10 @@
 """Computes along an axis that `vmap` maps: folded into the rows of the batch, and back."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
+from jax.interpreters import mlir
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 
@@ -82,6 +84,40 @@ def by_rows(compute: Callable[..., list[jax.Array]],
           compute, mesh=mesh, in_specs=specs, out_specs=P(axes), axis_names=set(axes),
           check_vma=False)(*(reshard(x, mesh, spec) for x, spec in zip(args, specs)))
   return run
+
+
+def lower(ctx: Any, inner: Any, compute: Callable[..., list[jax.Array]],
+          args: Sequence[Any]) -> Any:
+  """Lowers a computation, by rows where an Explicit axis shards them.
+
+  Args:
+    ctx: the context of a lowering rule.
+    inner: the same, with arguments whose types name no mesh axes.
+    compute: the computation.
+    args: values of the lowered program.
+  """
+  sharding = ctx.avals_in[0].sharding
+  if not any(sharding.spec[:1]):
+    return mlir.lower_fun(compute)(inner, *args)
+  typed = [jax.core.ShapedArray(a.shape, a.dtype, sharding=a.sharding) for a in ctx.avals_in]
+  return mlir.lower_fun(by_rows(compute, sharding))(ctx.replace(avals_in=typed), *args)
+
+
+def empty(run: Callable[..., list[jax.Array]], args: Sequence[jax.Array],
+          dims: Sequence[int | None]) -> list[jax.Array]:
+  """Returns the results of a mapped axis without entries."""
+  one = jax.eval_shape(run, *[
+      x if d is None else jax.ShapeDtypeStruct((*x.shape[:d], *x.shape[d + 1:]), x.dtype)
+      for x, d in zip(args, dims)])
+  return [jnp.zeros((0, *x.shape), x.dtype) for x in one]
+
+
+def one_by_one(run: Callable[..., list[jax.Array]], args: Sequence[jax.Array],
+               dims: Sequence[int | None], size: int) -> list[jax.Array]:
+  """Returns the results of the entries of a mapped axis, computed one after the other."""
+  leading = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims)]
+  return jax.lax.map(lambda i: run(*[x if d is None else x[i] for x, d in zip(leading, dims)]),
+                     jnp.arange(size))
 
 
 def unfold(x: jax.Array, shape: tuple[int, int], rows_first: bool) -> jax.Array:

@@ -348,12 +348,7 @@ def _primitive(name: str, compute: Callable, avals: Callable, labels_of: Callabl
     inner = ctx.replace(avals_in=[jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in])
     if call.mesh is not None and partitioned.is_sharded(ctx) and not effects(call):
       return _lower_sharded(inner, args, compute, labels_of(call), results_of(call), call)
-    run: Callable[..., list[jax.Array]] = functools.partial(compute, call=call)
-    if any(ctx.avals_in[0].sharding.spec[:1]):
-      inner = ctx.replace(avals_in=[jax.core.ShapedArray(a.shape, a.dtype, sharding=a.sharding)
-                                    for a in ctx.avals_in])
-      run = folding.by_rows(run, ctx.avals_in[0].sharding)
-    results = mlir.lower_fun(run)(inner, *args)
+    results = folding.lower(ctx, inner, functools.partial(compute, call=call), args)
     if effects(call):
       ctx.set_tokens_out(inner.tokens_out)
     return results

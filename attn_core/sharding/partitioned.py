@@ -169,8 +169,8 @@ def _without_mesh(local: Callable[..., Any]) -> Callable[..., Any]:
 def _lower_local(ctx: Any, *arguments: Value, closed: Any) -> Sequence[Value]:
   """Lowers a computation of one device without the lines of Python that its operations come from.
 
-  XLA numbers these anew when it inserts the computation into the program, and where it then inlines
-  a loop of one iteration into another computation it does not return (jax 0.12.0.1).
+  XLA renumbers these when it inserts the computation into the program, and where it then inlines a
+  loop of one iteration it does not return (jax 0.12.0.1).
   """
   limit = jax.config.jax_traceback_in_locations_limit  # type: ignore[attr-defined]
   jax.config.update("jax_traceback_in_locations_limit", 0)

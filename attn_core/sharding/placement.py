@@ -146,8 +146,9 @@ def unknown_axes_error(unknown: tuple[str, ...], why: str) -> ValueError:
 
 
 def is_auto(mesh: AnyMesh) -> bool:
-  """Whether all axes of several devices are Auto."""
-  return len(_auto_axes(mesh)) == sum(size > 1 for size in mesh.shape.values())
+  """Whether all axes of several devices are Auto, and no axis is Explicit."""
+  several = sum(size > 1 for size in mesh.shape.values())
+  return len(_auto_axes(mesh)) == several and not mesh.explicit_axes
 
 
 def _auto_axes(mesh: AnyMesh) -> tuple[str, ...]:
