@@ -30,10 +30,6 @@ from attn_core.kernels.common.contract import BackwardResiduals, Kernel, Residua
 from attn_core.masks import block_map, mask as mask_lib, materialize
 from attn_core.types import AttentionSpec, BlockSizes, Operands, are_known
 
-# From so many times the width on, cotangents of keys and values are products of transposed queries
-# and cotangents. Below, transposing the weights takes less time.
-TRANSPOSED_WIDTHS = 2
-
 
 def supports(operands: Operands, spec: AttentionSpec) -> bool:
   """Returns whether this kernel computes the call, whatever its size.
@@ -91,17 +87,22 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
     if narrow.dtype != weights.dtype:
       mean = mean / jnp.maximum(wide.sum(-1, keepdims=True), jnp.finfo(wide.dtype).tiny)
     delta = delta + mean
-  # Times the scale before it is rounded: a gradient fits float16 where the result does.
-  scale = jnp.asarray(spec.softmax_scale, wide.dtype)
-  d_scores = inputs.narrow(wide * (d_weights - delta) * scale)
+  # In float16, times the scale before it is rounded: it fits where the gradient does. Elsewhere
+  # after the products: XLA:CPU would write the scale as often as there are scores.
+  is_float16 = narrow.dtype == jnp.float16
+  before, after = (jnp.asarray(x, wide.dtype) for x in (
+      (spec.softmax_scale, 1) if is_float16 else (1, spec.softmax_scale)))
+  d_scores = wide * (d_weights - delta)
+  d_scores = inputs.narrow(d_scores * before if is_float16 else d_scores)
   found = {}
   if "query" in wrt:
-    d_query = inputs.product(d_scores, inputs.key, 2, 1) + inputs.merged(nan_rows)
+    d_query = inputs.product(d_scores, inputs.key, 2, 1) * after + inputs.merged(nan_rows)
     found["query"] = inputs.queries_of(d_query.astype(operands.query.dtype))
   nan_keys = inputs.merged(_reached(nan_rows[..., 0], inputs.seen, "r"))
-  for name, left, right in (("key", d_scores, inputs.query), ("value", narrow, d_out)):
+  for name, left, right, factor in (("key", d_scores, inputs.query, after),
+                                    ("value", narrow, d_out, None)):
     if name in wrt:
-      d = _sum_over_rows(inputs, left, right, nan_keys).astype(operands.key.dtype)
+      d = _sum_over_rows(inputs, left, right, factor, nan_keys).astype(operands.key.dtype)
       found[name] = inputs.split(d).transpose(0, 2, 1, 3)
   return tuple(found[name] for name in wrt)
 
@@ -211,20 +212,29 @@ def _softmax(inputs: _Inputs) -> tuple[jax.Array, jax.Array]:
 
 
 def _sum_over_rows(inputs: _Inputs, weights: jax.Array, rows: jax.Array,
-                   nan_keys: jax.Array) -> jax.Array:
+                   factor: jax.Array | None, nan_keys: jax.Array) -> jax.Array:
   """Returns the sums [B * K, S, width] of weights [B * K, T * G, S] times rows of any width.
 
   Args:
     inputs: the attention.
     weights: [B * K, T * G, S].
     rows: [B * K, T * G, width].
+    factor: of the sums; None: 1.
     nan_keys: [B * K, S or 1, 1], added.
   """
+  scaled = lambda x: x if factor is None else x * factor
+  # The library of XLA:CPU does not multiply a transposed left operand. The barriers keep XLA from
+  # folding the transposition of the smaller one into the product; without either it is as fast
+  # where both are about as large.
   keys, width = weights.shape[2], rows.shape[2]
-  if are_known(keys) and keys > TRANSPOSED_WIDTHS * width:
-    found = inputs.product(rows.swapaxes(1, 2), weights, 2, 1) + nan_keys.swapaxes(1, 2)
+  if are_known(keys) and keys > 2 * width:
+    rows = lax.optimization_barrier(rows.swapaxes(1, 2))
+    found = scaled(inputs.product(rows, weights, 2, 1)) + nan_keys.swapaxes(1, 2)
     return found.swapaxes(1, 2)
-  return inputs.product(weights, rows, 1, 1) + nan_keys
+  if are_known(keys) and 2 * keys <= width:
+    weights = lax.optimization_barrier(weights.swapaxes(1, 2))
+    return scaled(inputs.product(weights, rows, 2, 1)) + nan_keys
+  return scaled(inputs.product(weights, rows, 1, 1)) + nan_keys
 
 
 # --- Non-finite numbers, and queries that see nothing. -------------------------------------------
