@@ -10,9 +10,9 @@ programs of its library, one forward and one more backward:
   * Weights are normalized before the product, and nothing else reads their maximum and sum. The
     backward computes them again by the same operations, and not from the lse: a program of both
     computes them once.
-  * Non-finite numbers are replaced by 0 while query, key and value are transposed, which costs
-    nothing, because 0 * NaN would reach results that do not depend on them. Small products with
-    the mask find the results that do; 0 or NaN is added to these.
+  * Where a mask hides keys, non-finite numbers are replaced by 0 while query, key and value are
+    transposed, which costs nothing, because 0 * NaN would reach results that do not depend on
+    them. Small products with the mask find the results that do; 0 or NaN is added to these.
   * Hidden logits are a finite number instead of -inf.
 
 T * S scores of a head are [T * G, S] of a key head: the G query heads of a key head become rows.
@@ -24,15 +24,12 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 import jax.numpy as jnp
+import numpy as np
 
 from attn_core.kernels.common import dense_operands, matmul_precision
 from attn_core.kernels.common.contract import BackwardResiduals, Kernel, Residuals
 from attn_core.masks import block_map, mask as mask_lib, materialize
 from attn_core.types import AttentionSpec, BlockSizes, Operands, are_known
-
-# From so many times the width on, cotangents of keys and values are products of transposed queries
-# and cotangents. Below, transposing the weights takes less time.
-TRANSPOSED_WIDTHS = 2
 
 
 def supports(operands: Operands, spec: AttentionSpec) -> bool:
@@ -66,9 +63,8 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
              wrt: tuple[str, ...]) -> tuple[jax.Array, ...]:
   """Computes the cotangents of the operands named in `wrt`; see `contract.BackwardFn`.
 
-  dS = P * (dP - sum(P * dP) / sum(P) + d_lse) with dP = d_out . value, where P are the weights as
-  rounded for the products: so dS of a row sums to 0 exactly where P does not sum to 1. Where the
-  lse is that of more keys than the operands have, sum(P * dP) is in its cotangent.
+  dS = P * (dP - sum(P * dP) + d_lse) with dP = d_out . value. Where the lse is that of more keys
+  than the operands have, sum(P * dP) is in its cotangent.
   """
   del block_sizes
   dense_operands.assert_operands(operands)
@@ -82,26 +78,25 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
     weights = jnp.exp(_logits(inputs) - jnp.where(jnp.isfinite(lse), lse, jnp.inf))
   else:
     weights, _ = _softmax(inputs)
-  narrow = inputs.narrow(weights)
-  wide = narrow.astype(weights.dtype)
   d_weights = inputs.product(d_out, inputs.value, 2, 2)
   delta = -d_lse
   if residuals.out is not None:
-    mean = (wide * d_weights).sum(-1, keepdims=True)
-    if narrow.dtype != weights.dtype:
-      mean = mean / jnp.maximum(wide.sum(-1, keepdims=True), jnp.finfo(wide.dtype).tiny)
-    delta = delta + mean
-  # Times the scale before it is rounded: a gradient fits float16 where the result does.
-  scale = jnp.asarray(spec.softmax_scale, wide.dtype)
-  d_scores = inputs.narrow(wide * (d_weights - delta) * scale)
+    delta = delta + (weights * d_weights).sum(-1, keepdims=True)
+  # In float16, times the scale before it is rounded: it fits where the gradient does. Elsewhere
+  # after the products: XLA:CPU would write the scale as often as there are scores.
+  scale, d_scores = jnp.asarray(spec.softmax_scale, weights.dtype), weights * (d_weights - delta)
+  if operands.query.dtype == jnp.float16:
+    d_scores, scale = d_scores * scale, jnp.ones_like(scale)
+  d_scores = inputs.narrow(d_scores)
   found = {}
   if "query" in wrt:
-    d_query = inputs.product(d_scores, inputs.key, 2, 1) + inputs.merged(nan_rows)
+    d_query = inputs.product(d_scores, inputs.key, 2, 1) * scale + inputs.merged(nan_rows)
     found["query"] = inputs.queries_of(d_query.astype(operands.query.dtype))
   nan_keys = inputs.merged(_reached(nan_rows[..., 0], inputs.seen, "r"))
-  for name, left, right in (("key", d_scores, inputs.query), ("value", narrow, d_out)):
+  for name, left, right, factor in (
+      ("key", d_scores, inputs.query, scale), ("value", inputs.narrow(weights), d_out, None)):
     if name in wrt:
-      d = _sum_over_rows(inputs, left, right, nan_keys).astype(operands.key.dtype)
+      d = _sum_over_rows(inputs, left, right, factor, nan_keys).astype(operands.key.dtype)
       found[name] = inputs.split(d).transpose(0, 2, 1, 3)
   return tuple(found[name] for name in wrt)
 
@@ -169,9 +164,11 @@ class _Inputs(NamedTuple):
 def _inputs(operands: Operands, spec: AttentionSpec) -> _Inputs:
   """Returns the operands for the products."""
   key_heads, queries = operands.key.shape[2], operands.query.shape[1]
-  rows = _rows_of(_finite(operands.query), key_heads)
-  key, value = (_finite(x).transpose(0, 2, 1, 3) for x in (operands.key, operands.value))
   seen = None if _sees_all(spec) else _visible(operands, spec)
+  filler = np.nan if seen is None else 0.0
+  rows = _rows_of(_fill_nonfinite(filler, operands.query), key_heads)
+  key = _fill_nonfinite(filler, operands.key).transpose(0, 2, 1, 3)
+  value = _fill_nonfinite(0.0, operands.value).transpose(0, 2, 1, 3)
   empty = _empty_rows(operands, spec, seen)
   empty = None if empty is None else jnp.broadcast_to(empty, (*rows.shape[:3], 1))
   rows, key, value = (x.reshape(-1, *x.shape[2:]) for x in (rows, key, value))
@@ -213,52 +210,67 @@ def _softmax(inputs: _Inputs) -> tuple[jax.Array, jax.Array]:
 
 
 def _sum_over_rows(inputs: _Inputs, weights: jax.Array, rows: jax.Array,
-                   nan_keys: jax.Array) -> jax.Array:
+                   factor: jax.Array | None, nan_keys: jax.Array) -> jax.Array:
   """Returns the sums [B * K, S, width] of weights [B * K, T * G, S] times rows of any width.
 
   Args:
     inputs: the attention.
     weights: [B * K, T * G, S].
     rows: [B * K, T * G, width].
+    factor: of the sums; None: 1.
     nan_keys: [B * K, S or 1, 1], added.
   """
+  scaled = lambda x: x if factor is None else x * factor
+  # The library of XLA:CPU does not multiply a transposed left operand. The barriers keep XLA from
+  # folding the transposition of the smaller one into the product; without either it is as fast
+  # where both are about as large.
   keys, width = weights.shape[2], rows.shape[2]
-  if are_known(keys) and keys > TRANSPOSED_WIDTHS * width:
-    found = inputs.product(rows.swapaxes(1, 2), weights, 2, 1) + nan_keys.swapaxes(1, 2)
+  if are_known(keys) and keys > 2 * width:
+    rows = lax.optimization_barrier(rows.swapaxes(1, 2))
+    found = scaled(inputs.product(rows, weights, 2, 1)) + nan_keys.swapaxes(1, 2)
     return found.swapaxes(1, 2)
-  return inputs.product(weights, rows, 1, 1) + nan_keys
+  if are_known(keys) and 2 * keys <= width:
+    weights = lax.optimization_barrier(weights.swapaxes(1, 2))
+    return scaled(inputs.product(weights, rows, 2, 1)) + nan_keys
+  return scaled(inputs.product(weights, rows, 1, 1)) + nan_keys
 
 
 # --- Non-finite numbers, and queries that see nothing. -------------------------------------------
 
 
-@jax.custom_jvp
-def _finite(x: jax.Array) -> jax.Array:
-  """Returns `x` with zeros in place of non-finite numbers."""
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _fill_nonfinite(filler: float, x: jax.Array) -> jax.Array:
+  """Returns `x` with `filler`, 0 or NaN, in place of non-finite numbers."""
   if x.dtype != jnp.bfloat16:
-    return jnp.where(jnp.isfinite(x), x, 0)
+    return jnp.where(jnp.isfinite(x), x, filler)
   # By integers: XLA:CPU chooses between bfloat16 numbers as float32, and multiplies these.
   bits = lax.bitcast_convert_type(x, jnp.uint16)
-  exponent = jnp.asarray(0x7f80, jnp.uint16)
-  return lax.bitcast_convert_type(
-      jnp.where((bits & exponent) == exponent, jnp.zeros((), bits.dtype), bits), x.dtype)
+  exponent, replaced = (jnp.asarray(n, jnp.uint16) for n in (0x7f80, 0x7fc0 if filler else 0))
+  return lax.bitcast_convert_type(jnp.where((bits & exponent) == exponent, replaced, bits), x.dtype)
 
 
-@_finite.defjvp
-def _finite_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
-  return _finite(*primals), jnp.where(jnp.isfinite(primals[0]), tangents[0], 0)
+@_fill_nonfinite.defjvp
+def _fill_nonfinite_jvp(filler: float, primals: tuple,
+                        tangents: tuple) -> tuple[jax.Array, jax.Array]:
+  tangent = jnp.where(jnp.isfinite(primals[0]), tangents[0], 0)
+  return _fill_nonfinite(filler, *primals), tangent
 
 
 def _nan_rows(inputs: _Inputs, operands: Operands) -> jax.Array:
-  """Returns [B, K, T * G, 1]: NaN for rows that are not finite or see such a key or value, else 0.
+  """Returns [B, K, T * G or 1, 1]: NaN is added to rows that see a non-finite key or value, else 0.
 
-  Rows that see nothing are 0.
+  Rows that are not finite get it too. Where all pairs are visible, NaN in queries and keys reaches
+  all that it must by itself. Rows that see nothing are 0.
   """
   # By sums, which take a third of the time of logical reductions.
   dtype = inputs.spec.softmax_dtype
-  zero_or_nan = lambda x: (x.astype(dtype) - x.astype(dtype)).sum(-1, keepdims=True)
-  keys = (zero_or_nan(operands.key) + zero_or_nan(operands.value)).transpose(0, 2, 1, 3)[..., 0]
-  found = _reached(keys, inputs.seen, "s") + inputs.rows_of(zero_or_nan(operands.query))
+  zero_or_nan = lambda x: x.astype(dtype) - x.astype(dtype)
+  query, key, value = map(zero_or_nan, (operands.query, operands.key, operands.value))
+  if inputs.seen is None:
+    return value.sum((1, 3))[..., None, None]
+  keys = (key + value).sum(-1) if key.shape == value.shape else key.sum(-1) + value.sum(-1)
+  found = _reached(keys.transpose(0, 2, 1), inputs.seen, "s")
+  found = found + inputs.rows_of(query.sum(-1, keepdims=True))
   return found if inputs.empty is None else jnp.where(inputs.empty, 0, found)
 
 
