@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from attn_core.array_axes import axes_of, reshard
 from attn_core.masks import mask as mask_lib
+from attn_core.sharding.partitioned import Context, Value
 
 
 def operand_labels(operands: jax.tree_util.PyTreeDef, mask: jax.tree_util.PyTreeDef) -> list[str]:
@@ -86,8 +87,8 @@ def by_rows(compute: Callable[..., list[jax.Array]],
   return run
 
 
-def lower(ctx: Any, inner: Any, compute: Callable[..., list[jax.Array]],
-          args: Sequence[Any]) -> Any:
+def lower(ctx: Context, inner: Context, compute: Callable[..., list[jax.Array]],
+          args: Sequence[Value]) -> Sequence[Value]:
   """Lowers a computation, by rows where an Explicit axis shards them.
 
   Args:
@@ -96,11 +97,13 @@ def lower(ctx: Any, inner: Any, compute: Callable[..., list[jax.Array]],
     compute: the computation.
     args: values of the lowered program.
   """
-  sharding = ctx.avals_in[0].sharding
+  avals: Sequence[Any] = ctx.avals_in
+  sharding = avals[0].sharding
   if not any(sharding.spec[:1]):
     return mlir.lower_fun(compute)(inner, *args)
-  typed = [jax.core.ShapedArray(a.shape, a.dtype, sharding=a.sharding) for a in ctx.avals_in]
-  return mlir.lower_fun(by_rows(compute, sharding))(ctx.replace(avals_in=typed), *args)
+  typed = [jax.core.ShapedArray(a.shape, a.dtype, sharding=a.sharding) for a in avals]
+  return mlir.lower_fun(by_rows(compute, sharding))(
+      ctx.replace(avals_in=typed), *args)
 
 
 def empty(run: Callable[..., list[jax.Array]], args: Sequence[jax.Array],
