@@ -106,23 +106,6 @@ def lower(ctx: Context, inner: Context, compute: Callable[..., list[jax.Array]],
       ctx.replace(avals_in=typed), *args)
 
 
-def empty(run: Callable[..., list[jax.Array]], args: Sequence[jax.Array],
-          dims: Sequence[int | None]) -> list[jax.Array]:
-  """Returns the results of a mapped axis without entries."""
-  one = jax.eval_shape(run, *[
-      x if d is None else jax.ShapeDtypeStruct((*x.shape[:d], *x.shape[d + 1:]), x.dtype)
-      for x, d in zip(args, dims)])
-  return [jnp.zeros((0, *x.shape), x.dtype) for x in one]
-
-
-def one_by_one(run: Callable[..., list[jax.Array]], args: Sequence[jax.Array],
-               dims: Sequence[int | None], size: int) -> list[jax.Array]:
-  """Returns the results of the entries of a mapped axis, computed one after the other."""
-  leading = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims)]
-  return jax.lax.map(lambda i: run(*[x if d is None else x[i] for x, d in zip(leading, dims)]),
-                     jnp.arange(size))
-
-
 def unfold(x: jax.Array, shape: tuple[int, int], rows_first: bool) -> jax.Array:
   """Returns an array with the mapped axis first, from one that `fold` gives."""
   size, rows = shape
