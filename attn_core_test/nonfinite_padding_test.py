@@ -111,35 +111,6 @@ class NonfiniteTest(parameterized.TestCase):
       if result in want:
         np.testing.assert_array_equal(np.where(padding["query"], want[result]["query"], 0), 0)
 
-  @parameterized.parameters(*sampling.with_slow(
-      [("segments_with_padding", "vanilla", "cpu"), ("dense_mask_per_head", "sdpa", "cpu"),
-       ("segments_with_padding", "blockwise", "cpu"),
-       ("lengths", "autoregressive_decodeattn", "cpu")],
-      ("dense_mask_per_head", "vanilla", "cpu"), ("bias_and_mask", "vanilla", "cpu"),
-      ("lengths", "blockwise", "cpu"), ("dense_mask_per_head", "blockwise", "cpu"),
-      ("lengths", *PALLAS_TPU)))
-  def test_in_the_tangents_of_padding(self, name, mechanism, place):
-    run, arrays, moves = self.derivatives(name, mechanism, place)
-    want, sees = run(arrays, moves), property_cases.visible(BY_NAME[name])
-    hidden = np.asarray(~sees.reshape(2, 2, 2, *sees.shape[2:]).any((2, 3)))  # [B, K, S]
-    padding = {"query": ~sees.any(3), "key": hidden, "value": hidden}
-    self.assertTrue(padding["query"].any() or hidden.any())
-    for (array, marked), number in itertools.product(padding.items(), NONFINITE[:2]):
-      marked = marked.transpose(0, 2, 1)[..., None]
-      got = run(arrays, {**moves, array: jnp.where(marked, number, moves[array])})
-      compare(got, want, {}, f"{array} {number}")
-
-  @parameterized.parameters("vanilla", "blockwise", "autoregressive_decodeattn")
-  def test_in_a_tangent_that_is_seen(self, mechanism):
-    run, arrays, moves = self.derivatives("causal_gqa", mechanism, "cpu")
-    want = run(arrays, moves)["tangent"]
-    for array, rows, heads in (("query", slice(4, 5), slice(1, 2)), ("key", slice(4, None),
-                               slice(2, None)), ("value", slice(4, None), slice(2, None))):
-      changed = np.zeros(want.shape, bool)
-      changed[0, rows, heads] = True
-      got = run(arrays, {**moves, array: moves[array].at[0, 4, 1, 2].set(jnp.nan)})["tangent"]
-      np.testing.assert_array_equal(got, np.where(changed, np.nan, want))
-
   @parameterized.parameters(*TAKEN)
   def test_in_one_key_head(self, name, mechanism, place):
     run, arrays, moves = self.derivatives(name, mechanism, place)

@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from attn_core.array_axes import AnyMesh
-from attn_core.autodiff import folding, nonfinite_tangents, partition_rules, rounding
+from attn_core.autodiff import folding, partition_rules, rounding
 from attn_core.kernels.common.contract import Kernel, Residuals
 from attn_core.sharding import partitioned, varying_axes
 from attn_core.types import DIFFERENTIABLE, AttentionSpec, BlockSizes, Operands, at_least_float32
@@ -96,9 +96,8 @@ def _forward(*args: jax.Array, call: _Call) -> Residuals:
 
 def _tangent(*args: jax.Array, call: _Call) -> Residuals:
   operands, residuals, tangents = _split(args, call, call.num_residuals, len(call.names))
-  joined, given = nonfinite_tangents.separate(
-      (call.kernel, operands, *call[1:3]), rounding.join(*residuals), call.names, tangents)
-  return call.kernel.tangent(operands, *call[1:3], joined, given)
+  return call.kernel.tangent(operands, call.spec, call.block_sizes, rounding.join(*residuals),
+                             dict(zip(call.names, tangents)))
 
 
 def _backward(*args: jax.Array, call: _Call) -> tuple[jax.Array, ...]:
@@ -112,26 +111,25 @@ def _backward_jvp(*args: jax.Array, call: _Call) -> tuple[jax.Array, ...]:
   operands, residuals, cotangents, tangents, d_cotangents = _split(
       args, call, call.num_residuals, 2, len(call.names), 2)
   kernel = call.kernel.differentiable or call.kernel
-  residuals, d_residuals, tangents = _d_residuals(operands, residuals, tangents, call)
+  residuals, d_residuals = _d_residuals(operands, residuals, tangents, call)
   def backward(values: list[jax.Array], residuals: list[jax.Array],
                cotangents: list[jax.Array]) -> tuple[jax.Array, ...]:
     varied = operands._replace(**dict(zip(call.names, values)))
-    return kernel.backward(
-        varied, *call[1:3], Residuals(*residuals), Residuals(*cotangents), call.names)
+    return kernel.backward(varied, call.spec, call.block_sizes, Residuals(*residuals),
+                           Residuals(*cotangents), call.names)
   primals = [getattr(operands, name) for name in call.names]
-  moves = tangents, d_residuals, d_cotangents
-  return jax.jvp(backward, (primals, residuals, cotangents), moves)[1]
+  return jax.jvp(backward, (primals, residuals, cotangents),
+                 (tangents, list(d_residuals), d_cotangents))[1]
 
 
 def _d_residuals(operands: Operands, residuals: Sequence[jax.Array], tangents: Sequence[jax.Array],
-                 call: _Call) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
-  """Returns the residuals, joined, their tangents along those of the operands, and these."""
+                 call: _Call) -> tuple[list[jax.Array], list[jax.Array]]:
+  """Returns the residuals, joined, and their tangents along those of the operands."""
+  joined = rounding.join(*residuals)
   kernel = call.kernel.differentiable or call.kernel
-  joined, given = nonfinite_tangents.separate(
-      (kernel, operands, *call[1:3]), rounding.join(*residuals), call.names, tangents)
   spec = call.spec if len(residuals) == 2 else rounding.exact(call.spec)
-  found = kernel.tangent(operands, spec, call.block_sizes, joined, given)
-  return list(joined), list(found), list(given.values())
+  found = kernel.tangent(operands, spec, call.block_sizes, joined, dict(zip(call.names, tangents)))
+  return list(joined), list(found)
 
 
 def _tangent_jvp(*args: jax.Array, call: _Call) -> Residuals:
@@ -139,19 +137,15 @@ def _tangent_jvp(*args: jax.Array, call: _Call) -> Residuals:
   operands, residuals, tangents, directions, d_tangents = _split(
       args, call, call.num_residuals, *[len(call.names)] * 3)
   kernel = call.kernel.differentiable or call.kernel
-  residuals, d_residuals, directions = _d_residuals(operands, residuals, directions, call)
-  for x in (tangents, d_tangents):
-    (*residuals,), finite = nonfinite_tangents.separate(
-        (kernel, operands, *call[1:3]), Residuals(*residuals), call.names, x)
-    x[:] = finite.values()
+  residuals, d_residuals = _d_residuals(operands, residuals, directions, call)
   def tangent(values: list[jax.Array], residuals: list[jax.Array],
               tangents: list[jax.Array]) -> Residuals:
     varied = operands._replace(**dict(zip(call.names, values)))
-    return kernel.tangent(
-        varied, *call[1:3], Residuals(*residuals), dict(zip(call.names, tangents)))
+    return kernel.tangent(varied, call.spec, call.block_sizes, Residuals(*residuals),
+                          dict(zip(call.names, tangents)))
   primals = [getattr(operands, name) for name in call.names]
-  moves = directions, d_residuals, d_tangents
-  return jax.jvp(tangent, (primals, residuals, tangents), moves)[1]
+  return jax.jvp(tangent, (primals, residuals, tangents),
+                 (directions, list(d_residuals), d_tangents))[1]
 
 
 # --- Shapes. -------------------------------------------------------------------------------------
@@ -189,7 +183,10 @@ def _forward_jvp_rule(primals: Sequence[Any], tangents: Sequence[Any], *, call: 
 
 
 def _residuals(primals: Sequence[Any], call: _Call) -> list[jax.Array]:
-  """Returns out, lse and the rest of 16-bit outputs, named so that a remat policy can keep them."""
+  """Returns out, lse and, where out has 16 bits, the rest of it.
+
+  The derivative reads the named values, so that a remat policy can keep them.
+  """
   dtype, rest = _operands(primals, call).query.dtype, list[jax.Array]()
   if call.spec.out_dtype is not None or dtype.itemsize > 2:
     out, lse = _forward_p.bind(*primals, call=call)

@@ -56,8 +56,6 @@ def _local(implementation: _BackEnd, call: Call, operands: Operands) -> Attentio
     form = banded_lib.from_mask(dense_operands.mask_of(operands, spec), queries, keys)
     assert form is not None  # it depends on the structure of the mask
     operands = _without_padding(operands, form)
-  else:
-    operands = nonfinite.hide_all_tangents(operands, _visible(operands, spec))
   key, value, finite = nonfinite.mask_nonfinite_pairs(operands.key, operands.value)
   group = operands.query.shape[2] // key.shape[2]
   finite = jnp.repeat(finite[..., 0].transpose(0, 2, 1), group, 1)  # [B, H, S]
@@ -138,17 +136,12 @@ def _rows(x: jax.Array) -> jax.Array:
 # --- Masks. ----------------------------------------------------------------------------
 
 
-def _visible(operands: Operands, spec: AttentionSpec) -> jax.Array:
-  """Returns the mask as bool [B or 1, H or 1, T, S]."""
+def _of_dense(operands: Operands, spec: AttentionSpec, bad: jax.Array) -> _Masking:
+  """Returns any mask as a boolean array; `bad` [B, H, S]: keys that are not finite."""
   batch, length, heads, _ = operands.query.shape
   shape = (batch, heads, length, operands.key.shape[1])
   visible = materialize.visible(spec.mask, operands.mask, shape)
-  return jnp.broadcast_to(visible, (*visible.shape[:2], *shape[2:]))
-
-
-def _of_dense(operands: Operands, spec: AttentionSpec, bad: jax.Array) -> _Masking:
-  """Returns any mask as a boolean array; `bad` [B, H, S]: keys that are not finite."""
-  visible = _visible(operands, spec)
+  visible = jnp.broadcast_to(visible, (*visible.shape[:2], *shape[2:]))
   return _Masking(dict(mask=visible), ~visible.any(-1), (bad[:, :, None] & visible).any(-1))
 
 
@@ -217,7 +210,10 @@ def _raised_bias(bias: jax.Array, operands: Operands,
     (bias [B or 1, H or 1, T, S], 0 for hidden keys; the numbers [B or 1, H or 1, T] that were
     subtracted from it; bool, likewise: queries whose bias is -inf for every visible key).
   """
-  visible = _visible(operands, spec)
+  batch, length, heads, _ = operands.query.shape
+  shape = (batch, heads, length, operands.key.shape[1])
+  visible = materialize.visible(spec.mask, operands.mask, shape)
+  visible = jnp.broadcast_to(visible, (*visible.shape[:2], *shape[2:]))
   # The numbers are constants to a derivative, as they change nothing.
   max_bias = jnp.where(visible, jax.lax.stop_gradient(bias), -jnp.inf).max(-1)
   hidden = max_bias == -jnp.inf

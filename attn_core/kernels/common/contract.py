@@ -147,4 +147,3 @@ class Kernel(NamedTuple):
   # Returns JAX's effects of forward and backward where they are traced: interpreters may have some.
   effects: Callable[[], Set] = frozenset
   remote_copy_fns: RemoteCopyFns | None = None  # None: the kernel cannot send arrays
-  communicates: bool = False  # whether devices exchange data in it, and so run it together

@@ -15,13 +15,10 @@ A hidden value has weight 0, and 0 * NaN is NaN. So kernels do not multiply by v
     Logits of such a key are NaN where it is visible and -inf where it is hidden.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
 from attn_core.masks import mask as mask_lib
-from attn_core.types import Operands
 
 
 def is_finite(keys: jax.Array, values: jax.Array) -> jax.Array:
@@ -55,38 +52,6 @@ def mask_nonfinite_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
   """
   finite = jnp.isfinite(x).all(-1, keepdims=True)
   return jnp.where(finite, x, 0), finite
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def hide_tangents(is_query: bool, x: jax.Array, visible: jax.Array) -> jax.Array:
-  """Returns `x`; tangents of queries that see nothing, or of keys that nothing sees, are 0.
-
-  Args:
-    is_query: whether x are queries.
-    x: queries [B, T, H, D], or keys or values [B, S, K, width].
-    visible: bool [B or 1, H or 1, T or 1, S or 1].
-  """
-  del is_query, visible
-  return x
-
-
-@hide_tangents.defjvp
-def _hide_tangents_jvp(is_query: bool, primals: tuple[jax.Array, jax.Array],
-                       tangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-  x, visible = primals
-  seen = visible.any(3 if is_query else 2)
-  if not is_query and seen.shape[1] > 1:
-    seen = seen.reshape(seen.shape[0], x.shape[2], -1, seen.shape[2]).any(2)
-  # By itself again, for the derivatives of derivatives.
-  return (hide_tangents(is_query, x, visible),
-          jnp.where(seen.transpose(0, 2, 1)[..., None], tangents[0], 0))
-
-
-def hide_all_tangents(operands: Operands, visible: jax.Array) -> Operands:
-  """Applies `hide_tangents` to query, key and value; visible as there."""
-  return operands._replace(query=hide_tangents(True, operands.query, visible),
-                           key=hide_tangents(False, operands.key, visible),
-                           value=hide_tangents(False, operands.value, visible))
 
 
 def mask_nonfinite_unless_full(mask: mask_lib.Mask, *arrays: jax.Array) -> tuple[jax.Array, ...]:

@@ -28,13 +28,11 @@ def attend(operands: Operands, spec: AttentionSpec) -> AttentionOutput:
     outputs [B, T, H, E], weights [B, H, T, S] after dropout, lse [B, H, T].
   """
   dense_operands.assert_operands(operands)
-  batch, length, heads, _ = operands.query.shape
-  keys, key_heads = operands.key.shape[1:3]
-  shape = (batch, heads, length, keys)
-  visible = materialize.visible(spec.mask, operands.mask, shape)
-  operands = nonfinite.hide_all_tangents(operands, visible)
   query, finite_query = nonfinite.mask_nonfinite_rows(operands.query)
   key, value, finite = nonfinite.mask_nonfinite_pairs(operands.key, operands.value)
+  batch, length, heads, _ = query.shape
+  keys, key_heads = key.shape[1:3]
+  shape = (batch, heads, length, keys)
   finite = jnp.repeat(finite.transpose(0, 2, 3, 1), heads // key_heads, 1)  # [B, H, 1, S]
   finite = finite & finite_query.transpose(0, 2, 1, 3)
   # The query heads of a key head become more rows: one plain product per key head.
@@ -48,6 +46,7 @@ def attend(operands: Operands, spec: AttentionSpec) -> AttentionOutput:
   if operands.bias is not None:
     logits = logits + operands.bias.astype(logits.dtype)
   logits = logits + jnp.where(finite, 0, jnp.nan).astype(logits.dtype)
+  visible = materialize.visible(spec.mask, operands.mask, shape)
   logits = jnp.where(visible, logits, -jnp.inf)
 
   weights, total, lse = _softmax(logits, operands.sinks)

@@ -104,14 +104,12 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
 def tangent(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
             residuals: Residuals, tangents: dict[str, jax.Array]) -> Residuals:
   """Computes the tangents of out and lse; see `contract.TangentFn`."""
+  del residuals
   names = tuple(tangents)
   def attend(*arrays: jax.Array) -> Residuals:
     given: dict[str, Any] = dict(zip(names, arrays))
     return forward(operands._replace(**given), spec, block_sizes)
-  found = jax.jvp(attend, [getattr(operands, name) for name in names], list(tangents.values()))[1]
-  is_nan = jnp.isnan(residuals.lse)
-  return Residuals(jnp.where(is_nan.transpose(0, 2, 1)[..., None], jnp.nan, found.out),
-                   jnp.where(is_nan, jnp.nan, found.lse))
+  return jax.jvp(attend, [getattr(operands, name) for name in names], list(tangents.values()))[1]
 
 
 KERNEL = Kernel("plain", forward, backward, tangent)

@@ -76,7 +76,7 @@ def kernel(inner: Kernel, sequence: Sequence) -> Kernel:
   differentiable = inner.differentiable
   return Kernel(f"ring_{inner.name}", bound(_forward), bound(_backward), bound(_tangent),
                 None if differentiable is None else kernel(differentiable, sequence),
-                bound(_check), inner.effects, communicates=True)
+                bound(_check), inner.effects)
 
 
 def _check(inner: Kernel, sequence: Sequence, operands: Operands, spec: AttentionSpec,
