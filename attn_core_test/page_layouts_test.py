@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes of pages next to those of other libraries' caches, whose layouts are loops over numbers here.
+"""Bytes of pages next to those of other caches, whose layouts are loops over numbers here.
 
 JAX: `paged_attention` and `ragged_paged_attention` of `jax.experimental.pallas.ops.tpu`.
 tpu-inference: `ragged_paged_attention` v3, and its variant for a head width of 64.
