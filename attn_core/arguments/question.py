@@ -145,7 +145,9 @@ def _left_to_the_partitioner(placement: placement_lib.Placement,
   elif platform not in PARTITIONED:
     why = f"on platform {platform!r}, whose compiler asks no library for partitions"
   else:
-    return placement._replace(partitioner=True)
+    # cuDNN's call has a partitioner of its own, which would not run inside of another one's part.
+    better = platform == "cpu" or bool(unknown) or placement_lib.is_ambiguous(placement)
+    return placement._replace(partitioner=better)
   if unknown:
     raise placement_lib.unknown_axes_error(unknown, why)
   return placement

@@ -39,7 +39,7 @@ FEATURES = {
     "precision": "the precision of the products",
     "softmax_dtype": "a softmax dtype other than float32",
     "block_sizes": "block sizes",
-    "optimized": "a promise of linear memory",
+    "optimized": "a promise of linear-memory computation",
     "vmem_limit_bytes": "a limit on TPU vector memory",
     "sequence_layout": "sharded tokens in another order than the sequence's",
     "cache": "a dense or sliding-window cache",

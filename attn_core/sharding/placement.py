@@ -6,8 +6,9 @@ Explicit axes shard what the types of the arrays say; other axes what the rules 
 the mesh. A mesh axis that shards nothing replicates the work. When the axes of the heads do not
 divide the key heads, every device holds all key heads and takes those of its query heads.
 
-Where all axes are Auto, the compiler's partitioner places the call as its operands are sharded, if
-the platform has one; the rules then apply to dimensions that nothing shards. See `partitioned`.
+Where all axes are Auto, the compiler's partitioner places the call as its operands are sharded, on
+CPUs always, on GPUs where the rules leave a choice; the rules then apply to dimensions that nothing
+shards. See `partitioned`.
 """
 
 import math
@@ -143,6 +144,18 @@ def unknown_axes_error(unknown: tuple[str, ...], why: str) -> ValueError:
       f"{why}: every device along it would gather the arrays; expected PartitionAxis("
       f"batch_axis=..., head_axis=..., kv_head_axis=...) with it, for example "
       f"OperationMetadata(partition_axis=PartitionAxis(batch_axis={unknown[0]!r}))")
+
+
+def is_ambiguous(placement: Placement) -> bool:
+  """Whether the placement of a call is one of several that its operands may have.
+
+  True where several axes shard one dimension, in either order, and where an axis shards nothing,
+  so that the operands may be sharded over it otherwise.
+  """
+  mesh = placement.mesh
+  several = lambda axes: sum(mesh.shape[axis] > 1 for axis in axes) > 1
+  idle = set(_auto_axes(mesh)) - {*placement.batch, *placement.heads}
+  return several(placement.batch) or several(placement.heads) or bool(idle)
 
 
 def is_auto(mesh: AnyMesh) -> bool:

@@ -92,7 +92,7 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
   if "query" in wrt:
     d_query = inputs.product(d_scores, inputs.key, 2, 1) * scale + inputs.merged(nan_rows)
     found["query"] = inputs.queries_of(d_query.astype(operands.query.dtype))
-  nan_keys = inputs.merged(_reached(nan_rows[..., 0], inputs.seen, "r"))
+  nan_keys = inputs.merged(_reached(inputs, nan_rows[..., 0], "r"))
   for name, left, right, factor in (
       ("key", d_scores, inputs.query, scale), ("value", inputs.narrow(weights), d_out, None)):
     if name in wrt:
@@ -267,29 +267,31 @@ def _nan_rows(inputs: _Inputs, operands: Operands) -> jax.Array:
   if inputs.seen is None:
     return value.sum((1, 3))[..., None, None]
   keys = (key + value).sum(-1) if key.shape == value.shape else key.sum(-1) + value.sum(-1)
-  found = _reached(keys.transpose(0, 2, 1), inputs.seen, "s")
+  found = _reached(inputs, keys.transpose(0, 2, 1), "s")
   found = found + inputs.rows_of(query.sum(-1, keepdims=True))
   return found if inputs.empty is None else jnp.where(inputs.empty, 0, found)
 
 
-def _reached(nan: jax.Array, seen: jax.Array | None, axis: str) -> jax.Array:
+def _reached(inputs: _Inputs, nan: jax.Array, axis: str) -> jax.Array:
   """Returns NaN for rows that see a key marked by NaN, or for keys that a marked row sees, else 0.
 
   Args:
+    inputs: of the attention, with its mask.
     nan: 0 or NaN [B, K, S], or with axis "r" [B, K, T * G].
-    seen: the mask, bool [B or 1, K or 1, T * G or 1, S or 1]; None: all pairs are visible.
     axis: "s" or "r", the last axis of `nan`.
 
   Returns:
     [B, K, T * G or 1, 1], or with axis "r" [B, K, S or 1, 1].
   """
+  seen = inputs.seen
   if seen is None:
     return nan.sum(-1)[..., None, None]
   ones = tuple(i for i, size in enumerate(seen.shape) if are_known(size) and size == 1)
   letters = "".join(letter for i, letter in enumerate("bkrs") if i not in ones)
   other = "r" if axis == "s" else "s"
   count = jnp.einsum(f"bk{axis},{letters}->bk{other if other in letters else ''}",
-                     jnp.isnan(nan).astype(jnp.float32), seen.squeeze(ones).astype(jnp.float32))
+                     jnp.isnan(nan).astype(jnp.float32), seen.squeeze(ones).astype(jnp.float32),
+                     precision=matmul_precision.resolve(jnp.float32, inputs.spec.precision))
   count = count if other in letters else count[..., None]
   return jnp.where(count > 0, jnp.nan, jnp.zeros_like(count, nan.dtype))[..., None]
 

@@ -274,6 +274,7 @@ def _rounded(kinds: jax.Array, static: np.ndarray, tiles_for_branch: int) -> jax
     static: see `_static_tiles`.
     tiles_for_branch: see TILES_FOR_BRANCH.
   """
+  static = static[None, None]
   visible = (kinds != block_map.EMPTY).sum(-1, keepdims=True)
   few = visible * tiles_for_branch < (static != block_map.EMPTY).sum(-1, keepdims=True)
   uncut = (kinds == static).all(-1, keepdims=True)
@@ -328,6 +329,7 @@ def _compact(kinds: jax.Array | np.ndarray, room: int,
 def _bits(kinds: Any) -> Any:
   """Packs kinds [..., tiles] into uint32, two bits a tile, the first tile lowest."""
   shifts = 2 * np.arange(kinds.shape[-1], dtype=np.uint32)
+  shifts = shifts.reshape((1,) * (kinds.ndim - 1) + (-1,))  # as strict rank promotion wants it
   return (kinds.astype(np.uint32) << shifts).sum(-1, dtype=np.uint32)
 
 
