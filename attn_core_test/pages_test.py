@@ -1,8 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Pages, written, read and converted, against plain loops; the page allocator against a model."""
-
-import random
+"""Pages, written, read and converted, against plain loops."""
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -12,7 +10,7 @@ import numpy as np
 
 from attn_core import Heads, PagesMetadata, PagesV1, PagesV2, PagesV3
 from attn_core.caches import dense, pages, quantize, window
-from attn_core.caches.paged import allocator, layouts, ops, request_groups
+from attn_core.caches.paged import layouts, ops, request_groups
 
 LAYOUTS = (PagesV1, PagesV2, PagesV3)
 HEADS = Heads(3, 5, 5)
@@ -282,113 +280,6 @@ class PagesTest(parameterized.TestCase):
     key, value = tokens()
     with self.assertRaisesRegex(ValueError, words):
       call(pages.init(PagesV2, 8, 4, HEADS, jnp.float32), key, value)
-
-
-class AllocatorTest(absltest.TestCase):
-
-  def test_by_hand(self):
-    pool = allocator.add(allocator.create(4, 4), "a")
-    pool, copies = allocator.extend(pool, "a", 6)
-    self.assertEqual((pool.requests["a"], copies), (allocator.Request((0, 1), 6), ()))
-    pool = allocator.fork(pool, "a", "b", 5)
-    self.assertEqual(pool.requests["b"], allocator.Request((0, 1), 5))
-    self.assertEqual(pool.owners, (2, 2, 0, 0))
-    pool, copies = allocator.extend(pool, "b", 4)
-    self.assertEqual((pool.requests["b"].pages, copies), ((0, 2, 3), ((1, 2),)))
-    with self.assertRaisesRegex(allocator.OutOfPages, "'a' needs 1 pages for 9 tokens; 0 of 4"):
-      allocator.extend(pool, "a", 3)
-    # "b" has copied the last page, so "a" owns it again
-    pool, copies = allocator.extend(pool, "a", 2)
-    self.assertEqual(copies, ())
-    np.testing.assert_array_equal(allocator.table(pool, "ba", 3), [[0, 2, 3], [0, 1, 0]])
-    pool = allocator.release(pool, "a")
-    self.assertEqual((pool.free, pool.owners), ((1,), (1, 0, 1, 1)))
-
-  def test_bad_input(self):
-    pool, _ = allocator.extend(allocator.add(allocator.create(4, 4), "a"), "a", 9)
-    for call, words in (
-        (lambda: allocator.create(0, 4), "num_pages: got 0"),
-        (lambda: allocator.add(pool, "a"), "name: got 'a'"),
-        (lambda: allocator.extend(pool, "b", 1), "name: got 'b'"),
-        (lambda: allocator.extend(pool, "a", -1), "tokens: got -1"),
-        (lambda: allocator.fork(pool, "a", "a", 1), "name: got 'a'"),
-        (lambda: allocator.fork(pool, "a", "b", 10), "length: got 10"),
-        (lambda: allocator.release(pool, "b"), "name: got 'b'"),
-        (lambda: allocator.table(pool, "a", 2), "width: got 2"),
-        (lambda: allocator.table(pool, "a", 1.5), "width: got 1.5; expected an int >= 0"),
-        (lambda: allocator.table(pool, "a", "b"), "width: got 'b'; expected an int >= 0")):
-      with self.assertRaisesRegex(ValueError, words):
-        call()
-
-  def test_random_operations_against_a_model(self):
-    """Checks against a model of every request's tokens and of the contents of the pool's slots."""
-    rng = random.Random(0)
-    size, count = 3, 24
-    pool, model, slots = allocator.create(count, size), {}, {}
-    full = copied = 0
-
-    def write(name, new):
-      held = pool.requests[name].pages
-      begin = len(model[name])
-      model[name] = model[name] + new
-      for position in range(begin, len(model[name])):
-        slots[held[position // size], position % size] = model[name][position]
-
-    for step in range(10_000):
-      choice = rng.random()
-      if choice < 0.15 and len(model) < 12:
-        pool, model[step] = allocator.add(pool, step), []
-      elif choice < 0.3 and model and len(model) < 12:
-        parent = rng.choice(list(model))
-        length = rng.randint(0, len(model[parent]))
-        pool, model[step] = allocator.fork(pool, parent, step, length), model[parent][:length]
-      elif choice < 0.45 and model:
-        name = rng.choice(list(model))
-        pool = allocator.release(pool, name)
-        del model[name]
-      elif model:
-        name = rng.choice(list(model))
-        new = [(step, i) for i in range(rng.randint(0, 2 * size))]
-        before = pool
-        try:
-          pool, copies = allocator.extend(pool, name, len(new))
-        except allocator.OutOfPages:
-          self.assertEqual(pool, before)
-          full += 1
-        else:
-          copied += len(copies)
-          # Only a partly filled last page that others own too is copied, when tokens go into it.
-          held = before.requests[name]
-          shared = held.length % size and before.owners[held.pages[-1]] > 1
-          self.assertEqual([source for source, _ in copies],
-                           [held.pages[-1]] if new and shared else [])
-          # As many pages as are needed, and no more, leave the free ones.
-          taken = -(-(held.length + len(new)) // size) - len(held.pages) + len(copies)
-          self.assertEqual(len(before.free) - len(pool.free), taken)
-          for source, target in copies:
-            slots.update({(target, i): slots[source, i] for i in range(size)
-                          if (source, i) in slots})
-          write(name, new)
-      self.check(pool, model, slots)
-    self.assertGreater(full, 100)
-    self.assertGreater(copied, 100)
-    for name in list(model):
-      pool = allocator.release(pool, name)
-    self.assertEqual((sorted(pool.free), set(pool.owners)), (list(range(count)), {0}))
-
-  def check(self, pool, model, slots):
-    """Checks that requests find their tokens, and that every page is free or owned."""
-    self.assertEqual(set(pool.requests), set(model))
-    owners = [0] * len(pool.owners)
-    for name, held in pool.requests.items():
-      self.assertEqual(len(held.pages), -(-held.length // pool.page_size))
-      found = [slots[held.pages[p // pool.page_size], p % pool.page_size]
-               for p in range(held.length)]
-      self.assertEqual(found, model[name])
-      for page in held.pages:
-        owners[page] += 1
-    self.assertEqual(tuple(owners), pool.owners)
-    self.assertCountEqual(pool.free, [page for page, n in enumerate(owners) if not n])
 
 
 if __name__ == "__main__":

@@ -134,7 +134,7 @@ def admit(server: Server, rows: int) -> Server:
       stored = allocator.requests[job.prefix].length
     shared = stored // allocator.page_size
     growth = len(server.running) + 1
-    if server.running and pages_for(len(job.text)) - shared + growth > len(allocator.free):
+    if server.running and pages_for(len(job.text)) - shared + growth > allocator.num_free:
       break
     allocator = (pool.fork(allocator, job.prefix, job.name, stored) if stored
                  else pool.add(allocator, job.name))
@@ -184,7 +184,7 @@ def pack(server: Server, chunks, copies, shape) -> Arrays:
   """Makes the arrays of a call; shape: (T, rows, pages of a row)."""
   num_tokens, rows, width = shape
   tokens, positions = np.zeros((2, num_tokens), np.int32)
-  copied = np.full((2, rows), len(server.pool.owners), np.int32)
+  copied = np.full((2, rows), server.pool.num_pages, np.int32)
   copied[:, :len(copies)] = np.array(copies, np.int32).reshape(-1, 2).T
   starts = np.zeros(rows + 1, np.int32)
   starts[1:len(chunks) + 1] = np.cumsum([number for _, number in chunks])
@@ -271,7 +271,7 @@ def serve(params, config, jobs: list[Job]) -> Server:
     now = time.monotonic() - begun
     if now - last_report > FLAGS.report_every or not (server.waiting or server.running):
       last_report = now
-      used = FLAGS.pages - len(server.pool.free)
+      used = FLAGS.pages - server.pool.num_free
       answered = sum(job.amount > 0 for job in server.done)
       print(f"{now:.1f} s: call {calls}, {answered} done, "
             f"{len(server.running)} running, {len(server.waiting)} waiting, {used} pages in use, "

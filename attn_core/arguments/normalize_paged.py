@@ -62,7 +62,10 @@ def normalize(a: AttentionArguments) -> steps.Normalized:
                  f"a {layout.__name__}, which mechanism {mechanism!r} reads")
   cache = cast(Pages, a.cache_view)
   cache_metadata = layouts.checked(cast(layouts.PagesMetadata, a.cache_metadata))
-  validate.check(cache, cache_metadata, query.shape[0])
+  # Positions are added to the sides and must stay int32; no token is that far away.
+  left, right = (None if side is None or side >= 2**30 else side
+                 for side in checks.window(a.sliding_window))
+  validate.check(cache, cache_metadata, query.shape[0], left)
   checks.require(mechanism != "page_attention" or cache_metadata.query_start_loc is None,
                  "cache_metadata.query_start_loc", "an array", "None: page_attention has one query "
                  "a request; ragged_page_attention_v2 has any number")
@@ -75,9 +78,6 @@ def normalize(a: AttentionArguments) -> steps.Normalized:
       None if dense.operands.sinks is None else dense.operands.sinks[0],
       *(None if x is None else checkpoint_name(_as_stored(jnp.asarray(x), cache), name)
         for name, x in (("attn_key", a.key), ("attn_value", a.value))))
-  # Positions are added to the sides and must stay int32; no token is that far away.
-  left, right = (None if side is None or side >= 2**30 else side
-                 for side in checks.window(a.sliding_window))
   chunk = checks.chunk_size(a.chunk_size)
   spec = PagedSpec(dense.spec.softmax_scale, dense.spec.logits_soft_cap, bool(a.causal),
                    (left, right), dense.spec.softmax_dtype, dense.spec.precision,

@@ -30,13 +30,16 @@ class Condition(NamedTuple):
 
 
 @layouts.takes_metadata
-def check(cache: layouts.Pages, pages_metadata: layouts.PagesMetadata, num_tokens: int) -> None:
+def check(cache: layouts.Pages, pages_metadata: layouts.PagesMetadata, num_tokens: int,
+          left: int | None = None) -> None:
   """Checks a cache and its metadata; numbers are checked where they are concrete.
 
   Args:
     cache: any layout.
     pages_metadata: requests of the call.
     num_tokens: T, tokens of the call.
+    left: number of tokens before a query that it sees; pages before those of a request's first
+      query are not checked. None: it sees all.
 
   Raises:
     ValueError: a layout, dtype or shape is wrong, scales are missing, or the metadata is concrete
@@ -47,18 +50,20 @@ def check(cache: layouts.Pages, pages_metadata: layouts.PagesMetadata, num_token
   if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(pages_metadata)):
     return
   concrete = jax.tree.map(np.asarray, pages_metadata)
-  for field, holds, expected in conditions(np, cache, concrete, num_tokens):
+  for field, holds, expected in conditions(np, cache, concrete, num_tokens, left):
     checks.require(holds, f"cache_metadata.{field}", getattr(concrete, field).tolist(), expected)
 
 
 @layouts.takes_metadata
-def flag(cache: layouts.Pages, pages_metadata: layouts.PagesMetadata, num_tokens: int) -> jax.Array:
+def flag(cache: layouts.Pages, pages_metadata: layouts.PagesMetadata, num_tokens: int,
+         left: int | None = None) -> jax.Array:
   """Returns whether `check` would find an error, bool []: for use under jit, once per step.
 
   Args:
     cache: any layout.
     pages_metadata: requests of the call; may be traced.
     num_tokens: T.
+    left: as for `check`.
 
   Raises:
     ValueError: a layout, dtype or shape is wrong, or scales are missing.
@@ -66,18 +71,19 @@ def flag(cache: layouts.Pages, pages_metadata: layouts.PagesMetadata, num_tokens
   check_shapes(cache, pages_metadata, num_tokens)
   pages_metadata = layouts.in_int32(pages_metadata)
   return ~jnp.stack([jnp.asarray(holds) for _, holds, _ in conditions(
-      jnp, cache, pages_metadata, num_tokens)]).all()
+      jnp, cache, pages_metadata, num_tokens, left)]).all()
 
 
 @layouts.takes_metadata
-def debug_check(cache: layouts.Pages, pages_metadata: layouts.PagesMetadata,
-                num_tokens: int) -> None:
+def debug_check(cache: layouts.Pages, pages_metadata: layouts.PagesMetadata, num_tokens: int,
+                left: int | None = None) -> None:
   """Runs `check` inside jit, for functions under `jax.experimental.checkify.checkify`.
 
   Args:
     cache: any layout.
     pages_metadata: requests of the call; may be traced.
     num_tokens: T.
+    left: as for `check`.
 
   Raises:
     ValueError: a layout, dtype or shape is wrong, or scales are missing. Errors in numbers are in
@@ -85,7 +91,7 @@ def debug_check(cache: layouts.Pages, pages_metadata: layouts.PagesMetadata,
   """
   check_shapes(cache, pages_metadata, num_tokens)
   pages_metadata = layouts.in_int32(pages_metadata)
-  for field, holds, expected in conditions(jnp, cache, pages_metadata, num_tokens):
+  for field, holds, expected in conditions(jnp, cache, pages_metadata, num_tokens, left):
     checkify.check(holds, f"cache_metadata.{field}: got {{got}}; expected {expected}",
                    got=getattr(pages_metadata, field))
 
@@ -118,21 +124,31 @@ def check_shapes(cache: layouts.Pages, pages_metadata: layouts.PagesMetadata,
 
 @layouts.takes_metadata
 def conditions(xp: ModuleType, cache: layouts.Pages, pages_metadata: layouts.PagesMetadata,
-               num_tokens: int) -> Iterator[Condition]:
-  """Yields the conditions on all numbers of the metadata; `xp`: numpy or jax.numpy."""
+               num_tokens: int, left: int | None = None) -> Iterator[Condition]:
+  """Yields the conditions on all numbers of the metadata.
+
+  Args:
+    xp: numpy, or jax.numpy.
+    cache: any layout.
+    pages_metadata: requests of the call.
+    num_tokens: T.
+    left: as for `check`.
+  """
   pool, number = layouts.num_pages(cache), request_groups.count(pages_metadata)
   if number is None:
-    yield from _conditions(xp, (layouts.page_size(cache), pool, pool), pages_metadata, num_tokens)
+    yield from _conditions(xp, (layouts.page_size(cache), pool, pool), pages_metadata, num_tokens,
+                           left)
     return
   ids = pool // number // (request_groups.stripe_count(pages_metadata) or 1)
   pages_metadata = request_groups.whole(pages_metadata, pool, xp)
   for g in range(number):
     yield from _conditions(xp, (layouts.page_size(cache), pool // number, ids),
-                           jax.tree.map(lambda x, g=g: x[g], pages_metadata), num_tokens // number)
+                           jax.tree.map(lambda x, g=g: x[g], pages_metadata), num_tokens // number,
+                           left)
 
 
 def _conditions(xp: ModuleType, sizes: tuple[int, int, int], pages_metadata: layouts.PagesMetadata,
-                num_tokens: int) -> Iterator[Condition]:
+                num_tokens: int, left: int | None) -> Iterator[Condition]:
   """Yields the conditions on one group; sizes: (page size, pages of the group, of a stripe)."""
   size, pool, ids = sizes
   tables, lengths = pages_metadata.page_tables, pages_metadata.context_lens
@@ -168,6 +184,8 @@ def _conditions(xp: ModuleType, sizes: tuple[int, int, int], pages_metadata: lay
                     "at least as many tokens as the request has queries, which they include")
   column = xp.arange(width)
   live = column < -(-lengths[:, None] // size)
+  if left is not None:  # pages behind the window may belong to others by now
+    live = live & (column >= (lengths - queries - left)[:, None] // size)
   yield Condition("page_tables", xp.where(live, (tables >= 0) & (tables < pool), True).all(),
                   f"page ids from 0 to {ids - 1} as far as the lengths go")
   # Dead entries become different numbers below all ids.
