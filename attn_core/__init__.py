@@ -32,6 +32,7 @@ from attn_core.mechanism_functions import (PagedOptions, autoregressive_decodeat
                                            blockwise, blockwise_attn, cuda_flash_attn2, cudnn,
                                            flash_attn2, page_attention, ragged_page_attention_v2,
                                            ragged_page_attention_v3, ring_attention, sdpa, vanilla)
+from attn_core.partials import merge_partials
 from attn_core.plan.context_parallel import ContextParallelPlan, plan_context_parallel
 from attn_core.config.remat import checkpoint_policy
 from attn_core.rope.rope import apply_complex_rotary, apply_rotary, rotary, rotary_table
@@ -71,7 +72,7 @@ __all__ = [
     "get_fcm_mask", "get_mask_details", "get_optimal_config", "get_partition_rules",
     "get_sharding_safely", "granted_freq_max_position_embedding",
     "granted_mask_max_position_embedding", "index_mask", "inverse_frequencies", "layer_rope",
-    "masks", "match_partition_rules", "page_attention", "plan_context_parallel",
+    "masks", "match_partition_rules", "merge_partials", "page_attention", "plan_context_parallel",
     "query_temperature", "ragged_page_attention_v2", "ragged_page_attention_v3",
     "read_basics_from_config", "repeat_key_value", "ring_attention", "rope_from_dict", "rotary",
     "rotary_table", "save_pretrained", "sdpa", "set_model_mesh", "shard_attention_prod",

@@ -28,6 +28,7 @@ LAYERS = (
     ("types",),
     ("array_axes",),
     ("checks",),
+    ("partials",),
     ("masks",),
     ("rope",),
     ("caches",),

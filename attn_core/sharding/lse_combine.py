@@ -1,15 +1,12 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Combines per-device partial attention outputs by logsumexp.
-
-  lse = log(sum over devices of exp(lse_i)),   out = sum over devices of out_i * exp(lse_i - lse)
-
-where device i attended to its own keys only.
-"""
+"""Combines the attention of devices to their own keys, see `partials`."""
 
 import jax
 from jax import lax
 import jax.numpy as jnp
+
+from attn_core import partials
 
 AxisNames = str | tuple[str, ...]
 
@@ -38,12 +35,7 @@ def combine(out: jax.Array, lse: jax.Array, axes: AxisNames) -> tuple[jax.Array,
   Returns:
     (out, lse) over all keys, in the same shapes and dtypes.
   """
-  m_i = lax.stop_gradient(lse)
-  # Without a visible key on any device the maximum is finite: -inf - -inf would be NaN.
-  m_i = lax.pmax(jnp.where(m_i == -jnp.inf, jnp.finfo(lse.dtype).min, m_i), axes)
-  weight = jnp.exp(lse - m_i)
-  l_i = lax.psum(weight, axes)
-  share = weight / jnp.where(l_i == 0, 1, l_i)
-  combined = lax.psum(out.astype(share.dtype) * share.transpose(0, 2, 1)[..., None], axes)
-  return combined.astype(out.dtype), jnp.where(
-      l_i == 0, -jnp.inf, m_i + jnp.log(jnp.where(l_i == 0, 1, l_i)))
+  combined, total = partials.combine(
+      out, lse, lambda x: x.transpose(0, 2, 1), lambda x: lax.pmax(x, axes),
+      lambda x: lax.psum(x, axes))
+  return combined.astype(out.dtype), total
