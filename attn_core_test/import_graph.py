@@ -29,6 +29,7 @@ LAYERS = (
     ("array_axes",),
     ("checks",),
     ("masks",),
+    ("score_mods",),
     ("rope",),
     ("caches",),
     ("references",),
