@@ -22,7 +22,8 @@ import numpy as np
 import attn_core
 from attn_core import (AttnConfig, BlockSizes, CacheMetadata, Heads, MaskInfo, OperationMetadata,
                        PagedOptions, PagesMetadata, PagesV1, PagesV2, PartitionAxis, RingConfig,
-                       Rope, attention, attention_arguments, create_mesh, explain, masks, score_mods, resolve)
+                       Rope, attention, attention_arguments, create_mesh, explain, masks,
+                       score_mods, resolve)
 from attn_core.arguments.arguments import AttentionArguments
 from attn_core.caches import allocator, dense, window
 from attn_core.config import config as config_lib

@@ -91,7 +91,8 @@ def _composed(score, batch, head, query, key, scale, slopes, bias):
 
 
 def _lowered_for_odd_keys(score, batch, head, query, key, bias):
-  return jnp.where(key % 2 == 1, score * bias[head] + batch, score)
+  row = jnp.asarray(batch).astype(score.dtype)
+  return jnp.where(key % 2 == 1, score * bias[head] + row, score)
 
 
 

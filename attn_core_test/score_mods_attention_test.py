@@ -147,7 +147,7 @@ def derivatives(run, arrays):
 
 
 class DerivativesTest(parameterized.TestCase):
-  """Those of the block-wise kernel equal those that JAX finds for all scores at once."""
+  """Derivatives of the block-wise kernel equal those that JAX finds for all scores at once."""
 
   def setUp(self):
     super().setUp()
@@ -161,9 +161,11 @@ class DerivativesTest(parameterized.TestCase):
 
   @parameterized.named_parameters(
       ("some", SOME, {"query_offset": np.array([0, 2], np.int32)}),
-      *sampling.with_slow((), ("everything", EVERYTHING, {}), ("everything_listed_positions", EVERYTHING, {"mask_info": MaskInfo(
-          q_positions=np.random.default_rng(0).integers(0, T, (B, T)).astype(np.int32))}), *(
-              (name, case, {}) for name, case in CASES.items())))
+      *sampling.with_slow(
+          (), ("everything", EVERYTHING, {}), ("everything_listed_positions", EVERYTHING, {
+              "mask_info": MaskInfo(q_positions=np.random.default_rng(0).integers(
+                  0, T, (B, T)).astype(np.int32))}),
+          *((name, case, {}) for name, case in CASES.items())))
   def test_all(self, case, arguments):
     arrays = operands() | arrays_of(case)
     self.compare(derivatives(call(case, "blockwise", **arguments), arrays),
