@@ -51,7 +51,7 @@ _flash_gpu = _cudnn._replace(limits=capabilities.cudnn_gradient_limits, fallback
 
 def _over_shards(row: Implementation, run: _Run) -> Implementation:
   """Returns a row of a block-wise kernel as one of `ring`."""
-  return row._replace(run=run, features=row.features - _MODS - {"cache"} | {"sequence_layout"},
+  return row._replace(run=run, features=row.features - {"cache"} | {"sequence_layout"},
                       shards_sequence=True, takes_symbols=False)
 
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 
-from attn_core import BlockSizes, MaskInfo, OperationMetadata, attention, create_mesh, explain
-from attn_core import masks, score_mods
+from attn_core import (BlockSizes, MaskInfo, OperationMetadata, RingConfig, attention, create_mesh,
+                       explain, from_layout, masks, score_mods, to_layout)
 from attn_core.masks import materialize
 from attn_core_test import sampling
 from attn_core_test.score_mods_cases import (ADDITIVE, B, CASES, D, H, K, POSITIONED, T, arrays_of,
@@ -288,6 +288,43 @@ class ShardTest(parameterized.TestCase):
     np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
 
 
+class RingTest(parameterized.TestCase):
+
+  @parameterized.parameters(*sampling.with_slow(
+      [("ring", "zigzag")], ("ring", "contiguous"), ("all_gather", "striped"),
+      ("ulysses", "contiguous")))
+  def test_equals_one_device(self, variant, layout):
+    """In value, gradient and tangent, where members hold parts of the sequence."""
+    case = composed("scale_by_query", "alibi", "custom", "relative", "per_key", "dense", "soft_cap")
+    mesh = create_mesh((1, 1, 1, 1, 4))  # dp, fsdp, ep, tp, sp
+    length, tokens = 16, {"query": (1,), "key": (1,), "value": (1,), "x.0": (2,), "x.4": (2,),
+                          "bias.5": (2, 3)}
+    arrays = operands() | arrays_of(case)
+    arrays |= {name: numbers(*(length if n == T else n for n in arrays[name].shape))
+               for name in tokens}
+
+    def loss(arrays, metadata=None):
+      if metadata is not None:
+        for name, axes in tokens.items():
+          for axis in axes:
+            arrays = {**arrays, name: to_layout(arrays[name], layout, 4, axis)}
+      out, lse = call(case, "vanilla" if metadata is None else "ring", metadata=metadata)(arrays)
+      if metadata is not None:
+        out, lse = from_layout(out, layout, 4), from_layout(lse, layout, 4, 2)
+      weights = numbers(B, length, H, D, seed=5), numbers(B, H, length, seed=6)
+      return (jnp.sin(out) * weights[0]).sum() + (lse * weights[1]).sum()
+
+    def both(metadata):
+      run = functools.partial(loss, metadata=metadata)
+      return jax.jit(lambda arrays: (jax.value_and_grad(run)(arrays),
+                                     jax.jvp(run, (arrays,), (arrays,))[1]))(arrays)
+    with jax.enable_x64(True):
+      got = both(OperationMetadata(mesh=mesh, ring=RingConfig(variant, layout)))
+      want = both(None)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
+      np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-9 * abs(y).max())
+
+
 class MemoryTest(parameterized.TestCase):
 
   @parameterized.product(name=("alibi", "relative", "custom"), gradient=(False, True))
@@ -316,9 +353,8 @@ class RefusalsTest(parameterized.TestCase):
   def test_names_the_mechanisms_that_support_it(self):
     arrays = {k: x.astype(np.float32) for k, x in operands().items()}
     mod = score_mods.soft_cap(3.0)
-    for mechanism in ("ring", "autoregressive_decodeattn"):
-      with self.assertRaisesRegex(NotImplementedError, r"(?s)score_mod.*not supported.*blockwise"):
-        attention(**arrays, score_mod=mod, mechanism=mechanism)
+    with self.assertRaisesRegex(NotImplementedError, r"(?s)score_mod.*not supported.*blockwise"):
+      attention(**arrays, score_mod=mod, mechanism="autoregressive_decodeattn")
     with self.assertRaisesRegex(NotImplementedError, "does more than add to the scores"):
       attention(**arrays, score_mod=mod, mechanism="sdpa")
     for platform in ("cpu", "gpu", "tpu"):

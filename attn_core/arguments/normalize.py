@@ -78,7 +78,7 @@ def normalize(a: AttentionArguments) -> Normalized:
   batch, queries, heads, _ = query.shape
   shape = batch, heads, queries, key.shape[1]
   columns = key.shape[1] * features.split_shards(a.mechanism, metadata)
-  mod = normalize_score_mod(a.score_mod, shape)
+  mod = normalize_score_mod(a.score_mod, (*shape[:3], columns))
   mask = normalize_mask.make_mask(normalize_mask.MaskArguments(
       a.causal, a.sliding_window, a.chunk_size, a.mask, info, a.query_offset, a.cum_seqlens_q,
       a.cum_seqlens_k, a.layout, features.permuted_token_order(metadata), columns,
