@@ -249,7 +249,9 @@ def soft_cap(cap: float) -> ScoreMod:
 
 
 def custom(function: Callable[..., jax.Array], *operands: ArrayLike) -> ScoreMod:
-  """function(score, batch, head, query position, key position, *operands), elementwise.
+  """A function of your own of scores, indices and operands, elementwise.
+
+  It is called as `function(score, batch, head, query position, key position, *operands)`.
 
   >>> from attn_core import score_mods
   >>> def after(score, batch, head, query, key, amount):
