@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 
-from attn_core import (BlockSizes, MaskInfo, OperationMetadata, RingConfig, attention, create_mesh,
-                       explain, from_layout, masks, score_mods, to_layout)
+from attn_core import (BlockSizes, CacheMetadata, MaskInfo, OperationMetadata, RingConfig,
+                       attention, create_mesh, explain, from_layout, masks, score_mods, to_layout)
+from attn_core.caches import dense, window
 from attn_core.masks import materialize
 from attn_core_test import sampling
 from attn_core_test.score_mods_cases import (ADDITIVE, B, CASES, D, H, K, POSITIONED, T, arrays_of,
@@ -286,6 +287,37 @@ class ShardTest(parameterized.TestCase):
     for name in arrays:
       np.testing.assert_allclose(got[1][name], want[1][name], rtol=2e-5, atol=2e-5, err_msg=name)
     np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
+
+
+class CacheTest(parameterized.TestCase):
+
+  @parameterized.named_parameters(
+      ("dense", dense, T, None), ("window", window, 5, (3, 0)))
+  def test_steps_equal_one_call(self, module, slots, reach):
+    """Positions are those of a row's tokens, wherever the cache holds them."""
+    case = composed("alibi", "relative", "soft_cap")
+    arrays = {k: x.astype(np.float32) for k, x in (operands() | arrays_of(case)).items()}
+    arguments = dict(sliding_window=reach)
+    want = call(case, "vanilla", **arguments)(arrays)[0]
+    mod = case.make(**{name: arrays[name] for name in case.arrays})
+    counts = np.array([[6, 1], [1, 1], [0, 6], [6, 5]], np.int32)  # the rows differ
+
+    @jax.jit
+    def step(query, key, value, cache, counts):
+      return attention(query, key, value, mode="__autoregressive__", score_mod=mod,
+                       cache_view=cache, cache_metadata=CacheMetadata(counts), **arguments)
+
+    cache, done = module.init(B, slots, (K, D), dtype=jnp.float32), np.zeros(B, int)
+    for count in counts:
+      part = [np.stack([np.resize(arrays[name][b, first:first + 6], (6, *arrays[name].shape[2:]))
+                        if n else np.zeros((6, *arrays[name].shape[2:]), np.float32)
+                        for b, (first, n) in enumerate(zip(done, count))]) for name in NAMES]
+      found = step(*part, cache, count)
+      cache = found.cache_view
+      for b, (first, n) in enumerate(zip(done, count)):
+        np.testing.assert_allclose(found.attention_outputs[b, :n], want[b, first:first + n],
+                                   rtol=1e-5, atol=1e-5)
+      done = done + count
 
 
 class RingTest(parameterized.TestCase):
