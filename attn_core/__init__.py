@@ -5,7 +5,7 @@
 `attention(query, key, value, mechanism=...)` runs any of them; `explain` tells which one and why.
 """
 
-from attn_core import adapters, caches, masks
+from attn_core import adapters, caches, masks, score_mods
 from attn_core.attention import Explanation, attention, explain
 from attn_core.caches import CacheMetadata, DenseCache, WindowCache
 from attn_core.caches.paged.layouts import PagesMetadata, PagesV1, PagesV2, PagesV3
@@ -75,8 +75,8 @@ __all__ = [
     "masks", "match_partition_rules", "merge_partials", "page_attention", "plan_context_parallel",
     "query_temperature", "ragged_page_attention_v2", "ragged_page_attention_v3",
     "read_basics_from_config", "repeat_key_value", "ring_attention", "rope_from_dict", "rotary",
-    "rotary_table", "save_pretrained", "sdpa", "set_model_mesh", "shard_attention_prod",
-    "tpu_version_check", "vanilla",
+    "rotary_table", "save_pretrained", "score_mods", "sdpa", "set_model_mesh",
+    "shard_attention_prod", "tpu_version_check", "vanilla",
 ]
 
 

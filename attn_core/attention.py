@@ -22,6 +22,7 @@ from attn_core.dispatch import selection
 from attn_core.dispatch.capabilities import Implementation
 from attn_core.masks.info import MaskInfo
 from attn_core.masks.mask import Mask
+from attn_core.score_mods.score_mod import ScoreMod
 from attn_core.sharding import partition, shard_map
 from attn_core.types import (ArrayLayout, AttentionOutput, BlockSizes, Call, Mode, Operands,
                              PagedOperands, SlidingWindow)
@@ -40,6 +41,7 @@ def attention(
     mask_info: MaskInfo | None = None,
     bias: ArrayLike | None = None,
     init_bias: InitBias | None = None,
+    score_mod: ScoreMod | None = None,
     causal: bool = True,
     query_offset: ArrayLike | None = None,
     sliding_window: SlidingWindow = None,
@@ -69,7 +71,7 @@ def attention(
 ) -> AttentionOutput:
   """Computes attention by any mechanism, with the same meaning on every platform.
 
-    logits  = soft_cap(softmax_scale * query . key) + bias,   soft_cap(x) = c * tanh(x / c)
+    logits  = score_mod(soft_cap(softmax_scale * query . key) + bias)
     weights = softmax over the visible keys (and the sinks) of the logits
     output  = dropout(weights) . value
 
@@ -107,6 +109,9 @@ def attention(
     mask_info: `MaskInfo`: boolean mask, segment ids, positions. All masks given apply together.
     bias: float [B or 1, H or 1, T or 1, S or 1], added after the soft cap; differentiable.
     init_bias: a function without arguments that returns the bias; not together with `bias`.
+    score_mod: a `ScoreMod` of `score_mods`, which the scores go through last, after soft cap and
+      bias; differentiable in its arrays. It reads the positions that `dropout_rng` does. Another
+      order is written with it: score_mods.dense(bias) >> score_mods.soft_cap(c) caps biased scores.
     causal: whether keys after the query (by position) are hidden.
     query_offset: position of the first query among the keys (tokens): int or int32 [B]; required
       where T != S and anything depends on positions, unless `mask_info` holds positions.
@@ -165,7 +170,7 @@ def attention(
   return _run(AttentionArguments(
       query=query, key=key, value=value, mechanism=mechanism, metadata=metadata, mode=mode,
       layout=layout, mask=mask, mask_info=mask_info, bias=bias, init_bias=init_bias,
-      causal=causal, query_offset=query_offset, sliding_window=sliding_window,
+      score_mod=score_mod, causal=causal, query_offset=query_offset, sliding_window=sliding_window,
       chunk_size=chunk_size, softmax_scale=softmax_scale, logits_soft_cap=logits_soft_cap,
       softmax_aux=softmax_aux, dropout_prob=dropout_prob, dropout_rng=dropout_rng,
       deterministic=deterministic, cum_seqlens_q=cum_seqlens_q, cum_seqlens_k=cum_seqlens_k,
@@ -214,6 +219,7 @@ def explain(
     mask_info: MaskInfo | None = None,
     bias: Shaped | None = None,
     init_bias: InitBias | None = None,
+    score_mod: ScoreMod | None = None,
     causal: bool = True,
     query_offset: ArrayLike | None = None,
     sliding_window: SlidingWindow = None,
@@ -269,7 +275,7 @@ def explain(
   return _explain_shapes(AttentionArguments(
       query=query, key=key, value=value, mechanism=mechanism, metadata=metadata, mode=mode,
       layout=layout, mask=mask, mask_info=mask_info, bias=bias, init_bias=init_bias,
-      causal=causal, query_offset=query_offset, sliding_window=sliding_window,
+      score_mod=score_mod, causal=causal, query_offset=query_offset, sliding_window=sliding_window,
       chunk_size=chunk_size, softmax_scale=softmax_scale, logits_soft_cap=logits_soft_cap,
       softmax_aux=softmax_aux, dropout_prob=dropout_prob, dropout_rng=dropout_rng,
       deterministic=deterministic, cum_seqlens_q=cum_seqlens_q, cum_seqlens_k=cum_seqlens_k,

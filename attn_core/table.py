@@ -16,14 +16,16 @@ from attn_core.mechanisms import decode, dense, flash, paged, sdpa
 from attn_core.mechanisms.context_parallel import mechanism as ring
 from attn_core.types import AttentionOutput, Call
 
-_EVERYTHING = frozenset(FEATURES) - {"vmem_limit_bytes", "quantized", "pages", "sequence_layout"}
+_MODS = frozenset({"score_mod", "score_function"})
+_EVERYTHING = frozenset(FEATURES) - _MODS - {
+    "vmem_limit_bytes", "quantized", "pages", "sequence_layout"}
 _BLOCKWISE = _EVERYTHING - {"weights"}
 _TPU = _BLOCKWISE - {"float16", "float64", "softmax_dtype", "mask_operands"} | {"vmem_limit_bytes"}
 _VANILLA = _EVERYTHING - {"block_sizes", "optimized"}
 _DECODE = _BLOCKWISE - {"bias", "dropout"} | {"quantized"}
 # jax.nn compiles float16 for GPUs only.
 _SDPA = frozenset({"gqa", "causal", "window", "chunk", "segments",
-                   "positions", "mask", "mask_operands", "bias", "lse"})
+                   "positions", "mask", "mask_operands", "bias", "score_mod", "lse"})
 _CUDNN = frozenset({"gqa", "float16", "causal", "window", "positions", "mask", "mask_operands",
                     "bias", "optimized"})
 # Products of 16-bit operands with float32 sums have one precision.
@@ -37,11 +39,11 @@ _NOT_ON_HOPPER = frozenset({"float64", "precision", "softmax_dtype"})
 
 _Run = Callable[[Call], AttentionOutput]
 
-_dense = Implementation(dense.vanilla, _VANILLA, QUADRATIC, takes_symbols=True)
+_dense = Implementation(dense.vanilla, _VANILLA | _MODS, QUADRATIC, takes_symbols=True)
 _sdpa = Implementation(sdpa.xla, _SDPA, QUADRATIC, capabilities.sdpa_limits, takes_symbols=True)
 _cudnn = Implementation(sdpa.cudnn, _CUDNN, LINEAR_BANDED, capabilities.cudnn_limits)
 
-_flash = Implementation(flash.xla, _BLOCKWISE, LINEAR, takes_symbols=True)
+_flash = Implementation(flash.xla, _BLOCKWISE | _MODS, LINEAR, takes_symbols=True)
 _flash_tpu = Implementation(flash.tpu, _TPU, LINEAR, capabilities.tpu_limits)
 _flash_hopper = Implementation(flash.gpu, _HOPPER, LINEAR, capabilities.hopper_flash_limits)
 _flash_gpu = _cudnn._replace(limits=capabilities.cudnn_gradient_limits, fallback=_flash)

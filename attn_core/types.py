@@ -10,9 +10,9 @@ Four kinds of values, never mixed: arrays (`Operands`, traced), what is computed
 (`BlockSizes`, static; it never changes the meaning).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import enum
-from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar, cast
 
 import jax
 from jax.typing import DTypeLike
@@ -51,7 +51,8 @@ RING_TRANSFERS: tuple[RingTransfer, ...] = ("collective", "remote")
 # A finite stand-in for -inf where a difference of two of them must not become NaN.
 MASK_VALUE = -1e30
 
-# The operands with gradients, in the order in which kernels return them.
+# The operands with gradients, in the order in which kernels return them; see `differentiable_names`
+# for those of score mods.
 DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks")
 
 
@@ -146,6 +147,7 @@ class Operands(NamedTuple):
   dropout_key: Array | None = None  # uint32 [B or 1, 2]
   key_scale: Array | None = None  # float32 [B, S, K], scales of 8-bit keys; see caches.quantize
   value_scale: Array | None = None  # float32 [B, S, K], of 8-bit values
+  mods: tuple[Array, ...] = ()  # of the score mod, each [B or 1, H or 1, ...]; see `score_mods`
 
 
 class PagedOperands(NamedTuple):
@@ -159,6 +161,43 @@ class PagedOperands(NamedTuple):
   value: Array | None = None  # [T, K, E]
   # The device's stripe of the requests' pages, those of the tables and the cache; None: all pages.
   stripe: "Stripe | None" = None
+
+
+_MODS = "mods."  # before the number of an array of the score mod
+
+
+def operand(operands: Operands, name: str) -> Array:
+  """Returns an operand by its name: a field of `Operands`, or "mods.N" for an array of its mods."""
+  return operands.mods[mod_number(name)] if is_mod(name) else getattr(operands, name)
+
+
+def is_mod(name: str) -> bool:
+  """Returns whether an operand is an array of the score mod."""
+  return name.startswith(_MODS)
+
+
+def mod_number(name: str) -> int:
+  """Returns the number of an array of the score mod, by its name."""
+  return int(name.removeprefix(_MODS))
+
+
+def mod_names(operands: Operands) -> tuple[str, ...]:
+  """Returns the names of the arrays of the score mod."""
+  return tuple(f"{_MODS}{n}" for n in range(len(operands.mods)))
+
+
+def with_operands(operands: Operands, values: Mapping[str, Array | None]) -> Operands:
+  """Returns operands with some of them replaced, by their names; see `operand`."""
+  fields: dict[str, Any] = {name: x for name, x in values.items() if not is_mod(name)}
+  mods = (values.get(name, x) for name, x in zip(mod_names(operands), operands.mods))
+  return operands._replace(**fields, mods=cast(tuple[Array, ...], tuple(mods)))
+
+
+def differentiable_names(operands: Operands) -> tuple[str, ...]:
+  """Returns the names of the operands with gradients that are given."""
+  return (*(name for name in DIFFERENTIABLE if getattr(operands, name) is not None),
+          *(name for name, x in zip(mod_names(operands), operands.mods)
+            if jnp.issubdtype(x.dtype, jnp.inexact)))
 
 
 # Makes a tree like `Operands` of what stands for arrays: of shapes, or of PartitionSpecs.
@@ -177,6 +216,8 @@ class AttentionSpec(NamedTuple):
   normalize_output: bool = True
   # Of an output that is a partial sum, to which others are added; None: the query's dtype.
   out_dtype: DTypeLike | None = None
+  # Of the term that scores go through last, whose leaves are Operands.mods; None: none.
+  score_mod: jax.tree_util.PyTreeDef | None = None
 
 
 class PagedSpec(NamedTuple):

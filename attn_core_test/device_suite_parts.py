@@ -110,12 +110,12 @@ def _problems(case, mechanism: str, dtype: str):
   """Yields differences from the oracle that are larger than rounding."""
   arrays = property_cases.operands(case, dtype)
   with_lse = mechanism not in ("sdpa", "cudnn")
-  arguments = dict(case.arguments, mechanism=mechanism, return_lse=with_lse)
+  options: dict = dict(mechanism=mechanism, return_lse=with_lse)
   if dtype == "float32" and with_lse:
-    arguments["precision"] = "highest"  # tensor cores would round the operands
+    options["precision"] = "highest"  # tensor cores would round the operands
 
   def run(arrays):
-    output = attention(**arguments, **arrays)
+    output = attention(**property_cases.arguments(case, arrays), **options)
     return output.attention_outputs, output.lse if with_lse else None
 
   # Both sides compute the loss in the same precision, so that only the attention is compared.

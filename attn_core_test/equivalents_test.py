@@ -51,7 +51,7 @@ class EquivalentsTest(absltest.TestCase):
     left, right = normal(B, T, H, 2), normal(B, T, K, 2)
     bias = jnp.einsum("bthn,bshn->bhts", left, jnp.repeat(right, H // K, 2))
     want = weighted(weights_of(2 * jnp.tanh((scores_of(query, key) + bias) / 2)), value)
-    found = function("bias_before_cap")(query, key, value, left, right, scale=D**-0.5, cap=2.0)
+    found = function("bias_before_cap")(query, key, value, bias, scale=D**-0.5, cap=2.0)
     np.testing.assert_allclose(found, want, atol=1e-5)
     after = attention(query, key, value, bias=bias, logits_soft_cap=2.0).attention_outputs
     self.assertGreater(float(jnp.abs(after - want).max()), 0.05)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import (BlockSizes, CacheMetadata, MaskInfo, OperationMetadata, RingConfig,
-                       attention, create_mesh, masks)
+                       attention, create_mesh, masks, score_mods)
 from attn_core.arguments import normalize
 from attn_core.arguments.arguments import AttentionArguments
 from attn_core.caches import dense
@@ -53,6 +53,9 @@ NEEDS = {
                              "mask mask_operands"),
     "bias": ({"bias": np.ones((1, 1, 6, 6), np.float32)}, "bias"),
     "init_bias": ({"init_bias": lambda: np.ones((1, 1, 6, 6), np.float32)}, "bias"),
+    "score_mod": ({"score_mod": score_mods.alibi(np.ones(4, np.float32))}, "score_mod"),
+    "score_function": ({"score_mod": score_mods.alibi(np.ones(4, np.float32))
+                        >> score_mods.soft_cap(3.0)}, "score_mod score_function"),
     "sinks": ({"softmax_aux": np.ones(4, np.float32)}, "sinks"),
     "soft_cap": ({"logits_soft_cap": 3.0}, "soft_cap"),
     "dropout": ({"dropout_prob": 0.5, "dropout_rng": KEY}, "dropout"),

@@ -30,6 +30,7 @@ LAYERS = (
     ("checks",),
     ("partials",),
     ("masks",),
+    ("score_mods",),
     ("rope",),
     ("caches",),
     ("references",),

@@ -22,7 +22,8 @@ import numpy as np
 import attn_core
 from attn_core import (AttnConfig, BlockSizes, CacheMetadata, Heads, MaskInfo, OperationMetadata,
                        PagedOptions, PagesMetadata, PagesV1, PagesV2, PartitionAxis, RingConfig,
-                       Rope, attention, attention_arguments, create_mesh, explain, masks, resolve)
+                       Rope, attention, attention_arguments, create_mesh, explain, masks,
+                       score_mods, resolve)
 from attn_core.arguments.arguments import AttentionArguments
 from attn_core.caches import allocator, dense, window
 from attn_core.config import config as config_lib
@@ -113,6 +114,7 @@ ARGUMENTS = {
                                       kv_segment_ids=ints([[0] * 4 + [1] * 4]))),
     "bias": Effect(run, numbers(1, 4, 8, 8)),
     "init_bias": Effect(run, lambda: numbers(1, 4, 8, 8)),
+    "score_mod": Effect(run, score_mods.soft_cap(0.5)),
     "causal": Effect(run, False),
     "query_offset": Effect(run, -3),
     "sliding_window": Effect(run, 1),

@@ -34,13 +34,13 @@ def call(case, mechanism, platform):
 @functools.cache  # the same object, so that jax.jit compiles it once
 def _call(name, mechanism, platform):
   case = BY_NAME[name]
-  arguments = dict(case.arguments, mechanism=mechanism, return_lse=True,
+  arguments = dict(mechanism=mechanism, return_lse=True,
                    metadata=OperationMetadata(platform=platform))
   if "block_sizes" in table.TABLE[mechanism, platform].general.features:
     # Blocks of TPU kernels come in multiples of 128.
     arguments["block_sizes"] = BlockSizes() if (mechanism, platform) == PALLAS_TPU else BLOCKS
   def run(arrays):
-    output = attention(**arguments, **arrays)
+    output = attention(**property_cases.arguments(case, arrays), **arguments)
     return output.attention_outputs, output.lse
   return run
 
@@ -150,7 +150,7 @@ class PropertiesTest(InterpretedTestCase):
   @parameterized.named_parameters(*(
       (f"{pair[0]}_{dtype}", *pair[1:], dtype) for pair in PAIRS for dtype in TOLERANCES
       if pair[1] in ("causal_gqa", "everything", "window_both_sides", "sinks_several_empty_rows",
-                     "soft_cap")))
+                     "soft_cap", "score_mod")))
   def test_rounding(self, name, mechanism, platform, dtype):
     case = BY_NAME[name]
     if not supported(case, mechanism, platform, dtype):
@@ -172,7 +172,7 @@ class PropertiesTest(InterpretedTestCase):
     self.assertLess(np.abs(np.where(empty, 0, lse - want_lse)).max(), largest)
 
   @parameterized.named_parameters(*(
-      pair for pair in PAIRS if pair[1] in ("everything", "causal_gqa")))
+      pair for pair in PAIRS if pair[1] in ("everything", "causal_gqa", "score_mod")))
   def test_repeats_bit_for_bit_and_jit_changes_nothing(self, name, mechanism, platform):
     case = BY_NAME[name]
     if not supported(case, mechanism, platform):
@@ -213,7 +213,7 @@ def _zero_lse(run, arrays):
 def _without_lse(run, case, mechanism, platform):
   """The same call without `return_lse`, for implementations whose lse cannot be differentiated."""
   def only_out(arrays):
-    out = attention(**case.arguments, **arrays, mechanism=mechanism,
+    out = attention(**property_cases.arguments(case, arrays), mechanism=mechanism,
                     metadata=OperationMetadata(platform=platform)).attention_outputs
     return out, jnp.zeros(jax.eval_shape(run, arrays)[1].shape)
   return only_out
@@ -291,7 +291,8 @@ class LeakageTest(InterpretedTestCase):
 # Arguments that vmap maps over, by case.
 MAPPED = (("causal_gqa", ("query", "key", "value")), ("segments_with_padding", ("query",)),
           ("everything", ("bias", "softmax_aux")), ("everything", ("query", "value")),
-          ("custom_predicate", ("key",)))
+          ("custom_predicate", ("key",)), ("score_mod_added", ("slopes", "per_key")),
+          ("score_mod", ("odd", "query")))
 ON_TPU_MAPPED = sampling.with_slow(MAPPED[1:3], MAPPED[0], *MAPPED[3:])
 
 

@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core import MaskInfo, masks, table
+from attn_core import MaskInfo, masks, score_mods, table
 from attn_core.masks import constructors, dropout
 from attn_core.references import oracle
+from attn_core.score_mods import terms
 from attn_core.types import AttentionSpec, MaskOperands, Operands
 
 
@@ -41,7 +42,10 @@ class Case(NamedTuple):
   arguments: dict  # of `attention`, beyond query, key, value
   sees: Callable  # (b, h, t, s) -> bool
   floats: dict = {}  # differentiable arguments: name -> shape ("bias", "softmax_aux")
-  positions: Any = None  # int [B, T]: positions of the queries, for dropout
+  positions: Any = None  # int [B, T]: positions of the queries, for dropout and score mods
+  mod: Any = None  # (arrays) -> the score mod; those of `mod_floats` are its own
+  mod_floats: dict = {}  # their shapes by name
+  formula: Any = None  # (score, batch, head, query position, key position, *arrays) -> the logit
 
 
 def _ids(rows):
@@ -72,6 +76,25 @@ _CU_SEGMENT = np.repeat([0, 1, 2], [3, 1, 9])
 _CU_K = _ids([0, 5, 6, 17])
 _CU_K_SEGMENT = np.repeat([0, 1, 2], [5, 1, 11])
 _RNG = np.array([7, 11], np.uint32)
+
+
+def _added(score, batch, head, query, key, slopes, table, per_key):
+  """Returns the logit of an additive score mod."""
+  near = table[jnp.minimum(jnp.maximum(key - query, -2), 2) + 2, head]
+  return score + slopes[head] * (key - query) + near + per_key[batch, 0, jnp.clip(key, 0, 12)]
+
+
+def _composed(score, batch, head, query, key, scale, slopes, bias):
+  """Returns the logit of a score mod of every kind."""
+  score = 1.5 * jnp.tanh(score * scale[0, head, 0] / 1.5) - slopes[head] * abs(key - query)
+  return _lowered_for_odd_keys(score, batch, head, query, key, bias)
+
+
+def _lowered_for_odd_keys(score, batch, head, query, key, bias):
+  row = jnp.asarray(batch).astype(score.dtype)
+  return jnp.where(key % 2 == 1, score * bias[head] + row, score)
+
+
 
 CASES = (
     Case("causal_gqa", _S, {}, lambda b, h, t, s: s <= t),
@@ -135,6 +158,20 @@ CASES = (
               dropout_prob=0.25, dropout_rng=_RNG, deterministic=False),
          lambda b, h, t, s: -6 <= s - t - 3 <= 2 and _SEGMENTS[b, t] % 2 == s % 2,
          dict(bias=(1, 4, 11, 17), softmax_aux=(4, 2)), np.arange(11)[None] + 3 + np.zeros((2, 1))),
+    Case("score_mod_added", _S, {}, lambda b, h, t, s: s <= t, mod_floats=dict(
+        slopes=(4,), table=(5, 4), per_key=(2, 1, 13)), formula=_added,
+         mod=lambda slopes, table, per_key: (
+             score_mods.alibi(slopes) >> score_mods.by_distance(table)
+             >> score_mods.per_key(per_key))),
+    Case("score_mod", _S, dict(
+        dropout_prob=0.4, dropout_rng=_RNG, deterministic=False, causal=False,
+        mask_info=MaskInfo(q_positions=_Q_POSITIONS)), lambda b, h, t, s: True,
+         positions=_Q_POSITIONS, formula=_composed,
+         mod_floats=dict(scale=(1, 4, 1), slopes=(4,), odd=(4,)),
+         mod=lambda scale, slopes, odd: (
+             score_mods.scale_by(scale) >> score_mods.soft_cap(1.5)
+             >> score_mods.alibi(slopes, symmetric=True)
+             >> score_mods.custom(_lowered_for_odd_keys, odd))),
     Case("dropout", _S, dict(dropout_prob=0.4, dropout_rng=_RNG, deterministic=False),
          lambda b, h, t, s: s <= t),
     Case("dropout_at_positions", _S,
@@ -201,7 +238,7 @@ def operands(case: Case, dtype, seed: int = 0) -> dict:
   shape, layout = case.shape, case.arguments.get("layout", "bthd")
   shapes = {"query": (shape.B, shape.T, shape.H, shape.D),
             "key": (shape.B, shape.S, shape.K, shape.D),
-            "value": (shape.B, shape.S, shape.K, shape.E), **case.floats}
+            "value": (shape.B, shape.S, shape.K, shape.E), **case.floats, **case.mod_floats}
   arrays = {}
   for name, full in shapes.items():
     array = rng.normal(size=full)
@@ -209,6 +246,14 @@ def operands(case: Case, dtype, seed: int = 0) -> dict:
       array = from_bthd(array, layout)
     arrays[name] = jnp.asarray(array, dtype)
   return arrays
+
+
+def arguments(case: Case, arrays: dict) -> dict:
+  """Returns the arguments of `attention` for arrays of `operands`."""
+  given = {**case.arguments, **{k: x for k, x in arrays.items() if k not in case.mod_floats}}
+  if case.mod is None:
+    return given
+  return {**given, "score_mod": case.mod(**{name: arrays[name] for name in case.mod_floats})}
 
 
 def from_bthd(x, layout: str):
@@ -222,7 +267,7 @@ def to_bthd(x, layout: str):
 
 
 @functools.cache
-def _oracle(spec: AttentionSpec, layout: str):
+def _oracle(spec: AttentionSpec, layout: str, mods: tuple[str, ...]):
   """Returns a function: arrays of the mask, `operands` -> (output in the layout, lse)."""
   def run(mask, arrays):
     query, key, value = (to_bthd(arrays[name], layout) for name in ("query", "key", "value"))
@@ -231,7 +276,8 @@ def _oracle(spec: AttentionSpec, layout: str):
       sinks = (sinks if sinks.ndim == 1 else jax.nn.logsumexp(sinks, -1))[None]
     words = dropout.key_words(jnp.asarray(_RNG)) if spec.dropout_prob else None
     out, _, lse, _ = oracle.attention(
-        Operands(query, key, value, arrays.get("bias"), MaskOperands(mask), sinks, words), spec)
+        Operands(query, key, value, arrays.get("bias"), MaskOperands(mask), sinks, words,
+                 mods=tuple(arrays[name][None, None] for name in mods)), spec)
     return from_bthd(out, layout), lse[0] if layout == "thd" else lse
   return run
 
@@ -249,8 +295,10 @@ def reference(case: Case) -> jax.tree_util.Partial:
   leaves, structure = jax.tree.flatten(mask)
   spec = AttentionSpec(
       structure, a.get("softmax_scale", case.shape.D**-0.5), a.get("logits_soft_cap"),
-      a.get("dropout_prob", 0.0), normalize_output=a.get("normalize_output", True))
-  return jax.tree_util.Partial(_oracle(spec, a.get("layout", "bthd")),
+      a.get("dropout_prob", 0.0), normalize_output=a.get("normalize_output", True),
+      score_mod=None if case.formula is None else jax.tree.structure(
+          terms.Custom(case.formula, tuple(case.mod_floats))))
+  return jax.tree_util.Partial(_oracle(spec, a.get("layout", "bthd"), tuple(case.mod_floats)),
                                tuple(map(jnp.asarray, leaves)))
 
 

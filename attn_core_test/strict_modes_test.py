@@ -76,7 +76,7 @@ def case_of(mechanism, name, dtypes):
             for name, x in property_cases.operands(case, dtype).items()}
   return_lse = mechanism != "sdpa"  # it has no gradient there
   def run(arrays):
-    output = attention(**case.arguments, **arrays, **more, mechanism=mechanism,
+    output = attention(**property_cases.arguments(case, arrays), **more, mechanism=mechanism,
                        return_lse=return_lse)
     return output.attention_outputs, output.lse
   try:

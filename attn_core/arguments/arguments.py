@@ -15,6 +15,7 @@ from attn_core.caches.window import WindowCache
 from attn_core.config.metadata import OperationMetadata
 from attn_core.masks.info import MaskInfo
 from attn_core.masks.mask import Mask
+from attn_core.score_mods.score_mod import ScoreMod
 from attn_core.types import ArrayLayout, BlockSizes, Mode, SlidingWindow
 
 Cache = DenseCache | WindowCache | Pages
@@ -40,6 +41,7 @@ class AttentionArguments(NamedTuple):
   mask_info: MaskInfo | None
   bias: Shaped | None
   init_bias: InitBias | None
+  score_mod: ScoreMod | None
   causal: bool
   query_offset: ArrayLike | None
   sliding_window: SlidingWindow
@@ -83,6 +85,7 @@ class AttentionOptions(TypedDict, total=False):
   mask_info: MaskInfo | None
   bias: ArrayLike | None
   init_bias: InitBias | None
+  score_mod: ScoreMod | None
   causal: bool
   query_offset: ArrayLike | None
   sliding_window: SlidingWindow

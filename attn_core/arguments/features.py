@@ -10,6 +10,7 @@ from attn_core.config import metadata as metadata_lib
 from attn_core.config.metadata import OperationMetadata
 from attn_core.masks import mask as mask_lib
 from attn_core.masks.info import MaskInfo
+from attn_core.score_mods import score_mod
 from attn_core.sharding import context_parallel
 from attn_core.types import Call
 
@@ -38,7 +39,7 @@ def features_of(a: AttentionArguments, call: Call) -> dict[str, str]:
   query, key, value = call.operands[:3]
   info = MaskInfo() if a.mask_info is None else a.mask_info
   dtype = jnp.dtype(query.dtype).name
-  order = permuted_token_order(a.metadata)
+  order, mod = permuted_token_order(a.metadata), call.spec.score_mod
   needs = {
       "gqa": (key.shape[2] != query.shape[2], f"{query.shape[2]} heads over {key.shape[2]}"),
       "value_width": (value.shape[3] != key.shape[3], f"value width {value.shape[3]} and query "
@@ -59,6 +60,9 @@ def features_of(a: AttentionArguments, call: Call) -> dict[str, str]:
       "mask_operands": (mask_lib.WHOLE in mask_lib.structure_roles(call.spec.mask),
                         "masks.custom with operands"),
       "bias": (call.operands.bias is not None, "bias"),
+      "score_mod": (mod is not None, "score_mod"),
+      "score_function": (mod is not None and not score_mod.of_structure(mod).is_additive,
+                         "score_mod"),
       "sinks": (a.softmax_aux is not None, "softmax_aux"),
       "soft_cap": (a.logits_soft_cap is not None, f"logits_soft_cap={a.logits_soft_cap}"),
       "dropout": (call.spec.dropout_prob > 0, f"dropout_prob={call.spec.dropout_prob}"),

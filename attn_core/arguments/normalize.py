@@ -21,6 +21,7 @@ from attn_core.config.metadata import OperationMetadata
 from attn_core.dispatch.capabilities import Request, request_of
 from attn_core.masks import dropout
 from attn_core.masks.info import MaskInfo
+from attn_core.score_mods.score_mod import ScoreMod
 from attn_core.types import (ARRAY_LAYOUTS, MODES, ArrayLayout, AttentionSpec, Call, MaskOperands,
                              Operands, SlidingWindow, at_least_float32)
 
@@ -77,16 +78,20 @@ def normalize(a: AttentionArguments) -> Normalized:
   batch, queries, heads, _ = query.shape
   shape = batch, heads, queries, key.shape[1]
   columns = key.shape[1] * features.split_shards(a.mechanism, metadata)
+  mod = normalize_score_mod(a.score_mod, (*shape[:3], columns))
   mask = normalize_mask.make_mask(normalize_mask.MaskArguments(
       a.causal, a.sliding_window, a.chunk_size, a.mask, info, a.query_offset, a.cum_seqlens_q,
-      a.cum_seqlens_k, a.layout, features.permuted_token_order(metadata), columns), shape)
+      a.cum_seqlens_k, a.layout, features.permuted_token_order(metadata), columns,
+      mod is not None and mod.reads_positions), shape)
   arrays, structure = jax.tree.flatten(mask)
   bias = normalize_bias(a.bias, a.init_bias, a.layout, (*shape[:3], columns))
   sinks = normalize_sinks(a.softmax_aux, heads)
-  spec = make_spec(a, metadata, query, structure)
+  mods: tuple[list[jax.Array], jax.tree_util.PyTreeDef | None] = (
+      ([], None) if mod is None else jax.tree.flatten(mod))
+  spec = make_spec(a, metadata, query, structure)._replace(score_mod=mods[1])
   operands = Operands(
       query, key, value, bias, MaskOperands(tuple(map(jnp.asarray, arrays))), sinks,
-      _dropout_words(a.dropout_rng, spec.dropout_prob), *scales)
+      _dropout_words(a.dropout_rng, spec.dropout_prob), scales[0], scales[1], tuple(mods[0]))
   call = Call(operands, spec, block_sizes.requested(a.block_sizes, a.vmem_limit_bytes), None,
               bool(a.return_lse), bool(a.return_weights))
   rules = metadata.get_shardings(mode, "bthd")
@@ -282,6 +287,20 @@ def normalize_bias(bias: Shaped | None, init_bias: InitBias | None, layout: Arra
   array = array[None] if rank == 3 else array
   checks.broadcastable(name, array, shape, "[B, H, T, S]")
   return jnp.asarray(array)
+
+
+def normalize_score_mod(mod: ScoreMod | None, shape: tuple[int, int, int, int]) -> ScoreMod | None:
+  """Returns the term of a score mod for a call of shape (B, H, T, S).
+
+  Raises:
+    ValueError: it is not a score mod, or an array of it does not fit the call.
+  """
+  if mod is None:
+    return None
+  checks.require(isinstance(mod, ScoreMod), "score_mod", checks.describe(mod),
+                 "a score mod of `score_mods`: a function is score_mods.custom(function), an array "
+                 "is `bias`")
+  return mod.lower(shape)
 
 
 def normalize_sinks(softmax_aux: Shaped | None, heads: int) -> jax.Array | None:

@@ -32,6 +32,7 @@ class MaskArguments(NamedTuple):
   layout: ArrayLayout
   token_order: str | None  # `RingConfig.layout` of permuted tokens; None: tokens in their order
   columns: int  # S, or that of all shards where the call gets one of a split sequence
+  reads_positions: bool = False  # whether something else than masks does
 
 
 def make_mask(given: MaskArguments, shape: Shape) -> Mask:
@@ -47,7 +48,7 @@ def make_mask(given: MaskArguments, shape: Shape) -> Mask:
   batch, _, queries, keys = shape
   whole = (*shape[:3], given.columns)
   positional = _positional_mask(given.causal, given.sliding_window, given.chunk_size)
-  by_position = positional != constructors.full()
+  by_position = given.reads_positions or positional != constructors.full()
   mask = positional & _explicit_mask(given.mask, given.layout, whole)
   info = _checked_info(given.mask_info, shape, whole)
   offset: int | jax.Array = 0
@@ -69,7 +70,8 @@ def make_mask(given: MaskArguments, shape: Shape) -> Mask:
         not by_position or queries == keys or has_positions or 0 in (queries, keys),
         "query_offset and mask_info.q_positions", f"None for both with {queries} queries and "
         f"{keys} keys", "one of them, to say where the queries stand among the keys (query_offset: "
-        f"0 for the top left, {keys - queries} for the bottom right), or causal=False")
+        f"0 for the top left, {keys - queries} for the bottom right), or "
+        + ("no score_mod that reads positions" if given.reads_positions else "causal=False"))
   mask = info.to_mask(mask)
   if not (isinstance(offset, int) and offset == 0):
     mask = constructors.offset(mask, offset)

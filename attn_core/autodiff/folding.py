@@ -13,21 +13,24 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from attn_core.array_axes import axes_of, reshard
 from attn_core.masks import mask as mask_lib
 from attn_core.sharding.partitioned import Context, Value
+from attn_core.types import Operands, mod_names
 
 
-def operand_labels(operands: jax.tree_util.PyTreeDef, mask: jax.tree_util.PyTreeDef) -> list[str]:
-  """Returns the field name of every operand leaf; "whole" for arrays a predicate reads whole.
+def operand_labels(structure: jax.tree_util.PyTreeDef, mask: jax.tree_util.PyTreeDef) -> list[str]:
+  """Returns the name of every operand leaf; "whole" for arrays a predicate reads whole.
 
   Args:
-    operands: structure of Operands.
+    structure: of Operands.
     mask: structure of their mask.
   """
-  fields = jax.tree.unflatten(operands, range(operands.num_leaves))._asdict()
+  operands: Operands = jax.tree.unflatten(structure, range(structure.num_leaves))
+  fields = operands._asdict()
   roles = mask_lib.structure_roles(mask)
   arrays = ["whole" if role == mask_lib.WHOLE else "mask" for role in roles]
   rest = ["mask"] * (len(jax.tree.leaves(fields["mask"])) - len(arrays))
+  labels = {"mask": arrays + rest, "mods": list(mod_names(operands))}
   return [label for name, value in fields.items() if value is not None
-          for label in (arrays + rest if name == "mask" else [name])]
+          for label in labels.get(name, [name])]
 
 
 def fold(x: jax.Array, dim: int | None, shape: tuple[int, int], full: bool,

@@ -21,7 +21,7 @@ import numpy as np
 from attn_core.array_axes import AnyMesh, Axes, size_of
 from attn_core.masks import mask as mask_lib
 from attn_core.sharding import partitioned
-from attn_core.types import Operands
+from attn_core.types import Operands, is_mod
 
 # A name for each dimension of an array: "b" rows, "h" query heads, "k" key heads; "" any other.
 Names = tuple[str, ...]
@@ -34,6 +34,7 @@ NAMES: dict[str, Names] = {
     "bias": ("b", "h", "", ""), "sinks": ("b", "h"), "dropout_key": ("b", ""),
     "key_scale": ("b", "", "k"), "value_scale": ("b", "", "k"), "lse": ("b", "h", ""),
 }
+_OF_MODS: Names = ("b", "h")  # of arrays of the score mod; further dimensions are whole
 
 
 class Shapes(NamedTuple):
@@ -86,6 +87,8 @@ def operand_names(operands: Operands, mask: jax.tree_util.PyTreeDef) -> list[Nam
                 () if role == mask_lib.WHOLE else ("b",)
                 for role in mask_lib.structure_roles(mask)]
       found += [("b",)] * sum(x is not None for x in (value.batch_index, value.head_offset))
+    elif name == "mods":
+      found += [_OF_MODS] * len(value)
     elif value is not None:
       found.append(NAMES[name])
   return found
@@ -98,12 +101,13 @@ def signature_of(operands: Operands, mask: jax.tree_util.PyTreeDef, labels: Sequ
   Args:
     operands: an `Operands` of arrays with a shape.
     mask: the structure of the mask.
-    labels: of the arguments after the operands, each a key of NAMES.
+    labels: of the arguments after the operands, each a key of NAMES or an array of the score mod.
     results: likewise.
   """
   rows, _, heads, _ = operands.query.shape
-  return Signature((*operand_names(operands, mask), *(NAMES[label] for label in labels)),
-                   tuple(NAMES[label] for label in results),
+  names_of = lambda label: _OF_MODS if is_mod(label) else NAMES[label]
+  return Signature((*operand_names(operands, mask), *map(names_of, labels)),
+                   tuple(map(names_of, results)),
                    Shapes(rows, heads, operands.key.shape[2]))
 
 

@@ -36,7 +36,8 @@ from attn_core.array_axes import AnyMesh
 from attn_core.autodiff import folding, partition_rules, rounding
 from attn_core.kernels.common.contract import Kernel, Residuals
 from attn_core.sharding import partitioned, varying_axes
-from attn_core.types import DIFFERENTIABLE, AttentionSpec, BlockSizes, Operands, at_least_float32
+from attn_core.types import (AttentionSpec, BlockSizes, Operands, at_least_float32,
+                             differentiable_names, operand, with_operands)
 
 
 class _Call(NamedTuple):
@@ -53,7 +54,7 @@ class _Call(NamedTuple):
 
 def attend(kernel: Kernel, operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
            mesh: AnyMesh | None = None) -> Residuals:
-  """Runs a kernel, differentiable in query, key, value, bias and sinks.
+  """Runs a kernel, differentiable in query, key, value, bias, sinks and arrays of the score mod.
 
   Args:
     kernel: forward, backward and tangent.
@@ -114,10 +115,10 @@ def _backward_jvp(*args: jax.Array, call: _Call) -> tuple[jax.Array, ...]:
   residuals, d_residuals = _d_residuals(operands, residuals, tangents, call)
   def backward(values: list[jax.Array], residuals: list[jax.Array],
                cotangents: list[jax.Array]) -> tuple[jax.Array, ...]:
-    varied = operands._replace(**dict(zip(call.names, values)))
+    varied = with_operands(operands, dict(zip(call.names, values)))
     return kernel.backward(varied, call.spec, call.block_sizes, Residuals(*residuals),
                            Residuals(*cotangents), call.names)
-  primals = [getattr(operands, name) for name in call.names]
+  primals = [operand(operands, name) for name in call.names]
   return jax.jvp(backward, (primals, residuals, cotangents),
                  (tangents, list(d_residuals), d_cotangents))[1]
 
@@ -140,10 +141,10 @@ def _tangent_jvp(*args: jax.Array, call: _Call) -> Residuals:
   residuals, d_residuals = _d_residuals(operands, residuals, directions, call)
   def tangent(values: list[jax.Array], residuals: list[jax.Array],
               tangents: list[jax.Array]) -> Residuals:
-    varied = operands._replace(**dict(zip(call.names, values)))
+    varied = with_operands(operands, dict(zip(call.names, values)))
     return kernel.tangent(varied, call.spec, call.block_sizes, Residuals(*residuals),
                           dict(zip(call.names, tangents)))
-  primals = [getattr(operands, name) for name in call.names]
+  primals = [operand(operands, name) for name in call.names]
   return jax.jvp(tangent, (primals, residuals, tangents),
                  (directions, list(d_residuals), d_tangents))[1]
 
@@ -164,7 +165,7 @@ def _residual_avals(*avals: Any, call: _Call) -> list[Any]:
 
 def _cotangent_avals(*avals: Any, call: _Call) -> list[Any]:
   operands = _operands(avals[:call.structure.num_leaves], call)
-  named = (getattr(operands, name) for name in call.names)
+  named: list[Any] = [operand(operands, name) for name in call.names]
   return [varying_axes.like(operands.query, x.shape, x.dtype, x.sharding.spec) for x in named]
 
 
@@ -173,8 +174,9 @@ def _cotangent_avals(*avals: Any, call: _Call) -> list[Any]:
 
 def _forward_jvp_rule(primals: Sequence[Any], tangents: Sequence[Any], *, call: _Call) -> tuple:
   out, lse, *rest = _residuals(primals, call)
-  given = {name: t for name, t in _operands(tangents, call)._asdict().items()
-           if name in DIFFERENTIABLE and t is not None and type(t) is not ad.Zero}
+  names, moves = differentiable_names(_operands(primals, call)), _operands(tangents, call)
+  given = {name: operand(moves, name) for name in names
+           if type(operand(moves, name)) is not ad.Zero}
   if not given:
     return [out, lse], [
         ad.Zero.from_primal_value(x) for x in (out, lse)]  # type: ignore[attr-defined]
@@ -204,18 +206,18 @@ def _tangent_transpose_rule(cotangents: Sequence[Any], *args: Any, call: _Call) 
       c if ad.is_undefined_primal(x) else None for c, x in zip(found, linear)]
 
 
-def _differentiable(tangents: Sequence[Any], call: _Call) -> tuple[tuple[str, ...], list[Any]]:
+def _differentiable(primals: Sequence[Any], tangents: Sequence[Any],
+                    call: _Call) -> tuple[tuple[str, ...], list[Any]]:
   """Returns names and instantiated tangents of every differentiable operand."""
-  given = _operands(tangents[:call.structure.num_leaves], call)
+  operands, given = (_operands(x[:call.structure.num_leaves], call) for x in (primals, tangents))
   fixed = ("key", "value") if given.key_scale is not None else ()  # in 8 bits
-  names = tuple(name for name in DIFFERENTIABLE
-                if getattr(given, name) is not None and name not in fixed)
-  return names, [ad.instantiate_zeros(getattr(given, name)) for name in names]
+  names = tuple(name for name in differentiable_names(operands) if name not in fixed)
+  return names, [ad.instantiate_zeros(operand(given, name)) for name in names]
 
 
 def _tangent_jvp_rule(primals: Sequence[Any], tangents: Sequence[Any], *, call: _Call) -> tuple:
   # As in `_backward_jvp_rule`, the residuals' tangents follow from those of the operands.
-  names, directions = _differentiable(tangents, call)
+  names, directions = _differentiable(primals, tangents, call)
   count = len(call.names)
   first = dict(zip(call.names, primals[-count:]))
   second = dict(zip(call.names, map(ad.instantiate_zeros, tangents[-count:])))
@@ -242,7 +244,7 @@ def _backward_jvp_rule(primals: Sequence[Any], tangents: Sequence[Any], *, call:
   found = _backward_p.bind(*primals, call=call)
   # The residuals are functions of the operands: `_backward_jvp` computes their tangents. Operands
   # without a requested cotangent may have tangents too, so every differentiable one takes part.
-  names, directions = _differentiable(tangents, call)
+  names, directions = _differentiable(primals, tangents, call)
   d_cotangents = [ad.instantiate_zeros(t) for t in tangents[-2:]]
   derivatives = _backward_jvp_p.bind(*primals, *directions, *d_cotangents,
                               call=call._replace(names=names))

@@ -29,6 +29,8 @@ FEATURES = {
     "mask": "a boolean mask or any mask of the algebra",
     "mask_operands": "a custom mask with arrays as operands",
     "bias": "a bias, with its gradient",
+    "score_mod": "a score mod, with the gradients of its arrays",
+    "score_function": "a score mod that does more than add to the scores",
     "sinks": "sinks, with their gradient",
     "soft_cap": "a soft cap on the logits",
     "dropout": "dropout",

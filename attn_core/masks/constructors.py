@@ -313,7 +313,7 @@ def custom(predicate: Callable[..., ArrayLike], *operands: ArrayLike) -> Mask:
     raise ValueError(f"custom: predicate={predicate!r}; expected a callable of (batch, head, "
                      "query position, key position, *operands)")
   _check_arity(predicate, len(operands))
-  if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(_captured(predicate))):
+  if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(captured(predicate))):
     raise ValueError(f"custom: predicate={predicate!r} captures a traced array; expected it among "
                      "the operands: custom(predicate, array) passes it to the predicate as its "
                      "last argument")
@@ -335,17 +335,17 @@ def _check_arity(predicate: Callable[..., ArrayLike], operands: int) -> None:
                      ) from error
 
 
-def _captured(function: Any) -> list[Any]:
+def captured(function: object) -> list[object]:
   """The objects that a function holds: closure cells, defaults, arguments bound by `partial`."""
   if isinstance(function, functools.partial):
-    return [function.args, function.keywords, _captured(function.func)]
-  captured = [getattr(function, "__defaults__", None)]
+    return [function.args, function.keywords, captured(function.func)]
+  found = [getattr(function, "__defaults__", None)]
   for cell in getattr(function, "__closure__", None) or ():
     try:
-      captured.append(cell.cell_contents)
+      found.append(cell.cell_contents)
     except ValueError:  # not assigned yet
       pass
-  return captured
+  return found
 
 
 def _check_mask(function: str, mask: Any) -> None:

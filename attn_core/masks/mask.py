@@ -121,13 +121,13 @@ class Mask:
       return NotImplemented
     (arrays, structure), (other_arrays, other_structure) = map(jax.tree.flatten, (self, other))
     same_structure = bool(structure == other_structure)  # type: ignore[operator]
-    return same_structure and all(map(_same_array, arrays, other_arrays))
+    return same_structure and all(map(same_array, arrays, other_arrays))
 
   def __hash__(self) -> int:
     return hash(jax.tree.structure(self))
 
 
-def _same_array(a: Any, b: Any) -> bool:
+def same_array(a: object, b: object) -> bool:
   """Whether two arrays are known to be equal; traced arrays are equal to themselves only."""
   if a is b:
     return True
@@ -136,24 +136,24 @@ def _same_array(a: Any, b: Any) -> bool:
   return np.shape(a) == np.shape(b) and bool(np.all(np.asarray(a) == np.asarray(b)))
 
 
-MaskClass = TypeVar("MaskClass", bound=type[Mask])
+ValueClass = TypeVar("ValueClass", bound=type)
 
 
 @dataclass_transform(frozen_default=True, eq_default=False)
-def mask_dataclass(mask_class: MaskClass) -> MaskClass:
+def mask_dataclass(mask_class: ValueClass) -> ValueClass:
   """Makes a class a frozen dataclass and a pytree; fields with a role are its children."""
   cls: Any = dataclasses.dataclass(frozen=True, eq=False, repr=True)(mask_class)
   names = [field.name for field in dataclasses.fields(cls)]
   children_names = [name for name in names if name in cls.roles]
   static_names = [name for name in names if name not in cls.roles]
 
-  def flatten(mask: Mask) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+  def flatten(mask: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
     # The class is part of the static data: jax treats the structures of two classes as equal when
     # their data are equal, and would run code compiled for one class with the other.
     return ([(jax.tree_util.GetAttrKey(name), getattr(mask, name)) for name in children_names],
             (cls, *(getattr(mask, name) for name in static_names)))
 
-  def unflatten(auxiliary: tuple[Any, ...], children: Iterable[Any]) -> Mask:
+  def unflatten(auxiliary: tuple[Any, ...], children: Iterable[Any]) -> Any:
     return cls(**dict(zip(static_names, auxiliary[1:])), **dict(zip(children_names, children)))
 
   jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from attn_core.kernels.common import dense_operands, matmul_precision, nonfinite
 from attn_core.masks import banded as banded_lib, materialize
+from attn_core.score_mods import evaluate
 from attn_core.sharding import shard_map
 from attn_core.types import AttentionOutput, AttentionSpec, Call, Operands, at_least_float32
 
@@ -50,6 +51,7 @@ class _Masking(NamedTuple):
 
 def _local(implementation: _BackEnd, call: Call, operands: Operands) -> AttentionOutput:
   spec = call.spec
+  operands = _with_score_mod(operands, spec)
   queries, keys = operands.query.shape[1], operands.key.shape[1]
   form = banded_lib.from_structure(spec.mask, queries, keys, has_bias=operands.bias is not None)
   if form is not None:
@@ -195,6 +197,19 @@ def _band_sees_any(bad: jax.Array, form: banded_lib.Band, length: int) -> jax.Ar
   first = jnp.maximum(query - form.left, 0) if form.left is not None else jnp.zeros_like(query)
   past = jnp.minimum(query + 1, bad.shape[2])
   return count[:, :, past] > count[:, :, first]
+
+
+def _with_score_mod(operands: Operands, spec: AttentionSpec) -> Operands:
+  """Returns operands whose bias includes what an additive score mod adds."""
+  if spec.score_mod is None:
+    return operands
+  batch, length, heads, _ = operands.query.shape
+  zeros = jnp.zeros((batch, heads, length, operands.key.shape[1]),
+                    at_least_float32(operands.query.dtype))
+  bias = evaluate.bias_of(spec.score_mod, operands.mods, dense_operands.mask_of(operands, spec),
+                          operands.mask, zeros)
+  return operands._replace(
+      bias=bias if operands.bias is None else bias + operands.bias.astype(bias.dtype))
 
 
 # JAX hides keys by logits of -32,768 (cuDNN, float16), -2**41 (cuDNN, bfloat16) or -2.4e38 (XLA).

@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Definition of attention, written to be read: dense, one formula per line, any float dtype.
 
-  logits[b, h, t, s] = soft_cap(scale * query[b, t, h] . key[b, s, h // G]) + bias[b, h, t, s]
+  scores[b, h, t, s] = soft_cap(scale * query[b, t, h] . key[b, s, h // G]) + bias[b, h, t, s]
   soft_cap(x)        = c * tanh(x / c)
+  logits             = score_mod(scores)
   weights            = exp(logits - lse) where visible, else 0
   lse[b, h, t]       = log(sum over visible s of exp(logits) + exp(sink[h]))
   output[b, t, h]    = sum over s of keep * weights / (1 - dropout_prob) * value[b, s, h // G]
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from attn_core.masks import dropout, materialize
+from attn_core.score_mods import evaluate
 from attn_core.types import AttentionOutput, AttentionSpec, Operands
 
 
@@ -47,6 +49,9 @@ def attention(operands: Operands, spec: AttentionSpec) -> AttentionOutput:
     logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
   if operands.bias is not None:
     logits = logits + operands.bias
+  if spec.score_mod is not None:
+    mask = jax.tree.unflatten(spec.mask, operands.mask.arrays)
+    logits = evaluate.apply_to_all(spec.score_mod, operands.mods, logits, mask, operands.mask)
   logits = jnp.where(finite.transpose(0, 2, 1)[:, :, None], logits, jnp.nan)
   logits = jnp.where(see, logits, -jnp.inf)
 

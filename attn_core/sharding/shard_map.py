@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from attn_core.array_axes import AnyMesh, axes_of, reshard, typed_axes
 from attn_core.masks import mask as mask_lib
+from attn_core.score_mods import score_mod
 from attn_core.sharding import partition, preferred, varying_axes
 from attn_core.sharding.placement import Placement, is_single
 from attn_core.types import AttentionOutput, Call, MaskOperands, Operands, operands_like
@@ -160,6 +161,8 @@ def _specs(call: Call, placement: Placement) -> Operands:
     if role == mask_lib.DENSE:
       return per_pair(x)
     return rows(x, length) if role in (mask_lib.QUERY, mask_lib.KEY) else rows(x)
+  def of_mod(x: jax.Array, role: str) -> P:
+    return per_pair(x) if role == score_mod.PAIR else rows_and_heads(x)
   whole = lambda x: None if x is None else rows(x)
   keys = P(batch, columns or length, placement.key_heads or None)
   scale = lambda x: None if x is None else keys
@@ -172,7 +175,8 @@ def _specs(call: Call, placement: Placement) -> Operands:
                       whole(mask.batch_index), whole(mask.head_offset)),
       sinks=None if operands.sinks is None else rows_and_heads(operands.sinks),
       dropout_key=whole(operands.dropout_key),
-      key_scale=scale(operands.key_scale), value_scale=scale(operands.value_scale))
+      key_scale=scale(operands.key_scale), value_scale=scale(operands.value_scale),
+      mods=tuple(map(of_mod, operands.mods, score_mod.structure_roles(call.spec.score_mod))))
 
 
 def _localize(part: Operands, placement: Placement, group: int) -> Operands:

@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from attn_core.kernels.common.contract import BackwardResiduals
 from attn_core.masks import block_map, mask as mask_lib, tile as tile_lib
 from attn_core.types import (AttentionSpec, Operands, PagedOperands, PagedSpec, are_known,
-                             at_least_float32)
+                             at_least_float32, operand)
 
 
 def assert_shapes(operands: Operands) -> None:
@@ -69,7 +69,7 @@ def assert_tangents(operands: Operands, tangents: dict[str, jax.Array]) -> None:
   """
   import chex  # As in `assert_shapes`.
   for name, x in tangents.items():
-    chex.assert_equal_shape([getattr(operands, name), x])
+    chex.assert_equal_shape([operand(operands, name), x])
 
 
 def mask_of(operands: Operands, spec: AttentionSpec) -> mask_lib.Mask:

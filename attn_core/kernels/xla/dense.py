@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from attn_core.kernels.common import (dense_operands, matmul_precision, nonfinite,
                                       online_softmax)
 from attn_core.masks import dropout, materialize
+from attn_core.score_mods import evaluate
 from attn_core.types import AttentionOutput, AttentionSpec, Operands, at_least_float32
 
 
@@ -45,6 +46,9 @@ def attend(operands: Operands, spec: AttentionSpec) -> AttentionOutput:
     logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
   if operands.bias is not None:
     logits = logits + operands.bias.astype(logits.dtype)
+  if spec.score_mod is not None:
+    logits = evaluate.apply_to_all(spec.score_mod, operands.mods, logits,
+                                   dense_operands.mask_of(operands, spec), operands.mask)
   logits = logits + jnp.where(finite, 0, jnp.nan).astype(logits.dtype)
   visible = materialize.visible(spec.mask, operands.mask, shape)
   logits = jnp.where(visible, logits, -jnp.inf)

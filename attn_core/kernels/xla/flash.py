@@ -20,8 +20,9 @@ import jax.numpy as jnp
 from attn_core.kernels.common import dense_operands, nonfinite, online_softmax
 from attn_core.kernels.common.backward import compute_delta, d_sinks, finite_lse
 from attn_core.kernels.common.contract import BackwardResiduals, Kernel, Residuals
-from attn_core.kernels.xla import cpu_math, plain, tile_ops, tiling
-from attn_core.types import AttentionSpec, BlockSizes, Operands, at_least_float32
+from attn_core.kernels.xla import (cpu_math, plain, score_tiles, tile_logits, tile_ops,
+                                   tiling)
+from attn_core.types import AttentionSpec, BlockSizes, Operands, at_least_float32, with_operands
 
 
 def _is_short(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> bool:
@@ -48,7 +49,10 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
       def key_block(j: jax.Array, running: online_softmax.Running,
                     masked: tile_ops.Masked) -> online_softmax.Running:
         key, value = tile_ops.keys_and_values(inputs, grid_index, j, finite)
-        logits, _ = tile_ops.logits_of(inputs, grid_index, rows, key, (i, j, masked))
+        scores, _ = tile_logits.biased_scores(inputs, grid_index, rows, key, (i, j))
+        mod = score_tiles.of_tile(inputs, grid_index, (i, j))
+        logits = tile_logits.hide(inputs, grid_index, (i, j, masked),
+                               score_tiles.modify(inputs, mod, scores))
         # The sum of the rounded weights divides their product with the values: rounding errors
         # cancel, and XLA:CPU writes the weights once, in the values' dtype.
         return online_softmax.update(
@@ -88,8 +92,9 @@ def tangent(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
   inputs = tile_ops.block_inputs(operands, spec, block_sizes, backward=False)
   out, lse = tile_ops.pad_residuals(inputs, residuals)
   given: dict[str, Any] = {"bias": None, "sinks": None, **tangents}
-  d_operands = operands._replace(**given)
-  d_inputs = inputs._replace(operands=dense_operands.pad_operands(d_operands, inputs.sizes))
+  d_operands = with_operands(operands._replace(mods=score_tiles.no_moves(operands)), given)
+  d_operands = dense_operands.pad_operands(d_operands, inputs.sizes)
+  d_inputs = inputs._replace(operands=tile_ops.pad_mods(d_operands, spec, inputs.sizes))
   width = operands.value.shape[-1]
   finite = nonfinite.is_finite(inputs.operands.key, inputs.operands.value)
 
@@ -101,7 +106,7 @@ def tangent(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
       d_rows = tile_ops.scaled_query(d_inputs, grid_index, i) if "query" in tangents else None
       row_lse = tile_ops.row_scalars(inputs, grid_index, i, lse)[..., None]
 
-      def d_logits_of(j: jax.Array, key: jax.Array, slope: jax.Array | None) -> jax.Array | float:
+      def d_scores_of(j: jax.Array, key: jax.Array, slope: jax.Array | None) -> jax.Array | float:
         total: jax.Array | float = 0.0
         if d_rows is not None:
           total = total + tile_ops.scores_of(inputs, d_rows, key)
@@ -111,16 +116,20 @@ def tangent(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
         total = total * tile_ops.scale_parts(inputs)[1]
         total = total if slope is None else total * slope
         if "bias" in tangents:
-          total = total + tile_ops.bias_tile(d_inputs, grid_index, (i, j)).astype(inputs.dtype)
+          total = total + tile_logits.bias_tile(d_inputs, grid_index, (i, j)).astype(inputs.dtype)
         return total
 
       def key_block(j: jax.Array, sums: tuple[jax.Array, jax.Array],
                     masked: tile_ops.Masked) -> tuple[jax.Array, jax.Array]:
         key, value = tile_ops.keys_and_values(inputs, grid_index, j, finite)
-        logits, slope = tile_ops.logits_of(inputs, grid_index, rows, key, (i, j, masked))
+        scores, slope = tile_logits.biased_scores(inputs, grid_index, rows, key, (i, j))
+        mod = score_tiles.of_tile(inputs, grid_index, (i, j))
+        logits, d_logits = score_tiles.tangent(inputs, d_inputs, mod, scores,
+                                               d_scores_of(j, key, slope))
+        logits = tile_logits.hide(inputs, grid_index, (i, j, masked), logits)
         weights = tile_ops.weights_of(inputs, logits - finite_lse(row_lse))
         # A hidden key has weight 0, and d_logits may be infinite: 0 * inf is NaN.
-        d_logits = jnp.where(weights == 0, 0, d_logits_of(j, key, slope) * weights)
+        d_logits = jnp.where(weights == 0, 0, d_logits * weights)
         d_lse, d_out = sums
         d_lse = d_lse + d_logits.sum(-1, keepdims=True)
         kept = lambda x: tile_ops.apply_dropout(inputs, grid_index, (i, j), x)
@@ -159,8 +168,17 @@ def _widened(spec: AttentionSpec) -> AttentionSpec:
   return spec._replace(softmax_dtype=at_least_float32(spec.softmax_dtype))
 
 
-# Cotangents of query, key, value and bias; None: not in `wrt`.
-_Found = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
+def _pad_lse(lse: jax.Array, padding: int, spec: AttentionSpec) -> jax.Array:
+  """Pads the lse [B, H, T] so that rows of padding weigh little: a score mod may raise them."""
+  padded = dense_operands.pad_axis(lse, 2, padding)
+  if spec.score_mod is None or padded is lse:
+    return padded
+  is_row = jnp.arange(padded.shape[2]) < lse.shape[2]
+  return jnp.where(is_row[None, None], padded, jnp.inf)
+
+
+# Cotangents of query, key, value, bias (None: not in `wrt`) and arrays of the score mod.
+_Found = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, score_tiles.Sums]
 
 
 class _BackwardSums(NamedTuple):
@@ -170,6 +188,7 @@ class _BackwardSums(NamedTuple):
   key: jax.Array | None  # [step_heads, block_kv, D]
   value: jax.Array | None  # [step_heads, block_kv, E]
   bias: jax.Array | None  # like the bias, padded
+  mods: score_tiles.Sums  # like the arrays of the score mod, padded
 
 
 def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
@@ -189,7 +208,7 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
   spec = _widened(spec)
   inputs = tile_ops.block_inputs(operands, spec, block_sizes, backward=True)
   padding = inputs.operands.query.shape[1] - operands.query.shape[1]
-  lse = dense_operands.pad_axis(residuals.lse, 2, padding)
+  lse = _pad_lse(residuals.lse, padding, spec)
   delta = compute_delta(residuals, cotangents, inputs.dtype)
   zeros = functools.partial(cpu_math.zeros, done=(delta, operands.key))
   d_out = dense_operands.pad_axis(cotangents.out, 1, padding)
@@ -222,25 +241,28 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
           inputs, grid_index, j, d_value, sums.value * tile_ops.kept_scale(inputs))
       return sums._replace(key=None, value=None), d_key, d_value
 
-    d_query, d_key, d_value, d_bias = results
+    d_query, d_key, d_value, d_bias, d_mods = results
     sums = _BackwardSums(
         zeros((inputs.step_heads, queries.shape[2], queries.shape[1]), inputs.dtype),
-        None, None, d_bias)
+        None, None, d_bias, d_mods)
     sums, d_key, d_value = tile_ops.loop(
         0, inputs.sizes.num_key_blocks, key_block, (sums, d_key, d_value))
     d_rows = sums.query.transpose(0, 2, 1) * jnp.asarray(
         spec.softmax_scale / tile_ops.d_logits_scale(inputs), inputs.dtype)
-    return tile_ops.write_rows(inputs, grid_index, None, d_query, d_rows), d_key, d_value, sums.bias
+    return (tile_ops.write_rows(inputs, grid_index, None, d_query, d_rows), d_key, d_value,
+            sums.bias, sums.mods)
 
   query, key, value, bias, *_ = inputs.operands
   d_bias = None
   if "bias" in wrt:
     assert bias is not None
     d_bias = jnp.zeros(bias.shape, inputs.dtype)
-  initial: Any = (*(zeros(x.shape, x.dtype) for x in (query, key, value)), d_bias)
-  d_query, d_key, d_value, d_bias = tile_ops.loop(0, inputs.num_steps, step, initial)
+  initial: Any = (*(zeros(x.shape, x.dtype) for x in (query, key, value)), d_bias,
+                  score_tiles.start(inputs, wrt))
+  d_query, d_key, d_value, d_bias, d_mods = tile_ops.loop(0, inputs.num_steps, step, initial)
   found = {"query": d_query[:, :operands.query.shape[1]], "key": d_key[:, :operands.key.shape[1]],
-           "value": d_value[:, :operands.value.shape[1]]}
+           "value": d_value[:, :operands.value.shape[1]],
+           **score_tiles.finish(operands, d_mods)}
   if operands.bias is not None and "bias" in wrt:
     rows, columns = operands.bias.shape[2:]
     found["bias"] = d_bias[:, :, :rows, :columns].astype(operands.bias.dtype)
@@ -272,15 +294,19 @@ def _backward_tile(inputs: tile_ops.BlockedInputs, grid_index: tile_ops.GridInde
                  for x in (key_tile.queries, key_tile.d_outs))
   lse, delta = (lax.dynamic_slice_in_dim(x, i * length, length, 1)[:, None]
                      for x in (key_tile.lse, key_tile.delta))
-  logits, slope = tile_ops.logits_of(
-      inputs, grid_index, rows, key_tile.key, (i, j, masked), transposed=True)
+  scores, slope = tile_logits.biased_scores(
+      inputs, grid_index, rows, key_tile.key, (i, j), transposed=True)
+  logits, pull = score_tiles.pullback(
+      inputs, score_tiles.of_tile(inputs, grid_index, (i, j), transposed=True), scores)
+  logits = tile_logits.hide(inputs, grid_index, tile, logits, transposed=True)
   weights = tile_ops.weights_of(inputs, logits - finite_lse(lse))
   d_weights = tile_ops.scores_of(inputs, d_out, key_tile.value, transposed=True)
   d_weights = tile_ops.apply_dropout(inputs, grid_index, (i, j), d_weights, transposed=True)
   d_logits = weights * (d_weights * tile_ops.kept_scale(inputs) - delta)
+  d_logits, d_mods = pull(d_logits, sums.mods)
   d_bias = sums.bias
   if d_bias is not None:
-    d_bias = tile_ops.add_bias_tile(inputs, grid_index, (i, j), d_bias, d_logits)
+    d_bias = tile_logits.add_bias_tile(inputs, grid_index, (i, j), d_bias, d_logits)
   d_scores = d_logits if slope is None else d_logits * slope
   d_scores = cpu_math.narrow(d_scores * tile_ops.d_logits_scale(inputs), rows.dtype)
   kept = cpu_math.narrow(
@@ -291,7 +317,7 @@ def _backward_tile(inputs: tile_ops.BlockedInputs, grid_index: tile_ops.GridInde
       query=lax.dynamic_update_slice_in_dim(sums.query, d_query, i * length, 2),
       key=sums.key + tile_ops.dot(d_scores, rows, inputs),
       value=sums.value + tile_ops.dot(kept, d_out, inputs),
-      bias=d_bias)
+      bias=d_bias, mods=d_mods)
 
 
 KERNEL = Kernel("xla", forward, backward, tangent)

@@ -19,6 +19,7 @@ from attn_core.kernels.common import dense_operands, matmul_precision, nonfinite
 from attn_core.kernels.common.contract import Residuals
 from attn_core.kernels.xla import cpu_math, tiling
 from attn_core.masks import block_map, dropout, mask as mask_lib, tile as tile_lib
+from attn_core.score_mods import evaluate
 from attn_core.types import AttentionSpec, BlockSizes, Operands
 
 
@@ -68,8 +69,15 @@ def block_inputs(operands: Operands, spec: AttentionSpec, block_sizes: BlockSize
   kinds = block_map.merge_heads(block_map.block_kinds(mask, sizes),
                                 step_heads * operands.query.shape[2] // operands.key.shape[2])
   kinds = kinds.swapaxes(-1, -2) if backward else kinds
-  return BlockedInputs(dense_operands.pad_operands(operands, sizes, spec.mask), spec, sizes,
-                       step_heads, block_map.block_map(kinds))
+  operands = dense_operands.pad_operands(operands, sizes, spec.mask)
+  return BlockedInputs(pad_mods(operands, spec, sizes), spec, sizes, step_heads,
+                       block_map.block_map(kinds))
+
+
+def pad_mods(operands: Operands, spec: AttentionSpec, sizes: block_map.Sizes) -> Operands:
+  """Pads the arrays of the score mod to whole blocks."""
+  return operands._replace(mods=evaluate.pad(
+      spec.score_mod, operands.mods, sizes.query_padding, sizes.key_padding))
 
 
 def pad_residuals(inputs: BlockedInputs, residuals: Residuals) -> Residuals:
@@ -259,40 +267,6 @@ def scores_of(inputs: BlockedInputs, rows: jax.Array, keys: jax.Array, *,
                          preferred_element_type=inputs.dtype)
 
 
-def logits_of(inputs: BlockedInputs, grid_index: GridIndex, rows: jax.Array, keys: jax.Array,
-              tile: tuple[Index, Index, Masked], *,
-              transposed: bool = False) -> tuple[jax.Array, jax.Array | None]:
-  """Returns logits of a tile, -inf where hidden, and d logit / d score (None: 1).
-
-  Args:
-    inputs: the attention.
-    grid_index: batch row and heads.
-    rows: scaled queries [step_heads, block_rows, D].
-    keys: [step_heads, block_kv, D].
-    tile: (query block, key block, whether the mask must be evaluated).
-    transposed: whether the results are [step_heads, block_kv, block_rows].
-  """
-  i, j, masked = tile
-  spec, logit_scale = inputs.spec, scale_parts(inputs)[1]
-  logits, slope = scores_of(inputs, rows, keys, transposed=transposed), None
-  logits = logits if logit_scale == 1 else logits * jnp.asarray(logit_scale, inputs.dtype)
-  if spec.logits_soft_cap is not None:
-    capped = jnp.tanh(logits / spec.logits_soft_cap)
-    logits, slope = capped * spec.logits_soft_cap, 1 - capped * capped
-  if inputs.operands.bias is not None:
-    logits = logits + bias_tile(inputs, grid_index, (i, j), transposed).astype(inputs.dtype)
-  def hide(logits: jax.Array) -> jax.Array:
-    mask, at = mask_tile(inputs, grid_index, (i, j), transposed)
-    seen = mask.visible(at)
-    if dense_operands.has_key_padding(inputs.sizes):
-      seen = seen & (at.key_index < inputs.sizes.keys)
-    return jnp.where(per_element(seen, logits.shape, inputs, transposed), logits, -jnp.inf)
-
-  if isinstance(masked, bool):
-    return hide(logits) if masked else logits, slope
-  return lax.cond(masked, hide, lambda logits: logits, logits), slope
-
-
 def mask_tile(inputs: BlockedInputs, grid_index: GridIndex, tile: Tile,
               transposed: bool) -> tuple[mask_lib.Mask, mask_lib.Coordinates]:
   """Returns mask and coordinates of a tile, with arrays of four axes; see `orient`."""
@@ -321,40 +295,6 @@ def per_element(x: jax.Array, shape: tuple[int, ...], inputs: BlockedInputs,
   rows = (num_rows // inputs.group, inputs.group)
   four = (heads, keys, *rows) if transposed else (heads, *rows, keys)
   return jnp.broadcast_to(x, four).reshape(shape)
-
-
-def bias_tile(inputs: BlockedInputs, grid_index: GridIndex, tile: Tile,
-              transposed: bool = False) -> jax.Array:
-  """Returns the bias of a tile, broadcast to the scores' shape."""
-  bias, sizes, group = inputs.operands.bias, inputs.sizes, inputs.group
-  assert bias is not None
-  starts, lengths = bias_slice(bias.shape, inputs, grid_index, tile)
-  part = tile_lib.slice_at(bias, starts, lengths)[0]
-  shape = (inputs.step_heads, sizes.block_q * group, sizes.block_kv)
-  shape = (shape[0], shape[2], shape[1]) if transposed else shape
-  return per_element(orient(part, inputs, transposed), shape, inputs, transposed)
-
-
-def bias_slice(shape: tuple[int, ...], inputs: BlockedInputs, grid_index: GridIndex,
-               tile: Tile) -> tuple[tuple[Index, ...], tuple[int, ...]]:
-  """Returns (starts, lengths) of a tile in a bias [B or 1, H or 1, T or 1, S or 1]."""
-  (i, j), sizes, group = tile, inputs.sizes, inputs.group
-  starts = (grid_index.batch, grid_index.key_head * group, i * sizes.block_q, j * sizes.block_kv)
-  lengths = (1, inputs.step_heads * group, sizes.block_q, sizes.block_kv)
-  return (tuple(0 if n == 1 else start for n, start in zip(shape, starts)),
-          tuple(1 if n == 1 else length for n, length in zip(shape, lengths)))
-
-
-def add_bias_tile(inputs: BlockedInputs, grid_index: GridIndex, tile: Tile, d_bias: jax.Array,
-                  d_logits: jax.Array) -> jax.Array:
-  """Adds d_logits [step_heads, block_kv, block_rows] to the tile's part of d_bias."""
-  group, sizes = inputs.group, inputs.sizes
-  starts, lengths = bias_slice(d_bias.shape, inputs, grid_index, tile)
-  part = d_logits.reshape(inputs.step_heads, sizes.block_kv, sizes.block_q, group)
-  part = part.transpose(0, 3, 2, 1).reshape(1, -1, sizes.block_q, sizes.block_kv)
-  part = part.sum([a for a in range(4) if lengths[a] == 1], keepdims=True)
-  return write_at(
-      d_bias, tile_lib.slice_at(d_bias, starts, lengths) + part.reshape(lengths), starts)
 
 
 def apply_dropout(inputs: BlockedInputs, grid_index: GridIndex, tile: Tile, weights: jax.Array, *,
@@ -394,5 +334,3 @@ def row_sinks(inputs: BlockedInputs, grid_index: GridIndex) -> jax.Array | None:
   sinks = sinks.reshape(inputs.step_heads, 1, group, 1).astype(inputs.dtype)
   shape = (inputs.step_heads, inputs.sizes.block_q, group, 1)
   return jnp.broadcast_to(sinks, shape).reshape(inputs.step_heads, -1, 1)
-
-

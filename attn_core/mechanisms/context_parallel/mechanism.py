@@ -17,6 +17,7 @@ from attn_core.kernels.xla import flash as xla_flash
 from attn_core.masks import block_map, mask as mask_lib
 from attn_core.mechanisms import flash
 from attn_core.mechanisms.context_parallel import ring, ring_step, ulysses
+from attn_core.score_mods import evaluate
 from attn_core.sharding import shard_map, varying_axes
 from attn_core.sharding.context_parallel import Sequence
 from attn_core.types import AttentionOutput, Call, Operands
@@ -51,7 +52,7 @@ def _over_sequence(kernel: Kernel, call: Call) -> AttentionOutput:
     if sequence.is_split:
       operands = varying_axes.over(operands, sequence.axes)
     inner = lambda operands: _between_members(kernel, sequence, operands, call)
-    return ulysses.exchanged(inner, sequence, call.spec.mask, operands)
+    return ulysses.exchanged(inner, sequence, call.spec, operands)
   output = flash.sharded(attend, call._replace(operands=_padded(call, sequence)))
   return output if sequence.is_split else shard_map.first_tokens(output, placement,
                                                                  sequence.queries)
@@ -83,6 +84,8 @@ def _padded(call: Call, sequence: Sequence) -> Operands:
     return operands
   sizes = block_map.Sizes(sequence.queries, sequence.keys, shards, shards)
   operands = dense_operands.pad_operands(operands, sizes, call.spec.mask)
+  operands = operands._replace(mods=evaluate.pad(
+      call.spec.score_mod, operands.mods, sizes.query_padding, sizes.key_padding))
   lengths = {mask_lib.QUERY: sequence.padded(sequence.queries),
              mask_lib.KEY: sequence.padded(sequence.keys)}
   # An array of length 1 along the sequence is sharded like all others.

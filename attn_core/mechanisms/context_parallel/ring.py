@@ -29,9 +29,11 @@ from attn_core.kernels.common.contract import (BackwardResiduals, Kernel, LseOnl
                                                Residuals)
 from attn_core.kernels.xla import cpu_math
 from attn_core.mechanisms.context_parallel import ring_step
+from attn_core.score_mods import score_mod
 from attn_core.sharding import varying_axes
 from attn_core.sharding.context_parallel import Sequence
-from attn_core.types import AttentionSpec, BlockSizes, Operands
+from attn_core.types import (AttentionSpec, BlockSizes, Operands, is_mod, mod_number,
+                             operand)
 
 
 PyTree = Any  # a pytree of arrays
@@ -117,6 +119,7 @@ def _tangent(inner: Kernel, sequence: Sequence, operands: Operands, spec: Attent
              block_sizes: BlockSizes, residuals: Residuals,
              tangents: dict[str, jax.Array]) -> Residuals:
   own = {name: t for name, t in tangents.items() if name in ("key", "value")}
+  roles = score_mod.structure_roles(spec.score_mod)
   out_dtype = dense_operands.out_dtype(operands, spec)
   spec = spec._replace(out_dtype=dense_operands.lse_dtype(spec))
 
@@ -126,6 +129,9 @@ def _tangent(inner: Kernel, sequence: Sequence, operands: Operands, spec: Attent
     step_tangents = {**tangents, **key_tangents}
     if "bias" in step_tangents:
       step_tangents["bias"] = ring_step.columns(step_tangents["bias"], keys, step.source)
+    for name in filter(is_mod, tangents):
+      step_tangents[name] = ring_step.columns_of_mod(
+          tangents[name], roles[mod_number(name)], keys, step.source)
     if not step.is_first:
       step_tangents.pop("sinks", None)
     found, received = _sending(
@@ -150,6 +156,12 @@ def _backward(inner: Kernel, sequence: Sequence, operands: Operands, spec: Atten
   query, own = cpu_math.after((operands.query, ring_step.own_keys(operands, spec)), cotangents.lse)
   operands = operands._replace(query=query)
 
+  roles = score_mod.structure_roles(spec.score_mod)
+
+  def has_columns(name: str) -> bool:
+    is_pair = name == "bias" or is_mod(name) and roles[mod_number(name)] == score_mod.PAIR
+    return is_pair and operand(operands, name).shape[3] > 1
+
   # Gradients of bias and sinks alone run without a kernel that could send.
   remote_copy_fns = inner.remote_copy_fns if {"query", "key", "value"} & set(wrt) else None
 
@@ -161,9 +173,9 @@ def _backward(inner: Kernel, sequence: Sequence, operands: Operands, spec: Atten
     found = {name: x.astype(dtype) for name, x in zip(names, found)}
     done = tuple(x for name, x in found.items() if name != "sinks")
     kv_grads = {name: found.pop(name) for name in ("key", "value") if name in found}
-    if operands.bias is not None and "bias" in found and operands.bias.shape[3] > 1:
-      found["bias"] = lax.dynamic_update_slice_in_dim(
-          jnp.zeros(operands.bias.shape, dtype), found["bias"],
+    for name in filter(has_columns, found):
+      found[name] = lax.dynamic_update_slice_in_dim(
+          jnp.zeros(operand(operands, name).shape, dtype), found[name],
           step.source * keys.key.shape[1], 3)
     sums = found if sums is None else {
         name: x + found[name] if name in found else x for name, x in sums.items()}
@@ -171,7 +183,7 @@ def _backward(inner: Kernel, sequence: Sequence, operands: Operands, spec: Atten
 
   sums, kv_grads = _run_steps(sequence, spec, own, run_step)
   found = {**sums, **kv_grads}
-  return tuple(found[name].astype(getattr(operands, name).dtype) for name in wrt)
+  return tuple(found[name].astype(operand(operands, name).dtype) for name in wrt)
 
 
 def _run_steps(sequence: Sequence, spec: AttentionSpec, traveling: PyTree,

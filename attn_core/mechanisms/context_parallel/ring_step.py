@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core.masks import block_map, constructors, mask as mask_lib, position_range
+from attn_core.score_mods import score_mod
 from attn_core.sharding import token_order, varying_axes
 from attn_core.sharding.context_parallel import Sequence
 from attn_core.types import AttentionSpec, Operands
@@ -77,8 +78,10 @@ def attended(sequence: Sequence, operands: Operands, spec: AttentionSpec, keys: 
     me = member(sequence, None if source is None else operands.query)
     mask = constructors.placed(mask, sequence.rows(me)[None], of[None], sequence.size)
   leaves, structure = jax.tree.flatten(mask)
+  mods = tuple(columns_of_mod(x, role, keys, source) for x, role in zip(
+      operands.mods, score_mod.structure_roles(spec.score_mod)))
   return operands._replace(
-      key=keys.key, value=keys.value, bias=columns(operands.bias, keys, source),
+      key=keys.key, value=keys.value, bias=columns(operands.bias, keys, source), mods=mods,
       mask=operands.mask._replace(arrays=tuple(map(jnp.asarray, leaves)))), spec._replace(
           mask=structure)
 
@@ -87,7 +90,7 @@ def _is_position_independent(sequence: Sequence, spec: AttentionSpec, mask: mask
   """Whether positions do not affect the result, or rows and columns are in the natural order."""
   if sequence.members == 1 and sequence.is_natural:
     return True
-  return (isinstance(mask, mask_lib.Full) and not spec.dropout_prob
+  return (isinstance(mask, mask_lib.Full) and not spec.dropout_prob and spec.score_mod is None
           and sequence.padded(sequence.keys) == sequence.keys)
 
 
@@ -104,6 +107,14 @@ def columns(x: jax.Array | None, keys: Keys,
     return x
   size = keys.key.shape[1]
   return lax.dynamic_slice_in_dim(x, source * size, size, 3)
+
+
+def columns_of_mod(x: jax.Array, role: str, keys: Keys,
+                   source: jax.Array | int | None) -> jax.Array:
+  """Returns `columns` of an array of the score mod, all of it where it has no columns."""
+  found = columns(x, keys, source) if role == score_mod.PAIR else x
+  assert found is not None
+  return found
 
 
 @functools.lru_cache(maxsize=256)

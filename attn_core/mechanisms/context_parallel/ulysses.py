@@ -18,18 +18,19 @@ import numpy as np
 
 from attn_core.kernels.common.contract import Residuals
 from attn_core.masks import mask as mask_lib
+from attn_core.score_mods import score_mod
 from attn_core.sharding.context_parallel import Sequence
-from attn_core.types import Operands
+from attn_core.types import AttentionSpec, Operands
 
 
 def exchanged(attend: Callable[[Operands], Residuals], sequence: Sequence,
-              structure: jax.tree_util.PyTreeDef, operands: Operands) -> Residuals:
+              spec: AttentionSpec, operands: Operands) -> Residuals:
   """Runs `attend` on all tokens of the group and H / group heads.
 
   Args:
     attend: computes the attention of some heads.
     sequence: the sharding of the sequence; its `group` divides H.
-    structure: the structure of the mask.
+    spec: the structures of mask and score mod count.
     operands: those of one device.
 
   Returns:
@@ -55,7 +56,12 @@ def exchanged(attend: Callable[[Operands], Residuals], sequence: Sequence,
       return per_pair(x)
     return everything(x, 1) if role in (mask_lib.QUERY, mask_lib.KEY) else x
 
-  mask, roles = operands.mask, mask_lib.structure_roles(structure)
+  def of_mod(x: jax.Array, role: str) -> jax.Array:
+    if role == score_mod.PAIR:
+      return per_pair(x)
+    return my_heads(x) if x.shape[1] > 1 else x
+
+  mask, roles = operands.mask, mask_lib.structure_roles(spec.mask)
   assert mask.head_offset is not None  # set by `shard_map.sharded`
   needed = key_heads_needed(heads, operands.key.shape[2], group)
   pick = lambda x: x if len(needed) == x.shape[2] else jnp.take(x, needed, 2)
@@ -64,6 +70,7 @@ def exchanged(attend: Callable[[Operands], Residuals], sequence: Sequence,
       query=to_heads(operands.query), key=key, value=value,
       bias=None if operands.bias is None else per_pair(operands.bias),
       sinks=None if operands.sinks is None else my_heads(operands.sinks),
+      mods=tuple(map(of_mod, operands.mods, score_mod.structure_roles(spec.score_mod))),
       mask=mask._replace(arrays=tuple(map(of_mask, mask.arrays, roles)),
                          head_offset=mask.head_offset + mine)))
   return Residuals(lax.all_to_all(out, axes, 1, 2, tiled=True),

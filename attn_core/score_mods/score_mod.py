@@ -1,0 +1,144 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""ScoreMod: a function of the scores before the softmax, as a value.
+
+A score mod is a small tree of leaves, composed by `>>` in the order in which they apply. It is a
+pytree: its structure (kinds of leaves, static numbers, functions) is hashable and compared by
+value, so equal ones never cause retracing; its arrays (slopes, tables, vectors) are ordinary
+operands, and differentiable.
+
+Two kinds of nodes share these classes:
+
+* what the user makes (`constructors`), with arrays as the user has them. It implements
+  `lower(shape)`, which checks the arrays and returns
+* terms (`terms`), which kernels evaluate. Every array of a term has two leading axes [B or 1, H or
+  1] and a role that says how it is sliced to a tile. A term implements `apply(score, tile)` for one
+  batch row. Kernels derive its gradients from that.
+"""
+
+from typing import Any, ClassVar, Mapping, NamedTuple
+
+import jax
+import numpy as np
+
+from attn_core.masks.mask import (Array, Coordinates, mask_dataclass as value_dataclass,
+                                  same_array)
+from attn_core.masks.materialize import Shape
+
+# The role of an array of a term: its shape, and thereby how it is sliced, padded and sharded.
+PAIR = "pair"  # [B or 1, H or 1, T or 1, S or 1]: sliced to the tile
+HEADS = "heads"  # [B or 1, H or 1, n]: sliced to the heads
+ROW = "row"  # [B or 1, 1, ...]: sliced to the batch row
+
+
+class ScoreTile(NamedTuple):
+  """Where the scores that a term gets are: one batch row, some heads, queries and keys.
+
+  Scores have four axes: [heads / group, queries, group, keys], or transposed [heads / group, keys,
+  queries, group], where group is the number of heads that lie side by side.
+  """
+
+  at: Coordinates  # global numbers, with the axes of the scores; the batch row is a scalar
+  group: int
+  transposed: bool = False
+  is_consecutive: bool = False  # whether query positions are consecutive, and key positions too
+  is_block: bool = False  # whether the tile is one of many, and not all scores
+
+  def orient(self, x: jax.Array) -> jax.Array:
+    """Returns x [heads or 1, queries or 1, keys or 1] with the axes of the scores."""
+    x = x.reshape(*((-1, self.group) if x.shape[0] > 1 else (1, 1)), *x.shape[1:])
+    return x.transpose((0, 3, 2, 1) if self.transposed else (0, 2, 1, 3))
+
+
+class ScoreMod:
+  """Base class of all score mods; use the functions of `attn_core.score_mods` to make one."""
+
+  roles: ClassVar[Mapping[str, str | None]] = {}  # array field -> role, None: any; field order
+
+  def lower(self, shape: Shape) -> "ScoreMod":
+    """Returns the term that kernels evaluate; checks the arrays."""
+    raise NotImplementedError
+
+  def apply(self, score: jax.Array, tile: ScoreTile) -> jax.Array:
+    """Returns the scores of a tile after a term, in the same shape and dtype."""
+    raise NotImplementedError
+
+  @property
+  def is_additive(self) -> bool:
+    """Whether a term adds to the scores what does not depend on them."""
+    return False
+
+  @property
+  def reads_positions(self) -> bool:
+    """Whether the result depends on positions."""
+    return False
+
+  def __rshift__(self, other: "ScoreMod") -> "ScoreMod":
+    return Composed(self, other) if isinstance(other, ScoreMod) else NotImplemented
+
+  def __bool__(self) -> bool:
+    raise ValueError("a score mod has no truth value: compose score mods with `>>`, since `and` "
+                     "and `or` would drop one of them; test for a missing one with "
+                     "`score_mod is None`")
+
+  def __eq__(self, other: object) -> bool:
+    if not isinstance(other, ScoreMod):
+      return NotImplemented
+    (arrays, structure), (other_arrays, other_structure) = map(jax.tree.flatten, (self, other))
+    same_structure = bool(structure == other_structure)  # type: ignore[operator]
+    return same_structure and all(map(same_array, arrays, other_arrays))
+
+  def __hash__(self) -> int:
+    return hash(jax.tree.structure(self))
+
+
+@value_dataclass
+class Composed(ScoreMod):
+  """`first`, and then `second` of its result."""
+
+  first: ScoreMod
+  second: ScoreMod
+  roles = {"first": None, "second": None}
+
+  def lower(self, shape: Shape) -> ScoreMod:
+    return Composed(self.first.lower(shape), self.second.lower(shape))
+
+  def apply(self, score: jax.Array, tile: ScoreTile) -> jax.Array:
+    return self.second.apply(self.first.apply(score, tile), tile)
+
+  @property
+  def is_additive(self) -> bool:
+    return self.first.is_additive and self.second.is_additive
+
+  @property
+  def reads_positions(self) -> bool:
+    return self.first.reads_positions or self.second.reads_positions
+
+
+def term_roles(term: ScoreMod) -> tuple[str, ...]:
+  """Returns the role of every array of a term, in the order of `jax.tree.leaves(term)`."""
+  roles: list[Any] = []
+  for name, role in term.roles.items():
+    value = getattr(term, name)
+    if isinstance(value, ScoreMod):
+      roles.extend(term_roles(value))
+    elif isinstance(value, tuple):
+      roles.extend([role] * len(value))
+    else:
+      roles.append(role)
+  return tuple(roles)
+
+
+def of_structure(structure: jax.tree_util.PyTreeDef) -> ScoreMod:
+  """Returns a term of the structure, with numbers in place of its arrays."""
+  return jax.tree.unflatten(structure, range(structure.num_leaves))
+
+
+def structure_roles(structure: jax.tree_util.PyTreeDef | None) -> tuple[str, ...]:
+  """Returns `term_roles` of a term given by its tree structure; () of None."""
+  return () if structure is None else term_roles(of_structure(structure))
+
+
+def describe(x: Array) -> str:
+  """Returns dtype and shape of an array."""
+  return f"{np.dtype(x.dtype).name}{list(x.shape)}"

@@ -1,0 +1,197 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Terms: the forms of score mods that kernels evaluate, tile by tile.
+
+`apply` gets the scores of one batch row, and arrays sliced by their roles: those of PAIR with the
+axes of the scores, those of HEADS as [heads or 1, n], those of ROW as the user gave them.
+"""
+
+from typing import Callable
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from attn_core.masks.materialize import Shape
+from attn_core.score_mods.score_mod import (HEADS, PAIR, ROW, ScoreMod, ScoreTile, describe,
+                                            value_dataclass)
+from attn_core.types import are_known
+
+
+class Term(ScoreMod):
+  """Base class of terms, which are lowered already."""
+
+  def lower(self, shape: Shape) -> ScoreMod:
+    return self
+
+
+@value_dataclass
+class Add(Term):
+  """score + array."""
+
+  array: jax.Array
+  roles = {"array": PAIR}
+
+  def apply(self, score: jax.Array, tile: ScoreTile) -> jax.Array:
+    return score + self.array.astype(score.dtype)
+
+  @property
+  def is_additive(self) -> bool:
+    return True
+
+
+@value_dataclass
+class Multiply(Term):
+  """score * array."""
+
+  array: jax.Array
+  roles = {"array": PAIR}
+
+  def apply(self, score: jax.Array, tile: ScoreTile) -> jax.Array:
+    return score * self.array.astype(score.dtype)
+
+
+@value_dataclass
+class Cap(Term):
+  """cap * tanh(score / cap)."""
+
+  cap: float
+
+  def apply(self, score: jax.Array, tile: ScoreTile) -> jax.Array:
+    cap = jnp.asarray(self.cap, score.dtype)
+    return cap * jnp.tanh(score / cap)
+
+
+@value_dataclass
+class Slope(Term):
+  """score + slope * (key position - query position), or minus slope * its magnitude."""
+
+  symmetric: bool
+  slopes: jax.Array  # [B or 1, H or 1, 1, 1]
+  roles = {"slopes": PAIR}
+
+  def apply(self, score: jax.Array, tile: ScoreTile) -> jax.Array:
+    distance = tile.at.key_position - tile.at.query_position
+    distance = -abs(distance) if self.symmetric else distance
+    return score + self.slopes.astype(score.dtype) * distance.astype(score.dtype)
+
+  @property
+  def is_additive(self) -> bool:
+    return True
+
+  @property
+  def reads_positions(self) -> bool:
+    return True
+
+
+@value_dataclass
+class Distance(Term):
+  """score + values[key position - query position - first], clipped to the ends of the values."""
+
+  first: int
+  values: jax.Array  # [B or 1, H or 1, n]
+  roles = {"values": HEADS}
+
+  def apply(self, score: jax.Array, tile: ScoreTile) -> jax.Array:
+    query, key = tile.at.query_position.reshape(-1, 1), tile.at.key_position.reshape(1, -1)
+    values = self.values.astype(score.dtype)
+    if not tile.is_consecutive or not are_known(query.size, key.size):
+      return score + tile.orient(values[:, self._index(key - query, values)])
+    base = key[0, 0] - query[0, 0]
+    if not tile.is_block:
+      return score + self._diagonals(values, base, tile, (query.size, key.size))
+    # Most tiles lie beyond all values but the last.
+    low, high = base - (query.size - 1), base + (key.size - 1)
+    constant = (high <= self.first) | (low >= self.first + values.shape[1] - 1)
+    return lax.cond(
+        constant,
+        lambda score, values: score + tile.orient(values[:, self._index(base, values), None, None]),
+        lambda score, values: score + self._diagonals(values, base, tile, (query.size, key.size)),
+        score, values)
+
+  def _index(self, distance: jax.Array, values: jax.Array) -> jax.Array:
+    return jnp.clip(distance - self.first, 0, values.shape[1] - 1)
+
+  def _diagonals(self, values: jax.Array, base: jax.Array, tile: ScoreTile,
+                 sizes: tuple[int, int]) -> jax.Array:
+    """Returns the term of consecutive positions, each of its diagonals constant.
+
+    Its derivative sums diagonals without scattered additions.
+
+    Args:
+      values: [heads or 1, n].
+      base: distance of the first query and the first key.
+      tile: where.
+      sizes: (queries, keys).
+    """
+    rows, columns = reversed(sizes) if tile.transposed else sizes
+    # One number for each diagonal, from the bottom left to the top right; the last is not used.
+    step = jnp.arange(1 - rows, columns + 1, dtype=jnp.int32)
+    line = values[:, self._index(base - step if tile.transposed else base + step, values)]
+    heads, length = line.shape
+    # Rows of one number less than the line, cut from its repetitions, shift by one each.
+    x = jnp.broadcast_to(line[:, None], (heads, rows, length)).reshape(heads, rows * length)
+    x = x[:, :rows * (length - 1)].reshape(heads, rows, length - 1)[:, :, rows - 1:]
+    x = x.reshape(*((-1, tile.group) if heads > 1 else (1, 1)), rows, columns)
+    return x.transpose((0, 2, 3, 1) if tile.transposed else (0, 2, 1, 3))
+
+  @property
+  def is_additive(self) -> bool:
+    return True
+
+  @property
+  def reads_positions(self) -> bool:
+    return True
+
+
+@value_dataclass
+class Grid(Term):
+  """score + values at the distance of two tokens of a grid, by rows and by columns."""
+
+  height: int
+  width: int
+  values: jax.Array  # [B or 1, H or 1, (2 * height - 1) * (2 * width - 1)]
+  roles = {"values": HEADS}
+
+  def apply(self, score: jax.Array, tile: ScoreTile) -> jax.Array:
+    query, key = tile.at.query_position.reshape(-1, 1), tile.at.key_position.reshape(1, -1)
+    def apart(query: jax.Array, key: jax.Array, size: int) -> jax.Array:
+      return jnp.clip(query - key + (size - 1), 0, 2 * size - 2)
+    row = apart(query // self.width, key // self.width, self.height)
+    column = apart(query % self.width, key % self.width, self.width)
+    values = self.values.astype(score.dtype)
+    return score + tile.orient(values[:, row * (2 * self.width - 1) + column])
+
+  @property
+  def is_additive(self) -> bool:
+    return True
+
+  @property
+  def reads_positions(self) -> bool:
+    return True
+
+
+@value_dataclass
+class Custom(Term):
+  """function(score, batch, head, query position, key position, *operands), elementwise."""
+
+  function: Callable[..., jax.Array]
+  operands: tuple[jax.Array, ...]
+  roles = {"operands": ROW}
+
+  def apply(self, score: jax.Array, tile: ScoreTile) -> jax.Array:
+    at = tile.at
+    operands = (x.astype(score.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+                for x in self.operands)
+    result = self.function(score, at.batch, at.head, at.query_position, at.key_position, *operands)
+    if np.shape(result) != score.shape or getattr(result, "dtype", None) != score.dtype:
+      found = describe(result) if hasattr(result, "dtype") else repr(result)
+      raise ValueError(f"custom: {self.function} returned {found}; expected the shape and dtype of "
+                       f"its first argument, the scores {describe(score)}: a score mod is "
+                       "elementwise")
+    return result
+
+  @property
+  def reads_positions(self) -> bool:
+    return True
