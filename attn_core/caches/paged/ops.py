@@ -60,18 +60,11 @@ def append(cache: PagesT, key: Array, value: Array, mapping: Array,
       quantized tokens, or given where the pages have no scales per token.
     NotImplementedError: quantized keys or values are differentiated.
   """
-  size, dtype, per_token = page_size(cache), dtype_of(cache), has_token_scales(cache)
   key, value = jnp.asarray(key), jnp.asarray(value)
   _check_tokens(cache, key, value, scales)
   mapping = _int32_vector("mapping", mapping, key.shape[0], "slots")
-  if not per_token:
-    key, value = store(key, dtype, cache.key_scales), store(value, dtype, cache.value_scales)
-  elif scales is None:
-    (key, of_key), (value, of_value) = (quantize.quantize(x, dtype) for x in (key, value))
-    scales = of_key, of_value
-  mapping = jnp.where(mapping < 0, num_pages(cache) * size, mapping)
-  place = mapping // size, mapping % size
-  write = device_pages.write
+  key, value, scales = _stored_tokens(cache, key, value, scales)
+  place, write = _places(cache, mapping), device_pages.write
   if isinstance(cache, PagesV1):
     written: Pages = cache._replace(
         key_pages=write(cache.key_pages, key.swapaxes(0, 1), 1, *place),
@@ -80,11 +73,56 @@ def append(cache: PagesT, key: Array, value: Array, mapping: Array,
     written = cache._replace(
         pages=write(cache.pages, pool_lib.interleaved(cache, key, value), 0, *place))
   if scales is not None:
-    key_scales, value_scales = _token_scales(cache)
-    written = written._replace(key_scales=write(key_scales, scales[0], 0, *place),
-                               value_scales=write(value_scales, scales[1], 0, *place))
+    written = _with_scales(written, scales, place)
   assert isinstance(written, type(cache))
   return written
+
+
+def append_scales(cache: PagesV3, key: Array, value: Array,
+                  mapping: Callable[[], Array]) -> tuple[jax.Array, PagesV3]:
+  """Does all of `append` but writing keys and values, for kernels that write these.
+
+  Args:
+    cache: the pages.
+    key: as in `append`, without scales.
+    value: likewise.
+    mapping: returns the slots; called only where the pages have scales per token.
+
+  Returns:
+    (the tokens as the pages hold them [T, rows, ...], the cache with the tokens' scales).
+  """
+  _check_tokens(cache, key, value, None)
+  key, value, scales = _stored_tokens(cache, key, value, None)
+  if scales is not None:
+    cache = _with_scales(cache, scales, _places(cache, mapping()))
+  return pool_lib.interleaved(cache, key, value), cache
+
+
+def _stored_tokens(cache: Pages, key: Array, value: Array,
+                   scales: Scales) -> tuple[Array, Array, Scales]:
+  """Returns new tokens in the dtype of the pages, and their scales where these have some."""
+  dtype = dtype_of(cache)
+  if not has_token_scales(cache):
+    return store(key, dtype, cache.key_scales), store(value, dtype, cache.value_scales), None
+  if scales is None:
+    (key, of_key), (value, of_value) = (quantize.quantize(x, dtype) for x in (key, value))
+    scales = of_key, of_value
+  return key, value, scales
+
+
+def _places(cache: Pages, mapping: Array) -> tuple[Array, Array]:
+  """Returns the pages of slots and their offsets there; past the pool if there is no slot."""
+  size = page_size(cache)
+  mapping = jnp.where(mapping < 0, num_pages(cache) * size, mapping)
+  return mapping // size, mapping % size
+
+
+def _with_scales(cache: PagesT, scales: Scales, place: tuple[Array, Array]) -> PagesT:
+  """Writes scales per token and head."""
+  assert scales is not None
+  key_scales, value_scales = _token_scales(cache)
+  return cache._replace(key_scales=device_pages.write(key_scales, scales[0], 0, *place),
+                        value_scales=device_pages.write(value_scales, scales[1], 0, *place))
 
 
 def _int32_vector(argument: str, x: Array, count: int, meaning: str) -> Any:

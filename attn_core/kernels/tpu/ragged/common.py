@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from attn_core.kernels.common import matmul_precision, online_softmax
 from attn_core.kernels.tpu.ragged.kv_block import KVBlock
 from attn_core.kernels.tpu.ragged.kv_layout import LANES, SUBLANES, KVLayout, LiveTokens
+from attn_core.kernels.tpu.ragged.new_tokens import NewTokenRefs, NewTokens
 from attn_core.types import cdiv
 
 Ref = Any  # a Pallas reference
@@ -173,6 +174,7 @@ class KernelInputs(NamedTuple):
   rows: jax.Array  # queries [num_steps, head_groups, group_rows, D]
   mask: jax.Array | None  # bfloat16 [rows, mask_rows, keys], 1: visible; None: by positions
   tokens: tuple[jax.Array, ...]  # keys, values and scales; see `KVLayout`
+  new: NewTokens | None = None  # written to the first of `tokens` before anything is read
 
 
 class KernelRefs(NamedTuple):
@@ -192,6 +194,7 @@ class KernelRefs(NamedTuple):
   running: online_softmax.Running  # see `StepShape.running_shapes`
   semaphores: Ref  # of the transfers to each slot
   counters: Ref  # int32 [4] in scalar memory, indexed by the names below
+  new: NewTokenRefs | None
 
 
 # Number of blocks computed and of blocks whose transfers have started, which determine their slots

@@ -15,7 +15,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from attn_core.caches.paged import layouts
+from attn_core.caches.paged import layouts, ops, slot_mapping
 from attn_core.caches.paged.layouts import Pages
 from attn_core.kernels.common import (dense_operands, nonfinite, online_softmax, paged_operands,
                                       query_block_queue)
@@ -23,6 +23,7 @@ from attn_core.kernels.common.contract import Residuals
 from attn_core.kernels.common.paged_operands import BlockedInputs, Index
 from attn_core.kernels.tpu.ragged import common, kernel
 from attn_core.kernels.tpu.ragged.kv_layout import LANES, KVLayout, is_heads_major
+from attn_core.kernels.tpu.ragged.new_tokens import NewTokens
 from attn_core.types import BlockSizes, PagedOperands, PagedSpec, cdiv
 
 BLOCK_ROWS = 1024  # most rows of a step where requests have more than one query
@@ -48,6 +49,50 @@ def forward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
   Returns:
     out [T, H, E] and lse [T, H, 1].
   """
+  return _forward(operands, spec, heads, block_sizes, None)[0]
+
+
+def forward_writing(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
+                    block_sizes: BlockSizes) -> tuple[Residuals, Pages]:
+  """Writes new tokens to pages in layout v3, then computes attention over them.
+
+  The kernel writes them, unless scalar memory has no room for a second copy of the tables.
+
+  Args:
+    operands: as in `forward`, and the new keys [T, K, D] and values [T, K, E], in the dtype of the
+      pages, or of floating point where these are quantized.
+    spec: what is computed.
+    heads: the heads in the pages, without their padding.
+    block_sizes: None fields are chosen here.
+
+  Returns:
+    (out [T, H, E] and lse [T, H, 1], the cache with the new tokens).
+  """
+  cache, metadata = operands.cache, operands.metadata
+  assert isinstance(cache, layouts.PagesV3)
+  assert operands.key is not None and operands.value is not None
+  tokens = operands.query.shape[0]
+  single_page, group_size = make_layout(cache, heads, 1), operands.query.shape[1] // heads.key_heads
+  block_q = _choose_block_q(operands, block_sizes, single_page, group_size)
+  if (_scalar_bytes(operands, block_sizes, single_page, (group_size, block_q))
+      + _new_scalar_bytes(operands) > SCALAR_BYTES):
+    cache = ops.append(cache, operands.key, operands.value, slot_mapping.slots(
+        metadata, layouts.page_size(cache), tokens))
+    return forward(operands._replace(cache=cache), spec, heads, block_sizes), cache
+  # Scales per token are not contiguous in memory: XLA writes them.
+  rows, cache = ops.append_scales(cache, operands.key, operands.value, lambda: slot_mapping.slots(
+      metadata, layouts.page_size(cache), tokens))
+  new = NewTokens(layouts.query_starts(metadata), metadata.context_lens,
+                  metadata.page_tables.reshape(-1), _stored(rows.reshape(
+                      tokens, -1, rows.shape[-1])), metadata.page_tables.shape[1])
+  found, pages = _forward(operands._replace(cache=cache), spec, heads, block_sizes, new)
+  assert pages is not None
+  return found, cache._replace(pages=pages)
+
+
+def _forward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
+             block_sizes: BlockSizes, new: NewTokens | None) -> tuple[Residuals, jax.Array | None]:
+  """Computes `forward` after writing new tokens; returns also the array of the pages with these."""
   chex.assert_rank(operands.query, 3)
   tokens, query_heads, width = operands.query.shape
   chex.assert_is_divisible(query_heads, heads.key_heads)
@@ -60,17 +105,22 @@ def forward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
   out = jnp.zeros((tokens, query_heads, single_page.widths[-1]),
                   dense_operands.out_dtype(operands, spec))
   lse = jnp.full((tokens, query_heads, 1), -jnp.inf, jnp.float32)
-  chosen = _choose_block_q(operands, block_sizes, single_page, group_size)
+  chosen, written = _choose_block_q(operands, block_sizes, single_page, group_size), None
   for first, end, block_q in paged_operands.request_ranges(operands, chosen):
     layout = _with_blocks(single_page, block_sizes, common.has_few_rows(block_q * group_size))
     inputs = paged_operands.block_inputs(padded, spec, heads, (block_q, layout.block_pages))
     possible = _possible_tokens(operands, block_q, chosen)
+    found, live, pages = _attend(inputs, layout, (first, end), padded.query[:possible], new)
     found, live = jax.tree.map(
-        lambda x: dense_operands.pad_axis(x, 0, tokens - x.shape[0]),
-        _attend(inputs, layout, (first, end), padded.query[:possible]))
+        lambda x: dense_operands.pad_axis(x, 0, tokens - x.shape[0]), (found, live))
+    if pages is not None:  # the first kernel writes the tokens of all requests
+      assert isinstance(padded.cache, layouts.PagesV3)
+      written = _as_pages(pages, padded.cache)
+      padded = padded._replace(cache=padded.cache._replace(pages=written))
+      new = None
     out, lse = (jnp.where(live[:, None, None], *x) for x in zip(found, (out, lse)))
   return Residuals(*online_softmax.join_sinks(
-      out[..., :heads.value_width], lse, _token_sinks(operands)))
+      out[..., :heads.value_width], lse, _token_sinks(operands))), written
 
 
 def _choose_block_q(operands: PagedOperands, block_sizes: BlockSizes, layout: KVLayout,
@@ -137,6 +187,12 @@ def _scalar_bytes(operands: PagedOperands, block_sizes: BlockSizes, layout: KVLa
   return max(found)
 
 
+def _new_scalar_bytes(operands: PagedOperands) -> int:
+  """Returns the scalar memory for the places of new tokens."""
+  requests, row_pages = operands.metadata.page_tables.shape
+  return 4 * LANES * sum(cdiv(x, LANES) for x in (requests * row_pages, requests, requests + 1))
+
+
 def _with_blocks(layout: KVLayout, block_sizes: BlockSizes, few_rows: bool) -> KVLayout:
   """Sets the pages of a block and the number of blocks in vector memory."""
   layout = layout._replace(slots=common.FEW_ROWS_SLOTS if few_rows else 2)
@@ -165,16 +221,26 @@ def make_layout(cache: Pages, heads: layouts.Heads, block_pages: int) -> KVLayou
                   layouts.page_size(cache), block_pages, scales=scales)
 
 
+def _stored(x: jax.Array) -> jax.Array:
+  """Returns pages or tokens as the kernel copies them: numbers of 8 bits as int8."""
+  return lax.bitcast_convert_type(x, jnp.int8) if x.dtype.itemsize == 1 else x
+
+
+def _as_pages(x: jax.Array, cache: layouts.PagesV3) -> jax.Array:
+  """Returns the kernel's array of tokens as that of a cache."""
+  x = x.reshape(cache.pages.shape)
+  return x if x.dtype == cache.pages.dtype else lax.bitcast_convert_type(x, cache.pages.dtype)
+
+
 def _token_arrays(inputs: BlockedInputs, layout: KVLayout) -> tuple[jax.Array, ...]:
   """Returns the arrays of a cache as `KVLayout` describes them."""
   cache = inputs.cache
-  stored = lambda x: lax.bitcast_convert_type(x, jnp.int8) if x.dtype.itemsize == 1 else x
   tokens: tuple[jax.Array, ...]
   if isinstance(cache, layouts.PagesV1):
-    tokens = stored(cache.key_pages), stored(cache.value_pages)
+    tokens = _stored(cache.key_pages), _stored(cache.value_pages)
   else:
     # Rows of layout v3 are in memory as those of v2 are.
-    x = stored(cache.pages)
+    x = _stored(cache.pages)
     x = x.reshape(*x.shape[:2], -1, x.shape[-1])
     tokens = x.swapaxes(1, 2) if layout.heads_major else x,
   if layout.scales != "token":
@@ -190,11 +256,13 @@ def _token_arrays(inputs: BlockedInputs, layout: KVLayout) -> tuple[jax.Array, .
 
 
 def _attend(inputs: BlockedInputs, layout: KVLayout, requests: tuple[Index, Index],
-            query: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-  """Computes the requests [first, end).
+            query: jax.Array, new: NewTokens | None
+            ) -> tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array | None]:
+  """Computes the requests [first, end), after writing the new tokens of all requests.
 
   Returns:
-    ((out [T, H, E], lse [T, H, 1]), bool [T]: the tokens for which these are computed).
+    ((out [T, H, E], lse [T, H, 1]), bool [T]: the tokens for which these are computed, the tokens
+    of all pages if there are new ones).
   """
   spec, cache = inputs.spec, inputs.cache
   key_heads, group_size, block_q = inputs.heads.key_heads, inputs.group, inputs.block_q
@@ -211,17 +279,18 @@ def _attend(inputs: BlockedInputs, layout: KVLayout, requests: tuple[Index, Inde
     tensor_scales = jnp.stack([cache.key_scales, cache.value_scales]).astype(jnp.float32)
   # 2. The kernel.
   left, right = paged_operands.window_of(spec)
-  out, lse = kernel.attend(
+  out, lse, pages = kernel.attend(
       common.LogitsSpec(spec.softmax_scale, spec.logits_soft_cap, left, right, spec.precision),
       shape, common.KernelInputs(
           work.steps, work.num_live, inputs.tables.reshape(-1), tensor_scales, rows, None,
-          _token_arrays(inputs, layout)), rows.dtype if spec.out_dtype is None else spec.out_dtype)
+          _token_arrays(inputs, layout), new),
+      rows.dtype if spec.out_dtype is None else spec.out_dtype)
   # 3. The results by token.
   def by_token(x: jax.Array) -> jax.Array:
     x = x.reshape(x.shape[0], layout.key_heads, block_q, group_size, x.shape[-1])[:, :key_heads]
     x = x.transpose(0, 2, 1, 3, 4).reshape(-1, block_q, key_heads * group_size, x.shape[-1])
     return x[:, 0] if work.token_index is None else x[work.token_index]
-  return (by_token(out), by_token(lse[..., None])), work.live
+  return (by_token(out), by_token(lse[..., None])), work.live, pages
 
 
 class _Work(NamedTuple):
