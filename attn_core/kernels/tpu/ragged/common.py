@@ -55,6 +55,7 @@ class StepShape(NamedTuple):
   row_pages: int = 0  # pages of a row of the tables; 0: rows are consecutive tokens
   mask_rows: int = 0  # rows of the mask for a batch row; 0: the mask follows from positions
   mask_heads: bool = False  # whether the mask has rows for every query head
+  writes_all: bool = False  # whether steps that compute nothing write the results of no keys
 
   @property
   def head_rows(self) -> int:
@@ -168,7 +169,7 @@ class KernelInputs(NamedTuple):
   """Arrays that the kernel reads."""
 
   steps: Steps
-  num_live: jax.Array  # int32 [1]: number of steps that compute anything
+  num_live: jax.Array  # int32 [n]: the last is the number of steps that compute anything
   tables: jax.Array  # int32 [rows * row_pages]: pages of the rows
   tensor_scales: jax.Array | None  # float32 [2]: scales of all keys and of all values
   rows: jax.Array  # queries [num_steps, head_groups, group_rows, D]

@@ -46,11 +46,11 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: KernelInputs,
   rows, layout = inputs.rows, shape.layout
   num_steps, width = rows.shape[0], layout.widths[-1]
   chex.assert_shape(rows, (num_steps, shape.head_groups, shape.group_rows, None))
-  chex.assert_shape(inputs.num_live, (1,))
+  chex.assert_rank(inputs.num_live, 1)
   chex.assert_shape(list(inputs.steps), (num_steps,))
   chex.assert_rank(inputs.tables, 1)
   # 1. Inputs.
-  steps = jnp.stack(inputs.steps).astype(jnp.int32)
+  steps = _stacked(inputs.steps)
   scalars = [x for x in (steps, inputs.num_live, inputs.tables, inputs.tensor_scales)
              if x is not None]
   new = inputs.new
@@ -58,7 +58,8 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: KernelInputs,
   sources = [*inputs.tokens, *([] if inputs.mask is None else [inputs.mask]),
              *([] if new is None else [new.rows])]
   # Steps after the first `num_live` repeat the last block index, so that they copy nothing.
-  index_map = lambda w, steps, count, *_: (jnp.minimum(w, jnp.maximum(count[0] - 1, 0)), 0, 0, 0)
+  last = lambda count: jnp.clip(count[count.shape[0] - 1] - 1, 0, num_steps - 1)
+  index_map = lambda w, steps, count, *_: (jnp.minimum(w, last(count)), 0, 0, 0)
   block = lambda *last: pl.BlockSpec((1, shape.head_groups, *last), index_map)
   # 2. Outputs.
   varying = jax.typeof(rows).manual_axis_type
@@ -66,7 +67,10 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: KernelInputs,
                                                     manual_axis_type=varying)
   column = (shape.group_rows, 1) if shape.few_rows else (1, shape.group_rows)
   outputs = [output((shape.group_rows, width), out_dtype), output(column, jnp.float32)]
-  out_specs, aliases = [block(shape.group_rows, width), block(*column)], {}
+  written = functools.partial(pl.BlockSpec, index_map=lambda w, *_: (w, 0, 0, 0)) if (
+      shape.writes_all) else lambda x: block(*x[2:])
+  out_specs = [written((1, shape.head_groups, *x)) for x in ((shape.group_rows, width), column)]
+  aliases = {}
   if new is not None:
     outputs.append(jax.ShapeDtypeStruct(sources[0].shape, sources[0].dtype,
                                         manual_axis_type=jax.typeof(sources[0]).manual_axis_type))
@@ -118,6 +122,19 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: KernelInputs,
   return out, lse, pages[0] if pages else None
 
 
+def _stacked(steps: Steps) -> jax.Array:
+  """Stacks the numbers of all steps, int32 [fields, num_steps].
+
+  By a chain of selections, which XLA computes together with the numbers; it would first write each
+  of them to memory to concatenate them.
+  """
+  found, *rest = (x.astype(jnp.int32)[None] for x in steps)
+  field = lax.broadcasted_iota(jnp.int32, (len(steps), found.shape[1]), 0)
+  for number, x in enumerate(rest, 1):
+    found = jnp.where(field >= number, x, found)
+  return found
+
+
 def _kernel(k: KernelRefs) -> None:
   """Computes one grid step."""
   current, count = pl.program_id(0), _step_count(k)
@@ -158,6 +175,13 @@ def _kernel(k: KernelRefs) -> None:
       k.outputs[1][0, group] = lse
 
 
+  if k.shape.writes_all:
+    @pl.when(current >= count)
+    def _() -> None:
+      for ref, number in zip(k.outputs, (0, -jnp.inf)):
+        ref[...] = jnp.full(ref.shape, number, ref.dtype)
+
+
 def _fetch_next(k: KernelRefs, count: jax.Array) -> None:
   """Starts the transfers of the next block, of this step or a later one, if there is any."""
   current, block = k.counters[common.NEXT_STEP], k.counters[common.NEXT_BLOCK]
@@ -176,7 +200,7 @@ def _fetch_next(k: KernelRefs, count: jax.Array) -> None:
 
 def _step_count(k: KernelRefs) -> jax.Array:
   """Returns the number of steps that compute anything."""
-  return k.num_live[0]
+  return jnp.minimum(k.num_live[k.num_live.shape[0] - 1], pl.num_programs(0))
 
 
 def _step(k: KernelRefs, step: Index) -> Steps:

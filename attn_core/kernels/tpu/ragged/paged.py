@@ -106,19 +106,25 @@ def _forward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
                   dense_operands.out_dtype(operands, spec))
   lse = jnp.full((tokens, query_heads, 1), -jnp.inf, jnp.float32)
   chosen, written = _choose_block_q(operands, block_sizes, single_page, group_size), None
-  for first, end, block_q in paged_operands.request_ranges(operands, chosen):
+  ranges = paged_operands.request_ranges(operands, chosen)
+  for first, end, block_q in ranges:
     layout = _with_blocks(single_page, block_sizes, common.has_few_rows(block_q * group_size))
     inputs = paged_operands.block_inputs(padded, spec, heads, (block_q, layout.block_pages))
     possible = _possible_tokens(operands, block_q, chosen)
-    found, live, pages = _attend(inputs, layout, (first, end), padded.query[:possible], new)
-    found, live = jax.tree.map(
-        lambda x: dense_operands.pad_axis(x, 0, tokens - x.shape[0]), (found, live))
+    single = len(ranges) == 1
+    found, live, pages = _attend(inputs, layout, (first, None if single else end),
+                                 padded.query[:possible], new)
     if pages is not None:  # the first kernel writes the tokens of all requests
       assert isinstance(padded.cache, layouts.PagesV3)
       written = _as_pages(pages, padded.cache)
       padded = padded._replace(cache=padded.cache._replace(pages=written))
       new = None
-    out, lse = (jnp.where(live[:, None, None], *x) for x in zip(found, (out, lse)))
+    if block_q == 1 and single and possible == tokens:
+      out, lse = found  # steps without a query have written the results of no keys
+    else:
+      found, live = jax.tree.map(
+          lambda x: dense_operands.pad_axis(x, 0, tokens - x.shape[0]), (found, live))
+      out, lse = (jnp.where(live[:, None, None], *x) for x in zip(found, (out, lse)))
   return Residuals(*online_softmax.join_sinks(
       out[..., :heads.value_width], lse, _token_sinks(operands))), written
 
@@ -255,10 +261,17 @@ def _token_arrays(inputs: BlockedInputs, layout: KVLayout) -> tuple[jax.Array, .
   return *tokens, gather(cache.key_scales), gather(cache.value_scales)
 
 
-def _attend(inputs: BlockedInputs, layout: KVLayout, requests: tuple[Index, Index],
+def _attend(inputs: BlockedInputs, layout: KVLayout, requests: tuple[Index, Index | None],
             query: jax.Array, new: NewTokens | None
             ) -> tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array | None]:
   """Computes the requests [first, end), after writing the new tokens of all requests.
+
+  Args:
+    inputs: the call, in blocks.
+    layout: of the pages.
+    requests: (first, end); None: all that have queries.
+    query: the tokens that may be theirs, [T, H, D].
+    new: the tokens to write.
 
   Returns:
     ((out [T, H, E], lse [T, H, 1]), bool [T]: the tokens for which these are computed, the tokens
@@ -266,7 +279,8 @@ def _attend(inputs: BlockedInputs, layout: KVLayout, requests: tuple[Index, Inde
   """
   spec, cache = inputs.spec, inputs.cache
   key_heads, group_size, block_q = inputs.heads.key_heads, inputs.group, inputs.block_q
-  shape = common.StepShape(layout, group_size, block_q, inputs.tables.shape[1])
+  shape = common.StepShape(layout, group_size, block_q, inputs.tables.shape[1],
+                           writes_all=block_q == 1)
   # 1. The steps and their rows.
   work = _work_by_token(inputs, requests[1], query) if block_q == 1 else (
       _work_by_block(inputs, requests, query))
@@ -297,37 +311,44 @@ class _Work(NamedTuple):
   """The steps of a call."""
 
   steps: common.Steps
-  num_live: jax.Array  # int32 [1]: the first steps, which compute anything
+  num_live: jax.Array  # int32 [n]: the last number is that of steps that compute anything
   rows: jax.Array  # [num_steps, K, head_rows, D]
   # (step, query of the step) of every token; None: a step for each token, in their order.
   token_index: tuple[jax.Array, jax.Array] | None
   live: jax.Array  # bool [T]: whether a token is a query of the requests
 
 
-def _work_by_token(inputs: BlockedInputs, end: Index, query: jax.Array) -> _Work:
+def _work_by_token(inputs: BlockedInputs, end: Index | None, query: jax.Array) -> _Work:
   """Makes a step for each token of the requests before `end`.
 
   The request of each token is found by comparing all tokens with all requests, which XLA fuses
-  into one operation, whereas every gather would be one.
+  into few operations, whereas every gather would be one.
   """
-  token = jnp.arange(query.shape[0], dtype=jnp.int32)
+  tokens = query.shape[0]
+  token = jnp.arange(tokens, dtype=jnp.int32)[:, None]
   request = jnp.arange(inputs.lengths.shape[0], dtype=jnp.int32)
-  ends = inputs.starts[1:]
-  owner = jnp.minimum((ends[None] <= token[:, None]).sum(1, dtype=jnp.int32), request[-1])
-  own = owner[:, None] == request[None]
+  first, ends = jnp.where(request == 0, 0, inputs.starts[:-1]), inputs.starts[1:]
+  own = (token >= first) & (token < ends)
+  own = own if end is None else own & (request < end)
   of_owner = lambda x: jnp.where(own, x, 0).sum(1, dtype=jnp.int32)
-  length = of_owner(inputs.lengths)
-  begin = length - of_owner(ends) + token
-  computed = (token < ends[-1]) & (owner < end)
-  rows = query.reshape(query.shape[0], inputs.heads.key_heads, inputs.group, query.shape[-1])
-  return _Work(_make_steps(inputs, owner, begin, begin, length),
-               computed.sum(keepdims=True, dtype=jnp.int32), rows, None, computed & (begin >= 0))
+  owner, length = of_owner(request), of_owner(inputs.lengths)
+  begin = of_owner(inputs.lengths - ends + token)
+  rows = query.reshape(tokens, inputs.heads.key_heads, inputs.group, query.shape[-1])
+  # The tokens of all requests, without those of the requests from `end` on. The kernel reads the
+  # number of all tokens where it is, which saves an operation.
+  num_live = inputs.starts if end is None else jnp.max(jnp.where(request < end, ends, 0),
+                                                       keepdims=True)
+  return _Work(_make_steps(inputs, owner, begin, begin, length), num_live, rows, None,
+               token[:, 0] < num_live[-1])
 
 
-def _work_by_block(inputs: BlockedInputs, requests: tuple[Index, Index],
+def _work_by_block(inputs: BlockedInputs, requests: tuple[Index, Index | None],
                    query: jax.Array) -> _Work:
   """Makes a step for each block of queries of the requests [first, end)."""
-  queue = query_block_queue.make_queue(inputs, query.shape[0], requests)
+  first, end = requests
+  # Rows of the tables that are not in use have no queries.
+  end = inputs.lengths.shape[0] if end is None else end
+  queue = query_block_queue.make_queue(inputs, query.shape[0], (first, end))
   request, begin = queue.blocks.request, queue.blocks.positions[:, 0]
   length = inputs.lengths[request]
   row_begin = length - (inputs.starts[request + 1] - inputs.starts[request])
