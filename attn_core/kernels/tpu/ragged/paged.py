@@ -29,7 +29,8 @@ from attn_core.types import BlockSizes, PagedOperands, PagedSpec, cdiv
 BLOCK_ROWS = 1024  # most rows of a step where requests have more than one query
 BLOCK_KV = 512  # tokens of a key block where rows are many
 FEW_ROWS_BLOCK_KV = 1024  # where they are few
-MOST_PAGES = 64  # of a key block: a transfer each
+MOST_PADDING = 4  # rows of all blocks, for each row of a query
+MOST_PAGES = 128  # of a key block: a transfer each
 BUFFER_BYTES = 16 * 2**20  # of vector memory, for keys and values as copied and as words
 VECTOR_BYTES = 48 * 2**20  # of vector memory for everything
 SCALAR_BYTES = 15 * 2**16  # of the 1 MiB of scalar memory, for tables and steps
@@ -83,8 +84,8 @@ def forward_writing(operands: PagedOperands, spec: PagedSpec, heads: layouts.Hea
   rows, cache = ops.append_scales(cache, operands.key, operands.value, lambda: slot_mapping.slots(
       metadata, layouts.page_size(cache), tokens))
   new = NewTokens(layouts.query_starts(metadata), metadata.context_lens,
-                  metadata.page_tables.reshape(-1), _stored(rows.reshape(
-                      tokens, -1, rows.shape[-1])), metadata.page_tables.shape[1])
+                  metadata.page_tables.reshape(-1), _token_rows(rows, _lane_parts(cache)),
+                  metadata.page_tables.shape[1])
   found, pages = _forward(operands._replace(cache=cache), spec, heads, block_sizes, new)
   assert pages is not None
   return found, cache._replace(pages=pages)
@@ -108,7 +109,7 @@ def _forward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
   chosen, written = _choose_block_q(operands, block_sizes, single_page, group_size), None
   ranges = paged_operands.request_ranges(operands, chosen)
   for first, end, block_q in ranges:
-    layout = _with_blocks(single_page, block_sizes, common.has_few_rows(block_q * group_size))
+    layout = _with_blocks(single_page, operands, block_sizes, common.has_few_rows(block_q * group_size))
     inputs = paged_operands.block_inputs(padded, spec, heads, (block_q, layout.block_pages))
     possible = _possible_tokens(operands, block_q, chosen)
     single = len(ranges) == 1
@@ -137,13 +138,15 @@ def _choose_block_q(operands: PagedOperands, block_sizes: BlockSizes, layout: KV
   if wanted is None:
     # As many as requests have on average; where there is one per request, blocks have one.
     average = 2 ** (tokens // requests).bit_length() // 2
+    if operands.metadata.distribution is not None:
+      average = _block_q_of_many(tokens, requests)
     wanted = max(1, min(BLOCK_ROWS // group_size, max(LANES // group_size, average)))
     wanted = 1 if tokens <= requests else wanted
   block_q, _ = paged_operands.choose_block_sizes(operands, BlockSizes(wanted), group_size)
   if block_sizes.block_q is not None:
     return block_q
   def fits_vector_memory(block_q: int) -> bool:
-    blocks = _with_blocks(layout, block_sizes, common.has_few_rows(block_q * group_size))
+    blocks = _with_blocks(layout, operands, block_sizes, common.has_few_rows(block_q * group_size))
     return (common.StepShape(blocks, group_size, block_q).vmem_bytes(operands.query.dtype)
             <= VECTOR_BYTES)
   while block_q > 1 and not fits_vector_memory(block_q):
@@ -152,6 +155,19 @@ def _choose_block_q(operands: PagedOperands, block_sizes: BlockSizes, layout: KV
   while 1 < block_q < tokens and fits_vector_memory(2 * block_q) and _scalar_bytes(
       operands, block_sizes, layout, (group_size, block_q)) > SCALAR_BYTES:
     block_q *= 2
+  return block_q
+
+
+def _block_q_of_many(tokens: int, requests: int) -> int:
+  """Returns the query tokens of a block where requests of one query are computed separately.
+
+  The other requests may have all other tokens; but where requests are many, large blocks would be
+  mostly padding.
+  """
+  block_q = 2 ** max(1, tokens - requests).bit_length() // 2
+  while block_q > 1 and query_block_queue.capacity(tokens, requests, block_q) * block_q > (
+      MOST_PADDING * tokens):
+    block_q //= 2
   return block_q
 
 
@@ -184,7 +200,7 @@ def _scalar_bytes(operands: PagedOperands, block_sizes: BlockSizes, layout: KVLa
   (requests, row_pages), (group_size, chosen) = operands.metadata.page_tables.shape, rows
   found = []
   for block_q in {chosen, chosen if operands.metadata.distribution is None else 1}:
-    blocks = _with_blocks(layout, block_sizes, common.has_few_rows(block_q * group_size))
+    blocks = _with_blocks(layout, operands, block_sizes, common.has_few_rows(block_q * group_size))
     entries = requests * cdiv(row_pages, blocks.block_pages) * blocks.block_pages
     steps = _num_steps(operands, block_q, chosen)
     # The rows of an array are padded to whole lanes.
@@ -199,11 +215,19 @@ def _new_scalar_bytes(operands: PagedOperands) -> int:
   return 4 * LANES * sum(cdiv(x, LANES) for x in (requests * row_pages, requests, requests + 1))
 
 
-def _with_blocks(layout: KVLayout, block_sizes: BlockSizes, few_rows: bool) -> KVLayout:
+def _with_blocks(layout: KVLayout, operands: PagedOperands, block_sizes: BlockSizes,
+                 few_rows: bool) -> KVLayout:
   """Sets the pages of a block and the number of blocks in vector memory."""
   layout = layout._replace(slots=common.FEW_ROWS_SLOTS if few_rows else 2)
-  wanted = cdiv(block_sizes.block_kv or (FEW_ROWS_BLOCK_KV if few_rows else BLOCK_KV),
-                layout.page_size)
+  chosen = BLOCK_KV
+  if few_rows:
+    # Few heads are computed faster than a block's other work.
+    chosen = FEW_ROWS_BLOCK_KV * min(2, max(1, 8 // max(1, layout.key_heads)))
+  wanted = cdiv(block_sizes.block_kv or chosen, layout.page_size)
+  if block_sizes.block_kv is None:
+    # Whole lanes of tokens, as many as the tables hold.
+    held = operands.metadata.page_tables.shape[1] * layout.page_size
+    wanted = min(wanted, cdiv(cdiv(held, LANES) * LANES, layout.page_size))
   most = max(1, wanted * BUFFER_BYTES // layout._replace(block_pages=wanted).vmem_bytes())
   block_pages = min(wanted, most, MOST_PAGES)
   if layout.scales == "token":  # blocks must be whole lanes
@@ -224,7 +248,15 @@ def make_layout(cache: Pages, heads: layouts.Heads, block_pages: int) -> KVLayou
   widths = (stored.key_width, stored.value_width) if is_v1 else (stored.key_width,)
   heads_major = is_v1 or isinstance(cache, layouts.PagesV2) and is_heads_major(2 * key_heads, dtype)
   return KVLayout(not is_v1, heads_major, key_heads, widths, jnp.dtype(dtype),
-                  layouts.page_size(cache), block_pages, scales=scales)
+                  layouts.page_size(cache), block_pages, scales=scales,
+                  lane_parts=_lane_parts(cache))
+
+
+def _lane_parts(cache: Pages) -> int:
+  """Returns `KVLayout.lane_parts`; 1 where XLA would copy the pages to split them."""
+  if isinstance(cache, layouts.PagesV3) and layouts.dtype_of(cache).itemsize > 1:
+    return cache.pages.shape[-1] // LANES
+  return 1
 
 
 def _stored(x: jax.Array) -> jax.Array:
@@ -232,9 +264,22 @@ def _stored(x: jax.Array) -> jax.Array:
   return lax.bitcast_convert_type(x, jnp.int8) if x.dtype.itemsize == 1 else x
 
 
+def _token_rows(x: jax.Array, lane_parts: int) -> jax.Array:
+  """Returns tokens [..., rows, packed, width] of layout v3 as `KVLayout` describes them.
+
+  Both are the same memory.
+  """
+  x = _stored(x)
+  *before, packed, width = x.shape
+  x = x.reshape(*before, packed, lane_parts, width // lane_parts).swapaxes(-3, -2)
+  return x.reshape(*before[:-1], -1, width // lane_parts)
+
+
 def _as_pages(x: jax.Array, cache: layouts.PagesV3) -> jax.Array:
-  """Returns the kernel's array of tokens as that of a cache."""
-  x = x.reshape(cache.pages.shape)
+  """Returns the inverse of `_token_rows`, as the pages of a cache."""
+  *before, packed, width = cache.pages.shape
+  parts = _lane_parts(cache)
+  x = x.reshape(*before, parts, packed, width // parts).swapaxes(-3, -2).reshape(cache.pages.shape)
   return x if x.dtype == cache.pages.dtype else lax.bitcast_convert_type(x, cache.pages.dtype)
 
 
@@ -244,10 +289,10 @@ def _token_arrays(inputs: BlockedInputs, layout: KVLayout) -> tuple[jax.Array, .
   tokens: tuple[jax.Array, ...]
   if isinstance(cache, layouts.PagesV1):
     tokens = _stored(cache.key_pages), _stored(cache.value_pages)
+  elif isinstance(cache, layouts.PagesV3):
+    tokens = _token_rows(cache.pages, layout.lane_parts),
   else:
-    # Rows of layout v3 are in memory as those of v2 are.
     x = _stored(cache.pages)
-    x = x.reshape(*x.shape[:2], -1, x.shape[-1])
     tokens = x.swapaxes(1, 2) if layout.heads_major else x,
   if layout.scales != "token":
     return tokens
