@@ -50,7 +50,7 @@ def case_of(kind: str, requests: tuple[int, int], lengths: tuple[int, int],
   return Case(name, sum(requests), *heads, width, width, queries, tokens, dtype="bfloat16")
 
 
-class _Requests:
+class Requests:
   """The requests of a program: where their queries begin, and how many there are."""
 
   def __init__(self, program: Program) -> None:
@@ -75,7 +75,7 @@ class _Requests:
 
 def shapes(program: Program) -> tuple[Any, ...]:
   """Returns the shapes of (query, key, value, pages, lengths, tables [R, max_pages], starts)."""
-  case, page, tokens = program.case, program.blocks[2], _Requests(program).tokens
+  case, page, tokens = program.case, program.blocks[2], Requests(program).tokens
   pages = jax.eval_shape(lambda: ops.init(
       layouts.PagesV3, case.batch * (case.keys // page), page,
       layouts.Heads(case.key_heads, case.width, case.width), case.dtype)).pages
@@ -91,7 +91,7 @@ def shapes(program: Program) -> tuple[Any, ...]:
 @contextlib.contextmanager
 def _computed(program: Program) -> Iterator[None]:
   """Makes the kernel compute its steps, and assume that results are finite."""
-  requests, case = _Requests(program), program.case
+  requests, case = Requests(program), program.case
   span = lambda new, r: new_tokens.Span(requests.start(r), requests.start(r + 1),
                                         case.keys - requests.start(r + 1))
 
@@ -130,7 +130,7 @@ def _computed(program: Program) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _ours(program: Program) -> Iterator[Built]:
-  (_, block_kv, _), requests = program.blocks, _Requests(program)
+  (_, block_kv, _), requests = program.blocks, Requests(program)
   mixed = 0 < requests.decoding < program.case.batch
   query, key, value, pages, lengths, tables, starts = shapes(program)
   split = (None, jax.ShapeDtypeStruct((3,), jnp.int32)) if mixed else ()
@@ -189,7 +189,7 @@ class _Known:
 
 @contextlib.contextmanager
 def _rpa(program: Program) -> Iterator[Built]:
-  library, requests, case = load_rpa(), _Requests(program), program.case
+  library, requests, case = load_rpa(), Requests(program), program.case
   kernel, loop = (library._ragged_paged_attention_kernel,
                   library._ragged_paged_attention_kernel_loop)
   query, key, value, pages, lengths, tables, starts = shapes(program)
