@@ -32,7 +32,8 @@ RESULTS = [
     result("long", 128, "forward", 2e14, 4.0, contender="blockwise"),
     result("long", 128, "forward", 2e14, 0.1, contender="splash", peer=True),
     result("long", 128, "forward", 2e14, 0.2, contender="cudnn", wrong=True),
-    result("short", 128, "forward", 1e13, 0.01), result("short", 128, "forward_backward", 3e13, 1.0),
+    result("short", 128, "forward", 1e13, 0.01),
+    result("short", 128, "forward_backward", 3e13, 1.0),
     result("narrow", 64, "forward", 1e14, 1.0), result("narrow", 64, "forward_backward", 3e14, 3.0)]
 REPORT = {"environment": {"data": {}}, "times": {"data": {
     "environment": {"device": "TPU v5p"}, "results": RESULTS}}}
@@ -53,7 +54,8 @@ def changed(*keys, to):
 
 class SpeedTest(parameterized.TestCase):
 
-  @parameterized.parameters((128, 2e14, 1e14), (256, 2e14, 1e14), (64, 1e14, 1e14), (16, 1e14, 1e14))
+  @parameterized.parameters((128, 2e14, 1e14), (256, 2e14, 1e14), (64, 1e14, 1e14),
+                            (16, 1e14, 1e14))
   def test_of_the_nearest_width_and_the_longest_case(self, width, forward, backward):
     self.assertEqual(measured.speed(REPORT, "v5p", width), (forward, backward))
 

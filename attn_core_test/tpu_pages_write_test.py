@@ -19,7 +19,7 @@ import numpy as np
 from attn_core import BlockSizes, Heads, OperationMetadata, PagesMetadata, PagesV3, attention
 from attn_core.benchmark.static import profile as static_profile
 from attn_core.caches import pages
-from attn_core.kernels.tpu.ragged import new_tokens, paged
+from attn_core.kernels.tpu.ragged import new_tokens, paged_tiling
 from attn_core_test import sampling
 from attn_core_test.tpu_interpret import interpreted
 
@@ -75,7 +75,8 @@ def arrays(tokens: int, pool: int, page: int, dtype: str = "float32", scales: st
                        for h in (heads[0], heads[1], heads[1]))
   cache = pages.init(PagesV3, pool, page, Heads(heads[1], 128, 128), dtype, scales)
   # 8 bits: every code but those of NaN.
-  numbers = rng.integers(0, 100, cache.pages.shape) if scales else rng.normal(size=cache.pages.shape)
+  shape = cache.pages.shape
+  numbers = rng.integers(0, 100, shape) if scales else rng.normal(size=shape)
   held = jnp.asarray(numbers, jnp.int8 if scales else dtype)
   held = jax.lax.bitcast_convert_type(held, cache.pages.dtype)
   if scales == "tensor":
@@ -92,7 +93,7 @@ def attend(metadata: OperationMetadata | None, blocks: BlockSizes, query, key, v
 
 
 class Program:
-  """One call, compiled for the interpreted kernel and for plain XLA, that runs with any metadata."""
+  """One call, compiled for the interpreted kernel and for plain XLA, for any metadata."""
 
   def __init__(self, operands, requests, blocks, transfers="on_wait"):
     self.operands, self.transfers = operands, transfers
@@ -185,7 +186,7 @@ class BytesTest(parameterized.TestCase):
   def test_without_room_in_scalar_memory_xla_writes(self):
     """Checks that the result is the same, from a kernel without new tokens."""
     requests = CALLS["partial_and_whole_pages"].metadata()
-    with unittest.mock.patch.object(paged, "_new_scalar_bytes", lambda operands: 2**20), (
+    with unittest.mock.patch.object(paged_tiling, "new_scalar_bytes", lambda operands: 2**20), (
         unittest.mock.patch.object(new_tokens, "write", None)):
       Program(arrays(TOKENS, POOL, PAGE), requests, BlockSizes(block_q=4, block_kv=16)).check(
           self, requests)
@@ -194,7 +195,7 @@ class BytesTest(parameterized.TestCase):
 class DerivativesTest(absltest.TestCase):
 
   def test_gradients_are_those_of_xla(self):
-    """Of query, key, value and pages, through the outputs and the returned pages."""
+    """Compares those of query, key, value and pages, also through the returned pages."""
     query, key, value, cache = arrays(TOKENS, POOL, PAGE)
     requests, blocks = CALLS["partial_and_whole_pages"].metadata(), BlockSizes(4, 16)
     weights = jnp.cos(jnp.arange(cache.pages.size, dtype=jnp.float32)).reshape(cache.pages.shape)

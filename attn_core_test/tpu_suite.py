@@ -12,7 +12,7 @@ and others; the same with JAX's default precision of products raised; pages, wit
 block of transfers and with one for each; rings by remote copies on all chips of the host, compared
 bit for bit with rings by collectives; pages and caches that kernels write, many times, byte for
 byte as plain XLA writes them. Then the property cases against the oracle, and repeatability bit for
-bit. Then times: of flash_attn2 beside JAX's splash and tokamax; of pages beside the ragged kernel
+bit. Then times: of flash_attn2, JAX's splash and tokamax; of pages, also by the ragged kernel
 of tpu-inference (`pip install --no-deps tpu-inference`); and which of the static figures in
 attn_core_test/results held. Other libraries are left out where they are not installed.
 

@@ -52,7 +52,7 @@ def chip() -> str | None:
 
 
 def static_results(name: str) -> list[dict[str, Any]]:
-  """Returns the measured programs of a file of static figures; none if there is no such file."""
+  """Returns the measured programs of a file of static figures; none without the file."""
   path = FIGURES / f"{name}.json"
   if not path.exists():
     return []
@@ -66,7 +66,8 @@ def _cases(settings: Settings) -> list[Case]:
   found = {}
   for result in static_results("tpu_static"):
     fields = result["program"]["case"]
-    found[fields["name"]] = Case(**{**fields, "window": fields["window"] and tuple(fields["window"])})
+    window = None if fields["window"] is None else tuple(fields["window"])
+    found[fields["name"]] = Case(**{**fields, "window": window})
   return sorted(found.values(), key=lambda case: (case.keys > 4096, not case.causal, case.name))
 
 
@@ -184,7 +185,7 @@ def _programs(settings: Settings) -> Iterator[Program]:
 
 
 def pages_times(settings: Settings) -> Found:
-  """Checks and times writing and attending to pages, beside tpu-inference's kernel, if installed.
+  """Checks and times writing and attending to pages, and tpu-inference's kernel if it is installed.
 
   Writes pages_times.json after every case.
   """
@@ -284,7 +285,8 @@ def _flash_figures(name: str, folder: pathlib.Path) -> Iterator[Figure]:
   measured: dict[tuple[str, str, str], float] = {}
   for result in (_read(folder / "times.json") or {"results": []})["results"]:
     measured[result["case"]["name"], result["contender"], result["direction"]] = result["seconds"]
-  key = lambda r: (r["program"]["case"]["name"], r["program"]["contender"], r["program"]["backward"])
+  key = lambda r: (r["program"]["case"]["name"], *(r["program"][name] for name in (
+      "contender", "backward")))
   for (case, contender, backward), static in _best(
       static_results("tpu_static"), name, key).items():
     forward = measured.get((case, contender, "forward"))

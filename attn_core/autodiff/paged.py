@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from attn_core.autodiff import rounding
 from attn_core.caches import quantize
-from attn_core.caches.paged import layouts, ops, slot_mapping
+from attn_core.caches.paged import layouts, slot_mapping, token_writes
 from attn_core.kernels.common.contract import Residuals
 from attn_core.kernels.xla import paged_backward, paged_tangent
 from attn_core.sharding import varying_axes
@@ -94,7 +94,7 @@ def attend_writing(forward: WritingForwardFn, reading: PagedForwardFn, operands:
   """Writes new tokens to the pages, and computes attention over them.
 
   Args:
-    forward: does both; where a derivative is taken, `ops.append` and `reading` do.
+    forward: does both; where a derivative is taken, `token_writes.append` and `reading` do.
     reading: as in `attend`.
     operands: query, key and value [T, ...], pages and metadata of one group, sinks.
     spec: what to compute.
@@ -129,7 +129,7 @@ def _attend_writing_jvp(writing: _WritingCall, primals: tuple, tangents: tuple) 
     some = dict(zip(numbers, varying))
     operands = _operands([some.get(n, x) for n, x in enumerate(leaves)], call)
     assert operands.key is not None and operands.value is not None
-    cache = ops.append(operands.cache, operands.key, operands.value, slot_mapping.slots(
+    cache = token_writes.append(operands.cache, operands.key, operands.value, slot_mapping.slots(
         operands.metadata, layouts.page_size(operands.cache), operands.query.shape[0]))
     return attend(call.forward, operands._replace(cache=cache, key=None, value=None), call.spec,
                   call.heads, call.block_sizes), cache

@@ -9,7 +9,7 @@
     python3 -m attn_core.benchmark --list               all mechanisms, peers and cases
     python3 -m attn_core.benchmark --static tpu         cycles of TPU kernels, without a TPU
     python3 -m attn_core.benchmark --static tpu-decode  those of decoding, with memory bounds
-    python3 -m attn_core.benchmark --static tpu-pages   those of serving, beside tpu-inference
+    python3 -m attn_core.benchmark --static tpu-pages   those of serving, and tpu-inference's
     python3 -m attn_core.benchmark --static gpu         code of GPU kernels, without a GPU
 """
 

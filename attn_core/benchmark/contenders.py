@@ -128,7 +128,8 @@ def _known_peers(platform: str) -> list[Contender]:
   if platform == "gpu":
     compiled.append(("jax.nn cudnn", "jax", functools.partial(_jax_nn, "cudnn")))
   if platform == "tpu":
-    compiled.append(("jax splash", "jax", splash.attend))
+    compiled.append(("jax splash", "jax", lambda case, x: splash.attend(
+        case, (x.query, x.key, x.value), x.segment_ids)))
   known = [Contender(name, functools.partial(_prepare, attend), package)
            for name, package, attend in compiled]
   known.append(Contender("torch sdpa", _prepare_torch, "torch"))

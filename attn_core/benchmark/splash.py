@@ -12,12 +12,14 @@ from attn_core.benchmark.cases import Case
 LANES = 128
 
 
-def attend(case: Case, inputs: Any) -> jax.Array:
+def attend(case: Case, arrays: tuple[jax.Array, jax.Array, jax.Array],
+           ids: jax.Array | None) -> jax.Array:
   """Returns the output [B, T, H, E].
 
   Args:
     case: without sinks or an offset of the queries, of lengths that 128 divides.
-    inputs: query, key, value and segment_ids of the case.
+    arrays: query, key and value.
+    ids: int32 [B, T], segment ids; None: one document.
 
   Raises:
     NotImplementedError: the kernel does not compute the case.
@@ -40,9 +42,8 @@ def attend(case: Case, inputs: Any) -> jax.Array:
       kinds.MultiHeadMask([mask] * case.heads), block_sizes=sizes,
       attn_logits_soft_cap=case.soft_cap)
   scale = case.width**-0.5 if case.softmax_scale is None else case.softmax_scale
-  query, key, value = (x.swapaxes(1, 2) for x in (
-      inputs.query * jnp.asarray(scale, inputs.query.dtype), inputs.key, inputs.value))
-  ids = inputs.segment_ids
+  query, key, value = (x.swapaxes(1, 2) for x in arrays)
+  query = query * jnp.asarray(scale, query.dtype)
   if ids is None:
     out = jax.vmap(kernel)(query, key, value)
   else:

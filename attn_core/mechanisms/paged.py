@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from attn_core.autodiff import paged as autodiff_paged
 from attn_core.caches import device_parts
-from attn_core.caches.paged import layouts, ops, page_stripes, request_groups
+from attn_core.caches.paged import layouts, page_stripes, request_groups, token_writes
 from attn_core.caches.paged.page_stripes import Stripe
 from attn_core.kernels.common.contract import Residuals
 from attn_core.kernels.xla import paged_forward
@@ -100,12 +100,13 @@ def _local(forward: Forward, call: Call, writes: bool, writer: Writer | None,
   number = request_groups.count(metadata)
   # The kernel writes the tokens of one group, with all pages of its requests.
   separately = (writer is None or operands.stripe is not None or number not in (None, 1)
-                or isinstance(cache, layouts.PagesV3) and device_parts.parts_of(cache.pages) is not None)
+                or isinstance(cache, layouts.PagesV3)
+                and device_parts.parts_of(cache.pages) is not None)
   if writes:
     assert operands.key is not None and operands.value is not None
     key_heads = operands.key.shape[1]
     if separately:
-      cache = ops.append(cache, operands.key, operands.value,
+      cache = token_writes.append(cache, operands.key, operands.value,
                          request_groups.slots(cache, metadata, tokens, operands.stripe))
   if isinstance(cache, layouts.PagesV3):
     assert operands.value is not None

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from attn_core import checks
 from attn_core.plan import peaks
 
-Report = str | os.PathLike | Mapping[str, Any]  # a file, or its contents
+Report = str | os.PathLike | Mapping[str, object]  # a file, or its contents
 
 EXPECTED = ("tpu_suite.json or gpu_suite.json, as attn_core_test/tpu_suite.py or gpu_suite.py "
             "--out writes it")
@@ -29,7 +29,7 @@ class Speed(NamedTuple):
 class _Time(NamedTuple):
   """The least time of one case in one direction."""
 
-  case: Mapping[str, Any]
+  width: float  # D
   flops: float
   seconds: float
 
@@ -72,7 +72,7 @@ def speed(report: Report, device: str, width: int) -> Speed:
   pairs = [(one, both) for one, both in pairs if both.seconds > one.seconds]
   checks.require(bool(pairs), "report", "no case with times of forward and backward",
                  f"some; {CURE}")
-  distance = lambda pair: abs(math.log(pair[0].case["width"] / width))
+  distance = lambda pair: abs(math.log(pair[0].width / width))
   one, both = min(pairs, key=lambda pair: (distance(pair), -pair[0].flops))
   return Speed(one.flops / one.seconds, (both.flops - one.flops) / (both.seconds - one.seconds))
 
@@ -81,7 +81,7 @@ def _times(report: Report) -> tuple[dict[tuple[str, str], _Time], str]:
   """Reads (case, direction) -> the least time of this library's mechanisms, and the device."""
   contents = _contents(report)
   part = contents.get("times")
-  data = part.get("data") if isinstance(part, Mapping) else None
+  data: Any = part.get("data") if isinstance(part, Mapping) else None
   checks.require(isinstance(data, Mapping) and {"environment", "results"} <= set(data), "report",
                  f"the parts {', '.join(map(str, contents)) or 'none'}, of which 'times' has no "
                  "results", f"{EXPECTED}, with times; {CURE}")
@@ -91,8 +91,9 @@ def _times(report: Report) -> tuple[dict[tuple[str, str], _Time], str]:
       if result["peer"] or result["wrong"]:
         continue
       key = str(result["case"]["name"]), str(result["direction"])
-      time = _Time(result["case"], float(result["flops"]), float(result["seconds"]))
-      if min(time.seconds, time.flops, float(time.case["width"])) <= 0:
+      time = _Time(float(result["case"]["width"]), float(result["flops"]),
+                   float(result["seconds"]))
+      if min(time) <= 0:
         raise ValueError(f"{key} takes {time.seconds} s for {time.flops} operations")
       if key not in found or time.seconds < found[key].seconds:
         found[key] = time
@@ -102,7 +103,7 @@ def _times(report: Report) -> tuple[dict[tuple[str, str], _Time], str]:
                      f"expected {EXPECTED} of this version; {CURE}") from error
 
 
-def _contents(report: Report) -> Mapping[str, Any]:
+def _contents(report: Report) -> Mapping[str, object]:
   """Returns the contents of a report."""
   if isinstance(report, Mapping):
     return report

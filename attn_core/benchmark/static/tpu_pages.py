@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares writing to pages and attending to them on TPUs by static cycles of whole programs.
 
-Beside this library's kernel the one of tpu-inference, where that package is installed.
+This library's kernel and the one of tpu-inference, where that package is installed.
 """
 
 import datetime
@@ -32,8 +32,8 @@ FORMS = ((16, (32, 8), 128), (64, (32, 8), 128), (256, (32, 8), 128), (16, (8, 1
 KINDS = (
     Kind("decode", (8, 0), (2048, 1), {OURS: ((0, 0),), RPA: ((0, 0), (0, 1024))}),
     Kind("short", (256, 0), (128, 1), {OURS: ((0, 0),), RPA: ((0, 0),)}),
-    Kind("prefill", (0, 1), (1024, 1024), {OURS: ((0, 0),), RPA: ((128, 512), (64, 512))}),
-    Kind("mixed", (8, 1), (1024, 256), {OURS: ((0, 0),), RPA: ((64, 512), (32, 512))}))
+    Kind("prefill", (0, 1), (512, 512), {OURS: ((0, 0),), RPA: ((128, 512), (64, 512))}),
+    Kind("mixed", (8, 1), (1024, 128), {OURS: ((0, 0),), RPA: ((64, 512), (32, 512))}))
 
 
 def programs(chip: str, kinds: Iterable[str] = ("decode", "prefill", "mixed")) -> Iterator[Program]:

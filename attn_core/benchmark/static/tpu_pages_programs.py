@@ -27,6 +27,8 @@ from attn_core.kernels.tpu.ragged import (common, kernel as ragged_kernel, kv_bl
                                           update_few_rows)
 from attn_core.types import BlockSizes, cdiv
 
+Index = int | jax.Array
+
 OURS = "attn_core ragged_page_attention_v3"
 RPA = "tpu-inference rpa v3"
 RPA_VECTOR_BYTES = 100 * 2**20  # limit of its kernel
@@ -59,13 +61,13 @@ class Requests:
   @property
   def tokens(self) -> int:
     """T."""
-    return self.start(self.case.batch)
+    return self.decoding + (self.case.batch - self.decoding) * self.case.queries
 
-  def start(self, request: Any) -> Any:
+  def start(self, request: Index) -> Index:
     """Returns where the queries of a request begin."""
     several = (request - self.decoding) * self.case.queries + self.decoding
     if isinstance(request, int):
-      return min(request, self.decoding) if request <= self.decoding else several
+      return request if request <= self.decoding else several
     return jnp.where(request <= self.decoding, request, several)
 
   def distribution(self) -> tuple[int, int, int]:
@@ -73,7 +75,7 @@ class Requests:
     return self.decoding, self.decoding, self.case.batch
 
 
-def shapes(program: Program) -> tuple[Any, ...]:
+def shapes(program: Program) -> tuple[jax.ShapeDtypeStruct, ...]:
   """Returns the shapes of (query, key, value, pages, lengths, tables [R, max_pages], starts)."""
   case, page, tokens = program.case, program.blocks[2], Requests(program).tokens
   pages = jax.eval_shape(lambda: ops.init(
@@ -159,7 +161,7 @@ def missing_rpa() -> str | None:
   return "tpu_inference is not installed: pip install --no-deps tpu-inference"
 
 
-def load_rpa() -> Any:
+def load_rpa() -> types.ModuleType:
   """Loads the module of the kernel, without the packages around it, which need vLLM."""
   spec = importlib.util.find_spec("tpu_inference")
   if spec is None or spec.submodule_search_locations is None:
@@ -189,17 +191,18 @@ class _Known:
 
 @contextlib.contextmanager
 def _rpa(program: Program) -> Iterator[Built]:
-  library, requests, case = load_rpa(), Requests(program), program.case
+  library: Any = load_rpa()
+  requests, case = Requests(program), program.case
   kernel, loop = (library._ragged_paged_attention_kernel,
                   library._ragged_paged_attention_kernel_loop)
   query, key, value, pages, lengths, tables, starts = shapes(program)
 
-  def known(*refs: Any, **options: Any) -> None:
+  def _known(*refs: Any, **options: Any) -> None:
     lens, tables, starts, split, *rest = refs
     kernel(_Known(lambda _: case.keys, lens.shape), tables, _Known(requests.start, starts.shape),
            _Known(lambda i: requests.distribution()[i], split.shape), *rest, **options)
 
-  def known_loop(request: Any, *refs: Any, **options: Any) -> None:
+  def _known_loop(request: Any, *refs: Any, **options: Any) -> None:
     """Tells which buffer is next, and which results have been sent.
 
     Where every request has one block of queries and one of keys, buffers alternate. Otherwise the
@@ -228,8 +231,8 @@ def _rpa(program: Program) -> Iterator[Built]:
         vmem_limit_bytes=RPA_VECTOR_BYTES, **sizes)
 
   version = lambda: VERSIONS[program.chip]
-  with (mock.patch.object(library, "_ragged_paged_attention_kernel", known),
-        mock.patch.object(library, "_ragged_paged_attention_kernel_loop", known_loop),
+  with (mock.patch.object(library, "_ragged_paged_attention_kernel", _known),
+        mock.patch.object(library, "_ragged_paged_attention_kernel_loop", _known_loop),
         mock.patch.object(library, "get_tpu_version", version)):
     flat = jax.ShapeDtypeStruct((tables.size,), jnp.int32)
     yield jax.jit(attend, donate_argnums=(0, 1, 2, 3)), (

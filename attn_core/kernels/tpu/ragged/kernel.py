@@ -91,19 +91,7 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: KernelInputs,
     for number in counts:
       parts.append(rest[:number])
       rest = rest[number:]
-    scalars, (rows,), sources, outputs, buffers, words, running, others = parts
-    semaphores, counters, *written = others
-    refs_of_new = None
-    if new is not None:
-      scalars, of_new = scalars[:-new_tokens.SCALARS], scalars[-new_tokens.SCALARS:]
-      # What is read is the result, since interpret mode does not write to the argument.
-      *outputs, pages = outputs
-      *sources, new_rows = [pages, *sources[1:]]
-      refs_of_new = new_tokens.NewTokenRefs(*of_new, new_rows, pages, written[0], new.row_pages)
-    steps, num_live, tables, *scales = scalars
-    _kernel(KernelRefs(spec, shape, steps, num_live, tables, scales[0] if scales else None, rows,
-                       sources, outputs, buffers, words, online_softmax.Running(*running),
-                       semaphores, counters, refs_of_new))
+    _kernel(_kernel_refs(spec, shape, parts, None if new is None else new.row_pages))
 
   # 4. The call.
   out, lse, *pages = launch.in_32_bits(pl.pallas_call(
@@ -120,6 +108,31 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: KernelInputs,
   ))(*scalars, rows, *sources)
   lse = lse.reshape(num_steps, shape.head_groups, shape.group_rows)
   return out, lse, pages[0] if pages else None
+
+
+def _kernel_refs(spec: LogitsSpec, shape: StepShape, parts: list[list[Ref]],
+                 row_pages: int | None) -> KernelRefs:
+  """Names the references of a kernel.
+
+  Args:
+    spec: what is computed.
+    shape: static shape of a step.
+    parts: references to scalars, rows, sources, outputs, buffers, words, the running softmax, and
+      semaphores and counters.
+    row_pages: pages of a request where there are new tokens; None: there are none.
+  """
+  scalars, (rows,), sources, outputs, buffers, words, running, others = parts
+  semaphores, counters, *written = others
+  new = None
+  if row_pages is not None:
+    (*scalars, starts, lengths, places), (*outputs, pages) = scalars, outputs
+    # What is read is the result, since interpret mode does not write to the argument.
+    *sources, new_rows = [pages, *sources[1:]]
+    new = new_tokens.NewTokenRefs(starts, lengths, places, new_rows, pages, written[0], row_pages)
+  steps, num_live, tables, *scales = scalars
+  return KernelRefs(spec, shape, steps, num_live, tables, scales[0] if scales else None, rows,
+                    sources, outputs, buffers, words, online_softmax.Running(*running),
+                    semaphores, counters, new)
 
 
 def _stacked(steps: Steps) -> jax.Array:

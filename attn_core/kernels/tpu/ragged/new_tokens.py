@@ -7,6 +7,7 @@ kernel: requests may read pages that another one writes in the same call. Each r
 a page is copied by as few transfers of fixed sizes as possible.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -18,15 +19,14 @@ import jax.numpy as jnp
 Ref = Any  # a Pallas reference
 Index = Any  # int, or a traced int32
 
-SCALARS = 3  # arrays in scalar memory
-
 
 class NewTokens(NamedTuple):
   """Keys and values to write, and their places."""
 
-  starts: jax.Array  # int32 [R + 1]: where the tokens of each request begin
-  lengths: jax.Array  # int32 [R]: tokens of the requests, the new ones last
-  pages: jax.Array  # int32 [R * row_pages]; nothing is written to those outside the pool
+  starts: jax.Array  # int32 [requests + 1]: where the tokens of each request begin
+  lengths: jax.Array  # int32 [requests]: tokens of the requests, the new ones last
+  # int32 [requests * row_pages]: page ids; nothing is written where they are outside the pool.
+  pages: jax.Array
   rows: jax.Array  # [T, token_rows, D], as the pages hold tokens
   row_pages: int  # pages of a request
 
@@ -117,5 +117,5 @@ def _copy(new: NewTokenRefs, page: Index, slot: Index, token: Index, count: Inde
       # The bits of the count, the smallest first.
       for bit in range(largest.bit_length()):
         before = count & ((1 << bit) - 1)
-        pl.when((count >> bit) & 1 == 1)(
-            lambda before=before, bit=bit: start(slot + before, token + before, 1 << bit))
+        pl.when((count >> bit) & 1 == 1)(functools.partial(
+            start, slot + before, token + before, 1 << bit))
