@@ -35,6 +35,7 @@ class Suite(NamedTuple):
   shares: Mapping[str, float]  # part -> its share of the time; the next get the time one leaves
   parts: str  # the module with `PARTS`, imported in the process of a part only
   times_cases: bool = False  # whether --cases chooses what is timed
+  budget: float = 560  # seconds for all parts, unless given
   variables: Mapping[str, str] = {}  # environment variables of a part
   tiny_variables: Mapping[str, str] = {}  # those with --tiny
 
@@ -50,7 +51,7 @@ def main(suite: Suite, arguments: list[str] | None = None) -> int:
   parser = argparse.ArgumentParser(description=suite.description,
                                    formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--out", type=pathlib.Path, help=f"folder for {name}.json and .md")
-  parser.add_argument("--budget", type=float, default=560, help="seconds for all parts")
+  parser.add_argument("--budget", type=float, default=suite.budget, help="seconds for all parts")
   parser.add_argument("--parts", nargs="+", choices=suite.shares, default=tuple(suite.shares))
   if suite.times_cases:
     parser.add_argument("--cases", nargs="+", default=(), metavar="NAME",

@@ -32,6 +32,8 @@ DOCUMENTED = {
     "attn_core.attention.attention",
     "attn_core.attention.explain",
     "attn_core.benchmark.runner.run_attention_benchmarks",
+    "attn_core.benchmark.static.tpu_pages_programs._known",  # stands for another library's function
+    "attn_core.benchmark.static.tpu_pages_programs._known_loop",
     "attn_core.caches.paged.layouts.renamed",
     "attn_core.config.config.__new__",
     "attn_core.config.config._replace",
@@ -51,6 +53,7 @@ DOCUMENTED = {
     "attn_core.mechanism_functions.ring_attention",
     "attn_core.mechanism_functions.sdpa",
     "attn_core.mechanism_functions.vanilla",
+    "attn_core.plan.context_parallel.plan_context_parallel",
     "attn_core.sharding.mesh.create_mesh",
 }
 

@@ -16,7 +16,7 @@ from attn_core.caches import pages
 from attn_core.kernels.gpu.flash import tiling as gpu_tiling
 from attn_core.kernels.gpu.split_kv import decode as gpu_decode, paged as gpu_paged
 from attn_core.kernels.tpu.flash import tiling as tpu_tiling
-from attn_core.kernels.tpu.ragged import paged as tpu_paged
+from attn_core.kernels.tpu.ragged import paged_tiling as tpu_paged
 from attn_core.kernels.xla import decode as xla_decode
 from attn_core.types import AttentionSpec, MaskOperands, Operands
 

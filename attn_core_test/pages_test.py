@@ -10,7 +10,7 @@ import numpy as np
 
 from attn_core import Heads, PagesMetadata, PagesV1, PagesV2, PagesV3
 from attn_core.caches import dense, pages, quantize, window
-from attn_core.caches.paged import layouts, ops, request_groups
+from attn_core.caches.paged import layouts, request_groups, token_writes
 
 LAYOUTS = (PagesV1, PagesV2, PagesV3)
 HEADS = Heads(3, 5, 5)
@@ -159,7 +159,7 @@ class PagesTest(parameterized.TestCase):
     """Numbers beyond the range of the dtype become its largest, not its NaN or another sign."""
     x = np.float32([0, 1, 2.5, -3.5, most + 1, -most - 1, 1e30, -1e30, np.inf, -np.inf, np.nan])
     nearest = x[:4] if "float" in dtype else [0, 1, 2, -4]
-    found = ops.store(jnp.asarray(x * 0.5), dtype, jnp.float32(0.5))
+    found = token_writes.store(jnp.asarray(x * 0.5), dtype, jnp.float32(0.5))
     np.testing.assert_array_equal(found.astype(jnp.float32),
                                   [*nearest, *[most, -most] * 3, of_nan])
 

@@ -5,27 +5,27 @@
 On a CPU the kernels are interpreted, which only tries the parts themselves.
 """
 
-import contextlib
 import time
-from typing import Callable, Iterator
+from typing import Callable
 from unittest import mock
 
 import jax
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import numpy as np
 
 from attn_core import MaskInfo, OperationMetadata, PagesMetadata, PagesV2, RingConfig, attention
 from attn_core.caches import pages as pages_lib, quantize
-from attn_core.kernels.tpu.flash import remote_copy
 from attn_core.kernels.tpu.ragged import kv_layout
-from attn_core_test import device_suite_parts, tpu_suite_reference as reference
+from attn_core_test import (device_suite_parts, tpu_suite_reference as reference,
+                            tpu_suite_writes)
 from attn_core_test.device_suite_parts import (FEW_CASES, Found, Settings, error_of,
                                                repeatability)
 from attn_core_test.property_cases import CASES, EVEN_CASES
+from attn_core_test.tpu_suite_interpret import running
+from attn_core_test.tpu_suite_times import pages_times, static_figures, times
 
 # Largest errors. The chip's own exp2 and division are trusted to 1e-5.
 ERRORS = {"float32": 1e-4, "bfloat16": 6e-2}
@@ -34,18 +34,6 @@ PROPERTIES = (("flash_attn2", "float32", CASES), ("flash_attn2", "bfloat16", CAS
               ("blockwise", "float32", FEW_CASES), ("vanilla", "float32", FEW_CASES),
               ("sdpa", "bfloat16", EVEN_CASES))
 TPU = OperationMetadata(platform="tpu")
-
-
-@contextlib.contextmanager
-def running() -> Iterator[None]:
-  """Runs TPU kernels where they are: on a TPU, else in the interpreter."""
-  if jax.default_backend() == "tpu":
-    yield
-    return
-  # The interpreter numbers barrier semaphores by int16.
-  with (mock.patch.object(remote_copy, "END_BARRIERS", 2**15),
-        pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(dma_execution_mode="eager"))):
-    yield
 
 
 def environment(settings: Settings) -> Found:
@@ -341,4 +329,5 @@ def _rings(meshes: list[Mesh], shape: tuple[int, int], calls: int, until: float,
 
 
 PARTS = {part.__name__: part for part in (
-    environment, accuracy, accuracy_highest, pages, remote_ring, properties, repeatability)}
+    environment, accuracy, accuracy_highest, pages, tpu_suite_writes.writes, remote_ring,
+    properties, repeatability, times, pages_times, static_figures)}

@@ -20,7 +20,7 @@ from attn_core.masks import constructors
 from attn_core.references import oracle
 from attn_core.types import AttentionSpec, MaskOperands, Operands
 from attn_core_test import (device_suite, sampling, tpu_suite, tpu_suite_parts,
-                            tpu_suite_reference)
+                            tpu_suite_reference, tpu_suite_times, tpu_suite_writes)
 
 NOT_MEASURED = "There is no TPU here: JAX computes on 'cpu'. Nothing below is a measurement"
 TINY = tpu_suite_parts.Settings(True, 300.0)
@@ -123,8 +123,59 @@ class TpuSuiteTest(absltest.TestCase):
 
   def test_running_out_of_time_is_a_failure(self):
     late = tpu_suite_parts.Settings(False, -1.0)
-    for part in (tpu_suite_parts.accuracy_highest, tpu_suite_parts.pages):
+    for part in (tpu_suite_parts.accuracy_highest, tpu_suite_parts.pages,
+                 tpu_suite_writes.writes, tpu_suite_times.pages_times):
       self.assertFalse(part(late).ok)
+
+  def test_writes_that_differ_are_reported(self):
+    for text, ok in (("right, 5 calls", True), ("WRONG: 1 of 5 calls differ", False)):
+      with mock.patch.object(tpu_suite_writes, "_compared", lambda *_, text=text: text):
+        self.assertEqual(tpu_suite_writes.writes(TINY).ok, ok)
+
+  def test_wrong_results_of_pages_are_reported(self):
+    program = tpu_suite_times.TINY
+    arrays = tpu_suite_times._arrays(program)
+    expected = tpu_suite_times._expected(program, arrays)
+    self.assertGreater(np.abs(expected).max(), 0.1)
+    for factor, ok in ((1.0, True), (1.1, False)):
+      with (mock.patch.object(tpu_suite_times, "_expected", lambda *_: expected),
+            mock.patch.object(tpu_suite_times, "_seconds", lambda *_, factor=factor: (
+                1.0, factor * expected))):
+        self.assertEqual(tpu_suite_times.pages_times(TINY).ok, ok)
+
+  def test_which_static_figures_held(self):
+    flash = tpu_suite_times.static_results("tpu_static")
+    first = flash[0]["program"]["case"]["name"]
+    one = dict(contender="flash_attn2", case=dict(name=first))
+    best = {backward: min(tpu_suite_times._static_seconds(r, "v6e") for r in flash
+                          if r["program"]["case"]["name"] == first
+                          and r["program"]["contender"] == "flash_attn2"
+                          and r["program"]["backward"] == backward) for backward in (False, True)}
+    (self.folder / "times.json").write_text(json.dumps({"results": [
+        dict(one, direction="forward", seconds=1.1 * best[False]),
+        dict(one, direction="forward_backward", seconds=1.1 * best[False] + 2 * best[True])]}),
+                                            encoding="utf-8")
+    found = tpu_suite_times.static_figures(TINY._replace(out=self.folder))
+    self.assertTrue(found.ok)
+    self.assertEqual([(f["held"], round(f["ratio"], 6)) for f in found.data["figures"]],
+                     [(True, 1.1), (False, 2.0)])
+    self.assertIn("1 of 2 static figures for v6e held", found.lines[0])
+
+  def test_static_figures_of_other_devices_are_not_compared(self):
+    found = tpu_suite_times.static_figures(TINY._replace(tiny=False, out=self.folder))
+    self.assertEqual(found.data, {"figures": []})
+
+  def test_pages_are_compared_with_static_figures_of_the_same_program(self):
+    program = dict(chip="v6e", case=dict(name="decode"), blocks=[0, 0, 16], contender="c")
+    static = [dict(program=program, cycles=9_000, other_cycles=n, floor_seconds=0.0)
+              for n in (1_000, 500)]
+    (self.folder / "pages_times.json").write_text(json.dumps([
+        dict(case="decode", page=16, contender="c", seconds=9_500 / 1.75e9),
+        dict(case="decode", page=64, contender="c", seconds=1.0)]), encoding="utf-8")
+    with mock.patch.object(tpu_suite_times, "static_results", lambda name: (
+        static if name == "tpu_pages_static" else [])):
+      figure, = tpu_suite_times._pages_figures("v6e", self.folder)
+    self.assertAlmostEqual(figure.ratio, 1.0, delta=0.01)
 
   def test_one_device_has_no_ring(self):
     with mock.patch.object(jax, "local_devices", lambda: jax.devices()[:1]):

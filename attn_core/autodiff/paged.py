@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from attn_core.autodiff import rounding
 from attn_core.caches import quantize
-from attn_core.caches.paged import layouts
+from attn_core.caches.paged import layouts, slot_mapping, token_writes
 from attn_core.kernels.common.contract import Residuals
 from attn_core.kernels.xla import paged_backward, paged_tangent
 from attn_core.sharding import varying_axes
@@ -71,6 +71,70 @@ def attend(forward: PagedForwardFn, operands: PagedOperands, spec: PagedSpec,
     operands = operands._replace(cache=quantize.constant(operands.cache, "cache_view"))
   leaves, structure = jax.tree.flatten(varying_axes.unify(operands))
   return _attend(_Call(forward, spec, heads, block_sizes, structure), leaves)
+
+
+class WritingForwardFn(Protocol):
+  """Writes new tokens to the pages, and computes attention over them; returns also the cache."""
+
+  def __call__(self, operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
+               block_sizes: BlockSizes) -> tuple[Residuals, layouts.Pages]:
+    ...
+
+
+class _WritingCall(NamedTuple):
+  """Static parameters of an attention that writes new tokens."""
+
+  forward: WritingForwardFn
+  call: _Call
+
+
+def attend_writing(forward: WritingForwardFn, reading: PagedForwardFn, operands: PagedOperands,
+                   spec: PagedSpec, heads: layouts.Heads,
+                   block_sizes: BlockSizes) -> tuple[Residuals, layouts.Pages]:
+  """Writes new tokens to the pages, and computes attention over them.
+
+  Args:
+    forward: does both; where a derivative is taken, `token_writes.append` and `reading` do.
+    reading: as in `attend`.
+    operands: query, key and value [T, ...], pages and metadata of one group, sinks.
+    spec: what to compute.
+    heads: the heads in the pages, without their padding.
+    block_sizes: sizes fixed by the caller.
+
+  Returns:
+    (out [T, H, E] and lse [T, H, 1], the cache with the new tokens).
+
+  Raises:
+    NotImplementedError: quantized pages, or what is written to them, are differentiated.
+  """
+  leaves, structure = jax.tree.flatten(varying_axes.unify(operands))
+  return _attend_writing(
+      _WritingCall(forward, _Call(reading, spec, heads, block_sizes, structure)), leaves)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _attend_writing(writing: _WritingCall,
+                    leaves: list[jax.Array]) -> tuple[Residuals, layouts.Pages]:
+  call = writing.call
+  return writing.forward(_operands(leaves, call), call.spec, call.heads, call.block_sizes)
+
+
+@functools.partial(_attend_writing.defjvp, symbolic_zeros=True)
+def _attend_writing_jvp(writing: _WritingCall, primals: tuple, tangents: tuple) -> tuple:
+  """Differentiates the two steps one by one, in what has a tangent."""
+  call, leaves, given = writing.call, primals[0], tangents[0]
+  numbers = [n for n, x in enumerate(given) if not _is_zero(x)]
+
+  def separately(*varying: jax.Array) -> tuple[Residuals, layouts.Pages]:
+    some = dict(zip(numbers, varying))
+    operands = _operands([some.get(n, x) for n, x in enumerate(leaves)], call)
+    assert operands.key is not None and operands.value is not None
+    cache = token_writes.append(operands.cache, operands.key, operands.value, slot_mapping.slots(
+        operands.metadata, layouts.page_size(operands.cache), operands.query.shape[0]))
+    return attend(call.forward, operands._replace(cache=cache, key=None, value=None), call.spec,
+                  call.heads, call.block_sizes), cache
+
+  return jax.jvp(separately, [leaves[n] for n in numbers], [given[n] for n in numbers])
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

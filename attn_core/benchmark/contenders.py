@@ -20,7 +20,7 @@ from attn_core import table
 from attn_core.dispatch import selection
 from attn_core.dispatch.capabilities import Implementation
 from attn_core.attention import attention
-from attn_core.benchmark import cases
+from attn_core.benchmark import cases, splash
 from attn_core.benchmark.cases import Case
 from attn_core.masks import materialize
 from attn_core.masks.info import MaskInfo
@@ -127,6 +127,9 @@ def _known_peers(platform: str) -> list[Contender]:
       ("ejkernel xla", "ejkernel", _ejkernel)]
   if platform == "gpu":
     compiled.append(("jax.nn cudnn", "jax", functools.partial(_jax_nn, "cudnn")))
+  if platform == "tpu":
+    compiled.append(("jax splash", "jax", lambda case, x: splash.attend(
+        case, (x.query, x.key, x.value), x.segment_ids)))
   known = [Contender(name, functools.partial(_prepare, attend), package)
            for name, package, attend in compiled]
   known.append(Contender("torch sdpa", _prepare_torch, "torch"))

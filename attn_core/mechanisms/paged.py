@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from attn_core.autodiff import paged as autodiff_paged
-from attn_core.caches.paged import layouts, ops, page_stripes, request_groups
+from attn_core.caches import device_parts
+from attn_core.caches.paged import layouts, page_stripes, request_groups, token_writes
 from attn_core.caches.paged.page_stripes import Stripe
 from attn_core.kernels.common.contract import Residuals
 from attn_core.kernels.xla import paged_forward
@@ -22,6 +23,7 @@ from attn_core.types import (AttentionOutput, BlockSizes, Call, PagedOperands, P
                              at_least_float32)
 
 Forward = autodiff_paged.PagedForwardFn
+Writer = autodiff_paged.WritingForwardFn
 
 
 def xla(call: Call) -> AttentionOutput:
@@ -45,8 +47,9 @@ def xla_writing(call: Call) -> AttentionOutput:
 
 
 def tpu_writing(call: Call) -> AttentionOutput:
-  """Writes new keys and values to the pages, then attends as `tpu`; returns the cache."""
-  return _sharded(tpu_forward(), call, writes=True)
+  """Attends as `tpu` to pages to which the kernel first writes new keys and values."""
+  from attn_core.kernels.tpu.ragged import paged  # as in `tpu_forward`
+  return _sharded(tpu_forward(), call, writes=True, writer=paged.forward_writing)
 
 
 def gpu_writing(call: Call) -> AttentionOutput:
@@ -82,20 +85,29 @@ def _by_held_lengths(forward: Forward) -> Forward:
   return run
 
 
-def _sharded(forward: Forward, call: Call, *, writes: bool = False) -> AttentionOutput:
-  return shard_paged.sharded(functools.partial(_local, forward, call, writes), call, writes=writes)
+def _sharded(forward: Forward, call: Call, *, writes: bool = False,
+             writer: Writer | None = None) -> AttentionOutput:
+  return shard_paged.sharded(functools.partial(_local, forward, call, writes, writer), call,
+                             writes=writes)
 
 
-def _local(forward: Forward, call: Call, writes: bool, operands: PagedOperands) -> AttentionOutput:
+def _local(forward: Forward, call: Call, writes: bool, writer: Writer | None,
+           operands: PagedOperands) -> AttentionOutput:
   """Attends to one device's groups of requests, one after the other."""
   operands = _of_device(operands, call.placement)
   cache, metadata, tokens = operands.cache, operands.metadata, operands.query.shape[0]
   key_heads, width, value_width = layouts.heads_of(cache)
+  number = request_groups.count(metadata)
+  # The kernel writes the tokens of one group, with all pages of its requests.
+  separately = (writer is None or operands.stripe is not None or number not in (None, 1)
+                or isinstance(cache, layouts.PagesV3)
+                and device_parts.parts_of(cache.pages) is not None)
   if writes:
     assert operands.key is not None and operands.value is not None
     key_heads = operands.key.shape[1]
-    cache = ops.append(cache, operands.key, operands.value,
-                       request_groups.slots(cache, metadata, tokens, operands.stripe))
+    if separately:
+      cache = token_writes.append(cache, operands.key, operands.value,
+                         request_groups.slots(cache, metadata, tokens, operands.stripe))
   if isinstance(cache, layouts.PagesV3):
     assert operands.value is not None
     width, value_width = operands.query.shape[2], operands.value.shape[2]
@@ -106,8 +118,12 @@ def _local(forward: Forward, call: Call, writes: bool, operands: PagedOperands) 
                                    value=None),
         call.spec, layouts.Heads(key_heads, width, value_width), call.block_sizes)
 
-  number = request_groups.count(metadata)
-  if number is None:
+  if writer is not None and not separately:
+    one = metadata if number is None else jax.tree.map(lambda x: x[0], metadata)
+    (out, lse), cache = autodiff_paged.attend_writing(
+        writer, forward, operands._replace(metadata=one), call.spec,
+        layouts.Heads(key_heads, width, value_width), call.block_sizes)
+  elif number is None:
     out, lse = attend(operands.query, metadata)
   elif number == 1:
     out, lse = attend(operands.query, jax.tree.map(lambda x: x[0], metadata))

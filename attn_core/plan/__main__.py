@@ -6,8 +6,9 @@
     python3 -m attn_core.plan --device h100 --window 4095
     python3 -m attn_core.plan --heads 64 --kv-heads 8 --head-dim 128 --tokens 1M --mesh dp=2,sp=16
     python3 -m attn_core.plan --all                  all token orders, not only each variant's best
+    python3 -m attn_core.plan --report FILE          by times that tpu_suite or gpu_suite measured
 
-Times are those of one layer's attention, forward and backward, at published peak rates:
+Times are those of one layer's attention, forward and backward, at published or measured rates:
 """
 
 import argparse
@@ -18,7 +19,7 @@ from typing import NamedTuple
 from jax.sharding import AbstractMesh
 
 from attn_core import masks
-from attn_core.plan import context_parallel
+from attn_core.plan import context_parallel, measured
 from attn_core.plan.context_parallel import ContextParallelPlan, Prediction, Shapes
 from attn_core.plan.peaks import DEVICES
 from attn_core.types import RING_VARIANTS
@@ -37,6 +38,7 @@ class Question(NamedTuple):
   shapes: Shapes  # of the whole attention
   mask: masks.Mask  # of the whole attention
   axes: dict[str, int]  # the mesh: "sp" shards the sequence, other axes batch and heads
+  report: str | None = None  # a file of measured times
 
 
 def report(question: Question, every: bool) -> str:
@@ -46,9 +48,9 @@ def report(question: Question, every: bool) -> str:
     question: what is predicted.
     every: whether to list all token orders; otherwise the fastest of each variant.
   """
-  device, shapes, mask, axes = question
+  device, shapes, mask, axes, measured_times = question
   plan = context_parallel.plan_context_parallel(
-      shapes, mask, AbstractMesh(tuple(axes.values()), tuple(axes)), device)
+      shapes, mask, AbstractMesh(tuple(axes.values()), tuple(axes)), device, report=measured_times)
   mesh = "" if len(axes) == 1 else f" ({', '.join(f'{n}={size}' for n, size in axes.items())})"
   lines = [f"{math.prod(axes.values())} x {device}{mesh}, {shapes.queries:,} tokens"]
   for variant in RING_VARIANTS:
@@ -115,7 +117,9 @@ def _count(text: str) -> int:
 def _parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(prog="python3 -m attn_core.plan",
                                    description="Predicts how to shard a sequence.")
-  parser.add_argument("--device", choices=DEVICES, default="v5p")
+  parser.add_argument("--device", choices=DEVICES, help="default: that of the report, or v5p")
+  parser.add_argument("--report", metavar="FILE", help="tpu_suite.json or gpu_suite.json: "
+                      "computations take as long as measured there")
   parser.add_argument("--heads", type=_count, default=32, help="query heads")
   parser.add_argument("--kv-heads", type=_count, help="key heads; default: 8, or the query heads "
                       "where these are not a multiple of it")
@@ -138,6 +142,11 @@ def main() -> None:
     parser.error(f"--window: got {chosen.window}; expected tokens, 0 or more; without it, all")
   mask = masks.causal() & (masks.full() if chosen.window is None else
                            masks.window(chosen.window, 0))
+  try:
+    device = chosen.device or (
+        "v5p" if chosen.report is None else measured.device_kind(chosen.report))
+  except ValueError as error:
+    parser.error(f"--{error}")
   key_heads = chosen.kv_heads or (chosen.heads if chosen.heads % 8 else 8)
   print((__doc__ or "").strip().splitlines()[-1], "\n", inspect.getdoc(context_parallel), sep="")
   print("\n  ", _line(*HEADER), sep="")
@@ -147,7 +156,8 @@ def main() -> None:
       shapes = Shapes(batch, tokens, tokens, chosen.heads, key_heads, chosen.head_dim,
                       chosen.head_dim)
       try:
-        print(report(Question(chosen.device, shapes, mask, axes), chosen.all), flush=True)
+        print(report(Question(device, shapes, mask, axes, chosen.report), chosen.all),
+              flush=True)
       except ValueError as error:
         parser.error(str(error))
 

@@ -12,7 +12,8 @@
 A pair takes 2 (D + E) flops forward and 2 (3 D + 2 E) backward. B and H are those of one device;
 x_return is the time to send the gradients of keys and values back to their owners. Peaks are those
 published by the makers, so times are lower bounds, for comparison: inefficiency of kernels,
-latencies and other traffic are not included.
+latencies and other traffic are not included. With a report of measured times, the speed of kernels
+replaces the peak of computation; that of links remains.
 """
 
 import math
@@ -27,7 +28,7 @@ from attn_core import checks
 from attn_core.masks import mask as mask_lib, position_range
 from attn_core.mechanisms.context_parallel import ring_step, ulysses as heads
 from attn_core.config.metadata import OperationMetadata
-from attn_core.plan import peaks, traffic, work
+from attn_core.plan import measured, peaks, traffic, work
 from attn_core.sharding import (context_parallel as sequences, placement as placement_lib,
                                 token_order)
 from attn_core.sharding.context_parallel import AnyMesh, Sequence
@@ -90,7 +91,8 @@ class ContextParallelPlan(NamedTuple):
 def plan_context_parallel(
     shapes: Shapes, mask: mask_lib.Mask, mesh: AnyMesh, device_kind: str, *,
     sequence_axis_name: str = "sp", heads_axis_name: str | None = None, backward: bool = True,
-    block_sizes: BlockSizes = BlockSizes()) -> ContextParallelPlan:
+    block_sizes: BlockSizes = BlockSizes(),
+    report: measured.Report | None = None) -> ContextParallelPlan:
   """Predicts every variant of `ring` in every token order; formulas are in this module's docstring.
 
   Args:
@@ -105,25 +107,31 @@ def plan_context_parallel(
       in the fastest way.
     backward: whether to include the backward.
     block_sizes: block_q and block_kv of the kernel; None: 512 tokens.
+    report: tpu_suite.json or gpu_suite.json of such a device, a file or its contents: computations
+      take as long as measured there; None: as at the peak rate.
 
   Returns:
     A prediction for every variant and token order, and the fastest one.
 
   Raises:
     ValueError: the mesh does not have the axes or has one device along them, the device kind is
-      unknown, a size is invalid, or an array of the mask does not fit the shapes.
+      unknown, a size is invalid, an array of the mask does not fit the shapes, or the report is
+      malformed, of another device or without times.
   """
   device = peaks.find(device_kind)
   sizes = _sequence_sizes(mesh, sequence_axis_name, heads_axis_name)
   _check(shapes)
   mask = _on_host(mask, shapes)
   local = _local(shapes, mesh, (sequence_axis_name, heads_axis_name))
+  speed = measured.Speed(device.flops, device.flops) if report is None else measured.speed(
+      report, device_kind, shapes.width)
   block = _block(block_sizes)
   fixed = None if heads_axis_name is None else (sizes[0], sizes[1])
   axes = sequence_axis_name, heads_axis_name
   def best(variant: RingVariant, layout: TokenOrder) -> Prediction:
-    found = [_predicted(local, mask, Strategy(variant, layout, *split), axes, device, backward,
-                        block) for split in _splits(variant, math.prod(sizes), fixed)]
+    found = [_predicted(local, mask, Strategy(variant, layout, *split), axes, device,
+                        speed[:1 + backward], block)
+             for split in _splits(variant, math.prod(sizes), fixed)]
     possible = [each for each in found if not each.impossible]
     return fastest(possible) if possible else found[0]
   predictions = tuple(best(variant, layout) for variant in RING_VARIANTS
@@ -226,8 +234,19 @@ def _splits(variant: str, shards: int, fixed: tuple[int, int] | None) -> list[tu
 
 
 def _predicted(local: Shapes, mask: mask_lib.Mask, strategy: Strategy, axes: tuple[str, str | None],
-               device: peaks.Device, backward: bool, block: tuple[int, int]) -> Prediction:
-  """Predicts one strategy; axes: (sequence_axis_name, heads_axis_name)."""
+               device: peaks.Device, speeds: tuple[float, ...],
+               block: tuple[int, int]) -> Prediction:
+  """Predicts one strategy.
+
+  Args:
+    local: shapes of one device.
+    mask: of the whole attention.
+    strategy: how the sequence is sharded.
+    axes: (sequence_axis_name, heads_axis_name).
+    device: its links.
+    speeds: operations per second in the forward, and in the backward if it is included.
+    block: (queries, keys).
+  """
   variant, layout, members, group = strategy
   if variant == "hybrid" and min(members, group) == 1:
     return Prediction(*strategy, f"{members * group} devices do not split into members and groups "
@@ -249,21 +268,22 @@ def _predicted(local: Shapes, mask: mask_lib.Mask, strategy: Strategy, axes: tup
   between, within = traffic.links(sequence, device, one_axis=axes[1] is None)
   pairs = visits.pairs * local.batch * (local.heads // group)
   found: list[traffic.Collective] = []
-  seconds, flops = 0.0, 0.0
-  for direction in (False, True)[:1 + backward]:
+  seconds, flops, compute_seconds = 0.0, 0.0, 0.0
+  for direction, speed in zip((False, True), speeds):
     each = pairs * work.flops_of_pair(local.width, local.value_width, direction)
     serial = (traffic.exchanges(sequence, sizes, within, direction)
               + traffic.gathers(sequence, sizes, between, direction))
     overlapped = traffic.ring_exchanges(sequence, sizes, between, shifts, direction)
-    busiest = _busiest(visits, sequence, shifts) * each / device.flops
+    busiest = _busiest(visits, sequence, shifts) * each / speed
     seconds += sum(x.seconds for x in serial) + sum(
         max(computed, sum(x.seconds for x in step))
         for computed, step in zip((*busiest, 0.0), overlapped, strict=True))
     found += [*serial, *sum(overlapped, [])]
     flops += each * visits.blocks.sum(1).max()
+    compute_seconds += each * visits.blocks.sum(1).max() / speed
   return Prediction(
       *strategy, None, traffic.total(found), sum(x.link_bytes for x in found), float(flops),
-      visits.imbalance, float(flops / device.flops), sum(x.seconds for x in found), float(seconds))
+      visits.imbalance, float(compute_seconds), sum(x.seconds for x in found), float(seconds))
 
 
 def _shifts(sequence: Sequence, mask: mask_lib.Mask) -> tuple[int, ...]:

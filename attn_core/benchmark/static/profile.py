@@ -24,12 +24,13 @@ import jax
 from jax.experimental import topologies
 
 from attn_core.benchmark import cases
-from attn_core.benchmark.static import tpu_decode_programs, tpu_programs
+from attn_core.benchmark.static import tpu_decode_programs, tpu_pages_programs, tpu_programs
 from attn_core.benchmark.cases import Case
 from attn_core.benchmark.static.tpu_programs import Contender, Program
 from attn_core.plan.peaks import DEVICES, Device
 
-CONTENDERS: dict[str, Contender] = {**tpu_programs.CONTENDERS, **tpu_decode_programs.CONTENDERS}
+CONTENDERS: dict[str, Contender] = {
+    **tpu_programs.CONTENDERS, **tpu_decode_programs.CONTENDERS, **tpu_pages_programs.CONTENDERS}
 TIMEOUT = 600.0  # seconds per compilation and profile
 
 
@@ -160,12 +161,12 @@ def _measure(program: Program) -> Result:
 
 def compile_one(folder: str, text: str) -> None:
   """Compiles a program given as JSON; writes the properties of the compiled program to a file."""
-  contender, fields, backward, chip, (block_q, block_kv, last) = json.loads(text)
+  contender, fields, backward, chip, (block_q, block_kv, last), decoding = json.loads(text)
   fields = [tuple(x) if isinstance(x, list) else x for x in fields]
   device = devices(chip)[0]
   sharding = jax.sharding.SingleDeviceSharding(device)
   kind = jax.sharding.AbstractDevice(device.device_kind, device.num_cores, "tpu")
-  program = Program(contender, Case(*fields), backward, chip, (block_q, block_kv, last))
+  program = Program(contender, Case(*fields), backward, chip, (block_q, block_kv, last), decoding)
   mesh = jax.sharding.AbstractMesh((), (), abstract_device=kind)
   with (jax.sharding.use_abstract_mesh(mesh),
         tpu_programs.built(program, CONTENDERS[contender]) as (function, arguments)):

@@ -20,7 +20,8 @@ from attn_core.benchmark.cases import Case
 from attn_core.benchmark.static.tpu_programs import Built, Contender, Program
 from attn_core.caches import dense
 from attn_core.caches.paged import layouts, ops
-from attn_core.kernels.tpu.ragged import common, kernel as ragged_kernel, update_few_rows
+from attn_core.kernels.tpu.ragged import (common, kernel as ragged_kernel, new_tokens,
+                                          update_few_rows)
 from attn_core.config.metadata import OperationMetadata
 from attn_core.types import BlockSizes, cdiv
 
@@ -56,8 +57,10 @@ def _computed(case: Case) -> Iterator[None]:
     last = case.keys - 1
     return common.Steps(number, at(0), at(cdiv(case.keys, k.shape.layout.block_kv)), at(last),
                         at(last), at(case.keys), at(0), at(case.keys))
+  span = lambda new, request: new_tokens.Span(request, request + 1, case.keys - 1 - request)
   is_finite = update_few_rows._is_finite
-  with (mock.patch.object(ragged_kernel, "_step", item),
+  with (mock.patch.object(new_tokens, "_span", span),
+        mock.patch.object(ragged_kernel, "_step", item),
         mock.patch.object(ragged_kernel, "_step_count",
                           lambda k: case.batch + 0 * pl.program_id(0)),
         mock.patch.object(update_few_rows, "_is_finite",

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys and values in pages; public as `attn_core.caches.pages`.
 
-`layouts` holds the types, `pool` and `ops` the functions that create, write and read them,
+`layouts` holds the types, `pool`, `token_writes` and `ops` the functions on them,
 `allocator` the host-side bookkeeping, `request_groups` and `page_stripes` the division over
 devices, `validate` the checks. All of them call a `PagesMetadata` `pages_metadata`, and take it by
 the earlier keyword `metadata` as well.
@@ -12,10 +12,10 @@ from attn_core.caches.paged.layouts import (
     LANES, PAGES, Heads, Pages, PagesMetadata, PagesV1, PagesV2, PagesV3, dtype_of,
     has_token_scales, head_axis, heads_of, in_int32, interleave, num_pages, packing, pad_rows,
     page_size, query_starts, rows_in_use, take)
-from attn_core.caches.paged.ops import (append, convert, copy_pages, from_dense, read, reader,
-                                        store, to_dense)
+from attn_core.caches.paged.ops import convert, copy_pages, from_dense, read, reader, to_dense
 from attn_core.caches.paged.pool import init, init_like
 from attn_core.caches.paged.slot_mapping import slots
+from attn_core.caches.paged.token_writes import append, store
 
 __all__ = ["LANES", "PAGES", "Heads", "Pages", "PagesMetadata", "PagesV1", "PagesV2", "PagesV3",
            "append", "convert", "copy_pages", "dtype_of", "from_dense", "has_token_scales",

@@ -34,135 +34,7 @@ from attn_core.caches.paged.layouts import (
     Array, Heads, Pages, PagesMetadata, PagesT, PagesV1, PagesV3, dtype_of, has_token_scales,
     heads_of, num_pages, packing, page_size, rows_in_use, take, takes_metadata)
 from attn_core.caches.paged.pool import init
-
-Scales = tuple[Array, Array] | None  # of keys and values
-
-
-def append(cache: PagesT, key: Array, value: Array, mapping: Array,
-           scales: Scales = None) -> PagesT:
-  """Writes one key and one value per token.
-
-  Args:
-    cache: any layout.
-    key: [T, K, D] in the dtype of the pages. Quantized pages accept any float dtype: keys are
-      quantized with a scale per token and head, or divided by the one scale of the pages, rounded
-      and clipped.
-    value: [T, K, E], likewise.
-    mapping: int32 [T] slots (see `slots`); tokens with a slot outside the pool are not written.
-    scales: float32 (key [T, K], value [T, K]) of tokens that are already quantized, for pages with
-      scales per token and head; None: tokens are not quantized, or pages have no such scales.
-
-  Returns:
-    The cache with the tokens written, sharded as before.
-
-  Raises:
-    ValueError: shapes or dtypes do not fit, `mapping` is not integers [T], `scales` are missing for
-      quantized tokens, or given where the pages have no scales per token.
-    NotImplementedError: quantized keys or values are differentiated.
-  """
-  size, dtype, per_token = page_size(cache), dtype_of(cache), has_token_scales(cache)
-  key, value = jnp.asarray(key), jnp.asarray(value)
-  _check_tokens(cache, key, value, scales)
-  mapping = _int32_vector("mapping", mapping, key.shape[0], "slots")
-  if not per_token:
-    key, value = store(key, dtype, cache.key_scales), store(value, dtype, cache.value_scales)
-  elif scales is None:
-    (key, of_key), (value, of_value) = (quantize.quantize(x, dtype) for x in (key, value))
-    scales = of_key, of_value
-  mapping = jnp.where(mapping < 0, num_pages(cache) * size, mapping)
-  place = mapping // size, mapping % size
-  write = device_pages.write
-  if isinstance(cache, PagesV1):
-    written: Pages = cache._replace(
-        key_pages=write(cache.key_pages, key.swapaxes(0, 1), 1, *place),
-        value_pages=write(cache.value_pages, value.swapaxes(0, 1), 1, *place))
-  else:
-    written = cache._replace(
-        pages=write(cache.pages, pool_lib.interleaved(cache, key, value), 0, *place))
-  if scales is not None:
-    key_scales, value_scales = _token_scales(cache)
-    written = written._replace(key_scales=write(key_scales, scales[0], 0, *place),
-                               value_scales=write(value_scales, scales[1], 0, *place))
-  assert isinstance(written, type(cache))
-  return written
-
-
-def _int32_vector(argument: str, x: Array, count: int, meaning: str) -> Any:
-  """Checks that an argument is an array of integers [count], and converts it to int32."""
-  expected = f"int32 [{count}], {meaning}"
-  numbers = checks.int32(argument, x, expected)
-  checks.require(numbers.shape == (count,), argument, checks.describe(numbers), expected)
-  return numbers
-
-
-def _token_scales(cache: Pages) -> tuple[Array, Array]:
-  """The scales of keys and values of pages that have them."""
-  assert cache.key_scales is not None and cache.value_scales is not None
-  return cache.key_scales, cache.value_scales
-
-
-def _check_tokens(cache: Pages, key: Array, value: Array, scales: Scales) -> None:
-  heads = heads_of(cache)
-  tokens, key_heads, width = key.shape if key.ndim == 3 else (0, 0, 0)
-  padded = isinstance(cache, PagesV3)
-  fits = (key_heads <= heads.key_heads and width <= heads.key_width if padded
-          else (key_heads, width) == heads[:2])
-  checks.require(key.ndim == 3 and fits, "key", checks.describe(key),
-                 f"[T, {heads.key_heads}, {heads.key_width}], the pages' heads and width"
-                 + (", or fewer" if padded else ""))
-  narrower = value.ndim == 3 and padded and value.shape[2] <= heads.value_width
-  expected = (tokens, key_heads, value.shape[-1] if narrower else heads.value_width)
-  checks.require(value.shape == expected, "value", checks.describe(value), f"{list(expected)}"
-                 + (", or narrower" if padded else ""))
-  dtype, per_token = dtype_of(cache), has_token_scales(cache)
-  for name, x in (("key", key), ("value", value)):
-    wide = cache.key_scales is not None and jnp.issubdtype(x.dtype, jnp.floating)
-    checks.require(x.dtype == dtype or wide, name, checks.describe(x),
-                   f"the dtype of the pages, {dtype}")
-    if per_token:
-      checks.require((scales is not None) == (x.dtype == dtype), "scales",
-                     f"{'None' if scales is None else 'arrays'} with {name} {checks.describe(x)}",
-                     f"float32 (key [{tokens}, {key_heads}], value) with tokens in {dtype}, None "
-                     "with tokens in floating point: the pages have a scale per token and head")
-  checks.require(per_token or scales is None, "scales", "arrays",
-                 "None: the pages have no scale per token")
-  held = _token_scales(cache)[0].shape[2] if per_token else key_heads
-  checks.require(held == key_heads, "key", checks.describe(key),
-                 f"{held} heads, those of key_scales {checks.describe(cache.key_scales)}")
-  for x in () if scales is None else scales:
-    checks.require(x.shape == (tokens, key_heads) and x.dtype == jnp.float32, "scales",
-                   checks.describe(x), f"float32 [{tokens}, {key_heads}] of key and of value")
-
-
-def store(x: Array, dtype: DTypeLike, scale: Array | None = None) -> jax.Array:
-  """Converts values to the dtype of pages: divided by their scale, rounded to integers, clipped.
-
-  With one scale for all, infinities become the largest number of the dtype, and NaN becomes 0 in
-  integers.
-
-  Args:
-    x: keys or values of any shape; those of `dtype` are returned unchanged.
-    dtype: of the pages.
-    scale: float32 [], one scale for all; None: no division.
-
-  Returns:
-    An array of x's shape, of `dtype`.
-
-  Raises:
-    NotImplementedError: values to be stored in 8 bits are differentiated.
-  """
-  if x.dtype == dtype:
-    return x
-  if jnp.dtype(dtype).itemsize == 1:
-    x, scale = quantize.constant((x, scale), f"keys and values in {jnp.dtype(dtype).name}")
-  if scale is None:
-    return x.astype(dtype)
-  x = x.astype(jnp.float32) / scale
-  if jnp.issubdtype(dtype, jnp.integer):
-    x = jnp.round(jnp.where(jnp.isnan(x), 0, x))
-  limit = quantize.LIMITS[jnp.dtype(dtype).name]
-  return jnp.clip(x, -limit, limit).astype(dtype)
-
+from attn_core.caches.paged.token_writes import Scales, append, int32_vector, token_scales
 
 def read(cache: Pages, ids: Array, heads: Heads,
          dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
@@ -180,7 +52,7 @@ def read(cache: Pages, ids: Array, heads: Heads,
   def local(cache: Pages, heads: Heads) -> tuple[jax.Array, jax.Array]:
     part = reader(cache, heads, dtype)
     return part("key").transpose(1, 0, 2), part("value").transpose(1, 0, 2)
-  ids = _int32_vector("ids", ids, np.shape(ids)[0], "page ids")
+  ids = int32_vector("ids", ids, np.shape(ids)[0], "page ids")
   return pool_lib.on_each_device(local, take(cache, ids), heads,
                                  lambda pool, heads: (P(heads), P(heads)), keeps_pool=False)
 
@@ -222,7 +94,7 @@ def reader(cache: Pages, heads: Heads, dtype: DTypeLike) -> Callable[..., jax.Ar
 
 def _all_heads(cache: Pages) -> Heads:
   """The heads in the pages, without padding where the scales' shape gives their number."""
-  number = _token_scales(cache)[0].shape[2] if has_token_scales(cache) else None
+  number = token_scales(cache)[0].shape[2] if has_token_scales(cache) else None
   return heads_of(cache) if number is None else heads_of(cache)._replace(key_heads=number)
 
 
@@ -361,7 +233,7 @@ def copy_pages(cache: PagesT, sources: Array, targets: Array) -> PagesT:
     ValueError: sources or targets are not integers, or differ in number.
   """
   count = np.size(sources)
-  sources, targets = (_int32_vector(name, x, count, "page ids, as many sources as targets")
+  sources, targets = (int32_vector(name, x, count, "page ids, as many sources as targets")
                       for name, x in (("sources", sources), ("targets", targets)))
   # A negative index would count from the end of the pool.
   targets = jnp.where(targets < 0, num_pages(cache), targets)

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from attn_core.kernels.common import matmul_precision, online_softmax
 from attn_core.kernels.tpu.ragged.kv_block import KVBlock
 from attn_core.kernels.tpu.ragged.kv_layout import LANES, SUBLANES, KVLayout, LiveTokens
+from attn_core.kernels.tpu.ragged.new_tokens import NewTokenRefs, NewTokens
 from attn_core.types import cdiv
 
 Ref = Any  # a Pallas reference
@@ -54,6 +55,7 @@ class StepShape(NamedTuple):
   row_pages: int = 0  # pages of a row of the tables; 0: rows are consecutive tokens
   mask_rows: int = 0  # rows of the mask for a batch row; 0: the mask follows from positions
   mask_heads: bool = False  # whether the mask has rows for every query head
+  writes_all: bool = False  # whether steps that compute nothing write the results of no keys
 
   @property
   def head_rows(self) -> int:
@@ -167,12 +169,13 @@ class KernelInputs(NamedTuple):
   """Arrays that the kernel reads."""
 
   steps: Steps
-  num_live: jax.Array  # int32 [1]: number of steps that compute anything
+  num_live: jax.Array  # int32 [n]: the last is the number of steps that compute anything
   tables: jax.Array  # int32 [rows * row_pages]: pages of the rows
   tensor_scales: jax.Array | None  # float32 [2]: scales of all keys and of all values
   rows: jax.Array  # queries [num_steps, head_groups, group_rows, D]
   mask: jax.Array | None  # bfloat16 [rows, mask_rows, keys], 1: visible; None: by positions
   tokens: tuple[jax.Array, ...]  # keys, values and scales; see `KVLayout`
+  new: NewTokens | None = None  # written to the first of `tokens` before anything is read
 
 
 class KernelRefs(NamedTuple):
@@ -192,6 +195,7 @@ class KernelRefs(NamedTuple):
   running: online_softmax.Running  # see `StepShape.running_shapes`
   semaphores: Ref  # of the transfers to each slot
   counters: Ref  # int32 [4] in scalar memory, indexed by the names below
+  new: NewTokenRefs | None
 
 
 # Number of blocks computed and of blocks whose transfers have started, which determine their slots

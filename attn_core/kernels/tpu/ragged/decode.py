@@ -50,9 +50,9 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
       spec.softmax_scale, spec.logits_soft_cap, None, None, spec.precision)
   count = jnp.full((1,), batch, jnp.int32)
   # 3. The kernel.
-  out, lse = kernel.attend(logits_spec, shape, common.KernelInputs(
+  out, lse, _ = kernel.attend(logits_spec, shape, common.KernelInputs(
       steps, count, jnp.zeros((1,), jnp.int32), None, rows, mask, _token_arrays(operands, layout)),
-                            dense_operands.out_dtype(operands, spec))
+                              dense_operands.out_dtype(operands, spec))
   # 4. Back to [B, T, H, E], and the sinks.
   def from_rows(x: jax.Array) -> jax.Array:
     x = x.reshape(batch, key_heads, length, group_size, -1).transpose(0, 2, 1, 3, 4)

@@ -22,14 +22,14 @@ from jax.typing import DTypeLike
 
 from attn_core.kernels.common import online_softmax
 from attn_core.kernels.tpu import launch
-from attn_core.kernels.tpu.ragged import common, update_few_rows, update_many_rows
+from attn_core.kernels.tpu.ragged import common, new_tokens, update_few_rows, update_many_rows
 from attn_core.kernels.tpu.ragged.common import (
     Index, KernelInputs, KernelRefs, LogitsSpec, Ref, StepShape, Steps)
 from attn_core.kernels.tpu.ragged.kv_layout import LiveTokens, Transfer, copy_block, copy_pages
 
 
 def attend(spec: LogitsSpec, shape: StepShape, inputs: KernelInputs,
-           out_dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+           out_dtype: DTypeLike) -> tuple[jax.Array, jax.Array, jax.Array | None]:
   """Computes the attention of every step.
 
   Args:
@@ -41,20 +41,25 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: KernelInputs,
   Returns:
     out [num_steps, head_groups, group_rows, E], and lse float32
     [num_steps, head_groups, group_rows]; only those of the first `num_live` steps are written.
+    Then `inputs.tokens[0]` with the new tokens, in the same memory, or None if there are none.
   """
   rows, layout = inputs.rows, shape.layout
   num_steps, width = rows.shape[0], layout.widths[-1]
   chex.assert_shape(rows, (num_steps, shape.head_groups, shape.group_rows, None))
-  chex.assert_shape(inputs.num_live, (1,))
+  chex.assert_rank(inputs.num_live, 1)
   chex.assert_shape(list(inputs.steps), (num_steps,))
   chex.assert_rank(inputs.tables, 1)
   # 1. Inputs.
-  steps = jnp.stack(inputs.steps).astype(jnp.int32)
+  steps = _stacked(inputs.steps)
   scalars = [x for x in (steps, inputs.num_live, inputs.tables, inputs.tensor_scales)
              if x is not None]
-  sources = [*inputs.tokens, *([] if inputs.mask is None else [inputs.mask])]
+  new = inputs.new
+  scalars += [] if new is None else new.scalars()
+  sources = [*inputs.tokens, *([] if inputs.mask is None else [inputs.mask]),
+             *([] if new is None else [new.rows])]
   # Steps after the first `num_live` repeat the last block index, so that they copy nothing.
-  index_map = lambda w, steps, count, *_: (jnp.minimum(w, jnp.maximum(count[0] - 1, 0)), 0, 0, 0)
+  last = lambda count: jnp.clip(count[count.shape[0] - 1] - 1, 0, num_steps - 1)
+  index_map = lambda w, steps, count, *_: (jnp.minimum(w, last(count)), 0, 0, 0)
   block = lambda *last: pl.BlockSpec((1, shape.head_groups, *last), index_map)
   # 2. Outputs.
   varying = jax.typeof(rows).manual_axis_type
@@ -62,13 +67,23 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: KernelInputs,
                                                     manual_axis_type=varying)
   column = (shape.group_rows, 1) if shape.few_rows else (1, shape.group_rows)
   outputs = [output((shape.group_rows, width), out_dtype), output(column, jnp.float32)]
+  written = functools.partial(pl.BlockSpec, index_map=lambda w, *_: (w, 0, 0, 0)) if (
+      shape.writes_all) else lambda x: block(*x[2:])
+  out_specs = [written((1, shape.head_groups, *x)) for x in ((shape.group_rows, width), column)]
+  aliases = {}
+  if new is not None:
+    outputs.append(jax.ShapeDtypeStruct(sources[0].shape, sources[0].dtype,
+                                        manual_axis_type=jax.typeof(sources[0]).manual_axis_type))
+    out_specs.append(pl.BlockSpec(memory_space=pltpu.HBM))
+    aliases = {len(scalars) + 1: 2}
   # 3. Scratch memory.
   buffers = [pltpu.VMEM(*x) for x in layout.buffers()]
   if inputs.mask is not None:
     buffers.append(pltpu.VMEM((layout.slots, shape.mask_rows, layout.block_kv), inputs.mask.dtype))
   scratch = (buffers, [pltpu.VMEM(*x) for x in layout.word_buffers()],
              [pltpu.VMEM(x, jnp.float32) for x in shape.running_shapes()],
-             [pltpu.SemaphoreType.DMA((layout.slots,)), pltpu.SMEM((4,), jnp.int32)])
+             [pltpu.SemaphoreType.DMA((layout.slots,)), pltpu.SMEM((4,), jnp.int32),
+              *([] if new is None else [pltpu.SemaphoreType.DMA(())])])
   counts = [len(x) for x in (scalars, [rows], sources, outputs, *scratch)]
 
   def kernel(*refs: Ref) -> None:
@@ -76,26 +91,61 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: KernelInputs,
     for number in counts:
       parts.append(rest[:number])
       rest = rest[number:]
-    scalars, (rows,), sources, outputs, buffers, words, running, (semaphores, counters) = parts
-    steps, num_live, tables, *scales = scalars
-    _kernel(KernelRefs(spec, shape, steps, num_live, tables, scales[0] if scales else None, rows,
-                       sources, outputs, buffers, words, online_softmax.Running(*running),
-                       semaphores, counters))
+    _kernel(_kernel_refs(spec, shape, parts, None if new is None else new.row_pages))
 
   # 4. The call.
-  out, lse = launch.in_32_bits(pl.pallas_call(
+  out, lse, *pages = launch.in_32_bits(pl.pallas_call(
       kernel,
       grid_spec=pltpu.PrefetchScalarGridSpec(
           num_scalar_prefetch=len(scalars), grid=(num_steps,),
           in_specs=[block(*rows.shape[2:]), *[pl.BlockSpec(memory_space=pltpu.HBM)] * len(sources)],
-          out_specs=[block(shape.group_rows, width), block(*column)],
+          out_specs=out_specs,
           scratch_shapes=[x for group in scratch for x in group]),
-      out_shape=outputs, name="attn_core_ragged",
+      out_shape=outputs, name="attn_core_ragged", input_output_aliases=aliases,
       compiler_params=pltpu.CompilerParams(
           dimension_semantics=("arbitrary",), disable_bounds_checks=True,
           vmem_limit_bytes=max(16 * 2**20, shape.vmem_bytes(rows.dtype) * 5 // 4)),
   ))(*scalars, rows, *sources)
-  return out, lse.reshape(num_steps, shape.head_groups, shape.group_rows)
+  lse = lse.reshape(num_steps, shape.head_groups, shape.group_rows)
+  return out, lse, pages[0] if pages else None
+
+
+def _kernel_refs(spec: LogitsSpec, shape: StepShape, parts: list[list[Ref]],
+                 row_pages: int | None) -> KernelRefs:
+  """Names the references of a kernel.
+
+  Args:
+    spec: what is computed.
+    shape: static shape of a step.
+    parts: references to scalars, rows, sources, outputs, buffers, words, the running softmax, and
+      semaphores and counters.
+    row_pages: pages of a request where there are new tokens; None: there are none.
+  """
+  scalars, (rows,), sources, outputs, buffers, words, running, others = parts
+  semaphores, counters, *written = others
+  new = None
+  if row_pages is not None:
+    (*scalars, starts, lengths, places), (*outputs, pages) = scalars, outputs
+    # What is read is the result, since interpret mode does not write to the argument.
+    *sources, new_rows = [pages, *sources[1:]]
+    new = new_tokens.NewTokenRefs(starts, lengths, places, new_rows, pages, written[0], row_pages)
+  steps, num_live, tables, *scales = scalars
+  return KernelRefs(spec, shape, steps, num_live, tables, scales[0] if scales else None, rows,
+                    sources, outputs, buffers, words, online_softmax.Running(*running),
+                    semaphores, counters, new)
+
+
+def _stacked(steps: Steps) -> jax.Array:
+  """Stacks the numbers of all steps, int32 [fields, num_steps].
+
+  By a chain of selections, which XLA computes together with the numbers; it would first write each
+  of them to memory to concatenate them.
+  """
+  found, *rest = (x.astype(jnp.int32)[None] for x in steps)
+  field = lax.broadcasted_iota(jnp.int32, (len(steps), found.shape[1]), 0)
+  for number, x in enumerate(rest, 1):
+    found = jnp.where(field >= number, x, found)
+  return found
 
 
 def _kernel(k: KernelRefs) -> None:
@@ -103,9 +153,11 @@ def _kernel(k: KernelRefs) -> None:
   current, count = pl.program_id(0), _step_count(k)
   softmax: ModuleType | Any = update_few_rows if k.shape.few_rows else update_many_rows
 
-  # 1. In the first step: start the transfers of the first blocks.
+  # 1. In the first step: write the new tokens, and start the transfers of the first blocks.
   @pl.when(current == 0)
   def _() -> None:
+    if k.new is not None:
+      new_tokens.write(k.new)
     for name, number in ((common.COMPUTED, 0), (common.FETCHED, 0), (common.NEXT_STEP, 0),
                          (common.NEXT_BLOCK, _step(k, 0).first_block)):
       k.counters[name] = number
@@ -136,6 +188,13 @@ def _kernel(k: KernelRefs) -> None:
       k.outputs[1][0, group] = lse
 
 
+  if k.shape.writes_all:
+    @pl.when(current >= count)
+    def _() -> None:
+      for ref, number in zip(k.outputs, (0, -jnp.inf)):
+        ref[...] = jnp.full(ref.shape, number, ref.dtype)
+
+
 def _fetch_next(k: KernelRefs, count: jax.Array) -> None:
   """Starts the transfers of the next block, of this step or a later one, if there is any."""
   current, block = k.counters[common.NEXT_STEP], k.counters[common.NEXT_BLOCK]
@@ -154,7 +213,7 @@ def _fetch_next(k: KernelRefs, count: jax.Array) -> None:
 
 def _step_count(k: KernelRefs) -> jax.Array:
   """Returns the number of steps that compute anything."""
-  return k.num_live[0]
+  return jnp.minimum(k.num_live[k.num_live.shape[0] - 1], pl.num_programs(0))
 
 
 def _step(k: KernelRefs, step: Index) -> Steps:

@@ -85,7 +85,7 @@ class KVBlock(NamedTuple):
     layout, words = self.layout, self.words[array]
     lanes = words.shape[2]
     x = self.buffers[array][self.slot, :, :, :, pl.ds(part * lanes, lanes)]
-    x = self._to_words(x.reshape(layout.block_kv * layout.token_rows, lanes))
+    x = self._to_words(x.reshape(layout.block_kv * layout.token_rows * layout.lane_parts, lanes))
     if layout.splits_even_odd:
       x = x.reshape(layout.block_kv // PAIRED_TOKENS, SUBLANES, 2, layout.token_words, lanes)
       x = jnp.stack([x[:, :, odd] for odd in range(2)], 1).reshape(words.shape[1:])
@@ -176,19 +176,22 @@ class KVBlock(NamedTuple):
     """Reads one word per token: ([block_kv / 2, D or E] of even tokens, of odd tokens)."""
     layout = self.layout
     if not layout.splits_even_odd:
-      even, odd = (self._read_words(array, word + odd * layout.token_words, 2)
-                   for odd in range(2))
+      even, odd = (self._read_words(array, word, odd, 2) for odd in range(2))
       return even, odd
     x = self._read_words(array, word)
     x = x.reshape(layout.block_kv // PAIRED_TOKENS, 2, SUBLANES, x.shape[1])
     even, odd = (x[:, odd].reshape(layout.block_kv // 2, x.shape[3]) for odd in range(2))
     return even, odd
 
-  def _read_words(self, array: int, word: Index, stride: int = 1) -> jax.Array:
-    """Reads one word of every `stride`-th token, [block_kv / stride, D or E]."""
+  def _read_words(self, array: int, word: Index, first: int = 0, stride: int = 1) -> jax.Array:
+    """Reads one word of every `stride`-th token from the `first`, [block_kv / stride, D or E]."""
     layout, words = self.layout, self.words[array]
-    rows = pl.ds(word, layout.block_kv // stride, stride=stride * layout.token_words)
-    return jnp.concatenate([words[part, rows, :] for part in range(words.shape[0])], 1)
+    begin = first * layout.token_words + word * layout.lane_parts
+    rows = lambda part: pl.ds(begin + part, layout.block_kv // stride,
+                              stride=stride * layout.token_words)
+    return jnp.concatenate([words[part, rows(0), :] for part in range(words.shape[0])]
+                           if layout.lane_parts == 1 else
+                           [words[0, rows(part), :] for part in range(layout.lane_parts)], 1)
 
 
 def _pack_pairs(even: jax.Array, odd: jax.Array, place: Index, dtype: DTypeLike) -> jax.Array:

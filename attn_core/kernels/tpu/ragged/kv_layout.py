@@ -57,6 +57,9 @@ class KVLayout(NamedTuple):
   row_tokens: int = 0  # S of a dense cache; 0: pages
   scales: str | None = None  # "token", "tensor", or None
   slots: int = 2  # blocks in vector memory: one is computed while the others are copied
+  # Parts of LANES columns that a row consists of: consecutive rows of the array, of which each has
+  # the numbers that share words. XLA stores rows of layout v3 in this order.
+  lane_parts: int = 1
 
   @property
   def block_kv(self) -> int:
@@ -77,7 +80,7 @@ class KVLayout(NamedTuple):
   @property
   def token_words(self) -> int:
     """Rows of words of a token."""
-    return self.token_rows // self.packing
+    return self.token_rows // self.packing * self.lane_parts
 
   @property
   def pairs_tokens(self) -> bool:
@@ -96,7 +99,7 @@ class KVLayout(NamedTuple):
   def buffers(self) -> list[BufferShape]:
     """Returns shapes of the buffers that blocks and their scales are copied to."""
     shape = lambda width: (self.token_rows, self.page_size, width) if self.heads_major else (
-        self.page_size, self.token_rows, width)
+        self.page_size, self.token_rows * self.lane_parts, width // self.lane_parts)
     stored = jnp.int8 if jnp.dtype(self.dtype).itemsize == 1 else self.dtype
     found: list[BufferShape] = [
         ((self.slots, self.block_pages, *shape(width)), stored) for width in self.widths]
@@ -113,7 +116,8 @@ class KVLayout(NamedTuple):
     """Returns shapes of the buffers for the words of a block and for its transposed scales."""
     dtype = jnp.uint32 if self.packing > 1 else jnp.float32
     found: list[BufferShape] = [] if self.heads_major else [
-        ((cdiv(width, LANES), self.block_kv * self.token_words, min(width, LANES)), dtype)
+        ((cdiv(width, LANES * self.lane_parts), self.block_kv * self.token_words,
+          min(width, LANES)), dtype)
         for width in self.widths]
     if self.scales == "token":
       found += [((self.block_kv, self.scale_rows), jnp.float32)] * 2

@@ -7,7 +7,6 @@ result of a query has the same bits alone, in any batch, in any pages and in any
 prefill, for given block sizes and without `distribution`.
 """
 
-import math
 from typing import NamedTuple
 
 import chex
@@ -15,24 +14,16 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from attn_core.caches.paged import layouts
+from attn_core.caches.paged import layouts, slot_mapping, token_writes
 from attn_core.caches.paged.layouts import Pages
 from attn_core.kernels.common import (dense_operands, nonfinite, online_softmax, paged_operands,
                                       query_block_queue)
 from attn_core.kernels.common.contract import Residuals
 from attn_core.kernels.common.paged_operands import BlockedInputs, Index
-from attn_core.kernels.tpu.ragged import common, kernel
-from attn_core.kernels.tpu.ragged.kv_layout import LANES, KVLayout, is_heads_major
-from attn_core.types import BlockSizes, PagedOperands, PagedSpec, cdiv
-
-BLOCK_ROWS = 1024  # most rows of a step where requests have more than one query
-BLOCK_KV = 512  # tokens of a key block where rows are many
-FEW_ROWS_BLOCK_KV = 1024  # where they are few
-MOST_PAGES = 64  # of a key block: a transfer each
-BUFFER_BYTES = 16 * 2**20  # of vector memory, for keys and values as copied and as words
-VECTOR_BYTES = 48 * 2**20  # of vector memory for everything
-SCALAR_BYTES = 15 * 2**16  # of the 1 MiB of scalar memory, for tables and steps
-DTYPES = ("float32", "bfloat16")
+from attn_core.kernels.tpu.ragged import common, kernel, paged_tiling
+from attn_core.kernels.tpu.ragged.kv_layout import KVLayout
+from attn_core.kernels.tpu.ragged.new_tokens import NewTokens
+from attn_core.types import BlockSizes, PagedOperands, PagedSpec
 
 
 def forward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
@@ -48,134 +39,123 @@ def forward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
   Returns:
     out [T, H, E] and lse [T, H, 1].
   """
+  return _forward(operands, spec, heads, block_sizes, None)[0]
+
+
+def forward_writing(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
+                    block_sizes: BlockSizes) -> tuple[Residuals, Pages]:
+  """Writes new tokens to pages in layout v3, then computes attention over them.
+
+  The kernel writes them, unless scalar memory has no room for a second copy of the tables.
+
+  Args:
+    operands: as in `forward`, and the new keys [T, K, D] and values [T, K, E], in the dtype of the
+      pages, or of floating point where these are quantized.
+    spec: what is computed.
+    heads: the heads in the pages, without their padding.
+    block_sizes: None fields are chosen here.
+
+  Returns:
+    (out [T, H, E] and lse [T, H, 1], the cache with the new tokens).
+  """
+  cache, metadata = operands.cache, operands.metadata
+  assert isinstance(cache, layouts.PagesV3)
+  assert operands.key is not None and operands.value is not None
+  tokens = operands.query.shape[0]
+  single_page = paged_tiling.make_layout(cache, heads, 1)
+  group_size = operands.query.shape[1] // heads.key_heads
+  block_q = paged_tiling.choose_block_q(operands, block_sizes, single_page, group_size)
+  if (paged_tiling.scalar_bytes(operands, block_sizes, single_page, (group_size, block_q))
+      + paged_tiling.new_scalar_bytes(operands) > paged_tiling.SCALAR_BYTES):
+    cache = token_writes.append(cache, operands.key, operands.value, slot_mapping.slots(
+        metadata, layouts.page_size(cache), tokens))
+    return forward(operands._replace(cache=cache), spec, heads, block_sizes), cache
+  # Scales per token are not contiguous in memory: XLA writes them.
+  slots = lambda: slot_mapping.slots(metadata, layouts.page_size(cache), tokens)
+  rows, cache = token_writes.append_scales(cache, operands.key, operands.value, slots)
+  new = NewTokens(layouts.query_starts(metadata), metadata.context_lens,
+                  metadata.page_tables.reshape(-1),
+                  _token_rows(rows, paged_tiling.lane_parts(cache)), metadata.page_tables.shape[1])
+  found, pages = _forward(operands._replace(cache=cache), spec, heads, block_sizes, new)
+  assert pages is not None
+  return found, cache._replace(pages=pages)
+
+
+def _forward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
+             block_sizes: BlockSizes, new: NewTokens | None) -> tuple[Residuals, jax.Array | None]:
+  """Computes `forward` after writing new tokens; returns also the array of the pages with these."""
   chex.assert_rank(operands.query, 3)
   tokens, query_heads, width = operands.query.shape
   chex.assert_is_divisible(query_heads, heads.key_heads)
   chex.assert_rank(operands.metadata.page_tables, 2)
   chex.assert_shape(operands.metadata.context_lens, operands.metadata.page_tables.shape[:1])
   group_size = query_heads // heads.key_heads
-  single_page = make_layout(operands.cache, heads, 1)
+  single_page = paged_tiling.make_layout(operands.cache, heads, 1)
   pad_width = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, single_page.widths[0] - width)))
   padded = operands._replace(query=pad_width(nonfinite.infinite_to_nan(operands.query)))
   out = jnp.zeros((tokens, query_heads, single_page.widths[-1]),
                   dense_operands.out_dtype(operands, spec))
   lse = jnp.full((tokens, query_heads, 1), -jnp.inf, jnp.float32)
-  chosen = _choose_block_q(operands, block_sizes, single_page, group_size)
-  for first, end, block_q in paged_operands.request_ranges(operands, chosen):
-    layout = _with_blocks(single_page, block_sizes, common.has_few_rows(block_q * group_size))
+  chosen = paged_tiling.choose_block_q(operands, block_sizes, single_page, group_size)
+  written = None
+  ranges = paged_operands.request_ranges(operands, chosen)
+  for first, end, block_q in ranges:
+    layout = paged_tiling.with_blocks(single_page, operands, block_sizes,
+                                      common.has_few_rows(block_q * group_size))
     inputs = paged_operands.block_inputs(padded, spec, heads, (block_q, layout.block_pages))
-    possible = _possible_tokens(operands, block_q, chosen)
-    found, live = jax.tree.map(
-        lambda x: dense_operands.pad_axis(x, 0, tokens - x.shape[0]),
-        _attend(inputs, layout, (first, end), padded.query[:possible]))
-    out, lse = (jnp.where(live[:, None, None], *x) for x in zip(found, (out, lse)))
+    possible = paged_tiling.possible_tokens(operands, block_q, chosen)
+    single = len(ranges) == 1
+    found, live, pages = _attend(inputs, layout, (first, None if single else end),
+                                 padded.query[:possible], new)
+    if pages is not None:  # the first kernel writes the tokens of all requests
+      assert isinstance(padded.cache, layouts.PagesV3)
+      written = _as_pages(pages, padded.cache)
+      padded = padded._replace(cache=padded.cache._replace(pages=written))
+      new = None
+    if block_q == 1 and single and possible == tokens:
+      out, lse = found  # steps without a query have written the results of no keys
+    else:
+      found, live = jax.tree.map(
+          lambda x: dense_operands.pad_axis(x, 0, tokens - x.shape[0]), (found, live))
+      out, lse = (jnp.where(live[:, None, None], *x) for x in zip(found, (out, lse)))
   return Residuals(*online_softmax.join_sinks(
-      out[..., :heads.value_width], lse, _token_sinks(operands)))
+      out[..., :heads.value_width], lse, _token_sinks(operands))), written
 
 
-def _choose_block_q(operands: PagedOperands, block_sizes: BlockSizes, layout: KVLayout,
-                    group_size: int) -> int:
-  """Returns the query tokens of a block: if they are not given, so many that the steps fit."""
-  tokens, requests = operands.query.shape[0], operands.metadata.context_lens.shape[0]
-  wanted = block_sizes.block_q
-  if wanted is None:
-    # As many as requests have on average; where there is one per request, blocks have one.
-    average = 2 ** (tokens // requests).bit_length() // 2
-    wanted = max(1, min(BLOCK_ROWS // group_size, max(LANES // group_size, average)))
-    wanted = 1 if tokens <= requests else wanted
-  block_q, _ = paged_operands.choose_block_sizes(operands, BlockSizes(wanted), group_size)
-  if block_sizes.block_q is not None:
-    return block_q
-  def fits_vector_memory(block_q: int) -> bool:
-    blocks = _with_blocks(layout, block_sizes, common.has_few_rows(block_q * group_size))
-    return (common.StepShape(blocks, group_size, block_q).vmem_bytes(operands.query.dtype)
-            <= VECTOR_BYTES)
-  while block_q > 1 and not fits_vector_memory(block_q):
-    block_q //= 2
-  # With many query heads a key head, blocks of the rows above are too many.
-  while 1 < block_q < tokens and fits_vector_memory(2 * block_q) and _scalar_bytes(
-      operands, block_sizes, layout, (group_size, block_q)) > SCALAR_BYTES:
-    block_q *= 2
-  return block_q
+def _stored(x: jax.Array) -> jax.Array:
+  """Returns pages or tokens as the kernel copies them: numbers of 8 bits as int8."""
+  return lax.bitcast_convert_type(x, jnp.int8) if x.dtype.itemsize == 1 else x
 
 
-def _possible_tokens(operands: PagedOperands, block_q: int, chosen: int) -> int:
-  """Returns how many tokens may be queries of the requests that have blocks of `block_q`.
+def _token_rows(x: jax.Array, lane_parts: int) -> jax.Array:
+  """Returns tokens [..., rows, packed, width] of layout v3 as `KVLayout` describes them.
 
-  Where blocks are of another size than the chosen one, requests have one query each, and come
-  before all others.
+  Both are the same memory.
   """
-  tokens, requests = operands.query.shape[0], operands.metadata.context_lens.shape[0]
-  return tokens if block_q == chosen else min(tokens, requests)
+  x = _stored(x)
+  *before, packed, width = x.shape
+  x = x.reshape(*before, packed, lane_parts, width // lane_parts).swapaxes(-3, -2)
+  return x.reshape(*before[:-1], -1, width // lane_parts)
 
 
-def _num_steps(operands: PagedOperands, block_q: int, chosen: int) -> int:
-  """Returns the number of steps of the requests that have blocks of `block_q`."""
-  return query_block_queue.capacity(_possible_tokens(operands, block_q, chosen),
-                                    operands.metadata.context_lens.shape[0], block_q)
-
-
-def _scalar_bytes(operands: PagedOperands, block_sizes: BlockSizes, layout: KVLayout,
-                  rows: tuple[int, int]) -> int:
-  """Returns the scalar memory for the tables and steps of a kernel.
-
-  Args:
-    operands: only shapes count.
-    block_sizes: those given.
-    layout: of the pages.
-    rows: (G, query tokens of a block).
-  """
-  (requests, row_pages), (group_size, chosen) = operands.metadata.page_tables.shape, rows
-  found = []
-  for block_q in {chosen, chosen if operands.metadata.distribution is None else 1}:
-    blocks = _with_blocks(layout, block_sizes, common.has_few_rows(block_q * group_size))
-    entries = requests * cdiv(row_pages, blocks.block_pages) * blocks.block_pages
-    steps = _num_steps(operands, block_q, chosen)
-    # The rows of an array are padded to whole lanes.
-    words = cdiv(entries, LANES) + len(common.Steps._fields) * cdiv(steps, LANES)
-    found.append(4 * LANES * words)
-  return max(found)
-
-
-def _with_blocks(layout: KVLayout, block_sizes: BlockSizes, few_rows: bool) -> KVLayout:
-  """Sets the pages of a block and the number of blocks in vector memory."""
-  layout = layout._replace(slots=common.FEW_ROWS_SLOTS if few_rows else 2)
-  wanted = cdiv(block_sizes.block_kv or (FEW_ROWS_BLOCK_KV if few_rows else BLOCK_KV),
-                layout.page_size)
-  most = max(1, wanted * BUFFER_BYTES // layout._replace(block_pages=wanted).vmem_bytes())
-  block_pages = min(wanted, most, MOST_PAGES)
-  if layout.scales == "token":  # blocks must be whole lanes
-    lanes = LANES // math.gcd(LANES, layout.page_size)
-    block_pages = cdiv(block_pages, lanes) * lanes
-  return layout._replace(block_pages=block_pages)
-
-
-def make_layout(cache: Pages, heads: layouts.Heads, block_pages: int) -> KVLayout:
-  """Returns the layout of the pages of a cache, in blocks of `block_pages`."""
-  is_v1, dtype = isinstance(cache, layouts.PagesV1), layouts.dtype_of(cache)
-  stored = layouts.heads_of(cache)
-  # Heads that pad a layout are copied, although nothing reads them.
-  key_heads = stored.key_heads if isinstance(cache, layouts.PagesV3) else heads.key_heads
-  scales = None
-  if cache.key_scales is not None:
-    scales = "token" if cache.key_scales.ndim else "tensor"
-  widths = (stored.key_width, stored.value_width) if is_v1 else (stored.key_width,)
-  heads_major = is_v1 or isinstance(cache, layouts.PagesV2) and is_heads_major(2 * key_heads, dtype)
-  return KVLayout(not is_v1, heads_major, key_heads, widths, jnp.dtype(dtype),
-                  layouts.page_size(cache), block_pages, scales=scales)
+def _as_pages(x: jax.Array, cache: layouts.PagesV3) -> jax.Array:
+  """Returns the inverse of `_token_rows`, as the pages of a cache."""
+  *before, packed, width = cache.pages.shape
+  parts = paged_tiling.lane_parts(cache)
+  x = x.reshape(*before, parts, packed, width // parts).swapaxes(-3, -2).reshape(cache.pages.shape)
+  return x if x.dtype == cache.pages.dtype else lax.bitcast_convert_type(x, cache.pages.dtype)
 
 
 def _token_arrays(inputs: BlockedInputs, layout: KVLayout) -> tuple[jax.Array, ...]:
   """Returns the arrays of a cache as `KVLayout` describes them."""
   cache = inputs.cache
-  stored = lambda x: lax.bitcast_convert_type(x, jnp.int8) if x.dtype.itemsize == 1 else x
   tokens: tuple[jax.Array, ...]
   if isinstance(cache, layouts.PagesV1):
-    tokens = stored(cache.key_pages), stored(cache.value_pages)
+    tokens = _stored(cache.key_pages), _stored(cache.value_pages)
+  elif isinstance(cache, layouts.PagesV3):
+    tokens = _token_rows(cache.pages, layout.lane_parts),
   else:
-    # Rows of layout v3 are in memory as those of v2 are.
-    x = stored(cache.pages)
-    x = x.reshape(*x.shape[:2], -1, x.shape[-1])
+    x = _stored(cache.pages)
     tokens = x.swapaxes(1, 2) if layout.heads_major else x,
   if layout.scales != "token":
     return tokens
@@ -189,16 +169,26 @@ def _token_arrays(inputs: BlockedInputs, layout: KVLayout) -> tuple[jax.Array, .
   return *tokens, gather(cache.key_scales), gather(cache.value_scales)
 
 
-def _attend(inputs: BlockedInputs, layout: KVLayout, requests: tuple[Index, Index],
-            query: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-  """Computes the requests [first, end).
+def _attend(inputs: BlockedInputs, layout: KVLayout, requests: tuple[Index, Index | None],
+            query: jax.Array, new: NewTokens | None
+            ) -> tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array | None]:
+  """Computes the requests [first, end), after writing the new tokens of all requests.
+
+  Args:
+    inputs: the call, in blocks.
+    layout: of the pages.
+    requests: (first, end); None: all that have queries.
+    query: the tokens that may be theirs, [T, H, D].
+    new: the tokens to write.
 
   Returns:
-    ((out [T, H, E], lse [T, H, 1]), bool [T]: the tokens for which these are computed).
+    ((out [T, H, E], lse [T, H, 1]), bool [T]: the tokens for which these are computed, the tokens
+    of all pages if there are new ones).
   """
   spec, cache = inputs.spec, inputs.cache
   key_heads, group_size, block_q = inputs.heads.key_heads, inputs.group, inputs.block_q
-  shape = common.StepShape(layout, group_size, block_q, inputs.tables.shape[1])
+  shape = common.StepShape(layout, group_size, block_q, inputs.tables.shape[1],
+                           writes_all=block_q == 1)
   # 1. The steps and their rows.
   work = _work_by_token(inputs, requests[1], query) if block_q == 1 else (
       _work_by_block(inputs, requests, query))
@@ -211,54 +201,62 @@ def _attend(inputs: BlockedInputs, layout: KVLayout, requests: tuple[Index, Inde
     tensor_scales = jnp.stack([cache.key_scales, cache.value_scales]).astype(jnp.float32)
   # 2. The kernel.
   left, right = paged_operands.window_of(spec)
-  out, lse = kernel.attend(
+  out, lse, pages = kernel.attend(
       common.LogitsSpec(spec.softmax_scale, spec.logits_soft_cap, left, right, spec.precision),
       shape, common.KernelInputs(
           work.steps, work.num_live, inputs.tables.reshape(-1), tensor_scales, rows, None,
-          _token_arrays(inputs, layout)), rows.dtype if spec.out_dtype is None else spec.out_dtype)
+          _token_arrays(inputs, layout), new),
+      rows.dtype if spec.out_dtype is None else spec.out_dtype)
   # 3. The results by token.
   def by_token(x: jax.Array) -> jax.Array:
     x = x.reshape(x.shape[0], layout.key_heads, block_q, group_size, x.shape[-1])[:, :key_heads]
     x = x.transpose(0, 2, 1, 3, 4).reshape(-1, block_q, key_heads * group_size, x.shape[-1])
     return x[:, 0] if work.token_index is None else x[work.token_index]
-  return (by_token(out), by_token(lse[..., None])), work.live
+  return (by_token(out), by_token(lse[..., None])), work.live, pages
 
 
 class _Work(NamedTuple):
   """The steps of a call."""
 
   steps: common.Steps
-  num_live: jax.Array  # int32 [1]: the first steps, which compute anything
+  num_live: jax.Array  # int32 [n]: the last number is that of steps that compute anything
   rows: jax.Array  # [num_steps, K, head_rows, D]
   # (step, query of the step) of every token; None: a step for each token, in their order.
   token_index: tuple[jax.Array, jax.Array] | None
   live: jax.Array  # bool [T]: whether a token is a query of the requests
 
 
-def _work_by_token(inputs: BlockedInputs, end: Index, query: jax.Array) -> _Work:
+def _work_by_token(inputs: BlockedInputs, end: Index | None, query: jax.Array) -> _Work:
   """Makes a step for each token of the requests before `end`.
 
   The request of each token is found by comparing all tokens with all requests, which XLA fuses
-  into one operation, whereas every gather would be one.
+  into few operations, whereas every gather would be one.
   """
-  token = jnp.arange(query.shape[0], dtype=jnp.int32)
+  tokens = query.shape[0]
+  token = jnp.arange(tokens, dtype=jnp.int32)[:, None]
   request = jnp.arange(inputs.lengths.shape[0], dtype=jnp.int32)
-  ends = inputs.starts[1:]
-  owner = jnp.minimum((ends[None] <= token[:, None]).sum(1, dtype=jnp.int32), request[-1])
-  own = owner[:, None] == request[None]
+  first, ends = jnp.where(request == 0, 0, inputs.starts[:-1]), inputs.starts[1:]
+  own = (token >= first) & (token < ends)
+  own = own if end is None else own & (request < end)
   of_owner = lambda x: jnp.where(own, x, 0).sum(1, dtype=jnp.int32)
-  length = of_owner(inputs.lengths)
-  begin = length - of_owner(ends) + token
-  computed = (token < ends[-1]) & (owner < end)
-  rows = query.reshape(query.shape[0], inputs.heads.key_heads, inputs.group, query.shape[-1])
-  return _Work(_make_steps(inputs, owner, begin, begin, length),
-               computed.sum(keepdims=True, dtype=jnp.int32), rows, None, computed & (begin >= 0))
+  owner, length = of_owner(request), of_owner(inputs.lengths)
+  begin = of_owner(inputs.lengths - ends + token)
+  rows = query.reshape(tokens, inputs.heads.key_heads, inputs.group, query.shape[-1])
+  # The tokens of all requests, without those of the requests from `end` on. The kernel reads the
+  # number of all tokens where it is, which saves an operation.
+  num_live = inputs.starts if end is None else jnp.max(jnp.where(request < end, ends, 0),
+                                                       keepdims=True)
+  return _Work(_make_steps(inputs, owner, begin, begin, length), num_live, rows, None,
+               token[:, 0] < num_live[-1])
 
 
-def _work_by_block(inputs: BlockedInputs, requests: tuple[Index, Index],
+def _work_by_block(inputs: BlockedInputs, requests: tuple[Index, Index | None],
                    query: jax.Array) -> _Work:
   """Makes a step for each block of queries of the requests [first, end)."""
-  queue = query_block_queue.make_queue(inputs, query.shape[0], requests)
+  first, end = requests
+  # Rows of the tables that are not in use have no queries.
+  end = inputs.lengths.shape[0] if end is None else end
+  queue = query_block_queue.make_queue(inputs, query.shape[0], (first, end))
   request, begin = queue.blocks.request, queue.blocks.positions[:, 0]
   length = inputs.lengths[request]
   row_begin = length - (inputs.starts[request + 1] - inputs.starts[request])
@@ -299,42 +297,3 @@ def _token_sinks(operands: PagedOperands) -> jax.Array | None:
   token = jnp.arange(operands.query.shape[0], dtype=jnp.int32)
   live = (token < layouts.query_starts(operands.metadata)[-1])[:, None, None]
   return jnp.where(live, operands.sinks.astype(jnp.float32)[:, None], -jnp.inf)
-
-
-# --- Limits. -------------------------------------------------------------------------------------
-
-
-def unsupported_reason(query: jax.Array, cache: Pages, metadata: layouts.PagesMetadata,
-                       heads: layouts.Heads, block_sizes: BlockSizes) -> str | None:
-  """Returns why the kernel does not support a call, by shapes and dtypes, or None if it does.
-
-  Args:
-    query: [T, H, D].
-    cache: pages in any layout.
-    metadata: of the pages.
-    heads: the heads in the pages, without their padding.
-    block_sizes: those given; None fields are chosen.
-  """
-  stored, dtype = layouts.dtype_of(cache), query.dtype.name
-  quantized = cache.key_scales is not None
-  if dtype not in DTYPES or not quantized and stored != query.dtype or (
-      quantized and stored.itemsize > 1):
-    return (f"queries of {dtype} and pages of {stored.name}: the TPU kernel computes in "
-            f"{' and '.join(DTYPES)}, from pages of these or of 8 bits")
-  layout = make_layout(cache, heads, 1)
-  for width in layout.widths:
-    if width > LANES and width % LANES:
-      return f"head_dim {width}: the TPU kernel needs a multiple of {LANES} above {LANES}"
-  if layout.vmem_bytes() > BUFFER_BYTES:
-    return (f"pages of {layout.page_size} tokens: keys and values of one page do not fit the "
-            f"TPU kernel's {BUFFER_BYTES} bytes")
-  operands, group_size = PagedOperands(query, cache, metadata), query.shape[1] // heads.key_heads
-  block_q = _choose_block_q(operands, block_sizes, layout, group_size)
-  needed = _scalar_bytes(operands, block_sizes, layout, (group_size, block_q))
-  if needed > SCALAR_BYTES:
-    steps = _num_steps(operands, block_q, block_q)
-    cure = "a larger block_q or " if block_sizes.block_q is not None else ""
-    return (f"page tables of {list(metadata.page_tables.shape)} and {steps} steps of {block_q} "
-            f"queries need {needed} bytes of scalar memory, of which the TPU kernel has "
-            f"{SCALAR_BYTES}: give {cure}narrower tables, larger pages or fewer requests")
-  return None

@@ -1,0 +1,137 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Compares writing to pages and attending to them on TPUs by static cycles of whole programs.
+
+This library's kernel and the one of tpu-inference, where that package is installed.
+"""
+
+import datetime
+import itertools
+import os
+from typing import Iterable, Iterator, NamedTuple
+
+from attn_core import checks
+from attn_core.benchmark.static import Progress, tpu as static_tpu, tpu_pages_programs
+from attn_core.benchmark.static.profile import CHIPS, Result, Static
+from attn_core.benchmark.static.tpu_pages_programs import OURS, RPA, VERSIONS
+from attn_core.benchmark.static.tpu_programs import Program
+
+
+class Kind(NamedTuple):
+  """Requests of one kind of step of a server."""
+
+  name: str
+  requests: tuple[int, int]  # of one query, and of many
+  lengths: tuple[int, int]  # tokens of every request, queries of one of many
+  blocks: dict[str, tuple[tuple[int, int], ...]]  # contender -> (queries, keys); 0: its own choice
+
+
+# (page size, (H, K), D): the first one, and others that differ in one number.
+FORMS = ((16, (32, 8), 128), (64, (32, 8), 128), (256, (32, 8), 128), (16, (8, 1), 128),
+         (16, (64, 8), 128), (16, (32, 8), 64), (16, (32, 8), 256))
+KINDS = (
+    Kind("decode", (8, 0), (2048, 1), {OURS: ((0, 0),), RPA: ((0, 0), (0, 1024))}),
+    Kind("short", (256, 0), (128, 1), {OURS: ((0, 0),), RPA: ((0, 0),)}),
+    Kind("prefill", (0, 1), (512, 512), {OURS: ((0, 0),), RPA: ((128, 512), (64, 512))}),
+    Kind("mixed", (8, 1), (1024, 128), {OURS: ((0, 0),), RPA: ((64, 512), (32, 512))}))
+
+
+def programs(chip: str, kinds: Iterable[str] = ("decode", "prefill", "mixed")) -> Iterator[Program]:
+  """Yields all programs of some kinds for a chip; prefill and mixed in the first form only.
+
+  Args:
+    chip: a name of `profile.CHIPS`.
+    kinds: names of KINDS.
+  """
+  for kind in KINDS:
+    if kind.name not in kinds:
+      continue
+    for page, heads, width in FORMS if kind.name == "decode" else FORMS[:1]:
+      case = tpu_pages_programs.case_of(kind.name, kind.requests, kind.lengths, heads, width)
+      for contender, choices in kind.blocks.items():
+        for block_q, block_kv in choices:
+          yield Program(contender, case, False, chip, (block_q, block_kv, page), kind.requests[0])
+
+
+def run(chips: Iterable[str] | None = None, widths: Iterable[int] | None = None,
+        tokens: Iterable[int] | None = None, *, out: str | os.PathLike | None = None,
+        progress: Progress = lambda total: lambda _: None) -> str:
+  """Measures both kernels.
+
+  Args:
+    chips: names of `tpu_pages_programs.VERSIONS`; None: "v6e".
+    widths: head dimensions; None: all.
+    tokens: None: the lengths are those of KINDS.
+    out: folder for tpu_pages_static.json and tpu_pages_static.md; None: nothing is written.
+    progress: maps the number of programs to a function to call with a line for each of them.
+
+  Returns:
+    The text of the tables.
+
+  Raises:
+    ValueError: a chip is unknown, or lengths are given.
+    ModuleNotFoundError: libtpu is not installed.
+  """
+  chips = static_tpu.chosen(chips)
+  for chip in chips:
+    checks.one_of("chips", chip, tuple(VERSIONS))
+  checks.require(tokens is None, "tokens", tokens, "None: the lengths of the requests are fixed")
+  missing = tpu_pages_programs.missing_rpa()
+  found = [program for chip in chips
+           for program in programs(chip, tuple(kind.name for kind in KINDS))
+           if (widths is None or program.case.width in tuple(widths))
+           and not (missing and program.contender == RPA)]
+  return static_tpu.report(found, "tpu_pages_static", _line, to_markdown, out=out,
+                           progress=progress)
+
+
+def _line(result: Result) -> str:
+  program = result.program
+  block_q, block_kv, page = program.blocks
+  return (f"{program.chip} {program.case.name}: {program.contender}, pages of {page}, blocks "
+          f"{block_q or 'own'}/{block_kv or 'own'}")
+
+
+COLUMNS = ("case", "page", "kernel", "best blocks q/kv", "cycles of the program", "of its kernels",
+           "tpu-inference / ours")
+
+
+def to_markdown(results: list[Result], versions: dict[str, str]) -> str:
+  """Formats a table per chip, with each contender at its best blocks."""
+  lines = [
+      "# Static cycles of writing to pages and attending to them on TPUs", "",
+      f"libtpu {versions['libtpu']}, jax {versions['jax']}, {datetime.date.today()}; bfloat16. "
+      "Cycles of whole programs by libtpu's static profiler: the new keys and values are written, "
+      "and all queries attended to. decode_8x2048_h32_8_d128 has 8 requests of 2,048 tokens, 32 "
+      "query heads, 8 key heads of width 128. Kinds of requests: " + "; ".join(
+          f"{kind.name}: {kind.requests[0]} of one query and {kind.requests[1]} of "
+          f"{kind.lengths[1]}, {kind.lengths[0]} tokens each" for kind in KINDS)
+      + ". Where a request of the kernel of tpu-inference has several blocks, its transfers are "
+      "counted as if they took no time. The programs did not run on a TPU.", "",
+      "By `python3 -m attn_core.benchmark --static tpu-pages`."]
+  for chip, group in itertools.groupby(results, lambda r: r.program.chip):
+    lines += ["", f"## {chip}, {CHIPS[chip].peak.memory_bytes / 1e9:,.0f} GB/s", "", *_table(group)]
+  lines += static_tpu.failures("Not measured", results, _line)
+  return "\n".join(lines) + "\n"
+
+
+def whole(result: Static) -> int:
+  """Returns the cycles of a whole program."""
+  return result.cycles + result.other_cycles
+
+
+def _table(results: Iterable[Result]) -> Iterator[str]:
+  yield "| " + " | ".join(COLUMNS) + " |"
+  yield "|---|---:|---|---|" + "---:|" * 3
+  best: dict[tuple[str, int], dict[str, Static]] = {}
+  for r in sorted((r for r in results if isinstance(r, Static)), key=whole):
+    best.setdefault((r.program.case.name, r.program.blocks[2]), {}).setdefault(
+        r.program.contender, r)
+  order = [kind.name for kind in KINDS]
+  for (case, page), found in sorted(best.items(), key=lambda x: (
+      order.index(x[0][0].partition("_")[0]), x[0])):
+    for contender, r in sorted(found.items()):
+      ratio = f"{whole(found[RPA]) / whole(r):.2f}" if contender == OURS and RPA in found else ""
+      yield "| " + " | ".join((
+          case, str(page), contender, "/".join(str(b or "own") for b in r.program.blocks[:2]),
+          f"{whole(r):,}", f"{r.cycles:,}", ratio)) + " |"

@@ -1,0 +1,121 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the keys and values of new tokens to their pages, as the first work of the ragged kernel.
+
+All tokens are in their pages before the first page is read, as if they had been written before the
+kernel: requests may read pages that another one writes in the same call. Each run of tokens within
+a page is copied by as few transfers of fixed sizes as possible.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+import jax.numpy as jnp
+
+Ref = Any  # a Pallas reference
+Index = Any  # int, or a traced int32
+
+
+class NewTokens(NamedTuple):
+  """Keys and values to write, and their places."""
+
+  starts: jax.Array  # int32 [requests + 1]: where the tokens of each request begin
+  lengths: jax.Array  # int32 [requests]: tokens of the requests, the new ones last
+  # int32 [requests * row_pages]: page ids; nothing is written where they are outside the pool.
+  pages: jax.Array
+  rows: jax.Array  # [T, token_rows, D], as the pages hold tokens
+  row_pages: int  # pages of a request
+
+  def scalars(self) -> list[jax.Array]:
+    """Returns what is kept in scalar memory."""
+    return [self.starts, self.lengths, self.pages]
+
+
+class NewTokenRefs(NamedTuple):
+  """References to `NewTokens` in a running kernel."""
+
+  starts: Ref
+  lengths: Ref
+  pages: Ref
+  rows: Ref
+  target: Ref  # the pages of the pool [num_pages, page_size, token_rows, D]
+  semaphore: Ref
+  row_pages: int
+
+
+class Span(NamedTuple):
+  """Tokens [first, end) of the call, at positions `token + shift` of their request."""
+
+  first: Index
+  end: Index
+  shift: Index
+
+
+def write(new: NewTokenRefs) -> None:
+  """Copies all new tokens to their pages, and waits until they have arrived."""
+  tokens = new.rows.shape[0]
+  # The number of copied tokens is carried, because semaphores count bytes, whatever the sizes of
+  # the transfers.
+  requests = jnp.int32(new.lengths.shape[0])
+  written = lax.fori_loop(jnp.int32(0), requests, lambda request, written: _write_request(
+      new, request, _span(new, request), written), jnp.int32(0))
+  for bit in range(tokens.bit_length()):
+    @pl.when((written >> bit) & 1 == 1)
+    def _(size: int = 1 << bit) -> None:
+      part = new.rows.at[pl.ds(0, size)]
+      pltpu.make_async_copy(part, part, new.semaphore).wait()
+
+
+def _span(new: NewTokenRefs, request: Index) -> Span:
+  """Returns the tokens of a request that have a position within its pages."""
+  page_size, end = new.target.shape[1], new.starts[request + 1]
+  shift = new.lengths[request] - end
+  first = jnp.maximum(jnp.where(request == 0, 0, new.starts[request]), -shift)
+  held = new.row_pages * page_size
+  return Span(first, jnp.minimum(jnp.minimum(end, new.rows.shape[0]), held - shift), shift)
+
+
+def _write_request(new: NewTokenRefs, request: Index, span: Span, written: Index) -> jax.Array:
+  """Starts the transfers of a request; returns how many tokens have been copied so far."""
+  num_pages, page_size = new.target.shape[:2]
+  size = jnp.int32(page_size)
+  page_of = lambda token: lax.div(token + span.shift, size)
+
+  def write_page(number: Index, written: Index) -> jax.Array:
+    begin = number * page_size - span.shift  # the token at the page's first slot
+    first, end = jnp.maximum(begin, span.first), jnp.minimum(begin + page_size, span.end)
+    page = new.pages[request * new.row_pages + number]
+    exists = (page >= 0) & (page < num_pages)
+    pl.when(exists)(lambda: _copy(new, page, first - begin, first, end - first))
+    return written + jnp.where(exists, end - first, 0)
+
+  some = span.first < span.end
+  begin = page_of(span.first)
+  end = jnp.where(some, page_of(jnp.maximum(span.end - 1, span.first)) + 1, begin)
+  return lax.fori_loop(begin, end, write_page, written)
+
+
+def _copy(new: NewTokenRefs, page: Index, slot: Index, token: Index, count: Index) -> None:
+  """Starts the transfers of `count` tokens, at most a page, to consecutive slots of a page."""
+  page_size = new.target.shape[1]
+
+  def start(slot: Index, token: Index, size: int) -> None:
+    pltpu.make_async_copy(new.rows.at[pl.ds(token, size)], new.target.at[page, pl.ds(slot, size)],
+                          new.semaphore).start()
+
+  pl.when(count == 1)(lambda: start(slot, token, 1))
+  if 1 < page_size <= new.rows.shape[0]:
+    pl.when(count == page_size)(lambda: start(0, token, page_size))
+  largest = min(page_size - 1, new.rows.shape[0])
+  if largest > 1:
+    @pl.when((count > 1) & (count < page_size))
+    def _() -> None:
+      # The bits of the count, the smallest first.
+      for bit in range(largest.bit_length()):
+        before = count & ((1 << bit) - 1)
+        pl.when((count >> bit) & 1 == 1)(functools.partial(
+            start, slot + before, token + before, 1 << bit))

@@ -1,0 +1,193 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Block sizes of the ragged kernel over pages, and the calls that a TPU's memory suffices for."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from attn_core.caches.paged import layouts
+from attn_core.caches.paged.layouts import Pages
+from attn_core.kernels.common import paged_operands, query_block_queue
+from attn_core.kernels.tpu.ragged import common
+from attn_core.kernels.tpu.ragged.kv_layout import LANES, KVLayout, is_heads_major
+from attn_core.types import BlockSizes, PagedOperands, cdiv
+
+BLOCK_ROWS = 1024  # most rows of a step where requests have more than one query
+BLOCK_KV = 512  # tokens of a key block where rows are many
+FEW_ROWS_BLOCK_KV = 1024  # where they are few
+MOST_PADDING = 4  # rows of all blocks, for each row of a query
+MOST_PAGES = 128  # of a key block: a transfer each
+BUFFER_BYTES = 16 * 2**20  # of vector memory, for keys and values as copied and as words
+VECTOR_BYTES = 48 * 2**20  # of vector memory for everything
+SCALAR_BYTES = 15 * 2**16  # of the 1 MiB of scalar memory, for tables and steps
+DTYPES = ("float32", "bfloat16")
+
+
+def choose_block_q(operands: PagedOperands, block_sizes: BlockSizes, layout: KVLayout,
+                    group_size: int) -> int:
+  """Returns the query tokens of a block: if they are not given, so many that the steps fit."""
+  tokens, requests = operands.query.shape[0], operands.metadata.context_lens.shape[0]
+  wanted = block_sizes.block_q
+  if wanted is None:
+    # As many as requests have on average; where there is one per request, blocks have one.
+    average = 2 ** (tokens // requests).bit_length() // 2
+    if operands.metadata.distribution is not None:
+      average = _block_q_of_many(tokens, requests)
+    wanted = max(1, min(BLOCK_ROWS // group_size, max(LANES // group_size, average)))
+    wanted = 1 if tokens <= requests else wanted
+  block_q, _ = paged_operands.choose_block_sizes(operands, BlockSizes(wanted), group_size)
+  if block_sizes.block_q is not None:
+    return block_q
+  def fits_vector_memory(block_q: int) -> bool:
+    blocks = with_blocks(layout, operands, block_sizes, common.has_few_rows(block_q * group_size))
+    return (common.StepShape(blocks, group_size, block_q).vmem_bytes(operands.query.dtype)
+            <= VECTOR_BYTES)
+  while block_q > 1 and not fits_vector_memory(block_q):
+    block_q //= 2
+  # With many query heads a key head, blocks of the rows above are too many.
+  while 1 < block_q < tokens and fits_vector_memory(2 * block_q) and scalar_bytes(
+      operands, block_sizes, layout, (group_size, block_q)) > SCALAR_BYTES:
+    block_q *= 2
+  return block_q
+
+
+def _block_q_of_many(tokens: int, requests: int) -> int:
+  """Returns the query tokens of a block where requests of one query are computed separately.
+
+  The other requests may have all other tokens; but where requests are many, large blocks would be
+  mostly padding.
+  """
+  block_q = 2 ** max(1, tokens - requests).bit_length() // 2
+  while block_q > 1 and query_block_queue.capacity(tokens, requests, block_q) * block_q > (
+      MOST_PADDING * tokens):
+    block_q //= 2
+  return block_q
+
+
+def possible_tokens(operands: PagedOperands, block_q: int, chosen: int) -> int:
+  """Returns how many tokens may be queries of the requests that have blocks of `block_q`.
+
+  Where blocks are of another size than the chosen one, requests have one query each, and come
+  before all others.
+  """
+  tokens, requests = operands.query.shape[0], operands.metadata.context_lens.shape[0]
+  return tokens if block_q == chosen else min(tokens, requests)
+
+
+def _num_steps(operands: PagedOperands, block_q: int, chosen: int) -> int:
+  """Returns the number of steps of the requests that have blocks of `block_q`."""
+  return query_block_queue.capacity(possible_tokens(operands, block_q, chosen),
+                                    operands.metadata.context_lens.shape[0], block_q)
+
+
+def scalar_bytes(operands: PagedOperands, block_sizes: BlockSizes, layout: KVLayout,
+                  rows: tuple[int, int]) -> int:
+  """Returns the scalar memory for the tables and steps of a kernel.
+
+  Args:
+    operands: only shapes count.
+    block_sizes: those given.
+    layout: of the pages.
+    rows: (G, query tokens of a block).
+  """
+  (requests, row_pages), (group_size, chosen) = operands.metadata.page_tables.shape, rows
+  found = []
+  for block_q in {chosen, chosen if operands.metadata.distribution is None else 1}:
+    blocks = with_blocks(layout, operands, block_sizes, common.has_few_rows(block_q * group_size))
+    entries = requests * cdiv(row_pages, blocks.block_pages) * blocks.block_pages
+    steps = _num_steps(operands, block_q, chosen)
+    # The rows of an array are padded to whole lanes.
+    words = cdiv(entries, LANES) + len(common.Steps._fields) * cdiv(steps, LANES)
+    found.append(4 * LANES * words)
+  return max(found)
+
+
+def new_scalar_bytes(operands: PagedOperands) -> int:
+  """Returns the scalar memory for the places of new tokens."""
+  requests, row_pages = operands.metadata.page_tables.shape
+  return 4 * LANES * sum(cdiv(x, LANES) for x in (requests * row_pages, requests, requests + 1))
+
+
+def with_blocks(layout: KVLayout, operands: PagedOperands, block_sizes: BlockSizes,
+                 few_rows: bool) -> KVLayout:
+  """Sets the pages of a block and the number of blocks in vector memory."""
+  layout = layout._replace(slots=common.FEW_ROWS_SLOTS if few_rows else 2)
+  chosen = BLOCK_KV
+  if few_rows:
+    # Few heads are computed faster than a block's other work.
+    chosen = FEW_ROWS_BLOCK_KV * min(2, max(1, 8 // max(1, layout.key_heads)))
+  wanted = cdiv(block_sizes.block_kv or chosen, layout.page_size)
+  if block_sizes.block_kv is None:
+    # Whole lanes of tokens, as many as the tables hold.
+    held = operands.metadata.page_tables.shape[1] * layout.page_size
+    wanted = min(wanted, cdiv(cdiv(held, LANES) * LANES, layout.page_size))
+  most = max(1, wanted * BUFFER_BYTES // layout._replace(block_pages=wanted).vmem_bytes())
+  block_pages = min(wanted, most, MOST_PAGES)
+  if layout.scales == "token":  # blocks must be whole lanes
+    lanes = LANES // math.gcd(LANES, layout.page_size)
+    block_pages = cdiv(block_pages, lanes) * lanes
+  return layout._replace(block_pages=block_pages)
+
+
+def make_layout(cache: Pages, heads: layouts.Heads, block_pages: int) -> KVLayout:
+  """Returns the layout of the pages of a cache, in blocks of `block_pages`."""
+  is_v1, dtype = isinstance(cache, layouts.PagesV1), layouts.dtype_of(cache)
+  stored = layouts.heads_of(cache)
+  # Heads that pad a layout are copied, although nothing reads them.
+  key_heads = stored.key_heads if isinstance(cache, layouts.PagesV3) else heads.key_heads
+  scales = None
+  if cache.key_scales is not None:
+    scales = "token" if cache.key_scales.ndim else "tensor"
+  widths = (stored.key_width, stored.value_width) if is_v1 else (stored.key_width,)
+  heads_major = is_v1 or isinstance(cache, layouts.PagesV2) and is_heads_major(2 * key_heads, dtype)
+  return KVLayout(not is_v1, heads_major, key_heads, widths, jnp.dtype(dtype),
+                  layouts.page_size(cache), block_pages, scales=scales,
+                  lane_parts=lane_parts(cache))
+
+
+def lane_parts(cache: Pages) -> int:
+  """Returns `KVLayout.lane_parts`; 1 where XLA would copy the pages to split them."""
+  if isinstance(cache, layouts.PagesV3) and layouts.dtype_of(cache).itemsize > 1:
+    return cache.pages.shape[-1] // LANES
+  return 1
+
+
+# --- Limits. -------------------------------------------------------------------------------------
+
+
+def unsupported_reason(query: jax.Array, cache: Pages, metadata: layouts.PagesMetadata,
+                       heads: layouts.Heads, block_sizes: BlockSizes) -> str | None:
+  """Returns why the kernel does not support a call, by shapes and dtypes, or None if it does.
+
+  Args:
+    query: [T, H, D].
+    cache: pages in any layout.
+    metadata: of the pages.
+    heads: the heads in the pages, without their padding.
+    block_sizes: those given; None fields are chosen.
+  """
+  stored, dtype = layouts.dtype_of(cache), query.dtype.name
+  quantized = cache.key_scales is not None
+  if dtype not in DTYPES or not quantized and stored != query.dtype or (
+      quantized and stored.itemsize > 1):
+    return (f"queries of {dtype} and pages of {stored.name}: the TPU kernel computes in "
+            f"{' and '.join(DTYPES)}, from pages of these or of 8 bits")
+  layout = make_layout(cache, heads, 1)
+  for width in layout.widths:
+    if width > LANES and width % LANES:
+      return f"head_dim {width}: the TPU kernel needs a multiple of {LANES} above {LANES}"
+  if layout.vmem_bytes() > BUFFER_BYTES:
+    return (f"pages of {layout.page_size} tokens: keys and values of one page do not fit the "
+            f"TPU kernel's {BUFFER_BYTES} bytes")
+  operands, group_size = PagedOperands(query, cache, metadata), query.shape[1] // heads.key_heads
+  block_q = choose_block_q(operands, block_sizes, layout, group_size)
+  needed = scalar_bytes(operands, block_sizes, layout, (group_size, block_q))
+  if needed > SCALAR_BYTES:
+    steps = _num_steps(operands, block_q, block_q)
+    cure = "a larger block_q or " if block_sizes.block_q is not None else ""
+    return (f"page tables of {list(metadata.page_tables.shape)} and {steps} steps of {block_q} "
+            f"queries need {needed} bytes of scalar memory, of which the TPU kernel has "
+            f"{SCALAR_BYTES}: give {cure}narrower tables, larger pages or fewer requests")
+  return None
