@@ -103,6 +103,21 @@ class ListTest(parameterized.TestCase):
     many = visible * schedule.TILES_FOR_BRANCH[by_keys] >= causal
     np.testing.assert_array_equal(in_pattern, many)
 
+  @parameterized.parameters(False, True)
+  def test_patterns_of_traced_masks_include_all_static_ones(self, by_keys):
+    """Checks a mask whose static blocks differ in FULL tiles only, so that few are partial."""
+    sizes = schedule.Tiling(2048, 2048, 256, 256, 128, 128)
+    static, found = masks.window(520, 60), []
+    def build(ids):
+      mask = static & masks.segments(ids)
+      steps, _ = schedule.build(mask, sizes, by_keys=by_keys)
+      found.append(schedule.patterns(steps, mask, sizes, by_keys=by_keys))
+    jax.eval_shape(build, np.zeros((1, 2048), np.int32))
+    steps, _ = schedule.build(static, sizes, by_keys=by_keys)
+    expected = schedule.patterns(steps, static, sizes, by_keys=by_keys)
+    self.assertTrue(expected.complete)
+    self.assertLessEqual(set(expected.kinds), set(found[0].kinds))
+
   @parameterized.parameters(1, 2, 3, 4, 5, 1000)
   def test_packing_keeps_everything(self, columns):
     rng = np.random.default_rng(columns)

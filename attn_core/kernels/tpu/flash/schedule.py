@@ -14,6 +14,7 @@ visible tile.
 """
 
 import functools
+import itertools
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -191,8 +192,9 @@ def patterns(steps: Schedule, mask: Mask, tiling: Tiling, *, by_keys: bool,
     frequent = _by_frequency(steps.kinds.view(np.uint32))
   else:
     tiles = _static_tiles(mask, tiling, by_keys, query_blocks)
-    frequent = [bits for pair in zip(_by_frequency(_bits(tiles)), _by_frequency(
-        _bits(_as_partial(tiles)))) for bits in pair]
+    pairs = itertools.zip_longest(*(
+        _by_frequency(_bits(x)) for x in (tiles, _as_partial(tiles))))
+    frequent = [bits for pair in pairs for bits in pair if bits is not None]
   first = [all_full] if all_full in frequent else []
   chosen = tuple(dict.fromkeys([*first, *frequent]))
   return Patterns(chosen[:MOST_PATTERNS], known and len(chosen) <= MOST_PATTERNS)
@@ -242,8 +244,8 @@ def _possible(mask: Mask, tiling: Tiling, by_keys: bool,
   Returns:
     bool [batches, heads, row_blocks, column_blocks]; [1, 1, ...] if the mask has arrays.
   """
-  possible = _statically_possible(position_range.static_superset(mask), tiling, by_keys,
-                                  query_blocks)
+  kinds = _static_kinds(position_range.static_superset(mask), tiling, by_keys, query_blocks)
+  possible = np.any(kinds != block_map.EMPTY, -1)
   return np.any(possible, (0, 1), keepdims=True) if jax.tree.leaves(mask) else possible
 
 
@@ -254,8 +256,8 @@ def _static_tiles(mask: Mask, tiling: Tiling, by_keys: bool,
   Returns:
     int32 [row_blocks, column_blocks, tiles]: EMPTY where no batch row and head can see a pair.
   """
-  kinds = _kinds(position_range.static_superset(mask), tiling, by_keys, query_blocks)
-  return np.asarray(block_map.merge_heads(np.asarray(kinds), kinds.shape[1]))[0, 0]
+  kinds = _static_kinds(position_range.static_superset(mask), tiling, by_keys, query_blocks)
+  return np.asarray(block_map.merge_heads(kinds, kinds.shape[1]))[0, 0].astype(np.int32)
 
 
 def _as_partial(tiles: np.ndarray) -> np.ndarray:
@@ -282,13 +284,12 @@ def _rounded(kinds: jax.Array, static: np.ndarray, tiles_for_branch: int) -> jax
 
 
 @functools.lru_cache(maxsize=256)
-def _statically_possible(mask: Mask, tiling: Tiling, by_keys: bool,
-                         query_blocks: tuple[int, int] | None) -> np.ndarray:
-  """`_possible` for a mask without arrays."""
-  kinds = np.asarray(_kinds(mask, tiling, by_keys, query_blocks))
-  possible = np.any(kinds != block_map.EMPTY, -1)
-  possible.setflags(write=False)  # the cached array is shared
-  return possible
+def _static_kinds(mask: Mask, tiling: Tiling, by_keys: bool,
+                  query_blocks: tuple[int, int] | None) -> np.ndarray:
+  """`_kinds` for a mask without arrays, int8."""
+  kinds = np.asarray(_kinds(mask, tiling, by_keys, query_blocks)).astype(np.int8)
+  kinds.setflags(write=False)  # the cached array is shared
+  return kinds
 
 
 def _longest(possible: np.ndarray) -> int:
