@@ -76,7 +76,7 @@ class ListTest(parameterized.TestCase):
     steps, lists = schedule.build(mask, sizes, by_keys=by_keys)
     expected, = listed(mask, sizes, by_keys)
     self.assertEqual(list(zip(steps.rows[0], steps.columns[0], steps.flags[0])), expected)
-    self.assertEqual(lists, (1, 1, len(expected)))
+    self.assertEqual(lists, (1, 1, len(expected), 1))
     self.assertEqual(schedule.num_steps(mask, sizes, by_keys=by_keys), len(expected))
 
   @parameterized.parameters(1, 2, 3)
@@ -86,13 +86,38 @@ class ListTest(parameterized.TestCase):
     make = lambda ids: masks.causal() & masks.segments(ids)
     steps, lists = jax.jit(lambda ids: schedule.build(make(ids), sizes, by_keys=True))(PACKED)
     expected = listed(make(PACKED), sizes, True, batch=3)
-    self.assertEqual(lists, (3, 1, max(map(len, expected))))
+    self.assertEqual(lists, (3, 1, max(map(len, expected)), 1))
     for b, blocks in enumerate(expected):
       found = list(zip(*(x[b].tolist() for x in (steps.rows, steps.columns, steps.flags))))
       self.assertEqual(found[:len(blocks)], blocks)
       idle = len(found) - len(blocks)
       self.assertEqual(found[len(blocks):], [(*blocks[-1][:2], 0)] * idle)
       self.assertTrue((steps.kinds[b, len(blocks):] == 0).all())
+
+  @parameterized.product(mask=(masks.full(), masks.causal(), masks.window(300, 10)),
+                         traced=(False, True))
+  def test_halves_have_all_steps(self, mask, traced):
+    """Checks that lists of half of the query blocks are as long, where a mask is causal or full."""
+    sizes = schedule.Tiling(1000, 900, 128, 128, 128, 128)
+    make = lambda ids: mask & masks.segments(ids) if traced else mask
+    build = lambda ids, halves: schedule.build(make(ids), sizes._replace(halves=halves),
+                                               by_keys=False)
+    ids = np.zeros((2 if traced else 1, 1000), np.int32)
+    run = jax.jit(build, static_argnums=1) if traced else build
+    (one, _), (two, lists) = (run(ids, halves) for halves in (1, 2))
+    self.assertEqual(lists.halves, 2)
+    steps = lambda found, n: [x for x in zip(*(x[n].tolist() for x in found)) if x[3]]
+    without_ends = lambda found: [(*x[:3], x[3] & 7) for x in found]
+    for n in range(len(ids)):
+      self.assertEqual([int(x) for b in range(2) for x in [lists.list_of(n, 0, b)]],
+                       [2 * n * (len(ids) > 1), 2 * n * (len(ids) > 1) + 1])
+      halves = [steps(two, 2 * n + half) for half in range(2)]
+      self.assertEqual(sorted(without_ends(halves[0] + halves[1])),
+                       sorted(without_ends(steps(one, n))))
+      self.assertEqual([{row for row, *_ in half} for half in halves], [{0, 3, 4, 7}, {1, 2, 5, 6}])
+      self.assertAlmostEqual(len(halves[0]), len(halves[1]), delta=1)
+    self.assertEqual(schedule.num_steps(make(ids), sizes._replace(halves=2), by_keys=False),
+                     two.rows.shape[1])
 
   @parameterized.parameters(False, True)
   def test_steps_of_traced_masks_end_with_the_longest_list(self, by_keys):
@@ -101,7 +126,7 @@ class ListTest(parameterized.TestCase):
     steps, lists = jax.jit(lambda ids: schedule.build(make(ids), sizes, by_keys=by_keys))(PACKED)
     expected = listed(make(PACKED), sizes, by_keys, batch=3)
     self.assertEqual([len(x) for x in expected], [10, 7, 4])
-    self.assertEqual(lists, (3, 1, 10))
+    self.assertEqual(lists, (3, 1, 10, 1))
     self.assertEqual(schedule.num_steps(make(PACKED), sizes, by_keys=by_keys), 10)  # of 16 blocks
     self.assertEqual(schedule.num_lists(make(PACKED), sizes), (3, 1))
     for b, blocks in enumerate(expected):

@@ -84,8 +84,8 @@ class InterpretTest(parameterized.TestCase):
     self.enter_context(mock.patch.object(tiling, "RESIDENT_BYTES", 12 * 2 * 128 * 256))
     self.compare(Case({}, T=700, H=4, K=2, D=width), 1e-5)
 
-  @parameterized.parameters(64, 128)
-  def test_the_backward_by_parts_of_heads_and_ranges(self, width):
+  @parameterized.parameters((64, 6, 2, 600, (3, 3, 1)), (128, 4, 1, 512, (4, 2, 2)))
+  def test_parts_of_heads_and_ranges_and_halves(self, width, heads, key_heads, tokens, expected):
     """Checks sums that pass through HBM, of blocks of keys that ranges see once, often, never."""
     self.enter_context(mock.patch.object(tiling, "RESIDENT_BYTES", 12 * 128 * 256))
     self.enter_context(mock.patch.object(tiling, "SMALL_BLOCKS", dict.fromkeys(
@@ -93,11 +93,11 @@ class InterpretTest(parameterized.TestCase):
     self.enter_context(mock.patch.object(backward, "MOST_UNROLLED", 1))
     mask = masks.offset(masks.causal() & masks.window(200, 0), -150)
     case = Case(dict(mask=mask, causal=False, dropout_prob=0.3, dropout_rng=KEY,
-                     deterministic=False), mask, T=600, H=6, K=2, D=width, blocks=None,
-                floats={"softmax_aux": (6,)})
-    chosen = tiling.make_tiling(shapes(600, 6, width, key_heads=2), spec_of(mask), BlockSizes(),
-                                backward=True)
-    self.assertEqual((chosen.head_parts, chosen.num_ranges), (3, 3))
+                     deterministic=False), mask, T=tokens, H=heads, K=key_heads, D=width,
+                blocks=None, floats={"softmax_aux": (heads,)})
+    operands = shapes(tokens, heads, width, key_heads=key_heads)
+    chosen = tiling.make_tiling(operands, spec_of(mask), BlockSizes(), backward=True)
+    self.assertEqual((chosen.head_parts, chosen.num_ranges, chosen.halves), expected)
     self.compare(case, 1e-5)
 
   def test_heads_of_parts_may_see_differently(self):
@@ -323,6 +323,18 @@ class RefusalTest(parameterized.TestCase):
     chosen = tiling.make_tiling(operands, spec_of(masks.causal()), large, backward=False)
     with self.assertRaisesRegex(ValueError, "2048 keys need about .* MiB.*expected at most 32:"):
       tiling.vmem_limit(large, chosen, operands, backward=False)
+
+  @parameterized.parameters((1, 1, 1, 2, 1), (4, 1, 1, 2, 2), (4, 2, 1, 1, 1), (4, 1, 2, 1, 1),
+                            (6, 3, 1, 2, 1), (8, 1, 1, 1, 2))
+  def test_two_cores_have_equal_work(self, heads, key_heads, batch, *expected):
+    """Checks that a grid can be divided into two halves; with one head only in the forward."""
+    operands = shapes(4096, heads, 128, jnp.bfloat16, key_heads)
+    operands = operands._replace(**{name: jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype)
+                                    for name, x in operands._asdict().items()
+                                    if name in ("query", "key", "value")})
+    halves = [tiling.make_tiling(operands, spec_of(masks.causal()), BlockSizes(),
+                                 backward=is_backward).halves for is_backward in (False, True)]
+    self.assertEqual(halves, [*expected])
 
   def test_schedules_that_do_not_fit(self):
     x = jax.ShapeDtypeStruct((1, 65536, 1, 64), jnp.bfloat16)

@@ -92,10 +92,14 @@ class _ComputedTileInputs(tile_inputs.TileInputs):
                *, by_keys: bool):
     super().__init__(steps, lists, tiling, by_keys=by_keys)
     self.scalars = []
-    self._computed = computed(steps)
+    self._computed = [computed(step_list.Schedule(*(np.asarray(x)[k:k + 1] for x in steps)))
+                      for k in range(lists.halves)]
 
   def schedule_entry(self, scalars: tuple, list_number: Any, n: Any) -> tuple:
-    return self._computed(n)
+    entry, *others = (one(n) for one in self._computed)
+    for other in others:  # of the second half
+      entry = tuple(x + (y - x) * list_number for x, y in zip(entry, other))
+    return entry
 
 
 def computed(visits: step_list.Schedule) -> Callable[[Any], tuple]:

@@ -160,7 +160,7 @@ def _backward_group(
       batch, tiling.num_ranges * rows, heads, width, tiling.query_heads, rows,
       lambda i, j: lax.div(i, jnp.int32(tiling.blocks_of_range)) if tiling.num_ranges > 1 else 0)
   of_keys = inputs.key_blocks(operands.key.shape), inputs.key_blocks(operands.value.shape)
-  sums = key_sums.KeySums(of_keys) if tiling.visits_of_keys > 1 else None
+  sums = key_sums.KeySums(of_keys, tiling.halves) if tiling.visits_of_keys > 1 else None
   outputs = [call.Output(of_queries.shape, operands.query.dtype, of_queries.block_shape,
                          of_queries.block_index)]
   outputs += sums.outputs if sums else [
@@ -170,13 +170,17 @@ def _backward_group(
       functools.partial(_backward_kernel, params, inputs, readers, (of_queries, *of_keys), sums),
       inputs, outputs,
       call.LaunchParams(
-          (batch, key_heads // tiling.key_heads, tiling.head_parts, inputs.num_steps),
+          (batch, key_heads // tiling.key_heads, tiling.halves, tiling.parts_of_half,
+           inputs.num_steps),
           [(tiling.query_heads * tiling.blocks_of_range, width, tiling.block_q),
            (tiling.key_heads, tiling.block_kv, width),
            (tiling.key_heads, tiling.block_kv, value_width), *(sums.scratch if sums else ())],
           tiling_lib.vmem_limit(block_sizes, tiling, operands, backward=True),
           "attn_core_backward", key_sums.SEMAPHORES if sums else 0), transfer)
-  return tuple(block.unpack(x) for block, x in zip((of_queries, *of_keys), found)), received
+  d_query, *of_keys_found = found
+  d_keys = sums.unpack(of_keys_found) if sums else [
+      block.unpack(x) for block, x in zip(of_keys, of_keys_found)]
+  return (of_queries.unpack(d_query), *d_keys), received
 
 
 def _backward_kernel(params: KernelParams, inputs: tile_inputs.TileInputs,

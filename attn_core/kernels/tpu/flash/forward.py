@@ -136,7 +136,7 @@ def _forward_group(operands: Operands, spec: AttentionSpec, block_sizes: BlockSi
   (out, lse), received = call.call(
       functools.partial(_forward_kernel, params, inputs, readers, result, mode), inputs, outputs,
       call.LaunchParams(
-          (batch, heads // tiling.query_heads, 1, inputs.num_steps),
+          (batch, heads // tiling.query_heads, tiling.halves, 1, inputs.num_steps),
           [(1, rows), (1, rows), (value_width, rows)],
           tiling_lib.vmem_limit(block_sizes, tiling, operands, backward=False),
           "attn_core_forward" if mode.safe else "attn_core_forward_naive"), transfer)

@@ -28,11 +28,19 @@ class KeySums(NamedTuple):
   """The sums of d_key and d_value."""
 
   blocks: tuple[TokenBlocks, ...]  # of d_key and d_value
+  halves: int  # see `schedule.Tiling`: each has sums of its own
 
   @property
   def outputs(self) -> list[call.Output]:
-    """The outputs of the kernel, which stay in HBM."""
-    return [call.Output(x.shape, jnp.float32, x.block_shape, None) for x in self.blocks]
+    """The outputs of the kernel, which stay in HBM: those of the halves along the batch."""
+    return [call.Output((x.shape[0] * self.halves, *x.shape[1:]), jnp.float32, x.block_shape, None)
+            for x in self.blocks]
+
+  def unpack(self, found: Sequence[jax.Array]) -> list[jax.Array]:
+    """Adds the sums of the halves; returns d_key [B, padded_keys, K, D] and d_value likewise."""
+    halves = [x.reshape(-1, self.halves, *x.shape[1:]) for x in found]
+    return [block.unpack(sum((x[:, n] for n in range(1, self.halves)), x[:, 0]))
+            for block, x in zip(self.blocks, halves)]
 
   @property
   def scratch(self) -> list[tuple[int, ...]]:
@@ -54,8 +62,9 @@ class KeySums(NamedTuple):
       scratch: references of `scratch`, then of the semaphores.
     """
     *buffers, arrived = scratch
-    part, n = refs.program_ids[2:]
-    places = [output.at[block.block_slices(*grid)] for block, output in zip(self.blocks, outputs)]
+    half, part, n = refs.program_ids[2:]
+    rows = grid._replace(batch=grid.batch * self.halves + half)
+    places = [output.at[block.block_slices(*rows)] for block, output in zip(self.blocks, outputs)]
     reads = [pltpu.make_async_copy(place, buffer, arrived.at[k])
              for k, (place, buffer) in enumerate(zip(places, buffers))]
     writes = [pltpu.make_async_copy(buffer, place, arrived.at[k])

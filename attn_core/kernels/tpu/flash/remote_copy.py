@@ -30,9 +30,9 @@ from attn_core.kernels.common.contract import RemoteCopy
 
 Ref = Any  # a Pallas reference
 Semantics = tuple[Literal["parallel", "arbitrary"], ...]  # of every axis of a grid
-# (batch, head groups, head parts, steps); the number of steps may be traced, as kernels of several
-# devices need not take the same number of them.
-LogicalGrid = tuple[int, int, int, int | jax.Array]
+# (batch, head groups, halves, head parts, steps), see `schedule.Tiling`; the number of steps may be
+# traced, as kernels of several devices need not take the same number of them.
+LogicalGrid = tuple[int, int, int, int, int | jax.Array]
 
 # Kernels of other libraries number their barrier semaphores from 0; numbers are int32.
 FIRST_BARRIER, END_BARRIERS = 1024, 2**31
@@ -44,7 +44,7 @@ class LocalGrid:
   """The grid of a kernel without remote copies."""
 
   logical_grid: LogicalGrid
-  semantics: ClassVar[Semantics] = ("parallel", "parallel", "arbitrary", "arbitrary")
+  semantics: ClassVar[Semantics] = ("parallel", "parallel", "parallel", "arbitrary", "arbitrary")
   inputs: ClassVar[tuple] = ()
   results: ClassVar[tuple] = ()
   semaphores: ClassVar[tuple] = ()
@@ -72,7 +72,7 @@ class LocalGrid:
           semaphores: Sequence[Ref]) -> None:
     """Runs kernel(grid position)."""
     del inputs, results, semaphores
-    kernel(tuple(pl.program_id(axis) for axis in range(4)))
+    kernel(tuple(pl.program_id(axis) for axis in range(len(self.grid))))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,17 +86,17 @@ class RemoteCopyGrid:
   logical_grid: LogicalGrid
   transfer: RemoteCopy
   semantics: ClassVar[Semantics] = (
-      "parallel", "arbitrary", "arbitrary", "arbitrary", "arbitrary")
+      "parallel", "arbitrary", "arbitrary", "arbitrary", "arbitrary", "arbitrary")
 
   @property
-  def grid(self) -> tuple[int, int, int, int, int | jax.Array]:
-    """The grid that is run: (cores, batch, head groups, head parts, steps)."""
-    (batch, heads, parts, steps), cores = self.logical_grid, self.transfer.num_cores
+  def grid(self) -> tuple[int, int, int, int, int, int | jax.Array]:
+    """The grid that is run: (cores, batch, head groups, halves, head parts, steps)."""
+    (batch, heads, halves, parts, steps), cores = self.logical_grid, self.transfer.num_cores
     if batch % cores == 0:
-      return cores, batch // cores, heads, parts, steps
+      return cores, batch // cores, heads, halves, parts, steps
     if heads % cores == 0:
-      return cores, batch, heads // cores, parts, steps
-    return 1, batch, heads, parts, steps
+      return cores, batch, heads // cores, halves, parts, steps
+    return 1, batch, heads, halves, parts, steps
 
   @property
   def num_steps(self) -> int | jax.Array:
@@ -160,7 +160,7 @@ class RemoteCopyGrid:
       results: references of `results`.
       semaphores: references of `semaphores`.
     """
-    ids = [pl.program_id(axis) for axis in range(5)]
+    ids = [pl.program_id(axis) for axis in range(len(self.grid))]
     is_at = lambda index: functools.reduce(operator.and_, map(operator.eq, ids, index))
     (pairs,), target = semaphores, self._device(self.transfer.distance)
     copies = [
@@ -168,7 +168,7 @@ class RemoteCopyGrid:
         for n, (x, result) in enumerate(zip(inputs, results))]
 
     # 1. In the first step: signal to the sender, wait for the receiver, start the copies.
-    @pl.when(is_at((0,) * 5))
+    @pl.when(is_at((0,) * len(ids)))
     def _() -> None:
       ready = pltpu.get_barrier_semaphore()
       pl.semaphore_signal(ready, 1, device_id=self._device(-self.transfer.distance))
@@ -180,8 +180,8 @@ class RemoteCopyGrid:
     kernel(self.logical_index(*ids))
 
     # 3. In the last step: wait for the copies.
-    batch, heads, parts = self.grid[1:4]
-    @pl.when(is_at((0, batch - 1, heads - 1, parts - 1, self.num_steps - 1)))
+    last = [size - 1 for size in self.grid[1:-1]]
+    @pl.when(is_at((0, *last, self.num_steps - 1)))
     def _() -> None:
       for copy in copies:
         copy.wait()

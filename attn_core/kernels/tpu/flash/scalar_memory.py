@@ -38,7 +38,8 @@ def needed(operands: Operands, spec: AttentionSpec, tiling: schedule.Tiling, *, 
   mask = dense_operands.mask_of(operands, spec)
   batches, heads = schedule.num_lists(mask, tiling)
   steps = schedule.num_steps(mask, tiling, by_keys=by_keys)
-  words = [rows(batches) * heads * steps] * tiling.word_sizes(by_keys).words
+  lists = rows(batches) * heads * (1 if by_keys else tiling.halves)
+  words = [lists * steps] * tiling.word_sizes(by_keys).words
   words += [rows(x.shape[0]) for x in _per_batch_row(operands, spec, groups)]
   if spec.dropout_prob and operands.dropout_key is not None:
     words.append(rows(operands.dropout_key.shape[0]) * 2)

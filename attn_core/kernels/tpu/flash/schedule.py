@@ -53,6 +53,9 @@ class Tiling(NamedTuple):
   key_heads: int = 1  # key heads of a grid step
   head_parts: int = 1  # parts of the query heads of a key head: G / group
   range_blocks: int = 0  # query blocks of a range of the backward; 0: all
+  # Parts of the work that chips with two cores may compute at once: of the query blocks in the
+  # forward, of `head_parts` in the backward.
+  halves: int = 1
 
   @property
   def query_heads(self) -> int:
@@ -95,6 +98,11 @@ class Tiling(NamedTuple):
     return self.head_parts * self.num_ranges
 
   @property
+  def parts_of_half(self) -> int:
+    """Parts of the query heads of a key head that a backward computes one after another."""
+    return self.head_parts // self.halves
+
+  @property
   def tiles_q(self) -> int:
     """Tiles of a block along the queries."""
     return self.block_q // self.tile_q
@@ -126,10 +134,12 @@ class StepLists(NamedTuple):
   batches: int  # B, or 1: all batch rows share their lists
   heads: int  # groups of heads, or 1: all heads share their lists
   longest: int | jax.Array  # steps of the longest list, which all others are padded to
+  halves: int = 1  # of the query blocks, each with lists of its own
 
-  def list_of(self, batch: jax.Array, head_group: jax.Array) -> jax.Array | int:
-    """Returns the list of a batch row and a group of heads."""
-    return (batch * self.heads if self.batches > 1 else 0) + (head_group if self.heads > 1 else 0)
+  def list_of(self, batch: jax.Array, head_group: jax.Array, half: jax.Array) -> jax.Array | int:
+    """Returns the list of a batch row, a group of heads and a half of the query blocks."""
+    number = (batch * self.heads if self.batches > 1 else 0) + (head_group if self.heads > 1 else 0)
+    return number * 2 + half if self.halves > 1 else number
 
 
 def build(mask: Mask, tiling: Tiling, *, by_keys: bool) -> tuple[Schedule, StepLists]:
@@ -152,9 +162,24 @@ def build(mask: Mask, tiling: Tiling, *, by_keys: bool) -> tuple[Schedule, StepL
     kinds = jnp.where(possible[..., None], kinds, block_map.EMPTY)
     kinds = _rounded(kinds, _static_tiles(mask, tiling, by_keys), TILES_FOR_BRANCH[by_keys])
   room = num_steps(mask, tiling, by_keys=by_keys)
-  ranges = tiling.num_ranges if by_keys else 1
-  steps, longest = step_list.compact(kinds.reshape(-1, *kinds.shape[2:]), ranges, room, xp)
-  return steps, StepLists(kinds.shape[0], kinds.shape[1], longest)
+  ranges, halves = (tiling.num_ranges, 1) if by_keys else (1, tiling.halves)
+  steps, longest = step_list.compact(_by_list(kinds, halves), ranges, room, xp)
+  if halves > 1:
+    half = np.arange(len(steps.rows), dtype=np.int32)[:, None] % 2
+    steps = steps._replace(rows=2 * steps.rows + (steps.rows + half) % 2)  # see `_in_halves`
+  return steps, StepLists(kinds.shape[0], kinds.shape[1], longest, halves)
+
+
+def _in_halves(num_blocks: int) -> np.ndarray:
+  """Returns the order of blocks 0 3 4 7 ..., then 1 2 5 6 ...: of equal work under a causal mask."""
+  assert num_blocks % 2 == 0, num_blocks
+  place = np.arange(num_blocks // 2)
+  return np.concatenate([2 * place + (place + half) % 2 for half in range(2)])
+
+
+def _by_list(x: step_list.Array, halves: int) -> step_list.Array:
+  """Merges the leading axes [batches, heads, rows, ...] to [num_lists, rows of a list, ...]."""
+  return x.reshape(-1, x.shape[2] // halves, *x.shape[3:])
 
 
 def patterns(steps: Schedule, mask: Mask, tiling: Tiling, *, by_keys: bool) -> Patterns:
@@ -188,8 +213,9 @@ def _by_frequency(bits: np.ndarray) -> list[int]:
 
 def num_steps(mask: Mask, tiling: Tiling, *, by_keys: bool) -> int:
   """Returns the length of the lists of `build`, without the values of the mask's arrays."""
-  possible, ranges = _possible(mask, tiling, by_keys), tiling.num_ranges if by_keys else 1
-  listed = step_list.with_idle(possible.reshape(-1, *possible.shape[2:]), ranges, np)
+  ranges, halves = (tiling.num_ranges, 1) if by_keys else (1, tiling.halves)
+  possible = _by_list(_possible(mask, tiling, by_keys), halves)
+  listed = step_list.with_idle(possible, ranges, np)
   # The arrays of a mask may leave a row block and a range, whose only block was the same, without
   # any: both then have an idle step.
   more = ranges if ranges > 1 and jax.tree.leaves(mask) else 0
@@ -204,7 +230,7 @@ def num_lists(mask: Mask, tiling: Tiling) -> tuple[int, int]:
 
 
 def _kinds(mask: Mask, tiling: Tiling, by_keys: bool) -> jax.Array | np.ndarray:
-  """Returns the tile kinds by rows of a list: row blocks, of each range in turn.
+  """Returns the tile kinds by rows of a list: row blocks, of each range or each half in turn.
 
   Returns:
     int32 [batches, heads, num_ranges * row_blocks, column blocks of a range, tiles].
@@ -222,7 +248,8 @@ def _kinds(mask: Mask, tiling: Tiling, by_keys: bool) -> jax.Array | np.ndarray:
   # Tile (kv, q) of a block is kv * tiles_q + q.
   kinds = kinds.transpose((0, 1, 2, 5, 3, 6, 4) if by_keys else (0, 1, 2, 3, 5, 6, 4))
   rows = ranges * (tiling.key_blocks if by_keys else tiling.query_blocks)
-  return kinds.reshape(*kinds.shape[:2], rows, -1, tiling.tiles_q * tiling.tiles_kv)
+  kinds = kinds.reshape(*kinds.shape[:2], rows, -1, tiling.tiles_q * tiling.tiles_kv)
+  return kinds[:, :, _in_halves(rows)] if tiling.halves > 1 and not by_keys else kinds
 
 
 def _possible(mask: Mask, tiling: Tiling, by_keys: bool) -> np.ndarray:

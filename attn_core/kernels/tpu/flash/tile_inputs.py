@@ -22,6 +22,7 @@ from attn_core.types import AttentionSpec, Operands
 
 Ref = Any  # a Pallas reference
 Index = Any  # int, or a traced int32
+GRID_AXES = 5  # batch, head groups, halves, head parts, steps; see `Tiling`
 
 
 class KernelRefs(NamedTuple):
@@ -29,7 +30,7 @@ class KernelRefs(NamedTuple):
 
   scalars: tuple[Ref, ...]  # in scalar memory
   arrays: tuple[Ref, ...]  # blocks in vector memory
-  program_ids: tuple  # (batch row, head group, head part, step)
+  program_ids: tuple  # position in `remote_copy.LogicalGrid`
   num_steps: Index  # of the grid
 
 
@@ -167,11 +168,11 @@ class TileInputs:
 
   def step(self, scalars: tuple[Ref, ...], program_ids: tuple) -> tuple[GridIndex, Index, Index]:
     """Returns (position, tile kinds, flags) of a step; see `KernelRefs.program_ids`."""
-    batch, head_group, part, n = program_ids
+    batch, head_group, half, part, n = program_ids
     if self.by_keys and self.tiling.head_parts > 1:
-      head_group = head_group * self.tiling.head_parts + part
+      head_group = head_group * self.tiling.head_parts + half * self.tiling.parts_of_half + part
     row, column, kinds, flags = self.schedule_entry(
-        scalars, self.lists.list_of(batch, head_group), n)
+        scalars, self.lists.list_of(batch, head_group, half), n)
     query_block, key_block = (column, row) if self.by_keys else (row, column)
     return GridIndex(batch, head_group, query_block, key_block), kinds, flags
 
@@ -190,7 +191,7 @@ class TileInputs:
         of the block along every axis.
     """
     def index_map(*arguments: Any) -> tuple:
-      program_ids, scalars = arguments[:4], arguments[4:]
+      program_ids, scalars = arguments[:GRID_AXES], arguments[GRID_AXES:]
       grid, _, _ = self.step(scalars, program_ids)
       return index(*grid)
     return pl.BlockSpec(block_shape, index_map)

@@ -96,7 +96,8 @@ def make_tiling(operands: Operands, spec: AttentionSpec, requested: BlockSizes, 
     tiling = _with_ranges(tiling, operands, requested, backward)
     for several in [tiling] if small else _with_heads(tiling, operands, requested, backward):
       if needed_vmem(several, operands, backward) <= most_vmem(requested):
-        return _with_short_schedule(several, operands, spec, requested, tile, backward=backward)
+        found = _with_short_schedule(several, operands, spec, requested, tile, backward=backward)
+        return _with_halves(found, operands, backward)
     if not wanted_kv and columns > LANES and (wanted_q or columns >= rows):
       columns //= 2
     elif not wanted_q and rows > LANES:
@@ -172,6 +173,19 @@ def _tiling(operands: Operands, mask: mask_lib.Mask, rows: int, columns: int, ti
     tile_q, tile_kv = _tile(block_q, 2 * tile_q), _tile(block_kv, 2 * tile_kv)
   return Tiling(queries, keys, block_q, block_kv, tile_q, tile_kv, group,
                 head_parts=_group(operands) // group)
+
+
+def _with_halves(tiling: Tiling, operands: Operands, backward: bool) -> Tiling:
+  """Halves the work where a chip with two cores could not divide batch rows and heads evenly.
+
+  The lists of a forward together are as long as before. A backward then has two sums of the same
+  keys, which costs other chips less than the idle core costs these.
+  """
+  units = operands.key.shape[0] * operands.key.shape[2] // tiling.key_heads
+  if not backward:
+    units *= tiling.head_parts
+  can = (tiling.head_parts if backward else tiling.query_blocks) % 2 == 0
+  return tiling._replace(halves=2) if can and units % 2 else tiling
 
 
 def _with_ranges(tiling: Tiling, operands: Operands, requested: BlockSizes,
