@@ -235,14 +235,16 @@ class ScheduleTest(parameterized.TestCase):
     self.assertEqual(found.key_heads, expected)
 
   @parameterized.parameters(
-      (1, 1, 1), (2, 2, 2), (4, 4, 2), (5, 1, 1), (7, 1, 1), (8, 4, 2), (9, 3, 1), (64, 4, 2))
-  def test_blocks_of_grouped_heads_keep_their_queries(self, group, *heads):
+      (1, (1, 1024), (1, 1024)), (2, (2, 1024), (2, 1024)), (4, (4, 1024), (2, 1024)),
+      (5, (5, 768), (1, 1024)), (7, (7, 512), (1, 1024)), (8, (4, 1024), (2, 1024)),
+      (9, (3, 1024), (3, 512)), (11, (1, 1024), (1, 1024)), (64, (4, 1024), (2, 1024)))
+  def test_blocks_of_grouped_heads(self, group, *expected):
     """A step takes as many query heads as are fast; the other ones are other steps."""
-    for is_backward, expected in zip((False, True), heads):
+    for is_backward, (heads, rows) in zip((False, True), expected):
       found = tiling.make_tiling(shapes(4096, group, 128, jnp.bfloat16, 1),
                                  spec_of(masks.causal()), BlockSizes(), backward=is_backward)
-      self.assertEqual((found.block_q, found.block_kv), (1024, 1024))
-      self.assertEqual((found.group, found.head_parts), (expected, group // expected))
+      self.assertEqual((found.group, found.head_parts), (heads, group // heads))
+      self.assertEqual((found.block_q, found.block_kv), (rows, 1024))
 
   @parameterized.parameters(
       (4096, 128, False, (2048, 4096)), (2304, 96, False, (1152, 2304)),

@@ -35,6 +35,7 @@ BLOCKS = {(WHOLE, False): (2048, 4096, 256), (WHOLE, True): (1024, 2048, 512),
 # keys, and the work of one hides the latency of another. Other kinds of masks, and SMALL_BLOCKS,
 # take a block of queries of one head. The other query heads of the key head are other steps.
 GROUPED_ROWS = {(MASKED, False): 4096, (MASKED, True): 2048}
+LEAST_GROUPED_ROWS = 512  # of a head, where a step computes several and their blocks are cut
 # A full mask is WHOLE if its key tokens and its width are above the first number and at most the
 # second: a step then takes all keys, in twice the code, and is 2 to 3% faster. Other widths become
 # slower.
@@ -88,7 +89,7 @@ def make_tiling(operands: Operands, spec: AttentionSpec, requested: BlockSizes, 
   small = cold_path or operands.query.dtype.itemsize == 4
   rows, columns, tile = _blocks(operands, mask, backward, small)
   most_rows = rows if small else GROUPED_ROWS.get((_kind(operands, mask), backward), rows)
-  group = _step_group(operands, wanted_q or rows, most_rows)
+  group, rows = _step_heads(operands, wanted_q or rows, most_rows, wanted_q is not None)
   while True:
     if isinstance(mask, mask_lib.Full):
       rows = cdiv(queries, cdiv(queries, rows))  # equal blocks, because no tile can be skipped
@@ -148,17 +149,25 @@ def _blocks(operands: Operands, mask: mask_lib.Mask, backward: bool,
   return BLOCKS[_kind(operands, mask), backward]
 
 
-def _step_group(operands: Operands, rows: int, most_rows: int) -> int:
-  """Returns the query heads of a key head that a step computes.
+def _step_heads(operands: Operands, rows: int, most_rows: int, fixed: bool) -> tuple[int, int]:
+  """Returns the query heads of a key head that a step computes, and the query tokens of its block.
+
+  They are those that take most rows together; the blocks of several heads may be smaller.
 
   Args:
     operands: only shapes are used.
-    rows: query tokens of a block.
+    rows: query tokens of a block of one head.
     most_rows: see GROUPED_ROWS.
+    fixed: blocks have this number of rows.
   """
-  group = _group(operands)
-  most = max(1, most_rows // round_up(min(rows, operands.query.shape[1]), LANES))
-  return max(n for n in range(1, group + 1) if group % n == 0 and n <= most)
+  group, rows = _group(operands), round_up(min(rows, operands.query.shape[1]), LANES)
+  def rows_of(heads: int) -> int:
+    return rows if fixed else min(rows, max(most_rows, rows) // heads // 256 * 256)
+  least = 1 if fixed else min(rows, LEAST_GROUPED_ROWS)
+  choices = [heads for heads in range(1, group + 1) if group % heads == 0 and
+             rows_of(heads) >= least and heads * rows_of(heads) <= max(most_rows, rows)]
+  heads = max(choices, key=lambda heads: (heads * rows_of(heads), -heads))
+  return heads, rows_of(heads)
 
 
 def _tiling(operands: Operands, mask: mask_lib.Mask, rows: int, columns: int, tile: int,
