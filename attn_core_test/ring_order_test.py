@@ -56,8 +56,8 @@ class ShiftsTest(parameterized.TestCase):
 
 class ScheduleTest(parameterized.TestCase):
 
-  def test_a_long_shard_has_a_schedule_for_every_range_of_queries(self):
-    """Checks shards of 65,536 tokens: too many blocks for one schedule of the backward."""
+  def test_a_long_shard_has_a_schedule_of_small_blocks(self):
+    """Checks shards of 65,536 tokens, whose backward has several ranges of queries."""
     tokens = jax.ShapeDtypeStruct((1, 65536, 1, 128), jnp.bfloat16)
     ids = jax.ShapeDtypeStruct((1, 65536), jnp.int32)
     mask = masks.causal() & masks.segments(np.zeros((1, 1), np.int32))
@@ -67,12 +67,13 @@ class ScheduleTest(parameterized.TestCase):
     kernel = tpu_flash.make_kernel(xla_flash.KERNEL)
     kernel.check(operands, spec, sizes)
     blocks = tiling.make_tiling(operands, spec, sizes, backward=True)
-    ranges = tiling.query_ranges(operands, blocks, sizes)
-    self.assertGreater(len(ranges), 1)
-    with self.assertRaisesRegex(ValueError, "scalar memory"):
-      scalar_memory.num_groups(operands, spec, blocks, by_keys=True, query_ranges=[None])
+    self.assertGreater(blocks.num_ranges, 1)
+    scalar_memory.num_groups(operands, spec, blocks, by_keys=True)
     with self.assertRaisesRegex(ValueError, "128 queries and 128 keys make a schedule"):
-      kernel.check(operands, spec, BlockSizes(block_q=128, block_kv=128))
+      longer = jax.ShapeDtypeStruct((1, 2**17, 1, 128), jnp.bfloat16)
+      ids = jax.ShapeDtypeStruct((1, 2**17), jnp.int32)
+      kernel.check(Operands(longer, longer, longer, mask=MaskOperands((ids, ids))), spec,
+                   BlockSizes(block_q=128, block_kv=128))
 
 
 class HopperTest(absltest.TestCase):

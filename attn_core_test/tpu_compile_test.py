@@ -57,7 +57,7 @@ class CompileTest(parameterized.TestCase):
     limits: list[int] = []
     def vmem_limit(*arguments, **keywords):
       limits.append(int(tiling.SLACK * tiling.needed_vmem(
-          arguments[1], arguments[2], arguments[0], keywords["backward"])))
+          arguments[1], arguments[2], keywords["backward"])))
       return limit(*arguments, **keywords)
     limit = tiling.vmem_limit
     with mock.patch.object(tiling, "vmem_limit", vmem_limit):

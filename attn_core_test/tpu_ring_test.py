@@ -83,7 +83,7 @@ def interpreted(transfers):
 class RemoteCopyTest(parameterized.TestCase):
   """The remote copies alone, around a kernel that doubles its input."""
 
-  def send(self, devices, distance, cores=1, grid=(2, 3, 2)):
+  def send(self, devices, distance, cores=1, grid=(2, 3, 1, 1, 2)):
     """Checks that the right arrays arrive, and that the kernel's own result is unchanged."""
     sent = (numbers(devices, 5, 2, 3), np.arange(devices * 7, dtype=np.int32).reshape(-1, 7))
     x, signal, signals = numbers(devices, *grid, 8, 128), pl.semaphore_signal, set()
@@ -106,7 +106,7 @@ class RemoteCopyTest(parameterized.TestCase):
             result[...] = source[...] * 2
           runner.run(step, inputs, results, semaphores)
         block = runner.block_spec(
-            pl.BlockSpec((1, 1, 1, 1, 8, 128), lambda b, h, n: (0, b, h, n, 0, 0)))
+            pl.BlockSpec((1,) * 6 + (8, 128), lambda *ids: (0, *ids, 0, 0)))
         x, *arrived = pl.pallas_call(
             kernel, grid=runner.grid, in_specs=[block, *[remote_copy.MEMORY] * len(runner.inputs)],
             out_specs=[block, *[remote_copy.MEMORY] * len(runner.results)],

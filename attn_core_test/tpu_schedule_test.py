@@ -17,7 +17,8 @@ import numpy as np
 from attn_core import BlockSizes, MaskInfo, attention, masks
 from attn_core.benchmark.static import profile as static_profile
 from attn_core.kernels.common.contract import RemoteCopy
-from attn_core.kernels.tpu.flash import backward, forward, scalar_memory, schedule, tiling
+from attn_core.kernels.tpu.flash import (
+    backward, forward, scalar_memory, schedule, step_list, tiling)
 from attn_core.masks import materialize
 from attn_core.types import AttentionSpec, MaskOperands, Operands
 from attn_core_test import sampling
@@ -31,32 +32,92 @@ PACKED_CASE = Case(dict(mask_info=MaskInfo.from_segments(PACKED)),
                    masks.causal() & masks.segments(PACKED), B=3, T=400, H=2, K=1, D=8)
 
 
-def listed(mask, sizes, by_keys, query_blocks=(None,), batch=1):
-  """Returns the (row, column) of the steps of each batch row, by a plain loop."""
+def listed(mask, sizes, by_keys, batch=1):
+  """Returns (row, column, flags) of the steps of each batch row, by a plain loop."""
   visible = np.zeros((batch, sizes.padded_queries, sizes.padded_keys), bool)
   visible[:, :sizes.query_length, :sizes.key_length] = materialize.to_dense(
       mask, (batch, 1, sizes.query_length, sizes.key_length))[:, 0]
   blocks = visible.reshape(batch, sizes.query_blocks, sizes.block_q, sizes.key_blocks,
-                           sizes.block_kv).any((2, 4))[:, slice(*query_blocks)]
+                           sizes.block_kv).any((2, 4))
   blocks = blocks.swapaxes(1, 2) if by_keys else blocks
-  return [[(i, j) for i, row in enumerate(blocks[b])
-           for j in (np.flatnonzero(row) if row.any() else [0])] for b in range(batch)]
+  size = sizes.blocks_of_range if by_keys else blocks.shape[2]
+  return [_listed_of_row(x, range(0, blocks.shape[2], size), size) for x in blocks]
+
+
+def _listed_of_row(blocks, starts, size):
+  """Returns (row, column, flags) of the steps of bool [row blocks, column blocks], by ranges."""
+  found, seen = [], set()
+  for start in starts:
+    before = len(found)
+    for row, visible in enumerate(blocks):
+      columns = start + np.flatnonzero(visible[start:start + size])
+      if not len(columns) and (start == 0 and not visible.any() or
+                               row == 0 and not blocks[:, start:start + size].any()):
+        columns = [start]
+      for n, column in enumerate(columns):
+        flags = (step_list.FIRST * (n == 0) + step_list.LAST * (n == len(columns) - 1)
+                 + step_list.NEW * (row not in seen))
+        found.append([row, int(column), flags])
+      seen |= {row} if len(columns) else set()
+    found[before][2] += step_list.BEGIN
+    found[-1][2] += step_list.END
+  return [tuple(x) for x in found]
 
 
 class ListTest(parameterized.TestCase):
 
   @parameterized.product(
       mask=(masks.full(), masks.causal(), masks.window(300, 10), ~masks.window(200, 200),
-            masks.offset(masks.causal(), -700)),
-      by_keys=(False, True), query_blocks=(None, (1, 3)))
-  def test_steps_are_the_visible_blocks_in_order(self, mask, by_keys, query_blocks):
-    sizes = schedule.Tiling(1100, 900, 256, 128, 128, 128)
-    steps, lists = schedule.build(mask, sizes, by_keys=by_keys, query_blocks=query_blocks)
-    expected, = listed(mask, sizes, by_keys, query_blocks or (None,))
-    self.assertEqual(list(zip(steps.rows[0], steps.columns[0])), expected)
-    self.assertEqual(lists, (1, 1, len(expected)))
-    self.assertEqual(schedule.num_steps(mask, sizes, by_keys=by_keys, query_blocks=query_blocks),
-                     len(expected))
+            masks.offset(masks.causal(), -700), masks.offset(masks.causal(), 700)),
+      ranges=((False, 0), (True, 0), (True, 1), (True, 2), (True, 3)))
+  def test_steps_are_the_visible_blocks_in_order(self, mask, ranges):
+    by_keys, range_blocks = ranges
+    sizes = schedule.Tiling(1100, 900, 256, 128, 128, 128, range_blocks=range_blocks)
+    steps, lists = schedule.build(mask, sizes, by_keys=by_keys)
+    expected, = listed(mask, sizes, by_keys)
+    self.assertEqual(list(zip(steps.rows[0], steps.columns[0], steps.flags[0])), expected)
+    self.assertEqual(lists, (1, 1, len(expected), 1))
+    self.assertEqual(schedule.num_steps(mask, sizes, by_keys=by_keys), len(expected))
+
+  @parameterized.parameters(1, 2, 3)
+  def test_ranges_of_traced_masks(self, range_blocks):
+    """Checks lists of batch rows that see all blocks, some, and none."""
+    sizes = schedule.Tiling(400, 400, 128, 128, 128, 128, range_blocks=range_blocks)
+    make = lambda ids: masks.causal() & masks.segments(ids)
+    steps, lists = jax.jit(lambda ids: schedule.build(make(ids), sizes, by_keys=True))(PACKED)
+    expected = listed(make(PACKED), sizes, True, batch=3)
+    self.assertEqual(lists, (3, 1, max(map(len, expected)), 1))
+    for b, blocks in enumerate(expected):
+      found = list(zip(*(x[b].tolist() for x in (steps.rows, steps.columns, steps.flags))))
+      self.assertEqual(found[:len(blocks)], blocks)
+      idle = len(found) - len(blocks)
+      self.assertEqual(found[len(blocks):], [(*blocks[-1][:2], 0)] * idle)
+      self.assertTrue((steps.kinds[b, len(blocks):] == 0).all())
+
+  @parameterized.product(mask=(masks.full(), masks.causal(), masks.window(300, 10)),
+                         traced=(False, True))
+  def test_halves_have_all_steps(self, mask, traced):
+    """Checks that lists of half of the query blocks are as long, where a mask is causal or full."""
+    sizes = schedule.Tiling(1000, 900, 128, 128, 128, 128)
+    make = lambda ids: mask & masks.segments(ids) if traced else mask
+    build = lambda ids, halves: schedule.build(make(ids), sizes._replace(halves=halves),
+                                               by_keys=False)
+    ids = np.zeros((2 if traced else 1, 1000), np.int32)
+    run = jax.jit(build, static_argnums=1) if traced else build
+    (one, _), (two, lists) = (run(ids, halves) for halves in (1, 2))
+    self.assertEqual(lists.halves, 2)
+    steps = lambda found, n: [x for x in zip(*(x[n].tolist() for x in found)) if x[3]]
+    without_ends = lambda found: [(*x[:3], x[3] & 7) for x in found]
+    for n in range(len(ids)):
+      self.assertEqual([int(x) for b in range(2) for x in [lists.list_of(n, 0, b)]],
+                       [2 * n * (len(ids) > 1), 2 * n * (len(ids) > 1) + 1])
+      halves = [steps(two, 2 * n + half) for half in range(2)]
+      self.assertEqual(sorted(without_ends(halves[0] + halves[1])),
+                       sorted(without_ends(steps(one, n))))
+      self.assertEqual([{row for row, *_ in half} for half in halves], [{0, 3, 4, 7}, {1, 2, 5, 6}])
+      self.assertAlmostEqual(len(halves[0]), len(halves[1]), delta=1)
+    self.assertEqual(schedule.num_steps(make(ids), sizes._replace(halves=2), by_keys=False),
+                     two.rows.shape[1])
 
   @parameterized.parameters(False, True)
   def test_steps_of_traced_masks_end_with_the_longest_list(self, by_keys):
@@ -65,14 +126,14 @@ class ListTest(parameterized.TestCase):
     steps, lists = jax.jit(lambda ids: schedule.build(make(ids), sizes, by_keys=by_keys))(PACKED)
     expected = listed(make(PACKED), sizes, by_keys, batch=3)
     self.assertEqual([len(x) for x in expected], [10, 7, 4])
-    self.assertEqual(lists, (3, 1, 10))
+    self.assertEqual(lists, (3, 1, 10, 1))
     self.assertEqual(schedule.num_steps(make(PACKED), sizes, by_keys=by_keys), 10)  # of 16 blocks
     self.assertEqual(schedule.num_lists(make(PACKED), sizes), (3, 1))
     for b, blocks in enumerate(expected):
       # The rest repeats the last blocks, without visible tiles.
       idle = 10 - len(blocks)
-      self.assertEqual(list(zip(steps.rows[b], steps.columns[b])), blocks + blocks[-1:] * idle)
-      np.testing.assert_array_equal(steps.flags[b, len(blocks):], 0)
+      self.assertEqual(list(zip(steps.rows[b], steps.columns[b], steps.flags[b])),
+                       blocks + [(*blocks[-1][:2], 0)] * idle)
       np.testing.assert_array_equal(steps.kinds[b, len(blocks):], 0)
       self.assertEqual((steps.kinds[b] != 0).sum(), len(blocks) if b < 2 else 0)
 
@@ -103,15 +164,32 @@ class ListTest(parameterized.TestCase):
     many = visible * schedule.TILES_FOR_BRANCH[by_keys] >= causal
     np.testing.assert_array_equal(in_pattern, many)
 
-  @parameterized.parameters(1, 2, 3, 4, 5, 1000)
-  def test_packing_keeps_everything(self, columns):
+  @parameterized.parameters(False, True)
+  def test_patterns_of_traced_masks_include_all_static_ones(self, by_keys):
+    """Checks a mask whose static blocks differ in FULL tiles only, so that few are partial."""
+    sizes = schedule.Tiling(2048, 2048, 256, 256, 128, 128)
+    static, found = masks.window(520, 60), []
+    def build(ids):
+      mask = static & masks.segments(ids)
+      steps, _ = schedule.build(mask, sizes, by_keys=by_keys)
+      found.append(schedule.patterns(steps, mask, sizes, by_keys=by_keys))
+    jax.eval_shape(build, np.zeros((1, 2048), np.int32))
+    steps, _ = schedule.build(static, sizes, by_keys=by_keys)
+    expected = schedule.patterns(steps, static, sizes, by_keys=by_keys)
+    self.assertTrue(expected.complete)
+    self.assertLessEqual(set(expected.kinds), set(found[0].kinds))
+
+  @parameterized.product(columns=(1, 2, 3, 4, 5, 1000), tiles=(1, 2, 4, 5, 16))
+  def test_packing_keeps_everything(self, columns, tiles):
     rng = np.random.default_rng(columns)
     numbers = lambda most: rng.integers(0, most, (3, 40), np.int32)
-    steps = schedule.Schedule(numbers(1000), numbers(columns), numbers(2**31 - 1), numbers(4))
-    packed = schedule.PackedSchedule.pack(steps, columns)
-    rows, found, flags = schedule.PackedSchedule.unpack(packed.blocks, columns)
-    for x, y in ((rows, steps.rows), (found, steps.columns), (flags, steps.flags),
-                 (packed.kinds, steps.kinds)):
+    sizes = step_list.WordSizes(700, columns, tiles)
+    self.assertEqual(sizes.words, 1 if 4 ** tiles * columns * 700 * 32 < 2**31 else 2)
+    steps = step_list.Schedule(numbers(700), numbers(columns), numbers(min(4**tiles, 2**31 - 1)),
+                               numbers(32))
+    packed = step_list.PackedSchedule.pack(steps, sizes)
+    self.assertLen([x for x in packed if x is not None], sizes.words)
+    for x, y in zip(packed.step(np.arange(120), sizes), steps, strict=True):
       np.testing.assert_array_equal(np.broadcast_to(x, 120), y.reshape(-1))
 
   @parameterized.parameters(False, True)
@@ -214,24 +292,22 @@ class ScalarMemoryTest(parameterized.TestCase):
       for is_backward, cold_path in ((False, False), (False, True), (True, False)):
         chosen = tiling.make_tiling(operands, spec, BlockSizes(), backward=is_backward,
                                     cold_path=cold_path)
-        ranges = tiling.kernel_ranges(operands, chosen, BlockSizes(), backward=is_backward)
-        groups = scalar_memory.num_groups(operands, spec, chosen, by_keys=is_backward,
-                                          query_ranges=ranges)
+        groups = scalar_memory.num_groups(operands, spec, chosen, by_keys=is_backward)
         self.assertEqual(batch % groups, 0)
         tiling.vmem_limit(BlockSizes(), chosen, operands, backward=is_backward)
 
   def test_blocks_grow_until_the_schedule_of_a_row_fits(self):
-    operands, spec = operands_of(2, 2**18, 32, 1)
+    operands, spec = operands_of(2, 2**19, 32, 1)
     chosen = tiling.make_tiling(operands, spec, BlockSizes(), backward=False)
     self.assertGreater(chosen.block_kv, tiling.BLOCKS[tiling.MASKED, False][1])
-    self.assertTrue(scalar_memory.fits(operands, spec, chosen, by_keys=False, query_ranges=[None]))
+    self.assertTrue(scalar_memory.fits(operands, spec, chosen, by_keys=False))
 
   def test_the_least_number_of_groups_is_chosen(self):
     operands, spec = operands_of(48, 131072, 32, 8)
     chosen = tiling.make_tiling(operands, spec, BlockSizes(), backward=False)
     size = lambda groups: scalar_memory.needed(operands, spec, chosen, by_keys=False,
-                                               query_ranges=[None], groups=groups)
-    found = scalar_memory.num_groups(operands, spec, chosen, by_keys=False, query_ranges=[None])
+                                               groups=groups)
+    found = scalar_memory.num_groups(operands, spec, chosen, by_keys=False)
     self.assertGreater(found, 1)
     self.assertLessEqual(size(found), scalar_memory.MOST_BYTES)
     self.assertTrue(all(size(n) > scalar_memory.MOST_BYTES for n in (1, 2, 3, 4) if n < found))
@@ -242,9 +318,9 @@ class ScalarMemoryTest(parameterized.TestCase):
     chosen = tiling.make_tiling(operands, spec, blocks, backward=False)
     self.assertEqual((chosen.block_q, chosen.block_kv), (128, 128))
     with self.assertRaisesRegex(ValueError, "block_sizes: blocks of 128 queries and 128 keys make "
-                                "a schedule of 4100 KiB of scalar memory for each batch row; "
+                                "a schedule of 2050 KiB of scalar memory for each batch row; "
                                 "expected at most 960: give larger block_q and block_kv"):
-      scalar_memory.num_groups(operands, spec, chosen, by_keys=False, query_ranges=[None])
+      scalar_memory.num_groups(operands, spec, chosen, by_keys=False)
 
   @parameterized.parameters(False, True)
   def test_groups_are_computed_in_order(self, sends):
@@ -283,6 +359,7 @@ class CompiledTest(parameterized.TestCase):
       sizes.append(needed(*arguments, **keywords))
       return sizes[-1]
     with (mock.patch.multiple(scalar_memory, MOST_BYTES=2**21, needed=recorded),
+          mock.patch.object(step_list.WordSizes, "kind_bits", 0),  # two words for each step
           self.assertRaisesRegex(Exception, "memory space smem") as raised):
       self.compile("v6e", case.call, jax.eval_shape(case.arrays))
     found = [float(re.search(r"Size: ([\d.]+)", text)[1]) * (1024 if "K\n" in text[:30] else 1)
@@ -293,10 +370,10 @@ class CompiledTest(parameterized.TestCase):
 
   @sampling.slow_parameters(*((chip,) for chip in static_profile.CHIPS))
   def test_what_fits_compiles(self, chip):
-    case = Case({}, T=62976, H=1, D=8)  # 492 * 493 / 2 steps
+    case = Case({}, T=89600, H=1, D=8)  # 700 * 701 / 2 steps
     operands, spec = operands_of(1, case.T, 1, 1, case.dtype, case.D, "causal")
     chosen = tiling.make_tiling(operands, spec, BLOCKS, backward=False)
-    size = scalar_memory.needed(operands, spec, chosen, by_keys=False, query_ranges=[None])
+    size = scalar_memory.needed(operands, spec, chosen, by_keys=False)
     self.assertBetween(size, 0.98 * scalar_memory.MOST_BYTES, scalar_memory.MOST_BYTES)
     self.compile(chip, case.call, jax.eval_shape(case.arrays))
 

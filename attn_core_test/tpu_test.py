@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import BlockSizes, MaskInfo, attention, explain, masks
-from attn_core.kernels.tpu.flash import forward, schedule, tile_inputs, tiling
+from attn_core.kernels.tpu.flash import backward, forward, schedule, tile_inputs, tiling
 from attn_core.types import AttentionSpec, Operands
 from attn_core_test.tpu_cases import BLOCKS, CASES, IDS, KEY, TPU, Case
 from attn_core_test.tpu_interpret import interpreted
@@ -83,6 +83,26 @@ class InterpretTest(parameterized.TestCase):
   def test_the_backward_in_several_ranges_of_queries(self, width):
     self.enter_context(mock.patch.object(tiling, "RESIDENT_BYTES", 12 * 2 * 128 * 256))
     self.compare(Case({}, T=700, H=4, K=2, D=width), 1e-5)
+
+  @parameterized.parameters((64, 6, 2, 600, (3, 3, 1)), (128, 4, 1, 512, (4, 2, 2)))
+  def test_parts_of_heads_and_ranges_and_halves(self, width, heads, key_heads, tokens, expected):
+    """Checks sums that pass through HBM, of blocks of keys that ranges see once, often, never."""
+    self.enter_context(mock.patch.object(tiling, "RESIDENT_BYTES", 12 * 128 * 256))
+    self.enter_context(mock.patch.object(tiling, "SMALL_BLOCKS", dict.fromkeys(
+        (False, True), (128, 128, 128))))
+    self.enter_context(mock.patch.object(backward, "MOST_UNROLLED", 1))
+    mask = masks.offset(masks.causal() & masks.window(200, 0), -150)
+    case = Case(dict(mask=mask, causal=False, dropout_prob=0.3, dropout_rng=KEY,
+                     deterministic=False), mask, T=tokens, H=heads, K=key_heads, D=width,
+                blocks=None, floats={"softmax_aux": (heads,)})
+    operands = shapes(tokens, heads, width, key_heads=key_heads)
+    chosen = tiling.make_tiling(operands, spec_of(mask), BlockSizes(), backward=True)
+    self.assertEqual((chosen.head_parts, chosen.num_ranges, chosen.halves), expected)
+    self.compare(case, 1e-5)
+
+  def test_heads_of_parts_may_see_differently(self):
+    self.enter_context(mock.patch.object(tiling, "PER_PAIR_BLOCK", (128, 128, 128)))
+    self.compare(CASES["dense_per_head"]._replace(blocks=None), 1e-5, ("on_wait",))
 
   def test_hidden_keys_may_be_nan(self):
     case = Case({}, T=200, blocks=BlockSizes())
@@ -215,12 +235,16 @@ class ScheduleTest(parameterized.TestCase):
     self.assertEqual(found.key_heads, expected)
 
   @parameterized.parameters(
-      (1, 1024), (2, 1024), (4, 1024), (5, 768), (7, 512), (8, 512), (16, 256))
-  def test_blocks_of_grouped_heads_keep_their_queries(self, group, expected):
-    """By cycles a query head then takes no longer than with a key head of its own."""
-    found = tiling.make_tiling(shapes(4096, group, 128, jnp.bfloat16, 1), spec_of(masks.causal()),
-                               BlockSizes(), backward=False)
-    self.assertEqual((found.block_q, found.block_kv), (expected, 1024))
+      (1, (1, 1024), (1, 1024)), (2, (2, 1024), (2, 1024)), (4, (4, 1024), (2, 1024)),
+      (5, (5, 768), (1, 1024)), (7, (7, 512), (1, 1024)), (8, (4, 1024), (2, 1024)),
+      (9, (3, 1024), (3, 512)), (11, (1, 1024), (1, 1024)), (64, (4, 1024), (2, 1024)))
+  def test_blocks_of_grouped_heads(self, group, *expected):
+    """A step takes as many query heads as are fast; the other ones are other steps."""
+    for is_backward, (heads, rows) in zip((False, True), expected):
+      found = tiling.make_tiling(shapes(4096, group, 128, jnp.bfloat16, 1),
+                                 spec_of(masks.causal()), BlockSizes(), backward=is_backward)
+      self.assertEqual((found.group, found.head_parts), (heads, group // heads))
+      self.assertEqual((found.block_q, found.block_kv), (rows, 1024))
 
   @parameterized.parameters(
       (4096, 128, False, (2048, 4096)), (2304, 96, False, (1152, 2304)),
@@ -277,7 +301,7 @@ class RefusalTest(parameterized.TestCase):
     small = [(BlockSizes(vmem_limit_bytes=2**24), 16)] if width <= 512 else []
     for sizes, most in [(BlockSizes(), 64), *small]:
       chosen = tiling.make_tiling(operands, spec_of(mask), sizes, backward=backward)
-      needed = tiling.needed_vmem(chosen, operands, sizes, backward)
+      needed = tiling.needed_vmem(chosen, operands, backward)
       self.assertLessEqual(tiling.SLACK * needed, most * 2**20)
       self.assertLessEqual(tiling.vmem_limit(sizes, chosen, operands, backward=backward),
                            most * 2**20)
@@ -289,13 +313,11 @@ class RefusalTest(parameterized.TestCase):
     operands = operands._replace(key=shapes(32768, 2, width).key)
     sizes = BlockSizes(vmem_limit_bytes=limit)
     chosen = tiling.make_tiling(operands, spec_of(masks.causal()), sizes, backward=True)
-    total = 32768 // chosen.block_q
-    ranges = tiling.query_ranges(operands, chosen, sizes)
-    self.assertEqual([n for first, end in ranges for n in range(first, end)], [*range(total)])
+    self.assertGreater(chosen.num_ranges, 1)
+    self.assertGreaterEqual(chosen.num_ranges * chosen.range_blocks, 32768 // chosen.block_q)
     block = chosen.block_q * chosen.query_heads * max(width, 128) * (4 + 2 * 2)
     most = tiling.RESIDENT_BYTES * (1 if limit is None else limit / tiling.SLACK / tiling.MOST_VMEM)
-    for first, end in ranges:
-      self.assertLessEqual((end - first) * block, max(most, block))
+    self.assertLessEqual(chosen.range_blocks * block, max(most, block))
 
   def test_blocks_that_cannot_fit_a_limit(self):
     operands = shapes(8192, 8, 256)
@@ -303,6 +325,18 @@ class RefusalTest(parameterized.TestCase):
     chosen = tiling.make_tiling(operands, spec_of(masks.causal()), large, backward=False)
     with self.assertRaisesRegex(ValueError, "2048 keys need about .* MiB.*expected at most 32:"):
       tiling.vmem_limit(large, chosen, operands, backward=False)
+
+  @parameterized.parameters((1, 1, 1, 2, 1), (4, 1, 1, 2, 2), (4, 2, 1, 1, 1), (4, 1, 2, 1, 1),
+                            (6, 3, 1, 2, 1), (8, 1, 1, 1, 2))
+  def test_two_cores_have_equal_work(self, heads, key_heads, batch, *expected):
+    """Checks that a grid can be divided into two halves; with one head only in the forward."""
+    operands = shapes(4096, heads, 128, jnp.bfloat16, key_heads)
+    operands = operands._replace(**{name: jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype)
+                                    for name, x in operands._asdict().items()
+                                    if name in ("query", "key", "value")})
+    halves = [tiling.make_tiling(operands, spec_of(masks.causal()), BlockSizes(),
+                                 backward=is_backward).halves for is_backward in (False, True)]
+    self.assertEqual(halves, [*expected])
 
   def test_schedules_that_do_not_fit(self):
     x = jax.ShapeDtypeStruct((1, 65536, 1, 64), jnp.bfloat16)

@@ -19,7 +19,7 @@ import numpy as np
 from attn_core.attention import attention
 from attn_core.benchmark import cases
 from attn_core.benchmark.cases import Case
-from attn_core.kernels.tpu.flash import forward, schedule, tile_inputs, tiling
+from attn_core.kernels.tpu.flash import forward, schedule, step_list, tile_inputs, tiling
 from attn_core.config.metadata import OperationMetadata
 
 OURS = "flash_attn2"
@@ -89,17 +89,21 @@ def _ours(program: Program, *, naive: tuple[str, ...]) -> Iterator[Built]:
 class _ComputedTileInputs(tile_inputs.TileInputs):
   """Inputs of a kernel with a schedule that is computed instead of read."""
 
-  def __init__(self, steps: schedule.Schedule, lists: schedule.StepLists, tiling: schedule.Tiling,
-               *, by_keys: bool, first_query_block: int = 0):
-    super().__init__(steps, lists, tiling, by_keys=by_keys, first_query_block=first_query_block)
+  def __init__(self, steps: step_list.Schedule, lists: schedule.StepLists, tiling: schedule.Tiling,
+               *, by_keys: bool):
+    super().__init__(steps, lists, tiling, by_keys=by_keys)
     self.scalars = []
-    self._computed = computed(steps)
+    self._computed = [computed(step_list.Schedule(*(np.asarray(x)[k:k + 1] for x in steps)))
+                      for k in range(lists.halves)]
 
-  def schedule_entry(self, scalars: tuple, step_list: Any, n: Any) -> tuple:
-    return self._computed(n)
+  def schedule_entry(self, scalars: tuple, list_number: Any, n: Any) -> tuple:
+    entry, *others = (one(n) for one in self._computed)
+    for other in others:  # of the second half
+      entry = tuple(x + (y - x) * list_number for x, y in zip(entry, other))
+    return entry
 
 
-def computed(visits: schedule.Schedule) -> Callable[[Any], tuple]:
+def computed(visits: step_list.Schedule) -> Callable[[Any], tuple]:
   """Returns a function step -> (row, column, kinds, flags) that computes a schedule.
 
   Args:
@@ -111,9 +115,11 @@ def computed(visits: schedule.Schedule) -> Callable[[Any], tuple]:
   """
   rows, columns, kinds, flags = (np.asarray(x)[0].astype(np.int64) for x in visits)
   steps = np.arange(len(rows))
-  starts = np.flatnonzero(flags & schedule.FIRST)
-  ends = np.flatnonzero(flags & schedule.LAST)
+  starts = np.flatnonzero(flags & step_list.FIRST)
   shifts = columns[starts] - starts
+  marks = [(np.flatnonzero(flags & bit), bit) for bit in (
+      step_list.FIRST, step_list.LAST, step_list.BEGIN, step_list.END)]
+  is_new = (flags[starts] & step_list.NEW).astype(np.int64)
   size = max(1, rows.max() + 1), max(1, columns.max() + 1)
   distance = lambda row, column: row * size[1] - column * size[0]
   found, counts = np.unique(kinds, return_counts=True)
@@ -123,15 +129,17 @@ def computed(visits: schedule.Schedule) -> Callable[[Any], tuple]:
 
   def entry(n: Any) -> tuple[Any, ...]:
     number = lambda condition, x=1: condition.astype(np.int32) * np.int32(x)
-    row, column = number(n < 0), n + np.int32(shifts[0])
-    for start, change in zip(starts[1:], np.diff(shifts)):
-      row, column = row + number(n >= start), column + number(n >= start, change)
+    row, column = number(n >= 0, rows[0]), n + np.int32(shifts[0])
+    flag = number(n >= 0, is_new[0])
+    for start, change in zip(starts[1:], np.diff(np.stack([rows[starts], shifts, is_new])).T):
+      row, column, flag = (x + number(n >= start, y) if y else x
+                           for x, y in zip((row, column, flag), change))
     away = distance(row, column).astype(np.int32)
-    found, flag = number(n >= 0, usual), number(n < 0)
+    found = number(n >= 0, usual)
     for where, bits in special.items():
       found = found + number(away == where, np.int64(bits - usual).astype(np.int32))
-    for marks, value in ((starts, schedule.FIRST), (ends, schedule.LAST)):
-      flag = flag + sum(number(n == mark, value) for mark in marks)
+    for places, bit in marks:
+      flag = flag + sum(number(n == place, bit) for place in places)
     return row, column, found, flag
 
   if any((x != y).any() for x, y in zip(entry(steps.astype(np.int32)),

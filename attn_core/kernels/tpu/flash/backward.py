@@ -5,14 +5,18 @@
   scores = K Q^T;  d_value = P d_out;  d_key = dS Q;  d_query^T = K^T dS
 
 The cotangent of the queries stays in vector memory, which saves the two products that a separate
-kernel for it would have to repeat.
+kernel for it would have to repeat. Where there are more queries than fit, ranges of them are
+computed one after another, and so are parts of the query heads of a key head; the sums of keys and
+values then pass through HBM (`key_sums`).
 """
 
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import chex
 import jax
+from jax import lax
 from jax.experimental import pallas as pl
 import jax.numpy as jnp
 
@@ -21,13 +25,14 @@ from attn_core.kernels.common.backward import complete_cotangents, finite_lse
 from attn_core.kernels.common.contract import (BackwardFn, BackwardResiduals, RemoteCopy,
                                                    Residuals)
 from attn_core.kernels.tpu.flash import (
-    call, scalar_memory, schedule, tile_inputs, tiling as tiling_lib)
-from attn_core.kernels.tpu.flash.tile_inputs import GridIndex, KernelRefs, TileIndex, TokenRange
+    call, key_sums, scalar_memory, schedule, step_list, tile_inputs, tiling as tiling_lib)
+from attn_core.kernels.tpu.flash.tile_inputs import KernelRefs, TileIndex, TokenRange
 from attn_core.kernels.tpu.flash.tile_loop import (
     KernelParams, Strip, for_each_tile, issue_ahead, make_kernel_params)
 from attn_core.types import AttentionSpec, BlockSizes, Operands
 
 Ref = Any  # a Pallas reference
+MOST_UNROLLED = 8  # blocks of queries that are written without a loop
 
 
 def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
@@ -97,7 +102,7 @@ class _BackwardArrays(NamedTuple):
 def _backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
               transfer: RemoteCopy | None,
               rows: _RowArrays) -> tuple[dict[str, jax.Array], tuple[jax.Array, ...]]:
-  """Computes cotangents of query, key and value, by ranges of queries that fit in vector memory.
+  """Computes cotangents of query, key and value.
 
   Returns:
     (cotangents by name, the arrays received in place of those of `transfer`).
@@ -111,42 +116,35 @@ def _backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
       mask, operands.query, operands.key, operands.value)
   lse = pad_rows(finite_lse(rows.lse) * online_softmax.LOG2E, jnp.inf)
   arrays = _BackwardArrays(query, rows.d_out, key, value, lse, pad_rows(rows.delta, 0))
-  ranges = tiling_lib.query_ranges(operands, tiling, block_sizes)
-  groups = scalar_memory.num_groups(operands, spec, tiling, by_keys=True, query_ranges=ranges)
+  groups = scalar_memory.num_groups(operands, spec, tiling, by_keys=True)
 
   def run(operands: Operands, arrays: _BackwardArrays, transfer: RemoteCopy | None,
           ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    transfers = [transfer, *[None] * (len(ranges) - 1)]
-    parts, received = zip(*[
-        _backward_range(operands, spec, block_sizes, arrays, tiling, query_blocks, transfer)
-        for query_blocks, transfer in zip(ranges, transfers)])
-    d_queries, d_keys, d_values = zip(*parts)
-    add = lambda parts, like: sum(parts[1:], parts[0])[:, :keys].astype(like.dtype)
-    return (jnp.concatenate(d_queries, 1)[:, :queries], add(d_keys, operands.key),
-            add(d_values, operands.value)), received[0]
+    found, received = _backward_group(operands, spec, block_sizes, arrays, tiling, transfer)
+    cut = lambda x, length, like: x[:, :length].astype(like.dtype)
+    return (found[0][:, :queries], cut(found[1], keys, operands.key),
+            cut(found[2], keys, operands.value)), received
 
   found, received = scalar_memory.in_groups(run, operands, arrays, groups, transfer)
   return dict(zip(("query", "key", "value"), found)), received
 
 
-def _backward_range(
+def _backward_group(
     operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes, arrays: _BackwardArrays,
-    tiling: schedule.Tiling, query_blocks: tuple[int, int],
-    transfer: RemoteCopy | None) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-  """Runs the kernel on the query blocks [first, end).
+    tiling: schedule.Tiling, transfer: RemoteCopy | None,
+    ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+  """Runs the kernel on batch rows whose schedule fits in scalar memory.
 
   Returns:
-    ((d_query [B, block_q * num_blocks, H, D], d_key [B, padded_keys, K, D], d_value [B,
-    padded_keys, K, E]), the arrays received in place of those of `transfer`).
+    ((d_query [B, padded queries, H, D], d_key [B, padded_keys, K, D], d_value [B, padded_keys, K,
+    E]), the arrays received in place of those of `transfer`).
   """
   batch, _, heads, width = operands.query.shape
   key_heads, value_width = operands.value.shape[2:]
-  num_blocks = query_blocks[1] - query_blocks[0]
   # 1. Schedule and inputs.
   mask = dense_operands.mask_of(operands, spec)
-  steps, lists = schedule.build(mask, tiling, by_keys=True, query_blocks=query_blocks)
-  inputs = tile_inputs.TileInputs(steps, lists, tiling, by_keys=True,
-                                  first_query_block=query_blocks[0])
+  steps, lists = schedule.build(mask, tiling, by_keys=True)
+  inputs = tile_inputs.TileInputs(steps, lists, tiling, by_keys=True)
   add_rows = lambda x: inputs.add_array(
       x, (1, tiling.query_heads, 1, tiling.block_q), lambda b, h, i, j: (b, h, 0, i))
   blocks = (*(inputs.query_blocks(x.shape) for x in arrays[:2]),
@@ -154,79 +152,98 @@ def _backward_range(
   query, d_out, key, value = (
       inputs.add_tokens(block, block.pack(x)) for block, x in zip(blocks, arrays))
   readers = _BackwardArrays(query, d_out, key, value, add_rows(arrays.lse), add_rows(arrays.delta))
-  patterns = schedule.patterns(steps, mask, tiling, by_keys=True, query_blocks=query_blocks)
+  patterns = schedule.patterns(steps, mask, tiling, by_keys=True)
   params = make_kernel_params(inputs, operands, spec, tiling, patterns, single_step_rows=False)
-  # 2. Outputs: the cotangent of all queries of the range is one block, written in the last step.
-  rows = num_blocks * tiling.block_q
-  results = (
-      tile_inputs.TokenBlocks(batch, rows, heads, width, tiling.query_heads, rows,
-                              lambda i, j: 0),
-      inputs.key_blocks(operands.key.shape), inputs.key_blocks(operands.value.shape))
-  sum_dtype = jnp.float32 if rows < tiling.padded_queries else operands.query.dtype
-  outputs = [call.Output(block.shape, dtype, block.block_shape, block.block_index)
-             for block, dtype in zip(results, (operands.query.dtype, sum_dtype, sum_dtype))]
+  # 2. Outputs: the cotangent of all queries of a range is one block, written in its last step.
+  rows = tiling.blocks_of_range * tiling.block_q
+  of_queries = tile_inputs.TokenBlocks(
+      batch, tiling.num_ranges * rows, heads, width, tiling.query_heads, rows,
+      lambda i, j: lax.div(i, jnp.int32(tiling.blocks_of_range)) if tiling.num_ranges > 1 else 0)
+  of_keys = inputs.key_blocks(operands.key.shape), inputs.key_blocks(operands.value.shape)
+  sums = key_sums.KeySums(of_keys, tiling.halves) if tiling.visits_of_keys > 1 else None
+  outputs = [call.Output(of_queries.shape, operands.query.dtype, of_queries.block_shape,
+                         of_queries.block_index)]
+  outputs += sums.outputs if sums else [
+      call.Output(x.shape, operands.query.dtype, x.block_shape, x.block_index) for x in of_keys]
   # 3. The kernel, with sums of d_query^T, d_key and d_value in scratch memory.
   found, received = call.call(
-      functools.partial(_backward_kernel, params, inputs, readers, results), inputs, outputs,
+      functools.partial(_backward_kernel, params, inputs, readers, (of_queries, *of_keys), sums),
+      inputs, outputs,
       call.LaunchParams(
-          (batch, key_heads // tiling.key_heads, inputs.num_steps),
-          [(tiling.query_heads * num_blocks, width, tiling.block_q),
+          (batch, key_heads // tiling.key_heads, tiling.halves, tiling.parts_of_half,
+           inputs.num_steps),
+          [(tiling.query_heads * tiling.blocks_of_range, width, tiling.block_q),
            (tiling.key_heads, tiling.block_kv, width),
-           (tiling.key_heads, tiling.block_kv, value_width)],
+           (tiling.key_heads, tiling.block_kv, value_width), *(sums.scratch if sums else ())],
           tiling_lib.vmem_limit(block_sizes, tiling, operands, backward=True),
-          "attn_core_backward"), transfer)
-  return tuple(block.unpack(x) for block, x in zip(results, found)), received
+          "attn_core_backward", key_sums.SEMAPHORES if sums else 0), transfer)
+  d_query, *of_keys_found = found
+  d_keys = sums.unpack(of_keys_found) if sums else [
+      block.unpack(x) for block, x in zip(of_keys, of_keys_found)]
+  return (of_queries.unpack(d_query), *d_keys), received
 
 
 def _backward_kernel(params: KernelParams, inputs: tile_inputs.TileInputs,
                      readers: _BackwardArrays, results: tuple[tile_inputs.TokenBlocks, ...],
-                     refs: KernelRefs, outputs: tuple[Ref, ...], scratch: tuple[Ref, ...]) -> None:
+                     sums: key_sums.KeySums | None, refs: KernelRefs, outputs: tuple[Ref, ...],
+                     scratch: tuple[Ref, ...]) -> None:
   """Computes one block of keys against one block of queries, for the heads of a step."""
-  b, h, n = refs.program_ids
-  i, j, kinds, flags = inputs.step(refs.scalars, b, h, n)
-  d_query, d_key, d_value = scratch
+  grid, kinds, flags = inputs.step(refs.scalars, refs.program_ids)
+  (d_query, d_key, d_value), rest = scratch[:3], scratch[3:]
+  is_at = lambda flag: pl.when((flags & flag) != 0)
 
-  # 1. Clear the sums: of queries in the first step of all, of keys and values in the first step of
-  # their block.
-  @pl.when(n == 0)
+  # 1. Clear the sums: of queries in the first step of their range, of keys and values in the first
+  # step of their block.
+  @is_at(step_list.BEGIN)
   def _() -> None:
     d_query[...] = jnp.zeros_like(d_query)
 
-  @pl.when((flags & schedule.FIRST) != 0)
+  @is_at(step_list.FIRST)
   def _() -> None:
     d_key[...] = jnp.zeros_like(d_key)
     d_value[...] = jnp.zeros_like(d_value)
 
   # 2. Add the visible tiles.
-  step = _BackwardStep(params, readers, inputs.first_query_block, refs, scratch)
+  step = _BackwardStep(params, readers, refs, (d_query, d_key, d_value))
   row_blocks = step.row_blocks()
 
   def compute(strips: list[Strip]) -> None:
     for tile, masked, products in issue_ahead(strips, step.products, tiling_lib.AHEAD[True]):
       step.add(tile, masked, products, row_blocks)
 
-  for_each_tile(params, GridIndex(b, h, i, j), kinds, compute)
+  for_each_tile(params, grid, kinds, compute)
 
   # 3. Write the sums: of keys and values in the last step of their block, of queries in the last
-  # step of all.
-  def write(number: int, head: int, tokens: TokenRange, x: jax.Array) -> None:
-    ref = outputs[number]
-    ref[results[number].slices(head, tokens)] = x.astype(ref.dtype)
+  # step of their range.
+  def total_of_keys(number: int, head: int) -> jax.Array:
+    if number == 0:
+      return d_key[head] * params.spec.softmax_scale
+    return d_value[head] * params.dropout.scale
 
-  @pl.when((flags & schedule.LAST) != 0)
-  def _() -> None:
-    all_keys = TokenRange(0, params.tiling.block_kv)
-    for head in range(params.tiling.key_heads):
-      write(1, head, all_keys, d_key[head] * params.spec.softmax_scale)
-      write(2, head, all_keys, d_value[head] * params.dropout.scale)
+  if sums is not None:
+    sums.add(refs, grid, flags, total_of_keys, outputs[1:], rest)
+  else:
+    @is_at(step_list.LAST)
+    def _() -> None:
+      all_keys = TokenRange(0, params.tiling.block_kv)
+      for number, head in itertools.product(range(2), range(params.tiling.key_heads)):
+        ref = outputs[1 + number]
+        slices = results[1 + number].slices(head, all_keys)
+        ref[slices] = total_of_keys(number, head).astype(ref.dtype)
 
-  @pl.when(n == refs.num_steps - 1)
+  @is_at(step_list.END)
   def _() -> None:
-    size, num_blocks = params.tiling.block_q, d_query.shape[0] // params.tiling.query_heads
+    size, num_blocks, ref = params.tiling.block_q, params.tiling.blocks_of_range, outputs[0]
     for head in range(params.tiling.query_heads):
-      for block in range(num_blocks):
-        write(0, head, TokenRange(block * size, size),
-              d_query[head * num_blocks + block].T * params.spec.softmax_scale)
+      def write(block: Any, head: int = head) -> None:
+        start = block * size if isinstance(block, int) else pl.multiple_of(block * size, size)
+        x = d_query[head * num_blocks + block].T * params.spec.softmax_scale
+        ref[results[0].slices(head, TokenRange(start, size))] = x.astype(ref.dtype)
+      if num_blocks > MOST_UNROLLED:
+        pl.loop(0, num_blocks)(write)
+      else:
+        for block in range(num_blocks):
+          write(block)
 
 
 class _BackwardStep(NamedTuple):
@@ -234,9 +251,8 @@ class _BackwardStep(NamedTuple):
 
   params: KernelParams
   readers: _BackwardArrays
-  first_query_block: int  # of the range of queries
   refs: KernelRefs
-  scratch: tuple[Ref, ...]  # sums of d_query^T by head and block of queries, d_key and d_value
+  scratch: tuple[Ref, ...]  # sums of d_query^T by head and block of a range, d_key, d_value
 
   def row_blocks(self) -> tuple[Ref, Ref]:
     """Returns the references of lse and delta, [1, query_heads, 1, block_q]."""
@@ -270,7 +286,8 @@ class _BackwardStep(NamedTuple):
     # 3. The products with dS and P.
     d_value[key_head, keys] += params.dot(kept.astype(d_out.dtype), d_out)
     d_key[key_head, keys] += params.dot(d_logits, query)
-    num_blocks = d_query.shape[0] // params.tiling.query_heads
-    block = tile.head * num_blocks + tile.grid.query_block - self.first_query_block
-    d_query[block, :, queries] += params.dot(
+    num_blocks, block = params.tiling.blocks_of_range, tile.grid.query_block
+    if params.tiling.num_ranges > 1:
+      block = lax.rem(block, jnp.int32(num_blocks))
+    d_query[tile.head * num_blocks + block, :, queries] += params.dot(
         readers.key(refs, key_head, tile.keys), d_logits, ((0,), (0,)))

@@ -25,16 +25,19 @@ class Output(NamedTuple):
   shape: tuple[int, ...]
   dtype: DTypeLike
   block_shape: tuple[int, ...]
-  block_index: Callable[..., tuple]  # (b, h, i, j) -> block number; see `TileInputs.block_spec`
+  # (b, h, i, j) -> block number, see `TileInputs.block_spec`; None: it stays in HBM, where the
+  # kernel writes it by itself
+  block_index: Callable[..., tuple] | None
 
 
 class LaunchParams(NamedTuple):
   """Static parameters of a launch."""
 
-  grid: tuple[int, int, int | jax.Array]  # (batch, head groups, steps)
+  grid: remote_copy.LogicalGrid
   scratch: Sequence[tuple[int, ...]]  # shapes of float32 arrays in vector memory
   vmem_bytes: int | None
   name: str
+  semaphores: int = 0  # for transfers of the kernel itself; one array, after the scratch arrays
 
 
 def call(kernel: Callable[[KernelRefs, tuple[Ref, ...], tuple[Ref, ...]], None],
@@ -57,8 +60,11 @@ def call(kernel: Callable[[KernelRefs, tuple[Ref, ...], tuple[Ref, ...]], None],
       remote_copy.LocalGrid(grid) if transfer is None
       else remote_copy.RemoteCopyGrid(grid, transfer))
   sent, received = runner.inputs, runner.results
+  scratch_shapes = [pltpu.VMEM(x, jnp.float32) for x in launch_params.scratch]
+  if launch_params.semaphores:
+    scratch_shapes.append(pltpu.SemaphoreType.DMA((launch_params.semaphores,)))
   ends = np.cumsum([len(x) for x in (
-      inputs.scalars, inputs.arrays, sent, outputs, received, launch_params.scratch)])
+      inputs.scalars, inputs.arrays, sent, outputs, received, scratch_shapes)])
 
   def body(*refs: Ref) -> None:
     scalars, arrays, sources, results, targets, scratch, semaphores = (
@@ -67,15 +73,16 @@ def call(kernel: Callable[[KernelRefs, tuple[Ref, ...], tuple[Ref, ...]], None],
     runner.run(lambda ids: kernel(KernelRefs(scalars, arrays, ids, num_steps), results, scratch),
                sources, targets, semaphores)
 
-  out_specs = [inputs.block_spec(x.block_shape, x.block_index) for x in outputs]
+  out_specs = [
+      remote_copy.MEMORY if x.block_index is None
+      else runner.block_spec(inputs.block_spec(x.block_shape, x.block_index)) for x in outputs]
   found = launch.in_32_bits(pl.pallas_call(
       body,
       grid_spec=pltpu.PrefetchScalarGridSpec(
           num_scalar_prefetch=len(inputs.scalars), grid=runner.grid,
           in_specs=[*map(runner.block_spec, inputs.specs), *[remote_copy.MEMORY] * len(sent)],
-          out_specs=[*map(runner.block_spec, out_specs), *[remote_copy.MEMORY] * len(received)],
-          scratch_shapes=[*(pltpu.VMEM(x, jnp.float32) for x in launch_params.scratch),
-                          *runner.semaphores]),
+          out_specs=[*out_specs, *[remote_copy.MEMORY] * len(received)],
+          scratch_shapes=[*scratch_shapes, *runner.semaphores]),
       # Not ShapeDtypeStruct, which inside shard_map must say over which axes of the mesh it varies.
       out_shape=[*(jax.core.ShapedArray(x.shape, x.dtype) for x in outputs), *received],
       compiler_params=pltpu.CompilerParams(

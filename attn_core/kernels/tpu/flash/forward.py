@@ -25,7 +25,7 @@ from jax.typing import DTypeLike
 from attn_core.kernels.common import dense_operands, nonfinite, online_softmax
 from attn_core.kernels.common.contract import RemoteCopy, Residuals
 from attn_core.kernels.tpu.flash import (
-    call, scalar_memory, schedule, tile_inputs, tiling as tiling_lib)
+    call, scalar_memory, schedule, step_list, tile_inputs, tiling as tiling_lib)
 from attn_core.kernels.tpu.flash.tile_inputs import (
     GridIndex, KernelRefs, TileIndex, TokenRange, TokenReader)
 from attn_core.kernels.tpu.flash.tile_loop import (
@@ -95,7 +95,7 @@ def _forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
   """Runs the kernel; a naive softmax marks the rows where it fails by an lse of NaN."""
   cold_path = safe and operands.query.dtype.name in tiling_lib.NAIVE_DTYPES
   tiling = tiling_lib.make_tiling(operands, spec, block_sizes, backward=False, cold_path=cold_path)
-  groups = scalar_memory.num_groups(operands, spec, tiling, by_keys=False, query_ranges=[None])
+  groups = scalar_memory.num_groups(operands, spec, tiling, by_keys=False)
   value_dtype = operands.value.dtype
   exact = jnp.dtype(dense_operands.out_dtype(operands, spec)).itemsize > value_dtype.itemsize
   mode = _SoftmaxMode(safe, cold_path, value_dtype if exact else None)
@@ -111,7 +111,7 @@ def _forward_group(operands: Operands, spec: AttentionSpec, block_sizes: BlockSi
                    mode: "_SoftmaxMode") -> tuple[Residuals, tuple[jax.Array, ...]]:
   """Runs the kernel on batch rows whose schedule fits in scalar memory."""
   batch, queries, heads, _ = operands.query.shape
-  key_heads, value_width = operands.value.shape[2:]
+  value_width = operands.value.shape[3]
   # 1. Schedule.
   mask = dense_operands.mask_of(operands, spec)
   steps, lists = schedule.build(mask, tiling, by_keys=False)
@@ -136,7 +136,7 @@ def _forward_group(operands: Operands, spec: AttentionSpec, block_sizes: BlockSi
   (out, lse), received = call.call(
       functools.partial(_forward_kernel, params, inputs, readers, result, mode), inputs, outputs,
       call.LaunchParams(
-          (batch, key_heads // tiling.key_heads, inputs.num_steps),
+          (batch, heads // tiling.query_heads, tiling.halves, 1, inputs.num_steps),
           [(1, rows), (1, rows), (value_width, rows)],
           tiling_lib.vmem_limit(block_sizes, tiling, operands, backward=False),
           "attn_core_forward" if mode.safe else "attn_core_forward_naive"), transfer)
@@ -183,9 +183,7 @@ def _forward_kernel(params: KernelParams, inputs: tile_inputs.TileInputs, reader
                     result: tile_inputs.TokenBlocks, mode: _SoftmaxMode, refs: KernelRefs,
                     outputs: tuple[Ref, ...], scratch: tuple[Ref, ...]) -> None:
   """Computes one block of queries against one block of keys, for the heads of a step."""
-  b, h, n = refs.program_ids
-  i, j, kinds, flags = inputs.step(refs.scalars, b, h, n)
-  grid = GridIndex(b, h, i, j)
+  grid, kinds, flags = inputs.step(refs.scalars, refs.program_ids)
   step = _ForwardStep(params, readers, result, refs, grid, mode, outputs, scratch)
   all_queries = TokenRange(0, params.tiling.block_q)
   heads = range(params.tiling.query_heads)
@@ -207,7 +205,7 @@ def _forward_kernel(params: KernelParams, inputs: tile_inputs.TileInputs, reader
     return
 
   # 1. Start the running softmax in the first step of a block of queries.
-  @pl.when((flags & schedule.FIRST) != 0)
+  @pl.when((flags & step_list.FIRST) != 0)
   def _() -> None:
     for head in heads:
       step.store(params.row_tiles(head, all_queries), {})
@@ -222,7 +220,7 @@ def _forward_kernel(params: KernelParams, inputs: tile_inputs.TileInputs, reader
   for_each_tile(params, grid, kinds, compute, propagate_nan)
 
   # 3. Normalize and write in the last step of a block of queries.
-  @pl.when((flags & schedule.LAST) != 0)
+  @pl.when((flags & step_list.LAST) != 0)
   def _() -> None:
     for head in heads:
       step.finish(head)

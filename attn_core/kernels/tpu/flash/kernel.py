@@ -28,8 +28,7 @@ def _check(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> 
     tiling = tiling_lib.make_tiling(operands, spec, block_sizes, backward=is_backward,
                                     cold_path=cold_path)
     tiling_lib.vmem_limit(block_sizes, tiling, operands, backward=is_backward)
-    ranges = tiling_lib.kernel_ranges(operands, tiling, block_sizes, backward=is_backward)
-    scalar_memory.num_groups(operands, spec, tiling, by_keys=is_backward, query_ranges=ranges)
+    scalar_memory.num_groups(operands, spec, tiling, by_keys=is_backward)
 
 
 @functools.cache

@@ -30,9 +30,9 @@ from attn_core.kernels.common.contract import RemoteCopy
 
 Ref = Any  # a Pallas reference
 Semantics = tuple[Literal["parallel", "arbitrary"], ...]  # of every axis of a grid
-# (batch, head groups, steps); the number of steps may be traced, as kernels of several devices need
-# not take the same number of them.
-LogicalGrid = tuple[int, int, int | jax.Array]
+# (batch, head groups, halves, head parts, steps), see `schedule.Tiling`; the number of steps may be
+# traced, as kernels of several devices need not take the same number of them.
+LogicalGrid = tuple[int, int, int, int, int | jax.Array]
 
 # Kernels of other libraries number their barrier semaphores from 0; numbers are int32.
 FIRST_BARRIER, END_BARRIERS = 1024, 2**31
@@ -41,10 +41,10 @@ MEMORY = pl.BlockSpec(memory_space=pltpu.HBM)
 
 @dataclasses.dataclass(frozen=True)
 class LocalGrid:
-  """The grid (batch, head groups, steps) of a kernel without remote copies."""
+  """The grid of a kernel without remote copies."""
 
   logical_grid: LogicalGrid
-  semantics: ClassVar[Semantics] = ("parallel", "parallel", "arbitrary")
+  semantics: ClassVar[Semantics] = ("parallel", "parallel", "parallel", "arbitrary", "arbitrary")
   inputs: ClassVar[tuple] = ()
   results: ClassVar[tuple] = ()
   semaphores: ClassVar[tuple] = ()
@@ -72,7 +72,7 @@ class LocalGrid:
           semaphores: Sequence[Ref]) -> None:
     """Runs kernel(grid position)."""
     del inputs, results, semaphores
-    kernel(tuple(pl.program_id(axis) for axis in range(3)))
+    kernel(tuple(pl.program_id(axis) for axis in range(len(self.grid))))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,36 +85,37 @@ class RemoteCopyGrid:
 
   logical_grid: LogicalGrid
   transfer: RemoteCopy
-  semantics: ClassVar[Semantics] = ("parallel", "arbitrary", "arbitrary", "arbitrary")
+  semantics: ClassVar[Semantics] = (
+      "parallel", "arbitrary", "arbitrary", "arbitrary", "arbitrary", "arbitrary")
 
   @property
-  def grid(self) -> tuple[int, int, int, int | jax.Array]:
-    """The grid that is run: (parts, batch, head groups, steps)."""
-    (batch, heads, steps), cores = self.logical_grid, self.transfer.num_cores
+  def grid(self) -> tuple[int, int, int, int, int, int | jax.Array]:
+    """The grid that is run: (cores, batch, head groups, halves, head parts, steps)."""
+    (batch, heads, halves, parts, steps), cores = self.logical_grid, self.transfer.num_cores
     if batch % cores == 0:
-      return cores, batch // cores, heads, steps
+      return cores, batch // cores, heads, halves, parts, steps
     if heads % cores == 0:
-      return cores, batch, heads // cores, steps
-    return 1, batch, heads, steps
+      return cores, batch, heads // cores, halves, parts, steps
+    return 1, batch, heads, halves, parts, steps
 
   @property
   def num_steps(self) -> int | jax.Array:
     """The number of steps, inside of the kernel."""
     return _num_steps(self.grid)
 
-  def logical_index(self, part: Any, batch: Any, head: Any, step: Any) -> tuple:
+  def logical_index(self, core: Any, batch: Any, head: Any, *rest: Any) -> tuple:
     """Maps a position in `grid` to one in `logical_grid`."""
-    _, rows, heads, _ = self.grid
+    _, rows, heads, *_ = self.grid
     if rows < self.logical_grid[0]:
-      return part * rows + batch, head, step
-    return batch, part * heads + head, step
+      return core * rows + batch, head, *rest
+    return batch, core * heads + head, *rest
 
   def block_spec(self, spec: pl.BlockSpec) -> pl.BlockSpec:
     """Maps a block spec for `logical_grid` to one for `grid`."""
     logical_index_map = spec.index_map
     assert logical_index_map is not None
-    def index_map(part: Any, batch: Any, head: Any, step: Any, *scalars: Ref) -> tuple:
-      return logical_index_map(*self.logical_index(part, batch, head, step), *scalars)
+    def index_map(*arguments: Any) -> tuple:
+      return logical_index_map(*self.logical_index(*arguments))
     return pl.BlockSpec(spec.block_shape, index_map)
 
   @property
@@ -159,7 +160,7 @@ class RemoteCopyGrid:
       results: references of `results`.
       semaphores: references of `semaphores`.
     """
-    ids = [pl.program_id(axis) for axis in range(4)]
+    ids = [pl.program_id(axis) for axis in range(len(self.grid))]
     is_at = lambda index: functools.reduce(operator.and_, map(operator.eq, ids, index))
     (pairs,), target = semaphores, self._device(self.transfer.distance)
     copies = [
@@ -167,7 +168,7 @@ class RemoteCopyGrid:
         for n, (x, result) in enumerate(zip(inputs, results))]
 
     # 1. In the first step: signal to the sender, wait for the receiver, start the copies.
-    @pl.when(is_at((0, 0, 0, 0)))
+    @pl.when(is_at((0,) * len(ids)))
     def _() -> None:
       ready = pltpu.get_barrier_semaphore()
       pl.semaphore_signal(ready, 1, device_id=self._device(-self.transfer.distance))
@@ -179,8 +180,8 @@ class RemoteCopyGrid:
     kernel(self.logical_index(*ids))
 
     # 3. In the last step: wait for the copies.
-    batch, heads = self.grid[1:3]
-    @pl.when(is_at((0, batch - 1, heads - 1, self.num_steps - 1)))
+    last = [size - 1 for size in self.grid[1:-1]]
+    @pl.when(is_at((0, *last, self.num_steps - 1)))
     def _() -> None:
       for copy in copies:
         copy.wait()

@@ -21,27 +21,25 @@ from attn_core.types import AttentionSpec, Operands
 KIBIBYTE = 2**10
 # Of 1 MiB; the rest is for the compiler, which keeps numbers of its own there.
 MOST_BYTES = 960 * KIBIBYTE
-QueryRanges = list[tuple[int, int]] | list[None]  # of blocks, one for each kernel; None: all
 
 
 def needed(operands: Operands, spec: AttentionSpec, tiling: schedule.Tiling, *, by_keys: bool,
-           query_ranges: QueryRanges, groups: int = 1) -> int:
+           groups: int = 1) -> int:
   """Returns the bytes of scalar memory that a kernel takes.
 
   Args:
     operands: only shapes and dtypes are used.
     spec: what is computed.
     tiling, by_keys: as in `schedule.build`.
-    query_ranges: `query_blocks` of `schedule.build`, for each kernel.
     groups: number of groups of batch rows, of which a kernel computes one.
   """
   batch = operands.query.shape[0]
   rows = lambda leading: batch // groups if leading > 1 else 1
   mask = dense_operands.mask_of(operands, spec)
   batches, heads = schedule.num_lists(mask, tiling)
-  steps = max(schedule.num_steps(mask, tiling, by_keys=by_keys, query_blocks=query_blocks)
-              for query_blocks in query_ranges)
-  words = [rows(batches) * heads * steps] * 2
+  steps = schedule.num_steps(mask, tiling, by_keys=by_keys)
+  lists = rows(batches) * heads * (1 if by_keys else tiling.halves)
+  words = [lists * steps] * tiling.word_sizes(by_keys).words
   words += [rows(x.shape[0]) for x in _per_batch_row(operands, spec, groups)]
   if spec.dropout_prob and operands.dropout_key is not None:
     words.append(rows(operands.dropout_key.shape[0]) * 2)
@@ -62,18 +60,17 @@ def _per_batch_row(operands: Operands, spec: AttentionSpec, groups: int) -> Iter
     yield operands.query  # `in_groups` numbers the rows
 
 
-def num_groups(operands: Operands, spec: AttentionSpec, tiling: schedule.Tiling, *, by_keys: bool,
-               query_ranges: QueryRanges) -> int:
+def num_groups(operands: Operands, spec: AttentionSpec, tiling: schedule.Tiling, *,
+               by_keys: bool) -> int:
   """Returns the least number of groups of batch rows for which a kernel fits.
 
   Args:
-    operands, spec, tiling, by_keys, query_ranges: as in `needed`.
+    operands, spec, tiling, by_keys: as in `needed`.
 
   Raises:
     ValueError: the schedule of one batch row needs more than MOST_BYTES.
   """
-  size = lambda groups: needed(operands, spec, tiling, by_keys=by_keys, query_ranges=query_ranges,
-                               groups=groups)
+  size = lambda groups: needed(operands, spec, tiling, by_keys=by_keys, groups=groups)
   batch = operands.query.shape[0]
   for groups in (n for n in range(1, batch + 1) if batch % n == 0):
     if size(groups) <= MOST_BYTES:
@@ -84,14 +81,13 @@ def num_groups(operands: Operands, spec: AttentionSpec, tiling: schedule.Tiling,
       f"{MOST_BYTES // KIBIBYTE}: give larger block_q and block_kv")
 
 
-def fits(operands: Operands, spec: AttentionSpec, tiling: schedule.Tiling, *, by_keys: bool,
-         query_ranges: QueryRanges) -> bool:
+def fits(operands: Operands, spec: AttentionSpec, tiling: schedule.Tiling, *,
+         by_keys: bool) -> bool:
   """Says if the schedule of one batch row fits; the arguments are those of `needed`."""
   batch, heads = operands.query.shape[0], operands.query.shape[2] // tiling.query_heads
   if 8 * heads * tiling.query_blocks * tiling.key_blocks <= MOST_BYTES // 2:
     return True  # whatever the mask is
-  return needed(operands, spec, tiling, by_keys=by_keys, query_ranges=query_ranges,
-                groups=batch) <= MOST_BYTES
+  return needed(operands, spec, tiling, by_keys=by_keys, groups=batch) <= MOST_BYTES
 
 
 Arrays = TypeVar("Arrays")  # a tree of arrays by batch row

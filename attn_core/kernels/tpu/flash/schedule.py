@@ -14,19 +14,20 @@ visible tile.
 """
 
 import functools
-from types import ModuleType
+import itertools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from attn_core.kernels.tpu.flash import step_list
+from attn_core.kernels.tpu.flash.step_list import Schedule
 from attn_core.masks import block_map, position_range
 from attn_core.masks.mask import Mask
 from attn_core.types import cdiv
 
 LANES = 128
-FIRST, LAST = 1, 2  # bits of `flags`
 MOST_PATTERNS = 6
 # A block whose tiles are of no pattern is computed tile by tile, in branches. By static cycles on
 # v6e one such tile takes as long as this many tiles of a pattern whose mask is evaluated; by
@@ -48,8 +49,13 @@ class Tiling(NamedTuple):
   block_kv: int
   tile_q: int
   tile_kv: int
-  group: int = 1  # G, query heads of a key head
+  group: int = 1  # query heads of a key head that a grid step computes
   key_heads: int = 1  # key heads of a grid step
+  head_parts: int = 1  # parts of the query heads of a key head: G / group
+  range_blocks: int = 0  # query blocks of a range of the backward; 0: all
+  # Parts of the work that chips with two cores may compute at once: of the query blocks in the
+  # forward, of `head_parts` in the backward.
+  halves: int = 1
 
   @property
   def query_heads(self) -> int:
@@ -77,6 +83,26 @@ class Tiling(NamedTuple):
     return cdiv(self.key_length, self.block_kv)
 
   @property
+  def blocks_of_range(self) -> int:
+    """Query blocks of a range, whose cotangent a backward keeps in vector memory."""
+    return self.range_blocks or self.query_blocks
+
+  @property
+  def num_ranges(self) -> int:
+    """Ranges of query blocks of the backward; the last one may have fewer blocks."""
+    return cdiv(self.query_blocks, self.blocks_of_range)
+
+  @property
+  def visits_of_keys(self) -> int:
+    """Times that a backward comes to a block of keys, to add to its cotangents."""
+    return self.head_parts * self.num_ranges
+
+  @property
+  def parts_of_half(self) -> int:
+    """Parts of the query heads of a key head that a backward computes one after another."""
+    return self.head_parts // self.halves
+
+  @property
   def tiles_q(self) -> int:
     """Tiles of a block along the queries."""
     return self.block_q // self.tile_q
@@ -87,19 +113,12 @@ class Tiling(NamedTuple):
     return self.block_kv // self.tile_kv
 
 
-class Schedule(NamedTuple):
-  """The work of every grid step: int32 [num_lists, num_steps] each; see `StepLists`."""
-
-  rows: jax.Array | np.ndarray  # the row block
-  columns: jax.Array | np.ndarray  # the column block
-  kinds: jax.Array | np.ndarray  # two bits a tile: EMPTY, PARTIAL or FULL of `masks.block_map`
-  flags: jax.Array | np.ndarray  # FIRST and LAST step of its row block
-
-  @property
-  def single_step_rows(self) -> bool:
-    """True if every row block has exactly one step, and all steps have the same tile kinds."""
-    return (isinstance(self.kinds, np.ndarray) and bool((self.flags == FIRST | LAST).all())
-            and bool((self.kinds == self.kinds.flat[0]).all()) and bool(self.kinds.flat[0]))
+  def word_sizes(self, by_keys: bool) -> step_list.WordSizes:
+    """Returns the sizes of the words of a schedule; see `build`."""
+    rows, columns = self.query_blocks, self.key_blocks
+    if by_keys:
+      rows, columns = columns, rows
+    return step_list.WordSizes(rows, columns, self.tiles_q * self.tiles_kv)
 
 
 class Patterns(NamedTuple):
@@ -109,74 +128,61 @@ class Patterns(NamedTuple):
   complete: bool  # whether these are all values
 
 
-class PackedSchedule(NamedTuple):
-  """A schedule as it lies in scalar memory, where the last axis of other shapes is padded."""
-
-  blocks: jax.Array | np.ndarray  # int32 [num_lists * num_steps]: row, column and flags of a step
-  kinds: jax.Array | np.ndarray  # int32 [num_lists * num_steps]
-
-  @classmethod
-  def pack(cls, schedule: Schedule, num_columns: int) -> "PackedSchedule":
-    """Packs a schedule with this number of column blocks."""
-    rows, columns, kinds, flags = schedule
-    words = ((rows << _column_bits(num_columns) | columns) << 2) | flags
-    return cls(words.reshape(-1), kinds.reshape(-1))
-
-  @staticmethod
-  def unpack(word: jax.Array, num_columns: int) -> tuple[jax.Array, jax.Array | int, jax.Array]:
-    """Returns (row, column, flags) of an entry of `blocks`."""
-    bits = _column_bits(num_columns)
-    column = (word >> 2) & (2**bits - 1) if bits else 0
-    return word >> (2 + bits), column, word & (FIRST | LAST)
-
-
-def _column_bits(num_columns: int) -> int:
-  return (num_columns - 1).bit_length()
-
-
 class StepLists(NamedTuple):
   """Sizes of the leading axes of a mask's tiles, by which a schedule has one or more lists."""
 
   batches: int  # B, or 1: all batch rows share their lists
   heads: int  # groups of heads, or 1: all heads share their lists
   longest: int | jax.Array  # steps of the longest list, which all others are padded to
+  halves: int = 1  # of the query blocks, each with lists of its own
 
-  def list_of(self, batch: jax.Array, head_group: jax.Array) -> jax.Array | int:
-    """Returns the list of a batch row and a group of heads."""
-    return (batch * self.heads if self.batches > 1 else 0) + (head_group if self.heads > 1 else 0)
+  def list_of(self, batch: jax.Array, head_group: jax.Array, half: jax.Array) -> jax.Array | int:
+    """Returns the list of a batch row, a group of heads and a half of the query blocks."""
+    number = (batch * self.heads if self.batches > 1 else 0) + (head_group if self.heads > 1 else 0)
+    return number * 2 + half if self.halves > 1 else number
 
 
-def build(mask: Mask, tiling: Tiling, *, by_keys: bool,
-          query_blocks: tuple[int, int] | None = None) -> tuple[Schedule, StepLists]:
+def build(mask: Mask, tiling: Tiling, *, by_keys: bool) -> tuple[Schedule, StepLists]:
   """Builds the grid steps of a mask.
 
   Args:
     mask: any mask; its arrays may be traced.
     tiling: blocks and tiles; at most 16 tiles a block.
-    by_keys: row blocks are blocks of keys (the backward) instead of queries.
-    query_blocks: restricts the steps to the query blocks [first, end), numbered from `first`;
-      None: all.
+    by_keys: row blocks are blocks of keys (the backward) instead of queries; the blocks of queries
+      are divided into ranges.
 
   Returns:
     (the schedule, its lists); NumPy arrays if the mask holds none that are traced.
   """
-  kinds = _kinds(mask, tiling, by_keys, query_blocks)
+  kinds = _kinds(mask, tiling, by_keys)
   xp = np if isinstance(kinds, np.ndarray) else jnp
-  if xp is np:
-    room = num_steps(mask, tiling, by_keys=by_keys, query_blocks=query_blocks)
-  else:
+  if xp is jnp:
     # What no array can make visible is left out in any case: `num_steps` relies on it.
-    possible = _possible(mask, tiling, by_keys, query_blocks)
+    possible = _possible(mask, tiling, by_keys)
     kinds = jnp.where(possible[..., None], kinds, block_map.EMPTY)
-    kinds = _rounded(kinds, _static_tiles(mask, tiling, by_keys, query_blocks),
-                     TILES_FOR_BRANCH[by_keys])
-    room = _longest(possible)
-  steps, longest = _compact(kinds.reshape(-1, *kinds.shape[2:]), room, xp)
-  return steps, StepLists(kinds.shape[0], kinds.shape[1], longest)
+    kinds = _rounded(kinds, _static_tiles(mask, tiling, by_keys), TILES_FOR_BRANCH[by_keys])
+  room = num_steps(mask, tiling, by_keys=by_keys)
+  ranges, halves = (tiling.num_ranges, 1) if by_keys else (1, tiling.halves)
+  steps, longest = step_list.compact(_by_list(kinds, halves), ranges, room, xp)
+  if halves > 1:
+    half = np.arange(len(steps.rows), dtype=np.int32)[:, None] % 2
+    steps = steps._replace(rows=2 * steps.rows + (steps.rows + half) % 2)  # see `_in_halves`
+  return steps, StepLists(kinds.shape[0], kinds.shape[1], longest, halves)
 
 
-def patterns(steps: Schedule, mask: Mask, tiling: Tiling, *, by_keys: bool,
-             query_blocks: tuple[int, int] | None = None) -> Patterns:
+def _in_halves(num_blocks: int) -> np.ndarray:
+  """Returns the order of blocks 0 3 4 7 ..., then 1 2 5 6 ...: of equal work under a causal mask."""
+  assert num_blocks % 2 == 0, num_blocks
+  place = np.arange(num_blocks // 2)
+  return np.concatenate([2 * place + (place + half) % 2 for half in range(2)])
+
+
+def _by_list(x: step_list.Array, halves: int) -> step_list.Array:
+  """Merges the leading axes [batches, heads, rows, ...] to [num_lists, rows of a list, ...]."""
+  return x.reshape(-1, x.shape[2] // halves, *x.shape[3:])
+
+
+def patterns(steps: Schedule, mask: Mask, tiling: Tiling, *, by_keys: bool) -> Patterns:
   """Chooses the kinds of tiles that get specialized code: the most frequent ones.
 
   Where the arrays of the mask are traced, these are the kinds of blocks that the arrays do not cut,
@@ -184,15 +190,16 @@ def patterns(steps: Schedule, mask: Mask, tiling: Tiling, *, by_keys: bool,
 
   Args:
     steps: result of `build` for the other arguments.
-    mask, tiling, by_keys, query_blocks: as in `build`.
+    mask, tiling, by_keys: as in `build`.
   """
   all_full = sum(block_map.FULL << (2 * n) for n in range(tiling.tiles_q * tiling.tiles_kv))
   if known := isinstance(steps.kinds, np.ndarray):
     frequent = _by_frequency(steps.kinds.view(np.uint32))
   else:
-    tiles = _static_tiles(mask, tiling, by_keys, query_blocks)
-    frequent = [bits for pair in zip(_by_frequency(_bits(tiles)), _by_frequency(
-        _bits(_as_partial(tiles)))) for bits in pair]
+    tiles = _static_tiles(mask, tiling, by_keys)
+    pairs = itertools.zip_longest(*(
+        _by_frequency(np.asarray(step_list.tile_bits(x))) for x in (tiles, _as_partial(tiles))))
+    frequent = [bits for pair in pairs for bits in pair if bits is not None]
   first = [all_full] if all_full in frequent else []
   chosen = tuple(dict.fromkeys([*first, *frequent]))
   return Patterns(chosen[:MOST_PATTERNS], known and len(chosen) <= MOST_PATTERNS)
@@ -204,58 +211,66 @@ def _by_frequency(bits: np.ndarray) -> list[int]:
   return [int(found[n]) for n in np.argsort(-counts, kind="stable") if found[n]]
 
 
-def num_steps(mask: Mask, tiling: Tiling, *, by_keys: bool,
-              query_blocks: tuple[int, int] | None = None) -> int:
+def num_steps(mask: Mask, tiling: Tiling, *, by_keys: bool) -> int:
   """Returns the length of the lists of `build`, without the values of the mask's arrays."""
-  return _longest(_possible(mask, tiling, by_keys, query_blocks))
+  ranges, halves = (tiling.num_ranges, 1) if by_keys else (1, tiling.halves)
+  possible = _by_list(_possible(mask, tiling, by_keys), halves)
+  listed = step_list.with_idle(possible, ranges, np)
+  # The arrays of a mask may leave a row block and a range, whose only block was the same, without
+  # any: both then have an idle step.
+  more = ranges if ranges > 1 and jax.tree.leaves(mask) else 0
+  return int(listed.sum((1, 2)).max()) + more
 
 
 def num_lists(mask: Mask, tiling: Tiling) -> tuple[int, int]:
   """Returns `StepLists.batches` and `StepLists.heads`, without the values of the mask's arrays."""
   batches, heads, *_ = jax.eval_shape(
-      lambda mask: jnp.asarray(_kinds(mask, tiling, False, None)), mask).shape
+      lambda mask: jnp.asarray(_kinds(mask, tiling, False)), mask).shape
   return batches, heads
 
 
-def _kinds(mask: Mask, tiling: Tiling, by_keys: bool,
-           query_blocks: tuple[int, int] | None) -> jax.Array | np.ndarray:
-  """Returns the tile kinds, int32 [batches, heads, row_blocks, column_blocks, tiles]."""
+def _kinds(mask: Mask, tiling: Tiling, by_keys: bool) -> jax.Array | np.ndarray:
+  """Returns the tile kinds by rows of a list: row blocks, of each range or each half in turn.
+
+  Returns:
+    int32 [batches, heads, num_ranges * row_blocks, column blocks of a range, tiles].
+  """
   kinds = block_map.block_kinds(
       mask, block_map.Sizes(tiling.query_length, tiling.key_length, tiling.tile_q, tiling.tile_kv))
   kinds = block_map.merge_heads(kinds, tiling.query_heads)
   xp = np if isinstance(kinds, np.ndarray) else jnp
-  first, end = query_blocks or (0, tiling.query_blocks)
-  kinds = kinds[:, :, first * tiling.tiles_q:end * tiling.tiles_q]
-  tiles = (end - first) * tiling.tiles_q, tiling.padded_keys // tiling.tile_kv
+  ranges, columns = (tiling.num_ranges, tiling.blocks_of_range) if by_keys else (
+      1, tiling.query_blocks)
+  tiles = ranges * columns * tiling.tiles_q, tiling.padded_keys // tiling.tile_kv
   padding = [(0, 0), (0, 0)] + [(0, n - m) for n, m in zip(tiles, kinds.shape[2:])]
   kinds = xp.pad(kinds, padding, constant_values=block_map.EMPTY).astype(np.int32)
-  kinds = kinds.reshape(*kinds.shape[:2], end - first, tiling.tiles_q, -1, tiling.tiles_kv)
+  kinds = kinds.reshape(*kinds.shape[:2], ranges, columns, tiling.tiles_q, -1, tiling.tiles_kv)
   # Tile (kv, q) of a block is kv * tiles_q + q.
-  kinds = kinds.transpose((0, 1, 4, 2, 5, 3) if by_keys else (0, 1, 2, 4, 5, 3))
-  return kinds.reshape(*kinds.shape[:4], -1)
+  kinds = kinds.transpose((0, 1, 2, 5, 3, 6, 4) if by_keys else (0, 1, 2, 3, 5, 6, 4))
+  rows = ranges * (tiling.key_blocks if by_keys else tiling.query_blocks)
+  kinds = kinds.reshape(*kinds.shape[:2], rows, -1, tiling.tiles_q * tiling.tiles_kv)
+  return kinds[:, :, _in_halves(rows)] if tiling.halves > 1 and not by_keys else kinds
 
 
-def _possible(mask: Mask, tiling: Tiling, by_keys: bool,
-              query_blocks: tuple[int, int] | None) -> np.ndarray:
+def _possible(mask: Mask, tiling: Tiling, by_keys: bool) -> np.ndarray:
   """Returns which blocks the mask may show whatever its arrays hold.
 
   Returns:
-    bool [batches, heads, row_blocks, column_blocks]; [1, 1, ...] if the mask has arrays.
+    bool [batches, heads, rows, columns], see `_kinds`; [1, 1, ...] if the mask has arrays.
   """
-  possible = _statically_possible(position_range.static_superset(mask), tiling, by_keys,
-                                  query_blocks)
+  kinds = _static_kinds(position_range.static_superset(mask), tiling, by_keys)
+  possible = np.any(kinds != block_map.EMPTY, -1)
   return np.any(possible, (0, 1), keepdims=True) if jax.tree.leaves(mask) else possible
 
 
-def _static_tiles(mask: Mask, tiling: Tiling, by_keys: bool,
-                  query_blocks: tuple[int, int] | None) -> np.ndarray:
+def _static_tiles(mask: Mask, tiling: Tiling, by_keys: bool) -> np.ndarray:
   """Returns the kinds of tiles as far as they are known whatever the mask's arrays hold.
 
   Returns:
-    int32 [row_blocks, column_blocks, tiles]: EMPTY where no batch row and head can see a pair.
+    int32 [rows, columns, tiles], see `_kinds`: EMPTY where no batch row and head can see a pair.
   """
-  kinds = _kinds(position_range.static_superset(mask), tiling, by_keys, query_blocks)
-  return np.asarray(block_map.merge_heads(np.asarray(kinds), kinds.shape[1]))[0, 0]
+  kinds = _static_kinds(position_range.static_superset(mask), tiling, by_keys)
+  return np.asarray(block_map.merge_heads(kinds, kinds.shape[1]))[0, 0].astype(np.int32)
 
 
 def _as_partial(tiles: np.ndarray) -> np.ndarray:
@@ -270,7 +285,7 @@ def _rounded(kinds: jax.Array, static: np.ndarray, tiles_for_branch: int) -> jax
   tiles keeps them, as they take less time in branches than all that may be visible in a pattern.
 
   Args:
-    kinds: int32 [batches, heads, row_blocks, column_blocks, tiles].
+    kinds: see `_kinds`.
     static: see `_static_tiles`.
     tiles_for_branch: see TILES_FOR_BRANCH.
   """
@@ -282,80 +297,8 @@ def _rounded(kinds: jax.Array, static: np.ndarray, tiles_for_branch: int) -> jax
 
 
 @functools.lru_cache(maxsize=256)
-def _statically_possible(mask: Mask, tiling: Tiling, by_keys: bool,
-                         query_blocks: tuple[int, int] | None) -> np.ndarray:
-  """`_possible` for a mask without arrays."""
-  kinds = np.asarray(_kinds(mask, tiling, by_keys, query_blocks))
-  possible = np.any(kinds != block_map.EMPTY, -1)
-  possible.setflags(write=False)  # the cached array is shared
-  return possible
-
-
-def _longest(possible: np.ndarray) -> int:
-  """Returns the steps of the longest list; rows of blocks without a visible one have a step."""
-  return int(np.maximum(possible.sum(-1), 1).sum(-1).max())
-
-
-def _compact(kinds: jax.Array | np.ndarray, room: int,
-             xp: ModuleType) -> tuple[Schedule, int | jax.Array]:
-  """Lists the blocks with a visible tile.
-
-  Args:
-    kinds: [num_lists, row_blocks, column_blocks, tiles].
-    room: length of the lists, at least that of the longest.
-    xp: numpy, or jax.numpy if `kinds` is traced.
-
-  Returns:
-    (the schedule, steps of the longest list).
-  """
-  columns = kinds.shape[2]
-  visited = (kinds != block_map.EMPTY).any(-1)
-  idle = ~visited.any(-1, keepdims=True) & (np.arange(columns) == 0)[None, None]
-  row, column, count = _listed_blocks(visited | idle, room, xp)
-  edge = xp.ones_like(row[:, :1], bool)
-  change = row[:, 1:] != row[:, :-1]
-  first = xp.concatenate([edge, change], -1)
-  number = np.arange(room, dtype=np.int32)[None]
-  last = xp.concatenate([change, edge], -1) | (number == count - 1)
-  active = number < count
-  bits = xp.take_along_axis(_bits(kinds).reshape(len(row), -1), row * columns + column, axis=-1)
-  flags = xp.where(active, FIRST * first.astype(np.int32) + LAST * last.astype(np.int32), 0)
-  schedule = Schedule(row.astype(np.int32), column.astype(np.int32),
-                      xp.where(active, bits, 0).astype(np.uint32).view(np.int32),
-                      flags.astype(np.int32))
-  return schedule, room if xp is np else count.max()
-
-
-def _bits(kinds: Any) -> Any:
-  """Packs kinds [..., tiles] into uint32, two bits a tile, the first tile lowest."""
-  shifts = 2 * np.arange(kinds.shape[-1], dtype=np.uint32)
-  shifts = shifts.reshape((1,) * (kinds.ndim - 1) + (-1,))  # as strict rank promotion wants it
-  return (kinds.astype(np.uint32) << shifts).sum(-1, dtype=np.uint32)
-
-
-def _listed_blocks(listed: jax.Array | np.ndarray, room: int,
-                   xp: ModuleType) -> tuple[Any, Any, Any]:
-  """Returns the places of the listed blocks, row by row; the last one fills the rest of the room.
-
-  Args:
-    listed: bool [num_lists, row_blocks, column_blocks].
-    room: places of each list.
-    xp: numpy or jax.numpy.
-
-  Returns:
-    int32 (rows [num_lists, room], columns [num_lists, room], number of blocks [num_lists, 1]).
-  """
-  lists, _, columns = listed.shape
-  ends = listed.sum(-1, dtype=np.int32).cumsum(-1, dtype=np.int32)
-  count = ends[:, -1:]
-  number = xp.minimum(np.arange(room, dtype=np.int32)[None], count - 1)
-  order = xp.argsort(~listed, axis=-1, stable=True).astype(np.int32)  # listed columns first
-  if xp is np:
-    row = np.stack([np.searchsorted(end, n, side="right") for end, n in zip(ends, number)])
-  else:
-    # By comparing with all rows: XLA takes long to compile other searches, and sorts of long axes.
-    row = (ends[:, None] <= number[..., None]).sum(-1, dtype=np.int32)
-  starts = xp.concatenate([xp.zeros_like(count), ends[:, :-1]], -1)
-  within = number - xp.take_along_axis(starts, row, axis=-1)
-  column = xp.take_along_axis(order.reshape(lists, -1), row * columns + within, axis=-1)
-  return row, column, count
+def _static_kinds(mask: Mask, tiling: Tiling, by_keys: bool) -> np.ndarray:
+  """`_kinds` for a mask without arrays, int8."""
+  kinds = np.asarray(_kinds(mask, tiling, by_keys)).astype(np.int8)
+  kinds.setflags(write=False)  # the cached array is shared
+  return kinds

@@ -15,13 +15,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 import jax.numpy as jnp
 
-from attn_core.kernels.tpu.flash.schedule import (
-    LANES, PackedSchedule, Schedule, StepLists, Tiling)
+from attn_core.kernels.tpu.flash.schedule import LANES, StepLists, Tiling
+from attn_core.kernels.tpu.flash.step_list import PackedSchedule, Schedule
 from attn_core.masks import dropout, mask as mask_lib
 from attn_core.types import AttentionSpec, Operands
 
 Ref = Any  # a Pallas reference
 Index = Any  # int, or a traced int32
+GRID_AXES = 5  # batch, head groups, halves, head parts, steps; see `Tiling`
 
 
 class KernelRefs(NamedTuple):
@@ -29,7 +30,7 @@ class KernelRefs(NamedTuple):
 
   scalars: tuple[Ref, ...]  # in scalar memory
   arrays: tuple[Ref, ...]  # blocks in vector memory
-  program_ids: tuple  # (batch row, head group, step)
+  program_ids: tuple  # position in `remote_copy.LogicalGrid`
   num_steps: Index  # of the grid
 
 
@@ -37,7 +38,7 @@ class GridIndex(NamedTuple):
   """Position of a grid step."""
 
   batch: Index  # local batch row
-  head_group: Index  # of the heads that a step computes, among the local ones
+  head_group: Index  # of the query heads that a step computes, among the local ones
   query_block: Index
   key_block: Index
 
@@ -84,6 +85,7 @@ class TokenBlocks(NamedTuple):
   block_heads: int
   block_length: int  # tokens of a block
   block_number: Callable[[Index, Index], Index]  # from (query block, key block)
+  head_parts: int = 1  # groups of query heads that share a block
 
   @property
   def merged_heads(self) -> bool:
@@ -105,8 +107,9 @@ class TokenBlocks(NamedTuple):
     return 1, self.block_heads, self.block_length, self.width
 
   def block_index(self, b: Index, h: Index, i: Index, j: Index) -> tuple:
-    """Returns the block number along every axis of `shape`, at query block i and key block j."""
+    """Returns the block number along every axis of `shape`; see `TileInputs.block_spec`."""
     number = self.block_number(i, j)
+    h = lax.div(h, jnp.int32(self.head_parts)) if self.head_parts > 1 else h
     return (b, number, h) if self.merged_heads else (b, h, number, 0)
 
   def pack(self, x: jax.Array) -> jax.Array:
@@ -120,6 +123,12 @@ class TokenBlocks(NamedTuple):
       return x.reshape(self.batch, self.length, self.heads, self.width)
     return x.transpose(0, 2, 1, 3)
 
+  def block_slices(self, b: Index, h: Index, i: Index, j: Index) -> tuple:
+    """Returns the index into the packed array that gives a block; see `TileInputs.block_spec`."""
+    numbers = self.block_index(b, h, i, j)
+    return tuple(pl.ds(pl.multiple_of(n * size, size) if size > 1 else n, size)
+                 for n, size in zip(numbers, self.block_shape))
+
   def slices(self, head: int, tokens: TokenRange) -> tuple:
     """Returns the index into a block that gives tokens of a head, [tokens, width]."""
     if self.merged_heads:
@@ -130,14 +139,13 @@ class TokenBlocks(NamedTuple):
 class TileInputs:
   """Operands of a kernel, in the order of its arguments; the schedule comes first."""
 
-  def __init__(self, schedule: Schedule, lists: StepLists, tiling: Tiling, *, by_keys: bool,
-               first_query_block: int = 0):
-    self.num_columns = tiling.query_blocks if by_keys else tiling.key_blocks
-    self.scalars: list[Any] = list(PackedSchedule.pack(schedule, self.num_columns))
+  def __init__(self, schedule: Schedule, lists: StepLists, tiling: Tiling, *, by_keys: bool):
+    self.word_sizes = tiling.word_sizes(by_keys)
+    packed = PackedSchedule.pack(schedule, self.word_sizes)
+    self.scalars: list[Any] = [x for x in packed if x is not None]
     self.arrays: list[jax.Array] = []
     self.specs: list[pl.BlockSpec] = []
     self.tiling, self.lists, self.by_keys = tiling, lists, by_keys
-    self.first_query_block = first_query_block
     self.list_length: int = schedule.rows.shape[1]
     self.num_steps = lists.longest  # of the grid
 
@@ -151,33 +159,41 @@ class TileInputs:
     """Returns the layout of [B, S, K, D or E], in blocks of keys."""
     batch, _, heads, width = shape
     return TokenBlocks(batch, self.tiling.padded_keys, heads, width, self.tiling.key_heads,
-                       self.tiling.block_kv, lambda i, j: j)
+                       self.tiling.block_kv, lambda i, j: j, self.tiling.head_parts)
 
   def add_tokens(self, blocks: TokenBlocks, packed: jax.Array) -> TokenReader:
     """Adds the result of `blocks.pack`; returns a reader of tokens of a head."""
     ref = self.add_array(packed, blocks.block_shape, blocks.block_index)
     return lambda refs, head, tokens: ref(refs)[blocks.slices(head, tokens)]
 
-  def step(self, scalars: tuple[Ref, ...], batch: Index, head_group: Index, n: Index) -> tuple:
-    """Returns (query block, key block, tile kinds, flags) of step n."""
+  def step(self, scalars: tuple[Ref, ...], program_ids: tuple) -> tuple[GridIndex, Index, Index]:
+    """Returns (position, tile kinds, flags) of a step; see `KernelRefs.program_ids`."""
+    batch, head_group, half, part, n = program_ids
+    if self.by_keys and self.tiling.head_parts > 1:
+      head_group = head_group * self.tiling.head_parts + half * self.tiling.parts_of_half + part
     row, column, kinds, flags = self.schedule_entry(
-        scalars, self.lists.list_of(batch, head_group), n)
+        scalars, self.lists.list_of(batch, head_group, half), n)
     query_block, key_block = (column, row) if self.by_keys else (row, column)
-    return query_block + self.first_query_block, key_block, kinds, flags
+    return GridIndex(batch, head_group, query_block, key_block), kinds, flags
 
-  def schedule_entry(self, scalars: tuple[Ref, ...], step_list: Index, n: Index) -> tuple:
+  def schedule_entry(self, scalars: tuple[Ref, ...], list_number: Index, n: Index) -> tuple:
     """Returns (row, column, tile kinds, flags) of step n of a list of the schedule."""
-    words, kinds = scalars[:2]
-    at = step_list * self.list_length + n
-    row, column, flags = PackedSchedule.unpack(words[at], self.num_columns)
-    return row, column, kinds[at], flags
+    blocks, kinds, *_ = *scalars[:self.word_sizes.words], None
+    return PackedSchedule(blocks, kinds).step(list_number * self.list_length + n, self.word_sizes)
 
   def block_spec(self, block_shape: tuple[int, ...],
                  index: Callable[[Index, Index, Index, Index], tuple]) -> pl.BlockSpec:
-    """Returns the spec of the block index(b, h, i, j) at query block i and key block j."""
-    def index_map(b: Index, h: Index, n: Index, *scalars: Ref) -> tuple:
-      i, j, _, _ = self.step(scalars, b, h, n)
-      return index(b, h, i, j)
+    """Returns the spec of the block index(b, h, i, j).
+
+    Args:
+      block_shape: shape of the block.
+      index: maps batch row, group of query heads, query block and key block of a step to the number
+        of the block along every axis.
+    """
+    def index_map(*arguments: Any) -> tuple:
+      program_ids, scalars = arguments[:GRID_AXES], arguments[GRID_AXES:]
+      grid, _, _ = self.step(scalars, program_ids)
+      return index(*grid)
     return pl.BlockSpec(block_shape, index_map)
 
   def add_scalars(self, x: jax.Array) -> Callable[[KernelRefs], Ref]:

@@ -10,9 +10,8 @@ crosses many of them. Measured for v6e with D = 64, 128 and 256 at 4,096 tokens 
 to 8,192, and for v5e, v5p and tpu7x with D = 128: the best blocks for one chip are the best or
 nearly the best for the others, so that the tables depend only on the kind of mask and the
 direction, and on the width where a step can hold all keys. Shapes outside the tables take the same
-blocks: cut to their length, with query blocks divided by the query heads of a key head, halved
-until a kernel fits in vector memory, and doubled until the schedule of a batch row fits in scalar
-memory.
+blocks: cut to their length, halved until a kernel fits in vector memory, and doubled until the
+schedule of a batch row fits in scalar memory.
 """
 
 from typing import Iterator
@@ -25,17 +24,18 @@ from attn_core.masks import mask as mask_lib, position_range
 from attn_core.types import AttentionSpec, BlockSizes, Operands, cdiv
 
 MOST_TILES = 16  # of a block: their kinds share one 32-bit number
-# (kind of mask, backward): query tokens times query heads of a key head, key tokens, and tokens of
-# a tile along both sides, doubled while a block has more than MOST_TILES. A full mask does not cut
-# the queries of a block into tiles.
+# (kind of mask, backward): query tokens, key tokens, and tokens of a tile along both sides, doubled
+# while a block has more than MOST_TILES. A full mask leaves the queries of a block in one tile.
 WHOLE, FULL, MASKED, LONG = "whole", "full", "masked", "long"
 BLOCKS = {(WHOLE, False): (2048, 4096, 256), (WHOLE, True): (1024, 2048, 512),
           (FULL, False): (2048, 2048, 512), (FULL, True): (1024, 2048, 512),
           (MASKED, False): (1024, 1024, 256), (MASKED, True): (1024, 1024, 256),
           (LONG, False): (2048, 2048, 256), (LONG, True): (1024, 1024, 256)}
-# The forward under a mask keeps the query tokens of its block up to this many query tokens times
-# query heads of a key head: smaller blocks of queries would take more steps.
-GROUPED_ROWS = 4096
+# Query tokens times query heads of one key head in a step, at most: these heads share a block of
+# keys, and the work of one hides the latency of another. Other kinds of masks, and SMALL_BLOCKS,
+# take a block of queries of one head. The other query heads of the key head are other steps.
+GROUPED_ROWS = {(MASKED, False): 4096, (MASKED, True): 2048}
+LEAST_GROUPED_ROWS = 512  # of a head, where a step computes several and their blocks are cut
 # A full mask is WHOLE if its key tokens and its width are above the first number and at most the
 # second: a step then takes all keys, in twice the code, and is 2 to 3% faster. Other widths become
 # slower.
@@ -88,14 +88,17 @@ def make_tiling(operands: Operands, spec: AttentionSpec, requested: BlockSizes, 
       for name, length in (("block_q", queries), ("block_kv", keys)))
   small = cold_path or operands.query.dtype.itemsize == 4
   rows, columns, tile = _blocks(operands, mask, backward, small)
-  rows = max(LANES, rows // _group(operands) // LANES * LANES)
+  most_rows = rows if small else GROUPED_ROWS.get((_kind(operands, mask), backward), rows)
+  group, rows = _step_heads(operands, wanted_q or rows, most_rows, wanted_q is not None)
   while True:
     if isinstance(mask, mask_lib.Full):
       rows = cdiv(queries, cdiv(queries, rows))  # equal blocks, because no tile can be skipped
-    tiling = _tiling(operands, mask, wanted_q or rows, wanted_kv or columns, tile)
+    tiling = _tiling(operands, mask, wanted_q or rows, wanted_kv or columns, tile, group)
+    tiling = _with_ranges(tiling, operands, requested, backward)
     for several in [tiling] if small else _with_heads(tiling, operands, requested, backward):
-      if needed_vmem(several, operands, requested, backward) <= most_vmem(requested):
-        return _with_short_schedule(several, operands, spec, requested, tile, backward=backward)
+      if needed_vmem(several, operands, backward) <= most_vmem(requested):
+        found = _with_short_schedule(several, operands, spec, requested, tile, backward=backward)
+        return _with_halves(found, operands, backward)
     if not wanted_kv and columns > LANES and (wanted_q or columns >= rows):
       columns //= 2
     elif not wanted_q and rows > LANES:
@@ -120,16 +123,15 @@ def _with_short_schedule(tiling: Tiling, operands: Operands, spec: AttentionSpec
   fixed_q, fixed_kv = (
       getattr(requested, f"{name}_backward" if backward else name) is not None
       for name in ("block_q", "block_kv"))
-  while not scalar_memory.fits(
-      operands, spec, tiling, by_keys=backward,
-      query_ranges=kernel_ranges(operands, tiling, requested, backward=backward)):
+  while not scalar_memory.fits(operands, spec, tiling, by_keys=backward):
     q, kv = tiling.block_q, tiling.block_kv
-    larger = [_tiling(operands, mask, rows, columns, tile)
+    larger = [_with_ranges(_tiling(operands, mask, rows, columns, tile, tiling.group), operands,
+                           requested, backward)
               for rows, columns, grows in ((2 * q, kv, not fixed_q and q < tiling.query_length),
                                            (q, 2 * kv, not fixed_kv and kv < tiling.key_length))
               if grows]
     larger = [x for x in larger
-              if needed_vmem(x, operands, requested, backward) <= most_vmem(requested)]
+              if needed_vmem(x, operands, backward) <= most_vmem(requested)]
     if not larger:
       return tiling  # `scalar_memory.num_groups` raises
     # The squarest, which takes fewest copies.
@@ -137,28 +139,39 @@ def _with_short_schedule(tiling: Tiling, operands: Operands, spec: AttentionSpec
   return tiling
 
 
-def kernel_ranges(operands: Operands, tiling: Tiling, requested: BlockSizes, *,
-                  backward: bool) -> scalar_memory.QueryRanges:
-  """Returns the ranges of query blocks for each of which a kernel runs; [None]: one, for all."""
-  return query_ranges(operands, tiling, requested) if backward else [None]
-
-
 def _blocks(operands: Operands, mask: mask_lib.Mask, backward: bool,
             small: bool) -> tuple[int, int, int]:
-  """Returns (query tokens times query heads of a key head, key tokens, tile) from the tables."""
+  """Returns (query tokens, key tokens, tile) from the tables."""
   if list(_per_pair(operands)):
     return PER_PAIR_BLOCK
   if small:
     return SMALL_BLOCKS[backward]
-  kind = _kind(operands, mask)
-  rows, columns, tile = BLOCKS[kind, backward]
-  if (kind, backward) == (MASKED, False):
-    rows = max(rows, min(rows * _group(operands), GROUPED_ROWS))
-  return rows, columns, tile
+  return BLOCKS[_kind(operands, mask), backward]
 
 
-def _tiling(operands: Operands, mask: mask_lib.Mask, rows: int, columns: int,
-            tile: int) -> Tiling:
+def _step_heads(operands: Operands, rows: int, most_rows: int, fixed: bool) -> tuple[int, int]:
+  """Returns the query heads of a key head that a step computes, and the query tokens of its block.
+
+  They are those that take most rows together; the blocks of several heads may be smaller.
+
+  Args:
+    operands: only shapes are used.
+    rows: query tokens of a block of one head.
+    most_rows: see GROUPED_ROWS.
+    fixed: blocks have this number of rows.
+  """
+  group, rows = _group(operands), round_up(min(rows, operands.query.shape[1]), LANES)
+  def rows_of(heads: int) -> int:
+    return rows if fixed else min(rows, max(most_rows, rows) // heads // 256 * 256)
+  least = 1 if fixed else min(rows, LEAST_GROUPED_ROWS)
+  choices = [heads for heads in range(1, group + 1) if group % heads == 0 and
+             rows_of(heads) >= least and heads * rows_of(heads) <= max(most_rows, rows)]
+  heads = max(choices, key=lambda heads: (heads * rows_of(heads), -heads))
+  return heads, rows_of(heads)
+
+
+def _tiling(operands: Operands, mask: mask_lib.Mask, rows: int, columns: int, tile: int,
+            group: int) -> Tiling:
   """Rounds blocks to lanes and divides them into tiles."""
   queries, keys = operands.query.shape[1], operands.key.shape[1]
   block_q, block_kv = round_up(min(rows, queries), LANES), round_up(min(columns, keys), LANES)
@@ -167,18 +180,45 @@ def _tiling(operands: Operands, mask: mask_lib.Mask, rows: int, columns: int,
     tile_q = block_q
   while (block_q // tile_q) * (block_kv // tile_kv) > MOST_TILES:
     tile_q, tile_kv = _tile(block_q, 2 * tile_q), _tile(block_kv, 2 * tile_kv)
-  return Tiling(queries, keys, block_q, block_kv, tile_q, tile_kv, _group(operands))
+  return Tiling(queries, keys, block_q, block_kv, tile_q, tile_kv, group,
+                head_parts=_group(operands) // group)
+
+
+def _with_halves(tiling: Tiling, operands: Operands, backward: bool) -> Tiling:
+  """Halves the work where a chip with two cores could not divide batch rows and heads evenly.
+
+  The lists of a forward together are as long as before. A backward then has two sums of the same
+  keys, which costs other chips less than the idle core costs these.
+  """
+  units = operands.key.shape[0] * operands.key.shape[2] // tiling.key_heads
+  if not backward:
+    units *= tiling.head_parts
+  can = (tiling.head_parts if backward else tiling.query_blocks) % 2 == 0
+  return tiling._replace(halves=2) if can and units % 2 else tiling
+
+
+def _with_ranges(tiling: Tiling, operands: Operands, requested: BlockSizes,
+                 backward: bool) -> Tiling:
+  """Divides the queries of a backward into ranges whose cotangent fits in vector memory at once."""
+  if not backward:
+    return tiling
+  width = round_up(operands.query.shape[3], LANES)
+  resident = RESIDENT_BYTES * most_vmem(requested) // MOST_VMEM
+  # The sum in float32, and the block that is written, twice, since two are in flight.
+  tokens = resident // (tiling.query_heads * width * (4 + 2 * operands.query.dtype.itemsize))
+  total = tiling.query_blocks
+  blocks = cdiv(total, cdiv(total, max(tokens // tiling.block_q, 1)))
+  return tiling._replace(range_blocks=blocks if blocks < total else 0)
 
 
 def _with_heads(tiling: Tiling, operands: Operands, requested: BlockSizes,
                 backward: bool) -> Iterator[Tiling]:
   """Yields the tiling with several key heads per step, in falling order, down to one."""
   most = STEP_TOKENS // max(tiling.group * tiling.block_q, tiling.block_kv)
-  for heads in range(most, 1, -1):
-    several = tiling._replace(key_heads=heads)
+  for heads in range(most if tiling.head_parts == 1 else 1, 1, -1):
+    several = _with_ranges(tiling._replace(key_heads=heads), operands, requested, backward)
     # More ranges of queries would cost more than heads save.
-    if operands.key.shape[2] % heads == 0 and not (
-        backward and len(query_ranges(operands, several, requested)) > 1):
+    if operands.key.shape[2] % heads == 0 and several.num_ranges == 1:
       yield several
   yield tiling
 
@@ -212,19 +252,7 @@ def most_vmem(requested: BlockSizes) -> int:
   return MOST_VMEM if limit is None else min(MOST_VMEM, int(limit / SLACK))
 
 
-def query_ranges(operands: Operands, tiling: Tiling,
-                 requested: BlockSizes) -> list[tuple[int, int]]:
-  """Returns ranges [first, end) of query blocks whose cotangent fits in vector memory at once."""
-  width = round_up(operands.query.shape[3], LANES)
-  resident = RESIDENT_BYTES * most_vmem(requested) // MOST_VMEM
-  # The sum in float32, and the block that is written, twice, since two are in flight.
-  tokens = resident // (tiling.query_heads * width * (4 + 2 * operands.query.dtype.itemsize))
-  total = tiling.padded_queries // tiling.block_q
-  number = cdiv(total, cdiv(total, max(tokens // tiling.block_q, 1)))
-  return [(n, min(n + number, total)) for n in range(0, total, number)]
-
-
-def needed_vmem(tiling: Tiling, operands: Operands, requested: BlockSizes, backward: bool) -> int:
+def needed_vmem(tiling: Tiling, operands: Operands, backward: bool) -> int:
   """Estimates the bytes of vector memory that a kernel takes."""
   itemsize = operands.query.dtype.itemsize
   width, value_width = (round_up(x.shape[3], LANES) for x in (operands.query, operands.value))
@@ -235,7 +263,7 @@ def needed_vmem(tiling: Tiling, operands: Operands, requested: BlockSizes, backw
               * tiling.block_q * tiling.block_kv for x, size in _per_pair(operands))
   sums = rows * value_width
   if backward:
-    resident = query_ranges(operands, tiling, requested)[0][1] * rows * width
+    resident = tiling.blocks_of_range * rows * width
     sums = keys * both + resident
     blocks += sums * itemsize
   strips = (2 if backward else 1) * (AHEAD[backward] + 1) * tiling.block_q * tiling.tile_kv
@@ -248,7 +276,7 @@ def vmem_limit(requested: BlockSizes, tiling: Tiling, operands: Operands, *, bac
   Raises:
     ValueError: the blocks need more than a chip has, or twice what the kernel may use.
   """
-  needed, limit = needed_vmem(tiling, operands, requested, backward), requested.vmem_limit_bytes
+  needed, limit = needed_vmem(tiling, operands, backward), requested.vmem_limit_bytes
   # The estimate is less than twice what a kernel needs: what might fit is left to the compiler.
   most = MOST_VMEM if limit is None else 2 * limit
   if needed > most:
