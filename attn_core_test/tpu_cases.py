@@ -79,12 +79,12 @@ class Case(NamedTuple):
     return (jax.eval_shape(self._replace(B=rows, floats=floats).arrays),
             jax.tree.map(widen, given))
 
-  def oracle(self, arrays):
+  def oracle(self, arrays, dtype=jnp.float32):
     a = self.arguments
     leaves, structure = jax.tree.flatten(self.mask)
     spec = AttentionSpec(structure, a.get("softmax_scale", self.D**-0.5), a.get("logits_soft_cap"),
                          a.get("dropout_prob", 0.0))
-    wide = {name: x.astype(jnp.float32) for name, x in arrays.items()}
+    wide = {name: x.astype(dtype) for name, x in arrays.items()}
     sinks = wide.get("softmax_aux")
     operands = Operands(
         wide["query"], wide["key"], wide["value"], wide.get("bias"),

@@ -289,9 +289,8 @@ class ScalarMemoryTest(parameterized.TestCase):
     dtypes = itertools.cycle((("bfloat16", 64), ("float32", 256), ("bfloat16", 128)))
     for (batch, tokens), heads in itertools.product(sizes, ((32, 32), (32, 8), (32, 1))):
       operands, spec = operands_of(batch, tokens, *heads, *next(dtypes), kind)
-      for is_backward, cold_path in ((False, False), (False, True), (True, False)):
-        chosen = tiling.make_tiling(operands, spec, BlockSizes(), backward=is_backward,
-                                    cold_path=cold_path)
+      for is_backward in (False, True):
+        chosen = tiling.make_tiling(operands, spec, BlockSizes(), backward=is_backward)
         groups = scalar_memory.num_groups(operands, spec, chosen, by_keys=is_backward)
         self.assertEqual(batch % groups, 0)
         tiling.vmem_limit(BlockSizes(), chosen, operands, backward=is_backward)

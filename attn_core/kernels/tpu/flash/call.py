@@ -37,7 +37,8 @@ class LaunchParams(NamedTuple):
   scratch: Sequence[tuple[int, ...]]  # shapes of float32 arrays in vector memory
   vmem_bytes: int | None
   name: str
-  semaphores: int = 0  # for transfers of the kernel itself; one array, after the scratch arrays
+  scalar_words: int = 0  # an int32 array of this length in scalar memory follows `scratch`; 0: none
+  semaphores: int = 0  # for transfers of the kernel itself; one array, the last; 0: none
 
 
 def call(kernel: Callable[[KernelRefs, tuple[Ref, ...], tuple[Ref, ...]], None],
@@ -61,6 +62,8 @@ def call(kernel: Callable[[KernelRefs, tuple[Ref, ...], tuple[Ref, ...]], None],
       else remote_copy.RemoteCopyGrid(grid, transfer))
   sent, received = runner.inputs, runner.results
   scratch_shapes = [pltpu.VMEM(x, jnp.float32) for x in launch_params.scratch]
+  if launch_params.scalar_words:
+    scratch_shapes.append(pltpu.SMEM((launch_params.scalar_words,), jnp.int32))
   if launch_params.semaphores:
     scratch_shapes.append(pltpu.SemaphoreType.DMA((launch_params.semaphores,)))
   ends = np.cumsum([len(x) for x in (

@@ -22,11 +22,8 @@ from attn_core.types import AttentionSpec, BlockSizes, Operands
 
 def _check(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> None:
   """Raises where the forward or the backward would; see `contract.Kernel`."""
-  naive = operands.query.dtype.name in tiling_lib.NAIVE_DTYPES
-  for is_backward, cold_path in ((False, False), *([(False, True)] if naive else []),
-                                 (True, False)):
-    tiling = tiling_lib.make_tiling(operands, spec, block_sizes, backward=is_backward,
-                                    cold_path=cold_path)
+  for is_backward in (False, True):
+    tiling = tiling_lib.make_tiling(operands, spec, block_sizes, backward=is_backward)
     tiling_lib.vmem_limit(block_sizes, tiling, operands, backward=is_backward)
     scalar_memory.num_groups(operands, spec, tiling, by_keys=is_backward)
 

@@ -137,8 +137,7 @@ def make_kernel_params(inputs: tile_inputs.TileInputs, operands: Operands, spec:
 
 
 def for_each_tile(params: KernelParams, grid: GridIndex, kinds: jax.Array,
-                  compute: Callable[[list[Strip]], None],
-                  prologue: Callable[[], None] = lambda: None) -> None:
+                  compute: Callable[[list[Strip]], None]) -> None:
   """Runs `compute` on the visible tiles of a block.
 
   Args:
@@ -147,36 +146,50 @@ def for_each_tile(params: KernelParams, grid: GridIndex, kinds: jax.Array,
     kinds: int32, two bits for each tile; see `schedule.Schedule`.
     compute: takes all strips of a block at once if its kinds are one of `params.patterns`, and
       one tile at a time otherwise.
-    prologue: runs once, before `compute`, in the same basic block as a pattern's instructions;
-      not where no tile is visible.
   """
-  # 1. Specialized code for the common patterns.
+  for_each_block(params, grid, kinds, compute, lambda: loop(params, grid, kinds, compute))
+
+
+def for_each_block(params: KernelParams, grid: GridIndex, kinds: jax.Array,
+                   compute: Callable[[list[Strip]], None], otherwise: Callable[[], None]) -> None:
+  """Runs `compute` on all strips of a block at once, or `otherwise` if they are of no pattern.
+
+  A block without visible tiles runs nothing.
+  """
   patterns, complete = params.patterns
   known = [kinds == np.uint32(pattern).view(np.int32) for pattern in patterns]
   for is_pattern, pattern in zip(known, patterns):
     @pl.when(is_pattern)
     def _(pattern: int = pattern) -> None:
-      prologue()
       compute(params.strips(grid, pattern))
 
-  if complete:
-    return
+  if not complete:
+    pl.when(jnp.logical_not(functools.reduce(jnp.logical_or, known, kinds == 0)))(otherwise)
 
-  # 2. A loop over tiles for the other patterns; a step without visible tiles runs nothing.
-  @pl.when(jnp.logical_not(functools.reduce(jnp.logical_or, known, kinds == 0)))
-  def _() -> None:
-    prologue()
-    tiling = params.tiling
-    for shift, first in params.tiles(grid)[:tiling.query_heads * tiling.tiles_q]:
-      @pl.loop(0, tiling.tiles_kv)
-      def _(c: jax.Array, shift: int = shift, first: TileIndex = first) -> None:
-        kind = (kinds >> (shift + 2 * tiling.tiles_q * c)) & 3
-        start = pl.multiple_of(c * tiling.tile_kv, tiling.tile_kv)
-        tile = first._replace(keys=TokenRange(start, tiling.tile_kv))
-        for value, masked in ((block_map.FULL, False), (block_map.PARTIAL, True)):
-          @pl.when(kind == value)
-          def _(masked: bool = masked) -> None:
-            compute([(tile, masked)])
+
+def loop(params: KernelParams, grid: GridIndex, kinds: jax.Array,
+         compute: Callable[[list[Strip]], None], *, always_masked: bool = False) -> None:
+  """Runs `compute` on one visible tile after another, of any kinds.
+
+  Args:
+    params, grid, kinds: as in `for_each_tile`.
+    compute: takes one tile.
+    always_masked: evaluate the mask on fully visible tiles as well, for half of the code.
+  """
+  tiling = params.tiling
+  full, partial = (lambda kind: kind == block_map.FULL), (lambda kind: kind == block_map.PARTIAL)
+  cases = (((lambda kind: kind != block_map.EMPTY), True),) if always_masked else (
+      (full, False), (partial, True))
+  for shift, first in params.tiles(grid)[:tiling.query_heads * tiling.tiles_q]:
+    @pl.loop(0, tiling.tiles_kv)
+    def _(c: jax.Array, shift: int = shift, first: TileIndex = first) -> None:
+      kind = (kinds >> (shift + 2 * tiling.tiles_q * c)) & 3
+      start = pl.multiple_of(c * tiling.tile_kv, tiling.tile_kv)
+      tile = first._replace(keys=TokenRange(start, tiling.tile_kv))
+      for is_case, masked in cases:
+        @pl.when(is_case(kind))
+        def _(masked: bool = masked) -> None:
+          compute([(tile, masked)])
 
 
 def issue_ahead(strips: Sequence[Strip], products: Callable[[TileIndex], Any],

@@ -27,7 +27,7 @@ MOST_TILES = 16  # of a block: their kinds share one 32-bit number
 # (kind of mask, backward): query tokens, key tokens, and tokens of a tile along both sides, doubled
 # while a block has more than MOST_TILES. A full mask leaves the queries of a block in one tile.
 WHOLE, FULL, MASKED, LONG = "whole", "full", "masked", "long"
-BLOCKS = {(WHOLE, False): (2048, 4096, 256), (WHOLE, True): (1024, 2048, 512),
+BLOCKS = {(WHOLE, False): (1024, 4096, 512), (WHOLE, True): (1024, 2048, 512),
           (FULL, False): (2048, 2048, 512), (FULL, True): (1024, 2048, 512),
           (MASKED, False): (1024, 1024, 256), (MASKED, True): (1024, 1024, 256),
           (LONG, False): (2048, 2048, 256), (LONG, True): (1024, 1024, 256)}
@@ -42,9 +42,9 @@ LEAST_GROUPED_ROWS = 512  # of a head, where a step computes several and their b
 WHOLE_KEYS, WHOLE_WIDTHS = (2048, 4096), (64, 128)
 LONG_KEYS = 8192  # from this length on, a mask that shows most of a row is LONG
 PER_PAIR_BLOCK = (512, 512, 512)  # with a bias or a dense mask, which has a number per pair
-# By backward, for float32 and for cold paths, where a third of the code compiles in half the time.
-# Products of float32 take six passes, compared to which filling the pipeline costs little: the
-# forward is 2% slower to 4% faster than with the blocks above, the backward 7 to 9% slower.
+# By backward, for float32, where a third of the code compiles in half the time. Products of float32
+# take six passes, compared to which filling the pipeline costs little: the forward is 2% slower to
+# 4% faster than with the blocks above, the backward 7 to 9% slower.
 SMALL_BLOCKS = {False: (1024, 1024, 256), True: (512, 512, 256)}
 # A step takes as many key heads as have this many tokens, because every step fills and drains the
 # units, and the work of one head hides the latency of another; with SMALL_BLOCKS one head.
@@ -62,8 +62,8 @@ SLACK = 1.6  # float32 takes up to 1.5 times the estimate
 RESIDENT_BYTES = 16 * MEBIBYTE
 
 
-def make_tiling(operands: Operands, spec: AttentionSpec, requested: BlockSizes, *, backward: bool,
-                cold_path: bool = False) -> Tiling:
+def make_tiling(operands: Operands, spec: AttentionSpec, requested: BlockSizes, *,
+                backward: bool) -> Tiling:
   """Chooses the blocks and tiles of a kernel.
 
   Args:
@@ -71,7 +71,6 @@ def make_tiling(operands: Operands, spec: AttentionSpec, requested: BlockSizes, 
     spec: only the structure of its mask is used.
     requested: the caller's choice; None fields are chosen here, so that the kernel fits.
     backward: for the backward kernel.
-    cold_path: optimize for code size.
 
   Raises:
     ValueError: a requested block is neither a multiple of 128 tokens nor the whole length, or a
@@ -86,7 +85,7 @@ def make_tiling(operands: Operands, spec: AttentionSpec, requested: BlockSizes, 
   wanted_q, wanted_kv = (
       _requested(requested, f"{name}{suffix}", length)
       for name, length in (("block_q", queries), ("block_kv", keys)))
-  small = cold_path or operands.query.dtype.itemsize == 4
+  small = operands.query.dtype.itemsize == 4
   rows, columns, tile = _blocks(operands, mask, backward, small)
   most_rows = rows if small else GROUPED_ROWS.get((_kind(operands, mask), backward), rows)
   group, rows = _step_heads(operands, wanted_q or rows, most_rows, wanted_q is not None)
@@ -223,6 +222,19 @@ def _with_heads(tiling: Tiling, operands: Operands, requested: BlockSizes,
   yield tiling
 
 
+def is_naive_first(operands: Operands) -> bool:
+  """Says if the forward tries a naive softmax first."""
+  return operands.query.dtype.name in NAIVE_DTYPES
+
+
+def state_buffers(operands: Operands) -> int:
+  """Returns how many copies of its running softmax the forward keeps.
+
+  A step of a naive softmax that failed is computed again from the state before it.
+  """
+  return 2 if is_naive_first(operands) else 1
+
+
 def _group(operands: Operands) -> int:
   """Returns G, the query heads of a key head."""
   return operands.query.shape[2] // operands.key.shape[2]
@@ -261,7 +273,7 @@ def needed_vmem(tiling: Tiling, operands: Operands, backward: bool) -> int:
   blocks = (rows + keys) * both * itemsize
   pairs = sum((tiling.query_heads if x.shape[1] > 1 else 1) * size
               * tiling.block_q * tiling.block_kv for x, size in _per_pair(operands))
-  sums = rows * value_width
+  sums = rows * value_width * state_buffers(operands)
   if backward:
     resident = tiling.blocks_of_range * rows * width
     sums = keys * both + resident

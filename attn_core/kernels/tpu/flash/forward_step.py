@@ -1,0 +1,307 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""One grid step of the forward kernel on TPUs: the running softmax of its rows, in three forms.
+
+  naive: relative to 0. No score has to wait in memory until the maximum of its row is known, and
+    no sum has to be rescaled. Fails where a sum of exp(logit) leaves NAIVE_TOTALS.
+  safe: relative to the maximum. A naive state is a safe one whose maximum is 0.
+  shielded: safe, and keys and values may be non-finite.
+
+Milakov and Gimelshein, Online normalizer calculation for softmax, section 2,
+https://arxiv.org/abs/1805.02867.
+"""
+
+import functools
+from typing import Any, Callable, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from attn_core.kernels.common import online_softmax
+from attn_core.kernels.tpu.flash import tile_inputs, tiling as tiling_lib
+from attn_core.kernels.tpu.flash.tile_inputs import (
+    GridIndex, Index, KernelRefs, TileIndex, TokenRange, TokenReader)
+from attn_core.kernels.tpu.flash.tile_loop import KernelParams, Strip, issue_ahead
+
+Ref = Any  # a Pallas reference
+TileKey = tuple[int, int]  # (query head, first query) of a tile
+TileState = dict[TileKey, tuple[jax.Array, jax.Array]]  # m_i, l_i: float32 [1, queries] each
+
+# The range of l_i for which a naive softmax is as accurate as a safe one: below it, weights that
+# count may be less than the smallest float32, 2 ** -126; above it, products with values of less
+# than LARGE_VALUE may overflow.
+NAIVE_TOTALS = (2.0**-32, 2.0**95)
+LARGE_VALUE = 2.0**32
+SUM_TOKENS = 64  # that are added at once, of a block
+TRACE = 2.0**-120  # l_i of a row with visible keys is at least this, even where weights underflow
+
+
+class SoftmaxForm(NamedTuple):
+  """Form of the softmax."""
+
+  safe: bool  # relative to the maximum; else relative to 0
+  shielded: bool  # expects keys and values that are not finite
+  joins_naive: bool  # some keys of a row may have been computed by a naive softmax
+  # Dtype to which weights are rounded before they are summed, as they are before their product
+  # with the values: the errors cancel where nearly all weight is on one key. None: not rounded; an
+  # output of 16 bits would not show it, see `autodiff.rounding`.
+  rounds_to: DTypeLike | None
+
+  def rounded(self, weights: jax.Array) -> jax.Array:
+    """Rounds weights to `rounds_to`."""
+    if self.rounds_to is None:
+      return weights
+    return weights.astype(self.rounds_to).astype(weights.dtype)
+
+
+class ForwardReaders(NamedTuple):
+  """Readers of the inputs' blocks; see `tile_inputs.TileInputs.add_tokens`."""
+
+  query: TokenReader  # [queries, D]
+  key: TokenReader  # [keys, D]
+  value: TokenReader  # [keys, E]
+  sinks: Callable[[KernelRefs, Any, Any], jax.Array] | None  # (refs, batch row, query head)
+
+
+class ForwardStep(NamedTuple):
+  """One grid step; its scratch memory holds the running softmax of its rows, before and after."""
+
+  params: KernelParams
+  readers: ForwardReaders
+  result: tile_inputs.TokenBlocks
+  refs: KernelRefs
+  grid: GridIndex
+  form: SoftmaxForm
+  outputs: tuple[Ref, ...]  # out, lse
+  scratch: tuple[Ref, ...]  # by buffer: m_i [1, rows], l_i [1, rows] and acc [E, rows]
+  source: Index  # the buffer of the state before the step
+  target: Index  # that of the state after it; may be the same
+
+  @property
+  def heads(self) -> range:
+    """Query heads of the step."""
+    return range(self.params.tiling.query_heads)
+
+  def with_form(self, **changes: bool) -> "ForwardStep":
+    """Returns this step with another form of the softmax."""
+    return self._replace(form=self.form._replace(**changes))
+
+  def in_place(self) -> "ForwardStep":
+    """Returns this step, continuing the state after it."""
+    return self._replace(source=self.target)
+
+  def load(self, rows: Any) -> tuple[jax.Array, jax.Array]:
+    """Reads (m_i, l_i) before the step."""
+    m_i, l_i = (x[self.source, :, rows] for x in self.scratch[:2])
+    if self.form.safe and self.form.joins_naive:
+      m_i = jnp.where(l_i == 0, -jnp.inf, m_i)  # the naive one has 0 there, before any key, too
+    return m_i, l_i
+
+  def initial(self, rows: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns (m_i, l_i) of rows before their first key."""
+    zeros = jnp.zeros((1, rows.size), jnp.float32)
+    return jnp.full_like(zeros, -jnp.inf) if self.form.safe else zeros, zeros
+
+  def start(self, buffer: Index) -> None:
+    """Writes the state of all rows before their first key."""
+    for head in self.heads:
+      for rows in self.all_row_tiles(head).values():
+        self._store_numbers(buffer, rows, self.initial(rows))
+        self._clear(buffer, rows)
+
+  def all_row_tiles(self, head: int) -> dict[TileKey, Any]:
+    """Returns the rows of all tiles of a head."""
+    return self.params.row_tiles(head, TokenRange(0, self.params.tiling.block_q))
+
+  def keep_others(self, strips: list[Strip]) -> None:
+    """Copies the state of rows that no strip changes from before the step to after it."""
+    if self.source is self.target:
+      return
+    changed = {key for tile, _ in strips for key in self.params.row_tiles(tile.head, tile.queries)}
+    for head in self.heads:
+      for key, rows in self.all_row_tiles(head).items():
+        if key not in changed:
+          for ref in self.scratch:
+            ref[self.target, :, rows] = ref[self.source, :, rows]
+
+  def fold_block(self, strips: list[Strip]) -> None:
+    """Folds all visible tiles of the block into the running softmax."""
+    tiles: dict[TileKey, Any] = {}
+    for tile, _ in strips:
+      tiles.update(self.params.row_tiles(tile.head, tile.queries))
+    state = self.fold(strips, {key: self.load(rows) for key, rows in tiles.items()})
+    for key, rows in tiles.items():
+      self._store_numbers(self.target, rows, state[key])
+    self.keep_others(strips)
+
+  def fold_only_block(self, strips: list[Strip]) -> None:
+    """Computes rows that have no other block, head by head.
+
+    So one head is finished while another is computed; m_i and l_i stay values.
+    """
+    def finish(head: int, state: TileState) -> None:
+      for key, rows in self.all_row_tiles(head).items():
+        self._store_numbers(self.target, rows, state.get(key) or self.initial(rows))
+        if key not in state:
+          self._clear(self.target, rows)
+      self.finish(head)
+    self.fold(sorted(strips, key=lambda strip: strip[0].head), {}, finish)
+
+  def _store_numbers(self, buffer: Index, rows: Any, numbers: tuple[jax.Array, jax.Array]) -> None:
+    """Writes (m_i, l_i) of rows."""
+    for ref, x in zip(self.scratch, numbers):
+      ref[buffer, :, rows] = x
+
+  def _clear(self, buffer: Index, rows: Any) -> None:
+    """Clears acc of rows."""
+    acc = self.scratch[2]
+    acc[buffer, :, rows] = jnp.zeros((acc.shape[1], rows.size), jnp.float32)
+
+  def fold(self, strips: list[Strip], state: TileState,
+           ended: Callable[[int, TileState], None] = lambda head, state: None) -> TileState:
+    """Folds strips into the running softmax; acc of their rows is written to `target`.
+
+    Args:
+      strips: tiles of one kind.
+      state: (m_i, l_i) of tiles of queries, whose acc is in `source`; others have seen no key. They
+        pass from strip to strip as values, because a round trip through memory would delay the
+        next strip.
+      ended: called with a head and the state after its last strip.
+
+    Returns:
+      The new state.
+    """
+    last = {tile.head: tile for tile, _ in strips}
+    buffers = dict.fromkeys(state, self.source)
+    for tile, masked, scores in issue_ahead(strips, self.scores, tiling_lib.AHEAD[False]):
+      tiles = self.params.row_tiles(tile.head, tile.queries)
+      after = self.update(tile, masked, scores, self._running(tile, tiles, state, buffers))
+      self.scratch[2][self.target, :, self.params.rows(tile)] = after.acc
+      numbers = (jnp.split(x, len(tiles), 1) for x in (after.m_i, after.l_i))
+      state.update(zip(tiles, zip(*numbers)))
+      buffers.update(dict.fromkeys(tiles, self.target))
+      if tile is last[tile.head]:
+        ended(tile.head, state)
+    return state
+
+  def _running(self, tile: TileIndex, tiles: dict[TileKey, Any], state: TileState,
+               buffers: dict[TileKey, Index]) -> online_softmax.Running | None:
+    """Returns the softmax of a strip's rows before it; None: they have seen no key."""
+    acc = self.scratch[2]
+    found = [buffers.get(key) for key in tiles]
+    if all(x is None for x in found):
+      return None
+    m_i, l_i = zip(*(state.get(key) or self.initial(rows) for key, rows in tiles.items()))
+    if all(x is found[0] for x in found):
+      before = acc[found[0], :, self.params.rows(tile)]
+    else:
+      before = jnp.concatenate(
+          [jnp.zeros((acc.shape[1], rows.size), jnp.float32) if x is None else acc[x, :, rows]
+           for x, rows in zip(found, tiles.values())], 1)
+    return online_softmax.Running(jnp.concatenate(m_i, 1), jnp.concatenate(l_i, 1), before)
+
+  def scores(self, tile: TileIndex) -> jax.Array:
+    """Computes K Q^T, [keys, queries]."""
+    key = self.readers.key(self.refs, self.params.key_head(tile), tile.keys)
+    query = self.readers.query(self.refs, tile.head, tile.queries)
+    return self.params.dot(key, query, ((1,), (1,)))
+
+  def update(self, tile: TileIndex, masked: bool, scores: jax.Array,
+             running: online_softmax.Running | None) -> online_softmax.Running:
+    """Folds in one strip."""
+    logits, _ = self.params.logits(self.refs, tile, scores)
+    update = self._update_safe if self.form.safe else self._update_naive
+    return update(tile, masked, logits, running)
+
+  def _update_safe(self, tile: TileIndex, masked: bool, logits: jax.Array,
+                   running: online_softmax.Running | None) -> online_softmax.Running:
+    """Folds in one strip relative to the maximum.
+
+    If other keys are of a naive softmax, the maximum is rounded up to a whole power of two, so
+    that weights round in the same way.
+    """
+    unit = self.params.unit
+    rounded_up = lambda m_i: jnp.ceil(m_i * unit) * (1 / unit)
+    if self.form.shielded:
+      logits = logits + self._nan_of_keys(tile)
+    logits = self.params.hide(self.refs, tile, masked, logits, -jnp.inf)
+    return online_softmax.update(
+        running, logits, functools.partial(self.weigh, tile), exp=lambda x: jnp.exp2(x * unit),
+        rounded=self.form.rounded,
+        above=rounded_up if self.form.joins_naive else lambda m_i: m_i, axis=0)
+
+  def _nan_of_keys(self, tile: TileIndex) -> jax.Array:
+    """Returns [keys, 1]: NaN where a key or its value is not finite, else 0."""
+    head = self.params.key_head(tile)
+    arrays = (read(self.refs, head, tile.keys) for read in (self.readers.key, self.readers.value))
+    return sum((x - x).sum(1, keepdims=True) for x in (x.astype(jnp.float32) for x in arrays))
+
+  def _update_naive(self, tile: TileIndex, masked: bool, logits: jax.Array,
+                    running: online_softmax.Running | None) -> online_softmax.Running:
+    """Folds in one strip relative to 0; rows that see any key get at least TRACE in l_i."""
+    weights = jnp.exp2(logits * self.params.unit)
+    if masked:
+      weights = self.params.hide(self.refs, tile, masked, weights + TRACE, 0.0)
+    after = online_softmax.add(running, self.form.rounded(weights),
+                               functools.partial(self.weigh, tile), axis=0)
+    return after if masked else after._replace(l_i=after.l_i + TRACE)
+
+  def weigh(self, tile: TileIndex, weights: jax.Array) -> jax.Array:
+    """Computes V^T P, [E, queries], of weights [keys, queries]."""
+    kept, = self.params.dropout.drop(self.refs, tile, weights)
+    values = self.readers.value(self.refs, self.params.key_head(tile), tile.keys)
+    if self.form.shielded:
+      wide = values.astype(jnp.float32)
+      values = jnp.where(wide - wide == 0, wide, 0.0).astype(values.dtype)
+    return self.params.dot(values, kept.astype(values.dtype), ((0,), (0,)))
+
+  def naive_failed(self) -> jax.Array:
+    """Returns whether a sum of exp(logit) is not in NAIVE_TOTALS after the step."""
+    least, most = NAIVE_TOTALS
+    failed = jnp.zeros((1, 1), jnp.float32)
+    for head in self.heads:
+      l_i = self.scratch[1][self.target, :, self.params.head_rows(head)]
+      in_range = (l_i == 0) | ((l_i >= least) & (l_i <= most))
+      failed += jnp.where(in_range, 0.0, 1.0).sum(1, keepdims=True)
+    return failed.sum() != 0
+
+  def block_is_large(self) -> jax.Array:
+    """Returns whether a key may not be finite, or a value may not be less than LARGE_VALUE.
+
+    A key of infinities may have weight 0, which hides it; and the product of a weight and a value
+    may overflow or be NaN where the sum of the weights does not.
+    """
+    return self._overflows(lambda key: key, lambda value: value * (2.0**128 / LARGE_VALUE))
+
+  def block_is_nonfinite(self) -> jax.Array:
+    """Returns whether a key or a value of the block is not finite."""
+    zero_or_nan = lambda x: x - x
+    return self._overflows(zero_or_nan, zero_or_nan)
+
+  def _overflows(self, of_keys: Callable[[jax.Array], jax.Array],
+                 of_values: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Returns whether a sum of functions of all keys and of all values is not finite."""
+    tiling, found = self.params.tiling, jnp.zeros((1, 1), jnp.float32)
+    for read, function in ((self.readers.key, of_keys), (self.readers.value, of_values)):
+      for head in range(tiling.key_heads):
+        total = functools.reduce(jnp.add, (
+            function(read(self.refs, head, TokenRange(start, SUM_TOKENS)))
+            for start in range(0, tiling.block_kv, SUM_TOKENS))).astype(jnp.float32)
+        total = total.sum(0, keepdims=True).sum(1, keepdims=True)
+        found += total - total
+    return jnp.logical_not(found.sum() == 0)
+
+  def finish(self, head: int) -> None:
+    """Normalizes and writes the results of a head."""
+    (out, lse), tiling = self.outputs, self.params.tiling
+    rows, sink = self.params.head_rows(head), None
+    if self.readers.sinks is not None:
+      sink = self.readers.sinks(self.refs, self.grid.batch,
+                                self.grid.head_group * tiling.query_heads + head)
+    m_i, l_i, acc = (x[self.target, :, rows] for x in self.scratch)
+    running = online_softmax.Running(m_i * (self.params.unit / online_softmax.LOG2E), l_i, acc)
+    mean, row_lse = online_softmax.finish(running, sink)
+    lse[0, head] = row_lse
+    slices = self.result.slices(head, TokenRange(0, tiling.block_q))
+    out[slices] = (mean * self.params.dropout.scale).T.astype(out.dtype)
