@@ -115,7 +115,7 @@ def _count(text: str) -> int:
 def _parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(prog="python3 -m attn_core.plan",
                                    description="Predicts how to shard a sequence.")
-  parser.add_argument("--device", choices=DEVICES, default="v5p")
+  parser.add_argument("--device", type=str.lower, choices=DEVICES, default="v5p")
   parser.add_argument("--heads", type=_count, default=32, help="query heads")
   parser.add_argument("--kv-heads", type=_count, help="key heads; default: 8, or the query heads "
                       "where these are not a multiple of it")

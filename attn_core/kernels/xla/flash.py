@@ -294,4 +294,10 @@ def _backward_tile(inputs: tile_ops.BlockedInputs, grid_index: tile_ops.GridInde
       bias=d_bias)
 
 
-KERNEL = Kernel("xla", forward, backward, tangent)
+def _check(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> None:
+  """Checks the block sizes before anything is lowered; see `contract.CheckFn`."""
+  del spec
+  tiling.check_heads(operands, block_sizes)
+
+
+KERNEL = Kernel("xla", forward, backward, tangent, check=_check)
