@@ -169,7 +169,8 @@ class MaxTextTest(parameterized.TestCase):
   @parameterized.parameters(
       ({"model_mode": "autoregressive"},), ({"bidirectional_mask": 1},), ({"previous_chunk": 1},),
       ({"indexer_mask": 1},), ({"compressed_mask": 1},), ({"record_max_logits": True},),
-      ({"key": jax.ShapeDtypeStruct((B, 4, K, D), "float32")},), ({"pad_kv_total": 4}, {"kind": Kind.MLA}),
+      ({"key": jax.ShapeDtypeStruct((B, 4, K, D), "float32")},),
+      ({"pad_kv_total": 4}, {"kind": Kind.MLA}),
       ({}, {"sequence_axes": ("sp", "tp")}), ({}, {"moba": True}))
   def test_everything_else_is_left_to_maxtext(self, changes, options=types.MappingProxyType({})):
     given = self.call(operands(), None, **changes)
