@@ -24,6 +24,7 @@ MOST_HEADS = 8
 SHORT = 2048  # tokens
 UNKNOWN = 2**20  # tokens that stand for a symbolic length
 SHORT_BLOCK = 512  # tokens of the longest sequences that are computed in one piece
+SHORT_FLOAT16 = 64  # keys from which the forward of masked float16 is faster in loops
 SHORT_SCORES = 2**22  # of all heads and rows of the batch; more are faster in several steps
 DECODE_ELEMENTS = 2**18  # elements of a block of keys in decoding
 # Elements of a large block without hidden keys; XLA:CPU of jax 0.10.2 is slow to sum many keys.
