@@ -28,7 +28,7 @@ def size_of(mesh: AnyMesh, axes: Entry) -> int:
 
 
 def typed_mesh(*arrays: ArrayLike) -> AnyMesh | None:
-  """Returns the mesh of the first array whose type has Explicit axes; None if there is none."""
+  """Returns the mesh of the first array whose type has Explicit axes; None without such arrays."""
   for x in arrays:
     mesh: AnyMesh = jax.typeof(x).sharding.mesh
     if mesh.explicit_axes:

@@ -4,6 +4,7 @@
 
 import importlib.util
 import os
+import re
 import time
 
 os.environ["KERAS_BACKEND"] = "jax"  # Keras reads it once, when it is imported
@@ -28,7 +29,9 @@ PAGES = {path.relative_to(documents.ROOT).as_posix(): path.read_text(encoding="u
 
 class DocumentsTest(parameterized.TestCase):
 
-  @parameterized.parameters(*(name for name, text in PAGES.items() if documents.blocks_of(text)))
+  # Tests of other names, as test_programs_of_docs_adapters_md, are found by `-k adapters`.
+  @parameterized.named_parameters(*(("_" + re.sub(r"\W", "_", name), name)
+                                    for name, text in PAGES.items() if documents.blocks_of(text)))
   def test_programs_of(self, name):
     start = time.process_time()
     names = {"__name__": "document"}

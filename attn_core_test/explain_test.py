@@ -244,9 +244,10 @@ class ExplainTest(parameterized.TestCase):
 
   @parameterized.parameters(
       ("gpu", "9.0", BlockSizes(block_q=16)), ("gpu", "9.0", BlockSizes(block_heads=2)),
-      ("tpu", None, BlockSizes(block_kv=16)), ("tpu", None, BlockSizes(block_heads=2)))
+      ("tpu", None, BlockSizes(block_kv=16)), ("tpu", None, BlockSizes(block_heads=2)),
+      ("cpu", None, BlockSizes(block_heads=3)))
   def test_block_sizes_that_the_kernel_refuses(self, platform, capability, block_sizes):
-    x = jax.ShapeDtypeStruct((1, 256, 2, 64), "bfloat16")
+    x = jax.ShapeDtypeStruct((1, 256, 4, 64), "bfloat16")
     arguments = dict(block_sizes=block_sizes, mechanism="flash_attn2", metadata=OperationMetadata(
         platform=platform, compute_capability=capability))
     with self.assertRaises(ValueError) as explained:

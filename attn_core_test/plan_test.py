@@ -410,7 +410,7 @@ class CommandTest(absltest.TestCase):
 
   def test_the_callers_shapes_and_mesh(self):
     text = self.printed("--heads", "6", "--kv-heads", "3", "--head-dim", "64", "--tokens",
-                        "16k,20000", "--mesh", "dp=2,sp=4", "--device", "v5e")
+                        "16k,20000", "--mesh", "dp=2,sp=4", "--device", "V5E")
     self.assertIn("8 x v5e (dp=2, sp=4), 16,384 tokens\n", text)
     self.assertIn("8 x v5e (dp=2, sp=4), 20,000 tokens\n", text)
     self.assertEqual(text.count("\n* "), 2)

@@ -56,7 +56,7 @@ CONFIG = (
     ("layer_mode", lambda: attention_arguments(MODEL, 0, mode="train"), "mode: got 'train'"),
     ("rope_dtype", lambda: get_basic_rope(MODEL, "float99", 16), "dtype: got 'float99'"),
     ("policy_targets", lambda: checkpoint_policy("save_only_these_names", (1,)),
-     r"gradient_checkpointing_targets: got \(1,\)"),
+     r"^targets: got \(1,\)"),
     ("reader_data", lambda: from_dict([("model_type", "llama")]), "data: got list"),
     ("no_rope_layers", lambda: from_dict(dict(
         model_type="llama4_text", num_hidden_layers=2, num_attention_heads=4, hidden_size=64,

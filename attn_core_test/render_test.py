@@ -121,6 +121,7 @@ class RenderTest(parameterized.TestCase):
     for i, line in enumerate(lines):  # a diagonal too thin for sampling, found by the block map
       self.assertEqual(line[i * len(line) // 64], "+", text)
     self.assertIn("1048576 blocks: 1047552 empty, 1024 partial, 0 full", text)
+    self.assertIn("\n1 block: 0 empty, 1 partial, 0 full", show(masks.causal(), 8))
     self.assertIn("visible about", text)
 
   def test_describes_masks(self):

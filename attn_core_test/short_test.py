@@ -64,8 +64,11 @@ class ProgramTest(parameterized.TestCase):
     attend = ours(mechanism)
     if backward:
       attend = gradient(attend)
-    self.assertEqual(jax.jit(attend).lower(*shapes(1, length, 2, 8, dtype)).as_text().count(
-        "stablehlo.while"), 0)
+    loops = jax.jit(attend).lower(*shapes(1, length, 2, 8, dtype)).as_text().count(
+        "stablehlo.while")
+    # Measured: without derivatives, masked float16 takes less time in loops.
+    in_loops = dtype == "float16" and length >= 64 and mechanism != "vanilla" and not backward
+    self.assertEqual(loops > 0, in_loops)
 
   @parameterized.parameters(
       (LONG, {}), (64, dict(block_sizes=BlockSizes(block_q=16))),
@@ -277,7 +280,7 @@ class PrecisionTest(parameterized.TestCase):
   """Gradients in 16 bits, without bias and sinks; `gradient_precision_test` has both."""
 
   @parameterized.product(kind=("random", "peaked", "equal"), dtype=("bfloat16", "float16"),
-                         length=(96, 160))
+                         length=(16, 96, 160))
   def test_as_precise_as_jax_nn(self, kind, dtype, length):
     q, k, v = make(length, dtype, heads=(4, 2), widths=(64, 64))
     if kind == "peaked":

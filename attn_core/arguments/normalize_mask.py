@@ -99,7 +99,8 @@ def _explicit_mask(mask: Mask | ArrayLike | None, layout: ArrayLayout, shape: Sh
   expected = ("a Mask value, or a bool array (True = visible) "
               + ("[H or 1, T or 1, S or 1]" if rank == 3 else "[B or 1, H or 1, T or 1, S or 1]")
               + "; a 0/1 mask of another dtype is `mask.astype(bool)`, an additive float mask is a "
-              "bias, and a padding mask [B, S] goes through MaskInfo.from_attention_mask")
+              "bias, a padding mask [B, S] goes through MaskInfo.from_attention_mask, a function "
+              "through masks.custom")
   array = checks.array("mask", mask, expected)
   checks.require(array.dtype == bool and array.ndim == rank, "mask", checks.describe(array),
                  expected)

@@ -41,13 +41,15 @@ TARGETED = {
 NONE = ("", "none")  # no checkpointing
 
 
-def checkpoint_policy(name: str, targets: Sequence[str] | None = None) -> Callable | None:
+def checkpoint_policy(name: str, targets: Sequence[str] | None = None, *,
+                      arguments: tuple[str, str] = ("name", "targets")) -> Callable | None:
   """Looks up a policy for `jax.checkpoint`, or for `policy` of `attention`, by name.
 
   Args:
     name: a key of POLICIES or TARGETED, or one of NONE.
     targets: names of values, for a policy of TARGETED; "attn_output" includes its lse, without
       which a backward pass cannot use it, and "attn_key_value" and "attn_qkv" mean their parts.
+    arguments: what errors call the name and the targets.
 
   Returns:
     The policy; None: no checkpointing.
@@ -56,14 +58,14 @@ def checkpoint_policy(name: str, targets: Sequence[str] | None = None) -> Callab
     ValueError: `name` is unknown, or `targets` are missing for a policy of TARGETED or given for
       another one.
   """
-  checks.one_of("gradient_checkpointing", name, (*NONE, *POLICIES, *TARGETED))
+  checks.one_of(arguments[0], name, (*NONE, *POLICIES, *TARGETED))
   if name not in TARGETED:
-    checks.require(not targets, "gradient_checkpointing_targets", targets,
-                   f"None with gradient_checkpointing={name!r}, or one of {', '.join(TARGETED)}")
+    checks.require(not targets, arguments[1], targets,
+                   f"None with {arguments[0]}={name!r}, or one of {', '.join(TARGETED)}")
     return POLICIES.get(name)
   checks.require(targets and not isinstance(targets, str)
                  and all(isinstance(target, str) for target in targets),
-                 "gradient_checkpointing_targets", targets, f"names of values for {name!r}, "
-                 f"such as {', '.join(NAMES)}")
+                 arguments[1], targets, f"names of values for {name!r}, such as "
+                 + ", ".join(NAMES))
   names = [part for target in targets or () for part in (target, *IMPLIED.get(target, ()))]
   return TARGETED[name](*dict.fromkeys(names))

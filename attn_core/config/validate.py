@@ -62,7 +62,9 @@ def validated(config: AttnConfig) -> AttnConfig:
   checks.one_of("flash_attention_backward_pass_impl", config.flash_attention_backward_pass_impl,
                 BACKWARD_IMPLEMENTATIONS)
   OperationMetadata.from_config(config)  # checks devices, mesh, axes and block sizes
-  remat.checkpoint_policy(config.gradient_checkpointing, config.gradient_checkpointing_targets)
+  remat.checkpoint_policy(
+      config.gradient_checkpointing, config.gradient_checkpointing_targets,
+      arguments=("gradient_checkpointing", "gradient_checkpointing_targets"))
   _check_carried(config)
   _check_numbers(config)
   _check_layers(config)

@@ -232,7 +232,7 @@ def placed(mask: Mask, query: ArrayLike, key: ArrayLike, size: tuple[int, int]) 
   >>> from attn_core import masks
   >>> mask = masks.placed(masks.causal(), np.array([[0, 2, 4, 6]]), np.arange(4)[None], (8, 8))
   >>> print(masks.show(mask, 4))  # doctest: +ELLIPSIS
-  placed(causal(), size=8, size=8, query int32[1, 4], key int32[1, 4])
+  placed(causal(), size=(8, 8), query int32[1, 4], key int32[1, 4])
   ...
   0 |#...|
     |###.|

@@ -104,7 +104,8 @@ def summary(cells: Cells) -> str:
   count = {kind: int((cells.kinds == kind).sum()) for kind in (0, 1, 2)}
   visited = 1 - count[block_map.EMPTY] / cells.kinds.size
   about = "" if cells.exact else "about "
-  return (f"{cells.kinds.size} blocks: {count[block_map.EMPTY]} empty, {count[block_map.PARTIAL]} "
+  blocks = "1 block" if cells.kinds.size == 1 else f"{cells.kinds.size} blocks"
+  return (f"{blocks}: {count[block_map.EMPTY]} empty, {count[block_map.PARTIAL]} "
           f"partial, {count[block_map.FULL]} full; visited {visited:.1%} of the blocks, "
           f"visible {about}{cells.share:.1%} of the elements")
 
@@ -138,7 +139,7 @@ def _is_absent(name: str, value: Any) -> bool:
 def _field(name: str, value: Any) -> str:
   if isinstance(value, mask_lib.Mask):
     return describe(value)
-  if isinstance(value, tuple):
+  if isinstance(value, tuple) and not all(isinstance(x, int) for x in value):
     return ", ".join(_field(name, x) for x in value)
   if hasattr(value, "shape"):
     return f"{name} {value.dtype}{list(value.shape)}"

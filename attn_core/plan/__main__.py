@@ -117,7 +117,8 @@ def _count(text: str) -> int:
 def _parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(prog="python3 -m attn_core.plan",
                                    description="Predicts how to shard a sequence.")
-  parser.add_argument("--device", choices=DEVICES, help="default: that of the report, or v5p")
+  parser.add_argument("--device", type=str.lower, choices=DEVICES,
+                      help="default: that of the report, or v5p")
   parser.add_argument("--report", metavar="FILE", help="tpu_suite.json or gpu_suite.json: "
                       "computations take as long as measured there")
   parser.add_argument("--heads", type=_count, default=32, help="query heads")

@@ -7,6 +7,7 @@ does not: the exponential of a tile costs about as much as copying it, and round
 takes half the time of XLA's conversion. On other platforms they are the usual functions.
 """
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -81,6 +82,38 @@ def _to_bfloat16_cpu(x: jax.Array) -> jax.Array:
   rounded = bits + np.uint32(0x7fff) + ((bits >> np.uint32(16)) & np.uint32(1))
   bits = jnp.where(jnp.isnan(x), bits | np.uint32(0x400000), rounded)
   return lax.bitcast_convert_type((bits >> np.uint32(16)).astype(jnp.uint16), jnp.bfloat16)
+
+
+def for_product(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+  """Returns weights, or their cotangents, for a product with an array of `dtype`.
+
+  They are rounded to 16 bits, except for float16 on a CPU, where that would take longer and cost
+  digits; see `mixed_product`.
+  """
+  if dtype != jnp.float16 or x.dtype != jnp.float32:
+    return narrow(x, dtype)
+  info = jnp.finfo(dtype)
+  return lax.platform_dependent(
+      x, cpu=lambda x: x, default=lambda x: lax.reduce_precision(x, info.nexp, info.nmant))
+
+
+def mixed_product(product: Callable[[jax.Array, jax.Array], jax.Array], left: jax.Array,
+                  right: jax.Array) -> jax.Array:
+  """Returns the product of an array of 16 bits and a wider one, of `for_product`.
+
+  On a CPU no digit is rounded off: XLA:CPU multiplies float16 as float32. Elsewhere the wider array
+  is rounded to the dtype of the other one.
+
+  Args:
+    product: of two arrays of one dtype.
+    left: an operand.
+    right: the other one.
+  """
+  narrow = min(left.dtype, right.dtype, key=lambda dtype: dtype.itemsize)
+  wide = max(left.dtype, right.dtype, key=lambda dtype: dtype.itemsize)
+  return lax.platform_dependent(
+      left, right, cpu=lambda x, y: product(x.astype(wide), y.astype(wide)),
+      default=lambda x, y: product(x.astype(narrow), y.astype(narrow)))
 
 
 def zeros(shape: tuple[int, ...], dtype: DTypeLike, *, done: Any) -> jax.Array:

@@ -245,7 +245,12 @@ def slice_rows(x: jax.Array, start: Index, length: int) -> jax.Array:
 
 
 def dot(left: jax.Array, right: jax.Array, inputs: BlockedInputs) -> jax.Array:
-  """Returns the matrix products of left [step_heads, m, k] and right [step_heads, k, n]."""
+  """Returns the matrix products of left [step_heads, m, k] and right [step_heads, k, n].
+
+  One of them may have more bits than the other; see `cpu_math.mixed_product`.
+  """
+  if left.dtype != right.dtype:
+    return cpu_math.mixed_product(lambda x, y: dot(x, y, inputs), left, right)
   return lax.dot_general(left, right, (((2,), (1,)), ((0,), (0,))),
                          precision=matmul_precision.resolve(left.dtype, inputs.spec.precision),
                          preferred_element_type=inputs.dtype)

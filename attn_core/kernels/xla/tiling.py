@@ -24,6 +24,7 @@ MOST_HEADS = 8
 SHORT = 2048  # tokens
 UNKNOWN = 2**20  # tokens that stand for a symbolic length
 SHORT_BLOCK = 512  # tokens of the longest sequences that are computed in one piece
+SHORT_FLOAT16 = 64  # keys from which the forward of masked float16 is faster in loops
 SHORT_SCORES = 2**22  # of all heads and rows of the batch; more are faster in several steps
 DECODE_ELEMENTS = 2**18  # elements of a block of keys in decoding
 # Elements of a large block without hidden keys; XLA:CPU of jax 0.10.2 is slow to sum many keys.
@@ -46,6 +47,9 @@ def make_tiling(operands: Operands, spec: AttentionSpec, requested: BlockSizes, 
     spec: only the structure of the mask counts.
     requested: sizes fixed by the caller; None fields are chosen here.
     backward: whether the tiling is for the backward loops.
+
+  Raises:
+    ValueError: the requested number of heads does not divide the key heads.
   """
   (_, queries, query_heads, _), (_, keys, key_heads, _) = operands.query.shape, operands.key.shape
   sizes = queries, keys
@@ -60,6 +64,7 @@ def make_tiling(operands: Operands, spec: AttentionSpec, requested: BlockSizes, 
   block_kv = min(keys, wanted_kv or _even(keys, usual))
   most = STEP_SCORES_BACKWARD if backward else STEP_SCORES
   fits = lambda heads: heads == 1 or heads * block_q * group * block_kv <= most
+  check_heads(operands, requested)
   heads = min(requested.block_heads or MOST_HEADS, key_heads)
   while key_heads % heads or not (requested.block_heads or fits(heads)):
     heads -= 1
@@ -67,6 +72,22 @@ def make_tiling(operands: Operands, spec: AttentionSpec, requested: BlockSizes, 
     rows = STEP_SCORES // (heads * block_kv)
     block_q = min(queries, max(block_q, _even(queries, min(rows // group, 1024))))
   return Tiling(Sizes(*sizes, block_q, block_kv), heads)
+
+
+def check_heads(operands: Operands, requested: BlockSizes) -> None:
+  """Checks the number of key heads that are computed together.
+
+  Args:
+    operands: only shapes count.
+    requested: sizes fixed by the caller.
+
+  Raises:
+    ValueError: the requested number does not divide the key heads.
+  """
+  wanted, key_heads = requested.block_heads, operands.key.shape[2]
+  if wanted and wanted < key_heads and key_heads % wanted:
+    raise ValueError(f"block_sizes.block_heads: got {wanted}; expected a divisor of the "
+                     f"{key_heads} key heads on a device, or at least as many (all at once)")
 
 
 def is_short(operands: Operands, requested: BlockSizes) -> bool:
