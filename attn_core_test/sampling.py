@@ -71,7 +71,7 @@ SHARDS = {
     "tpu_decode_test": 1, "paged_shard_test": 1, "page_stripes_test": 1, "cudnn_test": 1,
     "gpu_suite_test": 1, "benchmark_test": 1, "pages_test": 1,
     "distributed_test": 1, "caches_sharding_test": 1, "ring_split_test": 1, "adapters_test": 1,
-    "short_test": 1, "explicit_axes_test": 1, "explicit_pages_test": 1, "collectives_test": 1,
+    "short_test": 1, "manual_axes_test": 1, "explicit_axes_test": 1, "explicit_pages_test": 1, "collectives_test": 1,
     "strict_modes_test": 1, "calls_test": 1,
     "batch_dimensions_test": 1}
 
