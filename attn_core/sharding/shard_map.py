@@ -79,7 +79,7 @@ def sharded(local: Callable[[Operands], AttentionOutput], call: Call) -> Attenti
 
 
 class _Differentiated(NamedTuple):
-  """Which arguments of a function are differentiated; static."""
+  """Flags of the arguments of a function: whether they are differentiated; static."""
 
   flags: tuple[bool, ...]
 
@@ -133,7 +133,7 @@ def inside_a_checked_one(run: Callable[[Tree], AttentionOutput], mesh: AnyMesh, 
   return lambda operands: mapped(*jax.tree.leaves(varying_axes.unify(operands)))
 
 
-def over_every_axis(compute: Callable[..., Tree], *arguments: Any) -> Tree:
+def over_every_axis(compute: Callable[..., Tree], *arguments: object) -> Tree:
   """Runs a computation inside the caller's shard_map over its other axes too, each of one device.
 
   Pallas lowers kernels for TPUs, and interprets any, only where all axes of a mesh are Manual.
