@@ -188,8 +188,7 @@ class LoweredTest(parameterized.TestCase):
     self.assertRegex(text, {"tpu": "tpu_custom_call", "gpu": "mosaic_gpu"}[platform])
 
   @unittest.skipIf(static_profile.missing(), f"cannot compile: {static_profile.missing()}")
-  @parameterized.parameters(*sampling.with_slow(
-      [], *itertools.product(DENSE, (True, False))))
+  @sampling.slow_parameters(*itertools.product(DENSE, (True, False)))
   def test_compiles_where_an_axis_of_one_device_is_left_out(self, name, checked):
     mesh, call = mesh_of((4, 1), devices=static_profile.devices("v5e")), call_of(name, 192, 128)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(
