@@ -9,6 +9,7 @@ are not in it: during tracing they are not known.
 import math
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 from jax.typing import ArrayLike
 
@@ -55,6 +56,15 @@ def typed_axes(x: ArrayLike) -> list[Axes]:
 def reshard(x: ArrayLike, mesh: AnyMesh, spec: P) -> jax.Array:
   """Returns an array of this sharding; its cotangent has the sharding that it had before."""
   return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+
+
+def count_reached(bounds: jax.Array, numbers: jax.Array) -> jax.Array:
+  """Returns how many bounds are at most each number, int32, as `jnp.searchsorted(side="right")`.
+
+  JAX (0.10.2 to 0.12.0.1) cannot trace that function inside of a shard_map over some axes of a mesh
+  that tracks over which of them values vary.
+  """
+  return (bounds[None] <= numbers[:, None]).sum(1, dtype=jnp.int32)
 
 
 def current_mesh() -> AnyMesh:

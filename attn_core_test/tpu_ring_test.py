@@ -33,7 +33,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import numpy as np
 
 from attn_core import (BlockSizes, MaskInfo, OperationMetadata, RingConfig, attention, explain,
-                       ring_attention)
+                       from_layout, ring_attention, to_layout)
 from attn_core.benchmark.static import profile as static_profile
 from attn_core.kernels.common.contract import RemoteCopy
 from attn_core.kernels.tpu.flash import remote_copy
@@ -97,7 +97,8 @@ class RemoteCopyTest(parameterized.TestCase):
       # The second transfer starts after the first has arrived.
       for _ in range(2):
         runner = remote_copy.RemoteCopyGrid(
-            grid, RemoteCopy(arrays, "sp", 0, devices, distance, cores))
+            grid, RemoteCopy(arrays, jax.lax.axis_index("sp")[None], ("sp",), 0, devices, distance,
+                             cores))
         count = len(runner.inputs)
         def kernel(source, *refs, runner=runner, count=count):
           inputs, (result, *results), semaphores = refs[:count], refs[count:-1], refs[-1:]
@@ -108,7 +109,7 @@ class RemoteCopyTest(parameterized.TestCase):
         block = runner.block_spec(
             pl.BlockSpec((1,) * 6 + (8, 128), lambda *ids: (0, *ids, 0, 0)))
         x, *arrived = pl.pallas_call(
-            kernel, grid=runner.grid, in_specs=[block, *[remote_copy.MEMORY] * len(runner.inputs)],
+            kernel, grid=runner.grid, in_specs=[block, *runner.input_specs],
             out_specs=[block, *[remote_copy.MEMORY] * len(runner.results)],
             out_shape=[jax.core.ShapedArray(x.shape, x.dtype), *runner.results],
             scratch_shapes=runner.semaphores,
@@ -138,7 +139,7 @@ class RemoteCopyTest(parameterized.TestCase):
                             ((3, 4, 2),), ((1, 6, 1),))
   def test_a_grid_for_two_cores(self, grid):
     """Checks that the grid is halved where it divides, and that every step runs once."""
-    runner = remote_copy.RemoteCopyGrid(grid, RemoteCopy((), "sp", 0, 4, 1, 2))
+    runner = remote_copy.RemoteCopyGrid(grid, RemoteCopy((), None, ("sp",), 0, 4, 1, 2))
     places = [runner.logical_index(*at) for at in itertools.product(*map(range, runner.grid))]
     self.assertEqual(sorted(places), list(itertools.product(*map(range, grid))))
     self.assertEqual(runner.grid[0], 1 if grid[0] % 2 and grid[1] % 2 else 2)
@@ -148,7 +149,7 @@ class RemoteCopyTest(parameterized.TestCase):
 
   def test_every_mesh_axis_and_distance_has_its_own_barrier(self):
     barriers = [remote_copy.RemoteCopyGrid(
-        (1, 1, 1), RemoteCopy((), "x", axis, 64, distance, 1, mesh)).barrier
+        (1, 1, 1), RemoteCopy((), None, (), axis, 64, distance, 1, mesh)).barrier
                 for mesh in (0, 1, 2**31 - 1) for axis in range(16) for distance in range(1, 64)]
     self.assertEqual(len(set(barriers)), len(barriers))
     self.assertBetween(min(barriers), remote_copy.FIRST_BARRIER, 2**31 - 1)
@@ -248,6 +249,46 @@ class EqualTest(parameterized.TestCase):
     with interpreted("eager"):
       got = jax.block_until_ready(run("ring", metadata_of(devices=devices), jnp.bfloat16))
     ring_cases.close(got, run("vanilla", None, jnp.float32), 2e-2)
+
+
+class SplitTest(parameterized.TestCase):
+  """Rings inside the caller's own shard_map, which has split the sequence or the batch."""
+
+  @parameterized.named_parameters(*sampling.with_slow(
+      [("all_axes", {"dp", "sp"}, True)], ("all_axes_unchecked", {"dp", "sp"}, False),
+      *((f"{name}_{'checked' if checked else 'unchecked'}", {name}, checked)
+        for name in ("dp", "sp") for checked in (True, False))))
+  def test_gradient(self, names, checked):
+    """Checks zigzag order over one axis of a mesh, whose other axis shards the batch."""
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("dp", "sp"))
+    metadata = OperationMetadata(platform="tpu", mesh=None if "sp" in names else mesh,
+                                 ring=RingConfig("ring", "zigzag", transfer="remote"))
+    spec = P(*(axis if axis in names else None for axis in ("dp", "sp")))
+    x = tuple(numbers(2, 16, heads, 4, seed=heads) for heads in (2, 1, 1))
+    def split(*x):
+      run = lambda *x: ring_attention(*x, metadata=metadata).attention_outputs
+      out = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, axis_names=names,
+                          check_vma=checked)(*(to_layout(x, "zigzag", 2) for x in x))
+      return from_layout(out, "zigzag", 2)
+    plain = lambda *x: attention(*x, mechanism="vanilla").attention_outputs
+    found = lambda run: jax.jit(jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(run(*x))), (0, 1, 2)))
+    with interpreted("on_wait"):
+      got = jax.block_until_ready(found(split)(*x))
+    ring_cases.close(got, found(plain)(*x))
+
+  @parameterized.product(checked=[True, False], rest=[True, False])
+  def test_lowered(self, checked, rest):
+    """Checks axes of one device, also where the caller leaves them out."""
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(1, 4, 1), ("dp", "sp", "tp"))
+    metadata = OperationMetadata(platform="tpu", ring=RingConfig(transfer="remote"))
+    run = jax.shard_map(
+        lambda x: ring_attention(x, x, x, metadata=metadata).attention_outputs, mesh=mesh,
+        in_specs=P(None, "sp"), out_specs=P(None, "sp"), check_vma=checked,
+        axis_names=set(mesh.axis_names) if rest else {"sp"})
+    text = jax.jit(jax.grad(lambda x: run(x).sum())).trace(
+        jax.ShapeDtypeStruct((1, 512, 2, 8), jnp.float32)).lower(
+            lowering_platforms=("tpu",)).as_text()
+    self.assertIn("tpu_custom_call", text)
 
 
 STEPS = {"semaphore_signal": "signal", "semaphore_wait": "begin", "dma_start": "start",

@@ -327,7 +327,7 @@ class ScalarMemoryTest(parameterized.TestCase):
     arrays = np.arange(6.0)[:, None], np.arange(6.0)[:, None, None]
     sinks = np.ones((1, 2))
     operands = Operands(arrays[0], arrays[0], arrays[0], sinks=sinks)
-    transfer = RemoteCopy((arrays[0],), "x", 0, 2, 1) if sends else None
+    transfer = RemoteCopy((arrays[0],), None, ("x",), 0, 2, 1) if sends else None
     seen = []
     def run(operands, array, transfer):
       seen.append(transfer)

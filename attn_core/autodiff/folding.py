@@ -3,6 +3,7 @@
 """Computes along an axis that `vmap` maps: folded into the rows of the batch, and back."""
 
 from collections.abc import Callable, Sequence
+import functools
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from attn_core.array_axes import axes_of, reshard
 from attn_core.masks import mask as mask_lib
+from attn_core.sharding import shard_map
 from attn_core.sharding.partitioned import Context, Value
 from attn_core.types import Operands, mod_names
 
@@ -103,7 +105,7 @@ def lower(ctx: Context, inner: Context, compute: Callable[..., list[jax.Array]],
   avals: Sequence[Any] = ctx.avals_in
   sharding = avals[0].sharding
   if not any(sharding.spec[:1]):
-    return mlir.lower_fun(compute)(inner, *args)
+    return mlir.lower_fun(functools.partial(shard_map.over_every_axis, compute))(inner, *args)
   typed = [jax.core.ShapedArray(a.shape, a.dtype, sharding=a.sharding) for a in avals]
   return mlir.lower_fun(by_rows(compute, sharding))(
       ctx.replace(avals_in=typed), *args)

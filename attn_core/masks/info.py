@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import checks
+from attn_core.array_axes import count_reached
 from attn_core.masks import constructors, mask as mask_lib
 
 
@@ -147,7 +148,7 @@ def _packed(argument: str, cu_seqlens: Array, of_total: str,
                    argument, known.tolist(), expected)
   offsets = jnp.asarray(offsets)
   token = jnp.arange(total, dtype=jnp.int32)
-  segment = jnp.searchsorted(offsets, token, side="right").astype(jnp.int32) - 1
+  segment = count_reached(offsets, token) - 1
   inside = token < offsets[-1]
   position = token - offsets[jnp.clip(segment, 0, offsets.shape[0] - 1)]
   return jnp.where(inside, segment, -1)[None], jnp.where(inside, position, 0)[None]

@@ -17,7 +17,7 @@ from attn_core.caches.paged import layouts, page_stripes, request_groups, token_
 from attn_core.caches.paged.page_stripes import Stripe
 from attn_core.kernels.common.contract import Residuals
 from attn_core.kernels.xla import paged_forward
-from attn_core.sharding import lse_combine, paged as shard_paged
+from attn_core.sharding import lse_combine, paged as shard_paged, shard_map
 from attn_core.sharding.placement import Placement
 from attn_core.types import (AttentionOutput, BlockSizes, Call, PagedOperands, PagedSpec,
                              at_least_float32)
@@ -81,7 +81,8 @@ def _by_held_lengths(forward: Forward) -> Forward:
       metadata = operands.metadata
       lengths = page_stripes.held(operands.stripe, metadata.context_lens)
       operands = operands._replace(stripe=None, metadata=metadata._replace(context_lens=lengths))
-    return forward(operands, spec, heads, block_sizes)
+    return shard_map.over_every_axis(
+        lambda operands: forward(operands, spec, heads, block_sizes), operands)
   return run
 
 

@@ -33,7 +33,7 @@ class Sequence(NamedTuple):
   scan: bool  # whether the steps of a ring are those of a `lax.scan`
   queries: int  # T, before padding
   keys: int  # S, before padding
-  axis_number: int = 0  # index of the axis between members among the axes of the mesh
+  mesh_axes: tuple[str, ...] = ()  # all axes of the mesh
   mesh_number: int = 0  # differs between meshes; see `mesh_number`
   cores: int = 1  # cores of a device that share a kernel; 1 if the devices are not known
   is_split: bool = False  # whether the caller's shard_map has split the arrays already
@@ -177,5 +177,5 @@ def shard_sequence(config: RingConfig, name: str, scan: bool, mesh: AnyMesh,
   device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else getattr(
       mesh, "abstract_device", None)
   return Sequence(config.layout, config.variant == "all_gather", between, within, members, group,
-                  scan, queries, keys, mesh.axis_names.index(between[0]) if between else 0,
+                  scan, queries, keys, tuple(mesh.axis_names),
                   mesh_number(mesh), getattr(device, "num_cores", None) or 1, split)

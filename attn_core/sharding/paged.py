@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from attn_core.array_axes import reshard, size_of, typed_spec
 from attn_core.caches.paged import layouts, request_groups
 from attn_core.caches.paged.layouts import Pages
-from attn_core.sharding import shard_map
+from attn_core.sharding import shard_map, varying_axes
 from attn_core.sharding.placement import Placement
 from attn_core.types import AttentionOutput, Call, PagedOperands
 
@@ -52,8 +52,11 @@ def sharded(local: Callable[[PagedOperands], AttentionOutput], call: Call, *,
   out_specs = shard_map.output_like(
       P(None, rows, heads), lse=P(None, heads, rows) if call.return_lse else None,
       cache_view=specs.cache if writes else None)
-  output = jax.shard_map(local, mesh=placement.mesh, in_specs=(specs,),
-                         out_specs=out_specs)(operands)
+  if varying_axes.of(operands):
+    output = shard_map.inside_a_checked_one(local, placement.mesh, specs, out_specs)(operands)
+  else:
+    output = jax.shard_map(local, mesh=placement.mesh, in_specs=(specs,),
+                           out_specs=out_specs)(operands)
   if not writes or not placement.mesh.explicit_axes:
     return output
   as_before = lambda new, old: reshard(new, placement.mesh, P(*typed_spec(old)))

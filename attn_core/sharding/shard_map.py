@@ -10,10 +10,11 @@ the sequence too (`Placement.sequence`), or combines results over shards of the 
 """
 
 import math
-from typing import Callable, TypeVar
+from typing import Any, Callable, NamedTuple, TypeVar
 
 import jax
 from jax import lax
+from jax.interpreters import ad
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
@@ -72,19 +73,33 @@ def sharded(local: Callable[[Operands], AttentionOutput], call: Call) -> Attenti
     # The caller's shard_map has split everything.
     return run(operands)
   if varying_axes.of(operands):
-    return _inside_a_checked_one(run, placement.mesh, specs, out_specs)(operands)
+    return inside_a_checked_one(run, placement.mesh, specs, out_specs)(operands)
   # Kernels that communicate are traced without JAX's check of which values vary over the mesh.
   return jax.shard_map(run, mesh=placement.mesh, in_specs=(specs,), out_specs=out_specs,
                        check_vma=placement.sequence is None)(operands)
 
 
-def _inside_a_checked_one(run: Callable[[Operands], AttentionOutput], mesh: AnyMesh,
-                          specs: Operands, out_specs: AttentionOutput,
-                          ) -> Callable[[Operands], AttentionOutput]:
+class _Differentiated(NamedTuple):
+  """Flags of the arguments of a function: whether they are differentiated; static."""
+
+  flags: tuple[bool, ...]
+
+
+jax.tree_util.register_static(_Differentiated)
+
+
+def inside_a_checked_one(run: Callable[[Tree], AttentionOutput], mesh: AnyMesh, specs: Tree,
+                         out_specs: AttentionOutput) -> Callable[[Tree], AttentionOutput]:
   """Returns a shard_map for use inside the caller's one of other axes with check_vma=True.
 
   JAX (0.10.2 to 0.12.0.1) cannot lower the residuals that a shard_map hands to its backward there.
   So the backward computes the forward again, within one shard_map: in reverse mode only.
+
+  Args:
+    run: a function of one device's part of a pytree.
+    mesh: the mesh in force.
+    specs: of the pytree.
+    out_specs: of the results.
   """
   of_operands, structure = jax.tree.flatten(specs)
 
@@ -93,22 +108,47 @@ def _inside_a_checked_one(run: Callable[[Operands], AttentionOutput], mesh: AnyM
     return jax.shard_map(lambda *leaves: run(jax.tree.unflatten(structure, leaves)), mesh=mesh,
                          in_specs=tuple(of_operands), out_specs=out_specs)(*leaves)
 
-  def backward(leaves: tuple[jax.Array, ...], cotangents: AttentionOutput) -> tuple:
-    floats = [n for n, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)]
+  def forward(*leaves: Any) -> tuple:
+    values = tuple(x.value for x in leaves)
+    return mapped(*values), (values, _Differentiated(tuple(x.perturbed for x in leaves)))
+
+  def backward(residuals: tuple, cotangents: AttentionOutput) -> tuple:
+    leaves, differentiated = residuals
+    chosen = [n for n, given in enumerate(differentiated.flags) if given]
+    is_zero = lambda x: isinstance(x, jax.custom_derivatives.SymbolicZero)
+    cotangents = jax.tree.map(
+        lambda x: ad.zeros_like_aval(x.aval) if is_zero(x) else x, cotangents, is_leaf=is_zero)
 
     def local(leaves: tuple[jax.Array, ...], cotangents: AttentionOutput) -> tuple:
-      def of_floats(*values: jax.Array) -> AttentionOutput:
-        given = dict(zip(floats, values))
+      def of_chosen(*values: jax.Array) -> AttentionOutput:
+        given = dict(zip(chosen, values))
         return run(jax.tree.unflatten(structure, [given.get(n, x) for n, x in enumerate(leaves)]))
-      return jax.vjp(of_floats, *(leaves[n] for n in floats))[1](cotangents)
+      return jax.vjp(of_chosen, *(leaves[n] for n in chosen))[1](cotangents)
 
     found = jax.shard_map(local, mesh=mesh, in_specs=(tuple(of_operands), out_specs),
-                          out_specs=tuple(of_operands[n] for n in floats))(leaves, cotangents)
-    given = dict(zip(floats, found))
+                          out_specs=tuple(of_operands[n] for n in chosen))(leaves, cotangents)
+    given = dict(zip(chosen, found))
     return tuple(given.get(n) for n in range(len(leaves)))
 
-  mapped.defvjp(lambda *leaves: (mapped(*leaves), leaves), backward)
+  mapped.defvjp(forward, backward, symbolic_zeros=True)
   return lambda operands: mapped(*jax.tree.leaves(varying_axes.unify(operands)))
+
+
+def over_every_axis(compute: Callable[..., Tree], *arguments: object) -> Tree:
+  """Runs a computation inside the caller's shard_map over its other axes too, each of one device.
+
+  Pallas lowers kernels for TPUs, and interprets any, only where all axes of a mesh are Manual.
+
+  Args:
+    compute: a function that JAX does not differentiate.
+    *arguments: pytrees of arrays.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  left = {axis for axis in mesh.auto_axes if mesh.shape[axis] == 1}
+  if not (left and mesh.manual_axes) or left | {*mesh.manual_axes} < {*mesh.axis_names}:
+    return compute(*arguments)
+  return jax.shard_map(compute, mesh=mesh, in_specs=P(), out_specs=P(), axis_names=left,
+                       check_vma=bool(varying_axes.of(arguments)))(*arguments)
 
 
 def partitioner_mesh(placement: Placement | None) -> AnyMesh | None:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from attn_core import checks
+from attn_core.array_axes import count_reached
 from attn_core.caches.paged import page_stripes
 from attn_core.caches.paged.layouts import (Array, PagesMetadata, in_int32, query_starts,
                                             rows_in_use, takes_metadata)
@@ -34,8 +35,7 @@ def slots(pages_metadata: PagesMetadata, size: int, num_tokens: int,
   token = jnp.arange(num_tokens, dtype=jnp.int32)
   requests = pages_metadata.context_lens.shape[0]
   starts = query_starts(pages_metadata)
-  request = jnp.searchsorted(starts[1:], token, side="right", method="compare_all")
-  request = request.astype(jnp.int32)
+  request = count_reached(starts[1:], token)
   live = request < rows_in_use(pages_metadata)
   request = jnp.minimum(request, requests - 1)
   position = pages_metadata.context_lens[request] - starts[request + 1] + token

@@ -40,9 +40,10 @@ class RemoteCopy(NamedTuple):
   """
 
   arrays: tuple[jax.Array, ...]  # [B, S, K, width], or [B or 1, S]
-  axis: str
-  axis_index: int  # of `axis` among the axes of the mesh; at most a few
-  axis_size: int  # number of devices along `axis`
+  coordinates: jax.Array  # int32 [mesh_axes], the index of this device along every axis
+  mesh_axes: tuple[str, ...]
+  axis_index: int  # of the axis along which arrays are sent among `mesh_axes`
+  axis_size: int  # number of devices along that axis
   distance: int  # between 1 and axis_size - 1
   num_cores: int = 1  # cores of a device that share a kernel
   mesh_number: int = 0  # differs between meshes: devices of one may wait for devices of another

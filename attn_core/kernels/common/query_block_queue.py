@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from attn_core.array_axes import count_reached
 from attn_core.kernels.common import paged_operands
 from attn_core.kernels.common.paged_operands import BlockedInputs, Index, QueryBlock
 
@@ -44,8 +45,7 @@ def make_queue(inputs: BlockedInputs, tokens: int,
   counts = jnp.where(is_in(every), jnp.maximum(end, first) - first, 0)
   ends = jnp.cumsum(counts).astype(jnp.int32)
   offsets = ends - counts
-  owner_of = lambda bounds, number: jnp.minimum(jnp.searchsorted(
-      bounds, number, side="right", method="compare_all").astype(jnp.int32), requests - 1)
+  owner_of = lambda bounds, number: jnp.minimum(count_reached(bounds, number), requests - 1)
   number = jnp.arange(capacity(tokens, requests, block_q), dtype=jnp.int32)
   request = owner_of(ends, number)
   blocks = jax.vmap(lambda r, i: paged_operands.query_block(inputs, r, i))(

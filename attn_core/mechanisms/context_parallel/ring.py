@@ -267,7 +267,8 @@ def _sending(sequence: Sequence, compute: Callable[..., Any],
       [x for x, by_kernel in zip(received, by_kernel_flags) if by_kernel])
   axis, = sequence.key_axes
   found, leaves = compute_and_send(*arguments, RemoteCopy(
-      tuple(leaves), axis, sequence.axis_number, sequence.members, distances[0], sequence.cores,
+      tuple(leaves), ring_step.coordinates(sequence, leaves[0]), sequence.mesh_axes,
+      sequence.mesh_axes.index(axis), sequence.members, distances[0], sequence.cores,
       sequence.mesh_number))
   trees = iter(jax.tree.unflatten(structure, leaves))
   return found, [next(trees) if by_kernel else x for by_kernel, x in zip(by_kernel_flags, received)]

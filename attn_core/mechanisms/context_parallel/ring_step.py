@@ -50,6 +50,12 @@ def member(sequence: Sequence, like: jax.Array | None = None) -> jax.Array | int
   return index if like is None else varying_axes.as_untracked(index, like)
 
 
+def coordinates(sequence: Sequence, like: jax.Array) -> jax.Array:
+  """Returns this device's int32 index along every mesh axis; see `member`."""
+  return jnp.stack([varying_axes.as_untracked(lax.axis_index(axis).astype(np.int32), like)
+                    for axis in sequence.mesh_axes])
+
+
 def attended(sequence: Sequence, operands: Operands, spec: AttentionSpec, keys: Keys,
              source: jax.Array | int | None = None) -> tuple[Operands, AttentionSpec]:
   """Returns the attention of this device's queries over some keys.

@@ -83,7 +83,7 @@ def call(kernel: Callable[[KernelRefs, tuple[Ref, ...], tuple[Ref, ...]], None],
       body,
       grid_spec=pltpu.PrefetchScalarGridSpec(
           num_scalar_prefetch=len(inputs.scalars), grid=runner.grid,
-          in_specs=[*map(runner.block_spec, inputs.specs), *[remote_copy.MEMORY] * len(sent)],
+          in_specs=[*map(runner.block_spec, inputs.specs), *runner.input_specs],
           out_specs=[*out_specs, *[remote_copy.MEMORY] * len(received)],
           scratch_shapes=[*scratch_shapes, *runner.semaphores]),
       # Not ShapeDtypeStruct, which inside shard_map must say over which axes of the mesh it varies.

@@ -46,6 +46,7 @@ class LocalGrid:
   logical_grid: LogicalGrid
   semantics: ClassVar[Semantics] = ("parallel", "parallel", "parallel", "arbitrary", "arbitrary")
   inputs: ClassVar[tuple] = ()
+  input_specs: ClassVar[tuple] = ()
   results: ClassVar[tuple] = ()
   semaphores: ClassVar[tuple] = ()
   barrier: ClassVar[int | None] = None
@@ -120,13 +121,22 @@ class RemoteCopyGrid:
 
   @property
   def inputs(self) -> list[jax.Array]:
-    """The arrays to send, with heads merged into the last axis so that memory does not pad them."""
-    return [x.reshape(*x.shape[:2], -1) if x.ndim == 4 else x for x in self.transfer.arrays]
+    """The device's coordinates, and the arrays to send.
+
+    Heads are merged into the last axis, so that memory does not pad them.
+    """
+    return [self.transfer.coordinates, *(
+        x.reshape(*x.shape[:2], -1) if x.ndim == 4 else x for x in self.transfer.arrays)]
+
+  @property
+  def input_specs(self) -> list[pl.BlockSpec]:
+    """Memory of `inputs`."""
+    return [pl.BlockSpec(memory_space=pltpu.SMEM), *[MEMORY] * len(self.transfer.arrays)]
 
   @property
   def results(self) -> list[jax.core.ShapedArray]:
     """Shapes of the arrays that arrive."""
-    return [jax.core.ShapedArray(x.shape, x.dtype) for x in self.inputs]
+    return [jax.core.ShapedArray(x.shape, x.dtype) for x in self.inputs[1:]]
 
   def unpack(self, received: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     """Returns the received arrays in the shapes of the sent ones."""
@@ -162,16 +172,18 @@ class RemoteCopyGrid:
     """
     ids = [pl.program_id(axis) for axis in range(len(self.grid))]
     is_at = lambda index: functools.reduce(operator.and_, map(operator.eq, ids, index))
-    (pairs,), target = semaphores, self._device(self.transfer.distance)
+    (pairs,), (coordinates, *arrays) = semaphores, inputs
+    device = functools.partial(self._device, coordinates)
+    target = device(self.transfer.distance)
     copies = [
         pltpu.make_async_remote_copy(x, result, pairs.at[0, n], pairs.at[1, n], device_id=target)
-        for n, (x, result) in enumerate(zip(inputs, results))]
+        for n, (x, result) in enumerate(zip(arrays, results))]
 
     # 1. In the first step: signal to the sender, wait for the receiver, start the copies.
     @pl.when(is_at((0,) * len(ids)))
     def _() -> None:
       ready = pltpu.get_barrier_semaphore()
-      pl.semaphore_signal(ready, 1, device_id=self._device(-self.transfer.distance))
+      pl.semaphore_signal(ready, 1, device_id=device(-self.transfer.distance))
       pl.semaphore_wait(ready, 1)
       for copy in copies:
         copy.start()
@@ -186,10 +198,18 @@ class RemoteCopyGrid:
       for copy in copies:
         copy.wait()
 
-  def _device(self, distance: int) -> dict[Any, int | jax.Array]:
-    """Returns the mesh index of the device `distance` after this one along the axis."""
-    axis, size = self.transfer.axis, self.transfer.axis_size
-    return {axis: lax.rem(lax.axis_index(axis) + distance % size, size)}
+  def _device(self, coordinates: Ref, distance: int) -> dict[Any, jax.Array]:
+    """Returns the mesh index of the device `distance` after this one along the axis.
+
+    It names every axis. JAX would ask for the index along others where the kernel is lowered, which
+    fails where it tracks the axes over which values vary (0.10.2 to 0.12.0.1).
+    """
+    size, found = self.transfer.axis_size, dict[Any, jax.Array]()
+    for number, axis in enumerate(self.transfer.mesh_axes):
+      own = coordinates[number]
+      sends = number == self.transfer.axis_index
+      found[axis] = lax.rem(own + distance % size, size) if sends else own
+    return found
 
 
 def _num_steps(grid: tuple[int | jax.Array, ...]) -> int | jax.Array:
