@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import BlockSizes, attention
-from attn_core.caches import dense
+from attn_core.caches import dense, quantize
 from attn_core.masks import constructors
 from attn_core.references import oracle
 from attn_core.types import AttentionSpec, MaskOperands, Operands
@@ -61,6 +61,24 @@ CASES = {
 }
 
 
+# Of several devices.
+SHARDED = Case((0, 1, 7, 16), T=3, S=16, H=4, K=2, sliding_window=(9, 0), logits_soft_cap=3.0,
+               sinks=True, block=None)
+# name: (case, dtype of the query, of the cache where it is in 8 bits, how transfers are executed)
+ON_TPU = {
+    "lengths_starts_window_sinks": (
+        Case((293, 0, 131, 1), S=293, T=1, starts=(70, 0, 129, 0), sliding_window=(200, 0),
+             logits_soft_cap=1.5, sinks=True, block=128), "float32", None, "on_wait"),
+    "several_queries_16_bits": (
+        Case((257, 130), S=260, T=3, H=8, K=2, D=128, E=64, block=128), "bfloat16", None, "eager"),
+    "one_head": (Case((70, 2), S=71, T=2, H=1, K=1, D=256, E=128, block=128), "float32", None,
+                 "on_wait"),
+    "many_rows": (Case((150,), S=160, T=40, H=8, K=2, D=16, E=16), "bfloat16", None, "eager"),
+    "int8": (Case((150, 77), S=160, H=8, K=4, D=16, E=8), "bfloat16", "int8", "on_wait"),
+    "float8": (Case((150, 77), S=160, H=2, K=2), "float32", "float8_e4m3fn", "eager"),
+}
+
+
 def arrays(case: Case, dtype, seed=0):
   """Returns query, the cache's key and value, and sinks by name."""
   rng = np.random.default_rng(seed)
@@ -80,10 +98,26 @@ def cache_of(case: Case, key, value, **scales) -> dense.DenseCache:
 
 def decoded(case: Case, operands, **more):
   """Returns (out, lse) of the queries, which are the last tokens of their rows."""
-  rest = {name: operands[name] for name in ("softmax_aux",) if name in operands}
-  output = attention(operands["query"], None, None, return_lse=True, **case.arguments, **rest,
-                     cache_view=cache_of(case, operands["key"], operands["value"]), **more)
+  return from_cache(case, operands, cache_of(case, operands["key"], operands["value"]), **more)
+
+
+def from_cache(case: Case, operands, cache, **more):
+  """Returns (out, lse) of the queries, given the cache."""
+  output = attention(operands["query"], None, None, cache_view=cache, return_lse=True,
+                     softmax_aux=operands.get("softmax_aux"), **case.arguments, **more)
   return output.attention_outputs, output.lse
+
+
+def shapes(case: Case, dtype, stored):
+  """Returns operands and a cache, which is in 8 bits if `stored` is not None, as shapes."""
+  def made():
+    found = arrays(case, dtype)
+    held = found["key"], found["value"]
+    if stored is None:
+      return found, cache_of(case, *held)
+    (key, key_scale), (value, value_scale) = (quantize.quantize(x, stored) for x in held)
+    return found, cache_of(case, key, value, key_scale=key_scale, value_scale=value_scale)
+  return jax.eval_shape(made)
 
 
 @functools.cache  # one object, which jax.jit compiles once

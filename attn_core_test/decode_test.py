@@ -18,8 +18,8 @@ from attn_core.arguments import normalize
 from attn_core.arguments.arguments import AttentionArguments
 from attn_core.caches import dense, quantize
 from attn_core.kernels.xla import decode
-from attn_core_test.decode_cases import (CASES, MODE, Case, arrays, cache_of, close, compiled,
-                                         decoded, defined, with_gradients)
+from attn_core_test.decode_cases import (CASES, MODE, SHARDED, Case, arrays, cache_of, close,
+                                         compiled, decoded, defined, with_gradients)
 
 
 class OracleTest(parameterized.TestCase):
@@ -277,10 +277,6 @@ class TransformationsTest(parameterized.TestCase):
     got, want = (jax.jit(jax.grad(f, (0, 1)))(operands["query"], new)
                  for f in (by_step, by_definition))
     close(got, want, 1e-10)
-
-
-SHARDED = Case((0, 1, 7, 16), T=3, S=16, H=4, K=2, sliding_window=(9, 0), logits_soft_cap=3.0,
-               sinks=True, block=None)
 
 
 class ShardedTest(parameterized.TestCase):

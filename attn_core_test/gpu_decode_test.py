@@ -37,41 +37,7 @@ NAME = "autoregressive_decodeattn"
 CPU = {"metadata": OperationMetadata(platform="cpu")}
 
 
-_rng = np.random.default_rng(0)
-_DENSE = _rng.random((1, 4, 2, 136)) < 0.5
-_DENSE[:, 1, 0] = False  # a query of one head that sees no key
-# Positions of a ring buffer, in no order.
-_RING = np.stack([_rng.permutation(136), np.arange(136)]).astype(np.int32)
-_LAST = np.array([[135], [90]], np.int32)
-
-# Against the oracle, with various blocks and widths. Unsupported widths, such as D below 64, are
-# refused.
-CASES = {
-    "lengths": Case(masks.lengths(None, np.array([129, 0, 1], np.int32)), B=3, T=1, S=136, H=4, K=2,
-                    blocks=BLOCKS),
-    "ring_window_cap_sinks": Case(
-        masks.positions(_LAST, _RING, masks.causal() & masks.window(70, 0))
-        & masks.segments(np.zeros((2, 1), np.int32), np.where(_RING == 80, -1, 0)), B=2, T=1, S=136,
-        H=2, K=1, E=128, spec={"logits_soft_cap": 3.0}, extras={"sinks": ((1, 2), "float32")},
-        blocks=BLOCKS),
-    "rows_beyond_one_line": Case(masks.positions(np.arange(59, 64, dtype=np.int32)[None]), T=5,
-                                 S=64, H=7, K=1, D=80, E=64, dtype="float16"),
-    "dense_per_head": Case(masks.dense(_DENSE), T=2, S=136, H=4, K=2, D=96, E=64),
-    "by_head": Case(masks.custom(lambda b, h, q, k: (k + h) % 3 == q), T=2, S=64, H=6, K=2),
-    "several_splits": Case(masks.full(), B=2, T=1, S=200, H=1, E=96, blocks=BLOCKS),
-    "wide": Case(masks.full(), T=1, S=72, H=1, D=256),
-    "width_192": Case(masks.offset(masks.causal(), 60), T=3, S=64, H=3, K=1, D=192),
-    "width_80": Case(masks.lengths(None, np.array([71, 0], np.int32)), B=2, T=3, S=72, H=6, K=2,
-                     D=80),
-    "one_head_int8": Case(masks.lengths(None, np.array([71, 0], np.int32)), B=2, T=1, S=72, H=3,
-                          K=1, D=128, stored="int8"),
-    "widths_128_96_int8": Case(masks.full(), T=5, S=136, H=28, K=4, D=128, E=96, stored="int8",
-                               spec={"logits_soft_cap": 3.0}),
-    "lengths_float8": Case(masks.lengths(None, np.array([129, 0, 70], np.int32)), B=3, T=1, S=136,
-                           H=5, K=5, D=192, E=96, stored="float8_e4m3fn", blocks=BLOCKS),
-    "wide_float8": Case(masks.offset(masks.causal(), 60), T=3, S=64, H=3, K=1, D=256,
-                        stored="float8_e4m3fn", extras={"sinks": ((1, 3), "float32")}),
-}
+CASES = gpu_cases.DECODED
 
 
 @gpu_interpret.interprets

@@ -82,30 +82,9 @@ PAIRS = tuple((f"{case.name}_{mechanism}", case.name, mechanism, platform)
               if case.name in SOME.get((mechanism, platform), BY_NAME))
 
 
-def loss(run, weights):
-  """A scalar that depends on every output in its own way (lse of -inf counts as 0), and them."""
-  def value(arrays):
-    out, lse = run(arrays)
-    finite = jnp.where(jnp.isfinite(lse), lse, 0)
-    return (jnp.sin(out) * weights[0]).sum() + (finite**2 * weights[1]).sum(), (out, lse)
-  return value
-
-
-@jax.jit
-def _everything(run, arrays, moves, weights):
-  gradient, value = jax.grad(loss(run, weights), has_aux=True)(arrays)
-  return {"value": value, "gradient": gradient, "jvp": jax.jvp(run, (arrays,), (moves,))[1]}
-
-
 def everything(run, case, dtype):
   """Value, gradient and jvp of arrays -> (output, lse)."""
-  arrays = property_cases.operands(case, dtype)
-  rng = np.random.default_rng(1)
-  def random(x):
-    return np.asarray(rng.normal(size=x.shape), dtype)
-  moves = jax.tree.map(random, arrays)
-  weights = jax.tree.map(random, list(jax.eval_shape(run, arrays)))
-  return _everything(Partial(run), arrays, moves, weights)
+  return property_cases.everything(run, property_cases.operands(case, dtype))
 
 
 @functools.cache
@@ -315,7 +294,7 @@ class VmapTest(InterpretedTestCase):
     stacked = {k: jnp.stack([x, 0.5 * x, -x]) if k in mapped else x for k, x in arrays.items()}
     axes = ({k: 0 if k in mapped else None for k in arrays},)
     weights = [jnp.ones(x.shape) for x in jax.eval_shape(run, arrays)]
-    scalar = lambda x: loss(run, weights)(x)[0]
+    scalar = lambda x: property_cases.loss(run, weights)(x)[0]
     both = jax.value_and_grad(scalar)
     got = jax.jit(jax.vmap(both, axes))(stacked)
     for i in range(3):

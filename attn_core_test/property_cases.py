@@ -306,3 +306,28 @@ def reference(case: Case) -> jax.tree_util.Partial:
 def evaluate(run: jax.tree_util.Partial, arrays):
   """Computes `run(arrays)`, compiled once for all references that differ only in arrays."""
   return run(arrays)
+
+
+def loss(run: Callable, weights: list) -> Callable:
+  """A scalar that depends on every output in its own way (lse of -inf counts as 0), and them."""
+  def value(arrays):
+    out, lse = run(arrays)
+    finite = jnp.where(jnp.isfinite(lse), lse, 0)
+    return (jnp.sin(out) * weights[0]).sum() + (finite**2 * weights[1]).sum(), (out, lse)
+  return value
+
+
+@jax.jit
+def _everything(run, arrays, moves, weights):
+  gradient, value = jax.grad(loss(run, weights), has_aux=True)(arrays)
+  return {"value": value, "gradient": gradient, "jvp": jax.jvp(run, (arrays,), (moves,))[1]}
+
+
+def everything(run: Callable, arrays: dict) -> dict:
+  """Computes value, gradient and jvp of arrays -> (output, lse)."""
+  rng = np.random.default_rng(1)
+  def random(x):
+    return np.asarray(rng.normal(size=x.shape), arrays["query"].dtype)
+  moves = jax.tree.map(random, arrays)
+  weights = jax.tree.map(random, list(jax.eval_shape(run, arrays)))
+  return _everything(jax.tree_util.Partial(run), arrays, moves, weights)

@@ -116,7 +116,7 @@ class Case:
   def spread(self, metadata, shards, forward_mode):
     return jax.jit(lambda: self.derived(self.run(metadata, shards), forward_mode))()
 
-  def run(self, metadata, shards):
+  def run(self, metadata, shards, blocks=None):
     """Returns a ring as arrays -> (out, lse), permuted to the metadata's token order and back."""
     layout = metadata.ring.layout
     def permuted(x, *axes):
@@ -127,7 +127,7 @@ class Case:
       arrays = {name: x if name == "softmax_aux" else permuted(x, 2, 3) if name == "bias"
                 else permuted(x, 1) for name, x in arrays.items()}
       found = attention(**arrays, **self.arguments, **self.arrays(permuted), mechanism="ring",
-                        metadata=metadata, return_lse=True, block_sizes=BLOCKS)
+                        metadata=metadata, return_lse=True, block_sizes=blocks or BLOCKS)
       return (from_layout(found.attention_outputs, layout, shards),
               from_layout(found.lse, layout, shards, 2))
     return run

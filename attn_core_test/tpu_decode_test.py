@@ -27,19 +27,7 @@ from attn_core_test.decode_cases import Case
 from attn_core_test.tpu_interpret import counted, interpreted
 
 TPU = OperationMetadata(platform="tpu")
-# name: (case, dtype of the query, of the cache where it is in 8 bits, how transfers are executed)
-ROWS = {
-    "lengths_starts_window_sinks": (
-        Case((293, 0, 131, 1), S=293, T=1, starts=(70, 0, 129, 0), sliding_window=(200, 0),
-             logits_soft_cap=1.5, sinks=True, block=128), "float32", None, "on_wait"),
-    "several_queries_16_bits": (
-        Case((257, 130), S=260, T=3, H=8, K=2, D=128, E=64, block=128), "bfloat16", None, "eager"),
-    "one_head": (Case((70, 2), S=71, T=2, H=1, K=1, D=256, E=128, block=128), "float32", None,
-                 "on_wait"),
-    "many_rows": (Case((150,), S=160, T=40, H=8, K=2, D=16, E=16), "bfloat16", None, "eager"),
-    "int8": (Case((150, 77), S=160, H=8, K=4, D=16, E=8), "bfloat16", "int8", "on_wait"),
-    "float8": (Case((150, 77), S=160, H=2, K=2), "float32", "float8_e4m3fn", "eager"),
-}
+ROWS = decode_cases.ON_TPU
 # Every dtype; the other rows are slow.
 CHOSEN = sampling.names(ROWS, ("lengths_starts_window_sinks", "several_queries_16_bits", "int8"))
 # More programs compiled for every chip: (K, group, D), dtypes of query and cache, tokens.
@@ -71,8 +59,7 @@ def setup(case: Case, dtype, held):
 
 
 def decoded(case: Case, operands, cache):
-  return attention(operands["query"], None, None, cache_view=cache, metadata=TPU, return_lse=True,
-                   softmax_aux=operands.get("softmax_aux"), **case.arguments)
+  return decode_cases.from_cache(case, operands, cache, metadata=TPU)
 
 
 class InterpretTest(parameterized.TestCase):
@@ -92,7 +79,7 @@ class InterpretTest(parameterized.TestCase):
     with jax.enable_x64(True):
       expected = decode_cases.defined(case, {
           name: jnp.asarray(np.asarray(x), jnp.float64) for name, x in read.items()})
-    for x, y, most in zip((output.attention_outputs, output.lse), expected, tolerances):
+    for x, y, most in zip(output, expected, tolerances):
       x, y = np.asarray(x, np.float64), np.asarray(y)
       np.testing.assert_array_equal(x == -np.inf, y == -np.inf)
       np.testing.assert_allclose(x, y, atol=most)
@@ -145,7 +132,7 @@ class InterpretTest(parameterized.TestCase):
         found = jax.block_until_ready(attend(query, cache))
         jax.effects_barrier()
         size, moved[:] = sum(moved), []
-        return found.attention_outputs, found.lse, size
+        return *found, size
       both = run(operands["query"], cache)
       turn = lambda tree: jax.tree.map(lambda x: x[::-1], tree)
       turned = turn(cache)._replace(lengths=jnp.array([4000, 0], jnp.int32))
