@@ -176,7 +176,7 @@ def _backward_group(
            (tiling.key_heads, tiling.block_kv, width),
            (tiling.key_heads, tiling.block_kv, value_width), *(sums.scratch if sums else ())],
           tiling_lib.vmem_limit(block_sizes, tiling, operands, backward=True),
-          "attn_core_backward", key_sums.SEMAPHORES if sums else 0), transfer)
+          "attn_core_backward", semaphores=key_sums.SEMAPHORES if sums else 0), transfer)
   d_query, *of_keys_found = found
   d_keys = sums.unpack(of_keys_found) if sums else [
       block.unpack(x) for block, x in zip(of_keys, of_keys_found)]

@@ -101,7 +101,8 @@ def _forward_group(operands: Operands, spec: AttentionSpec, block_sizes: BlockSi
           (batch, heads // tiling.query_heads, tiling.halves, 1, inputs.num_steps),
           [(buffers, 1, rows), (buffers, 1, rows), (buffers, value_width, rows)],
           tiling_lib.vmem_limit(block_sizes, tiling, operands, backward=False),
-          "attn_core_forward", softmax_choice.num_words(tiling) if adaptive else 0), transfer)
+          "attn_core_forward", scalar_words=softmax_choice.num_words(tiling) if adaptive else 0),
+      transfer)
   return Residuals(result.unpack(out)[:, :queries], lse[:, :, 0, :queries]), received
 
 
