@@ -205,6 +205,10 @@ def differentiable_names(operands: Operands) -> tuple[str, ...]:
 operands_like: Callable[..., Operands] = Operands
 
 
+# A structure, because some releases of jaxlib cannot compare a structure with None.
+NO_SCORE_MOD: jax.tree_util.PyTreeDef = jax.tree.structure(None)
+
+
 class AttentionSpec(NamedTuple):
   """Static description of one attention; hashable."""
 
@@ -217,8 +221,13 @@ class AttentionSpec(NamedTuple):
   normalize_output: bool = True
   # Of an output that is a partial sum, to which others are added; None: the query's dtype.
   out_dtype: DTypeLike | None = None
-  # Of the term that scores go through last, whose leaves are Operands.mods; None: none.
-  score_mod: jax.tree_util.PyTreeDef | None = None
+  # Of the term that scores go through last, whose leaves are Operands.mods.
+  score_mod: jax.tree_util.PyTreeDef = NO_SCORE_MOD
+
+  @property
+  def has_score_mod(self) -> bool:
+    """Whether scores go through a score mod."""
+    return self.score_mod != NO_SCORE_MOD
 
 
 class PagedSpec(NamedTuple):

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 import attn_core
-from attn_core import masks
+from attn_core import masks, score_mods
 from attn_core.caches import dense, window
 from attn_core.caches.paged import allocator, ops
 from attn_core_test import import_graph
@@ -48,6 +48,12 @@ class DoctestTest(parameterized.TestCase):
 
   def test_entry_points_have_examples(self):
     without = [entry.__name__ for entry in ENTRY_POINTS
+               if not any(example.want for example in examples_of(entry))]
+    self.assertEmpty(without)
+
+  def test_score_mods_have_examples(self):
+    made = [getattr(score_mods, name) for name in score_mods.__all__]
+    without = [entry.__name__ for entry in filter(inspect.isfunction, made)
                if not any(example.want for example in examples_of(entry))]
     self.assertEmpty(without)
 

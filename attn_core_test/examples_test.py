@@ -55,6 +55,10 @@ class ExamplesTest(parameterized.TestCase):
   def test_attend(self):
     self.assertIn("largest difference from the definition", self.run_example("attend.py"))
 
+  def test_flex(self):
+    lines = self.run_example("flex.py").splitlines()
+    self.assertLen([line for line in lines if " gradients " in line], 10)
+
   def test_masks(self):
     folder = pathlib.Path(self.create_tempdir().full_path)
     self.run_example("masks.py", f"--out={folder}")

@@ -17,7 +17,7 @@ from attn_core import MaskInfo, masks, score_mods, table
 from attn_core.masks import constructors, dropout
 from attn_core.references import oracle
 from attn_core.score_mods import terms
-from attn_core.types import AttentionSpec, MaskOperands, Operands
+from attn_core.types import NO_SCORE_MOD, AttentionSpec, MaskOperands, Operands
 
 
 # Quantile and largest relative error allowed: rounding of inputs and products to this dtype.
@@ -296,7 +296,7 @@ def reference(case: Case) -> jax.tree_util.Partial:
   spec = AttentionSpec(
       structure, a.get("softmax_scale", case.shape.D**-0.5), a.get("logits_soft_cap"),
       a.get("dropout_prob", 0.0), normalize_output=a.get("normalize_output", True),
-      score_mod=None if case.formula is None else jax.tree.structure(
+      score_mod=NO_SCORE_MOD if case.formula is None else jax.tree.structure(
           terms.Custom(case.formula, tuple(case.mod_floats))))
   return jax.tree_util.Partial(_oracle(spec, a.get("layout", "bthd"), tuple(case.mod_floats)),
                                tuple(map(jnp.asarray, leaves)))

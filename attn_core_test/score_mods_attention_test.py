@@ -121,6 +121,13 @@ class ValuesTest(parameterized.TestCase):
       for x, y in zip(got, want):
         np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-10)
 
+  def test_several_batch_dimensions(self):
+    case = CASES["alibi_symmetric_per_row"]
+    arrays = operands() | arrays_of(case)
+    folded = {k: x[:, None] if k in NAMES else x for k, x in arrays.items()}
+    got, want = (call(case, "blockwise")(x)[0] for x in (folded, arrays))
+    np.testing.assert_array_equal(got[:, 0], want)
+
   def test_packed_sequences_have_positions_of_their_own(self):
     case = CASES["alibi"]
     arrays = {k: x[0] if k in NAMES else x for k, x in (operands() | arrays_of(case)).items()}

@@ -39,7 +39,7 @@ def features_of(a: AttentionArguments, call: Call) -> dict[str, str]:
   query, key, value = call.operands[:3]
   info = MaskInfo() if a.mask_info is None else a.mask_info
   dtype = jnp.dtype(query.dtype).name
-  order, mod = permuted_token_order(a.metadata), call.spec.score_mod
+  order = permuted_token_order(a.metadata)
   needs = {
       "gqa": (key.shape[2] != query.shape[2], f"{query.shape[2]} heads over {key.shape[2]}"),
       "value_width": (value.shape[3] != key.shape[3], f"value width {value.shape[3]} and query "
@@ -60,8 +60,9 @@ def features_of(a: AttentionArguments, call: Call) -> dict[str, str]:
       "mask_operands": (mask_lib.WHOLE in mask_lib.structure_roles(call.spec.mask),
                         "masks.custom with operands"),
       "bias": (call.operands.bias is not None, "bias"),
-      "score_mod": (mod is not None, "score_mod"),
-      "score_function": (mod is not None and not score_mod.of_structure(mod).is_additive,
+      "score_mod": (a.score_mod is not None, "score_mod"),
+      "score_function": (call.spec.has_score_mod
+                         and not score_mod.of_structure(call.spec.score_mod).is_additive,
                          "score_mod"),
       "sinks": (a.softmax_aux is not None, "softmax_aux"),
       "soft_cap": (a.logits_soft_cap is not None, f"logits_soft_cap={a.logits_soft_cap}"),

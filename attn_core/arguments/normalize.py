@@ -86,12 +86,11 @@ def normalize(a: AttentionArguments) -> Normalized:
   arrays, structure = jax.tree.flatten(mask)
   bias = normalize_bias(a.bias, a.init_bias, a.layout, (*shape[:3], columns))
   sinks = normalize_sinks(a.softmax_aux, heads)
-  mods: tuple[list[jax.Array], jax.tree_util.PyTreeDef | None] = (
-      ([], None) if mod is None else jax.tree.flatten(mod))
-  spec = make_spec(a, metadata, query, structure)._replace(score_mod=mods[1])
+  mods, of_mod = jax.tree.flatten(mod)
+  spec = make_spec(a, metadata, query, structure)._replace(score_mod=of_mod)
   operands = Operands(
       query, key, value, bias, MaskOperands(tuple(map(jnp.asarray, arrays))), sinks,
-      _dropout_words(a.dropout_rng, spec.dropout_prob), scales[0], scales[1], tuple(mods[0]))
+      _dropout_words(a.dropout_rng, spec.dropout_prob), scales[0], scales[1], tuple(mods))
   call = Call(operands, spec, block_sizes.requested(a.block_sizes, a.vmem_limit_bytes), None,
               bool(a.return_lse), bool(a.return_weights))
   rules = metadata.get_shardings(mode, "bthd")

@@ -201,7 +201,7 @@ def _band_sees_any(bad: jax.Array, form: banded_lib.Band, length: int) -> jax.Ar
 
 def _with_score_mod(operands: Operands, spec: AttentionSpec) -> Operands:
   """Returns operands whose bias includes what an additive score mod adds."""
-  if spec.score_mod is None:
+  if not spec.has_score_mod:
     return operands
   batch, length, heads, _ = operands.query.shape
   zeros = jnp.zeros((batch, heads, length, operands.key.shape[1]),

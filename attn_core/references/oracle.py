@@ -49,7 +49,7 @@ def attention(operands: Operands, spec: AttentionSpec) -> AttentionOutput:
     logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
   if operands.bias is not None:
     logits = logits + operands.bias
-  if spec.score_mod is not None:
+  if spec.has_score_mod:
     mask = jax.tree.unflatten(spec.mask, operands.mask.arrays)
     logits = evaluate.apply_to_all(spec.score_mod, operands.mods, logits, mask, operands.mask)
   logits = jnp.where(finite.transpose(0, 2, 1)[:, :, None], logits, jnp.nan)

@@ -69,7 +69,7 @@ def move_to_positions(mask: mask_lib.Mask,
   return dropout.move_to_positions(mask, at), not listed
 
 
-def pad(structure: Structure | None, arrays: Arrays, queries: int,
+def pad(structure: Structure, arrays: Arrays, queries: int,
         keys: int) -> tuple[jax.Array, ...]:
   """Pads the arrays of a term by `queries` rows and `keys` columns."""
   def padded(x: jax.Array, role: str) -> jax.Array:

@@ -24,6 +24,7 @@ import numpy as np
 from attn_core.masks.mask import (Array, Coordinates, mask_dataclass as value_dataclass,
                                   same_array)
 from attn_core.masks.materialize import Shape
+from attn_core.types import NO_SCORE_MOD
 
 # The role of an array of a term: its shape, and thereby how it is sliced, padded and sharded.
 PAIR = "pair"  # [B or 1, H or 1, T or 1, S or 1]: sliced to the tile
@@ -134,9 +135,9 @@ def of_structure(structure: jax.tree_util.PyTreeDef) -> ScoreMod:
   return jax.tree.unflatten(structure, range(structure.num_leaves))
 
 
-def structure_roles(structure: jax.tree_util.PyTreeDef | None) -> tuple[str, ...]:
-  """Returns `term_roles` of a term given by its tree structure; () of None."""
-  return () if structure is None else term_roles(of_structure(structure))
+def structure_roles(structure: jax.tree_util.PyTreeDef) -> tuple[str, ...]:
+  """Returns `term_roles` of a term given by its tree structure; () without a score mod."""
+  return () if structure == NO_SCORE_MOD else term_roles(of_structure(structure))
 
 
 def describe(x: Array) -> str:

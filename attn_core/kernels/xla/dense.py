@@ -46,7 +46,7 @@ def attend(operands: Operands, spec: AttentionSpec) -> AttentionOutput:
     logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
   if operands.bias is not None:
     logits = logits + operands.bias.astype(logits.dtype)
-  if spec.score_mod is not None:
+  if spec.has_score_mod:
     logits = evaluate.apply_to_all(spec.score_mod, operands.mods, logits,
                                    dense_operands.mask_of(operands, spec), operands.mask)
   logits = logits + jnp.where(finite, 0, jnp.nan).astype(logits.dtype)

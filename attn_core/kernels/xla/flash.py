@@ -181,7 +181,7 @@ def _widened(spec: AttentionSpec) -> AttentionSpec:
 def _pad_lse(lse: jax.Array, padding: int, spec: AttentionSpec) -> jax.Array:
   """Pads the lse [B, H, T] so that rows of padding weigh little: a score mod may raise them."""
   padded = dense_operands.pad_axis(lse, 2, padding)
-  if spec.score_mod is None or padded is lse:
+  if not spec.has_score_mod or padded is lse:
     return padded
   is_row = jnp.arange(padded.shape[2]) < lse.shape[2]
   return jnp.where(is_row[None, None], padded, jnp.inf)

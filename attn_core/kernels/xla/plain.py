@@ -45,9 +45,10 @@ def supports(operands: Operands, spec: AttentionSpec) -> bool:
     operands: only dtypes, and which of them are given, count.
     spec: what is computed.
   """
-  extras = (operands.bias, operands.sinks, operands.dropout_key, operands.key_scale, spec.score_mod)
+  extras = (operands.bias, operands.sinks, operands.dropout_key, operands.key_scale)
   dtypes = {x.dtype for x in (operands.query, operands.key, operands.value)}
-  return (all(x is None for x in extras) and spec.logits_soft_cap is None and len(dtypes) == 1
+  return (all(x is None for x in extras) and spec.logits_soft_cap is None
+          and not spec.has_score_mod and len(dtypes) == 1
           and operands.query.dtype.itemsize >= 2 and jnp.dtype(spec.softmax_dtype).itemsize >= 4)
 
 

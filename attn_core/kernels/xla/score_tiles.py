@@ -47,7 +47,7 @@ def of_tile(inputs: tile_ops.BlockedInputs, grid_index: tile_ops.GridIndex, tile
             transposed: bool = False) -> ModTile | None:
   """Returns the score mod of the tile (query block, key block); None: there is none."""
   structure, sizes = inputs.spec.score_mod, inputs.sizes
-  if structure is None:
+  if not inputs.spec.has_score_mod:
     return None
   mask, at = tile_ops.mask_tile(inputs, grid_index, tile, transposed)
   at, is_consecutive = evaluate.move_to_positions(mask, at)

@@ -96,7 +96,7 @@ def _is_position_independent(sequence: Sequence, spec: AttentionSpec, mask: mask
   """Whether positions do not affect the result, or rows and columns are in the natural order."""
   if sequence.members == 1 and sequence.is_natural:
     return True
-  return (isinstance(mask, mask_lib.Full) and not spec.dropout_prob and spec.score_mod is None
+  return (isinstance(mask, mask_lib.Full) and not spec.dropout_prob and not spec.has_score_mod
           and sequence.padded(sequence.keys) == sequence.keys)
 
 
