@@ -160,7 +160,7 @@ MULTIPLES = {
     "soft_cap": (CAUSAL._replace(soft_cap=50.0), 1.25, 1.2),
     "sinks": (CAUSAL._replace(sinks=True), 1.2, 1.1),
     # By query head.
-    "four_heads_of_one_key_head": (CAUSAL._replace(heads=4, key_heads=1), 1.4, 1.4),
+    "four_heads_of_one_key_head": (CAUSAL._replace(heads=4, key_heads=1), 0.8, 1.2),
     "width_64": (CAUSAL._replace(heads=1, key_heads=1, width=64, value_width=64), 1.4, 1.4),
     "width_256": (CAUSAL._replace(width=256, value_width=256), 2.0, 2.0),
 }
