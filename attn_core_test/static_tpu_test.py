@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Static cycles of TPU kernels: computed schedules, and the parser of libtpu's output."""
 
+import functools
 import importlib.util
 import json
 import pathlib
@@ -161,11 +162,12 @@ MULTIPLES = {
     "sinks": (CAUSAL._replace(sinks=True), 1.2, 1.1),
     # By query head.
     "four_heads_of_one_key_head": (CAUSAL._replace(heads=4, key_heads=1), 0.8, 1.2),
-    "width_64": (CAUSAL._replace(heads=1, key_heads=1, width=64, value_width=64), 1.4, 1.4),
-    "width_256": (CAUSAL._replace(width=256, value_width=256), 2.0, 2.0),
+    "width_64": (CAUSAL._replace(heads=1, key_heads=1, width=64, value_width=64), 1.4, 1.3),
+    "width_256": (CAUSAL._replace(width=256, value_width=256), 1.6, 1.4),
 }
 
 
+@functools.cache
 def cycles_of(case, backward):
   """Returns the static cycles of a query head, or the reason why there are none."""
   result, = static_profile.measure([tpu_programs.Program(
