@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Static cycles of TPU kernels: computed schedules, and the parser of libtpu's output."""
 
+import functools
 import importlib.util
 import json
 import pathlib
@@ -10,11 +11,13 @@ from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
+import jax.numpy as jnp
 import numpy as np
 
 from attn_core import masks
 from attn_core.benchmark.static import (profile as static_profile, tpu as static_tpu, tpu_decode,
-                                        tpu_decode_programs, tpu_programs)
+                                        tpu_decode_programs, tpu_pages, tpu_pages_programs,
+                                        tpu_programs)
 from attn_core.benchmark.cases import Case
 from attn_core.kernels.tpu.flash import schedule
 from attn_core_test import sampling
@@ -89,6 +92,34 @@ class ReadingTest(absltest.TestCase):
     self.assertIn("| 143,298 | 71,649 | 50% |", second)
     self.assertIn("pages of 16 1/1024: too large", text)
 
+  def test_pages_tables(self):
+    programs = list(tpu_pages.programs("v6e", ["decode"]))
+    self.assertLen(programs, 2 * len(tpu_pages.FORMS))
+    ours, theirs = programs[:2]
+    self.assertEqual([x.contender for x in (ours, theirs)],
+                     [tpu_pages_programs.OURS, tpu_pages_programs.RPA])
+    fast = static_profile.Static(ours, 60_000, 5_000, 2**20, 50, 0, {}, 0.0, 10**9)
+    slow = fast._replace(program=theirs, cycles=75_000, other_cycles=3_000)
+    text = tpu_pages.to_markdown(
+        [slow, fast, slow._replace(cycles=80_000), static_profile.Failure(theirs, "too large")],
+        {"jax": "1", "libtpu": "2"})
+    first, second = [line for line in text.splitlines() if line.startswith("| decode")]
+    self.assertIn("own/own | 65,000 | 60,000 | 1.20 |", first)
+    self.assertIn("| 78,000 | 75,000 |", second)
+    self.assertIn("pages of 16, blocks own/own: too large", text)
+    self.assertNotIn("mixed:", text)
+
+  def test_requests_of_one_query_come_first(self):
+    case = tpu_pages_programs.case_of("mixed", (2, 3), (64, 5), (4, 2), 128)
+    program = tpu_programs.Program(tpu_pages_programs.OURS, case, False, "v6e", (0, 0, 16), 2)
+    requests = tpu_pages_programs.Requests(program)
+    expected = [0, 1, 2, 7, 12, 17]
+    self.assertEqual([requests.start(r) for r in range(6)], expected)
+    self.assertEqual([int(requests.start(jnp.int32(r))) for r in range(6)], expected)
+    self.assertEqual((requests.tokens, requests.distribution()), (17, (2, 2, 5)))
+    query, *_, starts = tpu_pages_programs.shapes(program)
+    self.assertEqual((query.shape, starts.shape), ((17, 4, 128), (6,)))
+
   def test_a_program_without_cycles_is_not_a_result(self):
     program = tpu_programs.Program("flash_attn2", SMALL, False, "v6e", (512, 512, 512))
     folder = pathlib.Path(self.create_tempdir().full_path)
@@ -108,14 +139,54 @@ class ReadingTest(absltest.TestCase):
       static_tpu.run(["v99"])
     with self.assertRaisesRegex(ValueError, "chips: got 'v99'.*v6e"):
       tpu_decode.run(["v99"])
+    with self.assertRaisesRegex(ValueError, "chips: got 'v5p'.*v6e"):
+      tpu_pages.run(["v5p"])
+    with self.assertRaisesRegex(ValueError, "tokens: got .100.; expected None"):
+      tpu_pages.run(tokens=[100])
     with self.assertRaisesRegex(ValueError, "tokens: got 100; expected multiples of 128"):
       tpu_decode.run(tokens=[100])
 
   def test_no_compiler(self):
     with mock.patch.object(importlib.util, "find_spec", lambda name: None):
-      for run in static_tpu.run, tpu_decode.run:
+      for run in static_tpu.run, tpu_decode.run, tpu_pages.run:
         with self.assertRaisesRegex(ModuleNotFoundError, "libtpu.*pip install 'attn_core.tpu.'"):
           run()
+
+
+# Shapes, and how often the cycles of plain causal their kernels may take, forward and backward.
+CAUSAL = Case("causal", 1, 2, 2, 128, 128, 1024, 1024, dtype="bfloat16")
+MULTIPLES = {
+    "full": (CAUSAL._replace(causal=False), 1.4, 1.6),  # twice the pairs
+    "window": (CAUSAL._replace(window=(255, 0)), 1.0, 0.9),
+    "soft_cap": (CAUSAL._replace(soft_cap=50.0), 1.25, 1.2),
+    "sinks": (CAUSAL._replace(sinks=True), 1.2, 1.1),
+    # By query head.
+    "four_heads_of_one_key_head": (CAUSAL._replace(heads=4, key_heads=1), 0.8, 1.2),
+    "width_64": (CAUSAL._replace(heads=1, key_heads=1, width=64, value_width=64), 1.4, 1.3),
+    "width_256": (CAUSAL._replace(width=256, value_width=256), 1.6, 1.4),
+}
+
+
+@functools.cache
+def cycles_of(case, backward):
+  """Returns the static cycles of a query head, or the reason why there are none."""
+  result, = static_profile.measure([tpu_programs.Program(
+      tpu_programs.OURS, case, backward, "v6e", (1024, 1024, 256))])
+  return (result.cycles / case.heads if isinstance(result, static_profile.Static)
+          else result.reason)
+
+
+@unittest.skipIf(static_profile.missing(), f"nothing to compile with: {static_profile.missing()}")
+class MultiplesTest(parameterized.TestCase):
+
+  @parameterized.parameters(*sampling.with_slow(
+      [("soft_cap", False), ("window", False)],
+      *((name, backward) for name in MULTIPLES for backward in (False, True))))
+  def test_no_longer_than_the_stated_multiple_of_causal(self, name, backward):
+    case, *most = MULTIPLES[name]
+    plain, found = cycles_of(CAUSAL, backward), cycles_of(case, backward)
+    self.assertIsInstance(found, float, found)
+    self.assertLessEqual(found, most[backward] * plain)
 
 
 @unittest.skipIf(static_profile.missing(), f"nothing to compile with: {static_profile.missing()}")

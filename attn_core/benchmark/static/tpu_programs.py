@@ -74,15 +74,16 @@ def _arrays(case: Case, form: Callable) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 @contextlib.contextmanager
 def _ours(program: Program, *, naive: tuple[str, ...]) -> Iterator[Built]:
-  metadata = OperationMetadata(platform="tpu")
-  mask = cases.mask(program.case)
-  attend = lambda query, key, value: attention(
-      query, key, value, mechanism="flash_attn2", mask=mask, causal=False,
-      metadata=metadata).attention_outputs
+  metadata, case = OperationMetadata(platform="tpu"), program.case
+  mask = cases.mask(case)
+  attend = lambda query, key, value, *sinks: attention(
+      query, key, value, mechanism="flash_attn2", mask=mask, causal=False, metadata=metadata,
+      logits_soft_cap=case.soft_cap, softmax_aux=sinks[0] if sinks else None).attention_outputs
+  sinks = (jax.ShapeDtypeStruct((case.heads,), jnp.float32),) if case.sinks else ()
   with (mock.patch.object(tile_inputs, "TileInputs", _ComputedTileInputs),
         mock.patch.object(tiling, "NAIVE_DTYPES", naive),
         mock.patch.object(tiling, "BLOCKS", dict.fromkeys(tiling.BLOCKS, program.blocks))):
-    yield attend, _arrays(program.case, lambda b, t, h, w: (b, t, h, w))
+    yield attend, (*_arrays(case, lambda b, t, h, w: (b, t, h, w)), *sinks)
 
 
 class _ComputedTileInputs(tile_inputs.TileInputs):
