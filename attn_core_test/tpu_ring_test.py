@@ -135,8 +135,9 @@ class RemoteCopyTest(parameterized.TestCase):
     with interpreted(transfers):
       self.send(devices, distance % devices)
 
-  @parameterized.parameters(((2, 3, 2),), ((3, 2, 1),), ((3, 1, 2),), ((4, 3, 1),), ((6, 1, 2),),
-                            ((3, 4, 2),), ((1, 6, 1),))
+  @parameterized.parameters(
+      ((2, 3, 1, 1, 2),), ((3, 2, 2, 1, 1),), ((3, 1, 1, 1, 2),), ((4, 3, 1, 2, 1),),
+      ((6, 1, 1, 1, 2),), ((3, 4, 1, 1, 2),), ((1, 6, 1, 1, 1),), ((1, 1, 2, 3, 2),))
   def test_a_grid_for_two_cores(self, grid):
     """Checks that the grid is halved where it divides, and that every step runs once."""
     runner = remote_copy.RemoteCopyGrid(grid, RemoteCopy((), None, ("sp",), 0, 4, 1, 2))
@@ -149,7 +150,7 @@ class RemoteCopyTest(parameterized.TestCase):
 
   def test_every_mesh_axis_and_distance_has_its_own_barrier(self):
     barriers = [remote_copy.RemoteCopyGrid(
-        (1, 1, 1), RemoteCopy((), None, (), axis, 64, distance, 1, mesh)).barrier
+        (1, 1, 1, 1, 1), RemoteCopy((), None, (), axis, 64, distance, 1, mesh)).barrier
                 for mesh in (0, 1, 2**31 - 1) for axis in range(16) for distance in range(1, 64)]
     self.assertEqual(len(set(barriers)), len(barriers))
     self.assertBetween(min(barriers), remote_copy.FIRST_BARRIER, 2**31 - 1)

@@ -160,11 +160,12 @@ def _step_heads(operands: Operands, rows: int, most_rows: int, fixed: bool) -> t
     fixed: blocks have this number of rows.
   """
   group, rows = _group(operands), round_up(min(rows, operands.query.shape[1]), LANES)
+  most_rows = max(most_rows, rows)
   def rows_of(heads: int) -> int:
-    return rows if fixed else min(rows, max(most_rows, rows) // heads // 256 * 256)
-  least = 1 if fixed else min(rows, LEAST_GROUPED_ROWS)
+    return rows if fixed or heads * rows <= most_rows else most_rows // heads // 256 * 256
+  least = min(rows, LEAST_GROUPED_ROWS)
   choices = [heads for heads in range(1, group + 1) if group % heads == 0 and
-             rows_of(heads) >= least and heads * rows_of(heads) <= max(most_rows, rows)]
+             rows_of(heads) >= least and heads * rows_of(heads) <= most_rows]
   heads = max(choices, key=lambda heads: (heads * rows_of(heads), -heads))
   return heads, rows_of(heads)
 
