@@ -47,7 +47,7 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
   inputs = tile_ops.block_inputs(operands, spec, block_sizes, backward=False)
   batch, length, heads, _ = inputs.operands.query.shape
   width = operands.value.shape[-1]
-  finite = nonfinite.is_finite(inputs.operands.key, inputs.operands.value)
+  nan_keys = nonfinite.nan_of_pairs(inputs.operands.key, inputs.operands.value)
 
   def step(n: jax.Array, results: Residuals) -> Residuals:
     grid_index = tile_ops.make_grid_index(inputs, n)
@@ -57,7 +57,7 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
 
       def key_block(j: jax.Array, running: online_softmax.Running,
                     masked: tile_ops.Masked) -> online_softmax.Running:
-        key, value = tile_ops.keys_and_values(inputs, grid_index, j, finite)
+        key, value = tile_ops.keys_and_values(inputs, grid_index, j, nan_keys)
         logits, _ = tile_ops.logits_of(inputs, grid_index, rows, key, (i, j, masked))
         # The sum of the rounded weights divides their product with the values: rounding errors
         # cancel, and XLA:CPU writes the weights once, in the dtype of the product.
@@ -101,7 +101,7 @@ def tangent(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
   d_operands = operands._replace(**given)
   d_inputs = inputs._replace(operands=dense_operands.pad_operands(d_operands, inputs.sizes))
   width = operands.value.shape[-1]
-  finite = nonfinite.is_finite(inputs.operands.key, inputs.operands.value)
+  nan_keys = nonfinite.nan_of_pairs(inputs.operands.key, inputs.operands.value)
 
   def step(n: jax.Array, results: Residuals) -> Residuals:
     grid_index = tile_ops.make_grid_index(inputs, n)
@@ -126,7 +126,7 @@ def tangent(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
 
       def key_block(j: jax.Array, sums: tuple[jax.Array, jax.Array],
                     masked: tile_ops.Masked) -> tuple[jax.Array, jax.Array]:
-        key, value = tile_ops.keys_and_values(inputs, grid_index, j, finite)
+        key, value = tile_ops.keys_and_values(inputs, grid_index, j, nan_keys)
         logits, slope = tile_ops.logits_of(inputs, grid_index, rows, key, (i, j, masked))
         weights = tile_ops.weights_of(inputs, logits - finite_lse(row_lse))
         # A hidden key has weight 0, and d_logits may be infinite: 0 * inf is NaN.
@@ -280,8 +280,8 @@ def _backward_tile(inputs: tile_ops.BlockedInputs, grid_index: tile_ops.GridInde
   length = inputs.sizes.block_q * inputs.group
   rows, d_out = (tile_ops.slice_rows(x, i * length, length)
                  for x in (key_tile.queries, key_tile.d_outs))
-  lse, delta = (lax.dynamic_slice_in_dim(x, i * length, length, 1)[:, None]
-                     for x in (key_tile.lse, key_tile.delta))
+  lse, delta = (tile_ops.slice_rows(x, i * length, length)[:, None]
+                for x in (key_tile.lse, key_tile.delta))
   logits, slope = tile_ops.logits_of(
       inputs, grid_index, rows, key_tile.key, (i, j, masked), transposed=True)
   weights = tile_ops.weights_of(inputs, logits - finite_lse(lse))
@@ -296,9 +296,11 @@ def _backward_tile(inputs: tile_ops.BlockedInputs, grid_index: tile_ops.GridInde
   kept = cpu_math.for_product(
       tile_ops.apply_dropout(inputs, grid_index, (i, j), weights, transposed=True), d_out.dtype)
   d_query = tile_ops.dot(key_tile.key_transposed, d_scores, inputs)
-  d_query = d_query + lax.dynamic_slice_in_dim(sums.query, i * length, length, 2)
+  d_query = d_query + lax.dynamic_slice_in_dim(
+      sums.query, i * length, length, 2, allow_negative_indices=False)
   return _BackwardSums(
-      query=lax.dynamic_update_slice_in_dim(sums.query, d_query, i * length, 2),
+      query=lax.dynamic_update_slice_in_dim(
+          sums.query, d_query, i * length, 2, allow_negative_indices=False),
       key=sums.key + tile_ops.dot(d_scores, rows, inputs),
       value=sums.value + tile_ops.dot(kept, d_out, inputs),
       bias=d_bias)
