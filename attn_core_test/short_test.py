@@ -172,6 +172,21 @@ class MemoryTest(parameterized.TestCase):
       self.assertLessEqual(program.memory_analysis().temp_size_in_bytes,
                            copies * 4 * scores + 12 * operand)
 
+  @parameterized.parameters(
+      ({}, 1), ({"policy": "nothing_saveable"}, 0), ({"block_sizes": BlockSizes(block_q=256)}, 0))
+  def test_weights_kept_for_each_layer(self, arguments, kept):
+    """Checks what docs/guides/derivatives.md says of forward and gradient in one program."""
+    batch, length, heads = 1, 512, 4
+    def temporaries(number):
+      net = layers(ours("flash_attn2", **arguments), number)
+      loss = lambda x: net(x, x, x).sum()
+      program = jax.jit(jax.value_and_grad(loss)).lower(shapes(batch, length, heads)[0]).compile()
+      return program.memory_analysis().temp_size_in_bytes
+    more = temporaries(5) - temporaries(3)  # of two layers
+    weights, operand = 4 * batch * heads * length**2, 4 * batch * length * heads * 64
+    self.assertLessEqual(more, 2 * (kept * weights + 3 * operand))
+    self.assertEqual(more > weights, kept == 1)
+
   @parameterized.parameters((2, 512, 16), (1, 512, 17), (256, 160, 1))
   def test_more_scores_take_a_loop_and_less_memory(self, batch, length, heads):
     for attend in (ours("flash_attn2"), gradient(ours("flash_attn2"))):
