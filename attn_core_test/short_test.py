@@ -294,6 +294,11 @@ class ValuesTest(parameterized.TestCase):
 class PrecisionTest(parameterized.TestCase):
   """Gradients in 16 bits, without bias and sinks; `gradient_precision_test` has both."""
 
+  # Compiled once for each length and dtype.
+  mine = staticmethod(jax.jit(ours("flash_attn2")))
+  exact = staticmethod(jax.jit(jax.grad(
+      lambda *x: (reference(masks.causal(), *x[:3])[0] * x[3]).sum(), (0, 1, 2))))
+
   @parameterized.product(kind=("random", "peaked", "equal"), dtype=("bfloat16", "float16"),
                          length=(16, 96, 160))
   def test_as_precise_as_jax_nn(self, kind, dtype, length):
@@ -309,9 +314,8 @@ class PrecisionTest(parameterized.TestCase):
       return [np.asarray(y, np.float64) for y in jax.grad(loss, (0, 1, 2))(*x)]
     with jax.enable_x64(True):
       wide = [jnp.asarray(np.asarray(x, np.float64)) for x in (q, k, v, cotangent)]
-      exact = lambda *x: (reference(masks.causal(), *x[:3])[0] * x[3]).sum()
-      want = [np.asarray(y) for y in jax.jit(jax.grad(exact, (0, 1, 2)))(*wide)]
-    mine = gradients(jax.jit(ours("flash_attn2")), q, k, v)
+      want = [np.asarray(y) for y in self.exact(*wide)]
+    mine = gradients(self.mine, q, k, v)
     theirs = gradients(jax_nn, q, k, v)  # uncompiled, it computes float16 too
     for a, b, c in zip(mine, theirs, want):
       error = lambda x, y: np.sqrt(((x - y)**2).mean() / (y**2).mean())
