@@ -172,6 +172,21 @@ class MemoryTest(parameterized.TestCase):
       self.assertLessEqual(program.memory_analysis().temp_size_in_bytes,
                            copies * 4 * scores + 12 * operand)
 
+  @parameterized.parameters(
+      ({}, 1), ({"policy": "nothing_saveable"}, 0), ({"block_sizes": BlockSizes(block_q=256)}, 0))
+  def test_weights_kept_for_each_layer(self, arguments, kept):
+    """Checks what docs/guides/derivatives.md says of forward and gradient in one program."""
+    batch, length, heads = 1, 512, 4
+    def temporaries(number):
+      net = layers(ours("flash_attn2", **arguments), number)
+      loss = lambda x: net(x, x, x).sum()
+      program = jax.jit(jax.value_and_grad(loss)).lower(shapes(batch, length, heads)[0]).compile()
+      return program.memory_analysis().temp_size_in_bytes
+    more = temporaries(5) - temporaries(3)  # of two layers
+    weights, operand = 4 * batch * heads * length**2, 4 * batch * length * heads * 64
+    self.assertLessEqual(more, 2 * (kept * weights + 3 * operand))
+    self.assertEqual(more > weights, kept == 1)
+
   @parameterized.parameters((2, 512, 16), (1, 512, 17), (256, 160, 1))
   def test_more_scores_take_a_loop_and_less_memory(self, batch, length, heads):
     for attend in (ours("flash_attn2"), gradient(ours("flash_attn2"))):
@@ -279,6 +294,11 @@ class ValuesTest(parameterized.TestCase):
 class PrecisionTest(parameterized.TestCase):
   """Gradients in 16 bits, without bias and sinks; `gradient_precision_test` has both."""
 
+  # Compiled once for each length and dtype.
+  mine = staticmethod(jax.jit(ours("flash_attn2")))
+  exact = staticmethod(jax.jit(jax.grad(
+      lambda *x: (reference(masks.causal(), *x[:3])[0] * x[3]).sum(), (0, 1, 2))))
+
   @parameterized.product(kind=("random", "peaked", "equal"), dtype=("bfloat16", "float16"),
                          length=(16, 96, 160))
   def test_as_precise_as_jax_nn(self, kind, dtype, length):
@@ -294,9 +314,8 @@ class PrecisionTest(parameterized.TestCase):
       return [np.asarray(y, np.float64) for y in jax.grad(loss, (0, 1, 2))(*x)]
     with jax.enable_x64(True):
       wide = [jnp.asarray(np.asarray(x, np.float64)) for x in (q, k, v, cotangent)]
-      exact = lambda *x: (reference(masks.causal(), *x[:3])[0] * x[3]).sum()
-      want = [np.asarray(y) for y in jax.jit(jax.grad(exact, (0, 1, 2)))(*wide)]
-    mine = gradients(jax.jit(ours("flash_attn2")), q, k, v)
+      want = [np.asarray(y) for y in self.exact(*wide)]
+    mine = gradients(self.mine, q, k, v)
     theirs = gradients(jax_nn, q, k, v)  # uncompiled, it computes float16 too
     for a, b, c in zip(mine, theirs, want):
       error = lambda x, y: np.sqrt(((x - y)**2).mean() / (y**2).mean())

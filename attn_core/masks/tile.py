@@ -33,8 +33,8 @@ def int32s(starts: Sequence[Index]) -> list[jax.Array]:
 
 
 def slice_at(x: jax.Array, starts: Sequence[Index], lengths: Sequence[int]) -> jax.Array:
-  """`lax.dynamic_slice` that accepts Python integers and int32 together."""
-  return lax.dynamic_slice(x, int32s(starts), lengths)
+  """`lax.dynamic_slice` at starts >= 0, Python integers and int32 together."""
+  return lax.dynamic_slice(x, int32s(starts), lengths, allow_negative_indices=False)
 
 
 def slice_mask(structure: jax.tree_util.PyTreeDef, operands: MaskOperands, tile: Tile,

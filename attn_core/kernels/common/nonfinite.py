@@ -34,6 +34,16 @@ def is_finite(keys: jax.Array, values: jax.Array) -> jax.Array:
   return zero_or_nan(keys) + zero_or_nan(values) == 0
 
 
+def nan_of_pairs(keys: jax.Array, values: jax.Array) -> jax.Array:
+  """Returns [..., 1] in the dtype of the keys: NaN for pairs that are not finite, else 0.
+
+  Args:
+    keys: [..., D].
+    values: [..., E].
+  """
+  return jnp.where(is_finite(keys, values), 0, jnp.nan).astype(keys.dtype)
+
+
 def mask_nonfinite(x: jax.Array) -> jax.Array:
   """Returns `x` with zeros in place of non-finite numbers."""
   return jnp.where(jnp.isfinite(x), x, 0)

@@ -48,7 +48,7 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
   inputs = tile_ops.block_inputs(operands, spec, block_sizes, backward=False)
   batch, length, heads, _ = inputs.operands.query.shape
   width = operands.value.shape[-1]
-  finite = nonfinite.is_finite(inputs.operands.key, inputs.operands.value)
+  nan_keys = nonfinite.nan_of_pairs(inputs.operands.key, inputs.operands.value)
 
   def step(n: jax.Array, results: Residuals) -> Residuals:
     grid_index = tile_ops.make_grid_index(inputs, n)
@@ -58,11 +58,11 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
 
       def key_block(j: jax.Array, running: online_softmax.Running,
                     masked: tile_ops.Masked) -> online_softmax.Running:
-        key, value = tile_ops.keys_and_values(inputs, grid_index, j, finite)
+        key, value = tile_ops.keys_and_values(inputs, grid_index, j, nan_keys)
         scores, _ = tile_logits.biased_scores(inputs, grid_index, rows, key, (i, j))
         mod = score_tiles.of_tile(inputs, grid_index, (i, j))
         logits = tile_logits.hide(inputs, grid_index, (i, j, masked),
-                               score_tiles.modify(inputs, mod, scores))
+                                  score_tiles.modify(inputs, mod, scores))
         # The sum of the rounded weights divides their product with the values: rounding errors
         # cancel, and XLA:CPU writes the weights once, in the dtype of the product.
         return online_softmax.update(
@@ -106,7 +106,7 @@ def tangent(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
   d_operands = dense_operands.pad_operands(d_operands, inputs.sizes)
   d_inputs = inputs._replace(operands=tile_ops.pad_mods(d_operands, spec, inputs.sizes))
   width = operands.value.shape[-1]
-  finite = nonfinite.is_finite(inputs.operands.key, inputs.operands.value)
+  nan_keys = nonfinite.nan_of_pairs(inputs.operands.key, inputs.operands.value)
 
   def step(n: jax.Array, results: Residuals) -> Residuals:
     grid_index = tile_ops.make_grid_index(inputs, n)
@@ -131,7 +131,7 @@ def tangent(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
 
       def key_block(j: jax.Array, sums: tuple[jax.Array, jax.Array],
                     masked: tile_ops.Masked) -> tuple[jax.Array, jax.Array]:
-        key, value = tile_ops.keys_and_values(inputs, grid_index, j, finite)
+        key, value = tile_ops.keys_and_values(inputs, grid_index, j, nan_keys)
         scores, slope = tile_logits.biased_scores(inputs, grid_index, rows, key, (i, j))
         mod = score_tiles.of_tile(inputs, grid_index, (i, j))
         logits, d_logits = score_tiles.tangent(inputs, d_inputs, mod, scores,
@@ -302,8 +302,8 @@ def _backward_tile(inputs: tile_ops.BlockedInputs, grid_index: tile_ops.GridInde
   length = inputs.sizes.block_q * inputs.group
   rows, d_out = (tile_ops.slice_rows(x, i * length, length)
                  for x in (key_tile.queries, key_tile.d_outs))
-  lse, delta = (lax.dynamic_slice_in_dim(x, i * length, length, 1)[:, None]
-                     for x in (key_tile.lse, key_tile.delta))
+  lse, delta = (tile_ops.slice_rows(x, i * length, length)[:, None]
+                for x in (key_tile.lse, key_tile.delta))
   scores, slope = tile_logits.biased_scores(
       inputs, grid_index, rows, key_tile.key, (i, j), transposed=True)
   logits, pull = score_tiles.pullback(
@@ -322,9 +322,11 @@ def _backward_tile(inputs: tile_ops.BlockedInputs, grid_index: tile_ops.GridInde
   kept = cpu_math.for_product(
       tile_ops.apply_dropout(inputs, grid_index, (i, j), weights, transposed=True), d_out.dtype)
   d_query = tile_ops.dot(key_tile.key_transposed, d_scores, inputs)
-  d_query = d_query + lax.dynamic_slice_in_dim(sums.query, i * length, length, 2)
+  d_query = d_query + lax.dynamic_slice_in_dim(
+      sums.query, i * length, length, 2, allow_negative_indices=False)
   return _BackwardSums(
-      query=lax.dynamic_update_slice_in_dim(sums.query, d_query, i * length, 2),
+      query=lax.dynamic_update_slice_in_dim(
+          sums.query, d_query, i * length, 2, allow_negative_indices=False),
       key=sums.key + tile_ops.dot(d_scores, rows, inputs),
       value=sums.value + tile_ops.dot(kept, d_out, inputs),
       bias=d_bias, mods=d_mods)

@@ -179,9 +179,9 @@ def _inputs(operands: Operands, spec: AttentionSpec) -> _Inputs:
   key_heads, queries = operands.key.shape[2], operands.query.shape[1]
   seen = None if sees_all(spec) else _visible(operands, spec)
   filler = np.nan if seen is None else 0.0
-  rows = _rows_of(_fill_nonfinite(filler, operands.query), key_heads)
-  key = _fill_nonfinite(filler, operands.key).transpose(0, 2, 1, 3)
-  value = _fill_nonfinite(0.0, operands.value).transpose(0, 2, 1, 3)
+  rows = _rows_of(cpu_math.fill_nonfinite(filler, operands.query), key_heads)
+  key = cpu_math.fill_nonfinite(filler, operands.key).transpose(0, 2, 1, 3)
+  value = cpu_math.fill_nonfinite(0.0, operands.value).transpose(0, 2, 1, 3)
   empty = _empty_rows(operands, spec, seen)
   empty = None if empty is None else jnp.broadcast_to(empty, (*rows.shape[:3], 1))
   rows, key, value = (x.reshape(-1, *x.shape[2:]) for x in (rows, key, value))
@@ -251,24 +251,6 @@ def _sum_over_rows(inputs: _Inputs, weights: jax.Array, rows: jax.Array,
 # --- Non-finite numbers, and queries that see nothing. -------------------------------------------
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _fill_nonfinite(filler: float, x: jax.Array) -> jax.Array:
-  """Returns `x` with `filler`, 0 or NaN, in place of non-finite numbers."""
-  if x.dtype != jnp.bfloat16:
-    return jnp.where(jnp.isfinite(x), x, filler)
-  # By integers: XLA:CPU chooses between bfloat16 numbers as float32, and multiplies these.
-  bits = lax.bitcast_convert_type(x, jnp.uint16)
-  exponent, replaced = (jnp.asarray(n, jnp.uint16) for n in (0x7f80, 0x7fc0 if filler else 0))
-  return lax.bitcast_convert_type(jnp.where((bits & exponent) == exponent, replaced, bits), x.dtype)
-
-
-@_fill_nonfinite.defjvp
-def _fill_nonfinite_jvp(filler: float, primals: tuple,
-                        tangents: tuple) -> tuple[jax.Array, jax.Array]:
-  tangent = jnp.where(jnp.isfinite(primals[0]), tangents[0], 0)
-  return _fill_nonfinite(filler, *primals), tangent
-
-
 def _nan_rows(inputs: _Inputs, operands: Operands) -> jax.Array:
   """Returns [B, K, T * G or 1, 1]: NaN is added to rows that see a non-finite key or value, else 0.
 
@@ -330,7 +312,7 @@ def _all_see(structure: jax.tree_util.PyTreeDef, queries: int, keys: int) -> boo
 
 
 def sees_all(spec: AttentionSpec) -> bool:
-  """Returns whether the mask hides nothing."""
+  """Returns whether the mask hides nothing, as its structure says."""
   return spec.mask == jax.tree.structure(mask_lib.Full())
 
 
