@@ -184,8 +184,9 @@ class VmapTest(parameterized.TestCase):
       return jax.vmap(inner, in_axes=(0, None, 0, None))(query, key, value, bias)
     def both(*x):
       return run(*x), jax.grad(lambda *x: jnp.sin(run(*x)).sum(), (0, 1, 2, 3))(*x)
-    numbers = [np.random.default_rng(n).standard_normal(x).astype(np.float32) for n, x in enumerate((
-        shape, shape[1:], (4, *shape[2:]), (1, H, T, T)))]
+    shapes = shape, shape[1:], (4, *shape[2:]), (1, H, T, T)
+    numbers = [np.random.default_rng(n).standard_normal(x).astype(np.float32)
+               for n, x in enumerate(shapes)]
     place = lambda *spec: NamedSharding(mesh, P(*spec))
     placed = [jax.device_put(x, at) for x, at in zip(numbers, (
         place(*spec), place(*spec[1:]), place(*spec[:1], *spec[2:]), place()))]
