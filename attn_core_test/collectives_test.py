@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import numpy as np
 
-from attn_core import BlockSizes, attention
+from attn_core import BlockSizes, attention, masks
 from attn_core_test import sampling
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -161,13 +161,40 @@ class VmapTest(parameterized.TestCase):
     options = {} if name is None else {"spmd_axis_name": name}
     self.check((B, T, H, D), P("data", None, "model"), kind, values=True, **options)
 
-  @parameterized.parameters(("Auto", "data"), ("Explicit", None), ("Explicit", "data"))
+  @parameterized.parameters(
+      ("Auto", None), ("Auto", "data"), ("Explicit", None), ("Explicit", "data"))
   def test_a_sharded_dimension_before_rows(self, kind, name):
     options = {} if name is None else {"spmd_axis_name": name}
     self.check((B, 2, T, H, D), P("data", None, None, "model"), kind, values=True, **options)
 
   def test_sharded_rows(self):
     self.check((3, B, T, H, D), P(None, "data", None, "model"), "Auto")
+
+  @parameterized.parameters((P("data",),), (P(None, "data", None, None, "model"),),
+                            (P(None, None, "data", None, "model"),))
+  def test_two_mapped_dimensions(self, spec):
+    """Checks masks that read a row's number, and keys that one or both dimensions share."""
+    mesh = mesh_of(("data", "model"), (4, 2), "Auto")
+    shape = (4, 4, 4, T, H, D)
+    mask = masks.custom(lambda batch, head, query, key: (batch * 5 + head + query + key) % 3 != 0)
+    def run(query, key, value, bias):
+      attend = lambda query, key, value, bias: attention(
+          query, key, value, bias=bias, mask=mask).attention_outputs
+      inner = jax.vmap(attend, in_axes=(0, 0, None, None))
+      return jax.vmap(inner, in_axes=(0, None, 0, None))(query, key, value, bias)
+    def both(*x):
+      return run(*x), jax.grad(lambda *x: jnp.sin(run(*x)).sum(), (0, 1, 2, 3))(*x)
+    shapes = shape, shape[1:], (4, *shape[2:]), (1, H, T, T)
+    numbers = [np.random.default_rng(n).standard_normal(x).astype(np.float32)
+               for n, x in enumerate(shapes)]
+    place = lambda *spec: NamedSharding(mesh, P(*spec))
+    placed = [jax.device_put(x, at) for x, at in zip(numbers, (
+        place(*spec), place(*spec[1:]), place(*spec[:1], *spec[2:]), place()))]
+    with jax.set_mesh(mesh):
+      got = jax.jit(both)(*placed)
+    want = jax.jit(both)(*numbers)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+      np.testing.assert_allclose(one, other, atol=2e-5 * max(1, np.abs(other).max()))
 
 
 if __name__ == "__main__":

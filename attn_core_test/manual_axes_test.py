@@ -153,6 +153,8 @@ class InterpretTest(parameterized.TestCase):
   @parameterized.parameters(*product(
       (*DENSE, *PAGED), ("Manual", "Auto", "Explicit"), (True, False), (True, False), quick=17))
   def test_tpu(self, name, other, checked, within):
+    if other != "Manual" and jax.__version_info__ < (0, 11):
+      self.skipTest("XLA aborts on an interpreted kernel in a shard_map within another one")
     call = call_of(name)
     with tpu_interpret.interpreted():
       self.check(call, "tpu", mesh_of((2, 2), other), other, checked, within)

@@ -4,6 +4,7 @@
 
 from collections.abc import Callable, Sequence
 import functools
+import math
 from typing import Any
 
 import jax
@@ -35,22 +36,48 @@ def operand_labels(structure: jax.tree_util.PyTreeDef, mask: jax.tree_util.PyTre
           for label in labels.get(name, [name])]
 
 
-def fold(x: jax.Array, dim: int | None, shape: tuple[int, int], full: bool,
-         rows_first: bool) -> jax.Array:
-  """Folds a mapped axis into the leading axis.
+def lead(x: jax.Array, dim: int | None, sizes: tuple[int, ...], full: bool) -> jax.Array:
+  """Returns an array with a mapped axis first, before its other mapped axes and its rows.
 
   Args:
-    x: its leading axis has as many entries as there are rows, or 1.
+    x: its leading axes, without the mapped one, have the sizes `sizes[1:]`, or 1.
     dim: the mapped axis; None: the array is shared.
-    shape: (size of the mapped axis, rows).
+    sizes: (size of the mapped axis, those of other mapped axes, rows).
     full: whether a shared array with 1 row must not keep it. Every other array gets all rows.
-    rows_first: whether the rows are the slower part of the folded axis.
   """
-  if dim is None and x.shape[0] == 1 and not full:
-    return x
   x = x[None] if dim is None else jnp.moveaxis(x, dim, 0)
-  x = jnp.broadcast_to(x, (*shape, *x.shape[2:]))
-  return (x.swapaxes(0, 1) if rows_first else x).reshape(-1, *x.shape[2:])
+  if dim is None and not full and all(n == 1 for n in x.shape[:len(sizes)]):
+    return x
+  return jnp.broadcast_to(x, (*sizes, *x.shape[len(sizes):]))
+
+
+def fold(x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
+  """Folds mapped axes and rows, of these sizes or all 1, into one leading axis."""
+  own, rest = x.shape[:len(sizes)], x.shape[len(sizes):]
+  if all(n == 1 for n in own):
+    return x.reshape(1, *rest)
+  return jnp.broadcast_to(x, (*sizes, *rest)).reshape(-1, *rest)
+
+
+def unfold(x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
+  """Returns an array with mapped axes and rows, from one with one leading axis or 1 row."""
+  whole = x.shape[0] == math.prod(sizes)
+  return x.reshape(*(sizes if whole else (1,) * len(sizes)), *x.shape[1:])
+
+
+def by_folding(compute: Callable[..., Sequence[jax.Array]], labels: Sequence[str], mapped: int,
+               args: Sequence[jax.Array]) -> list[jax.Array]:
+  """Computes with arrays whose rows follow mapped axes, by a function of arrays with rows only.
+
+  Args:
+    compute: the function.
+    labels: of the arguments.
+    mapped: number of mapped axes.
+    args: the query first, which has all of them.
+  """
+  sizes = args[0].shape[:mapped + 1]
+  found = compute(*(x if label == "whole" else fold(x, sizes) for x, label in zip(args, labels)))
+  return [unfold(x, sizes) for x in found]
 
 
 def empty(compute: Callable[..., list[jax.Array]], args: Sequence[jax.Array],
@@ -111,16 +138,7 @@ def lower(ctx: Context, inner: Context, compute: Callable[..., list[jax.Array]],
       ctx.replace(avals_in=typed), *args)
 
 
-def unfold(x: jax.Array, shape: tuple[int, int], rows_first: bool) -> jax.Array:
-  """Returns an array with the mapped axis first, from one that `fold` gives."""
-  size, rows = shape
-  if rows_first:
-    return x.reshape(rows, size, *x.shape[1:]).swapaxes(0, 1)
-  return x.reshape(size, rows, *x.shape[1:])
-
-
-def rows_of(args: Sequence[jax.Array], dims: Sequence[int | None], labels: Sequence[str],
-            name: str) -> int:
-  """Returns the rows of the argument of this label, not counting the mapped axis."""
-  x, dim = next((x, d) for x, d, label in zip(args, dims, labels) if label == name)
-  return x.shape[1 if dim == 0 else 0]
+def summed(x: jax.Array, like: Sequence[int]) -> jax.Array:
+  """Sums a cotangent over mapped axes and rows that its operand, of shape `like`, has not."""
+  axes = tuple(axis for axis, size in enumerate(like) if size == 1 < x.shape[axis + 1])
+  return x.sum([axis + 1 for axis in axes], keepdims=True).astype(x.dtype) if axes else x

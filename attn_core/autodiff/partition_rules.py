@@ -43,6 +43,7 @@ class Shapes(NamedTuple):
   rows: int
   heads: int
   key_heads: int
+  mapped: tuple[int, ...] = ()  # axes of `vmap`, which come before the rows
 
   @property
   def group(self) -> int:
@@ -50,19 +51,22 @@ class Shapes(NamedTuple):
     return self.heads // self.key_heads
 
   def size(self, name: str) -> int:
-    return {ROWS: self.rows, HEADS: self.heads, KEY_HEADS: self.key_heads}[name]
+    return {ROWS: self.rows, HEADS: self.heads, KEY_HEADS: self.key_heads,
+            **dict(zip(mapped_names(len(self.mapped)), self.mapped))}[name]
 
 
 class Shards(NamedTuple):
-  """Mesh axes of the rows, of the query heads, and of the key heads."""
+  """Mesh axes of the rows, of the query heads, of the key heads, and of mapped axes."""
 
   rows: Axes
   heads: Axes
   key_heads: Axes  # the first of `heads`
+  mapped: tuple[Axes, ...] = ()
 
   def of(self, name: str) -> Axes:
     """Returns the mesh axes of a dimension."""
-    return {ROWS: self.rows, HEADS: self.heads, KEY_HEADS: self.key_heads}.get(name, ())
+    return {ROWS: self.rows, HEADS: self.heads, KEY_HEADS: self.key_heads,
+            **dict(zip(mapped_names(len(self.mapped)), self.mapped))}.get(name, ())
 
 
 class Signature(NamedTuple):
@@ -94,8 +98,13 @@ def operand_names(operands: Operands, mask: jax.tree_util.PyTreeDef) -> list[Nam
   return found
 
 
+def mapped_names(count: int) -> Names:
+  """Returns the names of axes of `vmap`."""
+  return tuple(f"m{n}" for n in range(count))
+
+
 def signature_of(operands: Operands, mask: jax.tree_util.PyTreeDef, labels: Sequence[str],
-                 results: Sequence[str]) -> Signature:
+                 results: Sequence[str], mapped: int) -> Signature:
   """Returns the signature of a primitive.
 
   Args:
@@ -103,12 +112,15 @@ def signature_of(operands: Operands, mask: jax.tree_util.PyTreeDef, labels: Sequ
     mask: the structure of the mask.
     labels: of the arguments after the operands, each a key of NAMES or an array of the score mod.
     results: likewise.
+    mapped: number of axes of `vmap` before the rows of every array that has rows.
   """
-  rows, _, heads, _ = operands.query.shape
+  *sizes, rows, _, heads, _ = operands.query.shape
+  all_names = lambda found: tuple(x and (*mapped_names(mapped), *x) for x in found)
   names_of = lambda label: _OF_MODS if is_mod(label) else NAMES[label]
-  return Signature((*operand_names(operands, mask), *map(names_of, labels)),
-                   tuple(map(names_of, results)),
-                   Shapes(rows, heads, operands.key.shape[2]))
+  return Signature(
+      all_names([*operand_names(operands, mask), *map(names_of, labels)]),
+      all_names(map(names_of, results)),
+      Shapes(rows, heads, operands.key.shape[-2], tuple(sizes)))
 
 
 def lower(ctx: partitioned.Context, arguments: Sequence[partitioned.Value],
@@ -144,7 +156,8 @@ def _rule(signature: Signature, arguments: Sequence[Any],
   shapes = signature.shapes
   several = shapes.group > 1 and shapes.key_heads > 1
   factors = {ROWS: "b", HEADS: "(k g)" if several else "h",
-             KEY_HEADS: "k" if several else "h" if shapes.group == 1 else ""}
+             KEY_HEADS: "k" if several else "h" if shapes.group == 1 else "",
+             **{name: name for name in mapped_names(len(shapes.mapped))}}
   replicated: list[str] = []
 
   def dimension(name: str, size: int) -> str:
@@ -184,7 +197,8 @@ def _shards(signature: Signature, mesh: AbstractMesh, arguments: Sequence[partit
             results: Sequence[partitioned.Chosen]) -> Shards:
   """Returns the axes of the query, and of results for what it does not shard."""
   shapes = signature.shapes
-  found: dict[str, Axes] = {ROWS: (), HEADS: ()}
+  mapped = mapped_names(len(shapes.mapped))
+  found: dict[str, Axes] = {name: () for name in (ROWS, HEADS, *mapped)}
   for x, names in ((arguments[0], signature.arguments[0]), *zip(results, signature.results)):
     for name, axes in zip(names, partitioned.axes_of(x, mesh)):
       used = set(sum(found.values(), ()))
@@ -194,7 +208,7 @@ def _shards(signature: Signature, mesh: AbstractMesh, arguments: Sequence[partit
   heads = found[HEADS]
   count = next(n for n in range(len(heads), -1, -1)
                if shapes.key_heads % size_of(mesh, heads[:n]) == 0)
-  return Shards(found[ROWS], heads, heads[:count])
+  return Shards(found[ROWS], heads, heads[:count], tuple(found[name] for name in mapped))
 
 
 def _local(signature: Signature, shards: Shards, mesh: AbstractMesh,
@@ -220,7 +234,7 @@ def _local(signature: Signature, shards: Shards, mesh: AbstractMesh,
   def whole(x: jax.Array, names: Names, result: Any, needed: jax.Array | None) -> jax.Array:
     """Returns a result of all devices from this device's part of a sum over rows or heads."""
     axes = sum((shards.of(name) for name, size in zip(names, result.shape)
-                if name in (ROWS, HEADS) and size < shapes.size(name)), ())
+                if name not in ("", KEY_HEADS) and size < shapes.size(name)), ())
     if needed is not None and KEY_HEADS in names:
       axis = names.index(KEY_HEADS)
       shape = (*x.shape[:axis], held, *x.shape[axis + 1:])

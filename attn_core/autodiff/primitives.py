@@ -50,6 +50,7 @@ class _Call(NamedTuple):
   names: tuple[str, ...]  # differentiable operands with a tangent or cotangent
   mesh: AnyMesh | None = None  # whose partitioner shards the call; None: runs on whole operands
   num_residuals: int = 2  # out and lse; 3: out, lse and the rest of out
+  mapped: int = 0  # axes before the rows, of `vmap`, where a partitioner shards them by themselves
 
 
 def attend(kernel: Kernel, operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
@@ -155,12 +156,12 @@ def _tangent_jvp(*args: jax.Array, call: _Call) -> Residuals:
 def _residual_avals(*avals: Any, call: _Call) -> list[Any]:
   query, value = (getattr(_operands(avals[:call.structure.num_leaves], call), name)
                   for name in ("query", "value"))
-  batch, length, heads, _ = query.shape
+  *batch, length, heads, _ = query.shape
   lse_dtype = at_least_float32(call.spec.softmax_dtype)
   dtype = call.spec.out_dtype or query.dtype
   rows = P(*query.sharding.spec[:1])  # an Explicit axis that vmap maps is a part of the rows
-  return [varying_axes.like(query, (batch, length, heads, value.shape[-1]), dtype, rows),
-          varying_axes.like(query, (batch, heads, length), lse_dtype, rows)]
+  return [varying_axes.like(query, (*batch, length, heads, value.shape[-1]), dtype, rows),
+          varying_axes.like(query, (*batch, heads, length), lse_dtype, rows)]
 
 
 def _cotangent_avals(*avals: Any, call: _Call) -> list[Any]:
@@ -263,15 +264,15 @@ def _backward_jvp_transpose_rule(cotangents: Sequence[Any], *args: Any, call: _C
       c if ad.is_undefined_primal(x) else None for c, x in zip(found, linear)]
 
 
-def _jvp_by_jax(compute: Callable, primals: Sequence[Any], tangents: Sequence[Any], *,
+def _jvp_by_jax(primitive: Primitive, primals: Sequence[Any], tangents: Sequence[Any], *,
                 call: _Call) -> tuple:
   """Computes the jvp of a primitive by JAX: forward mode through the kernel's loops."""
   zeros = (jnp.zeros(p.shape, jax.dtypes.float0) if not jnp.issubdtype(p.dtype, jnp.inexact)
            else ad.instantiate_zeros(t) for p, t in zip(primals, tangents))
-  return jax.jvp(lambda *args: list(compute(*args, call=call)), primals, tuple(zeros))
+  return jax.jvp(functools.partial(primitive.impl, call=call), primals, tuple(zeros))
 
 
-# --- vmap: the mapped axis joins the batch. ------------------------------------------------------
+# --- vmap: the mapped axis joins the batch, on each device where a partitioner shards them. ------
 
 
 def _batch(primitive: Primitive, labels_of: Callable[[_Call], list[str]], axis: Any,
@@ -281,7 +282,7 @@ def _batch(primitive: Primitive, labels_of: Callable[[_Call], list[str]], axis: 
     outs = primitive.bind(*args, call=call)
     return outs, [None] * len(outs)
   size = next(x.shape[d] for x, d in zip(args, dims) if d is not None)
-  labels = folding.operand_labels(call.structure, call.spec.mask) + labels_of(call)
+  labels = _labels(labels_of, call)
   if not size:  # kernels cannot compute an empty batch
     outs = folding.empty(functools.partial(primitive.bind, call=call), args, dims)
     return outs, [0] * len(outs)
@@ -289,27 +290,30 @@ def _batch(primitive: Primitive, labels_of: Callable[[_Call], list[str]], axis: 
     outs = folding.one_by_one(functools.partial(primitive.bind, call=call), args, dims, size)
     return outs, [0] * len(outs)
 
-  rows = args[0].shape[1 if dims[0] == 0 else 0]  # the first operand is always the query
+  mapped = call.mapped + 1
+  without = [x.shape if d is None else (*x.shape[:d], *x.shape[d + 1:]) for x, d in zip(args, dims)]
+  sizes = size, *without[0][:mapped]  # the first operand is always the query
   full = {"query", "lse", "key", "value", "key_scale", "value_scale", *call.names}
-  # The partitioner keeps the sharding of the slower part of an axis: of the rows, unless vmap's
-  # spmd_axis_name says that the mapped axis is sharded.
-  rows_first = call.mesh is not None and axis.spmd_name is None
-  folded = [x if label == "whole" else folding.fold(x, d, (size, rows), label in full, rows_first)
-            for x, d, label in zip(args, dims, labels)]
-  operands, rest = _split(folded, call, len(args) - call.structure.num_leaves)
+  args = [x if label == "whole" else folding.lead(x, d, sizes, label in full)
+          for x, d, label in zip(args, dims, labels)]
+  operands, rest = _split(args, call, len(args) - call.structure.num_leaves)
   if operands.mask.batch_index is None:
     # Dropout and predicates depend on the row's index within its own mapped element.
-    index = jnp.arange(rows, dtype=jnp.int32)
-    index = jnp.repeat(index, size) if rows_first else jnp.tile(index, size)
+    index = jnp.broadcast_to(jnp.arange(sizes[-1], dtype=jnp.int32), sizes)
     operands = operands._replace(mask=operands.mask._replace(batch_index=index))
   leaves, structure = jax.tree.flatten(varying_axes.unify(operands))
-  outs = primitive.bind(*leaves, *rest, call=call._replace(structure=structure))
-  outs = [folding.unfold(x, (size, rows), rows_first) for x in outs]
+  outer = call._replace(structure=structure, mapped=mapped if call.mesh is not None else 0)
+  bind = functools.partial(primitive.bind, call=outer)
+  outs = (bind(*leaves, *rest) if call.mesh is not None else
+          folding.by_folding(bind, _labels(labels_of, outer), mapped, [*leaves, *rest]))
   if primitive in (_backward_p, _backward_jvp_p):
-    shared = [folding.rows_of(args, dims, labels, name) == 1 for name in call.names]
-    outs = [x.sum(1, keepdims=True).astype(x.dtype) if one and rows > 1 else x
-            for x, one in zip(outs, shared)]
+    shapes = [without[labels.index(name)][:mapped] for name in call.names]
+    outs = [folding.summed(x, shape) for x, shape in zip(outs, shapes)]
   return outs, [0] * len(outs)
+
+
+def _labels(labels_of: Callable[[_Call], list[str]], call: _Call) -> list[str]:
+  return folding.operand_labels(call.structure, call.spec.mask) + labels_of(call)
 
 
 # --- The primitives. -----------------------------------------------------------------------------
@@ -321,11 +325,13 @@ def _lower_sharded(ctx: Any, args: Sequence[Any], compute: Callable[..., list[ja
   assert call.mesh is not None
   def local(*args: jax.Array) -> list[jax.Array]:
     *given, _, rows, heads = args
-    operands, rest = _split(given, call, len(given) - call.structure.num_leaves)
-    leaves, structure = jax.tree.flatten(partition_rules.with_numbers(operands, rows, heads))
-    return compute(*leaves, *rest, call=call._replace(structure=structure))
+    def on_rows(*args: jax.Array) -> list[jax.Array]:
+      operands, rest = _split(args, call, len(args) - call.structure.num_leaves)
+      leaves, structure = jax.tree.flatten(partition_rules.with_numbers(operands, rows, heads))
+      return compute(*leaves, *rest, call=call._replace(structure=structure, mapped=0))
+    return folding.by_folding(on_rows, _labels(lambda _: list(labels), call), call.mapped, given)
   operands = _operands(ctx.avals_in[:call.structure.num_leaves], call)
-  signature = partition_rules.signature_of(operands, call.spec.mask, labels, results)
+  signature = partition_rules.signature_of(operands, call.spec.mask, labels, results, call.mapped)
   return partition_rules.lower(ctx, args, local, signature, (call.kernel.name, *call[1:]),
                                call.mesh)
 
@@ -334,7 +340,7 @@ def _primitive(name: str, compute: Callable, avals: Callable, labels_of: Callabl
                effects: Callable[[_Call], Set] = lambda call: frozenset()) -> Primitive:
   """Returns a primitive that runs `compute`; `labels_of` labels the arguments after operands."""
   results_of = lambda call: _OUT_LSE if avals is _residual_avals else call.names
-  compute = functools.wraps(compute)(functools.partial(_as_list, compute))
+  compute = functools.wraps(compute)(functools.partial(_as_list, compute, labels_of))
   primitive = Primitive(name)
   primitive.multiple_results = True
   primitive.def_impl(jax.jit(compute, static_argnames="call"))
@@ -356,8 +362,11 @@ def _primitive(name: str, compute: Callable, avals: Callable, labels_of: Callabl
   return primitive
 
 
-def _as_list(compute: Callable, *args: jax.Array, call: _Call) -> list[jax.Array]:
-  return list(compute(*args, call=call))
+def _as_list(compute: Callable, labels_of: Callable[[_Call], list[str]], *args: jax.Array,
+             call: _Call) -> list[jax.Array]:
+  run = functools.partial(compute, call=call._replace(mapped=0))
+  return folding.by_folding(run, _labels(labels_of, call), call.mapped, args) if call.mapped else [
+      *run(*args)]
 
 
 _OUT_LSE = ["query", "lse"]
@@ -383,8 +392,8 @@ _tangent_jvp_p = _primitive("attention_tangent_jvp", _tangent_jvp, _residual_ava
 ad.primitive_jvps[_forward_p] = _forward_jvp_rule
 ad.primitive_jvps[_tangent_p] = _tangent_jvp_rule
 ad.primitive_jvps[_backward_p] = _backward_jvp_rule
-ad.primitive_jvps[_backward_jvp_p] = functools.partial(_jvp_by_jax, _backward_jvp)
-ad.primitive_jvps[_tangent_jvp_p] = functools.partial(_jvp_by_jax, _tangent_jvp)
+ad.primitive_jvps[_backward_jvp_p] = functools.partial(_jvp_by_jax, _backward_jvp_p)
+ad.primitive_jvps[_tangent_jvp_p] = functools.partial(_jvp_by_jax, _tangent_jvp_p)
 ad.primitive_transposes[_tangent_p] = _tangent_transpose_rule
 ad.primitive_transposes[_backward_jvp_p] = _backward_jvp_transpose_rule
 ad.primitive_transposes[_tangent_jvp_p] = _tangent_jvp_transpose_rule

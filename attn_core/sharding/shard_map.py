@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from attn_core.array_axes import AnyMesh, axes_of, reshard, typed_axes
 from attn_core.masks import mask as mask_lib
 from attn_core.score_mods import score_mod
-from attn_core.sharding import partition, preferred, varying_axes
+from attn_core.sharding import default_sharding, partition, varying_axes
 from attn_core.sharding.placement import Placement, is_single
 from attn_core.types import AttentionOutput, Call, MaskOperands, Operands, operands_like
 
@@ -58,7 +58,7 @@ def sharded(local: Callable[[Operands], AttentionOutput], call: Call) -> Attenti
   if placement is None:
     return local(operands)
   if placement.partitioner:
-    return local(operands._replace(query=preferred.prefer(
+    return local(operands._replace(query=default_sharding.prefer(
         operands.query, placement.mesh, {0: placement.batch, 2: placement.heads})))
   specs = _specs(call, placement)
   operands = resharded(operands, specs, placement.mesh)
