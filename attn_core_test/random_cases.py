@@ -30,7 +30,7 @@ HEADS = ((4, 2), (6, 2), (6, 3), (3, 3), (5, 1))
 
 
 class RandomCase(NamedTuple):
-  """A property case, and its arrays: as given, and with finite numbers in place of what is hidden."""
+  """A property case and its arrays: as given, and with finite numbers for what is hidden."""
 
   case: Case
   arrays: dict[str, Any]
@@ -78,7 +78,7 @@ def make(seed: int, without: frozenset[str] = frozenset(), dtype: str = "float64
               positions if "dropout" in features else None)
   clean = property_cases.operands(case, dtype, seed + 1000)
   if "huge" in features:  # in one row of the batch
-    clean["query"] = clean["query"].at[-1].multiply(100)
+    clean["query"] = clean["query"].at[-1].multiply(100 if dtype == "float64" else 10)
   arrays = dict(clean)
   for name in ("key", "value"):
     for row, key in enumerate(hidden):

@@ -73,7 +73,7 @@ SHARDS = {
     "distributed_test": 1, "caches_sharding_test": 1, "ring_split_test": 1, "adapters_test": 1,
     "short_test": 1, "explicit_axes_test": 1, "explicit_pages_test": 1, "collectives_test": 1,
     "strict_modes_test": 1, "calls_test": 1,
-    "batch_dimensions_test": 1, "manual_axes_test": 1}
+    "batch_dimensions_test": 1, "manual_axes_test": 1, "programs_test": 1, "whole_calls_test": 1}
 
 # These start next, in this order, and the others at last, so that none runs alone in the end.
 LONG = ("tpu_memory_test", "gpu_split_kv_test", "static_gpu_test", "tpu_schedule_test",
