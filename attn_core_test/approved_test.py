@@ -1,6 +1,6 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the library says about many calls, without running them, is what was approved before.
+"""The library says about many calls, without running them, what was approved before.
 
 The texts in attn_core_test/approved are read in the difference of a commit, as a compiler's
 expected outputs are; `python3 -m attn_core_test.approve` writes them again.
