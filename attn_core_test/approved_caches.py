@@ -82,7 +82,8 @@ def under_jit() -> Iterator[str]:
       for metadata in (CacheMetadata(), CacheMetadata(starts=[1, 1, 2]), CacheMetadata([1, 0, 2])):
         for tokens in (new(B, 2), 2):
           yield f"{kind} {name} step {text(metadata)}: " + attempt(
-              lambda a=(tokens, cache, metadata, None, reach): _short(update.update_cache(*a)))
+              lambda a=(tokens, cache, metadata, "__prefill__", reach): _short(
+                  update.update_cache(*a)))
       step = jax.jit(lambda lengths, rows, c=cache, r=reach: _short(update.update_cache(
           new(B, 2), c, CacheMetadata(lengths, slots=rows), "__insert__", r)))
       for lengths, rows in (([2, 1, 0], [1, 0, 2]), ([2, 3, 1], [0, 0, 5])):

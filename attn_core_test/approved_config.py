@@ -179,6 +179,7 @@ def readers() -> Iterator[str]:
                {"model_type": "gemma3_text", "layer_types": ["full_attention", "sliding_attention",
                                                              "chunked_attention"],
                 "sliding_window": 4, "attention_chunk_size": 8, "num_hidden_layers": 3,
+                "num_key_value_heads": 2,
                 "rope_parameters": {
                     "full_attention": {"rope_type": "default", "rope_theta": 5.0},
                     "sliding_attention": {"rope_type": "linear", "factor": 2.0},
