@@ -229,8 +229,12 @@ py_library(
         name = file[:-len(".py")],
         timeout = "long",
         srcs = [file],
-        data = BUILD_FILES + glob(["*.py", "approved/*.txt", "results/*.json",
-                                     "typed_programs/*.py"]) + [
+        data = BUILD_FILES + glob([
+            "*.py",
+            "approved/*.txt",
+            "results/*.json",
+            "typed_programs/*.py",
+        ]) + [
             "//:documents",
             "//attn_core:py.typed",
             "//examples:sources",

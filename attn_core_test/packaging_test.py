@@ -171,6 +171,7 @@ class BuildTest(absltest.TestCase):
       names = {name.partition("/")[2] for name in file.getnames()}
     for name in ("README.md", "CITATION.cff", "LICENSE", "CHANGELOG.md", "docs/index.md",
                  "docs/conf.py", "examples/serve.py", "attn_core_test/readme_test.py",
+                 "attn_core_test/approved/masks_leaves.txt",
                  "attn_core_test/results/cpu_py312_jax0.12.0.1.json"):
       self.assertIn(name, names)
     self.assertEmpty([name for name in names if name.startswith("docs/_build/")])

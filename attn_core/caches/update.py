@@ -268,8 +268,14 @@ def concatenate(*, query: jax.Array, key: jax.Array, value: jax.Array,
     A Concatenated; keys and values of an 8-bit cache are dequantized to the query's dtype.
 
   Raises:
-    ValueError: as `update_cache`; segment ids or positions are given together with a cache.
+    ValueError: as `update_cache`; segment ids or positions are given together with a cache; the
+      query is not as documented here.
   """
+  checks.floating("query", query, 4, "[B, T, H, D]")
+  shared = 1 if cache_view is None else 2
+  checks.require(getattr(key, "shape", query.shape)[:shared] == query.shape[:shared], "query",
+                 checks.describe(query), f"{'B' if shared == 1 else 'B and T'} of the key "
+                 f"{checks.describe(key)}")
   info = MaskInfo() if mask_info is None else mask_info
   sides = checks.window(sliding_window)
   if cache_view is not None:
