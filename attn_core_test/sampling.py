@@ -31,6 +31,7 @@ QUICK = {
     "blockwise_test.BlockSizesTest.*": 1, "blockwise_test.*": 2,
     "tpu_test.InterpretTest.test_every*": 1, "tpu_test.InterpretTest.*_by_row": 1,
     "tpu_test.InterpretTest.*": 8,
+    "tpu_softmax_test.F*": 4, "tpu_softmax_test.Ch*": 2,
     "ring_*test.BadInputTest.*": 1, "ring_test.*.test_one_number*": 1, "ring_*test.*": 3,
     "paged_bad_input_test.*": 1,
     "paged_shard_test.EqualityTest.*": 3, "paged_shard_test.*": 1,

@@ -18,7 +18,7 @@ from attn_core import BlockSizes, MaskInfo, attention, masks
 from attn_core.benchmark.static import profile as static_profile
 from attn_core.kernels.common.contract import RemoteCopy
 from attn_core.kernels.tpu.flash import (
-    backward, forward, scalar_memory, schedule, step_list, tiling)
+    backward, forward, scalar_memory, schedule, step_list, tile_loop, tiling)
 from attn_core.masks import materialize
 from attn_core.types import AttentionSpec, MaskOperands, Operands
 from attn_core_test import sampling
@@ -208,16 +208,21 @@ class InterpretedTest(parameterized.TestCase):
 
   def compare(self, case, num_groups=scalar_memory.num_groups):
     """Compares values and gradients; returns (grid steps, steps with a body) of both kernels."""
-    counts = {}
+    counts, original = {}, tile_loop.for_each_block
     def counting(name, run):
-      def for_each_tile(params, grid, kinds, compute, prologue=lambda: None):
+      def for_each_tile(params, grid, kinds, compute):
         count = lambda what: jax.debug.callback(
             lambda: counts.__setitem__((name, what), counts.get((name, what), 0) + 1))
-        def counted():
-          count("bodies")
-          prologue()
+        def counted(body):
+          def run_body(*strips):
+            count("bodies")
+            body(*strips)
+          return run_body
         count("steps")
-        run(params, grid, kinds, compute, counted)
+        for_each_block = lambda params, grid, kinds, compute, otherwise: original(
+            params, grid, kinds, counted(compute), counted(otherwise))
+        with mock.patch.object(tile_loop, "for_each_block", for_each_block):
+          run(params, grid, kinds, compute)
       return for_each_tile
 
     def everything(run):

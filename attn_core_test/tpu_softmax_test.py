@@ -21,7 +21,7 @@ from attn_core.kernels.tpu.flash import forward_step, softmax_choice
 from attn_core_test.tpu_cases import BLOCKS, Case
 from attn_core_test.tpu_interpret import interpreted
 
-T = 384
+T, PADDED = 384, 150
 SEVERAL = Case({}, B=2, T=T, D=32, dtype="bfloat16")
 ONE_STEP = Case(dict(causal=False), masks.full(), B=2, T=256, H=2, D=32, dtype="bfloat16",
                 blocks=BlockSizes(128, 256))
@@ -108,7 +108,7 @@ def alibi(b, h, t, s, scale):
 
 def padding(b, h, t, s, scale):
   """Hides the first keys of batch row 0 as additive masks do: some queries see no other key."""
-  return jnp.zeros((b, 1, 1, s)).at[0, ..., :150].set(scale)
+  return jnp.zeros((b, 1, 1, s)).at[0, ..., :PADDED].set(scale)
 
 
 IDS = np.repeat(np.array([[0, 1, 2], [5, 5, 6]], np.int32), T // 3, 1)
@@ -135,13 +135,15 @@ class FeaturesTest(parameterized.TestCase):
   def test_results_and_gradients(self, name):
     """Compares with numbers for which the naive softmax fails in one head of a batch row.
 
-    Beside 1e9 float32 has no room for logits: queries that see only such keys weigh them equally.
+    Next to 1e9 float32 has no digits for logits: queries that see only such keys weigh them
+    equally.
     """
-    case, dtype = FEATURES[name], jnp.float32 if name == "padding" else jnp.float64
+    case, empty = FEATURES[name], np.s_[0, :PADDED if name == "padding" else 0]
     arrays = {**case.arrays(), **{key: f() for key, f in VALUES.get(name, {}).items()}}
     arrays["query"] = arrays["query"].at[int(name == "padding"), :, 0].multiply(64)
     rng = np.random.default_rng(1)
     weights = [rng.normal(size=x.shape) for x in jax.eval_shape(case.oracle, arrays)]
+    weights[0][empty], weights[1][0, :, empty[1]] = 0, 0
     wrt = ("query", "key", "value")
     def loss(call, some):
       out, lse = call({**arrays, **some})
@@ -151,13 +153,19 @@ class FeaturesTest(parameterized.TestCase):
     with interpreted("on_wait"):
       found = jax.block_until_ready(
           jax.jit(jax.grad(functools.partial(loss, case.call), has_aux=True))(some))
-    oracle = functools.partial(case.oracle, dtype=dtype)
+    oracle = functools.partial(case.oracle, dtype=jnp.float64)
     expected = in_float64(jax.grad(functools.partial(loss, oracle), has_aux=True), some)
     gradients, results = ([np.asarray(x, np.float64) for x in jax.tree.leaves(part)]
                           for part in found)
-    exact_gradients, exact_results = (jax.tree.leaves(part) for part in expected)
+    exact_gradients, exact_results = (list(map(np.array, jax.tree.leaves(part)))
+                                      for part in expected)
+    mean = np.cumsum(np.asarray(arrays["value"][0], np.float64), 0)
+    exact_results[0][empty] = (mean / np.arange(1, T + 1)[:, None, None])[empty[1]]
+    for lse in (results[1], exact_results[1]):
+      np.testing.assert_allclose(lse[0, :, empty[1]], -1e9, rtol=1e-6)
+      lse[0, :, empty[1]] = 0
     assert_close(self, results, exact_results, 1e-2)
-    assert_close(self, gradients, [np.asarray(x, np.float64) for x in exact_gradients], 2e-2)
+    assert_close(self, gradients, exact_gradients, 2e-2)
 
 
 # Of 6 steps, of which 0, 1 and 3 begin a row of blocks, where the naive softmax may be tried again
@@ -172,7 +180,8 @@ class ChoiceTest(parameterized.TestCase):
   def test_steps(self, name, expected):
     """Counts the steps in which each form is computed."""
     counts = collections.Counter()
-    after_naive, fold = softmax_choice.SoftmaxChoice.after_naive, forward_step.ForwardStep.fold_block
+    after_naive = softmax_choice.SoftmaxChoice.after_naive
+    fold = forward_step.ForwardStep.fold_block
     def counted_fold(step, strips):
       if step.form.safe and not step.form.shielded:
         jax.debug.callback(lambda: counts.update(["safe"]))

@@ -161,11 +161,11 @@ def _adaptive_only_step(step: ForwardStep, choice: softmax_choice.SoftmaxChoice,
 
   @pl.when(choice.is_safe)
   def _() -> None:
-    step.with_form(safe=True).fold_only_block(strips)
+    step.safely().fold_only_block(strips)
 
   @pl.when(choice.is_shielded)
   def _() -> None:
-    shielded = step.with_form(safe=True, shielded=True)
+    shielded = step.safely(shielded=True)
     shielded.start(shielded.target)
     loop(params, step.grid, kinds, shielded.fold_block, always_masked=True)
     _finish(shielded)
@@ -198,12 +198,12 @@ def _adaptive_step(step: ForwardStep, choice: softmax_choice.SoftmaxChoice, kind
   # safely, if that failed now or before,
   @pl.when(choice.is_safe)
   def _() -> None:
-    for_each_block(params, grid, kinds, step.with_form(safe=True).fold_block, choice.shield)
+    for_each_block(params, grid, kinds, step.safely().fold_block, choice.shield)
 
   # and tile by tile, if a key or value is not finite or the tiles are of no pattern.
   @pl.when(choice.is_shielded & (kinds != 0))
   def _() -> None:
-    shielded = step.with_form(safe=True, shielded=True)
+    shielded = step.safely(shielded=True)
     shielded.keep_others([])
     loop(params, grid, kinds, shielded.in_place().fold_block, always_masked=True)
 

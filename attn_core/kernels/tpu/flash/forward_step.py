@@ -83,9 +83,9 @@ class ForwardStep(NamedTuple):
     """Query heads of the step."""
     return range(self.params.tiling.query_heads)
 
-  def with_form(self, **changes: bool) -> "ForwardStep":
-    """Returns this step with another form of the softmax."""
-    return self._replace(form=self.form._replace(**changes))
+  def safely(self, *, shielded: bool = False) -> "ForwardStep":
+    """Returns this step with a safe softmax."""
+    return self._replace(form=self.form._replace(safe=True, shielded=shielded))
 
   def in_place(self) -> "ForwardStep":
     """Returns this step, continuing the state after it."""
@@ -234,8 +234,10 @@ class ForwardStep(NamedTuple):
   def _nan_of_keys(self, tile: TileIndex) -> jax.Array:
     """Returns [keys, 1]: NaN where a key or its value is not finite, else 0."""
     head = self.params.key_head(tile)
-    arrays = (read(self.refs, head, tile.keys) for read in (self.readers.key, self.readers.value))
-    return sum((x - x).sum(1, keepdims=True) for x in (x.astype(jnp.float32) for x in arrays))
+    def zero_or_nan(read: TokenReader) -> jax.Array:
+      x = read(self.refs, head, tile.keys).astype(jnp.float32)
+      return (x - x).sum(1, keepdims=True)
+    return zero_or_nan(self.readers.key) + zero_or_nan(self.readers.value)
 
   def _update_naive(self, tile: TileIndex, masked: bool, logits: jax.Array,
                     running: online_softmax.Running | None) -> online_softmax.Running:

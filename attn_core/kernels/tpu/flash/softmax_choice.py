@@ -1,11 +1,12 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which form of the softmax a step of the forward computes: the naive one, until it fails.
+"""Choice of the form of the softmax that a step of the forward computes.
 
-The choice is made while the kernel runs, and lies in scalar memory from step to step. It follows
-the heads of one batch row, so that the worst numbers cost one naive step in SAFE_STEPS, and starts
-anew with each batch row, whose results therefore do not depend on other batch rows, and with each
-half of a row's work, which may run on another core.
+It is the naive one until that fails. The choice is made while the kernel runs, and lies in scalar
+memory from step to step. It is kept from head to head of a batch row, so that the worst numbers
+cost one naive step in SAFE_STEPS. Every batch row begins with the naive softmax, so that its
+results do not depend on other batch rows, and so does every half of a row's work, which may run on
+another core.
 """
 
 from typing import Any, Callable, NamedTuple
@@ -114,7 +115,7 @@ class SoftmaxChoice(NamedTuple):
 
   @property
   def buffer(self) -> jax.Array:
-    """Which of two buffers holds the running softmax."""
+    """The number of the buffer, of two, that holds the running softmax."""
     return self.words[_BUFFER]
 
   def swap_buffers(self) -> None:
