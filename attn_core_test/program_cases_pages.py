@@ -37,6 +37,7 @@ class Call(NamedTuple):
   blocks: BlockSizes = BlockSizes(block_q=4, block_kv=16)
   precision: str | None = None
   traced: bool = True  # the metadata are arguments of the program
+  chunk_size: int | None = None
 
   def program(self, metadata: OperationMetadata, gradients: bool = False) -> Program:
     """Returns the call on a platform, with derivatives or not."""
@@ -56,7 +57,7 @@ class Call(NamedTuple):
           cache_metadata=table, softmax_aux=sinks, metadata=metadata, return_lse=True,
           block_sizes=self.blocks, causal=o.causal, sliding_window=o.sliding_window,
           logits_soft_cap=o.logits_soft_cap, softmax_scale=o.softmax_scale,
-          precision=self.precision)
+          precision=self.precision, chunk_size=self.chunk_size)
       return output.attention_outputs, output.lse
     arrays = (array(tokens, case.H, case.D), *new, cache, sinks)
     if gradients:
@@ -95,6 +96,7 @@ ON_CPU = {
     "highest precision": Call(_RAGGED._replace(dtype="bfloat16"), precision="highest"),
     "blocks chosen": Call(_RAGGED, blocks=BlockSizes()),
     "float16": Call(_RAGGED._replace(dtype="float16")),
+    "chunk": Call(Case((13, 21), (7, 1)), chunk_size=5),
 }
 
 
