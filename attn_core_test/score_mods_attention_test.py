@@ -179,6 +179,7 @@ class DerivativesTest(parameterized.TestCase):
     self.compare(derivatives(call(case, "blockwise", **arguments), arrays),
                  derivatives(call(case, "vanilla", **arguments), arrays))
 
+  @sampling.slow("score_mods_differences")
   def test_dense_ones_equal_finite_differences(self):
     arrays = operands() | arrays_of(EVERYTHING)
     moves = {name: numbers(*x.shape, seed=20 + n) for n, (name, x) in enumerate(arrays.items())}
@@ -202,6 +203,7 @@ class DerivativesTest(parameterized.TestCase):
       one = jax.jit(loss)({k: x[i] if k in mapped else x for k, x in stacked.items()})
       self.compare(jax.tree.map(lambda x: x[i], got), one)
 
+  @sampling.slow("score_mods_repeat")
   def test_gradients_repeat_bit_for_bit(self):
     arrays = {k: x.astype(np.float32) for k, x in (operands() | arrays_of(SOME)).items()}
     run = call(SOME, "blockwise")
@@ -262,6 +264,7 @@ class DtypesTest(parameterized.TestCase):
       np.testing.assert_allclose(np.asarray(x, np.float64), y,
                                  atol=tolerance * max(1, abs(y).max()))
 
+  @sampling.slow("score_mods_strict_promotion")
   def test_strict_promotion_of_dtypes_and_ranks(self):
     case = composed("scale_by_head", "alibi", "relative", "per_key", "grid", "dense")
     arrays = {k: jnp.asarray(x, jnp.bfloat16) for k, x in (operands() | arrays_of(case)).items()}
@@ -366,7 +369,9 @@ class RingTest(parameterized.TestCase):
 
 class MemoryTest(parameterized.TestCase):
 
-  @parameterized.product(name=("alibi", "relative", "custom"), gradient=(False, True))
+  @parameterized.parameters(*sampling.with_slow(
+      [(name, True) for name in ("alibi", "relative", "custom")],
+      *((name, False) for name in ("alibi", "relative", "custom"))))
   def test_is_linear(self, name, gradient):
     """The compiler's bytes of temporary memory, from 2,048 to 16,384 tokens."""
     def temporary(length):
