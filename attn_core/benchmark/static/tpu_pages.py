@@ -110,8 +110,8 @@ def to_markdown(results: list[Result], versions: dict[str, str]) -> str:
           f"{kind.lengths[1]}, {kind.lengths[0]} tokens each" for kind in KINDS
           if kind.name in present)
       + ". Where a request of the kernel of tpu-inference has several blocks, its transfers are "
-      "counted as if they took no time. Both pad heads of width 64 to 128; tpu-inference has another "
-      "kernel for these, which is not counted. The programs did not run on a TPU.", "",
+      "counted as if they took no time. Both pad heads of width 64 to 128; tpu-inference has a "
+      "kernel for these, too, which is not counted. The programs did not run on a TPU.", "",
       "By `python3 -m attn_core.benchmark --static tpu-pages`."]
   for chip, group in itertools.groupby(results, lambda r: r.program.chip):
     lines += ["", f"## {chip}, {CHIPS[chip].peak.memory_bytes / 1e9:,.0f} GB/s", "", *_table(group)]

@@ -5,7 +5,7 @@
 Shapes: T new tokens, R requests, P pages of the pool.
 """
 
-from typing import Any, Callable
+from typing import Callable, cast
 
 import jax
 from jax.typing import DTypeLike
@@ -116,7 +116,7 @@ def int32_vector(argument: str, x: Array, count: int, meaning: str) -> Array:
   expected = f"int32 [{count}], {meaning}"
   numbers = checks.int32(argument, x, expected)
   checks.require(numbers.shape == (count,), argument, checks.describe(numbers), expected)
-  return numbers
+  return cast(Array, numbers)
 
 
 def token_scales(cache: Pages) -> tuple[Array, Array]:
