@@ -197,8 +197,8 @@ class ScheduleTest(parameterized.TestCase):
       self.assertEqual((found.group, found.head_parts), (heads, group // heads))
       self.assertEqual((found.block_q, found.block_kv), (rows, 1024))
 
-  @parameterized.product(tokens=(1, 100, 300, 500, 1000), group=(1, 3, 5, 8), limit=(None, 128, 384),
-                         backward=(False, True))
+  @parameterized.product(tokens=(1, 100, 300, 500, 1000), group=(1, 3, 5, 8),
+                         limit=(None, 128, 384), backward=(False, True))
   def test_blocks_of_short_calls(self, tokens, group, limit, backward):
     """Checks that any length and any request have blocks, and that no query head is left out."""
     blocks = BlockSizes(block_q=limit, block_q_backward=limit)
@@ -206,7 +206,8 @@ class ScheduleTest(parameterized.TestCase):
                                blocks, backward=backward)
     self.assertEqual(found.group * found.head_parts, group)
     length = schedule.round_up(tokens, 128)
-    self.assertIn(found.block_q, (length, 768, 512, 256) if limit is None else (min(limit, length),))
+    sizes = (length, 768, 512, 256) if limit is None else (min(limit, length),)
+    self.assertIn(found.block_q, sizes)
 
   @parameterized.parameters(
       (4096, 128, False, (2048, 4096)), (2304, 96, False, (1152, 2304)),

@@ -171,7 +171,7 @@ def build(mask: Mask, tiling: Tiling, *, by_keys: bool) -> tuple[Schedule, StepL
 
 
 def _in_halves(num_blocks: int) -> np.ndarray:
-  """Returns the order of blocks 0 3 4 7 ..., then 1 2 5 6 ...: causal masks give both equal work."""
+  """Returns the order of blocks 0 3 4 7 ..., then 1 2 5 6 ...: equal work under causal masks."""
   assert num_blocks % 2 == 0, num_blocks
   place = np.arange(num_blocks // 2)
   return np.concatenate([2 * place + (place + half) % 2 for half in range(2)])
