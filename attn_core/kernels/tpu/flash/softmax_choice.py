@@ -63,7 +63,7 @@ class SoftmaxChoice(NamedTuple):
       self.words[_BUFFER] = 0
       self.words[_LARGE] = 0
       @pl.loop(_BLOCKS, self.words.shape[0])
-      def _(block: jax.Array) -> None:
+      def clear(block: jax.Array) -> None:
         self.words[block] = 0
 
   def look_at_block(self, block: jax.Array, visible: jax.Array, is_large: Callable[[], jax.Array],
