@@ -21,7 +21,8 @@ from attn_core_test.approved_text import Line, abstract_mesh, attempt, text
 from attn_core_test.approved_values import candidates, lines
 
 METADATA_VALUES: dict[str, tuple[Any, ...]] = {
-    "runtime_dtype": (jnp.bfloat16, "float16"), "platform": ("gpu", "TPU", "cuda"),
+    "runtime_dtype": (jnp.bfloat16, "float16", np.dtype(">f4")),
+    "platform": ("gpu", "TPU", "cuda"),
     "backend": ("cuda", "GPU"), "mesh": (abstract_mesh((2, 3), ("dp", "tp"), AxisType.Explicit),),
     "partition_axis": (PartitionAxis(head_axis=["tp", "sp"]), PartitionAxis(head_axis=3)),
     "operation_configs": ({"ring": BlockSizes(3), "flash_attn2": BlockSizes()}, {"x": BlockSizes()},
