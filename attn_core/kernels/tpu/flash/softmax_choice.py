@@ -46,7 +46,8 @@ class SoftmaxChoice(NamedTuple):
       sizes: numbers of head groups, of halves and of steps.
       first: whether a row of blocks begins.
     """
-    b, h, half, _, n = program_ids
+    b, h, half, part, n = program_ids
+    del part  # forwards have one
     groups, halves, steps = sizes
     # The memory holds anything at first, on each of two cores that share a grid: only what the
     # step before this one has left counts. The size of the grid tells another launch apart.
