@@ -247,6 +247,8 @@ VALUES = (
     ("init_bias_array", {"init_bias": floats(1, 1, T, T)}, "init_bias: got", "a function"),
     ("init_bias_and_bias", {"bias": floats(1, 1, 1, T), "init_bias": lambda: None},
      "init_bias: got a bias as well", "one of bias and init_bias"),
+    ("score_mod_function", {"score_mod": lambda score, b, h, q, k: score}, "score_mod: got",
+     "score_mods.custom"),
     ("init_bias_returns", {"init_bias": lambda: floats(T, T)},
      r"what init_bias returned: got float32\[8, 8\]", "floating-point"),
     ("sinks_key_heads", {"softmax_aux": floats(K)}, r"softmax_aux: got float32\[2\]",
