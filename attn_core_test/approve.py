@@ -19,7 +19,7 @@ def main(names: list[str]) -> None:
     if not path.exists() or path.read_text(encoding="utf-8") != text:
       path.write_text(text, encoding="utf-8")
       print(path)
-  for path in approved_cases.FOLDER.glob("*.txt"):
+  for path in approved_cases.present():
     if path.stem not in approved_cases.FILES:
       path.unlink()
 

@@ -37,3 +37,8 @@ def generated(name: str) -> str:
 
 def path_of(name: str) -> pathlib.Path:
   return FOLDER / f"{name}.txt"
+
+
+def present() -> list[pathlib.Path]:
+  """Returns the files that exist, apart from those of `recorded_programs`."""
+  return sorted(path for path in FOLDER.glob("*.txt") if not path.stem.startswith("programs_"))

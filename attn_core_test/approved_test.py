@@ -29,7 +29,7 @@ class ApprovedTest(parameterized.TestCase):
                            f"python3 -m attn_core_test.approve {name}"]))
 
   def test_every_file_has_a_generator(self):
-    names = {path.stem for path in approved_cases.FOLDER.glob("*.txt")}
+    names = {path.stem for path in approved_cases.present()}
     self.assertEqual(names, set(approved_cases.FILES))
 
 
