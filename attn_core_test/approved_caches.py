@@ -214,22 +214,31 @@ def allocations() -> Iterator[str]:
     for _ in range(26):
       names = list(state.requests)
       name = names[rng.integers(len(names))] if names else "a0"
-      choice = rng.integers(6)
+      choice = rng.integers(10)
       count += 1
       tokens = int(rng.integers(0, 2 * size + 2))
       action, function = {
           0: (f"add a{count}", lambda s=state, c=count: (allocator.add(s, f"a{c}"), ())),
           1: (f"fork {name} at {tokens}", lambda s=state, n=name, c=count, t=tokens: (
               allocator.fork(s, n, f"a{c}", t), ())),
-          2: (f"release {name}", lambda s=state, n=name: (allocator.release(s, n), ()))}.get(
+          2: (f"release {name}", lambda s=state, n=name: (allocator.release(s, n), ())),
+          3: (f"truncate {name} to {tokens}", lambda s=state, n=name, t=tokens: (
+              allocator.truncate(s, n, t), ())),
+          4: (f"release {name} before {tokens}", lambda s=state, n=name, t=tokens: (
+              allocator.release_before(s, n, t), ())),
+          5: (f"publish {tokens} of {name}", lambda s=state, n=name, t=tokens: (
+              allocator.publish(s, n, range(t)), ())),
+          6: (f"add a{count} with {tokens}", lambda s=state, c=count, t=tokens: (
+              allocator.add(s, f"a{c}", range(t)), ()))}.get(
               int(choice), (f"extend {name} by {tokens}", lambda s=state, n=name, t=tokens: (
                   allocator.extend(s, n, t))))
       said = attempt(function)
       if "Error" not in said and "OutOfPages" not in said:
         state, copies = function()
-        said = f"free {state.free} owners {state.owners} copies {copies} " + " ".join(
+        said = f"free {state.num_free} owners {state.owners.tolist()} copies {copies} " + " ".join(
             f"{n}={r.pages}:{r.length}" for n, r in state.requests.items())
       yield f"  {action}: {said}"
+    yield f"  {allocator.statistics(state)}"
     yield f"  table {attempt(lambda s=state: allocator.table(s, list(s.requests), 4))}"
     yield f"  narrow {attempt(lambda s=state: allocator.table(s, list(s.requests), 1))}"
   state = allocator.extend(allocator.add(allocator.create(4, 3), "a"), "a", 4)[0]
@@ -238,6 +247,11 @@ def allocations() -> Iterator[str]:
       ("add", allocator.add, {"allocator": state, "name": "b"}),
       ("fork", allocator.fork, {"allocator": state, "parent": "a", "name": "b", "length": 3}),
       ("extend", allocator.extend, {"allocator": state, "name": "a", "tokens": 2}),
+      ("extend_all", allocator.extend_all, {"allocator": state, "tokens": {"a": 2}}),
+      ("publish", allocator.publish, {"allocator": state, "name": "a", "tokens": [1, 2, 3]}),
+      ("truncate", allocator.truncate, {"allocator": state, "name": "a", "length": 3}),
+      ("release_before", allocator.release_before,
+       {"allocator": state, "name": "a", "position": 3}),
       ("release", allocator.release, {"allocator": state, "name": "a"}),
       ("table", allocator.table, {"allocator": state, "names": ["a"], "width": 3})):
     for key in list(good)[1 if name != "create" else 0:]:
