@@ -147,13 +147,13 @@ def mask_dataclass(mask_class: ValueClass) -> ValueClass:
   children_names = [name for name in names if name in cls.roles]
   static_names = [name for name in names if name not in cls.roles]
 
-  def flatten(mask: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+  def flatten(mask: object) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
     # The class is part of the static data: jax treats the structures of two classes as equal when
     # their data are equal, and would run code compiled for one class with the other.
     return ([(jax.tree_util.GetAttrKey(name), getattr(mask, name)) for name in children_names],
             (cls, *(getattr(mask, name) for name in static_names)))
 
-  def unflatten(auxiliary: tuple[Any, ...], children: Iterable[Any]) -> Any:
+  def unflatten(auxiliary: tuple[Any, ...], children: Iterable[Any]) -> object:
     return cls(**dict(zip(static_names, auxiliary[1:])), **dict(zip(children_names, children)))
 
   jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)

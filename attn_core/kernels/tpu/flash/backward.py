@@ -26,7 +26,7 @@ from attn_core.kernels.common.contract import (BackwardFn, BackwardResiduals, Re
                                                    Residuals)
 from attn_core.kernels.tpu.flash import (
     call, key_sums, scalar_memory, schedule, step_list, tile_inputs, tiling as tiling_lib)
-from attn_core.kernels.tpu.flash.tile_inputs import KernelRefs, TileIndex, TokenRange
+from attn_core.kernels.tpu.flash.tile_inputs import Index, KernelRefs, TileIndex, TokenRange
 from attn_core.kernels.tpu.flash.tile_loop import (
     KernelParams, Strip, for_each_tile, issue_ahead, make_kernel_params)
 from attn_core.types import AttentionSpec, BlockSizes, Operands
@@ -235,7 +235,7 @@ def _backward_kernel(params: KernelParams, inputs: tile_inputs.TileInputs,
   def _() -> None:
     size, num_blocks, ref = params.tiling.block_q, params.tiling.blocks_of_range, outputs[0]
     for head in range(params.tiling.query_heads):
-      def write(block: Any, head: int = head) -> None:
+      def write(block: Index, head: int = head) -> None:
         start = block * size if isinstance(block, int) else pl.multiple_of(block * size, size)
         x = d_query[head * num_blocks + block].T * params.spec.softmax_scale
         ref[results[0].slices(head, TokenRange(start, size))] = x.astype(ref.dtype)

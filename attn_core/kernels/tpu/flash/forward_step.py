@@ -25,6 +25,7 @@ from attn_core.kernels.tpu.flash.tile_inputs import (
 from attn_core.kernels.tpu.flash.tile_loop import KernelParams, Strip, issue_ahead
 
 Ref = Any  # a Pallas reference
+Rows = Any  # a slice of Pallas: rows of the state of a step
 TileKey = tuple[int, int]  # (query head, first query) of a tile
 TileState = dict[TileKey, tuple[jax.Array, jax.Array]]  # m_i, l_i: float32 [1, queries] each
 
@@ -91,14 +92,14 @@ class ForwardStep(NamedTuple):
     """Returns this step, continuing the state after it."""
     return self._replace(source=self.target)
 
-  def load(self, rows: Any) -> tuple[jax.Array, jax.Array]:
+  def load(self, rows: Rows) -> tuple[jax.Array, jax.Array]:
     """Reads (m_i, l_i) before the step."""
     m_i, l_i = (x[self.source, :, rows] for x in self.scratch[:2])
     if self.form.safe and self.form.joins_naive:
       m_i = jnp.where(l_i == 0, -jnp.inf, m_i)  # the naive one has 0 there, before any key, too
     return m_i, l_i
 
-  def initial(self, rows: Any) -> tuple[jax.Array, jax.Array]:
+  def initial(self, rows: Rows) -> tuple[jax.Array, jax.Array]:
     """Returns (m_i, l_i) of rows before their first key."""
     zeros = jnp.zeros((1, rows.size), jnp.float32)
     return jnp.full_like(zeros, -jnp.inf) if self.form.safe else zeros, zeros
@@ -110,7 +111,7 @@ class ForwardStep(NamedTuple):
         self._store_numbers(buffer, rows, self.initial(rows))
         self._clear(buffer, rows)
 
-  def all_row_tiles(self, head: int) -> dict[TileKey, Any]:
+  def all_row_tiles(self, head: int) -> dict[TileKey, Rows]:
     """Returns the rows of all tiles of a head."""
     return self.params.row_tiles(head, TokenRange(0, self.params.tiling.block_q))
 
@@ -127,7 +128,7 @@ class ForwardStep(NamedTuple):
 
   def fold_block(self, strips: list[Strip]) -> None:
     """Folds all visible tiles of the block into the running softmax."""
-    tiles: dict[TileKey, Any] = {}
+    tiles: dict[TileKey, Rows] = {}
     for tile, _ in strips:
       tiles.update(self.params.row_tiles(tile.head, tile.queries))
     state = self.fold(strips, {key: self.load(rows) for key, rows in tiles.items()})
@@ -148,12 +149,12 @@ class ForwardStep(NamedTuple):
       self.finish(head)
     self.fold(sorted(strips, key=lambda strip: strip[0].head), {}, finish)
 
-  def _store_numbers(self, buffer: Index, rows: Any, numbers: tuple[jax.Array, jax.Array]) -> None:
+  def _store_numbers(self, buffer: Index, rows: Rows, numbers: tuple[jax.Array, jax.Array]) -> None:
     """Writes (m_i, l_i) of rows."""
     for ref, x in zip(self.scratch, numbers):
       ref[buffer, :, rows] = x
 
-  def _clear(self, buffer: Index, rows: Any) -> None:
+  def _clear(self, buffer: Index, rows: Rows) -> None:
     """Clears acc of rows."""
     acc = self.scratch[2]
     acc[buffer, :, rows] = jnp.zeros((acc.shape[1], rows.size), jnp.float32)
@@ -185,7 +186,7 @@ class ForwardStep(NamedTuple):
         ended(tile.head, state)
     return state
 
-  def _running(self, tile: TileIndex, tiles: dict[TileKey, Any], state: TileState,
+  def _running(self, tile: TileIndex, tiles: dict[TileKey, Rows], state: TileState,
                buffers: dict[TileKey, Index]) -> online_softmax.Running | None:
     """Returns the softmax of a strip's rows before it; None: they have seen no key."""
     acc = self.scratch[2]
