@@ -210,7 +210,7 @@ class ScheduleTest(parameterized.TestCase):
     self.assertIn(found.block_q, sizes)
 
   @parameterized.parameters(
-      (4096, 128, False, (2048, 4096)), (2304, 96, False, (1152, 2304)),
+      (4096, 128, False, (1024, 4096)), (2304, 96, False, (768, 2304)),
       (2048, 128, False, (2048, 2048)), (4096, 64, False, (2048, 2048)),
       (4097, 128, False, (1408, 2048)), (2304, 128, True, (768, 2048)))
   def test_blocks_of_a_full_mask(self, tokens, width, backward, expected):
@@ -302,7 +302,7 @@ class RefusalTest(parameterized.TestCase):
     self.assertEqual(halves, [*expected])
 
   def test_schedules_that_do_not_fit(self):
-    x = jax.ShapeDtypeStruct((1, 65536, 1, 64), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((1, 131072, 1, 64), jnp.bfloat16)
     with self.assertRaisesRegex(ValueError, "128 queries.*KiB of scalar memory.*larger block_q"):
       jax.eval_shape(lambda x: attention(
           x, x, x, mechanism="flash_attn2", metadata=TPU, block_sizes=BLOCKS), x)
