@@ -67,6 +67,11 @@ def _paged_stub(operands, spec, heads, block_sizes) -> Residuals:
   return Residuals(out, out[..., :1].astype(jnp.float32))
 
 
+def _writing_stub(operands, spec, heads, block_sizes) -> tuple:
+  """Returns `_paged_stub`, and the pages as they were."""
+  return _paged_stub(operands, spec, heads, block_sizes), operands.cache
+
+
 def _dot_product_attention(original, *args, implementation, **kwargs):
   """Calls JAX's function by XLA, since cuDNN cannot be asked for shapes everywhere."""
   del implementation
@@ -78,6 +83,7 @@ PATCHES = (
     mock.patch.object(jax.nn, "dot_product_attention", _marked(
         functools.partial(_dot_product_attention, jax.nn.dot_product_attention),
         lambda kwargs: f"sdpa.{kwargs['implementation']}")),
+    mock.patch.object(tpu_paged, "forward_writing", _marked(_writing_stub, "paged.tpu")),
     *(mock.patch.object(module, "forward", _marked(_paged_stub, f"paged.{name}"))
       for module, name in ((paged_forward, "xla"), (tpu_paged, "tpu"), (gpu_paged, "gpu"))))
 

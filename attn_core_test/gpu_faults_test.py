@@ -238,7 +238,8 @@ class LoweredTest(parameterized.TestCase):
             if "gpu_interpret" in (text := path.read_text(encoding="utf-8"))}
     del uses[pathlib.Path(__file__).stem]
     self.assertEqual({name: n for name, n in uses.items() if n},
-                     {"gpu_interpret": 1, "gpu_test": 1})  # the latter runs no kernel
+                     # The second runs no kernel, the last one those that other tests check.
+                     {"gpu_interpret": 1, "gpu_test": 1, "manual_axes_test": 1})
 
   @gpu_interpret.interprets
   def test_a_fault_fails_an_interpreted_program(self):

@@ -17,7 +17,7 @@ from attn_core.caches.paged import layouts, page_stripes, request_groups, token_
 from attn_core.caches.paged.page_stripes import Stripe
 from attn_core.kernels.common.contract import Residuals
 from attn_core.kernels.xla import paged_forward
-from attn_core.sharding import lse_combine, paged as shard_paged, shard_map
+from attn_core.sharding import lse_combine, paged as shard_paged, shard_map, varying_axes
 from attn_core.sharding.placement import Placement
 from attn_core.types import (AttentionOutput, BlockSizes, Call, PagedOperands, PagedSpec,
                              at_least_float32)
@@ -49,7 +49,7 @@ def xla_writing(call: Call) -> AttentionOutput:
 def tpu_writing(call: Call) -> AttentionOutput:
   """Attends as `tpu` to pages to which the kernel first writes new keys and values."""
   from attn_core.kernels.tpu.ragged import paged  # as in `tpu_forward`
-  return _sharded(tpu_forward(), call, writes=True, writer=paged.forward_writing)
+  return _sharded(tpu_forward(), call, writes=True, writer=_over_every_axis(paged.forward_writing))
 
 
 def gpu_writing(call: Call) -> AttentionOutput:
@@ -67,6 +67,16 @@ def gpu_forward() -> Forward:
   """Returns the forward of the kernel for Hopper, which takes stripes."""
   from attn_core.kernels.gpu.split_kv import paged  # imported when chosen: Mosaic GPU takes 0.3 s
   return _by_held_lengths(paged.forward)
+
+
+@functools.lru_cache(maxsize=8)  # one function for each kernel, which JAX traces once
+def _over_every_axis(writer: Writer) -> Writer:
+  """Returns a kernel that may leave out axes of one device of the caller's mesh."""
+  def run(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
+          block_sizes: BlockSizes) -> tuple[Residuals, layouts.Pages]:
+    return shard_map.over_every_axis(
+        lambda operands: writer(operands, spec, heads, block_sizes), operands)
+  return run
 
 
 @functools.lru_cache(maxsize=8)  # one function for each kernel, which JAX traces once
@@ -101,6 +111,8 @@ def _local(forward: Forward, call: Call, writes: bool, writer: Writer | None,
   number = request_groups.count(metadata)
   # The kernel writes the tokens of one group, with all pages of its requests.
   separately = (writer is None or operands.stripe is not None or number not in (None, 1)
+                # Pages that several devices hold stay equal on all of them.
+                or varying_axes.of(cache) != varying_axes.of(operands)
                 or isinstance(cache, layouts.PagesV3)
                 and device_parts.parts_of(cache.pages) is not None)
   if writes:

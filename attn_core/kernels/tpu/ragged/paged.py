@@ -234,18 +234,18 @@ def _work_by_token(inputs: BlockedInputs, end: Index | None, query: jax.Array) -
   """
   tokens = query.shape[0]
   token = jnp.arange(tokens, dtype=jnp.int32)[:, None]
-  request = jnp.arange(inputs.lengths.shape[0], dtype=jnp.int32)
-  first, ends = jnp.where(request == 0, 0, inputs.starts[:-1]), inputs.starts[1:]
+  request = jnp.arange(inputs.lengths.shape[0], dtype=jnp.int32)[None]
+  lengths, ends = inputs.lengths[None], inputs.starts[None, 1:]
+  first = jnp.where(request == 0, 0, inputs.starts[None, :-1])
   own = (token >= first) & (token < ends)
   own = own if end is None else own & (request < end)
   of_owner = lambda x: jnp.where(own, x, 0).sum(1, dtype=jnp.int32)
-  owner, length = of_owner(request), of_owner(inputs.lengths)
-  begin = of_owner(inputs.lengths - ends + token)
+  owner, length = of_owner(request), of_owner(lengths)
+  begin = of_owner(lengths - ends + token)
   rows = query.reshape(tokens, inputs.heads.key_heads, inputs.group, query.shape[-1])
   # The tokens of all requests, without those of the requests from `end` on. The kernel reads the
   # number of all tokens where it is, which saves an operation.
-  num_live = inputs.starts if end is None else jnp.max(jnp.where(request < end, ends, 0),
-                                                       keepdims=True)
+  num_live = inputs.starts if end is None else jnp.where(request < end, ends, 0).max(1)
   return _Work(_make_steps(inputs, owner, begin, begin, length), num_live, rows, None,
                token[:, 0] < num_live[-1])
 
