@@ -176,6 +176,8 @@ class MemoryTest(parameterized.TestCase):
       ({}, 1), ({"policy": "nothing_saveable"}, 0), ({"block_sizes": BlockSizes(block_q=256)}, 0))
   def test_weights_kept_for_each_layer(self, arguments, kept):
     """Checks what docs/guides/derivatives.md says of forward and gradient in one program."""
+    if "policy" in arguments and jax.__version_info__ < (0, 11):
+      self.skipTest("XLA of jax 0.10 merges the recomputation with the first computation on a CPU")
     batch, length, heads = 1, 512, 4
     def temporaries(number):
       net = layers(ours("flash_attn2", **arguments), number)
