@@ -31,7 +31,11 @@ QUICK = {
     "blockwise_test.BlockSizesTest.*": 1, "blockwise_test.*": 2,
     "tpu_test.InterpretTest.test_every*": 1, "tpu_test.InterpretTest.*_by_row": 1,
     "tpu_test.InterpretTest.*": 8,
-    "tpu_softmax_test.F*": 4, "tpu_softmax_test.Ch*": 2,
+    "tpu_softmax_test.F*": 6, "tpu_softmax_test.Ch*": 3, "tpu_pages_write_test.B*.test_[as8]*": 2,
+    "short_test.PrecisionTest.test_b*": 1, "short_test.PrecisionTest.*": 3,
+    "short_test.ValuesTest.test_float32*": 2, "short_test.NonfiniteTest.test_[rw]*": 2,
+    "partials_test.*.test_equals*": 3, "score_mods_attention_test.CacheTest.*": 2,
+    "score_mods_attention_test.DtypesTest.test_16*": 2,
     "ring_*test.BadInputTest.*": 1, "ring_test.*.test_one_number*": 1, "ring_*test.*": 3,
     "paged_bad_input_test.*": 1,
     "paged_shard_test.EqualityTest.*": 3, "paged_shard_test.*": 1,
@@ -74,7 +78,9 @@ SHARDS = {
     "distributed_test": 1, "caches_sharding_test": 1, "ring_split_test": 1, "adapters_test": 1,
     "short_test": 1, "explicit_axes_test": 1, "explicit_pages_test": 1, "collectives_test": 1,
     "strict_modes_test": 1, "calls_test": 1,
-    "batch_dimensions_test": 1, "manual_axes_test": 1, "programs_test": 1, "whole_calls_test": 1}
+    "batch_dimensions_test": 1, "manual_axes_test": 1, "programs_test": 1, "whole_calls_test": 1,
+    "approved_test": 1, "score_mods_attention_test": 1, "tpu_softmax_test": 1,
+    "tpu_pages_write_test": 1, "partials_test": 1}
 
 # These start next, in this order, and the others at last, so that none runs alone in the end.
 LONG = ("tpu_memory_test", "gpu_split_kv_test", "static_gpu_test", "tpu_schedule_test",

@@ -133,7 +133,8 @@ def same_array(a: object, b: object) -> bool:
     return True
   if isinstance(a, jax.core.Tracer) or isinstance(b, jax.core.Tracer):
     return False  # values unknown while tracing
-  return np.shape(a) == np.shape(b) and bool(np.all(np.asarray(a) == np.asarray(b)))
+  x, y = np.asarray(a), np.asarray(b)
+  return x.shape == y.shape and bool(np.all(x == y))
 
 
 ValueClass = TypeVar("ValueClass", bound=type)

@@ -198,13 +198,13 @@ class RemoteCopyGrid:
       for copy in copies:
         copy.wait()
 
-  def _device(self, coordinates: Ref, distance: int) -> dict[Any, jax.Array]:
+  def _device(self, coordinates: Ref, distance: int) -> dict[Any, int | jax.Array]:
     """Returns the mesh index of the device `distance` after this one along the axis.
 
     It names every axis. JAX would ask for the index along others where the kernel is lowered, which
     fails where it tracks the axes over which values vary (0.10.2 to 0.12.0.1).
     """
-    size, found = self.transfer.axis_size, dict[Any, jax.Array]()
+    size, found = self.transfer.axis_size, dict[Any, int | jax.Array]()
     for number, axis in enumerate(self.transfer.mesh_axes):
       own = coordinates[number]
       sends = number == self.transfer.axis_index
