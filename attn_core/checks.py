@@ -5,6 +5,7 @@
 from collections.abc import Callable, Collection, Mapping
 import difflib
 import functools
+import inspect
 import numbers
 from types import MappingProxyType
 from typing import Any, cast
@@ -147,6 +148,55 @@ def number(argument: str, x: object, expected: str,
   require(is_number, argument, describe(x), f"{expected}, a static Python number")
   require(good(x), argument, repr(x), expected)
   return float(cast(float, x))
+
+
+def elementwise(argument: str, function: object, parameters: str, operands: int,
+                consequence: str = "") -> None:
+  """Checks a user's elementwise function of some parameters and of operands.
+
+  Args:
+    argument: name of the function in the call custom(function, *operands).
+    function: the function.
+    parameters: its parameters before the operands, separated by ", ".
+    operands: number of operands.
+    consequence: of an array among the operands, for the message.
+
+  Raises:
+    ValueError: it is not callable, does not accept the parameters and operands, or captures a
+      traced array.
+  """
+  given = f"custom: {argument}={function!r}"
+  if not callable(function):
+    raise ValueError(f"{given}; expected a callable of ({parameters}, *operands)")
+  count = parameters.count(", ") + 1 + operands
+  try:
+    signature = inspect.signature(function)
+  except (TypeError, ValueError):  # of a builtin: it is found out when it is called
+    signature = None
+  try:
+    if signature is not None:
+      signature.bind(*[None] * count)
+  except TypeError as error:
+    more = f", and {operands} operands" if operands else ""
+    raise ValueError(f"{given} with parameters {signature} ({error}); expected {count}: "
+                     f"{parameters}{more}") from error
+  if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(_captured(function))):
+    raise ValueError(f"{given} captures a traced array; expected it among the operands: "
+                     f"custom({argument}, array) passes it to the {argument} as its last argument"
+                     f"{consequence}")
+
+
+def _captured(function: object) -> list[object]:
+  """The objects that a function holds: closure cells, defaults, arguments bound by `partial`."""
+  if isinstance(function, functools.partial):
+    return [function.args, function.keywords, _captured(function.func)]
+  found = [getattr(function, "__defaults__", None)]
+  for cell in getattr(function, "__closure__", None) or ():
+    try:
+      found.append(cell.cell_contents)
+    except ValueError:  # not assigned yet
+      pass
+  return found
 
 
 def integer(argument: str, x: object, expected: str,

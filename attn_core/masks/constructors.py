@@ -5,8 +5,6 @@
 In the pictures (`masks.show`) queries go down, keys to the right; `#` is visible, `.` hidden.
 """
 
-import functools
-import inspect
 from typing import Any, Callable
 
 import jax
@@ -309,43 +307,9 @@ def custom(predicate: Callable[..., ArrayLike], *operands: ArrayLike) -> Mask:
       captures a traced array; when it is evaluated, it returns another dtype than bool, or a shape
       that is not that of its arguments together.
   """
-  if not callable(predicate):
-    raise ValueError(f"custom: predicate={predicate!r}; expected a callable of (batch, head, "
-                     "query position, key position, *operands)")
-  _check_arity(predicate, len(operands))
-  if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(captured(predicate))):
-    raise ValueError(f"custom: predicate={predicate!r} captures a traced array; expected it among "
-                     "the operands: custom(predicate, array) passes it to the predicate as its "
-                     "last argument")
+  checks.elementwise("predicate", predicate, "batch, head, query position, key position",
+                     len(operands))
   return leaves.Custom(predicate, tuple(map(_as_array, operands)))
-
-
-def _check_arity(predicate: Callable[..., ArrayLike], operands: int) -> None:
-  """Raises ValueError unless the predicate accepts 4 arguments and as many operands."""
-  try:
-    signature = inspect.signature(predicate)
-  except (TypeError, ValueError):  # of a builtin: it is found out when it is called
-    return
-  try:
-    signature.bind(*[None] * (4 + operands))
-  except TypeError as error:
-    more = f", and {operands} operands" if operands else ""
-    raise ValueError(f"custom: predicate={predicate!r} with parameters {signature} ({error}); "
-                     f"expected {4 + operands}: batch, head, query position, key position{more}"
-                     ) from error
-
-
-def captured(function: object) -> list[object]:
-  """The objects that a function holds: closure cells, defaults, arguments bound by `partial`."""
-  if isinstance(function, functools.partial):
-    return [function.args, function.keywords, captured(function.func)]
-  found = [getattr(function, "__defaults__", None)]
-  for cell in getattr(function, "__closure__", None) or ():
-    try:
-      found.append(cell.cell_contents)
-    except ValueError:  # not assigned yet
-      pass
-  return found
 
 
 def _check_mask(function: str, mask: Any) -> None:

@@ -16,11 +16,12 @@ import numpy as np
 from attn_core.masks import mask as mask_lib
 from attn_core.masks.mask import (BATCH, DENSE, KEY, QUERY, WHOLE, Array, Booleans, Bounds,
                                   Coordinates, Grid, Integers, Interval, Mask, NumpyModule)
+from attn_core.masks.values import value_dataclass
 
 _INT32 = np.iinfo(np.int32)
 
 
-@mask_lib.mask_dataclass
+@value_dataclass
 class Causal(Mask):
   """key position <= query position."""
 
@@ -32,7 +33,7 @@ class Causal(Mask):
     return key.low <= query.high, key.high <= query.low
 
 
-@mask_lib.mask_dataclass
+@value_dataclass
 class Window(Mask):
   """-left <= key position - query position <= right; None: unbounded."""
 
@@ -71,7 +72,7 @@ class Window(Mask):
     return possible, certain
 
 
-@mask_lib.mask_dataclass
+@value_dataclass
 class Chunk(Mask):
   """Query and key positions fall into the same chunk of `size` positions."""
 
@@ -87,7 +88,7 @@ class Chunk(Mask):
     return _overlap(query, key), _single_equal(query, key)
 
 
-@mask_lib.mask_dataclass
+@value_dataclass
 class Prefix(Mask):
   """key position < length: the keys of a prefix are visible to all queries."""
 
@@ -103,7 +104,7 @@ class Prefix(Mask):
     return grid.key_position.low < length, grid.key_position.high < length
 
 
-@mask_lib.mask_dataclass
+@value_dataclass
 class Segments(Mask):
   """Equal ids are visible to each other; negative ids are padding and hidden."""
 
@@ -124,7 +125,7 @@ class Segments(Mask):
     return _overlap(query, key), certain
 
 
-@mask_lib.mask_dataclass
+@value_dataclass
 class Lengths(Mask):
   """query index < query length and key index < key length; None: unbounded."""
 
@@ -150,7 +151,7 @@ class Lengths(Mask):
     return possible, certain
 
 
-@mask_lib.mask_dataclass
+@value_dataclass
 class Dense(Mask):
   """A boolean array [B or 1, H or 1, T or 1, S or 1]."""
 
@@ -164,7 +165,7 @@ class Dense(Mask):
     return grid.reduce_dense(self.array)
 
 
-@mask_lib.mask_dataclass
+@value_dataclass
 class Custom(Mask):
   """predicate(batch, head, query position, key position, *operands), elementwise."""
 
@@ -196,7 +197,7 @@ class Custom(Mask):
     return everything, ~everything
 
 
-@mask_lib.mask_dataclass
+@value_dataclass
 class Positions(Mask):
   """`mask`, evaluated at the given positions instead of row and column numbers."""
 
@@ -222,7 +223,7 @@ class Positions(Mask):
     return self.mask.bounds(grid)
 
 
-@mask_lib.mask_dataclass
+@value_dataclass
 class Offset(Mask):
   """`mask`, with `amount` (static) or `amounts` (per batch row) added to query positions."""
 
@@ -247,7 +248,7 @@ class Offset(Mask):
     return self.mask.bounds(grid._replace(query_position=position))
 
 
-@mask_lib.mask_dataclass
+@value_dataclass
 class Placed(Mask):
   """`mask` of a longer sequence, at some of its rows and columns, in any order.
 

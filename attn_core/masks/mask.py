@@ -19,12 +19,13 @@ This module holds the base class, the combinations and the roles of arrays; `lea
 leaves, `constructors` the public functions that make them.
 """
 
-import dataclasses
-from typing import (Any, Callable, ClassVar, Iterable, Iterator, Mapping, NamedTuple, TypeVar,
-                    dataclass_transform)
+from typing import Any, Callable, Iterator, NamedTuple
 
 import jax
 import numpy as np
+
+from attn_core.masks.values import (Value, leaf_roles as leaf_roles,
+                                    structure_roles as structure_roles, value_dataclass)
 
 Array = jax.Array | np.ndarray
 # Checkers cannot follow arithmetic between unions of numpy's and jax's arrays, so these are Any.
@@ -85,10 +86,8 @@ class Grid(NamedTuple):
 Bounds = tuple[Array, Array]  # (possible, certain), see `Mask.bounds`
 
 
-class Mask:
+class Mask(Value):
   """Base class of all masks; use the functions of `attn_core.masks` to make one."""
-
-  roles: ClassVar[Mapping[str, str | None]] = {}  # array field -> role, None: a mask; field order
 
   def visible(self, at: Coordinates) -> Booleans:
     """Whether the query attends to the key, elementwise; bool, broadcastable to the tile."""
@@ -116,52 +115,8 @@ class Mask:
                      "`and`, `or` and `not` would drop one of them; test for a missing mask with "
                      "`mask is None`")
 
-  def __eq__(self, other: object) -> bool:
-    if not isinstance(other, Mask):
-      return NotImplemented
-    (arrays, structure), (other_arrays, other_structure) = map(jax.tree.flatten, (self, other))
-    same_structure = bool(structure == other_structure)  # type: ignore[operator]
-    return same_structure and all(map(same_array, arrays, other_arrays))
 
-  def __hash__(self) -> int:
-    return hash(jax.tree.structure(self))
-
-
-def same_array(a: object, b: object) -> bool:
-  """Whether two arrays are known to be equal; traced arrays are equal to themselves only."""
-  if a is b:
-    return True
-  if isinstance(a, jax.core.Tracer) or isinstance(b, jax.core.Tracer):
-    return False  # values unknown while tracing
-  x, y = np.asarray(a), np.asarray(b)
-  return x.shape == y.shape and bool(np.all(x == y))
-
-
-ValueClass = TypeVar("ValueClass", bound=type)
-
-
-@dataclass_transform(frozen_default=True, eq_default=False)
-def mask_dataclass(mask_class: ValueClass) -> ValueClass:
-  """Makes a class a frozen dataclass and a pytree; fields with a role are its children."""
-  cls: Any = dataclasses.dataclass(frozen=True, eq=False, repr=True)(mask_class)
-  names = [field.name for field in dataclasses.fields(cls)]
-  children_names = [name for name in names if name in cls.roles]
-  static_names = [name for name in names if name not in cls.roles]
-
-  def flatten(mask: object) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
-    # The class is part of the static data: jax treats the structures of two classes as equal when
-    # their data are equal, and would run code compiled for one class with the other.
-    return ([(jax.tree_util.GetAttrKey(name), getattr(mask, name)) for name in children_names],
-            (cls, *(getattr(mask, name) for name in static_names)))
-
-  def unflatten(auxiliary: tuple[Any, ...], children: Iterable[Any]) -> object:
-    return cls(**dict(zip(static_names, auxiliary[1:])), **dict(zip(children_names, children)))
-
-  jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)
-  return cls
-
-
-@mask_dataclass
+@value_dataclass
 class Full(Mask):
   """All keys are visible to all queries."""
 
@@ -173,7 +128,7 @@ class Full(Mask):
     return everything, everything
 
 
-@mask_dataclass
+@value_dataclass
 class And(Mask):
   """Visible in both masks."""
 
@@ -190,7 +145,7 @@ class And(Mask):
     return possible & other_possible, certain & other_certain
 
 
-@mask_dataclass
+@value_dataclass
 class Or(Mask):
   """Visible in at least one of two masks."""
 
@@ -207,7 +162,7 @@ class Or(Mask):
     return possible | other_possible, certain | other_certain
 
 
-@mask_dataclass
+@value_dataclass
 class Not(Mask):
   """Visible where `mask` is hidden."""
 
@@ -228,22 +183,3 @@ def nodes(mask: Mask) -> Iterator[Mask]:
   for name, role in mask.roles.items():
     if role is None:
       yield from nodes(getattr(mask, name))
-
-
-def leaf_roles(mask: Mask) -> tuple[str, ...]:
-  """The role of every array of the mask, in the order of `jax.tree.leaves(mask)`."""
-  roles: list[Any] = []
-  for name, role in mask.roles.items():
-    value = getattr(mask, name)
-    if isinstance(value, Mask):
-      roles.extend(leaf_roles(value))
-    elif isinstance(value, tuple):
-      roles.extend([role] * len(value))
-    elif value is not None:
-      roles.append(role)
-  return tuple(roles)
-
-
-def structure_roles(structure: jax.tree_util.PyTreeDef) -> tuple[str, ...]:
-  """`leaf_roles` of a mask given by its tree structure."""
-  return leaf_roles(jax.tree.unflatten(structure, range(structure.num_leaves)))

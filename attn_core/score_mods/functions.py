@@ -2,16 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of the functions of `custom`, by tracing them: nothing is computed."""
 
-import inspect
 from typing import Any, Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 
-from attn_core.masks.constructors import captured
+from attn_core import checks
 from attn_core.masks.mask import Array
-
-_ARGUMENTS = "score, batch, head, query position, key position"
 
 # Operations that mix the elements of an array, by the beginning of their names.
 _MIXING = ("reduce_", "arg", "cum", "dot_general", "ragged_dot", "conv", "sort", "top_k", "rev",
@@ -20,7 +17,7 @@ _MIXING = ("reduce_", "arg", "cum", "dot_general", "ragged_dot", "conv", "sort",
 _MOVING = ("transpose", "slice", "concatenate", "pad", "reshape")
 
 
-def check(function: object, operands: Sequence[Array]) -> None:
+def check(function: Callable[..., jax.Array], operands: Sequence[Array]) -> None:
   """Checks the function of a `custom` with its operands.
 
   Raises:
@@ -28,14 +25,8 @@ def check(function: object, operands: Sequence[Array]) -> None:
       array, returns another shape or dtype than the scores', or is not elementwise in them, as far
       as its operations tell.
   """
-  if not callable(function):
-    raise ValueError(f"custom: function={function!r}; expected a callable of ({_ARGUMENTS}, "
-                     "*operands)")
-  _check_arity(function, len(operands))
-  if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(captured(function))):
-    raise ValueError(f"custom: function={function!r} captures a traced array; expected it among "
-                     "the operands: custom(function, array) passes it to the function as its last "
-                     "argument, and differentiates it")
+  checks.elementwise("function", function, "score, batch, head, query position, key position",
+                     len(operands), consequence=", and differentiates it")
   score = jax.ShapeDtypeStruct((3, 5, 1, 7), jnp.float32)
   number = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
   given = (score, number(), number(3, 1, 1, 1), number(1, 5, 1, 1), number(1, 1, 1, 7),
@@ -50,20 +41,6 @@ def check(function: object, operands: Sequence[Array]) -> None:
   if found:
     raise ValueError(f"custom: function={function!r} applies `{found}` to the scores; expected an "
                      "elementwise function: a kernel gives it one tile of the scores at a time")
-
-
-def _check_arity(function: Callable[..., Any], operands: int) -> None:
-  """Raises ValueError unless the function accepts 5 arguments and as many operands."""
-  try:
-    signature = inspect.signature(function)
-  except (TypeError, ValueError):  # of a builtin: it is found out when it is called
-    return
-  try:
-    signature.bind(*[None] * (5 + operands))
-  except TypeError as error:
-    more = f", and {operands} operands" if operands else ""
-    raise ValueError(f"custom: function={function!r} with parameters {signature} ({error}); "
-                     f"expected {5 + operands}: {_ARGUMENTS}{more}") from error
 
 
 def _mixing(jaxpr: Any, depends: Sequence[bool]) -> tuple[list[bool], str | None]:

@@ -7,10 +7,12 @@ from typing import Callable
 import jax
 import jax.numpy as jnp
 
+from attn_core import checks
 from attn_core.masks.mask import Array
 from attn_core.masks.materialize import Shape
+from attn_core.masks.values import value_dataclass
 from attn_core.score_mods import buckets, terms
-from attn_core.score_mods.score_mod import ScoreMod, describe, value_dataclass
+from attn_core.score_mods.score_mod import ScoreMod
 
 _GIVEN = "given"  # the role of an array as the user has it
 
@@ -120,5 +122,5 @@ def _check_fits(name: str, array: Array, own: tuple[int, ...], full: tuple[int, 
                 dimensions: str) -> None:
   """Raises ValueError unless each size is 1 or the full one."""
   if len(own) != len(full) or any(n not in (1, whole) for n, whole in zip(own, full)):
-    raise ValueError(f"{name} is {describe(array)}; expected {dimensions} with the sizes "
+    raise ValueError(f"{name} is {checks.describe(array)}; expected {dimensions} with the sizes "
                      f"{list(full)} of the call")

@@ -16,14 +16,14 @@ Two kinds of nodes share these classes:
   batch row. Kernels derive its gradients from that.
 """
 
-from typing import Any, ClassVar, Mapping, NamedTuple
+from typing import NamedTuple
 
 import jax
-import numpy as np
 
-from attn_core.masks.mask import (Array, Coordinates, mask_dataclass as value_dataclass,
-                                  same_array)
+from attn_core.masks import values
+from attn_core.masks.mask import Coordinates
 from attn_core.masks.materialize import Shape
+from attn_core.masks.values import Value, value_dataclass
 from attn_core.types import NO_SCORE_MOD
 
 # The role of an array of a term: its shape, and thereby how it is sliced, padded and sharded.
@@ -51,10 +51,8 @@ class ScoreTile(NamedTuple):
     return x.transpose((0, 3, 2, 1) if self.transposed else (0, 2, 1, 3))
 
 
-class ScoreMod:
+class ScoreMod(Value):
   """Base class of all score mods; use the functions of `attn_core.score_mods` to make one."""
-
-  roles: ClassVar[Mapping[str, str | None]] = {}  # array field -> role, None: any; field order
 
   def lower(self, shape: Shape) -> "ScoreMod":
     """Returns the term that kernels evaluate; checks the arrays."""
@@ -82,16 +80,6 @@ class ScoreMod:
                      "and `or` would drop one of them; test for a missing one with "
                      "`score_mod is None`")
 
-  def __eq__(self, other: object) -> bool:
-    if not isinstance(other, ScoreMod):
-      return NotImplemented
-    (arrays, structure), (other_arrays, other_structure) = map(jax.tree.flatten, (self, other))
-    same_structure = bool(structure == other_structure)  # type: ignore[operator]
-    return same_structure and all(map(same_array, arrays, other_arrays))
-
-  def __hash__(self) -> int:
-    return hash(jax.tree.structure(self))
-
 
 @value_dataclass
 class Composed(ScoreMod):
@@ -116,30 +104,11 @@ class Composed(ScoreMod):
     return self.first.reads_positions or self.second.reads_positions
 
 
-def term_roles(term: ScoreMod) -> tuple[str, ...]:
-  """Returns the role of every array of a term, in the order of `jax.tree.leaves(term)`."""
-  roles: list[Any] = []
-  for name, role in term.roles.items():
-    value = getattr(term, name)
-    if isinstance(value, ScoreMod):
-      roles.extend(term_roles(value))
-    elif isinstance(value, tuple):
-      roles.extend([role] * len(value))
-    else:
-      roles.append(role)
-  return tuple(roles)
-
-
 def of_structure(structure: jax.tree_util.PyTreeDef) -> ScoreMod:
   """Returns a term of the structure, with numbers in place of its arrays."""
   return jax.tree.unflatten(structure, range(structure.num_leaves))
 
 
 def structure_roles(structure: jax.tree_util.PyTreeDef) -> tuple[str, ...]:
-  """Returns `term_roles` of a term given by its tree structure; () without a score mod."""
-  return () if structure == NO_SCORE_MOD else term_roles(of_structure(structure))
-
-
-def describe(x: Array) -> str:
-  """Returns dtype and shape of an array."""
-  return f"{np.dtype(x.dtype).name}{list(x.shape)}"
+  """Returns the role of every array of a term of the structure; () without a score mod."""
+  return () if structure == NO_SCORE_MOD else values.structure_roles(structure)

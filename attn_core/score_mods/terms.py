@@ -13,9 +13,10 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
+from attn_core import checks
 from attn_core.masks.materialize import Shape
-from attn_core.score_mods.score_mod import (HEADS, PAIR, ROW, ScoreMod, ScoreTile, describe,
-                                            value_dataclass)
+from attn_core.masks.values import value_dataclass
+from attn_core.score_mods.score_mod import HEADS, PAIR, ROW, ScoreMod, ScoreTile
 from attn_core.types import are_known
 
 
@@ -63,18 +64,8 @@ class Cap(Term):
     return cap * jnp.tanh(score / cap)
 
 
-@value_dataclass
-class Slope(Term):
-  """score + slope * (key position - query position), or minus slope * its magnitude."""
-
-  symmetric: bool
-  slopes: jax.Array  # [B or 1, H or 1, 1, 1]
-  roles = {"slopes": PAIR}
-
-  def apply(self, score: jax.Array, tile: ScoreTile) -> jax.Array:
-    distance = tile.at.key_position - tile.at.query_position
-    distance = -abs(distance) if self.symmetric else distance
-    return score + self.slopes.astype(score.dtype) * distance.astype(score.dtype)
+class PositionTerm(Term):
+  """Base class of terms that add to the scores what depends on positions alone."""
 
   @property
   def is_additive(self) -> bool:
@@ -86,7 +77,21 @@ class Slope(Term):
 
 
 @value_dataclass
-class Distance(Term):
+class Slope(PositionTerm):
+  """score + slope * (key position - query position), or minus slope * its magnitude."""
+
+  symmetric: bool
+  slopes: jax.Array  # [B or 1, H or 1, 1, 1]
+  roles = {"slopes": PAIR}
+
+  def apply(self, score: jax.Array, tile: ScoreTile) -> jax.Array:
+    distance = tile.at.key_position - tile.at.query_position
+    distance = -abs(distance) if self.symmetric else distance
+    return score + self.slopes.astype(score.dtype) * distance.astype(score.dtype)
+
+
+@value_dataclass
+class Distance(PositionTerm):
   """score + values[key position - query position - first], clipped to the ends of the values."""
 
   first: int
@@ -136,17 +141,9 @@ class Distance(Term):
     x = x.reshape(*((-1, tile.group) if heads > 1 else (1, 1)), rows, columns)
     return x.transpose((0, 2, 3, 1) if tile.transposed else (0, 2, 1, 3))
 
-  @property
-  def is_additive(self) -> bool:
-    return True
-
-  @property
-  def reads_positions(self) -> bool:
-    return True
-
 
 @value_dataclass
-class Grid(Term):
+class Grid(PositionTerm):
   """score + values at the distance of two tokens of a grid, by rows and by columns."""
 
   height: int
@@ -163,14 +160,6 @@ class Grid(Term):
     values = self.values.astype(score.dtype)
     return score + tile.orient(values[:, row * (2 * self.width - 1) + column])
 
-  @property
-  def is_additive(self) -> bool:
-    return True
-
-  @property
-  def reads_positions(self) -> bool:
-    return True
-
 
 @value_dataclass
 class Custom(Term):
@@ -186,9 +175,9 @@ class Custom(Term):
                 for x in self.operands)
     result = self.function(score, at.batch, at.head, at.query_position, at.key_position, *operands)
     if np.shape(result) != score.shape or getattr(result, "dtype", None) != score.dtype:
-      found = describe(result) if hasattr(result, "dtype") else repr(result)
+      found = checks.describe(result)
       raise ValueError(f"custom: {self.function} returned {found}; expected the shape and dtype of "
-                       f"its first argument, the scores {describe(score)}: a score mod is "
+                       f"its first argument, the scores {checks.describe(score)}: a score mod is "
                        "elementwise")
     return result
 

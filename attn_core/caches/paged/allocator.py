@@ -194,7 +194,7 @@ def extend_all(allocator: Allocator,
     wanted.append((row, length, needed, shared))
   changes, copies = Changes(), list[tuple[int, int]]()
   for row, length, needed, shared in wanted:
-    if needed or length % size or length > row[LENGTH]:
+    if length > row[LENGTH]:
       copies.extend(_grow(state, changes, row, length, needed, shared))
   return after(allocator, changes), tuple(copies)
 
@@ -204,7 +204,7 @@ def _grow(state: State, changes: Changes, row: Row, length: int, needed: int,
   """Gives a request its new pages; returns the copies to make of its last one."""
   pool, count = state.pool, row[COUNT]
   copies: Copies = ()
-  if row[LENGTH] % state.page_size and length > row[LENGTH]:
+  if row[LENGTH] % state.page_size:
     last = int(row[PAGES][count - 1])
     if shared:
       count -= 1

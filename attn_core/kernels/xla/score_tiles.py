@@ -45,7 +45,7 @@ class ModTile(NamedTuple):
 
 def of_tile(inputs: tile_ops.BlockedInputs, grid_index: tile_ops.GridIndex, tile: tile_ops.Tile,
             transposed: bool = False) -> ModTile | None:
-  """Returns the score mod of the tile (query block, key block); None: there is none."""
+  """Returns the score mod of the tile (query block, key block); None: the call has none."""
   structure, sizes = inputs.spec.score_mod, inputs.sizes
   if not inputs.spec.has_score_mod:
     return None
