@@ -120,7 +120,9 @@ class Starters:
     self._folder = pathlib.Path(compiled)
     self._environment = {"JAX_COMPILATION_CACHE_DIR": compiled,
                          "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-                         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0", **os.environ,
+                         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
+                         # Filtering costs milliseconds an error, and tests raise thousands.
+                         "JAX_TRACEBACK_FILTERING": "off", **os.environ,
                          sampling.VARIABLE: "" if rotation is None else str(rotation)}
     self._idle: queue.SimpleQueue[subprocess.Popen] = queue.SimpleQueue()
 

@@ -25,6 +25,8 @@ import numpy as np
 from attn_core.masks.mask import Mask
 
 jax.config.update("jax_num_cpu_devices", 8)  # before cases make their first array
+# Whole tracebacks: hiding JAX's frames costs milliseconds an error, and `error` needs them.
+jax.config.update("jax_traceback_filtering", "off")
 
 MOST_SHOWN = 24  # numbers of an array; of longer ones there is a digest
 OMITTED = ("drops",)  # fields that `explain` writes as sentences
