@@ -329,6 +329,8 @@ PAGES_STEP = {
     "num_requests": Effect(with_pages, ints(1)),
     "distribution": Effect(
         lambda **fields: str(jax.make_jaxpr(lambda: with_pages(**fields))()), ints([1, 1, 2])),
+    "draft_mask": Effect(with_pages, np.tile(np.eye(3, dtype=bool), (2, 1, 1))),
+    "scope": Effect(with_pages, attn_core.caches.pages.Scope.NEW),
 }
 PAGED_OPTIONS = {name: Effect(with_paged_options, value) for name, value in (
     ("causal", False), ("sliding_window", (2, 0)), ("softmax_scale", 2.0),

@@ -49,48 +49,50 @@ KERNELS = {
 
 # Kernel -> the features that it refuses; it supports all others.
 REFUSED = {
-    "dense.vanilla": "block_sizes optimized vmem_limit_bytes sequence_layout quantized pages",
+    "dense.vanilla": (
+        "block_sizes optimized vmem_limit_bytes sequence_layout quantized pages draft_mask scope"),
     "sdpa.xla": (
-        "value_width float16 float64 sinks soft_cap score_function dropout lse_gradient "
-        "weights unnormalized precision softmax_dtype block_sizes optimized vmem_limit_bytes "
-        "sequence_layout cache quantized pages"),
+        "value_width float16 float64 sinks soft_cap score_function dropout lse_gradient weights "
+        "unnormalized precision softmax_dtype block_sizes optimized vmem_limit_bytes "
+        "sequence_layout cache quantized pages draft_mask scope"),
     "sdpa.cudnn": (
-        "value_width float64 chunk segments score_mod score_function sinks soft_cap dropout "
-        "lse lse_gradient weights unnormalized precision softmax_dtype block_sizes "
-        "vmem_limit_bytes sequence_layout cache quantized pages"),
-    "flash.xla": "weights vmem_limit_bytes sequence_layout quantized pages",
+        "value_width float64 chunk segments score_mod score_function sinks soft_cap dropout lse "
+        "lse_gradient weights unnormalized precision softmax_dtype block_sizes vmem_limit_bytes "
+        "sequence_layout cache quantized pages draft_mask scope"),
+    "flash.xla": "weights vmem_limit_bytes sequence_layout quantized pages draft_mask scope",
     "flash.gpu": (
         "float64 mask_operands score_mod score_function weights precision softmax_dtype "
-        "vmem_limit_bytes sequence_layout quantized pages"),
+        "vmem_limit_bytes sequence_layout quantized pages draft_mask scope"),
     "flash.tpu": (
         "float16 float64 mask_operands score_mod score_function weights softmax_dtype "
-        "sequence_layout quantized pages"),
+        "sequence_layout quantized pages draft_mask scope"),
     "paged.xla": (
         "segments positions mask mask_operands bias score_mod score_function dropout weights "
         "unnormalized vmem_limit_bytes sequence_layout cache quantized"),
     "paged.gpu": (
         "float64 chunk segments positions mask mask_operands bias score_mod score_function "
-        "dropout weights unnormalized precision softmax_dtype vmem_limit_bytes "
-        "sequence_layout cache quantized"),
+        "dropout weights unnormalized precision softmax_dtype vmem_limit_bytes sequence_layout "
+        "cache quantized draft_mask scope"),
     "paged.tpu": (
         "float16 float64 chunk segments positions mask mask_operands bias score_mod "
         "score_function dropout weights unnormalized precision softmax_dtype vmem_limit_bytes "
-        "sequence_layout cache quantized"),
-    "context_parallel.xla": "weights vmem_limit_bytes cache quantized pages",
+        "sequence_layout cache quantized draft_mask scope"),
+    "context_parallel.xla": "weights vmem_limit_bytes cache quantized pages draft_mask scope",
     "context_parallel.gpu": (
         "float64 mask_operands score_mod score_function weights precision softmax_dtype "
-        "vmem_limit_bytes cache quantized pages"),
+        "vmem_limit_bytes cache quantized pages draft_mask scope"),
     "context_parallel.tpu": (
         "float16 float64 mask_operands score_mod score_function weights softmax_dtype cache "
-        "quantized pages"),
+        "quantized pages draft_mask scope"),
     "decode.xla": (
-        "bias score_mod score_function dropout weights vmem_limit_bytes sequence_layout pages"),
+        "bias score_mod score_function dropout weights vmem_limit_bytes sequence_layout pages "
+        "draft_mask scope"),
     "decode.gpu": (
         "float64 mask_operands bias score_mod score_function dropout weights precision "
-        "softmax_dtype vmem_limit_bytes sequence_layout pages"),
+        "softmax_dtype vmem_limit_bytes sequence_layout pages draft_mask scope"),
     "decode.tpu": (
-        "float16 float64 bias score_mod score_function dropout weights precision "
-        "softmax_dtype vmem_limit_bytes sequence_layout pages"),
+        "float16 float64 bias score_mod score_function dropout weights precision softmax_dtype "
+        "vmem_limit_bytes sequence_layout pages draft_mask scope"),
 }
 # One array holds keys and values, so that these have one width.
 # Mechanisms whose kernels for accelerators read one width only.

@@ -85,6 +85,10 @@ def normalize(a: AttentionArguments) -> steps.Normalized:
   features = features_lib.features_of(a, dense)
   del features["cache"]
   features["pages"] = f"a cache_view of {layout.__name__}"
+  if cache_metadata.draft_mask is not None:
+    features["draft_mask"] = "cache_metadata.draft_mask"
+  if cache_metadata.scope != layouts.Scope.ALL:
+    features["scope"] = f"cache_metadata.scope={cache_metadata.scope}"
   mode = a.mode or ("__autoregressive__" if cache_metadata.query_start_loc is None
                     else "__prefill__")
   placement, error = paged_placement.place(

@@ -47,6 +47,8 @@ FEATURES = {
     "cache": "a dense or sliding-window cache",
     "quantized": "8-bit keys and values",
     "pages": "a cache in pages",
+    "draft_mask": "drafts that form a tree",
+    "scope": "a part of each request's tokens in pages",
 }
 
 # How memory grows with the sequence length.

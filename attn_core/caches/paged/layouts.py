@@ -12,6 +12,7 @@ Shapes: R requests, P pages of the pool, max_pages per request (width of the tab
 
 from collections.abc import Callable
 import dataclasses
+import enum
 import functools
 import math
 from typing import Any, NamedTuple, TypeVar, cast
@@ -80,6 +81,18 @@ class PagesV3(NamedTuple):
   value_scales: Array | None = None  # as key_scales
 
 
+@jax.tree_util.register_static
+class Scope(enum.Enum):
+  """The part of its request's tokens that a query attends to; the new ones are those of the call.
+
+  Results of the parts are merged by `merge_partials`.
+  """
+
+  ALL = "all"
+  CACHED = "cached"  # those before the request's first query
+  NEW = "new"  # those from the request's first query on
+
+
 class PagesMetadata(NamedTuple):
   """Pages and lengths of requests; with a leading axis, those of groups (see `request_groups`)."""
 
@@ -91,6 +104,10 @@ class PagesMetadata(NamedTuple):
   # int32 [3]: (decode end, prefill end, total): requests before the first have one query each,
   # and total is the number of rows in use.
   distribution: Array | None = None
+  # bool [R, q, q]: whether a request's i-th query sees the token of its j-th, where drafts form a
+  # tree (see `drafts`); earlier tokens are seen as without. None: drafts follow one another.
+  draft_mask: Array | None = None
+  scope: Scope = Scope.ALL  # the tokens that count
 
 
 class Heads(NamedTuple):
@@ -102,6 +119,7 @@ class Heads(NamedTuple):
 
 
 REQUIRED = ("page_tables", "context_lens")  # fields of PagesMetadata
+INTEGERS = (*REQUIRED, "query_start_loc", "num_requests", "distribution")  # the same
 
 PAGES = (PagesV1, PagesV2, PagesV3)
 Pages = PagesV1 | PagesV2 | PagesV3
@@ -204,7 +222,7 @@ def in_int32(pages_metadata: PagesMetadata) -> PagesMetadata:
 
 
 def checked(pages_metadata: PagesMetadata, argument: str = "cache_metadata") -> PagesMetadata:
-  """Converts metadata to int32 arrays, of numpy where they are not jax arrays.
+  """Converts metadata to int32 and bool arrays, of numpy where they are not jax arrays.
 
   Args:
     pages_metadata: arrays or lists of integers of any dtype.
@@ -212,14 +230,21 @@ def checked(pages_metadata: PagesMetadata, argument: str = "cache_metadata") -> 
 
   Raises:
     ValueError: not a PagesMetadata; a field does not hold integers, or concrete ones outside of
-      int32.
+      int32; scope is not a Scope, or draft_mask not of booleans.
   """
   checks.require(isinstance(pages_metadata, PagesMetadata), argument,
                  type(pages_metadata).__name__, "a PagesMetadata")
   fields: dict[str, Any] = {
-      name: checks.int32(f"{argument}.{name}", x, "int32")
-      for name, x in pages_metadata._asdict().items() if x is not None or name in REQUIRED}
-  return pages_metadata._replace(**fields)
+      name: checks.int32(f"{argument}.{name}", getattr(pages_metadata, name), "int32")
+      for name in INTEGERS if name in REQUIRED or getattr(pages_metadata, name) is not None}
+  scope, mask = pages_metadata.scope, pages_metadata.draft_mask
+  checks.require(isinstance(scope, Scope), f"{argument}.scope", repr(scope),
+                 "a caches.pages.Scope: Scope.ALL, Scope.CACHED or Scope.NEW")
+  if mask is not None:
+    mask = cast(Array, checks.as_array(f"{argument}.draft_mask", mask, "bool [R, q, q]"))
+    checks.require(mask.dtype == bool, f"{argument}.draft_mask", checks.describe(mask),
+                   "bool [R, q, q]; caches.drafts.mask makes it of the drafts' parents")
+  return pages_metadata._replace(**fields, draft_mask=mask)
 
 
 @takes_metadata
@@ -312,15 +337,25 @@ def take(cache: PagesT, ids: Array) -> PagesT:
   Returns:
     A cache of the same layout with num_ids pages, in the order of `ids`.
   """
-  pick = lambda x, axis: device_pages.take(x, ids, axis)
-  taken: Pages = cache
+  return over_arrays(lambda x, axis: device_pages.take(x, ids, axis), cache)
+
+
+def over_arrays(function: Callable[[Array, int], Array], cache: PagesT) -> PagesT:
+  """Applies a function to the arrays of a cache that have pages, and to the dimension of these.
+
+  Args:
+    function: returns the new array.
+    cache: any layout; one scale for all stays as it is.
+  """
+  found: Pages = cache
   if has_token_scales(cache):
-    taken = taken._replace(key_scales=pick(cache.key_scales, 0),
-                           value_scales=pick(cache.value_scales, 0))
-  if isinstance(taken, PagesV1):
-    taken = taken._replace(key_pages=pick(taken.key_pages, 1),
-                           value_pages=pick(taken.value_pages, 1))
+    assert cache.key_scales is not None and cache.value_scales is not None
+    found = found._replace(key_scales=function(cache.key_scales, 0),
+                           value_scales=function(cache.value_scales, 0))
+  if isinstance(found, PagesV1):
+    found = found._replace(key_pages=function(found.key_pages, 1),
+                           value_pages=function(found.value_pages, 1))
   else:
-    taken = taken._replace(pages=pick(taken.pages, 0))
-  assert isinstance(taken, type(cache))
-  return taken
+    found = found._replace(pages=function(found.pages, 0))
+  assert isinstance(found, type(cache))
+  return found

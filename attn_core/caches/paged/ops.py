@@ -32,7 +32,7 @@ from attn_core.caches import device_parts, quantize
 from attn_core.caches.paged import device_pages, pool as pool_lib, slot_mapping
 from attn_core.caches.paged.layouts import (
     Array, Heads, Pages, PagesMetadata, PagesT, PagesV1, PagesV3, dtype_of, has_token_scales,
-    heads_of, num_pages, packing, page_size, rows_in_use, take, takes_metadata)
+    heads_of, num_pages, over_arrays, packing, page_size, rows_in_use, take, takes_metadata)
 from attn_core.caches.paged.pool import init
 from attn_core.caches.paged.token_writes import Scales, append, int32_vector, token_scales
 
@@ -238,11 +238,5 @@ def copy_pages(cache: PagesT, sources: Array, targets: Array) -> PagesT:
   # A negative index would count from the end of the pool.
   targets = jnp.where(targets < 0, num_pages(cache), targets)
 
-  def copied(x: Any, axis: int) -> Any:
-    if x is None or x.ndim == 0:
-      return x
-    return device_pages.write(x, device_pages.take(x, sources, axis), axis, targets)
-  axes = (1, 1, 0, 0) if isinstance(cache, PagesV1) else (0, 0, 0)
-  found = cache._replace(**{n: copied(getattr(cache, n), a) for n, a in zip(cache._fields, axes)})
-  assert isinstance(found, type(cache))
-  return found
+  return over_arrays(lambda x, axis: device_pages.write(
+      x, device_pages.take(x, sources, axis), axis, targets), cache)

@@ -16,7 +16,7 @@ from attn_core.caches import quantize
 from attn_core.caches.paged import device_pages, pool as pool_lib
 from attn_core.caches.paged.layouts import (
     Array, Pages, PagesT, PagesV1, PagesV3, dtype_of, has_token_scales, heads_of, num_pages,
-    page_size)
+    over_arrays, page_size)
 
 Scales = tuple[Array, Array] | None  # of keys and values
 
@@ -79,6 +79,22 @@ def append_scales(cache: PagesV3, key: Array, value: Array,
   if scales is not None:
     cache = _with_scales(cache, scales, _places(cache, mapping()))
   return pool_lib.interleaved(cache, key, value), cache
+
+
+def move(cache: PagesT, sources: Array, targets: Array) -> PagesT:
+  """Copies tokens from some slots to others; all are read before one is written.
+
+  Args:
+    cache: any layout.
+    sources: int32 [T] slots within the pool.
+    targets: int32 [T] slots; those outside the pool are not written.
+  """
+  size, place, rows = page_size(cache), _places(cache, targets), jnp.arange(sources.shape[0])
+
+  def moved(x: Array, axis: int) -> Array:
+    held = device_pages.take(x, sources // size, axis)
+    return device_pages.write(x, held[*(slice(None),) * axis, rows, sources % size], axis, *place)
+  return over_arrays(moved, cache)
 
 
 def _stored_tokens(cache: Pages, key: Array, value: Array,

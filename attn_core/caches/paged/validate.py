@@ -105,7 +105,8 @@ def check_shapes(cache: layouts.Pages, pages_metadata: layouts.PagesMetadata,
   number = request_groups.count(pages_metadata)
   if number is None:
     return _check_shapes(pages_metadata, num_tokens)
-  for name, x in pages_metadata._asdict().items():
+  for name in (*layouts.INTEGERS, "draft_mask"):
+    x = getattr(pages_metadata, name)
     _check_array(name, jnp.int32(0) if x is None else x, f"int32 [{number}, ...]")
     checks.require(x is None or (x.ndim > 0 and x.shape[0] == number > 0), f"cache_metadata.{name}",
                    checks.describe(x), f"a leading axis of {number} groups, as page_tables has")
@@ -175,6 +176,10 @@ def _conditions(xp: ModuleType, sizes: tuple[int, int, int], pages_metadata: lay
     if pages_metadata.distribution is not None:
       yield Condition("query_start_loc", xp.where(row < decode, queries == 1, True).all(),
                       "one query for each request before distribution[0]")
+  if pages_metadata.draft_mask is not None:
+    most = pages_metadata.draft_mask.shape[1]
+    yield Condition("query_start_loc", (queries <= most).all(),
+                    f"at most {most} queries of a request, as draft_mask has rows for")
   lengths = xp.where(row < used, lengths, 0)
   yield Condition("context_lens", ((lengths >= 0) & (lengths <= width * size)).all(),
                   f"from 0 to {width * size} tokens: {width} pages of {size} in a row of the "
@@ -276,6 +281,12 @@ def _check_shapes(pages_metadata: layouts.PagesMetadata, num_tokens: int) -> Non
     x = _check_array("num_requests", number, "int32 [] or [1]")
     checks.require(x.dtype == jnp.int32 and x.shape in ((), (1,)), "cache_metadata.num_requests",
                    checks.describe(x), "int32 [] or [1]")
+  mask = pages_metadata.draft_mask
+  if mask is not None:
+    expected = f"bool [R, q, q] for up to q >= 1 queries of a request, R = {requests}"
+    checks.require(mask.ndim == 3 and mask.shape == (requests, mask.shape[1], mask.shape[1])
+                   and 0 not in mask.shape, "cache_metadata.draft_mask", checks.describe(mask),
+                   expected)
   if pages_metadata.query_start_loc is None:
     checks.require(num_tokens == requests, "cache_metadata.query_start_loc",
                    f"None with {num_tokens} queries and {requests} requests",

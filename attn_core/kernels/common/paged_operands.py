@@ -43,6 +43,8 @@ class BlockedInputs(NamedTuple):
   block_q: int
   block_pages: int
   stripe: page_stripes.Stripe | None
+  draft_mask: jax.Array | None  # bool [R, q, q]; see `PagesMetadata`
+  scope: layouts.Scope
 
   @property
   def group(self) -> int:
@@ -133,7 +135,7 @@ def block_inputs(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
       pad_tokens(operands.query, block_q), operands.cache,
       jnp.clip(tables, 0, layouts.num_pages(operands.cache) - 1), metadata.context_lens,
       layouts.query_starts(metadata), operands.sinks, spec, heads, block_q, block_pages,
-      operands.stripe)
+      operands.stripe, metadata.draft_mask, metadata.scope)
 
 
 def pad_tokens(x: jax.Array, amount: int) -> jax.Array:
@@ -152,13 +154,13 @@ def request_ranges(operands: PagedOperands, block_q: int) -> list[tuple[Index, I
 
 def query_blocks(inputs: BlockedInputs, request: Index) -> tuple[Index, Index]:
   """Returns (first, end) of a request's query blocks, numbered from position 0."""
-  first, end = _query_positions(inputs, request)
+  first, end = query_positions(inputs, request)
   empty = first >= end
   first_block = first // inputs.block_q
   return first_block, jnp.where(empty, first_block, (end - 1) // inputs.block_q + 1)
 
 
-def _query_positions(inputs: BlockedInputs, request: Index) -> tuple[Index, Index]:
+def query_positions(inputs: BlockedInputs, request: Index) -> tuple[Index, Index]:
   """Returns (first, end) of the positions of a request's queries."""
   length = inputs.lengths[request]
   return length - (inputs.starts[request + 1] - inputs.starts[request]), length
@@ -166,7 +168,7 @@ def _query_positions(inputs: BlockedInputs, request: Index) -> tuple[Index, Inde
 
 def query_block(inputs: BlockedInputs, request: Index, block_index: Index) -> QueryBlock:
   """Returns one of a request's query blocks."""
-  first, end = _query_positions(inputs, request)
+  first, end = query_positions(inputs, request)
   begin = block_index * inputs.block_q
   positions = begin + jnp.arange(inputs.block_q, dtype=jnp.int32)
   row = inputs.starts[request] + begin - first + inputs.block_q
@@ -176,16 +178,24 @@ def query_block(inputs: BlockedInputs, request: Index, block_index: Index) -> Qu
 def key_blocks(inputs: BlockedInputs, block: QueryBlock) -> tuple[Index, Index]:
   """Returns (first, end) of the key blocks that some query of the block attends to."""
   length = inputs.lengths[block.request]
-  first, end = _query_positions(inputs, block.request)
+  first, end = query_positions(inputs, block.request)
   lowest = jnp.maximum(block.positions[0], first)
   highest = jnp.minimum(block.positions[-1], end - 1)
   left, right = window_of(inputs.spec)
+  if inputs.draft_mask is not None:
+    # A position in a tree of drafts is between that of the first and that of the token's slot.
+    lowest = jnp.asarray(first)
+    highest = highest if inputs.spec.causal else length - 1
   begin = jnp.int32(0) if left is None else jnp.maximum(lowest - left, 0)
   stop = length if right is None else jnp.minimum(length, highest + right + 1)
   chunk = inputs.spec.chunk_size
   if chunk is not None:
     begin = jnp.maximum(begin, lowest // chunk * chunk)
     stop = jnp.minimum(stop, highest // chunk * chunk + chunk)
+  if inputs.scope == layouts.Scope.CACHED:
+    stop = jnp.minimum(stop, first)
+  elif inputs.scope == layouts.Scope.NEW:
+    begin = jnp.maximum(begin, first)
   begin, stop = (page_stripes.held(inputs.stripe, x) for x in (begin, jnp.maximum(stop, 0)))
   return begin // inputs.block_kv, cdiv(stop, inputs.block_kv)
 

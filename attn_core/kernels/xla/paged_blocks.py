@@ -11,11 +11,13 @@ and in any chunk of a prefill, for given block sizes and without `distribution`.
 A block of queries has block_rows = block_q * G rows (token-major).
 """
 
+from typing import NamedTuple
+
 import jax
 from jax import lax
 import jax.numpy as jnp
 
-from attn_core.caches.paged import ops, page_stripes
+from attn_core.caches.paged import layouts, ops, page_stripes
 from attn_core.kernels.common import matmul_precision, paged_operands
 from attn_core.kernels.common.paged_operands import BlockedInputs, Index, QueryBlock
 from attn_core.masks import tile
@@ -73,15 +75,46 @@ def logits_of(inputs: BlockedInputs, scores: jax.Array,
 
 def visible(inputs: BlockedInputs, block: QueryBlock, block_index: Index) -> jax.Array:
   """Returns which keys of a key block the rows see, bool [block_rows, block_kv]."""
+  spec = inputs.spec
   token = block_index * inputs.block_kv + jnp.arange(inputs.block_kv, dtype=jnp.int32)
   key = page_stripes.position_of(inputs.stripe, token)[None]
   query = block.positions[:, None]
-  left, right = paged_operands.window_of(inputs.spec)
+  first, _ = paged_operands.query_positions(inputs, block.request)
   seen = block.live[:, None] & (key < inputs.lengths[block.request])
+  if inputs.scope == layouts.Scope.CACHED:
+    seen = seen & (key < first)
+  elif inputs.scope == layouts.Scope.NEW:
+    seen = seen & (key >= first)
+  left, right = paged_operands.window_of(spec)
+  if spec.causal:
+    seen, right = seen & (key <= query), None
+  if inputs.draft_mask is not None:
+    drafts = _Drafts(inputs.draft_mask[block.request], first, spec.causal)
+    seen, query, key = seen & drafts.seen(query, key), drafts.position(query), drafts.position(key)
   seen = seen if left is None else seen & (key >= query - left)
   seen = seen if right is None else seen & (key <= query + right)
-  chunk = inputs.spec.chunk_size
+  chunk = spec.chunk_size
   seen = seen if chunk is None else seen & (key // chunk == query // chunk)
   return jnp.repeat(seen, inputs.group, 0)
 
 
+class _Drafts(NamedTuple):
+  """The new tokens of a request, of which each sees some."""
+
+  mask: jax.Array  # bool [q, q]
+  first: Index  # where they begin, tokens
+  causal: bool
+
+  def number(self, slots: jax.Array) -> jax.Array:
+    """Returns which of the new tokens are in some places of the request; any for other places."""
+    return jnp.clip(slots - self.first, 0, self.mask.shape[0] - 1)
+
+  def seen(self, query: jax.Array, key: jax.Array) -> jax.Array:
+    """Returns whether the token in a place [n, 1] sees that in a place [1, m], bool [n, m]."""
+    return (key < self.first) | self.mask[self.number(query), self.number(key)]
+
+  def position(self, slots: jax.Array) -> jax.Array:
+    """Returns the positions of tokens: a new one's is the number of tokens that it sees before."""
+    mask = jnp.tril(self.mask) if self.causal else self.mask
+    depth = mask.sum(1, dtype=jnp.int32) - 1
+    return jnp.where(slots < self.first, slots, self.first + depth[self.number(slots)])
