@@ -18,7 +18,8 @@ from attn_core.types import AttentionOutput, Call
 
 _MODS = frozenset({"score_mod", "score_function"})
 _EVERYTHING = frozenset(FEATURES) - _MODS - {
-    "vmem_limit_bytes", "quantized", "pages", "draft_mask", "scope", "sequence_layout"}
+    "vmem_limit_bytes", "quantized", "pages", "draft_mask", "scope", "prefixes",
+    "sequence_layout"}
 _BLOCKWISE = _EVERYTHING - {"weights"}
 _TPU = _BLOCKWISE - {"float16", "float64", "softmax_dtype", "mask_operands"} | {"vmem_limit_bytes"}
 _VANILLA = _EVERYTHING - {"block_sizes", "optimized"}
@@ -32,9 +33,10 @@ _CUDNN = frozenset({"gqa", "float16", "causal", "window", "positions", "mask", "
 _HOPPER = _BLOCKWISE - {"float64", "softmax_dtype", "mask_operands", "precision"}
 _PAGED = frozenset({"gqa", "value_width", "float16", "float64", "causal", "window", "chunk",
                     "sinks", "soft_cap", "lse", "lse_gradient", "precision", "softmax_dtype",
-                    "block_sizes", "optimized", "pages", "draft_mask", "scope"})
+                    "block_sizes", "optimized", "pages", "draft_mask", "scope", "prefixes"})
 # Features that kernels over pages, and the decode kernel for TPUs, lack.
-_NOT_ON_HOPPER = frozenset({"float64", "precision", "softmax_dtype", "draft_mask", "scope"})
+_NOT_ON_HOPPER = frozenset({"float64", "precision", "softmax_dtype", "draft_mask", "scope",
+                            "prefixes"})
 _NOT_ON_TPU = _NOT_ON_HOPPER | {"float16"}
 
 _Run = Callable[[Call], AttentionOutput]

@@ -126,7 +126,8 @@ class FeaturesTest(parameterized.TestCase):
     found = {"gqa", "value_width", "float16", "float64"}
     found.update(*(features.split() for _, features in NEEDS.values()))
     # paged_bad_input_test has the feature of pages; the derivative shows only while it is taken.
-    self.assertEqual(set(FEATURES) - found, {"pages", "draft_mask", "scope", "lse_gradient"})
+    self.assertEqual(set(FEATURES) - found, {
+        "pages", "draft_mask", "scope", "prefixes", "lse_gradient"})
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from attn_core import (AttnConfig, BlockSizes, CacheMetadata, Heads, MaskInfo, O
                        Rope, attention, attention_arguments, create_mesh, explain, masks,
                        score_mods, resolve)
 from attn_core.arguments.arguments import AttentionArguments
-from attn_core.caches import allocator, dense, window
+from attn_core.caches import allocator, dense, prefixes, window
 from attn_core.config import config as config_lib
 from attn_core.sharding import partition
 from attn_core_test import code_measures
@@ -331,6 +331,8 @@ PAGES_STEP = {
         lambda **fields: str(jax.make_jaxpr(lambda: with_pages(**fields))()), ints([1, 1, 2])),
     "draft_mask": Effect(with_pages, np.tile(np.eye(3, dtype=bool), (2, 1, 1))),
     "scope": Effect(with_pages, attn_core.caches.pages.Scope.NEW),
+    "prefixes": Effect(lambda **fields: str(jax.make_jaxpr(lambda: with_pages(**fields))()),
+                       prefixes.find(np.int32([[0, 1], [2, 3]]), np.int32([0, 0]))),
 }
 PAGED_OPTIONS = {name: Effect(with_paged_options, value) for name, value in (
     ("causal", False), ("sliding_window", (2, 0)), ("softmax_scale", 2.0),

@@ -50,49 +50,52 @@ KERNELS = {
 # Kernel -> the features that it refuses; it supports all others.
 REFUSED = {
     "dense.vanilla": (
-        "block_sizes optimized vmem_limit_bytes sequence_layout quantized pages draft_mask scope"),
+        "block_sizes optimized vmem_limit_bytes sequence_layout quantized pages draft_mask scope "
+        "prefixes"),
     "sdpa.xla": (
         "value_width float16 float64 sinks soft_cap score_function dropout lse_gradient weights "
         "unnormalized precision softmax_dtype block_sizes optimized vmem_limit_bytes "
-        "sequence_layout cache quantized pages draft_mask scope"),
+        "sequence_layout cache quantized pages draft_mask scope prefixes"),
     "sdpa.cudnn": (
         "value_width float64 chunk segments score_mod score_function sinks soft_cap dropout lse "
         "lse_gradient weights unnormalized precision softmax_dtype block_sizes vmem_limit_bytes "
-        "sequence_layout cache quantized pages draft_mask scope"),
-    "flash.xla": "weights vmem_limit_bytes sequence_layout quantized pages draft_mask scope",
+        "sequence_layout cache quantized pages draft_mask scope prefixes"),
+    "flash.xla": (
+        "weights vmem_limit_bytes sequence_layout quantized pages draft_mask scope prefixes"),
     "flash.gpu": (
         "float64 mask_operands score_mod score_function weights precision softmax_dtype "
-        "vmem_limit_bytes sequence_layout quantized pages draft_mask scope"),
+        "vmem_limit_bytes sequence_layout quantized pages draft_mask scope prefixes"),
     "flash.tpu": (
         "float16 float64 mask_operands score_mod score_function weights softmax_dtype "
-        "sequence_layout quantized pages draft_mask scope"),
+        "sequence_layout quantized pages draft_mask scope prefixes"),
     "paged.xla": (
         "segments positions mask mask_operands bias score_mod score_function dropout weights "
         "unnormalized vmem_limit_bytes sequence_layout cache quantized"),
     "paged.gpu": (
         "float64 chunk segments positions mask mask_operands bias score_mod score_function "
         "dropout weights unnormalized precision softmax_dtype vmem_limit_bytes sequence_layout "
-        "cache quantized draft_mask scope"),
+        "cache quantized draft_mask scope prefixes"),
     "paged.tpu": (
         "float16 float64 chunk segments positions mask mask_operands bias score_mod "
         "score_function dropout weights unnormalized precision softmax_dtype vmem_limit_bytes "
-        "sequence_layout cache quantized draft_mask scope"),
-    "context_parallel.xla": "weights vmem_limit_bytes cache quantized pages draft_mask scope",
+        "sequence_layout cache quantized draft_mask scope prefixes"),
+    "context_parallel.xla": (
+        "weights vmem_limit_bytes cache quantized pages draft_mask scope prefixes"),
     "context_parallel.gpu": (
         "float64 mask_operands score_mod score_function weights precision softmax_dtype "
-        "vmem_limit_bytes cache quantized pages draft_mask scope"),
+        "vmem_limit_bytes cache quantized pages draft_mask scope prefixes"),
     "context_parallel.tpu": (
         "float16 float64 mask_operands score_mod score_function weights softmax_dtype cache "
-        "quantized pages draft_mask scope"),
+        "quantized pages draft_mask scope prefixes"),
     "decode.xla": (
         "bias score_mod score_function dropout weights vmem_limit_bytes sequence_layout pages "
-        "draft_mask scope"),
+        "draft_mask scope prefixes"),
     "decode.gpu": (
         "float64 mask_operands bias score_mod score_function dropout weights precision "
-        "softmax_dtype vmem_limit_bytes sequence_layout pages draft_mask scope"),
+        "softmax_dtype vmem_limit_bytes sequence_layout pages draft_mask scope prefixes"),
     "decode.tpu": (
         "float16 float64 bias score_mod score_function dropout weights precision softmax_dtype "
-        "vmem_limit_bytes sequence_layout pages draft_mask scope"),
+        "vmem_limit_bytes sequence_layout pages draft_mask scope prefixes"),
 }
 # One array holds keys and values, so that these have one width.
 # Mechanisms whose kernels for accelerators read one width only.

@@ -14,7 +14,7 @@ from attn_core.arguments import block_sizes, features as features_lib, normalize
 from attn_core.arguments.arguments import AttentionArguments
 from attn_core.config import metadata as metadata_lib
 from attn_core.config.metadata import OperationMetadata
-from attn_core.caches.paged import layouts, validate
+from attn_core.caches.paged import layouts, request_groups, validate
 from attn_core.caches.paged.layouts import Pages
 from attn_core.dispatch.capabilities import PagesRequest, request_of
 from attn_core.masks import constructors
@@ -89,6 +89,9 @@ def normalize(a: AttentionArguments) -> steps.Normalized:
     features["draft_mask"] = "cache_metadata.draft_mask"
   if cache_metadata.scope != layouts.Scope.ALL:
     features["scope"] = f"cache_metadata.scope={cache_metadata.scope}"
+  if cache_metadata.prefixes is not None:
+    features["prefixes"] = "cache_metadata.prefixes"
+    _check_prefixes(a, cache_metadata)
   mode = a.mode or ("__autoregressive__" if cache_metadata.query_start_loc is None
                     else "__prefill__")
   placement, error = paged_placement.place(
@@ -103,6 +106,19 @@ def normalize(a: AttentionArguments) -> steps.Normalized:
           placement is not None and bool(placement.keys), dense.block_sizes))
   call = dense._replace(operands=operands, spec=spec)
   return steps.Normalized(call, request, metadata, None, query.dtype, None)
+
+
+def _check_prefixes(a: AttentionArguments, cache_metadata: layouts.PagesMetadata) -> None:
+  """Refuses what the parts of a call with shared prefixes cannot compute one by one."""
+  for name, given, cure in (
+      ("sliding_window", a.sliding_window, "None"), ("chunk_size", a.chunk_size, "None"),
+      ("causal", None if a.causal else False, "True"),
+      ("cache_metadata.scope", None if cache_metadata.scope == layouts.Scope.ALL
+       else cache_metadata.scope, "Scope.ALL"),
+      ("cache_metadata.page_tables", "tables with stripes" if request_groups.stripe_count(
+          cache_metadata) else None, "without stripes")):
+    checks.require(given is None, name, given, f"{cure} with cache_metadata.prefixes, whose pages "
+                   "all queries of a group see; leave out `prefixes`")
 
 
 def _as_stored(x: jax.Array, cache: Pages) -> jax.Array:

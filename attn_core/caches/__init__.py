@@ -4,11 +4,12 @@
 
 `caches.dense` and `caches.window` offer `init`, `append`, `insert` and `view`. `pages`, `groups`,
 `stripes` and `page_checks` are the public names of `paged`, `paged.request_groups`,
-`paged.page_stripes` and `paged.validate`; `allocator` and `drafts` are modules of `paged`, too.
+`paged.page_stripes` and `paged.validate`; `allocator`, `drafts` and `prefixes` are modules of
+`paged`, too.
 """
 
 from attn_core.caches import dense, paged as pages, quantize, window
-from attn_core.caches.paged import allocator, drafts, validate as page_checks
+from attn_core.caches.paged import allocator, drafts, prefixes, validate as page_checks
 from attn_core.caches.paged import page_stripes as stripes, request_groups as groups
 from attn_core.caches.dense import DenseCache
 from attn_core.caches.update import CacheMetadata, concatenate
@@ -16,4 +17,5 @@ from attn_core.caches.slots import CacheView
 from attn_core.caches.window import WindowCache
 
 __all__ = ["CacheMetadata", "CacheView", "DenseCache", "WindowCache", "allocator", "concatenate",
-           "dense", "drafts", "groups", "page_checks", "pages", "quantize", "stripes", "window"]
+           "dense", "drafts", "groups", "page_checks", "pages", "prefixes", "quantize", "stripes",
+           "window"]

@@ -49,6 +49,7 @@ FEATURES = {
     "pages": "a cache in pages",
     "draft_mask": "drafts that form a tree",
     "scope": "a part of each request's tokens in pages",
+    "prefixes": "pages that are read once for the requests that share them",
 }
 
 # How memory grows with the sequence length.

@@ -17,6 +17,7 @@ from attn_core.caches.paged import layouts, page_stripes, request_groups, token_
 from attn_core.caches.paged.page_stripes import Stripe
 from attn_core.kernels.common.contract import Residuals
 from attn_core.kernels.xla import paged_forward
+from attn_core.mechanisms import paged_prefixes
 from attn_core.sharding import lse_combine, paged as shard_paged, shard_map, varying_axes
 from attn_core.sharding.placement import Placement
 from attn_core.types import (AttentionOutput, BlockSizes, Call, PagedOperands, PagedSpec,
@@ -126,10 +127,11 @@ def _local(forward: Forward, call: Call, writes: bool, writer: Writer | None,
     width, value_width = operands.query.shape[2], operands.value.shape[2]
 
   def attend(query: jax.Array, metadata: layouts.PagesMetadata) -> Residuals:
-    return autodiff_paged.attend(
-        forward, operands._replace(query=query, cache=cache, metadata=metadata, key=None,
-                                   value=None),
-        call.spec, layouts.Heads(key_heads, width, value_width), call.block_sizes)
+    heads = layouts.Heads(key_heads, width, value_width)
+    return paged_prefixes.attend(
+        lambda operands, spec, sizes: autodiff_paged.attend(forward, operands, spec, heads, sizes),
+        operands._replace(query=query, cache=cache, metadata=metadata, key=None, value=None),
+        call.spec, call.block_sizes)
 
   if writer is not None and not separately:
     one = metadata if number is None else jax.tree.map(lambda x: x[0], metadata)

@@ -25,6 +25,7 @@ import numpy as np
 from attn_core import checks
 from attn_core.caches import device_parts
 from attn_core.caches.paged import device_pages
+from attn_core.caches.paged.prefixes import Prefixes
 
 Array = jax.Array  # or a numpy array, where it is only read
 
@@ -108,6 +109,9 @@ class PagesMetadata(NamedTuple):
   # tree (see `drafts`); earlier tokens are seen as without. None: drafts follow one another.
   draft_mask: Array | None = None
   scope: Scope = Scope.ALL  # the tokens that count
+  # Groups of requests that begin with the same pages, which are read once for a group; None: the
+  # pages of every request are read for it alone.
+  prefixes: Prefixes | None = None
 
 
 class Heads(NamedTuple):
@@ -244,7 +248,18 @@ def checked(pages_metadata: PagesMetadata, argument: str = "cache_metadata") -> 
     mask = cast(Array, checks.as_array(f"{argument}.draft_mask", mask, "bool [R, q, q]"))
     checks.require(mask.dtype == bool, f"{argument}.draft_mask", checks.describe(mask),
                    "bool [R, q, q]; caches.drafts.mask makes it of the drafts' parents")
-  return pages_metadata._replace(**fields, draft_mask=mask)
+  return pages_metadata._replace(**fields, draft_mask=mask, prefixes=_checked_prefixes(
+      pages_metadata.prefixes, f"{argument}.prefixes"))
+
+
+def _checked_prefixes(prefixes: Prefixes | None, argument: str) -> Prefixes | None:
+  """Converts prefixes to int32 arrays; ValueError as `checked`."""
+  if prefixes is None:
+    return None
+  checks.require(isinstance(prefixes, Prefixes), argument, type(prefixes).__name__,
+                 "a caches.prefixes.Prefixes, as caches.prefixes.find makes")
+  return Prefixes(*(cast(Array, checks.int32(f"{argument}.{name}", x, "int32"))
+                    for name, x in prefixes._asdict().items()))
 
 
 @takes_metadata

@@ -97,8 +97,14 @@ def with_pool_ids(pages_metadata: PagesMetadata, num_pages: int) -> PagesMetadat
   size = num_pages // number
   first = jnp.arange(number, dtype=jnp.int32) * size
   # An id out of range would be a page of another group.
-  own = jnp.clip(pages_metadata.page_tables, 0, size - 1)
-  return pages_metadata._replace(page_tables=own + first[:, None, None])
+  own = lambda tables: jnp.clip(tables, 0, size - 1)
+  pages_metadata = pages_metadata._replace(
+      page_tables=own(pages_metadata.page_tables) + first[:, None, None])
+  prefixes = pages_metadata.prefixes
+  if prefixes is None:
+    return pages_metadata
+  return pages_metadata._replace(prefixes=prefixes._replace(
+      page_tables=own(prefixes.page_tables) + first[:, None, None, None]))
 
 
 @takes_metadata

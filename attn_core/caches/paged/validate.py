@@ -18,7 +18,7 @@ import numpy as np
 
 from attn_core import checks
 from attn_core.caches import quantize
-from attn_core.caches.paged import layouts, request_groups
+from attn_core.caches.paged import layouts, prefixes as prefixes_lib, request_groups
 
 
 class Condition(NamedTuple):
@@ -51,7 +51,9 @@ def check(cache: layouts.Pages, pages_metadata: layouts.PagesMetadata, num_token
     return
   concrete = jax.tree.map(np.asarray, pages_metadata)
   for field, holds, expected in conditions(np, cache, concrete, num_tokens, left):
-    checks.require(holds, f"cache_metadata.{field}", getattr(concrete, field).tolist(), expected)
+    got = getattr(concrete, field)
+    got = f"groups with {got.page_counts.tolist()} pages" if field == "prefixes" else got.tolist()
+    checks.require(holds, f"cache_metadata.{field}", got, expected)
 
 
 @layouts.takes_metadata
@@ -187,6 +189,12 @@ def _conditions(xp: ModuleType, sizes: tuple[int, int, int], pages_metadata: lay
   if starts is not None:
     yield Condition("context_lens", (queries <= lengths).all(),
                     "at least as many tokens as the request has queries, which they include")
+  if pages_metadata.prefixes is not None:
+    prefixes = pages_metadata.prefixes
+    old = prefixes_lib.pages_of_requests(prefixes, xp) * size <= lengths - queries
+    yield Condition("prefixes", old.all() & prefixes_lib.agree(prefixes, tables, xp),
+                    "groups of requests that begin with the same pages, full ones without tokens "
+                    "of this call, as caches.prefixes.find makes them of these page_tables")
   column = xp.arange(width)
   live = column < -(-lengths[:, None] // size)
   if left is not None:  # pages behind the window may belong to others by now
@@ -281,6 +289,8 @@ def _check_shapes(pages_metadata: layouts.PagesMetadata, num_tokens: int) -> Non
     x = _check_array("num_requests", number, "int32 [] or [1]")
     checks.require(x.dtype == jnp.int32 and x.shape in ((), (1,)), "cache_metadata.num_requests",
                    checks.describe(x), "int32 [] or [1]")
+  if pages_metadata.prefixes is not None:
+    _check_prefixes(pages_metadata)
   mask = pages_metadata.draft_mask
   if mask is not None:
     expected = f"bool [R, q, q] for up to q >= 1 queries of a request, R = {requests}"
@@ -291,6 +301,19 @@ def _check_shapes(pages_metadata: layouts.PagesMetadata, num_tokens: int) -> Non
     checks.require(num_tokens == requests, "cache_metadata.query_start_loc",
                    f"None with {num_tokens} queries and {requests} requests",
                    "int32 [R + 1] offsets of the requests' queries, or one query a request")
+
+
+def _check_prefixes(pages_metadata: layouts.PagesMetadata) -> None:
+  prefixes, (requests, width) = pages_metadata.prefixes, pages_metadata.page_tables.shape
+  assert prefixes is not None
+  levels = prefixes.page_tables.shape[0] if prefixes.page_tables.ndim == 3 else -1
+  for name, shape in (("page_tables", (levels, requests, width)),
+                      ("page_counts", (levels, requests)), ("rows", (levels, requests + 1)),
+                      ("order", (requests,))):
+    x = getattr(prefixes, name)
+    checks.require(x.shape == shape, f"cache_metadata.prefixes.{name}", checks.describe(x),
+                   "arrays of caches.prefixes.find for the same page_tables "
+                   f"{checks.describe(pages_metadata.page_tables)}")
 
 
 def _check_array(name: str, x: object,
