@@ -6,7 +6,9 @@ The type of an array names the axes of type Explicit that shard each dimension. 
 are not in it: during tracing they are not known.
 """
 
+from collections.abc import Callable, Collection
 import math
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +18,17 @@ from jax.typing import ArrayLike
 AnyMesh = Mesh | AbstractMesh
 Axes = tuple[str, ...]
 Entry = str | Axes | None  # of a PartitionSpec
+Tree = TypeVar("Tree")
 
 
 def axes_of(entry: Entry) -> Axes:
   """Returns the mesh axes of an entry of a PartitionSpec."""
   return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def axes_among(spec: P, chosen: Collection[str]) -> list[Axes]:
+  """Returns those of some mesh axes that each entry of a PartitionSpec has."""
+  return [tuple(axis for axis in axes_of(entry) if axis in chosen) for entry in spec]
 
 
 def size_of(mesh: AnyMesh, axes: Entry) -> int:
@@ -56,6 +64,48 @@ def typed_axes(x: ArrayLike) -> list[Axes]:
 def reshard(x: ArrayLike, mesh: AnyMesh, spec: P) -> jax.Array:
   """Returns an array of this sharding; its cotangent has the sharding that it had before."""
   return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+
+
+class Parts(NamedTuple):
+  """Division of an array by Explicit mesh axes."""
+
+  mesh: AnyMesh
+  spec: tuple[Entry, ...]  # one entry for each dimension
+
+  def axes(self, dimension: int) -> tuple[str, ...]:
+    """Returns the mesh axes that shard a dimension."""
+    return axes_of(self.spec[dimension])
+
+  def run(self, local: Callable[..., Tree], arrays: tuple, specs: tuple,
+          out_specs: object) -> Tree:
+    """Runs `local` on each device's part of some arrays.
+
+    Args:
+      local: a function of the parts.
+      arrays: pytrees of arrays, which are resharded where they are sharded otherwise.
+      specs: a pytree of PartitionSpec for each of them.
+      out_specs: those of the results.
+
+    Returns:
+      The concatenated results.
+    """
+    placed = jax.tree.map(lambda x, spec: reshard(x, self.mesh, spec), arrays, specs)
+    return jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=out_specs,
+                         axis_names=set(self.mesh.explicit_axes))(*placed)
+
+
+def parts_of(array: ArrayLike, *others: ArrayLike) -> Parts | None:
+  """Returns how Explicit axes shard an array.
+
+  Args:
+    array: the array.
+    *others: arrays of the same computation, which may be on a mesh where `array` is on none.
+
+  Returns:
+    None if no array is on a mesh with Explicit axes.
+  """
+  mesh = typed_mesh(array, *others)
+  return None if mesh is None else Parts(mesh, typed_spec(array))
 
 
 def count_reached(bounds: jax.Array, numbers: jax.Array) -> jax.Array:

@@ -7,12 +7,12 @@ import math
 import pathlib
 import tempfile
 import typing
-import typing
 
 from absl.testing import absltest, parameterized
 import jax
 from jax.sharding import PartitionSpec
 import jax.numpy as jnp
+import numpy as np
 
 from attn_core import (AttentionMechanism, AttnConfig, AttnConfigDict, BlockSizes, EasyMethod,
                        OperationMetadata, PartitionAxis, Rope, add_basic_configurations,
@@ -304,6 +304,18 @@ class JsonTest(parameterized.TestCase):
                      {"attn_core_format": 1, "blocksize_q": 64})
     metadata = OperationMetadata.from_config(self.config)
     self.assertEqual(OperationMetadata.from_json(metadata.to_json()), metadata)
+
+  def test_numpy_numbers_are_written_as_those_of_python(self):
+    config = AttnConfig(
+        softmax_scale=np.float32(0.5), dropout_prob=np.float64(0.25), head_dim=np.int64(64),
+        sharding_axis_dims=tuple(np.array([1, -1, 1, 1, 1])),
+        temperature_tuning=(np.float32(0.5), np.int32(8)), num_hidden_layers=np.int8(2),
+        layer_ropes=((FULL, Rope(rope_theta=np.float64(1e4))),),
+        layer_head_dims=((FULL, np.int32(32)),), blocksize_q=np.int64(128),
+        operation_configs=(("flash_attn2", BlockSizes(block_q=np.int32(64))),))
+    data = json.loads(json.dumps(to_dict(config)))
+    self.assertEqual(from_dict(data), validated(config))
+    self.assertEqual(data["dropout_prob"], 0.25)
 
   def test_files(self):
     save_pretrained(self.config, self.folder / "a" / "b")

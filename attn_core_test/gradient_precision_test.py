@@ -52,19 +52,20 @@ QUICK = tuple(case for case in CASES if case[1] != "flash_attn2" and (
 
 
 @functools.cache
-def inputs(kind: str, dtype: str, names: tuple[str, ...]) -> tuple[dict, jax.Array]:
+def inputs(kind: str, dtype: str, names: tuple[str, ...],
+           tokens: int = T) -> tuple[dict, jax.Array]:
   """Returns the operands of these names, and the cotangent of the output."""
   rng = np.random.default_rng(KINDS.index(kind))
   normal = lambda *shape: rng.standard_normal(shape)
-  found = {"query": normal(B, T, H, D), "key": normal(B, T, K, D), "value": normal(B, T, K, D),
-           "bias": normal(1, H, T, T), "sinks": normal(H)}
+  found = {name: normal(B, tokens, heads, D) for name, heads in zip(ALL, (H, K, K))}
+  found |= {"bias": normal(1, H, tokens, tokens), "sinks": normal(H)}
   if kind == "peaked":
     found["query"] *= 5
   if kind == "equal":
     found["key"] *= 1.5
     found["query"], found["value"] = found["key"].repeat(H // K, 2), found["key"]
   return ({name: jnp.asarray(found[name], dtype) for name in names},
-          jnp.asarray(normal(B, T, H, D), dtype))
+          jnp.asarray(normal(B, tokens, H, D), dtype))
 
 
 def gradients(run, arrays: dict, cotangent: jax.Array, evaluate=lambda f, *x: f(*x)) -> dict:
@@ -76,9 +77,9 @@ def gradients(run, arrays: dict, cotangent: jax.Array, evaluate=lambda f, *x: f(
 
 
 @functools.cache
-def exact(kind: str, dtype: str, names: tuple[str, ...]) -> dict:
+def exact(kind: str, dtype: str, names: tuple[str, ...], tokens: int = T) -> dict:
   """Returns the oracle's gradients in float64."""
-  arrays, cotangent = inputs(kind, dtype, names)
+  arrays, cotangent = inputs(kind, dtype, names, tokens)
   spec = AttentionSpec(jax.tree.structure(masks.causal()), D**-0.5)
   def run(arrays):
     sinks = arrays.get("sinks")
@@ -93,11 +94,12 @@ def exact(kind: str, dtype: str, names: tuple[str, ...]) -> dict:
 def jax_nn(arrays: dict) -> jax.Array:
   """Computes causal attention by JAX; a sink is a key of its own without a value."""
   query, key, value, bias = (arrays.get(name) for name in ALL[:4])
-  mask, sinks = jnp.tril(jnp.ones((T, T), bool)), arrays.get("sinks")
+  tokens = query.shape[1]
+  mask, sinks = jnp.tril(jnp.ones((tokens, tokens), bool)), arrays.get("sinks")
   if sinks is not None:
     key, value = (jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (key, value))
-    bias = jnp.zeros((1, H, T, T), query.dtype) if bias is None else bias
-    sinks = jnp.broadcast_to(sinks[None, :, None, None], (1, H, T, 1))
+    bias = jnp.zeros((1, H, tokens, tokens), query.dtype) if bias is None else bias
+    sinks = jnp.broadcast_to(sinks[None, :, None, None], (1, H, tokens, 1))
     bias = jnp.concatenate([bias, sinks], -1)
     mask = jnp.pad(mask, ((0, 0), (0, 1)), constant_values=True)
   return jax.nn.dot_product_attention(query, key, value, bias, mask[None, None],
@@ -105,11 +107,12 @@ def jax_nn(arrays: dict) -> jax.Array:
 
 
 @functools.cache
-def errors_of_jax(kind: str, dtype: str, names: tuple[str, ...]) -> dict:
+def errors_of_jax(kind: str, dtype: str, names: tuple[str, ...], tokens: int = T) -> dict:
   """Returns `errors` of jax.nn."""
   # Compiled for a CPU, JAX's function refuses float16; uncompiled, it computes it.
   run = jax_nn if dtype == "float16" else jax.jit(jax_nn)
-  return errors(gradients(run, *inputs(kind, dtype, names)), exact(kind, dtype, names))
+  return errors(gradients(run, *inputs(kind, dtype, names, tokens)),
+                exact(kind, dtype, names, tokens))
 
 
 def errors(found: dict, expected: dict) -> dict:
@@ -120,9 +123,9 @@ def errors(found: dict, expected: dict) -> dict:
 
 class ComparingTest(parameterized.TestCase):
 
-  def compare(self, found, kind, dtype, names, floor):
-    theirs = errors_of_jax(kind, dtype, names)
-    for name, ours in errors(found, exact(kind, dtype, names)).items():
+  def compare(self, found, floor, *of_inputs):
+    theirs, dtype = errors_of_jax(*of_inputs), of_inputs[1]
+    for name, ours in errors(found, exact(*of_inputs)).items():
       for what, x, y in zip(("mean", "maximum"), ours, theirs[name]):
         self.assertLessEqual(x, RATIO * y + floor * float(jnp.finfo(dtype).eps),
                              f"{what} relative error of the gradient of {name}; jax.nn's is {y}")
@@ -130,16 +133,17 @@ class ComparingTest(parameterized.TestCase):
 
 class GradientPrecisionTest(ComparingTest):
 
-  def check(self, mechanism, kind, dtype, platform="cpu", **evaluate):
-    names = MECHANISMS[mechanism]
+  def check(self, mechanism, kind, dtype, platform="cpu", names=None, tokens=T, **evaluate):
+    names = names or MECHANISMS[mechanism]
     metadata = OperationMetadata(platform=platform, compute_capability="9.0")
     def run(arrays):
       return attention(
           arrays["query"], arrays["key"], arrays["value"], mechanism=mechanism,
           bias=arrays.get("bias"), softmax_aux=arrays.get("sinks"),
           metadata=metadata).attention_outputs
-    found = gradients(jax.jit(run), *inputs(kind, dtype, names), **evaluate)
-    self.compare(found, kind, dtype, names, FLOORS[platform])
+    of_inputs = kind, dtype, names, tokens
+    found = gradients(jax.jit(run), *inputs(*of_inputs), **evaluate)
+    self.compare(found, FLOORS[platform], *of_inputs)
 
   @parameterized.named_parameters(*QUICK)
   def test_as_precise_as_jax(self, mechanism, kind, dtype):
@@ -148,6 +152,11 @@ class GradientPrecisionTest(ComparingTest):
   @sampling.slow_parameters(*(case for case in CASES if case not in QUICK), named=True)
   def test_as_precise_as_jax_slow(self, mechanism, kind, dtype):
     self.check(mechanism, kind, dtype)
+
+  @parameterized.product(kind=KINDS, dtype=DTYPES, names=(ALL[:3], ALL[:4], ALL))
+  def test_few_tokens(self, kind, dtype, names):
+    """Checks rows of few keys: without a bias in one piece, with a bias in loops of one block."""
+    self.check("blockwise", kind, dtype, names=names, tokens=16)
 
   @parameterized.parameters(*sampling.with_slow(
       [("flash_attn2", "equal")], ("flash_attn2", "peaked"),
@@ -183,7 +192,7 @@ class PagesTest(ComparingTest):
                        softmax_aux=arrays["sinks"],
                        metadata=metadata).attention_outputs.reshape(B, T, H, D)
     found = gradients(jax.jit(run), *inputs(kind, dtype, self.names), **evaluate)
-    self.compare(found, kind, dtype, self.names, FLOORS[platform])
+    self.compare(found, FLOORS[platform], kind, dtype, self.names)
 
   @parameterized.parameters(*sampling.with_slow(
       [(PagesV2, "equal", "bfloat16"), (PagesV3, "peaked", "bfloat16"),

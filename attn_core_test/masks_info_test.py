@@ -43,6 +43,9 @@ class MaskInfoTest(parameterized.TestCase):
       ("rank_1", np.zeros(3, bool), r"attention_mask has dtype bool and shape \(3,\)"),
       ("rank_3", np.zeros((2, 2, 3), bool), r"shape \(2, 2, 3\)"),
       ("nothing", None, "attention_mask: got None"),
+      ("text", "x", "attention_mask: got str; expected"),
+      ("texts", [["x"]], r"attention_mask: got <U1\[1, 1\]; expected bool"),
+      ("ragged", ([1], [2, 3]), r"attention_mask: got \(\[1\], \[2, 3\]\); expected bool"),
       ("segment_ids", np.array([[1, 1, 2]]), "0 or 1; .*MaskInfo.from_segments"))
   def test_bad_attention_masks(self, mask, message):
     with self.assertRaisesRegex(ValueError, message):

@@ -293,6 +293,13 @@ class ErrorsTest(parameterized.TestCase):
       ("ids", lambda: mesh_from_dict(altered(device_ids=[0, 1, 2, 3, 4, 5, 6, 99])),
        r"device_ids \[99\]: expected ids of the cpu devices here, \[0, 1,"),
       ("sizes", lambda: mesh_from_dict(altered(axis_sizes=[2, 2])), r"axis_sizes \[2, 2\] and 8"),
+      *((f"{entry} {value!r}", lambda entry=entry, value=value: mesh_from_dict(
+          altered(**{entry: value})), f"mesh has {entry} .*: expected") for entry, values in (
+              ("axis_names", (None, 3, "xy", ["x", ""], ["x", "x"], [1, 2])),
+              ("axis_sizes", (None, 8, "24", [8], [2.0, 4], [-2, -4], [True, 8])),
+              ("axis_types", (None, 3, [], ["Auto"], [["Auto"], ["Auto"]])),
+              ("device_ids", (None, 8, "01234567", [str(n) for n in range(8)])),
+              ("platform", (3, ["cpu"]))) for value in values),
       ("types", lambda: mesh_from_dict(altered(axis_types=["Auto", "Car"])),
        r"axis_types \['Auto', 'Car'\]: expected names among Auto, Explicit"),
   )

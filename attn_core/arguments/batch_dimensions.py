@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import checks
-from attn_core.array_axes import Entry, axes_of, typed_mesh, typed_spec
+from attn_core.array_axes import AnyMesh, parts_of
 from attn_core.arguments.arguments import AttentionArguments
 from attn_core.caches.dense import DenseCache
 from attn_core.caches.window import WindowCache
@@ -64,7 +64,8 @@ class Batch:
     self.shape: Shape = query.shape[:-_OPERAND]
     self.size = int(np.prod(self.shape))
     # Partitions of these dimensions over Explicit axes; None: the compiler decides.
-    self.partitions = _explicit_spec(query, len(self.shape))
+    parts = parts_of(query)
+    self.partitions = None if parts is None else parts.spec[:len(self.shape)]
 
   def fold_operand(self, name: str, x: Given) -> Given:
     """Returns a key or value with one batch dimension; what is not an array is left as it is.
@@ -116,11 +117,11 @@ class Batch:
     """Returns [*batch, ...] as [B, ...]."""
     rank = len(self.shape)
     shape = self.size, *x.shape[rank:]
-    spec = _explicit_spec(x, x.ndim)
-    if spec is None:
+    parts = parts_of(x)
+    if parts is None:
       return x.reshape(shape)
-    merged = sum(map(axes_of, spec[:rank]), ())
-    return _reshape(cast(jax.Array, x), shape, (merged or None, *spec[rank:]))
+    merged = sum(map(parts.axes, range(rank)), ())
+    return _reshape(x, shape, parts.mesh, (merged or None, *parts.spec[rank:]))
 
   def unfold(self, output: AttentionOutput) -> AttentionOutput:
     """Returns the results with the query's batch dimensions; a cache keeps its rows."""
@@ -132,20 +133,12 @@ class Batch:
   def _split(self, x: jax.Array) -> jax.Array:
     """Returns [B, ...] as [*batch, ...]."""
     shape = *self.shape, *x.shape[1:]
-    spec = _explicit_spec(x, x.ndim)
-    if spec is None or self.partitions is None:
+    parts = parts_of(x)
+    if parts is None or self.partitions is None:
       return x.reshape(shape)
-    return _reshape(x, shape, (*self.partitions, *spec[1:]))
+    return _reshape(x, shape, parts.mesh, (*self.partitions, *parts.spec[1:]))
 
 
-def _explicit_spec(x: object, rank: int) -> tuple[Entry, ...] | None:
-  """Returns the partitions of the first dimensions of an array over Explicit axes, if any."""
-  if not isinstance(x, jax.Array):
-    return None
-  return None if typed_mesh(x) is None else typed_spec(x)[:rank]
-
-
-def _reshape(x: jax.Array, shape: Shape, partitions: tuple) -> jax.Array:
+def _reshape(x: checks.Array, shape: Shape, mesh: AnyMesh, partitions: tuple) -> jax.Array:
   """Reshapes an array whose type names its sharding."""
-  sharding = NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*partitions))
-  return jax.lax.reshape(x, shape, out_sharding=sharding)
+  return jax.lax.reshape(x, shape, out_sharding=NamedSharding(mesh, PartitionSpec(*partitions)))

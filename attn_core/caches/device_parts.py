@@ -7,25 +7,24 @@ scatter or of a gather. Here these run by `jax.shard_map` over the Explicit axes
 for the indices of its own part and drops the others. Axes of type Auto are left to the partitioner.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import jax
 from jax import lax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
 
 from attn_core import checks
-from attn_core.array_axes import (AnyMesh, Entry, axes_of, current_mesh, reshard, size_of,
-                                  typed_mesh, typed_spec)
+from attn_core.array_axes import (Entry, axes_among, axes_of, current_mesh, parts_of, reshard,
+                                  size_of)
 
 if TYPE_CHECKING:  # for annotations only: these modules import this one
   from attn_core.caches.dense import DenseCache
   from attn_core.caches.window import WindowCache
 
 Sharding = NamedSharding | P
-Tree = TypeVar("Tree")
 Cache = TypeVar("Cache", "DenseCache", "WindowCache")
 
 
@@ -40,48 +39,6 @@ class Kept(NamedTuple):
 
 
 jax.tree_util.register_static(Kept)
-
-
-class Parts(NamedTuple):
-  """Division of an array by Explicit mesh axes."""
-
-  mesh: AnyMesh
-  spec: tuple[Entry, ...]  # one entry for each dimension
-
-  def axes(self, dimension: int) -> tuple[str, ...]:
-    """Returns the mesh axes that shard a dimension."""
-    return axes_of(self.spec[dimension])
-
-  def run(self, local: Callable[..., Tree], arrays: tuple, specs: tuple,
-          out_specs: object) -> Tree:
-    """Runs `local` on each device's part of some arrays.
-
-    Args:
-      local: a function of the parts.
-      arrays: pytrees of arrays, which are resharded where they are sharded otherwise.
-      specs: a pytree of PartitionSpec for each of them.
-      out_specs: those of the results.
-
-    Returns:
-      The concatenated results.
-    """
-    placed = jax.tree.map(lambda x, spec: reshard(x, self.mesh, spec), arrays, specs)
-    return jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=out_specs,
-                         axis_names=set(self.mesh.explicit_axes))(*placed)
-
-
-def parts_of(array: ArrayLike, *others: ArrayLike) -> Parts | None:
-  """Returns how Explicit axes shard an array.
-
-  Args:
-    array: the array.
-    *others: arrays of the same computation, which may be on a mesh where `array` is on none.
-
-  Returns:
-    None if no array is on a mesh with Explicit axes.
-  """
-  mesh = typed_mesh(array, *others)
-  return None if mesh is None else Parts(mesh, typed_spec(array))
 
 
 def local_index(index: jax.Array, size: int, axes: tuple[str, ...]) -> jax.Array:
@@ -168,15 +125,13 @@ def full(shape: Sequence[int], number: float, dtype: DTypeLike,
     return jnp.full(shape, number, dtype)
   if not isinstance(jnp.zeros(()), jax.core.Tracer):
     return jnp.full(shape, number, dtype, device=sharding)
-  kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types))
-  def over(kind: AxisType) -> NamedSharding:
-    found = [tuple(axis for axis in axes_of(entry) if kinds[axis] == kind)
-             for entry in sharding.spec]
-    return NamedSharding(sharding.mesh, P(*[axes or None for axes in found]))
+  mesh = sharding.mesh
+  def over(axes: Sequence[str]) -> NamedSharding:
+    return NamedSharding(mesh, P(*[found or None for found in axes_among(sharding.spec, axes)]))
   x = jnp.full(shape, number, dtype)
-  if sharding.mesh.explicit_axes:
-    x = jax.sharding.reshard(x, over(AxisType.Explicit))
-  auto = over(AxisType.Auto)
+  if mesh.explicit_axes:
+    x = jax.sharding.reshard(x, over(mesh.explicit_axes))
+  auto = over(mesh.auto_axes)
   return lax.with_sharding_constraint(x, auto) if any(auto.spec) else x
 
 
@@ -194,12 +149,11 @@ def keep(cache: Cache) -> Cache:
     return cache
   context = jax.sharding.get_abstract_mesh()
   mesh = context if context.manual_axes else sharding.mesh
-  auto = set(mesh.auto_axes)
 
   def constrain(x: jax.Array) -> jax.Array:
     if not isinstance(x, jax.core.Tracer):
       return x
-    found = [tuple(axis for axis in axes_of(entry) if axis in auto) for entry in sharding.spec]
+    found = axes_among(sharding.spec, mesh.auto_axes)
     sizes = [size_of(mesh, axes) for axes in found]
     spec = [axes if axes and n % size == 0 else None
             for n, axes, size in zip(x.shape, found, sizes)]

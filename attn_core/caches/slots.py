@@ -11,7 +11,7 @@ from jax.typing import ArrayLike, DTypeLike
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core import checks
+from attn_core import array_axes, checks
 from attn_core.array_axes import Entry, size_of
 from attn_core.caches import device_parts, quantize
 from attn_core.caches.device_parts import Sharding
@@ -87,8 +87,8 @@ def empty_like(cache: "DenseCache | WindowCache", kind: type[Cache], slots: int,
   """
   heads = (cache.key.shape[2], cache.key.shape[3], cache.value.shape[3])
   rows = cache.key if tokens is None else tokens
-  parts = device_parts.parts_of(cache.key, rows)
-  of_rows = device_parts.parts_of(rows, cache.key)
+  parts = array_axes.parts_of(cache.key, rows)
+  of_rows = array_axes.parts_of(rows, cache.key)
   made = empty(kind, rows.shape[0], slots, heads, dtype=cache.key.dtype)
   if cache.sharding is not None and tokens is None:
     remembered = cache.sharding.spec
@@ -213,7 +213,7 @@ def write_slots(array: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array
   def write(array: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
     return jax.vmap(lambda row, x, index: row.at[index].set(x, mode="drop"))(array, new, slots)
 
-  parts = device_parts.parts_of(array, new, slots)
+  parts = array_axes.parts_of(array, new, slots)
   if parts is None:
     return write(array, new, slots)
   def local(array: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
@@ -230,7 +230,7 @@ def read_slots(array: jax.Array, slots: jax.Array) -> jax.Array:
     found = jnp.take_along_axis(array, jnp.maximum(index, 0), axis=1)
     return jnp.where(index < 0, jnp.zeros((), array.dtype), found)
 
-  parts = device_parts.parts_of(array, slots)
+  parts = array_axes.parts_of(array, slots)
   if parts is None:
     return read(array, slots)
   batch, _, *rest = parts.spec
@@ -247,7 +247,7 @@ def write_rows(array: jax.Array, new: jax.Array, rows: jax.Array) -> jax.Array:
     rows: int32 [num_rows]; those past B are dropped.
   """
   index = (slice(new.shape[1]),) if new.ndim > 1 else ()
-  parts = device_parts.parts_of(array, new, rows)
+  parts = array_axes.parts_of(array, new, rows)
   if parts is None:
     return array.at[rows, *index].set(new, mode="drop")
 

@@ -37,17 +37,17 @@ class CacheMetadata(NamedTuple):
   slots: ArrayLike | None = None
 
 
-def mode_of(mode: Mode | None, metadata: CacheMetadata | None, tokens: int) -> Mode:
+def mode_of(mode: Mode | None, cache_metadata: CacheMetadata | None, tokens: int) -> Mode:
   """Returns the mode of a call with a cache; where none is given, by the call itself.
 
   Args:
     mode: as given.
-    metadata: of the new tokens.
+    cache_metadata: of the new tokens.
     tokens: T, the queries of each row.
   """
   if mode is not None:
     return mode
-  if getattr(metadata, "slots", None) is not None:
+  if getattr(cache_metadata, "slots", None) is not None:
     return "__insert__"
   return "__autoregressive__" if tokens == 1 else "__prefill__"
 
@@ -66,31 +66,31 @@ class Step(NamedTuple):
 
 
 def update_cache(tokens: tuple[jax.Array, jax.Array] | int, cache: AnyCache,
-                 metadata: CacheMetadata | None, mode: str | None, reach: int | None) -> Step:
+                 cache_metadata: CacheMetadata | None, mode: str | None, reach: int | None) -> Step:
   """Writes new tokens to a cache and returns what their queries attend to.
 
   Args:
     tokens: (key float [B, T, K, D], value float [B, T, K, E]) of the new tokens; or T: nothing is
       written, and the queries are the last T tokens of their rows.
     cache: a DenseCache or WindowCache.
-    metadata: of the new tokens.
+    cache_metadata: of the new tokens.
     mode: "__prefill__" and "__autoregressive__" append to every row; "__insert__" replaces the rows
-      `metadata.slots` by the rows of `tokens`, each of which attends to itself only.
+      `cache_metadata.slots` by the rows of `tokens`, each of which attends to itself only.
     reach: largest distance of a visible key before its query (tokens); None: unbounded.
 
   Raises:
     ValueError: an argument does not fit the cache or the mode; see also `append` and `insert` of
       the cache's module.
   """
-  metadata = CacheMetadata() if metadata is None else metadata
+  cache_metadata = CacheMetadata() if cache_metadata is None else cache_metadata
   checks.require(isinstance(cache, AnyCache), "cache_view", type(cache).__name__,
                  "a DenseCache or a WindowCache")
-  checks.require(isinstance(metadata, CacheMetadata), "cache_metadata", type(metadata).__name__,
-                 "a CacheMetadata or None")
+  checks.require(isinstance(cache_metadata, CacheMetadata), "cache_metadata",
+                 type(cache_metadata).__name__, "a CacheMetadata or None")
   checks.require(mode in MODES, "mode", f"{mode!r} with a cache", f"one of {', '.join(MODES)}")
   inserts = mode == "__insert__"
-  checks.require((metadata.slots is not None) == inserts, "cache_metadata.slots",
-                 f"{checks.describe(metadata.slots)} in mode {mode!r}",
+  checks.require((cache_metadata.slots is not None) == inserts, "cache_metadata.slots",
+                 f"{checks.describe(cache_metadata.slots)} in mode {mode!r}",
                  "the rows to replace in mode '__insert__', None in every other mode")
   if isinstance(cache, WindowCache):
     slots = cache.key.shape[1]
@@ -98,42 +98,42 @@ def update_cache(tokens: tuple[jax.Array, jax.Array] | int, cache: AnyCache,
                    "no bound to the left" if reach is None else f"{reach} to the left",
                    f"at most {slots - 1} tokens to the left, since the window cache keeps {slots}")
   if inserts:
-    return _insert(tokens, cache, metadata)
-  if metadata.starts is not None:
-    starts = _starts(metadata, cache.lengths.shape[0])
+    return _insert(tokens, cache, cache_metadata)
+  if cache_metadata.starts is not None:
+    starts = _starts(cache_metadata, cache.lengths.shape[0])
     cache = cache._replace(starts=device_parts.match(starts, cache.starts), origins=None)
   if isinstance(tokens, int):
-    return _read(tokens, cache, metadata, reach)
-  return _append(tokens, cache, metadata, reach)
+    return _read(tokens, cache, cache_metadata, reach)
+  return _append(tokens, cache, cache_metadata, reach)
 
 
 def _view(cache: AnyCache) -> CacheView:
   return dense.view(cache) if isinstance(cache, DenseCache) else window.view(cache)
 
 
-def _starts(metadata: CacheMetadata, rows: int) -> jax.Array:
-  return jnp.asarray(slots_lib.row_numbers("cache_metadata.starts", metadata.starts, rows))
+def _starts(cache_metadata: CacheMetadata, rows: int) -> jax.Array:
+  return jnp.asarray(slots_lib.row_numbers("cache_metadata.starts", cache_metadata.starts, rows))
 
 
 def _insert(tokens: tuple[jax.Array, jax.Array] | int, cache: AnyCache,
-            metadata: CacheMetadata) -> Step:
+            cache_metadata: CacheMetadata) -> Step:
   if isinstance(tokens, int):
     raise ValueError("key and value: got None in mode '__insert__'; expected the keys and values "
                      "of the requests")
-  assert metadata.slots is not None
+  assert cache_metadata.slots is not None
   rows, length = tokens[0].shape[:2]
   prefilled = slots_lib.empty_like(cache, DenseCache, length, tokens[0])
-  if metadata.starts is not None:
+  if cache_metadata.starts is not None:
     prefilled = prefilled._replace(
-        starts=device_parts.match(_starts(metadata, rows), prefilled.starts))
-  prefilled = dense.append(prefilled, *tokens, metadata.lengths)
+        starts=device_parts.match(_starts(cache_metadata, rows), prefilled.starts))
+  prefilled = dense.append(prefilled, *tokens, cache_metadata.lengths)
   seen = dense.view(prefilled)
   if isinstance(cache, WindowCache):
     cache = slots_lib.insert(
-        cache, metadata.slots, window.from_dense(prefilled, cache.key.shape[1]))
+        cache, cache_metadata.slots, window.from_dense(prefilled, cache.key.shape[1]))
   else:
-    cache = slots_lib.insert(cache, metadata.slots, prefilled)
-  slots = slots_lib.row_numbers("slots", metadata.slots, rows)
+    cache = slots_lib.insert(cache, cache_metadata.slots, prefilled)
+  slots = slots_lib.row_numbers("slots", cache_metadata.slots, rows)
   overflow = prefilled.overflow | _rows_of(cache.overflow, slots, prefilled.overflow)
   return _step(seen, seen.lengths, jnp.zeros_like(seen.lengths), length, cache, overflow)
 
@@ -144,17 +144,17 @@ def _rows_of(array: jax.Array, rows: checks.Array, like: jax.Array) -> jax.Array
   return device_parts.match(array[jnp.clip(index, 0, array.shape[0] - 1)], like)
 
 
-def _append(tokens: tuple[jax.Array, jax.Array], cache: AnyCache, metadata: CacheMetadata,
+def _append(tokens: tuple[jax.Array, jax.Array], cache: AnyCache, cache_metadata: CacheMetadata,
             reach: int | None) -> Step:
   length = tokens[0].shape[1]
   before = _view(cache)
-  after = (dense.append(cache, *tokens, metadata.lengths) if isinstance(cache, DenseCache)
-           else window.append(cache, *tokens, metadata.lengths))
+  after = (dense.append(cache, *tokens, cache_metadata.lengths) if isinstance(cache, DenseCache)
+           else window.append(cache, *tokens, cache_metadata.lengths))
   seen = _view(after)
   if isinstance(cache, WindowCache) and reach is not None and cache.key.shape[1] < reach + length:
     # The last new tokens overwrite keys that the first new queries still see.
     chunk = slots_lib.empty_like(cache, DenseCache, length)
-    new = dense.view(dense.append(chunk, *tokens, metadata.lengths))
+    new = dense.view(dense.append(chunk, *tokens, cache_metadata.lengths))
     position = new.positions + before.lengths[:, None]
     new = new._replace(positions=jnp.where(
         (new.positions < 0) | (position < cache.starts[:, None]), -1, position))
@@ -166,9 +166,9 @@ def _append(tokens: tuple[jax.Array, jax.Array], cache: AnyCache, metadata: Cach
   return _step(seen, after.lengths, before.lengths, length, after, after.overflow)
 
 
-def _read(length: int, cache: AnyCache, metadata: CacheMetadata, reach: int | None) -> Step:
-  checks.require(metadata.lengths is None, "cache_metadata.lengths", "lengths without new tokens",
-                 "None where key and value are None")
+def _read(length: int, cache: AnyCache, cache_metadata: CacheMetadata, reach: int | None) -> Step:
+  checks.require(cache_metadata.lengths is None, "cache_metadata.lengths",
+                 "lengths without new tokens", "None where key and value are None")
   if isinstance(cache, WindowCache):
     slots = cache.key.shape[1]
     checks.require(reach is not None and reach + length <= slots, "query",

@@ -6,6 +6,7 @@ import json
 import math
 from typing import Any
 
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 import jax.numpy as jnp
 import numpy as np
@@ -34,7 +35,7 @@ _COUNTS = (
 
 
 def validated(config: AttnConfig) -> AttnConfig:
-  """Checks a configuration and normalizes it: dtypes are numpy's, names are plain strings.
+  """Checks a configuration and normalizes it: dtypes are numpy's, names and numbers are Python's.
 
   Raises:
     ValueError: `config` is not an AttnConfig, the value of a field is not what the comments of
@@ -68,7 +69,18 @@ def validated(config: AttnConfig) -> AttnConfig:
   _check_carried(config)
   _check_numbers(config)
   _check_layers(config)
-  return config._replace(**normal, unset=config.unset)
+  plain = {name: _plain(value) for name, value in (config._asdict() | normal).items()}
+  return config._replace(**plain)
+
+
+def _plain(value: Any) -> Any:
+  """Returns a value with Python's numbers in place of numpy's, which JSON cannot hold."""
+  if isinstance(value, np.generic):
+    return value.item()
+  if isinstance(value, (tuple, list)) and not isinstance(value, PartitionSpec):
+    found = [_plain(x) for x in value]
+    return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
+  return value
 
 
 def _check_unset(config: AttnConfig) -> None:

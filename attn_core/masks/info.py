@@ -56,11 +56,14 @@ class MaskInfo(NamedTuple):
         0 for padding. True or 1 = visible.
 
     Raises:
-      ValueError: the mask is None, of another rank, float (a bias), or holds concrete integers
-        other than 0 and 1 (segment ids).
+      ValueError: the mask is not an array, of another rank, float (a bias), or holds concrete
+        integers other than 0 and 1 (segment ids).
     """
     checks.require(attention_mask is not None, "attention_mask", None, "bool or 0/1 integers")
-    mask = jnp.asarray(attention_mask)
+    given = checks.as_array("attention_mask", attention_mask, "bool or 0/1 integers")
+    known = given.dtype == bool or jnp.issubdtype(given.dtype, jnp.number)
+    checks.require(known, "attention_mask", checks.describe(given), "bool or 0/1 integers")
+    mask = jnp.asarray(given)
     if mask.ndim not in (2, 4) or jnp.issubdtype(mask.dtype, jnp.inexact):
       raise ValueError(
           f"attention_mask has dtype {mask.dtype} and shape {mask.shape}; expected bool or 0/1 "

@@ -11,8 +11,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from attn_core import array_axes
 from attn_core.autodiff import paged as autodiff_paged
-from attn_core.caches import device_parts
 from attn_core.caches.paged import layouts, page_stripes, request_groups, token_writes
 from attn_core.caches.paged.page_stripes import Stripe
 from attn_core.kernels.common.contract import Residuals
@@ -115,7 +115,7 @@ def _local(forward: Forward, call: Call, writes: bool, writer: Writer | None,
                 # Pages that several devices hold stay equal on all of them.
                 or varying_axes.of(cache) != varying_axes.of(operands)
                 or isinstance(cache, layouts.PagesV3)
-                and device_parts.parts_of(cache.pages) is not None)
+                and array_axes.parts_of(cache.pages) is not None)
   if writes:
     assert operands.key is not None and operands.value is not None
     key_heads = operands.key.shape[1]

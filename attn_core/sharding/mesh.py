@@ -172,13 +172,14 @@ def mesh_from_dict(data: dict[str, Any]) -> Mesh:
     The mesh.
 
   Raises:
-    ValueError: `data` is not a dict with exactly the entries of `mesh_to_dict`, the number of
-      device ids is not the product of the sizes, an axis type is unknown, or this process does not
-      have the platform or the devices.
+    ValueError: `data` is not a dict with exactly the entries of `mesh_to_dict`, each of its type;
+      the number of device ids is not the product of the sizes, an axis type is unknown, or this
+      process does not have the platform or the devices.
   """
   expected = ("axis_names", "axis_sizes", "axis_types", "platform", "device_ids")
   if not isinstance(data, dict) or set(data) != set(expected):
     raise ValueError(f"mesh={data!r}: expected a dict of {', '.join(expected)}")
+  _check_entries(data)
   try:
     devices = {device.id: device for device in jax.devices(data["platform"])}
     kinds = tuple(AxisType[name] for name in data["axis_types"])
@@ -198,6 +199,25 @@ def mesh_from_dict(data: dict[str, Any]) -> Mesh:
   grid = np.empty(len(data["device_ids"]), dtype=object)
   grid[:] = [devices[i] for i in data["device_ids"]]
   return Mesh(grid.reshape(data["axis_sizes"]), tuple(data["axis_names"]), axis_types=kinds)
+
+
+def _check_entries(data: dict[str, Any]) -> None:
+  """Checks the type of each entry of a mesh as a dictionary, and the numbers of axes."""
+  names = data["axis_names"]
+  size = lambda x: isinstance(x, int) and not isinstance(x, bool) and x >= 0
+  rules = (
+      ("axis_names", "different strings that are not empty", lambda x: isinstance(x, str) and x),
+      ("axis_sizes", "an int for each of axis_names", size),
+      ("axis_types", "a name for each of axis_names", lambda x: isinstance(x, str)),
+      ("device_ids", "ints", size))
+  for entry, expected, good in rules:
+    found = data[entry]
+    if not (isinstance(found, (list, tuple)) and all(map(good, found))
+            and (entry == "device_ids" or len(found) == len(names))
+            and (entry != "axis_names" or len(set(found)) == len(found))):
+      raise ValueError(f"mesh has {entry} {found!r}: expected a list of {expected}")
+  if not isinstance(data["platform"], (str, type(None))):
+    raise ValueError(f"mesh has platform {data['platform']!r}: expected the name of a platform")
 
 
 def _filled(

@@ -18,7 +18,7 @@ from jax.interpreters import ad
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from attn_core.array_axes import AnyMesh, axes_of, reshard, typed_axes
+from attn_core.array_axes import AnyMesh, axes_among, reshard, typed_axes
 from attn_core.masks import mask as mask_lib
 from attn_core.score_mods import score_mod
 from attn_core.sharding import default_sharding, partition, varying_axes
@@ -37,11 +37,9 @@ def resharded(operands: Tree, specs: Tree, mesh: AnyMesh) -> Tree:
   explicit = mesh.explicit_axes
   if not explicit:
     return operands
-  def of_types(spec: P) -> P:
-    return partition.to_spec([tuple(axis for axis in axes_of(entry) if axis in explicit)
-                              for entry in spec])
-  return jax.tree.map(lambda x, spec: reshard(x, mesh, of_types(spec)),
-                      operands, specs)
+  return jax.tree.map(
+      lambda x, spec: reshard(x, mesh, partition.to_spec(axes_among(spec, explicit))),
+      operands, specs)
 
 
 def sharded(local: Callable[[Operands], AttentionOutput], call: Call) -> AttentionOutput:

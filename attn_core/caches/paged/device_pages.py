@@ -10,6 +10,7 @@ from jax import lax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from attn_core import array_axes
 from attn_core.caches import device_parts
 
 
@@ -26,7 +27,7 @@ def write(array: jax.Array, new: jax.Array, axis: int, page: jax.Array,
   """
   index = (page,) if offset is None else (page, offset)
   everything = (slice(None),) * axis
-  parts = device_parts.parts_of(array, new, *index)
+  parts = array_axes.parts_of(array, new, *index)
   if parts is None:
     return array.at[*everything, *index].set(new, mode="drop")
 
@@ -44,7 +45,7 @@ def write(array: jax.Array, new: jax.Array, axis: int, page: jax.Array,
 
 def take(array: jax.Array, ids: jax.Array, axis: int) -> jax.Array:
   """Reads pages `ids` int32 [num_ids], clipped to the pool, along dimension `axis`."""
-  parts = device_parts.parts_of(array, ids)
+  parts = array_axes.parts_of(array, ids)
   if parts is None or not parts.axes(axis):
     ids = ids if parts is None else device_parts.match(ids, array, (None,))
     return jnp.take(array, ids, axis, mode="clip")

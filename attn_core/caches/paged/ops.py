@@ -27,7 +27,7 @@ from jax.typing import DTypeLike
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core import checks
+from attn_core import array_axes, checks
 from attn_core.caches import device_parts, quantize
 from attn_core.caches.paged import device_pages, pool as pool_lib, slot_mapping
 from attn_core.caches.paged.layouts import (
@@ -172,7 +172,7 @@ def from_dense(cache: PagesT, key: Array, value: Array, pages_metadata: PagesMet
 
 def _whole_rows(x: jax.Array) -> jax.Array:
   """Replicates the first two dimensions of an array over Explicit mesh axes."""
-  parts = device_parts.parts_of(x)
+  parts = array_axes.parts_of(x)
   return x if parts is None else device_parts.match(x, x, (None, None, *parts.spec[2:]))
 
 

@@ -16,10 +16,10 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from jax.typing import DTypeLike
 import jax.numpy as jnp
 
-from attn_core import checks
+from attn_core import array_axes, checks
 from attn_core.array_axes import Entry, axes_of, size_of
 from attn_core.caches import device_parts, quantize
-from attn_core.caches.device_parts import Parts, Sharding
+from attn_core.caches.device_parts import Sharding
 from attn_core.caches.paged.layouts import (LANES, PAGES, Heads, Pages, PagesT, PagesV1, PagesV2,
                                             PagesV3, Widths, heads_of, interleave, packing)
 from attn_core.types import cdiv
@@ -196,14 +196,14 @@ def interleaved(cache: PagesV2 | PagesV3, key: jax.Array, value: jax.Array) -> j
     rows = jnp.pad(rows, ((0, 0), (0, padding), (0, cache.pages.shape[-1] - rows.shape[-1])))
     return rows.reshape(rows.shape[0], -1, *cache.pages.shape[3:])
 
-  parts = device_parts.parts_of(cache.pages, key, value)
+  parts = array_axes.parts_of(cache.pages, key, value)
   if parts is None:
     return local(key, value)
   spec = P(None, head_entry(cache, parts, heads))
   return parts.run(local, (key, value), (spec, spec), spec)
 
 
-def head_entry(cache: Pages, parts: Parts, heads: int, unit: int = 1) -> Entry:
+def head_entry(cache: Pages, parts: array_axes.Parts, heads: int, unit: int = 1) -> Entry:
   """Returns the mesh axes of the heads in the pages; None if they do not divide `heads`.
 
   Args:
@@ -254,7 +254,7 @@ def on_each_device(compute: Callable[[Pages, Heads], Tree], cache: Pages, heads:
     keeps_pool: whether a device computes its own pages only; False: all of them.
     unit: heads that stay together.
   """
-  parts = device_parts.parts_of(cache.key_pages if isinstance(cache, PagesV1) else cache.pages)
+  parts = array_axes.parts_of(cache.key_pages if isinstance(cache, PagesV1) else cache.pages)
   if parts is None:
     return compute(cache, heads)
   entry = head_entry(cache, parts, heads.key_heads, unit)

@@ -220,9 +220,11 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
   padding = inputs.operands.query.shape[1] - operands.query.shape[1]
   lse = _pad_lse(residuals.lse, padding, spec)
   delta = compute_delta(residuals, cotangents, inputs.dtype)
+  sums_delta = _sums_delta(inputs, residuals)
   zeros = functools.partial(cpu_math.zeros, done=(delta, operands.key))
   d_out = dense_operands.pad_axis(cotangents.out, 1, padding)
-  delta_rows = dense_operands.pad_axis(delta, 2, padding)
+  delta_rows = dense_operands.pad_axis(
+      -cotangents.lse.astype(delta.dtype) if sums_delta else delta, 2, padding)
 
   def step(n: jax.Array, results: _Found) -> _Found:
     grid_index = tile_ops.make_grid_index(inputs, n)
@@ -239,7 +241,8 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
       # The barrier keeps XLA from folding the transposition into a product, which is slower and,
       # in bfloat16 on jax 0.12, more than XLA:CPU can do.
       key_transposed = lax.optimization_barrier(key.transpose(0, 2, 1))
-      key_tile = _KeyTile(key, key_transposed, value, queries, d_outs, row_lse, row_delta)
+      key_tile = _KeyTile(key, key_transposed, value, queries, d_outs, row_lse, row_delta,
+                          sums_delta)
       sums = sums._replace(key=jnp.zeros(key_tile.key.shape, inputs.dtype),
                            value=jnp.zeros(key_tile.value.shape, inputs.dtype))
       sums = tile_ops.visit_blocks(inputs, grid_index, j, lambda i, sums, masked: _backward_tile(
@@ -281,6 +284,40 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
   return tuple(found[name] for name in wrt)
 
 
+def _sums_delta(inputs: tile_ops.BlockedInputs, residuals: BackwardResiduals) -> bool:
+  """Returns whether a tile computes delta as sum(P * dP), which takes all keys of its rows.
+
+  Where nearly all weight is on one key, dP of that key and delta cancel, and so do their rounding
+  errors if delta is a sum of the dP themselves. Those of sum(d_out * out) remain: in float32 a
+  multiple of the gradient's own error in 16 bits, where no row has enough keys to share its weight.
+  """
+  return (residuals.out is not None and inputs.sizes.num_key_blocks == 1
+          and inputs.sizes.block_kv <= plain.FEW and inputs.operands.query.dtype.itemsize < 4)
+
+
+def _weighted_sum(inputs: tile_ops.BlockedInputs, grid_index: tile_ops.GridIndex,
+                  weights: jax.Array, d_weights: jax.Array, lse: jax.Array) -> jax.Array:
+  """Returns sum(P * dP) over all keys, [step_heads, 1, block_rows].
+
+  The sum of the P is known, 1 without sinks, and the error of the lse is taken out of it. Where
+  sinks have half of the weight, nothing cancels, and little is known.
+
+  Args:
+    inputs: with all keys in one block.
+    grid_index: of the rows.
+    weights: P, [step_heads, block_kv, block_rows].
+    d_weights: dP.
+    lse: [step_heads, 1, block_rows].
+  """
+  total, expected = weights.sum(1, keepdims=True), jnp.ones_like(lse)
+  sinks = tile_ops.row_sinks(inputs, grid_index)
+  if sinks is not None:
+    expected = expected - jnp.exp(sinks.swapaxes(1, 2) - finite_lse(lse))
+  one, known = jnp.ones_like(total), total > 0.5
+  factor = jnp.where(known, expected, one) / jnp.where(known, total, one)
+  return (weights * d_weights).sum(1, keepdims=True) * factor
+
+
 class _KeyTile(NamedTuple):
   """One key block, and all rows of its heads."""
 
@@ -290,7 +327,8 @@ class _KeyTile(NamedTuple):
   queries: jax.Array  # [step_heads, T * G, D], scaled
   d_outs: jax.Array  # [step_heads, T * G, E]
   lse: jax.Array  # [step_heads, T * G]
-  delta: jax.Array  # [step_heads, T * G]
+  delta: jax.Array  # [step_heads, T * G]; if sums_delta, without sum(P * dP)
+  sums_delta: bool  # of `_sums_delta`
 
 
 def _backward_tile(inputs: tile_ops.BlockedInputs, grid_index: tile_ops.GridIndex,
@@ -312,15 +350,20 @@ def _backward_tile(inputs: tile_ops.BlockedInputs, grid_index: tile_ops.GridInde
   weights = tile_ops.weights_of(inputs, logits - finite_lse(lse))
   d_weights = tile_ops.scores_of(inputs, d_out, key_tile.value, transposed=True)
   d_weights = tile_ops.apply_dropout(inputs, grid_index, (i, j), d_weights, transposed=True)
-  d_logits = weights * (d_weights * tile_ops.kept_scale(inputs) - delta)
+  d_weights = d_weights * tile_ops.kept_scale(inputs)
+  if key_tile.sums_delta:
+    delta = delta + _weighted_sum(inputs, grid_index, weights, d_weights, lse)
+  d_logits = weights * (d_weights - delta)
   d_logits, d_mods = pull(d_logits, sums.mods)
   d_bias = sums.bias
   if d_bias is not None:
     d_bias = tile_logits.add_bias_tile(inputs, grid_index, (i, j), d_bias, d_logits)
   d_scores = d_logits if slope is None else d_logits * slope
-  d_scores = cpu_math.for_product(d_scores * tile_ops.d_logits_scale(inputs), rows.dtype)
-  kept = cpu_math.for_product(
-      tile_ops.apply_dropout(inputs, grid_index, (i, j), weights, transposed=True), d_out.dtype)
+  d_scores = d_scores * tile_ops.d_logits_scale(inputs)
+  kept = tile_ops.apply_dropout(inputs, grid_index, (i, j), weights, transposed=True)
+  # Sums of few numbers do not average their rounding.
+  if not key_tile.sums_delta or weights.shape[2] > plain.FEW:
+    d_scores, kept = (cpu_math.for_product(x, rows.dtype) for x in (d_scores, kept))
   d_query = tile_ops.dot(key_tile.key_transposed, d_scores, inputs)
   d_query = d_query + lax.dynamic_slice_in_dim(
       sums.query, i * length, length, 2, allow_negative_indices=False)
