@@ -20,7 +20,7 @@ def selected_blocks(indices: ArrayLike, block_q: int, block_kv: int) -> Mask:
   >>> from attn_core import masks
   >>> lists = np.array([[[[0, -1], [1, 0]]]])
   >>> print(masks.show(masks.selected_blocks(lists, 2, 2), 4))  # doctest: +ELLIPSIS
-  selected(block_q=2, block_kv=2, indices int32[1, 1, 2, 2])
+  selected(indices int32[1, 1, 2, 2], block_q=2, block_kv=2)
   ...
   0 |##..|
     |##..|
@@ -58,7 +58,7 @@ def selected_keys(indices: ArrayLike) -> Mask:
   >>> from attn_core import masks
   >>> lists = np.array([[[0, -1], [0, 1], [2, 0], [3, 1]]])
   >>> print(masks.show(masks.selected_keys(lists), 4))  # doctest: +ELLIPSIS
-  selected(block_q=1, block_kv=1, indices int32[1, 1, 4, 2])
+  selected(indices int32[1, 1, 4, 2], block_q=1, block_kv=1)
   ...
   0 |#...|
     |##..|

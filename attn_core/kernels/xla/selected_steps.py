@@ -174,7 +174,8 @@ def keys_of(inputs: Inputs, head: Head, n: jax.Array) -> Keys:
   """Returns the listed keys of step n, and which of them its rows see and keep."""
   lists, mask, spec = inputs.lists, inputs.operands.mask, inputs.spec
   count = jnp.int32(head.key.shape[0] - 1)
-  blocks = jnp.asarray(n, jnp.int32) * inputs.num_blocks + jnp.arange(inputs.num_blocks, dtype=jnp.int32)
+  blocks = (jnp.asarray(n, jnp.int32) * inputs.num_blocks
+            + jnp.arange(inputs.num_blocks, dtype=jnp.int32))
   query = blocks[:, None] * inputs.block_q + jnp.arange(inputs.block_q, dtype=jnp.int32)
   first = head.key_head * inputs.group
   local = first + jnp.arange(inputs.group, dtype=jnp.int32)
