@@ -21,6 +21,7 @@ from attn_core.config.layers import (AttnMaskDetail, attention_arguments, get_ba
                                      query_temperature)
 from attn_core.config.merge import (add_basic_configurations, attach_custom_arguments,
                                     read_basics_from_config, set_model_mesh)
+from attn_core.config.position_bias import layer_score_mod
 from attn_core.config.devices import get_optimal_config, tpu_version_check
 from attn_core.rope.frequencies import Rope, inverse_frequencies, rope_from_dict
 from attn_core.config.constraints import (apply_qk_shardings, apply_qkv_shardings, build_cache_pos,
@@ -72,11 +73,11 @@ __all__ = [
     "get_fcm_mask", "get_mask_details", "get_optimal_config", "get_partition_rules",
     "get_sharding_safely", "granted_freq_max_position_embedding",
     "granted_mask_max_position_embedding", "index_mask", "inverse_frequencies", "layer_rope",
-    "masks", "match_partition_rules", "merge_partials", "page_attention", "plan_context_parallel",
-    "query_temperature", "ragged_page_attention_v2", "ragged_page_attention_v3",
-    "read_basics_from_config", "repeat_key_value", "ring_attention", "rope_from_dict", "rotary",
-    "rotary_table", "save_pretrained", "score_mods", "sdpa", "set_model_mesh",
-    "shard_attention_prod", "tpu_version_check", "vanilla",
+    "layer_score_mod", "masks", "match_partition_rules", "merge_partials", "page_attention",
+    "plan_context_parallel", "query_temperature", "ragged_page_attention_v2",
+    "ragged_page_attention_v3", "read_basics_from_config", "repeat_key_value", "ring_attention",
+    "rope_from_dict", "rotary", "rotary_table", "save_pretrained", "score_mods", "sdpa",
+    "set_model_mesh", "shard_attention_prod", "tpu_version_check", "vanilla",
 ]
 
 

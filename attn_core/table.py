@@ -21,16 +21,18 @@ _EVERYTHING = frozenset(FEATURES) - _MODS - {
     "vmem_limit_bytes", "quantized", "pages", "draft_mask", "scope", "prefixes",
     "sequence_layout"}
 _BLOCKWISE = _EVERYTHING - {"weights"}
-_TPU = _BLOCKWISE - {"float16", "float64", "softmax_dtype", "mask_operands"} | {"vmem_limit_bytes"}
+_TPU = (_BLOCKWISE - {"float16", "float64", "softmax_dtype", "mask_operands", "selected"}
+        | {"vmem_limit_bytes"})
 _VANILLA = _EVERYTHING - {"block_sizes", "optimized"}
-_DECODE = _BLOCKWISE - {"bias", "dropout"} | {"quantized"}
+_DECODE = _BLOCKWISE - {"bias", "dropout", "selected"} | {"quantized"}
 # jax.nn compiles float16 for GPUs only.
 _SDPA = frozenset({"gqa", "causal", "window", "chunk", "segments",
-                   "positions", "mask", "mask_operands", "bias", "score_mod", "lse"})
+                   "positions", "mask", "mask_operands", "selected", "bias", "score_mod",
+                   "lse"})
 _CUDNN = frozenset({"gqa", "float16", "causal", "window", "positions", "mask", "mask_operands",
                     "bias", "optimized"})
 # Products of 16-bit operands with float32 sums have one precision.
-_HOPPER = _BLOCKWISE - {"float64", "softmax_dtype", "mask_operands", "precision"}
+_HOPPER = _BLOCKWISE - {"float64", "softmax_dtype", "mask_operands", "selected", "precision"}
 _PAGED = frozenset({"gqa", "value_width", "float16", "float64", "causal", "window", "chunk",
                     "sinks", "soft_cap", "lse", "lse_gradient", "precision", "softmax_dtype",
                     "block_sizes", "optimized", "pages", "draft_mask", "scope", "prefixes"})

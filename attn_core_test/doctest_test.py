@@ -34,7 +34,8 @@ ENTRY_POINTS = (
     attn_core.ragged_page_attention_v2, attn_core.create_mesh, attn_core.rotary, dense, window, ops,
     allocator)
 MASK_CONSTRUCTORS = """
-causal chunk custom dense full lengths offset placed positions prefix segments window
+causal chunk custom dense full lengths offset placed positions prefix segments selected_blocks
+selected_keys window
 """.split()
 PICTURE_ROW = re.compile(r"^.{3}([#.]{4})\|$", re.MULTILINE)
 

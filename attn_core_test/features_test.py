@@ -51,6 +51,7 @@ NEEDS = {
     "custom": ({"mask": masks.custom(lambda b, h, t, s: s <= t)}, "mask"),
     "custom_with_operands": ({"mask": ~masks.custom(lambda b, h, t, s, x: s <= x, np.int32(3))},
                              "mask mask_operands"),
+    "selected_keys": ({"mask": ~masks.selected_keys(np.zeros((1, 6, 2), int))}, "mask selected"),
     "bias": ({"bias": np.ones((1, 1, 6, 6), np.float32)}, "bias"),
     "init_bias": ({"init_bias": lambda: np.ones((1, 1, 6, 6), np.float32)}, "bias"),
     "score_mod": ({"score_mod": score_mods.alibi(np.ones(4, np.float32))}, "score_mod"),

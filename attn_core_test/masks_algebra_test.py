@@ -23,6 +23,7 @@ class AlgebraTest(parameterized.TestCase):
         masks.segments(generator.integers(-1, 2, (2, 6)), generator.integers(-1, 2, (2, 7))),
         masks.lengths(np.array([5, 3]), np.array([7, 2])), masks.custom(even_sum),
         masks.dense(generator.random((2, 2, 6, 7)) < 0.5), masks.offset(masks.causal(), 2),
+        masks.selected_blocks(generator.integers(-1, 3, (2, 2, 2, 2)), 4, 3),
     ]
     values = [dense(mask, shape) for mask in pool]
     for a, x in zip(pool, values):
@@ -59,6 +60,9 @@ class AlgebraTest(parameterized.TestCase):
           masks.causal(), np.array([[0, 1]]), np.array([[3]]), (2, 2))),
       ("dense", lambda: masks.dense(np.ones((1, 1, 3, 3), bool))),
       ("custom", lambda: masks.custom(from_table, np.array([1]))),
+      ("selected_blocks", lambda: masks.selected_blocks(np.array([[[[0, -1]]]]), 2, 3)),
+      ("selected_blocks_of_others", lambda: masks.selected_blocks(np.array([[[[0, -1]]]]), 3, 2)),
+      ("selected_keys", lambda: masks.selected_keys(np.array([[[0, -1]]]))),
       ("tree", lambda: ~(masks.causal() | masks.window(1, 1)) & masks.segments(np.array([[0, 1]]))),
   )
 

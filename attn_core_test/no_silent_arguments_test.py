@@ -222,6 +222,7 @@ ROPE, WIDTH = with_config(attn_core.layer_rope), with_config(config_lib.get_head
 HEADS = with_config(lambda config: config_lib.get_key_value_heads(config, 0))
 KEEP = with_config(lambda config: attn_core.get_fcm_mask(config, 1, 64, False, KEY))
 TEMPERATURE = with_config(lambda config: attn_core.query_temperature(config, ints([[5]])))
+BIAS = with_config(attn_core.layer_score_mod)
 WINDOWED = {"num_hidden_layers": 1, "sliding_window": (1, 0)}
 CONFIG = {
     "sharding_axis_dims": Effect(MESH_OF, (1, 1, 1, 1, -1)),
@@ -266,6 +267,11 @@ CONFIG = {
     "temperature_offset": Effect(
         TEMPERATURE, 0, {"temperature_tuning": (1.0, 2), "temperature_with_rope": True}),
     "temperature_with_rope": Effect(TEMPERATURE, True, {"temperature_tuning": (1.0, 2)}),
+    "alibi_bias_max": Effect(BIAS, 8.0, {"num_attention_heads": 4}),
+    "alibi_scaled": Effect(BIAS, True, {
+        "num_attention_heads": 4, "alibi_bias_max": 8.0, "softmax_scale": 0.5}),
+    "relative_buckets": Effect(with_config(lambda config: attn_core.layer_score_mod(
+        config, config.relative_buckets and np.zeros((8, 4), np.float32))), (8, 9)),
     "max_position_embeddings": Effect(
         with_config(attn_core.granted_freq_max_position_embedding), 8),
     "freq_max_position_embeddings": Effect(

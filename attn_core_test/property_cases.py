@@ -76,6 +76,8 @@ _CU_SEGMENT = np.repeat([0, 1, 2], [3, 1, 9])
 _CU_K = _ids([0, 5, 6, 17])
 _CU_K_SEGMENT = np.repeat([0, 1, 2], [5, 1, 11])
 _RNG = np.array([7, 11], np.uint32)
+_BLOCKS = np.random.default_rng(1).integers(-1, 5, (2, 2, 4, 3)).astype(np.int32)
+_KEYS = np.random.default_rng(2).integers(-1, 13, (1, 13, 4)).astype(np.int32)
 
 
 def _added(score, batch, head, query, key, slopes, table, per_key):
@@ -141,6 +143,10 @@ CASES = (
          lambda b, h, t, s: s <= t and s // 5 != t // 5),
     Case("custom_predicate", _S, dict(mask=masks.custom(_predicate)),
          lambda b, h, t, s: s <= t and _predicate(b, h, t, s)),
+    Case("selected_blocks", _S, dict(mask=masks.selected_blocks(_BLOCKS, 4, 3)),
+         lambda b, h, t, s: s <= t and s // 3 in _BLOCKS[b, h // 2, t // 4]),
+    Case("selected_keys", _S, dict(mask=masks.selected_keys(_KEYS), causal=False),
+         lambda b, h, t, s: s in _KEYS[0, t]),
     Case("bias_full", _S, {}, lambda b, h, t, s: s <= t, dict(bias=(2, 4, 13, 13))),
     Case("bias_broadcast", _S, dict(causal=False), lambda b, h, t, s: True,
          dict(bias=(1, 4, 1, 13))),

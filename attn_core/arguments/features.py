@@ -8,7 +8,7 @@ from attn_core import checks
 from attn_core.arguments.arguments import AttentionArguments
 from attn_core.config import metadata as metadata_lib
 from attn_core.config.metadata import OperationMetadata
-from attn_core.masks import mask as mask_lib
+from attn_core.masks import leaves, mask as mask_lib
 from attn_core.masks.info import MaskInfo
 from attn_core.score_mods import score_mod
 from attn_core.sharding import context_parallel
@@ -40,6 +40,7 @@ def features_of(a: AttentionArguments, call: Call) -> dict[str, str]:
   info = MaskInfo() if a.mask_info is None else a.mask_info
   dtype = jnp.dtype(query.dtype).name
   order = permuted_token_order(a.metadata)
+  nodes = [*mask_lib.nodes(mask_lib.of_structure(call.spec.mask))]
   needs = {
       "gqa": (key.shape[2] != query.shape[2], f"{query.shape[2]} heads over {key.shape[2]}"),
       "value_width": (value.shape[3] != key.shape[3], f"value width {value.shape[3]} and query "
@@ -57,8 +58,10 @@ def features_of(a: AttentionArguments, call: Call) -> dict[str, str]:
       "positions": (a.query_offset is not None or info.q_positions is not None
                     or info.kv_positions is not None, "query_offset or mask_info's positions"),
       "mask": (a.mask is not None or info.attention_mask is not None, "mask"),
-      "mask_operands": (mask_lib.WHOLE in mask_lib.structure_roles(call.spec.mask),
+      "mask_operands": (any(isinstance(x, leaves.Custom) and x.operands for x in nodes),
                         "masks.custom with operands"),
+      "selected": (any(isinstance(x, leaves.Selected) for x in nodes),
+                   "masks.selected_blocks or masks.selected_keys"),
       "bias": (call.operands.bias is not None, "bias"),
       "score_mod": (a.score_mod is not None, "score_mod"),
       "score_function": (call.spec.has_score_mod

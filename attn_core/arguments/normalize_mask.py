@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import checks
-from attn_core.masks import constructors, mask as mask_lib
+from attn_core.masks import constructors, mask as mask_lib, selected
 from attn_core.masks.info import MaskInfo
 from attn_core.masks.mask import Mask
 from attn_core.types import ArrayLayout, SlidingWindow
@@ -76,7 +76,7 @@ def make_mask(given: MaskArguments, shape: Shape) -> Mask:
   if not (isinstance(offset, int) and offset == 0):
     mask = constructors.offset(mask, offset)
   _check_mask_arrays(mask, shape, whole)
-  return mask
+  return selected.fitted(mask, whole)
 
 
 def _positional_mask(causal: bool, sliding_window: SlidingWindow, chunk_size: int | None) -> Mask:

@@ -225,7 +225,8 @@ def check_masks_with_cache(cache: AnyCache, mode: str | None, info: MaskInfo,
       for node in mask_lib.nodes(x):
         array = node.array if isinstance(node, leaves.Dense) else None
         by_length = isinstance(node, leaves.Lengths) and node.key_lengths is not None
-        checks.require(not by_length and (array is None or array.shape[3] == 1), name,
+        by_column = by_length or isinstance(node, leaves.Selected)
+        checks.require(not by_column and (array is None or array.shape[3] == 1), name,
                        f"{type(node).__name__} with a WindowCache", cure)
     else:
       shape = getattr(x, "shape", ())

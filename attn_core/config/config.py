@@ -130,6 +130,11 @@ class _Fields(NamedTuple):
   temperature_tuning: tuple[float, int] | None = None
   temperature_offset: int = 1  # >= 0, tokens, added to a position before the steps are counted
   temperature_with_rope: bool = False  # whether queries of layers with a rope are scaled too
+  # The largest exponent of ALiBi's slopes, 2**-alibi_bias_max; None: no ALiBi; see layer_score_mod
+  alibi_bias_max: float | None = None
+  alibi_scaled: bool = False  # whether the softmax scale multiplies ALiBi too
+  # (number of buckets, first distance of the last in tokens) of T5's biases; None: no such biases
+  relative_buckets: tuple[int, int] | None = None
   max_position_embeddings: int | None = None  # tokens
   freq_max_position_embeddings: int | None = None  # tokens; None: max_position_embeddings
   mask_max_position_embeddings: int | None = None  # tokens; None: max_position_embeddings

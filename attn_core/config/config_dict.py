@@ -89,6 +89,9 @@ class AttnConfigDict(TypedDict, total=False):
   temperature_tuning: tuple[float, int] | None
   temperature_offset: int
   temperature_with_rope: bool
+  alibi_bias_max: float | None
+  alibi_scaled: bool
+  relative_buckets: tuple[int, int] | None
   max_position_embeddings: int | None
   freq_max_position_embeddings: int | None
   mask_max_position_embeddings: int | None

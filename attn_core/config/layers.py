@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import checks, masks
+from attn_core.config import position_bias
 from attn_core.config.config import AttnConfig, checked, get_head_dim, layer_type
 from attn_core.config.validate import validated
 from attn_core.rope.frequencies import Rope, inverse_frequencies
@@ -170,7 +171,8 @@ def attention_arguments(config: AttnConfig, layer: int = 0,
     mechanism, causal, sliding_window, chunk_size, softmax_scale, logits_soft_cap, dropout_prob, and
     compute_dtype: `attn_dtype` if it is set, or the model's file has one, and has 16 bits. Sinks
     are parameters of the layer and are passed as `softmax_aux`; see also `query_temperature` and
-    `index_mask`.
+    `index_mask`. Where the model has ALiBi, its score_mod; that of T5 is `layer_score_mod`, as it
+    has parameters.
 
   Raises:
     NotImplementedError: as `mask_detail`.
@@ -183,7 +185,9 @@ def attention_arguments(config: AttnConfig, layer: int = 0,
   mechanism = (mode in DECODE_MODES and config.decode_attn_mechanism) or chosen
   dtype = np.dtype(config.attn_dtype)
   narrow = "attn_dtype" not in config.unset and dtype.itemsize < 4
+  bias = position_bias.alibi(config)
   return {
+      **({} if bias is None else {"score_mod": bias}),
       "mechanism": mechanism, "causal": detail.causal,
       "sliding_window": detail.sliding_window, "chunk_size": detail.chunk_size,
       "softmax_scale": config.softmax_scale, "logits_soft_cap": config.logits_soft_cap,

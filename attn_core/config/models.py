@@ -6,6 +6,7 @@ A file leaves out values that are the model's defaults, and the same key has dif
 different models. The values are those of the models' published code.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from attn_core.config import layer_patterns as patterns
@@ -27,6 +28,7 @@ class Model(NamedTuple):
   window_in_full: bool = False  # whether a window is for layers with full attention
   scaling_in_windows: bool = True  # whether `rope_scaling` is also for layers with a window
   scales_all_queries: bool = False  # whether queries have a temperature in layers with a rope too
+  names: Mapping[str, str] = {}  # keys of its files -> those of most files
   softmax_scale: float | None = None  # whatever the width of a head; None: see the file
 
 
@@ -59,6 +61,20 @@ _MINISTRAL3_ROPE = {
     "llama_4_scaling_beta": 0.1}
 _GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
                  "truncate": False, "original_max_position_embeddings": 4096}
+
+
+_BLOOM_NAMES = {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
+                "n_embed": "hidden_size"}
+
+
+def _t5(hidden_size: int, layers: int, heads: int) -> Model:
+  """T5 of one size; its biases by position take the place of a rotary embedding."""
+  return Model(
+      {**_sizes(hidden_size, layers, heads, longest=None), "head_dim": 64, "is_decoder": False,
+       "attention_dropout": 0.1, "relative_attention_num_buckets": 32,
+       "relative_attention_max_distance": 128}, causal=False, has_rope=False, softmax_scale=1.0,
+      names={"d_model": "hidden_size", "num_layers": "num_hidden_layers", "d_kv": "head_dim",
+             "num_heads": "num_attention_heads", "dropout_rate": "attention_dropout"})
 
 
 def _step(key: str) -> patterns.Pattern:
@@ -178,6 +194,16 @@ MODELS = {
              sliding_window=None, max_window_layers=None, no_rope_layers=None,
              no_rope_layer_interval=4),
         patterns.smollm3),
+    "t5": _t5(512, 6, 8),
+    "mt5": _t5(512, 8, 6),
+    "mpt": Model({**_sizes(2048, 24, 16), "attn_config": {}}, has_rope=False, names={
+        "d_model": "hidden_size", "n_heads": "num_attention_heads", "n_layers": "num_hidden_layers",
+        "max_seq_len": "max_position_embeddings"}),
+    "bloom": Model({**_sizes(64, 2, 8, longest=None), "alibi": True}, has_rope=False,
+                   names=_BLOOM_NAMES),
+    "falcon": Model({**_sizes(4544, 32, 71), "alibi": False, "multi_query": True,
+                     "new_decoder_architecture": False}, names={
+                         **_BLOOM_NAMES, "num_kv_heads": "num_key_value_heads"}),
     "vit": Model(_ENCODER, causal=False, has_rope=False),
     "bert": Model({**_ENCODER, "max_position_embeddings": 512, "is_decoder": False,
                    "attention_probs_dropout_prob": 0.1}, causal=False, has_rope=False),

@@ -66,7 +66,11 @@ def read_config(data: Mapping[str, Any]) -> AttnConfig:
     raise NotImplementedError(
         f"model_type={model_type!r} has no reader; expected one of {', '.join(MODELS)}. Make an "
         "AttnConfig from the values: AttnConfig(num_attention_heads=..., head_dim=..., ...)")
-  return _read(MODELS[model_type], _Keys(keys, MODELS[model_type].defaults))
+  model = MODELS[model_type]
+  for there, here in model.names.items():
+    if keys.get(there) is not None and keys.get(here) is None:
+      keys[here] = keys.pop(there)
+  return _read(model, _Keys(keys, model.defaults))
 
 
 def _renamed(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,6 +131,7 @@ def _read(model: Model, keys: _Keys) -> AttnConfig:
   if get("dtype") not in (None, "auto"):
     config = config._replace(attn_dtype=_dtype(get("dtype")))
   config = _with_widths(_with_layers(config, model, keys), model, keys)
+  config = _with_position_bias(config, keys)
   config, unknown = _with_ropes(config, model, keys)
   config = _with_temperature(config, model, keys, unknown)
   extras = {**keys.left(), **unknown}
@@ -174,6 +179,35 @@ def _full_attention_widths(config: AttnConfig, keys: _Keys) -> tuple[int | None,
       f"the same head_dim and num_key_value_heads for each of the layers {sorted(full)}, which "
       "have full attention")
   return parts[0].get("head_dim"), parts[0].get("num_key_value_heads")
+
+
+def _with_position_bias(config: AttnConfig, keys: _Keys) -> AttnConfig:
+  """Adds ALiBi or the biases of T5, and what else the files of these models say in their way."""
+  get, own = keys.get, keys.own
+  if own("relative_attention_num_buckets"):
+    return config._replace(relative_buckets=(
+        get("relative_attention_num_buckets"), get("relative_attention_max_distance")))
+  if "attn_config" in keys.defaults:  # MPT; its dictionary stays in the extras
+    part = _mapping("attn_config", keys.all["attn_config"])
+    if part.get("prefix_lm") or part.get("attn_type") not in (None, "multihead_attention"):
+      raise NotImplementedError(
+          f"attn_config has prefix_lm={part.get('prefix_lm')} and attn_type="
+          f"{part.get('attn_type')!r}: only causal multihead_attention has a reader")
+    config = config._replace(softmax_scale=part.get("softmax_scale"),
+                             dropout_prob=part.get("attn_pdrop") or 0.0)
+    if patterns.flag({"alibi": True, **part}, "alibi"):
+      config = config._replace(alibi_bias_max=part.get("alibi_bias_max", 8))
+    return config
+  if "multi_query" in keys.defaults:  # Falcon, which scales its biases as it scales its scores
+    newer, shared = (patterns.flag(keys.all, name) for name in (
+        "new_decoder_architecture", "multi_query"))
+    own("new_decoder_architecture"), own("multi_query")
+    config = config._replace(alibi_scaled=patterns.flag(keys.all, "alibi"))
+    if shared and not newer:
+      config = config._replace(num_key_value_heads=1)
+  if own("alibi"):
+    config = config._replace(alibi_bias_max=8)
+  return config
 
 
 def _with_layers(config: AttnConfig, model: Model, keys: _Keys) -> AttnConfig:
@@ -226,7 +260,7 @@ def _layer_types(
 def _with_ropes(
     config: AttnConfig, model: Model, keys: _Keys) -> tuple[AttnConfig, dict[str, Any]]:
   """(configuration with rotary embeddings and DeepSeek's scale, unknown rope parameters)."""
-  if not model.has_rope or ("rope" in model.position_types
+  if not model.has_rope or config.alibi_bias_max is not None or ("rope" in model.position_types
                             and keys.get("position_embedding_type") != "rope"):
     if keys.own("mla_use_nope") is False:
       raise NotImplementedError("mla_use_nope=false is not supported: the published code of "

@@ -116,10 +116,18 @@ def _check_carried(config: AttnConfig) -> None:
 
 def _check_numbers(config: AttnConfig) -> None:
   """Checks scales, ratios, numbers of heads and the sizes of the mesh."""
-  for name in ("softmax_scale", "logits_soft_cap"):
+  for name in ("softmax_scale", "logits_soft_cap", "alibi_bias_max"):
     if getattr(config, name) is not None:
       checks.number(name, getattr(config, name), "a finite number > 0, or None",
                     lambda x: 0 < x < math.inf)
+  if config.relative_buckets is not None:
+    checks.require(isinstance(config.relative_buckets, tuple)
+                   and len(config.relative_buckets) == 2, "relative_buckets",
+                   repr(config.relative_buckets), "(number of buckets, distance), or None")
+    for size in config.relative_buckets:
+      checks.integer("relative_buckets", size, "ints >= 1", lambda x: x >= 1)
+    checks.require(config.alibi_bias_max is None, "alibi_bias_max", config.alibi_bias_max,
+                   f"None with relative_buckets={config.relative_buckets}")
   for name in ("dropout_prob", "fcm_min_ratio", "fcm_max_ratio"):
     checks.number(name, getattr(config, name), "a number in [0, 1)", lambda x: 0 <= x < 1)
   if config.temperature_tuning is not None:

@@ -28,6 +28,7 @@ FEATURES = {
     "positions": "positions or an offset of the queries",
     "mask": "a boolean mask or any mask of the algebra",
     "mask_operands": "a custom mask with arrays as operands",
+    "selected": "a mask by indices of blocks or keys",
     "bias": "a bias, with its gradient",
     "score_mod": "a score mod, with the gradients of its arrays",
     "score_function": "a score mod that does more than add to the scores",

@@ -7,6 +7,8 @@ from attn_core.masks.constructors import placed, positions, prefix, segments, wi
 from attn_core.masks.info import MaskInfo
 from attn_core.masks.mask import Mask
 from attn_core.masks.render import picture, show
+from attn_core.masks.selected import selected_blocks, selected_keys
 
 __all__ = ["Mask", "MaskInfo", "causal", "chunk", "custom", "dense", "full", "lengths", "offset",
-           "picture", "placed", "positions", "prefix", "segments", "show", "window"]
+           "picture", "placed", "positions", "prefix", "segments", "selected_blocks",
+           "selected_keys", "show", "window"]

@@ -127,6 +127,9 @@ def _grid(sizes: Sizes, xp: mask_lib.NumpyModule) -> mask_lib.Grid:
       reduce_query=lambda x: _reduce(x, sizes.block_q, xp, (x.shape[0], 1, -1, 1)),
       reduce_key=lambda x: _reduce(x, sizes.block_kv, xp, (x.shape[0], 1, 1, -1)),
       reduce_dense=lambda x: _reduce_dense(x, sizes, xp),
+      reduce_selected=None if not are_known(*sizes) else (
+          lambda indices, block_q, block_kv: _reduce_selected(
+              xp.asarray(indices), Sizes(*sizes[:2], block_q, block_kv), sizes, xp)),
       query_index=query, key_index=key, query_position=query, key_position=key)
 
 
@@ -162,6 +165,39 @@ def _reduce_dense(x: Array, sizes: Sizes, xp: mask_lib.NumpyModule) -> tuple[Arr
       possible = _blocks(possible, axis, block, False, xp).any(axis + 1)
       certain = _blocks(certain, axis, block, True, xp).all(axis + 1)
   return possible, certain
+
+
+def _reduce_selected(indices: Array, listed: Sizes, sizes: Sizes,
+                     xp: mask_lib.NumpyModule) -> Array:
+  """Whether blocks of `sizes` have a pair of the listed blocks, over all rows and heads.
+
+  Rows and heads count together: inside of a shard a block map does not know their global numbers.
+
+  Args:
+    indices: int32 [B or 1, heads or 1, num_query_blocks, k], key blocks of `listed`; -1: none.
+    listed: the blocks that they number.
+    sizes: the blocks of the map.
+    xp: numpy or jax.numpy.
+
+  Returns:
+    bool [1, 1, num_query_blocks, num_key_blocks] of `sizes`.
+  """
+  table = xp.zeros((sizes.num_query_blocks, sizes.num_key_blocks + 1), bool)
+  first = indices * listed.block_kv
+  last = first + listed.block_kv - 1
+  rows = np.arange(indices.shape[2])[:, None] * listed.block_q
+  for n in range(cdiv(listed.block_q - 1, sizes.block_q) + 1):
+    row = np.minimum(rows // sizes.block_q + n, (rows + listed.block_q - 1) // sizes.block_q)
+    row = np.minimum(row, sizes.num_query_blocks - 1)
+    for m in range(cdiv(listed.block_kv - 1, sizes.block_kv) + 1):
+      column = xp.minimum(first // sizes.block_kv + m, last // sizes.block_kv)
+      column = xp.where(indices < 0, sizes.num_key_blocks,
+                        xp.minimum(column, sizes.num_key_blocks - 1))
+      if xp is np:
+        table[np.broadcast_to(row, column.shape), column] = True
+      else:
+        table = table.at[row, column].set(True)
+  return table[None, None, :, :-1]
 
 
 def _blocks(x: Array, axis: int, block: int, fill: bool, xp: mask_lib.NumpyModule) -> Array:

@@ -1,12 +1,13 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The leaves of masks: causal, window, chunk, prefix, segments, lengths, dense, custom.
+"""The leaves of masks: causal, window, chunk, prefix, segments, lengths, dense, custom, selected.
 
 `Positions`, `Offset` and `Placed` wrap a mask and change the coordinates at which it is evaluated.
 Each class implements `Mask.visible` and `Mask.bounds`; `constructors` checks arguments and makes
 them.
 """
 
+import functools
 from typing import Callable
 
 import jax
@@ -198,6 +199,40 @@ class Custom(Mask):
 
 
 @value_dataclass
+class Selected(Mask):
+  """The key blocks that a list for each query block names; -1 names none."""
+
+  indices: Array  # int32 [B or 1, heads or 1, num_query_blocks, k]
+  block_q: int
+  block_kv: int
+  group: int  # query heads per head of `indices`
+  roles = {"indices": WHOLE}
+
+  def visible(self, at: Coordinates) -> Booleans:
+    listed = self.blocks_of(at.batch, at.head, at.query_index)
+    key = at.key_index // self.block_kv
+    if not any(isinstance(x, jax.Array) for x in (listed, key)):
+      return functools.reduce(np.logical_or, (listed[..., n] == key for n in range(
+          listed.shape[-1])), np.zeros(np.broadcast_shapes(listed.shape[:-1], np.shape(key)), bool))
+    return (listed == key[..., None]).any(-1)
+
+  def blocks_of(self, batch: Integers, head: Integers, query_index: Integers) -> Array:
+    """The lists [..., k] of queries, by global numbers of rows and of query heads."""
+    rows, heads, blocks, _ = self.indices.shape
+    number = query_index // self.block_q
+    number = _module(number).minimum(number, blocks - 1)  # queries of padding
+    xp = jnp if any(isinstance(x, jax.Array) for x in (batch, head, number)) else np
+    return xp.asarray(self.indices)[batch if rows > 1 else 0,
+                                    head // self.group if heads > 1 else 0, number]
+
+  def bounds(self, grid: Grid) -> Bounds:
+    everything = grid.xp.ones((1, 1, 1, 1), bool)
+    possible = everything if grid.reduce_selected is None else grid.reduce_selected(
+        self.indices, self.block_q, self.block_kv)
+    return possible, ~everything
+
+
+@value_dataclass
 class Positions(Mask):
   """`mask`, evaluated at the given positions instead of row and column numbers."""
 
@@ -274,7 +309,8 @@ class Placed(Mask):
   def bounds(self, grid: Grid) -> Bounds:
     query, key = grid.reduce_query(self.query), grid.reduce_key(self.key)
     possible, certain = self.mask.bounds(grid._replace(
-        query_index=query, query_position=query, key_index=key, key_position=key))
+        reduce_selected=None, query_index=query, query_position=query, key_index=key,
+        key_position=key))
     queries, keys = self.size
     return (possible & (query.low < queries) & (key.low < keys),
             certain & (query.high < queries) & (key.high < keys))

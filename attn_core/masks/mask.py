@@ -19,7 +19,8 @@ This module holds the base class, the combinations and the roles of arrays; `lea
 leaves, `constructors` the public functions that make them.
 """
 
-from typing import Any, Callable, Iterator, NamedTuple
+import dataclasses
+from typing import Any, Callable, Iterable, Iterator, NamedTuple
 
 import jax
 import numpy as np
@@ -38,7 +39,7 @@ QUERY = "query"  # [B or 1, T]: one number per query row
 KEY = "key"  # [B or 1, S]: one number per key column
 BATCH = "batch"  # [B or 1]: one number per batch row
 DENSE = "dense"  # [B or 1, H or 1, T or 1, S or 1]
-WHOLE = "whole"  # passed unchanged to a custom predicate
+WHOLE = "whole"  # never sliced: operands of a custom predicate, lists of selected blocks
 
 
 class Coordinates(NamedTuple):
@@ -77,6 +78,9 @@ class Grid(NamedTuple):
   reduce_key: Callable[[Array], Interval]  # [B or 1, S] -> Interval
   # [B or 1, H or 1, T or 1, S or 1] -> (any, all) per block
   reduce_dense: Callable[[Array], tuple[Array, Array]]
+  # (lists of selected blocks, their block_q, their block_kv) -> whether a block has a selected pair
+  # in some row and head; None: rows and columns are not in their order
+  reduce_selected: Callable[[Array, int, int], Array] | None
   query_index: Interval
   key_index: Interval
   query_position: Interval
@@ -183,3 +187,23 @@ def nodes(mask: Mask) -> Iterator[Mask]:
   for name, role in mask.roles.items():
     if role is None:
       yield from nodes(getattr(mask, name))
+
+
+def of_structure(structure: jax.tree_util.PyTreeDef) -> Mask:
+  """Returns a mask of a structure, with numbers in place of its arrays."""
+  return jax.tree.unflatten(structure, range(structure.num_leaves))
+
+
+def with_children(mask: Mask, children: Iterable[Mask]) -> Mask:
+  """Returns a mask with other masks in place of those inside it, in their order."""
+  names = [name for name, role in mask.roles.items() if role is None]
+  return dataclasses.replace(  # type: ignore[type-var]
+      mask, **dict(zip(names, children, strict=True)))
+
+
+def map_nodes(function: Callable[[Mask], Mask], mask: Mask) -> Mask:
+  """Applies a function to a mask and to all masks inside it, innermost first."""
+  inner = [getattr(mask, name) for name, role in mask.roles.items() if role is None]
+  if inner:
+    mask = with_children(mask, [map_nodes(function, x) for x in inner])
+  return function(mask)

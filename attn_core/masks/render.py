@@ -133,6 +133,8 @@ def _is_absent(name: str, value: Any) -> bool:
   """Whether a field is not shown; None is shown for a window, where it means unbounded."""
   if isinstance(value, tuple):
     return not value
+  if name == "group":  # of a list, which a call finds out
+    return True
   return value is None and name not in ("left", "right")
 
 

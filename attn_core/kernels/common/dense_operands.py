@@ -61,13 +61,16 @@ def assert_residuals(operands: Operands, *residuals: BackwardResiduals) -> None:
     chex.assert_shape(lse, (batch, heads, queries))
 
 
-def assert_tangents(operands: Operands, tangents: dict[str, jax.Array]) -> None:
-  """Asserts that every tangent has the shape of its operand.
+def assert_tangents(operands: Operands, residuals: BackwardResiduals,
+                    tangents: dict[str, jax.Array]) -> None:
+  """Asserts shapes of operands and residuals, and that tangents have those of their operands.
 
   Raises:
-    AssertionError: a tangent has another shape.
+    AssertionError: see `assert_operands` and `assert_residuals`; or a tangent has another shape.
   """
   import chex  # As in `assert_shapes`.
+  assert_operands(operands)
+  assert_residuals(operands, residuals)
   for name, x in tangents.items():
     chex.assert_equal_shape([operand(operands, name), x])
 

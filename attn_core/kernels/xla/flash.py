@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from attn_core.kernels.common import dense_operands, nonfinite, online_softmax
 from attn_core.kernels.common.backward import compute_delta, d_sinks, finite_lse
 from attn_core.kernels.common.contract import BackwardResiduals, Kernel, Residuals
-from attn_core.kernels.xla import (cpu_math, plain, score_tiles, tile_logits, tile_ops,
-                                   tiling)
+from attn_core.kernels.xla import (cpu_math, plain, score_tiles, selected, selected_steps,
+                                   tile_logits, tile_ops, tiling)
 from attn_core.types import AttentionSpec, BlockSizes, Operands, at_least_float32, with_operands
 
 
@@ -42,6 +42,9 @@ def _is_faster_in_loops(operands: Operands, spec: AttentionSpec) -> bool:
 
 def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> Residuals:
   """Computes out [B, T, H, E] and lse [B, H, T]; see `contract.ForwardFn`."""
+  listed = selected_steps.make_inputs(operands, spec)
+  if listed is not None:
+    return selected.forward(listed)
   if _is_short(operands, spec, block_sizes) and not _is_faster_in_loops(operands, spec):
     return plain.forward(operands, spec, block_sizes)
   dense_operands.assert_operands(operands)
@@ -95,9 +98,10 @@ def tangent(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
 
   d_lse = sum_s P * d_logits;  d_out = sum_s P * (d_logits * value + d_value) - d_lse * out
   """
-  dense_operands.assert_operands(operands)
-  dense_operands.assert_residuals(operands, residuals)
-  dense_operands.assert_tangents(operands, tangents)
+  listed = selected_steps.make_inputs(operands, spec)
+  if listed is not None:
+    return selected.tangent(listed, residuals, tangents)
+  dense_operands.assert_tangents(operands, residuals, tangents)
   spec = _widened(spec)
   inputs = tile_ops.block_inputs(operands, spec, block_sizes, backward=False)
   out, lse = tile_ops.pad_residuals(inputs, residuals)
@@ -211,6 +215,9 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
   [block_kv, block_rows], so that all five products are row-major matrix products without
   transposition. Every sum has a fixed order: the result is deterministic.
   """
+  listed = selected_steps.make_inputs(operands, spec)
+  if listed is not None:
+    return selected.backward(listed, residuals, cotangents, wrt)
   if _is_short(operands, spec, block_sizes):
     return plain.backward(operands, spec, block_sizes, residuals, cotangents, wrt)
   dense_operands.assert_operands(operands)

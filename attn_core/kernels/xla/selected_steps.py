@@ -1,0 +1,281 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of attention to selected blocks: their sizes, the listed keys, reading and writing.
+
+Axes of a step: [num_blocks, block_rows, n], with n = k * block_kv listed keys of a query block, and
+block_rows = block_q * G rows (token-major).
+"""
+
+from typing import Callable, NamedTuple, TypeVar
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from attn_core.kernels.common import dense_operands, matmul_precision, nonfinite
+from attn_core.kernels.xla import cpu_math, tile_ops, tiling
+from attn_core.masks import dropout, leaves, mask as mask_lib, selected, tile as tile_lib
+from attn_core.types import AttentionSpec, Operands, are_known, at_least_float32, cdiv
+
+Results = TypeVar("Results")  # a pytree of arrays
+GATHERED = 2**21  # numbers of the keys and values of a step
+
+
+class Inputs(NamedTuple):
+  """One attention and its steps."""
+
+  operands: Operands
+  spec: AttentionSpec
+  lists: leaves.Selected
+  rest: mask_lib.Mask
+  block_q: int  # queries that share a list and are computed together; divides that of the lists
+  num_blocks: int  # query blocks of a step
+  num_steps: int  # of a key head
+
+  @property
+  def group(self) -> int:
+    """G, query heads per key head."""
+    return self.operands.query.shape[2] // self.operands.key.shape[2]
+
+  @property
+  def padded(self) -> int:
+    """Queries of all steps."""
+    return self.block_q * self.num_blocks * self.num_steps
+
+  @property
+  def dtype(self) -> DTypeLike:
+    """The dtype of products and sums."""
+    return at_least_float32(self.spec.softmax_dtype)
+
+
+class Head(NamedTuple):
+  """Arrays of one batch row and one key head; rows are [T padded, G, width]."""
+
+  batch: jax.Array
+  key_head: jax.Array
+  query: jax.Array  # rows, scaled
+  key: jax.Array  # [num_key_blocks + 1, block_kv, D]
+  value: jax.Array  # [num_key_blocks + 1, block_kv, E]
+
+
+class Keys(NamedTuple):
+  """Listed keys of a step."""
+
+  blocks: jax.Array  # int32 [num_blocks, k]: their key blocks, the last in place of none
+  seen: jax.Array  # bool, broadcastable to [num_blocks, block_q, G, n]
+  keep: jax.Array | None  # dropout, likewise; None: everything is kept
+
+
+def make_inputs(operands: Operands, spec: AttentionSpec) -> Inputs | None:
+  """Chooses the steps of an attention; None: it does not follow lists."""
+  if (operands.bias is not None or operands.key_scale is not None or spec.has_score_mod
+      or not are_known(*operands.query.shape, *operands.key.shape)):
+    return None
+  found = selected.follow(dense_operands.mask_of(operands, spec))
+  (_, queries, heads, width), key_heads = operands.query.shape, operands.key.shape[2]
+  group = heads // key_heads
+  if found is None or (found.lists.indices.shape[1] > 1 and found.lists.group % group):
+    return None  # no lists, or query heads of one key head have different ones
+  lists = found.lists
+  listed = lists.indices.shape[-1] * lists.block_kv
+  scores = group * listed
+  block_q = next(n for n in range(lists.block_q, 0, -1) if lists.block_q % n == 0
+                 and (n == 1 or n * scores <= tiling.STEP_SCORES))
+  blocks = cdiv(queries, block_q)
+  num_blocks = max(1, min(blocks, tiling.STEP_SCORES // (block_q * scores),
+                          GATHERED // (listed * (width + operands.value.shape[3]))))
+  return Inputs(operands, spec, lists, found.rest, block_q, num_blocks, cdiv(blocks, num_blocks))
+
+
+def over_heads(inputs: Inputs, of_head: Callable[[Head, Results], Results],
+               results: Results) -> Results:
+  """Runs of_head(head, results) over all batch rows and key heads."""
+  key_heads = inputs.operands.key.shape[2]
+
+  def body(n: jax.Array, results: Results) -> Results:
+    n = jnp.asarray(n, jnp.int32)  # with jax_enable_x64 a counter of known trips has 64 bits
+    batch, key_head = lax.div(n, jnp.int32(key_heads)), lax.rem(n, jnp.int32(key_heads))
+    return of_head(head_of(inputs, batch, key_head), results)
+
+  return tile_ops.loop(0, inputs.operands.key.shape[0] * key_heads, body, results)
+
+
+def head_of(inputs: Inputs, batch: jax.Array, key_head: jax.Array, *,
+            propagate: bool = True) -> Head:
+  """Returns the arrays of a batch row and a key head.
+
+  Args:
+    inputs: the attention.
+    batch: the batch row.
+    key_head: the key head.
+    propagate: whether keys are NaN where a key or value is not finite, and such values 0.
+  """
+  operands, dtype, block_kv = inputs.operands, inputs.dtype, inputs.lists.block_kv
+  head = Head(batch, key_head, jnp.zeros(()), jnp.zeros(()), jnp.zeros(()))
+  query = nonfinite.infinite_to_nan(head_rows(inputs, operands.query, head)).astype(dtype)
+  keys = operands.key.shape[1]
+  count = cdiv(keys, block_kv)
+  key, value = (tile_lib.slice_at(x, (batch, 0, key_head, 0), (1, keys, 1, x.shape[3]))[0, :, 0]
+                for x in (operands.key, operands.value))
+  if propagate:
+    key, value = nonfinite.propagate_nan(key, value, nonfinite.is_finite(key, value))
+  # One more block, of zeros, stands for none.
+  key, value = (jnp.pad(x, ((0, (count + 1) * block_kv - keys), (0, 0))).reshape(
+      count + 1, block_kv, -1) for x in (key, value))
+  return Head(batch, key_head, query * jnp.asarray(inputs.spec.softmax_scale, dtype), key, value)
+
+
+def head_rows(inputs: Inputs, x: jax.Array, head: Head) -> jax.Array:
+  """Returns rows [T padded, G, width] of x [B, T, H, width]."""
+  _, queries, _, width = x.shape
+  rows = tile_lib.slice_at(x, (head.batch, 0, head.key_head * inputs.group, 0),
+                           (1, queries, inputs.group, width))[0]
+  return tile_lib.pad_axis(rows, 0, inputs.padded - queries)
+
+
+def write_head(inputs: Inputs, x: jax.Array, head: Head, rows: jax.Array) -> jax.Array:
+  """Writes rows [T padded, G, width] into x [B, T, H, width]."""
+  return tile_ops.write_at(x, rows[None, :x.shape[1]].astype(x.dtype),
+                           (head.batch, 0, head.key_head * inputs.group, 0))
+
+
+def write_keys(x: jax.Array, head: Head, blocks: jax.Array) -> jax.Array:
+  """Writes key blocks [num_key_blocks + 1, block_kv, width] into x [B, S, K, width]."""
+  rows = blocks.reshape(-1, blocks.shape[2])[None, :x.shape[1], None]
+  return tile_ops.write_at(x, rows.astype(x.dtype), (head.batch, 0, head.key_head, 0))
+
+
+def rows_of(inputs: Inputs, x: jax.Array, n: jax.Array) -> jax.Array:
+  """Returns [num_blocks, block_rows, width] of rows [T padded, G, width] for step n."""
+  tokens = inputs.num_blocks * inputs.block_q
+  rows = lax.dynamic_slice_in_dim(x, n * tokens, tokens, 0, allow_negative_indices=False)
+  return rows.reshape(inputs.num_blocks, inputs.block_q * inputs.group, x.shape[2])
+
+
+def write(inputs: Inputs, x: jax.Array, n: jax.Array, rows: jax.Array) -> jax.Array:
+  """Writes what `rows_of` returns."""
+  tokens = inputs.num_blocks * inputs.block_q
+  rows = rows.reshape(tokens, inputs.group, x.shape[2]).astype(x.dtype)
+  return tile_ops.write_at(x, rows, (n * tokens, 0, 0))
+
+
+def row_sinks(inputs: Inputs, head: Head) -> jax.Array | None:
+  """Returns the sinks of a head's rows [1, block_rows, 1], or None."""
+  sinks = inputs.operands.sinks
+  if sinks is None:
+    return None
+  sinks = tile_lib.slice_at(sinks, (head.batch if sinks.shape[0] > 1 else 0,
+                                    head.key_head * inputs.group), (1, inputs.group))
+  return jnp.tile(sinks, (1, inputs.block_q))[..., None].astype(inputs.dtype)
+
+
+def keys_of(inputs: Inputs, head: Head, n: jax.Array) -> Keys:
+  """Returns the listed keys of step n, and which of them its rows see and keep."""
+  lists, mask, spec = inputs.lists, inputs.operands.mask, inputs.spec
+  count = jnp.int32(head.key.shape[0] - 1)
+  blocks = (jnp.asarray(n, jnp.int32) * inputs.num_blocks
+            + jnp.arange(inputs.num_blocks, dtype=jnp.int32))
+  query = blocks[:, None] * inputs.block_q + jnp.arange(inputs.block_q, dtype=jnp.int32)
+  first = head.key_head * inputs.group
+  local = first + jnp.arange(inputs.group, dtype=jnp.int32)
+  at_row = lambda x: x[head.batch if x.shape[0] > 1 else 0]
+  batch = head.batch if mask.batch_index is None else at_row(mask.batch_index)
+  start = jnp.int32(0) if mask.head_offset is None else at_row(mask.head_offset)
+  found = jnp.sort(lists.blocks_of(batch, first + start, query[:, 0]), axis=-1)
+  repeated = jnp.pad(found[:, 1:] == found[:, :-1], ((0, 0), (1, 0)))
+  found = jnp.where(repeated | (found < 0) | (found >= count), count, found)
+  key = (found[..., None] * lists.block_kv + jnp.arange(lists.block_kv, dtype=jnp.int32))
+  key = key.reshape(inputs.num_blocks, 1, 1, -1)
+  query, heads = query[..., None, None], local[None, None, :, None]
+  at = mask_lib.Coordinates(batch, heads + start, query, key, query, key)
+  rest = _sliced(inputs.rest, head.batch, at._replace(head=heads), inputs.operands.key.shape[1])
+  seen = jnp.asarray(rest.visible(at)) & (key < inputs.operands.key.shape[1])
+  keep = None
+  if spec.dropout_prob:
+    words = inputs.operands.dropout_key
+    assert words is not None
+    keep = dropout.keep_mask(at_row(words), dropout.move_to_positions(rest, at), spec.dropout_prob)
+  return Keys(found, seen, keep)
+
+
+def _sliced(mask: mask_lib.Mask, batch: jax.Array, at: mask_lib.Coordinates,
+            keys: int) -> mask_lib.Mask:
+  """Returns a mask with its arrays at local rows, heads, queries and keys."""
+  key = jnp.minimum(at.key_index, keys - 1)
+  def slice_array(x: jax.Array, role: str) -> jax.Array:
+    if role == mask_lib.WHOLE:
+      return x
+    x = x[batch if x.shape[0] > 1 else 0]
+    if role == mask_lib.BATCH:
+      return x
+    axes = {mask_lib.QUERY: (at.query_index,), mask_lib.KEY: (key,)}.get(
+        role, (at.head, at.query_index, key))
+    indices = tuple(jnp.minimum(index, n - 1) if n > 1 else jnp.zeros_like(index)
+                    for index, n in zip(axes, x.shape))
+    return x.at[indices].get(mode="promise_in_bounds")
+  arrays, structure = jax.tree.flatten(mask)
+  return jax.tree.unflatten(structure, map(slice_array, arrays, mask_lib.leaf_roles(mask)))
+
+
+def gathered(inputs: Inputs, blocks: jax.Array, keys: Keys) -> jax.Array:
+  """Returns the listed blocks [num_blocks, n, width] of [num_key_blocks + 1, block_kv, width]."""
+  found = blocks.at[keys.blocks].get(mode="promise_in_bounds")
+  return found.reshape(inputs.num_blocks, -1, blocks.shape[2]).astype(inputs.dtype)
+
+
+def scattered(blocks: jax.Array, keys: Keys, found: jax.Array) -> jax.Array:
+  """Adds [num_blocks, n, width] to the blocks that `gathered` reads."""
+  parts = found.reshape(*keys.blocks.shape, *blocks.shape[1:])
+  return blocks.at[keys.blocks].add(parts, mode="promise_in_bounds")
+
+
+def product(formula: str, left: jax.Array, right: jax.Array, inputs: Inputs) -> jax.Array:
+  """Returns a product of two arrays by an einsum formula."""
+  precision = matmul_precision.resolve(jnp.dtype(inputs.dtype), inputs.spec.precision)
+  return jnp.einsum(formula, left, right, precision=precision,
+                    preferred_element_type=inputs.dtype)
+
+
+def scores_of(inputs: Inputs, rows: jax.Array, key: jax.Array,
+              *, transposed: bool = False) -> tuple[jax.Array, jax.Array | None]:
+  """Returns scores after the soft cap, and their derivative (None: 1).
+
+  Args:
+    inputs: the attention.
+    rows: scaled queries [num_blocks, block_rows, D].
+    key: [num_blocks, n, D].
+    transposed: whether the result is [num_blocks, n, block_rows].
+  """
+  scores = product("bnd,brd->bnr" if transposed else "brd,bnd->brn",
+                   *((key, rows) if transposed else (rows, key)), inputs)
+  cap = inputs.spec.logits_soft_cap
+  if cap is None:
+    return scores, None
+  capped = jnp.tanh(scores / cap)
+  return capped * cap, 1 - capped * capped
+
+
+def weights_of(inputs: Inputs, keys: Keys, relative: jax.Array, *,
+               transposed: bool = False) -> jax.Array:
+  """Returns exp(relative), relative to the lse, and 0 where hidden, even if the lse is NaN."""
+  # A hidden key may have a higher score than the lse, and an infinite weight no derivative.
+  return masked(inputs, keys.seen, cpu_math.exp(jnp.minimum(relative, 1)), 0,
+                transposed=transposed)
+
+
+def dropped(inputs: Inputs, keys: Keys, weights: jax.Array, *,
+            transposed: bool = False) -> jax.Array:
+  """Returns weights with zeros where they are dropped, unscaled."""
+  return weights if keys.keep is None else masked(inputs, keys.keep, weights, 0,
+                                                  transposed=transposed)
+
+
+def masked(inputs: Inputs, where: jax.Array, x: jax.Array, filler: float, *,
+           transposed: bool = False) -> jax.Array:
+  """Returns x [num_blocks, block_rows, n] with a number in place of what is not in `where`."""
+  four = [inputs.num_blocks, inputs.block_q, inputs.group, x.shape[1 if transposed else 2]]
+  if transposed:  # x is [num_blocks, n, block_rows]
+    where = where.reshape((1,) * (4 - where.ndim) + where.shape).transpose(0, 3, 1, 2)
+    four = [four[0], four[3], four[1], four[2]]
+  return jnp.where(jnp.broadcast_to(where, four).reshape(x.shape), x, filler)

@@ -1,0 +1,275 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Masks by indices: their meaning, derivatives, blocks visited, memory, placement and errors."""
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attn_core import (CacheMetadata, MaskInfo, OperationMetadata, RingConfig, attention,
+                       create_mesh, explain, masks)
+from attn_core.caches import window
+from attn_core.masks import block_map
+from attn_core.masks.selected import fitted
+from attn_core_test.masks_cases import dense
+
+jax.config.update("jax_num_cpu_devices", 4)
+
+B, T, S, H, K, D, E = 2, 22, 26, 4, 2, 5, 3
+
+
+def numbers(*shape, seed=0):
+  return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def lists(most, *shape, seed=0):
+  """Returns random lists, with -1 and repeated numbers among them."""
+  return np.random.default_rng(seed).integers(-1, most, shape).astype(np.int32)
+
+
+def seen_by(indices, block_q, block_kv, shape):
+  """Returns bool [B, H, T, S] by loops over numbers."""
+  batch, heads, queries, keys = shape
+  found = np.zeros(shape, bool)
+  rows, kinds, _, _ = indices.shape
+  for b, h, t in np.ndindex(batch, heads, queries):
+    for number in indices[b % rows, h // (heads // kinds), t // block_q]:
+      if number >= 0:
+        found[b, h, t, number * block_kv:(number + 1) * block_kv] = True
+  return found
+
+
+BLOCKS, WIDE = lists(7, B, K, 6, 3), lists(4, 1, 1, 3, 2, seed=1)
+KEYS, BY_HEAD = lists(S, B, T, 6, seed=2), lists(S, 1, H, T, 5, seed=3)
+SHAPE = (B, H, T, S)
+CAUSAL = np.arange(S) <= np.arange(T)[:, None] + S - T
+IDS = (np.arange(T) // 9)[None].astype(np.int32), (np.arange(S) // 11)[None].astype(np.int32)
+
+# name, mask, [B, H, T, S] by hand.
+CASES = (
+    ("blocks", masks.selected_blocks(BLOCKS, 4, 4), seen_by(BLOCKS, 4, 4, SHAPE)),
+    ("blocks_of_all_heads", masks.selected_blocks(WIDE, 10, 8), seen_by(WIDE, 10, 8, SHAPE)),
+    ("keys", masks.selected_keys(KEYS), seen_by(KEYS[:, None], 1, 1, SHAPE)),
+    ("keys_of_query_heads", masks.selected_keys(BY_HEAD), seen_by(BY_HEAD, 1, 1, SHAPE)),
+    ("both", masks.selected_blocks(BLOCKS, 4, 4) & masks.selected_keys(KEYS),
+     seen_by(BLOCKS, 4, 4, SHAPE) & seen_by(KEYS[:, None], 1, 1, SHAPE)),
+    ("or", masks.selected_keys(KEYS) | masks.prefix(3),
+     seen_by(KEYS[:, None], 1, 1, SHAPE) | (np.arange(S) < 3)),
+    ("not", ~masks.selected_blocks(WIDE, 10, 8), ~seen_by(WIDE, 10, 8, SHAPE)),
+)
+
+
+def operands():
+  return (numbers(B, T, H, D), numbers(B, S, K, D, seed=1), numbers(B, S, K, E, seed=2),
+          numbers(H, seed=3))
+
+
+def call(mechanism, mask, **arguments):
+  def run(query, key, value, sinks):
+    found = attention(query, key, value, softmax_aux=sinks, mask=mask, mechanism=mechanism,
+                      return_lse=True, query_offset=S - T, **arguments)
+    return found.attention_outputs, found.lse
+  return run
+
+
+def assert_close(found, expected):
+  for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5)
+
+
+class MeaningTest(parameterized.TestCase):
+
+  @parameterized.named_parameters(*CASES)
+  def test_dense(self, mask, expected):
+    np.testing.assert_array_equal(dense(fitted(mask, SHAPE), SHAPE), expected)
+
+  @parameterized.named_parameters(*CASES)
+  def test_block_map_hides_no_visible_pair(self, mask, expected):
+    for block in ((4, 4), (3, 7), (16, 2), (32, 32)):
+      sizes = block_map.Sizes(T, S, *block)
+      for kinds in (block_map.block_kinds(mask, sizes),
+                    block_map.host_kinds(jax.tree.map(np.asarray, mask), sizes)):
+        wide = np.repeat(np.repeat(kinds, block[0], 2), block[1], 3)[:, :, :T, :S]
+        self.assertFalse((expected & (wide == block_map.EMPTY)).any())
+        self.assertFalse((~expected & (wide == block_map.FULL)).any())
+
+  @parameterized.named_parameters(*CASES)
+  def test_every_derivative(self, mask, expected):
+    arrays = operands()
+    by_hand = call("vanilla", masks.dense(expected))
+    extras = dict(mask_info=MaskInfo.from_segments(*IDS), logits_soft_cap=2.0, dropout_prob=0.25,
+                  dropout_rng=jax.random.key(3), deterministic=False)
+    for mechanism in ("vanilla", "blockwise"):
+      found, wanted = (jax.jit(call(mechanism, mask, **extras)),
+                       jax.jit(call("vanilla", masks.dense(expected), **extras)))
+      def loss(run, *arrays):
+        out, lse = run(*arrays)
+        return (out * out).sum() + jnp.sin(jnp.where(jnp.isfinite(lse), lse, 0)).sum()
+      assert_close(found(*arrays), wanted(*arrays))
+      slopes = [jax.jit(jax.grad(lambda *x: loss(run, *x), (0, 1, 2, 3)))
+                for run in (found, wanted)]
+      assert_close(slopes[0](*arrays), slopes[1](*arrays))
+    moves = tuple(x * 0.5 + 0.1 for x in arrays)
+    second = [jax.jit(lambda *x, slope=slope: jax.jvp(slope, x, moves)[1])(*arrays)
+              for slope in slopes]
+    assert_close(*second)
+    assert_close(jax.jit(call("flash_attn2", mask))(*arrays), jax.jit(by_hand)(*arrays))
+
+  def test_a_block_named_twice_counts_once(self):
+    twice, once = (masks.selected_blocks(np.array([[[x] * 6]], np.int32), 4, 4)
+                   for x in ([1, 3, 1, 1], [3, 1, -1, -1]))
+    for mechanism in ("vanilla", "blockwise", "sdpa"):
+      run = lambda mask: attention(*operands()[:3][:2], numbers(B, S, K, D, seed=2), mask=mask,
+                                   mechanism=mechanism, causal=False).attention_outputs
+      assert_close(run(twice), run(once))
+
+  def test_traced_numbers_out_of_range_name_none(self):
+    arrays = operands()
+    wild = np.where(KEYS % 5 == 0, KEYS + 100, np.where(KEYS % 7 == 0, -9, KEYS))
+    tame = np.where((wild < 0) | (wild >= S), -1, wild)
+    for mechanism in ("vanilla", "blockwise"):
+      run = jax.jit(lambda x: call(mechanism, masks.selected_keys(x))(*arrays))
+      assert_close(run(wild), run(tame))
+
+  def test_nothing_hidden_reaches_a_result(self):
+    query, key, value, sinks = operands()
+    seen = seen_by(BLOCKS, 4, 4, SHAPE) & CAUSAL
+    key = key.at[:, 9].set(jnp.nan)
+    value = value.at[:, 17].set(jnp.inf)
+    mask = masks.selected_blocks(BLOCKS, 4, 4)
+    touched = seen[..., [9, 17]].any(-1).transpose(0, 2, 1)
+    out, lse = call("blockwise", mask)(query, key, value, sinks)
+    np.testing.assert_array_equal(np.isnan(out).all(-1), touched)
+    np.testing.assert_array_equal(np.isnan(lse).transpose(0, 2, 1), touched)
+    slope = jax.grad(lambda *x: jnp.where(touched[..., None], 0, call("blockwise", mask)(
+        *x, sinks)[0]).sum(), (0, 1, 2))(query, key, value)
+    clean = jax.grad(lambda *x: jnp.where(touched[..., None], 0, call("blockwise", mask)(
+        *x, sinks)[0]).sum(), (0, 1, 2))(query, operands()[1], operands()[2])
+    np.testing.assert_allclose(np.where(touched[..., None], 0, slope[0]),
+                               np.where(touched[..., None], 0, clean[0]), rtol=1e-5, atol=1e-6)
+
+  @parameterized.parameters("float16", "bfloat16")
+  def test_16_bits(self, dtype):
+    arrays = [x.astype(dtype) for x in operands()]
+    mask = masks.selected_blocks(BLOCKS, 4, 4)
+    found, wanted = ([jax.grad(lambda *x: call(mechanism, mask)(*x)[0].astype(
+        jnp.float32).sum(), (0, 1, 2))(*given)] for mechanism, given in (
+            ("blockwise", arrays), ("vanilla", [x.astype(jnp.float32) for x in arrays])))
+    for x, y in zip(*map(jax.tree.leaves, (found, wanted))):
+      self.assertEqual(x.dtype, dtype)
+      np.testing.assert_allclose(x.astype(jnp.float32), y, rtol=2e-2, atol=2e-2)
+
+
+class WorkTest(parameterized.TestCase):
+
+  def test_visited_blocks_grow_with_the_lists(self):
+    for queries in (2048, 4096):
+      kinds = block_map.block_kinds(masks.selected_blocks(
+          lists(queries // 64, 1, 1, queries // 64, 8), 64, 64), block_map.Sizes(
+              queries, queries, 64, 64))
+      visited = block_map.block_map(kinds).num_visited
+      self.assertLessEqual(int(visited.max()), 8)
+      self.assertGreater(int(visited.max()), 5)
+
+  @parameterized.parameters("blocks", "keys")
+  def test_memory_and_work_grow_with_the_queries_only(self, kind):
+    def measured(queries):
+      indices = jax.ShapeDtypeStruct(
+          (1, 1, queries // 64, 8) if kind == "blocks" else (1, queries, 96), jnp.int32)
+      like = jax.ShapeDtypeStruct((1, queries, 2, 16), jnp.float32)
+      def loss(query, key, value, indices):
+        mask = (masks.selected_blocks(indices, 64, 64) if kind == "blocks"
+                else masks.selected_keys(indices))
+        return attention(query, key, value, mask=mask, mechanism="flash_attn2"
+                         ).attention_outputs.sum()
+      compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(like, like, like, indices).compile()
+      return compiled.memory_analysis().temp_size_in_bytes
+    short, long = measured(2048), measured(16384)
+    self.assertLess(long, 64 << 20)
+    self.assertLess(long, 8 * short)
+
+
+class PlacementTest(parameterized.TestCase):
+
+  @parameterized.parameters("flash_attn2", "ring")
+  def test_over_devices(self, mechanism):
+    axes = (2, 1, 2, 1, 1) if mechanism == "flash_attn2" else (1, 1, 1, 4, 1)
+    mesh = create_mesh(axes, ("dp", "fsdp", "tp", "sp", "ep"))
+    query, key, value = numbers(2, 16, H, D), numbers(2, 16, K, D, seed=1), numbers(
+        2, 16, K, D, seed=2)
+    metadata = OperationMetadata(mesh=mesh, ring=RingConfig())
+    mask = masks.selected_blocks(lists(4, 2, K, 4, 2, seed=4), 4, 4)
+    def loss(query, key, value, mechanism=mechanism, metadata=metadata):
+      out = attention(query, key, value, mask=mask, mechanism=mechanism, metadata=metadata
+                      ).attention_outputs
+      return (out * out).sum(), out
+    found = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(query, key, value)
+    expected = jax.grad(lambda *x: loss(*x, mechanism="vanilla", metadata=None), (0, 1, 2),
+                        has_aux=True)(query, key, value)
+    assert_close(found, expected)
+
+  def test_vmap(self):
+    arrays = [jnp.stack([x, x[::-1]]) for x in (numbers(2, 16, H, D), numbers(
+        2, 16, K, D, seed=1), numbers(2, 16, K, D, seed=2))]
+    mask = masks.selected_keys(lists(16, 2, 16, 3, seed=5))
+    run = lambda *x: attention(*x, mask=mask, mechanism="blockwise").attention_outputs
+    assert_close(jax.vmap(run)(*arrays), jnp.stack([run(*(x[n] for x in arrays))
+                                                    for n in range(2)]))
+
+  def test_vmap_over_the_lists(self):
+    arrays = numbers(2, 16, H, D), numbers(2, 16, K, D, seed=1), numbers(2, 16, K, D, seed=2)
+    many = lists(16, 3, 2, 16, 3, seed=6)
+    run = lambda x: attention(*arrays, mask=masks.selected_keys(x),
+                              mechanism="blockwise").attention_outputs
+    assert_close(jax.vmap(run)(many), jnp.stack([run(x) for x in many]))
+
+
+class ErrorsTest(parameterized.TestCase):
+
+  @parameterized.named_parameters(
+      ("float", lambda: masks.selected_keys(np.zeros((1, 4, 2))),
+       r"selected_keys: indices have dtype float64 and shape \(1, 4, 2\); expected int32"),
+      ("rank", lambda: masks.selected_blocks(np.zeros((1, 4, 2), int), 2, 2),
+       r"selected_blocks: indices .*shape \(1, 4, 2\); expected int32 .*num_query_blocks"),
+      ("rank_of_keys", lambda: masks.selected_keys(np.zeros((4, 2), int)),
+       r"selected_keys: .*shape \(4, 2\); expected int32 \[B or 1, T, k\]"),
+      ("negative", lambda: masks.selected_keys(np.full((1, 4, 2), -2)),
+       "selected_keys: indices: got the number -2; expected .*-1 for no key"),
+      ("no_entry", lambda: masks.selected_keys(np.zeros((1, 4, 0), int)), "k >= 1"),
+      ("block", lambda: masks.selected_blocks(np.zeros((1, 1, 4, 2), int), 0, 2),
+       "selected_blocks: block_q.*0.*expected an int >= 1"),
+      ("not_an_array", lambda: masks.selected_keys("all"), "selected_keys: indices: got str"))
+  def test_bad_arguments(self, make, message):
+    with self.assertRaisesRegex(ValueError, message):
+      make()
+
+  @parameterized.named_parameters(
+      ("too_high", lists(3, 2, T, 4) + S, r"got the number 2\d; expected numbers below 26"),
+      ("rows", lists(3, 3, T, 4), r"got int32\[3, 1, 22, 4\].*B = 2"),
+      ("heads", lists(3, 2, 3, T, 4), r"got int32\[2, 3, 22, 4\].*a divisor of the 4 query heads"),
+      ("queries", lists(3, 2, T - 1, 4), r"got int32\[2, 1, 21, 4\].*22 blocks of 1 for 22"))
+  def test_lists_that_do_not_fit_a_call(self, indices, message):
+    with self.assertRaisesRegex(ValueError, f"mask: indices of selected blocks or keys: {message}"):
+      call("auto", masks.selected_keys(indices))(*operands())
+
+  @parameterized.parameters("tpu", "gpu")
+  def test_kernels_that_do_not_follow_lists_name_one_that_does(self, platform):
+    args = [jax.ShapeDtypeStruct((2, 16, n, 64), jnp.bfloat16) for n in (H, K, K)]
+    text = str(explain(*args, mask=masks.selected_keys(lists(16, 2, 16, 3)),
+                       metadata=OperationMetadata(platform=platform)))
+    self.assertIn("masks.selected_blocks or masks.selected_keys (a mask by indices of blocks or "
+                  "keys) is not supported", text)
+    self.assertRegex(text, "blockwise.*can, by flash.xla")
+
+  def test_window_cache(self):
+    cache = window.init(2, 8, (K, D), dtype=jnp.float32)
+    with self.assertRaisesRegex(ValueError, "mask: got Selected with a WindowCache"):
+      attention(numbers(2, 1, H, D), numbers(2, 1, K, D), numbers(2, 1, K, D),
+                cache_view=cache, cache_metadata=CacheMetadata(), causal=True,
+                mask=masks.selected_keys(lists(8, 2, 1, 3)))
+
+
+if __name__ == "__main__":
+  absltest.main()
