@@ -49,6 +49,23 @@ def gradient(attend):
   return jax.grad(lambda *x: attend(*x).astype(jnp.float32).sum(), (0, 1, 2))
 
 
+def functions(program):
+  """Returns the number of different functions that LLVM compiles for an optimized program.
+
+  These are its fusions, but those of XLA:CPU's library, and equal ones once: their time is that of
+  compiling a program.
+  """
+  bodies, found = {}, []
+  for name, body in re.findall(
+      r"^(?:ENTRY )?(%[\w.\-]+) \([^\n]*\{\n(.*?)^\}", program.as_text(), re.M | re.S):
+    names = {}
+    number = lambda match: names.setdefault(match[0], f"%{len(names)}")
+    text = re.sub(r", (metadata|backend_config)=.*", "", body)
+    bodies[name] = re.sub(r"%[\w.\-]+", number, text)
+    found += re.findall(r" fusion\(.*kind=k(?:Loop|Input|Output), calls=(%[\w.\-]+)", body)
+  return len({bodies[name] for name in found})
+
+
 def count(program, operation):
   """Returns the number of operations of one kind in an optimized program."""
   return len(re.findall(rf" {operation}\(", program.as_text()))
@@ -155,7 +172,7 @@ class LoopProgramTest(parameterized.TestCase):
         tokens(32), tokens(8), tokens(8), cache).compile()
     self.assertLessEqual(count(program, "while"), 4)
     if jax.__version_info__ >= (0, 12):
-      self.assertLessEqual(count(program, "fusion"), 101)
+      self.assertLessEqual(functions(program), 54)
 
 
 class MemoryTest(parameterized.TestCase):

@@ -21,14 +21,14 @@ MANY_ROWS = 8
 # Number of parallel sums of products: one register of XLA:CPU. With 16, its code takes more than
 # twice the time.
 LANES = 8
-# XLA:CPU of jax 0.12 sums over the first axis fast by itself; that of jax 0.10.2 takes two to
-# three times as long as for elementwise steps.
-SUMS_FIRST_AXIS = jax.__version_info__ >= (0, 11)
+# XLA:CPU of jax 0.12 reduces over any axis fast by itself, in its library, which takes no time to
+# compile; that of jax 0.10.2 takes two to three times as long as for elementwise steps.
+REDUCES_FAST = jax.__version_info__ >= (0, 11)
 # XLA:CPU of jax 0.10.2 converts a whole bfloat16 array to float32 before a loop that slices it.
 WIDENS_WHOLE = jax.__version_info__ < (0, 11)
 # Number of keys weighed and summed at once. With 16, jax 0.12 takes twice the time in bfloat16;
 # with 8, jax 0.10.2 takes 1.5 times the time.
-WEIGHED = 8 if SUMS_FIRST_AXIS else 16
+WEIGHED = 8 if REDUCES_FAST else 16
 # Whether values of few bits are converted once for all rows; XLA:CPU of jax 0.10.2 gains nothing.
 WIDENS_ONCE = jax.__version_info__ >= (0, 11)
 # Number of parts of an array that an elementwise reduction combines at once.
@@ -43,13 +43,16 @@ def is_faster(rows: int, width: int) -> bool:
 def over_width(width: int, part: Callable[[int], jax.Array]) -> jax.Array:
   """Returns the sum [...] of part(first) [..., LANES] over all columns.
 
-  The last step is a matrix product for two reasons: XLA:CPU's own sums over the last axis are slow,
-  and it compiles a loop without a matrix product to one function, which runs in one thread.
+  In jax 0.10.2 the last step is a matrix product for two reasons: XLA:CPU's own sums over the last
+  axis are slow, and it compiles a loop without a matrix product to one function, which runs in one
+  thread.
   """
   total = functools.reduce(jnp.add, [part(i) for i in range(0, width, LANES)])
-  # The barrier keeps the matrix product's reshape out of the loops that sum: the loop over rows is
-  # then the innermost one, and unrolled.
+  # The barrier keeps the last step's reshape out of the loops that sum: the loop over rows is then
+  # the innermost one, and unrolled.
   total = lax.optimization_barrier(total)
+  if REDUCES_FAST:
+    return total.sum(-1)
   ones = jnp.ones(LANES, total.dtype)
   return jnp.dot(total.reshape(-1, LANES), ones, precision="highest").reshape(total.shape[:-1])
 
@@ -93,7 +96,7 @@ def weigh(weights: jax.Array, part: Callable[[int, int], jax.Array], width: int,
   # The barrier keeps XLA from fusing the last sum with the products, which is slower.
   total = functools.reduce(jnp.add, [product(i) for i in range(0, count, length)])
   total = lax.optimization_barrier(total)
-  total = total.sum(0) if SUMS_FIRST_AXIS else _fold_cpu(jnp.add, total)[0]
+  total = total.sum(0) if REDUCES_FAST else _fold_cpu(jnp.add, total)[0]
   total = total.swapaxes(1, 2) if widened else total
   return total.reshape(heads, number, width)
 
@@ -101,6 +104,8 @@ def weigh(weights: jax.Array, part: Callable[[int, int], jax.Array], width: int,
 def fold(combine: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
   """Reduces `x` by jnp.maximum or jnp.add over its first axis, which is kept."""
   reduce = jnp.max if combine is jnp.maximum else jnp.sum
+  if REDUCES_FAST:
+    return reduce(x, 0, keepdims=True)
   return lax.platform_dependent(x, cpu=functools.partial(_fold_cpu, combine),
                                 default=lambda x: reduce(x, 0, keepdims=True))
 
