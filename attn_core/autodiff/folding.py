@@ -31,7 +31,8 @@ def operand_labels(structure: jax.tree_util.PyTreeDef, mask: jax.tree_util.PyTre
   roles = mask_lib.structure_roles(mask)
   arrays = ["whole" if role == mask_lib.WHOLE else "mask" for role in roles]
   rest = ["mask"] * (len(jax.tree.leaves(fields["mask"])) - len(arrays))
-  labels = {"mask": arrays + rest, "mods": list(mod_names(operands))}
+  # Up-projections are outside of kernels.
+  labels = {"mask": arrays + rest, "mods": list(mod_names(operands)), "up": []}
   return [label for name, value in fields.items() if value is not None
           for label in labels.get(name, [name])]
 
