@@ -22,6 +22,7 @@ from attn_core.config.layers import (AttnMaskDetail, attention_arguments, get_ba
 from attn_core.config.merge import (add_basic_configurations, attach_custom_arguments,
                                     read_basics_from_config, set_model_mesh)
 from attn_core.config.devices import get_optimal_config, tpu_version_check
+from attn_core.config.latent import latent_options
 from attn_core.rope.frequencies import Rope, inverse_frequencies, rope_from_dict
 from attn_core.config.constraints import (apply_qk_shardings, apply_qkv_shardings, build_cache_pos,
                                           default_key_value_sharding, get_sharding_safely,
@@ -73,11 +74,10 @@ __all__ = [
     "get_basic_causal_mask", "get_basic_frequencies", "get_basic_inv_frequencies", "get_basic_rope",
     "get_fcm_mask", "get_mask_details", "get_optimal_config", "get_partition_rules",
     "get_sharding_safely", "granted_freq_max_position_embedding",
-    "granted_mask_max_position_embedding", "index_mask", "inverse_frequencies", "layer_rope",
-    "masks", "match_partition_rules", "merge_partials", "multi_latent_attention", "page_attention",
-    "plan_context_parallel",
-    "query_temperature", "ragged_page_attention_v2", "ragged_page_attention_v3",
-    "read_basics_from_config", "repeat_key_value", "ring_attention", "rope_from_dict", "rotary",
+    "granted_mask_max_position_embedding", "index_mask", "inverse_frequencies", "latent_options",
+    "layer_rope", "masks", "match_partition_rules", "merge_partials", "multi_latent_attention",
+    "page_attention", "plan_context_parallel", "query_temperature", "ragged_page_attention_v2",
+    "ragged_page_attention_v3", "read_basics_from_config", "repeat_key_value", "ring_attention", "rope_from_dict", "rotary",
     "rotary_table", "save_pretrained", "score_mods", "sdpa", "set_model_mesh",
     "shard_attention_prod", "tpu_version_check", "vanilla",
 ]

@@ -270,6 +270,8 @@ CONFIG = {
     "layer_head_dims": Effect(
         with_config(lambda config: config_lib.get_head_dim(config, 0)), (("full_attention", 8),),
         {"head_dim": 16}),
+    "latent_width": Effect(with_config(attn_core.latent_options), 8,
+                           {"head_dim": 16, "rope_head_dim": 4}),
     "rope_head_dim": Effect(with_config(attn_core.get_basic_inv_frequencies), 8, {"head_dim": 16}),
     "causal": Effect(LAYER, False), "softmax_scale": Effect(LAYER, 2.0),
     "logits_soft_cap": Effect(LAYER, 2.0), "dropout_prob": Effect(LAYER, 0.5),

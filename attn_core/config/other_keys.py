@@ -16,7 +16,7 @@ OTHER_KEYS = frozenset("""
     hidden_size_per_layer_input id2label image_size image_token_id image_token_index
     index_head_dim index_n_heads index_skip_topk_offset index_topk_freq index_topk_pattern
     indexer_types initial_context_length initializer_range interleave_moe_layer_step
-    intermediate_size intermediate_size_mlp is_decoder is_encoder_decoder kv_lora_rank label2id
+    intermediate_size intermediate_size_mlp is_decoder is_encoder_decoder label2id
     laurel_rank layer_norm_eps layer_switch layernorm_epsilon linear_attn_alpha_factor
     linear_attn_beta_factor linear_attn_config linear_conv_kernel_dim linear_head_dim
     linear_key_head_dim linear_num_heads linear_num_key_heads linear_num_value_heads
