@@ -77,8 +77,8 @@ __all__ = [
     "granted_mask_max_position_embedding", "index_mask", "inverse_frequencies", "latent_options",
     "layer_rope", "masks", "match_partition_rules", "merge_partials", "multi_latent_attention",
     "page_attention", "plan_context_parallel", "query_temperature", "ragged_page_attention_v2",
-    "ragged_page_attention_v3", "read_basics_from_config", "repeat_key_value", "ring_attention", "rope_from_dict", "rotary",
-    "rotary_table", "save_pretrained", "score_mods", "sdpa", "set_model_mesh",
+    "ragged_page_attention_v3", "read_basics_from_config", "repeat_key_value", "ring_attention",
+    "rope_from_dict", "rotary", "rotary_table", "save_pretrained", "score_mods", "sdpa", "set_model_mesh",
     "shard_attention_prod", "tpu_version_check", "vanilla",
 ]
 

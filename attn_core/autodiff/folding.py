@@ -57,7 +57,7 @@ def fold(x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
   own, rest = x.shape[:len(sizes)], x.shape[len(sizes):]
   if all(n == 1 for n in own):
     return x.reshape(1, *rest)
-  return jnp.broadcast_to(x, (*sizes, *rest)).reshape(-1, *rest)
+  return jnp.broadcast_to(x, (*sizes, *rest)).reshape(math.prod(sizes), *rest)  # may be empty
 
 
 def unfold(x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:

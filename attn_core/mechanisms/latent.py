@@ -76,7 +76,8 @@ def projected(call: Call) -> AttentionOutput:
     clean, finite = nonfinite.mask_nonfinite_rows(rows)
     key = _product("bsl,lhd->bshd", clean[..., :latent], key_up, call)
     key = jnp.where(finite[:, :, None], key, jnp.nan)
-    shared = jnp.broadcast_to(rows[:, :, None, latent:], (*key.shape[:3], rows.shape[2] - latent))
+    # A sum, because its type is sharded over Explicit axes of the heads as the keys are.
+    shared = rows[:, :, None, latent:] + jnp.zeros_like(key[..., :1])
     value = _product("bsl,lhe->bshe", clean[..., :latent], value_up, call)
     return flash.by_kernel(xla_flash.KERNEL, call._replace(
         operands=operands._replace(query=query, key=jnp.concatenate([key, shared], -1), value=value,

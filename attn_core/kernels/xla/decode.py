@@ -281,10 +281,12 @@ def _weigh(block: _Block, weights: jax.Array) -> jax.Array:
   """Returns weights [block_kv, K, num_rows] times values: [K, num_rows, E]."""
   inputs, width = block.inputs, block.width("value")
   def dots(weights: jax.Array) -> jax.Array:
-    value = block.whole("value")
+    # Latent values are weighed with the rest of their keys: a copy of them takes longer.
+    is_key = inputs.spec.latent_width is not None and block.values is None
+    value = block.whole("key" if is_key else "value")
     return jnp.einsum("ckr,cke->kre", weights.astype(value.dtype), value,
                       precision=matmul_precision.resolve(value.dtype, inputs.spec.precision),
-                      preferred_element_type=_dtype(inputs))
+                      preferred_element_type=_dtype(inputs))[..., :width]
 
   def summed(weights: jax.Array) -> jax.Array:
     scale, weights = block.scales("value"), weights.astype(_dtype(inputs))
