@@ -11,7 +11,7 @@ from jax.typing import ArrayLike, DTypeLike
 import numpy as np
 
 from attn_core import table
-from attn_core.arguments import (batch_dimensions, block_sizes as block_sizes_lib,
+from attn_core.arguments import (batch_dimensions, block_sizes as block_sizes_lib, latent,
                                  normalize as arguments, normalize_paged, outputs,
                                  question as question_lib)
 from attn_core.arguments.arguments import (AnyCacheMetadata, AttentionArguments, Cache, InitBias,
@@ -24,8 +24,8 @@ from attn_core.masks.info import MaskInfo
 from attn_core.masks.mask import Mask
 from attn_core.score_mods.score_mod import ScoreMod
 from attn_core.sharding import partition, shard_map
-from attn_core.types import (ArrayLayout, AttentionOutput, BlockSizes, Call, Mode, Operands,
-                             PagedOperands, SlidingWindow)
+from attn_core.types import (ArrayLayout, AttentionOutput, BlockSizes, Call, LatentOptions, Mode,
+                             Operands, PagedOperands, SlidingWindow)
 
 
 def attention(
@@ -56,6 +56,7 @@ def attention(
     cum_seqlens_k: ArrayLike | None = None,
     cache_view: Cache | None = None,
     cache_metadata: AnyCacheMetadata | None = None,
+    latent_options: LatentOptions | None = None,
     normalize_output: bool = True,
     precision: jax.lax.PrecisionLike = None,
     compute_dtype: DTypeLike | None = None,
@@ -139,6 +140,10 @@ def attention(
       v3, which writes them first. Queries are the last tokens of their request.
     cache_metadata: `CacheMetadata`: number of new tokens per row, first positions, slots; with
       pages `PagesMetadata`.
+    latent_options: `LatentOptions`, for `multi_latent_attention`: `key` is one latent row
+      [B, S, latent + rope] for each token (layout thd: [total, latent + rope]), value None; with a
+      `LatentCache` as cache_view, the rows of the new tokens. The softmax scale is
+      (nope + rope)**-0.5 unless given, and an error where no width tells it.
     normalize_output: False: the output is sum(exp(logits) * value), not divided by the softmax's
       denominator.
     precision: `jax.lax.PrecisionLike` of both products; None: operands of 32 and 64 bits are
@@ -174,7 +179,8 @@ def attention(
       chunk_size=chunk_size, softmax_scale=softmax_scale, logits_soft_cap=logits_soft_cap,
       softmax_aux=softmax_aux, dropout_prob=dropout_prob, dropout_rng=dropout_rng,
       deterministic=deterministic, cum_seqlens_q=cum_seqlens_q, cum_seqlens_k=cum_seqlens_k,
-      cache_view=cache_view, cache_metadata=cache_metadata, normalize_output=normalize_output,
+      cache_view=cache_view, cache_metadata=cache_metadata, latent_options=latent_options,
+      normalize_output=normalize_output,
       precision=precision, compute_dtype=compute_dtype, block_sizes=block_sizes, policy=policy,
       prevent_cse=prevent_cse, fused_backward=fused_backward, optimized=optimized,
       mask_value=mask_value, vmem_limit_bytes=vmem_limit_bytes, return_lse=return_lse,
@@ -234,6 +240,7 @@ def explain(
     cum_seqlens_k: ArrayLike | None = None,
     cache_view: Cache | None = None,
     cache_metadata: AnyCacheMetadata | None = None,
+    latent_options: LatentOptions | None = None,
     normalize_output: bool = True,
     precision: jax.lax.PrecisionLike = None,
     compute_dtype: DTypeLike | None = None,
@@ -279,7 +286,8 @@ def explain(
       chunk_size=chunk_size, softmax_scale=softmax_scale, logits_soft_cap=logits_soft_cap,
       softmax_aux=softmax_aux, dropout_prob=dropout_prob, dropout_rng=dropout_rng,
       deterministic=deterministic, cum_seqlens_q=cum_seqlens_q, cum_seqlens_k=cum_seqlens_k,
-      cache_view=cache_view, cache_metadata=cache_metadata, normalize_output=normalize_output,
+      cache_view=cache_view, cache_metadata=cache_metadata, latent_options=latent_options,
+      normalize_output=normalize_output,
       precision=precision, compute_dtype=compute_dtype, block_sizes=block_sizes, policy=policy,
       prevent_cse=prevent_cse, fused_backward=fused_backward, optimized=optimized,
       mask_value=mask_value, vmem_limit_bytes=vmem_limit_bytes, return_lse=return_lse,
@@ -307,9 +315,15 @@ def _normalize(a: AttentionArguments) -> tuple[AttentionArguments, arguments.Nor
   return a._replace(mechanism=paged) if a.mechanism == "auto" else a, normal
 
 
+def _with_latent_rows(a: AttentionArguments) -> AttentionArguments:
+  """Returns the arguments with latent rows, if any, as keys of one head."""
+  return latent.expand(a, a.metadata.softmax_scale if isinstance(a.metadata, OperationMetadata)
+                       else None)
+
+
 def _explain(a: AttentionArguments) -> Explanation:
   """Explains a call whose arrays are traced."""
-  a, normal = _normalize(batch_dimensions.fold(a)[0])
+  a, normal = _normalize(batch_dimensions.fold(_with_latent_rows(a))[0])
   question = question_lib.question_of(normal)
   try:
     verdict = selection.choose(table.RULES, a.mechanism, question)
@@ -331,7 +345,7 @@ def _explain(a: AttentionArguments) -> Explanation:
 
 def _run(a: AttentionArguments) -> AttentionOutput:
   """Runs a call by the implementation that `_explain` names."""
-  a, batch = batch_dimensions.fold(a)
+  a, batch = batch_dimensions.fold(_with_latent_rows(a))
   a, normal = _normalize(a)
   question = question_lib.question_of(normal)
   static = _static_call(normal, question,

@@ -3,18 +3,19 @@
 """Each mechanism as a function: `attention` with the mechanism filled in."""
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Unpack, cast
+from typing import Any, Literal, Unpack, cast
 
 import jax
 from jax.typing import ArrayLike, DTypeLike
 import jax.numpy as jnp
 
-from attn_core import checks
+from attn_core.arguments import paged_options
 from attn_core.arguments.arguments import AttentionOptions, Cache
+from attn_core.arguments.paged_options import PagedOptions
 from attn_core.attention import attention
 from attn_core.caches.paged.layouts import PagesMetadata, PagesV1, PagesV2, PagesV3
 from attn_core.config.metadata import OperationMetadata
-from attn_core.types import AttentionMechanism, AttentionOutput, BlockSizes, SlidingWindow
+from attn_core.types import AttentionMechanism, AttentionOutput, BlockSizes, LatentOptions
 
 
 def _attend(mechanism: AttentionMechanism, query: ArrayLike, key: ArrayLike | None,
@@ -172,6 +173,45 @@ def autoregressive_decodeattn(query: ArrayLike, key: ArrayLike | None, value: Ar
   return _attend(AttentionMechanism.REGRESSIVE_DECODE, query, key, value, options)
 
 
+def multi_latent_attention(query: ArrayLike, latents: ArrayLike | None,
+                           **options: Unpack[AttentionOptions]) -> AttentionOutput:
+  """Computes multi-head latent attention: one row per token is the key and value of all heads.
+
+    key[s, h]   = [key_up[:, h]^T . latents[s, :latent], latents[s, latent:]]
+    value[s, h] = value_up[:, h]^T . latents[s, :latent]
+
+  DeepSeek-AI, DeepSeek-V2, https://arxiv.org/abs/2405.04434.
+
+  Without up-projections the queries are absorbed, key_up[:, h] . query_nope besides query_rope, and
+  the outputs are weighted latents. With them the call computes either that, or keys and values of a
+  few heads at a time, whichever is less work; `explain` says which. Values are never copied out of
+  the rows. Rotary is applied to the last numbers of queries and rows before the call.
+
+  >>> import jax.numpy as jnp
+  >>> from attn_core import LatentOptions, multi_latent_attention
+  >>> query, latents = jnp.ones((1, 4, 2, 8)), jnp.ones((1, 4, 8))  # absorbed: 6 + 2 numbers
+  >>> options = LatentOptions(latent_width=6, rope_width=2, nope_width=4)
+  >>> multi_latent_attention(query, latents, latent_options=options).attention_outputs.shape
+  (1, 4, 2, 6)
+
+  Args:
+    query: float [B, T, H, latent + rope]; with up-projections [B, T, H, nope + rope].
+    latents: float [B, S, latent + rope]; with a `LatentCache` as cache_view those of the new
+      tokens, or None where the cache holds them already.
+    **options: as in `attention`: latent_options, the widths and up-projections, if any, is
+      `LatentOptions()` unless given; softmax_scale is (nope + rope)**-0.5 unless given.
+
+  Returns:
+    AttentionOutput with outputs [B, T, H, latent], with up-projections [B, T, H, E].
+
+  Raises:
+    TypeError: an unknown keyword, or `mechanism`.
+    ValueError: an argument is not as documented here, or nothing tells the softmax scale.
+  """
+  return _attend(AttentionMechanism.MULTI_LATENT_ATTENTION, query, latents, None,
+                 cast(AttentionOptions, {"latent_options": LatentOptions(), **options}))
+
+
 def blockwise_attn(
     query: ArrayLike,
     key: ArrayLike,
@@ -227,26 +267,6 @@ def blockwise_attn(
 
 
 _BY_KEYWORD: Any = None  # the pages' metadata is given as `cache_metadata=`, or `metadata=`
-
-
-class PagedOptions(NamedTuple):
-  """Keywords of the functions over pages as one value, another way to write them.
-
-  `page_attention(query, cache, pages_metadata, sliding_window=(9, 0))` is the same as
-  `page_attention(query, cache, pages_metadata, PagedOptions(sliding_window=(9, 0)))`. Where
-  `metadata` has a mesh, heads are sharded over its axes, and so are groups of requests, each with
-  separate pages: see `caches.paged.request_groups`.
-  """
-
-  causal: bool = True
-  sliding_window: SlidingWindow = None
-  softmax_scale: float | None = None
-  logits_soft_cap: float | None = None
-  softmax_aux: ArrayLike | None = None
-  precision: jax.lax.PrecisionLike = None
-  block_sizes: BlockSizes | None = None
-  return_lse: bool = False
-  metadata: OperationMetadata | None = None
 
 
 def page_attention(query: ArrayLike, cache: PagesV1, pages_metadata: PagesMetadata = _BY_KEYWORD,
@@ -363,34 +383,5 @@ def _paged(
     mechanism: str, arrays: tuple[ArrayLike, ArrayLike | None, ArrayLike | None], cache: Cache,
     pages_metadata: PagesMetadata | None, options: PagedOptions | None, keywords: AttentionOptions,
 ) -> AttentionOutput:
-  given: dict[str, Any] = {**keywords}
-  for name, where in (("cache_view", "the pages are `cache`"), ("mechanism", "it is fixed")):
-    if name in given:
-      raise TypeError(f"{mechanism}: got an unexpected keyword argument {name!r}; {where}")
-  found = _pages_metadata(pages_metadata, given)
-  checks.require(options is None or isinstance(options, PagedOptions), "options",
-                 type(options).__name__, "a PagedOptions; an OperationMetadata goes to `metadata=`")
-  checks.require(options is None or not given, "options", f"a PagedOptions and {', '.join(given)}=",
-                 "one of the two: a PagedOptions, or keywords")
-  merged: dict[str, Any] = {} if options is None else options._asdict()
-  return _attend(AttentionMechanism(mechanism), *arrays, cast(AttentionOptions, {
-      "layout": "thd", "cache_view": cache, "cache_metadata": found, **merged, **given}))
-
-
-def _pages_metadata(positional: PagesMetadata | None, keywords: dict[str, Any]) -> Any:
-  """Returns the metadata of the pages, and removes it from the keywords.
-
-  Raises:
-    ValueError: it is given twice or not at all, or is an OperationMetadata.
-  """
-  given = {"pages_metadata": positional, "cache_metadata": keywords.pop("cache_metadata", None)}
-  if isinstance(keywords.get("metadata"), PagesMetadata):  # the earlier name
-    given["metadata"] = keywords.pop("metadata")
-  found = {name: x for name, x in given.items() if x is not None}
-  checks.require(len(found) < 2, " and ".join(found), "values for each",
-                 "one of them: all name the PagesMetadata")
-  for name, x in found.items():
-    checks.require(not isinstance(x, OperationMetadata), name, "an OperationMetadata",
-                   "a PagesMetadata; the OperationMetadata goes to `metadata=`")
-    return x
-  return None
+  given = paged_options.keywords_of(mechanism, pages_metadata, options, keywords)
+  return _attend(AttentionMechanism(mechanism), *arrays, {"cache_view": cache, **given})

@@ -9,17 +9,17 @@ Literal rows only: a new kernel or mechanism is a new row here.
 
 from typing import Callable
 
-from attn_core.dispatch import capabilities, selection
+from attn_core.dispatch import capabilities, latent as latent_limits, selection
 from attn_core.dispatch.capabilities import (FEATURES, LINEAR, LINEAR_BANDED, QUADRATIC,
                                              Implementation)
-from attn_core.mechanisms import decode, dense, flash, paged, sdpa
+from attn_core.mechanisms import decode, dense, flash, latent, paged, sdpa
 from attn_core.mechanisms.context_parallel import mechanism as ring
 from attn_core.types import AttentionOutput, Call
 
 _MODS = frozenset({"score_mod", "score_function"})
 _EVERYTHING = frozenset(FEATURES) - _MODS - {
     "vmem_limit_bytes", "quantized", "pages", "draft_mask", "scope", "prefixes",
-    "sequence_layout"}
+    "sequence_layout", "latent"}
 _BLOCKWISE = _EVERYTHING - {"weights"}
 _TPU = (_BLOCKWISE - {"float16", "float64", "softmax_dtype", "mask_operands", "selected"}
         | {"vmem_limit_bytes"})
@@ -100,6 +100,16 @@ _paged_v1 = _over_pages("PagesV1", paged.xla)
 _paged_v2 = _over_pages("PagesV2", paged.xla)
 _paged_v3 = _over_pages("PagesV3", paged.xla_writing)
 
+# Keys and values that are up-projected a few heads at a time, where that is less work; decoding;
+# absorbed queries.
+_latent = Implementation(latent.absorbed, _BLOCKWISE | _MODS | {"latent", "quantized"}, LINEAR,
+                         latent_limits.limits)
+_latent = Implementation(latent.decode, _DECODE | {"latent"}, LINEAR, latent_limits.decode_limits,
+                         fallback=_latent, shards_keys=True)
+_latent = Implementation(
+    latent.projected, _BLOCKWISE - {"bias", "dropout"} | {"latent", "quantized"}, LINEAR,
+    latent_limits.projected_limits, fallback=_latent)
+
 TABLE: dict[tuple[str, str], Implementation] = {
     ("vanilla", "cpu"): _dense,
     ("vanilla", "gpu"): _dense,
@@ -142,6 +152,9 @@ TABLE: dict[tuple[str, str], Implementation] = {
     ("autoregressive_decodeattn", "gpu"): _decode,
     ("autoregressive_decodeattn", "gpu 9.0"): _decode_hopper,
     ("autoregressive_decodeattn", "tpu"): _decode_tpu,
+    ("multi_latent_attention", "cpu"): _latent,
+    ("multi_latent_attention", "gpu"): _latent,
+    ("multi_latent_attention", "tpu"): _latent,
 }
 
 # Names without a row on some platform, and why.
@@ -153,9 +166,12 @@ MISSING = {
 
 # The names that `auto` tries, in this order; names whose memory is linear for the call come first.
 AUTO = {
-    "cpu": ("flash_attn2", "autoregressive_decodeattn", "ring", "vanilla"),
-    "gpu": ("flash_attn2", "blockwise", "autoregressive_decodeattn", "ring", "vanilla"),
-    "tpu": ("flash_attn2", "blockwise", "autoregressive_decodeattn", "ring", "vanilla"),
+    "cpu": ("flash_attn2", "autoregressive_decodeattn", "ring", "vanilla",
+            "multi_latent_attention"),
+    "gpu": ("flash_attn2", "blockwise", "autoregressive_decodeattn", "ring", "vanilla",
+            "multi_latent_attention"),
+    "tpu": ("flash_attn2", "blockwise", "autoregressive_decodeattn", "ring", "vanilla",
+            "multi_latent_attention"),
 }
 
 # The name that `auto` tries first for one query per row: on CPUs it takes about half the time.

@@ -21,6 +21,7 @@ import numpy as np
 
 if TYPE_CHECKING:  # for annotations only: these modules import this one
   from attn_core.caches.dense import DenseCache
+  from attn_core.caches.latent import LatentCache
   from attn_core.caches.paged.layouts import Pages, PagesMetadata, PagesV3
   from attn_core.caches.paged.page_stripes import Stripe
   from attn_core.caches.window import WindowCache
@@ -73,6 +74,7 @@ class AttentionMechanism(str, enum.Enum):
   PAGED_ATTENTION = "page_attention"
   RAGGED_PAGE_ATTENTION_V2 = "ragged_page_attention_v2"
   RAGGED_PAGE_ATTENTION_V3 = "ragged_page_attention_v3"
+  MULTI_LATENT_ATTENTION = "multi_latent_attention"
 
   def __str__(self) -> str:
     return self.value
@@ -98,7 +100,9 @@ OTHER_MECHANISM_NAMES: dict[str, tuple[str, ...]] = {
     "decode_attention": ("autoregressive_decodeattn",), "paged": ("page_attention",),
     "paged_attention": ("page_attention",), "ragged_paged_attention": (
         "ragged_page_attention_v2", "ragged_page_attention_v3"),
-    "ragged_page_attention": ("ragged_page_attention_v2", "ragged_page_attention_v3")}
+    "ragged_page_attention": ("ragged_page_attention_v2", "ragged_page_attention_v3"),
+    "mla": ("multi_latent_attention",), "latent_attention": ("multi_latent_attention",),
+    "flash_mla": ("multi_latent_attention",)}
 
 OTHER_PLATFORM_NAMES: dict[str, tuple[str, ...]] = {"cuda": ("gpu",), "nvidia": ("gpu",)}
 
@@ -121,6 +125,24 @@ class RingConfig(NamedTuple):
   layout: TokenOrder = "contiguous"  # the order of the tokens of every array along T and S
   heads_axis_name: str | None = None  # hybrid only: the mesh axis of the all-to-all, the faster one
   transfer: RingTransfer = "collective"  # how keys and values move around a ring
+
+
+class LatentOptions(NamedTuple):
+  """Latent rows in place of keys and values, as multi-head latent attention stores them.
+
+  `key` of a call is then one row [B, S, latent + rope] for each token, and `value` None: a row is
+  the key of all heads, and its first latent_width numbers are their value.
+
+  Without up-projections queries are absorbed, [B, T, H, latent + rope], and outputs are weighted
+  latents [B, T, H, latent]. With them queries are those of heads, [B, T, H, nope + rope], and
+  outputs [B, T, H, E]; whether they or the rows are projected does not change the result.
+  """
+
+  latent_width: int = 512  # DeepSeek's kv_lora_rank
+  rope_width: int = 64  # of the rotary part, which follows the latents; qk_rope_head_dim
+  nope_width: int | None = None  # of the unrotated part of up-projected keys; qk_nope_head_dim
+  key_up: Array | None = None  # [latent, H, nope]
+  value_up: Array | None = None  # [latent, H, E]
 
 
 class MaskOperands(NamedTuple):
@@ -149,6 +171,8 @@ class Operands(NamedTuple):
   key_scale: Array | None = None  # float32 [B, S, K], scales of 8-bit keys; see caches.quantize
   value_scale: Array | None = None  # float32 [B, S, K], of 8-bit values
   mods: tuple[Array, ...] = ()  # of the score mod, each [B or 1, H or 1, ...]; see `score_mods`
+  # Of latent rows: () or (key_up [latent, H, nope], value_up [latent, H, E]); no kernel reads them.
+  up: tuple[Array, ...] = ()
 
 
 class PagedOperands(NamedTuple):
@@ -223,11 +247,24 @@ class AttentionSpec(NamedTuple):
   out_dtype: DTypeLike | None = None
   # Of the term that scores go through last, whose leaves are Operands.mods.
   score_mod: jax.tree_util.PyTreeDef = NO_SCORE_MOD
+  # Of latent rows: a value is the first `latent_width` numbers of its key. `Operands.value` has no
+  # numbers then, or the rest of each key, where 8-bit keys store it apart. None: values are given.
+  latent_width: int | None = None
 
   @property
   def has_score_mod(self) -> bool:
     """Whether scores go through a score mod."""
     return self.score_mod != NO_SCORE_MOD
+
+
+def value_width(operands: Operands, spec: AttentionSpec) -> int:
+  """Returns the width of the values that a kernel weighs, E of its output."""
+  return operands.value.shape[-1] if spec.latent_width is None else spec.latent_width
+
+
+def output_width(operands: Operands, spec: AttentionSpec) -> int:
+  """Returns the width of a call's output: that of the values, after any up-projection."""
+  return operands.up[1].shape[-1] if operands.up else value_width(operands, spec)
 
 
 class PagedSpec(NamedTuple):
@@ -275,7 +312,7 @@ class AttentionOutput(NamedTuple):
   attention_weights: Array | None = None  # [B, H, T, S], after dropout
   lse: Array | None = None  # float32 [B, H, T], natural logarithm
   # The updated cache of a call that writes to one.
-  cache_view: "DenseCache | WindowCache | PagesV3 | None" = None
+  cache_view: "DenseCache | WindowCache | LatentCache | PagesV3 | None" = None
 
   @property
   def out(self) -> Array:

@@ -16,7 +16,7 @@ from attn_core import (BlockSizes, CacheMetadata, MaskInfo, OperationMetadata, P
                        PagesV1, PagesV2, PagesV3, RingConfig, attention, caches,
                        explain, masks)
 from attn_core.caches import pages
-from attn_core.types import AttentionOutput, Call, Operands
+from attn_core.types import AttentionOutput, Call, Operands, output_width
 from attn_core_test import random_calls
 from attn_core_test.approved_text import REFUSALS, attempt, error, record, text
 
@@ -49,7 +49,7 @@ def as_run(operands: Any, *, static: Any) -> AttentionOutput:
   query, call = operands.query, static.call
   if isinstance(operands, Operands):
     (rows, queries, heads, _), width, columns = (
-        query.shape, operands.value.shape[3], operands.key.shape[1])
+        query.shape, output_width(operands, call.spec), operands.key.shape[1])
     cache = None
   else:
     rows, (queries, heads, _), columns = 1, query.shape, 0

@@ -367,6 +367,8 @@ VALUES = (
      "cache_metadata: got CacheMetadata without cache_view", "cache_view as well"),
     ("cache_metadata_dict", {**CACHED, "cache_metadata": {}}, "cache_metadata: got dict",
      "a CacheMetadata or None"),
+    ("latent_options_pair", {"latent_options": (512, 64)}, "latent_options: got tuple",
+     "a LatentOptions or None"),
     # Speed and results.
     ("block_sizes_pair", {"block_sizes": (128, 128)}, r"block_sizes: got \(128, 128\)",
      "a BlockSizes or None"),

@@ -34,6 +34,9 @@ KERNELS = {
     "flash.gpu": flash_mechanism.gpu_kernel(), "decode.xla": decode.KERNEL,
     "decode.tpu": tpu_decode.make_kernel(decode.KERNEL),
     "decode.gpu": gpu_decode.make_kernel(decode.KERNEL),
+    # The kernel is the same whether latent rows are projected or absorbed.
+    "latent.projected": flash.KERNEL, "latent.absorbed": flash.KERNEL,
+    "latent.decode": decode.KERNEL,
 }
 RING_KERNELS = {
     "context_parallel.xla": flash.KERNEL, "context_parallel.tpu": flash_mechanism.tpu_kernel(),

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core import (BlockSizes, CacheMetadata, MaskInfo, OperationMetadata, RingConfig,
-                       attention, create_mesh, masks, score_mods)
+from attn_core import (BlockSizes, CacheMetadata, LatentOptions, MaskInfo, OperationMetadata,
+                       RingConfig, attention, create_mesh, masks, score_mods)
 from attn_core.arguments import normalize
 from attn_core.arguments.arguments import AttentionArguments
 from attn_core.caches import dense
@@ -123,8 +123,12 @@ class FeaturesTest(parameterized.TestCase):
     self.assertEqual(needs(shapes=packed, layout="thd", cum_seqlens_q=np.int32([0, 2, 6])),
                      {"segments"})
 
+  def test_of_latent_rows(self):
+    rows = ((2, 6, 4, 8), (2, 6, 1, 8), (2, 6, 1, 0))  # as `arguments.latent` expands them
+    self.assertEqual(needs(shapes=rows, latent_options=LatentOptions(6, 2, 4)), {"gqa", "latent"})
+
   def test_every_feature_is_here(self):
-    found = {"gqa", "value_width", "float16", "float64"}
+    found = {"gqa", "value_width", "float16", "float64", "latent"}
     found.update(*(features.split() for _, features in NEEDS.values()))
     # paged_bad_input_test has the feature of pages; the derivative shows only while it is taken.
     self.assertEqual(set(FEATURES) - found, {

@@ -47,6 +47,7 @@ DOCUMENTED = {
     "attn_core.mechanism_functions.cuda_flash_attn2",
     "attn_core.mechanism_functions.cudnn",
     "attn_core.mechanism_functions.flash_attn2",
+    "attn_core.mechanism_functions.multi_latent_attention",
     "attn_core.mechanism_functions.page_attention",
     "attn_core.mechanism_functions.ragged_page_attention_v2",
     "attn_core.mechanism_functions.ragged_page_attention_v3",

@@ -20,10 +20,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 
 import attn_core
-from attn_core import (AttnConfig, BlockSizes, CacheMetadata, Heads, MaskInfo, OperationMetadata,
-                       PagedOptions, PagesMetadata, PagesV1, PagesV2, PartitionAxis, RingConfig,
-                       Rope, attention, attention_arguments, create_mesh, explain, masks,
-                       score_mods, resolve)
+from attn_core import (AttnConfig, BlockSizes, CacheMetadata, Heads, LatentOptions, MaskInfo,
+                       OperationMetadata, PagedOptions, PagesMetadata, PagesV1, PagesV2,
+                       PartitionAxis, RingConfig, Rope, attention, attention_arguments, caches,
+                       create_mesh, explain, masks, score_mods, resolve)
 from attn_core.arguments.arguments import AttentionArguments
 from attn_core.caches import allocator, dense, prefixes, window
 from attn_core.config import config as config_lib
@@ -131,6 +131,8 @@ ARGUMENTS = {
     "cache_metadata": Effect(
         lambda **a: run(cache_view=dense.init(1, 16, (2, 16), dtype="float32"), **a),
         CacheMetadata(lengths=ints([3])), CACHED),
+    "latent_options": Effect(
+        run, LatentOptions(12, 4, 4), {"key": Q[:, :, 0], "value": None, "softmax_scale": 1.0}),
     "normalize_output": Effect(run, False),
     "precision": Effect(run, "default", {"mechanism": "sdpa"}),
     "compute_dtype": Effect(run, jnp.bfloat16),
@@ -187,6 +189,24 @@ RINGS = {
     "layout": Effect(ring_program, "zigzag"),
     "heads_axis_name": Effect(ring_program, "tp", {"variant": "hybrid"}),
     "transfer": Effect(ring_program, "remote"),
+}
+
+
+def latent(**fields: Any) -> Any:
+  """Latent attention, absorbed or with up-projections."""
+  options = LatentOptions(**{"latent_width": 12, "rope_width": 4, **fields})
+  width = 16 if options.key_up is None else options.key_up.shape[2] + options.rope_width
+  return attn_core.multi_latent_attention(
+      numbers(1, 8, 4, width), numbers(1, 8, 16), latent_options=options)
+
+
+UP = {"key_up": numbers(12, 4, 6), "value_up": numbers(12, 4, 5)}
+LATENT = {
+    "latent_width": Effect(latent, 10, {"rope_width": 4, "nope_width": 4}),
+    "rope_width": Effect(latent, 6, {"nope_width": 4}),
+    "nope_width": Effect(latent, 6, {"nope_width": 4}),
+    "key_up": Effect(latent, numbers(12, 4, 6, seed=1), UP),
+    "value_up": Effect(latent, numbers(12, 4, 5, seed=1), UP),
 }
 
 
@@ -251,6 +271,8 @@ CONFIG = {
     "layer_head_dims": Effect(
         with_config(lambda config: config_lib.get_head_dim(config, 0)), (("full_attention", 8),),
         {"head_dim": 16}),
+    "latent_width": Effect(with_config(attn_core.latent_options), 8,
+                           {"head_dim": 16, "rope_head_dim": 4}),
     "rope_head_dim": Effect(with_config(attn_core.get_basic_inv_frequencies), 8, {"head_dim": 16}),
     "causal": Effect(LAYER, False), "softmax_scale": Effect(LAYER, 2.0),
     "logits_soft_cap": Effect(LAYER, 2.0), "dropout_prob": Effect(LAYER, 0.5),
@@ -326,6 +348,16 @@ def with_paged_options(**fields: Any) -> Any:
   return output, str(program)
 
 
+def latent_cache(**arguments: Any) -> Any:
+  cache = caches.latent.init(**arguments)
+  return cache, str(cache.latents.sharding)
+
+
+LATENT_CACHE = {name: Effect(latent_cache, value, {
+    "batch": 2, "slots": 8, "widths": (12, 4), "dtype": "int8", "rope_dtype": "float32"})
+                for name, value in (("batch", 1), ("slots", 4), ("widths", (8, 8)),
+                                    ("dtype", "bfloat16"), ("rope_dtype", "bfloat16"),
+                                    ("sharding", WHOLE))}
 CACHE_STEP = {"lengths": Effect(with_cache, ints([3])), "starts": Effect(with_cache, ints([2])),
               "slots": Effect(with_cache, ints([1]), {"slots": ints([0])})}
 PAGES_STEP = {
@@ -383,12 +415,14 @@ TABLES = {
     "AttnConfig": (CONFIG, documented_fields(AttnConfig)),
     "BlockSizes": (BLOCKS, documented_fields(BlockSizes)),
     "RingConfig": (RINGS, documented_fields(RingConfig)),
+    "LatentOptions": (LATENT, documented_fields(LatentOptions)),
     "PartitionAxis": (AXES, documented_fields(PartitionAxis)),
     "CacheMetadata": (CACHE_STEP, documented_fields(CacheMetadata)),
     "PagesMetadata": (PAGES_STEP, documented_fields(PagesMetadata)),
     "PagedOptions": (PAGED_OPTIONS, documented_fields(PagedOptions)),
     "dense.init": (slotted(dense.init, "slots"), documented_arguments(dense.init)),
     "window.init": (slotted(window.init, "window"), documented_arguments(window.init)),
+    "latent.init": (LATENT_CACHE, documented_arguments(caches.latent.init)),
     "pages.init": (INIT_PAGES, documented_arguments(attn_core.caches.pages.init)),
     "allocator.create": (CREATE_ALLOCATOR, documented_arguments(allocator.create)),
 }
@@ -409,11 +443,12 @@ class NoSilentArgumentsTest(parameterized.TestCase):
     self.assertEqual(list(TABLES["attention"][1]), list(inspect.signature(attention).parameters))
     self.assertEqual(list(TABLES["attention"][1]), list(AttentionArguments._fields))
     for name, function in (("dense.init", dense.init), ("window.init", window.init),
+                           ("latent.init", caches.latent.init),
                            ("pages.init", attn_core.caches.pages.init),
                            ("allocator.create", allocator.create)):
       self.assertEqual(list(TABLES[name][1]), list(inspect.signature(function).parameters))
-    for kind in (AttnConfig, BlockSizes, RingConfig, PartitionAxis, CacheMetadata, PagesMetadata,
-                 PagedOptions):
+    for kind in (AttnConfig, BlockSizes, RingConfig, LatentOptions, PartitionAxis, CacheMetadata,
+                 PagesMetadata, PagedOptions):
       self.assertEqual(tuple(TABLES[kind.__name__][1]), kind._fields)
     self.assertEqual(list(TABLES["OperationMetadata"][1]),
                      [field.name for field in dataclasses.fields(OperationMetadata)])

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh
 import numpy as np
 
-from attn_core import (BlockSizes, CacheMetadata, Heads, MaskInfo, OperationMetadata, PagesMetadata,
-                       PagesV1, PagesV2, PagesV3, RingConfig, caches, masks)
+from attn_core import (BlockSizes, CacheMetadata, Heads, LatentOptions, MaskInfo, OperationMetadata,
+                       PagesMetadata, PagesV1, PagesV2, PagesV3, RingConfig, caches, masks)
 from attn_core.caches import pages
 from attn_core.caches.paged import request_groups
 
@@ -102,13 +102,14 @@ class Sample:
 
 
 def make(seed: int) -> RandomCall:
-  """Returns the call of a seed; one of four is over pages."""
+  """Returns the call of a seed; one of four is over pages, one of 16 has latent rows."""
   sample = Sample(seed)
   over_pages = seed % 4 == 3
   dtype = sample.pick("dtype", *(DTYPES[:-1] if over_pages else DTYPES))
   x64 = dtype == "float64" or sample.pick("x64", False, False, True)
+  make_call = paged_call if over_pages else latent_call if seed % 16 == 14 else dense_call
   with jax.enable_x64(x64):
-    operands, arguments = (paged_call if over_pages else dense_call)(sample, dtype)
+    operands, arguments = make_call(sample, dtype)
   return RandomCall(operands, arguments, sample.mesh, x64, tuple(sample.choices))
 
 
@@ -222,6 +223,27 @@ def _with_cache(sample: Sample, query: jax.ShapeDtypeStruct, slots_and_heads: tu
   if kind == "window":
     arguments["sliding_window"] = (5, 0)
   return (query, new, new), {**arguments, "cache_view": cache, "mode": mode}
+
+
+def latent_call(sample: Sample, dtype: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+  """Returns (query, rows, None), and the other arguments, of a call with latent rows."""
+  batch, heads, queries = sample.one(1, 2, 4), sample.one(2, 4, 8), sample.one(1, 3, 64)
+  keys = queries if queries == 64 else sample.one(24, 64)
+  has_up = sample.pick("latent", "absorbed", "up-projections") == "up-projections"
+  shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, dtype)
+  up = [np.zeros((32, heads, 16), jnp.dtype(dtype))] * 2 if has_up else [None, None]
+  arguments: dict[str, Any] = {
+      "metadata": sample.metadata(MESHES[sample.pick("mesh", "none", "none", *MESHES)]),
+      "mechanism": sample.pick("mechanism", "auto", "multi_latent_attention"),
+      "latent_options": LatentOptions(32, 8, 16, *up)}
+  query, rows = shape(batch, queries, heads, 24 if has_up else 40), shape(batch, keys, 40)
+  stored = sample.pick("latent cache", "none", "none", "the query's", "int8")
+  if stored == "none":
+    arguments.update(_options(sample, (heads, queries, keys), dtype))
+    return (query, rows, None), {**arguments, **_mask_arguments(sample, batch, queries, keys)}
+  cache = caches.latent.init(batch, keys + queries, (32, 8),
+                             dtype=dtype if stored == "the query's" else stored)
+  return (query, shape(batch, queries, 40), None), {**arguments, "cache_view": cache}
 
 
 def paged_call(sample: Sample, dtype: str) -> tuple[tuple[Any, ...], dict[str, Any]]:

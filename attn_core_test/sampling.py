@@ -62,7 +62,9 @@ QUICK = {
     "explicit_axes_test.ExplicitValuesTest.test_keys_otherwise*": 3,
     "export_test.MeshTest.test_auto_axes*": 4,
     "explicit_pages_test.TypesTest.test_outputs*": 4,
-    "explicit_pages_test.ValuesTest.test_those*": 3}
+    "explicit_pages_test.ValuesTest.test_those*": 3,
+    "latent_test.[BE]*": 1, "latent_test.*": 3, "latent_shard_test.MeshTest.test_eq*": 4,
+    "latent_shard_test.CacheTest.test_slots*": 4}
 
 # Module -> number of processes that share its tests. These start first, in this order.
 SHARDS = {

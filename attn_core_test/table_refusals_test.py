@@ -45,57 +45,67 @@ KERNELS = {
     "autoregressive_decodeattn": {
         "cpu, gpu": "decode.xla", "gpu 9.0": "decode.gpu, decode.xla",
         "tpu": "decode.tpu, decode.xla"},
+    "multi_latent_attention": {
+        "cpu, gpu, tpu": "latent.projected, latent.decode, latent.absorbed"},
 }
 
 # Kernel -> the features that it refuses; it supports all others.
 REFUSED = {
     "dense.vanilla": (
         "block_sizes optimized vmem_limit_bytes sequence_layout quantized pages draft_mask scope "
-        "prefixes"),
+        "prefixes latent"),
     "sdpa.xla": (
         "value_width float16 float64 sinks soft_cap score_function dropout lse_gradient weights "
         "unnormalized precision softmax_dtype block_sizes optimized vmem_limit_bytes "
-        "sequence_layout cache quantized pages draft_mask scope prefixes"),
+        "sequence_layout cache quantized pages draft_mask scope prefixes latent"),
     "sdpa.cudnn": (
         "value_width float64 chunk segments score_mod score_function sinks soft_cap dropout lse "
         "lse_gradient weights unnormalized precision softmax_dtype block_sizes vmem_limit_bytes "
-        "sequence_layout cache quantized pages draft_mask scope prefixes"),
+        "sequence_layout cache quantized pages draft_mask scope prefixes latent"),
     "flash.xla": (
-        "weights vmem_limit_bytes sequence_layout quantized pages draft_mask scope prefixes"),
+        "weights vmem_limit_bytes sequence_layout quantized pages draft_mask scope prefixes "
+        "latent"),
     "flash.gpu": (
         "float64 mask_operands score_mod score_function weights precision softmax_dtype "
-        "vmem_limit_bytes sequence_layout quantized pages draft_mask scope prefixes"),
+        "vmem_limit_bytes sequence_layout quantized pages draft_mask scope prefixes latent"),
     "flash.tpu": (
         "float16 float64 mask_operands score_mod score_function weights softmax_dtype "
-        "sequence_layout quantized pages draft_mask scope prefixes"),
+        "sequence_layout quantized pages draft_mask scope prefixes latent"),
     "paged.xla": (
         "segments positions mask mask_operands bias score_mod score_function dropout weights "
-        "unnormalized vmem_limit_bytes sequence_layout cache quantized"),
+        "unnormalized vmem_limit_bytes sequence_layout cache quantized latent"),
     "paged.gpu": (
         "float64 chunk segments positions mask mask_operands bias score_mod score_function "
         "dropout weights unnormalized precision softmax_dtype vmem_limit_bytes sequence_layout "
-        "cache quantized draft_mask scope prefixes"),
+        "cache quantized draft_mask scope prefixes latent"),
     "paged.tpu": (
         "float16 float64 chunk segments positions mask mask_operands bias score_mod "
         "score_function dropout weights unnormalized precision softmax_dtype vmem_limit_bytes "
-        "sequence_layout cache quantized draft_mask scope prefixes"),
+        "sequence_layout cache quantized draft_mask scope prefixes latent"),
     "context_parallel.xla": (
-        "weights vmem_limit_bytes cache quantized pages draft_mask scope prefixes"),
+        "weights vmem_limit_bytes cache quantized pages draft_mask scope prefixes latent"),
     "context_parallel.gpu": (
         "float64 mask_operands score_mod score_function weights precision softmax_dtype "
-        "vmem_limit_bytes cache quantized pages draft_mask scope prefixes"),
+        "vmem_limit_bytes cache quantized pages draft_mask scope prefixes latent"),
     "context_parallel.tpu": (
         "float16 float64 mask_operands score_mod score_function weights softmax_dtype cache "
-        "quantized pages draft_mask scope prefixes"),
+        "quantized pages draft_mask scope prefixes latent"),
     "decode.xla": (
         "bias score_mod score_function dropout weights vmem_limit_bytes sequence_layout pages "
-        "draft_mask scope prefixes"),
+        "draft_mask scope prefixes latent"),
     "decode.gpu": (
         "float64 mask_operands bias score_mod score_function dropout weights precision "
-        "softmax_dtype vmem_limit_bytes sequence_layout pages draft_mask scope prefixes"),
+        "softmax_dtype vmem_limit_bytes sequence_layout pages draft_mask scope prefixes latent"),
     "decode.tpu": (
         "float16 float64 bias score_mod score_function dropout weights precision softmax_dtype "
-        "vmem_limit_bytes sequence_layout pages draft_mask scope prefixes"),
+        "vmem_limit_bytes sequence_layout pages draft_mask scope prefixes latent"),
+    "latent.projected": (
+        "bias score_mod score_function dropout weights vmem_limit_bytes sequence_layout pages "
+        "draft_mask scope prefixes"),
+    "latent.decode": (
+        "bias score_mod score_function dropout weights vmem_limit_bytes sequence_layout pages "
+        "draft_mask scope prefixes"),
+    "latent.absorbed": "weights vmem_limit_bytes sequence_layout pages draft_mask scope prefixes",
 }
 # One array holds keys and values, so that these have one width.
 # Mechanisms whose kernels for accelerators read one width only.
@@ -216,7 +226,8 @@ class RefusalsTest(parameterized.TestCase):
         self.assertEqual(words in reasons, feature in refused, (kernel.name, feature))
       self.assertEqual(kernel.memory, MEMORY.get(kernel.name, "linear"))
       self.assertEqual(kernel.shards_sequence, mechanism == "ring")
-      self.assertEqual(kernel.shards_keys, mechanism == "autoregressive_decodeattn")
+      self.assertEqual(kernel.shards_keys, mechanism == "autoregressive_decodeattn"
+                       or kernel.name == "latent.decode")
 
   @parameterized.named_parameters((f"{mechanism}_{place}", mechanism, place, limits)
                                   for mechanisms, place, limits in LIMITS

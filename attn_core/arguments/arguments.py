@@ -9,6 +9,7 @@ import jax
 from jax.typing import ArrayLike, DTypeLike
 
 from attn_core.caches.dense import DenseCache
+from attn_core.caches.latent import LatentCache
 from attn_core.caches.paged.layouts import Pages, PagesMetadata
 from attn_core.caches.update import CacheMetadata
 from attn_core.caches.window import WindowCache
@@ -16,9 +17,9 @@ from attn_core.config.metadata import OperationMetadata
 from attn_core.masks.info import MaskInfo
 from attn_core.masks.mask import Mask
 from attn_core.score_mods.score_mod import ScoreMod
-from attn_core.types import ArrayLayout, BlockSizes, Mode, SlidingWindow
+from attn_core.types import ArrayLayout, BlockSizes, LatentOptions, Mode, SlidingWindow
 
-Cache = DenseCache | WindowCache | Pages
+Cache = DenseCache | WindowCache | LatentCache | Pages
 AnyCacheMetadata = CacheMetadata | PagesMetadata
 InitBias = Callable[[], ArrayLike | None]
 RematPolicy = Callable[..., bool]
@@ -56,6 +57,7 @@ class AttentionArguments(NamedTuple):
   cum_seqlens_k: ArrayLike | None
   cache_view: Cache | None
   cache_metadata: AnyCacheMetadata | None
+  latent_options: LatentOptions | None
   normalize_output: bool
   precision: jax.lax.PrecisionLike
   compute_dtype: DTypeLike | None
@@ -100,6 +102,7 @@ class AttentionOptions(TypedDict, total=False):
   cum_seqlens_k: ArrayLike | None
   cache_view: Cache | None
   cache_metadata: AnyCacheMetadata | None
+  latent_options: LatentOptions | None
   normalize_output: bool
   precision: jax.lax.PrecisionLike
   compute_dtype: DTypeLike | None

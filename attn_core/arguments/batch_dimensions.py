@@ -16,6 +16,7 @@ from attn_core import checks
 from attn_core.array_axes import AnyMesh, parts_of
 from attn_core.arguments.arguments import AttentionArguments
 from attn_core.caches.dense import DenseCache
+from attn_core.caches.latent import LatentCache
 from attn_core.caches.window import WindowCache
 from attn_core.masks.info import MaskInfo
 from attn_core.types import AttentionOutput
@@ -36,7 +37,7 @@ def fold(a: AttentionArguments) -> tuple[AttentionArguments, "Batch | None"]:
   query = a.query
   if (not isinstance(query, (jax.Array, np.ndarray)) or a.layout not in ("bthd", "bhtd")
       or query.ndim < _OPERAND or query.ndim == _OPERAND + 1
-      or not isinstance(a.cache_view, (DenseCache, WindowCache, type(None)))):
+      or not isinstance(a.cache_view, (DenseCache, WindowCache, LatentCache, type(None)))):
     return a, None
   batch = Batch(query)
   info, init_bias = a.mask_info, a.init_bias

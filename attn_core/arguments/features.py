@@ -43,8 +43,8 @@ def features_of(a: AttentionArguments, call: Call) -> dict[str, str]:
   nodes = [*mask_lib.nodes(mask_lib.of_structure(call.spec.mask))]
   needs = {
       "gqa": (key.shape[2] != query.shape[2], f"{query.shape[2]} heads over {key.shape[2]}"),
-      "value_width": (value.shape[3] != key.shape[3], f"value width {value.shape[3]} and query "
-                      f"width {key.shape[3]}"),
+      "value_width": (a.latent_options is None and value.shape[3] != key.shape[3],
+                      f"value width {value.shape[3]} and query width {key.shape[3]}"),
       "float16": (dtype == "float16", "dtype float16"),
       "float64": (dtype == "float64", "dtype float64"),
       "causal": (a.causal, "causal=True"),
@@ -84,6 +84,7 @@ def features_of(a: AttentionArguments, call: Call) -> dict[str, str]:
           order is not None, f"metadata.ring.layout={order!r} over several devices"),
       "cache": (a.cache_view is not None or a.cache_metadata is not None,
                 "cache_view or cache_metadata"),
+      "latent": (a.latent_options is not None, "latent_options"),
       "quantized": (call.operands.key_scale is not None, f"a cache of dtype {key.dtype.name}"),
   }
   return {feature: written for feature, (needed, written) in needs.items() if needed}

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import checks
-from attn_core.arguments import block_sizes, features, normalize_mask
+from attn_core.arguments import block_sizes, features, latent, normalize_mask
 from attn_core.arguments.arguments import AttentionArguments, InitBias, RematPolicy, Shaped
 from attn_core.caches import quantize, update as step_lib
+from attn_core.caches.latent import LatentCache
 from attn_core.config import remat
 from attn_core.config import metadata as metadata_lib
 from attn_core.config.metadata import OperationMetadata
@@ -62,7 +63,7 @@ def normalize(a: AttentionArguments) -> Normalized:
                    f"{type(a.cache_metadata).__name__} without cache_view", "a cache_view as well")
   else:
     _check_cache_arguments(a.layout, a.query_offset)
-    cache = cast(step_lib.AnyCache, a.cache_view)  # `update_cache` checks it
+    cache = cast(step_lib.AnyCache | LatentCache, a.cache_view)  # `update_cache` checks it
     cache_metadata = cast(step_lib.CacheMetadata | None, a.cache_metadata)
     mode = step_lib.mode_of(a.mode, cache_metadata, query.shape[1])
     step_lib.check_masks_with_cache(cache, mode, info, a.mask)
@@ -74,7 +75,7 @@ def normalize(a: AttentionArguments) -> Normalized:
     a = a._replace(mask_info=info)
   dtype = query.dtype
   query, key, value, scales = _cast(
-      (query, key, value), scales, a.compute_dtype, metadata.runtime_dtype)
+      (query, key, value), scales, a, metadata.runtime_dtype)
   batch, queries, heads, _ = query.shape
   shape = batch, heads, queries, key.shape[1]
   columns = key.shape[1] * features.split_shards(a.mechanism, metadata)
@@ -87,16 +88,20 @@ def normalize(a: AttentionArguments) -> Normalized:
   bias = normalize_bias(a.bias, a.init_bias, a.layout, (*shape[:3], columns))
   sinks = normalize_sinks(a.softmax_aux, heads)
   mods, of_mod = jax.tree.flatten(mod)
-  spec = make_spec(a, metadata, query, structure)._replace(score_mod=of_mod)
+  options = a.latent_options
+  spec = make_spec(a, metadata, query, structure)._replace(
+      score_mod=of_mod, latent_width=None if options is None else options.latent_width)
   operands = Operands(
       query, key, value, bias, MaskOperands(tuple(map(jnp.asarray, arrays))), sinks,
-      _dropout_words(a.dropout_rng, spec.dropout_prob), scales[0], scales[1], tuple(mods))
+      _dropout_words(a.dropout_rng, spec.dropout_prob), scales[0], scales[1], tuple(mods),
+      latent.up_projections(options, query.dtype))
   call = Call(operands, spec, block_sizes.requested(a.block_sizes, a.vmem_limit_bytes), None,
               bool(a.return_lse), bool(a.return_weights))
   rules = metadata.get_shardings(mode, "bthd")
   request = request_of(call, features.features_of(a, call),
                        metadata_lib.resolved_capability(metadata), metadata.ring.transfer,
                        metadata_lib.resolved_tpu_version(metadata))
+  request = request._replace(latent=latent.widths_of(options))
   return Normalized(call, request, metadata, rules, dtype, step)
 
 
@@ -228,24 +233,26 @@ def _new_tokens(query: jax.Array, key: jax.Array | None,
 
 def _cast(
     arrays: tuple[jax.Array, jax.Array, jax.Array],
-    scales: list[jax.Array | None], compute_dtype: DTypeLike | None,
-    runtime_dtype: DTypeLike | None,
+    scales: list[jax.Array | None], a: AttentionArguments, runtime_dtype: DTypeLike | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, list[jax.Array | None]]:
   """Casts query, key and value to the dtype of the products, but those of an 8-bit cache.
 
   Args:
     arrays: query [B, T, H, D], key [B, S, K, D], value [B, S, K, E].
     scales: of key and value [B, S, K]; None: not quantized.
-    compute_dtype: as the caller gave it.
+    a: the caller's arguments.
     runtime_dtype: that of the metadata.
 
   Returns:
     query, key, value and the scales.
   """
   query, key, value = arrays
-  quantized = scales[0] is not None
-  checks.query_key_value(query, key, value, quantized=quantized, mixed=compute_dtype is not None)
-  dtype = normalize_compute_dtype(compute_dtype, runtime_dtype, query.dtype)
+  quantized, mixed = scales[0] is not None, a.compute_dtype is not None
+  if a.latent_options is None:
+    checks.query_key_value(query, key, value, quantized=quantized, mixed=mixed)
+  else:
+    latent.check(query, key, value, a.latent_options, quantized=quantized, mixed=mixed)
+  dtype = normalize_compute_dtype(a.compute_dtype, runtime_dtype, query.dtype)
   if quantized:
     key, value, scales = quantize.constant((key, value, scales), "cache_view")
   else:

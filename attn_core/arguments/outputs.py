@@ -9,7 +9,7 @@ import numpy as np
 from attn_core.caches import device_parts
 from attn_core.caches.update import Step
 from attn_core.types import (AttentionOutput, AttentionSpec, Call, Operands, PagedOperands,
-                             at_least_float32)
+                             at_least_float32, output_width)
 
 
 def is_empty(call: Call) -> bool:
@@ -24,7 +24,7 @@ def empty(call: Call[Operands, AttentionSpec]) -> AttentionOutput:
 
   Outputs are 0, and the lse is that of the sinks, or -inf.
   """
-  query, key, value = call.operands[:3]
+  query, key, _ = call.operands[:3]
   dtype = query.dtype if call.spec.out_dtype is None else call.spec.out_dtype
   # Of the query, not of a shape: the outputs are sharded as the query is.
   zeros = jax.lax.full_like(query, 0, dtype)[..., :1]
@@ -35,7 +35,7 @@ def empty(call: Call[Operands, AttentionSpec]) -> AttentionOutput:
     lse = rows + (-jnp.inf if sinks is None else sinks[..., None].astype(rows.dtype))
   if call.return_weights:
     weights = jnp.broadcast_to(rows[..., None].astype(dtype), (*rows.shape, key.shape[1]))
-  out = jnp.broadcast_to(zeros, (*zeros.shape[:3], value.shape[3]))
+  out = jnp.broadcast_to(zeros, (*zeros.shape[:3], output_width(call.operands, call.spec)))
   return AttentionOutput(out, weights, lse)
 
 

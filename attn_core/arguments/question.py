@@ -11,7 +11,7 @@ from attn_core.config.metadata import OperationMetadata
 from attn_core.dispatch import selection
 from attn_core.dispatch.capabilities import Implementation, Request
 from attn_core.sharding import context_parallel, explicit_axes, placement as placement_lib
-from attn_core.types import are_known
+from attn_core.types import are_known, output_width
 
 # Platforms whose compilers take a partitioner of operations from a library; libtpu takes none.
 PARTITIONED = ("cpu", "gpu")
@@ -79,7 +79,7 @@ def place(normal: Normalized,
     return None
   if typed is not None:
     placement = placement._replace(output=explicit_axes.output_spec(
-        query, value.shape[3], mesh))
+        query, output_width(normal.call.operands, normal.call.spec), mesh))
   if reserved:
     placement = placement._replace(sequence=_sequence(normal, placement, whole_mesh))
   return _left_to_the_partitioner(placement, normal.metadata)

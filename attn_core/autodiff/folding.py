@@ -31,7 +31,8 @@ def operand_labels(structure: jax.tree_util.PyTreeDef, mask: jax.tree_util.PyTre
   roles = mask_lib.structure_roles(mask)
   arrays = ["whole" if role == mask_lib.WHOLE else "mask" for role in roles]
   rest = ["mask"] * (len(jax.tree.leaves(fields["mask"])) - len(arrays))
-  labels = {"mask": arrays + rest, "mods": list(mod_names(operands))}
+  # Up-projections are outside of kernels.
+  labels = {"mask": arrays + rest, "mods": list(mod_names(operands)), "up": []}
   return [label for name, value in fields.items() if value is not None
           for label in labels.get(name, [name])]
 
@@ -56,7 +57,7 @@ def fold(x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
   own, rest = x.shape[:len(sizes)], x.shape[len(sizes):]
   if all(n == 1 for n in own):
     return x.reshape(1, *rest)
-  return jnp.broadcast_to(x, (*sizes, *rest)).reshape(-1, *rest)
+  return jnp.broadcast_to(x, (*sizes, *rest)).reshape(math.prod(sizes), *rest)  # may be empty
 
 
 def unfold(x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:

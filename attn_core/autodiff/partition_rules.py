@@ -93,7 +93,7 @@ def operand_names(operands: Operands, mask: jax.tree_util.PyTreeDef) -> list[Nam
       found += [("b",)] * sum(x is not None for x in (value.batch_index, value.head_offset))
     elif name == "mods":
       found += [_OF_MODS] * len(value)
-    elif value is not None:
+    elif value is not None and name != "up":  # up-projections are outside of kernels
       found.append(NAMES[name])
   return found
 

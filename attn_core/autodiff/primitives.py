@@ -37,7 +37,7 @@ from attn_core.autodiff import folding, partition_rules, rounding
 from attn_core.kernels.common.contract import Kernel, Residuals
 from attn_core.sharding import partitioned, varying_axes
 from attn_core.types import (AttentionSpec, BlockSizes, Operands, at_least_float32,
-                             differentiable_names, operand, with_operands)
+                             differentiable_names, operand, value_width, with_operands)
 
 
 class _Call(NamedTuple):
@@ -154,13 +154,14 @@ def _tangent_jvp(*args: jax.Array, call: _Call) -> Residuals:
 
 
 def _residual_avals(*avals: Any, call: _Call) -> list[Any]:
-  query, value = (getattr(_operands(avals[:call.structure.num_leaves], call), name)
-                  for name in ("query", "value"))
+  operands = _operands(avals[:call.structure.num_leaves], call)
+  query: Any = operands.query  # its type
+  width = value_width(operands, call.spec)
   *batch, length, heads, _ = query.shape
   lse_dtype = at_least_float32(call.spec.softmax_dtype)
   dtype = call.spec.out_dtype or query.dtype
   rows = P(*query.sharding.spec[:1])  # an Explicit axis that vmap maps is a part of the rows
-  return [varying_axes.like(query, (*batch, length, heads, value.shape[-1]), dtype, rows),
+  return [varying_axes.like(query, (*batch, length, heads, width), dtype, rows),
           varying_axes.like(query, (*batch, heads, length), lse_dtype, rows)]
 
 

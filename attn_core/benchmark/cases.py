@@ -39,6 +39,7 @@ class Case(NamedTuple):
   sinks: bool = False  # one sink per query head
   documents: int = 1  # packed in every batch row, of equal length; T == S where more than one
   dtype: str = "float32"
+  latent: bool = False  # whether values are the first E columns of the keys; forward only
 
 
 # --- The table. ----------------------------------------------------------------------------------
@@ -91,6 +92,11 @@ _DECODE = tuple(
     Case(f"decode_{short}_s{tokens}", 8, 32, 8, 128, 128, 1, tokens, dtype=dtype)
     for short, dtype in _DTYPES.items() for tokens in (4096, 8192, 16384, 32768))
 
+# One absorbed query per row and a full cache of DeepSeek-V3's latent rows, with 16 of its heads.
+_LATENT = tuple(
+    Case(f"latent_decode_{short}_s4096", 8, 16, 1, 576, 512, 1, 4096, softmax_scale=192**-0.5,
+         dtype=dtype, latent=True) for short, dtype in _DTYPES.items())
+
 # Sequences that one block holds, as of vision models, encoders and small decoders, from 1 to 256
 # rows and heads: "full_f32_d64_t197_b2_h12".
 _SHORT = tuple(
@@ -127,7 +133,7 @@ _GPU_VARIANTS = (
 GPU_CASES = tuple(case.name for case in (*_GPU_VARIANTS, *_GPU_GRID))  # most informative first
 
 CASES = {case.name: case for case in (
-    *_MODELS, *_GRID, *_VARIANTS, *_DECODE, *_SHORT, *_GPU_GRID, *_GPU_VARIANTS)}
+    *_MODELS, *_GRID, *_VARIANTS, *_DECODE, *_LATENT, *_SHORT, *_GPU_GRID, *_GPU_VARIANTS)}
 
 
 # --- Values derived from a case. -----------------------------------------------------------------
@@ -245,5 +251,6 @@ def describe(case: Case) -> str:
   words += [f"window {case.window}"] if case.window else []
   words += [f"soft cap {case.soft_cap:g}"] if case.soft_cap else []
   words += ["sinks"] if case.sinks else []
+  words += ["latent rows"] if case.latent else []
   words += [f"{case.documents} documents"] if case.documents > 1 else []
   return " ".join(words)

@@ -24,6 +24,7 @@ from attn_core.benchmark import cases, splash
 from attn_core.benchmark.cases import Case
 from attn_core.masks import materialize
 from attn_core.masks.info import MaskInfo
+from attn_core.types import LatentOptions
 
 
 Tensor = Any  # a torch.Tensor; torch is optional
@@ -164,7 +165,7 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
   size = 1.0 if case.soft_cap is None else 0.25 * case.soft_cap
   query = size * normal(case.batch, case.queries, case.heads, case.width)
   key = normal(case.batch, case.keys, case.key_heads, case.width)
-  value = normal(case.batch, case.keys, case.key_heads, case.value_width)
+  value = key[..., :case.value_width] if case.latent else normal(*key.shape[:3], case.value_width)
   cotangent = normal(case.batch, case.queries, case.heads, case.value_width)
   query, key, value, cotangent = (x.astype(case.dtype) for x in (query, key, value, cotangent))
   sinks = normal(case.heads) if case.sinks else None
@@ -179,9 +180,12 @@ def _mechanism(name: str, case: Case, inputs: Inputs) -> jax.Array:
   """A mechanism of this library."""
   info = None if inputs.segment_ids is None else MaskInfo.from_segments(inputs.segment_ids)
   offset = None if case.queries == case.keys else case.keys - case.queries
+  latent = case.latent and name == "multi_latent_attention"
   return attention(
-      inputs.query, inputs.key, inputs.value, mechanism=name, mask_info=info, causal=case.causal,
-      query_offset=offset, sliding_window=case.window, softmax_scale=case.softmax_scale,
+      inputs.query, inputs.key[:, :, 0] if latent else inputs.key, None if latent else inputs.value,
+      latent_options=LatentOptions(case.value_width, case.width - case.value_width) if latent
+      else None, mechanism=name, mask_info=info, causal=case.causal, query_offset=offset,
+      sliding_window=case.window, softmax_scale=case.softmax_scale,
       logits_soft_cap=case.soft_cap, softmax_aux=inputs.sinks).attention_outputs
 
 
@@ -225,13 +229,14 @@ def _jax_nn(implementation: Literal["xla", "cudnn"], case: Case, inputs: Inputs)
   lengths = _lengths(case) if _is_decode(case) else None
   case = _for_peers(case)
   _require_none("jax.nn", {"soft cap": case.soft_cap, "sinks": case.sinks,
-                     "E != D": case.value_width != case.width})
+                     "E != D": case.value_width != case.width and not case.latent})
   visible = _mask_argument(case, inputs)
   plain = visible is None
+  value = inputs.key if case.latent else inputs.value
   return jax.nn.dot_product_attention(
-      inputs.query, inputs.key, inputs.value, mask=visible, scale=case.softmax_scale,
+      inputs.query, inputs.key, value, mask=visible, scale=case.softmax_scale,
       is_causal=case.causal and plain, local_window_size=case.window if plain else None,
-      key_value_seq_lengths=lengths, implementation=implementation)
+      key_value_seq_lengths=lengths, implementation=implementation)[..., :case.value_width]
 
 
 def tokamax_mechanism(implementation: str | None, case: Case, inputs: Inputs) -> jax.Array:
@@ -269,6 +274,7 @@ def _ejkernel(case: Case, inputs: Inputs) -> jax.Array:
 
 def _prepare(attend: Attend, case: Case, inputs: Inputs, backward: bool) -> Runner:
   """Compiles a function of JAX arrays, with or without its gradients."""
+  _require_none("gradient", {"latent rows, keys and values in one": backward and case.latent})
 
   def forward(inputs: Inputs) -> tuple[jax.Array, ...]:
     return (attend(case, inputs),)

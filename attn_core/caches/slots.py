@@ -39,7 +39,8 @@ class CacheView(NamedTuple):
 
 
 def empty(kind: type[Cache], batch: int, slots: int, heads: tuple[int, ...], *,
-          dtype: DTypeLike, sharding: Sharding | None = None) -> Cache:
+          dtype: DTypeLike, sharding: Sharding | None = None,
+          value_dtype: DTypeLike | None = None) -> Cache:
   """Creates an empty cache.
 
   Args:
@@ -49,6 +50,8 @@ def empty(kind: type[Cache], batch: int, slots: int, heads: tuple[int, ...], *,
     heads: (K, D), or (K, D, E) if values have another width.
     dtype: floating-point, or int8 or float8_e4m3fn with scales.
     sharding: of [B, S, K, D]; None: not sharded.
+    value_dtype: of values without scales, whose width may be 0, as a latent cache has them; None:
+      as the keys.
 
   Raises:
     ValueError: a size is not an int >= 1, the dtype is not supported, or the sharding does not fit.
@@ -62,16 +65,18 @@ def empty(kind: type[Cache], batch: int, slots: int, heads: tuple[int, ...], *,
   numbers = dict(zip(("batch", "slots", "key heads", "width", "value width"),
                      (batch, slots, *heads)))
   for name, number in numbers.items():
-    checks.integer(name, number, "an int >= 1", lambda x: x >= 1)
+    if name != "value width" or value_dtype is None:
+      checks.integer(name, number, "an int >= 1", lambda x: x >= 1)
   shape: tuple[int, int, int] = (batch, slots, heads[0])
   whole = device_parts.named(sharding, "[B, S, K, D]", (*shape, heads[1]))
   device_parts.named(sharding, "[B, S, K, E]", (*shape, heads[-1]))
   rank = lambda n: device_parts.of_dimensions(whole, range(n))
   zeros = lambda shape, dtype: device_parts.full(shape, 0, dtype, rank(len(shape)))
-  scale = lambda: zeros(shape, jnp.float32) if quantize.is_quantized(dtype) else None
+  scale = lambda dtype: zeros(shape, jnp.float32) if quantize.is_quantized(dtype) else None
+  of_values = dtype if value_dtype is None else value_dtype
   row = lambda: zeros((batch,), jnp.int32)
-  return kind(zeros((*shape, heads[1]), dtype), zeros((*shape, heads[-1]), dtype),
-              row(), row(), zeros((batch,), bool), scale(), scale(),
+  return kind(zeros((*shape, heads[1]), dtype), zeros((*shape, heads[-1]), of_values),
+              row(), row(), zeros((batch,), bool), scale(dtype), scale(of_values),
               sharding=device_parts.kept(whole))
 
 
@@ -89,7 +94,8 @@ def empty_like(cache: "DenseCache | WindowCache", kind: type[Cache], slots: int,
   rows = cache.key if tokens is None else tokens
   parts = array_axes.parts_of(cache.key, rows)
   of_rows = array_axes.parts_of(rows, cache.key)
-  made = empty(kind, rows.shape[0], slots, heads, dtype=cache.key.dtype)
+  of_values = None if cache.value_scale is not None else cache.value.dtype
+  made = empty(kind, rows.shape[0], slots, heads, dtype=cache.key.dtype, value_dtype=of_values)
   if cache.sharding is not None and tokens is None:
     remembered = cache.sharding.spec
     made = made._replace(sharding=cache.sharding._replace(

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from attn_core import checks
-from attn_core.caches import dense, device_parts, quantize, slots as slots_lib, window
+from attn_core.caches import dense, device_parts, latent, quantize, slots as slots_lib, window
 from attn_core.caches.dense import DenseCache
+from attn_core.caches.latent import LatentCache
 from attn_core.caches.slots import CacheView
 from attn_core.caches.window import WindowCache
 from attn_core.masks import constructors, leaves, mask as mask_lib, materialize
@@ -61,18 +62,19 @@ class Step(NamedTuple):
   value_scale: jax.Array | None
   # Positions of queries and keys, from a row's first token; padding and empty slots are hidden.
   mask_info: MaskInfo
-  cache: AnyCache  # after the step
+  cache: AnyCache | LatentCache  # after the step
   overflow: jax.Array  # bool [B]: rows whose tokens could not be written; their output becomes NaN
 
 
-def update_cache(tokens: tuple[jax.Array, jax.Array] | int, cache: AnyCache,
+def update_cache(tokens: tuple[jax.Array, jax.Array] | int, cache: AnyCache | LatentCache,
                  cache_metadata: CacheMetadata | None, mode: str | None, reach: int | None) -> Step:
   """Writes new tokens to a cache and returns what their queries attend to.
 
   Args:
     tokens: (key float [B, T, K, D], value float [B, T, K, E]) of the new tokens; or T: nothing is
       written, and the queries are the last T tokens of their rows.
-    cache: a DenseCache or WindowCache.
+    cache: a DenseCache or WindowCache; or a LatentCache, with tokens (latent rows
+      [B, T, 1, latent + rope], values without numbers).
     cache_metadata: of the new tokens.
     mode: "__prefill__" and "__autoregressive__" append to every row; "__insert__" replaces the rows
       `cache_metadata.slots` by the rows of `tokens`, each of which attends to itself only.
@@ -82,6 +84,11 @@ def update_cache(tokens: tuple[jax.Array, jax.Array] | int, cache: AnyCache,
     ValueError: an argument does not fit the cache or the mode; see also `append` and `insert` of
       the cache's module.
   """
+  if isinstance(cache, LatentCache):
+    split = tokens if isinstance(tokens, int) else latent.split_tokens(cache, tokens[0])
+    step = update_cache(split, latent.as_dense(cache), cache_metadata, mode, reach)
+    assert isinstance(step.cache, DenseCache)
+    return step._replace(cache=latent.of_dense(step.cache))
   cache_metadata = CacheMetadata() if cache_metadata is None else cache_metadata
   checks.require(isinstance(cache, AnyCache), "cache_view", type(cache).__name__,
                  "a DenseCache or a WindowCache")
@@ -195,7 +202,7 @@ def _step(seen: CacheView, ends: jax.Array, first: jax.Array, length: int, cache
   return Step(seen.key, seen.value, seen.key_scale, seen.value_scale, info, cache, overflow)
 
 
-def check_masks_with_cache(cache: AnyCache, mode: str | None, info: MaskInfo,
+def check_masks_with_cache(cache: AnyCache | LatentCache, mode: str | None, info: MaskInfo,
                            mask: mask_lib.Mask | ArrayLike | None = None) -> None:
   """Checks that the masks of a call are compatible with its cache.
 
@@ -284,6 +291,7 @@ def concatenate(*, query: jax.Array, key: jax.Array, value: jax.Array,
     check_masks_with_cache(cache_view, mode, info)
     step = update_cache((key, value), cache_view, cache_metadata, mode, sides[0])
     info = step.mask_info._replace(attention_mask=info.attention_mask)
+    assert isinstance(step.cache, AnyCache)  # of the kind that was given
     cache_view, key, value = step.cache, step.key, step.value
     if step.key_scale is not None and step.value_scale is not None:
       key, key_scale, value, value_scale = quantize.constant(

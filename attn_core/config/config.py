@@ -111,6 +111,7 @@ class _Fields(NamedTuple):
   layer_head_dims: tuple[tuple[str, int], ...] = ()  # (layer type, D that replaces `head_dim`)
   # E; None: D; unused here: the caller's model reads it
   value_head_dim: int | None = None
+  latent_width: int | None = None  # of latent rows, without their rotary part; None: K and V
   rope_head_dim: int | None = None  # width that `rope` rotates, the last part of a head; None: D
   causal: bool = True
   softmax_scale: float | None = None  # None: D**-0.5

@@ -73,6 +73,7 @@ class AttnConfigDict(TypedDict, total=False):
   layer_key_value_heads: tuple[tuple[str, int], ...]
   layer_head_dims: tuple[tuple[str, int], ...]
   value_head_dim: int | None
+  latent_width: int | None
   rope_head_dim: int | None
   causal: bool
   softmax_scale: float | None

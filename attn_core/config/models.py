@@ -50,7 +50,8 @@ _QWEN = dict(_sizes(4096, 32, 32, 32, 32768), use_sliding_window=False, max_wind
 _QWEN_HYBRID = dict(_sizes(4096, 32, 16, 4, 32768), head_dim=256, partial_rotary_factor=0.25,
                     full_attention_interval=4)
 _MROPE_HYBRID = {**_QWEN_HYBRID, "mrope_section": [11, 11, 10], "mrope_interleaved": True}
-_LATENT = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+_LATENT = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+           "kv_lora_rank": 512}
 _GRANITE = {**_LLAMA, "attention_multiplier": 1.0}
 _PROPORTIONAL = {
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
@@ -169,10 +170,11 @@ MODELS = {
     "glm4_moe": Model(dict(_sizes(4096, 46, 96, 8, 131072), partial_rotary_factor=0.5)),
     "glm4_moe_lite": Model({
         **_sizes(2048, 47, 20, longest=202752), "qk_nope_head_dim": 192, "qk_rope_head_dim": 64,
-        "v_head_dim": 256, "rope_interleave": True}),
+        "v_head_dim": 256, "kv_lora_rank": 512, "rope_interleave": True}),
     "glm_moe_dsa": Model({
         **_sizes(6144, 78, 64, longest=202752), "qk_nope_head_dim": 192, "qk_rope_head_dim": 64,
-        "v_head_dim": 256, "index_topk": 2048}, patterns.always(INDEXED), interleaved=True),
+        "v_head_dim": 256, "kv_lora_rank": 512, "index_topk": 2048}, patterns.always(INDEXED),
+                         interleaved=True),
     "minimax": Model({**_MISTRAL, "rope_theta": 1000000.0, "sliding_window": None},
                      patterns.minimax, window_in_full=True),
     "minimax_m2": Model(

@@ -153,7 +153,8 @@ def _with_widths(config: AttnConfig, model: Model, keys: _Keys) -> AttnConfig:
     keys.get("qk_nope_head_dim", "qk_head_dim")  # the latter is the sum of the two
     return config._replace(
         rope_head_dim=parts[1] if model.has_rope else None, head_dim=sum(parts),
-        value_head_dim=keys.get("v_head_dim"), num_key_value_heads=config.num_attention_heads)
+        value_head_dim=keys.get("v_head_dim"), latent_width=keys.own("kv_lora_rank"),
+        num_key_value_heads=config.num_attention_heads)
   width, heads = _full_attention_widths(config, keys)
   if width not in (None, config.head_dim) and config.head_dim is not None:
     config = config._replace(head_dim=width, layer_head_dims=((SLIDING, config.head_dim),))

@@ -30,8 +30,8 @@ _COUNTS = (
     "moe_tiling_size_batch", "moe_tiling_size_seqlen", "moe_tiling_size_dim", "bits",
     "scan_mlp_chunk_size", "pallas_m_block_size", "pallas_k_block_size", "pallas_n_block_size",
     "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "value_head_dim", "rope_head_dim", "chunk_size", "index_topk", "max_position_embeddings",
-    "freq_max_position_embeddings", "mask_max_position_embeddings")
+    "value_head_dim", "latent_width", "rope_head_dim", "chunk_size", "index_topk",
+    "max_position_embeddings", "freq_max_position_embeddings", "mask_max_position_embeddings")
 
 
 def validated(config: AttnConfig) -> AttnConfig:

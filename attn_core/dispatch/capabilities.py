@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from attn_core.dispatch.latent import Widths
 from attn_core.masks import banded
 from attn_core.sharding.paged import PagedShapes
 from attn_core.sharding.placement import Placement
@@ -51,6 +52,7 @@ FEATURES = {
     "draft_mask": "drafts that form a tree",
     "scope": "a part of each request's tokens in pages",
     "prefixes": "pages that are read once for the requests that share them",
+    "latent": "latent rows in place of keys and values",
 }
 
 # How memory grows with the sequence length.
@@ -84,6 +86,7 @@ class Request(NamedTuple):
   tpu_version: str | None = None  # the generation, such as "v5e"; None: not known, or not a TPU
   transfer: str = "collective"  # `RingConfig.transfer`
   pages: PagesRequest | None = None
+  latent: Widths | None = None  # of latent rows; None: keys and values are given
   placement: Placement | None = None  # for which the shapes were computed; None: one device
   placement_error: Exception | None = None  # raised while the call was placed; shapes are global
 

@@ -12,8 +12,12 @@ from attn_core.types import (AttentionSpec, Operands, PagedOperands, PagedSpec, 
                              at_least_float32, operand)
 
 
-def assert_shapes(operands: Operands) -> None:
+def assert_shapes(operands: Operands, latent_width: int | None = None) -> None:
   """Asserts the shapes of query, key and value and of their scales while a kernel is traced.
+
+  Args:
+    operands: the arrays.
+    latent_width: `AttentionSpec.latent_width`.
 
   Raises:
     AssertionError: query is not [B, T, H, D], key not [B, S, K, D] with H % K == 0, value not
@@ -22,7 +26,8 @@ def assert_shapes(operands: Operands) -> None:
   import chex  # Takes 0.13 s, and is used only where a kernel is traced.
   chex.assert_rank([operands.query, operands.key, operands.value], 4)
   (batch, _, heads, width), keys, key_heads = operands.query.shape, *operands.key.shape[1:3]
-  chex.assert_shape(operands.key, (batch, keys, key_heads, width))
+  apart = 0 if latent_width is None else operands.value.shape[-1]
+  chex.assert_shape(operands.key, (batch, keys, key_heads, width - apart))
   chex.assert_shape(operands.value, (batch, keys, key_heads, None))
   chex.assert_is_divisible(heads, key_heads)
   for scale in (operands.key_scale, operands.value_scale):
@@ -30,15 +35,19 @@ def assert_shapes(operands: Operands) -> None:
       chex.assert_shape(scale, (batch, keys, key_heads))
 
 
-def assert_operands(operands: Operands) -> None:
+def assert_operands(operands: Operands, latent_width: int | None = None) -> None:
   """Asserts ranks, shapes and dtypes of the operands while a kernel is traced.
+
+  Args:
+    operands: the arrays.
+    latent_width: `AttentionSpec.latent_width`.
 
   Raises:
     AssertionError: see `assert_shapes`; or the query is not float, the bias not [B or 1, H or 1,
       T or 1, S or 1], or sinks not [B or 1, H].
   """
   import chex  # As in `assert_shapes`.
-  assert_shapes(operands)
+  assert_shapes(operands, latent_width)
   chex.assert_type(operands.query, float)
   (batch, queries, heads, _), keys = operands.query.shape, operands.key.shape[1]
   if operands.bias is not None:
@@ -47,30 +56,43 @@ def assert_operands(operands: Operands) -> None:
     chex.assert_shape(operands.sinks, ({batch, 1}, heads))
 
 
-def assert_residuals(operands: Operands, *residuals: BackwardResiduals) -> None:
+def assert_residuals(operands: Operands, *residuals: BackwardResiduals,
+                     latent_width: int | None = None) -> None:
   """Asserts the shapes of results of a forward, of their tangents or of their cotangents.
+
+  Args:
+    operands: the arrays.
+    *residuals: the results.
+    latent_width: `AttentionSpec.latent_width`.
 
   Raises:
     AssertionError: out is neither None nor [B, T, H, E], or lse is not [B, H, T].
   """
   import chex  # As in `assert_shapes`.
   batch, queries, heads, _ = operands.query.shape
+  width = operands.value.shape[3] if latent_width is None else latent_width
   for out, lse in residuals:
     if out is not None:
-      chex.assert_shape(out, (batch, queries, heads, operands.value.shape[3]))
+      chex.assert_shape(out, (batch, queries, heads, width))
     chex.assert_shape(lse, (batch, heads, queries))
 
 
 def assert_tangents(operands: Operands, residuals: BackwardResiduals,
-                    tangents: dict[str, jax.Array]) -> None:
+                    tangents: dict[str, jax.Array], latent_width: int | None = None) -> None:
   """Asserts shapes of operands and residuals, and that tangents have those of their operands.
+
+  Args:
+    operands: the arrays.
+    residuals: results of the forward.
+    tangents: by the operands' names.
+    latent_width: `AttentionSpec.latent_width`.
 
   Raises:
     AssertionError: see `assert_operands` and `assert_residuals`; or a tangent has another shape.
   """
   import chex  # As in `assert_shapes`.
-  assert_operands(operands)
-  assert_residuals(operands, residuals)
+  assert_operands(operands, latent_width)
+  assert_residuals(operands, residuals, latent_width=latent_width)
   for name, x in tangents.items():
     chex.assert_equal_shape([operand(operands, name), x])
 

@@ -26,15 +26,15 @@ from attn_core.kernels.common import dense_operands, matmul_precision, online_so
 from attn_core.kernels.common.contract import BackwardResiduals, Kernel, Residuals
 from attn_core.kernels.xla import cpu_matvec, flash, tile_ops, tiling
 from attn_core.masks import block_map, tile as tile_lib
-from attn_core.types import AttentionSpec, BlockSizes, Operands, at_least_float32
+from attn_core.types import (AttentionSpec, BlockSizes, Operands, at_least_float32, value_width)
 
 
 def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> Residuals:
   """Computes out [B, T, H, E] and lse [B, H, T]; see `contract.ForwardFn`."""
-  dense_operands.assert_operands(operands)
+  dense_operands.assert_operands(operands, spec.latent_width)
   levels = _block_inputs(operands, spec, block_sizes)
   batch, length, heads, _ = operands.query.shape
-  inputs, width = levels[-1], operands.value.shape[-1]
+  inputs, width = levels[-1], value_width(operands, spec)
 
   def row(b: jax.Array, results: Residuals) -> Residuals:
     grid_index = tile_ops.GridIndex(b, 0)
@@ -113,7 +113,10 @@ def _start(sizes: block_map.Sizes, j: tile_ops.Index) -> jax.Array:
 
 
 class _Block(NamedTuple):
-  """One block of a row's keys, sliced out of the cache wherever it is read."""
+  """One block of a row's keys, sliced out of the cache wherever it is read.
+
+  Names are "key", "value", and "rest": the columns of 8-bit latent keys that are stored apart.
+  """
 
   inputs: tile_ops.BlockedInputs
   batch: tile_ops.Index
@@ -121,11 +124,28 @@ class _Block(NamedTuple):
   values: jax.Array | None = None  # [block_kv, K, E], replaces the cache's
   value_scale: jax.Array | None = None  # [block_kv, K], replaces the cache's
 
+  def _stored_in(self, name: str) -> str:
+    """Returns the field of `Operands` that holds an array; latent values are a part of the keys."""
+    if name == "rest":
+      return "value"
+    return "key" if self.inputs.spec.latent_width is not None else name
+
+  def width(self, name: str) -> int:
+    """Returns the number of columns of an array."""
+    operands, spec = self.inputs.operands, self.inputs.spec
+    if name == "value":
+      return value_width(operands, spec)
+    return getattr(operands, self._stored_in(name)).shape[-1]
+
+  def itemsize(self, name: str) -> int:
+    """Returns the bytes of a number of an array."""
+    return getattr(self.inputs.operands, self._stored_in(name)).dtype.itemsize
+
   def slice(self, name: str, keys: tuple[int, int], columns: tuple[int, int]) -> jax.Array:
-    """Returns [length, K, width] of "key" or "value", by (first, length) of either axis."""
+    """Returns [length, K, width] of an array, by (first, length) of either axis."""
     if name == "value" and self.values is not None:
       return self.values[keys[0]:sum(keys), :, columns[0]:sum(columns)]
-    x = getattr(self.inputs.operands, name)
+    x = getattr(self.inputs.operands, self._stored_in(name))
     start = _start(self.inputs.sizes, self.block_index) + keys[0]
     if cpu_matvec.WIDENS_WHOLE and x.dtype == jnp.bfloat16:
       # The barrier makes `x` a different array in every step.
@@ -137,7 +157,7 @@ class _Block(NamedTuple):
     """Returns the scales [block_kv, K] of an 8-bit cache, or None."""
     if name == "value" and self.value_scale is not None:
       return self.value_scale
-    scale = getattr(self.inputs.operands, f"{name}_scale")
+    scale = getattr(self.inputs.operands, f"{self._stored_in(name)}_scale")
     sizes = self.inputs.sizes
     return scale if scale is None else tile_lib.slice_at(
         scale, (self.batch, _start(sizes, self.block_index), 0),
@@ -149,15 +169,15 @@ class _Block(NamedTuple):
 
   def whole(self, name: str) -> jax.Array:
     """Returns [block_kv, K, D or E], dequantized."""
-    width = getattr(self.inputs.operands, name).shape[-1]
-    x, scale = self.slice(name, (0, self.inputs.sizes.block_kv), (0, width)), self.scales(name)
+    columns = (0, self.width(name))
+    x, scale = self.slice(name, (0, self.inputs.sizes.block_kv), columns), self.scales(name)
     if scale is not None:
       return quantize.dequantize(x, scale, _dtype(self.inputs))
     return quantize.unscaled(x).astype(self.inputs.operands.query.dtype)
 
   def with_masked_values(self, kept: jax.Array) -> "_Block":
     """Replaces values that are not `kept`, bool [block_kv, K], by zeros."""
-    width, keys = self.inputs.operands.value.shape[-1], self.inputs.sizes.block_kv
+    width, keys = self.width("value"), self.inputs.sizes.block_kv
     values, scale = self.slice("value", (0, keys), (0, width)), self.scales("value")
     # The barrier keeps the choice out of the products: XLA:CPU would compile these twice, for
     # blocks with and without zeros, and round them in different ways.
@@ -168,7 +188,7 @@ class _Block(NamedTuple):
 
 def _finite(block: _Block) -> jax.Array:
   """Returns bool [block_kv, K]: whether a value is finite."""
-  width, keys = block.inputs.operands.value.shape[-1], (0, block.inputs.sizes.block_kv)
+  width, keys = block.width("value"), (0, block.inputs.sizes.block_kv)
   def whole() -> jax.Array:
     return jnp.isfinite(block.whole("value")).all(-1)
 
@@ -231,16 +251,25 @@ def _dtype(inputs: tile_ops.BlockedInputs) -> jnp.dtype:
 
 def _scores(block: _Block, rows: jax.Array) -> jax.Array:
   """Returns scores [block_kv, K, num_rows] of rows [K, num_rows, D]."""
+  width = block.width("key")
+  if width == rows.shape[2]:
+    return _scores_of("key", block, rows)
+  return (_scores_of("key", block, rows[..., :width])
+          + _scores_of("rest", block, rows[..., width:]))
+
+
+def _scores_of(name: str, block: _Block, rows: jax.Array) -> jax.Array:
+  """Returns scores [block_kv, K, num_rows] of rows [K, num_rows, width] and an array of a block."""
   inputs = block.inputs
   def dots(rows: jax.Array) -> jax.Array:
-    return jnp.einsum("krd,ckd->ckr", rows, block.whole("key"),
+    return jnp.einsum("krd,ckd->ckr", rows, block.whole(name),
                       precision=matmul_precision.resolve(rows.dtype, inputs.spec.precision),
                       preferred_element_type=_dtype(inputs))
 
   def summed(rows: jax.Array) -> jax.Array:
     found = cpu_matvec.scores(rows.astype(_dtype(inputs)), lambda i: block.part(
-        "key", (0, inputs.sizes.block_kv), (i, cpu_matvec.LANES)))
-    scale = block.scales("key")
+        name, (0, inputs.sizes.block_kv), (i, cpu_matvec.LANES)))
+    scale = block.scales(name)
     return found if scale is None else found * scale[..., None]
 
   if not cpu_matvec.is_faster(rows.shape[1], rows.shape[2]):
@@ -250,17 +279,19 @@ def _scores(block: _Block, rows: jax.Array) -> jax.Array:
 
 def _weigh(block: _Block, weights: jax.Array) -> jax.Array:
   """Returns weights [block_kv, K, num_rows] times values: [K, num_rows, E]."""
-  inputs, width = block.inputs, block.inputs.operands.value.shape[-1]
+  inputs, width = block.inputs, block.width("value")
   def dots(weights: jax.Array) -> jax.Array:
-    value = block.whole("value")
+    # Latent values are weighed with the rest of their keys: a copy of them takes longer.
+    is_key = inputs.spec.latent_width is not None and block.values is None
+    value = block.whole("key" if is_key else "value")
     return jnp.einsum("ckr,cke->kre", weights.astype(value.dtype), value,
                       precision=matmul_precision.resolve(value.dtype, inputs.spec.precision),
-                      preferred_element_type=_dtype(inputs))
+                      preferred_element_type=_dtype(inputs))[..., :width]
 
   def summed(weights: jax.Array) -> jax.Array:
     scale, weights = block.scales("value"), weights.astype(_dtype(inputs))
     weights = weights if scale is None else weights * scale[..., None]
-    widened = inputs.operands.value.dtype.itemsize < weights.dtype.itemsize
+    widened = block.itemsize("value") < weights.dtype.itemsize
     return cpu_matvec.weigh(weights, lambda first, length: block.part(
         "value", (first, length), (0, width)), width, widened=widened)
 
@@ -272,12 +303,15 @@ def _weigh(block: _Block, weights: jax.Array) -> jax.Array:
 # --- Derivatives: those of block-wise attention. -------------------------------------------------
 
 
-def _dequantized(operands: Operands) -> Operands:
+def dequantized(operands: Operands) -> Operands:
   """Returns operands with all keys and values in the query's dtype, as derivatives need them."""
   if operands.key_scale is None:
     return operands
-  assert operands.value_scale is not None
   dtype = operands.query.dtype
+  if operands.value_scale is None:  # latent keys, whose other columns are stored apart
+    key = quantize.dequantize(operands.key, operands.key_scale, dtype)
+    return operands._replace(key=jnp.concatenate([key, operands.value.astype(dtype)], -1),
+                             value=operands.value[..., :0].astype(dtype), key_scale=None)
   return operands._replace(
       key=quantize.dequantize(operands.key, operands.key_scale, dtype),
       value=quantize.dequantize(operands.value, operands.value_scale, dtype),
@@ -288,13 +322,13 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
              residuals: BackwardResiduals, cotangents: Residuals,
              wrt: tuple[str, ...]) -> tuple[jax.Array, ...]:
   """Computes the cotangents of the operands named in `wrt`; see `contract.BackwardFn`."""
-  return flash.backward(_dequantized(operands), spec, block_sizes, residuals, cotangents, wrt)
+  return flash.backward(dequantized(operands), spec, block_sizes, residuals, cotangents, wrt)
 
 
 def tangent(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
             residuals: Residuals, tangents: dict[str, jax.Array]) -> Residuals:
   """Computes the tangents of out and lse; see `contract.TangentFn`."""
-  return flash.tangent(_dequantized(operands), spec, block_sizes, residuals, tangents)
+  return flash.tangent(dequantized(operands), spec, block_sizes, residuals, tangents)
 
 
 KERNEL = Kernel("decode", forward, backward, tangent)

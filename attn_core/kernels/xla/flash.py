@@ -22,12 +22,14 @@ from attn_core.kernels.common.backward import compute_delta, d_sinks, finite_lse
 from attn_core.kernels.common.contract import BackwardResiduals, Kernel, Residuals
 from attn_core.kernels.xla import (cpu_math, plain, score_tiles, selected, selected_steps,
                                    tile_logits, tile_ops, tiling)
-from attn_core.types import AttentionSpec, BlockSizes, Operands, at_least_float32, with_operands
+from attn_core.types import (AttentionSpec, BlockSizes, Operands, at_least_float32, value_width,
+                             with_operands)
 
 
 def _is_short(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> bool:
   """Returns whether the call is computed in one piece."""
-  return tiling.is_short(operands, block_sizes) and plain.supports(operands, spec)
+  return (spec.latent_width is None and tiling.is_short(operands, block_sizes)
+          and plain.supports(operands, spec))
 
 
 def _is_faster_in_loops(operands: Operands, spec: AttentionSpec) -> bool:
@@ -50,7 +52,7 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
   dense_operands.assert_operands(operands)
   inputs = tile_ops.block_inputs(operands, spec, block_sizes, backward=False)
   batch, length, heads, _ = inputs.operands.query.shape
-  width = operands.value.shape[-1]
+  width = value_width(operands, spec)
   nan_keys = nonfinite.nan_of_pairs(inputs.operands.key, inputs.operands.value)
 
   def step(n: jax.Array, results: Residuals) -> Residuals:
@@ -101,7 +103,7 @@ def tangent(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
   listed = selected_steps.make_inputs(operands, spec)
   if listed is not None:
     return selected.tangent(listed, residuals, tangents)
-  dense_operands.assert_tangents(operands, residuals, tangents)
+  dense_operands.assert_tangents(operands, residuals, tangents, spec.latent_width)
   spec = _widened(spec)
   inputs = tile_ops.block_inputs(operands, spec, block_sizes, backward=False)
   out, lse = tile_ops.pad_residuals(inputs, residuals)
@@ -109,7 +111,7 @@ def tangent(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
   d_operands = with_operands(operands._replace(mods=score_tiles.no_moves(operands)), given)
   d_operands = dense_operands.pad_operands(d_operands, inputs.sizes)
   d_inputs = inputs._replace(operands=tile_ops.pad_mods(d_operands, spec, inputs.sizes))
-  width = operands.value.shape[-1]
+  width = value_width(operands, spec)
   nan_keys = nonfinite.nan_of_pairs(inputs.operands.key, inputs.operands.value)
 
   def step(n: jax.Array, results: Residuals) -> Residuals:
@@ -149,8 +151,9 @@ def tangent(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
         kept = lambda x: tile_ops.apply_dropout(inputs, grid_index, (i, j), x)
         weigh = lambda x, of: tile_ops.dot(cpu_math.narrow(kept(x), of.dtype), of, inputs)
         d_out = d_out + weigh(d_logits, value)
-        if "value" in tangents:
-          d_value = tile_ops.key_rows(d_inputs.operands.value, inputs, grid_index, j)
+        if ("value" if spec.latent_width is None else "key") in tangents:
+          d_key = tile_ops.key_rows(d_inputs.operands.key, inputs, grid_index, j)
+          d_value = tile_ops.value_rows(d_inputs, grid_index, j, d_key)
           d_out = d_out + weigh(weights, d_value)
         return d_lse, d_out
 
@@ -221,7 +224,7 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
   if _is_short(operands, spec, block_sizes):
     return plain.backward(operands, spec, block_sizes, residuals, cotangents, wrt)
   dense_operands.assert_operands(operands)
-  dense_operands.assert_residuals(operands, residuals, cotangents)
+  dense_operands.assert_residuals(operands, residuals, cotangents, latent_width=spec.latent_width)
   spec = _widened(spec)
   inputs = tile_ops.block_inputs(operands, spec, block_sizes, backward=True)
   padding = inputs.operands.query.shape[1] - operands.query.shape[1]
@@ -243,8 +246,9 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
     def key_block(j: jax.Array, carry: tuple[_BackwardSums, jax.Array, jax.Array]
                   ) -> tuple[_BackwardSums, jax.Array, jax.Array]:
       sums, d_key, d_value = carry
-      key, value = (nonfinite.mask_nonfinite(tile_ops.key_rows(x, inputs, grid_index, j))
-                    for x in (inputs.operands.key, inputs.operands.value))
+      key = nonfinite.mask_nonfinite(tile_ops.key_rows(
+          inputs.operands.key, inputs, grid_index, j))
+      value = nonfinite.mask_nonfinite(tile_ops.value_rows(inputs, grid_index, j, key))
       # The barrier keeps XLA from folding the transposition into a product, which is slower and,
       # in bfloat16 on jax 0.12, more than XLA:CPU can do.
       key_transposed = lax.optimization_barrier(key.transpose(0, 2, 1))
@@ -256,9 +260,13 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
           inputs, grid_index, key_tile, (i, j, masked), sums), sums)
       assert sums.key is not None and sums.value is not None
       scaled = sums.key * (tile_ops.scale_parts(inputs)[1] / tile_ops.d_logits_scale(inputs))
+      of_values = sums.value * tile_ops.kept_scale(inputs)
+      if spec.latent_width is None:
+        d_value = tile_ops.write_key_rows(inputs, grid_index, j, d_value, of_values)
+      else:  # values are a part of the keys
+        scaled = scaled + dense_operands.pad_axis(
+            of_values, 2, scaled.shape[2] - spec.latent_width)
       d_key = tile_ops.write_key_rows(inputs, grid_index, j, d_key, scaled)
-      d_value = tile_ops.write_key_rows(
-          inputs, grid_index, j, d_value, sums.value * tile_ops.kept_scale(inputs))
       return sums._replace(key=None, value=None), d_key, d_value
 
     d_query, d_key, d_value, d_bias, d_mods = results

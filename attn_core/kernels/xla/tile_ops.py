@@ -236,6 +236,14 @@ def key_rows(x: jax.Array, inputs: BlockedInputs, grid_index: GridIndex,
   return x[0].transpose(1, 0, 2)
 
 
+def value_rows(inputs: BlockedInputs, grid_index: GridIndex, block: Index,
+               key: jax.Array) -> jax.Array:
+  """Returns a block of values [step_heads, block_kv, E], where `key` is the same block of keys."""
+  if inputs.spec.latent_width is not None:
+    return key[..., :inputs.spec.latent_width]
+  return key_rows(inputs.operands.value, inputs, grid_index, block)
+
+
 def write_key_rows(inputs: BlockedInputs, grid_index: GridIndex, block: Index, x: jax.Array,
                    rows: jax.Array) -> jax.Array:
   """Writes rows [step_heads, block_kv, width] into x [B, S, K, width]; see `key_rows`."""
@@ -255,8 +263,8 @@ def keys_and_values(inputs: BlockedInputs, grid_index: GridIndex, block: Index,
     nan_keys: of `nonfinite.nan_of_pairs`, [B, S, K, 1]. Choosing between numbers by it, for keys
       and values, takes a quarter of the time to compile a forward.
   """
-  key, value, nan = (key_rows(x, inputs, grid_index, block)
-                     for x in (inputs.operands.key, inputs.operands.value, nan_keys))
+  key, nan = (key_rows(x, inputs, grid_index, block) for x in (inputs.operands.key, nan_keys))
+  value = value_rows(inputs, grid_index, block, key)
   return cpu_math.add_nan(key, nan), cpu_math.fill_nonfinite(0.0, value)
 
 

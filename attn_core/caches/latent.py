@@ -1,0 +1,171 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The cache of latent attention: one row per token, which is key and value of all heads.
+
+A row holds `latent` numbers, which are the value and the first part of the key, and `rope` numbers,
+the rest of the key with rotary applied: 576 numbers a token for DeepSeek-V3, where keys and values
+apart would be 1,088. In 8 bits only the latents are quantized, with one scale per token; the rotary
+part has 16 bits, because every query multiplies it by numbers of full size.
+
+Rows, lengths, overflow and donation are as in `caches.dense`.
+
+>>> import jax.numpy as jnp
+>>> from attn_core.caches import latent
+>>> cache = latent.init(2, 4, (6, 2), dtype=jnp.float32)
+>>> cache = latent.append(cache, jnp.ones((2, 3, 8)), jnp.array([3, 1]))
+>>> cache.lengths
+Array([3, 1], dtype=int32)
+"""
+
+from typing import NamedTuple
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.typing import ArrayLike, DTypeLike
+import jax.numpy as jnp
+
+from attn_core import checks
+from attn_core.caches import dense, device_parts, quantize, slots as slots_lib
+from attn_core.caches.dense import DenseCache
+from attn_core.caches.device_parts import Sharding
+
+__all__ = ["LatentCache", "append", "init", "insert"]
+
+
+class LatentCache(NamedTuple):
+  """Latent rows of B sequences of up to S tokens; made by `init`."""
+
+  latents: jax.Array  # [B, S, latent + rope]; in 8 bits [B, S, latent]
+  starts: jax.Array  # int32 [B]: slots before it are padding
+  lengths: jax.Array  # int32 [B]: slots starts..lengths - 1 hold tokens
+  overflow: jax.Array  # bool [B]: a write did not fit and was dropped; reset when replaced
+  rope: jax.Array | None = None  # [B, S, rope] where the latents have 8 bits
+  scale: jax.Array | None = None  # float32 [B, S] of latents in 8 bits
+  origins: jax.Array | None = None  # as in `DenseCache`
+  sharding: device_parts.Kept | None = None  # as in `DenseCache`
+
+  @property
+  def indexs(self) -> jax.Array:
+    """An alias of `lengths`: the slot that is written next."""
+    return self.lengths
+
+  @property
+  def width(self) -> int:
+    """The numbers of a row, latent + rope."""
+    return self.latents.shape[-1] + (0 if self.rope is None else self.rope.shape[-1])
+
+
+def init(batch: int, slots: int, widths: tuple[int, int], *, dtype: DTypeLike = jnp.bfloat16,
+         rope_dtype: DTypeLike = jnp.bfloat16, sharding: Sharding | None = None) -> LatentCache:
+  """Creates an empty cache.
+
+  Args:
+    batch: rows B.
+    slots: tokens S that a row can hold.
+    widths: (latent, rope), such as (512, 64).
+    dtype: floating-point, or int8 or float8_e4m3fn with one scale per token.
+    rope_dtype: floating-point, of the rotary part where `dtype` has 8 bits; others hold
+      whole rows.
+    sharding: of the rows [B, S, latent + rope]: a NamedSharding, or a PartitionSpec over the mesh
+      of `jax.set_mesh`. Axes that shard S split the keys of decoding. None: not sharded.
+
+  Returns:
+    A cache whose rows are empty.
+
+  Raises:
+    ValueError: a size is not an int >= 1, a dtype is not supported, or the sharding is not one of
+      these dimensions that it divides over an existing mesh.
+  """
+  checks.require(isinstance(widths, tuple) and len(widths) == 2, "widths", repr(widths),
+                 "(latent, rope), the numbers of each part of a row")
+  for name, width in zip(("latent width", "rope width"), widths):
+    checks.integer(name, width, "an int >= 1", lambda x: x >= 1)
+  given = checks.dtype("dtype", dtype, "a floating-point dtype, int8 or float8_e4m3fn")
+  rest = checks.dtype("rope_dtype", rope_dtype, "a floating-point dtype")
+  checks.require(jnp.issubdtype(rest, jnp.floating) and rest.itemsize > 1, "rope_dtype", rest.name,
+                 "a floating-point dtype of at least 16 bits")
+  whole = device_parts.named(sharding, "[B, S, latent + rope]", (batch, slots, None))
+  if whole is not None:
+    rows, tokens, numbers = device_parts.entries(whole, 3)
+    checks.require(numbers is None, "sharding", repr(whole.spec),
+                   "no mesh axis for the numbers of a row: every head reads all of them")
+    whole = NamedSharding(whole.mesh, P(rows, tokens))
+  apart = quantize.is_quantized(given)
+  heads = (1, widths[0], widths[1]) if apart else (1, sum(widths), 0)
+  return of_dense(slots_lib.empty(DenseCache, batch, slots, heads, dtype=given, sharding=whole,
+                                  value_dtype=rest if apart else given))
+
+
+def append(cache: LatentCache, latents: jax.Array,
+           lengths: ArrayLike | None = None) -> LatentCache:
+  """Appends new tokens to each row.
+
+  Args:
+    cache: B rows.
+    latents: float [B, T, latent + rope], rotary applied to the last part.
+    lengths: int32 [B], number of valid tokens among a row's T tokens; None: all.
+
+  Returns:
+    The cache, sharded as before. Under jit a row without enough free slots, or with a wrong length,
+    is unchanged and marked in `overflow`.
+
+  Raises:
+    ValueError: another kind of cache, shapes that do not fit, or, outside of jit, lengths outside
+      of 0..T or too few free slots.
+  """
+  slots_lib.check_kind(cache, LatentCache)
+  given = checks.floating("latents", latents, 3, "[B, T, latent + rope]")
+  rows = jnp.asarray(given)[:, :, None]
+  return of_dense(dense.append(as_dense(cache), *split_tokens(cache, rows), lengths))
+
+
+def insert(cache: LatentCache, slots: ArrayLike, prefilled: LatentCache) -> LatentCache:
+  """Replaces rows `slots` by the rows of another cache.
+
+  Args:
+    cache: B rows.
+    slots: int32 [num_requests], different rows.
+    prefilled: num_requests rows, with at most as many slots in each.
+
+  Returns:
+    The cache, sharded as before; rows that are claimed twice are marked in `overflow`, as in
+    `dense.insert`.
+
+  Raises:
+    ValueError: another kind of cache, a `prefilled` that does not fit, or `slots` that are known to
+      be out of range or not different.
+  """
+  slots_lib.check_kind(cache, LatentCache)
+  slots_lib.check_kind(prefilled, LatentCache, "prefilled")
+  return of_dense(slots_lib.insert(as_dense(cache), slots, as_dense(prefilled)))
+
+
+def split_tokens(cache: LatentCache, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Returns new rows [B, T, 1, latent + rope] as the keys and values of `as_dense`.
+
+  Raises:
+    ValueError: rows of another width than the cache's.
+  """
+  checks.require(rows.shape[-1] == cache.width, "latents", checks.describe(rows[:, :, 0]),
+                 f"[B, T, {cache.width}], latent + rope numbers a token as in the cache")
+  width = cache.latents.shape[-1]
+  return rows[..., :width], rows[..., width:]
+
+
+def as_dense(cache: LatentCache) -> DenseCache:
+  """Returns the same arrays as a dense cache of one key head.
+
+  Its keys are the latents, its values what is stored apart: the rotary part, or no numbers.
+  """
+  apart = cache.latents[..., :0] if cache.rope is None else cache.rope
+  scale = None if cache.scale is None else cache.scale[:, :, None]
+  return DenseCache(cache.latents[:, :, None], apart[:, :, None], cache.starts, cache.lengths,
+                    cache.overflow, scale, None, cache.origins, cache.sharding)
+
+
+def of_dense(cache: DenseCache) -> LatentCache:
+  """Returns the inverse of `as_dense`."""
+  scale = None if cache.key_scale is None else cache.key_scale[:, :, 0]
+  rope = cache.value[:, :, 0] if cache.value.shape[-1] else None
+  return LatentCache(cache.key[:, :, 0], cache.starts, cache.lengths, cache.overflow, rope, scale,
+                     cache.origins, cache.sharding)

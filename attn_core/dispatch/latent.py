@@ -1,0 +1,83 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Limits of the forms of latent attention, and the work that each form is."""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+
+from attn_core.masks import leaves, mask as mask_lib
+
+if TYPE_CHECKING:  # for annotations only: that module imports this one
+  from attn_core.dispatch.capabilities import Request
+
+# Queries of a row up to which decoding, which reads every row of the cache once, is faster.
+DECODE_QUERIES = 8
+
+
+class Widths(NamedTuple):
+  """Widths of the parts of latent rows and of up-projected heads."""
+
+  latent: int
+  rope: int
+  nope: int | None = None  # of the up-projections; None: queries are absorbed
+  value: int | None = None
+
+
+class Flops(NamedTuple):
+  """Floating-point operations of both forms for one row of the batch."""
+
+  absorbed: int
+  projected: int
+
+
+def flops(widths: Widths, queries: int, keys: int, heads: int) -> Flops:
+  """Returns the work of both forms, counted without a mask.
+
+    absorbed  = 2 H (T latent (nope + E) + T S (2 latent + rope))
+    projected = 2 H (S latent (nope + E) + T S (nope + rope + E))
+
+  Args:
+    widths: with those of the up-projections.
+    queries: T.
+    keys: S.
+    heads: H.
+  """
+  assert widths.nope is not None and widths.value is not None
+  of_token = widths.latent * (widths.nope + widths.value)
+  pairs = queries * keys
+  return Flops(
+      2 * heads * (queries * of_token + pairs * (2 * widths.latent + widths.rope)),
+      2 * heads * (keys * of_token + pairs * (widths.nope + widths.rope + widths.value)))
+
+
+def limits(request: "Request") -> str | None:
+  """Limits of every form of latent attention."""
+  if request.latent is None:
+    return "no latent_options: it reads latent rows"
+  return None
+
+
+def decode_limits(request: "Request") -> str | None:
+  """Limits of decoding."""
+  if request.lengths[0] > DECODE_QUERIES:
+    return f"{request.lengths[0]} queries a row: decoding is for up to {DECODE_QUERIES}"
+  return limits(request)
+
+
+def projected_limits(request: "Request") -> str | None:
+  """Limits of up-projecting keys and values a few heads at a time."""
+  widths = request.latent
+  if widths is None:
+    return limits(request)
+  if widths.nope is None:
+    return "absorbed queries: only queries of heads, with key_up and value_up, are projected"
+  mask = jax.tree.unflatten(request.mask, [None] * request.mask.num_leaves)
+  for node in mask_lib.nodes(mask):
+    if isinstance(node, (leaves.Dense, leaves.Custom)):
+      return f"a mask of kind {type(node).__name__}, which may differ between heads"
+  work = flops(widths, *request.lengths, request.query.shape[2])
+  if work.absorbed <= work.projected:
+    return (f"{work.projected:.3g} FLOPs a row of the batch for {request.lengths[0]} queries and "
+            f"{request.lengths[1]} keys, and {work.absorbed:.3g} absorbed")
+  return None

@@ -1,0 +1,124 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""multi_latent_attention: one latent row per token is the key and the value of all heads.
+
+The keys and values of head h are projections of the row's latent part, key_up[:, h]^T . latent and
+value_up[:, h]^T . latent. In the absorbed form the projections move to the queries and outputs,
+
+  query_nope . (key_up^T latent) = (key_up query_nope) . latent
+
+so that attention reads the rows as they are stored, with one key head for all query heads. In the
+projected form keys and values are computed, for a few heads at a time.
+
+Queries and rows that are not finite are replaced by zeros in products with up-projections, and made
+NaN again afterwards: 0 * NaN in a gradient of the up-projections would be NaN for padding too.
+
+DeepSeek-AI, DeepSeek-V2, https://arxiv.org/abs/2405.04434.
+"""
+
+import functools
+from typing import Callable
+
+import jax
+import jax.numpy as jnp
+
+from attn_core.kernels.common import matmul_precision, nonfinite
+from attn_core.kernels.xla import decode as xla_decode, flash as xla_flash
+from attn_core.mechanisms import decode as decode_lib, flash
+from attn_core.types import AttentionOutput, Call
+
+
+def absorbed(call: Call) -> AttentionOutput:
+  """Computes the absorbed form block by block in plain XLA, on every platform."""
+  call = call._replace(operands=xla_decode.dequantized(call.operands))
+  return _absorb(functools.partial(flash.by_kernel, xla_flash.KERNEL), call)
+
+
+def decode(call: Call) -> AttentionOutput:
+  """Decodes in plain XLA: a few absorbed queries, and every latent row read once."""
+  return _absorb(functools.partial(decode_lib.by_kernel, xla_decode.KERNEL), call)
+
+
+def _absorb(run: Callable[[Call], AttentionOutput], call: Call) -> AttentionOutput:
+  """Runs the absorbed form with the up-projections, if any, in queries and outputs."""
+  operands = call.operands
+  if not operands.up:
+    return run(call)
+  key_up, value_up = operands.up
+  nope, latent = key_up.shape[2], call.spec.latent_width
+  query, finite = nonfinite.mask_nonfinite_rows(operands.query)
+  query = jnp.concatenate([
+      _product("bthd,lhd->bthl", query[..., :nope], key_up, call), query[..., nope:]], -1)
+  query = jnp.where(finite, query, jnp.nan)
+  output = run(call._replace(operands=operands._replace(query=query, up=())))
+  assert output.attention_outputs.shape[-1] == latent
+  return output._replace(attention_outputs=_product(
+      "bthl,lhe->bthe", output.attention_outputs, value_up, call))
+
+
+def projected(call: Call) -> AttentionOutput:
+  """Computes keys and values of a few heads at a time, and their block-wise attention.
+
+  A step takes every `steps`-th head, so that each device has some of them where mesh axes shard
+  the heads. The backward computes the keys and values of a step again.
+  """
+  operands = xla_decode.dequantized(call.operands)
+  key_up, value_up = operands.up
+  rows, latent = operands.key[:, :, 0], call.spec.latent_width
+  heads = operands.query.shape[2]
+  steps = _steps(call, heads)
+  placement = call.placement
+  if placement is not None:
+    placement = placement._replace(key_heads=placement.heads)
+
+  def step(of_step: tuple[jax.Array, ...]) -> AttentionOutput:
+    query, key_up, value_up, *sinks = of_step
+    clean, finite = nonfinite.mask_nonfinite_rows(rows)
+    key = _product("bsl,lhd->bshd", clean[..., :latent], key_up, call)
+    key = jnp.where(finite[:, :, None], key, jnp.nan)
+    # A sum, because its type is sharded over Explicit axes of the heads as the keys are.
+    shared = rows[:, :, None, latent:] + jnp.zeros_like(key[..., :1])
+    value = _product("bsl,lhe->bshe", clean[..., :latent], value_up, call)
+    return flash.by_kernel(xla_flash.KERNEL, call._replace(
+        operands=operands._replace(query=query, key=jnp.concatenate([key, shared], -1), value=value,
+                                   sinks=sinks[0] if sinks else None, up=()),
+        spec=call.spec._replace(latent_width=None), placement=placement))
+
+  def split(x: jax.Array, axis: int) -> jax.Array:
+    """Returns the heads of each step, [steps, ...]."""
+    shape = (*x.shape[:axis], heads // steps, steps, *x.shape[axis + 1:])
+    return jnp.moveaxis(x.reshape(shape), axis + 1, 0)
+
+  def joined(x: jax.Array, axis: int) -> jax.Array:
+    """Returns the inverse of `split`."""
+    x = jnp.moveaxis(x, 0, axis + 1)
+    return x.reshape(*x.shape[:axis], heads, *x.shape[axis + 2:])
+
+  of_steps = [split(operands.query, 2), split(key_up, 1), split(value_up, 1)]
+  if operands.sinks is not None:
+    of_steps.append(split(operands.sinks, 1))
+  found = jax.lax.map(jax.checkpoint(step), tuple(of_steps))
+  return AttentionOutput(joined(found.attention_outputs, 2),
+                         lse=None if found.lse is None else joined(found.lse, 1))
+
+
+def _steps(call: Call, heads: int) -> int:
+  """Returns the number of steps, whose keys and values are at most twice as large as the rows.
+
+  A step has at least one head, and one for each device over which heads are sharded.
+  """
+  key_up, value_up = call.operands.up
+  placement = call.placement
+  devices = 1 if placement is None else placement.size(placement.heads)
+  row = call.operands.key.shape[-1] + call.operands.value.shape[-1]
+  rope = row - call.spec.latent_width
+  most = max(1, 2 * row // (key_up.shape[2] + rope + value_up.shape[2])) * devices
+  return min(heads // n for n in range(1, heads + 1)
+             if heads % n == 0 and (n <= most) and n % devices == 0)
+
+
+def _product(expression: str, left: jax.Array, right: jax.Array, call: Call) -> jax.Array:
+  """Returns an einsum in the dtype of its operands, with sums of at least 32 bits."""
+  return jnp.einsum(
+      expression, left, right, precision=matmul_precision.resolve(left.dtype, call.spec.precision),
+      preferred_element_type=jnp.promote_types(left.dtype, jnp.float32)).astype(left.dtype)

@@ -1,0 +1,142 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""multi_latent_attention over 8 virtual devices: batch, heads, and the slots of a cache."""
+
+import re
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+import numpy as np
+
+from attn_core import (LatentOptions, OperationMetadata, create_mesh, explain,
+                       multi_latent_attention)
+from attn_core.caches import latent
+
+jax.config.update("jax_num_cpu_devices", 8)
+
+B, S, H, L, R, NOPE, E = 4, 16, 4, 12, 4, 6, 5
+ABSORBED = LatentOptions(L, R, NOPE)
+COLLECTIVE = re.compile(r" (all-gather|all-to-all|all-reduce|collective-permute|reduce-scatter)"
+                        r"(?:-start)?\(")
+# Mesh (dp, fsdp, ep, tp, sp), and the axes of the rows.
+MESHES = {"heads": ((2, 2, 1, 2, 1), ("dp", "fsdp")), "keys": ((2, 1, 1, 1, 4), "dp"),
+          "heads_and_keys": ((1, 2, 1, 2, 2), "fsdp"), "heads_only": ((1, 1, 1, 4, 2), None)}
+
+
+def arrays(tokens, up):
+  rng = np.random.default_rng(0)
+  array = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+  ups = (array(L, H, NOPE), array(L, H, E)) if up else ()
+  return array(B, tokens, H, (NOPE if up else L) + R), array(B, S, L + R), *ups
+
+
+def attended(metadata, query, rows, *up):
+  options = ABSORBED._replace(key_up=up[0], value_up=up[1]) if up else ABSORBED
+  return multi_latent_attention(
+      query, rows, latent_options=options, metadata=metadata, return_lse=True,
+      query_offset=S - query.shape[1], softmax_aux=jnp.arange(H, dtype=jnp.float32))
+
+
+def results(metadata, *x):
+  output = attended(metadata, *x)
+  return output.attention_outputs, output.lse
+
+
+def with_gradients(metadata, x):
+  found, pull = jax.vjp(lambda *x: results(metadata, *x), *x)
+  return found, pull(jax.tree.map(jnp.cos, found))
+
+
+def place(mesh, rows, x):
+  specs = [P(rows, None, "tp"), P(rows), P(None, "tp"), P(None, "tp")]
+  return [jax.device_put(y, NamedSharding(mesh, spec)) for y, spec in zip(x, specs)]
+
+
+def close(got, want):
+  for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    np.testing.assert_allclose(x, y, atol=2e-5, rtol=2e-5)
+
+
+class MeshTest(parameterized.TestCase):
+
+  @parameterized.product(name=("heads", "heads_only"), tokens=(1, 12, 16), up=(False, True),
+                         kind=("Auto", "Explicit"))
+  def test_equals_one_device(self, name, tokens, up, kind):
+    sizes, rows = MESHES[name]
+    names = ("dp", "fsdp", "ep", "tp", "sp")
+    mesh = jax.make_mesh(sizes, names, axis_types=(getattr(AxisType, kind),) * 5)
+    x = arrays(tokens, up)
+    with jax.set_mesh(mesh):
+      metadata = OperationMetadata(mesh=mesh)
+      found = jax.jit(lambda *x: with_gradients(metadata, x))(*place(mesh, rows, x))
+    close(found, with_gradients(OperationMetadata(), x))
+
+  @parameterized.product(tokens=(1, 12), up=(False, True))
+  def test_no_collective_for_batch_and_heads(self, tokens, up):
+    sizes, rows = MESHES["heads"]
+    metadata = OperationMetadata(mesh=create_mesh(sizes))
+    x = place(metadata.mesh, rows, arrays(tokens, up))
+    text = jax.jit(lambda *x: results(metadata, *x)).lower(*x).compile().as_text()
+    self.assertEmpty(COLLECTIVE.findall(text))
+
+
+class CacheTest(parameterized.TestCase):
+
+  @parameterized.product(name=tuple(MESHES), dtype=("float32", "int8"))
+  def test_slots_over_sp(self, name, dtype):
+    """Prefills, and decodes with the slots over `sp`: each device reads its own."""
+    sizes, rows = MESHES[name]
+    metadata = OperationMetadata(mesh=create_mesh(sizes))
+    query, tokens = arrays(S, False)
+    def model(metadata, query, tokens, cache):
+      found = []
+      for begin, end in ((0, 12), (12, 13), (13, 16)):
+        output = multi_latent_attention(
+            query[:, begin:end], tokens[:, begin:end], latent_options=ABSORBED,
+            metadata=metadata, cache_view=cache, mode="__autoregressive__")
+        cache = output.cache_view
+        found.append(output.attention_outputs)
+      return found, cache
+    empty = lambda **sharding: latent.init(B, S, (L, R), dtype=dtype, **sharding)
+    held = empty(sharding=NamedSharding(metadata.mesh, P(rows, "sp")))
+    placed = place(metadata.mesh, rows, (query, tokens))
+    found, cache = jax.jit(model, static_argnums=0)(metadata, *placed, held)
+    wanted, plain = model(OperationMetadata(), query, tokens, empty())
+    close(found, wanted)
+    close(cache._replace(sharding=None), plain)
+    for x, y in ((cache.latents, held.latents), (cache.rope, held.rope), (cache.scale, held.scale)):
+      if y is not None:
+        self.assertTrue(x.sharding.is_equivalent_to(y.sharding, x.ndim), x.sharding)
+
+  def test_a_step_sends_only_results(self):
+    sizes, rows = MESHES["keys"]
+    metadata = OperationMetadata(mesh=create_mesh(sizes))
+    slots = 64
+    query, _ = arrays(1, False)
+    held = latent.init(B, slots, (L, R), dtype="float32",
+                       sharding=NamedSharding(metadata.mesh, P(rows, "sp")))
+    held = held._replace(lengths=jnp.full(B, slots, jnp.int32))
+    step = lambda query, cache: multi_latent_attention(
+        query, None, latent_options=ABSORBED, metadata=metadata, cache_view=cache,
+        mode="__autoregressive__").attention_outputs
+    text = jax.jit(step).lower(query, held).compile().as_text()
+    # f32[2,16,16], the slots of one device, would be a gather of the cache.
+    self.assertNotRegex(text, r"f32\[\d+,64,(1,)?16\]\S* (all-gather|all-to-all)")
+    self.assertNotEmpty(COLLECTIVE.findall(text))
+    said = str(explain(query, None, None, latent_options=ABSORBED, metadata=metadata,
+                       cache_view=held, mode="__autoregressive__"))
+    self.assertIn("keys over sp=4", said)
+
+  def test_shardings(self):
+    mesh = create_mesh(MESHES["keys"][0])
+    with self.assertRaisesRegex(ValueError, "no mesh axis for the numbers of a row"):
+      latent.init(B, S, (L, R), sharding=NamedSharding(mesh, P(None, None, "sp")))
+    with self.assertRaisesRegex(ValueError, "axes that divide"):
+      latent.init(B, 15, (L, R), sharding=NamedSharding(mesh, P(None, "sp")))
+
+
+if __name__ == "__main__":
+  absltest.main()

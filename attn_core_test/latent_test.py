@@ -1,0 +1,443 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""multi_latent_attention against its definition in float64: every form, argument and cache."""
+
+import functools
+import inspect
+from typing import NamedTuple
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attn_core import (CacheMetadata, LatentOptions, MaskInfo, OperationMetadata, attention,
+                       explain, masks, multi_latent_attention, score_mods)
+from attn_core.arguments import latent as arguments_latent, normalize
+from attn_core.arguments.arguments import AttentionArguments
+from attn_core.caches import latent, quantize
+from attn_core.dispatch.latent import Widths, flops
+from attn_core.references import latent as reference
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_enable_x64", True)
+
+B, L, R, NOPE, E = 2, 10, 4, 6, 5
+
+
+class Case(NamedTuple):
+  """One call; the queries are the last T tokens of the S that the rows are of."""
+
+  T: int
+  S: int = 37
+  H: int = 3
+  form: str = "absorbed"  # the implementation that must run
+  up: bool = False
+  arguments: dict = {}
+  sinks: bool = False
+
+
+def ids(*lengths):
+  """Returns segment ids of both rows of the batch; the rest is padding."""
+  row = np.repeat([*range(len(lengths)), -1], [*lengths, 37 - sum(lengths)])
+  return np.stack([row, row[::-1]]).astype(np.int32)
+
+
+def dense_mask(T, S=37):
+  seen = np.random.default_rng(7).random((B, 1, T, S)) < 0.5
+  seen[1, :, T // 2:] = False  # rows that see nothing
+  return seen
+
+
+SEGMENTS = MaskInfo.from_segments(ids(9, 20))
+CASES = {
+    "absorbed": Case(21),
+    "absorbed_full": Case(21, arguments={"causal": False}),
+    "one_query": Case(1, form="decode"),
+    "a_few_queries": Case(5, form="decode"),
+    "one_head": Case(3, H=1, form="decode"),
+    "one_head_many_queries": Case(19, H=1),
+    "many_rows": Case(7, H=9, form="decode"),
+    "one_key": Case(1, S=1, form="decode"),
+    "window": Case(21, arguments={"sliding_window": (5, 0)}),
+    "window_in_decoding": Case(3, form="decode", arguments={"sliding_window": (5, 0)}),
+    "sinks": Case(21, sinks=True),
+    "sinks_in_decoding": Case(2, sinks=True, form="decode"),
+    "soft_cap_and_chunk": Case(21, arguments={"logits_soft_cap": 1.5, "chunk_size": 8}),
+    "segments": Case(37, arguments={"mask_info": SEGMENTS}),
+    "lengths": Case(21, arguments={"mask": masks.lengths(None, np.int32([30, 0]))}),
+    "lengths_in_decoding": Case(
+        3, form="decode", arguments={"mask": masks.lengths(None, np.int32([36, 0]))}),
+    "dense_mask": Case(20, arguments={"mask": dense_mask(20)}),
+    "bias": Case(20, arguments={"bias": np.random.default_rng(3).normal(size=(1, 3, 20, 37))}),
+    "dropout": Case(20, arguments={"dropout_prob": 0.4, "dropout_rng": jax.random.key(3)}),
+    "score_mod": Case(20, arguments={"score_mod": score_mods.alibi(np.float64([0.1, 0.2, 0.4]))}),
+    "unnormalized": Case(20, arguments={"normalize_output": False}),
+    "up_one_query": Case(1, form="decode", up=True),
+    "up_few_queries": Case(9, S=999, up=True),
+    "up": Case(37, form="projected", up=True),
+    "up_full": Case(37, form="projected", up=True, arguments={"causal": False}),
+    "up_one_head": Case(37, H=1, form="projected", up=True),
+    "up_more_queries_than_keys": Case(37, S=20, form="projected", up=True),
+    "up_sinks_window": Case(37, H=4, form="projected", up=True, sinks=True,
+                            arguments={"sliding_window": (5, 2)}),
+    "up_segments": Case(37, form="projected", up=True, arguments={"mask_info": SEGMENTS}),
+    "up_lengths": Case(37, form="projected", up=True,
+                       arguments={"mask": masks.lengths(None, np.int32([30, 0]))}),
+    "up_dense_mask": Case(37, up=True, arguments={"mask": dense_mask(37)}),
+    "up_dropout": Case(37, up=True, arguments={
+        "dropout_prob": 0.4, "dropout_rng": jax.random.key(3)}),
+    "up_unnormalized": Case(37, form="projected", up=True, arguments={"normalize_output": False}),
+}
+
+
+def arrays(case, dtype=jnp.float64, seed=0):
+  """Returns query and rows, and where the case has them up-projections and sinks, by name."""
+  rng = np.random.default_rng(seed)
+  array = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
+  found = {"query": array(B, case.T, case.H, (NOPE if case.up else L) + R),
+           "rows": array(B, case.S, L + R)}
+  if case.up:
+    found |= {"key_up": array(L, case.H, NOPE), "value_up": array(L, case.H, E)}
+  return found | ({"softmax_aux": array(case.H)} if case.sinks else {})
+
+
+def call_of(case, x, **more):
+  """Returns the keywords of `attention`."""
+  options = LatentOptions(L, R, None if case.up else NOPE, x.get("key_up"), x.get("value_up"))
+  offset = {} if case.T == case.S else {"query_offset": case.S - case.T}
+  return {"query": x["query"], "key": x["rows"], "value": None, "latent_options": options,
+          "softmax_aux": x.get("softmax_aux"), "return_lse": True,
+          "mechanism": "multi_latent_attention", **offset, **case.arguments, **more}
+
+
+def attended(case, x, **more):
+  output = attention(**call_of(case, x, **more))
+  return output.attention_outputs, output.lse
+
+
+def defined(case, x):
+  """Returns the same by the definition."""
+  bound = inspect.signature(attention).bind(**call_of(case, x))
+  bound.apply_defaults()
+  given = arguments_latent.expand(AttentionArguments(**bound.arguments), None)
+  call = normalize.normalize(given).call
+  output = reference.attention(call.operands, call.spec)
+  return output.attention_outputs, output.lse
+
+
+def with_gradients(function, x, seed=5):
+  """Returns results and the gradients of a random function of them."""
+  found, pull = jax.vjp(function, x)
+  rng = np.random.default_rng(seed)
+  # The lse of a row that sees nothing is -inf, and its cotangent must not be NaN.
+  given = tuple(jnp.asarray(rng.normal(size=y.shape), y.dtype) for y in found)
+  return found, pull(given)[0]
+
+
+def close(got, want, tolerance):
+  for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    np.testing.assert_allclose(np.asarray(x, np.float64), np.asarray(y, np.float64),
+                               rtol=tolerance, atol=tolerance)
+
+
+def form_of(case, x):
+  as_shapes = {name: y for name, y in call_of(case, x).items()}
+  verdicts = explain(**as_shapes).verdicts
+  return next(v for v in verdicts if v.mechanism == "multi_latent_attention")
+
+
+class OracleTest(parameterized.TestCase):
+
+  @parameterized.named_parameters(*[(name, name) for name in CASES])
+  def test_value_lse_and_gradients(self, name):
+    case = CASES[name]
+    x = arrays(case)
+    self.assertEqual(form_of(case, x).kernel, f"latent.{case.form}")
+    close(with_gradients(functools.partial(attended, case), x),
+          with_gradients(functools.partial(defined, case), x), 1e-10)
+
+  @parameterized.parameters("absorbed", "a_few_queries", "up")
+  def test_float32_and_jit(self, name):
+    case = CASES[name]
+    x = arrays(case, jnp.float32)
+    wide = jax.tree.map(lambda y: y.astype(jnp.float64), x)
+    close(jax.jit(functools.partial(attended, case))(x), defined(case, wide), 3e-5)
+
+  @parameterized.parameters("absorbed", "a_few_queries", "up")
+  def test_bfloat16(self, name):
+    case = CASES[name]
+    x = arrays(case, jnp.bfloat16)
+    out, lse = attended(case, x)
+    self.assertEqual((out.dtype, lse.dtype), (jnp.bfloat16, jnp.float32))
+    wide = jax.tree.map(lambda y: y.astype(jnp.float64), x)
+    want, want_lse = defined(case, wide)
+    # Absorbed queries, or keys and values, are rounded to bfloat16 by up-projections.
+    tolerance = 0.15 if case.up else 2**-6
+    np.testing.assert_allclose(out.astype(jnp.float64), want, atol=tolerance, rtol=2**-6)
+    np.testing.assert_allclose(lse, want_lse, atol=tolerance)
+
+  @parameterized.parameters("absorbed", "a_few_queries", "up", "up_few_queries")
+  def test_second_derivatives_and_forward_mode(self, name):
+    case = CASES[name]
+    x, directions = arrays(case), arrays(case, seed=1)
+    def curved(function, x):
+      gradient = jax.grad(lambda x: (function(case, x)[0] ** 2).sum())
+      return jax.jvp(gradient, (x,), (directions,))
+    close(curved(attended, x), curved(defined, x), 1e-8)
+
+  @parameterized.parameters("absorbed", "one_query", "up")
+  def test_vmap(self, name):
+    case = CASES[name]
+    several = [arrays(case, seed=seed) for seed in range(3)]
+    stacked = jax.tree.map(lambda *y: jnp.stack(y), *several)
+    close(jax.vmap(functools.partial(attended, case))(stacked),
+          jax.tree.map(lambda *y: jnp.stack(y), *[attended(case, x) for x in several]), 1e-12)
+
+  @parameterized.parameters("dense_mask", "lengths_in_decoding", "lengths", "up_lengths")
+  def test_nan_outside_the_mask_stays_there(self, name):
+    """Keys that no query sees, and queries that see no key, may hold anything."""
+    case = CASES[name]
+    x = arrays(case)
+    if name != "dense_mask":
+      x["rows"] = x["rows"].at[0, 36:].set(jnp.nan).at[1].set(jnp.inf)
+      if case.T > 8:
+        x["rows"] = x["rows"].at[0, 30:].set(-jnp.inf)
+    hidden = slice(10, None) if name == "dense_mask" else slice(None)
+    poisoned = {**x, "query": x["query"].at[1, hidden].set(jnp.nan)}
+    clean = jax.tree.map(lambda y: jnp.where(jnp.isfinite(y), y, 0), poisoned)
+    got, gradients = with_gradients(functools.partial(attended, case), poisoned)
+    want, wanted = with_gradients(functools.partial(defined, case), clean)
+    close((got, gradients), (want, wanted), 1e-10)
+
+  def test_ranks_are_not_promoted(self):
+    with jax.numpy_rank_promotion("raise"):
+      for name in ("absorbed", "a_few_queries", "up_sinks_window", "up_few_queries"):
+        case = CASES[name]
+        with_gradients(functools.partial(attended, case), arrays(case))
+
+  @parameterized.parameters("absorbed", "up")
+  def test_layouts(self, name):
+    case = CASES[name]
+    x = arrays(case)
+    want = attended(case, x)[0]
+    other = {**x, "query": x["query"].swapaxes(1, 2)}
+    close(attended(case, other, layout="bhtd")[0].swapaxes(1, 2), want, 1e-12)
+    several = {**x, "query": x["query"][:, None], "rows": x["rows"][:, None]}
+    close(attended(case, several)[0][:, 0], want, 1e-12)
+
+  def test_packed_sequences(self):
+    case = CASES["segments"]
+    x = arrays(case)
+    packed = {"query": x["query"][0], "rows": x["rows"][0]}
+    got = attended(case._replace(arguments={}), packed, layout="thd",
+                   cum_seqlens_q=np.int32([0, 9, 29, 37]))[0]
+    info = MaskInfo.from_segments(np.repeat([0, 1, 2], [9, 20, 8])[None].astype(np.int32))
+    want = defined(case._replace(arguments={"mask_info": info}),
+                   {name: y[:1] for name, y in x.items()})[0]
+    close(got, want[0], 1e-10)
+
+
+class ExplainTest(absltest.TestCase):
+
+  def test_the_form_of_less_work_runs_and_is_named(self):
+    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
+    options = LatentOptions(key_up=shape(512, 16, 128), value_up=shape(512, 16, 128))
+    for queries, keys in ((1, 4096), (64, 4096), (300, 4096), (4096, 4096), (16, 16)):
+      case = Case(queries, keys, 16)
+      call = {**call_of(case, {"query": shape(2, queries, 16, 192), "rows": shape(2, keys, 576)}),
+              "latent_options": options}
+      work = flops(Widths(512, 64, 128, 128), queries, keys, 16)
+      verdict = next(v for v in explain(**call).verdicts
+                     if v.mechanism == "multi_latent_attention")
+      if work.projected < work.absorbed:
+        self.assertEqual(verdict.kernel, "latent.projected")
+      else:
+        self.assertNotEqual(verdict.kernel, "latent.projected")
+        self.assertIn(f"latent.projected: {work.projected:.3g} FLOPs", str(verdict))
+
+  def test_the_work_of_both_forms(self):
+    """Counts the multiplications of the definitions, of 2 queries, 3 keys and 5 heads."""
+    widths = Widths(7, 2, 4, 3)
+    absorb, weigh = 2 * 5 * 4 * 7 + 2 * 5 * 7 * 3, 2 * 3 * 5 * (7 + 2) + 2 * 3 * 5 * 7
+    project, heads = 3 * 5 * 7 * (4 + 3), 2 * 3 * 5 * (4 + 2) + 2 * 3 * 5 * 3
+    self.assertEqual(flops(widths, 2, 3, 5), (2 * (absorb + weigh), 2 * (project + heads)))
+
+  def test_accelerators_run_plain_xla(self):
+    case = CASES["absorbed"]
+    for platform in ("tpu", "gpu"):
+      said = explain(**call_of(case, arrays(case, jnp.float32),
+                               metadata=OperationMetadata(platform=platform)))
+      self.assertEqual(said.chosen, "multi_latent_attention")
+      self.assertIn("can, by latent.absorbed", str(said))
+
+  def test_auto_takes_it_and_others_refuse(self):
+    case = CASES["absorbed"]
+    x = arrays(case)
+    close(attended(case, x, mechanism="auto"), attended(case, x), 0)
+    with self.assertRaisesRegex(NotImplementedError, "latent rows in place of keys and values"):
+      attended(case, x, mechanism="flash_attn2")
+    with self.assertRaisesRegex(NotImplementedError, "no latent_options: it reads latent rows"):
+      attention(x["query"], x["query"], x["query"], mechanism="multi_latent_attention")
+
+
+class MemoryTest(parameterized.TestCase):
+
+  @parameterized.parameters((1, False), (64, False), (2048, True))
+  def test_values_are_not_copied(self, queries, up):
+    """Temporary memory of a forward is below that of the latent part of all rows."""
+    keys, heads, width = 8192 if queries < 65 else 2048, 16, 576
+    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
+    x = {"query": shape(1, queries, heads, 192 if up else width), "rows": shape(1, keys, width)}
+    up_arrays = [shape(512, heads, 128)] * 2 if up else [None, None]
+    def run(query, rows, *given):
+      options = LatentOptions(nope_width=128, key_up=given[0], value_up=given[1])
+      return attention(query, rows, None, latent_options=options,
+                       query_offset=keys - queries).attention_outputs
+    compiled = jax.jit(run).lower(*x.values(), *up_arrays).compile()
+    found = compiled.memory_analysis().temp_size_in_bytes
+    results = queries * heads * (128 if up else 512) * 4
+    if up:  # queries and results in the order of the steps, and half of all heads' keys and values
+      limit = queries * heads * 192 * 4 + 2 * results + keys * heads * (192 + 128) * 4 // 2
+    else:
+      limit = keys * 512 * 4 + results
+    self.assertLess(found, limit)
+
+
+class CacheTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    rng = np.random.default_rng(2)
+    array = lambda *shape: jnp.asarray(rng.normal(size=shape))
+    self.query, self.rows = array(B, 30, 3, L + R), array(B, 30, L + R)
+    self.options = LatentOptions(L, R, NOPE)
+
+  def run_steps(self, cache, *ends, rows=None):
+    """Appends the tokens between two ends after the other; returns all outputs and the cache."""
+    step = jax.jit(lambda query, rows, cache: multi_latent_attention(
+        query, rows, latent_options=self.options, cache_view=cache))
+    found, rows = [], self.rows if rows is None else rows
+    for begin, end in zip((0, *ends), ends):
+      output = step(self.query[:, begin:end], rows[:, begin:end], cache)
+      found, cache = [*found, output.attention_outputs], output.cache_view
+    return jnp.concatenate(found, 1), cache
+
+  def whole(self, rows):
+    return multi_latent_attention(self.query, rows, latent_options=self.options).attention_outputs
+
+  def test_steps_equal_the_whole(self):
+    cache = latent.init(B, 40, (L, R), dtype="float64")
+    found, cache = self.run_steps(cache, 12, 13, 17, 30)
+    close(found, self.whole(self.rows), 1e-12)
+    self.assertEqual((cache.latents.shape, cache.rope), ((B, 40, L + R), None))
+    np.testing.assert_array_equal(cache.indexs, [30, 30])
+    close(cache.latents[:, :30], self.rows, 0)
+
+  @parameterized.parameters("int8", "float8_e4m3fn")
+  def test_8_bits_with_a_16_bit_rotary_part(self, dtype):
+    cache = latent.init(B, 40, (L, R), dtype=dtype)
+    self.assertEqual((cache.latents.dtype, cache.rope.dtype), (dtype, jnp.bfloat16))
+    found, cache = self.run_steps(cache, 12, 13, 17, 30)
+    stored, scale = quantize.quantize(self.rows[..., :L], dtype)
+    rope = self.rows[..., L:].astype(jnp.bfloat16).astype(jnp.float64)
+    held = jnp.concatenate([quantize.dequantize(stored, scale, jnp.float64), rope], -1)
+    # Sums are in float64 here; dequantized latents are products of two float32 numbers.
+    close(found, self.whole(held), 1e-6)
+    # What 8 bits round off: at most half a step of each latent.
+    limit = {"int8": 0.03, "float8_e4m3fn": 0.25}[dtype]
+    self.assertLess(abs(found - self.whole(self.rows)).max(), limit)
+    grad = lambda rows, query: jax.grad(lambda query: multi_latent_attention(
+        query, None if rows is None else rows, latent_options=self.options, query_offset=None if
+        rows is None else 29, cache_view=cache if rows is None else None
+        ).attention_outputs.sum())(query)
+    close(grad(None, self.query[:, 29:]), grad(held, self.query[:, 29:]), 1e-6)
+    with self.assertRaisesRegex(NotImplementedError, "gradients of quantized"):
+      jax.grad(lambda rows: multi_latent_attention(
+          self.query, rows, latent_options=self.options, cache_view=latent.init(
+              B, 40, (L, R), dtype=dtype)).attention_outputs.sum())(self.rows)
+
+  @parameterized.parameters(1, 12)
+  def test_up_projections_from_a_cache(self, tokens):
+    case = Case(tokens, 30, up=True)
+    x = arrays(case)
+    for dtype, tolerance in (("float64", 1e-10), ("int8", 0.1)):
+      cache = latent.append(latent.init(B, 31, (L, R), dtype=dtype), x["rows"][:, :30 - tokens])
+      more = dict(key=x["rows"][:, 30 - tokens:], cache_view=cache)
+      call = {**call_of(case, x, **more), "query_offset": None}
+      close(attention(**call).attention_outputs, defined(case, x)[0], tolerance)
+
+  def test_lengths_slots_and_overflow(self):
+    cache = latent.init(3, 16, (L, R), dtype="float64")
+    options = {"latent_options": self.options}
+    output = multi_latent_attention(
+        self.query[:, :6], self.rows[:, :6], cache_view=cache, **options,
+        cache_metadata=CacheMetadata(lengths=[6, 4], slots=[2, 0]))
+    cache = output.cache_view
+    np.testing.assert_array_equal(cache.lengths, [4, 0, 6])
+    close(output.attention_outputs[0], self.whole(self.rows)[0, :6], 1e-12)
+    self.assertFalse(output.attention_outputs[1, 4:].any())
+    with self.assertRaisesRegex(ValueError, "together at most 16 slots"):
+      latent.append(cache, jnp.zeros((3, 11, L + R)))
+    full = jax.jit(lambda cache: latent.append(cache, jnp.zeros((3, 11, L + R))))(cache)
+    np.testing.assert_array_equal(full.overflow, [False, False, True])
+    np.testing.assert_array_equal(full.lengths, [15, 11, 6])
+    other = latent.append(latent.init(1, 9, (L, R), dtype="float64"), self.rows[:1, :9])
+    replaced = latent.insert(full, [2], other)
+    np.testing.assert_array_equal(replaced.lengths, [15, 11, 9])
+    np.testing.assert_array_equal(replaced.overflow, [False] * 3)
+    close(replaced.latents[2, :9], self.rows[0, :9], 0)
+
+
+HELD = latent.init(B, 8, (L, R), dtype="float64")
+ABSORBED = LatentOptions(L, R, NOPE)
+UP = jnp.ones((L, 3, NOPE)), jnp.ones((L, 3, E))
+
+
+class BadInputTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+      ({"latent_options": LatentOptions(L, R)}, "softmax_scale: got None for absorbed queries"),
+      ({"latent_options": LatentOptions(L + 1, R, NOPE)}, "key: got latent rows of 14 numbers; "
+       "expected 15 = latent_width 11"),
+      ({"latent_options": (L, R)}, "latent_options: got tuple"),
+      ({"latent_options": LatentOptions(0, R)}, "latent_options.latent_width: got 0"),
+      ({"latent_options": LatentOptions(L, R, 0)}, "latent_options.nope_width: got 0"),
+      ({"latent_options": LatentOptions(L, R, key_up=UP[0])}, "got one of the two"),
+      ({"latent_options": LatentOptions(L, R, None, UP[0][1:], UP[1])}, "latent_options.key_up"),
+      ({"latent_options": LatentOptions(L, R, 5, *UP)}, "nope_width: got 5; expected 6"),
+      ({"latent_options": LatentOptions(L, R, None, *UP)}, "query: got .*nope 6 of key_up"),
+      ({"latent_options": LatentOptions(L, R, None, UP[0][:, :2], UP[1]),
+        "query": jnp.ones((B, 8, 3, NOPE + R))}, "latent_options.key_up: got .*heads of the query"),
+      ({"value": jnp.ones((B, 8, L))}, "value: got .*None with latent_options"),
+      ({"key": jnp.ones((B, 8, 1, L + R))}, r"key: got .*\[B, S, latent \+ rope\]"),
+      ({"key": jnp.ones((3, 8, L + R))}, "key: got .*B of the query"),
+      ({"key": jnp.ones((B, 8, L + R), jnp.float32)}, "key: got .*query's dtype float64"),
+      ({"query": jnp.ones((B, 8, 3, L))}, "query: got .*absorbed queries of latent_width 10"),
+      ({"latent_options": None, "key": jnp.ones((B, 8, 3, L + R)),
+        "value": jnp.ones((B, 8, 3, L + R)), "cache_view": HELD}, "None with a LatentCache"),
+      ({"cache_view": HELD._replace(latents=HELD.latents[..., 1:])}, "latents: got"))
+  def test_errors(self, changes, message):
+    call = {"query": jnp.ones((B, 8, 3, L + R)), "key": jnp.ones((B, 8, L + R)), "value": None,
+            "latent_options": ABSORBED, **changes}
+    with self.assertRaisesRegex(ValueError, message):
+      attention(**call)
+
+  @parameterized.parameters(
+      ({"widths": 576}, "widths: got 576"), ({"widths": (512, 0)}, "rope width: got 0"),
+      ({"dtype": "int4"}, "dtype"), ({"rope_dtype": "int8"}, "rope_dtype: got int8"),
+      ({"slots": 0}, "slots: got 0"))
+  def test_init(self, changes, message):
+    with self.assertRaisesRegex(ValueError, message):
+      latent.init(**{"batch": 2, "slots": 4, "widths": (512, 64), **changes})
+
+  def test_a_cache_without_tokens_of_its_own(self):
+    with self.assertRaisesRegex(ValueError, "latents: got .* expected .*14"):
+      latent.append(HELD, jnp.ones((B, 2, L)))
+    with self.assertRaisesRegex(ValueError, "cache: got DenseCache"):
+      latent.append(latent.as_dense(HELD), jnp.ones((B, 2, L + R)))
+
+
+if __name__ == "__main__":
+  absltest.main()
