@@ -45,7 +45,8 @@ _Run = Callable[[Call], AttentionOutput]
 
 _dense = Implementation(dense.vanilla, _VANILLA | _MODS, QUADRATIC, takes_symbols=True)
 _sdpa = Implementation(sdpa.xla, _SDPA, QUADRATIC, capabilities.sdpa_limits, takes_symbols=True)
-_cudnn = Implementation(sdpa.cudnn, _CUDNN, LINEAR_BANDED, capabilities.cudnn_limits)
+_cudnn = Implementation(sdpa.cudnn, _CUDNN, LINEAR_BANDED, capabilities.cudnn_limits,
+                        has_partitioner=True)
 
 _flash = Implementation(flash.xla, _BLOCKWISE | _MODS, LINEAR, takes_symbols=True)
 _flash_tpu = Implementation(flash.tpu, _TPU, LINEAR, capabilities.tpu_limits)

@@ -7,15 +7,18 @@ JAX's own function, `jax.nn.dot_product_attention`, is plain XLA that the compil
 
 import functools
 import re
+import unittest
 
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 import numpy as np
 
-from attn_core import BlockSizes, attention, masks
+from attn_core import BlockSizes, OperationMetadata, attention, masks
+from attn_core.benchmark.static import gpu as static_gpu
 from attn_core_test import sampling
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -60,9 +63,9 @@ def mesh_of(names, sizes, kind):
   return jax.make_mesh(sizes, names, axis_types=(getattr(AxisType, kind),) * len(names))
 
 
-def compiled(function, x):
+def compiled(function, x, platform="cpu"):
   """Returns the collectives of a program, and the shardings of its results."""
-  program = jax.jit(function).lower(x).compile()
+  program = jax.jit(function).trace(x).lower(lowering_platforms=(platform,)).compile()
   return sorted(re.findall(
       r" (all-gather|all-to-all|all-reduce|collective-permute|reduce-scatter)(?:-start)?\(",
       program.as_text())), program.output_shardings
@@ -126,6 +129,25 @@ class PairsTest(parameterized.TestCase):
     x = jax.ShapeDtypeStruct((B, T, H, D), np.float32,
                              sharding=NamedSharding(mesh, P("data", None, "model")))
     self.assertEmpty(compiled(lambda x: attention(x, x, x).attention_outputs, x)[0])
+
+
+class GpuTest(parameterized.TestCase):
+  """Compiles ahead of time for four GPUs."""
+
+  @parameterized.parameters(*sampling.with_slow(
+      [("blockwise", P("tp")), ("flash_attn2", P(None, None, ("dp", "tp")))],
+      ("blockwise", P(("tp", "dp"))), ("blockwise", P(None, None, ("dp", "tp"))),
+      ("blockwise", P("dp", None, "tp")), ("flash_attn2", P(("tp", "dp"))),
+      ("flash_attn2", P("dp", None, "tp")), ("flash_attn2", P("tp"))))
+  @unittest.skipIf(static_gpu.missing(), f"nothing to compile with: {static_gpu.missing()}")
+  def test_none(self, mechanism, spec):
+    devices = topologies.get_topology_desc(
+        platform="cuda", topology="1x1x4", target_config=static_gpu.TARGET).devices
+    mesh = Mesh(np.array(devices).reshape(2, 2), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
+    metadata = OperationMetadata(platform="gpu", compute_capability="9.0", mesh=mesh)
+    x = jax.ShapeDtypeStruct((B, 128, H, 64), "bfloat16", sharding=NamedSharding(mesh, spec))
+    run = lambda x: attention(x, x, x, mechanism=mechanism, metadata=metadata).attention_outputs
+    self.assertEmpty(compiled(with_gradient(run), x, "cuda")[0])
 
 
 class VmapTest(parameterized.TestCase):

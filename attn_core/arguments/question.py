@@ -19,10 +19,11 @@ PARTITIONED = ("cpu", "gpu")
 
 def question_of(normal: Normalized) -> selection.Question:
   """Returns the question which implementation supports a call; its placements are cached."""
-  requests: dict[tuple[bool, bool], Request] = {}
+  requests: dict[tuple[bool, bool, bool], Request] = {}
 
   def request_for(implementation: Implementation) -> Request:
-    placing = implementation.shards_sequence, implementation.shards_keys
+    placing = (implementation.shards_sequence, implementation.shards_keys,
+               implementation.has_partitioner)
     if placing not in requests:
       requests[placing] = _placed_request(normal, implementation)
     return requests[placing]
@@ -82,7 +83,8 @@ def place(normal: Normalized,
         query, output_width(normal.call.operands, normal.call.spec), mesh))
   if reserved:
     placement = placement._replace(sequence=_sequence(normal, placement, whole_mesh))
-  return _left_to_the_partitioner(placement, normal.metadata)
+  return _left_to_the_partitioner(
+      placement, normal.metadata, implementation is not None and implementation.has_partitioner)
 
 
 def _of_symbolic_sizes(normal: Normalized,
@@ -129,8 +131,14 @@ def _sequence(normal: Normalized, placement: placement_lib.Placement,
 
 
 def _left_to_the_partitioner(placement: placement_lib.Placement,
-                             metadata: OperationMetadata) -> placement_lib.Placement:
+                             metadata: OperationMetadata,
+                             has_partitioner: bool) -> placement_lib.Placement:
   """Returns the placement, marked where the compiler's partitioner knows how arrays are sharded.
+
+  Args:
+    placement: of the call.
+    metadata: of the call.
+    has_partitioner: of the implementation.
 
   Raises:
     ValueError: an Auto axis that the metadata does not know, where the partitioner cannot place the
@@ -145,8 +153,8 @@ def _left_to_the_partitioner(placement: placement_lib.Placement,
   elif platform not in PARTITIONED:
     why = f"on platform {platform!r}, whose compiler asks no library for partitions"
   else:
-    # cuDNN's call has a partitioner of its own, which would not run inside of another one's part.
-    better = platform == "cpu" or bool(unknown) or placement_lib.is_ambiguous(placement)
+    # JAX's rules for cuDNN take no key heads that are sharded otherwise than the query heads.
+    better = not has_partitioner or bool(unknown) or placement_lib.is_ambiguous(placement)
     return placement._replace(partitioner=better)
   if unknown:
     raise placement_lib.unknown_axes_error(unknown, why)

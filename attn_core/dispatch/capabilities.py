@@ -150,6 +150,7 @@ class Implementation(NamedTuple):
   shards_sequence: bool = False  # over `OperationMetadata.sequence_axis_name`
   shards_keys: bool = False  # whether mesh axes may shard the key sequence
   takes_symbols: bool = False  # whether batch and lengths may be symbols of a `jax.export`
+  has_partitioner: bool = False  # whether JAX partitions its operation by rules of its own
 
   @property
   def name(self) -> str:

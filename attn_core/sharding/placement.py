@@ -7,8 +7,8 @@ the mesh. A mesh axis that shards nothing replicates the work. When the axes of 
 divide the key heads, every device holds all key heads and takes those of its query heads.
 
 Where all axes are Auto, the compiler's partitioner places the call as its operands are sharded, on
-CPUs always, on GPUs where the rules leave a choice; the rules then apply to dimensions that nothing
-shards. See `partitioned`.
+CPUs and GPUs; the rules then apply to dimensions that nothing shards. See `partitioned`. cuDNN is
+the exception where the rules leave no choice.
 """
 
 import math
