@@ -55,41 +55,42 @@ REFUSED = {
         "weights unnormalized precision softmax_dtype block_sizes optimized vmem_limit_bytes "
         "sequence_layout cache quantized pages"),
     "sdpa.cudnn": (
-        "value_width float64 chunk segments score_mod score_function sinks soft_cap dropout "
-        "lse lse_gradient weights unnormalized precision softmax_dtype block_sizes "
+        "value_width float64 chunk segments selected score_mod score_function sinks soft_cap "
+        "dropout lse lse_gradient weights unnormalized precision softmax_dtype block_sizes "
         "vmem_limit_bytes sequence_layout cache quantized pages"),
     "flash.xla": "weights vmem_limit_bytes sequence_layout quantized pages",
     "flash.gpu": (
-        "float64 mask_operands score_mod score_function weights precision softmax_dtype "
+        "float64 mask_operands selected score_mod score_function weights precision softmax_dtype "
         "vmem_limit_bytes sequence_layout quantized pages"),
     "flash.tpu": (
-        "float16 float64 mask_operands score_mod score_function weights softmax_dtype "
+        "float16 float64 mask_operands selected score_mod score_function weights softmax_dtype "
         "sequence_layout quantized pages"),
     "paged.xla": (
-        "segments positions mask mask_operands bias score_mod score_function dropout weights "
-        "unnormalized vmem_limit_bytes sequence_layout cache quantized"),
+        "segments positions mask mask_operands selected bias score_mod score_function dropout "
+        "weights unnormalized vmem_limit_bytes sequence_layout cache quantized"),
     "paged.gpu": (
-        "float64 chunk segments positions mask mask_operands bias score_mod score_function "
-        "dropout weights unnormalized precision softmax_dtype vmem_limit_bytes "
+        "float64 chunk segments positions mask mask_operands selected bias score_mod "
+        "score_function dropout weights unnormalized precision softmax_dtype vmem_limit_bytes "
         "sequence_layout cache quantized"),
     "paged.tpu": (
-        "float16 float64 chunk segments positions mask mask_operands bias score_mod "
+        "float16 float64 chunk segments positions mask mask_operands selected bias score_mod "
         "score_function dropout weights unnormalized precision softmax_dtype vmem_limit_bytes "
         "sequence_layout cache quantized"),
     "context_parallel.xla": "weights vmem_limit_bytes cache quantized pages",
     "context_parallel.gpu": (
-        "float64 mask_operands score_mod score_function weights precision softmax_dtype "
+        "float64 mask_operands selected score_mod score_function weights precision softmax_dtype "
         "vmem_limit_bytes cache quantized pages"),
     "context_parallel.tpu": (
-        "float16 float64 mask_operands score_mod score_function weights softmax_dtype cache "
-        "quantized pages"),
+        "float16 float64 mask_operands selected score_mod score_function weights softmax_dtype "
+        "cache quantized pages"),
     "decode.xla": (
-        "bias score_mod score_function dropout weights vmem_limit_bytes sequence_layout pages"),
+        "selected bias score_mod score_function dropout weights vmem_limit_bytes sequence_layout "
+        "pages"),
     "decode.gpu": (
-        "float64 mask_operands bias score_mod score_function dropout weights precision "
+        "float64 mask_operands selected bias score_mod score_function dropout weights precision "
         "softmax_dtype vmem_limit_bytes sequence_layout pages"),
     "decode.tpu": (
-        "float16 float64 bias score_mod score_function dropout weights precision "
+        "float16 float64 selected bias score_mod score_function dropout weights precision "
         "softmax_dtype vmem_limit_bytes sequence_layout pages"),
 }
 # One array holds keys and values, so that these have one width.
