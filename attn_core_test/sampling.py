@@ -35,6 +35,7 @@ QUICK = {
     "short_test.PrecisionTest.test_b*": 1, "short_test.PrecisionTest.*": 3,
     "short_test.ValuesTest.test_float32*": 2, "short_test.NonfiniteTest.test_[rw]*": 2,
     "partials_test.*.test_equals*": 3, "score_mods_attention_test.CacheTest.*": 2,
+    "selected_test.MeaningTest.test_every_derivative*": 4,
     "score_mods_attention_test.DtypesTest.test_16*": 2,
     "ring_*test.BadInputTest.*": 1, "ring_test.*.test_one_number*": 1, "ring_*test.*": 3,
     "paged_bad_input_test.*": 1,

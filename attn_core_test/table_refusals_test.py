@@ -61,44 +61,46 @@ REFUSED = {
     "sdpa.cudnn": (
         "value_width float64 chunk segments score_mod score_function sinks soft_cap dropout lse "
         "lse_gradient weights unnormalized precision softmax_dtype block_sizes vmem_limit_bytes "
-        "sequence_layout cache quantized pages draft_mask scope prefixes latent"),
+        "sequence_layout cache quantized pages draft_mask scope prefixes latent selected"),
     "flash.xla": (
         "weights vmem_limit_bytes sequence_layout quantized pages draft_mask scope prefixes "
         "latent"),
     "flash.gpu": (
         "float64 mask_operands score_mod score_function weights precision softmax_dtype "
-        "vmem_limit_bytes sequence_layout quantized pages draft_mask scope prefixes latent"),
+        "vmem_limit_bytes sequence_layout quantized pages draft_mask scope prefixes latent "
+        "selected"),
     "flash.tpu": (
         "float16 float64 mask_operands score_mod score_function weights softmax_dtype "
-        "sequence_layout quantized pages draft_mask scope prefixes latent"),
+        "sequence_layout quantized pages draft_mask scope prefixes latent selected"),
     "paged.xla": (
         "segments positions mask mask_operands bias score_mod score_function dropout weights "
-        "unnormalized vmem_limit_bytes sequence_layout cache quantized latent"),
+        "unnormalized vmem_limit_bytes sequence_layout cache quantized latent selected"),
     "paged.gpu": (
         "float64 chunk segments positions mask mask_operands bias score_mod score_function "
         "dropout weights unnormalized precision softmax_dtype vmem_limit_bytes sequence_layout "
-        "cache quantized draft_mask scope prefixes latent"),
+        "cache quantized draft_mask scope prefixes latent selected"),
     "paged.tpu": (
         "float16 float64 chunk segments positions mask mask_operands bias score_mod "
         "score_function dropout weights unnormalized precision softmax_dtype vmem_limit_bytes "
-        "sequence_layout cache quantized draft_mask scope prefixes latent"),
+        "sequence_layout cache quantized draft_mask scope prefixes latent selected"),
     "context_parallel.xla": (
         "weights vmem_limit_bytes cache quantized pages draft_mask scope prefixes latent"),
     "context_parallel.gpu": (
         "float64 mask_operands score_mod score_function weights precision softmax_dtype "
-        "vmem_limit_bytes cache quantized pages draft_mask scope prefixes latent"),
+        "vmem_limit_bytes cache quantized pages draft_mask scope prefixes latent selected"),
     "context_parallel.tpu": (
         "float16 float64 mask_operands score_mod score_function weights softmax_dtype cache "
-        "quantized pages draft_mask scope prefixes latent"),
+        "quantized pages draft_mask scope prefixes latent selected"),
     "decode.xla": (
         "bias score_mod score_function dropout weights vmem_limit_bytes sequence_layout pages "
-        "draft_mask scope prefixes latent"),
+        "draft_mask scope prefixes latent selected"),
     "decode.gpu": (
         "float64 mask_operands bias score_mod score_function dropout weights precision "
-        "softmax_dtype vmem_limit_bytes sequence_layout pages draft_mask scope prefixes latent"),
+        "softmax_dtype vmem_limit_bytes sequence_layout pages draft_mask scope prefixes latent "
+        "selected"),
     "decode.tpu": (
         "float16 float64 bias score_mod score_function dropout weights precision softmax_dtype "
-        "vmem_limit_bytes sequence_layout pages draft_mask scope prefixes latent"),
+        "vmem_limit_bytes sequence_layout pages draft_mask scope prefixes latent selected"),
     "latent.projected": (
         "bias score_mod score_function dropout weights vmem_limit_bytes sequence_layout pages "
         "draft_mask scope prefixes"),

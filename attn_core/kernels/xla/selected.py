@@ -14,7 +14,6 @@ Axes of a step are those of `selected_steps`.
 from typing import NamedTuple
 
 import jax
-from jax import lax
 import jax.numpy as jnp
 
 from attn_core.kernels.common import dense_operands, nonfinite, online_softmax
@@ -72,7 +71,7 @@ def backward(inputs: Inputs, residuals: BackwardResiduals, cotangents: Residuals
   """Computes the cotangents of the operands named in `wrt`; see `contract.BackwardFn`.
 
   dS = P * (d_out . value - delta), and from it d_query and d_key; d_value = P^T . d_out. Scores are
-  transposed, [num_blocks, n, block_rows], so that products are row-major without transpositions.
+  transposed, [num_blocks, n, block_rows], so that all products but that of d_query are row-major.
   """
   operands = inputs.operands
   dense_operands.assert_operands(operands)
@@ -102,11 +101,8 @@ def backward(inputs: Inputs, residuals: BackwardResiduals, cotangents: Residuals
                           transposed=True)
       d_scores = weights * (d_weights * kept - columns(row_delta, n))
       d_scores = d_scores if slope is None else d_scores * slope
-      # The barrier keeps XLA from folding the transposition into the product, which is slower.
-      key_columns = lax.optimization_barrier(key.swapaxes(1, 2))
-      d_query = product("bdn,bnr->bdr", key_columns, d_scores, inputs).swapaxes(1, 2)
       return _Sums(
-          write(inputs, sums.query, n, d_query),
+          write(inputs, sums.query, n, product("bnr,bnd->brd", d_scores, key, inputs)),
           scattered(sums.key, keys, product("bnr,brd->bnd", d_scores, rows, inputs)),
           scattered(sums.value, keys, product(
               "bnr,bre->bne", dropped(inputs, keys, weights, transposed=True), d_rows, inputs)))
