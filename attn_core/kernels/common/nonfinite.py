@@ -30,8 +30,12 @@ def is_finite(keys: jax.Array, values: jax.Array) -> jax.Array:
     keys: [..., D].
     values: [..., E].
   """
-  zero_or_nan = lambda x: (x - x).astype(jnp.float32).sum(-1, keepdims=True)
-  return zero_or_nan(keys) + zero_or_nan(values) == 0
+  return _zero_or_nan(keys) + _zero_or_nan(values) == 0
+
+
+def _zero_or_nan(x: jax.Array) -> jax.Array:
+  """Returns float32 [..., 1]: 0 where all numbers of x [..., D] are finite, else NaN."""
+  return (x - x).astype(jnp.float32).sum(-1, keepdims=True)
 
 
 def nan_of_pairs(keys: jax.Array, values: jax.Array) -> jax.Array:
@@ -41,7 +45,7 @@ def nan_of_pairs(keys: jax.Array, values: jax.Array) -> jax.Array:
     keys: [..., D].
     values: [..., E].
   """
-  return jnp.where(is_finite(keys, values), 0, jnp.nan).astype(keys.dtype)
+  return (_zero_or_nan(keys) + _zero_or_nan(values)).astype(keys.dtype)
 
 
 def mask_nonfinite(x: jax.Array) -> jax.Array:
