@@ -185,9 +185,10 @@ def _mechanism(name: str, case: Case, inputs: Inputs) -> jax.Array:
     options = LatentOptions(case.value_width, case.width - case.value_width)
     key, value = key[:, :, 0], None
   return attention(
-      inputs.query, key, value, latent_options=options, mechanism=name, mask_info=info, causal=case.causal,
-      query_offset=offset, sliding_window=case.window, softmax_scale=case.softmax_scale,
-      logits_soft_cap=case.soft_cap, softmax_aux=inputs.sinks).attention_outputs
+      inputs.query, key, value, latent_options=options, mechanism=name, mask_info=info,
+      causal=case.causal, query_offset=offset, sliding_window=case.window,
+      softmax_scale=case.softmax_scale, logits_soft_cap=case.soft_cap,
+      softmax_aux=inputs.sinks).attention_outputs
 
 
 def _require_none(name: str, needs: dict[str, Any]) -> None:
