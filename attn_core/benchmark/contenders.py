@@ -180,13 +180,13 @@ def _mechanism(name: str, case: Case, inputs: Inputs) -> jax.Array:
   """A mechanism of this library."""
   info = None if inputs.segment_ids is None else MaskInfo.from_segments(inputs.segment_ids)
   offset = None if case.queries == case.keys else case.keys - case.queries
-  key, value, options = inputs.key, inputs.value, None
+  key, options = inputs.key, None
   if case.latent and name == "multi_latent_attention":
     options = LatentOptions(case.value_width, case.width - case.value_width)
-    key, value = key[:, :, 0], None
+    key = key[:, :, 0]
   return attention(
-      inputs.query, key, value, latent_options=options, mechanism=name, mask_info=info,
-      causal=case.causal, query_offset=offset, sliding_window=case.window,
+      inputs.query, key, None if options else inputs.value, latent_options=options, mechanism=name,
+      mask_info=info, causal=case.causal, query_offset=offset, sliding_window=case.window,
       softmax_scale=case.softmax_scale, logits_soft_cap=case.soft_cap,
       softmax_aux=inputs.sinks).attention_outputs
 
