@@ -128,7 +128,7 @@ class RingConfig(NamedTuple):
 
 
 class LatentOptions(NamedTuple):
-  """Latent rows in place of keys and values, as multi-head latent attention stores them.
+  """Latent rows in place of keys and values, as DeepSeek-V2 stores them.
 
   `key` of a call is then one row [B, S, latent + rope] for each token, and `value` None: a row is
   the key of all heads, and its first latent_width numbers are their value.

@@ -180,13 +180,15 @@ def _mechanism(name: str, case: Case, inputs: Inputs) -> jax.Array:
   """A mechanism of this library."""
   info = None if inputs.segment_ids is None else MaskInfo.from_segments(inputs.segment_ids)
   offset = None if case.queries == case.keys else case.keys - case.queries
-  latent = case.latent and name == "multi_latent_attention"
+  key, options = inputs.key, None
+  if case.latent and name == "multi_latent_attention":
+    options = LatentOptions(case.value_width, case.width - case.value_width)
+    key = key[:, :, 0]
   return attention(
-      inputs.query, inputs.key[:, :, 0] if latent else inputs.key, None if latent else inputs.value,
-      latent_options=LatentOptions(case.value_width, case.width - case.value_width) if latent
-      else None, mechanism=name, mask_info=info, causal=case.causal, query_offset=offset,
-      sliding_window=case.window, softmax_scale=case.softmax_scale,
-      logits_soft_cap=case.soft_cap, softmax_aux=inputs.sinks).attention_outputs
+      inputs.query, key, None if options else inputs.value, latent_options=options, mechanism=name,
+      mask_info=info, causal=case.causal, query_offset=offset, sliding_window=case.window,
+      softmax_scale=case.softmax_scale, logits_soft_cap=case.soft_cap,
+      softmax_aux=inputs.sinks).attention_outputs
 
 
 def _require_none(name: str, needs: dict[str, Any]) -> None:

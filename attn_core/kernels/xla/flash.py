@@ -152,8 +152,7 @@ def tangent(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
         weigh = lambda x, of: tile_ops.dot(cpu_math.narrow(kept(x), of.dtype), of, inputs)
         d_out = d_out + weigh(d_logits, value)
         if ("value" if spec.latent_width is None else "key") in tangents:
-          d_key = tile_ops.key_rows(d_inputs.operands.key, inputs, grid_index, j)
-          d_value = tile_ops.value_rows(d_inputs, grid_index, j, d_key)
+          d_value = tile_ops.value_rows(d_inputs, grid_index, j)
           d_out = d_out + weigh(weights, d_value)
         return d_lse, d_out
 
@@ -260,13 +259,14 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
           inputs, grid_index, key_tile, (i, j, masked), sums), sums)
       assert sums.key is not None and sums.value is not None
       scaled = sums.key * (tile_ops.scale_parts(inputs)[1] / tile_ops.d_logits_scale(inputs))
-      of_values = sums.value * tile_ops.kept_scale(inputs)
-      if spec.latent_width is None:
-        d_value = tile_ops.write_key_rows(inputs, grid_index, j, d_value, of_values)
-      else:  # values are a part of the keys
+      if spec.latent_width is not None:  # values are a part of the keys
+        of_values = sums.value * tile_ops.kept_scale(inputs)
         scaled = scaled + dense_operands.pad_axis(
             of_values, 2, scaled.shape[2] - spec.latent_width)
       d_key = tile_ops.write_key_rows(inputs, grid_index, j, d_key, scaled)
+      if spec.latent_width is None:
+        d_value = tile_ops.write_key_rows(
+            inputs, grid_index, j, d_value, sums.value * tile_ops.kept_scale(inputs))
       return sums._replace(key=None, value=None), d_key, d_value
 
     d_query, d_key, d_value, d_bias, d_mods = results

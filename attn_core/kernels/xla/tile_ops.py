@@ -237,9 +237,17 @@ def key_rows(x: jax.Array, inputs: BlockedInputs, grid_index: GridIndex,
 
 
 def value_rows(inputs: BlockedInputs, grid_index: GridIndex, block: Index,
-               key: jax.Array) -> jax.Array:
-  """Returns a block of values [step_heads, block_kv, E], where `key` is the same block of keys."""
+               key: jax.Array | None = None) -> jax.Array:
+  """Returns a block of values [step_heads, block_kv, E].
+
+  Args:
+    inputs: the attention.
+    grid_index: batch row and heads.
+    block: number of the block.
+    key: the same block of keys, if it is known: latent values are a part of it.
+  """
   if inputs.spec.latent_width is not None:
+    key = key_rows(inputs.operands.key, inputs, grid_index, block) if key is None else key
     return key[..., :inputs.spec.latent_width]
   return key_rows(inputs.operands.value, inputs, grid_index, block)
 
@@ -263,8 +271,9 @@ def keys_and_values(inputs: BlockedInputs, grid_index: GridIndex, block: Index,
     nan_keys: of `nonfinite.nan_of_pairs`, [B, S, K, 1]. Choosing between numbers by it, for keys
       and values, takes a quarter of the time to compile a forward.
   """
-  key, nan = (key_rows(x, inputs, grid_index, block) for x in (inputs.operands.key, nan_keys))
+  key = key_rows(inputs.operands.key, inputs, grid_index, block)
   value = value_rows(inputs, grid_index, block, key)
+  nan = key_rows(nan_keys, inputs, grid_index, block)
   return cpu_math.add_nan(key, nan), cpu_math.fill_nonfinite(0.0, value)
 
 
