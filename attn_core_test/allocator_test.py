@@ -62,6 +62,17 @@ class AllocatorTest(absltest.TestCase):
     self.assertEqual(dict(pool.requests), {"a": ((0, 1), 6), "b": ((0, 1), 6), "c": ((0, 1), 5)})
     self.assertEqual(allocator.extend_all(pool, {})[0].num_free, 4)
 
+  def test_no_tokens_need_no_page(self):
+    """A request that shares its last page keeps it until it writes to it."""
+    pool = allocator.fork(filled(2, 4, a=6), "a", "b", 6)
+    self.assertEqual(pool.num_free, 0)
+    for after, copies in (allocator.extend(pool, "b", 0),
+                          allocator.extend_all(pool, {"a": 0, "b": 0})):
+      self.assertEqual((dict(after.requests), copies), (dict(pool.requests), ()))
+    pool = allocator.fork(filled(3, 4, a=6), "a", "b", 6)
+    after, copies = allocator.extend_all(pool, {"a": 0, "b": 1})
+    self.assertEqual((after.requests["b"].pages, copies), ((0, 2), ((1, 2),)))
+
   def test_published_pages_are_found(self):
     text = list(range(100, 111))
     pool = allocator.publish(filled(4, 4, a=11), "a", text)  # two full pages

@@ -87,6 +87,8 @@ class MasksTest(parameterized.TestCase):
     self.assertIsNone(get_fcm_mask(AttnConfig(), 2, 7, False))
     with self.assertRaisesRegex(ValueError, "key: got None.*fcm_max_ratio=0.6"):
       get_fcm_mask(config, 2, 7, False)
+    with self.assertRaisesRegex(ValueError, "fcm_min_ratio: got 0.7; expected at most"):
+      get_fcm_mask(config._replace(fcm_min_ratio=0.7), 2, 7, False, key)
 
 
 class BasicRopeTest(absltest.TestCase):

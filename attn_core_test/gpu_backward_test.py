@@ -6,6 +6,7 @@ See gpu_test for the forward and for what both share.
 """
 
 import os
+import re
 
 # Interpreted warpgroups wait for each other on threads of XLA's, of which there are otherwise as
 # many as cores.
@@ -163,6 +164,13 @@ def _results(jaxpr):
       yield from _results(inner.jaxpr)
 
 
+def _program(case):
+  """Returns the text of a backward without addresses."""
+  residuals = Residuals(*jax.eval_shape(case.forward, case.shapes))
+  jaxpr = jax.make_jaxpr(case.backward)(case.shapes, residuals, residuals)
+  return re.sub("0x[0-9a-f]+", "", str(jaxpr))
+
+
 class RefusalTest(parameterized.TestCase):
 
   @parameterized.parameters(
@@ -173,6 +181,12 @@ class RefusalTest(parameterized.TestCase):
     case = Case(D=width, blocks=blocks)
     with self.assertRaisesRegex(ValueError, words):
       KERNEL.check(case.shapes, case.full_spec, case.blocks)
+
+  def test_requested_blocks_reach_the_kernel(self):
+    chosen, as_chosen, smaller = (_program(Case(blocks=BlockSizes(block_kv_backward=size)))
+                                  for size in (None, 128, 64))
+    self.assertTrue(as_chosen == chosen)  # without printing the programs
+    self.assertFalse(smaller == chosen)
 
   @parameterized.product(width=tiling.WIDTHS, value_width=tiling.WIDTHS)
   def test_chosen_blocks_fit(self, width, value_width):

@@ -32,9 +32,17 @@ def operands(width: int = 64, value_width: int | None = None, dtype: str = "bflo
                   MaskOperands(()), None, None)
 
 
-def gpu(requested: BlockSizes = BlockSizes(), **shape: Any) -> None:
+def gpu_forward(requested: BlockSizes = BlockSizes(), **shape: Any) -> None:
   gpu_tiling.make_tiling(operands(**shape), SPEC, requested)
+
+
+def gpu_backward(requested: BlockSizes = BlockSizes(), **shape: Any) -> None:
   gpu_tiling.make_backward_tilings(operands(**shape), SPEC, requested)
+
+
+def gpu(requested: BlockSizes = BlockSizes(), **shape: Any) -> None:
+  gpu_forward(requested, **shape)
+  gpu_backward(requested, **shape)
 
 
 def tpu(requested: BlockSizes = BlockSizes(), *, backward: bool = False, **shape: Any) -> None:
@@ -44,12 +52,13 @@ def tpu(requested: BlockSizes = BlockSizes(), *, backward: bool = False, **shape
 
 # (name, the call that is refused, its exception, words, the like of it that is taken)
 TILINGS = (
-    ("gpu_dtype", lambda: gpu(dtype="float32"), NotImplementedError, "query: dtype float32",
-     lambda: gpu(dtype="float16")),
-    ("gpu_width", lambda: gpu(width=257), NotImplementedError, "width 257",
-     lambda: gpu(width=256)),
-    ("gpu_value_width", lambda: gpu(value_width=264), NotImplementedError, "value: width 264",
-     lambda: gpu(value_width=8)),
+    *((f"{tiled.__name__}_{name}", lambda tiled=tiled, shape=shape: tiled(**shape),
+       NotImplementedError, words, lambda tiled=tiled, like=like: tiled(**like))
+      for tiled in (gpu_forward, gpu_backward)
+      for name, shape, words, like in (
+          ("dtype", {"dtype": "float32"}, "query: dtype float32", {"dtype": "float16"}),
+          ("width", {"width": 257}, "width 257", {"width": 256}),
+          ("value_width", {"value_width": 264}, "value: width 264", {"value_width": 8}))),
     ("gpu_heads", lambda: gpu(BlockSizes(block_heads=2)), ValueError, "block_heads: got 2", gpu),
     ("gpu_block_q", lambda: gpu(BlockSizes(block_q=96)), ValueError, "block_q: got 96",
      lambda: gpu(BlockSizes(block_q=128))),

@@ -3,6 +3,7 @@
 """Mesh axes of dimensions, by their meaning: modes, shapes, meshes, reports of what is dropped."""
 
 import itertools
+import types
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -12,7 +13,7 @@ import numpy as np
 
 from attn_core import OperationMetadata
 from attn_core.mechanisms.context_parallel import ulysses
-from attn_core.sharding import partition, placement, varying_axes
+from attn_core.sharding import partition, partitioned, placement, varying_axes
 from attn_core.sharding.mesh import create_mesh
 from attn_core.sharding.partition import DroppedAxis, PartitionAxis, fit, resolve
 from attn_core.types import DECODE_MODES, MODES
@@ -281,6 +282,24 @@ class PlacementTest(parameterized.TestCase):
                                    check_vma=False), x)
     self.assertIsNone(found[0])
     self.assertEqual((found[1].batch, found[1].heads), ((), ("tp",)))
+
+
+class ChosenAxesTest(absltest.TestCase):
+
+  def test_axes_of_a_dimension_in_any_order(self):
+    mesh = create_mesh((2, 2, 2), ("a", "b", "c"))
+    for count in range(4):
+      for axes in itertools.permutations("abc", count):
+        for spec in (P(axes), P(None, axes)):
+          sharding = NamedSharding(mesh, spec)
+          slices = sharding.devices_indices_map((8, 16))
+          numbered = {i: slices[device] for i, device in enumerate(mesh.devices.flat)}
+          found = partitioned.axes_of(types.SimpleNamespace(
+              shape=(8, 16), sharding=types.SimpleNamespace(
+                  shard_shape=sharding.shard_shape, devices_indices_map=lambda _: numbered)),
+              mesh.abstract_mesh)
+          self.assertEqual(found, [partition.axis_names(entry, "x")
+                                   for entry in (*spec, None)[:2]], spec)
 
 
 class VaryingAxesTest(absltest.TestCase):

@@ -377,7 +377,8 @@ class BadInputTest(parameterized.TestCase):
 
   @parameterized.parameters(
       ("TPU v5 lite", "v5e"), ("TPU v5", "v5p"), ("TPU v6 lite", "v6e"), ("TPU7x", "tpu7x"),
-      ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("cpu", "cpu"), ("V5E", "v5e"))
+      ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("cpu", "cpu"), ("V5E", "v5e"),
+      ("NVIDIA H200 NVL", "h200"))
   def test_names_of_devices(self, kind, name):
     self.assertIs(peaks.find(kind), peaks.DEVICES[name])
 
