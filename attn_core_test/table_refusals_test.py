@@ -106,7 +106,7 @@ REFUSED = {
         "draft_mask scope prefixes"),
     "latent.decode": (
         "bias score_mod score_function dropout weights vmem_limit_bytes sequence_layout pages "
-        "draft_mask scope prefixes"),
+        "draft_mask scope selected prefixes"),
     "latent.absorbed": "weights vmem_limit_bytes sequence_layout pages draft_mask scope prefixes",
 }
 # One array holds keys and values, so that these have one width.

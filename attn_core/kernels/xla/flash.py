@@ -287,16 +287,24 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
     d_bias = jnp.zeros(bias.shape, inputs.dtype)
   initial: Any = (*(zeros(x.shape, x.dtype) for x in (query, key, value)), d_bias,
                   score_tiles.start(inputs, wrt))
-  d_query, d_key, d_value, d_bias, d_mods = tile_ops.loop(0, inputs.num_steps, step, initial)
+  found = _without_padding(operands, tile_ops.loop(0, inputs.num_steps, step, initial), wrt)
+  if operands.sinks is not None and "sinks" in wrt:
+    found["sinks"] = d_sinks(operands.sinks, residuals.lse, delta)
+  return tuple(found[name] for name in wrt)
+
+
+def _without_padding(operands: Operands, results: _Found,
+                     wrt: tuple[str, ...]) -> dict[str, jax.Array]:
+  """Returns the cotangents by the names of their operands."""
+  d_query, d_key, d_value, d_bias, d_mods = results
   found = {"query": d_query[:, :operands.query.shape[1]], "key": d_key[:, :operands.key.shape[1]],
            "value": d_value[:, :operands.value.shape[1]],
            **score_tiles.finish(operands, d_mods)}
   if operands.bias is not None and "bias" in wrt:
+    assert d_bias is not None
     rows, columns = operands.bias.shape[2:]
     found["bias"] = d_bias[:, :, :rows, :columns].astype(operands.bias.dtype)
-  if operands.sinks is not None and "sinks" in wrt:
-    found["sinks"] = d_sinks(operands.sinks, residuals.lse, delta)
-  return tuple(found[name] for name in wrt)
+  return found
 
 
 def _sums_delta(inputs: tile_ops.BlockedInputs, residuals: BackwardResiduals) -> bool:
