@@ -79,6 +79,23 @@ class ListTest(parameterized.TestCase):
     self.assertEqual(lists, (1, 1, len(expected), 1))
     self.assertEqual(schedule.num_steps(mask, sizes, by_keys=by_keys), len(expected))
 
+  @parameterized.product(make=(masks.causal, lambda: masks.window(300, 10)), traced=(False, True))
+  def test_descending_steps_are_the_same_from_last_to_first(self, make, traced):
+    sizes = schedule.Tiling(1100, 900, 256, 128, 128, 128)
+    ids = np.zeros((1, 1100), np.int32)
+    def build(ids, descending):
+      mask = make() & masks.segments(ids, ids[:, :900]) if traced else make()
+      return schedule.build(mask, sizes, by_keys=False, descending=descending)[0]
+    run = jax.jit(build, static_argnums=1) if traced else build
+    steps, reversed_steps = (
+        [x for x in zip(*(y[0].tolist() for y in run(ids, descending))) if x[3]]
+        for descending in (False, True))
+    key = lambda step: (step[0], -step[1])
+    columns_and_kinds = [x[:3] for x in sorted(steps, key=key)]
+    self.assertNotEqual(columns_and_kinds, [x[:3] for x in steps])
+    self.assertEqual([x[:3] for x in reversed_steps], columns_and_kinds)
+    self.assertEqual([x[3] for x in reversed_steps], [x[3] for x in steps])
+
   @parameterized.parameters(1, 2, 3)
   def test_ranges_of_traced_masks(self, range_blocks):
     """Checks lists of batch rows that see all blocks, some, and none."""

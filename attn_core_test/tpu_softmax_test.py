@@ -171,7 +171,7 @@ class FeaturesTest(parameterized.TestCase):
 # Of 6 steps, of which 0, 1 and 3 begin a row of blocks, where the naive softmax may be tried again
 # 3 steps after it failed: (steps that begin naively, steps that are computed safely).
 EXPECTED_STEPS = {"nothing": (6, 0), "times_512": (2, 6), "one_hot_row": (2, 5),
-                  "hot_in_the_last_step": (6, 1), "a_nan_value": (2, 2)}
+                  "hot_in_the_last_step": (6, 1), "a_nan_value": (2, 2), "alibi": (6, 0)}
 
 
 class ChoiceTest(parameterized.TestCase):
@@ -189,8 +189,9 @@ class ChoiceTest(parameterized.TestCase):
     def counted_naive(state, failed):
       jax.debug.callback(lambda: counts.update(["naive"]))
       return after_naive(state, failed)
-    case = SEVERAL._replace(B=1)
-    arrays = {key: CHANGES[name].get(key, lambda x: x)(x) for key, x in case.arrays().items()}
+    case = (FEATURES["alibi"] if name == "alibi" else SEVERAL)._replace(B=1)
+    changes = {key: lambda _, f=f: f() for key, f in VALUES.get(name, {}).items()} or CHANGES[name]
+    arrays = {key: changes.get(key, lambda x: x)(x) for key, x in case.arrays().items()}
     with (mock.patch.object(forward_step.ForwardStep, "fold_block", counted_fold),
           mock.patch.object(softmax_choice.SoftmaxChoice, "after_naive", counted_naive),
           mock.patch.object(softmax_choice, "SAFE_STEPS", 3), interpreted("eager")):

@@ -72,7 +72,10 @@ def _forward_group(operands: Operands, spec: AttentionSpec, block_sizes: BlockSi
   value_width = operands.value.shape[3]
   # 1. Schedule.
   mask = dense_operands.mask_of(operands, spec)
-  steps, lists = schedule.build(mask, tiling, by_keys=False)
+  # A bias may be a penalty that grows with distance, as with ALiBi. The keys nearest to a causal
+  # row, which are its last ones, then keep its sum in the range of the naive softmax.
+  steps, lists = schedule.build(mask, tiling, by_keys=False,
+                                descending=operands.bias is not None)
   # 2. Inputs and outputs.
   inputs = tile_inputs.TileInputs(steps, lists, tiling, by_keys=False)
   arrays = operands.query, operands.key, operands.value

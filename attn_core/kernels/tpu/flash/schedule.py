@@ -142,7 +142,8 @@ class StepLists(NamedTuple):
     return number * 2 + half if self.halves > 1 else number
 
 
-def build(mask: Mask, tiling: Tiling, *, by_keys: bool) -> tuple[Schedule, StepLists]:
+def build(mask: Mask, tiling: Tiling, *, by_keys: bool,
+          descending: bool = False) -> tuple[Schedule, StepLists]:
   """Builds the grid steps of a mask.
 
   Args:
@@ -150,6 +151,7 @@ def build(mask: Mask, tiling: Tiling, *, by_keys: bool) -> tuple[Schedule, StepL
     tiling: blocks and tiles; at most 16 tiles a block.
     by_keys: row blocks are blocks of keys (the backward) instead of queries; the blocks of queries
       are divided into ranges.
+    descending: visits the blocks of a row from the last one to the first.
 
   Returns:
     (the schedule, its lists); NumPy arrays if the mask holds none that are traced.
@@ -163,7 +165,8 @@ def build(mask: Mask, tiling: Tiling, *, by_keys: bool) -> tuple[Schedule, StepL
     kinds = _rounded(kinds, _static_tiles(mask, tiling, by_keys), TILES_FOR_BRANCH[by_keys])
   room = num_steps(mask, tiling, by_keys=by_keys)
   ranges, halves = (tiling.num_ranges, 1) if by_keys else (1, tiling.halves)
-  steps, longest = step_list.compact(_by_list(kinds, halves), ranges, room, xp)
+  steps, longest = step_list.compact(_by_list(kinds, halves), ranges, room, xp,
+                                     descending=descending)
   if halves > 1:
     half = np.arange(len(steps.rows), dtype=np.int32)[:, None] % 2
     steps = steps._replace(rows=2 * steps.rows + (steps.rows + half) % 2)  # see `_in_halves`

@@ -112,8 +112,8 @@ def with_idle(visited: Array, num_ranges: int, xp: ModuleType) -> Array:
   return visited | (xp.reshape(idle, (lists, rows, 1)) & is_first(columns, 1, 1, -1))
 
 
-def compact(kinds: Array, num_ranges: int, room: int,
-            xp: ModuleType) -> tuple[Schedule, int | jax.Array]:
+def compact(kinds: Array, num_ranges: int, room: int, xp: ModuleType, *,
+            descending: bool) -> tuple[Schedule, int | jax.Array]:
   """Lists the blocks with a visible tile.
 
   Args:
@@ -121,6 +121,7 @@ def compact(kinds: Array, num_ranges: int, room: int,
     num_ranges: ranges of column blocks.
     room: length of the lists, at least that of the longest.
     xp: numpy, or jax.numpy if `kinds` is traced.
+    descending: visits the blocks of a row from the last column to the first.
 
   Returns:
     (the schedule, steps of the longest list).
@@ -128,7 +129,11 @@ def compact(kinds: Array, num_ranges: int, room: int,
   lists, rows, columns = kinds.shape[:3]
   row_blocks = rows // num_ranges
   listed = with_idle((kinds != block_map.EMPTY).any(-1), num_ranges, xp)
-  row, column, count = _listed_blocks(listed, room, xp)
+  if descending:
+    row, column, count = _listed_blocks(listed[..., ::-1], room, xp)
+    column = columns - 1 - column
+  else:
+    row, column, count = _listed_blocks(listed, room, xp)
   active = np.arange(room, dtype=np.int32)[None] < count
   bits = xp.take_along_axis(tile_bits(kinds).reshape(lists, -1), row * columns + column, axis=-1)
   flags = _edges(row, count, FIRST, LAST, xp)
