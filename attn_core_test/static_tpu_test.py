@@ -95,6 +95,8 @@ class ReadingTest(absltest.TestCase):
   def test_pages_tables(self):
     programs = list(tpu_pages.programs("v6e", ["decode"]))
     self.assertLen(programs, 2 * len(tpu_pages.FORMS))
+    long = list(tpu_pages.programs("v6e", ["prefill", "mixed"]))
+    self.assertEqual([x.case.key_heads for x in long], 6 * [1])  # compiled in reasonable time
     ours, theirs = programs[:2]
     self.assertEqual([x.contender for x in (ours, theirs)],
                      [tpu_pages_programs.OURS, tpu_pages_programs.RPA])

@@ -23,22 +23,27 @@ class Kind(NamedTuple):
   name: str
   requests: tuple[int, int]  # of one query, and of many
   lengths: tuple[int, int]  # tokens of every request, queries of one of many
+  forms: tuple[tuple[int, tuple[int, int], int], ...]  # (page size, (H, K), D)
   blocks: dict[str, tuple[tuple[int, int], ...]]  # contender -> (queries, keys); 0: its own choice
 
 
 # (page size, (H, K), D): the first one, and others that differ in one number.
 FORMS = ((16, (32, 8), 128), (64, (32, 8), 128), (256, (32, 8), 128), (16, (8, 1), 128),
          (16, (64, 8), 128), (16, (32, 8), 64), (16, (32, 8), 256))
+FEW_HEADS = ((16, (8, 1), 128),)
 KINDS = (
     # More than one block of keys a request would be counted wrongly, see `to_markdown`.
-    Kind("decode", (8, 0), (2048, 1), {OURS: ((0, 0),), RPA: ((0, 0),)}),
-    Kind("short", (256, 0), (128, 1), {OURS: ((0, 0),), RPA: ((0, 0),)}),
-    Kind("prefill", (0, 1), (512, 512), {OURS: ((0, 0),), RPA: ((128, 512), (64, 512))}),
-    Kind("mixed", (8, 1), (1024, 128), {OURS: ((0, 0),), RPA: ((64, 512), (32, 512))}))
+    Kind("decode", (8, 0), (2048, 1), FORMS, {OURS: ((0, 0),), RPA: ((0, 0),)}),
+    Kind("short", (256, 0), (128, 1), FORMS[:1], {OURS: ((0, 0),), RPA: ((0, 0),)}),
+    Kind("prefill", (0, 1), (512, 512), FEW_HEADS, {OURS: ((0, 0),), RPA: ((128, 512), (64, 512))}),
+    Kind("mixed", (8, 1), (1024, 128), FEW_HEADS, {OURS: ((0, 0),), RPA: ((64, 512), (32, 512))}))
 
 
 def programs(chip: str, kinds: Iterable[str] = ("decode", "prefill", "mixed")) -> Iterator[Program]:
-  """Yields all programs of some kinds for a chip; prefill and mixed in the first form only.
+  """Yields all programs of some kinds for a chip.
+
+  Decoding in all forms, many requests in the first one. Prefill and mixed have one key head: with
+  eight, a program is compiled for more than three minutes.
 
   Args:
     chip: a name of `profile.CHIPS`.
@@ -47,7 +52,7 @@ def programs(chip: str, kinds: Iterable[str] = ("decode", "prefill", "mixed")) -
   for kind in KINDS:
     if kind.name not in kinds:
       continue
-    for page, heads, width in FORMS if kind.name == "decode" else FORMS[:1]:
+    for page, heads, width in kind.forms:
       case = tpu_pages_programs.case_of(kind.name, kind.requests, kind.lengths, heads, width)
       for contender, choices in kind.blocks.items():
         for block_q, block_kv in choices:
