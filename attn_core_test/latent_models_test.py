@@ -17,7 +17,7 @@ import numpy as np
 from attn_core import (attention_arguments, from_dict, latent_options, layer_rope,
                        multi_latent_attention, rotary)
 from attn_core.caches import latent
-from attn_core_test import config_models_test, optional_deps
+from attn_core_test import config_models_cases, optional_deps
 
 LENGTH, B = 23, 2
 
@@ -37,7 +37,7 @@ class DeepseekV3Test(parameterized.TestCase):
   def setUp(self):
     super().setUp()
     self.torch, self.transformers = optional_deps.torch_and_transformers(self)
-    _, _, sizes = config_models_test.MODELS["deepseek_v3"]
+    _, _, sizes = config_models_cases.MODELS["deepseek_v3"]
     theirs = self.transformers.DeepseekV3Config(**sizes, attn_implementation="eager")
     self.module = importlib.import_module(
         type(theirs).__module__.replace("configuration", "modeling"))

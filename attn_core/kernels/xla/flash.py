@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from attn_core.kernels.common import dense_operands, nonfinite, online_softmax
 from attn_core.kernels.common.backward import compute_delta, d_sinks, finite_lse
 from attn_core.kernels.common.contract import BackwardResiduals, Kernel, Residuals
-from attn_core.kernels.xla import (cpu_math, plain, score_tiles, selected, selected_steps,
+from attn_core.kernels.xla import (cpu_math, few_keys, plain, score_tiles, selected, selected_steps,
                                    tile_logits, tile_ops, tiling)
 from attn_core.types import (AttentionSpec, BlockSizes, Operands, at_least_float32, value_width,
                              with_operands)
@@ -229,7 +229,7 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
   padding = inputs.operands.query.shape[1] - operands.query.shape[1]
   lse = _pad_lse(residuals.lse, padding, spec)
   delta = compute_delta(residuals, cotangents, inputs.dtype)
-  sums_delta = _sums_delta(inputs, residuals)
+  sums_delta = few_keys.sums_delta(inputs, residuals)
   zeros = functools.partial(cpu_math.zeros, done=(delta, operands.key))
   d_out = dense_operands.pad_axis(cotangents.out, 1, padding)
   delta_rows = dense_operands.pad_axis(
@@ -307,40 +307,6 @@ def _without_padding(operands: Operands, results: _Found,
   return found
 
 
-def _sums_delta(inputs: tile_ops.BlockedInputs, residuals: BackwardResiduals) -> bool:
-  """Returns whether a tile computes delta as sum(P * dP), which takes all keys of its rows.
-
-  Where nearly all weight is on one key, dP of that key and delta cancel, and so do their rounding
-  errors if delta is a sum of the dP themselves. Those of sum(d_out * out) remain: in float32 a
-  multiple of the gradient's own error in 16 bits, where no row has enough keys to share its weight.
-  """
-  return (residuals.out is not None and inputs.sizes.num_key_blocks == 1
-          and inputs.sizes.block_kv <= plain.FEW and inputs.operands.query.dtype.itemsize < 4)
-
-
-def _weighted_sum(inputs: tile_ops.BlockedInputs, grid_index: tile_ops.GridIndex,
-                  weights: jax.Array, d_weights: jax.Array, lse: jax.Array) -> jax.Array:
-  """Returns sum(P * dP) over all keys, [step_heads, 1, block_rows].
-
-  The sum of the P is known, 1 without sinks, and the error of the lse is taken out of it. Where
-  sinks have half of the weight, nothing cancels, and little is known.
-
-  Args:
-    inputs: with all keys in one block.
-    grid_index: of the rows.
-    weights: P, [step_heads, block_kv, block_rows].
-    d_weights: dP.
-    lse: [step_heads, 1, block_rows].
-  """
-  total, expected = weights.sum(1, keepdims=True), jnp.ones_like(lse)
-  sinks = tile_ops.row_sinks(inputs, grid_index)
-  if sinks is not None:
-    expected = expected - jnp.exp(sinks.swapaxes(1, 2) - finite_lse(lse))
-  one, known = jnp.ones_like(total), total > 0.5
-  factor = jnp.where(known, expected, one) / jnp.where(known, total, one)
-  return (weights * d_weights).sum(1, keepdims=True) * factor
-
-
 class _KeyTile(NamedTuple):
   """One key block, and all rows of its heads."""
 
@@ -375,7 +341,7 @@ def _backward_tile(inputs: tile_ops.BlockedInputs, grid_index: tile_ops.GridInde
   d_weights = tile_ops.apply_dropout(inputs, grid_index, (i, j), d_weights, transposed=True)
   d_weights = d_weights * tile_ops.kept_scale(inputs)
   if key_tile.sums_delta:
-    delta = delta + _weighted_sum(inputs, grid_index, weights, d_weights, lse)
+    delta = delta + few_keys.weighted_sum(inputs, grid_index, weights, d_weights, lse)
   d_logits = weights * (d_weights - delta)
   d_logits, d_mods = pull(d_logits, sums.mods)
   d_bias = sums.bias
