@@ -63,7 +63,7 @@ REFUSED = {
         "float64 mask_operands score_mod score_function weights precision softmax_dtype "
         "vmem_limit_bytes sequence_layout quantized pages"),
     "flash.tpu": (
-        "float16 float64 mask_operands score_mod score_function weights softmax_dtype "
+        "float16 float64 mask_operands weights softmax_dtype "
         "sequence_layout quantized pages"),
     "paged.xla": (
         "segments positions mask mask_operands bias score_mod score_function dropout weights "
