@@ -49,7 +49,7 @@ _cudnn = Implementation(sdpa.cudnn, _CUDNN, LINEAR_BANDED, capabilities.cudnn_li
                         has_partitioner=True)
 
 _flash = Implementation(flash.xla, _BLOCKWISE | _MODS, LINEAR, takes_symbols=True)
-_flash_tpu = Implementation(flash.tpu, _TPU, LINEAR, capabilities.tpu_limits)
+_flash_tpu = Implementation(flash.tpu, _TPU | _MODS, LINEAR, capabilities.tpu_flash_limits)
 _flash_hopper = Implementation(flash.gpu, _HOPPER, LINEAR, capabilities.hopper_flash_limits)
 _flash_gpu = _cudnn._replace(limits=capabilities.cudnn_gradient_limits, fallback=_flash)
 
@@ -60,11 +60,16 @@ def _over_shards(row: Implementation, run: _Run) -> Implementation:
                       shards_sequence=True, takes_symbols=False)
 
 
+def _without_mods(row: Implementation) -> Implementation:
+  """Returns a row that refuses score mods."""
+  return row._replace(features=row.features - _MODS)
+
+
 _ring = _over_shards(_flash, ring.xla)._replace(limits=capabilities.collective_limits)
 _ring_hopper = _over_shards(_flash_hopper, ring.gpu)._replace(
     limits=capabilities.hopper_ring_limits, fallback=_ring)
-_ring_tpu = _over_shards(_flash_tpu, ring.tpu_remote)._replace(
-    limits=capabilities.remote_limits, fallback=_over_shards(_flash_tpu, ring.tpu))
+_ring_tpu = _over_shards(_without_mods(_flash_tpu), ring.tpu_remote)._replace(
+    limits=capabilities.remote_limits, fallback=_over_shards(_without_mods(_flash_tpu), ring.tpu))
 
 _decode = Implementation(decode.xla, _DECODE, LINEAR, shards_keys=True)
 _decode_hopper = Implementation(

@@ -70,8 +70,8 @@ REFUSED = {
         "vmem_limit_bytes sequence_layout quantized pages draft_mask scope prefixes latent "
         "selected"),
     "flash.tpu": (
-        "float16 float64 mask_operands score_mod score_function weights softmax_dtype "
-        "sequence_layout quantized pages draft_mask scope prefixes latent selected"),
+        "float16 float64 mask_operands weights softmax_dtype sequence_layout quantized pages "
+        "draft_mask scope prefixes latent selected"),
     "paged.xla": (
         "segments positions mask mask_operands bias score_mod score_function dropout weights "
         "unnormalized vmem_limit_bytes sequence_layout cache quantized latent selected"),

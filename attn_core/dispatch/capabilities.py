@@ -11,9 +11,10 @@ import numpy as np
 
 from attn_core.dispatch.latent import Widths
 from attn_core.masks import banded
+from attn_core.score_mods import traceable
 from attn_core.sharding.paged import PagedShapes
 from attn_core.sharding.placement import Placement
-from attn_core.types import AttentionOutput, BlockSizes, Call, are_known
+from attn_core.types import NO_SCORE_MOD, AttentionOutput, BlockSizes, Call, are_known
 
 # Features: options of a call beyond query, key and value. An implementation supports a feature, or
 # refuses it by name.
@@ -87,6 +88,8 @@ class Request(NamedTuple):
   transfer: str = "collective"  # `RingConfig.transfer`
   pages: PagesRequest | None = None
   latent: Widths | None = None  # of latent rows; None: keys and values are given
+  mod: jax.tree_util.PyTreeDef = NO_SCORE_MOD  # the structure of the score mod's term
+  mods: tuple[jax.ShapeDtypeStruct, ...] = ()  # its arrays
   placement: Placement | None = None  # for which the shapes were computed; None: one device
   placement_error: Exception | None = None  # raised while the call was placed; shapes are global
 
@@ -127,8 +130,11 @@ def request_of(call: Call, features: Mapping[str, str], capability: str | None =
   """
   query, key, value = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in call.operands[:3])
   bias = call.operands.bias
+  mods = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype)
+               for x in getattr(call.operands, "mods", ()))
   return Request(features, query, key, value, call.spec.mask, None if bias is None else bias.dtype,
-                 capability, tpu_version, transfer)
+                 capability, tpu_version, transfer,
+                 mod=getattr(call.spec, "score_mod", NO_SCORE_MOD), mods=mods)
 
 
 def _no_limits(request: Request) -> str | None:
@@ -286,6 +292,15 @@ def tpu_limits(request: Request) -> str | None:
   if request.tpu_version in OLD_TPUS:
     return f"a TPU {request.tpu_version}: the kernels for TPUs need a v4 or newer"
   return None
+
+
+def tpu_flash_limits(request: Request) -> str | None:
+  """Limits of the block-wise kernels for TPUs."""
+  reason = tpu_limits(request)
+  if reason is None and request.mod != NO_SCORE_MOD:
+    found = traceable.refusal(request.mod, request.mods)
+    reason = found and f"score_mod with {found}: the kernels for TPUs look nothing up"
+  return reason
 
 
 def tpu_decode_limits(request: Request) -> str | None:

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from attn_core.kernels.common import matmul_precision
 from attn_core.kernels.common.contract import BackwardResiduals, Residuals
-from attn_core.types import Operands
+from attn_core.types import Operands, is_mod
 
 # (d_out [B, T, H, E], lse [B, H, T], delta [B, H, T], wrt) -> cotangents by the operand's name.
 ProductsFn = Callable[[jax.Array, jax.Array, jax.Array, tuple[str, ...]], dict[str, jax.Array]]
@@ -67,16 +67,18 @@ def d_sinks(sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Array:
   return (total if sinks.shape[0] > 1 else total.sum(0, keepdims=True)).astype(sinks.dtype)
 
 
-def complete_cotangents(products: ProductsFn, d_bias: Callable[[], jax.Array], operands: Operands,
-                        residuals: BackwardResiduals, cotangents: Residuals,
-                        wrt: tuple[str, ...]) -> tuple[jax.Array, ...]:
+def complete_cotangents(
+    products: ProductsFn, others: Callable[[tuple[str, ...]], tuple[jax.Array, ...]],
+    operands: Operands, residuals: BackwardResiduals, cotangents: Residuals,
+    wrt: tuple[str, ...]) -> tuple[jax.Array, ...]:
   """Completes the backward of a kernel that computes cotangents of query, key and value.
 
   Args:
     products: computes at least the cotangents of those of query, key and value that are in `wrt`;
       called only where there is one.
-    d_bias: computes the cotangent of the bias, which has a number for every pair of a query and a
-      key and therefore comes from a kernel of its own; called only for a `wrt` with "bias".
+    others: computes the cotangents of the bias, which has a number for every pair of a query and a
+      key, and of arrays of the score mod, by a kernel of its own; called with their names, once,
+      only where there is one.
     operands: those of the forward.
     residuals: results of the forward.
     cotangents: of out [B, T, H, E] and lse [B, H, T].
@@ -92,6 +94,6 @@ def complete_cotangents(products: ProductsFn, d_bias: Callable[[], jax.Array], o
   if "sinks" in wrt:
     assert operands.sinks is not None
     found["sinks"] = d_sinks(operands.sinks, residuals.lse, delta)
-  if "bias" in wrt:
-    found["bias"] = d_bias()
+  if names := tuple(name for name in wrt if name == "bias" or is_mod(name)):
+    found.update(zip(names, others(names), strict=True))
   return tuple(found[name] for name in wrt)

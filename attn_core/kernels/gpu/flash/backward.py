@@ -36,8 +36,9 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
     fallback: computes the cotangent of a bias that this kernel does not.
   """
   products = functools.partial(_products, operands, spec, block_sizes)
-  d_bias = lambda: _d_bias(operands, spec, block_sizes, residuals, cotangents, fallback)
-  return complete_cotangents(products, d_bias, operands, residuals, cotangents, wrt)
+  of_bias = lambda names: (
+      _d_bias(operands, spec, block_sizes, residuals, cotangents, fallback),)
+  return complete_cotangents(products, of_bias, operands, residuals, cotangents, wrt)
 
 
 def _d_bias(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,

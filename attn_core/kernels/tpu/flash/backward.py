@@ -41,7 +41,7 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
   """Computes the cotangents of the operands named in `wrt`; see `contract.BackwardFn`.
 
   Args:
-    fallback: computes the cotangent of the bias.
+    fallback: computes the cotangents of the bias and of arrays of the score mod.
   """
   return backward_with_remote_copy(operands, spec, block_sizes, residuals, cotangents, wrt, None,
                                    fallback=fallback)[0]
@@ -59,7 +59,7 @@ def backward_with_remote_copy(
     cotangents: of out and lse.
     wrt: names of the operands whose cotangents are returned.
     transfer: the arrays to copy; None: none.
-    fallback: computes the cotangent of the bias.
+    fallback: computes the cotangents of the bias and of arrays of the score mod.
 
   Returns:
     (the cotangents, the arrays received in place of those of `transfer`).
@@ -74,8 +74,8 @@ def backward_with_remote_copy(
     found, arrays = _backward(operands, spec, block_sizes, transfer, _RowArrays(d_out, lse, delta))
     received.extend(arrays)
     return found
-  d_bias = lambda: fallback(operands, spec, block_sizes, residuals, cotangents, ("bias",))[0]
-  found = complete_cotangents(products, d_bias, operands, residuals, cotangents, wrt)
+  others = lambda names: fallback(operands, spec, block_sizes, residuals, cotangents, names)
+  found = complete_cotangents(products, others, operands, residuals, cotangents, wrt)
   return found, tuple(received)
 
 
@@ -276,18 +276,19 @@ class _BackwardStep(NamedTuple):
     key_head, keys, queries = params.key_head(tile), tile.keys.slice, tile.queries.slice
     query, d_out = (read(refs, tile.head, tile.queries) for read in (readers.query, readers.d_out))
     # 1. P = exp(logits - lse).
-    logits, slope = params.logits(refs, tile, scores)
+    logits, pull = params.logits(refs, tile, scores, pulls=True)
+    assert pull is not None
     weights = jnp.exp2(logits * params.unit - lse[0, tile.head, :, queries])
     weights = params.hide(refs, tile, masked, weights, 0.0)
     # 2. dS = P * (dP - delta).
     kept, d_weights = params.dropout.drop(refs, tile, weights, d_weights)
     d_logits = weights * (d_weights * params.dropout.scale - delta[0, tile.head, :, queries])
-    d_logits = (d_logits if slope is None else d_logits * slope).astype(query.dtype)
+    d_scores = pull(d_logits).astype(query.dtype)
     # 3. The products with dS and P.
     d_value[key_head, keys] += params.dot(kept.astype(d_out.dtype), d_out)
-    d_key[key_head, keys] += params.dot(d_logits, query)
+    d_key[key_head, keys] += params.dot(d_scores, query)
     num_blocks, block = params.tiling.blocks_of_range, tile.grid.query_block
     if params.tiling.num_ranges > 1:
       block = lax.rem(block, jnp.int32(num_blocks))
     d_query[tile.head * num_blocks + block, :, queries] += params.dot(
-        readers.key(refs, key_head, tile.keys), d_logits, ((0,), (0,)))
+        readers.key(refs, key_head, tile.keys), d_scores, ((0,), (0,)))

@@ -9,7 +9,7 @@ those of the current one are used, so that the matrix units stay busy.
 
 import collections
 import functools
-from typing import Any, Callable, Iterator, NamedTuple, Sequence
+from typing import Any, Callable, Iterator, NamedTuple, Sequence, TypeAlias
 
 import jax
 from jax import lax
@@ -19,11 +19,12 @@ import numpy as np
 
 from attn_core.kernels.common import matmul_precision
 from attn_core.kernels.common.online_softmax import LOG2E
-from attn_core.kernels.tpu.flash import schedule, tile_inputs
+from attn_core.kernels.tpu.flash import schedule, score_tiles, tile_inputs
 from attn_core.kernels.tpu.flash.tile_inputs import GridIndex, KernelRefs, TileIndex, TokenRange
 from attn_core.masks import block_map
 from attn_core.types import AttentionSpec, Operands
 
+Pull: TypeAlias = Callable[[jax.Array], jax.Array]  # d logits -> d scaled scores
 Strip = tuple[TileIndex, bool]  # (neighboring tiles of one kind, whether they are partly visible)
 
 
@@ -38,14 +39,18 @@ class KernelParams(NamedTuple):
   single_step_rows: bool  # see `schedule.Schedule.single_step_rows`
   bias: tile_inputs.Reader | None  # of a tile
   precision: Any
+  mod: score_tiles.ModReader | None = None
 
   @property
   def unit(self) -> float:
     """The factor in exp(logit) = 2 ** (unit * result of `logits`).
 
-    It is the softmax scale times log2(e), unless the scale must be applied first.
+    It is the softmax scale times log2(e), unless the scale must be applied first. A score mod gets
+    scaled scores, and gives logits.
     """
     scale = self.spec.softmax_scale
+    if self.mod is not None:
+      return LOG2E
     plain = self.spec.logits_soft_cap is None and self.bias is None and scale > 0
     return scale * LOG2E if plain else 1.0
 
@@ -98,25 +103,34 @@ class KernelParams(NamedTuple):
                            preferred_element_type=jnp.float32)
 
   def logits(self, refs: KernelRefs, tile: TileIndex,
-             scores: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """Returns (logits / `unit`, d logit / d scaled score or None) before the mask is applied.
+             scores: jax.Array, *, pulls: bool = False) -> tuple[jax.Array, Pull | None]:
+    """Returns the logits in `unit` before the mask is applied, and their pullback if `pulls`.
 
     Args:
       refs: of the kernel.
       tile: which scores these are.
       scores: K Q^T, float32 [keys, queries].
+      pulls: whether to return a function from d logits to d scaled scores.
     """
-    if self.unit != 1:
-      return scores, None
+    if self.mod is None and self.unit != 1:
+      return scores, (lambda d_logits: d_logits) if pulls else None
+    factor = 1.0 if self.mod is not None else LOG2E
     scale, cap, slope = self.spec.softmax_scale, self.spec.logits_soft_cap, None
     if cap is None:
-      logits = scores * (scale * LOG2E)
+      logits = scores * (scale * factor)
     else:
       capped = jnp.tanh(scores * (scale / cap))
-      logits, slope = capped * (cap * LOG2E), 1 - capped * capped
+      logits, slope = capped * (cap * factor), 1 - capped * capped
     if self.bias is not None:
-      logits = logits + self.bias(refs, tile).astype(jnp.float32) * LOG2E
-    return logits, slope
+      bias = self.bias(refs, tile).astype(jnp.float32)
+      logits = logits + (bias if factor == 1 else bias * factor)
+    of_cap: Pull = lambda d_logits: d_logits if slope is None else d_logits * slope
+    if self.mod is None:
+      return logits, of_cap
+    if not pulls:
+      return self.mod.apply(refs, tile, logits), None
+    logits, of_mod = self.mod.pullback(refs, tile, logits)
+    return logits, lambda d_logits: of_cap(of_mod(d_logits))
 
   def hide(self, refs: KernelRefs, tile: TileIndex, masked: bool, x: jax.Array,
            hidden: float) -> jax.Array:
@@ -127,13 +141,14 @@ class KernelParams(NamedTuple):
 def make_kernel_params(inputs: tile_inputs.TileInputs, operands: Operands, spec: AttentionSpec,
                        tiling: schedule.Tiling, patterns: schedule.Patterns,
                        single_step_rows: bool) -> KernelParams:
-  """Adds mask, bias and dropout to the inputs of a kernel, and returns its parameters."""
+  """Adds mask, bias, dropout and score mod to the inputs; returns the parameters of a kernel."""
   mask = tile_inputs.mask_reader(inputs, operands, spec.mask)
   bias = None if operands.bias is None else inputs.add_per_pair(operands.bias)
   precision = matmul_precision.resolve(operands.query.dtype, spec.precision)
   return KernelParams(
       spec, tiling, mask, tile_inputs.dropout_reader(inputs, operands, spec, mask),
-      patterns, single_step_rows, bias, precision)
+      patterns, single_step_rows, bias, precision,
+      score_tiles.mod_reader(inputs, operands, spec, mask))
 
 
 def for_each_tile(params: KernelParams, grid: GridIndex, kinds: jax.Array,

@@ -301,12 +301,15 @@ def vmem_limit(requested: BlockSizes, tiling: Tiling, operands: Operands, *, bac
 
 
 def _per_pair(operands: Operands) -> Iterator[tuple[jax.Array, int]]:
-  """Yields (array, bytes of an element in the kernel) of the bias and of dense masks."""
+  """Yields (array, bytes of an element in the kernel) of the bias, dense masks and score mods."""
   if operands.bias is not None:
     yield operands.bias, operands.bias.dtype.itemsize
   for x in operands.mask.arrays:
     if x.ndim == 4:
       yield x, 1
+  for x in operands.mods:
+    if x.ndim == 4 and min(x.shape[2:]) > 1:
+      yield x, x.dtype.itemsize
 
 
 def _tile(block: int, most: int) -> int:

@@ -1,0 +1,71 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Terms that can be traced into a Pallas kernel: those without look-ups, of common operations."""
+
+from typing import Any, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from attn_core.score_mods import terms
+from attn_core.score_mods.score_mod import Composed, ScoreMod
+from attn_core.types import at_least_float32
+
+# Operations of functions, and of their derivatives, that the kernels compile.
+_OPERATIONS = frozenset((
+    "abs", "add", "add_any", "and", "broadcast_in_dim", "convert_element_type", "copy", "div", "eq",
+    "exp", "exp2", "ge", "gt", "integer_pow", "jit", "le", "log", "logistic", "lt", "max", "min",
+    "mul", "ne", "neg", "not", "or", "pjit", "select_n", "sign", "sqrt", "square", "stop_gradient",
+    "sub", "tanh", "xor"))
+
+
+def refusal(structure: jax.tree_util.PyTreeDef,
+            arrays: Sequence[jax.ShapeDtypeStruct]) -> str | None:
+  """Returns why kernels cannot evaluate a term tile by tile; None: they can.
+
+  Args:
+    structure: the term's tree structure.
+    arrays: its arrays; only shapes and dtypes are used.
+  """
+  return _refusal(jax.tree.unflatten(structure, arrays))
+
+
+def _refusal(term: ScoreMod) -> str | None:
+  if isinstance(term, Composed):
+    return _refusal(term.first) or _refusal(term.second)
+  if isinstance(term, terms.Distance):
+    return "a table looked up by distance (score_mods.relative or by_distance)"
+  if isinstance(term, terms.Grid):
+    return "a table looked up by distance (score_mods.grid)"
+  return _refusal_of_function(term) if isinstance(term, terms.Custom) else None
+
+
+def _refusal_of_function(term: terms.Custom) -> str | None:
+  name = f"score_mods.custom of {getattr(term.function, '__qualname__', term.function)}"
+  for x in term.operands:
+    if len(x.shape) != 2:  # two leading axes, of rows and heads
+      return f"{name} with an operand [{', '.join(map(str, x.shape[2:]))}], not a number"
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+      return f"{name} with an operand of dtype {x.dtype}, not a float"
+  score = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+  whole = jax.ShapeDtypeStruct((8, 8), jnp.int32)
+  one = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+  numbers = [jax.ShapeDtypeStruct((1, 1), at_least_float32(jnp.float32)) for _ in term.operands]
+  traced = jax.make_jaxpr(term.function)(score, one, one, whole, whole, *numbers)
+  if traced.consts:
+    return f"{name}, which captures arrays"
+  found = sorted(_operations(traced.jaxpr) - _OPERATIONS)
+  return f"{name}, which applies {', '.join(found)}" if found else None
+
+
+def _operations(jaxpr: Any) -> set[str]:
+  """Returns the names of all operations."""
+  found = set()
+  for equation in jaxpr.eqns:
+    found.add(equation.primitive.name)
+    for x in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+                             or hasattr(x, "jaxpr")):
+      inner = getattr(x, "jaxpr", x)
+      if hasattr(inner, "eqns"):
+        found |= _operations(inner)
+  return found

@@ -1,0 +1,144 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Score mods in the TPU flash kernels, interpreted, against the kernel of all scores at once."""
+
+import unittest
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+import numpy as np
+
+from attn_core import BlockSizes, OperationMetadata, attention, explain, score_mods
+from attn_core.benchmark.static import profile
+from attn_core_test import sampling
+from attn_core_test.tpu_interpret import interpreted
+
+B, T, H, K, D = 2, 150, 2, 1, 16
+TPU = OperationMetadata(platform="tpu")
+
+
+def _number(*shape, seed=0):
+  return np.random.default_rng([seed, *shape]).normal(size=shape).astype(np.float32)
+
+
+def _formula(score, batch, head, query, key, amount):
+  row = (batch + head).astype(score.dtype)
+  return jnp.where(key % 2 == 0, score * amount, score) + 0.1 * jnp.tanh(score) * row
+
+
+def _by_parity(score, batch, head, query, key, amount):
+  row = (batch + head).astype(score.dtype)
+  return jnp.where((key & 1) == 0, score * amount, score) + 0.1 * jnp.tanh(score) * row
+
+
+ARRAYS = {"slopes": _number(H), "row": _number(B, H, T), "column": _number(B, 1, T),
+          "scale": _number(1, 1, T), "bias": _number(1, H, T, T), "amount": _number()}
+MODS = {
+    "alibi": lambda a: score_mods.alibi(0.1 * a["slopes"]),
+    "alibi_symmetric": lambda a: score_mods.alibi(0.1 * a["slopes"], symmetric=True),
+    "per_query": lambda a: score_mods.per_query(a["row"]),
+    "per_key": lambda a: score_mods.per_key(a["column"]),
+    "scale_by": lambda a: score_mods.scale_by(a["scale"]),
+    "soft_cap": lambda a: score_mods.soft_cap(0.8),
+    "dense": lambda a: score_mods.dense(a["bias"]),
+    "custom": lambda a: score_mods.custom(_by_parity, a["amount"]),
+    "composed": lambda a: (
+        score_mods.scale_by(a["scale"]) >> score_mods.alibi(0.1 * a["slopes"])
+        >> score_mods.soft_cap(0.8) >> score_mods.custom(_by_parity, a["amount"])
+        >> score_mods.per_key(a["column"]) >> score_mods.per_query(a["row"])),
+}
+
+
+def _call(name, mechanism, **arguments):
+  def run(arrays):
+    output = attention(arrays["query"], arrays["key"], arrays["value"], mechanism=mechanism,
+                       score_mod=MODS[name](arrays), return_lse=True, **arguments)
+    return output.attention_outputs, output.lse
+  return run
+
+
+def _given():
+  return ARRAYS | {"query": _number(B, T, H, D), "key": _number(B, T, K, D, seed=1),
+                   "value": _number(B, T, K, D, seed=2)}
+
+
+class InterpretTest(parameterized.TestCase):
+
+  @parameterized.parameters(*sampling.with_slow(
+      [("composed", "float32")],
+      *((name, "float32") for name in MODS if name != "composed"), ("composed", "bfloat16")))
+  def test_value_and_gradients(self, name, dtype):
+    """Compares all gradients and values, at positions with an offset of each batch row."""
+    arrays, offset = _given(), np.array([3, 20], np.int32)
+    weights = _number(B, T, H, D, seed=5), _number(B, H, T, seed=6)
+    def both(run):
+      def loss(arrays):
+        found = run(arrays)
+        return sum((jnp.sin(x.astype(jnp.float32)) * w).sum()
+                   for x, w in zip(found, weights)), found
+      return jax.jit(jax.grad(loss, has_aux=True))
+    given = {k: jnp.asarray(x, dtype) if k in ("query", "key", "value") else x
+             for k, x in arrays.items()}
+    with interpreted():
+      got = jax.block_until_ready(both(_call(
+          name, "flash_attn2", metadata=TPU, query_offset=offset,
+          block_sizes=BlockSizes(128, 128, 128, 128)))(given))
+    with jax.enable_x64(True):
+      wide = {k: np.asarray(x, np.float64) for k, x in given.items()}
+      want = both(_call(name, "vanilla", query_offset=offset))(wide)
+    tolerance = 2e-5 if dtype == "float32" else 3e-2
+    flat, _ = jax.tree_util.tree_flatten_with_path(got)
+    for (path, x), y in zip(flat, jax.tree.leaves(want), strict=True):
+      np.testing.assert_allclose(np.asarray(x, np.float64), y, rtol=0,
+                                 atol=tolerance * max(1, abs(y).max()),
+                                 err_msg=jax.tree_util.keystr(path))
+
+
+@unittest.skipIf(profile.missing(), f"nothing to compile with: {profile.missing()}")
+class CompileTest(parameterized.TestCase):
+
+  @parameterized.parameters(*sampling.with_slow(
+      [("composed", "bfloat16")], *((name, "bfloat16") for name in MODS if name != "composed"),
+      ("composed", "float32")))
+  def test_v6e(self, name, dtype):
+    """Compiles forward and backward ahead of time, without a chip."""
+    place = SingleDeviceSharding(profile.devices("v6e")[0])
+    shapes = {k: jax.ShapeDtypeStruct(
+        x.shape, dtype if k in ("query", "key", "value") else x.dtype, sharding=place)
+              for k, x in _given().items()}
+    run = _call(name, "flash_attn2", metadata=TPU)
+    gradient = jax.grad(lambda tokens, rest: run({**tokens, **rest})[1].sum())
+    tokens = {k: shapes.pop(k) for k in ("query", "key", "value")}
+    text = jax.jit(gradient).trace(tokens, shapes).lower(
+        lowering_platforms=("tpu",)).compile().as_text()
+    self.assertEqual(text.count('custom_call_target="tpu_custom_call"'), 2)
+
+
+class RefusalsTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+      (score_mods.relative(np.ones((8, H), np.float32), max_distance=9), "looked up by distance"),
+      (score_mods.alibi(np.ones(H, np.float32))
+       >> score_mods.grid(np.ones((3 * 3, H), np.float32), (2, 2)), "looked up by distance"),
+      (score_mods.custom(_formula, np.ones((), np.float32)), "applies .*rem"),
+      (score_mods.custom(lambda s, b, h, q, k, x: s + x[h], np.ones(H, np.float32)),
+       r"an operand \[2\]"),
+      (score_mods.custom(lambda s, b, h, q, k, x: s + x, np.ones((), np.int32)),
+       "an operand of dtype int32"))
+  def test_names_what_it_does_not_take_and_who_does(self, mod, reason):
+    given = {k: _given()[k] for k in ("query", "key", "value")}
+    with self.assertRaisesRegex(NotImplementedError, f"(?s){reason}.*'blockwise'"):
+      attention(**given, score_mod=mod, mechanism="flash_attn2", metadata=TPU)
+    self.assertEqual(explain(**given, score_mod=mod, metadata=TPU).chosen, "blockwise")
+
+  def test_explain_chooses_the_kernel(self):
+    given = {k: _given()[k] for k in ("query", "key", "value")}
+    for mod in MODS.values():
+      self.assertEqual(explain(**given, score_mod=mod(ARRAYS), metadata=TPU).chosen, "flash_attn2")
+
+
+if __name__ == "__main__":
+  absltest.main()
