@@ -108,12 +108,13 @@ _paged_v3 = _over_pages("PagesV3", paged.xla_writing)
 
 # Keys and values that are up-projected a few heads at a time, where that is less work; decoding;
 # absorbed queries.
-_latent = Implementation(latent.absorbed, _BLOCKWISE | _MODS | {"latent", "quantized"}, LINEAR,
-                         latent_limits.limits)
+_latent = Implementation(
+    latent.absorbed, _BLOCKWISE - {"selected"} | _MODS | {"latent", "quantized"}, LINEAR,
+    latent_limits.limits)
 _latent = Implementation(latent.decode, _DECODE | {"latent"}, LINEAR, latent_limits.decode_limits,
                          fallback=_latent, shards_keys=True)
 _latent = Implementation(
-    latent.projected, _BLOCKWISE - {"bias", "dropout"} | {"latent", "quantized"}, LINEAR,
+    latent.projected, _BLOCKWISE - {"bias", "dropout", "selected"} | {"latent", "quantized"}, LINEAR,
     latent_limits.projected_limits, fallback=_latent)
 
 TABLE: dict[tuple[str, str], Implementation] = {
