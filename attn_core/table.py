@@ -114,8 +114,8 @@ _latent = Implementation(
 _latent = Implementation(latent.decode, _DECODE | {"latent"}, LINEAR, latent_limits.decode_limits,
                          fallback=_latent, shards_keys=True)
 _latent = Implementation(
-    latent.projected, _BLOCKWISE - {"bias", "dropout", "selected"} | {"latent", "quantized"}, LINEAR,
-    latent_limits.projected_limits, fallback=_latent)
+    latent.projected, _BLOCKWISE - {"bias", "dropout", "selected"} | {"latent", "quantized"},
+    LINEAR, latent_limits.projected_limits, fallback=_latent)
 
 TABLE: dict[tuple[str, str], Implementation] = {
     ("vanilla", "cpu"): _dense,

@@ -107,7 +107,8 @@ REFUSED = {
     "latent.decode": (
         "bias score_mod score_function dropout weights vmem_limit_bytes sequence_layout pages "
         "draft_mask scope selected prefixes"),
-    "latent.absorbed": "weights vmem_limit_bytes sequence_layout pages selected draft_mask scope prefixes",
+    "latent.absorbed": (
+        "weights vmem_limit_bytes sequence_layout pages selected draft_mask scope prefixes"),
 }
 # One array holds keys and values, so that these have one width.
 # Mechanisms whose kernels for accelerators read one width only.
