@@ -174,7 +174,7 @@ class ExplicitValuesTest(parameterized.TestCase):
     run = lambda *x: outputs(
         *x, mask=mask, dropout_prob=0.4, dropout_rng=np.array([1, 2], np.uint32),
         mechanism="flash_attn2")
-    self.check(run, operands(), (P(("fsdp", "dp"), None, "tp"),) * 3)
+    self.check(run, operands(K), (P(("fsdp", "dp"), None, "tp"),) * 3)
 
   @parameterized.parameters("flash_attn2", "vanilla")
   def test_some_axes_are_auto(self, mechanism):
