@@ -164,6 +164,19 @@ class RowCachesTest(parameterized.TestCase):
     compare(ring, window.from_dense(want, 6))
     compare(back, window.to_dense(window.from_dense(want, 6), S))
 
+  def test_a_window_whose_slots_lie_on_several_devices(self):
+    """Checks new tokens that overwrite keys that the first of them see."""
+    mesh = mesh_of("dm", "Explicit")
+    def run(sharding, *arrays):
+      cache = window.append(window.init(B, 8, (K, D), dtype="float32", sharding=sharding),
+                            *tokens(T)[1:], LENGTHS)
+      return attention(*arrays, mode="__prefill__", cache_view=cache, sliding_window=(7, 0),
+                       mechanism="vanilla")[:1]
+    new = tokens(3, seed=5)
+    with jax.set_mesh(mesh):
+      got = jax.jit(run, static_argnums=0)(P("data", "model"), *placed(new, mesh, P("data")))
+    compare(got, run(None, *new), atol=2e-6)
+
   @parameterized.parameters("Explicit", "Auto")
   def test_concatenate(self, axis_type):
     mesh = mesh_of("dm", axis_type)

@@ -174,7 +174,7 @@ class ExplicitValuesTest(parameterized.TestCase):
     run = lambda *x: outputs(
         *x, mask=mask, dropout_prob=0.4, dropout_rng=np.array([1, 2], np.uint32),
         mechanism="flash_attn2")
-    self.check(run, operands(), (P(("fsdp", "dp"), None, "tp"),) * 3)
+    self.check(run, operands(K), (P(("fsdp", "dp"), None, "tp"),) * 3)
 
   @parameterized.parameters("flash_attn2", "vanilla")
   def test_some_axes_are_auto(self, mechanism):
@@ -253,6 +253,14 @@ class AutoValuesTest(parameterized.TestCase):
       step = jax.checkpoint(lambda x, _: (layer(x, *rest), None))
       return [jax.lax.scan(step, query, None, length=2)[0]]
     self.check(with_gradients(run), arrays, (P(None, "data", None, "model"), P(), P(None, "data")))
+
+  def test_axes_of_vmap_stay_sharded(self):
+    mesh = mesh_of(("data", "model"), AxisType.Auto, (4, 2))
+    x, = put(mesh, [np.zeros((4, 2, T, H, D), np.float32)], [P("data", None, None, "model")])
+    run = jax.jit(jax.vmap(lambda x: attention(x, x, x, mechanism="flash_attn2")[0]))
+    with jax.set_mesh(mesh):
+      self.assertEqual(run(x).sharding.spec, P("data", None, None, "model"))
+      self.assertNotRegex(run.lower(x).compile().as_text(), "all-gather|all-to-all|all-reduce")
 
   def test_forward_mode_and_second_derivatives(self):
     def run(*x):

@@ -22,6 +22,7 @@ from attn_core import (OperationMetadata, PagesMetadata, PagesV1, PagesV2, Pages
                        page_attention, ragged_page_attention_v2, ragged_page_attention_v3)
 from attn_core.benchmark.static import profile as static_profile
 from attn_core.caches import pages
+from attn_core.sharding import shard_map
 from attn_core_test import gpu_interpret, sampling, tpu_interpret
 
 jax.config.update("jax_num_cpu_devices", 4)
@@ -173,6 +174,17 @@ class InterpretTest(parameterized.TestCase):
     call = call._replace(arrays=parts_of(call.arrays, call.specs, 2)[0])
     with gpu_interpret.interpreted():
       self.check(call, "gpu", mesh_of((1, 1)), "Manual", checked, within, tolerance=2e-2)
+
+
+class OverEveryAxisTest(parameterized.TestCase):
+
+  @parameterized.parameters((1, 2), (2, 1))
+  def test_axes_of_several_devices_are_the_compilers(self, devices, count):
+    """Work is not repeated on each of them: only axes of one device become Manual."""
+    run = jax.shard_map(functools.partial(shard_map.over_every_axis, jnp.sin), out_specs=ROWS,
+                        mesh=mesh_of((2, devices)), in_specs=ROWS, axis_names={"dp"})
+    text = str(jax.make_jaxpr(run)(numbers(4, 2)))
+    self.assertEqual(text.count("shard_map["), count, text)
 
 
 class LoweredTest(parameterized.TestCase):

@@ -18,7 +18,9 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import numpy as np
 
 from attn_core import (BlockSizes, Heads, OperationMetadata, PagedOptions, PagesMetadata, PagesV1,
-                       PagesV2, PagesV3, attention, explain, ragged_page_attention_v2)
+                       PagesV2, PagesV3, attention, explain, ragged_page_attention_v2,
+                       ragged_page_attention_v3)
+from attn_core.autodiff import paged as autodiff_paged
 from attn_core.caches import pages
 from attn_core.caches.paged import allocator, page_stripes, request_groups, validate
 from attn_core.kernels.common import paged_operands
@@ -261,6 +263,20 @@ class PlacementTest(parameterized.TestCase):
                   lowering_platforms=("cuda" if platform == "gpu" else "tpu",)).as_text()
       found = re.search("mosaic_gpu" if platform == "gpu" else "tpu_custom_call", text)
       self.assertEqual(found is not None, kernel)
+
+  @parameterized.parameters((2, False), (None, True))
+  def test_the_kernel_for_tpus_does_not_write_to_stripes(self, stripes, writes):
+    cache = jax.eval_shape(lambda: pages.init(PagesV3, 32, 64, Heads(4, 128, 128)))
+    query, key = (jax.ShapeDtypeStruct((8, heads, 128), jnp.bfloat16) for heads in (16, 4))
+    ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+    metadata = PagesMetadata(ints(1, *(() if stripes is None else (stripes,)), 8, 4), ints(1, 8))
+    call = functools.partial(ragged_page_attention_v3, options=PagedOptions(
+        metadata=OperationMetadata(mesh=mesh_of(sp=stripes or 1, tp=2), platform="tpu")))
+    with (mock.patch.object(autodiff_paged, "attend", wraps=autodiff_paged.attend) as reader,
+          mock.patch.object(autodiff_paged, "attend_writing",
+                            wraps=autodiff_paged.attend_writing) as writer):
+      jax.eval_shape(call, query, key, key, cache, metadata)
+    self.assertEqual((reader.called, writer.called), (not writes, writes))
 
 
 class BadInputTest(parameterized.TestCase):

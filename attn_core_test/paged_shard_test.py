@@ -8,6 +8,7 @@ Letters: G groups, R requests of a group, P pages, T tokens, H query heads, K ke
 import functools
 import re
 import unittest
+from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -19,9 +20,12 @@ import numpy as np
 from attn_core import (BlockSizes, Heads, OperationMetadata, PagedOptions, PagesMetadata, PagesV1,
                        PagesV2, PagesV3, PartitionAxis, attention, explain, page_attention,
                        ragged_page_attention_v2, ragged_page_attention_v3)
+from attn_core.autodiff import paged as autodiff_paged
 from attn_core.benchmark.static import profile as static_profile
 from attn_core.caches import pages
 from attn_core.caches.paged import request_groups, validate
+from attn_core.sharding import paged as shard_paged
+from attn_core.types import PagedOperands
 from attn_core_test import sampling
 from attn_core_test.paged_shard_cases import (CASES, TABLE_WIDTH, PAGE, POOL, R, SENT, TOKENS, Case,
                                               assert_near, mesh_of, run, values)
@@ -223,6 +227,32 @@ class CompileTest(absltest.TestCase):
         lowering_platforms=("tpu",)).compile().as_text()
     self.assertEqual(text.count('custom_call_target="tpu_custom_call"'), 1)
     self.assertEmpty(re.findall(SENT, text))
+
+
+class GroupsOfADeviceTest(parameterized.TestCase):
+
+  @parameterized.parameters((1, False, 7), (1, True, 7), (4, True, 7))
+  def test_a_kernel_call_has_the_tokens_of_one_group(self, groups, grouped, tokens):
+    case = Case(G=groups, grouped=grouped)
+    query, _, _, cache, _ = case.arrays()
+    found = shard_paged.local_shapes(PagedOperands(query, cache, case.metadata()), None,
+                                     pages.heads_of(cache))
+    self.assertEqual(found.query.shape, (tokens, *query.shape[1:]))
+    self.assertEqual(found.metadata.page_tables.shape, (R, TABLE_WIDTH))
+
+  @parameterized.parameters((None, True), (1, True), (2, False))
+  def test_the_kernel_for_tpus_writes_tokens_of_one_group_only(self, groups, writes):
+    leading = () if groups is None else (groups,)
+    metadata = PagesMetadata(*(jax.ShapeDtypeStruct((*leading, *x), jnp.int32)
+                               for x in ((4, 2), (4,), (5,))))
+    cache = jax.eval_shape(lambda: pages.init(PagesV3, 16, 64, Heads(4, 128, 128)))
+    query, key = (jax.ShapeDtypeStruct((8, heads, 128), jnp.bfloat16) for heads in (8, 4))
+    call = functools.partial(ragged_page_attention_v3, options=PagedOptions(
+        metadata=OperationMetadata(platform="tpu")))
+    with mock.patch.object(autodiff_paged, "attend_writing",
+                           wraps=autodiff_paged.attend_writing) as writer:
+      jax.eval_shape(call, query, key, key, cache, metadata)
+    self.assertEqual(writer.called, writes)
 
 
 class LowerTest(parameterized.TestCase):

@@ -146,6 +146,8 @@ class PagesTest(parameterized.TestCase):
                            jnp.asarray(SLOTS[:10]), made)
       jax.tree.map(lambda x, y: np.testing.assert_array_equal(
           x.astype(jnp.float32), y.astype(jnp.float32)), cache, given)
+      # The scales have no padding, which tells the heads of padded pages.
+      self.assertEqual({x.shape[2] for x in pages.to_dense(cache, METADATA)}, {3})
     self.assertEqual(pages.dtype_of(cache), dtype)
     cache = pages.convert(pages.convert(cache, PagesV2, HEADS), layout, HEADS)
     for found, x in zip(pages.to_dense(cache, METADATA, HEADS), (key, value)):

@@ -23,7 +23,7 @@ from absl.testing import parameterized
 # Pattern of "module.Class.test" -> n: one test in n is quick. The first that matches counts.
 QUICK = {
     "caches_sharding_test.InitTest.*": 1, "caches_sharding_test.*explicit_types*": 7,
-    "caches_sharding_test.*": 3,
+    "caches_sharding_test.*.test_a_window*": 1, "caches_sharding_test.*": 3,
     "properties_test.*.test_every_table_entry*": 1, "properties_test.*": 6, "shard_test.Pred*": 1,
     "shard_test.*": 4, "derivatives_test.*.test_vmap_o*": 1, "derivatives_test.*": 4,
     "easydel_*test.*": 4, "dropout_test.*.test_in_jit_and_vmap*": 1,

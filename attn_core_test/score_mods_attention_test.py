@@ -34,14 +34,14 @@ def operands(seed=0):
           "value": numbers(B, T, K, D, seed=seed + 2)}
 
 
-def call(case, mechanism, **arguments):
+def call(case, mechanism, return_lse=True, **arguments):
   """Returns a function of arrays, those of the case among them -> (output, lse)."""
   if mechanism == "blockwise":
     arguments.setdefault("block_sizes", BLOCKS)
   def run(arrays):
     mod = case.make(**{name: arrays[name] for name in case.arrays})
     output = attention(*(arrays[name] for name in NAMES), score_mod=mod, mechanism=mechanism,
-                       return_lse=True, **arguments)
+                       return_lse=return_lse, **arguments)
     return output.attention_outputs, output.lse
   return run
 
@@ -263,6 +263,16 @@ class DtypesTest(parameterized.TestCase):
       self.assertEqual(x.dtype, dtype)
       np.testing.assert_allclose(np.asarray(x, np.float64), y,
                                  atol=tolerance * max(1, abs(y).max()))
+
+  def test_what_a_mod_adds_has_32_bits(self):
+    """Checks numbers of which 16 bits would round off the differences."""
+    arrays = {k: jnp.asarray(x, jnp.bfloat16) for k, x in operands().items()}
+    arrays["x"] = jnp.broadcast_to(jnp.float32(1000) + jnp.arange(T) % 3, (B, 1, T))
+    want, *others = (
+        jax.jit(call(CASES["per_key"], mechanism, False))(arrays)[0].astype(jnp.float32)
+        for mechanism in ("vanilla", "blockwise", "sdpa"))
+    for found in others:
+      np.testing.assert_allclose(found, want, atol=2e-2)
 
   @sampling.slow("score_mods_strict_promotion")
   def test_strict_promotion_of_dtypes_and_ranks(self):

@@ -18,7 +18,7 @@ from attn_core import BlockSizes, MaskInfo, attention, masks
 from attn_core.benchmark.static import profile as static_profile
 from attn_core.kernels.common.contract import RemoteCopy
 from attn_core.kernels.tpu.flash import (
-    backward, forward, scalar_memory, schedule, step_list, tile_loop, tiling)
+    backward, call, forward, scalar_memory, schedule, step_list, tile_loop, tiling)
 from attn_core.masks import materialize
 from attn_core.types import AttentionSpec, MaskOperands, Operands
 from attn_core_test import sampling
@@ -316,6 +316,23 @@ class ScalarMemoryTest(parameterized.TestCase):
         groups = scalar_memory.num_groups(operands, spec, chosen, by_keys=is_backward)
         self.assertEqual(batch % groups, 0)
         tiling.vmem_limit(BlockSizes(), chosen, operands, backward=is_backward)
+
+  def test_every_array_is_counted(self):
+    """Compares the size with that of the arrays that a forward puts there."""
+    operands, spec = operands_of(3, 1000, 4, 2, kind="lengths")
+    shape = lambda *sizes, dtype="int32": jax.ShapeDtypeStruct(sizes, dtype)
+    operands = operands._replace(
+        sinks=shape(3, 4, dtype="float32"), dropout_key=shape(3, 2, dtype="uint32"),
+        mask=operands.mask._replace(batch_index=shape(3), head_offset=shape(1)))
+    spec, found = spec._replace(dropout_prob=0.1), []
+    def called(kernel, inputs, outputs, launch, transfer):
+      found.extend(x.size for x in inputs.scalars)
+      return [jnp.zeros(x.shape, x.dtype) for x in outputs], ()
+    with mock.patch.object(call, "call", called):
+      jax.eval_shape(lambda operands: forward.forward(operands, spec, BLOCKS), operands)
+    chosen = tiling.make_tiling(operands, spec, BLOCKS, backward=False)
+    self.assertEqual(scalar_memory.needed(operands, spec, chosen, by_keys=False),
+                     sum(4 * schedule.round_up(n, schedule.LANES) for n in found))
 
   def test_blocks_grow_until_the_schedule_of_a_row_fits(self):
     operands, spec = operands_of(2, 2**19, 32, 1)

@@ -78,6 +78,26 @@ class InterpretTest(parameterized.TestCase):
     np.testing.assert_array_equal(mapped, alone)
     self.assertTrue((mapped[0] != mapped[1]).any())
 
+  def test_every_mapped_row_has_other_sinks(self):
+    case = Case({}, B=2, T=24, H=3, D=8, blocks=BlockSizes(), floats={"softmax_aux": (2, 3)})
+    arrays = case.arrays()
+    one = lambda a: case.call({name: x if name == "softmax_aux" else x[None]
+                               for name, x in a.items()})
+    with interpreted():
+      mapped = jax.jit(jax.vmap(one))(arrays)
+      alone = [jax.jit(one)(jax.tree.map(lambda x: x[n], arrays)) for n in range(2)]
+    np.testing.assert_array_equal(mapped[0], [x[0] for x in alone])
+    np.testing.assert_array_equal(mapped[1], [x[1] for x in alone])
+
+  def test_every_query_has_other_masks_and_biases(self):
+    """Checks arrays with a number per query, in a loop over tiles of more keys than queries."""
+    self.enter_context(mock.patch.object(schedule, "MOST_PATTERNS", 0))
+    visible = np.random.default_rng(4).random((1, 2, 200, 1)) < 0.7
+    self.compare(Case(
+        dict(mask=visible, causal=False), masks.dense(visible), T=200, S=600, D=8,
+        blocks=BlockSizes(128, 512, 128, 512), floats={"bias": (1, 2, 200, 1)}), 1e-5,
+                 ("on_wait",))
+
   @parameterized.parameters(64, 128)
   def test_the_backward_in_several_ranges_of_queries(self, width):
     self.enter_context(mock.patch.object(tiling, "RESIDENT_BYTES", 12 * 2 * 128 * 256))
