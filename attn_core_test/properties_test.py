@@ -172,8 +172,8 @@ class PropertiesTest(InterpretedTestCase):
     implementation = table.TABLE[mechanism, platform].general
     if implementation.run in ON_GPU or " " in platform:  # of a compute capability
       self.skipTest("needs an NVIDIA GPU")
-    if "pages" in implementation.features:
-      self.skipTest("reads pages, as in paged_test")
+    if {"pages", "latent"} & implementation.features:
+      self.skipTest("reads pages, as in paged_test, or latent rows, as in latent_test")
     if not implementation.shards_sequence:  # see ring_test.MeshTest.test_one_shard_is_flash
       self.assertIn(implementation.run, IMPLEMENTATIONS)
     case = BY_NAME["causal_gqa"]

@@ -217,12 +217,12 @@ EVEN_CASES = (
 
 # One name for every implementation that this machine can run; the others are the same object.
 IMPLEMENTATIONS = {}
-# These have tests of their own: what needs a GPU, what reads pages, and what is flash_attn2's
-# program as long as nothing is spread.
+# These have tests of their own: what needs a GPU, what reads pages or latent rows, and what is
+# flash_attn2's program as long as nothing is spread.
 ON_GPU = (table.TABLE["cudnn", "gpu"].run, table.TABLE["flash_attn2", "gpu 9.0"].run)
 for (_mechanism, _platform), _row in table.TABLE.items():
   _implementation = _row.general
-  if not (_implementation.run in ON_GPU or "pages" in _implementation.features
+  if not (_implementation.run in ON_GPU or {"pages", "latent"} & _implementation.features
           or _implementation.shards_sequence):
     IMPLEMENTATIONS.setdefault(_implementation.run, (_mechanism, _platform))
 NAMES = tuple(IMPLEMENTATIONS.values())
