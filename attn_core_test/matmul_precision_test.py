@@ -19,8 +19,8 @@ from jax._src.cudnn import fused_attention_stablehlo as jax_cudnn
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
-from attn_core import (Heads, OperationMetadata, PagesMetadata, PagesV1, PagesV2, PagesV3,
-                       RingConfig, attention, caches, table)
+from attn_core import (Heads, LatentOptions, OperationMetadata, PagesMetadata, PagesV1, PagesV2,
+                       PagesV3, RingConfig, attention, caches, table)
 from attn_core.caches import pages
 from attn_core.mechanisms import flash, sdpa
 from attn_core_test import sampling
@@ -125,6 +125,23 @@ def cached_call(mechanism: str, dtype: str, arguments: dict, tokens: int, held: 
   return Call(function, {"query": query, **floats})
 
 
+def latent_call(mechanism: str, dtype: str, arguments: dict, tokens: int, projected: bool) -> Call:
+  """A call with latent rows, whose queries are absorbed, or those of heads."""
+  latent, rope, nope = 32, 16, 8
+  array = lambda *shape: jax.ShapeDtypeStruct(shape, dtype)
+  operands = {"query": array(B, tokens, H, (nope if projected else latent) + rope),
+              "key": array(B, T, latent + rope)}
+  if projected:
+    operands |= {"key_up": array(latent, H, nope), "value_up": array(latent, H, D)}
+  def function(arrays):
+    up = {name: x for name, x in arrays.items() if name.endswith("_up")}
+    options = LatentOptions(latent, rope, nope if projected else None, **up)
+    return attention(arrays["query"], arrays["key"], None, latent_options=options,
+                     mechanism=mechanism, softmax_scale=0.2, query_offset=T - tokens,
+                     **arguments).attention_outputs
+  return Call(function, operands)
+
+
 def paged_call(mechanism: str, dtype: str, arguments: dict, tokens: int, held: str) -> Call:
   """A call over pages, which are differentiable unless they are quantized."""
   layout = PAGES[mechanism]
@@ -154,6 +171,10 @@ def calls_of(mechanism: str, place: str, dtype: str, **arguments: Any) -> dict[s
   if "pages" in features:
     return {f"{held}_{tokens}": paged_call(mechanism, dtype, arguments, tokens, held)
             for held in (dtype, "int8") for tokens in (1, 16)[:1 + (mechanism != "page_attention")]}
+  if "latent" in features:
+    return {f"{'projected' if projected else 'absorbed'}_{tokens}": latent_call(
+        mechanism, dtype, arguments, tokens, projected)
+            for projected in (False, True) for tokens in (4, T)}
   if row.shards_sequence:
     found = {}
     for name, ring in RINGS.items():

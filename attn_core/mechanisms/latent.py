@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from attn_core.kernels.common import matmul_precision, nonfinite
 from attn_core.kernels.xla import decode as xla_decode, flash as xla_flash
 from attn_core.mechanisms import decode as decode_lib, flash
-from attn_core.types import AttentionOutput, Call
+from attn_core.types import AttentionOutput, Call, at_least_float32
 
 
 def absorbed(call: Call) -> AttentionOutput:
@@ -121,4 +121,4 @@ def _product(expression: str, left: jax.Array, right: jax.Array, call: Call) -> 
   """Returns an einsum in the dtype of its operands, with sums of at least 32 bits."""
   return jnp.einsum(
       expression, left, right, precision=matmul_precision.resolve(left.dtype, call.spec.precision),
-      preferred_element_type=jnp.promote_types(left.dtype, jnp.float32)).astype(left.dtype)
+      preferred_element_type=at_least_float32(left.dtype)).astype(left.dtype)
