@@ -64,8 +64,10 @@ QUICK = {
     "export_test.MeshTest.test_auto_axes*": 4,
     "explicit_pages_test.TypesTest.test_outputs*": 4,
     "explicit_pages_test.ValuesTest.test_those*": 3,
-    "latent_test.[BE]*": 1, "latent_test.*": 3, "latent_shard_test.MeshTest.test_eq*": 4,
-    "latent_shard_test.CacheTest.test_slots*": 4}
+    "latent_test.[BE]*": 1, "latent_test.*": 6, "latent_shard_test.MeshTest.test_eq*": 4,
+    "latent_shard_test.CacheTest.test_slots*": 4, "latent_shard_test.MeshTest.test_no*": 2,
+    "selected_test.PlacementTest.*": 2, "selected_test.WorkTest.test_memory*": 2,
+    "selected_test.MeaningTest.test_block_map*": 2, "page_drafts_test.*.test_equals*": 3}
 
 # Module -> number of processes that share its tests. These start first, in this order.
 SHARDS = {
@@ -83,7 +85,8 @@ SHARDS = {
     "strict_modes_test": 1, "calls_test": 1,
     "batch_dimensions_test": 1, "manual_axes_test": 1, "programs_test": 1, "whole_calls_test": 1,
     "approved_test": 1, "score_mods_attention_test": 1, "tpu_softmax_test": 1,
-    "tpu_pages_write_test": 1, "partials_test": 1}
+    "tpu_pages_write_test": 1, "partials_test": 1, "latent_test": 1, "selected_test": 1,
+    "tpu_score_mods_test": 1, "latent_shard_test": 1}
 
 # These start next, in this order, and the others at last, so that none runs alone in the end.
 LONG = ("tpu_memory_test", "gpu_split_kv_test", "static_gpu_test", "tpu_schedule_test",

@@ -176,7 +176,7 @@ def keys_of(inputs: Inputs, head: Head, n: jax.Array) -> Keys:
   count = jnp.int32(head.key.shape[0] - 1)
   blocks = (jnp.asarray(n, jnp.int32) * inputs.num_blocks
             + jnp.arange(inputs.num_blocks, dtype=jnp.int32))
-  query = blocks[:, None] * inputs.block_q + jnp.arange(inputs.block_q, dtype=jnp.int32)
+  query = blocks[:, None] * inputs.block_q + jnp.arange(inputs.block_q, dtype=jnp.int32)[None]
   first = head.key_head * inputs.group
   local = first + jnp.arange(inputs.group, dtype=jnp.int32)
   at_row = lambda x: x[head.batch if x.shape[0] > 1 else 0]
@@ -185,7 +185,8 @@ def keys_of(inputs: Inputs, head: Head, n: jax.Array) -> Keys:
   found = jnp.sort(lists.blocks_of(batch, first + start, query[:, 0]), axis=-1)
   repeated = jnp.pad(found[:, 1:] == found[:, :-1], ((0, 0), (1, 0)))
   found = jnp.where(repeated | (found < 0) | (found >= count), count, found)
-  key = (found[..., None] * lists.block_kv + jnp.arange(lists.block_kv, dtype=jnp.int32))
+  key = (found[..., None] * lists.block_kv
+         + jnp.arange(lists.block_kv, dtype=jnp.int32)[None, None])
   key = key.reshape(inputs.num_blocks, 1, 1, -1)
   query, heads = query[..., None, None], local[None, None, :, None]
   at = mask_lib.Coordinates(batch, heads + start, query, key, query, key)
