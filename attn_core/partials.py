@@ -64,9 +64,16 @@ def merge_partials(outs: Sequence[Array], lses: Sequence[Array],
   stacked = [jnp.stack([jnp.asarray(lse, at_least_float32(lse.dtype)) for lse in lses]),
              jnp.stack([jnp.asarray(out, at_least_float32(out.dtype)) for out in outs])]
   to_rows = (lambda x: x) if layout == "bhtd" else (lambda x: x.swapaxes(-1, -2))
-  out, lse = combine(stacked[1], stacked[0], to_rows, lambda x: x.max(0, keepdims=True),
+  out, lse = combine_stacked(stacked[1], stacked[0], to_rows)
+  return AttentionOutput(out.astype(outs[0].dtype), lse=lse)
+
+
+def combine_stacked(out: jax.Array, lse: jax.Array,
+                    to_rows: Reduction) -> tuple[jax.Array, jax.Array]:
+  """Combines parts along the first axis, which the results do not have; see `combine`."""
+  out, lse = combine(out, lse, to_rows, lambda x: x.max(0, keepdims=True),
                      lambda x: x.sum(0, keepdims=True))
-  return AttentionOutput(out[0].astype(outs[0].dtype), lse=lse[0])
+  return out[0], lse[0]
 
 
 def combine(out: jax.Array, lse: jax.Array, to_rows: Reduction, largest: Reduction,

@@ -34,15 +34,15 @@ def latent_options(config: AttnConfig, up_projection: ArrayLike | None = None) -
     raise ValueError(
         f"config: got latent_width={latent}, rope_head_dim={rope} and head_dim={width}; expected "
         "widths of latent attention, with head_dim > rope_head_dim")
+  nope = width - rope
   if up_projection is None:
-    return LatentOptions(latent, rope, width - rope)
+    return LatentOptions(latent, rope, nope)
   heads, value = config.num_attention_heads, config.value_head_dim
   given = checks.floating("up_projection", up_projection, 2, "[latent, H * (nope + E)]")
   checks.require(
       heads is not None and value is not None
-      and given.shape == (latent, heads * (width - rope + value)), "up_projection",
+      and given.shape == (latent, heads * (nope + value)), "up_projection",
       checks.describe(given), f"float [{latent}, H * (nope + E)] with H = num_attention_heads "
-      f"{heads}, nope {width - rope} and E = value_head_dim {value}")
+      f"{heads}, nope {nope} and E = value_head_dim {value}")
   split = jnp.asarray(given).reshape(latent, heads, -1)
-  nope = width - rope
   return LatentOptions(latent, rope, nope, split[..., :nope], split[..., nope:])

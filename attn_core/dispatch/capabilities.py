@@ -130,11 +130,9 @@ def request_of(call: Call, features: Mapping[str, str], capability: str | None =
   """
   query, key, value = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in call.operands[:3])
   bias = call.operands.bias
-  mods = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype)
-               for x in getattr(call.operands, "mods", ()))
+  mods = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in call.operands.mods)
   return Request(features, query, key, value, call.spec.mask, None if bias is None else bias.dtype,
-                 capability, tpu_version, transfer,
-                 mod=getattr(call.spec, "score_mod", NO_SCORE_MOD), mods=mods)
+                 capability, tpu_version, transfer, mod=call.spec.score_mod, mods=mods)
 
 
 def _no_limits(request: Request) -> str | None:

@@ -4,8 +4,6 @@
 
 from typing import TYPE_CHECKING, NamedTuple
 
-import jax
-
 from attn_core.masks import leaves, mask as mask_lib
 
 if TYPE_CHECKING:  # for annotations only: that module imports this one
@@ -72,8 +70,7 @@ def projected_limits(request: "Request") -> str | None:
     return limits(request)
   if widths.nope is None:
     return "absorbed queries: only queries of heads, with key_up and value_up, are projected"
-  mask = jax.tree.unflatten(request.mask, [None] * request.mask.num_leaves)
-  for node in mask_lib.nodes(mask):
+  for node in mask_lib.nodes(mask_lib.of_structure(request.mask)):
     if isinstance(node, (leaves.Dense, leaves.Custom)):
       return f"a mask of kind {type(node).__name__}, which may differ between heads"
   work = flops(widths, *request.lengths, request.query.shape[2])

@@ -50,9 +50,8 @@ def attend(run: Attend, operands: PagedOperands, spec: PagedSpec,
                spec._replace(causal=False), block_sizes._replace(block_q=block_q))
     parts.append(Residuals(*(x[back] for x in part)))
   out, lse = (jnp.stack(x) for x in zip(*parts))
-  out, lse = partials.combine(out, lse, lambda x: x[..., 0], lambda x: x.max(0, keepdims=True),
-                              lambda x: x.sum(0, keepdims=True))
-  return Residuals(out[0].astype(dtype), lse[0])
+  out, lse = partials.combine_stacked(out, lse, lambda x: x[..., 0])
+  return Residuals(out.astype(dtype), lse)
 
 
 def _alone(operands: PagedOperands, prefixes: prefixes_lib.Prefixes) -> PagedOperands:

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Terms that can be traced into a Pallas kernel: those without look-ups, of common operations."""
 
-from typing import Any, Sequence
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +20,9 @@ _OPERATIONS = frozenset((
     "sub", "tanh", "xor"))
 
 
+@functools.lru_cache(maxsize=64)  # a function is traced, and every call asks
 def refusal(structure: jax.tree_util.PyTreeDef,
-            arrays: Sequence[jax.ShapeDtypeStruct]) -> str | None:
+            arrays: tuple[jax.ShapeDtypeStruct, ...]) -> str | None:
   """Returns why kernels cannot evaluate a term tile by tile; None: they can.
 
   Args:

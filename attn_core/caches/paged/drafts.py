@@ -109,12 +109,12 @@ def keep(cache: PagesT, pages_metadata: PagesMetadata, accepted: Array) -> Pages
   number = (starts[1:] - starts[:-1])[:, None]
   first = pages_metadata.context_lens[:, None] - number
   live = (accepted >= 0) & (accepted < number)
+  rows = jnp.arange(requests, dtype=jnp.int32)[:, None]
   place = jnp.broadcast_to(jnp.arange(accepted.shape[1], dtype=jnp.int32), accepted.shape)
 
   def slots(new: jax.Array) -> jax.Array:
     position = jnp.clip(first + new, 0, pages_metadata.page_tables.shape[1] * size - 1)
-    page = jnp.take_along_axis(pages_metadata.page_tables, position // size, 1)
-    return slot_mapping.slot_of(page, position % size, size, live).reshape(-1)
+    return slot_mapping.slot_at(pages_metadata, rows, position, size, live).reshape(-1)
   return token_writes.move(cache, slots(accepted), slots(place))
 
 

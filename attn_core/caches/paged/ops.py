@@ -162,8 +162,7 @@ def from_dense(cache: PagesT, key: Array, value: Array, pages_metadata: PagesMet
   position = jnp.arange(length, dtype=jnp.int32)[None]
   rows = jnp.arange(requests, dtype=jnp.int32)[:, None]
   live = (position < pages_metadata.context_lens[:, None]) & (rows < rows_in_use(pages_metadata))
-  page = pages_metadata.page_tables[rows, position // size]
-  mapping = slot_mapping.slot_of(page, position % size, size, live).reshape(-1)
+  mapping = slot_mapping.slot_at(pages_metadata, rows, position, size, live).reshape(-1)
   def flat(x: jax.Array) -> jax.Array:
     return _whole_rows(x).reshape(-1, *x.shape[2:])
   return append(cache, flat(key), flat(value), mapping,

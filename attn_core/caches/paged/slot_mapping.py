@@ -47,6 +47,13 @@ def slots(pages_metadata: PagesMetadata, size: int, num_tokens: int,
   return slot_of(page, position % size, size, live)
 
 
+def slot_at(pages_metadata: PagesMetadata, request: Array, position: Array, size: int,
+            live: Array) -> jax.Array:
+  """Returns the slots of positions within requests' tables, -1 where not live; see `slot_of`."""
+  page = pages_metadata.page_tables[request, position // size]
+  return slot_of(page, position % size, size, live)
+
+
 def slot_of(page: Array, offset: Array, size: int, live: Array) -> jax.Array:
   """page * size + offset; -1 where not live, or where the page number cannot exist."""
   # The product must not overflow to a valid slot for a page far outside the pool.

@@ -87,7 +87,7 @@ def backward(inputs: Inputs, residuals: BackwardResiduals, cotangents: Residuals
     head = head._replace(query=nonfinite.mask_nonfinite(head.query),
                          key=nonfinite.mask_nonfinite(head.key))
     d_out, row_lse, row_delta = (
-        head_rows(inputs, x, head).astype(inputs.dtype)
+        head_rows(inputs, x, head.batch, head.key_head).astype(inputs.dtype)
         for x in (cotangents.out, *(x.swapaxes(1, 2)[..., None] for x in (residuals.lse, delta))))
 
     def step(n: jax.Array, sums: _Sums) -> _Sums:
@@ -135,7 +135,7 @@ def tangent(inputs: Inputs, residuals: Residuals, tangents: dict[str, jax.Array]
 
   def of_head(head: Head, results: Residuals) -> Residuals:
     d_head = head_of(moved, head.batch, head.key_head, propagate=False)
-    out, lse = (head_rows(inputs, x, head).astype(inputs.dtype)
+    out, lse = (head_rows(inputs, x, head.batch, head.key_head).astype(inputs.dtype)
                 for x in (residuals.out, residuals.lse.swapaxes(1, 2)[..., None]))
 
     def step(n: jax.Array, sums: Residuals) -> Residuals:

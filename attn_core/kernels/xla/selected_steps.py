@@ -112,8 +112,8 @@ def head_of(inputs: Inputs, batch: jax.Array, key_head: jax.Array, *,
     propagate: whether keys are NaN where a key or value is not finite, and such values 0.
   """
   operands, dtype, block_kv = inputs.operands, inputs.dtype, inputs.lists.block_kv
-  head = Head(batch, key_head, jnp.zeros(()), jnp.zeros(()), jnp.zeros(()))
-  query = nonfinite.infinite_to_nan(head_rows(inputs, operands.query, head)).astype(dtype)
+  query = head_rows(inputs, operands.query, batch, key_head)
+  query = nonfinite.infinite_to_nan(query).astype(dtype)
   keys = operands.key.shape[1]
   count = cdiv(keys, block_kv)
   key, value = (tile_lib.slice_at(x, (batch, 0, key_head, 0), (1, keys, 1, x.shape[3]))[0, :, 0]
@@ -126,10 +126,10 @@ def head_of(inputs: Inputs, batch: jax.Array, key_head: jax.Array, *,
   return Head(batch, key_head, query * jnp.asarray(inputs.spec.softmax_scale, dtype), key, value)
 
 
-def head_rows(inputs: Inputs, x: jax.Array, head: Head) -> jax.Array:
+def head_rows(inputs: Inputs, x: jax.Array, batch: jax.Array, key_head: jax.Array) -> jax.Array:
   """Returns rows [T padded, G, width] of x [B, T, H, width]."""
   _, queries, _, width = x.shape
-  rows = tile_lib.slice_at(x, (head.batch, 0, head.key_head * inputs.group, 0),
+  rows = tile_lib.slice_at(x, (batch, 0, key_head * inputs.group, 0),
                            (1, queries, inputs.group, width))[0]
   return tile_lib.pad_axis(rows, 0, inputs.padded - queries)
 
