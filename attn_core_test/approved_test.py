@@ -7,14 +7,14 @@ expected outputs are; `python3 -m attn_core_test.approve` writes them again.
 """
 
 import difflib
-import os
 
-# The texts do not depend on what XLA makes of the programs, which then compile faster.
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
-
-# pylint: disable=wrong-import-position
 from absl.testing import absltest
 from absl.testing import parameterized
+from attn_core_test import sampling
+
+sampling.optimize_least()  # the texts do not depend on what XLA makes of the programs
+
+# pylint: disable-next=wrong-import-position
 from attn_core_test import approved_cases
 
 MOST_LINES = 60  # of a printed difference

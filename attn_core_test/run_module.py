@@ -23,6 +23,8 @@ def main(module: str) -> None:
     return sampling.taken_of(all_names(self, case), f"{module}.{case.__name__}")
 
   absltest.TestLoader.getTestCaseNames = taken_names
+  if sampling.emulates(module):
+    sampling.optimize_least()
   gc.set_threshold(50_000, 20, 50)  # tracing makes many objects, few of which are in cycles
   runpy.run_module(f"attn_core_test.{module}", run_name="__main__", alter_sys=True)
 

@@ -92,6 +92,10 @@ SHARDS = {
 LONG = ("tpu_memory_test", "gpu_split_kv_test", "static_gpu_test", "tpu_schedule_test",
         "gpu_odd_lengths_test", "typing_test", "loss_scaling_test", "tpu_versions_test")
 
+# Modules whose programs emulate kernels of other chips, or are only traced and lowered: what XLA's
+# optimizations for this CPU make of them is not what they test, and takes a fifth of their time.
+EMULATING = ("tpu_*test", "gpu_*test", "strict_modes_test")
+
 VARIABLE = "ATTN_CORE_SLOW"  # "K/N" in the environment: the slow tests of this rotation run
 SKIPPED = "slow: `python3 -m attn_core_test --slow` runs it"
 
@@ -152,6 +156,16 @@ def slow_parameters(*cases: tuple, named: bool = False) -> Callable:
   if not taken:
     return unittest.skip(SKIPPED)
   return (parameterized.named_parameters if named else parameterized.parameters)(*taken)
+
+
+def emulates(module: str) -> bool:
+  """Says if EMULATING names the module."""
+  return any(fnmatch.fnmatchcase(module, pattern) for pattern in EMULATING)
+
+
+def optimize_least() -> None:
+  """Lets XLA compile quickly; called before JAX finds its devices, which reads this once."""
+  os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
 
 
 def share_of(test: str) -> int:
