@@ -179,14 +179,17 @@ class InterpretTest(parameterized.TestCase):
       # Blocks of 4 queries see blocks of 2 pages: all that hold a token up to their last one.
       page = cache.pages[0].nbytes
       pages_of = lambda length: sum(-(-min(end, length) // 8) for end in range(4, length + 4, 4))
-      self.assertEqual(both[2], page * (pages_of(21) + pages_of(13)))
+      # Each query is copied, and the result of every token; and the lse of each block.
+      tokens_of = lambda queries, blocks: (
+          queries * query[0].nbytes + query.nbytes + blocks * 4 * row.case.H * 4)
+      self.assertEqual(both[2], page * (pages_of(21) + pages_of(13)) + tokens_of(34, 6 + 4))
       alone = run(queries((21, 13)), moved_pages, schedule(rolled[::-1], (13, 13), (0, 0)))
-      self.assertEqual(alone[2], page * pages_of(13))
+      self.assertEqual(alone[2], page * pages_of(13) + tokens_of(13, 4))
       chunks = [run(queries((first, number)), cache, schedule(tables, (0, 0), (0, 0))._replace(
           context_lens=jnp.array([first + number, 0], jnp.int32),
           query_start_loc=jnp.array([0, number, number], jnp.int32)))
                 for first, number in ((0, 7), (7, 13), (20, 1))]
-      self.assertEqual(chunks[2][2], 3 * page)  # one query, 21 tokens
+      self.assertEqual(chunks[2][2], 3 * page + tokens_of(1, 1))  # one query, 21 tokens
     for i in range(2):
       np.testing.assert_array_equal(alone[i][:13], both[i][21:34])
       chunked = np.concatenate([found[i][:number] for found, number in zip(chunks, (7, 13, 1))])

@@ -81,11 +81,22 @@ def lengths_of(places):
   return [LEFT + QUERIES + place + PAGE * (row % 3) for row, place in enumerate(places)]
 
 
+def blocks_of(length, block_q):
+  """Returns the numbers of a request's blocks of queries."""
+  return range((length - QUERIES) // block_q, (length - 1) // block_q + 1)
+
+
+def copied_tokens(lengths, case):
+  """Returns the bytes of queries, of their results, and of the lse of every block."""
+  blocks = sum(len(blocks_of(length, case.block_q)) for length in lengths)
+  return 2 * case.query.nbytes + blocks * case.block_q * case.heads * 4
+
+
 def copied(lengths, block_q):
   """Returns the bytes of the pages and scales that the blocks of queries need."""
   page, scales, total = 2 * PAGE * WIDTH, 2 * BLOCK_KV * 8 * 4, 0
   for length in lengths:
-    for block in range((length - QUERIES) // block_q, (length - 1) // block_q + 1):
+    for block in blocks_of(length, block_q):
       first = max(block * block_q, length - QUERIES) - LEFT
       stop = min(length, (block + 1) * block_q)
       total += page * ((stop - 1) // PAGE - first // PAGE + 1)
@@ -109,7 +120,7 @@ class WindowTest(parameterized.TestCase):
         want = case.expected(row, length - QUERIES + number, query[row, number])
         np.testing.assert_allclose(out[row, number], want[0], atol=5e-6)
         np.testing.assert_allclose(lse[row, number], want[1], atol=1e-5)
-    self.assertEqual(moved, copied(lengths, case.block_q))
+    self.assertEqual(moved, copied(lengths, case.block_q) + copied_tokens(lengths, case))
 
   @parameterized.parameters(*sampling.with_slow([("many_rows",)], ("few_rows",)))
   def test_lengths_beyond_the_table_copy_nothing_outside_of_it(self, name):
@@ -120,7 +131,8 @@ class WindowTest(parameterized.TestCase):
     np.testing.assert_array_equal(lse[-1], -np.inf)
     self.assertTrue(np.isfinite(lse[:-1]).all())
     scales = 2 * BLOCK_KV * 8 * 4  # of each block of queries
-    self.assertEqual((moved - copied(lengths[:-1], case.block_q)) % scales, 0)
+    moved -= copied_tokens(lengths, case) + copied(lengths[:-1], case.block_q)
+    self.assertEqual(moved % scales, 0)
 
 
 if __name__ == "__main__":

@@ -60,8 +60,8 @@ def _computed(case: Case) -> Iterator[None]:
   span = lambda new, request: new_tokens.Span(request, request + 1, case.keys - 1 - request)
   is_finite = update_few_rows._is_finite
   with (mock.patch.object(new_tokens, "_span", span),
-        mock.patch.object(ragged_kernel, "_step", item),
-        mock.patch.object(ragged_kernel, "_step_count",
+        mock.patch.object(ragged_kernel, "step_of", item),
+        mock.patch.object(ragged_kernel, "step_count",
                           lambda k: case.batch + 0 * pl.program_id(0)),
         mock.patch.object(update_few_rows, "_is_finite",
                           lambda x: is_finite(x) | (pl.program_id(0) >= 0))):

@@ -24,7 +24,7 @@ from attn_core.benchmark.static.tpu_programs import Built, Contender, Program
 from attn_core.caches.paged import layouts, ops
 from attn_core.config.metadata import OperationMetadata
 from attn_core.kernels.tpu.ragged import (common, kernel as ragged_kernel, kv_block, new_tokens,
-                                          update_few_rows)
+                                          token_blocks, update_few_rows)
 from attn_core.types import BlockSizes, cdiv
 
 Index = int | jax.Array
@@ -119,10 +119,23 @@ def _computed(program: Program) -> Iterator[None]:
     rows = requests.decoding if one else case.batch - requests.decoding
     return rows * steps_of(k)[2] + 0 * pl.program_id(0)
 
+  def bounds(k: Any, _: Any) -> tuple[jax.Array, jax.Array]:
+    one = k.shape.block_q == 1 and requests.decoding
+    first, end = (0, requests.decoding) if one else (requests.decoding, case.batch)
+    return jnp.int32(first), jnp.int32(end)
+
+  def request_of(_: Any, r: Any) -> token_blocks.Request:
+    end = requests.start(r + 1)
+    return token_blocks.Request(case.keys - (end - requests.start(r)), jnp.int32(case.keys),
+                                end - case.keys)
+
   is_finite, is_read = update_few_rows._is_finite, kv_block.KVBlock.load_masked_words
   with (mock.patch.object(new_tokens, "_span", span),
-        mock.patch.object(ragged_kernel, "_step", item),
-        mock.patch.object(ragged_kernel, "_step_count", count),
+        mock.patch.object(token_blocks, "bounds_of", bounds),
+        mock.patch.object(token_blocks, "request_of", request_of),
+        mock.patch.object(token_blocks, "start_of", lambda _, r: requests.start(r)),
+        mock.patch.object(ragged_kernel, "step_of", item),
+        mock.patch.object(ragged_kernel, "step_count", count),
         mock.patch.object(update_few_rows, "_is_finite",
                           lambda x: is_finite(x) | (pl.program_id(0) >= 0)),
         mock.patch.object(kv_block.KVBlock, "load_masked_words",

@@ -54,7 +54,8 @@ def make_queue(inputs: BlockedInputs, tokens: int,
   token = jnp.arange(tokens, dtype=jnp.int32)
   owner = owner_of(inputs.starts[1:], token)
   position = inputs.lengths[owner] - inputs.starts[owner + 1] + token
-  live = (token < inputs.starts[-1]) & (position >= 0) & is_in(owner)
+  found = (token >= inputs.starts[owner]) & (token < inputs.starts[-1])
+  live = found & (position >= 0) & is_in(owner)
   block_index = jnp.where(live, offsets[owner] + position // block_q - first[owner], 0)
   return QueryBlockQueue(blocks, jnp.minimum(ends[-1:], len(number)), block_index,
                          jnp.where(live, position % block_q, 0), live)

@@ -56,6 +56,7 @@ class StepShape(NamedTuple):
   mask_rows: int = 0  # rows of the mask for a batch row; 0: the mask follows from positions
   mask_heads: bool = False  # whether the mask has rows for every query head
   writes_all: bool = False  # whether steps that compute nothing write the results of no keys
+  copies_queries: bool = False  # whether the kernel copies queries and results; see `token_kernel`
 
   @property
   def head_rows(self) -> int:
@@ -120,6 +121,12 @@ class StepShape(NamedTuple):
     heads = self.group_heads * (self.unrolled_groups if self.few_rows else 2)
     read = 2 * self.layout.block_kv * width
     values = read * heads * size + (read * self.group_heads * 8 if self.few_rows else 0)
+    if self.copies_queries:
+      # In vector memory, the query heads of a key head are rows of tiles; and rows are kept twice.
+      padded = cdiv(self.group_size, SUBLANES) * SUBLANES if self.group_size > SUBLANES else (
+          2 ** (self.group_size - 1).bit_length())
+      blocks = blocks * max(padded, 4 // size) // self.group_size
+      blocks += self.head_groups * rows * width * size
     return (self.layout.vmem_bytes() + blocks + state + mask + values
             + 6 * self.layout.block_kv * rows * 4)
 
@@ -250,7 +257,7 @@ def row_numbers(k: KernelRefs, axis: int) -> jax.Array:
   return lax.broadcasted_iota(jnp.int32, shape, axis)
 
 
-def _query_of(k: KernelRefs, rows: jax.Array) -> jax.Array:
+def query_of(k: KernelRefs, rows: jax.Array) -> jax.Array:
   """Returns the query of the step that a row belongs to."""
   return lax.div(lax.rem(rows, jnp.int32(k.shape.head_rows)), jnp.int32(k.shape.group_size))
 
@@ -261,7 +268,7 @@ def _visible_by_position(k: KernelRefs, tile: TileIndex, group: Index, axis: int
   size, spec, step = k.shape.layout.block_kv, k.spec, tile.step
   key = tile.block * size + lax.broadcasted_iota(
       jnp.int32, (size, 1) if axis == 0 else (1, size), axis)
-  query = step.query_begin + _query_of(k, row_numbers(k, 1 - axis))
+  query = step.query_begin + query_of(k, row_numbers(k, 1 - axis))
   live = (query >= step.row_begin) & (query < step.row_length)
   end = jnp.full_like(query, step.row_length)
   if spec.right is not None:
@@ -275,7 +282,7 @@ def _visible_by_mask(k: KernelRefs, tile: TileIndex, group: Index, axis: int) ->
   shape, rows = k.shape, row_numbers(k, 1 - axis)
   if axis == 1 and shape.block_q == 1 and not shape.mask_heads:
     return k.buffers[-1][tile.slot, :1].astype(jnp.float32) > 0.5
-  wanted = _query_of(k, rows)
+  wanted = query_of(k, rows)
   if shape.mask_heads:
     key_head = group * shape.group_heads + lax.div(rows, jnp.int32(shape.head_rows))
     head = key_head * shape.group_size + lax.rem(rows, jnp.int32(shape.group_size))

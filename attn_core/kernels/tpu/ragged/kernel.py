@@ -150,43 +150,22 @@ def _stacked(steps: Steps) -> jax.Array:
 
 def _kernel(k: KernelRefs) -> None:
   """Computes one grid step."""
-  current, count = pl.program_id(0), _step_count(k)
-  softmax: ModuleType | Any = update_few_rows if k.shape.few_rows else update_many_rows
+  current, count = pl.program_id(0), step_count(k)
 
   # 1. In the first step: write the new tokens, and start the transfers of the first blocks.
   @pl.when(current == 0)
   def _() -> None:
     if k.new is not None:
       new_tokens.write(k.new)
-    for name, number in ((common.COMPUTED, 0), (common.FETCHED, 0), (common.NEXT_STEP, 0),
-                         (common.NEXT_BLOCK, _step(k, 0).first_block)):
-      k.counters[name] = number
-    for _ in range(k.shape.layout.slots - 1):
-      _fetch_next(k, count)
+    fetch_first(k, count)
 
+  # 2. Fold in the blocks of keys, normalize and write.
   @pl.when(current < count)
   def _() -> None:
-    step = _step(k, current)
-    softmax.start(k)
-
-    # 2. Per block of keys: start the next transfers, wait for this block's, fold it in.
-    @pl.loop(step.first_block, step.end_block)
-    def _(block: jax.Array) -> None:
-      _fetch_next(k, count)
-      slot = lax.rem(k.counters[common.COMPUTED], jnp.int32(k.shape.layout.slots))
-      _copy_block(k, slot, step, block, start=False)
-      softmax.update(k, common.TileIndex(step, slot, block))
-      k.counters[common.COMPUTED] += 1
-
-    # 3. Normalize and write.
+    fold_blocks(k, step_of(k, current), count)
     for group in range(k.shape.head_groups):
-      running = softmax.result(k, group)
-      out, lse = online_softmax.finish(running._replace(
-          m_i=running.m_i * (k.spec.unit / online_softmax.LOG2E)))
-      out = out if k.shape.few_rows else out.T
-      k.outputs[0][0, group] = out.astype(k.outputs[0].dtype)
-      k.outputs[1][0, group] = lse
-
+      for ref, x in zip(k.outputs, result(k, group)):
+        ref[0, group] = x.astype(ref.dtype)
 
   if k.shape.writes_all:
     @pl.when(current >= count)
@@ -195,28 +174,65 @@ def _kernel(k: KernelRefs) -> None:
         ref[...] = jnp.full(ref.shape, number, ref.dtype)
 
 
+def fetch_first(k: KernelRefs, count: jax.Array) -> None:
+  """Starts the transfers of the first blocks of all steps, of which there are `count`."""
+  for name, number in ((common.COMPUTED, 0), (common.FETCHED, 0), (common.NEXT_STEP, 0),
+                       (common.NEXT_BLOCK, step_of(k, 0).first_block)):
+    k.counters[name] = number
+  for _ in range(k.shape.layout.slots - 1):
+    _fetch_next(k, count)
+
+
+def fold_blocks(k: KernelRefs, step: Steps, count: jax.Array) -> None:
+  """Computes the running softmax of a step, and starts the transfers of the next blocks."""
+  softmax = _softmax(k.shape)
+  softmax.start(k)
+
+  # Per block of keys: start the next transfers, wait for this block's, fold it in.
+  @pl.loop(step.first_block, step.end_block)
+  def _(block: jax.Array) -> None:
+    _fetch_next(k, count)
+    slot = lax.rem(k.counters[common.COMPUTED], jnp.int32(k.shape.layout.slots))
+    _copy_block(k, slot, step, block, start=False)
+    softmax.update(k, common.TileIndex(step, slot, block))
+    k.counters[common.COMPUTED] += 1
+
+
+def result(k: KernelRefs, group: Index) -> tuple[jax.Array, jax.Array]:
+  """Returns float32 out [group_rows, E] and lse, shaped like m_i, of a head group."""
+  running = _softmax(k.shape).result(k, group)
+  out, lse = online_softmax.finish(running._replace(
+      m_i=running.m_i * (k.spec.unit / online_softmax.LOG2E)))
+  return out if k.shape.few_rows else out.T, lse
+
+
+def _softmax(shape: StepShape) -> ModuleType | Any:
+  """Returns the module that updates the running softmax."""
+  return update_few_rows if shape.few_rows else update_many_rows
+
+
 def _fetch_next(k: KernelRefs, count: jax.Array) -> None:
   """Starts the transfers of the next block, of this step or a later one, if there is any."""
   current, block = k.counters[common.NEXT_STEP], k.counters[common.NEXT_BLOCK]
 
   @pl.when(current < count)
   def _() -> None:
-    step = _step(k, current)
+    step = step_of(k, current)
     slot = lax.rem(k.counters[common.FETCHED], jnp.int32(k.shape.layout.slots))
     _copy_block(k, slot, step, block, start=True)
     following = jnp.where(block + 1 == step.end_block, current + 1, current)
     k.counters[common.FETCHED] += 1
     k.counters[common.NEXT_STEP] = following
-    first = _step(k, jnp.minimum(following, pl.num_programs(0) - 1)).first_block
+    first = step_of(k, jnp.minimum(following, k.steps.shape[1] - 1)).first_block
     k.counters[common.NEXT_BLOCK] = jnp.where(following == current, block + 1, first)
 
 
-def _step_count(k: KernelRefs) -> jax.Array:
+def step_count(k: KernelRefs) -> jax.Array:
   """Returns the number of steps that compute anything."""
-  return jnp.minimum(k.num_live[k.num_live.shape[0] - 1], pl.num_programs(0))
+  return jnp.minimum(k.num_live[k.num_live.shape[0] - 1], k.steps.shape[1])
 
 
-def _step(k: KernelRefs, step: Index) -> Steps:
+def step_of(k: KernelRefs, step: Index) -> Steps:
   """Reads the numbers of a step."""
   return Steps(*(k.steps[field, step] for field in range(len(Steps._fields))))
 

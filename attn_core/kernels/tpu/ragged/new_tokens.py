@@ -7,7 +7,6 @@ kernel: requests may read pages that another one writes in the same call. Each r
 a page is copied by as few transfers of fixed sizes as possible.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +14,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
+
+from attn_core.kernels.tpu.ragged import runs
 
 Ref = Any  # a Pallas reference
 Index = Any  # int, or a traced int32
@@ -63,11 +64,10 @@ def write(new: NewTokenRefs) -> None:
   requests = jnp.int32(new.lengths.shape[0])
   written = lax.fori_loop(jnp.int32(0), requests, lambda request, written: _write_request(
       new, request, _span(new, request), written), jnp.int32(0))
-  for bit in range(tokens.bit_length()):
-    @pl.when((written >> bit) & 1 == 1)
-    def _(size: int = 1 << bit) -> None:
-      part = new.rows.at[pl.ds(0, size)]
-      pltpu.make_async_copy(part, part, new.semaphore).wait()
+  def wait(_: Index, size: int) -> None:
+    part = new.rows.at[pl.ds(0, size)]
+    pltpu.make_async_copy(part, part, new.semaphore).wait()
+  runs.powers_of_two(written, tokens, wait)
 
 
 def _span(new: NewTokenRefs, request: Index) -> Span:
@@ -103,19 +103,8 @@ def _copy(new: NewTokenRefs, page: Index, slot: Index, token: Index, count: Inde
   """Starts the transfers of `count` tokens, at most a page, to consecutive slots of a page."""
   page_size = new.target.shape[1]
 
-  def start(slot: Index, token: Index, size: int) -> None:
-    pltpu.make_async_copy(new.rows.at[pl.ds(token, size)], new.target.at[page, pl.ds(slot, size)],
-                          new.semaphore).start()
+  def start(before: Index, size: int) -> None:
+    pltpu.make_async_copy(new.rows.at[pl.ds(token + before, size)],
+                          new.target.at[page, pl.ds(slot + before, size)], new.semaphore).start()
 
-  pl.when(count == 1)(lambda: start(slot, token, 1))
-  if 1 < page_size <= new.rows.shape[0]:
-    pl.when(count == page_size)(lambda: start(0, token, page_size))
-  largest = min(page_size - 1, new.rows.shape[0])
-  if largest > 1:
-    @pl.when((count > 1) & (count < page_size))
-    def _() -> None:
-      # The bits of the count, the smallest first.
-      for bit in range(largest.bit_length()):
-        before = count & ((1 << bit) - 1)
-        pl.when((count >> bit) & 1 == 1)(functools.partial(
-            start, slot + before, token + before, 1 << bit))
+  runs.by_sizes(count, page_size, new.rows.shape[0], start)

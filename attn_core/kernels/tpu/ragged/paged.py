@@ -13,6 +13,7 @@ import chex
 import jax
 from jax import lax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from attn_core.caches.paged import layouts, slot_mapping, token_writes
 from attn_core.caches.paged.layouts import Pages
@@ -20,7 +21,7 @@ from attn_core.kernels.common import (dense_operands, nonfinite, online_softmax,
                                       query_block_queue)
 from attn_core.kernels.common.contract import Residuals
 from attn_core.kernels.common.paged_operands import BlockedInputs, Index
-from attn_core.kernels.tpu.ragged import common, kernel, paged_tiling
+from attn_core.kernels.tpu.ragged import common, kernel, paged_tiling, token_kernel
 from attn_core.kernels.tpu.ragged.kv_layout import KVLayout
 from attn_core.kernels.tpu.ragged.new_tokens import NewTokens
 from attn_core.types import BlockSizes, PagedOperands, PagedSpec
@@ -92,34 +93,31 @@ def _forward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
   group_size = query_heads // heads.key_heads
   single_page = paged_tiling.make_layout(operands.cache, heads, 1)
   pad_width = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, single_page.widths[0] - width)))
-  padded = operands._replace(query=pad_width(nonfinite.infinite_to_nan(operands.query)))
-  out = jnp.zeros((tokens, query_heads, single_page.widths[-1]),
-                  dense_operands.out_dtype(operands, spec))
+  padded = operands._replace(query=pad_width(operands.query))
   lse = jnp.full((tokens, query_heads, 1), -jnp.inf, jnp.float32)
   chosen = paged_tiling.choose_block_q(operands, block_sizes, single_page, group_size)
-  written = None
+  out = written = None
   ranges = paged_operands.request_ranges(operands, chosen)
-  for first, end, block_q in ranges:
+  for number, (first, end, block_q) in enumerate(ranges):
     layout = paged_tiling.with_blocks(single_page, operands, block_sizes,
                                       common.has_few_rows(block_q * group_size))
     inputs = paged_operands.block_inputs(padded, spec, heads, (block_q, layout.block_pages))
     possible = paged_tiling.possible_tokens(operands, block_q, chosen)
-    single = len(ranges) == 1
-    found, live, pages = _attend(inputs, layout, (first, None if single else end),
-                                 padded.query[:possible], new)
-    if pages is not None:  # the first kernel writes the tokens of all requests
+    if block_q == 1 and len(ranges) == 1 and possible == tokens:
+      found = _attend_by_token(inputs, layout, padded.query, new)
+      out, lse = found.out, found.lse
+    else:
+      found = _attend_by_block(inputs, layout, _Part(
+          (first, end), possible, out, is_last=number + 1 == len(ranges)), padded.query, new)
+      out, lse = found.out, jnp.where(found.live[:, None, None], found.lse, lse)
+    if found.pages is not None:  # the first kernel writes the tokens of all requests
       assert isinstance(padded.cache, layouts.PagesV3)
-      written = _as_pages(pages, padded.cache)
+      written = _as_pages(found.pages, padded.cache)
       padded = padded._replace(cache=padded.cache._replace(pages=written))
       new = None
-    if block_q == 1 and single and possible == tokens:
-      out, lse = found  # steps without a query have written the results of no keys
-    else:
-      found, live = jax.tree.map(
-          lambda x: dense_operands.pad_axis(x, 0, tokens - x.shape[0]), (found, live))
-      out, lse = (jnp.where(live[:, None, None], *x) for x in zip(found, (out, lse)))
-  return Residuals(*online_softmax.join_sinks(
-      out[..., :heads.value_width], lse, _token_sinks(operands))), written
+  assert out is not None
+  out = out.reshape(tokens, query_heads, -1)[..., :heads.value_width]
+  return Residuals(*online_softmax.join_sinks(out, lse, _token_sinks(operands))), written
 
 
 def _stored(x: jax.Array) -> jax.Array:
@@ -169,101 +167,115 @@ def _token_arrays(inputs: BlockedInputs, layout: KVLayout) -> tuple[jax.Array, .
   return *tokens, gather(cache.key_scales), gather(cache.value_scales)
 
 
-def _attend(inputs: BlockedInputs, layout: KVLayout, requests: tuple[Index, Index | None],
-            query: jax.Array, new: NewTokens | None
-            ) -> tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array | None]:
-  """Computes the requests [first, end), after writing the new tokens of all requests.
+class _Found(NamedTuple):
+  """Results of a kernel."""
+
+  out: jax.Array  # [T, ...], H heads of E numbers for each token
+  lse: jax.Array  # [T, H, 1]
+  live: jax.Array  # bool [T]: the tokens for which `lse` is computed
+  pages: jax.Array | None  # the tokens of all pages, if there are new ones
+
+
+class _Part(NamedTuple):
+  """Some of a call's requests."""
+
+  requests: tuple[Index, Index]  # [first, end)
+  most_tokens: int  # that their queries may be
+  out: jax.Array | None  # the results of requests before them, [T, K, G, E]
+  is_last: bool  # whether no requests follow
+
+
+def _attend_by_token(inputs: BlockedInputs, layout: KVLayout, query: jax.Array,
+                     new: NewTokens | None) -> _Found:
+  """Computes requests of one query each, after writing the new tokens.
 
   Args:
     inputs: the call, in blocks.
     layout: of the pages.
-    requests: (first, end); None: all that have queries.
-    query: the tokens that may be theirs, [T, H, D].
+    query: [T, H, D].
     new: the tokens to write.
-
-  Returns:
-    ((out [T, H, E], lse [T, H, 1]), bool [T]: the tokens for which these are computed, the tokens
-    of all pages if there are new ones).
   """
-  spec, cache = inputs.spec, inputs.cache
-  key_heads, group_size, block_q = inputs.heads.key_heads, inputs.group, inputs.block_q
-  shape = common.StepShape(layout, group_size, block_q, inputs.tables.shape[1],
-                           writes_all=block_q == 1)
+  key_heads, group_size, tokens = inputs.heads.key_heads, inputs.group, query.shape[0]
+  shape = common.StepShape(layout, group_size, 1, inputs.tables.shape[1], writes_all=True)
   # 1. The steps and their rows.
-  work = _work_by_token(inputs, requests[1], query) if block_q == 1 else (
-      _work_by_block(inputs, requests, query))
+  steps, num_live = _steps_by_token(inputs, tokens)
+  rows = nonfinite.infinite_to_nan(query)
+  rows = rows.reshape(tokens, key_heads, group_size, query.shape[-1])
   # Heads that only pad the pages have no queries.
-  rows = jnp.pad(work.rows, ((0, 0), (0, layout.key_heads - key_heads), (0, 0), (0, 0)))
-  rows = rows.reshape(rows.shape[0], shape.head_groups, shape.group_rows, rows.shape[-1])
-  tensor_scales = None
-  if layout.scales == "tensor":
-    assert cache.key_scales is not None and cache.value_scales is not None
-    tensor_scales = jnp.stack([cache.key_scales, cache.value_scales]).astype(jnp.float32)
+  rows = jnp.pad(rows, ((0, 0), (0, layout.key_heads - key_heads), (0, 0), (0, 0)))
+  rows = rows.reshape(tokens, shape.head_groups, shape.group_rows, rows.shape[-1])
   # 2. The kernel.
-  left, right = paged_operands.window_of(spec)
   out, lse, pages = kernel.attend(
-      common.LogitsSpec(spec.softmax_scale, spec.logits_soft_cap, left, right, spec.precision),
-      shape, common.KernelInputs(
-          work.steps, work.num_live, inputs.tables.reshape(-1), tensor_scales, rows, None,
-          _token_arrays(inputs, layout), new),
-      rows.dtype if spec.out_dtype is None else spec.out_dtype)
+      _logits_spec(inputs.spec), shape, common.KernelInputs(
+          steps, num_live, inputs.tables.reshape(-1), _tensor_scales(inputs, layout), rows, None,
+          _token_arrays(inputs, layout), new), _out_dtype(inputs))
   # 3. The results by token.
   def by_token(x: jax.Array) -> jax.Array:
-    x = x.reshape(x.shape[0], layout.key_heads, block_q, group_size, x.shape[-1])[:, :key_heads]
-    x = x.transpose(0, 2, 1, 3, 4).reshape(-1, block_q, key_heads * group_size, x.shape[-1])
-    return x[:, 0] if work.token_index is None else x[work.token_index]
-  return (by_token(out), by_token(lse[..., None])), work.live, pages
+    x = x.reshape(tokens, layout.key_heads, group_size, x.shape[-1])[:, :key_heads]
+    return x.reshape(tokens, -1, x.shape[-1])
+  # Steps without a query have written the results of no keys.
+  return _Found(by_token(out), by_token(lse[..., None]), jnp.ones(tokens, bool), pages)
 
 
-class _Work(NamedTuple):
-  """The steps of a call."""
+def _attend_by_block(inputs: BlockedInputs, layout: KVLayout, part: _Part, query: jax.Array,
+                     new: NewTokens | None) -> _Found:
+  """Computes some requests in blocks of queries; other arguments as in `_attend_by_token`."""
+  key_heads, group_size, block_q = inputs.heads.key_heads, inputs.group, inputs.block_q
+  tokens, (first, end) = query.shape[0], part.requests
+  shape = common.StepShape(layout, group_size, block_q, inputs.tables.shape[1],
+                           copies_queries=True)
+  # 1. The kernel.
+  bounds = jnp.stack([jnp.asarray(x, jnp.int32) for x in (first, end)])
+  queue = query_block_queue.make_queue(inputs, part.most_tokens, (first, end))
+  out, lse, pages = token_kernel.attend(
+      _logits_spec(inputs.spec), shape, token_kernel.TokenInputs(
+          bounds, inputs.starts, inputs.lengths, inputs.tables.reshape(-1),
+          _tensor_scales(inputs, layout),
+          query.reshape(tokens, key_heads, group_size, query.shape[-1]),
+          _token_arrays(inputs, layout), new, part.out), _out_dtype(inputs),
+      num_steps=queue.blocks.positions.shape[0], is_last=part.is_last)
+  # 2. The lse by token. XLA leaves this out where it is not used.
+  lse = lse.reshape(-1, layout.key_heads, block_q, group_size)[:, :key_heads]
+  lse = lse.swapaxes(1, 2).reshape(-1, block_q, key_heads * group_size, 1)
+  lse = lse[queue.block_index, queue.row]
+  lse, live = (dense_operands.pad_axis(x, 0, tokens - x.shape[0]) for x in (lse, queue.live))
+  return _Found(out, lse, live, pages)
 
-  steps: common.Steps
-  num_live: jax.Array  # int32 [n]: the last number is that of steps that compute anything
-  rows: jax.Array  # [num_steps, K, head_rows, D]
-  # (step, query of the step) of every token; None: a step for each token, in their order.
-  token_index: tuple[jax.Array, jax.Array] | None
-  live: jax.Array  # bool [T]: whether a token is a query of the requests
+
+def _logits_spec(spec: PagedSpec) -> common.LogitsSpec:
+  left, right = paged_operands.window_of(spec)
+  return common.LogitsSpec(spec.softmax_scale, spec.logits_soft_cap, left, right, spec.precision)
 
 
-def _work_by_token(inputs: BlockedInputs, end: Index | None, query: jax.Array) -> _Work:
-  """Makes a step for each token of the requests before `end`.
+def _out_dtype(inputs: BlockedInputs) -> DTypeLike:
+  return inputs.query.dtype if inputs.spec.out_dtype is None else inputs.spec.out_dtype
+
+
+def _tensor_scales(inputs: BlockedInputs, layout: KVLayout) -> jax.Array | None:
+  """Returns the scales of all keys and of all values, float32 [2]; None: there are none."""
+  if layout.scales != "tensor":
+    return None
+  key_scales, value_scales = inputs.cache.key_scales, inputs.cache.value_scales
+  assert key_scales is not None and value_scales is not None
+  return jnp.stack([key_scales, value_scales]).astype(jnp.float32)
+
+
+def _steps_by_token(inputs: BlockedInputs, tokens: int) -> tuple[common.Steps, jax.Array]:
+  """Makes a step for each token; returns also their number, the last of an array.
 
   The request of each token is found by comparing all tokens with all requests, which XLA fuses
   into few operations, whereas every gather would be one.
   """
-  tokens = query.shape[0]
   token = jnp.arange(tokens, dtype=jnp.int32)[:, None]
   request = jnp.arange(inputs.lengths.shape[0], dtype=jnp.int32)[None]
   lengths, ends = inputs.lengths[None], inputs.starts[None, 1:]
   first = jnp.where(request == 0, 0, inputs.starts[None, :-1])
   own = (token >= first) & (token < ends)
-  own = own if end is None else own & (request < end)
   of_owner = lambda x: jnp.where(own, x, 0).sum(1, dtype=jnp.int32)
   owner, length = of_owner(request), of_owner(lengths)
   begin = of_owner(lengths - ends + token)
-  rows = query.reshape(tokens, inputs.heads.key_heads, inputs.group, query.shape[-1])
-  # The tokens of all requests, without those of the requests from `end` on. The kernel reads the
-  # number of all tokens where it is, which saves an operation.
-  num_live = inputs.starts if end is None else jnp.where(request < end, ends, 0).max(1)
-  return _Work(_make_steps(inputs, owner, begin, begin, length), num_live, rows, None,
-               token[:, 0] < num_live[-1])
-
-
-def _work_by_block(inputs: BlockedInputs, requests: tuple[Index, Index | None],
-                   query: jax.Array) -> _Work:
-  """Makes a step for each block of queries of the requests [first, end)."""
-  first, end = requests
-  # Rows of the tables that are not in use have no queries.
-  end = inputs.lengths.shape[0] if end is None else end
-  queue = query_block_queue.make_queue(inputs, query.shape[0], (first, end))
-  request, begin = queue.blocks.request, queue.blocks.positions[:, 0]
-  length = inputs.lengths[request]
-  row_begin = length - (inputs.starts[request + 1] - inputs.starts[request])
-  rows = jax.vmap(lambda block: paged_operands.live_rows_of(inputs, block, inputs.query))(
-      queue.blocks)
-  return _Work(_make_steps(inputs, request, begin, row_begin, length), queue.num_blocks, rows,
-               (queue.block_index, queue.row), queue.live)
+  # The kernel reads the number of all tokens where it is, which saves an operation.
+  return _make_steps(inputs, owner, begin, begin, length), inputs.starts
 
 
 def _make_steps(inputs: BlockedInputs, request: Index, query_begin: jax.Array,

@@ -1,0 +1,213 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The ragged kernel over pages: it makes its steps, and copies queries and results by itself.
+
+So nothing has to bring the queries of requests to blocks before it, or results to tokens after it.
+A loop in the kernel computes one step after the other; see `kernel` for what a step does.
+"""
+
+from typing import NamedTuple, Sequence
+
+import chex
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from attn_core.kernels.common import online_softmax
+from attn_core.kernels.tpu import launch
+from attn_core.kernels.tpu.ragged import common, kernel, new_tokens, token_blocks
+from attn_core.kernels.tpu.ragged.common import KernelRefs, LogitsSpec, Ref, StepShape, Steps
+from attn_core.kernels.tpu.ragged.new_tokens import NewTokens
+from attn_core.kernels.tpu.ragged.token_blocks import SLOTS, TokenRefs
+
+
+class TokenInputs(NamedTuple):
+  """Arrays that the kernel reads."""
+
+  bounds: jax.Array  # int32 [2]: the requests [first, end) that are computed
+  starts: jax.Array  # int32 [requests + 1]: where the queries of each request begin
+  lengths: jax.Array  # int32 [requests]: tokens of the requests
+  tables: jax.Array  # int32 [requests * row_pages]: their pages
+  tensor_scales: jax.Array | None  # float32 [2]: scales of all keys and of all values
+  query: jax.Array  # [T, K, G, D]
+  tokens: tuple[jax.Array, ...]  # keys, values and scales; see `KVLayout`
+  new: NewTokens | None  # written to the first of `tokens` before anything is read
+  out: jax.Array | None  # [T, K, G, E], of the requests before `bounds`; None: zeros
+
+
+class _Form(NamedTuple):
+  """Static properties of a kernel."""
+
+  spec: LogitsSpec
+  shape: StepShape
+  is_last: bool  # whether tokens after those of the last request are written, too
+  row_pages: int | None  # pages of a request where there are new tokens
+  has_scales: bool  # whether there are scales of all keys and of all values
+  continues: bool  # whether the results of other requests are given
+
+
+class TokenResults(NamedTuple):
+  """Results of the kernel."""
+
+  out: jax.Array  # [T, K, G, E]
+  lse: jax.Array  # float32 [num_steps, head_groups, group_rows], of the steps with queries
+  pages: jax.Array | None  # the first of the tokens, with the new ones, in the same memory
+
+
+def attend(spec: LogitsSpec, shape: StepShape, inputs: TokenInputs, out_dtype: DTypeLike, *,
+           num_steps: int, is_last: bool) -> TokenResults:
+  """Computes the attention of the queries of requests.
+
+  Args:
+    spec: what is computed.
+    shape: static shape of a step.
+    inputs: the arrays.
+    out_dtype: of out.
+    num_steps: the largest possible number of steps.
+    is_last: whether the tokens after those of the last request are written, too: zeros.
+
+  Returns:
+    The results; zeros for tokens that are not a query of any request.
+  """
+  query, layout, new = inputs.query, shape.layout, inputs.new
+  tokens, heads, group, _ = query.shape
+  chex.assert_shape(query, (tokens, None, shape.group_size, layout.widths[0]))
+  # 1. Inputs.
+  scalars = [inputs.bounds, inputs.starts, inputs.lengths, inputs.tables]
+  scalars += [] if inputs.tensor_scales is None else [inputs.tensor_scales]
+  scalars += [] if new is None else [new.pages]
+  sources = [query, *inputs.tokens, *([] if new is None else [new.rows]),
+             *([] if inputs.out is None else [inputs.out])]
+  # 2. Outputs.
+  like = lambda shape, dtype, x: jax.ShapeDtypeStruct(
+      shape, dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
+  column = (shape.group_rows, 1) if shape.few_rows else (1, shape.group_rows)
+  outputs = [like((tokens, heads, group, layout.widths[-1]), out_dtype, query),
+             like((num_steps, shape.head_groups, *column), jnp.float32, query)]
+  aliases = {} if inputs.out is None else {len(scalars) + len(sources) - 1: 0}
+  if new is not None:
+    pages = inputs.tokens[0]
+    outputs.append(like(pages.shape, pages.dtype, pages))
+    aliases[len(scalars) + 1] = 2
+  # 3. The call.
+  scratch = _scratch(shape, query.dtype, (outputs[0].dtype, column), num_steps)
+  form = _Form(spec, shape, is_last, None if new is None else new.row_pages,
+               inputs.tensor_scales is not None, inputs.out is not None)
+  groups: list[list] = [scalars, sources, outputs, *scratch]
+  counts = [len(x) for x in groups]
+
+  def run(*refs: Ref) -> None:
+    rest, parts = list(refs), []
+    for number in counts:
+      parts.append(rest[:number])
+      rest = rest[number:]
+    _kernel(form, *_refs(form, parts))
+
+  hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+  out, lse, *written = launch.in_32_bits(pl.pallas_call(
+      run,
+      grid_spec=pltpu.PrefetchScalarGridSpec(
+          num_scalar_prefetch=len(scalars), grid=(1,), in_specs=[hbm] * len(sources),
+          out_specs=[hbm] * len(outputs), scratch_shapes=[x for part in scratch for x in part]),
+      out_shape=outputs, name="attn_core_ragged", input_output_aliases=aliases,
+      compiler_params=pltpu.CompilerParams(
+          dimension_semantics=("arbitrary",), disable_bounds_checks=True,
+          vmem_limit_bytes=max(16 * 2**20, shape.vmem_bytes(query.dtype) * 5 // 4)),
+  ))(*scalars, *sources)
+  return TokenResults(out, lse.reshape(num_steps, shape.head_groups, shape.group_rows),
+                      written[0] if written else None)
+
+
+def _scratch(shape: StepShape, dtype: DTypeLike, out: tuple[DTypeLike, tuple[int, int]],
+             num_steps: int) -> list[list]:
+  """Returns the scratch memory: buffers, words, the running softmax, blocks, and scalars.
+
+  Args:
+    shape: of a step.
+    dtype: of the query.
+    out: its dtype, and the shape of a head group's lse.
+    num_steps: the largest possible number of steps.
+  """
+  layout, (out_dtype, column) = shape.layout, out
+  block = lambda width: (SLOTS, layout.key_heads, shape.block_q, shape.group_size, width)
+  return [
+      [pltpu.VMEM(*x) for x in layout.buffers()],
+      [pltpu.VMEM(*x) for x in layout.word_buffers()],
+      [pltpu.VMEM(x, jnp.float32) for x in shape.running_shapes()],
+      [pltpu.VMEM((1, shape.head_groups, shape.group_rows, layout.widths[0]), dtype),
+       pltpu.VMEM(block(layout.widths[0]), dtype), pltpu.VMEM(block(layout.widths[-1]), out_dtype),
+       pltpu.VMEM((SLOTS, shape.head_groups, *column), jnp.float32)],
+      [pltpu.SMEM((len(Steps._fields), num_steps), jnp.int32), pltpu.SMEM((1,), jnp.int32),
+       pltpu.SMEM((4,), jnp.int32), pltpu.SemaphoreType.DMA((layout.slots,)),
+       pltpu.SemaphoreType.DMA((SLOTS,)), pltpu.SemaphoreType.DMA((SLOTS,)),
+       pltpu.SemaphoreType.DMA(())]]
+
+
+def _refs(form: _Form, parts: Sequence[Sequence[Ref]]) -> tuple[KernelRefs, TokenRefs]:
+  """Names the references of a kernel.
+
+  Args:
+    form: of the kernel.
+    parts: references to scalars, sources, outputs, and those of `_scratch`.
+  """
+  scalars, sources, outputs, buffers, words, running, blocks, others = parts
+  bounds, starts, lengths, tables, *scalars = scalars
+  query, *sources = sources[:-1] if form.continues else sources
+  out, lse, *pages = outputs
+  rows, query_blocks, out_blocks, lse_blocks = blocks
+  steps, num_live, counters, arrived, query_arrived, out_sent, new_written = others
+  new = None
+  if form.row_pages is not None:
+    # What is read is the result, since interpret mode does not write to the argument.
+    sources, new_rows = [*pages, *sources[1:-1]], sources[-1]
+    new = new_tokens.NewTokenRefs(starts, lengths, scalars[-1], new_rows, pages[0], new_written,
+                                  form.row_pages)
+  k = KernelRefs(form.spec, form.shape, steps, num_live, tables,
+                 scalars[0] if form.has_scales else None, rows, sources, (), buffers, words,
+                 online_softmax.Running(*running), arrived, counters, new)
+  return k, TokenRefs(bounds, starts, lengths, query, out, lse, query_blocks, out_blocks,
+                      lse_blocks, query_arrived, out_sent)
+
+
+def _kernel(form: _Form, k: KernelRefs, t: TokenRefs) -> None:
+  """Computes all steps."""
+  # 1. Write the new tokens, find the steps, and start the transfers of the first blocks.
+  if k.new is not None:
+    new_tokens.write(k.new)
+  token_blocks.clear_others(k, t, not form.continues, form.is_last)
+  token_blocks.clear_padding(k, t)
+  token_blocks.make_steps(k, t)
+  count = kernel.step_count(k)
+  step_of = lambda number: kernel.step_of(k, number)
+  pl.when(count > 0)(lambda: token_blocks.start_queries(k, t, step_of(0), 0))
+  kernel.fetch_first(k, count)
+
+  @pl.loop(jnp.int32(0), count)
+  def _(current: jax.Array) -> None:
+    step, slot = step_of(current), current & 1
+
+    # 2. Fold in the blocks of keys, while the next queries arrive.
+    @pl.when(current + 1 < count)
+    def _() -> None:
+      token_blocks.start_queries(k, t, step_of(current + 1), 1 - slot)
+    token_blocks.load_rows(k, t, step, slot)
+    kernel.fold_blocks(k, step, count)
+
+    # 3. Normalize and send, when the results that were in the slot have been sent.
+    @pl.when(current >= SLOTS)
+    def _() -> None:
+      token_blocks.wait_results(k, t, step_of(current - SLOTS), slot)
+    heads = k.shape.group_heads
+    for group in range(k.shape.head_groups):
+      out, lse = kernel.result(k, group)
+      out = out.reshape(heads, k.shape.block_q, k.shape.group_size, out.shape[-1])
+      t.out_blocks[slot, pl.ds(group * heads, heads)] = out.astype(t.out_blocks.dtype)
+      t.lse_blocks[slot, group] = lse
+    token_blocks.start_results(k, t, current, step, slot)
+
+  # 4. Wait for the last results.
+  @pl.loop(jnp.maximum(count - SLOTS, 0), count)
+  def _(number: jax.Array) -> None:
+    token_blocks.wait_results(k, t, step_of(number), number & 1)
