@@ -199,6 +199,7 @@ class Explanation(NamedTuple):
   replicated: tuple[partition.DroppedAxis, ...]  # mesh axes that were requested and shard nothing
   spread: tuple[str, ...] = ()  # which dimensions are sharded over which mesh axes
   axes: tuple[str, ...] = ()  # the role of every mesh axis of several devices
+  notes: tuple[str, ...] = ()  # which gradients the kernel leaves to another one
 
   def __str__(self) -> str:
     where = f", compute capability {self.capability or 'unknown'}" if self.platform == "gpu" else ""
@@ -206,7 +207,7 @@ class Explanation(NamedTuple):
     for verdict in self.verdicts:
       mark = "*" if verdict.mechanism == self.chosen else " "
       lines.append(f"{mark} {verdict.mechanism:26} {verdict}")
-    lines += [f"  {part}" for part in self.spread + self.axes]
+    lines += [f"  {part}" for part in self.spread + self.axes + self.notes]
     lines += [f"  axis {d.axis!r} does not shard dimension {d.dimension} of {d.tensor}: {d.reason}"
               for d in self.replicated]
     return "\n".join(lines)
@@ -325,8 +326,10 @@ def _explain(a: AttentionArguments) -> Explanation:
   """Explains a call whose arrays are traced."""
   a, normal = _normalize(batch_dimensions.fold(_with_latent_rows(a))[0])
   question = question_lib.question_of(normal)
+  notes: tuple[str, ...] = ()
   try:
     verdict = selection.choose(table.RULES, a.mechanism, question)
+    notes = question.notes(verdict)
     chosen, call = verdict.mechanism, _static_call(normal, question, verdict)
     if any(call.call.block_sizes) and not outputs.is_empty(normal.call):
       # Only the kernel knows which sizes it takes; it raises.
@@ -340,7 +343,7 @@ def _explain(a: AttentionArguments) -> Explanation:
       chosen, *question.target, selection.ask_all(table.RULES, question), sizes,
       () if placement is None else placement.drops,
       *((placement.sharded_dimensions(), placement.roles_of_axes())
-        if chosen and placement is not None else ()))
+        if chosen and placement is not None else ()))._replace(notes=notes)
 
 
 def _run(a: AttentionArguments) -> AttentionOutput:

@@ -3,6 +3,7 @@
 """Score mods in the TPU flash kernels, interpreted, against the kernel of all scores at once."""
 
 import unittest
+from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -11,8 +12,12 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 import numpy as np
 
-from attn_core import BlockSizes, OperationMetadata, attention, explain, score_mods
+from attn_core import (BlockSizes, MaskInfo, OperationMetadata, attention, explain, masks,
+                       score_mods)
 from attn_core.benchmark.static import profile
+from attn_core.kernels.tpu.flash import kernel as tpu_kernel
+from attn_core.kernels.xla import flash as xla_flash
+from attn_core.mechanisms import flash as flash_mechanism
 from attn_core_test import sampling
 from attn_core_test.tpu_interpret import interpreted
 
@@ -35,7 +40,8 @@ def _by_parity(score, batch, head, query, key, amount):
 
 
 ARRAYS = {"slopes": _number(H), "row": _number(B, H, T), "column": _number(B, 1, T),
-          "scale": _number(1, 1, T), "bias": _number(1, H, T, T), "amount": _number()}
+          "scale": _number(1, 1, T), "bias": _number(1, H, T, T), "amount": _number(),
+          "table": _number(8, H), "shared": _number(40, 1)}
 MODS = {
     "alibi": lambda a: score_mods.alibi(0.1 * a["slopes"]),
     "alibi_symmetric": lambda a: score_mods.alibi(0.1 * a["slopes"], symmetric=True),
@@ -43,10 +49,15 @@ MODS = {
     "per_key": lambda a: score_mods.per_key(a["column"]),
     "scale_by": lambda a: score_mods.scale_by(a["scale"]),
     "soft_cap": lambda a: score_mods.soft_cap(0.8),
+    "relative": lambda a: score_mods.relative(a["table"], max_distance=90),
+    "relative_causal": lambda a: score_mods.relative(
+        a["table"], max_distance=60, bidirectional=False),
+    "by_distance": lambda a: score_mods.by_distance(a["shared"], -31),
     "dense": lambda a: score_mods.dense(a["bias"]),
     "custom": lambda a: score_mods.custom(_by_parity, a["amount"]),
     "composed": lambda a: (
         score_mods.scale_by(a["scale"]) >> score_mods.alibi(0.1 * a["slopes"])
+        >> score_mods.relative(a["table"], max_distance=40) >> score_mods.by_distance(a["shared"])
         >> score_mods.soft_cap(0.8) >> score_mods.custom(_by_parity, a["amount"])
         >> score_mods.per_key(a["column"]) >> score_mods.per_query(a["row"])),
 }
@@ -97,30 +108,59 @@ class InterpretTest(parameterized.TestCase):
                                  err_msg=jax.tree_util.keystr(path))
 
 
+class OneBackwardTest(parameterized.TestCase):
+
+  @parameterized.parameters(*sampling.names(MODS, ("composed", "dense")))
+  def test_explain_names_the_gradients_of_a_second_backward(self, name):
+    """Traces all gradients over a plain kernel that computes none, or the named ones alone."""
+    asked = []
+    def backward(operands, spec, sizes, residuals, cotangents, wrt):
+      asked.extend(wrt)
+      return xla_flash.KERNEL.backward(operands, spec, sizes, residuals, cotangents, wrt)
+    kernel = tpu_kernel.make_kernel(xla_flash.KERNEL._replace(backward=backward))
+    given, mod = _given(), MODS[name]
+    gradient = jax.grad(lambda given: _call(name, "flash_attn2", metadata=TPU)(given)[0].sum())
+    with mock.patch.object(flash_mechanism, "tpu_kernel", lambda **_: kernel):
+      jax.jit(gradient).trace(given).lower(lowering_platforms=("tpu",))
+    found = explain(*(given[k] for k in ("query", "key", "value")), score_mod=mod(given),
+                    mechanism="flash_attn2", metadata=TPU)
+    self.assertEqual(asked, ["mods.0"] if name == "dense" else [])
+    self.assertEqual(len(found.notes), len(asked))
+    if asked:
+      self.assertRegex(str(found), "the gradient of score_mod's arrays of all pairs .* second")
+
+  def test_explain_names_the_gradient_of_a_bias(self):
+    given = _given()
+    found = explain(*(given[k] for k in ("query", "key", "value")), bias=given["bias"],
+                    mechanism="flash_attn2", metadata=TPU)
+    self.assertRegex(found.notes[0], "the gradient of bias, .* a second backward")
+
+
 @unittest.skipIf(profile.missing(), f"nothing to compile with: {profile.missing()}")
 class CompileTest(parameterized.TestCase):
 
   @parameterized.parameters(*sampling.with_slow(
-      [("composed", "bfloat16")], *((name, "bfloat16") for name in MODS if name != "composed"),
-      ("composed", "float32")))
-  def test_v6e(self, name, dtype):
-    """Compiles forward and backward ahead of time, without a chip."""
-    place = SingleDeviceSharding(profile.devices("v6e")[0])
+      [("composed", "bfloat16", "v6e")],
+      *((name, "bfloat16", "v6e") for name in MODS if name != "composed"),
+      *(("composed", "bfloat16", chip) for chip in ("v5e", "v5p", "tpu7x")),
+      ("composed", "float32", "v6e")))
+  def test_compiles(self, name, dtype, chip):
+    """Compiles forward and backward ahead of time, without a chip: no other kernel has a loop."""
+    place = SingleDeviceSharding(profile.devices(chip)[0])
     shapes = {k: jax.ShapeDtypeStruct(
         x.shape, dtype if k in ("query", "key", "value") else x.dtype, sharding=place)
               for k, x in _given().items()}
     run = _call(name, "flash_attn2", metadata=TPU)
-    gradient = jax.grad(lambda tokens, rest: run({**tokens, **rest})[1].sum())
-    tokens = {k: shapes.pop(k) for k in ("query", "key", "value")}
-    text = jax.jit(gradient).trace(tokens, shapes).lower(
+    gradient = jax.grad(lambda arrays: run(arrays)[1].sum())
+    text = jax.jit(gradient).trace(shapes).lower(
         lowering_platforms=("tpu",)).compile().as_text()
     self.assertEqual(text.count('custom_call_target="tpu_custom_call"'), 2)
+    self.assertEqual(" while(" in text, name == "dense")
 
 
 class RefusalsTest(parameterized.TestCase):
 
   @parameterized.parameters(
-      (score_mods.relative(np.ones((8, H), np.float32), max_distance=9), "looked up by distance"),
       (score_mods.alibi(np.ones(H, np.float32))
        >> score_mods.grid(np.ones((3 * 3, H), np.float32), (2, 2)), "looked up by distance"),
       (score_mods.custom(_formula, np.ones((), np.float32)), "applies .*rem"),
@@ -133,6 +173,16 @@ class RefusalsTest(parameterized.TestCase):
     with self.assertRaisesRegex(NotImplementedError, f"(?s){reason}.*'blockwise'"):
       attention(**given, score_mod=mod, mechanism="flash_attn2", metadata=TPU)
     self.assertEqual(explain(**given, score_mod=mod, metadata=TPU).chosen, "blockwise")
+
+  @parameterized.parameters(
+      dict(mask_info=MaskInfo(q_positions=np.arange(T)[None].repeat(B, 0))),
+      dict(mask=masks.positions(np.arange(T)[None], np.arange(T)[None], masks.causal()),
+           causal=False))
+  def test_tables_by_distance_need_consecutive_positions(self, **arguments):
+    given = {k: _given()[k] for k in ("query", "key", "value")}
+    mod = score_mods.relative(np.ones((8, H), np.float32), max_distance=9)
+    with self.assertRaisesRegex(NotImplementedError, "(?s)at listed positions.*'blockwise'"):
+      attention(**given, score_mod=mod, mechanism="flash_attn2", metadata=TPU, **arguments)
 
   def test_explain_chooses_the_kernel(self):
     given = {k: _given()[k] for k in ("query", "key", "value")}

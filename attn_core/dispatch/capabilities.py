@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core.dispatch.latent import Widths
-from attn_core.masks import banded
-from attn_core.score_mods import traceable
+from attn_core.masks import banded, mask as mask_lib
+from attn_core.score_mods import evaluate, traceable
 from attn_core.sharding.paged import PagedShapes
 from attn_core.sharding.placement import Placement
 from attn_core.types import NO_SCORE_MOD, AttentionOutput, BlockSizes, Call, are_known
@@ -141,6 +141,12 @@ def _no_limits(request: Request) -> str | None:
   return None
 
 
+def _no_notes(request: Request) -> tuple[str, ...]:
+  """Leaves nothing to another kernel."""
+  del request
+  return ()
+
+
 class Implementation(NamedTuple):
   """One row of the table: a kernel, its capabilities, and the kernel for other requests."""
 
@@ -155,6 +161,7 @@ class Implementation(NamedTuple):
   shards_keys: bool = False  # whether mesh axes may shard the key sequence
   takes_symbols: bool = False  # whether batch and lengths may be symbols of a `jax.export`
   has_partitioner: bool = False  # whether JAX partitions its operation by rules of its own
+  notes: Callable[[Request], tuple[str, ...]] = _no_notes  # gradients left to another kernel
 
   @property
   def name(self) -> str:
@@ -297,8 +304,21 @@ def tpu_flash_limits(request: Request) -> str | None:
   reason = tpu_limits(request)
   if reason is None and request.mod != NO_SCORE_MOD:
     found = traceable.refusal(request.mod, request.mods)
+    if traceable.looks_up_distances(request.mod) and not evaluate.is_consecutive(
+        mask_lib.of_structure(request.mask)):
+      found = ("a table looked up by distance (score_mods.relative or by_distance) at listed "
+               "positions")
     reason = found and f"score_mod with {found}: the kernels for TPUs look nothing up"
   return reason
+
+
+def tpu_flash_notes(request: Request) -> tuple[str, ...]:
+  """Gradients that the block-wise kernels for TPUs leave to the one in plain XLA."""
+  found = [request.features["bias"]] if "bias" in request.features else []
+  if request.mod != NO_SCORE_MOD and traceable.by_pair(request.mod, request.mods):
+    found.append("score_mod's arrays of all pairs (score_mods.dense)")
+  return tuple(f"the gradient of {name}, where it is asked for, takes a second backward, in plain "
+               "XLA" for name in found)
 
 
 def tpu_decode_limits(request: Request) -> str | None:

@@ -33,6 +33,11 @@ class Question(NamedTuple):
   one_query: bool  # whether each row has one query
   request_for: Callable[[Implementation], Request]  # the call as placed for an implementation
 
+  def notes(self, verdict: "Verdict") -> tuple[str, ...]:
+    """Returns what the implementation of a verdict leaves to another one."""
+    row = verdict.implementation
+    return () if row is None else row.notes(self.request_for(row))
+
 
 class Verdict(NamedTuple):
   """The answer of one mechanism to a question."""

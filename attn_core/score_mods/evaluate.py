@@ -65,8 +65,13 @@ def move_to_positions(mask: mask_lib.Mask,
 
   They are those at which dropout is evaluated.
   """
-  listed = any(isinstance(node, (leaves.Placed, leaves.Positions)) for node in mask_lib.nodes(mask))
-  return dropout.move_to_positions(mask, at), not listed
+  return dropout.move_to_positions(mask, at), is_consecutive(mask)
+
+
+def is_consecutive(mask: mask_lib.Mask) -> bool:
+  """Whether positions are consecutive: the mask lists none."""
+  return not any(isinstance(node, (leaves.Placed, leaves.Positions))
+                 for node in mask_lib.nodes(mask))
 
 
 def pad(structure: Structure, arrays: Arrays, queries: int,

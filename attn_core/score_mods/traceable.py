@@ -1,15 +1,19 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Terms that can be traced into a Pallas kernel: those without look-ups, of common operations."""
+"""Terms that can be traced into a Pallas kernel: of common operations, without look-ups.
+
+Tables by distance are no look-ups there: the diagonals of a tile are constant.
+"""
 
 import functools
-from typing import Any
+from typing import Any, Sequence
 
 import jax
 import jax.numpy as jnp
 
 from attn_core.score_mods import terms
-from attn_core.score_mods.score_mod import Composed, ScoreMod
+from attn_core.score_mods.score_mod import (PAIR, Composed, ScoreMod, of_structure,
+                                            structure_roles)
 from attn_core.types import at_least_float32
 
 # Operations of functions, and of their derivatives, that the kernels compile.
@@ -32,11 +36,28 @@ def refusal(structure: jax.tree_util.PyTreeDef,
   return _refusal(jax.tree.unflatten(structure, arrays))
 
 
+def leaves(term: ScoreMod) -> tuple[ScoreMod, ...]:
+  """Returns the parts of a term, in the order in which they apply."""
+  if isinstance(term, Composed):
+    return *leaves(term.first), *leaves(term.second)
+  return term,
+
+
+def looks_up_distances(structure: jax.tree_util.PyTreeDef) -> bool:
+  """Whether a term has a table by distance (`relative` or `by_distance`)."""
+  return any(isinstance(x, terms.Distance) for x in leaves(of_structure(structure)))
+
+
+def by_pair(structure: jax.tree_util.PyTreeDef,
+            arrays: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> tuple[int, ...]:
+  """Returns the numbers of the arrays of a term that have a number for every query and key."""
+  return tuple(n for n, (x, role) in enumerate(zip(arrays, structure_roles(structure), strict=True))
+               if role == PAIR and min(x.shape[2:]) > 1)
+
+
 def _refusal(term: ScoreMod) -> str | None:
   if isinstance(term, Composed):
     return _refusal(term.first) or _refusal(term.second)
-  if isinstance(term, terms.Distance):
-    return "a table looked up by distance (score_mods.relative or by_distance)"
   if isinstance(term, terms.Grid):
     return "a table looked up by distance (score_mods.grid)"
   return _refusal_of_function(term) if isinstance(term, terms.Custom) else None

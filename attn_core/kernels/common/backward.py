@@ -70,30 +70,32 @@ def d_sinks(sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Array:
 def complete_cotangents(
     products: ProductsFn, others: Callable[[tuple[str, ...]], tuple[jax.Array, ...]],
     operands: Operands, residuals: BackwardResiduals, cotangents: Residuals,
-    wrt: tuple[str, ...]) -> tuple[jax.Array, ...]:
+    wrt: tuple[str, ...], own_mods: tuple[str, ...] = ()) -> tuple[jax.Array, ...]:
   """Completes the backward of a kernel that computes cotangents of query, key and value.
 
   Args:
-    products: computes at least the cotangents of those of query, key and value that are in `wrt`;
-      called only where there is one.
+    products: computes at least the cotangents of those of query, key, value and `own_mods` that are
+      in `wrt`; called only where there is one.
     others: computes the cotangents of the bias, which has a number for every pair of a query and a
-      key, and of arrays of the score mod, by a kernel of its own; called with their names, once,
-      only where there is one.
+      key, and of other arrays of the score mod, by a kernel of its own; called with their names,
+      once, only where there is one.
     operands: those of the forward.
     residuals: results of the forward.
     cotangents: of out [B, T, H, E] and lse [B, H, T].
     wrt: names of the operands.
+    own_mods: names of the arrays of the score mod whose cotangents `products` computes.
 
   Returns:
     Cotangents of the operands named in `wrt`, in that order.
   """
   delta = compute_delta(residuals, cotangents, jnp.float32)
   found: dict[str, jax.Array] = {}
-  if {"query", "key", "value"} & set(wrt):
+  if {"query", "key", "value", *own_mods} & set(wrt):
     found = products(cotangents.out, residuals.lse, delta, wrt)
   if "sinks" in wrt:
     assert operands.sinks is not None
     found["sinks"] = d_sinks(operands.sinks, residuals.lse, delta)
-  if names := tuple(name for name in wrt if name == "bias" or is_mod(name)):
+  if names := tuple(name for name in wrt
+                    if name == "bias" or is_mod(name) and name not in own_mods):
     found.update(zip(names, others(names), strict=True))
   return tuple(found[name] for name in wrt)

@@ -25,7 +25,8 @@ from attn_core.kernels.common.backward import complete_cotangents, finite_lse
 from attn_core.kernels.common.contract import (BackwardFn, BackwardResiduals, RemoteCopy,
                                                    Residuals)
 from attn_core.kernels.tpu.flash import (
-    call, key_sums, scalar_memory, schedule, step_list, tile_inputs, tiling as tiling_lib)
+    call, key_sums, mod_sums, scalar_memory, schedule, score_tiles, step_list, tile_inputs,
+    tiling as tiling_lib)
 from attn_core.kernels.tpu.flash.tile_inputs import Index, KernelRefs, TileIndex, TokenRange
 from attn_core.kernels.tpu.flash.tile_loop import (
     KernelParams, Strip, for_each_tile, issue_ahead, make_kernel_params)
@@ -41,7 +42,7 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
   """Computes the cotangents of the operands named in `wrt`; see `contract.BackwardFn`.
 
   Args:
-    fallback: computes the cotangents of the bias and of arrays of the score mod.
+    fallback: computes the cotangents of the bias, and of arrays of the score mod by pairs.
   """
   return backward_with_remote_copy(operands, spec, block_sizes, residuals, cotangents, wrt, None,
                                    fallback=fallback)[0]
@@ -59,7 +60,7 @@ def backward_with_remote_copy(
     cotangents: of out and lse.
     wrt: names of the operands whose cotangents are returned.
     transfer: the arrays to copy; None: none.
-    fallback: computes the cotangents of the bias and of arrays of the score mod.
+    fallback: computes the cotangents of the bias, and of arrays of the score mod by pairs.
 
   Returns:
     (the cotangents, the arrays received in place of those of `transfer`).
@@ -70,12 +71,13 @@ def backward_with_remote_copy(
   received: list[jax.Array] = []
   def products(d_out: jax.Array, lse: jax.Array, delta: jax.Array,
                wrt: tuple[str, ...]) -> dict[str, jax.Array]:
-    del wrt  # one kernel computes all
-    found, arrays = _backward(operands, spec, block_sizes, transfer, _RowArrays(d_out, lse, delta))
+    found, arrays = _backward(operands, spec, block_sizes, transfer, _RowArrays(d_out, lse, delta),
+                              wrt)
     received.extend(arrays)
     return found
   others = lambda names: fallback(operands, spec, block_sizes, residuals, cotangents, names)
-  found = complete_cotangents(products, others, operands, residuals, cotangents, wrt)
+  found = complete_cotangents(products, others, operands, residuals, cotangents, wrt,
+                              score_tiles.own_names(operands, spec))
   return found, tuple(received)
 
 
@@ -100,9 +102,9 @@ class _BackwardArrays(NamedTuple):
 
 
 def _backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
-              transfer: RemoteCopy | None,
-              rows: _RowArrays) -> tuple[dict[str, jax.Array], tuple[jax.Array, ...]]:
-  """Computes cotangents of query, key and value.
+              transfer: RemoteCopy | None, rows: _RowArrays, wrt: tuple[str, ...],
+              ) -> tuple[dict[str, jax.Array], tuple[jax.Array, ...]]:
+  """Computes cotangents of query, key and value, and of arrays of the score mod in `wrt`.
 
   Returns:
     (cotangents by name, the arrays received in place of those of `transfer`).
@@ -117,28 +119,31 @@ def _backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
   lse = pad_rows(finite_lse(rows.lse) * online_softmax.LOG2E, jnp.inf)
   arrays = _BackwardArrays(query, rows.d_out, key, value, lse, pad_rows(rows.delta, 0))
   groups = scalar_memory.num_groups(operands, spec, tiling, by_keys=True)
+  of_mods = mod_sums.mod_sums(operands, spec, tiling, wrt)
 
   def run(operands: Operands, arrays: _BackwardArrays, transfer: RemoteCopy | None,
           ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    found, received = _backward_group(operands, spec, block_sizes, arrays, tiling, transfer)
+    found, received = _backward_group(operands, spec, block_sizes, arrays, of_mods, transfer)
     cut = lambda x, length, like: x[:, :length].astype(like.dtype)
     return (found[0][:, :queries], cut(found[1], keys, operands.key),
-            cut(found[2], keys, operands.value)), received
+            cut(found[2], keys, operands.value), *found[3:]), received
 
   found, received = scalar_memory.in_groups(run, operands, arrays, groups, transfer)
-  return dict(zip(("query", "key", "value"), found)), received
+  return (dict(zip(("query", "key", "value"), found))
+          | of_mods.finish(found[3:], operands, spec)), received
 
 
 def _backward_group(
     operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes, arrays: _BackwardArrays,
-    tiling: schedule.Tiling, transfer: RemoteCopy | None,
+    of_mods: mod_sums.ModSums, transfer: RemoteCopy | None,
     ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
   """Runs the kernel on batch rows whose schedule fits in scalar memory.
 
   Returns:
     ((d_query [B, padded queries, H, D], d_key [B, padded_keys, K, D], d_value [B, padded_keys, K,
-    E]), the arrays received in place of those of `transfer`).
+    E], and the sums of `of_mods`), the arrays received in place of those of `transfer`).
   """
+  tiling = of_mods.tiling
   batch, _, heads, width = operands.query.shape
   key_heads, value_width = operands.value.shape[2:]
   # 1. Schedule and inputs.
@@ -165,31 +170,45 @@ def _backward_group(
                          of_queries.block_index)]
   outputs += sums.outputs if sums else [
       call.Output(x.shape, operands.query.dtype, x.block_shape, x.block_index) for x in of_keys]
+  outputs += of_mods.outputs(batch, heads)
   # 3. The kernel, with sums of d_query^T, d_key and d_value in scratch memory.
   found, received = call.call(
-      functools.partial(_backward_kernel, params, inputs, readers, (of_queries, *of_keys), sums),
+      functools.partial(_backward_kernel, params, inputs, readers, (of_queries, *of_keys),
+                        _Sums(sums, of_mods)),
       inputs, outputs,
       call.LaunchParams(
           (batch, key_heads // tiling.key_heads, tiling.halves, tiling.parts_of_half,
            inputs.num_steps),
           [(tiling.query_heads * tiling.blocks_of_range, width, tiling.block_q),
            (tiling.key_heads, tiling.block_kv, width),
-           (tiling.key_heads, tiling.block_kv, value_width), *(sums.scratch if sums else ())],
+           (tiling.key_heads, tiling.block_kv, value_width), *(sums.scratch if sums else ()),
+           *params.mod_scratch, *of_mods.scratch],
           tiling_lib.vmem_limit(block_sizes, tiling, operands, backward=True),
           "attn_core_backward", semaphores=key_sums.SEMAPHORES if sums else 0), transfer)
-  d_query, *of_keys_found = found
+  d_query, of_keys_found, of_mods_found = found[0], found[1:3], found[3:]
   d_keys = sums.unpack(of_keys_found) if sums else [
       block.unpack(x) for block, x in zip(of_keys, of_keys_found)]
-  return (of_queries.unpack(d_query), *d_keys), received
+  return (of_queries.unpack(d_query), *d_keys, *of_mods_found), received
+
+
+class _Sums(NamedTuple):
+  """Sums that pass through HBM, or leave the kernel besides the cotangents."""
+
+  of_keys: key_sums.KeySums | None
+  of_mods: mod_sums.ModSums
 
 
 def _backward_kernel(params: KernelParams, inputs: tile_inputs.TileInputs,
                      readers: _BackwardArrays, results: tuple[tile_inputs.TokenBlocks, ...],
-                     sums: key_sums.KeySums | None, refs: KernelRefs, outputs: tuple[Ref, ...],
+                     sums: _Sums, refs: KernelRefs, outputs: tuple[Ref, ...],
                      scratch: tuple[Ref, ...]) -> None:
   """Computes one block of keys against one block of queries, for the heads of a step."""
   grid, kinds, flags = inputs.step(refs.scalars, refs.program_ids)
   (d_query, d_key, d_value), rest = scratch[:3], scratch[3:]
+  if sums.of_keys is not None:
+    *buffers, arrived = rest
+    of_transfers, rest = (*buffers[:2], arrived), tuple(buffers[2:])
+  refs = refs._replace(scratch=rest)
   is_at = lambda flag: pl.when((flags & flag) != 0)
 
   # 1. Clear the sums: of queries in the first step of their range, of keys and values in the first
@@ -203,8 +222,12 @@ def _backward_kernel(params: KernelParams, inputs: tile_inputs.TileInputs,
     d_key[...] = jnp.zeros_like(d_key)
     d_value[...] = jnp.zeros_like(d_value)
 
+  of_mods = _ModOutputs(sums.of_mods, outputs[3:])
+  of_mods.sums.start(refs, of_mods.refs)
+
   # 2. Add the visible tiles.
-  step = _BackwardStep(params, readers, refs, (d_query, d_key, d_value))
+  params.prepare(refs, grid, kinds)
+  step = _BackwardStep(params, readers, refs, (d_query, d_key, d_value), of_mods)
   row_blocks = step.row_blocks()
 
   def compute(strips: list[Strip]) -> None:
@@ -212,6 +235,7 @@ def _backward_kernel(params: KernelParams, inputs: tile_inputs.TileInputs,
       step.add(tile, masked, products, row_blocks)
 
   for_each_tile(params, grid, kinds, compute)
+  pl.when(kinds != 0)(lambda: of_mods.sums.end_step(refs, of_mods.refs, grid))
 
   # 3. Write the sums: of keys and values in the last step of their block, of queries in the last
   # step of their range.
@@ -220,8 +244,8 @@ def _backward_kernel(params: KernelParams, inputs: tile_inputs.TileInputs,
       return d_key[head] * params.spec.softmax_scale
     return d_value[head] * params.dropout.scale
 
-  if sums is not None:
-    sums.add(refs, grid, flags, total_of_keys, outputs[1:], rest)
+  if sums.of_keys is not None:
+    sums.of_keys.add(refs, grid, flags, total_of_keys, outputs[1:3], of_transfers)
   else:
     @is_at(step_list.LAST)
     def _() -> None:
@@ -246,6 +270,13 @@ def _backward_kernel(params: KernelParams, inputs: tile_inputs.TileInputs,
           write(block)
 
 
+class _ModOutputs(NamedTuple):
+  """Sums of cotangents of arrays of the score mod, and the outputs that they are added to."""
+
+  sums: mod_sums.ModSums
+  refs: tuple[Ref, ...]
+
+
 class _BackwardStep(NamedTuple):
   """One grid step."""
 
@@ -253,6 +284,7 @@ class _BackwardStep(NamedTuple):
   readers: _BackwardArrays
   refs: KernelRefs
   scratch: tuple[Ref, ...]  # sums of d_query^T by head and block of a range, d_key, d_value
+  of_mods: _ModOutputs
 
   def row_blocks(self) -> tuple[Ref, Ref]:
     """Returns the references of lse and delta, [1, query_heads, 1, block_q]."""
@@ -276,14 +308,17 @@ class _BackwardStep(NamedTuple):
     key_head, keys, queries = params.key_head(tile), tile.keys.slice, tile.queries.slice
     query, d_out = (read(refs, tile.head, tile.queries) for read in (readers.query, readers.d_out))
     # 1. P = exp(logits - lse).
-    logits, pull = params.logits(refs, tile, scores, pulls=True)
+    logits, pull = params.logits(refs, tile, scores, pulls=True,
+                                 wrt=tuple(self.of_mods.sums.kinds))
     assert pull is not None
     weights = jnp.exp2(logits * params.unit - lse[0, tile.head, :, queries])
     weights = params.hide(refs, tile, masked, weights, 0.0)
     # 2. dS = P * (dP - delta).
     kept, d_weights = params.dropout.drop(refs, tile, weights, d_weights)
     d_logits = weights * (d_weights * params.dropout.scale - delta[0, tile.head, :, queries])
-    d_scores = pull(d_logits).astype(query.dtype)
+    d_scores, d_arrays = pull(d_logits)
+    d_scores = d_scores.astype(query.dtype)
+    self.of_mods.sums.add(refs, self.of_mods.refs, tile, d_arrays)
     # 3. The products with dS and P.
     d_value[key_head, keys] += params.dot(kept.astype(d_out.dtype), d_out)
     d_key[key_head, keys] += params.dot(d_scores, query)

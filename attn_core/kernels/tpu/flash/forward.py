@@ -102,7 +102,8 @@ def _forward_group(operands: Operands, spec: AttentionSpec, block_sizes: BlockSi
       functools.partial(_forward_kernel, params, inputs, readers, result, form), inputs, outputs,
       call.LaunchParams(
           (batch, heads // tiling.query_heads, tiling.halves, 1, inputs.num_steps),
-          [(buffers, 1, rows), (buffers, 1, rows), (buffers, value_width, rows)],
+          [(buffers, 1, rows), (buffers, 1, rows), (buffers, value_width, rows),
+           *params.mod_scratch],
           tiling_lib.vmem_limit(block_sizes, tiling, operands, backward=False),
           "attn_core_forward", scalar_words=softmax_choice.num_words(tiling) if adaptive else 0),
       transfer)
@@ -124,12 +125,14 @@ def _forward_kernel(params: KernelParams, inputs: tile_inputs.TileInputs, reader
                     outputs: tuple[Ref, ...], scratch: tuple[Ref, ...]) -> None:
   """Computes one block of queries against one block of keys, for the heads of a step."""
   grid, kinds, flags = inputs.step(refs.scalars, refs.program_ids)
+  refs = refs._replace(scratch=scratch[3:3 + len(params.mod_scratch)])
+  params.prepare(refs, grid, kinds)
   step = ForwardStep(params, readers, result, refs, grid, form, outputs, scratch[:3], 0, 0)
   is_first = (flags & step_list.FIRST) != 0
   if form.safe:
     _fixed_step(step, kinds, is_first, (flags & step_list.LAST) != 0)
     return
-  choice = softmax_choice.SoftmaxChoice(scratch[3])
+  choice = softmax_choice.SoftmaxChoice(scratch[-1])
   num_groups = step.result.heads // params.tiling.query_heads
   choice.begin_step(refs.program_ids, (num_groups, params.tiling.halves, refs.num_steps), is_first)
   choice.look_at_block(grid.key_block, kinds != 0, step.block_is_large, step.block_is_nonfinite)

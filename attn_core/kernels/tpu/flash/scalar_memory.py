@@ -45,7 +45,13 @@ def needed(operands: Operands, spec: AttentionSpec, tiling: schedule.Tiling, *, 
     words.append(rows(operands.dropout_key.shape[0]) * 2)
   if operands.sinks is not None and not by_keys:
     words.append(rows(operands.sinks.shape[0]) * operands.sinks.shape[1])
+  words += [rows(x.shape[0]) * x.shape[1] for x in operands.mods if is_per_head(x)]
   return sum(4 * schedule.round_up(n, schedule.LANES) for n in words)
+
+
+def is_per_head(x: jax.Array) -> bool:
+  """Whether an array of a score mod is [B or 1, H or 1] or [B or 1, H or 1, 1, 1]."""
+  return x.ndim == 2 or x.ndim == 4 and x.shape[2:] == (1, 1)
 
 
 def _per_batch_row(operands: Operands, spec: AttentionSpec, groups: int) -> Iterator[Any]:

@@ -2,43 +2,76 @@
 # SPDX-License-Identifier: Apache-2.0
 """The score mod of a tile in the TPU kernels: traced into them, on scores [keys, queries].
 
-The cotangents of its arrays come from another kernel, as that of the bias does.
+The cotangents of its arrays are sums over the keys or the queries of a tile, or over its diagonals
+(`mod_sums`). Those of an array with a number for every pair come from another kernel, as that of
+the bias does.
 """
 
-from typing import Callable, NamedTuple
+from typing import Callable, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
-from attn_core.kernels.tpu.flash import tile_inputs
-from attn_core.kernels.tpu.flash.tile_inputs import KernelRefs, TileIndex
-from attn_core.score_mods import evaluate
+from attn_core.kernels.common import dense_operands
+from attn_core.kernels.tpu.flash import diagonals, scalar_memory, tile_inputs
+from attn_core.kernels.tpu.flash.schedule import Tiling
+from attn_core.kernels.tpu.flash.tile_inputs import GridIndex, KernelRefs, TileIndex
+from attn_core.masks import mask as mask_lib, materialize
+from attn_core.score_mods import evaluate, score_mod, terms, traceable
 from attn_core.score_mods.score_mod import ScoreMod, ScoreTile
-from attn_core.types import AttentionSpec, Operands
+from attn_core.types import AttentionSpec, Operands, mod_names
+
+Arrays: TypeAlias = dict[int, jax.Array]  # by the number of an array of the score mod
 
 
 class ModReader(NamedTuple):
   """Readers of the arrays of a score mod, which evaluate it on one tile."""
 
-  structure: jax.tree_util.PyTreeDef
+  structure: jax.tree_util.PyTreeDef  # of the term, which adds what is looked up by distance
   readers: tuple[tile_inputs.Reader, ...]
   mask: tile_inputs.MaskReader
+  by_distance: tuple[diagonals.Diagonals, ...]
+
+  def prepare(self, refs: KernelRefs, grid: GridIndex) -> None:
+    """Makes what all tiles of a step read."""
+    for x in self.by_distance:
+      x.make(refs, grid)
+
+  @property
+  def scratch(self) -> list[tuple[int, ...]]:
+    """Shapes of the scratch memory, float32."""
+    return [diagonals.tiles_shape(x.tiling, x.num_heads) for x in self.by_distance]
 
   def apply(self, refs: KernelRefs, tile: TileIndex, scores: jax.Array) -> jax.Array:
     """Returns scores [keys, queries] after the score mod."""
+    return self._apply(refs, tile, scores, self._read(refs, tile))
+
+  def _read(self, refs: KernelRefs, tile: TileIndex) -> list[jax.Array]:
+    return [reader(refs, tile).astype(jnp.float32) for reader in self.readers]
+
+  def _apply(self, refs: KernelRefs, tile: TileIndex, scores: jax.Array,
+             arrays: list[jax.Array]) -> jax.Array:
     mask, at = self.mask.coordinates(refs, tile)
     at, _ = evaluate.move_to_positions(mask, at)
     # A function may compute what the scalar unit cannot.
     batch, head = (jnp.full((1, 1), x, jnp.int32) for x in (at.batch, at.head))
-    arrays = [reader(refs, tile).astype(jnp.float32) for reader in self.readers]
     term: ScoreMod = jax.tree.unflatten(self.structure, arrays)
     return term.apply(scores, ScoreTile(at._replace(batch=batch, head=head), 1, transposed=True))
 
-  def pullback(self, refs: KernelRefs, tile: TileIndex, scores: jax.Array,
-               ) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
-    """Returns `apply`, and a function from cotangents to those of the scores."""
-    logits, pull = jax.vjp(lambda scores: self.apply(refs, tile, scores), scores)
-    return logits, lambda d_logits: pull(d_logits)[0]
+  def pullback(self, refs: KernelRefs, tile: TileIndex, scores: jax.Array, wrt: tuple[int, ...],
+               ) -> tuple[jax.Array, Callable[[jax.Array], tuple[jax.Array, Arrays]]]:
+    """Returns `apply`, and a function from cotangents to those of the scores and of arrays.
+
+    Args:
+      refs, tile, scores: as in `apply`.
+      wrt: numbers of arrays, whose cotangents are [1, queries] or [keys, queries].
+    """
+    arrays = self._read(refs, tile)
+    wide = lambda x: jnp.broadcast_to(x, (x.shape[0], tile.queries.length))
+    def run(scores: jax.Array, moved: Arrays) -> jax.Array:
+      return self._apply(refs, tile, scores, [moved.get(n, x) for n, x in enumerate(arrays)])
+    logits, pull = jax.vjp(run, scores, {n: wide(arrays[n]) for n in wrt})
+    return logits, lambda d_logits: pull(d_logits)
 
 
 def mod_reader(inputs: tile_inputs.TileInputs, operands: Operands, spec: AttentionSpec,
@@ -46,7 +79,66 @@ def mod_reader(inputs: tile_inputs.TileInputs, operands: Operands, spec: Attenti
   """Adds the arrays of a score mod to the inputs of a kernel; None: the call has none."""
   if not spec.has_score_mod:
     return None
-  # Operands of a function are numbers, those of each batch row.
-  readers = tuple(inputs.add_per_pair(x.reshape(*x.shape[:2], 1, 1) if x.ndim == 2 else x)
-                  for x in operands.mods)
-  return ModReader(spec.score_mod, readers, mask)
+  firsts = first_distances(spec)
+  readers: list[tile_inputs.Reader] = []
+  by_distance: list[diagonals.Diagonals] = []
+  for n, x in enumerate(operands.mods):
+    if n in firsts:
+      row = diagonals.row_of(x, firsts[n], distance_of_first(operands, spec), inputs.tiling)
+      by_distance.append(diagonals.add_diagonals(inputs, row, len(by_distance)))
+      readers.append(by_distance[-1].read)
+    elif scalar_memory.is_per_head(x):
+      readers.append(inputs.add_per_head(x.reshape(x.shape[:2])))
+    else:
+      readers.append(inputs.add_per_pair(x))
+  structure = jax.tree.structure(_with_tiles(score_mod.of_structure(spec.score_mod)))
+  return ModReader(structure, tuple(readers), mask, tuple(by_distance))
+
+
+def first_distances(spec: AttentionSpec) -> dict[int, int]:
+  """Returns the first distance of each array that is looked up by distance, by its number."""
+  if not spec.has_score_mod:
+    return {}
+  return {int(x.values): x.first for x in traceable.leaves(score_mod.of_structure(spec.score_mod))
+          if isinstance(x, terms.Distance)}
+
+
+def _with_tiles(term: ScoreMod) -> ScoreMod:
+  """Returns a term that adds tiles where it looks numbers up by distance."""
+  if isinstance(term, score_mod.Composed):
+    return score_mod.Composed(_with_tiles(term.first), _with_tiles(term.second))
+  return terms.Add(term.values) if isinstance(term, terms.Distance) else term
+
+
+def distance_of_first(operands: Operands, spec: AttentionSpec) -> jax.Array:
+  """Returns int32 [B or 1]: the position of the first key minus that of the first query.
+
+  Positions must be consecutive.
+  """
+  first = {mask_lib.QUERY: slice(0, 1), mask_lib.KEY: slice(0, 1)}
+  arrays = tuple(x[:, first[role]] if role in first else x for x, role in zip(
+      operands.mask.arrays, mask_lib.structure_roles(spec.mask), strict=True))
+  mask, at = materialize.expand(spec.mask, operands.mask._replace(arrays=arrays),
+                                (operands.query.shape[0], 1, 1, 1))
+  at, is_consecutive = evaluate.move_to_positions(mask, at)
+  assert is_consecutive
+  return (at.key_position - at.query_position).reshape(-1)
+
+
+def own_names(operands: Operands, spec: AttentionSpec) -> tuple[str, ...]:
+  """Returns the arrays of the score mod whose cotangents the backward kernel computes."""
+  others = traceable.by_pair(spec.score_mod, operands.mods)
+  return tuple(name for n, name in enumerate(mod_names(operands)) if n not in others)
+
+
+def needed_vmem(tiling: Tiling, operands: Operands, backward: bool) -> int:
+  """Estimates the bytes of vector memory of numbers by distance and of sums of cotangents."""
+  heads, size = tiling.query_heads, 0
+  for x in operands.mods:
+    if x.ndim == 3:  # by distance
+      for count in (heads if x.shape[1] > 1 else 1, heads)[:1 + backward]:
+        row = 2 * count * diagonals.length(tiling)
+        size += row + count * (diagonals.tiles_shape(tiling, 1)[1]) * diagonals.LANES**2
+    elif backward:
+      size += 2 * heads * max(tiling.padded_queries, tiling.padded_keys)
+  return 4 * size

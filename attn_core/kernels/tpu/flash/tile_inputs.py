@@ -32,6 +32,7 @@ class KernelRefs(NamedTuple):
   arrays: tuple[Ref, ...]  # blocks in vector memory
   program_ids: tuple  # position in `remote_copy.LogicalGrid`
   num_steps: Index  # of the grid
+  scratch: tuple[Ref, ...] = ()  # of the score mod and of the sums of its cotangents
 
 
 class GridIndex(NamedTuple):
@@ -263,6 +264,15 @@ class TileInputs:
       row = ref(refs)[0, tile.head if heads > 1 else 0, :, tile.keys.slice].astype(wide)
       column = jnp.broadcast_to(row, (LANES, tile.keys.length)).T
       return jnp.concatenate([column] * (tile.queries.length // LANES), 1)
+    return read
+
+  def add_per_head(self, x: jax.Array) -> Reader:
+    """Adds [B or 1, H or 1]; returns a reader of the number of a row and a head, float32 [1, 1]."""
+    rows, heads = x.shape
+    ref = self.add_scalars(x.astype(jnp.float32).reshape(-1))
+    def read(refs: KernelRefs, tile: TileIndex) -> jax.Array:
+      head = tile.grid.head_group * self.tiling.query_heads + tile.head if heads > 1 else 0
+      return jnp.full((1, 1), ref(refs)[(tile.grid.batch * heads if rows > 1 else 0) + head])
     return read
 
   def add_per_batch(self, x: jax.Array) -> Reader:

@@ -24,7 +24,8 @@ from attn_core.kernels.tpu.flash.tile_inputs import GridIndex, KernelRefs, TileI
 from attn_core.masks import block_map
 from attn_core.types import AttentionSpec, Operands
 
-Pull: TypeAlias = Callable[[jax.Array], jax.Array]  # d logits -> d scaled scores
+# d logits -> (d scaled scores, cotangents of arrays of the score mod)
+Pull: TypeAlias = Callable[[jax.Array], tuple[jax.Array, score_tiles.Arrays]]
 Strip = tuple[TileIndex, bool]  # (neighboring tiles of one kind, whether they are partly visible)
 
 
@@ -102,8 +103,8 @@ class KernelParams(NamedTuple):
     return lax.dot_general(a, b, (contract, ((), ())), precision=self.precision,
                            preferred_element_type=jnp.float32)
 
-  def logits(self, refs: KernelRefs, tile: TileIndex,
-             scores: jax.Array, *, pulls: bool = False) -> tuple[jax.Array, Pull | None]:
+  def logits(self, refs: KernelRefs, tile: TileIndex, scores: jax.Array, *, pulls: bool = False,
+             wrt: tuple[int, ...] = ()) -> tuple[jax.Array, Pull | None]:
     """Returns the logits in `unit` before the mask is applied, and their pullback if `pulls`.
 
     Args:
@@ -111,9 +112,10 @@ class KernelParams(NamedTuple):
       tile: which scores these are.
       scores: K Q^T, float32 [keys, queries].
       pulls: whether to return a function from d logits to d scaled scores.
+      wrt: numbers of arrays of the score mod, whose cotangents that function returns as well.
     """
     if self.mod is None and self.unit != 1:
-      return scores, (lambda d_logits: d_logits) if pulls else None
+      return scores, (lambda d_logits: (d_logits, {})) if pulls else None
     factor = 1.0 if self.mod is not None else LOG2E
     scale, cap, slope = self.spec.softmax_scale, self.spec.logits_soft_cap, None
     if cap is None:
@@ -124,13 +126,26 @@ class KernelParams(NamedTuple):
     if self.bias is not None:
       bias = self.bias(refs, tile).astype(jnp.float32)
       logits = logits + (bias if factor == 1 else bias * factor)
-    of_cap: Pull = lambda d_logits: d_logits if slope is None else d_logits * slope
     if self.mod is None:
-      return logits, of_cap
-    if not pulls:
+      of_mod: Pull = lambda d_logits: (d_logits, {})
+    elif pulls:
+      logits, of_mod = self.mod.pullback(refs, tile, logits, wrt)
+    else:
       return self.mod.apply(refs, tile, logits), None
-    logits, of_mod = self.mod.pullback(refs, tile, logits)
-    return logits, lambda d_logits: of_cap(of_mod(d_logits))
+    def pull(d_logits: jax.Array) -> tuple[jax.Array, score_tiles.Arrays]:
+      d_scores, d_arrays = of_mod(d_logits)
+      return (d_scores if slope is None else d_scores * slope), d_arrays
+    return logits, pull
+
+  def prepare(self, refs: KernelRefs, grid: GridIndex, kinds: jax.Array) -> None:
+    """Makes what the visible tiles of a step read."""
+    if self.mod is not None and self.mod.by_distance:
+      pl.when(kinds != 0)(functools.partial(self.mod.prepare, refs, grid))
+
+  @property
+  def mod_scratch(self) -> list[tuple[int, ...]]:
+    """Shapes of the scratch memory of the score mod, float32: the first of `KernelRefs.scratch`."""
+    return [] if self.mod is None else self.mod.scratch
 
   def hide(self, refs: KernelRefs, tile: TileIndex, masked: bool, x: jax.Array,
            hidden: float) -> jax.Array:

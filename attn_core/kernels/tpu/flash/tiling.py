@@ -18,7 +18,7 @@ from typing import Iterator
 
 import jax
 
-from attn_core.kernels.tpu.flash import scalar_memory
+from attn_core.kernels.tpu.flash import scalar_memory, score_tiles
 from attn_core.kernels.tpu.flash.schedule import LANES, Tiling, round_up
 from attn_core.masks import mask as mask_lib, position_range
 from attn_core.types import AttentionSpec, BlockSizes, Operands, cdiv
@@ -280,7 +280,8 @@ def needed_vmem(tiling: Tiling, operands: Operands, backward: bool) -> int:
     sums = keys * both + resident
     blocks += sums * itemsize
   strips = (2 if backward else 1) * (AHEAD[backward] + 1) * tiling.block_q * tiling.tile_kv
-  return 2 * (blocks + pairs) + 4 * (sums + strips)
+  return (2 * (blocks + pairs) + 4 * (sums + strips)
+          + score_tiles.needed_vmem(tiling, operands, backward))
 
 
 def vmem_limit(requested: BlockSizes, tiling: Tiling, operands: Operands, *, backward: bool) -> int:
