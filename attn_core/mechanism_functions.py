@@ -346,7 +346,8 @@ def ragged_page_attention_v2(query: ArrayLike, cache: PagesV2,
                 pages_metadata, options, keywords)
 
 
-def ragged_page_attention_v3(query: ArrayLike, key: ArrayLike, value: ArrayLike, cache: PagesV3,
+def ragged_page_attention_v3(query: ArrayLike, key: ArrayLike | None, value: ArrayLike | None,
+                             cache: PagesV3,
                              pages_metadata: PagesMetadata = _BY_KEYWORD,
                              options: PagedOptions | None = None,
                              **keywords: Unpack[AttentionOptions]) -> AttentionOutput:
@@ -356,10 +357,13 @@ def ragged_page_attention_v3(query: ArrayLike, key: ArrayLike, value: ArrayLike,
   [num_requests, pages_per_request]; the scale is D**-0.5 unless given. A donated cache is updated
   in place.
 
+  A layer that shares the keys of another layer gives None for key and value: it reads that layer's
+  cache, whose heads `pages_metadata.stored_heads` says, and writes nothing.
+
   Args:
     query: float [T, H, D], the queries of the requests in order; more rows may follow.
-    key: float [T, K, D], of the same tokens; quantized pages hold the scales.
-    value: float [T, K, D].
+    key: float [T, K, D], of the same tokens; quantized pages hold the scales. None: see above.
+    value: float [T, K, D]; None with key.
     cache: `PagesV3`: pages [num_pages, page_size, cdiv(2K, packing), packing, padded_width],
       D padded to a multiple of 128.
     pages_metadata: as for v2, and distribution int32 [3]: (decode end, prefill end, total);
@@ -368,7 +372,8 @@ def ragged_page_attention_v3(query: ArrayLike, key: ArrayLike, value: ArrayLike,
     **keywords: the rest, as in `attention`, where `pages_metadata` is called `cache_metadata`.
 
   Returns:
-    attention_outputs [T, H, D], lse as for v2, and cache_view, the cache with the new tokens.
+    attention_outputs [T, H, D], lse as for v2, and cache_view, the cache with the new tokens; None
+    where nothing is written.
 
   Raises:
     ValueError: an argument is not as documented here.

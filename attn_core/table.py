@@ -19,7 +19,7 @@ from attn_core.types import AttentionOutput, Call
 _MODS = frozenset({"score_mod", "score_function"})
 _EVERYTHING = frozenset(FEATURES) - _MODS - {
     "vmem_limit_bytes", "quantized", "pages", "draft_mask", "scope", "prefixes",
-    "sequence_layout", "latent"}
+    "stored_heads", "sequence_layout", "latent"}
 _BLOCKWISE = _EVERYTHING - {"weights"}
 _TPU = (_BLOCKWISE - {"float16", "float64", "softmax_dtype", "mask_operands", "selected"}
         | {"vmem_limit_bytes"})
@@ -35,7 +35,8 @@ _CUDNN = frozenset({"gqa", "float16", "causal", "window", "positions", "mask", "
 _HOPPER = _BLOCKWISE - {"float64", "softmax_dtype", "mask_operands", "selected", "precision"}
 _PAGED = frozenset({"gqa", "value_width", "float16", "float64", "causal", "window", "chunk",
                     "sinks", "soft_cap", "lse", "lse_gradient", "precision", "softmax_dtype",
-                    "block_sizes", "optimized", "pages", "draft_mask", "scope", "prefixes"})
+                    "block_sizes", "optimized", "pages", "draft_mask", "scope", "prefixes",
+                    "stored_heads"})
 # Features that kernels over pages, and the decode kernel for TPUs, lack.
 _NOT_ON_HOPPER = frozenset({"float64", "precision", "softmax_dtype", "draft_mask", "scope",
                             "prefixes"})

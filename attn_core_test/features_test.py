@@ -132,7 +132,7 @@ class FeaturesTest(parameterized.TestCase):
     found.update(*(features.split() for _, features in NEEDS.values()))
     # paged_bad_input_test has the feature of pages; the derivative shows only while it is taken.
     self.assertEqual(set(FEATURES) - found, {
-        "pages", "draft_mask", "scope", "prefixes", "lse_gradient"})
+        "pages", "draft_mask", "scope", "prefixes", "stored_heads", "lse_gradient"})
 
 
 if __name__ == "__main__":

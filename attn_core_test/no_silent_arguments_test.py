@@ -21,7 +21,7 @@ import numpy as np
 
 import attn_core
 from attn_core import (AttnConfig, BlockSizes, CacheMetadata, Heads, LatentOptions, MaskInfo,
-                       OperationMetadata, PagedOptions, PagesMetadata, PagesV1, PagesV2,
+                       OperationMetadata, PagedOptions, PagesMetadata, PagesV1, PagesV2, PagesV3,
                        PartitionAxis, RingConfig, Rope, attention, attention_arguments, caches,
                        create_mesh, explain, masks, score_mods, resolve)
 from attn_core.arguments.arguments import AttentionArguments
@@ -342,6 +342,13 @@ def with_pages(options: PagedOptions = PagedOptions(), **fields: Any) -> Any:
   return attn_core.ragged_page_attention_v2(Q[0, :4], pages, metadata, options)
 
 
+def with_stored_heads(**fields: Any) -> Any:
+  """A request over pages that are read only."""
+  metadata = PagesMetadata(ints([[0, 1]]), ints([9]), **fields)
+  return attn_core.ragged_page_attention_v3(
+      Q[0, :1], None, None, PagesV3(numbers(2, 8, 4, 1, 128)), metadata).out
+
+
 def with_paged_options(**fields: Any) -> Any:
   output = with_pages(PagedOptions(**fields))
   program = jax.make_jaxpr(lambda: with_pages(PagedOptions(**fields)))()
@@ -371,6 +378,8 @@ PAGES_STEP = {
     "scope": Effect(with_pages, attn_core.caches.pages.Scope.NEW),
     "prefixes": Effect(lambda **fields: str(jax.make_jaxpr(lambda: with_pages(**fields))()),
                        prefixes.find(np.int32([[0, 1], [2, 3]]), np.int32([0, 0]))),
+    "stored_heads": Effect(with_stored_heads, attn_core.caches.pages.StoredHeads(1, 16, 16), {
+        "stored_heads": attn_core.caches.pages.StoredHeads(2, 16, 16)}),
 }
 PAGED_OPTIONS = {name: Effect(with_paged_options, value) for name, value in (
     ("causal", False), ("sliding_window", (2, 0)), ("softmax_scale", 2.0),

@@ -53,25 +53,26 @@ KERNELS = {
 REFUSED = {
     "dense.vanilla": (
         "block_sizes optimized vmem_limit_bytes sequence_layout quantized pages draft_mask scope "
-        "prefixes latent"),
+        "prefixes stored_heads latent"),
     "sdpa.xla": (
         "value_width float16 float64 sinks soft_cap score_function dropout lse_gradient weights "
         "unnormalized precision softmax_dtype block_sizes optimized vmem_limit_bytes "
-        "sequence_layout cache quantized pages draft_mask scope prefixes latent"),
+        "sequence_layout cache quantized pages draft_mask scope prefixes stored_heads latent"),
     "sdpa.cudnn": (
         "value_width float64 chunk segments score_mod score_function sinks soft_cap dropout lse "
         "lse_gradient weights unnormalized precision softmax_dtype block_sizes vmem_limit_bytes "
-        "sequence_layout cache quantized pages draft_mask scope prefixes latent selected"),
+        "sequence_layout cache quantized pages draft_mask scope prefixes stored_heads latent "
+        "selected"),
     "flash.xla": (
         "weights vmem_limit_bytes sequence_layout quantized pages draft_mask scope prefixes "
-        "latent"),
+        "stored_heads latent"),
     "flash.gpu": (
         "float64 mask_operands score_mod score_function weights precision softmax_dtype "
-        "vmem_limit_bytes sequence_layout quantized pages draft_mask scope prefixes latent "
-        "selected"),
+        "vmem_limit_bytes sequence_layout quantized pages draft_mask scope prefixes stored_heads "
+        "latent selected"),
     "flash.tpu": (
         "float16 float64 mask_operands weights softmax_dtype sequence_layout quantized pages "
-        "draft_mask scope prefixes latent selected"),
+        "draft_mask scope prefixes stored_heads latent selected"),
     "paged.xla": (
         "segments positions mask mask_operands bias score_mod score_function dropout weights "
         "unnormalized vmem_limit_bytes sequence_layout cache quantized latent selected"),
@@ -84,31 +85,35 @@ REFUSED = {
         "score_function dropout weights unnormalized precision softmax_dtype vmem_limit_bytes "
         "sequence_layout cache quantized draft_mask scope prefixes latent selected"),
     "context_parallel.xla": (
-        "weights vmem_limit_bytes cache quantized pages draft_mask scope prefixes latent"),
+        "weights vmem_limit_bytes cache quantized pages draft_mask scope prefixes stored_heads "
+        "latent"),
     "context_parallel.gpu": (
         "float64 mask_operands score_mod score_function weights precision softmax_dtype "
-        "vmem_limit_bytes cache quantized pages draft_mask scope prefixes latent selected"),
+        "vmem_limit_bytes cache quantized pages draft_mask scope prefixes stored_heads latent "
+        "selected"),
     "context_parallel.tpu": (
         "float16 float64 mask_operands score_mod score_function weights softmax_dtype cache "
-        "quantized pages draft_mask scope prefixes latent selected"),
+        "quantized pages draft_mask scope prefixes stored_heads latent selected"),
     "decode.xla": (
         "bias score_mod score_function dropout weights vmem_limit_bytes sequence_layout pages "
-        "draft_mask scope prefixes latent selected"),
+        "draft_mask scope prefixes stored_heads latent selected"),
     "decode.gpu": (
         "float64 mask_operands bias score_mod score_function dropout weights precision "
-        "softmax_dtype vmem_limit_bytes sequence_layout pages draft_mask scope prefixes latent "
-        "selected"),
+        "softmax_dtype vmem_limit_bytes sequence_layout pages draft_mask scope prefixes "
+        "stored_heads latent selected"),
     "decode.tpu": (
         "float16 float64 bias score_mod score_function dropout weights precision softmax_dtype "
-        "vmem_limit_bytes sequence_layout pages draft_mask scope prefixes latent selected"),
+        "vmem_limit_bytes sequence_layout pages draft_mask scope prefixes stored_heads latent "
+        "selected"),
     "latent.projected": (
         "bias score_mod score_function dropout weights vmem_limit_bytes sequence_layout pages "
-        "selected draft_mask scope prefixes"),
+        "selected draft_mask scope prefixes stored_heads"),
     "latent.decode": (
         "bias score_mod score_function dropout weights vmem_limit_bytes sequence_layout pages "
-        "draft_mask scope selected prefixes"),
+        "draft_mask scope selected prefixes stored_heads"),
     "latent.absorbed": (
-        "weights vmem_limit_bytes sequence_layout pages selected draft_mask scope prefixes"),
+        "weights vmem_limit_bytes sequence_layout pages selected draft_mask scope prefixes "
+        "stored_heads"),
 }
 # One array holds keys and values, so that these have one width.
 # Mechanisms whose kernels for accelerators read one width only.

@@ -69,7 +69,7 @@ def normalize(a: AttentionArguments) -> steps.Normalized:
   checks.require(mechanism != "page_attention" or cache_metadata.query_start_loc is None,
                  "cache_metadata.query_start_loc", "an array", "None: page_attention has one query "
                  "a request; ragged_page_attention_v2 has any number")
-  heads = _heads(a, cache, query, mechanism)
+  heads = _heads(a, cache, query, mechanism, cache_metadata.stored_heads)
   compute = steps.normalize_compute_dtype(a.compute_dtype, metadata.runtime_dtype, query.dtype)
   dense = _dense(a, metadata, query, heads, compute)
   operands = PagedOperands(
@@ -89,6 +89,8 @@ def normalize(a: AttentionArguments) -> steps.Normalized:
     features["draft_mask"] = "cache_metadata.draft_mask"
   if cache_metadata.scope != layouts.Scope.ALL:
     features["scope"] = f"cache_metadata.scope={cache_metadata.scope}"
+  if cache_metadata.stored_heads is not None:
+    features["stored_heads"] = "cache_metadata.stored_heads"
   if cache_metadata.prefixes is not None:
     features["prefixes"] = "cache_metadata.prefixes"
     _check_prefixes(a, cache_metadata)
@@ -127,11 +129,17 @@ def _as_stored(x: jax.Array, cache: Pages) -> jax.Array:
 
 
 def _heads(a: AttentionArguments, cache: Pages, query: checks.Array,
-           mechanism: str) -> layouts.Heads:
-  """Returns the heads of the call, by the pages and, where these are padded, by the new keys."""
+           mechanism: str, stored: layouts.StoredHeads | None) -> layouts.Heads:
+  """Returns the heads of the call, by the pages and, where padded, `stored` or the new keys."""
   held, held_dtype = layouts.heads_of(cache), layouts.dtype_of(cache)
   mixed = cache.key_scales is not None or a.compute_dtype is not None
-  if mechanism == "ragged_page_attention_v3":
+  if stored is not None:
+    held = _stored_heads(a, cache, query, mechanism, stored)
+  elif mechanism == "ragged_page_attention_v3":
+    missing = "key" if a.key is None else "value"
+    checks.require(a.key is not None and a.value is not None, missing, "NoneType", "the keys and "
+                   "values [T, K, D] to write; a layer that reads those of another layer needs "
+                   "cache_metadata.stored_heads")
     held = _new_heads(checks.floating("key", a.key, 3, "[T, K, D]"),
                       checks.floating("value", a.value, 3, "[T, K, D]"), cache, query, mixed)
   else:
@@ -146,6 +154,26 @@ def _heads(a: AttentionArguments, cache: Pages, query: checks.Array,
   checks.require(mixed or held_dtype == query.dtype, "query", checks.describe(query),
                  f"the dtype of the pages, {held_dtype}, or compute_dtype to compute in one dtype")
   return held
+
+
+def _stored_heads(a: AttentionArguments, cache: Pages, query: checks.Array, mechanism: str,
+                  stored: layouts.StoredHeads) -> layouts.Heads:
+  """Returns the heads of a call that writes nothing, checked."""
+  name = "cache_metadata.stored_heads"
+  checks.require(mechanism == "ragged_page_attention_v3", name, repr(stored),
+                 f"None: mechanism {mechanism!r} never writes; stored_heads is for "
+                 "ragged_page_attention_v3, which otherwise does, and ragged_page_attention_v2 has "
+                 "no padding that hides the heads")
+  for argument, x in (("key", a.key), ("value", a.value)):
+    checks.require(x is None, argument, checks.describe(x),
+                   f"None with {name}, of a call that writes nothing")
+  held, scales = layouts.heads_of(cache), cache.key_scales
+  most = held.key_heads if scales is None or scales.ndim == 0 else scales.shape[2]
+  checks.require(0 < stored.key_heads <= most and 0 < stored.value_width <= held.value_width
+                 and stored.key_width == query.shape[2] <= held.key_width, name, repr(stored),
+                 f"at least 1 and at most {most} key heads of width {query.shape[2]}, the query's, "
+                 f"and values of a width from 1 to at most {held.value_width}")
+  return layouts.Heads(stored.key_heads, stored.key_width, stored.value_width)
 
 
 def _new_heads(key: checks.Array, value: checks.Array, cache: Pages, query: checks.Array,

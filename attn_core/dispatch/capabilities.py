@@ -53,6 +53,7 @@ FEATURES = {
     "draft_mask": "drafts that form a tree",
     "scope": "a part of each request's tokens in pages",
     "prefixes": "pages that are read once for the requests that share them",
+    "stored_heads": "pages that are read and not written",
     "latent": "latent rows in place of keys and values",
 }
 

@@ -85,6 +85,9 @@ def ask(rules: Rules, mechanism: str, question: Question) -> Verdict:
       reasons = ("its memory would be quadratic",)
     if not reasons:
       why = _why(rules, mechanism, question, candidate, passed_over)
+      if "stored_heads" in request.features:
+        reads = f"which writes nothing here: {request.features['stored_heads']}"
+        why = f"{why}; {reads}" if why else reads
       return Verdict(mechanism, (), candidate, why)
     passed_over += [f"{candidate.name}: {reason}" for reason in reasons]
   return Verdict(mechanism, reasons, error=request.placement_error)

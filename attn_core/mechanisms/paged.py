@@ -99,6 +99,8 @@ def _by_held_lengths(forward: Forward) -> Forward:
 
 def _sharded(forward: Forward, call: Call, *, writes: bool = False,
              writer: Writer | None = None) -> AttentionOutput:
+  if call.operands.key is None:  # the keys of another layer are read
+    writes, writer = False, None
   return shard_paged.sharded(functools.partial(_local, forward, call, writes, writer), call,
                              writes=writes)
 
@@ -108,7 +110,7 @@ def _local(forward: Forward, call: Call, writes: bool, writer: Writer | None,
   """Attends to one device's groups of requests, one after the other."""
   operands = _of_device(operands, call.placement)
   cache, metadata, tokens = operands.cache, operands.metadata, operands.query.shape[0]
-  key_heads, width, value_width = layouts.heads_of(cache)
+  key_heads, width, value_width = _heads(cache, metadata, call.placement)
   number = request_groups.count(metadata)
   # The kernel writes the tokens of one group, with all pages of its requests.
   separately = (writer is None or operands.stripe is not None or number not in (None, 1)
@@ -122,9 +124,8 @@ def _local(forward: Forward, call: Call, writes: bool, writer: Writer | None,
     if separately:
       cache = token_writes.append(cache, operands.key, operands.value,
                          request_groups.slots(cache, metadata, tokens, operands.stripe))
-  if isinstance(cache, layouts.PagesV3):
-    assert operands.value is not None
-    width, value_width = operands.query.shape[2], operands.value.shape[2]
+    if isinstance(cache, layouts.PagesV3):
+      width, value_width = operands.query.shape[2], operands.value.shape[2]
 
   def attend(query: jax.Array, metadata: layouts.PagesMetadata) -> Residuals:
     heads = layouts.Heads(key_heads, width, value_width)
@@ -154,6 +155,16 @@ def _local(forward: Forward, call: Call, writes: bool, writer: Writer | None,
   return AttentionOutput(
       out, lse=lse if call.return_lse else None,
       cache_view=cache if writes and isinstance(cache, layouts.PagesV3) else None)
+
+
+def _heads(cache: layouts.Pages, metadata: layouts.PagesMetadata,
+           placement: Placement | None) -> layouts.Heads:
+  """Returns the heads of one device's pages, without padding where the metadata says them."""
+  stored = metadata.stored_heads
+  if stored is None:
+    return layouts.heads_of(cache)
+  shards = 1 if placement is None else placement.size(placement.key_heads)
+  return layouts.Heads(stored.key_heads // shards, stored.key_width, stored.value_width)
 
 
 def _of_device(operands: PagedOperands, placement: Placement | None) -> PagedOperands:

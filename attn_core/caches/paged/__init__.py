@@ -9,7 +9,7 @@ the earlier keyword `metadata` as well.
 """
 
 from attn_core.caches.paged.layouts import (
-    LANES, PAGES, Heads, Pages, PagesMetadata, PagesV1, PagesV2, PagesV3, Scope,
+    LANES, PAGES, Heads, Pages, PagesMetadata, PagesV1, PagesV2, PagesV3, Scope, StoredHeads,
     dtype_of, has_token_scales, head_axis, heads_of, in_int32, interleave, num_pages, packing,
     pad_rows, page_size, query_starts, rows_in_use, take)
 from attn_core.caches.paged.ops import convert, copy_pages, from_dense, read, reader, to_dense
@@ -18,7 +18,7 @@ from attn_core.caches.paged.slot_mapping import slots
 from attn_core.caches.paged.token_writes import append, store
 
 __all__ = ["LANES", "PAGES", "Heads", "Pages", "PagesMetadata", "PagesV1", "PagesV2", "PagesV3",
-           "Scope", "append", "convert", "copy_pages", "dtype_of", "from_dense", "has_token_scales",
-           "head_axis", "heads_of", "in_int32", "init", "init_like",
+           "Scope", "StoredHeads", "append", "convert", "copy_pages", "dtype_of", "from_dense",
+           "has_token_scales", "head_axis", "heads_of", "in_int32", "init", "init_like",
            "interleave", "num_pages", "packing", "pad_rows", "page_size", "query_starts", "read",
            "reader", "rows_in_use", "slots", "store", "take", "to_dense"]

@@ -50,6 +50,16 @@ class Widths:
   value: int
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class StoredHeads:
+  """Key heads and widths in pages that a call of v3 reads only, which padding hides."""
+
+  key_heads: int
+  key_width: int
+  value_width: int
+
+
 class PagesV2(NamedTuple):
   """Heads interleaved, as in `jax.experimental.pallas.ops.tpu.ragged_paged_attention`.
 
@@ -112,6 +122,9 @@ class PagesMetadata(NamedTuple):
   # Groups of requests that begin with the same pages, which are read once for a group; None: the
   # pages of every request are read for it alone.
   prefixes: Prefixes | None = None
+  # Of a call of v3 without key and value, which reads what another layer has written: the heads in
+  # the pages. None: the call writes its keys and values first.
+  stored_heads: StoredHeads | None = None
 
 
 class Heads(NamedTuple):
@@ -234,7 +247,7 @@ def checked(pages_metadata: PagesMetadata, argument: str = "cache_metadata") -> 
 
   Raises:
     ValueError: not a PagesMetadata; a field does not hold integers, or concrete ones outside of
-      int32; scope is not a Scope, or draft_mask not of booleans.
+      int32; scope is not a Scope, draft_mask not of booleans, or stored_heads not a StoredHeads.
   """
   checks.require(isinstance(pages_metadata, PagesMetadata), argument,
                  type(pages_metadata).__name__, "a PagesMetadata")
@@ -248,6 +261,9 @@ def checked(pages_metadata: PagesMetadata, argument: str = "cache_metadata") -> 
     mask = cast(Array, checks.as_array(f"{argument}.draft_mask", mask, "bool [R, q, q]"))
     checks.require(mask.dtype == bool, f"{argument}.draft_mask", checks.describe(mask),
                    "bool [R, q, q]; caches.drafts.mask makes it of the drafts' parents")
+  stored = pages_metadata.stored_heads
+  checks.require(stored is None or isinstance(stored, StoredHeads), f"{argument}.stored_heads",
+                 repr(stored), "a caches.pages.StoredHeads(key_heads, key_width, value_width)")
   return pages_metadata._replace(**fields, draft_mask=mask, prefixes=_checked_prefixes(
       pages_metadata.prefixes, f"{argument}.prefixes"))
 
