@@ -3,7 +3,6 @@
 """Every example runs as a newcomer would run it, with small settings."""
 
 import ast
-import importlib.util
 import os
 import pathlib
 import re
@@ -16,9 +15,7 @@ import jax
 import numpy as np
 
 from attn_core import attention
-
-# Not resolve(): Bazel runs a link to this file, and the files next to the link are the ones meant.
-ROOT = pathlib.Path(os.path.abspath(__file__)).parent.parent
+from attn_core_test.example_files import ROOT, load_example
 
 
 class ExamplesTest(parameterized.TestCase):
@@ -101,22 +98,43 @@ class ExamplesTest(parameterized.TestCase):
     path = pathlib.Path(self.create_tempdir().full_path) / "model.npz"
     example.save(path, example.init(jax.random.key(0), config), config)
     printed = self.run_example(
-        "serve.py", f"--model={path}", "--requests=12", "--pages=20", "--page_size=8", "--rows=6",
-        "--budget=24", "--prefixes=2", "--prefix_length=20", "--longest_prompt=40",
-        "--longest_answer=20")
+        "serve.py", f"--model={path}", "--requests=12", "--pages=24", "--page_size=8", "--rows=6",
+        "--budget=32", "--chunk=16", "--prefixes=2", "--prefix_length=20", "--longest_prompt=40",
+        "--longest_answer=60", "--arrivals=1", "--report_every=0")
     self.assertIn("12 of 12 requests equal those without a cache", printed)
-    self.assertRegex(printed, r" [1-9]\d* preemptions, [1-9]\d* shared pages")
-    self.assertIn("expected at least 16", self.run_example(
+    self.assertRegex(printed, r" a second; [1-9]\d* preemptions")
+    self.assertRegex(printed, r"[1-9]\d*% of .* found, [1-9]\d* pages evicted; at most 24 of 24")
+    self.assertRegex(printed, r"guesses: [1-9]\d* of \d+ right")
+    self.assertRegex(printed, r"first byte: p50 [\d.]+ ms, p99 [\d.]+ ms; between bytes: p50 \d")
+    self.assertRegex(printed, r"call 5, \d+ done, \d+ running, \d+ waiting, \d+ pages in use, ")
+    self.assertIn("expected at least 15", self.run_example(
         "serve.py", f"--model={path}", "--pages=10", "--page_size=8", "--prefix_length=20",
-        "--prefixes=2", "--longest_prompt=40", "--longest_answer=20", status=1))
+        "--prefixes=2", "--longest_prompt=40", "--longest_answer=60", status=1))
 
 
-def load_example(name):
-  """Imports an example as a module."""
-  spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module
+class GuessesTest(absltest.TestCase):
+  """The trees of guesses of serve.py."""
+
+  def setUp(self):
+    super().setUp()
+    sys.path.insert(0, str(ROOT / "examples"))
+    self.addCleanup(sys.path.remove, str(ROOT / "examples"))
+    self.serve = load_example("serve")
+
+  def test_a_tree_of_what_followed_before(self):
+    tokens, parents = self.serve.guess(b"abcabdab", 4)
+    self.assertEqual((bytes(tokens), parents), (b"bdaca", [-1, 0, 1, 0, 3]))
+    tokens, parents = self.serve.guess(b"abcdabceab", 4)  # both continue with c
+    self.assertEqual((bytes(tokens), parents), (b"bced", [-1, 0, 1, 1]))
+    self.assertEqual(self.serve.guess(b"abc", 4), ([ord("c")], [-1]))
+    for most in range(4):
+      self.assertLen(self.serve.guess(b"abcabdab", most)[0], most + 1)
+
+  def test_only_the_path_of_likeliest_bytes_is_right(self):
+    chunk = self.serve.Chunk(None, *self.serve.guess(b"abcabdab", 4))
+    self.assertEqual(self.serve.verify(chunk, b"c__ax"), ([0, 3, 4], b"cax"))
+    self.assertEqual(self.serve.verify(chunk, b"dx___"), ([0, 1], b"dx"))
+    self.assertEqual(self.serve.verify(chunk, b"x____"), ([0], b"x"))
 
 
 def attend(*arrays, sliding_window):

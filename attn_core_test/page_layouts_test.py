@@ -8,11 +8,12 @@ tpu-inference: `ragged_paged_attention` v3, and its variant for a head width of 
 
 from absl.testing import absltest
 from absl.testing import parameterized
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from attn_core import Heads, PagesMetadata, PagesV1, PagesV2, PagesV3
-from attn_core.caches import pages
+from attn_core.caches import exchange, pages
 
 NUM_PAGES, PAGE_SIZE = 3, 4
 SLOTS = [9, 0, 3, 8, 5]  # of the tokens
@@ -87,6 +88,56 @@ class PageLayoutsTest(parameterized.TestCase):
     by_heads = jax_ragged(key, value).transpose(2, 0, 1, 3)
     self.assert_same_bytes(first.key_pages, by_heads[::2])
     self.assert_same_bytes(first.value_pages, by_heads[1::2])
+
+  def assert_exchanged(self, layout, theirs, ours, heads):
+    """Checks both directions, byte for byte; views are the same arrays."""
+    scales = None if ours.key_scales is None else (ours.key_scales, ours.value_scales)
+    given = tuple(map(jnp.asarray, theirs)) if layout == "jax_v1" else jnp.asarray(theirs)
+    read = jax.jit(exchange.from_other, static_argnums=(0, 2))(layout, given, heads, scales)
+    self.assertIs(type(read), type(ours))
+    back = jax.jit(exchange.to_other, static_argnums=(0, 2))(layout, ours, heads)
+    for x, y in zip(jax.tree.leaves((read, back)), jax.tree.leaves((ours, theirs)), strict=True):
+      self.assert_same_bytes(x, np.asarray(y))
+    if layout != "v3_64":
+      again = exchange.to_other(layout, exchange.from_other(layout, given, heads, scales), heads)
+      for x, y in zip(jax.tree.leaves(again), jax.tree.leaves(given), strict=True):
+        self.assertIs(x, y)
+
+  @parameterized.product(key_heads=(1, 2, 3), width=(64, 80, 128), dtype=DTYPES)
+  def test_exchange(self, key_heads, width, dtype):
+    key, value = tokens(key_heads, width, dtype)
+    heads, by_heads = Heads(key_heads, width, width), jax_ragged(key, value).transpose(2, 0, 1, 3)
+    self.assert_exchanged("jax_v1", (np.ascontiguousarray(by_heads[::2]),
+                                     np.ascontiguousarray(by_heads[1::2])),
+                          paged(PagesV1, key, value), heads)
+    self.assert_exchanged("ragged", jax_ragged(key, value), paged(PagesV2, key, value), heads)
+    third = paged(PagesV3, key, value)
+    self.assert_exchanged("v3", tpu_inference(key, value), third, heads)
+    if width == 64:
+      self.assert_exchanged("v3_64", tpu_inference_64(key, value), third, heads)
+
+  def test_exchange_of_bad_input(self):
+    key, value = tokens(2, 64, "int8")
+    ours, scales, heads = paged(PagesV3, key, value), (jnp.ones(()),) * 2, Heads(2, 64, 64)
+    theirs = jnp.asarray(tpu_inference_64(key, value))
+    for arguments, words in (
+        (("v4", theirs, heads, scales), "layout: got 'v4'.*'v3_64'"),
+        (("v3_64", theirs, heads), "scales: got None"),
+        (("v3_64", theirs, Heads(5, 64, 64), scales), "arrays: got int8"),
+        (("v3_64", theirs, Heads(2, 32, 32), scales), "heads: got .* 64"),
+        (("v3", theirs, Heads(2, 64, 32), scales), "heads: got .*as wide"),
+        (("v3", theirs, (2, 64, 64), scales), "heads: got .*Heads"),
+        (("ragged", theirs, heads, scales), "arrays: got int8"),
+        (("jax_v1", theirs, heads, scales), "arrays: got .*a pair")):
+      with self.assertRaisesRegex(ValueError, words):
+        exchange.from_other(*arguments)
+    for call, words in (
+        (lambda: exchange.to_other("ragged", ours, heads), "cache: got PagesV3.*pages.convert"),
+        (lambda: exchange.to_other("v3_64", ours, Heads(3, 64, 64)), "arrays: got int8"),
+        (lambda: exchange.to_other("v3", ours._replace(
+            key_scales=jnp.ones((3, 4, 2))), heads), "key_scales: got .*no scale for each token")):
+      with self.assertRaisesRegex(ValueError, words):
+        call()
 
   @parameterized.parameters(*DTYPES)
   def test_the_other_layout_for_a_width_of_64(self, dtype):

@@ -1,22 +1,27 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Serves many requests at once from a paged cache, with the model of train_and_generate.py.
+"""Serves requests that arrive at random from pages, with the model of train_and_generate.py.
 
     python3 examples/serve.py
-    python3 examples/serve.py --model=model.npz --requests=200 --pages=128
+    python3 examples/serve.py --model=model.npz --requests=200 --pages=128 --arrivals=0.5
+    python3 examples/serve.py --model=model.npz --drafts=0
 
-A server has many requests of different lengths in progress at once, and cannot know how long each
-becomes. Pages give each request memory as it grows, so that none is reserved for nothing.
+Requests arrive as a Poisson process, begin with one of a few prefixes, and have prompts and answers
+of random lengths. One call of `ragged_page_attention_v3` per layer computes the next bytes of every
+request that is generating, and chunks of the prompts of the others.
 
-Continuous batching: one call of `ragged_page_attention_v2` per layer computes the next byte of
-every request that is generating, and chunks of the prompts of the other running requests. The pool
-has fewer pages than all requests need: requests wait, and the newest one releases its pages when an
-older one needs them, and is computed again later. Prompts begin with one of a few prefixes; the
-pages of a prefix are stored once, and a request that writes to a shared page gets a copy.
+* Pages give each request memory as it grows. The pages of a request are published by a hash of
+  their contents, and those of a later prompt that begins alike are found and not computed again.
+* The pool is smaller than all requests need. Pages that only the prefix cache keeps are evicted,
+  the least recently used ones first; if that is not enough, the newest request releases its pages
+  and is computed again later.
+* What followed the last bytes of a text when they occurred before are guesses of what follows now:
+  a small tree, which the same call verifies. Guesses that are right cost no call of their own.
 
-The model is loaded from --model, or trained first and written there. At the end every generated
-byte is compared with that of the model without a cache, one request at a time: the program exits
-with status 1 if one differs. T is the number of tokens (bytes) of a call.
+The clock of arrivals is the number of calls, so that a run repeats; times are those of the machine.
+The model is loaded from --model, or trained first and written there. At the end every answer is
+compared with that of the model without a cache, one request at a time: the program exits with
+status 1 if one differs. T is the number of tokens (bytes) of a call, q of a request in it.
 """
 
 import functools
@@ -35,10 +40,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core import (Heads, PagedOptions, PagesMetadata, PagesV2, attention,
-                       ragged_page_attention_v2)
+from attn_core import (Heads, PagedOptions, PagesMetadata, PagesV3, attention,
+                       ragged_page_attention_v3)
+from attn_core.caches import drafts, pages
 from attn_core.caches.paged import allocator as pool
-from attn_core.caches import pages
 import train_and_generate as model
 
 FLAGS = flags.FLAGS
@@ -52,8 +57,7 @@ class Arrays(NamedTuple):
 
   tokens: Any  # int32 [T]
   positions: Any  # int32 [T]
-  last: Any  # int32 [rows]: the index of each request's last byte
-  copies: Any  # int32 [2, rows]: (sources, targets) of pages to copy first; num_pages: none
+  parents: Any  # int32 [rows, q]: those of a row's bytes, see `Chunk`
   metadata: PagesMetadata
 
 
@@ -62,28 +66,98 @@ def step(params, caches, arrays: Arrays, *, config):
 
   Args:
     params: the parameters.
-    caches: `PagesV2` of every layer; donated.
+    caches: `PagesV3` of every layer; donated.
     arrays: see `Arrays`.
     config: the model.
 
   Returns:
-    (caches, the most likely next byte of each request, int32 [rows]).
+    (caches, the most likely byte after each one, int32 [T]).
   """
-  caches = [pages.copy_pages(cache, *arrays.copies) for cache in caches]
-  slots = pages.slots(arrays.metadata, pages.page_size(caches[0]), arrays.tokens.shape[0])
+  caches = list(caches)
+  metadata = arrays.metadata._replace(draft_mask=drafts.mask(arrays.parents))
 
   def attend(n, query, key, value):
-    caches[n] = pages.append(caches[n], key[0], value[0], slots)
     options = PagedOptions(sliding_window=model.window_of(config, n))
-    out = ragged_page_attention_v2(query[0], caches[n], arrays.metadata, options)
+    out = ragged_page_attention_v3(query[0], key[0], value[0], caches[n], metadata, options)
+    caches[n] = out.cache_view
     return out.attention_outputs[None]
 
   x = params["embedding"][arrays.tokens][None]
   for n in range(config.layers):
     x = model.layer(model.layer_weights(params, config, n), x, arrays.positions,
                     functools.partial(attend, n))
-  logits = model.norm(x[0, arrays.last], params["final_norm"]) @ params["logits"]
+  logits = model.norm(x[0], params["final_norm"]) @ params["logits"]
   return caches, logits.argmax(-1).astype(jnp.int32)
+
+
+def keep(caches, metadata: PagesMetadata, accepted):
+  """Moves keys and values of guesses that were right to where their bytes belong."""
+  return [drafts.keep(cache, metadata, accepted) for cache in caches]
+
+
+# --- Guesses. ------------------------------------------------------------------------------------
+
+
+class Chunk(NamedTuple):
+  """The bytes of a request in one call: a part of its prompt, or its last byte and guesses."""
+
+  job: "Job"
+  tokens: list[int]
+  parents: list[int]  # number of the byte before each one; -1: the one before the chunk
+
+
+def guess(text: bytes, most: int, length: int = 2) -> tuple[list[int], list[int]]:
+  """Guesses what follows a text: what followed its last bytes twice before, as a tree.
+
+  Args:
+    text: the bytes so far.
+    most: number of guesses.
+    length: of the last bytes that are searched.
+
+  Returns:
+    (bytes, parents) of a `Chunk`; the first is the last byte of the text.
+  """
+  tokens, parents, end = [text[-1]], [-1], len(text) - 1
+  for _ in range(2):
+    found = text.rfind(text[-length:], 0, end)
+    if found < 0:
+      break
+    node, first, end = 0, found + length, found + length - 1
+    for byte in text[first:first + (most + 1) // 2]:
+      child = child_of(tokens, parents, node, byte)
+      if child is None:
+        if len(tokens) > most:
+          break
+        child = len(tokens)
+        tokens.append(byte)
+        parents.append(node)
+      node = child
+  return tokens, parents
+
+
+def child_of(tokens: list[int], parents: list[int], node: int, byte: int) -> int | None:
+  """Returns the number of the guess after `node` that is `byte`, or None."""
+  return next((n for n in range(node + 1, len(tokens))
+               if parents[n] == node and tokens[n] == byte), None)
+
+
+def verify(chunk: Chunk, likeliest) -> tuple[list[int], bytes]:
+  """Walks down a tree of guesses as long as they are the most likely bytes.
+
+  Args:
+    chunk: the last byte of a text and guesses.
+    likeliest: int [q], the most likely byte after each one.
+
+  Returns:
+    (the numbers of the bytes on the path, the bytes that follow the text).
+  """
+  path, new = [0], []
+  while True:
+    new.append(int(likeliest[path[-1]]))
+    child = child_of(chunk.tokens, chunk.parents, path[-1], new[-1])
+    if child is None:
+      return path, bytes(new)
+    path.append(child)
 
 
 # --- Scheduling. ---------------------------------------------------------------------------------
@@ -92,34 +166,49 @@ def step(params, caches, arrays: Arrays, *, config):
 class Job(NamedTuple):
   """A request and its progress."""
 
-  name: Any
-  text: tuple[int, ...]  # the prompt and the generated bytes
+  name: int
+  text: bytes  # the prompt and the generated bytes
   prompt: int  # length of the prompt (bytes)
-  amount: int  # number of bytes to generate; 0: the job is a prefix for others
-  prefix: Any = None  # name of the job whose text is the beginning of this one
+  amount: int  # number of bytes to generate
+  arrival: int  # number of the call before which it arrives
+  since: float = 0.0  # time of the arrival (seconds)
+  times: tuple[float, ...] = ()  # those of the generated bytes
   stored: int = 0  # number of bytes in the cache
 
   @property
-  def ended(self) -> bool:
-    """Whether all bytes are generated; of a prefix, whether all are in the cache."""
-    return len(self.text) == self.prompt + self.amount and (
-        self.amount > 0 or self.stored == self.prompt)
+  def missing(self) -> int:
+    """Number of bytes to generate that are not yet."""
+    return self.prompt + self.amount - len(self.text)
 
 
 class Server(NamedTuple):
   """The state of all requests."""
 
   pool: pool.Allocator
-  waiting: tuple[Job, ...]
+  coming: tuple[Job, ...]  # in the order of arrival
+  waiting: tuple[Job, ...] = ()
   running: tuple[Job, ...] = ()  # oldest first
   done: tuple[Job, ...] = ()
   preemptions: int = 0  # number of times that a running request released its pages
-  copies: int = 0  # pages copied because they were shared
+  guessed: int = 0
+  right: int = 0  # number of guesses that were
 
 
 def pages_for(length: int) -> int:
   """Returns the number of pages that hold `length` bytes."""
   return -(-length // FLAGS.page_size)
+
+
+def array_of(text: bytes) -> np.ndarray:
+  return np.frombuffer(text, np.uint8)
+
+
+def arrive(server: Server, call: int, now: float) -> Server:
+  """Moves the jobs that arrive before a call to those that wait; the next if nothing runs."""
+  if not server.waiting + server.running:
+    call = max(call, server.coming[0].arrival)
+  new = tuple(job._replace(since=now) for job in server.coming if job.arrival <= call)
+  return server._replace(coming=server.coming[len(new):], waiting=server.waiting + new)
 
 
 def admit(server: Server, rows: int) -> Server:
@@ -129,15 +218,13 @@ def admit(server: Server, rows: int) -> Server:
   preempted.
   """
   while server.waiting and len(server.running) < rows:
-    job, allocator, stored = server.waiting[0], server.pool, 0
-    if job.prefix in allocator.requests:
-      stored = allocator.requests[job.prefix].length
-    shared = stored // allocator.page_size
-    growth = len(server.running) + 1
-    if server.running and pages_for(len(job.text)) - shared + growth > allocator.num_free:
+    job = server.waiting[0]
+    # The last byte is computed in any case: the next one follows from its output.
+    allocator = pool.add(server.pool, job.name, array_of(job.text[:-1]))
+    stored = pool.length(allocator, job.name)
+    needed = pages_for(len(job.text)) - pages_for(stored) + len(server.running) + 1
+    if server.running and needed > allocator.num_free:
       break
-    allocator = (pool.fork(allocator, job.prefix, job.name, stored) if stored
-                 else pool.add(allocator, job.name))
     server = server._replace(pool=allocator, waiting=server.waiting[1:],
                              running=server.running + (job._replace(stored=stored),))
   return server
@@ -151,135 +238,207 @@ def preempt(server: Server, job: Job) -> Server:
       waiting=(job._replace(stored=0),) + server.waiting)
 
 
-def plan(server: Server, budget: int) -> tuple[Server, list[tuple[Job, int]], list]:
-  """Plans the next call: one byte of every job that is generating, the rest for prompts.
+def chunk_of(job: Job, budget: int) -> Chunk:
+  """Returns the bytes of a job for the next call: the next ones of its prompt, or guesses."""
+  if len(job.text) - job.stored == 1:
+    return Chunk(job, *guess(job.text, min(FLAGS.drafts, job.missing - 1, budget - 1)))
+  tokens = list(job.text[job.stored:][:min(FLAGS.chunk, budget)])
+  return Chunk(job, tokens, list(range(-1, len(tokens) - 1)))
+
+
+def plan(server: Server, budget: int) -> tuple[Server, list[Chunk]]:
+  """Plans the next call: jobs that are generating first, then chunks of prompts.
 
   Args:
     server: the state.
     budget: T.
 
   Returns:
-    (server with pages for these bytes, [(job, number of its bytes)], [(page, page to copy it to)]).
+    (server with pages for these bytes, their chunks).
   """
-  chunks, copies = [], []
-  missing = lambda job: len(job.text) - job.stored
-  for job in sorted(server.running, key=lambda job: missing(job) > 1):
-    number = min(missing(job), budget)
-    while number and job in server.running:
+  chunks = []
+  for job in sorted(server.running, key=lambda job: len(job.text) - job.stored > 1):
+    while budget and job in server.running:
+      chunk = chunk_of(job, budget)
       try:
-        allocator, more = pool.extend(server.pool, job.name, number)
+        allocator, copies = pool.extend(server.pool, job.name, len(chunk.tokens))
       except pool.OutOfPages:
-        planned = {job.name for job, _ in chunks}
+        planned = {chunk.job.name for chunk in chunks}
         server = preempt(server, [x for x in server.running if x.name not in planned][-1])
       else:
-        server = server._replace(pool=allocator, copies=server.copies + len(more))
-        copies.extend(more)
-        chunks.append((job, number))
-        budget -= number
+        assert not copies, "only full pages are shared"
+        server = server._replace(pool=allocator)
+        chunks.append(chunk)
+        budget -= len(chunk.tokens)
         break
-  return server, chunks, copies
+  return server, chunks
 
 
-def pack(server: Server, chunks, copies, shape) -> Arrays:
-  """Makes the arrays of a call; shape: (T, rows, pages of a row)."""
-  num_tokens, rows, width = shape
+def pack(server: Server, chunks: list[Chunk], shape) -> Arrays:
+  """Makes the arrays of a call; shape: (T, q, rows, pages of a row)."""
+  num_tokens, most, rows, width = shape
   tokens, positions = np.zeros((2, num_tokens), np.int32)
-  copied = np.full((2, rows), server.pool.num_pages, np.int32)
-  copied[:, :len(copies)] = np.array(copies, np.int32).reshape(-1, 2).T
-  starts = np.zeros(rows + 1, np.int32)
-  starts[1:len(chunks) + 1] = np.cumsum([number for _, number in chunks])
-  starts[len(chunks) + 1:] = starts[len(chunks)]
-  lengths, table = np.zeros(rows, np.int32), np.zeros((rows, width), np.int32)
-  for row, (job, number) in enumerate(chunks):
-    lengths[row] = job.stored + number
-    chunk = slice(starts[row], starts[row + 1])
-    tokens[chunk] = job.text[job.stored:lengths[row]]
-    positions[chunk] = np.arange(job.stored, lengths[row])
-  table[:len(chunks)] = pool.table(server.pool, [job.name for job, _ in chunks], width)
-  return Arrays(tokens, positions, np.maximum(starts[1:] - 1, 0), copied,
-                PagesMetadata(table, lengths, starts, np.int32(len(chunks))))
+  parents = np.full((rows, most), -1, np.int32)
+  starts, lengths = np.zeros(rows + 1, np.int32), np.zeros(rows, np.int32)
+  table = np.zeros((rows, width), np.int32)
+  for row, chunk in enumerate(chunks):
+    number = len(chunk.tokens)
+    lengths[row], starts[row + 1:] = chunk.job.stored + number, starts[row] + number
+    depths: list[int] = []
+    for parent in chunk.parents:
+      depths.append(depths[parent] + 1 if parent >= 0 else 0)
+    own = slice(starts[row], starts[row + 1])
+    tokens[own], positions[own] = chunk.tokens, np.array(depths) + chunk.job.stored
+    parents[row, :number] = chunk.parents
+  table[:len(chunks)] = pool.table(server.pool, [chunk.job.name for chunk in chunks], width)
+  return Arrays(tokens, positions, parents, PagesMetadata(
+      table, lengths, starts, np.int32(len(chunks))))
 
 
-def advance(server: Server, chunks, likeliest) -> Server:
-  """Returns the state after a call, which gives a new byte to jobs whose text it completed."""
-  advanced = {}
-  for (job, number), byte in zip(chunks, likeliest):
-    job = job._replace(stored=job.stored + number)
-    if job.stored == len(job.text) and job.amount:
-      job = job._replace(text=job.text + (int(byte),))
-    advanced[job.name] = job
-  running = [advanced.get(job.name, job) for job in server.running]
-  ended = tuple(job for job in running if job.ended)
-  allocator = server.pool
-  for job in ended:
-    if job.amount:  # a prefix keeps its pages for the jobs that share it
+def advance(server: Server, chunks: list[Chunk], likeliest,
+            now: float) -> tuple[Server, list[list[int]]]:
+  """Returns the state after a call, and the numbers of the guesses of each chunk that were right.
+
+  Args:
+    server: the state.
+    chunks: those of the call.
+    likeliest: int [T], the most likely byte after each byte of the call.
+    now: the time (seconds).
+  """
+  allocator, advanced, paths, start = server.pool, {}, [], 0
+  guessed, right = server.guessed, server.right
+  for chunk in chunks:
+    job, number = chunk.job, len(chunk.tokens)
+    path, new = list(range(number)), b""
+    if len(job.text) - job.stored == 1:
+      path, new = verify(chunk, likeliest[start:start + number])
+      guessed, right = guessed + number - 1, right + len(path) - 1
+    elif job.stored + number == len(job.text):
+      new = bytes([int(likeliest[start + number - 1])])
+    before = job.times[-1] if job.times else now  # bytes of one call are spread over its time
+    times = tuple(np.linspace(before, now, len(new) + 1)[1:])
+    job = job._replace(stored=job.stored + len(path), text=job.text + new, times=job.times + times)
+    allocator = pool.truncate(allocator, job.name, job.stored)
+    allocator = pool.publish(allocator, job.name, array_of(job.text[:job.stored]))
+    if not job.missing:
       allocator = pool.release(allocator, job.name)
-  return server._replace(pool=allocator, done=server.done + ended,
-                         running=tuple(job for job in running if not job.ended))
+    advanced[job.name], start = job, start + number
+    paths.append(path)
+  running = [advanced.get(job.name, job) for job in server.running]
+  return server._replace(
+      pool=allocator, guessed=guessed, right=right,
+      done=server.done + tuple(job for job in running if not job.missing),
+      running=tuple(job for job in running if job.missing)), paths
 
 
 # --- The program. --------------------------------------------------------------------------------
 
 
-def jobs_of(text: np.ndarray, rng) -> list[Job]:
-  """Makes jobs for the shared prefixes, and for requests that begin with one of them."""
+def jobs_of(text: np.ndarray, rng) -> tuple[Job, ...]:
+  """Makes requests that begin with one of a few prefixes, in the order in which they arrive."""
   def piece(length):
     first = rng.integers(len(text) - length)
-    return tuple(int(x) for x in text[first:first + length])
+    return text[first:first + length].tobytes()
 
   prefixes = [piece(FLAGS.prefix_length) for _ in range(FLAGS.prefixes)]
-  jobs = [Job(("prefix", n), x, len(x), 0) for n, x in enumerate(prefixes)]
-  for n in range(FLAGS.requests):
-    prefix = int(rng.integers(len(prefixes)))
-    prompt = prefixes[prefix] + piece(int(rng.integers(1, FLAGS.longest_prompt + 1)))
-    jobs.append(Job(n, prompt, len(prompt), int(rng.integers(1, FLAGS.longest_answer + 1)),
-                    ("prefix", prefix)))
-  return jobs
+  arrivals = np.cumsum(rng.exponential(1 / FLAGS.arrivals, FLAGS.requests)).astype(int)
+  jobs = []
+  for n, arrival in enumerate(arrivals.tolist()):
+    prompt = prefixes[rng.integers(len(prefixes))] + piece(
+        int(rng.integers(1, FLAGS.longest_prompt + 1)))
+    amount = int(rng.integers(1, FLAGS.longest_answer + 1))
+    jobs.append(Job(n, prompt, len(prompt), amount, arrival))
+  return tuple(jobs)
 
 
-def serve(params, config, jobs: list[Job]) -> Server:
+class Engine:
+  """The model with its caches, compiled for two shapes of a call."""
+
+  def __init__(self, params, config, width: int):
+    heads = Heads(config.key_heads, config.head_dim, config.head_dim)
+    self.params = params
+    self.caches = [pages.init(PagesV3, FLAGS.pages, FLAGS.page_size, heads, jnp.float32)
+                   for _ in range(config.layers)]
+    q = FLAGS.drafts + 1
+    # Calls in which all jobs generate are short, so they have a smaller shape.
+    self.shapes = [(FLAGS.rows * q, q, FLAGS.rows, width),
+                   (max(FLAGS.budget, FLAGS.rows * q), max(FLAGS.chunk, q), FLAGS.rows, width)]
+    run = jax.jit(functools.partial(step, config=config), donate_argnums=1)
+    self.keep = jax.jit(keep, donate_argnums=0)
+    print("compiling two shapes of a call", flush=True)
+    empty = Server(pool.create(FLAGS.pages, FLAGS.page_size), ())
+    self.calls = []
+    for shape in self.shapes:
+      arrays = pack(empty, [], shape)
+      self.calls.append(run.lower(params, self.caches, arrays).compile())
+      self.caches = self.keep(self.caches, arrays.metadata, np.full_like(arrays.parents, -1))
+
+  def run(self, server: Server, chunks: list[Chunk]) -> tuple[Arrays, np.ndarray]:
+    """Runs a call; returns its arrays and the most likely byte after each of its bytes."""
+    long = max(len(chunk.tokens) for chunk in chunks) > self.shapes[0][1]
+    arrays = pack(server, chunks, self.shapes[long])
+    self.caches, likeliest = self.calls[long](self.params, self.caches, arrays)
+    return arrays, np.asarray(likeliest)
+
+  def accept(self, arrays: Arrays, paths: list[list[int]]) -> None:
+    """Keeps the guesses that were right; they lie in place unless a path leaves some out."""
+    if all(path == list(range(len(path))) for path in paths):
+      return
+    accepted = np.full_like(arrays.parents, -1)
+    for row, path in enumerate(paths):
+      accepted[row, :len(path)] = path
+    self.caches = self.keep(self.caches, arrays.metadata, accepted)
+
+
+def serve(params, config, jobs: tuple[Job, ...]) -> Server:
   """Runs all jobs and prints reports."""
-  longest = FLAGS.prefix_length + FLAGS.longest_prompt + FLAGS.longest_answer
-  width = pages_for(longest)
-  server = Server(pool.create(FLAGS.pages, FLAGS.page_size), tuple(jobs))
+  width = pages_for(FLAGS.prefix_length + FLAGS.longest_prompt + FLAGS.longest_answer)
+  server = Server(pool.create(FLAGS.pages, FLAGS.page_size), jobs)
   needed = sum(pages_for(job.prompt + job.amount) for job in jobs)
   print(f"{FLAGS.requests} requests need {needed} pages in all; there are {FLAGS.pages}",
         flush=True)
-  least = FLAGS.prefixes * pages_for(FLAGS.prefix_length) + width
-  if FLAGS.pages < least:
-    sys.exit(f"--pages={FLAGS.pages}: expected at least {least}, for the prefixes and one request")
-  heads = Heads(config.key_heads, config.head_dim, config.head_dim)
-  caches = [pages.init(PagesV2, FLAGS.pages, FLAGS.page_size, heads, jnp.float32)
-            for _ in range(config.layers)]
-  run = jax.jit(functools.partial(step, config=config), donate_argnums=1)
-  # Calls in which all jobs generate are short, so they have a smaller shape.
-  shapes = [(length, FLAGS.rows, width) for length in (FLAGS.rows, FLAGS.budget)]
-  print("compiling two shapes of a call", flush=True)
-  compiled = [run.lower(params, caches, pack(server, [], [], shape)).compile() for shape in shapes]
-  calls, bytes_in, begun, last_report = 0, 0, time.monotonic(), 0.0
-  while server.waiting or server.running:
-    # Prefixes first: a request that shares one needs it in the cache.
-    prefixes = sum(job.amount == 0 for job in server.waiting + server.running)
-    server = admit(server, min(prefixes or FLAGS.rows, FLAGS.rows))
-    server, chunks, copies = plan(server, FLAGS.budget)
-    number = sum(n for _, n in chunks)
-    long = number > FLAGS.rows
-    caches, likeliest = compiled[long](
-        params, caches, pack(server, chunks, copies, shapes[long]))
-    server = advance(server, chunks, np.asarray(likeliest))
-    calls, bytes_in = calls + 1, bytes_in + number
-    now = time.monotonic() - begun
-    if now - last_report > FLAGS.report_every or not (server.waiting or server.running):
+  if FLAGS.pages < width:
+    sys.exit(f"--pages={FLAGS.pages}: expected at least {width}, for the longest request")
+  engine = Engine(params, config, width)
+  call, begun, last_report, most = 0, time.monotonic(), 0.0, 0
+  while server.coming or server.waiting or server.running:
+    server = arrive(server, call, time.monotonic())
+    server = admit(server, FLAGS.rows)
+    server, chunks = plan(server, max(FLAGS.budget, FLAGS.rows * (FLAGS.drafts + 1)))
+    most = max(most, FLAGS.pages - server.pool.num_free)
+    arrays, likeliest = engine.run(server, chunks)
+    server, paths = advance(server, chunks, likeliest, time.monotonic())
+    engine.accept(arrays, paths)
+    call, now = call + 1, time.monotonic() - begun
+    if now - last_report > FLAGS.report_every:
       last_report = now
-      used = FLAGS.pages - server.pool.num_free
-      answered = sum(job.amount > 0 for job in server.done)
-      print(f"{now:.1f} s: call {calls}, {answered} done, "
-            f"{len(server.running)} running, {len(server.waiting)} waiting, {used} pages in use, "
-            f"{bytes_in / now:,.0f} bytes/s", flush=True)
-  written = sum(job.amount for job in server.done)
-  print(f"{written} bytes generated in {calls} calls, {written / now:,.0f} a second; "
-        f"{server.preemptions} preemptions, {server.copies} shared pages copied")
+      print(f"{now:.1f} s: call {call}, {len(server.done)} done, {len(server.running)} running, "
+            f"{len(server.waiting)} waiting, {FLAGS.pages - server.pool.num_free} pages in use, "
+            f"{generated(server) / now:,.0f} bytes/s", flush=True)
+  print(f"{generated(server)} bytes generated in {call} calls, {generated(server) / now:,.0f} a "
+        f"second; {server.preemptions} preemptions")
+  report(server, most)
   return server
+
+
+def generated(server: Server) -> int:
+  """Returns the number of bytes generated so far."""
+  return sum(len(job.times) for job in server.done + server.running + server.waiting)
+
+
+def report(server: Server, most: int) -> None:
+  """Prints times, and what the prefix cache and the guesses have saved."""
+  def written(seconds) -> str:
+    return "p50 {:.1f} ms, p99 {:.1f} ms".format(*1000 * np.percentile(seconds, (50, 99)))
+
+  first = [job.times[0] - job.since for job in server.done]
+  between = np.concatenate([[0.0], *(np.diff(job.times) for job in server.done)])[1:]
+  print(f"time to the first byte: {written(first)}; between bytes: "
+        f"{written(between) if len(between) else 'none'}")
+  counts = pool.statistics(server.pool)
+  print(f"prefix cache: {counts.hit_rate:.0%} of the bytes of prompts found, {counts.evicted} "
+        f"pages evicted; at most {most} of {counts.num_pages} pages in use")
+  print(f"guesses: {server.right} of {server.guessed} right")
 
 
 def differing(params, config, done) -> list:
@@ -292,9 +451,9 @@ def differing(params, config, done) -> list:
   found = []
   for job in done:
     tokens = np.zeros((1, longest), np.int32)
-    tokens[0, :len(job.text)] = job.text
+    tokens[0, :len(job.text)] = array_of(job.text)
     likeliest = np.asarray(forward(tokens))[0, job.prompt - 1:len(job.text) - 1]
-    if tuple(likeliest) != job.text[job.prompt:]:
+    if bytes(likeliest.tolist()) != job.text[job.prompt:]:
       found.append(job.name)
   return found
 
@@ -313,6 +472,7 @@ def define_flags() -> None:
                       "file written by train_and_generate.py --save; default: trained now")
   flags.DEFINE_integer("steps", 100, "training steps of a new model")
   flags.DEFINE_integer("requests", 64, "number of requests")
+  flags.DEFINE_float("arrivals", 0.5, "requests that arrive during a call, on average")
   flags.DEFINE_integer("prefixes", 4, "number of shared prefixes of prompts")
   flags.DEFINE_integer("prefix_length", 40, "bytes of a prefix")
   flags.DEFINE_integer("longest_prompt", 120, "most bytes of a prompt after its prefix")
@@ -321,6 +481,8 @@ def define_flags() -> None:
   flags.DEFINE_integer("pages", 96, "pages of the pool")
   flags.DEFINE_integer("rows", 16, "most requests of a call")
   flags.DEFINE_integer("budget", 96, "most bytes of a call")
+  flags.DEFINE_integer("chunk", 32, "most bytes of a prompt in a call")
+  flags.DEFINE_integer("drafts", 4, "most guesses for a request in a call")
   flags.DEFINE_integer("seed", 0, "seed of the requests")
   flags.DEFINE_float("report_every", 0.5, "seconds between reports")
 
@@ -332,12 +494,10 @@ def main(argv) -> None:
     params, config = trained(pathlib.Path(FLAGS.model or pathlib.Path(folder) / "model.npz"))
   params = jax.device_put(params)
   _, held_out = model.read(sysconfig.get_paths()["stdlib"], 4_000_000)
-  jobs = jobs_of(held_out, np.random.default_rng(FLAGS.seed))
-  server = serve(params, config, jobs)
-  done = [job for job in server.done if job.amount]
+  done = serve(params, config, jobs_of(held_out, np.random.default_rng(FLAGS.seed))).done
   job = max(done, key=lambda job: job.amount)
-  print("---", bytes(job.text[:job.prompt]).decode(errors="replace") + "|" +
-        bytes(job.text[job.prompt:]).decode(errors="replace"), "---", sep="\n")
+  print("---", job.text[:job.prompt].decode(errors="replace") + "|" +
+        job.text[job.prompt:].decode(errors="replace"), "---", sep="\n")
   print(f"comparing {len(done)} requests with the model without a cache", flush=True)
   wrong = differing(params, config, done)
   print(f"{len(done) - len(wrong)} of {len(done)} requests equal those without a cache; "

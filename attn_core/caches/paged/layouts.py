@@ -81,8 +81,8 @@ class PagesV3(NamedTuple):
   tpu-inference, for every width and number of heads and all dtypes of 8, 16 and 32 bits: pages may
   be exchanged without a conversion. The exception is its separate kernel for a head width of 64,
   whose cache [P, page_size, cdiv(K, packing), packing, 128] has a key and its value in one row:
-  read keys and values from the rows there, and write them here by `from_dense`. Scales are not part
-  of the pages in either. Where E != D, the narrower are padded.
+  see `caches.exchange`. Scales are not part of the pages in either. Where E != D, the narrower are
+  padded.
   """
 
   # [P, page_size, cdiv(2K, packing), packing, padded_width]: packing = 4 / itemsize,
