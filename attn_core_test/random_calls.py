@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh
 import numpy as np
 
 from attn_core import (BlockSizes, CacheMetadata, Heads, LatentOptions, MaskInfo, OperationMetadata,
-                       PagesMetadata, PagesV1, PagesV2, PagesV3, RingConfig, caches, masks)
+                       PagesMetadata, PagesV1, PagesV2, PagesV3, RingConfig, caches, masks, score_mods)
 from attn_core.caches import pages
 from attn_core.caches.paged import request_groups
 
@@ -38,6 +38,15 @@ PAGED = {"page_attention": PagesV1, "ragged_page_attention_v2": PagesV2,
 MECHANISMS = ("auto", "auto", "flash_attn2", "blocksparse", "blockwise", "vanilla", "sdpa", "cudnn",
               "cuda_flash_attn2", *["ring"] * 4, "autoregressive_decodeattn")
 DTYPES = (*["bfloat16"] * 7, "float16", "float32", "float64")
+
+
+SCORE_MODS = {
+    "alibi": lambda: score_mods.alibi(np.zeros(1, np.float32)),
+    "relative": lambda: score_mods.relative(np.zeros((8, 1), np.float32), max_distance=9),
+    "grid": lambda: score_mods.grid(np.zeros((9, 1), np.float32), (2, 2)),
+    "soft_cap": lambda: score_mods.soft_cap(3.0),
+    "custom": lambda: score_mods.custom(lambda score, b, h, q, k, x: score * x,
+                                        np.ones((), np.float32))}
 
 
 class RandomCall(NamedTuple):
@@ -110,6 +119,8 @@ def make(seed: int) -> RandomCall:
   make_call = paged_call if over_pages else latent_call if seed % 16 == 14 else dense_call
   with jax.enable_x64(x64):
     operands, arguments = make_call(sample, dtype)
+    if make_call is dense_call:
+      arguments.update(_score_mod(sample, seed))
   return RandomCall(operands, arguments, sample.mesh, x64, tuple(sample.choices))
 
 
@@ -155,6 +166,16 @@ def _options(sample: Sample, shape: tuple[int, ...], dtype: str) -> dict[str, An
       "compute_dtype": "bfloat16", "block_sizes": BlockSizes(128, 128), "policy": "dots_saveable",
       "vmem_limit_bytes": 2**24, "dropout_prob": 0.1}, 0.04)
   return {**chosen, "dropout_rng": jax.random.key(0)} if "dropout_prob" in chosen else chosen
+
+
+def _score_mod(sample: Sample, seed: int) -> dict[str, Any]:
+  """Returns a score mod for one of eight seeds; no other choice of the call depends on it."""
+  rng = np.random.default_rng([seed, 1])
+  if rng.random() > 1 / 8:
+    return {}
+  name = list(SCORE_MODS)[rng.integers(len(SCORE_MODS))]
+  sample.choices.append(("score_mod", name))
+  return {"score_mod": SCORE_MODS[name]()}
 
 
 def _mask_arguments(sample: Sample, batch: int, queries: int, keys: int) -> dict[str, Any]:

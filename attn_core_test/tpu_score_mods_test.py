@@ -15,7 +15,7 @@ import numpy as np
 from attn_core import (BlockSizes, MaskInfo, OperationMetadata, attention, explain, masks,
                        score_mods)
 from attn_core.benchmark.static import profile
-from attn_core.kernels.tpu.flash import kernel as tpu_kernel
+from attn_core.kernels.tpu.flash import kernel as tpu_kernel, scalar_memory, tiling
 from attn_core.kernels.xla import flash as xla_flash
 from attn_core.mechanisms import flash as flash_mechanism
 from attn_core_test import sampling
@@ -106,6 +106,34 @@ class InterpretTest(parameterized.TestCase):
       np.testing.assert_allclose(np.asarray(x, np.float64), y, rtol=0,
                                  atol=tolerance * max(1, abs(y).max()),
                                  err_msg=jax.tree_util.keystr(path))
+
+
+class SumsTest(parameterized.TestCase):
+  """Sums of cotangents over several ranges of queries, groups of batch rows and parts of heads."""
+
+  @parameterized.parameters(*sampling.with_slow(
+      [(2, 1, tiling, "RESIDENT_BYTES", 1)],
+      (4, 1, tiling, "RESIDENT_BYTES", 1), (2, 2, tiling, "STEP_TOKENS", 128),
+      (2, 1, scalar_memory, "MOST_BYTES", 4200)))
+  def test_gradients(self, heads, key_heads, module, name, value):
+    """Compares them with those of the kernel in plain XLA."""
+    shapes = {"query": (2, 256, heads, 8), "key": (2, 256, key_heads, 8), "table": (5, heads),
+              "value": (2, 256, key_heads, 8), "column": (2, heads, 256), "row": (1, 1, 256)}
+    arrays = {name: _number(*shape, seed=n) for n, (name, shape) in enumerate(shapes.items())}
+    def gradient(**arguments):
+      def loss(a):
+        mod = (score_mods.by_distance(a["table"], -2) >> score_mods.per_key(a["column"])
+               >> score_mods.scale_by(a["row"]))
+        return jnp.sin(attention(a["query"], a["key"], a["value"], score_mod=mod, **arguments
+                                 ).attention_outputs).sum()
+      return jax.jit(jax.grad(loss))(arrays)
+    want = gradient(mechanism="blockwise")
+    with interpreted(), mock.patch.object(module, name, value):
+      got = jax.block_until_ready(gradient(
+          mechanism="flash_attn2", metadata=TPU, block_sizes=BlockSizes(128, 128, 128, 128)))
+    for name, x in got.items():
+      np.testing.assert_allclose(x, want[name], rtol=0, atol=2e-5 * max(1, abs(want[name]).max()),
+                                 err_msg=name)
 
 
 class OneBackwardTest(parameterized.TestCase):

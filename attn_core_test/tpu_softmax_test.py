@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core import BlockSizes, MaskInfo, masks
+from attn_core import BlockSizes, MaskInfo, masks, score_mods
 from attn_core.kernels.tpu.flash import forward_step, softmax_choice
 from attn_core_test.tpu_cases import BLOCKS, Case
 from attn_core_test.tpu_interpret import interpreted
@@ -171,7 +171,12 @@ class FeaturesTest(parameterized.TestCase):
 # Of 6 steps, of which 0, 1 and 3 begin a row of blocks, where the naive softmax may be tried again
 # 3 steps after it failed: (steps that begin naively, steps that are computed safely).
 EXPECTED_STEPS = {"nothing": (6, 0), "times_512": (2, 6), "one_hot_row": (2, 5),
-                  "hot_in_the_last_step": (6, 1), "a_nan_value": (2, 2), "alibi": (6, 0)}
+                  "hot_in_the_last_step": (6, 1), "a_nan_value": (2, 2), "alibi": (6, 0),
+                  "slopes": (6, 0)}
+WITH_SLOPES = {
+    "alibi": FEATURES["alibi"],
+    "slopes": SEVERAL._replace(arguments=dict(
+        score_mod=score_mods.alibi(np.array([30 / 16, 30 / 256], np.float32))))}
 
 
 class ChoiceTest(parameterized.TestCase):
@@ -189,8 +194,9 @@ class ChoiceTest(parameterized.TestCase):
     def counted_naive(state, failed):
       jax.debug.callback(lambda: counts.update(["naive"]))
       return after_naive(state, failed)
-    case = (FEATURES["alibi"] if name == "alibi" else SEVERAL)._replace(B=1)
-    changes = {key: lambda _, f=f: f() for key, f in VALUES.get(name, {}).items()} or CHANGES[name]
+    case = WITH_SLOPES.get(name, SEVERAL)._replace(B=1)
+    changes = ({key: lambda _, f=f: f() for key, f in VALUES.get(name, {}).items()}
+               or CHANGES.get(name, {}))
     arrays = {key: changes.get(key, lambda x: x)(x) for key, x in case.arrays().items()}
     with (mock.patch.object(forward_step.ForwardStep, "fold_block", counted_fold),
           mock.patch.object(softmax_choice.SoftmaxChoice, "after_naive", counted_naive),

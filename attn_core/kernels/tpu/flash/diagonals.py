@@ -21,13 +21,17 @@ from attn_core.kernels.tpu.flash.schedule import LANES, Tiling
 from attn_core.kernels.tpu.flash.tile_inputs import (
     GridIndex, Index, KernelRefs, Ref, TileIndex, TileInputs)
 
-WINDOW = 2 * LANES  # numbers of a tile, one of them unused
 SUBLANES = 8
 
 
 def length(tiling: Tiling) -> int:
   """Returns the length of a row: one number for each distance of padded queries and keys."""
   return tiling.padded_queries + tiling.padded_keys
+
+
+def distances(tiling: Tiling) -> np.ndarray:
+  """Returns int32 [length]: key index minus query index of the numbers of a row."""
+  return tiling.padded_keys - np.arange(length(tiling), dtype=np.int32)
 
 
 def row_of(values: jax.Array, first: int, base: jax.Array, tiling: Tiling) -> jax.Array:
@@ -67,13 +71,18 @@ class Diagonals(NamedTuple):
   def make(self, refs: KernelRefs, grid: GridIndex) -> None:
     """Makes the tiles of a step."""
     row, tiles = self.row(refs), refs.scratch[self.scratch]
-    for head in range(self.num_heads):
-      @pl.loop(0, tiles.shape[1])
-      def _(n: jax.Array, head: int = head) -> None:
-        window = row[0, head, :, _window(self.tiling, grid, n)]
-        moved = pltpu.roll(jnp.broadcast_to(window, (LANES, WINDOW)), 0, 1, stride=1,
+    is_left = _is_left()
+    @pl.loop(0, self.num_heads)
+    def _(head: jax.Array) -> None:
+      before = None
+      for n in range(tiles.shape[1] + 1):
+        numbers = row[0, head, :, _lanes(self.tiling, grid, n)]
+        # Row r moves r lanes to the right; what leaves on the right enters the next tile.
+        moved = pltpu.roll(jnp.broadcast_to(numbers, (LANES, LANES)), 0, 1, stride=1,
                            stride_axis=0)
-        tiles[head, n] = moved[:, LANES:]
+        if before is not None:
+          tiles[head, n - 1] = jnp.where(is_left, before, moved)
+        before = moved
 
   def read(self, refs: KernelRefs, tile: TileIndex) -> jax.Array:
     """Returns [keys, queries]."""
@@ -114,27 +123,37 @@ def sum_diagonals(tiling: Tiling, tiles: Ref, grid: GridIndex, total: Ref) -> No
     grid: position of the step.
     total: [1, heads, 1, length], in the order of `row_of`.
   """
-  for head in range(tiling.query_heads):
-    @pl.loop(0, tiles.shape[1])
-    def _(n: jax.Array, head: int = head) -> None:
-      x = jnp.concatenate([jnp.zeros((LANES, LANES), jnp.float32), tiles[head, n]], 1)
-      tiles[head, n] = jnp.zeros((LANES, LANES), jnp.float32)
+  is_left, last = _is_left(), tiles.shape[1]
+  zeros = jnp.zeros((LANES, LANES), jnp.float32)
+  @pl.loop(0, tiling.query_heads)
+  def _(head: jax.Array) -> None:
+    before = zeros
+    for n in range(last + 1):
+      here = tiles[head, n] if n < last else zeros
+      x, before = jnp.where(is_left, here, before), here
       # Row r is to be moved r lanes to the left: by halves, from the largest power of two on.
       half = LANES
       while half > SUBLANES:
         half //= 2
-        x = x[:half] + pltpu.roll(x[half:], WINDOW - half, 1)
+        x = x[:half] + pltpu.roll(x[half:], LANES - half, 1)
       while half > 1:
         half //= 2
-        x = x + pltpu.roll(pltpu.roll(x, SUBLANES - half, 0), WINDOW - half, 1)
-      total[0, head, :, _window(tiling, grid, n)] += x[:1]
+        x = x + pltpu.roll(pltpu.roll(x, SUBLANES - half, 0), LANES - half, 1)
+      total[0, head, :, _lanes(tiling, grid, n)] += x[:1]
+    tiles[head] = jnp.zeros(tiles.shape[1:], jnp.float32)
 
 
-def _window(tiling: Tiling, grid: GridIndex, n: Index) -> pl.Slice:
-  """Returns the numbers that the tiles on block diagonal n of a step read."""
+def _is_left() -> jax.Array:
+  """Returns whether a place of a tile is on the left of its diagonal."""
+  row, lane = (lax.broadcasted_iota(jnp.int32, (LANES, LANES), axis) for axis in (0, 1))
+  return lane < row
+
+
+def _lanes(tiling: Tiling, grid: GridIndex, n: Index) -> pl.Slice:
+  """Returns the first LANES numbers that the tiles on block diagonal n of a step read."""
   start = (grid.query_block * tiling.block_q - grid.key_block * tiling.block_kv
            + (tiling.padded_keys - tiling.block_kv) + n * LANES)
-  return pl.ds(pl.multiple_of(start, LANES), WINDOW)
+  return pl.ds(pl.multiple_of(start, LANES), LANES)
 
 
 def _diagonal(tiling: Tiling, tile: TileIndex) -> Index:

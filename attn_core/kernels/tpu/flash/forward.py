@@ -20,7 +20,8 @@ import jax.numpy as jnp
 from attn_core.kernels.common import dense_operands, nonfinite
 from attn_core.kernels.common.contract import RemoteCopy, Residuals
 from attn_core.kernels.tpu.flash import (
-    call, scalar_memory, schedule, softmax_choice, step_list, tile_inputs, tiling as tiling_lib)
+    call, scalar_memory, schedule, score_tiles, softmax_choice, step_list, tile_inputs,
+    tiling as tiling_lib)
 from attn_core.kernels.tpu.flash.forward_step import ForwardReaders, ForwardStep, SoftmaxForm
 from attn_core.kernels.tpu.flash.tile_inputs import KernelRefs
 from attn_core.kernels.tpu.flash.tile_loop import (
@@ -72,10 +73,11 @@ def _forward_group(operands: Operands, spec: AttentionSpec, block_sizes: BlockSi
   value_width = operands.value.shape[3]
   # 1. Schedule.
   mask = dense_operands.mask_of(operands, spec)
-  # A bias may be a penalty that grows with distance, as with ALiBi. The keys nearest to a causal
+  # A bias may be a penalty that grows with distance, as slopes are. The keys nearest to a causal
   # row, which are its last ones, then keep its sum in the range of the naive softmax.
-  steps, lists = schedule.build(mask, tiling, by_keys=False,
-                                descending=operands.bias is not None)
+  steps, lists = schedule.build(
+      mask, tiling, by_keys=False,
+      descending=operands.bias is not None or score_tiles.has_slopes(spec))
   # 2. Inputs and outputs.
   inputs = tile_inputs.TileInputs(steps, lists, tiling, by_keys=False)
   arrays = operands.query, operands.key, operands.value

@@ -85,13 +85,13 @@ class ModSums(NamedTuple):
   def finish(self, found: tuple[jax.Array, ...], operands: Operands,
              spec: AttentionSpec) -> dict[str, jax.Array]:
     """Returns the cotangents by name, from the outputs of all batch rows."""
-    firsts, results = score_tiles.first_distances(spec), {}
+    in_rows, results = score_tiles.terms_by_distance(spec), {}
     for (number, kind), total in zip(self.kinds.items(), found, strict=True):
       x = operands.mods[number]
       if kind == DISTANCE:
         base = score_tiles.distance_of_first(operands, spec)
         row, pull = jax.vjp(
-            lambda x, n=number: diagonals.row_of(x, firsts[n], base, self.tiling), x)
+            lambda x, n=number: score_tiles.row_of(in_rows[n], x, base, self.tiling), x)
         result, = pull(_sum_to(total[:, :, 0], row.shape))
       else:
         length = operands.query.shape[1] if kind == QUERY else operands.key.shape[1]
@@ -106,15 +106,15 @@ class ModSums(NamedTuple):
 def mod_sums(operands: Operands, spec: AttentionSpec, tiling: Tiling,
              wrt: tuple[str, ...]) -> ModSums:
   """Returns the sums of those arrays of the score mod in `wrt` that the kernel computes."""
-  firsts = score_tiles.first_distances(spec)
+  in_rows = score_tiles.terms_by_distance(spec)
   def kind(number: int) -> str:
-    if number in firsts:
+    if number in in_rows:
       return DISTANCE
     shape = operands.mods[number].shape
     return KEY if len(shape) == 4 and shape[2] == 1 < shape[3] else QUERY
   own = score_tiles.own_names(operands, spec)
   return ModSums({mod_number(name): kind(mod_number(name)) for name in wrt
-                  if is_mod(name) and name in own}, tiling, len(firsts))
+                  if is_mod(name) and name in own}, tiling, len(in_rows))
 
 
 def _sum_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

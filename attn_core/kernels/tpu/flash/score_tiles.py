@@ -10,13 +10,15 @@ the bias does.
 from typing import Callable, NamedTuple, TypeAlias
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 
-from attn_core.kernels.common import dense_operands
+from attn_core.kernels.common.online_softmax import LOG2E
 from attn_core.kernels.tpu.flash import diagonals, scalar_memory, tile_inputs
-from attn_core.kernels.tpu.flash.schedule import Tiling
+from attn_core.kernels.tpu.flash.schedule import LANES, Tiling
 from attn_core.kernels.tpu.flash.tile_inputs import GridIndex, KernelRefs, TileIndex
 from attn_core.masks import mask as mask_lib, materialize
+from attn_core.masks.values import value_dataclass
 from attn_core.score_mods import evaluate, score_mod, terms, traceable
 from attn_core.score_mods.score_mod import ScoreMod, ScoreTile
 from attn_core.types import AttentionSpec, Operands, mod_names
@@ -27,10 +29,11 @@ Arrays: TypeAlias = dict[int, jax.Array]  # by the number of an array of the sco
 class ModReader(NamedTuple):
   """Readers of the arrays of a score mod, which evaluate it on one tile."""
 
-  structure: jax.tree_util.PyTreeDef  # of the term, which adds what is looked up by distance
+  structure: jax.tree_util.PyTreeDef  # of the term, which adds what depends on distances alone
   readers: tuple[tile_inputs.Reader, ...]
   mask: tile_inputs.MaskReader
   by_distance: tuple[diagonals.Diagonals, ...]
+  factor: float  # of the scores before and after; not 1 where the term adds to them only
 
   def prepare(self, refs: KernelRefs, grid: GridIndex) -> None:
     """Makes what all tiles of a step read."""
@@ -79,35 +82,87 @@ def mod_reader(inputs: tile_inputs.TileInputs, operands: Operands, spec: Attenti
   """Adds the arrays of a score mod to the inputs of a kernel; None: the call has none."""
   if not spec.has_score_mod:
     return None
-  firsts = first_distances(spec)
+  term = score_mod.of_structure(spec.score_mod)
+  # Scores and what is added to them are multiplied once, by all that exp2 needs.
+  factor = LOG2E if term.is_additive else 1.0
+  in_rows, pairs = terms_by_distance(spec), traceable.by_pair(spec.score_mod, operands.mods)
   readers: list[tile_inputs.Reader] = []
   by_distance: list[diagonals.Diagonals] = []
   for n, x in enumerate(operands.mods):
-    if n in firsts:
-      row = diagonals.row_of(x, firsts[n], distance_of_first(operands, spec), inputs.tiling)
+    x = x if n in pairs else x.astype(jnp.float32) * factor
+    if n in in_rows:
+      row = row_of(in_rows[n], x, distance_of_first(operands, spec), inputs.tiling)
       by_distance.append(diagonals.add_diagonals(inputs, row, len(by_distance)))
       readers.append(by_distance[-1].read)
     elif scalar_memory.is_per_head(x):
       readers.append(inputs.add_per_head(x.reshape(x.shape[:2])))
+    elif n in pairs:
+      read = inputs.add_per_pair(x)
+      readers.append(lambda refs, tile, read=read: read(refs, tile).astype(jnp.float32) * factor)
     else:
       readers.append(inputs.add_per_pair(x))
-  structure = jax.tree.structure(_with_tiles(score_mod.of_structure(spec.score_mod)))
-  return ModReader(structure, tuple(readers), mask, tuple(by_distance))
+  term = _in_kernel(term) if _is_consecutive(spec) else term
+  structure = jax.tree.structure(term)
+  return ModReader(structure, tuple(readers), mask, tuple(by_distance), factor)
 
 
-def first_distances(spec: AttentionSpec) -> dict[int, int]:
-  """Returns the first distance of each array that is looked up by distance, by its number."""
-  if not spec.has_score_mod:
+def terms_by_distance(spec: AttentionSpec) -> dict[int, ScoreMod]:
+  """Returns the terms that add a number for each distance, by the number of their array."""
+  if not (spec.has_score_mod and _is_consecutive(spec)):
     return {}
-  return {int(x.values): x.first for x in traceable.leaves(score_mod.of_structure(spec.score_mod))
-          if isinstance(x, terms.Distance)}
+  found: dict[int, ScoreMod] = {}
+  for x in traceable.leaves(score_mod.of_structure(spec.score_mod)):
+    if isinstance(x, terms.Distance) or isinstance(x, terms.Slope) and x.symmetric:
+      number, = jax.tree.leaves(x)
+      found[number] = x
+  return found
 
 
-def _with_tiles(term: ScoreMod) -> ScoreMod:
-  """Returns a term that adds tiles where it looks numbers up by distance."""
+def has_slopes(spec: AttentionSpec) -> bool:
+  """Whether scores fall with distance, as with ALiBi."""
+  return spec.has_score_mod and any(isinstance(x, terms.Slope) for x in traceable.leaves(
+      score_mod.of_structure(spec.score_mod)))
+
+
+def _is_consecutive(spec: AttentionSpec) -> bool:
+  return evaluate.is_consecutive(mask_lib.of_structure(spec.mask))
+
+
+def row_of(term: ScoreMod, x: jax.Array, base: jax.Array, tiling: Tiling) -> jax.Array:
+  """Returns `diagonals.row_of` for a term of `terms_by_distance` and its array."""
+  if isinstance(term, terms.Distance):
+    return diagonals.row_of(x, term.first, base, tiling)
+  assert isinstance(term, terms.Slope)
+  distance = -abs(diagonals.distances(tiling)[None] + base[:, None])
+  return x[..., 0].astype(jnp.float32) * distance.astype(jnp.float32)[:, None]
+
+
+def _in_kernel(term: ScoreMod) -> ScoreMod:
+  """Returns the form of a term for consecutive positions."""
   if isinstance(term, score_mod.Composed):
-    return score_mod.Composed(_with_tiles(term.first), _with_tiles(term.second))
-  return terms.Add(term.values) if isinstance(term, terms.Distance) else term
+    return score_mod.Composed(_in_kernel(term.first), _in_kernel(term.second))
+  if isinstance(term, terms.Distance):
+    return terms.Add(term.values)
+  if isinstance(term, terms.Slope):
+    return terms.Add(term.slopes) if term.symmetric else _Ramp(term.slopes)
+  return term
+
+
+@value_dataclass
+class _Ramp(terms.PositionTerm):
+  """score + slope * (key position - query position): one number a key and one a query."""
+
+  slopes: jax.Array  # [1, 1 or queries]
+  roles = {"slopes": score_mod.PAIR}
+
+  def apply(self, score: jax.Array, tile: ScoreTile) -> jax.Array:
+    keys, queries = score.shape
+    key = lax.broadcasted_iota(jnp.int32, (keys, LANES), 0).astype(jnp.float32)
+    first = (tile.at.key_position[:1] - tile.at.query_position[:1]).astype(jnp.float32)
+    wide = jnp.broadcast_to(self.slopes, (1, max(LANES, self.slopes.shape[1])))
+    of_keys = [wide[:, :LANES] * key] * (queries // LANES) if self.slopes.shape[1] == 1 else [
+        x * key for x in jnp.split(wide, queries // LANES, 1)]
+    return score + jnp.concatenate(of_keys, 1) + self.slopes * first
 
 
 def distance_of_first(operands: Operands, spec: AttentionSpec) -> jax.Array:
@@ -135,7 +190,7 @@ def needed_vmem(tiling: Tiling, operands: Operands, backward: bool) -> int:
   """Estimates the bytes of vector memory of numbers by distance and of sums of cotangents."""
   heads, size = tiling.query_heads, 0
   for x in operands.mods:
-    if x.ndim == 3:  # by distance
+    if x.ndim == 3 or x.ndim == 4 and scalar_memory.is_per_head(x):  # by distance
       for count in (heads if x.shape[1] > 1 else 1, heads)[:1 + backward]:
         row = 2 * count * diagonals.length(tiling)
         size += row + count * (diagonals.tiles_shape(tiling, 1)[1]) * diagonals.LANES**2

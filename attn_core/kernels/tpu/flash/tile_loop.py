@@ -47,11 +47,11 @@ class KernelParams(NamedTuple):
     """The factor in exp(logit) = 2 ** (unit * result of `logits`).
 
     It is the softmax scale times log2(e), unless the scale must be applied first. A score mod gets
-    scaled scores, and gives logits.
+    scaled scores times its factor, and gives logits times that.
     """
     scale = self.spec.softmax_scale
     if self.mod is not None:
-      return LOG2E
+      return LOG2E / self.mod.factor
     plain = self.spec.logits_soft_cap is None and self.bias is None and scale > 0
     return scale * LOG2E if plain else 1.0
 
@@ -116,7 +116,7 @@ class KernelParams(NamedTuple):
     """
     if self.mod is None and self.unit != 1:
       return scores, (lambda d_logits: (d_logits, {})) if pulls else None
-    factor = 1.0 if self.mod is not None else LOG2E
+    factor = LOG2E if self.mod is None else self.mod.factor
     scale, cap, slope = self.spec.softmax_scale, self.spec.logits_soft_cap, None
     if cap is None:
       logits = scores * (scale * factor)
