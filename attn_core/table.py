@@ -35,11 +35,11 @@ _CUDNN = frozenset({"gqa", "float16", "causal", "window", "positions", "mask", "
 _HOPPER = _BLOCKWISE - {"float64", "softmax_dtype", "mask_operands", "selected", "precision"}
 _PAGED = frozenset({"gqa", "value_width", "float16", "float64", "causal", "window", "chunk",
                     "sinks", "soft_cap", "lse", "lse_gradient", "precision", "softmax_dtype",
-                    "block_sizes", "optimized", "pages", "draft_mask", "scope", "prefixes",
-                    "stored_heads"})
+                     "block_sizes", "optimized", "pages", "draft_mask", "scope", "prefixes",
+                     "stored_heads"}) | _MODS
 # Features that kernels over pages, and the decode kernel for TPUs, lack.
-_NOT_ON_HOPPER = frozenset({"float64", "precision", "softmax_dtype", "draft_mask", "scope",
-                            "prefixes"})
+_NOT_ON_HOPPER = _MODS | {"float64", "precision", "softmax_dtype", "draft_mask", "scope",
+                          "prefixes"}
 _NOT_ON_TPU = _NOT_ON_HOPPER | {"float16"}
 
 _Run = Callable[[Call], AttentionOutput]
@@ -73,7 +73,7 @@ _ring_hopper = _over_shards(_flash_hopper, ring.gpu)._replace(
 _ring_tpu = _over_shards(_without_mods(_flash_tpu), ring.tpu_remote)._replace(
     limits=capabilities.remote_limits, fallback=_over_shards(_without_mods(_flash_tpu), ring.tpu))
 
-_decode = Implementation(decode.xla, _DECODE, LINEAR, shards_keys=True)
+_decode = Implementation(decode.xla, _DECODE | _MODS, LINEAR, shards_keys=True)
 _decode_hopper = Implementation(
     decode.gpu, _DECODE & _HOPPER | {"quantized"}, LINEAR, capabilities.hopper_decode_limits,
     fallback=_decode, shards_keys=True)

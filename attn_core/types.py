@@ -186,13 +186,15 @@ class PagedOperands(NamedTuple):
   value: Array | None = None  # [T, K, E]
   # The device's stripe of the requests' pages, those of the tables and the cache; None: all pages.
   stripe: "Stripe | None" = None
+  mods: tuple[Array, ...] = ()  # of the score mod, each [1, H or 1, ...], with T or 1 queries
+  head_offset: Array | None = None  # int32 scalar, the global number of head 0; None: 0
 
 
 _MODS = "mods."  # before the number of an array of the score mod
 
 
-def operand(operands: Operands, name: str) -> Array:
-  """Returns an operand by its name: a field of `Operands`, or "mods.N" for an array of its mods."""
+def operand(operands: Operands | PagedOperands, name: str) -> Array:
+  """Returns an operand by its name: a field, or "mods.N" for an array of the score mod."""
   return operands.mods[mod_number(name)] if is_mod(name) else getattr(operands, name)
 
 
@@ -206,7 +208,7 @@ def mod_number(name: str) -> int:
   return int(name.removeprefix(_MODS))
 
 
-def mod_names(operands: Operands) -> tuple[str, ...]:
+def mod_names(operands: Operands | PagedOperands) -> tuple[str, ...]:
   """Returns the names of the arrays of the score mod."""
   return tuple(f"{_MODS}{n}" for n in range(len(operands.mods)))
 
@@ -221,8 +223,13 @@ def with_operands(operands: Operands, values: Mapping[str, Array | None]) -> Ope
 def differentiable_names(operands: Operands) -> tuple[str, ...]:
   """Returns the names of the operands with gradients that are given."""
   return (*(name for name in DIFFERENTIABLE if getattr(operands, name) is not None),
-          *(name for name, x in zip(mod_names(operands), operands.mods)
-            if jnp.issubdtype(x.dtype, jnp.inexact)))
+          *differentiable_mods(operands))
+
+
+def differentiable_mods(operands: Operands | PagedOperands) -> tuple[str, ...]:
+  """Returns the names of the arrays of the score mod with gradients."""
+  return tuple(name for name, x in zip(mod_names(operands), operands.mods)
+               if jnp.issubdtype(x.dtype, jnp.inexact))
 
 
 # Makes a tree like `Operands` of what stands for arrays: of shapes, or of PartitionSpecs.
@@ -278,6 +285,13 @@ class PagedSpec(NamedTuple):
   precision: jax.lax.PrecisionLike = None  # of the two products
   chunk_size: int | None = None  # keys of other chunks of this many positions are hidden (tokens)
   out_dtype: DTypeLike | None = None  # None: the query's dtype
+  # Of the term that scores go through last, whose leaves are PagedOperands.mods.
+  score_mod: jax.tree_util.PyTreeDef = NO_SCORE_MOD
+
+  @property
+  def has_score_mod(self) -> bool:
+    """Whether scores go through a score mod."""
+    return self.score_mod != NO_SCORE_MOD
 
 
 OperandsT = TypeVar("OperandsT")  # Operands, or PagedOperands of an attention over pages

@@ -385,7 +385,8 @@ PAGED_OPTIONS = {name: Effect(with_paged_options, value) for name, value in (
     ("causal", False), ("sliding_window", (2, 0)), ("softmax_scale", 2.0),
     ("logits_soft_cap", 0.5), ("softmax_aux", np.ones(4, np.float32)), ("precision", "default"),
     ("block_sizes", BlockSizes(2, 8)), ("return_lse", True),
-    ("metadata", OperationMetadata(softmax_scale=2.0)))}
+    ("metadata", OperationMetadata(softmax_scale=2.0)),
+    ("score_mod", score_mods.soft_cap(0.5)))}
 INIT_PAGES = {name: Effect(attn_core.caches.pages.init, value, PAGES) for name, value in (
     ("layout", PagesV2), ("num_pages", 2), ("page_size", 4), ("heads", Heads(1, 16, 16)),
     ("dtype", "bfloat16"), ("scales", "token"))}

@@ -20,7 +20,7 @@ import numpy as np
 
 from attn_core import (BlockSizes, Heads, PagedOptions, PagesMetadata, PagesV1, PagesV2, PagesV3,
                        attention, explain, page_attention, ragged_page_attention_v2,
-                       ragged_page_attention_v3, score_mods)
+                       ragged_page_attention_v3)
 from attn_core.caches import pages, quantize
 from attn_core.kernels.common import paged_operands
 from attn_core.types import PagedSpec
@@ -268,7 +268,6 @@ class MeaningTest(parameterized.TestCase):
         ragged_page_attention_v2(query, cache, metadata).attention_outputs)
     for changes, words in (
         (dict(bias=jnp.ones((1, 1, 1))), "bias"), (dict(init_bias=lambda: 1.0), "bias"),
-        (dict(score_mod=score_mods.soft_cap(3.0)), "score_mod"),
         (dict(return_weights=True), "return_weights=True"), (dict(query_offset=1), "query_offset"),
         (dict(normalize_output=False), "normalize_output=False")):
       with self.assertRaisesRegex(NotImplementedError, words):

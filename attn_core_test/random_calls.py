@@ -11,7 +11,8 @@ from jax.sharding import AxisType, Mesh
 import numpy as np
 
 from attn_core import (BlockSizes, CacheMetadata, Heads, LatentOptions, MaskInfo, OperationMetadata,
-                       PagesMetadata, PagesV1, PagesV2, PagesV3, RingConfig, caches, masks, score_mods)
+                       PagesMetadata, PagesV1, PagesV2, PagesV3, RingConfig, caches, masks,
+                       score_mods)
 from attn_core.caches import pages
 from attn_core.caches.paged import request_groups
 
@@ -45,6 +46,8 @@ SCORE_MODS = {
     "relative": lambda: score_mods.relative(np.zeros((8, 1), np.float32), max_distance=9),
     "grid": lambda: score_mods.grid(np.zeros((9, 1), np.float32), (2, 2)),
     "soft_cap": lambda: score_mods.soft_cap(3.0),
+    "alibi_capped": lambda: (score_mods.alibi(np.zeros(1, np.float32)) >>
+                             score_mods.soft_cap(3.0)),
     "custom": lambda: score_mods.custom(lambda score, b, h, q, k, x: score * x,
                                         np.ones((), np.float32))}
 
@@ -119,7 +122,7 @@ def make(seed: int) -> RandomCall:
   make_call = paged_call if over_pages else latent_call if seed % 16 == 14 else dense_call
   with jax.enable_x64(x64):
     operands, arguments = make_call(sample, dtype)
-    if make_call is dense_call:
+    if make_call is not latent_call:
       arguments.update(_score_mod(sample, seed))
   return RandomCall(operands, arguments, sample.mesh, x64, tuple(sample.choices))
 

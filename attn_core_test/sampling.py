@@ -39,7 +39,8 @@ QUICK = {
     "selected_test.MeaningTest.test_every_derivative*": 4,
     "score_mods_attention_test.DtypesTest.test_16*": 2,
     "ring_*test.BadInputTest.*": 1, "ring_test.*.test_one_number*": 1, "ring_*test.*": 3,
-    "paged_bad_input_test.*": 1,
+    "paged_bad_input_test.*": 1, "paged_score_mods_test.R*": 1, "paged_score_mods_test.*": 2,
+    "decode_score_mods_test.*.test_value*": 1,
     "paged_shard_test.EqualityTest.*": 3, "paged_shard_test.*": 1,
     "paged_meaning_test.*.test_[dwq]*": 1, "paged_meaning_test.*.test_a_query*": 1,
     "paged_meaning_test.*.test_att*": 1,
@@ -88,7 +89,8 @@ SHARDS = {
     "batch_dimensions_test": 1, "manual_axes_test": 1, "programs_test": 1, "whole_calls_test": 1,
     "approved_test": 1, "score_mods_attention_test": 1, "tpu_softmax_test": 1,
     "tpu_pages_write_test": 1, "partials_test": 1, "latent_test": 1, "selected_test": 1,
-    "tpu_score_mods_test": 1, "latent_shard_test": 1}
+    "tpu_score_mods_test": 1, "latent_shard_test": 1, "paged_score_mods_test": 1,
+    "decode_score_mods_test": 1}
 
 # These start next, in this order, and the others at last, so that none runs alone in the end.
 LONG = ("tpu_memory_test", "gpu_split_kv_test", "static_gpu_test", "tpu_schedule_test",

@@ -16,8 +16,8 @@ from attn_core import (BlockSizes, CacheMetadata, MaskInfo, OperationMetadata, R
 from attn_core.caches import dense, window
 from attn_core.masks import materialize
 from attn_core_test import sampling
-from attn_core_test.score_mods_cases import (ADDITIVE, B, CASES, D, H, K, POSITIONED, T, arrays_of,
-                                             by_hand, composed, numbers, random_mask,
+from attn_core_test.score_mods_cases import (ADDITIVE, B, CASES, D, H, K, POSITIONED, T, ModCase,
+                                             arrays_of, by_hand, composed, numbers, random_mask,
                                              same_document)
 
 jax.config.update("jax_num_cpu_devices", 4)
@@ -224,6 +224,35 @@ class DerivativesTest(parameterized.TestCase):
       np.testing.assert_allclose(gradient[name], want[name], rtol=1e-5, atol=1e-6)
 
 
+  @parameterized.parameters(*sampling.with_slow([("blockwise",)], ("vanilla",)))
+  def test_an_infinite_derivative_at_hidden_pairs(self, mechanism):
+    """Checks finite gradients, where a function has none for a key that is its query or after."""
+    case = ModCase(
+        {"x": (H,)}, lambda x: score_mods.custom(_root, x), lambda s, b, h, q, k, t, _, a:
+        s + np.sqrt(a["x"][h] ** 2 * max(q - k, 0)) * np.cbrt(s * (q > k)))
+    arrays = operands() | arrays_of(case)
+    before = masks.custom(lambda batch, head, query, key: key < query)
+    run = call(case, mechanism, mask=before)
+    move = numbers(H, seed=7)
+    loss = lambda arrays: (jnp.sin(run(arrays)[0]) * numbers(B, T, H, D, seed=5)).sum()
+    gradient, along = jax.jit(lambda arrays: (
+        jax.grad(loss)(arrays), jax.jvp(lambda x: loss(arrays | {"x": x}), (arrays["x"],), (move,))
+    ))(arrays)
+    seen = np.tril(np.ones((T, T), bool), -1)
+    by_numbers = lambda x: (np.sin(truth(case, arrays | {"x": x}, seen)[0])
+                            * numbers(B, T, H, D, seed=5)).sum()
+    self.assertTrue(all(np.isfinite(x).all() for x in gradient.values()))
+    want = (by_numbers(arrays["x"] + 1e-6 * move) - by_numbers(arrays["x"] - 1e-6 * move)) / 2e-6
+    np.testing.assert_allclose(along[1], want, rtol=1e-5)
+    np.testing.assert_allclose((gradient["x"] * move).sum(), want, rtol=1e-5)
+
+
+def _root(score, batch, head, query, key, x):
+  """Returns scores whose derivatives are infinite, or NaN, unless the key is before the query."""
+  apart = (query - key).astype(score.dtype)
+  return score + jnp.sqrt(x[head] ** 2 * apart) * jnp.cbrt(jnp.where(query > key, score, 0))
+
+
 class RandomTest(parameterized.TestCase):
   """Compositions of score mods and masks against numbers."""
 
@@ -240,7 +269,8 @@ class RandomTest(parameterized.TestCase):
     with jax.enable_x64(True):
       seen = np.asarray(materialize.to_dense(mask, (B, H, T, T)))
       blocks = BlockSizes(*map(int, rng.integers(2, 9, 2)))
-      got = call(case, "blockwise", mask=mask, causal=False, block_sizes=blocks)(arrays)
+      mechanism = rng.choice(("blockwise", "autoregressive_decodeattn"))
+      got = call(case, mechanism, mask=mask, causal=False, block_sizes=blocks)(arrays)
     for x, y in zip(got, truth(case, arrays, seen)):
       np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-9, err_msg=f"{case.arrays} {mask}")
 
@@ -408,7 +438,8 @@ class RefusalsTest(parameterized.TestCase):
     arrays = {k: x.astype(np.float32) for k, x in operands().items()}
     mod = score_mods.soft_cap(3.0)
     with self.assertRaisesRegex(NotImplementedError, r"(?s)score_mod.*not supported.*blockwise"):
-      attention(**arrays, score_mod=mod, mechanism="autoregressive_decodeattn")
+      attention(**arrays, score_mod=mod, mechanism="ring",
+                metadata=OperationMetadata(platform="tpu"))
     with self.assertRaisesRegex(NotImplementedError, "does more than add to the scores"):
       attention(**arrays, score_mod=mod, mechanism="sdpa")
     for platform in ("cpu", "gpu", "tpu"):
@@ -427,6 +458,31 @@ class RefusalsTest(parameterized.TestCase):
                 score_mod=score_mods.alibi(np.ones(H)))
     attention(arrays["query"][:, :3], arrays["key"], arrays["value"], causal=False,
               score_mod=score_mods.soft_cap(2.0))
+
+  @parameterized.named_parameters(
+      ("key", lambda x, b, h, q, k, a: x + a[k], (T - 1,), {},
+       r"its operands \[\[12\]\] at batch row 0, head 0, query position 12, key position 12"),
+      ("head", lambda x, b, h, q, k, a: x * a[jnp.minimum(q, 3), h], (4, H - 1), {}, "head 3"),
+      ("row", lambda x, b, h, q, k, a: x + jnp.sin(a[b]), (1,), {}, "batch row 1"),
+      ("before", lambda x, b, h, q, k, a: x + a[k - q], (5,), {}, "key position"),
+      ("inner", jax.jit(lambda x, b, h, q, k, a: x + jnp.take(a, k, mode="clip")), (3,),
+       {"causal": False}, "query position 0, key position 4"))
+  def test_reads_beyond_the_operands(self, function, shape, arguments, message):
+    arrays = {k: x.astype(np.float32) for k, x in operands().items()}
+    mod = score_mods.custom(function, np.ones(shape, np.float32))
+    with self.assertRaisesRegex(ValueError, f"custom: function=.*{message}"):
+      jax.jit(lambda arrays: attention(**arrays, score_mod=mod, **arguments).out)(arrays)
+
+  def test_reads_that_do_not_count(self):
+    """Checks that reads which are discarded, hidden or not known are allowed."""
+    arrays = {k: x.astype(np.float32) for k, x in operands().items()}
+    for function, shape, arguments in (
+        (lambda x, b, h, q, k, a: jnp.where(k < 5, x + a[k], x), 5, {}),
+        (lambda x, b, h, q, k, a: x + a[jnp.clip(k, 0, 4)], 5, {}),
+        (lambda x, b, h, q, k, a: x + a[k - q + T - 1], T, {}),
+        (lambda x, b, h, q, k, a: x + a[q - k], 4, {"sliding_window": (3, 0)}),
+        (lambda x, b, h, q, k, a: x + a[k], 5, {"mask": masks.lengths(None, np.int32([5, 4]))})):
+      attention(**arrays, score_mod=score_mods.custom(function, np.ones(shape)), **arguments)
 
   def test_an_equal_one_does_not_retrace(self):
     arrays = {k: x.astype(np.float32) for k, x in operands().items()}

@@ -74,7 +74,7 @@ REFUSED = {
         "float16 float64 mask_operands weights softmax_dtype sequence_layout quantized pages "
         "draft_mask scope prefixes stored_heads latent selected"),
     "paged.xla": (
-        "segments positions mask mask_operands bias score_mod score_function dropout weights "
+        "segments positions mask mask_operands bias dropout weights "
         "unnormalized vmem_limit_bytes sequence_layout cache quantized latent selected"),
     "paged.gpu": (
         "float64 chunk segments positions mask mask_operands bias score_mod score_function "
@@ -95,7 +95,7 @@ REFUSED = {
         "float16 float64 mask_operands score_mod score_function weights softmax_dtype cache "
         "quantized pages draft_mask scope prefixes stored_heads latent selected"),
     "decode.xla": (
-        "bias score_mod score_function dropout weights vmem_limit_bytes sequence_layout pages "
+        "bias dropout weights vmem_limit_bytes sequence_layout pages "
         "draft_mask scope prefixes stored_heads latent selected"),
     "decode.gpu": (
         "float64 mask_operands bias score_mod score_function dropout weights precision "

@@ -22,6 +22,7 @@ from attn_core.config.metadata import OperationMetadata
 from attn_core.dispatch.capabilities import Request, request_of
 from attn_core.masks import dropout
 from attn_core.masks.info import MaskInfo
+from attn_core.score_mods import reads
 from attn_core.score_mods.score_mod import ScoreMod
 from attn_core.types import (ARRAY_LAYOUTS, MODES, ArrayLayout, AttentionSpec, Call, MaskOperands,
                              Operands, SlidingWindow, at_least_float32)
@@ -84,6 +85,8 @@ def normalize(a: AttentionArguments) -> Normalized:
       a.causal, a.sliding_window, a.chunk_size, a.mask, info, a.query_offset, a.cum_seqlens_q,
       a.cum_seqlens_k, a.layout, features.permuted_token_order(metadata), columns,
       mod is not None and mod.reads_positions), shape)
+  if a.score_mod is not None:
+    reads.check(a.score_mod, mask, shape)
   arrays, structure = jax.tree.flatten(mask)
   bias = normalize_bias(a.bias, a.init_bias, a.layout, (*shape[:3], columns))
   sinks = normalize_sinks(a.softmax_aux, heads)

@@ -18,6 +18,8 @@ from attn_core.caches.paged import layouts, request_groups, validate
 from attn_core.caches.paged.layouts import Pages
 from attn_core.dispatch.capabilities import PagesRequest, request_of
 from attn_core.masks import constructors
+from attn_core.score_mods import leaves, reads, score_mod
+from attn_core.score_mods.score_mod import ScoreMod
 from attn_core.sharding import paged as shard_paged, paged_placement
 from attn_core.types import Call, operands_like, PagedOperands, PagedSpec
 
@@ -72,16 +74,18 @@ def normalize(a: AttentionArguments) -> steps.Normalized:
   heads = _heads(a, cache, query, mechanism, cache_metadata.stored_heads)
   compute = steps.normalize_compute_dtype(a.compute_dtype, metadata.runtime_dtype, query.dtype)
   dense = _dense(a, metadata, query, heads, compute)
+  new = [None if x is None else checkpoint_name(_as_stored(jnp.asarray(x), cache), name)
+         for name, x in (("attn_key", a.key), ("attn_value", a.value))]
   operands = PagedOperands(
       checkpoint_name(jnp.asarray(query).astype(compute), "attn_query"),
       jax.tree.map(jnp.asarray, cache), jax.tree.map(jnp.asarray, cache_metadata),
       None if dense.operands.sinks is None else dense.operands.sinks[0],
-      *(None if x is None else checkpoint_name(_as_stored(jnp.asarray(x), cache), name)
-        for name, x in (("attn_key", a.key), ("attn_value", a.value))))
+      key=new[0], value=new[1], mods=dense.operands.mods)
   chunk = checks.chunk_size(a.chunk_size)
   spec = PagedSpec(dense.spec.softmax_scale, dense.spec.logits_soft_cap, bool(a.causal),
                    (left, right), dense.spec.softmax_dtype, dense.spec.precision,
-                   chunk if chunk is not None and chunk < 2**30 else None)
+                   chunk if chunk is not None and chunk < 2**30 else None,
+                   score_mod=dense.spec.score_mod)
   features = features_lib.features_of(a, dense)
   del features["cache"]
   features["pages"] = f"a cache_view of {layout.__name__}"
@@ -93,7 +97,8 @@ def normalize(a: AttentionArguments) -> steps.Normalized:
     features["stored_heads"] = "cache_metadata.stored_heads"
   if cache_metadata.prefixes is not None:
     features["prefixes"] = "cache_metadata.prefixes"
-    _check_prefixes(a, cache_metadata)
+    _check_prefixes(a, cache_metadata, spec.has_score_mod and score_mod.of_structure(
+        spec.score_mod).reads_positions)
   mode = a.mode or ("__autoregressive__" if cache_metadata.query_start_loc is None
                     else "__prefill__")
   placement, error = paged_placement.place(
@@ -110,8 +115,15 @@ def normalize(a: AttentionArguments) -> steps.Normalized:
   return steps.Normalized(call, request, metadata, None, query.dtype, None)
 
 
-def _check_prefixes(a: AttentionArguments, cache_metadata: layouts.PagesMetadata) -> None:
-  """Refuses what the parts of a call with shared prefixes cannot compute one by one."""
+def _check_prefixes(a: AttentionArguments, cache_metadata: layouts.PagesMetadata,
+                    reads_positions: bool) -> None:
+  """Refuses what the parts of a call with shared prefixes cannot compute one by one.
+
+  Args:
+    a: the arguments.
+    cache_metadata: that of the pages.
+    reads_positions: whether the score mod does.
+  """
   for name, given, cure in (
       ("sliding_window", a.sliding_window, "None"), ("chunk_size", a.chunk_size, "None"),
       ("causal", None if a.causal else False, "True"),
@@ -121,6 +133,29 @@ def _check_prefixes(a: AttentionArguments, cache_metadata: layouts.PagesMetadata
           cache_metadata) else None, "without stripes")):
     checks.require(given is None, name, given, f"{cure} with cache_metadata.prefixes, whose pages "
                    "all queries of a group see; leave out `prefixes`")
+  checks.require(not reads_positions, "score_mod", "one that reads positions", "one that reads "
+                 "none with cache_metadata.prefixes, whose groups have no positions of their own; "
+                 "leave out `prefixes`")
+
+
+def _score_mod(a: AttentionArguments, heads: int, tokens: int) -> ScoreMod | None:
+  """Returns the term of the score mod, whose queries are the tokens of the call.
+
+  Raises:
+    ValueError: an array of it does not fit the call, or has a number for each key: pages have no
+      columns.
+  """
+  for leaf in score_mod.chain(a.score_mod) if isinstance(a.score_mod, ScoreMod) else ():
+    checks.require(
+        not (isinstance(leaf, leaves.PerPair) and 3 in leaf.axes and leaf.array.shape[-1] != 1),
+        "score_mod", f"{getattr(leaf, 'name', '')} with an array "
+        f"{checks.describe(getattr(leaf, 'array', None))} over pages", "no array with a number "
+        "for each key, since requests have columns of their own; look numbers up by the position "
+        "in the request, with score_mods.custom or by_distance")
+  found = steps.normalize_score_mod(a.score_mod, (1, heads, tokens, 1))
+  if a.score_mod is not None:  # of a request with one token: how many there are is not known
+    reads.check(a.score_mod, constructors.full(), (1, heads, 1, 1))
+  return found
 
 
 def _as_stored(x: jax.Array, cache: Pages) -> jax.Array:
@@ -213,11 +248,13 @@ def _dense(a: AttentionArguments, metadata: OperationMetadata, query: checks.Arr
     return jax.ShapeDtypeStruct((1, tokens, *dimensions), compute)
 
   bias = a.bias if a.init_bias is None else a.init_bias()
+  mods, structure_of_mod = jax.tree.flatten(_score_mod(a, query_heads, tokens))
   operands = operands_like(
       shape(query_heads, width), shape(heads.key_heads, width),
       shape(heads.key_heads, heads.value_width),
       None if bias is None else jnp.asarray(bias),
-      sinks=steps.normalize_sinks(a.softmax_aux, query_heads))
+      sinks=steps.normalize_sinks(a.softmax_aux, query_heads), mods=tuple(mods))
   spec = steps.make_spec(a, metadata, operands.query, jax.tree.structure(constructors.full()))
+  spec = spec._replace(score_mod=structure_of_mod)
   return Call(operands, spec, block_sizes.requested(a.block_sizes, a.vmem_limit_bytes), None,
               bool(a.return_lse), bool(a.return_weights))

@@ -11,6 +11,7 @@ from attn_core import checks
 from attn_core.arguments.arguments import AttentionOptions
 from attn_core.caches.paged.layouts import PagesMetadata
 from attn_core.config.metadata import OperationMetadata
+from attn_core.score_mods.score_mod import ScoreMod
 from attn_core.types import BlockSizes, SlidingWindow
 
 
@@ -32,6 +33,7 @@ class PagedOptions(NamedTuple):
   block_sizes: BlockSizes | None = None
   return_lse: bool = False
   metadata: OperationMetadata | None = None
+  score_mod: ScoreMod | None = None
 
 
 def keywords_of(mechanism: str, pages_metadata: PagesMetadata | None, options: PagedOptions | None,

@@ -25,9 +25,10 @@ from attn_core.caches.paged import layouts, slot_mapping, token_writes
 from attn_core.kernels.common.contract import Residuals
 from attn_core.kernels.xla import paged_backward, paged_tangent
 from attn_core.sharding import varying_axes
-from attn_core.types import BlockSizes, PagedOperands, PagedSpec
+from attn_core.types import (BlockSizes, PagedOperands, PagedSpec, differentiable_mods, is_mod,
+                             operand)
 
-DIFFERENTIABLE = ("query", "cache", "sinks")
+DIFFERENTIABLE = ("query", "cache", "sinks")  # and arrays of the score mod, see `types.operand`
 
 
 class PagedForwardFn(Protocol):
@@ -46,17 +47,17 @@ class _Call(NamedTuple):
   heads: layouts.Heads
   block_sizes: BlockSizes
   structure: jax.tree_util.PyTreeDef  # of PagedOperands
-  names: tuple[str, ...] = ()  # of DIFFERENTIABLE: those with a tangent
+  names: tuple[str, ...] = ()  # of operands that have a tangent
   num_residuals: int = 2  # out and lse; 3: out, lse and the rest of out, see `rounding`
 
 
 def attend(forward: PagedForwardFn, operands: PagedOperands, spec: PagedSpec,
            heads: layouts.Heads, block_sizes: BlockSizes) -> Residuals:
-  """Computes attention over pages, differentiable in the query, the pages and the sinks.
+  """Computes attention over pages, differentiable in its operands.
 
   Args:
     forward: `xla.paged_forward.forward`, or a kernel with its arguments and results.
-    operands: query [T, H, D], pages, metadata, sinks.
+    operands: query [T, H, D], pages, metadata, sinks, arrays of the score mod.
     spec: what to compute.
     heads: the heads in the pages, without their padding.
     block_sizes: sizes fixed by the caller.
@@ -155,12 +156,13 @@ def _attend_jvp(call: _Call, primals: tuple, tangents: tuple) -> tuple[Residuals
     out, lse = _attend(call, leaves)
   residuals = Residuals(checkpoint_name(out, "attn_output"), checkpoint_name(lse, "attn_lse"))
   rest = [checkpoint_name(x, "attn_output") for x in rest]
-  names = tuple(name for name in DIFFERENTIABLE if not all(map(_is_zero, jax.tree.leaves(
-      getattr(given, name), is_leaf=_is_zero))))
+  every = (*DIFFERENTIABLE, *differentiable_mods(_operands(leaves, call)))
+  names = tuple(name for name in every if not all(map(_is_zero, jax.tree.leaves(
+      operand(given, name), is_leaf=_is_zero))))
   if not names:
     return residuals, jax.tree.map(jnp.zeros_like, residuals)
   linear = [jnp.zeros(x.shape, x.dtype) if _is_zero(x) else x for name in names
-            for x in jax.tree.leaves(getattr(given, name), is_leaf=_is_zero)]
+            for x in jax.tree.leaves(operand(given, name), is_leaf=_is_zero)]
   linear = varying_axes.unify((leaves[0], linear))[1]
   call = call._replace(names=names, num_residuals=2 + len(rest))
   return residuals, Residuals(*_tangent_p.bind(*leaves, *residuals, *rest, *linear, call=call))
@@ -184,21 +186,23 @@ def _split(args: Sequence[Any],
 
 def _tangent(*args: jax.Array, call: _Call) -> list[jax.Array]:
   operands, residuals, linear = _split(args, call)
-  tangents, linear = {}, list(linear)
+  tangents, mods, linear = dict[str, Any](), dict[str, jax.Array](), list(linear)
   for name in call.names:
-    leaves, structure = jax.tree.flatten(getattr(operands, name))
-    tangents[name] = jax.tree.unflatten(structure, linear[:len(leaves)])
+    leaves, structure = jax.tree.flatten(operand(operands, name))
+    of_kind = mods if is_mod(name) else tangents
+    of_kind[name] = jax.tree.unflatten(structure, linear[:len(leaves)])
     linear = linear[len(leaves):]
   d_out, d_lse = paged_tangent.tangent(operands, call.spec, call.heads, call.block_sizes, residuals,
-                                       paged_tangent.Tangents(**tangents))
+                                       paged_tangent.Tangents(**tangents, mods=mods))
   return [d_out.astype(args[call.structure.num_leaves].dtype), d_lse]
 
 
 def _transpose(cotangents: Sequence[Any], *args: Any, call: _Call) -> list:
   operands, residuals, linear = _split(args, call)
   found = paged_backward.backward(operands, call.spec, call.heads, call.block_sizes, residuals,
-                                  Residuals(*map(ad.instantiate_zeros, cotangents)))
-  leaves = [x for name in call.names for x in jax.tree.leaves(getattr(found, name))]
+                                  Residuals(*map(ad.instantiate_zeros, cotangents)), call.names)
+  leaves = [x for name in call.names for x in jax.tree.leaves(
+      found.mods[name] if is_mod(name) else getattr(found, name))]
   return [None] * (len(args) - len(linear)) + [
       c if ad.is_undefined_primal(x) else None for c, x in zip(leaves, linear, strict=True)]
 

@@ -51,6 +51,15 @@ def static_superset(mask: mask_lib.Mask) -> mask_lib.Mask:
   return _without_arrays(mask, True)
 
 
+def static_subset(mask: mask_lib.Mask) -> mask_lib.Mask:
+  """The largest mask without arrays that shows only pairs that `mask` certainly shows.
+
+  Args:
+    mask: any mask; the values of its arrays are not read.
+  """
+  return _without_arrays(mask, False)
+
+
 def _without_arrays(mask: mask_lib.Mask, superset: bool) -> mask_lib.Mask:
   """A mask that shows all that `mask` may show (superset), or only what it certainly shows."""
   if not jax.tree.leaves(mask):

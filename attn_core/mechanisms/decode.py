@@ -13,6 +13,8 @@ from attn_core.kernels.common import online_softmax
 from attn_core.kernels.common.contract import Kernel
 from attn_core.kernels.xla import decode as xla_decode
 from attn_core.masks import constructors, materialize
+from attn_core.masks.mask import Mask
+from attn_core.score_mods import evaluate
 from attn_core.sharding import lse_combine, shard_map
 from attn_core.types import AttentionOutput, Call, MaskOperands, Operands
 
@@ -57,12 +59,17 @@ def by_kernel(kernel: Kernel, call: Call) -> AttentionOutput:
 def _with_written_mask(call: Call) -> Call:
   """Returns the call with its mask as one boolean array, which is sharded as the keys are.
 
-  The array is small in comparison with the keys.
+  The array is small in comparison with the keys. A score mod also needs the positions.
   """
   query, key = call.operands.query, call.operands.key
   shape = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
   seen = materialize.visible(call.spec.mask, call.operands.mask, shape)
-  seen = jnp.broadcast_to(seen, (*seen.shape[:2], *shape[2:]))
-  arrays, structure = jax.tree.flatten(constructors.dense(seen))
+  mask: Mask = constructors.dense(jnp.broadcast_to(seen, (*seen.shape[:2], *shape[2:])))
+  if call.spec.has_score_mod:
+    at, _ = evaluate.move_to_positions(*materialize.expand(
+        call.spec.mask, call.operands.mask, shape))
+    rows = lambda x: x.reshape(x.shape[0], -1)
+    mask = constructors.positions(rows(at.query_position), rows(at.key_position), mask)
+  arrays, structure = jax.tree.flatten(mask)
   return call._replace(spec=call.spec._replace(mask=structure), operands=call.operands._replace(
       mask=MaskOperands(tuple(arrays))))

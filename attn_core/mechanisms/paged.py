@@ -15,6 +15,7 @@ from attn_core import array_axes
 from attn_core.autodiff import paged as autodiff_paged
 from attn_core.caches.paged import layouts, page_stripes, request_groups, token_writes
 from attn_core.caches.paged.page_stripes import Stripe
+from attn_core.kernels.common import paged_operands
 from attn_core.kernels.common.contract import Residuals
 from attn_core.kernels.xla import paged_forward
 from attn_core.mechanisms import paged_prefixes
@@ -127,11 +128,13 @@ def _local(forward: Forward, call: Call, writes: bool, writer: Writer | None,
     if isinstance(cache, layouts.PagesV3):
       width, value_width = operands.query.shape[2], operands.value.shape[2]
 
-  def attend(query: jax.Array, metadata: layouts.PagesMetadata) -> Residuals:
+  def attend(query: jax.Array, metadata: layouts.PagesMetadata,
+             mods: tuple[jax.Array, ...]) -> Residuals:
     heads = layouts.Heads(key_heads, width, value_width)
     return paged_prefixes.attend(
         lambda operands, spec, sizes: autodiff_paged.attend(forward, operands, spec, heads, sizes),
-        operands._replace(query=query, cache=cache, metadata=metadata, key=None, value=None),
+        operands._replace(query=query, cache=cache, metadata=metadata, key=None, value=None,
+                          mods=mods),
         call.spec, call.block_sizes)
 
   if writer is not None and not separately:
@@ -140,13 +143,13 @@ def _local(forward: Forward, call: Call, writes: bool, writer: Writer | None,
         writer, forward, operands._replace(metadata=one), call.spec,
         layouts.Heads(key_heads, width, value_width), call.block_sizes)
   elif number is None:
-    out, lse = attend(operands.query, metadata)
+    out, lse = attend(operands.query, metadata, operands.mods)
   elif number == 1:
-    out, lse = attend(operands.query, jax.tree.map(lambda x: x[0], metadata))
+    out, lse = attend(operands.query, jax.tree.map(lambda x: x[0], metadata), operands.mods)
   else:
     queries = operands.query.reshape(number, tokens // number, *operands.query.shape[1:])
     found = jax.lax.map(lambda x: attend(*x), (queries, request_groups.with_pool_ids(
-        metadata, layouts.num_pages(cache))))
+        metadata, layouts.num_pages(cache)), _by_group(operands.mods, call.spec, number)))
     out, lse = (x.reshape(tokens, *x.shape[2:]) for x in found)
   out, lse = out[None], lse.astype(at_least_float32(lse.dtype))[..., 0].T[None]
   if operands.stripe is not None:
@@ -167,11 +170,22 @@ def _heads(cache: layouts.Pages, metadata: layouts.PagesMetadata,
   return layouts.Heads(stored.key_heads // shards, stored.key_width, stored.value_width)
 
 
+def _by_group(mods: tuple[jax.Array, ...], spec: PagedSpec,
+              number: int) -> tuple[jax.Array, ...]:
+  """Returns the arrays of the score mod of each of `number` groups of requests, stacked."""
+  split = lambda x: jnp.moveaxis(x.reshape(*x.shape[:2], number, -1, 1), 2, 0)
+  return tuple(split(x) if tokens else jnp.broadcast_to(x, (number, *x.shape))
+               for x, tokens in zip(mods, paged_operands.has_tokens(mods, spec)))
+
+
 def _of_device(operands: PagedOperands, placement: Placement | None) -> PagedOperands:
-  """Returns the operands with this device's page numbers and stripe; sinks count on one device."""
+  """Returns the operands with this device's numbers and stripe; sinks count on one device."""
   cache, own = operands.cache, request_groups.stripe_count(operands.metadata)
   operands = operands._replace(
       metadata=request_groups.whole(operands.metadata, layouts.num_pages(cache)))
+  if placement is not None and placement.heads and operands.mods:
+    first = jax.lax.axis_index(placement.heads) * operands.query.shape[1]
+    operands = operands._replace(head_offset=first.astype(jnp.int32))
   if placement is None or not placement.keys:
     return operands
   axes = placement.keys

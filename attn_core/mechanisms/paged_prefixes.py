@@ -41,12 +41,15 @@ def attend(run: Attend, operands: PagedOperands, spec: PagedSpec,
   tokens, starts = _token_order(operands, prefixes)
   back = jnp.zeros_like(tokens).at[tokens].set(jnp.arange(tokens.shape[0], dtype=jnp.int32))
   heads, key_heads = operands.query.shape[1], layouts.heads_of(operands.cache).key_heads
+  mods = tuple(x[:, :, tokens] if has_tokens else x for x, has_tokens in zip(
+      operands.mods, paged_operands.has_tokens(operands.mods, spec)))
   # Without a size, a call with as many queries as requests would take one query at a time.
   block_q = block_sizes.block_q or max(1, paged_operands.BLOCK_ROWS * key_heads // heads)
   for rows, tables, counts in zip(prefixes.rows, prefixes.page_tables, prefixes.page_counts):
     groups = layouts.PagesMetadata(
         tables, counts * layouts.page_size(operands.cache), starts[rows])
-    part = run(operands._replace(query=operands.query[tokens], metadata=groups, sinks=None),
+    part = run(operands._replace(query=operands.query[tokens], metadata=groups, sinks=None,
+                                 mods=mods),
                spec._replace(causal=False), block_sizes._replace(block_q=block_q))
     parts.append(Residuals(*(x[back] for x in part)))
   out, lse = (jnp.stack(x) for x in zip(*parts))

@@ -16,6 +16,7 @@ import numpy as np
 
 from attn_core.masks import constructors
 from attn_core.references import oracle
+from attn_core.score_mods import score_mod
 from attn_core.types import AttentionSpec, MaskOperands, Operands, PagedSpec
 
 
@@ -36,8 +37,8 @@ def tokens(key_pages: jax.Array, value_pages: jax.Array, table: ArrayLike,
 
 
 def attention(query: jax.Array, requests: Sequence[tuple[int, jax.Array | None, jax.Array | None]],
-              spec: PagedSpec,
-              sinks: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+              spec: PagedSpec, sinks: jax.Array | None = None,
+              mods: tuple[jax.Array, ...] = ()) -> tuple[jax.Array, jax.Array]:
   """Computes attention of every request's queries to its own tokens.
 
   Args:
@@ -46,6 +47,8 @@ def attention(query: jax.Array, requests: Sequence[tuple[int, jax.Array | None, 
       last ones of the S tokens. Keys and values are None for a request without tokens.
     spec: what to compute; everything is computed in the operands' dtype.
     sinks: [H] or None.
+    mods: arrays of the score mod, [1, H or 1, ...]; those per query have T of them, and positions
+      count a request's tokens.
 
   Returns:
     out [T, H, E] and lse [H, T]; 0 and -inf for tokens outside of all requests.
@@ -62,10 +65,15 @@ def attention(query: jax.Array, requests: Sequence[tuple[int, jax.Array | None, 
       lse.append(jnp.broadcast_to(alone[:, None], (query.shape[1], number)))
       continue
     structure, mask = _mask(number, key.shape[0], spec)
-    dense = AttentionSpec(structure, spec.softmax_scale, spec.logits_soft_cap)
+    dense = AttentionSpec(structure, spec.softmax_scale, spec.logits_soft_cap,
+                          score_mod=spec.score_mod)
+    roles = score_mod.structure_roles(spec.score_mod)
+    own = tuple(x[:, :, start - number:start] if role == score_mod.PAIR and x.shape[2] > 1 else x
+                for x, role in zip(mods, roles))
     assert value is not None
     found = oracle.attention(Operands(rows[None], key[None], value[None], mask=mask,
-                                      sinks=None if sinks is None else sinks[None]), dense)
+                                      sinks=None if sinks is None else sinks[None], mods=own),
+                             dense)
     assert found.lse is not None
     out.append(found.attention_outputs[0])
     lse.append(found.lse[0])
@@ -84,5 +92,7 @@ def _mask(queries: int, keys: int,
             and (right is None or key <= query + right)
             and (spec.chunk_size is None or key // spec.chunk_size == query // spec.chunk_size))
   seen = np.array([[sees(keys - queries + t, s) for s in range(keys)] for t in range(queries)])
-  leaves, structure = jax.tree.flatten(constructors.dense(seen[None, None]))
+  at = np.arange(keys, dtype=np.int32)[None]
+  mask = constructors.positions(at[:, keys - queries:], at, constructors.dense(seen[None, None]))
+  leaves, structure = jax.tree.flatten(mask)
   return structure, MaskOperands(tuple(map(jnp.asarray, leaves)))

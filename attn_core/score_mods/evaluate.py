@@ -2,12 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evaluates the terms of score mods: on a tile of a kernel, or on all scores at once."""
 
+import functools
 from typing import NamedTuple, Sequence, TypeAlias
 
 import jax
+import jax.numpy as jnp
 
 from attn_core.masks import dropout, leaves, mask as mask_lib, materialize, tile as tile_lib
-from attn_core.score_mods.score_mod import (HEADS, PAIR, ScoreMod, ScoreTile, of_structure,
+from attn_core.score_mods import terms
+from attn_core.score_mods.score_mod import (HEADS, PAIR, ScoreMod, ScoreTile, chain, of_structure,
                                             structure_roles)
 from attn_core.types import MaskOperands
 
@@ -59,6 +62,22 @@ def apply(structure: Structure, sliced: Arrays, score: jax.Array, tile: ScoreTil
   return term.apply(score, tile)
 
 
+def apply_keys_first(structure: Structure, sliced: Arrays, scores: jax.Array,
+                     tile: ScoreTile) -> jax.Array:
+  """Returns scores [keys, heads / group, queries * group] after a term.
+
+  Args:
+    structure: the term's tree structure.
+    sliced: its arrays, each the part [1, ...] that `parts` names.
+    scores: as decoding computes them, a few rows against many keys.
+    tile: where; transposed.
+  """
+  keys, heads, rows = scores.shape
+  four = scores.transpose(1, 0, 2).reshape(heads, keys, rows // tile.group, tile.group)
+  found = apply(structure, sliced, four, tile)
+  return found.reshape(heads, keys, rows).transpose(1, 0, 2)
+
+
 def move_to_positions(mask: mask_lib.Mask,
                       at: mask_lib.Coordinates) -> tuple[mask_lib.Coordinates, bool]:
   """Returns coordinates with the positions of the mask, and whether these are consecutive.
@@ -86,8 +105,13 @@ def pad(structure: Structure, arrays: Arrays, queries: int,
   return tuple(map(padded, arrays, structure_roles(structure)))
 
 
+def has_function(structure: Structure) -> bool:
+  """Returns whether a term has a function of the user, of which nothing is known."""
+  return any(isinstance(x, terms.Custom) for x in chain(of_structure(structure)))
+
+
 def apply_to_all(structure: Structure, arrays: Arrays, score: jax.Array, mask: mask_lib.Mask,
-                 numbers: MaskOperands) -> jax.Array:
+                 numbers: MaskOperands, used: jax.Array | None = None) -> jax.Array:
   """Returns all scores [B, H, T, S] after a term.
 
   Args:
@@ -96,25 +120,55 @@ def apply_to_all(structure: Structure, arrays: Arrays, score: jax.Array, mask: m
     score: the scores before.
     mask: whose positions count.
     numbers: arrays of the mask, and the global numbers of batch rows and heads.
+    used: see `ScoreTile`; None, or bool [B, H, T, S].
   """
   rows, heads, queries, keys = score.shape
   mask, at = materialize.expand(jax.tree.structure(mask), numbers, (rows, heads, queries, keys))
   at, is_consecutive = move_to_positions(mask, at)
 
-  def one_row(score: jax.Array, at: Sequence[jax.Array], arrays: Arrays) -> jax.Array:
+  def one_row(score: jax.Array, at: Sequence[jax.Array], arrays: Arrays,
+              used: jax.Array | None) -> jax.Array:
     fields = [x.reshape(x.shape[1], x.shape[2], 1, x.shape[3]) for x in at]
     fields[0] = fields[0].reshape(())
     where = ScoreTile(mask_lib.Coordinates._make([*fields, False]), 1,
-                      is_consecutive=is_consecutive)
+                      is_consecutive=is_consecutive,
+                      used=None if used is None else used.reshape(score[:, :, None].shape))
     return apply(structure, arrays, score[:, :, None], where)[:, :, 0]
 
   if rows == 1:
-    return one_row(score[0], at[:-1], arrays)[None]
+    return one_row(score[0], at[:-1], arrays, used)[None]
   # Arrays and coordinates of one row are shared by the others.
-  flat, tree = jax.tree.flatten((at[:-1], tuple(arrays)))
+  flat, tree = jax.tree.flatten((at[:-1], tuple(arrays), used))
   axes = [None if x.shape[0] == 1 else 0 for x in flat]
   return jax.vmap(lambda score, *flat: one_row(score, *jax.tree.unflatten(tree, flat)), (0, *axes))(
       score, *(x if axis is None else x[:, None] for x, axis in zip(flat, axes)))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def apply_where(structure: Structure, mask: Structure, arrays: Arrays, score: jax.Array,
+                numbers: MaskOperands, visible: jax.Array) -> jax.Array:
+  """Returns `apply_to_all`, whose derivatives exist where a hidden pair has none.
+
+  Args:
+    structure: the term's tree structure.
+    mask: that of the mask.
+    arrays: those of the term.
+    score: the scores before.
+    numbers: see `apply_to_all`.
+    visible: bool, broadcastable to the scores; others have no cotangents.
+  """
+  del visible
+  return apply_to_all(structure, arrays, score, mask_lib.of_structure(mask), numbers)
+
+
+@apply_where.defjvp
+def _apply_where_jvp(structure: Structure, mask: Structure, primals: tuple,
+                     tangents: tuple) -> tuple[jax.Array, jax.Array]:
+  arrays, score, numbers, visible = primals
+  used = jnp.broadcast_to(visible, score.shape)
+  safe = lambda arrays, score: apply_to_all(
+      structure, arrays, score, mask_lib.of_structure(mask), numbers, used)
+  return apply_where(structure, mask, *primals), jax.jvp(safe, primals[:2], tangents[:2])[1]
 
 
 def bias_of(structure: Structure, arrays: Arrays, mask: mask_lib.Mask, numbers: MaskOperands,

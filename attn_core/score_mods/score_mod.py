@@ -16,7 +16,7 @@ Two kinds of nodes share these classes:
   batch row. Kernels derive its gradients from that.
 """
 
-from typing import NamedTuple
+from typing import Iterator, NamedTuple
 
 import jax
 
@@ -44,6 +44,10 @@ class ScoreTile(NamedTuple):
   transposed: bool = False
   is_consecutive: bool = False  # whether query positions are consecutive, and key positions too
   is_block: bool = False  # whether the tile is one of many, and not all scores
+  # bool, with the axes of the scores: where the results count; None: everywhere. A function of the
+  # user gets the numbers of a pair that counts instead of one that does not, whose derivative may
+  # be infinite: its cotangent is 0, and 0 * inf is NaN.
+  used: jax.Array | None = None
 
   def orient(self, x: jax.Array) -> jax.Array:
     """Returns x [heads or 1, queries or 1, keys or 1] with the axes of the scores."""
@@ -102,6 +106,15 @@ class Composed(ScoreMod):
   @property
   def reads_positions(self) -> bool:
     return self.first.reads_positions or self.second.reads_positions
+
+
+def chain(mod: ScoreMod) -> Iterator[ScoreMod]:
+  """Iterates over the leaves or terms of a score mod, in the order in which they apply."""
+  if isinstance(mod, Composed):
+    yield from chain(mod.first)
+    yield from chain(mod.second)
+  else:
+    yield mod
 
 
 def of_structure(structure: jax.tree_util.PyTreeDef) -> ScoreMod:

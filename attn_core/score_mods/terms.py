@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import checks
+from attn_core.masks.mask import Coordinates
 from attn_core.masks.materialize import Shape
 from attn_core.masks.values import value_dataclass
 from attn_core.score_mods.score_mod import HEADS, PAIR, ROW, ScoreMod, ScoreTile
@@ -171,6 +172,8 @@ class Custom(Term):
 
   def apply(self, score: jax.Array, tile: ScoreTile) -> jax.Array:
     at = tile.at
+    if tile.used is not None:
+      score, at = _of_used_pairs(score, at, tile.used)
     operands = (x.astype(score.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
                 for x in self.operands)
     result = self.function(score, at.batch, at.head, at.query_position, at.key_position, *operands)
@@ -184,3 +187,16 @@ class Custom(Term):
   @property
   def reads_positions(self) -> bool:
     return True
+
+
+def _of_used_pairs(score: jax.Array, at: Coordinates,
+                   used: jax.Array) -> tuple[jax.Array, Coordinates]:
+  """Returns scores and coordinates with those of a used pair in place of the others'."""
+  chosen = jnp.argmax(jnp.broadcast_to(used, score.shape))
+  def replaced(x: jax.Array) -> jax.Array:
+    x = jnp.broadcast_to(x, score.shape)
+    return jnp.where(used, x, x.reshape(-1)[chosen])
+  return replaced(score), at._replace(
+      head=replaced(at.head), query_index=replaced(at.query_index),
+      key_index=replaced(at.key_index), query_position=replaced(at.query_position),
+      key_position=replaced(at.key_position))

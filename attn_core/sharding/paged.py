@@ -16,9 +16,10 @@ from jax.sharding import PartitionSpec as P
 from attn_core.array_axes import reshard, size_of, typed_spec
 from attn_core.caches.paged import layouts, request_groups
 from attn_core.caches.paged.layouts import Pages
+from attn_core.score_mods import score_mod
 from attn_core.sharding import shard_map, varying_axes
 from attn_core.sharding.placement import Placement
-from attn_core.types import AttentionOutput, Call, PagedOperands
+from attn_core.types import NO_SCORE_MOD, AttentionOutput, Call, PagedOperands
 
 
 class PagedShapes(NamedTuple):
@@ -46,7 +47,7 @@ def sharded(local: Callable[[PagedOperands], AttentionOutput], call: Call, *,
   placement = call.placement
   if placement is None:
     return local(call.operands)
-  specs = _specs(call.operands, placement)
+  specs = _specs(call.operands, placement, call.spec.score_mod)
   operands = shard_map.resharded(call.operands, specs, placement.mesh)
   rows, heads = placement.batch or None, placement.heads or None
   out_specs = shard_map.output_like(
@@ -86,15 +87,23 @@ def _device_shapes(operands: PagedOperands, placement: Placement | None) -> Page
   """Returns the shapes of one device's operands."""
   if placement is None:
     return operands
+  operands = operands._replace(mods=())  # which decide nothing
   def shard(x: jax.Array, spec: P) -> jax.ShapeDtypeStruct:
     sizes = [size_of(placement.mesh, entry) for entry in spec]
     shape = [n // m for n, m in zip(x.shape, sizes + [1] * x.ndim)]
     return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
-  return jax.tree.map(shard, operands, _specs(operands, placement))
+  return jax.tree.map(shard, operands, _specs(operands, placement, NO_SCORE_MOD))
 
 
-def _specs(operands: PagedOperands, placement: Placement) -> PagedOperands:
-  """Returns the spec of each operand."""
+def _specs(operands: PagedOperands, placement: Placement,
+           structure: jax.tree_util.PyTreeDef) -> PagedOperands:
+  """Returns the spec of each operand.
+
+  Args:
+    operands: of all devices.
+    placement: the mesh axes.
+    structure: of the score mod.
+  """
   rows, heads, of_keys, keys, parts = (axes or None for axes in (
       placement.batch, placement.heads, placement.key_heads, placement.keys,
       placement.batch + placement.keys))
@@ -102,8 +111,13 @@ def _specs(operands: PagedOperands, placement: Placement) -> PagedOperands:
     if x.ndim == 0:  # one scale for all
       return P()
     return P(of_keys, parts) if name in ("key_pages", "value_pages") else P(parts, None, of_keys)
+  def of_mod(x: jax.Array, role: str) -> P:
+    own = heads if x.shape[1] > 1 else None
+    return P(None, own, rows) if role == score_mod.PAIR and x.shape[2] > 1 else P(None, own)
+  roles = score_mod.structure_roles(structure)
   whole: dict[str, Any] = {"query": P(rows, heads), "key": P(rows, of_keys),
-                           "value": P(rows, of_keys), "sinks": P(heads)}
+                           "value": P(rows, of_keys), "sinks": P(heads),
+                           "mods": tuple(map(of_mod, operands.mods, roles))}
   cache: dict[str, Any] = {name: of_cache(name, x)
                            for name, x in operands.cache._asdict().items() if x is not None}
   return operands._replace(

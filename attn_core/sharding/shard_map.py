@@ -198,7 +198,8 @@ def _specs(call: Call, placement: Placement) -> Operands:
       return P()
     if role == mask_lib.DENSE:
       return per_pair(x)
-    return rows(x, length) if role in (mask_lib.QUERY, mask_lib.KEY) else rows(x)
+    along = {mask_lib.QUERY: length, mask_lib.KEY: columns or length}
+    return rows(x, along[role]) if role in along else rows(x)
   def of_mod(x: jax.Array, role: str) -> P:
     return per_pair(x) if role == score_mod.PAIR else rows_and_heads(x)
   whole = lambda x: None if x is None else rows(x)

@@ -10,7 +10,7 @@ T is the number of tokens of the call, R of requests; block_rows = block_q * G r
 belong to a block of queries.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Sequence
 
 import jax
 from jax import lax
@@ -21,6 +21,7 @@ from attn_core.caches.paged import layouts, page_stripes
 from attn_core.caches.paged.layouts import Pages
 from attn_core.kernels.common import dense_operands
 from attn_core.kernels.common.contract import Residuals
+from attn_core.score_mods import score_mod
 from attn_core.types import BlockSizes, PagedOperands, PagedSpec, cdiv
 
 BLOCK_ROWS = 64  # rows of a query block where requests bring more than one query
@@ -45,6 +46,8 @@ class BlockedInputs(NamedTuple):
   stripe: page_stripes.Stripe | None
   draft_mask: jax.Array | None  # bool [R, q, q]; see `PagesMetadata`
   scope: layouts.Scope
+  mods: tuple[jax.Array, ...]  # of the score mod; those per query are padded as the query is
+  head_offset: jax.Array | None  # int32, the global number of head 0
 
   @property
   def group(self) -> int:
@@ -135,12 +138,26 @@ def block_inputs(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
       pad_tokens(operands.query, block_q), operands.cache,
       jnp.clip(tables, 0, layouts.num_pages(operands.cache) - 1), metadata.context_lens,
       layouts.query_starts(metadata), operands.sinks, spec, heads, block_q, block_pages,
-      operands.stripe, metadata.draft_mask, metadata.scope)
+      operands.stripe, metadata.draft_mask, metadata.scope, pad_mods(operands.mods, spec, block_q),
+      operands.head_offset)
 
 
 def pad_tokens(x: jax.Array, amount: int) -> jax.Array:
   """Puts `amount` zero rows in front of and behind x [T, ...]."""
   return jnp.pad(x, ((amount, amount),) + ((0, 0),) * (x.ndim - 1))
+
+
+def has_tokens(mods: Sequence[jax.Array], spec: PagedSpec) -> list[bool]:
+  """Returns which arrays of the score mod have a number for each query token, [1, H or 1, T, 1]."""
+  roles = score_mod.structure_roles(spec.score_mod)
+  return [role == score_mod.PAIR and x.shape[2] != 1 for x, role in zip(mods, roles, strict=True)]
+
+
+def pad_mods(mods: Sequence[jax.Array], spec: PagedSpec, amount: int) -> tuple[jax.Array, ...]:
+  """Puts `amount` zero tokens in front of and behind arrays of the score mod that have tokens."""
+  widths = ((0, 0), (0, 0), (amount, amount), (0, 0))
+  return tuple(jnp.pad(x, widths) if tokens else x
+               for x, tokens in zip(mods, has_tokens(mods, spec)))
 
 
 def request_ranges(operands: PagedOperands, block_q: int) -> list[tuple[Index, Index, int]]:

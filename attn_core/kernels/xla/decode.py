@@ -26,6 +26,7 @@ from attn_core.kernels.common import dense_operands, matmul_precision, online_so
 from attn_core.kernels.common.contract import BackwardResiduals, Kernel, Residuals
 from attn_core.kernels.xla import cpu_matvec, flash, tile_ops, tiling
 from attn_core.masks import block_map, tile as tile_lib
+from attn_core.score_mods import evaluate, score_mod
 from attn_core.types import (AttentionSpec, BlockSizes, Operands, at_least_float32, value_width)
 
 
@@ -211,7 +212,28 @@ def _logits(block: _Block, rows: jax.Array) -> jax.Array:
   logits = logits if rest == 1 else logits * jnp.asarray(rest, inputs.dtype)
   if spec.logits_soft_cap is not None:
     logits = jnp.tanh(logits / spec.logits_soft_cap) * spec.logits_soft_cap
-  return logits
+  return _modified(block, logits) if spec.has_score_mod else logits
+
+
+def _modified(block: _Block, scores: jax.Array) -> jax.Array:
+  """Returns scores [block_kv, K, num_rows] of a block after the score mod."""
+  inputs, spec = block.inputs, block.inputs.spec
+  mask_range = _tile(inputs, (block.batch, block.block_index))
+  mask, at = tile_lib.slice_mask(spec.mask, inputs.operands.mask, mask_range,
+                                 lambda x: tile_ops.orient(x, inputs, True))
+  at, is_consecutive = evaluate.move_to_positions(mask, at)
+  parts = evaluate.parts(spec.score_mod, inputs.operands.mods, mask_range)
+  sliced = [tile_lib.slice_at(x, *part)
+            for x, part in zip(inputs.operands.mods, parts, strict=True)]
+  return evaluate.apply_keys_first(spec.score_mod, sliced, scores, score_mod.ScoreTile(
+      at, inputs.group, transposed=True, is_consecutive=is_consecutive))
+
+
+def _tile(inputs: tile_ops.BlockedInputs, tile: tile_ops.Tile) -> tile_lib.Tile:
+  """Returns what a block (batch row, key block) covers, with all heads and queries."""
+  (b, j), sizes = tile, inputs.sizes
+  return tile_lib.Tile(b, 0, 0, _start(sizes, j), inputs.step_heads * inputs.group, sizes.queries,
+                       sizes.block_kv)
 
 
 def _seen(inputs: tile_ops.BlockedInputs, tile: tile_ops.Tile) -> jax.Array:
@@ -219,16 +241,15 @@ def _seen(inputs: tile_ops.BlockedInputs, tile: tile_ops.Tile) -> jax.Array:
 
   Keys that the last block shares with the one before it, see `_start`, are hidden.
   """
-  (b, j), sizes, heads, group = tile, inputs.sizes, inputs.step_heads, inputs.group
+  (_, j), sizes, heads, group = tile, inputs.sizes, inputs.step_heads, inputs.group
 
   def orient(x: jax.Array) -> jax.Array:
     """Maps [H or 1, T or 1, block_kv or 1] to [block_kv or 1, K or 1, T or 1, G or 1]."""
     x = x.reshape(*((heads, group) if x.shape[0] > 1 else (1, 1)), *x.shape[1:])
     return x.transpose(3, 0, 2, 1)
 
-  mask_range = tile_lib.Tile(
-      b, 0, 0, _start(sizes, j), heads * group, sizes.queries, sizes.block_kv)
-  mask, at = tile_lib.slice_mask(inputs.spec.mask, inputs.operands.mask, mask_range, orient)
+  mask, at = tile_lib.slice_mask(
+      inputs.spec.mask, inputs.operands.mask, _tile(inputs, tile), orient)
   seen = mask.visible(at)
   if dense_operands.key_padding(sizes):
     seen = seen & (at.key_index >= j * sizes.block_kv)

@@ -46,11 +46,14 @@ def attend(operands: Operands, spec: AttentionSpec) -> AttentionOutput:
     logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
   if operands.bias is not None:
     logits = logits + operands.bias.astype(logits.dtype)
-  if spec.has_score_mod:
+  visible = materialize.visible(spec.mask, operands.mask, shape)
+  if spec.has_score_mod and evaluate.has_function(spec.score_mod):
+    logits = evaluate.apply_where(spec.score_mod, spec.mask, operands.mods, logits, operands.mask,
+                                  visible)
+  elif spec.has_score_mod:
     logits = evaluate.apply_to_all(spec.score_mod, operands.mods, logits,
                                    dense_operands.mask_of(operands, spec), operands.mask)
   logits = logits + jnp.where(finite, 0, jnp.nan).astype(logits.dtype)
-  visible = materialize.visible(spec.mask, operands.mask, shape)
   logits = jnp.where(visible, logits, -jnp.inf)
 
   weights, total, lse = _softmax(logits, operands.sinks)

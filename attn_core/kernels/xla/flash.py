@@ -67,7 +67,7 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
         scores, _ = tile_logits.biased_scores(inputs, grid_index, rows, key, (i, j))
         mod = score_tiles.of_tile(inputs, grid_index, (i, j))
         logits = tile_logits.hide(inputs, grid_index, (i, j, masked),
-                                  score_tiles.modify(inputs, mod, scores))
+                                  score_tiles.modify(inputs.operands.mods, mod, scores))
         # The sum of the rounded weights divides their product with the values: rounding errors
         # cancel, and XLA:CPU writes the weights once, in the dtype of the product.
         return online_softmax.update(
@@ -108,7 +108,7 @@ def tangent(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
   inputs = tile_ops.block_inputs(operands, spec, block_sizes, backward=False)
   out, lse = tile_ops.pad_residuals(inputs, residuals)
   given: dict[str, Any] = {"bias": None, "sinks": None, **tangents}
-  d_operands = with_operands(operands._replace(mods=score_tiles.no_moves(operands)), given)
+  d_operands = with_operands(operands._replace(mods=score_tiles.no_moves(operands.mods)), given)
   d_operands = dense_operands.pad_operands(d_operands, inputs.sizes)
   d_inputs = inputs._replace(operands=tile_ops.pad_mods(d_operands, spec, inputs.sizes))
   width = value_width(operands, spec)
@@ -140,8 +140,8 @@ def tangent(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
         key, value = tile_ops.keys_and_values(inputs, grid_index, j, nan_keys)
         scores, slope = tile_logits.biased_scores(inputs, grid_index, rows, key, (i, j))
         mod = score_tiles.of_tile(inputs, grid_index, (i, j))
-        logits, d_logits = score_tiles.tangent(inputs, d_inputs, mod, scores,
-                                               d_scores_of(j, key, slope))
+        logits, d_logits = score_tiles.tangent(
+            inputs.operands.mods, d_inputs.operands.mods, mod, scores, d_scores_of(j, key, slope))
         logits = tile_logits.hide(inputs, grid_index, (i, j, masked), logits)
         weights = tile_ops.weights_of(inputs, logits - finite_lse(row_lse))
         # A hidden key has weight 0, and d_logits may be infinite: 0 * inf is NaN.
@@ -286,7 +286,7 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
     assert bias is not None
     d_bias = jnp.zeros(bias.shape, inputs.dtype)
   initial: Any = (*(zeros(x.shape, x.dtype) for x in (query, key, value)), d_bias,
-                  score_tiles.start(inputs, wrt))
+                  score_tiles.start(inputs.operands.mods, wrt, inputs.dtype))
   found = _without_padding(operands, tile_ops.loop(0, inputs.num_steps, step, initial), wrt)
   if operands.sinks is not None and "sinks" in wrt:
     found["sinks"] = d_sinks(operands.sinks, residuals.lse, delta)
@@ -299,7 +299,7 @@ def _without_padding(operands: Operands, results: _Found,
   d_query, d_key, d_value, d_bias, d_mods = results
   found = {"query": d_query[:, :operands.query.shape[1]], "key": d_key[:, :operands.key.shape[1]],
            "value": d_value[:, :operands.value.shape[1]],
-           **score_tiles.finish(operands, d_mods)}
+           **score_tiles.finish(operands.mods, d_mods)}
   if operands.bias is not None and "bias" in wrt:
     assert d_bias is not None
     rows, columns = operands.bias.shape[2:]
@@ -333,8 +333,8 @@ def _backward_tile(inputs: tile_ops.BlockedInputs, grid_index: tile_ops.GridInde
                 for x in (key_tile.lse, key_tile.delta))
   scores, slope = tile_logits.biased_scores(
       inputs, grid_index, rows, key_tile.key, (i, j), transposed=True)
-  logits, pull = score_tiles.pullback(
-      inputs, score_tiles.of_tile(inputs, grid_index, (i, j), transposed=True), scores)
+  mod = score_tiles.of_tile(inputs, grid_index, (i, j), transposed=True)
+  logits, pull = score_tiles.pullback(inputs.operands.mods, mod, scores)
   logits = tile_logits.hide(inputs, grid_index, tile, logits, transposed=True)
   weights = tile_ops.weights_of(inputs, logits - finite_lse(lse))
   d_weights = tile_ops.scores_of(inputs, d_out, key_tile.value, transposed=True)

@@ -20,8 +20,9 @@ import jax.numpy as jnp
 from attn_core.caches.paged import layouts, ops, page_stripes
 from attn_core.kernels.common import matmul_precision, paged_operands
 from attn_core.kernels.common.paged_operands import BlockedInputs, Index, QueryBlock
-from attn_core.masks import tile
-
+from attn_core.kernels.xla import score_tiles
+from attn_core.masks import mask as mask_lib, tile
+from attn_core.score_mods import evaluate, score_mod
 
 
 def keys_and_values(inputs: BlockedInputs, request: Index,
@@ -55,29 +56,54 @@ def scores_of(inputs: BlockedInputs, rows: jax.Array, key: jax.Array) -> jax.Arr
                          preferred_element_type=inputs.dtype)
 
 
-def logits_of(inputs: BlockedInputs, scores: jax.Array,
-              seen: jax.Array) -> tuple[jax.Array, jax.Array | float]:
-  """Returns logits, -inf where hidden, and d logit / d score (a number, or like the logits).
+def capped(inputs: BlockedInputs, scores: jax.Array) -> tuple[jax.Array, jax.Array | float]:
+  """Returns scaled scores after the soft cap, and their derivative (a number, or like the scores).
 
   Args:
     inputs: the attention.
     scores: in any order of axes.
-    seen: bool, broadcastable to the scores.
   """
   spec = inputs.spec
   slope: jax.Array | float = spec.softmax_scale
   logits = scores * jnp.asarray(spec.softmax_scale, inputs.dtype)
   if spec.logits_soft_cap is not None:
-    capped = jnp.tanh(logits / spec.logits_soft_cap)
-    logits, slope = capped * spec.logits_soft_cap, (1 - capped * capped) * spec.softmax_scale
-  return jnp.where(seen, logits, -jnp.inf), slope
+    share = jnp.tanh(logits / spec.logits_soft_cap)
+    logits, slope = share * spec.logits_soft_cap, (1 - share * share) * spec.softmax_scale
+  return logits, slope
+
+
+def mod_tile(inputs: BlockedInputs, block: QueryBlock, block_index: Index, *,
+             transposed: bool = False) -> score_tiles.ModTile | None:
+  """Returns the score mod of a query block and a key block; None: the call has none."""
+  if not inputs.spec.has_score_mod:
+    return None
+  heads = inputs.query.shape[1]
+  first, _ = paged_operands.query_positions(inputs, block.request)
+  query, key = block.positions, _key_positions(inputs, block_index)
+  if inputs.draft_mask is not None:
+    drafts = _Drafts(inputs.draft_mask[block.request], first, inputs.spec.causal)
+    query, key = drafts.position(query), drafts.position(key)
+  head = jnp.arange(heads, dtype=jnp.int32)
+  head = head if inputs.head_offset is None else head + inputs.head_offset
+  index = block.row + jnp.arange(inputs.block_q, dtype=jnp.int32)
+  where = score_mod.ScoreTile(
+      mask_lib.Coordinates(jnp.int32(0), head, index, key, query, key), inputs.group, transposed,
+      is_block=True, is_consecutive=inputs.stripe is None and inputs.draft_mask is None)
+  of_query = lambda x: where.orient(x.reshape(1, -1, 1))
+  of_key = lambda x: where.orient(x.reshape(1, 1, -1))
+  at = where.at._replace(
+      head=where.orient(head.reshape(-1, 1, 1)), query_index=of_query(index),
+      key_index=of_key(key), query_position=of_query(query), key_position=of_key(key))
+  part = tile.Tile(0, 0, block.row, 0, heads, inputs.block_q, 1)
+  return score_tiles.ModTile(
+      inputs.spec.score_mod, evaluate.parts(inputs.spec.score_mod, inputs.mods, part),
+      where._replace(at=at))
 
 
 def visible(inputs: BlockedInputs, block: QueryBlock, block_index: Index) -> jax.Array:
   """Returns which keys of a key block the rows see, bool [block_rows, block_kv]."""
   spec = inputs.spec
-  token = block_index * inputs.block_kv + jnp.arange(inputs.block_kv, dtype=jnp.int32)
-  key = page_stripes.position_of(inputs.stripe, token)[None]
+  key = _key_positions(inputs, block_index)[None]
   query = block.positions[:, None]
   first, _ = paged_operands.query_positions(inputs, block.request)
   seen = block.live[:, None] & (key < inputs.lengths[block.request])
@@ -96,6 +122,12 @@ def visible(inputs: BlockedInputs, block: QueryBlock, block_index: Index) -> jax
   chunk = spec.chunk_size
   seen = seen if chunk is None else seen & (key // chunk == query // chunk)
   return jnp.repeat(seen, inputs.group, 0)
+
+
+def _key_positions(inputs: BlockedInputs, block_index: Index) -> jax.Array:
+  """Returns the places of a key block's tokens in their request, int32 [block_kv]."""
+  token = block_index * inputs.block_kv + jnp.arange(inputs.block_kv, dtype=jnp.int32)
+  return page_stripes.position_of(inputs.stripe, token)
 
 
 class _Drafts(NamedTuple):

@@ -19,7 +19,8 @@ from attn_core.kernels.common import (dense_operands, matmul_precision, nonfinit
                                       paged_operands)
 from attn_core.kernels.common.contract import Residuals
 from attn_core.kernels.common.paged_operands import BlockedInputs, Index
-from attn_core.kernels.xla import cpu_math, cpu_matvec, paged_blocks, tile_ops
+from attn_core.kernels.xla import cpu_math, cpu_matvec, paged_blocks, score_tiles, tile_ops
+from attn_core.score_mods import evaluate
 from attn_core.sharding import varying_axes
 from attn_core.types import BlockSizes, PagedOperands, PagedSpec, at_least_float32
 
@@ -67,12 +68,14 @@ def _request(inputs: BlockedInputs, request: Index, results: Residuals) -> Resid
     def fold(block_index: jax.Array, running: online_softmax.Running) -> online_softmax.Running:
       ids = paged_blocks.page_ids(inputs, request, block_index)
       seen = paged_blocks.visible(inputs, block, block_index)
+      mod = paged_blocks.mod_tile(inputs, block, block_index,
+                                  transposed=isinstance(order, _TokenMajor))
 
       def attempt(state: _Attempt) -> _Attempt:
         first, _, _ = state
         taken = lax.cond(first, lambda: layouts.take(inputs.cache, ids),
                          lambda: _propagate_nan(layouts.take(inputs.cache, ids), inputs))
-        found = order.fold(running, _reader(taken, inputs), seen)
+        found = order.fold(running, _reader(taken, inputs), seen, mod)
         return jnp.zeros_like(first), first & ~jnp.isfinite(found.acc).all(), found
 
       # Non-finite keys and values show in the output, which costs a fraction of checking all keys
@@ -122,10 +125,9 @@ def _propagate_nan(cache: Pages, inputs: BlockedInputs) -> Pages:
   return cache._replace(pages=rows.reshape(cache.pages.shape))
 
 
-def _logits(inputs: BlockedInputs, scores: jax.Array, seen: jax.Array) -> jax.Array:
-  """Returns logits: -inf where hidden, NaN where seen and not finite."""
-  scores = jnp.where(jnp.isfinite(scores), scores, jnp.nan)
-  return paged_blocks.logits_of(inputs, scores, seen)[0]
+def _scores(inputs: BlockedInputs, scores: jax.Array) -> jax.Array:
+  """Returns scores after scale and soft cap, NaN where not finite."""
+  return paged_blocks.capped(inputs, jnp.where(jnp.isfinite(scores), scores, jnp.nan))[0]
 
 
 def _wide(inputs: BlockedInputs) -> jnp.dtype:
@@ -145,7 +147,7 @@ class _HeadMajor(NamedTuple):
     return online_softmax.start(self.rows.shape[:2], width, self.inputs.dtype)
 
   def fold(self, running: online_softmax.Running, part: Callable[..., jax.Array],
-           seen: jax.Array) -> online_softmax.Running:
+           seen: jax.Array, mod: score_tiles.ModTile | None) -> online_softmax.Running:
     """Folds in keys and values read by `part`, visible where seen [block_rows, block_kv]."""
     scores = paged_blocks.scores_of(self.inputs, self.rows, part("key").transpose(1, 0, 2))
 
@@ -156,7 +158,8 @@ class _HeadMajor(NamedTuple):
           precision=matmul_precision.resolve(value.dtype, self.inputs.spec.precision),
           preferred_element_type=self.inputs.dtype)
 
-    logits = _logits(self.inputs, scores, seen)
+    scores = score_tiles.modify(self.inputs.mods, mod, _scores(self.inputs, scores))
+    logits = jnp.where(seen, scores, -jnp.inf)
     return online_softmax.update(running, logits, weigh, exp=cpu_math.exp)
 
   def finish(self, running: online_softmax.Running) -> tuple[jax.Array, jax.Array]:
@@ -176,9 +179,13 @@ class _TokenMajor(NamedTuple):
     return online_softmax.start(shape, self.inputs.heads.value_width, self.inputs.dtype)
 
   def fold(self, running: online_softmax.Running, part: Callable[..., jax.Array],
-           seen: jax.Array) -> online_softmax.Running:
+           seen: jax.Array, mod: score_tiles.ModTile | None) -> online_softmax.Running:
     """Folds in keys and values read by `part`, visible where seen [block_rows, block_kv]."""
-    logits = _logits(self.inputs, self._scores(part), seen.T[:, None])
+    scores = _scores(self.inputs, self._scores(part))
+    if mod is not None:
+      scores = evaluate.apply_keys_first(
+          mod.structure, mod.slices(self.inputs.mods), scores, mod.where)
+    logits = jnp.where(seen.T[:, None], scores, -jnp.inf)
     return online_softmax.update(
         running, logits[..., None], lambda weights: self._weigh(weights[..., 0], part)[None],
         exp=lambda x: lax.optimization_barrier(cpu_math.exp(x)), axis=0, fold=cpu_matvec.fold)

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forward mode of attention over pages in plain XLA: tangents of out and lse.
 
-  dS    = slope * (d_query . key + query . d_key)
+  dS    = slope * (d_query . key + query . d_key), then the tangent of the score mod
   d_lse = sum over s of P * dS
   d_out = sum over s of (P * dS * value + P * d_value) - d_lse * out
 
@@ -21,9 +21,10 @@ from attn_core.kernels.common import nonfinite, paged_operands
 from attn_core.kernels.common.backward import finite_lse
 from attn_core.kernels.common.contract import Residuals
 from attn_core.kernels.common.paged_operands import BlockedInputs, Index
-from attn_core.kernels.xla import cpu_math, paged_backward, paged_blocks, tile_ops
+from attn_core.kernels.xla import (cpu_math, paged_backward, paged_blocks, score_tiles,
+                                   tile_ops)
 from attn_core.sharding import varying_axes
-from attn_core.types import BlockSizes, PagedOperands, PagedSpec
+from attn_core.types import BlockSizes, PagedOperands, PagedSpec, mod_names
 
 
 class Tangents(NamedTuple):
@@ -32,6 +33,7 @@ class Tangents(NamedTuple):
   query: jax.Array | None = None  # [T, H, D]
   cache: Pages | None = None
   sinks: jax.Array | None = None  # [H]
+  mods: dict[str, jax.Array] = {}  # of arrays of the score mod, by name; see `types.operand`
 
 
 def tangent(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
@@ -54,7 +56,9 @@ def tangent(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
       operands, block_sizes, query.shape[1] // heads.key_heads)
   sums = varying_axes.initial_carry(query, Residuals(*(
       jnp.zeros(x.shape, spec.softmax_dtype) for x in residuals)))
-  sinks_only = tangents.query is None and tangents.cache is None
+  sinks_only = tangents.query is None and tangents.cache is None and not tangents.mods
+  d_mods = tuple(tangents.mods.get(name, jnp.zeros_like(x))
+                 for name, x in zip(mod_names(operands), operands.mods))
   ranges = [] if sinks_only else paged_operands.request_ranges(operands, sizes[0])
   for first, end, block_q in ranges:
     inputs = paged_operands.block_inputs(operands, spec, heads, (block_q, sizes[1]))
@@ -62,7 +66,8 @@ def tangent(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
     lse, d_rows = pad(residuals.lse), tangents
     if tangents.query is not None:
       d_rows = tangents._replace(query=pad(tangents.query))
-    sums = tile_ops.loop(first, end, functools.partial(_request, inputs, d_rows, lse),
+    d_inputs = _TangentInputs(d_rows, paged_operands.pad_mods(d_mods, spec, block_q), lse)
+    sums = tile_ops.loop(first, end, functools.partial(_request, inputs, d_inputs),
                          Residuals(*map(pad, sums)))
     sums = Residuals(*(x[block_q:block_q + tokens] for x in sums))
   d_lse = sums.lse
@@ -74,9 +79,18 @@ def tangent(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
   return Residuals(d_out.astype(residuals.out.dtype), d_lse.astype(residuals.lse.dtype))
 
 
-def _request(inputs: BlockedInputs, tangents: Tangents, lse: jax.Array, request: Index,
+class _TangentInputs(NamedTuple):
+  """Tangents, padded as the operands are, and the lse."""
+
+  tangents: Tangents
+  mods: tuple[jax.Array, ...]  # of every array of the score mod
+  lse: jax.Array  # [block_q + T + block_q, H, 1]
+
+
+def _request(inputs: BlockedInputs, d_inputs: _TangentInputs, request: Index,
              sums: Residuals) -> Residuals:
   """Computes the two sums over keys for all queries of a request."""
+  tangents, lse = d_inputs.tangents, d_inputs.lse
 
   def step(block_index: jax.Array, sums: Residuals) -> Residuals:
     block = paged_operands.query_block(inputs, request, block_index)
@@ -93,13 +107,15 @@ def _request(inputs: BlockedInputs, tangents: Tangents, lse: jax.Array, request:
             inputs._replace(cache=tangents.cache), request, j)
         d_key, d_value = nonfinite.propagate_nan(
             d_key, d_value, nonfinite.is_finite(d_key, d_value))
-      logits, slope = paged_blocks.logits_of(inputs, paged_blocks.scores_of(inputs, rows, key),
-                                             paged_blocks.visible(inputs, block, j))
-      weights = jnp.where(logits == -jnp.inf, 0, cpu_math.exp(logits - finite_lse(row_lse)))
+      scores, slope = paged_blocks.capped(inputs, paged_blocks.scores_of(inputs, rows, key))
       d_scores = sum(paged_blocks.scores_of(inputs, left, right)
                      for left, right in ((d_rows, key), (rows, d_key))
-                     if left is not None and right is not None)
-      share = jnp.where(logits == -jnp.inf, 0, weights * d_scores * slope)
+                     if left is not None and right is not None) * slope
+      logits, d_logits = score_tiles.tangent(
+          inputs.mods, d_inputs.mods, paged_blocks.mod_tile(inputs, block, j), scores, d_scores)
+      logits = jnp.where(paged_blocks.visible(inputs, block, j), logits, -jnp.inf)
+      weights = jnp.where(logits == -jnp.inf, 0, cpu_math.exp(logits - finite_lse(row_lse)))
+      share = jnp.where(logits == -jnp.inf, 0, weights * d_logits)
       out = running.out + _weigh(inputs, share, value)
       if d_value is not None:
         out = out + _weigh(inputs, weights, d_value)

@@ -1,24 +1,27 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The score mod on one tile of block-wise attention, with its derivatives.
+"""The score mod on one tile of scores, with its derivatives.
 
-Scores [step_heads, block_rows, block_kv] of `tile_ops`, transposed in the backward, have the four
-axes of `score_mod.ScoreTile` here. Derivatives are those that JAX finds for one tile: the arrays of
-a score mod are sliced first, so that their gradients are as small as the tile's part of them.
+Scores [step_heads, block_rows, block_kv] of `tile_ops`, transposed in the backward, and those of
+pages, have the four axes of `score_mod.ScoreTile` here. Derivatives are those that JAX finds for
+one tile: the arrays of a score mod are sliced first, so that their gradients are as small as the
+tile's part of them.
 """
 
 from typing import Callable, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 import numpy as np
 
 from attn_core.kernels.xla import tile_ops
 from attn_core.masks import tile as tile_lib
 from attn_core.score_mods import evaluate, score_mod
-from attn_core.types import Operands, is_mod, mod_number
+from attn_core.types import is_mod, mod_number
 
 Arrays = list[jax.Array]
+Mods = tuple[jax.Array, ...]  # the arrays of a score mod, padded to whole blocks
 Sums = dict[str, jax.Array]  # cotangents of arrays of the score mod, by name
 
 
@@ -29,18 +32,29 @@ class ModTile(NamedTuple):
   parts: list[evaluate.Part]  # of its arrays
   where: score_mod.ScoreTile
 
-  def slices(self, operands: Operands) -> Arrays:
+  def slices(self, mods: Mods) -> Arrays:
     """Returns the tile's part of every array of the score mod, or of its tangents."""
-    return [tile_lib.slice_at(x, *part) for x, part in zip(operands.mods, self.parts, strict=True)]
+    return [tile_lib.slice_at(x, *part) for x, part in zip(mods, self.parts, strict=True)]
 
   def apply(self, scores: jax.Array, slices: Arrays) -> jax.Array:
     """Returns scores, of `tile_ops`, after the score mod."""
-    at, transposed = self.where.at, self.where.transposed
-    heads, first, second = scores.shape
-    rows = at.query_position.size, self.where.group
-    four = (heads, first, *rows) if transposed else (heads, *rows, second)
     return evaluate.apply(
-        self.structure, slices, scores.reshape(four), self.where).reshape(scores.shape)
+        self.structure, slices, self._four_axes(scores), self.where).reshape(scores.shape)
+
+  def pull_where_used(self, scores: jax.Array, slices: Arrays, d_logits: jax.Array,
+                      names: tuple[str, ...]) -> Arrays:
+    """Returns cotangents of arrays of the score mod, by pairs with a cotangent alone."""
+    used = self._four_axes(d_logits != 0)
+    where_used = self._replace(where=self.where._replace(used=used))
+    d_slices = jax.vjp(where_used.apply, scores, slices)[1](d_logits)[1]
+    return [jnp.where(used.any(), d_slices[mod_number(name)], 0) for name in names]
+
+  def _four_axes(self, scores: jax.Array) -> jax.Array:
+    """Returns scores with the axes of `ScoreTile`."""
+    heads, first, second = scores.shape
+    rows = self.where.at.query_position.size, self.where.group
+    return scores.reshape((heads, first, *rows) if self.where.transposed
+                          else (heads, *rows, second))
 
 
 def of_tile(inputs: tile_ops.BlockedInputs, grid_index: tile_ops.GridIndex, tile: tile_ops.Tile,
@@ -59,37 +73,37 @@ def of_tile(inputs: tile_ops.BlockedInputs, grid_index: tile_ops.GridIndex, tile
                  score_mod.ScoreTile(at, inputs.group, transposed, is_consecutive, is_block=True))
 
 
-def modify(inputs: tile_ops.BlockedInputs, mod: ModTile | None, scores: jax.Array) -> jax.Array:
+def modify(mods: Mods, mod: ModTile | None, scores: jax.Array) -> jax.Array:
   """Returns the scores of a tile after its score mod, if there is one."""
-  return scores if mod is None else mod.apply(scores, mod.slices(inputs.operands))
+  return scores if mod is None else mod.apply(scores, mod.slices(mods))
 
 
-def tangent(inputs: tile_ops.BlockedInputs, d_inputs: tile_ops.BlockedInputs, mod: ModTile | None,
-            scores: jax.Array, d_scores: jax.Array | float) -> tuple[jax.Array, jax.Array | float]:
+def tangent(mods: Mods, d_mods: Mods, mod: ModTile | None, scores: jax.Array,
+            d_scores: jax.Array | float) -> tuple[jax.Array, jax.Array | float]:
   """Returns logits of a tile and their tangent.
 
   Args:
-    inputs: the attention.
-    d_inputs: the same with tangents as operands, zeros where there are none.
+    mods: arrays of the score mod.
+    d_mods: their tangents, zeros where there are none.
     mod: of the tile; None: the scores are the logits.
     scores: of the tile.
     d_scores: their tangent, or the number 0.
   """
   if mod is None:
     return scores, d_scores
-  slices = mod.slices(inputs.operands)
+  slices = mod.slices(mods)
   moves = [x.astype(part.dtype) if jnp.issubdtype(part.dtype, jnp.inexact)
            else np.zeros(part.shape, jax.dtypes.float0)
-           for x, part in zip(mod.slices(d_inputs.operands), slices)]
+           for x, part in zip(mod.slices(d_mods), slices)]
   return jax.jvp(mod.apply, (scores, slices), (jnp.zeros_like(scores) + d_scores, moves))
 
 
-def no_moves(operands: Operands) -> tuple[jax.Array, ...]:
+def no_moves(mods: Mods) -> Mods:
   """Returns tangents of zero for the arrays of the score mod."""
-  return tuple(map(jnp.zeros_like, operands.mods))
+  return tuple(map(jnp.zeros_like, mods))
 
 
-def pullback(inputs: tile_ops.BlockedInputs, mod: ModTile | None, scores: jax.Array
+def pullback(mods: Mods, mod: ModTile | None, scores: jax.Array
              ) -> tuple[jax.Array, Callable[[jax.Array, Sums], tuple[jax.Array, Sums]]]:
   """Returns logits of a tile, and a function for their cotangents.
 
@@ -98,31 +112,37 @@ def pullback(inputs: tile_ops.BlockedInputs, mod: ModTile | None, scores: jax.Ar
   """
   if mod is None:
     return scores, lambda d_logits, sums: (d_logits, sums)
-  logits, pull = jax.vjp(mod.apply, scores, mod.slices(inputs.operands))
+  logits, pull = jax.vjp(mod.apply, scores, mod.slices(mods))
 
   def add(d_logits: jax.Array, sums: Sums) -> tuple[jax.Array, Sums]:
     d_scores, d_slices = pull(d_logits)
+    d_mods = [d_slices[mod_number(name)] for name in sums]
+    if evaluate.has_function(mod.structure):
+      # A function's derivative may be infinite at a hidden pair, and 0 * inf is NaN.
+      d_scores = jnp.where(d_logits == 0, 0, d_scores)
+      if d_mods:
+        d_mods = jax.lax.cond(
+            jnp.stack([jnp.isfinite(x).all() for x in d_mods]).all(), lambda: d_mods,
+            lambda: mod.pull_where_used(scores, mod.slices(mods), d_logits, tuple(sums)))
     found = {}
-    for name, total in sums.items():
+    for (name, total), d in zip(sums.items(), d_mods):
       part = mod.parts[mod_number(name)]
-      d = d_slices[mod_number(name)].astype(total.dtype)
       found[name] = tile_ops.write_at(
-          total, tile_lib.slice_at(total, *part) + d, part.starts)
+          total, tile_lib.slice_at(total, *part) + d.astype(total.dtype), part.starts)
     return d_scores, found
 
   return logits, add
 
 
-def start(inputs: tile_ops.BlockedInputs, wrt: tuple[str, ...]) -> Sums:
+def start(mods: Mods, wrt: tuple[str, ...], dtype: DTypeLike) -> Sums:
   """Returns sums without summands, of the arrays of the score mod in `wrt`."""
-  return {name: jnp.zeros(inputs.operands.mods[mod_number(name)].shape, inputs.dtype)
-          for name in wrt if is_mod(name)}
+  return {name: jnp.zeros(mods[mod_number(name)].shape, dtype) for name in wrt if is_mod(name)}
 
 
-def finish(operands: Operands, sums: Sums) -> dict[str, jax.Array]:
+def finish(mods: Mods, sums: Sums) -> dict[str, jax.Array]:
   """Returns the cotangents of arrays of the score mod from their sums, which may be padded."""
   found = {}
   for name, total in sums.items():
-    x = operands.mods[mod_number(name)]
+    x = mods[mod_number(name)]
     found[name] = total[tuple(slice(n) for n in x.shape)].astype(x.dtype)
   return found

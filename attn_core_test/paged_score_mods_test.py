@@ -1,0 +1,310 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over pages with score mods: against the dense oracle, and refusals by name."""
+
+import functools
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attn_core import (Heads, MaskInfo, OperationMetadata, PagedOptions, PagesMetadata, PagesV1,
+                       PagesV2, PagesV3, attention, explain, masks, page_attention,
+                       ragged_page_attention_v2, ragged_page_attention_v3, score_mods)
+from attn_core.caches import drafts, pages, prefixes
+from attn_core.caches.paged import request_groups
+from attn_core.references import paged as reference
+from attn_core.types import PagedSpec
+from attn_core_test import paged_shard_cases, sampling
+from attn_core_test.paged_cases import BLOCKS, Case, plain
+from attn_core_test.paged_shard_cases import mesh_of
+
+jax.config.update("jax_num_cpu_devices", 8)
+
+NUMBERS = np.array([1, 0, 3], np.int32)
+
+
+class Frozen(dict):
+  __hash__ = object.__hash__
+
+
+def gathered(score, batch, head, query, key, weights, numbers):
+  """Returns scores of a custom score mod that reads every index."""
+  return score * jnp.cos(weights[head]) + jnp.where(
+      numbers[key % 3] > 0, weights[head] * jnp.sin(query - 0.5 * key).astype(score.dtype),
+      0.1 * score * score) + batch.astype(score.dtype)
+
+
+def mod_arrays(case, seed=3):
+  """Returns the arrays of every kind of score mod, by name."""
+  rng = np.random.default_rng(seed)
+  tokens = sum(case.queries) + case.rest
+  shapes = {"scale": (1, case.H, 1), "slopes": (case.H,), "table": (8, case.H),
+            "distance": (6, 1), "near": (3 * 9, case.H), "weights": (case.H,),
+            "per_query": (1, case.H, tokens), "times": (1, 1, tokens), "per_key": (1, case.H, 1)}
+  return {name: jnp.asarray(0.3 * rng.normal(size=shape), case.dtype)
+          for name, shape in shapes.items()}
+
+
+def everything(a):
+  """Returns the composition of every kind of score mod."""
+  return (score_mods.scale_by(a["scale"]) >> score_mods.alibi(a["slopes"])
+          >> score_mods.relative(a["table"], max_distance=9, bidirectional=False)
+          >> score_mods.soft_cap(2.5) >> score_mods.by_distance(a["distance"], -5)
+          >> score_mods.grid(a["near"], (2, 5))
+          >> score_mods.custom(gathered, a["weights"], NUMBERS)
+          >> score_mods.per_query(a["per_query"]) >> score_mods.scale_by(1 + a["times"])
+          >> score_mods.per_key(a["per_key"]))
+
+
+def without_positions(a):
+  return (score_mods.scale_by(a["scale"]) >> score_mods.soft_cap(1.5)
+          >> score_mods.per_query(a["per_query"]))
+
+
+def run(mechanism, case, arrays, mods, make=everything, **more):
+  """Returns (output, lse) of the mechanism; v3 gets the new tokens as arguments, not in pages."""
+  query, key, value, sinks = arrays
+  options = case.options._replace(softmax_aux=sinks, block_sizes=BLOCKS, return_lse=True,
+                                  score_mod=make(mods), **more)
+  cache, metadata = PagesV1(key, value), case.metadata(single=mechanism == "v1")
+  if mechanism == "v1":
+    output = page_attention(query, cache, metadata, options)
+  elif mechanism == "v2":
+    output = ragged_page_attention_v2(query, pages.convert(cache, PagesV2), metadata, options)
+  else:
+    mapping = pages.slots(metadata, case.page, query.shape[0])
+    outside = jnp.where(mapping < 0, 10**6, mapping)
+    flat = [x.reshape(case.K, -1, case.D) for x in (key, value)]
+    new = [x.at[:, outside].get(mode="fill", fill_value=0).swapaxes(0, 1) for x in flat]
+    holes = [x.at[:, outside].set(np.nan, mode="drop").reshape(key.shape) for x in flat]
+    output = ragged_page_attention_v3(query, *new, pages.convert(
+        PagesV1(*holes), PagesV3, Heads(case.K, case.D, case.D)), metadata, options)
+  return output.attention_outputs, output.lse
+
+
+def oracle(case, arrays, mods, make=everything):
+  """Returns (output, lse) by `references.paged`, request by request."""
+  query, key, value, sinks = arrays
+  tables, o = case.metadata().page_tables, case.options
+  term = make(mods).lower((1, case.H, query.shape[0], 1))
+  of_mods, structure = jax.tree.flatten(term)
+  window = (None, None) if o.sliding_window is None else o.sliding_window
+  spec = PagedSpec(o.softmax_scale or case.D**-0.5, o.logits_soft_cap, o.causal, window,
+                   score_mod=structure)
+  requests = [(number, *(reference.tokens(key, value, tables[row], length) if length
+                         else (None, None)))
+              for row, (length, number) in enumerate(zip(case.lengths, case.queries))]
+  return reference.attention(query, requests, spec, sinks, tuple(map(jnp.asarray, of_mods)))
+
+
+def both(function, case, arrays, mods):
+  """Returns [output, lse] and the gradients of a scalar that uses both."""
+  rows = sum(case.queries)
+  weights = lambda x: jnp.sin(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape)
+  def loss(arrays, mods):
+    found = function(case, arrays, mods)
+    out, lse = found[0][:rows].astype(jnp.float32), found[1][:, :rows].astype(jnp.float32)
+    return (out * weights(out)).sum() + jnp.where(
+        lse == -jnp.inf, 0, lse * weights(lse)).sum(), (out, lse)
+  (_, found), gradients = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(arrays, mods)
+  return found, gradients
+
+
+def inputs(case, dtype="float32"):
+  finite = lambda x: None if x is None else jnp.nan_to_num(x).astype(dtype)
+  return tuple(map(finite, case.arrays())), {k: x.astype(dtype)
+                                             for k, x in mod_arrays(case).items()}
+
+
+def close(got, want, tolerance=2e-5):
+  for (path, x), y in zip(jax.tree_util.tree_flatten_with_path(got)[0], jax.tree.leaves(want),
+                          strict=True):
+    scale = max(1.0, np.abs(np.where(np.isfinite(y), y, 0)).max())
+    np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance * scale,
+                               err_msg=jax.tree_util.keystr(path))
+
+
+CASES = Frozen({
+    "chunks_and_decoding": ("v2", Case((9, 0, 17, 5, 12), (9, 0, 5, 1, 3), sinks=True)),
+    "window_cap": ("v2", Case((9, 0, 17, 5), (9, 0, 5, 1), options=PagedOptions(
+        sliding_window=(6, 0), logits_soft_cap=1.5, softmax_scale=0.7))),
+    "both_sides_one_head": ("v2", Case((9, 21), (9, 5), H=1, K=1, options=PagedOptions(
+        sliding_window=(3, 2), causal=False))),
+    "distribution": ("v2", Case((20, 11), (1, 5), distribution=(1, 1, 2), unused=2)),
+    "writes": ("v3", Case((9, 17, 5), (9, 5, 1))),
+    "one_query": ("v1", Case((9, 0, 32), (1,) * 3, rest=0, K=1, D=8, sinks=True)),
+})
+
+
+class OracleTest(parameterized.TestCase):
+
+  @parameterized.parameters("chunks_and_decoding", "one_query", *sampling.with_slow(
+      (), *(name for name in CASES if name not in ("chunks_and_decoding", "one_query"))))
+  def test_value_lse_and_gradients(self, name):
+    mechanism, case = CASES[name]
+    got = both(functools.partial(run, mechanism), case, *inputs(case))
+    with jax.enable_x64(True):
+      want = both(oracle, case, *inputs(case, "float64"))
+    close(got, want)
+
+  @sampling.slow("paged_score_mods_tangents")
+  def test_tangents_and_second_derivatives(self):
+    case = Case((9, 5, 7), (4, 1, 7), sinks=True)
+    def everything_of(function, dtype):
+      given = inputs(case, dtype)
+      moves = jax.tree.map(lambda x: jnp.cos(3 * x), given)
+      return jax.jit(lambda x, dx: jax.jvp(lambda *x: both(function, case, *x), x, dx)[1])(
+          given, moves)
+    got = everything_of(functools.partial(run, "v2"), "float32")
+    with jax.enable_x64(True):
+      want = everything_of(oracle, "float64")
+    close(got, want, 1e-4)
+
+  def test_bfloat16(self):
+    mechanism, case = CASES["chunks_and_decoding"]
+    (out, _), gradients = both(functools.partial(run, mechanism), case, *inputs(case, "bfloat16"))
+    with jax.enable_x64(True):
+      rounded = jax.tree.map(lambda x: x.astype("float64"), inputs(case, "bfloat16"))
+      (want, _), exact = both(oracle, case, *rounded)
+    close(out, want, 2e-2)
+    close(jax.tree.map(lambda x: x.astype("float32"), gradients), exact, 4e-2)
+
+
+class TokensTest(parameterized.TestCase):
+
+  def test_a_chunked_prefill_has_the_same_bits(self):
+    """Positions are those of the request, in whatever parts it is computed."""
+    case = Case((24,), (24,), rest=0)
+    arrays, mods = inputs(case)
+    mods = mods | {"per_query": mods["per_query"][..., :1], "times": mods["times"][..., :1]}
+    whole = run("v2", case, arrays, mods)[0]
+    query, *rest = arrays
+    for first, last in ((0, 11), (11, 12), (12, 24)):
+      part = case._replace(lengths=(last,), queries=(last - first,))
+      tables = case.metadata().page_tables
+      found = ragged_page_attention_v2(
+          query[first:last], pages.convert(PagesV1(*rest[:2]), PagesV2),
+          part.metadata()._replace(page_tables=tables), score_mod=everything(mods),
+          block_sizes=BLOCKS).attention_outputs
+      np.testing.assert_array_equal(found, whole[first:last])
+
+  def test_drafts_have_the_positions_of_their_tree(self):
+    parents = np.array([[-1, 0, 0, 1], [-1, 0, 1, -1]])
+    case = Case((9, 17), (4, 3), rest=0)
+    arrays, mods = inputs(case)
+    query, key, value, _ = arrays
+    metadata, mask = case.metadata(), np.asarray(drafts.mask(parents))
+    cache = pages.convert(PagesV1(key, value), PagesV2)
+    found = ragged_page_attention_v2(query, cache, metadata._replace(draft_mask=mask),
+                                     score_mod=everything(mods), block_sizes=BLOCKS)
+    start = 0
+    for row, (length, number) in enumerate(zip(case.lengths, case.queries)):
+      first = length - number
+      of_key = np.arange(length, dtype=np.int32)
+      of_key[first:] = first + mask[row, :number, :number].sum(1) - 1
+      seen = np.concatenate([np.ones((number, first), bool), mask[row, :number, :number]], 1)
+      own = mods | {name: mods[name][..., start:start + number] for name in ("per_query", "times")}
+      dense = [x[row:row + 1, :length] for x in pages.to_dense(cache, metadata)]
+      want = attention(query[None, start:start + number], *dense, causal=False, mechanism="vanilla",
+                       mask=masks.dense(seen[None, None]), score_mod=everything(own), mask_info=
+                       MaskInfo(q_positions=of_key[None, first:], kv_positions=of_key[None]))
+      np.testing.assert_allclose(found.attention_outputs[start:start + number],
+                                 want.attention_outputs[0], rtol=2e-5, atol=2e-5)
+      start += number
+
+
+class MeshTest(parameterized.TestCase):
+
+  @parameterized.parameters(*sampling.with_slow([(2, dict(dp=2, tp=2))], (4, dict(dp=2))))
+  def test_groups_and_heads_over_devices(self, groups, sizes):
+    """Heads have global numbers; groups have the tokens of their part of the call."""
+    case = paged_shard_cases.Case(G=groups, layout=PagesV3)
+    arrays, metadata = case.arrays()[:4], case.metadata()
+    mods = mod_arrays(Case(queries=(arrays[0].shape[0],), rest=0, H=case.H))
+    def both(mesh):
+      def loss(arrays, mods):
+        query, key, value, cache = arrays
+        output = ragged_page_attention_v3(
+            query, key, value, cache, metadata, score_mod=everything(mods), return_lse=True,
+            block_sizes=BLOCKS, metadata=OperationMetadata(mesh=mesh))
+        lse = jnp.where(output.lse == -jnp.inf, 0, output.lse)
+        return jnp.sin(output.out).sum() + (lse**2).sum(), output.out
+      return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(arrays, mods)
+    close(both(mesh_of(**sizes)), both(None), 5e-6)
+
+  @sampling.slow("paged_score_mods_stripes")
+  def test_stripes_of_a_request_over_devices(self):
+    rng, (stripes, requests, width) = np.random.default_rng(2), (2, 3, 2)
+    one = np.stack([rng.permutation(requests * width).reshape(requests, width)
+                    for _ in range(stripes)]).astype(np.int32)
+    metadata = PagesMetadata(one[None], np.array([[13, 16, 3]], np.int32),
+                             np.array([[0, 4, 5, 8]], np.int32))
+    cache = pages.init(PagesV2, stripes * requests * width, 4, Heads(2, 8, 8), "float32")
+    cache = cache._replace(pages=jnp.asarray(rng.normal(size=cache.pages.shape), jnp.float32))
+    query = jnp.asarray(rng.normal(size=(8, 4, 8)), jnp.float32)
+    mods = mod_arrays(Case(queries=(8,), rest=0))
+    whole = jax.tree.map(lambda x: x[0], request_groups.whole(metadata, 12))
+    def both(metadata, mesh):
+      def loss(query, cache, mods):
+        out = ragged_page_attention_v2(
+            query, cache, metadata, score_mod=everything(mods),
+            metadata=OperationMetadata(mesh=mesh)).attention_outputs
+        return jnp.sin(out).sum(), out
+      return jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(query, cache, mods)
+    want = both(whole, None)
+    close(both(metadata, mesh_of(sp=2)), want, 5e-6)
+    close(both(metadata, None), want, 5e-6)
+
+
+class PrefixesTest(parameterized.TestCase):
+
+  def test_mods_that_read_no_positions(self):
+    tables = np.array([[0, 1, 2, 3], [0, 1, 4, 5], [0, 1, 6, 7]], np.int32)
+    lengths, starts = np.array([14, 16, 13], np.int32), np.array([0, 2, 5, 6], np.int32)
+    alone = PagesMetadata(tables, lengths, starts)
+    shared = alone._replace(prefixes=prefixes.find(
+        tables, (lengths - np.diff(starts)) // 4, min_requests=2))
+    self.assertGreater(shared.prefixes.page_counts.sum(), 0)
+    case = Case(queries=(6,), rest=1)
+    cache = plain(case)[1]
+    query, mods = jax.random.normal(jax.random.key(0), (7, 4, 6)), mod_arrays(case)
+    def both(metadata):
+      def loss(query, cache, mods):
+        out = ragged_page_attention_v2(
+            query, cache, metadata, score_mod=without_positions(mods)).attention_outputs
+        return jnp.sin(out).sum(), out
+      return jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(query, cache, mods)
+    close(both(shared), both(alone), 5e-6)
+    with self.assertRaisesRegex(ValueError, "score_mod: got one that reads positions.*prefixes"):
+      ragged_page_attention_v2(query, cache, shared, score_mod=score_mods.alibi(np.ones(4)))
+
+
+class RefusalsTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+      (score_mods.per_key(np.ones((1, 1, 24))), r"score_mod: got per_key with .*\[1, 1, 24\]"),
+      (score_mods.soft_cap(2.0) >> score_mods.dense(np.ones((1, 1, 1, 3))),
+       "score_mod: got dense with .*position in the request"),
+      (score_mods.alibi(np.ones((3, 4))), r"alibi: slopes is .*sizes \[1, 4\] of the call"),
+      (score_mods.per_query(np.ones((1, 1, 5))), r"per_query: array is .*sizes \[1, 4, 21\]"))
+  def test_arrays_that_have_no_meaning(self, mod, message):
+    query, cache, metadata = plain(Case())
+    with self.assertRaisesRegex(ValueError, message):
+      ragged_page_attention_v2(query, cache, metadata, score_mod=mod)
+
+  def test_kernels_of_accelerators_leave_it_to_plain_xla(self):
+    query, cache, metadata = plain(Case())
+    for platform in (OperationMetadata(platform="tpu"),
+                     OperationMetadata(platform="gpu", compute_capability="9.0")):
+      found = explain(query, None, None, cache_view=cache, cache_metadata=metadata, layout="thd",
+                      mechanism="ragged_page_attention_v2", metadata=platform,
+                      score_mod=score_mods.alibi(np.ones(4, np.float32)))
+      self.assertIn("paged.xla", str(found))
+      self.assertIn("score_mod (a score mod", str(found))
+
+
+if __name__ == "__main__":
+  absltest.main()
