@@ -8,6 +8,7 @@
 from attn_core import adapters, caches, masks, score_mods
 from attn_core.attention import Explanation, attention, explain
 from attn_core.caches import CacheMetadata, DenseCache, LatentCache, WindowCache
+from attn_core.caches.paged.latent_layout import PagesLatent
 from attn_core.caches.paged.layouts import PagesMetadata, PagesV1, PagesV2, PagesV3
 from attn_core.config.config import (AttnConfig, EasyMethod, get_axis_dims, get_axis_names,
                                      get_partition_rules)
@@ -28,6 +29,7 @@ from attn_core.rope.frequencies import Rope, inverse_frequencies, rope_from_dict
 from attn_core.config.constraints import (apply_qk_shardings, apply_qkv_shardings, build_cache_pos,
                                           default_key_value_sharding, get_sharding_safely,
                                           repeat_key_value, shard_attention_prod)
+from attn_core.functions.latent_pages import multi_latent_ragged_page_attention
 from attn_core.masks import Mask, MaskInfo
 from attn_core.config.metadata import AttnShardingRules, OperationMetadata
 from attn_core.mechanism_functions import (PagedOptions, autoregressive_decodeattn, blocksparse,
@@ -56,6 +58,9 @@ from attn_core.config.merge import extras_of as extras_of
 from attn_core.plan.context_parallel import Prediction as Prediction, Shapes as Shapes
 from attn_core.sharding.partition import resolve as resolve
 from attn_core.sharding.token_order import from_layout as from_layout, to_layout as to_layout
+from attn_core.functions.latent_pages import (
+    multi_latent_ragged_page_attention as multi_latent_ragged_page_attention_v1,
+    multi_latent_ragged_page_attention as multi_latent_ragged_page_attention_v2)
 from attn_core.types import AttentionSpec as AttentionSpec, Operands as Operands
 
 __version__ = "0.1.0"
@@ -64,8 +69,8 @@ __all__ = [
     "AttentionMechanism", "AttentionOutput", "AttnConfig", "AttnConfigDict", "AttnMaskDetail",
     "AttnShardingRules", "BlockSizes", "CacheMetadata", "ContextParallelPlan", "DenseCache",
     "EasyMethod", "Explanation", "LatentCache", "LatentOptions", "Mask", "MaskInfo",
-    "OperationMetadata", "PagedOptions", "PagesMetadata", "PagesV1", "PagesV2", "PagesV3",
-    "PartitionAxis", "RingConfig", "Rope", "WindowCache", "adapters",
+    "OperationMetadata", "PagedOptions", "PagesLatent", "PagesMetadata", "PagesV1", "PagesV2",
+    "PagesV3", "PartitionAxis", "RingConfig", "Rope", "WindowCache", "adapters",
     "add_basic_configurations", "apply_complex_rotary", "apply_qk_shardings",
     "apply_qkv_shardings", "apply_rotary", "attach_custom_arguments", "attention",
     "attention_arguments", "auto_expert_mesh", "autoregressive_decodeattn", "blocksparse",
@@ -77,7 +82,8 @@ __all__ = [
     "get_optimal_config", "get_partition_rules", "get_sharding_safely",
     "granted_freq_max_position_embedding", "granted_mask_max_position_embedding", "index_mask",
     "inverse_frequencies", "latent_options", "layer_rope", "layer_score_mod", "masks",
-    "match_partition_rules", "merge_partials", "multi_latent_attention", "page_attention",
+    "match_partition_rules", "merge_partials", "multi_latent_attention",
+    "multi_latent_ragged_page_attention", "page_attention",
     "plan_context_parallel", "query_temperature", "ragged_page_attention_v2",
     "ragged_page_attention_v3", "read_basics_from_config", "repeat_key_value", "ring_attention",
     "rope_from_dict", "rotary", "rotary_table", "save_pretrained", "score_mods", "sdpa",

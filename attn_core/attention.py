@@ -24,8 +24,9 @@ from attn_core.masks.info import MaskInfo
 from attn_core.masks.mask import Mask
 from attn_core.score_mods.score_mod import ScoreMod
 from attn_core.sharding import partition, shard_map
-from attn_core.types import (ArrayLayout, AttentionOutput, BlockSizes, Call, LatentOptions, Mode,
-                             Operands, PagedOperands, SlidingWindow)
+from attn_core.types import (MECHANISM_ALIASES, ArrayLayout, AttentionMechanism, AttentionOutput,
+                             BlockSizes, Call, LatentOptions, Mode, Operands, PagedOperands,
+                             SlidingWindow)
 
 
 def attention(
@@ -137,12 +138,13 @@ def attention(
       cache is an error; the query has its gradient.
       Or pages, in layout thd: `PagesV1` for page_attention, `PagesV2` for ragged_page_attention_v2,
       `PagesV3` for v3. They hold the keys and values, so `key` and `value` are None, except for
-      v3, which writes them first. Queries are the last tokens of their request.
+      v3, which writes them first. Queries are the last tokens of their request. `PagesLatent`, for
+      multi_latent_ragged_page_attention: `key` is the rows to write first, or None.
     cache_metadata: `CacheMetadata`: number of new tokens per row, first positions, slots; with
       pages `PagesMetadata`.
     latent_options: `LatentOptions`, for `multi_latent_attention`: `key` is one latent row
       [B, S, latent + rope] for each token (layout thd: [total, latent + rope]), value None; with a
-      `LatentCache` as cache_view, the rows of the new tokens. The softmax scale is
+      `LatentCache` or `PagesLatent` as cache_view, the rows of the new tokens. The softmax scale is
       (nope + rope)**-0.5 unless given, and an error where no width tells it.
     normalize_output: False: the output is sum(exp(logits) * value), not divided by the softmax's
       denominator.
@@ -317,7 +319,9 @@ def _normalize(a: AttentionArguments) -> tuple[AttentionArguments, arguments.Nor
 
 
 def _with_latent_rows(a: AttentionArguments) -> AttentionArguments:
-  """Returns the arguments with latent rows, if any, as keys of one head."""
+  """Returns the arguments with latent rows, if any, as keys of one head, and no alias."""
+  if a.mechanism in MECHANISM_ALIASES:
+    a = a._replace(mechanism=AttentionMechanism(a.mechanism).value)
   return latent.expand(a, a.metadata.softmax_scale if isinstance(a.metadata, OperationMetadata)
                        else None)
 

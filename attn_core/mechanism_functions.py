@@ -18,8 +18,9 @@ from attn_core.config.metadata import OperationMetadata
 from attn_core.types import AttentionMechanism, AttentionOutput, BlockSizes, LatentOptions
 
 
-def _attend(mechanism: AttentionMechanism, query: ArrayLike, key: ArrayLike | None,
-            value: ArrayLike | None, options: AttentionOptions) -> AttentionOutput:
+def attend(mechanism: AttentionMechanism, query: ArrayLike, key: ArrayLike | None,
+           value: ArrayLike | None, options: AttentionOptions) -> AttentionOutput:
+  """Runs `attention` by a mechanism; TypeError for keywords that it does not take."""
   unknown = sorted(options.keys() - AttentionOptions.__annotations__.keys())
   if unknown:
     cure = (f"this function always runs {mechanism.value!r}; call attention(..., mechanism=...) to "
@@ -41,7 +42,7 @@ def vanilla(query: ArrayLike, key: ArrayLike | None, value: ArrayLike | None,
   Raises:
     TypeError: an unknown keyword, or `mechanism`.
   """
-  return _attend(AttentionMechanism.VANILLA, query, key, value, options)
+  return attend(AttentionMechanism.VANILLA, query, key, value, options)
 
 
 def sdpa(query: ArrayLike, key: ArrayLike | None, value: ArrayLike | None,
@@ -53,7 +54,7 @@ def sdpa(query: ArrayLike, key: ArrayLike | None, value: ArrayLike | None,
   Raises:
     TypeError: an unknown keyword, or `mechanism`.
   """
-  return _attend(AttentionMechanism.SDPA, query, key, value, options)
+  return attend(AttentionMechanism.SDPA, query, key, value, options)
 
 
 def cudnn(query: ArrayLike, key: ArrayLike | None, value: ArrayLike | None,
@@ -68,7 +69,7 @@ def cudnn(query: ArrayLike, key: ArrayLike | None, value: ArrayLike | None,
   Raises:
     TypeError: an unknown keyword, or `mechanism`.
   """
-  return _attend(AttentionMechanism.CUDNN, query, key, value, options)
+  return attend(AttentionMechanism.CUDNN, query, key, value, options)
 
 
 def cuda_flash_attn2(query: ArrayLike, key: ArrayLike | None, value: ArrayLike | None,
@@ -80,7 +81,7 @@ def cuda_flash_attn2(query: ArrayLike, key: ArrayLike | None, value: ArrayLike |
   Raises:
     TypeError: an unknown keyword, or `mechanism`.
   """
-  return _attend(AttentionMechanism.CUDA_FLASH_ATTN2, query, key, value, options)
+  return attend(AttentionMechanism.CUDA_FLASH_ATTN2, query, key, value, options)
 
 
 def blockwise(query: ArrayLike, key: ArrayLike | None, value: ArrayLike | None,
@@ -94,7 +95,7 @@ def blockwise(query: ArrayLike, key: ArrayLike | None, value: ArrayLike | None,
   Raises:
     TypeError: an unknown keyword, or `mechanism`.
   """
-  return _attend(AttentionMechanism.BLOCKWISE, query, key, value, options)
+  return attend(AttentionMechanism.BLOCKWISE, query, key, value, options)
 
 
 def flash_attn2(query: ArrayLike, key: ArrayLike | None, value: ArrayLike | None,
@@ -112,7 +113,7 @@ def flash_attn2(query: ArrayLike, key: ArrayLike | None, value: ArrayLike | None
   Raises:
     TypeError: an unknown keyword, or `mechanism`.
   """
-  return _attend(AttentionMechanism.FLASH_ATTN2, query, key, value, options)
+  return attend(AttentionMechanism.FLASH_ATTN2, query, key, value, options)
 
 
 def blocksparse(query: ArrayLike, key: ArrayLike | None, value: ArrayLike | None,
@@ -126,7 +127,7 @@ def blocksparse(query: ArrayLike, key: ArrayLike | None, value: ArrayLike | None
   Raises:
     TypeError: an unknown keyword, or `mechanism`.
   """
-  return _attend(AttentionMechanism.BLOCKSPARSE, query, key, value, options)
+  return attend(AttentionMechanism.BLOCKSPARSE, query, key, value, options)
 
 
 def ring_attention(query: ArrayLike, key: ArrayLike | None, value: ArrayLike | None,
@@ -156,7 +157,7 @@ def ring_attention(query: ArrayLike, key: ArrayLike | None, value: ArrayLike | N
   Raises:
     TypeError: an unknown keyword, or `mechanism`.
   """
-  return _attend(AttentionMechanism.RING, query, key, value, options)
+  return attend(AttentionMechanism.RING, query, key, value, options)
 
 
 def autoregressive_decodeattn(query: ArrayLike, key: ArrayLike | None, value: ArrayLike | None,
@@ -170,7 +171,7 @@ def autoregressive_decodeattn(query: ArrayLike, key: ArrayLike | None, value: Ar
   Raises:
     TypeError: an unknown keyword, or `mechanism`.
   """
-  return _attend(AttentionMechanism.REGRESSIVE_DECODE, query, key, value, options)
+  return attend(AttentionMechanism.REGRESSIVE_DECODE, query, key, value, options)
 
 
 def multi_latent_attention(query: ArrayLike, latents: ArrayLike | None,
@@ -208,8 +209,8 @@ def multi_latent_attention(query: ArrayLike, latents: ArrayLike | None,
     TypeError: an unknown keyword, or `mechanism`.
     ValueError: an argument is not as documented here, or nothing tells the softmax scale.
   """
-  return _attend(AttentionMechanism.MULTI_LATENT_ATTENTION, query, latents, None,
-                 cast(AttentionOptions, {"latent_options": LatentOptions(), **options}))
+  return attend(AttentionMechanism.MULTI_LATENT_ATTENTION, query, latents, None,
+                cast(AttentionOptions, {"latent_options": LatentOptions(), **options}))
 
 
 def blockwise_attn(
@@ -389,4 +390,4 @@ def _paged(
     pages_metadata: PagesMetadata | None, options: PagedOptions | None, keywords: AttentionOptions,
 ) -> AttentionOutput:
   given = paged_options.keywords_of(mechanism, pages_metadata, options, keywords)
-  return _attend(AttentionMechanism(mechanism), *arrays, {"cache_view": cache, **given})
+  return attend(AttentionMechanism(mechanism), *arrays, {"cache_view": cache, **given})

@@ -119,6 +119,9 @@ _latent = Implementation(
     latent.projected, _BLOCKWISE - {"bias", "dropout", "selected"} | {"latent", "quantized"},
     LINEAR, latent_limits.projected_limits, fallback=_latent)
 
+_latent_pages = _over_pages("PagesLatent", latent.pages,
+                            _PAGED - _MODS - {"value_width", "stored_heads"} | {"latent"})
+
 TABLE: dict[tuple[str, str], Implementation] = {
     ("vanilla", "cpu"): _dense,
     ("vanilla", "gpu"): _dense,
@@ -164,6 +167,9 @@ TABLE: dict[tuple[str, str], Implementation] = {
     ("multi_latent_attention", "cpu"): _latent,
     ("multi_latent_attention", "gpu"): _latent,
     ("multi_latent_attention", "tpu"): _latent,
+    ("multi_latent_ragged_page_attention", "cpu"): _latent_pages,
+    ("multi_latent_ragged_page_attention", "gpu"): _latent_pages,
+    ("multi_latent_ragged_page_attention", "tpu"): _latent_pages,
 }
 
 # Names without a row on some platform, and why.

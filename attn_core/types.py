@@ -22,6 +22,7 @@ import numpy as np
 if TYPE_CHECKING:  # for annotations only: these modules import this one
   from attn_core.caches.dense import DenseCache
   from attn_core.caches.latent import LatentCache
+  from attn_core.caches.paged.latent_layout import PagesLatent
   from attn_core.caches.paged.layouts import Pages, PagesMetadata, PagesV3
   from attn_core.caches.paged.page_stripes import Stripe
   from attn_core.caches.window import WindowCache
@@ -75,10 +76,21 @@ class AttentionMechanism(str, enum.Enum):
   RAGGED_PAGE_ATTENTION_V2 = "ragged_page_attention_v2"
   RAGGED_PAGE_ATTENTION_V3 = "ragged_page_attention_v3"
   MULTI_LATENT_ATTENTION = "multi_latent_attention"
+  MULTI_LATENT_RAGGED_PAGE_ATTENTION = "multi_latent_ragged_page_attention"
+  MULTI_LATENT_RAGGED_PAGE_ATTENTION_V1 = "multi_latent_ragged_page_attention"
+  MULTI_LATENT_RAGGED_PAGE_ATTENTION_V2 = "multi_latent_ragged_page_attention"
 
   def __str__(self) -> str:
     return self.value
 
+  @classmethod
+  def _missing_(cls, value: object) -> "AttentionMechanism | None":
+    return cls.__members__.get(str(value).upper()) if value in MECHANISM_ALIASES else None
+
+
+# Further names of mechanisms, which mean the same.
+MECHANISM_ALIASES = ("multi_latent_ragged_page_attention_v1",
+                     "multi_latent_ragged_page_attention_v2")
 
 # Names that other libraries use -> the mechanisms that compute the same.
 OTHER_MECHANISM_NAMES: dict[str, tuple[str, ...]] = {
@@ -188,6 +200,7 @@ class PagedOperands(NamedTuple):
   stripe: "Stripe | None" = None
   mods: tuple[Array, ...] = ()  # of the score mod, each [1, H or 1, ...], with T or 1 queries
   head_offset: Array | None = None  # int32 scalar, the global number of head 0; None: 0
+  up: tuple[Array, ...] = ()  # (key_up [latent, H, nope], value_up [latent, H, E]) of latent rows
 
 
 _MODS = "mods."  # before the number of an array of the score mod
@@ -326,7 +339,7 @@ class AttentionOutput(NamedTuple):
   attention_weights: Array | None = None  # [B, H, T, S], after dropout
   lse: Array | None = None  # float32 [B, H, T], natural logarithm
   # The updated cache of a call that writes to one.
-  cache_view: "DenseCache | WindowCache | LatentCache | PagesV3 | None" = None
+  cache_view: "DenseCache | WindowCache | LatentCache | PagesV3 | PagesLatent | None" = None
 
   @property
   def out(self) -> Array:

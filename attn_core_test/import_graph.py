@@ -44,6 +44,7 @@ LAYERS = (
     ("arguments",),
     ("attention",),
     ("mechanism_functions",),
+    ("functions",),
     ("adapters",),
     ("plan",),
     ("benchmark",),

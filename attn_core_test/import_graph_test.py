@@ -40,6 +40,7 @@ DOCUMENTED = {
     "attn_core.config.merge.add_basic_configurations",
     "attn_core.config.merge.attach_custom_arguments",
     "attn_core.config.json.from_pretrained",
+    "attn_core.functions.latent_pages.multi_latent_ragged_page_attention",
     "attn_core.mechanism_functions.autoregressive_decodeattn",
     "attn_core.mechanism_functions.blocksparse",
     "attn_core.mechanism_functions.blockwise",

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core import (attention_arguments, from_dict, latent_options, layer_rope,
-                       multi_latent_attention, rotary)
-from attn_core.caches import latent
+from attn_core import (PagesMetadata, attention_arguments, from_dict, latent_options, layer_rope,
+                       multi_latent_attention, multi_latent_ragged_page_attention, rotary)
+from attn_core.caches import latent, latent_pages
 from attn_core_test import config_models_cases, optional_deps
 
 LENGTH, B = 23, 2
@@ -80,21 +80,25 @@ class DeepseekV3Test(parameterized.TestCase):
   def mine(self, absorbed, begin, end, cache=None):
     """Returns the layer's output for some tokens, and the cache."""
     query, rows = self.inputs(begin, end)
+    return self.attended(absorbed, query, lambda query, **arguments: multi_latent_attention(
+        query, rows, cache_view=cache, **arguments))
+
+  def attended(self, absorbed, query, attend):
+    """Returns the layer's output by a function of queries [..., T, H, width], and the cache."""
     options = latent_options(self.config, self.layer.kv_b_proj.weight.detach().numpy().T)
     arguments = {name: value for name, value in attention_arguments(self.config, 1).items()
                  if name in ("causal", "softmax_scale", "dropout_prob")}
     key_up, value_up = options.key_up, options.value_up
     if absorbed:
       nope = options.nope_width
-      query = jnp.concatenate([jnp.einsum("bthd,lhd->bthl", query[..., :nope], key_up),
+      query = jnp.concatenate([jnp.einsum("...hd,lhd->...hl", query[..., :nope], key_up),
                                query[..., nope:]], -1)
       options = options._replace(key_up=None, value_up=None)
-    output = multi_latent_attention(query, rows, latent_options=options, cache_view=cache,
-                                    **arguments)
+    output = attend(query, latent_options=options, **arguments)
     out = output.attention_outputs
     if absorbed:
-      out = jnp.einsum("bthl,lhe->bthe", out, value_up)
-    return dense(out.reshape(B, end - begin, -1), self.layer.o_proj), output.cache_view
+      out = jnp.einsum("...hl,lhe->...he", out, value_up)
+    return dense(out.reshape(*out.shape[:-2], -1), self.layer.o_proj), output.cache_view
 
   @parameterized.parameters(True, False)
   def test_prefill(self, absorbed):
@@ -110,6 +114,25 @@ class DeepseekV3Test(parameterized.TestCase):
       found.append(out)
     np.testing.assert_allclose(jnp.concatenate(found, 1), self.theirs(), atol=1e-5)
     self.assertEqual(cache.latents.shape[-1], 16 + 8)
+
+  @parameterized.parameters(True, False)
+  def test_chunks_and_decode_through_pages(self, absorbed):
+    """Prefills one request in chunks while the other decodes, and then the other way around."""
+    options = latent_options(self.config)
+    cache = latent_pages.init(16, 4, (options.latent_width, options.rope_width), dtype="float32")
+    tables = np.random.default_rng(1).permutation(16)[:12].reshape(B, 6).astype(np.int32)
+    query, rows = self.inputs(0, LENGTH)
+    found, ends = [[], []], [(0, 0), (9, 20), (17, 21), (18, 22), (19, LENGTH), (LENGTH, LENGTH)]
+    for begin, end in zip(ends, ends[1:]):
+      new = lambda x: jnp.concatenate([x[row, begin[row]:end[row]] for row in range(B)])
+      counts = np.subtract(end, begin)
+      requests = PagesMetadata(tables, np.int32(end), np.int32([0, counts[0], sum(counts)]))
+      out, cache = self.attended(absorbed, new(query), lambda query, **arguments: (
+          multi_latent_ragged_page_attention(query, new(rows), cache, requests, **arguments)))
+      for row, part in enumerate(jnp.split(out, [counts[0]])):
+        found[row].append(part)
+    np.testing.assert_allclose(jnp.stack([jnp.concatenate(x) for x in found]), self.theirs(),
+                               atol=1e-5)
 
 
 if __name__ == "__main__":

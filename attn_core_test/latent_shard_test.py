@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import numpy as np
 
-from attn_core import (LatentOptions, OperationMetadata, create_mesh, explain,
-                       multi_latent_attention)
-from attn_core.caches import latent
+from attn_core import (LatentOptions, OperationMetadata, PagesMetadata, create_mesh, explain,
+                       multi_latent_attention, multi_latent_ragged_page_attention)
+from attn_core.caches import groups, latent, latent_pages
 
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -136,6 +136,99 @@ class CacheTest(parameterized.TestCase):
       latent.init(B, S, (L, R), sharding=NamedSharding(mesh, P(None, None, "sp")))
     with self.assertRaisesRegex(ValueError, "axes that divide"):
       latent.init(B, 15, (L, R), sharding=NamedSharding(mesh, P(None, "sp")))
+
+
+PAGE, POOL, TOKENS = 2, 6, 5  # tokens of a page; pages and tokens of a group
+
+
+class PagesTest(parameterized.TestCase):
+
+  def arrays(self, number, up, dtype):
+    """Returns query, rows, up-projections, cache and metadata of some groups of two requests."""
+    rng = np.random.default_rng(1)
+    array = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    cache = latent_pages.init(number * POOL, PAGE, (L, R), dtype=dtype)
+    held = array(number * POOL * PAGE, L + R)
+    cache = latent_pages.append(cache, held, np.arange(held.shape[0]))
+    one = PagesMetadata(np.int32([[4, 1, 0], [3, 5, 9]]), np.int32([6, 3]), np.int32([0, 4, 5]))
+    metadata = one if number == 1 else groups.stack(*[one] * number)
+    ups = (array(L, H, NOPE), array(L, H, E)) if up else ()
+    return (array(number * TOKENS, H, (NOPE if up else L) + R), array(number * TOKENS, L + R), *ups,
+            cache, metadata)
+
+  def attended(self, mesh, query, rows, *rest):
+    *up, cache, metadata = rest
+    options = ABSORBED._replace(key_up=up[0], value_up=up[1]) if up else ABSORBED
+    output = multi_latent_ragged_page_attention(
+        query, rows, cache, metadata, latent_options=options, return_lse=True,
+        sliding_window=(3, 0), softmax_aux=jnp.arange(H, dtype=jnp.float32),
+        metadata=OperationMetadata(mesh=mesh))
+    return output.attention_outputs, output.lse, output.cache_view
+
+  def with_gradients(self, mesh, arrays):
+    """Returns results and the gradients of query, rows, up-projections and pages."""
+    *wanted, metadata = arrays
+    if wanted[-1].scales is not None:
+      return self.attended(mesh, *arrays)
+    found, pull = jax.vjp(lambda *x: self.attended(mesh, *x, metadata), *wanted)
+    return found, pull(jax.tree.map(jnp.cos, found))
+
+  @parameterized.parameters(
+      (1, False, "float32", dict(dp=2, tp=4), "Auto"),
+      (2, True, "float32", dict(dp=2, tp=2), "Auto"),
+      (2, False, "int8", dict(dp=2, tp=2), "Auto"),
+      (2, False, "float32", dict(dp=2, tp=2), "Explicit"),
+      (2, True, "float32", dict(dp=2, tp=2), "Explicit"))
+  def test_equals_one_device(self, number, up, dtype, sizes, kind):
+    """Heads and groups of requests are sharded; every device of a group holds its whole rows."""
+    arrays = self.arrays(number, up, dtype)
+    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes),
+                         axis_types=(getattr(AxisType, kind),) * 2)
+    query, rows, *ups, cache, metadata = arrays
+    pool = "dp" if number > 1 else None
+    placed = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))
+    with jax.set_mesh(mesh):
+      given = (placed(query, pool, "tp"), placed(rows, pool), *(placed(x, None, "tp") for x in ups),
+               jax.tree.map(lambda x: placed(x, pool), cache), metadata)
+      found = jax.jit(lambda *x: self.with_gradients(mesh, x))(*given)
+    close(found, self.with_gradients(None, arrays))
+
+  def test_no_collective_and_pages_stay_where_they_are(self):
+    query, rows, cache, metadata = self.arrays(2, False, "float32")
+    mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
+    placed = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))
+    given = (placed(query, "dp", "tp"), placed(rows, "dp"),
+             jax.tree.map(lambda x: placed(x, "dp"), cache), metadata)
+    compiled = jax.jit(lambda *x: self.attended(mesh, *x)).lower(*given).compile()
+    self.assertEmpty(COLLECTIVE.findall(compiled.as_text()))
+    held = compiled(*given)[2].pages
+    self.assertTrue(held.sharding.is_equivalent_to(given[2].pages.sharding, 3), held.sharding)
+
+  @parameterized.parameters("float32", "int8")
+  def test_stripes_of_pages_over_sp(self, dtype):
+    """A request's pages are dealt out to devices, each of which reads its own."""
+    query, rows, cache, metadata = self.arrays(1, False, dtype)
+    # Page n of a request is number n // 2 of stripe n % 2, which has half of the pool.
+    whole = metadata._replace(page_tables=np.int32([[0, 3, 1], [2, 4, 9]]))
+    striped = jax.tree.map(lambda x: x[None], whole)._replace(
+        page_tables=np.int32([[[[0, 1], [2, 9]], [[0, 9], [1, 9]]]]))
+    mesh = jax.make_mesh((2, 2), ("sp", "tp"), axis_types=(AxisType.Auto,) * 2)
+    given = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, P("sp"))), cache)
+    found = jax.jit(lambda *x: self.attended(mesh, *x))(query, rows, given, striped)
+    close(found, self.attended(None, query, rows, cache, whole))
+
+  def test_init(self):
+    mesh = create_mesh((1, 1, 1, 4, 2))
+    like = jax.device_put(jnp.ones((2, 3, H, 9)), NamedSharding(mesh, P("sp", None, "tp")))
+    self.assertEqual(latent.init_like(like, 4, (L, R)).latents.sharding.spec, P("sp"))
+    held = latent_pages.init(4, 2, (L, R), dtype="int8", sharding=NamedSharding(mesh, P("sp")))
+    for x in jax.tree.leaves(held):
+      self.assertEqual(x.sharding.spec[0], "sp")
+    like = jax.device_put(jnp.ones((4, H, 9)), NamedSharding(mesh, P("sp", "tp")))
+    self.assertEqual(latent_pages.init_like(like, 4, 2, (L, R), groups=2).pages.sharding.spec[0],
+                     "sp")
+    with self.assertRaisesRegex(ValueError, "axes for the pages of .*only"):
+      latent_pages.init(4, 2, (L, R), sharding=NamedSharding(mesh, P(None, None, "tp")))
 
 
 if __name__ == "__main__":

@@ -368,6 +368,22 @@ class CacheTest(parameterized.TestCase):
       call = {**call_of(case, x, **more), "query_offset": None}
       close(attention(**call).attention_outputs, defined(case, x)[0], tolerance)
 
+  @parameterized.parameters("float32", "int8")
+  def test_init_like_and_view(self, dtype):
+    for like in (self.query, self.rows):
+      cache = latent.init_like(like, 40, (L, R), dtype=dtype)
+      self.assertEqual(jax.tree.map(jnp.shape, cache), jax.tree.map(jnp.shape, latent.init(
+          B, 40, (L, R), dtype=dtype)))
+    self.assertEqual(latent.init_like(self.rows, 4, (L, R)).latents.dtype, jnp.float64)
+    cache = latent.append(cache, self.rows, np.int32([30, 7]))._replace(starts=jnp.int32([2, 0]))
+    view = latent.view(cache)
+    np.testing.assert_array_equal(view.key[:, :, 0], cache.latents)
+    self.assertEqual(view.value.shape, (B, 40, 1, R if dtype == "int8" else 0))
+    slot = np.arange(40)
+    np.testing.assert_array_equal(view.positions, [np.where((slot >= 2) & (slot < 30), slot, -1),
+                                                   np.where(slot < 7, slot, -1)])
+    self.assertEqual((view.key_scale is None, view.value_scale), (dtype == "float32", None))
+
   def test_lengths_slots_and_overflow(self):
     cache = latent.init(3, 16, (L, R), dtype="float64")
     options = {"latent_options": self.options}

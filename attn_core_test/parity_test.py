@@ -32,7 +32,8 @@ OperationMetadata: runtime_dtype runtime_softmax_dtype sequence_axis_name mesh p
   partition_axis partition_manager base_config scan_ring_attention softmax_scale dropout_prob
   blocksize_q blocksize_k blocksize_b operation_configs from_config get_operation_config
   get_shardings set_attrs_carefully {_JSON}
-AttentionMechanisms: AUTO BLOCKSPARSE BLOCKWISE CUDA_FLASH_ATTN2 CUDNN FLASH_ATTN2 PAGED_ATTENTION
+AttentionMechanisms: AUTO BLOCKSPARSE BLOCKWISE CUDA_FLASH_ATTN2 CUDNN FLASH_ATTN2
+  MULTI_LATENT_RAGGED_PAGE_ATTENTION_V1 MULTI_LATENT_RAGGED_PAGE_ATTENTION_V2 PAGED_ATTENTION
   RAGGED_PAGE_ATTENTION_V2 RAGGED_PAGE_ATTENTION_V3 REGRESSIVE_DECODE RING SDPA SPLASH VANILLA
 AttentionModule: config cached_key cached_value cache_index apply_complex_rotary apply_qk_shardings
   apply_qkv_shardings build_cache_pos concatenate default_key_value_sharding get_sharding_safely

@@ -23,8 +23,8 @@ RUN = "<!-- ci: run -->"  # marks the blocks of commands that .ci/run runs
 
 # Columns of the table of mechanisms, and what it calls implementations and their memory.
 PLACES = {"CPU": "cpu", "TPU": "tpu", "Hopper GPU": "gpu 9.0", "other GPU": "gpu"}
-KERNELS = {**dict.fromkeys(("vanilla", "xla", "xla_writing", "projected", "decode", "absorbed"),
-                           "XLA"), "cudnn": "cuDNN",
+KERNELS = {**dict.fromkeys(("vanilla", "xla", "xla_writing", "projected", "decode", "absorbed",
+                            "pages"), "XLA"), "cudnn": "cuDNN",
            **dict.fromkeys(("tpu", "tpu_writing", "tpu_remote", "gpu", "gpu_writing"), "Pallas")}
 MEMORY = {capabilities.LINEAR: "linear", capabilities.LINEAR_BANDED: "linear †",
           capabilities.QUADRATIC: "quadratic"}

@@ -67,8 +67,10 @@ QUICK = {
     "export_test.MeshTest.test_auto_axes*": 4,
     "explicit_pages_test.TypesTest.test_outputs*": 4,
     "explicit_pages_test.ValuesTest.test_those*": 3,
+    "latent_pages_test.[BC]*": 1, "latent_pages_test.*": 3,
     "latent_test.[BE]*": 1, "latent_test.*": 6, "latent_shard_test.MeshTest.test_eq*": 4,
-    "latent_shard_test.CacheTest.test_slots*": 4, "latent_shard_test.MeshTest.test_no*": 2,
+    "latent_shard_test.PagesTest.test_eq*": 3, "latent_shard_test.CacheTest.test_slots*": 4,
+    "latent_shard_test.MeshTest.test_no*": 2,
     "selected_test.PlacementTest.*": 2, "selected_test.WorkTest.test_memory*": 2,
     "selected_test.MeaningTest.test_block_map*": 2, "page_drafts_test.*.test_equals*": 3}
 

@@ -47,6 +47,7 @@ KERNELS = {
         "tpu": "decode.tpu, decode.xla"},
     "multi_latent_attention": {
         "cpu, gpu, tpu": "latent.projected, latent.decode, latent.absorbed"},
+    "multi_latent_ragged_page_attention": {"cpu, gpu, tpu": "latent.pages"},
 }
 
 # Kernel -> the features that it refuses; it supports all others.
@@ -113,6 +114,10 @@ REFUSED = {
         "draft_mask scope selected prefixes stored_heads"),
     "latent.absorbed": (
         "weights vmem_limit_bytes sequence_layout pages selected draft_mask scope prefixes "
+        "stored_heads"),
+    "latent.pages": (
+        "value_width segments positions mask mask_operands bias score_mod score_function dropout "
+        "weights unnormalized vmem_limit_bytes sequence_layout cache quantized selected "
         "stored_heads"),
 }
 # One array holds keys and values, so that these have one width.

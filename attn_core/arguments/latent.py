@@ -15,9 +15,11 @@ import numpy as np
 from attn_core import checks
 from attn_core.arguments.arguments import AttentionArguments
 from attn_core.caches.latent import LatentCache
+from attn_core.caches.paged.latent_layout import PagesLatent
 from attn_core.dispatch.latent import Widths
 from attn_core.types import LatentOptions
 
+CACHES = (LatentCache, PagesLatent)  # those of latent rows
 _WIDTHS = ("latent_width", "rope_width", "nope_width")
 
 
@@ -36,14 +38,16 @@ def expand(a: AttentionArguments, default_scale: float | None) -> AttentionArgum
   """
   options = a.latent_options
   if options is None:
-    checks.require(not isinstance(a.cache_view, LatentCache), "latent_options",
-                   "None with a LatentCache", "LatentOptions(latent_width, rope_width)")
+    checks.require(not isinstance(a.cache_view, CACHES), "latent_options",
+                   f"None with a {type(a.cache_view).__name__}",
+                   "LatentOptions(latent_width, rope_width)")
     return a
   _check_options(options)
   checks.require(a.value is None, "value", checks.describe(a.value),
                  "None with latent_options: the first numbers of a latent row are its value")
-  checks.require(a.cache_view is None or isinstance(a.cache_view, LatentCache), "cache_view",
-                 type(a.cache_view).__name__, "a LatentCache with latent_options, or None")
+  checks.require(a.cache_view is None or isinstance(a.cache_view, CACHES), "cache_view",
+                 type(a.cache_view).__name__,
+                 "a LatentCache or PagesLatent with latent_options, or None")
   if a.softmax_scale is None and default_scale is None:
     a = a._replace(softmax_scale=_default_scale(options))
   if a.key is None:
@@ -111,7 +115,7 @@ def check(query: jax.Array, key: jax.Array, value: jax.Array, options: LatentOpt
     ValueError: any disagreement.
   """
   checks.floating("query", query, 4, "[B, T, H, width]")
-  batch, _, heads, width = query.shape
+  batch = query.shape[0]
   of_row = options.latent_width + options.rope_width
   sum_of = f"latent_width {options.latent_width} + rope_width {options.rope_width}"
   held = key.shape[3] + value.shape[3]
@@ -124,14 +128,33 @@ def check(query: jax.Array, key: jax.Array, value: jax.Array, options: LatentOpt
   checks.require(quantized or mixed or key.dtype == query.dtype, "key", checks.describe(key),
                  f"the query's dtype {query.dtype}; pass compute_dtype to compute in one dtype, or "
                  "cast one of them (a cache has that of its init)")
+  check_query(query, options, mixed=mixed)
+
+
+def check_query(query: checks.Array, options: LatentOptions, *, mixed: bool) -> None:
+  """Checks queries and up-projections.
+
+  Args:
+    query: [B, T, H, width], or over pages [T, H, width].
+    options: the caller's.
+    mixed: whether up-projections may have any floating-point dtype.
+
+  Raises:
+    ValueError: any disagreement.
+  """
+  *_, heads, width = query.shape
+  tokens = "B, T" if query.ndim == 4 else "T"
+  of_row = options.latent_width + options.rope_width
   if options.key_up is None:
-    checks.require(heads > 0 and width == of_row, "query", checks.describe(query),
-                   f"[B, T, H, {of_row}], absorbed queries of {sum_of} numbers; queries of heads "
-                   "need latent_options.key_up and value_up")
+    checks.require(
+        heads > 0 and width == of_row, "query", checks.describe(query),
+        f"[{tokens}, H, {of_row}], absorbed queries of latent_width {options.latent_width} + "
+        f"rope_width {options.rope_width} numbers; queries of heads need latent_options.key_up and "
+        "value_up")
     return
   nope = options.key_up.shape[2]
   checks.require(width == nope + options.rope_width, "query", checks.describe(query),
-                 f"[B, T, H, {nope + options.rope_width}], nope {nope} of key_up + rope_width "
+                 f"[{tokens}, H, {nope + options.rope_width}], nope {nope} of key_up + rope_width "
                  f"{options.rope_width}")
   for name in ("key_up", "value_up"):
     x = getattr(options, name)

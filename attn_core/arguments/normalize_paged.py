@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import checks
-from attn_core.arguments import block_sizes, features as features_lib, normalize as steps
-from attn_core.arguments.arguments import AttentionArguments
+from attn_core.arguments import block_sizes, features as features_lib, latent, normalize as steps
+from attn_core.arguments.arguments import AttentionArguments, Shaped
 from attn_core.config import metadata as metadata_lib
 from attn_core.config.metadata import OperationMetadata
 from attn_core.caches.paged import layouts, request_groups, validate
+from attn_core.caches.paged.latent_layout import PagesLatent
 from attn_core.caches.paged.layouts import Pages
 from attn_core.dispatch.capabilities import PagesRequest, request_of
 from attn_core.masks import constructors
@@ -26,7 +27,8 @@ from attn_core.types import Call, operands_like, PagedOperands, PagedSpec
 # Mechanism -> the layout of its pages.
 PAGE_LAYOUTS: dict[str, type] = {
     "page_attention": layouts.PagesV1, "ragged_page_attention_v2": layouts.PagesV2,
-    "ragged_page_attention_v3": layouts.PagesV3}
+    "ragged_page_attention_v3": layouts.PagesV3,
+    "multi_latent_ragged_page_attention": PagesLatent}
 
 
 def mechanism_of(mechanism: str, cache_view: object) -> str | None:
@@ -74,13 +76,14 @@ def normalize(a: AttentionArguments) -> steps.Normalized:
   heads = _heads(a, cache, query, mechanism, cache_metadata.stored_heads)
   compute = steps.normalize_compute_dtype(a.compute_dtype, metadata.runtime_dtype, query.dtype)
   dense = _dense(a, metadata, query, heads, compute)
-  new = [None if x is None else checkpoint_name(_as_stored(jnp.asarray(x), cache), name)
-         for name, x in (("attn_key", a.key), ("attn_value", a.value))]
+  def stored(name: str, x: Shaped | None) -> jax.Array | None:
+    return None if x is None else checkpoint_name(_as_stored(jnp.asarray(x), cache), name)
   operands = PagedOperands(
       checkpoint_name(jnp.asarray(query).astype(compute), "attn_query"),
       jax.tree.map(jnp.asarray, cache), jax.tree.map(jnp.asarray, cache_metadata),
       None if dense.operands.sinks is None else dense.operands.sinks[0],
-      key=new[0], value=new[1], mods=dense.operands.mods)
+      stored("attn_key", a.key), stored("attn_value", a.value), mods=dense.operands.mods,
+      up=latent.up_projections(a.latent_options, compute))
   chunk = checks.chunk_size(a.chunk_size)
   spec = PagedSpec(dense.spec.softmax_scale, dense.spec.logits_soft_cap, bool(a.causal),
                    (left, right), dense.spec.softmax_dtype, dense.spec.precision,
@@ -102,7 +105,8 @@ def normalize(a: AttentionArguments) -> steps.Normalized:
   mode = a.mode or ("__autoregressive__" if cache_metadata.query_start_loc is None
                     else "__prefill__")
   placement, error = paged_placement.place(
-      metadata.get_shardings(mode, "bthd"), metadata_lib.resolved_mesh(metadata), operands, heads,
+      metadata.get_shardings(mode, "bthd"), metadata_lib.resolved_mesh(metadata), operands,
+      heads._replace(value_width=operands.up[1].shape[2]) if operands.up else heads,
       metadata.partition_axis)
   shapes = shard_paged.local_shapes(operands, None if error else placement, heads)
   request = request_of(
@@ -168,6 +172,9 @@ def _heads(a: AttentionArguments, cache: Pages, query: checks.Array,
   """Returns the heads of the call, by the pages and, where padded, `stored` or the new keys."""
   held, held_dtype = layouts.heads_of(cache), layouts.dtype_of(cache)
   mixed = cache.key_scales is not None or a.compute_dtype is not None
+  if isinstance(cache, PagesLatent):
+    _check_latents(a, cache, query, mixed)
+    return held
   if stored is not None:
     held = _stored_heads(a, cache, query, mechanism, stored)
   elif mechanism == "ragged_page_attention_v3":
@@ -209,6 +216,28 @@ def _stored_heads(a: AttentionArguments, cache: Pages, query: checks.Array, mech
                  f"at least 1 and at most {most} key heads of width {query.shape[2]}, the query's, "
                  f"and values of a width from 1 to at most {held.value_width}")
   return layouts.Heads(stored.key_heads, stored.key_width, stored.value_width)
+
+
+def _check_latents(a: AttentionArguments, cache: PagesLatent, query: checks.Array,
+                   mixed: bool) -> None:
+  """Checks queries [T, H, width] and, where the call writes them, latent rows [T, 1, width]."""
+  options = a.latent_options
+  assert options is not None  # `latent.expand` requires it with these pages
+  for name, width in cache.widths.__dict__.items():
+    given = getattr(options, f"{name}_width")
+    checks.require(given == width, f"latent_options.{name}_width", str(given),
+                   f"{width}, that of the pages")
+  latent.check_query(query, options, mixed=a.compute_dtype is not None)
+  dtype, rows = cache.pages.dtype, [query]
+  if a.key is not None:
+    key = jnp.asarray(a.key)[:, 0]
+    checks.require(key.shape == (query.shape[0], cache.width), "key", checks.describe(key),
+                   f"[{query.shape[0]}, {cache.width}], a latent row for each query, latent "
+                   f"{cache.widths.latent} + rope {cache.widths.rope}")
+    rows.append(key)
+  for name, x in zip(("query", "key"), rows):
+    checks.require(mixed or x.dtype == dtype, name, checks.describe(x),
+                   f"the dtype of the pages, {dtype}, or compute_dtype to compute in one dtype")
 
 
 def _new_heads(key: checks.Array, value: checks.Array, cache: Pages, query: checks.Array,

@@ -2,14 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Caches as values and pure functions: `dense`, `window`, `latent`, `pages`, `quantize`.
 
-`caches.dense` and `caches.window` offer `init`, `append`, `insert` and `view`; `caches.latent`, for
-latent attention, all but the last. `pages`, `groups`, `stripes` and `page_checks` are the public
-names of `paged`, `paged.request_groups`, `paged.page_stripes` and `paged.validate`; `allocator`,
-`drafts`, `exchange` and `prefixes` are modules of `paged`, too.
+`caches.dense`, `caches.window` and, for latent attention, `caches.latent` offer `init`, `append`,
+`insert` and `view`. `pages`, `groups`, `stripes` and `page_checks` are the public names of `paged`,
+`paged.request_groups`, `paged.page_stripes` and `paged.validate`; `allocator`, `drafts`,
+`exchange`, `latent_pages` and `prefixes` are modules of `paged`, too.
 """
 
 from attn_core.caches import dense, latent, paged as pages, quantize, window
-from attn_core.caches.paged import allocator, drafts, exchange, prefixes, validate as page_checks
+from attn_core.caches.paged import (allocator, drafts, exchange, latent_pages, prefixes,
+                                    validate as page_checks)
 from attn_core.caches.paged import page_stripes as stripes, request_groups as groups
 from attn_core.caches.dense import DenseCache
 from attn_core.caches.latent import LatentCache
@@ -19,4 +20,4 @@ from attn_core.caches.window import WindowCache
 
 __all__ = ["CacheMetadata", "CacheView", "DenseCache", "LatentCache", "WindowCache",
            "allocator", "concatenate", "dense", "drafts", "exchange", "groups", "latent",
-           "page_checks", "pages", "prefixes", "quantize", "stripes", "window"]
+           "latent_pages", "page_checks", "pages", "prefixes", "quantize", "stripes", "window"]

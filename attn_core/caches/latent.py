@@ -23,13 +23,14 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
 import jax.numpy as jnp
+import numpy as np
 
 from attn_core import checks
 from attn_core.caches import dense, device_parts, quantize, slots as slots_lib
 from attn_core.caches.dense import DenseCache
 from attn_core.caches.device_parts import Sharding
 
-__all__ = ["LatentCache", "append", "init", "insert"]
+__all__ = ["LatentCache", "append", "init", "init_like", "insert", "view"]
 
 
 class LatentCache(NamedTuple):
@@ -76,14 +77,7 @@ def init(batch: int, slots: int, widths: tuple[int, int], *, dtype: DTypeLike = 
     ValueError: a size is not an int >= 1, a dtype is not supported, or the sharding is not one of
       these dimensions that it divides over an existing mesh.
   """
-  checks.require(isinstance(widths, tuple) and len(widths) == 2, "widths", repr(widths),
-                 "(latent, rope), the numbers of each part of a row")
-  for name, width in zip(("latent width", "rope width"), widths):
-    checks.integer(name, width, "an int >= 1", lambda x: x >= 1)
-  given = checks.dtype("dtype", dtype, "a floating-point dtype, int8 or float8_e4m3fn")
-  rest = checks.dtype("rope_dtype", rope_dtype, "a floating-point dtype")
-  checks.require(jnp.issubdtype(rest, jnp.floating) and rest.itemsize > 1, "rope_dtype", rest.name,
-                 "a floating-point dtype of at least 16 bits")
+  given, rest = checked_dtypes(widths, dtype, rope_dtype)
   whole = device_parts.named(sharding, "[B, S, latent + rope]", (batch, slots, None))
   if whole is not None:
     rows, tokens, numbers = device_parts.entries(whole, 3)
@@ -94,6 +88,76 @@ def init(batch: int, slots: int, widths: tuple[int, int], *, dtype: DTypeLike = 
   heads = (1, widths[0], widths[1]) if apart else (1, sum(widths), 0)
   return of_dense(slots_lib.empty(DenseCache, batch, slots, heads, dtype=given, sharding=whole,
                                   value_dtype=rest if apart else given))
+
+
+def init_like(like: jax.Array | jax.ShapeDtypeStruct, slots: int, widths: tuple[int, int], *,
+              dtype: DTypeLike | None = None, rope_dtype: DTypeLike = jnp.bfloat16) -> LatentCache:
+  """Creates an empty cache for the rows of a query or of latent rows, which is sharded as they are.
+
+  >>> import jax.numpy as jnp
+  >>> from attn_core.caches import latent
+  >>> latent.init_like(jnp.ones((2, 1, 4, 192)), slots=32, widths=(512, 64)).latents.shape
+  (2, 32, 576)
+
+  Args:
+    like: [B, T, H, D] in layout bthd, or [B, T, latent + rope]. Mesh axes that shard its rows of
+      the batch shard those of the cache; heads do not. During tracing, shardings over axes of type
+      Auto are not known and left to the partitioner.
+    slots: tokens S that a row can hold.
+    widths: (latent, rope).
+    dtype: see `init`; None: that of `like`.
+    rope_dtype: see `init`.
+
+  Returns:
+    A cache whose rows are empty.
+
+  Raises:
+    ValueError: `like` does not have three or four dimensions, or see `init`.
+  """
+  given, sharding = first_dimension(like, (3, 4), "[B, T, H, D] or [B, T, latent + rope]")
+  return init(given.shape[0], slots, widths, dtype=given.dtype if dtype is None else dtype,
+              rope_dtype=rope_dtype, sharding=sharding)
+
+
+def first_dimension(like: jax.Array | jax.ShapeDtypeStruct, ranks: tuple[int, ...], letters: str
+                    ) -> tuple[checks.Array | jax.ShapeDtypeStruct, NamedSharding | None]:
+  """Returns an array, checked, and a sharding of its first dimension only; None: it is not known.
+
+  Args:
+    like: the array, or its jax.ShapeDtypeStruct.
+    ranks: how many dimensions it may have.
+    letters: these dimensions, as in an error.
+
+  Raises:
+    ValueError: another number of dimensions.
+  """
+  expected = f"an array {letters}, or its jax.ShapeDtypeStruct"
+  given = like if isinstance(like, jax.ShapeDtypeStruct) else checks.array("like", like, expected)
+  checks.require(len(given.shape) in ranks, "like", checks.describe(given), expected)
+  sharding = device_parts.sharding_of(given)
+  if sharding is not None:
+    sharding = NamedSharding(sharding.mesh, P(*device_parts.entries(sharding, 1)))
+  return given, sharding
+
+
+def checked_dtypes(widths: tuple[int, int], dtype: DTypeLike,
+                   rope_dtype: DTypeLike) -> tuple[np.dtype, np.dtype]:
+  """Returns the dtypes of rows and of a rotary part that is stored apart.
+
+  Raises:
+    ValueError: as `init`.
+  """
+  checks.require(isinstance(widths, tuple) and len(widths) == 2, "widths", repr(widths),
+                 "(latent, rope), the numbers of each part of a row")
+  for name, width in zip(("latent width", "rope width"), widths):
+    checks.integer(name, width, "an int >= 1", lambda x: x >= 1)
+  given = checks.dtype("dtype", dtype, "a floating-point dtype, int8 or float8_e4m3fn")
+  checks.require(jnp.issubdtype(given, jnp.floating) or quantize.is_quantized(given), "dtype",
+                 given.name, "a floating-point dtype, int8 or float8_e4m3fn")
+  rest = checks.dtype("rope_dtype", rope_dtype, "a floating-point dtype")
+  checks.require(jnp.issubdtype(rest, jnp.floating) and rest.itemsize > 1, "rope_dtype", rest.name,
+                 "a floating-point dtype of at least 16 bits")
+  return given, rest
 
 
 def append(cache: LatentCache, latents: jax.Array,
@@ -138,6 +202,16 @@ def insert(cache: LatentCache, slots: ArrayLike, prefilled: LatentCache) -> Late
   slots_lib.check_kind(cache, LatentCache)
   slots_lib.check_kind(prefilled, LatentCache, "prefilled")
   return of_dense(slots_lib.insert(as_dense(cache), slots, as_dense(prefilled)))
+
+
+def view(cache: LatentCache) -> slots_lib.CacheView:
+  """Returns the arrays that attention reads, as keys and values of one head.
+
+  The keys are the latents, with the rotary part where it is stored with them; the values are what
+  is stored apart: the rotary part of latents in 8 bits, else no numbers.
+  """
+  slots_lib.check_kind(cache, LatentCache)
+  return dense.view(as_dense(cache))
 
 
 def split_tokens(cache: LatentCache, rows: jax.Array) -> tuple[jax.Array, jax.Array]:

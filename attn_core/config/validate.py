@@ -18,7 +18,7 @@ from attn_core.config.metadata import OperationMetadata
 from attn_core.rope.frequencies import Rope, check_rope
 from attn_core.sharding.partition import PartitionAxis, axis_names
 from attn_core.sharding.rules import check_rules
-from attn_core.types import OTHER_MECHANISM_NAMES, AttentionMechanism
+from attn_core.types import MECHANISM_ALIASES, OTHER_MECHANISM_NAMES, AttentionMechanism
 
 MOE_METHODS = ("fused_moe", "standard_moe", "dense_moe")
 BACKWARD_IMPLEMENTATIONS = ("triton", "xla")
@@ -46,8 +46,8 @@ def validated(config: AttnConfig) -> AttnConfig:
   normal: dict[str, Any] = {"partition_axis": config.partition_axis or PartitionAxis()}
   for name in ("attn_mechanism", "decode_attn_mechanism"):
     if getattr(config, name) is not None:
-      checks.one_of(name, getattr(config, name), [m.value for m in AttentionMechanism],
-                    OTHER_MECHANISM_NAMES)
+      known = [*(m.value for m in AttentionMechanism), *MECHANISM_ALIASES]
+      checks.one_of(name, getattr(config, name), known, OTHER_MECHANISM_NAMES)
       normal[name] = AttentionMechanism(getattr(config, name)).value
   for name in ("attn_dtype", "kvdtype", "attn_softmax_dtype"):
     normal[name] = _dtype(name, getattr(config, name), optional=name == "kvdtype")

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from attn_core.kernels.common import matmul_precision, nonfinite
 from attn_core.kernels.xla import decode as xla_decode, flash as xla_flash
-from attn_core.mechanisms import decode as decode_lib, flash
+from attn_core.mechanisms import decode as decode_lib, flash, paged
 from attn_core.types import AttentionOutput, Call, at_least_float32
 
 
@@ -39,16 +39,22 @@ def decode(call: Call) -> AttentionOutput:
   return _absorb(functools.partial(decode_lib.by_kernel, xla_decode.KERNEL), call)
 
 
+def pages(call: Call) -> AttentionOutput:
+  """Writes new rows to pages, if any, and attends by absorbed queries in plain XLA."""
+  return _absorb(paged.xla if call.operands.key is None else paged.xla_writing, call)
+
+
 def _absorb(run: Callable[[Call], AttentionOutput], call: Call) -> AttentionOutput:
   """Runs the absorbed form with the up-projections, if any, in queries and outputs."""
   operands = call.operands
   if not operands.up:
     return run(call)
   key_up, value_up = operands.up
-  nope, latent = key_up.shape[2], call.spec.latent_width
+  nope, latent = key_up.shape[2], value_up.shape[0]
   query, finite = nonfinite.mask_nonfinite_rows(operands.query)
-  query = jnp.concatenate([
-      _product("bthd,lhd->bthl", query[..., :nope], key_up, call), query[..., nope:]], -1)
+  tokens = "bt" if query.ndim == 4 else "t"
+  query = jnp.concatenate([_product(f"{tokens}hd,lhd->{tokens}hl", query[..., :nope], key_up, call),
+                           query[..., nope:]], -1)
   query = jnp.where(finite, query, jnp.nan)
   output = run(call._replace(operands=operands._replace(query=query, up=())))
   assert output.attention_outputs.shape[-1] == latent

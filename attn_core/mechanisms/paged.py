@@ -13,7 +13,9 @@ import jax.numpy as jnp
 
 from attn_core import array_axes
 from attn_core.autodiff import paged as autodiff_paged
-from attn_core.caches.paged import layouts, page_stripes, request_groups, token_writes
+from attn_core.caches.paged import (latent_pages, layouts, page_stripes, request_groups,
+                                    token_writes)
+from attn_core.caches.paged.latent_layout import PagesLatent
 from attn_core.caches.paged.page_stripes import Stripe
 from attn_core.kernels.common import paged_operands
 from attn_core.kernels.common.contract import Residuals
@@ -24,6 +26,7 @@ from attn_core.sharding.placement import Placement
 from attn_core.types import (AttentionOutput, BlockSizes, Call, PagedOperands, PagedSpec,
                              at_least_float32)
 
+WRITTEN = (layouts.PagesV3, PagesLatent)  # layouts to which calls write
 Forward = autodiff_paged.PagedForwardFn
 Writer = autodiff_paged.WritingForwardFn
 
@@ -123,8 +126,10 @@ def _local(forward: Forward, call: Call, writes: bool, writer: Writer | None,
     assert operands.key is not None and operands.value is not None
     key_heads = operands.key.shape[1]
     if separately:
-      cache = token_writes.append(cache, operands.key, operands.value,
-                         request_groups.slots(cache, metadata, tokens, operands.stripe))
+      slots = request_groups.slots(cache, metadata, tokens, operands.stripe)
+      cache = (latent_pages.append(cache, operands.key[:, 0], slots)
+               if isinstance(cache, PagesLatent)
+               else token_writes.append(cache, operands.key, operands.value, slots))
     if isinstance(cache, layouts.PagesV3):
       width, value_width = operands.query.shape[2], operands.value.shape[2]
 
@@ -157,7 +162,7 @@ def _local(forward: Forward, call: Call, writes: bool, writer: Writer | None,
     out, lse = lse_combine.combine(out, lse, call.placement.keys)
   return AttentionOutput(
       out, lse=lse if call.return_lse else None,
-      cache_view=cache if writes and isinstance(cache, layouts.PagesV3) else None)
+      cache_view=cache if writes and isinstance(cache, WRITTEN) else None)
 
 
 def _heads(cache: layouts.Pages, metadata: layouts.PagesMetadata,

@@ -9,6 +9,7 @@ Without up-projections a row is the key, and its first numbers the value, of eve
 import kernels.
 """
 
+import jax
 import jax.numpy as jnp
 
 from attn_core.references import oracle
@@ -25,13 +26,24 @@ def attention(operands: Operands, spec: AttentionSpec) -> AttentionOutput:
   Returns:
     As `oracle.attention`.
   """
-  rows, latent = operands.key, spec.latent_width
-  key, value = rows, rows[..., :latent]
-  if operands.up:
-    key_up, value_up = operands.up
-    latents, rope = rows[:, :, 0, :latent], rows[..., latent:]
-    key = jnp.einsum("bsl,lhd->bshd", latents, key_up, precision="highest")
-    key = jnp.concatenate([key, jnp.repeat(rope, key.shape[2], 2)], -1)
-    value = jnp.einsum("bsl,lhe->bshe", latents, value_up, precision="highest")
+  assert spec.latent_width is not None
+  key, value = keys_and_values(operands.key[:, :, 0], spec.latent_width, operands.up)
   return oracle.attention(operands._replace(key=key, value=value, up=()),
                           spec._replace(latent_width=None))
+
+
+def keys_and_values(rows: jax.Array, latent: int,
+                    up: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+  """Returns the keys and values that rows stand for, [..., 1 or H, width].
+
+  Args:
+    rows: [..., latent + rope].
+    latent: the width of the first part.
+    up: (key_up [latent, H, nope], value_up [latent, H, E]), or ().
+  """
+  latents, rope = rows[..., None, :latent], rows[..., None, latent:]
+  if not up:
+    return rows[..., None, :], latents
+  key, value = (jnp.einsum("...l,lhd->...hd", latents[..., 0, :], x, precision="highest")
+                for x in up)
+  return jnp.concatenate([key, jnp.repeat(rope, key.shape[-2], -2)], -1), value

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from attn_core.array_axes import reshard, size_of, typed_spec
 from attn_core.caches.paged import layouts, request_groups
+from attn_core.caches.paged.latent_layout import PagesLatent
 from attn_core.caches.paged.layouts import Pages
 from attn_core.score_mods import score_mod
 from attn_core.sharding import shard_map, varying_axes
@@ -74,7 +75,7 @@ def local_shapes(operands: PagedOperands, placement: Placement | None,
     placement: None: one device.
     heads: those of the call, without padding.
   """
-  local = _device_shapes(operands, placement)
+  local = _device_shapes(operands._replace(up=()), placement)  # no kernel reads up-projections
   query, cache, metadata = local.query, local.cache, local.metadata
   tokens = query.shape[0] // (request_groups.count(metadata) or 1)
   shards = layouts.heads_of(operands.cache).key_heads // layouts.heads_of(cache).key_heads
@@ -107,10 +108,13 @@ def _specs(operands: PagedOperands, placement: Placement,
   rows, heads, of_keys, keys, parts = (axes or None for axes in (
       placement.batch, placement.heads, placement.key_heads, placement.keys,
       placement.batch + placement.keys))
-  def of_cache(name: str, x: jax.Array) -> P:
+  def of_cache(x: jax.Array) -> P:
     if x.ndim == 0:  # one scale for all
       return P()
-    return P(of_keys, parts) if name in ("key_pages", "value_pages") else P(parts, None, of_keys)
+    if isinstance(operands.cache, PagesLatent):
+      return P(parts)
+    heads_first = isinstance(operands.cache, layouts.PagesV1) and x.ndim == 4
+    return P(of_keys, parts) if heads_first else P(parts, None, of_keys)
   def of_mod(x: jax.Array, role: str) -> P:
     own = heads if x.shape[1] > 1 else None
     return P(None, own, rows) if role == score_mod.PAIR and x.shape[2] > 1 else P(None, own)
@@ -118,10 +122,8 @@ def _specs(operands: PagedOperands, placement: Placement,
   whole: dict[str, Any] = {"query": P(rows, heads), "key": P(rows, of_keys),
                            "value": P(rows, of_keys), "sinks": P(heads),
                            "mods": tuple(map(of_mod, operands.mods, roles))}
-  cache: dict[str, Any] = {name: of_cache(name, x)
-                           for name, x in operands.cache._asdict().items() if x is not None}
   return operands._replace(
-      cache=operands.cache._replace(**cache),
+      cache=jax.tree.map(of_cache, operands.cache),
       metadata=jax.tree.map(lambda x: P(rows) if rows else P(), operands.metadata)._replace(
           page_tables=P(rows, keys)),
       **{name: spec for name, spec in whole.items() if getattr(operands, name) is not None})

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from attn_core.array_axes import AnyMesh, Axes, size_of, typed_axes, typed_mesh
 from attn_core.caches.paged import layouts, pool as pool_lib, request_groups
+from attn_core.caches.paged.latent_layout import PagesLatent
 from attn_core.sharding import explicit_axes, partition, placement as placement_lib
 from attn_core.sharding.explicit_axes import TypedRules
 from attn_core.sharding.partition import DroppedAxis, PartitionAxis
@@ -104,7 +105,10 @@ def _place(rules: placement_lib.Rules, mesh: AnyMesh, operands: PagedOperands,
     reasons.append(f"{number} groups of {stripes} stripes over {_written(mesh, rows)} and "
                    f"{_written(mesh, keys)}: expected one group a device, and a number of stripes "
                    "that the second divides")
-  if key_heads == 1 and operands.query.shape[1] % size_of(mesh, heads) == 0:
+  if isinstance(operands.cache, PagesLatent) and operands.query.shape[1] % size_of(
+      mesh, heads) == 0:
+    of_keys = ()  # every head reads whole rows
+  elif key_heads == 1 and operands.query.shape[1] % size_of(mesh, heads) == 0:
     drops += [DroppedAxis("cache_view", layouts.head_axis(operands.cache), axis,
                           "there is one key head") for axis in of_keys]
     of_keys = ()
@@ -128,7 +132,8 @@ def _typed_rules(operands: PagedOperands, mesh: AnyMesh, key_heads: int) -> _Typ
   number = request_groups.count(operands.metadata)
   pages = typed_axes(cache.key_pages if isinstance(cache, layouts.PagesV1) else cache.pages)
   pool = pages.pop(1 if isinstance(cache, layouts.PagesV1) else 0)
-  of_keys = pages.pop(0 if isinstance(cache, layouts.PagesV1) else 1)
+  of_keys = (Axes() if isinstance(cache, PagesLatent)
+             else pages.pop(0 if isinstance(cache, layouts.PagesV1) else 1))
   tokens, heads, _ = typed_axes(operands.query)
   rows, keys, drops = pool, Axes(), list[DroppedAxis]()
   reasons: list[str] = []

@@ -24,7 +24,8 @@ import numpy as np
 
 from attn_core import checks
 from attn_core.caches import device_parts
-from attn_core.caches.paged import device_pages
+from attn_core.caches.paged import device_pages, latent_layout
+from attn_core.caches.paged.latent_layout import PagesLatent
 from attn_core.caches.paged.prefixes import Prefixes
 
 Array = jax.Array  # or a numpy array, where it is only read
@@ -138,9 +139,11 @@ class Heads(NamedTuple):
 REQUIRED = ("page_tables", "context_lens")  # fields of PagesMetadata
 INTEGERS = (*REQUIRED, "query_start_loc", "num_requests", "distribution")  # the same
 
-PAGES = (PagesV1, PagesV2, PagesV3)
-Pages = PagesV1 | PagesV2 | PagesV3
+PAGES = (PagesV1, PagesV2, PagesV3)  # those of keys and values
+KeyValuePages = PagesV1 | PagesV2 | PagesV3
+Pages = KeyValuePages | PagesLatent
 PagesT = TypeVar("PagesT", bound=Pages)
+KeyValuesT = TypeVar("KeyValuesT", bound=KeyValuePages)
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
@@ -198,6 +201,8 @@ def heads_of(cache: Pages) -> Heads:
   Returns:
     Heads(K, D, E).
   """
+  if isinstance(cache, PagesLatent):
+    return Heads(1, cache.width, cache.widths.latent)
   if isinstance(cache, PagesV1):
     return Heads(cache.key_pages.shape[0], cache.key_pages.shape[3], cache.value_pages.shape[3])
   *rows, width = cache.pages.shape[2:]
@@ -319,6 +324,12 @@ def rows_in_use(pages_metadata: PagesMetadata) -> Array:
   return jnp.int32(np.shape(pages_metadata.context_lens)[0])
 
 
+def check_key_values(cache: object) -> None:
+  """Raises ValueError if a cache is not one of keys and values."""
+  checks.require(isinstance(cache, PAGES), "cache", type(cache).__name__,
+                 "a PagesV1, PagesV2 or PagesV3; caches.latent_pages is for a PagesLatent")
+
+
 def has_token_scales(cache: Pages) -> bool:
   """Whether the pages keep a scale per token and head.
 
@@ -379,6 +390,10 @@ def over_arrays(function: Callable[[Array, int], Array], cache: PagesT) -> Pages
     cache: any layout; one scale for all stays as it is.
   """
   found: Pages = cache
+  if isinstance(found, PagesLatent):
+    found = latent_layout.over_arrays(function, found)
+    assert isinstance(found, type(cache))
+    return found
   if has_token_scales(cache):
     assert cache.key_scales is not None and cache.value_scales is not None
     found = found._replace(key_scales=function(cache.key_scales, 0),

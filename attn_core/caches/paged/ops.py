@@ -29,10 +29,13 @@ import numpy as np
 
 from attn_core import array_axes, checks
 from attn_core.caches import device_parts, quantize
-from attn_core.caches.paged import device_pages, pool as pool_lib, slot_mapping
+from attn_core.caches.paged import (device_pages, latent_layout, layouts, pool as pool_lib,
+                                    slot_mapping)
+from attn_core.caches.paged.latent_layout import PagesLatent
 from attn_core.caches.paged.layouts import (
-    Array, Heads, Pages, PagesMetadata, PagesT, PagesV1, PagesV3, dtype_of, has_token_scales,
-    heads_of, num_pages, over_arrays, packing, page_size, rows_in_use, take, takes_metadata)
+    Array, Heads, KeyValuePages, KeyValuesT, Pages, PagesMetadata, PagesT, PagesV1, PagesV3,
+    dtype_of, has_token_scales, heads_of, num_pages, over_arrays, packing, page_size, take,
+    takes_metadata)
 from attn_core.caches.paged.pool import init
 from attn_core.caches.paged.token_writes import Scales, append, int32_vector, token_scales
 
@@ -67,6 +70,8 @@ def reader(cache: Pages, heads: Heads, dtype: DTypeLike) -> Callable[..., jax.Ar
     A function ("key" or "value", slice of tokens, slice of columns) -> [tokens, K, columns]; both
     slices default to everything.
   """
+  if isinstance(cache, PagesLatent):
+    return latent_layout.reader(cache, dtype)
   tokens = num_pages(cache) * page_size(cache)
   if isinstance(cache, PagesV1):
     arrays = {name: x.reshape(x.shape[0], tokens, x.shape[3]) for name, x in (
@@ -123,15 +128,10 @@ def to_dense(cache: Pages, pages_metadata: PagesMetadata, heads: Heads | None = 
   if cache.key_scales is not None:
     cache = quantize.constant(cache, "cache")
   pages_metadata = slot_mapping.of_one_pool(pages_metadata)
-  requests, width = pages_metadata.page_tables.shape
   key, value = read(cache, pages_metadata.page_tables.reshape(-1), heads, dtype)
-  length = width * page_size(cache)
-  lengths = jnp.where(jnp.arange(requests) < rows_in_use(pages_metadata),
-                      pages_metadata.context_lens, 0)
-  held = (pages_metadata.page_tables >= 0) & (pages_metadata.page_tables < num_pages(cache))
-  live = (jnp.arange(length)[None] < lengths[:, None]) & jnp.repeat(held, page_size(cache), 1)
+  live = slot_mapping.holds_tokens(pages_metadata, page_size(cache), num_pages(cache))
   live = live[..., None, None]
-  shaped = lambda x: x.transpose(1, 0, 2).reshape(requests, length, heads.key_heads, -1)
+  shaped = lambda x: x.transpose(1, 0, 2).reshape(*live.shape[:2], heads.key_heads, -1)
   return jnp.where(live, shaped(key), 0), jnp.where(live, shaped(value), 0)
 
 
@@ -153,16 +153,8 @@ def from_dense(cache: PagesT, key: Array, value: Array, pages_metadata: PagesMet
   Raises:
     ValueError: metadata of groups, more keys than the tables' pages hold, or see `append`.
   """
-  pages_metadata, size = slot_mapping.of_one_pool(pages_metadata), page_size(cache)
-  requests, width = pages_metadata.page_tables.shape
-  checks.require(key.ndim == 4 and key.shape[0] == requests and key.shape[1] <= width * size, "key",
-                 checks.describe(key), f"[R, S, K, D], R = {requests}, S at most {width * size}: "
-                 f"{width} pages of {size} in a row of the table")
-  length = key.shape[1]
-  position = jnp.arange(length, dtype=jnp.int32)[None]
-  rows = jnp.arange(requests, dtype=jnp.int32)[:, None]
-  live = (position < pages_metadata.context_lens[:, None]) & (rows < rows_in_use(pages_metadata))
-  mapping = slot_mapping.slot_at(pages_metadata, rows, position, size, live).reshape(-1)
+  checks.require(key.ndim == 4, "key", checks.describe(key), "[R, S, K, D]")
+  mapping = slot_mapping.first_slots(pages_metadata, page_size(cache), "key", key)
   def flat(x: jax.Array) -> jax.Array:
     return _whole_rows(x).reshape(-1, *x.shape[2:])
   return append(cache, flat(key), flat(value), mapping,
@@ -175,7 +167,8 @@ def _whole_rows(x: jax.Array) -> jax.Array:
   return x if parts is None else device_parts.match(x, x, (None, None, *parts.spec[2:]))
 
 
-def convert(cache: Pages, layout: type[PagesT], heads: Heads | None = None) -> PagesT:
+def convert(cache: KeyValuePages, layout: type[KeyValuesT],
+            heads: Heads | None = None) -> KeyValuesT:
   """Converts pages to another layout.
 
   Args:
@@ -189,10 +182,14 @@ def convert(cache: Pages, layout: type[PagesT], heads: Heads | None = None) -> P
   Raises:
     ValueError: see `init`, or `heads` is not a Heads.
   """
+  layouts.check_key_values(cache)
   heads = _all_heads(cache) if heads is None else pool_lib.checked_heads(heads)
   unit = max(1, packing(dtype_of(cache)) // 2) if layout is PagesV3 else 1
+  def local(cache: Pages, heads: Heads) -> KeyValuesT:
+    assert isinstance(cache, layouts.PAGES)
+    return _converted(cache, layout, heads)
   full = pool_lib.on_each_device(
-      lambda cache, heads: _converted(cache, layout, heads), cache, heads,
+      local, cache, heads,
       lambda pool, of_heads: pool_lib.specs_of(layout, pool, of_heads, pool_lib.scale_rank(cache),
                                                pool_lib.widths_of(heads)),
       keeps_pool=True, unit=unit)
@@ -200,7 +197,7 @@ def convert(cache: Pages, layout: type[PagesT], heads: Heads | None = None) -> P
   return full
 
 
-def _converted(cache: Pages, layout: type[PagesT], heads: Heads) -> PagesT:
+def _converted(cache: KeyValuePages, layout: type[KeyValuesT], heads: Heads) -> KeyValuesT:
   """Converts the pages of one device."""
   pool, size = num_pages(cache), page_size(cache)
   plain = cache._replace(key_scales=None, value_scales=None)
@@ -209,7 +206,7 @@ def _converted(cache: Pages, layout: type[PagesT], heads: Heads) -> PagesT:
   scales = tuple(map(without_padding, (cache.key_scales, cache.value_scales)))
   if layout is PagesV1:
     shaped = lambda x: x.reshape(heads.key_heads, pool, size, -1)
-    full: Pages = PagesV1(shaped(key), shaped(value), *scales)
+    full: KeyValuePages = PagesV1(shaped(key), shaped(value), *scales)
   else:
     kind = "tensor" if dtype_of(cache).itemsize == 1 else None  # the scales are those of `cache`
     empty = init(layout, pool, size, heads, dtype_of(cache), kind)

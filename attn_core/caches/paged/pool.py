@@ -53,7 +53,8 @@ def init(layout: type[PagesT], num_pages: int, page_size: int, heads: Heads,
       unknown, a dtype of one byte has no scales, the dtype is not supported, or the sharding does
       not fit.
   """
-  checks.require(layout in PAGES, "layout", repr(layout), "PagesV1, PagesV2 or PagesV3")
+  checks.require(layout in PAGES, "layout", repr(layout), "PagesV1, PagesV2 or PagesV3; "
+                 "caches.latent_pages.init makes a PagesLatent")
   checked_heads(heads)
   dtype = checks.dtype("dtype", dtype, "16 or 32 bits, int8 or float8_e4m3fn")
   checks.one_of("scales", scales, (None, "token", "tensor"))

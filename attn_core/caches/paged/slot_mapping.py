@@ -54,6 +54,50 @@ def slot_at(pages_metadata: PagesMetadata, request: Array, position: Array, size
   return slot_of(page, position % size, size, live)
 
 
+def first_slots(pages_metadata: PagesMetadata, size: int, argument: str,
+                rows: checks.Array) -> jax.Array:
+  """Computes the slots of the first context_lens tokens of every request, for `from_dense`.
+
+  Args:
+    pages_metadata: tables and lengths.
+    size: tokens of a page.
+    argument: the name of `rows` in errors.
+    rows: what is written, [R, S, ...].
+
+  Returns:
+    int32 [R * S]; -1 past a request's last token.
+
+  Raises:
+    ValueError: metadata of groups, or rows that do not fit.
+  """
+  pages_metadata = of_one_pool(pages_metadata)
+  requests, width = pages_metadata.page_tables.shape
+  checks.require(rows.shape[0] == requests and rows.shape[1] <= width * size, argument,
+                 checks.describe(rows), f"[R, S, ...], R = {requests}, S at most {width * size}: "
+                 f"{width} pages of {size} in a row of the table")
+  position = jnp.arange(rows.shape[1], dtype=jnp.int32)[None]
+  request = jnp.arange(requests, dtype=jnp.int32)[:, None]
+  live = ((position < pages_metadata.context_lens[:, None])
+          & (request < rows_in_use(pages_metadata)))
+  return slot_at(pages_metadata, request, position, size, live).reshape(-1)
+
+
+def holds_tokens(pages_metadata: PagesMetadata, size: int, num_pages: int) -> jax.Array:
+  """Returns which tokens of the requests' pages are theirs, bool [R, max_pages * page_size].
+
+  Args:
+    pages_metadata: int32 arrays, without groups.
+    size: tokens of a page.
+    num_pages: P; pages outside the pool hold no tokens.
+  """
+  tables = pages_metadata.page_tables
+  requests, width = tables.shape
+  lengths = jnp.where(jnp.arange(requests) < rows_in_use(pages_metadata),
+                      pages_metadata.context_lens, 0)
+  held = (tables >= 0) & (tables < num_pages)
+  return (jnp.arange(width * size)[None] < lengths[:, None]) & jnp.repeat(held, size, 1)
+
+
 def slot_of(page: Array, offset: Array, size: int, live: Array) -> jax.Array:
   """page * size + offset; -1 where not live, or where the page number cannot exist."""
   # The product must not overflow to a valid slot for a page far outside the pool.

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from attn_core import checks
 from attn_core.caches import quantize
-from attn_core.caches.paged import device_pages, pool as pool_lib
+from attn_core.caches.paged import device_pages, layouts, pool as pool_lib
 from attn_core.caches.paged.layouts import (
     Array, Pages, PagesT, PagesV1, PagesV3, dtype_of, has_token_scales, heads_of, num_pages,
     over_arrays, page_size)
@@ -47,7 +47,8 @@ def append(cache: PagesT, key: Array, value: Array, mapping: Array,
   _check_tokens(cache, key, value, scales)
   mapping = int32_vector("mapping", mapping, key.shape[0], "slots")
   key, value, scales = _stored_tokens(cache, key, value, scales)
-  place, write = _places(cache, mapping), device_pages.write
+  place, write = places(cache, mapping), device_pages.write
+  assert isinstance(cache, layouts.PAGES)
   if isinstance(cache, PagesV1):
     written: Pages = cache._replace(
         key_pages=write(cache.key_pages, key.swapaxes(0, 1), 1, *place),
@@ -77,7 +78,7 @@ def append_scales(cache: PagesV3, key: Array, value: Array,
   _check_tokens(cache, key, value, None)
   key, value, scales = _stored_tokens(cache, key, value, None)
   if scales is not None:
-    cache = _with_scales(cache, scales, _places(cache, mapping()))
+    cache = _with_scales(cache, scales, places(cache, mapping()))
   return pool_lib.interleaved(cache, key, value), cache
 
 
@@ -89,7 +90,7 @@ def move(cache: PagesT, sources: Array, targets: Array) -> PagesT:
     sources: int32 [T] slots within the pool.
     targets: int32 [T] slots; those outside the pool are not written.
   """
-  size, place, rows = page_size(cache), _places(cache, targets), jnp.arange(sources.shape[0])
+  size, place, rows = page_size(cache), places(cache, targets), jnp.arange(sources.shape[0])
 
   def moved(x: Array, axis: int) -> Array:
     held = device_pages.take(x, sources // size, axis)
@@ -109,7 +110,7 @@ def _stored_tokens(cache: Pages, key: Array, value: Array,
   return key, value, scales
 
 
-def _places(cache: Pages, mapping: Array) -> tuple[Array, Array]:
+def places(cache: Pages, mapping: Array) -> tuple[Array, Array]:
   """Returns the pages of slots and their offsets there; past the pool for negative ones."""
   size = page_size(cache)
   mapping = jnp.where(mapping < 0, num_pages(cache) * size, mapping)
@@ -119,6 +120,7 @@ def _places(cache: Pages, mapping: Array) -> tuple[Array, Array]:
 def _with_scales(cache: PagesT, scales: Scales, place: tuple[Array, Array]) -> PagesT:
   """Writes scales per token and head."""
   assert scales is not None
+  assert isinstance(cache, layouts.PAGES)
   key_scales, value_scales = token_scales(cache)
   written: Pages = cache._replace(
       key_scales=device_pages.write(key_scales, scales[0], 0, *place),
@@ -142,6 +144,7 @@ def token_scales(cache: Pages) -> tuple[Array, Array]:
 
 
 def _check_tokens(cache: Pages, key: Array, value: Array, scales: Scales) -> None:
+  layouts.check_key_values(cache)
   heads = heads_of(cache)
   tokens, key_heads, width = key.shape if key.ndim == 3 else (0, 0, 0)
   padded = isinstance(cache, PagesV3)

@@ -18,7 +18,9 @@ import numpy as np
 
 from attn_core import checks
 from attn_core.caches import quantize
-from attn_core.caches.paged import layouts, prefixes as prefixes_lib, request_groups
+from attn_core.caches.paged import (latent_layout, layouts, prefixes as prefixes_lib,
+                                    request_groups)
+from attn_core.caches.paged.latent_layout import PagesLatent
 
 
 class Condition(NamedTuple):
@@ -215,8 +217,10 @@ def _conditions(xp: ModuleType, sizes: tuple[int, int, int], pages_metadata: lay
 
 
 def _check_cache(cache: layouts.Pages) -> None:
+  if isinstance(cache, PagesLatent):
+    return latent_layout.check(cache)
   checks.require(isinstance(cache, layouts.PAGES), "cache_view", type(cache).__name__,
-                 "a PagesV1, PagesV2 or PagesV3")
+                 "a PagesV1, PagesV2, PagesV3 or PagesLatent")
   name = type(cache).__name__
   shapes = {"PagesV1": (4, "key_pages [K, P, page, D] and value_pages [K, P, page, E]"),
             "PagesV2": (4, "pages [P, page, 2K, D]"),

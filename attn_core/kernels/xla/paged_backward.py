@@ -17,7 +17,8 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from attn_core.caches.paged import layouts
+from attn_core.caches.paged import latent_layout, layouts
+from attn_core.caches.paged.latent_layout import PagesLatent
 from attn_core.caches.paged.layouts import Pages
 from attn_core.kernels.common import matmul_precision, nonfinite, paged_operands
 from attn_core.kernels.common.backward import finite_lse, row_sums
@@ -170,6 +171,8 @@ def dot(inputs: BlockedInputs, left: jax.Array, right: jax.Array,
 
 def _add(cache: Pages, ids: jax.Array, key: jax.Array, value: jax.Array) -> Pages:
   """Adds [K, block_kv, D] and [K, block_kv, E] to the pages they were read from."""
+  if isinstance(cache, PagesLatent):
+    return latent_layout.add(cache, ids, key, value)
   count, size = ids.shape[0], layouts.page_size(cache)
   if isinstance(cache, layouts.PagesV1):
     shaped = lambda x: x.reshape(x.shape[0], count, size, x.shape[2])

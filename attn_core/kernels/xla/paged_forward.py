@@ -13,7 +13,8 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from attn_core.caches.paged import layouts, ops
+from attn_core.caches.paged import latent_layout, layouts, ops
+from attn_core.caches.paged.latent_layout import PagesLatent
 from attn_core.caches.paged.layouts import Pages
 from attn_core.kernels.common import (dense_operands, matmul_precision, nonfinite, online_softmax,
                                       paged_operands)
@@ -101,6 +102,8 @@ def _propagate_nan(cache: Pages, inputs: BlockedInputs) -> Pages:
   """Applies `nonfinite.propagate_nan` to pages as they are stored."""
   part, size = _reader(cache, inputs), layouts.page_size(cache)
   finite = nonfinite.is_finite(part("key"), part("value"))  # [block_kv, K, 1]
+  if isinstance(cache, PagesLatent):
+    return latent_layout.propagate_nan(cache, finite.reshape(-1, size))
   more = layouts.heads_of(cache).key_heads - inputs.heads.key_heads
   finite = jnp.pad(finite, ((0, 0), (0, more), (0, 0)), constant_values=True)
   finite = finite.reshape(-1, size, *finite.shape[1:])  # [pages, size, K, 1]

@@ -209,6 +209,7 @@ def forward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
       blocked, block, nonfinite.infinite_to_nan(blocked.query)))(queue.blocks)
   rows = dense_operands.pad_axis(rows, 2, padded_rows - rows.shape[2])
   num_row_blocks = rows.shape[0] * heads.key_heads * tiling.row_blocks
+  assert isinstance(operands.cache, layouts.PAGES)
   out, lse = mosaic.call(
       functools.partial(_kernel, tiling, Logits(_PagedTileInputLoader(spec, tiling), False)),
       split_kv.partial_results(params, num_row_blocks),

@@ -1,0 +1,386 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Latent attention over pages against its definition in float64: every argument and dtype."""
+
+import functools
+from typing import NamedTuple
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import attn_core
+from attn_core import (BlockSizes, LatentOptions, OperationMetadata, PagedOptions, PagesMetadata,
+                       attention, explain, merge_partials, multi_latent_ragged_page_attention)
+from attn_core.caches import drafts, latent, latent_pages, page_checks, pages, prefixes, quantize
+from attn_core.caches.paged import layouts
+from attn_core.references import latent as reference, paged as paged_reference
+from attn_core.types import PagedSpec
+
+jax.config.update("jax_enable_x64", True)
+
+L, R, NOPE, E, PAGE = 10, 4, 6, 5, 4
+LENGTHS, QUERIES, REST = (9, 0, 14), (9, 0, 5), 3
+T = sum(QUERIES) + REST
+SIZES = BlockSizes(block_q=4, block_kv=8)
+MECHANISM = "multi_latent_ragged_page_attention"
+
+
+class Case(NamedTuple):
+  """One call."""
+
+  H: int = 3
+  up: bool = False
+  arguments: dict = {}
+  sinks: bool = False
+
+
+CASES = {
+    "window_sinks_cap": Case(sinks=True, arguments={
+        "sliding_window": (6, 0), "logits_soft_cap": 1.5}),
+    "not_causal": Case(H=70, arguments={"causal": False, "sliding_window": (3, 2)}),
+    "up_chunk": Case(H=2, up=True, sinks=True, arguments={"chunk_size": 6}),
+}
+
+
+def metadata(lengths=LENGTHS, queries=QUERIES):
+  """Returns tables of pages in random order; unused entries point outside the pool."""
+  tables, free = np.full((len(lengths), 6), 10**6, np.int32), np.random.default_rng(0).permutation(
+      8 * len(lengths))
+  for row, length in enumerate(lengths):
+    used = -(-length // PAGE)
+    tables[row, :used], free = free[:used], free[used:]
+  return PagesMetadata(tables, np.int32(lengths), np.cumsum([0, *queries]).astype(np.int32))
+
+
+def arrays(case, dtype="float64", seed=1):
+  """Returns query, the rows of every request's tokens [R, S, latent + rope], ups and sinks."""
+  rng = np.random.default_rng(seed)
+  array = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
+  found = {"query": array(T, case.H, (NOPE if case.up else L) + R),
+           "rows": array(len(LENGTHS), 6 * PAGE, L + R)}
+  if case.up:
+    found |= {"key_up": array(L, case.H, NOPE), "value_up": array(L, case.H, E)}
+  return found | ({"softmax_aux": array(case.H)} if case.sinks else {})
+
+
+def new_rows(rows):
+  """Returns the rows of the queries' tokens, [T, latent + rope]."""
+  found = [x[n - q:n] for x, n, q in zip(rows, LENGTHS, QUERIES)]
+  return jnp.concatenate([*found, jnp.full((REST, L + R), jnp.nan, rows.dtype)])
+
+
+def options_of(x):
+  return LatentOptions(L, R, NOPE, x.get("key_up"), x.get("value_up"))
+
+
+def attended(case, x, cache_dtype=None, writes=True, **more):
+  """Returns (output, lse) over pages that hold NaN where no token is."""
+  about, rows = metadata(), x["rows"]
+  dtype = rows.dtype if cache_dtype is None else cache_dtype
+  cache = latent_pages.init(8 * len(LENGTHS), PAGE, (L, R), dtype=dtype)
+  if cache.scales is None:
+    cache = cache._replace(pages=jnp.full_like(cache.pages, jnp.nan))
+  held = np.int32(LENGTHS) - (np.int32(QUERIES) if writes else 0)
+  cache = latent_pages.from_dense(cache, rows, about._replace(context_lens=held))
+  output = attention(
+      x["query"], new_rows(rows) if writes else None, None, mechanism=MECHANISM, layout="thd",
+      cache_view=cache, cache_metadata=about, latent_options=options_of(x), block_sizes=SIZES,
+      softmax_aux=x.get("softmax_aux"), return_lse=True, **case.arguments, **more)
+  return output.attention_outputs, output.lse
+
+
+def defined(case, x):
+  """Returns the same by the definition."""
+  up = (x["key_up"], x["value_up"]) if case.up else ()
+  requests = [(q, *(reference.keys_and_values(rows[:n], L, up) if n else (None, None)))
+              for rows, n, q in zip(x["rows"], LENGTHS, QUERIES)]
+  given = case.arguments
+  spec = PagedSpec((NOPE + R)**-0.5, given.get("logits_soft_cap"), given.get("causal", True),
+                   given.get("sliding_window", (None, None)), chunk_size=given.get("chunk_size"))
+  return paged_reference.attention(x["query"], requests, spec, x.get("softmax_aux"))
+
+
+def with_gradients(function, x):
+  """Returns results and the gradients of a function of them; rows of no request do not count."""
+  found, pull = jax.vjp(function, x)
+  count = sum(QUERIES)
+  given = [jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape) for y in found]
+  return found, pull((given[0].at[count:].set(0), given[1].at[:, count:].set(0)))[0]
+
+
+def close(got, want, tolerance):
+  for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    np.testing.assert_allclose(np.asarray(x, np.float64), np.asarray(y, np.float64),
+                               rtol=tolerance, atol=tolerance)
+
+
+@functools.cache
+def expected(name):
+  case = CASES[name]
+  return jax.jit(lambda x: with_gradients(functools.partial(defined, case), x))(arrays(case))
+
+
+class OracleTest(parameterized.TestCase):
+
+  @parameterized.parameters(*CASES)
+  def test_value_lse_and_gradients(self, name):
+    case = CASES[name]
+    run = functools.partial(attended, case)
+    got = jax.jit(lambda x: with_gradients(run, x))(arrays(case))
+    close(got, expected(name), 1e-10)
+    count = sum(QUERIES)
+    self.assertFalse(np.asarray(got[0][0][count:]).any())
+    self.assertTrue((np.asarray(got[0][1][:, count:]) == -np.inf).all())
+
+  @parameterized.parameters("window_sinks_cap", "up_chunk")
+  def test_second_derivatives_and_forward_mode(self, name):
+    case = CASES[name]._replace(H=1)
+    x, directions = arrays(case), arrays(case, seed=2)
+    def curved(function, x):
+      count = sum(QUERIES)
+      gradient = jax.grad(lambda x: (function(case, x)[0][:count] ** 2).sum())
+      return jax.jvp(gradient, (x,), (directions,))
+    close(jax.jit(functools.partial(curved, attended))(x),
+          jax.jit(functools.partial(curved, defined))(x), 1e-8)
+
+  def test_bfloat16(self):
+    case = CASES["window_sinks_cap"]
+    out, lse = attended(case, arrays(case, "bfloat16"))
+    self.assertEqual((out.dtype, lse.dtype), (jnp.bfloat16, jnp.float32))
+    seen = sum(QUERIES)
+    want = jax.jit(functools.partial(defined, case))(
+        {name: y.astype(jnp.float64) for name, y in arrays(case, "bfloat16").items()})
+    close(out[:seen], want[0][:seen], 2**-6)
+    close(lse[:, :seen], want[1][:, :seen], 2**-7)
+
+  def test_a_row_that_is_not_finite_reaches_the_queries_that_see_it_only(self):
+    case = CASES["window_sinks_cap"]
+    x = arrays(case)
+    for column in (2, L + 1):  # of the latent part, and of the rotary part
+      bad = {**x, "rows": x["rows"].at[0, 5, column].set(jnp.inf)}
+      for dtype in (None, "int8"):
+        out, lse = attended(case, bad, dtype)
+        clean = attended(case, x, dtype)
+        seen = np.isin(np.arange(T), np.arange(5, 9))
+        self.assertTrue(np.isnan(np.asarray(out)[seen]).all())
+        self.assertTrue(np.isnan(np.asarray(lse)[:, seen]).all())
+        close((out[~seen], lse[:, ~seen]), (clean[0][~seen], clean[1][:, ~seen]), 1e-12)
+
+
+class QuantizedTest(parameterized.TestCase):
+
+  @parameterized.parameters(("int8", 0.03), ("float8_e4m3fn", 0.25))
+  def test_latents_in_8_bits_and_the_rotary_part_in_16(self, dtype, limit):
+    """Checks against the rows as stored, and states what rounding costs."""
+    case = CASES["window_sinks_cap"]
+    x = arrays(case)
+    stored, scale = quantize.quantize(x["rows"][..., :L], dtype)
+    rope = x["rows"][..., L:].astype(jnp.bfloat16).astype(jnp.float64)
+    held = jnp.concatenate([quantize.dequantize(stored, scale, jnp.float64), rope], -1)
+    got, whole = attended(case, x, dtype), attended(case, x)
+    close(got, attended(case, {**x, "rows": held}), 1e-6)
+    self.assertLess(abs(got[0] - whole[0]).max(), limit)
+    gradient = lambda rows, dtype: jax.grad(lambda query: attended(
+        case, {**x, "rows": rows, "query": query}, dtype)[0].sum())(x["query"])
+    close(gradient(x["rows"], dtype), gradient(held, None), 1e-6)
+    with self.assertRaisesRegex(NotImplementedError, "gradients of quantized"):
+      jax.grad(lambda rows: attended(case, {**x, "rows": rows}, dtype)[0].sum())(x["rows"])
+
+  def test_the_cache_has_the_rows_of_a_latent_cache(self):
+    rows = arrays(CASES["window_sinks_cap"])["rows"].astype(jnp.float32)
+    about = metadata((9, 3, 24), (9, 3, 24))
+    for dtype in ("int8", "float8_e4m3fn", "float32"):
+      whole = latent.append(latent.init(3, 24, (L, R), dtype=dtype), rows, about.context_lens)
+      held = latent_pages.from_dense(latent_pages.init(24, PAGE, (L, R), dtype=dtype), rows, about)
+      wanted = whole.latents if whole.scale is None else jnp.concatenate([quantize.dequantize(
+          whole.latents, whole.scale), whole.rope.astype(jnp.float32)], -1)
+      live = np.arange(24) < about.context_lens[:, None]
+      np.testing.assert_array_equal(latent_pages.to_dense(held, about),
+                                    np.where(live[..., None], wanted, 0))
+
+
+class CallTest(parameterized.TestCase):
+
+  def call(self, query, rows, cache, about, **more):
+    return multi_latent_ragged_page_attention(
+        query, rows, cache, about, latent_options=LatentOptions(L, R, NOPE), return_lse=True,
+        **more)
+
+  def test_reading_equals_writing(self):
+    case = CASES["up_chunk"]
+    x = arrays(case)
+    close(attended(case, x, writes=False), attended(case, x), 0)
+
+  @parameterized.parameters(None, "int8")
+  def test_chunks_and_decode_equal_the_whole(self, dtype):
+    """Prefills one request in chunks while another decodes."""
+    x = arrays(Case(H=2), "float32")
+    query = jnp.asarray(np.random.default_rng(3).normal(size=(2, 20, 2, L + R)), jnp.float32)
+    rows = x["rows"][:2, :20]
+    empty = latent_pages.init(24, PAGE, (L, R), dtype=dtype or "float32")
+    about = metadata((20, 20), (20, 20))
+    whole = self.call(query.reshape(40, 2, -1), rows.reshape(40, -1), empty, about)
+    step = jax.jit(self.call)
+    ends, cache, found = np.array([[0, 0], [13, 1], [14, 9], [20, 20]]), empty, [[], []]
+    for begin, end in zip(ends, ends[1:]):
+      part = lambda x: jnp.concatenate([y[b:e] for y, b, e in zip(x, begin, end)])
+      new = about._replace(context_lens=np.int32(end),
+                           query_start_loc=np.cumsum([0, *(end - begin)]).astype(np.int32))
+      output = step(part(query), part(rows), cache, new)
+      cache = output.cache_view
+      for row, out in enumerate(jnp.split(output.attention_outputs, new.query_start_loc[1:2])):
+        found[row].append(out)
+    found = jnp.concatenate([*found[0], *found[1]])
+    close(cache, whole.cache_view, 0)
+    self.assertEqual(cache.pages.dtype, dtype or jnp.float32)
+    close(found, whole.attention_outputs, 1e-6)
+
+  def test_parts_prefixes_and_trees(self):
+    x = arrays(Case(H=2), "float32")
+    about = metadata((14, 13), (4, 3))
+    tables = np.array(about.page_tables)
+    tables[1, :2] = tables[0, :2]
+    about = about._replace(page_tables=tables)
+    cache = latent_pages.from_dense(latent_pages.init(24, PAGE, (L, R), dtype="float32"),
+                                    x["rows"][:2].at[1, :8].set(x["rows"][0, :8]), about)
+    query = x["query"][:7]
+    run = lambda **fields: self.call(query, None, cache, about._replace(**fields))
+    whole = run()
+    parts = [run(scope=scope) for scope in (layouts.Scope.CACHED, layouts.Scope.NEW)]
+    close(merge_partials([p.attention_outputs[None] for p in parts],
+                         [p.lse[None] for p in parts])[0][0], whole.attention_outputs, 1e-5)
+    shared = prefixes.find(tables, [2, 2], min_requests=2)
+    self.assertEqual(shared.page_counts.max(), 2)
+    close(run(prefixes=shared).attention_outputs, whole.attention_outputs, 1e-5)
+    chain = drafts.mask(np.array([[-1, 0, 1, 2], [-1, 0, 1, -1]], np.int32))
+    close(run(draft_mask=chain).attention_outputs, whole.attention_outputs, 1e-6)
+
+  def test_options_names_and_explain(self):
+    x = arrays(Case(H=2), "float32")
+    cache, about = latent_pages.init(24, PAGE, (L, R), dtype="float32"), metadata()
+    rows = jnp.ones((T, L + R), jnp.float32)
+    want = self.call(x["query"], rows, cache, about, sliding_window=(5, 0))
+    got = multi_latent_ragged_page_attention(
+        x["query"], rows, cache, about, PagedOptions(
+            sliding_window=(5, 0), softmax_scale=(NOPE + R)**-0.5, return_lse=True))
+    close(got, want, 0)
+    keywords = {"layout": "thd", "cache_view": cache, "cache_metadata": about,
+                "latent_options": LatentOptions(L, R, NOPE), "sliding_window": (5, 0)}
+    for name in ("auto", MECHANISM, f"{MECHANISM}_v1", f"{MECHANISM}_v2",
+                 attn_core.AttentionMechanism.MULTI_LATENT_RAGGED_PAGE_ATTENTION_V2):
+      found = attention(x["query"], rows, None, mechanism=name, return_lse=True, **keywords)
+      close(found, want, 0)
+      for platform in ("cpu", "tpu", "gpu"):
+        said = explain(x["query"], rows, None, mechanism=name,
+                       metadata=OperationMetadata(platform=platform), **keywords)
+        self.assertEqual(said.chosen, MECHANISM)
+        self.assertIn("can, by latent.pages", str(said))
+    self.assertIs(attn_core.multi_latent_ragged_page_attention_v1,
+                  multi_latent_ragged_page_attention)
+    for name in ("multi_latent_attention", "ragged_page_attention_v3"):
+      with self.assertRaisesRegex((NotImplementedError, ValueError), "PagesLatent"):
+        attention(x["query"], rows, None, mechanism=name, **keywords)
+
+  def test_a_call_copies_no_pages(self):
+    """Temporary memory of decoding is far below that of the pages, which are written in place."""
+    about = PagesMetadata(np.arange(64, dtype=np.int32).reshape(1, 64), np.int32([1000]))
+    cache = latent_pages.init(64, 16, (512, 64), dtype="float32")
+    step = jax.jit(lambda query, rows, cache: multi_latent_ragged_page_attention(
+        query, rows, cache, about, softmax_scale=0.1)[::3], donate_argnums=2)
+    memory = step.lower(jnp.ones((1, 16, 576), jnp.float32), jnp.ones((1, 576), jnp.float32),
+                        cache).compile().memory_analysis()
+    self.assertGreaterEqual(memory.alias_size_in_bytes, cache.pages.nbytes)
+    self.assertLess(memory.temp_size_in_bytes, cache.pages.nbytes)
+
+
+POOL = latent_pages.init(24, PAGE, (L, R), dtype="float32")
+EIGHT = latent_pages.init(24, PAGE, (L, R), dtype="int8")
+ONES = jnp.ones((T, L + R), jnp.float32)
+UP = jnp.ones((L, 3, NOPE), jnp.float32), jnp.ones((L, 3, E), jnp.float32)
+
+# Changes of a call, and what its error says.
+BAD = (
+    ({"latent_options": None}, "latent_options: got None with a PagesLatent"),
+    ({"latent_options": LatentOptions(L + 1, R - 1, NOPE)},
+     "latent_options.latent_width: got 11; expected 10, that of the pages"),
+    ({"latent_options": LatentOptions(L, R + 1, NOPE)}, "latent_options.rope_width: got 5"),
+    ({"latent_options": LatentOptions(L, R)}, "softmax_scale: got None for absorbed queries"),
+    ({"latent_options": LatentOptions(L, R, None, *UP)}, r"query: got .*\[T, H, 10\], nope 6"),
+    ({"query": jnp.ones((T, 3, L), jnp.float32)}, r"query: got .*\[T, H, 14\], absorbed"),
+    ({"query": jnp.ones((T, 3, L + R), jnp.bfloat16)}, "query: got .*dtype of the pages"),
+    ({"key": ONES[:-1]}, r"key: got .*\[17, 14\], a latent row for each query"),
+    ({"key": ONES[:, :L]}, "key: got .*latent 10 . rope 4"),
+    ({"key": ONES[:, None]}, r"key: got .*\[B, S, latent|key: got .*\[total"),
+    ({"key": ONES.astype("bfloat16")}, "key: got .*dtype of the pages, float32"),
+    ({"value": ONES}, "value: got .*None with latent_options"),
+    ({"layout": "bthd"}, "layout: got 'bthd'"),
+    ({"cache_view": POOL._replace(pages=POOL.pages[..., 1:])},
+     "cache_view: got .*rows of 14 numbers: latent 10 . rope 4"),
+    ({"cache_view": POOL._replace(pages=POOL.pages[0])}, r"cache_view: got .*\[P, page, latent"),
+    ({"cache_view": POOL._replace(widths=(L, R))}, "cache_view.widths: got"),
+    ({"cache_view": POOL._replace(scales=jnp.ones((24, PAGE)))}, "cache_view.scales: got an arr"),
+    ({"cache_view": EIGHT._replace(scales=None)}, "cache_view.scales: got None"),
+    ({"cache_view": EIGHT._replace(rope=EIGHT.rope[..., 1:])}, "cache_view.rope: got"),
+    ({"cache_view": EIGHT._replace(rope=EIGHT.pages)}, "cache_view.rope: got"),
+    ({"cache_metadata": metadata()._replace(page_tables=np.full((3, 6), 24, np.int32))},
+     "page_tables: got .*page ids from 0 to 23"),
+    ({"cache_metadata": metadata()._replace(page_tables=np.int32([range(6)] * 3))},
+     "page_tables: got .*one request's row only"),
+    ({"cache_metadata": metadata()._replace(context_lens=np.int32([9, 0, 25]))},
+     "context_lens: got .*from 0 to 24"),
+    ({"cache_metadata": metadata()._replace(query_start_loc=np.int32([0, 9, 8, 14]))},
+     "query_start_loc: got .*never decrease"))
+
+
+class BadInputTest(parameterized.TestCase):
+
+  @parameterized.named_parameters(*[(str(n), *bad) for n, bad in enumerate(BAD)])
+  def test_errors(self, changes, message):
+    call = {"query": jnp.ones((T, 3, L + R), jnp.float32), "key": ONES, "value": None,
+            "layout": "thd", "latent_options": LatentOptions(L, R, NOPE), "cache_view": POOL,
+            "cache_metadata": metadata(), "mechanism": MECHANISM, **changes}
+    with self.assertRaisesRegex(ValueError, message):
+      attention(**call)
+
+  def test_flags_under_jit(self):
+    flag = jax.jit(lambda about: page_checks.flag(POOL, about, T))
+    self.assertFalse(flag(metadata()))
+    self.assertTrue(flag(metadata()._replace(context_lens=np.int32([9, 0, 25]))))
+
+  @parameterized.parameters(
+      (lambda: latent_pages.init(0, 4, (L, R)), "num_pages: got 0"),
+      (lambda: latent_pages.init(4, 4, 576), "widths: got 576"),
+      (lambda: latent_pages.init(4, 4, (L, R), dtype="int4"), "dtype"),
+      (lambda: latent_pages.init_like(ONES[0], 4, 4, (L, R)), "like: got"),
+      (lambda: latent_pages.append(POOL, ONES[:, 1:], np.zeros(T, int)), "latents: got"),
+      (lambda: latent_pages.append(POOL, ONES.astype("bfloat16"), np.zeros(T, int)),
+       "latents: got .*float32"),
+      (lambda: latent_pages.append(POOL, ONES, np.zeros(3, int)), "mapping: got"),
+      (lambda: latent_pages.append(pages.init(layouts.PagesV2, 4, 4, layouts.Heads(1, 8, 8)),
+                                   ONES, np.zeros(T, int)), "cache: got PagesV2"),
+      (lambda: latent_pages.from_dense(POOL, jnp.ones((3, 25, L + R)), metadata()),
+       "latents: got .*S at most 24"),
+      (lambda: pages.append(POOL, ONES[:, None], ONES[:, None], np.zeros(T, int)),
+       "cache: got PagesLatent; expected .*caches.latent_pages"),
+      (lambda: pages.convert(POOL, layouts.PagesV2), "cache: got PagesLatent"),
+      (lambda: pages.init(latent_pages.PagesLatent, 4, 4, layouts.Heads(1, 14, 10)),
+       "layout: got .*caches.latent_pages"))
+  def test_functions_of_pages(self, run, message):
+    with self.assertRaisesRegex(ValueError, message):
+      run()
+
+  def test_init_like_and_copies(self):
+    found = latent_pages.init_like(ONES[:, None], 6, 4, (L, R))
+    self.assertEqual((found.pages.shape, found.pages.dtype), ((6, 4, 14), jnp.float32))
+    full = latent_pages.append(EIGHT, ONES, np.arange(T))
+    moved = pages.copy_pages(full, np.int32([0, 1]), np.int32([20, 30]))
+    for x, y in zip(jax.tree.leaves(moved), jax.tree.leaves(full), strict=True):
+      np.testing.assert_array_equal(x[20], y[0])
+      np.testing.assert_array_equal(np.delete(x, 20, 0), np.delete(y, 20, 0))
+
+
+if __name__ == "__main__":
+  absltest.main()
