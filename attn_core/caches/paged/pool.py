@@ -21,7 +21,8 @@ from attn_core.array_axes import Entry, axes_of, size_of
 from attn_core.caches import device_parts, quantize
 from attn_core.caches.device_parts import Sharding
 from attn_core.caches.paged.layouts import (LANES, PAGES, Heads, Pages, PagesT, PagesV1, PagesV2,
-                                            PagesV3, Widths, heads_of, interleave, packing)
+                                            PagesV3, Widths, heads_of, packing)
+from attn_core.caches.paged.rows import interleave
 from attn_core.types import cdiv
 
 Tree = TypeVar("Tree")

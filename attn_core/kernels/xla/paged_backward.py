@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from attn_core.caches.paged import latent_layout, layouts
 from attn_core.caches.paged.latent_layout import PagesLatent
 from attn_core.caches.paged.layouts import Pages
+from attn_core.caches.paged.rows import interleave, pad_rows
 from attn_core.kernels.common import matmul_precision, nonfinite, paged_operands
 from attn_core.kernels.common.backward import finite_lse, row_sums
 from attn_core.kernels.common.contract import Residuals
@@ -178,6 +179,6 @@ def _add(cache: Pages, ids: jax.Array, key: jax.Array, value: jax.Array) -> Page
     shaped = lambda x: x.reshape(x.shape[0], count, size, x.shape[2])
     return cache._replace(key_pages=cache.key_pages.at[:, ids].add(shaped(key)),
                           value_pages=cache.value_pages.at[:, ids].add(shaped(value)))
-  rows = layouts.pad_rows(cache, layouts.interleave(*(x.swapaxes(0, 1) for x in (key, value))))
-  rows = rows.reshape(count, size, *cache.pages.shape[2:])
-  return cache._replace(pages=cache.pages.at[ids].add(rows))
+  new = pad_rows(cache, interleave(*(x.swapaxes(0, 1) for x in (key, value))))
+  new = new.reshape(count, size, *cache.pages.shape[2:])
+  return cache._replace(pages=cache.pages.at[ids].add(new))
