@@ -20,6 +20,7 @@ from attn_core.config import remat
 from attn_core.config.metadata import OperationMetadata
 from attn_core.dispatch import selection
 from attn_core.dispatch.capabilities import Implementation
+from attn_core.dispatch.derivatives import Derivatives
 from attn_core.masks.info import MaskInfo
 from attn_core.masks.mask import Mask
 from attn_core.score_mods.score_mod import ScoreMod
@@ -201,7 +202,8 @@ class Explanation(NamedTuple):
   replicated: tuple[partition.DroppedAxis, ...]  # mesh axes that were requested and shard nothing
   spread: tuple[str, ...] = ()  # which dimensions are sharded over which mesh axes
   axes: tuple[str, ...] = ()  # the role of every mesh axis of several devices
-  notes: tuple[str, ...] = ()  # which gradients the kernel leaves to another one
+  # Which implementations compute the derivatives of the call; None: no mechanism supports it.
+  derivatives: Derivatives | None = None
 
   def __str__(self) -> str:
     where = f", compute capability {self.capability or 'unknown'}" if self.platform == "gpu" else ""
@@ -209,7 +211,8 @@ class Explanation(NamedTuple):
     for verdict in self.verdicts:
       mark = "*" if verdict.mechanism == self.chosen else " "
       lines.append(f"{mark} {verdict.mechanism:26} {verdict}")
-    lines += [f"  {part}" for part in self.spread + self.axes + self.notes]
+    lines += [] if self.derivatives is None else [f"  {self.derivatives}"]
+    lines += [f"  {part}" for part in self.spread + self.axes]
     lines += [f"  axis {d.axis!r} does not shard dimension {d.dimension} of {d.tensor}: {d.reason}"
               for d in self.replicated]
     return "\n".join(lines)
@@ -330,24 +333,25 @@ def _explain(a: AttentionArguments) -> Explanation:
   """Explains a call whose arrays are traced."""
   a, normal = _normalize(batch_dimensions.fold(_with_latent_rows(a))[0])
   question = question_lib.question_of(normal)
-  notes: tuple[str, ...] = ()
+  derivatives = None
   try:
     verdict = selection.choose(table.RULES, a.mechanism, question)
-    notes = question.notes(verdict)
     chosen, call = verdict.mechanism, _static_call(normal, question, verdict)
     if any(call.call.block_sizes) and not outputs.is_empty(normal.call):
       # Only the kernel knows which sizes it takes; it raises.
       _execute(normal.call.operands, static=call)
     placement = call.call.placement
+    derivatives = call.implementation.derivatives_of(
+        question.request_for(call.implementation))
   except NotImplementedError:
     chosen, placement = None, question_lib.place(normal, None)
   sizes = block_sizes_lib.with_configured_blocks(
       normal.call.block_sizes, normal.metadata, chosen or "vanilla")
+  spread, axes = ((placement.sharded_dimensions(), placement.roles_of_axes())
+                  if chosen and placement is not None else ((), ()))
   return Explanation(
       chosen, *question.target, selection.ask_all(table.RULES, question), sizes,
-      () if placement is None else placement.drops,
-      *((placement.sharded_dimensions(), placement.roles_of_axes())
-        if chosen and placement is not None else ()))._replace(notes=notes)
+      () if placement is None else placement.drops, spread, axes, derivatives)
 
 
 def _run(a: AttentionArguments) -> AttentionOutput:

@@ -12,6 +12,7 @@ from typing import Callable
 from attn_core.dispatch import capabilities, latent as latent_limits, selection
 from attn_core.dispatch.capabilities import (FEATURES, LINEAR, LINEAR_BANDED, QUADRATIC,
                                              Implementation)
+from attn_core.dispatch.derivatives import Rows
 from attn_core.mechanisms import decode, dense, flash, latent, paged, sdpa
 from attn_core.mechanisms.context_parallel import mechanism as ring
 from attn_core.types import AttentionOutput, Call
@@ -45,21 +46,26 @@ _NOT_ON_TPU = _NOT_ON_HOPPER | {"float16"}
 _Run = Callable[[Call], AttentionOutput]
 
 _dense = Implementation(dense.vanilla, _VANILLA | _MODS, QUADRATIC, takes_symbols=True)
-_sdpa = Implementation(sdpa.xla, _SDPA, QUADRATIC, capabilities.sdpa_limits, takes_symbols=True)
+_sdpa = Implementation(sdpa.xla, _SDPA, QUADRATIC, capabilities.sdpa_limits, takes_symbols=True,
+                       derivatives=Rows(of_lse=False))
 _cudnn = Implementation(sdpa.cudnn, _CUDNN, LINEAR_BANDED, capabilities.cudnn_limits,
-                        has_partitioner=True)
+                        has_partitioner=True,
+                        derivatives=Rows(has_tangent=False, of_lse=False, even=True))
 
 _flash = Implementation(flash.xla, _BLOCKWISE | _MODS, LINEAR, takes_symbols=True)
 _flash_tpu = Implementation(flash.tpu, _TPU | _MODS, LINEAR, capabilities.tpu_flash_limits,
-                            notes=capabilities.tpu_flash_notes)
-_flash_hopper = Implementation(flash.gpu, _HOPPER, LINEAR, capabilities.hopper_flash_limits)
+                            derivatives=Rows(added=_flash.name, tangent=_flash.name))
+_flash_hopper = Implementation(flash.gpu, _HOPPER, LINEAR, capabilities.hopper_flash_limits,
+                               derivatives=Rows(tangent=_flash.name))
 _flash_gpu = _cudnn._replace(limits=capabilities.cudnn_gradient_limits, fallback=_flash)
 
 
 def _over_shards(row: Implementation, run: _Run) -> Implementation:
   """Returns a row of a block-wise kernel as one of `ring`."""
+  rows, xla = row.derivatives, Implementation(ring.xla, frozenset(), LINEAR).name
   return row._replace(run=run, features=row.features - {"cache"} | {"sequence_layout"},
-                      shards_sequence=True, takes_symbols=False)
+                      shards_sequence=True, takes_symbols=False, derivatives=rows._replace(
+                          added=rows.added and xla, tangent=rows.tangent and xla))
 
 
 def _without_mods(row: Implementation) -> Implementation:
@@ -73,13 +79,14 @@ _ring_hopper = _over_shards(_flash_hopper, ring.gpu)._replace(
 _ring_tpu = _over_shards(_without_mods(_flash_tpu), ring.tpu_remote)._replace(
     limits=capabilities.remote_limits, fallback=_over_shards(_without_mods(_flash_tpu), ring.tpu))
 
-_decode = Implementation(decode.xla, _DECODE | _MODS, LINEAR, shards_keys=True)
+_decode = Implementation(decode.xla, _DECODE | _MODS, LINEAR, shards_keys=True,
+                         derivatives=Rows(gradient=_flash.name))
 _decode_hopper = Implementation(
     decode.gpu, _DECODE & _HOPPER | {"quantized"}, LINEAR, capabilities.hopper_decode_limits,
-    fallback=_decode, shards_keys=True)
+    fallback=_decode, shards_keys=True, derivatives=_decode.derivatives)
 _decode_tpu = Implementation(
     decode.tpu, _DECODE - _NOT_ON_TPU, LINEAR, capabilities.tpu_decode_limits, fallback=_decode,
-    shards_keys=True)
+    shards_keys=True, derivatives=_decode.derivatives)
 
 
 def _over_pages(layout: str, run: _Run, features: frozenset[str] = _PAGED) -> Implementation:
@@ -95,13 +102,15 @@ def _not_in_pages(layout: str) -> frozenset[str]:
 def _pages_on_tpu(row: Implementation, layout: str, run: _Run) -> Implementation:
   """Returns a row over pages with the kernel for TPUs."""
   return Implementation(run, row.features - _NOT_ON_TPU - _not_in_pages(layout), LINEAR,
-                        capabilities.pages_kernel_limits("tpu", layout), fallback=row)
+                        capabilities.pages_kernel_limits("tpu", layout), fallback=row,
+                        derivatives=Rows(gradient=row.name))
 
 
 def _pages_on_hopper(row: Implementation, layout: str, run: _Run) -> Implementation:
   """Returns a row over pages with the kernel for Hopper."""
   return Implementation(run, row.features - _NOT_ON_HOPPER - _not_in_pages(layout), LINEAR,
-                        capabilities.pages_kernel_limits("gpu", layout), fallback=row)
+                        capabilities.pages_kernel_limits("gpu", layout), fallback=row,
+                        derivatives=Rows(gradient=row.name))
 
 
 _paged_v1 = _over_pages("PagesV1", paged.xla)
@@ -114,7 +123,8 @@ _latent = Implementation(
     latent.absorbed, _BLOCKWISE - {"selected"} | _MODS | {"latent", "quantized"}, LINEAR,
     latent_limits.limits)
 _latent = Implementation(latent.decode, _DECODE | {"latent"}, LINEAR, latent_limits.decode_limits,
-                         fallback=_latent, shards_keys=True)
+                         fallback=_latent, shards_keys=True,
+                         derivatives=Rows(gradient=_latent.name))
 _latent = Implementation(
     latent.projected, _BLOCKWISE - {"bias", "dropout", "selected"} | {"latent", "quantized"},
     LINEAR, latent_limits.projected_limits, fallback=_latent)

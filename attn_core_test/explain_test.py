@@ -15,12 +15,16 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 import numpy as np
 
-from attn_core import BlockSizes, OperationMetadata, attention, explain, table
+from attn_core import (BlockSizes, OperationMetadata, attention, explain, masks, score_mods,
+                       table)
 from attn_core.kernels.common.contract import Kernel, Residuals
+from attn_core.kernels.gpu.flash import kernel as gpu_flash
 from attn_core.kernels.gpu.split_kv import decode as gpu_decode, paged as gpu_paged
+from attn_core.kernels.tpu.flash import kernel as tpu_flash
 from attn_core.kernels.tpu.ragged import decode as tpu_decode, paged as tpu_paged
 from attn_core.kernels.xla import decode, dense, flash, paged_forward, plain
 from attn_core.mechanisms import flash as flash_mechanism
+from attn_core.types import AttentionSpec, Operands
 from attn_core_test import code_measures, random_calls
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -264,6 +268,86 @@ class ExplainTest(parameterized.TestCase):
     with self.assertRaises(ValueError) as run:
       jax.eval_shape(lambda x: attention(x, x, x, **arguments), x)
     self.assertEqual(str(explained.exception), str(run.exception))
+
+
+class DerivativesTest(parameterized.TestCase):
+  """`Explanation.derivatives`, compared with what kernels call."""
+
+  @parameterized.parameters("flash.tpu", "flash.gpu", "decode.tpu", "decode.gpu")
+  def test_what_plain_xla_computes_for_other_kernels(self, name):
+    row, = {candidate for row in table.TABLE.values() for candidate in row.chain
+            if candidate.name == name}
+    general = "decode.xla" if name.startswith("decode") else "flash.xla"
+    base, asked = KERNELS[general], []
+    def backward(operands, *args):
+      asked.append(args[-1])
+      return tuple(getattr(operands, x) for x in args[-1])
+    make = {"flash.tpu": tpu_flash.make_kernel, "flash.gpu": gpu_flash.make_kernel,
+            "decode.tpu": tpu_decode.make_kernel, "decode.gpu": gpu_decode.make_kernel}[name]
+    made = make(base._replace(backward=backward))
+    self.assertIs(made.tangent, base.tangent)
+    self.assertEqual(row.derivatives.tangent or "flash.xla", "flash.xla")
+    if row.derivatives.gradient is not None:  # all by plain XLA
+      self.assertEqual(row.derivatives.gradient, "flash.xla")
+      self.assertIs(made.backward, backward)
+      return
+    x = jax.ShapeDtypeStruct((1, 256, 2, 64), "bfloat16")
+    bias = jax.ShapeDtypeStruct((1, 2, 256, 256), "bfloat16")
+    def run(query, bias, lse):
+      operands = Operands(query, query, query, bias=bias)
+      spec = AttentionSpec(mask=jax.tree.structure(masks.causal()), softmax_scale=0.125)
+      return made.backward(operands, spec, BlockSizes(), Residuals(query, lse),
+                           Residuals(query, lse), ("query", "key", "value", "bias"))
+    jax.eval_shape(run, x, bias, jax.ShapeDtypeStruct((1, 2, 256), "float32"))
+    self.assertEqual(asked, [("bias",)] if row.derivatives.added else [])
+
+  def test_decoding_in_plain_xla_has_the_block_wise_gradient(self):
+    for kind, others in (("backward", 5), ("tangent", 4)):
+      with mock.patch.object(flash, kind, return_value=kind) as called:
+        operands = mock.Mock(key_scale=None, value_scale=None)
+        self.assertEqual(getattr(decode, kind)(operands, *[None] * others), kind)
+        called.assert_called_once()
+
+  @parameterized.parameters(
+      (dict(platform="tpu"), {}, "flash.tpu", "flash.xla", "linear", None),
+      (dict(platform="tpu"), dict(bias=True), "flash.tpu", "flash.xla", "linear",
+       ("flash.xla", ("bias",))),
+      (dict(platform="tpu"), dict(score_mod=True), "flash.tpu", "flash.xla", "linear", None),
+      (dict(platform="tpu"), dict(score_mod=score_mods.dense(np.zeros((1, 2, 256, 256), "float32"))),
+       "flash.tpu", "flash.xla", "linear", ("flash.xla", ("score_mods.dense",))),
+      (dict(platform="tpu"), dict(score_mod=True, mechanism="blockwise"), "flash.xla", "flash.xla",
+       "linear", None),
+      (dict(platform="gpu", compute_capability="9.0"), dict(bias=True), "flash.gpu", "flash.xla",
+       "linear", None),
+      (dict(platform="gpu", compute_capability="8.0"), {}, "sdpa.cudnn", None, "linear", None),
+      (dict(platform="cpu"), dict(return_weights=True), "dense.vanilla", "dense.vanilla",
+       "quadratic", None))
+  def test_of_calls(self, metadata, arguments, gradient, tangent, memory, added):
+    x = jax.ShapeDtypeStruct((1, 256, 2, 64), "bfloat16")
+    bias = jax.ShapeDtypeStruct((1, 2, 256, 256), "bfloat16")
+    arrays = dict(bias=bias, score_mod=score_mods.alibi(jnp.ones(2)))
+    arguments = {name: arrays[name] if value is True and name in arrays else value
+                 for name, value in arguments.items()}
+    said = explain(x, x, x, metadata=OperationMetadata(**metadata), **arguments)
+    self.assertEqual(tuple(said.derivatives), (gradient, tangent, memory, added, ""))
+    self.assertIn(f"backward by {gradient}", str(said))
+
+  def test_none(self):
+    x = jnp.ones((1, 8, 2, 16))
+    arguments = dict(mechanism="sdpa", return_lse=True)
+    said = explain(x, x, x, **arguments)
+    self.assertIsNone(said.derivatives.gradient)
+    self.assertIn("derivatives: none, JAX drops the cotangent of the lse", str(said))
+    with self.assertRaisesRegex(NotImplementedError, "cotangent"):
+      jax.grad(lambda x: attention(x, x, x, **arguments).attention_outputs.sum())(x)
+    refused = explain(x, x, x, mechanism="sdpa", dropout_prob=0.1, dropout_rng=jax.random.key(0))
+    self.assertIsNone(refused.derivatives)
+
+  def test_names_are_rows(self):
+    rows = {candidate for row in table.TABLE.values() for candidate in row.chain}
+    for row in rows:
+      for name in row.derivatives[:3]:
+        self.assertIn(name, {None, *(other.name for other in rows)})
 
 
 if __name__ == "__main__":

@@ -118,12 +118,20 @@ class ProgramTest(parameterized.TestCase):
   def test_products_of_16_bits_stay_in_16_bits(self, causal):
     if jax.__version_info__ < (0, 11):
       self.skipTest("XLA:CPU of jax 0.10.2 multiplies 16-bit numbers in a library of its own")
-    program = jax.jit(ours("flash_attn2", causal)).lower(
-        *shapes(2, 128, 4, 64, "bfloat16")).compile().as_text()
-    kinds = dict(re.findall(r"(%[\w.\-]+) = (\w+)\[", program))
-    products = re.findall(r" dot\((%[\w.\-]+), (%[\w.\-]+)\)", program)
-    narrow = [pair for pair in products if [kinds[name] for name in pair] == ["bf16", "bf16"]]
-    self.assertLen(narrow, 2)  # scores and outputs; a small one finds rows that are not finite
+    for attend, number in ((ours("flash_attn2", causal), 2),
+                           (gradient(ours("flash_attn2", causal)), 5)):
+      program = jax.jit(attend).lower(*shapes(2, 128, 4, 64, "bfloat16")).compile().as_text()
+      kinds = dict(re.findall(r"(%[\w.\-]+) = (\w+)\[", program))
+      products = re.findall(r" dot\((%[\w.\-]+), (%[\w.\-]+)\)", program)
+      self.assertEqual([tuple(kinds[name] for name in pair) for pair in products],
+                       number * [("bf16", "bf16")])
+
+  @parameterized.parameters(True, False)
+  def test_one_token(self, causal):
+    """Nothing is looped over, chosen or multiplied by a library where there is one key."""
+    for attend in (ours("auto", causal), ours("vanilla", causal)):
+      program = jax.jit(attend).lower(*shapes(3, 1, 2)).compile()
+      self.assertEqual([count(program, kind) for kind in ("while", "compare")], [0, 0])
 
   def test_the_forward_and_its_gradient_compute_the_weights_once(self):
     def both(q, k, v):

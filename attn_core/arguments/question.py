@@ -30,7 +30,8 @@ def question_of(normal: Normalized) -> selection.Question:
 
   target = selection.Target(metadata_lib.resolved_platform(normal.metadata),
                             normal.request.capability)
-  return selection.Question(target, normal.request.lengths[0] == 1, request_for)
+  queries, keys = normal.request.lengths
+  return selection.Question(target, queries == 1 and keys != 1, request_for)
 
 
 def _placed_request(normal: Normalized, implementation: Implementation) -> Request:

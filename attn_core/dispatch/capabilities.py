@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from attn_core.dispatch import derivatives as derivatives_lib
 from attn_core.dispatch.latent import Widths
 from attn_core.masks import banded, mask as mask_lib
 from attn_core.score_mods import evaluate, traceable
@@ -142,12 +143,6 @@ def _no_limits(request: Request) -> str | None:
   return None
 
 
-def _no_notes(request: Request) -> tuple[str, ...]:
-  """Leaves nothing to another kernel."""
-  del request
-  return ()
-
-
 class Implementation(NamedTuple):
   """One row of the table: a kernel, its capabilities, and the kernel for other requests."""
 
@@ -162,7 +157,7 @@ class Implementation(NamedTuple):
   shards_keys: bool = False  # whether mesh axes may shard the key sequence
   takes_symbols: bool = False  # whether batch and lengths may be symbols of a `jax.export`
   has_partitioner: bool = False  # whether JAX partitions its operation by rules of its own
-  notes: Callable[[Request], tuple[str, ...]] = _no_notes  # gradients left to another kernel
+  derivatives: derivatives_lib.Rows = derivatives_lib.Rows()
 
   @property
   def name(self) -> str:
@@ -194,6 +189,16 @@ class Implementation(NamedTuple):
   def is_linear(self, request: Request) -> bool:
     """Whether its memory is linear in the sequence length for a request."""
     return self.memory == LINEAR or self.memory == LINEAR_BANDED and _is_linear_banded(request)
+
+  def derivatives_of(self, request: Request) -> derivatives_lib.Derivatives:
+    """Returns which implementations compute the derivatives of a request."""
+    given = {"bias": request.bias_dtype is not None,
+             "score_mods.dense": request.mod != NO_SCORE_MOD and bool(
+                 traceable.by_pair(request.mod, request.mods))}
+    return derivatives_lib.of_call(
+        self.name, self.derivatives, LINEAR if self.is_linear(request) else QUADRATIC,
+        lengths=request.lengths, returns_lse="lse" in request.features,
+        added=tuple(name for name, is_given in given.items() if is_given))
 
 
 # --- Limits of each back end; modules of kernels are imported only when a limit is evaluated. -----
@@ -311,15 +316,6 @@ def tpu_flash_limits(request: Request) -> str | None:
                "positions")
     reason = found and f"score_mod with {found}: the kernels for TPUs look nothing up"
   return reason
-
-
-def tpu_flash_notes(request: Request) -> tuple[str, ...]:
-  """Gradients that the block-wise kernels for TPUs leave to the one in plain XLA."""
-  found = [request.features["bias"]] if "bias" in request.features else []
-  if request.mod != NO_SCORE_MOD and traceable.by_pair(request.mod, request.mods):
-    found.append("score_mod's arrays of all pairs (score_mods.dense)")
-  return tuple(f"the gradient of {name}, where it is asked for, takes a second backward, in plain "
-               "XLA" for name in found)
 
 
 def tpu_decode_limits(request: Request) -> str | None:

@@ -30,13 +30,8 @@ class Question(NamedTuple):
   """A call for which an implementation is wanted."""
 
   target: Target
-  one_query: bool  # whether each row has one query
+  one_query: bool  # whether each row has one query and several keys
   request_for: Callable[[Implementation], Request]  # the call as placed for an implementation
-
-  def notes(self, verdict: "Verdict") -> tuple[str, ...]:
-    """Returns what the implementation of a verdict leaves to another one."""
-    row = verdict.implementation
-    return () if row is None else row.notes(self.request_for(row))
 
 
 class Verdict(NamedTuple):

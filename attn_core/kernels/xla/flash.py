@@ -39,7 +39,7 @@ def _is_faster_in_loops(operands: Operands, spec: AttentionSpec) -> bool:
   backward, which has float32 outputs (`autodiff.rounding`), they share weights in one piece.
   """
   return (operands.query.dtype == jnp.float16 and spec.out_dtype is None
-          and not plain.sees_all(spec) and operands.key.shape[1] >= tiling.SHORT_FLOAT16)
+          and not plain.sees_all(operands, spec) and operands.key.shape[1] >= tiling.SHORT_FLOAT16)
 
 
 def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> Residuals:

@@ -10,20 +10,26 @@ programs of its library, one forward and one more backward:
   * Weights are normalized before the product, and nothing else reads their maximum and sum. The
     backward computes them again by the same operations, and not from the lse: a program of both
     computes them once.
-  * Where a mask hides keys, non-finite numbers are replaced by 0 while query, key and value are
-    transposed, which costs nothing, because 0 * NaN would reach results that do not depend on
-    them. Small products with the mask find the results that do; 0 or NaN is added to these.
+  * Logits of a query, key or value that is not finite are NaN, before the mask chooses: NaN reaches
+    the rows that see it. The operand becomes NaN while it is transposed, which costs nothing; for
+    values NaN is added to the logits.
+  * All other products read 0 in place of non-finite numbers, and the backward has 0 at hidden
+    pairs, because 0 * NaN would reach results that do not depend on it.
   * Hidden logits are a finite number instead of -inf.
+  * Sums of 16-bit products are rounded to 16 bits by the product itself, where nothing that needs
+    more digits follows.
 
 T * S scores of a head are [T * G, S] of a key head: the G query heads of a key head become rows.
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
 from jax import lax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 import numpy as np
 
 from attn_core.kernels.common import dense_operands, matmul_precision
@@ -36,6 +42,9 @@ from attn_core.types import AttentionSpec, BlockSizes, Operands, are_known
 # Largest number of rows and of keys whose cotangents of logits are not rounded to 16 bits on a CPU,
 # which takes up to 1.1 times as long there.
 FEW = 64
+# Whether a product with a result of 16 bits takes no longer than one of 32 bits; XLA:CPU of jax
+# 0.10.2 takes twice as long.
+ROUNDS_IN_PRODUCTS = jax.__version_info__ >= (0, 11)
 
 
 def supports(operands: Operands, spec: AttentionSpec) -> bool:
@@ -59,9 +68,8 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
   inputs = _inputs(operands, spec)
   weights, lse = _softmax(inputs)
   out = inputs.product(inputs.narrow(weights), inputs.value, 2, 1)
-  nan_rows = inputs.merged(_nan_rows(inputs, operands))
-  out = (out + nan_rows).astype(dense_operands.out_dtype(operands, spec))
-  lse = (lse + nan_rows).astype(dense_operands.lse_dtype(spec))
+  out = out.astype(dense_operands.out_dtype(operands, spec))
+  lse = lse.astype(dense_operands.lse_dtype(spec))
   return Residuals(inputs.queries_of(out), inputs.queries_of(lse)[..., 0].swapaxes(1, 2))
 
 
@@ -78,35 +86,36 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
   inputs = _inputs(operands, spec)
   row_scalars = lambda x: inputs.merged(inputs.rows_of(x.swapaxes(1, 2)[..., None]))
   d_out, d_lse = inputs.merged(inputs.rows_of(cotangents.out)), row_scalars(cotangents.lse)
-  nan_rows = _nan_rows(inputs, operands)
   if residuals.out is None:
     lse = row_scalars(residuals.lse)
-    nan_rows = nan_rows + inputs.split(jnp.where(jnp.isnan(lse), jnp.nan, jnp.zeros_like(lse)))
-    weights = jnp.exp(_logits(inputs) - jnp.where(jnp.isfinite(lse), lse, jnp.inf))
+    weights = jnp.exp(_logits(inputs) - jnp.where(lse == -jnp.inf, jnp.inf, lse))
   else:
     weights, _ = _softmax(inputs)
+  # NaN in a row must not reach hidden keys. One array for both uses, or both are kept.
+  weights = inputs.visible(weights)
   d_weights = inputs.product(d_out, inputs.value, 2, 2)
   delta = -d_lse
   if residuals.out is not None:
     delta = delta + (weights * d_weights).sum(-1, keepdims=True)
   # In float16, times the scale before it is rounded: it fits where the gradient does. Elsewhere
   # after the products: XLA:CPU would write the scale as often as there are scores.
-  scale, d_scores = jnp.asarray(spec.softmax_scale, weights.dtype), weights * (d_weights - delta)
+  scale, d_scores = spec.softmax_scale, inputs.visible(weights * (d_weights - delta))
   if operands.query.dtype == jnp.float16:
-    d_scores, scale = d_scores * scale, jnp.ones_like(scale)
+    d_scores, scale = d_scores * jnp.asarray(scale, weights.dtype), 1.0
   # Sums of few numbers do not average their rounding.
   if max(d_scores.shape[1:]) > FEW or not are_known(*d_scores.shape[1:]):
     d_scores = cpu_math.for_product(d_scores, operands.query.dtype)
   found = {}
   if "query" in wrt:
-    d_query = inputs.product(d_scores, inputs.key, 2, 1) * scale + inputs.merged(nan_rows)
+    finite_key = cpu_math.fill_nonfinite(0.0, operands.key).transpose(0, 2, 1, 3)
+    d_query = inputs.scaled_product(d_scores, inputs.merged(finite_key), scale)
     found["query"] = inputs.queries_of(d_query.astype(operands.query.dtype))
-  nan_keys = inputs.merged(_reached(inputs, nan_rows[..., 0], "r"))
-  for name, left, right, factor in (
-      ("key", d_scores, inputs.query, scale), ("value", inputs.narrow(weights), d_out, None)):
+  finite_query = cpu_math.fill_nonfinite(0.0, operands.query)
+  for name, left, x, factor in (
+      ("key", d_scores, finite_query, scale),
+      ("value", inputs.narrow(weights), cotangents.out, 1.0)):
     if name in wrt:
-      d = _sum_over_rows(inputs, left, right, factor, nan_keys).astype(operands.key.dtype)
-      found[name] = inputs.split(d).transpose(0, 2, 1, 3)
+      found[name] = _sum_over_rows(inputs, left, x, factor).astype(operands.key.dtype)
   return tuple(found[name] for name in wrt)
 
 
@@ -134,6 +143,7 @@ class _Inputs(NamedTuple):
   empty: jax.Array | None  # of `_empty_rows`, bool [B, K, T * G, 1]
   key_heads: int  # K
   queries: int  # T
+  nan: jax.Array  # [B, K, 1, S]: NaN for keys whose value is not finite, else 0
   spec: AttentionSpec
 
   def product(self, left: jax.Array, right: jax.Array, left_axis: int,
@@ -145,10 +155,25 @@ class _Inputs(NamedTuple):
     if left.dtype != right.dtype:
       return cpu_math.mixed_product(lambda x, y: self.product(x, y, left_axis, right_axis),
                                     left, right)
-    return lax.dot_general(
-        left, right, (((left_axis,), (right_axis,)), ((0,), (0,))),
-        precision=matmul_precision.resolve(left.dtype, self.spec.precision),
-        preferred_element_type=self.spec.softmax_dtype)
+    return _dot(left, right, (left_axis, right_axis), self.spec.precision,
+                self.spec.softmax_dtype)
+
+  def scaled_product(self, left: jax.Array, right: jax.Array, factor: float) -> jax.Array:
+    """Returns the matrix product left . right times `factor`.
+
+    In 16 bits where both have 16 and the factor is a power of two: it is rounded once, as it would
+    be afterwards, and never written in 32 bits.
+    """
+    narrow = left.dtype == right.dtype and left.dtype.itemsize < 4
+    if ROUNDS_IN_PRODUCTS and narrow and abs(math.frexp(factor)[0]) == 0.5:
+      found = _dot(left, right, (2, 1), None, left.dtype)
+    else:
+      found = self.product(left, right, 2, 1)
+    return found if factor == 1 else found * jnp.asarray(factor, found.dtype)
+
+  def visible(self, x: jax.Array) -> jax.Array:
+    """Returns x [B * K, T * G, S] with 0 at hidden pairs."""
+    return x if self.seen is None else self.merged(jnp.where(self.seen, self.split(x), 0))
 
   def narrow(self, x: jax.Array) -> jax.Array:
     """Returns `x` in the dtype of the products' operands."""
@@ -177,15 +202,26 @@ class _Inputs(NamedTuple):
 def _inputs(operands: Operands, spec: AttentionSpec) -> _Inputs:
   """Returns the operands for the products."""
   key_heads, queries = operands.key.shape[2], operands.query.shape[1]
-  seen = None if sees_all(spec) else _visible(operands, spec)
-  filler = np.nan if seen is None else 0.0
-  rows = _rows_of(cpu_math.fill_nonfinite(filler, operands.query), key_heads)
-  key = cpu_math.fill_nonfinite(filler, operands.key).transpose(0, 2, 1, 3)
+  seen = None if sees_all(operands, spec) else _visible(operands, spec)
+  # A visible infinity would have no weight. Where it is the only key, inf - inf is NaN.
+  alone = seen is None and are_known(operands.key.shape[1]) and operands.key.shape[1] == 1
+  filled = (lambda x: x) if alone else functools.partial(cpu_math.fill_nonfinite, np.nan)
+  rows = _rows_of(filled(operands.query), key_heads)
+  key = filled(operands.key).transpose(0, 2, 1, 3)
   value = cpu_math.fill_nonfinite(0.0, operands.value).transpose(0, 2, 1, 3)
   empty = _empty_rows(operands, spec, seen)
   empty = None if empty is None else jnp.broadcast_to(empty, (*rows.shape[:3], 1))
   rows, key, value = (x.reshape(-1, *x.shape[2:]) for x in (rows, key, value))
-  return _Inputs(rows, key, value, seen, empty, key_heads, queries, spec)
+  return _Inputs(rows, key, value, seen, empty, key_heads, queries,
+                 _nan_values(operands, spec), spec)
+
+
+def _dot(left: jax.Array, right: jax.Array, axes: tuple[int, int],
+         precision: lax.PrecisionLike, dtype: DTypeLike) -> jax.Array:
+  """Returns products over one axis of each, for every element of their first axes."""
+  return lax.dot_general(left, right, (((axes[0],), (axes[1],)), ((0,), (0,))),
+                         precision=matmul_precision.resolve(left.dtype, precision),
+                         preferred_element_type=dtype)
 
 
 def _rows_of(x: jax.Array, key_heads: int) -> jax.Array:
@@ -195,15 +231,23 @@ def _rows_of(x: jax.Array, key_heads: int) -> jax.Array:
   return x.transpose(0, 2, 1, 3, 4).reshape(batch, key_heads, -1, width)
 
 
+def _columns_of(x: jax.Array, key_heads: int) -> jax.Array:
+  """Maps [B, T, H, width] to [B, K, width, T * G]."""
+  batch, length, heads, width = x.shape
+  x = x.reshape(batch, length, key_heads, heads // key_heads, width)
+  return x.transpose(0, 2, 4, 1, 3).reshape(batch, key_heads, width, -1)
+
+
 def _logits(inputs: _Inputs) -> jax.Array:
   """Returns logits [B * K, T * G, S], hidden ones of a finite number."""
   logits = inputs.product(inputs.query, inputs.key, 2, 2)
   logits = logits * jnp.asarray(inputs.spec.softmax_scale, logits.dtype)
+  logits = inputs.split(logits) + inputs.nan.astype(logits.dtype)
   if inputs.seen is None:
-    return logits
+    return inputs.merged(logits)
   # Too low to have a weight where a key is visible.
   hidden = jnp.asarray(0.7 * jnp.finfo(logits.dtype).min, logits.dtype)
-  return inputs.merged(jnp.where(inputs.seen, inputs.split(logits), hidden))
+  return inputs.merged(jnp.where(inputs.seen, logits, hidden))
 
 
 def _softmax(inputs: _Inputs) -> tuple[jax.Array, jax.Array]:
@@ -222,98 +266,66 @@ def _softmax(inputs: _Inputs) -> tuple[jax.Array, jax.Array]:
   return weights * (jnp.where(empty, 0, jnp.ones_like(l_i)) / l_i), jnp.where(empty, -jnp.inf, lse)
 
 
-def _sum_over_rows(inputs: _Inputs, weights: jax.Array, rows: jax.Array,
-                   factor: jax.Array | None, nan_keys: jax.Array) -> jax.Array:
-  """Returns the sums [B * K, S, width] of weights [B * K, T * G, S] times rows of any width.
+def _sum_over_rows(inputs: _Inputs, weights: jax.Array, x: jax.Array, factor: float) -> jax.Array:
+  """Returns the sums over rows of weights [B * K, T * G, S] times x: [B, S, K, width].
+
+  The library of XLA:CPU multiplies no transposed left operand, and 16-bit numbers become float32
+  where only the last two axes of an operand were exchanged. So x is transposed together with its
+  heads, or the weights, where these are smaller, with batch and heads as two axes.
 
   Args:
     inputs: the attention.
     weights: [B * K, T * G, S].
-    rows: [B * K, T * G, width].
-    factor: of the sums; None: 1.
-    nan_keys: [B * K, S or 1, 1], added.
+    x: [B, T, H, width], finite where its weights are 0.
+    factor: of the sums.
   """
-  scaled = lambda x: x if factor is None else x * factor
-  # The library of XLA:CPU does not multiply a transposed left operand. The barriers keep XLA from
-  # folding the transposition of the smaller one into the product; without either it is as fast
-  # where both are about as large.
-  keys, width = weights.shape[2], rows.shape[2]
-  if are_known(keys) and keys > 2 * width:
-    rows = lax.optimization_barrier(rows.swapaxes(1, 2))
-    found = scaled(inputs.product(rows, weights, 2, 1)) + nan_keys.swapaxes(1, 2)
-    return found.swapaxes(1, 2)
-  if are_known(keys) and 2 * keys <= width:
-    weights = lax.optimization_barrier(weights.swapaxes(1, 2))
-    return scaled(inputs.product(weights, rows, 2, 1)) + nan_keys
-  return scaled(inputs.product(weights, rows, 1, 1)) + nan_keys
+  keys, width = weights.shape[2], x.shape[3]
+  if are_known(keys) and 4 * keys <= width:
+    columns = inputs.split(weights).swapaxes(2, 3)
+    columns = lax.optimization_barrier(columns.reshape(-1, keys, weights.shape[1]))
+    found = inputs.scaled_product(columns, inputs.merged(inputs.rows_of(x)), factor)
+    return inputs.split(found).transpose(0, 2, 1, 3)
+  columns = inputs.merged(_columns_of(x, inputs.key_heads))
+  found = inputs.scaled_product(columns, weights, factor)
+  return inputs.split(found).transpose(0, 3, 1, 2)
 
 
 # --- Non-finite numbers, and queries that see nothing. -------------------------------------------
 
 
-def _nan_rows(inputs: _Inputs, operands: Operands) -> jax.Array:
-  """Returns [B, K, T * G or 1, 1]: NaN is added to rows that see a non-finite key or value, else 0.
-
-  Rows that are not finite get it too. Where all pairs are visible, NaN in queries and keys reaches
-  all that it must by itself. Rows that see nothing are 0.
-  """
-  # By sums, which take a third of the time of logical reductions.
-  dtype = inputs.spec.softmax_dtype
-  zero_or_nan = lambda x: x.astype(dtype) - x.astype(dtype)
-  query, key, value = map(zero_or_nan, (operands.query, operands.key, operands.value))
-  if inputs.seen is None:
-    return value.sum((1, 3))[..., None, None]
-  keys = (key + value).sum(-1) if key.shape == value.shape else key.sum(-1) + value.sum(-1)
-  found = _reached(inputs, keys.transpose(0, 2, 1), "s")
-  found = found + inputs.rows_of(query.sum(-1, keepdims=True))
-  return found if inputs.empty is None else jnp.where(inputs.empty, 0, found)
-
-
-def _reached(inputs: _Inputs, nan: jax.Array, axis: str) -> jax.Array:
-  """Returns NaN for rows that see a key marked by NaN, or for keys that a marked row sees, else 0.
-
-  Args:
-    inputs: of the attention, with its mask.
-    nan: 0 or NaN [B, K, S], or with axis "r" [B, K, T * G].
-    axis: "s" or "r", the last axis of `nan`.
-
-  Returns:
-    [B, K, T * G or 1, 1], or with axis "r" [B, K, S or 1, 1].
-  """
-  seen = inputs.seen
-  if seen is None:
-    return nan.sum(-1)[..., None, None]
-  ones = tuple(i for i, size in enumerate(seen.shape) if are_known(size) and size == 1)
-  letters = "".join(letter for i, letter in enumerate("bkrs") if i not in ones)
-  other = "r" if axis == "s" else "s"
-  count = jnp.einsum(f"bk{axis},{letters}->bk{other if other in letters else ''}",
-                     jnp.isnan(nan).astype(jnp.float32), seen.squeeze(ones).astype(jnp.float32),
-                     precision=matmul_precision.resolve(jnp.float32, inputs.spec.precision))
-  count = count if other in letters else count[..., None]
-  return jnp.where(count > 0, jnp.nan, jnp.zeros_like(count, nan.dtype))[..., None]
+def _nan_values(operands: Operands, spec: AttentionSpec) -> jax.Array:
+  """Returns [B, K, 1, S]: NaN for keys whose value is not finite, else 0."""
+  # By a sum, which takes a third of the time of a logical reduction.
+  value = operands.value.astype(spec.softmax_dtype)
+  return (value - value).sum(-1).transpose(0, 2, 1)[:, :, None]
 
 
 def _empty_rows(operands: Operands, spec: AttentionSpec,
                 seen: jax.Array | None) -> jax.Array | None:
   """Returns bool [B or 1, K or 1, T * G or 1, 1]: rows that see nothing; None: all see a key."""
   queries, keys = operands.query.shape[1], operands.key.shape[1]
-  static = not spec.mask.num_leaves and are_known(queries, keys)
-  if seen is None or (static and _all_see(spec.mask, queries, keys)):
+  if seen is None:
     return None
+  if not spec.mask.num_leaves and are_known(queries, keys):
+    kinds = _kinds(spec.mask, block_map.Sizes(queries, keys, 1, 1))
+    if (kinds == block_map.FULL).any(-1).all():
+      return None
   return seen.astype(jnp.float32).sum(-1, keepdims=True) == 0
 
 
 @functools.lru_cache(maxsize=256)
-def _all_see(structure: jax.tree_util.PyTreeDef, queries: int, keys: int) -> bool:
-  """Returns whether each query certainly sees a key, for a mask without arrays."""
-  kinds = block_map.host_kinds(jax.tree.unflatten(structure, ()),
-                               block_map.Sizes(queries, keys, 1, 1))
-  return bool((kinds == block_map.FULL).any(-1).all())
+def _kinds(structure: jax.tree_util.PyTreeDef, sizes: block_map.Sizes) -> np.ndarray:
+  """Returns the kinds of the blocks of a mask without arrays."""
+  return block_map.host_kinds(jax.tree.unflatten(structure, ()), sizes)
 
 
-def sees_all(spec: AttentionSpec) -> bool:
-  """Returns whether the mask hides nothing, as its structure says."""
-  return spec.mask == jax.tree.structure(mask_lib.Full())
+def sees_all(operands: Operands, spec: AttentionSpec) -> bool:
+  """Returns whether the mask hides nothing, as its structure and the lengths say."""
+  queries, keys = operands.query.shape[1], operands.key.shape[1]
+  if spec.mask.num_leaves or not are_known(queries, keys):
+    return spec.mask == jax.tree.structure(mask_lib.Full())
+  sizes = block_map.Sizes(queries, keys, queries, keys)
+  return bool((_kinds(spec.mask, sizes) == block_map.FULL).all())
 
 
 def _visible(operands: Operands, spec: AttentionSpec) -> jax.Array:
