@@ -163,11 +163,38 @@ def paged_call(mechanism: str, dtype: str, arguments: dict, tokens: int, held: s
   return Call(function, operands)
 
 
+def latent_pages_call(mechanism: str, dtype: str, arguments: dict,
+                      kind: tuple[int, str, bool]) -> Call:
+  """A call over pages of latent rows; kind: tokens of a request, their dtype, up-projections."""
+  (tokens, held, projected), latent, rope, nope = kind, 32, 16, 8
+  cache = jax.eval_shape(lambda: caches.latent_pages.init(8, 16, (latent, rope), dtype=held))
+  array = lambda *shape: jax.ShapeDtypeStruct(shape, dtype)
+  operands = {"query": array(2 * tokens, H, (nope if projected else latent) + rope)}
+  if projected:
+    operands |= {"key_up": array(latent, H, nope), "value_up": array(latent, H, D)}
+  if held == dtype:
+    operands |= {"cache": cache, "key": array(2 * tokens, latent + rope)}
+  def function(arrays):
+    whole = arrays.get("cache") or jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), cache)
+    rows = arrays.get("key", jnp.ones((2 * tokens, latent + rope), dtype))
+    ints = lambda *shape: jnp.zeros(shape, jnp.int32)
+    options = LatentOptions(latent, rope, nope, arrays.get("key_up"), arrays.get("value_up"))
+    return attention(
+        arrays["query"], rows, None, cache_view=whole, latent_options=options,
+        cache_metadata=PagesMetadata(ints(2, 4), ints(2), ints(3)), layout="thd",
+        mechanism=mechanism, **arguments).attention_outputs
+  return Call(function, operands)
+
+
 def calls_of(mechanism: str, place: str, dtype: str, **arguments: Any) -> dict[str, Call]:
   """Returns calls of a row that reach each of its kernels."""
   row = table.TABLE[mechanism, place]
   features = row.general.features
   arguments = dict(arguments, metadata=metadata_of(place))
+  if {"pages", "latent"} <= features:
+    return {f"{held}_{'projected' if projected else 'absorbed'}_{tokens}": latent_pages_call(
+        mechanism, dtype, arguments, (tokens, held, projected))
+            for held in (dtype, "int8") for projected in (False, True) for tokens in (1, 16)}
   if "pages" in features:
     return {f"{held}_{tokens}": paged_call(mechanism, dtype, arguments, tokens, held)
             for held in (dtype, "int8") for tokens in (1, 16)[:1 + (mechanism != "page_attention")]}
