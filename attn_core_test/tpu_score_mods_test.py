@@ -15,7 +15,8 @@ import numpy as np
 from attn_core import (BlockSizes, MaskInfo, OperationMetadata, attention, explain, masks,
                        score_mods)
 from attn_core.benchmark.static import profile
-from attn_core.kernels.tpu.flash import kernel as tpu_kernel, scalar_memory, tiling
+from attn_core.kernels.tpu.flash import (
+    diagonals, kernel as tpu_kernel, scalar_memory, tiling)
 from attn_core.kernels.xla import flash as xla_flash
 from attn_core.mechanisms import flash as flash_mechanism
 from attn_core_test import sampling
@@ -112,11 +113,13 @@ class SumsTest(parameterized.TestCase):
   """Sums of cotangents over several ranges of queries, groups of batch rows and parts of heads."""
 
   @parameterized.parameters(*sampling.with_slow(
-      [(2, 1, tiling, "RESIDENT_BYTES", 1)],
-      (4, 1, tiling, "RESIDENT_BYTES", 1), (2, 2, tiling, "STEP_TOKENS", 128),
-      (2, 1, scalar_memory, "MOST_BYTES", 4200)))
+      [(2, 1, "tiling", "RESIDENT_BYTES", 1)],
+      (4, 1, "tiling", "RESIDENT_BYTES", 1), (2, 2, "tiling", "STEP_TOKENS", 128),
+      (2, 1, "scalar_memory", "MOST_BYTES", 4200), (2, 1, "diagonals", "MOST_BYTES", 0),
+      (2, 1, "diagonals", "CHUNK", 2)))
   def test_gradients(self, heads, key_heads, module, name, value):
     """Compares them with those of the kernel in plain XLA."""
+    module = {"tiling": tiling, "scalar_memory": scalar_memory, "diagonals": diagonals}[module]
     shapes = {"query": (2, 256, heads, 8), "key": (2, 256, key_heads, 8), "table": (5, heads),
               "value": (2, 256, key_heads, 8), "column": (2, heads, 256), "row": (1, 1, 256)}
     arrays = {name: _number(*shape, seed=n) for n, (name, shape) in enumerate(shapes.items())}

@@ -235,7 +235,7 @@ def _backward_kernel(params: KernelParams, inputs: tile_inputs.TileInputs,
       step.add(tile, masked, products, row_blocks)
 
   for_each_tile(params, grid, kinds, compute)
-  pl.when(kinds != 0)(lambda: of_mods.sums.end_step(refs, of_mods.refs, grid))
+  of_mods.sums.end_step(refs, of_mods.refs, grid, kinds)
 
   # 3. Write the sums: of keys and values in the last step of their block, of queries in the last
   # step of their range.

@@ -4,10 +4,11 @@
 
 Such an array is a row of one number for each distance. A tile of LANES x LANES reads 2 * LANES of
 them: each of its rows is that of the row before, moved by one lane. All tiles on one block diagonal
-are equal, so that a step makes one of each and loads it wherever it occurs. The cotangents of
-these tiles are added up likewise, and their diagonals are summed once a step.
+are equal: one of each is made, for all steps of a head or for one, and loaded wherever it occurs.
+The cotangents of these tiles are added up likewise, before their diagonals are summed.
 """
 
+import functools
 from typing import Callable, NamedTuple
 
 import jax
@@ -20,8 +21,12 @@ import numpy as np
 from attn_core.kernels.tpu.flash.schedule import LANES, Tiling
 from attn_core.kernels.tpu.flash.tile_inputs import (
     GridIndex, Index, KernelRefs, Ref, TileIndex, TileInputs)
+from attn_core.masks import block_map, mask as mask_lib, position_range
 
 SUBLANES = 8
+CHUNK = 8  # tiles that are made without a loop, so that one hides the latency of another
+TILE_BYTES = 4 * LANES * LANES
+MOST_BYTES = 8 * 2**20  # of the tiles of all block diagonals; otherwise every step makes its own
 
 
 def length(tiling: Tiling) -> int:
@@ -55,56 +60,122 @@ def row_of(values: jax.Array, first: int, base: jax.Array, tiling: Tiling) -> ja
       padded if values.shape[0] > 1 else padded[0], start)
 
 
-def tiles_shape(tiling: Tiling, heads: int) -> tuple[int, ...]:
-  """Returns the shape of the tiles of a step: [heads, block diagonals, LANES, LANES]."""
-  return heads, (tiling.block_q + tiling.block_kv) // LANES - 1, LANES, LANES
+class Band(NamedTuple):
+  """The block diagonals of which tiles are in scratch memory."""
+
+  tiling: Tiling
+  first: int | None  # of all, counted from the last key and the first query; None: those of a step
+  size: int
+
+  def shape(self, heads: int) -> tuple[int, ...]:
+    """Returns the shape of the tiles: [heads, size, LANES, LANES]."""
+    return heads, self.size, LANES, LANES
+
+  def lanes(self, grid: GridIndex, n: Index) -> pl.Slice:
+    """Returns the first LANES of the 2 * LANES numbers that the tiles on diagonal n read."""
+    start = (n + self.first) * LANES if self.first is not None else (
+        grid.query_block * self.tiling.block_q - grid.key_block * self.tiling.block_kv
+        + (self.tiling.padded_keys - self.tiling.block_kv) + n * LANES)
+    return pl.ds(pl.multiple_of(start, LANES), LANES)
+
+  def number(self, tile: TileIndex) -> Index:
+    """Returns the place of the diagonal of the first LANES x LANES of a tile."""
+    tiling, keys = self.tiling, tile.keys.start
+    keys = keys // LANES if isinstance(keys, int) else lax.div(keys, jnp.int32(LANES))
+    number = tile.queries.start // LANES - keys + tiling.block_kv // LANES - 1
+    if self.first is None:
+      return number
+    return (number + tile.grid.query_block * (tiling.block_q // LANES)
+            - tile.grid.key_block * (tiling.block_kv // LANES)
+            + ((tiling.padded_keys - tiling.block_kv) // LANES - self.first))
+
+  def at(self, first_step: bool, refs: KernelRefs, kinds: jax.Array) -> jax.Array:
+    """Returns whether a step makes the tiles (first_step) or sums them up (not first_step)."""
+    if self.first is None:
+      return kinds != 0
+    return refs.program_ids[-1] == (0 if first_step else refs.num_steps - 1)
+
+
+def step_count(tiling: Tiling) -> int:
+  """Returns the number of block diagonals of a step."""
+  return (tiling.block_q + tiling.block_kv) // LANES - 1
+
+
+def band_of(mask: mask_lib.Mask, tiling: Tiling, arrays: int) -> Band:
+  """Returns the tiles to keep: all that the mask may show, or those of a step if these are many.
+
+  Args:
+    mask: any mask; its arrays do not count.
+    tiling: blocks and tiles.
+    arrays: how many arrays by distance there are.
+  """
+  first, count = _visible_diagonals(position_range.static_superset(mask), tiling)
+  if count * tiling.query_heads * arrays * TILE_BYTES <= MOST_BYTES:
+    return Band(tiling, first, count)
+  return Band(tiling, None, step_count(tiling))
+
+
+@functools.lru_cache(maxsize=256)
+def _visible_diagonals(mask: mask_lib.Mask, tiling: Tiling) -> tuple[int, int]:
+  """Returns (first, count) of the block diagonals of tiles with visible pairs of a static mask."""
+  kinds = np.asarray(block_map.block_kinds(mask, block_map.Sizes(
+      tiling.query_length, tiling.key_length, tiling.tile_q, tiling.tile_kv)))
+  query, key = np.nonzero((kinds != block_map.EMPTY).any((0, 1)))
+  if not len(query):
+    return 0, 1
+  rows, columns = tiling.tile_kv // LANES, tiling.tile_q // LANES
+  number = query * columns - key * rows + tiling.padded_keys // LANES - 1
+  first, last = number.min() - (rows - 1), number.max() + (columns - 1)
+  return int(first), int(last - first + 1)
 
 
 class Diagonals(NamedTuple):
-  """An array of numbers by distance, and the tiles of a step made of it."""
+  """An array of numbers by distance, and the tiles made of it."""
 
   row: Callable[[KernelRefs], Ref]  # [1, heads, 1, length] of a step, heads are 1 if they share it
-  tiling: Tiling
+  band: Band
   num_heads: int  # of a step, or 1
   scratch: int  # place of the tiles in `KernelRefs.scratch`
 
   def make(self, refs: KernelRefs, grid: GridIndex) -> None:
-    """Makes the tiles of a step."""
+    """Makes the tiles."""
     row, tiles = self.row(refs), refs.scratch[self.scratch]
     is_left = _is_left()
     @pl.loop(0, self.num_heads)
     def _(head: jax.Array) -> None:
-      before = None
-      for n in range(tiles.shape[1] + 1):
-        numbers = row[0, head, :, _lanes(self.tiling, grid, n)]
+      def moved(n: Index) -> jax.Array:
         # Row r moves r lanes to the right; what leaves on the right enters the next tile.
-        moved = pltpu.roll(jnp.broadcast_to(numbers, (LANES, LANES)), 0, 1, stride=1,
-                           stride_axis=0)
-        if before is not None:
-          tiles[head, n - 1] = jnp.where(is_left, before, moved)
-        before = moved
+        numbers = jnp.broadcast_to(row[0, head, :, self.band.lanes(grid, n)], (LANES, LANES))
+        return pltpu.roll(numbers, 0, 1, stride=1, stride_axis=0)
+      def some(start: Index, count: int) -> None:
+        before = moved(start)
+        for n in range(count):
+          after = moved(start + n + 1)
+          tiles[head, start + n] = jnp.where(is_left, before, after)
+          before = after
+      _in_chunks(self.band.size, some)
 
   def read(self, refs: KernelRefs, tile: TileIndex) -> jax.Array:
     """Returns [keys, queries]."""
-    tiles, begin = refs.scratch[self.scratch], _diagonal(self.tiling, tile)
+    tiles, begin = refs.scratch[self.scratch], self.band.number(tile)
     head = tile.head if self.num_heads > 1 else 0
     rows = [jnp.concatenate([tiles[head, begin + c - r] for c in range(tile.shape[1] // LANES)], 1)
             for r in range(tile.shape[0] // LANES)]
     return jnp.concatenate(rows, 0)
 
 
-def add_diagonals(inputs: TileInputs, row: jax.Array, scratch: int) -> Diagonals:
+def add_diagonals(inputs: TileInputs, row: jax.Array, band: Band, scratch: int) -> Diagonals:
   """Adds the result of `row_of` to the inputs of a kernel; scratch: see `Diagonals`."""
   rows, heads, size = row.shape
   num_heads = inputs.tiling.query_heads if heads > 1 else 1
   ref = inputs.add_array(row[:, :, None], (1, num_heads, 1, size), lambda b, h, i, j: (
       b if rows > 1 else 0, h if heads > 1 else 0, 0, 0))
-  return Diagonals(ref, inputs.tiling, num_heads, scratch)
+  return Diagonals(ref, band, num_heads, scratch)
 
 
-def add_tile(tiling: Tiling, tiles: Ref, tile: TileIndex, x: jax.Array) -> None:
-  """Adds x [keys, queries] to the sums [heads, block diagonals, LANES, LANES] of a step."""
-  begin = _diagonal(tiling, tile)
+def add_tile(band: Band, tiles: Ref, tile: TileIndex, x: jax.Array) -> None:
+  """Adds x [keys, queries] to the sums [heads, size, LANES, LANES] of block diagonals."""
+  begin = band.number(tile)
   parts: dict[int, jax.Array] = {}
   for r in range(tile.shape[0] // LANES):
     for c in range(tile.shape[1] // LANES):
@@ -114,50 +185,55 @@ def add_tile(tiling: Tiling, tiles: Ref, tile: TileIndex, x: jax.Array) -> None:
     tiles[tile.head, begin + n] += part
 
 
-def sum_diagonals(tiling: Tiling, tiles: Ref, grid: GridIndex, total: Ref) -> None:
-  """Adds the diagonals of the sums of a step to those of all steps, and clears the former.
+def sum_diagonals(band: Band, tiles: Ref, grid: GridIndex, total: Ref) -> None:
+  """Adds the diagonals of sums to those of all steps, and clears the former.
 
   Args:
-    tiling: blocks and tiles.
+    band: the block diagonals.
     tiles: see `add_tile`.
     grid: position of the step.
     total: [1, heads, 1, length], in the order of `row_of`.
   """
-  is_left, last = _is_left(), tiles.shape[1]
-  zeros = jnp.zeros((LANES, LANES), jnp.float32)
-  @pl.loop(0, tiling.query_heads)
+  is_left, zeros = _is_left(), jnp.zeros((LANES, LANES), jnp.float32)
+
+  @pl.loop(0, band.tiling.query_heads)
   def _(head: jax.Array) -> None:
-    before = zeros
-    for n in range(last + 1):
-      here = tiles[head, n] if n < last else zeros
-      x, before = jnp.where(is_left, here, before), here
-      # Row r is to be moved r lanes to the left: by halves, from the largest power of two on.
-      half = LANES
-      while half > SUBLANES:
-        half //= 2
-        x = x[:half] + pltpu.roll(x[half:], LANES - half, 1)
-      while half > 1:
-        half //= 2
-        x = x + pltpu.roll(pltpu.roll(x, SUBLANES - half, 0), LANES - half, 1)
-      total[0, head, :, _lanes(tiling, grid, n)] += x[:1]
-    tiles[head] = jnp.zeros(tiles.shape[1:], jnp.float32)
+    def add(n: Index, here: jax.Array, before: jax.Array) -> None:
+      total[0, head, :, band.lanes(grid, n)] += _sum_rows(jnp.where(is_left, here, before))
+    def some(start: Index, count: int) -> None:
+      before = jnp.where(start > 0, tiles[head, jnp.maximum(start - 1, 0)], zeros)
+      for n in range(count):
+        here = tiles[head, start + n]
+        add(start + n, here, before)
+        before = here
+    _in_chunks(band.size, some)
+    add(band.size, zeros, tiles[head, band.size - 1])
+    if band.first is None:
+      tiles[head] = jnp.zeros(tiles.shape[1:], jnp.float32)
+
+
+def _sum_rows(x: jax.Array) -> jax.Array:
+  """Returns [1, LANES]: the sum of rows, row r moved r lanes to the left."""
+  half = LANES
+  while half > SUBLANES:  # by halves, from the largest power of two on
+    half //= 2
+    x = x[:half] + pltpu.roll(x[half:], LANES - half, 1)
+  while half > 1:
+    half //= 2
+    x = x + pltpu.roll(pltpu.roll(x, SUBLANES - half, 0), LANES - half, 1)
+  return x[:1]
+
+
+def _in_chunks(count: int, function: Callable[[Index, int], None]) -> None:
+  """Calls function(start, number) for ranges of at most CHUNK of `count` tiles."""
+  whole = count // CHUNK
+  if whole:
+    pl.loop(0, whole)(lambda chunk: function(chunk * CHUNK, CHUNK))
+  if count % CHUNK:
+    function(jnp.int32(whole * CHUNK), count % CHUNK)
 
 
 def _is_left() -> jax.Array:
   """Returns whether a place of a tile is on the left of its diagonal."""
   row, lane = (lax.broadcasted_iota(jnp.int32, (LANES, LANES), axis) for axis in (0, 1))
   return lane < row
-
-
-def _lanes(tiling: Tiling, grid: GridIndex, n: Index) -> pl.Slice:
-  """Returns the first LANES numbers that the tiles on block diagonal n of a step read."""
-  start = (grid.query_block * tiling.block_q - grid.key_block * tiling.block_kv
-           + (tiling.padded_keys - tiling.block_kv) + n * LANES)
-  return pl.ds(pl.multiple_of(start, LANES), LANES)
-
-
-def _diagonal(tiling: Tiling, tile: TileIndex) -> Index:
-  """Returns the block diagonal of the first LANES x LANES of a tile."""
-  keys = tile.keys.start
-  keys = keys // LANES if isinstance(keys, int) else lax.div(keys, jnp.int32(LANES))
-  return tile.queries.start // LANES - keys + tiling.block_kv // LANES - 1

@@ -29,6 +29,7 @@ class ModSums(NamedTuple):
 
   kinds: dict[int, str]  # by the number of an array: QUERY, KEY or DISTANCE
   tiling: Tiling
+  band: diagonals.Band
   scratch_start: int  # place of the tiles of DISTANCE in `KernelRefs.scratch`
 
   def outputs(self, batch: int, heads: int) -> list[call.Output]:
@@ -43,7 +44,7 @@ class ModSums(NamedTuple):
   @property
   def scratch(self) -> list[tuple[int, ...]]:
     """Shapes of the scratch memory, float32, after that of the score mod's reader."""
-    return [diagonals.tiles_shape(self.tiling, self.tiling.query_heads)] * len(self._of_distance)
+    return [self.band.shape(self.tiling.query_heads)] * len(self._of_distance)
 
   @property
   def _of_distance(self) -> list[int]:
@@ -67,7 +68,7 @@ class ModSums(NamedTuple):
     for (number, kind), ref in zip(self.kinds.items(), outputs, strict=True):
       x = d_arrays[number]
       if kind == DISTANCE:
-        diagonals.add_tile(tiling, self._tiles(refs, number), tile, x)
+        diagonals.add_tile(self.band, self._tiles(refs, number), tile, x)
       elif kind == QUERY:
         ref[0, tile.head, :, _tokens(grid.query_block * tiling.block_q, tile.queries)] += x
       else:
@@ -76,11 +77,15 @@ class ModSums(NamedTuple):
         ref[0, tile.head, :, _tokens(grid.key_block * tiling.block_kv, tile.keys)] += (
             columns.T.sum(0, keepdims=True))
 
-  def end_step(self, refs: KernelRefs, outputs: tuple[Ref, ...], grid: GridIndex) -> None:
-    """Adds up what a step leaves in scratch memory."""
-    for (number, kind), ref in zip(self.kinds.items(), outputs, strict=True):
-      if kind == DISTANCE:
-        diagonals.sum_diagonals(self.tiling, self._tiles(refs, number), grid, ref)
+  def end_step(self, refs: KernelRefs, outputs: tuple[Ref, ...], grid: GridIndex,
+               kinds: jax.Array) -> None:
+    """Adds up what steps leave in scratch memory."""
+    if self._of_distance:
+      @pl.when(self.band.at(False, refs, kinds))
+      def _() -> None:
+        for (number, kind), ref in zip(self.kinds.items(), outputs, strict=True):
+          if kind == DISTANCE:
+            diagonals.sum_diagonals(self.band, self._tiles(refs, number), grid, ref)
 
   def finish(self, found: tuple[jax.Array, ...], operands: Operands,
              spec: AttentionSpec) -> dict[str, jax.Array]:
@@ -114,7 +119,8 @@ def mod_sums(operands: Operands, spec: AttentionSpec, tiling: Tiling,
     return KEY if len(shape) == 4 and shape[2] == 1 < shape[3] else QUERY
   own = score_tiles.own_names(operands, spec)
   return ModSums({mod_number(name): kind(mod_number(name)) for name in wrt
-                  if is_mod(name) and name in own}, tiling, len(in_rows))
+                  if is_mod(name) and name in own}, tiling,
+                score_tiles.band_of(operands, spec, tiling), len(in_rows))
 
 
 def _sum_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

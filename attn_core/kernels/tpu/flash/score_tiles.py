@@ -11,8 +11,10 @@ from typing import Callable, NamedTuple, TypeAlias
 
 import jax
 from jax import lax
+from jax.experimental import pallas as pl
 import jax.numpy as jnp
 
+from attn_core.kernels.common import dense_operands
 from attn_core.kernels.common.online_softmax import LOG2E
 from attn_core.kernels.tpu.flash import diagonals, scalar_memory, tile_inputs
 from attn_core.kernels.tpu.flash.schedule import LANES, Tiling
@@ -35,15 +37,18 @@ class ModReader(NamedTuple):
   by_distance: tuple[diagonals.Diagonals, ...]
   factor: float  # of the scores before and after; not 1 where the term adds to them only
 
-  def prepare(self, refs: KernelRefs, grid: GridIndex) -> None:
-    """Makes what all tiles of a step read."""
-    for x in self.by_distance:
-      x.make(refs, grid)
+  def prepare(self, refs: KernelRefs, grid: GridIndex, kinds: jax.Array) -> None:
+    """Makes what tiles read by distance."""
+    if self.by_distance:
+      @pl.when(self.by_distance[0].band.at(True, refs, kinds))
+      def _() -> None:
+        for x in self.by_distance:
+          x.make(refs, grid)
 
   @property
   def scratch(self) -> list[tuple[int, ...]]:
     """Shapes of the scratch memory, float32."""
-    return [diagonals.tiles_shape(x.tiling, x.num_heads) for x in self.by_distance]
+    return [x.band.shape(x.num_heads) for x in self.by_distance]
 
   def apply(self, refs: KernelRefs, tile: TileIndex, scores: jax.Array) -> jax.Array:
     """Returns scores [keys, queries] after the score mod."""
@@ -92,18 +97,30 @@ def mod_reader(inputs: tile_inputs.TileInputs, operands: Operands, spec: Attenti
     x = x if n in pairs else x.astype(jnp.float32) * factor
     if n in in_rows:
       row = row_of(in_rows[n], x, distance_of_first(operands, spec), inputs.tiling)
-      by_distance.append(diagonals.add_diagonals(inputs, row, len(by_distance)))
+      by_distance.append(diagonals.add_diagonals(
+          inputs, row, band_of(operands, spec, inputs.tiling), len(by_distance)))
       readers.append(by_distance[-1].read)
     elif scalar_memory.is_per_head(x):
       readers.append(inputs.add_per_head(x.reshape(x.shape[:2])))
     elif n in pairs:
-      read = inputs.add_per_pair(x)
-      readers.append(lambda refs, tile, read=read: read(refs, tile).astype(jnp.float32) * factor)
+      readers.append(_scaled(inputs.add_per_pair(x), factor))
     else:
       readers.append(inputs.add_per_pair(x))
   term = _in_kernel(term) if _is_consecutive(spec) else term
   structure = jax.tree.structure(term)
   return ModReader(structure, tuple(readers), mask, tuple(by_distance), factor)
+
+
+def _scaled(read: tile_inputs.Reader, factor: float) -> tile_inputs.Reader:
+  """Returns a reader of float32 numbers times a factor."""
+  return lambda refs, tile: read(refs, tile).astype(jnp.float32) * factor
+
+
+def band_of(operands: Operands, spec: AttentionSpec, tiling: Tiling) -> diagonals.Band:
+  """Returns the block diagonals of which the kernels of a call keep tiles."""
+  if not (count := len(terms_by_distance(spec))):
+    return diagonals.Band(tiling, 0, 0)
+  return diagonals.band_of(dense_operands.mask_of(operands, spec), tiling, count)
 
 
 def terms_by_distance(spec: AttentionSpec) -> dict[int, ScoreMod]:
@@ -189,11 +206,15 @@ def own_names(operands: Operands, spec: AttentionSpec) -> tuple[str, ...]:
 def needed_vmem(tiling: Tiling, operands: Operands, backward: bool) -> int:
   """Estimates the bytes of vector memory of numbers by distance and of sums of cotangents."""
   heads, size = tiling.query_heads, 0
+  # All tiles, if these are few, or those of a step.
+  most = diagonals.length(tiling) // LANES * heads
+  if most * diagonals.TILE_BYTES > diagonals.MOST_BYTES:
+    most = max(diagonals.step_count(tiling) * heads, diagonals.MOST_BYTES // diagonals.TILE_BYTES)
   for x in operands.mods:
     if x.ndim == 3 or x.ndim == 4 and scalar_memory.is_per_head(x):  # by distance
       for count in (heads if x.shape[1] > 1 else 1, heads)[:1 + backward]:
         row = 2 * count * diagonals.length(tiling)
-        size += row + count * (diagonals.tiles_shape(tiling, 1)[1]) * diagonals.LANES**2
+        size += row + most * LANES**2
     elif backward:
       size += 2 * heads * max(tiling.padded_queries, tiling.padded_keys)
   return 4 * size

@@ -139,8 +139,8 @@ class KernelParams(NamedTuple):
 
   def prepare(self, refs: KernelRefs, grid: GridIndex, kinds: jax.Array) -> None:
     """Makes what the visible tiles of a step read."""
-    if self.mod is not None and self.mod.by_distance:
-      pl.when(kinds != 0)(functools.partial(self.mod.prepare, refs, grid))
+    if self.mod is not None:
+      self.mod.prepare(refs, grid, kinds)
 
   @property
   def mod_scratch(self) -> list[tuple[int, ...]]:
