@@ -126,7 +126,7 @@ def make(seed: int) -> RandomCall:
   make_call = paged_call if over_pages else of_latents.get(seed % 32, dense_call)
   with jax.enable_x64(x64):
     operands, arguments = make_call(sample, dtype)
-    if make_call is not latent_call:
+    if make_call in (dense_call, paged_call):
       arguments.update(_score_mod(sample, seed))
   return RandomCall(operands, arguments, sample.mesh, x64, tuple(sample.choices))
 

@@ -37,7 +37,7 @@ def split(found: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     found: float32 or float64.
     dtype: of 16 bits.
   """
-  info = jnp.finfo(dtype)
+  info, shape, found = jnp.finfo(dtype), found.shape, _merged(found)
   # XLA may omit a conversion to 16 bits and back, after which the output would still include the
   # rest; it never omits this.
   rounded = lax.reduce_precision(found, info.nexp, info.nmant)
@@ -45,7 +45,12 @@ def split(found: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
   normal = jnp.isfinite(rounded) & (jnp.abs(rounded) >= jnp.asarray(info.tiny, found.dtype))
   rounded = jnp.where(normal, rounded, found)
   rest = jnp.where(normal, found - rounded, 0) * jnp.asarray(_unit(dtype), found.dtype)
-  return rounded.astype(dtype), rest.astype(dtype)
+  return rounded.astype(dtype).reshape(shape), rest.astype(dtype).reshape(shape)
+
+
+def _merged(x: jax.Array) -> jax.Array:
+  """Merges heads and width: on TPUs, operations on few heads fill few of the 8 sublanes."""
+  return x.reshape(*x.shape[:-2], -1)
 
 
 def _unit(dtype: DTypeLike) -> float:
@@ -63,5 +68,5 @@ def join(out: jax.Array, lse: jax.Array, rest: jax.Array | None = None) -> Resid
   """
   if rest is None:
     return Residuals(out, lse)
-  rest = rest.astype(lse.dtype) * jnp.asarray(1 / _unit(out.dtype), lse.dtype)
-  return Residuals(out.astype(lse.dtype) + rest, lse)
+  wide = _merged(rest).astype(lse.dtype) * jnp.asarray(1 / _unit(out.dtype), lse.dtype)
+  return Residuals((_merged(out).astype(lse.dtype) + wide).reshape(out.shape), lse)

@@ -70,7 +70,8 @@ def d_sinks(sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Array:
 def complete_cotangents(
     products: ProductsFn, others: Callable[[tuple[str, ...]], tuple[jax.Array, ...]],
     operands: Operands, residuals: BackwardResiduals, cotangents: Residuals,
-    wrt: tuple[str, ...], own_mods: tuple[str, ...] = ()) -> tuple[jax.Array, ...]:
+    wrt: tuple[str, ...], own_mods: tuple[str, ...] = (), sums: jax.Array | None = None,
+    ) -> tuple[jax.Array, ...]:
   """Completes the backward of a kernel that computes cotangents of query, key and value.
 
   Args:
@@ -84,11 +85,13 @@ def complete_cotangents(
     cotangents: of out [B, T, H, E] and lse [B, H, T].
     wrt: names of the operands.
     own_mods: names of the arrays of the score mod whose cotangents `products` computes.
+    sums: of d_out * out over the width, float32 [B, H, T]; None: computed here.
 
   Returns:
     Cotangents of the operands named in `wrt`, in that order.
   """
-  delta = compute_delta(residuals, cotangents, jnp.float32)
+  delta = (compute_delta(residuals, cotangents, jnp.float32) if sums is None
+           else sums.astype(cotangents.lse.dtype) - cotangents.lse)
   found: dict[str, jax.Array] = {}
   if {"query", "key", "value", *own_mods} & set(wrt):
     found = products(cotangents.out, residuals.lse, delta, wrt)

@@ -25,11 +25,12 @@ from attn_core.kernels.common.backward import complete_cotangents, finite_lse
 from attn_core.kernels.common.contract import (BackwardFn, BackwardResiduals, RemoteCopy,
                                                    Residuals)
 from attn_core.kernels.tpu.flash import (
-    call, key_sums, mod_sums, scalar_memory, schedule, score_tiles, step_list, tile_inputs,
+    call, key_sums, mod_sums, row_sums, scalar_memory, schedule, score_tiles, step_list, tile_inputs,
     tiling as tiling_lib)
 from attn_core.kernels.tpu.flash.tile_inputs import Index, KernelRefs, TileIndex, TokenRange
 from attn_core.kernels.tpu.flash.tile_loop import (
     KernelParams, Strip, for_each_tile, issue_ahead, make_kernel_params)
+from attn_core.masks import mask as mask_lib
 from attn_core.types import AttentionSpec, BlockSizes, Operands
 
 Ref = Any  # a Pallas reference
@@ -76,9 +77,20 @@ def backward_with_remote_copy(
     received.extend(arrays)
     return found
   others = lambda names: fallback(operands, spec, block_sizes, residuals, cotangents, names)
+  sums = _row_sums(operands, spec, block_sizes, residuals, cotangents)
   found = complete_cotangents(products, others, operands, residuals, cotangents, wrt,
-                              score_tiles.own_names(operands, spec))
+                              score_tiles.own_names(operands, spec), sums)
   return found, tuple(received)
+
+
+def _row_sums(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
+              residuals: BackwardResiduals, cotangents: Residuals) -> jax.Array | None:
+  """Returns `row_sums.row_sums`; None where the cotangent of lse includes it."""
+  if residuals.out is None:
+    return None
+  tiling = tiling_lib.make_tiling(operands, spec, block_sizes, backward=True)
+  limit = tiling_lib.vmem_limit(block_sizes, tiling, operands, backward=True)
+  return row_sums.row_sums(cotangents.out, residuals.out, tiling, limit)
 
 
 class _RowArrays(NamedTuple):
@@ -116,6 +128,9 @@ def _backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
       x[:, :, None], ((0, 0),) * 3 + ((0, tiling.padded_queries - queries),), constant_values=fill)
   query, key, value = nonfinite.mask_nonfinite_unless_full(
       mask, operands.query, operands.key, operands.value)
+  if isinstance(mask, mask_lib.Full):
+    # All of such a row is NaN in any case. XLA prepares the queries once, as the forward has them.
+    query = nonfinite.infinite_to_nan(query)
   lse = pad_rows(finite_lse(rows.lse) * online_softmax.LOG2E, jnp.inf)
   arrays = _BackwardArrays(query, rows.d_out, key, value, lse, pad_rows(rows.delta, 0))
   groups = scalar_memory.num_groups(operands, spec, tiling, by_keys=True)

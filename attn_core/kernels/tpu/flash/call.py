@@ -92,10 +92,10 @@ def call(kernel: Callable[[KernelRefs, tuple[Ref, ...], tuple[Ref, ...]], None],
           dimension_semantics=runner.semantics, vmem_limit_bytes=launch_params.vmem_bytes,
           collective_id=runner.barrier),
       name=launch_params.name,
-  ))(*inputs.scalars, *map(_in_hbm, inputs.arrays), *sent)
+  ))(*inputs.scalars, *map(in_hbm, inputs.arrays), *sent)
   return found[:len(outputs)], runner.unpack(found[len(outputs):])
 
 
-def _in_hbm(x: jax.Array) -> jax.Array:
+def in_hbm(x: jax.Array) -> jax.Array:
   """Keeps an operand in HBM: a kernel copies blocks from vector memory through registers."""
   return pltpu.with_memory_space_constraint(x, pltpu.HBM)
