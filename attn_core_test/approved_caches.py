@@ -15,7 +15,7 @@ from attn_core.caches import allocator, pages, quantize, slots as slots_lib, upd
 from attn_core.caches.paged import layouts, page_stripes, request_groups, slot_mapping, validate
 from attn_core.caches.paged.page_stripes import Stripe
 from attn_core.types import MODES
-from attn_core_test.approved_text import attempt, text
+from attn_core_test.approved_text import attempt, text, together
 from attn_core_test.approved_values import alternatives
 
 B, K, D, E, SLOTS = 3, 2, 3, 5, 11
@@ -36,7 +36,8 @@ def new(rows: int, tokens: int, first: int = 1) -> tuple[np.ndarray, np.ndarray]
 def filled(kind: str, dtype: str = "float32") -> Any:
   """Returns a cache that holds 3, 1 and 2 tokens in its rows."""
   module, slots = KINDS[kind]
-  return module.append(module.init(B, slots, HEADS, dtype=dtype), *new(B, 3), [3, 1, 2])
+  return together(lambda: module.append(
+      module.init(B, slots, HEADS, dtype=dtype), *new(B, 3), [3, 1, 2]))()
 
 
 def traces() -> Iterator[str]:
@@ -47,20 +48,22 @@ def traces() -> Iterator[str]:
     cache = filled(kind, dtype)
     for tokens, lengths in ((2, None), (4, [4, 0, 1]), (3, [0, 2, 3]), (7, [1, 6, 0]),
                             (1, [1, 0, 1])):
-      cache = module.append(cache, *new(B, tokens, tokens), lengths)
+      cache = together(lambda c=cache, a=(*new(B, tokens, tokens), lengths), m=module: m.append(
+          c, *a))()
       yield f"  {tokens} {lengths}: {text(cache)}"
       if dtype == "float32":
-        view = module.view(cache)
+        view = together(lambda c=cache, m=module: m.view(c))()
         yield f"    view {text(view.positions)} {text(view.starts)} {text(view.lengths)}"
-    inserted = module.insert(cache, [2, 0], module.append(module.init(
-        2, module is caches.dense and 4 or 5, HEADS, dtype=dtype), *new(2, 4), [4, 2]))
+    inserted = together(lambda c=cache, m=module, d=dtype: m.insert(c, [2, 0], m.append(m.init(
+        2, m is caches.dense and 4 or 5, HEADS, dtype=d), *new(2, 4), [4, 2])))()
     yield f"  inserted: {text(inserted)}"
     yield f"  indices {text(cache.indexs)}"
   for given in ((filled("dense"), 5), (filled("dense"), 2), (filled("dense"), 1)):
-    ring = caches.window.from_dense(*given)
+    ring = together(lambda g=given: caches.window.from_dense(*g))()
     yield f"ring of {given[1]}: {text(ring)}"
     for slots in (11, 4, 2):
-      yield f"  back {slots}: {attempt(lambda r=ring, n=slots: caches.window.to_dense(r, n))}"
+      yield f"  back {slots}: " + attempt(together(
+          lambda r=ring, n=slots: caches.window.to_dense(r, n)))
 
 
 def under_jit() -> Iterator[str]:
@@ -269,9 +272,9 @@ def pool(layout: Any, dtype: str = "float32", scales: str | None = None, width: 
   """Returns pages of 4 tokens, of which some are written."""
   cache = pages.init(layout, 6, 4, pages.Heads(K, width, width), dtype, scales)
   new_dtype = jnp.dtype("float32" if scales else dtype)
-  return pages.append(cache, numbers(9, K, width).astype(new_dtype),
-                      numbers(9, K, width, first=5).astype(new_dtype),
-                      np.arange(9, dtype=np.int32) * 2 + 1)
+  return together(lambda: pages.append(
+      cache, *(numbers(9, K, width, first=n).astype(new_dtype) for n in (1, 5)),
+      np.arange(9, dtype=np.int32) * 2 + 1))()
 
 
 def page_functions() -> Iterator[str]:
@@ -294,10 +297,10 @@ def page_functions() -> Iterator[str]:
                                   layouts.head_axis(c), pages.dtype_of(c),
                                   layouts.has_token_scales(c), layouts.packing(dtype)),
         "taken": lambda c=cache: layouts.take(c, jnp.int32([3, 0]))}.items():
-      yield f"  {name}: {attempt(function)}"
+      yield f"  {name}: {attempt(function if name == 'facts' else together(function))}"
     for other in LAYOUTS:
-      yield f"  to {other.__name__}: " + attempt(lambda c=cache, o=other: pages.convert(
-          c, o, pages.Heads(K, D, D)))
+      yield f"  to {other.__name__}: " + attempt(together(
+          lambda c=cache, o=other: pages.convert(c, o, pages.Heads(K, D, D))))
   good = {"cache": pool(PagesV2), "key": numbers(3, K, D), "value": numbers(3, K, D),
           "mapping": np.int32([1, -1, 7]), "scales": None}
   yield from (f"append: {line}" for line in alternatives(pages.append, good, {

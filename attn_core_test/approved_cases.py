@@ -8,8 +8,8 @@ import os
 import pathlib
 
 from attn_core_test import (approved_arguments, approved_caches, approved_calls, approved_config,
-                            approved_masks, approved_metadata, approved_placements,
-                            approved_raises, approved_sharding)
+                            approved_features, approved_masks, approved_metadata,
+                            approved_placements, approved_raises, approved_sharding)
 
 # Not resolve(): Bazel runs a link to this file, and the files next to the link are the ones meant.
 FOLDER = pathlib.Path(os.path.abspath(__file__)).parent / "approved"
@@ -17,8 +17,8 @@ FOLDER = pathlib.Path(os.path.abspath(__file__)).parent / "approved"
 # Name of a file -> generator of its lines.
 FILES: dict[str, Callable[[], Iterator[str]]] = {
     name: generate for module in (approved_arguments, approved_caches, approved_calls,
-                                  approved_config, approved_masks, approved_metadata,
-                                  approved_placements, approved_sharding)
+                                  approved_config, approved_features, approved_masks,
+                                  approved_metadata, approved_placements, approved_sharding)
     for name, generate in module.FILES.items()}
 FILES["raises"] = approved_raises.not_reached  # after all others, whose errors it counts
 WIDTH = 4000  # of the longest line; a line is one fact, and is compared whole

@@ -213,6 +213,14 @@ def attempt(function: Callable[[], Any]) -> str:
   return "; ".join((said, *(f"warns: {message}" for message in found)))
 
 
+def together(function: Callable[[], Any]) -> Callable[[], Any]:
+  """Returns a function whose operations are compiled as one program, and not each by itself.
+
+  Arrays that it finds outside are known to it all the same.
+  """
+  return lambda: jax.jit(function)()
+
+
 def record(exception: BaseException | None) -> None:
   """Remembers which lines of the library an error and its causes came through."""
   while exception is not None:

@@ -230,7 +230,7 @@ def xla() -> Programs:
 # name -> (case, variant, order of tokens, more fields of the metadata)
 RINGS = {
     "everything": ("everything", "ring", "contiguous", {}),
-    "everything unrolled": ("everything", "ring", "striped", {"scan_ring_attention": False}),
+    "padded unrolled": ("padded", "ring", "contiguous", {"scan_ring_attention": False}),
     "everything all_gather": ("everything", "all_gather", "contiguous", {}),
     "everything ulysses": ("everything", "ulysses", "contiguous", {}),
     "everything hybrid": ("everything", "hybrid", "zigzag", {}),

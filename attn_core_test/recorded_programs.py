@@ -14,14 +14,15 @@ from typing import Callable
 
 import jax
 
-from attn_core_test import program_cases, program_cases_pages, program_text
+from attn_core_test import (program_cases, program_cases_features, program_cases_pages,
+                            program_text)
 from attn_core_test.program_cases import Program, Programs
 
 FOLDER = pathlib.Path(__file__).parent / "approved"
 FILES: dict[str, Callable[[], Programs]] = {
     "gpu": program_cases.gpu, "tpu": program_cases.tpu, "xla": program_cases.xla,
     "ring": program_cases.ring, "pages": program_cases_pages.over_pages,
-    "operations": program_cases_pages.operations}
+    "operations": program_cases_pages.operations, "features": program_cases_features.features}
 VERSION = ".".join(map(str, jax.__version_info__[:2]))  # of JAX, without the patch
 _HEAD = ("Operations of programs, see recorded_programs.py. "
          "Written by `python3 -m attn_core_test.recorded_programs`.")
