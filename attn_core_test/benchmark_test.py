@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from attn_core.benchmark import __main__ as command, runner
-from attn_core.benchmark import cases as cases_lib, contenders, measure, report
+from attn_core.benchmark import cases as cases_lib, contenders, measure, paged, report
 from attn_core.masks import materialize
 from attn_core_test.cases import CASES, Case, flops, mask, scale, visible_pairs
 
@@ -86,6 +86,27 @@ class MeasureTest(parameterized.TestCase):
     contender, = contenders.mechanisms(("flash_attn2",))
     error = measure.check(contender.prepare(case, inputs, True), expected)
     self.assertLess(error.largest, 1e-5)
+
+  @parameterized.parameters(
+      (dict(queries=1, prefix=32), "drafts"), (dict(queries=4), "prefix once"))
+  def test_pages_hold_the_keys_and_values(self, changes, refuses):
+    case = TINY._replace(batch=3, keys=40, value_width=TINY.width, **changes)
+    inputs = contenders.make_inputs(case)
+    np.testing.assert_array_equal(inputs.key[0, :case.prefix], inputs.key[2, :case.prefix])
+    self.assertGreater(np.abs(inputs.key[0] - inputs.key[2]).max(), 0)
+    expected = measure.truth(case, inputs, False)
+    everyone = paged.mechanisms((paged.MECHANISM,))
+    self.assertLen(everyone, 3)
+    for contender in everyone:
+      if refuses in contender.name:
+        with self.assertRaisesRegex(NotImplementedError, "a case without|one query a row"):
+          contender.prepare(case, inputs, False)
+        continue
+      error = measure.check(contender.prepare(case, inputs, False), expected)
+      self.assertLess(error.largest, 1e-5, contender.name)
+    self.assertEmpty(paged.mechanisms(("vanilla",)))
+    with self.assertRaisesRegex(NotImplementedError, "gradient or as many keys as queries"):
+      everyone[0].prepare(TINY, inputs, True)
 
   def test_peers_decode_what_the_library_decodes(self):
     case = TINY._replace(queries=1, value_width=TINY.width)

@@ -109,7 +109,8 @@ class QueueTest(parameterized.TestCase):
   def test_every_live_token_is_in_one_block_and_no_block_is_without(self, block_q):
     tokens, requests, some = 12, 5, (1, 4)
     fields = paged_operands.BlockedInputs._fields
-    inputs = paged_operands.BlockedInputs(**dict.fromkeys(fields) | {"block_q": block_q})
+    inputs = paged_operands.BlockedInputs(**dict.fromkeys(fields) | {
+        "block_q": block_q, "part": paged_operands.RequestPart(0, requests, block_q)})
     build = jax.jit(lambda lengths, starts, chosen: query_block_queue.make_queue(
         inputs._replace(lengths=lengths, starts=starts), tokens, chosen))
     rng = np.random.default_rng(0)

@@ -45,6 +45,8 @@ QUICK = {
     "paged_meaning_test.*.test_[dwq]*": 1, "paged_meaning_test.*.test_a_query*": 1,
     "paged_meaning_test.*.test_att*": 1,
     "paged_test.DerivativesTest.*": 1, "paged_transformation_test.*.test_maps_tangents*": 1,
+    "paged_few_queries_test.PartsTest.test_every*": 12,
+    "paged_few_queries_test.ValuesTest.test_equals*": 2, "paged_few_queries_test.*": 1,
     "paged_*test.*": 3, "decode_test.*.test_hidden_scales*": 1,
     "decode_test.*.test_a_step_sends_only_results1": 1, "decode_*test.*": 3,
     "caches_attention_test.*refuse*": 1, "caches_attention_test.*.test_requests*": 1,

@@ -40,6 +40,7 @@ class Case(NamedTuple):
   documents: int = 1  # packed in every batch row, of equal length; T == S where more than one
   dtype: str = "float32"
   latent: bool = False  # whether values are the first E columns of the keys; forward only
+  prefix: int = 0  # number of first keys that are the same in all batch rows
 
 
 # --- The table. ----------------------------------------------------------------------------------
@@ -97,6 +98,16 @@ _LATENT = tuple(
     Case(f"latent_decode_{short}_s4096", 8, 16, 1, 576, 512, 1, 4096, softmax_scale=192**-0.5,
          dtype=dtype, latent=True) for short, dtype in _DTYPES.items())
 
+# Requests that share a prefix and have 128 tokens each, by dtype: "prefix_f32_s2176".
+_PREFIX = tuple(
+    Case(f"prefix_{short}_s2176", 64, queries=1, keys=2176, dtype=dtype, prefix=2048)
+    for short, dtype in _DTYPES.items())
+
+# Tokens and drafts that are verified together, by dtype and their number: "drafts_f32_q8".
+_DRAFTS = tuple(
+    Case(f"drafts_{short}_q{queries}", 16, 32, 8, 128, 128, queries, 1024, dtype=dtype)
+    for short, dtype in _DTYPES.items() for queries in (1, 2, 4, 8))
+
 # Sequences that one block holds, as of vision models, encoders and small decoders, from 1 to 256
 # rows and heads: "full_f32_d64_t197_b2_h12".
 _SHORT = tuple(
@@ -133,7 +144,8 @@ _GPU_VARIANTS = (
 GPU_CASES = tuple(case.name for case in (*_GPU_VARIANTS, *_GPU_GRID))  # most informative first
 
 CASES = {case.name: case for case in (
-    *_MODELS, *_GRID, *_VARIANTS, *_DECODE, *_LATENT, *_SHORT, *_GPU_GRID, *_GPU_VARIANTS)}
+    *_MODELS, *_GRID, *_VARIANTS, *_DECODE, *_LATENT, *_PREFIX, *_DRAFTS,
+    *_SHORT, *_GPU_GRID, *_GPU_VARIANTS)}
 
 
 # --- Values derived from a case. -----------------------------------------------------------------
@@ -166,7 +178,7 @@ def scale(case: Case, max_heads: int | None, max_tokens: int | None,
   queries = shrink(case.queries)
   batch = case.batch if max_batch is None else min(case.batch, max_batch)
   return case._replace(batch=batch, heads=key_heads * group, key_heads=key_heads, queries=queries,
-                       keys=shrink(case.keys), window=window,
+                       keys=shrink(case.keys), window=window, prefix=int(case.prefix * ratio),
                        documents=min(case.documents, queries))
 
 
@@ -252,5 +264,6 @@ def describe(case: Case) -> str:
   words += [f"soft cap {case.soft_cap:g}"] if case.soft_cap else []
   words += ["sinks"] if case.sinks else []
   words += ["latent rows"] if case.latent else []
+  words += [f"prefix {case.prefix}"] if case.prefix else []
   words += [f"{case.documents} documents"] if case.documents > 1 else []
   return " ".join(words)

@@ -9,7 +9,7 @@ that a peer does not support are rejected here by name; its results are checked 
 import functools
 import importlib.metadata
 import time
-from typing import Any, Callable, Literal, NamedTuple
+from typing import Any, Callable, Literal, Mapping, NamedTuple
 
 from absl import flags
 import jax
@@ -165,7 +165,9 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
   size = 1.0 if case.soft_cap is None else 0.25 * case.soft_cap
   query = size * normal(case.batch, case.queries, case.heads, case.width)
   key = normal(case.batch, case.keys, case.key_heads, case.width)
+  key = key.at[:, :case.prefix].set(key[:1, :case.prefix])
   value = key[..., :case.value_width] if case.latent else normal(*key.shape[:3], case.value_width)
+  value = value.at[:, :case.prefix].set(value[:1, :case.prefix])
   cotangent = normal(case.batch, case.queries, case.heads, case.value_width)
   query, key, value, cotangent = (x.astype(case.dtype) for x in (query, key, value, cotangent))
   sinks = normal(case.heads) if case.sinks else None
@@ -191,7 +193,7 @@ def _mechanism(name: str, case: Case, inputs: Inputs) -> jax.Array:
       softmax_aux=inputs.sinks).attention_outputs
 
 
-def _require_none(name: str, needs: dict[str, Any]) -> None:
+def require_none(name: str, needs: Mapping[str, object]) -> None:
   """Raises NotImplementedError with the features that are needed and not supported."""
   missing = [feature for feature, needed in needs.items() if needed]
   if missing:
@@ -230,7 +232,7 @@ def _jax_nn(implementation: Literal["xla", "cudnn"], case: Case, inputs: Inputs)
   """`jax.nn.dot_product_attention`."""
   lengths = _lengths(case) if _is_decode(case) else None
   case = _for_peers(case)
-  _require_none("jax.nn", {"soft cap": case.soft_cap, "sinks": case.sinks,
+  require_none("jax.nn", {"soft cap": case.soft_cap, "sinks": case.sinks,
                      "E != D": case.value_width != case.width and not case.latent})
   visible = _mask_argument(case, inputs)
   plain = visible is None
@@ -247,7 +249,7 @@ def tokamax_mechanism(implementation: str | None, case: Case, inputs: Inputs) ->
   case = _for_peers(case)
   if not flags.FLAGS.is_parsed():
     flags.FLAGS.mark_as_parsed()  # tokamax would parse this program's command line
-  _require_none("tokamax", {"sinks": case.sinks})
+  require_none("tokamax", {"sinks": case.sinks})
   visible = _mask_argument(case, inputs)
   plain = visible is None
   return tokamax.dot_product_attention(
@@ -261,7 +263,7 @@ def _ejkernel(case: Case, inputs: Inputs) -> jax.Array:
   from ejkernel.kernels._xla.flash_attention import flash_attention
   from ejkernel.kernels._xla.ragged_decode_attention import ragged_decode_attention
   decode = _is_decode(case)
-  _require_none("ejkernel", {"sinks per head": case.sinks, "E != D": case.value_width != case.width,
+  require_none("ejkernel", {"sinks per head": case.sinks, "E != D": case.value_width != case.width,
                        "offset of the queries": _has_offset(case) and not decode})
   if decode:
     lengths = _lengths(case)
@@ -276,7 +278,7 @@ def _ejkernel(case: Case, inputs: Inputs) -> jax.Array:
 
 def _prepare(attend: Attend, case: Case, inputs: Inputs, backward: bool) -> Runner:
   """Compiles a function of JAX arrays, with or without its gradients."""
-  _require_none("gradient", {"latent rows, keys and values in one": backward and case.latent})
+  require_none("gradient", {"latent rows, keys and values in one": backward and case.latent})
 
   def forward(inputs: Inputs) -> tuple[jax.Array, ...]:
     return (attend(case, inputs),)
@@ -318,7 +320,7 @@ def _prepare_torch(case: Case, inputs: Inputs, backward: bool) -> Runner:
   """torch.nn.functional.scaled_dot_product_attention, in its own layout bhtd."""
   import torch
   case = _for_peers(case)
-  _require_none("torch", {"soft cap": case.soft_cap, "sinks": case.sinks})
+  require_none("torch", {"soft cap": case.soft_cap, "sinks": case.sinks})
   device = _torch_device(torch)
   query, key, value, cotangent = (
       _to_torch(torch, x).to(device).permute(0, 2, 1, 3).contiguous() for x in inputs[:4])
@@ -360,7 +362,7 @@ def _prepare_flash_attn(case: Case, inputs: Inputs, backward: bool) -> Runner:
   """FlashAttention-2 by the package of that name, in layout bthd."""
   import flash_attn
   import torch
-  _require_none("flash_attn", {"sinks": case.sinks, "documents in a batch row": case.documents > 1,
+  require_none("flash_attn", {"sinks": case.sinks, "documents in a batch row": case.documents > 1,
                          "E != D": case.value_width != case.width})
   device = _torch_device(torch)
   *leaves, cotangent = (_to_torch(torch, x).to(device) for x in inputs[:4])

@@ -17,7 +17,7 @@ import numpy as np
 
 from attn_core import checks, table
 from attn_core.benchmark import cases as cases_lib
-from attn_core.benchmark import contenders, measure, overheads, report
+from attn_core.benchmark import contenders, measure, overheads, paged, report
 from attn_core.benchmark.cases import CASES, Case
 from attn_core.benchmark.report import Refusal, Report, Result
 from attn_core.config.metadata import OperationMetadata, resolved_capability, resolved_platform
@@ -92,7 +92,8 @@ def run_attention_benchmarks(
             else _known("mechanisms", mechanisms, table.names()))
   plan = _plan(cases, directions, full)
   known, absent = _peers(platform, peers)
-  everyone = contenders.mechanisms(chosen) + known
+  over_dense = tuple(name for name in chosen if name != paged.MECHANISM)
+  everyone = contenders.mechanisms(over_dense) + paged.mechanisms(chosen) + known
   limit = _quarter_of_memory() if max_temp_bytes is None else max_temp_bytes
   where = report.environment(tuple(contender.package for contender in known))
 

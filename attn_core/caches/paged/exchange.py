@@ -29,7 +29,7 @@ one pass over the pages. Rows and columns that only pad a layout are written as 
 (4, 16, 1, 2, 128)
 """
 
-from typing import cast
+from typing import Callable, cast
 
 import jax
 import jax.numpy as jnp
@@ -82,7 +82,8 @@ def from_other(layout: str, arrays: Array | tuple[Array, Array], heads: Heads,
   of_all = (None, None) if scales is None else tuple(jnp.asarray(x, jnp.float32) for x in scales)
   if layout == "v3_64":
     parts = (_in_two_rows(parts[0], heads),)
-  return LAYOUTS[layout](*parts, *of_all)
+  make: Callable[..., Pages] = LAYOUTS[layout]
+  return make(*parts, *of_all)
 
 
 def to_other(layout: str, cache: Pages, heads: Heads) -> Array | tuple[Array, Array]:

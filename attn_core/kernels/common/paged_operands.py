@@ -6,6 +6,11 @@ Blocks of queries and of keys begin at multiples of their size in positions. So 
 the same row of the same products: its result has the same bits alone, in any batch, in any pages
 and in any chunk of a prefill, for given block sizes and without `distribution`.
 
+Where the caller does not give block sizes, plain XLA computes a request of few queries, such as a
+token and its drafts, as one block that begins at the first of them: aligned blocks would have many
+rows that are not queries, or be two. Its result has the same bits for every other content of the
+call and of the pages.
+
 T is the number of tokens of the call, R of requests; block_rows = block_q * G rows (token-major)
 belong to a block of queries.
 """
@@ -26,6 +31,9 @@ from attn_core.types import BlockSizes, PagedOperands, PagedSpec, cdiv
 
 BLOCK_ROWS = 64  # rows of a query block where requests bring more than one query
 BLOCK_KV = 256  # tokens of a key block
+FEW_QUERIES = 8  # of a request that is one block
+# Tokens per request beyond which a call is taken to have long parts of prompts only.
+MANY_QUERIES = 64
 
 Index = jax.Array | int  # a number that may be traced, int32
 
@@ -48,6 +56,7 @@ class BlockedInputs(NamedTuple):
   scope: layouts.Scope
   mods: tuple[jax.Array, ...]  # of the score mod; those per query are padded as the query is
   head_offset: jax.Array | None  # int32, the global number of head 0
+  part: "RequestPart"
 
   @property
   def group(self) -> int:
@@ -63,6 +72,18 @@ class BlockedInputs(NamedTuple):
   def dtype(self) -> DTypeLike:
     """The dtype of logits, sums and accumulators."""
     return self.spec.softmax_dtype
+
+
+class RequestPart(NamedTuple):
+  """Requests that are computed alike."""
+
+  first: Index
+  end: Index
+  block_q: int  # query tokens of a block
+  more_than: int = 0  # requests with at most so many queries are left out
+  # Whether each request is one block, which begins at its first query; those with more queries than
+  # a block has are left out.
+  one_block: bool = False
 
 
 class QueryBlock(NamedTuple):
@@ -121,7 +142,7 @@ def choose_block_sizes(
 
 
 def block_inputs(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
-                 sizes: tuple[int, int]) -> BlockedInputs:
+                 sizes: tuple[int, int], part: RequestPart | None = None) -> BlockedInputs:
   """Pads the queries and the tables to whole blocks.
 
   Args:
@@ -129,8 +150,11 @@ def block_inputs(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
     spec: what is computed.
     heads: the heads in the pages, without their padding.
     sizes: (query tokens, pages) of a block.
+    part: the requests that are computed, in blocks of this size; None: any.
   """
   block_q, block_pages = sizes
+  if part is None:
+    part = RequestPart(0, operands.metadata.context_lens.shape[0], block_q)
   metadata = operands.metadata
   tables = dense_operands.pad_axis(
       metadata.page_tables, 1, -metadata.page_tables.shape[1] % block_pages)
@@ -139,7 +163,7 @@ def block_inputs(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
       jnp.clip(tables, 0, layouts.num_pages(operands.cache) - 1), metadata.context_lens,
       layouts.query_starts(metadata), operands.sinks, spec, heads, block_q, block_pages,
       operands.stripe, metadata.draft_mask, metadata.scope, pad_mods(operands.mods, spec, block_q),
-      operands.head_offset)
+      operands.head_offset, part)
 
 
 def pad_tokens(x: jax.Array, amount: int) -> jax.Array:
@@ -169,10 +193,34 @@ def request_ranges(operands: PagedOperands, block_q: int) -> list[tuple[Index, I
   return [(jnp.int32(0), distribution[0], 1), (distribution[0], end, block_q)]
 
 
+def request_parts(operands: PagedOperands, requested: BlockSizes,
+                  block_q: int) -> list[RequestPart]:
+  """Returns the parts of a call: those of `request_ranges`, and requests of few queries.
+
+  Args:
+    operands: only shapes count, and the numbers of requests.
+    requested: sizes fixed by the caller.
+    block_q: query tokens of an aligned block.
+  """
+  tokens, requests = operands.query.shape[0], operands.metadata.context_lens.shape[0]
+  mask = operands.metadata.draft_mask
+  most = tokens if mask is None else min(tokens, mask.shape[1])  # queries that a request can have
+  *alike, (begin, end, block_q) = request_ranges(operands, block_q)
+  parts = [RequestPart(*part) for part in alike]
+  few = 0
+  if not requested.block_q and block_q > 1 and tokens <= MANY_QUERIES * requests:
+    few = most if most <= FEW_QUERIES else min(cdiv(tokens, requests), FEW_QUERIES)
+    parts.append(RequestPart(begin, end, few, one_block=True))
+  return [*parts, RequestPart(begin, end, block_q, few)] if most > few else parts
+
+
 def query_blocks(inputs: BlockedInputs, request: Index) -> tuple[Index, Index]:
   """Returns (first, end) of a request's query blocks, numbered from position 0."""
   first, end = query_positions(inputs, request)
-  empty = first >= end
+  if inputs.part.one_block:
+    fits = (first < end) & (end - first <= inputs.block_q)
+    return jnp.int32(0), jnp.where(fits, jnp.int32(1), jnp.int32(0))
+  empty = end - first <= inputs.part.more_than
   first_block = first // inputs.block_q
   return first_block, jnp.where(empty, first_block, (end - 1) // inputs.block_q + 1)
 
@@ -186,7 +234,7 @@ def query_positions(inputs: BlockedInputs, request: Index) -> tuple[Index, Index
 def query_block(inputs: BlockedInputs, request: Index, block_index: Index) -> QueryBlock:
   """Returns one of a request's query blocks."""
   first, end = query_positions(inputs, request)
-  begin = block_index * inputs.block_q
+  begin = first if inputs.part.one_block else block_index * inputs.block_q
   positions = begin + jnp.arange(inputs.block_q, dtype=jnp.int32)
   row = inputs.starts[request] + begin - first + inputs.block_q
   return QueryBlock(request, row, positions, (positions >= first) & (positions < end))

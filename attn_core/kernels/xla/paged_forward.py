@@ -45,11 +45,12 @@ def forward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
   out = jnp.zeros((tokens, query_heads, heads.value_width),
                   dense_operands.out_dtype(operands, spec))
   lse = jnp.full((tokens, query_heads, 1), -jnp.inf, spec.softmax_dtype)
-  for first, end, block_q in paged_operands.request_ranges(operands, block_q):
-    inputs = paged_operands.block_inputs(operands, spec, heads, (block_q, block_pages))
+  for part in paged_operands.request_parts(operands, block_sizes, block_q):
+    block_q = part.block_q
+    inputs = paged_operands.block_inputs(operands, spec, heads, (block_q, block_pages), part)
     results = varying_axes.initial_carry(inputs.query, Residuals(
         paged_operands.pad_tokens(out, block_q), paged_operands.pad_tokens(lse, block_q)))
-    results = tile_ops.loop(first, end, functools.partial(_request, inputs), results)
+    results = tile_ops.loop(part.first, part.end, functools.partial(_request, inputs), results)
     out, lse = (x[block_q:block_q + tokens] for x in results)
   return Residuals(out, lse)
 
