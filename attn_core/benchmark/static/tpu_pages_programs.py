@@ -132,6 +132,7 @@ def _computed(program: Program) -> Iterator[None]:
   is_finite, is_read = update_few_rows._is_finite, kv_block.KVBlock.load_masked_words
   with (mock.patch.object(new_tokens, "_span", span),
         mock.patch.object(token_blocks, "bounds_of", bounds),
+        mock.patch.object(token_blocks, "requests_in_use", lambda _: jnp.int32(case.batch)),
         mock.patch.object(token_blocks, "request_of", request_of),
         mock.patch.object(token_blocks, "start_of", lambda _, r: requests.start(r)),
         mock.patch.object(ragged_kernel, "step_of", item),

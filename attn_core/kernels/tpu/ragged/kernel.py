@@ -128,7 +128,8 @@ def _kernel_refs(spec: LogitsSpec, shape: StepShape, parts: list[list[Ref]],
     (*scalars, starts, lengths, places), (*outputs, pages) = scalars, outputs
     # What is read is the result, since interpret mode does not write to the argument.
     *sources, new_rows = [pages, *sources[1:]]
-    new = new_tokens.NewTokenRefs(starts, lengths, places, new_rows, pages, written[0], row_pages)
+    new = new_tokens.NewTokenRefs(starts, lengths, places, new_rows, pages, written[0], row_pages,
+                                  lengths.shape[0])
   steps, num_live, tables, *scales = scalars
   return KernelRefs(spec, shape, steps, num_live, tables, scales[0] if scales else None, rows,
                     sources, outputs, buffers, words, online_softmax.Running(*running),
@@ -239,7 +240,14 @@ def step_of(k: KernelRefs, step: Index) -> Steps:
 
 def _page_index(k: KernelRefs, step: Steps, page: Index) -> Index:
   """Maps a page of a row to its number in the pool, or to the batch row of a dense cache."""
-  return k.tables[step.row * k.shape.row_pages + page] if k.shape.row_pages else step.row
+  if not k.shape.row_pages:
+    return step.row
+  found, source = k.tables[step.row * k.shape.row_pages + page], k.sources[0]
+  if not k.shape.copies_queries:
+    return found  # within the pool
+  layout = k.shape.layout
+  pool = source.shape[1 if layout.heads_major and not layout.interleaved else 0]
+  return jnp.clip(found, 0, pool - 1)
 
 
 def _copy_block(k: KernelRefs, slot: Index, step: Steps, block: Index, *, start: bool) -> None:

@@ -46,6 +46,7 @@ class NewTokenRefs(NamedTuple):
   target: Ref  # the pages of the pool [num_pages, page_size, token_rows, D]
   semaphore: Ref
   row_pages: int
+  requests: Index  # whose tokens are written
 
 
 class Span(NamedTuple):
@@ -61,9 +62,9 @@ def write(new: NewTokenRefs) -> None:
   tokens = new.rows.shape[0]
   # The number of copied tokens is carried, because semaphores count bytes, whatever the sizes of
   # the transfers.
-  requests = jnp.int32(new.lengths.shape[0])
-  written = lax.fori_loop(jnp.int32(0), requests, lambda request, written: _write_request(
-      new, request, _span(new, request), written), jnp.int32(0))
+  def write_request(request: Index, written: Index) -> jax.Array:
+    return _write_request(new, request, _span(new, request), written)
+  written = lax.fori_loop(jnp.int32(0), jnp.int32(new.requests), write_request, jnp.int32(0))
   def wait(_: Index, size: int) -> None:
     part = new.rows.at[pl.ds(0, size)]
     pltpu.make_async_copy(part, part, new.semaphore).wait()

@@ -24,6 +24,7 @@ from attn_core.kernels.common.paged_operands import BlockedInputs, Index
 from attn_core.kernels.tpu.ragged import common, kernel, paged_tiling, token_kernel
 from attn_core.kernels.tpu.ragged.kv_layout import KVLayout
 from attn_core.kernels.tpu.ragged.new_tokens import NewTokens
+from attn_core.kernels.tpu.ragged.token_blocks import RequestPart
 from attn_core.types import BlockSizes, PagedOperands, PagedSpec
 
 
@@ -107,8 +108,9 @@ def _forward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
       found = _attend_by_token(inputs, layout, padded.query, new)
       out, lse = found.out, found.lse
     else:
-      found = _attend_by_block(inputs, layout, _Part(
-          (first, end), possible, out, is_last=number + 1 == len(ranges)), padded.query, new)
+      places = _request_part(operands.metadata, number, len(ranges))
+      part = _Part(operands.metadata, (first, end), places, possible, out)
+      found = _attend_by_block(inputs, layout, part, padded.query, new)
       out, lse = found.out, jnp.where(found.live[:, None, None], found.lse, lse)
     if found.pages is not None:  # the first kernel writes the tokens of all requests
       assert isinstance(padded.cache, layouts.PagesV3)
@@ -179,10 +181,11 @@ class _Found(NamedTuple):
 class _Part(NamedTuple):
   """Some of a call's requests."""
 
+  metadata: layouts.PagesMetadata
   requests: tuple[Index, Index]  # [first, end)
+  places: RequestPart  # of these numbers in the metadata
   most_tokens: int  # that their queries may be
   out: jax.Array | None  # the results of requests before them, [T, K, G, E]
-  is_last: bool  # whether no requests follow
 
 
 def _attend_by_token(inputs: BlockedInputs, layout: KVLayout, query: jax.Array,
@@ -222,24 +225,36 @@ def _attend_by_block(inputs: BlockedInputs, layout: KVLayout, part: _Part, query
   """Computes some requests in blocks of queries; other arguments as in `_attend_by_token`."""
   key_heads, group_size, block_q = inputs.heads.key_heads, inputs.group, inputs.block_q
   tokens, (first, end) = query.shape[0], part.requests
-  shape = common.StepShape(layout, group_size, block_q, inputs.tables.shape[1],
+  shape = common.StepShape(layout, group_size, block_q, part.metadata.page_tables.shape[1],
                            copies_queries=True)
   # 1. The kernel.
-  bounds = jnp.stack([jnp.asarray(x, jnp.int32) for x in (first, end)])
   queue = query_block_queue.make_queue(inputs, part.most_tokens, (first, end))
+  metadata, places = part.metadata, part.places
+  counts = metadata.num_requests if metadata.distribution is None else metadata.distribution
+  starts = metadata.query_start_loc  # without what unused rows have, which the kernel does not read
   out, lse, pages = token_kernel.attend(
       _logits_spec(inputs.spec), shape, token_kernel.TokenInputs(
-          bounds, inputs.starts, inputs.lengths, inputs.tables.reshape(-1),
-          _tensor_scales(inputs, layout),
+          None if counts is None else jnp.reshape(counts, -1).astype(jnp.int32),
+          inputs.starts if starts is None else jnp.asarray(starts, jnp.int32), inputs.lengths,
+          metadata.page_tables.reshape(-1), _tensor_scales(inputs, layout),
           query.reshape(tokens, key_heads, group_size, query.shape[-1]),
           _token_arrays(inputs, layout), new, part.out), _out_dtype(inputs),
-      num_steps=queue.blocks.positions.shape[0], is_last=part.is_last)
+      num_steps=queue.blocks.positions.shape[0], part=places)
   # 2. The lse by token. XLA leaves this out where it is not used.
   lse = lse.reshape(-1, layout.key_heads, block_q, group_size)[:, :key_heads]
   lse = lse.swapaxes(1, 2).reshape(-1, block_q, key_heads * group_size, 1)
   lse = lse[queue.block_index, queue.row]
   lse, live = (dense_operands.pad_axis(x, 0, tokens - x.shape[0]) for x in (lse, queue.live))
   return _Found(out, lse, live, pages)
+
+
+def _request_part(metadata: layouts.PagesMetadata, number: int, parts: int) -> RequestPart:
+  """Returns where the metadata have the bounds of a part of the requests, as `RequestPart`."""
+  if metadata.distribution is None:
+    used = None if metadata.num_requests is None else 0
+    return RequestPart(None, used, used)
+  first, end = (None, 2) if parts == 1 else ((None, 0), (0, 2))[number]
+  return RequestPart(first, end, 2)
 
 
 def _logits_spec(spec: PagedSpec) -> common.LogitsSpec:

@@ -14,10 +14,13 @@ from attn_core.kernels.tpu.ragged import common
 from attn_core.kernels.tpu.ragged.kv_layout import LANES, KVLayout, is_heads_major
 from attn_core.types import BlockSizes, PagedOperands, cdiv
 
-BLOCK_ROWS = 1024  # most rows of a step where requests have more than one query
+BLOCK_ROWS = 2048  # most rows of a step where requests have more than one query
 BLOCK_KV = 512  # tokens of a key block where rows are many
 FEW_ROWS_BLOCK_KV = 1024  # where they are few
-MOST_PADDING = 4  # rows of all blocks, for each row of a query
+# Most rows of all blocks for each row of a query: where requests may have few queries each, and
+# where some have many.
+MOST_PADDING = (4, 32)
+FEW_QUERIES = 8  # of a request, on average
 MOST_PAGES = 128  # of a key block: a transfer each
 BUFFER_BYTES = 16 * 2**20  # of vector memory, for keys and values as copied and as words
 VECTOR_BYTES = 48 * 2**20  # of vector memory for everything
@@ -59,9 +62,10 @@ def _block_q_of_many(tokens: int, requests: int) -> int:
   The other requests may have all other tokens; but where requests are many, large blocks would be
   mostly padding.
   """
-  block_q = 2 ** max(1, tokens - requests).bit_length() // 2
+  block_q = 2 ** max(0, tokens - requests - 1).bit_length()
+  padding = MOST_PADDING[tokens > FEW_QUERIES * requests]
   while block_q > 1 and query_block_queue.capacity(tokens, requests, block_q) * block_q > (
-      MOST_PADDING * tokens):
+      padding * tokens):
     block_q //= 2
   return block_q
 

@@ -9,6 +9,7 @@ zero; their results are copied back. Transfers of a block overlap the computatio
 
 from typing import Any, NamedTuple
 
+import jax
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -23,10 +24,29 @@ Index = Any  # int, or a traced int32
 SLOTS = 2  # blocks of queries, and of results, in vector memory
 
 
+class RequestPart(NamedTuple):
+  """The requests that a kernel computes, by places of numbers in `counts`; static and hashable."""
+
+  first: int | None  # number of requests before these; None: 0
+  end: int | None  # end of these; None: all rows of the tables
+  in_use: int | None  # number of requests of the call; None: all rows of the tables
+
+  @property
+  def is_first(self) -> bool:
+    """Whether no requests come before."""
+    return self.first is None
+
+  @property
+  def is_last(self) -> bool:
+    """Whether no requests follow."""
+    return self.end == self.in_use
+
+
 class TokenRefs(NamedTuple):
   """References to tokens in a running kernel, and to their blocks."""
 
-  bounds: Ref  # int32 [2]: the requests [first, end) that are computed
+  counts: Ref | None  # int32 [n]: numbers of requests, of which `part` picks some
+  part: RequestPart
   starts: Ref  # int32 [requests + 1]: where the queries of each request begin
   lengths: Ref  # int32 [requests]: tokens of the requests
   query: Ref  # [T, K, G, D]
@@ -69,11 +89,23 @@ def request_of(t: TokenRefs, request: Index) -> Request:
   return Request(length - (end - start_of(t, request)), length, end - length)
 
 
+def requests_in_use(t: TokenRefs) -> Index:
+  """Returns the number of requests of the call."""
+  return _count(t, t.part.in_use, t.lengths.shape[0])
+
+
 def bounds_of(k: KernelRefs, t: TokenRefs) -> tuple[Index, Index]:
   """Returns which requests [first, end) are computed."""
   del k
-  first = jnp.clip(t.bounds[0], 0, t.lengths.shape[0])
-  return first, jnp.clip(t.bounds[1], first, t.lengths.shape[0])
+  first = _count(t, t.part.first, 0)
+  return first, jnp.maximum(_count(t, t.part.end, t.lengths.shape[0]), first)
+
+
+def _count(t: TokenRefs, place: int | None, otherwise: int) -> jax.Array:
+  """Reads a number of requests, at most the rows of the tables."""
+  if place is None or t.counts is None:
+    return jnp.int32(otherwise)
+  return jnp.clip(t.counts[place], 0, t.lengths.shape[0])
 
 
 def make_steps(k: KernelRefs, t: TokenRefs) -> None:
@@ -121,15 +153,8 @@ def _make_step(k: KernelRefs, number: Index, request: Request, begin: Index) -> 
   return Steps(number, first, end, begin, request.begin, request.length, start, stop)
 
 
-def clear_others(k: KernelRefs, t: TokenRefs, is_first: bool, is_last: bool) -> None:
-  """Writes zeros to the results of tokens that are not queries of any request.
-
-  Args:
-    k: the kernel.
-    t: the tokens.
-    is_first: whether tokens before those of the first request are cleared, too.
-    is_last: whether tokens after those of the last request are cleared, too.
-  """
+def clear_others(k: KernelRefs, t: TokenRefs) -> None:
+  """Writes zeros to the results of tokens that are not queries of any request."""
   tokens, (first, end) = t.out.shape[0], bounds_of(k, t)
 
   def clear_before(number: Index, cleared: tuple[Index, Index]) -> tuple[Index, Index]:
@@ -138,9 +163,9 @@ def clear_others(k: KernelRefs, t: TokenRefs, is_first: bool, is_last: bool) -> 
     return (jnp.clip(request.length + request.shift, begin, tokens),
             _clear(k, t, token, begin, count))
 
-  token = 0 if is_first else jnp.clip(start_of(t, first), 0, tokens)
+  token = 0 if t.part.is_first else jnp.clip(start_of(t, first), 0, tokens)
   token, count = lax.fori_loop(first, end, clear_before, (jnp.int32(token), jnp.int32(0)))
-  rest = tokens if is_last else jnp.clip(start_of(t, end), 0, tokens)
+  rest = tokens if t.part.is_last else jnp.clip(start_of(t, end), 0, tokens)
   count = _clear(k, t, token, rest, count)
 
   def wait(_: Index, size: int) -> None:

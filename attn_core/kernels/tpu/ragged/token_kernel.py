@@ -20,16 +20,16 @@ from attn_core.kernels.tpu import launch
 from attn_core.kernels.tpu.ragged import common, kernel, new_tokens, token_blocks
 from attn_core.kernels.tpu.ragged.common import KernelRefs, LogitsSpec, Ref, StepShape, Steps
 from attn_core.kernels.tpu.ragged.new_tokens import NewTokens
-from attn_core.kernels.tpu.ragged.token_blocks import SLOTS, TokenRefs
+from attn_core.kernels.tpu.ragged.token_blocks import SLOTS, RequestPart, TokenRefs
 
 
 class TokenInputs(NamedTuple):
   """Arrays that the kernel reads."""
 
-  bounds: jax.Array  # int32 [2]: the requests [first, end) that are computed
+  counts: jax.Array | None  # int32 [n]: numbers of requests; see `RequestPart`
   starts: jax.Array  # int32 [requests + 1]: where the queries of each request begin
   lengths: jax.Array  # int32 [requests]: tokens of the requests
-  tables: jax.Array  # int32 [requests * row_pages]: their pages
+  tables: jax.Array  # int32 [requests * row_pages]: their pages; may be outside of the pool
   tensor_scales: jax.Array | None  # float32 [2]: scales of all keys and of all values
   query: jax.Array  # [T, K, G, D]
   tokens: tuple[jax.Array, ...]  # keys, values and scales; see `KVLayout`
@@ -42,8 +42,9 @@ class _Form(NamedTuple):
 
   spec: LogitsSpec
   shape: StepShape
-  is_last: bool  # whether tokens after those of the last request are written, too
+  part: RequestPart
   row_pages: int | None  # pages of a request where there are new tokens
+  has_counts: bool
   has_scales: bool  # whether there are scales of all keys and of all values
   continues: bool  # whether the results of other requests are given
 
@@ -57,7 +58,7 @@ class TokenResults(NamedTuple):
 
 
 def attend(spec: LogitsSpec, shape: StepShape, inputs: TokenInputs, out_dtype: DTypeLike, *,
-           num_steps: int, is_last: bool) -> TokenResults:
+           num_steps: int, part: RequestPart) -> TokenResults:
   """Computes the attention of the queries of requests.
 
   Args:
@@ -66,7 +67,7 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: TokenInputs, out_dtype: D
     inputs: the arrays.
     out_dtype: of out.
     num_steps: the largest possible number of steps.
-    is_last: whether the tokens after those of the last request are written, too: zeros.
+    part: which requests are computed.
 
   Returns:
     The results; zeros for tokens that are not a query of any request.
@@ -75,9 +76,8 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: TokenInputs, out_dtype: D
   tokens, heads, group, _ = query.shape
   chex.assert_shape(query, (tokens, None, shape.group_size, layout.widths[0]))
   # 1. Inputs.
-  scalars = [inputs.bounds, inputs.starts, inputs.lengths, inputs.tables]
-  scalars += [] if inputs.tensor_scales is None else [inputs.tensor_scales]
-  scalars += [] if new is None else [new.pages]
+  scalars = [x for x in (inputs.starts, inputs.lengths, inputs.tables, inputs.counts,
+                         inputs.tensor_scales) if x is not None]
   sources = [query, *inputs.tokens, *([] if new is None else [new.rows]),
              *([] if inputs.out is None else [inputs.out])]
   # 2. Outputs.
@@ -93,8 +93,9 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: TokenInputs, out_dtype: D
     aliases[len(scalars) + 1] = 2
   # 3. The call.
   scratch = _scratch(shape, query.dtype, (outputs[0].dtype, column), num_steps)
-  form = _Form(spec, shape, is_last, None if new is None else new.row_pages,
-               inputs.tensor_scales is not None, inputs.out is not None)
+  form = _Form(spec, shape, part, None if new is None else new.row_pages,
+               inputs.counts is not None, inputs.tensor_scales is not None,
+               inputs.out is not None)
   groups: list[list] = [scalars, sources, outputs, *scratch]
   counts = [len(x) for x in groups]
 
@@ -103,7 +104,7 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: TokenInputs, out_dtype: D
     for number in counts:
       parts.append(rest[:number])
       rest = rest[number:]
-    _kernel(form, *_refs(form, parts))
+    _kernel(*_refs(form, parts))
 
   hbm = pl.BlockSpec(memory_space=pltpu.HBM)
   out, lse, *written = launch.in_32_bits(pl.pallas_call(
@@ -153,30 +154,31 @@ def _refs(form: _Form, parts: Sequence[Sequence[Ref]]) -> tuple[KernelRefs, Toke
     parts: references to scalars, sources, outputs, and those of `_scratch`.
   """
   scalars, sources, outputs, buffers, words, running, blocks, others = parts
-  bounds, starts, lengths, tables, *scalars = scalars
+  starts, lengths, tables, *scalars = scalars
+  counts = scalars[0] if form.has_counts else None
   query, *sources = sources[:-1] if form.continues else sources
   out, lse, *pages = outputs
   rows, query_blocks, out_blocks, lse_blocks = blocks
   steps, num_live, counters, arrived, query_arrived, out_sent, new_written = others
+  t = TokenRefs(counts, form.part, starts, lengths, query, out, lse, query_blocks, out_blocks,
+                lse_blocks, query_arrived, out_sent)
   new = None
   if form.row_pages is not None:
     # What is read is the result, since interpret mode does not write to the argument.
     sources, new_rows = [*pages, *sources[1:-1]], sources[-1]
-    new = new_tokens.NewTokenRefs(starts, lengths, scalars[-1], new_rows, pages[0], new_written,
-                                  form.row_pages)
-  k = KernelRefs(form.spec, form.shape, steps, num_live, tables,
-                 scalars[0] if form.has_scales else None, rows, sources, (), buffers, words,
-                 online_softmax.Running(*running), arrived, counters, new)
-  return k, TokenRefs(bounds, starts, lengths, query, out, lse, query_blocks, out_blocks,
-                      lse_blocks, query_arrived, out_sent)
+    new = new_tokens.NewTokenRefs(starts, lengths, tables, new_rows, pages[0], new_written,
+                                  form.row_pages, token_blocks.requests_in_use(t))
+  return KernelRefs(form.spec, form.shape, steps, num_live, tables,
+                    scalars[-1] if form.has_scales else None, rows, sources, (), buffers, words,
+                    online_softmax.Running(*running), arrived, counters, new), t
 
 
-def _kernel(form: _Form, k: KernelRefs, t: TokenRefs) -> None:
+def _kernel(k: KernelRefs, t: TokenRefs) -> None:
   """Computes all steps."""
   # 1. Write the new tokens, find the steps, and start the transfers of the first blocks.
   if k.new is not None:
     new_tokens.write(k.new)
-  token_blocks.clear_others(k, t, not form.continues, form.is_last)
+  token_blocks.clear_others(k, t)
   token_blocks.clear_padding(k, t)
   token_blocks.make_steps(k, t)
   count = kernel.step_count(k)
