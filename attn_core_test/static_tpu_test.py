@@ -11,13 +11,14 @@ from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from attn_core import masks
 from attn_core.benchmark.static import (profile as static_profile, tpu as static_tpu, tpu_decode,
                                         tpu_decode_programs, tpu_pages, tpu_pages_programs,
-                                        tpu_programs)
+                                        tpu_programs, tpu_whole, tpu_whole_programs)
 from attn_core.benchmark.cases import Case
 from attn_core.kernels.tpu.flash import schedule
 from attn_core_test import sampling
@@ -47,6 +48,32 @@ class ComputedTest(parameterized.TestCase):
     steps, _ = schedule.build(~masks.window(200, 200), tiling, by_keys=False)
     with self.assertRaisesRegex(ValueError, "visits.*distances"):
       tpu_programs.computed(steps)
+
+
+  @parameterized.product(
+      mask=(masks.full(), masks.causal(), masks.causal() & masks.window(300, 0)),
+      tiling=(schedule.Tiling(1024, 1024, 256, 256, 128, 128),
+              schedule.Tiling(1024, 2048, 512, 256, 256, 128)))
+  def test_blocks_of_keys_are_looked_at_in_their_first_step(self, mask, tiling):
+    steps, _ = schedule.build(mask, tiling, by_keys=False)
+    choice = tpu_whole_programs._ComputedChoice(None).prepared(steps, False)
+    seen = set()
+    for n, column in enumerate(steps.columns[0]):
+      choice._step = n
+      self.assertEqual(bool(choice._is_new(column)), int(column) not in seen)
+      seen.add(int(column))
+
+  def test_schedules_of_traced_ids_are_those_of_their_values(self):
+    tiling = schedule.Tiling(1024, 1024, 256, 256, 128, 128)
+    case = tpu_whole.CAUSAL._replace(name="packed4", queries=1024, keys=1024, documents=4)
+    known = tpu_whole_programs._KnownSteps(tpu_whole_programs.ids_of(case))
+    def traced(ids):
+      _, lists = known.build(masks.causal() & masks.segments(ids), tiling, by_keys=False)
+      return jnp.int32(lists.longest)
+    self.assertEqual(int(jax.jit(traced)(jnp.zeros((1, 1024), jnp.int32))), 4)
+    steps = known._found[-1][1]
+    np.testing.assert_array_equal(steps.rows, [[0, 1, 2, 3]])
+    np.testing.assert_array_equal(steps.columns, [[0, 1, 2, 3]])
 
 
 class ReadingTest(absltest.TestCase):
@@ -111,6 +138,27 @@ class ReadingTest(absltest.TestCase):
     self.assertIn("pages of 16, blocks own/own: too large", text)
     self.assertNotIn("mixed:", text)
 
+  def test_whole_tables(self):
+    programs = list(tpu_whole.all_programs("v6e", [tpu_whole.CAUSAL, *tpu_whole.PACKED[:2]]))
+    names = [(x.contender, x.case.name) for x in programs]
+    self.assertLen(set(names), len(names))
+    fast = static_profile.Static(programs[0], 60_000, 5_000, 2**20, 50, 0, {}, 0.0, 10**9)
+    of = lambda contender, case, cycles: fast._replace(program=next(
+        x for x in programs if (x.contender, x.case.name) == (contender, case)), cycles=cycles)
+    failure = static_profile.Failure(programs[-1], "too large")
+    text = tpu_whole.to_markdown(
+        [of(tpu_whole_programs.OURS, "packed4_t8192", 15_000),
+         of(tpu_whole_programs.SPLASH, "causal", 125_000),
+         of(tpu_whole_programs.SPLASH, "packed1_t8192", 75_000),
+         of(tpu_whole_programs.OURS_WORST, "causal", 95_000), fast, failure],
+        {"jax": "1", "libtpu": "2"})
+    first, second = [line for line in text.splitlines() if line.startswith("| ")][1:]
+    self.assertEqual(first, "| causal | 2/2 | 128 | 4,096 | forward | 65,000 | 60,000 | 100,000 | "
+                     "130,000 | 125,000 | 2.00 | 1.30 |")
+    self.assertIn("| packed4_t8192 | 2/2 | 128 | 8,192 | forward | 20,000 ", second)
+    self.assertEndsWith(second, "| 80,000 | 75,000 | 4.00 |  |")
+    self.assertIn("flash_attn2, whole gradient own blocks: too large", text)
+
   def test_requests_of_one_query_come_first(self):
     case = tpu_pages_programs.case_of("mixed", (2, 3), (64, 5), (4, 2), 128)
     program = tpu_programs.Program(tpu_pages_programs.OURS, case, False, "v6e", (0, 0, 16), 2)
@@ -145,12 +193,14 @@ class ReadingTest(absltest.TestCase):
       tpu_pages.run(["v5p"])
     with self.assertRaisesRegex(ValueError, "tokens: got .100.; expected None"):
       tpu_pages.run(tokens=[100])
+    with self.assertRaisesRegex(ValueError, "tokens: got .100,.; expected a length of a case"):
+      tpu_whole.run(tokens=[100])
     with self.assertRaisesRegex(ValueError, "tokens: got 100; expected multiples of 128"):
       tpu_decode.run(tokens=[100])
 
   def test_no_compiler(self):
     with mock.patch.object(importlib.util, "find_spec", lambda name: None):
-      for run in static_tpu.run, tpu_decode.run, tpu_pages.run:
+      for run in static_tpu.run, tpu_whole.run, tpu_decode.run, tpu_pages.run:
         with self.assertRaisesRegex(ModuleNotFoundError, "libtpu.*pip install 'attn_core.tpu.'"):
           run()
 
@@ -189,6 +239,34 @@ class MultiplesTest(parameterized.TestCase):
     plain, found = cycles_of(CAUSAL, backward), cycles_of(case, backward)
     self.assertIsInstance(found, float, found)
     self.assertLessEqual(found, most[backward] * plain)
+
+
+# The same of whole programs, forward only.
+WHOLE = CAUSAL._replace(name="causal_t1024")
+WHOLE_MULTIPLES = {
+    "worst": (tpu_whole_programs.OURS_WORST, WHOLE, 1.4),
+    # With the lists of steps, which XLA makes of the ids.
+    "packed": (tpu_whole_programs.OURS, WHOLE._replace(name="packed4", documents=4), 2.3)}
+
+
+@functools.cache
+def whole_cycles_of(contender, case):
+  """Returns the static cycles of a whole program, or the reason why there are none."""
+  result, = static_profile.measure([
+      tpu_programs.Program(contender, case, False, "v6e", tpu_whole.OWN)])
+  return tpu_whole.whole(result) if isinstance(result, static_profile.Static) else result.reason
+
+
+@unittest.skipIf(static_profile.missing(), f"nothing to compile with: {static_profile.missing()}")
+class WholeTest(parameterized.TestCase):
+
+  @parameterized.parameters(*sampling.with_slow([("worst",)], ("packed",)))
+  def test_no_longer_than_the_stated_multiple_of_causal(self, name):
+    contender, case, most = WHOLE_MULTIPLES[name]
+    plain = whole_cycles_of(tpu_whole_programs.OURS, WHOLE)
+    found = whole_cycles_of(contender, case)
+    self.assertIsInstance(found, int, found)
+    self.assertLessEqual(found, most * plain)
 
 
 @unittest.skipIf(static_profile.missing(), f"nothing to compile with: {static_profile.missing()}")

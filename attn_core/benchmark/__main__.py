@@ -8,6 +8,7 @@
     python3 -m attn_core.benchmark --redraw FILE.json   draws the chart of an earlier run again
     python3 -m attn_core.benchmark --list               all mechanisms, peers and cases
     python3 -m attn_core.benchmark --static tpu         cycles of TPU kernels, without a TPU
+    python3 -m attn_core.benchmark --static tpu-whole   those of whole programs, and splash's
     python3 -m attn_core.benchmark --static tpu-decode  those of decoding, with memory bounds
     python3 -m attn_core.benchmark --static tpu-pages   those of serving, and tpu-inference's
     python3 -m attn_core.benchmark --static gpu         code of GPU kernels, without a GPU
@@ -21,7 +22,8 @@ from typing import Callable
 from attn_core.benchmark import cases as cases_lib
 from attn_core.benchmark import contenders, report, runner
 from attn_core.benchmark.cases import CASES
-from attn_core.benchmark.static import gpu_report, tpu as static_tpu, tpu_decode, tpu_pages
+from attn_core.benchmark.static import (
+    gpu_report, tpu as static_tpu, tpu_decode, tpu_pages, tpu_whole)
 from attn_core.config.metadata import OperationMetadata, resolved_platform
 
 
@@ -31,10 +33,11 @@ def _static(parser: argparse.ArgumentParser, given: argparse.Namespace) -> str:
     return runner.progress_bar(total, True)
 
   if given.static != "gpu":
-    module = {"tpu": static_tpu, "tpu-decode": tpu_decode, "tpu-pages": tpu_pages}[given.static]
+    module = {"tpu": static_tpu, "tpu-whole": tpu_whole, "tpu-decode": tpu_decode,
+              "tpu-pages": tpu_pages}[given.static]
     return module.run(given.chips, given.widths, given.tokens, out=given.out, progress=progress)
   if given.chips or given.tokens:
-    parser.error("--chips and --tokens are of --static tpu, tpu-decode and tpu-pages")
+    parser.error("--chips and --tokens are of --static tpu, tpu-whole, tpu-decode and tpu-pages")
   return gpu_report.run(given.widths, out=given.out, progress=progress)
 
 
@@ -62,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
                       "with the suffix .png")
   parser.add_argument("--list", action="store_true", help="only list cases and contenders")
   static = parser.add_argument_group("--static")
-  static.add_argument("--static", choices=("tpu", "tpu-decode", "tpu-pages", "gpu"),
+  static.add_argument("--static", choices=("tpu", "tpu-whole", "tpu-decode", "tpu-pages", "gpu"),
                       help="compile and count cycles or instructions, without running")
   static.add_argument("--chips", nargs="+", metavar="NAME",
                       help="TPUs, such as v5e v5p v6e tpu7x; default: v6e")

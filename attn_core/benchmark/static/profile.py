@@ -24,13 +24,15 @@ import jax
 from jax.experimental import topologies
 
 from attn_core.benchmark import cases
-from attn_core.benchmark.static import tpu_decode_programs, tpu_pages_programs, tpu_programs
+from attn_core.benchmark.static import (
+    tpu_decode_programs, tpu_pages_programs, tpu_programs, tpu_whole_programs)
 from attn_core.benchmark.cases import Case
 from attn_core.benchmark.static.tpu_programs import Contender, Program
 from attn_core.plan.peaks import DEVICES, Device
 
 CONTENDERS: dict[str, Contender] = {
-    **tpu_programs.CONTENDERS, **tpu_decode_programs.CONTENDERS, **tpu_pages_programs.CONTENDERS}
+    **tpu_programs.CONTENDERS, **tpu_whole_programs.CONTENDERS, **tpu_decode_programs.CONTENDERS,
+    **tpu_pages_programs.CONTENDERS}
 TIMEOUT = 600.0  # seconds per compilation and profile
 
 

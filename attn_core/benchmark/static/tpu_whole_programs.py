@@ -1,0 +1,232 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Whole programs of attention on [B, T, H, D], to compile for a TPU that is not attached.
+
+Forward, or forward and backward in one program, with XLA's operations around the kernels: layouts,
+lists of steps of traced masks. A static profiler reads zeros in scalar memory, so that what a
+kernel reads there is computed from the number of the step: its schedule, and which softmax it
+chooses.
+"""
+
+import contextlib
+import functools
+import itertools
+from typing import Any, Callable, Iterator
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attn_core.attention import attention
+from attn_core.benchmark import cases
+from attn_core.benchmark.cases import Case
+from attn_core.benchmark.static import tpu_programs
+from attn_core.benchmark.static.tpu_programs import Built, Contender, Program
+from attn_core.config.metadata import OperationMetadata
+from attn_core.kernels.tpu.flash import schedule, softmax_choice, step_list, tile_inputs, tiling
+from attn_core.masks import constructors, mask as mask_lib
+
+OURS = "flash_attn2, whole"
+OURS_WORST = "flash_attn2, whole, worst"  # the naive softmax fails in every step
+SPLASH = "jax splash, whole"
+GRADIENT = " gradient"  # the suffix of forward and backward in one program
+PACKED = "packed"  # prefix of the cases with segment ids, which are arguments of the program
+
+
+def ids_of(case: Case) -> np.ndarray | None:
+  """Returns int32 [B, T], the document of every token; None for cases without segment ids."""
+  if not case.name.startswith(PACKED):
+    return None
+  found = cases.segment_ids(case)
+  return np.zeros((case.batch, case.queries), np.int32) if found is None else found
+
+
+def _shapes(case: Case) -> tuple[jax.ShapeDtypeStruct, ...]:
+  """Returns query, key, value, and the segment ids and the sinks where the case has them."""
+  arrays = [jax.ShapeDtypeStruct((case.batch, *shape), jnp.dtype(case.dtype)) for shape in (
+      (case.queries, case.heads, case.width), (case.keys, case.key_heads, case.width),
+      (case.keys, case.key_heads, case.value_width))]
+  ids = ids_of(case)
+  return (*arrays, *(() if ids is None else (jax.ShapeDtypeStruct(ids.shape, jnp.int32),)))
+
+
+def _program(case: Case, attend: Callable[..., jax.Array], gradient: bool) -> Built:
+  """Returns attend(query, key, value, *ids), or it and its cotangents."""
+  shapes = _shapes(case)
+  if not gradient:
+    return attend, shapes
+  out = jax.ShapeDtypeStruct((case.batch, case.queries, case.heads, case.value_width),
+                             jnp.dtype(case.dtype))
+
+  def both(d_out: jax.Array, query: jax.Array, key: jax.Array, value: jax.Array,
+           *ids: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    out, pull = jax.vjp(lambda *x: attend(*x, *ids), query, key, value)
+    return out, pull(d_out)
+
+  return both, (out, *shapes)
+
+
+# --- This library's. -----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _ours(program: Program, *, gradient: bool, worst: bool) -> Iterator[Built]:
+  case = program.case
+  known = _KnownSteps(ids_of(case))
+  plain = cases.mask(case._replace(documents=1))
+
+  def attend(query: jax.Array, key: jax.Array, value: jax.Array, *ids: jax.Array) -> jax.Array:
+    mask = plain & constructors.segments(ids[0]) if ids else plain
+    return attention(query, key, value, mechanism="flash_attn2", mask=mask, causal=False,
+                     metadata=OperationMetadata(platform="tpu"),
+                     logits_soft_cap=case.soft_cap).attention_outputs
+
+  blocks = dict.fromkeys(tiling.BLOCKS, program.blocks) if any(program.blocks) else tiling.BLOCKS
+  with (mock.patch.object(schedule, "build", known.build),
+        mock.patch.object(tiling, "BLOCKS", blocks),
+        mock.patch.object(tile_inputs, "TileInputs", known.inputs),
+        mock.patch.object(softmax_choice, "SoftmaxChoice",
+                          functools.partial(known.choice, worst=worst))):
+    yield _program(case, attend, gradient)
+
+
+class _KnownSteps:
+  """The schedules of a program, also of masks whose arrays are traced."""
+
+  def __init__(self, ids: np.ndarray | None):
+    self._ids, self._build = ids, schedule.build
+    self._found: list[tuple[Any, step_list.Schedule]] = []
+
+  def build(self, mask: mask_lib.Mask, tiling: schedule.Tiling, *, by_keys: bool,
+            descending: bool = False) -> tuple[step_list.Schedule, schedule.StepLists]:
+    """`schedule.build`, whose lists have known lengths; the schedule is traced if the mask is."""
+    build = functools.partial(self._build, tiling=tiling, by_keys=by_keys, descending=descending)
+    steps, lists = known, sizes = build(mask)
+    if self._ids is not None:
+      with jax.ensure_compile_time_eval():
+        known, sizes = build(jax.tree.map(lambda x: jnp.asarray(self._ids), mask))
+      lists = lists._replace(longest=int(sizes.longest))
+    self._found.append((steps, step_list.Schedule(
+        *(np.asarray(x)[:, :int(lists.longest)] for x in known))))
+    return steps, lists
+
+  def inputs(self, steps: step_list.Schedule, lists: schedule.StepLists, tiling: schedule.Tiling,
+             *, by_keys: bool) -> tile_inputs.TileInputs:
+    """A `TileInputs` that computes its schedule; XLA makes that of a traced mask all the same."""
+    known = next(x for key, x in reversed(self._found) if key is steps)
+    return _ComputedInputs(steps, known, lists, tiling, by_keys=by_keys)
+
+  def choice(self, words: Any, *, worst: bool) -> softmax_choice.SoftmaxChoice:
+    """A `SoftmaxChoice` that depends on the number of the step, of the last forward schedule."""
+    return _ComputedChoice(words).prepared(self._found[-1][1], worst)
+
+
+class _ComputedInputs(tile_inputs.TileInputs):
+  """Inputs of a kernel with a schedule that is computed instead of read."""
+
+  def __init__(self, steps: step_list.Schedule, known: step_list.Schedule,
+               lists: schedule.StepLists, tiling: schedule.Tiling, *, by_keys: bool):
+    super().__init__(steps, lists, tiling, by_keys=by_keys)
+    if isinstance(steps.kinds, np.ndarray):
+      self.scalars = []
+    number = lists.halves if lists.batches == lists.heads == 1 else 1
+    self._computed = [tpu_programs.computed(step_list.Schedule(*(x[k:k + 1] for x in known)))
+                      for k in range(number)]
+
+  def schedule_entry(self, scalars: tuple, list_number: Any, n: Any) -> tuple:
+    entry, *others = (one(n) for one in self._computed)
+    for other in others:  # of the second half
+      entry = tuple(x + (y - x) * list_number for x, y in zip(entry, other))
+    return entry
+
+
+class _ComputedChoice(softmax_choice.SoftmaxChoice):
+  """The choice of all rows friendly, or of all rows failing, by the number of the step.
+
+  It updates the words in scalar memory as the original does, and reads none that matters.
+  """
+
+  def prepared(self, known: step_list.Schedule, worst: bool) -> "_ComputedChoice":
+    """Returns this, for a schedule."""
+    columns = np.asarray(known.columns)[0]
+    _, self._new = np.unique(columns, return_index=True)
+    self._worst = worst
+    return self
+
+  def begin_step(self, program_ids: tuple, sizes: tuple, first: Any) -> None:
+    super().begin_step(program_ids, sizes, first)
+    b, h, half, _, n = program_ids
+    groups, halves, steps = sizes
+    self._step = n
+    self._number = ((b * groups + h) * halves + half) * steps + n
+
+  def _is_new(self, block: Any) -> Any:
+    places = np.sort(self._new)
+    ends = np.flatnonzero(np.diff(places, append=places[-1] + 2) > 1)
+    starts = [0, *(ends[:-1] + 1)]
+    runs = [(self._step >= places[i]) & (self._step <= places[j]) for i, j in zip(starts, ends)]
+    return functools.reduce(jnp.logical_or, runs)
+
+  @property
+  def tries_naive(self) -> Any:
+    if not self._worst:
+      return self._number >= 0
+    return jax.lax.rem(self._number, jnp.int32(softmax_choice.SAFE_STEPS + 1)) == 0
+
+  @property
+  def is_safe(self) -> Any:
+    return self._number >= 0 if self._worst else self._number < 0
+
+  @property
+  def is_shielded(self) -> Any:
+    return self._number < 0
+
+
+# --- JAX's. --------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _splash(program: Program, *, gradient: bool) -> Iterator[Built]:
+  from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as library
+  from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as kinds
+  case, blocks = program.case, program.blocks
+  if case.window is not None:
+    raise NotImplementedError("splash: measured without windows")
+  backward = min(blocks[0], 1024), min(blocks[1], 2048), min(blocks[2], 512)
+  sizes = library.BlockSizes(*blocks, *backward, use_fused_bwd_kernel=True)
+  shape = (case.queries, case.keys)
+  kind = kinds.CausalMask(shape) if case.causal else kinds.FullMask(shape)
+
+  def next_nonzero(h: Any, i: Any, j: Any, data_next: Any, block_mask: Any, m_next: Any,
+                   next_i: bool = False) -> tuple[Any, ...]:
+    here = i if next_i else j
+    if not case.causal:
+      return here, None, True, False
+    # As in the original, the next block that runs is fetched in place of a skipped one.
+    block_q, block_kv, _ = backward if next_i else blocks
+    runs = j * block_kv <= i * block_q + (block_q - 1)
+    after = jnp.where(runs, here, j * block_kv // block_q if next_i else 0)
+    return after, None if m_next is None else 0, runs, m_next is None
+
+  def attend(query: jax.Array, key: jax.Array, value: jax.Array, *ids: jax.Array) -> jax.Array:
+    kernel = library.make_splash_mha_single_device(
+        kinds.MultiHeadMask([kind] * case.heads), block_sizes=sizes,
+        attn_logits_soft_cap=case.soft_cap)
+    for name in ("fwd_mask_info", "dkv_mask_info"):
+      info = getattr(kernel, name)
+      setattr(kernel, name, info._replace(data_next=None, block_mask=None, mask_next=None))
+    scaled = query * jnp.asarray(case.width**-0.5, query.dtype)
+    query, key, value = (x[0].transpose(1, 0, 2) for x in (scaled, key, value))
+    segments = library.SegmentIds(ids[0][0], ids[0][0]) if ids else None
+    return kernel(query, key, value, segment_ids=segments).transpose(1, 0, 2)[None]
+
+  with mock.patch.object(library, "_next_nonzero", next_nonzero):
+    yield _program(case, attend, gradient)
+
+
+CONTENDERS: dict[str, Contender] = {
+    name + GRADIENT * gradient: functools.partial(contender, gradient=gradient)
+    for (name, contender), gradient in itertools.product((
+        (OURS, functools.partial(_ours, worst=False)),
+        (OURS_WORST, functools.partial(_ours, worst=True)), (SPLASH, _splash)), (False, True))}
