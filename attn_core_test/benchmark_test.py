@@ -77,7 +77,7 @@ class MeasureTest(parameterized.TestCase):
 
   @parameterized.parameters(
       dict(window=(7, 0), soft_cap=50.0, softmax_scale=0.3, sinks=True, documents=2),
-      dict(queries=3), dict(queries=1))
+      dict(queries=3), dict(queries=1), dict(score_mod="custom"))
   def test_the_library_is_right(self, **changes):
     case = TINY._replace(**changes)
     inputs = contenders.make_inputs(case)
@@ -117,6 +117,15 @@ class MeasureTest(parameterized.TestCase):
     for peer in peers:
       error = measure.check(peer.prepare(case, inputs, False), expected)
       self.assertLess(error.largest, 1e-5, peer.name)
+
+  def test_peers_add_what_score_mods_add(self):
+    case = TINY._replace(score_mod="relative", value_width=TINY.width)
+    inputs = contenders.make_inputs(case)
+    expected = measure.truth(case, inputs, False)
+    for peer in contenders.peers("cpu")[0]:
+      if peer.package != "ejkernel":  # which has no bias
+        error = measure.check(peer.prepare(case, inputs, False), expected)
+        self.assertLess(error.largest, 1e-5, peer.name)
 
   def test_wrong_results_are_reported(self):
     inputs = contenders.make_inputs(TINY)

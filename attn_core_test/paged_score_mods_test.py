@@ -3,6 +3,7 @@
 """Attention over pages with score mods: against the dense oracle, and refusals by name."""
 
 import functools
+import operator
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -48,15 +49,20 @@ def mod_arrays(case, seed=3):
           for name, shape in shapes.items()}
 
 
-def everything(a):
-  """Returns the composition of every kind of score mod."""
-  return (score_mods.scale_by(a["scale"]) >> score_mods.alibi(a["slopes"])
-          >> score_mods.relative(a["table"], max_distance=9, bidirectional=False)
-          >> score_mods.soft_cap(2.5) >> score_mods.by_distance(a["distance"], -5)
-          >> score_mods.grid(a["near"], (2, 5))
-          >> score_mods.custom(gathered, a["weights"], NUMBERS)
-          >> score_mods.per_query(a["per_query"]) >> score_mods.scale_by(1 + a["times"])
-          >> score_mods.per_key(a["per_key"]))
+# Every kind of score mod, of `mod_arrays`.
+KINDS = (
+    lambda a: score_mods.scale_by(a["scale"]), lambda a: score_mods.alibi(a["slopes"]),
+    lambda a: score_mods.relative(a["table"], max_distance=9, bidirectional=False),
+    lambda a: score_mods.soft_cap(2.5), lambda a: score_mods.by_distance(a["distance"], -5),
+    lambda a: score_mods.grid(a["near"], (2, 5)),
+    lambda a: score_mods.custom(gathered, a["weights"], NUMBERS),
+    lambda a: score_mods.per_query(a["per_query"]),
+    lambda a: score_mods.scale_by(1 + a["times"]), lambda a: score_mods.per_key(a["per_key"]))
+
+
+def everything(a, kinds=KINDS):
+  """Returns the composition of kinds of score mods."""
+  return functools.reduce(operator.rshift, (kind(a) for kind in kinds))
 
 
 def without_positions(a):
@@ -171,6 +177,35 @@ class OracleTest(parameterized.TestCase):
       (want, _), exact = both(oracle, case, *rounded)
     close(out, want, 2e-2)
     close(jax.tree.map(lambda x: x.astype("float32"), gradients), exact, 4e-2)
+
+
+class RandomTest(parameterized.TestCase):
+  """Compositions of score mods, requests and masks against the dense oracle."""
+
+  @parameterized.parameters(*sampling.with_slow([(0,)], *((n,) for n in range(1, 33))))
+  def test_some(self, part):
+    rng = np.random.default_rng([19, part])
+    for _ in range(4 if part else 1):
+      self.check_one(rng)
+
+  def check_one(self, rng):
+    chosen = [KINDS[i] for i in rng.integers(len(KINDS), size=rng.integers(1, 4))]
+    make = functools.partial(everything, kinds=chosen)
+    page = int(rng.integers(1, 6))
+    lengths = tuple(map(int, rng.integers(0, min(8 * page, 24) + 1, 3)))
+    heads = ((4, 2), (4, 4), (3, 1), (1, 1))[rng.integers(4)]
+    window = (None, (int(rng.integers(9)), 0), (3, 2))[rng.integers(3)]
+    case = Case(lengths, tuple(int(rng.integers(n + 1)) for n in lengths), H=heads[0], K=heads[1],
+                page=page, rest=int(rng.integers(3)), options=PagedOptions(
+                    sliding_window=window, causal=bool(rng.integers(2))))
+    if not sum(case.queries):
+      return
+    arrays, mods = inputs(case)
+    mechanism = ("v2", "v3")[rng.integers(2)]
+    got = jax.jit(functools.partial(run, mechanism, case, make=make))(arrays, mods)
+    with jax.enable_x64(True):
+      want = jax.jit(functools.partial(oracle, case, make=make))(*inputs(case, "float64"))
+    close(got, want)
 
 
 class TokensTest(parameterized.TestCase):

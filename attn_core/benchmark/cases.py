@@ -11,10 +11,13 @@ import math
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from attn_core import score_mods
 from attn_core.masks import block_map, constructors, mask as mask_lib
 from attn_core.plan import work
+from attn_core.score_mods.score_mod import ScoreMod
 from attn_core.types import AttentionSpec
 
 # Blocks of (T, S) tokens in which work is counted, independent of the blocks of a kernel.
@@ -41,6 +44,7 @@ class Case(NamedTuple):
   dtype: str = "float32"
   latent: bool = False  # whether values are the first E columns of the keys; forward only
   prefix: int = 0  # number of first keys that are the same in all batch rows
+  score_mod: str | None = None  # of SCORE_MODS
 
 
 # --- The table. ----------------------------------------------------------------------------------
@@ -108,6 +112,10 @@ _DRAFTS = tuple(
     Case(f"drafts_{short}_q{queries}", 16, 32, 8, 128, 128, queries, 1024, dtype=dtype)
     for short, dtype in _DTYPES.items() for queries in (1, 2, 4, 8))
 
+# The grid's causal case with score mods, all of which add to the scores.
+SCORE_MODS = ("alibi", "relative", "custom")
+_SCORE_MODS = tuple(Case(f"causal_f32_d64_t4096_{name}", score_mod=name) for name in SCORE_MODS)
+
 # Sequences that one block holds, as of vision models, encoders and small decoders, from 1 to 256
 # rows and heads: "full_f32_d64_t197_b2_h12".
 _SHORT = tuple(
@@ -144,8 +152,8 @@ _GPU_VARIANTS = (
 GPU_CASES = tuple(case.name for case in (*_GPU_VARIANTS, *_GPU_GRID))  # most informative first
 
 CASES = {case.name: case for case in (
-    *_MODELS, *_GRID, *_VARIANTS, *_DECODE, *_LATENT, *_PREFIX, *_DRAFTS,
-    *_SHORT, *_GPU_GRID, *_GPU_VARIANTS)}
+    *_MODELS, *_GRID, *_VARIANTS, *_SCORE_MODS, *_DECODE, *_LATENT, *_PREFIX, *_DRAFTS, *_SHORT,
+    *_GPU_GRID, *_GPU_VARIANTS)}
 
 
 # --- Values derived from a case. -----------------------------------------------------------------
@@ -209,10 +217,46 @@ def mask(case: Case, ids: jax.Array | np.ndarray | None = None) -> mask_lib.Mask
   return found
 
 
+def _kerple(score: jax.Array, batch: jax.Array, head: jax.Array, query: jax.Array,
+            key: jax.Array, rate: jax.Array) -> jax.Array:
+  """Lowers scores by the logarithm of the distance; KERPLE, https://arxiv.org/abs/2205.09921."""
+  return score - rate[head] * jnp.log1p(abs(query - key).astype(score.dtype))
+
+
+def score_mod(case: Case) -> ScoreMod | None:
+  """The score mod of a case; None: it has none."""
+  slopes = score_mods.alibi_slopes(case.heads)
+  if case.score_mod == "relative":
+    table = np.sin(np.arange(32 * case.heads, dtype=np.float32)).reshape(32, case.heads)
+    return score_mods.relative(table, bidirectional=False)
+  return {"alibi": score_mods.alibi(slopes), "custom": score_mods.custom(_kerple, slopes),
+          None: None}[case.score_mod]
+
+
+def _term(case: Case) -> ScoreMod | None:
+  """The score mod of a case as kernels evaluate it."""
+  mod = score_mod(case)
+  shape = case.batch, case.heads, case.queries, case.keys
+  return None if mod is None else mod.lower(shape)
+
+
+def mod_arrays(case: Case) -> tuple[jax.Array, ...]:
+  """The arrays of a case's score mod, as kernels read them."""
+  return tuple(map(jnp.asarray, jax.tree.leaves(_term(case))))
+
+
+def dense_bias(case: Case) -> jax.Array | None:
+  """The sum that the score mod of a case adds, float32 [1, H, T, S], for other libraries."""
+  mod = score_mod(case)
+  zeros = lambda: jnp.zeros((1, case.heads, case.queries, case.keys), jnp.float32)
+  return None if mod is None else jax.jit(lambda: score_mods.apply(mod, zeros()))()
+
+
 def spec(case: Case, structure: jax.tree_util.PyTreeDef) -> AttentionSpec:
   """The specification of a case, with `structure` the tree structure of its mask."""
   factor = case.width**-0.5 if case.softmax_scale is None else case.softmax_scale
-  return AttentionSpec(structure, factor, case.soft_cap)
+  return AttentionSpec(structure, factor, case.soft_cap,
+                       score_mod=jax.tree.structure(_term(case)))
 
 
 def visible_pairs(case: Case) -> int:
@@ -265,5 +309,6 @@ def describe(case: Case) -> str:
   words += ["sinks"] if case.sinks else []
   words += ["latent rows"] if case.latent else []
   words += [f"prefix {case.prefix}"] if case.prefix else []
+  words += [f"score mod {case.score_mod}"] if case.score_mod else []
   words += [f"{case.documents} documents"] if case.documents > 1 else []
   return " ".join(words)

@@ -20,7 +20,7 @@ from attn_core import table
 from attn_core.dispatch import selection
 from attn_core.dispatch.capabilities import Implementation
 from attn_core.attention import attention
-from attn_core.benchmark import cases, splash
+from attn_core.benchmark import cases, flex, splash, torch_arrays
 from attn_core.benchmark.cases import Case
 from attn_core.masks import materialize
 from attn_core.masks.info import MaskInfo
@@ -39,6 +39,7 @@ class Inputs(NamedTuple):
   cotangent: jax.Array  # [B, T, H, E], of the output
   sinks: jax.Array | None = None  # float32 [H]
   segment_ids: jax.Array | None = None  # int32 [B, T]
+  bias: jax.Array | None = None  # float32 [1, H, T, S]: the score mod, for peers
 
 
 class Runner(NamedTuple):
@@ -125,6 +126,7 @@ def _known_peers(platform: str) -> list[Contender]:
   compiled: list[tuple[str, str, Attend]] = [
       ("jax.nn xla", "jax", functools.partial(_jax_nn, "xla")),
       ("tokamax", "tokamax", functools.partial(tokamax_mechanism, chunked)),
+      ("tokamax flex", "tokamax", lambda case, x: flex.attend(case, x[:3])),
       ("ejkernel xla", "ejkernel", _ejkernel)]
   if platform == "gpu":
     compiled.append(("jax.nn cudnn", "jax", functools.partial(_jax_nn, "cudnn")))
@@ -172,7 +174,8 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
   query, key, value, cotangent = (x.astype(case.dtype) for x in (query, key, value, cotangent))
   sinks = normal(case.heads) if case.sinks else None
   ids = cases.segment_ids(case)
-  return Inputs(query, key, value, cotangent, sinks, None if ids is None else jnp.asarray(ids))
+  return Inputs(query, key, value, cotangent, sinks, None if ids is None else jnp.asarray(ids),
+                cases.dense_bias(case))
 
 
 # --- Contenders that are functions of JAX arrays: (case, inputs) -> output [B, T, H, E]. ---------
@@ -190,7 +193,7 @@ def _mechanism(name: str, case: Case, inputs: Inputs) -> jax.Array:
       inputs.query, key, None if options else inputs.value, latent_options=options, mechanism=name,
       mask_info=info, causal=case.causal, query_offset=offset, sliding_window=case.window,
       softmax_scale=case.softmax_scale, logits_soft_cap=case.soft_cap,
-      softmax_aux=inputs.sinks).attention_outputs
+      softmax_aux=inputs.sinks, score_mod=cases.score_mod(case)).attention_outputs
 
 
 def require_none(name: str, needs: Mapping[str, object]) -> None:
@@ -238,7 +241,7 @@ def _jax_nn(implementation: Literal["xla", "cudnn"], case: Case, inputs: Inputs)
   plain = visible is None
   value = inputs.key if case.latent else inputs.value
   return jax.nn.dot_product_attention(
-      inputs.query, inputs.key, value, mask=visible, scale=case.softmax_scale,
+      inputs.query, inputs.key, value, inputs.bias, visible, scale=case.softmax_scale,
       is_causal=case.causal and plain, local_window_size=case.window if plain else None,
       key_value_seq_lengths=lengths, implementation=implementation)[..., :case.value_width]
 
@@ -253,8 +256,9 @@ def tokamax_mechanism(implementation: str | None, case: Case, inputs: Inputs) ->
   visible = _mask_argument(case, inputs)
   plain = visible is None
   return tokamax.dot_product_attention(
-      inputs.query, inputs.key, inputs.value, mask=visible, scale=case.softmax_scale,
-      is_causal=case.causal and plain, local_window_size=case.window if plain else None,
+      inputs.query, inputs.key, inputs.value, bias=inputs.bias, mask=visible,
+      scale=case.softmax_scale, is_causal=case.causal and plain,
+      local_window_size=case.window if plain else None,
       logits_soft_cap=case.soft_cap, implementation=implementation)
 
 
@@ -263,8 +267,10 @@ def _ejkernel(case: Case, inputs: Inputs) -> jax.Array:
   from ejkernel.kernels._xla.flash_attention import flash_attention
   from ejkernel.kernels._xla.ragged_decode_attention import ragged_decode_attention
   decode = _is_decode(case)
-  require_none("ejkernel", {"sinks per head": case.sinks, "E != D": case.value_width != case.width,
-                       "offset of the queries": _has_offset(case) and not decode})
+  require_none("ejkernel", {
+      "sinks per head": case.sinks, "score mods": case.score_mod,
+      "E != D": case.value_width != case.width,
+      "offset of the queries": _has_offset(case) and not decode})
   if decode:
     lengths = _lengths(case)
     return ragged_decode_attention(
@@ -321,12 +327,13 @@ def _prepare_torch(case: Case, inputs: Inputs, backward: bool) -> Runner:
   import torch
   case = _for_peers(case)
   require_none("torch", {"soft cap": case.soft_cap, "sinks": case.sinks})
-  device = _torch_device(torch)
+  device = torch_arrays.device(torch)
   query, key, value, cotangent = (
-      _to_torch(torch, x).to(device).permute(0, 2, 1, 3).contiguous() for x in inputs[:4])
+      torch_arrays.from_jax(torch, x).to(device).permute(0, 2, 1, 3).contiguous()
+      for x in inputs[:4])
   visible = None
-  if case.documents > 1 or case.window or _has_offset(case):
-    visible = torch.from_numpy(_dense_on_host(case)).to(device)
+  if case.documents > 1 or case.window or _has_offset(case) or case.score_mod:
+    visible = torch_arrays.bias(torch, case, inputs.bias).to(device)
   leaves = [x.requires_grad_(backward) for x in (query, key, value)]
 
   def attend() -> Tensor:
@@ -362,10 +369,11 @@ def _prepare_flash_attn(case: Case, inputs: Inputs, backward: bool) -> Runner:
   """FlashAttention-2 by the package of that name, in layout bthd."""
   import flash_attn
   import torch
-  require_none("flash_attn", {"sinks": case.sinks, "documents in a batch row": case.documents > 1,
-                         "E != D": case.value_width != case.width})
-  device = _torch_device(torch)
-  *leaves, cotangent = (_to_torch(torch, x).to(device) for x in inputs[:4])
+  require_none("flash_attn", {
+      "sinks": case.sinks, "score mods": case.score_mod,
+      "documents in a batch row": case.documents > 1, "E != D": case.value_width != case.width})
+  device = torch_arrays.device(torch)
+  *leaves, cotangent = (torch_arrays.from_jax(torch, x).to(device) for x in inputs[:4])
   leaves = [x.requires_grad_(backward) for x in leaves]
 
   def attend() -> Tensor:
@@ -374,27 +382,3 @@ def _prepare_flash_attn(case: Case, inputs: Inputs, backward: bool) -> Runner:
         window_size=case.window or (-1, -1), softcap=case.soft_cap or 0.0)
 
   return _torch_runner(torch, attend, leaves, cotangent, lambda x: x)
-
-
-def _torch_device(torch: Any) -> str:
-  """The device of torch: of the same kind as JAX's."""
-  platform = jax.devices()[0].platform
-  if platform == "cpu":
-    return "cpu"
-  if platform == "gpu" and torch.cuda.is_available():
-    return "cuda"
-  raise NotImplementedError(f"this torch does not compute on JAX's platform {platform!r}")
-
-
-def _to_torch(torch: Any, x: jax.Array) -> Tensor:
-  """Converts an array to a tensor on the host."""
-  host = np.array(x)
-  if host.dtype == jnp.bfloat16:  # numpy lacks bfloat16, so torch takes the bits
-    return torch.from_numpy(host.view(np.int16)).view(torch.bfloat16)
-  return torch.from_numpy(host)
-
-
-def _dense_on_host(case: Case) -> np.ndarray:
-  """The mask as bool [1, 1, T, S]; it is the same for every batch row."""
-  one = case._replace(batch=1)
-  return np.array(materialize.to_dense(cases.mask(one), (1, 1, case.queries, case.keys)))

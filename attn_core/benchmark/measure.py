@@ -58,7 +58,8 @@ def truth(case: Case, inputs: Inputs, backward: bool) -> dict[str, np.ndarray]:
     mask = MaskOperands(tuple(map(jnp.asarray, arrays)))
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-      operands = Operands(query, key, value, None, mask, None if sinks is None else sinks[None])
+      operands = Operands(query, key, value, None, mask, None if sinks is None else sinks[None],
+                          mods=cases.mod_arrays(case))
       return oracle.attention(operands, spec).attention_outputs
 
     def both(*operands: jax.Array) -> tuple[jax.Array, ...]:
