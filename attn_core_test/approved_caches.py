@@ -323,7 +323,7 @@ def page_numbers() -> Iterator[str]:
            "hole": REQUESTS._replace(page_tables=np.int32([[4, -1], [9, 3], [1, 5]]))}
   for name, one in cases.items():
     yield f"{name}: {text(layouts.query_starts(one))} {text(layouts.rows_in_use(one))}"
-    for tokens, size in ((5, 4), (7, 4), (3, 3), (3, 8)):
+    for tokens, size in ((5, 4), (3, 3)):
       yield f"  slots {tokens} {size}: " + attempt(
           lambda a=(one, size, tokens): slot_mapping.slots(*a)) + " " + attempt(
               lambda a=(one, size, tokens): slot_mapping.slots(*a, Stripe(1, 2, 4)))

@@ -238,17 +238,17 @@ def _on_accelerators() -> Programs:
       "dimensions of 1": one_block._replace(
           T=300, floats={"bias": (2, 1, 1, 300)}, blocks=BlockSizes(128, 256, 256, 128)),
       "bias of a query": one_block._replace(
-          T=300, floats={"bias": (1, 4, 300, 1)}, blocks=BlockSizes(256, 128, 128, 256)),
-      "bias of a head": one_block._replace(T=130, floats={"bias": (1, 4, 1, 1)})}.items():
-    found[f"tpu {name}"] = derivatives(case.call, jax.eval_shape(case.arrays), False)
+          T=300, floats={"bias": (1, 4, 300, 1)},
+          blocks=BlockSizes(256, 128, 128, 256))}.items():
+    found[f"tpu {name}"] = derivatives(case.call, case.shapes(), False)
   ids = lambda arrays, ids: attention(
       **arrays, mechanism="flash_attn2", metadata=tpu_cases.TPU, dropout_prob=0.2,
       dropout_rng=_KEY, mask_info=MaskInfo.from_segments(ids), return_lse=True)[:4]
   many = tpu_cases.Case({}, B=1024, T=4096, H=2, K=1)
   found["tpu groups of rows"] = Program(ids, (
-      jax.eval_shape(many.arrays), shape(many.B, many.T, dtype="int32")))
+      many.shapes(), shape(many.B, many.T, dtype="int32")))
   mapped = tpu_cases.Case({}, B=2, T=140, H=4, K=2, D=32)
-  arrays = {**jax.eval_shape(mapped.arrays), "softmax_aux": shape(3, 4),
+  arrays = {**mapped.shapes(), "softmax_aux": shape(3, 4),
             "bias": shape(3, 2, 1, 1, 140)}
   axes = ({name: 0 if name in ("softmax_aux", "bias") else None for name in arrays},)
   found["tpu vmap"] = derivatives(jax.vmap(mapped.call, axes), arrays, False)
