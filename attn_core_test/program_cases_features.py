@@ -262,9 +262,10 @@ def _on_accelerators() -> Programs:
             *y.shape[:2], *((4, 64) if x == "query" else (2, 64)), dtype="bfloat16")
         for x, y in {**arrays, "softmax_aux": shape(4)}.items()}, False)
   for name, case, dtype in (
-      ("three heads", decode_cases.Case((250, 131), S=256, H=6, K=3, D=128, E=128, block=128),
-       "bfloat16"), ("five heads", decode_cases.Case(
-           (250, 131), T=2, S=256, H=5, K=5, D=128, E=128, block=128), "float32")):
+      ("three heads", decode_cases.Case(
+          (250, 131), T=80, S=256, H=6, K=3, D=128, E=128, block=128), "bfloat16"),
+      ("five heads", decode_cases.Case(
+          (250, 131), T=2, S=256, H=5, K=5, D=128, E=128, block=128), "float32")):
     found[f"tpu decode {name}"] = Program(functools.partial(
         decode_cases.from_cache, case, metadata=tpu_cases.TPU), decode_cases.shapes(
             case, dtype, None))
