@@ -278,6 +278,7 @@ class CallTest(parameterized.TestCase):
                        metadata=OperationMetadata(platform=platform), **keywords)
         self.assertEqual(said.chosen, MECHANISM)
         self.assertIn("can, by latent.pages", str(said))
+        self.assertNotIn("no latent_options", str(said))
     self.assertIs(attn_core.multi_latent_ragged_page_attention_v1,
                   multi_latent_ragged_page_attention)
     for name in ("multi_latent_attention", "ragged_page_attention_v3"):

@@ -112,7 +112,8 @@ def normalize(a: AttentionArguments) -> steps.Normalized:
   request = request_of(
       dense, features, metadata_lib.resolved_capability(metadata),
       tpu_version=metadata_lib.resolved_tpu_version(metadata))._replace(
-      placement=placement, placement_error=error, pages=PagesRequest(
+      placement=placement, placement_error=error, latent=latent.widths_of(a.latent_options),
+      pages=PagesRequest(
           layout.__name__, shapes, spec.window,
           placement is not None and bool(placement.keys), dense.block_sizes))
   call = dense._replace(operands=operands, spec=spec)
