@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arrays of a benchmark as tensors of PyTorch."""
 
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from attn_core.masks import materialize
 Tensor = Any  # a torch.Tensor; torch is optional
 
 
-def device(torch: Any) -> str:
+def device(torch: ModuleType) -> str:
   """The device of torch: of the same kind as JAX's."""
   platform = jax.devices()[0].platform
   if platform == "cpu":
@@ -25,7 +26,7 @@ def device(torch: Any) -> str:
   raise NotImplementedError(f"this torch does not compute on JAX's platform {platform!r}")
 
 
-def from_jax(torch: Any, x: jax.Array) -> Tensor:
+def from_jax(torch: ModuleType, x: jax.Array) -> Tensor:
   """Converts an array to a tensor on the host."""
   host = np.array(x)
   if host.dtype == jnp.bfloat16:  # numpy lacks bfloat16, so torch takes the bits
@@ -33,7 +34,7 @@ def from_jax(torch: Any, x: jax.Array) -> Tensor:
   return torch.from_numpy(host)
 
 
-def bias(torch: Any, case: Case, added: jax.Array | None) -> Tensor:
+def bias(torch: ModuleType, case: Case, added: jax.Array | None) -> Tensor:
   """The mask as bool [1, 1, T, S], the same for every batch row, or as a bias with what is added.
 
   Args:
