@@ -71,7 +71,7 @@ class Band(NamedTuple):
     """Returns the shape of the tiles: [heads, size, LANES, LANES]."""
     return heads, self.size, LANES, LANES
 
-  def lanes(self, grid: GridIndex, n: Index) -> pl.Slice:
+  def lanes(self, grid: GridIndex, n: Index) -> slice | pl.Slice:
     """Returns the first LANES of the 2 * LANES numbers that the tiles on diagonal n read."""
     start = (n + self.first) * LANES if self.first is not None else (
         grid.query_block * self.tiling.block_q - grid.key_block * self.tiling.block_kv

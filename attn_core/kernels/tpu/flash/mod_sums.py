@@ -129,6 +129,6 @@ def _sum_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
   return x.sum(axes, keepdims=True)
 
 
-def _tokens(start: Index, tokens: TokenRange) -> pl.Slice:
+def _tokens(start: Index, tokens: TokenRange) -> slice | pl.Slice:
   """Returns the slice of tokens of a block that begins at `start`."""
   return pl.ds(pl.multiple_of(start + tokens.start, LANES), tokens.length)
