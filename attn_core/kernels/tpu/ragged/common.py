@@ -55,7 +55,6 @@ class StepShape(NamedTuple):
   row_pages: int = 0  # pages of a row of the tables; 0: rows are consecutive tokens
   mask_rows: int = 0  # rows of the mask for a batch row; 0: the mask follows from positions
   mask_heads: bool = False  # whether the mask has rows for every query head
-  writes_all: bool = False  # whether steps that compute nothing write the results of no keys
   copies_queries: bool = False  # whether the kernel copies queries and results; see `token_kernel`
 
   @property

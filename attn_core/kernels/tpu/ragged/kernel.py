@@ -67,9 +67,7 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: KernelInputs,
                                                     manual_axis_type=varying)
   column = (shape.group_rows, 1) if shape.few_rows else (1, shape.group_rows)
   outputs = [output((shape.group_rows, width), out_dtype), output(column, jnp.float32)]
-  written = functools.partial(pl.BlockSpec, index_map=lambda w, *_: (w, 0, 0, 0)) if (
-      shape.writes_all) else lambda x: block(*x[2:])
-  out_specs = [written((1, shape.head_groups, *x)) for x in ((shape.group_rows, width), column)]
+  out_specs = [block(shape.group_rows, width), block(*column)]
   aliases = {}
   if new is not None:
     outputs.append(jax.ShapeDtypeStruct(sources[0].shape, sources[0].dtype,
@@ -167,12 +165,6 @@ def _kernel(k: KernelRefs) -> None:
     for group in range(k.shape.head_groups):
       for ref, x in zip(k.outputs, result(k, group)):
         ref[0, group] = x.astype(ref.dtype)
-
-  if k.shape.writes_all:
-    @pl.when(current >= count)
-    def _() -> None:
-      for ref, number in zip(k.outputs, (0, -jnp.inf)):
-        ref[...] = jnp.full(ref.shape, number, ref.dtype)
 
 
 def fetch_first(k: KernelRefs, count: jax.Array) -> None:

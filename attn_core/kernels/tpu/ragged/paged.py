@@ -17,11 +17,11 @@ from jax.typing import DTypeLike
 
 from attn_core.caches.paged import layouts, slot_mapping, token_writes
 from attn_core.caches.paged.layouts import Pages
-from attn_core.kernels.common import (dense_operands, nonfinite, online_softmax, paged_operands,
+from attn_core.kernels.common import (dense_operands, online_softmax, paged_operands,
                                       query_block_queue)
 from attn_core.kernels.common.contract import Residuals
 from attn_core.kernels.common.paged_operands import BlockedInputs, Index
-from attn_core.kernels.tpu.ragged import common, kernel, paged_tiling, token_kernel
+from attn_core.kernels.tpu.ragged import common, paged_tiling, token_kernel
 from attn_core.kernels.tpu.ragged.kv_layout import KVLayout
 from attn_core.kernels.tpu.ragged.new_tokens import NewTokens
 from attn_core.kernels.tpu.ragged.token_blocks import RequestPart
@@ -104,14 +104,10 @@ def _forward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
                                       common.has_few_rows(block_q * group_size))
     inputs = paged_operands.block_inputs(padded, spec, heads, (block_q, layout.block_pages))
     possible = paged_tiling.possible_tokens(operands, block_q, chosen)
-    if block_q == 1 and len(ranges) == 1 and possible == tokens:
-      found = _attend_by_token(inputs, layout, padded.query, new)
-      out, lse = found.out, found.lse
-    else:
-      places = _request_part(operands.metadata, number, len(ranges))
-      part = _Part(operands.metadata, (first, end), places, possible, out)
-      found = _attend_by_block(inputs, layout, part, padded.query, new)
-      out, lse = found.out, jnp.where(found.live[:, None, None], found.lse, lse)
+    places = _request_part(operands.metadata, number, len(ranges))
+    part = _Part(operands.metadata, (first, end), places, possible, out)
+    found = _attend(inputs, layout, part, padded.query, new)
+    out, lse = found.out, jnp.where(found.live[:, None, None], found.lse, lse)
     if found.pages is not None:  # the first kernel writes the tokens of all requests
       assert isinstance(padded.cache, layouts.PagesV3)
       written = _as_pages(found.pages, padded.cache)
@@ -188,41 +184,17 @@ class _Part(NamedTuple):
   out: jax.Array | None  # the results of requests before them, [T, K, G, E]
 
 
-def _attend_by_token(inputs: BlockedInputs, layout: KVLayout, query: jax.Array,
-                     new: NewTokens | None) -> _Found:
-  """Computes requests of one query each, after writing the new tokens.
+def _attend(inputs: BlockedInputs, layout: KVLayout, part: _Part, query: jax.Array,
+            new: NewTokens | None) -> _Found:
+  """Computes some requests, after writing the new tokens of all.
 
   Args:
     inputs: the call, in blocks.
     layout: of the pages.
+    part: the requests.
     query: [T, H, D].
     new: the tokens to write.
   """
-  key_heads, group_size, tokens = inputs.heads.key_heads, inputs.group, query.shape[0]
-  shape = common.StepShape(layout, group_size, 1, inputs.tables.shape[1], writes_all=True)
-  # 1. The steps and their rows.
-  steps, num_live = _steps_by_token(inputs, tokens)
-  rows = nonfinite.infinite_to_nan(query)
-  rows = rows.reshape(tokens, key_heads, group_size, query.shape[-1])
-  # Heads that only pad the pages have no queries.
-  rows = jnp.pad(rows, ((0, 0), (0, layout.key_heads - key_heads), (0, 0), (0, 0)))
-  rows = rows.reshape(tokens, shape.head_groups, shape.group_rows, rows.shape[-1])
-  # 2. The kernel.
-  out, lse, pages = kernel.attend(
-      _logits_spec(inputs.spec), shape, common.KernelInputs(
-          steps, num_live, inputs.tables.reshape(-1), _tensor_scales(inputs, layout), rows, None,
-          _token_arrays(inputs, layout), new), _out_dtype(inputs))
-  # 3. The results by token.
-  def by_token(x: jax.Array) -> jax.Array:
-    x = x.reshape(tokens, layout.key_heads, group_size, x.shape[-1])[:, :key_heads]
-    return x.reshape(tokens, -1, x.shape[-1])
-  # Steps without a query have written the results of no keys.
-  return _Found(by_token(out), by_token(lse[..., None]), jnp.ones(tokens, bool), pages)
-
-
-def _attend_by_block(inputs: BlockedInputs, layout: KVLayout, part: _Part, query: jax.Array,
-                     new: NewTokens | None) -> _Found:
-  """Computes some requests in blocks of queries; other arguments as in `_attend_by_token`."""
   key_heads, group_size, block_q = inputs.heads.key_heads, inputs.group, inputs.block_q
   tokens, (first, end) = query.shape[0], part.requests
   shape = common.StepShape(layout, group_size, block_q, part.metadata.page_tables.shape[1],
@@ -273,48 +245,6 @@ def _tensor_scales(inputs: BlockedInputs, layout: KVLayout) -> jax.Array | None:
   key_scales, value_scales = inputs.cache.key_scales, inputs.cache.value_scales
   assert key_scales is not None and value_scales is not None
   return jnp.stack([key_scales, value_scales]).astype(jnp.float32)
-
-
-def _steps_by_token(inputs: BlockedInputs, tokens: int) -> tuple[common.Steps, jax.Array]:
-  """Makes a step for each token; returns also their number, the last of an array.
-
-  The request of each token is found by comparing all tokens with all requests, which XLA fuses
-  into few operations, whereas every gather would be one.
-  """
-  token = jnp.arange(tokens, dtype=jnp.int32)[:, None]
-  request = jnp.arange(inputs.lengths.shape[0], dtype=jnp.int32)[None]
-  lengths, ends = inputs.lengths[None], inputs.starts[None, 1:]
-  first = jnp.where(request == 0, 0, inputs.starts[None, :-1])
-  own = (token >= first) & (token < ends)
-  of_owner = lambda x: jnp.where(own, x, 0).sum(1, dtype=jnp.int32)
-  owner, length = of_owner(request), of_owner(lengths)
-  begin = of_owner(lengths - ends + token)
-  # The kernel reads the number of all tokens where it is, which saves an operation.
-  return _make_steps(inputs, owner, begin, begin, length), inputs.starts
-
-
-def _make_steps(inputs: BlockedInputs, request: Index, query_begin: jax.Array,
-                row_begin: jax.Array, length: jax.Array) -> common.Steps:
-  """Finds the keys that the live queries of blocks attend to; all arrays are int32 [num_steps].
-
-  Args:
-    inputs: the call, in blocks.
-    request: of a block.
-    query_begin: position of its first query.
-    row_begin: position of the request's first query.
-    length: tokens of the request.
-  """
-  left, right = paged_operands.window_of(inputs.spec)
-  start = 0 * query_begin if left is None else jnp.maximum(
-      jnp.maximum(query_begin, row_begin) - left, 0)
-  stop = length if right is None else jnp.minimum(length, query_begin + inputs.block_q + right)
-  # Lengths may be beyond the tables: nothing outside of these is copied, scales included.
-  held = inputs.tables.shape[1] * layouts.page_size(inputs.cache)
-  start, stop = jnp.minimum(start, held), jnp.minimum(stop, held)
-  first = jnp.minimum(start, held - 1) // inputs.block_kv
-  # At least one key block: a step without one would not wait for the transfers of the next step.
-  end = jnp.maximum(-(-stop // inputs.block_kv), first + 1)
-  return common.Steps(request, first, end, query_begin, row_begin, length, start, stop)
 
 
 def _token_sinks(operands: PagedOperands) -> jax.Array | None:
