@@ -131,14 +131,15 @@ def _scratch(shape: StepShape, dtype: DTypeLike, out: tuple[DTypeLike, tuple[int
     out: its dtype, and the shape of a head group's lse.
     num_steps: the largest possible number of steps.
   """
-  layout, (out_dtype, column) = shape.layout, out
+  layout, column = shape.layout, out[1]
+  held, out_dtype = jnp.dtype(dtype), jnp.dtype(out[0])
   block = lambda width: (SLOTS, layout.key_heads, shape.block_q, shape.group_size, width)
   return [
       [pltpu.VMEM(*x) for x in layout.buffers()],
       [pltpu.VMEM(*x) for x in layout.word_buffers()],
       [pltpu.VMEM(x, jnp.float32) for x in shape.running_shapes()],
-      [pltpu.VMEM((1, shape.head_groups, shape.group_rows, layout.widths[0]), dtype),
-       pltpu.VMEM(block(layout.widths[0]), dtype), pltpu.VMEM(block(layout.widths[-1]), out_dtype),
+      [pltpu.VMEM((1, shape.head_groups, shape.group_rows, layout.widths[0]), held),
+       pltpu.VMEM(block(layout.widths[0]), held), pltpu.VMEM(block(layout.widths[-1]), out_dtype),
        pltpu.VMEM((SLOTS, shape.head_groups, *column), jnp.float32)],
       [pltpu.SMEM((len(Steps._fields), num_steps), jnp.int32), pltpu.SMEM((1,), jnp.int32),
        pltpu.SMEM((4,), jnp.int32), pltpu.SemaphoreType.DMA((layout.slots,)),
