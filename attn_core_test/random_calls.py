@@ -127,7 +127,7 @@ def make(seed: int) -> RandomCall:
   with jax.enable_x64(x64):
     operands, arguments = make_call(sample, dtype)
     if make_call in (dense_call, paged_call):
-      arguments.update(_score_mod(sample, seed))
+      arguments.update(_score_mod(sample, seed, arguments))
   return RandomCall(operands, arguments, sample.mesh, x64, tuple(sample.choices))
 
 
@@ -175,10 +175,11 @@ def _options(sample: Sample, shape: tuple[int, ...], dtype: str) -> dict[str, An
   return {**chosen, "dropout_rng": jax.random.key(0)} if "dropout_prob" in chosen else chosen
 
 
-def _score_mod(sample: Sample, seed: int) -> dict[str, Any]:
-  """Returns a score mod for one of eight seeds; no other choice of the call depends on it."""
+def _score_mod(sample: Sample, seed: int, arguments: dict[str, Any]) -> dict[str, Any]:
+  """Returns a score mod for one of four seeds; no other choice of the call depends on it."""
   rng = np.random.default_rng([seed, 1])
-  if rng.random() > 1 / 8:
+  # Calls of the ring that copies in its kernel are few, and it takes no score mod.
+  if rng.random() > 1 / 4 or arguments["metadata"].ring.transfer == "remote":
     return {}
   name = list(SCORE_MODS)[rng.integers(len(SCORE_MODS))]
   sample.choices.append(("score_mod", name))

@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys and values in pages; public as `attn_core.caches.pages`.
 
-`layouts` holds the types, `rows` how two of them lay out heads, `pool`, `token_writes` and `ops` the functions on them,
-`allocator` the host-side bookkeeping, `request_groups` and `page_stripes` the division over
-devices, `validate` the checks. All of them call a `PagesMetadata` `pages_metadata`, and take it by
-the earlier keyword `metadata` as well.
+`layouts` holds the types, `rows` how two of them lay out heads, `pool`, `token_writes` and `ops`
+the functions on them, `allocator` the host-side bookkeeping, `request_groups` and `page_stripes`
+the division over devices, `validate` the checks. All of them call a `PagesMetadata`
+`pages_metadata`, and take it by the earlier keyword `metadata` as well.
 """
 
 from attn_core.caches.paged.layouts import (
