@@ -216,7 +216,7 @@ def attempt(function: Callable[[], Any]) -> str:
 def together(function: Callable[[], Any]) -> Callable[[], Any]:
   """Returns a function whose operations are compiled as one program, and not each by itself.
 
-  Arrays that it finds outside are known to it all the same.
+  Arrays of enclosing scopes become constants of the program.
   """
   return lambda: jax.jit(function)()
 

@@ -270,6 +270,15 @@ class MeshTest(parameterized.TestCase):
       return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(arrays, mods)
     close(both(mesh_of(**sizes)), both(None), 5e-6)
 
+  def test_a_function_without_arrays_reads_global_heads(self):
+    case = paged_shard_cases.Case(layout=PagesV3)
+    query, key, value, cache = case.arrays()[:4]
+    mod = score_mods.custom(lambda x, b, h, q, k: x + (h * (k - q)).astype(x.dtype))
+    run = lambda mesh: ragged_page_attention_v3(
+        query, key, value, cache, case.metadata(), score_mod=mod,
+        metadata=OperationMetadata(mesh=mesh)).out
+    close(run(mesh_of(tp=2)), run(None), 5e-6)
+
   @sampling.slow("paged_score_mods_stripes")
   def test_stripes_of_a_request_over_devices(self):
     rng, (stripes, requests, width) = np.random.default_rng(2), (2, 3, 2)

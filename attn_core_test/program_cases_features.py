@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs of masks by indices, score mods, latent attention, drafts and prefixes, cuDNN's calls.
 
-Shapes are small, no two of their dimensions are equal and no mask is symmetric, so that a wrong
+Shapes are small, most dimensions differ and masks are not symmetric, so that a wrong
 axis or operand changes the program; see program_cases.
 """
 

@@ -459,13 +459,32 @@ class RefusalsTest(parameterized.TestCase):
     attention(arrays["query"][:, :3], arrays["key"], arrays["value"], causal=False,
               score_mod=score_mods.soft_cap(2.0))
 
+  @parameterized.parameters("clip", "fill")
+  def test_reads_whose_ends_are_asked_for(self, mode):
+    arrays = {k: x.astype(np.float32) for k, x in operands().items()}
+    take = lambda x, b, h, q, k, a: x + jnp.take(a, k, mode=mode, fill_value=0.0)
+    attention(**arrays, score_mod=score_mods.custom(take, np.ones(3, np.float32)))
+
+  @parameterized.parameters("vanilla", "blockwise", "flash_attn2", "autoregressive_decodeattn")
+  def test_a_function_does_not_lose_nan(self, mechanism):
+    """Checks queries that see a key, or a value, that is not finite."""
+    mod = score_mods.custom(lambda x, b, h, q, k: jnp.where(x > 0, x, -1.0))
+    for name in ("key", "value"):
+      arrays = {k: x.astype(np.float32) for k, x in operands().items()}
+      arrays[name][:, 2] = np.nan
+      if mechanism == "autoregressive_decodeattn":
+        arrays["query"] = arrays["query"][:, -1:]
+      out = attention(**arrays, score_mod=mod, mechanism=mechanism, causal=False,
+                      query_offset=0).out
+      self.assertTrue(jnp.isnan(out).all(), name)
+
   @parameterized.named_parameters(
       ("key", lambda x, b, h, q, k, a: x + a[k], (T - 1,), {},
        r"its operands \[\[12\]\] at batch row 0, head 0, query position 12, key position 12"),
       ("head", lambda x, b, h, q, k, a: x * a[jnp.minimum(q, 3), h], (4, H - 1), {}, "head 3"),
       ("row", lambda x, b, h, q, k, a: x + jnp.sin(a[b]), (1,), {}, "batch row 1"),
       ("before", lambda x, b, h, q, k, a: x + a[k - q], (5,), {}, "key position"),
-      ("inner", jax.jit(lambda x, b, h, q, k, a: x + jnp.take(a, k, mode="clip")), (3,),
+      ("inner", jax.jit(lambda x, b, h, q, k, a: x + jnp.take(a, k)), (3,),
        {"causal": False}, "query position 0, key position 4"))
   def test_reads_beyond_the_operands(self, function, shape, arguments, message):
     arrays = {k: x.astype(np.float32) for k, x in operands().items()}

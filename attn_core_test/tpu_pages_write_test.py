@@ -184,14 +184,6 @@ class BytesTest(parameterized.TestCase):
     Program(arrays(TOKENS, POOL, PAGE), requests, BlockSizes(block_q=4, block_kv=16)).check(
         self, requests)
 
-  def test_without_room_in_scalar_memory_xla_writes(self):
-    """Checks that the result is the same, from a kernel without new tokens."""
-    requests = CALLS["partial_and_whole_pages"].metadata()
-    with unittest.mock.patch.object(paged_tiling, "new_scalar_bytes", lambda operands: 2**20), (
-        unittest.mock.patch.object(new_tokens, "write", None)):
-      Program(arrays(TOKENS, POOL, PAGE), requests, BlockSizes(block_q=4, block_kv=16)).check(
-          self, requests)
-
 
 class DerivativesTest(absltest.TestCase):
 

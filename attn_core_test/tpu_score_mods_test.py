@@ -40,6 +40,12 @@ def _by_parity(score, batch, head, query, key, amount):
   return jnp.where((key & 1) == 0, score * amount, score) + 0.1 * jnp.tanh(score) * row
 
 
+def _steep(score, batch, head, query, key, amount):
+  """Has an infinite derivative above the diagonal of a causal mask, and no value beyond that."""
+  del batch, head
+  return score + 0.1 * jnp.sqrt(amount * (query - key + 1).astype(score.dtype))
+
+
 ARRAYS = {"slopes": _number(H), "row": _number(B, H, T), "column": _number(B, 1, T),
           "scale": _number(1, 1, T), "bias": _number(1, H, T, T), "amount": _number(),
           "table": _number(8, H), "shared": _number(40, 1)}
@@ -56,6 +62,7 @@ MODS = {
     "by_distance": lambda a: score_mods.by_distance(a["shared"], -31),
     "dense": lambda a: score_mods.dense(a["bias"]),
     "custom": lambda a: score_mods.custom(_by_parity, a["amount"]),
+    "steep": lambda a: score_mods.custom(_steep, jnp.exp(a["amount"])),
     "composed": lambda a: (
         score_mods.scale_by(a["scale"]) >> score_mods.alibi(0.1 * a["slopes"])
         >> score_mods.relative(a["table"], max_distance=40) >> score_mods.by_distance(a["shared"])
@@ -80,8 +87,9 @@ def _given():
 class InterpretTest(parameterized.TestCase):
 
   @parameterized.parameters(*sampling.with_slow(
-      [("composed", "float32")],
-      *((name, "float32") for name in MODS if name != "composed"), ("composed", "bfloat16")))
+      [("composed", "float32"), ("steep", "float32")],
+      *((name, "float32") for name in MODS if name not in ("composed", "steep")),
+      ("composed", "bfloat16")))
   def test_value_and_gradients(self, name, dtype):
     """Compares all gradients and values, at positions with an offset of each batch row."""
     arrays, offset = _given(), np.array([3, 20], np.int32)
@@ -184,7 +192,8 @@ class CompileTest(parameterized.TestCase):
     gradient = jax.grad(lambda arrays: run(arrays)[1].sum())
     text = jax.jit(gradient).trace(shapes).lower(
         lowering_platforms=("tpu",)).compile().as_text()
-    self.assertEqual(text.count('custom_call_target="tpu_custom_call"'), 2)
+    # The forward, the sums of d_out * out, and the backward.
+    self.assertEqual(text.count('custom_call_target="tpu_custom_call"'), 3)
     self.assertEqual(" while(" in text, name == "dense")
 
 

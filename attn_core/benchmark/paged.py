@@ -55,7 +55,8 @@ def _prepare(change: Callable[[Case, PagesMetadata], PagesMetadata], case: Case,
   """Fills the pages and compiles the call."""
   require_none("pages", {
       "gradient": backward, "as many keys as queries": case.queries == case.keys,
-      "no causal mask": not case.causal, "documents": case.documents > 1, "latent": case.latent})
+      "no causal mask": not case.causal, "documents": case.documents > 1, "latent": case.latent,
+      "score mods": case.score_mod})
   cache, metadata = _filled(case, inputs)
   query = inputs.query.reshape(-1, case.heads, case.width)
 

@@ -47,7 +47,7 @@ def multi_latent_ragged_page_attention(
       nothing is written.
     cache: `PagesLatent`: pages [num_pages, page_size, latent + rope].
     pages_metadata: page_tables int32 [num_requests, pages_per_request], context_lens int32
-      [num_requests], and the rest of `PagesMetadata` as for v3.
+      [num_requests], and the rest of `PagesMetadata` as for v3, without stored_heads.
     options: keywords as one value; not together with any of them but latent_options.
     **keywords: the rest, as in `attention`, where `pages_metadata` is called `cache_metadata`.
       latent_options, the widths and up-projections, if any, is that of the pages unless given;

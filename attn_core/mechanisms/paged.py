@@ -112,7 +112,7 @@ def _sharded(forward: Forward, call: Call, *, writes: bool = False,
 def _local(forward: Forward, call: Call, writes: bool, writer: Writer | None,
            operands: PagedOperands) -> AttentionOutput:
   """Attends to one device's groups of requests, one after the other."""
-  operands = _of_device(operands, call.placement)
+  operands = _of_device(operands, call)
   cache, metadata, tokens = operands.cache, operands.metadata, operands.query.shape[0]
   key_heads, width, value_width = _heads(cache, metadata, call.placement)
   number = request_groups.count(metadata)
@@ -183,12 +183,14 @@ def _by_group(mods: tuple[jax.Array, ...], spec: PagedSpec,
                for x, tokens in zip(mods, paged_operands.has_tokens(mods, spec)))
 
 
-def _of_device(operands: PagedOperands, placement: Placement | None) -> PagedOperands:
+def _of_device(operands: PagedOperands, call: Call) -> PagedOperands:
   """Returns the operands with this device's numbers and stripe; sinks count on one device."""
-  cache, own = operands.cache, request_groups.stripe_count(operands.metadata)
+  cache, placement = operands.cache, call.placement
+  own = request_groups.stripe_count(operands.metadata)
   operands = operands._replace(
       metadata=request_groups.whole(operands.metadata, layouts.num_pages(cache)))
-  if placement is not None and placement.heads and operands.mods:
+  # A function without arrays may read the number of the head, too.
+  if placement is not None and placement.heads and call.spec.has_score_mod:
     first = jax.lax.axis_index(placement.heads) * operands.query.shape[1]
     operands = operands._replace(head_offset=first.astype(jnp.int32))
   if placement is None or not placement.keys:

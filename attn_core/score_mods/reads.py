@@ -128,6 +128,12 @@ def _is_inside(equation: Any, given: list[Any]) -> jax.Array | None:
   name, parameters = equation.primitive.name, equation.params
   if name not in ("gather", "dynamic_slice"):
     return None
+  if name == "gather":
+    mode, fill = parameters["mode"], parameters["fill_value"]
+    # What the function asks for; NaN is what `jnp.take` fills with by itself.
+    if mode == jax.lax.GatherScatterMode.CLIP or (
+        mode == jax.lax.GatherScatterMode.FILL_OR_DROP and fill is not None and fill == fill):
+      return None
   most = [n - size for n, size in zip(given[0].shape, parameters["slice_sizes"])]
   if name == "dynamic_slice":
     starts = given[1:]

@@ -48,6 +48,9 @@ class ScoreTile(NamedTuple):
   # user gets the numbers of a pair that counts instead of one that does not, whose derivative may
   # be infinite: its cotangent is 0, and 0 * inf is NaN.
   used: jax.Array | None = None
+  # Whether reverse mode leaves out pairs whose cotangent is 0, for the same reason: in kernels that
+  # cannot take the numbers of another pair.
+  skips_zeros: bool = False
 
   def orient(self, x: jax.Array) -> jax.Array:
     """Returns x [heads or 1, queries or 1, keys or 1] with the axes of the scores."""

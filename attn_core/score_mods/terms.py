@@ -176,17 +176,41 @@ class Custom(Term):
       score, at = _of_used_pairs(score, at, tile.used)
     operands = (x.astype(score.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
                 for x in self.operands)
-    result = self.function(score, at.batch, at.head, at.query_position, at.key_position, *operands)
+    function = _skipping_zeros(self.function) if tile.skips_zeros else self.function
+    result = function(score, at.batch, at.head, at.query_position, at.key_position, *operands)
     if np.shape(result) != score.shape or getattr(result, "dtype", None) != score.dtype:
       found = checks.describe(result)
       raise ValueError(f"custom: {self.function} returned {found}; expected the shape and dtype of "
                        f"its first argument, the scores {checks.describe(score)}: a score mod is "
                        "elementwise")
-    return result
+    # The score of a query or a key that is not finite is NaN, which a function may lose.
+    return jnp.where(jnp.isnan(score), score, result)
 
   @property
   def reads_positions(self) -> bool:
     return True
+
+
+def _skipping_zeros(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+  """Returns an elementwise function whose reverse mode skips elements with a cotangent of 0."""
+  @jax.custom_vjp
+  def run(score: jax.Array, numbers: tuple[jax.Array, ...],
+          operands: tuple[jax.Array, ...]) -> jax.Array:
+    return function(score, *numbers, *operands)
+
+  def backward(saved: tuple, d_result: jax.Array) -> tuple:
+    score, numbers, operands = saved
+    pull = jax.vjp(lambda x, operands: function(x, *numbers, *operands), score, operands)[1]
+    keep = lambda x: x if x.dtype == jax.dtypes.float0 else jnp.where(d_result != 0, x, 0)
+    d_score, d_operands = jax.tree.map(keep, pull(d_result))
+    return d_score, None, d_operands
+
+  run.defvjp(lambda *arguments: (run(*arguments), arguments), backward)
+  def whole(score: jax.Array, *rest: jax.Array) -> jax.Array:
+    # Operands get an element for each score, and with it a cotangent of each.
+    operands = tuple(jnp.broadcast_to(x, score.shape) for x in rest[4:])
+    return run(score, rest[:4], operands)
+  return whole
 
 
 def _of_used_pairs(score: jax.Array, at: Coordinates,

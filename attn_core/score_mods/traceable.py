@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Terms that can be traced into a Pallas kernel: of common operations, without look-ups.
 
-Tables by distance are no look-ups there: the diagonals of a tile are constant.
+Tables by distance need no look-ups there: they are constant along the diagonals of a tile.
 """
 
 import functools
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from attn_core.score_mods import terms
-from attn_core.score_mods.score_mod import (PAIR, Composed, ScoreMod, of_structure,
+from attn_core.score_mods.score_mod import (PAIR, Composed, ScoreMod, chain, of_structure,
                                             structure_roles)
 from attn_core.types import at_least_float32
 
@@ -36,23 +36,16 @@ def refusal(structure: jax.tree_util.PyTreeDef,
   return _refusal(jax.tree.unflatten(structure, arrays))
 
 
-def leaves(term: ScoreMod) -> tuple[ScoreMod, ...]:
-  """Returns the parts of a term, in the order in which they apply."""
-  if isinstance(term, Composed):
-    return *leaves(term.first), *leaves(term.second)
-  return term,
-
-
 def looks_up_distances(structure: jax.tree_util.PyTreeDef) -> bool:
   """Whether a term has a table by distance (`relative` or `by_distance`)."""
-  return any(isinstance(x, terms.Distance) for x in leaves(of_structure(structure)))
+  return any(isinstance(x, terms.Distance) for x in chain(of_structure(structure)))
 
 
 def by_pair(structure: jax.tree_util.PyTreeDef,
             arrays: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> tuple[int, ...]:
   """Returns the numbers of the arrays of a term that have a number for every query and key."""
   return tuple(n for n, (x, role) in enumerate(zip(arrays, structure_roles(structure), strict=True))
-               if role == PAIR and min(x.shape[2:]) > 1)
+               if role == PAIR and 1 not in x.shape[2:])
 
 
 def _refusal(term: ScoreMod) -> str | None:

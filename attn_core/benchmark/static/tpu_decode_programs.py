@@ -21,7 +21,7 @@ from attn_core.benchmark.static.tpu_programs import Built, Contender, Program
 from attn_core.caches import dense
 from attn_core.caches.paged import layouts, ops
 from attn_core.kernels.tpu.ragged import (common, kernel as ragged_kernel, new_tokens,
-                                          update_few_rows)
+                                          token_blocks, update_few_rows)
 from attn_core.config.metadata import OperationMetadata
 from attn_core.types import BlockSizes, cdiv
 
@@ -59,7 +59,11 @@ def _computed(case: Case) -> Iterator[None]:
                         at(last), at(case.keys), at(0), at(case.keys))
   span = lambda new, request: new_tokens.Span(request, request + 1, case.keys - 1 - request)
   is_finite = update_few_rows._is_finite
+  request_of = lambda _, r: token_blocks.Request(
+      case.keys - 1, jnp.int32(case.keys), r + 1 - case.keys)
   with (mock.patch.object(new_tokens, "_span", span),
+        mock.patch.object(token_blocks, "request_of", request_of),
+        mock.patch.object(token_blocks, "start_of", lambda _, r: r),
         mock.patch.object(ragged_kernel, "step_of", item),
         mock.patch.object(ragged_kernel, "step_count",
                           lambda k: case.batch + 0 * pl.program_id(0)),

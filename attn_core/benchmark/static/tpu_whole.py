@@ -94,8 +94,10 @@ def run(chips: Iterable[str] | None = None, widths: Iterable[int] | None = None,
   cases = [case for case in (*RIVALED, *PACKED, *FEATURES, *GROUPED)
            if (widths is None or case.width in widths)
            and (tokens is None or case.queries in tokens)]
-  checks.require(bool(cases), "tokens", tokens, "a length of a case of these widths: "
-                 + ", ".join(sorted({str(case.queries) for case in (*RIVALED, *PACKED)})))
+  lengths = sorted({case.queries for case in (*RIVALED, *PACKED, *FEATURES, *GROUPED)
+                    if widths is None or case.width in widths})
+  checks.require(bool(cases), "tokens", tokens,
+                 f"a length of a case of these widths: {', '.join(map(str, lengths))}")
   found = [program for chip in chips for program in all_programs(chip, cases)]
   return static_tpu.report(found, "tpu_whole_static", _line, to_markdown, out=out,
                            progress=progress)

@@ -43,7 +43,7 @@ def ids_of(case: Case) -> np.ndarray | None:
 
 
 def _shapes(case: Case) -> tuple[jax.ShapeDtypeStruct, ...]:
-  """Returns query, key, value, and the segment ids and the sinks where the case has them."""
+  """Returns query, key, value, and the segment ids where the case has them."""
   arrays = [jax.ShapeDtypeStruct((case.batch, *shape), jnp.dtype(case.dtype)) for shape in (
       (case.queries, case.heads, case.width), (case.keys, case.key_heads, case.width),
       (case.keys, case.key_heads, case.value_width))]

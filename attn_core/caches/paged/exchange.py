@@ -20,6 +20,7 @@ The first three are views: nothing is computed or copied. The last one is moved,
 one pass over the pages. Rows and columns that only pad a layout are written as 0 and not read.
 
 >>> import jax.numpy as jnp
+import numpy as np
 >>> from attn_core.caches import exchange, pages
 >>> theirs = jnp.ones((4, 16, 1, 2, 128), jnp.bfloat16)  # two key heads of width 64
 >>> cache = exchange.from_other("v3_64", theirs, pages.Heads(2, 64, 64))
@@ -33,6 +34,7 @@ from typing import Callable, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from attn_core import checks
 from attn_core.caches import quantize
@@ -79,6 +81,9 @@ def from_other(layout: str, arrays: Array | tuple[Array, Array], heads: Heads,
   checks.require(quantized == (scales is not None), "scales",
                  "None" if scales is None else "arrays", "float32 [] of keys and of values with "
                  f"pages of 8 bits, None with others; these are {checks.describe(parts[0])}")
+  checks.require(scales is None or isinstance(scales, tuple)
+                 and [np.shape(x) for x in scales] == [(), ()], "scales", repr(scales),
+                 "(float32 [] of keys, float32 [] of values)")
   of_all = (None, None) if scales is None else tuple(jnp.asarray(x, jnp.float32) for x in scales)
   if layout == "v3_64":
     parts = (_in_two_rows(parts[0], heads),)
@@ -109,8 +114,12 @@ def to_other(layout: str, cache: Pages, heads: Heads) -> Array | tuple[Array, Ar
                  checks.describe(cache.key_scales), "no scale for each token, which other servers "
                  "do not read")
   if isinstance(cache, PagesV1):
-    _check(layout, cache.key_pages, heads)
+    for x in (cache.key_pages, cache.value_pages):
+      _check(layout, x, heads)
     return cache.key_pages, cache.value_pages
+  if isinstance(cache, PagesV2):
+    checks.require(cache.widths is None, "cache.widths", repr(cache.widths),
+                   "None: values as wide as keys")
   if layout == "v3_64":
     _check("v3", cache.pages, heads)
     _check_heads(layout, heads)

@@ -56,6 +56,8 @@ def init(num_pages: int, page_size: int, widths: tuple[int, int], *,
   for name, size in (("num_pages", num_pages), ("page_size", page_size)):
     checks.integer(name, size, "an int >= 1", lambda x: x >= 1)
   given, rest = latent_cache.checked_dtypes(widths, dtype, rope_dtype)
+  checks.require(quantize.is_quantized(given) or given.itemsize > 1, "dtype", given.name,
+                 "a floating-point dtype of at least 16 bits, int8 or float8_e4m3fn")
   dimensions = "[P, page_size, latent + rope]"
   whole = device_parts.named(sharding, dimensions, (num_pages, page_size, sum(widths)))
   if whole is not None:

@@ -54,7 +54,7 @@ class Widths:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class StoredHeads:
-  """Key heads and widths in pages that a call of v3 reads only, which padding hides."""
+  """Key heads and widths of pages that a call of v3 only reads; their padding hides them."""
 
   key_heads: int
   key_width: int

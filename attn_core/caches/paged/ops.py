@@ -56,6 +56,8 @@ def read(cache: Pages, ids: Array, heads: Heads,
     part = reader(cache, heads, dtype)
     return part("key").transpose(1, 0, 2), part("value").transpose(1, 0, 2)
   ids = int32_vector("ids", ids, np.shape(ids)[0], "page ids")
+  if isinstance(cache, PagesLatent):  # no mesh axis shards heads or columns
+    return local(take(cache, ids), heads)
   return pool_lib.on_each_device(local, take(cache, ids), heads,
                                  lambda pool, heads: (P(heads), P(heads)), keeps_pool=False)
 
@@ -122,6 +124,7 @@ def to_dense(cache: Pages, pages_metadata: PagesMetadata, heads: Heads | None = 
     ValueError: metadata of groups, or `heads` is not a Heads.
     NotImplementedError: quantized pages are differentiated.
   """
+  layouts.check_key_values(cache)
   heads = _all_heads(cache) if heads is None else pool_lib.checked_heads(heads)
   if dtype is None:
     dtype = dtype_of(cache) if cache.key_scales is None else jnp.float32

@@ -6,10 +6,10 @@ Blocks of queries and of keys begin at multiples of their size in positions. So 
 the same row of the same products: its result has the same bits alone, in any batch, in any pages
 and in any chunk of a prefill, for given block sizes and without `distribution`.
 
-Where the caller does not give block sizes, plain XLA computes a request of few queries, such as a
-token and its drafts, as one block that begins at the first of them: aligned blocks would have many
-rows that are not queries, or be two. Its result has the same bits for every other content of the
-call and of the pages.
+Where the caller does not give block_q, and an aligned block has several queries, plain XLA computes
+a request of few queries, such as a token and its drafts, as one block that begins at the first of
+them: aligned blocks would have many rows that are not queries, or be two. Its result has the same
+bits for every other content of the call and of the pages.
 
 T is the number of tokens of the call, R of requests; block_rows = block_q * G rows (token-major)
 belong to a block of queries.

@@ -4,9 +4,7 @@
 
 Loops over requests, over blocks of a request's queries, and over blocks of the pages these see,
 with trip counts from the lengths: the time is that of the live tokens, however wide the page table.
-Blocks of queries and of keys are cut at multiples of their size in positions, so a query is always
-the same row of the same products: its result has the same bits alone, in any batch, in any pages
-and in any chunk of a prefill, for given block sizes and without `distribution`.
+`kernels.common.paged_operands` says where blocks begin, and which results have the same bits.
 
 A block of queries has block_rows = block_q * G rows (token-major).
 """

@@ -33,7 +33,8 @@ def make_kernel(fallback: Kernel) -> Kernel:
   """Returns the kernel.
 
   Args:
-    fallback: computes tangents, the cotangent of the bias, and second derivatives.
+    fallback: computes tangents, second derivatives, and cotangents of a bias and of arrays of a
+      score mod with a number for every pair.
   """
   return Kernel("tpu", forward.forward,
                 functools.partial(backward.backward, fallback=fallback.backward),

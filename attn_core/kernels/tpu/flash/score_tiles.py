@@ -52,19 +52,20 @@ class ModReader(NamedTuple):
 
   def apply(self, refs: KernelRefs, tile: TileIndex, scores: jax.Array) -> jax.Array:
     """Returns scores [keys, queries] after the score mod."""
-    return self._apply(refs, tile, scores, self._read(refs, tile))
+    return self._apply(refs, tile, scores, self._read(refs, tile), False)
 
   def _read(self, refs: KernelRefs, tile: TileIndex) -> list[jax.Array]:
     return [reader(refs, tile).astype(jnp.float32) for reader in self.readers]
 
   def _apply(self, refs: KernelRefs, tile: TileIndex, scores: jax.Array,
-             arrays: list[jax.Array]) -> jax.Array:
+             arrays: list[jax.Array], pulls_back: bool) -> jax.Array:
     mask, at = self.mask.coordinates(refs, tile)
     at, _ = evaluate.move_to_positions(mask, at)
     # A function may compute what the scalar unit cannot.
     batch, head = (jnp.full((1, 1), x, jnp.int32) for x in (at.batch, at.head))
     term: ScoreMod = jax.tree.unflatten(self.structure, arrays)
-    return term.apply(scores, ScoreTile(at._replace(batch=batch, head=head), 1, transposed=True))
+    return term.apply(scores, ScoreTile(at._replace(batch=batch, head=head), 1, transposed=True,
+                                        skips_zeros=pulls_back))
 
   def pullback(self, refs: KernelRefs, tile: TileIndex, scores: jax.Array, wrt: tuple[int, ...],
                ) -> tuple[jax.Array, Callable[[jax.Array], tuple[jax.Array, Arrays]]]:
@@ -77,7 +78,7 @@ class ModReader(NamedTuple):
     arrays = self._read(refs, tile)
     wide = lambda x: jnp.broadcast_to(x, (x.shape[0], tile.queries.length))
     def run(scores: jax.Array, moved: Arrays) -> jax.Array:
-      return self._apply(refs, tile, scores, [moved.get(n, x) for n, x in enumerate(arrays)])
+      return self._apply(refs, tile, scores, [moved.get(n, x) for n, x in enumerate(arrays)], True)
     logits, pull = jax.vjp(run, scores, {n: wide(arrays[n]) for n in wrt})
     return logits, lambda d_logits: pull(d_logits)
 
@@ -128,7 +129,7 @@ def terms_by_distance(spec: AttentionSpec) -> dict[int, ScoreMod]:
   if not (spec.has_score_mod and _is_consecutive(spec)):
     return {}
   found: dict[int, ScoreMod] = {}
-  for x in traceable.leaves(score_mod.of_structure(spec.score_mod)):
+  for x in score_mod.chain(score_mod.of_structure(spec.score_mod)):
     if isinstance(x, terms.Distance) or isinstance(x, terms.Slope) and x.symmetric:
       number, = jax.tree.leaves(x)
       found[number] = x
@@ -137,7 +138,7 @@ def terms_by_distance(spec: AttentionSpec) -> dict[int, ScoreMod]:
 
 def has_slopes(spec: AttentionSpec) -> bool:
   """Whether scores fall with distance, as with ALiBi."""
-  return spec.has_score_mod and any(isinstance(x, terms.Slope) for x in traceable.leaves(
+  return spec.has_score_mod and any(isinstance(x, terms.Slope) for x in score_mod.chain(
       score_mod.of_structure(spec.score_mod)))
 
 

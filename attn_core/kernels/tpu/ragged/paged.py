@@ -46,9 +46,7 @@ def forward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
 
 def forward_writing(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
                     block_sizes: BlockSizes) -> tuple[Residuals, Pages]:
-  """Writes new tokens to pages in layout v3, then computes attention over them.
-
-  The kernel writes them, unless scalar memory has no room for a second copy of the tables.
+  """Writes new tokens to pages in layout v3, then computes attention over them, in one kernel.
 
   Args:
     operands: as in `forward`, and the new keys [T, K, D] and values [T, K, E], in the dtype of the
@@ -64,14 +62,6 @@ def forward_writing(operands: PagedOperands, spec: PagedSpec, heads: layouts.Hea
   assert isinstance(cache, layouts.PagesV3)
   assert operands.key is not None and operands.value is not None
   tokens = operands.query.shape[0]
-  single_page = paged_tiling.make_layout(cache, heads, 1)
-  group_size = operands.query.shape[1] // heads.key_heads
-  block_q = paged_tiling.choose_block_q(operands, block_sizes, single_page, group_size)
-  if (paged_tiling.scalar_bytes(operands, block_sizes, single_page, (group_size, block_q))
-      + paged_tiling.new_scalar_bytes(operands) > paged_tiling.SCALAR_BYTES):
-    cache = token_writes.append(cache, operands.key, operands.value, slot_mapping.slots(
-        metadata, layouts.page_size(cache), tokens))
-    return forward(operands._replace(cache=cache), spec, heads, block_sizes), cache
   # Scales per token are not contiguous in memory: XLA writes them.
   slots = lambda: slot_mapping.slots(metadata, layouts.page_size(cache), tokens)
   rows, cache = token_writes.append_scales(cache, operands.key, operands.value, slots)

@@ -45,13 +45,13 @@ def choose_block_q(operands: PagedOperands, block_sizes: BlockSizes, layout: KVL
     return block_q
   def fits_vector_memory(block_q: int) -> bool:
     blocks = with_blocks(layout, operands, block_sizes, common.has_few_rows(block_q * group_size))
-    return (common.StepShape(blocks, group_size, block_q).vmem_bytes(operands.query.dtype)
-            <= VECTOR_BYTES)
+    shape = common.StepShape(blocks, group_size, block_q, copies_queries=True)
+    return shape.vmem_bytes(operands.query.dtype) <= VECTOR_BYTES
   while block_q > 1 and not fits_vector_memory(block_q):
     block_q //= 2
   # With many query heads a key head, blocks of the rows above are too many.
-  while 1 < block_q < tokens and fits_vector_memory(2 * block_q) and scalar_bytes(
-      operands, block_sizes, layout, (group_size, block_q)) > SCALAR_BYTES:
+  while (1 < block_q < tokens and fits_vector_memory(2 * block_q)
+         and scalar_bytes(operands, block_q) > SCALAR_BYTES):
     block_q *= 2
   return block_q
 
@@ -86,32 +86,19 @@ def _num_steps(operands: PagedOperands, block_q: int, chosen: int) -> int:
                                     operands.metadata.context_lens.shape[0], block_q)
 
 
-def scalar_bytes(operands: PagedOperands, block_sizes: BlockSizes, layout: KVLayout,
-                  rows: tuple[int, int]) -> int:
-  """Returns the scalar memory for the tables and steps of a kernel.
+def scalar_bytes(operands: PagedOperands, chosen: int) -> int:
+  """Returns the scalar memory for the requests and steps of a kernel.
 
   Args:
     operands: only shapes count.
-    block_sizes: those given.
-    layout: of the pages.
-    rows: (G, query tokens of a block).
+    chosen: query tokens of a block.
   """
-  (requests, row_pages), (group_size, chosen) = operands.metadata.page_tables.shape, rows
-  found = []
-  for block_q in {chosen, chosen if operands.metadata.distribution is None else 1}:
-    blocks = with_blocks(layout, operands, block_sizes, common.has_few_rows(block_q * group_size))
-    entries = requests * cdiv(row_pages, blocks.block_pages) * blocks.block_pages
-    steps = _num_steps(operands, block_q, chosen)
-    # The rows of an array are padded to whole lanes.
-    words = cdiv(entries, LANES) + len(common.Steps._fields) * cdiv(steps, LANES)
-    found.append(4 * LANES * words)
-  return max(found)
-
-
-def new_scalar_bytes(operands: PagedOperands) -> int:
-  """Returns the scalar memory for the places of new tokens."""
   requests, row_pages = operands.metadata.page_tables.shape
-  return 4 * LANES * sum(cdiv(x, LANES) for x in (requests * row_pages, requests, requests + 1))
+  # Tables, lengths and starts; arrays are padded to whole lanes.
+  words = sum(cdiv(n, LANES) for n in (requests * row_pages, requests, requests + 1))
+  steps = max(_num_steps(operands, block_q, chosen) for block_q in {
+      chosen, chosen if operands.metadata.distribution is None else 1})
+  return 4 * LANES * (words + len(common.Steps._fields) * cdiv(steps, LANES))
 
 
 def with_blocks(layout: KVLayout, operands: PagedOperands, block_sizes: BlockSizes,
@@ -187,7 +174,7 @@ def unsupported_reason(query: jax.Array, cache: Pages, metadata: layouts.PagesMe
             f"TPU kernel's {BUFFER_BYTES} bytes")
   operands, group_size = PagedOperands(query, cache, metadata), query.shape[1] // heads.key_heads
   block_q = choose_block_q(operands, block_sizes, layout, group_size)
-  needed = scalar_bytes(operands, block_sizes, layout, (group_size, block_q))
+  needed = scalar_bytes(operands, block_q)
   if needed > SCALAR_BYTES:
     steps = _num_steps(operands, block_q, block_q)
     cure = "a larger block_q or " if block_sizes.block_q is not None else ""

@@ -156,15 +156,22 @@ def _make_step(k: KernelRefs, number: Index, request: Request, begin: Index) -> 
 def clear_others(k: KernelRefs, t: TokenRefs) -> None:
   """Writes zeros to the results of tokens that are not queries of any request."""
   tokens, (first, end) = t.out.shape[0], bounds_of(k, t)
+  block_q, capacity = jnp.int32(k.shape.block_q), k.steps.shape[1]
 
-  def clear_before(number: Index, cleared: tuple[Index, Index]) -> tuple[Index, Index]:
-    request, (token, count) = request_of(t, number), cleared
+  def clear_before(number: Index, cleared: tuple[Index, Index, Index],
+                   ) -> tuple[Index, Index, Index]:
+    request, (token, count, left) = request_of(t, number), cleared
     begin = jnp.clip(jnp.maximum(request.begin, 0) + request.shift, token, tokens)
-    return (jnp.clip(request.length + request.shift, begin, tokens),
-            _clear(k, t, token, begin, count))
+    # The last blocks of requests for which `make_steps` has no room are not computed.
+    block = lax.div(jnp.maximum(request.begin, 0), block_q)
+    stop = jnp.minimum(lax.div(request.length + (block_q - 1), block_q), block + left)
+    last = jnp.minimum(request.length, stop * block_q)
+    return (jnp.clip(last + request.shift, begin, tokens), _clear(k, t, token, begin, count),
+            left - jnp.maximum(stop - block, 0))
 
   token = 0 if t.part.is_first else jnp.clip(start_of(t, first), 0, tokens)
-  token, count = lax.fori_loop(first, end, clear_before, (jnp.int32(token), jnp.int32(0)))
+  token, count, _ = lax.fori_loop(
+      first, end, clear_before, (jnp.int32(token), jnp.int32(0), jnp.int32(capacity)))
   rest = tokens if t.part.is_last else jnp.clip(start_of(t, end), 0, tokens)
   count = _clear(k, t, token, rest, count)
 

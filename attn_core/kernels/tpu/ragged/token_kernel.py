@@ -34,7 +34,7 @@ class TokenInputs(NamedTuple):
   query: jax.Array  # [T, K, G, D]
   tokens: tuple[jax.Array, ...]  # keys, values and scales; see `KVLayout`
   new: NewTokens | None  # written to the first of `tokens` before anything is read
-  out: jax.Array | None  # [T, K, G, E], of the requests before `bounds`; None: zeros
+  out: jax.Array | None  # [T, K, G, E], with results of requests before `part`; None: none
 
 
 class _Form(NamedTuple):
