@@ -188,7 +188,8 @@ class NamesTest(parameterized.TestCase):
       OperationMetadata().get_operation_config(name)
 
   def test_no_suggestion_for_what_is_not_close(self):
-    with self.assertRaisesRegex(ValueError, r"expected one of [^?]*'multi_latent_attention'$"):
+    with self.assertRaisesRegex(
+        ValueError, r"expected one of [^?]*'multi_latent_ragged_page_attention'$"):
       run(mechanism="quantum")
     with self.assertRaisesRegex(ValueError, "mode: got 'prefill'.*did you mean '__prefill__'"):
       run(mode="prefill")

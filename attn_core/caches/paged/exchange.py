@@ -20,7 +20,6 @@ The first three are views: nothing is computed or copied. The last one is moved,
 one pass over the pages. Rows and columns that only pad a layout are written as 0 and not read.
 
 >>> import jax.numpy as jnp
-import numpy as np
 >>> from attn_core.caches import exchange, pages
 >>> theirs = jnp.ones((4, 16, 1, 2, 128), jnp.bfloat16)  # two key heads of width 64
 >>> cache = exchange.from_other("v3_64", theirs, pages.Heads(2, 64, 64))
