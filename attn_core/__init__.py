@@ -6,6 +6,7 @@
 """
 
 from attn_core import adapters, caches, masks, score_mods
+from attn_core.arguments.paged_options import PagedOptions
 from attn_core.attention import Explanation, attention, explain
 from attn_core.caches import CacheMetadata, DenseCache, LatentCache, WindowCache
 from attn_core.caches.paged.latent_layout import PagesLatent
@@ -29,14 +30,12 @@ from attn_core.rope.frequencies import Rope, inverse_frequencies, rope_from_dict
 from attn_core.config.constraints import (apply_qk_shardings, apply_qkv_shardings, build_cache_pos,
                                           default_key_value_sharding, get_sharding_safely,
                                           repeat_key_value, shard_attention_prod)
-from attn_core.functions.latent_pages import multi_latent_ragged_page_attention
 from attn_core.masks import Mask, MaskInfo
 from attn_core.config.metadata import AttnShardingRules, OperationMetadata
-from attn_core.mechanism_functions import (PagedOptions, autoregressive_decodeattn, blocksparse,
-                                           blockwise, blockwise_attn, cuda_flash_attn2, cudnn,
-                                           flash_attn2, multi_latent_attention, page_attention,
-                                           ragged_page_attention_v2, ragged_page_attention_v3,
-                                           ring_attention, sdpa, vanilla)
+from attn_core.mechanism_functions import (
+    autoregressive_decodeattn, blocksparse, blockwise, blockwise_attn, cuda_flash_attn2, cudnn,
+    flash_attn2, multi_latent_attention, multi_latent_ragged_page_attention, page_attention,
+    ragged_page_attention_v2, ragged_page_attention_v3, ring_attention, sdpa, vanilla)
 from attn_core.partials import merge_partials
 from attn_core.plan.context_parallel import ContextParallelPlan, plan_context_parallel
 from attn_core.config.remat import checkpoint_policy
@@ -58,7 +57,7 @@ from attn_core.config.merge import extras_of as extras_of
 from attn_core.plan.context_parallel import Prediction as Prediction, Shapes as Shapes
 from attn_core.sharding.partition import resolve as resolve
 from attn_core.sharding.token_order import from_layout as from_layout, to_layout as to_layout
-from attn_core.functions.latent_pages import (
+from attn_core.mechanism_functions import (
     multi_latent_ragged_page_attention as multi_latent_ragged_page_attention_v1,
     multi_latent_ragged_page_attention as multi_latent_ragged_page_attention_v2)
 from attn_core.types import AttentionSpec as AttentionSpec, Operands as Operands

@@ -164,15 +164,17 @@ def of_mechanisms() -> Iterator[str]:
     held = [caches.pages.init(layout, 5, 4, caches.pages.Heads(H, D, D), "float32")
             for layout in PAGES.values() if PAGES.get(name) is layout]
     new = (numbers(2, H, D),) * 2 if name.endswith("v3") else ()
+    if name == "multi_latent_ragged_page_attention":
+      held, new = [caches.latent_pages.init(5, 4, (D - 1, 1), dtype="float32")], (numbers(2, D),)
     arrays = (x, x, x) if not held else (numbers(2, H, D), *new, *held, requests)
     names = list(inspect.signature(function).parameters)
     PLAIN.clear()
-    yield f"{name}{names}: {_through(mechanism_functions, function, *arrays)}"
+    yield f"{name}{names}: {_through(mechanism_functions.call, function, *arrays)}"
     _is_plain()
     for given in ({"causal": False}, {"mechanism": "ring"}, {"foo": 3}, {"query_offset": 2},
                   {"options": PagedOptions()}, {"block_sizes": BlockSizes(3)},
                   {"query_chunk_size": 4, "key_chunk_size": 5}, {"blocksize_q": 3}):
-      yield f"  {given}: {_through(mechanism_functions, function, *arrays, **given)}"
+      yield f"  {given}: {_through(mechanism_functions.call, function, *arrays, **given)}"
   yield f"options {sorted(AttentionOptions.__annotations__)}"
   yield f"options over pages {PagedOptions._fields if hasattr(PagedOptions, '_fields') else ''}"
 

@@ -44,7 +44,6 @@ LAYERS = (
     ("arguments",),
     ("attention",),
     ("mechanism_functions",),
-    ("functions",),
     ("adapters",),
     ("plan",),
     ("benchmark",),

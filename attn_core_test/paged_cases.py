@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core import BlockSizes, PagedOptions, PagesMetadata, PagesV1, PagesV2
+from attn_core import (BlockSizes, Heads, PagedOptions, PagesMetadata, PagesV1, PagesV2, PagesV3,
+                       page_attention, ragged_page_attention_v2, ragged_page_attention_v3)
 from attn_core.caches import pages
 from attn_core.references import paged as reference
 from attn_core.types import PagedSpec
@@ -96,3 +97,30 @@ def plain(case, dtype="float32"):
     query, key, value = (jnp.nan_to_num(x.astype(dtype)) for x in (query, *pages_v1))
     return query, pages.convert(PagesV1(key, value), PagesV2)
   return *cached(*case.arrays()[:3]), case.metadata()
+
+
+def run_pages(mechanism, case, arrays, options, rest=np.nan):
+  """Returns (output, lse) of "v1", "v2" or "v3".
+
+  Args:
+    mechanism: v3 gets the new tokens as arguments, and their slots in the pages hold NaN.
+    case: the requests.
+    arrays: query, and key and value in pages of v1.
+    options: a PagedOptions.
+    rest: the new tokens that are of no request.
+  """
+  query, key, value = arrays
+  cache, metadata = PagesV1(key, value), case.metadata(single=mechanism == "v1")
+  if mechanism == "v1":
+    output = page_attention(query, cache, metadata, options)
+  elif mechanism == "v2":
+    output = ragged_page_attention_v2(query, pages.convert(cache, PagesV2), metadata, options)
+  else:
+    mapping = pages.slots(metadata, case.page, query.shape[0])
+    outside = jnp.where(mapping < 0, 10**6, mapping)
+    flat = [x.reshape(case.K, -1, case.D) for x in (key, value)]
+    new = [x.at[:, outside].get(mode="fill", fill_value=rest).swapaxes(0, 1) for x in flat]
+    holes = [x.at[:, outside].set(np.nan, mode="drop").reshape(key.shape) for x in flat]
+    output = ragged_page_attention_v3(query, *new, pages.convert(
+        PagesV1(*holes), PagesV3, Heads(case.K, case.D, case.D)), metadata, options)
+  return output.attention_outputs, output.lse

@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import (Heads, MaskInfo, OperationMetadata, PagedOptions, PagesMetadata, PagesV1,
-                       PagesV2, PagesV3, attention, explain, masks, page_attention,
+                       PagesV2, PagesV3, attention, explain, masks,
                        ragged_page_attention_v2, ragged_page_attention_v3, score_mods)
 from attn_core.caches import drafts, pages, prefixes
 from attn_core.caches.paged import request_groups
 from attn_core.references import paged as reference
 from attn_core.types import PagedSpec
 from attn_core_test import paged_shard_cases, sampling
-from attn_core_test.paged_cases import BLOCKS, Case, plain
+from attn_core_test.paged_cases import BLOCKS, Case, plain, run_pages
 from attn_core_test.paged_shard_cases import mesh_of
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -75,20 +75,7 @@ def run(mechanism, case, arrays, mods, make=everything, **more):
   query, key, value, sinks = arrays
   options = case.options._replace(softmax_aux=sinks, block_sizes=BLOCKS, return_lse=True,
                                   score_mod=make(mods), **more)
-  cache, metadata = PagesV1(key, value), case.metadata(single=mechanism == "v1")
-  if mechanism == "v1":
-    output = page_attention(query, cache, metadata, options)
-  elif mechanism == "v2":
-    output = ragged_page_attention_v2(query, pages.convert(cache, PagesV2), metadata, options)
-  else:
-    mapping = pages.slots(metadata, case.page, query.shape[0])
-    outside = jnp.where(mapping < 0, 10**6, mapping)
-    flat = [x.reshape(case.K, -1, case.D) for x in (key, value)]
-    new = [x.at[:, outside].get(mode="fill", fill_value=0).swapaxes(0, 1) for x in flat]
-    holes = [x.at[:, outside].set(np.nan, mode="drop").reshape(key.shape) for x in flat]
-    output = ragged_page_attention_v3(query, *new, pages.convert(
-        PagesV1(*holes), PagesV3, Heads(case.K, case.D, case.D)), metadata, options)
-  return output.attention_outputs, output.lse
+  return run_pages(mechanism, case, (query, key, value), options, rest=0)
 
 
 def oracle(case, arrays, mods, make=everything):

@@ -10,10 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core import (Heads, PagedOptions, PagesV1, PagesV2, PagesV3, checkpoint_policy,
-                       page_attention, ragged_page_attention_v2, ragged_page_attention_v3)
-from attn_core.caches import pages
-from attn_core_test.paged_cases import BLOCKS, Case, plain
+from attn_core import PagedOptions, checkpoint_policy, ragged_page_attention_v2
+from attn_core_test.paged_cases import BLOCKS, Case, plain, run_pages
 
 
 class Frozen(dict):
@@ -36,22 +34,7 @@ RAGGED = Frozen({
 def run(mechanism, case, query, key, value, sinks):
   """Returns (output, lse) of the mechanism; v3 gets the new tokens as arguments, not in pages."""
   options = case.options._replace(softmax_aux=sinks, block_sizes=BLOCKS, return_lse=True)
-  cache = PagesV1(key, value)
-  metadata = case.metadata(single=mechanism == "v1")
-  heads = Heads(case.K, case.D, case.D)
-  if mechanism == "v1":
-    output = page_attention(query, cache, metadata, options)
-  elif mechanism == "v2":
-    output = ragged_page_attention_v2(query, pages.convert(cache, PagesV2), metadata, options)
-  else:
-    mapping = pages.slots(metadata, case.page, query.shape[0])
-    outside = jnp.where(mapping < 0, 10**6, mapping)
-    flat = [x.reshape(case.K, -1, case.D) for x in (key, value)]
-    new = [x.at[:, outside].get(mode="fill", fill_value=np.nan).swapaxes(0, 1) for x in flat]
-    holes = [x.at[:, outside].set(np.nan, mode="drop").reshape(key.shape) for x in flat]
-    output = ragged_page_attention_v3(
-        query, *new, pages.convert(PagesV1(*holes), PagesV3, heads), metadata, options)
-  return output.attention_outputs, output.lse
+  return run_pages(mechanism, case, (query, key, value), options)
 
 
 def with_gradients(function, case, wanted):

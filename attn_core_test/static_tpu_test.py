@@ -254,7 +254,7 @@ def whole_cycles_of(contender, case):
   """Returns the static cycles of a whole program, or the reason why there are none."""
   result, = static_profile.measure([
       tpu_programs.Program(contender, case, False, "v6e", tpu_whole.OWN)])
-  return tpu_whole.whole(result) if isinstance(result, static_profile.Static) else result.reason
+  return result.whole_cycles if isinstance(result, static_profile.Static) else result.reason
 
 
 @unittest.skipIf(static_profile.missing(), f"nothing to compile with: {static_profile.missing()}")

@@ -41,7 +41,7 @@ def decode(call: Call) -> AttentionOutput:
 
 def pages(call: Call) -> AttentionOutput:
   """Writes new rows to pages, if any, and attends by absorbed queries in plain XLA."""
-  return _absorb(paged.xla if call.operands.key is None else paged.xla_writing, call)
+  return _absorb(paged.xla_writing, call)
 
 
 def _absorb(run: Callable[[Call], AttentionOutput], call: Call) -> AttentionOutput:

@@ -5,7 +5,7 @@
 from docs.pictures.canvas import Canvas
 
 STEPS = (
-    ("attention(query, key, value, ...)", "attention.py, mechanism_functions.py, adapters/"),
+    ("attention(query, key, value, ...)", "attention.py, mechanism_functions/, adapters/"),
     ("arguments: one Call", "arguments/: layout, dtype, mask, cache, pages"),
     ("placement: shapes of one device", "sharding/: mesh axes of batch, heads and sequence"),
     ("choice: one row of the table", "table.py, dispatch/: supported, or refused by name"),

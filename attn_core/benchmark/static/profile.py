@@ -95,6 +95,11 @@ class Static(NamedTuple):
   flops: int
 
   @property
+  def whole_cycles(self) -> int:
+    """Cycles of the whole program."""
+    return self.cycles + self.other_cycles
+
+  @property
   def seconds(self) -> float:
     chip = CHIPS[self.program.chip]
     return max(self.cycles * chip.flops_per_cycle / chip.peak.flops, self.floor_seconds)

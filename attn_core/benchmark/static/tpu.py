@@ -144,16 +144,38 @@ def to_markdown(results: list[Result], versions: dict[str, str]) -> str:
   for direction, table in (("forward", FORWARD_BLOCKS), ("backward", BACKWARD_BLOCKS)):
     lines += [f"* {direction}, {name}: " + ", ".join("/".join(map(str, b)) for b in choices)
               for name, choices in table.items()]
+  return by_chip(lines, results, peak_flops, _table, _line, failed="Not compiled")
+
+
+def by_chip(lines: list[str], results: list[Result], peak: Callable[[str], str],
+            table: Callable[[Iterable[Result]], Iterator[str]],
+            line: Callable[[Result], str], *, failed: str = "Not measured") -> str:
+  """Returns lines, a table for each chip, and the failures.
+
+  Args:
+    lines: before the tables.
+    results: in the order of the chips.
+    peak: maps a chip to what is said of it after its name.
+    table: maps the results of a chip to the lines of its table.
+    line: maps a failure to what is said of its program.
+    failed: the title of the failures.
+  """
+  lines = list(lines)
   for chip, group in itertools.groupby(results, lambda r: r.program.chip):
-    lines += ["", f"## {chip}, peak {CHIPS[chip].peak.flops / 1e12:g} TFLOP/s", "", *_table(group)]
-  lines += failures("Not compiled", results, _line)
+    lines += ["", f"## {chip}, {peak(chip)}", "", *table(group)]
+  failures = [f"* {line(r)}: {r.reason}" for r in results if isinstance(r, Failure)]
+  lines += ["", f"## {failed}", "", *failures] if failures else []
   return "\n".join(lines) + "\n"
 
 
-def failures(title: str, results: list[Result], line: Callable[[Result], str]) -> list[str]:
-  """Returns lines with all failures under a title; [] if there are none."""
-  found = [f"* {line(r)}: {r.reason}" for r in results if isinstance(r, Failure)]
-  return ["", f"## {title}", "", *found] if found else []
+def peak_flops(chip: str) -> str:
+  """Returns the peak rate of a chip, in words."""
+  return f"peak {CHIPS[chip].peak.flops / 1e12:g} TFLOP/s"
+
+
+def peak_bandwidth(chip: str) -> str:
+  """Returns the bandwidth of a chip's memory, in words."""
+  return f"{CHIPS[chip].peak.memory_bytes / 1e9:,.0f} GB/s"
 
 
 COLUMNS = ("case", "direction", "kernel", "best blocks", "cycles", "TFLOP/s", "of peak",

@@ -109,10 +109,7 @@ def to_markdown(results: list[Result], versions: dict[str, str]) -> str:
       "By `python3 -m attn_core.benchmark --static tpu-decode`, which tries these blocks:", ""]
   lines += [f"* {name}: " + ", ".join("/".join(map(str, b)) for b in choices)
             for name, choices in BLOCKS.items()]
-  for chip, group in itertools.groupby(results, lambda r: r.program.chip):
-    lines += ["", f"## {chip}, {CHIPS[chip].peak.memory_bytes / 1e9:,.0f} GB/s", "", *_table(group)]
-  lines += static_tpu.failures("Not measured", results, _line)
-  return "\n".join(lines) + "\n"
+  return static_tpu.by_chip(lines, results, static_tpu.peak_bandwidth, _table, _line)
 
 
 def _table(results: Iterable[Result]) -> Iterator[str]:

@@ -6,13 +6,12 @@ This library's kernel and the one of tpu-inference, where that package is instal
 """
 
 import datetime
-import itertools
 import os
 from typing import Iterable, Iterator, NamedTuple
 
 from attn_core import checks
 from attn_core.benchmark.static import Progress, tpu as static_tpu, tpu_pages_programs
-from attn_core.benchmark.static.profile import CHIPS, Result, Static
+from attn_core.benchmark.static.profile import Result, Static
 from attn_core.benchmark.static.tpu_pages_programs import OURS, RPA, VERSIONS
 from attn_core.benchmark.static.tpu_programs import Program
 
@@ -118,29 +117,23 @@ def to_markdown(results: list[Result], versions: dict[str, str]) -> str:
       "counted as if they took no time. Both pad heads of width 64 to 128; tpu-inference has a "
       "kernel for these, too, which is not counted. The programs did not run on a TPU.", "",
       "By `python3 -m attn_core.benchmark --static tpu-pages`."]
-  for chip, group in itertools.groupby(results, lambda r: r.program.chip):
-    lines += ["", f"## {chip}, {CHIPS[chip].peak.memory_bytes / 1e9:,.0f} GB/s", "", *_table(group)]
-  lines += static_tpu.failures("Not measured", results, _line)
-  return "\n".join(lines) + "\n"
-
-
-def whole(result: Static) -> int:
-  """Returns the cycles of a whole program."""
-  return result.cycles + result.other_cycles
+  return static_tpu.by_chip(lines, results, static_tpu.peak_bandwidth, _table, _line)
 
 
 def _table(results: Iterable[Result]) -> Iterator[str]:
   yield "| " + " | ".join(COLUMNS) + " |"
   yield "|---|---:|---|---|" + "---:|" * 3
   best: dict[tuple[str, int], dict[str, Static]] = {}
-  for r in sorted((r for r in results if isinstance(r, Static)), key=whole):
+  for r in sorted((r for r in results if isinstance(r, Static)), key=lambda r: r.whole_cycles):
     best.setdefault((r.program.case.name, r.program.blocks[2]), {}).setdefault(
         r.program.contender, r)
   order = [kind.name for kind in KINDS]
   for (case, page), found in sorted(best.items(), key=lambda x: (
       order.index(x[0][0].partition("_")[0]), x[0])):
     for contender, r in sorted(found.items()):
-      ratio = f"{whole(found[RPA]) / whole(r):.2f}" if contender == OURS and RPA in found else ""
+      ratio = ""
+      if contender == OURS and RPA in found:
+        ratio = f"{found[RPA].whole_cycles / r.whole_cycles:.2f}"
       yield "| " + " | ".join((
           case, str(page), contender, "/".join(str(b or "own") for b in r.program.blocks[:2]),
-          f"{whole(r):,}", f"{r.cycles:,}", ratio)) + " |"
+          f"{r.whole_cycles:,}", f"{r.cycles:,}", ratio)) + " |"

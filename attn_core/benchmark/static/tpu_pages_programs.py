@@ -119,8 +119,8 @@ def _computed(program: Program) -> Iterator[None]:
     rows = requests.decoding if one else case.batch - requests.decoding
     return rows * steps_of(k)[2] + 0 * pl.program_id(0)
 
-  def bounds(k: Any, _: Any) -> tuple[jax.Array, jax.Array]:
-    one = k.shape.block_q == 1 and requests.decoding
+  def bounds(t: Any) -> tuple[jax.Array, jax.Array]:
+    one = t.part.is_first and requests.decoding
     first, end = (0, requests.decoding) if one else (requests.decoding, case.batch)
     return jnp.int32(first), jnp.int32(end)
 

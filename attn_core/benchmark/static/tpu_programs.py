@@ -166,6 +166,28 @@ def _jax_flash(program: Program) -> Iterator[Built]:
   yield attend, _arrays(case, lambda b, t, h, w: (b, h, t, w))
 
 
+def splash_steps(case: Case, forward: tuple[int, ...],
+                 backward: tuple[int, ...]) -> Callable[..., tuple[object, ...]]:
+  """Returns splash's function from a step to the next block, without lists in scalar memory.
+
+  Args:
+    case: causal, or without a mask.
+    forward: its blocks, first of queries, then of keys.
+    backward: those of the gradients of keys and values, whose steps are columns.
+  """
+  def next_nonzero(h: Any, i: Any, j: Any, data_next: Any, block_mask: Any, m_next: Any,
+                   next_i: bool = False) -> tuple[Any, ...]:
+    here = i if next_i else j
+    if not case.causal:
+      return here, None, True, False
+    # As in the original, the next block that runs is fetched in place of a skipped one.
+    block_q, block_kv = (backward if next_i else forward)[:2]
+    runs = j * block_kv <= i * block_q + (block_q - 1)
+    after = jnp.where(runs, here, j * block_kv // block_q if next_i else 0)
+    return after, None if m_next is None else 0, runs, m_next is None
+  return next_nonzero
+
+
 @contextlib.contextmanager
 def _jax_splash(program: Program, *, fused: bool) -> Iterator[Built]:
   from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as library
@@ -179,16 +201,6 @@ def _jax_splash(program: Program, *, fused: bool) -> Iterator[Built]:
   shape = (case.queries, case.keys)
   mask = kinds.CausalMask(shape) if case.causal else kinds.FullMask(shape)
 
-  def next_nonzero(h: Any, i: Any, j: Any, data_next: Any, block_mask: Any, m_next: Any,
-                   next_i: bool = False) -> tuple[Any, ...]:
-    here = i if next_i else j
-    if not case.causal:
-      return here, None, True, False
-    # As in the original, the next block that runs is fetched in place of a skipped one.
-    runs = j * block_kv <= i * block_q + (block_q - 1)
-    after = jnp.where(runs, here, j * block_kv // block_q if next_i else 0)
-    return after, None if m_next is None else 0, runs, m_next is None
-
   def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     kernel = library.make_splash_mha_single_device(
         kinds.MultiHeadMask([mask] * case.heads), block_sizes=sizes)
@@ -198,7 +210,8 @@ def _jax_splash(program: Program, *, fused: bool) -> Iterator[Built]:
         setattr(kernel, name, info._replace(data_next=None, block_mask=None, mask_next=None))
     return kernel(query[0] * jnp.asarray(case.width**-0.5, query.dtype), key[0], value[0])
 
-  with mock.patch.object(library, "_next_nonzero", next_nonzero):
+  steps = splash_steps(case, program.blocks, program.blocks)
+  with mock.patch.object(library, "_next_nonzero", steps):
     yield attend, _arrays(case, lambda b, t, h, w: (b, h, t, w))
 
 

@@ -15,7 +15,7 @@ from typing import Iterable, Iterator
 from attn_core import checks
 from attn_core.benchmark.cases import Case
 from attn_core.benchmark.static import Progress, tpu as static_tpu, tpu_whole_programs as programs
-from attn_core.benchmark.static.profile import CHIPS, Result, Static
+from attn_core.benchmark.static.profile import Result, Static
 from attn_core.benchmark.static.tpu_programs import Program
 from attn_core.kernels.tpu.flash.schedule import LANES
 
@@ -128,22 +128,14 @@ def to_markdown(results: list[Result], versions: dict[str, str]) -> str:
       "By `python3 -m attn_core.benchmark --static tpu-whole`; splash with blocks of "
       + " and ".join("/".join(map(str, b)) for b in CAUSAL_BLOCKS) + " where causal, else "
       + " and ".join("/".join(map(str, b)) for b in FULL_BLOCKS) + "."]
-  for chip, group in itertools.groupby(results, lambda r: r.program.chip):
-    lines += ["", f"## {chip}, peak {CHIPS[chip].peak.flops / 1e12:g} TFLOP/s", "", *_table(group)]
-  lines += static_tpu.failures("Not measured", results, _line)
-  return "\n".join(lines) + "\n"
-
-
-def whole(result: Static) -> int:
-  """Returns the cycles of a whole program."""
-  return result.cycles + result.other_cycles
+  return static_tpu.by_chip(lines, results, static_tpu.peak_flops, _table, _line)
 
 
 def _table(results: Iterable[Result]) -> Iterator[str]:
   yield "| " + " | ".join(COLUMNS) + " |"
   yield "|---|---|" + "---:|" * 2 + "---|" + "---:|" * (len(COLUMNS) - 5)
   best: dict[tuple[Case, str], Static] = {}
-  found = sorted((r for r in results if isinstance(r, Static)), key=whole)
+  found = sorted((r for r in results if isinstance(r, Static)), key=lambda r: r.whole_cycles)
   for r in found:
     best.setdefault((r.program.case, r.program.contender), r)
   order = [*RIVALED, *PACKED, *FEATURES, *GROUPED]
@@ -159,8 +151,8 @@ def _cells(ours: Static, best: dict[tuple[Case, str], Static]) -> tuple[str, ...
   suffix = programs.GRADIENT * gradient
   worst = best.get((case, programs.OURS_WORST + suffix))
   splash = best.get((_splash_case(case), programs.SPLASH + suffix))
-  ratio = lambda r: f"{whole(splash) / whole(r):.2f}" if splash and r else ""
-  number = lambda r: f"{whole(r):,}" if r else ""
+  ratio = lambda r: f"{splash.whole_cycles / r.whole_cycles:.2f}" if splash and r else ""
+  number = lambda r: f"{r.whole_cycles:,}" if r else ""
   return (case.name, f"{case.heads}/{case.key_heads}", str(case.width), f"{case.queries:,}",
           "both" if gradient else "forward", number(ours), f"{ours.cycles:,}", number(worst),
           number(splash), f"{splash.cycles:,}" if splash else "", ratio(ours), ratio(worst))

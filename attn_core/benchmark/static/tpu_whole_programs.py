@@ -198,17 +198,6 @@ def _splash(program: Program, *, gradient: bool) -> Iterator[Built]:
   shape = (case.queries, case.keys)
   kind = kinds.CausalMask(shape) if case.causal else kinds.FullMask(shape)
 
-  def next_nonzero(h: Any, i: Any, j: Any, data_next: Any, block_mask: Any, m_next: Any,
-                   next_i: bool = False) -> tuple[Any, ...]:
-    here = i if next_i else j
-    if not case.causal:
-      return here, None, True, False
-    # As in the original, the next block that runs is fetched in place of a skipped one.
-    block_q, block_kv, _ = backward if next_i else blocks
-    runs = j * block_kv <= i * block_q + (block_q - 1)
-    after = jnp.where(runs, here, j * block_kv // block_q if next_i else 0)
-    return after, None if m_next is None else 0, runs, m_next is None
-
   def attend(query: jax.Array, key: jax.Array, value: jax.Array, *ids: jax.Array) -> jax.Array:
     kernel = library.make_splash_mha_single_device(
         kinds.MultiHeadMask([kind] * case.heads), block_sizes=sizes,
@@ -221,7 +210,8 @@ def _splash(program: Program, *, gradient: bool) -> Iterator[Built]:
     segments = library.SegmentIds(ids[0][0], ids[0][0]) if ids else None
     return kernel(query, key, value, segment_ids=segments).transpose(1, 0, 2)[None]
 
-  with mock.patch.object(library, "_next_nonzero", next_nonzero):
+  steps = tpu_programs.splash_steps(case, blocks, backward)
+  with mock.patch.object(library, "_next_nonzero", steps):
     yield _program(case, attend, gradient)
 
 

@@ -6,6 +6,7 @@ A grid step computes some queries of one row: a request, or a batch row. The row
 pairs of a query and a query head of one key head, queries first. Key heads are computed in groups.
 """
 
+import itertools
 from typing import Any, Callable, NamedTuple, Sequence
 
 import jax
@@ -16,7 +17,6 @@ from jax.typing import DTypeLike
 from attn_core.kernels.common import matmul_precision, online_softmax
 from attn_core.kernels.tpu.ragged.kv_block import KVBlock
 from attn_core.kernels.tpu.ragged.kv_layout import LANES, SUBLANES, KVLayout, LiveTokens
-from attn_core.kernels.tpu.ragged.new_tokens import NewTokenRefs, NewTokens
 from attn_core.types import cdiv
 
 Ref = Any  # a Pallas reference
@@ -55,7 +55,6 @@ class StepShape(NamedTuple):
   row_pages: int = 0  # pages of a row of the tables; 0: rows are consecutive tokens
   mask_rows: int = 0  # rows of the mask for a batch row; 0: the mask follows from positions
   mask_heads: bool = False  # whether the mask has rows for every query head
-  copies_queries: bool = False  # whether the kernel copies queries and results; see `token_kernel`
 
   @property
   def head_rows(self) -> int:
@@ -120,8 +119,9 @@ class StepShape(NamedTuple):
     heads = self.group_heads * (self.unrolled_groups if self.few_rows else 2)
     read = 2 * self.layout.block_kv * width
     values = read * heads * size + (read * self.group_heads * 8 if self.few_rows else 0)
-    if self.copies_queries:
-      # In vector memory, the query heads of a key head are rows of tiles; and rows are kept twice.
+    if self.row_pages:
+      # `token_kernel` copies queries and results. In vector memory, the query heads of a key head
+      # are rows of tiles; and rows are kept twice.
       padded = cdiv(self.group_size, SUBLANES) * SUBLANES if self.group_size > SUBLANES else (
           2 ** (self.group_size - 1).bit_length())
       blocks = blocks * max(padded, 4 // size) // self.group_size
@@ -181,7 +181,6 @@ class KernelInputs(NamedTuple):
   rows: jax.Array  # queries [num_steps, head_groups, group_rows, D]
   mask: jax.Array | None  # bfloat16 [rows, mask_rows, keys], 1: visible; None: by positions
   tokens: tuple[jax.Array, ...]  # keys, values and scales; see `KVLayout`
-  new: NewTokens | None = None  # written to the first of `tokens` before anything is read
 
 
 class KernelRefs(NamedTuple):
@@ -201,7 +200,12 @@ class KernelRefs(NamedTuple):
   running: online_softmax.Running  # see `StepShape.running_shapes`
   semaphores: Ref  # of the transfers to each slot
   counters: Ref  # int32 [4] in scalar memory, indexed by the names below
-  new: NewTokenRefs | None
+
+
+def split(refs: Sequence[Ref], counts: Sequence[int]) -> list[Sequence[Ref]]:
+  """Splits the references of a kernel into groups of `counts`."""
+  ends = list(itertools.accumulate(counts))
+  return [refs[end - count:end] for end, count in zip(ends, counts)]
 
 
 # Number of blocks computed and of blocks whose transfers have started, which determine their slots

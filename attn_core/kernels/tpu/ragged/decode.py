@@ -50,7 +50,7 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
       spec.softmax_scale, spec.logits_soft_cap, None, None, spec.precision)
   count = jnp.full((1,), batch, jnp.int32)
   # 3. The kernel.
-  out, lse, _ = kernel.attend(logits_spec, shape, common.KernelInputs(
+  out, lse = kernel.attend(logits_spec, shape, common.KernelInputs(
       steps, count, jnp.zeros((1,), jnp.int32), None, rows, mask, _token_arrays(operands, layout)),
                               dense_operands.out_dtype(operands, spec))
   # 4. Back to [B, T, H, E], and the sinks.

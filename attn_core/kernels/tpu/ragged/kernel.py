@@ -10,7 +10,7 @@ the number of rows of queries: `update_few_rows` or `update_many_rows`.
 
 import functools
 from types import ModuleType
-from typing import Any
+from typing import Any, Sequence
 
 import chex
 import jax
@@ -22,14 +22,14 @@ from jax.typing import DTypeLike
 
 from attn_core.kernels.common import online_softmax
 from attn_core.kernels.tpu import launch
-from attn_core.kernels.tpu.ragged import common, new_tokens, update_few_rows, update_many_rows
+from attn_core.kernels.tpu.ragged import common, update_few_rows, update_many_rows
 from attn_core.kernels.tpu.ragged.common import (
     Index, KernelInputs, KernelRefs, LogitsSpec, Ref, StepShape, Steps)
 from attn_core.kernels.tpu.ragged.kv_layout import LiveTokens, Transfer, copy_block, copy_pages
 
 
 def attend(spec: LogitsSpec, shape: StepShape, inputs: KernelInputs,
-           out_dtype: DTypeLike) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+           out_dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
   """Computes the attention of every step.
 
   Args:
@@ -41,7 +41,6 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: KernelInputs,
   Returns:
     out [num_steps, head_groups, group_rows, E], and lse float32
     [num_steps, head_groups, group_rows]; only those of the first `num_live` steps are written.
-    Then `inputs.tokens[0]` with the new tokens, in the same memory, or None if there are none.
   """
   rows, layout = inputs.rows, shape.layout
   num_steps, width = rows.shape[0], layout.widths[-1]
@@ -53,10 +52,7 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: KernelInputs,
   steps = _stacked(inputs.steps)
   scalars = [x for x in (steps, inputs.num_live, inputs.tables, inputs.tensor_scales)
              if x is not None]
-  new = inputs.new
-  scalars += [] if new is None else new.scalars()
-  sources = [*inputs.tokens, *([] if inputs.mask is None else [inputs.mask]),
-             *([] if new is None else [new.rows])]
+  sources = [*inputs.tokens, *([] if inputs.mask is None else [inputs.mask])]
   # Steps after the first `num_live` repeat the last block index, so that they copy nothing.
   last = lambda count: jnp.clip(count[count.shape[0] - 1] - 1, 0, num_steps - 1)
   index_map = lambda w, steps, count, *_: (jnp.minimum(w, last(count)), 0, 0, 0)
@@ -67,49 +63,35 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: KernelInputs,
                                                     manual_axis_type=varying)
   column = (shape.group_rows, 1) if shape.few_rows else (1, shape.group_rows)
   outputs = [output((shape.group_rows, width), out_dtype), output(column, jnp.float32)]
-  out_specs = [block(shape.group_rows, width), block(*column)]
-  aliases = {}
-  if new is not None:
-    outputs.append(jax.ShapeDtypeStruct(sources[0].shape, sources[0].dtype,
-                                        manual_axis_type=jax.typeof(sources[0]).manual_axis_type))
-    out_specs.append(pl.BlockSpec(memory_space=pltpu.HBM))
-    aliases = {len(scalars) + 1: 2}
   # 3. Scratch memory.
   buffers = [pltpu.VMEM(*x) for x in layout.buffers()]
   if inputs.mask is not None:
     buffers.append(pltpu.VMEM((layout.slots, shape.mask_rows, layout.block_kv), inputs.mask.dtype))
   scratch = (buffers, [pltpu.VMEM(*x) for x in layout.word_buffers()],
              [pltpu.VMEM(x, jnp.float32) for x in shape.running_shapes()],
-             [pltpu.SemaphoreType.DMA((layout.slots,)), pltpu.SMEM((4,), jnp.int32),
-              *([] if new is None else [pltpu.SemaphoreType.DMA(())])])
+             [pltpu.SemaphoreType.DMA((layout.slots,)), pltpu.SMEM((4,), jnp.int32)])
   counts = [len(x) for x in (scalars, [rows], sources, outputs, *scratch)]
 
   def kernel(*refs: Ref) -> None:
-    rest, parts = list(refs), []
-    for number in counts:
-      parts.append(rest[:number])
-      rest = rest[number:]
-    _kernel(_kernel_refs(spec, shape, parts, None if new is None else new.row_pages))
+    _kernel(_kernel_refs(spec, shape, common.split(refs, counts)))
 
   # 4. The call.
-  out, lse, *pages = launch.in_32_bits(pl.pallas_call(
+  out, lse = launch.in_32_bits(pl.pallas_call(
       kernel,
       grid_spec=pltpu.PrefetchScalarGridSpec(
           num_scalar_prefetch=len(scalars), grid=(num_steps,),
           in_specs=[block(*rows.shape[2:]), *[pl.BlockSpec(memory_space=pltpu.HBM)] * len(sources)],
-          out_specs=out_specs,
+          out_specs=[block(shape.group_rows, width), block(*column)],
           scratch_shapes=[x for group in scratch for x in group]),
-      out_shape=outputs, name="attn_core_ragged", input_output_aliases=aliases,
+      out_shape=outputs, name="attn_core_ragged",
       compiler_params=pltpu.CompilerParams(
           dimension_semantics=("arbitrary",), disable_bounds_checks=True,
           vmem_limit_bytes=max(16 * 2**20, shape.vmem_bytes(rows.dtype) * 5 // 4)),
   ))(*scalars, rows, *sources)
-  lse = lse.reshape(num_steps, shape.head_groups, shape.group_rows)
-  return out, lse, pages[0] if pages else None
+  return out, lse.reshape(num_steps, shape.head_groups, shape.group_rows)
 
 
-def _kernel_refs(spec: LogitsSpec, shape: StepShape, parts: list[list[Ref]],
-                 row_pages: int | None) -> KernelRefs:
+def _kernel_refs(spec: LogitsSpec, shape: StepShape, parts: Sequence[Sequence[Ref]]) -> KernelRefs:
   """Names the references of a kernel.
 
   Args:
@@ -117,21 +99,12 @@ def _kernel_refs(spec: LogitsSpec, shape: StepShape, parts: list[list[Ref]],
     shape: static shape of a step.
     parts: references to scalars, rows, sources, outputs, buffers, words, the running softmax, and
       semaphores and counters.
-    row_pages: pages of a request where there are new tokens; None: there are none.
   """
-  scalars, (rows,), sources, outputs, buffers, words, running, others = parts
-  semaphores, counters, *written = others
-  new = None
-  if row_pages is not None:
-    (*scalars, starts, lengths, places), (*outputs, pages) = scalars, outputs
-    # What is read is the result, since interpret mode does not write to the argument.
-    *sources, new_rows = [pages, *sources[1:]]
-    new = new_tokens.NewTokenRefs(starts, lengths, places, new_rows, pages, written[0], row_pages,
-                                  lengths.shape[0])
+  scalars, (rows,), sources, outputs, buffers, words, running, (semaphores, counters) = parts
   steps, num_live, tables, *scales = scalars
   return KernelRefs(spec, shape, steps, num_live, tables, scales[0] if scales else None, rows,
                     sources, outputs, buffers, words, online_softmax.Running(*running),
-                    semaphores, counters, new)
+                    semaphores, counters)
 
 
 def _stacked(steps: Steps) -> jax.Array:
@@ -151,11 +124,9 @@ def _kernel(k: KernelRefs) -> None:
   """Computes one grid step."""
   current, count = pl.program_id(0), step_count(k)
 
-  # 1. In the first step: write the new tokens, and start the transfers of the first blocks.
+  # 1. In the first step: start the transfers of the first blocks.
   @pl.when(current == 0)
   def _() -> None:
-    if k.new is not None:
-      new_tokens.write(k.new)
     fetch_first(k, count)
 
   # 2. Fold in the blocks of keys, normalize and write.
@@ -235,8 +206,6 @@ def _page_index(k: KernelRefs, step: Steps, page: Index) -> Index:
   if not k.shape.row_pages:
     return step.row
   found, source = k.tables[step.row * k.shape.row_pages + page], k.sources[0]
-  if not k.shape.copies_queries:
-    return found  # within the pool
   layout = k.shape.layout
   pool = source.shape[1 if layout.heads_major and not layout.interleaved else 0]
   return jnp.clip(found, 0, pool - 1)

@@ -21,31 +21,17 @@ Ref = Any  # a Pallas reference
 Index = Any  # int, or a traced int32
 
 
-class NewTokens(NamedTuple):
-  """Keys and values to write, and their places."""
-
-  starts: jax.Array  # int32 [requests + 1]: where the tokens of each request begin
-  lengths: jax.Array  # int32 [requests]: tokens of the requests, the new ones last
-  # int32 [requests * row_pages]: page ids; nothing is written where they are outside the pool.
-  pages: jax.Array
-  rows: jax.Array  # [T, token_rows, D], as the pages hold tokens
-  row_pages: int  # pages of a request
-
-  def scalars(self) -> list[jax.Array]:
-    """Returns what is kept in scalar memory."""
-    return [self.starts, self.lengths, self.pages]
-
-
 class NewTokenRefs(NamedTuple):
-  """References to `NewTokens` in a running kernel."""
+  """References to keys and values to write, and to their places, in a running kernel."""
 
-  starts: Ref
-  lengths: Ref
+  starts: Ref  # int32 [requests + 1]: where the tokens of each request begin
+  lengths: Ref  # int32 [requests]: tokens of the requests, the new ones last
+  # int32 [requests * row_pages]: page ids; nothing is written where they are outside the pool.
   pages: Ref
-  rows: Ref
+  rows: Ref  # [T, token_rows, D], as the pages hold tokens
   target: Ref  # the pages of the pool [num_pages, page_size, token_rows, D]
   semaphore: Ref
-  row_pages: int
+  row_pages: int  # pages of a request
   requests: Index  # whose tokens are written
 
 

@@ -23,7 +23,6 @@ from attn_core.kernels.common.contract import Residuals
 from attn_core.kernels.common.paged_operands import BlockedInputs, Index
 from attn_core.kernels.tpu.ragged import common, paged_tiling, token_kernel
 from attn_core.kernels.tpu.ragged.kv_layout import KVLayout
-from attn_core.kernels.tpu.ragged.new_tokens import NewTokens
 from attn_core.kernels.tpu.ragged.token_blocks import RequestPart
 from attn_core.types import BlockSizes, PagedOperands, PagedSpec
 
@@ -65,16 +64,14 @@ def forward_writing(operands: PagedOperands, spec: PagedSpec, heads: layouts.Hea
   # Scales per token are not contiguous in memory: XLA writes them.
   slots = lambda: slot_mapping.slots(metadata, layouts.page_size(cache), tokens)
   rows, cache = token_writes.append_scales(cache, operands.key, operands.value, slots)
-  new = NewTokens(layouts.query_starts(metadata), metadata.context_lens,
-                  metadata.page_tables.reshape(-1),
-                  _token_rows(rows, paged_tiling.lane_parts(cache)), metadata.page_tables.shape[1])
+  new = _token_rows(rows, paged_tiling.lane_parts(cache))
   found, pages = _forward(operands._replace(cache=cache), spec, heads, block_sizes, new)
   assert pages is not None
   return found, cache._replace(pages=pages)
 
 
 def _forward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
-             block_sizes: BlockSizes, new: NewTokens | None) -> tuple[Residuals, jax.Array | None]:
+             block_sizes: BlockSizes, new: jax.Array | None) -> tuple[Residuals, jax.Array | None]:
   """Computes `forward` after writing new tokens; returns also the array of the pages with these."""
   chex.assert_rank(operands.query, 3)
   tokens, query_heads, width = operands.query.shape
@@ -175,7 +172,7 @@ class _Part(NamedTuple):
 
 
 def _attend(inputs: BlockedInputs, layout: KVLayout, part: _Part, query: jax.Array,
-            new: NewTokens | None) -> _Found:
+            new: jax.Array | None) -> _Found:
   """Computes some requests, after writing the new tokens of all.
 
   Args:
@@ -183,12 +180,11 @@ def _attend(inputs: BlockedInputs, layout: KVLayout, part: _Part, query: jax.Arr
     layout: of the pages.
     part: the requests.
     query: [T, H, D].
-    new: the tokens to write.
+    new: the tokens to write, see `TokenInputs`.
   """
   key_heads, group_size, block_q = inputs.heads.key_heads, inputs.group, inputs.block_q
   tokens, (first, end) = query.shape[0], part.requests
-  shape = common.StepShape(layout, group_size, block_q, part.metadata.page_tables.shape[1],
-                           copies_queries=True)
+  shape = common.StepShape(layout, group_size, block_q, part.metadata.page_tables.shape[1])
   # 1. The kernel.
   queue = query_block_queue.make_queue(inputs, part.most_tokens, (first, end))
   metadata, places = part.metadata, part.places

@@ -45,7 +45,7 @@ def choose_block_q(operands: PagedOperands, block_sizes: BlockSizes, layout: KVL
     return block_q
   def fits_vector_memory(block_q: int) -> bool:
     blocks = with_blocks(layout, operands, block_sizes, common.has_few_rows(block_q * group_size))
-    shape = common.StepShape(blocks, group_size, block_q, copies_queries=True)
+    shape = common.StepShape(blocks, group_size, block_q, operands.metadata.page_tables.shape[1])
     return shape.vmem_bytes(operands.query.dtype) <= VECTOR_BYTES
   while block_q > 1 and not fits_vector_memory(block_q):
     block_q //= 2

@@ -94,9 +94,8 @@ def requests_in_use(t: TokenRefs) -> Index:
   return _count(t, t.part.in_use, t.lengths.shape[0])
 
 
-def bounds_of(k: KernelRefs, t: TokenRefs) -> tuple[Index, Index]:
+def bounds_of(t: TokenRefs) -> tuple[Index, Index]:
   """Returns which requests [first, end) are computed."""
-  del k
   first = _count(t, t.part.first, 0)
   return first, jnp.maximum(_count(t, t.part.end, t.lengths.shape[0]), first)
 
@@ -126,7 +125,7 @@ def make_steps(k: KernelRefs, t: TokenRefs) -> None:
         k.steps[field, count + block - first] = jnp.asarray(x, jnp.int32)
     return count + jnp.maximum(end - first, 0)
 
-  k.num_live[0] = lax.fori_loop(*bounds_of(k, t), add_request, jnp.int32(0))
+  k.num_live[0] = lax.fori_loop(*bounds_of(t), add_request, jnp.int32(0))
 
 
 def _make_step(k: KernelRefs, number: Index, request: Request, begin: Index) -> Steps:
@@ -155,7 +154,7 @@ def _make_step(k: KernelRefs, number: Index, request: Request, begin: Index) -> 
 
 def clear_others(k: KernelRefs, t: TokenRefs) -> None:
   """Writes zeros to the results of tokens that are not queries of any request."""
-  tokens, (first, end) = t.out.shape[0], bounds_of(k, t)
+  tokens, (first, end) = t.out.shape[0], bounds_of(t)
   block_q, capacity = jnp.int32(k.shape.block_q), k.steps.shape[1]
 
   def clear_before(number: Index, cleared: tuple[Index, Index, Index],

@@ -19,7 +19,7 @@ from attn_core.kernels.common import online_softmax
 from attn_core.kernels.tpu import launch
 from attn_core.kernels.tpu.ragged import common, kernel, new_tokens, token_blocks
 from attn_core.kernels.tpu.ragged.common import KernelRefs, LogitsSpec, Ref, StepShape, Steps
-from attn_core.kernels.tpu.ragged.new_tokens import NewTokens
+from attn_core.kernels.tpu.ragged.new_tokens import NewTokenRefs
 from attn_core.kernels.tpu.ragged.token_blocks import SLOTS, RequestPart, TokenRefs
 
 
@@ -33,7 +33,8 @@ class TokenInputs(NamedTuple):
   tensor_scales: jax.Array | None  # float32 [2]: scales of all keys and of all values
   query: jax.Array  # [T, K, G, D]
   tokens: tuple[jax.Array, ...]  # keys, values and scales; see `KVLayout`
-  new: NewTokens | None  # written to the first of `tokens` before anything is read
+  # [T, token_rows, D], written to the first of `tokens` before anything is read
+  new: jax.Array | None
   out: jax.Array | None  # [T, K, G, E], with results of requests before `part`; None: none
 
 
@@ -43,7 +44,7 @@ class _Form(NamedTuple):
   spec: LogitsSpec
   shape: StepShape
   part: RequestPart
-  row_pages: int | None  # pages of a request where there are new tokens
+  has_new: bool  # whether there are new tokens
   has_counts: bool
   has_scales: bool  # whether there are scales of all keys and of all values
   continues: bool  # whether the results of other requests are given
@@ -78,7 +79,7 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: TokenInputs, out_dtype: D
   # 1. Inputs.
   scalars = [x for x in (inputs.starts, inputs.lengths, inputs.tables, inputs.counts,
                          inputs.tensor_scales) if x is not None]
-  sources = [query, *inputs.tokens, *([] if new is None else [new.rows]),
+  sources = [query, *inputs.tokens, *([] if new is None else [new]),
              *([] if inputs.out is None else [inputs.out])]
   # 2. Outputs.
   like = lambda shape, dtype, x: jax.ShapeDtypeStruct(
@@ -93,18 +94,13 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: TokenInputs, out_dtype: D
     aliases[len(scalars) + 1] = 2
   # 3. The call.
   scratch = _scratch(shape, query.dtype, (outputs[0].dtype, column), num_steps)
-  form = _Form(spec, shape, part, None if new is None else new.row_pages,
-               inputs.counts is not None, inputs.tensor_scales is not None,
-               inputs.out is not None)
+  form = _Form(spec, shape, part, new is not None, inputs.counts is not None,
+               inputs.tensor_scales is not None, inputs.out is not None)
   groups: list[list] = [scalars, sources, outputs, *scratch]
   counts = [len(x) for x in groups]
 
   def run(*refs: Ref) -> None:
-    rest, parts = list(refs), []
-    for number in counts:
-      parts.append(rest[:number])
-      rest = rest[number:]
-    _kernel(*_refs(form, parts))
+    _kernel(*_refs(form, common.split(refs, counts)))
 
   hbm = pl.BlockSpec(memory_space=pltpu.HBM)
   out, lse, *written = launch.in_32_bits(pl.pallas_call(
@@ -147,7 +143,8 @@ def _scratch(shape: StepShape, dtype: DTypeLike, out: tuple[DTypeLike, tuple[int
        pltpu.SemaphoreType.DMA(())]]
 
 
-def _refs(form: _Form, parts: Sequence[Sequence[Ref]]) -> tuple[KernelRefs, TokenRefs]:
+def _refs(form: _Form, parts: Sequence[Sequence[Ref]],
+          ) -> tuple[KernelRefs, TokenRefs, NewTokenRefs | None]:
   """Names the references of a kernel.
 
   Args:
@@ -164,21 +161,21 @@ def _refs(form: _Form, parts: Sequence[Sequence[Ref]]) -> tuple[KernelRefs, Toke
   t = TokenRefs(counts, form.part, starts, lengths, query, out, lse, query_blocks, out_blocks,
                 lse_blocks, query_arrived, out_sent)
   new = None
-  if form.row_pages is not None:
+  if form.has_new:
     # What is read is the result, since interpret mode does not write to the argument.
     sources, new_rows = [*pages, *sources[1:-1]], sources[-1]
-    new = new_tokens.NewTokenRefs(starts, lengths, tables, new_rows, pages[0], new_written,
-                                  form.row_pages, token_blocks.requests_in_use(t))
+    new = NewTokenRefs(starts, lengths, tables, new_rows, pages[0], new_written,
+                       form.shape.row_pages, token_blocks.requests_in_use(t))
   return KernelRefs(form.spec, form.shape, steps, num_live, tables,
                     scalars[-1] if form.has_scales else None, rows, sources, (), buffers, words,
-                    online_softmax.Running(*running), arrived, counters, new), t
+                    online_softmax.Running(*running), arrived, counters), t, new
 
 
-def _kernel(k: KernelRefs, t: TokenRefs) -> None:
+def _kernel(k: KernelRefs, t: TokenRefs, new: NewTokenRefs | None) -> None:
   """Computes all steps."""
   # 1. Write the new tokens, find the steps, and start the transfers of the first blocks.
-  if k.new is not None:
-    new_tokens.write(k.new)
+  if new is not None:
+    new_tokens.write(new)
   token_blocks.clear_others(k, t)
   token_blocks.clear_padding(k, t)
   token_blocks.make_steps(k, t)

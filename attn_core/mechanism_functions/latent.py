@@ -1,8 +1,8 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The function of latent attention over pages."""
+"""Mechanisms of latent attention, as functions."""
 
-from typing import Any, Unpack
+from typing import Unpack, cast
 
 from jax.typing import ArrayLike
 
@@ -11,15 +11,52 @@ from attn_core.arguments.arguments import AttentionOptions
 from attn_core.arguments.paged_options import PagedOptions
 from attn_core.caches.paged.latent_layout import PagesLatent
 from attn_core.caches.paged.layouts import PagesMetadata
-from attn_core.mechanism_functions import attend
+from attn_core.mechanism_functions.call import BY_KEYWORD, attend
 from attn_core.types import AttentionMechanism, AttentionOutput, LatentOptions
 
-_BY_KEYWORD: Any = None  # the pages' metadata is given as `cache_metadata=`, or `metadata=`
+
+def multi_latent_attention(query: ArrayLike, latents: ArrayLike | None,
+                           **options: Unpack[AttentionOptions]) -> AttentionOutput:
+  """Computes multi-head latent attention: one row per token is the key and value of all heads.
+
+    key[s, h]   = [key_up[:, h]^T . latents[s, :latent], latents[s, latent:]]
+    value[s, h] = value_up[:, h]^T . latents[s, :latent]
+
+  DeepSeek-AI, DeepSeek-V2, https://arxiv.org/abs/2405.04434.
+
+  Without up-projections the queries are absorbed, key_up[:, h] . query_nope besides query_rope, and
+  the outputs are weighted latents. With them the call computes either that, or keys and values of a
+  few heads at a time, whichever is less work; `explain` says which. Values are never copied out of
+  the rows. Rotary is applied to the last numbers of queries and rows before the call.
+
+  >>> import jax.numpy as jnp
+  >>> from attn_core import LatentOptions, multi_latent_attention
+  >>> query, latents = jnp.ones((1, 4, 2, 8)), jnp.ones((1, 4, 8))  # absorbed: 6 + 2 numbers
+  >>> options = LatentOptions(latent_width=6, rope_width=2, nope_width=4)
+  >>> multi_latent_attention(query, latents, latent_options=options).attention_outputs.shape
+  (1, 4, 2, 6)
+
+  Args:
+    query: float [B, T, H, latent + rope]; with up-projections [B, T, H, nope + rope].
+    latents: float [B, S, latent + rope]; with a `LatentCache` as cache_view those of the new
+      tokens, or None where the cache holds them already.
+    **options: as in `attention`: latent_options, the widths and up-projections, if any, is
+      `LatentOptions()` unless given; softmax_scale is (nope + rope)**-0.5 unless given.
+
+  Returns:
+    AttentionOutput with outputs [B, T, H, latent], with up-projections [B, T, H, E].
+
+  Raises:
+    TypeError: an unknown keyword, or `mechanism`.
+    ValueError: an argument is not as documented here, or nothing tells the softmax scale.
+  """
+  return attend(AttentionMechanism.MULTI_LATENT_ATTENTION, query, latents, None,
+                cast(AttentionOptions, {"latent_options": LatentOptions(), **options}))
 
 
 def multi_latent_ragged_page_attention(
     query: ArrayLike, latents: ArrayLike | None, cache: PagesLatent,
-    pages_metadata: PagesMetadata = _BY_KEYWORD, options: PagedOptions | None = None,
+    pages_metadata: PagesMetadata = BY_KEYWORD, options: PagedOptions | None = None,
     **keywords: Unpack[AttentionOptions]) -> AttentionOutput:
   """Writes the queries' latent rows to pages, and computes latent attention to the pages.
 
