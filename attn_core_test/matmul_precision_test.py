@@ -295,7 +295,10 @@ class PrecisionTest(parameterized.TestCase):
       with jax.default_matmul_precision(configured):
         program = jax.make_jaxpr(MODES[mode](call.function))(call.operands)
         products = list(products_of(program.jaxpr, platform))
-      if dtype == "float32":  # products of 16 bits on GPUs have primitives of their own
+      # Products of 16 bits on GPUs have primitives of their own, and a CPU's kernels multiply one
+      # row of 32 bits element by element.
+      one_row = (place, mode) == ("cpu", "forward") and "1" in name.split("_")
+      if dtype == "float32" and not one_row:
         self.assertNotEmpty(products, name)
       yield from ((name, product) for product in products)
 

@@ -64,7 +64,7 @@ def attend(operands: Operands, spec: AttentionSpec) -> AttentionOutput:
                              dropout.move_to_positions(mask, at), spec.dropout_prob)
     weights = jnp.where(keep, weights * dropout.kept_scale(spec.dropout_prob), 0)
   by_key_head = lambda x: x.reshape(batch, key_heads, -1, x.shape[-1])
-  outputs = _weighted_mean(precision, by_key_head(weights), by_key_head(total), value)
+  outputs = _weighted_mean(spec.precision, by_key_head(weights), by_key_head(total), value)
   outputs = outputs.reshape(batch, heads, length, -1).transpose(0, 2, 1, 3)
   outputs = outputs.astype(query.dtype)
   weights = checkpoint_name((weights / total).astype(value.dtype), "attn_weights")
@@ -83,7 +83,7 @@ def _weighted_mean(precision: jax.lax.PrecisionLike, weights: jax.Array, total: 
   Dividing the output instead of the weights saves a pass over all of them.
 
   Args:
-    precision: of the product.
+    precision: of the product, as the caller asks for it.
     weights: [B, K, G * T, S], in the dtype of the softmax.
     total: [B, K, G * T, 1].
     value: [B, S, K, E].
@@ -108,16 +108,38 @@ def _weighted_mean_jvp(precision: jax.lax.PrecisionLike, primals: tuple[jax.Arra
   (weights, total, value), (d_weights, d_total, d_value) = primals, tangents
   out = _weighted_mean(precision, weights, total, value)
   d_weights = d_weights - weights * (d_total / total)
-  d_out = (_product(precision, d_weights, value, weights.dtype)
+  d_out = (_tangent_product(precision, d_weights, value)
            + _product(precision, weights.astype(value.dtype), d_value, weights.dtype))
   return out, d_out / total
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _tangent_product(precision: jax.lax.PrecisionLike, d_weights: jax.Array,
+                     value: jax.Array) -> jax.Array:
+  """Returns d_weights . value, where d_weights may have more bits than value."""
+  return _product(precision, d_weights, value, d_weights.dtype)
+
+
+@_tangent_product.defjvp
+def _tangent_product_jvp(precision: jax.lax.PrecisionLike, primals: tuple[jax.Array, ...],
+                         tangents: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+  """Computes the tangent so that its transpose has the precision of d_weights.
+
+  The cotangent of d_value is a product of d_weights and the cotangent of the output, both of the
+  dtype of the softmax, and JAX computes it at the precision of the product that it transposes.
+  """
+  (d_weights, value), (dd_weights, d_value) = primals, tangents
+  return (_tangent_product(precision, d_weights, value),
+          _tangent_product(precision, dd_weights, value)
+          + _product(precision, d_weights, d_value.astype(d_weights.dtype), d_weights.dtype))
 
 
 def _product(precision: jax.lax.PrecisionLike, weights: jax.Array, value: jax.Array,
              dtype: jnp.dtype) -> jax.Array:
   """Returns the product [B, K, G * T, E] of weights [B, K, G * T, S] and value [B, S, K, E]."""
   return jax.lax.dot_general(weights, value, (((3,), (1,)), ((0, 1), (0, 2))),
-                             precision=precision, preferred_element_type=dtype)
+                             precision=matmul_precision.resolve(value.dtype, precision),
+                             preferred_element_type=dtype)
 
 
 def _softmax(logits: jax.Array,
