@@ -174,10 +174,26 @@ class ReadingTest(absltest.TestCase):
     program = tpu_programs.Program("flash_attn2", SMALL, False, "v6e", (512, 512, 512))
     folder = pathlib.Path(self.create_tempdir().full_path)
     (folder / "profile").mkdir()
-    (folder / "profile" / "a.textproto").write_text('hlo_op_name: "k"\nestimated_cycles: 0\n')
+    profile = folder / "profile" / "a.textproto"
+    profile.write_text('hlo_op_estimate {\n hlo_op_name: "k"\n estimated_cycles: 0\n}\n')
     found = static_profile._read(program, folder, {"kernels": {"k": 1}, "bytes": 1})
     self.assertIsInstance(found, static_profile.Failure)
     self.assertIn("did not profile ['k']", found.reason)
+
+  def test_operations_with_the_same_code_count_once_each(self):
+    program = tpu_programs.Program("flash_attn2", SMALL, False, "v6e", (512, 512, 512))
+    folder = pathlib.Path(self.create_tempdir().full_path)
+    (folder / "profile").mkdir()
+    for name, cycles, count in (("k.1", 100, 2), ("copy", 7, 3), ("add", 5, 1)):
+      (folder / "profile" / f"{name}.textproto").write_text(
+          f'hlo_op_estimate {{\n  hlo_op_name: "{name}"\n  estimated_cycles: {cycles}\n'
+          f'  num_equivalent_hlos: {count}\n}}\n')
+    read = lambda *kernels: static_profile._read(
+        program, folder, {"kernels": dict.fromkeys(kernels, 1), "bytes": 1})
+    found = read("k.1", "k.2")
+    self.assertIsInstance(found, static_profile.Static)
+    self.assertEqual((found.cycles, found.other_cycles), (200, 3 * 7 + 5))
+    self.assertIsInstance(read("k.1", "k.2", "k.3"), static_profile.Failure)
 
   def test_time_is_never_less_than_the_bytes_take(self):
     program = tpu_programs.Program("flash_attn2", SMALL, False, "v6e", (512, 512, 512))

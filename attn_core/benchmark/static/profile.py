@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import concurrent.futures
 import glob
 import importlib.util
+import itertools
 import json
 import os
 import pathlib
@@ -205,16 +206,38 @@ def kernel_memory(text: str) -> dict[str, int]:
 # --- Reads the files that libtpu wrote. ----------------------------------------------------------
 
 
+class Estimate(NamedTuple):
+  """The profile of one operation, and of those that are equal to it."""
+
+  cycles: int  # of one of them
+  count: int  # how many of them the program has
+
+
+_NONE = Estimate(0, 0)
+
+
+def estimates(text: str) -> Iterator[tuple[str, Estimate]]:
+  """Yields (name of an operation, its estimate) of a profile.
+
+  Operations with the same code are profiled once, under the name of one of them.
+  """
+  for operation in text.split("hlo_op_estimate")[1:]:
+    name = re.search(r'hlo_op_name: "(.*?)"', operation)
+    cycles = re.search(r"estimated_cycles: (-?\d+)", operation)
+    count = re.search(r"num_equivalent_hlos: (\d+)", operation)
+    if name and cycles:
+      yield name[1], Estimate(int(cycles[1]), int(count[1]) if count else 1)
+
+
 def _read(program: Program, folder: pathlib.Path, answer: dict[str, Any]) -> Result:
-  cycles: dict[str, int] = {}
-  for path in (folder / "profile").glob("*.textproto"):
-    for name, number in re.findall(
-        r'hlo_op_name: "(.*?)"\s+estimated_cycles: (-?\d+)', path.read_text()):
-      cycles[name] = int(number)
-  missing = [name for name in answer["kernels"] if cycles.get(name, 0) <= 0]
-  if missing or not answer["kernels"]:
+  found = dict(itertools.chain.from_iterable(
+      estimates(path.read_text()) for path in (folder / "profile").glob("*.textproto")))
+  kernels = {name: found[name] for name in answer["kernels"] if found.get(name, _NONE).cycles > 0}
+  if not kernels or sum(x.count for x in kernels.values()) < len(answer["kernels"]):
+    missing = [name for name in answer["kernels"] if name not in kernels]
     return Failure(program, f"libtpu did not profile {missing or 'any kernel'}")
-  inside = sum(cycles[name] for name in answer["kernels"])
+  total = lambda estimates: sum(x.cycles * x.count for x in estimates)
+  inside, others = total(kernels.values()), total(found.values()) - total(kernels.values())
   bundles, spills = 0, 0
   used: dict[str, int] = {}
   capacity: dict[str, int] = {}
@@ -227,7 +250,7 @@ def _read(program: Program, folder: pathlib.Path, answer: dict[str, Any]) -> Res
   chip = CHIPS[program.chip]
   flops = cases.flops(program.case, False)
   flops = cases.flops(program.case, True) - flops if program.backward else flops
-  return Static(program, inside, sum(cycles.values()) - inside, max(answer["kernels"].values()),
+  return Static(program, inside, others, max(answer["kernels"].values()),
                 bundles, spills, {slot: used[slot] / max(capacity[slot], 1) for slot in used},
                 answer["bytes"] / chip.peak.memory_bytes, flops)
 
