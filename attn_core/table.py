@@ -131,6 +131,7 @@ _latent = Implementation(
 
 _latent_pages = _over_pages("PagesLatent", latent.pages,
                             _PAGED - _MODS - {"value_width", "stored_heads"} | {"latent"})
+_latent_pages_tpu = _pages_on_tpu(_latent_pages, "PagesLatent", latent.pages_tpu)
 
 TABLE: dict[tuple[str, str], Implementation] = {
     ("vanilla", "cpu"): _dense,
@@ -179,7 +180,7 @@ TABLE: dict[tuple[str, str], Implementation] = {
     ("multi_latent_attention", "tpu"): _latent,
     ("multi_latent_ragged_page_attention", "cpu"): _latent_pages,
     ("multi_latent_ragged_page_attention", "gpu"): _latent_pages,
-    ("multi_latent_ragged_page_attention", "tpu"): _latent_pages,
+    ("multi_latent_ragged_page_attention", "tpu"): _latent_pages_tpu,
 }
 
 # Names without a row on some platform, and why.

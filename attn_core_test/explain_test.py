@@ -135,8 +135,8 @@ def expected(implementation: str) -> set[str]:
   if implementation in RING_KERNELS:
     name = RING_KERNELS[implementation].name
     return {name, f"ring_{name}"}
-  if implementation == "latent.pages":  # by the kernel of all pages
-    return {"paged.xla"}
+  if implementation.startswith("latent.pages"):  # by the kernel of all pages
+    return {"paged.tpu" if implementation.endswith("tpu") else "paged.xla"}
   if implementation == "dense.vanilla":
     return {implementation, plain.KERNEL.name}
   return {implementation.removesuffix("_writing")}

@@ -18,6 +18,7 @@ from attn_core.caches import drafts, latent, latent_pages, page_checks, pages, p
 from attn_core.caches.paged import layouts
 from attn_core.references import latent as reference, paged as paged_reference
 from attn_core.types import PagedSpec
+from attn_core_test import sampling, tpu_interpret
 
 jax.config.update("jax_enable_x64", True)
 
@@ -76,11 +77,11 @@ def options_of(x):
   return LatentOptions(L, R, NOPE, x.get("key_up"), x.get("value_up"))
 
 
-def attended(case, x, cache_dtype=None, writes=True, **more):
+def attended(case, x, cache_dtype=None, writes=True, padded=False, **more):
   """Returns (output, lse) over pages that hold NaN where no token is."""
   about, rows = metadata(), x["rows"]
   dtype = rows.dtype if cache_dtype is None else cache_dtype
-  cache = latent_pages.init(8 * len(LENGTHS), PAGE, (L, R), dtype=dtype)
+  cache = latent_pages.init(8 * len(LENGTHS), PAGE, (L, R), dtype=dtype, padded=padded)
   if cache.scales is None:
     cache = cache._replace(pages=jnp.full_like(cache.pages, jnp.nan))
   held = np.int32(LENGTHS) - (np.int32(QUERIES) if writes else 0)
@@ -168,6 +169,79 @@ class OracleTest(parameterized.TestCase):
         self.assertTrue(np.isnan(np.asarray(out)[seen]).all())
         self.assertTrue(np.isnan(np.asarray(lse)[:, seen]).all())
         close((out[~seen], lse[:, ~seen]), (clean[0][~seen], clean[1][:, ~seen]), 1e-12)
+
+
+class TpuRow(NamedTuple):
+  """A call of the kernel for TPUs."""
+
+  case: Case
+  dtype: str = "float32"
+  transfers: str = "on_wait"
+
+
+# Up to 256 rows of queries the keys stay in the matrix units: four queries of 70 heads are more.
+ON_TPU = {
+    "window_sinks_cap": TpuRow(Case(sinks=True, arguments={
+        "sliding_window": (6, 0), "logits_soft_cap": 1.5}), "bfloat16"),
+    "one_head_not_causal": TpuRow(Case(H=1, arguments={"causal": False}), "bfloat16", "eager"),
+    "up": TpuRow(Case(H=16, up=True, sinks=True)),
+    "many_rows": TpuRow(Case(H=70, sinks=True, arguments={"sliding_window": (6, 0)}), "bfloat16"),
+    "many_rows_float32": TpuRow(Case(H=70, arguments={"logits_soft_cap": 1.5}), "float32", "eager"),
+}
+CHOSEN = sampling.names(ON_TPU, ("window_sinks_cap", "many_rows"))
+TPU = OperationMetadata(platform="tpu")
+
+
+class TpuTest(parameterized.TestCase):
+  """The kernel for TPUs, interpreted from memory full of NaN with races watched."""
+
+  @parameterized.parameters(*CHOSEN)
+  def test_value_and_lse(self, name):
+    case, dtype, transfers = ON_TPU[name]
+    x = arrays(case, dtype)
+    want = jax.jit(functools.partial(defined, case))(
+        {name: y.astype(jnp.float64) for name, y in x.items()})
+    run = jax.jit(functools.partial(attended, case, padded=True, metadata=TPU))
+    bad = {**x, "rows": x["rows"].at[0, 5, L + 1].set(jnp.inf)}
+    with tpu_interpret.interpreted(transfers):
+      (out, lse), after = jax.block_until_ready((run(x), run(bad)))
+    self.assertEqual((out.dtype, lse.dtype), (x["query"].dtype, jnp.float32))
+    count, most = sum(QUERIES), (2**-6, 2**-7) if dtype == "bfloat16" else (1e-5, 1e-5)
+    for got, expected, tolerance in zip((out[:count], lse[:, :count]),
+                                        (want[0][:count], want[1][:, :count]), most):
+      close(got, expected, tolerance)
+    self.assertFalse(np.asarray(out[count:]).any())
+    self.assertTrue((np.asarray(lse[:, count:]) == -np.inf).all())
+    # A row that is not finite reaches the queries that see it, and changes no bit of others.
+    seen = np.isin(np.arange(T), np.arange(5 if case.arguments.get("causal", True) else 0, 9))
+    for got, before in zip((after[0], after[1].T), (out, lse.T)):
+      self.assertTrue(np.isnan(np.asarray(got, np.float32)[seen]).all())
+      close(got[~seen], before[~seen], 0)
+
+  def test_the_kernel_is_chosen_where_it_computes_the_call(self):
+    def said(dtype="bfloat16", held=None, padded=True, widths=(512, 64), **changes):
+      cache = jax.eval_shape(lambda: latent_pages.init(
+          64, changes.pop("page", 16), widths, dtype=held or dtype, padded=padded))
+      shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, dtype)
+      about = metadata()._replace(**changes.pop("about", {}))
+      return str(explain(
+          shape(T, 16, sum(widths)), shape(T, sum(widths)), None, layout="thd", cache_view=cache,
+          cache_metadata=about, latent_options=LatentOptions(*widths, NOPE), metadata=TPU,
+          mechanism=MECHANISM, **changes))
+    self.assertIn("can, by latent.pages_tpu", said())
+    self.assertIn("can, by latent.pages_tpu", said(
+        "float32", widths=(10, 4), sliding_window=(6, 0), logits_soft_cap=1.5,
+        softmax_aux=np.zeros(16, np.float32), causal=False, block_sizes=SIZES))
+    for changes, words in (
+        ({"padded": False}, r"latent rows of 576 numbers: .*init\(padded=True\)"),
+        ({"held": "int8", "padded": False}, "latent rows in int8"),
+        ({"held": "float8_e4m3fn", "padded": False}, "latent rows in float8_e4m3fn"),
+        ({"dtype": "float16"}, "float16"), ({"chunk_size": 6}, "chunk_size=6"),
+        ({"precision": "highest"}, "precision"), ({"page": 10**5}, "pages of 100000 tokens"),
+        ({"about": {"scope": layouts.Scope.NEW}}, "scope"),
+        ({"about": {"draft_mask": np.ones((3, 9, 9), bool)}}, "draft_mask")):
+      self.assertRegex(said(**changes),
+                       f"can, by latent.pages, not by latent.pages_tpu: .*{words}")
 
 
 class QuantizedTest(parameterized.TestCase):
@@ -319,7 +393,7 @@ BAD = (
     ({"value": ONES}, "value: got .*None with latent_options"),
     ({"layout": "bthd"}, "layout: got 'bthd'"),
     ({"cache_view": POOL._replace(pages=POOL.pages[..., 1:])},
-     "cache_view: got .*rows of 14 numbers: latent 10 . rope 4"),
+     "cache_view: got .*rows of 14 numbers: latent 10 . rope 4, or padded to 128"),
     ({"cache_view": POOL._replace(pages=POOL.pages[0])}, r"cache_view: got .*\[P, page, latent"),
     ({"cache_view": POOL._replace(widths=(L, R))}, "cache_view.widths: got"),
     ({"cache_view": POOL._replace(scales=jnp.ones((24, PAGE)))}, "cache_view.scales: got an arr"),
@@ -355,6 +429,8 @@ class BadInputTest(parameterized.TestCase):
       (lambda: latent_pages.init(0, 4, (L, R)), "num_pages: got 0"),
       (lambda: latent_pages.init(4, 4, 576), "widths: got 576"),
       (lambda: latent_pages.init(4, 4, (L, R), dtype="int4"), "dtype"),
+      (lambda: latent_pages.init(4, 4, (L, R), dtype="int8", padded=True),
+       "padded: got True; expected False with dtype int8"),
       (lambda: latent_pages.init_like(ONES[0], 4, 4, (L, R)), "like: got"),
       (lambda: latent_pages.append(POOL, ONES[:, 1:], np.zeros(T, int)), "latents: got"),
       (lambda: latent_pages.append(POOL, ONES.astype("bfloat16"), np.zeros(T, int)),
@@ -374,8 +450,9 @@ class BadInputTest(parameterized.TestCase):
       run()
 
   def test_init_like_and_copies(self):
-    found = latent_pages.init_like(ONES[:, None], 6, 4, (L, R))
-    self.assertEqual((found.pages.shape, found.pages.dtype), ((6, 4, 14), jnp.float32))
+    for padded, width in ((False, 14), (True, 128)):
+      found = latent_pages.init_like(ONES[:, None], 6, 4, (L, R), padded=padded)
+      self.assertEqual((found.pages.shape, found.pages.dtype), ((6, 4, width), jnp.float32))
     full = latent_pages.append(EIGHT, ONES, np.arange(T))
     moved = pages.copy_pages(full, np.int32([0, 1]), np.int32([20, 30]))
     for x, y in zip(jax.tree.leaves(moved), jax.tree.leaves(full), strict=True):

@@ -167,7 +167,9 @@ def latent_pages_call(mechanism: str, dtype: str, arguments: dict,
                       kind: tuple[int, str, bool]) -> Call:
   """A call over pages of latent rows; kind: tokens of a request, their dtype, up-projections."""
   (tokens, held, projected), latent, rope, nope = kind, 32, 16, 8
-  cache = jax.eval_shape(lambda: caches.latent_pages.init(8, 16, (latent, rope), dtype=held))
+  padded = arguments["metadata"].platform == "tpu" and held == dtype  # as the kernel reads them
+  cache = jax.eval_shape(lambda: caches.latent_pages.init(
+      8, 16, (latent, rope), dtype=held, padded=padded))
   array = lambda *shape: jax.ShapeDtypeStruct(shape, dtype)
   operands = {"query": array(2 * tokens, H, (nope if projected else latent) + rope)}
   if projected:

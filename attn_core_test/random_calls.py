@@ -299,6 +299,10 @@ def latent_pages_call(sample: Sample, dtype: str) -> tuple[tuple[Any, ...], dict
   arguments.update(sample.some("option over pages", {
       "sliding_window": (9, 0), "softmax_aux": np.zeros(heads, np.float32), "logits_soft_cap": 9.0,
       "precision": "highest", "causal": False, "block_sizes": BlockSizes(16, 128)}, 0.12))
+  if stored == "the query's" and sample.pick("pages of latent rows", "as they are",
+                                             "padded") == "padded":
+    arguments["cache_view"] = caches.latent_pages.init(
+        groups * (stripes or 1) * 4 * requests, page, (32, 8), dtype=dtype, padded=True)
   rows = shape(40) if sample.pick("latent rows", "written", "held") == "written" else None
   return (shape(heads, 24 if has_up else 40), rows, None), arguments
 

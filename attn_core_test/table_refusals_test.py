@@ -47,7 +47,8 @@ KERNELS = {
         "tpu": "decode.tpu, decode.xla"},
     "multi_latent_attention": {
         "cpu, gpu, tpu": "latent.projected, latent.decode, latent.absorbed"},
-    "multi_latent_ragged_page_attention": {"cpu, gpu, tpu": "latent.pages"},
+    "multi_latent_ragged_page_attention": {
+        "cpu, gpu": "latent.pages", "tpu": "latent.pages_tpu, latent.pages"},
 }
 
 # Kernel -> the features that it refuses; it supports all others.
@@ -119,6 +120,10 @@ REFUSED = {
         "value_width segments positions mask mask_operands bias score_mod score_function dropout "
         "weights unnormalized vmem_limit_bytes sequence_layout cache quantized selected "
         "stored_heads"),
+    "latent.pages_tpu": (
+        "float16 float64 value_width chunk segments positions mask mask_operands bias score_mod "
+        "score_function dropout weights unnormalized precision softmax_dtype vmem_limit_bytes "
+        "sequence_layout cache quantized draft_mask scope prefixes selected stored_heads"),
 }
 # One array holds keys and values, so that these have one width.
 # Mechanisms whose kernels for accelerators read one width only.

@@ -44,6 +44,11 @@ def pages(call: Call) -> AttentionOutput:
   return _absorb(paged.xla_writing, call)
 
 
+def pages_tpu(call: Call) -> AttentionOutput:
+  """Writes new rows to pages, if any, and attends by absorbed queries in the kernel for TPUs."""
+  return _absorb(paged.tpu_latent, call)
+
+
 def _absorb(run: Callable[[Call], AttentionOutput], call: Call) -> AttentionOutput:
   """Runs the absorbed form with the up-projections, if any, in queries and outputs."""
   operands = call.operands

@@ -57,6 +57,11 @@ def tpu_writing(call: Call) -> AttentionOutput:
   return _sharded(tpu_forward(), call, writes=True, writer=_over_every_axis(paged.forward_writing))
 
 
+def tpu_latent(call: Call) -> AttentionOutput:
+  """Writes latent rows to the pages, then attends as `tpu`; returns the cache."""
+  return _sharded(tpu_forward(), call, writes=True)
+
+
 def gpu_writing(call: Call) -> AttentionOutput:
   """Writes new keys and values to the pages, then attends as `gpu`; returns the cache."""
   return _sharded(gpu_forward(), call, writes=True)

@@ -21,15 +21,16 @@ import jax.numpy as jnp
 from attn_core.attention import attention
 from attn_core.benchmark.cases import Case
 from attn_core.benchmark.static.tpu_programs import Built, Contender, Program
-from attn_core.caches.paged import layouts, ops
+from attn_core.caches.paged import latent_pages, layouts, ops
 from attn_core.config.metadata import OperationMetadata
 from attn_core.kernels.tpu.ragged import (common, kernel as ragged_kernel, kv_block, new_tokens,
                                           token_blocks, update_few_rows)
-from attn_core.types import BlockSizes, cdiv
+from attn_core.types import BlockSizes, LatentOptions, cdiv
 
 Index = int | jax.Array
 
 OURS = "attn_core ragged_page_attention_v3"
+OURS_LATENT = "attn_core multi_latent_ragged_page_attention"
 RPA = "tpu-inference rpa v3"
 RPA_VECTOR_BYTES = 100 * 2**20  # limit of its kernel
 VERSIONS = {"v5e": 5, "v6e": 6, "tpu7x": 7}  # chip -> the number that it expects
@@ -165,6 +166,32 @@ def _ours(program: Program) -> Iterator[Built]:
         pages, query, key, value, tables, lengths, starts, *split)
 
 
+@contextlib.contextmanager
+def _latent(program: Program) -> Iterator[Built]:
+  """Yields the call over pages of latent rows, [P, page, D] whose first E numbers are values."""
+  case, (_, block_kv, page) = program.case, program.blocks
+  widths = case.value_width, case.width - case.value_width
+  query, _, _, _, *numbers = shapes(program)
+  cache = jax.eval_shape(lambda: latent_pages.init(
+      case.batch * (case.keys // page), page, widths, dtype=case.dtype, padded=True))
+  rows = jax.ShapeDtypeStruct((query.shape[0], case.width), case.dtype)
+
+  def attend(pages: Any, query: Any, rows: Any, *metadata: Any) -> Any:
+    output = attention(
+        query, rows, None, mechanism="multi_latent_ragged_page_attention", layout="thd",
+        metadata=OperationMetadata(platform="tpu"), cache_view=cache._replace(pages=pages),
+        softmax_scale=case.width**-0.5, latent_options=LatentOptions(*widths),
+        block_sizes=BlockSizes(block_kv=block_kv or None),
+        cache_metadata=layouts.PagesMetadata(*metadata))
+    assert isinstance(output.cache_view, latent_pages.PagesLatent)
+    return output.attention_outputs, output.cache_view.pages
+
+  lengths, tables, starts = numbers
+  with _computed(program):
+    yield jax.jit(attend, donate_argnums=0), (
+        cache.pages, query, rows, tables, lengths, starts)
+
+
 # --- The kernel of tpu-inference. ----------------------------------------------------------------
 
 
@@ -253,4 +280,4 @@ def _rpa(program: Program) -> Iterator[Built]:
         pages, query, key, value, lengths, flat, starts, jax.ShapeDtypeStruct((3,), jnp.int32))
 
 
-CONTENDERS: dict[str, Contender] = {OURS: _ours, RPA: _rpa}
+CONTENDERS: dict[str, Contender] = {OURS: _ours, OURS_LATENT: _latent, RPA: _rpa}

@@ -15,7 +15,9 @@ import jax.numpy as jnp
 
 from attn_core import checks
 from attn_core.caches import quantize
+from attn_core.types import cdiv
 
+LANES = 128  # padded rows are a multiple
 Array = jax.Array  # or a numpy array, where it is only read
 
 
@@ -34,7 +36,9 @@ class PagesLatent(NamedTuple):
   In 8 bits only the latents are quantized, with one scale per token, as in `LatentCache`.
   """
 
-  pages: Array  # [P, page_size, latent + rope]; in 8 bits [P, page_size, latent]
+  # [P, page_size, latent + rope], or rows padded with zeros to a multiple of 128 numbers; in 8 bits
+  # [P, page_size, latent].
+  pages: Array
   widths: LatentWidths
   rope: Array | None = None  # [P, page_size, rope] where the latents have 8 bits
   scales: Array | None = None  # float32 [P, page_size] of latents in 8 bits
@@ -120,9 +124,19 @@ def add(cache: PagesLatent, ids: jax.Array, key: jax.Array, value: jax.Array) ->
     key: those of keys.
     value: those of values.
   """
-  rows = key[0].at[:, :cache.widths.latent].add(value[0])
+  rows = pad(cache, key[0].at[:, :cache.widths.latent].add(value[0]))
   return cache._replace(pages=cache.pages.at[ids].add(
       rows.reshape(ids.shape[0], *cache.pages.shape[1:])))
+
+
+def pad(cache: PagesLatent, rows: jax.Array) -> jax.Array:
+  """Pads rows [tokens, latent + rope] with zeros to the width of those in the pages."""
+  return jnp.pad(rows, ((0, 0), (0, cache.pages.shape[2] - rows.shape[1])))
+
+
+def padded_width(width: int) -> int:
+  """The numbers of a padded row of `width`: whole lanes of a TPU."""
+  return cdiv(width, LANES) * LANES
 
 
 def check(cache: PagesLatent) -> None:
@@ -138,9 +152,11 @@ def check(cache: PagesLatent) -> None:
                  "cache_view", f"pages of {x.dtype}",
                  "pages of a floating-point dtype, int8 or float8_e4m3fn")
   wanted = widths.latent if quantized else cache.width
-  checks.require(x.shape[2] == wanted, "cache_view", checks.describe(x),
-                 f"rows of {wanted} numbers: latent {widths.latent}"
-                 + (", and the rest in `rope`" if quantized else f" + rope {widths.rope}"))
+  padded = padded_width(wanted)
+  checks.require(x.shape[2] == wanted or x.shape[2] == padded and not quantized, "cache_view",
+                 checks.describe(x), f"rows of {wanted} numbers: latent {widths.latent}" + (
+                     ", and the rest in `rope`" if quantized else
+                     f" + rope {widths.rope}, or padded to {padded}"))
   for name, shape, kind in (("rope", (*x.shape[:2], widths.rope), "floating point of 16 bits or "
                              "more"), ("scales", x.shape[:2], "float32")):
     y = getattr(cache, name)

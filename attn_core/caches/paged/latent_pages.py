@@ -35,7 +35,7 @@ __all__ = ["LatentWidths", "PagesLatent", "append", "from_dense", "init", "init_
 
 def init(num_pages: int, page_size: int, widths: tuple[int, int], *,
          dtype: DTypeLike = jnp.bfloat16, rope_dtype: DTypeLike = jnp.bfloat16,
-         sharding: Sharding | None = None) -> PagesLatent:
+         sharding: Sharding | None = None, padded: bool = False) -> PagesLatent:
   """Creates a pool of empty pages of latent rows.
 
   Args:
@@ -46,12 +46,15 @@ def init(num_pages: int, page_size: int, widths: tuple[int, int], *,
     rope_dtype: floating-point, of the rotary part where `dtype` has 8 bits; others hold whole rows.
     sharding: of the pages [P, page_size, latent + rope]: a NamedSharding, or a PartitionSpec over
       the mesh of `jax.set_mesh`, which shards the first dimension only. None: not sharded.
+    padded: whether rows are padded with zeros to a multiple of 128 numbers, such as 576 to 640: the
+      kernel for TPUs reads no others. Not in 8 bits.
 
   Returns:
     A cache, all zeros.
 
   Raises:
-    ValueError: a size is not an int >= 1, a dtype is not supported, or the sharding does not fit.
+    ValueError: a size is not an int >= 1, a dtype is not supported, the sharding does not fit, or
+      rows in 8 bits are padded.
   """
   for name, size in (("num_pages", num_pages), ("page_size", page_size)):
     checks.integer(name, size, "an int >= 1", lambda x: x >= 1)
@@ -67,14 +70,17 @@ def init(num_pages: int, page_size: int, widths: tuple[int, int], *,
     whole = NamedSharding(whole.mesh, PartitionSpec(pool))
   zeros = lambda dtype, *width: device_parts.full((num_pages, page_size, *width), 0, dtype, whole)
   if not quantize.is_quantized(given):
-    return PagesLatent(zeros(given, sum(widths)), LatentWidths(*widths))
+    width = latent_layout.padded_width(sum(widths)) if padded else sum(widths)
+    return PagesLatent(zeros(given, width), LatentWidths(*widths))
+  checks.require(not padded, "padded", "True", f"False with dtype {given.name}")
   scales = device_parts.full((num_pages, page_size), 1, jnp.float32, whole)
   return PagesLatent(zeros(given, widths[0]), LatentWidths(*widths), zeros(rest, widths[1]), scales)
 
 
 def init_like(like: jax.Array | jax.ShapeDtypeStruct, num_pages: int, page_size: int,
               widths: tuple[int, int], *, dtype: DTypeLike | None = None,
-              rope_dtype: DTypeLike = jnp.bfloat16, groups: int = 1) -> PagesLatent:
+              rope_dtype: DTypeLike = jnp.bfloat16, groups: int = 1,
+              padded: bool = False) -> PagesLatent:
   """Creates a pool of empty pages for the tokens of a query or of latent rows, sharded as they are.
 
   >>> import jax.numpy as jnp
@@ -91,6 +97,7 @@ def init_like(like: jax.Array | jax.ShapeDtypeStruct, num_pages: int, page_size:
     rope_dtype: see `init`.
     groups: number of groups of requests (`caches.groups`); mesh axes that shard the tokens of
       `like` and divide it shard the pages. 1: pages are not sharded by them.
+    padded: see `init`.
 
   Returns:
     A cache, all zeros.
@@ -102,7 +109,7 @@ def init_like(like: jax.Array | jax.ShapeDtypeStruct, num_pages: int, page_size:
   checks.integer("groups", groups, "an int >= 1", lambda x: x >= 1)
   if sharding is not None and groups % size_of(sharding.mesh, sharding.spec[0]):
     sharding = NamedSharding(sharding.mesh, PartitionSpec())
-  return init(num_pages, page_size, widths, rope_dtype=rope_dtype, sharding=sharding,
+  return init(num_pages, page_size, widths, rope_dtype=rope_dtype, sharding=sharding, padded=padded,
               dtype=given.dtype if dtype is None else dtype)
 
 
@@ -135,7 +142,7 @@ def append(cache: PagesLatent, latents: Array, mapping: Array) -> PagesLatent:
   if cache.scales is None:
     checks.require(rows.dtype == dtype, "latents", checks.describe(rows),
                    f"the dtype of the pages, {dtype}")
-    return cache._replace(pages=write(cache.pages, rows))
+    return cache._replace(pages=write(cache.pages, latent_layout.pad(cache, rows)))
   assert cache.rope is not None
   latents, scales = quantize.quantize(rows[:, :cache.widths.latent], dtype)
   rope = rows[:, cache.widths.latent:].astype(cache.rope.dtype)

@@ -24,13 +24,19 @@ Index = Any  # int, or a traced int32
 
 UNROLLED_SCORES = 2**18  # scores of the head groups that are unrolled, with many rows
 FEW_ROWS = 64  # rows of a key head: up to here keys and values stay in the matrix units
+FEW_ROWS_LATENT = 256  # the same of latent rows, which are read without a conversion
 FEW_ROWS_GROUPS = 8  # head groups that are unrolled, with few rows
 FEW_ROWS_SLOTS = 3  # blocks in vector memory where a block takes less time to compute than to copy
 
 
-def has_few_rows(rows: int) -> bool:
-  """Returns True if keys stay in the matrix units and rows pass by, instead of the reverse."""
-  return rows <= FEW_ROWS
+def has_few_rows(layout: KVLayout, rows: int) -> bool:
+  """Returns True if keys stay in the matrix units and rows pass by, instead of the reverse.
+
+  Args:
+    layout: of the keys.
+    rows: of a key head.
+  """
+  return rows <= (FEW_ROWS_LATENT if layout.latent else FEW_ROWS)
 
 
 class Steps(NamedTuple):
@@ -64,7 +70,7 @@ class StepShape(NamedTuple):
   @property
   def few_rows(self) -> bool:
     """See `has_few_rows`."""
-    return has_few_rows(self.head_rows)
+    return has_few_rows(self.layout, self.head_rows)
 
   @property
   def group_heads(self) -> int:
@@ -229,11 +235,16 @@ class TileIndex(NamedTuple):
 
 def dot(k: KernelRefs, a: jax.Array, b: jax.Array, axis: int, axis_a: int = 1) -> jax.Array:
   """Contracts `axis_a` of a with `axis` of b, into float32."""
+  rows = a.shape[0]
   if k.shape.group_rows == 1:  # a product of one column is a sum, which Mosaic does not widen
-    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-  return lax.dot_general(a, b, (((axis_a,), (axis,)), ((), ())),
-                         precision=matmul_precision.resolve(a.dtype, k.spec.precision),
-                         preferred_element_type=jnp.float32)
+    if k.shape.layout.latent:  # whose rows are wide: several equal rows are a product
+      a = jnp.broadcast_to(a, (SUBLANES, a.shape[1]))
+    else:
+      a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+  found = lax.dot_general(a, b, (((axis_a,), (axis,)), ((), ())),
+                          precision=matmul_precision.resolve(a.dtype, k.spec.precision),
+                          preferred_element_type=jnp.float32)
+  return found[:rows] if a.shape[0] > rows else found
 
 
 # --- Visibility. ---------------------------------------------------------------------------------

@@ -72,11 +72,12 @@ def _make_layout(operands: Operands, block_sizes: BlockSizes) -> KVLayout:
   block_kv = min(block_kv, max(1, MOST_SCORES // lanes // LANES) * LANES)
   # With heads before tokens, part of a page would be part of a tile.
   heads_major = is_heads_major(key.shape[2], key.dtype) and key.shape[1] % PAGE_SIZE == 0
-  few_rows = common.has_few_rows(length * heads // key.shape[2])
   layout = KVLayout(
       False, heads_major, key.shape[2], (key.shape[3], value.shape[3]), jnp.dtype(key.dtype),
       PAGE_SIZE, block_kv // PAGE_SIZE, key.shape[1],
-      None if operands.key_scale is None else "token", common.FEW_ROWS_SLOTS if few_rows else 2)
+      None if operands.key_scale is None else "token")
+  if common.has_few_rows(layout, length * heads // key.shape[2]):
+    layout = layout._replace(slots=common.FEW_ROWS_SLOTS)
   most = max(1, layout.block_kv * BUFFER_BYTES // layout.vmem_bytes() // LANES)
   return layout._replace(block_pages=min(layout.block_pages, most * LANES // PAGE_SIZE))
 

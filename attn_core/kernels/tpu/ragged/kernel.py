@@ -214,7 +214,8 @@ def _page_index(k: KernelRefs, step: Steps, page: Index) -> Index:
 def _copy_block(k: KernelRefs, slot: Index, step: Steps, block: Index, *, start: bool) -> None:
   """Starts or awaits the transfers of a key block, its scales and its mask to a slot."""
   layout = k.shape.layout
-  tokens, others = slice(len(layout.widths)), slice(len(layout.widths), None)
+  arrays = len(layout.array_widths)
+  tokens, others = slice(arrays), slice(arrays, None)
   transfer = lambda part: Transfer(k.sources[part], k.buffers[part], k.semaphores, slot)
   copy_pages(layout, transfer(tokens), LiveTokens(step.kv_start, step.kv_stop), block,
              functools.partial(_page_index, k, step), start=start)

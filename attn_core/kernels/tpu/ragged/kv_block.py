@@ -47,7 +47,7 @@ class KVBlock(NamedTuple):
     layout = self.layout
     first, end = self.live.pages(layout, self.block)
     def clear(place: Index) -> None:
-      for buffer in self.buffers[:len(layout.widths)]:
+      for buffer in self.buffers[:len(layout.array_widths)]:
         buffer[self.slot, place] = jnp.zeros(buffer.shape[2:], buffer.dtype)
     pl.loop(jnp.int32(0), first)(clear)
     pl.loop(end, jnp.int32(layout.block_pages))(clear)
@@ -71,11 +71,14 @@ class KVBlock(NamedTuple):
       for array in range(len(layout.widths)):
         for row in range(layout.token_rows):
           total += _nonfinite_indicator(self._read_heads_major(array, row), layout)
+    if layout.latent:
+      self._clear_dead_rows(whole)
+      total += _nan_if_nonfinite(self._read_latents().astype(jnp.float32))
     return (total + self._load_scales())[0, 0] == 0
 
   def _word_parts(self) -> Iterator[tuple[int, int]]:
     """Yields (array, part of its width) of everything that is kept as words."""
-    if not self.layout.heads_major:
+    if self.layout.keeps_words:
       for array in range(len(self.layout.widths)):
         for part in range(self.words[array].shape[0]):
           yield array, part
@@ -130,6 +133,19 @@ class KVBlock(NamedTuple):
       words[part] = jnp.where((token >= first) & (token < end), words[part],
                               jnp.zeros((), words.dtype))
 
+  def _clear_dead_rows(self, whole: jax.Array) -> None:
+    """Writes zeros over latent rows of tokens that may not be read, unless `whole`."""
+    @pl.when(jnp.logical_not(whole))
+    def _() -> None:
+      buffer = self.buffers[0]
+      x = jnp.where(self.is_live(), self._read_latents().astype(jnp.float32), 0)
+      buffer[self.slot] = x.reshape(buffer.shape[1:]).astype(buffer.dtype)
+
+  def _read_latents(self) -> jax.Array:
+    """Reads the latent rows of all tokens, [block_kv, D]."""
+    x = self.buffers[0][self.slot]
+    return x.reshape(self.layout.block_kv, x.shape[-1])
+
   def _read_heads_major(self, array: int, row: Index) -> jax.Array:
     """Reads a row of all tokens, [block_kv, D or E] as stored, where heads come first."""
     x = self.buffers[array][self.slot, :, row]
@@ -140,6 +156,9 @@ class KVBlock(NamedTuple):
   def read_both(self, head: Index, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     """Reads keys [block_kv, D] and values [block_kv, E] of a head, dequantized."""
     layout = self.layout
+    if layout.latent:
+      rows = self._read_latents()
+      return rows, rows[:, :layout.widths[1]]
     if not (layout.interleaved and layout.pairs_tokens):
       return self.read(False, head, dtype), self.read(True, head, dtype)
     pairs = self._even_odd_words(0, head)  # hold keys and values
@@ -149,6 +168,8 @@ class KVBlock(NamedTuple):
   def read(self, is_value: bool, head: Index, dtype: DTypeLike) -> jax.Array:
     """Reads keys [block_kv, D] or values [block_kv, E] of a head, dequantized."""
     layout = self.layout
+    if layout.latent:
+      return self.read_both(head, dtype)[int(is_value)]
     array, row = (0, 2 * head + int(is_value)) if layout.interleaved else (int(is_value), head)
     if layout.heads_major:
       x = self._read_heads_major(array, row)

@@ -38,7 +38,9 @@ class KVLayout(NamedTuple):
       values in odd ones;
     pages: two arrays [num_pages, page_size, K, D] and [num_pages, page_size, K, E];
     a dense cache: two arrays [B, S, K, D] and [B, S, K, E], where a page is `page_size` tokens of
-      a batch row.
+      a batch row;
+    latent rows: one array [num_pages, page_size, D] of one key head, whose first E numbers are the
+      value. They are computed from where they arrive, so that a row is copied and kept once.
   If `heads_major`, heads come before tokens: [num_pages, 2 * K, page_size, D],
   [K, num_pages, page_size, D or E], [B, K, S, D or E].
 
@@ -60,6 +62,17 @@ class KVLayout(NamedTuple):
   # Parts of LANES columns that a row consists of: consecutive rows of the array, of which each has
   # the numbers that share words. XLA stores rows of layout v3 in this order.
   lane_parts: int = 1
+  latent: bool = False  # whether the value is a part of the key
+
+  @property
+  def array_widths(self) -> tuple[int, ...]:
+    """The widths of the arrays of tokens."""
+    return self.widths[:1] if self.latent else self.widths
+
+  @property
+  def keeps_words(self) -> bool:
+    """True if blocks are converted to words before they are read."""
+    return not (self.heads_major or self.latent)
 
   @property
   def block_kv(self) -> int:
@@ -98,11 +111,14 @@ class KVLayout(NamedTuple):
 
   def buffers(self) -> list[BufferShape]:
     """Returns shapes of the buffers that blocks and their scales are copied to."""
-    shape = lambda width: (self.token_rows, self.page_size, width) if self.heads_major else (
-        self.page_size, self.token_rows * self.lane_parts, width // self.lane_parts)
+    def shape(width: int) -> tuple[int, ...]:
+      if self.latent:
+        return self.page_size, width
+      return (self.token_rows, self.page_size, width) if self.heads_major else (
+          self.page_size, self.token_rows * self.lane_parts, width // self.lane_parts)
     stored = jnp.int8 if jnp.dtype(self.dtype).itemsize == 1 else self.dtype
     found: list[BufferShape] = [
-        ((self.slots, self.block_pages, *shape(width)), stored) for width in self.widths]
+        ((self.slots, self.block_pages, *shape(width)), stored) for width in self.array_widths]
     if self.scales == "token":
       found += [((self.slots, self.scale_rows, self.block_kv), jnp.float32)] * 2
     return found
@@ -115,7 +131,7 @@ class KVLayout(NamedTuple):
   def word_buffers(self) -> list[BufferShape]:
     """Returns shapes of the buffers for the words of a block and for its transposed scales."""
     dtype = jnp.uint32 if self.packing > 1 else jnp.float32
-    found: list[BufferShape] = [] if self.heads_major else [
+    found: list[BufferShape] = [] if not self.keeps_words else [
         ((cdiv(width, LANES * self.lane_parts), self.block_kv * self.token_words,
           min(width, LANES)), dtype)
         for width in self.widths]

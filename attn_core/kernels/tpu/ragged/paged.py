@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from attn_core.caches.paged import layouts, slot_mapping, token_writes
+from attn_core.caches.paged.latent_layout import PagesLatent
 from attn_core.caches.paged.layouts import Pages
 from attn_core.kernels.common import (dense_operands, online_softmax, paged_operands,
                                       query_block_queue)
@@ -87,8 +88,7 @@ def _forward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
   out = written = None
   ranges = paged_operands.request_ranges(operands, chosen)
   for number, (first, end, block_q) in enumerate(ranges):
-    layout = paged_tiling.with_blocks(single_page, operands, block_sizes,
-                                      common.has_few_rows(block_q * group_size))
+    layout = paged_tiling.with_blocks(single_page, operands, block_sizes, block_q * group_size)
     inputs = paged_operands.block_inputs(padded, spec, heads, (block_q, layout.block_pages))
     possible = paged_tiling.possible_tokens(operands, block_q, chosen)
     places = _request_part(operands.metadata, number, len(ranges))
@@ -137,6 +137,8 @@ def _token_arrays(inputs: BlockedInputs, layout: KVLayout) -> tuple[jax.Array, .
     tokens = _stored(cache.key_pages), _stored(cache.value_pages)
   elif isinstance(cache, layouts.PagesV3):
     tokens = _token_rows(cache.pages, layout.lane_parts),
+  elif isinstance(cache, PagesLatent):
+    tokens = cache.pages,
   else:
     x = _stored(cache.pages)
     tokens = x.swapaxes(1, 2) if layout.heads_major else x,

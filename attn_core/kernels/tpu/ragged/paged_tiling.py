@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from attn_core.caches.paged import layouts
+from attn_core.caches.paged.latent_layout import PagesLatent
 from attn_core.caches.paged.layouts import Pages
 from attn_core.kernels.common import paged_operands, query_block_queue
 from attn_core.kernels.tpu.ragged import common
@@ -44,7 +45,7 @@ def choose_block_q(operands: PagedOperands, block_sizes: BlockSizes, layout: KVL
   if block_sizes.block_q is not None:
     return block_q
   def fits_vector_memory(block_q: int) -> bool:
-    blocks = with_blocks(layout, operands, block_sizes, common.has_few_rows(block_q * group_size))
+    blocks = with_blocks(layout, operands, block_sizes, block_q * group_size)
     shape = common.StepShape(blocks, group_size, block_q, operands.metadata.page_tables.shape[1])
     return shape.vmem_bytes(operands.query.dtype) <= VECTOR_BYTES
   while block_q > 1 and not fits_vector_memory(block_q):
@@ -102,8 +103,16 @@ def scalar_bytes(operands: PagedOperands, chosen: int) -> int:
 
 
 def with_blocks(layout: KVLayout, operands: PagedOperands, block_sizes: BlockSizes,
-                 few_rows: bool) -> KVLayout:
-  """Sets the pages of a block and the number of blocks in vector memory."""
+                rows: int) -> KVLayout:
+  """Sets the pages of a block and the number of blocks in vector memory.
+
+  Args:
+    layout: its other fields.
+    operands: only shapes count.
+    block_sizes: those given; None fields are chosen.
+    rows: of a key head and a block of queries.
+  """
+  few_rows = common.has_few_rows(layout, rows)
   layout = layout._replace(slots=common.FEW_ROWS_SLOTS if few_rows else 2)
   chosen = BLOCK_KV
   if few_rows:
@@ -125,6 +134,10 @@ def with_blocks(layout: KVLayout, operands: PagedOperands, block_sizes: BlockSiz
 def make_layout(cache: Pages, heads: layouts.Heads, block_pages: int) -> KVLayout:
   """Returns the layout of the pages of a cache, in blocks of `block_pages`."""
   is_v1, dtype = isinstance(cache, layouts.PagesV1), layouts.dtype_of(cache)
+  if isinstance(cache, PagesLatent):
+    value_width = cdiv(cache.widths.latent, LANES) * LANES
+    return KVLayout(False, False, 1, (cache.pages.shape[-1], value_width), jnp.dtype(dtype),
+                    layouts.page_size(cache), block_pages, latent=True)
   stored = layouts.heads_of(cache)
   # Heads that pad a layout are copied, although nothing reads them.
   key_heads = stored.key_heads if isinstance(cache, layouts.PagesV3) else heads.key_heads
@@ -165,6 +178,10 @@ def unsupported_reason(query: jax.Array, cache: Pages, metadata: layouts.PagesMe
       quantized and stored.itemsize > 1):
     return (f"queries of {dtype} and pages of {stored.name}: the TPU kernel computes in "
             f"{' and '.join(DTYPES)}, from pages of these or of 8 bits")
+  if isinstance(cache, PagesLatent):
+    reason = _latent_reason(cache)
+    if reason is not None:
+      return reason
   layout = make_layout(cache, heads, 1)
   for width in layout.widths:
     if width > LANES and width % LANES:
@@ -181,4 +198,17 @@ def unsupported_reason(query: jax.Array, cache: Pages, metadata: layouts.PagesMe
     return (f"page tables of {list(metadata.page_tables.shape)} and {steps} steps of {block_q} "
             f"queries need {needed} bytes of scalar memory, of which the TPU kernel has "
             f"{SCALAR_BYTES}: give {cure}narrower tables, larger pages or fewer requests")
+  return None
+
+
+def _latent_reason(cache: PagesLatent) -> str | None:
+  """Returns why the kernel does not read pages of latent rows, or None if it does."""
+  if cache.scales is not None:
+    return (f"latent rows in {cache.pages.dtype.name}: the TPU kernel reads rows of "
+            f"{' and '.join(DTYPES)}")
+  width = cache.pages.shape[-1]
+  if width % LANES:
+    # XLA stores such pages with their numbers along the lanes, and would copy the pool.
+    return (f"latent rows of {width} numbers: the TPU kernel reads rows that are padded to a "
+            f"multiple of {LANES}, as by caches.latent_pages.init(padded=True)")
   return None

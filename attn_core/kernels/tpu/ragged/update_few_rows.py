@@ -130,7 +130,8 @@ def _scores(k: KernelRefs, block: KVBlock, group: Index,
   pairs = [block.read_both(group * heads + i, rows.dtype) for i in range(heads)]
   key, value = (jnp.concatenate(x, 1) for x in zip(*pairs))
   if propagate_nan:
-    count = sum(_count_nonfinite(k, x) for x in (key, value))
+    # Of latent rows the value is a part of the key.
+    count = sum(_count_nonfinite(k, x) for x in ((key,) if k.shape.layout.latent else (key, value)))
     key, value = _mask_nonfinite(key), _mask_nonfinite(value)
   scores = common.dot(k, _block_diagonal(k, rows), key, 1)
   if propagate_nan:
