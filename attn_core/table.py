@@ -85,8 +85,8 @@ _decode_hopper = Implementation(
     decode.gpu, _DECODE & _HOPPER | {"quantized"}, LINEAR, capabilities.hopper_decode_limits,
     fallback=_decode, shards_keys=True, derivatives=_decode.derivatives)
 _decode_tpu = Implementation(
-    decode.tpu, _DECODE - _NOT_ON_TPU, LINEAR, capabilities.tpu_decode_limits, fallback=_decode,
-    shards_keys=True, derivatives=_decode.derivatives)
+    decode.tpu, (_DECODE - _NOT_ON_TPU) | _MODS, LINEAR, capabilities.tpu_decode_limits,
+    fallback=_decode, shards_keys=True, derivatives=_decode.derivatives)
 
 
 def _over_pages(layout: str, run: _Run, features: frozenset[str] = _PAGED) -> Implementation:

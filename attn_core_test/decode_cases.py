@@ -96,6 +96,26 @@ def cache_of(case: Case, key, value, **scales) -> dense.DenseCache:
                           jnp.array(case.lengths, jnp.int32), jnp.zeros(rows, bool), **scales)
 
 
+def with_holes(case: Case, dtype, held):
+  """Returns operands, the cache with NaN in unread slots, and the operands as kernels read them."""
+  operands = arrays(case, dtype)
+  slot = jnp.arange(case.S)
+  starts = jnp.array(case.starts or [0] * len(case.lengths))
+  live = (slot >= starts[:, None]) & (slot < jnp.array(case.lengths)[:, None])
+  stored, scales, read = [], {}, dict(operands)
+  for name in ("key", "value"):
+    x, scale = operands[name], None
+    if held is not None:
+      x, scale = quantize.quantize(x, held)
+      read[name] = quantize.dequantize(x, scale, dtype)
+      scales[f"{name}_scale"] = jnp.where(live[:, :, None], scale, jnp.nan)
+    if x.dtype != jnp.int8:
+      x = jnp.where(live[:, :, None, None], x, jnp.asarray(jnp.nan, x.dtype))
+    stored.append(x)
+  cache = cache_of(case, *stored, **scales)
+  return operands, cache, {name: x.astype(jnp.float32) for name, x in read.items()}
+
+
 def decoded(case: Case, operands, **more):
   """Returns (out, lse) of the queries, which are the last tokens of their rows."""
   return from_cache(case, operands, cache_of(case, operands["key"], operands["value"]), **more)

@@ -104,7 +104,7 @@ REFUSED = {
         "softmax_dtype vmem_limit_bytes sequence_layout pages draft_mask scope prefixes "
         "stored_heads latent selected"),
     "decode.tpu": (
-        "float16 float64 bias score_mod score_function dropout weights precision softmax_dtype "
+        "float16 float64 bias dropout weights precision softmax_dtype "
         "vmem_limit_bytes sequence_layout pages draft_mask scope prefixes stored_heads latent "
         "selected"),
     "latent.projected": (

@@ -38,26 +38,6 @@ SWEPT = [
     ((8, 4, 128), "bfloat16", "int8", 64)]
 
 
-def setup(case: Case, dtype, held):
-  """Returns operands, the cache, and the operands as the kernel reads them."""
-  operands = decode_cases.arrays(case, dtype)
-  slot = jnp.arange(case.S)
-  starts = jnp.array(case.starts or [0] * len(case.lengths))
-  live = (slot >= starts[:, None]) & (slot < jnp.array(case.lengths)[:, None])
-  stored, scales, read = [], {}, dict(operands)
-  for name in ("key", "value"):
-    x, scale = operands[name], None
-    if held is not None:
-      x, scale = quantize.quantize(x, held)
-      read[name] = quantize.dequantize(x, scale, dtype)
-      scales[f"{name}_scale"] = jnp.where(live[:, :, None], scale, jnp.nan)
-    if x.dtype != jnp.int8:
-      x = jnp.where(live[:, :, None, None], x, jnp.asarray(jnp.nan, x.dtype))
-    stored.append(x)
-  cache = decode_cases.cache_of(case, *stored, **scales)
-  return operands, cache, {name: x.astype(jnp.float32) for name, x in read.items()}
-
-
 def decoded(case: Case, operands, cache):
   return decode_cases.from_cache(case, operands, cache, metadata=TPU)
 
@@ -71,7 +51,7 @@ class InterpretTest(parameterized.TestCase):
   @parameterized.parameters(*CHOSEN)
   def test_equals_the_definition(self, name):
     case, dtype, held, transfers = ROWS[name]
-    operands, cache, read = setup(case, dtype, held)
+    operands, cache, read = decode_cases.with_holes(case, dtype, held)
     with interpreted(transfers):
       output = jax.block_until_ready(
           jax.jit(lambda *a: decoded(case, *a))(operands, cache))
@@ -109,7 +89,7 @@ class InterpretTest(parameterized.TestCase):
 
   def test_a_scale_that_is_nan_reaches_what_sees_it(self):
     case, dtype, held, transfers = ROWS["int8"]
-    operands, cache, _ = setup(case._replace(lengths=(50, 77), S=80), dtype, held)
+    operands, cache, _ = decode_cases.with_holes(case._replace(lengths=(50, 77), S=80), dtype, held)
     run = lambda metadata: jax.jit(lambda query, cache: attention(
         query, None, None, cache_view=cache, metadata=metadata, return_lse=True,
         **case.arguments)[:4])
@@ -125,7 +105,7 @@ class InterpretTest(parameterized.TestCase):
   def test_the_same_bits_in_any_batch_and_only_live_keys_move(self):
     """Checks that at 4k tokens at most 5% more bytes move than those of visible keys and values."""
     case = Case((4050, 4000), S=4096, H=2, K=2, D=128, E=128, block=1024)
-    operands, cache, _ = setup(case, "float32", None)
+    operands, cache, _ = decode_cases.with_holes(case, "float32", None)
     with counted() as moved:
       attend = jax.jit(lambda query, cache: decoded(case, {"query": query}, cache))
       def run(query, cache):
@@ -174,7 +154,7 @@ class CompileTest(parameterized.TestCase):
     case = case._replace(lengths=case.lengths * repeated,
                          starts=case.starts and case.starts * repeated)
     with jax.enable_x64(False):
-      operands, cache = jax.eval_shape(lambda: setup(case, dtype, held)[:2])
+      operands, cache = jax.eval_shape(lambda: decode_cases.with_holes(case, dtype, held)[:2])
     chip, precision = tpu_cases.compiled_for(f"{name} {rows}")
     with jax.default_matmul_precision(precision):
       self.compile(chip, lambda *a: decoded(case, *a), operands, cache)

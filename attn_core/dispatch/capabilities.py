@@ -307,22 +307,37 @@ def tpu_limits(request: Request) -> str | None:
 
 def tpu_flash_limits(request: Request) -> str | None:
   """Limits of the block-wise kernels for TPUs."""
-  reason = tpu_limits(request)
-  if reason is None and request.mod != NO_SCORE_MOD:
-    found = traceable.refusal(request.mod, request.mods)
-    if traceable.looks_up_distances(request.mod) and not evaluate.is_consecutive(
-        mask_lib.of_structure(request.mask)):
-      found = ("a table looked up by distance (score_mods.relative or by_distance) at listed "
-               "positions")
-    reason = found and f"score_mod with {found}: the kernels for TPUs look nothing up"
-  return reason
+  reason, at = tpu_limits(request), ""
+  if not evaluate.is_consecutive(mask_lib.of_structure(request.mask)):
+    at = " at listed positions"
+  return reason or _tpu_mod_limits(request, at)
+
+
+def _tpu_mod_limits(request: Request, at: str) -> str | None:
+  """Limits of score mods in kernels for TPUs.
+
+  Args:
+    request: the request.
+    at: where tables by distance are looked up, if these are not taken; empty: they are taken.
+  """
+  if request.mod == NO_SCORE_MOD:
+    return None
+  found = traceable.refusal(request.mod, request.mods)
+  if at and traceable.looks_up_distances(request.mod):
+    found = f"a table looked up by distance (score_mods.relative or by_distance){at}"
+  return found and f"score_mod with {found}: the kernels for TPUs look nothing up"
 
 
 def tpu_decode_limits(request: Request) -> str | None:
   """Limits of the decode kernel for TPUs."""
   from attn_core.kernels.tpu.ragged import decode  # Pallas takes 0.1 s to import
-  return tpu_limits(request) or decode.unsupported_reason(
-      request.dtype, request.widths, request.lengths[0])
+  query, key_heads = request.query.shape, request.key.shape[2]
+  found = (tpu_limits(request)
+           or decode.unsupported_reason(request.dtype, request.widths, request.lengths[0])
+           or _tpu_mod_limits(request, " while decoding"))
+  if found is None and (reason := decode.unsupported_mod(request.mods, query, key_heads)):
+    found = f"score_mod with {reason}"
+  return found
 
 
 def collective_limits(request: Request) -> str | None:

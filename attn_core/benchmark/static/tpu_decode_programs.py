@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 import jax.numpy as jnp
 
 from attn_core.attention import attention
+from attn_core.benchmark import cases
 from attn_core.benchmark.cases import Case
 from attn_core.benchmark.static.tpu_programs import Built, Contender, Program
 from attn_core.caches import dense
@@ -77,7 +78,7 @@ def _ours(program: Program) -> Iterator[Built]:
   case, (_, block_kv, page) = program.case, program.blocks
   ours = functools.partial(
       attention, mechanism=program.contender, metadata=OperationMetadata(platform="tpu"),
-      block_sizes=BlockSizes(block_q=1, block_kv=block_kv))
+      block_sizes=BlockSizes(block_q=1, block_kv=block_kv), score_mod=cases.score_mod(case))
   attend: Callable[..., Any]
   arguments: tuple[Any, ...]
   if program.contender == DENSE:

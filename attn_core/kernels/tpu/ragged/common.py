@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from attn_core.kernels.common import matmul_precision, online_softmax
 from attn_core.kernels.tpu.ragged.kv_block import KVBlock
 from attn_core.kernels.tpu.ragged.kv_layout import LANES, SUBLANES, KVLayout, LiveTokens
+from attn_core.kernels.tpu.ragged.mod_form import ModForm, ModInputs, ModRefs
 from attn_core.types import cdiv
 
 Ref = Any  # a Pallas reference
@@ -144,22 +145,28 @@ class LogitsSpec(NamedTuple):
   left: int | None  # window to the left of a query; None: unbounded
   right: int | None
   precision: Any
+  mods: ModForm | None = None  # the score mod, which follows the soft cap
+
+  @property
+  def _is_scaled(self) -> bool:
+    """Whether `logits` multiplies by the scale."""
+    return (self.logits_soft_cap is not None or self.softmax_scale <= 0 or self.mods is not None)
 
   @property
   def unit(self) -> float:
     """The factor in exp(logit) = 2 ** (unit * result of `logits`)."""
-    capped = self.logits_soft_cap is not None or self.softmax_scale <= 0
-    return online_softmax.LOG2E * (1.0 if capped else self.softmax_scale)
+    return online_softmax.LOG2E * (1.0 if self._is_scaled else self.softmax_scale)
 
   def logits(self, scores: jax.Array) -> jax.Array:
     """Returns the logits of scores without the factor `unit`."""
     if self.logits_soft_cap is not None:
       capped = jnp.tanh(scores * (self.softmax_scale / self.logits_soft_cap))
       return capped * self.logits_soft_cap
-    return scores if self.softmax_scale > 0 else scores * self.softmax_scale
+    return scores * self.softmax_scale if self._is_scaled else scores
 
   def update(self, running: online_softmax.Running, scores: jax.Array,
-             weigh: Callable[[jax.Array], jax.Array], visible: jax.Array | None, *,
+             weigh: Callable[[jax.Array], jax.Array], visible: jax.Array | None,
+             modify: Callable[[jax.Array], jax.Array] | None, *,
              axis: int) -> online_softmax.Running:
     """Folds scores into the running softmax.
 
@@ -168,9 +175,11 @@ class LogitsSpec(NamedTuple):
       scores: Q K^T, the keys along `axis`.
       weigh: maps weights to their product with the values.
       visible: bool, broadcastable to `scores`; None: all True.
+      modify: the score mod; None: there is none.
       axis: of the keys.
     """
     logits = self.logits(scores)
+    logits = logits if modify is None else modify(logits)
     if visible is not None:
       logits = jnp.where(visible, logits, -jnp.inf)
     return online_softmax.update(running, logits, weigh, exp=lambda x: jnp.exp2(x * self.unit),
@@ -187,6 +196,7 @@ class KernelInputs(NamedTuple):
   rows: jax.Array  # queries [num_steps, head_groups, group_rows, D]
   mask: jax.Array | None  # bfloat16 [rows, mask_rows, keys], 1: visible; None: by positions
   tokens: tuple[jax.Array, ...]  # keys, values and scales; see `KVLayout`
+  mods: ModInputs | None = None
 
 
 class KernelRefs(NamedTuple):
@@ -199,13 +209,14 @@ class KernelRefs(NamedTuple):
   tables: Ref
   tensor_scales: Ref | None
   rows: Ref
-  sources: Sequence[Ref]  # keys, values, scales and mask in HBM
+  sources: Sequence[Ref]  # keys, values, scales, keys of the score mod and mask in HBM
   outputs: Sequence[Ref]  # out, lse
   buffers: Sequence[Ref]  # targets of the transfers from `sources`
   words: Sequence[Ref]  # see `KVLayout.word_buffers`
   running: online_softmax.Running  # see `StepShape.running_shapes`
   semaphores: Ref  # of the transfers to each slot
   counters: Ref  # int32 [4] in scalar memory, indexed by the names below
+  mods: ModRefs | None = None
 
 
 def split(refs: Sequence[Ref], counts: Sequence[int]) -> list[Sequence[Ref]]:

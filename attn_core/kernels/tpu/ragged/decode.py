@@ -9,7 +9,7 @@ any batch: its blocks begin at multiples of their size, and depend on nothing el
 """
 
 import functools
-from typing import Iterable
+from typing import Iterable, Sequence
 
 import jax
 from jax import lax
@@ -19,9 +19,11 @@ from jax.typing import DTypeLike
 from attn_core.kernels.common import dense_operands, nonfinite, online_softmax
 from attn_core.kernels.common.contract import Kernel, Residuals
 from attn_core.kernels.tpu import launch
-from attn_core.kernels.tpu.ragged import common, kernel
+from attn_core.kernels.tpu.ragged import common, kernel, row_mods
 from attn_core.kernels.tpu.ragged.kv_layout import LANES, KVLayout, is_heads_major
+from attn_core.kernels.tpu.ragged.mod_form import ModInputs
 from attn_core.masks import materialize
+from attn_core.score_mods import evaluate
 from attn_core.types import AttentionSpec, BlockSizes, Operands, cdiv
 
 PAGE_SIZE = 64  # tokens of a transfer
@@ -30,6 +32,7 @@ BUFFER_BYTES = 16 * 2**20  # of vector memory, for keys and values as copied and
 MASK_ROWS = 16  # rows of the mask are padded to a multiple: a tile of bfloat16
 MOST_SCORES = 2**19  # of a block and a head group
 MOST_QUERIES = 64  # per batch row, T
+MOST_PAIR_ROWS = 512  # pairs of a query and a query head with numbers for every key
 DTYPES = ("float32", "bfloat16")
 
 
@@ -46,13 +49,14 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
   rows = nonfinite.infinite_to_nan(operands.query)
   rows = rows.reshape(batch, length, key_heads, group_size, width)
   rows = rows.transpose(0, 2, 1, 3, 4).reshape(batch, shape.head_groups, shape.group_rows, width)
-  logits_spec = common.LogitsSpec(
-      spec.softmax_scale, spec.logits_soft_cap, None, None, spec.precision)
+  mods = _mod_inputs(operands, spec, shape) if spec.has_score_mod else None
+  logits_spec = common.LogitsSpec(spec.softmax_scale, spec.logits_soft_cap, None, None,
+                                  spec.precision, mods and mods.form)
   count = jnp.full((1,), batch, jnp.int32)
   # 3. The kernel.
   out, lse = kernel.attend(logits_spec, shape, common.KernelInputs(
-      steps, count, jnp.zeros((1,), jnp.int32), None, rows, mask, _token_arrays(operands, layout)),
-                              dense_operands.out_dtype(operands, spec))
+      steps, count, jnp.zeros((1,), jnp.int32), None, rows, mask, _token_arrays(operands, layout),
+      mods), dense_operands.out_dtype(operands, spec))
   # 4. Back to [B, T, H, E], and the sinks.
   def from_rows(x: jax.Array) -> jax.Array:
     x = x.reshape(batch, key_heads, length, group_size, -1).transpose(0, 2, 1, 3, 4)
@@ -120,6 +124,20 @@ def _make_steps(operands: Operands, spec: AttentionSpec,
   return dense_operands.pad_axis(mask, 1, -visible.shape[1] % MASK_ROWS), mask_heads, steps
 
 
+def _mod_inputs(operands: Operands, spec: AttentionSpec, shape: common.StepShape) -> ModInputs:
+  """Returns the arrays of the score mod, and positions, which caches list."""
+  (batch, length, heads, _), keys = operands.query.shape, operands.key.shape[1]
+  at, _ = evaluate.move_to_positions(*materialize.expand(
+      spec.mask, operands.mask, (batch, heads, length, keys)))
+
+  def rows_of(x: jax.Array) -> jax.Array:
+    x = jnp.broadcast_to(x, (x.shape[0], heads, length, x.shape[3]))
+    x = x.reshape(x.shape[0], -1, shape.group_size, *x.shape[2:])
+    return x.swapaxes(2, 3)
+
+  return row_mods.make_inputs(spec.score_mod, operands.mods, at._asdict(), shape, rows_of)
+
+
 def unsupported_reason(dtype: DTypeLike, widths: Iterable[int], length: int) -> str | None:
   """Returns why the kernel does not support a call, by shapes and dtypes, or None if it does.
 
@@ -136,6 +154,27 @@ def unsupported_reason(dtype: DTypeLike, widths: Iterable[int], length: int) -> 
   if length > MOST_QUERIES:
     return (f"{length} queries a row: the TPU kernel takes up to {MOST_QUERIES}; prefill with "
             "flash_attn2")
+  return None
+
+
+def unsupported_mod(arrays: Sequence[jax.ShapeDtypeStruct], query: tuple[int, ...],
+                    key_heads: int) -> str | None:
+  """Returns why the kernel does not support a score mod that the kernels can trace, or None.
+
+  Args:
+    arrays: of its term; only shapes are used.
+    query: [B, T, H, D].
+    key_heads: K.
+  """
+  length, heads = query[1:3]
+  pairs = sum(x.ndim == 4 and x.shape[3] > 1 and x.shape[1:3] != (1, 1) for x in arrays)
+  rows = length * heads
+  if pairs and not common.has_few_rows(rows // key_heads):
+    return (f"numbers for every key and query head, of {rows // key_heads} queries and heads a "
+            f"key head: the TPU kernel takes them for up to {common.FEW_ROWS}")
+  if pairs * rows > MOST_PAIR_ROWS:
+    return (f"numbers for every key of {rows} queries and heads: the TPU kernel takes them for up "
+            f"to {MOST_PAIR_ROWS}")
   return None
 
 

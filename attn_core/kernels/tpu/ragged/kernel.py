@@ -22,10 +22,11 @@ from jax.typing import DTypeLike
 
 from attn_core.kernels.common import online_softmax
 from attn_core.kernels.tpu import launch
-from attn_core.kernels.tpu.ragged import common, update_few_rows, update_many_rows
+from attn_core.kernels.tpu.ragged import common, row_mods, update_few_rows, update_many_rows
 from attn_core.kernels.tpu.ragged.common import (
     Index, KernelInputs, KernelRefs, LogitsSpec, Ref, StepShape, Steps)
 from attn_core.kernels.tpu.ragged.kv_layout import LiveTokens, Transfer, copy_block, copy_pages
+from attn_core.kernels.tpu.ragged.mod_form import FIXED, STEP, ModRefs
 
 
 def attend(spec: LogitsSpec, shape: StepShape, inputs: KernelInputs,
@@ -52,11 +53,15 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: KernelInputs,
   steps = _stacked(inputs.steps)
   scalars = [x for x in (steps, inputs.num_live, inputs.tables, inputs.tensor_scales)
              if x is not None]
-  sources = [*inputs.tokens, *([] if inputs.mask is None else [inputs.mask])]
+  mods = inputs.mods
+  sources = [x for x in (*inputs.tokens, mods and mods.keys, inputs.mask) if x is not None]
+  numbers = [] if mods is None else [x for x in (mods.fixed, mods.by_step) if x is not None]
   # Steps after the first `num_live` repeat the last block index, so that they copy nothing.
   last = lambda count: jnp.clip(count[count.shape[0] - 1] - 1, 0, num_steps - 1)
   index_map = lambda w, steps, count, *_: (jnp.minimum(w, last(count)), 0, 0, 0)
   block = lambda *last: pl.BlockSpec((1, shape.head_groups, *last), index_map)
+  block_of = lambda x: block(*x.shape[2:]) if x.shape[0] == num_steps else pl.BlockSpec(
+      x.shape, lambda *_: (0, 0, 0, 0))
   # 2. Outputs.
   varying = jax.typeof(rows).manual_axis_type
   output = lambda last, dtype: jax.ShapeDtypeStruct((num_steps, shape.head_groups, *last), dtype,
@@ -65,12 +70,14 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: KernelInputs,
   outputs = [output((shape.group_rows, width), out_dtype), output(column, jnp.float32)]
   # 3. Scratch memory.
   buffers = [pltpu.VMEM(*x) for x in layout.buffers()]
+  if mods is not None and mods.keys is not None:
+    buffers.append(pltpu.VMEM((layout.slots, mods.form.key_rows, layout.block_kv), jnp.int32))
   if inputs.mask is not None:
     buffers.append(pltpu.VMEM((layout.slots, shape.mask_rows, layout.block_kv), inputs.mask.dtype))
   scratch = (buffers, [pltpu.VMEM(*x) for x in layout.word_buffers()],
              [pltpu.VMEM(x, jnp.float32) for x in shape.running_shapes()],
              [pltpu.SemaphoreType.DMA((layout.slots,)), pltpu.SMEM((4,), jnp.int32)])
-  counts = [len(x) for x in (scalars, [rows], sources, outputs, *scratch)]
+  counts = [len(x) for x in (scalars, [rows], numbers, sources, outputs, *scratch)]
 
   def kernel(*refs: Ref) -> None:
     _kernel(_kernel_refs(spec, shape, common.split(refs, counts)))
@@ -80,14 +87,16 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: KernelInputs,
       kernel,
       grid_spec=pltpu.PrefetchScalarGridSpec(
           num_scalar_prefetch=len(scalars), grid=(num_steps,),
-          in_specs=[block(*rows.shape[2:]), *[pl.BlockSpec(memory_space=pltpu.HBM)] * len(sources)],
+          in_specs=[*map(block_of, (rows, *numbers)),
+                    *[pl.BlockSpec(memory_space=pltpu.HBM)] * len(sources)],
           out_specs=[block(shape.group_rows, width), block(*column)],
           scratch_shapes=[x for group in scratch for x in group]),
       out_shape=outputs, name="attn_core_ragged",
       compiler_params=pltpu.CompilerParams(
           dimension_semantics=("arbitrary",), disable_bounds_checks=True,
-          vmem_limit_bytes=max(16 * 2**20, shape.vmem_bytes(rows.dtype) * 5 // 4)),
-  ))(*scalars, rows, *sources)
+          vmem_limit_bytes=max(16 * 2**20, (
+              shape.vmem_bytes(rows.dtype) + row_mods.vmem_bytes(shape, mods)) * 5 // 4)),
+  ))(*scalars, rows, *numbers, *sources)
   return out, lse.reshape(num_steps, shape.head_groups, shape.group_rows)
 
 
@@ -97,14 +106,23 @@ def _kernel_refs(spec: LogitsSpec, shape: StepShape, parts: Sequence[Sequence[Re
   Args:
     spec: what is computed.
     shape: static shape of a step.
-    parts: references to scalars, rows, sources, outputs, buffers, words, the running softmax, and
-      semaphores and counters.
+    parts: references to scalars, rows, numbers of the score mod, sources, outputs, buffers, words,
+      the running softmax, and semaphores and counters.
   """
-  scalars, (rows,), sources, outputs, buffers, words, running, (semaphores, counters) = parts
+  (scalars, (rows,), numbers, sources, outputs, buffers, words, running,
+   (semaphores, counters)) = parts
   steps, num_live, tables, *scales = scalars
   return KernelRefs(spec, shape, steps, num_live, tables, scales[0] if scales else None, rows,
                     sources, outputs, buffers, words, online_softmax.Running(*running),
-                    semaphores, counters)
+                    semaphores, counters, mod_refs(spec, numbers))
+
+
+def mod_refs(spec: LogitsSpec, numbers: Sequence[Ref]) -> ModRefs | None:
+  """Names the references to the numbers of a step's rows, which are those that there are."""
+  if spec.mods is None:
+    return None
+  rest, kinds = list(numbers), spec.mods.kinds
+  return ModRefs(*(rest.pop(0) if kind in kinds else None for kind in (FIXED, STEP)))
 
 
 def _stacked(steps: Steps) -> jax.Array:
@@ -214,9 +232,13 @@ def _page_index(k: KernelRefs, step: Steps, page: Index) -> Index:
 def _copy_block(k: KernelRefs, slot: Index, step: Steps, block: Index, *, start: bool) -> None:
   """Starts or awaits the transfers of a key block, its scales and its mask to a slot."""
   layout = k.shape.layout
-  arrays = len(layout.array_widths)
-  tokens, others = slice(arrays), slice(arrays, None)
+  arrays, first = len(layout.array_widths), len(layout.buffers())
+  has_keys = k.spec.mods is not None and k.spec.mods.key_rows > 0
   transfer = lambda part: Transfer(k.sources[part], k.buffers[part], k.semaphores, slot)
-  copy_pages(layout, transfer(tokens), LiveTokens(step.kv_start, step.kv_stop), block,
+  copy_pages(layout, transfer(slice(arrays)), LiveTokens(step.kv_start, step.kv_stop), block,
              functools.partial(_page_index, k, step), start=start)
-  copy_block(layout, transfer(others), step.row, block, start=start)
+  copy_block(layout, transfer(slice(arrays, first)), step.row, block, start=start)
+  if has_keys:
+    row = 0 if k.sources[first].shape[0] == 1 else step.row  # all rows may share one
+    copy_block(layout, transfer(slice(first, first + 1)), row, block, start=start)
+  copy_block(layout, transfer(slice(first + has_keys, None)), step.row, block, start=start)

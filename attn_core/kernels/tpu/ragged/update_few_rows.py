@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 import jax.numpy as jnp
 
 from attn_core.kernels.common import online_softmax
-from attn_core.kernels.tpu.ragged import common
+from attn_core.kernels.tpu.ragged import common, row_mods
 from attn_core.kernels.tpu.ragged.common import Index, KernelRefs, TileIndex
 from attn_core.kernels.tpu.ragged.kv_block import KVBlock
 
@@ -52,15 +52,18 @@ def update(k: KernelRefs, tile: TileIndex) -> None:
   if not k.shape.mask_heads:
     shared = visible(0)
     visible = lambda group: shared
+  update_groups = functools.partial(_update_groups, k, block, visible,
+                                    row_mods.modifier(k, tile, axis=1))
   # 2. Fold it in, and once more with care if anything was not finite.
-  finite = _update_groups(k, block, visible, propagate_nan=False)
+  finite = update_groups(propagate_nan=False)
 
   @pl.when(jnp.logical_not(finite))
   def _() -> None:
-    _update_groups(k, block, visible, propagate_nan=True)
+    update_groups(propagate_nan=True)
 
 
-def _update_groups(k: KernelRefs, block: KVBlock, visible: Callable[[Index], jax.Array], *,
+def _update_groups(k: KernelRefs, block: KVBlock, visible: Callable[[Index], jax.Array],
+                   modifier: Callable[[Index], Callable[[jax.Array], jax.Array] | None], *,
                    propagate_nan: bool) -> jax.Array:
   """Folds a block into all heads.
 
@@ -68,6 +71,7 @@ def _update_groups(k: KernelRefs, block: KVBlock, visible: Callable[[Index], jax
     k: the kernel.
     block: keys and values.
     visible: maps a head group to bool [group_rows, block_kv].
+    modifier: see `row_mods.modifier`.
     propagate_nan: whether keys and values may be non-finite: queries that attend to them get NaN.
 
   Returns:
@@ -84,7 +88,8 @@ def _update_groups(k: KernelRefs, block: KVBlock, visible: Callable[[Index], jax
       def weighed(weights: jax.Array, weigh: Callable = weigh, found: list = found) -> jax.Array:
         found.append(weigh(weights))
         return found[0]
-      after = k.spec.update(result(k, group), scores, weighed, visible(group), axis=1)
+      after = k.spec.update(result(k, group), scores, weighed, visible(group),
+                            modifier(group), axis=1)
       for ref, x in zip(k.running, after):
         ref[1 - _current(k), group] = x
       total = scores.sum(1, keepdims=True) + found[0].sum(1, keepdims=True)

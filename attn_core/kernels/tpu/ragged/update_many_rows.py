@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 import jax.numpy as jnp
 
 from attn_core.kernels.common import online_softmax
-from attn_core.kernels.tpu.ragged import common
+from attn_core.kernels.tpu.ragged import common, row_mods
 from attn_core.kernels.tpu.ragged.common import Index, KernelRefs, TileIndex
 from attn_core.kernels.tpu.ragged.kv_block import KVBlock
 from attn_core.kernels.tpu.ragged.kv_layout import LANES
@@ -40,24 +40,27 @@ def update(k: KernelRefs, tile: TileIndex) -> None:
   # 1. Load the block.
   finite = block.load_masked_words()
   visible = functools.partial(common.visible, k, tile, axis=0)
+  update_groups = functools.partial(_update_groups, k, block, row_mods.modifier(k, tile, axis=0))
   # 2. Fold it in, without a mask where all of it is visible, and with care where it is not finite.
   all_visible = jnp.bool_(False)
   if not shape.mask_rows and shape.group_rows > LANES:  # for fewer rows the mask costs nothing
     all_visible = common.all_visible(k, tile)
-    pl.when(finite & all_visible)(lambda: _update_groups(k, block, None, propagate_nan=False))
+    pl.when(finite & all_visible)(lambda: update_groups(None, propagate_nan=False))
   pl.when(finite & jnp.logical_not(all_visible))(
-      lambda: _update_groups(k, block, visible, propagate_nan=False))
+      lambda: update_groups(visible, propagate_nan=False))
   pl.when(jnp.logical_not(finite))(
-      lambda: _update_groups(k, block, visible, propagate_nan=True))
+      lambda: update_groups(visible, propagate_nan=True))
 
 
-def _update_groups(k: KernelRefs, block: KVBlock, visible: Callable[[Index], jax.Array] | None, *,
-                   propagate_nan: bool) -> None:
+def _update_groups(k: KernelRefs, block: KVBlock,
+                   modifier: Callable[[Index], Callable[[jax.Array], jax.Array] | None],
+                   visible: Callable[[Index], jax.Array] | None, *, propagate_nan: bool) -> None:
   """Folds a block into all heads; scores of the next head group are issued ahead.
 
   Args:
     k: the kernel.
     block: keys and values.
+    modifier: see `row_mods.modifier`.
     visible: maps a head group to bool [block_kv, group_rows]; None: all True.
     propagate_nan: whether keys and values may be non-finite: queries that attend to them get NaN.
   """
@@ -70,7 +73,8 @@ def _update_groups(k: KernelRefs, block: KVBlock, visible: Callable[[Index], jax
       if i + 1 < size:
         issued.append(_scores(k, block, groups[i + 1], propagate_nan))
       after = k.spec.update(result(k, group), *issued.pop(0),
-                            None if visible is None else visible(group), axis=0)
+                            None if visible is None else visible(group), modifier(group),
+                            axis=0)
       for ref, x in zip(k.running, after):
         ref[group] = x
 
