@@ -89,33 +89,27 @@ class AttentionMechanism(str, enum.Enum):
 
 
 # Further names of mechanisms, which mean the same.
-MECHANISM_ALIASES = ("multi_latent_ragged_page_attention_v1",
-                     "multi_latent_ragged_page_attention_v2")
+MECHANISM_ALIASES = tuple(f"multi_latent_ragged_page_attention_v{n}" for n in (1, 2))
 
-# Names that other libraries use -> the mechanisms that compute the same.
-OTHER_MECHANISM_NAMES: dict[str, tuple[str, ...]] = {
-    "splash": ("blocksparse",), "splash_attention": ("blocksparse",),
-    "block_sparse": ("blocksparse",), "flex_attention": ("blocksparse",),
-    "flash": ("flash_attn2",), "flash_attention": ("flash_attn2",), "flash_attn": ("flash_attn2",),
-    "flash_attention_2": ("flash_attn2",), "flash_attention_3": ("flash_attn2",),
-    "mosaic": ("flash_attn2",), "mosaic_gpu": ("flash_attn2",), "pallas": ("flash_attn2",),
-    "triton": ("flash_attn2",), "cuda_flash": ("cuda_flash_attn2",),
-    "dot_product": ("sdpa", "vanilla"), "dot_product_attention": ("sdpa", "vanilla"),
-    "jax_nn": ("sdpa",), "scaled_dot_product_attention": ("sdpa", "vanilla"),
-    "xla": ("sdpa", "blockwise"), "xla_chunked": ("blockwise",), "chunked": ("blockwise",),
-    "memory_efficient": ("blockwise",), "eager": ("vanilla",), "dense": ("vanilla",),
-    "math": ("vanilla",), "naive": ("vanilla",), "standard": ("vanilla",), "mha": ("vanilla",),
-    "default": ("auto",), "autoselected": ("auto",), "flex": ("blocksparse",),
-    "cudnn_flash": ("cudnn",), "cudnn_flash_te": ("cudnn",), "cudnn_attention": ("cudnn",),
-    "ring_attention": ("ring",), "ulysses": ("ring",), "context_parallel": ("ring",),
-    "decode": ("autoregressive_decodeattn",), "autoregressive": ("autoregressive_decodeattn",),
-    "decode_attention": ("autoregressive_decodeattn",), "paged": ("page_attention",),
-    "paged_attention": ("page_attention",), "ragged_paged_attention": (
-        "ragged_page_attention_v2", "ragged_page_attention_v3"),
-    "ragged_page_attention": ("ragged_page_attention_v2", "ragged_page_attention_v3"),
-    "mla": ("multi_latent_attention",), "latent_attention": ("multi_latent_attention",),
-    "flash_mla": ("multi_latent_attention",)}
-
+# Mechanisms -> the names by which other libraries, or their users, know what they compute.
+_NAMES: dict[tuple[str, ...], str] = {
+    ("blocksparse",): "block_sparse flex flex_attention splash splash_attention",
+    ("sdpa",): "jax_nn sdpa_attention",
+    ("flash_attn2",): "fa2 fa3 flash flash_attention flash_attn mosaic pallas triton",
+    ("cudnn",): "cudnn_attention cudnn_flash cudnn_flash_te te transformer_engine",
+    ("blockwise",): "chunked memory_efficient xformers xla_chunked",
+    ("cuda_flash_attn2",): "cuda_flash",
+    ("sdpa", "vanilla"): "dot_product dot_product_attention scaled_dot_product_attention",
+    ("sdpa", "blockwise"): "xla",
+    ("vanilla",): "dense eager math mha naive standard",
+    ("auto",): "autoselected default",
+    ("ring",): "context_parallel ring_attention ulysses",
+    ("autoregressive_decodeattn",): "autoregressive decode decode_attention",
+    ("page_attention",): "paged paged_attention",
+    ("ragged_page_attention_v2", "ragged_page_attention_v3"):
+        "ragged ragged_page_attention ragged_paged_attention",
+    ("multi_latent_attention",): "flash_mla latent_attention mla"}
+OTHER_MECHANISM_NAMES = {x: names for names, others in _NAMES.items() for x in others.split()}
 OTHER_PLATFORM_NAMES: dict[str, tuple[str, ...]] = {"cuda": ("gpu",), "nvidia": ("gpu",)}
 
 
@@ -366,6 +360,13 @@ def _missing_attribute(self: AttentionOutput, name: str) -> object:
   raise AttributeError(f"'AttentionOutput' object has no attribute {name!r}")
 
 
+def _item(self: AttentionOutput, index: int | slice) -> object:
+  """Returns an item or a slice of the tuple; an index of an array is refused."""
+  if isinstance(index, slice) or hasattr(index, "__index__") and not isinstance(index, Array):
+    return tuple.__getitem__(self, index)
+  raise _not_an_array("An index of an array", "attention(...).attention_outputs[...]")
+
+
 # A tuple would answer `* 2` and `+ (x,)` in silence. Arrays of jax and numpy leave `x + output` to
 # the output, and call the last two to convert it. Set here, so that a type checker reports them.
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
@@ -373,6 +374,7 @@ for _name in (*_BINARY, *(f"r{_name}" for _name in _BINARY), "neg", "pos", "abs"
               "jax_array", "array"):
   setattr(AttentionOutput, f"__{_name}__", _refuse(f"__{_name}__"))
 setattr(AttentionOutput, "__array_ufunc__", None)  # arrays of numpy defer to the methods above
+setattr(AttentionOutput, "__getitem__", _item)
 setattr(AttentionOutput, "__getattr__", _missing_attribute)
 
 

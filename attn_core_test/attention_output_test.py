@@ -24,7 +24,8 @@ USES = {
     "astype": lambda x: x.astype("bfloat16"), "T": lambda x: x.T, "sum": jnp.sum,
     "asarray": jnp.asarray, "numpy": np.asarray, "gelu": jax.nn.gelu,
     "einsum": lambda x: jnp.einsum("bthd->bt", x), "tuple": lambda x: x + (1,),
-    "tuple_before": lambda x: (1,) + x, "jit": jax.jit(lambda x: jnp.ones(3) * x)}
+    "tuple_before": lambda x: (1,) + x, "index": lambda x: x[..., 0], "rows": lambda x: x[:, 0],
+    "jit": jax.jit(lambda x: jnp.ones(3) * x)}
 
 
 class ArithmeticTest(parameterized.TestCase):

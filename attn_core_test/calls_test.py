@@ -3,6 +3,7 @@
 """Calls that people make: other kinds of numbers, dtypes, names, modes, platforms and keywords."""
 
 import functools
+import importlib
 import inspect
 
 from absl.testing import absltest
@@ -177,7 +178,9 @@ class NamesTest(parameterized.TestCase):
       ("splash", "'blocksparse'"), ("flash", "'flash_attn2'"), ("flash_attention", "'flash_attn2'"),
       ("dot_product", "'sdpa' or 'vanilla'"), ("xla", "'sdpa' or 'blockwise'"),
       ("paged_attention", "'page_attention'"), ("cudnn_flash", "'cudnn'"),
-      ("Flash-Attn2", "'flash_attn2'"), ("blockwize", "'blockwise'"), ("rings", "'ring'"))
+      ("Flash-Attn2", "'flash_attn2'"), ("blockwize", "'blockwise'"), ("rings", "'ring'"),
+      ("sdpa_attention", "'sdpa'"), ("fa3", "'flash_attn2'"),
+      ("ragged", "'ragged_page_attention_v2' or 'ragged_page_attention_v3'"))
   def test_an_unknown_mechanism_suggests_the_right_one(self, name, meant):
     for function in (run, functools.partial(explain, QUERY, KEY, VALUE)):
       with self.assertRaisesRegex(ValueError, f"mechanism='{name}'.*did you mean {meant}\\?"):
@@ -210,6 +213,11 @@ class NamesTest(parameterized.TestCase):
     self.assertEqual(shown, set(attn_core.__all__))
     self.assertContainsSubset({"attention", "explain", "caches", "masks", "OperationMetadata"},
                               shown)
+
+  def test_modules_of_caches_are_imported_by_their_public_names(self):
+    for name in attn_core.caches.__all__:
+      if inspect.ismodule(module := getattr(attn_core.caches, name)):
+        self.assertIs(importlib.import_module(f"attn_core.caches.{name}"), module)
 
 
 class PredicateTest(parameterized.TestCase):

@@ -376,10 +376,9 @@ def _dropout_words(rng: ArrayLike | None, probability: float) -> jax.Array | Non
   checks.require(isinstance(rng, (jax.Array, np.ndarray)), "dropout_rng", checks.describe(rng),
                  expected)
   key = cast(checks.Array, rng)
-  checks.require(key.dtype != bool, "dropout_rng", checks.describe(key), "a key, not a mask of the "
-                 "kept weights, which are a function of the key; for a mask of your own, multiply "
-                 "the weights of vanilla(..., return_weights=True) by it and sum the values (see "
-                 "docs/equivalents.md)")
+  checks.require(key.dtype != bool, "dropout_rng", checks.describe(key), "a key; a mask of kept "
+                 "weights multiplies the weights of vanilla(..., return_weights=True), which then "
+                 "weigh the values (see docs/equivalents.md)")
   typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.ndim == 0
   raw = key.dtype == jnp.uint32 and key.ndim == 1 and key.shape[0] >= 2
   checks.require(typed or raw, "dropout_rng", checks.describe(key), expected)
@@ -396,5 +395,6 @@ def normalize_precision(precision: jax.lax.PrecisionLike) -> jax.lax.PrecisionLi
   try:
     jax.eval_shape(functools.partial(jax.lax.dot, precision=hashable), square, square)
   except (TypeError, ValueError) as error:
-    raise ValueError(f"precision: got {hashable!r}; expected a jax.lax.PrecisionLike") from error
+    raise ValueError(f"precision: got {hashable!r}; expected a jax.lax.PrecisionLike of both "
+                     "products (see docs/equivalents.md)") from error
   return hashable

@@ -8,6 +8,8 @@
 `exchange`, `latent_pages` and `prefixes` are modules of `paged`, too.
 """
 
+import sys
+
 from attn_core.caches import dense, latent, paged as pages, quantize, window
 from attn_core.caches.paged import (allocator, drafts, exchange, latent_pages, prefixes,
                                     validate as page_checks)
@@ -21,3 +23,9 @@ from attn_core.caches.window import WindowCache
 __all__ = ["CacheMetadata", "CacheView", "DenseCache", "LatentCache", "WindowCache",
            "allocator", "concatenate", "dense", "drafts", "exchange", "groups", "latent",
            "latent_pages", "page_checks", "pages", "prefixes", "quantize", "stripes", "window"]
+
+# So that `import attn_core.caches.pages` and `from attn_core.caches.pages import Heads` work.
+sys.modules.update({f"{__name__}.{name}": sys.modules[module.__name__] for name, module in (
+    ("pages", pages), ("groups", groups), ("stripes", stripes), ("page_checks", page_checks),
+    ("allocator", allocator), ("drafts", drafts), ("exchange", exchange),
+    ("latent_pages", latent_pages), ("prefixes", prefixes))})
