@@ -18,6 +18,7 @@ from attn_core import (AttentionMechanism, AttnConfig, CacheMetadata, MaskInfo, 
                        explain, masks, page_attention, ragged_page_attention_v2,
                        ragged_page_attention_v3)
 from attn_core.caches import pages
+from attn_core.kernels.common import platform_guard
 from attn_core.types import OTHER_MECHANISM_NAMES
 
 B, T, H, K, D = 2, 6, 4, 2, 8
@@ -313,6 +314,10 @@ class PlatformTest(parameterized.TestCase):
     self.assertIn("custom_call", text)
     with self.assertRaisesRegex(NotImplementedError, "got a program for cpu"):
       jax.export.export(jax.jit(out), platforms=("cpu", platform))(x)
+
+  def test_the_same_error_without_jit(self):
+    with jax.disable_jit(), self.assertRaisesRegex(NotImplementedError, "got a program for cpu"):
+      platform_guard.guarded(jnp.ones(3), "tpu")
 
   def test_without_cudnn(self):
     x = jnp.ones((1, 16, 2, 64), jnp.bfloat16)

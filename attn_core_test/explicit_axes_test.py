@@ -299,6 +299,12 @@ class ExplainTest(parameterized.TestCase):
     self.assertIn("left to the partitioner", said["data"])
     self.assertIn("by default rows of the batch", said["fsdp"])
 
+  def test_the_type_of_the_query_counts_where_no_mesh_is_in_force(self):
+    x = np.zeros((B, T, H, D), np.float32)
+    sharding = NamedSharding(mesh_of(("data", "fsdp"), AxisType.Auto, (4, 2)), P())
+    said = explain(jax.device_put(x, sharding), x, x)
+    self.assertIn("left to the partitioner", said.axes[0])
+
   def test_axes_that_the_metadata_names(self):
     said = self.axes(mesh_of(("dp", "tp"), AxisType.Auto, (2, 4)), P())
     self.assertIn("by default rows of the batch", said["dp"])

@@ -193,6 +193,14 @@ class PagesTest(parameterized.TestCase):
       found = jax.jit(lambda *x: self.with_gradients(mesh, x))(*given)
     close(found, self.with_gradients(None, arrays))
 
+  def test_a_width_of_the_output_that_an_axis_of_the_query_does_not_divide(self):
+    query, *rest = self.arrays(1, True, "float32")
+    mesh = jax.make_mesh((2,), ("tp",), axis_types=(AxisType.Explicit,))
+    query = jax.device_put(query, NamedSharding(mesh, P(None, None, "tp")))
+    with jax.set_mesh(mesh):
+      out = jax.eval_shape(lambda x: self.attended(mesh, x, *rest)[0], query)
+    self.assertEqual(out.sharding.spec, P(None, None, None))
+
   def test_no_collective_and_pages_stay_where_they_are(self):
     query, rows, cache, metadata = self.arrays(2, False, "float32")
     mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)

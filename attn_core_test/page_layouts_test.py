@@ -132,6 +132,7 @@ class PageLayoutsTest(parameterized.TestCase):
       with self.assertRaisesRegex(ValueError, words):
         exchange.from_other(*arguments)
     for call, words in (
+        (lambda: exchange.to_other("v4", ours, heads), "layout: got 'v4'"),
         (lambda: exchange.to_other("ragged", ours, heads), "cache: got PagesV3.*pages.convert"),
         (lambda: exchange.to_other("v3_64", ours, Heads(3, 64, 64)), "arrays: got int8"),
         (lambda: exchange.to_other("v3", ours._replace(

@@ -125,6 +125,15 @@ def _mods() -> Programs:
       "query": shape(b, t, h, 16), "key": shape(b, t, 2, 16), "value": shape(b, t, 2, 24),
       "scale": shape(1, 1, t), "slopes": shape(h), "amount": shape(), "column": shape(b, 1, t),
       "row": shape(b, h, t), "bias": shape(1, h, t, t)}, False)
+  def of_distances(arrays: dict) -> tuple[jax.Array, jax.Array]:
+    tokens = {name: arrays[name] for name in ("query", "key", "value")}
+    mod = score_mods.relative(arrays["table"], max_distance=90)
+    output = attention(**tokens, score_mod=mod, mechanism="flash_attn2", return_lse=True,
+                       metadata=tpu_cases.TPU, block_sizes=BlockSizes(128, 256, 256, 128))
+    return output.attention_outputs, output.lse
+  found["tpu relative"] = derivatives(of_distances, {
+      "query": shape(b, t, h, 16), "key": shape(b, t, 2, 16), "value": shape(b, t, 2, 24),
+      "table": shape(8, h)}, False)
   return found
 
 

@@ -262,6 +262,8 @@ def cache_cases(kind):
 CACHES = tuple((f"{kind}_{name}", call, words)
                for kind in MODULES for name, call, words in cache_cases(kind)) + (
     ("to_dense", lambda: window.to_dense(window.init(B, 4, (2, 16)), 0), "slots: got 0"),
+    ("to_dense_of_text", lambda: window.to_dense(window.init(B, 4, (2, 16)), "4"),
+     "slots: got '4'"),
 )
 
 

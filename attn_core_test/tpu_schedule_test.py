@@ -360,21 +360,23 @@ class ScalarMemoryTest(parameterized.TestCase):
                                 "expected at most 960: give larger block_q and block_kv"):
       scalar_memory.num_groups(operands, spec, chosen, by_keys=False)
 
-  @parameterized.parameters(False, True)
-  def test_groups_are_computed_in_order(self, sends):
+  @parameterized.parameters((6, False), (6, True), (2, False))
+  def test_groups_are_computed_in_order(self, batch, sends):
     """Checks what the function of a group gets, and that only the first one sends."""
-    arrays = np.arange(6.0)[:, None], np.arange(6.0)[:, None, None]
+    groups = 2 if batch == 2 else 3
+    arrays = np.arange(1.0 * batch)[:, None], np.arange(1.0 * batch)[:, None, None]
     sinks = np.ones((1, 2))
     operands = Operands(arrays[0], arrays[0], arrays[0], sinks=sinks)
     transfer = RemoteCopy((arrays[0],), None, ("x",), 0, 2, 1) if sends else None
     seen = []
     def run(operands, array, transfer):
       seen.append(transfer)
-      self.assertEqual((operands.query.shape, operands.sinks.shape), ((2, 1), (1, 2)))
+      rows = batch // groups
+      self.assertEqual((operands.query.shape, operands.sinks.shape), ((rows, 1), (1, 2)))
       found = operands.query[:, 0] + 10 * array[:, 0, 0] + 100 * operands.mask.batch_index
       return (found,), transfer.arrays if transfer else ()
-    (found,), received = scalar_memory.in_groups(run, operands, arrays[1], 3, transfer)
-    np.testing.assert_array_equal(found, 111 * np.arange(6))
+    (found,), received = scalar_memory.in_groups(run, operands, arrays[1], groups, transfer)
+    np.testing.assert_array_equal(found, 111 * np.arange(batch))
     self.assertLen(received, int(sends))
     self.assertEqual(seen, [transfer, None] if sends else [None])
 

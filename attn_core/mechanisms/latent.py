@@ -21,7 +21,9 @@ from typing import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
+from attn_core import array_axes
 from attn_core.kernels.common import matmul_precision, nonfinite
 from attn_core.kernels.xla import decode as xla_decode, flash as xla_flash
 from attn_core.mechanisms import decode as decode_lib, flash, paged
@@ -56,7 +58,7 @@ def _absorb(run: Callable[[Call], AttentionOutput], call: Call) -> AttentionOutp
     return run(call)
   key_up, value_up = operands.up
   nope, latent = key_up.shape[2], value_up.shape[0]
-  query, finite = nonfinite.mask_nonfinite_rows(operands.query)
+  query, finite = nonfinite.mask_nonfinite_rows(_with_whole_width(operands.query))
   tokens = "bt" if query.ndim == 4 else "t"
   query = jnp.concatenate([_product(f"{tokens}hd,lhd->{tokens}hl", query[..., :nope], key_up, call),
                            query[..., nope:]], -1)
@@ -65,6 +67,15 @@ def _absorb(run: Callable[[Call], AttentionOutput], call: Call) -> AttentionOutp
   assert output.attention_outputs.shape[-1] == latent
   return output._replace(attention_outputs=_product(
       "bthl,lhe->bthe", output.attention_outputs, value_up, call))
+
+
+def _with_whole_width(query: jax.Array) -> jax.Array:
+  """Returns queries whose width, of two parts, no Explicit mesh axis shards."""
+  *spec, width = array_axes.typed_spec(query)
+  mesh = array_axes.typed_mesh(query)
+  if mesh is None or width is None:
+    return query
+  return array_axes.reshard(query, mesh, P(*spec, None))
 
 
 def projected(call: Call) -> AttentionOutput:
