@@ -101,6 +101,48 @@ class ChangesTest(parameterized.TestCase):
       np.testing.assert_array_equal(x[1], y[1])
 
 
+# A cap or a score mod may make the infinite scores of such a query finite.
+INFINITE = {"plain": {}, "one_step": {}, "soft_cap": dict(logits_soft_cap=20.0),
+            "score_mod": dict(score_mod=score_mods.custom(lambda score, *_: jnp.tanh(score)))}
+
+
+class InfiniteQueriesTest(parameterized.TestCase):
+
+  @parameterized.named_parameters((name, name) for name in INFINITE)
+  def test_are_nan(self, name):
+    """Also where all scores are -inf, as those of hidden keys are."""
+    case = SHAPES.get(name, SEVERAL)._replace(B=1)
+    case = case._replace(arguments={**case.arguments, **INFINITE[name]})
+    arrays = case.arrays()
+    arrays["query"] = arrays["query"].at[0, 140, 1, 3].set(np.inf)
+    arrays["key"] = arrays["key"].at[..., 3].set(-1)
+    with interpreted("eager"):
+      out, lse = jax.block_until_ready(jax.jit(case.call)(arrays))
+    expected = np.zeros(lse.shape, bool)
+    expected[0, 1, 140] = True
+    np.testing.assert_array_equal(np.isnan(lse), expected)
+    np.testing.assert_array_equal(np.isnan(out), np.broadcast_to(
+        expected.transpose(0, 2, 1)[..., None], out.shape))
+
+  @parameterized.parameters("several_steps", "one_step")
+  def test_have_nan_gradients(self, shape):
+    """So have all keys that they see, and none of other heads or of blocks that they do not see."""
+    case = SHAPES[shape]._replace(B=1)
+    arrays = case.arrays()
+    arrays["query"] = arrays["query"].at[0, 140, 1, 3].set(-np.inf)
+    loss = lambda some: case.call({**arrays, **some})[0].astype(jnp.float32).sum()
+    with interpreted("eager"):
+      found = jax.block_until_ready(jax.jit(jax.grad(loss))(arrays))
+    nan = {key: np.isnan(np.asarray(x[0], np.float32)) for key, x in found.items()}
+    rows = np.zeros(nan["query"].shape, bool)
+    rows[140, 1] = True
+    np.testing.assert_array_equal(nan["query"], rows)
+    for key in ("key", "value"):
+      self.assertFalse(nan[key][:, 0].any())
+      self.assertTrue(nan[key][:141, 1].all())
+      self.assertFalse(nan[key][256:].any())
+
+
 def alibi(b, h, t, s, scale):
   slopes = scale * 2.0 ** -(4 * np.arange(1, h + 1))
   return jnp.asarray(-slopes[:, None, None] * np.abs(np.arange(t)[:, None] - np.arange(s)))[None]
@@ -159,8 +201,9 @@ class FeaturesTest(parameterized.TestCase):
                           for part in found)
     exact_gradients, exact_results = (list(map(np.array, jax.tree.leaves(part)))
                                       for part in expected)
-    mean = np.cumsum(np.asarray(arrays["value"][0], np.float64), 0)
-    exact_results[0][empty] = (mean / np.arange(1, T + 1)[:, None, None])[empty[1]]
+    if name == "padding":
+      mean = np.cumsum(np.asarray(arrays["value"][0], np.float64), 0)
+      exact_results[0][empty] = (mean / np.arange(1, T + 1)[:, None, None])[empty[1]]
     for lse in (results[1], exact_results[1]):
       np.testing.assert_allclose(lse[0, :, empty[1]], -1e9, rtol=1e-6)
       lse[0, :, empty[1]] = 0

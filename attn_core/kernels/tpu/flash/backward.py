@@ -128,9 +128,6 @@ def _backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
       x[:, :, None], ((0, 0),) * 3 + ((0, tiling.padded_queries - queries),), constant_values=fill)
   query, key, value = nonfinite.mask_nonfinite_unless_full(
       mask, operands.query, operands.key, operands.value)
-  if isinstance(mask, mask_lib.Full):
-    # All of such a row is NaN in any case. XLA prepares the queries once, as the forward has them.
-    query = nonfinite.infinite_to_nan(query)
   lse = pad_rows(finite_lse(rows.lse) * online_softmax.LOG2E, jnp.inf)
   arrays = _BackwardArrays(query, rows.d_out, key, value, lse, pad_rows(rows.delta, 0))
   groups = scalar_memory.num_groups(operands, spec, tiling, by_keys=True)

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `pl.pallas_call` of the flash kernels, with or without a remote copy."""
 
+import math
 from typing import Any, Callable, NamedTuple, Sequence
 
 import jax
@@ -17,6 +18,12 @@ from attn_core.kernels.tpu.flash import remote_copy
 from attn_core.kernels.tpu.flash.tile_inputs import KernelRefs, TileInputs
 
 Ref = Any  # a Pallas reference
+
+MEBIBYTE = 2**20
+# Arrays of a kernel that together take at most this may lie in vector memory, if they and what the
+# kernel may use leave some of the 64 MiB that chips have from v5 on. By static cycles
+# (attn_core_test/results/tpu_notes.md).
+MOST_VMEM_BYTES, MOST_WITH_KERNEL = 24 * MEBIBYTE, 48 * MEBIBYTE
 
 
 class Output(NamedTuple):
@@ -35,7 +42,7 @@ class LaunchParams(NamedTuple):
 
   grid: remote_copy.LogicalGrid
   scratch: Sequence[tuple[int, ...]]  # shapes of float32 arrays in vector memory
-  vmem_bytes: int | None
+  vmem_bytes: int
   name: str
   scalar_words: int = 0  # an int32 array of this length in scalar memory follows `scratch`; 0: none
   semaphores: int = 0  # for transfers of the kernel itself; one array, the last; 0: none
@@ -92,10 +99,23 @@ def call(kernel: Callable[[KernelRefs, tuple[Ref, ...], tuple[Ref, ...]], None],
           dimension_semantics=runner.semantics, vmem_limit_bytes=launch_params.vmem_bytes,
           collective_id=runner.barrier),
       name=launch_params.name,
-  ))(*inputs.scalars, *map(in_hbm, inputs.arrays), *sent)
+  ))(*inputs.scalars, *placed(inputs.arrays, outputs, launch_params.vmem_bytes), *sent)
   return found[:len(outputs)], runner.unpack(found[len(outputs):])
 
 
-def in_hbm(x: jax.Array) -> jax.Array:
-  """Keeps an operand in HBM: a kernel copies blocks from vector memory through registers."""
-  return pltpu.with_memory_space_constraint(x, pltpu.HBM)
+def placed(arrays: Sequence[jax.Array], outputs: Sequence[Output | jax.core.ShapedArray],
+           vmem_bytes: int) -> Sequence[jax.Array]:
+  """Keeps the operands of a kernel in HBM, unless all of its arrays are small.
+
+  XLA places small ones in vector memory, where the kernel and the operations around it read them
+  without waiting for HBM.
+
+  Args:
+    arrays: the operands.
+    outputs: the results.
+    vmem_bytes: vector memory that the kernel may use.
+  """
+  size = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in (*arrays, *outputs))
+  if size <= min(MOST_VMEM_BYTES, MOST_WITH_KERNEL - vmem_bytes):
+    return arrays
+  return [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in arrays]

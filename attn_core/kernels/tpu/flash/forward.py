@@ -51,7 +51,6 @@ def forward_with_remote_copy(
     (the residuals, the arrays received in place of those of `transfer`).
   """
   dense_operands.assert_shapes(operands)
-  operands = operands._replace(query=nonfinite.infinite_to_nan(operands.query))
   if not tiling_lib.is_naive_first(operands):
     finite = nonfinite.is_finite(operands.key, operands.value)
     key, value = nonfinite.propagate_nan(operands.key, operands.value, finite)

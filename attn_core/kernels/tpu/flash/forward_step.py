@@ -175,7 +175,12 @@ class ForwardStep(NamedTuple):
     """
     last = {tile.head: tile for tile, _ in strips}
     buffers = dict.fromkeys(state, self.source)
-    for tile, masked, scores in issue_ahead(strips, self.scores, tiling_lib.AHEAD[False]):
+    # The queries of a head are prepared once for all of its strips.
+    heads = dict.fromkeys(tile.head for tile, _ in strips) if len(strips) > 1 else ()
+    prepared = {head: self._queries(head, TokenRange(0, self.params.tiling.block_q))
+                for head in heads} if self._prepares_queries else {}
+    scores_of = functools.partial(self.scores, prepared=prepared)
+    for tile, masked, scores in issue_ahead(strips, scores_of, tiling_lib.AHEAD[False]):
       tiles = self.params.row_tiles(tile.head, tile.queries)
       after = self.update(tile, masked, scores, self._running(tile, tiles, state, buffers))
       self.scratch[2][self.target, :, self.params.rows(tile)] = after.acc
@@ -202,11 +207,28 @@ class ForwardStep(NamedTuple):
            for x, rows in zip(found, tiles.values())], 1)
     return online_softmax.Running(jnp.concatenate(m_i, 1), jnp.concatenate(l_i, 1), before)
 
-  def scores(self, tile: TileIndex) -> jax.Array:
-    """Computes K Q^T, [keys, queries]."""
+  def scores(self, tile: TileIndex, prepared: dict[int, jax.Array]) -> jax.Array:
+    """Computes K Q^T, [keys, queries]; prepared: all queries of a head of the step, see `fold`."""
     key = self.readers.key(self.refs, self.params.key_head(tile), tile.keys)
-    query = self.readers.query(self.refs, tile.head, tile.queries)
+    start, length = tile.queries
+    query = (prepared[tile.head][start:start + length] if tile.head in prepared
+             else self._queries(tile.head, tile.queries))
     return self.params.dot(key, query, ((1,), (1,)))
+
+  @property
+  def _prepares_queries(self) -> bool:
+    """Whether infinite queries must be replaced by NaN.
+
+    They give infinite scores, or NaN. A naive softmax fails in such a row, unless a cap or a score
+    mod makes its logits finite; a safe one would take logits of -inf for hidden ones.
+    """
+    spec = self.params.spec
+    return self.form.safe or spec.logits_soft_cap is not None or self.params.mod is not None
+
+  def _queries(self, head: int, tokens: TokenRange) -> jax.Array:
+    """Returns queries [queries, D], with NaN for infinities if `_prepares_queries`."""
+    query = self.readers.query(self.refs, head, tokens)
+    return query + (query - query) if self._prepares_queries else query
 
   def update(self, tile: TileIndex, masked: bool, scores: jax.Array,
              running: online_softmax.Running | None) -> online_softmax.Running:

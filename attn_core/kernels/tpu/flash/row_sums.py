@@ -42,15 +42,16 @@ def row_sums(d_out: jax.Array, out: jax.Array, tiling: schedule.Tiling,
       sums[0, head] = products.T.sum(0, keepdims=True)
 
   spec = pl.BlockSpec(blocks.block_shape, lambda b, h, i: blocks.block_index(b, h, i, i))
+  # Not ShapeDtypeStruct, see `call.call`.
+  result = jax.core.ShapedArray((batch, heads, 1, tiling.padded_queries), jnp.float32)
   sums = launch.in_32_bits(pl.pallas_call(
       kernel, grid=(batch, heads // tiling.query_heads, tiling.query_blocks),
       in_specs=[spec, spec],
       out_specs=pl.BlockSpec((1, tiling.query_heads, 1, tiling.block_q),
                              lambda b, h, i: (b, h, 0, i)),
-      # Not ShapeDtypeStruct, see `call.call`.
-      out_shape=jax.core.ShapedArray((batch, heads, 1, tiling.padded_queries), jnp.float32),
+      out_shape=result,
       compiler_params=pltpu.CompilerParams(
           dimension_semantics=("parallel",) * 3, vmem_limit_bytes=vmem_bytes),
       name="attn_core_row_sums",
-  ))(*(call.in_hbm(blocks.pack(x)) for x in (d_out, out)))
+  ))(*call.placed([blocks.pack(x) for x in (d_out, out)], [result], vmem_bytes))
   return sums[:, :, 0, :queries]
