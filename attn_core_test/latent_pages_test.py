@@ -4,18 +4,23 @@
 
 import functools
 from typing import NamedTuple
+import unittest
+from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
 import numpy as np
 
 import attn_core
 from attn_core import (BlockSizes, LatentOptions, OperationMetadata, PagedOptions, PagesMetadata,
                        attention, explain, merge_partials, multi_latent_ragged_page_attention)
+from attn_core.benchmark.static import profile as static_profile
 from attn_core.caches import drafts, latent, latent_pages, page_checks, pages, prefixes, quantize
 from attn_core.caches.paged import layouts
+from attn_core.kernels.tpu.ragged import common as tpu_common
 from attn_core.references import latent as reference, paged as paged_reference
 from attn_core.types import PagedSpec
 from attn_core_test import sampling, tpu_interpret
@@ -129,7 +134,7 @@ class OracleTest(parameterized.TestCase):
   @parameterized.parameters(*CASES)
   def test_value_lse_and_gradients(self, name):
     case = CASES[name]
-    run = functools.partial(attended, case)
+    run = functools.partial(attended, case, padded=name != "up_chunk")
     got = jax.jit(lambda x: with_gradients(run, x))(arrays(case))
     close(got, expected(name), 1e-10)
     count = sum(QUERIES)
@@ -196,6 +201,7 @@ class TpuTest(parameterized.TestCase):
   """The kernel for TPUs, interpreted from memory full of NaN with races watched."""
 
   @parameterized.parameters(*CHOSEN)
+  @mock.patch.object(tpu_common, "LATENT_PIECE", 6)  # of blocks of 8 tokens
   def test_value_and_lse(self, name):
     case, dtype, transfers = ON_TPU[name]
     x = arrays(case, dtype)
@@ -242,6 +248,33 @@ class TpuTest(parameterized.TestCase):
         ({"about": {"draft_mask": np.ones((3, 9, 9), bool)}}, "draft_mask")):
       self.assertRegex(said(**changes),
                        f"can, by latent.pages, not by latent.pages_tpu: .*{words}")
+
+
+@unittest.skipIf(static_profile.missing(), f"nothing to compile with: {static_profile.missing()}")
+class TpuCompileTest(parameterized.TestCase):
+
+  @parameterized.parameters(*sampling.with_slow(
+      [("v6e", "bfloat16", 64, 16, 1)], ("v5e", "bfloat16", 8, 1, 1), ("v5p", "float32", 16, 16, 1),
+      ("tpu7x", "bfloat16", 32, 128, 2), ("v5p", "bfloat16", 16, 128, 32)))
+  def test_decoding_copies_no_pages(self, chip, dtype, page, heads, queries):
+    """Compiles for a chip: one kernel, and much less temporary memory than the pool has."""
+    place = SingleDeviceSharding(static_profile.devices(chip)[0])
+    array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+    cache = jax.tree.map(lambda x: array(x.dtype, *x.shape), jax.eval_shape(
+        lambda: latent_pages.init(2**16 // page, page, (512, 64), dtype=dtype, padded=True)))
+    about = PagesMetadata(*(array(jnp.int32, *x) for x in ((2, 4096 // page), (2,), (3,))))
+    tokens = 2 * queries
+    def run(query, rows, cache, about):
+      return multi_latent_ragged_page_attention(
+          query, rows, cache, about, softmax_scale=0.1, sliding_window=(3000, 0), metadata=TPU)[::3]
+    with jax.enable_x64(False):
+      found = jax.jit(run, donate_argnums=2).trace(
+          array(dtype, tokens, heads, 576), array(dtype, tokens, 576), cache, about).lower(
+              lowering_platforms=("tpu",)).compile()
+    self.assertEqual(found.as_text().count('custom_call_target="tpu_custom_call"'), 1)
+    memory, size = found.memory_analysis(), cache.pages.size * cache.pages.dtype.itemsize
+    self.assertGreaterEqual(memory.alias_size_in_bytes, size)
+    self.assertLess(memory.temp_size_in_bytes, size // 2)
 
 
 class QuantizedTest(parameterized.TestCase):

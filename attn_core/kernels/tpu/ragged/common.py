@@ -26,6 +26,7 @@ Index = Any  # int, or a traced int32
 UNROLLED_SCORES = 2**18  # scores of the head groups that are unrolled, with many rows
 FEW_ROWS = 64  # rows of a key head: up to here keys and values stay in the matrix units
 FEW_ROWS_LATENT = 256  # the same of latent rows, which are read without a conversion
+LATENT_PIECE = 512  # latent rows of a piece, see `StepShape.pieces`; twice for more than FEW_ROWS
 FEW_ROWS_GROUPS = 8  # head groups that are unrolled, with few rows
 FEW_ROWS_SLOTS = 3  # blocks in vector memory where a block takes less time to compute than to copy
 
@@ -102,6 +103,15 @@ class StepShape(NamedTuple):
         1, UNROLLED_SCORES // (self.layout.block_kv * cdiv(self.group_rows, LANES) * LANES))
     return max(n for n in range(1, self.head_groups + 1)
                if self.head_groups % n == 0 and n <= most)
+
+  @property
+  def pieces(self) -> list[slice | None]:
+    """Parts of a block that few rows are computed for one after the other; None: the block."""
+    if not self.layout.latent:
+      return [None]
+    size = LATENT_PIECE if self.head_rows <= FEW_ROWS else 2 * LATENT_PIECE
+    return [slice(first, min(first + size, self.layout.block_kv))
+            for first in range(0, self.layout.block_kv, size)]
 
   def running_shapes(self) -> list[tuple[int, ...]]:
     """Returns shapes of m_i, l_i and acc.

@@ -9,6 +9,9 @@ rows pass at almost no cost. Two key heads form a group, with their keys next to
 are zero next to the other head's keys, and of the products with both values each row keeps the
 half of its own head.
 
+A block of latent rows is folded in by pieces: while the softmax of one is computed, the products of
+the next ones are.
+
 A non-finite number shows in scores and outputs, so that no pass looks for it beforehand: a block
 where it does is folded again, from the running softmax before it.
 """
@@ -82,18 +85,23 @@ def _update_groups(k: KernelRefs, block: KVBlock, visible: Callable[[Index], jax
 
   def update_unrolled(first: Index, nonfinite: jax.Array) -> jax.Array:
     groups = [first * size + i for i in range(size)]
-    parts = [_scores(k, block, group, propagate_nan) for group in groups]
-    for group, (scores, weigh) in zip(groups, parts):
+    parts = [[_scores(k, block, group, piece, propagate_nan) for piece in shape.pieces]
+             for group in groups]
+    for group, pieces in zip(groups, parts):
       found: list[jax.Array] = []
-      def weighed(weights: jax.Array, weigh: Callable = weigh, found: list = found) -> jax.Array:
-        found.append(weigh(weights))
-        return found[0]
-      after = k.spec.update(result(k, group), scores, weighed, visible(group),
-                            modifier(group), axis=1)
+      after, seen, modify = result(k, group), visible(group), modifier(group)
+      assert modify is None or shape.pieces == [None], "latent rows take no score mods"
+      for piece, (scores, weigh) in zip(shape.pieces, pieces):
+        def weighed(weights: jax.Array, weigh: Callable = weigh, found: list = found) -> jax.Array:
+          found.append(weigh(weights))
+          return found[-1]
+        after = k.spec.update(after, scores, weighed, seen if piece is None else seen[:, piece],
+                              modify, axis=1)
       for ref, x in zip(k.running, after):
         ref[1 - _current(k), group] = x
-      total = scores.sum(1, keepdims=True) + found[0].sum(1, keepdims=True)
-      nonfinite = nonfinite + (total - total)
+      for (scores, _), output in zip(pieces, found):
+        total = scores.sum(1, keepdims=True) + output.sum(1, keepdims=True)
+        nonfinite = nonfinite + (total - total)
     return nonfinite
 
   zeros = jnp.zeros((shape.group_rows, 1), jnp.float32)
@@ -124,9 +132,16 @@ def _block_diagonal(k: KernelRefs, rows: jax.Array) -> jax.Array:
   return jnp.concatenate([_own_rows(k, wide, i) for i in range(heads)], 1).astype(rows.dtype)
 
 
-def _scores(k: KernelRefs, block: KVBlock, group: Index,
+def _scores(k: KernelRefs, block: KVBlock, group: Index, piece: slice | None,
             propagate_nan: bool) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
   """Computes the scores of a head group.
+
+  Args:
+    k: the kernel.
+    block: keys and values.
+    group: of heads.
+    piece: the tokens of the block; None: all of them.
+    propagate_nan: as in `_update_groups`.
 
   Returns:
     (scores [group_rows, block_kv], a function from their weights to P V [group_rows, E]).
@@ -134,6 +149,8 @@ def _scores(k: KernelRefs, block: KVBlock, group: Index,
   rows, heads = k.rows[0, group], k.shape.group_heads
   pairs = [block.read_both(group * heads + i, rows.dtype) for i in range(heads)]
   key, value = (jnp.concatenate(x, 1) for x in zip(*pairs))
+  if piece is not None:
+    key, value = key[piece], value[piece]
   if propagate_nan:
     # Of latent rows the value is a part of the key.
     count = sum(_count_nonfinite(k, x) for x in ((key,) if k.shape.layout.latent else (key, value)))
