@@ -131,6 +131,16 @@ class ShardedTest(parameterized.TestCase):
     drops = explain(**arrays, metadata=OperationMetadata(mesh=mesh)).replicated
     self.assertContainsSubset({"tp"} if heads == 3 else {"dp", "fsdp"}, {d.axis for d in drops})
 
+  def test_an_axis_that_the_mesh_lacks_is_reported(self):
+    metadata = OperationMetadata(mesh=create_mesh((2, 2, 1, 2, 1)), partition_axis=PartitionAxis(
+        batch_axis="data", sequence_axis="sp"))
+    drops = explain(**operands(), metadata=metadata).replicated
+    self.assertEqual({(d.tensor, d.dimension, d.axis) for d in drops if d.axis == "data"},
+                     {("query", 0, "data"), ("key", 0, "data")})
+    default = explain(**operands(), metadata=OperationMetadata(
+        mesh=jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))))
+    self.assertEmpty(default.replicated)  # the default names are not in every mesh
+
   def test_dropout_is_bit_identical(self):
     x = jnp.ones((B, T, H, D))
     arguments = dict(dropout_prob=0.5, deterministic=False, dropout_rng=jax.random.key(3),

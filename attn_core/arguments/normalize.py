@@ -138,7 +138,7 @@ def check_options(a: AttentionArguments) -> OperationMetadata:
   """Checks the arguments that are independent of shapes; returns the metadata."""
   metadata = _DEFAULT_METADATA if a.metadata is None else a.metadata
   checks.require(isinstance(metadata, OperationMetadata), "metadata",
-                 type(metadata).__name__, "an OperationMetadata or None")
+                 type(metadata).__name__, "an OperationMetadata or None; a mesh is its `mesh`")
   checks.one_of("mode", a.mode, (*MODES, None))
   checks.one_of("layout", a.layout, ARRAY_LAYOUTS)
   checks.require(a.mask_info is None or isinstance(a.mask_info, MaskInfo), "mask_info",

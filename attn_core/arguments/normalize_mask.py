@@ -71,7 +71,8 @@ def make_mask(given: MaskArguments, shape: Shape) -> Mask:
         "query_offset and mask_info.q_positions", f"None for both with {queries} queries and "
         f"{keys} keys", "one of them, to say where the queries stand among the keys (query_offset: "
         f"0 for the top left, {keys - queries} for the bottom right), or "
-        + ("no score_mod that reads positions" if given.reads_positions else "causal=False"))
+        + ("no score_mod that reads positions" if given.reads_positions else "causal=False"
+           if given.causal else "nothing that depends on positions"))
   mask = info.to_mask(mask)
   if not (isinstance(offset, int) and offset == 0):
     mask = constructors.offset(mask, offset)

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from attn_core.array_axes import AnyMesh, size_of
 from attn_core.sharding import partition
 from attn_core.sharding.context_parallel import Sequence
+from attn_core.sharding.mesh import AXIS_NAMES
 
 
 class Rules(Protocol):
@@ -124,7 +125,8 @@ def ordered_rules(rules: Rules, mesh: AnyMesh, typed: Rules | None = None) -> Or
   def merged(spec: P, own: P) -> P:
     of_types = entries(own)
     return partition.to_spec([first + tuple(
-        axis for axis in mesh.axis_names if axis in rest and axis not in explicit)
+        axis for axis in (*mesh.axis_names, *(x for x in rest if x not in mesh.shape))
+        if axis in rest and axis not in explicit)
                               for first, rest in zip(of_types, entries(spec))])
   own = OrderedRules(P(), P()) if typed is None else typed
   return OrderedRules(merged(rules.query, own.query), merged(rules.key, own.key))
@@ -198,10 +200,13 @@ def place(rules: Rules, mesh: AnyMesh | None, query_shape: tuple[int, ...],
           name, 1, axis, "this mechanism keeps sequences whole; `ring` shards them")
       for name, spec in (("query", query), ("key", key)) if not (shard_keys and name == "key")
       for axis in spec[1] if mesh.shape.get(axis, 1) > 1)
+  # Default names are meant for meshes of any axes; another name that the mesh lacks is a mistake.
+  is_lost = lambda drop: (mesh.shape[drop.axis] > 1 if drop.axis in mesh.shape
+                          else drop.axis not in AXIS_NAMES)
   batch, _, heads = (partition.axis_names(x, "query") for x in of_query.spec)
   key_heads = partition.axis_names(of_key.spec[2], "key")
   return Placement(mesh, batch, heads, key_heads if key_heads == heads else (),
-                   tuple(dict.fromkeys(drop for drop in drops if mesh.shape.get(drop.axis, 1) > 1)),
+                   tuple(dict.fromkeys(drop for drop in drops if is_lost(drop))),
                    keys=tuple(axis for axis in partition.axis_names(of_key.spec[1], "key")
                               if mesh.shape[axis] > 1))
 
