@@ -206,6 +206,14 @@ class RowCachesTest(parameterized.TestCase):
 
 class InitTest(parameterized.TestCase):
 
+  def test_a_cache_of_other_slots(self):
+    """The axes of the old slots, which may not divide the new ones, do not shard them."""
+    mesh = mesh_of("dm", "Auto")
+    full = dense.init(B, S, (K, D), sharding=NamedSharding(mesh, P("data", "model")))
+    ring = window.from_dense(full, 5)
+    for cache in (ring, window.to_dense(ring, 9)):
+      self.assertEqual(cache.sharding.spec, P("data", None, None, None))
+
   @parameterized.product(axis_type=["Explicit", "Auto"], in_jit=[False, True])
   def test_sharding(self, axis_type, in_jit):
     with jax.set_mesh(mesh_of("dft", axis_type)):

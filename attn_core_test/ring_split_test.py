@@ -8,12 +8,12 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 import numpy as np
 
 from attn_core import (MaskInfo, OperationMetadata, RingConfig, attention, explain, from_layout,
                        masks, ring_attention, to_layout)
-from attn_core.sharding import token_order
+from attn_core.sharding import context_parallel, token_order
 from attn_core.types import RING_VARIANTS
 from attn_core_test.ring_cases import RNG, close, numbers
 
@@ -185,6 +185,14 @@ class BadInputTest(parameterized.TestCase):
         ValueError, "ring.heads_axis_name='heads': .*shard_map over 'sp' leaves out; expected both "
         "or none.*add 'heads', or leave 'sp' out"):
       self.run_inside(["sp"])
+
+  def test_an_axis_of_one_device_may_be_left_out(self):
+    config = RingConfig("hybrid", heads_axis_name="heads")
+    of_size = lambda n: AbstractMesh((4, n), ("sp", "heads"),
+                                     axis_types=(AxisType.Manual, AxisType.Auto))
+    context_parallel.require_axes(config, "sp", of_size(1))
+    with self.assertRaisesRegex(ValueError, "'heads': got an axis that the surrounding"):
+      context_parallel.require_axes(config, "sp", of_size(2))
 
   def test_the_columns_of_one_shard(self):
     with self.assertRaisesRegex(ValueError, r"bias: .*float32\[1, 1, 4, 4\].*\[2, 4, 4, 16\]"):
