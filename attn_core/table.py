@@ -41,7 +41,7 @@ _PAGED = frozenset({"gqa", "value_width", "float16", "float64", "causal", "windo
 # Features that kernels over pages, and the decode kernel for TPUs, lack.
 _NOT_ON_HOPPER = _MODS | {"float64", "precision", "softmax_dtype", "draft_mask", "scope",
                           "prefixes"}
-_NOT_ON_TPU = _NOT_ON_HOPPER | {"float16"}
+_NOT_ON_TPU = _NOT_ON_HOPPER - _MODS | {"float16"}
 
 _Run = Callable[[Call], AttentionOutput]
 
@@ -85,7 +85,7 @@ _decode_hopper = Implementation(
     decode.gpu, _DECODE & _HOPPER | {"quantized"}, LINEAR, capabilities.hopper_decode_limits,
     fallback=_decode, shards_keys=True, derivatives=_decode.derivatives)
 _decode_tpu = Implementation(
-    decode.tpu, (_DECODE - _NOT_ON_TPU) | _MODS, LINEAR, capabilities.tpu_decode_limits,
+    decode.tpu, _DECODE - _NOT_ON_TPU | _MODS, LINEAR, capabilities.tpu_decode_limits,
     fallback=_decode, shards_keys=True, derivatives=_decode.derivatives)
 
 

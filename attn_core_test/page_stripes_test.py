@@ -19,7 +19,7 @@ import numpy as np
 
 from attn_core import (BlockSizes, Heads, OperationMetadata, PagedOptions, PagesMetadata, PagesV1,
                        PagesV2, PagesV3, attention, explain, ragged_page_attention_v2,
-                       ragged_page_attention_v3)
+                       ragged_page_attention_v3, score_mods)
 from attn_core.autodiff import paged as autodiff_paged
 from attn_core.caches import pages
 from attn_core.caches.paged import allocator, page_stripes, request_groups, validate
@@ -255,10 +255,14 @@ class PlacementTest(parameterized.TestCase):
     options = PagedOptions(metadata=OperationMetadata(
         mesh=mesh_of(tp=2, sp=2), platform=platform, compute_capability=capability))
     one = PagesMetadata(ints(1, 2, 8, 4), ints(1, 8))
-    for metadata, window, kernel in ((one, None, True), (one, (99, 0), False), (
-        one._replace(query_start_loc=ints(1, 9)), None, False)):
+    cases = [(one, {}, True), (one, dict(sliding_window=(99, 0)), False),
+             (one._replace(query_start_loc=ints(1, 9)), {}, False)]
+    if platform == "tpu":
+      cases += [(one, dict(score_mod=score_mods.soft_cap(2.0)), True),
+                (one, dict(score_mod=score_mods.alibi(np.ones(16, np.float32))), False)]
+    for metadata, fields, kernel in cases:
       text = jax.jit(functools.partial(
-          ragged_page_attention_v2, options=options._replace(sliding_window=window))).trace(
+          ragged_page_attention_v2, options=options._replace(**fields))).trace(
               query, cache, metadata).lower(
                   lowering_platforms=("cuda" if platform == "gpu" else "tpu",)).as_text()
       found = re.search("mosaic_gpu" if platform == "gpu" else "tpu_custom_call", text)

@@ -4,16 +4,19 @@
 
 import functools
 import operator
+import unittest
 
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
 import numpy as np
 
-from attn_core import (Heads, MaskInfo, OperationMetadata, PagedOptions, PagesMetadata, PagesV1,
-                       PagesV2, PagesV3, attention, explain, masks,
+from attn_core import (BlockSizes, Heads, MaskInfo, OperationMetadata, PagedOptions, PagesMetadata,
+                       PagesV1, PagesV2, PagesV3, attention, explain, masks,
                        ragged_page_attention_v2, ragged_page_attention_v3, score_mods)
+from attn_core.benchmark.static import profile
 from attn_core.caches import drafts, pages, prefixes
 from attn_core.caches.paged import request_groups
 from attn_core.references import paged as reference
@@ -21,6 +24,7 @@ from attn_core.types import PagedSpec
 from attn_core_test import paged_shard_cases, sampling
 from attn_core_test.paged_cases import BLOCKS, Case, plain, run_pages
 from attn_core_test.paged_shard_cases import mesh_of
+from attn_core_test.tpu_interpret import interpreted
 
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -118,6 +122,33 @@ def close(got, want, tolerance=2e-5):
     scale = max(1.0, np.abs(np.where(np.isfinite(y), y, 0)).max())
     np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance * scale,
                                err_msg=jax.tree_util.keystr(path))
+
+
+def by_parity(score, batch, head, query, key, amount):
+  """Returns scores of a custom score mod that kernels for TPUs evaluate."""
+  return jnp.where(key & 1 == 0, score * amount, score) + 0.1 * jnp.tanh(score) * (
+      batch + 2 * head - query).astype(score.dtype)
+
+
+# What the kernel for TPUs takes.
+ON_TPU = (
+    lambda a: score_mods.scale_by(a["scale"]), lambda a: score_mods.alibi(a["slopes"]),
+    lambda a: score_mods.soft_cap(2.5),
+    lambda a: score_mods.custom(by_parity, a["weights"][0]), *KINDS[7:],
+    lambda a: score_mods.alibi(a["slopes"], symmetric=True))
+# name: (mechanism, case, block sizes)
+TPU_CASES = {
+    "window_sinks_cap": ("v2", Case(
+        (9, 0, 17, 24, 5), (9, 0, 5, 1, 2), page=8, D=128, unused=1, sinks=True,
+        options=PagedOptions(sliding_window=(11, 0), logits_soft_cap=2.0)), BlockSizes(4, 16)),
+    "many_rows": ("v2", Case((47, 5), (31, 2), page=8, H=24, K=8, D=64), BlockSizes(32, 16)),
+    "distribution": ("v3", Case((20, 11, 3), (1, 1, 3), page=8, H=16, K=8, D=128,
+                                distribution=(2, 2, 3), unused=1), BlockSizes(4, 16)),
+    "one_query": ("v1", Case((29, 0, 1, 17), (1,) * 4, page=4, H=6, K=3, rest=0),
+                  BlockSizes(block_kv=8)),
+    "padded_heads": ("v3", Case((13, 6), (4, 1), page=8, H=3, K=3, dtype="bfloat16"),
+                     BlockSizes(4, 16)),
+}
 
 
 CASES = Frozen({
@@ -238,6 +269,80 @@ class TokensTest(parameterized.TestCase):
       start += number
 
 
+class TpuTest(parameterized.TestCase):
+
+  @parameterized.parameters(*sampling.with_slow(
+      [("window_sinks_cap",)],
+      *((name,) for name in TPU_CASES if name != "window_sinks_cap")))
+  def test_equals_the_oracle(self, name):
+    """Interprets the kernel; slots that may not be read hold NaN."""
+    mechanism, case, blocks = TPU_CASES[name]
+    make = functools.partial(everything, kinds=ON_TPU)
+    (query, _, _, sinks), mods = inputs(case, case.dtype)
+    mods = {name: x.astype("float32") for name, x in mods.items()}
+    held = tuple(x.astype(case.dtype) for x in case.arrays()[1:3])
+    options = case.options._replace(block_sizes=blocks, return_lse=True,
+                                    metadata=OperationMetadata(platform="tpu"))
+    run = lambda query, held, sinks, mods: run_pages(
+        mechanism, case, (query, *held),
+        options._replace(softmax_aux=sinks, score_mod=make(mods)), rest=0)
+    with interpreted():
+      found = jax.block_until_ready(jax.jit(run)(query, held, sinks, mods))
+    with jax.enable_x64(True):
+      wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), "float64"),
+                          ((query, *map(jnp.nan_to_num, held), sinks), mods))
+      want = jax.jit(functools.partial(oracle, case, make=make))(*wide)
+    tokens = sum(case.queries)
+    for x, y in zip(found, want):
+      x, y = (np.asarray(x, np.float64)[tuple(slice(tokens) if n == len(query) else slice(None)
+                                              for n in x.shape)] for x in (x, y))
+      np.testing.assert_array_equal(x == -np.inf, y == -np.inf)
+      np.testing.assert_allclose(x, y, atol=5e-6 if case.dtype == "float32" else 2e-2)
+
+  @sampling.slow("tpu_paged_score_mods_heads")
+  def test_heads_over_devices_have_global_numbers(self):
+    case = paged_shard_cases.Case(G=2, layout=PagesV3)
+    arrays, metadata = case.arrays()[:4], case.metadata()
+    mods = mod_arrays(Case(queries=(arrays[0].shape[0],), rest=0, H=case.H))
+    run = lambda place: jax.jit(lambda arrays, mods: ragged_page_attention_v3(
+        *arrays, metadata, block_sizes=BLOCKS, metadata=place,
+        score_mod=everything(mods, ON_TPU)).out)(arrays, mods)
+    with interpreted():
+      found = jax.block_until_ready(run(OperationMetadata(mesh=mesh_of(dp=2, tp=2),
+                                                          platform="tpu")))
+    close(found, run(OperationMetadata(platform="cpu")), 5e-6)
+
+  @unittest.skipIf(profile.missing(), f"nothing to compile with: {profile.missing()}")
+  @parameterized.parameters(*sampling.with_slow(
+      [("v6e", "v2", (8, 4, 128), 64)], ("v6e", "v3", (1, 8, 128), 16),
+      ("v5e", "v3", (3, 1, 128), 32), ("v5p", "v1", (4, 2, 64), 16),
+      ("tpu7x", "v2", (2, 5, 256), 64), ("v6e", "v2", (1, 8, 128), 2048)))
+  def test_compiles(self, chip, mechanism, shape, tokens):
+    """Compiles ahead of time, without a chip."""
+    key_heads, group, width = shape
+    place = SingleDeviceSharding(profile.devices(chip)[0])
+    array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+    kind = {"v1": PagesV1, "v2": PagesV2, "v3": PagesV3}[mechanism]
+    heads = Heads(key_heads, width, width)
+    cache = jax.tree.map(lambda x: array(x.dtype, *x.shape), jax.eval_shape(
+        lambda: pages.init(kind, 256, 16, heads, jnp.bfloat16)))
+    starts = None if mechanism == "v1" else array(jnp.int32, 17)
+    metadata = PagesMetadata(array(jnp.int32, 16, 64), array(jnp.int32, 16), starts)
+    mods = {name: array(jnp.float32, *x.shape) for name, x in mod_arrays(
+        Case(queries=(tokens,), rest=0, H=key_heads * group)).items()}
+    new = (array(jnp.bfloat16, tokens, key_heads, width),) * 2 if mechanism == "v3" else (None,) * 2
+    names = {"v1": "page_attention", "v2": "ragged_page_attention_v2",
+             "v3": "ragged_page_attention_v3"}
+    run = lambda query, new, cache, metadata, mods: attention(
+        query, *new, layout="thd", mechanism=names[mechanism], cache_view=cache,
+        cache_metadata=metadata, metadata=OperationMetadata(platform="tpu"),
+        score_mod=everything(mods, ON_TPU)).attention_outputs
+    text = jax.jit(run).trace(
+        array(jnp.bfloat16, tokens, key_heads * group, width), new, cache, metadata, mods).lower(
+            lowering_platforms=("tpu",)).compile().as_text()
+    self.assertEqual(text.count('custom_call_target="tpu_custom_call"'), 1)
+
+
 class MeshTest(parameterized.TestCase):
 
   @parameterized.parameters(*sampling.with_slow([(2, dict(dp=2, tp=2))], (4, dict(dp=2))))
@@ -326,15 +431,29 @@ class RefusalsTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, message):
       ragged_page_attention_v2(query, cache, metadata, score_mod=mod)
 
-  def test_kernels_of_accelerators_leave_it_to_plain_xla(self):
-    query, cache, metadata = plain(Case())
-    for platform in (OperationMetadata(platform="tpu"),
-                     OperationMetadata(platform="gpu", compute_capability="9.0")):
-      found = explain(query, None, None, cache_view=cache, cache_metadata=metadata, layout="thd",
-                      mechanism="ragged_page_attention_v2", metadata=platform,
-                      score_mod=score_mods.alibi(np.ones(4, np.float32)))
-      self.assertIn("paged.xla", str(found))
-      self.assertIn("score_mod (a score mod", str(found))
+  def explained(self, metadata, *kinds):
+    case = Case()
+    query, cache, pages_metadata = plain(case)
+    return str(explain(query, None, None, cache_view=cache, cache_metadata=pages_metadata,
+                       layout="thd", mechanism="ragged_page_attention_v2", metadata=metadata,
+                       score_mod=everything(mod_arrays(case), kinds)))
+
+  def test_the_kernel_for_hopper_leaves_it_to_plain_xla(self):
+    hopper = OperationMetadata(platform="gpu", compute_capability="9.0")
+    found = self.explained(hopper, KINDS[1])
+    self.assertIn("paged.xla", found)
+    self.assertIn("score_mod (a score mod", found)
+
+  def test_the_kernel_for_tpus_names_what_it_leaves_to_plain_xla(self):
+    on_tpu = OperationMetadata(platform="tpu")
+    for kind, reason in zip((KINDS[2], *KINDS[4:7]), (
+        "a table looked up by distance (score_mods.relative or by_distance) over pages",
+        "a table looked up by distance (score_mods.relative or by_distance) over pages",
+        "a table looked up by distance (score_mods.grid)", "gathered with an operand [4]")):
+      found = self.explained(on_tpu, KINDS[1], kind)
+      self.assertIn("by paged.xla, not by paged.tpu", found)
+      self.assertIn(reason, found)
+    self.assertIn("by paged.tpu", self.explained(on_tpu, *ON_TPU))
 
 
 if __name__ == "__main__":

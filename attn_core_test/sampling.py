@@ -39,7 +39,7 @@ QUICK = {
     "selected_test.MeaningTest.test_every_derivative*": 4,
     "score_mods_attention_test.DtypesTest.test_16*": 2,
     "ring_*test.BadInputTest.*": 1, "ring_test.*.test_one_number*": 1, "ring_*test.*": 3,
-    "paged_bad_input_test.*": 1, "paged_score_mods_test.R*": 1, "paged_score_mods_test.*": 2,
+    "paged_bad_input_test.*": 1, "paged_score_mods_test.[RT]*": 1, "paged_score_mods_test.*": 2,
     "decode_score_mods_test.*.test_value*": 1, "decode_score_mods_test.[CT]*": 1,
     "paged_shard_test.EqualityTest.*": 3, "paged_shard_test.*": 1,
     "paged_meaning_test.*.test_[dwq]*": 1, "paged_meaning_test.*.test_a_query*": 1,

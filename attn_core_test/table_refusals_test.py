@@ -83,9 +83,9 @@ REFUSED = {
         "dropout weights unnormalized precision softmax_dtype vmem_limit_bytes sequence_layout "
         "cache quantized draft_mask scope prefixes latent selected"),
     "paged.tpu": (
-        "float16 float64 chunk segments positions mask mask_operands bias score_mod "
-        "score_function dropout weights unnormalized precision softmax_dtype vmem_limit_bytes "
-        "sequence_layout cache quantized draft_mask scope prefixes latent selected"),
+        "float16 float64 chunk segments positions mask mask_operands bias dropout weights "
+        "unnormalized precision softmax_dtype vmem_limit_bytes sequence_layout cache quantized "
+        "draft_mask scope prefixes latent selected"),
     "context_parallel.xla": (
         "weights vmem_limit_bytes cache quantized pages draft_mask scope prefixes stored_heads "
         "latent"),

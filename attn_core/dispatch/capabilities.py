@@ -12,7 +12,7 @@ import numpy as np
 from attn_core.dispatch import derivatives as derivatives_lib
 from attn_core.dispatch.latent import Widths
 from attn_core.masks import banded, mask as mask_lib
-from attn_core.score_mods import evaluate, traceable
+from attn_core.score_mods import evaluate, score_mod, traceable
 from attn_core.sharding.paged import PagedShapes
 from attn_core.sharding.placement import Placement
 from attn_core.types import NO_SCORE_MOD, AttentionOutput, BlockSizes, Call, are_known
@@ -310,22 +310,7 @@ def tpu_flash_limits(request: Request) -> str | None:
   reason, at = tpu_limits(request), ""
   if not evaluate.is_consecutive(mask_lib.of_structure(request.mask)):
     at = " at listed positions"
-  return reason or _tpu_mod_limits(request, at)
-
-
-def _tpu_mod_limits(request: Request, at: str) -> str | None:
-  """Limits of score mods in kernels for TPUs.
-
-  Args:
-    request: the request.
-    at: where tables by distance are looked up, if these are not taken; empty: they are taken.
-  """
-  if request.mod == NO_SCORE_MOD:
-    return None
-  found = traceable.refusal(request.mod, request.mods)
-  if at and traceable.looks_up_distances(request.mod):
-    found = f"a table looked up by distance (score_mods.relative or by_distance){at}"
-  return found and f"score_mod with {found}: the kernels for TPUs look nothing up"
+  return reason or traceable.refusal(request.mod, request.mods, at)
 
 
 def tpu_decode_limits(request: Request) -> str | None:
@@ -334,7 +319,7 @@ def tpu_decode_limits(request: Request) -> str | None:
   query, key_heads = request.query.shape, request.key.shape[2]
   found = (tpu_limits(request)
            or decode.unsupported_reason(request.dtype, request.widths, request.lengths[0])
-           or _tpu_mod_limits(request, " while decoding"))
+           or traceable.refusal(request.mod, request.mods, " while decoding"))
   if found is None and (reason := decode.unsupported_mod(request.mods, query, key_heads)):
     found = f"score_mod with {reason}"
   return found
@@ -374,7 +359,7 @@ def pages_limits(layout: str) -> Callable[[Request], str | None]:
 def pages_kernel_limits(platform: str, layout: str) -> Callable[[Request], str | None]:
   """Returns the limits of the kernel for TPUs, or for Hopper, over pages of one layout."""
   def limits(request: Request) -> str | None:
-    reason = pages_limits(layout)(request) or _stripes_limits(request.pages)
+    reason = pages_limits(layout)(request) or _stripes_limits(request)
     if reason or request.pages is None:
       return reason
     shapes: Any = request.pages.shapes  # in place of arrays
@@ -382,16 +367,20 @@ def pages_kernel_limits(platform: str, layout: str) -> Callable[[Request], str |
       # Pallas takes 0.1 s to import.
       from attn_core.kernels.tpu.ragged import paged_tiling as on_tpu
       return tpu_limits(request) or on_tpu.unsupported_reason(
-          shapes.query, shapes.cache, shapes.metadata, shapes.heads, request.pages.block_sizes)
+          shapes.query, shapes.cache, shapes.metadata, shapes.heads, request.pages.block_sizes
+          ) or traceable.refusal(request.mod, request.mods, " over pages")
     from attn_core.kernels.gpu.split_kv import paged as on_gpu  # Mosaic GPU takes 0.3 s to import
     return on_gpu.unsupported_reason(*shapes)
   return limits
 
 
-def _stripes_limits(pages: PagesRequest | None) -> str | None:
+def _stripes_limits(request: Request) -> str | None:
   """Limits of kernels that need a request's whole context, where devices hold parts of it."""
+  pages = request.pages
   if pages is None or not pages.shards_keys:
     return None
+  if request.mod != NO_SCORE_MOD and score_mod.of_structure(request.mod).reads_positions:
+    return "a score mod that reads positions, where a request's pages are on several devices"
   if pages.shapes.metadata.query_start_loc is not None or pages.window[0] is not None:
     return "a window, or query_start_loc, where a request's pages are on several devices"
   return None

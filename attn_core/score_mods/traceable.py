@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from attn_core.score_mods import terms
 from attn_core.score_mods.score_mod import (PAIR, Composed, ScoreMod, chain, of_structure,
                                             structure_roles)
-from attn_core.types import at_least_float32
+from attn_core.types import NO_SCORE_MOD, at_least_float32
 
 # Operations of functions, and of their derivatives, that the kernels compile.
 _OPERATIONS = frozenset((
@@ -24,21 +24,27 @@ _OPERATIONS = frozenset((
     "sub", "tanh", "xor"))
 
 
-@functools.lru_cache(maxsize=64)  # a function is traced, and every call asks
-def refusal(structure: jax.tree_util.PyTreeDef,
-            arrays: tuple[jax.ShapeDtypeStruct, ...]) -> str | None:
-  """Returns why kernels cannot evaluate a term tile by tile; None: they can.
+def refusal(structure: jax.tree_util.PyTreeDef, arrays: tuple[jax.ShapeDtypeStruct, ...],
+            at: str = "") -> str | None:
+  """Returns why kernels for TPUs cannot evaluate a term tile by tile; None: they can.
 
   Args:
-    structure: the term's tree structure.
+    structure: the term's tree structure; or that of a call without a score mod.
     arrays: its arrays; only shapes and dtypes are used.
+    at: where tables by distance are not taken, as an error says it; empty: they are taken.
   """
+  if structure == NO_SCORE_MOD:
+    return None
+  found = _refusal_of(structure, arrays)
+  if at and any(isinstance(x, terms.Distance) for x in chain(of_structure(structure))):
+    found = f"a table looked up by distance (score_mods.relative or by_distance){at}"
+  return found and f"score_mod with {found}: the kernels for TPUs look nothing up"
+
+
+@functools.lru_cache(maxsize=64)  # a function is traced, and every call asks
+def _refusal_of(structure: jax.tree_util.PyTreeDef,
+                arrays: tuple[jax.ShapeDtypeStruct, ...]) -> str | None:
   return _refusal(jax.tree.unflatten(structure, arrays))
-
-
-def looks_up_distances(structure: jax.tree_util.PyTreeDef) -> bool:
-  """Whether a term has a table by distance (`relative` or `by_distance`)."""
-  return any(isinstance(x, terms.Distance) for x in chain(of_structure(structure)))
 
 
 def by_pair(structure: jax.tree_util.PyTreeDef,

@@ -22,8 +22,9 @@ from attn_core.kernels.common import (dense_operands, online_softmax, paged_oper
                                       query_block_queue)
 from attn_core.kernels.common.contract import Residuals
 from attn_core.kernels.common.paged_operands import BlockedInputs, Index
-from attn_core.kernels.tpu.ragged import common, paged_tiling, token_kernel
+from attn_core.kernels.tpu.ragged import common, paged_tiling, row_mods, token_kernel
 from attn_core.kernels.tpu.ragged.kv_layout import KVLayout
+from attn_core.kernels.tpu.ragged.mod_form import ModInputs
 from attn_core.kernels.tpu.ragged.token_blocks import RequestPart
 from attn_core.types import BlockSizes, PagedOperands, PagedSpec
 
@@ -191,14 +192,15 @@ def _attend(inputs: BlockedInputs, layout: KVLayout, part: _Part, query: jax.Arr
   queue = query_block_queue.make_queue(inputs, part.most_tokens, (first, end))
   metadata, places = part.metadata, part.places
   counts = metadata.num_requests if metadata.distribution is None else metadata.distribution
+  mods = _mod_inputs(inputs, shape, queue) if inputs.spec.has_score_mod else None
   starts = metadata.query_start_loc  # without what unused rows have, which the kernel does not read
   out, lse, pages = token_kernel.attend(
-      _logits_spec(inputs.spec), shape, token_kernel.TokenInputs(
+      _logits_spec(inputs.spec)._replace(mods=mods and mods.form), shape, token_kernel.TokenInputs(
           None if counts is None else jnp.reshape(counts, -1).astype(jnp.int32),
           inputs.starts if starts is None else jnp.asarray(starts, jnp.int32), inputs.lengths,
           metadata.page_tables.reshape(-1), _tensor_scales(inputs, layout),
           query.reshape(tokens, key_heads, group_size, query.shape[-1]),
-          _token_arrays(inputs, layout), new, part.out), _out_dtype(inputs),
+          _token_arrays(inputs, layout), new, part.out, mods), _out_dtype(inputs),
       num_steps=queue.blocks.positions.shape[0], part=places)
   # 2. The lse by token. XLA leaves this out where it is not used.
   lse = lse.reshape(-1, layout.key_heads, block_q, group_size)[:, :key_heads]
@@ -206,6 +208,26 @@ def _attend(inputs: BlockedInputs, layout: KVLayout, part: _Part, query: jax.Arr
   lse = lse[queue.block_index, queue.row]
   lse, live = (dense_operands.pad_axis(x, 0, tokens - x.shape[0]) for x in (lse, queue.live))
   return _Found(out, lse, live, pages)
+
+
+def _mod_inputs(inputs: BlockedInputs, shape: common.StepShape,
+                queue: query_block_queue.QueryBlockQueue) -> ModInputs:
+  """Returns the arrays of the score mod, which have heads and tokens, and the numbers of heads."""
+  heads, padding = inputs.query.shape[1], shape.layout.key_heads - inputs.heads.key_heads
+  head = jnp.arange(heads, dtype=jnp.int32).reshape(1, -1, 1, 1)
+  head = head if inputs.head_offset is None else head + inputs.head_offset
+
+  def rows_of(x: jax.Array) -> jax.Array:
+    x = jnp.broadcast_to(x, (1, heads, *x.shape[2:]))
+    if x.shape[2] > 1:  # of all tokens: those of every block
+      token = jnp.asarray(queue.blocks.row)[:, None] + jnp.arange(shape.block_q, dtype=jnp.int32)
+      x = jnp.take(x[0], token, 1, mode="clip").swapaxes(0, 1)
+    else:
+      x = jnp.broadcast_to(x, (1, heads, shape.block_q, 1))
+    x = x.reshape(x.shape[0], -1, shape.group_size, *x.shape[2:]).swapaxes(2, 3)
+    return dense_operands.pad_axis(x, 1, padding)
+
+  return row_mods.make_inputs(inputs.spec.score_mod, inputs.mods, {"head": head}, shape, rows_of)
 
 
 def _request_part(metadata: layouts.PagesMetadata, number: int, parts: int) -> RequestPart:

@@ -57,6 +57,8 @@ class TokenRefs(NamedTuple):
   lse_blocks: Ref  # [SLOTS, ...]
   query_arrived: Ref  # semaphores, one for each slot
   out_sent: Ref
+  numbers: Ref | None = None  # of the score mod, [num_steps, ...]; see `ModInputs.by_step`
+  number_blocks: Ref | None = None  # [SLOTS, ...]
 
 
 class Run(NamedTuple):
@@ -209,18 +211,26 @@ def run_of(k: KernelRefs, t: TokenRefs, step: Steps) -> Run:
   return Run(first + shift, first - step.query_begin, jnp.maximum(end - first, 0))
 
 
-def start_queries(k: KernelRefs, t: TokenRefs, step: Steps, slot: Index) -> None:
-  """Starts to copy the queries of a step to a slot."""
+def start_queries(k: KernelRefs, t: TokenRefs, number: Index, step: Steps, slot: Index) -> None:
+  """Starts to copy the queries of a step, and the numbers of its rows, to a slot."""
   _start(t.query, t.query_blocks, t.query_arrived, slot, run_of(k, t, step), is_query=True)
+  if t.numbers is not None and t.number_blocks is not None:
+    pltpu.make_async_copy(t.numbers.at[number], t.number_blocks.at[slot],
+                          t.query_arrived.at[slot]).start()
 
 
 def load_rows(k: KernelRefs, t: TokenRefs, step: Steps, slot: Index) -> None:
-  """Waits for the queries of a step, and writes them to `k.rows`.
+  """Waits for the queries of a step and their numbers, and writes them to `k.rows` and `k.mods`.
 
   Infinite queries become NaN, so that all their logits are NaN.
   """
   run = run_of(k, t, step)
   _wait(t.query, t.query_blocks, t.query_arrived, slot, run)
+  if t.number_blocks is not None:
+    assert k.mods is not None
+    block = t.number_blocks.at[slot]
+    pltpu.make_async_copy(block, block, t.query_arrived.at[slot]).wait()
+    k.mods.by_step[0] = t.number_blocks[slot]
 
   def load(is_whole: bool) -> None:
     heads = k.shape.group_heads

@@ -17,8 +17,9 @@ from jax.typing import DTypeLike
 
 from attn_core.kernels.common import online_softmax
 from attn_core.kernels.tpu import launch
-from attn_core.kernels.tpu.ragged import common, kernel, new_tokens, token_blocks
+from attn_core.kernels.tpu.ragged import common, kernel, new_tokens, row_mods, token_blocks
 from attn_core.kernels.tpu.ragged.common import KernelRefs, LogitsSpec, Ref, StepShape, Steps
+from attn_core.kernels.tpu.ragged.mod_form import ModInputs
 from attn_core.kernels.tpu.ragged.new_tokens import NewTokenRefs
 from attn_core.kernels.tpu.ragged.token_blocks import SLOTS, RequestPart, TokenRefs
 
@@ -36,6 +37,7 @@ class TokenInputs(NamedTuple):
   # [T, token_rows, D], written to the first of `tokens` before anything is read
   new: jax.Array | None
   out: jax.Array | None  # [T, K, G, E], with results of requests before `part`; None: none
+  mods: ModInputs | None = None  # without numbers of keys
 
 
 class _Form(NamedTuple):
@@ -81,6 +83,8 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: TokenInputs, out_dtype: D
                          inputs.tensor_scales) if x is not None]
   sources = [query, *inputs.tokens, *([] if new is None else [new]),
              *([] if inputs.out is None else [inputs.out])]
+  mods = inputs.mods
+  numbers = [] if mods is None else [x for x in (mods.fixed, mods.by_step) if x is not None]
   # 2. Outputs.
   like = lambda shape, dtype, x: jax.ShapeDtypeStruct(
       shape, dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
@@ -93,26 +97,32 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: TokenInputs, out_dtype: D
     outputs.append(like(pages.shape, pages.dtype, pages))
     aliases[len(scalars) + 1] = 2
   # 3. The call.
+  by_step = None if mods is None else mods.by_step
   scratch = _scratch(shape, query.dtype, (outputs[0].dtype, column), num_steps)
+  scratch.append([] if by_step is None else [
+      pltpu.VMEM((slots, *by_step.shape[1:]), jnp.int32) for slots in (SLOTS, 1)])
   form = _Form(spec, shape, part, new is not None, inputs.counts is not None,
                inputs.tensor_scales is not None, inputs.out is not None)
-  groups: list[list] = [scalars, sources, outputs, *scratch]
+  groups: list[list] = [scalars, sources, numbers, outputs, *scratch]
   counts = [len(x) for x in groups]
 
   def run(*refs: Ref) -> None:
     _kernel(*_refs(form, common.split(refs, counts)))
 
   hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+  place = lambda x: hbm if x is by_step else pl.BlockSpec(x.shape, lambda *_: (0, 0, 0, 0))
   out, lse, *written = launch.in_32_bits(pl.pallas_call(
       run,
       grid_spec=pltpu.PrefetchScalarGridSpec(
-          num_scalar_prefetch=len(scalars), grid=(1,), in_specs=[hbm] * len(sources),
+          num_scalar_prefetch=len(scalars), grid=(1,),
+          in_specs=[*[hbm] * len(sources), *map(place, numbers)],
           out_specs=[hbm] * len(outputs), scratch_shapes=[x for part in scratch for x in part]),
       out_shape=outputs, name="attn_core_ragged", input_output_aliases=aliases,
       compiler_params=pltpu.CompilerParams(
           dimension_semantics=("arbitrary",), disable_bounds_checks=True,
-          vmem_limit_bytes=max(16 * 2**20, shape.vmem_bytes(query.dtype) * 5 // 4)),
-  ))(*scalars, *sources)
+          vmem_limit_bytes=max(16 * 2**20, (
+              shape.vmem_bytes(query.dtype) + row_mods.vmem_bytes(shape, mods)) * 5 // 4)),
+  ))(*scalars, *sources, *numbers)
   return TokenResults(out, lse.reshape(num_steps, shape.head_groups, shape.group_rows),
                       written[0] if written else None)
 
@@ -149,9 +159,10 @@ def _refs(form: _Form, parts: Sequence[Sequence[Ref]],
 
   Args:
     form: of the kernel.
-    parts: references to scalars, sources, outputs, and those of `_scratch`.
+    parts: references to scalars, sources, numbers of the score mod, outputs, those of `_scratch`,
+      and blocks of the numbers.
   """
-  scalars, sources, outputs, buffers, words, running, blocks, others = parts
+  scalars, sources, numbers, outputs, buffers, words, running, blocks, others, of_mods = parts
   starts, lengths, tables, *scalars = scalars
   counts = scalars[0] if form.has_counts else None
   query, *sources = sources[:-1] if form.continues else sources
@@ -160,6 +171,10 @@ def _refs(form: _Form, parts: Sequence[Sequence[Ref]],
   steps, num_live, counters, arrived, query_arrived, out_sent, new_written = others
   t = TokenRefs(counts, form.part, starts, lengths, query, out, lse, query_blocks, out_blocks,
                 lse_blocks, query_arrived, out_sent)
+  mods = kernel.mod_refs(form.spec, numbers)
+  if mods is not None and of_mods:
+    t = t._replace(numbers=mods.by_step, number_blocks=of_mods[0])
+    mods = mods._replace(by_step=of_mods[1])
   new = None
   if form.has_new:
     # What is read is the result, since interpret mode does not write to the argument.
@@ -168,7 +183,7 @@ def _refs(form: _Form, parts: Sequence[Sequence[Ref]],
                        form.shape.row_pages, token_blocks.requests_in_use(t))
   return KernelRefs(form.spec, form.shape, steps, num_live, tables,
                     scalars[-1] if form.has_scales else None, rows, sources, (), buffers, words,
-                    online_softmax.Running(*running), arrived, counters), t, new
+                    online_softmax.Running(*running), arrived, counters, mods), t, new
 
 
 def _kernel(k: KernelRefs, t: TokenRefs, new: NewTokenRefs | None) -> None:
@@ -181,7 +196,7 @@ def _kernel(k: KernelRefs, t: TokenRefs, new: NewTokenRefs | None) -> None:
   token_blocks.make_steps(k, t)
   count = kernel.step_count(k)
   step_of = lambda number: kernel.step_of(k, number)
-  pl.when(count > 0)(lambda: token_blocks.start_queries(k, t, step_of(0), 0))
+  pl.when(count > 0)(lambda: token_blocks.start_queries(k, t, 0, step_of(0), 0))
   kernel.fetch_first(k, count)
 
   @pl.loop(jnp.int32(0), count)
@@ -191,7 +206,7 @@ def _kernel(k: KernelRefs, t: TokenRefs, new: NewTokenRefs | None) -> None:
     # 2. Fold in the blocks of keys, while the next queries arrive.
     @pl.when(current + 1 < count)
     def _() -> None:
-      token_blocks.start_queries(k, t, step_of(current + 1), 1 - slot)
+      token_blocks.start_queries(k, t, current + 1, step_of(current + 1), 1 - slot)
     token_blocks.load_rows(k, t, step, slot)
     kernel.fold_blocks(k, step, count)
 
