@@ -244,7 +244,7 @@ def query_key_value(query: Array, key: Array, value: Array, *, quantized: bool =
 
   Args:
     query: [B, T, H, D].
-    key: [B, S, K, D].
+    key: [B, S, K, D]; quantized in uint8, which holds two numbers, [B, S, K, D / 2].
     value: [B, S, K, E].
     quantized: whether key and value may have any dtype.
     mixed: whether key and value may have any floating-point dtype.
@@ -262,8 +262,10 @@ def query_key_value(query: Array, key: Array, value: Array, *, quantized: bool =
             f"the query's dtype {query.dtype}; pass compute_dtype to compute in one dtype, or cast "
             "one of them (a cache has that of its init)")
   batch, _, heads, width = query.shape
-  require(key.shape[0] == batch and key.shape[3] == width, "key", describe(key),
-          f"[{batch}, S, K, {width}], B and D of the query {describe(query)}")
+  pairs = 2 if quantized and key.dtype == jnp.uint8 else 1
+  require(key.shape[0] == batch and key.shape[3] * pairs == width, "key", describe(key),
+          f"[{batch}, S, K, {width if pairs == 1 else width / 2:g}], B and "
+          f"{'half of ' * (pairs - 1)}D of the query {describe(query)}")
   require(value.shape[:3] == key.shape[:3], "value", describe(value),
           f"{list(key.shape[:3])} and any width, as the key {describe(key)}")
   require(heads % key.shape[2] == 0, "key", describe(key),

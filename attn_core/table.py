@@ -19,7 +19,7 @@ from attn_core.types import AttentionOutput, Call
 
 _MODS = frozenset({"score_mod", "score_function"})
 _EVERYTHING = frozenset(FEATURES) - _MODS - {
-    "vmem_limit_bytes", "quantized", "pages", "draft_mask", "scope", "prefixes",
+    "vmem_limit_bytes", "quantized", "int4", "pages", "draft_mask", "scope", "prefixes",
     "stored_heads", "sequence_layout", "latent"}
 _BLOCKWISE = _EVERYTHING - {"weights"}
 _TPU = (_BLOCKWISE - {"float16", "float64", "softmax_dtype", "mask_operands", "selected"}
@@ -40,7 +40,7 @@ _PAGED = frozenset({"gqa", "value_width", "float16", "float64", "causal", "windo
                      "stored_heads"}) | _MODS
 # Features that kernels over pages, and the decode kernel for TPUs, lack.
 _NOT_ON_HOPPER = _MODS | {"float64", "precision", "softmax_dtype", "draft_mask", "scope",
-                          "prefixes"}
+                          "prefixes", "int4"}
 _NOT_ON_TPU = _NOT_ON_HOPPER - _MODS | {"float16"}
 
 _Run = Callable[[Call], AttentionOutput]
@@ -79,7 +79,7 @@ _ring_hopper = _over_shards(_flash_hopper, ring.gpu)._replace(
 _ring_tpu = _over_shards(_without_mods(_flash_tpu), ring.tpu_remote)._replace(
     limits=capabilities.remote_limits, fallback=_over_shards(_without_mods(_flash_tpu), ring.tpu))
 
-_decode = Implementation(decode.xla, _DECODE | _MODS, LINEAR, shards_keys=True,
+_decode = Implementation(decode.xla, _DECODE | _MODS | {"int4"}, LINEAR, shards_keys=True,
                          derivatives=Rows(gradient=_flash.name))
 _decode_hopper = Implementation(
     decode.gpu, _DECODE & _HOPPER | {"quantized"}, LINEAR, capabilities.hopper_decode_limits,
@@ -89,7 +89,8 @@ _decode_tpu = Implementation(
     fallback=_decode, shards_keys=True, derivatives=_decode.derivatives)
 
 
-def _over_pages(layout: str, run: _Run, features: frozenset[str] = _PAGED) -> Implementation:
+def _over_pages(layout: str, run: _Run,
+                features: frozenset[str] = _PAGED | {"int4"}) -> Implementation:
   """Returns the row of plain XLA over pages of one layout."""
   return Implementation(run, features, LINEAR, capabilities.pages_limits(layout))
 

@@ -174,8 +174,8 @@ class Operands(NamedTuple):
   mask: MaskOperands = MaskOperands()
   sinks: Array | None = None  # float [B or 1, H]: a logit per head without a value
   dropout_key: Array | None = None  # uint32 [B or 1, 2]
-  key_scale: Array | None = None  # float32 [B, S, K], scales of 8-bit keys; see caches.quantize
-  value_scale: Array | None = None  # float32 [B, S, K], of 8-bit values
+  key_scale: Array | None = None  # float32 [B, S, K], or [B, S, K, groups] with D / 2 bytes of keys
+  value_scale: Array | None = None  # of quantized values
   mods: tuple[Array, ...] = ()  # of the score mod, each [B or 1, H or 1, ...]; see `score_mods`
   # Of latent rows: () or (key_up [latent, H, nope], value_up [latent, H, E]); no kernel reads them.
   up: tuple[Array, ...] = ()
@@ -242,7 +242,6 @@ def differentiable_mods(operands: Operands | PagedOperands) -> tuple[str, ...]:
 # Makes a tree like `Operands` of what stands for arrays: of shapes, or of PartitionSpecs.
 operands_like: Callable[..., Operands] = Operands
 
-
 # A structure, because some releases of jaxlib cannot compare a structure with None.
 NO_SCORE_MOD: jax.tree_util.PyTreeDef = jax.tree.structure(None)
 
@@ -271,9 +270,15 @@ class AttentionSpec(NamedTuple):
     return self.score_mod != NO_SCORE_MOD
 
 
+def holds_pairs(scale: Array | None, x: Array) -> bool:
+  """Returns whether keys or values hold two numbers in a byte, by their scales."""
+  return scale is not None and scale.ndim == x.ndim
+
+
 def value_width(operands: Operands, spec: AttentionSpec) -> int:
   """Returns the width of the values that a kernel weighs, E of its output."""
-  return operands.value.shape[-1] if spec.latent_width is None else spec.latent_width
+  held = 1 + holds_pairs(operands.value_scale, operands.value)
+  return operands.value.shape[-1] * held if spec.latent_width is None else spec.latent_width
 
 
 def output_width(operands: Operands, spec: AttentionSpec) -> int:
@@ -317,10 +322,7 @@ class Call(NamedTuple, Generic[OperandsT, SpecT]):
 
 
 class NotAnArrayError(AttributeError, TypeError):
-  """An AttentionOutput was used as an array, which is one of its fields.
-
-  It is an AttributeError too, so that `hasattr` answers False.
-  """
+  """An AttentionOutput was used as an array; an AttributeError, so that `hasattr` is False."""
 
 
 class AttentionOutput(NamedTuple):

@@ -13,7 +13,7 @@ import numpy as np
 from attn_core import CacheMetadata, MaskInfo, attention, concatenate, masks
 from attn_core.caches import dense, window
 from attn_core_test import sampling
-from attn_core_test.caches_cases import B, D, E, H, HEADS, K, S, equal, filled
+from attn_core_test.caches_cases import B, D, E, EVEN, H, HEADS, K, S, equal, filled
 
 
 def rotated(x, position):
@@ -283,11 +283,12 @@ class StepTest(parameterized.TestCase):
 class ConcatenateTest(parameterized.TestCase):
 
   @parameterized.named_parameters(*[(f"{k}_{d}", k, d) for k in CACHES
-                                    for d in ("float32", "int8")])
+                                    for d in ("float32", "int8", "int4")])
   def test_attention_over_its_arrays_is_the_same(self, cache, dtype):
     module, slots = CACHES[cache]
     query, key, value = (x[:, 5:8] for x in model())
-    cache = filled(module, slots, [5, 2, 0], dtype=dtype)
+    heads = HEADS if dtype != "int4" else EVEN
+    cache, value = filled(module, slots, [5, 2, 0], dtype=dtype, heads=heads), value[..., :heads[2]]
     arguments = dict(mode="__autoregressive__", cache_view=cache, sliding_window=WINDOW,
                      cache_metadata=CacheMetadata(np.array([3, 0, 2])))
     want = attention(query, key, value, mechanism="autoregressive_decodeattn", **arguments)

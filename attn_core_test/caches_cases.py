@@ -13,6 +13,7 @@ from attn_core.caches import dense, window
 
 B, T, S, H, K, D, E = 3, 4, 11, 4, 2, 6, 5
 HEADS = (K, D, E)
+EVEN = (K, D, 4)  # of caches of 4 bits
 KINDS = {"dense": (dense, S), "ring": (window, 5)}
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import Heads, PagesV2, attention, concatenate
-from attn_core.caches import dense, pages, quantize, window
+from attn_core.caches import dense, latent, pages, quantize, window
 from attn_core_test.caches_cases import B, D, HEADS, K, S, filled, tokens
 
 
@@ -27,7 +27,38 @@ class QuantizeTest(parameterized.TestCase):
                     .all())
     np.testing.assert_array_equal(quantize.quantize(back, dtype)[0], values)
 
-  @parameterized.parameters("int8", "float8_e4m3fn")
+  def test_error_of_4_bits_is_that_of_rounding_in_a_group(self):
+    """Checks groups of 32, 32 and 16 columns, whose largest numbers differ by much."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(50, 3, 80)) * np.exp(rng.uniform(-9, 9, (50, 3, 5))).repeat(16, -1)
+    x[..., 16:32], x[..., 48:64] = x[..., :16], x[..., 32:48]
+    x = x.astype(np.float32)
+    values, scales = quantize.quantize(jnp.asarray(x), "int4")
+    self.assertEqual((values.dtype, values.shape, scales.shape), (np.int8, x.shape, (50, 3, 3)))
+    self.assertEqual((int(values.min()), int(values.max())), (-7, 7))
+    largest = np.stack([np.abs(x[..., first:first + 32]).max(-1) for first in (0, 32, 64)], -1)
+    np.testing.assert_allclose(scales, largest / 7, rtol=1e-6)
+    back = np.asarray(quantize.dequantize(values, scales))
+    error = np.abs(back - x)
+    self.assertTrue((error <= 1.001 / 14 * largest.repeat(32, -1)[..., :80]).all())
+    packed = quantize.pack_columns(values)
+    self.assertEqual((packed.dtype, packed.shape), (np.uint8, (50, 3, 40)))
+    np.testing.assert_array_equal(packed[..., 0] & 15, values[..., 0] & 15)
+    np.testing.assert_array_equal(packed[..., 0] >> 4, values[..., 1] & 15)
+    np.testing.assert_array_equal(quantize.dequantize(packed, scales), back)
+    with_nan = jnp.asarray(x).at[..., 40].set(np.inf)
+    with_nan = quantize.dequantize(*quantize.quantize(with_nan, "int4"))
+    np.testing.assert_array_equal(np.isnan(with_nan).any((0, 1)).nonzero()[0], np.arange(32, 64))
+    np.testing.assert_array_equal(with_nan[..., :32], back[..., :32])
+
+  def test_every_pair_of_numbers_of_4_bits(self):
+    low, high = (x.ravel() for x in np.meshgrid(np.arange(-8, 8), np.arange(-8, 8)))
+    packed = quantize.pack(jnp.asarray(low, jnp.int8), jnp.asarray(high, jnp.int8))
+    self.assertLen(set(packed.tolist()), 256)
+    np.testing.assert_array_equal(quantize.unpack(packed, False), low)
+    np.testing.assert_array_equal(quantize.unpack(packed, True), high)
+
+  @parameterized.parameters("int8", "float8_e4m3fn", "int4")
   def test_zeros_tiny_and_not_finite(self, dtype):
     x = jnp.array([[0, 0, 0], [1e-39, 0, 0], [1, jnp.nan, 2], [1, jnp.inf, 2], [3e38, -3e38, 0]])
     back = np.asarray(quantize.dequantize(*quantize.quantize(x, dtype)))
@@ -39,7 +70,13 @@ class QuantizeTest(parameterized.TestCase):
   def test_bad_input(self):
     x, stored = jnp.ones((2, 3)), jnp.ones((2, 3), jnp.int8)
     for call, message in (
-        (lambda: quantize.quantize(x, "int4"), "dtype: got 'int4'; expected one of 'int8'"),
+        (lambda: quantize.quantize(x, "int16"), "dtype: got 'int16'; expected one of 'int8'"),
+        (lambda: dense.init(2, 8, (2, 8, 5), dtype="int4"),
+         "width: got 5; expected an even one with int4"),
+        (lambda: dense.init(2, 8, (2, 8), dtype="uint8"), "dtype: got uint8; expected a float"),
+        (lambda: latent.init(2, 8, (4, 2), dtype="int4"), "dtype: got int4; expected a float"),
+        (lambda: quantize.dequantize(stored, jnp.ones((2, 2))),
+         r"scales: got float32\[2, 2\]; expected float32 \[2, 1\], one for every 32 columns"),
         (lambda: quantize.quantize(x, "small"), "dtype: got 'small'"),
         (lambda: quantize.quantize(None, "int8"), "x: got NoneType"),
         (lambda: quantize.quantize(stored, "int8"), r"x: got int8\[2, 3\]; expected float"),
@@ -84,7 +121,11 @@ class QuantizeTest(parameterized.TestCase):
                                cache_view=dense.init(B, S, HEADS, dtype="int8"),
                                sliding_window=3).attention_outputs).sum()
 
-    for function in (stored(dense, "int8"), stored(window, "float8_e4m3fn"), paged("token"),
+    def packed(key):
+      key, value = (x[..., :4] for x in (key, tokens(2)[1]))
+      return total(dense.append(dense.init(B, S, (K, 4), dtype="int4"), key, value))
+
+    for function in (stored(dense, "int8"), stored(window, "float8_e4m3fn"), packed, paged("token"),
                      paged("tensor"), attended):
       for derive in (jax.grad, lambda f: lambda x: jax.jvp(f, (x,), (x,))):
         with self.assertRaisesRegex(NotImplementedError, "gradients of quantized keys"):
@@ -102,7 +143,7 @@ class QuantizeTest(parameterized.TestCase):
           cache_view=cache._replace(key_scale=scale)).key.sum())(cache.key_scale)
 
   def test_other_dtypes_are_refused(self):
-    for dtype in ("int4", "float16"):
+    for dtype in ("int2", "float16"):
       with self.assertRaisesRegex(ValueError, "dtype: got .*expected one of 'int8', 'float8_e4m3"):
         quantize.quantize(jnp.ones((2, 3)), dtype)
     with self.assertRaisesRegex(ValueError, "dtype: got int16; expected a floating-point dtype or"):

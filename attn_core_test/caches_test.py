@@ -9,9 +9,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 
-from attn_core import DenseCache, Heads, PagesV2, WindowCache, build_cache_pos, create_mesh
+from attn_core import (DenseCache, Heads, PagesV1, PagesV2, PagesV3, WindowCache, build_cache_pos,
+                       create_mesh)
 from attn_core.caches import dense, pages, window
-from attn_core_test.caches_cases import B, D, E, HEADS, K, KINDS, S, T, equal, filled, tokens
+from attn_core_test.caches_cases import (
+    B, D, E, EVEN, HEADS, K, KINDS, S, T, equal, filled, tokens)
 
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -97,10 +99,11 @@ class UpdateTest(parameterized.TestCase):
     np.testing.assert_array_equal(absent.overflow, [True] * B)
     equal(absent.key[1:], cache.key[1:])
 
-  @parameterized.named_parameters(("float32", "float32"), ("int8", "int8"))
+  @parameterized.named_parameters(("float32", "float32"), ("int8", "int8"), ("int4", "int4"))
   def test_conversions(self, dtype):
     counts = [0, 3, S]
-    full, ring = (filled(m, n, counts, dtype=dtype) for m, n in KINDS.values())
+    heads = HEADS if dtype != "int4" else EVEN
+    full, ring = (filled(m, n, counts, dtype=dtype, heads=heads) for m, n in KINDS.values())
     made = window.from_dense(full, 5)
     self.assertEqual(live(window.view(made)), live(window.view(ring)))
     back = window.to_dense(ring, S)
@@ -148,11 +151,13 @@ class UpdateTest(parameterized.TestCase):
       with self.assertRaisesRegex(ValueError, f"prefilled: got {words}"):
         call()
 
-  @parameterized.named_parameters(*[(f"{k}_{d}", k, d) for k in KINDS for d in ("float32", "int8")])
+  @parameterized.named_parameters(*[(f"{k}_{d}", k, d) for k in KINDS
+                                    for d in ("float32", "int8", "int4")])
   def test_donated_caches_are_updated_in_place(self, kind, dtype):
     module, _ = KINDS[kind]
-    cache = module.init(2, 512, HEADS, dtype=dtype)
-    arrays = (*tokens(1, 2), jnp.array([1, 0]))
+    heads = HEADS if dtype != "int4" else EVEN
+    cache = module.init(2, 512, heads, dtype=dtype)
+    arrays = (*(x[..., :n] for x, n in zip(tokens(1, 2), heads[1:])), jnp.array([1, 0]))
     compiled = jax.jit(lambda cache, *x: module.append(cache, *x), donate_argnums=0).lower(
         cache, *arrays).compile()
     size = sum(x.nbytes for x in jax.tree.leaves(cache))
@@ -189,6 +194,18 @@ class UpdateTest(parameterized.TestCase):
 
 
 class InitTest(absltest.TestCase):
+
+  def test_bytes_of_a_token(self):
+    """A key and a value of 128 numbers: with 4 bits 64 bytes and 4 scales of 4 bytes each."""
+    for module in (dense, window):
+      for dtype, size in (("bfloat16", 256), ("int8", 128 + 4), ("int4", 64 + 16)):
+        cache = module.init(2, 10, (3, 128), dtype=dtype)
+        found = sum(x.nbytes for x in jax.tree.leaves(cache) if x.ndim > 2)
+        self.assertEqual(found, 2 * 10 * 3 * 2 * size)
+    for layout, rows in ((PagesV1, 3), (PagesV2, 3), (PagesV3, 4)):  # V3 holds four heads in a word
+      cache = pages.init(layout, 5, 4, Heads(3, 128, 128), "int4", "group")
+      self.assertEqual(sum(x.nbytes for x in jax.tree.leaves(cache)),
+                       5 * 4 * 2 * (64 * rows + 16 * 3))
 
   def test_bad_input(self):
     for call, message in (

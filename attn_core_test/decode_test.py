@@ -63,15 +63,20 @@ class OracleTest(parameterized.TestCase):
     np.testing.assert_allclose(found.lse, expected.lse, atol=rounding)
 
   @parameterized.parameters(("window", "int8"), ("many_rows", "float8_e4m3fn"),
-                            ("every_query_head_has_its_own", "float8_e4m3fn"))
+                            ("every_query_head_has_its_own", "float8_e4m3fn"),
+                            ("window", "int4"), ("many_rows", "int4"),
+                            ("all_query_heads_share_a_key_head", "int4"))
   def test_a_quantized_cache_equals_the_dequantized_one(self, name, dtype):
     """Checks that values and the query's gradient are those of the dequantized cache."""
     case = CASES[name]
     operands = arrays(case, jnp.float32)
     stored, wide = {}, {"query": operands["query"].astype(jnp.float64)}
     for field in ("key", "value"):
-      stored[field], stored[f"{field}_scale"] = quantize.quantize(operands[field], dtype)
-      wide[field] = quantize.dequantize(stored[field], stored[f"{field}_scale"], jnp.float64)
+      stored[field], scales = quantize.quantize(operands[field], dtype)
+      wide[field] = quantize.dequantize(stored[field], scales, jnp.float64)
+      stored[f"{field}_scale"] = scales
+      if dtype == "int4":
+        stored[field] = quantize.pack_columns(stored[field])
     def run(case, operands):
       output = attention(operands["query"], None, None, cache_view=cache_of(case, **stored),
                          return_lse=True, **case.arguments)
@@ -137,7 +142,8 @@ class RowsTest(parameterized.TestCase):
     for name in ("key", "value"):
       np.testing.assert_array_equal(np.asarray(want[1][name])[~seen], 0)
 
-  def test_hidden_scales_of_8_bits_do_not_matter(self):
+  @parameterized.parameters("int8", "int4")
+  def test_hidden_scales_do_not_matter(self, dtype):
     """Checks NaN scales past the lengths, before the starts and outside the window."""
     case = CASES["window"]._replace(starts=(0, 3, 0))
     operands = arrays(case, jnp.float32)
@@ -145,7 +151,11 @@ class RowsTest(parameterized.TestCase):
     first = np.maximum(np.array(case.starts), np.array(case.lengths) - case.T - 9)
     seen = ((slot < np.array(case.lengths)[:, None]) & (slot >= first[:, None]))[..., None]
     stored = dict(zip(("key", "key_scale", "value", "value_scale"), (
-        part for name in ("key", "value") for part in quantize.quantize(operands[name], "int8"))))
+        part for name in ("key", "value") for part in quantize.quantize(operands[name], dtype))))
+    if dtype == "int4":
+      stored = {name: x if "scale" in name else quantize.pack_columns(x)
+                for name, x in stored.items()}
+      seen = seen[..., None]
     @jax.jit
     def run(stored):
       output = attention(operands["query"], None, None, cache_view=cache_of(case, **stored),
@@ -199,13 +209,15 @@ class RowsTest(parameterized.TestCase):
 
   def test_no_copy_of_the_cache_is_made(self):
     case = Case((4096, 1), S=4096, H=2, K=1, D=64, E=64, block=128)
-    for dtype in ("float32", "bfloat16", "int8", "float8_e4m3fn"):
+    for dtype in ("float32", "bfloat16", "int8", "float8_e4m3fn", "int4"):
       cache = dense.init(2, case.S, (1, 64), dtype=dtype)
       run = jax.jit(lambda cache, query: attention(
           query, None, None, cache_view=cache, **case.arguments).attention_outputs)
       query = jnp.ones((2, 1, 2, 64), "bfloat16" if dtype == "bfloat16" else "float32")
       memory = run.lower(cache, query).compile().memory_analysis()
       cached = cache.key.nbytes + cache.value.nbytes
+      if dtype == "int4":  # its scales are a fifth of it
+        cached += cache.key_scale.nbytes + cache.value_scale.nbytes
       # A CPU converts float8 from copies of its bits; a whole cache is never dequantized.
       most = 1.25 if dtype == "float8_e4m3fn" else 0.25
       self.assertLess(memory.temp_size_in_bytes, most * cached, dtype)
@@ -300,7 +312,7 @@ class ShardedTest(parameterized.TestCase):
     np.testing.assert_array_equal(np.isnan(out).all((2, 3)), want)
     np.testing.assert_array_equal(np.isnan(lse).all(1), want)
 
-  @parameterized.parameters("float32", "int8")
+  @parameterized.parameters("float32", "int8", "int4")
   def test_a_step_sends_only_results(self, dtype):
     """Checks that new tokens are written on the device of their slots; keys and values stay."""
     mesh = create_mesh((1, 1, 1, 1, 8))

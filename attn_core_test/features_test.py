@@ -81,6 +81,8 @@ NEEDS = {
                        "cache segments positions"),
     "quantized": ({"cache_view": cache_of("int8"), "mode": "__prefill__"},
                   "cache segments positions quantized"),
+    "int4": ({"cache_view": cache_of("int4"), "mode": "__prefill__"},
+             "cache segments positions quantized int4"),
     "zigzag": ({"metadata": ring("zigzag")}, "sequence_layout"),
     "contiguous": ({"metadata": ring("contiguous")}, ""),
     "zigzag_on_one_device": ({"metadata": OperationMetadata(ring=RingConfig(layout="zigzag"))}, ""),

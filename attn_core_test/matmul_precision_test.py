@@ -216,9 +216,9 @@ def calls_of(mechanism: str, place: str, dtype: str, **arguments: Any) -> dict[s
   if "quantized" in features:
     meshed = dict(arguments, metadata=metadata_of(place, {"sp": 2}))
     return {f"{held}_{tokens}{suffix}": cached_call(mechanism, dtype, given, tokens, held)
-            for held in (dtype, "int8") for tokens in (1, 40)
+            for held in (dtype, "int8", *["int4"] * ("int4" in features)) for tokens in (1, 40)
             for suffix, given in (("", arguments), ("_sharded", meshed))
-            if not (suffix and held == "int8")}
+            if not (suffix and held != dtype)}
   floats = {"bias": (B, H, T, T)} if "bias" in features else {}
   if "sinks" in features:
     floats["softmax_aux"] = (H,)

@@ -49,7 +49,7 @@ class ValuesTest(parameterized.TestCase):
     np.testing.assert_allclose(found.lse[:, :live], lse[:, :live], rtol=1e-5, atol=3e-6)
 
   @parameterized.parameters(("bfloat16", None), ("int8", "token"), ("int8", "tensor"),
-                            ("float8_e4m3fn", "token"))
+                            ("float8_e4m3fn", "token"), ("int4", "group"))
   def test_heads_that_padding_hides(self, dtype, scales):
     """Three heads of widths 6 and 5, in pages with room for four of width 128."""
     heads, rng = Heads(3, 6, 5), np.random.default_rng(0)

@@ -120,14 +120,16 @@ class MeaningTest(parameterized.TestCase):
     case = Case((8, 9), (8, 9), rest=0)
     query, cache, metadata = plain(case)
     page = metadata.page_tables[0, 1]  # positions 4 to 7 of the first request
-    small = pages.from_dense(
-        pages.init(PagesV2, case.pool, case.page, Heads(case.K, case.D, case.D), jnp.int8, "token"),
+    small, packed = (pages.from_dense(
+        pages.init(PagesV2, case.pool, case.page, Heads(case.K, case.D, case.D), dtype, scales),
         *pages.to_dense(cache, metadata), metadata)
+                     for dtype, scales in (("int8", "token"), ("int4", "group")))
     run = jax.jit(lambda *a: ragged_page_attention_v2(*a, metadata, PagedOptions(
         sliding_window=(1, 0), block_sizes=BLOCKS)).attention_outputs)
     for held, name, place in (
         (cache, "pages", (page, 1, 0)), (cache, "pages", (page, 1, 1)),  # a key, a value
-        (small, "key_scales", (page, 1, 0)), (small, "value_scales", (page, 1, 0))):
+        (small, "key_scales", (page, 1, 0)), (small, "value_scales", (page, 1, 0)),
+        (packed, "key_scales", (page, 1, 0, 0)), (packed, "value_scales", (page, 1, 0, 0))):
       with_nan = held._replace(**{name: getattr(held, name).at[place].set(jnp.nan)})
       before, after = np.asarray(run(query, held)), np.asarray(run(query, with_nan))
       seen = np.zeros(before.shape, bool)
@@ -163,20 +165,22 @@ class MeaningTest(parameterized.TestCase):
     np.testing.assert_allclose(output.lse, np.log(length) + 8**0.5, rtol=1e-6)
     self.assertEqual(output.lse.shape, (2, length))
 
-  @parameterized.product(layout=(PagesV1, PagesV2), kind=("tensor", "token"))
+  @parameterized.product(layout=(PagesV1, PagesV2), kind=("tensor", "token", "group"))
   def test_quantized_pages_are_read_by_their_scales(self, layout, kind):
-    case = Case((9, 17, 3), (1,) * 3, rest=0, D=8 if kind == "token" else 6)  # two loops on a CPU
+    widths = {"token": 8, "tensor": 6, "group": 40}  # two loops on a CPU
+    dtype = "int4" if kind == "group" else "int8"
+    case = Case((9, 17, 3), (1,) * 3, rest=0, D=widths[kind])
     query, wide, _ = plain(case)
     heads, metadata = Heads(case.K, case.D, case.D), case.metadata(single=True)
     key, value = pages.to_dense(wide, metadata)
-    cache = pages.init(layout, case.pool, case.page, heads, jnp.int8, kind)
+    cache = pages.init(layout, case.pool, case.page, heads, dtype, kind)
     if kind == "tensor":
       cache = cache._replace(key_scales=abs(key).max() / 127, value_scales=abs(value).max() / 100)
       cache = pages.from_dense(cache, key, value, metadata)
     else:
       cache = pages.from_dense(cache, key, value, metadata)  # the write makes the scales
-      stored, scales = zip(*(quantize.quantize(x, jnp.int8) for x in (key, value)))
-      given = pages.from_dense(pages.init(layout, case.pool, case.page, heads, jnp.int8, kind),
+      stored, scales = zip(*(quantize.quantize(x, dtype) for x in (key, value)))
+      given = pages.from_dense(pages.init(layout, case.pool, case.page, heads, dtype, kind),
                                *stored, metadata, scales)
       jax.tree.map(np.testing.assert_array_equal, cache, given)
     back = pages.from_dense(pages.init(PagesV1, case.pool, case.page, heads, jnp.float32),
@@ -194,9 +198,9 @@ class MeaningTest(parameterized.TestCase):
         jax.grad(lambda scales: loss(run, cache._replace(key_scales=scales), query))(
             cache.key_scales)
 
-  @parameterized.parameters(("float8_e4m3fn", "tensor"), ("int8", "token"))
+  @parameterized.parameters(("float8_e4m3fn", "tensor"), ("int8", "token"), ("int4", "group"))
   def test_new_tokens_are_stored_by_the_scales(self, dtype, kind):
-    """In 8 bits, v3 writes in place what `append` writes, and attends to it."""
+    """In 8 and in 4 bits, v3 writes in place what `append` writes, and attends to it."""
     case = Case((9, 6), (4, 1), rest=2)
     heads, metadata = Heads(2, 6, 6), case.metadata()
     rng = np.random.default_rng(0)

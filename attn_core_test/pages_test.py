@@ -19,6 +19,7 @@ TABLES = np.array([[4, 1, 99], [-7, 99, 99], [0, 6, 99]], np.int32)
 METADATA = PagesMetadata(TABLES, np.array([5, 0, 8], np.int32), np.array([0, 2, 2, 10], np.int32))
 EIGHT = pages.init(PagesV2, 8, 4, HEADS, jnp.int8, "token")
 PADDED = pages.init(PagesV3, 8, 4, HEADS, jnp.int8, "token")
+SCALES = {"int8": "token", "int4": "group"}
 SLOTS = [19, 4, 0, 1, 2, 3, 24, 25, 26, 27, -1]  # page * 4 + offset, by hand
 
 
@@ -68,22 +69,25 @@ class PagesTest(parameterized.TestCase):
       changed = (after != before).reshape(32, -1).any(1)
       self.assertEqual(np.flatnonzero(changed).tolist(), [26, 27])
 
-  @parameterized.product(layout=LAYOUTS, dtype=("float32", "int8"))
+  @parameterized.product(layout=LAYOUTS, dtype=("float32", "int8", "int4"))
   def test_a_dense_cache_and_pages_hold_the_same(self, layout, dtype):
     """Checks conversion to pages and back bit by bit, of quantized caches and of rings too."""
-    key, value = (x[:10].reshape(1, 10, 3, 5) for x in tokens())
+    width = 4 if dtype == "int4" else 5
+    heads = Heads(3, width, width)
+    key, value = (x[None, :10, :, :width] for x in tokens())
     counts = np.array([8, 0, 5])
-    filled = dense.append(dense.init(3, 12, (3, 5), dtype=dtype),
+    filled = dense.append(dense.init(3, 12, (3, width), dtype=dtype),
                           *(jnp.broadcast_to(x, (3, *x.shape[1:])) for x in (key, value)), counts)
-    scale = "token" if dtype == "int8" else None
+    scale = SCALES.get(dtype)
     metadata = METADATA._replace(context_lens=np.array([8, 0, 5], np.int32), page_tables=np.array(
         [[4, 1, 7], [9, 9, 9], [2, 3, 9]], np.int32))
     scales = None if scale is None else (filled.key_scale, filled.value_scale)
-    held = pages.from_dense(pages.init(layout, 8, 4, HEADS, dtype, scale), filled.key,
-                            filled.value, metadata, scales)
+    numbers = quantize.unpack_columns if dtype == "int4" else lambda x: x
+    held = pages.from_dense(pages.init(layout, 8, 4, heads, dtype, scale), numbers(filled.key),
+                            numbers(filled.value), metadata, scales)
     view = window.view(window.from_dense(filled, 12)) if layout is PagesV2 else dense.view(filled)
     live = (np.arange(12) < counts[:, None])[..., None, None]
-    for got, x, s in zip(pages.to_dense(held, metadata, HEADS), (view.key, view.value),
+    for got, x, s in zip(pages.to_dense(held, metadata, heads), (view.key, view.value),
                          (view.key_scale, view.value_scale)):
       want = x if s is None else quantize.dequantize(x, s)
       np.testing.assert_array_equal(got, np.where(live, want, 0))
@@ -128,6 +132,43 @@ class PagesTest(parameterized.TestCase):
         self.assertEqual(x.shape, (3, 12, 3, 5))
         np.testing.assert_array_equal(x[:, :10], np.where(live, y, 0))
         self.assertFalse(np.asarray(x[:, 10:]).any())
+
+  @parameterized.product(layout=LAYOUTS)
+  def test_4_bits(self, layout):
+    """Checks where numbers of 4 bits are, by hand, and that other slots stay empty."""
+    rng = np.random.default_rng(0)
+    wide, narrow = (jnp.asarray(rng.normal(size=(2, 3, n)), jnp.float32) for n in (40, 34))
+    heads, slots = Heads(3, 40, 34), jnp.array([9, 2])
+    cache = pages.append(pages.init(layout, 4, 4, heads, "int4", "group"), wide, narrow, slots)
+    (key, of_key), (value, of_value) = (quantize.quantize(x, "int4") for x in (wide, narrow))
+    self.assertEqual(pages.dtype_of(cache), np.uint8)
+    for token, slot in enumerate((9, 2)):
+      for head in range(3):
+        at = slot // 4, slot % 4
+        if layout is PagesV1:
+          found = [[x[head, *at] & 15, x[head, *at] >> 4] for x in cache[:2]]
+          found = [np.stack(halves, -1).ravel() for halves in found]
+        else:
+          row = (head,) if layout is PagesV2 else (head // 4, head % 4)
+          both = cache.pages[*at, *row]
+          found = [(both & 15)[:40], (both >> 4)[:34]]
+        np.testing.assert_array_equal(found[0], key[token, head] & 15)
+        np.testing.assert_array_equal(found[1], value[token, head] & 15)
+        np.testing.assert_array_equal(cache.key_scales[*at, head], of_key[token, head])
+        np.testing.assert_array_equal(cache.value_scales[*at, head], of_value[token, head])
+    nonzero = lambda x: sum(int((np.asarray(x) >> shift & 15 != 0).sum()) for shift in (0, 4))
+    stored = cache[:2] if layout is PagesV1 else cache[:1]
+    self.assertEqual(sum(map(nonzero, stored)), int((key != 0).sum() + (value != 0).sum()))
+    given = pages.append(pages.init(layout, 4, 4, heads, "int4", "group"), key, value, slots,
+                         (of_key, of_value))
+    for other in (given, pages.convert(pages.convert(cache, PagesV1, heads), layout, heads),
+                  pages.convert(pages.convert(cache, PagesV3, heads), layout, heads)):
+      jax.tree.map(np.testing.assert_array_equal, cache, other)
+    for found, x, scale in zip(pages.read(cache, jnp.array([2, 0]), heads, jnp.float32),
+                               (wide, narrow), (of_key, of_value)):
+      error = np.abs(np.asarray(found)[:, [1, 6]] - x.swapaxes(0, 1))
+      largest = np.asarray(scale).swapaxes(0, 1).repeat(32, -1)[..., :x.shape[-1]]
+      self.assertTrue((error <= 0.5001 * largest).all())
 
   @parameterized.product(layout=LAYOUTS, dtype=("int8", "float8_e4m3fn"),
                          scales=("tensor", "token"))
@@ -210,11 +251,10 @@ class PagesTest(parameterized.TestCase):
       np.testing.assert_array_equal(mapped.pages[row], one.pages)
 
   @parameterized.parameters(*[(x, "float32") for x in LAYOUTS], (PagesV1, "int8"),
-                            (PagesV2, "int8"))
+                            (PagesV2, "int8"), (PagesV2, "int4"))
   def test_copies_pages(self, layout, dtype):
     key, value = tokens()
-    scales = "token" if dtype == "int8" else None
-    cache = pages.append(pages.init(layout, 8, 4, HEADS, dtype, scales), key, value,
+    cache = pages.append(pages.init(layout, 8, 4, HEADS, dtype, SCALES.get(dtype)), key, value,
                          jnp.asarray(SLOTS))
     # 8 and -1 are outside; -1 does not mean the last page.
     copied = pages.copy_pages(cache, jnp.array([0, 6, 1]), jnp.array([5, 8, -1]))
@@ -276,6 +316,15 @@ class PagesTest(parameterized.TestCase):
       (lambda c, k, v: pages.init(PagesV2, 0, 1, HEADS), "num_pages: got 0"),
       (lambda c, k, v: pages.init(PagesV2, 1, 1, HEADS, jnp.int8), "scales: got None"),
       (lambda c, k, v: pages.init(PagesV2, 1, 1, HEADS, jnp.uint8, "tensor"), "dtype: got uint8"),
+      (lambda c, k, v: pages.init(PagesV2, 1, 1, HEADS, "int4", "token"),
+       "scales: got 'token' with pages of int4; expected 'group'"),
+      (lambda c, k, v: pages.init(PagesV2, 1, 1, HEADS, "int8", "group"),
+       "scales: got 'group' with pages of int8; expected .*'token' or 'tensor'"),
+      (lambda c, k, v: pages.init(PagesV1, 1, 1, HEADS, "int4", "group"),
+       "width: got 5; expected an even one"),
+      (lambda c, k, v: pages.append(pages.init(PagesV3, 8, 4, Heads(3, 40, 40), "int4", "group"),
+                                    k, v, jnp.arange(11)),
+       r"key: got float32\[11, 3, 5\]; expected more than 32 columns and at most 64"),
       (lambda c, k, v: pages.init(PagesV3, 1, 1, HEADS, jnp.float64), "dtype: got float"),
       (lambda c, k, v: pages.init(PagesV2, 1, 1, HEADS, jnp.int8, "head"), "scales: got 'head'"))
   def test_bad_input(self, call, words):

@@ -55,75 +55,75 @@ KERNELS = {
 REFUSED = {
     "dense.vanilla": (
         "block_sizes optimized vmem_limit_bytes sequence_layout quantized pages draft_mask scope "
-        "prefixes stored_heads latent"),
+        "prefixes stored_heads latent int4"),
     "sdpa.xla": (
         "value_width float16 float64 sinks soft_cap score_function dropout lse_gradient weights "
         "unnormalized precision softmax_dtype block_sizes optimized vmem_limit_bytes "
-        "sequence_layout cache quantized pages draft_mask scope prefixes stored_heads latent"),
+        "sequence_layout cache quantized pages draft_mask scope prefixes stored_heads latent int4"),
     "sdpa.cudnn": (
         "value_width float64 chunk segments score_mod score_function sinks soft_cap dropout lse "
         "lse_gradient weights unnormalized precision softmax_dtype block_sizes vmem_limit_bytes "
         "sequence_layout cache quantized pages draft_mask scope prefixes stored_heads latent "
-        "selected"),
+        "selected int4"),
     "flash.xla": (
         "weights vmem_limit_bytes sequence_layout quantized pages draft_mask scope prefixes "
-        "stored_heads latent"),
+        "stored_heads latent int4"),
     "flash.gpu": (
         "float64 mask_operands score_mod score_function weights precision softmax_dtype "
         "vmem_limit_bytes sequence_layout quantized pages draft_mask scope prefixes stored_heads "
-        "latent selected"),
+        "latent selected int4"),
     "flash.tpu": (
         "float16 float64 mask_operands weights softmax_dtype sequence_layout quantized pages "
-        "draft_mask scope prefixes stored_heads latent selected"),
+        "draft_mask scope prefixes stored_heads latent selected int4"),
     "paged.xla": (
         "segments positions mask mask_operands bias dropout weights "
         "unnormalized vmem_limit_bytes sequence_layout cache quantized latent selected"),
     "paged.gpu": (
         "float64 chunk segments positions mask mask_operands bias score_mod score_function "
         "dropout weights unnormalized precision softmax_dtype vmem_limit_bytes sequence_layout "
-        "cache quantized draft_mask scope prefixes latent selected"),
+        "cache quantized draft_mask scope prefixes latent selected int4"),
     "paged.tpu": (
         "float16 float64 chunk segments positions mask mask_operands bias dropout weights "
         "unnormalized precision softmax_dtype vmem_limit_bytes sequence_layout cache quantized "
-        "draft_mask scope prefixes latent selected"),
+        "draft_mask scope prefixes latent selected int4"),
     "context_parallel.xla": (
         "weights vmem_limit_bytes cache quantized pages draft_mask scope prefixes stored_heads "
-        "latent"),
+        "latent int4"),
     "context_parallel.gpu": (
         "float64 mask_operands score_mod score_function weights precision softmax_dtype "
         "vmem_limit_bytes cache quantized pages draft_mask scope prefixes stored_heads latent "
-        "selected"),
+        "selected int4"),
     "context_parallel.tpu": (
         "float16 float64 mask_operands score_mod score_function weights softmax_dtype cache "
-        "quantized pages draft_mask scope prefixes stored_heads latent selected"),
+        "quantized pages draft_mask scope prefixes stored_heads latent selected int4"),
     "decode.xla": (
         "bias dropout weights vmem_limit_bytes sequence_layout pages "
         "draft_mask scope prefixes stored_heads latent selected"),
     "decode.gpu": (
         "float64 mask_operands bias score_mod score_function dropout weights precision "
         "softmax_dtype vmem_limit_bytes sequence_layout pages draft_mask scope prefixes "
-        "stored_heads latent selected"),
+        "stored_heads latent selected int4"),
     "decode.tpu": (
         "float16 float64 bias dropout weights precision softmax_dtype "
         "vmem_limit_bytes sequence_layout pages draft_mask scope prefixes stored_heads latent "
-        "selected"),
+        "selected int4"),
     "latent.projected": (
         "bias score_mod score_function dropout weights vmem_limit_bytes sequence_layout pages "
-        "selected draft_mask scope prefixes stored_heads"),
+        "selected draft_mask scope prefixes stored_heads int4"),
     "latent.decode": (
         "bias score_mod score_function dropout weights vmem_limit_bytes sequence_layout pages "
-        "draft_mask scope selected prefixes stored_heads"),
+        "draft_mask scope selected prefixes stored_heads int4"),
     "latent.absorbed": (
         "weights vmem_limit_bytes sequence_layout pages selected draft_mask scope prefixes "
-        "stored_heads"),
+        "stored_heads int4"),
     "latent.pages": (
         "value_width segments positions mask mask_operands bias score_mod score_function dropout "
         "weights unnormalized vmem_limit_bytes sequence_layout cache quantized selected "
-        "stored_heads"),
+        "stored_heads int4"),
     "latent.pages_tpu": (
         "float16 float64 value_width chunk segments positions mask mask_operands bias score_mod "
         "score_function dropout weights unnormalized precision softmax_dtype vmem_limit_bytes "
-        "sequence_layout cache quantized draft_mask scope prefixes selected stored_heads"),
+        "sequence_layout cache quantized draft_mask scope prefixes selected stored_heads int4"),
 }
 # One array holds keys and values, so that these have one width.
 # Mechanisms whose kernels for accelerators read one width only.

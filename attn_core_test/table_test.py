@@ -173,8 +173,8 @@ class TableTest(parameterized.TestCase):
 
   @parameterized.parameters(("cpu", "flash_attn2"), ("tpu", "blockwise"))
   def test_auto_is_linear_unless_weights_are_asked_for(self, platform, chosen):
-    everything = set(FEATURES) - {"vmem_limit_bytes", "quantized", "pages", "draft_mask", "scope",
-                                  "prefixes", "stored_heads", "sequence_layout", "weights",
+    everything = set(FEATURES) - {"vmem_limit_bytes", "quantized", "int4", "pages", "draft_mask",
+                                  "scope", "prefixes", "stored_heads", "sequence_layout", "weights",
                                   "latent"}
     self.assertEqual(choose("auto", platform, request(*everything)), chosen)
     self.assertEqual(choose("auto", platform, request("segments", "bias")), "flash_attn2")

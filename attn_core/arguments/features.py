@@ -12,7 +12,7 @@ from attn_core.masks import leaves, mask as mask_lib
 from attn_core.masks.info import MaskInfo
 from attn_core.score_mods import score_mod
 from attn_core.sharding import context_parallel
-from attn_core.types import Call
+from attn_core.types import Call, holds_pairs
 
 
 def permuted_token_order(metadata: OperationMetadata | None) -> str | None:
@@ -39,7 +39,7 @@ def features_of(a: AttentionArguments, call: Call) -> dict[str, str]:
   query, key, value = call.operands[:3]
   info = MaskInfo() if a.mask_info is None else a.mask_info
   dtype = jnp.dtype(query.dtype).name
-  order = permuted_token_order(a.metadata)
+  order, pairs = permuted_token_order(a.metadata), holds_pairs(call.operands.key_scale, key)
   nodes = [*mask_lib.nodes(mask_lib.of_structure(call.spec.mask))]
   needs = {
       "gqa": (key.shape[2] != query.shape[2], f"{query.shape[2]} heads over {key.shape[2]}"),
@@ -85,6 +85,8 @@ def features_of(a: AttentionArguments, call: Call) -> dict[str, str]:
       "cache": (a.cache_view is not None or a.cache_metadata is not None,
                 "cache_view or cache_metadata"),
       "latent": (a.latent_options is not None, "latent_options"),
-      "quantized": (call.operands.key_scale is not None, f"a cache of dtype {key.dtype.name}"),
+      "quantized": (call.operands.key_scale is not None,
+                    f"a cache of dtype {'int4' if pairs else key.dtype.name}"),
+      "int4": (pairs, "a cache of dtype int4"),
   }
   return {feature: written for feature, (needed, written) in needs.items() if needed}

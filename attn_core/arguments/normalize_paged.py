@@ -12,6 +12,7 @@ import numpy as np
 from attn_core import checks
 from attn_core.arguments import block_sizes, features as features_lib, latent, normalize as steps
 from attn_core.arguments.arguments import AttentionArguments, Shaped
+from attn_core.caches import quantize
 from attn_core.config import metadata as metadata_lib
 from attn_core.config.metadata import OperationMetadata
 from attn_core.caches.paged import layouts, request_groups, validate
@@ -92,6 +93,8 @@ def normalize(a: AttentionArguments) -> steps.Normalized:
   features = features_lib.features_of(a, dense)
   del features["cache"]
   features["pages"] = f"a cache_view of {layout.__name__}"
+  if quantize.is_packed(layouts.dtype_of(cache)):
+    features["int4"] = "a cache_view of dtype int4"
   if cache_metadata.draft_mask is not None:
     features["draft_mask"] = "cache_metadata.draft_mask"
   if cache_metadata.scope != layouts.Scope.ALL:

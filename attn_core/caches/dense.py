@@ -33,12 +33,13 @@ __all__ = ["CacheView", "DenseCache", "append", "init", "init_like", "insert", "
 class DenseCache(NamedTuple):
   """Keys and values of B sequences of up to S tokens; made by `init`."""
 
-  key: jax.Array  # [B, S, K, D]
-  value: jax.Array  # [B, S, K, E]
+  key: jax.Array  # [B, S, K, D]; with 4 bits uint8 [B, S, K, D / 2]
+  value: jax.Array  # [B, S, K, E]; with 4 bits uint8 [B, S, K, E / 2]
   starts: jax.Array  # int32 [B]: slots before it are padding
   lengths: jax.Array  # int32 [B]: slots starts..lengths - 1 hold tokens
   overflow: jax.Array  # bool [B]: a write did not fit and was dropped; reset when replaced
-  key_scale: jax.Array | None = None  # float32 [B, S, K] of keys in 8 bits
+  # float32 [B, S, K] of keys in 8 bits, [B, S, K, groups] in 4
+  key_scale: jax.Array | None = None
   value_scale: jax.Array | None = None
   # int32 [B]: the slot from which masks count positions, where tokens before `starts` are gone, see
   # `window.to_dense`; None: `starts`.
@@ -59,7 +60,8 @@ def init(batch: int, slots: int, heads: tuple[int, ...], *, dtype: DTypeLike = j
     batch: rows B.
     slots: tokens S that a row can hold.
     heads: (K, D), or (K, D, E) if values have another width.
-    dtype: floating-point, or int8 or float8_e4m3fn with a scale per token and head.
+    dtype: floating-point, int8 or float8_e4m3fn with a scale per token and head, or int4 with one
+      for every 32 columns of these too; widths are even then.
     sharding: of the keys [B, S, K, D]: a NamedSharding, or a PartitionSpec over the mesh of
       `jax.set_mesh`; the other arrays of the cache are sharded alike, each device creates its own
       part only, and updates keep it. None: not sharded.
@@ -68,8 +70,8 @@ def init(batch: int, slots: int, heads: tuple[int, ...], *, dtype: DTypeLike = j
     A cache whose rows are empty.
 
   Raises:
-    ValueError: a size is not an int >= 1, the dtype is not supported, or the sharding is not one of
-      four dimensions that it divides over an existing mesh.
+    ValueError: a size is not an int >= 1, a width is odd with int4, the dtype is not supported, or
+      the sharding is not one of four dimensions that it divides over an existing mesh.
   """
   return slots_lib.empty(DenseCache, batch, slots, heads, dtype=dtype, sharding=sharding)
 

@@ -84,7 +84,7 @@ def init(batch: int, slots: int, widths: tuple[int, int], *, dtype: DTypeLike = 
     checks.require(numbers is None, "sharding", repr(whole.spec),
                    "no mesh axis for the numbers of a row: every head reads all of them")
     whole = NamedSharding(whole.mesh, P(rows, tokens))
-  apart = quantize.is_quantized(given)
+  apart = quantize.has_8_bits(given)
   heads = (1, widths[0], widths[1]) if apart else (1, sum(widths), 0)
   return of_dense(slots_lib.empty(DenseCache, batch, slots, heads, dtype=given, sharding=whole,
                                   value_dtype=rest if apart else given))
@@ -152,7 +152,7 @@ def checked_dtypes(widths: tuple[int, int], dtype: DTypeLike,
   for name, width in zip(("latent width", "rope width"), widths):
     checks.integer(name, width, "an int >= 1", lambda x: x >= 1)
   given = checks.dtype("dtype", dtype, "a floating-point dtype, int8 or float8_e4m3fn")
-  checks.require(jnp.issubdtype(given, jnp.floating) or quantize.is_quantized(given), "dtype",
+  checks.require(jnp.issubdtype(given, jnp.floating) or quantize.has_8_bits(given), "dtype",
                  given.name, "a floating-point dtype, int8 or float8_e4m3fn")
   rest = checks.dtype("rope_dtype", rope_dtype, "a floating-point dtype")
   checks.require(jnp.issubdtype(rest, jnp.floating) and rest.itemsize > 1, "rope_dtype", rest.name,

@@ -33,7 +33,8 @@ class CacheView(NamedTuple):
   starts: jax.Array  # int32 [B]: position of a row's first token
   lengths: jax.Array  # int32 [B]: position after a row's last token
   positions: jax.Array  # int32 [B, S]: number of the token in each slot, with padding; -1: empty
-  key_scale: jax.Array | None = None  # float32 [B, S, K] of keys in 8 bits
+  # float32 [B, S, K] of keys in 8 bits, [B, S, K, groups] in 4
+  key_scale: jax.Array | None = None
   value_scale: jax.Array | None = None
   origins: jax.Array | None = None  # int32 [B]: the number that is masks' position 0; None: starts
 
@@ -48,17 +49,18 @@ def empty(kind: type[Cache], batch: int, slots: int, heads: tuple[int, ...], *,
     batch: rows B.
     slots: S of each row (tokens).
     heads: (K, D), or (K, D, E) if values have another width.
-    dtype: floating-point, or int8 or float8_e4m3fn with scales.
+    dtype: floating-point, or int8, float8_e4m3fn or int4 with scales.
     sharding: of [B, S, K, D]; None: not sharded.
     value_dtype: of values without scales, whose width may be 0, as a latent cache has them; None:
       as the keys.
 
   Raises:
-    ValueError: a size is not an int >= 1, the dtype is not supported, or the sharding does not fit.
+    ValueError: a size is not an int >= 1, a width is odd with int4, the dtype is not supported, or
+      the sharding does not fit.
   """
   dtype = checks.dtype("dtype", dtype, "a floating-point dtype or "
                        f"{' or '.join(quantize.LIMITS)}")
-  checks.require(jnp.issubdtype(dtype, jnp.floating) or quantize.is_quantized(dtype), "dtype",
+  checks.require(jnp.issubdtype(dtype, jnp.floating) or dtype.name in quantize.LIMITS, "dtype",
                  dtype.name, f"a floating-point dtype or {' or '.join(quantize.LIMITS)}")
   checks.require(isinstance(heads, tuple) and len(heads) in (2, 3), "heads", repr(heads),
                  "(key heads K, width D), or (K, D, E) where values have another width")
@@ -68,15 +70,20 @@ def empty(kind: type[Cache], batch: int, slots: int, heads: tuple[int, ...], *,
     if name != "value width" or value_dtype is None:
       checks.integer(name, number, "an int >= 1", lambda x: x >= 1)
   shape: tuple[int, int, int] = (batch, slots, heads[0])
-  whole = device_parts.named(sharding, "[B, S, K, D]", (*shape, heads[1]))
-  device_parts.named(sharding, "[B, S, K, E]", (*shape, heads[-1]))
+  of_values = dtype if value_dtype is None else value_dtype
+  widths = quantize.stored_width(heads[1], dtype), quantize.stored_width(heads[-1], of_values)
+  whole = device_parts.named(sharding, "[B, S, K, D]", (*shape, widths[0]))
+  device_parts.named(sharding, "[B, S, K, E]", (*shape, widths[1]))
   rank = lambda n: device_parts.of_dimensions(whole, range(n))
   zeros = lambda shape, dtype: device_parts.full(shape, 0, dtype, rank(len(shape)))
-  scale = lambda dtype: zeros(shape, jnp.float32) if quantize.is_quantized(dtype) else None
-  of_values = dtype if value_dtype is None else value_dtype
+  def scale(width: int, dtype: DTypeLike) -> jax.Array | None:
+    if not quantize.is_quantized(dtype):
+      return None
+    return device_parts.full(quantize.scale_shape(shape, width, dtype), 0, jnp.float32, rank(3))
   row = lambda: zeros((batch,), jnp.int32)
-  return kind(zeros((*shape, heads[1]), dtype), zeros((*shape, heads[-1]), of_values),
-              row(), row(), zeros((batch,), bool), scale(dtype), scale(of_values),
+  return kind(zeros((*shape, widths[0]), quantize.stored_dtype(dtype)),
+              zeros((*shape, widths[1]), quantize.stored_dtype(of_values)), row(), row(),
+              zeros((batch,), bool), scale(heads[1], dtype), scale(heads[-1], of_values),
               sharding=device_parts.kept(whole))
 
 
@@ -90,12 +97,13 @@ def empty_like(cache: "DenseCache | WindowCache", kind: type[Cache], slots: int,
     slots: S of each row (tokens), which are not sharded.
     tokens: [B, ...], of which it has the rows, sharded alike; None: those of `cache`.
   """
-  heads = (cache.key.shape[2], cache.key.shape[3], cache.value.shape[3])
+  heads = (cache.key.shape[2], quantize.width_of(cache.key), quantize.width_of(cache.value))
   rows = cache.key if tokens is None else tokens
   parts = array_axes.parts_of(cache.key, rows)
   of_rows = array_axes.parts_of(rows, cache.key)
   of_values = None if cache.value_scale is not None else cache.value.dtype
-  made = empty(kind, rows.shape[0], slots, heads, dtype=cache.key.dtype, value_dtype=of_values)
+  made = empty(kind, rows.shape[0], slots, heads, dtype=quantize.dtype_name(cache.key.dtype),
+               value_dtype=of_values)
   if cache.sharding is not None and tokens is None:
     remembered = cache.sharding.spec
     made = made._replace(sharding=cache.sharding._replace(
@@ -105,7 +113,9 @@ def empty_like(cache: "DenseCache | WindowCache", kind: type[Cache], slots: int,
   used = set(parts.axes(2) + parts.axes(3))
   first = None if used & set(of_rows.axes(0)) else of_rows.spec[0]
   spec: tuple[Entry, ...] = (first, None, parts.spec[2], parts.spec[3])
-  return jax.tree.map(lambda x: device_parts.match(x, cache.key, spec[:x.ndim]), made)
+  def rank(x: jax.Array) -> int:  # that of the tokens and heads for scales, which may have groups
+    return x.ndim if made.key_scale is None or x.dtype != jnp.float32 else min(x.ndim, 3)
+  return jax.tree.map(lambda x: device_parts.match(x, cache.key, spec[:rank(x)]), made)
 
 
 def init_like(kind: type[Cache], like: jax.Array | jax.ShapeDtypeStruct, slots: int,
@@ -150,7 +160,8 @@ def check_tokens(cache: "DenseCache | WindowCache", key: jax.Array, value: jax.A
   for name, x, letters in (("key", key, "[B, T, K, D]"), ("value", value, "[B, T, K, E]")):
     checks.floating(name, x, 4, letters)
     stored = getattr(cache, name)
-    batch, _, heads, width = stored.shape
+    batch, _, heads, _ = stored.shape
+    width = quantize.width_of(stored)
     checks.require(x.shape[0] == batch and x.shape[2:] == (heads, width) and x.shape[1] > 0
                    and x.shape[1] == key.shape[1], name, checks.describe(x),
                    f"{letters} = [{batch}, {key.shape[1]}, {heads}, {width}], T >= 1, as in the "
@@ -204,7 +215,8 @@ def write_tokens(cache: Cache, key: jax.Array, value: jax.Array,
   for name, x in (("key", key), ("value", value)):
     stored = getattr(cache, name)
     if quantize.is_quantized(stored.dtype):
-      x, scales = quantize.quantize(x, stored.dtype)
+      x, scales = quantize.quantize(x, quantize.dtype_name(stored.dtype))
+      x = quantize.pack_columns(x) if quantize.is_packed(stored.dtype) else x
       fields[f"{name}_scale"] = write(getattr(cache, f"{name}_scale"), scales)
     fields[name] = write(stored, x.astype(stored.dtype))
   return cache._replace(**fields)

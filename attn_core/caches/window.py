@@ -36,7 +36,8 @@ class WindowCache(NamedTuple):
   starts: jax.Array  # int32 [B]: tokens before this number are padding
   lengths: jax.Array  # int32 [B]: tokens written so far, padding included
   overflow: jax.Array  # bool [B]: an invalid write was dropped; reset when replaced
-  key_scale: jax.Array | None = None  # float32 [B, window, K] of keys in 8 bits
+  # float32 [B, window, K] of keys in 8 bits, [B, window, K, groups] in 4
+  key_scale: jax.Array | None = None
   value_scale: jax.Array | None = None
   origins: jax.Array | None = None  # as in a DenseCache
   sharding: device_parts.Kept | None = None  # over Auto axes, static; None: left to the compiler

@@ -15,7 +15,8 @@ from attn_core.masks import banded, mask as mask_lib
 from attn_core.score_mods import evaluate, score_mod, traceable
 from attn_core.sharding.paged import PagedShapes
 from attn_core.sharding.placement import Placement
-from attn_core.types import NO_SCORE_MOD, AttentionOutput, BlockSizes, Call, are_known
+from attn_core.types import (NO_SCORE_MOD, AttentionOutput, BlockSizes, Call, are_known,
+                             holds_pairs)
 
 # Features: options of a call beyond query, key and value. An implementation supports a feature, or
 # refuses it by name.
@@ -49,7 +50,8 @@ FEATURES = {
     "vmem_limit_bytes": "a limit on TPU vector memory",
     "sequence_layout": "sharded tokens in another order than the sequence's",
     "cache": "a dense or sliding-window cache",
-    "quantized": "8-bit keys and values",
+    "quantized": "quantized keys and values",
+    "int4": "4-bit keys and values",
     "pages": "a cache in pages",
     "draft_mask": "drafts that form a tree",
     "scope": "a part of each request's tokens in pages",
@@ -124,13 +126,16 @@ def request_of(call: Call, features: Mapping[str, str], capability: str | None =
   """Returns the request of a call, as if on one device.
 
   Args:
-    call: query, key and value [B, T or S, H or K, D or E], whose shapes and dtypes count only.
+    call: query, key and value [B, T or S, H or K, D or E], of which shapes and dtypes count only;
+      two numbers in a byte count as two.
     features: feature -> the caller's argument.
     capability: compute capability of the GPU; None: not known, or not a GPU.
     transfer: `RingConfig.transfer`.
     tpu_version: generation of the TPU; None: not known, or not a TPU.
   """
-  query, key, value = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in call.operands[:3])
+  pairs = holds_pairs(call.operands.key_scale, call.operands.key)
+  query, key, value = (jax.ShapeDtypeStruct((*x.shape[:3], x.shape[3] * held), x.dtype)
+                       for x, held in zip(call.operands[:3], (1, *[2 if pairs else 1] * 2)))
   bias = call.operands.bias
   mods = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in call.operands.mods)
   return Request(features, query, key, value, call.spec.mask, None if bias is None else bias.dtype,

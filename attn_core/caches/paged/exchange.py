@@ -76,7 +76,7 @@ def from_other(layout: str, arrays: Array | tuple[Array, Array], heads: Heads,
                    and x.shape == parts[0].shape, "arrays", checks.describe(x),
                    f"pages in layout {layout!r}")
   _check(layout, parts[0], heads)
-  quantized = quantize.is_quantized(parts[0].dtype)
+  quantized = quantize.has_8_bits(parts[0].dtype)
   checks.require(quantized == (scales is not None), "scales",
                  "None" if scales is None else "arrays", "float32 [] of keys and of values with "
                  f"pages of 8 bits, None with others; these are {checks.describe(parts[0])}")

@@ -147,7 +147,7 @@ def check(cache: PagesLatent) -> None:
   expected = "pages [P, page, latent + rope] of a PagesLatent, in 8 bits [P, page, latent]"
   checks.array("cache_view", x, expected)
   checks.require(x.ndim == 3 and 0 not in x.shape, "cache_view", checks.describe(x), expected)
-  quantized = quantize.is_quantized(x.dtype)
+  quantized = quantize.has_8_bits(x.dtype)
   checks.require(quantized or jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > 1,
                  "cache_view", f"pages of {x.dtype}",
                  "pages of a floating-point dtype, int8 or float8_e4m3fn")

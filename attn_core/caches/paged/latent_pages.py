@@ -59,7 +59,7 @@ def init(num_pages: int, page_size: int, widths: tuple[int, int], *,
   for name, size in (("num_pages", num_pages), ("page_size", page_size)):
     checks.integer(name, size, "an int >= 1", lambda x: x >= 1)
   given, rest = latent_cache.checked_dtypes(widths, dtype, rope_dtype)
-  checks.require(quantize.is_quantized(given) or given.itemsize > 1, "dtype", given.name,
+  checks.require(quantize.has_8_bits(given) or given.itemsize > 1, "dtype", given.name,
                  "a floating-point dtype of at least 16 bits, int8 or float8_e4m3fn")
   dimensions = "[P, page_size, latent + rope]"
   whole = device_parts.named(sharding, dimensions, (num_pages, page_size, sum(widths)))
@@ -69,7 +69,7 @@ def init(num_pages: int, page_size: int, widths: tuple[int, int], *,
                    f"axes for the pages of {dimensions} only: every head reads whole rows")
     whole = NamedSharding(whole.mesh, PartitionSpec(pool))
   zeros = lambda dtype, *width: device_parts.full((num_pages, page_size, *width), 0, dtype, whole)
-  if not quantize.is_quantized(given):
+  if not quantize.has_8_bits(given):
     width = latent_layout.padded_width(sum(widths)) if padded else sum(widths)
     return PagesLatent(zeros(given, width), LatentWidths(*widths))
   checks.require(not padded, "padded", "True", f"False with dtype {given.name}")

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import checks
-from attn_core.caches import device_parts
+from attn_core.caches import device_parts, quantize
 from attn_core.caches.paged import device_pages, latent_layout
 from attn_core.caches.paged.latent_layout import PagesLatent
 from attn_core.caches.paged.prefixes import Prefixes
@@ -36,9 +36,11 @@ LANES = 128  # widths in layout v3 are multiples of this
 class PagesV1(NamedTuple):
   """Heads outermost, the layout of `jax.experimental.pallas.ops.tpu.paged_attention`."""
 
-  key_pages: Array  # [K, P, page_size, D]
-  value_pages: Array  # [K, P, page_size, E]
-  key_scales: Array | None = None  # float32 [P, page_size, K], or [] for all; None: not quantized
+  key_pages: Array  # [K, P, page_size, D]; with 4 bits uint8 [.., D / 2]: neighbors in a byte
+  value_pages: Array  # [K, P, page_size, E]; with 4 bits uint8 [.., E / 2]
+  # float32 [P, page_size, K], with 4 bits [P, page_size, K, groups], or [] for all; None: not
+  # quantized
+  key_scales: Array | None = None
   value_scales: Array | None = None  # as key_scales
 
 
@@ -68,9 +70,10 @@ class PagesV2(NamedTuple):
   """
 
   # [P, page_size, 2K, width]: key heads in even rows, value heads in odd ones; the width is D, or
-  # with `widths` the larger one.
+  # with `widths` the larger one. With 4 bits uint8 [P, page_size, K, width]: the low half of a byte
+  # is a number of the key of a head, the high half one of its value.
   pages: Array
-  key_scales: Array | None = None  # float32 [P, page_size, K], or [] for all; None: not quantized
+  key_scales: Array | None = None  # as in PagesV1
   value_scales: Array | None = None  # as key_scales
   widths: Widths | None = None  # D and E where they differ
 
@@ -87,9 +90,10 @@ class PagesV3(NamedTuple):
   """
 
   # [P, page_size, cdiv(2K, packing), packing, padded_width]: packing = 4 / itemsize,
-  # padded_width = max(D, E) rounded up to a multiple of 128.
+  # padded_width = max(D, E) rounded up to a multiple of 128. With 4 bits uint8 [P, page_size,
+  # cdiv(K, 4), 4, padded_width], with keys and values in a byte as in PagesV2.
   pages: Array
-  key_scales: Array | None = None  # float32 [P, page_size, K], or [] for all; None: not quantized
+  key_scales: Array | None = None  # as in PagesV1
   value_scales: Array | None = None  # as key_scales
 
 
@@ -204,11 +208,13 @@ def heads_of(cache: Pages) -> Heads:
   if isinstance(cache, PagesLatent):
     return Heads(1, cache.width, cache.widths.latent)
   if isinstance(cache, PagesV1):
-    return Heads(cache.key_pages.shape[0], cache.key_pages.shape[3], cache.value_pages.shape[3])
+    return Heads(cache.key_pages.shape[0], quantize.width_of(cache.key_pages),
+                 quantize.width_of(cache.value_pages))
   *rows, width = cache.pages.shape[2:]
+  key_heads = math.prod(rows) // (1 if quantize.is_packed(cache.pages.dtype) else 2)
   if isinstance(cache, PagesV2) and cache.widths is not None:
-    return Heads(math.prod(rows) // 2, cache.widths.key, cache.widths.value)
-  return Heads(math.prod(rows) // 2, width, width)
+    return Heads(key_heads, cache.widths.key, cache.widths.value)
+  return Heads(key_heads, width, width)
 
 
 def head_axis(cache: Pages) -> int:
@@ -221,7 +227,7 @@ def head_axis(cache: Pages) -> int:
 
 
 def dtype_of(cache: Pages) -> np.dtype:
-  """The dtype in which keys and values are stored.
+  """The dtype in which keys and values are stored; uint8 with two numbers of 4 bits in a byte.
 
   Args:
     cache: any layout.
@@ -331,7 +337,7 @@ def check_key_values(cache: object) -> None:
 
 
 def has_token_scales(cache: Pages) -> bool:
-  """Whether the pages keep a scale per token and head.
+  """Whether the pages keep scales per token and head.
 
   Args:
     cache: any layout.

@@ -74,26 +74,33 @@ def reader(cache: Pages, heads: Heads, dtype: DTypeLike) -> Callable[..., jax.Ar
   """
   if isinstance(cache, PagesLatent):
     return latent_layout.reader(cache, dtype)
-  tokens = num_pages(cache) * page_size(cache)
+  tokens, pairs = num_pages(cache) * page_size(cache), quantize.is_packed(dtype_of(cache))
   if isinstance(cache, PagesV1):
     arrays = {name: x.reshape(x.shape[0], tokens, x.shape[3]) for name, x in (
         ("key", cache.key_pages), ("value", cache.value_pages))}
   else:
-    rows = cache.pages.reshape(tokens, -1, 2, cache.pages.shape[-1])
+    rows = cache.pages.reshape(tokens, -1, 1 if pairs else 2, cache.pages.shape[-1])
   widths = {"key": heads.key_width, "value": heads.value_width}
   scales: dict[str, Any] = {"key": cache.key_scales, "value": cache.value_scales}
   if has_token_scales(cache):
-    scales = {name: x.reshape(tokens, -1) for name, x in scales.items()}
+    scales = {name: x.reshape(tokens, *x.shape[2:]) for name, x in scales.items()}
 
   def part(name: str, tokens: slice = slice(None), columns: slice | None = None) -> jax.Array:
-    columns = slice(0, widths[name]) if columns is None else columns
+    columns, is_value = slice(0, widths[name]) if columns is None else columns, name == "value"
     if isinstance(cache, PagesV1):
-      x = arrays[name][:, tokens, columns].transpose(1, 0, 2)
+      held = slice(columns.start // 2, columns.stop // 2) if pairs else columns
+      x = arrays[name][:, tokens, held].transpose(1, 0, 2)
+      x = quantize.unpack_columns(x) if pairs else x
     else:
-      x = rows[tokens, :heads.key_heads, int(name == "value"), columns]
+      x = rows[tokens, :heads.key_heads, 0 if pairs else int(is_value), columns]
+      x = quantize.unpack(x, is_value) if pairs else x
     scale = scales[name]
     if scale is None:
       return x.astype(dtype)
+    if pairs:
+      of_columns = quantize.of_columns(
+          scale[tokens], columns.start, columns.stop - columns.start)
+      return (x.astype(jnp.float32) * of_columns).astype(dtype)
     return quantize.dequantize(x, scale if scale.ndim == 0 else scale[tokens], dtype)
 
   return part
@@ -204,15 +211,19 @@ def _converted(cache: KeyValuePages, layout: type[KeyValuesT], heads: Heads) -> 
   """Converts the pages of one device."""
   pool, size = num_pages(cache), page_size(cache)
   plain = cache._replace(key_scales=None, value_scales=None)
-  key, value = read(plain, jnp.arange(pool, dtype=jnp.int32), heads, dtype_of(cache))
-  without_padding = lambda x: x[..., :heads.key_heads] if x is not None and x.ndim else x
+  pairs = quantize.is_packed(dtype_of(cache))
+  key, value = read(plain, jnp.arange(pool, dtype=jnp.int32), heads,
+                    jnp.int8 if pairs else dtype_of(cache))
+  without_padding = lambda x: x[:, :, :heads.key_heads] if x is not None and x.ndim else x
   scales = tuple(map(without_padding, (cache.key_scales, cache.value_scales)))
   if layout is PagesV1:
-    shaped = lambda x: x.reshape(heads.key_heads, pool, size, -1)
+    packed = quantize.pack_columns if pairs else lambda x: x
+    shaped = lambda x: packed(x).reshape(heads.key_heads, pool, size, -1)
     full: KeyValuePages = PagesV1(shaped(key), shaped(value), *scales)
   else:
     kind = "tensor" if dtype_of(cache).itemsize == 1 else None  # the scales are those of `cache`
-    empty = init(layout, pool, size, heads, dtype_of(cache), kind)
+    empty = init(layout, pool, size, heads, quantize.dtype_name(dtype_of(cache)),
+                 "group" if pairs else kind)
     full = append(empty._replace(key_scales=None, value_scales=None), key.swapaxes(0, 1),
                   value.swapaxes(0, 1), jnp.arange(pool * size, dtype=jnp.int32))
     full = full._replace(key_scales=scales[0], value_scales=scales[1])

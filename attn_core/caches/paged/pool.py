@@ -38,9 +38,9 @@ def init(layout: type[PagesT], num_pages: int, page_size: int, heads: Heads,
     num_pages: P.
     page_size: tokens of a page.
     heads: key heads and widths; PagesV2 and PagesV3 pad the narrower of keys and values.
-    dtype: of the pages; int8 and float8_e4m3fn need scales.
+    dtype: of the pages; int8, float8_e4m3fn and int4 need scales.
     scales: "token": one per token and head; "tensor": one for all keys and one for all values;
-      None: none.
+      "group", with int4 only: one for every 32 columns per token and head; None: none.
     sharding: of `pages` [P, page_size, rows, ...], or of `key_pages` [K, P, page_size, D] in
       PagesV1: a NamedSharding, or a PartitionSpec over the mesh of `jax.set_mesh`. It may shard
       the pages and the heads; each device creates its own part only, and writes keep the sharding.
@@ -51,41 +51,49 @@ def init(layout: type[PagesT], num_pages: int, page_size: int, heads: Heads,
 
   Raises:
     ValueError: a size is not an int >= 1, `heads` is not a Heads, the layout or kind of scales is
-      unknown, a dtype of one byte has no scales, the dtype is not supported, or the sharding does
-      not fit.
+      unknown, a dtype of one byte has no scales or int4 has others than "group", the dtype is not
+      supported, a width is odd in a PagesV1 of int4, or the sharding does not fit.
   """
   checks.require(layout in PAGES, "layout", repr(layout), "PagesV1, PagesV2 or PagesV3; "
                  "caches.latent_pages.init makes a PagesLatent")
   checked_heads(heads)
   dtype = checks.dtype("dtype", dtype, "16 or 32 bits, int8 or float8_e4m3fn")
-  checks.one_of("scales", scales, (None, "token", "tensor"))
+  checks.one_of("scales", scales, (None, "token", "tensor", "group"))
   for name, size in (("num_pages", num_pages), ("page_size", page_size), *heads._asdict().items()):
     checks.integer(name, size, "an int >= 1", lambda x: x >= 1)
-  size = jnp.dtype(dtype).itemsize
-  checks.require(quantize.is_quantized(dtype) or size > 1 and (size <= 4 or layout is not PagesV3),
-                 "dtype", jnp.dtype(dtype).name, "16 or 32 bits (64 except for PagesV3), int8 or "
-                 "float8_e4m3fn")
+  size, name = jnp.dtype(dtype).itemsize, jnp.dtype(dtype).name
+  checks.require(name in quantize.LIMITS or size > 1 and (size <= 4 or layout is not PagesV3),
+                 "dtype", name, "16 or 32 bits (64 except for PagesV3), int8 or float8_e4m3fn, or "
+                 "int4")
   checks.require(scales is not None or jnp.dtype(dtype).itemsize > 1, "scales",
                  f"None with pages of {jnp.dtype(dtype).name}", "'token' or 'tensor': quantized "
                  "pages cannot be read without their scales")
+  checks.require((scales == "group") == (name == "int4"), "scales", f"{scales!r} with pages of "
+                 f"{name}", "'group' with pages of int4, 'token' or 'tensor' with those of 8 bits")
   of_token = (num_pages, page_size, heads.key_heads)
   if layout is PagesV1:
-    shape: tuple[int, ...] = (heads.key_heads, num_pages, page_size, heads.key_width)
+    shape: tuple[int, ...] = (heads.key_heads, num_pages, page_size,
+                              quantize.stored_width(heads.key_width, dtype))
   else:
-    rows, packed = 2 * heads.key_heads, packing(dtype)
+    rows, packed = (1 if name == "int4" else 2) * heads.key_heads, packing(dtype)
     width, widths = max(heads[1:]), widths_of(heads)
     shape = (num_pages, page_size, rows, width) if layout is PagesV2 else (
         num_pages, page_size, cdiv(rows, packed), packed, cdiv(width, LANES) * LANES)
   whole, of_scales = _shardings(layout, sharding, shape, of_token)
-  zeros = lambda shape: device_parts.full(shape, 0, dtype, whole)
-  scale = None if scales is None else device_parts.full(
-      *((of_token, 1, jnp.float32, of_scales) if scales == "token" else ((), 1, jnp.float32, None)))
+  zeros = lambda shape: device_parts.full(shape, 0, quantize.stored_dtype(dtype), whole)
+  def ones(width: int) -> jax.Array | None:
+    if scales in (None, "tensor"):
+      return None if scales is None else device_parts.full((), 1, jnp.float32, None)
+    shape = quantize.scale_shape(of_token, width, dtype)
+    return device_parts.full(shape, 1, jnp.float32, of_scales)
+  of_heads = ones(heads.key_width), ones(heads.value_width)
   found: Pages
   if layout is PagesV1:
-    found = PagesV1(zeros(shape), zeros((*shape[:3], heads.value_width)), scale, scale)
+    found = PagesV1(zeros(shape), zeros((
+        *shape[:3], quantize.stored_width(heads.value_width, dtype))), *of_heads)
   else:
-    found = PagesV2(zeros(shape), scale, scale, widths) if layout is PagesV2 else PagesV3(
-        zeros(shape), scale, scale)
+    found = PagesV2(zeros(shape), *of_heads, widths) if layout is PagesV2 else PagesV3(
+        zeros(shape), *of_heads)
   assert isinstance(found, layout)
   return found
 
@@ -184,17 +192,19 @@ def interleaved(cache: PagesV2 | PagesV3, key: jax.Array, value: jax.Array) -> j
 
   Args:
     cache: its pages are [P, page_size, rows, ...].
-    key: [num_tokens, K, D].
+    key: [num_tokens, K, D], with pages of 4 bits int8.
     value: [num_tokens, K, E].
 
   Returns:
     [num_tokens, rows, ...], with heads sharded as in the pages where they divide.
   """
   heads = key.shape[1]
-  padding = 2 * (heads_of(cache).key_heads - heads)
+  pairs = quantize.is_packed(cache.pages.dtype)
+  padding = (1 if pairs else 2) * (heads_of(cache).key_heads - heads)
 
   def local(key: jax.Array, value: jax.Array) -> jax.Array:
     rows = interleave(key, value)
+    rows = quantize.pack(rows[:, ::2], rows[:, 1::2]) if pairs else rows
     rows = jnp.pad(rows, ((0, 0), (0, padding), (0, cache.pages.shape[-1] - rows.shape[-1])))
     return rows.reshape(rows.shape[0], -1, *cache.pages.shape[3:])
 

@@ -17,6 +17,7 @@ from attn_core.caches.paged import device_pages, layouts, pool as pool_lib
 from attn_core.caches.paged.layouts import (
     Array, Pages, PagesT, PagesV1, PagesV3, dtype_of, has_token_scales, heads_of, num_pages,
     over_arrays, page_size)
+from attn_core.types import cdiv
 
 Scales = tuple[Array, Array] | None  # of keys and values
 
@@ -33,7 +34,8 @@ def append(cache: PagesT, key: Array, value: Array, mapping: Array,
     value: [T, K, E], likewise.
     mapping: int32 [T] slots (see `slots`); tokens with a slot outside the pool are not written.
     scales: float32 (key [T, K], value [T, K]) of tokens that are already quantized, for pages with
-      scales per token and head; None: tokens are not quantized, or pages have no such scales.
+      scales per token and head; with pages of 4 bits [T, K, groups], of tokens in int8. None:
+      tokens are not quantized, or pages have no such scales.
 
   Returns:
     The cache with the tokens written, sharded as before.
@@ -50,6 +52,8 @@ def append(cache: PagesT, key: Array, value: Array, mapping: Array,
   place, write = places(cache, mapping), device_pages.write
   assert isinstance(cache, layouts.PAGES)
   if isinstance(cache, PagesV1):
+    if quantize.is_packed(cache.key_pages.dtype):
+      key, value = map(quantize.pack_columns, (key, value))
     written: Pages = cache._replace(
         key_pages=write(cache.key_pages, key.swapaxes(0, 1), 1, *place),
         value_pages=write(cache.value_pages, value.swapaxes(0, 1), 1, *place))
@@ -101,13 +105,20 @@ def move(cache: PagesT, sources: Array, targets: Array) -> PagesT:
 def _stored_tokens(cache: Pages, key: Array, value: Array,
                    scales: Scales) -> tuple[Array, Array, Scales]:
   """Returns new tokens in the dtype of the pages, and their scales where these have some."""
-  dtype = dtype_of(cache)
+  dtype = _dtype_of_tokens(cache)
   if not has_token_scales(cache):
     return store(key, dtype, cache.key_scales), store(value, dtype, cache.value_scales), None
   if scales is None:
-    (key, of_key), (value, of_value) = (quantize.quantize(x, dtype) for x in (key, value))
+    (key, of_key), (value, of_value) = (
+        quantize.quantize(x, quantize.dtype_name(dtype_of(cache))) for x in (key, value))
     scales = of_key, of_value
   return key, value, scales
+
+
+def _dtype_of_tokens(cache: Pages) -> DTypeLike:
+  """Returns the dtype of tokens that are quantized as the pages are, before two share a byte."""
+  dtype = dtype_of(cache)
+  return jnp.dtype("int8") if quantize.is_packed(dtype) else dtype
 
 
 def places(cache: Pages, mapping: Array) -> tuple[Array, Array]:
@@ -157,11 +168,11 @@ def _check_tokens(cache: Pages, key: Array, value: Array, scales: Scales) -> Non
   expected = (tokens, key_heads, value.shape[-1] if narrower else heads.value_width)
   checks.require(value.shape == expected, "value", checks.describe(value), f"{list(expected)}"
                  + (", or narrower" if padded else ""))
-  dtype, per_token = dtype_of(cache), has_token_scales(cache)
+  dtype, per_token = _dtype_of_tokens(cache), has_token_scales(cache)
   for name, x in (("key", key), ("value", value)):
     wide = cache.key_scales is not None and jnp.issubdtype(x.dtype, jnp.floating)
     checks.require(x.dtype == dtype or wide, name, checks.describe(x),
-                   f"the dtype of the pages, {dtype}")
+                   f"the dtype of the pages, {quantize.dtype_name(dtype_of(cache))}")
     if per_token:
       checks.require((scales is not None) == (x.dtype == dtype), "scales",
                      f"{'None' if scales is None else 'arrays'} with {name} {checks.describe(x)}",
@@ -172,9 +183,23 @@ def _check_tokens(cache: Pages, key: Array, value: Array, scales: Scales) -> Non
   held = token_scales(cache)[0].shape[2] if per_token else key_heads
   checks.require(held == key_heads, "key", checks.describe(key),
                  f"{held} heads, those of key_scales {checks.describe(cache.key_scales)}")
-  for x in () if scales is None else scales:
-    checks.require(x.shape == (tokens, key_heads) and x.dtype == jnp.float32, "scales",
-                   checks.describe(x), f"float32 [{tokens}, {key_heads}] of key and of value")
+  groups = tuple(_groups(cache, x) for x in (key, value))
+  for name, x, of_heads in zip(("key", "value"), (key, value), groups):
+    for number in getattr(cache, f"{name}_scales").shape[3:] if of_heads else ():
+      most = number * quantize.GROUP
+      checks.require(of_heads == (number,), name, checks.describe(x), f"more than "
+                     f"{most - quantize.GROUP} columns and at most {most}, those of the pages' "
+                     "scales")
+  for x, of_heads in () if scales is None else zip(scales, groups):
+    shape = (tokens, key_heads, *of_heads)
+    checks.require(x.shape == shape and x.dtype == jnp.float32, "scales", checks.describe(x),
+                   f"float32 {list(shape)} of key and of value")
+
+
+def _groups(cache: Pages, x: Array) -> tuple[int, ...]:
+  """Returns the number of scales of new keys or values of a head, () if it is one."""
+  return (cdiv(x.shape[-1], quantize.GROUP),) if (
+      has_token_scales(cache) and quantize.is_packed(dtype_of(cache))) else ()
 
 
 def store(x: Array, dtype: DTypeLike, scale: Array | None = None) -> jax.Array:

@@ -235,8 +235,8 @@ def _check_cache(cache: layouts.Pages) -> None:
                    f"{letters} of a {name}")
   x = arrays[0]
   if isinstance(cache, layouts.PagesV2):
-    checks.require(x.shape[2] % 2 == 0, "cache_view", checks.describe(x),
-                   f"{letters}: as many rows of values as of keys")
+    checks.require(x.shape[2] % 2 == 0 or quantize.is_packed(x.dtype), "cache_view",
+                   checks.describe(x), f"{letters}: as many rows of values as of keys")
     checks.require(cache.widths is None or max(cache.widths.key, cache.widths.value) == x.shape[3],
                    "cache_view.widths", cache.widths, f"None, or a larger one of {x.shape[3]}")
   if name == "PagesV3":
@@ -251,20 +251,24 @@ def _check_cache(cache: layouts.Pages) -> None:
 def _check_scales(cache: layouts.Pages, dtype: DTypeLike) -> None:
   quantized = quantize.is_quantized(dtype)
   checks.require(quantized or jnp.dtype(dtype).itemsize > 1, "cache_view", f"pages of {dtype}",
-                 "pages of a floating-point dtype, int8 or float8_e4m3fn")
+                 "pages of a floating-point dtype, int8 or float8_e4m3fn, or uint8 with those of "
+                 "int4")
   pool, size = layouts.num_pages(cache), layouts.page_size(cache)
   most = layouts.heads_of(cache).key_heads
   fewest = 1 if isinstance(cache, layouts.PagesV3) else most  # v3 is padded
   heads = f"{most}" if fewest == most else f"K from 1 to {most}"
   for name in ("key_scales", "value_scales"):
     x = getattr(cache, name)
-    expected = f"float32 [] or [{pool}, {size}, {heads}]: pages of {dtype} cannot be read without"
+    expected = ("float32 " + (f"[{pool}, {size}, {heads}, groups of {quantize.GROUP} columns]"
+                              if quantize.is_packed(dtype) else f"[] or [{pool}, {size}, {heads}]")
+                + f": pages of {dtype} cannot be read without")
     if x is None:
       checks.require(not quantized, f"cache_view.{name}", "None", expected)
       continue
     checks.array(f"cache_view.{name}", x, expected)
-    checks.require(quantized and x.dtype == jnp.float32 and (x.shape == () or (
-        x.ndim == 3 and x.shape[:2] == (pool, size) and fewest <= x.shape[2] <= most)),
+    pairs, rank = quantize.is_packed(dtype), 3 + quantize.is_packed(dtype)
+    checks.require(quantized and x.dtype == jnp.float32 and (x.shape == () and not pairs or (
+        x.ndim == rank and x.shape[:2] == (pool, size) and fewest <= x.shape[2] <= most)),
                    f"cache_view.{name}", checks.describe(x),
                    expected if quantized else f"None with pages of {dtype}")
   key_scales, value_scales = cache.key_scales, cache.value_scales

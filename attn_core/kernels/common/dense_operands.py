@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from attn_core.kernels.common.contract import BackwardResiduals
 from attn_core.masks import block_map, mask as mask_lib, tile as tile_lib
 from attn_core.types import (AttentionSpec, Operands, PagedOperands, PagedSpec, are_known,
-                             at_least_float32, operand)
+                             at_least_float32, holds_pairs, operand)
 
 
 def assert_shapes(operands: Operands, latent_width: int | None = None) -> None:
@@ -21,18 +21,20 @@ def assert_shapes(operands: Operands, latent_width: int | None = None) -> None:
 
   Raises:
     AssertionError: query is not [B, T, H, D], key not [B, S, K, D] with H % K == 0, value not
-      [B, S, K, E], or a scale not [B, S, K].
+      [B, S, K, E], or a scale not [B, S, K]; scales [B, S, K, groups] go with keys and values of
+      half the width.
   """
   import chex  # Takes 0.13 s, and is used only where a kernel is traced.
   chex.assert_rank([operands.query, operands.key, operands.value], 4)
   (batch, _, heads, width), keys, key_heads = operands.query.shape, *operands.key.shape[1:3]
   apart = 0 if latent_width is None else operands.value.shape[-1]
-  chex.assert_shape(operands.key, (batch, keys, key_heads, width - apart))
+  held = 2 if holds_pairs(operands.key_scale, operands.key) else 1
+  chex.assert_shape(operands.key, (batch, keys, key_heads, (width - apart) // held))
   chex.assert_shape(operands.value, (batch, keys, key_heads, None))
   chex.assert_is_divisible(heads, key_heads)
   for scale in (operands.key_scale, operands.value_scale):
     if scale is not None:
-      chex.assert_shape(scale, (batch, keys, key_heads))
+      chex.assert_shape(scale, (batch, keys, key_heads, *[None] * (held - 1)))
 
 
 def assert_operands(operands: Operands, latent_width: int | None = None) -> None:
@@ -70,7 +72,8 @@ def assert_residuals(operands: Operands, *residuals: BackwardResiduals,
   """
   import chex  # As in `assert_shapes`.
   batch, queries, heads, _ = operands.query.shape
-  width = operands.value.shape[3] if latent_width is None else latent_width
+  held = 2 if holds_pairs(operands.value_scale, operands.value) else 1
+  width = operands.value.shape[3] * held if latent_width is None else latent_width
   for out, lse in residuals:
     if out is not None:
       chex.assert_shape(out, (batch, queries, heads, width))

@@ -27,7 +27,10 @@ from attn_core.kernels.common.contract import BackwardResiduals, Kernel, Residua
 from attn_core.kernels.xla import cpu_matvec, flash, tile_ops, tiling
 from attn_core.masks import block_map, tile as tile_lib
 from attn_core.score_mods import evaluate, score_mod
-from attn_core.types import (AttentionSpec, BlockSizes, Operands, at_least_float32, value_width)
+from attn_core.types import (AttentionSpec, BlockSizes, Operands, at_least_float32, holds_pairs,
+                             value_width)
+
+HALF_GROUP = quantize.GROUP // 2  # even or odd columns that share a scale, with 4 bits
 
 
 def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> Residuals:
@@ -88,7 +91,8 @@ def _block_inputs(operands: Operands, spec: AttentionSpec,
   all blocks have that size.
   """
   (_, queries, _, _), (_, keys, key_heads, _) = operands.query.shape, operands.key.shape
-  elements = key_heads * max(operands.key.shape[-1], operands.value.shape[-1])
+  pairs = 2 if holds_pairs(operands.key_scale, operands.key) else 1
+  elements = key_heads * max(operands.key.shape[-1], operands.value.shape[-1]) * pairs
   block_kv = min(keys, block_sizes.block_kv or tiling.decode_block(keys, elements))
   if block_kv > cpu_matvec.FAN:  # another size would be folded part by part
     block_kv -= block_kv % cpu_matvec.FAN
@@ -116,14 +120,16 @@ def _start(sizes: block_map.Sizes, j: tile_ops.Index) -> jax.Array:
 class _Block(NamedTuple):
   """One block of a row's keys, sliced out of the cache wherever it is read.
 
-  Names are "key", "value", and "rest": the columns of 8-bit latent keys that are stored apart.
+  Names are "key", "value", and "rest": the columns of 8-bit latent keys that are stored apart. With
+  4 bits the even columns are read as one block and the odd ones as another, see `halves`.
   """
 
   inputs: tile_ops.BlockedInputs
   batch: tile_ops.Index
   block_index: tile_ops.Index
   values: jax.Array | None = None  # [block_kv, K, E], replaces the cache's
-  value_scale: jax.Array | None = None  # [block_kv, K], replaces the cache's
+  value_scale: jax.Array | None = None  # [block_kv, K] or [.., groups], replaces the cache's
+  half: int | None = None  # with 4 bits: 0 for even columns, 1 for odd ones
 
   def _stored_in(self, name: str) -> str:
     """Returns the field of `Operands` that holds an array; latent values are a part of the keys."""
@@ -131,10 +137,19 @@ class _Block(NamedTuple):
       return "value"
     return "key" if self.inputs.spec.latent_width is not None else name
 
+  @property
+  def has_pairs(self) -> bool:
+    """Whether the cache holds two numbers in a byte."""
+    return holds_pairs(self.inputs.operands.key_scale, self.inputs.operands.key)
+
+  def halves(self) -> "list[_Block]":
+    """Returns the blocks of all even and of all odd columns, or the one of all columns."""
+    return [self._replace(half=half) for half in (0, 1)] if self.has_pairs else [self]
+
   def width(self, name: str) -> int:
-    """Returns the number of columns of an array."""
+    """Returns the number of columns of an array as it is stored."""
     operands, spec = self.inputs.operands, self.inputs.spec
-    if name == "value":
+    if name == "value" and not self.has_pairs:
       return value_width(operands, spec)
     return getattr(operands, self._stored_in(name)).shape[-1]
 
@@ -155,22 +170,34 @@ class _Block(NamedTuple):
                           (1, keys[1], self.inputs.step_heads, columns[1]))[0]
 
   def scales(self, name: str) -> jax.Array | None:
-    """Returns the scales [block_kv, K] of an 8-bit cache, or None."""
+    """Returns the scales [block_kv, K] of an 8-bit cache, or None: `part` is multiplied by them."""
+    return None if self.has_pairs else self.all_scales(name)
+
+  def all_scales(self, name: str) -> jax.Array | None:
+    """Returns the scales [block_kv, K], with 4 bits [block_kv, K, groups], or None."""
     if name == "value" and self.value_scale is not None:
       return self.value_scale
     scale = getattr(self.inputs.operands, f"{self._stored_in(name)}_scale")
     sizes = self.inputs.sizes
     return scale if scale is None else tile_lib.slice_at(
-        scale, (self.batch, _start(sizes, self.block_index), 0),
-        (1, sizes.block_kv, self.inputs.step_heads))[0].astype(_dtype(self.inputs))
+        scale, (self.batch, _start(sizes, self.block_index), *[0] * (scale.ndim - 2)),
+        (1, sizes.block_kv, self.inputs.step_heads, *scale.shape[3:]))[0].astype(
+            _dtype(self.inputs))
 
   def part(self, name: str, keys: tuple[int, int], columns: tuple[int, int]) -> jax.Array:
-    """Returns `slice` in the dtype of sums, without its scales."""
-    return quantize.unscaled(self.slice(name, keys, columns)).astype(_dtype(self.inputs))
+    """Returns `slice` in the dtype of sums, without its scales but those of groups."""
+    x, scale = self.slice(name, keys, columns), self.all_scales(name)
+    if self.half is None or scale is None:
+      return quantize.unscaled(x).astype(_dtype(self.inputs))
+    scale = quantize.of_columns(scale[keys[0]:sum(keys)], *columns, HALF_GROUP)
+    return quantize.unpack(x, bool(self.half)).astype(_dtype(self.inputs)) * scale
 
   def whole(self, name: str) -> jax.Array:
     """Returns [block_kv, K, D or E], dequantized."""
     columns = (0, self.width(name))
+    if self.half is not None:
+      x = self.part(name, (0, self.inputs.sizes.block_kv), columns)
+      return x.astype(self.inputs.operands.query.dtype)
     x, scale = self.slice(name, (0, self.inputs.sizes.block_kv), columns), self.scales(name)
     if scale is not None:
       return quantize.dequantize(x, scale, _dtype(self.inputs))
@@ -179,17 +206,22 @@ class _Block(NamedTuple):
   def with_masked_values(self, kept: jax.Array) -> "_Block":
     """Replaces values that are not `kept`, bool [block_kv, K], by zeros."""
     width, keys = self.width("value"), self.inputs.sizes.block_kv
-    values, scale = self.slice("value", (0, keys), (0, width)), self.scales("value")
+    values, scale = self.slice("value", (0, keys), (0, width)), self.all_scales("value")
     # The barrier keeps the choice out of the products: XLA:CPU would compile these twice, for
     # blocks with and without zeros, and round them in different ways.
     values = lax.optimization_barrier(jnp.where(kept[..., None], values, 0))
-    return self._replace(
-        values=values, value_scale=scale if scale is None else jnp.where(kept, scale, 0))
+    if scale is not None:
+      scale = jnp.where(kept.reshape(*kept.shape, *[1] * (scale.ndim - 2)), scale, 0)
+    return self._replace(values=values, value_scale=scale)
 
 
 def _finite(block: _Block) -> jax.Array:
   """Returns bool [block_kv, K]: whether a value is finite."""
   width, keys = block.width("value"), (0, block.inputs.sizes.block_kv)
+  if block.has_pairs:  # numbers of 4 bits are finite, and their scales tell the rest
+    scales = block.all_scales("value")
+    assert scales is not None
+    return jnp.isfinite(scales).all(-1)
   def whole() -> jax.Array:
     return jnp.isfinite(block.whole("value")).all(-1)
 
@@ -272,6 +304,9 @@ def _dtype(inputs: tile_ops.BlockedInputs) -> jnp.dtype:
 
 def _scores(block: _Block, rows: jax.Array) -> jax.Array:
   """Returns scores [block_kv, K, num_rows] of rows [K, num_rows, D]."""
+  if block.has_pairs:
+    even, odd = (_scores_of("key", half, rows[..., n::2]) for n, half in enumerate(block.halves()))
+    return even + odd
   width = block.width("key")
   if width == rows.shape[2]:
     return _scores_of("key", block, rows)
@@ -300,6 +335,12 @@ def _scores_of(name: str, block: _Block, rows: jax.Array) -> jax.Array:
 
 def _weigh(block: _Block, weights: jax.Array) -> jax.Array:
   """Returns weights [block_kv, K, num_rows] times values: [K, num_rows, E]."""
+  found = [_weigh_half(half, weights) for half in block.halves()]
+  return found[0] if len(found) == 1 else jnp.stack(found, -1).reshape(*found[0].shape[:-1], -1)
+
+
+def _weigh_half(block: _Block, weights: jax.Array) -> jax.Array:
+  """Returns `_weigh` of the columns of one of `_Block.halves`."""
   inputs, width = block.inputs, block.width("value")
   def dots(weights: jax.Array) -> jax.Array:
     # Latent values are weighed with the rest of their keys: a copy of them takes longer.

@@ -13,6 +13,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from attn_core.caches import quantize
 from attn_core.caches.paged import latent_layout, layouts, ops
 from attn_core.caches.paged.latent_layout import PagesLatent
 from attn_core.caches.paged.layouts import Pages
@@ -117,9 +118,12 @@ def _propagate_nan(cache: Pages, inputs: BlockedInputs) -> Pages:
 
   if layouts.has_token_scales(cache):
     assert cache.key_scales is not None and cache.value_scales is not None
-    kept = finite[:, :, :cache.key_scales.shape[2], 0]
+    kept = finite[:, :, :cache.key_scales.shape[2]]
+    kept = kept if cache.key_scales.ndim > 3 else kept[..., 0]
     cache = cache._replace(key_scales=key_of(kept, cache.key_scales),
                            value_scales=value_of(kept, cache.value_scales))
+  if quantize.is_packed(layouts.dtype_of(cache)):  # every number of 4 bits is finite
+    return cache
   if isinstance(cache, layouts.PagesV1):
     finite = finite.transpose(2, 0, 1, 3)
     return cache._replace(key_pages=key_of(finite, cache.key_pages),
