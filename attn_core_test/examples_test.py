@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from attn_core import attention
+from attn_core_test import sampling
 from attn_core_test.example_files import ROOT, load_example
 
 
@@ -92,24 +93,34 @@ class ExamplesTest(parameterized.TestCase):
     self.assertIn("striped, step 2:", printed)
 
   def test_serve(self):
+    path = self.serve()
+    self.assertIn("expected at least 15", self.run_example(
+        "serve.py", f"--model={path}", "--pages=10", "--page_size=8", "--prefix_length=20",
+        "--prefixes=2", "--longest_prompt=40", "--longest_answer=60", status=1))
+
+  @sampling.slow("serve.py on latent rows")
+  def test_serve_latent_rows(self):
+    self.serve("--latent")
+
+  def serve(self, *more: str) -> pathlib.Path:
+    """Serves a model without training; returns its file."""
     example = load_example("train_and_generate")
     config = example.Config(
-        layers=2, width=32, heads=2, key_heads=1, head_dim=8, hidden=32, window=8)
+        layers=2, width=32, heads=4, key_heads=2, head_dim=8, hidden=32, window=8)
     path = pathlib.Path(self.create_tempdir().full_path) / "model.npz"
     example.save(path, example.init(jax.random.key(0), config), config)
     printed = self.run_example(
         "serve.py", f"--model={path}", "--requests=12", "--pages=24", "--page_size=8", "--rows=6",
         "--budget=32", "--chunk=16", "--prefixes=2", "--prefix_length=20", "--longest_prompt=40",
-        "--longest_answer=60", "--arrivals=1", "--report_every=0")
+        "--longest_answer=60", "--arrivals=1", "--report_every=0", *more)
     self.assertIn("12 of 12 requests equal those without a cache", printed)
     self.assertRegex(printed, r" a second; [1-9]\d* preemptions")
     self.assertRegex(printed, r"[1-9]\d*% of .* found, [1-9]\d* pages evicted; at most 24 of 24")
     self.assertRegex(printed, r"guesses: [1-9]\d* of \d+ right")
     self.assertRegex(printed, r"first byte: p50 [\d.]+ ms, p99 [\d.]+ ms; between bytes: p50 \d")
     self.assertRegex(printed, r"call 5, \d+ done, \d+ running, \d+ waiting, \d+ pages in use, ")
-    self.assertIn("expected at least 15", self.run_example(
-        "serve.py", f"--model={path}", "--pages=10", "--page_size=8", "--prefix_length=20",
-        "--prefixes=2", "--longest_prompt=40", "--longest_answer=60", status=1))
+    self.assertRegex(printed, r"prefixes: [1-9]\d* pages read .*, [1-9]\d* if every")
+    return path
 
 
 class GuessesTest(absltest.TestCase):

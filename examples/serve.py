@@ -5,13 +5,16 @@
     python3 examples/serve.py
     python3 examples/serve.py --model=model.npz --requests=200 --pages=128 --arrivals=0.5
     python3 examples/serve.py --model=model.npz --drafts=0
+    python3 examples/serve.py --model=model.npz --latent
 
 Requests arrive as a Poisson process, begin with one of a few prefixes, and have prompts and answers
 of random lengths. One call of `ragged_page_attention_v3` per layer computes the next bytes of every
-request that is generating, and chunks of the prompts of the others.
+request that is generating, and chunks of the prompts of the others. With --latent the pages hold
+latent rows, and the calls are those of `multi_latent_ragged_page_attention`.
 
 * Pages give each request memory as it grows. The pages of a request are published by a hash of
   their contents, and those of a later prompt that begins alike are found and not computed again.
+  A call reads the pages that several of its requests begin with once for all of them.
 * The pool is smaller than all requests need. Pages that only the prefix cache keeps are evicted,
   the least recently used ones first; if that is not enough, the newest request releases its pages
   and is computed again later.
@@ -40,9 +43,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core import (Heads, PagedOptions, PagesMetadata, PagesV3, attention,
-                       ragged_page_attention_v3)
-from attn_core.caches import drafts, pages
+from attn_core import (AttentionOutput, Heads, PagesMetadata, PagesV3, attention,
+                       multi_latent_ragged_page_attention, ragged_page_attention_v3)
+from attn_core.caches import drafts, latent_pages, pages, prefixes
 from attn_core.caches.paged import allocator as pool
 import train_and_generate as model
 
@@ -66,7 +69,7 @@ def step(params, caches, arrays: Arrays, *, config):
 
   Args:
     params: the parameters.
-    caches: `PagesV3` of every layer; donated.
+    caches: `PagesV3` or `PagesLatent` of every layer; donated.
     arrays: see `Arrays`.
     config: the model.
 
@@ -77,8 +80,10 @@ def step(params, caches, arrays: Arrays, *, config):
   metadata = arrays.metadata._replace(draft_mask=drafts.mask(arrays.parents))
 
   def attend(n, query, key, value):
-    options = PagedOptions(sliding_window=model.window_of(config, n))
-    out = ragged_page_attention_v3(query[0], key[0], value[0], caches[n], metadata, options)
+    window = model.window_of(config, n)
+    # The windows of requests end in different pages of a prefix that they share.
+    mine = metadata if window is None else metadata._replace(prefixes=None)
+    out = attend_to_pages((query[0], key[0], value[0]), caches[n], mine, window)
     caches[n] = out.cache_view
     return out.attention_outputs[None]
 
@@ -88,6 +93,33 @@ def step(params, caches, arrays: Arrays, *, config):
                     functools.partial(attend, n))
   logits = model.norm(x[0], params["final_norm"]) @ params["logits"]
   return caches, logits.argmax(-1).astype(jnp.int32)
+
+
+def attend_to_pages(tokens, cache, metadata: PagesMetadata, window) -> AttentionOutput:
+  """Writes keys and values to the pages, and attends to these.
+
+  Keys and values of all heads are a latent row too: the values are its latent part, and the keys,
+  whose rotation is theirs, its rotary part. A query is its own numbers in the columns of its key
+  head, and zeros in all others.
+
+  Args:
+    tokens: query [T, H, D], key and value [T, K, D].
+    cache: `PagesV3`, or `PagesLatent` of rows with K * D numbers in each part.
+    metadata: of the pages.
+    window: the sliding window, or None.
+  """
+  query, key, value = tokens
+  if isinstance(cache, PagesV3):
+    return ragged_page_attention_v3(query, key, value, cache, metadata, sliding_window=window)
+  count, heads, width = query.shape
+  rows = jnp.concatenate([value.reshape(count, -1), key.reshape(count, -1)], -1)
+  key_head = jnp.repeat(jnp.eye(key.shape[1]), heads // key.shape[1], 0)  # of each head, [H, K]
+  spread = jnp.einsum("thd,hk->thkd", query, key_head).reshape(count, heads, -1)
+  out = multi_latent_ragged_page_attention(
+      jnp.concatenate([jnp.zeros_like(spread), spread], -1), rows, cache, metadata,
+      sliding_window=window, softmax_scale=width ** -0.5)
+  found = out.attention_outputs.reshape(count, heads, -1, width)
+  return out._replace(attention_outputs=jnp.einsum("thkd,hk->thd", found, key_head))
 
 
 def keep(caches, metadata: PagesMetadata, accepted):
@@ -291,8 +323,17 @@ def pack(server: Server, chunks: list[Chunk], shape) -> Arrays:
     tokens[own], positions[own] = chunk.tokens, np.array(depths) + chunk.job.stored
     parents[row, :number] = chunk.parents
   table[:len(chunks)] = pool.table(server.pool, [chunk.job.name for chunk in chunks], width)
+  held = lengths - starts[1:] + starts[:-1]  # bytes of earlier calls, whose full pages are shared
   return Arrays(tokens, positions, parents, PagesMetadata(
-      table, lengths, starts, np.int32(len(chunks))))
+      table, lengths, starts, np.int32(len(chunks)),
+      prefixes=prefixes.find(table, held // FLAGS.page_size, min_requests=2)))
+
+
+def reads(metadata: PagesMetadata) -> np.ndarray:
+  """Returns int [2]: the pages that a call reads, and those that groups spare it."""
+  groups = metadata.prefixes
+  spared = prefixes.pages_of_requests(groups, np).sum() - groups.page_counts.sum()
+  return np.array([pages_for(metadata.context_lens).sum() - spared, spared])
 
 
 def advance(server: Server, chunks: list[Chunk], likeliest,
@@ -357,8 +398,12 @@ class Engine:
   def __init__(self, params, config, width: int):
     heads = Heads(config.key_heads, config.head_dim, config.head_dim)
     self.params = params
-    self.caches = [pages.init(PagesV3, FLAGS.pages, FLAGS.page_size, heads, jnp.float32)
-                   for _ in range(config.layers)]
+    row = heads.key_heads * heads.key_width
+    self.caches = [
+        latent_pages.init(FLAGS.pages, FLAGS.page_size, (row, row), dtype=jnp.float32)
+        if FLAGS.latent else pages.init(
+            PagesV3, FLAGS.pages, FLAGS.page_size, heads, jnp.float32)
+        for _ in range(config.layers)]
     q = FLAGS.drafts + 1
     # Calls in which all jobs generate are short, so they have a smaller shape.
     self.shapes = [(FLAGS.rows * q, q, FLAGS.rows, width),
@@ -400,13 +445,14 @@ def serve(params, config, jobs: tuple[Job, ...]) -> Server:
   if FLAGS.pages < width:
     sys.exit(f"--pages={FLAGS.pages}: expected at least {width}, for the longest request")
   engine = Engine(params, config, width)
-  call, begun, last_report, most = 0, time.monotonic(), 0.0, 0
+  call, begun, last_report, most, read = 0, time.monotonic(), 0.0, 0, np.zeros(2, int)
   while server.coming or server.waiting or server.running:
     server = arrive(server, call, time.monotonic())
     server = admit(server, FLAGS.rows)
     server, chunks = plan(server, max(FLAGS.budget, FLAGS.rows * (FLAGS.drafts + 1)))
     most = max(most, FLAGS.pages - server.pool.num_free)
     arrays, likeliest = engine.run(server, chunks)
+    read += reads(arrays.metadata)
     server, paths = advance(server, chunks, likeliest, time.monotonic())
     engine.accept(arrays, paths)
     call, now = call + 1, time.monotonic() - begun
@@ -418,6 +464,8 @@ def serve(params, config, jobs: tuple[Job, ...]) -> Server:
   print(f"{generated(server)} bytes generated in {call} calls, {generated(server) / now:,.0f} a "
         f"second; {server.preemptions} preemptions")
   report(server, most)
+  print(f"shared prefixes: {read[0]} pages read in layers without a window, {read.sum()} if every "
+        "request read its own")
   return server
 
 
@@ -483,6 +531,7 @@ def define_flags() -> None:
   flags.DEFINE_integer("budget", 96, "most bytes of a call")
   flags.DEFINE_integer("chunk", 32, "most bytes of a prompt in a call")
   flags.DEFINE_integer("drafts", 4, "most guesses for a request in a call")
+  flags.DEFINE_boolean("latent", False, "whether pages hold latent rows")
   flags.DEFINE_integer("seed", 0, "seed of the requests")
   flags.DEFINE_float("report_every", 0.5, "seconds between reports")
 
