@@ -19,6 +19,10 @@ from attn_core.kernels.common import dense_operands, paged_operands
 from attn_core.kernels.common.contract import Residuals
 from attn_core.types import BlockSizes, PagedOperands, PagedSpec
 
+# Tokens of a key block of what a request does not share, which is short more often than whole
+# requests are: 128 tokens take 0.6 of the time of blocks of 256, and 700 tokens 1.15 times as long.
+REST_BLOCK_KV = 128
+
 Attend = Callable[[PagedOperands, PagedSpec, BlockSizes], Residuals]
 
 
@@ -37,7 +41,8 @@ def attend(run: Attend, operands: PagedOperands, spec: PagedSpec,
     return run(operands, spec, block_sizes)
   dtype = dense_operands.out_dtype(operands, spec)
   spec = spec._replace(out_dtype=spec.softmax_dtype)
-  parts = [run(_alone(operands, prefixes), spec, block_sizes)]
+  parts = [run(_alone(operands, prefixes), spec, block_sizes._replace(
+      block_kv=block_sizes.block_kv or REST_BLOCK_KV))]
   tokens, starts = _token_order(operands, prefixes)
   back = jnp.zeros_like(tokens).at[tokens].set(jnp.arange(tokens.shape[0], dtype=jnp.int32))
   heads, key_heads = operands.query.shape[1], layouts.heads_of(operands.cache).key_heads
