@@ -124,6 +124,9 @@ class ReadingTest(absltest.TestCase):
     self.assertLen(programs, 2 * len(tpu_pages.FORMS))
     long = list(tpu_pages.programs("v6e", ["prefill", "mixed"]))
     self.assertEqual([x.case.key_heads for x in long], 6 * [1])  # compiled in reasonable time
+    latents = list(tpu_pages.programs("v6e", ["latent"]))
+    self.assertEqual([(x.contender, x.case.width, x.case.value_width) for x in latents],
+                     3 * [(tpu_pages_programs.OURS_LATENT, 576, 512)])
     ours, theirs = programs[:2]
     self.assertEqual([x.contender for x in (ours, theirs)],
                      [tpu_pages_programs.OURS, tpu_pages_programs.RPA])

@@ -12,7 +12,7 @@ from typing import Iterable, Iterator, NamedTuple
 from attn_core import checks
 from attn_core.benchmark.static import Progress, tpu as static_tpu, tpu_pages_programs
 from attn_core.benchmark.static.profile import Result, Static
-from attn_core.benchmark.static.tpu_pages_programs import OURS, RPA, VERSIONS
+from attn_core.benchmark.static.tpu_pages_programs import OURS, OURS_LATENT, RPA, VERSIONS
 from attn_core.benchmark.static.tpu_programs import Program
 
 
@@ -30,12 +30,14 @@ class Kind(NamedTuple):
 FORMS = ((16, (32, 8), 128), (64, (32, 8), 128), (256, (32, 8), 128), (16, (8, 1), 128),
          (16, (64, 8), 128), (16, (32, 8), 64), (16, (32, 8), 256))
 FEW_HEADS = ((16, (8, 1), 128),)
+LATENTS = ((64, (16, 1), 576), (16, (16, 1), 576), (64, (128, 1), 576))  # 512 numbers are the value
 KINDS = (
     # More than one block of keys a request would be counted wrongly, see `to_markdown`.
     Kind("decode", (8, 0), (2048, 1), FORMS, {OURS: ((0, 0),), RPA: ((0, 0),)}),
     Kind("short", (256, 0), (128, 1), FORMS[:1], {OURS: ((0, 0),), RPA: ((0, 0),)}),
     Kind("prefill", (0, 1), (512, 512), FEW_HEADS, {OURS: ((0, 0),), RPA: ((128, 512), (64, 512))}),
-    Kind("mixed", (8, 1), (1024, 128), FEW_HEADS, {OURS: ((0, 0),), RPA: ((64, 512), (32, 512))}))
+    Kind("mixed", (8, 1), (1024, 128), FEW_HEADS, {OURS: ((0, 0),), RPA: ((64, 512), (32, 512))}),
+    Kind("latent", (8, 0), (4096, 1), LATENTS, {OURS_LATENT: ((0, 0),)}))
 
 
 def programs(chip: str, kinds: Iterable[str] = ("decode", "prefill", "mixed")) -> Iterator[Program]:
@@ -115,7 +117,7 @@ def to_markdown(results: list[Result], versions: dict[str, str]) -> str:
           if kind.name in present)
       + ". Where a request of the kernel of tpu-inference has several blocks, its transfers are "
       "counted as if they took no time. Both pad heads of width 64 to 128; tpu-inference has a "
-      "kernel for these, too, which is not counted. The programs did not run on a TPU.", "",
+      "kernel for these, too, which is not counted. Width 576: latent rows. The programs did not run on a TPU.", "",
       "By `python3 -m attn_core.benchmark --static tpu-pages`."]
   return static_tpu.by_chip(lines, results, static_tpu.peak_bandwidth, _table, _line)
 

@@ -31,6 +31,7 @@ Index = int | jax.Array
 
 OURS = "attn_core ragged_page_attention_v3"
 OURS_LATENT = "attn_core multi_latent_ragged_page_attention"
+LATENT = 512  # numbers of a latent row that are its value
 RPA = "tpu-inference rpa v3"
 RPA_VECTOR_BYTES = 100 * 2**20  # limit of its kernel
 VERSIONS = {"v5e": 5, "v6e": 6, "tpu7x": 7}  # chip -> the number that it expects
@@ -49,8 +50,9 @@ def case_of(kind: str, requests: tuple[int, int], lengths: tuple[int, int],
     width: D.
   """
   tokens, queries = lengths
+  value_width = LATENT if kind == "latent" else width
   name = f"{kind}_{sum(requests)}x{tokens}_h{heads[0]}_{heads[1]}_d{width}"
-  return Case(name, sum(requests), *heads, width, width, queries, tokens, dtype="bfloat16")
+  return Case(name, sum(requests), *heads, width, value_width, queries, tokens, dtype="bfloat16")
 
 
 class Requests:
