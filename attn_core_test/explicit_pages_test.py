@@ -193,6 +193,17 @@ class ValuesTest(parameterized.TestCase):
     self.assertIn("keys over keys=4", said)
     self.assertIn("groups of requests over rows=2", said)
 
+  def test_axes_of_tokens_that_pages_lack_are_dropped_where_pages_are_written(self):
+    mesh = mesh_of("dt")
+    for layout, written in ((PagesV2, False), (PagesV3, True)):
+      arrays, specs = arguments_of(CASES["tokens_only"], layout)
+      with jax.set_mesh(mesh):
+        query, key, value, cache = put(mesh, arrays, specs)
+        said = explain(query, key if written else None, value if written else None, layout="thd",
+                       cache_view=cache, cache_metadata=metadata_of(layout, 2)).axes
+      self.assertEqual(["the pages are not sharded over it" in line for line in said],
+                       [written] * 2, said)
+
   def test_nothing_is_sent(self):
     mesh = mesh_of("dm")
     arrays, specs = arguments_of(CASES["data_and_model"], PagesV3)

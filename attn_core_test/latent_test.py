@@ -241,6 +241,9 @@ class OracleTest(parameterized.TestCase):
 
 class ExplainTest(absltest.TestCase):
 
+  def test_default_widths_are_those_of_deepseek(self):
+    self.assertEqual(LatentOptions(), LatentOptions(512, 64))
+
   def test_the_form_of_less_work_runs_and_is_named(self):
     shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
     options = LatentOptions(key_up=shape(512, 16, 128), value_up=shape(512, 16, 128))
