@@ -5,6 +5,7 @@
 Each mask is a recipe of masks_cases, which numpy evaluates a second time.
 """
 
+import tracemalloc
 from unittest import mock
 
 from absl.testing import absltest
@@ -248,6 +249,35 @@ class BlockMapTest(parameterized.TestCase):
         kinds = block_map_lib._kinds(mask, Sizes(24, 36, block_q, block_kv), np)
         other = block_map_lib._kinds(transpose, Sizes(36, 24, block_kv, block_q), np)
         np.testing.assert_array_equal(kinds.swapaxes(-1, -2), other, str(mask))
+
+  @parameterized.parameters((1, 2**20), (4, 20), (128, 2**20))
+  def test_every_query_sees_a_key(self, block, pairs):
+    """Compares with the kinds of single pairs."""
+    lower = masks.causal() & masks.window(3, 0)
+    cases = (masks.full(), ~masks.full(), masks.causal(), ~masks.causal(), lower, ~lower,
+             masks.chunk(5), masks.causal() & masks.chunk(4), masks.window(0, 9),
+             masks.offset(masks.causal(), -3), masks.offset(masks.causal(), 30), masks.prefix(3),
+             masks.prefix(0), masks.offset(masks.window(1, -1), 7), masks.custom(modulo),
+             masks.causal() | masks.prefix(1), masks.offset(masks.window(2, 2), 25))
+    found = set()
+    with mock.patch.multiple(block_map_lib, MANY_KEYS=block, MANY_PAIRS=pairs):
+      for mask in cases:
+        for queries, keys in ((13, 13), (1, 29), (29, 1), (24, 30), (0, 3), (3, 0)):
+          kinds = block_map_lib._kinds(mask, Sizes(queries, keys, 1, 1), np)
+          expected = (kinds == FULL).any(-1).all()
+          found.add(bool(expected))
+          self.assertEqual(block_map_lib.every_query_sees_a_key(mask, queries, keys), expected,
+                           (mask, queries, keys))
+    self.assertLen(found, 2)
+
+  def test_every_query_of_a_long_sequence_sees_a_key(self):
+    """Checks that no array has a number for each of 2**30 pairs."""
+    tracemalloc.start()
+    self.addCleanup(tracemalloc.stop)
+    for mask in (masks.causal(), masks.causal() & masks.window(4000, 0)):
+      self.assertTrue(block_map_lib.every_query_sees_a_key(mask, 2**15, 2**15))
+    self.assertFalse(block_map_lib.every_query_sees_a_key(~masks.causal(), 2**15, 2**15))
+    self.assertLess(tracemalloc.get_traced_memory()[1], 2**26)
 
   def test_merge_heads(self):
     generator = np.random.default_rng(3)

@@ -20,6 +20,7 @@ from attn_core.types import are_known, cdiv
 Array = Any  # of numpy or jax
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
+MANY_KEYS, MANY_PAIRS = 128, 2**20  # of `every_query_sees_a_key`: keys of a block, pairs at a time
 
 
 class BlockMap(NamedTuple):
@@ -107,6 +108,28 @@ def _static_kinds(mask: mask_lib.Mask, sizes: Sizes) -> np.ndarray:
   return kinds
 
 
+def every_query_sees_a_key(mask: mask_lib.Mask, queries: int, keys: int) -> bool:
+  """Returns whether each query certainly sees a key, for a mask without arrays.
+
+  By blocks of keys, which is enough for most queries, and key by key for the others: a long
+  sequence has too many pairs for an array of them.
+  """
+  grid, rows = _grid(Sizes(queries, keys, 1, 1), np), np.arange(queries, dtype=np.int32)
+  for block in (MANY_KEYS, 1):
+    key = _index_interval(keys, block, np, (1, 1, 1, -1))
+    columns, left = key.low.size, []
+    for some in np.split(rows, range(0, rows.size, max(1, MANY_PAIRS // max(1, columns)))):
+      query = mask_lib.Interval(*(some.reshape(1, 1, -1, 1),) * 2)
+      possible, certain = mask.bounds(grid._replace(
+          query_index=query, query_position=query, key_index=key, key_position=key))
+      seen = np.broadcast_to(possible & certain, (1, 1, some.size, columns)).any(-1)[0, 0]
+      left.append(some[~seen])
+      if block == 1 and not seen.all():
+        return False
+    rows = np.concatenate(left)
+  return True
+
+
 def _kinds(mask: mask_lib.Mask, sizes: Sizes, xp: mask_lib.NumpyModule) -> Any:
   possible, certain = mask.bounds(_grid(sizes, xp))
   if not are_known(sizes.keys) or sizes.keys % sizes.block_kv:
@@ -115,6 +138,8 @@ def _kinds(mask: mask_lib.Mask, sizes: Sizes, xp: mask_lib.NumpyModule) -> Any:
     certain = certain & whole[(None,) * (certain.ndim - 1)]
   shape = jnp.broadcast_shapes(possible.shape, certain.shape,
                               (1, 1, sizes.num_query_blocks, sizes.num_key_blocks))
+  if xp is np:  # in 8 bits from the beginning
+    return np.broadcast_to((certain & possible).astype(np.int8) + possible, shape).astype(np.int8)
   kinds = xp.where(certain & possible, FULL, xp.where(possible, PARTIAL, EMPTY))
   return xp.broadcast_to(kinds, shape).astype(np.int8)
 

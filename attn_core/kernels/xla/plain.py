@@ -306,11 +306,15 @@ def _empty_rows(operands: Operands, spec: AttentionSpec,
   queries, keys = operands.query.shape[1], operands.key.shape[1]
   if seen is None:
     return None
-  if not spec.mask.num_leaves and are_known(queries, keys):
-    kinds = _kinds(spec.mask, block_map.Sizes(queries, keys, 1, 1))
-    if (kinds == block_map.FULL).any(-1).all():
-      return None
+  if not spec.mask.num_leaves and are_known(queries, keys) and (
+      _every_query_sees_a_key(spec.mask, queries, keys)):
+    return None
   return seen.astype(jnp.float32).sum(-1, keepdims=True) == 0
+
+
+@functools.lru_cache(maxsize=256)
+def _every_query_sees_a_key(structure: jax.tree_util.PyTreeDef, queries: int, keys: int) -> bool:
+  return block_map.every_query_sees_a_key(jax.tree.unflatten(structure, ()), queries, keys)
 
 
 @functools.lru_cache(maxsize=256)
