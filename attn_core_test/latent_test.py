@@ -118,22 +118,28 @@ def attended(case, x, **more):
 
 
 def defined(case, x):
-  """Returns the same by the definition."""
-  bound = inspect.signature(attention).bind(**call_of(case, x))
-  bound.apply_defaults()
-  given = arguments_latent.expand(AttentionArguments(**bound.arguments), None)
-  call = normalize.normalize(given).call
-  output = reference.attention(call.operands, call.spec)
-  return output.attention_outputs, output.lse
+  """Returns the same by the definition, compiled as one program."""
+  @jax.jit
+  def run(x):
+    bound = inspect.signature(attention).bind(**call_of(case, x))
+    bound.apply_defaults()
+    given = arguments_latent.expand(AttentionArguments(**bound.arguments), None)
+    call = normalize.normalize(given).call
+    output = reference.attention(call.operands, call.spec)
+    return output.attention_outputs, output.lse
+  return run(x)
 
 
 def with_gradients(function, x, seed=5):
-  """Returns results and the gradients of a random function of them."""
-  found, pull = jax.vjp(function, x)
-  rng = np.random.default_rng(seed)
-  # The lse of a row that sees nothing is -inf, and its cotangent must not be NaN.
-  given = tuple(jnp.asarray(rng.normal(size=y.shape), y.dtype) for y in found)
-  return found, pull(given)[0]
+  """Returns results and the gradients of a random function of them, compiled as one program."""
+  @jax.jit
+  def run(x):
+    found, pull = jax.vjp(function, x)
+    rng = np.random.default_rng(seed)
+    # The lse of a row that sees nothing is -inf, and its cotangent must not be NaN.
+    given = tuple(jnp.asarray(rng.normal(size=y.shape), y.dtype) for y in found)
+    return found, pull(given)[0]
+  return run(x)
 
 
 def close(got, want, tolerance):
@@ -184,7 +190,7 @@ class OracleTest(parameterized.TestCase):
     x, directions = arrays(case), arrays(case, seed=1)
     def curved(function, x):
       gradient = jax.grad(lambda x: (function(case, x)[0] ** 2).sum())
-      return jax.jvp(gradient, (x,), (directions,))
+      return jax.jit(lambda x: jax.jvp(gradient, (x,), (directions,)))(x)
     close(curved(attended, x), curved(defined, x), 1e-8)
 
   @parameterized.parameters("absorbed", "one_query", "up")
@@ -192,8 +198,9 @@ class OracleTest(parameterized.TestCase):
     case = CASES[name]
     several = [arrays(case, seed=seed) for seed in range(3)]
     stacked = jax.tree.map(lambda *y: jnp.stack(y), *several)
+    run = jax.jit(functools.partial(attended, case))
     close(jax.vmap(functools.partial(attended, case))(stacked),
-          jax.tree.map(lambda *y: jnp.stack(y), *[attended(case, x) for x in several]), 1e-12)
+          jax.tree.map(lambda *y: np.stack(y), *[run(x) for x in several]), 1e-12)
 
   @parameterized.parameters("dense_mask", "lengths_in_decoding", "lengths", "up_lengths")
   def test_nan_outside_the_mask_stays_there(self, name):
@@ -351,10 +358,10 @@ class CacheTest(parameterized.TestCase):
     # What 8 bits round off: at most half a step of each latent.
     limit = {"int8": 0.03, "float8_e4m3fn": 0.25}[dtype]
     self.assertLess(abs(found - self.whole(self.rows)).max(), limit)
-    grad = lambda rows, query: jax.grad(lambda query: multi_latent_attention(
+    grad = lambda rows, query: jax.jit(jax.grad(lambda query: multi_latent_attention(
         query, None if rows is None else rows, latent_options=self.options, query_offset=None if
         rows is None else 29, cache_view=cache if rows is None else None
-        ).attention_outputs.sum())(query)
+        ).attention_outputs.sum()))(query)
     close(grad(None, self.query[:, 29:]), grad(held, self.query[:, 29:]), 1e-6)
     with self.assertRaisesRegex(NotImplementedError, "gradients of quantized"):
       jax.grad(lambda rows: multi_latent_attention(
