@@ -11,6 +11,7 @@ import tempfile
 from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from attn_core import (AttnConfig, OperationMetadata, add_basic_configurations,
                        attach_custom_arguments, attention, attention_arguments, explain, extras_of,
@@ -139,7 +140,7 @@ class FilesTest(parameterized.TestCase):
     text = str(explain(x, x, x, **attention_arguments(config)))
     self.assertRegex(text, "blockwise")
     self.assertNotRegex(text.splitlines()[0], "vanilla")
-    x = jax.random.normal(jax.random.key(0), (1, 64, 4, 16))
+    x = np.random.default_rng(0).normal(size=(1, 64, 4, 16)).astype(np.float32)
     output = attention(x, x, x, metadata=OperationMetadata.from_config(config),
                        **attention_arguments(config)).attention_outputs
     wide = attention(x, x, x, mechanism="vanilla").attention_outputs
@@ -154,7 +155,7 @@ class FilesTest(parameterized.TestCase):
     self.assertEqual((config.attn_dtype, config.unset), (jnp.dtype(name), AUTOMATIC[:-1]))
     narrow = None if name == "float32" else jnp.dtype(name)
     self.assertEqual(outcome(config), (*AUTO[:3], name, narrow))
-    x = jax.random.normal(jax.random.key(0), (1, 16, 4, 16))
+    x = np.random.default_rng(0).normal(size=(1, 16, 4, 16)).astype(np.float32)
     output = attention(x, x, x, **attention_arguments(config)).attention_outputs
     expected = attention(x, x, x, causal=True, compute_dtype=narrow).attention_outputs
     self.assertTrue((output == expected).all())
