@@ -68,16 +68,12 @@ def _over_shards(row: Implementation, run: _Run) -> Implementation:
                           added=rows.added and xla, tangent=rows.tangent and xla))
 
 
-def _without_mods(row: Implementation) -> Implementation:
-  """Returns a row that refuses score mods."""
-  return row._replace(features=row.features - _MODS)
-
-
 _ring = _over_shards(_flash, ring.xla)._replace(limits=capabilities.collective_limits)
 _ring_hopper = _over_shards(_flash_hopper, ring.gpu)._replace(
     limits=capabilities.hopper_ring_limits, fallback=_ring)
-_ring_tpu = _over_shards(_without_mods(_flash_tpu), ring.tpu_remote)._replace(
-    limits=capabilities.remote_limits, fallback=_over_shards(_without_mods(_flash_tpu), ring.tpu))
+_ring_tpu = _over_shards(_flash_tpu, ring.tpu)._replace(limits=capabilities.tpu_ring_limits)
+_ring_tpu = _over_shards(_flash_tpu, ring.tpu_remote)._replace(
+    limits=capabilities.remote_limits, fallback=_ring_tpu)
 
 _decode = Implementation(decode.xla, _DECODE | _MODS | {"int4"}, LINEAR, shards_keys=True,
                          derivatives=Rows(gradient=_flash.name))

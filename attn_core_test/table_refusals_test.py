@@ -94,8 +94,8 @@ REFUSED = {
         "vmem_limit_bytes cache quantized pages draft_mask scope prefixes stored_heads latent "
         "selected int4"),
     "context_parallel.tpu": (
-        "float16 float64 mask_operands score_mod score_function weights softmax_dtype cache "
-        "quantized pages draft_mask scope prefixes stored_heads latent selected int4"),
+        "float16 float64 mask_operands weights softmax_dtype cache quantized pages "
+        "draft_mask scope prefixes stored_heads latent selected int4"),
     "decode.xla": (
         "bias dropout weights vmem_limit_bytes sequence_layout pages "
         "draft_mask scope prefixes stored_heads latent selected"),

@@ -33,7 +33,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import numpy as np
 
 from attn_core import (BlockSizes, MaskInfo, OperationMetadata, RingConfig, attention, explain,
-                       from_layout, ring_attention, to_layout)
+                       from_layout, ring_attention, score_mods, to_layout)
 from attn_core.benchmark.static import profile as static_profile
 from attn_core.kernels.common.contract import RemoteCopy
 from attn_core.kernels.tpu.flash import remote_copy
@@ -45,10 +45,10 @@ from attn_core_test.ring_cases import numbers
 DEVICES = (4,) if jax.__version_info__ < (0, 11) else (4, 8)
 
 
-def metadata_of(variant="ring", layout="contiguous", devices=4, **fields):
+def metadata_of(variant="ring", layout="contiguous", devices=4, transfer="remote", **fields):
   mesh = ring_cases.mesh_of(variant, devices)
   metadata = ring_cases.metadata_of(variant, layout, mesh, platform="tpu", **fields)
-  return metadata.replace(ring=metadata.ring._replace(transfer="remote"))
+  return metadata.replace(ring=metadata.ring._replace(transfer=transfer))
 
 
 @contextlib.contextmanager
@@ -206,6 +206,61 @@ EVERYTHING = {
        for layout in ("contiguous", "zigzag") for devices in DEVICES},
     **({"hybrid": (ring_cases.everything, dict(variant="hybrid", layout="zigzag", devices=8))}
        if 8 in DEVICES else {})}
+
+
+def by_parity(score, batch, head, query, key, amount):
+  return jnp.where(key & 1 == 0, score * amount, score) + 0.1 * jnp.tanh(score) * (
+      batch + head - query).astype(score.dtype)
+
+
+class ScoreModsTest(parameterized.TestCase):
+
+  @parameterized.parameters(*sampling.with_slow(
+      [("ring", "zigzag", "collective", "lse")],
+      *((*variant, "gradient") for variant in itertools.product(
+          ("ring",), ("zigzag", "contiguous"), ("collective", "remote"))),
+      ("all_gather", "striped", "collective", "lse"),
+      ("ulysses", "contiguous", "collective", "gradient")))
+  def test_positions_are_global(self, variant, layout, transfer, what):
+    """Compares with one device, in float64; arrays have the order of the tokens."""
+    shapes = {"query": (1, 16, 4, 8), "key": (1, 16, 4, 8), "value": (1, 16, 4, 8), "slopes": (4,),
+              "row": (1, 4, 16), "column": (1, 1, 16), "amount": ()}
+    tokens = {"query": 1, "key": 1, "value": 1, "row": 2, "column": 2}
+    arrays = {name: numbers(*shape, seed=n) for n, (name, shape) in enumerate(shapes.items())}
+    weights = numbers(1, 16, 4, 8, seed=20)
+
+    def run(arrays, metadata):
+      if metadata is not None:
+        arrays = arrays | {name: to_layout(arrays[name], layout, 4, axis)
+                           for name, axis in tokens.items()}
+      mod = (score_mods.alibi(arrays["slopes"]) >> score_mods.per_query(arrays["row"])
+             >> score_mods.custom(by_parity, arrays["amount"]) >> score_mods.soft_cap(2.0)
+             >> score_mods.per_key(arrays["column"]))
+      found = attention(arrays["query"], arrays["key"], arrays["value"], score_mod=mod,
+                        mechanism="ring" if metadata else "vanilla", metadata=metadata,
+                        return_lse=True)
+      out, lse = found.attention_outputs, found.lse
+      if metadata is not None:
+        out, lse = from_layout(out, layout, 4), from_layout(lse, layout, 4, 2)
+      return (out, lse) if what == "lse" else jnp.sin(out * weights).sum() + (lse**2).sum()
+
+    make = (lambda run: run) if what == "lse" else (lambda run: jax.value_and_grad(run))
+    metadata = metadata_of(variant, layout, transfer=transfer)
+    with interpreted("on_wait"):
+      got = jax.block_until_ready(jax.jit(make(functools.partial(run, metadata=metadata)))(arrays))
+    with jax.enable_x64(True):
+      want = jax.jit(make(functools.partial(run, metadata=None)))(
+          {name: np.asarray(x, np.float64) for name, x in arrays.items()})
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+      np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5 * max(1, abs(y).max()))
+
+  def test_tables_by_distance_are_refused_by_name(self):
+    x = jax.ShapeDtypeStruct((1, 16, 2, 8), jnp.float32)
+    mod = score_mods.relative(np.ones((8, 2), np.float32), max_distance=9)
+    for metadata in (metadata_of(), metadata_of().replace(ring=RingConfig())):
+      with self.assertRaisesRegex(NotImplementedError, "(?s)by_distance. in a ring.*'blockwise'"):
+        jax.eval_shape(lambda x, metadata=metadata: attention(
+            x, x, x, score_mod=mod, mechanism="ring", metadata=metadata), x)
 
 
 class EqualTest(parameterized.TestCase):

@@ -343,11 +343,16 @@ def hopper_ring_limits(request: Request) -> str | None:
   return collective_limits(request) or hopper_flash_limits(request)
 
 
+def tpu_ring_limits(request: Request) -> str | None:
+  """Limits of a ring of the block-wise kernels for TPUs."""
+  return tpu_limits(request) or traceable.refusal(request.mod, request.mods, " in a ring")
+
+
 def remote_limits(request: Request) -> str | None:
   """Limits of a ring whose kernels send by remote copies."""
   if request.transfer != "remote":
     return f"ring.transfer={request.transfer!r}: it is for 'remote'"
-  return tpu_limits(request)
+  return tpu_ring_limits(request)
 
 
 def pages_limits(layout: str) -> Callable[[Request], str | None]:
