@@ -18,8 +18,8 @@ from attn_core import (AttentionMechanism, AttnConfig, CacheMetadata, MaskInfo, 
                        explain, masks, page_attention, ragged_page_attention_v2,
                        ragged_page_attention_v3)
 from attn_core.caches import pages
+from attn_core.config.other_names import OTHER_MECHANISM_NAMES
 from attn_core.kernels.common import platform_guard
-from attn_core.types import OTHER_MECHANISM_NAMES
 
 B, T, H, K, D = 2, 6, 4, 2, 8
 TPU, HOPPER = (OperationMetadata(platform="tpu"),

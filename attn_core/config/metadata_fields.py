@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import checks
+from attn_core.config.other_names import OTHER_MECHANISM_NAMES
 from attn_core.sharding import partition, token_order
-from attn_core.types import (OTHER_MECHANISM_NAMES, RING_TRANSFERS, RING_VARIANTS,
-                             AttentionMechanism, BlockSizes,
+from attn_core.types import (RING_TRANSFERS, RING_VARIANTS, AttentionMechanism, BlockSizes,
                              RingConfig)
 
 # The backends of JAX, and the platform whose kernels run on each.

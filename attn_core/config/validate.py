@@ -15,10 +15,11 @@ from attn_core import checks
 from attn_core.config import remat
 from attn_core.config.config import AUTOMATIC, LAYER_TYPES, AttnConfig, EasyMethod, checked
 from attn_core.config.metadata import OperationMetadata
+from attn_core.config.other_names import OTHER_MECHANISM_NAMES
 from attn_core.rope.frequencies import Rope, check_rope
 from attn_core.sharding.partition import PartitionAxis, axis_names
 from attn_core.sharding.rules import check_rules
-from attn_core.types import MECHANISM_ALIASES, OTHER_MECHANISM_NAMES, AttentionMechanism
+from attn_core.types import MECHANISM_ALIASES, AttentionMechanism
 
 MOE_METHODS = ("fused_moe", "standard_moe", "dense_moe")
 BACKWARD_IMPLEMENTATIONS = ("triton", "xla")

@@ -5,9 +5,9 @@
 from typing import Callable, Mapping, NamedTuple
 
 from attn_core import checks
+from attn_core.config.other_names import OTHER_MECHANISM_NAMES, OTHER_PLATFORM_NAMES
 from attn_core.dispatch.capabilities import Implementation, Request
-from attn_core.types import (OTHER_MECHANISM_NAMES, OTHER_PLATFORM_NAMES, PLATFORMS,
-                             AttentionMechanism)
+from attn_core.types import PLATFORMS, AttentionMechanism
 
 
 class Rules(NamedTuple):

@@ -117,7 +117,8 @@ def to_markdown(results: list[Result], versions: dict[str, str]) -> str:
           if kind.name in present)
       + ". Where a request of the kernel of tpu-inference has several blocks, its transfers are "
       "counted as if they took no time. Both pad heads of width 64 to 128; tpu-inference has a "
-      "kernel for these, too, which is not counted. Width 576: latent rows. The programs did not run on a TPU.", "",
+      "kernel for these, too, which is not counted. Width 576: latent rows. The programs did not "
+      "run on a TPU.", "",
       "By `python3 -m attn_core.benchmark --static tpu-pages`."]
   return static_tpu.by_chip(lines, results, static_tpu.peak_bandwidth, _table, _line)
 
