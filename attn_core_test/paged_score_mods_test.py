@@ -313,8 +313,8 @@ class TpuTest(parameterized.TestCase):
     close(found, run(OperationMetadata(platform="cpu")), 5e-6)
 
   @unittest.skipIf(profile.missing(), f"nothing to compile with: {profile.missing()}")
-  @parameterized.parameters(*sampling.with_slow(
-      [("v6e", "v2", (8, 4, 128), 64)], ("v6e", "v3", (1, 8, 128), 16),
+  @sampling.slow_parameters(*(
+      ("v6e", "v2", (8, 4, 128), 64), ("v6e", "v3", (1, 8, 128), 16),
       ("v5e", "v3", (3, 1, 128), 32), ("v5p", "v1", (4, 2, 64), 16),
       ("tpu7x", "v2", (2, 5, 256), 64), ("v6e", "v2", (1, 8, 128), 2048)))
   def test_compiles(self, chip, mechanism, shape, tokens):

@@ -491,9 +491,12 @@ class CompiledTest(parameterized.TestCase):
     self.assertGreaterEqual(text.count('custom_call_target="tpu_custom_call"'), 4)
 
   @sampling.slow_parameters(*itertools.product(
-      ("v5e", "v5p", "v6e"), ("float32", "bfloat16"), ({}, {"sliding_window": (200, 0)})))
-  def test_gradients(self, chip, dtype, arguments):
+      ("v5e", "v5p", "v6e"), ("float32", "bfloat16"), ("causal", "window", "score_mod")))
+  def test_gradients(self, chip, dtype, name):
     """Checks that the only collectives left return gradients to their owners."""
+    arguments = {"causal": {}, "window": {"sliding_window": (200, 0)}, "score_mod": {
+        "score_mod": score_mods.alibi(np.ones(2, np.float32))
+                     >> score_mods.custom(by_parity, np.ones((), np.float32))}}[name]
     found = self.steps(chip, True, dtype, 2048, **arguments)
     self.assertEqual(found.count("collective-permute-start"), 2)
 
