@@ -126,7 +126,8 @@ def close(got, want, tolerance):
 @functools.cache
 def expected(name):
   case = CASES[name]
-  return jax.jit(lambda x: with_gradients(functools.partial(defined, case), x))(arrays(case))
+  run = functools.partial(with_gradients, functools.partial(defined, case))
+  return jax.jit(run, compiler_options=sampling.LEAST)(arrays(case))
 
 
 class OracleTest(parameterized.TestCase):
@@ -150,14 +151,14 @@ class OracleTest(parameterized.TestCase):
       gradient = jax.grad(lambda x: (function(case, x)[0][:count] ** 2).sum())
       return jax.jvp(gradient, (x,), (directions,))
     close(jax.jit(functools.partial(curved, attended))(x),
-          jax.jit(functools.partial(curved, defined))(x), 1e-8)
+          jax.jit(functools.partial(curved, defined), compiler_options=sampling.LEAST)(x), 1e-8)
 
   def test_bfloat16(self):
     case = CASES["window_sinks_cap"]
-    out, lse = attended(case, arrays(case, "bfloat16"))
+    out, lse = jax.jit(functools.partial(attended, case))(arrays(case, "bfloat16"))
     self.assertEqual((out.dtype, lse.dtype), (jnp.bfloat16, jnp.float32))
     seen = sum(QUERIES)
-    want = jax.jit(functools.partial(defined, case))(
+    want = jax.jit(functools.partial(defined, case), compiler_options=sampling.LEAST)(
         {name: y.astype(jnp.float64) for name, y in arrays(case, "bfloat16").items()})
     close(out[:seen], want[0][:seen], 2**-6)
     close(lse[:, :seen], want[1][:, :seen], 2**-7)
@@ -165,11 +166,11 @@ class OracleTest(parameterized.TestCase):
   def test_a_row_that_is_not_finite_reaches_the_queries_that_see_it_only(self):
     case = CASES["window_sinks_cap"]
     x = arrays(case)
-    for column in (2, L + 1):  # of the latent part, and of the rotary part
-      bad = {**x, "rows": x["rows"].at[0, 5, column].set(jnp.inf)}
-      for dtype in (None, "int8"):
-        out, lse = attended(case, bad, dtype)
-        clean = attended(case, x, dtype)
+    run = jax.jit(functools.partial(attended, case), static_argnums=1)
+    for dtype in (None, "int8"):
+      clean = run(x, dtype)
+      for column in (2, L + 1):  # of the latent part, and of the rotary part
+        out, lse = run({**x, "rows": x["rows"].at[0, 5, column].set(jnp.inf)}, dtype)
         seen = np.isin(np.arange(T), np.arange(5, 9))
         self.assertTrue(np.isnan(np.asarray(out)[seen]).all())
         self.assertTrue(np.isnan(np.asarray(lse)[:, seen]).all())
@@ -287,11 +288,12 @@ class QuantizedTest(parameterized.TestCase):
     stored, scale = quantize.quantize(x["rows"][..., :L], dtype)
     rope = x["rows"][..., L:].astype(jnp.bfloat16).astype(jnp.float64)
     held = jnp.concatenate([quantize.dequantize(stored, scale, jnp.float64), rope], -1)
-    got, whole = attended(case, x, dtype), attended(case, x)
-    close(got, attended(case, {**x, "rows": held}), 1e-6)
+    run = jax.jit(functools.partial(attended, case), static_argnums=1)
+    got, whole = run(x, dtype), run(x, None)
+    close(got, run({**x, "rows": held}, None), 1e-6)
     self.assertLess(abs(got[0] - whole[0]).max(), limit)
-    gradient = lambda rows, dtype: jax.grad(lambda query: attended(
-        case, {**x, "rows": rows, "query": query}, dtype)[0].sum())(x["query"])
+    gradient = jax.jit(lambda rows, dtype: jax.grad(lambda query: attended(
+        case, {**x, "rows": rows, "query": query}, dtype)[0].sum())(x["query"]), static_argnums=1)
     close(gradient(x["rows"], dtype), gradient(held, None), 1e-6)
     with self.assertRaisesRegex(NotImplementedError, "gradients of quantized"):
       jax.grad(lambda rows: attended(case, {**x, "rows": rows}, dtype)[0].sum())(x["rows"])
@@ -299,14 +301,17 @@ class QuantizedTest(parameterized.TestCase):
   def test_the_cache_has_the_rows_of_a_latent_cache(self):
     rows = arrays(CASES["window_sinks_cap"])["rows"].astype(jnp.float32)
     about = metadata((9, 3, 24), (9, 3, 24))
-    for dtype in ("int8", "float8_e4m3fn", "float32"):
+    @functools.partial(jax.jit, static_argnums=1)  # one program, not one for each operation
+    def both(rows, dtype):
       whole = latent.append(latent.init(3, 24, (L, R), dtype=dtype), rows, about.context_lens)
       held = latent_pages.from_dense(latent_pages.init(24, PAGE, (L, R), dtype=dtype), rows, about)
       wanted = whole.latents if whole.scale is None else jnp.concatenate([quantize.dequantize(
           whole.latents, whole.scale), whole.rope.astype(jnp.float32)], -1)
-      live = np.arange(24) < about.context_lens[:, None]
-      np.testing.assert_array_equal(latent_pages.to_dense(held, about),
-                                    np.where(live[..., None], wanted, 0))
+      return latent_pages.to_dense(held, about), wanted
+    live = np.arange(24) < about.context_lens[:, None]
+    for dtype in ("int8", "float8_e4m3fn", "float32"):
+      found, wanted = both(rows, dtype)
+      np.testing.assert_array_equal(found, np.where(live[..., None], wanted, 0))
 
 
 class CallTest(parameterized.TestCase):
@@ -318,8 +323,8 @@ class CallTest(parameterized.TestCase):
 
   def test_reading_equals_writing(self):
     case = CASES["up_chunk"]
-    x = arrays(case)
-    close(attended(case, x, writes=False), attended(case, x), 0)
+    run = lambda x: (attended(case, x, writes=False), attended(case, x))
+    close(*jax.jit(run)(arrays(case)), 0)
 
   @parameterized.parameters(None, "int8")
   def test_chunks_and_decode_equal_the_whole(self, dtype):
@@ -329,9 +334,11 @@ class CallTest(parameterized.TestCase):
     rows = x["rows"][:2, :20]
     empty = latent_pages.init(24, PAGE, (L, R), dtype=dtype or "float32")
     about = metadata((20, 20), (20, 20))
-    whole = self.call(query.reshape(40, 2, -1), rows.reshape(40, -1), empty, about)
     step = jax.jit(self.call)
-    ends, cache, found = np.array([[0, 0], [13, 1], [14, 9], [20, 20]]), empty, [[], []]
+    whole = step(query.reshape(40, 2, -1), rows.reshape(40, -1), empty, about)
+    # 10 tokens a step, so that all steps are one program.
+    ends = np.array([[0, 0], [9, 1], [10, 10], [11, 19], [20, 20]])
+    cache, found = empty, [[], []]
     for begin, end in zip(ends, ends[1:]):
       part = lambda x: jnp.concatenate([y[b:e] for y, b, e in zip(x, begin, end)])
       new = about._replace(context_lens=np.int32(end),

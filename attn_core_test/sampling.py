@@ -104,7 +104,12 @@ LONG = ("tpu_memory_test", "gpu_split_kv_test", "static_gpu_test", "tpu_schedule
 # Modules whose programs emulate kernels of other chips, are only traced and lowered, or show how
 # the library is used: what XLA's optimizations for this CPU make of them is not what they test, and
 # takes a fifth of their time.
-EMULATING = ("tpu_*test", "gpu_*test", "strict_modes_test", "documents_test", "benchmark_test")
+EMULATING = ("tpu_*test", "gpu_*test", "strict_modes_test", "documents_test", "benchmark_test",
+             "programs_test")
+
+# Options of a compiler for results that a test compares with, such as an oracle's in float64, and
+# for kernels of other chips: `jax.jit(function, compiler_options=sampling.LEAST)`.
+LEAST = {"xla_backend_optimization_level": 0}
 
 VARIABLE = "ATTN_CORE_SLOW"  # "K/N" in the environment: the slow tests of this rotation run
 SKIPPED = "slow: `python3 -m attn_core_test --slow` runs it"
