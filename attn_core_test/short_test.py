@@ -133,6 +133,12 @@ class ProgramTest(parameterized.TestCase):
       program = jax.jit(attend).lower(*shapes(3, 1, 2)).compile()
       self.assertEqual([count(program, kind) for kind in ("while", "compare")], [0, 0])
 
+  @parameterized.parameters(("float32", 1), ("float32", 16), ("bfloat16", 16))
+  def test_no_sum_finds_nan_in_values(self, dtype, length):
+    """The sum of the weights is the only one; a sum over the values took a tenth of the time."""
+    program = jax.jit(ours("vanilla")).lower(*shapes(3, length, 2, 8, dtype)).as_text()
+    self.assertEqual(program.count("applies stablehlo.add"), 1)
+
   def test_the_forward_and_its_gradient_compute_the_weights_once(self):
     def both(q, k, v):
       return jax.vjp(ours("flash_attn2"), q, k, v)[1](q), ours("flash_attn2")(q, k, v)

@@ -7,7 +7,7 @@ does not: the exponential of a tile costs about as much as copying it, and round
 takes half the time of XLA's conversion. On other platforms they are the usual functions.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 import functools
 from typing import Any, TypeVar
 
@@ -118,21 +118,35 @@ def mixed_product(product: Callable[[jax.Array, jax.Array], jax.Array], left: ja
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def fill_nonfinite(filler: float, x: jax.Array) -> jax.Array:
-  """Returns `x` with `filler`, 0 or NaN, in place of non-finite numbers."""
+def fill_nonfinite(filler: float, x: jax.Array, *others: jax.Array) -> jax.Array:
+  """Returns `x` with `filler`, 0 or NaN, in place of non-finite numbers.
+
+  Args:
+    filler: 0 or NaN.
+    x: floating-point numbers.
+    others: of the shape and dtype of `x`: the arrays whose non-finite numbers count, in place of
+      those of `x`.
+  """
+  others = others or (x,)
   if x.dtype != jnp.bfloat16:
-    return jnp.where(jnp.isfinite(x), x, filler)
+    return jnp.where(_all(jnp.isfinite(y) for y in others), x, filler)
   # By integers: XLA:CPU chooses between bfloat16 numbers as float32, and multiplies these.
-  bits = lax.bitcast_convert_type(x, jnp.uint16)
+  bits = lambda y: lax.bitcast_convert_type(y, jnp.uint16)
   exponent, replaced = (jnp.asarray(n, jnp.uint16) for n in (0x7f80, 0x7fc0 if filler else 0))
-  return lax.bitcast_convert_type(jnp.where((bits & exponent) == exponent, replaced, bits), x.dtype)
+  found = functools.reduce(jnp.logical_or, ((bits(y) & exponent) == exponent for y in others))
+  return lax.bitcast_convert_type(jnp.where(found, replaced, bits(x)), x.dtype)
 
 
 @fill_nonfinite.defjvp
 def _fill_nonfinite_jvp(filler: float, primals: tuple,
                         tangents: tuple) -> tuple[jax.Array, jax.Array]:
-  tangent = jnp.where(jnp.isfinite(primals[0]), tangents[0], 0)
-  return fill_nonfinite(filler, *primals), tangent
+  finite = _all(jnp.isfinite(y) for y in primals[1:] or primals)
+  return fill_nonfinite(filler, *primals), jnp.where(finite, tangents[0], 0)
+
+
+def _all(conditions: Iterable[jax.Array]) -> jax.Array:
+  """Returns where all conditions hold."""
+  return functools.reduce(jnp.logical_and, conditions)
 
 
 def add_nan(x: jax.Array, nan: jax.Array) -> jax.Array:

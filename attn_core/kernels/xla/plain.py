@@ -11,8 +11,8 @@ programs of its library, one forward and one more backward:
     backward computes them again by the same operations, and not from the lse: a program of both
     computes them once.
   * Logits of a query, key or value that is not finite are NaN, before the mask chooses: NaN reaches
-    the rows that see it. The operand becomes NaN while it is transposed, which costs nothing; for
-    values NaN is added to the logits.
+    the rows that see it. The operand becomes NaN while it is transposed, which costs nothing, and
+    so does the key of such a value; where their widths differ, NaN is added to the logits.
   * All other products read 0 in place of non-finite numbers, and the backward has 0 at hidden
     pairs, because 0 * NaN would reach results that do not depend on it.
   * Hidden logits are a finite number instead of -inf.
@@ -143,7 +143,7 @@ class _Inputs(NamedTuple):
   empty: jax.Array | None  # of `_empty_rows`, bool [B, K, T * G, 1]
   key_heads: int  # K
   queries: int  # T
-  nan: jax.Array  # [B, K, 1, S]: NaN for keys whose value is not finite, else 0
+  nan: jax.Array | None  # [B, K, 1, S]: NaN for keys of non-finite values; None: the key has it
   spec: AttentionSpec
 
   def product(self, left: jax.Array, right: jax.Array, left_axis: int,
@@ -205,15 +205,18 @@ def _inputs(operands: Operands, spec: AttentionSpec) -> _Inputs:
   seen = None if sees_all(operands, spec) else _visible(operands, spec)
   # A visible infinity would have no weight. Where it is the only key, inf - inf is NaN.
   alone = seen is None and are_known(operands.key.shape[1]) and operands.key.shape[1] == 1
-  filled = (lambda x: x) if alone else functools.partial(cpu_math.fill_nonfinite, np.nan)
-  rows = _rows_of(filled(operands.query), key_heads)
-  key = filled(operands.key).transpose(0, 2, 1, 3)
+  fill = functools.partial(cpu_math.fill_nonfinite, np.nan)
+  rows = _rows_of(operands.query if alone else fill(operands.query), key_heads)
+  # Where keys are as wide as values, a key takes the NaN of its value while it is transposed.
+  with_value = operands.key.shape == operands.value.shape
+  found = (() if alone else (operands.key,)) + ((operands.value,) if with_value else ())
+  key = (fill(operands.key, *found) if found else operands.key).transpose(0, 2, 1, 3)
   value = cpu_math.fill_nonfinite(0.0, operands.value).transpose(0, 2, 1, 3)
   empty = _empty_rows(operands, spec, seen)
   empty = None if empty is None else jnp.broadcast_to(empty, (*rows.shape[:3], 1))
   rows, key, value = (x.reshape(-1, *x.shape[2:]) for x in (rows, key, value))
   return _Inputs(rows, key, value, seen, empty, key_heads, queries,
-                 _nan_values(operands, spec), spec)
+                 None if with_value else _nan_values(operands, spec), spec)
 
 
 def _dot(left: jax.Array, right: jax.Array, axes: tuple[int, int],
@@ -242,7 +245,9 @@ def _logits(inputs: _Inputs) -> jax.Array:
   """Returns logits [B * K, T * G, S], hidden ones of a finite number."""
   logits = inputs.product(inputs.query, inputs.key, 2, 2)
   logits = logits * jnp.asarray(inputs.spec.softmax_scale, logits.dtype)
-  logits = inputs.split(logits) + inputs.nan.astype(logits.dtype)
+  logits = inputs.split(logits)
+  if inputs.nan is not None:
+    logits = logits + inputs.nan.astype(logits.dtype)
   if inputs.seen is None:
     return inputs.merged(logits)
   # Too low to have a weight where a key is visible.
