@@ -97,9 +97,11 @@ class Sample:
     self.choices += [(dimension, name) for name in chosen]
     return chosen
 
-  def metadata(self, sizes: tuple[int, ...] | None, **fields: Any) -> OperationMetadata:
+  def metadata(self, sizes: tuple[int, ...] | None,
+               platforms: tuple[str, ...] = (*PLATFORMS, *["gpu 9.0", "tpu"] * 2),
+               **fields: Any) -> OperationMetadata:
     """Metadata of a platform, with the mesh unless that is the current one."""
-    platform, capability = PLATFORMS[self.pick("platform", *PLATFORMS, *["gpu 9.0", "tpu"] * 2)]
+    platform, capability = PLATFORMS[self.pick("platform", *platforms)]
     metadata = OperationMetadata(platform=platform, compute_capability=capability, **fields)
     if sizes is None:
       return metadata
@@ -280,6 +282,8 @@ def latent_pages_call(sample: Sample, dtype: str) -> tuple[tuple[Any, ...], dict
   requests, heads, page, queries = 3, sample.one(2, 4, 8), sample.one(4, 16), sample.one(1, 3)
   has_up = sample.pick("latent", "absorbed", "up-projections") == "up-projections"
   stored = sample.pick("latent cache", "the query's", "the query's", "int8")
+  padded = stored != "int8" and sample.pick(
+      "pages of latent rows", "as they are", "padded", "padded") == "padded"
   sizes, groups, stripes = PAGED_MESHES[sample.pick("paged mesh", *PAGED_MESHES)]
   tables = np.tile(np.arange(4 * requests, dtype=np.int32).reshape(requests, 4),
                    (stripes or 1, 1, 1))
@@ -293,16 +297,14 @@ def latent_pages_call(sample: Sample, dtype: str) -> tuple[tuple[Any, ...], dict
           "mechanism", "auto", "multi_latent_ragged_page_attention"),
       latent_options=LatentOptions(32, 8, 16, *up),
       cache_view=caches.latent_pages.init(groups * (stripes or 1) * 4 * requests, page, (32, 8),
-                                          dtype=dtype if stored == "the query's" else stored),
+                                          dtype=dtype if stored == "the query's" else stored,
+                                          padded=padded),
       cache_metadata=request_groups.stack(*[one] * groups) if groups > 1 or stripes else one,
-      metadata=sample.metadata(sizes), return_lse=sample.maybe())
+      metadata=sample.metadata(sizes, ("cpu", "tpu", "tpu")) if padded else sample.metadata(sizes),
+      return_lse=sample.maybe())
   arguments.update(sample.some("option over pages", {
       "sliding_window": (9, 0), "softmax_aux": np.zeros(heads, np.float32), "logits_soft_cap": 9.0,
       "precision": "highest", "causal": False, "block_sizes": BlockSizes(16, 128)}, 0.12))
-  if stored == "the query's" and sample.pick("pages of latent rows", "as they are",
-                                             "padded") == "padded":
-    arguments["cache_view"] = caches.latent_pages.init(
-        groups * (stripes or 1) * 4 * requests, page, (32, 8), dtype=dtype, padded=True)
   rows = shape(40) if sample.pick("latent rows", "written", "held") == "written" else None
   return (shape(heads, 24 if has_up else 40), rows, None), arguments
 
