@@ -75,7 +75,9 @@ QUICK = {
     "latent_shard_test.PagesTest.test_eq*": 3, "latent_shard_test.CacheTest.test_slots*": 4,
     "latent_shard_test.MeshTest.test_no*": 2,
     "selected_test.PlacementTest.*": 2, "selected_test.WorkTest.test_memory*": 2,
-    "selected_test.MeaningTest.test_block_map*": 2, "page_drafts_test.*.test_equals*": 3}
+    "selected_test.MeaningTest.test_block_map*": 2, "page_drafts_test.*.test_equals*": 3,
+    "pages_test.*.test_a_dense_cache*": 2, "pages_test.*.test_4*": 3,
+    "caches_test.*.test_donated*": 2}
 
 # Module -> number of processes that share its tests. These start first, in this order.
 SHARDS = {

@@ -136,13 +136,16 @@ class PromotionTest(parameterized.TestCase):
                                   sliding_window=(9, 0))[:1], x)
 
 
+SCALES = {"int8": "token", "int4": "group"}  # of quantized pages
+
+
 class CacheTest(parameterized.TestCase):
   """Caches and pages: their own functions, and attention to them."""
 
-  @parameterized.product(kind=("dense", "window"), held=("float32", "bfloat16", "int8"),
+  @parameterized.product(kind=("dense", "window"), held=("float32", "bfloat16", "int8", "int4"),
                          tokens=(1, 3))
   def test_caches(self, kind, held, tokens):
-    x = jnp.ones((2, tokens, 2, 8), "bfloat16" if held == "int8" else held)
+    x = jnp.ones((2, tokens, 2, 8), "bfloat16" if held in SCALES else held)
     with strict():
       cache = getattr(caches, kind).init(2, 8, (2, 8), dtype=held)
       def run(query, cache=cache):
@@ -161,17 +164,17 @@ class CacheTest(parameterized.TestCase):
         caches.concatenate(query=x, key=x, value=x, cache_view=cache,
                            mode="__prefill__").init_attention_bias()
 
-  @parameterized.product(layout=(PagesV1, PagesV2, PagesV3), held=("float32", "bfloat16", "int8"))
+  @parameterized.product(layout=(PagesV1, PagesV2, PagesV3),
+                         held=("float32", "bfloat16", "int8", "int4"))
   def test_pages(self, layout, held):
-    dtype = "bfloat16" if held == "int8" else held
+    dtype = "bfloat16" if held in SCALES else held
     single, writes = layout is PagesV1, layout is PagesV3
     tokens = 2 if single else 5
     query, key = jnp.ones((tokens, 4, 128), dtype), jnp.ones((tokens, 2, 128), dtype)
     metadata = PagesMetadata([[0, 1], [2, 3]], [17, 9], None if single else [0, 1, 5])
     arrays = {"query": query, "softmax_aux": jnp.ones(4, dtype)}
     with strict():
-      cache = pages.init(layout, 4, 16, Heads(2, 128, 128), held,
-                         "token" if held == "int8" else None)
+      cache = pages.init(layout, 4, 16, Heads(2, 128, 128), held, SCALES.get(held))
       cache = pages.append(cache, key, key, pages.slots(metadata, 16, tokens))
       pages.from_dense(cache, *pages.to_dense(cache, metadata, dtype=dtype), metadata)
       if held == dtype:
