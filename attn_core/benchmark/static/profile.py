@@ -210,7 +210,7 @@ class Estimate(NamedTuple):
   """The profile of one operation, and of those that are equal to it."""
 
   cycles: int  # of one of them
-  count: int  # how many of them the program has
+  copies: int  # how many of them the program has
 
 
 _NONE = Estimate(0, 0)
@@ -224,19 +224,19 @@ def estimates(text: str) -> Iterator[tuple[str, Estimate]]:
   for operation in text.split("hlo_op_estimate")[1:]:
     name = re.search(r'hlo_op_name: "(.*?)"', operation)
     cycles = re.search(r"estimated_cycles: (-?\d+)", operation)
-    count = re.search(r"num_equivalent_hlos: (\d+)", operation)
+    copies = re.search(r"num_equivalent_hlos: (\d+)", operation)
     if name and cycles:
-      yield name[1], Estimate(int(cycles[1]), int(count[1]) if count else 1)
+      yield name[1], Estimate(int(cycles[1]), int(copies[1]) if copies else 1)
 
 
 def _read(program: Program, folder: pathlib.Path, answer: dict[str, Any]) -> Result:
   found = dict(itertools.chain.from_iterable(
       estimates(path.read_text()) for path in (folder / "profile").glob("*.textproto")))
   kernels = {name: found[name] for name in answer["kernels"] if found.get(name, _NONE).cycles > 0}
-  if not kernels or sum(x.count for x in kernels.values()) < len(answer["kernels"]):
+  if not kernels or sum(x.copies for x in kernels.values()) < len(answer["kernels"]):
     missing = [name for name in answer["kernels"] if name not in kernels]
     return Failure(program, f"libtpu did not profile {missing or 'any kernel'}")
-  total = lambda estimates: sum(x.cycles * x.count for x in estimates)
+  total = lambda estimates: sum(x.cycles * x.copies for x in estimates)
   inside, others = total(kernels.values()), total(found.values()) - total(kernels.values())
   bundles, spills = 0, 0
   used: dict[str, int] = {}
