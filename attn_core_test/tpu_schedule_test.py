@@ -350,6 +350,16 @@ class ScalarMemoryTest(parameterized.TestCase):
     self.assertLessEqual(size(found), scalar_memory.MOST_BYTES)
     self.assertTrue(all(size(n) > scalar_memory.MOST_BYTES for n in (1, 2, 3, 4) if n < found))
 
+  def test_heads_of_one_key_head_are_halved_where_there_is_one_block_of_queries(self):
+    case = Case({}, T=128, H=8, K=1, D=128, dtype="bfloat16",
+                blocks=BlockSizes(128, 128, 128, 128))
+    shapes = case.shapes()
+    out, _ = jax.eval_shape(case.call, shapes)
+    self.assertEqual(out.shape, shapes["query"].shape)
+    long = {name: jax.ShapeDtypeStruct((1, 1024, *x.shape[2:]), x.dtype)
+            for name, x in shapes.items()}
+    jax.eval_shape(case._replace(blocks=None).call, long)
+
   def test_requested_blocks_are_refused_by_name(self):
     operands, spec = operands_of(1, 131072, 32, 8)
     blocks = BlockSizes(128, 128)

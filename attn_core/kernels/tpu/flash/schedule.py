@@ -227,8 +227,9 @@ def num_steps(mask: Mask, tiling: Tiling, *, by_keys: bool) -> int:
 
 def num_lists(mask: Mask, tiling: Tiling) -> tuple[int, int]:
   """Returns `StepLists.batches` and `StepLists.heads`, without the values of the mask's arrays."""
+  whole = tiling._replace(halves=1)  # halves of a backward are of heads, not of query blocks
   batches, heads, *_ = jax.eval_shape(
-      lambda mask: jnp.asarray(_kinds(mask, tiling, False)), mask).shape
+      lambda mask: jnp.asarray(_kinds(mask, whole, False)), mask).shape
   return batches, heads
 
 
