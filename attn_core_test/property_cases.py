@@ -18,6 +18,7 @@ from attn_core.masks import constructors, dropout
 from attn_core.references import oracle
 from attn_core.score_mods import terms
 from attn_core.types import NO_SCORE_MOD, AttentionSpec, MaskOperands, Operands
+from attn_core_test import sampling
 
 
 # Quantile and largest relative error allowed: rounding of inputs and products to this dtype.
@@ -308,7 +309,7 @@ def reference(case: Case) -> jax.tree_util.Partial:
                                tuple(map(jnp.asarray, leaves)))
 
 
-@jax.jit
+@functools.partial(jax.jit, compiler_options=sampling.LEAST)
 def evaluate(run: jax.tree_util.Partial, arrays):
   """Computes `run(arrays)`, compiled once for all references that differ only in arrays."""
   return run(arrays)
@@ -323,17 +324,27 @@ def loss(run: Callable, weights: list) -> Callable:
   return value
 
 
-@jax.jit
 def _everything(run, arrays, moves, weights):
   gradient, value = jax.grad(loss(run, weights), has_aux=True)(arrays)
   return {"value": value, "gradient": gradient, "jvp": jax.jvp(run, (arrays,), (moves,))[1]}
 
 
-def everything(run: Callable, arrays: dict) -> dict:
-  """Computes value, gradient and jvp of arrays -> (output, lse)."""
+_compiled = jax.jit(_everything)
+_compiled_soon = jax.jit(_everything, compiler_options=sampling.LEAST)
+
+
+def everything(run: Callable, arrays: dict, *, tested: bool = True) -> dict:
+  """Computes value, gradient and jvp of arrays -> (output, lse).
+
+  Args:
+    run: the function.
+    arrays: where to compute these.
+    tested: whether it is what a test is about; else XLA optimizes it as little as it can.
+  """
   rng = np.random.default_rng(1)
   def random(x):
     return np.asarray(rng.normal(size=x.shape), arrays["query"].dtype)
   moves = jax.tree.map(random, arrays)
   weights = jax.tree.map(random, list(jax.eval_shape(run, arrays)))
-  return _everything(jax.tree_util.Partial(run), arrays, moves, weights)
+  compiled = _compiled if tested else _compiled_soon
+  return compiled(jax.tree_util.Partial(run), arrays, moves, weights)

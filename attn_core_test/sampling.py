@@ -103,11 +103,12 @@ SHARDS = {
 LONG = ("tpu_memory_test", "gpu_split_kv_test", "static_gpu_test", "tpu_schedule_test",
         "gpu_odd_lengths_test", "typing_test", "loss_scaling_test", "tpu_versions_test")
 
-# Modules whose programs emulate kernels of other chips, are only traced and lowered, or show how
-# the library is used: what XLA's optimizations for this CPU make of them is not what they test, and
-# takes a fifth of their time.
+# Modules whose programs emulate kernels of other chips, are only traced and lowered, show how the
+# library is used, or shard over emulated devices, each of which runs what the modules of one device
+# test: what XLA's optimizations for this CPU make of them is not what they test, and takes a fifth
+# of their time.
 EMULATING = ("tpu_*test", "gpu_*test", "strict_modes_test", "documents_test", "benchmark_test",
-             "programs_test")
+             "programs_test", "ring_test")
 
 # Options of a compiler for results that a test compares with, such as an oracle's in float64, and
 # for kernels of other chips: `jax.jit(function, compiler_options=sampling.LEAST)`.
