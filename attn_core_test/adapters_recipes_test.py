@@ -42,8 +42,8 @@ def blocks() -> dict[str, str]:
 
 
 def operands():
-  keys = jax.random.split(jax.random.key(0), 3)
-  return [jax.random.normal(key, (B, T, heads, D)) for key, heads in zip(keys, (H, K, K))]
+  rng = np.random.default_rng(0)
+  return [jnp.asarray(rng.normal(size=(B, T, heads, D)), jnp.float32) for heads in (H, K, K)]
 
 
 def run(name: str, modules: dict[str, types.ModuleType] | None = None) -> dict:
@@ -288,7 +288,8 @@ class AxlearnTest(parameterized.TestCase):
 
   def test_mask_segments_bias_and_sinks(self):
     positions, ids = jnp.arange(T)[None], jnp.array([[1] * 5 + [2] * 3, [1] * 8])
-    added, sinks = jax.random.normal(jax.random.key(1), (1, H, T, T)), jnp.ones(H)
+    added = jnp.asarray(np.random.default_rng(1).normal(size=(1, H, T, T)), jnp.float32)
+    sinks = jnp.ones(H)
     def seen(query, key):
       return (query >= key) & (query < key + 3)
     bias = FakeComposite([
