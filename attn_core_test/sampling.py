@@ -15,10 +15,12 @@ import collections
 import fnmatch
 import hashlib
 import os
+import platform
 from typing import Any, Callable, Iterable, NamedTuple, Sequence
 import unittest
 
 from absl.testing import parameterized
+import jax
 
 # Pattern of "module.Class.test" -> n: one test in n is quick. The first that matches counts.
 QUICK = {
@@ -114,6 +116,14 @@ EMULATING = ("tpu_*test", "gpu_*test", "strict_modes_test", "documents_test", "b
 # for kernels of other chips: `jax.jit(function, compiler_options=sampling.LEAST)`.
 LEAST = {"xla_backend_optimization_level": 0}
 
+# Modules that test what surrounds the kernels: which arguments mean the same, where arrays are kept
+# and sent, what is exported and how others call it; or random calls by all of them. The kernels
+# that they run are those of properties_test, short_test, decode_test, paged_meaning_test and
+# others, which XLA optimizes.
+OF_MEANING = ("adapters_test", "export_test", "latent_shard_test", "page_prefixes_test",
+              "page_reading_test", "paged_shard_test", "pages_test", "ring_split_test",
+              "whole_calls_test")
+
 VARIABLE = "ATTN_CORE_SLOW"  # "K/N" in the environment: the slow tests of this rotation run
 SKIPPED = "slow: `python3 -m attn_core_test --slow` runs it"
 
@@ -177,13 +187,21 @@ def slow_parameters(*cases: tuple, named: bool = False) -> Callable:
 
 
 def emulates(module: str) -> bool:
-  """Says if EMULATING names the module."""
-  return any(fnmatch.fnmatchcase(module, pattern) for pattern in EMULATING)
+  """Says if EMULATING or OF_MEANING names the module."""
+  return any(fnmatch.fnmatchcase(module, pattern) for pattern in (*EMULATING, *OF_MEANING))
 
 
 def optimize_least() -> None:
   """Lets XLA compile quickly; called before JAX finds its devices, which reads this once."""
-  os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+  flags = [os.environ.get("XLA_FLAGS", ""), "--xla_backend_optimization_level=0"]
+  if jax.__version_info__ < (0, 11):
+    # A pipeline of MLIR for each fused loop, two thirds of what is left; later ones have no choice.
+    flags.append("--xla_cpu_use_fusion_emitters=false")
+    if platform.machine() == "x86_64":
+      # Without it LLVM fuses some products and sums of a loop and not those of another, so that
+      # equal sums differ in their last bit; AVX has no such instruction.
+      flags.append("--xla_cpu_max_isa=AVX")
+  os.environ["XLA_FLAGS"] = " ".join(flags)
 
 
 def share_of(test: str) -> int:

@@ -54,7 +54,7 @@ class SamplingTest(parameterized.TestCase):
       module, _, rest = pattern.partition(".")
       self.assertTrue(rest, pattern)
       self.assertTrue(any(suite.matches(name, module) for name in modules), pattern)
-    for pattern in sampling.EMULATING:
+    for pattern in (*sampling.EMULATING, *sampling.OF_MEANING):
       self.assertTrue(any(suite.matches(name, pattern) for name in modules), pattern)
     self.assertContainsSubset((*sampling.SHARDS, *sampling.LONG), modules)
     self.assertEqual({piece.module for piece in suite.pieces_of([])}, set(modules))
