@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """multi_latent_attention over 8 virtual devices: batch, heads, and the slots of a cache."""
 
+import functools
 import re
 
 from absl.testing import absltest
@@ -45,9 +46,23 @@ def results(metadata, *x):
   return output.attention_outputs, output.lse
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def with_gradients(metadata, x):
   found, pull = jax.vjp(lambda *x: results(metadata, *x), *x)
   return found, pull(jax.tree.map(jnp.cos, found))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def steps(metadata, query, tokens, cache):
+  """Returns the results of a prefill and of two steps, and the cache after them."""
+  found = []
+  for begin, end in ((0, 12), (12, 13), (13, 16)):
+    output = multi_latent_attention(
+        query[:, begin:end], tokens[:, begin:end], latent_options=ABSORBED,
+        metadata=metadata, cache_view=cache, mode="__autoregressive__")
+    cache = output.cache_view
+    found.append(output.attention_outputs)
+  return found, cache
 
 
 def place(mesh, rows, x):
@@ -71,8 +86,8 @@ class MeshTest(parameterized.TestCase):
     x = arrays(tokens, up)
     with jax.set_mesh(mesh):
       metadata = OperationMetadata(mesh=mesh)
-      found = jax.jit(lambda *x: with_gradients(metadata, x))(*place(mesh, rows, x))
-    close(found, with_gradients(OperationMetadata(), x))
+      found = with_gradients(metadata, place(mesh, rows, x))
+    close(found, with_gradients(OperationMetadata(), list(x)))
 
   @parameterized.product(tokens=(1, 12), up=(False, True))
   def test_no_collective_for_batch_and_heads(self, tokens, up):
@@ -91,20 +106,11 @@ class CacheTest(parameterized.TestCase):
     sizes, rows = MESHES[name]
     metadata = OperationMetadata(mesh=create_mesh(sizes))
     query, tokens = arrays(S, False)
-    def model(metadata, query, tokens, cache):
-      found = []
-      for begin, end in ((0, 12), (12, 13), (13, 16)):
-        output = multi_latent_attention(
-            query[:, begin:end], tokens[:, begin:end], latent_options=ABSORBED,
-            metadata=metadata, cache_view=cache, mode="__autoregressive__")
-        cache = output.cache_view
-        found.append(output.attention_outputs)
-      return found, cache
     empty = lambda **sharding: latent.init(B, S, (L, R), dtype=dtype, **sharding)
     held = empty(sharding=NamedSharding(metadata.mesh, P(rows, "sp")))
     placed = place(metadata.mesh, rows, (query, tokens))
-    found, cache = jax.jit(model, static_argnums=0)(metadata, *placed, held)
-    wanted, plain = model(OperationMetadata(), query, tokens, empty())
+    found, cache = steps(metadata, *placed, held)
+    wanted, plain = steps(OperationMetadata(), query, tokens, empty())
     close(found, wanted)
     close(cache._replace(sharding=None), plain)
     for x, y in ((cache.latents, held.latents), (cache.rope, held.rope), (cache.scale, held.scale)):
@@ -191,7 +197,7 @@ class PagesTest(parameterized.TestCase):
       given = (placed(query, pool, "tp"), placed(rows, pool), *(placed(x, None, "tp") for x in ups),
                jax.tree.map(lambda x: placed(x, pool), cache), metadata)
       found = jax.jit(lambda *x: self.with_gradients(mesh, x))(*given)
-    close(found, self.with_gradients(None, arrays))
+    close(found, jax.jit(lambda *x: self.with_gradients(None, x))(*arrays))
 
   def test_a_width_of_the_output_that_an_axis_of_the_query_does_not_divide(self):
     query, *rest = self.arrays(1, True, "float32")
@@ -223,7 +229,7 @@ class PagesTest(parameterized.TestCase):
     mesh = jax.make_mesh((2, 2), ("sp", "tp"), axis_types=(AxisType.Auto,) * 2)
     given = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, P("sp"))), cache)
     found = jax.jit(lambda *x: self.attended(mesh, *x))(query, rows, given, striped)
-    close(found, self.attended(None, query, rows, cache, whole))
+    close(found, jax.jit(functools.partial(self.attended, None))(query, rows, cache, whole))
 
   def test_init(self):
     mesh = create_mesh((1, 1, 1, 4, 2))
