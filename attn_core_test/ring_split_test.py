@@ -67,11 +67,12 @@ def value_and_gradients(run):
   return jax.jit(jax.value_and_grad(with_outputs, has_aux=True))(found)
 
 
-class SplitTest(parameterized.TestCase):
+@functools.cache  # not a method of a test case, of which each test has its own
+def wanted():
+  return value_and_gradients(functools.partial(call, mechanism="flash_attn2"))
 
-  @functools.cache
-  def want(self):
-    return value_and_gradients(functools.partial(call, mechanism="flash_attn2"))
+
+class SplitTest(parameterized.TestCase):
 
   def split(self, variant, layout, **options):
     """Returns `call` inside a shard_map over the sequence."""
@@ -97,7 +98,7 @@ class SplitTest(parameterized.TestCase):
     names = {"sp", "heads"} & set(mesh_of(variant).axis_names)
     only = {"axis_names": names} if variant in ("ring", "hybrid") else {}
     run = self.split(variant, layout, check_vma=checked, **only)
-    close(value_and_gradients(run), self.want())
+    close(value_and_gradients(run), wanted())
 
   @parameterized.product(checked=[False, True], kind=["Auto", "Explicit"])
   def test_a_whole_training_step(self, checked, kind):
