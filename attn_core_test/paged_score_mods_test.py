@@ -406,7 +406,8 @@ class PrefixesTest(parameterized.TestCase):
     self.assertGreater(shared.prefixes.page_counts.sum(), 0)
     case = Case(queries=(6,), rest=1)
     cache = plain(case)[1]
-    query, mods = jax.random.normal(jax.random.key(0), (7, 4, 6)), mod_arrays(case)
+    query = jnp.asarray(np.random.default_rng(0).normal(size=(7, 4, 6)), jnp.float32)
+    mods = mod_arrays(case)
     def both(metadata):
       def loss(query, cache, mods):
         out = ragged_page_attention_v2(
