@@ -122,7 +122,7 @@ def every_query_sees_a_key(mask: mask_lib.Mask, queries: int, keys: int) -> bool
       query = mask_lib.Interval(*(some.reshape(1, 1, -1, 1),) * 2)
       possible, certain = mask.bounds(grid._replace(
           query_index=query, query_position=query, key_index=key, key_position=key))
-      seen = np.broadcast_to(possible & certain, (1, 1, some.size, columns)).any(-1)[0, 0]
+      seen = np.broadcast_to(possible & certain, (1, 1, some.size, columns)).any(axis=(0, 1, 3))
       left.append(some[~seen])
       if block == 1 and not seen.all():
         return False

@@ -169,7 +169,7 @@ def unsupported_mod(arrays: Sequence[jax.ShapeDtypeStruct], query: tuple[int, ..
   length, heads = query[1:3]
   pairs = sum(x.ndim == 4 and x.shape[3] > 1 and x.shape[1:3] != (1, 1) for x in arrays)
   rows = length * heads
-  if pairs and not common.has_few_rows(rows // key_heads):
+  if pairs and rows // key_heads > common.FEW_ROWS:
     return (f"numbers for every key and query head, of {rows // key_heads} queries and heads a "
             f"key head: the TPU kernel takes them for up to {common.FEW_ROWS}")
   if pairs * rows > MOST_PAIR_ROWS:
