@@ -14,6 +14,7 @@ from attn_core.caches import dense, quantize
 from attn_core.masks import constructors
 from attn_core.references import oracle
 from attn_core.types import AttentionSpec, MaskOperands, Operands
+from attn_core_test import sampling
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_enable_x64", True)
@@ -161,12 +162,18 @@ def defined(case: Case, operands):
   return out, lse
 
 
-def with_gradients(run, case):
+@functools.cache
+def expected(case: Case):
+  """Returns `defined` in one program, which XLA optimizes little."""
+  return jax.jit(functools.partial(defined, case), compiler_options=sampling.LEAST)
+
+
+def with_gradients(run, case, options=None):
   """Returns a jitted function of the operands -> (value, gradients) of a loss of all outputs."""
   def loss(operands):
     out, lse = run(case, operands)
     return jnp.sin(out).sum() + (jnp.where(jnp.isfinite(lse), lse, 0)**2).sum(), (out, lse)
-  return jax.jit(jax.value_and_grad(loss, has_aux=True))
+  return jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=options)
 
 
 def close(got, want, tolerance):
