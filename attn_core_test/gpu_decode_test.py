@@ -163,9 +163,10 @@ class ChoiceTest(parameterized.TestCase):
   def test_is_chosen_first_if_supported(self):
     self.assertRegex(self.kernel(), "can, by decode.gpu")
     self.assertRegex(self.kernel(capability="8.0"), "can, by decode.xla")
-    for dtype in quantize.LIMITS:
+    for dtype in ("int8", "float8_e4m3fn"):
       self.assertRegex(self.kernel(dtype=dtype), "can, by decode.gpu")
     for arguments, words in (
+        (dict(dtype="int4"), "a cache of dtype int4"),
         (dict(dtype="float32"), "dtype float32.*bfloat16 and float16"),
         (dict(dtype="int8", query="float16"), "float16 with quantized"),
         (dict(dtype="int8", width=80), "head_dim of 80, quantized"),

@@ -98,9 +98,8 @@ def step(params, caches, arrays: Arrays, *, config):
 def attend_to_pages(tokens, cache, metadata: PagesMetadata, window) -> AttentionOutput:
   """Writes keys and values to the pages, and attends to these.
 
-  Keys and values of all heads are a latent row too: the values are its latent part, and the keys,
-  whose rotation is theirs, its rotary part. A query is its own numbers in the columns of its key
-  head, and zeros in all others.
+  A latent row holds the values of all heads in its latent part, and the rotated keys of all heads in
+  its rotary part. A query has its own numbers in the columns of its key head, and zeros elsewhere.
 
   Args:
     tokens: query [T, H, D], key and value [T, K, D].
@@ -226,7 +225,7 @@ class Server(NamedTuple):
   right: int = 0  # number of guesses that were
 
 
-def pages_for(length: int) -> int:
+def pages_for(length: int | np.ndarray) -> int | np.ndarray:
   """Returns the number of pages that hold `length` bytes."""
   return -(-length // FLAGS.page_size)
 
@@ -330,7 +329,7 @@ def pack(server: Server, chunks: list[Chunk], shape) -> Arrays:
 
 
 def reads(metadata: PagesMetadata) -> np.ndarray:
-  """Returns int [2]: the pages that a call reads, and those that groups spare it."""
+  """Returns int [2]: the pages that a call reads, and those it need not because requests share them."""
   groups = metadata.prefixes
   spared = prefixes.pages_of_requests(groups, np).sum() - groups.page_counts.sum()
   return np.array([pages_for(metadata.context_lens).sum() - spared, spared])
