@@ -343,7 +343,8 @@ def _missing_attribute(self: AttentionOutput, name: str) -> object:
 
 def _item(self: AttentionOutput, index: int | slice) -> object:
   """Returns an item or a slice of the tuple; an index of an array is refused."""
-  if isinstance(index, slice) or hasattr(index, "__index__") and not isinstance(index, Array):
+  if isinstance(index, slice) or hasattr(index, "__index__") and not isinstance(
+      index, (Array, np.ndarray)):
     return tuple.__getitem__(self, index)
   raise _not_an_array("An index of an array", "attention(...).attention_outputs[...]")
 

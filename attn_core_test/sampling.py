@@ -120,12 +120,14 @@ LEAST = {"xla_backend_optimization_level": 0}
 # and sent, what is exported and how others call it; or random calls by all of them. The kernels
 # that they run are those of properties_test, short_test, decode_test, paged_meaning_test and
 # others, which XLA optimizes.
-OF_MEANING = ("adapters*test", "batch_dimensions_test", "caches_sharding_test", "caches_test",
-              "calls_test", "collectives_test", "distributed_test", "doctest_test", "easydel_*test",
+OF_MEANING = ("adapters*test", "arguments_test", "bad_input_test", "batch_dimensions_test",
+              "caches_sharding_test", "caches_test", "calls_test", "collectives_test",
+              "decode_score_mods_test", "distributed_test", "doctest_test", "easydel_*test",
               "examples_test", "explain_test", "explicit_*test", "export_test", "latent_shard_test",
               "manual_axes_test", "masks_*test", "no_silent_arguments_test", "page_drafts_test",
               "page_layouts_test", "page_prefixes_test", "page_reading_test", "page_stripes_test",
-              "paged_shard_test", "pages_test", "ring_mesh_test", "ring_split_test", "shard_test",
+              "paged_score_mods_test", "paged_shard_test", "pages_test", "refusals_test",
+              "ring_mesh_test", "ring_split_test", "shard_test", "table_refusals_test",
               "whole_calls_test")
 
 VARIABLE = "ATTN_CORE_SLOW"  # "K/N" in the environment: the slow tests of this rotation run

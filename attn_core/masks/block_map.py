@@ -20,7 +20,8 @@ from attn_core.types import are_known, cdiv
 Array = Any  # of numpy or jax
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
-MANY_KEYS, MANY_PAIRS = 128, 2**20  # of `every_query_sees_a_key`: keys of a block, pairs at a time
+# Of `every_query_sees_a_key`: keys of a block, at first and then, and pairs at a time.
+MANY_KEYS, SOME_KEYS, MANY_PAIRS = 128, 16, 2**20
 
 
 class BlockMap(NamedTuple):
@@ -115,7 +116,7 @@ def every_query_sees_a_key(mask: mask_lib.Mask, queries: int, keys: int) -> bool
   sequence has too many pairs for an array of them.
   """
   grid, rows = _grid(Sizes(queries, keys, 1, 1), np), np.arange(queries, dtype=np.int32)
-  for block in (MANY_KEYS, 1):
+  for block in (MANY_KEYS, SOME_KEYS, 1):
     key = _index_interval(keys, block, np, (1, 1, 1, -1))
     columns, left = key.low.size, []
     for some in np.split(rows, range(0, rows.size, max(1, MANY_PAIRS // max(1, columns)))):

@@ -30,7 +30,6 @@ from attn_core.kernels.tpu.flash import (
 from attn_core.kernels.tpu.flash.tile_inputs import Index, KernelRefs, TileIndex, TokenRange
 from attn_core.kernels.tpu.flash.tile_loop import (
     KernelParams, Strip, for_each_tile, issue_ahead, make_kernel_params)
-from attn_core.masks import mask as mask_lib
 from attn_core.types import AttentionSpec, BlockSizes, Operands
 
 Ref = Any  # a Pallas reference

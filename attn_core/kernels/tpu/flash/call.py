@@ -108,7 +108,8 @@ def placed(arrays: Sequence[jax.Array], outputs: Sequence[Output | jax.core.Shap
   """Keeps the operands of a kernel in HBM, unless all of its arrays are small.
 
   XLA places small ones in vector memory, where the kernel and the operations around it read them
-  without waiting for HBM.
+  without waiting for HBM. Large ones would lose by it: a kernel copies blocks from vector memory
+  through registers.
 
   Args:
     arrays: the operands.

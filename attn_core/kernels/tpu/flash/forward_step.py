@@ -23,6 +23,7 @@ from attn_core.kernels.tpu.flash import tile_inputs, tiling as tiling_lib
 from attn_core.kernels.tpu.flash.tile_inputs import (
     GridIndex, Index, KernelRefs, TileIndex, TokenRange, TokenReader)
 from attn_core.kernels.tpu.flash.tile_loop import KernelParams, Strip, issue_ahead
+from attn_core.score_mods import score_mod
 
 Ref = Any  # a Pallas reference
 Rows = Any  # a slice of Pallas: rows of the state of a step
@@ -176,9 +177,8 @@ class ForwardStep(NamedTuple):
     last = {tile.head: tile for tile, _ in strips}
     buffers = dict.fromkeys(state, self.source)
     # The queries of a head are prepared once for all of its strips.
-    heads = dict.fromkeys(tile.head for tile, _ in strips) if len(strips) > 1 else ()
-    prepared = {head: self._queries(head, TokenRange(0, self.params.tiling.block_q))
-                for head in heads} if self._prepares_queries else {}
+    prepared: dict[int, jax.Array] | None = (
+        {} if self._prepares_queries and len(strips) > 1 else None)
     scores_of = functools.partial(self.scores, prepared=prepared)
     for tile, masked, scores in issue_ahead(strips, scores_of, tiling_lib.AHEAD[False]):
       tiles = self.params.row_tiles(tile.head, tile.queries)
@@ -207,12 +207,23 @@ class ForwardStep(NamedTuple):
            for x, rows in zip(found, tiles.values())], 1)
     return online_softmax.Running(jnp.concatenate(m_i, 1), jnp.concatenate(l_i, 1), before)
 
-  def scores(self, tile: TileIndex, prepared: dict[int, jax.Array]) -> jax.Array:
-    """Computes K Q^T, [keys, queries]; prepared: all queries of a head of the step, see `fold`."""
+  def scores(self, tile: TileIndex, prepared: dict[int, jax.Array] | None) -> jax.Array:
+    """Computes K Q^T, [keys, queries].
+
+    Args:
+      tile: which keys and queries.
+      prepared: all queries of the heads so far, to which this adds those of the tile's head, see
+        `fold`; None: only those of the tile are read.
+    """
     key = self.readers.key(self.refs, self.params.key_head(tile), tile.keys)
     start, length = tile.queries
-    query = (prepared[tile.head][start:start + length] if tile.head in prepared
-             else self._queries(tile.head, tile.queries))
+    if prepared is None:
+      query = self._queries(tile.head, tile.queries)
+    else:
+      if tile.head not in prepared:
+        prepared[tile.head] = self._queries(
+            tile.head, TokenRange(0, self.params.tiling.block_q))
+      query = prepared[tile.head][start:start + length]
     return self.params.dot(key, query, ((1,), (1,)))
 
   @property
@@ -220,10 +231,12 @@ class ForwardStep(NamedTuple):
     """Whether infinite queries must be replaced by NaN.
 
     They give infinite scores, or NaN. A naive softmax fails in such a row, unless a cap or a score
-    mod makes its logits finite; a safe one would take logits of -inf for hidden ones.
+    mod that does more than add makes its logits finite; a safe one would take logits of -inf for
+    hidden ones.
     """
     spec = self.params.spec
-    return self.form.safe or spec.logits_soft_cap is not None or self.params.mod is not None
+    only_adds = self.params.mod is None or score_mod.of_structure(spec.score_mod).is_additive
+    return self.form.safe or spec.logits_soft_cap is not None or not only_adds
 
   def _queries(self, head: int, tokens: TokenRange) -> jax.Array:
     """Returns queries [queries, D], with NaN for infinities if `_prepares_queries`."""
