@@ -268,11 +268,15 @@ class InitTest(parameterized.TestCase):
 class PagesTest(parameterized.TestCase):
 
   @parameterized.product(axis_type=["Explicit", "Auto"], layout=pages.PAGES,
-                         stored=["float32", "int8"])
+                         stored=["float32", "int8", "int4"])
   def test_functions_of_pages(self, axis_type, layout, stored):
-    """Checks each function of pages whose pool and heads are sharded."""
-    mesh, heads = mesh_of("dm", axis_type), pages.Heads(4, D, D)
-    scales = "token" if stored == "int8" else None
+    """Checks each function of pages whose pool and heads are sharded.
+
+    In a PagesV3 of int4 four heads share a word: eight fit two devices, and four stay together.
+    """
+    key_heads = 8 if (layout, stored) == (pages.PagesV3, "int4") else 4
+    mesh, heads = mesh_of("dm", axis_type), pages.Heads(key_heads, D, D)
+    scales = {"float32": None, "int8": "token", "int4": "group"}[stored]
     other = pages.PagesV1 if layout is not pages.PagesV1 else pages.PagesV3
     metadata = pages.PagesMetadata(np.array([[6, 0], [3, 5]], np.int32), np.array([3, 4], np.int32),
                                    np.array([0, 3, 7], np.int32))
@@ -284,7 +288,7 @@ class PagesTest(parameterized.TestCase):
       cache = pages.from_dense(cache, whole[0] + 1, whole[1], metadata)
       return cache, whole, pages.convert(cache, other, heads)
 
-    key, value = numbers(7, 4, D), numbers(7, 4, D, seed=1)
+    key, value = numbers(7, key_heads, D), numbers(7, key_heads, D, seed=1)
     want = run(pages.init(layout, 8, 2, heads, stored, scales), key, value)
     spec = P("model", "data") if layout is pages.PagesV1 else P("data", None, "model")
     with jax.set_mesh(mesh):

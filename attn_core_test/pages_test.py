@@ -10,7 +10,7 @@ import numpy as np
 
 from attn_core import Heads, PagesMetadata, PagesV1, PagesV2, PagesV3
 from attn_core.caches import dense, pages, quantize, window
-from attn_core.caches.paged import layouts, request_groups, token_writes
+from attn_core.caches.paged import layouts, request_groups, token_writes, validate
 
 LAYOUTS = (PagesV1, PagesV2, PagesV3)
 HEADS = Heads(3, 5, 5)
@@ -164,6 +164,23 @@ class PagesTest(parameterized.TestCase):
     for other in (given, pages.convert(pages.convert(cache, PagesV1, heads), layout, heads),
                   pages.convert(pages.convert(cache, PagesV3, heads), layout, heads)):
       jax.tree.map(np.testing.assert_array_equal, cache, other)
+    # Padded pages say by their scales how wide they are at most.
+    most = Heads(3, 64, 64) if layout is PagesV3 else heads
+    jax.tree.map(np.testing.assert_array_equal, pages.convert(cache, PagesV2),
+                 pages.convert(cache, PagesV2, most))
+    one = PagesMetadata(np.array([[2, 0]], np.int32), np.array([8], np.int32))
+    whole = pages.to_dense(cache, one)
+    self.assertEqual([x.shape for x in whole], [(1, 8, 3, n) for n in most[1:]])
+    if layout is PagesV3:
+      for width in (32, 128):  # fewer groups of columns, and more
+        places = Heads(3, width, width)
+        both = pages.to_dense(cache, one, places)
+        for x, y in zip(both, whole):
+          np.testing.assert_array_equal(x[..., :64], y[..., :width])
+          self.assertFalse(x[..., 64:].any())
+        other = pages.convert(cache, PagesV1, places)
+        validate.check(other, one, 1)
+        jax.tree.map(np.testing.assert_array_equal, pages.to_dense(other, one), both)
     for found, x, scale in zip(pages.read(cache, jnp.array([2, 0]), heads, jnp.float32),
                                (wide, narrow), (of_key, of_value)):
       error = np.abs(np.asarray(found)[:, [1, 6]] - x.swapaxes(0, 1))

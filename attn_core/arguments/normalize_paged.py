@@ -215,10 +215,12 @@ def _stored_heads(a: AttentionArguments, cache: Pages, query: checks.Array, mech
                    f"None with {name}, of a call that writes nothing")
   held, scales = layouts.heads_of(cache), cache.key_scales
   most = held.key_heads if scales is None or scales.ndim == 0 else scales.shape[2]
-  checks.require(0 < stored.key_heads <= most and 0 < stored.value_width <= held.value_width
-                 and stored.key_width == query.shape[2] <= held.key_width, name, repr(stored),
+  widths = layouts.most_widths(cache)
+  checks.require(0 < stored.key_heads <= most and 0 < stored.value_width <= widths.value
+                 and stored.key_width == query.shape[2] <= widths.key, name, repr(stored),
                  f"at least 1 and at most {most} key heads of width {query.shape[2]}, the query's, "
-                 f"and values of a width from 1 to at most {held.value_width}")
+                 f"which is at most {widths.key}, and values of a width from 1 to at most "
+                 f"{widths.value}")
   return layouts.Heads(stored.key_heads, stored.key_width, stored.value_width)
 
 

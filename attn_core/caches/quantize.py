@@ -155,6 +155,14 @@ def per_column(scales: jax.Array, width: int, group: int = GROUP) -> jax.Array:
   return jnp.repeat(scales, group, axis=-1)[..., :width]
 
 
+def of_width(scales: jax.Array, width: int) -> jax.Array:
+  """Returns scales of groups for vectors of another width: cut, or padded with ones."""
+  missing = cdiv(width, GROUP) - scales.shape[-1]
+  if missing <= 0:
+    return scales[..., :cdiv(width, GROUP)] if missing else scales
+  return jnp.pad(scales, ((0, 0),) * (scales.ndim - 1) + ((0, missing),), constant_values=1)
+
+
 def of_columns(scales: jax.Array, first: int, count: int, group: int = GROUP) -> jax.Array:
   """Returns the scales, of [..., groups], of `count` columns from `first` on: [..., count or 1]."""
   start, end = first // group, (first + count - 1) // group + 1

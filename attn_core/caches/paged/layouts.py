@@ -217,6 +217,20 @@ def heads_of(cache: Pages) -> Heads:
   return Heads(key_heads, width, width)
 
 
+def most_widths(cache: Pages) -> Widths:
+  """The largest widths of keys and values that a cache and its scales of groups can hold.
+
+  Args:
+    cache: any layout.
+  """
+  found = Widths(*heads_of(cache)[1:])
+  if not has_token_scales(cache) or not quantize.is_packed(dtype_of(cache)):
+    return found
+  assert cache.key_scales is not None and cache.value_scales is not None
+  return Widths(min(found.key, quantize.GROUP * cache.key_scales.shape[3]),
+                min(found.value, quantize.GROUP * cache.value_scales.shape[3]))
+
+
 def head_axis(cache: Pages) -> int:
   """The dimension of the pages array that holds the key heads.
 

@@ -84,6 +84,8 @@ def reader(cache: Pages, heads: Heads, dtype: DTypeLike) -> Callable[..., jax.Ar
   scales: dict[str, Any] = {"key": cache.key_scales, "value": cache.value_scales}
   if has_token_scales(cache):
     scales = {name: x.reshape(tokens, *x.shape[2:]) for name, x in scales.items()}
+  if pairs and has_token_scales(cache):
+    scales = {name: quantize.of_width(x, widths[name]) for name, x in scales.items()}
 
   def part(name: str, tokens: slice = slice(None), columns: slice | None = None) -> jax.Array:
     columns, is_value = slice(0, widths[name]) if columns is None else columns, name == "value"
@@ -107,9 +109,14 @@ def reader(cache: Pages, heads: Heads, dtype: DTypeLike) -> Callable[..., jax.Ar
 
 
 def _all_heads(cache: Pages) -> Heads:
-  """The heads in the pages, without padding where the scales' shape gives their number."""
-  number = token_scales(cache)[0].shape[2] if has_token_scales(cache) else None
-  return heads_of(cache) if number is None else heads_of(cache)._replace(key_heads=number)
+  """The heads in the pages, without padding where the scales' shape gives their number.
+
+  Scales of groups of columns also give widths, rounded up to whole groups.
+  """
+  widths = layouts.most_widths(cache)
+  number = (token_scales(cache)[0].shape[2] if has_token_scales(cache)
+            else heads_of(cache).key_heads)
+  return Heads(number, widths.key, widths.value)
 
 
 @takes_metadata
@@ -120,7 +127,7 @@ def to_dense(cache: Pages, pages_metadata: PagesMetadata, heads: Heads | None = 
   Args:
     cache: any layout.
     pages_metadata: tables and lengths.
-    heads: the heads and widths to read from padded pages; None: all.
+    heads: the heads and widths to read from padded pages; None: all, as far as these have scales.
     dtype: of the result; None: the dtype of the pages, float32 if they are quantized.
 
   Returns:
@@ -184,7 +191,7 @@ def convert(cache: KeyValuePages, layout: type[KeyValuesT],
   Args:
     cache: any layout.
     layout: PagesV1, PagesV2 or PagesV3.
-    heads: the heads and widths to read from padded pages; None: all.
+    heads: the heads and widths to read from padded pages; None: all, as far as these have scales.
 
   Returns:
     A cache of the other layout, with the same pages and scales.
@@ -194,7 +201,8 @@ def convert(cache: KeyValuePages, layout: type[KeyValuesT],
   """
   layouts.check_key_values(cache)
   heads = _all_heads(cache) if heads is None else pool_lib.checked_heads(heads)
-  unit = max(1, packing(dtype_of(cache)) // 2) if layout is PagesV3 else 1
+  rows = 1 if quantize.is_packed(dtype_of(cache)) else 2  # of a head
+  unit = max(1, packing(dtype_of(cache)) // rows) if layout is PagesV3 else 1
   def local(cache: Pages, heads: Heads) -> KeyValuesT:
     assert isinstance(cache, layouts.PAGES)
     return _converted(cache, layout, heads)
@@ -216,7 +224,11 @@ def _converted(cache: KeyValuePages, layout: type[KeyValuesT], heads: Heads) -> 
                     jnp.int8 if pairs else dtype_of(cache))
   without_padding = lambda x: x[:, :, :heads.key_heads] if x is not None and x.ndim else x
   scales = tuple(map(without_padding, (cache.key_scales, cache.value_scales)))
+  if pairs:
+    scales = tuple(quantize.of_width(x, n) for x, n in zip(scales, heads[1:]))
   if layout is PagesV1:
+    for width in heads[1:] if pairs else ():
+      quantize.stored_width(width, "int4")
     packed = quantize.pack_columns if pairs else lambda x: x
     shaped = lambda x: packed(x).reshape(heads.key_heads, pool, size, -1)
     full: KeyValuePages = PagesV1(shaped(key), shaped(value), *scales)
