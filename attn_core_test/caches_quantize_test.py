@@ -91,6 +91,15 @@ class QuantizeTest(parameterized.TestCase):
       with self.subTest(message), self.assertRaisesRegex(ValueError, message):
         call()
 
+  @parameterized.parameters("key_scale", "value_scale")
+  def test_kernels_assert_the_groups_of_columns(self, name):
+    query, key, _ = (jnp.ones((2, 1, n, 64)) for n in (2, 1, 1))
+    cache = dense.append(dense.init(2, 4, (1, 64), dtype="int4"), key, key)
+    run = jax.jit(lambda cache: attention(query, None, None, cache_view=cache).attention_outputs)
+    run.lower(cache)
+    with self.assertRaisesRegex(AssertionError, r"\(2, 4, 1, 1\) but expected \(2, 4, 1, 2\)"):
+      run.lower(cache._replace(**{name: getattr(cache, name)[..., :1]}))
+
   def test_all_numbers_of_8_bits(self):
     bits = jnp.arange(256, dtype=jnp.uint8)
     x = jax.lax.bitcast_convert_type(bits, jnp.float8_e4m3fn)

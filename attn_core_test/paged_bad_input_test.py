@@ -143,6 +143,23 @@ class BadInputTest(parameterized.TestCase):
       ragged_page_attention_v3(self.query, self.query[:, :1], self.query[:, :1], padded,
                                self.metadata)
 
+  def test_scales_of_another_number_of_groups(self):
+    heads = Heads(2, 64, 34)
+    for layout, wrong, words in (
+        (PagesV1, 1, "2 groups of 32 columns"), (PagesV2, 3, "2 groups of 32 columns"),
+        (PagesV3, 0, "from 1 to 4 groups of 32"), (PagesV3, 5, "from 1 to 4 groups of 32")):
+      cache = pages.init(layout, 24, 4, heads, "int4", "group")
+      validate.check_shapes(cache, self.metadata, len(self.query))
+      for name in ("key_scales", "value_scales"):
+        other = cache._replace(**{name: jnp.ones((24, 4, 2, wrong))})
+        with self.assertRaisesRegex(ValueError, f"cache_view.{name}: got float32.24, 4, 2, "
+                                    f"{wrong}.; expected float32 .24, 4, 2|K.*, {words}"):
+          validate.check_shapes(other, self.metadata, len(self.query))
+    stored = self.metadata._replace(stored_heads=pages.StoredHeads(2, 96, 34))
+    with self.assertRaisesRegex(ValueError, "stored_heads: got .*96.*at most 64.* at most 64"):
+      ragged_page_attention_v3(jnp.ones((len(self.query), 4, 96)), None, None,
+                               pages.init(PagesV3, 24, 4, heads, "int4", "group"), stored)
+
   @parameterized.parameters(
       (lambda q, c, m: ragged_page_attention_v2(q, pages.convert(c, PagesV1), m),
        "cache_view: got PagesV1; expected a PagesV2"),

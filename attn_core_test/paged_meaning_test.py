@@ -221,6 +221,27 @@ class MeaningTest(parameterized.TestCase):
     read = ragged_page_attention_v2(query, pages.convert(want, PagesV2, heads), metadata)
     np.testing.assert_array_equal(output.attention_outputs, read.attention_outputs)
 
+  @parameterized.parameters(PagesV1, PagesV2, PagesV3)
+  def test_keys_and_values_with_other_numbers_of_groups(self, layout):
+    rng = np.random.default_rng(0)
+    query, key, value = (jnp.asarray(rng.normal(size=(3, *n)), jnp.float32)
+                         for n in ((2, 64), (1, 64), (1, 32)))
+    metadata = PagesMetadata(*map(np.int32, ([[1, 0]], [3], [0, 3])))
+    cache = pages.init(layout, 2, 2, Heads(1, 64, 32), "int4", "group")
+    filled = pages.append(cache, key, value, pages.slots(metadata, 2, 3))
+    if layout is PagesV3:
+      found = ragged_page_attention_v3(query, key, value, cache, metadata)
+    elif layout is PagesV2:
+      found = ragged_page_attention_v2(query, filled, metadata)
+    else:
+      found = page_attention(query[2:], filled, metadata._replace(query_start_loc=None))
+    keys, values = (quantize.dequantize(*quantize.quantize(x, "int4"))[:, 0] for x in (key, value))
+    scores = jnp.einsum("thd,sd->ths", query, keys) / 8
+    weights = jax.nn.softmax(jnp.where(np.tri(3)[:, None] > 0, scores, -jnp.inf))
+    want = jnp.einsum("ths,se->the", weights, values)
+    got = found.attention_outputs
+    np.testing.assert_allclose(got[..., :32], want[-len(got):], atol=1e-5)
+
   def test_values_of_another_width(self):
     case = Case((9, 1, 14), (1,) * 3, rest=0)
     query, key, value, _ = map(lambda x: None if x is None else jnp.nan_to_num(x), case.arrays())

@@ -21,6 +21,7 @@ from attn_core.caches import quantize
 from attn_core.caches.paged import (latent_layout, layouts, prefixes as prefixes_lib,
                                     request_groups)
 from attn_core.caches.paged.latent_layout import PagesLatent
+from attn_core.types import cdiv
 
 
 class Condition(NamedTuple):
@@ -257,24 +258,28 @@ def _check_scales(cache: layouts.Pages, dtype: DTypeLike) -> None:
   most = layouts.heads_of(cache).key_heads
   fewest = 1 if isinstance(cache, layouts.PagesV3) else most  # v3 is padded
   heads = f"{most}" if fewest == most else f"K from 1 to {most}"
-  for name in ("key_scales", "value_scales"):
-    x = getattr(cache, name)
-    expected = ("float32 " + (f"[{pool}, {size}, {heads}, groups of {quantize.GROUP} columns]"
-                              if quantize.is_packed(dtype) else f"[] or [{pool}, {size}, {heads}]")
-                + f": pages of {dtype} cannot be read without")
+  pairs = quantize.is_packed(dtype)
+  for name, width in zip(("key_scales", "value_scales"), layouts.heads_of(cache)[1:]):
+    x, groups = getattr(cache, name), cdiv(width, quantize.GROUP)
+    least = 1 if isinstance(cache, layouts.PagesV3) else groups
+    number = f"{groups}" if least == groups else f"from 1 to {groups}"
+    expected = "float32 " + (
+        f"[{pool}, {size}, {heads}, groups], {number} groups of {quantize.GROUP} columns" if pairs
+        else f"[] or [{pool}, {size}, {heads}]") + f": pages of {dtype} cannot be read without"
     if x is None:
       checks.require(not quantized, f"cache_view.{name}", "None", expected)
       continue
     checks.array(f"cache_view.{name}", x, expected)
-    pairs, rank = quantize.is_packed(dtype), 3 + quantize.is_packed(dtype)
-    checks.require(quantized and x.dtype == jnp.float32 and (x.shape == () and not pairs or (
-        x.ndim == rank and x.shape[:2] == (pool, size) and fewest <= x.shape[2] <= most)),
+    fits = (x.ndim == 3 + pairs and x.shape[:2] == (pool, size) and fewest <= x.shape[2] <= most
+            and all(least <= n <= groups for n in x.shape[3:]))
+    checks.require(quantized and x.dtype == jnp.float32 and (fits or x.shape == () and not pairs),
                    f"cache_view.{name}", checks.describe(x),
                    expected if quantized else f"None with pages of {dtype}")
   key_scales, value_scales = cache.key_scales, cache.value_scales
   checks.require(key_scales is None or value_scales is None
-                 or key_scales.shape == value_scales.shape, "cache_view.value_scales",
-                 checks.describe(value_scales), "the shape of key_scales")
+                 or key_scales.shape[:3] == value_scales.shape[:3], "cache_view.value_scales",
+                 checks.describe(value_scales), "the shape of key_scales"
+                 + (", up to the groups of columns" if pairs else ""))
 
 
 def _check_shapes(pages_metadata: layouts.PagesMetadata, num_tokens: int) -> None:

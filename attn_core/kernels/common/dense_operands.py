@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from attn_core.caches import quantize
 from attn_core.kernels.common.contract import BackwardResiduals
 from attn_core.masks import block_map, mask as mask_lib, tile as tile_lib
 from attn_core.types import (AttentionSpec, Operands, PagedOperands, PagedSpec, are_known,
@@ -21,8 +22,8 @@ def assert_shapes(operands: Operands, latent_width: int | None = None) -> None:
 
   Raises:
     AssertionError: query is not [B, T, H, D], key not [B, S, K, D] with H % K == 0, value not
-      [B, S, K, E], or a scale not [B, S, K]; scales [B, S, K, groups] go with keys and values of
-      half the width.
+      [B, S, K, E], or a scale not [B, S, K]; scales [B, S, K, groups], one for every 32 columns,
+      go with keys and values of half the width.
   """
   import chex  # Takes 0.13 s, and is used only where a kernel is traced.
   chex.assert_rank([operands.query, operands.key, operands.value], 4)
@@ -32,9 +33,11 @@ def assert_shapes(operands: Operands, latent_width: int | None = None) -> None:
   chex.assert_shape(operands.key, (batch, keys, key_heads, (width - apart) // held))
   chex.assert_shape(operands.value, (batch, keys, key_heads, None))
   chex.assert_is_divisible(heads, key_heads)
-  for scale in (operands.key_scale, operands.value_scale):
+  dtype = "int4" if held == 2 else operands.key.dtype
+  for scale, x in ((operands.key_scale, operands.key), (operands.value_scale, operands.value)):
     if scale is not None:
-      chex.assert_shape(scale, (batch, keys, key_heads, *[None] * (held - 1)))
+      chex.assert_shape(scale, quantize.scale_shape(
+          (batch, keys, key_heads), held * x.shape[3], dtype))
 
 
 def assert_operands(operands: Operands, latent_width: int | None = None) -> None:
