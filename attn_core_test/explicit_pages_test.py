@@ -172,6 +172,25 @@ class ValuesTest(parameterized.TestCase):
   def test_those_of_one_device(self, name, layout):
     self.check(name, layout)
 
+  @parameterized.parameters(*pages.PAGES)
+  def test_4_bits(self, layout):
+    """Compares outputs and pages whose heads are sharded; keys have 2 scales, and values 1."""
+    metadata, mesh, heads = metadata_of(layout, None), mesh_of("dm"), Heads(8, 64, 32)
+    arrays = [numbers(TOKENS, *n, seed=7) for n in ((16, 64), (8, 64), (8, 32))]
+    @jax.jit
+    def run(query, key, value, cache):
+      if layout is not PagesV3:
+        cache = pages.append(cache, key, value, pages.slots(metadata, PAGE, TOKENS))
+        key = value = None
+      out = attention(query, key, value, layout="thd", cache_view=cache, cache_metadata=metadata)
+      return out.attention_outputs, out.cache_view if layout is PagesV3 else cache
+    make = functools.partial(pages.init, layout, POOL, PAGE, heads, "int4", "group")
+    want = run(*arrays, make())
+    with jax.set_mesh(mesh):
+      placed = [jax.device_put(x, NamedSharding(mesh, P(None, "model"))) for x in arrays]
+      spec = P("model") if layout is PagesV1 else P(None, None, "model")
+      close(run(*placed, make(sharding=spec)), want)
+
   def test_stripes(self):
     """Checks pages of requests in stripes, over the axes that shard the pool behind the groups."""
     mesh = jax.make_mesh((2, 4), ("rows", "keys"), axis_types=(AxisType.Explicit,) * 2)

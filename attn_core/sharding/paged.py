@@ -113,7 +113,9 @@ def _specs(operands: PagedOperands, placement: Placement,
       return P()
     if isinstance(operands.cache, PagesLatent):
       return P(parts)
-    heads_first = isinstance(operands.cache, layouts.PagesV1) and x.ndim == 4
+    # Scales of 4 bits have four dimensions too, in the order of those of 8.
+    heads_first = (isinstance(operands.cache, layouts.PagesV1)
+                   and x.dtype == layouts.dtype_of(operands.cache))
     return P(of_keys, parts) if heads_first else P(parts, None, of_keys)
   def of_mod(x: jax.Array, role: str) -> P:
     own = heads if x.shape[1] > 1 else None
