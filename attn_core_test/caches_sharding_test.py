@@ -255,6 +255,16 @@ class InitTest(parameterized.TestCase):
     with jax.set_mesh(mesh), self.assertRaisesRegex(ValueError, message):
       dense.init(B, S, (K, D), sharding=sharding)
 
+  def test_scales_of_int4_keep_three_dimensions(self):
+    """Columns that are sharded over an Auto axis are not groups of columns."""
+    with jax.set_mesh(mesh_of("dm", "Auto")):
+      cache = dense.init(B, S, (K, 64), dtype="int4", sharding=P("data", None, None, "model"))
+      got = jax.jit(dense.append)(cache, *[numbers(B, 1, K, 64)] * 2)
+      for x in (cache.key_scale, got.key_scale, got.value_scale):
+        self.assertEqual(x.sharding.shard_shape(x.shape), (B // 4, S, K, 2))
+      with self.assertRaisesRegex(ValueError, r"\[B, S, K, D / 2\] = \[8, 16, 2, 3\]"):
+        dense.init(B, S, (K, 6), dtype="int4", sharding=P(None, None, None, "model"))
+
   def test_bad_likes(self):
     with self.assertRaisesRegex(ValueError, r"like: .*an array \[B, T, K, D\]"):
       dense.init_like(jnp.zeros((2, 3)), S)

@@ -335,6 +335,13 @@ class PagesTest(parameterized.TestCase):
       (lambda c, k, v: pages.init(PagesV2, 1, 1, HEADS, jnp.uint8, "tensor"), "dtype: got uint8"),
       (lambda c, k, v: pages.init(PagesV2, 1, 1, HEADS, "int4", "token"),
        "scales: got 'token' with pages of int4; expected 'group'"),
+      (lambda c, k, v: pages.init(PagesV2, 1, 1, HEADS, "int4"),
+       "scales: got None with pages of int4; expected 'group'"),
+      (lambda c, k, v: pages.init(PagesV2, 1, 1, HEADS, "float99"),
+       "dtype: got 'float99'; expected 16 or 32 bits, int8, float8_e4m3fn or int4"),
+      (lambda c, k, v: pages.convert(
+          pages.init(PagesV2, 1, 1, Heads(1, 5, 4), "int4", "group"), PagesV1),
+       "width: got 5; expected an even one"),
       (lambda c, k, v: pages.init(PagesV2, 1, 1, HEADS, "int8", "group"),
        "scales: got 'group' with pages of int8; expected .*'token' or 'tensor'"),
       (lambda c, k, v: pages.init(PagesV1, 1, 1, HEADS, "int4", "group"),

@@ -150,16 +150,18 @@ def keep(cache: Cache) -> Cache:
   context = jax.sharding.get_abstract_mesh()
   mesh = context if context.manual_axes else sharding.mesh
 
-  def constrain(x: jax.Array) -> jax.Array:
+  def constrain(path: tuple[object, ...], x: jax.Array) -> jax.Array:
     if not isinstance(x, jax.core.Tracer):
       return x
-    found = axes_among(sharding.spec, mesh.auto_axes)
+    # The fourth dimension of scales is of groups of columns, which stay together.
+    of_scales = jax.tree_util.keystr(path).endswith("_scale")
+    found = axes_among(sharding.spec[:3] if of_scales else sharding.spec, mesh.auto_axes)
     sizes = [size_of(mesh, axes) for axes in found]
     spec = [axes if axes and n % size == 0 else None
             for n, axes, size in zip(x.shape, found, sizes)]
     return lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
 
-  return jax.tree.map(constrain, cache)
+  return jax.tree.map_with_path(constrain, cache)
 
 
 def sharding_of(x: checks.Array | jax.ShapeDtypeStruct) -> NamedSharding | None:

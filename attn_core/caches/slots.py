@@ -72,8 +72,9 @@ def empty(kind: type[Cache], batch: int, slots: int, heads: tuple[int, ...], *,
   shape: tuple[int, int, int] = (batch, slots, heads[0])
   of_values = dtype if value_dtype is None else value_dtype
   widths = quantize.stored_width(heads[1], dtype), quantize.stored_width(heads[-1], of_values)
-  whole = device_parts.named(sharding, "[B, S, K, D]", (*shape, widths[0]))
-  device_parts.named(sharding, "[B, S, K, E]", (*shape, widths[1]))
+  half = " / 2" if dtype.name == "int4" else ""
+  whole = device_parts.named(sharding, f"[B, S, K, D{half}]", (*shape, widths[0]))
+  device_parts.named(sharding, f"[B, S, K, E{half}]", (*shape, widths[1]))
   rank = lambda n: device_parts.of_dimensions(whole, range(n))
   zeros = lambda shape, dtype: device_parts.full(shape, 0, dtype, rank(len(shape)))
   def scale(width: int, dtype: DTypeLike) -> jax.Array | None:

@@ -57,17 +57,17 @@ def init(layout: type[PagesT], num_pages: int, page_size: int, heads: Heads,
   checks.require(layout in PAGES, "layout", repr(layout), "PagesV1, PagesV2 or PagesV3; "
                  "caches.latent_pages.init makes a PagesLatent")
   checked_heads(heads)
-  dtype = checks.dtype("dtype", dtype, "16 or 32 bits, int8 or float8_e4m3fn")
+  dtype = checks.dtype("dtype", dtype, "16 or 32 bits, int8, float8_e4m3fn or int4")
   checks.one_of("scales", scales, (None, "token", "tensor", "group"))
   for name, size in (("num_pages", num_pages), ("page_size", page_size), *heads._asdict().items()):
     checks.integer(name, size, "an int >= 1", lambda x: x >= 1)
   size, name = jnp.dtype(dtype).itemsize, jnp.dtype(dtype).name
   checks.require(name in quantize.LIMITS or size > 1 and (size <= 4 or layout is not PagesV3),
-                 "dtype", name, "16 or 32 bits (64 except for PagesV3), int8 or float8_e4m3fn, or "
+                 "dtype", name, "16 or 32 bits (64 except for PagesV3), int8, float8_e4m3fn or "
                  "int4")
-  checks.require(scales is not None or jnp.dtype(dtype).itemsize > 1, "scales",
-                 f"None with pages of {jnp.dtype(dtype).name}", "'token' or 'tensor': quantized "
-                 "pages cannot be read without their scales")
+  kinds = "'group'" if name == "int4" else "'token' or 'tensor'"
+  checks.require(scales is not None or size > 1, "scales", f"None with pages of {name}",
+                 f"{kinds}: quantized pages cannot be read without their scales")
   checks.require((scales == "group") == (name == "int4"), "scales", f"{scales!r} with pages of "
                  f"{name}", "'group' with pages of int4, 'token' or 'tensor' with those of 8 bits")
   of_token = (num_pages, page_size, heads.key_heads)
