@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from attn_core import checks
 from attn_core.arguments.arguments import AttentionArguments
+from attn_core.caches import quantize
 from attn_core.config import metadata as metadata_lib
 from attn_core.config.metadata import OperationMetadata
 from attn_core.masks import leaves, mask as mask_lib
@@ -86,7 +87,7 @@ def features_of(a: AttentionArguments, call: Call) -> dict[str, str]:
                 "cache_view or cache_metadata"),
       "latent": (a.latent_options is not None, "latent_options"),
       "quantized": (call.operands.key_scale is not None,
-                    f"a cache of dtype {'int4' if pairs else key.dtype.name}"),
+                    f"a cache of dtype {quantize.dtype_name(key.dtype)}"),
       "int4": (pairs, "a cache of dtype int4"),
   }
   return {feature: written for feature, (needed, written) in needs.items() if needed}

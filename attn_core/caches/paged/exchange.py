@@ -37,6 +37,7 @@ import numpy as np
 
 from attn_core import checks
 from attn_core.caches import quantize
+from attn_core.caches.paged import latent_layout
 from attn_core.caches.paged.layouts import (
     LANES, Array, Heads, Pages, PagesV1, PagesV2, PagesV3, packing)
 from attn_core.caches.paged.pool import checked_heads
@@ -147,7 +148,7 @@ def _check(layout: str, pages: Array, heads: Heads) -> None:
   else:
     packed = packing(pages.dtype)
     rows = number if layout == "v3_64" else 2 * number
-    want = (*pages.shape[:2], cdiv(rows, packed), packed, cdiv(width, LANES) * LANES)
+    want = (*pages.shape[:2], cdiv(rows, packed), packed, latent_layout.padded_width(width))
   checks.require(pages.shape == want, "arrays", checks.describe(pages),
                  f"{list(want)}, {heads} in layout {layout!r}")
 

@@ -17,7 +17,7 @@ from attn_core import checks
 from attn_core.caches import quantize
 from attn_core.types import cdiv
 
-LANES = 128  # padded rows are a multiple
+LANES = 128  # padded widths are multiples of this
 Array = jax.Array  # or a numpy array, where it is only read
 
 

@@ -30,7 +30,7 @@ from attn_core.caches.paged.prefixes import Prefixes
 
 Array = jax.Array  # or a numpy array, where it is only read
 
-LANES = 128  # widths in layout v3 are multiples of this
+LANES = latent_layout.LANES  # widths in layout v3 are multiples of this
 
 
 class PagesV1(NamedTuple):

@@ -20,7 +20,8 @@ from attn_core import array_axes, checks
 from attn_core.array_axes import Entry, axes_of, size_of
 from attn_core.caches import device_parts, quantize
 from attn_core.caches.device_parts import Sharding
-from attn_core.caches.paged.layouts import (LANES, PAGES, Heads, Pages, PagesT, PagesV1, PagesV2,
+from attn_core.caches.paged import latent_layout
+from attn_core.caches.paged.layouts import (PAGES, Heads, Pages, PagesT, PagesV1, PagesV2,
                                             PagesV3, Widths, heads_of, packing)
 from attn_core.caches.paged.rows import interleave
 from attn_core.types import cdiv
@@ -78,7 +79,7 @@ def init(layout: type[PagesT], num_pages: int, page_size: int, heads: Heads,
     rows, packed = (1 if name == "int4" else 2) * heads.key_heads, packing(dtype)
     width, widths = max(heads[1:]), widths_of(heads)
     shape = (num_pages, page_size, rows, width) if layout is PagesV2 else (
-        num_pages, page_size, cdiv(rows, packed), packed, cdiv(width, LANES) * LANES)
+        num_pages, page_size, cdiv(rows, packed), packed, latent_layout.padded_width(width))
   whole, of_scales = _shardings(layout, sharding, shape, of_token)
   zeros = lambda shape: device_parts.full(shape, 0, quantize.stored_dtype(dtype), whole)
   def ones(width: int) -> jax.Array | None:

@@ -17,7 +17,6 @@ from attn_core.caches.paged import device_pages, layouts, pool as pool_lib
 from attn_core.caches.paged.layouts import (
     Array, Pages, PagesT, PagesV1, PagesV3, dtype_of, has_token_scales, heads_of, num_pages,
     over_arrays, page_size)
-from attn_core.types import cdiv
 
 Scales = tuple[Array, Array] | None  # of keys and values
 
@@ -183,7 +182,8 @@ def _check_tokens(cache: Pages, key: Array, value: Array, scales: Scales) -> Non
   held = token_scales(cache)[0].shape[2] if per_token else key_heads
   checks.require(held == key_heads, "key", checks.describe(key),
                  f"{held} heads, those of key_scales {checks.describe(cache.key_scales)}")
-  groups = tuple(_groups(cache, x) for x in (key, value))
+  groups = tuple(quantize.scale_shape((), x.shape[2], quantize.dtype_name(dtype_of(cache)))
+                 if per_token else () for x in (key, value))
   for name, x, of_heads in zip(("key", "value"), (key, value), groups):
     for number in getattr(cache, f"{name}_scales").shape[3:] if of_heads else ():
       most = number * quantize.GROUP
@@ -194,12 +194,6 @@ def _check_tokens(cache: Pages, key: Array, value: Array, scales: Scales) -> Non
     shape = (tokens, key_heads, *of_heads)
     checks.require(x.shape == shape and x.dtype == jnp.float32, "scales", checks.describe(x),
                    f"float32 {list(shape)} of key and of value")
-
-
-def _groups(cache: Pages, x: Array) -> tuple[int, ...]:
-  """Returns the number of scales of new keys or values of a head, () if it is one."""
-  return (cdiv(x.shape[-1], quantize.GROUP),) if (
-      has_token_scales(cache) and quantize.is_packed(dtype_of(cache))) else ()
 
 
 def store(x: Array, dtype: DTypeLike, scale: Array | None = None) -> jax.Array:
