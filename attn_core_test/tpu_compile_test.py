@@ -15,7 +15,7 @@ import numpy as np
 
 from attn_core import OperationMetadata, attention
 from attn_core.benchmark.static import profile as static_profile
-from attn_core.kernels.tpu.flash import tiling
+from attn_core.kernels.tpu.flash import call, tiling
 from attn_core_test import sampling
 from attn_core_test.tpu_cases import CASES, Case, compiled_for
 
@@ -45,8 +45,16 @@ def compiled():
 @unittest.skipIf(static_profile.missing(), f"nothing to compile with: {static_profile.missing()}")
 class CompileTest(parameterized.TestCase):
 
-  def compile(self, chip, case, rows=None):
-    """Compiles values and gradients of a case, or of one like it with many batch rows."""
+  def compile(self, chip, case, rows=None, in_hbm=True):
+    """Compiles values and gradients of a case, or of one like it with many batch rows.
+
+    Args:
+      chip: its name.
+      case: what is computed.
+      rows: number of batch rows; None: those of the case.
+      in_hbm: whether small arrays are kept in HBM like large ones, so that the kernels copy blocks
+        of all of them. From vector memory they read some without a copy, and need less.
+    """
     placement = SingleDeviceSharding(static_profile.devices(chip)[0])
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placement),
@@ -60,13 +68,15 @@ class CompileTest(parameterized.TestCase):
           arguments[1], arguments[2], keywords["backward"])))
       return limit(*arguments, **keywords)
     limit = tiling.vmem_limit
-    with mock.patch.object(tiling, "vmem_limit", vmem_limit):
+    most = 0 if in_hbm else call.MOST_VMEM_BYTES
+    with mock.patch.object(tiling, "vmem_limit", vmem_limit), mock.patch.object(
+        call, "MOST_VMEM_BYTES", most):
       text = jax.jit(both).trace(*shapes).lower(lowering_platforms=("tpu",)).compile().as_text()
     # The forward, the sums of d_out * out, and the backward.
     self.assertEqual(text.count('custom_call_target="tpu_custom_call"'), 3)
     # The compiler's count of vector memory; XLA places small outputs there by itself, uncounted.
     used = max(static_profile.kernel_memory(text).values())
-    self.assertBetween(used, max(limits) // 5, max(limits))
+    self.assertBetween(used, max(limits) // 5 if in_hbm else 1, max(limits))
 
   @parameterized.named_parameters(("_".join(map(str, case)), *case) for case in compiled())
   def test_widths(self, chip, dtype, width, value_width, kind):
@@ -91,6 +101,12 @@ class CompileTest(parameterized.TestCase):
     # The kernels use 32 bits all the same.
     with jax.enable_x64(True), jax.default_matmul_precision(precision):
       self.compile(chip, CASES[name], rows)
+
+  @parameterized.parameters(*sampling.with_slow(("gqa_batch", "segments"), *(
+      name for name in CASES if name not in ("gqa_batch", "segments"))))
+  def test_small_arrays_in_vector_memory(self, name):
+    jax.clear_caches()  # of the programs of `test_features`
+    self.compile(compiled_for(name)[0], CASES[name], in_hbm=False)
 
   @parameterized.parameters(
       *sampling.with_slow((("v5e", None), ("v5p", True), ("v5e", False)),

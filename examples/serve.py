@@ -98,8 +98,8 @@ def step(params, caches, arrays: Arrays, *, config):
 def attend_to_pages(tokens, cache, metadata: PagesMetadata, window) -> AttentionOutput:
   """Writes keys and values to the pages, and attends to these.
 
-  A latent row holds the values of all heads in its latent part, and the rotated keys of all heads in
-  its rotary part. A query has its own numbers in the columns of its key head, and zeros elsewhere.
+  A latent row holds the values of all heads in its latent part, and their rotated keys in its
+  rotary part. A query has its own numbers in the columns of its key head, and zeros elsewhere.
 
   Args:
     tokens: query [T, H, D], key and value [T, K, D].
@@ -329,7 +329,7 @@ def pack(server: Server, chunks: list[Chunk], shape) -> Arrays:
 
 
 def reads(metadata: PagesMetadata) -> np.ndarray:
-  """Returns int [2]: the pages that a call reads, and those it need not because requests share them."""
+  """Returns int [2]: the pages that a call reads, and those that it need not, being shared."""
   groups = metadata.prefixes
   spared = prefixes.pages_of_requests(groups, np).sum() - groups.page_counts.sum()
   return np.array([pages_for(metadata.context_lens).sum() - spared, spared])

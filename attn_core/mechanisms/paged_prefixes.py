@@ -20,7 +20,8 @@ from attn_core.kernels.common.contract import Residuals
 from attn_core.types import BlockSizes, PagedOperands, PagedSpec
 
 # Tokens of a key block of what a request does not share, which is short more often than whole
-# requests are: on a CPU 128 tokens take 0.6 of the time of blocks of 256, and 700 tokens 1.15 times as long.
+# requests are: on a CPU 128 tokens take 0.6 of the time of blocks of 256, and 700 tokens 1.15 times
+# as long.
 REST_BLOCK_KV = 128
 
 Attend = Callable[[PagedOperands, PagedSpec, BlockSizes], Residuals]
