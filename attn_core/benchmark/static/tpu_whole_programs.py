@@ -24,12 +24,14 @@ from attn_core.benchmark.cases import Case
 from attn_core.benchmark.static import tpu_programs
 from attn_core.benchmark.static.tpu_programs import Built, Contender, Program
 from attn_core.config.metadata import OperationMetadata
-from attn_core.kernels.tpu.flash import schedule, softmax_choice, step_list, tile_inputs, tiling
+from attn_core.kernels.tpu.flash import (call, schedule, softmax_choice, step_list, tile_inputs,
+                                         tiling)
 from attn_core.masks import constructors, mask as mask_lib
 
 OURS = "flash_attn2, whole"
 OURS_WORST = "flash_attn2, whole, worst"  # the naive softmax fails in every step
 SPLASH = "jax splash, whole"
+IN_HBM = ", in HBM"  # the suffix of a forward whose arrays lie in HBM, as long ones do
 GRADIENT = " gradient"  # the suffix of forward and backward in one program
 PACKED = "packed"  # prefix of the cases with segment ids, which are arguments of the program
 
@@ -71,7 +73,8 @@ def _program(case: Case, attend: Callable[..., jax.Array], gradient: bool) -> Bu
 
 
 @contextlib.contextmanager
-def _ours(program: Program, *, gradient: bool, worst: bool) -> Iterator[Built]:
+def _ours(program: Program, *, gradient: bool, worst: bool,
+          in_hbm: bool = False) -> Iterator[Built]:
   case = program.case
   known = _KnownSteps(ids_of(case))
   plain = cases.mask(case._replace(documents=1))
@@ -83,7 +86,9 @@ def _ours(program: Program, *, gradient: bool, worst: bool) -> Iterator[Built]:
                      logits_soft_cap=case.soft_cap).attention_outputs
 
   blocks = dict.fromkeys(tiling.BLOCKS, program.blocks) if any(program.blocks) else tiling.BLOCKS
-  with (mock.patch.object(schedule, "build", known.build),
+  most_vmem = 0 if in_hbm else call.MOST_VMEM_BYTES
+  with (mock.patch.object(call, "MOST_VMEM_BYTES", most_vmem),
+        mock.patch.object(schedule, "build", known.build),
         mock.patch.object(tiling, "BLOCKS", blocks),
         mock.patch.object(tile_inputs, "TileInputs", known.inputs),
         mock.patch.object(softmax_choice, "SoftmaxChoice",
@@ -220,3 +225,6 @@ CONTENDERS: dict[str, Contender] = {
     for (name, contender), gradient in itertools.product((
         (OURS, functools.partial(_ours, worst=False)),
         (OURS_WORST, functools.partial(_ours, worst=True)), (SPLASH, _splash)), (False, True))}
+CONTENDERS |= {
+    name + IN_HBM: functools.partial(_ours, gradient=False, worst=worst, in_hbm=True)
+    for name, worst in ((OURS, False), (OURS_WORST, True))}
