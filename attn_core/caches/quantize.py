@@ -175,8 +175,8 @@ def of_columns(scales: jax.Array, first: int, count: int, group: int = GROUP) ->
 
 def pack(low: jax.Array, high: jax.Array) -> jax.Array:
   """Packs numbers from -8 to 7, int8 [...], into the two halves of bytes, uint8 [...]."""
-  bits = lambda x: lax.bitcast_convert_type(x, jnp.uint8)
-  return bits(low) & np.uint8(0xF) | bits(high) << np.uint8(4)
+  as_byte = lambda x: lax.bitcast_convert_type(x, jnp.uint8)
+  return as_byte(low) & np.uint8(0xF) | as_byte(high) << np.uint8(4)
 
 
 def unpack(packed: jax.Array, high: bool) -> jax.Array:

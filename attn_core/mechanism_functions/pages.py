@@ -41,8 +41,8 @@ def page_attention(query: ArrayLike, cache: PagesV1, pages_metadata: PagesMetada
     NotImplementedError: gradients with respect to quantized pages; a mesh that does not divide
       them.
   """
-  return attend_to_pages("page_attention", (query, None, None), cache,
-                pages_metadata, options, keywords)
+  return attend_to_pages("page_attention", (query, None, None), cache, pages_metadata, options,
+                         keywords)
 
 
 def ragged_page_attention_v2(query: ArrayLike, cache: PagesV2,
@@ -87,7 +87,7 @@ def ragged_page_attention_v2(query: ArrayLike, cache: PagesV2,
       them.
   """
   return attend_to_pages("ragged_page_attention_v2", (query, None, None), cache,
-                pages_metadata, options, keywords)
+                         pages_metadata, options, keywords)
 
 
 def ragged_page_attention_v3(query: ArrayLike, key: ArrayLike | None, value: ArrayLike | None,
@@ -125,4 +125,4 @@ def ragged_page_attention_v3(query: ArrayLike, key: ArrayLike | None, value: Arr
       them.
   """
   return attend_to_pages("ragged_page_attention_v3", (query, key, value), cache,
-                pages_metadata, options, keywords)
+                         pages_metadata, options, keywords)

@@ -55,7 +55,7 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: KernelInputs,
              if x is not None]
   mods = inputs.mods
   sources = [x for x in (*inputs.tokens, mods and mods.keys, inputs.mask) if x is not None]
-  numbers = [] if mods is None else [x for x in (mods.fixed, mods.by_step) if x is not None]
+  numbers = [] if mods is None else mods.numbers()
   # Steps after the first `num_live` repeat the last block index, so that they copy nothing.
   last = lambda count: jnp.clip(count[count.shape[0] - 1] - 1, 0, num_steps - 1)
   index_map = lambda w, steps, count, *_: (jnp.minimum(w, last(count)), 0, 0, 0)
@@ -94,8 +94,7 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: KernelInputs,
       out_shape=outputs, name="attn_core_ragged",
       compiler_params=pltpu.CompilerParams(
           dimension_semantics=("arbitrary",), disable_bounds_checks=True,
-          vmem_limit_bytes=max(16 * 2**20, (
-              shape.vmem_bytes(rows.dtype) + row_mods.vmem_bytes(shape, mods)) * 5 // 4)),
+          vmem_limit_bytes=row_mods.vmem_limit(shape, rows.dtype, mods)),
   ))(*scalars, rows, *numbers, *sources)
   return out, lse.reshape(num_steps, shape.head_groups, shape.group_rows)
 

@@ -50,6 +50,10 @@ class ModInputs(NamedTuple):
   by_step: jax.Array | None
   keys: jax.Array | None  # [B or 1, key_rows, padded_keys]
 
+  def numbers(self) -> list[jax.Array]:
+    """Returns those arrays that have numbers for rows."""
+    return [x for x in (self.fixed, self.by_step) if x is not None]
+
 
 class ModRefs(NamedTuple):
   """References to `fixed` and `by_step` of a step; those of the keys are copied with the keys."""

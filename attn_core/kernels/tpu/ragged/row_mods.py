@@ -12,6 +12,7 @@ import jax
 from jax import lax
 from jax.experimental import pallas as pl
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from attn_core.kernels.common import dense_operands
 from attn_core.kernels.tpu.ragged import common
@@ -26,6 +27,9 @@ from attn_core.types import cdiv
 
 # Maps an array [B or 1, H or 1, T or 1, n] to [1 or num_steps, key_heads, block_q, G, n].
 RowsOf = Callable[[jax.Array], jax.Array]
+# Maps a head group to the score mod on a block of keys, from logits to logits; None: the call has
+# none.
+Modifier = Callable[[Index], Callable[[jax.Array], jax.Array] | None]
 
 
 def make_inputs(term: jax.tree_util.PyTreeDef, arrays: Sequence[jax.Array],
@@ -102,15 +106,16 @@ def vmem_bytes(shape: StepShape, mods: ModInputs | None) -> int:
   return 4 * (keys + 4 * shape.head_groups * rows * LANES + count * rows * block_kv)
 
 
+def vmem_limit(shape: StepShape, dtype: DTypeLike, mods: ModInputs | None) -> int:
+  """Returns the limit on vector memory for a kernel whose queries have a dtype."""
+  return max(16 * 2**20, (shape.vmem_bytes(dtype) + vmem_bytes(shape, mods)) * 5 // 4)
+
+
 # --- In the kernel. ------------------------------------------------------------------------------
 
 
-def modifier(k: KernelRefs, tile: TileIndex,
-             axis: int) -> Callable[[Index], Callable[[jax.Array], jax.Array] | None]:
-  """Returns a function from a head group to the score mod on a block of keys, along `axis`.
-
-  The score mod maps logits to logits; None: the call has none.
-  """
+def modifier(k: KernelRefs, tile: TileIndex, axis: int) -> Modifier:
+  """Returns the score mods of head groups; `axis` is that of the keys."""
   def of_group(group: Index) -> Callable[[jax.Array], jax.Array] | None:
     form = k.spec.mods
     return None if form is None else lambda logits: _modified(k, form, tile, group, axis, logits)

@@ -84,7 +84,7 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: TokenInputs, out_dtype: D
   sources = [query, *inputs.tokens, *([] if new is None else [new]),
              *([] if inputs.out is None else [inputs.out])]
   mods = inputs.mods
-  numbers = [] if mods is None else [x for x in (mods.fixed, mods.by_step) if x is not None]
+  numbers = [] if mods is None else mods.numbers()
   # 2. Outputs.
   like = lambda shape, dtype, x: jax.ShapeDtypeStruct(
       shape, dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
@@ -120,8 +120,7 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: TokenInputs, out_dtype: D
       out_shape=outputs, name="attn_core_ragged", input_output_aliases=aliases,
       compiler_params=pltpu.CompilerParams(
           dimension_semantics=("arbitrary",), disable_bounds_checks=True,
-          vmem_limit_bytes=max(16 * 2**20, (
-              shape.vmem_bytes(query.dtype) + row_mods.vmem_bytes(shape, mods)) * 5 // 4)),
+          vmem_limit_bytes=row_mods.vmem_limit(shape, query.dtype, mods)),
   ))(*scalars, *sources, *numbers)
   return TokenResults(out, lse.reshape(num_steps, shape.head_groups, shape.group_rows),
                       written[0] if written else None)

@@ -66,8 +66,7 @@ def update(k: KernelRefs, tile: TileIndex) -> None:
 
 
 def _update_groups(k: KernelRefs, block: KVBlock, visible: Callable[[Index], jax.Array],
-                   modifier: Callable[[Index], Callable[[jax.Array], jax.Array] | None], *,
-                   propagate_nan: bool) -> jax.Array:
+                   modifier: row_mods.Modifier, *, propagate_nan: bool) -> jax.Array:
   """Folds a block into all heads.
 
   Args:

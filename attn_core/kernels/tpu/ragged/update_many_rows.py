@@ -52,8 +52,7 @@ def update(k: KernelRefs, tile: TileIndex) -> None:
       lambda: update_groups(visible, propagate_nan=True))
 
 
-def _update_groups(k: KernelRefs, block: KVBlock,
-                   modifier: Callable[[Index], Callable[[jax.Array], jax.Array] | None],
+def _update_groups(k: KernelRefs, block: KVBlock, modifier: row_mods.Modifier,
                    visible: Callable[[Index], jax.Array] | None, *, propagate_nan: bool) -> None:
   """Folds a block into all heads; scores of the next head group are issued ahead.
 
