@@ -23,6 +23,7 @@ import jax
 from jax.typing import ArrayLike, DTypeLike
 import jax.numpy as jnp
 
+from attn_core import checks
 from attn_core.caches import device_parts, slots as slots_lib
 from attn_core.caches.device_parts import Sharding
 from attn_core.caches.slots import CacheView
@@ -128,6 +129,14 @@ def append(cache: DenseCache, key: jax.Array, value: jax.Array,
   slots_lib.check_concrete(
       "tokens in the cache and new ones", (cache.lengths, count), lambda x, new: x + new > slots,
       f"together at most {slots} slots; make the cache larger, or use a window cache")
+  return _appended(cache, key, value, count)
+
+
+@device_parts.one_program()
+def _appended(cache: DenseCache, key: jax.Array, value: jax.Array,
+              count: checks.Array) -> DenseCache:
+  """Appends `count` int32 [B] of the new tokens to each row."""
+  tokens, slots = key.shape[1], cache.key.shape[1]
   count = device_parts.match(count, cache.lengths)
   after = cache.lengths + count
   bad = (count < 0) | (count > tokens) | (after > slots)

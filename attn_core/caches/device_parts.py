@@ -7,8 +7,9 @@ scatter or of a gather. Here these run by `jax.shard_map` over the Explicit axes
 for the indices of its own part and drops the others. Axes of type Auto are left to the partitioner.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+import functools
+from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
 
 import jax
 from jax import lax
@@ -26,6 +27,8 @@ if TYPE_CHECKING:  # for annotations only: these modules import this one
 
 Sharding = NamedSharding | P
 Cache = TypeVar("Cache", "DenseCache", "WindowCache")
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 
 class Kept(NamedTuple):
@@ -39,6 +42,18 @@ class Kept(NamedTuple):
 
 
 jax.tree_util.register_static(Kept)
+
+
+def one_program(*static: str) -> Callable[[Callable[Parameters, Result]],
+                                         Callable[Parameters, Result]]:
+  """Decorates a function of arrays: outside of jit it is compiled, not run operation by operation.
+
+  Within another jit its operations are part of that program.
+
+  Args:
+    *static: names of parameters that are not arrays.
+  """
+  return functools.partial(jax.jit, static_argnames=static, inline=True)
 
 
 def local_index(index: jax.Array, size: int, axes: tuple[str, ...]) -> jax.Array:

@@ -299,11 +299,18 @@ def insert(cache: Cache, slots: ArrayLike, prefilled: Cache) -> Cache:
         and theirs.shape[1] <= mine.shape[1], "prefilled",
         f"a {type(prefilled).__name__} of {checks.describe(theirs)}",
         f"a {type(cache).__name__} that fits into {checks.describe(mine)}")
-  is_absent = lambda slots: (slots < 0) | (slots >= batch)
-  check_concrete("slots", (given,), is_absent, f"rows of the cache, 0 to {batch - 1}")
+  check_concrete("slots", (given,), lambda x: (x < 0) | (x >= batch),
+                 f"rows of the cache, 0 to {batch - 1}")
   check_concrete("slots", (given,), lambda x: (x == x[:, None]).sum(0) > 1, "different rows")
-  given = device_parts.match(given, cache.lengths, (None,))
-  absent = is_absent(given)
+  return _inserted(cache, given, prefilled)
+
+
+@device_parts.one_program()
+def _inserted(cache: Cache, slots: checks.Array, prefilled: Cache) -> Cache:
+  """Replaces rows `slots` int32 [num_requests] of a cache."""
+  batch = cache.lengths.shape[0]
+  given = device_parts.match(slots, cache.lengths, (None,))
+  absent = (given < 0) | (given >= batch)
   rows = jnp.where(absent, batch, given)
   claims = (rows[:, None] == jnp.arange(batch, dtype=jnp.int32)[None]).sum(0)
   fields: dict[str, Any] = {

@@ -111,8 +111,15 @@ def append(cache: WindowCache, key: jax.Array, value: jax.Array,
   """
   slots_lib.check_kind(cache, WindowCache)
   slots_lib.check_tokens(cache, key, value)
-  (batch, tokens), window = key.shape[:2], cache.key.shape[1]
-  count = device_parts.match(slots_lib.counts(lengths, batch, tokens), cache.lengths)
+  return _appended(cache, key, value, slots_lib.counts(lengths, *key.shape[:2]))
+
+
+@device_parts.one_program()
+def _appended(cache: WindowCache, key: jax.Array, value: jax.Array,
+              count: checks.Array) -> WindowCache:
+  """Appends `count` int32 [B] of the new tokens to each row."""
+  tokens, window = key.shape[1], cache.key.shape[1]
+  count = device_parts.match(count, cache.lengths)
   bad = (count < 0) | (count > tokens)
   token = jnp.arange(tokens, dtype=jnp.int32)[None]
   last = count[:, None]
@@ -144,6 +151,13 @@ def from_dense(cache: dense.DenseCache, window: int) -> WindowCache:
     ValueError: another kind of cache, or a window below 1.
   """
   slots_lib.check_kind(cache, dense.DenseCache)
+  checks.integer("window", window, "an int >= 1", lambda x: x >= 1)
+  return _from_dense(cache, window)
+
+
+@device_parts.one_program("window")
+def _from_dense(cache: dense.DenseCache, window: int) -> WindowCache:
+  """Converts the last `window` tokens of each row."""
   ring = slots_lib.empty_like(cache, WindowCache, window)
   ring = ring._replace(starts=cache.starts, lengths=cache.lengths, overflow=cache.overflow,
                         origins=cache.origins)
@@ -167,6 +181,12 @@ def to_dense(cache: WindowCache, slots: int) -> dense.DenseCache:
   checks.integer("slots", slots, "an int >= 1", lambda x: x >= 1)
   slots_lib.check_concrete("tokens in the cache", (cache.lengths,), lambda x: x > slots,
                        f"at most {slots} slots")
+  return _to_dense(cache, slots)
+
+
+@device_parts.one_program("slots")
+def _to_dense(cache: WindowCache, slots: int) -> dense.DenseCache:
+  """Converts to a dense cache of `slots` tokens a row."""
   window, fits = cache.key.shape[1], cache.lengths <= slots
   full = slots_lib.empty_like(cache, dense.DenseCache, slots)
   full = full._replace(

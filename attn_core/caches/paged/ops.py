@@ -144,7 +144,13 @@ def to_dense(cache: Pages, pages_metadata: PagesMetadata, heads: Heads | None = 
     dtype = dtype_of(cache) if cache.key_scales is None else jnp.float32
   if cache.key_scales is not None:
     cache = quantize.constant(cache, "cache")
-  pages_metadata = slot_mapping.of_one_pool(pages_metadata)
+  return _gathered(cache, slot_mapping.of_one_pool(pages_metadata), heads, dtype)
+
+
+@device_parts.one_program("heads", "dtype")
+def _gathered(cache: Pages, pages_metadata: PagesMetadata, heads: Heads,
+              dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+  """Gathers the keys and values of all requests, as `to_dense` returns them."""
   key, value = read(cache, pages_metadata.page_tables.reshape(-1), heads, dtype)
   live = slot_mapping.holds_tokens(pages_metadata, page_size(cache), num_pages(cache))
   live = live[..., None, None]
@@ -201,6 +207,12 @@ def convert(cache: KeyValuePages, layout: type[KeyValuesT],
   """
   layouts.check_key_values(cache)
   heads = _all_heads(cache) if heads is None else pool_lib.checked_heads(heads)
+  return _in_layout(cache, layout, heads)
+
+
+@device_parts.one_program("layout", "heads")
+def _in_layout(cache: KeyValuePages, layout: type[KeyValuesT], heads: Heads) -> KeyValuesT:
+  """Converts pages to another layout, each device its own."""
   rows = 1 if quantize.is_packed(dtype_of(cache)) else 2  # of a head
   unit = max(1, packing(dtype_of(cache)) // rows) if layout is PagesV3 else 1
   def local(cache: Pages, heads: Heads) -> KeyValuesT:
@@ -257,6 +269,12 @@ def copy_pages(cache: PagesT, sources: Array, targets: Array) -> PagesT:
   count = np.size(sources)
   sources, targets = (int32_vector(name, x, count, "page ids, as many sources as targets")
                       for name, x in (("sources", sources), ("targets", targets)))
+  return _with_copies(cache, sources, targets)
+
+
+@device_parts.one_program()
+def _with_copies(cache: PagesT, sources: Array, targets: Array) -> PagesT:
+  """Copies pages `sources` int32 [num_ids] to `targets`."""
   # A negative index would count from the end of the pool.
   targets = jnp.where(targets < 0, num_pages(cache), targets)
 

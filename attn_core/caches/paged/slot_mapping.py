@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from attn_core import checks
 from attn_core.array_axes import count_reached
+from attn_core.caches import device_parts
 from attn_core.caches.paged import page_stripes
 from attn_core.caches.paged.layouts import (Array, PagesMetadata, in_int32, query_starts,
                                             rows_in_use, takes_metadata)
@@ -31,7 +32,13 @@ def slots(pages_metadata: PagesMetadata, size: int, num_tokens: int,
   Raises:
     ValueError: metadata of groups; use `groups.slots` for these.
   """
-  pages_metadata = of_one_pool(pages_metadata)
+  return _slots(of_one_pool(pages_metadata), size, num_tokens, stripe)
+
+
+@device_parts.one_program("size", "num_tokens")
+def _slots(pages_metadata: PagesMetadata, size: int, num_tokens: int,
+           stripe: Stripe | None) -> jax.Array:
+  """Computes the slot of each token of a call to one pool."""
   token = jnp.arange(num_tokens, dtype=jnp.int32)
   requests = pages_metadata.context_lens.shape[0]
   starts = query_starts(pages_metadata)
@@ -75,7 +82,14 @@ def first_slots(pages_metadata: PagesMetadata, size: int, argument: str,
   checks.require(rows.shape[0] == requests and rows.shape[1] <= width * size, argument,
                  checks.describe(rows), f"[R, S, ...], R = {requests}, S at most {width * size}: "
                  f"{width} pages of {size} in a row of the table")
-  position = jnp.arange(rows.shape[1], dtype=jnp.int32)[None]
+  return _first_slots(pages_metadata, size, rows.shape[1])
+
+
+@device_parts.one_program("size", "tokens")
+def _first_slots(pages_metadata: PagesMetadata, size: int, tokens: int) -> jax.Array:
+  """Computes the slots of the first `tokens` tokens of every request."""
+  requests = pages_metadata.page_tables.shape[0]
+  position = jnp.arange(tokens, dtype=jnp.int32)[None]
   request = jnp.arange(requests, dtype=jnp.int32)[:, None]
   live = ((position < pages_metadata.context_lens[:, None])
           & (request < rows_in_use(pages_metadata)))

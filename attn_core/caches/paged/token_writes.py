@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 import jax.numpy as jnp
 
 from attn_core import checks
-from attn_core.caches import quantize
+from attn_core.caches import device_parts, quantize
 from attn_core.caches.paged import device_pages, layouts, pool as pool_lib
 from attn_core.caches.paged.layouts import (
     Array, Pages, PagesT, PagesV1, PagesV3, dtype_of, has_token_scales, heads_of, num_pages,
@@ -46,7 +46,13 @@ def append(cache: PagesT, key: Array, value: Array, mapping: Array,
   """
   key, value = jnp.asarray(key), jnp.asarray(value)
   _check_tokens(cache, key, value, scales)
-  mapping = int32_vector("mapping", mapping, key.shape[0], "slots")
+  return _appended(cache, key, value, int32_vector("mapping", mapping, key.shape[0], "slots"),
+                   scales)
+
+
+@device_parts.one_program()
+def _appended(cache: PagesT, key: Array, value: Array, mapping: Array, scales: Scales) -> PagesT:
+  """Writes tokens that fit the pages to the slots `mapping`."""
   key, value, scales = _stored_tokens(cache, key, value, scales)
   place, write = places(cache, mapping), device_pages.write
   assert isinstance(cache, layouts.PAGES)
