@@ -22,7 +22,7 @@ _EVERYTHING = frozenset(FEATURES) - _MODS - {
     "vmem_limit_bytes", "quantized", "int4", "pages", "draft_mask", "scope", "prefixes",
     "stored_heads", "sequence_layout", "latent"}
 _BLOCKWISE = _EVERYTHING - {"weights"}
-_TPU = (_BLOCKWISE - {"float16", "float64", "softmax_dtype", "mask_operands", "selected"}
+_TPU = (_BLOCKWISE - {"float16", "float64", "softmax_dtype", "mask_operands"}
         | {"vmem_limit_bytes"})
 _VANILLA = _EVERYTHING - {"block_sizes", "optimized"}
 _DECODE = _BLOCKWISE - {"bias", "dropout", "selected"} | {"quantized"}
@@ -71,8 +71,9 @@ def _over_shards(row: Implementation, run: _Run) -> Implementation:
 _ring = _over_shards(_flash, ring.xla)._replace(limits=capabilities.collective_limits)
 _ring_hopper = _over_shards(_flash_hopper, ring.gpu)._replace(
     limits=capabilities.hopper_ring_limits, fallback=_ring)
-_ring_tpu = _over_shards(_flash_tpu, ring.tpu)._replace(limits=capabilities.tpu_ring_limits)
-_ring_tpu = _over_shards(_flash_tpu, ring.tpu_remote)._replace(
+_follows_no_lists = _flash_tpu._replace(features=_flash_tpu.features - {"selected"})
+_ring_tpu = _over_shards(_follows_no_lists, ring.tpu)._replace(limits=capabilities.tpu_ring_limits)
+_ring_tpu = _over_shards(_follows_no_lists, ring.tpu_remote)._replace(
     limits=capabilities.remote_limits, fallback=_ring_tpu)
 
 _decode = Implementation(decode.xla, _DECODE | _MODS | {"int4"}, LINEAR, shards_keys=True,

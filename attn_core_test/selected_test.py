@@ -2,18 +2,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Masks by indices: their meaning, derivatives, blocks visited, memory, placement and errors."""
 
+import math
+from unittest import mock
+
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core import (CacheMetadata, MaskInfo, OperationMetadata, RingConfig, attention,
-                       create_mesh, explain, masks)
+from attn_core import (BlockSizes, CacheMetadata, MaskInfo, OperationMetadata, RingConfig,
+                       attention, create_mesh, explain, masks, score_mods)
 from attn_core.caches import window
+from attn_core.kernels.tpu.flash import listed, scalar_memory, schedule, tiling
 from attn_core.masks import block_map
 from attn_core.masks.selected import fitted
+from attn_core.types import AttentionSpec, MaskOperands, Operands
+from attn_core_test import sampling
 from attn_core_test.masks_cases import dense
+from attn_core_test.tpu_interpret import interpreted
 
 jax.config.update("jax_num_cpu_devices", 4)
 
@@ -224,6 +231,121 @@ class PlacementTest(parameterized.TestCase):
     run = lambda x: attention(*arrays, mask=masks.selected_keys(x),
                               mechanism="blockwise").attention_outputs
     assert_close(jax.vmap(run)(many), jnp.stack([run(x) for x in many]))
+
+
+# Of the kernels for TPUs: tokens, the lists and their blocks, and other arguments.
+ALL_IDS = (np.arange(384) // 130)[None].astype(np.int32)
+ON_TPU = {
+    "rows_and_heads": (384, lists(3, B, K, 3, 2, seed=7), (128, 128), {}),
+    "segments_sinks_dropout": (384, lists(3, B, 1, 3, 2, seed=8), (128, 128), dict(
+        mask_info=MaskInfo.from_segments(ALL_IDS, ALL_IDS), softmax_aux=numbers(H, seed=3),
+        dropout_prob=0.25, dropout_rng=jax.random.key(3), deterministic=False)),
+    "query_heads": (300, lists(2, 1, H, 1, 1, seed=9), (512, 256), {}),
+    "blocks_of_several": (640, lists(2, B, 1, 2, 1, seed=10), (512, 384), {}),
+    "a_score_mod": (384, lists(3, B, K, 3, 2, seed=11), (128, 128), dict(
+        score_mod=score_mods.alibi(np.arange(1, 5) * np.float32(0.1)))),
+    "soft_cap": (256, lists(2, 1, 1, 2, 2, seed=12), (128, 128), dict(logits_soft_cap=2.0)),
+}
+
+
+class TpuTest(parameterized.TestCase):
+
+  def assert_equal_to_vanilla(self, name, dtype="float32", **arguments):
+    """Compares values and all gradients, of lists that are traced."""
+    tokens, indices, blocks, given = ON_TPU[name]
+    arrays = [x.astype(dtype) for x in (numbers(B, tokens, H, 64), numbers(
+        B, tokens, K, 64, seed=1), numbers(B, tokens, K, 64, seed=2))]
+    weights = numbers(B, tokens, H, 64, seed=3)
+    def gradients(**others):
+      def loss(query, key, value, indices):
+        found = attention(query, key, value, mask=masks.selected_blocks(indices, *blocks),
+                          causal=True, return_lse=True, **given, **others)
+        total = (found.attention_outputs.astype(jnp.float32) * weights).sum()
+        return total + jnp.where(jnp.isfinite(found.lse), found.lse, 0).sum(), found[:1]
+      run = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True), compiler_options=sampling.LEAST)
+      return run(*arrays, jnp.asarray(indices))
+    with interpreted():
+      found = jax.block_until_ready(gradients(
+          mechanism="flash_attn2", metadata=OperationMetadata(platform="tpu"), **arguments))
+    expected = gradients(mechanism="vanilla")
+    most = 1e-5 if dtype == "float32" else 2e-2
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+      np.testing.assert_allclose(x.astype(jnp.float32), y.astype(jnp.float32), rtol=0,
+                                 atol=most * max(1, abs(y.astype(jnp.float32)).max()))
+
+  @parameterized.parameters(*sampling.with_slow(
+      [("rows_and_heads",)], *((name,) for name in ON_TPU if name != "rows_and_heads")))
+  def test_value_and_gradients(self, name):
+    self.assert_equal_to_vanilla(name)
+
+  @sampling.slow("selected TPU 16 bits")
+  def test_16_bits(self):
+    self.assert_equal_to_vanilla("rows_and_heads", "bfloat16")
+
+  @sampling.slow_parameters(("ranges of queries",), ("groups of batch rows",))
+  def test_in_parts(self, parts):
+    changed = mock.patch.object(tiling, "RESIDENT_BYTES", 1)
+    if parts == "groups of batch rows":
+      changed = mock.patch.object(scalar_memory, "num_groups", lambda *_, **__: B)
+    with changed:
+      self.assert_equal_to_vanilla("rows_and_heads")
+
+  @parameterized.parameters(False, True)
+  def test_visits_listed_blocks_only(self, by_keys):
+    """Each row block has the blocks that its list names and causality shows, in few steps."""
+    for tokens in (2048, 8192):
+      count = tokens // 256
+      indices = lists(count, 1, 3, count, 2, seed=13)
+      mask = masks.causal() & fitted(masks.selected_blocks(indices, 256, 256), (
+          1, 3, tokens, tokens))
+      blocks = schedule.Tiling(tokens, tokens, 256, 256, 256, 256)
+      steps, found = schedule.build(mask, blocks, by_keys=by_keys)
+      self.assertEqual((found.batches, found.heads), (1, 3))
+      self.assertLessEqual(schedule.num_steps(mask, blocks, by_keys=by_keys), 3 * count + 1)
+      for head in range(3):
+        seen = np.zeros((count, count), int)
+        for row, column, kinds, _ in zip(*(np.asarray(x)[head] for x in steps)):
+          seen[(column, row) if by_keys else (row, column)] += kinds != 0
+        expected = np.zeros((count, count), int)
+        for row, column in ((row, column) for row in range(count) for column in indices[
+            0, head, row]):
+          expected[row, column] = 0 <= column <= row
+        np.testing.assert_array_equal(seen, expected)
+
+  def test_lists_of_a_shard(self):
+    """The lists of rows and heads by their global numbers, where a head's share divides none."""
+    indices = lists(4, 3, 2, 4, 2, seed=14)
+    mask = masks.causal() & fitted(masks.selected_blocks(indices, 128, 128), (3, 12, 512, 512))
+    arrays, structure = jax.tree.flatten(mask)
+    query = jnp.zeros((2, 512, 4, 8))
+    operands = Operands(query, query, query, mask=MaskOperands(
+        tuple(arrays), jnp.array([2, 0]), jnp.array([4])))
+    moved, spec = listed.of_local_rows(operands, AttentionSpec(structure, 1.0))
+    found = jax.tree.unflatten(spec.mask, moved.mask.arrays).right
+    self.assertEqual(found.group, math.gcd(6, 4))
+    np.testing.assert_array_equal(found.indices, indices[np.array([[2], [0]]), [[0, 1]]])
+    shapes, of_shapes = listed.shapes_of_local_rows(operands, AttentionSpec(structure, 1.0))
+    self.assertEqual(of_shapes.mask, spec.mask)
+    self.assertEqual(shapes.mask.arrays[0].shape, (2, 2, 4, 2))
+
+  @parameterized.parameters(
+      (lambda x: masks.selected_blocks(x, 64, 128), 4, "with block_q=64: the kernels for TPUs"),
+      (lambda x: masks.selected_blocks(x, 128, 96), 2, "with block_kv=96: the kernels for TPUs"),
+      (lambda x: ~masks.selected_blocks(x, 128, 128), 2, "under `|`, `~` or masks.placed"))
+  def test_refuses(self, make, count, message):
+    like = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
+    text = str(explain(like, like, like, mask=make(np.zeros((1, 1, count, 1), np.int32)),
+                       metadata=OperationMetadata(platform="tpu")))
+    self.assertIn(message, text)
+    self.assertRegex(text, "blockwise.*can, by flash.xla")
+
+  def test_refuses_blocks_that_divide_no_listed_one(self):
+    array = numbers(1, 512, 2, 64)
+    with self.assertRaisesRegex(ValueError, r"block_sizes.block_kv: got 384; with lists of blocks "
+                                r"of 256 tokens expected a multiple of 128 that divides 256"):
+      attention(array, array, array, mechanism="flash_attn2", block_sizes=BlockSizes(block_kv=384),
+                metadata=OperationMetadata(platform="tpu"),
+                mask=masks.selected_blocks(np.zeros((1, 1, 2, 1), np.int32), 256, 256))
 
 
 class ErrorsTest(parameterized.TestCase):

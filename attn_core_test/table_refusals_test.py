@@ -74,7 +74,7 @@ REFUSED = {
         "latent selected int4"),
     "flash.tpu": (
         "float16 float64 mask_operands weights softmax_dtype sequence_layout quantized pages "
-        "draft_mask scope prefixes stored_heads latent selected int4"),
+        "draft_mask scope prefixes stored_heads latent int4"),
     "paged.xla": (
         "segments positions mask mask_operands bias dropout weights "
         "unnormalized vmem_limit_bytes sequence_layout cache quantized latent selected"),

@@ -312,8 +312,10 @@ def tpu_limits(request: Request) -> str | None:
 
 def tpu_flash_limits(request: Request) -> str | None:
   """Limits of the block-wise kernels for TPUs."""
-  reason, at = tpu_limits(request), ""
-  if not evaluate.is_consecutive(mask_lib.of_structure(request.mask)):
+  from attn_core.kernels.tpu.flash import listed
+  mask, at = mask_lib.of_structure(request.mask), ""
+  reason = tpu_limits(request) or listed.refusal(mask, request.lengths)
+  if not evaluate.is_consecutive(mask):
     at = " at listed positions"
   return reason or traceable.refusal(request.mod, request.mods, at)
 

@@ -31,7 +31,8 @@ def selected_blocks(indices: ArrayLike, block_q: int, block_kv: int) -> Mask:
   Trainable sparse attention selects blocks so: Native Sparse Attention with `block_q` 1
   (https://arxiv.org/abs/2502.11089), Mixture of Block Attention (https://arxiv.org/abs/2502.13189).
   Combine it with `causal()`, as the call does by default: the last block of a query usually
-  extends past it. Blocks are counted by rows and columns, whatever the positions.
+  extends past it. Blocks are counted by rows and columns, whatever the positions. The kernels for
+  TPUs visit the listed blocks and no others where both blocks are multiples of 128 tokens.
 
   Args:
     indices: int32 [B or 1, K or 1, num_query_blocks, k], numbers of key blocks; H query heads in
@@ -139,18 +140,27 @@ class Followed(NamedTuple):
 
 def follow(mask: Mask) -> Followed | None:
   """Returns the shortest lists of which a mask is a conjunct, and the rest of it; None: no list."""
+  lists, rest = split(mask)
+  if not lists:
+    return None
+  shortest = min(range(len(lists)), key=lambda n: _length(lists[n]))
+  for other in lists[:shortest] + lists[shortest + 1:]:
+    rest = rest & other
+  return Followed(lists[shortest], rest)
+
+
+def split(mask: Mask) -> tuple[tuple[leaves.Selected, ...], Mask]:
+  """Returns all lists of which a mask is a conjunct, and the rest of it."""
   match mask:
     case leaves.Selected():
-      return Followed(mask, mask_lib.Full())
+      return (mask,), mask_lib.Full()
     case leaves.Positions(mask=inner) | leaves.Offset(mask=inner):
-      found = follow(inner)
-      return found and Followed(found.lists, mask_lib.with_children(mask, [found.rest]))
+      lists, rest = split(inner)
+      return (lists, mask_lib.with_children(mask, [rest])) if lists else ((), mask)
     case mask_lib.And(left, right):
-      ours, theirs = follow(left), follow(right)
-      if ours and not (theirs and _length(theirs.lists) < _length(ours.lists)):
-        return Followed(ours.lists, ours.rest & right)
-      return theirs and Followed(theirs.lists, left & theirs.rest)
-  return None
+      (ours, left_rest), (theirs, right_rest) = split(left), split(right)
+      return (ours + theirs, left_rest & right_rest) if ours or theirs else ((), mask)
+  return (), mask
 
 
 def _length(lists: leaves.Selected) -> int:

@@ -25,7 +25,7 @@ from attn_core.kernels.common.backward import complete_cotangents, finite_lse
 from attn_core.kernels.common.contract import (BackwardFn, BackwardResiduals, RemoteCopy,
                                                    Residuals)
 from attn_core.kernels.tpu.flash import (
-    call, key_sums, mod_sums, row_sums, scalar_memory, schedule, score_tiles, step_list,
+    call, key_sums, listed, mod_sums, row_sums, scalar_memory, schedule, score_tiles, step_list,
     tile_inputs, tiling as tiling_lib)
 from attn_core.kernels.tpu.flash.tile_inputs import Index, KernelRefs, TileIndex, TokenRange
 from attn_core.kernels.tpu.flash.tile_loop import (
@@ -69,14 +69,14 @@ def backward_with_remote_copy(
   batch, queries, heads, _ = operands.query.shape
   chex.assert_shape(residuals.lse, (batch, heads, queries))
   received: list[jax.Array] = []
+  local = listed.of_local_rows(operands, spec)
   def products(d_out: jax.Array, lse: jax.Array, delta: jax.Array,
                wrt: tuple[str, ...]) -> dict[str, jax.Array]:
-    found, arrays = _backward(operands, spec, block_sizes, transfer, _RowArrays(d_out, lse, delta),
-                              wrt)
+    found, arrays = _backward(*local, block_sizes, transfer, _RowArrays(d_out, lse, delta), wrt)
     received.extend(arrays)
     return found
   others = lambda names: fallback(operands, spec, block_sizes, residuals, cotangents, names)
-  sums = _row_sums(operands, spec, block_sizes, residuals, cotangents)
+  sums = _row_sums(*local, block_sizes, residuals, cotangents)
   found = complete_cotangents(products, others, operands, residuals, cotangents, wrt,
                               score_tiles.own_names(operands, spec), sums)
   return found, tuple(received)
@@ -160,6 +160,8 @@ def _backward_group(
   # 1. Schedule and inputs.
   mask = dense_operands.mask_of(operands, spec)
   steps, lists = schedule.build(mask, tiling, by_keys=True)
+  patterns = schedule.patterns(steps, mask, tiling, by_keys=True)
+  operands, spec = listed.without_lists(operands, spec)
   inputs = tile_inputs.TileInputs(steps, lists, tiling, by_keys=True)
   add_rows = lambda x: inputs.add_array(
       x, (1, tiling.query_heads, 1, tiling.block_q), lambda b, h, i, j: (b, h, 0, i))
@@ -168,7 +170,6 @@ def _backward_group(
   query, d_out, key, value = (
       inputs.add_tokens(block, block.pack(x)) for block, x in zip(blocks, arrays))
   readers = _BackwardArrays(query, d_out, key, value, add_rows(arrays.lse), add_rows(arrays.delta))
-  patterns = schedule.patterns(steps, mask, tiling, by_keys=True)
   params = make_kernel_params(inputs, operands, spec, tiling, patterns, single_step_rows=False)
   # 2. Outputs: the cotangent of all queries of a range is one block, written in its last step.
   rows = tiling.blocks_of_range * tiling.block_q

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from attn_core.kernels.common import dense_operands, nonfinite
 from attn_core.kernels.common.contract import RemoteCopy, Residuals
 from attn_core.kernels.tpu.flash import (
-    call, scalar_memory, schedule, score_tiles, softmax_choice, step_list, tile_inputs,
+    call, listed, scalar_memory, schedule, score_tiles, softmax_choice, step_list, tile_inputs,
     tiling as tiling_lib)
 from attn_core.kernels.tpu.flash.forward_step import ForwardReaders, ForwardStep, SoftmaxForm
 from attn_core.kernels.tpu.flash.tile_inputs import KernelRefs
@@ -51,6 +51,7 @@ def forward_with_remote_copy(
     (the residuals, the arrays received in place of those of `transfer`).
   """
   dense_operands.assert_shapes(operands)
+  operands, spec = listed.of_local_rows(operands, spec)
   if not tiling_lib.is_naive_first(operands):
     finite = nonfinite.is_finite(operands.key, operands.value)
     key, value = nonfinite.propagate_nan(operands.key, operands.value, finite)
@@ -77,6 +78,7 @@ def _forward_group(operands: Operands, spec: AttentionSpec, block_sizes: BlockSi
   steps, lists = schedule.build(
       mask, tiling, by_keys=False,
       descending=operands.bias is not None or score_tiles.has_slopes(spec))
+  operands, spec = listed.without_lists(operands, spec)
   # 2. Inputs and outputs.
   inputs = tile_inputs.TileInputs(steps, lists, tiling, by_keys=False)
   arrays = operands.query, operands.key, operands.value

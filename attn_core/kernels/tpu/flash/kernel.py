@@ -16,12 +16,14 @@ import functools
 
 from attn_core.kernels.common.contract import Kernel, RemoteCopyFns
 from attn_core.kernels.tpu import launch
-from attn_core.kernels.tpu.flash import backward, forward, scalar_memory, tiling as tiling_lib
+from attn_core.kernels.tpu.flash import (
+    backward, forward, listed, scalar_memory, tiling as tiling_lib)
 from attn_core.types import AttentionSpec, BlockSizes, Operands
 
 
 def _check(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> None:
   """Raises where the forward or the backward would; see `contract.Kernel`."""
+  operands, spec = listed.shapes_of_local_rows(operands, spec)
   for is_backward in (False, True):
     tiling = tiling_lib.make_tiling(operands, spec, block_sizes, backward=is_backward)
     tiling_lib.vmem_limit(block_sizes, tiling, operands, backward=is_backward)

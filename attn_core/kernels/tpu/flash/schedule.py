@@ -21,9 +21,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core.kernels.tpu.flash import step_list
+from attn_core.kernels.tpu.flash import listed, step_list
 from attn_core.kernels.tpu.flash.step_list import Schedule
-from attn_core.masks import block_map, position_range
+from attn_core.masks import block_map, position_range, selected
 from attn_core.masks.mask import Mask
 from attn_core.types import cdiv
 
@@ -218,11 +218,19 @@ def num_steps(mask: Mask, tiling: Tiling, *, by_keys: bool) -> int:
   """Returns the length of the lists of `build`, without the values of the mask's arrays."""
   ranges, halves = (tiling.num_ranges, 1) if by_keys else (1, tiling.halves)
   possible = _by_list(_possible(mask, tiling, by_keys), halves)
-  listed = step_list.with_idle(possible, ranges, np)
+  visited = step_list.with_idle(possible, ranges, np)
   # The arrays of a mask may leave a row block and a range, whose only block was the same, without
   # any: both then have an idle step.
   more = ranges if ranges > 1 and jax.tree.leaves(mask) else 0
-  return int(listed.sum((1, 2)).max()) + more
+  found = int(visited.sum((1, 2)).max()) + more
+  if (most := listed.most_visited(mask, tiling.block_kv)) is None:
+    return found
+  # Of each block of queries the listed blocks, and one idle step of each row and range.
+  of_queries = possible.reshape(possible.shape[0], ranges, -1, possible.shape[-1]).sum(
+      2) if by_keys else possible.sum(-1)
+  idle = possible.shape[1] // ranges + ranges
+  of_lists = np.minimum(of_queries, most).reshape(len(possible), -1).sum(1)
+  return min(found, int(of_lists.max()) + idle)
 
 
 def num_lists(mask: Mask, tiling: Tiling) -> tuple[int, int]:
@@ -239,10 +247,15 @@ def _kinds(mask: Mask, tiling: Tiling, by_keys: bool) -> jax.Array | np.ndarray:
   Returns:
     int32 [batches, heads, num_ranges * row_blocks, column blocks of a range, tiles].
   """
-  kinds = block_map.block_kinds(
-      mask, block_map.Sizes(tiling.query_length, tiling.key_length, tiling.tile_q, tiling.tile_kv))
+  lists, rest = selected.split(mask)
+  lengths, tile = (tiling.query_length, tiling.key_length), (tiling.tile_q, tiling.tile_kv)
+  kinds = block_map.block_kinds(rest, block_map.Sizes(*lengths, *tile))
   kinds = block_map.merge_heads(kinds, tiling.query_heads)
-  xp = np if isinstance(kinds, np.ndarray) else jnp
+  xp = np if isinstance(kinds, np.ndarray) and all(
+      isinstance(x.indices, np.ndarray) for x in lists) else jnp
+  if lists:
+    kinds = xp.where(listed.tiles(lists, lengths, tile, tiling.query_heads, xp), kinds,
+                     block_map.EMPTY)
   ranges, columns = (tiling.num_ranges, tiling.blocks_of_range) if by_keys else (
       1, tiling.query_blocks)
   tiles = ranges * columns * tiling.tiles_q, tiling.padded_keys // tiling.tile_kv

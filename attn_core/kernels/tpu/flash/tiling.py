@@ -18,7 +18,7 @@ from typing import Iterator
 
 import jax
 
-from attn_core.kernels.tpu.flash import scalar_memory, score_tiles
+from attn_core.kernels.tpu.flash import listed, scalar_memory, score_tiles
 from attn_core.kernels.tpu.flash.schedule import LANES, Tiling, round_up
 from attn_core.masks import mask as mask_lib, position_range
 from attn_core.types import AttentionSpec, BlockSizes, Operands, cdiv
@@ -73,8 +73,8 @@ def make_tiling(operands: Operands, spec: AttentionSpec, requested: BlockSizes, 
     backward: for the backward kernel.
 
   Raises:
-    ValueError: a requested block is neither a multiple of 128 tokens nor the whole length, or a
-      number of heads is requested.
+    ValueError: a requested block is neither a multiple of 128 tokens nor the whole length, or
+      does not divide a listed block, or a number of heads is requested.
   """
   if requested.block_heads is not None:
     raise ValueError(f"block_sizes.block_heads: got {requested.block_heads}; the TPU kernels set "
@@ -83,18 +83,22 @@ def make_tiling(operands: Operands, spec: AttentionSpec, requested: BlockSizes, 
   queries, keys = operands.query.shape[1], operands.key.shape[1]
   suffix = "_backward" if backward else ""
   wanted_q, wanted_kv = (
-      _requested(requested, f"{name}{suffix}", length)
-      for name, length in (("block_q", queries), ("block_kv", keys)))
+      _requested(requested, f"{name}{suffix}", length, listed.divisor(mask, name, length))
+      for name, length in ((listed.QUERIES, queries), (listed.KEYS, keys)))
   small = operands.query.dtype.itemsize == 4
   rows, columns, tile = _blocks(operands, mask, backward, small)
   most_rows = rows if small else GROUPED_ROWS.get((_kind(operands, mask), backward), rows)
-  group, rows = _step_heads(operands, wanted_q or rows, most_rows, wanted_q is not None)
+  rows, columns = _within_lists(mask, (queries, keys), (rows, columns))
+  most_heads = listed.heads_of_a_list(mask)
+  group, rows = _step_heads(operands, wanted_q or rows, most_rows, wanted_q is not None,
+                            most_heads)
   while True:
     if isinstance(mask, mask_lib.Full):
       rows = cdiv(queries, cdiv(queries, rows))  # equal blocks, because no tile can be skipped
     tiling = _tiling(operands, mask, wanted_q or rows, wanted_kv or columns, tile, group)
     tiling = _with_ranges(tiling, operands, requested, backward)
-    for several in [tiling] if small else _with_heads(tiling, operands, requested, backward):
+    for several in [tiling] if small else _with_heads(
+        tiling, operands, requested, backward, most_heads):
       if needed_vmem(several, operands, backward) <= most_vmem(requested):
         found = _with_short_schedule(several, operands, spec, requested, tile, backward=backward)
         return _with_halves(found, operands, backward)
@@ -129,8 +133,8 @@ def _with_short_schedule(tiling: Tiling, operands: Operands, spec: AttentionSpec
               for rows, columns, grows in ((2 * q, kv, not fixed_q and q < tiling.query_length),
                                            (q, 2 * kv, not fixed_kv and kv < tiling.key_length))
               if grows]
-    larger = [x for x in larger
-              if needed_vmem(x, operands, backward) <= most_vmem(requested)]
+    larger = [x for x in larger if x != tiling  # which lists of blocks may not let grow
+              and needed_vmem(x, operands, backward) <= most_vmem(requested)]
     if not larger:
       return tiling  # `scalar_memory.num_groups` raises
     # The squarest, which takes fewest copies.
@@ -148,7 +152,8 @@ def _blocks(operands: Operands, mask: mask_lib.Mask, backward: bool,
   return BLOCKS[_kind(operands, mask), backward]
 
 
-def _step_heads(operands: Operands, rows: int, most_rows: int, fixed: bool) -> tuple[int, int]:
+def _step_heads(operands: Operands, rows: int, most_rows: int, fixed: bool,
+                most_heads: int) -> tuple[int, int]:
   """Returns the query heads of a key head that a step computes, and the query tokens of its block.
 
   They are those that take most rows together; the blocks of several heads may be smaller.
@@ -158,6 +163,7 @@ def _step_heads(operands: Operands, rows: int, most_rows: int, fixed: bool) -> t
     rows: query tokens of a block of one head.
     most_rows: see GROUPED_ROWS.
     fixed: blocks have this number of rows.
+    most_heads: see `listed.heads_of_a_list`.
   """
   group, rows = _group(operands), round_up(min(rows, operands.query.shape[1]), LANES)
   most_rows = max(most_rows, rows)
@@ -165,7 +171,8 @@ def _step_heads(operands: Operands, rows: int, most_rows: int, fixed: bool) -> t
     return rows if fixed or heads * rows <= most_rows else most_rows // heads // 256 * 256
   least = min(rows, LEAST_GROUPED_ROWS)
   choices = [heads for heads in range(1, group + 1) if group % heads == 0 and
-             rows_of(heads) >= least and heads * rows_of(heads) <= most_rows]
+             most_heads % heads == 0 and rows_of(heads) >= least
+             and heads * rows_of(heads) <= most_rows]
   heads = max(choices, key=lambda heads: (heads * rows_of(heads), -heads))
   return heads, rows_of(heads)
 
@@ -174,7 +181,7 @@ def _tiling(operands: Operands, mask: mask_lib.Mask, rows: int, columns: int, ti
             group: int) -> Tiling:
   """Rounds blocks to lanes and divides them into tiles."""
   queries, keys = operands.query.shape[1], operands.key.shape[1]
-  block_q, block_kv = round_up(min(rows, queries), LANES), round_up(min(columns, keys), LANES)
+  block_q, block_kv = _within_lists(mask, (queries, keys), (rows, columns))
   tile_q, tile_kv = _tile(block_q, tile), _tile(block_kv, tile)
   if isinstance(mask, mask_lib.Full):
     tile_q = block_q
@@ -182,6 +189,16 @@ def _tiling(operands: Operands, mask: mask_lib.Mask, rows: int, columns: int, ti
     tile_q, tile_kv = _tile(block_q, 2 * tile_q), _tile(block_kv, 2 * tile_kv)
   return Tiling(queries, keys, block_q, block_kv, tile_q, tile_kv, group,
                 head_parts=_group(operands) // group)
+
+
+def _within_lists(mask: mask_lib.Mask, lengths: tuple[int, int],
+                  sizes: tuple[int, int]) -> tuple[int, int]:
+  """Rounds (query tokens, key tokens) of a block to lanes, so that it lies in one listed block."""
+  found = []
+  for field, length, size in zip((listed.QUERIES, listed.KEYS), lengths, sizes):
+    size, divisor = round_up(min(size, length), LANES), listed.divisor(mask, field, length)
+    found.append(_tile(divisor, size) if divisor else size)
+  return found[0], found[1]
 
 
 def _with_halves(tiling: Tiling, operands: Operands, backward: bool) -> Tiling:
@@ -212,13 +229,14 @@ def _with_ranges(tiling: Tiling, operands: Operands, requested: BlockSizes,
 
 
 def _with_heads(tiling: Tiling, operands: Operands, requested: BlockSizes,
-                backward: bool) -> Iterator[Tiling]:
+                backward: bool, most_heads: int) -> Iterator[Tiling]:
   """Yields the tiling with several key heads per step, in falling order, down to one."""
   most = STEP_TOKENS // max(tiling.group * tiling.block_q, tiling.block_kv)
   for heads in range(most if tiling.head_parts == 1 else 1, 1, -1):
     several = _with_ranges(tiling._replace(key_heads=heads), operands, requested, backward)
     # More ranges of queries would cost more than heads save.
-    if operands.key.shape[2] % heads == 0 and several.num_ranges == 1:
+    if (operands.key.shape[2] % heads == 0 and several.num_ranges == 1
+        and most_heads % several.query_heads == 0):
       yield several
   yield tiling
 
@@ -250,12 +268,15 @@ def _kind(operands: Operands, mask: mask_lib.Mask) -> str:
   return LONG if keys >= LONG_KEYS and not position_range.is_narrow(mask) else MASKED
 
 
-def _requested(requested: BlockSizes, field: str, length: int) -> int | None:
-  """Returns a requested block size, or None; see `make_tiling`."""
+def _requested(requested: BlockSizes, field: str, length: int, divisor: int) -> int | None:
+  """Returns a requested block size, or None; see `make_tiling` and `listed.divisor`."""
   size = getattr(requested, field)
   if size is not None and size % LANES and size < length:
     raise ValueError(f"block_sizes.{field}: got {size}; on a TPU expected a multiple of {LANES} "
                      f"tokens, or at least the whole length of {length}")
+  if size is not None and divisor and (size % LANES or divisor % size):
+    raise ValueError(f"block_sizes.{field}: got {size}; with lists of blocks of {divisor} tokens "
+                     f"expected a multiple of {LANES} that divides {divisor}")
   return size
 
 
@@ -306,7 +327,7 @@ def _per_pair(operands: Operands) -> Iterator[tuple[jax.Array, int]]:
   if operands.bias is not None:
     yield operands.bias, operands.bias.dtype.itemsize
   for x in operands.mask.arrays:
-    if x.ndim == 4:
+    if x.ndim == 4 and x.dtype == bool:  # others are lists of blocks
       yield x, 1
   for x in operands.mods:
     if x.ndim == 4 and min(x.shape[2:]) > 1:
