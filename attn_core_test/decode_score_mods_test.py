@@ -215,7 +215,7 @@ class FormulasTest(parameterized.TestCase):
 
 # What the kernel for TPUs takes, with any rows, and with few.
 ON_TPU = ("scale_by", "alibi", "soft_cap", "symmetric", "by_parity", "per_query", "per_key")
-FEW_ROWS = (*ON_TPU, "dense")
+FEW_ROWS = ("scale_by", "alibi", "relative", "soft_cap", "by_distance", *ON_TPU[3:], "dense")
 # name: (case, dtype, of the cache where it is in 8 bits, score mods, how transfers are executed)
 TPU_ROWS = {
     "few_rows": (Case((293, 0, 131), T=2, S=293, starts=(70, 0, 129), sliding_window=(200, 0),
@@ -306,8 +306,8 @@ class ChoiceTest(parameterized.TestCase):
     self.assertIn("score_mod (a score mod", found)
 
   @parameterized.parameters(
-      (("relative",), 1, "a table looked up by distance (score_mods.relative or by_distance) w"),
-      (("by_distance",), 1, "a table looked up by distance (score_mods.relative or by_distance) "),
+      (("relative",), 64, "of 128 queries and heads a key head: the TPU kernel takes them for up"),
+      (("by_distance",), 1, None),
       (("grid",), 1, "a table looked up by distance (score_mods.grid)"),
       (("gathered",), 1, "gathered with an operand [4], not a number"),
       (("dense",), 64, "of 128 queries and heads a key head: the TPU kernel takes them for up to"),

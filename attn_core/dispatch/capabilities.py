@@ -326,7 +326,7 @@ def tpu_decode_limits(request: Request) -> str | None:
   query, key_heads = request.query.shape, request.key.shape[2]
   found = (tpu_limits(request)
            or decode.unsupported_reason(request.dtype, request.widths, request.lengths[0])
-           or traceable.refusal(request.mod, request.mods, " while decoding"))
+           or traceable.refusal(request.mod, request.mods))
   if found is None and (reason := decode.unsupported_mod(request.mods, query, key_heads)):
     found = f"score_mod with {reason}"
   return found

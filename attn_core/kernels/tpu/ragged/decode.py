@@ -23,7 +23,9 @@ from attn_core.kernels.tpu.ragged import common, kernel, row_mods
 from attn_core.kernels.tpu.ragged.kv_layout import LANES, KVLayout, is_heads_major
 from attn_core.kernels.tpu.ragged.mod_form import ModInputs
 from attn_core.masks import materialize
-from attn_core.score_mods import evaluate
+from attn_core.masks.mask import Coordinates
+from attn_core.score_mods import evaluate, terms
+from attn_core.score_mods.score_mod import Composed, ScoreMod
 from attn_core.types import AttentionSpec, BlockSizes, Operands, cdiv
 
 PAGE_SIZE = 64  # tokens of a transfer
@@ -135,7 +137,32 @@ def _mod_inputs(operands: Operands, spec: AttentionSpec, shape: common.StepShape
     x = x.reshape(x.shape[0], -1, shape.group_size, *x.shape[2:])
     return x.swapaxes(2, 3)
 
-  return row_mods.make_inputs(spec.score_mod, operands.mods, at._asdict(), shape, rows_of)
+  structure, arrays = _written_out(spec.score_mod, operands.mods, at)
+  return row_mods.make_inputs(structure, arrays, at._asdict(), shape, rows_of)
+
+
+def _written_out(structure: jax.tree_util.PyTreeDef, arrays: Sequence[jax.Array],
+                 at: Coordinates) -> tuple[jax.tree_util.PyTreeDef, tuple[jax.Array, ...]]:
+  """Returns a term with a number for each of the few queries and each key in place of tables.
+
+  Args:
+    structure: of the term.
+    arrays: of the term.
+    at: positions [B or 1, 1, T or 1, 1] and [B or 1, 1, 1, S or 1].
+  """
+  def written(term: ScoreMod) -> ScoreMod:
+    if isinstance(term, Composed):
+      return Composed(written(term.first), written(term.second))
+    if not isinstance(term, terms.Distance):
+      return term
+    distance = (at.key_position - at.query_position)[:, 0] - term.first
+    rows = max(term.values.shape[0], distance.shape[0])
+    values, distance = (jnp.broadcast_to(x, (rows, *x.shape[1:])) for x in (term.values, distance))
+    look_up = lambda values, distance: values[:, jnp.clip(distance, 0, values.shape[1] - 1)]
+    return terms.Add(jax.vmap(look_up)(values, distance))
+
+  found, written_structure = jax.tree.flatten(written(jax.tree.unflatten(structure, arrays)))
+  return written_structure, tuple(found)
 
 
 def unsupported_reason(dtype: DTypeLike, widths: Iterable[int], length: int) -> str | None:
@@ -167,8 +194,10 @@ def unsupported_mod(arrays: Sequence[jax.ShapeDtypeStruct], query: tuple[int, ..
     key_heads: K.
   """
   length, heads = query[1:3]
-  pairs = sum(x.ndim == 4 and x.shape[3] > 1 and x.shape[1:3] != (1, 1) for x in arrays)
   rows = length * heads
+  pairs = sum(x.ndim == 4 and x.shape[3] > 1 and x.shape[1:3] != (1, 1)
+              or x.ndim == 3 and (x.shape[1] > 1 or length > 1)  # a table by distance
+              for x in arrays)
   if pairs and rows // key_heads > common.FEW_ROWS:
     return (f"numbers for every key and query head, of {rows // key_heads} queries and heads a "
             f"key head: the TPU kernel takes them for up to {common.FEW_ROWS}")
