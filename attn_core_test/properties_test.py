@@ -68,7 +68,7 @@ def supported(case, mechanism, platform, dtype=None) -> bool:
 ON_TPU = ("everything", "causal_gqa", "prefix_or_causal", "not_chunk", "layout_thd_other_keys",
           "bias_and_mask", "sinks_several_empty_rows", "dropout_at_positions", "unnormalized",
           "segments_interleaved", "one_query_one_key", "window_both_sides", "offset_per_row",
-          "soft_cap")
+          "soft_cap", "score_mod_added")
 
 # Decoding has decode_test; here are masks and layouts that it has not.
 DECODE = ("autoregressive_decodeattn", "cpu")
@@ -278,7 +278,7 @@ class LeakageTest(InterpretedTestCase):
 MAPPED = (("causal_gqa", ("query", "key", "value")), ("segments_with_padding", ("query",)),
           ("everything", ("bias", "softmax_aux")), ("everything", ("query", "value")),
           ("custom_predicate", ("key",)), ("score_mod_added", ("slopes", "per_key")),
-          ("score_mod", ("odd", "query")))
+          ("score_mod", ("odd", "query")), ("score_mod_tables", ("grid", "key")))
 ON_TPU_MAPPED = sampling.with_slow(MAPPED[1:3], MAPPED[0], *MAPPED[3:])
 
 

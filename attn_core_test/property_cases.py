@@ -18,7 +18,7 @@ from attn_core.masks import constructors, dropout
 from attn_core.references import oracle
 from attn_core.score_mods import terms
 from attn_core.types import NO_SCORE_MOD, AttentionSpec, MaskOperands, Operands
-from attn_core_test import sampling
+from attn_core_test import sampling, score_mods_cases
 
 
 # Quantile and largest relative error allowed: rounding of inputs and products to this dtype.
@@ -97,6 +97,17 @@ def _lowered_for_odd_keys(score, batch, head, query, key, bias):
   row = jnp.asarray(batch).astype(score.dtype)
   return jnp.where(key % 2 == 1, score * bias[head] + row, score)
 
+
+_BUCKETS = np.array([score_mods_cases.bucket(n, 8, 9, True) for n in range(-12, 13)])
+
+
+def _looked_up(score, batch, head, query, key, buckets, grid, per_query, written):
+  """Returns the logit of score mods that look tables up, and of one written out."""
+  row = jnp.clip(query // 5 - key // 5 + 2, 0, 4)
+  column = jnp.clip(query % 5 - key % 5 + 4, 0, 8)
+  score = score + buckets[jnp.asarray(_BUCKETS)[jnp.clip(key - query + 12, 0, 24)], head]
+  score = (score + grid[row * 9 + column, head]) * per_query[batch, head, jnp.clip(query, 0, 12)]
+  return score + written[0, head, jnp.clip(query, 0, 12), jnp.clip(key, 0, 12)]
 
 
 CASES = (
@@ -179,6 +190,13 @@ CASES = (
              score_mods.scale_by(scale) >> score_mods.soft_cap(1.5)
              >> score_mods.alibi(slopes, symmetric=True)
              >> score_mods.custom(_lowered_for_odd_keys, odd))),
+    Case("score_mod_tables", _S, dict(mask=_DENSE, causal=False),
+         lambda b, h, t, s: _DENSE[b, h, t, s], formula=_looked_up,
+         mod_floats=dict(buckets=(8, 4), grid=(45, 4), per_query=(2, 4, 13),
+                         written=(1, 4, 13, 13)),
+         mod=lambda buckets, grid, per_query, written: (
+             score_mods.relative(buckets, max_distance=9) >> score_mods.grid(grid, (3, 5))
+             >> score_mods.scale_by(per_query) >> score_mods.dense(written))),
     Case("dropout", _S, dict(dropout_prob=0.4, dropout_rng=_RNG, deterministic=False),
          lambda b, h, t, s: s <= t),
     Case("dropout_at_positions", _S,
