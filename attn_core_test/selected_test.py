@@ -244,7 +244,8 @@ ON_TPU = {
     "blocks_of_several": (640, lists(2, B, 1, 2, 1, seed=10), (512, 384), {}),
     "a_score_mod": (384, lists(3, B, K, 3, 2, seed=11), (128, 128), dict(
         score_mod=score_mods.alibi(np.arange(1, 5) * np.float32(0.1)))),
-    "soft_cap": (256, lists(2, 1, 1, 2, 2, seed=12), (128, 128), dict(logits_soft_cap=2.0)),
+    "soft_cap": (256, lists(2, 1, 1, 2, 2, seed=12), (128, 128), dict(
+        logits_soft_cap=2.0, bias=numbers(1, H, 256, 256, seed=4))),
 }
 
 

@@ -380,7 +380,9 @@ def pages_kernel_limits(platform: str, layout: str) -> Callable[[Request], str |
       from attn_core.kernels.tpu.ragged import paged_tiling as on_tpu
       return tpu_limits(request) or on_tpu.unsupported_reason(
           shapes.query, shapes.cache, shapes.metadata, shapes.heads, request.pages.block_sizes
-          ) or traceable.refusal(request.mod, request.mods, " over pages")
+          ) or traceable.refusal(request.mod, request.mods) or on_tpu.unsupported_mod(
+              *shapes, block_sizes=request.pages.block_sizes, structure=request.mod,
+              arrays=request.mods)
     from attn_core.kernels.gpu.split_kv import paged as on_gpu  # Mosaic GPU takes 0.3 s to import
     return on_gpu.unsupported_reason(*shapes)
   return limits

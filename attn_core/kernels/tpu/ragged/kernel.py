@@ -26,7 +26,7 @@ from attn_core.kernels.tpu.ragged import common, row_mods, update_few_rows, upda
 from attn_core.kernels.tpu.ragged.common import (
     Index, KernelInputs, KernelRefs, LogitsSpec, Ref, StepShape, Steps)
 from attn_core.kernels.tpu.ragged.kv_layout import LiveTokens, Transfer, copy_block, copy_pages
-from attn_core.kernels.tpu.ragged.mod_form import FIXED, STEP, ModRefs
+from attn_core.kernels.tpu.ragged.mod_form import FIXED, LINES, STEP, ModRefs
 
 
 def attend(spec: LogitsSpec, shape: StepShape, inputs: KernelInputs,
@@ -121,7 +121,7 @@ def mod_refs(spec: LogitsSpec, numbers: Sequence[Ref]) -> ModRefs | None:
   if spec.mods is None:
     return None
   rest, kinds = list(numbers), spec.mods.kinds
-  return ModRefs(*(rest.pop(0) if kind in kinds else None for kind in (FIXED, STEP)))
+  return ModRefs(*(rest.pop(0) if kind in kinds else None for kind in (FIXED, STEP, LINES)))
 
 
 def _stacked(steps: Steps) -> jax.Array:

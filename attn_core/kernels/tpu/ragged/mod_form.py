@@ -3,8 +3,8 @@
 """Where the ragged kernel finds the arrays of a score mod, and the numbers that it reads.
 
 An array has a number for each row of a step, which is a pair of a query and a query head, or a
-number for each key of a request, or for each pair of both. All are kept as int32: floats by their
-bits.
+number for each key of a request, or for each pair of both, or for each row and each distance of a
+key. All are kept as int32: floats by their bits.
 """
 
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ FIXED = "fixed"  # a number for each row of a step, the same in every step
 STEP = "step"  # a number for each row of a step
 KEYS = "keys"  # a number for each key, shared by all rows
 PAIRS = "pairs"  # a number for each row of a step and each key
+LINES = "lines"  # a number for each row of a step and each distance of a key to the first query
 
 
 class ModArray(NamedTuple):
@@ -22,6 +23,8 @@ class ModArray(NamedTuple):
 
   kind: str  # one of the above
   number: int
+  first: int = 0  # of LINES: the distance of the first number of the table
+  size: int = 0  # of LINES: numbers of the table
 
 
 class ModForm(NamedTuple):
@@ -49,14 +52,16 @@ class ModInputs(NamedTuple):
   fixed: jax.Array | None
   by_step: jax.Array | None
   keys: jax.Array | None  # [B or 1, key_rows, padded_keys]
+  lines: jax.Array | None = None  # [num_lines, head_groups, group_rows, length]
 
   def numbers(self) -> list[jax.Array]:
     """Returns those arrays that have numbers for rows."""
-    return [x for x in (self.fixed, self.by_step) if x is not None]
+    return [x for x in (self.fixed, self.by_step, self.lines) if x is not None]
 
 
 class ModRefs(NamedTuple):
-  """References to `fixed` and `by_step` of a step; those of the keys are copied with the keys."""
+  """References to the numbers of a step; those of the keys are copied with the keys."""
 
   fixed: Any
   by_step: Any
+  lines: Any

@@ -223,7 +223,7 @@ def _mod_inputs(inputs: BlockedInputs, shape: common.StepShape,
       token = jnp.asarray(queue.blocks.row)[:, None] + jnp.arange(shape.block_q, dtype=jnp.int32)
       x = jnp.take(x[0], token, 1, mode="clip").swapaxes(0, 1)
     else:
-      x = jnp.broadcast_to(x, (1, heads, shape.block_q, 1))
+      x = jnp.broadcast_to(x, (1, heads, shape.block_q, x.shape[3]))
     x = x.reshape(x.shape[0], -1, shape.group_size, *x.shape[2:]).swapaxes(2, 3)
     return dense_operands.pad_axis(x, 1, padding)
 

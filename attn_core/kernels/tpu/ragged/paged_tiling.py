@@ -3,6 +3,7 @@
 """Block sizes of the ragged kernel over pages, and the calls that a TPU's memory suffices for."""
 
 import math
+from typing import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,9 @@ from attn_core.caches.paged import layouts
 from attn_core.caches.paged.latent_layout import PagesLatent
 from attn_core.caches.paged.layouts import Pages
 from attn_core.kernels.common import paged_operands, query_block_queue
-from attn_core.kernels.tpu.ragged import common
+from attn_core.kernels.tpu.ragged import common, mod_lines
 from attn_core.kernels.tpu.ragged.kv_layout import LANES, KVLayout, is_heads_major
-from attn_core.types import BlockSizes, PagedOperands, cdiv
+from attn_core.types import NO_SCORE_MOD, BlockSizes, PagedOperands, cdiv
 
 BLOCK_ROWS = 2048  # most rows of a step where requests have more than one query
 BLOCK_KV = 512  # tokens of a key block where rows are many
@@ -198,6 +199,36 @@ def unsupported_reason(query: jax.Array, cache: Pages, metadata: layouts.PagesMe
     return (f"page tables of {list(metadata.page_tables.shape)} and {steps} steps of {block_q} "
             f"queries need {needed} bytes of scalar memory, of which the TPU kernel has "
             f"{SCALAR_BYTES}: give {cure}narrower tables, larger pages or fewer requests")
+  return None
+
+
+def unsupported_mod(query: jax.Array, cache: Pages, metadata: layouts.PagesMetadata,
+                    heads: layouts.Heads, block_sizes: BlockSizes,
+                    structure: jax.tree_util.PyTreeDef,
+                    arrays: Sequence[jax.ShapeDtypeStruct]) -> str | None:
+  """Returns why the kernel does not look up the tables by distance of a score mod, or None.
+
+  Args:
+    query, cache, metadata, heads, block_sizes: as in `unsupported_reason`.
+    structure: of the score mod's term, or that of a call without one.
+    arrays: of the term; only shapes are used.
+  """
+  if structure == NO_SCORE_MOD or not (tables := mod_lines.tables(structure)):
+    return None
+  operands, group_size = PagedOperands(query, cache, metadata), query.shape[1] // heads.key_heads
+  layout = make_layout(cache, heads, 1)
+  block_q = choose_block_q(operands, block_sizes, layout, group_size)
+  name, rows = "score_mods.relative or by_distance", block_q * group_size
+  if not common.has_few_rows(layout, rows):
+    return (f"{name} with {rows} queries and heads a key head in a block: the TPU kernel looks "
+            f"tables up for up to {common.FEW_ROWS}")
+  shape = common.StepShape(with_blocks(layout, operands, block_sizes, rows), group_size, block_q)
+  size = mod_lines.length([arrays[n].shape[2] for n in tables], shape)
+  needed = 4 * len(tables) * size * shape.head_groups * shape.group_rows
+  if needed > mod_lines.MOST_BYTES:
+    return (f"{name} of {block_q} queries and {query.shape[1]} heads: lines of {size} "
+            f"numbers need {needed} bytes of vector memory, of which the TPU kernel gives them "
+            f"{mod_lines.MOST_BYTES}")
   return None
 
 

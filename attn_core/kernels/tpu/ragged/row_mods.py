@@ -18,8 +18,9 @@ from attn_core.kernels.common import dense_operands
 from attn_core.kernels.tpu.ragged import common
 from attn_core.kernels.tpu.ragged.common import Index, KernelRefs, StepShape, TileIndex
 from attn_core.kernels.tpu.ragged.kv_layout import LANES, SUBLANES
-from attn_core.kernels.tpu.ragged.mod_form import (FIXED, KEYS, PAIRS, STEP, ModArray, ModForm,
-                                                   ModInputs)
+from attn_core.kernels.tpu.ragged import mod_lines
+from attn_core.kernels.tpu.ragged.mod_form import (FIXED, KEYS, LINES, PAIRS, STEP, ModArray,
+                                                   ModForm, ModInputs)
 from attn_core.masks.mask import Coordinates
 from attn_core.score_mods.score_mod import ScoreMod, ScoreTile, chain, of_structure
 from attn_core.score_mods.terms import Custom
@@ -38,13 +39,15 @@ def make_inputs(term: jax.tree_util.PyTreeDef, arrays: Sequence[jax.Array],
   """Returns the arrays of a score mod as the kernel reads them.
 
   Args:
-    term: structure of the score mod's term, which has no table.
-    arrays: its arrays, [B or 1, H or 1, T or 1, S or 1] or [B or 1, 1].
+    term: structure of the score mod's term.
+    arrays: its arrays, [B or 1, H or 1, T or 1, S or 1] or [B or 1, 1], or tables by distance [1, H
+      or 1, n], which few rows only take.
     coordinates: those that the caller has, int32 with the same axes; others are left out.
     shape: static shape of a step.
     rows_of: see `RowsOf`.
   """
   found: dict[str, list[jax.Array]] = {kind: [] for kind in (FIXED, STEP, KEYS, PAIRS)}
+  tables, added = mod_lines.tables(term), mod_lines.without_tables(term)
 
   def add(x: jax.Array) -> ModArray:
     x = _bits(x.reshape(x.shape[0], 1, 1, 1) if x.ndim == 2 else x)
@@ -58,7 +61,10 @@ def make_inputs(term: jax.tree_util.PyTreeDef, arrays: Sequence[jax.Array],
     found[kind].append(x)
     return ModArray(kind, len(found[kind]) - 1)
 
-  places = tuple(map(add, arrays))
+  of_tables = [(arrays[n], first) for n, first in tables.items()]
+  places = tuple(ModArray(LINES, [*tables].index(n), tables[n], x.shape[2]) if n in tables
+                 else add(x) for n, x in enumerate(arrays))
+  term = added
   read = coordinates_read(term)
   named = tuple((name, add(x)) for name, x in coordinates.items() if name in read)
   def numbers(kind: str) -> jax.Array | None:
@@ -78,7 +84,8 @@ def make_inputs(term: jax.tree_util.PyTreeDef, arrays: Sequence[jax.Array],
     keys = dense_operands.pad_axis(keys, 1, -keys.shape[1] % SUBLANES)
     keys = dense_operands.pad_axis(keys, 2, -keys.shape[2] % shape.layout.block_kv)
   form = ModForm(term, places, named, shared, 0 if keys is None else keys.shape[1])
-  return ModInputs(form, numbers(FIXED), numbers(STEP), keys)
+  return ModInputs(form, numbers(FIXED), numbers(STEP), keys,
+                   mod_lines.make(of_tables, shape, rows_of))
 
 
 def coordinates_read(term: jax.tree_util.PyTreeDef) -> tuple[str, ...]:
@@ -103,7 +110,8 @@ def vmem_bytes(shape: StepShape, mods: ModInputs | None) -> int:
   rows, block_kv = cdiv(shape.group_rows, LANES) * LANES, shape.layout.block_kv
   keys = (shape.layout.slots + 1) * mods.form.key_rows * block_kv
   count = len(mods.form.arrays) + len(mods.form.coordinates)
-  return 4 * (keys + 4 * shape.head_groups * rows * LANES + count * rows * block_kv)
+  lines = 0 if mods.lines is None else 2 * mods.lines.size  # two blocks are in flight
+  return 4 * (keys + 4 * shape.head_groups * rows * LANES + count * rows * block_kv + lines)
 
 
 def vmem_limit(shape: StepShape, dtype: DTypeLike, mods: ModInputs | None) -> int:
@@ -152,6 +160,9 @@ def _read(k: KernelRefs, form: ModForm, tile: TileIndex, group: Index, axis: int
     ref = k.mods.fixed if x.kind == FIXED else k.mods.by_step
     found = ref[0, group]
     return found[:, x.number:x.number + 1] if axis == 1 else found[x.number:x.number + 1]
+  if x.kind == LINES:
+    assert k.mods is not None and axis == 1
+    return mod_lines.read(k, tile, k.mods.lines, group, x)
   buffer, rows = k.buffers[len(k.shape.layout.buffers())], k.shape.group_rows
   if x.kind == PAIRS:  # with few rows only
     assert axis == 1

@@ -1,0 +1,93 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Tables by distance in the ragged kernel: a line of numbers for each row, which is read in order.
+
+A row of a step is a query and a query head. Its line has the number of each distance between a key
+and the first query of the step, moved by the place of its own query: all rows read the same part of
+their lines for a block of keys. Beyond the table a line repeats its ends, so that the part may
+begin anywhere.
+"""
+
+from typing import Callable, Sequence
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+import jax.numpy as jnp
+
+from attn_core.kernels.tpu.ragged.common import Index, KernelRefs, Ref, StepShape, TileIndex
+from attn_core.kernels.tpu.ragged.kv_layout import LANES
+from attn_core.kernels.tpu.ragged.mod_form import ModArray
+from attn_core.score_mods import terms
+from attn_core.score_mods.score_mod import Composed, ScoreMod, of_structure
+from attn_core.types import cdiv
+
+MOST_BYTES = 4 * 2**20  # of vector memory, for the lines of all tables
+
+
+def tables(structure: jax.tree_util.PyTreeDef) -> dict[int, int]:
+  """Returns {number of the array: distance of its first number} of the tables of a term."""
+  def of_term(term: ScoreMod) -> dict[int, int]:
+    if isinstance(term, Composed):
+      return of_term(term.first) | of_term(term.second)
+    if not isinstance(term, terms.Distance):
+      return {}
+    number, = jax.tree.leaves(term)
+    return {number: term.first}
+  return of_term(of_structure(structure))
+
+
+def without_tables(structure: jax.tree_util.PyTreeDef) -> jax.tree_util.PyTreeDef:
+  """Returns a term that adds what was read in place of looking it up."""
+  def of_term(term: ScoreMod) -> ScoreMod:
+    if isinstance(term, Composed):
+      return Composed(of_term(term.first), of_term(term.second))
+    return terms.Add(term.values) if isinstance(term, terms.Distance) else term
+  return jax.tree.structure(of_term(of_structure(structure)))
+
+
+def part_length(block_kv: int) -> int:
+  """Returns how many numbers a block of keys reads: whole lanes, with one more to begin in."""
+  return (cdiv(block_kv, LANES) + 1) * LANES
+
+
+def length(sizes: Sequence[int], shape: StepShape) -> int:
+  """Returns the length of the lines of tables of these sizes."""
+  part = part_length(shape.layout.block_kv)
+  return part + cdiv(max(sizes) + shape.block_q, LANES) * LANES + part
+
+
+def make(of_tables: Sequence[tuple[jax.Array, int]], shape: StepShape,
+         rows_of: Callable[[jax.Array], jax.Array]) -> jax.Array | None:
+  """Returns the lines, the bits of float32 [tables, head_groups, group_rows, length].
+
+  Args:
+    of_tables: (table [1, H or 1, n], distance of its first number).
+    shape: static shape of a step.
+    rows_of: see `row_mods.RowsOf`; it takes one array for all steps.
+  """
+  if not of_tables:
+    return None
+  assert shape.few_rows
+  before = part_length(shape.layout.block_kv)
+  size = length([x.shape[2] for x, _ in of_tables], shape)
+  def line(table: jax.Array) -> jax.Array:
+    wide = jnp.pad(table.astype(jnp.float32), (
+        (0, 0), (0, 0), (before + shape.block_q, size)), mode="edge")
+    rows = rows_of(wide[:, :, None])  # [1, key_heads, block_q, G, ...]
+    moved = [rows[:, :, q, :, shape.block_q - q:shape.block_q - q + size]
+             for q in range(shape.block_q)]
+    return jnp.stack(moved, 2).reshape(shape.head_groups, shape.group_rows, size)
+  return lax.bitcast_convert_type(jnp.stack([line(x) for x, _ in of_tables]), jnp.int32)
+
+
+def read(k: KernelRefs, tile: TileIndex, lines: Ref, group: Index, x: ModArray) -> jax.Array:
+  """Returns the numbers of a block of keys, the bits of [group_rows, block_kv]."""
+  block, before = k.shape.layout.block_kv, part_length(k.shape.layout.block_kv)
+  # The number of distance `first` is at place `before` of the line of the first query.
+  start = tile.block * block - tile.step.query_begin - x.first + before
+  start = jnp.clip(start, 0, before + x.size + k.shape.block_q)
+  aligned = pl.multiple_of(lax.div(start, jnp.int32(LANES)) * LANES, LANES)
+  found = lines[x.number, group, :, pl.ds(aligned, before)]
+  return pltpu.roll(found, lax.rem(before - (start - aligned), jnp.int32(before)), 1)[:, :block]
