@@ -34,7 +34,7 @@ import numpy as np
 
 from attn_core.kernels.common import dense_operands, matmul_precision
 from attn_core.kernels.common.contract import BackwardResiduals, Kernel, Residuals
-from attn_core.kernels.xla import cpu_math
+from attn_core.kernels.xla import cpu_math, one_key
 from attn_core.masks import block_map, mask as mask_lib, materialize
 from attn_core.types import AttentionSpec, BlockSizes, Operands, are_known
 
@@ -65,6 +65,8 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
   """Computes out [B, T, H, E] and lse [B, H, T]; see `contract.ForwardFn`."""
   del block_sizes
   dense_operands.assert_operands(operands)
+  if _sees_one_key(operands, spec):
+    return one_key.forward(operands, spec)
   inputs = _inputs(operands, spec)
   weights, lse = _softmax(inputs)
   out = inputs.product(inputs.narrow(weights), inputs.value, 2, 1)
@@ -83,6 +85,8 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
   """
   del block_sizes
   dense_operands.assert_operands(operands)
+  if _sees_one_key(operands, spec):
+    return one_key.backward(operands, spec, residuals, cotangents, wrt)
   inputs = _inputs(operands, spec)
   row_scalars = lambda x: inputs.merged(inputs.rows_of(x.swapaxes(1, 2)[..., None]))
   d_out, d_lse = inputs.merged(inputs.rows_of(cotangents.out)), row_scalars(cotangents.lse)
@@ -203,20 +207,25 @@ def _inputs(operands: Operands, spec: AttentionSpec) -> _Inputs:
   """Returns the operands for the products."""
   key_heads, queries = operands.key.shape[2], operands.query.shape[1]
   seen = None if sees_all(operands, spec) else _visible(operands, spec)
-  # A visible infinity would have no weight. Where it is the only key, inf - inf is NaN.
-  alone = seen is None and are_known(operands.key.shape[1]) and operands.key.shape[1] == 1
+  # A visible infinity would have no weight.
   fill = functools.partial(cpu_math.fill_nonfinite, np.nan)
-  rows = _rows_of(operands.query if alone else fill(operands.query), key_heads)
+  rows = _rows_of(fill(operands.query), key_heads)
   # Where keys are as wide as values, a key takes the NaN of its value while it is transposed.
   with_value = operands.key.shape == operands.value.shape
-  found = (() if alone else (operands.key,)) + ((operands.value,) if with_value else ())
-  key = (fill(operands.key, *found) if found else operands.key).transpose(0, 2, 1, 3)
+  found = (operands.key, operands.value) if with_value else (operands.key,)
+  key = fill(operands.key, *found).transpose(0, 2, 1, 3)
   value = cpu_math.fill_nonfinite(0.0, operands.value).transpose(0, 2, 1, 3)
   empty = _empty_rows(operands, spec, seen)
   empty = None if empty is None else jnp.broadcast_to(empty, (*rows.shape[:3], 1))
   rows, key, value = (x.reshape(-1, *x.shape[2:]) for x in (rows, key, value))
   return _Inputs(rows, key, value, seen, empty, key_heads, queries,
                  None if with_value else _nan_values(operands, spec), spec)
+
+
+def _sees_one_key(operands: Operands, spec: AttentionSpec) -> bool:
+  """Returns whether there is a single key, and no query that does not see it."""
+  keys = operands.key.shape[1]
+  return are_known(keys) and keys == 1 and sees_all(operands, spec)
 
 
 def _dot(left: jax.Array, right: jax.Array, axes: tuple[int, int],
