@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 import numpy as np
 
+from attn_core.types import are_known
+
 Tree = TypeVar("Tree")  # a pytree of arrays
 
 # exp(x) = 2^n * exp(r) with n = round(x / log 2), |r| <= log(2) / 2, and exp(r) by a polynomial
@@ -25,6 +27,9 @@ _COEFFICIENTS = (0.499992311, 0.166671142, 0.0418901481, 0.00831252150)
 _LOG2_HIGH = 0.693359375  # log(2) in two parts: n * high is exact
 _LOG2_LOW = float(np.log(2.0)) - _LOG2_HIGH
 _ROUND = np.float32(1.5 * 2**23)  # adding it leaves the nearest integer in the low bits
+# XLA:CPU starts a second thread for a function that has more operations than bytes, from about 5,000
+# numbers on, which takes longer than these; and for any from about this many on.
+_SMALL = 2**17
 _SMALLEST = -88.0  # from here on the result is 0
 
 
@@ -133,8 +138,10 @@ def fill_nonfinite(filler: float, x: jax.Array, *others: jax.Array) -> jax.Array
   # By integers: XLA:CPU chooses between bfloat16 numbers as float32, and multiplies these.
   bits = lambda y: lax.bitcast_convert_type(y, jnp.uint16)
   exponent, replaced = (jnp.asarray(n, jnp.uint16) for n in (0x7f80, 0x7fc0 if filler else 0))
-  found = functools.reduce(jnp.logical_or, ((bits(y) & exponent) == exponent for y in others))
-  return lax.bitcast_convert_type(jnp.where(found, replaced, bits(x)), x.dtype)
+  finite = [(bits(y) & exponent) != exponent for y in others]
+  if are_known(*x.shape) and x.size < _SMALL:
+    finite = [apart(y) for y in finite]
+  return lax.bitcast_convert_type(jnp.where(_all(finite), bits(x), replaced), x.dtype)
 
 
 @fill_nonfinite.defjvp
@@ -142,6 +149,11 @@ def _fill_nonfinite_jvp(filler: float, primals: tuple,
                         tangents: tuple) -> tuple[jax.Array, jax.Array]:
   finite = _all(jnp.isfinite(y) for y in primals[1:] or primals)
   return fill_nonfinite(filler, *primals), jnp.where(finite, tangents[0], 0)
+
+
+def apart(x: jax.Array) -> jax.Array:
+  """Returns x, which XLA:CPU computes in another function than what reads it."""
+  return lax.platform_dependent(x, cpu=lax.optimization_barrier, default=lambda x: x)
 
 
 def _all(conditions: Iterable[jax.Array]) -> jax.Array:
