@@ -27,8 +27,8 @@ _COEFFICIENTS = (0.499992311, 0.166671142, 0.0418901481, 0.00831252150)
 _LOG2_HIGH = 0.693359375  # log(2) in two parts: n * high is exact
 _LOG2_LOW = float(np.log(2.0)) - _LOG2_HIGH
 _ROUND = np.float32(1.5 * 2**23)  # adding it leaves the nearest integer in the low bits
-# XLA:CPU starts a second thread for a function that has more operations than bytes, from about 5,000
-# numbers on, which takes longer than these; and for any from about this many on.
+# XLA:CPU starts a second thread for a function that has more operations than bytes from about 5,000
+# numbers on, which takes longer than they do, and for any function from about this many on.
 _SMALL = 2**17
 _SMALLEST = -88.0  # from here on the result is 0
 
