@@ -329,9 +329,23 @@ def _not_an_array(used: str, meant: str = "attention(...).attention_outputs") ->
 
 def _refuse(operation: str) -> Callable[..., object]:
   """Returns a method that refuses an operation of arrays."""
-  def refuse(self: AttentionOutput, *operands: object, copy: bool | None = None) -> object:
+  def refuse(self: AttentionOutput, *x: object, copy: object = None, out: object = None) -> object:
     raise _not_an_array(operation)
   return refuse
+
+
+def _refuse_conversion(self: AttentionOutput) -> object:
+  """Raises a TypeError alone: `hasattr` and `getattr` would hide an AttributeError."""
+  raise TypeError(_not_an_array("Conversion to an array"))
+
+
+def _compare(operation: str) -> Callable[..., object]:
+  """Returns `==` or `!=`, which is that of tuples; an array or a number is refused."""
+  def compare(self: AttentionOutput, other: object) -> object:
+    if isinstance(other, (Array, np.ndarray, np.generic, int, float, complex)):
+      raise _not_an_array(operation)
+    return getattr(tuple, operation)(self, other)
+  return compare
 
 
 def _missing_attribute(self: AttentionOutput, name: str) -> object:
@@ -349,13 +363,17 @@ def _item(self: AttentionOutput, index: int | slice) -> object:
   raise _not_an_array("An index of an array", "attention(...).attention_outputs[...]")
 
 
-# A tuple would answer `* 2` and `+ (x,)` in silence. Arrays of jax and numpy leave `x + output` to
-# the output, and call the last two to convert it. Set here, so that a type checker reports them.
-_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
-for _name in (*_BINARY, *(f"r{_name}" for _name in _BINARY), "neg", "pos", "abs", "invert",
-              "jax_array", "array"):
+# A tuple would answer `* 2`, `== 0` and `+ (x,)` in silence. Set here, so that a type checker
+# reports them. JAX reads `__jax_array__`, jax.grad of a function that returns the tuple, too.
+_BINARY = "add sub mul truediv floordiv mod divmod pow matmul and or xor lshift rshift".split()
+for _name in (*_BINARY, *(f"r{_name}" for _name in _BINARY), "lt", "le", "gt", "ge", "neg", "pos",
+              "abs", "invert", "array"):
   setattr(AttentionOutput, f"__{_name}__", _refuse(f"__{_name}__"))
-setattr(AttentionOutput, "__array_ufunc__", None)  # arrays of numpy defer to the methods above
+for _name in ("__eq__", "__ne__"):
+  setattr(AttentionOutput, _name, _compare(_name))
+setattr(AttentionOutput, "__array_ufunc__", _refuse("A function of numpy"))
+setattr(AttentionOutput, "__array_function__", _refuse("A function of numpy"))
+setattr(AttentionOutput, "__jax_array__", property(_refuse_conversion))
 setattr(AttentionOutput, "__getitem__", _item)
 setattr(AttentionOutput, "__getattr__", _missing_attribute)
 

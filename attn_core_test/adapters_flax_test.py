@@ -40,6 +40,17 @@ def assert_close(found, expected, tolerance=5e-6):
   jax.tree.map(compare, found, expected)
 
 
+def place_cache(mesh, x):
+  """Places keys and values of a cache by rows and heads, and everything else on all devices."""
+  spec = P("data", None, "model") if x.ndim == 4 else P()
+  return jax.device_put(x, NamedSharding(mesh, spec))
+
+
+def assert_same_shardings(test, found, expected):
+  for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    test.assertTrue(one.sharding.is_equivalent_to(other.sharding, one.ndim))
+
+
 class NnxTest(parameterized.TestCase):
 
   def setUp(self):
@@ -92,30 +103,55 @@ class NnxTest(parameterized.TestCase):
       assert_close(found, step(theirs, token))
       assert_close(found, whole[:, index:index + 1])
 
-  @parameterized.parameters(flax_attention_fn, QUADRATIC)
-  def test_explicit_axes(self, function):
+  def placed(self, layer, mesh):
+    """Returns (graph, weights, rest); heads lie over "model", rows of a cache over "data"."""
+    def place(path, x):
+      spec = P() if x.ndim == 1 else P("model") if "out" in str(path) else P(
+          *[None] * (x.ndim - 2), "model")
+      return jax.device_put(x, NamedSharding(mesh, spec))
+    graph, weights, rest = self.nnx.split(layer, self.nnx.Param, ...)
+    return (graph, jax.tree_util.tree_map_with_path(place, weights),
+            jax.tree.map(functools.partial(place_cache, mesh), rest))
+
+  @parameterized.product(kind=(AxisType.Explicit, AxisType.Auto),
+                         function=(flax_attention_fn, QUADRATIC))
+  def test_batch_and_heads_over_a_mesh(self, kind, function):
     """Checks rows over one axis and heads over another, which the weights bring."""
-    x, mesh = normal(B, T, FEATURES), mesh_of(AxisType.Explicit)
-    graph, weights, rest = self.nnx.split(self.layer(function), self.nnx.Param, ...)
-    def place(path, weight):
-      spec = P("model") if "out" in str(path) else P(*[None] * (weight.ndim - 2), "model")
-      return jax.device_put(weight, NamedSharding(mesh, P() if weight.ndim == 1 else spec))
-    def run(weights, x, **options):
+    x, mesh = normal(B, T, FEATURES), mesh_of(kind)
+    def run(graph, weights, rest, x, **options):
       def loss(weights, x):
         layer = self.nnx.merge(graph, weights, rest)
         out = layer(x, is_causal=True, **options)
         return (out**2).sum(), out
       return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(weights, x)
-    want = run(weights, x)
-    weights = jax.tree_util.tree_map_with_path(place, weights)
+    want = run(*self.nnx.split(self.layer(), self.nnx.Param, ...), x)
     with jax.set_mesh(mesh):
-      rest = jax.device_put(rest, NamedSharding(mesh, P()))
-      got = run(weights, jax.device_put(x, NamedSharding(mesh, P("data"))),
-                out_sharding=P("data"))
+      graph, weights, rest = self.placed(self.layer(function), mesh)
+      got = run(graph, weights, rest, jax.device_put(x, NamedSharding(mesh, P("data"))),
+                out_sharding=P("data") if kind == AxisType.Explicit else None)
     assert_close(got, want, 1e-5)
     (_, out), (of_weights, of_x) = got
     self.assertEqual([x.sharding.spec[0] for x in (out, of_x)], ["data"] * 2)
-    self.assertEqual(jax.tree.map(jax.typeof, of_weights), jax.tree.map(jax.typeof, weights))
+    assert_same_shardings(self, of_weights, weights)
+
+  @parameterized.parameters(AxisType.Explicit, AxisType.Auto)
+  def test_decoding_over_a_mesh(self, kind):
+    x, mesh = normal(B, T, FEATURES), mesh_of(kind)
+    want, layer = self.layer()(x, is_causal=True), self.layer(flax_attention_fn, decode=True)
+    layer.init_cache(x.shape)
+    sharding = P("data") if kind == AxisType.Explicit else None
+    with jax.set_mesh(mesh):
+      graph, weights, cache = self.placed(layer, mesh)
+      @jax.jit
+      def step(cache, x):
+        layer = self.nnx.merge(graph, weights, cache)
+        return layer(x, out_sharding=sharding), self.nnx.split(layer, self.nnx.Param, ...)[2]
+      first = cache
+      for index in range(T):
+        token = jax.device_put(x[:, index:index + 1], NamedSharding(mesh, P("data")))
+        found, cache = step(cache, token)
+        assert_close(found, want[:, index:index + 1])
+    assert_same_shardings(self, cache, first)
 
   @parameterized.parameters((jnp.bfloat16, jnp.bfloat16), (None, jnp.float32))
   def test_dtype(self, dtype, expected):
@@ -199,27 +235,63 @@ class LinenTest(parameterized.TestCase):
         found.append(out)
       assert_close(*found)
 
-  def test_decoding_over_auto_axes(self):
-    """Checks a cache whose rows and heads are sharded over axes that no metadata names."""
-    x, mesh = normal(B, T, FEATURES), mesh_of(AxisType.Auto)
-    variables = self.layer(decode=True).init(jax.random.key(0), x)
-    layer, whole = self.layer(flax_attention_fn, decode=True), self.layer(flax_attention_fn)
-    want = whole.apply({"params": variables["params"]}, x,
-                       mask=self.linen.make_causal_mask(jnp.ones((B, T))))
-    place = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))
-    cache = jax.tree.map(lambda x: place(x, *(("data", None, "model") if x.ndim == 4 else ())),
-                         variables["cache"])
-    params = place(variables["params"])
-    step = jax.jit(lambda cache, x: layer.apply(
-        {"params": params, "cache": cache}, x, mutable=["cache"]), donate_argnums=0)
-    shardings = jax.tree.map(lambda x: x.sharding, cache)
+  def on_a_mesh(self, kind, function, **options):
+    """Returns a mesh, a layer whose heads it may shard, and a function that places parameters.
+
+    The output projection sums over all heads: with Explicit axes its product has to name the
+    sharding of the sum.
+    """
+    if kind == AxisType.Explicit:
+      options["out_dot_general"] = functools.partial(jax.lax.dot_general, out_sharding=P("data"))
+    mesh = mesh_of(kind)
+    def place(path, x):
+      spec = P("model") if x.ndim == 2 else P(None, "model")
+      if "out" in str(path):
+        spec = P("model") if x.ndim == 3 else P()
+      return jax.device_put(x, NamedSharding(mesh, spec))
+    return (mesh, self.layer(function, **options),
+            functools.partial(jax.tree_util.tree_map_with_path, place))
+
+  @parameterized.product(kind=(AxisType.Explicit, AxisType.Auto),
+                         function=(flax_attention_fn, QUADRATIC))
+  def test_batch_and_heads_over_a_mesh(self, kind, function):
+    x, mask = normal(B, T, FEATURES), self.linen.make_causal_mask(jnp.ones((B, T)))
+    mesh, layer, place = self.on_a_mesh(kind, function)
+    variables = self.layer().init(jax.random.key(0), x)
+    def results(layer, variables, x, mask):
+      def loss(variables, x):
+        out = layer.apply(variables, x, mask=mask)
+        return (out**2).sum(), out
+      return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(variables, x)
+    want = results(self.layer(), variables, x, mask)
     with jax.set_mesh(mesh):
+      rows = NamedSharding(mesh, P("data"))
+      placed = place(variables)
+      got = results(layer, placed, jax.device_put(x, rows), jax.device_put(mask, rows))
+    assert_close(got, want, 1e-5)
+    (_, out), (of_variables, of_x) = got
+    self.assertEqual([x.sharding.spec[0] for x in (out, of_x)], ["data"] * 2)
+    assert_same_shardings(self, of_variables, placed)
+
+  @parameterized.parameters(AxisType.Explicit, AxisType.Auto)
+  def test_decoding_over_a_mesh(self, kind):
+    """Checks a cache whose rows and heads are sharded over axes that no metadata names."""
+    x = normal(B, T, FEATURES)
+    variables = self.layer(decode=True).init(jax.random.key(0), x)
+    mesh, layer, place = self.on_a_mesh(kind, flax_attention_fn, decode=True)
+    want = self.layer().apply({"params": variables["params"]}, x,
+                              mask=self.linen.make_causal_mask(jnp.ones((B, T))))
+    with jax.set_mesh(mesh):
+      cache = first = jax.tree.map(functools.partial(place_cache, mesh), variables["cache"])
+      params = place(variables["params"])
+      step = jax.jit(lambda cache, x: layer.apply(
+          {"params": params, "cache": cache}, x, mutable=["cache"]))
       for index in range(T):
-        found, state = step(cache, place(x[:, index:index + 1], "data"))
+        token = jax.device_put(x[:, index:index + 1], NamedSharding(mesh, P("data")))
+        found, state = step(cache, token)
         cache = state["cache"]
         assert_close(found, want[:, index:index + 1])
-    self.assertTrue(jax.tree.all(jax.tree.map(
-        lambda x, sharding: x.sharding.is_equivalent_to(sharding, x.ndim), cache, shardings)))
+    assert_same_shardings(self, cache, first)
 
   def test_dropout_dtype_and_softmax(self):
     x = normal(B, T, FEATURES)

@@ -14,6 +14,7 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import numpy as np
 
 from attn_core import OperationMetadata, create_mesh
@@ -63,9 +64,10 @@ class KerasTest(parameterized.TestCase):
     layer.build((B, T, FEATURES), (B, T, FEATURES))
     return layer
 
-  def results(self, layer, x, **options):
+  def results(self, layer, x, weights=None, **options):
     """Returns the output of a layer, and the gradients of its weights and of its input."""
-    weights = [variable.value for variable in layer.trainable_variables]
+    weights = [variable.value for variable in layer.trainable_variables] if weights is None else (
+        weights)
     def loss(weights, x):
       out, _ = layer.stateless_call(weights, [], x, x, **options)
       return (out**2).mean(), out
@@ -79,6 +81,32 @@ class KerasTest(parameterized.TestCase):
     x = normal(B, T, FEATURES)
     assert_close(self.results(self.layer(function=function), x, **options),
                  self.results(self.layer(), x, **options))
+
+  @parameterized.parameters((AxisType.Explicit, False), (AxisType.Auto, True))
+  def test_layer_over_a_mesh(self, kind, has_heads):
+    """Checks rows over one axis and, by the weights, heads over another.
+
+    The output projection of Keras sums over all heads, and cannot name the sharding of its sum: it
+    raises JAX's error where an Explicit axis shards heads.
+    """
+    x = normal(B, T, FEATURES)
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2)
+    layer, options = self.layer(function=keras_dot_product_attention), {"use_causal_mask": True}
+    want = self.results(self.layer(), x, **options)
+    def place(variable):
+      spec = P("model") if variable.ndim == 2 else P(None, "model")
+      if "output" in variable.path:
+        spec = P("model") if variable.ndim == 3 else P()
+      return jax.device_put(variable.value, NamedSharding(mesh, spec if has_heads else P()))
+    with jax.set_mesh(mesh):
+      weights = [place(variable) for variable in layer.trainable_variables]
+      rows = jax.device_put(x, NamedSharding(mesh, P("data")))
+      got = self.results(layer, rows, weights, **options)
+    assert_close(got, want)
+    (_, out), (of_weights, of_x) = got
+    self.assertEqual([x.sharding.spec[0] for x in (out, of_x)], ["data"] * 2)
+    for one, other in zip(of_weights, weights, strict=True):
+      self.assertTrue(one.sharding.is_equivalent_to(other.sharding, one.ndim))
 
   def test_layer_with_the_operation_of_keras_replaced(self):
     x = normal(B, T, FEATURES)

@@ -252,6 +252,12 @@ class AxlearnTest(parameterized.TestCase):
     super().setUp()
     self.kinds = {name: type(name, (FakeBias,), {}) for name in (
         "MaskFnAttentionBias", "SegmentIdAttentionBias")}
+    positions = ("target_positions", "source_positions")
+    jax.tree_util.register_pytree_node(
+        self.kinds["MaskFnAttentionBias"],
+        lambda bias: (tuple(getattr(bias, name) for name in positions), bias.mask),
+        lambda mask, arrays: self.kinds["MaskFnAttentionBias"](
+            mask=mask, **dict(zip(positions, arrays))))
     bias = module("axlearn.common.attention_bias", split=fake_split,
                   CompositeAttentionBias=FakeComposite, **self.kinds)
     self.utils = module("utils", BACKENDS={"tpu": [object], "cpu": [object]})
@@ -292,16 +298,17 @@ class AxlearnTest(parameterized.TestCase):
     sinks = jnp.ones(H)
     def seen(query, key):
       return (query >= key) & (query < key + 3)
-    bias = FakeComposite([
-        self.kinds["MaskFnAttentionBias"](mask=seen, target_positions=positions,
-                                          source_positions=positions),
-        self.kinds["SegmentIdAttentionBias"](segment_ids=ids), FakeBias(added)])
-    batch = self.batch(bias)
-    batch["logit_sink"] = sinks
+    def run(positions, ids):
+      """Takes arrays as axlearn's `shard_map` does, which traces those of biases."""
+      batch = self.batch(FakeComposite([
+          self.kinds["MaskFnAttentionBias"](mask=seen, target_positions=positions,
+                                            source_positions=positions),
+          self.kinds["SegmentIdAttentionBias"](segment_ids=ids), FakeBias(added)]))
+      batch["logit_sink"] = sinks
+      return self.make(softmax_scale=0.5)(batch)
     expected = adapters.dot_product_attention(
         *operands(), added, masks.window(2, 0) & masks.segments(ids), scale=0.5, softmax_aux=sinks)
-    np.testing.assert_allclose(jax.jit(
-        lambda: self.make(softmax_scale=0.5)(batch))(), expected, atol=2e-6)
+    np.testing.assert_allclose(jax.jit(run)(positions, ids), expected, atol=2e-6)
 
   def test_a_bias_that_is_not_in_a_composite(self):
     ids, added = jnp.array([[1] * 5 + [2] * 3, [1] * 8]), jnp.eye(T)[None, None]

@@ -18,14 +18,17 @@ X = np.ones((1, 4, 2, 8), np.float32)
 OUTPUT = AttentionOutput(jnp.asarray(X), lse=jnp.zeros((1, 2, 4)))
 BINARY = (operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv,
           operator.mod, operator.pow, operator.matmul, operator.and_, operator.or_, operator.xor,
-          operator.iadd, operator.imul)
+          operator.lshift, operator.rshift, divmod, operator.iadd, operator.imul, operator.lt,
+          operator.le, operator.gt, operator.ge, operator.eq, operator.ne)
 USES = {
     "neg": lambda x: -x, "abs": abs, "reshape": lambda x: x.reshape(-1), "shape": lambda x: x.shape,
     "astype": lambda x: x.astype("bfloat16"), "T": lambda x: x.T, "sum": jnp.sum,
     "asarray": jnp.asarray, "numpy": np.asarray, "gelu": jax.nn.gelu,
     "einsum": lambda x: jnp.einsum("bthd->bt", x), "tuple": lambda x: x + (1,),
     "tuple_before": lambda x: (1,) + x, "index": lambda x: x[..., 0], "rows": lambda x: x[:, 0],
-    "jit": jax.jit(lambda x: jnp.ones(3) * x)}
+    "jit": jax.jit(lambda x: jnp.ones(3) * x), "numpy_sum": np.sum, "numpy_exp": np.exp,
+    "where": lambda x: jnp.where(x > 0, x, 0), "max": lambda x: max(x, 0),
+    "sum_of_two": lambda x: sum([x, x]), "numpy_in_place": lambda x: operator.iadd(X.copy(), x)}
 
 
 class ArithmeticTest(parameterized.TestCase):
@@ -35,8 +38,6 @@ class ArithmeticTest(parameterized.TestCase):
     other = {"int": 2, "float": 2.5, "array": X}[kind]
     with self.assertRaisesRegex(TypeError, r"attention\(\.\.\.\)\.attention_outputs.*`\.out`"):
       operation(OUTPUT, other)
-    if operation in (operator.iadd, operator.imul):
-      return  # numpy's operators in place defer to nothing
     for array in (jnp.asarray(other), np.asarray(other)):
       with self.assertRaisesRegex(TypeError, "attention_outputs"):
         operation(array, OUTPUT)
@@ -45,6 +46,12 @@ class ArithmeticTest(parameterized.TestCase):
   def test_other_uses_are_refused(self, name):
     with self.assertRaisesRegex(TypeError, "attention_outputs"):
       USES[name](OUTPUT)
+
+  @parameterized.parameters(jax.grad, jax.value_and_grad)
+  def test_the_gradient_of_a_function_that_returns_it(self, transformation):
+    with self.assertRaisesRegex(TypeError, "only defined for scalar-output.*AttentionOutput") as e:
+      transformation(attention)(X, X, X)
+    self.assertIn("`attention(...).attention_outputs`", str(e.exception.__cause__))
 
   def test_an_attribute_that_no_array_has(self):
     with self.assertRaisesRegex(AttributeError, "^'AttentionOutput' object has no .* 'foo'$"):
@@ -69,6 +76,15 @@ class TupleTest(absltest.TestCase):
     self.assertIsInstance(OUTPUT, tuple)
     self.assertLen(OUTPUT, 4)
     self.assertIsNone(OUTPUT._replace(lse=None).lse)
+
+  def test_compares_with_tuples_and_with_what_is_no_array(self):
+    specs = AttentionOutput("data", None)
+    self.assertEqual(specs, AttentionOutput("data"))
+    self.assertEqual(specs, ("data", None, None, None))
+    self.assertNotEqual(specs, AttentionOutput("model"))
+    self.assertEqual(OUTPUT, OUTPUT)
+    self.assertNotIn(OUTPUT, (None, "data", specs))
+    self.assertEqual({specs: 1}[AttentionOutput("data")], 1)
 
   def test_remains_a_pytree(self):
     doubled = jax.tree.map(lambda x: 2 * x, OUTPUT)
