@@ -55,7 +55,7 @@ _cudnn = Implementation(sdpa.cudnn, _CUDNN, LINEAR_BANDED, capabilities.cudnn_li
 _flash = Implementation(flash.xla, _BLOCKWISE | _MODS, LINEAR, takes_symbols=True)
 _flash_tpu = Implementation(flash.tpu, _TPU | _MODS, LINEAR, capabilities.tpu_flash_limits,
                             derivatives=Rows(added=_flash.name, tangent=_flash.name))
-_flash_hopper = Implementation(flash.gpu, _HOPPER, LINEAR, capabilities.hopper_flash_limits,
+_flash_hopper = Implementation(flash.gpu, _HOPPER | _MODS, LINEAR, capabilities.hopper_flash_limits,
                                derivatives=Rows(tangent=_flash.name))
 _flash_gpu = _cudnn._replace(limits=capabilities.cudnn_gradient_limits, fallback=_flash)
 
@@ -70,7 +70,8 @@ def _over_shards(row: Implementation, run: _Run) -> Implementation:
 
 _ring = _over_shards(_flash, ring.xla)._replace(limits=capabilities.collective_limits)
 _ring_hopper = _over_shards(_flash_hopper, ring.gpu)._replace(
-    limits=capabilities.hopper_ring_limits, fallback=_ring)
+    features=_HOPPER - {"cache"} | {"sequence_layout"}, limits=capabilities.hopper_ring_limits,
+    fallback=_ring)
 _follows_no_lists = _flash_tpu._replace(features=_flash_tpu.features - {"selected"})
 _ring_tpu = _over_shards(_follows_no_lists, ring.tpu)._replace(limits=capabilities.tpu_ring_limits)
 _ring_tpu = _over_shards(_follows_no_lists, ring.tpu_remote)._replace(

@@ -25,6 +25,7 @@ from attn_core.kernels.common.contract import Residuals
 from attn_core.kernels.gpu import mosaic
 from attn_core.kernels.gpu.flash import backward, kernel as gpu_flash, tiling
 from attn_core.kernels.xla import flash as xla_flash
+from attn_core.types import operand
 from attn_core_test import (gpu_cases, gpu_faults, gpu_interpret, gpu_machine_code, property_cases,
                             sampling)
 from attn_core_test.gpu_cases import Case
@@ -73,6 +74,23 @@ class InterpretTest(parameterized.TestCase):
           found["bias"], interpret(run, operands, residuals, cotangents)["bias"])
     self.assertEqual(found["bias"].dtype, operands.bias.dtype)
     self.compare(found, {"bias": expected["bias"]}, case.dtype)
+
+  @parameterized.named_parameters(
+      (name, name) for name in sampling.names(gpu_cases.MODS, ("every_kind",)))
+  def test_score_mods(self, name):
+    case = gpu_cases.MODS[name]
+    operands = case.operands()
+    residuals, cotangents, expected = case.derivatives(operands, rounds=False)
+    def run(operands, residuals, cotangents):
+      return case.forward(operands), case.backward(operands, residuals, cotangents)
+    (out, lse), found = interpret(run, operands, residuals, cotangents)
+    self.assertEqual(set(found), set(expected))
+    for key, x in found.items():
+      self.assertEqual((x.shape, x.dtype), (operand(operands, key).shape,
+                                            operand(operands, key).dtype))
+    self.compare(found | {"out": out}, expected | {"out": residuals.out}, case.dtype)
+    size = max(1.0, np.abs(np.where(np.isfinite(lse), lse, 0)).max())
+    np.testing.assert_allclose(lse, residuals.lse, rtol=0, atol=1e-5 * size)
 
   @parameterized.named_parameters((name, name) for name in PROPERTIES)
   def test_properties(self, name):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core import OperationMetadata, attention, masks
+from attn_core import OperationMetadata, attention, masks, score_mods
 from attn_core.caches import pages, quantize
 from attn_core.kernels.common import paged_operands
 from attn_core.kernels.common.contract import Residuals
@@ -17,8 +17,8 @@ from attn_core.kernels.gpu.flash import kernel as gpu_flash, tiling
 from attn_core.kernels.gpu.split_kv import decode, paged as gpu_paged
 from attn_core.kernels.xla import flash as xla_flash
 from attn_core.references import oracle
-from attn_core.types import (DIFFERENTIABLE, AttentionSpec, BlockSizes, MaskOperands,
-                             Operands, PagedSpec)
+from attn_core.types import (AttentionSpec, BlockSizes, MaskOperands, Operands, PagedSpec,
+                             differentiable_names, operand, with_operands)
 from attn_core_test import property_cases, sampling
 
 KERNEL = gpu_flash.make_kernel(xla_flash.KERNEL)
@@ -62,6 +62,13 @@ class Case(NamedTuple):
   spec: dict = {}  # fields of AttentionSpec
   extras: dict = {}  # of Operands: name -> (shape, dtype)
   blocks: BlockSizes = BlockSizes()
+  mod: score_mods.ScoreMod | None = None
+
+  @property
+  def term(self) -> Any:
+    """The score mod as kernels evaluate it; None: there is none."""
+    shape = self.B, self.H, self.T, self.S or self.T
+    return None if self.mod is None else self.mod.lower(shape)
 
   @property
   def shapes(self) -> Operands:
@@ -72,7 +79,9 @@ class Case(NamedTuple):
               for name, (shape, dtype) in self.extras.items()}
     leaves = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(self.mask))
     found = Operands(of(self.B, self.T, self.H, self.D), of(self.B, S, K, self.D),
-                     of(self.B, S, K, E), mask=MaskOperands(leaves), **extras)
+                     of(self.B, S, K, E), mask=MaskOperands(leaves), **extras,
+                     mods=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype)
+                                for x in jax.tree.leaves(self.term)))
     return jax.eval_shape(self._store, found)
 
   def _store(self, operands: Operands) -> Operands:
@@ -87,12 +96,14 @@ class Case(NamedTuple):
     rng = np.random.default_rng(0)
     fill = lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype)
     leaves = tuple(map(jnp.asarray, jax.tree.leaves(self.mask)))
-    found = self._replace(stored=None).shapes._replace(mask=None)
-    return self._store(jax.tree.map(fill, found))._replace(mask=MaskOperands(leaves))
+    found = self._replace(stored=None).shapes._replace(mask=None, mods=())
+    return self._store(jax.tree.map(fill, found))._replace(
+        mask=MaskOperands(leaves), mods=tuple(jax.tree.leaves(self.term)))
 
   @property
   def full_spec(self) -> AttentionSpec:
-    return AttentionSpec(jax.tree.structure(self.mask), self.D**-0.5, **self.spec)
+    return AttentionSpec(jax.tree.structure(self.mask), self.D**-0.5,
+                         score_mod=jax.tree.structure(self.term), **self.spec)
 
   def forward(self, operands: Operands) -> tuple[Any, Any]:
     """Runs the kernel; returns (out, lse)."""
@@ -101,7 +112,7 @@ class Case(NamedTuple):
   @property
   def wrt(self) -> tuple[str, ...]:
     """Names of the operands that have gradients."""
-    return tuple(name for name in DIFFERENTIABLE if getattr(self.shapes, name) is not None)
+    return differentiable_names(self.shapes)
 
   def backward(self, operands: Operands, residuals: Residuals, cotangents: Residuals,
                wrt: tuple[str, ...] | None = None) -> dict:
@@ -110,13 +121,20 @@ class Case(NamedTuple):
     found = KERNEL.backward(operands, self.full_spec, self.blocks, residuals, cotangents, wrt)
     return dict(zip(wrt, found))
 
-  def derivatives(self, operands: Operands) -> tuple[Residuals, Residuals, dict]:
-    """Returns (residuals, random cotangents, the oracle's backward of these in float64)."""
+  def derivatives(self, operands: Operands, *,
+                  rounds: bool = True) -> tuple[Residuals, Residuals, dict]:
+    """Returns (residuals, random cotangents, the oracle's backward of these in float64).
+
+    Args:
+      operands: the arrays.
+      rounds: whether the output has the dtype of the call; otherwise float32, so that sums over all
+        pairs are exact.
+    """
     rng = np.random.default_rng(1)
     with jax.enable_x64(True):
-      wide = {name: getattr(operands, name).astype(jnp.float64) for name in self.wrt}
+      wide = {name: operand(operands, name).astype(jnp.float64) for name in self.wrt}
       def run(arrays):
-        output = oracle.attention(operands._replace(**arrays), self.full_spec)
+        output = oracle.attention(with_operands(operands, arrays), self.full_spec)
         return output.attention_outputs, output.lse
       (out, lse), pull = jax.vjp(run, wide)
       dtype = operands.query.dtype
@@ -124,8 +142,8 @@ class Case(NamedTuple):
       d_lse = jnp.where(jnp.isfinite(lse), jnp.asarray(rng.normal(size=lse.shape)), 0)
       d_lse = d_lse.astype(jnp.float32)
       expected, = pull((d_out.astype(jnp.float64), d_lse.astype(jnp.float64)))
-      return (Residuals(out.astype(dtype), lse.astype(jnp.float32)), Residuals(d_out, d_lse),
-              expected)
+      out = out.astype(dtype if rounds else jnp.float32)
+      return Residuals(out, lse.astype(jnp.float32)), Residuals(d_out, d_lse), expected
 
   def oracle(self, operands: Operands) -> tuple[Any, Any]:
     """Returns (out, lse) in float32."""
@@ -133,7 +151,8 @@ class Case(NamedTuple):
       operands = operands._replace(
           key=quantize.dequantize(operands.key, operands.key_scale), key_scale=None,
           value=quantize.dequantize(operands.value, operands.value_scale), value_scale=None)
-    wide = {name: getattr(operands, name).astype(jnp.float32) for name in ("query", "key", "value")}
+    wide = {name: getattr(operands, name).astype(jnp.float32)
+            for name in ("query", "key", "value")}
     output = oracle.attention(operands._replace(**wide), self.full_spec)
     return output.attention_outputs, output.lse
 
@@ -186,6 +205,62 @@ BIASES = {
                                                   "sinks": ((1, 2), "float32")}),
     "all": Case(_EARLY, T=140, H=2, spec={"dropout_prob": 0.3, "logits_soft_cap": 3.0},
                 extras={"bias": ((1, 1, 1, 1), "float32"), **_WORDS}),
+}
+
+
+
+def _normal(*shape: int) -> np.ndarray:
+  return np.random.default_rng(shape).normal(size=shape).astype(np.float32)
+
+
+def _by_parity(score, batch, head, query, key, amount):
+  """A function of a score mod: of everything that it gets, and with branches."""
+  row = (batch + head).astype(score.dtype)
+  return jnp.where((key & 1) == 0, score * amount, score) + 0.1 * jnp.tanh(score) * row
+
+
+def _steep(score, batch, head, query, key, amount):
+  """Has an infinite derivative above the diagonal of a causal mask, and no value beyond that."""
+  return score + 0.1 * jnp.sqrt(amount * (query - key + 1).astype(score.dtype))
+
+
+def every_mod(heads: int, queries: int, keys: int) -> score_mods.ScoreMod:
+  """Returns a score mod of each kind but those of all pairs."""
+  return (score_mods.scale_by(_normal(1, 1, queries)) >> score_mods.alibi(0.1 * _normal(heads))
+          >> score_mods.soft_cap(3.0) >> score_mods.per_query(_normal(1, heads, queries))
+          >> score_mods.custom(_by_parity, _normal()) >> score_mods.per_key(_normal(1, 1, keys)))
+
+
+# Score mods, forward and backward.
+_SHIFTED = masks.offset(masks.causal(), np.array([3, -20], np.int32))  # queries that see nothing
+_MODDED = Case(_SHIFTED, B=2, T=70, S=130, H=2, K=1)
+MODS = {
+    "every_kind": _MODDED._replace(E=48, mod=every_mod(2, 70, 130)),
+    "alibi": _MODDED._replace(mod=score_mods.alibi(_normal(2))),
+    "alibi_per_row_symmetric": _MODDED._replace(
+        mod=score_mods.alibi(_normal(2, 2), symmetric=True)),
+    "alibi_at_positions": Case(
+        masks.positions(*[np.stack([7 * np.arange(70), 2**30 + np.arange(70)]).astype(np.int32)]
+                        * 2),
+        B=2, T=70, H=2, mod=score_mods.alibi(_normal(2), symmetric=True)),
+    "soft_cap_of_a_bias": _MODDED._replace(
+        mod=score_mods.soft_cap(2.0), extras={"bias": ((2, 1, 70, 130), "float32"),
+                                              "sinks": ((1, 2), "float32")}),
+    "soft_cap_of_a_row_bias": _MODDED._replace(
+        mod=score_mods.soft_cap(2.0), spec={"logits_soft_cap": 3.0},
+        extras={"bias": ((1, 2, 70, 1), "float32")}),
+    "dense": _MODDED._replace(
+        D=96, dtype="float16",
+        mod=score_mods.dense(_normal(1, 2, 70, 130)) >> score_mods.soft_cap(3.0)),
+    "dense_per_row_bfloat16": _MODDED._replace(
+        mod=score_mods.dense(jnp.asarray(_normal(2, 1, 70, 130), jnp.bfloat16))),
+    "dropout": _MODDED._replace(mod=every_mod(2, 70, 130), spec={"dropout_prob": 0.3},
+                                extras=_WORDS),
+    "steep": Case(T=140, mod=score_mods.custom(_steep, np.abs(_normal()))),
+    "huge": _MODDED._replace(mod=score_mods.scale_by(1e4 * _normal(1, 1, 70))
+                             >> score_mods.per_key(1e4 * _normal(2, 2, 130))),
+    "shared_keys": _MODDED._replace(D=192, E=128, mod=every_mod(2, 70, 130)),
+    "wide": _MODDED._replace(D=256, mod=every_mod(2, 70, 130)),
 }
 
 _DECODED_BLOCKS = BlockSizes(block_kv=128)
@@ -241,6 +316,8 @@ FEATURES = {
     "sinks": Case(extras={"sinks": ((1, HEADS), "float32")}),
     "soft_cap": Case(spec={"logits_soft_cap": 30.0}),
     "dropout": Case(spec={"dropout_prob": 0.1}, extras=_WORDS),
+    "alibi": Case(mod=score_mods.alibi(np.ones(HEADS, np.float32))),
+    "every_mod": Case(mod=every_mod(HEADS, LENGTH, LENGTH)),
     "everything": Case(
         _DOCUMENTS & masks.window(200, 100), spec={"dropout_prob": 0.1, "logits_soft_cap": 30.0},
         extras={"bias": (_PAIRS, "float32"), "sinks": ((1, HEADS), "float32"), **_WORDS}),
@@ -250,7 +327,7 @@ FEATURES = {
 # The cases of `lowered` that differ most: the narrowest and the widest, each kind of operand, and
 # all together.
 COMPILED = ("causal_64", "causal_128", "causal_192_256", "full_128", "float16_256", "window_128",
-            "dense_128", "dropout_256", "everything_128", "everything_256")
+            "dense_128", "dropout_256", "every_mod_128", "everything_128", "everything_256")
 
 
 def lowered() -> dict[str, Case]:

@@ -69,9 +69,8 @@ REFUSED = {
         "weights vmem_limit_bytes sequence_layout quantized pages draft_mask scope prefixes "
         "stored_heads latent int4"),
     "flash.gpu": (
-        "float64 mask_operands score_mod score_function weights precision softmax_dtype "
-        "vmem_limit_bytes sequence_layout quantized pages draft_mask scope prefixes stored_heads "
-        "latent selected int4"),
+        "float64 mask_operands weights precision softmax_dtype vmem_limit_bytes sequence_layout "
+        "quantized pages draft_mask scope prefixes stored_heads latent selected int4"),
     "flash.tpu": (
         "float16 float64 mask_operands weights softmax_dtype sequence_layout quantized pages "
         "draft_mask scope prefixes stored_heads latent int4"),

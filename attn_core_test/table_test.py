@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import (AttentionMechanism, BlockSizes, OperationMetadata, attention, explain, masks,
-                       table)
+                       score_mods, table)
 from attn_core.dispatch import selection
 from attn_core.dispatch.capabilities import FEATURES, Request
 from attn_core.kernels.gpu import mosaic
@@ -101,6 +101,11 @@ class TableTest(parameterized.TestCase):
           sliding_window=3, softmax_aux=np.ones(2, np.float32), logits_soft_cap=30.0,
           bias=np.ones((1, 1, 8, 8), np.float32), return_lse=True, chunk_size=4),
        "flash_attn2", "flash.gpu"),
+      ("score_mods", dict(score_mod=score_mods.alibi(np.ones(2, np.float32)) >> score_mods.soft_cap(
+          3.0) >> score_mods.custom(lambda s, b, h, q, k, x: s * x, np.ones((), np.float32))),
+       "flash_attn2", "flash.gpu"),
+      ("look_up", dict(score_mod=score_mods.grid(np.ones((9 * 1, 2), np.float32), (2, 2))),
+       "blockwise", "flash.xla"),
       ("float32", dict(compute_dtype=jnp.float32), "blockwise", "flash.xla"),
       ("precision", dict(precision="highest"), "blockwise", "flash.xla"),
       ("operands", dict(mask=masks.custom(lambda b, h, t, s, x: s <= x, np.int32(3))), "blockwise",

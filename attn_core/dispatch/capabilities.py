@@ -289,7 +289,7 @@ def hopper_flash_limits(request: Request) -> str | None:
   widest = max(request.widths)
   if widest > most:
     return f"a head_dim of {widest}: the kernels for Hopper compute widths up to {most}"
-  return None
+  return traceable.refusal(request.mod, request.mods, " in a kernel for Hopper", "Hopper")
 
 
 def hopper_decode_limits(request: Request) -> str | None:

@@ -8,16 +8,16 @@ the function discards, as in jnp.where(key < n, x[key], 0), changes nothing and 
 """
 
 import functools
-from typing import Any, Callable, Iterable
+from typing import Any, Callable, Sequence
 
 import jax
-from jax.extend.core import Literal
+from jax.extend.core import Jaxpr, JaxprEqn
 import jax.numpy as jnp
 import numpy as np
 
 from attn_core.masks import leaves as mask_leaves, mask as mask_lib, position_range
 from attn_core.masks.materialize import Shape
-from attn_core.score_mods import leaves
+from attn_core.score_mods import leaves, operations
 from attn_core.score_mods.score_mod import ScoreMod, chain
 from attn_core.types import are_known
 
@@ -74,7 +74,8 @@ def _beyond(function: Callable[..., jax.Array], operands: tuple[jax.ShapeDtypeSt
     if not _reads(traced.jaxpr):
       return None
     run = jax.jit(lambda row, fill: _evaluate(
-        traced.jaxpr, traced.consts, [score, row, *where[1:], *arrays], fill)[0])
+        traced.jaxpr, traced.consts, [*map(jnp.asarray, (score, row, *where[1:], *arrays))],
+        fill)[0])
     for b, row in enumerate(batch):
       first, second = (np.asarray(run(row, np.float32(fill)))[:, :, 0] for fill in _FILLS)
       found = np.argwhere((first != second) & ~(np.isnan(first) & np.isnan(second)) & seen[b])
@@ -85,42 +86,26 @@ def _beyond(function: Callable[..., jax.Array], operands: tuple[jax.ShapeDtypeSt
   return None
 
 
-def _inner(equation: Any) -> Any:
-  """Returns the function that an equation calls, as a jaxpr; None: it calls none."""
-  if equation.primitive.name not in ("jit", "pjit", "closed_call", "custom_jvp_call",
-                                     "custom_vjp_call", "remat", "checkpoint"):
-    return None
-  given = (equation.params.get(name) for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"))
-  return next((x for x in given if x is not None), None)
-
-
 def _reads(jaxpr: Any) -> bool:
   """Returns whether a function looks numbers up."""
   def of(equation: Any) -> bool:
-    inner = _inner(equation)
+    inner = operations.inner(equation)
     if inner is not None:
       return _reads(getattr(inner, "jaxpr", inner))
     return equation.primitive.name in ("gather", "dynamic_slice")
   return any(map(of, jaxpr.eqns))
 
 
-def _evaluate(jaxpr: Any, consts: Iterable[Any], arguments: Iterable[Any],
-              fill: jax.Array) -> list[Any]:
+def _evaluate(jaxpr: Jaxpr, consts: Sequence[jax.Array], arguments: Sequence[jax.Array],
+              fill: jax.Array) -> list[jax.Array]:
   """Evaluates a function so that reads beyond an array of floats give `fill`."""
-  known = dict(zip(jaxpr.constvars, consts)) | dict(zip(jaxpr.invars, arguments))
-  value = lambda x: x.val if isinstance(x, Literal) else known[x]
-  for equation in jaxpr.eqns:
-    given, inner = [value(x) for x in equation.invars], _inner(equation)
-    if inner is not None:
-      found = _evaluate(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), given, fill)
-    else:
-      found = equation.primitive.bind(*given, **equation.params)
-      found = list(found) if equation.primitive.multiple_results else [found]
-      inside = _is_inside(equation, given)
-      if inside is not None and jnp.issubdtype(found[0].dtype, jnp.floating):
-        found = [jnp.where(inside, found[0], fill.astype(found[0].dtype))]
-    known.update(zip(equation.outvars, found))
-  return [value(x) for x in jaxpr.outvars]
+  def apply(equation: JaxprEqn, given: list[jax.Array]) -> list[jax.Array]:
+    found = operations.bind(equation, given)
+    inside = _is_inside(equation, given)
+    if inside is not None and jnp.issubdtype(found[0].dtype, jnp.floating):
+      found = [jnp.where(inside, found[0], fill.astype(found[0].dtype))]
+    return found
+  return operations.evaluate(jaxpr, consts, arguments, apply)
 
 
 def _is_inside(equation: Any, given: list[Any]) -> jax.Array | None:

@@ -25,20 +25,21 @@ _OPERATIONS = frozenset((
 
 
 def refusal(structure: jax.tree_util.PyTreeDef, arrays: tuple[jax.ShapeDtypeStruct, ...],
-            at: str = "") -> str | None:
-  """Returns why kernels for TPUs cannot evaluate a term tile by tile; None: they can.
+            at: str = "", chips: str = "TPUs") -> str | None:
+  """Returns why Pallas kernels cannot evaluate a term tile by tile; None: they can.
 
   Args:
     structure: the term's tree structure; or that of a call without a score mod.
     arrays: its arrays; only shapes and dtypes are used.
     at: where tables by distance are not taken, as an error says it; empty: they are taken.
+    chips: that the kernels are for, as an error says it.
   """
   if structure == NO_SCORE_MOD:
     return None
   found = _refusal_of(structure, arrays)
   if at and any(isinstance(x, terms.Distance) for x in chain(of_structure(structure))):
     found = f"a table looked up by distance (score_mods.relative or by_distance){at}"
-  return found and f"score_mod with {found}: the kernels for TPUs look nothing up"
+  return found and f"score_mod with {found}: the kernels for {chips} look nothing up"
 
 
 @functools.lru_cache(maxsize=64)  # a function is traced, and every call asks

@@ -19,12 +19,15 @@ import jax
 import jax.numpy as jnp
 
 from attn_core.kernels.gpu import mosaic
-from attn_core.kernels.gpu.flash import backward_bias, backward_kv, backward_q, tiling as tiling_lib
+from attn_core.kernels.gpu.flash import (
+    backward_bias, backward_kv, backward_q, score_tiles, tiling as tiling_lib)
 from attn_core.kernels.gpu.flash.backward_common import Arrays
 from attn_core.kernels.common import dense_operands, nonfinite, online_softmax
 from attn_core.kernels.common.backward import complete_cotangents, compute_delta, finite_lse
 from attn_core.kernels.common.contract import BackwardFn, BackwardResiduals, Residuals
-from attn_core.types import AttentionSpec, BlockSizes, Operands
+from attn_core.score_mods import score_mod
+from attn_core.types import (AttentionSpec, BlockSizes, Operands, is_mod, mod_number,
+                             operand)
 
 
 def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
@@ -36,22 +39,28 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
     fallback: computes the cotangent of a bias that this kernel does not.
   """
   products = functools.partial(_products, operands, spec, block_sizes)
-  of_bias = lambda names: (
-      _d_bias(operands, spec, block_sizes, residuals, cotangents, fallback),)
-  return complete_cotangents(products, of_bias, operands, residuals, cotangents, wrt)
+  others = lambda names: _others(
+      operands, spec, block_sizes, residuals, cotangents, names, fallback)
+  return complete_cotangents(products, others, operands, residuals, cotangents, wrt)
 
 
-def _d_bias(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
-            residuals: BackwardResiduals, cotangents: Residuals,
-            fallback: BackwardFn) -> jax.Array:
-  assert operands.bias is not None
+def _others(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
+            residuals: BackwardResiduals, cotangents: Residuals, names: tuple[str, ...],
+            fallback: BackwardFn) -> tuple[jax.Array, ...]:
+  """Returns the cotangents of the bias and of arrays of the score mod that are named."""
   delta = compute_delta(residuals, cotangents, jnp.float32)
-  if operands.bias.shape[3] == 1 and residuals.out is None:  # sums over more keys than these
-    return fallback(operands, spec, block_sizes, residuals, cotangents, ("bias",))[0]
-  if operands.bias.shape[3] == 1:
+  adds = not spec.has_score_mod or score_mod.of_structure(spec.score_mod).is_additive
+
+  def of(name: str) -> jax.Array:
+    x, number = operand(operands, name), mod_number(name) if is_mod(name) else score_tiles.SCORES
+    if is_mod(name) or x.shape[3] > 1 or not adds:
+      arrays = _arrays(operands, spec, cotangents.out, residuals.lse, delta)
+      return backward_bias.d_array(arrays, operands, spec,
+                                   backward_bias.Summed(number, x.shape, x.dtype))
+    if residuals.out is None:  # sums over more keys than these
+      return fallback(operands, spec, block_sizes, residuals, cotangents, (name,))[0]
     return backward_bias.d_bias_of_rows(operands, residuals.lse, cotangents.lse, delta)
-  arrays = _arrays(operands, spec, cotangents.out, residuals.lse, delta)
-  return backward_bias.d_bias(arrays, operands, spec, tiling_lib.make_bias_tilings(operands))
+  return tuple(map(of, names))
 
 
 def _products(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes, d_out: jax.Array,

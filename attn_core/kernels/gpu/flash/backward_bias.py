@@ -1,17 +1,23 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The cotangent of the bias on Hopper: dS without the soft cap's slope, summed as it is broadcast.
+"""The cotangent of a bias on Hopper, or of an array of the score mod: summed as it is broadcast.
 
-For a bias with a number per pair, a thread block owns a block of queries of one batch row and head
-of the bias, and sums each tile over the batch rows and heads that share it before it is written
-once. For a bias with a number per key, it owns a block of keys and sums over all queries. In both
-cases a producer warpgroup copies and two consumer warpgroups compute half of the owned block each;
-every sum has one owner and a fixed order, and takes no memory besides the gradient.
+  d_array = sum of P * (dP - delta) * d logit / d array
+
+For a bias the last factor is the score mod's slope, without that of the soft cap.
+
+For an array with a number per pair, a thread block owns a block of queries of one batch row and
+head of the array, and sums each tile over the batch rows and heads that share it before it is
+written once. For one with a number per key, it owns a block of keys and sums over all queries.
+Arrays of the score mod with a number per query, per head or one at all have the sums over all keys
+of each query, which XLA adds up further; so has a bias where the score mod does more than add. In
+all cases a producer warpgroup copies and two consumer warpgroups compute half of the owned block
+each; every sum has one owner and a fixed order, and takes no memory besides the gradient.
 
   scores = X Z^T;  dP = Y W^T,  X, Y: rows of Q and d_out;  Z, W: rows of K and V, or vice versa
 
-A bias with one number for all keys needs no tiles. It shifts all logits of a row equally, which
-changes only the lse and the weight of the sinks:
+Another bias with one number for all keys needs no tiles. It shifts all logits of a row equally,
+which changes only the lse and the weight of the sinks:
 
   d_bias[t] = sum over s of dS = d_lse + P_sink * delta
 
@@ -32,7 +38,7 @@ from jax.typing import DTypeLike
 from attn_core.kernels.common import dense_operands
 from attn_core.kernels.common.backward import finite_lse
 from attn_core.kernels.gpu import mosaic, wgmma
-from attn_core.kernels.gpu.flash import tiling as tiling_lib
+from attn_core.kernels.gpu.flash import score_tiles, tiling as tiling_lib
 from attn_core.kernels.gpu.flash.backward_common import Arrays, BackwardParams
 from attn_core.kernels.gpu.flash.kernel_params import (
     GridIndex, drain, grid_index_of, make_kernel_params)
@@ -81,35 +87,56 @@ class Shared(NamedTuple):
             lax.rem(n, number) if self.summed_heads > 1 else head)
 
 
-def d_bias(arrays: Arrays, operands: Operands, spec: AttentionSpec,
-           tilings: tiling_lib.BiasTilings) -> jax.Array:
-  """Returns the cotangent of a bias whose last axis is the keys.
+class Summed(NamedTuple):
+  """The array whose cotangent is wanted."""
+
+  number: int  # of an array of the score mod; `score_tiles.SCORES`: the bias
+  shape: tuple[int, ...]
+  dtype: DTypeLike
+
+  @property
+  def four(self) -> tuple[int, ...]:
+    """The shape with an axis each for batch rows, heads, queries and keys."""
+    return (*self.shape, *[1] * (4 - len(self.shape)))
+
+
+def d_array(arrays: Arrays, operands: Operands, spec: AttentionSpec,
+            summed: Summed) -> jax.Array:
+  """Returns the cotangent of a bias, or of an array of the score mod, in its shape and dtype.
 
   `arrays` comes without block_list and tile_inputs.
   """
-  bias = operands.bias
-  tiling = tilings.key if bias.shape[2] == 1 else tilings.query
-  base, _, tile_inputs = make_kernel_params(operands, spec, tiling, by_keys=tiling.by_keys)
+  (batch, queries, heads, _), own = operands.query.shape, summed.four
+  by_keys = own[2] == 1 < own[3]
+  whole_rows = by_keys or own[3] == 1
+  if summed.number != score_tiles.SCORES and whole_rows:  # what shares a number is summed by XLA
+    own = batch, heads, *own[2:]
+  tilings = tiling_lib.make_bias_tilings(operands)
+  tiling = tilings.key if by_keys else tilings.query
+  base, _, tile_inputs = make_kernel_params(operands, spec, tiling, by_keys=by_keys)
   kinds = block_map.block_kinds(dense_operands.mask_of(operands, spec), tiling.sizes)
-  kinds = jnp.asarray(kinds.swapaxes(-1, -2) if tiling.by_keys else kinds, jnp.int32)
-  (batch, _, heads, _), own = operands.query.shape, bias.shape
-  shared = Shared(own[0], own[1], batch // own[0], heads // own[1], tiling.by_keys)
+  kinds = jnp.asarray(kinds.swapaxes(-1, -2) if by_keys else kinds, jnp.int32)
+  shared = Shared(own[0], own[1], batch // own[0], heads // own[1], whole_rows)
   # Whole blocks: copies of one dimension are clipped at the end of the array, not of a row, and
   # those of two need an array of whole tiles.
   rows = tiling.sizes.num_query_blocks * tiling.block_q
   columns = tiling.sizes.num_key_blocks * tiling.block_kv
-  dtype = bias.dtype if bias.dtype.itemsize <= 4 else jnp.float32
-  out = (jax.core.ShapedArray((*own[:2], columns), jnp.float32) if tiling.by_keys else
-         jax.core.ShapedArray((*own[:2], rows, columns), dtype))
+  dtype = summed.dtype if jnp.dtype(summed.dtype).itemsize <= 4 else jnp.float32
+  out = (jax.core.ShapedArray((*own[:2], columns if by_keys else rows), jnp.float32) if whole_rows
+         else jax.core.ShapedArray((*own[:2], rows, columns), dtype))
   found, = mosaic.call(
-      functools.partial(_kernel, BackwardParams(*base), shared), (out,),
+      functools.partial(_kernel, BackwardParams(*base), shared, summed.number), (out,),
       Inputs(arrays._replace(tile_inputs=tile_inputs), kinds),
-      _scratch(tiling, arrays.key.dtype, out.dtype),
+      _scratch(tiling, shared, arrays.key.dtype, out.dtype),
       grid=own[0] * own[1] * _number_of_rows(tiling), warpgroups=tiling_lib.CONSUMERS + 1,
-      name="attn_core_backward_bias")
-  if not tiling.by_keys:
-    found = found[..., :tiling.queries, :]
-  return found[..., :tiling.keys].reshape(own).astype(bias.dtype)
+      name="attn_core_backward_bias" if summed.number == score_tiles.SCORES
+      else "attn_core_backward_mod")
+  if not whole_rows:
+    return found[..., :queries, :tiling.keys].astype(summed.dtype)
+  found = found[..., :tiling.keys] if by_keys else found[..., :queries]
+  found = found[..., None, :] if by_keys else found[..., None]
+  axes = [n for n, (size, wanted) in enumerate(zip(found.shape, summed.four)) if size != wanted]
+  return found.sum(axes).reshape(summed.shape).astype(summed.dtype)
 
 
 def d_bias_of_rows(operands: Operands, lse: jax.Array, d_lse: jax.Array,
@@ -137,12 +164,12 @@ def _number_of_columns(tiling: tiling_lib.BackwardTiling) -> int:
   return tiling.sizes.num_query_blocks if tiling.by_keys else tiling.sizes.num_key_blocks
 
 
-def _scratch(tiling: tiling_lib.BackwardTiling, dtype: DTypeLike,
+def _scratch(tiling: tiling_lib.BackwardTiling, shared: Shared, dtype: DTypeLike,
              result_dtype: DTypeLike) -> Scratch:
   number, rows, stages = tiling_lib.CONSUMERS, mosaic.WGMMA_ROWS, tiling.num_stages[0]
   columns = tiling.block_q if tiling.by_keys else tiling.block_kv
   widths = tiling.width, tiling.value_width
-  result = (plgpu.SMEM((number, rows), jnp.float32) if tiling.by_keys else
+  result = (plgpu.SMEM((number, rows), jnp.float32) if shared.whole_rows else
             mosaic.operand_smem((number, rows, columns), result_dtype))
   return Scratch(
       tuple(mosaic.operand_smem((number, rows, width), dtype) for width in widths),
@@ -152,10 +179,10 @@ def _scratch(tiling: tiling_lib.BackwardTiling, dtype: DTypeLike,
       plgpu.Barrier(num_arrivals=number, num_barriers=stages))
 
 
-def _kernel(params: BackwardParams, shared: Shared, inputs: Inputs, outputs: tuple[Ref, ...],
-            scratch: Scratch) -> None:
+def _kernel(params: BackwardParams, shared: Shared, number: int, inputs: Inputs,
+            outputs: tuple[Ref, ...], scratch: Scratch) -> None:
   warpgroup = lax.axis_index("warpgroup")
-  work = _Work(params, shared, inputs, scratch)
+  work = _Work(params, shared, number, inputs, scratch)
 
   # Values computed before the warpgroups diverge must fit into the registers of the producer.
   @pl.when(warpgroup == tiling_lib.CONSUMERS)
@@ -185,6 +212,7 @@ class _Work(NamedTuple):
 
   params: BackwardParams
   shared: Shared
+  number: int  # see `Summed`
   inputs: Inputs
   scratch: Scratch
 
@@ -320,11 +348,11 @@ class _Work(NamedTuple):
     tile = lambda: self.tile(step)
     tile_inputs = self.inputs.arrays.tile_inputs
     scores, _ = wgmma.matmul_overlapped(*factors(0))
-    logits, _ = params.logits_of(tile_inputs, tile, scores, step.masked)
+    logits, slopes = params.logits_of(tile_inputs, tile, scores, step.masked, self.number)
     lse, delta = self.numbers(step, total.shape)
     # The bias comes after the soft cap: its slope is left out.
     d_weights, (_, weights) = params.matmul_overlapped(
-        *factors(1), lambda: params.weigh(tile_inputs, tile, (logits, None), lse))
+        *factors(1), lambda: params.weigh(tile_inputs, tile, (logits, slopes.added), lse))
     total = total + params.d_scores(weights, d_weights, delta)
     plgpu.barrier_arrive(scratch.columns_free.at[slot])
     return total
@@ -350,7 +378,7 @@ class _Work(NamedTuple):
     grid, rows = self.grid, self.own_rows(self.warpgroup)
     result = self.scratch.result.at[self.warpgroup]
     target = out.at[grid.batch, grid.head, rows]
-    if self.tiling.by_keys:
+    if self.shared.whole_rows:
       total = total.sum(axis=1)
     else:
       plgpu.wait_smem_to_gmem(0)

@@ -10,14 +10,17 @@ from typing import Any, Callable, NamedTuple
 import jax
 from jax import lax
 import jax.numpy as jnp
+import numpy as np
 
 from attn_core.kernels.gpu import wgmma
-from attn_core.kernels.gpu.flash import kernel_params
+from attn_core.kernels.gpu.flash import kernel_params, score_tiles
 from attn_core.kernels.gpu.flash.block_list import BlockList, RowBlocks
+from attn_core.kernels.gpu.flash.logits import Slopes
 from attn_core.kernels.gpu.flash.tile_inputs import TileInputs
 from attn_core.kernels.gpu.mosaic import Ref
 from attn_core.masks import dropout
 from attn_core.masks.tile import Tile
+from attn_core.score_mods import evaluate, score_mod
 
 
 class Arrays(NamedTuple):
@@ -38,9 +41,26 @@ class BackwardParams(kernel_params.KernelParams):
   """Static parameters, and the computations that all kernels of the backward share."""
 
   @property
+  def multiplies(self) -> bool:
+    """Whether a score mod does more than add to the scores."""
+    spec = self.loader.spec
+    return spec.has_score_mod and not score_mod.of_structure(spec.score_mod).is_additive
+
+  @property
+  def marks_bits(self) -> bool:
+    """Whether a bit of a factor says that its weight is dropped, since slopes may be negative."""
+    return self.has_dropout and self.loader.spec.has_score_mod
+
+  @property
   def high_register_pressure(self) -> bool:
     """Whether P takes so many registers that no product can run during its computation."""
-    return self.loader.spec.logits_soft_cap is not None or self.has_dropout
+    return (self.loader.spec.logits_soft_cap is not None or self.has_dropout or self.multiplies)
+
+  @property
+  def has_function(self) -> bool:
+    """Whether scores go through a function of the user."""
+    spec = self.loader.spec
+    return spec.has_score_mod and evaluate.has_function(spec.score_mod)
 
   def masked(self, row: RowBlocks, n: jax.Array) -> jax.Array | bool:
     """Returns whether the n-th block of a row needs the mask; a bool if the same for all."""
@@ -49,20 +69,22 @@ class BackwardParams(kernel_params.KernelParams):
     return n >= row.num_full
 
   def logits_of(self, tile_inputs: TileInputs, tile: Callable[[], Tile], scores: jax.Array,
-                masked: jax.Array | bool) -> tuple[jax.Array, jax.Array | None]:
-    """Returns (logits, slope) as `Logits.compute` does.
+                masked: jax.Array | bool,
+                by: int = score_tiles.SCORES) -> tuple[jax.Array, Slopes]:
+    """Returns (logits, slopes) as `Logits.compute` does.
 
     Args:
       tile: () -> `tile_lib.Tile`; called where the tile's grid matters.
       scores: float32, [queries, keys] or transposed, like the loader.
       masked: as `masked` returns it.
+      by: of the slopes; see `score_tiles.apply`.
     """
-    x, slope = self.logits.compute(
-        tile_inputs, tile() if self.logits.biased else None, scores, False)
+    x, slopes = self.logits.compute(
+        tile_inputs, tile() if self.logits.reads_tile else None, scores, False, by)
     if masked is not False:
       hide = lambda x: jnp.where(self.loader.visible(tile_inputs, tile()), x, -jnp.inf)
       x = hide(x) if masked is True else lax.cond(masked, hide, lambda x: x, x)
-    return x, slope
+    return x, slopes
 
   def weigh(self, tile_inputs: TileInputs, tile: Callable[[], Tile],
             logits: tuple[jax.Array, jax.Array | None],
@@ -71,19 +93,26 @@ class BackwardParams(kernel_params.KernelParams):
 
     Args:
       tile: as of `logits_of`.
-      logits: the result of `logits_of`.
+      logits: (logits, one of their slopes), of `logits_of`.
       lse: float32 of the same shape, times log2(e).
 
     Returns:
       (P after dropout, without its scale; the factor that `d_scores` takes).
     """
     x, slope = logits
-    weights = kept = jnp.exp2(x * self.logits.unit - lse)
-    if self.has_dropout:
-      keep = self.loader.keep_mask(tile_inputs, tile())
-      # A weight is not negative: its sign is free to say that it is dropped.
-      kept, weights = jnp.where(keep, weights, 0.0), jnp.where(keep, weights, -weights)
-    return kept, weights if slope is None else weights * slope
+    weights = jnp.exp2(x * self.logits.unit - lse)
+    if self.has_function:  # which may have no value at rows past the queries
+      weights = jnp.where(lse == jnp.inf, 0.0, weights)
+    kept = weights
+    keep = self.loader.keep_mask(tile_inputs, tile()) if self.has_dropout else None
+    if keep is not None:
+      kept = jnp.where(keep, weights, 0.0)
+      if not self.marks_bits:  # a factor is not negative: its sign is free to say "dropped"
+        weights = jnp.where(keep, weights, -weights)
+    factor = weights if slope is None else weights * slope
+    if self.has_function:  # whose slope may be infinite at hidden pairs
+      factor = jnp.where(weights == 0.0, 0.0, factor)
+    return kept, _mark(factor, keep) if keep is not None and self.marks_bits else factor
 
   def matmul_overlapped(self, left: Ref, right: Ref,
                         weigh: Callable[[], Any]) -> tuple[jax.Array, Any]:
@@ -117,5 +146,17 @@ class BackwardParams(kernel_params.KernelParams):
       kept *= dropout.kept_scale(self.loader.spec.dropout_prob)
     difference = (d_weights if kept == 1.0 else d_weights * kept) - delta
     if self.has_dropout:
-      difference = jnp.where(factor < 0, delta, difference)
+      dropped = _is_marked(factor) if self.marks_bits else factor < 0
+      difference = jnp.where(dropped, -delta if self.marks_bits else delta, difference)
     return factor * difference
+
+
+def _mark(x: jax.Array, keep: jax.Array) -> jax.Array:
+  """Returns float32 numbers whose last bit says whether they are dropped."""
+  bits = lax.bitcast_convert_type(x, jnp.int32)
+  bits = jnp.where(keep, bits & np.int32(-2), bits | np.int32(1))
+  return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _is_marked(x: jax.Array) -> jax.Array:
+  return (lax.bitcast_convert_type(x, jnp.int32) & np.int32(1)) != 0

@@ -252,9 +252,10 @@ class _ConsumerWarpgroup(NamedTuple):
                       self.first_key, 1, tiling.block_q, self.rows)
 
   def logits(self, step: Step, scores: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """Returns `BackwardParams.logits_of` a step."""
-    return self.params.logits_of(self.arrays.tile_inputs, lambda: self.tile(step), scores,
-                                  self.params.masked(step.row, step.index))
+    """Returns logits of a step and their slope; see `BackwardParams.logits_of`."""
+    found, slopes = self.params.logits_of(self.arrays.tile_inputs, lambda: self.tile(step), scores,
+                                          self.params.masked(step.row, step.index))
+    return found, slopes.score
 
   def weigh(self, step: Step,
             logits: tuple[jax.Array, jax.Array | None]) -> tuple[jax.Array, jax.Array]:

@@ -184,12 +184,13 @@ class _ConsumerWarpgroup(NamedTuple):
     # 1. Scores and logits.
     scores, _ = wgmma.matmul_overlapped(scratch.q_smem.at[warpgroup], scratch.k_smem.at[slot].T)
     pl.when(n > 0)(lambda: self.free_keys(n - 1))
-    logits = params.logits_of(self.arrays.tile_inputs, tile, scores, params.masked(row, n))
+    logits, slopes = params.logits_of(
+        self.arrays.tile_inputs, tile, scores, params.masked(row, n))
     # 2. dP = d_out V^T, during the exponentials.
     plgpu.barrier_wait(scratch.v_barriers.at[value_slot])
     d_weights, (_, factor) = params.matmul_overlapped(
         scratch.d_out_smem.at[warpgroup], scratch.v_smem.at[value_slot].T,
-        lambda: params.weigh(self.arrays.tile_inputs, tile, logits, lse))
+        lambda: params.weigh(self.arrays.tile_inputs, tile, (logits, slopes.score), lse))
     plgpu.barrier_arrive(scratch.v_consumed_barriers.at[value_slot])
     # 3. d_query += dS K.
     d_scores = params.d_scores(factor, d_weights, delta, params.loader.spec.softmax_scale)

@@ -17,8 +17,10 @@ import jax.numpy as jnp
 
 from attn_core.kernels.common import dense_operands
 from attn_core.kernels.gpu import mosaic
+from attn_core.kernels.gpu.flash import score_tiles
 from attn_core.kernels.gpu.mosaic import Ref
 from attn_core.masks import block_map, dropout, mask as mask_lib, tile as tile_lib
+from attn_core.score_mods import evaluate, score_mod, traceable
 from attn_core.types import AttentionSpec, Operands
 
 
@@ -34,6 +36,7 @@ class TileInputs(NamedTuple):
   # float32 [B, K, S], padded to whole blocks: NaN for keys of non-finite values, 0 for others;
   # None: such values reach the result by themselves.
   nan_keys: Any = None
+  mods: tuple[Any, ...] = ()  # arrays of the score mod, those of pairs padded to whole blocks
 
 
 class TileInputLoader(NamedTuple):
@@ -58,7 +61,15 @@ class TileInputLoader(NamedTuple):
       bias = dense_operands.pad_axis(bias, 2, rows if bias.shape[2] > 1 else 0)
       bias = turn(dense_operands.pad_axis(bias, 3, columns if bias.shape[3] > 1 else 0))
     dropout_key = operands.dropout_key if self.spec.dropout_prob else None
-    return TileInputs(leaves, mask.batch_index, mask.head_offset, bias, dropout_key)
+    mods = tuple(turn(x) if x.ndim == 4 else x for x in self._pack_mods(operands, rows, columns))
+    return TileInputs(leaves, mask.batch_index, mask.head_offset, bias, dropout_key, mods=mods)
+
+  def _pack_mods(self, operands: Operands, rows: int, columns: int) -> list[jax.Array]:
+    """Returns the arrays of the score mod, padded; only those of all pairs keep their dtype."""
+    structure = self.spec.score_mod
+    pairs = traceable.by_pair(structure, operands.mods)
+    return [x if n in pairs else x.astype(jnp.float32)
+            for n, x in enumerate(evaluate.pad(structure, operands.mods, rows, columns))]
 
   def shape(self, tile: tile_lib.Tile) -> tuple[int, int]:
     """Returns the shape of a tile in registers."""
@@ -83,6 +94,19 @@ class TileInputLoader(NamedTuple):
   def bias(self, tile_inputs: TileInputs, tile: tile_lib.Tile) -> jax.Array:
     """Returns the bias in float32, of the tile's shape or a number."""
     return self._per_pair(tile_inputs.bias, tile).astype(jnp.float32)
+
+  def modified(self, tile_inputs: TileInputs, tile: tile_lib.Tile, scores: jax.Array,
+               by: int | None) -> score_tiles.Modified:
+    """Returns scores of the tile's shape after the score mod; see `score_tiles.apply`."""
+    arrays = tuple(
+        self._per_pair(ref, tile).astype(jnp.float32) if role == score_mod.PAIR
+        else ref[_row(ref, 0, tile.batch), 0]
+        for ref, role in zip(tile_inputs.mods, score_mod.structure_roles(self.spec.score_mod)))
+    at = None
+    if score_tiles.reads_positions(self.spec):
+      mask, at = self.coordinates(tile_inputs, tile)
+      at = dropout.move_to_positions(mask, at)
+    return score_tiles.apply(self.spec, score_tiles.Numbers(arrays, at), scores, by=by)
 
   def propagate_nan(self, tile_inputs: TileInputs, tile: tile_lib.Tile,
                     logits: jax.Array) -> jax.Array:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from attn_core.kernels.common import dense_operands
 from attn_core.kernels.gpu import mosaic
 from attn_core.masks import block_map, leaves, mask as mask_lib
+from attn_core.score_mods import evaluate, score_mod
 from attn_core.types import AttentionSpec, BlockSizes, Operands
 
 CONSUMERS = 2  # warpgroups that compute; one more copies
@@ -128,8 +129,11 @@ def shared_memory(tiling: Tiling) -> int:
 
 
 def _features(operands: Operands, spec: AttentionSpec) -> tuple[bool, ...]:
-  """Returns whether there are a bias, dropout and a soft cap."""
-  return operands.bias is not None, spec.dropout_prob > 0, spec.logits_soft_cap is not None
+  """Returns whether there are a bias, dropout, a soft cap, and score mods that add or do more."""
+  chain = tuple(score_mod.chain(score_mod.of_structure(spec.score_mod))
+                ) if spec.has_score_mod else ()
+  return (operands.bias is not None, spec.dropout_prob > 0, spec.logits_soft_cap is not None,
+          any(x.is_additive for x in chain), any(not x.is_additive for x in chain))
 
 
 def _high_register_pressure(operands: Operands, spec: AttentionSpec) -> bool:
@@ -215,7 +219,8 @@ def make_backward_tilings(operands: Operands, spec: AttentionSpec,
             padded_width("value", operands.value.shape[3]))
   high_pressure = _high_register_pressure(operands, spec)
   block_kv, stages = BACKWARD_QUERY[max(widths)]
-  if high_pressure or operands.bias is not None:
+  has_function = spec.has_score_mod and evaluate.has_function(spec.score_mod)
+  if high_pressure or operands.bias is not None or has_function:
     block_kv = HIGH_PRESSURE_BLOCK_KV
   block_kv = _requested(requested, "block_kv_backward", block_kv, 64, 128)
   query = BackwardTiling(*lengths, CONSUMERS * mosaic.WGMMA_ROWS, block_kv, stages, *widths, False)
@@ -263,6 +268,7 @@ def shared_memory_bias(tiling: BackwardTiling) -> int:
   """Returns the bytes that the kernel of a bias's cotangent takes."""
   own, staged = CONSUMERS * mosaic.WGMMA_ROWS, mosaic.WGMMA_ROWS
   tokens = own + tiling.num_stages[0] * staged
-  # One number for each row it owns, in whole kilobytes, and memory for sums across warps.
+  # One number for each row it owns, in whole kilobytes, and memory for sums across warps; where
+  # queries are owned, at most as much as a number for every pair takes.
   result = 1024 * (1 + CONSUMERS) if tiling.by_keys else 4 * own * staged
   return 2 * tokens * (tiling.width + tiling.value_width) + result + BACKWARD_OTHER_BYTES

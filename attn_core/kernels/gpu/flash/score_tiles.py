@@ -1,0 +1,168 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The score mod of a tile in the GPU kernels: traced into them, on scores in registers.
+
+Some operations have another form there: the hardware's tanh has 11 bits, and Mosaic GPU has no sum
+of cotangents, and before jax 0.11 no square root.
+"""
+
+import functools
+from typing import Callable, NamedTuple
+
+import jax
+from jax.extend.core import JaxprEqn
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from attn_core.kernels.common.online_softmax import LOG2E
+from attn_core.masks import mask as mask_lib
+from attn_core.masks.values import value_dataclass
+from attn_core.score_mods import evaluate, operations, score_mod, terms
+from attn_core.score_mods.score_mod import ScoreMod, ScoreTile
+from attn_core.types import AttentionSpec, PagedSpec
+
+
+class Numbers(NamedTuple):
+  """The numbers that a score mod reads at a tile."""
+
+  arrays: tuple[jax.Array, ...]  # float32, of the tile's shape, or numbers
+  at: mask_lib.Coordinates | None  # of the tile's shape, batch row and head numbers; None: not read
+
+
+class Modified(NamedTuple):
+  """Scores after a score mod, of the tile's shape."""
+
+  scores: jax.Array
+  slope: jax.Array | None  # their derivative; None: 1, or not asked for
+
+
+_ZERO = np.int32(0)
+_NOWHERE = mask_lib.Coordinates(_ZERO, _ZERO, _ZERO, _ZERO, _ZERO, _ZERO)
+SCORES = -1  # derivatives by the scores, and not by the array of a number
+
+
+def apply(spec: AttentionSpec | PagedSpec, numbers: Numbers, scores: jax.Array, *,
+          by: int | None = None) -> Modified:
+  """Returns float32 scores after the score mod of a spec.
+
+  Args:
+    spec: what is computed.
+    numbers: those of the tile.
+    scores: of the tile's shape.
+    by: of the derivative: the number of an array, or SCORES; None: no derivative.
+  """
+  term = _in_kernel(score_mod.of_structure(spec.score_mod), spec)
+  structure, adds = jax.tree.structure(term), term.is_additive
+
+  def modify(scores: jax.Array, numbers: Numbers) -> jax.Array:
+    term: ScoreMod = jax.tree.unflatten(structure, numbers.arrays)
+    return term.apply(scores, ScoreTile(_NOWHERE if numbers.at is None else numbers.at, 1))
+
+  def both(scores: jax.Array, numbers: Numbers) -> tuple[jax.Array, ...]:
+    def of(x: jax.Array) -> jax.Array:
+      if by == SCORES:
+        return modify(x, numbers)
+      arrays = tuple(x if n == by else y for n, y in enumerate(numbers.arrays))
+      return modify(scores, numbers._replace(arrays=arrays))
+    x = scores if by is None or by == SCORES else numbers.arrays[by]
+    return jax.jvp(of, (x,), (jnp.ones_like(x),))
+
+  arguments = scores, numbers
+  is_one = by is None or by == SCORES and adds
+  traced = jax.make_jaxpr(modify if is_one else both)(*arguments)
+  found = operations.evaluate(
+      traced.jaxpr, traced.consts, jax.tree.leaves(arguments), _apply)
+  return Modified(found[0], None if is_one else found[1])
+
+
+def is_consecutive(spec: AttentionSpec | PagedSpec) -> bool:
+  """Whether positions are consecutive, those of queries and those of keys."""
+  return isinstance(spec, PagedSpec) or evaluate.is_consecutive(mask_lib.of_structure(spec.mask))
+
+
+def reads_positions(spec: AttentionSpec | PagedSpec) -> bool:
+  return score_mod.of_structure(spec.score_mod).reads_positions
+
+
+def _in_kernel(term: ScoreMod, spec: AttentionSpec | PagedSpec) -> ScoreMod:
+  """Returns the form of a term in the kernels."""
+  if isinstance(term, score_mod.Composed):
+    return score_mod.Composed(*(_in_kernel(x, spec) for x in (term.first, term.second)))
+  if isinstance(term, terms.Slope) and is_consecutive(spec):
+    return _Slope(term.symmetric, term.slopes)
+  return _Cap(term.cap) if isinstance(term, terms.Cap) else term
+
+
+@value_dataclass
+class _Slope(terms.PositionTerm):
+  """A `Slope` at consecutive positions, converted before they are subtracted: once a row.
+
+  Rounding to 24 bits is exact for those of keys, and changes others as little as their distance.
+  """
+
+  symmetric: bool
+  slopes: jax.Array
+  roles = {"slopes": score_mod.PAIR}
+
+  def apply(self, score: jax.Array, tile: ScoreTile) -> jax.Array:
+    key, query = (x.astype(score.dtype) for x in (tile.at.key_position, tile.at.query_position))
+    distance = -abs(key - query) if self.symmetric else key - query
+    return score + self.slopes * distance
+
+
+@value_dataclass
+class _Cap(terms.Term):
+  """cap * tanh(score / cap)."""
+
+  cap: float
+
+  def apply(self, score: jax.Array, tile: ScoreTile) -> jax.Array:
+    return _cap(score, self.cap)
+
+
+def capped(scores: jax.Array, scale: float, cap: float) -> tuple[jax.Array, jax.Array]:
+  """Returns cap * tanh(scale * scores / cap), and its derivative by scale * scores.
+
+  tanh(x) = 1 - 2 / (1 + exp(2 x)): the hardware's own has 11 bits. A reciprocal is less code than a
+  quotient.
+  """
+  rest = 1 / (1 + jnp.exp2(scores * (2 * LOG2E * scale / cap)))
+  return cap - (2 * cap) * rest, 4 * (rest - rest * rest)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _cap(score: jax.Array, cap: float) -> jax.Array:
+  return capped(score, 1.0, cap)[0]
+
+
+@_cap.defjvp
+def _cap_jvp(cap: float, primals: tuple[jax.Array],
+             tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+  value, slope = capped(primals[0], 1.0, cap)
+  return value, slope * tangents[0]
+
+
+def _sqrt(x: jax.Array) -> jax.Array:
+  return jnp.where((x == 0.0) | (x == jnp.inf), x, x * lax.rsqrt(x))
+
+
+def _power(x: jax.Array, y: int) -> jax.Array:
+  """Returns x ** y; Mosaic GPU multiplies at least twice."""
+  if y < 0:
+    return 1 / _power(x, -y)
+  return lax.integer_pow(x, y) if y > 1 else x if y else jnp.ones_like(x)
+
+
+# Operation -> its form in the kernels.
+_FORMS: dict[str, Callable[..., jax.Array]] = {
+    "add_any": lax.add, "copy": lambda x: x, "stop_gradient": lambda x: x, "sqrt": _sqrt,
+    "tanh": lambda x: capped(x, 1.0, 1.0)[0], "integer_pow": _power}
+
+
+def _apply(equation: JaxprEqn, given: list[jax.Array]) -> list[jax.Array]:
+  """See `operations.evaluate`."""
+  name, parameters = equation.primitive.name, equation.params
+  if name not in _FORMS:
+    return operations.bind(equation, given)
+  return [_FORMS[name](*given, **({"y": parameters["y"]} if "y" in parameters else {}))]

@@ -1,0 +1,48 @@
+# Copyright 2026 The attn_core Authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Evaluates functions operation by operation, some operations in another way."""
+
+from typing import Callable, Sequence
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+Bind = Callable[[JaxprEqn, list[jax.Array]], list[jax.Array]]
+
+
+def inner(equation: JaxprEqn) -> Jaxpr | ClosedJaxpr | None:
+  """Returns the function that an equation calls, as a jaxpr; None: it calls none."""
+  if equation.primitive.name not in ("jit", "pjit", "closed_call", "custom_jvp_call",
+                                     "custom_vjp_call", "remat", "checkpoint"):
+    return None
+  given = (equation.params.get(name) for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"))
+  return next((x for x in given if x is not None), None)
+
+
+def bind(equation: JaxprEqn, given: list[jax.Array]) -> list[jax.Array]:
+  """Applies an operation as it is."""
+  found = equation.primitive.bind(*given, **equation.params)
+  return list(found) if equation.primitive.multiple_results else [found]
+
+
+def evaluate(jaxpr: Jaxpr, consts: Sequence[jax.Array], arguments: Sequence[jax.Array],
+             apply: Bind) -> list[jax.Array]:
+  """Returns the results of a function, by `apply` for each operation that calls no function.
+
+  Args:
+    jaxpr: the function.
+    consts: the arrays that it captures.
+    arguments: of the function.
+    apply: see `bind`.
+  """
+  known = dict(zip(jaxpr.constvars, consts)) | dict(zip(jaxpr.invars, arguments))
+  value = lambda x: x.val if isinstance(x, Literal) else known[x]
+  for equation in jaxpr.eqns:
+    given, called = [value(x) for x in equation.invars], inner(equation)
+    if called is None:
+      found = apply(equation, given)
+    else:
+      found = evaluate(getattr(called, "jaxpr", called), getattr(called, "consts", ()), given,
+                       apply)
+    known.update(zip(equation.outvars, found))
+  return [value(x) for x in jaxpr.outvars]
