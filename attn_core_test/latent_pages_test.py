@@ -225,6 +225,43 @@ class TpuTest(parameterized.TestCase):
       self.assertTrue(np.isnan(np.asarray(got, np.float32)[seen]).all())
       close(got[~seen], before[~seen], 0)
 
+  @parameterized.parameters(*sampling.with_slow(
+      [("int8", "float32", 3), ("float8_e4m3fn", "float32", 70)], ("float8_e4m3fn", "bfloat16", 3),
+      ("int8", "bfloat16", 70), ("int8", "float32", 1)))
+  @mock.patch.object(tpu_common, "LATENT_PIECE", 64)  # of blocks of 128 tokens
+  def test_8_bits(self, held, dtype, heads):
+    """Compares with plain XLA on the same pages, NaN where no token is, scales included."""
+    rng, about, latent_width = np.random.default_rng(1), metadata(), 128
+    array = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
+    query, rows = array(T, heads, latent_width + R), array(3, 6 * PAGE, latent_width + R)
+    sinks = array(heads)
+    empty = latent_pages.init(24, PAGE, (latent_width, R), dtype=held, rope_dtype=dtype,
+                              padded=True)
+    self.assertEqual(empty.rope.shape, (24, PAGE, 128))
+    empty = empty._replace(rope=jnp.full_like(empty.rope, jnp.nan),
+                           scales=jnp.full_like(empty.scales, jnp.nan))
+    if held != "int8":
+      empty = empty._replace(pages=jnp.full_like(empty.pages, jnp.nan))
+    before = about._replace(context_lens=np.int32(LENGTHS) - np.int32(QUERIES))
+    def run(rows, platform):
+      new = jnp.concatenate([*(x[n - q:n] for x, n, q in zip(rows, LENGTHS, QUERIES)),
+                             jnp.full((REST, latent_width + R), jnp.nan, dtype)])
+      found = multi_latent_ragged_page_attention(
+          query, new, latent_pages.from_dense(empty, rows, before), about, softmax_aux=sinks,
+          softmax_scale=0.2, sliding_window=(6, 0), return_lse=True, logits_soft_cap=3.0,
+          block_sizes=SIZES, metadata=OperationMetadata(platform=platform))
+      return found.attention_outputs, found.lse.T
+    run = jax.jit(run, static_argnums=1)
+    with tpu_interpret.interpreted():
+      got = jax.block_until_ready(run(rows, "tpu"))
+      bad = jax.block_until_ready(run(rows.at[0, 5, 2].set(jnp.inf).at[2, 2, -1].set(jnp.nan),
+                                      "tpu"))
+    close(got, run(rows, "cpu"), 1e-5 if dtype == "float32" else 2**-5)
+    seen = np.isin(np.arange(T), np.arange(5, 9))  # not token 2 of the third request
+    for x, y in zip(bad, got):
+      self.assertTrue(np.isnan(np.asarray(x, np.float32)[seen]).all())
+      close(x[~seen], y[~seen], 0)
+
   def test_the_kernel_is_chosen_where_it_computes_the_call(self):
     def said(dtype="bfloat16", held=None, padded=True, widths=(512, 64), **changes):
       cache = jax.eval_shape(lambda: latent_pages.init(
@@ -235,14 +272,15 @@ class TpuTest(parameterized.TestCase):
           shape(T, 16, sum(widths)), shape(T, sum(widths)), None, layout="thd", cache_view=cache,
           cache_metadata=about, latent_options=LatentOptions(*widths, NOPE), metadata=TPU,
           mechanism=MECHANISM, **changes))
-    self.assertIn("can, by latent.pages_tpu", said())
+    for held in (None, "int8", "float8_e4m3fn"):
+      self.assertIn("can, by latent.pages_tpu", said(held=held))
     self.assertIn("can, by latent.pages_tpu", said(
         "float32", widths=(10, 4), sliding_window=(6, 0), logits_soft_cap=1.5,
         softmax_aux=np.zeros(16, np.float32), causal=False, block_sizes=SIZES))
     for changes, words in (
         ({"padded": False}, r"latent rows of 576 numbers: .*init\(padded=True\)"),
-        ({"held": "int8", "padded": False}, "latent rows in int8"),
-        ({"held": "float8_e4m3fn", "padded": False}, "latent rows in float8_e4m3fn"),
+        ({"held": "int8", "padded": False}, r"a rotary part of 64 numbers: .*padded=True"),
+        ({"held": "int8", "widths": (10, 4)}, "latents of 10 numbers in int8"),
         ({"dtype": "float16"}, "float16"), ({"chunk_size": 6}, "chunk_size=6"),
         ({"precision": "highest"}, "precision"), ({"page": 10**5}, "pages of 100000 tokens"),
         ({"about": {"scope": layouts.Scope.NEW}}, "scope"),
@@ -255,7 +293,8 @@ class TpuTest(parameterized.TestCase):
 class TpuCompileTest(parameterized.TestCase):
 
   @parameterized.parameters(*sampling.with_slow(
-      [("v6e", "bfloat16", 64, 16, 1)], ("v5e", "bfloat16", 8, 1, 1), ("v5p", "float32", 16, 16, 1),
+      [("v6e", "bfloat16", 64, 16, 1), ("v6e", "int8", 64, 16, 1)],
+      ("tpu7x", "float8_e4m3fn", 32, 128, 2), ("v5e", "int8", 32, 70, 4), ("v5e", "bfloat16", 8, 1, 1), ("v5p", "float32", 16, 16, 1),
       ("tpu7x", "bfloat16", 32, 128, 2), ("v5p", "bfloat16", 16, 128, 32)))
   def test_decoding_copies_no_pages(self, chip, dtype, page, heads, queries):
     """Compiles for a chip: one kernel, and much less temporary memory than the pool has."""
@@ -263,6 +302,7 @@ class TpuCompileTest(parameterized.TestCase):
     array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
     cache = jax.tree.map(lambda x: array(x.dtype, *x.shape), jax.eval_shape(
         lambda: latent_pages.init(2**16 // page, page, (512, 64), dtype=dtype, padded=True)))
+    dtype = dtype if cache.scales is None else "bfloat16"
     about = PagesMetadata(*(array(jnp.int32, *x) for x in ((2, 4096 // page), (2,), (3,))))
     tokens = 2 * queries
     def run(query, rows, cache, about):
@@ -273,7 +313,8 @@ class TpuCompileTest(parameterized.TestCase):
           array(dtype, tokens, heads, 576), array(dtype, tokens, 576), cache, about).lower(
               lowering_platforms=("tpu",)).compile()
     self.assertEqual(found.as_text().count('custom_call_target="tpu_custom_call"'), 1)
-    memory, size = found.memory_analysis(), cache.pages.size * cache.pages.dtype.itemsize
+    memory, size = found.memory_analysis(), sum(
+        x.size * x.dtype.itemsize for x in jax.tree.leaves(cache._replace(scales=None)))
     self.assertGreaterEqual(memory.alias_size_in_bytes, size)
     self.assertLess(memory.temp_size_in_bytes, size // 2)
 
@@ -469,8 +510,6 @@ class BadInputTest(parameterized.TestCase):
       (lambda: latent_pages.init(0, 4, (L, R)), "num_pages: got 0"),
       (lambda: latent_pages.init(4, 4, 576), "widths: got 576"),
       (lambda: latent_pages.init(4, 4, (L, R), dtype="int4"), "dtype"),
-      (lambda: latent_pages.init(4, 4, (L, R), dtype="int8", padded=True),
-       "padded: got True; expected False with dtype int8"),
       (lambda: latent_pages.init_like(ONES[0], 4, 4, (L, R)), "like: got"),
       (lambda: latent_pages.append(POOL, ONES[:, 1:], np.zeros(T, int)), "latents: got"),
       (lambda: latent_pages.append(POOL, ONES.astype("bfloat16"), np.zeros(T, int)),

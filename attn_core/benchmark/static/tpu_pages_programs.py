@@ -31,6 +31,7 @@ Index = int | jax.Array
 
 OURS = "attn_core ragged_page_attention_v3"
 OURS_LATENT = "attn_core multi_latent_ragged_page_attention"
+OURS_LATENT_8 = "attn_core multi_latent_ragged_page_attention, int8"
 LATENT = 512  # numbers of a latent row that are its value
 RPA = "tpu-inference rpa v3"
 RPA_VECTOR_BYTES = 100 * 2**20  # limit of its kernel
@@ -172,26 +173,26 @@ def _ours(program: Program) -> Iterator[Built]:
 def _latent(program: Program) -> Iterator[Built]:
   """Yields the call over pages of latent rows, [P, page, D] whose first E numbers are values."""
   case, (_, block_kv, page) = program.case, program.blocks
+  dtype = "int8" if program.contender == OURS_LATENT_8 else case.dtype
   widths = case.value_width, case.width - case.value_width
   query, _, _, _, *numbers = shapes(program)
   cache = jax.eval_shape(lambda: latent_pages.init(
-      case.batch * (case.keys // page), page, widths, dtype=case.dtype, padded=True))
+      case.batch * (case.keys // page), page, widths, dtype=dtype, padded=True))
   rows = jax.ShapeDtypeStruct((query.shape[0], case.width), case.dtype)
 
-  def attend(pages: Any, query: Any, rows: Any, *metadata: Any) -> Any:
+  def attend(cache: Any, query: Any, rows: Any, *metadata: Any) -> Any:
     output = attention(
         query, rows, None, mechanism="multi_latent_ragged_page_attention", layout="thd",
-        metadata=OperationMetadata(platform="tpu"), cache_view=cache._replace(pages=pages),
+        metadata=OperationMetadata(platform="tpu"), cache_view=cache,
         softmax_scale=case.width**-0.5, latent_options=LatentOptions(*widths),
         block_sizes=BlockSizes(block_kv=block_kv or None),
         cache_metadata=layouts.PagesMetadata(*metadata))
-    assert isinstance(output.cache_view, latent_pages.PagesLatent)
-    return output.attention_outputs, output.cache_view.pages
+    return output.attention_outputs, output.cache_view
 
   lengths, tables, starts = numbers
   with _computed(program):
     yield jax.jit(attend, donate_argnums=0), (
-        cache.pages, query, rows, tables, lengths, starts)
+        cache, query, rows, tables, lengths, starts)
 
 
 # --- The kernel of tpu-inference. ----------------------------------------------------------------
@@ -282,4 +283,5 @@ def _rpa(program: Program) -> Iterator[Built]:
         pages, query, key, value, lengths, flat, starts, jax.ShapeDtypeStruct((3,), jnp.int32))
 
 
-CONTENDERS: dict[str, Contender] = {OURS: _ours, OURS_LATENT: _latent, RPA: _rpa}
+CONTENDERS: dict[str, Contender] = {OURS: _ours, OURS_LATENT: _latent, OURS_LATENT_8: _latent,
+                                    RPA: _rpa}

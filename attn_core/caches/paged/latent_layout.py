@@ -40,7 +40,8 @@ class PagesLatent(NamedTuple):
   # [P, page_size, latent].
   pages: Array
   widths: LatentWidths
-  rope: Array | None = None  # [P, page_size, rope] where the latents have 8 bits
+  # [P, page_size, rope] where the latents have 8 bits, or padded in the same way.
+  rope: Array | None = None
   scales: Array | None = None  # float32 [P, page_size] of latents in 8 bits
 
   @property
@@ -124,14 +125,14 @@ def add(cache: PagesLatent, ids: jax.Array, key: jax.Array, value: jax.Array) ->
     key: those of keys.
     value: those of values.
   """
-  rows = pad(cache, key[0].at[:, :cache.widths.latent].add(value[0]))
+  rows = pad(cache.pages, key[0].at[:, :cache.widths.latent].add(value[0]))
   return cache._replace(pages=cache.pages.at[ids].add(
       rows.reshape(ids.shape[0], *cache.pages.shape[1:])))
 
 
-def pad(cache: PagesLatent, rows: jax.Array) -> jax.Array:
-  """Pads rows [tokens, latent + rope] with zeros to the width of those in the pages."""
-  return jnp.pad(rows, ((0, 0), (0, cache.pages.shape[2] - rows.shape[1])))
+def pad(held: Array, rows: jax.Array) -> jax.Array:
+  """Pads rows [tokens, width] with zeros to the width of pages [P, page_size, padded]."""
+  return jnp.pad(rows, ((0, 0), (0, held.shape[2] - rows.shape[1])))
 
 
 def padded_width(width: int) -> int:
@@ -157,9 +158,9 @@ def check(cache: PagesLatent) -> None:
                  checks.describe(x), f"rows of {wanted} numbers: latent {widths.latent}" + (
                      ", and the rest in `rope`" if quantized else
                      f" + rope {widths.rope}, or padded to {padded}"))
-  for name, shape, kind in (("rope", (*x.shape[:2], widths.rope), "floating point of 16 bits or "
-                             "more"), ("scales", x.shape[:2], "float32")):
-    y = getattr(cache, name)
+  for name, last, kind in (("rope", (widths.rope,), "floating point of 16 bits or more"),
+                           ("scales", (), "float32")):
+    y, shape = getattr(cache, name), (*x.shape[:2], *last)
     if not quantized:
       checks.require(y is None, f"cache_view.{name}", "an array", f"None with pages of {x.dtype}")
       continue
@@ -168,5 +169,6 @@ def check(cache: PagesLatent) -> None:
     checks.array(f"cache_view.{name}", y, wanted_array)
     fits = y.dtype == jnp.float32 if name == "scales" else (
         jnp.issubdtype(y.dtype, jnp.floating) and y.dtype.itemsize > 1)
-    checks.require(fits and y.shape == shape, f"cache_view.{name}", checks.describe(y),
+    in_lanes = (*x.shape[:2], *map(padded_width, last))
+    checks.require(fits and y.shape in (shape, in_lanes), f"cache_view.{name}", checks.describe(y),
                    wanted_array)

@@ -47,14 +47,13 @@ def init(num_pages: int, page_size: int, widths: tuple[int, int], *,
     sharding: of the pages [P, page_size, latent + rope]: a NamedSharding, or a PartitionSpec over
       the mesh of `jax.set_mesh`, which shards the first dimension only. None: not sharded.
     padded: whether rows are padded with zeros to a multiple of 128 numbers, such as 576 to 640: the
-      kernel for TPUs reads no others. Not in 8 bits.
+      kernel for TPUs reads no others. In 8 bits the rotary part is padded by itself.
 
   Returns:
     A cache, all zeros.
 
   Raises:
-    ValueError: a size is not an int >= 1, a dtype is not supported, the sharding does not fit, or
-      rows in 8 bits are padded.
+    ValueError: a size is not an int >= 1, a dtype is not supported, or the sharding does not fit.
   """
   for name, size in (("num_pages", num_pages), ("page_size", page_size)):
     checks.integer(name, size, "an int >= 1", lambda x: x >= 1)
@@ -69,12 +68,12 @@ def init(num_pages: int, page_size: int, widths: tuple[int, int], *,
                    f"axes for the pages of {dimensions} only: every head reads whole rows")
     whole = NamedSharding(whole.mesh, PartitionSpec(pool))
   zeros = lambda dtype, *width: device_parts.full((num_pages, page_size, *width), 0, dtype, whole)
+  stored = latent_layout.padded_width if padded else int
   if not quantize.has_8_bits(given):
-    width = latent_layout.padded_width(sum(widths)) if padded else sum(widths)
-    return PagesLatent(zeros(given, width), LatentWidths(*widths))
-  checks.require(not padded, "padded", "True", f"False with dtype {given.name}")
+    return PagesLatent(zeros(given, stored(sum(widths))), LatentWidths(*widths))
   scales = device_parts.full((num_pages, page_size), 1, jnp.float32, whole)
-  return PagesLatent(zeros(given, widths[0]), LatentWidths(*widths), zeros(rest, widths[1]), scales)
+  return PagesLatent(zeros(given, widths[0]), LatentWidths(*widths),
+                     zeros(rest, stored(widths[1])), scales)
 
 
 def init_like(like: jax.Array | jax.ShapeDtypeStruct, num_pages: int, page_size: int,
@@ -142,10 +141,10 @@ def append(cache: PagesLatent, latents: Array, mapping: Array) -> PagesLatent:
   if cache.scales is None:
     checks.require(rows.dtype == dtype, "latents", checks.describe(rows),
                    f"the dtype of the pages, {dtype}")
-    return cache._replace(pages=write(cache.pages, latent_layout.pad(cache, rows)))
+    return cache._replace(pages=write(cache.pages, latent_layout.pad(cache.pages, rows)))
   assert cache.rope is not None
   latents, scales = quantize.quantize(rows[:, :cache.widths.latent], dtype)
-  rope = rows[:, cache.widths.latent:].astype(cache.rope.dtype)
+  rope = latent_layout.pad(cache.rope, rows[:, cache.widths.latent:].astype(cache.rope.dtype))
   return cache._replace(pages=write(cache.pages, latents), rope=write(cache.rope, rope),
                         scales=write(cache.scales, scales))
 

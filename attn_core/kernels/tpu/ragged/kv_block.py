@@ -71,10 +71,11 @@ class KVBlock(NamedTuple):
       for array in range(len(layout.widths)):
         for row in range(layout.token_rows):
           total += _nonfinite_indicator(self._read_heads_major(array, row), layout)
+    total += self._load_scales()
     if layout.latent:
       self._clear_dead_rows(whole)
-      total += _nan_if_nonfinite(self._read_latents().astype(jnp.float32))
-    return (total + self._load_scales())[0, 0] == 0
+      total += _nan_if_nonfinite(self._read_latents(jnp.float32))
+    return total[0, 0] == 0
 
   def _word_parts(self) -> Iterator[tuple[int, int]]:
     """Yields (array, part of its width) of everything that is kept as words."""
@@ -100,11 +101,11 @@ class KVBlock(NamedTuple):
     Returns:
       float32 [1, 1]: 0, or NaN if a scale is non-finite.
     """
-    total = jnp.zeros((1, 1), jnp.float32)
-    if self.layout.scales == "token":
-      for scales, transposed in zip(self.buffers[-2:], self.words[-2:]):
-        transposed[...] = jnp.where(self.is_live(), scales[self.slot].T, 0)
-        total += _nan_if_nonfinite(transposed[...])
+    total, arrays = jnp.zeros((1, 1), jnp.float32), self.layout.scale_arrays
+    for number in range(-arrays, 0):
+      transposed = self.words[number]
+      transposed[...] = jnp.where(self.is_live(), self.buffers[number][self.slot].T, 0)
+      total += _nan_if_nonfinite(transposed[...])
     return total
 
   def is_live(self) -> jax.Array:
@@ -137,14 +138,47 @@ class KVBlock(NamedTuple):
     """Writes zeros over latent rows of tokens that may not be read, unless `whole`."""
     @pl.when(jnp.logical_not(whole))
     def _() -> None:
-      buffer = self.buffers[0]
-      x = jnp.where(self.is_live(), self._read_latents().astype(jnp.float32), 0)
-      buffer[self.slot] = x.reshape(buffer.shape[1:]).astype(buffer.dtype)
+      for buffer in self.buffers[:len(self.layout.array_widths)]:
+        x = buffer[self.slot].reshape(self.layout.block_kv, buffer.shape[-1])
+        x = jnp.where(self.is_live(), x.astype(_wide(x.dtype)), 0)
+        buffer[self.slot] = x.reshape(buffer.shape[1:]).astype(buffer.dtype)
 
-  def _read_latents(self) -> jax.Array:
-    """Reads the latent rows of all tokens, [block_kv, D]."""
-    x = self.buffers[0][self.slot]
-    return x.reshape(self.layout.block_kv, x.shape[-1])
+  def _read_latents(self, dtype: DTypeLike) -> jax.Array:
+    """Reads the latent rows of all tokens, dequantized, [block_kv, D]."""
+    if self.layout.rest_dtype is None:
+      return self.read_parts(None, dtype)[0]
+    value, rest = self.read_parts(None, jnp.float32)
+    return jnp.concatenate([value * self.words[-1][...][:, :1], rest], 1).astype(dtype)
+
+  def read_parts(self, piece: slice | None, dtype: DTypeLike) -> list[jax.Array]:
+    """Reads the parts in which latent rows are stored, without their scales, in `dtype`.
+
+    Args:
+      piece: the tokens of the block, whole pages; None: all of them.
+      dtype: of the result, which holds numbers of 8 bits as they are.
+
+    Returns:
+      [tokens, D], or the value [tokens, E] and the rest of the rows [tokens, D - E].
+    """
+    found = []
+    for buffer in self.buffers[:len(self.layout.array_widths)]:
+      x = buffer[self.slot].reshape(self.layout.block_kv, buffer.shape[-1])
+      x = x if piece is None else x[piece]
+      found.append(_to_float(x.astype(jnp.int32), self.layout.dtype).astype(dtype)
+                   if x.dtype == jnp.int8 else x.astype(dtype))
+    return found
+
+  def row_scales(self, piece: slice | None) -> jax.Array | None:
+    """Returns the scales of latent rows, float32 [1, tokens], or None.
+
+    Those of tokens that may not be read are 0.
+    """
+    if self.layout.rest_dtype is None:
+      return None
+    token = lax.broadcasted_iota(jnp.int32, (1, self.layout.block_kv), 1)
+    first, end = self.live_range
+    x = jnp.where((token >= first) & (token < end), self.buffers[-1][self.slot][:1], 0)
+    return x if piece is None else x[:, piece]
 
   def _read_heads_major(self, array: int, row: Index) -> jax.Array:
     """Reads a row of all tokens, [block_kv, D or E] as stored, where heads come first."""
@@ -157,7 +191,7 @@ class KVBlock(NamedTuple):
     """Reads keys [block_kv, D] and values [block_kv, E] of a head, dequantized."""
     layout = self.layout
     if layout.latent:
-      rows = self._read_latents()
+      rows = self._read_latents(dtype)
       return rows, rows[:, :layout.widths[1]]
     if not (layout.interleaved and layout.pairs_tokens):
       return self.read(False, head, dtype), self.read(True, head, dtype)
@@ -213,6 +247,11 @@ class KVBlock(NamedTuple):
     return jnp.concatenate([words[part, rows(0), :] for part in range(words.shape[0])]
                            if layout.lane_parts == 1 else
                            [words[0, rows(part), :] for part in range(layout.lane_parts)], 1)
+
+
+def _wide(dtype: DTypeLike) -> DTypeLike:
+  """Returns the dtype of 32 bits that holds all numbers of another."""
+  return jnp.int32 if dtype == jnp.int8 else jnp.float32
 
 
 def _pack_pairs(even: jax.Array, odd: jax.Array, place: Index, dtype: DTypeLike) -> jax.Array:

@@ -40,13 +40,14 @@ class KVLayout(NamedTuple):
     a dense cache: two arrays [B, S, K, D] and [B, S, K, E], where a page is `page_size` tokens of
       a batch row;
     latent rows: one array [num_pages, page_size, D] of one key head, whose first E numbers are the
-      value. They are computed from where they arrive, so that a row is copied and kept once.
+      value. They are computed from where they arrive, so that a row is copied and kept once. In 8
+      bits two arrays, [num_pages, page_size, E] and the rest of the rows in 16 bits or more.
   If `heads_major`, heads come before tokens: [num_pages, 2 * K, page_size, D],
   [K, num_pages, page_size, D or E], [B, K, S, D or E].
 
   With scales per token there are two more arrays, float32 [rows, scale_rows, padded_tokens], as XLA
   stores them: scale_rows is K rounded up to SUBLANES, and padded_tokens is a multiple of block_kv,
-  which is one of LANES.
+  which is one of LANES. Latent rows have one scale, and one such array.
   """
 
   interleaved: bool
@@ -63,11 +64,19 @@ class KVLayout(NamedTuple):
   # the numbers that share words. XLA stores rows of layout v3 in this order.
   lane_parts: int = 1
   latent: bool = False  # whether the value is a part of the key
+  rest_dtype: Any = None  # of the rest of latent rows whose value has 8 bits; None: they are whole
 
   @property
   def array_widths(self) -> tuple[int, ...]:
     """The widths of the arrays of tokens."""
+    if self.rest_dtype is not None:
+      return self.widths[1], self.widths[0] - self.widths[1]
     return self.widths[:1] if self.latent else self.widths
+
+  @property
+  def scale_arrays(self) -> int:
+    """The number of arrays of scales per token."""
+    return 0 if self.scales != "token" else 1 if self.latent else 2
 
   @property
   def keeps_words(self) -> bool:
@@ -117,11 +126,12 @@ class KVLayout(NamedTuple):
       return (self.token_rows, self.page_size, width) if self.heads_major else (
           self.page_size, self.token_rows * self.lane_parts, width // self.lane_parts)
     stored = jnp.int8 if jnp.dtype(self.dtype).itemsize == 1 else self.dtype
+    dtypes = [stored, stored if self.rest_dtype is None else self.rest_dtype]
     found: list[BufferShape] = [
-        ((self.slots, self.block_pages, *shape(width)), stored) for width in self.array_widths]
-    if self.scales == "token":
-      found += [((self.slots, self.scale_rows, self.block_kv), jnp.float32)] * 2
-    return found
+        ((self.slots, self.block_pages, *shape(width)), dtype)
+        for width, dtype in zip(self.array_widths, dtypes)]
+    of_scales = (self.slots, self.scale_rows, self.block_kv), jnp.float32
+    return found + [of_scales] * self.scale_arrays
 
   @property
   def scale_rows(self) -> int:
@@ -135,9 +145,7 @@ class KVLayout(NamedTuple):
         ((cdiv(width, LANES * self.lane_parts), self.block_kv * self.token_words,
           min(width, LANES)), dtype)
         for width in self.widths]
-    if self.scales == "token":
-      found += [((self.block_kv, self.scale_rows), jnp.float32)] * 2
-    return found
+    return found + [((self.block_kv, self.scale_rows), jnp.float32)] * self.scale_arrays
 
   def vmem_bytes(self) -> int:
     """Returns the vector memory of all buffers."""

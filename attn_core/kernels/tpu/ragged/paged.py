@@ -139,19 +139,22 @@ def _token_arrays(inputs: BlockedInputs, layout: KVLayout) -> tuple[jax.Array, .
   elif isinstance(cache, layouts.PagesV3):
     tokens = _token_rows(cache.pages, layout.lane_parts),
   elif isinstance(cache, PagesLatent):
-    tokens = cache.pages,
+    tokens = (cache.pages,) if cache.rope is None else (_stored(cache.pages), cache.rope)
   else:
     x = _stored(cache.pages)
     tokens = x.swapaxes(1, 2) if layout.heads_major else x,
   if layout.scales != "token":
     return tokens
-  assert cache.key_scales is not None and cache.value_scales is not None
   # XLA stores scales with the pages along the lanes, so that a page's scales are not contiguous:
   # those that a table points to are gathered before the kernel.
   def gather(x: jax.Array) -> jax.Array:
     x = jnp.take(x, inputs.tables, 0, mode="clip").transpose(0, 3, 1, 2)
     x = x.reshape(*x.shape[:2], -1)
     return jnp.pad(x, ((0, 0), (0, layout.scale_rows - x.shape[1]), (0, 0)))
+  if isinstance(cache, PagesLatent):
+    assert cache.scales is not None
+    return *tokens, gather(cache.scales[..., None])
+  assert cache.key_scales is not None and cache.value_scales is not None
   return *tokens, gather(cache.key_scales), gather(cache.value_scales)
 
 

@@ -136,9 +136,12 @@ def make_layout(cache: Pages, heads: layouts.Heads, block_pages: int) -> KVLayou
   """Returns the layout of the pages of a cache, in blocks of `block_pages`."""
   is_v1, dtype = isinstance(cache, layouts.PagesV1), layouts.dtype_of(cache)
   if isinstance(cache, PagesLatent):
-    value_width = cdiv(cache.widths.latent, LANES) * LANES
-    return KVLayout(False, False, 1, (cache.pages.shape[-1], value_width), jnp.dtype(dtype),
-                    layouts.page_size(cache), block_pages, latent=True)
+    width, value_width = cache.pages.shape[-1], cdiv(cache.widths.latent, LANES) * LANES
+    rest = None if cache.rope is None else cache.rope.dtype
+    width += 0 if cache.rope is None else cache.rope.shape[-1]
+    return KVLayout(False, False, 1, (width, value_width), jnp.dtype(dtype),
+                    layouts.page_size(cache), block_pages, latent=True, rest_dtype=rest,
+                    scales=None if rest is None else "token")
   stored = layouts.heads_of(cache)
   # Heads that pad a layout are copied, although nothing reads them.
   key_heads = stored.key_heads if isinstance(cache, layouts.PagesV3) else heads.key_heads
@@ -234,12 +237,18 @@ def unsupported_mod(query: jax.Array, cache: Pages, metadata: layouts.PagesMetad
 
 def _latent_reason(cache: PagesLatent) -> str | None:
   """Returns why the kernel does not read pages of latent rows, or None if it does."""
-  if cache.scales is not None:
-    return (f"latent rows in {cache.pages.dtype.name}: the TPU kernel reads rows of "
-            f"{' and '.join(DTYPES)}")
-  width = cache.pages.shape[-1]
-  if width % LANES:
+  widths = [cache.pages.shape[-1]]
+  if cache.rope is not None:
+    if widths[0] % LANES:
+      return (f"latents of {widths[0]} numbers in {cache.pages.dtype.name}: the TPU kernel needs a "
+              f"multiple of {LANES}")
+    if cache.rope.dtype.name not in DTYPES:
+      return (f"a rotary part in {cache.rope.dtype.name}: the TPU kernel reads "
+              f"{' and '.join(DTYPES)}")
+    widths.append(cache.rope.shape[-1])
+  if widths[-1] % LANES:
     # XLA stores such pages with their numbers along the lanes, and would copy the pool.
-    return (f"latent rows of {width} numbers: the TPU kernel reads rows that are padded to a "
+    part = "latent rows" if cache.rope is None else "a rotary part"
+    return (f"{part} of {widths[-1]} numbers: the TPU kernel reads rows that are padded to a "
             f"multiple of {LANES}, as by caches.latent_pages.init(padded=True)")
   return None

@@ -139,20 +139,19 @@ def _scores(k: KernelRefs, block: KVBlock, group: Index, piece: slice | None,
     k: the kernel.
     block: keys and values.
     group: of heads.
-    piece: the tokens of the block; None: all of them.
+    piece: the tokens of a block of latent rows; None: all of them.
     propagate_nan: as in `_update_groups`.
 
   Returns:
     (scores [group_rows, block_kv], a function from their weights to P V [group_rows, E]).
   """
+  if k.shape.layout.latent:
+    return _scores_of_latents(k, block, piece, propagate_nan)
   rows, heads = k.rows[0, group], k.shape.group_heads
   pairs = [block.read_both(group * heads + i, rows.dtype) for i in range(heads)]
   key, value = (jnp.concatenate(x, 1) for x in zip(*pairs))
-  if piece is not None:
-    key, value = key[piece], value[piece]
   if propagate_nan:
-    # Of latent rows the value is a part of the key.
-    count = sum(_count_nonfinite(k, x) for x in ((key,) if k.shape.layout.latent else (key, value)))
+    count = _count_nonfinite(k, key) + _count_nonfinite(k, value)
     key, value = _mask_nonfinite(key), _mask_nonfinite(value)
   scores = common.dot(k, _block_diagonal(k, rows), key, 1)
   if propagate_nan:
@@ -164,6 +163,45 @@ def _scores(k: KernelRefs, block: KVBlock, group: Index, piece: slice | None,
       return found
     own: Any = sum(_own_rows(k, found[:, i * width:(i + 1) * width], i) for i in range(heads))
     return own
+
+  return scores, weigh
+
+
+def _scores_of_latents(k: KernelRefs, block: KVBlock, piece: slice | None, propagate_nan: bool,
+                       ) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+  """Computes the scores of latent rows, whose value is the first part of the key.
+
+  Scales of rows in 8 bits are applied to scores and weights, which are fewer than the numbers of
+  the rows.
+
+  Args:
+    k: the kernel.
+    block: the rows.
+    piece: as in `_scores`.
+    propagate_nan: as in `_update_groups`.
+
+  Returns:
+    As `_scores`.
+  """
+  rows, width = k.rows[0, 0], k.shape.layout.widths[1]
+  parts, scales = block.read_parts(piece, rows.dtype), block.row_scales(piece)
+  if propagate_nan:
+    count = sum(_count_nonfinite(k, x) for x in parts)
+    parts = [_mask_nonfinite(x) for x in parts]
+    if scales is not None:
+      finite = scales - scales == 0
+      count, scales = count + jnp.where(finite, 0.0, 1.0), jnp.where(finite, scales, 0)
+  if scales is None:
+    scores = common.dot(k, rows, parts[0], 1)
+  else:
+    scores = common.dot(k, rows[:, :width], parts[0], 1) * scales
+    scores = scores + common.dot(k, rows[:, width:], parts[1], 1)
+  if propagate_nan:
+    scores = jnp.where(count > 0, jnp.nan, scores)
+
+  def weigh(weights: jax.Array) -> jax.Array:
+    weights = weights if scales is None else weights * scales
+    return common.dot(k, weights.astype(rows.dtype), parts[0][:, :width], 0)
 
   return scores, weigh
 
