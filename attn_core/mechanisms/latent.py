@@ -48,7 +48,7 @@ def pages(call: Call) -> AttentionOutput:
 
 def pages_tpu(call: Call) -> AttentionOutput:
   """Writes new rows to pages, if any, and attends by absorbed queries in the kernel for TPUs."""
-  return _absorb(paged.tpu_latent, call)
+  return _absorb(paged.tpu_writing, call)
 
 
 def _absorb(run: Callable[[Call], AttentionOutput], call: Call) -> AttentionOutput:

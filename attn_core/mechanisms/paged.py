@@ -13,8 +13,7 @@ import jax.numpy as jnp
 
 from attn_core import array_axes
 from attn_core.autodiff import paged as autodiff_paged
-from attn_core.caches.paged import (latent_pages, layouts, page_stripes, request_groups,
-                                    token_writes)
+from attn_core.caches.paged import layouts, page_stripes, request_groups
 from attn_core.caches.paged.latent_layout import PagesLatent
 from attn_core.caches.paged.page_stripes import Stripe
 from attn_core.kernels.common import paged_operands
@@ -52,14 +51,9 @@ def xla_writing(call: Call) -> AttentionOutput:
 
 
 def tpu_writing(call: Call) -> AttentionOutput:
-  """Attends as `tpu` to pages to which the kernel first writes new keys and values."""
+  """Attends as `tpu` to pages to which the kernel first writes new keys and values, or rows."""
   from attn_core.kernels.tpu.ragged import paged  # as in `tpu_forward`
   return _sharded(tpu_forward(), call, writes=True, writer=_over_every_axis(paged.forward_writing))
-
-
-def tpu_latent(call: Call) -> AttentionOutput:
-  """Writes latent rows to the pages, then attends as `tpu`; returns the cache."""
-  return _sharded(tpu_forward(), call, writes=True)
 
 
 def gpu_writing(call: Call) -> AttentionOutput:
@@ -125,16 +119,13 @@ def _local(forward: Forward, call: Call, writes: bool, writer: Writer | None,
   separately = (writer is None or operands.stripe is not None or number not in (None, 1)
                 # Pages that several devices hold stay equal on all of them.
                 or varying_axes.of(cache) != varying_axes.of(operands)
-                or isinstance(cache, layouts.PagesV3)
-                and array_axes.parts_of(cache.pages) is not None)
+                or isinstance(cache, WRITTEN) and array_axes.parts_of(cache.pages) is not None)
   if writes:
     assert operands.key is not None and operands.value is not None
     key_heads = operands.key.shape[1]
     if separately:
       slots = request_groups.slots(cache, metadata, tokens, operands.stripe)
-      cache = (latent_pages.append(cache, operands.key[:, 0], slots)
-               if isinstance(cache, PagesLatent)
-               else token_writes.append(cache, operands.key, operands.value, slots))
+      cache = autodiff_paged.append(cache, operands.key, operands.value, slots)
     if isinstance(cache, layouts.PagesV3):
       width, value_width = operands.query.shape[2], operands.value.shape[2]
 

@@ -62,7 +62,7 @@ def _computed(case: Case) -> Iterator[None]:
   is_finite = update_few_rows._is_finite
   request_of = lambda _, r: token_blocks.Request(
       case.keys - 1, jnp.int32(case.keys), r + 1 - case.keys)
-  with (mock.patch.object(new_tokens, "_span", span),
+  with (mock.patch.object(new_tokens, "span_of", span),
         mock.patch.object(token_blocks, "request_of", request_of),
         mock.patch.object(token_blocks, "start_of", lambda _, r: r),
         mock.patch.object(ragged_kernel, "step_of", item),

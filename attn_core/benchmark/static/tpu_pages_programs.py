@@ -134,7 +134,7 @@ def _computed(program: Program) -> Iterator[None]:
                                 end - case.keys)
 
   is_finite, is_read = update_few_rows._is_finite, kv_block.KVBlock.load_masked_words
-  with (mock.patch.object(new_tokens, "_span", span),
+  with (mock.patch.object(new_tokens, "span_of", span),
         mock.patch.object(token_blocks, "bounds_of", bounds),
         mock.patch.object(token_blocks, "requests_in_use", lambda _: jnp.int32(case.batch)),
         mock.patch.object(token_blocks, "request_of", request_of),

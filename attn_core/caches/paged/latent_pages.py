@@ -17,6 +17,8 @@ Shapes: R requests, P pages of the pool, T new tokens; latent and rope are the w
 of a row.
 """
 
+from collections.abc import Callable
+
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
@@ -134,19 +136,41 @@ def append(cache: PagesLatent, latents: Array, mapping: Array) -> PagesLatent:
   expected = f"[T, {cache.width}], latent {cache.widths.latent} + rope {cache.widths.rope}"
   given = checks.floating("latents", latents, 2, expected)
   checks.require(given.shape[1] == cache.width, "latents", checks.describe(given), expected)
-  rows, dtype = jnp.asarray(given), cache.pages.dtype
+  rows = jnp.asarray(given)
   mapping = token_writes.int32_vector("mapping", mapping, rows.shape[0], "slots")
+  (pages, *rope), cache = append_scales(cache, rows, lambda: mapping)
   place = token_writes.places(cache, mapping)
-  write = lambda held, new: device_pages.write(held, new, 0, *place)
+  cache = cache._replace(pages=device_pages.write(cache.pages, pages, 0, *place))
+  if not rope:
+    return cache
+  assert cache.rope is not None
+  return cache._replace(rope=device_pages.write(cache.rope, rope[0], 0, *place))
+
+
+def append_scales(cache: PagesLatent, rows: jax.Array, mapping: Callable[[], Array],
+                  ) -> tuple[tuple[jax.Array, ...], PagesLatent]:
+  """Does all of `append` but writing the rows, for kernels that write these.
+
+  Args:
+    cache: the pages.
+    rows: [T, latent + rope].
+    mapping: returns the slots; called only where the pages have scales.
+
+  Returns:
+    (the rows as the pages hold them: [T, padded width], or in 8 bits the latents and the rotary
+    part, the cache with the tokens' scales).
+  """
+  dtype, latent = cache.pages.dtype, cache.widths.latent
   if cache.scales is None:
     checks.require(rows.dtype == dtype, "latents", checks.describe(rows),
                    f"the dtype of the pages, {dtype}")
-    return cache._replace(pages=write(cache.pages, latent_layout.pad(cache.pages, rows)))
+    return (latent_layout.pad(cache.pages, rows),), cache
   assert cache.rope is not None
-  latents, scales = quantize.quantize(rows[:, :cache.widths.latent], dtype)
-  rope = latent_layout.pad(cache.rope, rows[:, cache.widths.latent:].astype(cache.rope.dtype))
-  return cache._replace(pages=write(cache.pages, latents), rope=write(cache.rope, rope),
-                        scales=write(cache.scales, scales))
+  latents, scales = quantize.quantize(rows[:, :latent], dtype)
+  rope = latent_layout.pad(cache.rope, rows[:, latent:].astype(cache.rope.dtype))
+  place = token_writes.places(cache, mapping())
+  return (latents, rope), cache._replace(
+      scales=device_pages.write(cache.scales, scales, 0, *place))
 
 
 def to_dense(cache: PagesLatent, pages_metadata: PagesMetadata,

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 import numpy as np
 
-from attn_core.kernels.tpu.ragged.kv_layout import PAIRED_TOKENS, SUBLANES, KVLayout, LiveTokens
+from attn_core.kernels.tpu.ragged.kv_layout import (
+    PAIRED_TOKENS, SUBLANES, KVLayout, LiveTokens, wide_dtype)
 
 Ref = Any  # a Pallas reference
 Index = Any  # int, or a traced int32
@@ -140,7 +141,7 @@ class KVBlock(NamedTuple):
     def _() -> None:
       for buffer in self.buffers[:len(self.layout.array_widths)]:
         x = buffer[self.slot].reshape(self.layout.block_kv, buffer.shape[-1])
-        x = jnp.where(self.is_live(), x.astype(_wide(x.dtype)), 0)
+        x = jnp.where(self.is_live(), x.astype(wide_dtype(x.dtype)), 0)
         buffer[self.slot] = x.reshape(buffer.shape[1:]).astype(buffer.dtype)
 
   def _read_latents(self, dtype: DTypeLike) -> jax.Array:
@@ -247,11 +248,6 @@ class KVBlock(NamedTuple):
     return jnp.concatenate([words[part, rows(0), :] for part in range(words.shape[0])]
                            if layout.lane_parts == 1 else
                            [words[0, rows(part), :] for part in range(layout.lane_parts)], 1)
-
-
-def _wide(dtype: DTypeLike) -> DTypeLike:
-  """Returns the dtype of 32 bits that holds all numbers of another."""
-  return jnp.int32 if dtype == jnp.int8 else jnp.float32
 
 
 def _pack_pairs(even: jax.Array, odd: jax.Array, place: Index, dtype: DTypeLike) -> jax.Array:

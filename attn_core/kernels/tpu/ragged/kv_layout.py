@@ -74,6 +74,14 @@ class KVLayout(NamedTuple):
     return self.widths[:1] if self.latent else self.widths
 
   @property
+  def array_dtypes(self) -> tuple[np.dtype, ...]:
+    """The dtypes of the arrays of tokens, as they are copied."""
+    stored = jnp.dtype(jnp.int8 if jnp.dtype(self.dtype).itemsize == 1 else self.dtype)
+    if self.rest_dtype is not None:
+      return stored, jnp.dtype(self.rest_dtype)
+    return (stored,) * len(self.array_widths)
+
+  @property
   def scale_arrays(self) -> int:
     """The number of arrays of scales per token."""
     return 0 if self.scales != "token" else 1 if self.latent else 2
@@ -125,11 +133,9 @@ class KVLayout(NamedTuple):
         return self.page_size, width
       return (self.token_rows, self.page_size, width) if self.heads_major else (
           self.page_size, self.token_rows * self.lane_parts, width // self.lane_parts)
-    stored = jnp.int8 if jnp.dtype(self.dtype).itemsize == 1 else self.dtype
-    dtypes = [stored, stored if self.rest_dtype is None else self.rest_dtype]
     found: list[BufferShape] = [
         ((self.slots, self.block_pages, *shape(width)), dtype)
-        for width, dtype in zip(self.array_widths, dtypes)]
+        for width, dtype in zip(self.array_widths, self.array_dtypes)]
     of_scales = (self.slots, self.scale_rows, self.block_kv), jnp.float32
     return found + [of_scales] * self.scale_arrays
 
@@ -154,6 +160,11 @@ class KVLayout(NamedTuple):
       rows = cdiv(shape[-2], 4 // size) * (4 // size)
       return int(np.prod(shape[:-2])) * rows * cdiv(shape[-1], LANES) * LANES * size
     return sum(padded(*x) for x in (*self.buffers(), *self.word_buffers()))
+
+
+def wide_dtype(dtype: DTypeLike) -> np.dtype:
+  """Returns the dtype of 32 bits that holds all numbers of one in which arrays are copied."""
+  return jnp.dtype(jnp.int32 if jnp.dtype(dtype) == jnp.int8 else jnp.float32)
 
 
 def is_heads_major(rows: int, dtype: DTypeLike) -> bool:

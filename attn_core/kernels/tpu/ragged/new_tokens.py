@@ -33,6 +33,7 @@ class NewTokenRefs(NamedTuple):
   semaphore: Ref
   row_pages: int  # pages of a request
   requests: Index  # whose tokens are written
+  tokens: int  # T
 
 
 class Span(NamedTuple):
@@ -45,25 +46,24 @@ class Span(NamedTuple):
 
 def write(new: NewTokenRefs) -> None:
   """Copies all new tokens to their pages, and waits until they have arrived."""
-  tokens = new.rows.shape[0]
   # The number of copied tokens is carried, because semaphores count bytes, whatever the sizes of
   # the transfers.
   def write_request(request: Index, written: Index) -> jax.Array:
-    return _write_request(new, request, _span(new, request), written)
+    return _write_request(new, request, span_of(new, request), written)
   written = lax.fori_loop(jnp.int32(0), jnp.int32(new.requests), write_request, jnp.int32(0))
   def wait(_: Index, size: int) -> None:
     part = new.rows.at[pl.ds(0, size)]
     pltpu.make_async_copy(part, part, new.semaphore).wait()
-  runs.powers_of_two(written, tokens, wait)
+  runs.powers_of_two(written, new.tokens, wait)
 
 
-def _span(new: NewTokenRefs, request: Index) -> Span:
+def span_of(new: NewTokenRefs, request: Index) -> Span:
   """Returns the tokens of a request that have a position within its pages."""
   page_size, end = new.target.shape[1], new.starts[request + 1]
   shift = new.lengths[request] - end
   first = jnp.maximum(jnp.where(request == 0, 0, new.starts[request]), -shift)
   held = new.row_pages * page_size
-  return Span(first, jnp.minimum(jnp.minimum(end, new.rows.shape[0]), held - shift), shift)
+  return Span(first, jnp.minimum(jnp.minimum(end, new.tokens), held - shift), shift)
 
 
 def _write_request(new: NewTokenRefs, request: Index, span: Span, written: Index) -> jax.Array:
@@ -94,4 +94,4 @@ def _copy(new: NewTokenRefs, page: Index, slot: Index, token: Index, count: Inde
     pltpu.make_async_copy(new.rows.at[pl.ds(token + before, size)],
                           new.target.at[page, pl.ds(slot + before, size)], new.semaphore).start()
 
-  runs.by_sizes(count, page_size, new.rows.shape[0], start)
+  runs.by_sizes(count, page_size, new.tokens, start)

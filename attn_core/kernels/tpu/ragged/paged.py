@@ -15,15 +15,16 @@ from jax import lax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from attn_core.caches.paged import layouts, slot_mapping, token_writes
+from attn_core.caches.paged import latent_pages, layouts, slot_mapping, token_writes
 from attn_core.caches.paged.latent_layout import PagesLatent
 from attn_core.caches.paged.layouts import Pages
 from attn_core.kernels.common import (dense_operands, online_softmax, paged_operands,
                                       query_block_queue)
 from attn_core.kernels.common.contract import Residuals
 from attn_core.kernels.common.paged_operands import BlockedInputs, Index
-from attn_core.kernels.tpu.ragged import common, paged_tiling, row_mods, token_kernel
-from attn_core.kernels.tpu.ragged.kv_layout import KVLayout
+from attn_core.kernels.tpu.ragged import (
+    common, paged_tiling, row_mods, row_writes, token_kernel)
+from attn_core.kernels.tpu.ragged.kv_layout import KVLayout, wide_dtype
 from attn_core.kernels.tpu.ragged.mod_form import ModInputs
 from attn_core.kernels.tpu.ragged.token_blocks import RequestPart
 from attn_core.types import BlockSizes, PagedOperands, PagedSpec
@@ -42,16 +43,17 @@ def forward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
   Returns:
     out [T, H, E] and lse [T, H, 1].
   """
-  return _forward(operands, spec, heads, block_sizes, None)[0]
+  return _forward(operands, spec, heads, block_sizes, ())[0]
 
 
 def forward_writing(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
                     block_sizes: BlockSizes) -> tuple[Residuals, Pages]:
-  """Writes new tokens to pages in layout v3, then computes attention over them, in one kernel.
+  """Writes new tokens to pages, then computes attention over them, in one kernel.
 
   Args:
-    operands: as in `forward`, and the new keys [T, K, D] and values [T, K, E], in the dtype of the
-      pages, or of floating point where these are quantized.
+    operands: as in `forward`, with pages in layout v3 or of latent rows; and the new keys [T, K, D]
+      and values [T, K, E], or the rows [T, 1, latent + rope] as keys, in the dtype of the pages, or
+      of floating point where these are quantized.
     spec: what is computed.
     heads: the heads in the pages, without their padding.
     block_sizes: None fields are chosen here.
@@ -60,21 +62,25 @@ def forward_writing(operands: PagedOperands, spec: PagedSpec, heads: layouts.Hea
     (out [T, H, E] and lse [T, H, 1], the cache with the new tokens).
   """
   cache, metadata = operands.cache, operands.metadata
-  assert isinstance(cache, layouts.PagesV3)
   assert operands.key is not None and operands.value is not None
   tokens = operands.query.shape[0]
   # Scales per token are not contiguous in memory: XLA writes them.
   slots = lambda: slot_mapping.slots(metadata, layouts.page_size(cache), tokens)
-  rows, cache = token_writes.append_scales(cache, operands.key, operands.value, slots)
-  new = _token_rows(rows, paged_tiling.lane_parts(cache))
-  found, pages = _forward(operands._replace(cache=cache), spec, heads, block_sizes, new)
-  assert pages is not None
-  return found, cache._replace(pages=pages)
+  if isinstance(cache, PagesLatent):
+    parts, cache = latent_pages.append_scales(cache, operands.key[:, 0], slots)
+    count = row_writes.padded_tokens(tokens, paged_tiling.make_layout(cache, heads, 1))
+    new = tuple(dense_operands.pad_axis(x.astype(wide_dtype(x.dtype)), 0, count - tokens)
+                for x in map(_stored, parts))
+  else:
+    assert isinstance(cache, layouts.PagesV3)
+    rows, cache = token_writes.append_scales(cache, operands.key, operands.value, slots)
+    new = _token_rows(rows, paged_tiling.lane_parts(cache)),
+  return _forward(operands._replace(cache=cache), spec, heads, block_sizes, new)
 
 
 def _forward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
-             block_sizes: BlockSizes, new: jax.Array | None) -> tuple[Residuals, jax.Array | None]:
-  """Computes `forward` after writing new tokens; returns also the array of the pages with these."""
+             block_sizes: BlockSizes, new: tuple[jax.Array, ...]) -> tuple[Residuals, Pages]:
+  """Computes `forward` after writing new tokens, if any; returns also the cache with these."""
   chex.assert_rank(operands.query, 3)
   tokens, query_heads, width = operands.query.shape
   chex.assert_is_divisible(query_heads, heads.key_heads)
@@ -86,7 +92,7 @@ def _forward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
   padded = operands._replace(query=pad_width(operands.query))
   lse = jnp.full((tokens, query_heads, 1), -jnp.inf, jnp.float32)
   chosen = paged_tiling.choose_block_q(operands, block_sizes, single_page, group_size)
-  out = written = None
+  out = None
   ranges = paged_operands.request_ranges(operands, chosen)
   for number, (first, end, block_q) in enumerate(ranges):
     layout = paged_tiling.with_blocks(single_page, operands, block_sizes, block_q * group_size)
@@ -96,14 +102,12 @@ def _forward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
     part = _Part(operands.metadata, (first, end), places, possible, out)
     found = _attend(inputs, layout, part, padded.query, new)
     out, lse = found.out, jnp.where(found.live[:, None, None], found.lse, lse)
-    if found.pages is not None:  # the first kernel writes the tokens of all requests
-      assert isinstance(padded.cache, layouts.PagesV3)
-      written = _as_pages(found.pages, padded.cache)
-      padded = padded._replace(cache=padded.cache._replace(pages=written))
-      new = None
+    if new:  # the first kernel writes the tokens of all requests
+      padded, new = padded._replace(cache=_with_pages(padded.cache, found.pages)), ()
   assert out is not None
   out = out.reshape(tokens, query_heads, -1)[..., :heads.value_width]
-  return Residuals(*online_softmax.join_sinks(out, lse, _token_sinks(operands))), written
+  return (Residuals(*online_softmax.join_sinks(out, lse, _token_sinks(operands))),
+          padded.cache)
 
 
 def _stored(x: jax.Array) -> jax.Array:
@@ -122,12 +126,20 @@ def _token_rows(x: jax.Array, lane_parts: int) -> jax.Array:
   return x.reshape(*before[:-1], -1, width // lane_parts)
 
 
-def _as_pages(x: jax.Array, cache: layouts.PagesV3) -> jax.Array:
-  """Returns the inverse of `_token_rows`, as the pages of a cache."""
+def _with_pages(cache: Pages, arrays: tuple[jax.Array, ...]) -> Pages:
+  """Returns a cache with arrays that the kernel wrote, the inverse of `_token_arrays`."""
+  if isinstance(cache, PagesLatent):
+    pages, rope = (*arrays, cache.rope)[:2]
+    if pages.dtype != cache.pages.dtype:
+      pages = lax.bitcast_convert_type(pages, cache.pages.dtype)
+    return cache._replace(pages=pages, rope=rope)
+  assert isinstance(cache, layouts.PagesV3)
+  x, = arrays
   *before, packed, width = cache.pages.shape
   parts = paged_tiling.lane_parts(cache)
   x = x.reshape(*before, parts, packed, width // parts).swapaxes(-3, -2).reshape(cache.pages.shape)
-  return x if x.dtype == cache.pages.dtype else lax.bitcast_convert_type(x, cache.pages.dtype)
+  return cache._replace(
+      pages=x if x.dtype == cache.pages.dtype else lax.bitcast_convert_type(x, cache.pages.dtype))
 
 
 def _token_arrays(inputs: BlockedInputs, layout: KVLayout) -> tuple[jax.Array, ...]:
@@ -164,7 +176,7 @@ class _Found(NamedTuple):
   out: jax.Array  # [T, ...], H heads of E numbers for each token
   lse: jax.Array  # [T, H, 1]
   live: jax.Array  # bool [T]: the tokens for which `lse` is computed
-  pages: jax.Array | None  # the tokens of all pages, if there are new ones
+  pages: tuple[jax.Array, ...]  # the arrays to which new tokens were written
 
 
 class _Part(NamedTuple):
@@ -178,7 +190,7 @@ class _Part(NamedTuple):
 
 
 def _attend(inputs: BlockedInputs, layout: KVLayout, part: _Part, query: jax.Array,
-            new: jax.Array | None) -> _Found:
+            new: tuple[jax.Array, ...]) -> _Found:
   """Computes some requests, after writing the new tokens of all.
 
   Args:

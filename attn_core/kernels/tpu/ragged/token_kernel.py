@@ -17,10 +17,12 @@ from jax.typing import DTypeLike
 
 from attn_core.kernels.common import online_softmax
 from attn_core.kernels.tpu import launch
-from attn_core.kernels.tpu.ragged import common, kernel, new_tokens, row_mods, token_blocks
+from attn_core.kernels.tpu.ragged import (
+    common, kernel, new_tokens, row_mods, row_writes, token_blocks)
 from attn_core.kernels.tpu.ragged.common import KernelRefs, LogitsSpec, Ref, StepShape, Steps
 from attn_core.kernels.tpu.ragged.mod_form import ModInputs
 from attn_core.kernels.tpu.ragged.new_tokens import NewTokenRefs
+from attn_core.kernels.tpu.ragged.row_writes import RowRefs
 from attn_core.kernels.tpu.ragged.token_blocks import SLOTS, RequestPart, TokenRefs
 
 
@@ -34,8 +36,9 @@ class TokenInputs(NamedTuple):
   tensor_scales: jax.Array | None  # float32 [2]: scales of all keys and of all values
   query: jax.Array  # [T, K, G, D]
   tokens: tuple[jax.Array, ...]  # keys, values and scales; see `KVLayout`
-  # [T, token_rows, D], written to the first of `tokens` before anything is read
-  new: jax.Array | None
+  # Written to the first of `tokens` before anything is read: [T, token_rows, D]; or latent rows in 32
+  # bits, each part of which [padded tokens, width] is written to an array. See `row_writes`.
+  new: tuple[jax.Array, ...]
   out: jax.Array | None  # [T, K, G, E], with results of requests before `part`; None: none
   mods: ModInputs | None = None  # without numbers of keys
 
@@ -46,7 +49,7 @@ class _Form(NamedTuple):
   spec: LogitsSpec
   shape: StepShape
   part: RequestPart
-  has_new: bool  # whether there are new tokens
+  num_new: int  # arrays of new tokens
   has_counts: bool
   has_scales: bool  # whether there are scales of all keys and of all values
   continues: bool  # whether the results of other requests are given
@@ -57,7 +60,8 @@ class TokenResults(NamedTuple):
 
   out: jax.Array  # [T, K, G, E]
   lse: jax.Array  # float32 [num_steps, head_groups, group_rows], of the steps with queries
-  pages: jax.Array | None  # the first of the tokens, with the new ones, in the same memory
+  # The first of the arrays of tokens, with the new ones, in the same memory.
+  pages: tuple[jax.Array, ...]
 
 
 def attend(spec: LogitsSpec, shape: StepShape, inputs: TokenInputs, out_dtype: DTypeLike, *,
@@ -81,8 +85,7 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: TokenInputs, out_dtype: D
   # 1. Inputs.
   scalars = [x for x in (inputs.starts, inputs.lengths, inputs.tables, inputs.counts,
                          inputs.tensor_scales) if x is not None]
-  sources = [query, *inputs.tokens, *([] if new is None else [new]),
-             *([] if inputs.out is None else [inputs.out])]
+  sources = [query, *inputs.tokens, *new, *([] if inputs.out is None else [inputs.out])]
   mods = inputs.mods
   numbers = [] if mods is None else mods.numbers()
   # 2. Outputs.
@@ -92,16 +95,17 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: TokenInputs, out_dtype: D
   outputs = [like((tokens, heads, group, layout.widths[-1]), out_dtype, query),
              like((num_steps, shape.head_groups, *column), jnp.float32, query)]
   aliases = {} if inputs.out is None else {len(scalars) + len(sources) - 1: 0}
-  if new is not None:
-    pages = inputs.tokens[0]
+  for number, pages in enumerate(inputs.tokens[:len(new)]):
     outputs.append(like(pages.shape, pages.dtype, pages))
-    aliases[len(scalars) + 1] = 2
+    aliases[len(scalars) + 1 + number] = 2 + number
   # 3. The call.
   by_step = None if mods is None else mods.by_step
   scratch = _scratch(shape, query.dtype, (outputs[0].dtype, column), num_steps)
   scratch.append([] if by_step is None else [
       pltpu.VMEM((slots, *by_step.shape[1:]), jnp.int32) for slots in (SLOTS, 1)])
-  form = _Form(spec, shape, part, new is not None, inputs.counts is not None,
+  writes_rows = layout.latent and new != ()
+  scratch.append(row_writes.scratch(layout) if writes_rows else [])
+  form = _Form(spec, shape, part, len(new), inputs.counts is not None,
                inputs.tensor_scales is not None, inputs.out is not None)
   groups: list[list] = [scalars, sources, numbers, outputs, *scratch]
   counts = [len(x) for x in groups]
@@ -120,10 +124,11 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: TokenInputs, out_dtype: D
       out_shape=outputs, name="attn_core_ragged", input_output_aliases=aliases,
       compiler_params=pltpu.CompilerParams(
           dimension_semantics=("arbitrary",), disable_bounds_checks=True,
-          vmem_limit_bytes=row_mods.vmem_limit(shape, query.dtype, mods)),
+          vmem_limit_bytes=row_mods.vmem_limit(shape, query.dtype, mods) + (
+              row_writes.vmem_bytes(layout) if writes_rows else 0)),
   ))(*scalars, *sources, *numbers)
   return TokenResults(out, lse.reshape(num_steps, shape.head_groups, shape.group_rows),
-                      written[0] if written else None)
+                      tuple(written))
 
 
 def _scratch(shape: StepShape, dtype: DTypeLike, out: tuple[DTypeLike, tuple[int, int]],
@@ -153,15 +158,16 @@ def _scratch(shape: StepShape, dtype: DTypeLike, out: tuple[DTypeLike, tuple[int
 
 
 def _refs(form: _Form, parts: Sequence[Sequence[Ref]],
-          ) -> tuple[KernelRefs, TokenRefs, NewTokenRefs | None]:
+          ) -> tuple[KernelRefs, TokenRefs, NewTokenRefs | RowRefs | None]:
   """Names the references of a kernel.
 
   Args:
     form: of the kernel.
     parts: references to scalars, sources, numbers of the score mod, outputs, those of `_scratch`,
-      and blocks of the numbers.
+      blocks of the numbers, and those of `row_writes.scratch`.
   """
-  scalars, sources, numbers, outputs, buffers, words, running, blocks, others, of_mods = parts
+  (scalars, sources, numbers, outputs, buffers, words, running, blocks, others, of_mods,
+   of_rows) = parts
   starts, lengths, tables, *scalars = scalars
   counts = scalars[0] if form.has_counts else None
   query, *sources = sources[:-1] if form.continues else sources
@@ -174,21 +180,25 @@ def _refs(form: _Form, parts: Sequence[Sequence[Ref]],
   if mods is not None and of_mods:
     t = t._replace(numbers=mods.by_step, number_blocks=of_mods[0])
     mods = mods._replace(by_step=of_mods[1])
-  new = None
-  if form.has_new:
+  new: NewTokenRefs | RowRefs | None = None
+  if form.num_new:
     # What is read is the result, since interpret mode does not write to the argument.
-    sources, new_rows = [*pages, *sources[1:-1]], sources[-1]
-    new = NewTokenRefs(starts, lengths, tables, new_rows, pages[0], new_written,
-                       form.shape.row_pages, token_blocks.requests_in_use(t))
+    new_rows = sources[-form.num_new:]
+    sources = [*pages, *sources[form.num_new:-form.num_new]]
+    new = NewTokenRefs(starts, lengths, tables, new_rows[0], pages[0], new_written,
+                       form.shape.row_pages, token_blocks.requests_in_use(t), query.shape[0])
+    new = row_writes.refs(new, new_rows, pages, of_rows) if of_rows else new
   return KernelRefs(form.spec, form.shape, steps, num_live, tables,
                     scalars[-1] if form.has_scales else None, rows, sources, (), buffers, words,
                     online_softmax.Running(*running), arrived, counters, mods), t, new
 
 
-def _kernel(k: KernelRefs, t: TokenRefs, new: NewTokenRefs | None) -> None:
+def _kernel(k: KernelRefs, t: TokenRefs, new: NewTokenRefs | RowRefs | None) -> None:
   """Computes all steps."""
   # 1. Write the new tokens, find the steps, and start the transfers of the first blocks.
-  if new is not None:
+  if isinstance(new, RowRefs):
+    row_writes.write(new)
+  elif new is not None:
     new_tokens.write(new)
   token_blocks.clear_others(k, t)
   token_blocks.clear_padding(k, t)
