@@ -121,12 +121,17 @@ _paged_v3 = _over_pages("PagesV3", paged.xla_writing)
 _latent = Implementation(
     latent.absorbed, _BLOCKWISE - {"selected"} | _MODS | {"latent", "quantized"}, LINEAR,
     latent_limits.limits)
-_latent = Implementation(latent.decode, _DECODE | {"latent"}, LINEAR, latent_limits.decode_limits,
-                         fallback=_latent, shards_keys=True,
-                         derivatives=Rows(gradient=_latent.name))
+_latent_decode = Implementation(
+    latent.decode, _DECODE | {"latent"}, LINEAR, latent_limits.decode_limits, fallback=_latent,
+    shards_keys=True, derivatives=Rows(gradient=_latent.name))
+_latent_decode_tpu = Implementation(
+    latent.decode_tpu, _DECODE - _NOT_ON_TPU | {"latent"}, LINEAR,
+    capabilities.tpu_latent_limits, fallback=_latent_decode, shards_keys=True,
+    derivatives=_latent_decode.derivatives)
 _latent = Implementation(
     latent.projected, _BLOCKWISE - {"bias", "dropout", "selected"} | {"latent", "quantized"},
-    LINEAR, latent_limits.projected_limits, fallback=_latent)
+    LINEAR, latent_limits.projected_limits, fallback=_latent_decode)
+_latent_tpu = _latent._replace(fallback=_latent_decode_tpu)
 
 _latent_pages = _over_pages("PagesLatent", latent.pages,
                             _PAGED - _MODS - {"value_width", "stored_heads"} | {"latent"})
@@ -176,7 +181,7 @@ TABLE: dict[tuple[str, str], Implementation] = {
     ("autoregressive_decodeattn", "tpu"): _decode_tpu,
     ("multi_latent_attention", "cpu"): _latent,
     ("multi_latent_attention", "gpu"): _latent,
-    ("multi_latent_attention", "tpu"): _latent,
+    ("multi_latent_attention", "tpu"): _latent_tpu,
     ("multi_latent_ragged_page_attention", "cpu"): _latent_pages,
     ("multi_latent_ragged_page_attention", "gpu"): _latent_pages,
     ("multi_latent_ragged_page_attention", "tpu"): _latent_pages_tpu,

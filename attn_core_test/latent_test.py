@@ -5,20 +5,26 @@
 import functools
 import inspect
 from typing import NamedTuple
+import unittest
+from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
 import numpy as np
 
 from attn_core import (CacheMetadata, LatentOptions, MaskInfo, OperationMetadata, attention,
                        explain, masks, multi_latent_attention, score_mods)
 from attn_core.arguments import latent as arguments_latent, normalize
 from attn_core.arguments.arguments import AttentionArguments
+from attn_core.benchmark.static import profile as static_profile
 from attn_core.caches import latent, quantize
 from attn_core.dispatch.latent import Widths, flops
+from attn_core.kernels.tpu.ragged import common as tpu_common
 from attn_core.references import latent as reference
+from attn_core_test import sampling, tpu_interpret
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_enable_x64", True)
@@ -337,17 +343,22 @@ class CacheTest(parameterized.TestCase):
   def whole(self, rows):
     return multi_latent_attention(self.query, rows, latent_options=self.options).attention_outputs
 
-  def test_steps_equal_the_whole(self):
-    cache = latent.init(B, 40, (L, R), dtype="float64")
+  @parameterized.parameters(False, True)
+  def test_steps_equal_the_whole(self, padded):
+    cache = latent.init(B, 40, (L, R), dtype="float64", padded=padded)
     found, cache = self.run_steps(cache, 12, 13, 17, 30)
     close(found, self.whole(self.rows), 1e-12)
-    self.assertEqual((cache.latents.shape, cache.rope), ((B, 40, L + R), None))
+    width = 128 if padded else L + R
+    self.assertEqual((cache.latents.shape, cache.rope, cache.width), ((B, 40, width), None, L + R))
     np.testing.assert_array_equal(cache.indexs, [30, 30])
-    close(cache.latents[:, :30], self.rows, 0)
+    close(cache.latents[:, :30, :L + R], self.rows, 0)
+    self.assertFalse(cache.latents[..., L + R:].any())
 
-  @parameterized.parameters("int8", "float8_e4m3fn")
-  def test_8_bits_with_a_16_bit_rotary_part(self, dtype):
-    cache = latent.init(B, 40, (L, R), dtype=dtype)
+  @parameterized.parameters(("int8", True), ("float8_e4m3fn", False))
+  def test_8_bits_with_a_16_bit_rotary_part(self, dtype, padded):
+    cache = latent.init(B, 40, (L, R), dtype=dtype, padded=padded)
+    self.assertEqual((cache.latents.shape[2], cache.rope.shape[2], cache.width),
+                     (L, 128 if padded else R, L + R))
     self.assertEqual((cache.latents.dtype, cache.rope.dtype), (dtype, jnp.bfloat16))
     found, cache = self.run_steps(cache, 12, 13, 17, 30)
     stored, scale = quantize.quantize(self.rows[..., :L], dtype)
@@ -372,8 +383,10 @@ class CacheTest(parameterized.TestCase):
   def test_up_projections_from_a_cache(self, tokens):
     case = Case(tokens, 30, up=True)
     x = arrays(case)
-    for dtype, tolerance in (("float64", 1e-10), ("int8", 0.1)):
-      cache = latent.append(latent.init(B, 31, (L, R), dtype=dtype), x["rows"][:, :30 - tokens])
+    for dtype, tolerance, padded in (("float64", 1e-10, False), ("float64", 1e-10, True),
+                                     ("int8", 0.1, True)):
+      cache = latent.append(latent.init(B, 31, (L, R), dtype=dtype, padded=padded),
+                            x["rows"][:, :30 - tokens])
       more = dict(key=x["rows"][:, 30 - tokens:], cache_view=cache)
       call = {**call_of(case, x, **more), "query_offset": None}
       close(attention(**call).attention_outputs, defined(case, x)[0], tolerance)
@@ -414,6 +427,90 @@ class CacheTest(parameterized.TestCase):
     np.testing.assert_array_equal(replaced.lengths, [15, 11, 9])
     np.testing.assert_array_equal(replaced.overflow, [False] * 3)
     close(replaced.latents[2, :9], self.rows[0, :9], 0)
+
+
+class TpuTest(parameterized.TestCase):
+  """The decode kernel for TPUs, interpreted from memory full of NaN with races watched."""
+
+  @parameterized.parameters(*sampling.with_slow(
+      [("bfloat16", "bfloat16", 2, 3), ("int8", "float32", 1, 3)], ("float32", "float32", 4, 70),
+      ("float8_e4m3fn", "float32", 4, 70), ("float8_e4m3fn", "bfloat16", 1, 1),
+      ("bfloat16", "bfloat16", 8, 33)))
+  @mock.patch.object(tpu_common, "LATENT_PIECE", 64)
+  def test_value_and_lse(self, held, dtype, tokens, heads):
+    """Compares with plain XLA; rows have padding before them, and a cache NaN past their end."""
+    rng, width = np.random.default_rng(3), 128
+    array = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
+    rows, query, sinks = array(B, 160, width + R), array(B, tokens, heads, width + R), array(heads)
+    cache = latent.init(B, 288, (width, R), dtype=held, rope_dtype=dtype, padded=True)
+    cache = latent.append(cache, rows, np.int32([160, 41]))._replace(starts=jnp.int32([33, 0]))
+    past = np.arange(288)[None, :, None] >= np.array([160, 41])[:, None, None]
+    cache = cache._replace(rope=None if cache.rope is None else jnp.where(past, jnp.nan, cache.rope))
+    if cache.rope is None:
+      cache = cache._replace(latents=jnp.where(past, jnp.nan, cache.latents))
+    else:
+      cache = cache._replace(scale=jnp.where(past[..., 0], jnp.nan, cache.scale))
+    if held == "int8":
+      bad = cache._replace(scale=cache.scale.at[0, 150].set(jnp.nan))
+    else:
+      bad = cache._replace(latents=cache.latents.at[0, 150, 2].set(jnp.nan))
+    def run(cache, platform):
+      found = multi_latent_attention(
+          query, None, cache_view=cache, latent_options=LatentOptions(width, R, NOPE),
+          softmax_aux=sinks, return_lse=True, sliding_window=(60, 0), logits_soft_cap=3.0,
+          metadata=OperationMetadata(platform=platform))
+      return found.attention_outputs, found.lse
+    run = jax.jit(run, static_argnums=1)
+    with tpu_interpret.interpreted():
+      got, after = jax.block_until_ready((run(cache, "tpu"), run(bad, "tpu")))
+    close(got, run(cache, "cpu"), 1e-5 if dtype == "float32" else 2**-5)
+    self.assertTrue(np.isnan(np.asarray(after[0][0], np.float32)).all())
+    self.assertTrue(np.isnan(after[1][0]).all())
+    close((after[0][1], after[1][1]), (got[0][1], got[1][1]), 0)
+
+  def test_the_kernel_is_chosen_where_it_computes_the_call(self):
+    def said(dtype="bfloat16", held=None, padded=True, widths=(512, 64), slots=64, **changes):
+      cache = jax.eval_shape(lambda: latent.init(
+          B, slots, widths, dtype=held or dtype, padded=padded))
+      query = jax.ShapeDtypeStruct((B, changes.pop("tokens", 1), 16, sum(widths)), dtype)
+      return str(explain(query, None, None, cache_view=cache, mechanism="multi_latent_attention",
+                         latent_options=LatentOptions(*widths, NOPE),
+                         metadata=OperationMetadata(platform="tpu"), **changes))
+    for held in (None, "int8", "float8_e4m3fn"):
+      self.assertIn("can, by latent.decode_tpu", said(held=held))
+    self.assertIn("can, by latent.decode_tpu", said("float32", widths=(10, 4), slots=8, tokens=8))
+    for changes, words in (
+        ({"padded": False}, r"latent rows of 576 numbers: .*caches.latent.init\(padded=True\)"),
+        ({"held": "int8", "padded": False}, "a rotary part of 64 numbers: .*padded=True"),
+        ({"held": "int8", "widths": (10, 4)}, "latents of 10 numbers in int8"),
+        ({"slots": 72}, "72 slots of bfloat16"), ({"held": "int8", "slots": 48}, "48 slots of int8"),
+        ({"dtype": "float16"}, "float16"), ({"tokens": 9}, "9 queries a row"),
+        ({"precision": "highest"}, "precision")):
+      self.assertRegex(said(**changes), f"not by .*latent.decode_tpu: .*{words}")
+
+  @unittest.skipIf(static_profile.missing(), f"nothing compiles: {static_profile.missing()}")
+  @parameterized.parameters(*sampling.with_slow(
+      [("v6e", "bfloat16", 1)], ("v6e", "int8", 1), ("tpu7x", "float8_e4m3fn", 8),
+      ("v5e", "float32", 4)))
+  def test_decoding_copies_no_cache(self, chip, held, tokens):
+    place = SingleDeviceSharding(static_profile.devices(chip)[0])
+    array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+    dtype = "float32" if held == "float32" else "bfloat16"
+    cache = jax.tree.map(lambda x: array(x.dtype, *x.shape), jax.eval_shape(
+        lambda: latent.init(8, 4096, (512, 64), dtype=held, padded=True)))
+    def run(query, rows, cache):
+      found = multi_latent_attention(
+          query, rows, cache_view=cache, latent_options=LatentOptions(nope_width=128),
+          metadata=OperationMetadata(platform="tpu"))
+      return found.attention_outputs, found.cache_view
+    with jax.enable_x64(False):
+      found = jax.jit(run, donate_argnums=2).trace(
+          array(dtype, 8, tokens, 16, 576), array(dtype, 8, tokens, 576), cache).lower(
+              lowering_platforms=("tpu",)).compile()
+    self.assertEqual(found.as_text().count('custom_call_target="tpu_custom_call"'), 1)
+    memory, size = found.memory_analysis(), cache.latents.size * cache.latents.dtype.itemsize
+    self.assertGreaterEqual(memory.alias_size_in_bytes, size)
+    self.assertLess(memory.temp_size_in_bytes, size // 2)
 
 
 HELD = latent.init(B, 8, (L, R), dtype="float64")

@@ -14,7 +14,7 @@ import numpy as np
 
 from attn_core import checks
 from attn_core.arguments.arguments import AttentionArguments
-from attn_core.caches.latent import LatentCache
+from attn_core.caches.latent import LatentCache, LatentWidths
 from attn_core.caches.paged.latent_layout import PagesLatent
 from attn_core.dispatch.latent import Widths
 from attn_core.types import LatentOptions
@@ -100,7 +100,7 @@ def _default_scale(options: LatentOptions) -> float:
 
 
 def check(query: jax.Array, key: jax.Array, value: jax.Array, options: LatentOptions, *,
-          quantized: bool, mixed: bool) -> None:
+          quantized: bool, mixed: bool, held: LatentWidths | None) -> None:
   """Checks shapes and dtypes in layout bthd.
 
   Args:
@@ -110,6 +110,7 @@ def check(query: jax.Array, key: jax.Array, value: jax.Array, options: LatentOpt
     options: the caller's.
     quantized: whether the key may have any dtype.
     mixed: whether the rows may have any floating-point dtype.
+    held: the widths of rows that a cache pads with zeros; None: they are not padded.
 
   Raises:
     ValueError: any disagreement.
@@ -118,9 +119,12 @@ def check(query: jax.Array, key: jax.Array, value: jax.Array, options: LatentOpt
   batch = query.shape[0]
   of_row = options.latent_width + options.rope_width
   sum_of = f"latent_width {options.latent_width} + rope_width {options.rope_width}"
-  held = key.shape[3] + value.shape[3]
-  checks.require(held == of_row, "key", f"latent rows of {held} numbers", f"{of_row} = {sum_of}")
-  apart = value.shape[3]
+  apart, width = value.shape[3], key.shape[3] + value.shape[3]
+  if held is not None:
+    apart, width = apart and held.rope, held.latent + held.rope
+    checks.require(held.latent == options.latent_width, "latent_options.latent_width",
+                   str(options.latent_width), f"{held.latent}, that of the cache")
+  checks.require(width == of_row, "key", f"latent rows of {width} numbers", f"{of_row} = {sum_of}")
   checks.require(apart in (0, options.rope_width), "latent_options.rope_width",
                  str(options.rope_width), f"{apart}, that of the rotary part of the cache")
   checks.require(key.shape[0] == batch, "key", checks.describe(key[:, :, 0]),

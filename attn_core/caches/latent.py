@@ -17,6 +17,7 @@ Rows, lengths, overflow and donation are as in `caches.dense`.
 Array([3, 1], dtype=int32)
 """
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -29,21 +30,35 @@ from attn_core import checks
 from attn_core.caches import dense, device_parts, quantize, slots as slots_lib
 from attn_core.caches.dense import DenseCache
 from attn_core.caches.device_parts import Sharding
+from attn_core.types import cdiv
 
-__all__ = ["LatentCache", "append", "init", "init_like", "insert", "view"]
+__all__ = ["LatentCache", "LatentWidths", "append", "init", "init_like", "insert", "view"]
+
+
+LANES = 128  # padded widths are multiples of this
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class LatentWidths:
+  """Widths of the two parts of a latent row."""
+
+  latent: int  # the value, and the first part of the key
+  rope: int  # the rest of the key
 
 
 class LatentCache(NamedTuple):
   """Latent rows of B sequences of up to S tokens; made by `init`."""
 
-  latents: jax.Array  # [B, S, latent + rope]; in 8 bits [B, S, latent]
+  latents: jax.Array  # [B, S, latent + rope], or padded with zeros; in 8 bits [B, S, latent]
   starts: jax.Array  # int32 [B]: slots before it are padding
   lengths: jax.Array  # int32 [B]: slots starts..lengths - 1 hold tokens
   overflow: jax.Array  # bool [B]: a write did not fit and was dropped; reset when replaced
-  rope: jax.Array | None = None  # [B, S, rope] where the latents have 8 bits
+  rope: jax.Array | None = None  # [B, S, rope] where the latents have 8 bits, or padded
   scale: jax.Array | None = None  # float32 [B, S] of latents in 8 bits
   origins: jax.Array | None = None  # as in `DenseCache`
   sharding: device_parts.Kept | None = None  # as in `DenseCache`
+  widths: LatentWidths | None = None  # of padded rows; None: they are not padded
 
   @property
   def indexs(self) -> jax.Array:
@@ -53,11 +68,14 @@ class LatentCache(NamedTuple):
   @property
   def width(self) -> int:
     """The numbers of a row, latent + rope."""
+    if self.widths is not None:
+      return self.widths.latent + self.widths.rope
     return self.latents.shape[-1] + (0 if self.rope is None else self.rope.shape[-1])
 
 
 def init(batch: int, slots: int, widths: tuple[int, int], *, dtype: DTypeLike = jnp.bfloat16,
-         rope_dtype: DTypeLike = jnp.bfloat16, sharding: Sharding | None = None) -> LatentCache:
+         rope_dtype: DTypeLike = jnp.bfloat16, sharding: Sharding | None = None,
+         padded: bool = False) -> LatentCache:
   """Creates an empty cache.
 
   Args:
@@ -69,6 +87,8 @@ def init(batch: int, slots: int, widths: tuple[int, int], *, dtype: DTypeLike = 
       whole rows.
     sharding: of the rows [B, S, latent + rope]: a NamedSharding, or a PartitionSpec over the mesh
       of `jax.set_mesh`. Axes that shard S split the keys of decoding. None: not sharded.
+    padded: whether rows are padded with zeros to a multiple of 128 numbers, such as 576 to 640: the
+      kernel for TPUs reads no others. In 8 bits the rotary part is padded by itself.
 
   Returns:
     A cache whose rows are empty.
@@ -85,13 +105,21 @@ def init(batch: int, slots: int, widths: tuple[int, int], *, dtype: DTypeLike = 
                    "no mesh axis for the numbers of a row: every head reads all of them")
     whole = NamedSharding(whole.mesh, P(rows, tokens))
   apart = quantize.has_8_bits(given)
-  heads = (1, widths[0], widths[1]) if apart else (1, sum(widths), 0)
+  stored = padded_width if padded else int
+  heads = (1, widths[0], stored(widths[1])) if apart else (1, stored(sum(widths)), 0)
   return of_dense(slots_lib.empty(DenseCache, batch, slots, heads, dtype=given, sharding=whole,
-                                  value_dtype=rest if apart else given))
+                                  value_dtype=rest if apart else given),
+                  LatentWidths(*widths) if padded else None)
+
+
+def padded_width(width: int) -> int:
+  """The numbers of a padded row of `width`: whole lanes of a TPU."""
+  return cdiv(width, LANES) * LANES
 
 
 def init_like(like: jax.Array | jax.ShapeDtypeStruct, slots: int, widths: tuple[int, int], *,
-              dtype: DTypeLike | None = None, rope_dtype: DTypeLike = jnp.bfloat16) -> LatentCache:
+              dtype: DTypeLike | None = None, rope_dtype: DTypeLike = jnp.bfloat16,
+              padded: bool = False) -> LatentCache:
   """Creates an empty cache for the rows of a query or of latent rows, which is sharded as they are.
 
   >>> import jax.numpy as jnp
@@ -107,6 +135,7 @@ def init_like(like: jax.Array | jax.ShapeDtypeStruct, slots: int, widths: tuple[
     widths: (latent, rope).
     dtype: see `init`; None: that of `like`.
     rope_dtype: see `init`.
+    padded: see `init`.
 
   Returns:
     A cache whose rows are empty.
@@ -116,7 +145,7 @@ def init_like(like: jax.Array | jax.ShapeDtypeStruct, slots: int, widths: tuple[
   """
   given, sharding = first_dimension(like, (3, 4), "[B, T, H, D] or [B, T, latent + rope]")
   return init(given.shape[0], slots, widths, dtype=given.dtype if dtype is None else dtype,
-              rope_dtype=rope_dtype, sharding=sharding)
+              rope_dtype=rope_dtype, sharding=sharding, padded=padded)
 
 
 def first_dimension(like: jax.Array | jax.ShapeDtypeStruct, ranks: tuple[int, ...], letters: str
@@ -180,7 +209,7 @@ def append(cache: LatentCache, latents: jax.Array,
   slots_lib.check_kind(cache, LatentCache)
   given = checks.floating("latents", latents, 3, "[B, T, latent + rope]")
   rows = jnp.asarray(given)[:, :, None]
-  return of_dense(dense.append(as_dense(cache), *split_tokens(cache, rows), lengths))
+  return of_dense(dense.append(as_dense(cache), *split_tokens(cache, rows), lengths), cache.widths)
 
 
 def insert(cache: LatentCache, slots: ArrayLike, prefilled: LatentCache) -> LatentCache:
@@ -201,14 +230,14 @@ def insert(cache: LatentCache, slots: ArrayLike, prefilled: LatentCache) -> Late
   """
   slots_lib.check_kind(cache, LatentCache)
   slots_lib.check_kind(prefilled, LatentCache, "prefilled")
-  return of_dense(slots_lib.insert(as_dense(cache), slots, as_dense(prefilled)))
+  return of_dense(slots_lib.insert(as_dense(cache), slots, as_dense(prefilled)), cache.widths)
 
 
 def view(cache: LatentCache) -> slots_lib.CacheView:
   """Returns the arrays that attention reads, as keys and values of one head.
 
   The keys are the latents, with the rotary part where it is stored with them; the values are what
-  is stored apart: the rotary part of latents in 8 bits, else no numbers.
+  is stored apart: the rotary part of latents in 8 bits, else no numbers. Padded ones have zeros.
   """
   slots_lib.check_kind(cache, LatentCache)
   return dense.view(as_dense(cache))
@@ -223,6 +252,8 @@ def split_tokens(cache: LatentCache, rows: jax.Array) -> tuple[jax.Array, jax.Ar
   checks.require(rows.shape[-1] == cache.width, "latents", checks.describe(rows[:, :, 0]),
                  f"[B, T, {cache.width}], latent + rope numbers a token as in the cache")
   width = cache.latents.shape[-1]
+  apart = 0 if cache.rope is None else cache.rope.shape[-1]
+  rows = jnp.pad(rows, ((0, 0),) * 3 + ((0, width + apart - cache.width),))
   return rows[..., :width], rows[..., width:]
 
 
@@ -237,9 +268,9 @@ def as_dense(cache: LatentCache) -> DenseCache:
                     cache.overflow, scale, None, cache.origins, cache.sharding)
 
 
-def of_dense(cache: DenseCache) -> LatentCache:
-  """Returns the inverse of `as_dense`."""
+def of_dense(cache: DenseCache, widths: LatentWidths | None) -> LatentCache:
+  """Returns the inverse of `as_dense`; `widths` are those of padded rows."""
   scale = None if cache.key_scale is None else cache.key_scale[:, :, 0]
   rope = cache.value[:, :, 0] if cache.value.shape[-1] else None
   return LatentCache(cache.key[:, :, 0], cache.starts, cache.lengths, cache.overflow, rope, scale,
-                     cache.origins, cache.sharding)
+                     cache.origins, cache.sharding, widths)

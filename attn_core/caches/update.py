@@ -88,7 +88,7 @@ def update_cache(tokens: tuple[jax.Array, jax.Array] | int, cache: AnyCache | La
     split = tokens if isinstance(tokens, int) else latent.split_tokens(cache, tokens[0])
     step = update_cache(split, latent.as_dense(cache), cache_metadata, mode, reach)
     assert isinstance(step.cache, DenseCache)
-    return step._replace(cache=latent.of_dense(step.cache))
+    return step._replace(cache=latent.of_dense(step.cache, cache.widths))
   cache_metadata = CacheMetadata() if cache_metadata is None else cache_metadata
   checks.require(isinstance(cache, AnyCache), "cache_view", type(cache).__name__,
                  "a DenseCache or a WindowCache")

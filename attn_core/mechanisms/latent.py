@@ -27,7 +27,7 @@ from attn_core import array_axes
 from attn_core.kernels.common import matmul_precision, nonfinite
 from attn_core.kernels.xla import decode as xla_decode, flash as xla_flash
 from attn_core.mechanisms import decode as decode_lib, flash, paged
-from attn_core.types import AttentionOutput, Call, at_least_float32
+from attn_core.types import AttentionOutput, Call, Operands, at_least_float32
 
 
 def absorbed(call: Call) -> AttentionOutput:
@@ -39,6 +39,11 @@ def absorbed(call: Call) -> AttentionOutput:
 def decode(call: Call) -> AttentionOutput:
   """Decodes in plain XLA: a few absorbed queries, and every latent row read once."""
   return _absorb(functools.partial(decode_lib.by_kernel, xla_decode.KERNEL), call)
+
+
+def decode_tpu(call: Call) -> AttentionOutput:
+  """Decodes by the Pallas kernel for TPUs; gradients are those of plain XLA."""
+  return _absorb(decode_lib.tpu, call)
 
 
 def pages(call: Call) -> AttentionOutput:
@@ -55,7 +60,7 @@ def _absorb(run: Callable[[Call], AttentionOutput], call: Call) -> AttentionOutp
   """Runs the absorbed form with the up-projections, if any, in queries and outputs."""
   operands = call.operands
   if not operands.up:
-    return run(call)
+    return run(_with_padding(call))
   key_up, value_up = operands.up
   nope, latent = key_up.shape[2], value_up.shape[0]
   query, finite = nonfinite.mask_nonfinite_rows(_with_whole_width(operands.query))
@@ -63,10 +68,23 @@ def _absorb(run: Callable[[Call], AttentionOutput], call: Call) -> AttentionOutp
   query = jnp.concatenate([_product(f"{tokens}hd,lhd->{tokens}hl", query[..., :nope], key_up, call),
                            query[..., nope:]], -1)
   query = jnp.where(finite, query, jnp.nan)
-  output = run(call._replace(operands=operands._replace(query=query, up=())))
+  output = run(_with_padding(call._replace(operands=operands._replace(query=query, up=()))))
   assert output.attention_outputs.shape[-1] == latent
   return output._replace(attention_outputs=_product(
       "bthl,lhe->bthe", output.attention_outputs, value_up, call))
+
+
+def _with_padding(call: Call) -> Call:
+  """Pads absorbed queries with zeros to the width of the rows, if a dense cache pads these."""
+  operands = call.operands
+  if not isinstance(operands, Operands):  # kernels over pages do it
+    return call
+  query, width = operands.query, operands.key.shape[3] + operands.value.shape[3]
+  if query.shape[3] == width:
+    return call
+  padding = (0, width - query.shape[3])
+  return call._replace(operands=operands._replace(
+      query=jnp.pad(_with_whole_width(query), ((0, 0),) * 3 + (padding,))))
 
 
 def _with_whole_width(query: jax.Array) -> jax.Array:
@@ -86,7 +104,9 @@ def projected(call: Call) -> AttentionOutput:
   """
   operands = xla_decode.dequantized(call.operands)
   key_up, value_up = operands.up
-  rows, latent = operands.key[:, :, 0], call.spec.latent_width
+  latent = call.spec.latent_width
+  # Without the zeros that pad the rows of a cache.
+  rows = operands.key[:, :, 0, :latent + operands.query.shape[3] - key_up.shape[2]]
   heads = operands.query.shape[2]
   steps = _steps(call, heads)
   placement = call.placement
@@ -132,8 +152,8 @@ def _steps(call: Call, heads: int) -> int:
   key_up, value_up = call.operands.up
   placement = call.placement
   devices = 1 if placement is None else placement.size(placement.heads)
-  row = call.operands.key.shape[-1] + call.operands.value.shape[-1]
-  rope = row - call.spec.latent_width
+  rope = call.operands.query.shape[3] - key_up.shape[2]
+  row = call.spec.latent_width + rope
   most = max(1, 2 * row // (key_up.shape[2] + rope + value_up.shape[2])) * devices
   return min(heads // n for n in range(1, heads + 1)
              if heads % n == 0 and (n <= most) and n % devices == 0)

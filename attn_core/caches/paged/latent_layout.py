@@ -6,7 +6,6 @@ Kernels read it as pages of one key head, whose value is the first part of its k
 """
 
 from collections.abc import Callable
-import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -15,19 +14,9 @@ import jax.numpy as jnp
 
 from attn_core import checks
 from attn_core.caches import quantize
-from attn_core.types import cdiv
+from attn_core.caches.latent import LANES, LatentWidths, padded_width
 
-LANES = 128  # padded widths are multiples of this
 Array = jax.Array  # or a numpy array, where it is only read
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class LatentWidths:
-  """Widths of the two parts of a latent row."""
-
-  latent: int  # the value, and the first part of the key
-  rope: int  # the rest of the key
 
 
 class PagesLatent(NamedTuple):
@@ -133,11 +122,6 @@ def add(cache: PagesLatent, ids: jax.Array, key: jax.Array, value: jax.Array) ->
 def pad(held: Array, rows: jax.Array) -> jax.Array:
   """Pads rows [tokens, width] with zeros to the width of pages [P, page_size, padded]."""
   return jnp.pad(rows, ((0, 0), (0, held.shape[2] - rows.shape[1])))
-
-
-def padded_width(width: int) -> int:
-  """The numbers of a padded row of `width`: whole lanes of a TPU."""
-  return cdiv(width, LANES) * LANES
 
 
 def check(cache: PagesLatent) -> None:

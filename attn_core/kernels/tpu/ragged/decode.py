@@ -20,7 +20,7 @@ from attn_core.kernels.common import dense_operands, nonfinite, online_softmax
 from attn_core.kernels.common.contract import Kernel, Residuals
 from attn_core.kernels.tpu import launch
 from attn_core.kernels.tpu.ragged import common, kernel, row_mods
-from attn_core.kernels.tpu.ragged.kv_layout import LANES, KVLayout, is_heads_major
+from attn_core.kernels.tpu.ragged.kv_layout import LANES, SUBLANES, KVLayout, is_heads_major
 from attn_core.kernels.tpu.ragged.mod_form import ModInputs
 from attn_core.masks import materialize
 from attn_core.masks.mask import Coordinates
@@ -30,21 +30,23 @@ from attn_core.types import AttentionSpec, BlockSizes, Operands, cdiv
 
 PAGE_SIZE = 64  # tokens of a transfer
 BLOCK_KV = 1024  # tokens of a block; a multiple of LANES, as all are
+LATENT_BLOCK_KV = 2048  # of latent rows, of which there is one for all heads
 BUFFER_BYTES = 16 * 2**20  # of vector memory, for keys and values as copied and as words
 MASK_ROWS = 16  # rows of the mask are padded to a multiple: a tile of bfloat16
 MOST_SCORES = 2**19  # of a block and a head group
 MOST_QUERIES = 64  # per batch row, T
 MOST_PAIR_ROWS = 512  # pairs of a query and a query head with numbers for every key
 DTYPES = ("float32", "bfloat16")
+ShapedArray = jax.Array | jax.ShapeDtypeStruct
 
 
 def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> Residuals:
   """Computes out [B, T, H, E] and lse [B, H, T]; see `contract.ForwardFn`."""
-  dense_operands.assert_shapes(operands)
+  dense_operands.assert_shapes(operands, spec.latent_width)
   batch, length, heads, width = operands.query.shape
   key_heads = operands.key.shape[2]
   # 1. Layout, mask and steps.
-  group_size, layout = heads // key_heads, _make_layout(operands, block_sizes)
+  group_size, layout = heads // key_heads, _make_layout(operands, block_sizes, spec.latent_width)
   mask, mask_heads, steps = _make_steps(operands, spec, layout)
   shape = common.StepShape(layout, group_size, length, 0, mask.shape[1], mask_heads)
   # 2. The rows of every step: [batch, key_heads, length, group_size, width] in head groups.
@@ -64,28 +66,56 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
     x = x.reshape(batch, key_heads, length, group_size, -1).transpose(0, 2, 1, 3, 4)
     return x.reshape(batch, length, heads, -1)
   sinks = None if operands.sinks is None else operands.sinks[:, None, :, None]
-  out, lse = online_softmax.join_sinks(from_rows(out), from_rows(lse), sinks)
+  out, lse = online_softmax.join_sinks(from_rows(out)[..., :spec.latent_width], from_rows(lse),
+                                       sinks)
   return Residuals(out, lse[..., 0].swapaxes(1, 2))
 
 
-def _make_layout(operands: Operands, block_sizes: BlockSizes) -> KVLayout:
+def _make_layout(operands: Operands, block_sizes: BlockSizes,
+                 latent_width: int | None) -> KVLayout:
   """Returns the layout of keys and values, with blocks that fit in vector memory."""
   key, value = operands.key, operands.value
   length, heads = operands.query.shape[1:3]
-  block_kv = cdiv(block_sizes.block_kv or BLOCK_KV, LANES) * LANES
+  chosen = BLOCK_KV if latent_width is None else LATENT_BLOCK_KV
+  block_kv = cdiv(block_sizes.block_kv or chosen, LANES) * LANES
   block_kv = min(block_kv, cdiv(key.shape[1], LANES) * LANES)
   lanes = cdiv(length * heads // key.shape[2], LANES) * LANES
   block_kv = min(block_kv, max(1, MOST_SCORES // lanes // LANES) * LANES)
+  scales = None if operands.key_scale is None else "token"
+  if latent_width is not None:
+    page = _latent_page(key, value)
+    assert page is not None  # `unsupported_rows`
+    layout = KVLayout(
+        False, False, 1, (key.shape[3] + value.shape[3], cdiv(latent_width, LANES) * LANES),
+        jnp.dtype(key.dtype), page, block_kv // page, key.shape[1], scales, latent=True,
+        rest_dtype=value.dtype if value.shape[3] else None)
+    return _within_memory(layout, length * heads)
   # With heads before tokens, part of a page would be part of a tile.
   heads_major = is_heads_major(key.shape[2], key.dtype) and key.shape[1] % PAGE_SIZE == 0
   layout = KVLayout(
       False, heads_major, key.shape[2], (key.shape[3], value.shape[3]), jnp.dtype(key.dtype),
-      PAGE_SIZE, block_kv // PAGE_SIZE, key.shape[1],
-      None if operands.key_scale is None else "token")
-  if common.has_few_rows(layout, length * heads // key.shape[2]):
+      PAGE_SIZE, block_kv // PAGE_SIZE, key.shape[1], scales)
+  return _within_memory(layout, length * heads // key.shape[2])
+
+
+def _within_memory(layout: KVLayout, rows: int) -> KVLayout:
+  """Sets the number of blocks in vector memory, and makes them fit, for `rows` of a key head."""
+  if common.has_few_rows(layout, rows):
     layout = layout._replace(slots=common.FEW_ROWS_SLOTS)
   most = max(1, layout.block_kv * BUFFER_BYTES // layout.vmem_bytes() // LANES)
-  return layout._replace(block_pages=min(layout.block_pages, most * LANES // PAGE_SIZE))
+  return layout._replace(block_pages=min(layout.block_pages, most * LANES // layout.page_size))
+
+
+def _latent_page(key: ShapedArray, value: ShapedArray) -> int | None:
+  """Returns the tokens of a transfer of latent rows, whole tiles that divide S; None: there are none.
+
+  Args:
+    key: [B, S, 1, latent + rope], or latents in 8 bits.
+    value: [B, S, 1, 0], or the rotary part.
+  """
+  tile = max(SUBLANES * 4 // jnp.dtype(x.dtype).itemsize for x in (key, value) if x.shape[3])
+  return next((size for size in (PAGE_SIZE, 32, 16, 8)
+               if size % tile == 0 and key.shape[1] % size == 0), None)
 
 
 def _token_arrays(operands: Operands, layout: KVLayout) -> tuple[jax.Array, ...]:
@@ -93,12 +123,15 @@ def _token_arrays(operands: Operands, layout: KVLayout) -> tuple[jax.Array, ...]
   def stored(x: jax.Array) -> jax.Array:
     x = lax.bitcast_convert_type(x, jnp.int8) if x.dtype.itemsize == 1 else x
     return x.swapaxes(1, 2) if layout.heads_major else x
-  arrays = stored(operands.key), stored(operands.value)
-  if operands.key_scale is None or operands.value_scale is None:
+  arrays = tuple(map(stored, (operands.key, operands.value)))
+  if layout.latent:
+    arrays = tuple(x[:, :, 0] for x in arrays if x.shape[3])
+  if operands.key_scale is None:
     return arrays
   padded = lambda x: dense_operands.pad_axis(dense_operands.pad_axis(
       x.swapaxes(1, 2), 1, layout.scale_rows - layout.key_heads), 2, -x.shape[1] % layout.block_kv)
-  return *arrays, padded(operands.key_scale), padded(operands.value_scale)
+  scales = operands.key_scale, operands.value_scale
+  return *arrays, *(padded(x) for x in scales if x is not None)
 
 
 def _make_steps(operands: Operands, spec: AttentionSpec,
@@ -181,6 +214,31 @@ def unsupported_reason(dtype: DTypeLike, widths: Iterable[int], length: int) -> 
   if length > MOST_QUERIES:
     return (f"{length} queries a row: the TPU kernel takes up to {MOST_QUERIES}; prefill with "
             "flash_attn2")
+  return None
+
+
+def unsupported_rows(dtype: DTypeLike, key: ShapedArray, value: ShapedArray) -> str | None:
+  """Returns why the kernel does not read latent rows, by shapes and dtypes, or None if it does.
+
+  Args:
+    dtype: of the query.
+    key: [B, S, 1, latent + rope], or latents in 8 bits.
+    value: [B, S, 1, 0], or the rotary part.
+  """
+  apart = value.shape[3] > 0
+  for name in (jnp.dtype(dtype).name, *([value.dtype.name] if apart else [])):
+    if name not in DTYPES:
+      return f"dtype {name}: the TPU kernel computes {' and '.join(DTYPES)}"
+  if apart and key.shape[3] % LANES:
+    return (f"latents of {key.shape[3]} numbers in {key.dtype.name}: the TPU kernel needs a "
+            f"multiple of {LANES}")
+  part, width = ("a rotary part", value.shape[3]) if apart else ("latent rows", key.shape[3])
+  if width % LANES:
+    return (f"{part} of {width} numbers: the TPU kernel reads rows that are padded to a multiple "
+            f"of {LANES}, as by caches.latent.init(padded=True)")
+  if _latent_page(key, value) is None:
+    return (f"{key.shape[1]} slots of {key.dtype.name}: the TPU kernel copies whole tiles, and "
+            "needs a multiple of 32, without 8 bits of 16")
   return None
 
 
