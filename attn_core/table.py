@@ -121,17 +121,16 @@ _paged_v3 = _over_pages("PagesV3", paged.xla_writing)
 _latent = Implementation(
     latent.absorbed, _BLOCKWISE - {"selected"} | _MODS | {"latent", "quantized"}, LINEAR,
     latent_limits.limits)
-_latent_decode = Implementation(
-    latent.decode, _DECODE | {"latent"}, LINEAR, latent_limits.decode_limits, fallback=_latent,
-    shards_keys=True, derivatives=Rows(gradient=_latent.name))
-_latent_decode_tpu = Implementation(
-    latent.decode_tpu, _DECODE - _NOT_ON_TPU | {"latent"}, LINEAR,
-    capabilities.tpu_latent_limits, fallback=_latent_decode, shards_keys=True,
-    derivatives=_latent_decode.derivatives)
+_absorbed_gradient = Rows(gradient=_latent.name)
+_latent = Implementation(latent.decode, _DECODE | {"latent"}, LINEAR, latent_limits.decode_limits,
+                         fallback=_latent, shards_keys=True, derivatives=_absorbed_gradient)
 _latent = Implementation(
     latent.projected, _BLOCKWISE - {"bias", "dropout", "selected"} | {"latent", "quantized"},
-    LINEAR, latent_limits.projected_limits, fallback=_latent_decode)
-_latent_tpu = _latent._replace(fallback=_latent_decode_tpu)
+    LINEAR, latent_limits.projected_limits, fallback=_latent)
+_latent_tpu = Implementation(
+    latent.decode_tpu, _DECODE - _NOT_ON_TPU | {"latent"}, LINEAR,
+    latent_limits.tpu_decode_limits(capabilities.tpu_limits), fallback=_latent, shards_keys=True,
+    derivatives=_absorbed_gradient)
 
 _latent_pages = _over_pages("PagesLatent", latent.pages,
                             _PAGED - _MODS - {"value_width", "stored_heads"} | {"latent"})

@@ -254,8 +254,8 @@ class TpuTest(parameterized.TestCase):
     run = jax.jit(run, static_argnums=1)
     with tpu_interpret.interpreted():
       got = jax.block_until_ready(run(rows, "tpu"))
-      bad = jax.block_until_ready(run(rows.at[0, 5, 2].set(jnp.inf).at[2, 2, -1].set(jnp.nan),
-                                      "tpu"))
+      bad = jax.block_until_ready(run(
+          rows.at[0, 5, 2].set(jnp.inf).at[2, 2, -1].set(jnp.nan), "tpu"))
     close(got, run(rows, "cpu"), 1e-5 if dtype == "float32" else 2**-5)
     seen = np.isin(np.arange(T), np.arange(5, 9))  # not token 2 of the third request
     for x, y in zip(bad, got):
@@ -294,7 +294,8 @@ class TpuCompileTest(parameterized.TestCase):
 
   @parameterized.parameters(*sampling.with_slow(
       [("v6e", "bfloat16", 64, 16, 1), ("v6e", "int8", 64, 16, 1)],
-      ("tpu7x", "float8_e4m3fn", 32, 128, 2), ("v5e", "int8", 32, 70, 4), ("v5e", "bfloat16", 8, 1, 1), ("v5p", "float32", 16, 16, 1),
+      ("tpu7x", "float8_e4m3fn", 32, 128, 2), ("v5e", "int8", 32, 70, 4),
+      ("v5e", "bfloat16", 8, 1, 1), ("v5p", "float32", 16, 16, 1),
       ("tpu7x", "bfloat16", 32, 128, 2), ("v5p", "bfloat16", 16, 128, 32)))
   def test_decoding_copies_no_pages(self, chip, dtype, page, heads, queries):
     """Compiles for a chip: one kernel, and much less temporary memory than the pool has."""

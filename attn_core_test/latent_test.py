@@ -445,11 +445,11 @@ class TpuTest(parameterized.TestCase):
     cache = latent.init(B, 288, (width, R), dtype=held, rope_dtype=dtype, padded=True)
     cache = latent.append(cache, rows, np.int32([160, 41]))._replace(starts=jnp.int32([33, 0]))
     past = np.arange(288)[None, :, None] >= np.array([160, 41])[:, None, None]
-    cache = cache._replace(rope=None if cache.rope is None else jnp.where(past, jnp.nan, cache.rope))
     if cache.rope is None:
       cache = cache._replace(latents=jnp.where(past, jnp.nan, cache.latents))
     else:
-      cache = cache._replace(scale=jnp.where(past[..., 0], jnp.nan, cache.scale))
+      cache = cache._replace(rope=jnp.where(past, jnp.nan, cache.rope),
+                             scale=jnp.where(past[..., 0], jnp.nan, cache.scale))
     if held == "int8":
       bad = cache._replace(scale=cache.scale.at[0, 150].set(jnp.nan))
     else:
@@ -483,7 +483,8 @@ class TpuTest(parameterized.TestCase):
         ({"padded": False}, r"latent rows of 576 numbers: .*caches.latent.init\(padded=True\)"),
         ({"held": "int8", "padded": False}, "a rotary part of 64 numbers: .*padded=True"),
         ({"held": "int8", "widths": (10, 4)}, "latents of 10 numbers in int8"),
-        ({"slots": 72}, "72 slots of bfloat16"), ({"held": "int8", "slots": 48}, "48 slots of int8"),
+        ({"slots": 72}, "72 slots of bfloat16"),
+        ({"held": "int8", "slots": 48}, "48 slots of int8"),
         ({"dtype": "float16"}, "float16"), ({"tokens": 9}, "9 queries a row"),
         ({"precision": "highest"}, "precision")):
       self.assertRegex(said(**changes), f"not by .*latent.decode_tpu: .*{words}")

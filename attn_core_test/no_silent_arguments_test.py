@@ -364,7 +364,7 @@ LATENT_CACHE = {name: Effect(latent_cache, value, {
     "batch": 2, "slots": 8, "widths": (12, 4), "dtype": "int8", "rope_dtype": "float32"})
                 for name, value in (("batch", 1), ("slots", 4), ("widths", (8, 8)),
                                     ("dtype", "bfloat16"), ("rope_dtype", "bfloat16"),
-                                    ("sharding", WHOLE))}
+                                    ("sharding", WHOLE), ("padded", True))}
 CACHE_STEP = {"lengths": Effect(with_cache, ints([3])), "starts": Effect(with_cache, ints([2])),
               "slots": Effect(with_cache, ints([1]), {"slots": ints([0])})}
 PAGES_STEP = {

@@ -239,7 +239,7 @@ def _with_cache(sample: Sample, query: jax.ShapeDtypeStruct, slots_and_heads: tu
   """Returns a call with a dense or a window cache."""
   (batch, queries, _, width), (slots, key_heads) = query.shape, slots_and_heads
   kind, stored = sample.pick("cache", "dense", "dense", "window"), sample.pick(
-      "cache dtype", "the query's", "the query's", "int8", "float8_e4m3fn")
+      "cache dtype", "the query's", "the query's", "int8", "float8_e4m3fn", "int4")
   mode = sample.pick("cache mode", "__autoregressive__", "__autoregressive__", "__prefill__",
                      "__insert__")
   dtype = query.dtype if stored == "the query's" else stored
@@ -273,7 +273,8 @@ def latent_call(sample: Sample, dtype: str) -> tuple[tuple[Any, ...], dict[str, 
     arguments.update(_options(sample, (heads, queries, keys), dtype))
     return (query, rows, None), {**arguments, **_mask_arguments(sample, batch, queries, keys)}
   cache = caches.latent.init(batch, keys + queries, (32, 8),
-                             dtype=dtype if stored == "the query's" else stored)
+                             dtype=dtype if stored == "the query's" else stored,
+                             padded=sample.pick("latent cache", "as it is", "padded") == "padded")
   return (query, shape(batch, queries, 40), None), {**arguments, "cache_view": cache}
 
 
@@ -282,8 +283,7 @@ def latent_pages_call(sample: Sample, dtype: str) -> tuple[tuple[Any, ...], dict
   requests, heads, page, queries = 3, sample.one(2, 4, 8), sample.one(4, 16), sample.one(1, 3)
   has_up = sample.pick("latent", "absorbed", "up-projections") == "up-projections"
   stored = sample.pick("latent cache", "the query's", "the query's", "int8")
-  padded = stored != "int8" and sample.pick(
-      "pages of latent rows", "as they are", "padded", "padded") == "padded"
+  padded = sample.pick("pages of latent rows", "as they are", "padded", "padded") == "padded"
   sizes, groups, stripes = PAGED_MESHES[sample.pick("paged mesh", *PAGED_MESHES)]
   tables = np.tile(np.arange(4 * requests, dtype=np.int32).reshape(requests, 4),
                    (stripes or 1, 1, 1))
@@ -316,8 +316,8 @@ def paged_call(sample: Sample, dtype: str) -> tuple[tuple[Any, ...], dict[str, A
   heads, key_heads = sample.one((4, 2), (4, 4), (4, 1), (8, 4))
   width, page = sample.one(64, 128, 128, 96), sample.pick("page size", 8, 16, 16, 4)
   stored, scales = {"the query's": (dtype, None), "int8": ("int8", "token"),
-                    "float8": ("float8_e4m3fn", "tensor")}[
-                        sample.pick("page dtype", *["the query's"] * 4, "int8", "float8")]
+                    "float8": ("float8_e4m3fn", "tensor"), "int4": ("int4", "group")}[
+                        sample.pick("page dtype", *["the query's"] * 4, "int8", "float8", "int4")]
   sizes, groups, stripes = PAGED_MESHES[sample.pick("paged mesh", *PAGED_MESHES)]
   queries = 1 if mechanism == "page_attention" or sample.maybe(0.5) else 3
   pool = groups * (stripes or 1) * requests * row_pages

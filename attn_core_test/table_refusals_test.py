@@ -46,7 +46,8 @@ KERNELS = {
         "cpu, gpu": "decode.xla", "gpu 9.0": "decode.gpu, decode.xla",
         "tpu": "decode.tpu, decode.xla"},
     "multi_latent_attention": {
-        "cpu, gpu, tpu": "latent.projected, latent.decode, latent.absorbed"},
+        "cpu, gpu": "latent.projected, latent.decode, latent.absorbed",
+        "tpu": "latent.decode_tpu, latent.projected, latent.decode, latent.absorbed"},
     "multi_latent_ragged_page_attention": {
         "cpu, gpu": "latent.pages", "tpu": "latent.pages_tpu, latent.pages"},
 }
@@ -112,6 +113,10 @@ REFUSED = {
     "latent.decode": (
         "bias score_mod score_function dropout weights vmem_limit_bytes sequence_layout pages "
         "draft_mask scope selected prefixes stored_heads int4"),
+    "latent.decode_tpu": (
+        "float16 float64 bias score_mod score_function dropout weights precision softmax_dtype "
+        "vmem_limit_bytes sequence_layout pages draft_mask scope selected prefixes stored_heads "
+        "int4"),
     "latent.absorbed": (
         "weights vmem_limit_bytes sequence_layout pages selected draft_mask scope prefixes "
         "stored_heads int4"),
@@ -244,7 +249,7 @@ class RefusalsTest(parameterized.TestCase):
       self.assertEqual(kernel.memory, MEMORY.get(kernel.name, "linear"))
       self.assertEqual(kernel.shards_sequence, mechanism == "ring")
       self.assertEqual(kernel.shards_keys, mechanism == "autoregressive_decodeattn"
-                       or kernel.name == "latent.decode")
+                       or kernel.name in ("latent.decode", "latent.decode_tpu"))
 
   @parameterized.named_parameters((f"{mechanism}_{place}", mechanism, place, limits)
                                   for mechanisms, place, limits in LIMITS

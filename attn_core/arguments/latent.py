@@ -14,7 +14,7 @@ import numpy as np
 
 from attn_core import checks
 from attn_core.arguments.arguments import AttentionArguments
-from attn_core.caches.latent import LatentCache, LatentWidths
+from attn_core.caches.latent import LatentCache
 from attn_core.caches.paged.latent_layout import PagesLatent
 from attn_core.dispatch.latent import Widths
 from attn_core.types import LatentOptions
@@ -99,22 +99,23 @@ def _default_scale(options: LatentOptions) -> float:
   return float((nope + options.rope_width) ** -0.5)
 
 
-def check(query: jax.Array, key: jax.Array, value: jax.Array, options: LatentOptions, *,
-          quantized: bool, mixed: bool, held: LatentWidths | None) -> None:
+def check(query: jax.Array, key: jax.Array, value: jax.Array, a: AttentionArguments, *,
+          quantized: bool) -> None:
   """Checks shapes and dtypes in layout bthd.
 
   Args:
     query: [B, T, H, latent + rope], or with up-projections [B, T, H, nope + rope].
     key: [B, S, 1, latent + rope], or the latents alone.
     value: [B, S, 1, rope] where the key is the latents alone, else [B, S, 1, 0].
-    options: the caller's.
+    a: the caller's arguments.
     quantized: whether the key may have any dtype.
-    mixed: whether the rows may have any floating-point dtype.
-    held: the widths of rows that a cache pads with zeros; None: they are not padded.
 
   Raises:
     ValueError: any disagreement.
   """
+  options, mixed = a.latent_options, a.compute_dtype is not None
+  assert options is not None
+  held = a.cache_view.widths if isinstance(a.cache_view, LatentCache) else None  # of padded rows
   checks.floating("query", query, 4, "[B, T, H, width]")
   batch = query.shape[0]
   of_row = options.latent_width + options.rope_width

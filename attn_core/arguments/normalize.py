@@ -254,8 +254,7 @@ def _cast(
   if a.latent_options is None:
     checks.query_key_value(query, key, value, quantized=quantized, mixed=mixed)
   else:
-    latent.check(query, key, value, a.latent_options, quantized=quantized, mixed=mixed,
-                 held=a.cache_view.widths if isinstance(a.cache_view, LatentCache) else None)
+    latent.check(query, key, value, a, quantized=quantized)
   dtype = normalize_compute_dtype(a.compute_dtype, runtime_dtype, query.dtype)
   if quantized:
     key, value, scales = quantize.constant((key, value, scales), "cache_view")

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core.dispatch import derivatives as derivatives_lib, latent as latent_lib
+from attn_core.dispatch import derivatives as derivatives_lib
 from attn_core.dispatch.latent import Widths
 from attn_core.masks import banded, mask as mask_lib
 from attn_core.score_mods import evaluate, score_mod, traceable
@@ -330,13 +330,6 @@ def tpu_decode_limits(request: Request) -> str | None:
   if found is None and (reason := decode.unsupported_mod(request.mods, query, key_heads)):
     found = f"score_mod with {reason}"
   return found
-
-
-def tpu_latent_limits(request: Request) -> str | None:
-  """Limits of the decode kernel for TPUs with latent rows."""
-  from attn_core.kernels.tpu.ragged import decode  # Pallas takes 0.1 s to import
-  return (tpu_limits(request) or latent_lib.decode_limits(request)
-          or decode.unsupported_rows(request.dtype, request.key, request.value))
 
 
 def collective_limits(request: Request) -> str | None:

@@ -2,12 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Limits of the forms of latent attention, and the work that each form is."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Callable, NamedTuple
 
 from attn_core.masks import leaves, mask as mask_lib
 
 if TYPE_CHECKING:  # for annotations only: that module imports this one
   from attn_core.dispatch.capabilities import Request
+
+  Limits = Callable[[Request], str | None]
 
 # Queries of a row up to which decoding, which reads every row of the cache once, is faster.
 DECODE_QUERIES = 8
@@ -61,6 +63,18 @@ def decode_limits(request: "Request") -> str | None:
   if request.lengths[0] > DECODE_QUERIES:
     return f"{request.lengths[0]} queries a row: decoding is for up to {DECODE_QUERIES}"
   return limits(request)
+
+
+def tpu_decode_limits(of_chip: "Limits") -> "Limits":
+  """Returns the limits of decoding by the kernel for TPUs, given those of all such kernels."""
+  def limits_on_tpu(request: "Request") -> str | None:
+    from attn_core.kernels.tpu.ragged import decode  # Pallas takes 0.1 s to import
+    reason = (of_chip(request) or decode_limits(request)
+              or decode.unsupported_rows(request.dtype, request.key, request.value))
+    if reason is None and projected_limits(request) is None:
+      return "more FLOPs than projected"
+    return reason
+  return limits_on_tpu
 
 
 def projected_limits(request: "Request") -> str | None:

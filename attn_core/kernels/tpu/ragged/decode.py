@@ -107,7 +107,7 @@ def _within_memory(layout: KVLayout, rows: int) -> KVLayout:
 
 
 def _latent_page(key: ShapedArray, value: ShapedArray) -> int | None:
-  """Returns the tokens of a transfer of latent rows, whole tiles that divide S; None: there are none.
+  """Returns the tokens of a transfer of latent rows: whole tiles that divide S; None: no number.
 
   Args:
     key: [B, S, 1, latent + rope], or latents in 8 bits.

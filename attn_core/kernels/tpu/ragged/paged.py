@@ -129,10 +129,10 @@ def _token_rows(x: jax.Array, lane_parts: int) -> jax.Array:
 def _with_pages(cache: Pages, arrays: tuple[jax.Array, ...]) -> Pages:
   """Returns a cache with arrays that the kernel wrote, the inverse of `_token_arrays`."""
   if isinstance(cache, PagesLatent):
-    pages, rope = (*arrays, cache.rope)[:2]
+    pages, *rope = arrays
     if pages.dtype != cache.pages.dtype:
       pages = lax.bitcast_convert_type(pages, cache.pages.dtype)
-    return cache._replace(pages=pages, rope=rope)
+    return cache._replace(pages=pages, rope=rope[0] if rope else None)
   assert isinstance(cache, layouts.PagesV3)
   x, = arrays
   *before, packed, width = cache.pages.shape

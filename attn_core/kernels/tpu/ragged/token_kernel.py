@@ -36,8 +36,8 @@ class TokenInputs(NamedTuple):
   tensor_scales: jax.Array | None  # float32 [2]: scales of all keys and of all values
   query: jax.Array  # [T, K, G, D]
   tokens: tuple[jax.Array, ...]  # keys, values and scales; see `KVLayout`
-  # Written to the first of `tokens` before anything is read: [T, token_rows, D]; or latent rows in 32
-  # bits, each part of which [padded tokens, width] is written to an array. See `row_writes`.
+  # Written to the first of `tokens` before anything is read: [T, token_rows, D]; or latent rows in
+  # 32 bits, each part of which [padded tokens, width] is written to an array, as by `row_writes`.
   new: tuple[jax.Array, ...]
   out: jax.Array | None  # [T, K, G, E], with results of requests before `part`; None: none
   mods: ModInputs | None = None  # without numbers of keys
