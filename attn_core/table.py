@@ -93,21 +93,17 @@ def _over_pages(layout: str, run: _Run,
   return Implementation(run, features, LINEAR, capabilities.pages_limits(layout))
 
 
-def _not_in_pages(layout: str) -> frozenset[str]:
-  """Returns the features that the kernels over pages of a layout leave to plain XLA."""
-  return frozenset({"chunk"} if layout == "PagesV1" else {"chunk", "value_width"})
-
-
 def _pages_on_tpu(row: Implementation, layout: str, run: _Run) -> Implementation:
   """Returns a row over pages with the kernel for TPUs."""
-  return Implementation(run, row.features - _NOT_ON_TPU - _not_in_pages(layout), LINEAR,
+  return Implementation(run, row.features - _NOT_ON_TPU - {"chunk"}, LINEAR,
                         capabilities.pages_kernel_limits("tpu", layout), fallback=row,
                         derivatives=Rows(gradient=row.name))
 
 
 def _pages_on_hopper(row: Implementation, layout: str, run: _Run) -> Implementation:
   """Returns a row over pages with the kernel for Hopper."""
-  return Implementation(run, row.features - _NOT_ON_HOPPER - _not_in_pages(layout), LINEAR,
+  of_layout = {"chunk"} if layout == "PagesV1" else {"chunk", "value_width"}
+  return Implementation(run, row.features - _NOT_ON_HOPPER - of_layout, LINEAR,
                         capabilities.pages_kernel_limits("gpu", layout), fallback=row,
                         derivatives=Rows(gradient=row.name))
 

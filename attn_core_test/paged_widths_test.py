@@ -15,9 +15,11 @@ from attn_core import (BlockSizes, Heads, OperationMetadata, PagesMetadata, Page
 from attn_core.caches import pages
 from attn_core.references import paged as reference
 from attn_core.types import PagedSpec
+from attn_core_test import sampling, tpu_interpret
 
 LENGTHS, QUERIES, PAGE, H, K = (9, 17, 1), (9, 4, 1), 4, 4, 2
 POOL = 12
+TPU = OperationMetadata(platform="tpu")
 MECHANISMS = {PagesV1: "page_attention", PagesV2: "ragged_page_attention_v2",
               PagesV3: "ragged_page_attention_v3"}
 # Widths D and E, and arguments.
@@ -86,7 +88,28 @@ class PagedWidthsTest(parameterized.TestCase):
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(results(expected)), strict=True):
       np.testing.assert_allclose(x, y, atol=2e-5)
 
-  @parameterized.product(platform=("tpu", "gpu"), name=("narrow_values", "chunks"))
+  @parameterized.parameters(*sampling.with_slow(
+      [(PagesV3, "narrow_values")], (PagesV3, "wide_values"), (PagesV2, "narrow_values"),
+      (PagesV2, "wide_values")))
+  def test_the_kernel_for_tpus(self, layout, name):
+    widths, arguments = CASES[name]
+    given = arrays(widths)
+    run = lambda layout, **more: jax.jit(functools.partial(
+        computed, layout, {**arguments, **more}, QUERIES))(*given)
+    with tpu_interpret.interpreted():
+      found = jax.block_until_ready(run(layout, metadata=TPU))
+    self.assertEqual(found.shape[2], widths[1])
+    np.testing.assert_allclose(found, run(layout), atol=2e-5)
+
+  def test_the_kernel_for_tpus_takes_the_widths_of_up_projected_latent_rows(self):
+    cache = pages.init(PagesV3, POOL, 16, Heads(K, 192, 128), jnp.bfloat16)
+    shape = lambda *sizes: jax.ShapeDtypeStruct((14, *sizes), jnp.bfloat16)
+    found = explain(shape(H, 192), shape(K, 192), shape(K, 128), layout="thd", cache_view=cache,
+                    cache_metadata=metadata(PagesV3), metadata=TPU,
+                    mechanism="ragged_page_attention_v3")
+    self.assertIn("can, by paged.tpu_writing", str(found))
+
+  @parameterized.parameters(("tpu", "chunks"), ("gpu", "chunks"), ("gpu", "narrow_values"))
   def test_explain_names_what_the_kernel_leaves_to_plain_xla(self, platform, name):
     widths, arguments = CASES[name]
     query, *_ = arrays(widths)

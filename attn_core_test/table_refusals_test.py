@@ -129,8 +129,7 @@ REFUSED = {
         "score_function dropout weights unnormalized precision softmax_dtype vmem_limit_bytes "
         "sequence_layout cache quantized draft_mask scope prefixes selected stored_heads int4"),
 }
-# One array holds keys and values, so that these have one width.
-# Mechanisms whose kernels for accelerators read one width only.
+# Mechanisms whose kernels for Hopper read one width only.
 ONE_WIDTH = ("ragged_page_attention_v2", "ragged_page_attention_v3")
 
 MEMORY = {"dense.vanilla": "quadratic", "sdpa.xla": "quadratic",
@@ -240,7 +239,7 @@ class RefusalsTest(parameterized.TestCase):
     for kernel in row_of(mechanism, place).chain:
       name = kernel.name.removesuffix("_writing").removesuffix("_remote")
       refused = {*REFUSED[name].split(),
-                 *(["value_width"] if mechanism in ONE_WIDTH and name != "paged.xla" else [])}
+                 *(["value_width"] if mechanism in ONE_WIDTH and name == "paged.gpu" else [])}
       self.assertEqual(set(FEATURES) - kernel.features, refused, kernel.name)
       for feature in FEATURES:
         reasons = kernel.unsupported(request(place, features=(feature,)))

@@ -148,7 +148,9 @@ def make_layout(cache: Pages, heads: layouts.Heads, block_pages: int) -> KVLayou
   scales = None
   if cache.key_scales is not None:
     scales = "token" if cache.key_scales.ndim else "tensor"
-  widths = (stored.key_width, stored.value_width) if is_v1 else (stored.key_width,)
+  # Keys and values in one array have the width of the wider ones.
+  widths = ((stored.key_width, stored.value_width) if isinstance(cache, layouts.PagesV1) else
+            (cache.pages.shape[-1],))
   heads_major = is_v1 or isinstance(cache, layouts.PagesV2) and is_heads_major(2 * key_heads, dtype)
   return KVLayout(not is_v1, heads_major, key_heads, widths, jnp.dtype(dtype),
                   layouts.page_size(cache), block_pages, scales=scales,
