@@ -72,9 +72,9 @@ _ring = _over_shards(_flash, ring.xla)._replace(limits=capabilities.collective_l
 _ring_hopper = _over_shards(_flash_hopper, ring.gpu)._replace(
     features=_HOPPER - {"cache"} | {"sequence_layout"}, limits=capabilities.hopper_ring_limits,
     fallback=_ring)
-_follows_no_lists = _flash_tpu._replace(features=_flash_tpu.features - {"selected"})
-_ring_tpu = _over_shards(_follows_no_lists, ring.tpu)._replace(limits=capabilities.tpu_ring_limits)
-_ring_tpu = _over_shards(_follows_no_lists, ring.tpu_remote)._replace(
+_without_lists_tpu = _flash_tpu._replace(features=_flash_tpu.features - {"selected"})
+_ring_tpu = _over_shards(_without_lists_tpu, ring.tpu)._replace(limits=capabilities.tpu_ring_limits)
+_ring_tpu = _over_shards(_without_lists_tpu, ring.tpu_remote)._replace(
     limits=capabilities.remote_limits, fallback=_ring_tpu)
 
 _decode = Implementation(decode.xla, _DECODE | _MODS | {"int4"}, LINEAR, shards_keys=True,
