@@ -183,6 +183,23 @@ class SnippetTest(parameterized.TestCase):
     self.check(body=branches([LOAD], [loop(WAIT_FREE, PRODUCT, COMMIT, FREE, WAIT)]))
 
 
+  def test_numbers_that_warps_exchange(self):
+    meet = [FREE, WAIT_FREE]
+    def check(computing, first, second, *words):
+      self.check(*words, body="\n".join([
+          "%first = arith.cmpi eq, %warpgroup, %zero : i32",
+          "%value = arith.constant dense<0.0> : vector<2xf32>",
+          *branches([], ["scf.if %first {", *first, "}", *computing[:1], "scf.if %first {} else {",
+                         *second, "}", *computing[1:]]).split("\n")]))
+    store = "vector.store %value, %tile[%c0] : {tile}, vector<2xf32>".format(**NUMBERS)
+    check([loop(store, *meet)], [], [], "warpgroups exchange numbers at 1024 at once")
+    check([], [store, *meet], [*meet, store])
+    check([], [store, *meet], [store, *meet], "at once")
+    check([], [store, FREE], [FREE, store], "at once")  # without waiting
+    check([], [*meet, store], [*meet, *meet, store])
+    check([], [store], [])
+
+
 class DescriptorTest(parameterized.TestCase):
 
   @parameterized.parameters(

@@ -42,7 +42,7 @@ class Launch(NamedTuple):
 class Event(NamedTuple):
   """An operation that a warpgroup executes, and whether products may be running then."""
 
-  kind: str  # of gpu_lowered.KINDS
+  kind: str  # of gpu_lowered.kind_of
   operation: ir.Operation
   running: bool
 
@@ -80,7 +80,8 @@ def faults(module: ir.Module) -> list[str]:
       found.append(f"a barrier that waits for {count} bytes from each of {WARPGROUP} threads")
   steps = _steps(launch.body.regions[0])
   events = [_Walk(launch, steps, index).events for index in range(launch.warpgroups)]
-  return found + _named(events) + _registers(launch, events) + _overwritten(events)
+  return (found + _named(events) + _registers(launch, events) + _overwritten(events)
+          + _exchanged(events))
 
 
 def _named(events: list[list[Event]]) -> list[str]:
@@ -134,6 +135,32 @@ def _overwritten(events: list[list[Event]]) -> list[str]:
     found += [f"warpgroup {index} ends while products run" for x in own
               if x.kind == "end" and x.running]
   return sorted(set(found))
+
+
+def _exchanged(events: list[list[Event]]) -> list[str]:
+  """Returns where warps of several warpgroups may exchange numbers in the same place at once.
+
+  They do not if the warpgroups take turns: each meets the others at a barrier, at which it arrives
+  and for which it waits, another number of times before.
+  """
+  of = lambda own, kind: {barrier_of(x.operation) for x in own if x.kind == kind}
+  places: dict[int | None, dict[int, set[int]]] = {}
+  exchanging = [own for own in events if any(x.kind == "exchange" for x in own)]
+  meetings = set.intersection(*(of(own, "arrive") & of(own, "phase") for own in exchanging), *(
+      [set()] if not exchanging else []))
+  for index, own in enumerate(exchanging):
+    met = 0
+    for event in own:
+      if event.kind == "arrive":
+        met += barrier_of(event.operation) in meetings
+      if event.kind == "exchange":
+        made = gpu_lowered.maker(event.operation.operands[1])
+        assert made is not None
+        places.setdefault(gpu_lowered.number(made.operands[1]), {}).setdefault(
+            index, set()).add(met)
+  return [f"warps of several warpgroups exchange numbers at {place} at once"
+          for place, turns in places.items()
+          if sum(map(len, turns.values())) > len(set.union(*turns.values()))]
 
 
 def barrier_of(operation: ir.Operation) -> int | None:

@@ -104,9 +104,16 @@ def text_of(operation: ir.Operation) -> str:
 
 
 def kind_of(operation: ir.Operation) -> str | None:
-  """Returns which of KINDS an operation is; "encode": a call of ENCODER; None: another."""
+  """Returns which of KINDS an operation is; None: another.
+
+  Also "encode", a call of ENCODER, and "exchange": warps store to shared memory as it was
+  allocated, as they do to reduce what is distributed over them.
+  """
   if operation.name == "func.call":
     return "encode" if ENCODER in str(operation.attributes["callee"]) else None
+  if operation.name == "vector.store":
+    view = maker(operation.operands[1])
+    return "exchange" if view is not None and view.name == "memref.view" else None
   if not operation.name.startswith(("nvvm.", "llvm.inline_asm", "gpu.barrier")):
     return None
   found = _KINDS.search(text_of(operation))
