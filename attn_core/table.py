@@ -127,10 +127,15 @@ _latent_tpu = Implementation(
     latent.decode_tpu, _DECODE - _NOT_ON_TPU | {"latent"}, LINEAR,
     latent_limits.tpu_decode_limits(capabilities.tpu_limits), fallback=_latent, shards_keys=True,
     derivatives=_absorbed_gradient)
+# Up to 8 queries a row are absorbed on Hopper, whatever that is in work.
+_latent_hopper = Implementation(
+    latent.decode_gpu, _DECODE & _HOPPER | {"latent"}, LINEAR, latent_limits.hopper_decode_limits,
+    fallback=_latent, shards_keys=True, derivatives=_absorbed_gradient)
 
 _latent_pages = _over_pages("PagesLatent", latent.pages,
                             _PAGED - _MODS - {"value_width", "stored_heads"} | {"latent"})
 _latent_pages_tpu = _pages_on_tpu(_latent_pages, "PagesLatent", latent.pages_tpu)
+_latent_pages_hopper = _pages_on_hopper(_latent_pages, "PagesLatent", latent.pages_gpu)
 
 TABLE: dict[tuple[str, str], Implementation] = {
     ("vanilla", "cpu"): _dense,
@@ -176,9 +181,11 @@ TABLE: dict[tuple[str, str], Implementation] = {
     ("autoregressive_decodeattn", "tpu"): _decode_tpu,
     ("multi_latent_attention", "cpu"): _latent,
     ("multi_latent_attention", "gpu"): _latent,
+    ("multi_latent_attention", "gpu 9.0"): _latent_hopper,
     ("multi_latent_attention", "tpu"): _latent_tpu,
     ("multi_latent_ragged_page_attention", "cpu"): _latent_pages,
     ("multi_latent_ragged_page_attention", "gpu"): _latent_pages,
+    ("multi_latent_ragged_page_attention", "gpu 9.0"): _latent_pages_hopper,
     ("multi_latent_ragged_page_attention", "tpu"): _latent_pages_tpu,
 }
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import OperationMetadata, attention, masks, score_mods
-from attn_core.caches import pages, quantize
+from attn_core.caches import latent_pages, pages, quantize
 from attn_core.kernels.common import paged_operands
 from attn_core.kernels.common.contract import Residuals
 from attn_core.kernels.gpu.flash import kernel as gpu_flash, tiling
@@ -59,6 +59,7 @@ class Case(NamedTuple):
   E: int | None = None  # None: D
   dtype: str = "bfloat16"
   stored: str | None = None  # dtype of quantized keys and values; None: `dtype`, not quantized
+  latent: int | None = None  # the first columns of a key, which are its value; None: E are apart
   spec: dict = {}  # fields of AttentionSpec
   extras: dict = {}  # of Operands: name -> (shape, dtype)
   blocks: BlockSizes = BlockSizes()
@@ -74,6 +75,7 @@ class Case(NamedTuple):
   def shapes(self) -> Operands:
     """Operands that have only shapes and dtypes."""
     S, K, E = self.S or self.T, self.K or self.H, self.E or self.D
+    E = 0 if self.latent else E
     of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.dtype(self.dtype))
     extras = {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
               for name, (shape, dtype) in self.extras.items()}
@@ -102,7 +104,7 @@ class Case(NamedTuple):
 
   @property
   def full_spec(self) -> AttentionSpec:
-    return AttentionSpec(jax.tree.structure(self.mask), self.D**-0.5,
+    return AttentionSpec(jax.tree.structure(self.mask), self.D**-0.5, latent_width=self.latent,
                          score_mod=jax.tree.structure(self.term), **self.spec)
 
   def forward(self, operands: Operands) -> tuple[Any, Any]:
@@ -151,9 +153,11 @@ class Case(NamedTuple):
       operands = operands._replace(
           key=quantize.dequantize(operands.key, operands.key_scale), key_scale=None,
           value=quantize.dequantize(operands.value, operands.value_scale), value_scale=None)
+    if self.latent is not None:
+      operands = operands._replace(value=operands.key[..., :self.latent])
     wide = {name: getattr(operands, name).astype(jnp.float32)
             for name in ("query", "key", "value")}
-    output = oracle.attention(operands._replace(**wide), self.full_spec)
+    output = oracle.attention(operands._replace(**wide), self.full_spec._replace(latent_width=None))
     return output.attention_outputs, output.lse
 
 
@@ -297,6 +301,16 @@ DECODED = {
                            H=5, K=5, D=192, E=96, stored="float8_e4m3fn", blocks=_DECODED_BLOCKS),
     "wide_float8": Case(masks.offset(masks.causal(), 60), T=3, S=64, H=3, K=1, D=256,
                         stored="float8_e4m3fn", extras={"sinks": ((1, 3), "float32")}),
+    # One consumer; two, of which the last has rows of no query; and two thread blocks of two.
+    "latent": Case(masks.lengths(None, np.array([129, 0, 70], np.int32)), B=3, T=1, S=136, H=5, K=1,
+                   D=192, latent=128, blocks=_DECODED_BLOCKS),
+    "latent_many_heads_window_cap_sinks": Case(
+        masks.positions(_LAST, _RING, masks.causal() & masks.window(70, 0)), B=2, T=1, S=136, H=40,
+        K=1, D=256, latent=192, spec={"logits_soft_cap": 3.0},
+        extras={"sinks": ((1, 40), "float32")}, blocks=_DECODED_BLOCKS),
+    "latent_row_blocks_float16": Case(masks.offset(masks.causal(), 60), T=3, S=64, H=30, K=1, D=128,
+                                      latent=64, dtype="float16"),
+    "latent_576": Case(masks.full(), T=1, S=136, H=4, K=1, D=576, latent=512),
 }
 
 LENGTH, HEADS = 1024, 4
@@ -425,6 +439,8 @@ def decoded() -> dict[str, Case]:
           "width_80": common._replace(D=80), "width_96": common._replace(D=96),
           "group_of_16_int8": common._replace(D=128, K=2, stored="int8"),
           "group_of_16_float8": common._replace(D=64, K=1, H=16, stored="float8_e4m3fn"),
+          **{f"latent_{n}_heads": common._replace(H=n, K=1, D=576, latent=512)
+             for n in (16, 32, 128)},
           "group_of_32_soft_cap_sinks_float16": common._replace(
               D=128, K=1, dtype="float16", spec={"logits_soft_cap": 30.0},
               extras={"sinks": ((1, 32), "float32")})}
@@ -446,8 +462,15 @@ def paged() -> dict[str, tuple[paged_operands.PagedOperands, pages.Heads]]:
     metadata = pages.PagesMetadata(array((8, 4096 // page)), array((8,)), array((9,)))
     query = array((tokens, 32, width), "bfloat16")
     return paged_operands.PagedOperands(query, cache, metadata), heads
+  def latent(page, heads, padded):
+    operands, _ = case(pages.PagesV2, page, 1, 576)
+    cache = jax.eval_shape(lambda: latent_pages.init(64, page, (512, 64), padded=padded))
+    query = jax.ShapeDtypeStruct((8, heads, 576), jnp.bfloat16)
+    return operands._replace(query=query, cache=cache), pages.Heads(1, 576, 512)
   int8, float8 = ("int8", "token"), ("float8_e4m3fn", "tensor")
-  return {"v1_pages_of_16": case(pages.PagesV1, 16, 8, 128),
+  return {"latent_pages_of_64_128_heads": latent(64, 128, False),
+          "padded_latent_pages_of_16_16_heads": latent(16, 16, True),
+          "v1_pages_of_16": case(pages.PagesV1, 16, 8, 128),
           "v2_pages_of_32_few_queries": case(pages.PagesV2, 32, 8, 64, 32),
           "v2_pages_of_48": case(pages.PagesV2, 48, 8, 80),
           "v2_pages_of_128": case(pages.PagesV2, 128, 8, 128),

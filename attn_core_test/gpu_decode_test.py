@@ -12,6 +12,7 @@ import os
 os.environ["NPROC"] = "16"
 
 # pylint: disable=g-import-not-at-top
+import functools
 import itertools
 
 from absl.testing import absltest
@@ -20,8 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core import BlockSizes, OperationMetadata, attention, explain, masks
-from attn_core.caches import dense, quantize
+from attn_core import BlockSizes, LatentOptions, OperationMetadata, attention, explain, masks
+from attn_core.caches import dense, latent, quantize
 from attn_core.kernels.gpu import mosaic
 from attn_core.kernels.gpu.split_kv import decode, kernel as split_kv, quantized_kv
 from attn_core.types import MaskOperands
@@ -32,7 +33,8 @@ from attn_core_test.gpu_interpret import interpret
 BLOCKS = BlockSizes(block_kv=128)
 # The cases that differ most; the others are slow.
 FEW = ("ring_window_cap_sinks", "several_splits", "rows_beyond_one_line", "width_128",
-       "group_of_32_soft_cap_sinks_float16", "width_128_float8")
+       "group_of_32_soft_cap_sinks_float16", "width_128_float8",
+       "latent_128_heads")
 NAME = "autoregressive_decodeattn"
 CPU = {"metadata": OperationMetadata(platform="cpu")}
 
@@ -147,6 +149,84 @@ class RowsTest(parameterized.TestCase):
       np.testing.assert_allclose(np.float32(x), np.float32(y), atol=2e-2)
 
 
+LATENT = "multi_latent_attention"
+OPTIONS = LatentOptions(64, 64, 32)
+
+
+def latent_arrays(rows, number=None):
+  """Returns queries and latent rows of some batch rows; hidden slots hold `number` if given."""
+  rng = np.random.default_rng(2)
+  query, latents = rng.normal(size=(4, 1, 34, 128)), rng.normal(size=(4, 200, 128))
+  if number is not None:
+    slot = np.arange(200)
+    latents[(slot < STARTS[:, None]) | (slot >= LENGTHS[:, None])] = number
+  return [jnp.asarray(x[rows], jnp.bfloat16) for x in (query, latents)]
+
+
+def latent_decoded(rows, query, latents, metadata=gpu_cases.HOPPER):
+  """Returns (out, lse) of the entry point for latent rows."""
+  starts, lengths = (jnp.asarray(x, jnp.int32)[rows] for x in (STARTS, LENGTHS))
+  output = attention(
+      query, None, None, mechanism=LATENT, latent_options=OPTIONS, mode="__autoregressive__",
+      cache_view=latent.LatentCache(latents, starts, lengths, jnp.zeros(lengths.shape, bool)),
+      metadata=metadata, block_sizes=BLOCKS, return_lse=True)
+  return output.attention_outputs, output.lse
+
+
+@gpu_interpret.interprets
+class LatentTest(parameterized.TestCase):
+
+  def test_hidden_numbers_reach_nothing_and_visible_ones_their_rows(self):
+    order = np.array([3, 2, 0])
+    query, rows = latent_arrays(order, np.nan)
+    # Beyond the latents in a block that is partly hidden, and in one that is seen whole.
+    given = rows.at[0, 125, 100].set(jnp.nan).at[2, 100, 5].set(jnp.nan)
+    found = interpret(latent_decoded, order, query, given)
+    want = jax.jit(functools.partial(latent_decoded, **CPU))(order, *latent_arrays(order))
+    for x, y, tolerance in zip(found, want, (1e-2, 1e-5)):
+      x, y = np.array(x, np.float32), np.array(y, np.float32)
+      self.assertTrue(np.isnan(x[[0, 2]]).all())
+      np.testing.assert_allclose(x[1], y[1], atol=tolerance)
+
+  @sampling.slow("latent rows in every batch on a GPU")
+  def test_a_row_has_the_same_bits_in_every_batch(self):
+    whole = interpret(latent_decoded, np.arange(4), *latent_arrays(np.arange(4)))
+    for rows in (np.arange(4)[::-1], np.array([2])):
+      for x, y in zip(whole, interpret(latent_decoded, rows, *latent_arrays(rows, np.inf))):
+        np.testing.assert_array_equal(np.float32(x)[rows], np.float32(y))
+
+  @sampling.slow("gradients of decoding latent rows on a GPU")
+  def test_gradients_are_those_of_plain_xla(self):
+    def loss(arrays, **more):
+      out, lse = latent_decoded(np.arange(1), *arrays, **more)
+      return jnp.sin(out.astype(jnp.float32)).sum() + lse.sum()
+    given = [x[:1] for x in latent_arrays(np.arange(4))]
+    found = interpret(jax.grad(loss), given)
+    for x, y in zip(found, jax.grad(lambda x: loss(x, **CPU))(given)):
+      np.testing.assert_allclose(np.float32(x), np.float32(y), atol=2e-2)
+
+  def test_is_chosen_first_if_supported(self):
+    def said(dtype="bfloat16", slots=200, widths=(512, 64), tokens=1, **more):
+      cache = jax.eval_shape(lambda: latent.init(4, slots, widths, dtype=dtype))
+      query = jax.ShapeDtypeStruct((4, tokens, 16, sum(widths)),
+                                   "bfloat16" if dtype in quantize.LIMITS else dtype)
+      explanation = explain(
+          query, None, None, cache_view=cache, mechanism=LATENT, mode="__autoregressive__",
+          latent_options=LatentOptions(*widths, 128), **{"metadata": gpu_cases.HOPPER, **more})
+      return str(next(v for v in explanation.verdicts if v.mechanism == LATENT))
+    self.assertRegex(said(), "can, by latent.decode_gpu")
+    self.assertRegex(said(dtype="float16", widths=(256, 64)), "can, by latent.decode_gpu")
+    self.assertRegex(said(metadata=gpu_cases.HOPPER.replace(compute_capability="8.0")),
+                     "can, by latent.decode")
+    for arguments, words in (
+        (dict(dtype="float32"), "dtype float32.*bfloat16 and float16"),
+        (dict(dtype="int8"), "int8.*quantized"), (dict(slots=201), "201 slots.*multiples of 8"),
+        (dict(widths=(512, 32)), r"rows of 512 \+ 32 numbers.*multiples of 64"),
+        (dict(widths=(512, 128)), r"rows of 512 \+ 128 numbers.*up to 512 and 576 together"),
+        (dict(tokens=9), "9 queries"), (dict(precision="highest"), "precision")):
+      self.assertRegex(said(**arguments), f"latent.decode_gpu: .*{words}")
+
+
 class ChoiceTest(parameterized.TestCase):
 
   def kernel(self, dtype="bfloat16", slots=200, width=64, value_width=64, capability="9.0",
@@ -190,6 +270,10 @@ class ChoiceTest(parameterized.TestCase):
       params = split_kv.make_kernel_params(rows, tuple(widths), 64, None, stored)
       self.assertLessEqual(split_kv.shared_memory(params), mosaic.SHARED_MEMORY_BYTES, params)
       self.assertGreaterEqual(min(params.num_stages), 2, params)
+    for heads, (*of_row,) in itertools.product((1, 16, 24, 40, 128), ((576, 512), (128, 64))):
+      params = split_kv.make_kernel_params(heads, tuple(of_row), 64, None, latent_heads=heads)
+      self.assertLessEqual(split_kv.shared_memory(params), mosaic.SHARED_MEMORY_BYTES, params)
+      self.assertGreaterEqual(params.num_stages[0], 2, params)
 
   def test_only_live_blocks_are_read(self):
     """Checks visited blocks times their tokens against live keys, of which a row has thousands."""

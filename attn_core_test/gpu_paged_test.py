@@ -22,9 +22,10 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 import numpy as np
 
-from attn_core import (BlockSizes, Heads, PagedOptions, PagesMetadata, PagesV1, PagesV2, PagesV3,
-                       explain, page_attention, ragged_page_attention_v2, ragged_page_attention_v3)
-from attn_core.caches import pages, quantize
+from attn_core import (BlockSizes, Heads, LatentOptions, OperationMetadata, PagedOptions,
+                       PagesMetadata, PagesV1, PagesV2, PagesV3, attention, explain, page_attention,
+                       ragged_page_attention_v2, ragged_page_attention_v3)
+from attn_core.caches import latent_pages, pages, quantize
 from attn_core.kernels.gpu import mosaic
 from attn_core.kernels.gpu.split_kv import paged
 from attn_core_test import gpu_cases, gpu_faults, gpu_interpret, gpu_machine_code, sampling
@@ -33,6 +34,11 @@ from attn_core_test.paged_cases import Case
 
 # The cases that differ most; the others are slow.
 FEW = ("v2_pages_of_32_few_queries", "v3_pages_of_64", "v2_int8_pages_of_16")
+LATENT = "multi_latent_ragged_page_attention"
+WIDTHS = (128, 64)  # of latent rows
+# Calls over pages of latent rows: heads, and whether rows are padded.
+LATENTS = {"two_consumers_padded": (16, True), "two_row_blocks": (72, False),
+           "one_consumer": (3, False)}
 BLOCKS = BlockSizes(block_kv=128)
 OPTIONS = PagedOptions(metadata=gpu_cases.HOPPER, block_sizes=BLOCKS, return_lse=True)
 WHOLE = OPTIONS._replace(block_sizes=None)
@@ -145,6 +151,79 @@ class InterpretTest(parameterized.TestCase):
                        query, *new, padded, metadata)
     for x, y in zip(numbers(output), found):
       np.testing.assert_array_equal(x, y)
+
+
+def latent_call(heads, padded, requests=(0, 1, 2, 3)):
+  """Returns (query, new rows, cache, metadata) of requests; slots without a token hold NaN."""
+  rng = np.random.default_rng(3)
+  lengths, queries = np.array([70, 0, 130, 9]), np.array([1, 0, 3, 1])
+  rows = rng.normal(size=(4, 144, sum(WIDTHS)))
+  query = rng.normal(size=(4, 3, heads, sum(WIDTHS)))
+  order = np.array(requests)
+  metadata = PagesMetadata(
+      rng.permutation(36).astype(np.int32).reshape(4, 9)[order], np.int32(lengths[order]),
+      np.cumsum([0, *queries[order]]).astype(np.int32))
+  cache = latent_pages.init(36, 16, WIDTHS, padded=padded)
+  cache = cache._replace(pages=jnp.full_like(cache.pages, jnp.nan))
+  cache = latent_pages.from_dense(
+      cache, jnp.asarray(rows[order], jnp.bfloat16),
+      metadata._replace(context_lens=np.int32(lengths - queries)[order]))
+  of = lambda x: jnp.asarray(np.concatenate(x), jnp.bfloat16)
+  return (of([query[r, :queries[r]] for r in order]),
+          of([rows[r, lengths[r] - queries[r]:lengths[r]] for r in order]), cache, metadata)
+
+
+def latent_attended(query, rows, cache, about, sinks, metadata=gpu_cases.HOPPER):
+  output = attention(
+      query, rows, None, layout="thd", mechanism=LATENT, cache_view=cache, cache_metadata=about,
+      latent_options=LatentOptions(*WIDTHS, 32), softmax_aux=sinks, sliding_window=(62, 0),
+      logits_soft_cap=2.0, metadata=metadata, block_sizes=BLOCKS, return_lse=True)
+  return output.attention_outputs, output.lse
+
+
+class LatentTest(parameterized.TestCase):
+
+  @gpu_interpret.interprets
+  @parameterized.named_parameters((name, name) for name in sampling.names(
+      LATENTS, ("two_consumers_padded",)))
+  def test_equals_plain_xla_in_any_batch(self, name):
+    heads, padded = LATENTS[name]
+    sinks = jnp.asarray(np.random.default_rng(4).normal(size=heads), jnp.float32)
+    given = (*latent_call(heads, padded), sinks)
+    found = interpret(latent_attended, *given)
+    want = jax.jit(functools.partial(
+        latent_attended, metadata=OperationMetadata(platform="cpu")))(*given)
+    for x, y, tolerance in zip(found, want, (1e-2, 1e-5)):
+      np.testing.assert_allclose(np.float32(x), np.float32(y), atol=tolerance)
+    if sampling.chosen(name):
+      again = interpret(latent_attended, *latent_call(heads, padded, (3, 2, 0)), sinks)
+      tokens = np.array([4, 1, 2, 3, 0])
+      np.testing.assert_array_equal(np.float32(again[0]), np.float32(found[0])[tokens])
+      np.testing.assert_array_equal(again[1], found[1][:, tokens])
+
+  def test_is_chosen_first_if_supported(self):
+    def said(dtype="bfloat16", page=16, widths=(512, 64), padded=False, tokens=4, held=None,
+             pages_of_a_request=2, **more):
+      cache = jax.eval_shape(lambda: latent_pages.init(
+          8, page, widths, dtype=held or dtype, padded=padded))
+      of = lambda *shape: jax.ShapeDtypeStruct((tokens, *shape, sum(widths)), jnp.dtype(dtype))
+      about = PagesMetadata(*(jnp.zeros(shape, jnp.int32) for shape in (
+          (4, pages_of_a_request), 4, 5)))
+      explanation = explain(
+          of(128), of(), None, layout="thd", mechanism=LATENT, cache_view=cache,
+          cache_metadata=about, latent_options=LatentOptions(*widths, 128),
+          **{"metadata": gpu_cases.HOPPER, **more})
+      return str(next(v for v in explanation.verdicts if v.mechanism == LATENT))
+    for arguments in ({}, {"padded": True}, {"page": 64, "sliding_window": (9, 0)},
+                      {"dtype": "float16"}):
+      self.assertRegex(said(**arguments), "can, by latent.pages_gpu")
+    for arguments, words in (
+        (dict(dtype="float32"), "dtype float32"), (dict(page=20), "pages of 20 tokens"),
+        (dict(held="int8"), "latents in 8 bits"), (dict(chunk_size=8), "chunk_size"),
+        (dict(widths=(512, 32)), r"rows of 512 \+ 32 numbers"), (dict(precision="highest"),
+                                                                  "precision"),
+        (dict(pages_of_a_request=4096, tokens=4096), "1073741824 at most")):
+      self.assertRegex(said(**arguments), f"by latent.pages, not by latent.pages_gpu: .*{words}")
 
 
 class ChoiceTest(parameterized.TestCase):

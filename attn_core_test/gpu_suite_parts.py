@@ -19,10 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core import OperationMetadata, attention
+from attn_core import LatentOptions, OperationMetadata, attention
 from attn_core.benchmark import runner
 from attn_core.benchmark import cases as cases_lib, report
-from attn_core.caches import dense, pages, quantize
+from attn_core.caches import dense, latent, latent_pages, pages, quantize
 from attn_core.config.metadata import resolved_capability, resolved_platform
 from attn_core_test import device_suite_parts
 from attn_core_test.device_suite_parts import FEW_CASES, Found, Settings, repeatability, step_of
@@ -151,6 +151,8 @@ DECODES = ((8, 4096, 32, 8, 128), (8, 32768, 32, 8, 128), (64, 4096, 32, 8, 128)
            (8, 32768, 32, 8, 64), (8, 16384, 16, 8, 256), (1, 131072, 64, 8, 128))
 PAGE_SIZES = (16, 64)
 STORED = (None, *quantize.LIMITS)  # dtypes of caches; None: that of the queries
+LATENTS = ((8, 4096, 16), (8, 32768, 16), (64, 4096, 128))  # (batch, slots, query heads)
+LATENT = LatentOptions(512, 64, nope_width=128)
 
 
 def decoding(settings: Settings) -> Found:
@@ -170,6 +172,13 @@ def decoding(settings: Settings) -> Found:
       results.append({"shape": shape, "kernel": kernel, "bytes_per_second": speed,
                       "copy_bytes_per_second": copy, "error": error})
       lines.append(f"| {shape} | {kernel} | {speed / 1e9:.0f} | {speed / copy:.2f} | {error:.1e} |")
+  for shape in LATENTS if not settings.tiny else ((2, 64, 4),):
+    if time.monotonic() > end:
+      lines.append(f"No time left for latent rows {shape}.")
+      continue
+    for kernel, speed, error in _latents_decoded(settings, shape, dtype):
+      results.append({"shape": shape, "kernel": kernel, "bytes_per_second": speed, "error": error})
+      lines.append(f"| {shape} | {kernel} | {speed / 1e9:.0f} | | {error:.1e} |")
   right = all(result["error"] < 2e-2 for result in results)
   return Found(right and bool(results), lines, {"results": results})
 
@@ -220,6 +229,39 @@ def _decoded(settings: Settings, shape, dtype, stored: str | None):
     given = query[:, 0], pool, metadata
     yield (f"pages of {page}{kind}", count / _seconds(paged, given, calls), copy,
            error(paged(*given)[:, None]))
+
+
+def _latents_decoded(settings: Settings, shape, dtype):
+  """Yields (kernel, bytes of latent rows per second, largest error) of decoding a full cache."""
+  (batch, slots, heads), calls = shape, 1 if settings.tiny else 30
+  width = LATENT.latent_width + LATENT.rope_width
+  query, rows = (jax.random.normal(key, shape, dtype) for key, shape in zip(
+      jax.random.split(jax.random.key(1)), ((batch, heads, width), (batch, slots, width))))
+  @jax.jit
+  def wanted(query, rows):
+    query, rows = query.astype(jnp.float32), rows.astype(jnp.float32)
+    logits = jnp.einsum("hd,sd->hs", query, rows, precision="highest") * 192**-0.5
+    return jnp.einsum("hs,sd->hd", jax.nn.softmax(logits), rows[:, :LATENT.latent_width],
+                      precision="highest")
+  want = np.stack([np.asarray(wanted(*x)) for x in zip(query, rows)])
+  error = lambda found: float(np.abs(np.asarray(found, np.float32).reshape(want.shape) - want).max()
+                              / np.abs(want).max())
+  lengths = jnp.full(batch, slots, jnp.int32)
+  cache = latent.LatentCache(rows, jnp.zeros(batch, jnp.int32), lengths, jnp.zeros(batch, bool))
+  run = jax.jit(lambda query, cache: attention(
+      query[:, None], None, None, cache_view=cache, mode="__autoregressive__",
+      mechanism="multi_latent_attention", latent_options=LATENT).attention_outputs)
+  yield "latent cache", rows.nbytes / _seconds(run, (query, cache), calls), error(run(query, cache))
+  page = 16 if settings.tiny else 64
+  metadata = pages.PagesMetadata(
+      jnp.arange(batch * slots // page, dtype=jnp.int32).reshape(batch, -1), lengths)
+  pool = latent_pages.init(batch * slots // page, page, (512, 64), dtype=dtype)
+  pool = pool._replace(pages=rows.reshape(pool.pages.shape))
+  paged = jax.jit(lambda query, pool, metadata: attention(
+      query, None, None, layout="thd", cache_view=pool, cache_metadata=metadata,
+      mechanism="multi_latent_ragged_page_attention", latent_options=LATENT).attention_outputs)
+  given = query, pool, metadata
+  yield f"latent pages of {page}", rows.nbytes / _seconds(paged, given, calls), error(paged(*given))
 
 
 def _seconds(run: Callable, arrays, calls: int) -> float:

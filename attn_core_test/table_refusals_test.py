@@ -47,9 +47,11 @@ KERNELS = {
         "tpu": "decode.tpu, decode.xla"},
     "multi_latent_attention": {
         "cpu, gpu": "latent.projected, latent.decode, latent.absorbed",
+        "gpu 9.0": "latent.decode_gpu, latent.projected, latent.decode, latent.absorbed",
         "tpu": "latent.decode_tpu, latent.projected, latent.decode, latent.absorbed"},
     "multi_latent_ragged_page_attention": {
-        "cpu, gpu": "latent.pages", "tpu": "latent.pages_tpu, latent.pages"},
+        "cpu, gpu": "latent.pages", "tpu": "latent.pages_tpu, latent.pages",
+        "gpu 9.0": "latent.pages_gpu, latent.pages"},
 }
 
 # Kernel -> the features that it refuses; it supports all others.
@@ -117,6 +119,10 @@ REFUSED = {
         "float16 float64 bias score_mod score_function dropout weights precision softmax_dtype "
         "vmem_limit_bytes sequence_layout pages draft_mask scope selected prefixes stored_heads "
         "int4"),
+    "latent.decode_gpu": (
+        "float64 mask_operands bias score_mod score_function dropout weights precision "
+        "softmax_dtype vmem_limit_bytes sequence_layout pages draft_mask scope prefixes "
+        "stored_heads quantized selected int4"),
     "latent.absorbed": (
         "weights vmem_limit_bytes sequence_layout pages selected draft_mask scope prefixes "
         "stored_heads int4"),
@@ -126,6 +132,10 @@ REFUSED = {
         "stored_heads int4"),
     "latent.pages_tpu": (
         "float16 float64 value_width chunk segments positions mask mask_operands bias score_mod "
+        "score_function dropout weights unnormalized precision softmax_dtype vmem_limit_bytes "
+        "sequence_layout cache quantized draft_mask scope prefixes selected stored_heads int4"),
+    "latent.pages_gpu": (
+        "float64 value_width chunk segments positions mask mask_operands bias score_mod "
         "score_function dropout weights unnormalized precision softmax_dtype vmem_limit_bytes "
         "sequence_layout cache quantized draft_mask scope prefixes selected stored_heads int4"),
 }
@@ -248,7 +258,8 @@ class RefusalsTest(parameterized.TestCase):
       self.assertEqual(kernel.memory, MEMORY.get(kernel.name, "linear"))
       self.assertEqual(kernel.shards_sequence, mechanism == "ring")
       self.assertEqual(kernel.shards_keys, mechanism == "autoregressive_decodeattn"
-                       or kernel.name in ("latent.decode", "latent.decode_tpu"))
+                       or kernel.name in ("latent.decode", "latent.decode_tpu",
+                                          "latent.decode_gpu"))
 
   @parameterized.named_parameters((f"{mechanism}_{place}", mechanism, place, limits)
                                   for mechanisms, place, limits in LIMITS

@@ -77,6 +77,17 @@ def tpu_decode_limits(of_chip: "Limits") -> "Limits":
   return limits_on_tpu
 
 
+def hopper_decode_limits(request: "Request") -> str | None:
+  """Limits of decoding by the kernel for Hopper."""
+  from attn_core.kernels.gpu.split_kv import decode  # Mosaic GPU takes 0.3 s to import
+  reason, widths = decode_limits(request), request.latent
+  if reason is not None or widths is None:
+    return reason
+  return decode.unsupported_reason(
+      request.dtype, (widths.latent + widths.rope, widths.latent), request.lengths,
+      "quantized" in request.features, latent=True)
+
+
 def projected_limits(request: "Request") -> str | None:
   """Limits of up-projecting keys and values a few heads at a time."""
   widths = request.latent

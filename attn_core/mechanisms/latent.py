@@ -46,6 +46,11 @@ def decode_tpu(call: Call) -> AttentionOutput:
   return _absorb(decode_lib.tpu, call)
 
 
+def decode_gpu(call: Call) -> AttentionOutput:
+  """Decodes by the Mosaic GPU kernel for Hopper; gradients are those of plain XLA."""
+  return _absorb(decode_lib.gpu, call)
+
+
 def pages(call: Call) -> AttentionOutput:
   """Writes new rows to pages, if any, and attends by absorbed queries in plain XLA."""
   return _absorb(paged.xla_writing, call)
@@ -54,6 +59,11 @@ def pages(call: Call) -> AttentionOutput:
 def pages_tpu(call: Call) -> AttentionOutput:
   """Writes new rows to pages, if any, and attends by absorbed queries in the kernel for TPUs."""
   return _absorb(paged.tpu_writing, call)
+
+
+def pages_gpu(call: Call) -> AttentionOutput:
+  """Writes new rows to pages, if any, and attends by absorbed queries in the kernel for Hopper."""
+  return _absorb(paged.gpu_writing, call)
 
 
 def _absorb(run: Callable[[Call], AttentionOutput], call: Call) -> AttentionOutput:

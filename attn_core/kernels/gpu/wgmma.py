@@ -80,6 +80,20 @@ def matmul_overlapped(left: Ref, right: Ref,
   return pl.run_scoped(scoped, plgpu.ACC(shape, jnp.float32))
 
 
+def added(acc: jax.Array, left: Ref, right: Ref, *, interpret: bool) -> jax.Array:
+  """Returns acc + left @ right, in the registers of acc.
+
+  Args:
+    acc: float32 [rows, columns], in registers.
+    left: reference [rows, inner] in shared memory.
+    right: reference [inner, columns] in shared memory.
+    interpret: whether the kernel is interpreted, where sums begin with zeros only.
+  """
+  if interpret:
+    return acc + matmul_overlapped(left, right)[0]
+  return pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, left, right))(plgpu.ACC.init(acc))
+
+
 def matmul_registers(shape: tuple[int, int], pieces: Iterable[tuple[jax.Array, Ref]], *,
                      interpret: bool) -> jax.Array:
   """Returns the sum of left @ right over pieces.

@@ -53,6 +53,7 @@ class ConsumerWarpgroup(NamedTuple):
   scratch: Scratch
   interpret: bool  # whether the kernel is interpreted
   scales: quantized_kv.ScaleReader | None = None  # of int8 or fp8 keys and values
+  warpgroup: jax.Array | None = None  # the number of this consumer of latent rows
 
   def run(self, blocks: BlockRange, out: Ref, lse: Ref) -> None:
     """Computes all blocks and copies out [padded_value_width, num_rows] and lse [num_rows]."""
@@ -68,19 +69,30 @@ class ConsumerWarpgroup(NamedTuple):
     for first, end, masked in zip(bounds, bounds[1:], (True, False, True)):
       if first is not None:
         running = lax.fori_loop(first, end, functools.partial(
-            lambda masked, n, x: self.step(n, n - blocks.first, x, masked), masked), running)
-    self.write(running, out, lse)
+            lambda masked, n, x: self.own(n).step(n, n - blocks.first, x, masked), masked), running)
+    self.own().write(running, out, lse)
+
+  def own(self, n: jax.Array | None = None) -> "ConsumerWarpgroup":
+    """Returns the same with this consumer's part of the scratch, to use for the n-th block."""
+    if self.warpgroup is None:
+      return self
+    warpgroup, = (self.warpgroup,) if n is None else wgmma.recompute_each_step((self.warpgroup,), n)
+    return self._replace(scratch=self.scratch.of_consumer(warpgroup))
 
   def step(self, n: jax.Array, step: jax.Array, running: _Running, masked: bool) -> _Running:
     """Folds in the n-th block of the row block, in the step-th step of the split."""
     scratch, unit = self.scratch, self.logits.unit
-    slots = tuple(lax.rem(step, mosaic.int32(stages)) for stages in self.params.num_stages)
+    slots = tuple(lax.rem(step, mosaic.int32(stages)) for stages in self.params.num_stages
+                  if stages)
 
     # 1. qk = K Q^T, and NaN for non-finite keys.
     plgpu.barrier_wait(scratch.k_barriers.at[slots[0]])
-    qk, nan_keys, value_scales = (self.scores if self.scales is None else self.quantized_scores)(
-        slots, masked)
-    plgpu.barrier_arrive(scratch.k_consumed_barriers.at[slots[0]])
+    find = self.scores if self.scales is None else self.quantized_scores
+    if self.params.latent:
+      find = self.latent_scores
+    qk, nan_keys, value_scales = find(slots, masked)
+    if not self.params.latent:
+      plgpu.barrier_arrive(scratch.k_consumed_barriers.at[slots[0]])
     qk = qk + 0.0 * qk  # NaN where not finite
     if nan_keys is not None:
       qk = qk + broadcast_along(nan_keys, qk.shape, 0)
@@ -88,7 +100,7 @@ class ConsumerWarpgroup(NamedTuple):
     # 2. Logits and softmax.
     logits, _ = self.logits.compute(
         self.tile_inputs, self.tile(n) if masked else None, qk, masked)
-    m_i = jnp.maximum(running.m_i, logits.max(axis=0) * unit)
+    m_i = jnp.maximum(running.m_i, self.in_turn(lambda: logits.max(axis=0)) * unit)
     # While a row has seen nothing, m_i is -inf, and -inf - -inf would be NaN.
     reference = jnp.where(m_i == -jnp.inf, 0.0, m_i)
     p = jnp.exp2(logits * unit - broadcast_along(reference, logits.shape, 1))
@@ -96,8 +108,17 @@ class ConsumerWarpgroup(NamedTuple):
     scaled = p if value_scales is None else p * broadcast_along(value_scales, p.shape, 0)
     store_transposed(scratch.p_smem, scaled)
     plgpu.commit_smem()
+    self.meet()
 
     # 3. V^T P^T, while the accumulators are rescaled.
+    if self.params.latent:
+      l_i = running.l_i * broadcast_along(alpha, running.l_i.shape, 1) + p
+      acc = running.acc * broadcast_along(alpha, running.acc.shape, 1)
+      # The sums alone take half of the registers, so products add to them.
+      acc = wgmma.added(acc, self.latent_values(slots[0]).T, scratch.p_smem.T,
+                        interpret=self.interpret)
+      plgpu.barrier_arrive(scratch.k_consumed_barriers.at[slots[0]])
+      return _Running(m_i, l_i, acc)
     v_smem = scratch.dequantized_v_smem
     if self.scales is None:
       v_smem = scratch.v_smem.at[slots[1]]
@@ -119,6 +140,38 @@ class ConsumerWarpgroup(NamedTuple):
       return _Scores(qk, None, None)
     plgpu.barrier_wait(scratch.v_barriers.at[v_slot])
     return _Scores(qk, self.mask_nonfinite(scratch.v_smem.at[v_slot]), None)
+
+  def latent_values(self, slot: jax.Array) -> Ref:
+    """Returns a reference to the values [block_kv, E] in a stage of latent rows."""
+    return self.scratch.k_smem.at[slot, :, pl.ds(0, self.params.value_width)]
+
+  def latent_scores(self, slots: tuple[jax.Array, ...], masked: bool) -> _Scores:
+    """Computes the same where values are parts of their keys, and NaN reaches scores by itself."""
+    scratch, slot = self.scratch, slots[0]
+    qk, _ = wgmma.matmul_overlapped(scratch.k_smem.at[slot], scratch.q_smem.T)
+    if masked:
+      self.meet()  # all consumers have multiplied what is replaced
+      self.mask_nonfinite(self.latent_values(slot))
+      self.meet()
+    return _Scores(qk, None, None)
+
+  def meet(self) -> None:
+    """Waits for the other consumers, if there are any."""
+    if self.scratch.meeting_barrier is not None:
+      plgpu.barrier_arrive(self.scratch.meeting_barrier)
+      plgpu.barrier_wait(self.scratch.meeting_barrier)
+
+  def in_turn(self, reduce: Callable[[], jax.Array]) -> jax.Array:
+    """Returns reduce(), a sum or a maximum over keys; a second one needs `meet` in between.
+
+    The warps of a warpgroup exchange their parts in shared memory that all warpgroups share.
+    """
+    if self.scratch.meeting_barrier is None:
+      return reduce()
+    pl.when(self.warpgroup == 1)(self.meet)
+    result = reduce()
+    pl.when(self.warpgroup == 0)(self.meet)
+    return result
 
   def quantized_scores(self, slots: Slots, masked: bool) -> _Scores:
     """Does the same for quantized keys, and converts the values."""
@@ -159,20 +212,26 @@ class ConsumerWarpgroup(NamedTuple):
   def mask_nonfinite(self, v_smem: Ref) -> jax.Array:
     """Replaces non-finite values by 0; returns [block_kv], NaN for their keys and 0 for others.
 
-    0 * NaN is NaN, and would reach queries from which the key is hidden.
+    0 * NaN is NaN, and would reach queries from which the key is hidden. Each of several consumers
+    takes some of the columns.
 
     Args:
       v_smem: reference [block_kv, padded_value_width].
     """
     def columns(n: jax.Array, nan_keys: jax.Array) -> jax.Array:  # few at a time saves registers
+      if self.warpgroup is not None:
+        n = n * self.params.consumers + self.warpgroup
       part = v_smem.at[:, pl.ds(n * BLOCK_KV, BLOCK_KV)]
       value = mosaic.load(part, mosaic.TILE_LAYOUT).astype(jnp.float32)
       zero_or_nan = self.zero_padding(0.0 * value, 1, n * BLOCK_KV)
       part[...] = jnp.where(zero_or_nan == 0.0, value, 0.0).astype(v_smem.dtype)
       return nan_keys + zero_or_nan.sum(axis=1)
-    nan_keys = lax.fori_loop(
-        mosaic.int32(0), mosaic.int32(self.params.padded_value_width // BLOCK_KV), columns,
-        mosaic.full(0, (BLOCK_KV,), mosaic.ROW_LAYOUT))
+    number = mosaic.int32(self.params.padded_value_width // BLOCK_KV)
+    if self.warpgroup is not None:  # of an odd number the first consumer takes one more
+      consumers = mosaic.int32(self.params.consumers)
+      number = lax.div(number - self.warpgroup + (consumers - 1), consumers)
+    nan_keys = lax.fori_loop(mosaic.int32(0), number, columns,
+                             mosaic.full(0, (BLOCK_KV,), mosaic.ROW_LAYOUT))
     plgpu.commit_smem()
     return nan_keys
 
@@ -190,17 +249,22 @@ class ConsumerWarpgroup(NamedTuple):
   def write(self, running: _Running, out: Ref, lse: Ref) -> None:
     """Normalizes and copies the results of a split."""
     scratch, (m_i, l_i, acc) = self.scratch, running
-    acc, l_i = self.zero_padding(acc, 0, 0), l_i.sum(axis=0)
+    acc, l_i = self.zero_padding(acc, 0, 0), self.in_turn(functools.partial(l_i.sum, axis=0))
     scale = None if self.scales is None else self.scales.per_tensor(True)
     if scale is not None:  # even a non-finite scale leaves rows that attend to nothing at 0
       scale = jnp.where(l_i == 0.0, 0.0, jnp.full_like(l_i, scale))
       acc = acc * broadcast_along(scale, acc.shape, 1)
-    # A row that attends to a non-finite value is NaN in all its columns, and in its lse.
-    l_i = l_i + 0.0 * acc.sum(axis=0)
+    if not self.params.latent:  # whose values are NaN where the scores of their keys are
+      # A row that attends to a non-finite value is NaN in all its columns, and in its lse.
+      l_i = l_i + 0.0 * acc.sum(axis=0)
     empty = l_i == 0.0
     l_i = jnp.where(empty, 1.0, l_i)
-    scratch.out_smem[...] = acc * broadcast_along(1 / l_i, acc.shape, 1)
-    scratch.lse_smem[...] = jnp.where(empty, -jnp.inf, m_i + jnp.log(l_i) * LOG2E)
+    is_direct = scratch.out_smem is None  # the queries and the pipeline take its place
+    out_ref, lse_ref = (out, lse) if is_direct else (scratch.out_smem, scratch.lse_smem)
+    out_ref[...] = acc * broadcast_along(1 / l_i, acc.shape, 1)
+    lse_ref[...] = jnp.where(empty, -jnp.inf, m_i + jnp.log(l_i) * LOG2E)
+    if is_direct:
+      return
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(scratch.out_smem, out)
     plgpu.copy_smem_to_gmem(scratch.lse_smem, lse)

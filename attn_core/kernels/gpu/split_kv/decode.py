@@ -4,7 +4,8 @@
 
 The keys are split over thread blocks, see `split_kv.kernel`. The blocks of keys of a batch row are
 those that its mask leaves visible; a split is a range of them. The rows of a key head, token-major
-(query row // G, head row % G of the group), are divided into row blocks of `num_rows`.
+(query row // G, head row % G of the group), are divided into row blocks of `num_rows`. Latent rows
+are the keys of one head, and their first columns the values.
 """
 
 import functools
@@ -37,7 +38,7 @@ class Inputs(NamedTuple):
 
   query: Ref  # [B, K, row_blocks * num_rows, D]
   key: Ref  # [B, S, K, D]
-  value: Ref  # [B, S, K, E]
+  value: Ref  # [B, S, K, E]; None: the first columns of the keys
   scales: tuple[Ref, ...]  # of int8 or fp8 keys and values by `quantized_kv.pack_scales`, or ()
   block_list: BlockList  # of one block of all queries of all heads
   tile_inputs: TileInputs
@@ -49,7 +50,7 @@ class Tiling(NamedTuple):
   params: split_kv.KernelParams
   key_heads: int
   group: int
-  row_blocks: int  # of a key head
+  row_blocks: int  # of a key head, a multiple of the consumers of a thread block
   interpret: bool
 
 
@@ -58,7 +59,7 @@ class GridIndex(NamedTuple):
 
   batch: jax.Array
   split: jax.Array
-  row_block: jax.Array
+  row_block: jax.Array  # of its first consumer
   head: jax.Array  # of keys
 
 
@@ -99,11 +100,11 @@ def make_tiling(operands: Operands, spec: AttentionSpec | None, requested: Block
 
   Args:
     operands: only shapes and dtypes are read.
-    spec: not read.
+    spec: whether keys are latent rows; None: they are not.
     requested: `block_kv`, tokens of a split; None: chosen here. All queries of a group of heads are
       computed together, whatever the other sizes are.
   """
-  del spec
+  latent_width = None if spec is None else spec.latent_width
   (_, queries, heads, width), (_, keys, key_heads, _) = operands.query.shape, operands.key.shape
   group = heads // key_heads
   quantized = None
@@ -111,9 +112,10 @@ def make_tiling(operands: Operands, spec: AttentionSpec | None, requested: Block
     quantized = quantized_kv.QuantizedKV(
         jnp.dtype(operands.key.dtype).name, quantized_kv.TOKEN, key_heads == 1)
   params = split_kv.make_kernel_params(
-      queries * group, (width, operands.value.shape[3]), cdiv(keys, split_kv.BLOCK_KV),
-      split_blocks(requested), quantized)
-  return Tiling(params, key_heads, group, cdiv(queries * group, params.num_rows),
+      queries * group, (width, latent_width or operands.value.shape[3]),
+      cdiv(keys, split_kv.BLOCK_KV), split_blocks(requested), quantized,
+      latent_heads=None if latent_width is None else heads)
+  return Tiling(params, key_heads, group, split_kv.row_blocks(params, queries * group),
                 mosaic.interpreted())
 
 
@@ -123,7 +125,7 @@ def split_blocks(requested: BlockSizes) -> int | None:
 
 
 def unsupported_reason(dtype: DTypeLike, widths: tuple[int, int], lengths: tuple[int, int],
-                       quantized: bool = False) -> str | None:
+                       quantized: bool = False, latent: bool = False) -> str | None:
   """Returns the reason why the kernel does not support a call; None if it does.
 
   Args:
@@ -131,6 +133,7 @@ def unsupported_reason(dtype: DTypeLike, widths: tuple[int, int], lengths: tuple
     widths: (D, E).
     lengths: (T, S).
     quantized: whether keys and values are int8 or fp8 instead.
+    latent: whether values are the first E columns of their keys.
   """
   queries, keys = lengths
   dtype = jnp.dtype(dtype).name
@@ -142,17 +145,36 @@ def unsupported_reason(dtype: DTypeLike, widths: tuple[int, int], lengths: tuple
   if quantized and dtype != quantized_kv.DTYPE:
     return (f"dtype {dtype} with quantized keys and values: the kernel for Hopper computes these "
             f"with queries of {quantized_kv.DTYPE}")
-  known = [x for x in split_kv.WIDTHS if not quantized or x % quantized_kv.WIDTH_MULTIPLE == 0]
-  for name, width in zip(("head_dim", "value width"), widths):
-    if width not in known:
-      return (f"a {name} of {width}{', quantized' * quantized}: the kernel for Hopper reads a "
-              f"cache without padding it, and computes {', '.join(map(str, known))}")
+  reason = _unsupported_widths(widths, quantized) if not latent else _unsupported_latents(
+      widths, quantized)
+  if reason is not None:
+    return reason
   if queries > MAX_QUERIES:
     return (f"{queries} queries a row: the kernel for Hopper keeps a result of every split of the "
             f"keys, of {MAX_QUERIES} queries at most")
   if keys % mosaic.TMA_TOKENS:
     return (f"a cache of {keys} slots: the kernel for Hopper copies multiples of "
             f"{mosaic.TMA_TOKENS}")
+  return None
+
+
+def _unsupported_widths(widths: tuple[int, int], quantized: bool) -> str | None:
+  known = [x for x in split_kv.WIDTHS if not quantized or x % quantized_kv.WIDTH_MULTIPLE == 0]
+  for name, width in zip(("head_dim", "value width"), widths):
+    if width not in known:
+      return (f"a {name} of {width}{', quantized' * quantized}: the kernel for Hopper reads a "
+              f"cache without padding it, and computes {', '.join(map(str, known))}")
+  return None
+
+
+def _unsupported_latents(widths: tuple[int, int], quantized: bool) -> str | None:
+  if quantized:
+    return "latents in 8 bits: the kernel for Hopper reads rows of 16 bits only"
+  multiple, most = split_kv.LATENT_MULTIPLE, split_kv.LATENT_WIDTHS
+  whole, latent = widths
+  if whole % multiple or latent % multiple or whole > most[0] or latent > most[1]:
+    return (f"latent rows of {latent} + {whole - latent} numbers: the kernel for Hopper computes "
+            f"multiples of {multiple}, up to {most[1]} and {most[0]} together")
   return None
 
 
@@ -166,7 +188,7 @@ def block_map_of(operands: Operands, spec: AttentionSpec) -> block_map.BlockMap:
 
 def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> Residuals:
   """Returns out [B, T, H, E] and lse [B, H, T]; see `contract.ForwardFn`."""
-  dense_operands.assert_shapes(operands)
+  dense_operands.assert_shapes(operands, spec.latent_width)
   tiling = make_tiling(operands, spec, block_sizes)
   params, (batch, queries, heads, _) = tiling.params, operands.query.shape
   keys, dtype = operands.key.shape[1], operands.query.dtype
@@ -177,14 +199,16 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
       quantized_kv.pack_scales(params.quantized, x)
       for x in (operands.key_scale, operands.value_scale) if x is not None)
   query = nonfinite.infinite_to_nan(operands.query)
-  inputs = Inputs(_to_rows(tiling, query), operands.key, operands.value, scales,
-                  block_list, loader.pack(operands))
+  inputs = Inputs(_to_rows(tiling, query), operands.key,
+                  None if params.latent else operands.value, scales, block_list,
+                  loader.pack(operands))
   num_row_blocks = batch * tiling.key_heads * tiling.row_blocks
   out, lse = mosaic.call(
       functools.partial(_kernel, tiling, Logits(loader, False)),
       split_kv.partial_results(params, num_row_blocks), inputs,
-      split_kv.scratch_types(params, dtype), grid=num_row_blocks * params.num_splits, warpgroups=2,
-      name="attn_core_decode")
+      split_kv.scratch_types(params, dtype),
+      grid=num_row_blocks // params.consumers * params.num_splits,
+      warpgroups=params.consumers + 1, name="attn_core_decode")
   visited = jnp.repeat(_per_row(block_list.num_visited, batch), num_row_blocks // batch)
   sinks = operands.sinks
   if sinks is not None:
@@ -237,25 +261,27 @@ def _kernel(tiling: Tiling, logits: Logits, inputs: Inputs, outputs: tuple[Ref, 
   warpgroup = lax.axis_index("warpgroup")
 
   # 1. The producer warpgroup copies queries, keys and values.
-  @pl.when((warpgroup == 1) & (blocks.first < blocks.end))
+  @pl.when((warpgroup == params.consumers) & (blocks.first < blocks.end))
   def _() -> None:
-    plgpu.copy_gmem_to_smem(
-        inputs.query.at[index.batch, index.head, pl.ds(first, params.num_rows)],
-        scratch.q_smem, scratch.q_barrier)
+    split_kv.begin_copies(params, scratch, first, lambda row: inputs.query.at[
+        index.batch, index.head, pl.ds(row, params.num_rows)])
     split_kv.copy_blocks(params, scratch, blocks, row_blocks.block,
                          functools.partial(_copy, params, inputs, index))
 
-  # 2. The consumer warpgroup computes.
-  @pl.when((warpgroup == 0) & (blocks.first < blocks.end))
+  # 2. The consumer warpgroups compute.
+  @pl.when((warpgroup < params.consumers) & (blocks.first < blocks.end))
   def _() -> None:
+    own = split_kv.begin_consumer(params, warpgroup)
+    first_row = first if own is None else first + own * params.num_rows
     tile = lambda n: tile_lib.Tile(
-        index.batch, index.head, first, row_blocks.block(n) * split_kv.BLOCK_KV, 1,
+        index.batch, index.head, first_row, row_blocks.block(n) * split_kv.BLOCK_KV, 1,
         params.num_rows, split_kv.BLOCK_KV)
-    out, lse = (x.at[row_block, index.split] for x in outputs)
+    out, lse = (x.at[row_block if own is None else row_block + own, index.split] for x in outputs)
     scales = params.quantized and quantized_kv.ScaleReader(
         params.quantized, scratch.scales_smem, index.head)
-    compute.ConsumerWarpgroup(params, logits, inputs.tile_inputs, tile, scratch, tiling.interpret,
-                              scales).run(blocks, out, lse)
+    compute.ConsumerWarpgroup(
+        params, logits, inputs.tile_inputs, tile, scratch, tiling.interpret, scales,
+        own).run(blocks, out, lse)
 
 
 def _copy(params: split_kv.KernelParams, inputs: Inputs, index: GridIndex, _: jax.Array,
@@ -275,12 +301,12 @@ def _copy(params: split_kv.KernelParams, inputs: Inputs, index: GridIndex, _: ja
 
 def _grid_index(tiling: Tiling) -> GridIndex:
   """Neighboring thread blocks read the same tokens, each another head."""
-  block, found = lax.axis_index("block"), []
-  for number in (tiling.key_heads, tiling.row_blocks, tiling.params.num_splits):
+  block, found, consumers = lax.axis_index("block"), [], tiling.params.consumers
+  for number in (tiling.key_heads, tiling.row_blocks // consumers, tiling.params.num_splits):
     block, rest = (f(block, mosaic.int32(number)) for f in (lax.div, lax.rem))
     found.append(rest)
   head, row_block, split = found
-  return GridIndex(block, split, row_block, head)
+  return GridIndex(block, split, split_kv.of_consumers(tiling.params, row_block), head)
 
 
 # --- As the library's kernel. --------------------------------------------------------------------
@@ -290,12 +316,14 @@ def _check(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> 
   del block_sizes
   query, value, quantized = operands.query, operands.value, operands.key_scale is not None
   reason = unsupported_reason(
-      query.dtype if quantized else value.dtype, (query.shape[3], value.shape[3]),
-                   (query.shape[1], value.shape[1]), quantized)
+      query.dtype if quantized else operands.key.dtype,
+      (query.shape[3], spec.latent_width or value.shape[3]), (query.shape[1], value.shape[1]),
+      quantized, spec.latent_width is not None)
   if reason is None and mask_lib.WHOLE in mask_lib.structure_roles(spec.mask):
     reason = "masks.custom with operands: the kernel for Hopper cannot cut them into blocks"
   if reason is not None:
-    raise NotImplementedError(f"autoregressive_decodeattn: {reason}")
+    name = "autoregressive_decodeattn" if spec.latent_width is None else "multi_latent_attention"
+    raise NotImplementedError(f"{name}: {reason}")
 
 
 @functools.cache

@@ -12,6 +12,9 @@ many stages ahead as there are, and the consumer computes (`compute.ConsumerWarp
 possible a thread block takes less than half of a processor's shared memory, so that one copies
 while another one begins or ends.
 
+Latent rows are keys whose first columns are their values: one copy in shared memory is the operand
+of both products. Two consumers, each with a row block, share it where there are more than 32 rows.
+
 The splits depend on the request alone, and `combine` adds them in their order: the results of a
 request are the same bit for bit in any batch.
 Flash-Decoding, https://pytorch.org/blog/flash-decoding/.
@@ -40,9 +43,15 @@ MAX_ROWS = 32  # of a row block; more would not leave enough registers
 SPLIT_BLOCKS = 8  # blocks of keys of a split, unless a cache has more than MAX_SPLITS such splits
 MAX_SPLITS = 32
 WIDTHS = (64, 80, 96, 128, 192, 256)  # D and E
+LATENT_WIDTHS = (576, 512)  # of latent rows and of their values, at most
+LATENT_MULTIPLE = 64  # both are multiples of it
 MAX_STAGES = 6
+MAX_CONSUMERS = 2
+# Registers of the threads of both kinds of warpgroups, where there are two consumers.
+REGISTERS = {"copy": 24, "compute": 240}
 OTHER_BYTES = 3328  # for barriers, alignment, and reductions across warps
 ALIGNMENT = 1024  # bytes; operands begin at multiples of it
+FEWER_OTHER_BYTES = 3072  # the same where results are not copied
 QUANTIZED_BYTES = 2048  # in addition to OTHER_BYTES, for quantized keys and values
 # The shared memory of a processor holds two thread blocks, each with 1024 bytes for the system.
 HALF_SHARED_MEMORY = (mosaic.SHARED_MEMORY_BYTES + 1024) // 2 - 1024
@@ -51,7 +60,7 @@ HALF_SHARED_MEMORY = (mosaic.SHARED_MEMORY_BYTES + 1024) // 2 - 1024
 class KernelParams(NamedTuple):
   """Static parameters of a split-KV kernel; hashable."""
 
-  num_rows: int  # of a row block
+  num_rows: int  # of a row block, which one consumer warpgroup computes
   width: int  # D
   value_width: int  # E
   padded_value_width: int  # E rounded up to rows of a product; the padding is unused
@@ -59,26 +68,38 @@ class KernelParams(NamedTuple):
   split_blocks: int  # blocks of keys of a split
   num_splits: int
   quantized: quantized_kv.QuantizedKV | None = None  # of int8 or fp8 keys and values
+  latent: bool = False  # whether values are the first columns of their keys
+  consumers: int = 1  # row blocks of a thread block, which share its keys
 
 
 class Scratch(NamedTuple):
-  """Shared memory and barriers of a thread block; barriers have one entry for every stage."""
+  """Shared memory and barriers of a thread block; barriers have one entry for every stage.
+
+  With latent rows, what has rows of queries begins with an axis of the consumers.
+  """
 
   q_smem: Ref  # [num_rows, D]
   k_smem: Ref  # [num_stages, block_kv, D]
-  v_smem: Ref  # [num_stages, block_kv, padded_value_width]
+  v_smem: Ref  # [num_stages, block_kv, padded_value_width]; None: values are in k_smem
   # float32 scales of quantized keys and values, [num_stages, block_kv] or
   # [num_stages, block_kv, scale_heads]; () where there are none.
   scales_smem: tuple[Ref, ...]
   dequantized_v_smem: Ref  # [block_kv, padded_value_width] of quantized values, or None
   p_smem: Ref  # [num_rows, block_kv]
-  out_smem: Ref  # float32 [padded_value_width, num_rows]
-  lse_smem: Ref  # float32 [num_rows]
+  # float32 [padded_value_width, num_rows]; None: the output goes from registers to global memory
+  out_smem: Ref
+  lse_smem: Ref  # float32 [num_rows]; None where `out_smem` is
   q_barrier: Ref
   k_barriers: Ref
-  v_barriers: Ref
+  v_barriers: Ref  # None with latent rows, and so is `v_consumed_barriers`
   k_consumed_barriers: Ref
   v_consumed_barriers: Ref
+  meeting_barrier: Ref = None  # of all consumers; None: there is one
+
+  def of_consumer(self, warpgroup: jax.Array) -> "Scratch":
+    """Returns the scratch with the parts of a consumer warpgroup, where there may be several."""
+    return self._replace(**{name: getattr(self, name).at[warpgroup]
+                            for name in ("q_smem", "p_smem")})
 
 
 class BlockRange(NamedTuple):
@@ -103,9 +124,20 @@ def padded_rows(count: int) -> int:
   return min(cdiv(count, ROW_MULTIPLE) * ROW_MULTIPLE, MAX_ROWS)
 
 
+def row_blocks(params: KernelParams, count: int) -> int:
+  """Returns the row blocks of `count` rows, a multiple of the consumers of a thread block."""
+  return cdiv(count, params.num_rows * params.consumers) * params.consumers
+
+
+def of_consumers(params: KernelParams, number: jax.Array) -> jax.Array:
+  """Returns the first row block of the number-th thread block."""
+  return number if params.consumers == 1 else number * mosaic.int32(params.consumers)
+
+
 def make_kernel_params(count: int, widths: tuple[int, int], num_blocks: int,
                        split_blocks: int | None,
-                       quantized: quantized_kv.QuantizedKV | None = None) -> KernelParams:
+                       quantized: quantized_kv.QuantizedKV | None = None, *,
+                       latent_heads: int | None = None) -> KernelParams:
   """Returns the parameters for `count` rows of a key head.
 
   Args:
@@ -114,14 +146,23 @@ def make_kernel_params(count: int, widths: tuple[int, int], num_blocks: int,
     num_blocks: the largest number of blocks of keys that a row block can have.
     split_blocks: blocks of keys of a split; None: chosen here.
     quantized: of int8 or fp8 keys and values.
+    latent_heads: query heads of latent rows; None: keys and values are apart.
   """
+  latent, consumers = latent_heads is not None, 1
+  if latent and count > MAX_ROWS:
+    consumers = MAX_CONSUMERS
   if split_blocks is None:
-    split_blocks = max(SPLIT_BLOCKS, cdiv(num_blocks, MAX_SPLITS))
-  params = KernelParams(padded_rows(count), *widths, cdiv(widths[1], BLOCK_KV) * BLOCK_KV, (1, 1),
-                        split_blocks, cdiv(num_blocks, split_blocks), quantized)
+    # Results of a split are larger where more heads share its rows.
+    least = SPLIT_BLOCKS * min(cdiv(latent_heads or 1, MAX_ROWS), MAX_CONSUMERS)
+    split_blocks = max(least, cdiv(num_blocks, MAX_SPLITS))
+  params = KernelParams(padded_rows(count), *widths, cdiv(widths[1], BLOCK_KV) * BLOCK_KV,
+                        (1, 0 if latent else 1), split_blocks, cdiv(num_blocks, split_blocks),
+                        quantized, latent, consumers)
   limit = HALF_SHARED_MEMORY if fits_twice(params) else mosaic.SHARED_MEMORY_BYTES
-  for total in range(3, 2 * MAX_STAGES + 1):  # one more stage of keys, one more of values, ...
-    larger = params._replace(num_stages=(cdiv(total, 2), total // 2))
+  # One more stage of keys, one more of values, ...
+  more = [(cdiv(total, 2), total // 2) for total in range(3, 2 * MAX_STAGES + 1)]
+  for stages in more if not latent else [(n, 0) for n in range(2, MAX_STAGES + 1)]:
+    larger = params._replace(num_stages=stages)
     if shared_memory(larger) > limit:
       break
     params = larger
@@ -142,13 +183,21 @@ def shared_memory(params: KernelParams) -> int:
   """Returns the bytes of shared memory that a thread block takes."""
   k_stages, v_stages = params.num_stages
   staged = BLOCK_KV * (k_stages * params.width + v_stages * params.padded_value_width)
-  own = cdiv(2 * params.num_rows * params.width, ALIGNMENT) * ALIGNMENT + params.num_rows * (
-      2 * BLOCK_KV + 4 * (params.padded_value_width + 1))
+  rows = params.consumers * params.num_rows
+  own = cdiv(2 * rows * params.width, ALIGNMENT) * ALIGNMENT + rows * 2 * BLOCK_KV
+  if stores_registers(params):
+    return 2 * staged + own + FEWER_OTHER_BYTES
+  own += rows * 4 * (params.padded_value_width + 1)
   if params.quantized is None:
     return 2 * staged + own + OTHER_BYTES
   staged += (k_stages + v_stages) * params.quantized.scale_bytes(BLOCK_KV)
   return (staged + 2 * BLOCK_KV * params.padded_value_width + own + OTHER_BYTES
           + QUANTIZED_BYTES)
+
+
+def stores_registers(params: KernelParams) -> bool:
+  """Returns whether results go from registers to global memory, which whole lines of it allow."""
+  return params.latent and params.num_rows == MAX_ROWS
 
 
 def tokens_per_copy(params: KernelParams, values: bool, tokens: int) -> int:
@@ -169,6 +218,8 @@ def scratch_types(params: KernelParams, dtype: DTypeLike, tokens: int = BLOCK_KV
   k_stages, v_stages = params.num_stages
   kv_dtype, dequantized = dtype, None
   scales: tuple[Any, ...] = ()
+  if params.latent:
+    return _latent_scratch_types(params, dtype, tokens)
   if params.quantized is not None:
     kv_dtype = params.quantized.dtype
     scales = tuple(plgpu.SMEM((n, *scale), jnp.float32) for n in params.num_stages
@@ -191,6 +242,23 @@ def scratch_types(params: KernelParams, dtype: DTypeLike, tokens: int = BLOCK_KV
                           mosaic.tile_columns(params.value_width, dtype)),
       mosaic.operand_smem((params.padded_value_width, params.num_rows), jnp.float32),
       plgpu.SMEM((params.num_rows,), jnp.float32), plgpu.Barrier(), *full, *consumed)
+
+
+def _latent_scratch_types(params: KernelParams, dtype: DTypeLike, tokens: int) -> Scratch:
+  """Returns `scratch_types` where values are in the same memory as their keys."""
+  consumers, (stages, _) = params.consumers, params.num_stages
+  out = lse = None
+  if not stores_registers(params):
+    out = mosaic.operand_smem((params.padded_value_width, params.num_rows), jnp.float32)
+    lse = plgpu.SMEM((params.num_rows,), jnp.float32)
+  return Scratch(
+      mosaic.operand_smem((consumers, params.num_rows, params.width), dtype),
+      mosaic.operand_smem((stages, BLOCK_KV, params.width), dtype), None, (), None,
+      mosaic.operand_smem((consumers, params.num_rows, BLOCK_KV), dtype), out, lse,
+      plgpu.Barrier(num_arrivals=consumers),
+      plgpu.Barrier(num_arrivals=BLOCK_KV // tokens, num_barriers=stages), None,
+      plgpu.Barrier(num_arrivals=consumers, num_barriers=stages), None,
+      None if consumers == 1 else plgpu.Barrier(num_arrivals=consumers))
 
 
 def split_range(params: KernelParams, split: jax.Array, whole: BlockRange) -> BlockRange:
@@ -221,6 +289,33 @@ def partial_results(params: KernelParams, num_row_blocks: int) -> tuple[Any, Any
           jax.core.ShapedArray((*leading, params.num_rows), jnp.float32))
 
 
+def begin_copies(params: KernelParams, scratch: Scratch, first: jax.Array,
+                 rows: Callable[[jax.Array], Ref]) -> None:
+  """Starts the copies of the queries of every consumer; the first work of the producer warpgroup.
+
+  Args:
+    params: static parameters.
+    scratch: of the thread block.
+    first: int32, the first row.
+    rows: first row -> reference to the queries [num_rows, D] in global memory.
+  """
+  if not params.latent:
+    plgpu.copy_gmem_to_smem(rows(first), scratch.q_smem, scratch.q_barrier)
+    return
+  if params.consumers > 1:
+    plgpu.set_max_registers(REGISTERS["copy"], action="decrease")
+  for n in range(params.consumers):
+    plgpu.copy_gmem_to_smem(rows(first + n * params.num_rows), scratch.q_smem.at[n],
+                            scratch.q_barrier)
+
+
+def begin_consumer(params: KernelParams, warpgroup: jax.Array) -> jax.Array | None:
+  """Returns the number of a consumer warpgroup, which takes its registers; None: see `Scratch`."""
+  if params.consumers > 1:
+    plgpu.set_max_registers(REGISTERS["compute"], action="increase")
+  return warpgroup if params.latent else None
+
+
 def copy_blocks(params: KernelParams, scratch: Scratch, blocks: BlockRange,
                 locate: Callable[[jax.Array], Any],
                 copy: Callable[[jax.Array, Any, bool, CopyTarget], None]) -> None:
@@ -233,11 +328,13 @@ def copy_blocks(params: KernelParams, scratch: Scratch, blocks: BlockRange,
     locate: n -> where the n-th block of the row block is in global memory.
     copy: copy(n, location, values, target) starts the copies of a block's keys or values.
   """
-  pipelines = (
+  pipelines = [
       (False, scratch.k_smem, scratch.k_barriers, scratch.k_consumed_barriers,
        params.num_stages[0]),
       (True, scratch.v_smem, scratch.v_barriers, scratch.v_consumed_barriers,
-       params.num_stages[1]))
+       params.num_stages[1])]
+  if params.latent:
+    del pipelines[1]
 
   def stage_of(smem: Ref, values: bool, slot: jax.Array) -> Ref:
     if not values or params.padded_value_width == params.value_width:

@@ -5,7 +5,7 @@
 The queries of a request are divided into blocks as in `common.paged_operands`; a thread block
 computes one query block over one split of its keys, see `split_kv.kernel`. Pages are copied one by
 one, or in pieces where blocks of keys end within them. The producer warpgroup reads the page table
-in global memory, ahead of the consumer. Splits begin at multiples of their size in positions: the
+in global memory, ahead of the consumers. Splits begin at multiples of their size in positions: the
 result of a query has the same bits in any batch, in any pages and in any chunk of a prefill.
 """
 
@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from attn_core.caches.paged import layouts
+from attn_core.caches.paged.latent_layout import PagesLatent
 from attn_core.caches.paged.layouts import Pages
 from attn_core.kernels.common import (dense_operands, nonfinite, paged_operands,
                                       query_block_queue)
@@ -35,6 +36,7 @@ from attn_core.kernels.gpu.split_kv import (combine, compute, decode, kernel as 
 from attn_core.types import BlockSizes, PagedOperands, PagedSpec, cdiv
 
 PARTIAL_BYTES = 2**28  # of results of splits, at most
+LATENT_PARTIAL_BYTES = 2**30  # the same for latent rows: a request's results are as large as rows
 
 _NO_TILE_INPUTS = TileInputs((), None, None, None, None)
 
@@ -68,7 +70,7 @@ class Tiling(NamedTuple):
   heads: layouts.Heads
   group: int
   block_q: int
-  row_blocks: int  # of a key head
+  row_blocks: int  # of a key head, a multiple of the consumers of a thread block
   page_size: int  # tokens
   interpret: bool
 
@@ -113,13 +115,21 @@ def unsupported_reason(query: jax.Array, cache: Pages, metadata: layouts.PagesMe
     heads: those in the pages, without their padding.
   """
   page_dtype, page_size = layouts.dtype_of(cache), layouts.page_size(cache)
-  quantized = quantized_of(cache)
+  quantized = None
+  if not isinstance(cache, PagesLatent):
+    quantized = quantized_of(cache)
+  elif reason := decode.unsupported_reason(
+      query.dtype, (cache.width, cache.widths.latent), (1, mosaic.TMA_TOKENS),
+      cache.scales is not None, latent=True):
+    return reason
   if quantized is None and page_dtype != query.dtype:
     return (f"pages of {jnp.dtype(page_dtype).name}: the kernel for Hopper reads those of the "
             "query's dtype, or quantized ones")
   if page_size % mosaic.TMA_TOKENS:
     return (f"pages of {page_size} tokens: the kernel for Hopper copies multiples of "
             f"{mosaic.TMA_TOKENS}")
+  if isinstance(cache, PagesLatent):
+    return _unsupported_memory(query, cache, metadata, heads)
   width = query.shape[2]
   value_width = cache.value_pages.shape[3] if isinstance(cache, layouts.PagesV1) else width
   reason = decode.unsupported_reason(
@@ -144,10 +154,11 @@ def _unsupported_memory(query: jax.Array, cache: Pages, metadata: layouts.PagesM
       query.shape[0], metadata.context_lens.shape[0], tiling.block_q)
   size = sum(4 * math.prod(x.shape)
              for x in split_kv.partial_results(tiling.params, num_row_blocks))
-  if size > PARTIAL_BYTES:
+  most = LATENT_PARTIAL_BYTES if tiling.params.latent else PARTIAL_BYTES
+  if size > most:
     return (f"{query.shape[0]} queries and page tables of {list(metadata.page_tables.shape)}: the "
             "kernel for Hopper keeps a result of every split of the keys, which takes "
-            f"{size} bytes here, of {PARTIAL_BYTES} at most")
+            f"{size} bytes here, of {most} at most")
   return None
 
 
@@ -156,7 +167,7 @@ def piece_size(page_size: int) -> int:
   return math.gcd(page_size, split_kv.BLOCK_KV)
 
 
-def quantized_of(cache: Pages) -> quantized_kv.QuantizedKV | None:
+def quantized_of(cache: layouts.KeyValuePages) -> quantized_kv.QuantizedKV | None:
   """Returns the static description of quantized pages; None if they are not quantized."""
   if cache.key_scales is None:
     return None
@@ -180,17 +191,20 @@ def make_tiling(operands: PagedOperands, spec: PagedSpec | None, requested: Bloc
   """
   del spec
   group = operands.query.shape[1] // heads.key_heads
-  page_size = layouts.page_size(operands.cache)
+  page_size, latent, quantized = layouts.page_size(operands.cache), True, None
+  if not isinstance(operands.cache, PagesLatent):
+    latent, quantized = False, quantized_of(operands.cache)
   block_q, _ = paged_operands.choose_block_sizes(
       operands, requested._replace(block_kv=None), group)
   if requested.block_q is None:
-    block_q = min(block_q, max(1, split_kv.MAX_ROWS // group))
+    rows = split_kv.MAX_ROWS * (split_kv.MAX_CONSUMERS if latent else 1)
+    block_q = min(block_q, max(1, rows // group))
   num_blocks = cdiv(operands.metadata.page_tables.shape[1] * page_size, split_kv.BLOCK_KV)
   params = split_kv.make_kernel_params(
       block_q * group, heads[1:], num_blocks, decode.split_blocks(requested),
-      quantized_of(operands.cache))
-  return Tiling(params, heads, group, block_q, cdiv(block_q * group, params.num_rows), page_size,
-                mosaic.interpreted())
+      quantized, latent_heads=group if latent else None)
+  return Tiling(params, heads, group, block_q, split_kv.row_blocks(params, block_q * group),
+                page_size, mosaic.interpreted())
 
 
 def forward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
@@ -209,14 +223,16 @@ def forward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
       blocked, block, nonfinite.infinite_to_nan(blocked.query)))(queue.blocks)
   rows = dense_operands.pad_axis(rows, 2, padded_rows - rows.shape[2])
   num_row_blocks = rows.shape[0] * heads.key_heads * tiling.row_blocks
-  assert isinstance(operands.cache, layouts.PAGES)
+  cache = operands.cache
+  if not isinstance(cache, PagesLatent):
+    cache = cache._replace(key_scales=None, value_scales=None)
   out, lse = mosaic.call(
       functools.partial(_kernel, tiling, Logits(_PagedTileInputLoader(spec, tiling), False)),
       split_kv.partial_results(params, num_row_blocks),
-      Inputs(rows, operands.cache._replace(key_scales=None, value_scales=None),
-             _scales(tiling, operands.cache), blocked.tables, jnp.stack(items)),
+      Inputs(rows, cache, _scales(tiling, operands.cache), blocked.tables, jnp.stack(items)),
       split_kv.scratch_types(params, dtype, piece_size(tiling.page_size)),
-      grid=num_row_blocks * params.num_splits, warpgroups=2, name="attn_core_paged")
+      grid=num_row_blocks // params.consumers * params.num_splits,
+      warpgroups=params.consumers + 1, name="attn_core_paged")
   sinks = paged_operands.row_sinks(blocked)
   if sinks is not None:
     sinks = dense_operands.pad_axis(
@@ -288,10 +304,12 @@ def _kernel(tiling: Tiling, logits: Logits, inputs: Inputs, outputs: tuple[Ref, 
             scratch: split_kv.Scratch) -> None:
   params, block, found = tiling.params, lax.axis_index("block"), []
   # Neighboring thread blocks read the same pages.
-  for number in (tiling.heads.key_heads, tiling.row_blocks, params.num_splits):
+  for number in (tiling.heads.key_heads, tiling.row_blocks // params.consumers,
+                 params.num_splits):
     found.append(lax.rem(block, mosaic.int32(number)))
     block = lax.div(block, mosaic.int32(number))
   head, row_block, split = found
+  row_block = split_kv.of_consumers(params, row_block)
   item = WorkItem(*(inputs.items[field, block] for field in range(len(WorkItem._fields))))
   blocks = split_kv.split_range(params, split, split_kv.BlockRange(
       item.first, item.first_full, item.end_full, item.end))
@@ -299,23 +317,25 @@ def _kernel(tiling: Tiling, logits: Logits, inputs: Inputs, outputs: tuple[Ref, 
   warpgroup = lax.axis_index("warpgroup")
 
   # 1. The producer warpgroup copies queries, keys and values.
-  @pl.when((warpgroup == 1) & (blocks.first < blocks.end))
+  @pl.when((warpgroup == params.consumers) & (blocks.first < blocks.end))
   def _() -> None:
-    plgpu.copy_gmem_to_smem(inputs.rows.at[block, head, pl.ds(first_row, params.num_rows)],
-                            scratch.q_smem, scratch.q_barrier)
+    split_kv.begin_copies(params, scratch, first_row, lambda row: inputs.rows.at[
+        block, head, pl.ds(row, params.num_rows)])
     split_kv.copy_blocks(params, scratch, blocks, functools.partial(_locate, tiling, inputs, item),
                          functools.partial(_copy, tiling, inputs, item, head))
 
-  # 2. The consumer warpgroup computes.
-  @pl.when((warpgroup == 0) & (blocks.first < blocks.end))
+  # 2. The consumer warpgroups compute.
+  @pl.when((warpgroup < params.consumers) & (blocks.first < blocks.end))
   def _() -> None:
-    tile = lambda n: _Tile(item, first_row, n * mosaic.int32(split_kv.BLOCK_KV))
+    own = split_kv.begin_consumer(params, warpgroup)
+    row = first_row if own is None else first_row + own * params.num_rows
+    tile = lambda n: _Tile(item, row, n * mosaic.int32(split_kv.BLOCK_KV))
     results = (block * tiling.heads.key_heads + head) * tiling.row_blocks + row_block
-    out, lse = (x.at[results, split] for x in outputs)
+    out, lse = (x.at[results if own is None else results + own, split] for x in outputs)
     scales = params.quantized and quantized_kv.ScaleReader(
         params.quantized, scratch.scales_smem or inputs.scales, head)
     compute.ConsumerWarpgroup(params, logits, _NO_TILE_INPUTS, tile, scratch, tiling.interpret,
-                              scales).run(blocks, out, lse)
+                              scales, own).run(blocks, out, lse)
 
 
 def _locate(tiling: Tiling, inputs: Inputs, item: WorkItem,
@@ -360,6 +380,8 @@ def _copy(tiling: Tiling, inputs: Inputs, item: WorkItem, head: jax.Array, n: ja
 def _page_slice(tiling: Tiling, cache: Any, page: jax.Array, tokens: Any, head: jax.Array,
                 values: bool) -> Ref:
   """Returns a reference to the keys or values [tokens, D or E] of a head in a page."""
+  if isinstance(cache, PagesLatent):
+    return cache.pages.at[page, tokens, pl.ds(0, tiling.heads.key_width)]
   if isinstance(cache, layouts.PagesV1):
     return (cache.value_pages if values else cache.key_pages).at[head, page, tokens]
   if isinstance(cache, layouts.PagesV2):
