@@ -146,6 +146,15 @@ class StepTest(parameterized.TestCase):
     np.testing.assert_array_equal(got[~live_rows], 0)
     equal(second.cache_view, rest)
 
+  def test_a_padding_mask_of_the_tokens_is_refused_and_names_the_starts(self):
+    x = jnp.ones((1, 5, 2, 8))
+    padding = MaskInfo.from_attention_mask(np.arange(5)[None] >= 2)
+    with self.assertRaisesRegex(ValueError, r"got bool\[1, 1, 1, 5\].*CacheMetadata\(starts="):
+      attention(x, x, x, mask_info=padding, cache_view=dense.init(1, 8, (2, 8), dtype="float32"))
+    with self.assertRaisesRegex(ValueError, r"got bool\[1, 1, 1, 4\]") as caught:
+      attention(x, x, x, mask_info=MaskInfo.from_attention_mask(np.ones((1, 4), bool)))
+    self.assertNotIn("starts", str(caught.exception))
+
   @parameterized.parameters(4, 9)
   def test_left_padding_with_a_window(self, slots):
     starts = np.array([0, 2, 5])

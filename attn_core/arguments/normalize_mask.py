@@ -134,6 +134,9 @@ def _checked_info(info: MaskInfo, shape: Shape, whole: Shape) -> MaskInfo:
         "additive float mask is a bias")
     mask = checks.array(name, info.attention_mask, expected)
     checks.require(mask.dtype == bool, name, checks.describe(mask), expected)
+    if mask.shape[-1:] == (queries,) != whole[-1:]:
+      expected += ("; with a cache S counts its slots, and padding before the tokens of a row is "
+                   "cache_metadata=CacheMetadata(starts=...)")
     checks.broadcastable(name, mask, whole, f"{expected}; [B, H, T, S]")
   return info
 
