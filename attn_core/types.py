@@ -367,13 +367,12 @@ def _item(self: AttentionOutput, index: int | slice) -> object:
 # reports them. JAX reads `__jax_array__`, jax.grad of a function that returns the tuple, too.
 _BINARY = "add sub mul truediv floordiv mod divmod pow matmul and or xor lshift rshift".split()
 for _name in (*_BINARY, *(f"r{_name}" for _name in _BINARY), "lt", "le", "gt", "ge", "neg", "pos",
-              "abs", "invert", "array"):
+              "abs", "invert", "array", "array_ufunc", "array_function"):
   setattr(AttentionOutput, f"__{_name}__", _refuse(f"__{_name}__"))
 for _name in ("__eq__", "__ne__"):
   setattr(AttentionOutput, _name, _compare(_name))
-setattr(AttentionOutput, "__array_ufunc__", _refuse("A function of numpy"))
-setattr(AttentionOutput, "__array_function__", _refuse("A function of numpy"))
 setattr(AttentionOutput, "__jax_array__", property(_refuse_conversion))
+setattr(AttentionOutput, "__dir__", lambda self: sorted({*dir(type(self))} - {"__jax_array__"}))
 setattr(AttentionOutput, "__getitem__", _item)
 setattr(AttentionOutput, "__getattr__", _missing_attribute)
 

@@ -3,6 +3,7 @@
 """AttentionOutput: a tuple and a pytree of results that refuses to be used as an array."""
 
 import copy
+import inspect
 import operator
 import pickle
 
@@ -56,6 +57,9 @@ class ArithmeticTest(parameterized.TestCase):
   def test_an_attribute_that_no_array_has(self):
     with self.assertRaisesRegex(AttributeError, "^'AttentionOutput' object has no .* 'foo'$"):
       OUTPUT.foo  # pylint: disable=pointless-statement,no-member
+
+  def test_debuggers_may_read_every_attribute(self):
+    self.assertContainsSubset(["out", "lse", "_replace"], dict(inspect.getmembers(OUTPUT)))
 
   def test_hasattr_answers(self):
     self.assertFalse(hasattr(OUTPUT, "shape"))
