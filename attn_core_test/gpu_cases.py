@@ -228,6 +228,11 @@ def _steep(score, batch, head, query, key, amount):
   return score + 0.1 * jnp.sqrt(amount * (query - key + 1).astype(score.dtype))
 
 
+def _steep_where_visible(score, batch, head, query, key, amount):
+  """Equals `_steep` below the diagonal, with derivatives everywhere."""
+  return score + 0.1 * jnp.sqrt(amount * jnp.maximum(query - key + 1, 1).astype(score.dtype))
+
+
 def every_mod(heads: int, queries: int, keys: int) -> score_mods.ScoreMod:
   """Returns a score mod of each kind but those of all pairs."""
   return (score_mods.scale_by(_normal(1, 1, queries)) >> score_mods.alibi(0.1 * _normal(heads))
@@ -235,6 +240,7 @@ def every_mod(heads: int, queries: int, keys: int) -> score_mods.ScoreMod:
           >> score_mods.custom(_by_parity, _normal()) >> score_mods.per_key(_normal(1, 1, keys)))
 
 
+_AMOUNT = np.abs(_normal())
 # Score mods, forward and backward.
 _SHIFTED = masks.offset(masks.causal(), np.array([3, -20], np.int32))  # queries that see nothing
 _MODDED = Case(_SHIFTED, B=2, T=70, S=130, H=2, K=1)
@@ -260,12 +266,14 @@ MODS = {
         mod=score_mods.dense(jnp.asarray(_normal(2, 1, 70, 130), jnp.bfloat16))),
     "dropout": _MODDED._replace(mod=every_mod(2, 70, 130), spec={"dropout_prob": 0.3},
                                 extras=_WORDS),
-    "steep": Case(T=140, mod=score_mods.custom(_steep, np.abs(_normal()))),
+    "steep": Case(T=140, mod=score_mods.custom(_steep, _AMOUNT)),
     "huge": _MODDED._replace(mod=score_mods.scale_by(1e4 * _normal(1, 1, 70))
                              >> score_mods.per_key(1e4 * _normal(2, 2, 130))),
     "shared_keys": _MODDED._replace(D=192, E=128, mod=every_mod(2, 70, 130)),
     "wide": _MODDED._replace(D=256, mod=every_mod(2, 70, 130)),
 }
+# For the oracle, in place of those with infinite derivatives, which multiply zeros there.
+TOTAL_MODS = {"steep": score_mods.custom(_steep_where_visible, _AMOUNT)}
 
 _DECODED_BLOCKS = BlockSizes(block_kv=128)
 _rng = np.random.default_rng(0)

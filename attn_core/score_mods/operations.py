@@ -41,8 +41,9 @@ def evaluate(jaxpr: Jaxpr, consts: Sequence[jax.Array], arguments: Sequence[jax.
     given, called = [value(x) for x in equation.invars], inner(equation)
     if called is None:
       found = apply(equation, given)
+    elif isinstance(called, ClosedJaxpr):
+      found = evaluate(called.jaxpr, called.consts, given, apply)
     else:
-      found = evaluate(getattr(called, "jaxpr", called), getattr(called, "consts", ()), given,
-                       apply)
+      found = evaluate(called, (), given, apply)
     known.update(zip(equation.outvars, found))
   return [value(x) for x in jaxpr.outvars]
