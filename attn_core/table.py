@@ -56,7 +56,8 @@ _flash = Implementation(flash.xla, _BLOCKWISE | _MODS, LINEAR, takes_symbols=Tru
 _flash_tpu = Implementation(flash.tpu, _TPU | _MODS, LINEAR, capabilities.tpu_flash_limits,
                             derivatives=Rows(added=_flash.name, tangent=_flash.name))
 _flash_hopper = Implementation(flash.gpu, _HOPPER | _MODS, LINEAR, capabilities.hopper_flash_limits,
-                               derivatives=Rows(tangent=_flash.name))
+                               derivatives=Rows(added=_flash.name, tangent=_flash.name,
+                                                added_for=("score_mods.by_distance",)))
 _flash_gpu = _cudnn._replace(limits=capabilities.cudnn_gradient_limits, fallback=_flash)
 
 

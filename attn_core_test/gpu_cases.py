@@ -259,6 +259,9 @@ MODS = {
     "soft_cap_of_a_row_bias": _MODDED._replace(
         mod=score_mods.soft_cap(2.0), spec={"logits_soft_cap": 3.0},
         extras={"bias": ((1, 2, 70, 1), "float32")}),
+    "by_distance": _MODDED._replace(
+        mod=score_mods.by_distance(_normal(30, 2), -9) >> score_mods.soft_cap(3.0)
+        >> score_mods.relative(_normal(8, 1), max_distance=40)),
     "dense": _MODDED._replace(
         D=96, dtype="float16",
         mod=score_mods.dense(_normal(1, 2, 70, 130)) >> score_mods.soft_cap(3.0)),
@@ -339,6 +342,7 @@ FEATURES = {
     "soft_cap": Case(spec={"logits_soft_cap": 30.0}),
     "dropout": Case(spec={"dropout_prob": 0.1}, extras=_WORDS),
     "alibi": Case(mod=score_mods.alibi(np.ones(HEADS, np.float32))),
+    "by_distance": Case(mod=score_mods.by_distance(_normal(33, HEADS))),
     "every_mod": Case(mod=every_mod(HEADS, LENGTH, LENGTH)),
     "everything": Case(
         _DOCUMENTS & masks.window(200, 100), spec={"dropout_prob": 0.1, "logits_soft_cap": 30.0},

@@ -101,8 +101,9 @@ class TableTest(parameterized.TestCase):
           sliding_window=3, softmax_aux=np.ones(2, np.float32), logits_soft_cap=30.0,
           bias=np.ones((1, 1, 8, 8), np.float32), return_lse=True, chunk_size=4),
        "flash_attn2", "flash.gpu"),
-      ("score_mods", dict(score_mod=score_mods.alibi(np.ones(2, np.float32)) >> score_mods.soft_cap(
-          3.0) >> score_mods.custom(lambda s, b, h, q, k, x: s * x, np.ones((), np.float32))),
+      ("score_mods", dict(score_mod=(
+          score_mods.by_distance(np.ones((3, 2), np.float32)) >> score_mods.soft_cap(3.0)
+          >> score_mods.custom(lambda s, b, h, q, k, x: s * x, np.ones((), np.float32)))),
        "flash_attn2", "flash.gpu"),
       ("look_up", dict(score_mod=score_mods.grid(np.ones((9 * 1, 2), np.float32), (2, 2))),
        "blockwise", "flash.xla"),

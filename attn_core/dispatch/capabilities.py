@@ -199,7 +199,8 @@ class Implementation(NamedTuple):
     """Returns which implementations compute the derivatives of a request."""
     given = {"bias": request.bias_dtype is not None,
              "score_mods.dense": request.mod != NO_SCORE_MOD and bool(
-                 traceable.by_pair(request.mod, request.mods))}
+                 traceable.by_pair(request.mod, request.mods)),
+             "score_mods.by_distance": traceable.has_tables(request.mod)}
     return derivatives_lib.of_call(
         self.name, self.derivatives, LINEAR if self.is_linear(request) else QUADRATIC,
         lengths=request.lengths, returns_lse="lse" in request.features,
@@ -289,7 +290,7 @@ def hopper_flash_limits(request: Request) -> str | None:
   widest = max(request.widths)
   if widest > most:
     return f"a head_dim of {widest}: the kernels for Hopper compute widths up to {most}"
-  return traceable.refusal(request.mod, request.mods, " in a kernel for Hopper", "Hopper")
+  return traceable.refusal(request.mod, request.mods, _at_positions(request), "Hopper")
 
 
 def hopper_decode_limits(request: Request) -> str | None:
@@ -313,11 +314,15 @@ def tpu_limits(request: Request) -> str | None:
 def tpu_flash_limits(request: Request) -> str | None:
   """Limits of the block-wise kernels for TPUs."""
   from attn_core.kernels.tpu.flash import listed
-  mask, at = mask_lib.of_structure(request.mask), ""
-  reason = tpu_limits(request) or listed.refusal(mask, request.lengths)
-  if not evaluate.is_consecutive(mask):
-    at = " at listed positions"
-  return reason or traceable.refusal(request.mod, request.mods, at)
+  mask = mask_lib.of_structure(request.mask)
+  return (tpu_limits(request) or listed.refusal(mask, request.lengths)
+          or traceable.refusal(request.mod, request.mods, _at_positions(request)))
+
+
+def _at_positions(request: Request) -> str:
+  """Returns where block-wise kernels do not take tables by distance; empty: they take them."""
+  is_consecutive = evaluate.is_consecutive(mask_lib.of_structure(request.mask))
+  return "" if is_consecutive else " at listed positions"
 
 
 def tpu_decode_limits(request: Request) -> str | None:

@@ -37,9 +37,15 @@ def refusal(structure: jax.tree_util.PyTreeDef, arrays: tuple[jax.ShapeDtypeStru
   if structure == NO_SCORE_MOD:
     return None
   found = _refusal_of(structure, arrays)
-  if at and any(isinstance(x, terms.Distance) for x in chain(of_structure(structure))):
+  if at and has_tables(structure):
     found = f"a table looked up by distance (score_mods.relative or by_distance){at}"
   return found and f"score_mod with {found}: the kernels for {chips} look nothing up"
+
+
+def has_tables(structure: jax.tree_util.PyTreeDef) -> bool:
+  """Returns whether a term looks numbers up by distance, along diagonals; see `refusal`."""
+  return structure != NO_SCORE_MOD and any(
+      isinstance(x, terms.Distance) for x in chain(of_structure(structure)))
 
 
 @functools.lru_cache(maxsize=64)  # a function is traced, and every call asks

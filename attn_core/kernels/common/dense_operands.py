@@ -8,7 +8,8 @@ from jax.typing import DTypeLike
 
 from attn_core.caches import quantize
 from attn_core.kernels.common.contract import BackwardResiduals
-from attn_core.masks import block_map, mask as mask_lib, tile as tile_lib
+from attn_core.masks import block_map, mask as mask_lib, materialize, tile as tile_lib
+from attn_core.score_mods import evaluate
 from attn_core.types import (AttentionSpec, Operands, PagedOperands, PagedSpec, are_known,
                              at_least_float32, holds_pairs, operand)
 
@@ -106,6 +107,21 @@ def assert_tangents(operands: Operands, residuals: BackwardResiduals,
 def mask_of(operands: Operands, spec: AttentionSpec) -> mask_lib.Mask:
   """Returns the mask: its structure from `spec`, its arrays from `operands`."""
   return jax.tree.unflatten(spec.mask, operands.mask.arrays)
+
+
+def distance_of_first(operands: Operands, spec: AttentionSpec) -> jax.Array:
+  """Returns int32 [B or 1]: the position of the first key minus that of the first query.
+
+  Positions must be consecutive.
+  """
+  first = {mask_lib.QUERY: slice(0, 1), mask_lib.KEY: slice(0, 1)}
+  arrays = tuple(x[:, first[role]] if role in first else x for x, role in zip(
+      operands.mask.arrays, mask_lib.structure_roles(spec.mask), strict=True))
+  mask, at = materialize.expand(spec.mask, operands.mask._replace(arrays=arrays),
+                                (operands.query.shape[0], 1, 1, 1))
+  at, is_consecutive = evaluate.move_to_positions(mask, at)
+  assert is_consecutive
+  return (at.key_position - at.query_position).reshape(-1)
 
 
 pad_axis = tile_lib.pad_axis

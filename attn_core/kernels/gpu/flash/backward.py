@@ -36,7 +36,7 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
   """Computes the cotangents of the operands named in `wrt`; see `contract.BackwardFn`.
 
   Args:
-    fallback: computes the cotangent of a bias that this kernel does not.
+    fallback: computes the cotangents of tables by distance, and of biases that this does not.
   """
   products = functools.partial(_products, operands, spec, block_sizes)
   others = lambda names: _others(
@@ -50,9 +50,12 @@ def _others(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
   """Returns the cotangents of the bias and of arrays of the score mod that are named."""
   delta = compute_delta(residuals, cotangents, jnp.float32)
   adds = not spec.has_score_mod or score_mod.of_structure(spec.score_mod).is_additive
+  tables = score_tiles.tables(spec) if spec.has_score_mod else {}
 
   def of(name: str) -> jax.Array:
     x, number = operand(operands, name), mod_number(name) if is_mod(name) else score_tiles.SCORES
+    if number in tables:  # sums of diagonals
+      return fallback(operands, spec, block_sizes, residuals, cotangents, (name,))[0]
     if is_mod(name) or x.shape[3] > 1 or not adds:
       arrays = _arrays(operands, spec, cotangents.out, residuals.lse, delta)
       return backward_bias.d_array(arrays, operands, spec,

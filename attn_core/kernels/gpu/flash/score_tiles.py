@@ -2,6 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The score mod of a tile in the GPU kernels: traced into them, on scores in registers.
 
+What depends on distances alone is loaded from rows of numbers that XLA shifts by one each, of which
+every tile is a slice.
+
 Some operations have another form there: the hardware's tanh has 11 bits, and Mosaic GPU has no sum
 of cotangents, and before jax 0.11 no square root.
 """
@@ -16,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core.kernels.common.online_softmax import LOG2E
-from attn_core.masks import mask as mask_lib
+from attn_core.kernels.gpu import mosaic
+from attn_core.masks import block_map, mask as mask_lib
 from attn_core.masks.values import value_dataclass
 from attn_core.score_mods import evaluate, operations, score_mod, terms
 from attn_core.score_mods.score_mod import ScoreMod, ScoreTile
@@ -85,12 +89,67 @@ def reads_positions(spec: AttentionSpec | PagedSpec) -> bool:
   return score_mod.of_structure(spec.score_mod).reads_positions
 
 
+def tables(spec: AttentionSpec) -> dict[int, terms.Distance]:
+  """Returns the terms that add a number for each distance, by the number of their array."""
+  found: dict[int, terms.Distance] = {}
+  for x in score_mod.chain(score_mod.of_structure(spec.score_mod)):
+    if isinstance(x, terms.Distance):
+      number, = jax.tree.leaves(x)
+      found[number] = x
+  return found
+
+
+def shifted(term: terms.Distance, values: jax.Array, base: jax.Array, sizes: block_map.Sizes,
+            transposed: bool) -> jax.Array:
+  """Returns rows of numbers by distance, each shifted by one: every tile is a slice of them.
+
+  Args:
+    term: the kind of term.
+    values: its array, [B or 1, H or 1, n].
+    base: int32 [B or 1], the distance of the first query and the first key.
+    sizes: of the kernel.
+    transposed: whether the rows of a tile are keys.
+
+  Returns:
+    float32 [B or 1, H or 1, rows of a tile, padded T + padded S]: linear in the lengths.
+  """
+  offset, length = _offset(sizes, transposed), sum(_padded(sizes))
+  tile_rows = mosaic.WGMMA_ROWS if transposed else max(mosaic.WGMMA_ROWS, sizes.block_q // 2)
+  # Row r, column j: the same number along every diagonal j - r.
+  diagonal = jnp.arange(1 - tile_rows, length, dtype=jnp.int32) - np.int32(offset)
+  distance = (-diagonal if transposed else diagonal)[None] + base[:, None]
+  index = jnp.clip(distance - np.int32(term.first), 0, values.shape[2] - 1)[:, None]
+  rows = np.broadcast_shapes(values.shape[:1], index.shape[:1])
+  line = jnp.take_along_axis(
+      jnp.broadcast_to(values.astype(jnp.float32), (*rows, *values.shape[1:])),
+      jnp.broadcast_to(index, (*rows, values.shape[1], index.shape[2])), 2)
+  return jnp.stack([lax.slice_in_dim(line, start, start + length, axis=2)
+                    for start in range(tile_rows - 1, -1, -1)], 2)
+
+
+def first_column(sizes: block_map.Sizes, transposed: bool, query: jax.Array,
+                 key: jax.Array) -> jax.Array:
+  """Returns the column of `shifted` where the tile of a first query and a first key begins."""
+  return (query - key if transposed else key - query) + np.int32(_offset(sizes, transposed))
+
+
+def _padded(sizes: block_map.Sizes) -> tuple[int, int]:
+  """Returns the queries and the keys of whole blocks."""
+  return (sizes.num_query_blocks * sizes.block_q, sizes.num_key_blocks * sizes.block_kv)
+
+
+def _offset(sizes: block_map.Sizes, transposed: bool) -> int:
+  return _padded(sizes)[transposed]
+
+
 def _in_kernel(term: ScoreMod, spec: AttentionSpec | PagedSpec) -> ScoreMod:
   """Returns the form of a term in the kernels."""
   if isinstance(term, score_mod.Composed):
     return score_mod.Composed(*(_in_kernel(x, spec) for x in (term.first, term.second)))
   if isinstance(term, terms.Slope) and is_consecutive(spec):
     return _Slope(term.symmetric, term.slopes)
+  if isinstance(term, terms.Distance):
+    return terms.Add(term.values)
   return _Cap(term.cap) if isinstance(term, terms.Cap) else term
 
 

@@ -61,15 +61,21 @@ class TileInputLoader(NamedTuple):
       bias = dense_operands.pad_axis(bias, 2, rows if bias.shape[2] > 1 else 0)
       bias = turn(dense_operands.pad_axis(bias, 3, columns if bias.shape[3] > 1 else 0))
     dropout_key = operands.dropout_key if self.spec.dropout_prob else None
-    mods = tuple(turn(x) if x.ndim == 4 else x for x in self._pack_mods(operands, rows, columns))
+    mods = tuple(turn(x) if role == score_mod.PAIR else x for x, role in zip(
+        self._pack_mods(operands, rows, columns), score_mod.structure_roles(self.spec.score_mod)))
     return TileInputs(leaves, mask.batch_index, mask.head_offset, bias, dropout_key, mods=mods)
 
   def _pack_mods(self, operands: Operands, rows: int, columns: int) -> list[jax.Array]:
     """Returns the arrays of the score mod, padded; only those of all pairs keep their dtype."""
     structure = self.spec.score_mod
-    pairs = traceable.by_pair(structure, operands.mods)
-    return [x if n in pairs else x.astype(jnp.float32)
-            for n, x in enumerate(evaluate.pad(structure, operands.mods, rows, columns))]
+    pairs, tables = traceable.by_pair(structure, operands.mods), score_tiles.tables(self.spec)
+    def pack(n: int, x: jax.Array) -> jax.Array:
+      if n in tables:
+        return score_tiles.shifted(tables[n], x, dense_operands.distance_of_first(
+            operands, self.spec), self.sizes, self.transposed)
+      return x if n in pairs else x.astype(jnp.float32)
+    return [pack(n, x) for n, x in enumerate(
+        evaluate.pad(structure, operands.mods, rows, columns))]
 
   def shape(self, tile: tile_lib.Tile) -> tuple[int, int]:
     """Returns the shape of a tile in registers."""
@@ -98,10 +104,11 @@ class TileInputLoader(NamedTuple):
   def modified(self, tile_inputs: TileInputs, tile: tile_lib.Tile, scores: jax.Array,
                by: int | None) -> score_tiles.Modified:
     """Returns scores of the tile's shape after the score mod; see `score_tiles.apply`."""
-    arrays = tuple(
-        self._per_pair(ref, tile).astype(jnp.float32) if role == score_mod.PAIR
-        else ref[_row(ref, 0, tile.batch), 0]
-        for ref, role in zip(tile_inputs.mods, score_mod.structure_roles(self.spec.score_mod)))
+    load = {score_mod.PAIR: lambda ref: self._per_pair(ref, tile).astype(jnp.float32),
+            score_mod.HEADS: lambda ref: self._by_distance(ref, tile),
+            score_mod.ROW: lambda ref: ref[_row(ref, 0, tile.batch), 0]}
+    arrays = tuple(load[role](ref) for ref, role in zip(
+        tile_inputs.mods, score_mod.structure_roles(self.spec.score_mod)))
     at = None
     if score_tiles.reads_positions(self.spec):
       mask, at = self.coordinates(tile_inputs, tile)
@@ -165,6 +172,13 @@ class TileInputLoader(NamedTuple):
     """Returns a vector along an axis of the tile, repeated along the other."""
     layout = mosaic.COLUMN_LAYOUT if axis else mosaic.ROW_LAYOUT
     return lax.broadcast_in_dim(mosaic.load(ref, layout), self.shape(tile), [axis])
+
+  def _by_distance(self, ref: Ref, tile: tile_lib.Tile) -> jax.Array:
+    """Returns the tile of `score_tiles.shifted`."""
+    rows, columns = self.shape(tile)
+    start = score_tiles.first_column(self.sizes, self.transposed, tile.query, tile.key)
+    return mosaic.load(ref.at[_row(ref, 0, tile.batch), _row(ref, 1, tile.head), pl.ds(0, rows),
+                              pl.ds(start, columns)], mosaic.TILE_LAYOUT)
 
   def _per_pair(self, ref: Ref, tile: tile_lib.Tile) -> jax.Array:
     """Returns the tile of [B or 1, H or 1, T or 1, S or 1] (S and T exchanged if transposed)."""

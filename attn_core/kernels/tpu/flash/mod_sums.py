@@ -15,6 +15,7 @@ import jax
 from jax.experimental import pallas as pl
 import jax.numpy as jnp
 
+from attn_core.kernels.common import dense_operands
 from attn_core.kernels.tpu.flash import call, diagonals, score_tiles
 from attn_core.kernels.tpu.flash.schedule import LANES, Tiling
 from attn_core.kernels.tpu.flash.tile_inputs import (
@@ -94,7 +95,7 @@ class ModSums(NamedTuple):
     for (number, kind), total in zip(self.kinds.items(), found, strict=True):
       x = operands.mods[number]
       if kind == DISTANCE:
-        base = score_tiles.distance_of_first(operands, spec)
+        base = dense_operands.distance_of_first(operands, spec)
         row, pull = jax.vjp(
             lambda x, n=number: score_tiles.row_of(in_rows[n], x, base, self.tiling), x)
         result, = pull(_sum_to(total[:, :, 0], row.shape))

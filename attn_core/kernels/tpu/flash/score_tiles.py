@@ -19,7 +19,7 @@ from attn_core.kernels.common.online_softmax import LOG2E
 from attn_core.kernels.tpu.flash import diagonals, scalar_memory, tile_inputs
 from attn_core.kernels.tpu.flash.schedule import LANES, Tiling
 from attn_core.kernels.tpu.flash.tile_inputs import GridIndex, KernelRefs, TileIndex
-from attn_core.masks import mask as mask_lib, materialize
+from attn_core.masks import mask as mask_lib
 from attn_core.masks.values import value_dataclass
 from attn_core.score_mods import evaluate, score_mod, terms, traceable
 from attn_core.score_mods.score_mod import ScoreMod, ScoreTile
@@ -97,7 +97,8 @@ def mod_reader(inputs: tile_inputs.TileInputs, operands: Operands, spec: Attenti
   for n, x in enumerate(operands.mods):
     x = x if n in pairs else x.astype(jnp.float32) * factor
     if n in in_rows:
-      row = row_of(in_rows[n], x, distance_of_first(operands, spec), inputs.tiling)
+      row = row_of(in_rows[n], x, dense_operands.distance_of_first(operands, spec),
+                   inputs.tiling)
       by_distance.append(diagonals.add_diagonals(
           inputs, row, band_of(operands, spec, inputs.tiling), len(by_distance)))
       readers.append(by_distance[-1].read)
@@ -181,21 +182,6 @@ class _Ramp(terms.PositionTerm):
     of_keys = [wide[:, :LANES] * key] * (queries // LANES) if self.slopes.shape[1] == 1 else [
         x * key for x in jnp.split(wide, queries // LANES, 1)]
     return score + jnp.concatenate(of_keys, 1) + self.slopes * first
-
-
-def distance_of_first(operands: Operands, spec: AttentionSpec) -> jax.Array:
-  """Returns int32 [B or 1]: the position of the first key minus that of the first query.
-
-  Positions must be consecutive.
-  """
-  first = {mask_lib.QUERY: slice(0, 1), mask_lib.KEY: slice(0, 1)}
-  arrays = tuple(x[:, first[role]] if role in first else x for x, role in zip(
-      operands.mask.arrays, mask_lib.structure_roles(spec.mask), strict=True))
-  mask, at = materialize.expand(spec.mask, operands.mask._replace(arrays=arrays),
-                                (operands.query.shape[0], 1, 1, 1))
-  at, is_consecutive = evaluate.move_to_positions(mask, at)
-  assert is_consecutive
-  return (at.key_position - at.query_position).reshape(-1)
 
 
 def own_names(operands: Operands, spec: AttentionSpec) -> tuple[str, ...]:
