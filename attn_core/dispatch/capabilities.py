@@ -198,8 +198,7 @@ class Implementation(NamedTuple):
   def derivatives_of(self, request: Request) -> derivatives_lib.Derivatives:
     """Returns which implementations compute the derivatives of a request."""
     given = {"bias": request.bias_dtype is not None,
-             "score_mods.dense": request.mod != NO_SCORE_MOD and bool(
-                 traceable.by_pair(request.mod, request.mods)),
+             "score_mods.dense": bool(traceable.by_pair(request.mod, request.mods)),
              "score_mods.by_distance": traceable.has_tables(request.mod)}
     return derivatives_lib.of_call(
         self.name, self.derivatives, LINEAR if self.is_linear(request) else QUADRATIC,
@@ -321,8 +320,8 @@ def tpu_flash_limits(request: Request) -> str | None:
 
 def _at_positions(request: Request) -> str:
   """Returns where block-wise kernels do not take tables by distance; empty: they take them."""
-  is_consecutive = evaluate.is_consecutive(mask_lib.of_structure(request.mask))
-  return "" if is_consecutive else " at listed positions"
+  mask = mask_lib.of_structure(request.mask)
+  return "" if evaluate.is_consecutive(mask) else " at listed positions"
 
 
 def tpu_decode_limits(request: Request) -> str | None:
