@@ -136,7 +136,8 @@ def d_array(arrays: Arrays, operands: Operands, spec: AttentionSpec,
   found = found[..., :tiling.keys] if by_keys else found[..., :queries]
   found = found[..., None, :] if by_keys else found[..., None]
   axes = [n for n, (size, wanted) in enumerate(zip(found.shape, summed.four)) if size != wanted]
-  return found.sum(axes).reshape(summed.shape).astype(summed.dtype)
+  found = found.sum(axes) if axes else found
+  return found.reshape(summed.shape).astype(summed.dtype)
 
 
 def d_bias_of_rows(operands: Operands, lse: jax.Array, d_lse: jax.Array,
