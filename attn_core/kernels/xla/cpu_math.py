@@ -139,7 +139,7 @@ def fill_nonfinite(filler: float, x: jax.Array, *others: jax.Array) -> jax.Array
   bits = lambda y: lax.bitcast_convert_type(y, jnp.uint16)
   exponent, replaced = (jnp.asarray(n, jnp.uint16) for n in (0x7f80, 0x7fc0 if filler else 0))
   finite = [(bits(y) & exponent) != exponent for y in others]
-  if are_known(*x.shape) and x.size < _SMALL:
+  if is_small(x):
     finite = [apart(y) for y in finite]
   return lax.bitcast_convert_type(jnp.where(_all(finite), bits(x), replaced), x.dtype)
 
@@ -149,6 +149,11 @@ def _fill_nonfinite_jvp(filler: float, primals: tuple,
                         tangents: tuple) -> tuple[jax.Array, jax.Array]:
   finite = _all(jnp.isfinite(y) for y in primals[1:] or primals)
   return fill_nonfinite(filler, *primals), jnp.where(finite, tangents[0], 0)
+
+
+def is_small(x: jax.Array) -> bool:
+  """Returns whether XLA:CPU starts no thread for a function of x with few operations."""
+  return are_known(*x.shape) and x.size < _SMALL
 
 
 def apart(x: jax.Array) -> jax.Array:

@@ -118,7 +118,10 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
     d_scores, scale = d_scores * jnp.asarray(scale, weights.dtype), 1.0
   # Sums of few numbers do not average their rounding.
   if max(d_scores.shape[1:]) > FEW or not are_known(*d_scores.shape[1:]):
-    d_scores = cpu_math.for_product(d_scores, operands.query.dtype)
+    # Rounding by operations on the bits starts threads.
+    small = cpu_math.is_small(d_scores) and operands.query.dtype != jnp.float16
+    d_scores = (inputs.narrow(d_scores) if small
+                else cpu_math.for_product(d_scores, operands.query.dtype))
   found = {}
   if "query" in wrt:
     finite_key = cpu_math.fill_nonfinite(0.0, operands.key).transpose(0, 2, 1, 3)
