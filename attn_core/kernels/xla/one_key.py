@@ -48,11 +48,12 @@ def backward(operands: Operands, spec: AttentionSpec, residuals: BackwardResidua
     weights = 1 + nan
     d_logits = weights * (d_weights - weights * d_weights + d_lse)
   d_logits = (d_logits * jnp.asarray(spec.softmax_scale, logits.dtype))[..., None]
-  over_rows = lambda x: x.sum((1, 3))[:, None] if x.shape[1] * x.shape[3] > 1 else x[:, :, :, 0]
+  wide = lambda x: x.astype(logits.dtype)
+  over_rows = lambda x: x.sum((1, 3))[:, None]
   found = {
-      "query": lambda: _all_heads(d_logits * operands.key[:, :, :, None]),
-      "key": lambda: over_rows(d_logits * split(operands.query)),
-      "value": lambda: over_rows(weights[..., None] * d_out)}
+      "query": lambda: _all_heads(d_logits * wide(operands.key)[:, :, :, None]),
+      "key": lambda: over_rows(d_logits * wide(split(operands.query))),
+      "value": lambda: over_rows(weights[..., None] * wide(d_out))}
   return tuple(found[name]().astype(operands.query.dtype) for name in wrt)
 
 
