@@ -385,8 +385,8 @@ def pages_kernel_limits(platform: str, layout: str) -> Callable[[Request], str |
       return tpu_limits(request) or on_tpu.unsupported_reason(
           shapes.query, shapes.cache, shapes.metadata, shapes.heads, request.pages.block_sizes
           ) or traceable.refusal(request.mod, request.mods) or on_tpu.unsupported_mod(
-              *shapes, block_sizes=request.pages.block_sizes, structure=request.mod,
-              arrays=request.mods)
+              shapes.query, shapes.cache, shapes.metadata, shapes.heads,
+              request.pages.block_sizes, request.mod, request.mods)
     from attn_core.kernels.gpu.split_kv import paged as on_gpu  # Mosaic GPU takes 0.3 s to import
     return on_gpu.unsupported_reason(*shapes)
   return limits
