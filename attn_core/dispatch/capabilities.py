@@ -278,25 +278,16 @@ def cudnn_gradient_limits(request: Request) -> str | None:
 
 def hopper_flash_limits(request: Request) -> str | None:
   """Limits of the block-wise kernels for Hopper."""
-  from attn_core.kernels.gpu import mosaic  # Mosaic GPU takes 0.3 s to import
-  from attn_core.kernels.gpu.flash import tiling
-  reason = mosaic.unsupported_reason()
-  if reason is not None:
-    return reason
-  dtype, most = request.dtype.name, tiling.WIDTHS[-1]
-  if dtype not in tiling.DTYPES:
-    return f"dtype {dtype}: the kernels for Hopper compute {' and '.join(tiling.DTYPES)} only"
-  widest = max(request.widths)
-  if widest > most:
-    return f"a head_dim of {widest}: the kernels for Hopper compute widths up to {most}"
-  return traceable.refusal(request.mod, request.mods, _at_positions(request), "Hopper")
+  from attn_core.kernels.gpu.flash import tiling  # Mosaic GPU takes 0.3 s to import
+  return tiling.unsupported_reason(request.dtype, request.widths) or traceable.refusal(
+      request.mod, request.mods, _at_positions(request), "Hopper")
 
 
 def hopper_decode_limits(request: Request) -> str | None:
   """Limits of the decode kernel for Hopper."""
   from attn_core.kernels.gpu.split_kv import decode  # Mosaic GPU takes 0.3 s to import
   return decode.unsupported_reason(request.dtype, request.widths, request.lengths,
-                        "quantized" in request.features)
+                                   "quantized" in request.features)
 
 
 # Generations for which Pallas does not compile products of bfloat16, with 16 KiB of scalar memory.

@@ -59,6 +59,23 @@ class Tiling(NamedTuple):
     return self.block_q // CONSUMERS
 
 
+def unsupported_reason(dtype: jnp.dtype, widths: tuple[int, int]) -> str | None:
+  """Returns why the kernels cannot compute a call; None: they can, as far as these say.
+
+  Args:
+    dtype: of query, key and value.
+    widths: (D, E).
+  """
+  if (reason := mosaic.unsupported_reason()) is not None:
+    return reason
+  if dtype.name not in DTYPES:
+    return f"dtype {dtype.name}: the kernels for Hopper compute {' and '.join(DTYPES)} only"
+  widest = max(widths)
+  if widest > WIDTHS[-1]:
+    return f"a head_dim of {widest}: the kernels for Hopper compute widths up to {WIDTHS[-1]}"
+  return None
+
+
 def padded_width(name: str, width: int) -> int:
   """Returns the width in shared memory.
 
