@@ -157,7 +157,7 @@ class KeepMaskTest(parameterized.TestCase):
     self.assertEqual(np.packbits(found).tobytes().hex(), PINNED)
 
 
-PINNED = "e39d33a71da7c516743fe965a909cac23d739a4d19a8227e"
+PINNED = "230261919f868564443d77005093e71e6c85f41d7ee8b594"
 
 
 class KeysTest(parameterized.TestCase):

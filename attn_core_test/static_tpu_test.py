@@ -103,6 +103,37 @@ class ReadingTest(absltest.TestCase):
     self.assertIn("too large", text)
     self.assertLen(json.loads(static_tpu.to_json([fast, failure], versions))["results"], 2)
 
+  def test_an_interrupted_run_continues(self):
+    programs = [tpu_programs.Program("flash_attn2", SMALL, False, "v6e", (n, 512, 512))
+                for n in (128, 256, 512)]
+    folder = pathlib.Path(self.create_tempdir().full_path)
+    measured, interrupts = [], [1]
+    def measure(programs, advance):
+      found = []
+      for n, program in enumerate(programs):
+        if n == 2 and interrupts:
+          raise KeyboardInterrupt(interrupts.pop())
+        measured.append(program)
+        found.append(static_profile.Static(program, 1000 * program.blocks[0], 1, 2, 3, 4,
+                                           {"matrix": 0.5}, 6e-9, 7))
+        advance(found[-1])
+      return found
+    run = functools.partial(
+        static_tpu.report, programs, "name", static_tpu._line, static_tpu.to_markdown, out=folder,
+        progress=lambda total: lambda line: None)
+    with (mock.patch.object(static_profile, "missing", lambda: None),
+          mock.patch.object(importlib.metadata, "version", lambda name: "1"),
+          mock.patch.object(static_profile, "measure", measure)):
+      with self.assertRaises(KeyboardInterrupt):
+        run()
+      self.assertEqual(measured, programs[:2])
+      text = run()
+      self.assertEqual(measured, programs)
+      self.assertIn("| 128/512/512 | 128,000 |", text)  # the best one, of the first run
+      self.assertLen(json.loads((folder / "name.json").read_text())["results"], 3)
+      run()  # a run that ended is not continued
+      self.assertLen(measured, 6)
+
   def test_decode_tables(self):
     case = tpu_decode_programs.case_of(8, 2048, (32, 8), 128)
     program = tpu_programs.Program(tpu_decode_programs.PAGES, case, False, "v6e",
@@ -231,6 +262,7 @@ MULTIPLES = {
     "window": (CAUSAL._replace(window=(255, 0)), 1.0, 0.9),
     "soft_cap": (CAUSAL._replace(soft_cap=50.0), 1.25, 1.2),
     "sinks": (CAUSAL._replace(sinks=True), 1.2, 1.1),
+    "dropout": (CAUSAL._replace(dropout=0.1), 1.4, 1.4),
     # By query head.
     "four_heads_of_one_key_head": (CAUSAL._replace(heads=4, key_heads=1), 0.8, 1.2),
     "width_64": (CAUSAL._replace(heads=1, key_heads=1, width=64, value_width=64), 1.4, 1.3),

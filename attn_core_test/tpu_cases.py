@@ -131,6 +131,8 @@ CASES = {
     "bias": Case({}, floats={"bias": (1, 2, 260, 260)}),
     "bias_row": Case({}, floats={"bias": (1, 2, 1, 260)}),
     "dropout": Case(dict(dropout_prob=0.3, dropout_rng=KEY, deterministic=False), B=2, H=4, K=2),
+    "dropout_of_16_bits": Case(dict(dropout_prob=0.3, dropout_rng=KEY, deterministic=False), B=2,
+                               dtype="bfloat16"),
     "bfloat16": Case({}, dtype="bfloat16", H=4, K=2),
     "whole_lanes": Case({}, B=2, T=300, H=4, K=2, D=128),
     "whole_lanes_of_values": Case(dict(causal=False), masks.full(), T=130, S=140, D=192, E=128),

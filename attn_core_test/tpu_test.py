@@ -16,7 +16,7 @@ import numpy as np
 
 from attn_core import BlockSizes, MaskInfo, attention, explain, masks
 from attn_core.kernels.tpu.flash import backward, schedule, tile_inputs, tiling
-from attn_core.types import AttentionSpec, Operands
+from attn_core.types import AttentionSpec, MaskOperands, Operands
 from attn_core_test.tpu_cases import BLOCKS, CASES, IDS, KEY, TPU, Case
 from attn_core_test.tpu_interpret import interpreted
 
@@ -207,15 +207,29 @@ class ScheduleTest(parameterized.TestCase):
 
   @parameterized.parameters(
       (1, (1, 1024), (1, 1024)), (2, (2, 1024), (2, 1024)), (4, (4, 1024), (2, 1024)),
-      (5, (5, 768), (1, 1024)), (7, (7, 512), (1, 1024)), (8, (4, 1024), (2, 1024)),
+      (5, (5, 512), (1, 1024)), (7, (7, 512), (1, 1024)), (8, (4, 1024), (2, 1024)),
       (9, (3, 1024), (3, 512)), (11, (1, 1024), (1, 1024)), (64, (4, 1024), (2, 1024)))
   def test_blocks_of_grouped_heads(self, group, *expected):
-    """A step takes as many query heads as are fast; the other ones are other steps."""
+    """A step takes as many query heads as are fast; the other ones are other steps.
+
+    Blocks of 768 queries would pad 4,096 to 4,608, and lie in many ways to blocks of keys.
+    """
     for is_backward, (heads, rows) in zip((False, True), expected):
       found = tiling.make_tiling(shapes(4096, group, 128, jnp.bfloat16, 1),
                                  spec_of(masks.causal()), BlockSizes(), backward=is_backward)
       self.assertEqual((found.group, found.head_parts), (heads, group // heads))
       self.assertEqual((found.block_q, found.block_kv), (rows, 1024))
+
+  @parameterized.parameters(
+      (masks.causal(), 2048), (masks.causal() & masks.window(1023, 0), 1024),
+      (masks.causal() & masks.segments(np.zeros((1, 8192), np.int32)), 1024),
+      (masks.causal() & masks.lengths(np.array([7], np.int32)), 2048))
+  def test_blocks_of_long_sequences(self, mask, expected):
+    """Documents may be short: large blocks would have many pairs of different ones."""
+    operands = shapes(8192, 2, 128, jnp.bfloat16)._replace(
+        mask=MaskOperands(tuple(jax.tree.leaves(mask))))
+    found = tiling.make_tiling(operands, spec_of(mask), BlockSizes(), backward=False)
+    self.assertEqual((found.block_q, found.block_kv), (expected, expected))
 
   @parameterized.product(tokens=(1, 100, 300, 500, 1000), group=(1, 3, 5, 8),
                          limit=(None, 128, 384), backward=(False, True))

@@ -45,6 +45,7 @@ class Case(NamedTuple):
   latent: bool = False  # whether values are the first E columns of the keys; forward only
   prefix: int = 0  # number of first keys that are the same in all batch rows
   score_mod: str | None = None  # of SCORE_MODS
+  dropout: float = 0.0  # probability; by programs for TPUs only
 
 
 # --- The table. ----------------------------------------------------------------------------------

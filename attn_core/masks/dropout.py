@@ -41,28 +41,65 @@ def keep_mask(words: jax.Array | Sequence[jax.Array], at: Coordinates,
   Args:
     words: uint32 [2] or a pair of arrays that broadcast to the tile.
     at: global batch, head and positions, broadcastable to the tile.
-    dropout_prob: in [0, 1).
+    dropout_prob: in [0, 1); a multiple of 2**-16, to which others are rounded.
 
   Returns:
     bool, of the tile's shape.
   """
-  batch, head, query, key = (jnp.asarray(x).astype(jnp.uint32) for x in (
-      at.batch, at.head, at.query_position, at.key_position))
+  key = jnp.asarray(at.key_position).astype(jnp.uint32)
+  factor, addend = row_numbers(words, at)
+  # The highest bits of both halves are turned by it: unsigned numbers compare as signed ones do.
+  bits = pair_bits((factor, addend + np.uint32(2**31)), pair_numbers(key >> 1))
+  # The lower half is that of even keys.
+  bits = bits * (np.uint32(2**16) - (key & 1) * np.uint32(2**16 - 1))
+  return bits >= np.uint32((least_kept(dropout_prob) + 2**15) * 2**16)
+
+
+def least_kept(dropout_prob: float) -> int:
+  """Returns the least int16, of the two in `pair_bits`, of a kept weight."""
+  return min(round(dropout_prob * 2**16), 2**16 - 1) - 2**15
+
+
+def row_numbers(words: jax.Array | Sequence[jax.Array],
+                at: Coordinates) -> tuple[jax.Array, jax.Array]:
+  """Returns two uint32 numbers of a batch row, a head and a query; see `keep_mask`."""
+  batch, head, query = (jnp.asarray(x).astype(jnp.uint32) for x in (
+      at.batch, at.head, at.query_position))
   stream = _mix(_mix(words[0] + batch) + head)
   # Query and head are hashed by different functions; otherwise exchanging them would give the same
   # bits.
   row = _mix(stream ^ _mix(query * np.uint32(0x9E3779B9) + words[1]))
-  # Per element: a counter spread over all bits, then the last rounds of a 32-bit finalizer. The
-  # row's number is added between the rounds, so that rows do not traverse the same sequence.
-  x = (key * np.uint32(0x9E3779B9)) ^ row
-  x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
-  x = (x ^ (x >> 13)) + row
-  x = x * np.uint32(0xC2B2AE35)
-  return (x ^ (x >> 16)) >= np.uint32(min(round(dropout_prob * 2**32), 2**32 - 1))
+  return row | 1, _mix(row + np.uint32(0x9E3779B9))
+
+
+def pair_numbers(pair: jax.Array) -> jax.Array:
+  """Returns the uint32 number of two neighboring keys, given half of the position of the first."""
+  return _mix(pair * np.uint32(0x9E3779B9))
+
+
+def pair_bits(row: tuple[jax.Array, jax.Array], pair: jax.Array) -> jax.Array:
+  """Returns uint32 random bits, 16 for each of two neighboring keys, the lower ones for the first.
+
+  Four operations for two weights: a linear function whose coefficients are a row's is as good as
+  random numbers are for every two keys and for every two rows in its upper half (Dietzfelbinger,
+  1996, Universal hashing and k-wise independent random variables via integer arithmetic without
+  primes, https://doi.org/10.1007/3-540-60922-9_46); the lower half, whose period is short, is
+  joined with it.
+
+  Args:
+    row: of `row_numbers`, broadcastable to the tile.
+    pair: of `pair_numbers`, likewise.
+  """
+  factor, addend = row
+  bits = pair * factor + addend
+  return bits ^ (bits >> 16)
 
 
 def kept_scale(dropout_prob: float) -> float:
-  """The factor 1 / (1 - dropout_prob) of kept weights, which preserves their expected sum."""
+  """The factor 1 / (1 - dropout_prob) of kept weights, which preserves their expected sum.
+
+  Up to the rounding of the probability, see `keep_mask`.
+  """
   return 1 / (1 - dropout_prob)
 
 

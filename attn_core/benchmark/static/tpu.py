@@ -7,11 +7,13 @@ same work: a few are enough to make the cost of the first transfer negligible.
 """
 
 import datetime
+import hashlib
 import importlib.metadata
 import itertools
 import json
 import os
 import pathlib
+import threading
 from typing import Callable, Iterable, Iterator
 
 from attn_core import checks
@@ -88,20 +90,58 @@ def report(programs: list[Program], name: str, line: Callable[[Result], str],
     name: stem of the file names.
     line: maps a result to a line of text.
     to_markdown: maps (results, versions) to the text.
-    out, progress: as in `run`.
+    out, progress: as in `run`. A run that was interrupted continues where it was.
   """
   if static_profile.missing():
     raise ModuleNotFoundError(static_profile.missing())
   versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
   advance = progress(len(programs))
-  results = static_profile.measure(programs, advance=lambda result: advance(line(result)))
+  show = lambda result: advance(line(result))
+  if out is None:
+    return to_markdown(static_profile.measure(programs, advance=show), versions)
+  folder = pathlib.Path(out)
+  folder.mkdir(parents=True, exist_ok=True)
+  unfinished = folder / f"{name}.unfinished.jsonl"
+  results = _continued(programs, unfinished, versions, show)
   text = to_markdown(results, versions)
-  if out is not None:
-    folder = pathlib.Path(out)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.md").write_text(text, encoding="utf-8")
-    (folder / f"{name}.json").write_text(to_json(results, versions), encoding="utf-8")
+  (folder / f"{name}.md").write_text(text, encoding="utf-8")
+  (folder / f"{name}.json").write_text(to_json(results, versions), encoding="utf-8")
+  unfinished.unlink(missing_ok=True)
   return text
+
+
+def _continued(programs: list[Program], unfinished: pathlib.Path, versions: dict[str, str],
+               show: Callable[[Result], object]) -> list[Result]:
+  """Measures programs, except those that an interrupted run has measured.
+
+  Args:
+    programs: the programs to measure.
+    unfinished: a file, which a run that ends removes. Its first line says of which versions and of
+      which sources it is: for others, it begins anew.
+    versions: of JAX and libtpu.
+    show: called with every new result.
+  """
+  library = pathlib.Path(checks.__file__).parent
+  sources = hashlib.sha256(b"".join(
+      path.read_bytes() for path in sorted(library.rglob("*.py"))))
+  head = json.dumps({"versions": versions, "sources": sources.hexdigest()})
+  lines = unfinished.read_text(encoding="utf-8").splitlines() if unfinished.exists() else []
+  if lines[:1] != [head]:
+    lines = [head]
+    unfinished.write_text(head + "\n", encoding="utf-8")
+  known = {json.dumps(program): fields for program, fields in map(json.loads, lines[1:])}
+  lock = threading.Lock()
+
+  def keep(result: Result) -> None:
+    show(result)
+    if isinstance(result, Static):
+      with lock, unfinished.open("a", encoding="utf-8") as file:
+        file.write(json.dumps([result.program, result[1:]]) + "\n")
+
+  key = json.dumps
+  new = static_profile.measure([x for x in programs if key(x) not in known], advance=keep)
+  found: dict[str, Result] = {key(x.program): x for x in new}
+  return [found[key(x)] if key(x) in found else Static(x, *known[key(x)]) for x in programs]
 
 
 def _programs(chips: tuple[str, ...], widths: tuple[int, ...],

@@ -78,7 +78,9 @@ def _ours(program: Program, *, naive: tuple[str, ...]) -> Iterator[Built]:
   mask = cases.mask(case)
   attend = lambda query, key, value, *sinks: attention(
       query, key, value, mechanism="flash_attn2", mask=mask, causal=False, metadata=metadata,
-      logits_soft_cap=case.soft_cap, softmax_aux=sinks[0] if sinks else None).attention_outputs
+      logits_soft_cap=case.soft_cap, softmax_aux=sinks[0] if sinks else None,
+      dropout_prob=case.dropout,
+      dropout_rng=jax.random.key(0) if case.dropout else None).attention_outputs
   sinks = (jax.ShapeDtypeStruct((case.heads,), jnp.float32),) if case.sinks else ()
   with (mock.patch.object(tile_inputs, "TileInputs", _ComputedTileInputs),
         mock.patch.object(tiling, "NAIVE_DTYPES", naive),

@@ -52,7 +52,8 @@ PACKED = tuple(
     for tokens in (8192, 32768) for documents in (1, 4, 16))
 # Compared with plain causal attention.
 FEATURES = (
-    CAUSAL._replace(name="soft_cap", soft_cap=50.0), _long(CAUSAL, 16384),
+    CAUSAL._replace(name="soft_cap", soft_cap=50.0), CAUSAL._replace(name="dropout", dropout=0.1),
+    _long(CAUSAL, 16384),
     _long(CAUSAL._replace(name="window", window=(1023, 0)), 16384))
 GROUPED = tuple(
     _wide(width)._replace(name=f"causal_h{group}_k1_d{width}", heads=group, key_heads=1)

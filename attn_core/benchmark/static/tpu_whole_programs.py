@@ -82,8 +82,9 @@ def _ours(program: Program, *, gradient: bool, worst: bool,
   def attend(query: jax.Array, key: jax.Array, value: jax.Array, *ids: jax.Array) -> jax.Array:
     mask = plain & constructors.segments(ids[0]) if ids else plain
     return attention(query, key, value, mechanism="flash_attn2", mask=mask, causal=False,
-                     metadata=OperationMetadata(platform="tpu"),
-                     logits_soft_cap=case.soft_cap).attention_outputs
+                     metadata=OperationMetadata(platform="tpu"), logits_soft_cap=case.soft_cap,
+                     dropout_prob=case.dropout,
+                     dropout_rng=jax.random.key(0) if case.dropout else None).attention_outputs
 
   blocks = dict.fromkeys(tiling.BLOCKS, program.blocks) if any(program.blocks) else tiling.BLOCKS
   most_vmem = 0 if in_hbm else call.MOST_VMEM_BYTES

@@ -326,13 +326,13 @@ class _BackwardStep(NamedTuple):
     weights = jnp.exp2(logits * params.unit - lse[0, tile.head, :, queries])
     weights = params.hide(refs, tile, masked, weights, 0.0)
     # 2. dS = P * (dP - delta).
-    kept, d_weights = params.dropout.drop(refs, tile, weights, d_weights)
+    kept, d_weights = params.dropout.drop(refs, tile, weights.astype(d_out.dtype), d_weights)
     d_logits = weights * (d_weights * params.dropout.scale - delta[0, tile.head, :, queries])
     d_scores, d_arrays = pull(d_logits)
     d_scores = d_scores.astype(query.dtype)
     self.of_mods.sums.add(refs, self.of_mods.refs, tile, d_arrays)
     # 3. The products with dS and P.
-    d_value[key_head, keys] += params.dot(kept.astype(d_out.dtype), d_out)
+    d_value[key_head, keys] += params.dot(kept, d_out)
     d_key[key_head, keys] += params.dot(d_scores, query)
     num_blocks, block = params.tiling.blocks_of_range, tile.grid.query_block
     if params.tiling.num_ranges > 1:

@@ -7,7 +7,7 @@
 Every step of the grid first computes the naive softmax (`forward_step`), which is faster, and
 checks the result. Where it failed, the step is computed again by the safe softmax, from the state
 before it, and so are the next steps, without a naive attempt: what large logits cost is the
-difference between both, not their sum.
+difference between both, not their sum. A call of one step computes the safe one at once.
 """
 
 import functools
@@ -97,18 +97,22 @@ def _forward_group(operands: Operands, spec: AttentionSpec, block_sizes: BlockSi
       call.Output((batch, heads, 1, tiling.padded_queries), jnp.float32,
                   (1, tiling.query_heads, 1, tiling.block_q), lambda b, h, i, j: (b, h, 0, i))]
   # 3. The kernel, with m_i, l_i and acc in scratch memory.
-  value_dtype, adaptive = operands.value.dtype, tiling_lib.is_naive_first(operands)
+  value_dtype, searches = operands.value.dtype, tiling_lib.is_naive_first(operands)
   exact = jnp.dtype(out_dtype).itemsize > value_dtype.itemsize
+  grid = batch, heads // tiling.query_heads, tiling.halves, 1, inputs.num_steps
+  # The only step of a call would take twice as long if it failed, and a quarter longer with a safe
+  # softmax from the start.
+  adaptive = searches and not (steps.single_step_rows and grid == (1, 1, 1, 1, 1))
   form = SoftmaxForm(not adaptive, False, adaptive, value_dtype if exact else None)
   buffers = 1 if steps.single_step_rows else tiling_lib.state_buffers(operands)
   (out, lse), received = call.call(
       functools.partial(_forward_kernel, params, inputs, readers, result, form), inputs, outputs,
       call.LaunchParams(
-          (batch, heads // tiling.query_heads, tiling.halves, 1, inputs.num_steps),
+          grid,
           [(buffers, 1, rows), (buffers, 1, rows), (buffers, value_width, rows),
            *params.mod_scratch],
           tiling_lib.vmem_limit(block_sizes, tiling, operands, backward=False),
-          "attn_core_forward", scalar_words=softmax_choice.num_words(tiling) if adaptive else 0),
+          "attn_core_forward", scalar_words=softmax_choice.num_words(tiling) if searches else 0),
       transfer)
   return Residuals(result.unpack(out)[:, :queries], lse[:, :, 0, :queries]), received
 
@@ -126,21 +130,29 @@ def _add_sinks(inputs: tile_inputs.TileInputs,
 def _forward_kernel(params: KernelParams, inputs: tile_inputs.TileInputs, readers: ForwardReaders,
                     result: tile_inputs.TokenBlocks, form: SoftmaxForm, refs: KernelRefs,
                     outputs: tuple[Ref, ...], scratch: tuple[Ref, ...]) -> None:
-  """Computes one block of queries against one block of keys, for the heads of a step."""
+  """Computes one block of queries against one block of keys, for the heads of a step.
+
+  Args:
+    params, inputs, readers, result, form: static.
+    refs, outputs: of the kernel.
+    scratch: m_i, l_i, acc, those of the score mod, and the words of the choice of the softmax,
+      unless all keys and values are finite.
+  """
   grid, kinds, flags = inputs.step(refs.scalars, refs.program_ids)
+  words = scratch[3 + len(params.mod_scratch):]
   refs = refs._replace(scratch=scratch[3:3 + len(params.mod_scratch)])
   params.prepare(refs, grid, kinds)
   step = ForwardStep(params, readers, result, refs, grid, form, outputs, scratch[:3], 0, 0)
   is_first = (flags & step_list.FIRST) != 0
-  if form.safe:
+  if not words:
     _fixed_step(step, kinds, is_first, (flags & step_list.LAST) != 0)
     return
-  choice = softmax_choice.SoftmaxChoice(scratch[-1])
+  choice = softmax_choice.SoftmaxChoice(words[0])
   num_groups = step.result.heads // params.tiling.query_heads
   choice.begin_step(refs.program_ids, (num_groups, params.tiling.halves, refs.num_steps), is_first)
   choice.look_at_block(grid.key_block, kinds != 0, step.block_is_large, step.block_is_nonfinite)
   if params.single_step_rows:
-    _adaptive_only_step(step, choice, kinds)
+    _only_step(step, choice, kinds)
   else:
     _adaptive_step(step, choice, kinds, flags)
 
@@ -157,20 +169,22 @@ def _fixed_step(step: ForwardStep, kinds: jax.Array, is_first: jax.Array,
   pl.when(is_last)(lambda: _finish(step))
 
 
-def _adaptive_only_step(step: ForwardStep, choice: softmax_choice.SoftmaxChoice,
-                        kinds: jax.Array) -> None:
+def _only_step(step: ForwardStep, choice: softmax_choice.SoftmaxChoice, kinds: jax.Array) -> None:
   """Computes a step that has all blocks of its rows."""
   params = step.params
   strips = params.strips(step.grid, params.patterns.kinds[0])
 
-  @pl.when(choice.tries_naive)
-  def _() -> None:
-    step.fold_only_block(strips)
-    choice.after_naive(step.naive_failed())
+  if step.form.safe:
+    pl.when(jnp.logical_not(choice.is_shielded))(lambda: step.fold_only_block(strips))
+  else:
+    @pl.when(choice.tries_naive)
+    def _() -> None:
+      step.fold_only_block(strips)
+      choice.after_naive(step.naive_failed())
 
-  @pl.when(choice.is_safe)
-  def _() -> None:
-    step.safely().fold_only_block(strips)
+    @pl.when(choice.is_safe)
+    def _() -> None:
+      step.safely().fold_only_block(strips)
 
   @pl.when(choice.is_shielded)
   def _() -> None:

@@ -287,12 +287,12 @@ class ForwardStep(NamedTuple):
 
   def weigh(self, tile: TileIndex, weights: jax.Array) -> jax.Array:
     """Computes V^T P, [E, queries], of weights [keys, queries]."""
-    kept, = self.params.dropout.drop(self.refs, tile, weights)
     values = self.readers.value(self.refs, self.params.key_head(tile), tile.keys)
+    kept, = self.params.dropout.drop(self.refs, tile, weights.astype(values.dtype))
     if self.form.shielded:
       wide = values.astype(jnp.float32)
       values = jnp.where(wide - wide == 0, wide, 0.0).astype(values.dtype)
-    return self.params.dot(values, kept.astype(values.dtype), ((0,), (0,)))
+    return self.params.dot(values, kept, ((0,), (0,)))
 
   def naive_failed(self) -> jax.Array:
     """Returns whether a sum of exp(logit) is not in NAIVE_TOTALS after the step."""

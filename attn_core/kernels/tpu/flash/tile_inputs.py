@@ -13,6 +13,7 @@ from typing import Any, Callable, NamedTuple
 import jax
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
 from attn_core.kernels.tpu.flash.schedule import LANES, StepLists, Tiling
@@ -346,16 +347,35 @@ class DropoutReader(NamedTuple):
   mask: MaskReader
 
   def drop(self, refs: KernelRefs, tile: TileIndex, *weights: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns `weights` [keys, queries] with zeros where they are dropped."""
+    """Returns `weights` [keys, queries], of 16 or 32 bits, with zeros where they are dropped."""
     if self.words is None:
       return weights
     key_words = self.words(refs)
     b = tile.grid.batch if self.num_keys > 1 else 0
     words = [key_words[2 * b + i].astype(jnp.uint32) for i in range(2)]
     mask, coordinates = self.mask.coordinates(refs, tile)
-    keep = dropout.keep_mask(words, dropout.move_to_positions(mask, coordinates),
-                             self.probability)
-    return tuple(jnp.where(keep, x, 0) for x in weights)
+    at = dropout.move_to_positions(mask, coordinates)
+    if at is coordinates:
+      bits = self._bits(words, at, tile)
+      least = dropout.least_kept(self.probability)
+      return tuple(
+          jnp.where(bits >= jnp.int16(least) if x.dtype.itemsize == 2
+                    else bits.astype(jnp.int32) >= least, x, jnp.zeros_like(x)) for x in weights)
+    keep = dropout.keep_mask(words, at, self.probability)
+    return tuple(jnp.where(keep, x, jnp.zeros_like(x)) for x in weights)
+
+  def _bits(self, words: list[jax.Array], at: mask_lib.Coordinates, tile: TileIndex) -> jax.Array:
+    """Returns random bits of a tile whose positions are those of its tokens, int16.
+
+    Two keys of a pair are one word of 16-bit numbers in vector memory: they are hashed at once.
+    """
+    (keys, queries), tiling = tile.shape, self.mask.tiling
+    row = dropout.row_numbers(words, at._replace(query_position=at.query_position[:1]))
+    first = (tile.grid.key_block * tiling.block_kv + tile.keys.start) >> 1
+    pair = dropout.pair_numbers(
+        (lax.broadcasted_iota(jnp.int32, (keys // 2, LANES), 0) + first).astype(jnp.uint32))
+    pair = jnp.concatenate([pair] * (queries // LANES), 1)  # the same numbers along the lanes
+    return pltpu.bitcast(dropout.pair_bits(row, pair), jnp.int16)
 
   @property
   def scale(self) -> float:

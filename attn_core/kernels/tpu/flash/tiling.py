@@ -20,7 +20,7 @@ import jax
 
 from attn_core.kernels.tpu.flash import listed, scalar_memory, score_tiles
 from attn_core.kernels.tpu.flash.schedule import LANES, Tiling, round_up
-from attn_core.masks import mask as mask_lib, position_range
+from attn_core.masks import leaves, mask as mask_lib, position_range
 from attn_core.types import AttentionSpec, BlockSizes, Operands, cdiv
 
 MOST_TILES = 16  # of a block: their kinds share one 32-bit number
@@ -40,7 +40,7 @@ LEAST_GROUPED_ROWS = 512  # of a head, where a step computes several and their b
 # second: a step then takes all keys, and its sums need no second step. With 1,024 queries a step
 # instead of 2,048 it is 2% slower, in half of the code, but one that is computed again costs half.
 WHOLE_KEYS, WHOLE_WIDTHS = (2048, 4096), (64, 128)
-LONG_KEYS = 8192  # from this length on, a mask that shows most of a row is LONG
+LONG_KEYS = 8192  # from this length on, a mask that may show most of a row is LONG
 PER_PAIR_BLOCK = (512, 512, 512)  # with a bias or a dense mask, which has a number per pair
 # By backward, for float32, where a third of the code compiles in half the time. Products of float32
 # take six passes, compared to which filling the pipeline costs little: the forward is 2% slower to
@@ -168,7 +168,9 @@ def _step_heads(operands: Operands, rows: int, most_rows: int, fixed: bool,
   group, rows = _group(operands), round_up(min(rows, operands.query.shape[1]), LANES)
   most_rows = max(most_rows, rows)
   def rows_of(heads: int) -> int:
-    return rows if fixed or heads * rows <= most_rows else most_rows // heads // 256 * 256
+    # A divisor: blocks then add no padding, and have few different places on the diagonal.
+    whole = fixed or heads * rows <= most_rows
+    return rows if whole else _tile(rows, max(most_rows // heads, LANES))
   least = min(rows, LEAST_GROUPED_ROWS)
   choices = [heads for heads in range(1, group + 1) if group % heads == 0 and
              most_heads % heads == 0 and rows_of(heads) >= least
@@ -265,7 +267,10 @@ def _kind(operands: Operands, mask: mask_lib.Mask) -> str:
   if isinstance(mask, mask_lib.Full):
     whole = all(low < n <= most for n, (low, most) in ((keys, WHOLE_KEYS), (width, WHOLE_WIDTHS)))
     return WHOLE if whole else FULL
-  return LONG if keys >= LONG_KEYS and not position_range.is_narrow(mask) else MASKED
+  # Documents may be short, and a large block of several ones has many hidden pairs.
+  packed = any(isinstance(node, leaves.Segments) for node in mask_lib.nodes(mask))
+  long = keys >= LONG_KEYS and not packed and not position_range.is_narrow(mask)
+  return LONG if long else MASKED
 
 
 def _requested(requested: BlockSizes, field: str, length: int, divisor: int) -> int | None:
