@@ -117,7 +117,7 @@ def _continued(programs: list[Program], unfinished: pathlib.Path, versions: dict
   Args:
     programs: the programs to measure.
     unfinished: a file, which a run that ends removes. Its first line says of which versions and of
-      which sources it is: for others, it begins anew.
+      which sources it is; for others, all are measured.
     versions: of JAX and libtpu.
     show: called with every new result.
   """
