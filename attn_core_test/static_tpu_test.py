@@ -152,9 +152,10 @@ class ReadingTest(absltest.TestCase):
 
   def test_pages_tables(self):
     programs = list(tpu_pages.programs("v6e", ["decode"]))
-    self.assertLen(programs, 2 * len(tpu_pages.FORMS))
+    # tpu-inference does not take int8.
+    self.assertLen(programs, sum(2 - (form[3] == "int8") for form in tpu_pages.FORMS))
     long = list(tpu_pages.programs("v6e", ["prefill", "mixed"]))
-    self.assertEqual([x.case.key_heads for x in long], 6 * [1])  # compiled in reasonable time
+    self.assertEqual([x.case.key_heads for x in long], 18 * [1])  # compiled in reasonable time
     latents = list(tpu_pages.programs("v6e", ["latent"]))
     self.assertEqual([(x.contender, x.case.width, x.case.value_width) for x in latents],
                      3 * [(tpu_pages_programs.OURS_LATENT, 576, 512)])

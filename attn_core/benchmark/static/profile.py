@@ -169,12 +169,12 @@ def _measure(program: Program) -> Result:
 
 def compile_one(folder: str, text: str) -> None:
   """Compiles a program given as JSON; writes the properties of the compiled program to a file."""
-  contender, fields, backward, chip, (block_q, block_kv, last), decoding = json.loads(text)
+  contender, fields, backward, chip, (block_q, block_kv, last), *rest = json.loads(text)
   fields = [tuple(x) if isinstance(x, list) else x for x in fields]
   device = devices(chip)[0]
   sharding = jax.sharding.SingleDeviceSharding(device)
   kind = jax.sharding.AbstractDevice(device.device_kind, device.num_cores, "tpu")
-  program = Program(contender, Case(*fields), backward, chip, (block_q, block_kv, last), decoding)
+  program = Program(contender, Case(*fields), backward, chip, (block_q, block_kv, last), *rest)
   mesh = jax.sharding.AbstractMesh((), (), abstract_device=kind)
   with (jax.sharding.use_abstract_mesh(mesh),
         tpu_programs.built(program, CONTENDERS[contender]) as (function, arguments)):

@@ -22,18 +22,26 @@ class Kind(NamedTuple):
   name: str
   requests: tuple[int, int]  # of one query, and of many
   lengths: tuple[int, int]  # tokens of every request, queries of one of many
-  forms: tuple[tuple[int, tuple[int, int], int], ...]  # (page size, (H, K), D)
+  # (page size, (H, K), D, dtype of the pages if it is not bfloat16)
+  forms: tuple[tuple[int, tuple[int, int], int, str], ...]
   blocks: dict[str, tuple[tuple[int, int], ...]]  # contender -> (queries, keys); 0: its own choice
 
 
-# (page size, (H, K), D): the first one, and others that differ in one number.
-FORMS = ((16, (32, 8), 128), (64, (32, 8), 128), (256, (32, 8), 128), (16, (8, 1), 128),
-         (16, (64, 8), 128), (16, (32, 8), 64), (16, (32, 8), 256))
-FEW_HEADS = ((16, (8, 1), 128),)
-LATENTS = ((64, (16, 1), 576), (16, (16, 1), 576), (64, (128, 1), 576))  # 512 numbers are the value
+# The first one, and others that differ in one number; few heads, as of a model over several chips.
+FORMS = ((16, (32, 8), 128, ""), (64, (32, 8), 128, ""), (256, (32, 8), 128, ""),
+         (16, (64, 8), 128, ""), (16, (32, 8), 64, ""), (16, (32, 8), 256, ""),
+         (16, (32, 8), 128, "float8_e4m3fn"), (16, (32, 8), 128, "int8"),
+         (16, (16, 4), 128, ""), (16, (16, 2), 128, ""), (16, (8, 1), 128, ""),
+         (64, (8, 1), 128, ""), (256, (8, 1), 128, ""), (16, (8, 1), 128, "float8_e4m3fn"))
+FEW_HEADS = ((16, (8, 1), 128, ""), (64, (8, 1), 128, ""), (16, (8, 1), 128, "float8_e4m3fn"))
+SEVERAL = ((16, (32, 8), 128, ""), (16, (8, 1), 128, ""))
+# Of 576 numbers 512 are the value.
+LATENTS = ((64, (16, 1), 576, ""), (16, (16, 1), 576, ""), (64, (128, 1), 576, ""))
 KINDS = (
     # More than one block of keys a request would be counted wrongly, see `to_markdown`.
     Kind("decode", (8, 0), (2048, 1), FORMS, {OURS: ((0, 0),), RPA: ((0, 0),)}),
+    Kind("drafts4", (0, 8), (2048, 4), SEVERAL, {OURS: ((0, 0),)}),
+    Kind("drafts8", (0, 8), (2048, 8), SEVERAL, {OURS: ((0, 0),)}),
     Kind("short", (256, 0), (128, 1), FORMS[:1], {OURS: ((0, 0),), RPA: ((0, 0),)}),
     Kind("prefill", (0, 1), (512, 512), FEW_HEADS, {OURS: ((0, 0),), RPA: ((128, 512), (64, 512))}),
     Kind("mixed", (8, 1), (1024, 128), FEW_HEADS, {OURS: ((0, 0),), RPA: ((64, 512), (32, 512))}),
@@ -53,11 +61,15 @@ def programs(chip: str, kinds: Iterable[str] = ("decode", "prefill", "mixed")) -
   for kind in KINDS:
     if kind.name not in kinds:
       continue
-    for page, heads, width in kind.forms:
-      case = tpu_pages_programs.case_of(kind.name, kind.requests, kind.lengths, heads, width)
+    for page, heads, width, stored in kind.forms:
+      case = tpu_pages_programs.case_of(kind.name, kind.requests, kind.lengths, heads, width,
+                                        stored)
       for contender, choices in kind.blocks.items():
+        if contender == RPA and stored == "int8":  # it takes floating point only
+          continue
         for block_q, block_kv in choices:
-          yield Program(contender, case, False, chip, (block_q, block_kv, page), kind.requests[0])
+          yield Program(contender, case, False, chip, (block_q, block_kv, page),
+                        kind.requests[0], stored)
 
 
 def run(chips: Iterable[str] | None = None, widths: Iterable[int] | None = None,
@@ -117,8 +129,9 @@ def to_markdown(results: list[Result], versions: dict[str, str]) -> str:
           if kind.name in present)
       + ". Where a request of the kernel of tpu-inference has several blocks, its transfers are "
       "counted as if they took no time. Both pad heads of width 64 to 128; tpu-inference has a "
-      "kernel for these, too, which is not counted. Width 576: latent rows. The programs did not "
-      "run on a TPU.", "",
+      "kernel for these, too, which is not counted. Width 576: latent rows. Pages of 8 bits have "
+      "one scale of all keys and one of all values; tpu-inference takes floating point only. The "
+      "programs did not run on a TPU.", "",
       "By `python3 -m attn_core.benchmark --static tpu-pages`."]
   return static_tpu.by_chip(lines, results, static_tpu.peak_bandwidth, _table, _line)
 

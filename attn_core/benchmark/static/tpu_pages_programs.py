@@ -35,12 +35,13 @@ OURS_LATENT_8 = "attn_core multi_latent_ragged_page_attention, int8"
 LATENT = 512  # numbers of a latent row that are its value
 RPA = "tpu-inference rpa v3"
 RPA_VECTOR_BYTES = 100 * 2**20  # limit of its kernel
+RPA_SCALE = 0.05  # of keys and values in 8 bits, any number
 VERSIONS = {"v5e": 5, "v6e": 6, "tpu7x": 7}  # chip -> the number that it expects
 PACKAGE = "tpu_inference.kernels.ragged_paged_attention.v3"
 
 
 def case_of(kind: str, requests: tuple[int, int], lengths: tuple[int, int],
-            heads: tuple[int, int], width: int) -> Case:
+            heads: tuple[int, int], width: int, stored: str = "") -> Case:
   """Returns a case.
 
   Args:
@@ -49,10 +50,12 @@ def case_of(kind: str, requests: tuple[int, int], lengths: tuple[int, int],
     lengths: (tokens of a request, queries of a request of many).
     heads: (H, K).
     width: D.
+    stored: dtype of the pages, if it is not bfloat16.
   """
   tokens, queries = lengths
   value_width = LATENT if kind == "latent" else width
   name = f"{kind}_{sum(requests)}x{tokens}_h{heads[0]}_{heads[1]}_d{width}"
+  name += f"_{stored}" if stored else ""
   return Case(name, sum(requests), *heads, width, value_width, queries, tokens, dtype="bfloat16")
 
 
@@ -79,13 +82,23 @@ class Requests:
     return self.decoding, self.decoding, self.case.batch
 
 
-def shapes(program: Program) -> tuple[jax.ShapeDtypeStruct, ...]:
-  """Returns the shapes of (query, key, value, pages, lengths, tables [R, max_pages], starts)."""
-  case, page, tokens = program.case, program.blocks[2], Requests(program).tokens
-  pages = jax.eval_shape(lambda: ops.init(
+def cache_of(program: Program) -> layouts.PagesV3:
+  """Returns the shapes of the pages of all requests, with scales of all numbers if of 8 bits."""
+  case, page = program.case, program.blocks[2]
+  cache = jax.eval_shape(lambda: ops.init(
       layouts.PagesV3, case.batch * (case.keys // page), page,
-      layouts.Heads(case.key_heads, case.width, case.width), case.dtype)).pages
+      layouts.Heads(case.key_heads, case.width, case.width), program.stored or case.dtype,
+      "tensor" if program.stored else None))
+  assert isinstance(cache, layouts.PagesV3)
+  return cache
+
+
+def shapes(program: Program) -> tuple[jax.ShapeDtypeStruct, ...]:
+  """Returns the shapes of (query, key, value, lengths, tables [R, max_pages], starts)."""
+  case, page, tokens = program.case, program.blocks[2], Requests(program).tokens
   array = lambda heads: jax.ShapeDtypeStruct((tokens, heads, case.width), case.dtype)
+  pages = cache_of(program).pages
+  assert isinstance(pages, jax.ShapeDtypeStruct)
   numbers = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
   return (array(case.heads), array(case.key_heads), array(case.key_heads), pages,
           numbers(case.batch), numbers(case.batch, case.keys // page), numbers(case.batch + 1))
@@ -150,23 +163,23 @@ def _computed(program: Program) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _ours(program: Program) -> Iterator[Built]:
-  (_, block_kv, _), requests = program.blocks, Requests(program)
+  (block_q, block_kv, _), requests = program.blocks, Requests(program)
   mixed = 0 < requests.decoding < program.case.batch
-  query, key, value, pages, lengths, tables, starts = shapes(program)
+  query, key, value, _, lengths, tables, starts = shapes(program)
   split = (None, jax.ShapeDtypeStruct((3,), jnp.int32)) if mixed else ()
 
-  def attend(pages: Any, query: Any, key: Any, value: Any, *metadata: Any) -> Any:
+  def attend(cache: layouts.PagesV3, query: Any, key: Any, value: Any, *metadata: Any) -> Any:
     output = attention(
         query, key, value, mechanism="ragged_page_attention_v3", layout="thd",
-        metadata=OperationMetadata(platform="tpu"), cache_view=layouts.PagesV3(pages),
-        block_sizes=BlockSizes(block_kv=block_kv or None),
+        metadata=OperationMetadata(platform="tpu"), cache_view=cache,
+        block_sizes=BlockSizes(block_q or None, block_kv or None),
         cache_metadata=layouts.PagesMetadata(*metadata))
     assert isinstance(output.cache_view, layouts.PagesV3)
     return output.attention_outputs, output.cache_view.pages
 
   with _computed(program):
     yield jax.jit(attend, donate_argnums=0), (
-        pages, query, key, value, tables, lengths, starts, *split)
+        cache_of(program), query, key, value, tables, lengths, starts, *split)
 
 
 @contextlib.contextmanager
@@ -265,13 +278,23 @@ def _rpa(program: Program) -> Iterator[Built]:
     loop(request, *refs[:4], *scalars, *refs[7:], **options)
 
   block_q, block_kv, _ = program.blocks
-  sizes = {"m_block_sizes": (block_q, block_kv, block_q, min(512, block_kv))} if block_q else {}
+  sizes: dict[str, Any] = {}
+  if block_q:
+    sizes["m_block_sizes"] = block_q, block_kv, block_q, min(512, block_kv)
   if block_kv:
     sizes["d_block_sizes"] = (1, min(block_kv, case.keys), 1, min(block_kv, case.keys))
 
-  def attend(pages: Any, *arrays: Any) -> Any:
+  stored = jnp.dtype(program.stored or case.dtype)
+  if program.stored:
+    sizes |= {"k_scale": RPA_SCALE, "v_scale": RPA_SCALE}
+
+  def attend(pages: Any, query: Any, key: Any, value: Any, *arrays: Any) -> Any:
+    if program.stored:  # as the package does before it calls the kernel
+      most = float(jnp.finfo(stored).max)
+      key, value = (jnp.clip(x.astype(jnp.float32) / RPA_SCALE, -most, most).astype(stored)
+                    for x in (key, value))
     return library.ragged_paged_attention(
-        *arrays[:3], pages, *arrays[3:], sm_scale=case.width**-0.5,
+        query, key, value, pages, *arrays, sm_scale=case.width**-0.5,
         vmem_limit_bytes=RPA_VECTOR_BYTES, **sizes)
 
   version = lambda: VERSIONS[program.chip]

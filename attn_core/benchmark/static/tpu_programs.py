@@ -36,6 +36,7 @@ class Program(NamedTuple):
   # (query tokens, key tokens, key tokens computed at once; for a paged cache, tokens of a page).
   blocks: tuple[int, int, int]
   decoding: int = 0  # requests of one query, before those of case.queries; over pages only
+  stored: str = ""  # dtype of the pages, if it is not that of the case
 
 
 # What a contender yields: a function, and the shapes of its arguments.

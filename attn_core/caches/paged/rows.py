@@ -21,7 +21,8 @@ def interleave(key: Array, value: Array) -> jax.Array:
   width = max(key.shape[-1], value.shape[-1])
   key, value = (jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, width - x.shape[-1]),))
                 for x in (key, value))
-  return jnp.stack([key, value], -2).reshape(*key.shape[:-2], 2 * key.shape[-2], width)
+  # XLA writes this in one pass on TPUs, a stack of both in three.
+  return jnp.concatenate([key, value], -1).reshape(*key.shape[:-2], 2 * key.shape[-2], width)
 
 
 def pad_rows(cache: PagesV2 | PagesV3, rows: Array) -> jax.Array:

@@ -12,7 +12,6 @@ import functools
 from typing import Iterable, Sequence
 
 import jax
-from jax import lax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
@@ -121,7 +120,6 @@ def _latent_page(key: ShapedArray, value: ShapedArray) -> int | None:
 def _token_arrays(operands: Operands, layout: KVLayout) -> tuple[jax.Array, ...]:
   """Returns keys, values and scales as `KVLayout` describes them."""
   def stored(x: jax.Array) -> jax.Array:
-    x = lax.bitcast_convert_type(x, jnp.int8) if x.dtype.itemsize == 1 else x
     return x.swapaxes(1, 2) if layout.heads_major else x
   arrays = tuple(map(stored, (operands.key, operands.value)))
   if layout.latent:

@@ -25,7 +25,8 @@ from attn_core.kernels.tpu import launch
 from attn_core.kernels.tpu.ragged import common, row_mods, update_few_rows, update_many_rows
 from attn_core.kernels.tpu.ragged.common import (
     Index, KernelInputs, KernelRefs, LogitsSpec, Ref, StepShape, Steps)
-from attn_core.kernels.tpu.ragged.kv_layout import LiveTokens, Transfer, copy_block, copy_pages
+from attn_core.kernels.tpu.ragged.kv_layout import (
+    LiveTokens, RowPages, Transfer, copy_block, copy_pages)
 from attn_core.kernels.tpu.ragged.mod_form import FIXED, LINES, STEP, ModRefs
 
 
@@ -43,6 +44,7 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: KernelInputs,
     out [num_steps, head_groups, group_rows, E], and lse float32
     [num_steps, head_groups, group_rows]; only those of the first `num_live` steps are written.
   """
+  shape = shape._replace(layout=shape.layout.at_run_time())
   rows, layout = inputs.rows, shape.layout
   num_steps, width = rows.shape[0], layout.widths[-1]
   chex.assert_shape(rows, (num_steps, shape.head_groups, shape.group_rows, None))
@@ -218,14 +220,19 @@ def step_of(k: KernelRefs, step: Index) -> Steps:
   return Steps(*(k.steps[field, step] for field in range(len(Steps._fields))))
 
 
-def _page_index(k: KernelRefs, step: Steps, page: Index) -> Index:
-  """Maps a page of a row to its number in the pool, or to the batch row of a dense cache."""
+def _row_pages(k: KernelRefs, step: Steps) -> RowPages:
+  """Returns the pages of a row: those of its table, or one after the other in a dense cache."""
   if not k.shape.row_pages:
-    return step.row
-  found, source = k.tables[step.row * k.shape.row_pages + page], k.sources[0]
+    return RowPages(0, lambda _: step.row)
   layout = k.shape.layout
-  pool = source.shape[1 if layout.heads_major and not layout.interleaved else 0]
-  return jnp.clip(found, 0, pool - 1)
+  pool = k.sources[0].shape[1 if layout.heads_major and not layout.interleaved else 0]
+
+  def index_of(place: Index) -> jax.Array:
+    found = lax.max(k.tables[place], jnp.int32(0))
+    # A minimum of unsigned numbers is one instruction.
+    return lax.min(found.astype(jnp.uint32), jnp.uint32(pool - 1)).astype(jnp.int32)
+
+  return RowPages(step.row * k.shape.row_pages, index_of)
 
 
 def _copy_block(k: KernelRefs, slot: Index, step: Steps, block: Index, *, start: bool) -> None:
@@ -235,7 +242,7 @@ def _copy_block(k: KernelRefs, slot: Index, step: Steps, block: Index, *, start:
   has_keys = k.spec.mods is not None and k.spec.mods.key_rows > 0
   transfer = lambda part: Transfer(k.sources[part], k.buffers[part], k.semaphores, slot)
   copy_pages(layout, transfer(slice(arrays)), LiveTokens(step.kv_start, step.kv_stop), block,
-             functools.partial(_page_index, k, step), start=start)
+             _row_pages(k, step), start=start)
   copy_block(layout, transfer(slice(arrays, first)), step.row, block, start=start)
   if has_keys:
     row = 0 if k.sources[first].shape[0] == 1 else step.row  # all rows may share one

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 import numpy as np
 
 from attn_core.kernels.tpu.ragged.kv_layout import (
-    PAIRED_TOKENS, SUBLANES, KVLayout, LiveTokens, wide_dtype)
+    PAIRED_TOKENS, SUBLANES, KVLayout, LiveTokens, narrowed, widened)
 
 Ref = Any  # a Pallas reference
 Index = Any  # int, or a traced int32
@@ -66,8 +66,9 @@ class KVBlock(NamedTuple):
     whole = (self.live_range[0] <= 0) & (self.live_range[1] >= layout.block_kv)
     for array, part in self._word_parts():
       self._load_part(array, part)
-      self._clear_dead_tokens(self.words[array], part, whole)
-      total += _nonfinite_indicator(self.words[array][part], layout)
+      words = self._words_of(array, part)
+      self._clear_dead_tokens(words, whole)
+      total += _nonfinite_indicator(words[...], layout)
     if layout.heads_major:
       for array in range(len(layout.widths)):
         for row in range(layout.token_rows):
@@ -82,12 +83,28 @@ class KVBlock(NamedTuple):
     """Yields (array, part of its width) of everything that is kept as words."""
     if self.layout.keeps_words:
       for array in range(len(self.layout.widths)):
-        for part in range(self.words[array].shape[0]):
+        for part in range(self._parts_of(array)):
           yield array, part
 
+  def _parts_of(self, array: int) -> int:
+    """Returns how many parts of LANES columns the words of an array have."""
+    return 1 if self.layout.in_place else self.words[array].shape[0]
+
+  def _words_of(self, array: int, part: int) -> Ref:
+    """Returns a reference to the words of all tokens in LANES columns, [rows, lanes]."""
+    layout = self.layout
+    if not layout.in_place:
+      return self.words[array].at[part]
+    buffer = self.buffers[array]
+    buffer = buffer if layout.packing == 1 else buffer.bitcast(jnp.uint32)
+    return buffer.at[self.slot].reshape(layout.block_kv * layout.token_words, buffer.shape[-1])
+
   def _load_part(self, array: int, part: int) -> None:
-    """Converts LANES columns of an array to words."""
-    layout, words = self.layout, self.words[array]
+    """Converts LANES columns of an array to words, if they are not read in place."""
+    layout = self.layout
+    if layout.in_place:
+      return
+    words = self.words[array]
     lanes = words.shape[2]
     x = self.buffers[array][self.slot, :, :, :, pl.ds(part * lanes, lanes)]
     x = self._to_words(x.reshape(layout.block_kv * layout.token_rows * layout.lane_parts, lanes))
@@ -118,22 +135,21 @@ class KVBlock(NamedTuple):
     """Converts [rows, lanes] to uint32 words, or to float32 if numbers are not packed."""
     if self.layout.packing > 1:
       return pltpu.bitcast(x, jnp.uint32)
-    return _to_float(x.astype(jnp.int32), self.layout.dtype) if x.dtype == jnp.int8 else (
-        x.astype(jnp.float32))
+    return x.astype(jnp.float32)
 
-  def _clear_dead_tokens(self, words: Ref, part: int, whole: jax.Array) -> None:
+  def _clear_dead_tokens(self, words: Ref, whole: jax.Array) -> None:
     """Writes zeros over the words of tokens that may not be read, unless `whole`."""
     @pl.when(jnp.logical_not(whole))
     def _() -> None:
-      token = lax.div(lax.broadcasted_iota(jnp.int32, words.shape[1:], 0),
+      token = lax.div(lax.broadcasted_iota(jnp.int32, words.shape, 0),
                       jnp.int32(self.layout.token_words))
       if self.layout.splits_even_odd:
         within = lax.rem(token, jnp.int32(PAIRED_TOKENS))
         token += lax.rem(within, jnp.int32(SUBLANES)) * 2 + lax.div(
             within, jnp.int32(SUBLANES)) - within
       first, end = self.live_range
-      words[part] = jnp.where((token >= first) & (token < end), words[part],
-                              jnp.zeros((), words.dtype))
+      words[...] = jnp.where((token >= first) & (token < end), words[...],
+                             jnp.zeros((), words.dtype))
 
   def _clear_dead_rows(self, whole: jax.Array) -> None:
     """Writes zeros over latent rows of tokens that may not be read, unless `whole`."""
@@ -141,8 +157,8 @@ class KVBlock(NamedTuple):
     def _() -> None:
       for buffer in self.buffers[:len(self.layout.array_widths)]:
         x = buffer[self.slot].reshape(self.layout.block_kv, buffer.shape[-1])
-        x = jnp.where(self.is_live(), x.astype(wide_dtype(x.dtype)), 0)
-        buffer[self.slot] = x.reshape(buffer.shape[1:]).astype(buffer.dtype)
+        x = narrowed(jnp.where(self.is_live(), widened(x), 0), buffer.dtype)
+        buffer[self.slot] = x.reshape(buffer.shape[1:])
 
   def _read_latents(self, dtype: DTypeLike) -> jax.Array:
     """Reads the latent rows of all tokens, dequantized, [block_kv, D]."""
@@ -165,8 +181,8 @@ class KVBlock(NamedTuple):
     for buffer in self.buffers[:len(self.layout.array_widths)]:
       x = buffer[self.slot].reshape(self.layout.block_kv, buffer.shape[-1])
       x = x if piece is None else x[piece]
-      found.append(_to_float(x.astype(jnp.int32), self.layout.dtype).astype(dtype)
-                   if x.dtype == jnp.int8 else x.astype(dtype))
+      x = widened(x) if x.dtype.itemsize == 1 else x
+      found.append((_to_float(x, self.layout.dtype) if x.dtype == jnp.int32 else x).astype(dtype))
     return found
 
   def row_scales(self, piece: slice | None) -> jax.Array | None:
@@ -182,11 +198,10 @@ class KVBlock(NamedTuple):
     return x if piece is None else x[:, piece]
 
   def _read_heads_major(self, array: int, row: Index) -> jax.Array:
-    """Reads a row of all tokens, [block_kv, D or E] as stored, where heads come first."""
+    """Reads a row of all tokens, float32 [block_kv, D or E], where heads come first."""
     x = self.buffers[array][self.slot, :, row]
     x = x.reshape(self.layout.block_kv, x.shape[-1])
-    return jnp.where(self.is_live(), x.astype(jnp.float32), 0) if x.dtype != jnp.int8 else (
-        jnp.where(self.is_live(), x.astype(jnp.int32), 0))
+    return jnp.where(self.is_live(), x.astype(jnp.float32), 0)
 
   def read_both(self, head: Index, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     """Reads keys [block_kv, D] and values [block_kv, E] of a head, dequantized."""
@@ -208,18 +223,21 @@ class KVBlock(NamedTuple):
     array, row = (0, 2 * head + int(is_value)) if layout.interleaved else (int(is_value), head)
     if layout.heads_major:
       x = self._read_heads_major(array, row)
-      x = _to_float(x, layout.dtype) if x.dtype == jnp.int32 else x
     else:
       packing = layout.packing
-      row, packed = jnp.int32(row), jnp.int32(packing)
-      word: Index = lax.div(row, packed)
-      place: Index = lax.rem(row, packed)
-      if layout.interleaved and packing == 2:
+      word: Index
+      place: Index
+      if isinstance(row, int):
+        word, place = divmod(row, packing)
+      elif layout.interleaved and packing == 2:
         word, place = head, int(is_value)
+      else:
+        word, place = lax.div(row, jnp.int32(packing)), lax.rem(row, jnp.int32(packing))
       if layout.pairs_tokens:
         return _pack_pairs(*self._even_odd_words(array, word), place, layout.dtype).astype(dtype)
       x = self._read_words(array, word)
-      x = _unpack(x, place, layout) if packing > 1 else x
+      is_scaled = self.tensor_scales is not None or layout.scales == "token"
+      x = _unpack(x, place, layout, jnp.float32 if is_scaled else dtype) if packing > 1 else x
     if self.tensor_scales is not None:
       x = x * self.tensor_scales[int(is_value)]
     elif layout.scales == "token":
@@ -241,13 +259,20 @@ class KVBlock(NamedTuple):
 
   def _read_words(self, array: int, word: Index, first: int = 0, stride: int = 1) -> jax.Array:
     """Reads one word of every `stride`-th token from the `first`, [block_kv / stride, D or E]."""
-    layout, words = self.layout, self.words[array]
+    layout = self.layout
+    number = layout.token_words // layout.lane_parts
+    if layout.in_place and not isinstance(word, int):
+      # Numbers smaller than a tile of references in place are static.
+      found = self._read_words(array, 0, first, stride)
+      for i in range(1, number):
+        found = jnp.where(word == i, self._read_words(array, i, first, stride), found)
+      return found
     begin = first * layout.token_words + word * layout.lane_parts
     rows = lambda part: pl.ds(begin + part, layout.block_kv // stride,
                               stride=stride * layout.token_words)
-    return jnp.concatenate([words[part, rows(0), :] for part in range(words.shape[0])]
-                           if layout.lane_parts == 1 else
-                           [words[0, rows(part), :] for part in range(layout.lane_parts)], 1)
+    places = ([(part, 0) for part in range(self._parts_of(array))] if layout.lane_parts == 1 else
+              [(0, part) for part in range(layout.lane_parts)])
+    return jnp.concatenate([self._words_of(array, part)[rows(row), :] for part, row in places], 1)
 
 
 def _pack_pairs(even: jax.Array, odd: jax.Array, place: Index, dtype: DTypeLike) -> jax.Array:
@@ -262,13 +287,13 @@ def _pack_pairs(even: jax.Array, odd: jax.Array, place: Index, dtype: DTypeLike)
   return pltpu.bitcast(words, dtype)
 
 
-def _unpack(words: jax.Array, place: Index, layout: KVLayout) -> jax.Array:
-  """Converts the numbers at a place in their words to float32."""
-  bits = 8 * jnp.dtype(layout.dtype).itemsize
-  high = words << jnp.uint32(32 - bits - bits * place)
+def _unpack(words: jax.Array, place: Index, layout: KVLayout, dtype: DTypeLike) -> jax.Array:
+  """Converts the numbers at a place in their words to a dtype that holds them all."""
+  bits = jnp.uint32(8 * jnp.dtype(layout.dtype).itemsize * place)
   if layout.packing == 2:
-    return lax.bitcast_convert_type(high & np.uint32(0xFFFF0000), jnp.float32)
-  return _to_float(lax.bitcast_convert_type(high, jnp.int32) >> np.int32(24), layout.dtype)
+    high = (words << (16 - bits)) & np.uint32(0xFFFF0000)
+    return lax.bitcast_convert_type(high, jnp.float32).astype(dtype)
+  return pltpu.bitcast((words >> bits).astype(jnp.uint8), layout.dtype).astype(dtype)
 
 
 def _to_float(codes: jax.Array, dtype: DTypeLike) -> jax.Array:
@@ -299,12 +324,10 @@ def _nonfinite_indicator(x: jax.Array, layout: KVLayout) -> jax.Array:
   if dtype == jnp.int8:
     return jnp.zeros((1, 1), jnp.float32)
   if x.dtype == jnp.uint32 and dtype.itemsize == 2:
-    return _nan_if_nonfinite(_unpack(x, 0, layout) + _unpack(x, 1, layout))
+    low, high = (_unpack(x, place, layout, jnp.float32) for place in range(2))
+    return _nan_if_nonfinite(low + high)
   # Of float8_e4m3fn only 0x7F is not finite, with either sign.
-  if x.dtype == jnp.uint32:
-    x = lax.bitcast_convert_type(x, jnp.int32)
-    codes = (x & np.int32(0x7F7F7F7F)) + np.int32(0x01010101)
-    codes = lax.shift_right_logical(codes, np.int32(7)) & np.int32(0x01010101)
-  else:
-    codes = ((x & np.int32(0x7F)) == 0x7F).astype(jnp.int32)
+  x = lax.bitcast_convert_type(x, jnp.int32)
+  codes = (x & np.int32(0x7F7F7F7F)) + np.int32(0x01010101)
+  codes = lax.shift_right_logical(codes, np.int32(7)) & np.int32(0x01010101)
   return (codes != 0).astype(jnp.float32).sum(0, keepdims=True).sum(1, keepdims=True)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 import numpy as np
 
+from attn_core.kernels.tpu import launch
 from attn_core.types import cdiv
 
 Ref = Any  # a Pallas reference
@@ -33,7 +34,7 @@ ONE_WAIT_PER_BLOCK = True
 class KVLayout(NamedTuple):
   """Layout of keys and values; static and hashable.
 
-  The arrays of tokens, with 8-bit numbers as int8, are one of:
+  The arrays of tokens are one of:
     keys and values interleaved: one array [num_pages, page_size, 2 * K, D], keys in even rows and
       values in odd ones;
     pages: two arrays [num_pages, page_size, K, D] and [num_pages, page_size, K, E];
@@ -65,6 +66,8 @@ class KVLayout(NamedTuple):
   lane_parts: int = 1
   latent: bool = False  # whether the value is a part of the key
   rest_dtype: Any = None  # of the rest of latent rows whose value has 8 bits; None: they are whole
+  # Whether words are read where transfers put the numbers, see `at_run_time`.
+  in_place: bool = False
 
   @property
   def array_widths(self) -> tuple[int, ...]:
@@ -75,11 +78,10 @@ class KVLayout(NamedTuple):
 
   @property
   def array_dtypes(self) -> tuple[np.dtype, ...]:
-    """The dtypes of the arrays of tokens, as they are copied."""
-    stored = jnp.dtype(jnp.int8 if jnp.dtype(self.dtype).itemsize == 1 else self.dtype)
+    """The dtypes of the arrays of tokens."""
     if self.rest_dtype is not None:
-      return stored, jnp.dtype(self.rest_dtype)
-    return (stored,) * len(self.array_widths)
+      return jnp.dtype(self.dtype), jnp.dtype(self.rest_dtype)
+    return (jnp.dtype(self.dtype),) * len(self.array_widths)
 
   @property
   def scale_arrays(self) -> int:
@@ -88,8 +90,20 @@ class KVLayout(NamedTuple):
 
   @property
   def keeps_words(self) -> bool:
-    """True if blocks are converted to words before they are read."""
+    """True if blocks are read as words."""
     return not (self.heads_major or self.latent)
+
+  @property
+  def has_words(self) -> bool:
+    """True if rows of LANES numbers are words in the order of tokens wherever they are.
+
+    The words of a token must be a whole tile, and fewer than one of SUBLANES rows, which are read
+    faster in the order that `splits_even_odd` gives them.
+    """
+    itemsize = jnp.dtype(self.dtype).itemsize
+    return (self.keeps_words and self.token_words in (1, 2, 4)
+            and (itemsize == 4 or self.packing > 1)
+            and all(width == LANES * self.lane_parts for width in self.widths))
 
   @property
   def block_kv(self) -> int:
@@ -147,7 +161,7 @@ class KVLayout(NamedTuple):
   def word_buffers(self) -> list[BufferShape]:
     """Returns shapes of the buffers for the words of a block and for its transposed scales."""
     dtype = jnp.uint32 if self.packing > 1 else jnp.float32
-    found: list[BufferShape] = [] if not self.keeps_words else [
+    found: list[BufferShape] = [] if self.in_place or not self.keeps_words else [
         ((cdiv(width, LANES * self.lane_parts), self.block_kv * self.token_words,
           min(width, LANES)), dtype)
         for width in self.widths]
@@ -159,12 +173,34 @@ class KVLayout(NamedTuple):
       size = jnp.dtype(dtype).itemsize
       rows = cdiv(shape[-2], 4 // size) * (4 // size)
       return int(np.prod(shape[:-2])) * rows * cdiv(shape[-1], LANES) * LANES * size
-    return sum(padded(*x) for x in (*self.buffers(), *self.word_buffers()))
+    words = self._replace(in_place=self.has_words).word_buffers()
+    return sum(padded(*x) for x in (*self.buffers(), *words))
+
+  def at_run_time(self) -> "KVLayout":
+    """Returns the layout of a kernel that is traced now.
+
+    Words are read in place where a block has them. Interpret mode has no references to the same
+    memory in another dtype or shape: there they are copied.
+    """
+    return self._replace(in_place=self.has_words and not launch.effects())
 
 
 def wide_dtype(dtype: DTypeLike) -> np.dtype:
-  """Returns the dtype of 32 bits that holds all numbers of one in which arrays are copied."""
-  return jnp.dtype(jnp.int32 if jnp.dtype(dtype) == jnp.int8 else jnp.float32)
+  """Returns the dtype in which `widened` gives numbers."""
+  return jnp.dtype(jnp.int32 if jnp.dtype(dtype).itemsize == 1 else jnp.float32)
+
+
+def widened(x: jax.Array) -> jax.Array:
+  """Converts numbers to 32 bits: to float32, or those of 8 bits as they are to int32."""
+  x = lax.bitcast_convert_type(x, jnp.int8) if x.dtype.itemsize == 1 else x
+  return x.astype(wide_dtype(x.dtype))
+
+
+def narrowed(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+  """Returns the inverse of `widened`."""
+  if jnp.dtype(dtype).itemsize > 1:
+    return x.astype(dtype)
+  return lax.bitcast_convert_type(x.astype(jnp.int8), dtype)
 
 
 def is_heads_major(rows: int, dtype: DTypeLike) -> bool:
@@ -205,6 +241,13 @@ class Transfer(NamedTuple):
   slot: Index
 
 
+class RowPages(NamedTuple):
+  """The pages of a row."""
+
+  begin: Index  # the first one, in the tables of all rows
+  index_of: Callable[[Index], Index]  # of a page there: its number in the pool, or the batch row
+
+
 def copy_block(layout: KVLayout, transfer: Transfer, row: Index, block: Index, *,
                start: bool) -> None:
   """Starts or awaits the copies of a block of tokens of arrays [rows, ..., padded_tokens].
@@ -224,7 +267,7 @@ def copy_block(layout: KVLayout, transfer: Transfer, row: Index, block: Index, *
 
 
 def copy_pages(layout: KVLayout, transfer: Transfer, live: LiveTokens, block: Index,
-               page_of: Callable[[Index], Index], *, start: bool) -> None:
+               row_pages: RowPages, *, start: bool) -> None:
   """Starts or awaits the copies of a block's live pages.
 
   Args:
@@ -232,18 +275,19 @@ def copy_pages(layout: KVLayout, transfer: Transfer, live: LiveTokens, block: In
     transfer: of the arrays of tokens; see `KVLayout`.
     live: the tokens that may be read.
     block: number of the block in its row.
-    page_of: maps the number of a page in its row to that in the pool, or to the batch row.
+    row_pages: the pages of the row.
     start: True starts the copies, False waits for them.
   """
   sources, buffers, semaphores, slot = transfer
   first, end = live.pages(layout, block)
+  begin = block * layout.block_pages
+  in_tables = row_pages.begin + begin  # added once, so that each page adds one number
   whole, rest = (first == 0) & (end == layout.block_pages), layout.row_tokens % layout.page_size
   if rest:
     whole = whole & ((block + 1) * layout.block_kv <= layout.row_tokens)
 
   def copy_page(place: Index, tokens: int) -> None:
-    page = block * layout.block_pages + place
-    index = page_of(page)
+    page, index = begin + place, row_pages.index_of(in_tables + place)
     for source, buffer in zip(sources, buffers, strict=True):
       heads_major, target = layout.heads_major, buffer.at[slot, place]
       if layout.row_tokens:
@@ -274,6 +318,6 @@ def copy_pages(layout: KVLayout, transfer: Transfer, live: LiveTokens, block: In
     if not rest:
       copy_page(place, layout.page_size)
       return
-    full = (block * layout.block_pages + place + 1) * layout.page_size <= layout.row_tokens
+    full = (begin + place + 1) * layout.page_size <= layout.row_tokens
     pl.when(full)(lambda: copy_page(place, layout.page_size))
     pl.when(jnp.logical_not(full))(lambda: copy_page(place, rest))

@@ -44,17 +44,21 @@ class Span(NamedTuple):
   shift: Index
 
 
-def write(new: NewTokenRefs) -> None:
-  """Copies all new tokens to their pages, and waits until they have arrived."""
+def start(new: NewTokenRefs) -> jax.Array:
+  """Starts to copy all new tokens to their pages; returns how many there are."""
   # The number of copied tokens is carried, because semaphores count bytes, whatever the sizes of
   # the transfers.
   def write_request(request: Index, written: Index) -> jax.Array:
     return _write_request(new, request, span_of(new, request), written)
-  written = lax.fori_loop(jnp.int32(0), jnp.int32(new.requests), write_request, jnp.int32(0))
-  def wait(_: Index, size: int) -> None:
+  return lax.fori_loop(jnp.int32(0), jnp.int32(new.requests), write_request, jnp.int32(0))
+
+
+def wait(new: NewTokenRefs, written: Index) -> None:
+  """Waits until the new tokens, of which there are `written`, have arrived."""
+  def wait_some(_: Index, size: int) -> None:
     part = new.rows.at[pl.ds(0, size)]
     pltpu.make_async_copy(part, part, new.semaphore).wait()
-  runs.powers_of_two(written, new.tokens, wait)
+  runs.powers_of_two(written, new.tokens, wait_some)
 
 
 def span_of(new: NewTokenRefs, request: Index) -> Span:

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import chex
 import jax
-from jax import lax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
@@ -24,7 +23,7 @@ from attn_core.kernels.common.contract import Residuals
 from attn_core.kernels.common.paged_operands import BlockedInputs, Index
 from attn_core.kernels.tpu.ragged import (
     common, paged_tiling, row_mods, row_writes, token_kernel)
-from attn_core.kernels.tpu.ragged.kv_layout import KVLayout, wide_dtype
+from attn_core.kernels.tpu.ragged.kv_layout import KVLayout, widened
 from attn_core.kernels.tpu.ragged.mod_form import ModInputs
 from attn_core.kernels.tpu.ragged.token_blocks import RequestPart
 from attn_core.types import BlockSizes, PagedOperands, PagedSpec
@@ -69,8 +68,7 @@ def forward_writing(operands: PagedOperands, spec: PagedSpec, heads: layouts.Hea
   if isinstance(cache, PagesLatent):
     parts, cache = latent_pages.append_scales(cache, operands.key[:, 0], slots)
     count = row_writes.padded_tokens(tokens, paged_tiling.make_layout(cache, heads, 1))
-    new = tuple(dense_operands.pad_axis(x.astype(wide_dtype(x.dtype)), 0, count - tokens)
-                for x in map(_stored, parts))
+    new = tuple(dense_operands.pad_axis(widened(x), 0, count - tokens) for x in parts)
   else:
     assert isinstance(cache, layouts.PagesV3)
     rows, cache = token_writes.append_scales(cache, operands.key, operands.value, slots)
@@ -110,17 +108,11 @@ def _forward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
           padded.cache)
 
 
-def _stored(x: jax.Array) -> jax.Array:
-  """Returns pages or tokens as the kernel copies them: numbers of 8 bits as int8."""
-  return lax.bitcast_convert_type(x, jnp.int8) if x.dtype.itemsize == 1 else x
-
-
 def _token_rows(x: jax.Array, lane_parts: int) -> jax.Array:
   """Returns tokens [..., rows, packed, width] of layout v3 as `KVLayout` describes them.
 
   Both are the same memory.
   """
-  x = _stored(x)
   *before, packed, width = x.shape
   x = x.reshape(*before, packed, lane_parts, width // lane_parts).swapaxes(-3, -2)
   return x.reshape(*before[:-1], -1, width // lane_parts)
@@ -130,16 +122,13 @@ def _with_pages(cache: Pages, arrays: tuple[jax.Array, ...]) -> Pages:
   """Returns a cache with arrays that the kernel wrote, the inverse of `_token_arrays`."""
   if isinstance(cache, PagesLatent):
     pages, *rope = arrays
-    if pages.dtype != cache.pages.dtype:
-      pages = lax.bitcast_convert_type(pages, cache.pages.dtype)
     return cache._replace(pages=pages, rope=rope[0] if rope else None)
   assert isinstance(cache, layouts.PagesV3)
   x, = arrays
   *before, packed, width = cache.pages.shape
   parts = paged_tiling.lane_parts(cache)
-  x = x.reshape(*before, parts, packed, width // parts).swapaxes(-3, -2).reshape(cache.pages.shape)
-  return cache._replace(
-      pages=x if x.dtype == cache.pages.dtype else lax.bitcast_convert_type(x, cache.pages.dtype))
+  x = x.reshape(*before, parts, packed, width // parts).swapaxes(-3, -2)
+  return cache._replace(pages=x.reshape(cache.pages.shape))
 
 
 def _token_arrays(inputs: BlockedInputs, layout: KVLayout) -> tuple[jax.Array, ...]:
@@ -147,14 +136,13 @@ def _token_arrays(inputs: BlockedInputs, layout: KVLayout) -> tuple[jax.Array, .
   cache = inputs.cache
   tokens: tuple[jax.Array, ...]
   if isinstance(cache, layouts.PagesV1):
-    tokens = _stored(cache.key_pages), _stored(cache.value_pages)
+    tokens = cache.key_pages, cache.value_pages
   elif isinstance(cache, layouts.PagesV3):
     tokens = _token_rows(cache.pages, layout.lane_parts),
   elif isinstance(cache, PagesLatent):
-    tokens = (cache.pages,) if cache.rope is None else (_stored(cache.pages), cache.rope)
+    tokens = (cache.pages,) if cache.rope is None else (cache.pages, cache.rope)
   else:
-    x = _stored(cache.pages)
-    tokens = x.swapaxes(1, 2) if layout.heads_major else x,
+    tokens = cache.pages.swapaxes(1, 2) if layout.heads_major else cache.pages,
   if layout.scales != "token":
     return tokens
   # XLA stores scales with the pages along the lanes, so that a page's scales are not contiguous:

@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
 from attn_core.kernels.tpu.ragged import new_tokens
-from attn_core.kernels.tpu.ragged.kv_layout import SUBLANES, KVLayout, wide_dtype
+from attn_core.kernels.tpu.ragged.kv_layout import SUBLANES, KVLayout, narrowed, wide_dtype, widened
 from attn_core.kernels.tpu.ragged.new_tokens import NewTokenRefs
 from attn_core.types import cdiv
 
@@ -137,7 +137,7 @@ def _merge(w: RowRefs, slot: Index, tile: Ref, window: Ref) -> None:
   new = pltpu.roll(window[slot], lax.rem(turn + held, jnp.int32(held)), 0)[:rows]
   row = lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
   is_new = (row >= first) & (row < first + w.numbers[COUNT, slot])
-  tile[slot] = jnp.where(is_new, new, tile[slot].astype(new.dtype)).astype(tile.dtype)
+  tile[slot] = narrowed(jnp.where(is_new, new, widened(tile[slot])), tile.dtype)
 
 
 def _copy_in(w: RowRefs, slot: Index, *, start: bool) -> None:

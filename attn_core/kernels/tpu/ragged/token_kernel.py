@@ -79,6 +79,7 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: TokenInputs, out_dtype: D
   Returns:
     The results; zeros for tokens that are not a query of any request.
   """
+  shape = shape._replace(layout=shape.layout.at_run_time())
   query, layout, new = inputs.query, shape.layout, inputs.new
   tokens, heads, group, _ = query.shape
   chex.assert_shape(query, (tokens, None, shape.group_size, layout.widths[0]))
@@ -196,16 +197,19 @@ def _refs(form: _Form, parts: Sequence[Sequence[Ref]],
 def _kernel(k: KernelRefs, t: TokenRefs, new: NewTokenRefs | RowRefs | None) -> None:
   """Computes all steps."""
   # 1. Write the new tokens, find the steps, and start the transfers of the first blocks.
+  written: jax.Array | int = 0
   if isinstance(new, RowRefs):
     row_writes.write(new)
   elif new is not None:
-    new_tokens.write(new)
+    written = new_tokens.start(new)
   token_blocks.clear_others(k, t)
   token_blocks.clear_padding(k, t)
   token_blocks.make_steps(k, t)
   count = kernel.step_count(k)
   step_of = lambda number: kernel.step_of(k, number)
   pl.when(count > 0)(lambda: token_blocks.start_queries(k, t, 0, step_of(0), 0))
+  if isinstance(new, NewTokenRefs):
+    new_tokens.wait(new, written)
   kernel.fetch_first(k, count)
 
   @pl.loop(jnp.int32(0), count)

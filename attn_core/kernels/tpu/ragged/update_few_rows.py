@@ -49,7 +49,8 @@ def _current(k: KernelRefs) -> jax.Array:
 def update(k: KernelRefs, tile: TileIndex) -> None:
   """Folds a block of keys into the running softmax of every head."""
   # 1. Load the block.
-  block = tile.kv_block(k)
+  # Scales of all keys and of all values multiply scores and outputs, which are fewer.
+  block = tile.kv_block(k)._replace(tensor_scales=None)
   block.load_words()
   visible: Callable[[Index], jax.Array] = functools.partial(common.visible, k, tile, axis=1)
   if not k.shape.mask_heads:
@@ -148,17 +149,23 @@ def _scores(k: KernelRefs, block: KVBlock, group: Index, piece: slice | None,
   if k.shape.layout.latent:
     return _scores_of_latents(k, block, piece, propagate_nan)
   rows, heads = k.rows[0, group], k.shape.group_heads
-  pairs = [block.read_both(group * heads + i, rows.dtype) for i in range(heads)]
+  stored = jnp.dtype(k.shape.layout.dtype)
+  # Numbers of 8 bits are operands as they are, unless each has a scale or is looked at.
+  mixed = (stored == jnp.float8_e4m3fn and k.shape.layout.scales == "tensor" and not propagate_nan
+           and rows.dtype == jnp.bfloat16)
+  dtype = stored if mixed else rows.dtype
+  pairs = [block.read_both(group * heads + i, dtype) for i in range(heads)]
   key, value = (jnp.concatenate(x, 1) for x in zip(*pairs))
   if propagate_nan:
     count = _count_nonfinite(k, key) + _count_nonfinite(k, value)
     key, value = _mask_nonfinite(key), _mask_nonfinite(value)
-  scores = common.dot(k, _block_diagonal(k, rows), key, 1)
+  scores = _scaled(k, common.dot(k, _block_diagonal(k, rows), key, 1), is_value=False)
   if propagate_nan:
     scores = jnp.where(count > 0, jnp.nan, scores)
 
   def weigh(weights: jax.Array) -> jax.Array:
-    found, width = common.dot(k, weights.astype(value.dtype), value, 0), value.shape[1] // heads
+    found, width = common.dot(k, weights.astype(rows.dtype), value, 0), value.shape[1] // heads
+    found = _scaled(k, found, is_value=True)
     if heads == 1:
       return found
     own: Any = sum(_own_rows(k, found[:, i * width:(i + 1) * width], i) for i in range(heads))
@@ -204,6 +211,14 @@ def _scores_of_latents(k: KernelRefs, block: KVBlock, piece: slice | None, propa
     return common.dot(k, weights.astype(rows.dtype), parts[0][:, :width], 0)
 
   return scores, weigh
+
+
+def _scaled(k: KernelRefs, x: jax.Array, *, is_value: bool) -> jax.Array:
+  """Multiplies products of keys or of values by the scale of these, NaN if that is not finite."""
+  if k.tensor_scales is None:
+    return x
+  scale = k.tensor_scales[int(is_value)]
+  return x * (scale + (scale - scale))
 
 
 def _count_nonfinite(k: KernelRefs, x: jax.Array) -> jax.Array:

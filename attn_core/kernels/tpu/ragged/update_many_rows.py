@@ -64,8 +64,8 @@ def _update_groups(k: KernelRefs, block: KVBlock, modifier: row_mods.Modifier,
     propagate_nan: whether keys and values may be non-finite: queries that attend to them get NaN.
   """
   size = 1 if propagate_nan else k.shape.unrolled_groups
-  @pl.loop(jnp.int32(0), jnp.int32(k.shape.head_groups // size))
-  def _(first: jax.Array) -> None:
+
+  def update_unrolled(first: Index) -> None:
     groups = [first * size + i for i in range(size)]
     issued = [_scores(k, block, groups[0], propagate_nan)]
     for i, group in enumerate(groups):
@@ -76,6 +76,12 @@ def _update_groups(k: KernelRefs, block: KVBlock, modifier: row_mods.Modifier,
                             axis=0)
       for ref, x in zip(k.running, after):
         ref[group] = x
+
+  number = k.shape.head_groups // size
+  if number == 1:
+    update_unrolled(0)
+  else:
+    pl.loop(jnp.int32(0), jnp.int32(number))(update_unrolled)
 
 
 def _scores(k: KernelRefs, block: KVBlock, group: Index,
