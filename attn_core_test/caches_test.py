@@ -2,8 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Updates of caches against plain Python lists: append, insert, convert."""
 
+from unittest import mock
+
 from absl.testing import absltest
 from absl.testing import parameterized
+import chex
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -12,6 +15,8 @@ import numpy as np
 from attn_core import (DenseCache, Heads, PagesV1, PagesV2, PagesV3, WindowCache, build_cache_pos,
                        create_mesh)
 from attn_core.caches import dense, pages, window
+from attn_core.caches import slots as slots_lib
+from attn_core.caches.paged import device_pages
 from attn_core_test.caches_cases import (
     B, D, E, EVEN, HEADS, K, KINDS, S, T, equal, filled, tokens)
 
@@ -65,6 +70,23 @@ class UpdateTest(parameterized.TestCase):
       np.testing.assert_array_equal(cache.lengths, [len(row) for row in rows])
       np.testing.assert_array_equal(cache.overflow, overflow)
     self.assertEqual(overflows > 0, kind == "dense")
+
+  def test_outside_of_jit_updates_run_as_compiled_programs(self):
+    x, page = jnp.ones((1, 2, 3, 5)), jnp.array([2, 3])
+    pool = pages.init(PagesV2, 3, 2, Heads(3, 5, 5), jnp.float32)
+    ring = window.init(1, 4, (3, 5), dtype=jnp.float32)
+    cache = dense.init(1, 7, (3, 5), dtype=jnp.float32)
+    def update() -> list:
+      return [dense.append(cache, x, x), window.append(ring, x, x), window.from_dense(cache, 4),
+              window.to_dense(ring, 9), dense.insert(cache, [0], cache),
+              pages.append(pool, x[0], x[0], page), pages.copy_pages(pool, [0], [1])]
+    first = update()
+    traced = AssertionError("an update of the same shapes was traced again")
+    with mock.patch.object(slots_lib, "write_slots", side_effect=traced), mock.patch.object(
+        slots_lib, "read_slots", side_effect=traced), mock.patch.object(
+            slots_lib, "write_rows", side_effect=traced), mock.patch.object(
+                device_pages, "write", side_effect=traced):
+      chex.assert_trees_all_equal(first, update())
 
   def test_a_full_row_refuses_and_is_not_shifted(self):
     cache = filled(dense, S, [S - 1, 2, 0])
