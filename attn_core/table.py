@@ -70,9 +70,8 @@ def _over_shards(row: Implementation, run: _Run) -> Implementation:
 
 
 _ring = _over_shards(_flash, ring.xla)._replace(limits=capabilities.collective_limits)
-_ring_hopper = _over_shards(_flash_hopper, ring.gpu)._replace(
-    features=_HOPPER - {"cache"} | {"sequence_layout"}, limits=capabilities.hopper_ring_limits,
-    fallback=_ring)
+_ring_hopper = _over_shards(_flash_hopper._replace(features=_HOPPER), ring.gpu)._replace(
+    limits=capabilities.hopper_ring_limits, fallback=_ring)
 _without_lists_tpu = _flash_tpu._replace(features=_flash_tpu.features - {"selected"})
 _ring_tpu = _over_shards(_without_lists_tpu, ring.tpu)._replace(limits=capabilities.tpu_ring_limits)
 _ring_tpu = _over_shards(_without_lists_tpu, ring.tpu_remote)._replace(
@@ -128,7 +127,7 @@ _latent_tpu = Implementation(
     latent.decode_tpu, _DECODE - _NOT_ON_TPU | {"latent"}, LINEAR,
     latent_limits.tpu_decode_limits(capabilities.tpu_limits), fallback=_latent, shards_keys=True,
     derivatives=_absorbed_gradient)
-# Up to 8 queries a row are absorbed on Hopper, whatever that is in work.
+# Up to 8 queries a row are absorbed on Hopper, even where projecting takes fewer FLOPs.
 _latent_hopper = Implementation(
     latent.decode_gpu, _DECODE & _HOPPER | {"latent"}, LINEAR, latent_limits.hopper_decode_limits,
     fallback=_latent, shards_keys=True, derivatives=_absorbed_gradient)

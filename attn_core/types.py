@@ -327,16 +327,17 @@ def _not_an_array(used: str, meant: str = "attention(...).attention_outputs") ->
                          f"`{meant}`, or `.out` for short")
 
 
-def _refuse(operation: str) -> Callable[..., object]:
-  """Returns a method that refuses an operation of arrays."""
-  def refuse(self: AttentionOutput, *x: object, copy: object = None, out: object = None) -> object:
-    raise _not_an_array(operation)
+def _refuse(operation: str = "") -> Callable[..., object]:
+  """Returns a method that refuses an operation of arrays, or the function of numpy it is given."""
+  def refuse(self: AttentionOutput, *x: object, copy: object = None, out: object = None,
+             dtype: object = None, where: object = None, axis: object = None) -> object:
+    raise _not_an_array(operation or f"numpy.{getattr(x[0], '__name__', x[0])}")
   return refuse
 
 
 def _refuse_conversion(self: AttentionOutput) -> object:
   """Raises a TypeError alone: `hasattr` and `getattr` would hide an AttributeError."""
-  raise TypeError(_not_an_array("Conversion to an array"))
+  raise TypeError(str(_not_an_array("Conversion to an array")))
 
 
 def _compare(operation: str) -> Callable[..., object]:
@@ -367,14 +368,13 @@ def _item(self: AttentionOutput, index: int | slice) -> object:
 # reports them. JAX reads `__jax_array__`, jax.grad of a function that returns the tuple, too.
 _BINARY = "add sub mul truediv floordiv mod divmod pow matmul and or xor lshift rshift".split()
 for _name in (*_BINARY, *(f"r{_name}" for _name in _BINARY), "lt", "le", "gt", "ge", "neg", "pos",
-              "abs", "invert", "array", "array_ufunc", "array_function"):
+              "abs", "invert", "array"):
   setattr(AttentionOutput, f"__{_name}__", _refuse(f"__{_name}__"))
-for _name in ("__eq__", "__ne__"):
-  setattr(AttentionOutput, _name, _compare(_name))
+for _name, _method in zip("array_ufunc array_function eq ne getitem getattr".split(), (
+    _refuse(), _refuse(), _compare("__eq__"), _compare("__ne__"), _item, _missing_attribute)):
+  setattr(AttentionOutput, f"__{_name}__", _method)
 setattr(AttentionOutput, "__jax_array__", property(_refuse_conversion))
 setattr(AttentionOutput, "__dir__", lambda self: sorted({*dir(type(self))} - {"__jax_array__"}))
-setattr(AttentionOutput, "__getitem__", _item)
-setattr(AttentionOutput, "__getattr__", _missing_attribute)
 
 
 def at_least_float32(dtype: DTypeLike) -> np.dtype:

@@ -139,6 +139,21 @@ class KeepMaskTest(parameterized.TestCase):
       self.assertGreater(more.sum(), less.sum())
     self.assertTrue(kept[0].all())
 
+  @parameterized.parameters(0.0, 0.1, 0.5, 0.9)
+  def test_the_expected_sum_is_preserved(self, probability):
+    kept = 1 - (dropout.least_kept(probability) + 2**15) / 2**16
+    self.assertLess(abs(dropout.kept_scale(probability) * kept - 1), 1e-4)
+
+  @parameterized.parameters(0.1, 0.5)
+  def test_three_keys_and_two_rows_are_independent(self, probability):
+    mask = keep((2, 2, 256, 256), probability).astype(np.float64) - (1 - probability)
+    variance = probability * (1 - probability)
+    key = lambda n: mask[..., n:n + 192]
+    for n, m in ((1, 2), (2, 4), (1, 32), (32, 64)):
+      self.assert_mean(key(0) * key(n) * key(m), 0, variance=variance**3)
+      square = mask[:, :, :-n] * mask[:, :, n:]
+      self.assert_mean(square[..., :-m] * square[..., m:], 0, variance=variance**4)
+
   def test_the_highest_probabilities(self):
     for probability in (1 - 1e-6, 1 - 2**-33, np.nextafter(1.0, 0.0)):
       self.assertLess(keep((1, 4, 256, 256), float(probability)).sum(), 10)

@@ -136,7 +136,10 @@ def expected(implementation: str) -> set[str]:
     name = RING_KERNELS[implementation].name
     return {name, f"ring_{name}"}
   if implementation.startswith("latent.pages"):  # by the kernel of all pages
-    return {"paged.tpu" if implementation.endswith("tpu") else "paged.xla"}
+    place = implementation.removeprefix("latent.pages").removeprefix("_")
+    return {f"paged.{place or 'xla'}"}
+  if implementation.startswith("latent.decode_"):
+    return {"decode_tpu" if implementation.endswith("tpu") else "gpu_decode"}
   if implementation == "dense.vanilla":
     return {implementation, plain.KERNEL.name}
   return {implementation.removesuffix("_writing")}

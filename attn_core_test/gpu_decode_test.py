@@ -206,8 +206,8 @@ class LatentTest(parameterized.TestCase):
       np.testing.assert_allclose(np.float32(x), np.float32(y), atol=2e-2)
 
   def test_is_chosen_first_if_supported(self):
-    def said(dtype="bfloat16", slots=200, widths=(512, 64), tokens=1, **more):
-      cache = jax.eval_shape(lambda: latent.init(4, slots, widths, dtype=dtype))
+    def said(dtype="bfloat16", slots=200, widths=(512, 64), tokens=1, padded=False, **more):
+      cache = jax.eval_shape(lambda: latent.init(4, slots, widths, dtype=dtype, padded=padded))
       query = jax.ShapeDtypeStruct((4, tokens, 16, sum(widths)),
                                    "bfloat16" if dtype in quantize.LIMITS else dtype)
       explanation = explain(
@@ -223,7 +223,8 @@ class LatentTest(parameterized.TestCase):
         (dict(dtype="int8"), "int8.*quantized"), (dict(slots=201), "201 slots.*multiples of 8"),
         (dict(widths=(512, 32)), r"rows of 512 \+ 32 numbers.*multiples of 64"),
         (dict(widths=(512, 128)), r"rows of 512 \+ 128 numbers.*up to 512 and 576 together"),
-        (dict(tokens=9), "9 queries"), (dict(precision="highest"), "precision")):
+        (dict(padded=True), "pads to 640 numbers"), (dict(tokens=9), "9 queries"),
+        (dict(precision="highest"), "precision")):
       self.assertRegex(said(**arguments), f"latent.decode_gpu: .*{words}")
 
 

@@ -272,8 +272,8 @@ class TpuTest(parameterized.TestCase):
           shape(T, 16, sum(widths)), shape(T, sum(widths)), None, layout="thd", cache_view=cache,
           cache_metadata=about, latent_options=LatentOptions(*widths, NOPE), metadata=TPU,
           mechanism=MECHANISM, **changes))
-    for held in (None, "int8", "float8_e4m3fn"):
-      self.assertIn("can, by latent.pages_tpu", said(held=held))
+    for changes in ({}, {"held": "int8"}, {"held": "float8_e4m3fn"}, {"page": 1000}):
+      self.assertIn("can, by latent.pages_tpu", said(**changes))
     self.assertIn("can, by latent.pages_tpu", said(
         "float32", widths=(10, 4), sliding_window=(6, 0), logits_soft_cap=1.5,
         softmax_aux=np.zeros(16, np.float32), causal=False, block_sizes=SIZES))
@@ -283,6 +283,7 @@ class TpuTest(parameterized.TestCase):
         ({"held": "int8", "widths": (10, 4)}, "latents of 10 numbers in int8"),
         ({"dtype": "float16"}, "float16"), ({"chunk_size": 6}, "chunk_size=6"),
         ({"precision": "highest"}, "precision"), ({"page": 10**5}, "pages of 100000 tokens"),
+        ({"page": 2008}, "pages of 2008 latent rows.*whole tiles of 16"),
         ({"about": {"scope": layouts.Scope.NEW}}, "scope"),
         ({"about": {"draft_mask": np.ones((3, 9, 9), bool)}}, "draft_mask")):
       self.assertRegex(said(**changes),
@@ -296,7 +297,9 @@ class TpuCompileTest(parameterized.TestCase):
       [("v6e", "bfloat16", 64, 16, 1)], ("v6e", "int8", 64, 16, 1),
       ("tpu7x", "float8_e4m3fn", 32, 128, 2), ("v5e", "int8", 32, 70, 4),
       ("v5e", "bfloat16", 8, 1, 1), ("v5p", "float32", 16, 16, 1),
-      ("tpu7x", "bfloat16", 32, 128, 2), ("v5p", "bfloat16", 16, 128, 32)))
+      ("tpu7x", "bfloat16", 32, 128, 2), ("v5p", "bfloat16", 16, 128, 32),
+      ("v6e", "int8", 16, 16, 1), ("v5e", "float8_e4m3fn", 32, 16, 1),
+      ("v6e", "bfloat16", 24, 16, 1)))
   def test_decoding_copies_no_pages(self, chip, dtype, page, heads, queries):
     """Compiles for a chip: one kernel, and much less temporary memory than the pool has."""
     place = SingleDeviceSharding(static_profile.devices(chip)[0])

@@ -490,9 +490,8 @@ class TpuTest(parameterized.TestCase):
       self.assertRegex(said(**changes), f"not by .*latent.decode_tpu: .*{words}")
 
   @unittest.skipIf(static_profile.missing(), f"nothing compiles: {static_profile.missing()}")
-  @parameterized.parameters(*sampling.with_slow(
-      [], ("v6e", "bfloat16", 1), ("v6e", "int8", 1), ("tpu7x", "float8_e4m3fn", 8),
-      ("v5e", "float32", 4)))
+  @sampling.slow_parameters(("v6e", "bfloat16", 1), ("v6e", "int8", 1),
+                            ("tpu7x", "float8_e4m3fn", 8), ("v5e", "float32", 4))
   def test_decoding_copies_no_cache(self, chip, held, tokens):
     place = SingleDeviceSharding(static_profile.devices(chip)[0])
     array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=place)

@@ -21,8 +21,8 @@ from attn_core import (BlockSizes, Heads, OperationMetadata, PagesMetadata, Page
                        ragged_page_attention_v2)
 from attn_core.caches import pages
 from attn_core.types import RING_VARIANTS
-from attn_core_test import (gpu_cases, gpu_interpret, property_cases, ring_cases, sampling,
-                            tpu_interpret)
+from attn_core_test import ring_cases  # it sets the number of devices before arrays are made
+from attn_core_test import gpu_cases, gpu_interpret, property_cases, sampling, tpu_interpret
 from attn_core_test.property_cases import BY_NAME, NAMES, PALLAS_TPU
 
 CASES = ("segments_with_padding", "lengths", "dense_mask_per_head", "negative_offset_empty_rows")

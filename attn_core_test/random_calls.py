@@ -118,13 +118,14 @@ class Sample:
 def make(seed: int) -> RandomCall:
   """Returns the call of a seed.
 
-  One of four is over pages, one of 16 has latent rows, and one of 32 pages of latent rows.
+  One of four is over pages, one of 16 has latent rows, and three of 32 pages of latent rows.
   """
   sample = Sample(seed)
   over_pages = seed % 4 == 3
   dtype = sample.pick("dtype", *(DTYPES[:-1] if over_pages else DTYPES))
   x64 = dtype == "float64" or sample.pick("x64", False, False, True)
-  of_latents = {14: latent_call, 30: latent_call, 6: latent_pages_call}
+  of_latents = {14: latent_call, 30: latent_call, 6: latent_pages_call, 12: latent_pages_call,
+                26: latent_pages_call}
   make_call = paged_call if over_pages else of_latents.get(seed % 32, dense_call)
   with jax.enable_x64(x64):
     operands, arguments = make_call(sample, dtype)
@@ -261,28 +262,31 @@ def latent_call(sample: Sample, dtype: str) -> tuple[tuple[Any, ...], dict[str, 
   batch, heads, queries = sample.one(1, 2, 4), sample.one(2, 4, 8), sample.one(1, 3, 64)
   keys = queries if queries == 64 else sample.one(24, 64)
   has_up = sample.pick("latent", "absorbed", "up-projections") == "up-projections"
+  latent, rope = sample.pick("latent widths", (32, 8), (64, 64))
   shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, dtype)
-  up = [np.zeros((32, heads, 16), jnp.dtype(dtype))] * 2 if has_up else [None, None]
+  up = [np.zeros((latent, heads, 16), jnp.dtype(dtype))] * 2 if has_up else [None, None]
   arguments: dict[str, Any] = {
       "metadata": sample.metadata(MESHES[sample.pick("mesh", "none", "none", *MESHES)]),
       "mechanism": sample.pick("mechanism", "auto", "multi_latent_attention"),
-      "latent_options": LatentOptions(32, 8, 16, *up)}
-  query, rows = shape(batch, queries, heads, 24 if has_up else 40), shape(batch, keys, 40)
+      "latent_options": LatentOptions(latent, rope, 16, *up)}
+  query = shape(batch, queries, heads, (16 if has_up else latent) + rope)
+  rows = shape(batch, keys, latent + rope)
   stored = sample.pick("latent cache", "none", "none", "the query's", "int8")
   if stored == "none":
     arguments.update(_options(sample, (heads, queries, keys), dtype))
     return (query, rows, None), {**arguments, **_mask_arguments(sample, batch, queries, keys)}
-  cache = caches.latent.init(batch, keys + queries, (32, 8),
+  cache = caches.latent.init(batch, keys + (0 if keys > queries else queries), (latent, rope),
                              dtype=dtype if stored == "the query's" else stored,
                              padded=sample.pick("latent cache", "as it is", "padded") == "padded")
-  return (query, shape(batch, queries, 40), None), {**arguments, "cache_view": cache}
+  rows = shape(batch, queries, latent + rope)
+  return (query, rows, None), {**arguments, "cache_view": cache}
 
 
 def latent_pages_call(sample: Sample, dtype: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
   """Returns (query, rows or None, None), and the other arguments, over pages of latent rows."""
   requests, heads, page, queries = 3, sample.one(2, 4, 8), sample.one(4, 16), sample.one(1, 3)
   has_up = sample.pick("latent", "absorbed", "up-projections") == "up-projections"
-  stored = sample.pick("latent cache", "the query's", "the query's", "int8")
+  stored = sample.pick("latent cache", *["the query's"] * 3, "int8")
   padded = sample.pick("pages of latent rows", "as they are", "padded", "padded") == "padded"
   sizes, groups, stripes = PAGED_MESHES[sample.pick("paged mesh", *PAGED_MESHES)]
   tables = np.tile(np.arange(4 * requests, dtype=np.int32).reshape(requests, 4),
@@ -290,23 +294,25 @@ def latent_pages_call(sample: Sample, dtype: str) -> tuple[tuple[Any, ...], dict
   one = PagesMetadata(tables if stripes else tables[0], np.full(requests, 2 * page, np.int32),
                       np.arange(requests + 1, dtype=np.int32) * queries)
   tokens = groups * requests * queries
+  latent, rope = sample.pick("latent widths", (32, 8), *[(64, 64)] * 3)
   shape = lambda *sizes: jax.ShapeDtypeStruct((tokens, *sizes), dtype)
-  up = [np.zeros((32, heads, 16), jnp.dtype(dtype))] * 2 if has_up else [None, None]
+  up = [np.zeros((latent, heads, 16), jnp.dtype(dtype))] * 2 if has_up else [None, None]
   arguments = dict(
       layout="thd", mechanism=sample.pick(
           "mechanism", "auto", "multi_latent_ragged_page_attention"),
-      latent_options=LatentOptions(32, 8, 16, *up),
-      cache_view=caches.latent_pages.init(groups * (stripes or 1) * 4 * requests, page, (32, 8),
-                                          dtype=dtype if stored == "the query's" else stored,
-                                          padded=padded),
+      latent_options=LatentOptions(latent, rope, 16, *up),
+      cache_view=caches.latent_pages.init(
+          groups * (stripes or 1) * 4 * requests, page, (latent, rope), padded=padded,
+          dtype=dtype if stored == "the query's" else stored),
       cache_metadata=request_groups.stack(*[one] * groups) if groups > 1 or stripes else one,
-      metadata=sample.metadata(sizes, ("cpu", "tpu", "tpu")) if padded else sample.metadata(sizes),
+      metadata=sample.metadata(sizes, *([("cpu", *["tpu", "gpu 9.0"] * 2)] if padded else [])),
       return_lse=sample.maybe())
   arguments.update(sample.some("option over pages", {
       "sliding_window": (9, 0), "softmax_aux": np.zeros(heads, np.float32), "logits_soft_cap": 9.0,
       "precision": "highest", "causal": False, "block_sizes": BlockSizes(16, 128)}, 0.12))
-  rows = shape(40) if sample.pick("latent rows", "written", "held") == "written" else None
-  return (shape(heads, 24 if has_up else 40), rows, None), arguments
+  is_written = sample.pick("latent rows", "written", "held") == "written"
+  query = shape(heads, (16 if has_up else latent) + rope)
+  return (query, shape(latent + rope) if is_written else None, None), arguments
 
 
 def paged_call(sample: Sample, dtype: str) -> tuple[tuple[Any, ...], dict[str, Any]]:

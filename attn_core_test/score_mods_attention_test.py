@@ -438,7 +438,7 @@ class RefusalsTest(parameterized.TestCase):
     arrays = {k: x.astype(np.float32) for k, x in operands().items()}
     mod = score_mods.soft_cap(3.0)
     with self.assertRaisesRegex(NotImplementedError, r"(?s)score_mod.*not supported.*blockwise"):
-      attention(**arrays, score_mod=mod, mechanism="cuda_flash_attn2",
+      attention(**arrays, score_mod=mod, mechanism="cudnn",
                 metadata=OperationMetadata(platform="gpu", compute_capability="9.0"))
     with self.assertRaisesRegex(NotImplementedError, "does more than add to the scores"):
       attention(**arrays, score_mod=mod, mechanism="sdpa")

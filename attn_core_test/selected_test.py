@@ -342,8 +342,8 @@ class TpuTest(parameterized.TestCase):
 
   def test_refuses_blocks_that_divide_no_listed_one(self):
     array = numbers(1, 512, 2, 64)
-    with self.assertRaisesRegex(ValueError, r"block_sizes.block_kv: got 384; with lists of blocks "
-                                r"of 256 tokens expected a multiple of 128 that divides 256"):
+    with self.assertRaisesRegex(ValueError, r"block_kv: got 384; with a mask that lists blocks "
+                                r"expected a multiple of 128 that divides 256 tokens"):
       attention(array, array, array, mechanism="flash_attn2", block_sizes=BlockSizes(block_kv=384),
                 metadata=OperationMetadata(platform="tpu"),
                 mask=masks.selected_blocks(np.zeros((1, 1, 2, 1), np.int32), 256, 256))

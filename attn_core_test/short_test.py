@@ -171,9 +171,9 @@ class ProgramTest(parameterized.TestCase):
 
   @parameterized.parameters(("float32", 1), ("float32", 16), ("bfloat16", 16))
   def test_no_sum_finds_nan_in_values(self, dtype, length):
-    """The sum of the weights is the only one; a sum over the values took a tenth of the time."""
+    """The sum of the weights is the only one, of one key there is none; it took a tenth longer."""
     program = jax.jit(ours("vanilla")).lower(*shapes(3, length, 2, 8, dtype)).as_text()
-    self.assertEqual(program.count("applies stablehlo.add"), 1)
+    self.assertEqual(program.count("applies stablehlo.add"), int(length > 1))
 
   def test_the_forward_and_its_gradient_compute_the_weights_once(self):
     def both(q, k, v):
@@ -352,7 +352,7 @@ class ValuesTest(parameterized.TestCase):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), clean, want)
     for which, bad in itertools.product(range(3), (np.nan, np.inf)):
       spoilt = list(x)
-      spoilt[which] = x[which].at[1, 0, 1].set(bad)
+      spoilt[which] = x[which].at[1, 0, 1, 1].set(bad)
       (out, lse), gradients = both(attend)(*spoilt)
       rows = (1, slice(0, 1), 1) if which == 0 else (1, slice(None), slice(-(heads[0] // 2), None))
       reached = np.zeros(out.shape[:3], bool)

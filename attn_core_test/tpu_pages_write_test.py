@@ -80,8 +80,9 @@ def arrays(tokens: int, pool: int, page: int, dtype: str = "float32", scales: st
   numbers = rng.integers(0, 100, shape) if scales else rng.normal(size=shape)
   held = jnp.asarray(numbers, jnp.int8 if scales else dtype)
   held = jax.lax.bitcast_convert_type(held, cache.pages.dtype)
-  if scales == "tensor":
-    cache = cache._replace(key_scales=jnp.float32(0.02), value_scales=jnp.float32(0.03))
+  if scales:  # numbers of about 1, as those of the new tokens are
+    cache = cache._replace(key_scales=jnp.float32(0.02) * cache.key_scales,
+                           value_scales=jnp.float32(0.03) * cache.value_scales)
   return query, key, value, cache._replace(pages=held)
 
 

@@ -230,6 +230,8 @@ def insert(cache: LatentCache, slots: ArrayLike, prefilled: LatentCache) -> Late
   """
   slots_lib.check_kind(cache, LatentCache)
   slots_lib.check_kind(prefilled, LatentCache, "prefilled")
+  checks.require(cache.widths == prefilled.widths, "prefilled",
+                 f"a LatentCache of widths {prefilled.widths}", f"{cache.widths}, as the cache has")
   return of_dense(slots_lib.insert(as_dense(cache), slots, as_dense(prefilled)), cache.widths)
 
 

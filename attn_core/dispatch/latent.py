@@ -71,8 +71,10 @@ def tpu_decode_limits(of_chip: "Limits") -> "Limits":
     from attn_core.kernels.tpu.ragged import decode  # Pallas takes 0.1 s to import
     reason = (of_chip(request) or decode_limits(request)
               or decode.unsupported_rows(request.dtype, request.key, request.value))
-    if reason is None and projected_limits(request) is None:
-      return "more FLOPs than projected"
+    if reason is None and request.latent and projected_limits(request) is None:
+      work = flops(request.latent, *request.lengths, request.query.shape[2])
+      return (f"{work.absorbed:.3g} FLOPs a row of the batch for {request.lengths[0]} queries and "
+              f"{request.lengths[1]} keys, and {work.projected:.3g} projected")
     return reason
   return limits_on_tpu
 
@@ -83,6 +85,10 @@ def hopper_decode_limits(request: "Request") -> str | None:
   reason, widths = decode_limits(request), request.latent
   if reason is not None or widths is None:
     return reason
+  width = request.key.shape[3] + request.value.shape[3]
+  if width != widths.latent + widths.rope:
+    return (f"latent rows that a dense cache pads to {width} numbers: the kernel for Hopper reads "
+            "dense rows without padding, as caches.latent.init makes them by default")
   return decode.unsupported_reason(
       request.dtype, (widths.latent + widths.rope, widths.latent), request.lengths,
       "quantized" in request.features, latent=True)

@@ -154,5 +154,6 @@ def check(cache: PagesLatent) -> None:
     fits = y.dtype == jnp.float32 if name == "scales" else (
         jnp.issubdtype(y.dtype, jnp.floating) and y.dtype.itemsize > 1)
     in_lanes = (*x.shape[:2], *map(padded_width, last))
+    wanted_array += "" if in_lanes == shape else f", or padded to {list(in_lanes)}"
     checks.require(fits and y.shape in (shape, in_lanes), f"cache_view.{name}", checks.describe(y),
                    wanted_array)

@@ -136,9 +136,14 @@ def append(cache: PagesLatent, latents: Array, mapping: Array) -> PagesLatent:
   expected = f"[T, {cache.width}], latent {cache.widths.latent} + rope {cache.widths.rope}"
   given = checks.floating("latents", latents, 2, expected)
   checks.require(given.shape[1] == cache.width, "latents", checks.describe(given), expected)
-  rows = jnp.asarray(given)
-  mapping = token_writes.int32_vector("mapping", mapping, rows.shape[0], "slots")
-  (pages, *rope), cache = append_scales(cache, rows, lambda: mapping)
+  return _appended(cache, given, token_writes.int32_vector(
+      "mapping", mapping, given.shape[0], "slots"))
+
+
+@device_parts.one_program()
+def _appended(cache: PagesLatent, rows: checks.Array, mapping: Array) -> PagesLatent:
+  """Writes rows that fit the pages to the slots `mapping`."""
+  (pages, *rope), cache = append_scales(cache, jnp.asarray(rows), lambda: mapping)
   place = token_writes.places(cache, mapping)
   cache = cache._replace(pages=device_pages.write(cache.pages, pages, 0, *place))
   if not rope:

@@ -5,6 +5,7 @@
 import jax
 import jax.numpy as jnp
 
+from attn_core import array_axes
 from attn_core.caches.paged.layouts import Array, PagesV2, PagesV3, heads_of
 
 
@@ -21,8 +22,11 @@ def interleave(key: Array, value: Array) -> jax.Array:
   width = max(key.shape[-1], value.shape[-1])
   key, value = (jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, width - x.shape[-1]),))
                 for x in (key, value))
+  shape = (*key.shape[:-2], 2 * key.shape[-2], width)
+  if array_axes.parts_of(key, value) is not None:  # JAX keeps the axes of heads in this form
+    return jnp.stack([key, value], -2).reshape(shape)
   # XLA writes this in one pass on TPUs, a stack of both in three.
-  return jnp.concatenate([key, value], -1).reshape(*key.shape[:-2], 2 * key.shape[-2], width)
+  return jnp.concatenate([key, value], -1).reshape(shape)
 
 
 def pad_rows(cache: PagesV2 | PagesV3, rows: Array) -> jax.Array:

@@ -27,8 +27,8 @@ _COEFFICIENTS = (0.499992311, 0.166671142, 0.0418901481, 0.00831252150)
 _LOG2_HIGH = 0.693359375  # log(2) in two parts: n * high is exact
 _LOG2_LOW = float(np.log(2.0)) - _LOG2_HIGH
 _ROUND = np.float32(1.5 * 2**23)  # adding it leaves the nearest integer in the low bits
-# XLA:CPU starts a second thread for a function that has more operations than bytes from about 5,000
-# numbers on, which takes longer than they do, and for any function from about this many on.
+# XLA:CPU computes a loop on two threads from about this many numbers on; a loop with more
+# operations than bytes from about 5,000 on, where starting the thread takes longer than the loop.
 _SMALL = 2**17
 _SMALLEST = -88.0  # from here on the result is 0
 
@@ -152,12 +152,12 @@ def _fill_nonfinite_jvp(filler: float, primals: tuple,
 
 
 def is_small(x: jax.Array) -> bool:
-  """Returns whether XLA:CPU starts no thread for a function of x with few operations."""
+  """Returns whether XLA:CPU computes a loop over x with few operations on one thread."""
   return are_known(*x.shape) and x.size < _SMALL
 
 
 def apart(x: jax.Array) -> jax.Array:
-  """Returns x, which XLA:CPU computes in another function than what reads it."""
+  """Returns x behind a barrier, so that XLA:CPU compiles what makes x and what reads it apart."""
   return lax.platform_dependent(x, cpu=lax.optimization_barrier, default=lambda x: x)
 
 

@@ -9,6 +9,7 @@ tokens is left, which is the backward of more than one query, it is over whole r
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from attn_core.kernels.common import dense_operands, matmul_precision
 from attn_core.kernels.common.contract import BackwardResiduals, Residuals
@@ -18,10 +19,17 @@ from attn_core.types import AttentionSpec, Operands
 
 def forward(operands: Operands, spec: AttentionSpec) -> Residuals:
   """Computes out [B, T, H, E] and lse [B, H, T]."""
-  logits, value = _logits(operands, spec), operands.value.astype(spec.softmax_dtype)
-  seen = cpu_math.fill_nonfinite(jnp.nan, value)[:, :, :, None]
-  out = seen + (logits - logits)[..., None]
-  lse = logits + (value - value).sum(-1)[..., None]
+  key, value = operands.key, operands.value
+  of_value: jax.Array | float = 0.0  # NaN where a value is not finite
+  # Non-finite numbers of a value reach all of its columns, by its key where both are as wide.
+  if key.shape == value.shape:
+    key = cpu_math.fill_nonfinite(np.nan, key, value)
+  else:
+    wide = value.astype(spec.softmax_dtype)
+    of_value = (wide - wide).sum(-1)[..., None]
+  logits = _logits(operands._replace(key=key), spec) + of_value
+  nan = logits - logits
+  out, lse = value.astype(spec.softmax_dtype)[:, :, :, None] + nan[..., None], logits + nan
   return Residuals(_all_heads(out).astype(dense_operands.out_dtype(operands, spec)),
                    _all_heads(lse).swapaxes(1, 2).astype(dense_operands.lse_dtype(spec)))
 
@@ -66,7 +74,7 @@ def _logits(operands: Operands, spec: AttentionSpec) -> jax.Array:
 def _sums(x: jax.Array, y: jax.Array, spec: AttentionSpec) -> jax.Array:
   """Returns the sums of products over widths, of [B, T, K, G, width] and [B, 1, K, width]."""
   # As a product: XLA:CPU of jax 0.10.2 takes 4 times as long for a sum of all axes but T = 1.
-  return jnp.einsum("btkgd,bskd->btkg", x, y,
+  return jnp.einsum("btkgd,bkd->btkg", x, y[:, 0],
                     precision=matmul_precision.resolve(x.dtype, spec.precision),
                     preferred_element_type=spec.softmax_dtype)
 

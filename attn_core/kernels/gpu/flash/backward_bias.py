@@ -10,9 +10,10 @@ For an array with a number per pair, a thread block owns a block of queries of o
 head of the array, and sums each tile over the batch rows and heads that share it before it is
 written once. For one with a number per key, it owns a block of keys and sums over all queries.
 Arrays of the score mod with a number per query, per head or one at all have the sums over all keys
-of each query, which XLA adds up further; so has a bias where the score mod does more than add. In
-all cases a producer warpgroup copies and two consumer warpgroups compute half of the owned block
-each; every sum has one owner and a fixed order, and takes no memory besides the gradient.
+of each query, which XLA adds up further; so has a bias with one number for all keys, if the score
+mod does more than add. In all cases a producer warpgroup copies and two consumer warpgroups compute
+half of the owned block each; every sum has one owner and a fixed order, and takes no memory besides
+the gradient.
 
   scores = X Z^T;  dP = Y W^T,  X, Y: rows of Q and d_out;  Z, W: rows of K and V, or vice versa
 

@@ -162,9 +162,11 @@ class ConsumerWarpgroup(NamedTuple):
       plgpu.barrier_wait(self.scratch.meeting_barrier)
 
   def in_turn(self, reduce: Callable[[], jax.Array]) -> jax.Array:
-    """Returns reduce(), a sum or a maximum over keys; a second one needs `meet` in between.
+    """Returns reduce(), a sum or a maximum over keys, in one warpgroup after the other.
 
-    The warps of a warpgroup exchange their parts in shared memory that all warpgroups share.
+    The warps of a warpgroup exchange their parts in shared memory that all warpgroups share, so the
+    second one waits until the first has its result. Each meets the other once; before the next
+    call, both must `meet` again.
     """
     if self.scratch.meeting_barrier is None:
       return reduce()

@@ -45,7 +45,9 @@ def refusal(mask: mask_lib.Mask, lengths: tuple[int, int]) -> str | None:
 
 
 def divisor(mask: mask_lib.Mask, field: str, length: int) -> int:
-  """Returns the number that blocks of a kernel must divide; 0: any block will do.
+  """Returns the greatest common divisor of the listed blocks that are shorter than a length.
+
+  Blocks of a kernel must divide it. 0: no listed block is shorter, and any block will do.
 
   Args:
     mask: the mask.
@@ -103,6 +105,8 @@ def of_local_rows(operands: Operands, spec: AttentionSpec) -> tuple[Operands, At
 
 def shapes_of_local_rows(operands: Operands, spec: AttentionSpec) -> tuple[Operands, AttentionSpec]:
   """`of_local_rows` of shapes and dtypes in place of arrays."""
+  if not selected.split(dense_operands.mask_of(operands, spec))[0]:
+    return operands, spec
   found: list[AttentionSpec] = []
   def run(operands: Operands) -> Operands:
     operands, spec_of_rows = of_local_rows(operands, spec)
@@ -143,11 +147,22 @@ def tiles(lists: tuple[leaves.Selected, ...], lengths: tuple[int, int], tile: tu
     rows, columns = (np.arange(0, length, size, dtype=np.int32) // block for length, size, block in
                      zip(lengths, tile, (node.block_q, node.block_kv)))
     count = cdiv(lengths[1], node.block_kv)
-    numbers = np.arange(count, dtype=np.int32).reshape(1, 1, 1, 1, count)
-    listed = (xp.asarray(node.indices)[..., None] == numbers).any(-2)
+    listed = _named(xp.asarray(node.indices), count, xp)
     listed = xp.take(xp.take(listed, rows, axis=2), columns, axis=3)
     if listed.shape[1] > 1:
       listed = xp.repeat(listed, node.group // heads, axis=1)
     found = listed if found is None else found & listed
   assert found is not None
   return found
+
+
+def _named(indices: jax.Array | np.ndarray, count: int,
+           xp: ModuleType) -> jax.Array | np.ndarray:
+  """Returns which of `count` blocks each list [.., k] names: bool [.., count]."""
+  if xp is not np:
+    return (indices[..., None] == np.arange(count, dtype=np.int32)).any(-2)
+  # Without an array of all pairs, which XLA does not make either.
+  named = np.zeros((*indices.shape[:-1], count + 1), bool)
+  exists = (indices >= 0) & (indices < count)
+  np.put_along_axis(named, np.where(exists, indices, count), True, -1)
+  return named[..., :count]

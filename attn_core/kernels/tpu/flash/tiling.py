@@ -280,8 +280,8 @@ def _requested(requested: BlockSizes, field: str, length: int, divisor: int) -> 
     raise ValueError(f"block_sizes.{field}: got {size}; on a TPU expected a multiple of {LANES} "
                      f"tokens, or at least the whole length of {length}")
   if size is not None and divisor and (size % LANES or divisor % size):
-    raise ValueError(f"block_sizes.{field}: got {size}; with lists of blocks of {divisor} tokens "
-                     f"expected a multiple of {LANES} that divides {divisor}")
+    raise ValueError(f"block_sizes.{field}: got {size}; with a mask that lists blocks "
+                     f"expected a multiple of {LANES} that divides {divisor} tokens")
   return size
 
 

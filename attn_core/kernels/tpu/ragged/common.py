@@ -25,7 +25,7 @@ Index = Any  # int, or a traced int32
 
 UNROLLED_SCORES = 2**18  # scores of the head groups that are unrolled, with many rows
 FEW_ROWS = 64  # rows of a key head: up to here keys and values stay in the matrix units
-FEW_ROWS_LATENT = 256  # the same of latent rows, which are read without a conversion
+FEW_ROWS_LATENT = 256  # the same of latent rows, which are whole where they are stored
 LATENT_PIECE = 512  # latent rows of a piece, see `StepShape.pieces`; twice for more than FEW_ROWS
 FEW_ROWS_GROUPS = 8  # head groups that are unrolled, with few rows
 FEW_ROWS_SLOTS = 3  # blocks in vector memory where a block takes less time to compute than to copy

@@ -105,6 +105,11 @@ def _within_memory(layout: KVLayout, rows: int) -> KVLayout:
   return layout._replace(block_pages=min(layout.block_pages, most * LANES // layout.page_size))
 
 
+def _tile(key: ShapedArray, value: ShapedArray) -> int:
+  """Returns the rows of a whole tile of every array of latent rows; see `_latent_page`."""
+  return max(SUBLANES * 4 // jnp.dtype(x.dtype).itemsize for x in (key, value) if x.shape[3])
+
+
 def _latent_page(key: ShapedArray, value: ShapedArray) -> int | None:
   """Returns the tokens of a transfer of latent rows: whole tiles that divide S; None: no number.
 
@@ -112,7 +117,7 @@ def _latent_page(key: ShapedArray, value: ShapedArray) -> int | None:
     key: [B, S, 1, latent + rope], or latents in 8 bits.
     value: [B, S, 1, 0], or the rotary part.
   """
-  tile = max(SUBLANES * 4 // jnp.dtype(x.dtype).itemsize for x in (key, value) if x.shape[3])
+  tile = _tile(key, value)
   return next((size for size in (PAGE_SIZE, 32, 16, 8)
                if size % tile == 0 and key.shape[1] % size == 0), None)
 
@@ -236,7 +241,7 @@ def unsupported_rows(dtype: DTypeLike, key: ShapedArray, value: ShapedArray) -> 
             f"of {LANES}, as by caches.latent.init(padded=True)")
   if _latent_page(key, value) is None:
     return (f"{key.shape[1]} slots of {key.dtype.name}: the TPU kernel copies whole tiles, and "
-            "needs a multiple of 32, without 8 bits of 16")
+            f"needs a multiple of {_tile(key, value)}")
   return None
 
 

@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A block of keys and values in a TPU's vector memory, and reads of one head from it.
 
-Numbers of less than 32 bits are kept as the 32-bit words that hold them, because a strided load
-can read any row of words; 8-bit numbers are multiplied by their scales as they are read. No
-reference is reshaped or bitcast, so that everything runs in interpret mode with race detection.
+Numbers of less than 32 bits are read as the 32-bit words that hold them, because a strided load can
+read any row of words: in place where these fill whole tiles (`KVLayout.has_words`), otherwise from
+a copy. In interpret mode they are always copied, because it has no references to the same memory in
+another dtype, and its detection of races is needed.
 """
 
 from typing import Any, Iterator, NamedTuple, Sequence
@@ -54,7 +55,8 @@ class KVBlock(NamedTuple):
     pl.loop(end, jnp.int32(layout.block_pages))(clear)
     for array, part in self._word_parts():
       self._load_part(array, part)
-    self._load_scales()
+    if not layout.latent:  # `row_scales` reads them where they are
+      self._load_scales()
 
   def load_masked_words(self) -> jax.Array:
     """Converts the block to words, with zeros for tokens that may not be read.
@@ -171,7 +173,7 @@ class KVBlock(NamedTuple):
     """Reads the parts in which latent rows are stored, without their scales, in `dtype`.
 
     Args:
-      piece: the tokens of the block, whole pages; None: all of them.
+      piece: the tokens of the block; None: all of them.
       dtype: of the result, which holds numbers of 8 bits as they are.
 
     Returns:
@@ -262,7 +264,7 @@ class KVBlock(NamedTuple):
     layout = self.layout
     number = layout.token_words // layout.lane_parts
     if layout.in_place and not isinstance(word, int):
-      # Numbers smaller than a tile of references in place are static.
+      # Offsets within a tile of a reference in place must be static.
       found = self._read_words(array, 0, first, stride)
       for i in range(1, number):
         found = jnp.where(word == i, self._read_words(array, i, first, stride), found)

@@ -12,7 +12,7 @@ from attn_core.caches.paged import layouts
 from attn_core.caches.paged.latent_layout import PagesLatent
 from attn_core.caches.paged.layouts import Pages
 from attn_core.kernels.common import paged_operands, query_block_queue
-from attn_core.kernels.tpu.ragged import common, mod_lines
+from attn_core.kernels.tpu.ragged import common, mod_lines, row_writes
 from attn_core.kernels.tpu.ragged.kv_layout import LANES, KVLayout, is_heads_major
 from attn_core.types import NO_SCORE_MOD, BlockSizes, PagedOperands, cdiv
 
@@ -195,6 +195,10 @@ def unsupported_reason(query: jax.Array, cache: Pages, metadata: layouts.PagesMe
   if layout.vmem_bytes() > BUFFER_BYTES:
     return (f"pages of {layout.page_size} tokens: keys and values of one page do not fit the "
             f"TPU kernel's {BUFFER_BYTES} bytes")
+  if layout.latent and row_writes.bytes_of_slot(layout) > row_writes.MOST_BYTES:
+    return (f"pages of {layout.page_size} latent rows, which are not whole tiles of "
+            f"{row_writes.whole_tile(layout)}: the TPU kernel would write them through more than "
+            f"{row_writes.MOST_BYTES} bytes of vector memory")
   operands, group_size = PagedOperands(query, cache, metadata), query.shape[1] // heads.key_heads
   block_q = choose_block_q(operands, block_sizes, layout, group_size)
   needed = scalar_bytes(operands, block_q)

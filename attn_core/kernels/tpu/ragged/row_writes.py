@@ -25,7 +25,8 @@ from attn_core.types import cdiv
 Ref = Any  # a Pallas reference
 Index = Any  # int, or a traced int32
 
-SLOTS = 16  # tiles in vector memory
+MOST_SLOTS = 16  # tiles in vector memory
+MOST_BYTES = 8 * 2**20  # of vector memory, for these
 PAGE, PLACE, TOKEN, COUNT = range(4)  # the numbers of a tile, see `RowRefs.numbers`
 
 
@@ -35,9 +36,9 @@ class RowRefs(NamedTuple):
   tokens: NewTokenRefs  # its rows and target are the first of these
   rows: Sequence[Ref]  # 32 bits [padded tokens, width], as many as `padded_tokens` says
   targets: Sequence[Ref]  # the arrays of the pages, [num_pages, page_size, width] each
-  tiles: Sequence[Ref]  # [SLOTS, tile rows, width], in vector memory
-  windows: Sequence[Ref]  # 32 bits [SLOTS, window rows, width], in vector memory
-  # int32 [4, SLOTS]: page, first row in it, first token and tokens of each tile, in scalar memory
+  tiles: Sequence[Ref]  # [slots, tile rows, width], in vector memory
+  windows: Sequence[Ref]  # 32 bits [slots, window rows, width], in vector memory
+  # int32 [4, slots]: page, first row in it, first token and tokens of each tile, in scalar memory
   numbers: Ref
   arrived: Ref  # semaphores, one for each slot
   sent: Ref
@@ -45,8 +46,13 @@ class RowRefs(NamedTuple):
 
 def tile_rows(layout: KVLayout) -> int:
   """Returns the rows that are copied together: whole tiles, or a page that has no whole ones."""
-  rows = max(SUBLANES * 4 // jnp.dtype(dtype).itemsize for dtype in layout.array_dtypes)
+  rows = whole_tile(layout)
   return rows if layout.page_size % rows == 0 else layout.page_size
+
+
+def whole_tile(layout: KVLayout) -> int:
+  """Returns the rows of a whole tile of every array."""
+  return max(SUBLANES * 4 // jnp.dtype(dtype).itemsize for dtype in layout.array_dtypes)
 
 
 def _window_rows(layout: KVLayout) -> int:
@@ -62,15 +68,26 @@ def padded_tokens(tokens: int, layout: KVLayout) -> int:
 def scratch(layout: KVLayout) -> list:
   """Returns the scratch memory: tiles, windows, numbers and semaphores."""
   arrays = list(zip(layout.array_widths, layout.array_dtypes))
-  return [*(pltpu.VMEM((SLOTS, tile_rows(layout), width), dtype) for width, dtype in arrays),
-          *(pltpu.VMEM((SLOTS, _window_rows(layout), width), wide_dtype(dtype))
+  slots = _slots(layout)
+  return [*(pltpu.VMEM((slots, tile_rows(layout), width), dtype) for width, dtype in arrays),
+          *(pltpu.VMEM((slots, _window_rows(layout), width), wide_dtype(dtype))
             for width, dtype in arrays),
-          pltpu.SMEM((4, SLOTS), jnp.int32), *[pltpu.SemaphoreType.DMA((SLOTS,))] * 2]
+          pltpu.SMEM((4, slots), jnp.int32), *[pltpu.SemaphoreType.DMA((slots,))] * 2]
 
 
 def vmem_bytes(layout: KVLayout) -> int:
   """Returns an upper estimate of the vector memory of `scratch`."""
-  return SLOTS * 2 * _window_rows(layout) * sum(layout.array_widths) * 4
+  return _slots(layout) * bytes_of_slot(layout)
+
+
+def bytes_of_slot(layout: KVLayout) -> int:
+  """Returns an upper estimate of the vector memory of one tile with its new rows."""
+  return 2 * _window_rows(layout) * sum(layout.array_widths) * 4
+
+
+def _slots(layout: KVLayout) -> int:
+  """Returns how many tiles are in vector memory."""
+  return max(1, min(MOST_SLOTS, MOST_BYTES // bytes_of_slot(layout)))
 
 
 def refs(tokens: NewTokenRefs, rows: Sequence[Ref], targets: Sequence[Ref],
@@ -107,8 +124,9 @@ def _write_request(w: RowRefs, request: Index, held: Index) -> jax.Array:
         w.numbers[field, held] = x
       _copy_in(w, held, start=True)
     held = held + exists.astype(jnp.int32)
-    pl.when(held == SLOTS)(lambda: _flush(w, SLOTS))
-    return lax.rem(held, jnp.int32(SLOTS))
+    slots = w.numbers.shape[1]
+    pl.when(held == slots)(lambda: _flush(w, slots))
+    return lax.rem(held, jnp.int32(slots))
 
   tile_of = lambda token: lax.div(token + span.shift, jnp.int32(size))
   begin = tile_of(span.first)

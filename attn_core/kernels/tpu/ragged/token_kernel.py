@@ -36,8 +36,9 @@ class TokenInputs(NamedTuple):
   tensor_scales: jax.Array | None  # float32 [2]: scales of all keys and of all values
   query: jax.Array  # [T, K, G, D]
   tokens: tuple[jax.Array, ...]  # keys, values and scales; see `KVLayout`
-  # Written to the first of `tokens` before anything is read: [T, token_rows, D]; or latent rows in
-  # 32 bits, each part of which [padded tokens, width] is written to an array, as by `row_writes`.
+  # Written to the first of `tokens`, one array to each, before anything is read: keys and values
+  # [T, token_rows, D]; or the parts of latent rows in 32 bits, [padded tokens, width], as
+  # `row_writes` writes them. Empty: there are none.
   new: tuple[jax.Array, ...]
   out: jax.Array | None  # [T, K, G, E], with results of requests before `part`; None: none
   mods: ModInputs | None = None  # without numbers of keys
@@ -60,7 +61,7 @@ class TokenResults(NamedTuple):
 
   out: jax.Array  # [T, K, G, E]
   lse: jax.Array  # float32 [num_steps, head_groups, group_rows], of the steps with queries
-  # The first of the arrays of tokens, with the new ones, in the same memory.
+  # The arrays to which new tokens were written, in the same memory; empty: there were none.
   pages: tuple[jax.Array, ...]
 
 

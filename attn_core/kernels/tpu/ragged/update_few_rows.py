@@ -150,7 +150,7 @@ def _scores(k: KernelRefs, block: KVBlock, group: Index, piece: slice | None,
     return _scores_of_latents(k, block, piece, propagate_nan)
   rows, heads = k.rows[0, group], k.shape.group_heads
   stored = jnp.dtype(k.shape.layout.dtype)
-  # Numbers of 8 bits are operands as they are, unless each has a scale or is looked at.
+  # float8 numbers are operands as they are, unless each has a scale or NaN is looked for.
   mixed = (stored == jnp.float8_e4m3fn and k.shape.layout.scales == "tensor" and not propagate_nan
            and rows.dtype == jnp.bfloat16)
   dtype = stored if mixed else rows.dtype
