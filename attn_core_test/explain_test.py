@@ -40,7 +40,8 @@ KERNELS = {
     "decode.gpu": gpu_decode.make_kernel(decode.KERNEL),
     # The kernel is the same whether latent rows are projected or absorbed.
     "latent.projected": flash.KERNEL, "latent.absorbed": flash.KERNEL,
-    "latent.decode": decode.KERNEL,
+    "latent.decode": decode.KERNEL, "latent.decode_tpu": tpu_decode.make_kernel(decode.KERNEL),
+    "latent.decode_gpu": gpu_decode.make_kernel(decode.KERNEL),
 }
 RING_KERNELS = {
     "context_parallel.xla": flash.KERNEL, "context_parallel.tpu": flash_mechanism.tpu_kernel(),
@@ -138,8 +139,6 @@ def expected(implementation: str) -> set[str]:
   if implementation.startswith("latent.pages"):  # by the kernel of all pages
     place = implementation.removeprefix("latent.pages").removeprefix("_")
     return {f"paged.{place or 'xla'}"}
-  if implementation.startswith("latent.decode_"):
-    return {"decode_tpu" if implementation.endswith("tpu") else "gpu_decode"}
   if implementation == "dense.vanilla":
     return {implementation, plain.KERNEL.name}
   return {implementation.removesuffix("_writing")}

@@ -12,7 +12,7 @@ from attn_core.masks import dropout, leaves, mask as mask_lib, materialize, tile
 from attn_core.score_mods import terms
 from attn_core.score_mods.score_mod import (HEADS, PAIR, ScoreMod, ScoreTile, chain, of_structure,
                                             structure_roles)
-from attn_core.types import MaskOperands
+from attn_core.types import NO_SCORE_MOD, MaskOperands
 
 Structure: TypeAlias = jax.tree_util.PyTreeDef
 Arrays = Sequence[jax.Array]
@@ -106,8 +106,14 @@ def pad(structure: Structure, arrays: Arrays, queries: int,
 
 
 def has_function(structure: Structure) -> bool:
-  """Returns whether a term has a function of the user, of which nothing is known."""
-  return any(isinstance(x, terms.Custom) for x in chain(of_structure(structure)))
+  """Returns whether a term has a function of the user; a call without a term has none."""
+  return structure != NO_SCORE_MOD and any(
+      isinstance(x, terms.Custom) for x in chain(of_structure(structure)))
+
+
+def only_adds(structure: Structure) -> bool:
+  """Returns whether a term adds to scores only, as a call without a term does."""
+  return structure == NO_SCORE_MOD or of_structure(structure).is_additive
 
 
 def apply_to_all(structure: Structure, arrays: Arrays, score: jax.Array, mask: mask_lib.Mask,

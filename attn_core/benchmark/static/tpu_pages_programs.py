@@ -31,7 +31,6 @@ Index = int | jax.Array
 
 OURS = "attn_core ragged_page_attention_v3"
 OURS_LATENT = "attn_core multi_latent_ragged_page_attention"
-OURS_LATENT_8 = "attn_core multi_latent_ragged_page_attention, int8"
 LATENT = 512  # numbers of a latent row that are its value
 RPA = "tpu-inference rpa v3"
 RPA_VECTOR_BYTES = 100 * 2**20  # limit of its kernel
@@ -186,11 +185,11 @@ def _ours(program: Program) -> Iterator[Built]:
 def _latent(program: Program) -> Iterator[Built]:
   """Yields the call over pages of latent rows, [P, page, D] whose first E numbers are values."""
   case, (_, block_kv, page) = program.case, program.blocks
-  dtype = "int8" if program.contender == OURS_LATENT_8 else case.dtype
   widths = case.value_width, case.width - case.value_width
   query, _, _, _, *numbers = shapes(program)
   cache = jax.eval_shape(lambda: latent_pages.init(
-      case.batch * (case.keys // page), page, widths, dtype=dtype, padded=True))
+      case.batch * (case.keys // page), page, widths, dtype=program.stored or case.dtype,
+      padded=True))
   rows = jax.ShapeDtypeStruct((query.shape[0], case.width), case.dtype)
 
   def attend(cache: Any, query: Any, rows: Any, *metadata: Any) -> Any:
@@ -306,5 +305,4 @@ def _rpa(program: Program) -> Iterator[Built]:
         pages, query, key, value, lengths, flat, starts, jax.ShapeDtypeStruct((3,), jnp.int32))
 
 
-CONTENDERS: dict[str, Contender] = {OURS: _ours, OURS_LATENT: _latent, OURS_LATENT_8: _latent,
-                                    RPA: _rpa}
+CONTENDERS: dict[str, Contender] = {OURS: _ours, OURS_LATENT: _latent, RPA: _rpa}

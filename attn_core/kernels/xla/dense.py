@@ -47,7 +47,7 @@ def attend(operands: Operands, spec: AttentionSpec) -> AttentionOutput:
   if operands.bias is not None:
     logits = logits + operands.bias.astype(logits.dtype)
   visible = materialize.visible(spec.mask, operands.mask, shape)
-  if spec.has_score_mod and evaluate.has_function(spec.score_mod):
+  if evaluate.has_function(spec.score_mod):
     logits = evaluate.apply_where(spec.score_mod, spec.mask, operands.mods, logits, operands.mask,
                                   visible)
   elif spec.has_score_mod:

@@ -25,7 +25,7 @@ from attn_core.kernels.gpu.flash.backward_common import Arrays
 from attn_core.kernels.common import dense_operands, nonfinite, online_softmax
 from attn_core.kernels.common.backward import complete_cotangents, compute_delta, finite_lse
 from attn_core.kernels.common.contract import BackwardFn, BackwardResiduals, Residuals
-from attn_core.score_mods import score_mod
+from attn_core.score_mods import evaluate
 from attn_core.types import (AttentionSpec, BlockSizes, Operands, is_mod, mod_number,
                              operand)
 
@@ -49,14 +49,13 @@ def _others(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
             fallback: BackwardFn) -> tuple[jax.Array, ...]:
   """Returns the cotangents of the bias and of arrays of the score mod that are named."""
   delta = compute_delta(residuals, cotangents, jnp.float32)
-  adds = not spec.has_score_mod or score_mod.of_structure(spec.score_mod).is_additive
   tables = score_tiles.tables(spec) if spec.has_score_mod else {}
 
   def of(name: str) -> jax.Array:
     x, number = operand(operands, name), mod_number(name) if is_mod(name) else score_tiles.SCORES
     if number in tables:  # sums of diagonals
       return fallback(operands, spec, block_sizes, residuals, cotangents, (name,))[0]
-    if is_mod(name) or x.shape[3] > 1 or not adds:
+    if is_mod(name) or x.shape[3] > 1 or not evaluate.only_adds(spec.score_mod):
       arrays = _arrays(operands, spec, cotangents.out, residuals.lse, delta)
       return backward_bias.d_array(arrays, operands, spec,
                                    backward_bias.Summed(number, x.shape, x.dtype))

@@ -20,7 +20,7 @@ from attn_core.kernels.gpu.flash.tile_inputs import TileInputs
 from attn_core.kernels.gpu.mosaic import Ref
 from attn_core.masks import dropout
 from attn_core.masks.tile import Tile
-from attn_core.score_mods import evaluate, score_mod
+from attn_core.score_mods import evaluate
 
 
 class Arrays(NamedTuple):
@@ -41,12 +41,6 @@ class BackwardParams(kernel_params.KernelParams):
   """Static parameters, and the computations that all kernels of the backward share."""
 
   @property
-  def multiplies(self) -> bool:
-    """Whether a score mod does more than add to the scores."""
-    spec = self.loader.spec
-    return spec.has_score_mod and not score_mod.of_structure(spec.score_mod).is_additive
-
-  @property
   def marks_bits(self) -> bool:
     """Whether a bit of a factor says that its weight is dropped, since slopes may be negative."""
     return self.has_dropout and self.loader.spec.has_score_mod
@@ -54,13 +48,9 @@ class BackwardParams(kernel_params.KernelParams):
   @property
   def high_register_pressure(self) -> bool:
     """Whether P takes so many registers that no product can run during its computation."""
-    return (self.loader.spec.logits_soft_cap is not None or self.has_dropout or self.multiplies)
-
-  @property
-  def has_function(self) -> bool:
-    """Whether scores go through a function of the user."""
     spec = self.loader.spec
-    return spec.has_score_mod and evaluate.has_function(spec.score_mod)
+    return (spec.logits_soft_cap is not None or self.has_dropout
+            or not evaluate.only_adds(spec.score_mod))
 
   def masked(self, row: RowBlocks, n: jax.Array) -> jax.Array | bool:
     """Returns whether the n-th block of a row needs the mask; a bool if the same for all."""
@@ -100,8 +90,9 @@ class BackwardParams(kernel_params.KernelParams):
       (P after dropout, without its scale; the factor that `d_scores` takes).
     """
     x, slope = logits
+    has_function = evaluate.has_function(self.loader.spec.score_mod)
     weights = jnp.exp2(x * self.logits.unit - lse)
-    if self.has_function:  # which may have no value at rows past the queries
+    if has_function:  # which may have no value at rows past the queries
       weights = jnp.where(lse == jnp.inf, 0.0, weights)
     kept = weights
     keep = self.loader.keep_mask(tile_inputs, tile()) if self.has_dropout else None
@@ -110,7 +101,7 @@ class BackwardParams(kernel_params.KernelParams):
       if not self.marks_bits:  # a factor is not negative: its sign is free to say "dropped"
         weights = jnp.where(keep, weights, -weights)
     factor = weights if slope is None else weights * slope
-    if self.has_function:  # whose slope may be infinite at hidden pairs
+    if has_function:  # whose slope may be infinite at hidden pairs
       factor = jnp.where(weights == 0.0, 0.0, factor)
     return kept, _mark(factor, keep) if keep is not None and self.marks_bits else factor
 

@@ -236,8 +236,7 @@ def make_backward_tilings(operands: Operands, spec: AttentionSpec,
             padded_width("value", operands.value.shape[3]))
   high_pressure = _high_register_pressure(operands, spec)
   block_kv, stages = BACKWARD_QUERY[max(widths)]
-  has_function = spec.has_score_mod and evaluate.has_function(spec.score_mod)
-  if high_pressure or operands.bias is not None or has_function:
+  if high_pressure or operands.bias is not None or evaluate.has_function(spec.score_mod):
     block_kv = HIGH_PRESSURE_BLOCK_KV
   block_kv = _requested(requested, "block_kv_backward", block_kv, 64, 128)
   query = BackwardTiling(*lengths, CONSUMERS * mosaic.WGMMA_ROWS, block_kv, stages, *widths, False)

@@ -23,7 +23,7 @@ from attn_core.kernels.tpu.flash import tile_inputs, tiling as tiling_lib
 from attn_core.kernels.tpu.flash.tile_inputs import (
     GridIndex, Index, KernelRefs, TileIndex, TokenRange, TokenReader)
 from attn_core.kernels.tpu.flash.tile_loop import KernelParams, Strip, issue_ahead
-from attn_core.score_mods import score_mod
+from attn_core.score_mods import evaluate
 
 Ref = Any  # a Pallas reference
 Rows = Any  # a slice of Pallas: rows of the state of a step
@@ -235,8 +235,8 @@ class ForwardStep(NamedTuple):
     hidden ones.
     """
     spec = self.params.spec
-    only_adds = self.params.mod is None or score_mod.of_structure(spec.score_mod).is_additive
-    return self.form.safe or spec.logits_soft_cap is not None or not only_adds
+    return (self.form.safe or spec.logits_soft_cap is not None
+            or not evaluate.only_adds(spec.score_mod))
 
   def _queries(self, head: int, tokens: TokenRange) -> jax.Array:
     """Returns queries [queries, D], with NaN for infinities if `_prepares_queries`."""

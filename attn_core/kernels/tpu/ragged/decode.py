@@ -19,7 +19,8 @@ from attn_core.kernels.common import dense_operands, nonfinite, online_softmax
 from attn_core.kernels.common.contract import Kernel, Residuals
 from attn_core.kernels.tpu import launch
 from attn_core.kernels.tpu.ragged import common, kernel, row_mods
-from attn_core.kernels.tpu.ragged.kv_layout import LANES, SUBLANES, KVLayout, is_heads_major
+from attn_core.kernels.tpu.ragged.kv_layout import (
+    LANES, KVLayout, is_heads_major, whole_tile)
 from attn_core.kernels.tpu.ragged.mod_form import ModInputs
 from attn_core.masks import materialize
 from attn_core.masks.mask import Coordinates
@@ -107,7 +108,7 @@ def _within_memory(layout: KVLayout, rows: int) -> KVLayout:
 
 def _tile(key: ShapedArray, value: ShapedArray) -> int:
   """Returns the rows of a whole tile of every array of latent rows; see `_latent_page`."""
-  return max(SUBLANES * 4 // jnp.dtype(x.dtype).itemsize for x in (key, value) if x.shape[3])
+  return whole_tile(*(x.dtype for x in (key, value) if x.shape[3]))
 
 
 def _latent_page(key: ShapedArray, value: ShapedArray) -> int | None:

@@ -183,8 +183,8 @@ class KVBlock(NamedTuple):
     for buffer in self.buffers[:len(self.layout.array_widths)]:
       x = buffer[self.slot].reshape(self.layout.block_kv, buffer.shape[-1])
       x = x if piece is None else x[piece]
-      x = widened(x) if x.dtype.itemsize == 1 else x
-      found.append((_to_float(x, self.layout.dtype) if x.dtype == jnp.int32 else x).astype(dtype))
+      x = x.astype(jnp.float32) if x.dtype.itemsize == 1 else x
+      found.append(x.astype(dtype))
     return found
 
   def row_scales(self, piece: slice | None) -> jax.Array | None:
@@ -296,20 +296,6 @@ def _unpack(words: jax.Array, place: Index, layout: KVLayout, dtype: DTypeLike) 
     high = (words << (16 - bits)) & np.uint32(0xFFFF0000)
     return lax.bitcast_convert_type(high, jnp.float32).astype(dtype)
   return pltpu.bitcast((words >> bits).astype(jnp.uint8), layout.dtype).astype(dtype)
-
-
-def _to_float(codes: jax.Array, dtype: DTypeLike) -> jax.Array:
-  """Converts 8-bit numbers, given as sign-extended int32, to float32."""
-  if jnp.dtype(dtype) == jnp.int8:
-    return codes.astype(jnp.float32)
-  # float8_e4m3fn, which not every chip converts: its exponent bias is 7 and that of float32 is
-  # 127; below the normal numbers, the spacing is 2**-9.
-  magnitude = codes & np.int32(0x7F)
-  normal = lax.bitcast_convert_type(
-      (magnitude << np.int32(20)) + np.int32((127 - 7) << 23), jnp.float32)
-  subnormal = magnitude.astype(jnp.float32) * np.float32(2**-9)
-  found = jnp.where(magnitude < 8, subnormal, jnp.where(magnitude == 0x7F, jnp.nan, normal))
-  return jnp.where(codes < 0, -found, found)
 
 
 def _nan_if_nonfinite(x: jax.Array) -> jax.Array:

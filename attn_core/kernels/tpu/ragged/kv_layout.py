@@ -185,6 +185,11 @@ class KVLayout(NamedTuple):
     return self._replace(in_place=self.has_words and not launch.effects())
 
 
+def whole_tile(*dtypes: DTypeLike) -> int:
+  """Returns the rows of a tile of memory that is whole for arrays of all these dtypes."""
+  return max(SUBLANES * 4 // jnp.dtype(dtype).itemsize for dtype in dtypes)
+
+
 def wide_dtype(dtype: DTypeLike) -> np.dtype:
   """Returns the dtype in which `widened` gives numbers."""
   return jnp.dtype(jnp.int32 if jnp.dtype(dtype).itemsize == 1 else jnp.float32)

@@ -13,7 +13,7 @@ from attn_core.caches.paged.latent_layout import PagesLatent
 from attn_core.caches.paged.layouts import Pages
 from attn_core.kernels.common import paged_operands, query_block_queue
 from attn_core.kernels.tpu.ragged import common, mod_lines, row_writes
-from attn_core.kernels.tpu.ragged.kv_layout import LANES, KVLayout, is_heads_major
+from attn_core.kernels.tpu.ragged.kv_layout import LANES, KVLayout, is_heads_major, whole_tile
 from attn_core.types import NO_SCORE_MOD, BlockSizes, PagedOperands, cdiv
 
 BLOCK_ROWS = 2048  # most rows of a step where requests have more than one query
@@ -197,8 +197,8 @@ def unsupported_reason(query: jax.Array, cache: Pages, metadata: layouts.PagesMe
             f"TPU kernel's {BUFFER_BYTES} bytes")
   if layout.latent and row_writes.bytes_of_slot(layout) > row_writes.MOST_BYTES:
     return (f"pages of {layout.page_size} latent rows, which are not whole tiles of "
-            f"{row_writes.whole_tile(layout)}: the TPU kernel would write them through more than "
-            f"{row_writes.MOST_BYTES} bytes of vector memory")
+            f"{whole_tile(*layout.array_dtypes)}: the TPU kernel would write them through more "
+            f"than {row_writes.MOST_BYTES} bytes of vector memory")
   operands, group_size = PagedOperands(query, cache, metadata), query.shape[1] // heads.key_heads
   block_q = choose_block_q(operands, block_sizes, layout, group_size)
   needed = scalar_bytes(operands, block_q)

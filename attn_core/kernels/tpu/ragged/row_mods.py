@@ -22,8 +22,8 @@ from attn_core.kernels.tpu.ragged import mod_lines
 from attn_core.kernels.tpu.ragged.mod_form import (FIXED, KEYS, LINES, PAIRS, STEP, ModArray,
                                                    ModForm, ModInputs)
 from attn_core.masks.mask import Coordinates
-from attn_core.score_mods.score_mod import ScoreMod, ScoreTile, chain, of_structure
-from attn_core.score_mods.terms import Custom
+from attn_core.score_mods import evaluate
+from attn_core.score_mods.score_mod import ScoreMod, ScoreTile, of_structure
 from attn_core.types import cdiv
 
 # Maps an array [B or 1, H or 1, T or 1, n] to [1 or num_steps, key_heads, block_q, G, n].
@@ -92,8 +92,7 @@ def coordinates_read(term: jax.tree_util.PyTreeDef) -> tuple[str, ...]:
   """Returns which of `Coordinates` a term may read."""
   mod = of_structure(term)
   positions = ("query_position", "key_position") if mod.reads_positions else ()
-  has_function = any(isinstance(x, Custom) for x in chain(mod))
-  return (*positions, "batch", "head") if has_function else positions
+  return (*positions, "batch", "head") if evaluate.has_function(term) else positions
 
 
 def _bits(x: jax.Array) -> jax.Array:

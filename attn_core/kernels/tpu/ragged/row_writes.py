@@ -18,7 +18,8 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
 from attn_core.kernels.tpu.ragged import new_tokens
-from attn_core.kernels.tpu.ragged.kv_layout import SUBLANES, KVLayout, narrowed, wide_dtype, widened
+from attn_core.kernels.tpu.ragged.kv_layout import (
+    SUBLANES, KVLayout, narrowed, whole_tile, wide_dtype, widened)
 from attn_core.kernels.tpu.ragged.new_tokens import NewTokenRefs
 from attn_core.types import cdiv
 
@@ -46,13 +47,8 @@ class RowRefs(NamedTuple):
 
 def tile_rows(layout: KVLayout) -> int:
   """Returns the rows that are copied together: whole tiles, or a page that has no whole ones."""
-  rows = whole_tile(layout)
+  rows = whole_tile(*layout.array_dtypes)
   return rows if layout.page_size % rows == 0 else layout.page_size
-
-
-def whole_tile(layout: KVLayout) -> int:
-  """Returns the rows of a whole tile of every array."""
-  return max(SUBLANES * 4 // jnp.dtype(dtype).itemsize for dtype in layout.array_dtypes)
 
 
 def _window_rows(layout: KVLayout) -> int:
