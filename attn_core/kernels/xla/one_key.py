@@ -19,15 +19,10 @@ from attn_core.types import AttentionSpec, Operands
 
 def forward(operands: Operands, spec: AttentionSpec) -> Residuals:
   """Computes out [B, T, H, E] and lse [B, H, T]."""
-  key, value = operands.key, operands.value
-  of_value: jax.Array | float = 0.0  # NaN where a value is not finite
-  # Non-finite numbers of a value reach all of its columns, by its key where both are as wide.
-  if key.shape == value.shape:
-    key = cpu_math.fill_nonfinite(np.nan, key, value)
-  else:
+  logits, value = _logits(_with_nan_of_values(operands), spec), operands.value
+  if operands.key.shape != value.shape:
     wide = value.astype(spec.softmax_dtype)
-    of_value = (wide - wide).sum(-1)[..., None]
-  logits = _logits(operands._replace(key=key), spec) + of_value
+    logits += (wide - wide).sum(-1)[..., None]
   nan = logits - logits
   out, lse = value.astype(spec.softmax_dtype)[:, :, :, None] + nan[..., None], logits + nan
   return Residuals(_all_heads(out).astype(dense_operands.out_dtype(operands, spec)),
@@ -42,7 +37,8 @@ def backward(operands: Operands, spec: AttentionSpec, residuals: BackwardResidua
   the operands have, P is less than 1, and the second term is in the cotangent of the lse.
   """
   split = lambda x: _split(x, operands)
-  logits = _logits(operands, spec)
+  # The same sum as in the forward, so that a program with both computes it once.
+  logits = _logits(_with_nan_of_values(operands), spec)
   d_out = split(cotangents.out)
   d_lse = split(cotangents.lse.swapaxes(1, 2)).astype(logits.dtype)
   d_weights = _sums(d_out, operands.value.astype(d_out.dtype), spec)
@@ -63,6 +59,17 @@ def backward(operands: Operands, spec: AttentionSpec, residuals: BackwardResidua
       "key": lambda: over_rows(d_logits * wide(split(operands.query))),
       "value": lambda: over_rows(weights[..., None] * wide(d_out))}
   return tuple(found[name]().astype(operands.query.dtype) for name in wrt)
+
+
+def _with_nan_of_values(operands: Operands) -> Operands:
+  """Puts NaN where a value is not finite into its key, where both are equally wide.
+
+  Non-finite numbers of a value reach all of its columns, through the logit.
+  """
+  key, value = operands.key, operands.value
+  if key.shape != value.shape:
+    return operands
+  return operands._replace(key=cpu_math.fill_nonfinite(np.nan, key, value))
 
 
 def _logits(operands: Operands, spec: AttentionSpec) -> jax.Array:
