@@ -228,7 +228,11 @@ py_library(
     py_test(
         name = file[:-len(".py")],
         timeout = "long",
-        srcs = [file],
+        srcs = [
+            file,
+            "run_module.py",
+        ],
+        args = [file[:-len(".py")]],
         data = BUILD_FILES + glob([
             "*.py",
             "approved/*.txt",
@@ -240,6 +244,7 @@ py_library(
             "//examples:sources",
         ],
         legacy_create_init = 1,
+        main = "run_module.py",
         shard_count = SHARDS.get(file[:-len(".py")]),
         tags = ["sharded"] if file[:-len(".py")] in SHARDS else [],
         deps = [":support"],
