@@ -96,9 +96,11 @@ class ListTest(parameterized.TestCase):
     self.assertEqual([x[:3] for x in reversed_steps], columns_and_kinds)
     self.assertEqual([x[3] for x in reversed_steps], [x[3] for x in steps])
 
-  @parameterized.parameters(1, 2, 3)
-  def test_ranges_of_traced_masks(self, range_blocks):
+  @parameterized.product(range_blocks=(1, 2, 3), compares=(False, True))
+  def test_ranges_of_traced_masks(self, range_blocks, compares):
     """Checks lists of batch rows that see all blocks, some, and none."""
+    if not compares:
+      self.enter_context(mock.patch.object(step_list, "MOST_COMPARED", 0))
     sizes = schedule.Tiling(400, 400, 128, 128, 128, 128, range_blocks=range_blocks)
     make = lambda ids: masks.causal() & masks.segments(ids)
     steps, lists = jax.jit(lambda ids: schedule.build(make(ids), sizes, by_keys=True))(PACKED)
@@ -136,8 +138,10 @@ class ListTest(parameterized.TestCase):
     self.assertEqual(schedule.num_steps(make(ids), sizes._replace(halves=2), by_keys=False),
                      two.rows.shape[1])
 
-  @parameterized.parameters(False, True)
-  def test_steps_of_traced_masks_end_with_the_longest_list(self, by_keys):
+  @parameterized.product(by_keys=(False, True), compares=(False, True))
+  def test_steps_of_traced_masks_end_with_the_longest_list(self, by_keys, compares):
+    if not compares:
+      self.enter_context(mock.patch.object(step_list, "MOST_COMPARED", 0))
     sizes = schedule.Tiling(400, 400, 128, 128, 128, 128)
     make = lambda ids: masks.causal() & masks.segments(ids)
     steps, lists = jax.jit(lambda ids: schedule.build(make(ids), sizes, by_keys=by_keys))(PACKED)

@@ -8,7 +8,7 @@ one step, which writes its result even where nothing is visible.
 """
 
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,9 @@ FIRST, LAST = 1, 2  # step of its row block
 NEW = 4  # no earlier range has a step in the row block
 BEGIN, END = 8, 16  # first and last step of its range
 FLAG_BITS = 5
+# Lists of a traced mask are made by comparing each of their places with each block, up to this many
+# pairs, of which more take longer than look-ups. At most 2^26, see `_in_order`.
+MOST_COMPARED = 2**22
 
 
 class Schedule(NamedTuple):
@@ -103,13 +106,16 @@ def with_idle(visited: Array, num_ranges: int, xp: ModuleType) -> Array:
   Returns:
     bool of the same shape.
   """
-  lists, rows, columns = visited.shape
-  found = visited.any(-1).reshape(lists, num_ranges, -1)
-  is_first = lambda size, *shape: (np.arange(size) == 0).reshape(shape)
-  row_blocks = rows // num_ranges
-  idle = ((~found.any(1, keepdims=True) & is_first(num_ranges, 1, -1, 1))
-          | (~found.any(2, keepdims=True) & is_first(row_blocks, 1, 1, -1)))
-  return visited | (xp.reshape(idle, (lists, rows, 1)) & is_first(columns, 1, 1, -1))
+  _, rows, columns = visited.shape
+  is_left = (np.arange(columns) == 0).reshape(1, 1, columns)
+  if num_ranges == 1:
+    return visited | ~visited.any(-1, keepdims=True) & is_left
+  number, row_block = np.divmod(np.arange(rows), rows // num_ranges)
+  in_row_block = _in_rows(visited, row_block[:, None] == row_block, xp)
+  in_range = _in_rows(visited, number[:, None] == number, xp)
+  idle = ((in_row_block == 0) & (number == 0).reshape(1, rows, 1)
+          | (in_range == 0) & (row_block == 0).reshape(1, rows, 1))
+  return visited | idle & is_left
 
 
 def compact(kinds: Array, num_ranges: int, room: int, xp: ModuleType, *,
@@ -126,47 +132,122 @@ def compact(kinds: Array, num_ranges: int, room: int, xp: ModuleType, *,
   Returns:
     (the schedule, steps of the longest list).
   """
-  lists, rows, columns = kinds.shape[:3]
+  _, rows, columns = kinds.shape[:3]
   row_blocks = rows // num_ranges
   listed = with_idle((kinds != block_map.EMPTY).any(-1), num_ranges, xp)
-  if descending:
-    row, column, count = _listed_blocks(listed[..., ::-1], room, xp)
-    column = columns - 1 - column
-  else:
-    row, column, count = _listed_blocks(listed, room, xp)
-  active = np.arange(room, dtype=np.int32)[None] < count
-  bits = xp.take_along_axis(tile_bits(kinds).reshape(lists, -1), row * columns + column, axis=-1)
-  flags = _edges(row, count, FIRST, LAST, xp)
-  if num_ranges == 1:
-    flags = flags | NEW | _edges(xp.zeros_like(row), count, BEGIN, END, xp)
-  else:
-    in_row = listed.any(-1).reshape(lists, num_ranges, row_blocks)
-    new = (in_row & (in_row.cumsum(1) == 1)).reshape(lists, rows)
-    number = row // row_blocks
-    flags = flags | xp.where(xp.take_along_axis(new, row, axis=-1), NEW, 0)
-    flags = flags | _edges(number, count, BEGIN, END, xp)
-    row, column = row % row_blocks, column + number * columns
-  schedule = Schedule(row.astype(np.int32), column.astype(np.int32),
-                      xp.where(active, bits, 0).astype(np.uint32).view(np.int32),
-                      xp.where(active, flags, 0).astype(np.int32))
-  return schedule, room if xp is np else count.max()
+  place, flags = _places(listed, num_ranges, xp, descending=descending)
+  block, flags, bits = _in_order(flags, tile_bits(kinds), listed, place, room, xp)
+  row, column = block // columns, block % columns
+  if num_ranges > 1:
+    row, column = row % row_blocks, column + row // row_blocks * columns
+  schedule = Schedule(row, column, bits.view(np.int32), flags)
+  return schedule, room if xp is np else listed.sum((1, 2), dtype=np.int32).max()
 
 
-def _edges(x: Any, count: Any, first: int, last: int, xp: ModuleType) -> Any:
-  """Returns int32 bits `first` and `last` at the ends of runs of equal numbers.
+def _places(listed: Array, num_ranges: int, xp: ModuleType, *,
+            descending: bool) -> tuple[Array, Array]:
+  """Returns (places of the listed blocks in their list, their flags), row by row.
 
   Args:
-    x: int32 [num_lists, room].
-    count: int32 [num_lists, 1]: the last run ends there.
-    first, last: the bits.
+    listed: bool [num_lists, num_ranges * row_blocks, columns].
+    num_ranges, xp, descending: as in `compact`.
+
+  Returns:
+    int32 of the shape of `listed`; of other blocks arbitrary.
+  """
+  rows = listed.shape[1]
+  row, (number, row_block) = np.arange(rows), np.divmod(np.arange(rows), rows // num_ranges)
+  in_rows = lambda chosen: _in_rows(listed, chosen, xp)
+  before, after = (_beside(listed, xp, later=x) for x in (descending, not descending))
+  is_before = row < row[:, None]
+  place = in_rows(is_before) + before
+  is_first, is_last = before == 0, after == 0
+  if num_ranges == 1:  # every row has a block
+    begins, ends, is_new = (x.reshape(1, rows, 1) for x in (row == 0, row == rows - 1, row >= 0))
+  else:
+    same_range = number[:, None] == number
+    begins = in_rows(is_before & same_range) == 0
+    ends = in_rows(is_before.T & same_range) == 0
+    is_new = in_rows(is_before & (row_block[:, None] == row_block)) == 0
+  flags = (FIRST * is_first + LAST * is_last + BEGIN * (is_first & begins)
+           + END * (is_last & ends) + NEW * is_new)
+  return place, xp.broadcast_to(flags, listed.shape).astype(np.int32)
+
+
+def _in_rows(listed: Array, chosen: np.ndarray, xp: ModuleType) -> Array:
+  """Counts the listed blocks of other rows.
+
+  Args:
+    listed: bool [num_lists, rows, columns].
+    chosen: bool [rows, rows], for each row those of which blocks are counted.
+    xp: numpy or jax.numpy.
+
+  Returns:
+    int32 [num_lists, rows, 1].
+  """
+  counts = listed.astype(np.int32)
+  # Few of them, as those of rows are, XLA for TPUs would move between kinds of memory.
+  if xp is np or chosen.size * listed.shape[2] > MOST_COMPARED:
+    counts = counts.sum(-1, keepdims=True, dtype=np.int32)
+  return xp.where(chosen[None, :, :, None], counts[:, None], 0).sum(
+      (2, 3), dtype=np.int32)[..., None]
+
+
+def _beside(listed: Array, xp: ModuleType, *, later: bool) -> Array:
+  """Counts the listed blocks of earlier columns, or of later ones: int32, shape of `listed`."""
+  if xp is np:
+    listed = listed[..., ::-1] if later else listed
+    found = listed.cumsum(-1, dtype=np.int32) - listed
+    return found[..., ::-1] if later else found
+  column = np.arange(listed.shape[-1])
+  is_beside = column > column[:, None] if later else column < column[:, None]
+  return xp.where(is_beside[None, None], listed.astype(np.int32)[:, :, None], 0).sum(
+      -1, dtype=np.int32)
+
+
+def _in_order(flags: Array, bits: Array, listed: Array, place: Array, room: int,
+              xp: ModuleType) -> tuple[Array, Array, Array]:
+  """Returns (numbers, flags, bits) of the listed blocks in their order, [num_lists, room] each.
+
+  Args:
+    flags: int32 [num_lists, rows, columns].
+    bits: uint32, likewise.
+    listed: bool, likewise.
+    place: int32, likewise.
+    room: places of each list. Those after the last block repeat its number, without flags and bits.
     xp: numpy or jax.numpy.
   """
-  edge = xp.ones_like(x[:, :1], bool)
-  change = x[:, 1:] != x[:, :-1]
-  is_end = np.arange(x.shape[1], dtype=np.int32)[None] == count - 1
-  is_first = xp.concatenate([edge, change], -1)
-  is_last = xp.concatenate([change, edge], -1) | is_end
-  return first * is_first.astype(np.int32) + last * is_last.astype(np.int32)
+  lists, rows, columns = listed.shape
+  size, number = rows * columns, np.arange(room, dtype=np.int32)[None]
+  if xp is not np and size * room <= MOST_COMPARED:
+    # XLA's look-ups, sorts and running sums for TPUs take longer, also those of a few numbers.
+    at, number_at = place[:, None], number[..., None, None]
+    blocks = np.arange(size, dtype=np.int32).reshape(1, rows, columns)
+    words = ((place * size + blocks) << FLAG_BITS) | flags
+    last = xp.where(listed[:, None] & (at <= number_at), words[:, None], 0).max((2, 3))
+    bits = xp.where(listed[:, None] & (at == number_at), bits[:, None], 0).sum(
+        (2, 3), dtype=bits.dtype)
+    found, flags = last >> FLAG_BITS, last & (2**FLAG_BITS - 1)
+    return found % size, xp.where(found // size == number, flags, 0), bits
+  count = listed.sum((1, 2), dtype=np.int32)[:, None]
+  at = xp.minimum(number, count - 1)
+  if xp is np:
+    block = np.zeros((lists, room), np.int32)
+    in_list, row, column = np.nonzero(listed)
+    block[in_list, place[listed]] = row * columns + column
+    block = np.take_along_axis(block, at, axis=-1)
+  else:
+    # By comparing with all rows: XLA takes long to compile other searches, and sorts of long axes.
+    in_row = listed.sum(-1, dtype=np.int32)
+    ends = in_row.cumsum(-1, dtype=np.int32)
+    row = (ends[:, None] <= at[..., None]).sum(-1, dtype=np.int32)
+    order = xp.argsort(xp.where(listed, place, np.iinfo(np.int32).max), axis=-1)
+    within = at - xp.take_along_axis(ends - in_row, row, axis=-1)
+    block = row * columns + xp.take_along_axis(
+        order.reshape(lists, -1), row * columns + within, axis=-1).astype(np.int32)
+  flags, bits = (xp.where(number < count, xp.take_along_axis(
+      x.reshape(lists, -1), block, axis=-1), 0).astype(x.dtype) for x in (flags, bits))
+  return block, flags, bits
 
 
 def tile_bits(kinds: Array) -> Array:
@@ -174,31 +255,3 @@ def tile_bits(kinds: Array) -> Array:
   shifts = 2 * np.arange(kinds.shape[-1], dtype=np.uint32)
   shifts = shifts.reshape((1,) * (kinds.ndim - 1) + (-1,))  # as strict rank promotion wants it
   return (kinds.astype(np.uint32) << shifts).sum(-1, dtype=np.uint32)
-
-
-def _listed_blocks(listed: Array, room: int,
-                   xp: ModuleType) -> tuple[Any, Any, Any]:
-  """Returns the places of the listed blocks, row by row; the last one fills the rest of the room.
-
-  Args:
-    listed: bool [num_lists, row_blocks, column_blocks].
-    room: places of each list.
-    xp: numpy or jax.numpy.
-
-  Returns:
-    int32 (rows [num_lists, room], columns [num_lists, room], number of blocks [num_lists, 1]).
-  """
-  lists, _, columns = listed.shape
-  ends = listed.sum(-1, dtype=np.int32).cumsum(-1, dtype=np.int32)
-  count = ends[:, -1:]
-  number = xp.minimum(np.arange(room, dtype=np.int32)[None], count - 1)
-  order = xp.argsort(~listed, axis=-1, stable=True).astype(np.int32)  # listed columns first
-  if xp is np:
-    row = np.stack([np.searchsorted(end, n, side="right") for end, n in zip(ends, number)])
-  else:
-    # By comparing with all rows: XLA takes long to compile other searches, and sorts of long axes.
-    row = (ends[:, None] <= number[..., None]).sum(-1, dtype=np.int32)
-  starts = xp.concatenate([xp.zeros_like(count), ends[:, :-1]], -1)
-  within = number - xp.take_along_axis(starts, row, axis=-1)
-  column = xp.take_along_axis(order.reshape(lists, -1), row * columns + within, axis=-1)
-  return row, column, count
