@@ -14,7 +14,7 @@ import numpy as np
 
 from attn_core import (DenseCache, Heads, PagesV1, PagesV2, PagesV3, WindowCache, build_cache_pos,
                        create_mesh)
-from attn_core.caches import dense, pages, window
+from attn_core.caches import dense, pages, tile_writes, window
 from attn_core.caches import slots as slots_lib
 from attn_core.caches.paged import device_pages
 from attn_core_test.caches_cases import (
@@ -213,6 +213,36 @@ class UpdateTest(parameterized.TestCase):
     sharded = jax.jit(jax.shard_map(module.append, mesh=mesh, in_specs=P("dp"), out_specs=P("dp")))(
         empty, key, value, counts)
     self.assertEqual(live(module.view(sharded)), want)
+
+
+class TileWritesTest(parameterized.TestCase):
+
+  @parameterized.parameters((1, 64), (8, 64), (33, 96))
+  def test_whole_tiles_hold_what_a_scatter_writes(self, length, slots):
+    """Rows begin anywhere, also before or after the part of one device; some tokens are dropped."""
+    rng = np.random.default_rng(length)
+    batch, first = 9, np.array([-3, 0, 1, 30, 31, 32, slots - length, slots - 1, 3 * slots])
+    array = rng.integers(-128, 128, (batch, slots, 1, 256)).astype(np.int8)
+    new = rng.integers(-128, 128, (batch, length, 1, 256)).astype(np.int8)
+    place = first[:, None] + np.arange(length)
+    count = rng.integers(0, length + 1, (batch, 1))
+    for kept in (place >= 0, np.arange(length) < count, np.zeros((batch, length), bool)):
+      places = np.where(kept & (place >= 0) & (place < slots), place, slots).astype(np.int32)
+      want = array.copy()
+      for row, token in np.argwhere(places < slots):
+        want[row, places[row, token]] = new[row, token]
+      equal(jax.jit(tile_writes.by_tiles)(array, new, places), want)
+      equal(tile_writes.write(array, new, places), want)
+
+  def test_a_write_maps_and_has_a_derivative(self):
+    array, new = jnp.ones((2, 3, 64, 1, 256), "float8_e4m3fn"), jnp.full((2, 3, 1, 1, 256), 2)
+    places = jnp.array([[[0], [5], [64]]] * 2)
+    new = new.astype(array.dtype)
+    mapped = jax.vmap(tile_writes.write)(array, new, places)
+    equal(mapped[1], tile_writes.scatter(array[1], new[1], places[1]))
+    def found(write):
+      return jax.jvp(lambda x: write(array[0], x, places[0]), (new[0],), (new[0],))
+    equal(found(tile_writes.write), found(tile_writes.scatter))
 
 
 class InitTest(absltest.TestCase):

@@ -144,7 +144,8 @@ def _appended(cache: DenseCache, key: jax.Array, value: jax.Array,
   places = jnp.where((token < count[:, None]) & ~bad[:, None], cache.lengths[:, None] + token,
                      slots)
   cache = slots_lib.write_tokens(
-      cache, key, value, lambda array, new: slots_lib.write_slots(array, new, places))
+      cache, key, value,
+      lambda array, new: slots_lib.write_slots(array, new, places, consecutive=True))
   return device_parts.keep(cache._replace(
       lengths=jnp.where(bad, cache.lengths, after),
       overflow=cache.overflow | device_parts.match(bad, cache.overflow)))

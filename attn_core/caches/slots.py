@@ -13,7 +13,7 @@ import numpy as np
 
 from attn_core import array_axes, checks
 from attn_core.array_axes import Entry, size_of
-from attn_core.caches import device_parts, quantize
+from attn_core.caches import device_parts, quantize, tile_writes
 from attn_core.caches.device_parts import Sharding
 
 if TYPE_CHECKING:  # for annotations only: these modules import this one
@@ -223,15 +223,20 @@ def write_tokens(cache: Cache, key: jax.Array, value: jax.Array,
   return cache._replace(**fields)
 
 
-def write_slots(array: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
+def write_slots(array: jax.Array, new: jax.Array, slots: jax.Array, *,
+                consecutive: bool = False) -> jax.Array:
   """Writes `new` [B, T, ...] to slots int32 [B, T] of `array` [B, S, ...]; drops slots past S.
 
   A scatter that drops, since lax.dynamic_update_slice would move tokens that do not fit over older
   ones.
-  """
-  def write(array: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
-    return jax.vmap(lambda row, x, index: row.at[index].set(x, mode="drop"))(array, new, slots)
 
+  Args:
+    array: of the cache.
+    new: of the tokens.
+    slots: of the tokens.
+    consecutive: whether a token that is not dropped is one slot after the one before it.
+  """
+  write = tile_writes.write if consecutive else tile_writes.scatter
   parts = array_axes.parts_of(array, new, slots)
   if parts is None:
     return write(array, new, slots)
