@@ -95,7 +95,7 @@ def _over_pages(layout: str, run: _Run,
 
 def _pages_on_tpu(row: Implementation, layout: str, run: _Run) -> Implementation:
   """Returns a row over pages with the kernel for TPUs."""
-  return Implementation(run, row.features - _NOT_ON_TPU - {"chunk"}, LINEAR,
+  return Implementation(run, row.features - _NOT_ON_TPU - {"chunk"} | {"prefixes"}, LINEAR,
                         capabilities.pages_kernel_limits("tpu", layout), fallback=row,
                         derivatives=Rows(gradient=row.name))
 

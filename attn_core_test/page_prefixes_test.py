@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pages read once for the requests that share them: values, gradients, pages read, bad input."""
 
+import functools
+
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
@@ -9,11 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import (Heads, OperationMetadata, PagesMetadata, PagesV1, PagesV2, PagesV3, explain,
-                       page_attention, ragged_page_attention_v2, ragged_page_attention_v3)
-from attn_core.caches import allocator, groups, page_checks, pages, prefixes
+                       multi_latent_ragged_page_attention, page_attention,
+                       ragged_page_attention_v2, ragged_page_attention_v3)
+from attn_core.caches import allocator, groups, latent_pages, page_checks, pages, prefixes
 from attn_core.kernels.common import paged_operands
 from attn_core.mechanisms import paged_prefixes
 from attn_core.types import BlockSizes, PagedOperands, PagedSpec
+from attn_core_test import sampling
+from attn_core_test.tpu_interpret import interpreted
 
 PAGE, POOL, WIDTH, H, K, D = 4, 80, 16, 4, 2, 8
 QUERIES = (3, 1, 2, 2, 1, 0, 5)
@@ -50,10 +55,11 @@ def call(seed, num_levels=2, queries=QUERIES):
   return query, cache, metadata, metadata._replace(prefixes=found)
 
 
-@jax.jit
-def attend(query, cache, metadata, sinks=None):
-  return ragged_page_attention_v2(query, cache, metadata, return_lse=True, softmax_aux=sinks,
-                                  logits_soft_cap=3.0)
+@functools.partial(jax.jit, static_argnames="platform")
+def attend(query, cache, metadata, sinks=None, platform=None):
+  return ragged_page_attention_v2(
+      query, cache, metadata, return_lse=True, softmax_aux=sinks, logits_soft_cap=3.0,
+      metadata=OperationMetadata(platform=platform))
 
 
 class ValuesTest(parameterized.TestCase):
@@ -115,6 +121,62 @@ class ValuesTest(parameterized.TestCase):
     mask = np.tile(np.eye(5, dtype=bool), (len(QUERIES), 1, 1))
     want, got = (attend(query, cache, x._replace(draft_mask=mask)).out for x in (alone, shared))
     np.testing.assert_allclose(got, want, atol=2e-6)
+
+
+class TpuTest(parameterized.TestCase):
+  """The kernel for TPUs, interpreted, reads the pages of groups and those of single requests."""
+
+  @parameterized.parameters(*sampling.with_slow([(2,)], (1,)))
+  def test_equals_the_call_without(self, num_levels):
+    """Also where the requests of a group have more queries together than its pages have tokens."""
+    query, cache, alone, shared = call(0, num_levels, queries=(4, 1, 2, 2, 4, 1, 6))
+    starts = np.asarray(shared.query_start_loc)
+    groups = shared.prefixes
+    numbers = (starts[1:] - starts[:-1])[groups.order]
+    of_groups = [numbers[first:end].sum() for first, end in zip(groups.rows[0], groups.rows[0, 1:])]
+    self.assertTrue(((groups.page_counts[0] > 0) & (np.array(of_groups) > PAGE)).any())
+    sinks = jnp.linspace(-1, 1, H)
+    want = attend(query, cache, alone, sinks)
+    with interpreted():
+      got = attend(query, cache, shared, sinks, platform="tpu")
+    np.testing.assert_allclose(got.out, want.out, atol=2e-6)
+    np.testing.assert_allclose(got.lse, want.lse, rtol=1e-5, atol=2e-6)
+
+  @sampling.slow_parameters(("rows",), ("keys and values",))
+  def test_pages_that_are_written(self, kind):
+    count = len(QUERIES)
+    query, cache, alone, shared = call(3, queries=(1,) * count)
+    query = query[:count]
+    if kind == "rows":
+      cache = latent_pages.init(POOL, PAGE, (100, 28), dtype=jnp.float32, padded=True)
+      rng = np.random.default_rng(0)
+      cache = cache._replace(pages=jnp.asarray(rng.normal(size=cache.pages.shape), jnp.float32))
+      query = jnp.asarray(rng.normal(size=(count, H, 128)), jnp.float32)
+      run = lambda cache, metadata, place: multi_latent_ragged_page_attention(
+          query, jnp.ones((count, 128)), cache, metadata, metadata=place, softmax_scale=0.1)
+    else:
+      cache = pages.convert(cache, PagesV3, Heads(K, D, D))
+      run = lambda cache, metadata, place: ragged_page_attention_v3(
+          query, *jnp.ones((2, count, K, D)), cache, metadata, metadata=place)
+    want = run(cache, alone, None)
+    with interpreted():
+      got = run(cache, shared, OperationMetadata(platform="tpu"))
+    np.testing.assert_allclose(got.out, want.out, atol=2e-6)
+    np.testing.assert_array_equal(got.cache_view.pages, want.cache_view.pages)
+
+  def test_the_kernel_and_its_limits(self):
+    query, cache, _, shared = call(0)
+    def asked(shared):
+      return str(explain(query, None, None, mechanism="ragged_page_attention_v2", layout="thd",
+                         cache_view=cache, cache_metadata=shared,
+                         metadata=OperationMetadata(platform="tpu")))
+    self.assertIn("by paged.tpu, which", asked(shared))
+    table = np.pad(shared.page_tables, ((0, 0), (0, 25_000)))
+    found = prefixes.find(table, np.zeros(len(QUERIES), int))
+    wide = shared._replace(page_tables=table, prefixes=found)
+    self.assertIn("cache_metadata.prefixes, as 11 requests: page tables of [11, 25016]",
+                  asked(wide))
+    self.assertIn("by paged.tpu, which", asked(wide._replace(prefixes=None)))
 
 
 class FindTest(parameterized.TestCase):
@@ -181,7 +243,7 @@ class FindTest(parameterized.TestCase):
 
     for metadata in (alone, grouped):
       read.append(0)
-      paged_prefixes.attend(count, PagedOperands(
+      paged_prefixes.attend(paged_prefixes.on_xla(count, Heads(K, D, D)), PagedOperands(
           jnp.zeros((requests, H, D)), cache, jax.tree.map(jnp.asarray, metadata), None),
                             PagedSpec(1.0), BlockSizes())
     self.assertEqual(read, [requests * (shared + own), shared + requests * own])
@@ -226,12 +288,11 @@ class BadInputTest(parameterized.TestCase):
       with self.assertRaisesRegex(ValueError, words):
         prefixes.find(*arguments)
 
-  @parameterized.parameters(("tpu", None), ("gpu", "9.0"))
-  def test_other_kernels_leave_it_to_xla(self, platform, capability):
+  def test_hopper_leaves_it_to_xla(self):
     query, cache, _, shared = call(0)
     found = explain(query, None, None, mechanism="ragged_page_attention_v2", layout="thd",
                     cache_view=cache, cache_metadata=shared, metadata=OperationMetadata(
-                        platform=platform, compute_capability=capability))
+                        platform="gpu", compute_capability="9.0"))
     self.assertIn("paged.xla", str(found))
     self.assertIn("cache_metadata.prefixes", str(found))
 

@@ -21,8 +21,7 @@ import jax.numpy as jnp
 
 from attn_core.autodiff import rounding
 from attn_core.caches import quantize
-from attn_core.caches.paged import latent_pages, layouts, slot_mapping, token_writes
-from attn_core.caches.paged.latent_layout import PagesLatent
+from attn_core.caches.paged import layouts, ops, slot_mapping
 from attn_core.kernels.common.contract import Residuals
 from attn_core.kernels.xla import paged_backward, paged_tangent
 from attn_core.sharding import varying_axes
@@ -96,7 +95,7 @@ def attend_writing(forward: WritingForwardFn, reading: PagedForwardFn, operands:
   """Writes new tokens to the pages, and computes attention over them.
 
   Args:
-    forward: does both; where a derivative is taken, `append` and `reading` do.
+    forward: does both; where a derivative is taken, `ops.append_tokens` and `reading` do.
     reading: as in `attend`.
     operands: query, key and value [T, ...], pages and metadata of one group, sinks.
     spec: what to compute.
@@ -112,14 +111,6 @@ def attend_writing(forward: WritingForwardFn, reading: PagedForwardFn, operands:
   leaves, structure = jax.tree.flatten(varying_axes.unify(operands))
   return _attend_writing(
       _WritingCall(forward, _Call(reading, spec, heads, block_sizes, structure)), leaves)
-
-
-def append(cache: layouts.Pages, key: jax.Array, value: jax.Array,
-           slots: jax.Array) -> layouts.Pages:
-  """Writes new keys [T, K, D] and values, or latent rows [T, 1, latent + rope], to their slots."""
-  if isinstance(cache, PagesLatent):
-    return latent_pages.append(cache, key[:, 0], slots)
-  return token_writes.append(cache, key, value, slots)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -139,7 +130,7 @@ def _attend_writing_jvp(writing: _WritingCall, primals: tuple, tangents: tuple) 
     some = dict(zip(numbers, varying))
     operands = _operands([some.get(n, x) for n, x in enumerate(leaves)], call)
     assert operands.key is not None and operands.value is not None
-    cache = append(operands.cache, operands.key, operands.value, slot_mapping.slots(
+    cache = ops.append_tokens(operands.cache, operands.key, operands.value, slot_mapping.slots(
         operands.metadata, layouts.page_size(operands.cache), operands.query.shape[0]))
     return attend(call.forward, operands._replace(cache=cache, key=None, value=None), call.spec,
                   call.heads, call.block_sizes), cache

@@ -372,10 +372,10 @@ def pages_kernel_limits(platform: str, layout: str) -> Callable[[Request], str |
     shapes: Any = request.pages.shapes  # in place of arrays
     if platform == "tpu":
       # Pallas takes 0.1 s to import.
-      from attn_core.kernels.tpu.ragged import paged_tiling as on_tpu
+      from attn_core.kernels.tpu.ragged import paged_tiling as on_tpu, prefix_groups
       return tpu_limits(request) or on_tpu.unsupported_reason(
-          shapes.query, shapes.cache, shapes.metadata, shapes.heads, request.pages.block_sizes
-          ) or traceable.refusal(request.mod, request.mods) or on_tpu.unsupported_mod(
+          *shapes, request.pages.block_sizes) or prefix_groups.unsupported_reason(
+              *shapes, request.pages.block_sizes) or traceable.refusal(request.mod, request.mods) or on_tpu.unsupported_mod(
               shapes.query, shapes.cache, shapes.metadata, shapes.heads,
               request.pages.block_sizes, request.mod, request.mods)
     from attn_core.kernels.gpu.split_kv import paged as on_gpu  # Mosaic GPU takes 0.3 s to import

@@ -7,13 +7,14 @@ the results are combined as those of `decode` are.
 """
 
 import functools
+from typing import Callable, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from attn_core import array_axes
 from attn_core.autodiff import paged as autodiff_paged
-from attn_core.caches.paged import layouts, page_stripes, request_groups
+from attn_core.caches.paged import layouts, ops, page_stripes, request_groups
 from attn_core.caches.paged.latent_layout import PagesLatent
 from attn_core.caches.paged.page_stripes import Stripe
 from attn_core.kernels.common import paged_operands
@@ -30,35 +31,47 @@ Forward = autodiff_paged.PagedForwardFn
 Writer = autodiff_paged.WritingForwardFn
 
 
+class _Kernel(NamedTuple):
+  """A kernel over pages."""
+
+  forward: Forward
+  prefixes: Callable[[paged_prefixes.Attend, layouts.Heads], paged_prefixes.Form]
+  writer: Writer | None = None  # writes the new tokens as well; None: XLA does
+
+
+_XLA = _Kernel(paged_forward.forward, paged_prefixes.on_xla)
+
+
 def xla(call: Call) -> AttentionOutput:
   """Attends to the pages in plain XLA."""
-  return _sharded(paged_forward.forward, call)
+  return _sharded(_XLA, call)
 
 
 def tpu(call: Call) -> AttentionOutput:
   """Attends to the pages by a Pallas kernel for TPUs; gradients are those of plain XLA."""
-  return _sharded(tpu_forward(), call)
+  return _sharded(_Kernel(tpu_forward(), paged_prefixes.on_tpu), call)
 
 
 def gpu(call: Call) -> AttentionOutput:
   """Attends to the pages by a Mosaic GPU kernel for Hopper; gradients are those of plain XLA."""
-  return _sharded(gpu_forward(), call)
+  return _sharded(_Kernel(gpu_forward(), paged_prefixes.on_xla), call)
 
 
 def xla_writing(call: Call) -> AttentionOutput:
   """Writes new keys and values to the pages, then attends as `xla`; returns the cache."""
-  return _sharded(paged_forward.forward, call, writes=True)
+  return _sharded(_XLA, call, writes=True)
 
 
 def tpu_writing(call: Call) -> AttentionOutput:
   """Attends as `tpu` to pages to which the kernel first writes new keys and values, or rows."""
   from attn_core.kernels.tpu.ragged import paged  # as in `tpu_forward`
-  return _sharded(tpu_forward(), call, writes=True, writer=_over_every_axis(paged.forward_writing))
+  return _sharded(_Kernel(tpu_forward(), paged_prefixes.on_tpu,
+                          _over_every_axis(paged.forward_writing)), call, writes=True)
 
 
 def gpu_writing(call: Call) -> AttentionOutput:
   """Writes new keys and values to the pages, then attends as `gpu`; returns the cache."""
-  return _sharded(gpu_forward(), call, writes=True)
+  return _sharded(_Kernel(gpu_forward(), paged_prefixes.on_xla), call, writes=True)
 
 
 def tpu_forward() -> Forward:
@@ -100,18 +113,16 @@ def _by_held_lengths(forward: Forward) -> Forward:
   return run
 
 
-def _sharded(forward: Forward, call: Call, *, writes: bool = False,
-             writer: Writer | None = None) -> AttentionOutput:
+def _sharded(kernel: _Kernel, call: Call, *, writes: bool = False) -> AttentionOutput:
   if call.operands.key is None:  # the keys of another layer are read
-    writes, writer = False, None
-  return shard_paged.sharded(functools.partial(_local, forward, call, writes, writer), call,
-                             writes=writes)
+    writes, kernel = False, kernel._replace(writer=None)
+  return shard_paged.sharded(functools.partial(_local, kernel, call, writes), call, writes=writes)
 
 
-def _local(forward: Forward, call: Call, writes: bool, writer: Writer | None,
-           operands: PagedOperands) -> AttentionOutput:
+def _local(kernel: _Kernel, call: Call, writes: bool, operands: PagedOperands) -> AttentionOutput:
   """Attends to one device's groups of requests, one after the other."""
   operands = _of_device(operands, call)
+  forward, writer = kernel.forward, kernel.writer
   cache, metadata, tokens = operands.cache, operands.metadata, operands.query.shape[0]
   key_heads, width, value_width = _heads(cache, metadata, call.placement)
   number = request_groups.count(metadata)
@@ -125,24 +136,26 @@ def _local(forward: Forward, call: Call, writes: bool, writer: Writer | None,
     key_heads = operands.key.shape[1]
     if separately:
       slots = request_groups.slots(cache, metadata, tokens, operands.stripe)
-      cache = autodiff_paged.append(cache, operands.key, operands.value, slots)
+      cache = ops.append_tokens(cache, operands.key, operands.value, slots)
     if isinstance(cache, layouts.PagesV3):
       width, value_width = operands.query.shape[2], operands.value.shape[2]
 
+  heads = layouts.Heads(key_heads, width, value_width)
+  form = kernel.prefixes(lambda operands, spec, sizes: autodiff_paged.attend(
+      forward, operands, spec, heads, sizes), heads)
+
   def attend(query: jax.Array, metadata: layouts.PagesMetadata,
              mods: tuple[jax.Array, ...]) -> Residuals:
-    heads = layouts.Heads(key_heads, width, value_width)
-    return paged_prefixes.attend(
-        lambda operands, spec, sizes: autodiff_paged.attend(forward, operands, spec, heads, sizes),
-        operands._replace(query=query, cache=cache, metadata=metadata, key=None, value=None,
-                          mods=mods),
-        call.spec, call.block_sizes)
+    part = operands._replace(query=query, cache=cache, metadata=metadata, key=None, value=None,
+                             mods=mods)
+    return paged_prefixes.attend(form, part, call.spec, call.block_sizes)[0]
 
   if writer is not None and not separately:
     one = metadata if number is None else jax.tree.map(lambda x: x[0], metadata)
-    (out, lse), cache = autodiff_paged.attend_writing(
-        writer, forward, operands._replace(metadata=one), call.spec,
-        layouts.Heads(key_heads, width, value_width), call.block_sizes)
+    write = lambda operands, spec, sizes: autodiff_paged.attend_writing(
+        writer, forward, operands, spec, heads, sizes)
+    (out, lse), cache = paged_prefixes.attend(
+        form, operands._replace(metadata=one), call.spec, call.block_sizes, write)
   elif number is None:
     out, lse = attend(operands.query, metadata, operands.mods)
   elif number == 1:

@@ -7,7 +7,7 @@ and which sees all its tokens. Relative positions are all that counts in the res
 after the last shared page.
 """
 
-from typing import Callable
+from typing import Callable, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from attn_core import partials
 from attn_core.array_axes import count_reached
 from attn_core.caches.paged import layouts, prefixes as prefixes_lib
+from attn_core.caches.paged.layouts import Pages, PagesMetadata
 from attn_core.kernels.common import dense_operands, paged_operands
 from attn_core.kernels.common.contract import Residuals
-from attn_core.types import BlockSizes, PagedOperands, PagedSpec
+from attn_core.types import BlockSizes, PagedOperands, PagedSpec, cdiv
 
 # Tokens of a key block of what a request does not share, which is short more often than whole
 # requests are: on a CPU 128 tokens take 0.6 of the time of blocks of 256, and 700 tokens 1.15 times
@@ -25,42 +26,102 @@ from attn_core.types import BlockSizes, PagedOperands, PagedSpec
 REST_BLOCK_KV = 128
 
 Attend = Callable[[PagedOperands, PagedSpec, BlockSizes], Residuals]
+Write = Callable[[PagedOperands, PagedSpec, BlockSizes], tuple[Residuals, Pages]]
 
 
-def attend(run: Attend, operands: PagedOperands, spec: PagedSpec,
-           block_sizes: BlockSizes) -> Residuals:
+class Form(NamedTuple):
+  """How a kernel computes the pages of groups and those of single requests."""
+
+  run: Attend  # attends to pages that are not shared
+  of_groups: Callable[[PagedOperands, BlockSizes], BlockSizes]  # block sizes from those given
+  of_rest: Callable[[BlockSizes], BlockSizes]
+  # Requests that groups are at most, of a number of tokens, of requests, and of tokens of a page,
+  # where a request has at most as many queries as tokens. None: it may have more.
+  num_parts: Callable[[int, int, int], int] | None = None
+
+
+def on_xla(run: Attend, heads: layouts.Heads) -> Form:
+  """Returns the form of plain XLA, given its function and the heads in the pages."""
+  def of_groups(operands: PagedOperands, given: BlockSizes) -> BlockSizes:
+    # Without a size, a call with as many queries as requests would take one query at a time.
+    group_size = operands.query.shape[1] // heads.key_heads
+    return given._replace(
+        block_q=given.block_q or max(1, paged_operands.BLOCK_ROWS // group_size))
+
+  return Form(run, of_groups,
+              lambda given: given._replace(block_kv=given.block_kv or REST_BLOCK_KV))
+
+
+def on_tpu(run: Attend, heads: layouts.Heads) -> Form:
+  """Returns the form of the kernel for TPUs, given its function and the heads in the pages."""
+  from attn_core.kernels.tpu.ragged import prefix_groups  # imported when chosen, as Pallas is
+  return Form(run, lambda operands, given: prefix_groups.block_sizes(operands, heads, given),
+              lambda given: given, prefix_groups.num_parts)
+
+
+def attend(form: Form, operands: PagedOperands, spec: PagedSpec, block_sizes: BlockSizes,
+           write: Write | None = None) -> tuple[Residuals, Pages]:
   """Attends to the pages of groups and to those of single requests, and merges the results.
 
   Args:
-    run: attends to pages that are not shared.
+    form: of the kernel.
     operands: the operands of one group of requests on one device.
     spec: what to compute.
     block_sizes: sizes fixed by the caller.
+    write: writes the new tokens, then attends as `form.run` does; None: there are none to write.
+
+  Returns:
+    (the results, the cache, with the new tokens if they were written).
   """
+  def first(operands: PagedOperands, spec: PagedSpec,
+            sizes: BlockSizes) -> tuple[Residuals, Pages]:
+    if write is None:
+      return form.run(operands, spec, sizes), operands.cache
+    return write(operands, spec, sizes)
+
   prefixes = operands.metadata.prefixes
   if prefixes is None:
-    return run(operands, spec, block_sizes)
+    return first(operands, spec, block_sizes)
   dtype = dense_operands.out_dtype(operands, spec)
   spec = spec._replace(out_dtype=spec.softmax_dtype)
-  parts = [run(_alone(operands, prefixes), spec, block_sizes._replace(
-      block_kv=block_sizes.block_kv or REST_BLOCK_KV))]
+  part, cache = first(_alone(operands, prefixes), spec, form.of_rest(block_sizes))
+  # Groups read what was written to: a kernel that writes in place leaves nothing else to read.
+  operands, parts = operands._replace(cache=cache, key=None, value=None), [part]
   tokens, starts = _token_order(operands, prefixes)
   back = jnp.zeros_like(tokens).at[tokens].set(jnp.arange(tokens.shape[0], dtype=jnp.int32))
-  heads, key_heads = operands.query.shape[1], layouts.heads_of(operands.cache).key_heads
   mods = tuple(x[:, :, tokens] if has_tokens else x for x, has_tokens in zip(
       operands.mods, paged_operands.has_tokens(operands.mods, spec)))
-  # Without a size, a call with as many queries as requests would take one query at a time.
-  block_q = block_sizes.block_q or max(1, paged_operands.BLOCK_ROWS * key_heads // heads)
+  block_sizes = form.of_groups(operands, block_sizes)
   for rows, tables, counts in zip(prefixes.rows, prefixes.page_tables, prefixes.page_counts):
-    groups = layouts.PagesMetadata(
-        tables, counts * layouts.page_size(operands.cache), starts[rows])
-    part = run(operands._replace(query=operands.query[tokens], metadata=groups, sinks=None,
-                                 mods=mods),
-               spec._replace(causal=False), block_sizes._replace(block_q=block_q))
+    groups = PagesMetadata(tables, counts * layouts.page_size(cache), starts[rows])
+    if form.num_parts is not None:
+      groups = _cut(groups, form.num_parts(
+          tokens.shape[0], tables.shape[0], layouts.page_size(cache)))
+    part = form.run(operands._replace(query=operands.query[tokens], metadata=groups, sinks=None,
+                                      mods=mods), spec._replace(causal=False), block_sizes)
     parts.append(Residuals(*(x[back] for x in part)))
   out, lse = (jnp.stack(x) for x in zip(*parts))
   out, lse = partials.combine_stacked(out, lse, lambda x: x[..., 0])
-  return Residuals(out.astype(dtype), lse)
+  return Residuals(out.astype(dtype), lse), cache
+
+
+def _cut(groups: PagesMetadata, num_parts: int) -> PagesMetadata:
+  """Cuts groups with more queries than tokens into requests with the same pages.
+
+  Args:
+    groups: of the pages of groups.
+    num_parts: the number of requests, the last of which may have no queries.
+  """
+  lengths, starts = groups.context_lens, layouts.query_starts(groups)
+  numbers = jnp.where(lengths > 0, cdiv(starts[1:] - starts[:-1], jnp.maximum(lengths, 1)), 1)
+  ends = jnp.cumsum(jnp.maximum(numbers, 1), dtype=jnp.int32)
+  part = jnp.arange(num_parts, dtype=jnp.int32)
+  group = jnp.minimum(count_reached(ends, part), lengths.shape[0] - 1)
+  number = part - jnp.where(group > 0, ends[group - 1], 0)
+  begins = jnp.minimum(starts[group] + number * lengths[group], starts[group + 1])
+  begins = jnp.where(part < ends[-1], begins, starts[-1])
+  return PagesMetadata(groups.page_tables[group], lengths[group],
+                       jnp.concatenate([begins, starts[-1:]]))
 
 
 def _alone(operands: PagedOperands, prefixes: prefixes_lib.Prefixes) -> PagedOperands:

@@ -29,8 +29,8 @@ import numpy as np
 
 from attn_core import array_axes, checks
 from attn_core.caches import device_parts, quantize
-from attn_core.caches.paged import (device_pages, latent_layout, layouts, pool as pool_lib,
-                                    slot_mapping)
+from attn_core.caches.paged import (device_pages, latent_layout, latent_pages, layouts,
+                                    pool as pool_lib, slot_mapping)
 from attn_core.caches.paged.latent_layout import PagesLatent
 from attn_core.caches.paged.layouts import (
     Array, Heads, KeyValuePages, KeyValuesT, Pages, PagesMetadata, PagesT, PagesV1, PagesV3,
@@ -38,6 +38,14 @@ from attn_core.caches.paged.layouts import (
     takes_metadata)
 from attn_core.caches.paged.pool import init
 from attn_core.caches.paged.token_writes import Scales, append, int32_vector, token_scales
+
+
+def append_tokens(cache: Pages, key: Array, value: Array, mapping: Array) -> Pages:
+  """Writes new keys [T, K, D] and values, or latent rows [T, 1, latent + rope], to their slots."""
+  if isinstance(cache, PagesLatent):
+    return latent_pages.append(cache, key[:, 0], mapping)
+  return append(cache, key, value, mapping)
+
 
 def read(cache: Pages, ids: Array, heads: Heads,
          dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:

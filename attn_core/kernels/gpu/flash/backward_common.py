@@ -46,7 +46,7 @@ class BackwardParams(kernel_params.KernelParams):
     return self.has_dropout and self.loader.spec.has_score_mod
 
   @property
-  def high_register_pressure(self) -> bool:
+  def weighs_alone(self) -> bool:
     """Whether P takes so many registers that no product can run during its computation."""
     spec = self.loader.spec
     return (spec.logits_soft_cap is not None or self.has_dropout
@@ -114,7 +114,7 @@ class BackwardParams(kernel_params.KernelParams):
       right: reference in shared memory.
       weigh: issues no product.
     """
-    if not self.high_register_pressure:
+    if not self.weighs_alone:
       return wgmma.matmul_overlapped(left, right, weigh)
     found = lax.optimization_barrier(weigh())
     return wgmma.matmul_overlapped(left, right)[0], found

@@ -77,7 +77,7 @@ class ConsumerWarpgroup(NamedTuple):
     if self.warpgroup is None:
       return self
     warpgroup, = (self.warpgroup,) if n is None else wgmma.recompute_each_step((self.warpgroup,), n)
-    return self._replace(scratch=self.scratch.of_consumer(warpgroup))
+    return self._replace(scratch=self.scratch.of_warpgroup(warpgroup))
 
   def step(self, n: jax.Array, step: jax.Array, running: _Running, masked: bool) -> _Running:
     """Folds in the n-th block of the row block, in the step-th step of the split."""

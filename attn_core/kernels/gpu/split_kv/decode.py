@@ -306,7 +306,7 @@ def _grid_index(tiling: Tiling) -> GridIndex:
     block, rest = (f(block, mosaic.int32(number)) for f in (lax.div, lax.rem))
     found.append(rest)
   head, row_block, split = found
-  return GridIndex(block, split, split_kv.of_consumers(tiling.params, row_block), head)
+  return GridIndex(block, split, split_kv.first_row_block(tiling.params, row_block), head)
 
 
 # --- As the library's kernel. --------------------------------------------------------------------

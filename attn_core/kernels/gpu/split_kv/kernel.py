@@ -96,7 +96,7 @@ class Scratch(NamedTuple):
   v_consumed_barriers: Ref
   meeting_barrier: Ref = None  # of all consumers; None: there is one
 
-  def of_consumer(self, warpgroup: jax.Array) -> "Scratch":
+  def of_warpgroup(self, warpgroup: jax.Array) -> "Scratch":
     """Returns the scratch with the parts of a consumer warpgroup, where there may be several."""
     return self._replace(**{name: getattr(self, name).at[warpgroup]
                             for name in ("q_smem", "p_smem")})
@@ -129,7 +129,7 @@ def row_blocks(params: KernelParams, count: int) -> int:
   return cdiv(count, params.num_rows * params.consumers) * params.consumers
 
 
-def of_consumers(params: KernelParams, number: jax.Array) -> jax.Array:
+def first_row_block(params: KernelParams, number: jax.Array) -> jax.Array:
   """Returns the first row block of the number-th thread block."""
   return number if params.consumers == 1 else number * mosaic.int32(params.consumers)
 

@@ -309,7 +309,7 @@ def _kernel(tiling: Tiling, logits: Logits, inputs: Inputs, outputs: tuple[Ref, 
     found.append(lax.rem(block, mosaic.int32(number)))
     block = lax.div(block, mosaic.int32(number))
   head, row_block, split = found
-  row_block = split_kv.of_consumers(params, row_block)
+  row_block = split_kv.first_row_block(params, row_block)
   item = WorkItem(*(inputs.items[field, block] for field in range(len(WorkItem._fields))))
   blocks = split_kv.split_range(params, split, split_kv.BlockRange(
       item.first, item.first_full, item.end_full, item.end))

@@ -15,11 +15,11 @@ import numpy as np
 from attn_core.kernels.common.contract import RemoteCopy
 from attn_core.kernels.tpu import launch
 from attn_core.kernels.tpu.flash import remote_copy
+from attn_core.kernels.tpu.flash.schedule import MEBIBYTE
 from attn_core.kernels.tpu.flash.tile_inputs import KernelRefs, TileInputs
 
 Ref = Any  # a Pallas reference
 
-MEBIBYTE = 2**20
 # Arrays of a kernel that together take at most this may lie in vector memory, if they and what the
 # kernel may use leave some of the 64 MiB that chips have from v5 on. By static cycles
 # (attn_core_test/results/tpu_notes.md).

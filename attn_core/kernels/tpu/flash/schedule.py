@@ -28,6 +28,7 @@ from attn_core.masks.mask import Mask
 from attn_core.types import cdiv
 
 LANES = 128
+MEBIBYTE = 2**20  # bytes
 MOST_PATTERNS = 6
 # A block whose tiles are of no pattern is computed tile by tile, in branches. By static cycles on
 # v6e one such tile takes as long as this many tiles of a pattern whose mask is evaluated; by

@@ -19,7 +19,7 @@ from typing import Iterator
 import jax
 
 from attn_core.kernels.tpu.flash import listed, scalar_memory, score_tiles
-from attn_core.kernels.tpu.flash.schedule import LANES, Tiling, round_up
+from attn_core.kernels.tpu.flash.schedule import LANES, MEBIBYTE, Tiling, round_up
 from attn_core.masks import leaves, mask as mask_lib, position_range
 from attn_core.types import AttentionSpec, BlockSizes, Operands, cdiv
 
@@ -54,7 +54,6 @@ STEP_TOKENS = 2048
 NAIVE_DTYPES = ("bfloat16",)
 # By backward: strips of tiles whose first products are issued before they are used.
 AHEAD = {False: 3, True: 1}
-MEBIBYTE = 2**20
 MOST_VMEM = 34 * MEBIBYTE  # by this estimate; of 64 from v5 on, some of which XLA uses
 LEAST_VMEM = 16 * MEBIBYTE  # the compiler's own limit on the smallest chip
 SLACK = 1.6  # float32 takes up to 1.5 times the estimate
