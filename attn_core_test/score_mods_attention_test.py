@@ -6,6 +6,7 @@ import functools
 
 from absl.testing import absltest
 from absl.testing import parameterized
+import chex
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -188,6 +189,23 @@ class DerivativesTest(parameterized.TestCase):
     got = derivatives(call(EVERYTHING, "vanilla"), arrays)["tangent"]
     for x, high, low in zip(got, step(1e-6), step(-1e-6)):
       np.testing.assert_allclose(x, (high - low) / 2e-6, rtol=1e-6, atol=1e-7)
+
+  @parameterized.parameters("vanilla", "blockwise")
+  def test_a_scale_that_is_not_finite(self, mechanism):
+    """It changes nothing at a query that sees nothing, and is NaN at any other."""
+    case = ModCase({"x": (B, H, T)}, score_mods.scale_by, None)
+    arrays = operands() | arrays_of(case)
+    both = call(case, mechanism, query_offset=-3)  # causal: the first three see nothing
+    run = lambda arrays: both(arrays)[:1]  # lse is -inf there
+    want = derivatives(run, arrays)
+    for number in (np.nan, np.inf, -np.inf):
+      x = arrays["x"].copy()
+      x[:, :, :3] = number
+      chex.assert_trees_all_equal(derivatives(run, {**arrays, "x": x}), want)
+      x[0, 0, 4] = number
+      out = jax.jit(run)({**arrays, "x": x})[0]
+      self.assertTrue(np.isnan(out[0, 4, 0]).all())
+      self.assertEqual(np.isnan(out).sum(), D)
 
   @parameterized.parameters(*sampling.with_slow(
       [("slopes.1", "x.4", "query")], ("table.3",), ("x.5",), ("query", "x.0")))

@@ -45,13 +45,16 @@ class Add(Term):
 
 @value_dataclass
 class Multiply(Term):
-  """score * array."""
+  """score * array; NaN where the array is not finite."""
 
   array: jax.Array
   roles = {"array": PAIR}
 
   def apply(self, score: jax.Array, tile: ScoreTile) -> jax.Array:
-    return score * self.array.astype(score.dtype)
+    array = self.array.astype(score.dtype)
+    finite = array - array == 0
+    # A hidden pair has a cotangent of 0, and 0 * NaN would be NaN.
+    return score * jnp.where(finite, array, 0) + jnp.where(finite, 0, jnp.nan).astype(score.dtype)
 
 
 @value_dataclass
