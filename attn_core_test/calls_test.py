@@ -17,7 +17,7 @@ from attn_core import (AttentionMechanism, AttnConfig, CacheMetadata, MaskInfo, 
                        PagedOptions, PagesMetadata, PagesV1, PagesV2, PagesV3, attention, caches,
                        explain, masks, page_attention, ragged_page_attention_v2,
                        ragged_page_attention_v3)
-from attn_core.caches import pages
+from attn_core.caches import dense, pages, window
 from attn_core.config.other_names import OTHER_MECHANISM_NAMES
 from attn_core.kernels.common import platform_guard
 
@@ -394,11 +394,31 @@ class PagesTest(parameterized.TestCase):
     np.testing.assert_array_equal(
         pages.append(HELD, wide, wide, [0, 1]).pages,
         pages.append(HELD, wide.astype("float32"), wide.astype("float32"), [0, 1]).pages)
-    for function in (lambda heads: pages.to_dense(HELD, lists, heads),
+
+  def test_heads_and_widths_are_given_alike_to_every_cache(self):
+    like = np.ones((2, K, D), "float32")
+    theirs = (jnp.ones((K, 4, 4, D), "float32"),) * 2
+    for function in (lambda heads: pages.to_dense(HELD, PagesMetadata(TABLES, CONTEXTS), heads),
                      lambda heads: pages.convert(HELD, PagesV1, heads),
-                     lambda heads: pages.init(PagesV2, 4, 4, heads, "float32")):
-      with self.assertRaisesRegex(ValueError, r"heads: got \(2, 8, 8\); expected Heads"):
-        function((K, D, D))
+                     lambda heads: pages.init(PagesV2, 4, 4, heads, "float32"),
+                     lambda heads: pages.init_like(PagesV3, like, 4, 4, heads),
+                     lambda heads: caches.exchange.from_other("jax_v1", theirs, heads),
+                     lambda heads: dense.init(2, 4, heads), lambda heads: window.init(2, 4, heads),
+                     lambda heads: dense.init_like(like[None], 4, heads)):
+      want = function(pages.Heads(K, D, D))
+      for heads in ((K, D), (K, D, D)):
+        self.assertEqual(str(function(heads)), str(want))
+      for heads in ((K,), [K, D], K):
+        with self.assertRaisesRegex(ValueError, r"heads: got .*expected .*\(K, D, E\)"):
+          function(heads)
+    for function in (lambda widths: caches.latent.init(2, 4, widths),
+                     lambda widths: caches.latent.init_like(like, 4, widths, padded=True),
+                     lambda widths: caches.latent_pages.init(2, 4, widths, dtype="int8"),
+                     lambda widths: caches.latent_pages.init_like(like, 4, 4, widths)):
+      self.assertEqual(str(function((6, 2))), str(function(caches.latent.LatentWidths(6, 2))))
+      for widths in ((6,), [6, 2], caches.latent.LatentWidths(0, 2)):
+        with self.assertRaisesRegex(ValueError, "width.*: got"):
+          function(widths)
 
   @parameterized.parameters(*OF_REQUESTS)
   def test_the_earlier_keyword(self, name):

@@ -126,7 +126,7 @@ class PageLayoutsTest(parameterized.TestCase):
         (("v3_64", theirs, Heads(5, 64, 64), scales), "arrays: got int8"),
         (("v3_64", theirs, Heads(2, 32, 32), scales), "heads: got .* 64"),
         (("v3", theirs, Heads(2, 64, 32), scales), "heads: got .*as wide"),
-        (("v3", theirs, (2, 64, 64), scales), "heads: got .*Heads"),
+        (("v3", theirs, [2, 64, 64], scales), "heads: got .*Heads"),
         (("ragged", theirs, heads, scales), "arrays: got int8"),
         (("jax_v1", theirs, heads, scales), "arrays: got .*a pair")):
       with self.assertRaisesRegex(ValueError, words):

@@ -73,15 +73,15 @@ class LatentCache(NamedTuple):
     return self.latents.shape[-1] + (0 if self.rope is None else self.rope.shape[-1])
 
 
-def init(batch: int, slots: int, widths: tuple[int, int], *, dtype: DTypeLike = jnp.bfloat16,
-         rope_dtype: DTypeLike = jnp.bfloat16, sharding: Sharding | None = None,
+def init(batch: int, slots: int, widths: tuple[int, int] | LatentWidths, *,
+         dtype: DTypeLike = jnp.bfloat16, rope_dtype: DTypeLike = jnp.bfloat16, sharding: Sharding | None = None,
          padded: bool = False) -> LatentCache:
   """Creates an empty cache.
 
   Args:
     batch: rows B.
     slots: tokens S that a row can hold.
-    widths: (latent, rope), such as (512, 64).
+    widths: (latent, rope), such as (512, 64), or a LatentWidths.
     dtype: floating-point, or int8 or float8_e4m3fn with one scale per token.
     rope_dtype: floating-point, of the rotary part where `dtype` has 8 bits; others hold
       whole rows.
@@ -97,7 +97,8 @@ def init(batch: int, slots: int, widths: tuple[int, int], *, dtype: DTypeLike = 
     ValueError: a size is not an int >= 1, a dtype is not supported, or the sharding is not one of
       these dimensions that it divides over an existing mesh.
   """
-  given, rest = checked_dtypes(widths, dtype, rope_dtype)
+  parts = checked_widths(widths)
+  given, rest = checked_dtypes(dtype, rope_dtype)
   whole = device_parts.named(sharding, "[B, S, latent + rope]", (batch, slots, None))
   if whole is not None:
     rows, tokens, numbers = device_parts.entries(whole, 3)
@@ -106,10 +107,11 @@ def init(batch: int, slots: int, widths: tuple[int, int], *, dtype: DTypeLike = 
     whole = NamedSharding(whole.mesh, P(rows, tokens))
   apart = quantize.has_8_bits(given)
   stored = padded_width if padded else int
-  heads = (1, widths[0], stored(widths[1])) if apart else (1, stored(sum(widths)), 0)
+  heads = ((1, parts.latent, stored(parts.rope)) if apart else
+           (1, stored(parts.latent + parts.rope), 0))
   return of_dense(slots_lib.empty(DenseCache, batch, slots, heads, dtype=given, sharding=whole,
                                   value_dtype=rest if apart else given),
-                  LatentWidths(*widths) if padded else None)
+                  parts if padded else None)
 
 
 def padded_width(width: int) -> int:
@@ -117,7 +119,8 @@ def padded_width(width: int) -> int:
   return cdiv(width, LANES) * LANES
 
 
-def init_like(like: jax.Array | jax.ShapeDtypeStruct, slots: int, widths: tuple[int, int], *,
+def init_like(like: jax.Array | jax.ShapeDtypeStruct, slots: int,
+              widths: tuple[int, int] | LatentWidths, *,
               dtype: DTypeLike | None = None, rope_dtype: DTypeLike = jnp.bfloat16,
               padded: bool = False) -> LatentCache:
   """Creates an empty cache for the rows of a query or of latent rows, which is sharded as they are.
@@ -132,7 +135,7 @@ def init_like(like: jax.Array | jax.ShapeDtypeStruct, slots: int, widths: tuple[
       the batch shard those of the cache; heads do not. During tracing, shardings over axes of type
       Auto are not known and left to the partitioner.
     slots: tokens S that a row can hold.
-    widths: (latent, rope).
+    widths: see `init`.
     dtype: see `init`; None: that of `like`.
     rope_dtype: see `init`.
     padded: see `init`.
@@ -169,17 +172,27 @@ def first_dimension(like: jax.Array | jax.ShapeDtypeStruct, ranks: tuple[int, ..
   return given, sharding
 
 
-def checked_dtypes(widths: tuple[int, int], dtype: DTypeLike,
-                   rope_dtype: DTypeLike) -> tuple[np.dtype, np.dtype]:
+def checked_widths(widths: tuple[int, int] | LatentWidths) -> LatentWidths:
+  """Returns the widths of the parts of a row.
+
+  Raises:
+    ValueError: as `init`.
+  """
+  if not isinstance(widths, LatentWidths):
+    checks.require(isinstance(widths, tuple) and len(widths) == 2, "widths", repr(widths),
+                   "(latent, rope), the numbers of each part of a row, or a LatentWidths")
+    widths = LatentWidths(*widths)
+  for name, width in (("latent width", widths.latent), ("rope width", widths.rope)):
+    checks.integer(name, width, "an int >= 1", lambda x: x >= 1)
+  return widths
+
+
+def checked_dtypes(dtype: DTypeLike, rope_dtype: DTypeLike) -> tuple[np.dtype, np.dtype]:
   """Returns the dtypes of rows and of a rotary part that is stored apart.
 
   Raises:
     ValueError: as `init`.
   """
-  checks.require(isinstance(widths, tuple) and len(widths) == 2, "widths", repr(widths),
-                 "(latent, rope), the numbers of each part of a row")
-  for name, width in zip(("latent width", "rope width"), widths):
-    checks.integer(name, width, "an int >= 1", lambda x: x >= 1)
   given = checks.dtype("dtype", dtype, "a floating-point dtype, int8 or float8_e4m3fn")
   checks.require(jnp.issubdtype(given, jnp.floating) or quantize.has_8_bits(given), "dtype",
                  given.name, "a floating-point dtype, int8 or float8_e4m3fn")

@@ -50,14 +50,15 @@ LAYOUTS: dict[str, type[Pages]] = {
     "jax_v1": PagesV1, "ragged": PagesV2, "v3": PagesV3, "v3_64": PagesV3}
 
 
-def from_other(layout: str, arrays: Array | tuple[Array, Array], heads: Heads,
+def from_other(layout: str, arrays: Array | tuple[Array, Array], heads: tuple[int, ...],
                scales: tuple[Array, Array] | None = None) -> Pages:
   """Returns pages of this library with the keys and values of another server's.
 
   Args:
     layout: "jax_v1", "ragged", "v3" or "v3_64".
     arrays: the pages in that layout; for "jax_v1" a pair (keys, values).
-    heads: the key heads and their width, without padding; keys and values have the same.
+    heads: the key heads and their width, without padding, as in `pages.init`; keys and values have
+      the same.
     scales: float32 [] of keys and of values, with pages of 8 bits; the other servers keep these
       numbers outside of the pages.
 
@@ -68,6 +69,7 @@ def from_other(layout: str, arrays: Array | tuple[Array, Array], heads: Heads,
     ValueError: an unknown layout, widths that differ or are not 64 in "v3_64", arrays of another
       shape, or scales that are missing or given for pages that are not of 8 bits.
   """
+  heads = checked_heads(heads)
   parts = cast(tuple[Array, ...], arrays if layout == "jax_v1" else (arrays,))
   checks.require(layout != "jax_v1" or isinstance(arrays, tuple) and len(arrays) == 2, "arrays",
                  type(arrays).__name__, "a pair (keys, values) in layout 'jax_v1'")
@@ -91,7 +93,7 @@ def from_other(layout: str, arrays: Array | tuple[Array, Array], heads: Heads,
   return make(*parts, *of_all)
 
 
-def to_other(layout: str, cache: Pages, heads: Heads) -> Array | tuple[Array, Array]:
+def to_other(layout: str, cache: Pages, heads: tuple[int, ...]) -> Array | tuple[Array, Array]:
   """Returns the arrays of pages in another server's layout: the inverse of `from_other`.
 
   Args:
@@ -107,6 +109,7 @@ def to_other(layout: str, cache: Pages, heads: Heads) -> Array | tuple[Array, Ar
     ValueError: an unknown layout, pages of another type or with other heads, or with a scale for
       each token.
   """
+  heads = checked_heads(heads)
   checks.one_of("layout", layout, tuple(LAYOUTS))
   checks.require(isinstance(cache, LAYOUTS[layout]), "cache", type(cache).__name__,
                  f"a {LAYOUTS[layout].__name__} for layout {layout!r}; pages.convert makes one")
@@ -131,7 +134,7 @@ def to_other(layout: str, cache: Pages, heads: Heads) -> Array | tuple[Array, Ar
 def _check_heads(layout: str, heads: Heads) -> None:
   """Checks that a layout can hold keys and values of these widths."""
   checks.one_of("layout", layout, tuple(LAYOUTS))
-  width, value_width = checked_heads(heads)[1:]
+  width, value_width = heads[1:]
   expected = f"values as wide as keys in layout {layout!r}"
   checks.require(width == value_width and (layout != "v3_64" or width == HALF), "heads", heads,
                  expected + (f", {HALF}" if layout == "v3_64" else ""))

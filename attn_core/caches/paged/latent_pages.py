@@ -35,7 +35,7 @@ from attn_core.caches.paged.layouts import Array, PagesMetadata
 __all__ = ["LatentWidths", "PagesLatent", "append", "from_dense", "init", "init_like", "to_dense"]
 
 
-def init(num_pages: int, page_size: int, widths: tuple[int, int], *,
+def init(num_pages: int, page_size: int, widths: tuple[int, int] | LatentWidths, *,
          dtype: DTypeLike = jnp.bfloat16, rope_dtype: DTypeLike = jnp.bfloat16,
          sharding: Sharding | None = None, padded: bool = False) -> PagesLatent:
   """Creates a pool of empty pages of latent rows.
@@ -43,7 +43,7 @@ def init(num_pages: int, page_size: int, widths: tuple[int, int], *,
   Args:
     num_pages: P.
     page_size: tokens of a page.
-    widths: (latent, rope), such as (512, 64).
+    widths: (latent, rope), such as (512, 64), or a LatentWidths.
     dtype: floating-point, or int8 or float8_e4m3fn with one scale per token.
     rope_dtype: floating-point, of the rotary part where `dtype` has 8 bits; others hold whole rows.
     sharding: of the pages [P, page_size, latent + rope]: a NamedSharding, or a PartitionSpec over
@@ -59,11 +59,12 @@ def init(num_pages: int, page_size: int, widths: tuple[int, int], *,
   """
   for name, size in (("num_pages", num_pages), ("page_size", page_size)):
     checks.integer(name, size, "an int >= 1", lambda x: x >= 1)
-  given, rest = latent_cache.checked_dtypes(widths, dtype, rope_dtype)
+  parts = latent_cache.checked_widths(widths)
+  given, rest = latent_cache.checked_dtypes(dtype, rope_dtype)
   checks.require(quantize.has_8_bits(given) or given.itemsize > 1, "dtype", given.name,
                  "a floating-point dtype of at least 16 bits, int8 or float8_e4m3fn")
   dimensions = "[P, page_size, latent + rope]"
-  whole = device_parts.named(sharding, dimensions, (num_pages, page_size, sum(widths)))
+  whole = device_parts.named(sharding, dimensions, (num_pages, page_size, parts.latent + parts.rope))
   if whole is not None:
     pool, *others = device_parts.entries(whole, 3)
     checks.require(not any(map(axes_of, others)), "sharding", repr(whole.spec),
@@ -72,14 +73,13 @@ def init(num_pages: int, page_size: int, widths: tuple[int, int], *,
   zeros = lambda dtype, *width: device_parts.full((num_pages, page_size, *width), 0, dtype, whole)
   stored = latent_layout.padded_width if padded else int
   if not quantize.has_8_bits(given):
-    return PagesLatent(zeros(given, stored(sum(widths))), LatentWidths(*widths))
+    return PagesLatent(zeros(given, stored(parts.latent + parts.rope)), parts)
   scales = device_parts.full((num_pages, page_size), 1, jnp.float32, whole)
-  return PagesLatent(zeros(given, widths[0]), LatentWidths(*widths),
-                     zeros(rest, stored(widths[1])), scales)
+  return PagesLatent(zeros(given, parts.latent), parts, zeros(rest, stored(parts.rope)), scales)
 
 
 def init_like(like: jax.Array | jax.ShapeDtypeStruct, num_pages: int, page_size: int,
-              widths: tuple[int, int], *, dtype: DTypeLike | None = None,
+              widths: tuple[int, int] | LatentWidths, *, dtype: DTypeLike | None = None,
               rope_dtype: DTypeLike = jnp.bfloat16, groups: int = 1,
               padded: bool = False) -> PagesLatent:
   """Creates a pool of empty pages for the tokens of a query or of latent rows, sharded as they are.
@@ -93,7 +93,7 @@ def init_like(like: jax.Array | jax.ShapeDtypeStruct, num_pages: int, page_size:
     like: [T, H, D], or rows [T, latent + rope]. Its heads do not shard pages of latent rows.
     num_pages: P.
     page_size: tokens of a page.
-    widths: (latent, rope).
+    widths: see `init`.
     dtype: see `init`; None: that of `like`.
     rope_dtype: see `init`.
     groups: number of groups of requests (`caches.groups`); mesh axes that shard the tokens of

@@ -128,14 +128,16 @@ def _all_heads(cache: Pages) -> Heads:
 
 
 @takes_metadata
-def to_dense(cache: Pages, pages_metadata: PagesMetadata, heads: Heads | None = None,
+def to_dense(cache: Pages, pages_metadata: PagesMetadata,
+             heads: tuple[int, ...] | None = None,
              dtype: DTypeLike | None = None) -> tuple[jax.Array, jax.Array]:
   """Gathers the keys and values of all requests.
 
   Args:
     cache: any layout.
     pages_metadata: tables and lengths.
-    heads: the heads and widths to read from padded pages; None: all, as far as these have scales.
+    heads: the heads and widths to read from padded pages, as in `init`; None: all, as far as these
+      have scales.
     dtype: of the result; None: the dtype of the pages, float32 if they are quantized.
 
   Returns:
@@ -143,7 +145,7 @@ def to_dense(cache: Pages, pages_metadata: PagesMetadata, heads: Heads | None = 
     token and in pages outside the pool.
 
   Raises:
-    ValueError: metadata of groups, or `heads` is not a Heads.
+    ValueError: metadata of groups, or `heads` is not as in `init`.
     NotImplementedError: quantized pages are differentiated.
   """
   layouts.check_key_values(cache)
@@ -199,19 +201,20 @@ def _whole_rows(x: jax.Array) -> jax.Array:
 
 
 def convert(cache: KeyValuePages, layout: type[KeyValuesT],
-            heads: Heads | None = None) -> KeyValuesT:
+            heads: tuple[int, ...] | None = None) -> KeyValuesT:
   """Converts pages to another layout.
 
   Args:
     cache: any layout.
     layout: PagesV1, PagesV2 or PagesV3.
-    heads: the heads and widths to read from padded pages; None: all, as far as these have scales.
+    heads: the heads and widths to read from padded pages, as in `init`; None: all, as far as these
+      have scales.
 
   Returns:
     A cache of the other layout, with the same pages and scales.
 
   Raises:
-    ValueError: see `init`, or `heads` is not a Heads.
+    ValueError: see `init`, or `heads` is not as in `init`.
   """
   layouts.check_key_values(cache)
   heads = _all_heads(cache) if heads is None else pool_lib.checked_heads(heads)

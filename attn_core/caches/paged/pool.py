@@ -29,7 +29,7 @@ from attn_core.types import cdiv
 Tree = TypeVar("Tree")
 
 
-def init(layout: type[PagesT], num_pages: int, page_size: int, heads: Heads,
+def init(layout: type[PagesT], num_pages: int, page_size: int, heads: tuple[int, ...],
          dtype: DTypeLike = jnp.bfloat16, scales: str | None = None, *,
          sharding: Sharding | None = None) -> PagesT:
   """Creates a pool of empty pages.
@@ -38,7 +38,8 @@ def init(layout: type[PagesT], num_pages: int, page_size: int, heads: Heads,
     layout: PagesV1, PagesV2 or PagesV3.
     num_pages: P.
     page_size: tokens of a page.
-    heads: key heads and widths; PagesV2 and PagesV3 pad the narrower of keys and values.
+    heads: Heads(K, D, E), or as in every cache (K, D), or (K, D, E) if values have another width;
+      PagesV2 and PagesV3 pad the narrower of keys and values.
     dtype: of the pages; int8, float8_e4m3fn and int4 need scales.
     scales: "token": one per token and head; "tensor": one for all keys and one for all values;
       "group", with int4 only: one for every 32 columns per token and head; None: none.
@@ -51,13 +52,13 @@ def init(layout: type[PagesT], num_pages: int, page_size: int, heads: Heads,
     A cache of that layout, all zeros.
 
   Raises:
-    ValueError: a size is not an int >= 1, `heads` is not a Heads, the layout or kind of scales is
+    ValueError: a size is not an int >= 1, `heads` is none of these, the layout or kind of scales is
       unknown, a dtype of one byte has no scales or int4 has others than "group", the dtype is not
       supported, a width is odd in a PagesV1 of int4, or the sharding does not fit.
   """
   checks.require(layout in PAGES, "layout", repr(layout), "PagesV1, PagesV2 or PagesV3; "
                  "caches.latent_pages.init makes a PagesLatent")
-  checked_heads(heads)
+  heads = checked_heads(heads)
   dtype = checks.dtype("dtype", dtype, "16 or 32 bits, int8, float8_e4m3fn or int4")
   checks.one_of("scales", scales, (None, "token", "tensor", "group"))
   for name, size in (("num_pages", num_pages), ("page_size", page_size), *heads._asdict().items()):
@@ -100,7 +101,7 @@ def init(layout: type[PagesT], num_pages: int, page_size: int, heads: Heads,
 
 
 def init_like(layout: type[PagesT], like: jax.Array | jax.ShapeDtypeStruct, num_pages: int,
-              page_size: int, heads: Heads | None = None, *, dtype: DTypeLike | None = None,
+              page_size: int, heads: tuple[int, ...] | None = None, *, dtype: DTypeLike | None = None,
               scales: str | None = None, groups: int = 1) -> PagesT:
   """Creates a pool of empty pages for the tokens of a query or key, sharded as they are.
 
@@ -133,7 +134,7 @@ def init_like(layout: type[PagesT], like: jax.Array | jax.ShapeDtypeStruct, num_
   checks.require(len(given.shape) == 3, "like", checks.describe(given), expected)
   checks.integer("groups", groups, "an int >= 1", lambda x: x >= 1)
   _, key_heads, width = given.shape
-  heads = Heads(key_heads, width, width) if heads is None else heads
+  heads = checked_heads((key_heads, width) if heads is None else heads)
   dtype = given.dtype if dtype is None else dtype
   made = functools.partial(init, layout, num_pages, page_size, heads, dtype, scales)
   sharding = device_parts.sharding_of(given)
@@ -161,11 +162,11 @@ def divides_heads(cache: Pages, key_heads: int, devices: int) -> bool:
   return devices == 1 or (key_heads % devices == 0 and held == key_heads and rows % devices == 0)
 
 
-def checked_heads(heads: Heads) -> Heads:
-  """Returns `heads`; ValueError if it is not a Heads."""
-  checks.require(isinstance(heads, Heads), "heads", repr(heads),
-                 "Heads(key heads K, key width D, value width E)")
-  return heads
+def checked_heads(heads: tuple[int, ...]) -> Heads:
+  """Returns heads given as a Heads, (K, D) or (K, D, E); ValueError for anything else."""
+  checks.require(isinstance(heads, tuple) and len(heads) in (2, 3), "heads", repr(heads),
+                 "Heads(key heads K, key width D, value width E), (K, D) or (K, D, E)")
+  return Heads(*heads[:2], heads[-1])
 
 
 def widths_of(heads: Heads) -> Widths | None:
