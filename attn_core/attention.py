@@ -12,7 +12,7 @@ import numpy as np
 
 from attn_core import table
 from attn_core.arguments import (batch_dimensions, block_sizes as block_sizes_lib, latent,
-                                 normalize as arguments, normalize_paged, outputs,
+                                 normalize as arguments, normalize_paged, other_keywords, outputs,
                                  question as question_lib)
 from attn_core.arguments.arguments import (AnyCacheMetadata, AttentionArguments, Cache, InitBias,
                                            RematPolicy, Shaped)
@@ -30,6 +30,7 @@ from attn_core.types import (MECHANISM_ALIASES, ArrayLayout, AttentionMechanism,
                              SlidingWindow)
 
 
+@other_keywords.explained
 def attention(
     query: ArrayLike,
     key: ArrayLike | None,
@@ -211,13 +212,14 @@ class Explanation(NamedTuple):
     for verdict in self.verdicts:
       mark = "*" if verdict.mechanism == self.chosen else " "
       lines.append(f"{mark} {verdict.mechanism:26} {verdict}")
-    lines += [] if self.derivatives is None else [f"  {self.derivatives}"]
+    lines += [] if self.derivatives is None else [f"  {x}" for x in str(self.derivatives).split("\n")]
     lines += [f"  {part}" for part in self.spread + self.axes]
     lines += [f"  axis {d.axis!r} does not shard dimension {d.dimension} of {d.tensor}: {d.reason}"
               for d in self.replicated]
     return "\n".join(lines)
 
 
+@other_keywords.explained
 def explain(
     query: Shaped,
     key: Shaped | None,

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The examples of docs/equivalents.md, and the errors that name it."""
 
+import inspect
 import pathlib
 import re
 
@@ -10,7 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core import attention
+from attn_core import attention, explain, sdpa
+from attn_core.arguments import other_keywords
+from attn_core.arguments.arguments import AttentionOptions
 from attn_core.caches import quantize
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "equivalents.md"
@@ -81,6 +84,26 @@ class EquivalentsTest(absltest.TestCase):
     np.testing.assert_allclose(function("dropped")(query, key, value, kept, 0.5), want, atol=1e-5)
     with self.assertRaisesRegex(ValueError, "dropout_rng: got bool.*equivalents.md"):
       attention(query, key, value, dropout_prob=0.5, dropout_rng=kept)
+
+  def test_keywords_of_other_libraries(self):
+    """An error names what to write, which exists: a keyword, a name, or a title of the page."""
+    query, key, value, _ = arrays()
+    titles = re.findall("^## (.*)", PAGE.read_text(), re.MULTILINE)
+    for name, text in other_keywords.EQUIVALENTS.items():
+      self.assertNotIn(name, AttentionOptions.__annotations__)
+      for keyword in re.findall(r"\b(\w+)=", text.split("(")[0]):
+        self.assertIn(keyword, {"mechanism", *AttentionOptions.__annotations__})
+      for title in re.findall("'(.*?)' in docs", text):
+        self.assertTrue([x for x in titles if x.startswith(title)], title)
+      wrong = f"got an unexpected keyword argument '{name}'; {re.escape('expected ' + text)}$"
+      for function, start in ((attention, r"^attention\(\) "), (explain, r"^explain\(\) "),
+                              (sdpa, "^mechanism 'sdpa': ")):
+        with self.assertRaisesRegex(TypeError, start + wrong):
+          function(query, key, value, **{name: None})
+    with self.assertRaisesRegex(TypeError, "argument 'typo'; the keywords are in help"):
+      attention(query, key, value, typo=1)
+    self.assertEqual(list(inspect.signature(attention).parameters)[:4],
+                     ["query", "key", "value", "mechanism"])
 
 
 if __name__ == "__main__":

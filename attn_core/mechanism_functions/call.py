@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.typing import ArrayLike
 
-from attn_core.arguments import paged_options
+from attn_core.arguments import other_keywords, paged_options
 from attn_core.arguments.arguments import AttentionOptions, Cache
 from attn_core.arguments.paged_options import PagedOptions
 from attn_core.attention import attention
@@ -22,7 +22,7 @@ def attend(mechanism: AttentionMechanism, query: ArrayLike, key: ArrayLike | Non
   unknown = sorted(options.keys() - AttentionOptions.__annotations__.keys())
   if unknown:
     cure = (f"this function always runs {mechanism.value!r}; call attention(..., mechanism=...) to "
-            "choose one" if unknown[0] == "mechanism" else
+            "choose one" if unknown[0] == "mechanism" else other_keywords.cure(unknown[0]) or
             f"the keywords are {', '.join(AttentionOptions.__annotations__)}")
     raise TypeError(f"mechanism {mechanism.value!r}: got an unexpected keyword argument "
                     f"{unknown[0]!r}; {cure}")
