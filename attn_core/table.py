@@ -86,18 +86,21 @@ _decode_tpu = Implementation(
     decode.tpu, _DECODE - _NOT_ON_TPU | _MODS, LINEAR, capabilities.tpu_decode_limits,
     fallback=_decode, shards_keys=True, derivatives=_decode.derivatives)
 
+_OVER_PAGES = Rows(reverses_twice=False)  # the backward loops over the tokens of each request
+
 
 def _over_pages(layout: str, run: _Run,
                 features: frozenset[str] = _PAGED | {"int4"}) -> Implementation:
   """Returns the row of plain XLA over pages of one layout."""
-  return Implementation(run, features, LINEAR, capabilities.pages_limits(layout))
+  return Implementation(run, features, LINEAR, capabilities.pages_limits(layout),
+                        derivatives=_OVER_PAGES)
 
 
 def _pages_on_tpu(row: Implementation, layout: str, run: _Run) -> Implementation:
   """Returns a row over pages with the kernel for TPUs."""
   return Implementation(run, row.features - _NOT_ON_TPU - {"chunk"} | {"prefixes"}, LINEAR,
                         capabilities.pages_kernel_limits("tpu", layout), fallback=row,
-                        derivatives=Rows(gradient=row.name))
+                        derivatives=_OVER_PAGES._replace(gradient=row.name))
 
 
 def _pages_on_hopper(row: Implementation, layout: str, run: _Run) -> Implementation:
@@ -105,7 +108,7 @@ def _pages_on_hopper(row: Implementation, layout: str, run: _Run) -> Implementat
   of_layout = {"chunk"} if layout == "PagesV1" else {"chunk", "value_width"}
   return Implementation(run, row.features - _NOT_ON_HOPPER - of_layout, LINEAR,
                         capabilities.pages_kernel_limits("gpu", layout), fallback=row,
-                        derivatives=Rows(gradient=row.name))
+                        derivatives=_OVER_PAGES._replace(gradient=row.name))
 
 
 _paged_v1 = _over_pages("PagesV1", paged.xla)

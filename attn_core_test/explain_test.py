@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 import numpy as np
 
-from attn_core import (BlockSizes, OperationMetadata, attention, explain, masks, score_mods,
-                       table)
+from attn_core import (BlockSizes, OperationMetadata, PagesMetadata, PagesV2, attention, explain,
+                       masks, score_mods, table)
+from attn_core.caches import dense as dense_cache, pages
 from attn_core.kernels.common.contract import Kernel, Residuals
 from attn_core.kernels.gpu.flash import kernel as gpu_flash
 from attn_core.kernels.gpu.split_kv import decode as gpu_decode, paged as gpu_paged
@@ -337,8 +338,38 @@ class DerivativesTest(parameterized.TestCase):
     arguments = {name: arrays[name] if value is True and name in arrays else value
                  for name, value in arguments.items()}
     said = explain(x, x, x, metadata=OperationMetadata(**metadata), **arguments)
-    self.assertEqual(tuple(said.derivatives), (gradient, tangent, memory, added, ""))
+    self.assertEqual(tuple(said.derivatives), (gradient, tangent, memory, added, "", True))
     self.assertIn(f"backward by {gradient}", str(said))
+    second = ("none; mechanism='blockwise' has them" if tangent is None else
+              f"by {tangent}, in {memory} memory, forward and reverse mode in any order")
+    self.assertIn(f"\n  second derivatives: {second}", str(said))
+
+  @parameterized.parameters("vanilla", "blockwise", "autoregressive_decodeattn",
+                            "ragged_page_attention_v2")
+  def test_second_derivatives_in_every_mixture(self, mechanism):
+    x, arguments = jnp.ones((2, 3, 2, 8)), dict(mechanism=mechanism)
+    if mechanism == "autoregressive_decodeattn":
+      x, arguments["cache_view"] = x[:, :1], dense_cache.init(2, 8, (2, 8), dtype=x.dtype)
+    elif mechanism == "ragged_page_attention_v2":
+      x = x[:, 0]
+      arguments |= dict(layout="thd", cache_view=pages.init(PagesV2, 8, 4, (2, 8), x.dtype),
+                        cache_metadata=PagesMetadata([[0, 1], [2, 3]], [5, 4], [0, 1, 2]))
+    elif mechanism == "blockwise":
+      arguments["block_sizes"] = BlockSizes(block_q=2)  # else computed in one piece
+    keys = lambda x: (None, None) if "cache_view" in arguments else (x, x)
+    loss = lambda x: jnp.sin(attention(x, *keys(x), **arguments).attention_outputs).sum()
+    move = lambda f: lambda x: jax.jvp(f, (x,), (x,))[1]
+    second = {"forward over forward": move(move(loss)), "forward over reverse": move(jax.grad(loss)),
+              "reverse over reverse": jax.grad(lambda x: (jax.grad(loss)(x) * x).sum()),
+              "reverse over forward": jax.grad(move(loss))}
+    said = explain(x, *keys(x), **arguments)
+    for name, f in second.items():
+      if said.derivatives.reverses_twice or not name.startswith("reverse"):
+        jax.make_jaxpr(f)(x)
+      else:
+        self.assertIn("forward mode over forward or reverse mode", str(said))
+        with self.assertRaisesRegex(ValueError, "Reverse-mode"):
+          jax.make_jaxpr(f)(x)
 
   def test_none(self):
     x = jnp.ones((1, 8, 2, 16))

@@ -16,6 +16,9 @@ class Rows(NamedTuple):
   of_lse: bool = True  # whether a call that returns the lse may be differentiated
   even: bool = False  # whether gradients take even numbers of queries and keys only
   added_for: tuple[str, ...] = ("bias", "score_mods.dense")
+  # Whether second derivatives have reverse mode over either mode; forward mode over either is
+  # there wherever forward mode is.
+  reverses_twice: bool = True
 
 
 class Derivatives(NamedTuple):
@@ -27,14 +30,21 @@ class Derivatives(NamedTuple):
   # (implementation, arguments): runs a second backward if these have gradients; None: there is one.
   added: tuple[str, tuple[str, ...]] | None = None
   why: str = ""  # why the call has no gradient
+  reverses_twice: bool = True  # whether second derivatives have reverse mode over either mode
 
   def __str__(self) -> str:
+    """Returns one line on first derivatives, and one on second derivatives if there are first."""
     if self.gradient is None:
       return f"derivatives: none, {self.why}"
     added = "" if self.added is None else (
         f", and by {self.added[0]} once more for {' and '.join(self.added[1])}")
     tangent = "no forward mode" if self.tangent is None else f"forward mode by {self.tangent}"
-    return f"derivatives: backward by {self.gradient}, in {self.memory} memory{added}; {tangent}"
+    first = f"derivatives: backward by {self.gradient}, in {self.memory} memory{added}; {tangent}"
+    if self.tangent is None:
+      return f"{first}\nsecond derivatives: none; mechanism='blockwise' has them"
+    modes = ("forward and reverse mode in any order" if self.reverses_twice else
+             "forward mode over forward or reverse mode")
+    return f"{first}\nsecond derivatives: by {self.tangent}, in {self.memory} memory, {modes}"
 
 
 def of_call(name: str, rows: Rows, memory: str, *, lengths: tuple[int, int], returns_lse: bool,
@@ -60,4 +70,5 @@ def of_call(name: str, rows: Rows, memory: str, *, lengths: tuple[int, int], ret
   tangent = (rows.tangent or gradient) if rows.has_tangent else None
   added = tuple(name for name in added if name in rows.added_for)
   return Derivatives(gradient, tangent, memory,
-                     (rows.added, added) if rows.added and added else None)
+                     (rows.added, added) if rows.added and added else None,
+                     reverses_twice=rows.reverses_twice)
