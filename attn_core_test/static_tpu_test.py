@@ -127,6 +127,13 @@ class ReadingTest(absltest.TestCase):
       with self.assertRaises(KeyboardInterrupt):
         run()
       self.assertEqual(measured, programs[:2])
+      unfinished = folder / "name.unfinished.jsonl"
+      with unfinished.open("a") as file:
+        file.write(unfinished.read_text().splitlines()[-1][:50])  # stopped while it wrote
+      with mock.patch.object(static_profile, "measure", side_effect=KeyboardInterrupt):
+        with self.assertRaises(KeyboardInterrupt):
+          run()
+      self.assertLen(list(map(json.loads, unfinished.read_text().splitlines())), 3)
       text = run()
       self.assertEqual(measured, programs)
       self.assertIn("| 128/512/512 | 128,000 |", text)  # the best one, of the first run

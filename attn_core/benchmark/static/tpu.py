@@ -125,10 +125,13 @@ def _continued(programs: list[Program], unfinished: pathlib.Path, versions: dict
   sources = hashlib.sha256(b"".join(
       path.read_bytes() for path in sorted(library.rglob("*.py"))))
   head = json.dumps({"versions": versions, "sources": sources.hexdigest()})
-  lines = unfinished.read_text(encoding="utf-8").splitlines() if unfinished.exists() else []
+  text = unfinished.read_text(encoding="utf-8") if unfinished.exists() else ""
+  lines = text.split("\n")[:-1]  # without a line that was not written to its end
   if lines[:1] != [head]:
     lines = [head]
-    unfinished.write_text(head + "\n", encoding="utf-8")
+  whole = "".join(f"{line}\n" for line in lines)
+  if whole != text:
+    unfinished.write_text(whole, encoding="utf-8")
   known = {json.dumps(program): fields for program, fields in map(json.loads, lines[1:])}
   lock = threading.Lock()
 
