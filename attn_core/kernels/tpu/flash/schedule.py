@@ -174,11 +174,13 @@ def build(mask: Mask, tiling: Tiling, *, by_keys: bool,
   return steps, StepLists(kinds.shape[0], kinds.shape[1], longest, halves)
 
 
-def _in_halves(num_blocks: int) -> np.ndarray:
-  """Returns the order of blocks 0 3 4 7 ..., then 1 2 5 6 ...: equal work under causal masks."""
-  assert num_blocks % 2 == 0, num_blocks
-  place = np.arange(num_blocks // 2)
-  return np.concatenate([2 * place + (place + half) % 2 for half in range(2)])
+def _in_halves(x: step_list.Array) -> step_list.Array:
+  """Brings blocks, axis 2, to the order 0 3 4 7 ..., then 1 2 5 6 ...: equal work if causal."""
+  xp = np if isinstance(x, np.ndarray) else jnp
+  batches, heads, num_blocks, *rest = x.shape
+  pairs = x.reshape(batches, heads, num_blocks // 2, 2, *rest)
+  is_odd = (np.arange(num_blocks // 2) % 2 == 1).reshape(1, 1, -1, 1, *[1] * len(rest))
+  return xp.where(is_odd, pairs[:, :, :, ::-1], pairs).swapaxes(2, 3).reshape(x.shape)
 
 
 def _by_list(x: step_list.Array, halves: int) -> step_list.Array:
@@ -267,7 +269,7 @@ def _kinds(mask: Mask, tiling: Tiling, by_keys: bool) -> jax.Array | np.ndarray:
   kinds = kinds.transpose((0, 1, 2, 5, 3, 6, 4) if by_keys else (0, 1, 2, 3, 5, 6, 4))
   rows = ranges * (tiling.key_blocks if by_keys else tiling.query_blocks)
   kinds = kinds.reshape(*kinds.shape[:2], rows, -1, tiling.tiles_q * tiling.tiles_kv)
-  return kinds[:, :, _in_halves(rows)] if tiling.halves > 1 and not by_keys else kinds
+  return _in_halves(kinds) if tiling.halves > 1 and not by_keys else kinds
 
 
 def _possible(mask: Mask, tiling: Tiling, by_keys: bool) -> np.ndarray:

@@ -141,7 +141,7 @@ def compact(kinds: Array, num_ranges: int, room: int, xp: ModuleType, *,
   if num_ranges > 1:
     row, column = row % row_blocks, column + row // row_blocks * columns
   schedule = Schedule(row, column, bits.view(np.int32), flags)
-  return schedule, room if xp is np else listed.sum((1, 2), dtype=np.int32).max()
+  return schedule, room if xp is np else xp.where(listed, place, 0).max() + 1
 
 
 def _places(listed: Array, num_ranges: int, xp: ModuleType, *,
@@ -252,6 +252,6 @@ def _in_order(flags: Array, bits: Array, listed: Array, place: Array, room: int,
 
 def tile_bits(kinds: Array) -> Array:
   """Packs kinds [..., tiles] into uint32, two bits a tile, the first tile lowest."""
-  shifts = 2 * np.arange(kinds.shape[-1], dtype=np.uint32)
-  shifts = shifts.reshape((1,) * (kinds.ndim - 1) + (-1,))  # as strict rank promotion wants it
-  return (kinds.astype(np.uint32) << shifts).sum(-1, dtype=np.uint32)
+  places = np.uint32(4) ** np.arange(kinds.shape[-1], dtype=np.uint32)
+  places = places.reshape((1,) * (kinds.ndim - 1) + (-1,))  # as strict rank promotion wants it
+  return (kinds.astype(np.uint32) * places).sum(-1, dtype=np.uint32)
