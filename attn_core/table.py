@@ -39,9 +39,9 @@ _PAGED = frozenset({"gqa", "value_width", "float16", "float64", "causal", "windo
                      "block_sizes", "optimized", "pages", "draft_mask", "scope", "prefixes",
                      "stored_heads"}) | _MODS
 # Features that kernels over pages, and the decode kernel for TPUs, lack.
-_NOT_ON_HOPPER = _MODS | {"float64", "precision", "softmax_dtype", "draft_mask", "scope",
-                          "prefixes", "int4"}
-_NOT_ON_TPU = _NOT_ON_HOPPER - _MODS | {"float16"}
+_NOT_ON_HOPPER = frozenset({"float64", "precision", "softmax_dtype", "draft_mask", "scope",
+                            "prefixes", "int4"})
+_NOT_ON_TPU = _NOT_ON_HOPPER | {"float16"}
 
 _Run = Callable[[Call], AttentionOutput]
 
@@ -70,7 +70,7 @@ def _over_shards(row: Implementation, run: _Run) -> Implementation:
 
 
 _ring = _over_shards(_flash, ring.xla)._replace(limits=capabilities.collective_limits)
-_ring_hopper = _over_shards(_flash_hopper._replace(features=_HOPPER), ring.gpu)._replace(
+_ring_hopper = _over_shards(_flash_hopper, ring.gpu)._replace(
     limits=capabilities.hopper_ring_limits, fallback=_ring)
 _without_lists_tpu = _flash_tpu._replace(features=_flash_tpu.features - {"selected"})
 _ring_tpu = _over_shards(_without_lists_tpu, ring.tpu)._replace(limits=capabilities.tpu_ring_limits)
@@ -80,8 +80,9 @@ _ring_tpu = _over_shards(_without_lists_tpu, ring.tpu_remote)._replace(
 _decode = Implementation(decode.xla, _DECODE | _MODS | {"int4"}, LINEAR, shards_keys=True,
                          derivatives=Rows(gradient=_flash.name))
 _decode_hopper = Implementation(
-    decode.gpu, _DECODE & _HOPPER | {"quantized"}, LINEAR, capabilities.hopper_decode_limits,
-    fallback=_decode, shards_keys=True, derivatives=_decode.derivatives)
+    decode.gpu, _DECODE & _HOPPER | _MODS | {"quantized"}, LINEAR,
+    capabilities.hopper_decode_limits, fallback=_decode, shards_keys=True,
+    derivatives=_decode.derivatives)
 _decode_tpu = Implementation(
     decode.tpu, _DECODE - _NOT_ON_TPU | _MODS, LINEAR, capabilities.tpu_decode_limits,
     fallback=_decode, shards_keys=True, derivatives=_decode.derivatives)

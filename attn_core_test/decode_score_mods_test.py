@@ -25,6 +25,7 @@ from attn_core_test.decode_cases import (CASES, SHARDED, Case, arrays, cache_of,
 from attn_core_test.tpu_interpret import interpreted
 
 TPU = OperationMetadata(platform="tpu")
+HOPPER = OperationMetadata(platform="gpu", compute_capability="9.0")
 IDS = np.array([3, -1, 2], np.int32)
 
 
@@ -298,12 +299,16 @@ class ChoiceTest(parameterized.TestCase):
     return str(explain(operands["query"], None, None, score_mod=mod, metadata=metadata, cache_view=
                        cache_of(case, operands["key"], operands["value"]), **case.arguments))
 
-  def test_the_kernel_for_hopper_leaves_it_to_plain_xla(self):
-    case = Case((64, 64), S=64, D=64, E=64)
-    found = self.explained(case, composed(mod_arrays(case), ("alibi",)),
-                           OperationMetadata(platform="gpu", compute_capability="9.0"))
-    self.assertIn("decode.xla", found)
-    self.assertIn("score_mod (a score mod", found)
+  @parameterized.parameters(
+      (("relative",), 32, "of 64 queries and heads a key head: the kernel for Hopper reads"),
+      (("grid",), 1, "up by distance (score_mods.grid): the kernels for Hopper look nothing"),
+      (("gathered",), 1, "with an operand [4], not a number: the kernels for Hopper look"),
+      ((*ON_TPU, "dense"), 32, None), (FEW_ROWS, 16, None))
+  def test_the_kernel_for_hopper_names_what_it_leaves_to_plain_xla(self, names, tokens, reason):
+    case = Case((64, 64), T=tokens, S=64, D=64, E=64)
+    found = self.explained(case, composed(mod_arrays(case), names), HOPPER)
+    self.assertIn("decode.gpu" if reason is None else "by decode.xla, not by decode.gpu", found)
+    self.assertIn(reason or "decode.gpu", found)
 
   @parameterized.parameters(
       (("relative",), 64, "of 128 queries and heads a key head: the TPU kernel takes them for up"),

@@ -259,6 +259,10 @@ MODS = {
         masks.positions(*[np.stack([7 * np.arange(70), 2**30 + np.arange(70)]).astype(np.int32)]
                         * 2),
         B=2, T=70, H=2, mod=score_mods.alibi(_normal(2), symmetric=True)),
+    # As in a step of a ring: the queries of one member, the keys of another.
+    "every_kind_placed": Case(
+        masks.placed(masks.causal(), np.arange(60, 130)[None], np.arange(5, 75)[None], (130, 130)),
+        T=70, H=2, K=1, mod=every_mod(2, 70, 70)),
     "soft_cap_of_a_bias": _MODDED._replace(
         mod=score_mods.soft_cap(2.0), extras={"bias": ((2, 1, 70, 130), "float32"),
                                               "sinks": ((1, 2), "float32")}),
@@ -291,6 +295,26 @@ _DECODED_DENSE[:, 1, 0] = False  # a query of one head that sees no key
 # Positions of a ring buffer, in no order.
 _RING = np.stack([_rng.permutation(136), np.arange(136)]).astype(np.int32)
 _LAST = np.array([[135], [90]], np.int32)
+
+# Two queries a row, which see blocks whole and in parts.
+_IN_ORDERS = masks.positions(_LAST - np.array([1, 0], np.int32), _RING, masks.causal())
+
+
+def every_mod_of_few(heads: int, queries: int, keys: int) -> score_mods.ScoreMod:
+  """Returns a score mod of each kind that decoding takes for few queries."""
+  return (every_mod(heads, queries, keys) >> score_mods.by_distance(_normal(9, heads), -80)
+          >> score_mods.dense(_normal(1, heads, queries, keys))
+          >> score_mods.relative(_normal(8, 1), max_distance=40, bidirectional=False))
+
+
+def every_mod_of_pages(heads: int, tokens: int) -> score_mods.ScoreMod:
+  """Returns a score mod of each kind that the kernel over pages takes."""
+  return (score_mods.scale_by(_normal(1, 1, tokens)) >> score_mods.alibi(0.1 * _normal(heads))
+          >> score_mods.soft_cap(3.0) >> score_mods.per_query(_normal(1, heads, tokens))
+          >> score_mods.custom(_by_parity, _normal()) >> score_mods.by_distance(
+              _normal(90, heads), -80) >> score_mods.per_key(_normal(1, heads, 1))
+          >> score_mods.relative(_normal(8, 1), max_distance=40, bidirectional=False))
+
 
 # Decoding, to be interpreted: various blocks and widths, of which those below 64 are refused.
 DECODED = {
@@ -328,6 +352,21 @@ DECODED = {
     "latent_row_blocks_float16": Case(masks.offset(masks.causal(), 60), T=3, S=64, H=30, K=1, D=128,
                                       latent=64, dtype="float16"),
     "latent_576": Case(masks.full(), T=1, S=136, H=4, K=1, D=576, latent=512),
+    "score_mods": Case(
+        _IN_ORDERS, B=2, T=2, S=136, H=6, K=2, mod=every_mod_of_few(6, 2, 136),
+        spec={"logits_soft_cap": 4.0}, extras={"sinks": ((1, 6), "float32")},
+        blocks=_DECODED_BLOCKS),
+    "score_mods_of_rows_and_heads": Case(
+        _IN_ORDERS, B=2, T=2, S=136, H=3, K=3, D=80, E=64, dtype="float16",
+        mod=score_mods.alibi(_normal(2, 3), symmetric=True) >> score_mods.per_key(
+            _normal(2, 3, 136)) >> score_mods.soft_cap(2.0) >> score_mods.dense(
+                _normal(2, 1, 2, 136)) >> score_mods.scale_by(_normal(1, 1, 1))),
+    "score_mods_without_positions_of_many_rows": Case(
+        masks.offset(masks.causal(), 130), T=5, S=136, H=14, K=2, D=128,
+        mod=every_mod(14, 5, 136) >> score_mods.relative(_normal(8, 14), max_distance=40)),
+    "score_mods_one_head_int8": Case(
+        masks.lengths(None, np.array([71, 0], np.int32)), B=2, T=1, S=72, H=1, stored="int8",
+        mod=every_mod_of_few(1, 1, 72)),
 }
 
 LENGTH, HEADS = 1024, 4
@@ -461,7 +500,16 @@ def decoded() -> dict[str, Case]:
              for n in (16, 32, 128)},
           "group_of_32_soft_cap_sinks_float16": common._replace(
               D=128, K=1, dtype="float16", spec={"logits_soft_cap": 30.0},
-              extras={"sinks": ((1, 32), "float32")})}
+              extras={"sinks": ((1, 32), "float32")}),
+          "alibi_64": common._replace(mod=score_mods.alibi(_normal(32))),
+          "score_mods_128": common._replace(D=128, mod=every_mod_of_few(32, 1, 4096)),
+          "score_mods_256": common._replace(D=256, mod=every_mod_of_few(32, 1, 4096)),
+          "score_mods_192_128": common._replace(D=192, E=128, mod=every_mod_of_few(32, 1, 4096)),
+          "score_mods_group_of_16": common._replace(D=128, K=2, mod=every_mod_of_few(32, 1, 4096)),
+          "score_mods_group_of_32": common._replace(D=256, K=1, mod=every_mod_of_few(32, 1, 4096)),
+          **{f"score_mods_{dtype}": common._replace(
+              D=128, stored=dtype, mod=every_mod_of_few(32, 1, 4096))
+             for dtype in ("int8", "float8_e4m3fn")}}
 
 
 def decode_programs() -> dict[str, tuple[Any, tuple]]:
@@ -469,6 +517,10 @@ def decode_programs() -> dict[str, tuple[Any, tuple]]:
   def program(case):
     return lambda x: tuple(decode.forward(x, case.full_spec, case.blocks)), (case.shapes,)
   return {name: program(case) for name, case in decoded().items()}
+
+
+def _paged_term(tokens: int) -> score_mods.ScoreMod:
+  return every_mod_of_pages(32, tokens).lower((1, 32, tokens, 1))
 
 
 def paged() -> dict[str, tuple[paged_operands.PagedOperands, pages.Heads]]:
@@ -485,6 +537,11 @@ def paged() -> dict[str, tuple[paged_operands.PagedOperands, pages.Heads]]:
     cache = jax.eval_shape(lambda: latent_pages.init(64, page, (512, 64), padded=padded))
     query = jax.ShapeDtypeStruct((8, heads, 576), jnp.bfloat16)
     return operands._replace(query=query, cache=cache), pages.Heads(1, 576, 512)
+  def with_mod(case):
+    operands, heads = case
+    mods = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype)
+                 for x in jax.tree.leaves(_paged_term(operands.query.shape[0])))
+    return operands._replace(mods=mods), heads
   int8, float8 = ("int8", "token"), ("float8_e4m3fn", "tensor")
   return {"latent_pages_of_64_128_heads": latent(64, 128, False),
           "padded_latent_pages_of_16_16_heads": latent(16, 16, True),
@@ -496,12 +553,23 @@ def paged() -> dict[str, tuple[paged_operands.PagedOperands, pages.Heads]]:
           "v2_int8_pages_of_16": case(pages.PagesV2, 16, 8, 128, stored=int8),
           "v1_int8_pages_of_32_one_head": case(pages.PagesV1, 32, 1, 64, stored=int8),
           "v2_float8_pages_of_8": case(pages.PagesV2, 8, 8, 128, stored=("float8_e4m3fn", "token")),
-          "v3_float8_pages_of_64": case(pages.PagesV3, 64, 8, 128, stored=float8)}
+          "v3_float8_pages_of_64": case(pages.PagesV3, 64, 8, 128, stored=float8),
+          **{f"v2_score_mods_{width}": with_mod(case(pages.PagesV2, 16, 8, width, 32))
+             for width in (64, 128, 256)},
+          **{f"v2_score_mods_int8_{tokens}_tokens": with_mod(
+              case(pages.PagesV2, 16, 8, 128, tokens, int8)) for tokens in (8, 32)},
+          "v3_score_mods_one_query": with_mod(case(pages.PagesV3, 64, 8, 128))}
+
+
+def paged_spec(operands: paged_operands.PagedOperands) -> PagedSpec:
+  """Returns what is computed for a case of `paged`."""
+  term = _paged_term(operands.query.shape[0]) if operands.mods else None
+  return PagedSpec(0.1, window=(1000, None), score_mod=jax.tree.structure(term))
 
 
 def paged_programs() -> dict[str, tuple[Any, tuple]]:
   """Decoding from pages with a window, by two kernels, for `benchmark.static.gpu`."""
   def program(operands, heads):
-    spec = PagedSpec(0.1, window=(1000, None))
+    spec = paged_spec(operands)
     return lambda x: tuple(gpu_paged.forward(x, spec, heads, BlockSizes())), (operands,)
   return {name: program(*case) for name, case in paged().items()}

@@ -32,9 +32,9 @@ from attn_core_test.gpu_interpret import interpret
 
 BLOCKS = BlockSizes(block_kv=128)
 # The cases that differ most; the others are slow.
-FEW = ("ring_window_cap_sinks", "several_splits", "rows_beyond_one_line", "width_128",
+FEW = ("several_splits", "rows_beyond_one_line", "width_128",
        "group_of_32_soft_cap_sinks_float16", "width_128_float8",
-       "latent_128_heads")
+       "latent_128_heads", "score_mods", "score_mods_128")
 NAME = "autoregressive_decodeattn"
 CPU = {"metadata": OperationMetadata(platform="cpu")}
 

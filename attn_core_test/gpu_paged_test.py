@@ -30,7 +30,7 @@ from attn_core.kernels.gpu import mosaic
 from attn_core.kernels.gpu.split_kv import paged
 from attn_core_test import gpu_cases, gpu_faults, gpu_interpret, gpu_machine_code, sampling
 from attn_core_test.gpu_interpret import interpret
-from attn_core_test.paged_cases import Case
+from attn_core_test.paged_cases import Case, run_pages
 
 # The cases that differ most; the others are slow.
 FEW = ("v2_pages_of_32_few_queries", "v3_pages_of_64", "v2_int8_pages_of_16")
@@ -47,6 +47,10 @@ WHOLE = OPTIONS._replace(block_sizes=None)
 RAGGED = Case((70, 0, 130, 9), (1, 0, 5, 2), H=40, K=1, page=32, D=64, unused=1, sinks=True,
               dtype="bfloat16",
               options=PagedOptions(sliding_window=(62, 0), logits_soft_cap=2.0))
+# The same with score mods, by the layout: blocks of several queries, and of one for each head.
+MODDED = {"v2": RAGGED._replace(lengths=(130, 9), queries=(5, 2), H=4, K=2),
+          "v3": Case((70, 9), (3, 2), H=6, K=3, page=64, D=64, dtype="bfloat16"),
+          "v1": Case((130, 0, 1), (1,) * 3, H=2, K=2, page=32, D=64, rest=0, dtype="bfloat16")}
 # Quantized, with scales per token and head, and with one for all keys and one for all values.
 QUANTIZED = (
     ("int8_pages_of_96_of_one_head", PagesV1, "int8", "token",
@@ -111,6 +115,21 @@ class InterpretTest(parameterized.TestCase):
     again = numbers(interpret(run, query[tokens], cache, moved))
     np.testing.assert_array_equal(again[0][:6], found[0][tokens[:6]])
     np.testing.assert_array_equal(again[1][:, :6], found[1][:, tokens[:6]])
+
+  @parameterized.parameters(*sampling.names(MODDED, ("v2",)))
+  def test_score_mods(self, mechanism):
+    case = MODDED[mechanism]
+    mod = gpu_cases.every_mod_of_pages(case.H, sum(case.queries) + case.rest)
+    case = case._replace(options=case.options._replace(score_mod=mod))
+    query, key, value, sinks = case.arrays()
+    options = case.options._replace(metadata=gpu_cases.HOPPER, block_sizes=BLOCKS,
+                                    return_lse=True)
+    found = interpret(lambda sinks, *arrays: run_pages(
+        mechanism, case, arrays, options._replace(softmax_aux=sinks)), sinks, query, key, value)
+    wide = [None if x is None else x.astype(jnp.float32) for x in (query, key, value, sinks)]
+    live = sum(case.queries)
+    cut = lambda out, lse: [np.float32(out)[:live], np.float32(lse)[:, :live]]
+    self.compare(cut(*found), cut(*case.oracle(*wide)))
 
   @parameterized.named_parameters(
       x for x in QUANTIZED
@@ -277,8 +296,8 @@ class CompileTest(gpu_machine_code.CompileTestCase):
       (name, name) for name in sampling.names(gpu_cases.paged(), FEW))
   def test_machine_code(self, name):
     operands, heads = gpu_cases.paged()[name]
-    self.check_split_kv(
-        name, "paged", paged.make_tiling(operands, None, BlockSizes(), heads).params)
+    tiling = paged.make_tiling(operands, gpu_cases.paged_spec(operands), BlockSizes(), heads)
+    self.check_split_kv(name, "paged", tiling.params)
 
 
 if __name__ == "__main__":

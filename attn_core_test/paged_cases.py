@@ -79,7 +79,10 @@ class Case(NamedTuple):
   def _oracle(self, query, key, value, sinks):
     tables, o = self.metadata().page_tables, self.options
     window = (None, None) if o.sliding_window is None else o.sliding_window
-    spec = PagedSpec(o.softmax_scale or self.D**-0.5, o.logits_soft_cap, o.causal, window)
+    mods, structure = jax.tree.flatten(
+        None if o.score_mod is None else o.score_mod.lower((1, self.H, query.shape[0], 1)))
+    spec = PagedSpec(o.softmax_scale or self.D**-0.5, o.logits_soft_cap, o.causal, window,
+                     score_mod=structure)
     requests = []
     for row, (length, number) in enumerate(zip(self.lengths, self.queries)):
       found = (None, None)
@@ -87,7 +90,7 @@ class Case(NamedTuple):
         found = reference.tokens(key, value, tables[row], length)
       requests.append((number, *found))
     query = query.at[sum(self.queries):].set(0)
-    return reference.attention(query, requests, spec, sinks)
+    return reference.attention(query, requests, spec, sinks, tuple(map(jnp.asarray, mods)))
 
 
 def plain(case, dtype="float32"):

@@ -4,6 +4,7 @@
 
 import functools
 import operator
+import re
 import unittest
 
 from absl.testing import absltest
@@ -19,8 +20,6 @@ from attn_core import (BlockSizes, Heads, MaskInfo, OperationMetadata, PagedOpti
 from attn_core.benchmark.static import profile
 from attn_core.caches import drafts, pages, prefixes
 from attn_core.caches.paged import request_groups
-from attn_core.references import paged as reference
-from attn_core.types import PagedSpec
 from attn_core_test import paged_shard_cases, sampling
 from attn_core_test.paged_cases import BLOCKS, Case, plain, run_pages
 from attn_core_test.paged_shard_cases import mesh_of
@@ -84,17 +83,7 @@ def run(mechanism, case, arrays, mods, make=everything, **more):
 
 def oracle(case, arrays, mods, make=everything):
   """Returns (output, lse) by `references.paged`, request by request."""
-  query, key, value, sinks = arrays
-  tables, o = case.metadata().page_tables, case.options
-  term = make(mods).lower((1, case.H, query.shape[0], 1))
-  of_mods, structure = jax.tree.flatten(term)
-  window = (None, None) if o.sliding_window is None else o.sliding_window
-  spec = PagedSpec(o.softmax_scale or case.D**-0.5, o.logits_soft_cap, o.causal, window,
-                   score_mod=structure)
-  requests = [(number, *(reference.tokens(key, value, tables[row], length) if length
-                         else (None, None)))
-              for row, (length, number) in enumerate(zip(case.lengths, case.queries))]
-  return reference.attention(query, requests, spec, sinks, tuple(map(jnp.asarray, of_mods)))
+  return case._replace(options=case.options._replace(score_mod=make(mods))).oracle(*arrays)
 
 
 def both(function, case, arrays, mods):
@@ -433,27 +422,35 @@ class RefusalsTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, message):
       ragged_page_attention_v2(query, cache, metadata, score_mod=mod)
 
-  def explained(self, metadata, *kinds):
-    case = Case()
-    query, cache, pages_metadata = plain(case)
+  def explained(self, metadata, *kinds, case=Case(), dtype="float32"):
+    query, cache, pages_metadata = plain(case, dtype)
     return str(explain(query, None, None, cache_view=cache, cache_metadata=pages_metadata,
                        layout="thd", mechanism="ragged_page_attention_v2", metadata=metadata,
                        score_mod=everything(mod_arrays(case), kinds)))
 
-  def test_the_kernel_for_hopper_leaves_it_to_plain_xla(self):
-    hopper = OperationMetadata(platform="gpu", compute_capability="9.0")
-    found = self.explained(hopper, KINDS[1])
-    self.assertIn("paged.xla", found)
-    self.assertIn("score_mod (a score mod", found)
+  def test_the_kernels_name_what_they_leave_to_plain_xla(self):
+    case = Case(page=8, D=64)
+    for chips, name, metadata in (
+        ("TPUs", "tpu", OperationMetadata(platform="tpu")),
+        ("Hopper", "gpu", OperationMetadata(platform="gpu", compute_capability="9.0"))):
+      said = functools.partial(self.explained, metadata, case=case, dtype="bfloat16")
+      for kind, reason in zip(KINDS[5:7], (
+          "a table looked up by distance (score_mods.grid)", "gathered with an operand [4]")):
+        found = said(KINDS[1], kind)
+        self.assertIn(f"by paged.xla, not by paged.{name}", found)
+        self.assertRegex(found, f"{re.escape(reason)}.*the kernels for {chips} look nothing up")
+      self.assertIn(f"by paged.{name}", said(*FEW_ROWS))
 
-  def test_the_kernel_for_tpus_names_what_it_leaves_to_plain_xla(self):
-    on_tpu = OperationMetadata(platform="tpu")
-    for kind, reason in zip(KINDS[5:7], (
-        "a table looked up by distance (score_mods.grid)", "gathered with an operand [4]")):
-      found = self.explained(on_tpu, KINDS[1], kind)
-      self.assertIn("by paged.xla, not by paged.tpu", found)
-      self.assertIn(reason, found)
-    self.assertIn("by paged.tpu", self.explained(on_tpu, *ON_TPU))
+  def test_lines_of_a_table_that_the_kernel_for_hopper_leaves_to_plain_xla(self):
+    case = Case(queries=(250,), lengths=(250,), page=32, D=64)
+    query, cache, metadata = plain(case, "bfloat16")
+    for count, words in ((66000, "of 250 queries and 4 heads: their numbers for every row of a "
+                          "block take 271884288 bytes, of which"), (65000, "by paged.gpu, which")):
+      self.assertIn(words, str(explain(
+          query, None, None, cache_view=cache, cache_metadata=metadata, layout="thd",
+          mechanism="ragged_page_attention_v2", block_sizes=BlockSizes(block_q=250),
+          metadata=OperationMetadata(platform="gpu", compute_capability="9.0"),
+          score_mod=score_mods.by_distance(np.ones((count, 1), np.float32)))))
 
   @parameterized.parameters(
       (dict(block_q=64), 8, "with 128 queries and heads a key head in a block: the TPU kernel "

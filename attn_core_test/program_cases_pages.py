@@ -108,9 +108,10 @@ def over_pages() -> Programs:
   for name, call in CALLS.items():
     found[f"tpu {name}"] = call.program(TPU)
   for name, (operands, heads) in gpu_cases.paged().items():
-    spec = PagedSpec(0.1, window=(1000, None))
+    spec = gpu_cases.paged_spec(operands)
     run = lambda x, heads=heads, spec=spec: tuple(gpu_paged.forward(x, spec, heads, BlockSizes()))
-    found[f"gpu {name}"] = Program(run, (operands,))
+    if name == "v2_score_mods_64" or not spec.has_score_mod:
+      found[f"gpu {name}"] = Program(run, (operands,))
   operands, heads = gpu_cases.paged()["v2_pages_of_32_few_queries"]
   operands = operands._replace(sinks=jax.ShapeDtypeStruct((32,), jnp.float32))
   for name, spec in {"plain": PagedSpec(-0.1), "cap": PagedSpec(0.1, 3.0),

@@ -13,13 +13,14 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 import numpy as np
 
-from attn_core import BlockSizes, RingConfig, explain, masks, ring_attention
+from attn_core import BlockSizes, RingConfig, explain, masks, ring_attention, score_mods
 from attn_core.benchmark.static import gpu as static_gpu, profile as static_profile
 from attn_core.kernels.tpu.flash import kernel as tpu_flash, scalar_memory, tiling
 from attn_core.kernels.xla import flash as xla_flash
 from attn_core.mechanisms.context_parallel import ring_step
 from attn_core.sharding import context_parallel
 from attn_core.types import AttentionSpec, MaskOperands, Operands
+from attn_core_test import sampling
 from attn_core_test.ring_cases import compiled, gradients_of, mesh_of, metadata_of
 
 
@@ -89,6 +90,27 @@ class HopperTest(absltest.TestCase):
     self.assertIn("collective_permute", text)
     explanation = str(explain(x, x, x, mechanism="ring", metadata=metadata))
     self.assertIn("can, by context_parallel.gpu", explanation)
+
+  def test_score_mods(self):
+    """Lowers them with global positions; tables it leaves to plain XLA."""
+    metadata = metadata_of("ring", mesh=mesh_of("ring", 2), platform="gpu",
+                           compute_capability="9.0")
+    x = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
+    slopes, column = (jax.ShapeDtypeStruct(n, jnp.float32) for n in ((2,), (1, 1, 128)))
+    def loss(x, slopes, column):
+      found = ring_attention(x, x, x, metadata=metadata, score_mod=score_mods.alibi(slopes)
+                             >> score_mods.soft_cap(2.0) >> score_mods.per_key(column))
+      return found.attention_outputs.astype(jnp.float32).sum()
+    programs = [(loss, 1)]
+    if sampling.chosen("gradients of score mods in a ring on GPUs"):
+      programs.append((jax.grad(loss, (0, 1, 2)), 5))  # forward, query, key and value, two arrays
+    for run, kernels in programs:
+      text = jax.jit(run).trace(x, slopes, column).lower(lowering_platforms=("cuda",)).as_text()
+      self.assertEqual(text.count("custom_call @mosaic_gpu"), 2 * kernels)  # of two steps
+    said = lambda mod: str(explain(x, x, x, mechanism="ring", metadata=metadata, score_mod=mod))
+    self.assertIn("can, by context_parallel.gpu", said(score_mods.soft_cap(2.0)))
+    self.assertRegex(said(score_mods.by_distance(np.ones((3, 2), np.float32))),
+                     "by context_parallel.xla, not by context_parallel.gpu: .*distance. in a ring")
 
   @unittest.skipIf(static_gpu.missing(), f"nothing to compile with: {static_gpu.missing()}")
   def test_an_exchange_goes_on_while_a_ring_step_computes(self):

@@ -81,7 +81,7 @@ REFUSED = {
         "segments positions mask mask_operands bias dropout weights "
         "unnormalized vmem_limit_bytes sequence_layout cache quantized latent selected"),
     "paged.gpu": (
-        "float64 chunk segments positions mask mask_operands bias score_mod score_function "
+        "float64 chunk segments positions mask mask_operands bias "
         "dropout weights unnormalized precision softmax_dtype vmem_limit_bytes sequence_layout "
         "cache quantized draft_mask scope prefixes latent selected int4"),
     "paged.tpu": (
@@ -92,7 +92,7 @@ REFUSED = {
         "weights vmem_limit_bytes cache quantized pages draft_mask scope prefixes stored_heads "
         "latent int4"),
     "context_parallel.gpu": (
-        "float64 mask_operands score_mod score_function weights precision softmax_dtype "
+        "float64 mask_operands weights precision softmax_dtype "
         "vmem_limit_bytes cache quantized pages draft_mask scope prefixes stored_heads latent "
         "selected int4"),
     "context_parallel.tpu": (
@@ -102,7 +102,7 @@ REFUSED = {
         "bias dropout weights vmem_limit_bytes sequence_layout pages "
         "draft_mask scope prefixes stored_heads latent selected"),
     "decode.gpu": (
-        "float64 mask_operands bias score_mod score_function dropout weights precision "
+        "float64 mask_operands bias dropout weights precision "
         "softmax_dtype vmem_limit_bytes sequence_layout pages draft_mask scope prefixes "
         "stored_heads latent selected int4"),
     "decode.tpu": (

@@ -286,8 +286,10 @@ def hopper_flash_limits(request: Request) -> str | None:
 def hopper_decode_limits(request: Request) -> str | None:
   """Limits of the decode kernel for Hopper."""
   from attn_core.kernels.gpu.split_kv import decode  # Mosaic GPU takes 0.3 s to import
-  return decode.unsupported_reason(request.dtype, request.widths, request.lengths,
-                                   "quantized" in request.features)
+  return decode.unsupported_reason(
+      request.dtype, request.widths, request.lengths, "quantized" in request.features
+      ) or traceable.refusal(request.mod, request.mods, chips="Hopper") or decode.unsupported_mod(
+          request.mod, request.query.shape, request.key.shape[2])
 
 
 # Generations for which Pallas does not compile products of bfloat16, with 16 KiB of scalar memory.
@@ -318,13 +320,10 @@ def _at_positions(request: Request) -> str:
 def tpu_decode_limits(request: Request) -> str | None:
   """Limits of the decode kernel for TPUs."""
   from attn_core.kernels.tpu.ragged import decode  # Pallas takes 0.1 s to import
-  query, key_heads = request.query.shape, request.key.shape[2]
-  found = (tpu_limits(request)
-           or decode.unsupported_reason(request.dtype, request.widths, request.lengths[0])
-           or traceable.refusal(request.mod, request.mods))
-  if found is None and (reason := decode.unsupported_mod(request.mods, query, key_heads)):
-    found = f"score_mod with {reason}"
-  return found
+  return (tpu_limits(request)
+          or decode.unsupported_reason(request.dtype, request.widths, request.lengths[0])
+          or traceable.refusal(request.mod, request.mods)
+          or decode.unsupported_mod(request.mods, request.query.shape, request.key.shape[2]))
 
 
 def collective_limits(request: Request) -> str | None:
@@ -337,7 +336,8 @@ def collective_limits(request: Request) -> str | None:
 
 def hopper_ring_limits(request: Request) -> str | None:
   """Limits of a ring of the block-wise kernels for Hopper."""
-  return collective_limits(request) or hopper_flash_limits(request)
+  return collective_limits(request) or hopper_flash_limits(request) or traceable.refusal(
+      request.mod, request.mods, " in a ring", "Hopper")
 
 
 def tpu_ring_limits(request: Request) -> str | None:
@@ -379,7 +379,10 @@ def pages_kernel_limits(platform: str, layout: str) -> Callable[[Request], str |
               shapes.query, shapes.cache, shapes.metadata, shapes.heads,
               request.pages.block_sizes, request.mod, request.mods)
     from attn_core.kernels.gpu.split_kv import paged as on_gpu  # Mosaic GPU takes 0.3 s to import
-    return on_gpu.unsupported_reason(*shapes)
+    return on_gpu.unsupported_reason(*shapes) or traceable.refusal(
+        request.mod, request.mods, chips="Hopper") or on_gpu.unsupported_mod(
+            shapes.query, shapes.cache, shapes.metadata, shapes.heads, request.pages.block_sizes,
+            request.mods)
   return limits
 
 

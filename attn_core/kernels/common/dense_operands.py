@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from attn_core.caches import quantize
 from attn_core.kernels.common.contract import BackwardResiduals
 from attn_core.masks import block_map, mask as mask_lib, materialize, tile as tile_lib
+from attn_core.masks.mask import Coordinates
 from attn_core.score_mods import evaluate
 from attn_core.types import (AttentionSpec, Operands, PagedOperands, PagedSpec, are_known,
                              at_least_float32, holds_pairs, operand)
@@ -122,6 +123,13 @@ def distance_of_first(operands: Operands, spec: AttentionSpec) -> jax.Array:
   at, is_consecutive = evaluate.move_to_positions(mask, at)
   assert is_consecutive
   return (at.key_position - at.query_position).reshape(-1)
+
+
+def positions_of(operands: Operands, spec: AttentionSpec) -> Coordinates:
+  """Returns coordinates whose positions are [B or 1, 1, T or 1, 1] and [B or 1, 1, 1, S or 1]."""
+  batch, queries, heads, _ = operands.query.shape
+  return evaluate.move_to_positions(*materialize.expand(
+      spec.mask, operands.mask, (batch, heads, queries, operands.key.shape[1])))[0]
 
 
 pad_axis = tile_lib.pad_axis

@@ -283,6 +283,24 @@ def live_rows_of(inputs: BlockedInputs, block: QueryBlock, x: jax.Array) -> jax.
   return jnp.where(jnp.repeat(block.live, inputs.group)[:, None], rows_of(inputs, block, x), 0)
 
 
+def rows_of_mod(inputs: BlockedInputs, blocks: QueryBlock, x: jax.Array) -> jax.Array:
+  """Returns an array of the score mod for rows of blocks, [blocks or 1, K, block_q, G, n].
+
+  Args:
+    inputs: the call, cut into blocks.
+    blocks: arrays of all blocks.
+    x: [1, H or 1, padded tokens or 1, n].
+  """
+  heads, block_q = inputs.query.shape[1], inputs.block_q
+  x = jnp.broadcast_to(x, (1, heads, *x.shape[2:]))
+  if x.shape[2] > 1:  # of all tokens: those of every block
+    token = jnp.asarray(blocks.row)[:, None] + jnp.arange(block_q, dtype=jnp.int32)
+    x = jnp.take(x[0], token, 1, mode="clip").swapaxes(0, 1)
+  else:
+    x = jnp.broadcast_to(x, (1, heads, block_q, x.shape[3]))
+  return x.reshape(x.shape[0], -1, inputs.group, *x.shape[2:]).swapaxes(2, 3)
+
+
 def row_sinks(inputs: BlockedInputs) -> jax.Array | None:
   """Returns the sinks of a block's rows, [K, block_rows, 1], or None."""
   if inputs.sinks is None:

@@ -25,7 +25,7 @@ from attn_core.kernels.gpu.flash.backward_common import Arrays
 from attn_core.kernels.common import dense_operands, nonfinite, online_softmax
 from attn_core.kernels.common.backward import complete_cotangents, compute_delta, finite_lse
 from attn_core.kernels.common.contract import BackwardFn, BackwardResiduals, Residuals
-from attn_core.score_mods import evaluate
+from attn_core.score_mods import evaluate, tables
 from attn_core.types import (AttentionSpec, BlockSizes, Operands, is_mod, mod_number,
                              operand)
 
@@ -49,11 +49,11 @@ def _others(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
             fallback: BackwardFn) -> tuple[jax.Array, ...]:
   """Returns the cotangents of the bias and of arrays of the score mod that are named."""
   delta = compute_delta(residuals, cotangents, jnp.float32)
-  tables = score_tiles.tables(spec) if spec.has_score_mod else {}
+  with_table = tables.find(spec.score_mod)
 
   def of(name: str) -> jax.Array:
     x, number = operand(operands, name), mod_number(name) if is_mod(name) else score_tiles.SCORES
-    if number in tables:  # sums of diagonals
+    if number in with_table:  # sums of diagonals
       return fallback(operands, spec, block_sizes, residuals, cotangents, (name,))[0]
     if is_mod(name) or x.shape[3] > 1 or not evaluate.only_adds(spec.score_mod):
       arrays = _arrays(operands, spec, cotangents.out, residuals.lse, delta)

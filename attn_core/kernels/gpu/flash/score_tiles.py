@@ -22,7 +22,7 @@ from attn_core.kernels.common.online_softmax import LOG2E
 from attn_core.kernels.gpu import mosaic
 from attn_core.masks import block_map, mask as mask_lib
 from attn_core.masks.values import value_dataclass
-from attn_core.score_mods import evaluate, operations, score_mod, terms
+from attn_core.score_mods import evaluate, operations, score_mod, tables, terms
 from attn_core.score_mods.score_mod import ScoreMod, ScoreTile
 from attn_core.types import AttentionSpec, PagedSpec
 
@@ -56,7 +56,7 @@ def apply(spec: AttentionSpec | PagedSpec, numbers: Numbers, scores: jax.Array, 
     scores: of the tile's shape.
     by: of the derivative: the number of an array, or SCORES; None: no derivative.
   """
-  term = _in_kernel(score_mod.of_structure(spec.score_mod), spec)
+  term = _in_kernel(tables.as_added(score_mod.of_structure(spec.score_mod)), spec)
   structure, adds = jax.tree.structure(term), term.is_additive
 
   def modify(scores: jax.Array, numbers: Numbers) -> jax.Array:
@@ -87,16 +87,6 @@ def is_consecutive(spec: AttentionSpec | PagedSpec) -> bool:
 
 def reads_positions(spec: AttentionSpec | PagedSpec) -> bool:
   return score_mod.of_structure(spec.score_mod).reads_positions
-
-
-def tables(spec: AttentionSpec) -> dict[int, terms.Distance]:
-  """Returns the terms that add a number for each distance, by the number of their array."""
-  found: dict[int, terms.Distance] = {}
-  for x in score_mod.chain(score_mod.of_structure(spec.score_mod)):
-    if isinstance(x, terms.Distance):
-      number, = jax.tree.leaves(x)
-      found[number] = x
-  return found
 
 
 def shifted(term: terms.Distance, values: jax.Array, base: jax.Array, sizes: block_map.Sizes,
@@ -148,8 +138,6 @@ def _in_kernel(term: ScoreMod, spec: AttentionSpec | PagedSpec) -> ScoreMod:
     return score_mod.Composed(*(_in_kernel(x, spec) for x in (term.first, term.second)))
   if isinstance(term, terms.Slope) and is_consecutive(spec):
     return _Slope(term.symmetric, term.slopes)
-  if isinstance(term, terms.Distance):
-    return terms.Add(term.values)
   return _Cap(term.cap) if isinstance(term, terms.Cap) else term
 
 

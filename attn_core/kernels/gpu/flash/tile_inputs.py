@@ -7,7 +7,7 @@ loads those of a tile straight into the registers of a warpgroup. A tile is a `m
 one head: [queries, keys], or [keys, queries] where the loader is transposed.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 import jax
 from jax import lax
@@ -20,7 +20,7 @@ from attn_core.kernels.gpu import mosaic
 from attn_core.kernels.gpu.flash import score_tiles
 from attn_core.kernels.gpu.mosaic import Ref
 from attn_core.masks import block_map, dropout, mask as mask_lib, tile as tile_lib
-from attn_core.score_mods import evaluate, score_mod, traceable
+from attn_core.score_mods import evaluate, score_mod, tables, traceable
 from attn_core.types import AttentionSpec, Operands
 
 
@@ -68,10 +68,10 @@ class TileInputLoader(NamedTuple):
   def _pack_mods(self, operands: Operands, rows: int, columns: int) -> list[jax.Array]:
     """Returns the arrays of the score mod, padded; only those of all pairs keep their dtype."""
     structure = self.spec.score_mod
-    pairs, tables = traceable.by_pair(structure, operands.mods), score_tiles.tables(self.spec)
+    pairs, found = traceable.by_pair(structure, operands.mods), tables.find(structure)
     def pack(n: int, x: jax.Array) -> jax.Array:
-      if n in tables:
-        return score_tiles.shifted(tables[n], x, dense_operands.distance_of_first(
+      if n in found:
+        return score_tiles.shifted(found[n], x, dense_operands.distance_of_first(
             operands, self.spec), self.sizes, self.transposed)
       return x if n in pairs else x.astype(jnp.float32)
     return [pack(n, x) for n, x in enumerate(
@@ -79,8 +79,7 @@ class TileInputLoader(NamedTuple):
 
   def shape(self, tile: tile_lib.Tile) -> tuple[int, int]:
     """Returns the shape of a tile in registers."""
-    shape = tile.num_queries, tile.num_keys
-    return shape[::-1] if self.transposed else shape
+    return _shape(tile, self.transposed)
 
   def visible(self, tile_inputs: TileInputs, tile: tile_lib.Tile) -> jax.Array:
     """Returns whether each query attends to each key: bool of the tile's shape."""
@@ -99,16 +98,13 @@ class TileInputLoader(NamedTuple):
 
   def bias(self, tile_inputs: TileInputs, tile: tile_lib.Tile) -> jax.Array:
     """Returns the bias in float32, of the tile's shape or a number."""
-    return self._per_pair(tile_inputs.bias, tile).astype(jnp.float32)
+    return load_pairs(tile_inputs.bias, tile, self.transposed).astype(jnp.float32)
 
   def modified(self, tile_inputs: TileInputs, tile: tile_lib.Tile, scores: jax.Array,
                by: int | None) -> score_tiles.Modified:
     """Returns scores of the tile's shape after the score mod; see `score_tiles.apply`."""
-    load = {score_mod.PAIR: lambda ref: self._per_pair(ref, tile).astype(jnp.float32),
-            score_mod.HEADS: lambda ref: self._by_distance(ref, tile),
-            score_mod.ROW: lambda ref: ref[_row(ref, 0, tile.batch), 0]}
-    arrays = tuple(load[role](ref) for ref, role in zip(
-        tile_inputs.mods, score_mod.structure_roles(self.spec.score_mod)))
+    arrays = load_mods(self.spec.score_mod, tile_inputs.mods, tile, self.transposed,
+                       lambda _, ref: self._by_distance(ref, tile))
     at = None
     if score_tiles.reads_positions(self.spec):
       mask, at = self.coordinates(tile_inputs, tile)
@@ -122,7 +118,8 @@ class TileInputLoader(NamedTuple):
     flags, keys = (ref.at[tile.batch, head]
                    for ref in (tile_inputs.block_has_nan, tile_inputs.nan_keys))
     def add(logits: jax.Array) -> jax.Array:
-      return logits + self._vector(keys.at[pl.ds(tile.key, tile.num_keys)], self._axis(1), tile)
+      return logits + _vector(keys.at[pl.ds(tile.key, tile.num_keys)], self._axis(1),
+                              self.shape(tile))
     block = lax.div(tile.key, mosaic.int32(self.sizes.block_kv))
     return lax.cond(flags[block] != 0, add, lambda logits: logits, logits)
 
@@ -159,19 +156,14 @@ class TileInputLoader(NamedTuple):
   def _leaf(self, ref: Ref, role: str, tile: tile_lib.Tile) -> jax.Array:
     """Returns a leaf of the mask for a tile."""
     if role == mask_lib.DENSE:
-      return self._per_pair(ref, tile).astype(jnp.int32) != 0
+      return load_pairs(ref, tile, self.transposed).astype(jnp.int32) != 0
     row = _row(ref, 0, tile.batch)
     if role == mask_lib.BATCH or ref.shape[1] == 1:
       return ref[row] if role == mask_lib.BATCH else ref[row, 0]
     start, length = ((tile.query, tile.num_queries) if role == mask_lib.QUERY
                      else (tile.key, tile.num_keys))
     axis = self._axis(0 if role == mask_lib.QUERY else 1)
-    return self._vector(ref.at[row, pl.ds(start, length)], axis, tile)
-
-  def _vector(self, ref: Ref, axis: int, tile: tile_lib.Tile) -> jax.Array:
-    """Returns a vector along an axis of the tile, repeated along the other."""
-    layout = mosaic.COLUMN_LAYOUT if axis else mosaic.ROW_LAYOUT
-    return lax.broadcast_in_dim(mosaic.load(ref, layout), self.shape(tile), [axis])
+    return _vector(ref.at[row, pl.ds(start, length)], axis, self.shape(tile))
 
   def _by_distance(self, ref: Ref, tile: tile_lib.Tile) -> jax.Array:
     """Returns the tile of `score_tiles.shifted`."""
@@ -180,20 +172,51 @@ class TileInputLoader(NamedTuple):
     return mosaic.load(ref.at[_row(ref, 0, tile.batch), _row(ref, 1, tile.head), pl.ds(0, rows),
                               pl.ds(start, columns)], mosaic.TILE_LAYOUT)
 
-  def _per_pair(self, ref: Ref, tile: tile_lib.Tile) -> jax.Array:
-    """Returns the tile of [B or 1, H or 1, T or 1, S or 1] (S and T exchanged if transposed)."""
-    leading = _row(ref, 0, tile.batch), _row(ref, 1, tile.head)
-    starts = tile.query, tile.key
-    slices = [pl.ds(start, length) for start, length in zip(
-        starts[::-1] if self.transposed else starts, self.shape(tile))]
-    one = [n == 1 for n in ref.shape[2:]]
-    if all(one):
-      return ref[(*leading, 0, 0)]
-    if one[0]:
-      return self._vector(ref.at[(*leading, 0, slices[1])], 1, tile)
-    if one[1]:
-      return self._vector(ref.at[(*leading, slices[0], 0)], 0, tile)
-    return mosaic.load(ref.at[(*leading, *slices)], mosaic.TILE_LAYOUT)
+
+def load_mods(structure: jax.tree_util.PyTreeDef, mods: tuple[Ref, ...], tile: tile_lib.Tile,
+              transposed: bool,
+              load_table: Callable[[int, Ref], jax.Array]) -> tuple[jax.Array, ...]:
+  """Returns the arrays of a score mod in float32, of the tile's shape or numbers.
+
+  Args:
+    structure: of the score mod's term.
+    mods: references to its arrays.
+    tile: the tile.
+    transposed: whether its rows are keys.
+    load_table: returns the numbers of a table by distance, of the number of its array.
+  """
+  load = {score_mod.PAIR: lambda _, ref: load_pairs(ref, tile, transposed).astype(jnp.float32),
+          score_mod.HEADS: load_table,
+          score_mod.ROW: lambda _, ref: ref[_row(ref, 0, tile.batch), 0]}
+  return tuple(load[role](n, ref) for n, (ref, role) in enumerate(zip(
+      mods, score_mod.structure_roles(structure), strict=True)))
+
+
+def load_pairs(ref: Ref, tile: tile_lib.Tile, transposed: bool) -> jax.Array:
+  """Returns the tile of [B or 1, H or 1, T or 1, S or 1] (S and T exchanged if transposed)."""
+  leading = _row(ref, 0, tile.batch), _row(ref, 1, tile.head)
+  starts, shape = (tile.query, tile.key), _shape(tile, transposed)
+  slices = [pl.ds(start, length) for start, length in zip(
+      starts[::-1] if transposed else starts, shape)]
+  one = [n == 1 for n in ref.shape[2:]]
+  if all(one):
+    return ref[(*leading, 0, 0)]
+  if one[0]:
+    return _vector(ref.at[(*leading, 0, slices[1])], 1, shape)
+  if one[1]:
+    return _vector(ref.at[(*leading, slices[0], 0)], 0, shape)
+  return mosaic.load(ref.at[(*leading, *slices)], mosaic.TILE_LAYOUT)
+
+
+def _shape(tile: tile_lib.Tile, transposed: bool) -> tuple[int, int]:
+  shape = tile.num_queries, tile.num_keys
+  return shape[::-1] if transposed else shape
+
+
+def _vector(ref: Ref, axis: int, shape: tuple[int, int]) -> jax.Array:
+  """Returns a vector along an axis of a tile, repeated along the other."""
+  layout = mosaic.COLUMN_LAYOUT if axis else mosaic.ROW_LAYOUT
+  return lax.broadcast_in_dim(mosaic.load(ref, layout), shape, [axis])
 
 
 def _row(ref: Ref, axis: int, index: Any) -> Any:

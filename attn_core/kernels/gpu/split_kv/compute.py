@@ -98,8 +98,9 @@ class ConsumerWarpgroup(NamedTuple):
       qk = qk + broadcast_along(nan_keys, qk.shape, 0)
 
     # 2. Logits and softmax.
+    reads_tile = masked or self.logits.reads_tile
     logits, _ = self.logits.compute(
-        self.tile_inputs, self.tile(n) if masked else None, qk, masked)
+        self.tile_inputs, self.tile(n) if reads_tile else None, qk, masked)
     m_i = jnp.maximum(running.m_i, self.in_turn(lambda: logits.max(axis=0)) * unit)
     # While a row has seen nothing, m_i is -inf, and -inf - -inf would be NaN.
     reference = jnp.where(m_i == -jnp.inf, 0.0, m_i)

@@ -27,10 +27,14 @@ from attn_core.kernels.gpu.flash.tile_inputs import TileInputLoader, TileInputs
 from attn_core.kernels.gpu.mosaic import Ref
 from attn_core.kernels.gpu.split_kv import combine, compute, kernel as split_kv, quantized_kv
 from attn_core.masks import block_map, mask as mask_lib, tile as tile_lib
+from attn_core.score_mods import score_mod, tables
 from attn_core.types import AttentionSpec, BlockSizes, Operands, cdiv
 
 DTYPES = ("bfloat16", "float16")
 MAX_QUERIES = 64
+# Queries and heads of a key head, where a table has a number for each of them and each key: no more
+# bytes than a key of 64 numbers.
+MAX_TABLE_ROWS = 32
 
 
 class Inputs(NamedTuple):
@@ -70,7 +74,10 @@ class RowTileInputLoader(TileInputLoader):
     roles = mask_lib.structure_roles(self.spec.mask)
     arrays = tuple(self._repeat_rows(x, role, operands)
                    for x, role in zip(operands.mask.arrays, roles))
-    return super().pack(operands._replace(mask=operands.mask._replace(arrays=arrays)))
+    mods = tuple(self._repeat_rows(x, role, operands) for x, role in zip(
+        operands.mods, score_mod.structure_roles(self.spec.score_mod)))
+    return super().pack(operands._replace(
+        mask=operands.mask._replace(arrays=arrays), mods=mods))
 
   def coordinates(self, tile_inputs: TileInputs,
                   tile: tile_lib.Tile) -> tuple[mask_lib.Mask, mask_lib.Coordinates]:
@@ -83,10 +90,10 @@ class RowTileInputLoader(TileInputLoader):
     return mask, at._replace(head=head, query_index=row, query_position=row)
 
   def _repeat_rows(self, x: jax.Array, role: str, operands: Operands) -> jax.Array:
-    """Returns an array of the mask with its query (and head) axes expanded to rows."""
+    """Returns an array of a mask or score mod, its query (and head) axes expanded to rows."""
     if role == mask_lib.QUERY and x.shape[1] > 1:
       return jnp.repeat(x, self.group, axis=1)
-    if role != mask_lib.DENSE or x.shape[1] == x.shape[2] == 1:
+    if role not in (mask_lib.DENSE, score_mod.PAIR) or x.shape[1] == x.shape[2] == 1:
       return x
     queries, heads = operands.query.shape[1:3]
     heads = heads if x.shape[1] > 1 else self.group  # or one group for all
@@ -100,7 +107,7 @@ def make_tiling(operands: Operands, spec: AttentionSpec | None, requested: Block
 
   Args:
     operands: only shapes and dtypes are read.
-    spec: whether keys are latent rows; None: they are not.
+    spec: whether keys are latent rows, and whether there is a score mod; None: neither.
     requested: `block_kv`, tokens of a split; None: chosen here. All queries of a group of heads are
       computed together, whatever the other sizes are.
   """
@@ -114,7 +121,8 @@ def make_tiling(operands: Operands, spec: AttentionSpec | None, requested: Block
   params = split_kv.make_kernel_params(
       queries * group, (width, latent_width or operands.value.shape[3]),
       cdiv(keys, split_kv.BLOCK_KV), split_blocks(requested), quantized,
-      latent_heads=None if latent_width is None else heads)
+      latent_heads=None if latent_width is None else heads,
+      has_score_mod=spec is not None and spec.has_score_mod)
   return Tiling(params, key_heads, group, split_kv.row_blocks(params, queries * group),
                 mosaic.interpreted())
 
@@ -178,6 +186,23 @@ def _unsupported_latents(widths: tuple[int, int], quantized: bool) -> str | None
   return None
 
 
+def unsupported_mod(structure: jax.tree_util.PyTreeDef, query: tuple[int, ...],
+                    key_heads: int) -> str | None:
+  """Returns why the kernel does not support a score mod that kernels can trace, or None.
+
+  Args:
+    structure: of its term, or that of a call without one.
+    query: [B, T, H, D].
+    key_heads: K.
+  """
+  rows = query[1] * query[2] // key_heads
+  if rows > MAX_TABLE_ROWS and tables.find(structure):
+    return (f"score_mod with a table looked up by distance, of {rows} queries and heads a key "
+            "head: the kernel for Hopper reads a number for each of them and each key, of "
+            f"{MAX_TABLE_ROWS} at most")
+  return None
+
+
 def block_map_of(operands: Operands, spec: AttentionSpec) -> block_map.BlockMap:
   """Returns the visible blocks of keys of a row: one list for all its queries and heads."""
   queries, keys = operands.query.shape[1], operands.key.shape[1]
@@ -192,6 +217,10 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
   tiling = make_tiling(operands, spec, block_sizes)
   params, (batch, queries, heads, _) = tiling.params, operands.query.shape
   keys, dtype = operands.key.shape[1], operands.query.dtype
+  if tables.find(spec.score_mod):  # caches list positions, in any order
+    structure, mods = tables.written_out(
+        spec.score_mod, operands.mods, dense_operands.positions_of(operands, spec))
+    spec, operands = spec._replace(score_mod=structure), operands._replace(mods=mods)
   block_list = make_block_list(block_map_of(operands, spec))
   sizes = block_map.Sizes(queries * tiling.group, keys, params.num_rows, split_kv.BLOCK_KV)
   loader = RowTileInputLoader(spec, sizes, transposed=True, group=tiling.group)

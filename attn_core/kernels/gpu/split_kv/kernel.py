@@ -70,6 +70,7 @@ class KernelParams(NamedTuple):
   quantized: quantized_kv.QuantizedKV | None = None  # of int8 or fp8 keys and values
   latent: bool = False  # whether values are the first columns of their keys
   consumers: int = 1  # row blocks of a thread block, which share its keys
+  has_score_mod: bool = False
 
 
 class Scratch(NamedTuple):
@@ -137,7 +138,8 @@ def first_row_block(params: KernelParams, number: jax.Array) -> jax.Array:
 def make_kernel_params(count: int, widths: tuple[int, int], num_blocks: int,
                        split_blocks: int | None,
                        quantized: quantized_kv.QuantizedKV | None = None, *,
-                       latent_heads: int | None = None) -> KernelParams:
+                       latent_heads: int | None = None,
+                       has_score_mod: bool = False) -> KernelParams:
   """Returns the parameters for `count` rows of a key head.
 
   Args:
@@ -147,6 +149,7 @@ def make_kernel_params(count: int, widths: tuple[int, int], num_blocks: int,
     split_blocks: blocks of keys of a split; None: chosen here.
     quantized: of int8 or fp8 keys and values.
     latent_heads: query heads of latent rows; None: keys and values are apart.
+    has_score_mod: whether scores go through a score mod.
   """
   latent, consumers = latent_heads is not None, 1
   if latent and count > MAX_ROWS:
@@ -157,7 +160,7 @@ def make_kernel_params(count: int, widths: tuple[int, int], num_blocks: int,
     split_blocks = max(least, cdiv(num_blocks, MAX_SPLITS))
   params = KernelParams(padded_rows(count), *widths, cdiv(widths[1], BLOCK_KV) * BLOCK_KV,
                         (1, 0 if latent else 1), split_blocks, cdiv(num_blocks, split_blocks),
-                        quantized, latent, consumers)
+                        quantized, latent, consumers, has_score_mod)
   limit = HALF_SHARED_MEMORY if fits_twice(params) else mosaic.SHARED_MEMORY_BYTES
   # One more stage of keys, one more of values, ...
   more = [(cdiv(total, 2), total // 2) for total in range(3, 2 * MAX_STAGES + 1)]
@@ -173,6 +176,8 @@ def fits_twice(params: KernelParams) -> bool:
   """Returns whether a processor has registers for two thread blocks at once."""
   rows, width = params.num_rows, params.width
   fits = rows <= 16 and width <= 192 and params.value_width <= 128
+  if params.has_score_mod:  # whose arrays take registers, too
+    return fits and rows <= 8 and params.quantized is None
   if params.quantized is None or not fits:
     return fits
   # Quantized keys come to the products in registers.

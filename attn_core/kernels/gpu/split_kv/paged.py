@@ -11,7 +11,7 @@ result of a query has the same bits in any batch, in any pages and in any chunk 
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Sequence
 
 import chex
 import jax
@@ -33,25 +33,13 @@ from attn_core.kernels.gpu.flash.tile_inputs import TileInputs
 from attn_core.kernels.gpu.mosaic import Ref
 from attn_core.kernels.gpu.split_kv import (combine, compute, decode, kernel as split_kv,
                                             quantized_kv)
+from attn_core.kernels.gpu.split_kv.paged_tiles import (PagedTile, PagedTileInputLoader,
+                                                        WorkItem, line_length)
+from attn_core.masks import tile as tile_lib
 from attn_core.types import BlockSizes, PagedOperands, PagedSpec, cdiv
 
 PARTIAL_BYTES = 2**28  # of results of splits, at most
 LATENT_PARTIAL_BYTES = 2**30  # the same for latent rows: a request's results are as large as rows
-
-_NO_TILE_INPUTS = TileInputs((), None, None, None, None)
-
-
-class WorkItem(NamedTuple):
-  """Blocks of queries, int32 [num_items] each; in a kernel one of them, numbers."""
-
-  request: jax.Array
-  position: jax.Array  # of the first query
-  length: jax.Array  # tokens of the request
-  first: jax.Array  # the first block of keys that one of its queries attends to
-  first_full: jax.Array  # see `split_kv.BlockRange`
-  end_full: jax.Array
-  end: jax.Array
-
 
 class Inputs(NamedTuple):
   """References in global memory, or the arrays."""
@@ -61,6 +49,7 @@ class Inputs(NamedTuple):
   scales: tuple[Any, ...]  # of int8 or fp8 keys and values, or ()
   tables: Any  # int32 [R, row_pages]
   items: Any  # int32 [fields of WorkItem, num_items]
+  tile_inputs: TileInputs
 
 
 class Tiling(NamedTuple):
@@ -73,35 +62,6 @@ class Tiling(NamedTuple):
   row_blocks: int  # of a key head, a multiple of the consumers of a thread block
   page_size: int  # tokens
   interpret: bool
-
-
-class _Tile(NamedTuple):
-  """Some rows of a block of queries, and a block of keys."""
-
-  item: WorkItem
-  row: jax.Array  # int32, the first
-  key: jax.Array  # int32, the position of the first
-
-
-class _PagedTileInputLoader(NamedTuple):
-  """The part of a `TileInputLoader` that `Logits` reads here."""
-
-  spec: PagedSpec
-  tiling: Tiling
-
-  def visible(self, _: TileInputs, tile: _Tile) -> jax.Array:
-    """Returns bool [block_kv, num_rows]: whether each row attends to each key."""
-    shape = split_kv.BLOCK_KV, self.tiling.params.num_rows
-    def indices(axis: int, layout: Any) -> jax.Array:
-      along = plgpu.broadcasted_iota(jnp.int32, (shape[axis],), 0, layout=layout)
-      return lax.broadcast_in_dim(along, shape, [axis])
-    key = tile.key + indices(0, mosaic.ROW_LAYOUT)
-    row = tile.row + indices(1, mosaic.COLUMN_LAYOUT)
-    query = tile.item.position + lax.div(row, jnp.full_like(row, self.tiling.group))
-    seen = key < tile.item.length
-    left, right = paged_operands.window_of(self.spec)
-    seen = seen if left is None else seen & (key >= query - left)
-    return seen if right is None else seen & (key <= query + right)
 
 
 def unsupported_reason(query: jax.Array, cache: Pages, metadata: layouts.PagesMetadata,
@@ -146,6 +106,26 @@ def unsupported_reason(query: jax.Array, cache: Pages, metadata: layouts.PagesMe
   return _unsupported_memory(query, cache, metadata, heads)
 
 
+def unsupported_mod(query: jax.Array, cache: Pages, metadata: layouts.PagesMetadata,
+                    heads: layouts.Heads, requested: BlockSizes,
+                    arrays: Sequence[jax.ShapeDtypeStruct]) -> str | None:
+  """Returns the reason if lines of tables by distance take too much memory, or None.
+
+  Args:
+    query, cache, metadata, heads: as in `unsupported_reason`.
+    requested: as in `make_tiling`.
+    arrays: of the score mod; only shapes are used.
+  """
+  tiling = make_tiling(PagedOperands(query, cache, metadata), None, requested, heads)
+  rows = heads.key_heads * tiling.row_blocks * tiling.params.num_rows
+  size = sum(4 * rows * line_length(x.shape[2], tiling.block_q) for x in arrays if x.ndim == 3)
+  if size > PARTIAL_BYTES:
+    return (f"score_mods.relative or by_distance of {tiling.block_q} queries and "
+            f"{query.shape[1]} heads: their numbers for every row of a block take {size} bytes, of "
+            f"which the kernel for Hopper takes {PARTIAL_BYTES} at most")
+  return None
+
+
 def _unsupported_memory(query: jax.Array, cache: Pages, metadata: layouts.PagesMetadata,
                         heads: layouts.Heads) -> str | None:
   """Returns the reason if the results of all splits take too much memory."""
@@ -184,12 +164,11 @@ def make_tiling(operands: PagedOperands, spec: PagedSpec | None, requested: Bloc
 
   Args:
     operands: only shapes and dtypes are read.
-    spec: not read.
+    spec: whether there is a score mod; None: there is none.
     requested: `block_q`, queries computed together, and `block_kv`, tokens of a split; None: chosen
       here.
     heads: the heads in the pages, without their padding.
   """
-  del spec
   group = operands.query.shape[1] // heads.key_heads
   page_size, latent, quantized = layouts.page_size(operands.cache), True, None
   if not isinstance(operands.cache, PagesLatent):
@@ -202,7 +181,8 @@ def make_tiling(operands: PagedOperands, spec: PagedSpec | None, requested: Bloc
   num_blocks = cdiv(operands.metadata.page_tables.shape[1] * page_size, split_kv.BLOCK_KV)
   params = split_kv.make_kernel_params(
       block_q * group, heads[1:], num_blocks, decode.split_blocks(requested),
-      quantized, latent_heads=group if latent else None)
+      quantized, latent_heads=group if latent else None,
+      has_score_mod=spec is not None and spec.has_score_mod)
   return Tiling(params, heads, group, block_q, split_kv.row_blocks(params, block_q * group),
                 page_size, mosaic.interpreted())
 
@@ -218,6 +198,7 @@ def forward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
   blocked = paged_operands.block_inputs(operands, spec, heads, (tiling.block_q, 1))
   queue = query_block_queue.make_queue(blocked, operands.query.shape[0])
   items = _make_work_items(blocked, queue)
+  loader = PagedTileInputLoader(spec, params.num_rows, tiling.group)
   padded_rows = tiling.row_blocks * params.num_rows
   rows = jax.vmap(lambda block: paged_operands.live_rows_of(
       blocked, block, nonfinite.infinite_to_nan(blocked.query)))(queue.blocks)
@@ -227,9 +208,10 @@ def forward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
   if not isinstance(cache, PagesLatent):
     cache = cache._replace(key_scales=None, value_scales=None)
   out, lse = mosaic.call(
-      functools.partial(_kernel, tiling, Logits(_PagedTileInputLoader(spec, tiling), False)),
+      functools.partial(_kernel, tiling, Logits(loader, False)),
       split_kv.partial_results(params, num_row_blocks),
-      Inputs(rows, cache, _scales(tiling, operands.cache), blocked.tables, jnp.stack(items)),
+      Inputs(rows, cache, _scales(tiling, operands.cache), blocked.tables, jnp.stack(items),
+             loader.pack(blocked, queue.blocks, padded_rows)),
       split_kv.scratch_types(params, dtype, piece_size(tiling.page_size)),
       grid=num_row_blocks // params.consumers * params.num_splits,
       warpgroups=params.consumers + 1, name="attn_core_paged")
@@ -329,13 +311,15 @@ def _kernel(tiling: Tiling, logits: Logits, inputs: Inputs, outputs: tuple[Ref, 
   def _() -> None:
     own = split_kv.begin_consumer(params, warpgroup)
     row = first_row if own is None else first_row + own * params.num_rows
-    tile = lambda n: _Tile(item, row, n * mosaic.int32(split_kv.BLOCK_KV))
+    tile = lambda n: PagedTile(item, tile_lib.Tile(
+        block, head, row, n * mosaic.int32(split_kv.BLOCK_KV), 1, params.num_rows,
+        split_kv.BLOCK_KV))
     results = (block * tiling.heads.key_heads + head) * tiling.row_blocks + row_block
     out, lse = (x.at[results if own is None else results + own, split] for x in outputs)
     scales = params.quantized and quantized_kv.ScaleReader(
         params.quantized, scratch.scales_smem or inputs.scales, head)
-    compute.ConsumerWarpgroup(params, logits, _NO_TILE_INPUTS, tile, scratch, tiling.interpret,
-                              scales, own).run(blocks, out, lse)
+    compute.ConsumerWarpgroup(params, logits, inputs.tile_inputs, tile, scratch,
+                              tiling.interpret, scales, own).run(blocks, out, lse)
 
 
 def _locate(tiling: Tiling, inputs: Inputs, item: WorkItem,

@@ -23,9 +23,7 @@ from attn_core.kernels.tpu.ragged.kv_layout import (
     LANES, KVLayout, is_heads_major, whole_tile)
 from attn_core.kernels.tpu.ragged.mod_form import ModInputs
 from attn_core.masks import materialize
-from attn_core.masks.mask import Coordinates
-from attn_core.score_mods import evaluate, terms
-from attn_core.score_mods.score_mod import Composed, ScoreMod
+from attn_core.score_mods import tables
 from attn_core.types import AttentionSpec, BlockSizes, Operands, cdiv
 
 PAGE_SIZE = 64  # tokens of a transfer
@@ -165,41 +163,16 @@ def _make_steps(operands: Operands, spec: AttentionSpec,
 
 def _mod_inputs(operands: Operands, spec: AttentionSpec, shape: common.StepShape) -> ModInputs:
   """Returns the arrays of the score mod, and positions, which caches list."""
-  (batch, length, heads, _), keys = operands.query.shape, operands.key.shape[1]
-  at, _ = evaluate.move_to_positions(*materialize.expand(
-      spec.mask, operands.mask, (batch, heads, length, keys)))
+  length, heads = operands.query.shape[1:3]
+  at = dense_operands.positions_of(operands, spec)
 
   def rows_of(x: jax.Array) -> jax.Array:
     x = jnp.broadcast_to(x, (x.shape[0], heads, length, x.shape[3]))
     x = x.reshape(x.shape[0], -1, shape.group_size, *x.shape[2:])
     return x.swapaxes(2, 3)
 
-  structure, arrays = _written_out(spec.score_mod, operands.mods, at)
+  structure, arrays = tables.written_out(spec.score_mod, operands.mods, at)
   return row_mods.make_inputs(structure, arrays, at._asdict(), shape, rows_of)
-
-
-def _written_out(structure: jax.tree_util.PyTreeDef, arrays: Sequence[jax.Array],
-                 at: Coordinates) -> tuple[jax.tree_util.PyTreeDef, tuple[jax.Array, ...]]:
-  """Returns a term with a number for each of the few queries and each key in place of tables.
-
-  Args:
-    structure: of the term.
-    arrays: of the term.
-    at: positions [B or 1, 1, T or 1, 1] and [B or 1, 1, 1, S or 1].
-  """
-  def written(term: ScoreMod) -> ScoreMod:
-    if isinstance(term, Composed):
-      return Composed(written(term.first), written(term.second))
-    if not isinstance(term, terms.Distance):
-      return term
-    distance = (at.key_position - at.query_position)[:, 0] - term.first
-    rows = max(term.values.shape[0], distance.shape[0])
-    values, distance = (jnp.broadcast_to(x, (rows, *x.shape[1:])) for x in (term.values, distance))
-    look_up = lambda values, distance: values[:, jnp.clip(distance, 0, values.shape[1] - 1)]
-    return terms.Add(jax.vmap(look_up)(values, distance))
-
-  found, written_structure = jax.tree.flatten(written(jax.tree.unflatten(structure, arrays)))
-  return written_structure, tuple(found)
 
 
 def unsupported_reason(dtype: DTypeLike, widths: Iterable[int], length: int) -> str | None:
@@ -261,11 +234,11 @@ def unsupported_mod(arrays: Sequence[jax.ShapeDtypeStruct], query: tuple[int, ..
               or x.ndim == 3 and (x.shape[1] > 1 or length > 1)  # a table by distance
               for x in arrays)
   if pairs and rows // key_heads > common.FEW_ROWS:
-    return (f"numbers for every key and query head, of {rows // key_heads} queries and heads a "
-            f"key head: the TPU kernel takes them for up to {common.FEW_ROWS}")
+    return (f"score_mod with numbers for every key and query head, of {rows // key_heads} queries "
+            f"and heads a key head: the TPU kernel takes them for up to {common.FEW_ROWS}")
   if pairs * rows > MOST_PAIR_ROWS:
-    return (f"numbers for every key of {rows} queries and heads: the TPU kernel takes them for up "
-            f"to {MOST_PAIR_ROWS}")
+    return (f"score_mod with numbers for every key of {rows} queries and heads: the TPU kernel "
+            f"takes them for up to {MOST_PAIR_ROWS}")
   return None
 
 

@@ -19,32 +19,10 @@ import jax.numpy as jnp
 from attn_core.kernels.tpu.ragged.common import Index, KernelRefs, Ref, StepShape, TileIndex
 from attn_core.kernels.tpu.ragged.kv_layout import LANES
 from attn_core.kernels.tpu.ragged.mod_form import ModArray
-from attn_core.score_mods import terms
-from attn_core.score_mods.score_mod import Composed, ScoreMod, of_structure
+from attn_core.score_mods import tables
 from attn_core.types import cdiv
 
 MOST_BYTES = 4 * 2**20  # of vector memory, for the lines of all tables
-
-
-def tables(structure: jax.tree_util.PyTreeDef) -> dict[int, int]:
-  """Returns {number of the array: distance of its first number} of the tables of a term."""
-  def of_term(term: ScoreMod) -> dict[int, int]:
-    if isinstance(term, Composed):
-      return of_term(term.first) | of_term(term.second)
-    if not isinstance(term, terms.Distance):
-      return {}
-    number, = jax.tree.leaves(term)
-    return {number: term.first}
-  return of_term(of_structure(structure))
-
-
-def without_tables(structure: jax.tree_util.PyTreeDef) -> jax.tree_util.PyTreeDef:
-  """Returns a term that adds what was read in place of looking it up."""
-  def of_term(term: ScoreMod) -> ScoreMod:
-    if isinstance(term, Composed):
-      return Composed(of_term(term.first), of_term(term.second))
-    return terms.Add(term.values) if isinstance(term, terms.Distance) else term
-  return jax.tree.structure(of_term(of_structure(structure)))
 
 
 def part_length(block_kv: int) -> int:
@@ -73,12 +51,8 @@ def make(of_tables: Sequence[tuple[jax.Array, int]], shape: StepShape,
   before = part_length(shape.layout.block_kv)
   size = length([x.shape[2] for x, _ in of_tables], shape)
   def line(table: jax.Array) -> jax.Array:
-    wide = jnp.pad(table.astype(jnp.float32), (
-        (0, 0), (0, 0), (before + shape.block_q, size)), mode="edge")
-    rows = rows_of(wide[:, :, None])  # [1, key_heads, block_q, G, ...]
-    moved = [rows[:, :, q, :, shape.block_q - q:shape.block_q - q + size]
-             for q in range(shape.block_q)]
-    return jnp.stack(moved, 2).reshape(shape.head_groups, shape.group_rows, size)
+    found = tables.lines(table, shape.block_q, (before, size), rows_of)
+    return found.reshape(shape.head_groups, shape.group_rows, size)
   return lax.bitcast_convert_type(jnp.stack([line(x) for x, _ in of_tables]), jnp.int32)
 
 

@@ -221,14 +221,8 @@ def _mod_inputs(inputs: BlockedInputs, shape: common.StepShape,
   head = head if inputs.head_offset is None else head + inputs.head_offset
 
   def rows_of(x: jax.Array) -> jax.Array:
-    x = jnp.broadcast_to(x, (1, heads, *x.shape[2:]))
-    if x.shape[2] > 1:  # of all tokens: those of every block
-      token = jnp.asarray(queue.blocks.row)[:, None] + jnp.arange(shape.block_q, dtype=jnp.int32)
-      x = jnp.take(x[0], token, 1, mode="clip").swapaxes(0, 1)
-    else:
-      x = jnp.broadcast_to(x, (1, heads, shape.block_q, x.shape[3]))
-    x = x.reshape(x.shape[0], -1, shape.group_size, *x.shape[2:]).swapaxes(2, 3)
-    return dense_operands.pad_axis(x, 1, padding)
+    return dense_operands.pad_axis(
+        paged_operands.rows_of_mod(inputs, queue.blocks, x), 1, padding)
 
   return row_mods.make_inputs(inputs.spec.score_mod, inputs.mods, {"head": head}, shape, rows_of)
 

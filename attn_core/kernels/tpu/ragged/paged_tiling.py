@@ -14,7 +14,8 @@ from attn_core.caches.paged.layouts import Pages
 from attn_core.kernels.common import paged_operands, query_block_queue
 from attn_core.kernels.tpu.ragged import common, mod_lines, row_writes
 from attn_core.kernels.tpu.ragged.kv_layout import LANES, KVLayout, is_heads_major, whole_tile
-from attn_core.types import NO_SCORE_MOD, BlockSizes, PagedOperands, cdiv
+from attn_core.score_mods import tables
+from attn_core.types import BlockSizes, PagedOperands, cdiv
 
 BLOCK_ROWS = 2048  # most rows of a step where requests have more than one query
 BLOCK_KV = 512  # tokens of a key block where rows are many
@@ -222,7 +223,7 @@ def unsupported_mod(query: jax.Array, cache: Pages, metadata: layouts.PagesMetad
     structure: of the score mod's term, or that of a call without one.
     arrays: of the term; only shapes are used.
   """
-  if structure == NO_SCORE_MOD or not (tables := mod_lines.tables(structure)):
+  if not (found := tables.find(structure)):
     return None
   operands, group_size = PagedOperands(query, cache, metadata), query.shape[1] // heads.key_heads
   layout = make_layout(cache, heads, 1)
@@ -232,8 +233,8 @@ def unsupported_mod(query: jax.Array, cache: Pages, metadata: layouts.PagesMetad
     return (f"{name} with {rows} queries and heads a key head in a block: the TPU kernel looks "
             f"tables up for up to {common.FEW_ROWS}")
   shape = common.StepShape(with_blocks(layout, operands, block_sizes, rows), group_size, block_q)
-  size = mod_lines.length([arrays[n].shape[2] for n in tables], shape)
-  needed = 4 * len(tables) * size * shape.head_groups * shape.group_rows
+  size = mod_lines.length([arrays[n].shape[2] for n in found], shape)
+  needed = 4 * len(found) * size * shape.head_groups * shape.group_rows
   if needed > mod_lines.MOST_BYTES:
     return (f"{name} of {block_q} queries and {query.shape[1]} heads: lines of {size} "
             f"numbers need {needed} bytes of vector memory, of which the TPU kernel gives them "

@@ -22,7 +22,7 @@ from attn_core.kernels.tpu.ragged import mod_lines
 from attn_core.kernels.tpu.ragged.mod_form import (FIXED, KEYS, LINES, PAIRS, STEP, ModArray,
                                                    ModForm, ModInputs)
 from attn_core.masks.mask import Coordinates
-from attn_core.score_mods import evaluate
+from attn_core.score_mods import evaluate, tables
 from attn_core.score_mods.score_mod import ScoreMod, ScoreTile, of_structure
 from attn_core.types import cdiv
 
@@ -47,7 +47,7 @@ def make_inputs(term: jax.tree_util.PyTreeDef, arrays: Sequence[jax.Array],
     rows_of: see `RowsOf`.
   """
   found: dict[str, list[jax.Array]] = {kind: [] for kind in (FIXED, STEP, KEYS, PAIRS)}
-  tables, added = mod_lines.tables(term), mod_lines.without_tables(term)
+  found_tables = tables.find(term)
 
   def add(x: jax.Array) -> ModArray:
     x = _bits(x.reshape(x.shape[0], 1, 1, 1) if x.ndim == 2 else x)
@@ -61,10 +61,10 @@ def make_inputs(term: jax.tree_util.PyTreeDef, arrays: Sequence[jax.Array],
     found[kind].append(x)
     return ModArray(kind, len(found[kind]) - 1)
 
-  of_tables = [(arrays[n], first) for n, first in tables.items()]
-  places = tuple(ModArray(LINES, [*tables].index(n), tables[n], x.shape[2]) if n in tables
-                 else add(x) for n, x in enumerate(arrays))
-  term = added
+  of_tables = [(arrays[n], x.first) for n, x in found_tables.items()]
+  places = tuple(ModArray(LINES, [*found_tables].index(n), found_tables[n].first, x.shape[2])
+                 if n in found_tables else add(x) for n, x in enumerate(arrays))
+  term = jax.tree.structure(tables.as_added(of_structure(term)))
   read = coordinates_read(term)
   named = tuple((name, add(x)) for name, x in coordinates.items() if name in read)
   def numbers(kind: str) -> jax.Array | None:
