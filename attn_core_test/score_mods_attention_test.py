@@ -15,6 +15,7 @@ import numpy as np
 from attn_core import (BlockSizes, CacheMetadata, MaskInfo, OperationMetadata, RingConfig,
                        attention, create_mesh, explain, from_layout, masks, score_mods, to_layout)
 from attn_core.caches import dense, window
+from attn_core.kernels.xla import tile_sums
 from attn_core.masks import materialize
 from attn_core_test import sampling
 from attn_core_test.score_mods_cases import (ADDITIVE, B, CASES, D, H, K, POSITIONED, T, ModCase,
@@ -221,6 +222,38 @@ class DerivativesTest(parameterized.TestCase):
       one = jax.jit(loss)({k: x[i] if k in mapped else x for k, x in stacked.items()})
       self.compare(jax.tree.map(lambda x: x[i], got), one)
 
+  def test_sums_over_large_tiles(self):
+    """With two query heads of a key head."""
+    length = 300
+    arrays = {"query": numbers(1, length, 2, 4), "key": numbers(1, length, 1, 4, seed=1),
+              "value": numbers(1, length, 1, 4, seed=2), "slopes": numbers(2, seed=3),
+              "table": numbers(8, 2, seed=4), "number": numbers(seed=5) ** 2,
+              "rates": numbers(2, seed=6), "row": numbers(1, 2, length, seed=7),
+              "column": numbers(1, 1, length, seed=8)}
+
+    def loss(arrays, mechanism, **sizes):
+      mod = (score_mods.alibi(arrays["slopes"])
+             >> score_mods.relative(arrays["table"], max_distance=40, bidirectional=False)
+             >> score_mods.custom(_far, arrays["number"], arrays["rates"])
+             >> score_mods.per_query(arrays["row"]) >> score_mods.per_key(arrays["column"]))
+      found = attention(*(arrays[name] for name in NAMES), score_mod=mod, mechanism=mechanism,
+                        **sizes)
+      return jnp.sin(found.attention_outputs).sum()
+
+    gradient = jax.jit(jax.grad(loss), static_argnums=(1,), static_argnames=("block_sizes",))
+    blocks = BlockSizes(block_q_backward=128, block_kv_backward=128)
+    self.compare(gradient(arrays, "blockwise", block_sizes=blocks), gradient(arrays, "vanilla"))
+
+  def test_large_sums_are_products(self):
+    """XLA:CPU computes other sums in loops over scalars, and their summands with them."""
+    x = numbers(2, 128, 128, 1, seed=9)
+    branch = lambda x: jax.lax.cond(x[0, 0, 0, 0] < 9, lambda x: x.sum((1, 2, 3)),
+                                    lambda x: x[:, 0, 0, 0], x)
+    run = lambda x: [x.sum((0, 1, 2, 3)), jnp.exp(x).sum((0, 2)), branch(x * x)]
+    compiled = jax.jit(functools.partial(tile_sums.evaluate, run)).lower(x).compile()
+    self.assertEqual(compiled.as_text().count(" dot("), 2)  # of the first and the last
+    self.compare(compiled(x), run(x))
+
   @sampling.slow("score_mods_repeat")
   def test_gradients_repeat_bit_for_bit(self):
     arrays = {k: x.astype(np.float32) for k, x in (operands() | arrays_of(SOME)).items()}
@@ -263,6 +296,11 @@ class DerivativesTest(parameterized.TestCase):
     want = (by_numbers(arrays["x"] + 1e-6 * move) - by_numbers(arrays["x"] - 1e-6 * move)) / 2e-6
     np.testing.assert_allclose(along[1], want, rtol=1e-5)
     np.testing.assert_allclose((gradient["x"] * move).sum(), want, rtol=1e-5)
+
+
+def _far(score, batch, head, query, key, number, rates):
+  distance = jnp.abs(query - key).astype(score.dtype)
+  return score - rates[head] * jnp.log1p(number * distance)
 
 
 def _root(score, batch, head, query, key, x):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 import numpy as np
 
-from attn_core.kernels.xla import tile_ops
+from attn_core.kernels.xla import cpu_math, tile_ops, tile_sums
 from attn_core.masks import tile as tile_lib
 from attn_core.score_mods import evaluate, score_mod
 from attn_core.types import is_mod, mod_number
@@ -115,8 +115,12 @@ def pullback(mods: Mods, mod: ModTile | None, scores: jax.Array
   logits, pull = jax.vjp(mod.apply, scores, mod.slices(mods))
 
   def add(d_logits: jax.Array, sums: Sums) -> tuple[jax.Array, Sums]:
-    d_scores, d_slices = pull(d_logits)
-    d_mods = [d_slices[mod_number(name)] for name in sums]
+    def chosen(d_logits: jax.Array) -> Arrays:
+      d_scores, d_slices = pull(d_logits)
+      return [d_scores, *(d_slices[mod_number(name)] for name in sums)]
+    # The barrier keeps XLA:CPU from computing weights again for each sum.
+    d_scores, *d_mods = tile_sums.evaluate(
+        chosen, cpu_math.apart(d_logits)) if sums else chosen(d_logits)
     if evaluate.has_function(mod.structure):
       # A function's derivative may be infinite at a hidden pair, and 0 * inf is NaN.
       d_scores = jnp.where(d_logits == 0, 0, d_scores)
