@@ -41,7 +41,7 @@ _PAGED = frozenset({"gqa", "value_width", "float16", "float64", "causal", "windo
 # Features that kernels over pages, and the decode kernel for TPUs, lack.
 _NOT_ON_HOPPER = frozenset({"float64", "precision", "softmax_dtype", "draft_mask", "scope",
                             "prefixes", "int4"})
-_NOT_ON_TPU = _NOT_ON_HOPPER | {"float16"}
+_NOT_ON_TPU = _NOT_ON_HOPPER - {"draft_mask", "scope"} | {"float16"}
 
 _Run = Callable[[Call], AttentionOutput]
 

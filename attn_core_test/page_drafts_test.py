@@ -10,9 +10,11 @@ import numpy as np
 
 from attn_core import (BlockSizes, Heads, OperationMetadata, PagedOptions, PagesV1, PagesV2,
                        PagesV3, attention, explain, masks, merge_partials, page_attention,
-                       ragged_page_attention_v2, ragged_page_attention_v3)
+                       ragged_page_attention_v2, ragged_page_attention_v3, score_mods)
 from attn_core.caches import drafts, page_checks, pages
+from attn_core_test import sampling
 from attn_core_test.paged_cases import BLOCKS, Case, plain
+from attn_core_test.tpu_interpret import interpreted
 
 CASE = Case((9, 0, 17, 6, 24, 5), (4, 0, 6, 1, 5, 5), rest=2)
 MOST = 6  # new tokens of a request
@@ -118,31 +120,80 @@ class ScopeTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "cache_metadata.scope: got 'new'.*Scope.NEW"):
       ragged_page_attention_v2(query, cache, metadata._replace(scope="new"))
 
-  @parameterized.parameters(("tpu", None), ("gpu", "9.0"))
-  def test_other_kernels_leave_it_to_xla(self, platform, capability):
-    query, cache, metadata = plain(CASE)
+  def test_hopper_leaves_it_to_xla(self):
     for changes, argument in (({"scope": pages.Scope.NEW}, "cache_metadata.scope=Scope.NEW"),
                               ({"draft_mask": drafts.mask(PARENTS)}, "cache_metadata.draft_mask")):
-      found = explain(query, None, None, mechanism="ragged_page_attention_v2", layout="thd",
-                      cache_view=cache, cache_metadata=metadata._replace(**changes),
-                      metadata=OperationMetadata(platform=platform, compute_capability=capability))
-      self.assertIn("paged.xla", str(found))
-      self.assertIn(argument, str(found))
+      found = explained(changes, OperationMetadata(platform="gpu", compute_capability="9.0"))
+      self.assertIn("paged.xla", found)
+      self.assertIn(argument, found)
+
+  def test_tpus_take_trees_of_32_tokens_without_score_mods(self):
+    wide = jnp.zeros((6, 33, 33), bool)
+    for changes, options, words in (
+        ({"scope": pages.Scope.NEW}, {}, None), ({"draft_mask": wide[:, :32, :32]}, {}, None),
+        ({"draft_mask": wide}, {}, "draft_mask of 33 tokens a request: .*trees of up to 32"),
+        ({"draft_mask": wide[:, :6, :6]}, {"score_mod": score_mods.alibi()},
+         "score mod with cache_metadata.draft_mask, whose positions are those in the tree")):
+      found = explained(changes, TPU, **options)
+      self.assertIn("paged.xla" if words else "paged.tpu", found.splitlines()[0])
+      self.assertRegex(found, words or "")
+
+
+def explained(changes, place, **options):
+  """Returns what `explain` says about a call with changed metadata."""
+  query, cache, metadata = plain(CASE)
+  return str(explain(
+      query, None, None, mechanism="ragged_page_attention_v2", layout="thd", cache_view=cache,
+      cache_metadata=metadata._replace(**changes), metadata=place, **options))
+
+
+TPU = OperationMetadata(platform="tpu")
+# Few rows of a key head and many, a tree and parts of the tokens.
+ON_TPU = {
+    "tree": (PagedOptions(), "tree", BlockSizes(4, 8)),
+    "tree_window_many_rows": (PagedOptions(sliding_window=(2, 0)), "tree", BlockSizes(48, 8)),
+    "tree_not_causal": (PagedOptions(causal=False, sliding_window=(2, 1)), "tree",
+                        BlockSizes(4, 8)),
+    "cached": (PagedOptions(sliding_window=(5, 0)), pages.Scope.CACHED, BlockSizes(4, 8)),
+    "new_many_rows": (PagedOptions(causal=False), pages.Scope.NEW, BlockSizes(48, 8)),
+    "new": (PagedOptions(), pages.Scope.NEW, BlockSizes(4, 8)),
+}
+
+
+class TpuTest(parameterized.TestCase):
+  """The TPU kernel, interpreted, from memory full of NaN, with races watched."""
+
+  @parameterized.parameters(*sampling.names(ON_TPU, (
+      "tree_window_many_rows", "tree", "cached", "new_many_rows")))
+  def test_equals_dense(self, name):
+    options, tokens, sizes = ON_TPU[name]
+    query, cache, metadata = plain(CASE)
+    if tokens == "tree":
+      changes, sees = {"draft_mask": drafts.mask(PARENTS)}, tree_seen(options)
+    else:
+      changes, sees = {"scope": tokens}, slots_seen(tokens, options)
+    run = jax.jit(lambda metadata: ragged_page_attention_v2(
+        query, cache, metadata, options._replace(return_lse=True, block_sizes=sizes, metadata=TPU)))
+    with interpreted():
+      found = jax.block_until_ready(run(metadata._replace(**changes)))
+    out, lse = dense(query, cache, metadata, sees)
+    np.testing.assert_allclose(found.attention_outputs[:len(out)], out, atol=5e-6)
+    np.testing.assert_allclose(found.lse[:, :len(out)], lse, rtol=1e-5, atol=5e-6)
+
+
+def tree_seen(options):
+  """Returns what queries see by walking up the trees; positions are depths."""
+  left, right = options.sliding_window or (None, None)
+  def sees(r, i, j, first):
+    place = lambda t: first + len(ancestors(PARENTS[r], t)) - 1
+    query, key = place(i), j if j < first else place(j - first)
+    return ((j < first or j - first in ancestors(PARENTS[r], i))
+            and (left is None or key >= query - left)
+            and (right is None or options.causal or key <= query + right))
+  return sees
 
 
 class DraftsTest(parameterized.TestCase):
-
-  def seen(self, options):
-    """Returns what queries see by walking up the trees; positions are depths."""
-    left, _ = options.sliding_window or (None, None)
-    def sees(r, i, j, first):
-      place = lambda t: first + len(ancestors(PARENTS[r], t)) - 1
-      query, key = place(i), j if j < first else place(j - first)
-      chunk = options.chunk_size if hasattr(options, "chunk_size") else None
-      return ((j < first or j - first in ancestors(PARENTS[r], i))
-              and (left is None or key >= query - left)
-              and (chunk is None or key // chunk == query // chunk))
-    return sees
 
   @parameterized.product(causal=(True, False), window=(None, (2, 0), (9, 0)), sizes=(
       BLOCKS, BlockSizes(3, 4)))
@@ -151,7 +202,7 @@ class DraftsTest(parameterized.TestCase):
     options = PagedOptions(causal=causal, sliding_window=window, return_lse=True, block_sizes=sizes)
     found = ragged_page_attention_v2(
         query, cache, metadata._replace(draft_mask=drafts.mask(PARENTS)), options)
-    out, lse = dense(query, cache, metadata, self.seen(options))
+    out, lse = dense(query, cache, metadata, tree_seen(options))
     np.testing.assert_allclose(found.attention_outputs[:len(out)], out, atol=2e-6)
     np.testing.assert_allclose(found.lse[:, :len(out)], lse, rtol=1e-5, atol=2e-6)
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from attn_core.caches.paged import layouts
 from attn_core.dispatch import derivatives as derivatives_lib
 from attn_core.dispatch.latent import Widths
 from attn_core.masks import banded, mask as mask_lib
@@ -393,6 +394,9 @@ def _stripes_limits(request: Request) -> str | None:
     return None
   if request.mod != NO_SCORE_MOD and score_mod.of_structure(request.mod).reads_positions:
     return "a score mod that reads positions, where a request's pages are on several devices"
-  if pages.shapes.metadata.query_start_loc is not None or pages.window[0] is not None:
+  metadata = pages.shapes.metadata
+  if metadata.scope != layouts.Scope.ALL or metadata.draft_mask is not None:
+    return "a scope, or a draft_mask, where a request's pages are on several devices"
+  if metadata.query_start_loc is not None or pages.window[0] is not None:
     return "a window, or query_start_loc, where a request's pages are on several devices"
   return None

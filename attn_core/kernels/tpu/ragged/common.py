@@ -14,6 +14,7 @@ from jax import lax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from attn_core.caches.paged.layouts import Scope
 from attn_core.kernels.common import matmul_precision, online_softmax
 from attn_core.kernels.tpu.ragged.kv_block import KVBlock
 from attn_core.kernels.tpu.ragged.kv_layout import LANES, SUBLANES, KVLayout, LiveTokens
@@ -27,6 +28,8 @@ UNROLLED_SCORES = 2**18  # scores of the head groups that are unrolled, with man
 FEW_ROWS = 64  # rows of a key head: up to here keys and values stay in the matrix units
 FEW_ROWS_LATENT = 256  # the same of latent rows, which are whole where they are stored
 LATENT_PIECE = 512  # latent rows of a piece, see `StepShape.pieces`; twice for more than FEW_ROWS
+MOST_DRAFTS = 32  # new tokens of a request that form a tree: bits of a number
+FEW_HEADS = 1  # key heads, see `StepShape.starts_between`
 FEW_ROWS_GROUPS = 8  # head groups that are unrolled, with few rows
 FEW_ROWS_SLOTS = 3  # blocks in vector memory where a block takes less time to compute than to copy
 
@@ -113,6 +116,14 @@ class StepShape(NamedTuple):
     return [slice(first, min(first + size, self.layout.block_kv))
             for first in range(0, self.layout.block_kv, size)]
 
+  @property
+  def starts_between(self) -> bool:
+    """Whether transfers of the next block start between the products of this one.
+
+    It costs more than it saves where heads are many.
+    """
+    return bool(self.row_pages) and self.few_rows and self.layout.key_heads <= FEW_HEADS
+
   def running_shapes(self) -> list[tuple[int, ...]]:
     """Returns shapes of m_i, l_i and acc.
 
@@ -156,6 +167,8 @@ class LogitsSpec(NamedTuple):
   right: int | None
   precision: Any
   mods: ModForm | None = None  # the score mod, which follows the soft cap
+  scope: Scope = Scope.ALL  # the tokens of a request that count
+  drafts: int = 0  # rows of a request in `KernelRefs.drafts`; 0: new tokens follow one another
 
   @property
   def _is_scaled(self) -> bool:
@@ -227,6 +240,9 @@ class KernelRefs(NamedTuple):
   semaphores: Ref  # of the transfers to each slot
   counters: Ref  # int32 [4] in scalar memory, indexed by the names below
   mods: ModRefs | None = None
+  # Of each new token of each request, int32 [requests * spec.drafts] in scalar memory: which new
+  # tokens it sees, one bit for each; with a window also how many of them it follows. Or empty.
+  drafts: Sequence[Ref] = ()
 
 
 def split(refs: Sequence[Ref], counts: Sequence[int]) -> list[Sequence[Ref]]:
@@ -276,8 +292,11 @@ def all_visible(k: KernelRefs, tile: TileIndex) -> jax.Array:
   size, spec, step = k.shape.layout.block_kv, k.spec, tile.step
   first, last = tile.block * size, tile.block * size + size - 1
   found = (first >= step.kv_start) & (last < step.kv_stop)
+  if spec.drafts:  # of them, none sees all others
+    found = found & (last < step.row_begin)
   if spec.left is not None:
-    found = found & (first >= step.query_begin + (k.shape.block_q - 1) - spec.left)
+    end = step.row_length if spec.drafts else step.query_begin + k.shape.block_q
+    found = found & (first >= end - 1 - spec.left)
   return found if spec.right is None else found & (last <= step.query_begin + spec.right)
 
 
@@ -308,8 +327,40 @@ def _visible_by_position(k: KernelRefs, tile: TileIndex, group: Index, axis: int
   end = jnp.full_like(query, step.row_length)
   if spec.right is not None:
     end = jnp.minimum(end, query + (spec.right + 1))
+  if spec.scope == Scope.CACHED:
+    end = jnp.minimum(end, step.kv_stop)
   found = key < jnp.where(live, end, 0)
+  if spec.scope == Scope.NEW:
+    found = found & (key >= step.kv_start)
+  if spec.drafts:
+    return found & _visible_to_drafts(k, tile, query, key)
   return found if spec.left is None else found & (key >= query - spec.left)
+
+
+def _visible_to_drafts(k: KernelRefs, tile: TileIndex, query: jax.Array,
+                       key: jax.Array) -> jax.Array:
+  """Returns which keys new tokens see that form a tree, of keys that are not after them.
+
+  Args:
+    k: the kernel.
+    tile: the keys.
+    query: places of the queries in their request, int32 [1, group_rows] or its transpose.
+    key: places of the keys, int32 [block_kv, 1] or its transpose.
+  """
+  spec, first = k.spec, tile.step.row_begin
+  number, place = query - first, key - first
+  per_query = []
+  for ref in k.drafts:
+    found = jnp.zeros_like(number)
+    for i in range(spec.drafts):
+      found = jnp.where(number == i, ref[tile.step.row * spec.drafts + i], found)
+    per_query.append(found)
+  seen, *depth = per_query
+  seen = lax.shift_right_logical(seen, jnp.clip(place, 0, MOST_DRAFTS - 1)) & 1
+  seen = (seen | lax.shift_right_logical(place, jnp.int32(31))) == 1  # negative: not a new token
+  if spec.left is None:
+    return seen
+  return seen & (place >= jnp.minimum(depth[0] - spec.left, 0))
 
 
 def _visible_by_mask(k: KernelRefs, tile: TileIndex, group: Index, axis: int) -> jax.Array:

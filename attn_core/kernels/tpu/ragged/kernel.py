@@ -26,7 +26,7 @@ from attn_core.kernels.tpu.ragged import common, row_mods, update_few_rows, upda
 from attn_core.kernels.tpu.ragged.common import (
     Index, KernelInputs, KernelRefs, LogitsSpec, Ref, StepShape, Steps)
 from attn_core.kernels.tpu.ragged.kv_layout import (
-    LiveTokens, RowPages, Transfer, copy_block, copy_pages)
+    LiveTokens, RowPages, Transfer, copy_block, copy_pages, start_pages)
 from attn_core.kernels.tpu.ragged.mod_form import FIXED, LINES, STEP, ModRefs
 
 
@@ -174,11 +174,48 @@ def fold_blocks(k: KernelRefs, step: Steps, count: jax.Array) -> None:
   # Per block of keys: start the next transfers, wait for this block's, fold it in.
   @pl.loop(step.first_block, step.end_block)
   def _(block: jax.Array) -> None:
-    _fetch_next(k, count)
     slot = lax.rem(k.counters[common.COMPUTED], jnp.int32(k.shape.layout.slots))
-    _copy_block(k, slot, step, block, start=False)
-    softmax.update(k, common.TileIndex(step, slot, block))
+    tile = common.TileIndex(step, slot, block)
+    if not k.shape.starts_between:
+      _fetch_next(k, count)
+      _copy_block(k, slot, step, block, start=False)
+      softmax.update(k, tile)
+    else:
+      _fold_and_start(k, tile, count)
     k.counters[common.COMPUTED] += 1
+
+
+def _fold_and_start(k: KernelRefs, tile: common.TileIndex, count: jax.Array) -> None:
+  """Folds in a block of keys, and starts the transfers of the next one.
+
+  If all pages of that are copied, their transfers start between the products of this block: their
+  addresses, which are scalars, are found while vectors are computed.
+  """
+  current, block = k.counters[common.NEXT_STEP], k.counters[common.NEXT_BLOCK]
+  step = step_of(k, jnp.minimum(current, k.steps.shape[1] - 1))
+  first, end = LiveTokens(step.kv_start, step.kv_stop).pages(k.shape.layout, block)
+  whole = (current < count) & (first == 0) & (end == k.shape.layout.block_pages)
+  fold = lambda start_some: update_few_rows.update(k, tile, start_some)
+
+  @pl.when(whole)
+  def _() -> None:
+    slot = lax.rem(k.counters[common.FETCHED], jnp.int32(k.shape.layout.slots))
+    _copy_block(k, tile.slot, tile.step, tile.block, start=False)
+    _copy_others(k, slot, step, block, start=True)
+
+    def start_some(number: int, of: int) -> None:
+      pages = k.shape.layout.block_pages
+      start_pages(k.shape.layout, _page_transfer(k, slot), block, _row_pages(k, step),
+                  range(number * pages // of, (number + 1) * pages // of))
+
+    fold(start_some)
+    _count_fetched(k, step, current, block)
+
+  @pl.when(jnp.logical_not(whole))
+  def _() -> None:
+    _fetch_next(k, count)
+    _copy_block(k, tile.slot, tile.step, tile.block, start=False)
+    fold(None)
 
 
 def result(k: KernelRefs, group: Index) -> tuple[jax.Array, jax.Array]:
@@ -203,11 +240,23 @@ def _fetch_next(k: KernelRefs, count: jax.Array) -> None:
     step = step_of(k, current)
     slot = lax.rem(k.counters[common.FETCHED], jnp.int32(k.shape.layout.slots))
     _copy_block(k, slot, step, block, start=True)
-    following = jnp.where(block + 1 == step.end_block, current + 1, current)
-    k.counters[common.FETCHED] += 1
-    k.counters[common.NEXT_STEP] = following
-    first = step_of(k, jnp.minimum(following, k.steps.shape[1] - 1)).first_block
-    k.counters[common.NEXT_BLOCK] = jnp.where(following == current, block + 1, first)
+    _count_fetched(k, step, current, block)
+
+
+def _count_fetched(k: KernelRefs, step: Steps, current: Index, block: Index) -> None:
+  """Counts a block as fetched, and finds the next one.
+
+  Args:
+    k: the kernel.
+    step: that the block is for.
+    current: its number.
+    block: number of the block in its row.
+  """
+  following = jnp.where(block + 1 == step.end_block, current + 1, current)
+  k.counters[common.FETCHED] += 1
+  k.counters[common.NEXT_STEP] = following
+  first = step_of(k, jnp.minimum(following, k.steps.shape[1] - 1)).first_block
+  k.counters[common.NEXT_BLOCK] = jnp.where(following == current, block + 1, first)
 
 
 def step_count(k: KernelRefs) -> jax.Array:
@@ -237,12 +286,23 @@ def _row_pages(k: KernelRefs, step: Steps) -> RowPages:
 
 def _copy_block(k: KernelRefs, slot: Index, step: Steps, block: Index, *, start: bool) -> None:
   """Starts or awaits the transfers of a key block, its scales and its mask to a slot."""
+  copy_pages(k.shape.layout, _page_transfer(k, slot), LiveTokens(step.kv_start, step.kv_stop),
+             block, _row_pages(k, step), start=start)
+  _copy_others(k, slot, step, block, start=start)
+
+
+def _page_transfer(k: KernelRefs, slot: Index) -> Transfer:
+  """Returns the transfer of a block's pages to a slot."""
+  arrays = len(k.shape.layout.array_widths)
+  return Transfer(k.sources[:arrays], k.buffers[:arrays], k.semaphores, slot)
+
+
+def _copy_others(k: KernelRefs, slot: Index, step: Steps, block: Index, *, start: bool) -> None:
+  """Starts or awaits the transfers of a block's scales and mask to a slot."""
   layout = k.shape.layout
   arrays, first = len(layout.array_widths), len(layout.buffers())
   has_keys = k.spec.mods is not None and k.spec.mods.key_rows > 0
   transfer = lambda part: Transfer(k.sources[part], k.buffers[part], k.semaphores, slot)
-  copy_pages(layout, transfer(slice(arrays)), LiveTokens(step.kv_start, step.kv_stop), block,
-             _row_pages(k, step), start=start)
   copy_block(layout, transfer(slice(arrays, first)), step.row, block, start=start)
   if has_keys:
     row = 0 if k.sources[first].shape[0] == 1 else step.row  # all rows may share one

@@ -6,7 +6,7 @@ Each page is copied by a DMA transfer of its own, and only pages with live token
 `kv_block` reads a block that has arrived.
 """
 
-from typing import Any, Callable, NamedTuple, Sequence
+from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
 import jax
 from jax import lax
@@ -53,7 +53,7 @@ class KVLayout(NamedTuple):
 
   interleaved: bool
   heads_major: bool
-  key_heads: int
+  key_heads: int  # that are read
   widths: tuple[int, ...]  # D and E, or that of the interleaved array
   dtype: Any  # of the stored numbers
   page_size: int  # tokens
@@ -68,6 +68,8 @@ class KVLayout(NamedTuple):
   rest_dtype: Any = None  # of the rest of latent rows whose value has 8 bits; None: they are whole
   # Whether words are read where transfers put the numbers, see `at_run_time`.
   in_place: bool = False
+  # Key heads in the interleaved array, with those that only pad it; 0: `key_heads`.
+  stored_heads: int = 0
 
   @property
   def array_widths(self) -> tuple[int, ...]:
@@ -113,7 +115,7 @@ class KVLayout(NamedTuple):
   @property
   def token_rows(self) -> int:
     """Rows of a token: its key heads, or keys and values alternating."""
-    return 2 * self.key_heads if self.interleaved else self.key_heads
+    return 2 * (self.stored_heads or self.key_heads) if self.interleaved else self.key_heads
 
   @property
   def packing(self) -> int:
@@ -283,7 +285,6 @@ def copy_pages(layout: KVLayout, transfer: Transfer, live: LiveTokens, block: In
     row_pages: the pages of the row.
     start: True starts the copies, False waits for them.
   """
-  sources, buffers, semaphores, slot = transfer
   first, end = live.pages(layout, block)
   begin = block * layout.block_pages
   in_tables = row_pages.begin + begin  # added once, so that each page adds one number
@@ -292,18 +293,11 @@ def copy_pages(layout: KVLayout, transfer: Transfer, live: LiveTokens, block: In
     whole = whole & ((block + 1) * layout.block_kv <= layout.row_tokens)
 
   def copy_page(place: Index, tokens: int) -> None:
-    page, index = begin + place, row_pages.index_of(in_tables + place)
-    for source, buffer in zip(sources, buffers, strict=True):
-      heads_major, target = layout.heads_major, buffer.at[slot, place]
-      if layout.row_tokens:
-        part = pl.ds(pl.multiple_of(page * layout.page_size, layout.page_size), tokens)
-        source = source.at[index, :, part] if heads_major else source.at[index, part]
-        if tokens < layout.page_size:
-          target = target.at[:, pl.ds(0, tokens)] if heads_major else target.at[pl.ds(0, tokens)]
-      else:
-        split = heads_major and not layout.interleaved
-        source = source.at[:, index] if split else source.at[index]
-      copy = pltpu.make_async_copy(source, target, semaphores.at[slot])
+    index, part = row_pages.index_of(in_tables + place), None
+    if layout.row_tokens:
+      page = pl.multiple_of((begin + place) * layout.page_size, layout.page_size)
+      part = pl.ds(page, tokens)
+    for copy in _page_copies(layout, transfer, place, index, part):
       (copy.start if start else copy.wait)()
 
   # 1. All pages of the block are live.
@@ -314,8 +308,9 @@ def copy_pages(layout: KVLayout, transfer: Transfer, live: LiveTokens, block: In
       for place in range(layout.block_pages):
         copy_page(place, layout.page_size)
     else:
-      for buffer in buffers:
-        pltpu.make_async_copy(buffer.at[slot], buffer.at[slot], semaphores.at[slot]).wait()
+      for buffer in transfer.buffers:
+        part = buffer.at[transfer.slot]
+        pltpu.make_async_copy(part, part, transfer.semaphores.at[transfer.slot]).wait()
 
   # 2. Some are, or the last page of a dense cache is cut short.
   @pl.loop(first, jnp.where(whole, first, end))
@@ -326,3 +321,45 @@ def copy_pages(layout: KVLayout, transfer: Transfer, live: LiveTokens, block: In
     full = (begin + place + 1) * layout.page_size <= layout.row_tokens
     pl.when(full)(lambda: copy_page(place, layout.page_size))
     pl.when(jnp.logical_not(full))(lambda: copy_page(place, rest))
+
+
+def start_pages(layout: KVLayout, transfer: Transfer, block: Index, row_pages: RowPages,
+                places: range) -> None:
+  """Starts the copies of some pages of a block, all of which are live.
+
+  Args:
+    layout: of pages.
+    transfer: of the arrays of tokens; see `KVLayout`.
+    block: number of the block in its row.
+    row_pages: the pages of the row.
+    places: of the pages in the block.
+  """
+  begin = row_pages.begin + block * layout.block_pages
+  for place in places:
+    for copy in _page_copies(layout, transfer, place, row_pages.index_of(begin + place), None):
+      copy.start()
+
+
+def _page_copies(layout: KVLayout, transfer: Transfer, place: Index, index: Index,
+                 part: Any) -> Iterator[Any]:
+  """Yields the copies of a page.
+
+  Args:
+    layout: of keys and values.
+    transfer: of the arrays of tokens.
+    place: of the page in its block.
+    index: its number in the pool, or the batch row.
+    part: its tokens in a batch row; None: the page is in a pool.
+  """
+  sources, buffers, semaphores, slot = transfer
+  for source, buffer in zip(sources, buffers, strict=True):
+    heads_major, target = layout.heads_major, buffer.at[slot, place]
+    if part is not None:
+      source = source.at[index, :, part] if heads_major else source.at[index, part]
+      if part.size < layout.page_size:
+        kept = pl.ds(0, part.size)
+        target = target.at[:, kept] if heads_major else target.at[kept]
+    else:
+      split = heads_major and not layout.interleaved
+      source = source.at[:, index] if split else source.at[index]
+    yield pltpu.make_async_copy(source, target, semaphores.at[slot])

@@ -198,15 +198,15 @@ def _attend(inputs: BlockedInputs, layout: KVLayout, part: _Part, query: jax.Arr
   mods = _mod_inputs(inputs, shape, queue) if inputs.spec.has_score_mod else None
   starts = metadata.query_start_loc  # without what unused rows have, which the kernel does not read
   out, lse, pages = token_kernel.attend(
-      _logits_spec(inputs.spec)._replace(mods=mods and mods.form), shape, token_kernel.TokenInputs(
+      _logits_spec(inputs)._replace(mods=mods and mods.form), shape, token_kernel.TokenInputs(
           None if counts is None else jnp.reshape(counts, -1).astype(jnp.int32),
           inputs.starts if starts is None else jnp.asarray(starts, jnp.int32), inputs.lengths,
           metadata.page_tables.reshape(-1), _tensor_scales(inputs, layout),
           query.reshape(tokens, key_heads, group_size, query.shape[-1]),
-          _token_arrays(inputs, layout), new, part.out, mods), _out_dtype(inputs),
+          _token_arrays(inputs, layout), new, part.out, mods, _drafts(inputs)), _out_dtype(inputs),
       num_steps=queue.blocks.positions.shape[0], part=places)
   # 2. The lse by token. XLA leaves this out where it is not used.
-  lse = lse.reshape(-1, layout.key_heads, block_q, group_size)[:, :key_heads]
+  lse = lse.reshape(-1, key_heads, block_q, group_size)
   lse = lse.swapaxes(1, 2).reshape(-1, block_q, key_heads * group_size, 1)
   lse = lse[queue.block_index, queue.row]
   lse, live = (dense_operands.pad_axis(x, 0, tokens - x.shape[0]) for x in (lse, queue.live))
@@ -216,13 +216,12 @@ def _attend(inputs: BlockedInputs, layout: KVLayout, part: _Part, query: jax.Arr
 def _mod_inputs(inputs: BlockedInputs, shape: common.StepShape,
                 queue: query_block_queue.QueryBlockQueue) -> ModInputs:
   """Returns the arrays of the score mod, which have heads and tokens, and the numbers of heads."""
-  heads, padding = inputs.query.shape[1], shape.layout.key_heads - inputs.heads.key_heads
+  heads = inputs.query.shape[1]
   head = jnp.arange(heads, dtype=jnp.int32).reshape(1, -1, 1, 1)
   head = head if inputs.head_offset is None else head + inputs.head_offset
 
   def rows_of(x: jax.Array) -> jax.Array:
-    return dense_operands.pad_axis(
-        paged_operands.rows_of_mod(inputs, queue.blocks, x), 1, padding)
+    return paged_operands.rows_of_mod(inputs, queue.blocks, x)
 
   return row_mods.make_inputs(inputs.spec.score_mod, inputs.mods, {"head": head}, shape, rows_of)
 
@@ -236,9 +235,32 @@ def _request_part(metadata: layouts.PagesMetadata, number: int, parts: int) -> R
   return RequestPart(first, end, 2)
 
 
-def _logits_spec(spec: PagedSpec) -> common.LogitsSpec:
+def _logits_spec(inputs: BlockedInputs) -> common.LogitsSpec:
+  spec, mask = inputs.spec, inputs.draft_mask
   left, right = paged_operands.window_of(spec)
-  return common.LogitsSpec(spec.softmax_scale, spec.logits_soft_cap, left, right, spec.precision)
+  if mask is not None and not spec.causal:
+    right = None  # of the tree, see `_drafts`
+  return common.LogitsSpec(
+      spec.softmax_scale, spec.logits_soft_cap, left, right, spec.precision, scope=inputs.scope,
+      drafts=0 if mask is None else mask.shape[1])
+
+
+def _drafts(inputs: BlockedInputs) -> tuple[jax.Array, ...]:
+  """Returns what new tokens see of each other, as `KernelRefs.drafts`."""
+  mask, spec = inputs.draft_mask, inputs.spec
+  if mask is None:
+    return ()
+  mask = jnp.tril(mask) if spec.causal else mask
+  depth = mask.sum(2, dtype=jnp.int32) - 1
+  distance = depth[:, None] - depth[:, :, None]  # of a key from a query
+  left, right = paged_operands.window_of(spec)
+  if left is not None:
+    mask = mask & (distance >= -left)
+  if right is not None and not spec.causal:
+    mask = mask & (distance <= right)
+  bit = jnp.left_shift(jnp.int32(1), jnp.arange(mask.shape[2], dtype=jnp.int32))
+  bits = jnp.where(mask, bit, 0).sum(2, dtype=jnp.int32).reshape(-1)
+  return (bits,) if left is None else (bits, depth.reshape(-1))
 
 
 def _out_dtype(inputs: BlockedInputs) -> DTypeLike:

@@ -97,8 +97,10 @@ def scalar_bytes(operands: PagedOperands, chosen: int) -> int:
     chosen: query tokens of a block.
   """
   requests, row_pages = operands.metadata.page_tables.shape
-  # Tables, lengths and starts; arrays are padded to whole lanes.
-  words = sum(cdiv(n, LANES) for n in (requests * row_pages, requests, requests + 1))
+  mask = operands.metadata.draft_mask
+  drafts = 0 if mask is None else 2 * requests * mask.shape[1]
+  # Tables, lengths, starts and drafts; arrays are padded to whole lanes.
+  words = sum(cdiv(n, LANES) for n in (requests * row_pages, requests, requests + 1, drafts))
   steps = max(_num_steps(operands, block_q, chosen) for block_q in {
       chosen, chosen if operands.metadata.distribution is None else 1})
   return 4 * LANES * (words + len(common.Steps._fields) * cdiv(steps, LANES))
@@ -145,17 +147,18 @@ def make_layout(cache: Pages, heads: layouts.Heads, block_pages: int) -> KVLayou
                     scales=None if rest is None else "token")
   stored = layouts.heads_of(cache)
   # Heads that pad a layout are copied, although nothing reads them.
-  key_heads = stored.key_heads if isinstance(cache, layouts.PagesV3) else heads.key_heads
+  padded = stored.key_heads if isinstance(cache, layouts.PagesV3) else 0
   scales = None
   if cache.key_scales is not None:
     scales = "token" if cache.key_scales.ndim else "tensor"
   # Keys and values in one array have the width of the wider ones.
   widths = ((stored.key_width, stored.value_width) if isinstance(cache, layouts.PagesV1) else
             (cache.pages.shape[-1],))
-  heads_major = is_v1 or isinstance(cache, layouts.PagesV2) and is_heads_major(2 * key_heads, dtype)
-  return KVLayout(not is_v1, heads_major, key_heads, widths, jnp.dtype(dtype),
+  heads_major = is_v1 or isinstance(cache, layouts.PagesV2) and is_heads_major(
+      2 * heads.key_heads, dtype)
+  return KVLayout(not is_v1, heads_major, heads.key_heads, widths, jnp.dtype(dtype),
                   layouts.page_size(cache), block_pages, scales=scales,
-                  lane_parts=lane_parts(cache))
+                  lane_parts=lane_parts(cache), stored_heads=padded)
 
 
 def lane_parts(cache: Pages) -> int:
@@ -200,6 +203,10 @@ def unsupported_reason(query: jax.Array, cache: Pages, metadata: layouts.PagesMe
     return (f"pages of {layout.page_size} latent rows, which are not whole tiles of "
             f"{whole_tile(*layout.array_dtypes)}: the TPU kernel would write them through more "
             f"than {row_writes.MOST_BYTES} bytes of vector memory")
+  mask = metadata.draft_mask
+  if mask is not None and mask.shape[1] > common.MOST_DRAFTS:
+    return (f"cache_metadata.draft_mask of {mask.shape[1]} tokens a request: the TPU kernel takes "
+            f"trees of up to {common.MOST_DRAFTS}")
   operands, group_size = PagedOperands(query, cache, metadata), query.shape[1] // heads.key_heads
   block_q = choose_block_q(operands, block_sizes, layout, group_size)
   needed = scalar_bytes(operands, block_q)
@@ -216,13 +223,15 @@ def unsupported_mod(query: jax.Array, cache: Pages, metadata: layouts.PagesMetad
                     heads: layouts.Heads, block_sizes: BlockSizes,
                     structure: jax.tree_util.PyTreeDef,
                     arrays: Sequence[jax.ShapeDtypeStruct]) -> str | None:
-  """Returns why the kernel does not look up the tables by distance of a score mod, or None.
+  """Returns why the kernel does not compute a score mod, or None.
 
   Args:
     query, cache, metadata, heads, block_sizes: as in `unsupported_reason`.
     structure: of the score mod's term, or that of a call without one.
     arrays: of the term; only shapes are used.
   """
+  if structure != NO_SCORE_MOD and metadata.draft_mask is not None:
+    return "a score mod with cache_metadata.draft_mask, whose positions are those in the tree"
   if not (found := tables.find(structure)):
     return None
   operands, group_size = PagedOperands(query, cache, metadata), query.shape[1] // heads.key_heads

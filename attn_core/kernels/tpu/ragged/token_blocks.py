@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
+from attn_core.caches.paged.layouts import Scope
 from attn_core.kernels.tpu.ragged import common, runs
 from attn_core.kernels.tpu.ragged.common import KernelRefs, Steps
 
@@ -52,7 +53,7 @@ class TokenRefs(NamedTuple):
   query: Ref  # [T, K, G, D]
   out: Ref  # [T, K, G, E]
   lse: Ref  # of every step
-  query_blocks: Ref  # [SLOTS, K, block_q, G, D], K with the heads that pad the pages
+  query_blocks: Ref  # [SLOTS, K, block_q, G, D]
   out_blocks: Ref  # [SLOTS, K, block_q, G, E]
   lse_blocks: Ref  # [SLOTS, ...]
   query_arrived: Ref  # semaphores, one for each slot
@@ -140,10 +141,15 @@ def _make_step(k: KernelRefs, number: Index, request: Request, begin: Index) -> 
     begin: position of the block's first query.
   """
   left, right, layout = k.spec.left, k.spec.right, k.shape.layout
-  start = jnp.int32(0) if left is None else jnp.maximum(
-      jnp.maximum(begin, request.begin) - left, 0)
+  # A draft's place in its tree may be any from that of the first one on.
+  lowest = request.begin if k.spec.drafts else jnp.maximum(begin, request.begin)
+  start = jnp.int32(0) if left is None else jnp.maximum(lowest - left, 0)
   stop = request.length if right is None else jnp.minimum(
       request.length, begin + (k.shape.block_q + right))
+  if k.spec.scope == Scope.CACHED:
+    stop = jnp.minimum(stop, jnp.maximum(request.begin, 0))
+  elif k.spec.scope == Scope.NEW:
+    start = jnp.maximum(start, request.begin)
   # Lengths may be beyond the tables: nothing outside of these is copied, scales included.
   held = k.shape.row_pages * layout.page_size
   start, stop = jnp.minimum(start, held), jnp.minimum(stop, held)
@@ -247,14 +253,6 @@ def load_rows(k: KernelRefs, t: TokenRefs, step: Steps, slot: Index) -> None:
   pl.when(run.count < k.shape.block_q)(lambda: load(False))
 
 
-def clear_padding(k: KernelRefs, t: TokenRefs) -> None:
-  """Writes zeros to the queries of heads that only pad the pages."""
-  heads = t.query.shape[1]
-  if k.shape.layout.key_heads > heads:
-    part = t.query_blocks.shape[0], k.shape.layout.key_heads - heads, *t.query_blocks.shape[2:]
-    t.query_blocks[:, pl.ds(heads, part[1])] = jnp.zeros(part, t.query_blocks.dtype)
-
-
 def start_results(k: KernelRefs, t: TokenRefs, current: Index, step: Steps, slot: Index) -> None:
   """Starts to copy the results of a step from a slot."""
   _start(t.out, t.out_blocks, t.out_sent, slot, run_of(k, t, step), is_query=False)
@@ -274,7 +272,7 @@ def _start(array: Ref, blocks: Ref, semaphores: Ref, slot: Index, run: Run, *,
 
   Args:
     array: [T, K, G, width].
-    blocks: [SLOTS, at least K, block_q, G, width].
+    blocks: [SLOTS, K, block_q, G, width].
     semaphores: one for each slot.
     slot: of the blocks.
     run: the tokens.

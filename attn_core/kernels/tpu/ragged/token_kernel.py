@@ -42,6 +42,7 @@ class TokenInputs(NamedTuple):
   new: tuple[jax.Array, ...]
   out: jax.Array | None  # [T, K, G, E], with results of requests before `part`; None: none
   mods: ModInputs | None = None  # without numbers of keys
+  drafts: tuple[jax.Array, ...] = ()  # see `KernelRefs.drafts`
 
 
 class _Form(NamedTuple):
@@ -51,6 +52,7 @@ class _Form(NamedTuple):
   shape: StepShape
   part: RequestPart
   num_new: int  # arrays of new tokens
+  num_drafts: int  # arrays of drafts
   has_counts: bool
   has_scales: bool  # whether there are scales of all keys and of all values
   continues: bool  # whether the results of other requests are given
@@ -85,8 +87,8 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: TokenInputs, out_dtype: D
   tokens, heads, group, _ = query.shape
   chex.assert_shape(query, (tokens, None, shape.group_size, layout.widths[0]))
   # 1. Inputs.
-  scalars = [x for x in (inputs.starts, inputs.lengths, inputs.tables, inputs.counts,
-                         inputs.tensor_scales) if x is not None]
+  scalars = [x for x in (inputs.starts, inputs.lengths, inputs.tables, *inputs.drafts,
+                         inputs.counts, inputs.tensor_scales) if x is not None]
   sources = [query, *inputs.tokens, *new, *([] if inputs.out is None else [inputs.out])]
   mods = inputs.mods
   numbers = [] if mods is None else mods.numbers()
@@ -107,7 +109,7 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: TokenInputs, out_dtype: D
       pltpu.VMEM((slots, *by_step.shape[1:]), jnp.int32) for slots in (SLOTS, 1)])
   writes_rows = layout.latent and new != ()
   scratch.append(row_writes.scratch(layout) if writes_rows else [])
-  form = _Form(spec, shape, part, len(new), inputs.counts is not None,
+  form = _Form(spec, shape, part, len(new), len(inputs.drafts), inputs.counts is not None,
                inputs.tensor_scales is not None, inputs.out is not None)
   groups: list[list] = [scalars, sources, numbers, outputs, *scratch]
   counts = [len(x) for x in groups]
@@ -171,6 +173,7 @@ def _refs(form: _Form, parts: Sequence[Sequence[Ref]],
   (scalars, sources, numbers, outputs, buffers, words, running, blocks, others, of_mods,
    of_rows) = parts
   starts, lengths, tables, *scalars = scalars
+  drafts, scalars = scalars[:form.num_drafts], scalars[form.num_drafts:]
   counts = scalars[0] if form.has_counts else None
   query, *sources = sources[:-1] if form.continues else sources
   out, lse, *pages = outputs
@@ -192,7 +195,7 @@ def _refs(form: _Form, parts: Sequence[Sequence[Ref]],
     new = row_writes.refs(new, new_rows, pages, of_rows) if of_rows else new
   return KernelRefs(form.spec, form.shape, steps, num_live, tables,
                     scalars[-1] if form.has_scales else None, rows, sources, (), buffers, words,
-                    online_softmax.Running(*running), arrived, counters, mods), t, new
+                    online_softmax.Running(*running), arrived, counters, mods, drafts), t, new
 
 
 def _kernel(k: KernelRefs, t: TokenRefs, new: NewTokenRefs | RowRefs | None) -> None:
@@ -204,7 +207,6 @@ def _kernel(k: KernelRefs, t: TokenRefs, new: NewTokenRefs | RowRefs | None) -> 
   elif new is not None:
     written = new_tokens.start(new)
   token_blocks.clear_others(k, t)
-  token_blocks.clear_padding(k, t)
   token_blocks.make_steps(k, t)
   count = kernel.step_count(k)
   step_of = lambda number: kernel.step_of(k, number)

@@ -29,6 +29,7 @@ from attn_core.kernels.tpu.ragged import common, row_mods
 from attn_core.kernels.tpu.ragged.common import Index, KernelRefs, TileIndex
 from attn_core.kernels.tpu.ragged.kv_block import KVBlock
 
+StartSome = Callable[[int, int], None]  # starts part i of n of the next transfers
 
 def start(k: KernelRefs) -> None:
   """Starts the running softmax of a step."""
@@ -46,8 +47,14 @@ def _current(k: KernelRefs) -> jax.Array:
   return k.counters[common.COMPUTED] & 1
 
 
-def update(k: KernelRefs, tile: TileIndex) -> None:
-  """Folds a block of keys into the running softmax of every head."""
+def update(k: KernelRefs, tile: TileIndex, start_some: StartSome | None = None) -> None:
+  """Folds a block of keys into the running softmax of every head.
+
+  Args:
+    k: the kernel.
+    tile: the block.
+    start_some: starts a part of the next transfers, by its number of several; None: none are left.
+  """
   # 1. Load the block.
   # Scales of all keys and of all values multiply scores and outputs, which are fewer.
   block = tile.kv_block(k)._replace(tensor_scales=None)
@@ -59,15 +66,16 @@ def update(k: KernelRefs, tile: TileIndex) -> None:
   update_groups = functools.partial(_update_groups, k, block, visible,
                                     row_mods.modifier(k, tile, axis=1))
   # 2. Fold it in, and once more with care if anything was not finite.
-  finite = update_groups(propagate_nan=False)
+  finite = update_groups(start_some, propagate_nan=False)
 
   @pl.when(jnp.logical_not(finite))
   def _() -> None:
-    update_groups(propagate_nan=True)
+    update_groups(None, propagate_nan=True)
 
 
 def _update_groups(k: KernelRefs, block: KVBlock, visible: Callable[[Index], jax.Array],
-                   modifier: row_mods.Modifier, *, propagate_nan: bool) -> jax.Array:
+                   modifier: row_mods.Modifier, start_some: StartSome | None, *,
+                   propagate_nan: bool) -> jax.Array:
   """Folds a block into all heads.
 
   Args:
@@ -75,6 +83,7 @@ def _update_groups(k: KernelRefs, block: KVBlock, visible: Callable[[Index], jax
     block: keys and values.
     visible: maps a head group to bool [group_rows, block_kv].
     modifier: see `row_mods.modifier`.
+    start_some: as in `update`.
     propagate_nan: whether keys and values may be non-finite: queries that attend to them get NaN.
 
   Returns:
@@ -85,8 +94,11 @@ def _update_groups(k: KernelRefs, block: KVBlock, visible: Callable[[Index], jax
 
   def update_unrolled(first: Index, nonfinite: jax.Array) -> jax.Array:
     groups = [first * size + i for i in range(size)]
-    parts = [[_scores(k, block, group, piece, propagate_nan) for piece in shape.pieces]
-             for group in groups]
+    parts: list[list] = []
+    for number, group in enumerate(groups):
+      parts.append([_scores(k, block, group, piece, propagate_nan) for piece in shape.pieces])
+      if start_some is not None:
+        start_some(number, size)
     for group, pieces in zip(groups, parts):
       found: list[jax.Array] = []
       after, seen, modify = result(k, group), visible(group), modifier(group)
