@@ -371,19 +371,17 @@ def pages_kernel_limits(platform: str, layout: str) -> Callable[[Request], str |
     if reason or request.pages is None:
       return reason
     shapes: Any = request.pages.shapes  # in place of arrays
+    call = (shapes.query, shapes.cache, shapes.metadata, shapes.heads)
+    blocks, mod = request.pages.block_sizes, (request.mod, request.mods)
     if platform == "tpu":
       # Pallas takes 0.1 s to import.
       from attn_core.kernels.tpu.ragged import paged_tiling as on_tpu, prefix_groups
-      return tpu_limits(request) or on_tpu.unsupported_reason(
-          *shapes, request.pages.block_sizes) or prefix_groups.unsupported_reason(
-              *shapes, request.pages.block_sizes) or traceable.refusal(request.mod, request.mods) or on_tpu.unsupported_mod(
-              shapes.query, shapes.cache, shapes.metadata, shapes.heads,
-              request.pages.block_sizes, request.mod, request.mods)
+      return (tpu_limits(request) or on_tpu.unsupported_reason(*call, blocks)
+              or prefix_groups.unsupported_reason(*call, blocks) or traceable.refusal(*mod)
+              or on_tpu.unsupported_mod(*call, blocks, *mod))
     from attn_core.kernels.gpu.split_kv import paged as on_gpu  # Mosaic GPU takes 0.3 s to import
-    return on_gpu.unsupported_reason(*shapes) or traceable.refusal(
-        request.mod, request.mods, chips="Hopper") or on_gpu.unsupported_mod(
-            shapes.query, shapes.cache, shapes.metadata, shapes.heads, request.pages.block_sizes,
-            request.mods)
+    return (on_gpu.unsupported_reason(*call) or traceable.refusal(*mod, chips="Hopper")
+            or on_gpu.unsupported_mod(*call, blocks, request.mods))
   return limits
 
 

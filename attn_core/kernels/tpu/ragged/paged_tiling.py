@@ -15,7 +15,7 @@ from attn_core.kernels.common import paged_operands, query_block_queue
 from attn_core.kernels.tpu.ragged import common, mod_lines, row_writes
 from attn_core.kernels.tpu.ragged.kv_layout import LANES, KVLayout, is_heads_major, whole_tile
 from attn_core.score_mods import tables
-from attn_core.types import BlockSizes, PagedOperands, cdiv
+from attn_core.types import NO_SCORE_MOD, BlockSizes, PagedOperands, cdiv
 
 BLOCK_ROWS = 2048  # most rows of a step where requests have more than one query
 BLOCK_KV = 512  # tokens of a key block where rows are many
