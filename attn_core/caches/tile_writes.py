@@ -91,9 +91,9 @@ def _copies() -> bool:
 
 def _lower_tpu(ctx: Any, *arguments: Any) -> Any:
   axes = ctx.module_context.axis_context
-  mesh = getattr(axes, "mesh", None)
-  others = () if mesh is None else set(mesh.axis_names) - set(axes.manual_axes)
-  several = getattr(axes, "num_devices", 1) != 1 or any(mesh.shape[name] > 1 for name in others)
+  sizes = dict(axes.mesh.shape) if hasattr(axes, "mesh") else {}  # in a shard_map
+  partitioned = [size for name, size in sizes.items() if name not in axes.manual_axes]
+  several = getattr(axes, "num_devices", 1) != 1 or any(size > 1 for size in partitioned)
   compute = by_tiles if _copies() and not several else scatter
   return mlir.lower_fun(compute, multiple_results=False)(ctx, *arguments)
 

@@ -166,7 +166,7 @@ def checked_heads(heads: tuple[int, ...]) -> Heads:
   """Returns heads given as a Heads, (K, D) or (K, D, E); ValueError for anything else."""
   checks.require(isinstance(heads, tuple) and len(heads) in (2, 3), "heads", repr(heads),
                  "Heads(key heads K, key width D, value width E), (K, D) or (K, D, E)")
-  return Heads(*heads[:2], heads[-1])
+  return Heads(heads[0], heads[1], heads[-1])
 
 
 def widths_of(heads: Heads) -> Widths | None:
