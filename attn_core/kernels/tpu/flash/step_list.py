@@ -169,8 +169,9 @@ def _places(listed: Array, num_ranges: int, xp: ModuleType, *,
     begins = in_rows(is_before & same_range) == 0
     ends = in_rows(is_before.T & same_range) == 0
     is_new = in_rows(is_before & (row_block[:, None] == row_block)) == 0
-  flags = (FIRST * is_first + LAST * is_last + BEGIN * (is_first & begins)
-           + END * (is_last & ends) + NEW * is_new)
+  flags = sum(xp.where(holds, flag, 0) for holds, flag in (
+      (is_first, FIRST), (is_last, LAST), (is_new, NEW), (is_first & begins, BEGIN),
+      (is_last & ends, END)))
   return place, xp.broadcast_to(flags, listed.shape).astype(np.int32)
 
 
