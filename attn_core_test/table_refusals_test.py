@@ -87,7 +87,7 @@ REFUSED = {
     "paged.tpu": (
         "float16 float64 chunk segments positions mask mask_operands bias dropout weights "
         "unnormalized precision softmax_dtype vmem_limit_bytes sequence_layout cache quantized "
-        "draft_mask scope latent selected int4"),
+        "latent selected int4"),
     "context_parallel.xla": (
         "weights vmem_limit_bytes cache quantized pages draft_mask scope prefixes stored_heads "
         "latent int4"),
@@ -133,7 +133,7 @@ REFUSED = {
     "latent.pages_tpu": (
         "float16 float64 value_width chunk segments positions mask mask_operands bias score_mod "
         "score_function dropout weights unnormalized precision softmax_dtype vmem_limit_bytes "
-        "sequence_layout cache quantized draft_mask scope selected stored_heads int4"),
+        "sequence_layout cache quantized selected stored_heads int4"),
     "latent.pages_gpu": (
         "float64 value_width chunk segments positions mask mask_operands bias score_mod "
         "score_function dropout weights unnormalized precision softmax_dtype vmem_limit_bytes "

@@ -73,7 +73,8 @@ ROWS = {
 }
 # Every layout and dtype; the other rows are slow.
 CHOSEN = sampling.names(ROWS, ("ragged", "ragged_16_bits_many_rows", "three_heads_of_whole_lanes",
-                               "one_head_of_several_blocks", "writes", "16_bits_times_8", "words_of_four"))
+                               "one_head_of_several_blocks", "writes", "16_bits_times_8",
+                               "words_of_four"))
 
 
 def setup(row: Row):

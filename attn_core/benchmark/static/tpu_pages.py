@@ -42,6 +42,7 @@ KINDS = (
     Kind("decode", (8, 0), (2048, 1), FORMS, {OURS: ((0, 0),), RPA: ((0, 0),)}),
     Kind("drafts4", (0, 8), (2048, 4), SEVERAL, {OURS: ((0, 0),)}),
     Kind("drafts8", (0, 8), (2048, 8), SEVERAL, {OURS: ((0, 0),)}),
+    Kind("trees8", (0, 8), (2048, 8), SEVERAL, {OURS: ((0, 0),)}),
     Kind("short", (256, 0), (128, 1), FORMS[:1], {OURS: ((0, 0),), RPA: ((0, 0),)}),
     Kind("prefill", (0, 1), (512, 512), FEW_HEADS, {OURS: ((0, 0),), RPA: ((128, 512), (64, 512))}),
     Kind("mixed", (8, 1), (1024, 128), FEW_HEADS, {OURS: ((0, 0),), RPA: ((64, 512), (32, 512))}),
@@ -127,7 +128,8 @@ def to_markdown(results: list[Result], versions: dict[str, str]) -> str:
           f"{kind.name}: {kind.requests[0]} of one query and {kind.requests[1]} of "
           f"{kind.lengths[1]}, {kind.lengths[0]} tokens each" for kind in KINDS
           if kind.name in present)
-      + ". Where a request of the kernel of tpu-inference has several blocks, its transfers are "
+      + ". Drafts follow one another; those of trees are given as a mask. Where a request of the "
+      "kernel of tpu-inference has several blocks, its transfers are "
       "counted as if they took no time. Both pad heads of width 64 to 128; tpu-inference has a "
       "kernel for these, too, which is not counted. Width 576: latent rows. Pages of 8 bits have "
       "one scale of all keys and one of all values; tpu-inference takes floating point only. The "

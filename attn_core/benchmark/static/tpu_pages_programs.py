@@ -166,19 +166,22 @@ def _ours(program: Program) -> Iterator[Built]:
   mixed = 0 < requests.decoding < program.case.batch
   query, key, value, _, lengths, tables, starts = shapes(program)
   split = (None, jax.ShapeDtypeStruct((3,), jnp.int32)) if mixed else ()
+  size = program.case.queries if program.case.name.startswith("trees") else 0
+  tree = jax.ShapeDtypeStruct((program.case.batch, size, size), jnp.bool_) if size else None
 
-  def attend(cache: layouts.PagesV3, query: Any, key: Any, value: Any, *metadata: Any) -> Any:
+  def attend(cache: layouts.PagesV3, query: Any, key: Any, value: Any, tree: Any,
+             *metadata: Any) -> Any:
     output = attention(
         query, key, value, mechanism="ragged_page_attention_v3", layout="thd",
         metadata=OperationMetadata(platform="tpu"), cache_view=cache,
         block_sizes=BlockSizes(block_q or None, block_kv or None),
-        cache_metadata=layouts.PagesMetadata(*metadata))
+        cache_metadata=layouts.PagesMetadata(*metadata, draft_mask=tree))
     assert isinstance(output.cache_view, layouts.PagesV3)
     return output.attention_outputs, output.cache_view.pages
 
   with _computed(program):
     yield jax.jit(attend, donate_argnums=0), (
-        cache_of(program), query, key, value, tables, lengths, starts, *split)
+        cache_of(program), query, key, value, tree, tables, lengths, starts, *split)
 
 
 @contextlib.contextmanager

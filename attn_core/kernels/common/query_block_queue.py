@@ -56,6 +56,9 @@ def make_queue(inputs: BlockedInputs, tokens: int,
   position = inputs.lengths[owner] - inputs.starts[owner + 1] + token
   found = (token >= inputs.starts[owner]) & (token < inputs.starts[-1])
   live = found & (position >= 0) & is_in(owner)
-  block_index = jnp.where(live, offsets[owner] + position // block_q - first[owner], 0)
+  # A request that is one block begins at its first query.
+  begin, _ = paged_operands.query_positions(inputs, owner)
+  place = position - jnp.maximum(begin, 0) if inputs.part.one_block else position
+  block_index = jnp.where(live, offsets[owner] + place // block_q - first[owner], 0)
   return QueryBlockQueue(blocks, jnp.minimum(ends[-1:], len(number)), block_index,
-                         jnp.where(live, position % block_q, 0), live)
+                         jnp.where(live, place % block_q, 0), live)

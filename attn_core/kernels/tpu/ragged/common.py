@@ -66,6 +66,7 @@ class StepShape(NamedTuple):
   row_pages: int = 0  # pages of a row of the tables; 0: rows are consecutive tokens
   mask_rows: int = 0  # rows of the mask for a batch row; 0: the mask follows from positions
   mask_heads: bool = False  # whether the mask has rows for every query head
+  one_block: bool = False  # whether a step has all queries of its request, from the first one on
 
   @property
   def head_rows(self) -> int:

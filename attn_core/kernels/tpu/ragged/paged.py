@@ -13,6 +13,7 @@ import chex
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+import numpy as np
 
 from attn_core.caches.paged import latent_pages, layouts, slot_mapping, token_writes
 from attn_core.caches.paged.latent_layout import PagesLatent
@@ -94,7 +95,12 @@ def _forward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
   ranges = paged_operands.request_ranges(operands, chosen)
   for number, (first, end, block_q) in enumerate(ranges):
     layout = paged_tiling.with_blocks(single_page, operands, block_sizes, block_q * group_size)
-    inputs = paged_operands.block_inputs(padded, spec, heads, (block_q, layout.block_pages))
+    mask = operands.metadata.draft_mask
+    # A tree is computed at once, wherever it begins, if it fits.
+    requests = paged_operands.RequestPart(
+        first, end, block_q, one_block=mask is not None and mask.shape[1] <= block_q)
+    inputs = paged_operands.block_inputs(
+        padded, spec, heads, (block_q, layout.block_pages), requests)
     possible = paged_tiling.possible_tokens(operands, block_q, chosen)
     places = _request_part(operands.metadata, number, len(ranges))
     part = _Part(operands.metadata, (first, end), places, possible, out)
@@ -190,7 +196,8 @@ def _attend(inputs: BlockedInputs, layout: KVLayout, part: _Part, query: jax.Arr
   """
   key_heads, group_size, block_q = inputs.heads.key_heads, inputs.group, inputs.block_q
   tokens, (first, end) = query.shape[0], part.requests
-  shape = common.StepShape(layout, group_size, block_q, part.metadata.page_tables.shape[1])
+  shape = common.StepShape(layout, group_size, block_q, part.metadata.page_tables.shape[1],
+                           one_block=inputs.part.one_block)
   # 1. The kernel.
   queue = query_block_queue.make_queue(inputs, part.most_tokens, (first, end))
   metadata, places = part.metadata, part.places
@@ -258,7 +265,7 @@ def _drafts(inputs: BlockedInputs) -> tuple[jax.Array, ...]:
     mask = mask & (distance >= -left)
   if right is not None and not spec.causal:
     mask = mask & (distance <= right)
-  bit = jnp.left_shift(jnp.int32(1), jnp.arange(mask.shape[2], dtype=jnp.int32))
+  bit = np.left_shift(np.int32(1), np.arange(mask.shape[2], dtype=np.int32))
   bits = jnp.where(mask, bit, 0).sum(2, dtype=jnp.int32).reshape(-1)
   return (bits,) if left is None else (bits, depth.reshape(-1))
 

@@ -39,9 +39,14 @@ def choose_block_q(operands: PagedOperands, block_sizes: BlockSizes, layout: KVL
   if wanted is None:
     # As many as requests have on average; where there is one per request, blocks have one.
     average = 2 ** (tokens // requests).bit_length() // 2
-    if operands.metadata.distribution is not None:
+    rows, mask = LANES, operands.metadata.draft_mask
+    if mask is not None:  # see `paged`: a tree is one block
+      rows, average = 1, 2 ** (mask.shape[1] - 1).bit_length()
+    elif operands.metadata.distribution is not None:
       average = _block_q_of_many(tokens, requests)
-    wanted = max(1, min(BLOCK_ROWS // group_size, max(LANES // group_size, average)))
+    elif tokens <= FEW_QUERIES * requests:
+      rows = common.FEW_ROWS
+    wanted = max(1, min(BLOCK_ROWS // group_size, max(rows // group_size, average)))
     wanted = 1 if tokens <= requests else wanted
   block_q, _ = paged_operands.choose_block_sizes(operands, BlockSizes(wanted), group_size)
   if block_sizes.block_q is not None:

@@ -117,18 +117,26 @@ def make_steps(k: KernelRefs, t: TokenRefs) -> None:
   def add_request(number: Index, count: Index) -> Index:
     request = request_of(t, number)
     some = request.begin < request.length
-    first = lax.div(jnp.maximum(request.begin, 0), block_q)
-    end = jnp.where(some, lax.div(request.length + (block_q - 1), block_q), first)
-    end = jnp.minimum(end, first + (capacity - count))
+    origin, first, end = _block_range(k, request)
+    end = jnp.minimum(jnp.where(some, end, first), first + (capacity - count))
 
     @pl.loop(first, end)
     def _(block: Index) -> None:
-      step = _make_step(k, number, request, block * block_q)
+      step = _make_step(k, number, request, origin + block * block_q)
       for field, x in enumerate(step):
         k.steps[field, count + block - first] = jnp.asarray(x, jnp.int32)
     return count + jnp.maximum(end - first, 0)
 
   k.num_live[0] = lax.fori_loop(*bounds_of(t), add_request, jnp.int32(0))
+
+
+def _block_range(k: KernelRefs, request: Request) -> tuple[Index, Index, Index]:
+  """Returns where blocks of a request with queries begin to count, the first one and the end."""
+  begin, block_q = jnp.maximum(request.begin, 0), jnp.int32(k.shape.block_q)
+  if k.shape.one_block:
+    return begin, jnp.int32(0), jnp.int32(1)
+  return (jnp.int32(0), lax.div(begin, block_q),
+          lax.div(request.length + (block_q - 1), block_q))
 
 
 def _make_step(k: KernelRefs, number: Index, request: Request, begin: Index) -> Steps:
@@ -170,9 +178,9 @@ def clear_others(k: KernelRefs, t: TokenRefs) -> None:
     request, (token, count, left) = request_of(t, number), cleared
     begin = jnp.clip(jnp.maximum(request.begin, 0) + request.shift, token, tokens)
     # The last blocks of requests for which `make_steps` has no room are not computed.
-    block = lax.div(jnp.maximum(request.begin, 0), block_q)
-    stop = jnp.minimum(lax.div(request.length + (block_q - 1), block_q), block + left)
-    last = jnp.minimum(request.length, stop * block_q)
+    origin, block, stop = _block_range(k, request)
+    stop = jnp.minimum(stop, block + left)
+    last = jnp.minimum(request.length, origin + stop * block_q)
     return (jnp.clip(last + request.shift, begin, tokens), _clear(k, t, token, begin, count),
             left - jnp.maximum(stop - block, 0))
 
