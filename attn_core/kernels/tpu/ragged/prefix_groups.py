@@ -7,6 +7,8 @@ A group is like a request whose queries are those of all its requests; see
 has tokens, so a group with more queries is several requests with the same pages.
 """
 
+from typing import Any, Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -57,5 +59,5 @@ def unsupported_reason(query: jax.Array, cache: Pages, metadata: PagesMetadata,
 
 def _metadata(metadata: PagesMetadata, requests: int) -> PagesMetadata:
   """Returns the shapes of the metadata of a number of requests."""
-  of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+  of: Callable[..., Any] = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
   return PagesMetadata(of(requests, metadata.page_tables.shape[1]), of(requests), of(requests + 1))
