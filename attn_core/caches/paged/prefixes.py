@@ -6,6 +6,7 @@ Requests that begin with the same pages form a group, those of a group that shar
 groups of the next level, and so on: a tree. A call with a `Prefixes` in its `PagesMetadata` attends
 to the pages of every group by the queries of all its requests together, to the other pages request
 by request, and merges the results. The values are those of a call without, except for rounding.
+Plain XLA and the kernel for TPUs compute such calls; Hopper GPUs run plain XLA.
 
 >>> import numpy as np
 >>> from attn_core.caches import prefixes
