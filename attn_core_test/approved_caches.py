@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Caches, pages, their allocator and the arguments of adapters as text."""
 
+import functools
 import itertools
 from typing import Any, Iterator
 
@@ -33,6 +34,7 @@ def new(rows: int, tokens: int, first: int = 1) -> tuple[np.ndarray, np.ndarray]
   return numbers(rows, tokens, K, D, first=first), numbers(rows, tokens, K, E, first=first + 1)
 
 
+@functools.cache
 def filled(kind: str, dtype: str = "float32") -> Any:
   """Returns a cache that holds 3, 1 and 2 tokens in its rows."""
   module, slots = KINDS[kind]
@@ -268,6 +270,7 @@ TABLES, CONTEXTS, STARTS = np.int32([[4, 0], [2, 3], [1, 5]]), np.int32([6, 5, 3
 REQUESTS = PagesMetadata(TABLES, CONTEXTS, STARTS)
 
 
+@functools.cache
 def pool(layout: Any, dtype: str = "float32", scales: str | None = None, width: int = D) -> Any:
   """Returns pages of 4 tokens, of which some are written."""
   cache = pages.init(layout, 6, 4, pages.Heads(K, width, width), dtype, scales)

@@ -99,9 +99,10 @@ def leaves() -> Iterator[str]:
   for name, mask in LEAVES.items():
     yield name
     yield from (f"  {line}" for line in described(mask))
-    yield f"  evaluated {attempt(lambda mask=mask: materialize.to_dense(mask, SHAPE))}"
-    traced = attempt(lambda mask=mask: block_map.block_kinds(
-        jax.tree.map(jnp.asarray, mask), SIZES))
+    evaluated = jax.jit(lambda mask: materialize.to_dense(mask, SHAPE))
+    yield f"  evaluated {attempt(lambda mask=mask, run=evaluated: run(mask))}"
+    kinds = jax.jit(lambda mask: block_map.block_kinds(mask, SIZES))
+    traced = attempt(lambda mask=mask, run=kinds: run(mask))
     if "Error" not in traced:
       yield f"  traced {traced}"
   for name, mask in LEAVES.items():

@@ -21,7 +21,6 @@ import numpy as np
 
 from attn_core import BlockSizes, masks
 from attn_core.kernels.common.backward import compute_delta
-from attn_core.kernels.common.contract import Residuals
 from attn_core.kernels.gpu import mosaic
 from attn_core.kernels.gpu.flash import backward, kernel as gpu_flash, tiling
 from attn_core.kernels.xla import flash as xla_flash
@@ -167,7 +166,7 @@ class LowerTest(parameterized.TestCase):
   @parameterized.parameters((1, 4096), (4096, 1), (1, 1))
   def test_a_shared_bias_takes_linear_memory(self, *shape):
     case = Case(T=4096, extras={"bias": ((1, 1, *shape), "float32")})
-    residuals = Residuals(*jax.eval_shape(case.forward, case.shapes))
+    residuals = case.residual_shapes
     jaxpr = jax.make_jaxpr(case.backward)(case.shapes, residuals, residuals)
     sizes = [x.aval.size for x in _results(jaxpr.jaxpr)]
     self.assertGreaterEqual(max(sizes), case.T * case.D)
@@ -185,7 +184,7 @@ def _results(jaxpr):
 
 def _program(case):
   """Returns the text of a backward without addresses."""
-  residuals = Residuals(*jax.eval_shape(case.forward, case.shapes))
+  residuals = case.residual_shapes
   jaxpr = jax.make_jaxpr(case.backward)(case.shapes, residuals, residuals)
   return re.sub("0x[0-9a-f]+", "", str(jaxpr))
 

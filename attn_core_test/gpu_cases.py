@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of the GPU kernels: what is compiled for a Hopper, and what is interpreted on the CPU."""
 
+import functools
 import itertools
 from typing import Any, Callable, NamedTuple
 
@@ -31,8 +32,9 @@ TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3}
 def property_call(name: str) -> tuple[property_cases.Case, dict[str, jax.Array], Callable]:
   """Returns (a property case, its arrays in bfloat16, arrays -> (out, lse) by the GPU kernels)."""
   case, = (case for case in property_cases.CASES if case.name == name)
-  arrays = {key: jnp.asarray(np.asarray(x, jnp.bfloat16)) if key in ("query", "key", "value") else x
-            for key, x in property_cases.operands(case, jnp.float32).items()}
+  arrays = property_cases.operands(case, jnp.float32)
+  arrays.update({key: jnp.asarray(np.asarray(arrays[key], jnp.bfloat16))
+                 for key in ("query", "key", "value")})
   def run(arrays):
     output = attention(**arrays, **case.arguments, mechanism="flash_attn2", metadata=HOPPER,
                        return_lse=True)
@@ -85,6 +87,13 @@ class Case(NamedTuple):
                      mods=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype)
                                 for x in jax.tree.leaves(self.term)))
     return found if self.stored is None else jax.eval_shape(self._store, found)
+
+  @property
+  def residual_shapes(self) -> Residuals:
+    """Shapes and dtypes of what `forward` returns for `shapes`."""
+    return Residuals(
+        jax.ShapeDtypeStruct((self.B, self.T, self.H, self.E or self.D), jnp.dtype(self.dtype)),
+        jax.ShapeDtypeStruct((self.B, self.H, self.T), jnp.float32))
 
   def _store(self, operands: Operands) -> Operands:
     """Quantizes keys and values to the dtype `stored`, unless it is None."""
@@ -401,6 +410,7 @@ COMPILED = ("causal_64", "causal_128", "causal_192_256", "full_128", "float16_25
             "dense_128", "dropout_256", "every_mod_128", "everything_128", "everything_256")
 
 
+@functools.cache
 def lowered() -> dict[str, Case]:
   """Returns every width, dtype and kind of mask of the tuned table, and every feature.
 
@@ -429,12 +439,14 @@ def lowered() -> dict[str, Case]:
   return {name: found[name] for name in alike.values()}
 
 
+@functools.cache
 def compiled() -> dict[str, Case]:
   """Returns the cases of `lowered` whose machine code is read; each takes seconds."""
   found = lowered()
   return {name: found[name] for name in sampling.names(found, COMPILED)}
 
 
+@functools.cache
 def compiled_backward() -> dict[str, Case]:
   """Returns the cases of `compiled` that differ in the backward, with groups of heads."""
   # The same backwards as without sinks, as float16_256, and as causal_64.
@@ -445,22 +457,25 @@ def compiled_backward() -> dict[str, Case]:
           if not name.startswith(same + slow)}
 
 
+@functools.cache
 def programs() -> dict[str, tuple[Any, tuple]]:
   """Forwards, for `benchmark.static.gpu`."""
   return {name: (case.forward, (case.shapes,)) for name, case in compiled().items()}
 
 
+@functools.cache
 def backward_programs() -> dict[str, tuple[Any, tuple]]:
   """Cotangents of queries, keys and values, by two kernels, for `benchmark.static.gpu`."""
   def program(case):
     shapes = case.shapes
-    residuals = Residuals(*jax.eval_shape(case.forward, shapes))
+    residuals = case.residual_shapes
     run = lambda *args: KERNEL.backward(
         args[0], case.full_spec, case.blocks, *args[1:], ("query", "key", "value"))
     return run, (shapes, residuals, residuals)
   return {name: program(case) for name, case in compiled_backward().items()}
 
 
+@functools.cache
 def bias_programs() -> dict[str, tuple[Any, tuple]]:
   """Cotangents of a bias, by a kernel of its own, for `benchmark.static.gpu`."""
   shapes = {"pairs": _PAIRS, "batch": (2, *_PAIRS[1:]), "keys": (1, HEADS, 1, LENGTH)}
@@ -469,7 +484,7 @@ def bias_programs() -> dict[str, tuple[Any, tuple]]:
   chosen = sampling.names(["{}_{}_{}".format(*x) for x in every],
                           ["{}_{}_{}".format(*x) for x in quick])
   def program(case):
-    residuals = Residuals(*jax.eval_shape(case.forward, case.shapes))
+    residuals = case.residual_shapes
     run = lambda *args: case.backward(*args, ("bias",))
     return run, (case.shapes, residuals, residuals)
   def case_of(name, width, kind):
@@ -480,6 +495,7 @@ def bias_programs() -> dict[str, tuple[Any, tuple]]:
           if f"{name}_{width}_{kind}" in chosen}
 
 
+@functools.cache
 def decoded() -> dict[str, Case]:
   """Returns calls of the decoding kernel, with the mask of a cache."""
   zeros = lambda *shape: np.zeros(shape, np.int32)
@@ -512,6 +528,7 @@ def decoded() -> dict[str, Case]:
              for dtype in ("int8", "float8_e4m3fn")}}
 
 
+@functools.cache
 def decode_programs() -> dict[str, tuple[Any, tuple]]:
   """Decoding: a kernel for splits and one that combines them, for `benchmark.static.gpu`."""
   def program(case):
@@ -523,6 +540,7 @@ def _paged_term(tokens: int) -> score_mods.ScoreMod:
   return every_mod_of_pages(32, tokens).lower((1, 32, tokens, 1))
 
 
+@functools.cache
 def paged() -> dict[str, tuple[paged_operands.PagedOperands, pages.Heads]]:
   """Returns calls of the kernel for pages, as shapes."""
   def case(layout, page, key_heads, width, tokens=8, stored=("bfloat16", None)):
@@ -567,6 +585,7 @@ def paged_spec(operands: paged_operands.PagedOperands) -> PagedSpec:
   return PagedSpec(0.1, window=(1000, None), score_mod=jax.tree.structure(term))
 
 
+@functools.cache
 def paged_programs() -> dict[str, tuple[Any, tuple]]:
   """Decoding from pages with a window, by two kernels, for `benchmark.static.gpu`."""
   def program(operands, heads):

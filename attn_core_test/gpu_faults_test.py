@@ -14,7 +14,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from attn_core.kernels.common.contract import Residuals
 from attn_core.kernels.gpu import mosaic
 from attn_core_test import (gpu_cases, gpu_descriptors, gpu_faults, gpu_interpret, gpu_launch,
                             gpu_lowered, sampling)
@@ -281,7 +280,7 @@ class OlderJaxTest(parameterized.TestCase):
       INTERPRETED, ("INTERPRETED_causal_odd_length", "GRADIENTS_bias_and_sinks")))
   def test_interpreted_cases(self, group, name):
     case = getattr(gpu_cases, group)[name]
-    residuals = Residuals(*jax.eval_shape(case.forward, case.shapes))
+    residuals = case.residual_shapes
     def run(*arrays):
       return case.forward(arrays[0]), case.backward(*arrays)
     self.assertGreaterEqual(gpu_faults.check(run, (case.shapes, residuals, residuals)), 3)

@@ -20,7 +20,6 @@ import jax
 import numpy as np
 
 from attn_core import masks
-from attn_core.kernels.common.contract import Residuals
 from attn_core_test import gpu_cases, gpu_faults, gpu_interpret, sampling
 from attn_core_test.gpu_cases import Case
 from attn_core_test.gpu_interpret import interpret
@@ -81,7 +80,7 @@ class LowerTest(parameterized.TestCase):
       (name, *lowered()[name]) for name in sampling.names(lowered(), QUICK_LOWERED))
   def test_for_cuda(self, T, S, bias, dtype):
     case = case_of(T, S, bias, dtype)
-    residuals = Residuals(*jax.eval_shape(case.forward, case.shapes))
+    residuals = case.residual_shapes
     def run(*arrays):
       return case.forward(arrays[0]), case.backward(*arrays)
     # One for the bias, unless it has one number for all keys or none.

@@ -12,7 +12,7 @@ import sys
 
 from absl.testing import absltest
 
-from attn_core_test import sampling
+from attn_core_test import sampling, small_programs
 
 
 def main(module: str) -> None:
@@ -25,6 +25,8 @@ def main(module: str) -> None:
   absltest.TestLoader.getTestCaseNames = taken_names
   if sampling.emulates(module):
     sampling.optimize_least()
+  else:
+    small_programs.compile_quickly()
   gc.set_threshold(50_000, 20, 50)  # tracing makes many objects, few of which are in cycles
   runpy.run_module(f"attn_core_test.{module}", run_name="__main__", alter_sys=True)
 

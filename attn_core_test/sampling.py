@@ -99,11 +99,16 @@ SHARDS = {
     "approved_test": 1, "score_mods_attention_test": 1, "tpu_softmax_test": 1,
     "tpu_pages_write_test": 1, "partials_test": 1, "latent_test": 1, "selected_test": 1,
     "tpu_score_mods_test": 1, "latent_shard_test": 1, "paged_score_mods_test": 1,
-    "decode_score_mods_test": 1}
+    "decode_score_mods_test": 1, "gradient_precision_test": 1, "latent_pages_test": 1,
+    "explain_test": 1, "paged_few_queries_test": 1, "nonfinite_padding_test": 1,
+    "page_prefixes_test": 1, "tpu_paged_tokens_test": 1, "paged_widths_test": 1}
 
 # These start next, in this order, and the others at last, so that none runs alone in the end.
-LONG = ("tpu_memory_test", "gpu_split_kv_test", "static_gpu_test", "tpu_schedule_test",
-        "gpu_odd_lengths_test", "typing_test", "loss_scaling_test", "tpu_versions_test")
+LONG = ("static_tpu_test", "gpu_paged_test", "page_reading_test", "tpu_memory_test",
+        "page_drafts_test", "matmul_precision_test", "gpu_split_kv_test", "export_test",
+        "static_gpu_test", "tpu_schedule_test", "masks_block_map_test", "tpu_long_test",
+        "paged_transformation_test", "gpu_odd_lengths_test", "import_graph_test", "render_test",
+        "odd_lengths_test", "typing_test", "loss_scaling_test", "tpu_versions_test")
 
 # Modules whose programs emulate kernels of other chips, are only traced and lowered, show how the
 # library is used, or shard over emulated devices, each of which runs what the modules of one device

@@ -11,8 +11,12 @@ from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
+import jax
+from jax._src import compiler
+import jax.numpy as jnp
+import numpy as np
 
-from attn_core_test import __main__ as suite, loaded, sampling
+from attn_core_test import __main__ as suite, loaded, sampling, small_programs
 
 NAMES = [f"test_{n}" for n in range(29)]
 
@@ -58,6 +62,34 @@ class SamplingTest(parameterized.TestCase):
       self.assertTrue(any(suite.matches(name, pattern) for name in modules), pattern)
     self.assertContainsSubset((*sampling.SHARDS, *sampling.LONG), modules)
     self.assertEqual({piece.module for piece in suite.pieces_of([])}, set(modules))
+
+
+class SmallProgramsTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+      (lambda x, y: x + y, True), (lambda x, y: jnp.where(x > 0, x[::-1] * 2, 0), True),
+      (lambda x, y: x * y + 1, False), (lambda x, y: jnp.exp(x), False),
+      (lambda x, y: x.sum(), False), (lambda x, y: x @ y, False),
+      (lambda x, y: x.at[0].set(y[0]), False), (lambda x, y: x.astype("float8_e4m3fn"), False),
+      (lambda x, y: jax.lax.fori_loop(0, 3, lambda _, x: -x, x), False),
+      (lambda x, y: jnp.stack([x] * 20), False))
+  def test_exact_programs(self, function, exact):
+    x = jnp.ones(3)
+    program = jax.jit(function).lower(x, x).compiler_ir()
+    self.assertEqual(small_programs.is_exact(program), exact)
+
+  def test_only_exact_programs_are_compiled_quickly(self):
+    made = []
+    def compile_or_get_cached(backend, computation, devices, options, *rest, **more):
+      made.append(options.env_option_overrides)
+      return original(backend, computation, devices, options, *rest, **more)
+    original = compiler.compile_or_get_cached
+    with mock.patch.object(compiler, "compile_or_get_cached", compile_or_get_cached):
+      small_programs.compile_quickly()
+      found = [jax.jit(lambda x: x * 3)(jnp.float32(5)), jax.jit(jnp.exp)(jnp.float32(0))]
+    np.testing.assert_array_equal(found, [15, 1])
+    older = jax.__version_info__ < (0, 11)
+    self.assertEqual(made[-2:], [list(small_programs.OPTIONS.items()) if older else [], []])
 
 
 class StartersTest(absltest.TestCase):

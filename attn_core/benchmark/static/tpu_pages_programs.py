@@ -175,7 +175,7 @@ def _ours(program: Program) -> Iterator[Built]:
         query, key, value, mechanism="ragged_page_attention_v3", layout="thd",
         metadata=OperationMetadata(platform="tpu"), cache_view=cache,
         block_sizes=BlockSizes(block_q or None, block_kv or None),
-        cache_metadata=layouts.PagesMetadata(*metadata, draft_mask=tree))
+        cache_metadata=layouts.PagesMetadata(*metadata)._replace(draft_mask=tree))
     assert isinstance(output.cache_view, layouts.PagesV3)
     return output.attention_outputs, output.cache_view.pages
 
