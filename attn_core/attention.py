@@ -212,8 +212,8 @@ class Explanation(NamedTuple):
     for verdict in self.verdicts:
       mark = "*" if verdict.mechanism == self.chosen else " "
       lines.append(f"{mark} {verdict.mechanism:26} {verdict}")
-    lines += [] if self.derivatives is None else [f"  {x}" for x in str(self.derivatives).split("\n")]
-    lines += [f"  {part}" for part in self.spread + self.axes]
+    derivatives = () if self.derivatives is None else str(self.derivatives).split("\n")
+    lines += [f"  {part}" for part in (*derivatives, *self.spread, *self.axes)]
     lines += [f"  axis {d.axis!r} does not shard dimension {d.dimension} of {d.tensor}: {d.reason}"
               for d in self.replicated]
     return "\n".join(lines)

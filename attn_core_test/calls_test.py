@@ -221,6 +221,19 @@ class NamesTest(parameterized.TestCase):
         self.assertIs(importlib.import_module(f"attn_core.caches.{name}"), module)
 
 
+class CuresTest(absltest.TestCase):
+
+  def test_errors_of_first_calls(self):
+    """Checks the cures for calls that users of other libraries write first."""
+    x = jnp.ones((2, 4, 16, 8))
+    with self.assertRaisesRegex(ValueError, r"; layout='bhtd' for arrays \[B, H, T, D\]"):
+      attention(x, x[:, :2], x[:, :2])
+    with self.assertRaisesRegex(ValueError, "alibi: slopes: got int64.*as alibi_slopes"):
+      attn_core.score_mods.alibi(4)
+    with self.assertRaisesRegex(TypeError, "'broadcast_dropout'; .*adapters.flax_attention_fn"):
+      attention(x, x, x, dtype=None, broadcast_dropout=True)
+
+
 class PredicateTest(parameterized.TestCase):
 
   @parameterized.parameters(

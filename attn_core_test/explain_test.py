@@ -359,7 +359,8 @@ class DerivativesTest(parameterized.TestCase):
     keys = lambda x: (None, None) if "cache_view" in arguments else (x, x)
     loss = lambda x: jnp.sin(attention(x, *keys(x), **arguments).attention_outputs).sum()
     move = lambda f: lambda x: jax.jvp(f, (x,), (x,))[1]
-    second = {"forward over forward": move(move(loss)), "forward over reverse": move(jax.grad(loss)),
+    second = {"forward over forward": move(move(loss)),
+              "forward over reverse": move(jax.grad(loss)),
               "reverse over reverse": jax.grad(lambda x: (jax.grad(loss)(x) * x).sum()),
               "reverse over forward": jax.grad(move(loss))}
     said = explain(x, *keys(x), **arguments)

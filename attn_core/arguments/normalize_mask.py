@@ -72,7 +72,10 @@ def make_mask(given: MaskArguments, shape: Shape) -> Mask:
         f"{keys} keys", "one of them, to say where the queries stand among the keys (query_offset: "
         f"0 for the top left, {keys - queries} for the bottom right), or "
         + ("no score_mod that reads positions" if given.reads_positions else "causal=False"
-           if given.causal else "nothing that depends on positions"))
+           if given.causal else "nothing that depends on positions")
+        # Heads that stand where tokens do: more query heads than key heads.
+        + ("; layout='bhtd' for arrays [B, H, T, D]"
+           if given.layout == "bthd" and keys < queries and queries % keys == 0 else ""))
   mask = info.to_mask(mask)
   if not (isinstance(offset, int) and offset == 0):
     mask = constructors.offset(mask, offset)

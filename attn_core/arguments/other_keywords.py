@@ -12,8 +12,8 @@ Result = TypeVar("Result")
 
 # What to write -> the keywords of others that it stands for.
 _EQUIVALENTS = {
-    "dropout_prob= and dropout_rng=, a key of which the kept weights are a function; a mask of your "
-    "own: 'A dropout mask' in docs/equivalents.md": "dropout_mask keep_mask",
+    "dropout_prob= and dropout_rng=, a key of which the kept weights are a function; a mask of "
+    "your own: 'A dropout mask' in docs/equivalents.md": "dropout_mask keep_mask",
     "return_lse=True; the maximum and the sum apart: 'Partial results' in docs/equivalents.md":
         "return_residual return_residuals return_softmax_stats return_max_logits return_stats "
         "save_residuals",
@@ -23,6 +23,8 @@ _EQUIVALENTS = {
         "q_scale k_scale v_scale q_descale k_descale v_descale descale_q descale_k descale_v",
     "precision= of both products: 'Precision of each product' in docs/equivalents.md":
         "q_k_dot_precision weights_v_dot_precision qk_precision pv_precision einsum_precision",
+    "attn_core.adapters.flax_attention_fn as the attention_fn of a layer of Flax":
+        "broadcast_dropout",
     "mechanism=": "implementation impl backend attn_mechanism attention_type",
     "softmax_scale=": "scale sm_scale scaling",
     "causal=": "is_causal use_causal_mask",

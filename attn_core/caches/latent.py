@@ -74,8 +74,8 @@ class LatentCache(NamedTuple):
 
 
 def init(batch: int, slots: int, widths: tuple[int, int] | LatentWidths, *,
-         dtype: DTypeLike = jnp.bfloat16, rope_dtype: DTypeLike = jnp.bfloat16, sharding: Sharding | None = None,
-         padded: bool = False) -> LatentCache:
+         dtype: DTypeLike = jnp.bfloat16, rope_dtype: DTypeLike = jnp.bfloat16,
+         sharding: Sharding | None = None, padded: bool = False) -> LatentCache:
   """Creates an empty cache.
 
   Args:

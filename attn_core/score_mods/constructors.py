@@ -41,7 +41,7 @@ def alibi(slopes: ArrayLike, *, symmetric: bool = False) -> ScoreMod:
     ValueError: `slopes` has another rank or dtype; in a call, other heads or rows than it.
   """
   return leaves.Alibi(bool(symmetric), _floats("alibi: slopes", slopes, (1, 2),
-                                               "[H] or [B or 1, H]"))
+                                               "[H] or [B or 1, H], as alibi_slopes(H) is,"))
 
 
 def alibi_slopes(heads: int) -> np.ndarray:

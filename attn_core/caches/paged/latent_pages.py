@@ -64,16 +64,18 @@ def init(num_pages: int, page_size: int, widths: tuple[int, int] | LatentWidths,
   checks.require(quantize.has_8_bits(given) or given.itemsize > 1, "dtype", given.name,
                  "a floating-point dtype of at least 16 bits, int8 or float8_e4m3fn")
   dimensions = "[P, page_size, latent + rope]"
-  whole = device_parts.named(sharding, dimensions, (num_pages, page_size, parts.latent + parts.rope))
+  width = parts.latent + parts.rope
+  whole = device_parts.named(sharding, dimensions, (num_pages, page_size, width))
   if whole is not None:
     pool, *others = device_parts.entries(whole, 3)
     checks.require(not any(map(axes_of, others)), "sharding", repr(whole.spec),
                    f"axes for the pages of {dimensions} only: every head reads whole rows")
     whole = NamedSharding(whole.mesh, PartitionSpec(pool))
-  zeros = lambda dtype, *width: device_parts.full((num_pages, page_size, *width), 0, dtype, whole)
+  zeros = lambda dtype, numbers: device_parts.full(
+      (num_pages, page_size, numbers), 0, dtype, whole)
   stored = latent_layout.padded_width if padded else int
   if not quantize.has_8_bits(given):
-    return PagesLatent(zeros(given, stored(parts.latent + parts.rope)), parts)
+    return PagesLatent(zeros(given, stored(width)), parts)
   scales = device_parts.full((num_pages, page_size), 1, jnp.float32, whole)
   return PagesLatent(zeros(given, parts.latent), parts, zeros(rest, stored(parts.rope)), scales)
 

@@ -101,8 +101,8 @@ def init(layout: type[PagesT], num_pages: int, page_size: int, heads: tuple[int,
 
 
 def init_like(layout: type[PagesT], like: jax.Array | jax.ShapeDtypeStruct, num_pages: int,
-              page_size: int, heads: tuple[int, ...] | None = None, *, dtype: DTypeLike | None = None,
-              scales: str | None = None, groups: int = 1) -> PagesT:
+              page_size: int, heads: tuple[int, ...] | None = None, *,
+              dtype: DTypeLike | None = None, scales: str | None = None, groups: int = 1) -> PagesT:
   """Creates a pool of empty pages for the tokens of a query or key, sharded as they are.
 
   >>> import jax.numpy as jnp
