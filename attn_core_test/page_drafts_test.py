@@ -136,7 +136,7 @@ class ScopeTest(parameterized.TestCase):
          "score mod with cache_metadata.draft_mask, whose positions are those in the tree")):
       found = explained(changes, TPU, **options)
       self.assertIn("can, by paged.xla" if words else "can, by paged.tpu", found)
-      self.assertRegex(found, words or "")
+      self.assertRegex(found, words or "paged.tpu, which goes before paged.xla")
 
 
 def explained(changes, place, **options):

@@ -58,7 +58,7 @@ ROWS = {
     "one_query_each": Row(Case((29, 0, 1, 17), (1,) * 4, page=4, H=6, K=3, rest=0,
                                dtype="bfloat16"), layout="v1", blocks=BlockSizes(block_kv=8)),
     "three_heads_of_whole_lanes": Row(Case((13, 6), (1, 1), page=8, H=3, K=3, D=128, rest=0)),
-    "one_head_of_several_blocks": Row(Case((40, 21), (1, 1), page=4, H=2, K=1, D=128, rest=0,
+    "one_head_of_several_blocks": Row(Case((32, 21), (1, 1), page=4, H=2, K=1, D=128, rest=0,
                                            dtype="bfloat16"), blocks=BlockSizes(block_kv=8)),
     "writes": Row(Case((20, 11, 3), (1, 1, 3), page=8, H=16, K=8, D=128, distribution=(2, 2, 3),
                        unused=1, dtype="bfloat16"), layout="v3"),
