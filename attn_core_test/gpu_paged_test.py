@@ -116,7 +116,7 @@ class InterpretTest(parameterized.TestCase):
     np.testing.assert_array_equal(again[0][:6], found[0][tokens[:6]])
     np.testing.assert_array_equal(again[1][:, :6], found[1][:, tokens[:6]])
 
-  @parameterized.parameters(*sampling.names(MODDED, ("v2",)))
+  @parameterized.named_parameters((name, name) for name in sampling.names(MODDED, ("v2",)))
   def test_score_mods(self, mechanism):
     case = MODDED[mechanism]
     mod = gpu_cases.every_mod_of_pages(case.H, sum(case.queries) + case.rest)
