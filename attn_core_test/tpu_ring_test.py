@@ -224,7 +224,7 @@ class ScoreModsTest(parameterized.TestCase):
   def test_positions_are_global(self, variant, layout, transfer, what):
     """Compares with one device, in float64; arrays have the order of the tokens."""
     shapes = {"query": (1, 16, 4, 8), "key": (1, 16, 4, 8), "value": (1, 16, 4, 8), "slopes": (4,),
-              "row": (1, 4, 16), "column": (1, 1, 16), "amount": ()}
+              "row": (1, 4, 16), "column": (1, 1, 16), "amount": (), "table": (8, 4)}
     tokens = {"query": 1, "key": 1, "value": 1, "row": 2, "column": 2}
     arrays = {name: numbers(*shape, seed=n) for n, (name, shape) in enumerate(shapes.items())}
     weights = numbers(1, 16, 4, 8, seed=20)
@@ -236,6 +236,8 @@ class ScoreModsTest(parameterized.TestCase):
       mod = (score_mods.alibi(arrays["slopes"]) >> score_mods.per_query(arrays["row"])
              >> score_mods.custom(by_parity, arrays["amount"]) >> score_mods.soft_cap(2.0)
              >> score_mods.per_key(arrays["column"]))
+      if layout == "contiguous":
+        mod = mod >> score_mods.relative(arrays["table"], max_distance=9)
       found = attention(arrays["query"], arrays["key"], arrays["value"], score_mod=mod,
                         mechanism="ring" if metadata else "vanilla", metadata=metadata,
                         return_lse=True)
@@ -256,9 +258,12 @@ class ScoreModsTest(parameterized.TestCase):
 
   def test_tables_by_distance_are_refused_by_name(self):
     x = jax.ShapeDtypeStruct((1, 16, 2, 8), jnp.float32)
+    """Where the tokens of a device are not consecutive."""
     mod = score_mods.relative(np.ones((8, 2), np.float32), max_distance=9)
-    for metadata in (metadata_of(), metadata_of().replace(ring=RingConfig())):
-      with self.assertRaisesRegex(NotImplementedError, "(?s)by_distance. in a ring.*'blockwise'"):
+    for metadata in (metadata_of(layout="zigzag"), metadata_of(
+        layout="zigzag", transfer="collective")):
+      with self.assertRaisesRegex(NotImplementedError, "by_distance. in a ring of layout 'zigzag', "
+                                  "not 'contiguous'"):
         jax.eval_shape(lambda x, metadata=metadata: attention(
             x, x, x, score_mod=mod, mechanism="ring", metadata=metadata), x)
 

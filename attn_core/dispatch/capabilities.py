@@ -343,7 +343,11 @@ def hopper_ring_limits(request: Request) -> str | None:
 
 def tpu_ring_limits(request: Request) -> str | None:
   """Limits of a ring of the block-wise kernels for TPUs."""
-  return tpu_limits(request) or traceable.refusal(request.mod, request.mods, " in a ring")
+  sequence = None if request.placement is None else request.placement.sequence
+  layout = "contiguous" if sequence is None else sequence.layout
+  at = _at_positions(request) or (
+      "" if layout == "contiguous" else f" in a ring of layout {layout!r}, not 'contiguous'")
+  return tpu_limits(request) or traceable.refusal(request.mod, request.mods, at)
 
 
 def remote_limits(request: Request) -> str | None:

@@ -316,6 +316,11 @@ class Placed(Mask):
             certain & (query.high < queries) & (key.high < keys))
 
 
+@value_dataclass
+class PlacedRun(Placed):
+  """`Placed` at consecutive rows and consecutive columns, whose first ones may be traced."""
+
+
 def _per_row(x: Array) -> Integers:
   """[B or 1] -> [B or 1, 1, 1, 1]."""
   return x.reshape(-1, 1, 1, 1)

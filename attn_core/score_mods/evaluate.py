@@ -88,9 +88,9 @@ def move_to_positions(mask: mask_lib.Mask,
 
 
 def is_consecutive(mask: mask_lib.Mask) -> bool:
-  """Whether positions are consecutive: the mask lists none."""
+  """Whether positions are consecutive: the mask lists none, but for those of a run."""
   return not any(isinstance(node, (leaves.Placed, leaves.Positions))
-                 for node in mask_lib.nodes(mask))
+                 and not isinstance(node, leaves.PlacedRun) for node in mask_lib.nodes(mask))
 
 
 def pad(structure: Structure, arrays: Arrays, queries: int,

@@ -70,9 +70,14 @@ class Sequence(NamedTuple):
     return token_order.tokens_of(self.layout, self.padded(length), self.shards, shards).reshape(-1)
 
   @property
+  def has_runs(self) -> bool:
+    """Whether the tokens of every member are consecutive ones of the sequence."""
+    return self.layout == "contiguous"
+
+  @property
   def is_natural(self) -> bool:
     """Whether the concatenated shards are the sequence in its order, without padding."""
-    return self.layout == "contiguous" and not (self.queries % self.shards
+    return self.has_runs and not (self.queries % self.shards
                                                 or self.keys % self.shards)
 
 

@@ -15,7 +15,8 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core.masks import block_map, constructors, mask as mask_lib, position_range
+from attn_core.masks import (block_map, constructors, leaves, mask as mask_lib,
+                             position_range)
 from attn_core.score_mods import score_mod
 from attn_core.sharding import token_order, varying_axes
 from attn_core.sharding.context_parallel import Sequence
@@ -82,13 +83,14 @@ def attended(sequence: Sequence, operands: Operands, spec: AttentionSpec, keys: 
         [sequence.columns(n) for n in all_members])
     # The keys of one member are those of a step, inside the kernel of the whole ring.
     me = member(sequence, None if source is None else operands.query)
-    mask = constructors.placed(mask, sequence.rows(me)[None], of[None], sequence.size)
-  leaves, structure = jax.tree.flatten(mask)
+    leaf = leaves.PlacedRun if sequence.has_runs else leaves.Placed
+    mask = leaf(mask, sequence.size, sequence.rows(me)[None], of[None])
+  found, structure = jax.tree.flatten(mask)
   mods = tuple(columns_of_mod(x, role, keys, source) for x, role in zip(
       operands.mods, score_mod.structure_roles(spec.score_mod)))
   return operands._replace(
       key=keys.key, value=keys.value, bias=columns(operands.bias, keys, source), mods=mods,
-      mask=operands.mask._replace(arrays=tuple(map(jnp.asarray, leaves)))), spec._replace(
+      mask=operands.mask._replace(arrays=tuple(map(jnp.asarray, found)))), spec._replace(
           mask=structure)
 
 
