@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Derivatives of every order and mixture, under every transformation, against the oracle."""
 
+import functools
+
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
@@ -9,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core import BlockSizes, attention
-from attn_core_test import property_cases
+from attn_core_test import property_cases, sampling
 
 jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_enable_x64", True)
@@ -25,6 +27,12 @@ def run_of(case):
                        block_sizes=BlockSizes(4, 3, 5, 4, 1))
     return output.attention_outputs, output.lse
   return run
+
+
+def both_of(case):
+  """Returns (function, what compiles functions of it) of the kernel and of the oracle."""
+  least = functools.partial(jax.jit, compiler_options=sampling.LEAST)
+  return (run_of(case), jax.jit), (property_cases.reference(case), least)
 
 
 def loss_of(run):
@@ -73,8 +81,8 @@ class DerivativesTest(parameterized.TestCase):
   def test_mode(self, mode):
     arrays = property_cases.operands(CASE, "float64")
     along = random_tangents(arrays)
-    got, want = (jax.jit(lambda x, v, f=loss_of(run): MODES[mode](f, x, v))(arrays, along)
-                 for run in (run_of(CASE), property_cases.reference(CASE)))
+    got, want = (jitted(lambda x, v, f=loss_of(run): MODES[mode](f, x, v))(arrays, along)
+                 for run, jitted in both_of(CASE))
     close(got, want)
 
   def test_some_operands_only(self):
@@ -82,9 +90,9 @@ class DerivativesTest(parameterized.TestCase):
     for name in arrays:
       along = random_tangents(arrays)[name]
       both = []
-      for run in (run_of(CASE), property_cases.reference(CASE)):
+      for run, jitted in both_of(CASE):
         f = lambda x, run=run: loss_of(run)({**arrays, name: x})
-        both.append(jax.jit(lambda x, f=f: (jax.grad(f)(x), jax.jvp(f, (x,), (along,))[1]))(
+        both.append(jitted(lambda x, f=f: (jax.grad(f)(x), jax.jvp(f, (x,), (along,))[1]))(
             arrays[name]))
       close(*both)
 
@@ -92,25 +100,25 @@ class DerivativesTest(parameterized.TestCase):
     arrays = property_cases.operands(SMALL, "float64")
     along = random_tangents(arrays)
     both = []
-    for run in (run_of(SMALL), property_cases.reference(SMALL)):
+    for run, jitted in both_of(SMALL):
       line = lambda s, run=run: loss_of(run)(jax.tree.map(lambda x, v: x + s * v, arrays, along))
-      both.append(jax.jit(jax.hessian(line))(0.1))
+      both.append(jitted(jax.hessian(line))(0.1))
     close(*both)
 
   def test_scan_over_layers(self):
     arrays = property_cases.operands(SMALL, "float64")
     both = []
-    for run in (run_of(SMALL), property_cases.reference(SMALL)):
+    for run, jitted in both_of(SMALL):
       def layers(arrays, run=run):
         step = lambda q, scale: (run({**arrays, "query": q * scale})[0], None)
         return jax.lax.scan(step, arrays["query"], jnp.array([1.0, 0.5, 2.0]))[0].sum()
-      both.append(jax.jit(jax.grad(layers))(arrays))
+      both.append(jitted(jax.grad(layers))(arrays))
     close(*both)
 
   def test_the_lse_alone_has_a_gradient(self):
     arrays = property_cases.operands(SMALL, "float64")
-    got, want = (jax.jit(jax.grad(lambda x, run=run: (run(x)[1]**2).sum()))(arrays)
-                 for run in (run_of(SMALL), property_cases.reference(SMALL)))
+    got, want = (jitted(jax.grad(lambda x, run=run: (run(x)[1]**2).sum()))(arrays)
+                 for run, jitted in both_of(SMALL))
     close(got, want)
     self.assertGreater(float(jnp.abs(got["query"]).max()), 0.1)
 

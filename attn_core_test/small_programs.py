@@ -15,7 +15,7 @@ import jax
 from jax._src import compiler
 from jax._src.lib.mlir import ir
 
-OPTIONS = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+from attn_core_test import sampling
 
 MOVES = frozenset(f"stablehlo.{name}" for name in (
     "and", "bitcast_convert", "broadcast_in_dim", "compare", "concatenate", "constant", "convert",
@@ -45,7 +45,7 @@ def compile_quickly() -> None:
   def compile_least(backend: Any, computation: ir.Module, devices: Any, options: Any, *rest: Any,
                     **more: Any) -> Any:
     if backend.platform == "cpu" and is_exact(computation):
-      options.env_option_overrides = [*options.env_option_overrides, *OPTIONS.items()]
+      options.env_option_overrides = [*options.env_option_overrides, *sampling.LEAST.items()]
     return compile_or_get_cached(backend, computation, devices, options, *rest, **more)
 
   compiler.compile_or_get_cached = compile_least
