@@ -184,11 +184,10 @@ def attention(
       softmax_aux=softmax_aux, dropout_prob=dropout_prob, dropout_rng=dropout_rng,
       deterministic=deterministic, cum_seqlens_q=cum_seqlens_q, cum_seqlens_k=cum_seqlens_k,
       cache_view=cache_view, cache_metadata=cache_metadata, latent_options=latent_options,
-      normalize_output=normalize_output,
-      precision=precision, compute_dtype=compute_dtype, block_sizes=block_sizes, policy=policy,
-      prevent_cse=prevent_cse, fused_backward=fused_backward, optimized=optimized,
-      mask_value=mask_value, vmem_limit_bytes=vmem_limit_bytes, return_lse=return_lse,
-      return_weights=return_weights))
+      normalize_output=normalize_output, precision=precision, compute_dtype=compute_dtype,
+      block_sizes=block_sizes, policy=policy, prevent_cse=prevent_cse,
+      fused_backward=fused_backward, optimized=optimized, mask_value=mask_value,
+      vmem_limit_bytes=vmem_limit_bytes, return_lse=return_lse, return_weights=return_weights))
 
 
 class Explanation(NamedTuple):

@@ -29,6 +29,7 @@ DOCUMENTED = {
     "attn_core.adapters.jax_nn.dot_product_attention",
     "attn_core.adapters.keras.keras_dot_product_attention",
     "attn_core.adapters.tokamax.tokamax_dot_product_attention",
+    "attn_core.arguments.other_keywords.checked",
     "attn_core.attention.attention",
     "attn_core.attention.explain",
     "attn_core.benchmark.runner.run_attention_benchmarks",
