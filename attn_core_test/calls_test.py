@@ -226,6 +226,7 @@ class CuresTest(absltest.TestCase):
   def test_errors_of_first_calls(self):
     """Checks the cures for calls that users of other libraries write first."""
     x = jnp.ones((2, 4, 16, 8))
+    self.assertEqual(attention(x, x[:, :0], x[:, :0]).out.shape, x.shape)
     with self.assertRaisesRegex(ValueError, r"; layout='bhtd' for arrays \[B, H, T, D\]"):
       attention(x, x[:, :2], x[:, :2])
     with self.assertRaisesRegex(ValueError, "alibi: slopes: got int64.*as alibi_slopes"):

@@ -75,7 +75,7 @@ def make_mask(given: MaskArguments, shape: Shape) -> Mask:
            if given.causal else "nothing that depends on positions")
         # Heads that stand where tokens do: more query heads than key heads.
         + ("; layout='bhtd' for arrays [B, H, T, D]"
-           if given.layout == "bthd" and keys < queries and queries % keys == 0 else ""))
+           if given.layout == "bthd" and 0 < keys < queries and queries % keys == 0 else ""))
   mask = info.to_mask(mask)
   if not (isinstance(offset, int) and offset == 0):
     mask = constructors.offset(mask, offset)
