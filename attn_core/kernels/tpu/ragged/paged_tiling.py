@@ -44,7 +44,7 @@ def choose_block_q(operands: PagedOperands, block_sizes: BlockSizes, layout: KVL
       rows, average = 1, 2 ** (mask.shape[1] - 1).bit_length()
     elif operands.metadata.distribution is not None:
       average = _block_q_of_many(tokens, requests)
-    elif tokens <= FEW_QUERIES * requests:
+    elif tokens <= FEW_QUERIES * requests and layout.key_heads <= common.FEW_HEADS:
       rows = common.FEW_ROWS
     wanted = max(1, min(BLOCK_ROWS // group_size, max(rows // group_size, average)))
     wanted = 1 if tokens <= requests else wanted
