@@ -121,9 +121,10 @@ class StepShape(NamedTuple):
   def starts_between(self) -> bool:
     """Whether transfers of the next block start between the products of this one.
 
-    It costs more than it saves where heads are many.
+    It costs more than it saves where heads are many, and with latent rows.
     """
-    return bool(self.row_pages) and self.few_rows and self.layout.key_heads <= FEW_HEADS
+    return (bool(self.row_pages) and self.few_rows and not self.layout.latent
+            and self.layout.key_heads <= FEW_HEADS)
 
   def running_shapes(self) -> list[tuple[int, ...]]:
     """Returns shapes of m_i, l_i and acc.
