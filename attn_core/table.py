@@ -33,7 +33,7 @@ _SDPA = frozenset({"gqa", "causal", "window", "chunk", "segments",
 _CUDNN = frozenset({"gqa", "float16", "causal", "window", "positions", "mask", "mask_operands",
                     "bias", "optimized"})
 # Products of 16-bit operands with float32 sums have one precision.
-_HOPPER = _BLOCKWISE - {"float64", "softmax_dtype", "mask_operands", "selected", "precision"}
+_HOPPER = _BLOCKWISE - {"float64", "softmax_dtype", "mask_operands", "precision"}
 _PAGED = frozenset({"gqa", "value_width", "float16", "float64", "causal", "window", "chunk",
                     "sinks", "soft_cap", "lse", "lse_gradient", "precision", "softmax_dtype",
                      "block_sizes", "optimized", "pages", "draft_mask", "scope", "prefixes",
@@ -70,7 +70,8 @@ def _over_shards(row: Implementation, run: _Run) -> Implementation:
 
 
 _ring = _over_shards(_flash, ring.xla)._replace(limits=capabilities.collective_limits)
-_ring_hopper = _over_shards(_flash_hopper, ring.gpu)._replace(
+_without_lists_hopper = _flash_hopper._replace(features=_flash_hopper.features - {"selected"})
+_ring_hopper = _over_shards(_without_lists_hopper, ring.gpu)._replace(
     limits=capabilities.hopper_ring_limits, fallback=_ring)
 _without_lists_tpu = _flash_tpu._replace(features=_flash_tpu.features - {"selected"})
 _ring_tpu = _over_shards(_without_lists_tpu, ring.tpu)._replace(limits=capabilities.tpu_ring_limits)

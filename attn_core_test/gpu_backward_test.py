@@ -39,6 +39,7 @@ PROPERTIES = ("positions", "everything", "sinks_several_empty_rows",
 # The others of `gpu_cases.BIASES`, and those of its GRADIENTS that are like others, are slow.
 BIASES = ("batch", "all_but_keys")
 ALIKE = ("causal_odd_length", "window", "placed", "widths_192_128", "width_96_float16", "soft_cap")
+MODS_AND_LISTS = {**gpu_cases.MODS, **gpu_cases.LISTS}
 
 
 @gpu_interpret.interprets
@@ -75,9 +76,9 @@ class InterpretTest(parameterized.TestCase):
     self.compare(found, {"bias": expected["bias"]}, case.dtype)
 
   @parameterized.named_parameters(
-      (name, name) for name in sampling.names(gpu_cases.MODS, ("every_kind",)))
-  def test_score_mods(self, name):
-    case = gpu_cases.MODS[name]
+      (name, name) for name in sampling.names(MODS_AND_LISTS, ("every_kind",)))
+  def test_score_mods_and_lists(self, name):
+    case = MODS_AND_LISTS[name]
     operands = case.operands()
     of_oracle = case._replace(mod=gpu_cases.TOTAL_MODS.get(name, case.mod))
     residuals, cotangents, expected = of_oracle.derivatives(operands, rounds=False)

@@ -17,6 +17,7 @@ from attn_core.kernels.common.contract import Residuals
 from attn_core.kernels.gpu.flash import kernel as gpu_flash, tiling
 from attn_core.kernels.gpu.split_kv import decode, paged as gpu_paged
 from attn_core.kernels.xla import flash as xla_flash
+from attn_core.masks import selected
 from attn_core.references import oracle
 from attn_core.types import (AttentionSpec, BlockSizes, MaskOperands, Operands, PagedSpec,
                              differentiable_names, operand, with_operands)
@@ -293,6 +294,24 @@ MODS = {
                              >> score_mods.per_key(1e4 * _normal(2, 2, 130))),
     "shared_keys": _MODDED._replace(D=192, E=128, mod=every_mod(2, 70, 130)),
     "wide": _MODDED._replace(D=256, mod=every_mod(2, 70, 130)),
+}
+
+
+def _listed(shape: tuple[int, ...], most: int, count: int, blocks: tuple[int, int],
+            rows: int, heads: int) -> masks.Mask:
+  """Returns `count` random blocks below `most`, or none, for each block of queries."""
+  indices = np.random.default_rng(shape).integers(
+      -1, most, (rows, heads, -(-shape[2] // blocks[0]), count)).astype(np.int32)
+  return selected.fitted(masks.selected_blocks(indices, *blocks), shape)
+
+
+# Lists of blocks, forward and backward.
+LISTS = {
+    "lists_of_rows_and_heads": Case(
+        masks.causal() & _listed((2, 2, 300, 300), 3, 2, (128, 128), 2, 1), B=2, T=300, H=2, K=1),
+    "lists_alone_with_a_bias": Case(
+        _listed((1, 2, 140, 400), 2, 1, (128, 256), 1, 1), T=140, S=400, H=2, D=256,
+        extras={"bias": ((1, 2, 140, 400), "float32"), "sinks": ((1, 2), "float32")}),
 }
 # For the oracle, in place of those with infinite derivatives, which multiply zeros there.
 TOTAL_MODS = {"steep": score_mods.custom(_steep_where_visible, _AMOUNT)}

@@ -14,7 +14,9 @@ import numpy as np
 from attn_core import (BlockSizes, CacheMetadata, MaskInfo, OperationMetadata, RingConfig,
                        attention, create_mesh, explain, masks, score_mods)
 from attn_core.caches import window
-from attn_core.kernels.tpu.flash import listed, scalar_memory, schedule, tiling
+from attn_core.kernels.common import listed
+from attn_core.kernels.gpu.flash import kernel_params, tiling as gpu_tiling
+from attn_core.kernels.tpu.flash import scalar_memory, schedule, tiling
 from attn_core.masks import block_map
 from attn_core.masks.selected import fitted
 from attn_core.types import AttentionSpec, MaskOperands, Operands
@@ -24,6 +26,7 @@ from attn_core_test.tpu_interpret import interpreted
 
 jax.config.update("jax_num_cpu_devices", 4)
 
+HOPPER = OperationMetadata(platform="gpu", compute_capability="9.0")
 B, T, S, H, K, D, E = 2, 22, 26, 4, 2, 5, 3
 
 
@@ -330,15 +333,17 @@ class TpuTest(parameterized.TestCase):
     self.assertEqual(shapes.mask.arrays[0].shape, (2, 2, 4, 2))
 
   @parameterized.parameters(
-      (lambda x: masks.selected_blocks(x, 64, 128), 4, "with block_q=64: the kernels for TPUs"),
-      (lambda x: masks.selected_blocks(x, 128, 96), 2, "with block_kv=96: the kernels for TPUs"),
-      (lambda x: ~masks.selected_blocks(x, 128, 128), 2, "under `|`, `~` or masks.placed"))
+      (lambda x: masks.selected_blocks(x, 64, 128), 4, "with block_q=64: the kernels for {}"),
+      (lambda x: masks.selected_blocks(x, 128, 96), 2, "with block_kv=96: the kernels for {}"),
+      (lambda x: ~masks.selected_blocks(x, 128, 128), 2, "under `|`, `~` or masks.placed: the "
+       "kernels for {}"))
   def test_refuses(self, make, count, message):
     like = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
-    text = str(explain(like, like, like, mask=make(np.zeros((1, 1, count, 1), np.int32)),
-                       metadata=OperationMetadata(platform="tpu")))
-    self.assertIn(message, text)
-    self.assertRegex(text, "blockwise.*can, by flash.xla")
+    for chips, metadata in (("TPUs", OperationMetadata(platform="tpu")), ("Hopper", HOPPER)):
+      text = str(explain(like, like, like, mask=make(np.zeros((1, 1, count, 1), np.int32)),
+                         metadata=metadata))
+      self.assertIn(message.format(chips), text)
+      self.assertRegex(text, "blockwise.*can, by flash.xla")
 
   def test_refuses_blocks_that_divide_no_listed_one(self):
     array = numbers(1, 512, 2, 64)
@@ -347,6 +352,38 @@ class TpuTest(parameterized.TestCase):
       attention(array, array, array, mechanism="flash_attn2", block_sizes=BlockSizes(block_kv=384),
                 metadata=OperationMetadata(platform="tpu"),
                 mask=masks.selected_blocks(np.zeros((1, 1, 2, 1), np.int32), 256, 256))
+
+
+class HopperTest(parameterized.TestCase):
+  """Its kernels are interpreted in gpu_backward_test."""
+
+  @parameterized.parameters(False, True)
+  def test_visits_listed_blocks_only(self, by_keys):
+    mask = masks.causal() & fitted(masks.selected_blocks(
+        lists(8, 2, 3, 8, 2, seed=13), 256, 256), (2, 6, 2048, 2048))
+    arrays, structure = jax.tree.flatten(mask)
+    query, key = (jax.ShapeDtypeStruct((2, 2048, heads, 64), jnp.bfloat16) for heads in (6, 3))
+    spec = AttentionSpec(structure, 1.0)
+    seen = dense(mask, (2, 6, 2048, 2048)).reshape(2, 6, 16, 128, 16, 128).any((3, 5))
+    for indices in (arrays[0], jnp.asarray(arrays[0])):
+      operands = Operands(query, key, key, mask=MaskOperands((indices,)))
+      blocks = gpu_tiling.Tiling(2048, 2048, 128, 128, 2, 64, 64)
+      params, found, _ = kernel_params.make_kernel_params(operands, spec, blocks, by_keys)
+      self.assertEqual(jax.tree.unflatten(params.loader.spec.mask, ()), masks.causal())
+      expected = seen.swapaxes(2, 3) if by_keys else seen
+      np.testing.assert_array_equal(found.num_visited, expected.sum(-1))
+      if not by_keys:
+        self.assertLessEqual(found.indices.shape[3], 4)
+      for at in np.ndindex(2, 6, 16):
+        visited = np.asarray(found.indices[at])[:found.num_visited[at]]
+        np.testing.assert_array_equal(np.sort(visited), np.flatnonzero(expected[at]))
+
+  def test_refuses_blocks_that_divide_no_listed_one(self):
+    array = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16)
+    with self.assertRaisesRegex(ValueError, r"block_kv: got 256; expected a divisor of 128"):
+      jax.eval_shape(lambda x: attention(
+          x, x, x, mechanism="flash_attn2", block_sizes=BlockSizes(block_kv=256), metadata=HOPPER,
+          mask=masks.selected_blocks(np.zeros((1, 1, 4, 1), np.int32), 128, 128)), array)
 
 
 class ErrorsTest(parameterized.TestCase):

@@ -73,7 +73,7 @@ REFUSED = {
         "stored_heads latent int4"),
     "flash.gpu": (
         "float64 mask_operands weights precision softmax_dtype vmem_limit_bytes sequence_layout "
-        "quantized pages draft_mask scope prefixes stored_heads latent selected int4"),
+        "quantized pages draft_mask scope prefixes stored_heads latent int4"),
     "flash.tpu": (
         "float16 float64 mask_operands weights softmax_dtype sequence_layout quantized pages "
         "draft_mask scope prefixes stored_heads latent int4"),

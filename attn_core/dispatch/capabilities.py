@@ -279,9 +279,11 @@ def cudnn_gradient_limits(request: Request) -> str | None:
 
 def hopper_flash_limits(request: Request) -> str | None:
   """Limits of the block-wise kernels for Hopper."""
+  from attn_core.kernels.common import listed
   from attn_core.kernels.gpu.flash import tiling  # Mosaic GPU takes 0.3 s to import
-  return tiling.unsupported_reason(request.dtype, request.widths) or traceable.refusal(
-      request.mod, request.mods, _at_positions(request), "Hopper")
+  return (tiling.unsupported_reason(request.dtype, request.widths)
+          or listed.refusal(mask_lib.of_structure(request.mask), request.lengths, "Hopper")
+          or traceable.refusal(request.mod, request.mods, _at_positions(request), "Hopper"))
 
 
 def hopper_decode_limits(request: Request) -> str | None:
@@ -306,7 +308,7 @@ def tpu_limits(request: Request) -> str | None:
 
 def tpu_flash_limits(request: Request) -> str | None:
   """Limits of the block-wise kernels for TPUs."""
-  from attn_core.kernels.tpu.flash import listed
+  from attn_core.kernels.common import listed
   mask = mask_lib.of_structure(request.mask)
   return (tpu_limits(request) or listed.refusal(mask, request.lengths)
           or traceable.refusal(request.mod, request.mods, _at_positions(request)))

@@ -32,7 +32,8 @@ def selected_blocks(indices: ArrayLike, block_q: int, block_kv: int) -> Mask:
   (https://arxiv.org/abs/2502.11089), Mixture of Block Attention (https://arxiv.org/abs/2502.13189).
   Combine it with `causal()`, as the call does by default: the last block of a query usually
   extends past it. Blocks are counted by rows and columns, whatever the positions. The kernels for
-  TPUs visit the listed blocks and no others where both blocks are multiples of 128 tokens.
+  TPUs and for Hopper visit the listed blocks and no others where both blocks are multiples of 128
+  tokens.
 
   Args:
     indices: int32 [B or 1, K or 1, num_query_blocks, k], numbers of key blocks; H query heads in

@@ -9,13 +9,13 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from attn_core.kernels.common import dense_operands
+from attn_core.kernels.common import dense_operands, listed
 from attn_core.kernels.gpu import mosaic
 from attn_core.kernels.gpu.flash.block_list import BlockList, make_block_list
 from attn_core.kernels.gpu.flash.logits import Logits
 from attn_core.kernels.gpu.flash.tile_inputs import TileInputLoader, TileInputs
 from attn_core.kernels.gpu.mosaic import Ref
-from attn_core.masks import block_map as block_map_lib
+from attn_core.masks import block_map as block_map_lib, selected
 from attn_core.types import AttentionSpec, Operands
 
 
@@ -58,14 +58,33 @@ def make_kernel_params(operands: Operands, spec: AttentionSpec, tiling: Any,
     by_keys: whether the kernel sums over queries; its tiles are [keys, queries] then.
   """
   dense_operands.assert_shapes(operands)
-  kinds = block_map_lib.block_kinds(dense_operands.mask_of(operands, spec), tiling.sizes)
+  kinds, most = kinds_of(operands, spec, tiling.sizes)
   block_map = block_map_lib.block_map(kinds.swapaxes(-1, -2) if by_keys else kinds)
+  if most is not None and not by_keys:
+    block_map = block_map._replace(indices=block_map.indices[..., :most])
+  operands, spec = listed.without_lists(operands, spec)
   heads = operands.query.shape[2]
   group = heads // operands.key.shape[2]
   loader = TileInputLoader(spec, tiling.sizes, transposed=by_keys, group=group)
   params = KernelParams(tiling, Logits(loader, operands.bias is not None), heads, group,
                         block_map.any_full, block_map.any_partial, mosaic.interpreted())
   return params, make_block_list(block_map), loader.pack(operands)
+
+
+def kinds_of(operands: Operands, spec: AttentionSpec,
+             sizes: block_map_lib.Sizes) -> tuple[block_map_lib.Array, int | None]:
+  """Returns the kinds of blocks, and the most that a block of queries visits; None: no list says.
+
+  Args:
+    operands: the arrays.
+    spec: what is computed.
+    sizes: of the blocks, each of which lies in one listed block, if the mask has lists.
+  """
+  mask = dense_operands.mask_of(*listed.of_local_rows(operands, spec))
+  lists, rest = selected.split(mask)
+  kinds = listed.visited(block_map_lib.block_kinds(rest, sizes), lists,
+                         (sizes.queries, sizes.keys), (sizes.block_q, sizes.block_kv))
+  return kinds, listed.most_visited(mask, sizes.block_kv)
 
 
 def grid_index_of(block: jax.Array, heads: int, num_blocks: int) -> GridIndex:

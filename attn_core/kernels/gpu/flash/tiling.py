@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from attn_core.kernels.common import dense_operands
+from attn_core.kernels.common import dense_operands, listed
 from attn_core.kernels.gpu import mosaic
 from attn_core.masks import block_map, leaves, mask as mask_lib
 from attn_core.score_mods import evaluate, score_mod
@@ -112,6 +112,7 @@ def make_tiling(operands: Operands, spec: AttentionSpec, requested: BlockSizes) 
     block_q, block_kv, stages = LONG_TILING
   block_q = _requested(requested, "block_q", block_q, 128, 256)
   block_kv = _requested(requested, "block_kv", block_kv, 64, 256)
+  _check_listed(operands, spec, block_q, block_kv)
   if requested.block_heads is not None:
     raise ValueError(f"block_sizes.block_heads: got {requested.block_heads}; the GPU kernels "
                      "compute one query head at a time: expected None")
@@ -175,6 +176,16 @@ def _requested(requested: BlockSizes, field: str, tuned: int, multiple: int, mos
     raise ValueError(f"block_sizes.{field}: got {size}; on a GPU expected a multiple of {multiple} "
                      f"tokens up to {most}")
   return size
+
+
+def _check_listed(operands: Operands, spec: AttentionSpec, block_q: int, block_kv: int) -> None:
+  """Raises ValueError unless each block lies in one listed block, as those of 128 tokens do."""
+  mask = mask_lib.of_structure(spec.mask)
+  for field, size, length in ((listed.QUERIES, block_q, operands.query.shape[1]),
+                              (listed.KEYS, block_kv, operands.key.shape[1])):
+    if (listed_size := listed.divisor(mask, field, length)) % size:
+      raise ValueError(f"block_sizes.{field}: got {size}; expected a divisor of {listed_size}, the "
+                       "tokens of a listed block")
 
 
 # --- Backward. -----------------------------------------------------------------------------------

@@ -20,12 +20,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 import jax.numpy as jnp
 
-from attn_core.kernels.common import dense_operands, nonfinite, online_softmax
+from attn_core.kernels.common import dense_operands, listed, nonfinite, online_softmax
 from attn_core.kernels.common.backward import complete_cotangents, finite_lse
 from attn_core.kernels.common.contract import (BackwardFn, BackwardResiduals, RemoteCopy,
                                                    Residuals)
 from attn_core.kernels.tpu.flash import (
-    call, key_sums, listed, mod_sums, row_sums, scalar_memory, schedule, score_tiles, step_list,
+    call, key_sums, mod_sums, row_sums, scalar_memory, schedule, score_tiles, step_list,
     tile_inputs, tiling as tiling_lib)
 from attn_core.kernels.tpu.flash.tile_inputs import Index, KernelRefs, TileIndex, TokenRange
 from attn_core.kernels.tpu.flash.tile_loop import (

@@ -17,10 +17,10 @@ import jax
 from jax.experimental import pallas as pl
 import jax.numpy as jnp
 
-from attn_core.kernels.common import dense_operands, nonfinite
+from attn_core.kernels.common import dense_operands, listed, nonfinite
 from attn_core.kernels.common.contract import RemoteCopy, Residuals
 from attn_core.kernels.tpu.flash import (
-    call, listed, scalar_memory, schedule, score_tiles, softmax_choice, step_list, tile_inputs,
+    call, scalar_memory, schedule, score_tiles, softmax_choice, step_list, tile_inputs,
     tiling as tiling_lib)
 from attn_core.kernels.tpu.flash.forward_step import ForwardReaders, ForwardStep, SoftmaxForm
 from attn_core.kernels.tpu.flash.tile_inputs import KernelRefs

@@ -14,10 +14,10 @@ https://arxiv.org/abs/2307.08691.
 
 import functools
 
+from attn_core.kernels.common import listed
 from attn_core.kernels.common.contract import Kernel, RemoteCopyFns
 from attn_core.kernels.tpu import launch
-from attn_core.kernels.tpu.flash import (
-    backward, forward, listed, scalar_memory, tiling as tiling_lib)
+from attn_core.kernels.tpu.flash import backward, forward, scalar_memory, tiling as tiling_lib
 from attn_core.types import AttentionSpec, BlockSizes, Operands
 
 

@@ -21,7 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core.kernels.tpu.flash import listed, step_list
+from attn_core.kernels.common import listed
+from attn_core.kernels.tpu.flash import step_list
 from attn_core.kernels.tpu.flash.step_list import Schedule
 from attn_core.masks import block_map, position_range, selected
 from attn_core.masks.mask import Mask
@@ -254,11 +255,8 @@ def _kinds(mask: Mask, tiling: Tiling, by_keys: bool) -> jax.Array | np.ndarray:
   lengths, tile = (tiling.query_length, tiling.key_length), (tiling.tile_q, tiling.tile_kv)
   kinds = block_map.block_kinds(rest, block_map.Sizes(*lengths, *tile))
   kinds = block_map.merge_heads(kinds, tiling.query_heads)
-  xp = np if isinstance(kinds, np.ndarray) and all(
-      isinstance(x.indices, np.ndarray) for x in lists) else jnp
-  if lists:
-    kinds = xp.where(listed.tiles(lists, lengths, tile, tiling.query_heads, xp), kinds,
-                     block_map.EMPTY)
+  kinds = listed.visited(kinds, lists, lengths, tile, tiling.query_heads)
+  xp = np if isinstance(kinds, np.ndarray) else jnp
   ranges, columns = (tiling.num_ranges, tiling.blocks_of_range) if by_keys else (
       1, tiling.query_blocks)
   tiles = ranges * columns * tiling.tiles_q, tiling.padded_keys // tiling.tile_kv

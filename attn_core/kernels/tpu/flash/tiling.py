@@ -18,7 +18,8 @@ from typing import Iterator
 
 import jax
 
-from attn_core.kernels.tpu.flash import listed, scalar_memory, score_tiles
+from attn_core.kernels.common import listed
+from attn_core.kernels.tpu.flash import scalar_memory, score_tiles
 from attn_core.kernels.tpu.flash.schedule import LANES, MEBIBYTE, Tiling, round_up
 from attn_core.masks import leaves, mask as mask_lib, position_range
 from attn_core.types import AttentionSpec, BlockSizes, Operands, cdiv

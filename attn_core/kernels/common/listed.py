@@ -1,10 +1,10 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Lists of key blocks in the TPU kernels, which visit the listed blocks and no others.
+"""Lists of key blocks in the Pallas kernels, which visit the listed blocks and no others.
 
 A block of a kernel lies in one listed block, and the heads of a step have one list: what the list
-says of a block holds for all of its pairs, so that the schedule says everything, and a kernel
-evaluates the rest of the mask only.
+says of a block holds for all of its pairs: a kernel visits it or not, and evaluates the rest of the
+mask only.
 
 Lu et al., MoBA: Mixture of Block Attention for Long-Context LLMs, https://arxiv.org/abs/2502.13189.
 """
@@ -17,29 +17,32 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn_core.kernels.common import dense_operands
-from attn_core.masks import leaves, mask as mask_lib, selected
+from attn_core.masks import block_map, leaves, mask as mask_lib, selected
 from attn_core.types import AttentionSpec, Operands, cdiv
 
 LANES = 128
 QUERIES, KEYS = "block_q", "block_kv"  # fields of `leaves.Selected`
 
 
-def refusal(mask: mask_lib.Mask, lengths: tuple[int, int]) -> str | None:
+def refusal(mask: mask_lib.Mask, lengths: tuple[int, int],
+            chips: str = "TPUs") -> str | None:
   """Returns why the kernels cannot follow the lists of a mask; None: they can, or it has none.
 
   Args:
     mask: with anything in place of its arrays.
     lengths: (T, S).
+    chips: that the kernels are for, as an error says it.
   """
   lists, rest = selected.split(mask)
   name = "masks.selected_blocks or masks.selected_keys"
   if any(isinstance(x, leaves.Selected) for x in mask_lib.nodes(rest)):
-    return f"{name} under `|`, `~` or masks.placed: the kernels for TPUs follow lists joined by `&`"
+    return (f"{name} under `|`, `~` or masks.placed: the kernels for {chips} follow lists joined "
+            "by `&`")
   for node in lists:
     for field, length in zip((QUERIES, KEYS), lengths):
       size = getattr(node, field)
       if size % LANES and size < length:
-        return (f"{name} with {field}={size}: the kernels for TPUs follow lists of blocks of a "
+        return (f"{name} with {field}={size}: the kernels for {chips} follow lists of blocks of a "
                 f"multiple of {LANES} tokens")
   return None
 
@@ -126,6 +129,23 @@ def _with_mask(operands: Operands, spec: AttentionSpec,
   arrays, structure = jax.tree.flatten(mask)
   return (operands._replace(mask=operands.mask._replace(arrays=tuple(arrays))),
           spec._replace(mask=structure))
+
+
+def visited(kinds: jax.Array | np.ndarray, lists: tuple[leaves.Selected, ...],
+            lengths: tuple[int, int], tile: tuple[int, int],
+            heads: int = 1) -> jax.Array | np.ndarray:
+  """Returns the kinds of tiles [B or 1, steps or 1, ..] of a mask, EMPTY outside of its lists.
+
+  Args:
+    kinds: those of the rest of the mask.
+    lists: of the rows and heads of the call, or ().
+    lengths, tile, heads: as in `tiles`.
+  """
+  if not lists:
+    return kinds
+  xp = np if isinstance(kinds, np.ndarray) and all(
+      isinstance(x.indices, np.ndarray) for x in lists) else jnp
+  return xp.where(tiles(lists, lengths, tile, heads, xp), kinds, block_map.EMPTY)
 
 
 def tiles(lists: tuple[leaves.Selected, ...], lengths: tuple[int, int], tile: tuple[int, int],
