@@ -128,14 +128,24 @@ _latent = Implementation(latent.decode, _DECODE | {"latent"}, LINEAR, latent_lim
 _latent = Implementation(
     latent.projected, _BLOCKWISE - {"bias", "dropout", "selected"} | {"latent", "quantized"},
     LINEAR, latent_limits.projected_limits, fallback=_latent)
+_projected_derivatives = Rows(tangent=_latent.name)
+# Custom masks, which may have arrays, are limits.
+_latent_tpu = Implementation(
+    latent.projected_tpu,
+    _TPU - {"bias", "dropout", "selected"} | {"latent", "quantized", "mask_operands"}, LINEAR,
+    latent_limits.projected_tpu_limits(capabilities.tpu_limits), fallback=_latent,
+    derivatives=_projected_derivatives)
 _latent_tpu = Implementation(
     latent.decode_tpu, _DECODE - _NOT_ON_TPU | {"latent"}, LINEAR,
-    latent_limits.tpu_decode_limits(capabilities.tpu_limits), fallback=_latent, shards_keys=True,
-    derivatives=_absorbed_gradient)
+    latent_limits.tpu_decode_limits(capabilities.tpu_limits), fallback=_latent_tpu,
+    shards_keys=True, derivatives=_absorbed_gradient)
+_latent_hopper = Implementation(
+    latent.projected_gpu, _HOPPER - {"bias", "dropout"} | {"latent", "quantized"}, LINEAR,
+    latent_limits.projected_hopper_limits, fallback=_latent, derivatives=_projected_derivatives)
 # Up to 8 queries a row are absorbed on Hopper, even where projecting takes fewer FLOPs.
 _latent_hopper = Implementation(
     latent.decode_gpu, _DECODE & _HOPPER | {"latent"}, LINEAR, latent_limits.hopper_decode_limits,
-    fallback=_latent, shards_keys=True, derivatives=_absorbed_gradient)
+    fallback=_latent_hopper, shards_keys=True, derivatives=_absorbed_gradient)
 
 _latent_pages = _over_pages("PagesLatent", latent.pages,
                             _PAGED - _MODS - {"value_width", "stored_heads"} | {"latent"})

@@ -242,6 +242,7 @@ class AttentionSpec(NamedTuple):
   # Of latent rows: a value is the first `latent_width` numbers of its key. `Operands.value` has no
   # numbers then, or the rest of each key, where 8-bit keys store it apart. None: values are given.
   latent_width: int | None = None
+  row_width: int | None = None  # the numbers of a latent row before its padding; None: it has none
 
   @property
   def has_score_mod(self) -> bool:

@@ -188,6 +188,27 @@ class LatentTest(parameterized.TestCase):
       self.assertTrue(np.isnan(x[[0, 2]]).all())
       np.testing.assert_allclose(x[1], y[1], atol=tolerance)
 
+  def test_padded_rows_of_a_dense_cache(self):
+    rng, widths = np.random.default_rng(5), (128, 64)
+    query, rows = (jnp.asarray(rng.normal(size=(2, *shape, sum(widths))), "bfloat16")
+                   for shape in ((1, 5), (136,)))
+    cache = latent.append(latent.init(2, 136, widths, padded=True), rows, np.int32([129, 70]))
+    self.assertEqual(cache.latents.shape[2], 256)
+    cache = cache._replace(latents=cache.latents.at[0, 129:].set(jnp.nan))
+    def run(query, cache, metadata=gpu_cases.HOPPER):
+      output = attention(
+          query, None, None, mechanism=LATENT, latent_options=LatentOptions(*widths, 32),
+          cache_view=cache, metadata=metadata, block_sizes=BLOCKS, return_lse=True)
+      return output.attention_outputs, output.lse
+    found = interpret(run, query, cache)
+    for x, y, tolerance in zip(found, run(query, cache, **CPU), (1e-2, 1e-5)):
+      np.testing.assert_allclose(np.float32(x), np.float32(y), atol=tolerance)
+    if sampling.chosen("gradients of padded latent rows on a GPU"):
+      loss = lambda query, **more: sum(jnp.cos(x.astype(jnp.float32)).sum()
+                                       for x in run(query, cache, **more))
+      np.testing.assert_allclose(np.float32(interpret(jax.grad(loss), query)),
+                                 np.float32(jax.grad(loss)(query, **CPU)), atol=2e-2)
+
   @sampling.slow("latent rows in every batch on a GPU")
   def test_a_row_has_the_same_bits_in_every_batch(self):
     whole = interpret(latent_decoded, np.arange(4), *latent_arrays(np.arange(4)))
@@ -214,7 +235,8 @@ class LatentTest(parameterized.TestCase):
           query, None, None, cache_view=cache, mechanism=LATENT, mode="__autoregressive__",
           latent_options=LatentOptions(*widths, 128), **{"metadata": gpu_cases.HOPPER, **more})
       return str(next(v for v in explanation.verdicts if v.mechanism == LATENT))
-    self.assertRegex(said(), "can, by latent.decode_gpu")
+    for arguments in ({}, {"padded": True}):
+      self.assertRegex(said(**arguments), "can, by latent.decode_gpu")
     self.assertRegex(said(dtype="float16", widths=(256, 64)), "can, by latent.decode_gpu")
     self.assertRegex(said(metadata=gpu_cases.HOPPER.replace(compute_capability="8.0")),
                      "can, by latent.decode")
@@ -223,9 +245,51 @@ class LatentTest(parameterized.TestCase):
         (dict(dtype="int8"), "int8.*quantized"), (dict(slots=201), "201 slots.*multiples of 8"),
         (dict(widths=(512, 32)), r"rows of 512 \+ 32 numbers.*multiples of 64"),
         (dict(widths=(512, 128)), r"rows of 512 \+ 128 numbers.*up to 512 and 576 together"),
-        (dict(padded=True), "pads to 640 numbers"), (dict(tokens=9), "9 queries"),
+        (dict(tokens=9), "9 queries"),
         (dict(precision="highest"), "precision")):
       self.assertRegex(said(**arguments), f"latent.decode_gpu: .*{words}")
+
+
+LATENT_WIDTH, NOPE, VALUE_WIDTH = 64, 32, 48
+
+
+def projected_arrays():
+  """Returns queries of 4 heads, latent rows, key_up and value_up."""
+  rng = np.random.default_rng(4)
+  array = lambda *shape, scale=1.0: jnp.asarray(scale * rng.normal(size=shape), "bfloat16")
+  return (array(2, 140, 4, NOPE + 16), array(2, 140, LATENT_WIDTH + 16),
+          array(LATENT_WIDTH, 4, NOPE, scale=0.1), array(LATENT_WIDTH, 4, VALUE_WIDTH, scale=0.1))
+
+
+def projected(query, rows, *up, metadata=gpu_cases.HOPPER):
+  """Returns (out, lse) of a prefill whose keys are projected."""
+  output = attention(
+      query, rows, None, mechanism=LATENT, metadata=metadata,
+      latent_options=LatentOptions(LATENT_WIDTH, 16, None, *up), sliding_window=(100, 0),
+      softmax_aux=jnp.arange(4.0), return_lse=True)
+  return output.attention_outputs, output.lse
+
+
+@gpu_interpret.interprets
+class ProjectedTest(parameterized.TestCase):
+  """Keys and values of two heads at a time, by the block-wise kernels."""
+
+  def test_value_and_lse(self):
+    given = projected_arrays()
+    found = interpret(projected, *given)
+    want = jax.jit(functools.partial(projected, **CPU))(*given)
+    for x, y, tolerance in zip(found, want, (1e-2, 1e-3)):
+      np.testing.assert_allclose(np.float32(x), np.float32(y), atol=tolerance)
+
+  @sampling.slow("gradients of projected latent rows on a GPU")
+  def test_gradients(self):
+    def gradients(given, **more):
+      found, pull = jax.vjp(functools.partial(projected, **more), *given)
+      return pull(jax.tree.map(lambda x: jnp.cos(x.astype(jnp.float32)).astype(x.dtype), found))
+    given = projected_arrays()
+    want = gradients([x.astype(jnp.float32) for x in given], **CPU)
+    for x, y in zip(interpret(gradients, given), want):
+      np.testing.assert_allclose(np.float32(x), y, atol=2e-2 * abs(y).max())
 
 
 class ChoiceTest(parameterized.TestCase):

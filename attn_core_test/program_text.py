@@ -227,3 +227,13 @@ def details(scope: Scope, depth: int = 0) -> Sequence[str]:
   """Returns every operation, to compare two programs whose hashes differ."""
   inner = [line for x in scope.inside for line in details(x, depth + 1)]
   return [f"{'  ' * depth}{scope.name}", *(f"{'  ' * depth}  {x}" for x in scope.lines), *inner]
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+  """Yields every equation of a program and of the programs nested in it."""
+  for equation in jaxpr.eqns:
+    yield equation
+    for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(
+        x, "eqns") or hasattr(x, "jaxpr")):
+      if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
+        yield from equations(inner if hasattr(inner, "eqns") else inner.jaxpr)

@@ -26,7 +26,8 @@ PLACES = {"CPU": "cpu", "TPU": "tpu", "Hopper GPU": "gpu 9.0", "other GPU": "gpu
 KERNELS = {**dict.fromkeys(("vanilla", "xla", "xla_writing", "projected", "decode", "absorbed",
                             "pages"), "XLA"), "cudnn": "cuDNN",
            **dict.fromkeys(("tpu", "tpu_writing", "tpu_remote", "gpu", "gpu_writing", "pages_tpu",
-                            "pages_gpu", "decode_tpu", "decode_gpu"), "Pallas")}
+                            "pages_gpu", "decode_tpu", "decode_gpu", "projected_tpu",
+                            "projected_gpu"), "Pallas")}
 MEMORY = {capabilities.LINEAR: "linear", capabilities.LINEAR_BANDED: "linear †",
           capabilities.QUADRATIC: "quadratic"}
 # Rows of the table of times -> (case, direction) in the results of the benchmark.

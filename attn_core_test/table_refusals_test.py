@@ -47,8 +47,10 @@ KERNELS = {
         "tpu": "decode.tpu, decode.xla"},
     "multi_latent_attention": {
         "cpu, gpu": "latent.projected, latent.decode, latent.absorbed",
-        "gpu 9.0": "latent.decode_gpu, latent.projected, latent.decode, latent.absorbed",
-        "tpu": "latent.decode_tpu, latent.projected, latent.decode, latent.absorbed"},
+        "gpu 9.0": "latent.decode_gpu, latent.projected_gpu, latent.projected, latent.decode, "
+                   "latent.absorbed",
+        "tpu": "latent.decode_tpu, latent.projected_tpu, latent.projected, latent.decode, "
+               "latent.absorbed"},
     "multi_latent_ragged_page_attention": {
         "cpu, gpu": "latent.pages", "tpu": "latent.pages_tpu, latent.pages",
         "gpu 9.0": "latent.pages_gpu, latent.pages"},
@@ -112,6 +114,13 @@ REFUSED = {
     "latent.projected": (
         "bias score_mod score_function dropout weights vmem_limit_bytes sequence_layout pages "
         "selected draft_mask scope prefixes stored_heads int4"),
+    "latent.projected_tpu": (
+        "float16 float64 bias score_mod score_function dropout weights softmax_dtype "
+        "sequence_layout pages selected draft_mask scope prefixes stored_heads int4"),
+    "latent.projected_gpu": (
+        "float64 mask_operands bias score_mod score_function dropout weights precision "
+        "softmax_dtype vmem_limit_bytes sequence_layout pages selected draft_mask scope prefixes "
+        "stored_heads int4"),
     "latent.decode": (
         "bias score_mod score_function dropout weights vmem_limit_bytes sequence_layout pages "
         "draft_mask scope selected prefixes stored_heads int4"),

@@ -85,10 +85,6 @@ def hopper_decode_limits(request: "Request") -> str | None:
   reason, widths = decode_limits(request), request.latent
   if reason is not None or widths is None:
     return reason
-  width = request.key.shape[3] + request.value.shape[3]
-  if width != widths.latent + widths.rope:
-    return (f"latent rows that a dense cache pads to {width} numbers: the kernel for Hopper reads "
-            "dense rows without padding, as caches.latent.init makes them by default")
   return decode.unsupported_reason(
       request.dtype, (widths.latent + widths.rope, widths.latent), request.lengths,
       "quantized" in request.features, latent=True)
@@ -109,3 +105,17 @@ def projected_limits(request: "Request") -> str | None:
     return (f"{work.projected:.3g} FLOPs a row of the batch for {request.lengths[0]} queries and "
             f"{request.lengths[1]} keys, and {work.absorbed:.3g} absorbed")
   return None
+
+
+def projected_tpu_limits(of_chip: "Limits") -> "Limits":
+  """Returns the limits of the projected form on TPUs, given those of all kernels for TPUs."""
+  return lambda request: of_chip(request) or projected_limits(request)
+
+
+def projected_hopper_limits(request: "Request") -> str | None:
+  """Limits of the projected form by the block-wise kernels for Hopper."""
+  reason, widths = projected_limits(request), request.latent
+  if reason is not None or widths is None or widths.nope is None or widths.value is None:
+    return reason
+  from attn_core.kernels.gpu.flash import tiling  # Mosaic GPU takes 0.3 s to import
+  return tiling.unsupported_reason(request.dtype, (widths.nope + widths.rope, widths.value))

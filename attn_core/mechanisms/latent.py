@@ -25,9 +25,16 @@ from jax.sharding import PartitionSpec as P
 
 from attn_core import array_axes
 from attn_core.kernels.common import matmul_precision, nonfinite
+from attn_core.kernels.common.contract import Kernel
 from attn_core.kernels.xla import decode as xla_decode, flash as xla_flash
 from attn_core.mechanisms import decode as decode_lib, flash, paged
 from attn_core.types import AttentionOutput, Call, Operands, at_least_float32
+
+# Bytes of a step's keys and values that accelerators may take: a few heads of a short prefill would
+# leave most of a chip idle.
+STEP_BYTES = 32 * 2**20
+# Residuals of the block-wise kernels; the backward of a step computes all else again.
+_KEPT = jax.checkpoint_policies.save_only_these_names("attn_output", "attn_lse")
 
 
 def absorbed(call: Call) -> AttentionOutput:
@@ -93,8 +100,9 @@ def _with_padding(call: Call) -> Call:
   if query.shape[3] == width:
     return call
   padding = (0, width - query.shape[3])
-  return call._replace(operands=operands._replace(
-      query=jnp.pad(_with_whole_width(query), ((0, 0),) * 3 + (padding,))))
+  return call._replace(
+      spec=call.spec._replace(row_width=query.shape[3]), operands=operands._replace(
+          query=jnp.pad(_with_whole_width(query), ((0, 0),) * 3 + (padding,))))
 
 
 def _with_whole_width(query: jax.Array) -> jax.Array:
@@ -107,10 +115,30 @@ def _with_whole_width(query: jax.Array) -> jax.Array:
 
 
 def projected(call: Call) -> AttentionOutput:
+  """Projects a few heads at a time, for block-wise attention in plain XLA, on every platform."""
+  return _project(xla_flash.KERNEL, 0, call)
+
+
+def projected_tpu(call: Call) -> AttentionOutput:
+  """Projects a few heads at a time, for the block-wise kernels for TPUs."""
+  return _project(flash.tpu_kernel(), STEP_BYTES, call)
+
+
+def projected_gpu(call: Call) -> AttentionOutput:
+  """Projects a few heads at a time, for the block-wise kernels for Hopper."""
+  return _project(flash.gpu_kernel(), STEP_BYTES, call)
+
+
+def _project(kernel: Kernel, step_bytes: int, call: Call) -> AttentionOutput:
   """Computes keys and values of a few heads at a time, and their block-wise attention.
 
   A step takes every `steps`-th head, so that each device has some of them where mesh axes shard
   the heads. The backward computes the keys and values of a step again.
+
+  Args:
+    kernel: of block-wise attention.
+    step_bytes: see `_steps`.
+    call: latent rows, and up-projections.
   """
   operands = xla_decode.dequantized(call.operands)
   key_up, value_up = operands.up
@@ -118,7 +146,7 @@ def projected(call: Call) -> AttentionOutput:
   # Without the zeros that pad the rows of a cache.
   rows = operands.key[:, :, 0, :latent + operands.query.shape[3] - key_up.shape[2]]
   heads = operands.query.shape[2]
-  steps = _steps(call, heads)
+  steps = _steps(call, heads, step_bytes)
   placement = call.placement
   if placement is not None:
     placement = placement._replace(key_heads=placement.heads)
@@ -131,7 +159,7 @@ def projected(call: Call) -> AttentionOutput:
     # A sum, because its type is sharded over Explicit axes of the heads as the keys are.
     shared = rows[:, :, None, latent:] + jnp.zeros_like(key[..., :1])
     value = _product("bsl,lhe->bshe", clean[..., :latent], value_up, call)
-    return flash.by_kernel(xla_flash.KERNEL, call._replace(
+    return flash.by_kernel(kernel, call._replace(
         operands=operands._replace(query=query, key=jnp.concatenate([key, shared], -1), value=value,
                                    sinks=sinks[0] if sinks else None, up=()),
         spec=call.spec._replace(latent_width=None), placement=placement))
@@ -149,24 +177,29 @@ def projected(call: Call) -> AttentionOutput:
   of_steps = [split(operands.query, 2), split(key_up, 1), split(value_up, 1)]
   if operands.sinks is not None:
     of_steps.append(split(operands.sinks, 1))
-  found = jax.lax.map(jax.checkpoint(step), tuple(of_steps))
+  if not kernel.effects():  # those of interpreters, which JAX cannot compute again
+    step = jax.checkpoint(step, policy=_KEPT)
+  found = jax.lax.map(step, tuple(of_steps))
   return AttentionOutput(joined(found.attention_outputs, 2),
                          lse=None if found.lse is None else joined(found.lse, 1))
 
 
-def _steps(call: Call, heads: int) -> int:
-  """Returns the number of steps, whose keys and values are at most twice as large as the rows.
+def _steps(call: Call, heads: int, step_bytes: int) -> int:
+  """Returns the number of steps: at least two, where there are several heads.
 
-  A step has at least one head, and one for each device over which heads are sharded.
+  The keys and values of a step are at most twice as large as the rows, or `step_bytes`. A step has
+  at least one head, and one for each device over which heads are sharded.
   """
-  key_up, value_up = call.operands.up
+  rows, (key_up, value_up) = call.operands.key, call.operands.up
   placement = call.placement
   devices = 1 if placement is None else placement.size(placement.heads)
   rope = call.operands.query.shape[3] - key_up.shape[2]
   row = call.spec.latent_width + rope
-  most = max(1, 2 * row // (key_up.shape[2] + rope + value_up.shape[2])) * devices
+  of_head = key_up.shape[2] + rope + value_up.shape[2]
+  of_heads = rows.shape[0] * rows.shape[1] * of_head * key_up.dtype.itemsize
+  most = max(1, 2 * row // of_head, min(step_bytes // max(of_heads, 1), heads // devices // 2))
   return min(heads // n for n in range(1, heads + 1)
-             if heads % n == 0 and (n <= most) and n % devices == 0)
+             if heads % n == 0 and n <= most * devices and n % devices == 0)
 
 
 def _product(expression: str, left: jax.Array, right: jax.Array, call: Call) -> jax.Array:

@@ -113,6 +113,7 @@ def make_tiling(operands: Operands, spec: AttentionSpec | None, requested: Block
   """
   latent_width = None if spec is None else spec.latent_width
   (_, queries, heads, width), (_, keys, key_heads, _) = operands.query.shape, operands.key.shape
+  width = width if spec is None else spec.row_width or width
   group = heads // key_heads
   quantized = None
   if operands.key_scale is not None:
@@ -227,7 +228,7 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
   scales = () if params.quantized is None else tuple(
       quantized_kv.pack_scales(params.quantized, x)
       for x in (operands.key_scale, operands.value_scale) if x is not None)
-  query = nonfinite.infinite_to_nan(operands.query)
+  query = nonfinite.infinite_to_nan(operands.query[..., :params.width])
   inputs = Inputs(_to_rows(tiling, query), operands.key,
                   None if params.latent else operands.value, scales, block_list,
                   loader.pack(operands))
@@ -319,9 +320,10 @@ def _copy(params: split_kv.KernelParams, inputs: Inputs, index: GridIndex, _: ja
   source, first = inputs.value if values else inputs.key, block * split_kv.BLOCK_KV
   tokens = split_kv.tokens_per_copy(params, values, split_kv.BLOCK_KV)
   for n in range(0, split_kv.BLOCK_KV, tokens):
-    plgpu.copy_gmem_to_smem(
-        source.at[index.batch, pl.ds(first + n, tokens), index.head],
-        target.block.at[pl.ds(n, tokens)], target.barrier)
+    part, width = source.at[index.batch, pl.ds(first + n, tokens), index.head], params.width
+    if params.latent and source.shape[3] > width:  # without the padding of latent rows
+      part = source.at[index.batch, pl.ds(first + n, tokens), index.head, pl.ds(0, width)]
+    plgpu.copy_gmem_to_smem(part, target.block.at[pl.ds(n, tokens)], target.barrier)
   if target.scales is not None and params.quantized is not None:
     plgpu.copy_gmem_to_smem(quantized_kv.slice_scales(
         params.quantized, inputs.scales[values],
@@ -346,7 +348,8 @@ def _check(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> 
   query, value, quantized = operands.query, operands.value, operands.key_scale is not None
   reason = unsupported_reason(
       query.dtype if quantized else operands.key.dtype,
-      (query.shape[3], spec.latent_width or value.shape[3]), (query.shape[1], value.shape[1]),
+      (spec.row_width or query.shape[3], spec.latent_width or value.shape[3]),
+      (query.shape[1], value.shape[1]),
       quantized, spec.latent_width is not None)
   if reason is None and mask_lib.WHOLE in mask_lib.structure_roles(spec.mask):
     reason = "masks.custom with operands: the kernel for Hopper cannot cut them into blocks"
