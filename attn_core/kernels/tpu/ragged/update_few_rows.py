@@ -31,6 +31,7 @@ from attn_core.kernels.tpu.ragged.kv_block import KVBlock
 
 StartSome = Callable[[int, int], None]  # starts part i of n of the next transfers
 
+
 def start(k: KernelRefs) -> None:
   """Starts the running softmax of a step."""
   for ref, number in zip(k.running, (-jnp.inf, 0.0, 0.0)):
