@@ -309,6 +309,9 @@ def _listed(shape: tuple[int, ...], most: int, count: int, blocks: tuple[int, in
 LISTS = {
     "lists_of_rows_and_heads": Case(
         masks.causal() & _listed((2, 2, 300, 300), 3, 2, (128, 128), 2, 1), B=2, T=300, H=2, K=1),
+    "lists_with_a_mod_and_segments": Case(
+        masks.segments(IDS[:1]) & _listed((1, 2, 300, 300), 3, 1, (256, 128), 1, 2), T=300, H=2,
+        mod=score_mods.alibi(_normal(2)), spec={"dropout_prob": 0.3}, extras=_WORDS),
     "lists_alone_with_a_bias": Case(
         _listed((1, 2, 140, 400), 2, 1, (128, 256), 1, 1), T=140, S=400, H=2, D=256,
         extras={"bias": ((1, 2, 140, 400), "float32"), "sinks": ((1, 2), "float32")}),
