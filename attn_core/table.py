@@ -9,7 +9,8 @@ Literal rows only: a new kernel or mechanism is a new row here.
 
 from typing import Callable
 
-from attn_core.dispatch import capabilities, latent as latent_limits, selection
+from attn_core.dispatch import (capabilities, latent as latent_limits, pages as pages_limits,
+                                selection)
 from attn_core.dispatch.capabilities import (FEATURES, LINEAR, LINEAR_BANDED, QUADRATIC,
                                              Implementation)
 from attn_core.dispatch.derivatives import Rows
@@ -41,7 +42,7 @@ _PAGED = frozenset({"gqa", "value_width", "float16", "float64", "causal", "windo
 # Features that kernels over pages, and the decode kernel for TPUs, lack.
 _NOT_ON_HOPPER = frozenset({"float64", "precision", "softmax_dtype", "draft_mask", "scope",
                             "prefixes", "int4"})
-_NOT_ON_TPU = _NOT_ON_HOPPER - {"draft_mask", "scope"} | {"float16"}
+_NOT_ON_TPU = _NOT_ON_HOPPER - {"draft_mask", "scope", "prefixes"} | {"float16"}
 
 _Run = Callable[[Call], AttentionOutput]
 
@@ -94,14 +95,14 @@ _OVER_PAGES = Rows(reverses_twice=False)  # the backward loops over the tokens o
 def _over_pages(layout: str, run: _Run,
                 features: frozenset[str] = _PAGED | {"int4"}) -> Implementation:
   """Returns the row of plain XLA over pages of one layout."""
-  return Implementation(run, features, LINEAR, capabilities.pages_limits(layout),
+  return Implementation(run, features, LINEAR, pages_limits.limits_of_layout(layout),
                         derivatives=_OVER_PAGES)
 
 
 def _pages_on_tpu(row: Implementation, layout: str, run: _Run) -> Implementation:
   """Returns a row over pages with the kernel for TPUs."""
-  return Implementation(run, row.features - _NOT_ON_TPU - {"chunk"} | {"prefixes"}, LINEAR,
-                        capabilities.pages_kernel_limits("tpu", layout), fallback=row,
+  return Implementation(run, row.features - _NOT_ON_TPU - {"chunk"}, LINEAR,
+                        pages_limits.kernel_limits("tpu", layout), fallback=row,
                         derivatives=_OVER_PAGES._replace(gradient=row.name))
 
 
@@ -109,7 +110,7 @@ def _pages_on_hopper(row: Implementation, layout: str, run: _Run) -> Implementat
   """Returns a row over pages with the kernel for Hopper."""
   of_layout = {"chunk"} if layout == "PagesV1" else {"chunk", "value_width"}
   return Implementation(run, row.features - _NOT_ON_HOPPER - of_layout, LINEAR,
-                        capabilities.pages_kernel_limits("gpu", layout), fallback=row,
+                        pages_limits.kernel_limits("gpu", layout), fallback=row,
                         derivatives=_OVER_PAGES._replace(gradient=row.name))
 
 
@@ -129,7 +130,7 @@ _latent = Implementation(
     latent.projected, _BLOCKWISE - {"bias", "dropout", "selected"} | {"latent", "quantized"},
     LINEAR, latent_limits.projected_limits, fallback=_latent)
 _projected_derivatives = Rows(tangent=_latent.name)
-# Custom masks, which may have arrays, are limits.
+# The limits refuse custom masks, so that their arrays need not be refused as a feature.
 _latent_tpu = Implementation(
     latent.projected_tpu,
     _TPU - {"bias", "dropout", "selected"} | {"latent", "quantized", "mask_operands"}, LINEAR,
@@ -140,8 +141,9 @@ _latent_tpu = Implementation(
     latent_limits.tpu_decode_limits(capabilities.tpu_limits), fallback=_latent_tpu,
     shards_keys=True, derivatives=_absorbed_gradient)
 _latent_hopper = Implementation(
-    latent.projected_gpu, _HOPPER - {"bias", "dropout"} | {"latent", "quantized"}, LINEAR,
-    latent_limits.projected_hopper_limits, fallback=_latent, derivatives=_projected_derivatives)
+    latent.projected_gpu, _HOPPER - {"bias", "dropout", "selected"} | {"latent", "quantized"},
+    LINEAR, latent_limits.projected_hopper_limits, fallback=_latent,
+    derivatives=_projected_derivatives)
 # Up to 8 queries a row are absorbed on Hopper, even where projecting takes fewer FLOPs.
 _latent_hopper = Implementation(
     latent.decode_gpu, _DECODE & _HOPPER | {"latent"}, LINEAR, latent_limits.hopper_decode_limits,

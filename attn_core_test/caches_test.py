@@ -234,6 +234,15 @@ class TileWritesTest(parameterized.TestCase):
       equal(jax.jit(tile_writes.by_tiles)(array, new, places), want)
       equal(tile_writes.write(array, new, places), want)
 
+  @parameterized.parameters((True, False), (False, True))
+  def test_a_libtpu_that_copies_gets_whole_tiles(self, copies, scatters):
+    given = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in (
+        ((2, 64, 1, 256), jnp.int8), ((2, 1, 1, 256), jnp.int8), ((2, 1), jnp.int32))]
+    with mock.patch.object(tile_writes, "_copies", lambda: copies):
+      program = jax.jit(lambda *x: tile_writes.write(*x)).trace(*given)
+      text = program.lower(lowering_platforms=("tpu",)).as_text()
+    self.assertEqual("stablehlo.scatter" in text, scatters)
+
   def test_a_write_maps_and_has_a_derivative(self):
     array, new = jnp.ones((2, 3, 64, 1, 256), "float8_e4m3fn"), jnp.full((2, 3, 1, 1, 256), 2)
     places = jnp.array([[[0], [5], [64]]] * 2)
@@ -264,7 +273,8 @@ class InitTest(absltest.TestCase):
         (lambda: dense.init(2, 8, (2, 8), dtype="small"),
          "dtype: got 'small'; expected a floating"),
         (lambda: dense.init(2, 8, 2), "heads: got 2"),
-        (lambda: pages.init(PagesV2, 4, 4, (2, 8, 8)), r"heads: got \(2, 8, 8\); expected Heads"),
+        (lambda: pages.init(PagesV2, 4, 4, (2, 8, 8, 8)),
+         r"heads: got \(2, 8, 8, 8\); expected Heads"),
         (lambda: pages.init(PagesV2, 4, 4, Heads(2, 8, 8), "small"), "dtype: got 'small'")):
       with self.subTest(message), self.assertRaisesRegex(ValueError, message):
         call()

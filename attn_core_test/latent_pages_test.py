@@ -82,9 +82,9 @@ def options_of(x):
   return LatentOptions(L, R, NOPE, x.get("key_up"), x.get("value_up"))
 
 
-def attended(case, x, cache_dtype=None, writes=True, padded=False, **more):
+def attended(case, x, cache_dtype=None, writes=True, padded=False, about=None, **more):
   """Returns (output, lse) over pages that hold NaN where no token is."""
-  about, rows = metadata(), x["rows"]
+  about, rows = about or metadata(), x["rows"]
   dtype = rows.dtype if cache_dtype is None else cache_dtype
   cache = latent_pages.init(8 * len(LENGTHS), PAGE, (L, R), dtype=dtype, padded=padded)
   if cache.scales is None:
@@ -262,6 +262,25 @@ class TpuTest(parameterized.TestCase):
       self.assertTrue(np.isnan(np.asarray(x, np.float32)[seen]).all())
       close(x[~seen], y[~seen], 0)
 
+  @parameterized.parameters(*sampling.with_slow(
+      [("draft_mask", 3)], ("draft_mask", 70), ("new", 3), ("new", 70), ("cached", 3)))
+  def test_drafts_and_scopes(self, tokens, heads):
+    """Compares with plain XLA."""
+    case = Case(H=heads, sinks=True, arguments={"sliding_window": (6, 0)})
+    x = arrays(case, "float32")
+    if tokens == "draft_mask":
+      seen = np.random.default_rng(2).random((len(LENGTHS), 9, 9)) < 0.5
+      about = metadata()._replace(draft_mask=np.tril(seen | np.eye(9, dtype=bool)))
+    else:
+      about = metadata()._replace(scope=layouts.Scope(tokens))
+    run = lambda **more: jax.jit(functools.partial(
+        attended, case, padded=True, about=about, **more))(x)
+    with tpu_interpret.interpreted():
+      got = jax.block_until_ready(run(metadata=TPU))
+    count = sum(QUERIES)
+    for x, y in zip(got, run()):
+      close(*(z[:count] if z.ndim == 3 else z[:, :count] for z in (x, y)), 1e-5)
+
   def test_the_kernel_is_chosen_where_it_computes_the_call(self):
     def said(dtype="bfloat16", held=None, padded=True, widths=(512, 64), **changes):
       cache = jax.eval_shape(lambda: latent_pages.init(
@@ -272,7 +291,9 @@ class TpuTest(parameterized.TestCase):
           shape(T, 16, sum(widths)), shape(T, sum(widths)), None, layout="thd", cache_view=cache,
           cache_metadata=about, latent_options=LatentOptions(*widths, NOPE), metadata=TPU,
           mechanism=MECHANISM, **changes))
-    for changes in ({}, {"held": "int8"}, {"held": "float8_e4m3fn"}, {"page": 1000}):
+    tree, many = (np.ones((3, n, n), bool) for n in (9, 33))
+    for changes in ({}, {"held": "int8"}, {"held": "float8_e4m3fn"}, {"page": 1000},
+                    {"about": {"scope": layouts.Scope.NEW}}, {"about": {"draft_mask": tree}}):
       self.assertIn("can, by latent.pages_tpu", said(**changes))
     self.assertIn("can, by latent.pages_tpu", said(
         "float32", widths=(10, 4), sliding_window=(6, 0), logits_soft_cap=1.5,
@@ -284,8 +305,7 @@ class TpuTest(parameterized.TestCase):
         ({"dtype": "float16"}, "float16"), ({"chunk_size": 6}, "chunk_size=6"),
         ({"precision": "highest"}, "precision"), ({"page": 10**5}, "pages of 100000 tokens"),
         ({"page": 2008}, "pages of 2008 latent rows.*whole tiles of 16"),
-        ({"about": {"scope": layouts.Scope.NEW}}, "scope"),
-        ({"about": {"draft_mask": np.ones((3, 9, 9), bool)}}, "draft_mask")):
+        ({"about": {"draft_mask": many}}, "draft_mask of 33 tokens")):
       self.assertRegex(said(**changes),
                        f"can, by latent.pages, not by latent.pages_tpu: .*{words}")
 

@@ -352,10 +352,10 @@ class StepsTest(parameterized.TestCase):
       ("cpu", (1, 512, 512, 16), 8), ("tpu", (1, 512, 512, 16), 2), ("gpu", (1, 512, 512, 16), 2),
       ("tpu", (2, 512, 4096, 16), 4), ("gpu", (2, 512, 4096, 16), 4),
       ("gpu", (1, 16384, 16384, 128), 64), ("tpu", (1, 32, 32, 1), 1))
-  def test_never_all_heads_at_once(self, platform, shapes, steps):
-    """No array of the forward or the backward holds the keys or values of all heads.
+  def test_steps(self, platform, shapes, steps):
+    """The backward computes keys and values again, and keeps the results of the forward.
 
-    The backward computes them again, and keeps the results of the forward.
+    No array of either holds those of all heads, where it is not as large as the queries.
     """
     run, given = self.call(platform, shapes)
     gradient = jax.grad(lambda *x: run(*x).astype(jnp.float32).sum(), argnums=(0, 1, 2, 3))

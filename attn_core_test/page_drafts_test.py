@@ -181,6 +181,17 @@ class TpuTest(parameterized.TestCase):
     np.testing.assert_allclose(found.attention_outputs[:len(out)], out, atol=5e-6)
     np.testing.assert_allclose(found.lse[:, :len(out)], lse, rtol=1e-5, atol=5e-6)
 
+  def test_masks_that_are_no_trees(self):
+    """A draft that sees later ones has a window of its own, of all columns of the mask."""
+    query, cache, metadata = plain(CASE)
+    metadata = metadata._replace(draft_mask=np.ones((len(CASE.lengths), 6, 6), bool))
+    options = PagedOptions(causal=False, sliding_window=(15, 20), block_sizes=BlockSizes(72, 8))
+    run = lambda options: jax.jit(lambda metadata: ragged_page_attention_v2(
+        query, cache, metadata, options).attention_outputs)(metadata)
+    with interpreted():
+      found = jax.block_until_ready(run(options._replace(metadata=TPU)))
+    np.testing.assert_allclose(found, run(options), atol=5e-6)
+
 
 def tree_seen(options):
   """Returns what queries see by walking up the trees; positions are depths."""

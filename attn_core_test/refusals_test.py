@@ -171,7 +171,8 @@ def writes(key, value, cache=V3):
 
 
 PAGES = (
-    ("heads_tuple", lambda: pages.init(PagesV2, 1, 1, (2, 16, 16)), r"heads: got \(2, 16, 16\)"),
+    ("heads_tuple", lambda: pages.init(PagesV2, 1, 1, (2, 16, 16, 16)),
+     r"heads: got \(2, 16, 16, 16\)"),
     ("dtype", lambda: pages.init(PagesV2, 1, 1, WIDTHS, "float99"), "dtype: got 'float99'"),
     ("append_rank", lambda: pages.append(V2, floats(T, 16), floats(T, 2, 16), np.arange(T)),
      r"key: got float32\[8, 16\]"),

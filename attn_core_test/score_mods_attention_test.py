@@ -207,6 +207,9 @@ class DerivativesTest(parameterized.TestCase):
       out = jax.jit(run)({**arrays, "x": x})[0]
       self.assertTrue(np.isnan(out[0, 4, 0]).all())
       self.assertEqual(np.isnan(out).sum(), D)
+      d_scale = jax.jit(jax.grad(lambda arrays: run(arrays)[0].sum()))({**arrays, "x": x})["x"]
+      self.assertTrue(np.isnan(d_scale[0, 0, 4]))
+      self.assertEqual(np.isnan(d_scale).sum(), 1)
 
   @parameterized.parameters(*sampling.with_slow(
       [("slopes.1", "x.4", "query")], ("table.3",), ("x.5",), ("query", "x.0")))

@@ -378,6 +378,14 @@ class HopperTest(parameterized.TestCase):
         visited = np.asarray(found.indices[at])[:found.num_visited[at]]
         np.testing.assert_array_equal(np.sort(visited), np.flatnonzero(expected[at]))
 
+  def test_whole_calls_run_the_kernel(self):
+    array = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16)
+    def run(x):
+      return attention(x, x, x, causal=True, metadata=HOPPER, mask=masks.selected_blocks(
+          np.zeros((1, 1, 4, 1), np.int32), 128, 128)).attention_outputs
+    for function in (run, jax.grad(lambda x: run(x).astype(jnp.float32).sum())):
+      self.assertIn("gpu", str(jax.make_jaxpr(function)(array)))
+
   def test_refuses_blocks_that_divide_no_listed_one(self):
     array = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16)
     with self.assertRaisesRegex(ValueError, r"block_kv: got 256; expected a divisor of 128"):

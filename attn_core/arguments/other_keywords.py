@@ -43,6 +43,7 @@ _EQUIVALENTS = {
     "cache_view=": "cache kv_cache past_key_values past_key_value",
     "cum_seqlens_q= and cum_seqlens_k=": "cu_seqlens cu_seqlens_q cu_seqlens_k",
     "metadata=OperationMetadata(mesh=...)": "mesh",
+    "cache_metadata=PagesMetadata(...)": "kv_lens page_indices cu_q_lens block_tables slot_mapping",
 }
 EQUIVALENTS = {name: text for text, names in _EQUIVALENTS.items() for name in names.split()}
 
@@ -60,9 +61,8 @@ def explained(function: Callable[Parameters, Result]) -> Callable[Parameters, Re
   def checked(*args: Parameters.args, **keywords: Parameters.kwargs) -> Result:
     unknown = min(keywords.keys() - known, default=None)
     if unknown is not None:
-      known_ones = "the keywords are in help(attn_core.attention)"
       raise TypeError(f"{function.__name__}() got an unexpected keyword argument {unknown!r}; "
-                      f"{cure(unknown) or known_ones}")
+                      f"{cure(unknown) or 'the keywords are in help(attn_core.attention)'}")
     return function(*args, **keywords)
 
   return checked

@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core.caches.paged import layouts
 from attn_core.dispatch import derivatives as derivatives_lib
 from attn_core.dispatch.latent import Widths
 from attn_core.masks import banded, mask as mask_lib
-from attn_core.score_mods import evaluate, score_mod, traceable
+from attn_core.score_mods import evaluate, traceable
 from attn_core.sharding.paged import PagedShapes
 from attn_core.sharding.placement import Placement
 from attn_core.types import (NO_SCORE_MOD, AttentionOutput, BlockSizes, Call, are_known,
@@ -357,50 +356,3 @@ def remote_limits(request: Request) -> str | None:
   if request.transfer != "remote":
     return f"ring.transfer={request.transfer!r}: it is for 'remote'"
   return tpu_ring_limits(request)
-
-
-def pages_limits(layout: str) -> Callable[[Request], str | None]:
-  """Returns the limits of a mechanism that reads pages of one layout."""
-  def limits(request: Request) -> str | None:
-    if "pages" not in request.features:
-      return f"no cache_view in pages: it reads a {layout}"
-    if request.pages is None or request.pages.layout == layout:
-      return None
-    return f"{request.pages.layout}: it reads a {layout}"
-  return limits
-
-
-def pages_kernel_limits(platform: str, layout: str) -> Callable[[Request], str | None]:
-  """Returns the limits of the kernel for TPUs, or for Hopper, over pages of one layout."""
-  def limits(request: Request) -> str | None:
-    reason = pages_limits(layout)(request) or _stripes_limits(request)
-    if reason or request.pages is None:
-      return reason
-    shapes: Any = request.pages.shapes  # in place of arrays
-    call = (shapes.query, shapes.cache, shapes.metadata, shapes.heads)
-    blocks, mod = request.pages.block_sizes, (request.mod, request.mods)
-    if platform == "tpu":
-      # Pallas takes 0.1 s to import.
-      from attn_core.kernels.tpu.ragged import paged_tiling as on_tpu, prefix_groups
-      return (tpu_limits(request) or on_tpu.unsupported_reason(*call, blocks)
-              or prefix_groups.unsupported_reason(*call, blocks) or traceable.refusal(*mod)
-              or on_tpu.unsupported_mod(*call, blocks, *mod))
-    from attn_core.kernels.gpu.split_kv import paged as on_gpu  # Mosaic GPU takes 0.3 s to import
-    return (on_gpu.unsupported_reason(*call) or traceable.refusal(*mod, chips="Hopper")
-            or on_gpu.unsupported_mod(*call, blocks, request.mods))
-  return limits
-
-
-def _stripes_limits(request: Request) -> str | None:
-  """Limits of kernels that need a request's whole context, where devices hold parts of it."""
-  pages = request.pages
-  if pages is None or not pages.shards_keys:
-    return None
-  if request.mod != NO_SCORE_MOD and score_mod.of_structure(request.mod).reads_positions:
-    return "a score mod that reads positions, where a request's pages are on several devices"
-  metadata = pages.shapes.metadata
-  if metadata.scope != layouts.Scope.ALL or metadata.draft_mask is not None:
-    return "a scope, or a draft_mask, where a request's pages are on several devices"
-  if metadata.query_start_loc is not None or pages.window[0] is not None:
-    return "a window, or query_start_loc, where a request's pages are on several devices"
-  return None

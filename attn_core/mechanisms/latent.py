@@ -185,10 +185,10 @@ def _project(kernel: Kernel, step_bytes: int, call: Call) -> AttentionOutput:
 
 
 def _steps(call: Call, heads: int, step_bytes: int) -> int:
-  """Returns the number of steps: at least two, where there are several heads.
+  """Returns the number of steps.
 
-  The keys and values of a step are at most twice as large as the rows, or `step_bytes`. A step has
-  at least one head, and one for each device over which heads are sharded.
+  The keys and values of a step are at most twice as large as the rows, or `step_bytes`, which never
+  hold all heads of a device. A step has at least one head of each device.
   """
   rows, (key_up, value_up) = call.operands.key, call.operands.up
   placement = call.placement
@@ -196,8 +196,8 @@ def _steps(call: Call, heads: int, step_bytes: int) -> int:
   rope = call.operands.query.shape[3] - key_up.shape[2]
   row = call.spec.latent_width + rope
   of_head = key_up.shape[2] + rope + value_up.shape[2]
-  of_heads = rows.shape[0] * rows.shape[1] * of_head * key_up.dtype.itemsize
-  most = max(1, 2 * row // of_head, min(step_bytes // max(of_heads, 1), heads // devices // 2))
+  head_bytes = rows.shape[0] * rows.shape[1] * of_head * key_up.dtype.itemsize
+  most = max(1, 2 * row // of_head, min(step_bytes // max(head_bytes, 1), heads // devices // 2))
   return min(heads // n for n in range(1, heads + 1)
              if heads % n == 0 and n <= most * devices and n % devices == 0)
 

@@ -39,12 +39,9 @@ class _Kernel(NamedTuple):
   writer: Writer | None = None  # writes the new tokens as well; None: XLA does
 
 
-_XLA = _Kernel(paged_forward.forward, paged_prefixes.on_xla)
-
-
 def xla(call: Call) -> AttentionOutput:
   """Attends to the pages in plain XLA."""
-  return _sharded(_XLA, call)
+  return _sharded(_xla_kernel(), call)
 
 
 def tpu(call: Call) -> AttentionOutput:
@@ -59,7 +56,7 @@ def gpu(call: Call) -> AttentionOutput:
 
 def xla_writing(call: Call) -> AttentionOutput:
   """Writes new keys and values to the pages, then attends as `xla`; returns the cache."""
-  return _sharded(_XLA, call, writes=True)
+  return _sharded(_xla_kernel(), call, writes=True)
 
 
 def tpu_writing(call: Call) -> AttentionOutput:
@@ -72,6 +69,10 @@ def tpu_writing(call: Call) -> AttentionOutput:
 def gpu_writing(call: Call) -> AttentionOutput:
   """Writes new keys and values to the pages, then attends as `gpu`; returns the cache."""
   return _sharded(_Kernel(gpu_forward(), paged_prefixes.on_xla), call, writes=True)
+
+
+def _xla_kernel() -> _Kernel:
+  return _Kernel(paged_forward.forward, paged_prefixes.on_xla)
 
 
 def tpu_forward() -> Forward:

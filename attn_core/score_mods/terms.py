@@ -43,6 +43,15 @@ class Add(Term):
     return True
 
 
+@jax.custom_jvp
+def _finite_or_0(x: jax.Array) -> jax.Array:
+  """Returns x, or 0 where it is not finite; its derivative is 1 in both cases."""
+  return jnp.where(x - x == 0, x, 0)
+
+
+_finite_or_0.defjvp(lambda primals, tangents: (_finite_or_0(*primals), *tangents))
+
+
 @value_dataclass
 class Multiply(Term):
   """score * array; NaN where the array is not finite."""
@@ -52,9 +61,9 @@ class Multiply(Term):
 
   def apply(self, score: jax.Array, tile: ScoreTile) -> jax.Array:
     array = self.array.astype(score.dtype)
-    finite = array - array == 0
+    nan = jnp.where(array - array == 0, 0, jnp.nan).astype(score.dtype)
     # A hidden pair has a cotangent of 0, and 0 * NaN would be NaN.
-    return score * jnp.where(finite, array, 0) + jnp.where(finite, 0, jnp.nan).astype(score.dtype)
+    return score * _finite_or_0(array) + nan
 
 
 @value_dataclass

@@ -53,7 +53,7 @@ def of_pages(x: jax.Array, cache: PagesV1, metadata: PagesMetadata) -> None:
   page_attention(x, cache, metadata, causality=False)  # error: call-arg
   page_attention(x, cache, metadata, causal=None)  # error: arg-type
   caches.pages.init("v2", 4, 16, Heads(2, 8, 8))  # error: arg-type
-  caches.pages.init(PagesV1, 4, 16, (2, 8, 8))  # error: arg-type
+  caches.pages.init(PagesV1, 4, 16, ("2", 8, 8))  # error: arg-type
   caches.pages.append(cache, x, x)  # error: call-arg
   print(caches.pages.append(cache, x, x, x).pages)  # error: attr-defined
 

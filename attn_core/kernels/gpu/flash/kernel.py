@@ -4,6 +4,7 @@
 
 import functools
 
+from attn_core.kernels.common import listed
 from attn_core.kernels.common.contract import Kernel
 from attn_core.kernels.gpu import mosaic
 from attn_core.kernels.gpu.flash import backward, forward, tiling
@@ -14,7 +15,8 @@ from attn_core.types import AttentionSpec, BlockSizes, Operands
 def _check(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> None:
   tiling.make_tiling(operands, spec, block_sizes)
   tiling.make_backward_tilings(operands, spec, block_sizes)
-  if mask_lib.WHOLE in mask_lib.structure_roles(spec.mask):
+  _, of_visited = listed.without_lists(operands, spec)
+  if mask_lib.WHOLE in mask_lib.structure_roles(of_visited.mask):
     raise NotImplementedError(
         "mask: masks.custom with operands; the GPU kernels cannot cut them into blocks; "
         "mechanism='blockwise' can")

@@ -23,6 +23,7 @@ FIRST, LAST = 1, 2  # step of its row block
 NEW = 4  # no earlier range has a step in the row block
 BEGIN, END = 8, 16  # first and last step of its range
 FLAG_BITS = 5
+EARLIER, LATER = -1, 1  # rows than another one
 # Lists of a traced mask are made by comparing each of their places with each block, up to this many
 # pairs, of which more take longer than look-ups. At most 2^26, see `_in_order`.
 MOST_COMPARED = 2**22
@@ -111,8 +112,7 @@ def with_idle(visited: Array, num_ranges: int, xp: ModuleType) -> Array:
   if num_ranges == 1:
     return visited | ~visited.any(-1, keepdims=True) & is_left
   number, row_block = np.divmod(np.arange(rows), rows // num_ranges)
-  in_row_block = _in_rows(visited, row_block[:, None] == row_block, xp)
-  in_range = _in_rows(visited, number[:, None] == number, xp)
+  in_row_block, in_range = (_in_rows(visited, group, xp) for group in (row_block, number))
   idle = ((in_row_block == 0) & (number == 0).reshape(1, rows, 1)
           | (in_range == 0) & (row_block == 0).reshape(1, rows, 1))
   return visited | idle & is_left
@@ -157,41 +157,57 @@ def _places(listed: Array, num_ranges: int, xp: ModuleType, *,
   """
   rows = listed.shape[1]
   row, (number, row_block) = np.arange(rows), np.divmod(np.arange(rows), rows // num_ranges)
-  in_rows = lambda chosen: _in_rows(listed, chosen, xp)
+  in_rows = lambda group, than: _in_rows(listed, group, xp, than)
   before, after = (_beside(listed, xp, later=x) for x in (descending, not descending))
-  is_before = row < row[:, None]
-  place = in_rows(is_before) + before
+  place = in_rows(np.zeros_like(row), EARLIER) + before
   is_first, is_last = before == 0, after == 0
   if num_ranges == 1:  # every row has a block
     begins, ends, is_new = (x.reshape(1, rows, 1) for x in (row == 0, row == rows - 1, row >= 0))
   else:
-    same_range = number[:, None] == number
-    begins = in_rows(is_before & same_range) == 0
-    ends = in_rows(is_before.T & same_range) == 0
-    is_new = in_rows(is_before & (row_block[:, None] == row_block)) == 0
+    begins, ends = in_rows(number, EARLIER) == 0, in_rows(number, LATER) == 0
+    is_new = in_rows(row_block, EARLIER) == 0
   flags = sum(xp.where(holds, flag, 0) for holds, flag in (
       (is_first, FIRST), (is_last, LAST), (is_new, NEW), (is_first & begins, BEGIN),
       (is_last & ends, END)))
   return place, xp.broadcast_to(flags, listed.shape).astype(np.int32)
 
 
-def _in_rows(listed: Array, chosen: np.ndarray, xp: ModuleType) -> Array:
-  """Counts the listed blocks of other rows.
+def _in_rows(listed: Array, group: np.ndarray, xp: ModuleType, than: int = 0) -> Array:
+  """Counts the listed blocks of all rows of the same group, of its earlier rows, or of later ones.
 
   Args:
     listed: bool [num_lists, rows, columns].
-    chosen: bool [rows, rows], for each row those of which blocks are counted.
+    group: int [rows].
     xp: numpy or jax.numpy.
+    than: EARLIER, LATER or 0.
 
   Returns:
     int32 [num_lists, rows, 1].
   """
+  if xp is np:
+    return _in_known_rows(np.asarray(listed.sum(-1, dtype=np.int32)), group, than)[..., None]
+  row = np.arange(len(group))
+  chosen = group[:, None] == group
+  if than:
+    chosen = chosen & (np.sign(row - row[:, None]) == than)
   counts = listed.astype(np.int32)
   # Few of them, as those of rows are, XLA for TPUs would move between kinds of memory.
-  if xp is np or chosen.size * listed.shape[2] > MOST_COMPARED:
+  if chosen.size * listed.shape[2] > MOST_COMPARED:
     counts = counts.sum(-1, keepdims=True, dtype=np.int32)
   return xp.where(chosen[None, :, :, None], counts[:, None], 0).sum(
       (2, 3), dtype=np.int32)[..., None]
+
+
+def _in_known_rows(counts: np.ndarray, group: np.ndarray, than: int) -> np.ndarray:
+  """Implements `_in_rows` for int32 counts [num_lists, rows], without an array of pairs of rows."""
+  order = np.argsort(group, kind="stable")
+  place, group = np.arange(len(order)), group[order]
+  first, end = (np.searchsorted(group, group, side) for side in ("left", "right"))
+  first, end = {0: (first, end), EARLIER: (first, place), LATER: (place + 1, end)}[than]
+  total = np.pad(counts[:, order].cumsum(-1, dtype=np.int32), ((0, 0), (1, 0)))
+  found = np.empty_like(counts)
+  found[:, order] = total[:, end] - total[:, first]
+  return found
 
 
 def _beside(listed: Array, xp: ModuleType, *, later: bool) -> Array:

@@ -297,7 +297,8 @@ def all_visible(k: KernelRefs, tile: TileIndex) -> jax.Array:
   if spec.drafts:  # of them, none sees all others
     found = found & (last < step.row_begin)
   if spec.left is not None:
-    end = step.row_length if spec.drafts else step.query_begin + k.shape.block_q
+    # A draft follows at most all others, however many its request has.
+    end = step.row_begin + spec.drafts if spec.drafts else step.query_begin + k.shape.block_q
     found = found & (first >= end - 1 - spec.left)
   return found if spec.right is None else found & (last <= step.query_begin + spec.right)
 

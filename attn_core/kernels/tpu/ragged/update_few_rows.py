@@ -119,6 +119,7 @@ def _update_groups(k: KernelRefs, block: KVBlock, visible: Callable[[Index], jax
 
   zeros = jnp.zeros((shape.group_rows, 1), jnp.float32)
   number = shape.head_groups // size
+  assert start_some is None or number == 1, "a loop would start the parts again"
   nonfinite = update_unrolled(0, zeros) if number == 1 else lax.fori_loop(
       jnp.int32(0), jnp.int32(number), update_unrolled, zeros)
   return _is_finite(nonfinite)
