@@ -4,7 +4,7 @@
 
 import collections
 import functools
-from typing import Any, Iterator
+from typing import Any
 from unittest import mock
 
 from absl.testing import absltest

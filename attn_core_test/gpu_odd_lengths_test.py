@@ -16,7 +16,6 @@ import itertools
 
 from absl.testing import absltest
 from absl.testing import parameterized
-import jax
 import numpy as np
 
 from attn_core import masks

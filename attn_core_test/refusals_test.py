@@ -6,7 +6,6 @@ import types
 
 from absl.testing import absltest
 from absl.testing import parameterized
-import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 import numpy as np

@@ -8,7 +8,6 @@ import unittest
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
-import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from attn_core import attention

@@ -20,7 +20,7 @@ import numpy as np
 from attn_core import BlockSizes, Heads, OperationMetadata, PagesMetadata, PagesV3, attention
 from attn_core.benchmark.static import profile as static_profile
 from attn_core.caches import pages
-from attn_core.kernels.tpu.ragged import new_tokens, paged_tiling, runs
+from attn_core.kernels.tpu.ragged import new_tokens, runs
 from attn_core_test import sampling
 from attn_core_test.tpu_interpret import interpreted
 

@@ -19,7 +19,7 @@ import numpy as np
 from attn_core import BlockSizes, MaskInfo, masks, score_mods
 from attn_core.kernels.tpu.flash import forward_step, softmax_choice
 from attn_core_test import sampling
-from attn_core_test.tpu_cases import BLOCKS, Case
+from attn_core_test.tpu_cases import Case
 from attn_core_test.tpu_interpret import interpreted
 
 T, PADDED = 384, 150

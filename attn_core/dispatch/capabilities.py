@@ -3,7 +3,7 @@
 """Capabilities of implementations, and the request that they are asked to support."""
 
 import re
-from typing import Any, Callable, Mapping, NamedTuple
+from typing import Callable, Mapping, NamedTuple
 
 import jax
 import jax.numpy as jnp

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core.masks import mask as mask_lib
 from attn_core.masks.mask import (BATCH, DENSE, KEY, QUERY, WHOLE, Array, Booleans, Bounds,
                                   Coordinates, Grid, Integers, Interval, Mask, NumpyModule)
 from attn_core.masks.values import value_dataclass

@@ -15,7 +15,7 @@ visible tile.
 
 import functools
 import itertools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp

@@ -11,7 +11,6 @@ from types import ModuleType
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from attn_core.masks import block_map

@@ -8,7 +8,6 @@ copied to vector memory, also those of the next step. The update of the running 
 the number of rows of queries: `update_few_rows` or `update_many_rows`.
 """
 
-import functools
 from types import ModuleType
 from typing import Any, Sequence
 
