@@ -574,6 +574,15 @@ class TpuTest(parameterized.TestCase):
         ({"precision": "highest"}, "precision")):
       self.assertRegex(said(**changes), f"not by .*latent.decode_tpu: .*{words}")
 
+  def test_a_block_of_rows_is_one_transfer(self):
+    cache = jax.eval_shape(lambda: latent.init(B, 4096, (512, 64), padded=True))
+    program = program_text.program(lambda query, cache: multi_latent_attention(
+        query, None, cache_view=cache, latent_options=LatentOptions(nope_width=128),
+        metadata=OperationMetadata(platform="tpu")).attention_outputs, (
+            jax.ShapeDtypeStruct((B, 1, 16, 576), jnp.bfloat16), cache))
+    self.assertRegex("\n".join(program_text.text(program)), r"dma_start\b(?!\*)")
+    self.assertNotRegex("\n".join(program_text.text(program)), r"dma_start\*")
+
   @unittest.skipIf(static_profile.missing(), f"nothing compiles: {static_profile.missing()}")
   @sampling.slow_parameters(("v6e", "bfloat16", 1), ("v6e", "int8", 1),
                             ("tpu7x", "float8_e4m3fn", 8), ("v5e", "float32", 4))

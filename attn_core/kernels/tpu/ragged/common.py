@@ -143,7 +143,8 @@ class StepShape(NamedTuple):
     width = cdiv(max(self.layout.widths), LANES) * LANES
     blocks = 2 * self.head_groups * rows * (2 * width * size + 4 * number)
     state = (2 if self.few_rows else 1) * self.head_groups * rows * 4 * (width + 2 * number)
-    mask = self.layout.slots * self.mask_rows * self.layout.block_kv * 2
+    mask_bytes = 4 if self.mask_rows == 1 else 2 * self.mask_rows
+    mask = self.layout.slots * self.layout.block_kv * mask_bytes
     # With few rows, the keys and values of all unrolled heads are read before any is used; some of
     # them still have 32 bits.
     heads = self.group_heads * (self.unrolled_groups if self.few_rows else 2)
@@ -214,12 +215,13 @@ class LogitsSpec(NamedTuple):
 class KernelInputs(NamedTuple):
   """Arrays that the kernel reads."""
 
-  steps: Steps
+  steps: jax.Array  # int32 [fields of `Steps`, num_steps]
   num_live: jax.Array  # int32 [n]: the last is the number of steps that compute anything
   tables: jax.Array  # int32 [rows * row_pages]: pages of the rows
   tensor_scales: jax.Array | None  # float32 [2]: scales of all keys and of all values
   rows: jax.Array  # queries [num_steps, head_groups, group_rows, D]
-  mask: jax.Array | None  # bfloat16 [rows, mask_rows, keys], 1: visible; None: by positions
+  # [rows, mask_rows, keys], 1: visible; bfloat16, or float32 if it is one row; None: by positions
+  mask: jax.Array | None
   tokens: tuple[jax.Array, ...]  # keys, values and scales; see `KVLayout`
   mods: ModInputs | None = None
 
@@ -369,8 +371,8 @@ def _visible_to_drafts(k: KernelRefs, tile: TileIndex, query: jax.Array,
 def _visible_by_mask(k: KernelRefs, tile: TileIndex, group: Index, axis: int) -> jax.Array:
   """Selects rows of the mask by a matrix product, unless all rows of the step share one."""
   shape, rows = k.shape, row_numbers(k, 1 - axis)
-  if axis == 1 and shape.block_q == 1 and not shape.mask_heads:
-    return k.buffers[-1][tile.slot, :1].astype(jnp.float32) > 0.5
+  if shape.mask_rows == 1:
+    return k.buffers[-1][tile.slot] > 0.5
   wanted = query_of(k, rows)
   if shape.mask_heads:
     key_head = group * shape.group_heads + lax.div(rows, jnp.int32(shape.head_rows))

@@ -12,6 +12,7 @@ import functools
 from typing import Iterable, Sequence
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
@@ -127,7 +128,8 @@ def _token_arrays(operands: Operands, layout: KVLayout) -> tuple[jax.Array, ...]
     return x.swapaxes(1, 2) if layout.heads_major else x
   arrays = tuple(map(stored, (operands.key, operands.value)))
   if layout.latent:
-    arrays = tuple(x[:, :, 0] for x in arrays if x.shape[3])
+    arrays = tuple(x.reshape(x.shape[0], -1, layout.page_size, x.shape[3])
+                   for x in arrays if x.shape[3])
   if operands.key_scale is None:
     return arrays
   padded = lambda x: dense_operands.pad_axis(dense_operands.pad_axis(
@@ -137,28 +139,52 @@ def _token_arrays(operands: Operands, layout: KVLayout) -> tuple[jax.Array, ...]
 
 
 def _make_steps(operands: Operands, spec: AttentionSpec,
-                layout: KVLayout) -> tuple[jax.Array, bool, common.Steps]:
+                layout: KVLayout) -> tuple[jax.Array, bool, jax.Array]:
   """Evaluates the mask and finds the range of visible keys of every batch row.
 
   Returns:
-    (mask bfloat16 [B, mask_rows, padded_keys], whether it has rows for every query head, steps).
+    (mask [B, mask_rows, padded_keys] as in `KernelInputs`, whether it has rows for every query
+    head, the numbers of all steps int32 [fields of `Steps`, B]).
   """
   (batch, length, heads, _), keys = operands.query.shape, operands.key.shape[1]
   visible = materialize.visible(spec.mask, operands.mask, (batch, heads, length, keys))
   mask_heads = visible.shape[1] > 1
   visible = jnp.broadcast_to(visible, (batch, heads if mask_heads else 1, length, keys))
-  visible = visible.reshape(batch, -1, keys)
-  by_any = visible.any(1)
-  stop = jnp.max(jnp.where(by_any, jnp.arange(1, keys + 1, dtype=jnp.int32), 0), 1)
-  start = jnp.where(stop > 0, jnp.argmax(by_any, 1).astype(jnp.int32), 0)
-  first = start // layout.block_kv
+  # Computed once: XLA would evaluate the mask again for each of its uses.
+  visible = lax.optimization_barrier(visible.reshape(batch, -1, keys))
+  steps = _stacked_steps(visible.any(1), layout.block_kv)
+  # Rows along the lanes select theirs by products; others share one row as it is, if they can.
+  one = visible.shape[1] == 1 and common.has_few_rows(layout, heads // layout.key_heads)
+  mask = dense_operands.pad_axis(visible.astype(jnp.float32 if one else jnp.bfloat16), 2,
+                                 -keys % layout.block_kv)
+  mask = mask if one else dense_operands.pad_axis(mask, 1, -visible.shape[1] % MASK_ROWS)
+  return mask, mask_heads, steps
+
+
+def _stacked_steps(seen: jax.Array, block_kv: int) -> jax.Array:
+  """Returns the numbers of all steps, int32 [fields of `Steps`, B], from the keys that rows see.
+
+  All of them come from one reduction: each of several small ones would take XLA as long as copying
+  a thousand latent rows.
+
+  Args:
+    seen: bool [B, S].
+    block_kv: tokens of a block.
+  """
+  batch, keys = seen.shape
+  number = lax.broadcasted_iota(jnp.int32, (1, 1, keys), 2)
+  field = lax.broadcasted_iota(jnp.int32, (len(common.Steps._fields), batch), 0)
+  of = lambda name: field == common.Steps._fields.index(name)
+  by_first = of("first_block") | of("kv_start")
+  # The end of the last key that is seen, or the distance of the first one from the end of all.
+  stop = jnp.max(jnp.where(seen, jnp.where(by_first[:, :1, None], keys - number, number + 1), 0), 2)
+  start = jnp.where(stop > 0, keys - stop, 0)
+  found = jnp.where(of("row"), lax.broadcasted_iota(jnp.int32, field.shape, 1), 0)
+  found = jnp.where(of("first_block"), start // block_kv, found)
   # At least one key block: a step without one would not wait for the transfers of the next step.
-  end = jnp.maximum(-(-stop // layout.block_kv), first + 1)
-  zeros = jnp.zeros_like(start)
-  steps = common.Steps(jnp.arange(batch, dtype=jnp.int32), first, end, zeros, zeros, stop, start,
-                       stop)
-  mask = dense_operands.pad_axis(visible.astype(jnp.bfloat16), 2, -keys % layout.block_kv)
-  return dense_operands.pad_axis(mask, 1, -visible.shape[1] % MASK_ROWS), mask_heads, steps
+  found = jnp.where(of("end_block"), jnp.maximum(-(-stop // block_kv), 1), found)
+  found = jnp.where(of("kv_start"), start, found)
+  return jnp.where(of("row_length") | of("kv_stop"), stop, found)
 
 
 def _mod_inputs(operands: Operands, spec: AttentionSpec, shape: common.StepShape) -> ModInputs:

@@ -48,11 +48,10 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: KernelInputs,
   num_steps, width = rows.shape[0], layout.widths[-1]
   chex.assert_shape(rows, (num_steps, shape.head_groups, shape.group_rows, None))
   chex.assert_rank(inputs.num_live, 1)
-  chex.assert_shape(list(inputs.steps), (num_steps,))
+  chex.assert_shape(inputs.steps, (len(Steps._fields), num_steps))
   chex.assert_rank(inputs.tables, 1)
   # 1. Inputs.
-  steps = _stacked(inputs.steps)
-  scalars = [x for x in (steps, inputs.num_live, inputs.tables, inputs.tensor_scales)
+  scalars = [x for x in (inputs.steps, inputs.num_live, inputs.tables, inputs.tensor_scales)
              if x is not None]
   mods = inputs.mods
   sources = [x for x in (*inputs.tokens, mods and mods.keys, inputs.mask) if x is not None]
@@ -123,19 +122,6 @@ def mod_refs(spec: LogitsSpec, numbers: Sequence[Ref]) -> ModRefs | None:
     return None
   rest, kinds = list(numbers), spec.mods.kinds
   return ModRefs(*(rest.pop(0) if kind in kinds else None for kind in (FIXED, STEP, LINES)))
-
-
-def _stacked(steps: Steps) -> jax.Array:
-  """Stacks the numbers of all steps, int32 [fields, num_steps].
-
-  By a chain of selections, which XLA computes together with the numbers; it would first write each
-  of them to memory to concatenate them.
-  """
-  found, *rest = (x.astype(jnp.int32)[None] for x in steps)
-  field = lax.broadcasted_iota(jnp.int32, (len(steps), found.shape[1]), 0)
-  for number, x in enumerate(rest, 1):
-    found = jnp.where(field >= number, x, found)
-  return found
 
 
 def _kernel(k: KernelRefs) -> None:

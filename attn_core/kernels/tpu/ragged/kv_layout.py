@@ -42,7 +42,8 @@ class KVLayout(NamedTuple):
       a batch row;
     latent rows: one array [num_pages, page_size, D] of one key head, whose first E numbers are the
       value. They are computed from where they arrive, so that a row is copied and kept once. In 8
-      bits two arrays, [num_pages, page_size, E] and the rest of the rows in 16 bits or more.
+      bits two arrays, [num_pages, page_size, E] and the rest of the rows in 16 bits or more. Those
+      of a dense cache are [B, S / page_size, page_size, ...].
   If `heads_major`, heads come before tokens: [num_pages, 2 * K, page_size, D],
   [K, num_pages, page_size, D or E], [B, K, S, D or E].
 
@@ -89,6 +90,11 @@ class KVLayout(NamedTuple):
   def scale_arrays(self) -> int:
     """The number of arrays of scales per token."""
     return 0 if self.scales != "token" else 1 if self.latent else 2
+
+  @property
+  def pages_follow(self) -> bool:
+    """True if the pages of a batch row follow one another, so that one transfer copies several."""
+    return self.latent and self.row_tokens > 0
 
   @property
   def keeps_words(self) -> bool:
@@ -294,7 +300,9 @@ def copy_pages(layout: KVLayout, transfer: Transfer, live: LiveTokens, block: In
 
   def copy_page(place: Index, tokens: int) -> None:
     index, part = row_pages.index_of(in_tables + place), None
-    if layout.row_tokens:
+    if layout.pages_follow:
+      part = begin + place
+    elif layout.row_tokens:
       page = pl.multiple_of((begin + place) * layout.page_size, layout.page_size)
       part = pl.ds(page, tokens)
     for copy in _page_copies(layout, transfer, place, index, part):
@@ -303,8 +311,13 @@ def copy_pages(layout: KVLayout, transfer: Transfer, live: LiveTokens, block: In
   # 1. All pages of the block are live.
   @pl.when(whole)
   def _() -> None:
-    # One piece of code, so that pages do not wait for each other's addresses.
-    if start or not ONE_WAIT_PER_BLOCK:
+    if start and layout.pages_follow:
+      for source, buffer in zip(transfer.sources, transfer.buffers, strict=True):
+        pltpu.make_async_copy(source.at[row_pages.index_of(0), pl.ds(begin, layout.block_pages)],
+                              buffer.at[transfer.slot],
+                              transfer.semaphores.at[transfer.slot]).start()
+    elif start or not ONE_WAIT_PER_BLOCK:
+      # One piece of code, so that pages do not wait for each other's addresses.
       for place in range(layout.block_pages):
         copy_page(place, layout.page_size)
     else:
@@ -349,14 +362,15 @@ def _page_copies(layout: KVLayout, transfer: Transfer, place: Index, index: Inde
     transfer: of the arrays of tokens.
     place: of the page in its block.
     index: its number in the pool, or the batch row.
-    part: its tokens in a batch row; None: the page is in a pool.
+    part: its tokens in a batch row, or its number there if `pages_follow`; None: the page is in a
+      pool.
   """
   sources, buffers, semaphores, slot = transfer
   for source, buffer in zip(sources, buffers, strict=True):
     heads_major, target = layout.heads_major, buffer.at[slot, place]
     if part is not None:
       source = source.at[index, :, part] if heads_major else source.at[index, part]
-      if part.size < layout.page_size:
+      if not layout.pages_follow and part.size < layout.page_size:
         kept = pl.ds(0, part.size)
         target = target.at[:, kept] if heads_major else target.at[kept]
     else:
