@@ -574,14 +574,28 @@ class TpuTest(parameterized.TestCase):
         ({"precision": "highest"}, "precision")):
       self.assertRegex(said(**changes), f"not by .*latent.decode_tpu: .*{words}")
 
-  def test_a_block_of_rows_is_one_transfer(self):
-    cache = jax.eval_shape(lambda: latent.init(B, 4096, (512, 64), padded=True))
+  def traced(self, held="bfloat16"):
+    """Returns the text of the program that decodes one query of a long cache."""
+    cache = jax.eval_shape(lambda: latent.init(B, 4096, (512, 64), dtype=held, padded=True))
     program = program_text.program(lambda query, cache: multi_latent_attention(
         query, None, cache_view=cache, latent_options=LatentOptions(nope_width=128),
         metadata=OperationMetadata(platform="tpu")).attention_outputs, (
             jax.ShapeDtypeStruct((B, 1, 16, 576), jnp.bfloat16), cache))
-    self.assertRegex("\n".join(program_text.text(program)), r"dma_start\b(?!\*)")
-    self.assertNotRegex("\n".join(program_text.text(program)), r"dma_start\*")
+    return "\n".join(program_text.text(program))
+
+  def test_a_block_of_rows_is_one_transfer(self):
+    self.assertRegex(self.traced(), r"dma_start\b(?!\*)")
+    self.assertNotRegex(self.traced(), r"dma_start\*")
+
+  def test_float8_numbers_are_multiplied_as_they_are(self):
+    found = set()
+    def dot(k, a, b, *axes):
+      found.add(b.dtype.name)
+      return tpu_dot(k, a, b, *axes)
+    tpu_dot = tpu_common.dot
+    with mock.patch.object(tpu_common, "dot", dot):
+      self.traced("float8_e4m3fn")
+    self.assertEqual(found, {"float8_e4m3fn", "bfloat16"})  # latents, and the rotary part
 
   @unittest.skipIf(static_profile.missing(), f"nothing compiles: {static_profile.missing()}")
   @sampling.slow_parameters(("v6e", "bfloat16", 1), ("v6e", "int8", 1),

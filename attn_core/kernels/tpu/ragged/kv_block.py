@@ -169,22 +169,25 @@ class KVBlock(NamedTuple):
     value, rest = self.read_parts(None, jnp.float32)
     return jnp.concatenate([value * self.words[-1][...][:, :1], rest], 1).astype(dtype)
 
-  def read_parts(self, piece: slice | None, dtype: DTypeLike) -> list[jax.Array]:
+  def read_parts(self, piece: slice | None, dtype: DTypeLike,
+                 value_dtype: DTypeLike | None = None) -> list[jax.Array]:
     """Reads the parts in which latent rows are stored, without their scales, in `dtype`.
 
     Args:
       piece: the tokens of the block; None: all of them.
       dtype: of the result, which holds numbers of 8 bits as they are.
+      value_dtype: of a value that is stored apart; None: `dtype`.
 
     Returns:
       [tokens, D], or the value [tokens, E] and the rest of the rows [tokens, D - E].
     """
     found = []
-    for buffer in self.buffers[:len(self.layout.array_widths)]:
+    for number, buffer in enumerate(self.buffers[:len(self.layout.array_widths)]):
+      wanted = dtype if number or value_dtype is None else value_dtype
       x = buffer[self.slot].reshape(self.layout.block_kv, buffer.shape[-1])
       x = x if piece is None else x[piece]
-      x = x.astype(jnp.float32) if x.dtype.itemsize == 1 else x
-      found.append(x.astype(dtype))
+      x = x.astype(jnp.float32) if x.dtype.itemsize == 1 and x.dtype != wanted else x
+      found.append(x.astype(wanted))
     return found
 
   def row_scales(self, piece: slice | None) -> jax.Array | None:

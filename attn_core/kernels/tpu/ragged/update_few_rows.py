@@ -23,6 +23,7 @@ import jax
 from jax import lax
 from jax.experimental import pallas as pl
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from attn_core.kernels.common import online_softmax
 from attn_core.kernels.tpu.ragged import common, row_mods
@@ -163,11 +164,8 @@ def _scores(k: KernelRefs, block: KVBlock, group: Index, piece: slice | None,
   if k.shape.layout.latent:
     return _scores_of_latents(k, block, piece, propagate_nan)
   rows, heads = k.rows[0, group], k.shape.group_heads
-  stored = jnp.dtype(k.shape.layout.dtype)
-  # float8 numbers are operands as they are, unless each has a scale or NaN is looked for.
-  mixed = (stored == jnp.float8_e4m3fn and k.shape.layout.scales == "tensor" and not propagate_nan
-           and rows.dtype == jnp.bfloat16)
-  dtype = stored if mixed else rows.dtype
+  # float8 numbers that each have a scale are multiplied by it, in more bits.
+  dtype = rows.dtype if k.shape.layout.scales == "token" else _operand_dtype(k, propagate_nan)
   pairs = [block.read_both(group * heads + i, dtype) for i in range(heads)]
   key, value = (jnp.concatenate(x, 1) for x in zip(*pairs))
   if propagate_nan:
@@ -188,6 +186,16 @@ def _scores(k: KernelRefs, block: KVBlock, group: Index, piece: slice | None,
   return scores, weigh
 
 
+def _operand_dtype(k: KernelRefs, propagate_nan: bool) -> DTypeLike:
+  """Returns the dtype of keys and values in products with the queries.
+
+  float8 numbers are operands as they are, unless NaN is looked for in them.
+  """
+  stored, dtype = jnp.dtype(k.shape.layout.dtype), k.rows.dtype
+  mixed = stored == jnp.float8_e4m3fn and not propagate_nan and dtype == jnp.bfloat16
+  return stored if mixed else dtype
+
+
 def _scores_of_latents(k: KernelRefs, block: KVBlock, piece: slice | None, propagate_nan: bool,
                        ) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
   """Computes the scores of latent rows, whose value is the first part of the key.
@@ -205,7 +213,8 @@ def _scores_of_latents(k: KernelRefs, block: KVBlock, piece: slice | None, propa
     As `_scores`.
   """
   rows, width = k.rows[0, 0], k.shape.layout.widths[1]
-  parts, scales = block.read_parts(piece, rows.dtype), block.row_scales(piece)
+  parts = block.read_parts(piece, rows.dtype, _operand_dtype(k, propagate_nan))
+  scales = block.row_scales(piece)
   if propagate_nan:
     count = sum(_count_nonfinite(k, x) for x in parts)
     parts = [_mask_nonfinite(x) for x in parts]
