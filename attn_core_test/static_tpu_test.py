@@ -38,6 +38,17 @@ class ComputedTest(parameterized.TestCase):
       by_keys=(False, True))
   def test_equals_the_schedule(self, mask, tiling, by_keys):
     steps, _ = schedule.build(mask, tiling, by_keys=by_keys)
+    self._check(steps)
+
+  @parameterized.product(halves=(1, 2), descending=(False, True))
+  def test_rows_in_falling_order_and_lists_of_two_lengths(self, halves, descending):
+    tiling = schedule.Tiling(512, 512, 256, 256, 128, 128, halves=halves)
+    steps, _ = schedule.build(masks.causal(), tiling, by_keys=False, descending=descending)
+    self.assertLen(steps.rows, halves)
+    for k in range(halves):
+      self._check(type(steps)(*(x[k:k + 1] for x in steps)))
+
+  def _check(self, steps):
     entry = tpu_programs.computed(steps)
     for n in range(steps.rows.shape[1]):
       self.assertEqual(tuple(int(x) for x in entry(np.int32(n))),

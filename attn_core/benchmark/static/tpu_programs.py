@@ -110,16 +110,20 @@ def computed(visits: step_list.Schedule) -> Callable[[Any], tuple]:
   """Returns a function step -> (row, column, kinds, flags) that computes a schedule.
 
   Args:
-    visits: numpy arrays of one list; the columns of a row are consecutive, and the tile kinds of a
-      block depend only on its distance to the diagonal.
+    visits: numpy arrays of one list; the columns of a row are consecutive, in rising or in falling
+      order, and the tile kinds of a block depend only on its distance to the diagonal. Idle steps
+      after its end repeat its last block.
 
   Raises:
     ValueError: the schedule is not of this form.
   """
-  rows, columns, kinds, flags = (np.asarray(x)[0].astype(np.int64) for x in visits)
-  steps = np.arange(len(rows))
+  whole = [np.asarray(x)[0].astype(np.int64) for x in visits]
+  end = int(np.flatnonzero(whole[-1] & step_list.END)[-1]) + 1  # idle steps from here on
+  rows, columns, kinds, flags = (x[:end] for x in whole)
   starts = np.flatnonzero(flags & step_list.FIRST)
-  shifts = columns[starts] - starts
+  falls = bool(((np.diff(columns) < 0) & (np.diff(rows) == 0)).any())
+  sign = np.int32(-1 if falls else 1)
+  shifts = columns[starts] - sign * starts
   marks = [(np.flatnonzero(flags & bit), bit) for bit in (
       step_list.FIRST, step_list.LAST, step_list.BEGIN, step_list.END)]
   is_new = (flags[starts] & step_list.NEW).astype(np.int64)
@@ -130,9 +134,12 @@ def computed(visits: step_list.Schedule) -> Callable[[Any], tuple]:
   special = {int(distance(rows[n], columns[n])): int(kinds[n])
              for n in np.flatnonzero(kinds != usual)}
 
-  def entry(n: Any) -> tuple[Any, ...]:
-    number = lambda condition, x=1: condition.astype(np.int32) * np.int32(x)
-    row, column = number(n >= 0, rows[0]), n + np.int32(shifts[0])
+  number = lambda condition, x=1: condition.astype(np.int32) * np.int32(x)
+
+  def entry(step: Any) -> tuple[Any, ...]:
+    is_idle = number(step >= end)
+    n = step - is_idle * (step - np.int32(end - 1))
+    row, column = number(n >= 0, rows[0]), sign * n + np.int32(shifts[0])
     flag = number(n >= 0, is_new[0])
     for start, change in zip(starts[1:], np.diff(np.stack([rows[starts], shifts, is_new])).T):
       row, column, flag = (x + number(n >= start, y) if y else x
@@ -143,10 +150,11 @@ def computed(visits: step_list.Schedule) -> Callable[[Any], tuple]:
       found = found + number(away == where, np.int64(bits - usual).astype(np.int32))
     for places, bit in marks:
       flag = flag + sum(number(n == place, bit) for place in places)
-    return row, column, found, flag
+    alive = np.int32(1) - is_idle
+    return row, column, found * alive, flag * alive
 
-  if any((x != y).any() for x, y in zip(entry(steps.astype(np.int32)),
-                                        (rows, columns, kinds, flags))):
+  steps = np.arange(len(whole[0]), dtype=np.int32)
+  if any((x != y).any() for x, y in zip(entry(steps), whole)):
     raise ValueError("visits: got a schedule that does not follow from distances to the diagonal")
   return entry
 
