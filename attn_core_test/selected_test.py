@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Masks by indices: their meaning, derivatives, blocks visited, memory, placement and errors."""
 
+import itertools
 import math
 from unittest import mock
 
@@ -17,9 +18,10 @@ from attn_core.caches import window
 from attn_core.kernels.common import listed
 from attn_core.kernels.gpu.flash import kernel_params, tiling as gpu_tiling
 from attn_core.kernels.tpu.flash import scalar_memory, schedule, tiling
+from attn_core.kernels.tpu.flash.schedule import round_up
 from attn_core.masks import block_map
 from attn_core.masks.selected import fitted
-from attn_core.types import AttentionSpec, MaskOperands, Operands
+from attn_core.types import AttentionSpec, MaskOperands, Operands, cdiv
 from attn_core_test import sampling
 from attn_core_test.masks_cases import dense
 from attn_core_test.tpu_interpret import interpreted
@@ -249,6 +251,18 @@ ON_TPU = {
         score_mod=score_mods.alibi(np.arange(1, 5) * np.float32(0.1)))),
     "soft_cap": (256, lists(2, 1, 1, 2, 2, seed=12), (128, 128), dict(
         logits_soft_cap=2.0, bias=numbers(1, H, 256, 256, seed=4))),
+    # Blocks that are no multiples of 128 tokens.
+    "a_list_a_token": (300, lists(5, B, K, 300, 2, seed=15), (1, 64), {}),
+    "small_blocks": (256, lists(16, B, 1, 32, 4, seed=16), (8, 16), dict(
+        mask_info=MaskInfo.from_segments(ALL_IDS[:, :256], ALL_IDS[:, :256]), dropout_prob=0.25,
+        softmax_aux=numbers(H, seed=3), dropout_rng=jax.random.key(3), deterministic=False)),
+    "uneven_blocks": (420, lists(5, B, H, 17, 2, seed=17), (26, 96), dict(
+        also=masks.selected_blocks(lists(2, 1, K, 2, 1, seed=18), 256, 256))),
+    "long_blocks_of_tokens": (400, lists(2, B, K, 400, 1, seed=19), (1, 384), dict(
+        score_mod=score_mods.alibi(np.arange(1, 5) * np.float32(0.1)))),
+    "keys_of_tokens": (260, lists(260, B, K, 260, 40, seed=20), (1, 1), dict(
+        also=masks.window(200, 0))),
+    "pairs_of_keys": (256, lists(128, 1, 1, 128, 9, seed=21), (2, 2), {}),
 }
 
 
@@ -257,13 +271,16 @@ class TpuTest(parameterized.TestCase):
   def assert_equal_to_vanilla(self, name, dtype="float32", **arguments):
     """Compares values and all gradients, of lists that are traced."""
     tokens, indices, blocks, given = ON_TPU[name]
+    also = given.get("also", masks.full())
+    given = {name: x for name, x in given.items() if name != "also"}
     arrays = [x.astype(dtype) for x in (numbers(B, tokens, H, 64), numbers(
         B, tokens, K, 64, seed=1), numbers(B, tokens, K, 64, seed=2))]
     weights = numbers(B, tokens, H, 64, seed=3)
     def gradients(**others):
       def loss(query, key, value, indices):
-        found = attention(query, key, value, mask=masks.selected_blocks(indices, *blocks),
-                          causal=True, return_lse=True, **given, **others)
+        mask = masks.selected_blocks(indices, *blocks) & also
+        found = attention(query, key, value, mask=mask, causal=True, return_lse=True, **given,
+                          **others)
         total = (found.attention_outputs.astype(jnp.float32) * weights).sum()
         return total + jnp.where(jnp.isfinite(found.lse), found.lse, 0).sum(), found[:1]
       run = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True), compiler_options=sampling.LEAST)
@@ -286,13 +303,14 @@ class TpuTest(parameterized.TestCase):
   def test_16_bits(self):
     self.assert_equal_to_vanilla("rows_and_heads", "bfloat16")
 
-  @sampling.slow_parameters(("ranges of queries",), ("groups of batch rows",))
-  def test_in_parts(self, parts):
+  @sampling.slow_parameters(*itertools.product(
+      ("ranges of queries", "groups of batch rows"), ("rows_and_heads", "a_list_a_token")))
+  def test_in_parts(self, parts, name):
     changed = mock.patch.object(tiling, "RESIDENT_BYTES", 1)
     if parts == "groups of batch rows":
       changed = mock.patch.object(scalar_memory, "num_groups", lambda *_, **__: B)
     with changed:
-      self.assert_equal_to_vanilla("rows_and_heads")
+      self.assert_equal_to_vanilla(name)
 
   @parameterized.parameters(False, True)
   def test_visits_listed_blocks_only(self, by_keys):
@@ -316,6 +334,35 @@ class TpuTest(parameterized.TestCase):
           expected[row, column] = 0 <= column <= row
         np.testing.assert_array_equal(seen, expected)
 
+  @parameterized.parameters((1, 64, 2048), (8, 16, 2048), (96, 160, 1000), (1, 1, 1000),
+                            (1, 512, 2048))
+  def test_visits_what_a_token_of_a_tile_lists(self, block_q, block_kv, tokens):
+    """A step has what any of its queries lists, and says what all of them list; both directions."""
+    most = cdiv(tokens, block_kv)
+    around = np.random.default_rng(22).integers(0, most, (1, 2, cdiv(tokens, 256), 3))
+    indices = np.repeat(around, cdiv(256, block_q), 2)[:, :, :cdiv(tokens, block_q)]
+    indices = np.minimum(indices + lists(2, *indices.shape, seed=23), most - 1).astype(np.int32)
+    shape = 1, 2, tokens, tokens
+    mask = masks.causal() & fitted(masks.selected_blocks(indices, block_q, block_kv), shape)
+    seen = np.asarray(dense(mask, shape))[0]
+    padded = round_up(tokens, 256)
+    seen = np.pad(seen, ((0, 0), (0, padded - tokens), (0, padded - tokens)))
+    seen = seen.reshape(2, padded // 256, 256, padded // 256, 256).swapaxes(2, 3)
+    blocks = schedule.Tiling(tokens, tokens, 256, 256, 256, 256)
+    for by_keys, traced in ((False, False), (True, False), (False, True)):
+      given = jax.tree.map(jnp.asarray, mask) if traced else mask
+      steps, _ = schedule.build(given, blocks, by_keys=by_keys)
+      room = schedule.num_steps(given, blocks, by_keys=by_keys)
+      self.assertEqual(steps.rows.shape[1], room)
+      for head in range(2):
+        kinds = np.zeros((padded // 256, padded // 256), int)
+        for row, column, kind, _ in zip(*(np.asarray(x)[head] for x in steps)):
+          kinds[(column, row) if by_keys else (row, column)] += kind
+        np.testing.assert_array_equal(kinds[kinds == 0], seen[head].any((2, 3))[kinds == 0])
+        self.assertTrue(seen[head].all((2, 3))[kinds == block_map.FULL].all())
+        # Not exactly: queries of a tile may list what causality hides from them.
+        self.assertLessEqual((kinds != 0).sum(), seen[head].any((2, 3)).sum() + padded // 256)
+
   def test_lists_of_a_shard(self):
     """The lists of rows and heads by their global numbers, where a head's share divides none."""
     indices = lists(4, 3, 2, 4, 2, seed=14)
@@ -333,13 +380,15 @@ class TpuTest(parameterized.TestCase):
     self.assertEqual(shapes.mask.arrays[0].shape, (2, 2, 4, 2))
 
   @parameterized.parameters(
-      (lambda x: masks.selected_blocks(x, 64, 128), 4, "with block_q=64: the kernels for {}"),
-      (lambda x: masks.selected_blocks(x, 128, 96), 2, "with block_kv=96: the kernels for {}"),
+      (lambda x: masks.selected_blocks(x, 64, 128), 4, "with block_q=64: the kernels for {}", True),
+      (lambda x: masks.selected_blocks(x, 128, 96), 2, "with block_kv=96: the kernels for {}",
+       True),
       (lambda x: ~masks.selected_blocks(x, 128, 128), 2, "under `|`, `~` or masks.placed: the "
-       "kernels for {}"))
-  def test_refuses(self, make, count, message):
+       "kernels for {}", False))
+  def test_refuses(self, make, count, message, only_hopper):
     like = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
-    for chips, metadata in (("TPUs", OperationMetadata(platform="tpu")), ("Hopper", HOPPER)):
+    chips_and_metadata = [("Hopper", HOPPER), ("TPUs", OperationMetadata(platform="tpu"))]
+    for chips, metadata in chips_and_metadata[:1 if only_hopper else 2]:
       text = str(explain(like, like, like, mask=make(np.zeros((1, 1, count, 1), np.int32)),
                          metadata=metadata))
       self.assertIn(message.format(chips), text)

@@ -11,6 +11,7 @@ import numpy as np
 from attn_core import BlockSizes, MaskInfo, OperationMetadata, attention, masks
 from attn_core.benchmark.static import profile
 from attn_core.masks import dropout
+from attn_core.masks.selected import fitted
 from attn_core.references import oracle
 from attn_core.types import AttentionSpec, MaskOperands, Operands
 from attn_core_test import sampling
@@ -101,6 +102,8 @@ class Case(NamedTuple):
 # Positions of a ring step: rows and columns of a longer sequence, the last of them padding.
 ZIGZAG = masks.placed(masks.causal() & masks.window(150, 0), *[np.arange(100, 300)[None]] * 2,
                       (280, 290))
+LISTS = masks.selected_blocks(
+    np.random.default_rng(4).integers(-1, 5, (2, 2, 260, 2)).astype(np.int32), 1, 64)
 
 CASES = {
     "causal_odd_length": Case({}, T=301),
@@ -146,4 +149,6 @@ CASES = {
         dict(mask=KEYS), masks.causal() & masks.dense(KEYS), B=2, T=140, H=4, K=2, D=128,
         blocks=BlockSizes(), floats={"bias": (2, 4, 1, 140), "softmax_aux": (4,)}),
     "several_tiles_a_block": Case({}, T=1100, H=1, K=1, blocks=BlockSizes()),
+    "lists_of_tokens": Case(dict(mask=LISTS), masks.causal() & fitted(LISTS, (2, 4, 260, 260)), B=2,
+                            H=4, K=2),
 }

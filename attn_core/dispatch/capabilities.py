@@ -309,7 +309,7 @@ def tpu_flash_limits(request: Request) -> str | None:
   """Limits of the block-wise kernels for TPUs."""
   from attn_core.kernels.common import listed
   mask = mask_lib.of_structure(request.mask)
-  return (tpu_limits(request) or listed.refusal(mask, request.lengths)
+  return (tpu_limits(request) or listed.refusal(mask, request.lengths, any_blocks=True)
           or traceable.refusal(request.mod, request.mods, _at_positions(request)))
 
 

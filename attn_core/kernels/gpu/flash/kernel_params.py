@@ -83,8 +83,8 @@ def kinds_of(operands: Operands, spec: AttentionSpec,
   mask = dense_operands.mask_of(*listed.of_local_rows(operands, spec))
   lists, rest = selected.split(mask)
   kinds = listed.visited(block_map_lib.block_kinds(rest, sizes), lists,
-                         (sizes.queries, sizes.keys), (sizes.block_q, sizes.block_kv))
-  return kinds, listed.most_visited(mask, sizes.block_kv)
+                         listed.Layout(*sizes, sizes.block_kv))
+  return kinds, listed.most_visited(mask, sizes.block_q, sizes.block_kv)
 
 
 def grid_index_of(block: jax.Array, heads: int, num_blocks: int) -> GridIndex:

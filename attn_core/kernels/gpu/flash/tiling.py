@@ -181,9 +181,9 @@ def _requested(requested: BlockSizes, field: str, tuned: int, multiple: int, mos
 def _check_listed(operands: Operands, spec: AttentionSpec, block_q: int, block_kv: int) -> None:
   """Raises ValueError unless each block lies in one listed block, as those of 128 tokens do."""
   mask = mask_lib.of_structure(spec.mask)
-  for field, size, length in ((listed.QUERIES, block_q, operands.query.shape[1]),
-                              (listed.KEYS, block_kv, operands.key.shape[1])):
-    if (listed_size := listed.divisor(mask, field, length)) % size:
+  lengths = operands.query.shape[1], operands.key.shape[1]
+  for field, size in ((listed.QUERIES, block_q), (listed.KEYS, block_kv)):
+    if (listed_size := listed.divisor(mask, field, lengths)) % size:
       raise ValueError(f"block_sizes.{field}: got {size}; expected a divisor of {listed_size}, the "
                        "tokens of a listed block")
 

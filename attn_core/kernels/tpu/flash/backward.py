@@ -161,7 +161,6 @@ def _backward_group(
   mask = dense_operands.mask_of(operands, spec)
   steps, lists = schedule.build(mask, tiling, by_keys=True)
   patterns = schedule.patterns(steps, mask, tiling, by_keys=True)
-  operands, spec = listed.without_lists(operands, spec)
   inputs = tile_inputs.TileInputs(steps, lists, tiling, by_keys=True)
   add_rows = lambda x: inputs.add_array(
       x, (1, tiling.query_heads, 1, tiling.block_q), lambda b, h, i, j: (b, h, 0, i))

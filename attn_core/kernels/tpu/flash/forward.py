@@ -78,7 +78,6 @@ def _forward_group(operands: Operands, spec: AttentionSpec, block_sizes: BlockSi
   steps, lists = schedule.build(
       mask, tiling, by_keys=False,
       descending=operands.bias is not None or score_tiles.has_slopes(spec))
-  operands, spec = listed.without_lists(operands, spec)
   # 2. Inputs and outputs.
   inputs = tile_inputs.TileInputs(steps, lists, tiling, by_keys=False)
   arrays = operands.query, operands.key, operands.value

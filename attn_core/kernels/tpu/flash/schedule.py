@@ -60,6 +60,12 @@ class Tiling(NamedTuple):
   halves: int = 1
 
   @property
+  def layout(self) -> listed.Layout:
+    """Sizes by which lists of key blocks are read."""
+    return listed.Layout(self.query_length, self.key_length, self.tile_q, self.tile_kv,
+                         self.block_kv)
+
+  @property
   def query_heads(self) -> int:
     """Query heads of a grid step."""
     return self.key_heads * self.group
@@ -227,7 +233,7 @@ def num_steps(mask: Mask, tiling: Tiling, *, by_keys: bool) -> int:
   # any: both then have an idle step.
   more = ranges if ranges > 1 and jax.tree.leaves(mask) else 0
   found = int(visited.sum((1, 2)).max()) + more
-  if (most := listed.most_visited(mask, tiling.block_kv)) is None:
+  if (most := listed.most_visited(mask, tiling.block_q, tiling.block_kv)) is None:
     return found
   # Of each block of queries the listed blocks, and one idle step of each row and range.
   of_queries = possible.reshape(possible.shape[0], ranges, -1, possible.shape[-1]).sum(
@@ -252,10 +258,9 @@ def _kinds(mask: Mask, tiling: Tiling, by_keys: bool) -> jax.Array | np.ndarray:
     int32 [batches, heads, num_ranges * row_blocks, column blocks of a range, tiles].
   """
   lists, rest = selected.split(mask)
-  lengths, tile = (tiling.query_length, tiling.key_length), (tiling.tile_q, tiling.tile_kv)
-  kinds = block_map.block_kinds(rest, block_map.Sizes(*lengths, *tile))
+  kinds = block_map.block_kinds(rest, block_map.Sizes(*tiling.layout[:4]))
   kinds = block_map.merge_heads(kinds, tiling.query_heads)
-  kinds = listed.visited(kinds, lists, lengths, tile, tiling.query_heads)
+  kinds = listed.visited(kinds, lists, tiling.layout, tiling.query_heads)
   xp = np if isinstance(kinds, np.ndarray) else jnp
   ranges, columns = (tiling.num_ranges, tiling.blocks_of_range) if by_keys else (
       1, tiling.query_blocks)

@@ -297,6 +297,7 @@ class MaskReader(NamedTuple):
   batch_index: Reader | None
   head_offset: Reader | None
   tiling: Tiling
+  lists: tuple[Reader, ...]  # by which more is hidden, see `list_bits`
 
   def coordinates(self, refs: KernelRefs,
                   tile: TileIndex) -> tuple[mask_lib.Mask, mask_lib.Coordinates]:
@@ -320,13 +321,16 @@ class MaskReader(NamedTuple):
     """Returns bool [keys, queries]."""
     mask, coordinates = self.coordinates(refs, tile)
     visible = jnp.broadcast_to(mask.visible(coordinates), tile.shape)
+    for read in self.lists:
+      visible = visible & read(refs, tile)
     if self.tiling.key_length % self.tiling.tile_kv:
       visible = visible & (coordinates.key_index < self.tiling.key_length)
     return visible
 
 
-def mask_reader(inputs: TileInputs, operands: Operands, structure: Any) -> MaskReader:
-  """Adds the arrays of a mask to the inputs of a kernel."""
+def mask_reader(inputs: TileInputs, operands: Operands, structure: Any,
+                lists: tuple[Reader, ...]) -> MaskReader:
+  """Adds the arrays of a mask to the inputs of a kernel; see `MaskReader.lists`."""
   add = {mask_lib.QUERY: inputs.add_per_query, mask_lib.KEY: inputs.add_per_key,
          mask_lib.BATCH: inputs.add_per_batch,
          mask_lib.DENSE: lambda x: inputs.add_per_pair(x.astype(jnp.int8))}
@@ -335,7 +339,7 @@ def mask_reader(inputs: TileInputs, operands: Operands, structure: Any) -> MaskR
       mask.arrays, mask_lib.structure_roles(structure)))
   optional = lambda x: None if x is None else inputs.add_per_batch(x)
   return MaskReader(structure, readers, optional(mask.batch_index), optional(mask.head_offset),
-                    inputs.tiling)
+                    inputs.tiling, lists)
 
 
 class DropoutReader(NamedTuple):

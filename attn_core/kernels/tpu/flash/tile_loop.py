@@ -17,9 +17,9 @@ from jax.experimental import pallas as pl
 import jax.numpy as jnp
 import numpy as np
 
-from attn_core.kernels.common import matmul_precision
+from attn_core.kernels.common import dense_operands, listed, matmul_precision
 from attn_core.kernels.common.online_softmax import LOG2E
-from attn_core.kernels.tpu.flash import schedule, score_tiles, tile_inputs
+from attn_core.kernels.tpu.flash import list_bits, schedule, score_tiles, tile_inputs
 from attn_core.kernels.tpu.flash.tile_inputs import GridIndex, KernelRefs, TileIndex, TokenRange
 from attn_core.masks import block_map
 from attn_core.types import AttentionSpec, Operands
@@ -157,7 +157,9 @@ def make_kernel_params(inputs: tile_inputs.TileInputs, operands: Operands, spec:
                        tiling: schedule.Tiling, patterns: schedule.Patterns,
                        single_step_rows: bool) -> KernelParams:
   """Adds mask, bias, dropout and score mod to the inputs; returns the parameters of a kernel."""
-  mask = tile_inputs.mask_reader(inputs, operands, spec.mask)
+  lists = list_bits.readers(inputs, dense_operands.mask_of(operands, spec))
+  operands, spec = listed.without_lists(operands, spec)
+  mask = tile_inputs.mask_reader(inputs, operands, spec.mask, lists)
   bias = None if operands.bias is None else inputs.add_per_pair(operands.bias)
   precision = matmul_precision.resolve(operands.query.dtype, spec.precision)
   return KernelParams(

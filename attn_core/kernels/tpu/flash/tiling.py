@@ -83,7 +83,7 @@ def make_tiling(operands: Operands, spec: AttentionSpec, requested: BlockSizes, 
   queries, keys = operands.query.shape[1], operands.key.shape[1]
   suffix = "_backward" if backward else ""
   wanted_q, wanted_kv = (
-      _requested(requested, f"{name}{suffix}", length, listed.divisor(mask, name, length))
+      _requested(requested, f"{name}{suffix}", length, listed.divisor(mask, name, (queries, keys)))
       for name, length in ((listed.QUERIES, queries), (listed.KEYS, keys)))
   small = operands.query.dtype.itemsize == 4
   rows, columns, tile = _blocks(operands, mask, backward, small)
@@ -198,7 +198,7 @@ def _within_lists(mask: mask_lib.Mask, lengths: tuple[int, int],
   """Rounds (query tokens, key tokens) of a block to lanes, so that it lies in one listed block."""
   found = []
   for field, length, size in zip((listed.QUERIES, listed.KEYS), lengths, sizes):
-    size, divisor = round_up(min(size, length), LANES), listed.divisor(mask, field, length)
+    size, divisor = round_up(min(size, length), LANES), listed.divisor(mask, field, lengths)
     found.append(_tile(divisor, size) if divisor else size)
   return found[0], found[1]
 
