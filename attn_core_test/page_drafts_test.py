@@ -181,6 +181,22 @@ class TpuTest(parameterized.TestCase):
     np.testing.assert_allclose(found.attention_outputs[:len(out)], out, atol=5e-6)
     np.testing.assert_allclose(found.lse[:, :len(out)], lse, rtol=1e-5, atol=5e-6)
 
+  def test_a_request_with_more_queries_than_the_mask_has_rows(self):
+    """It is flagged, and the results of the others are their own."""
+    query, cache, metadata = plain(CASE)
+    metadata = metadata._replace(draft_mask=np.asarray(drafts.mask(PARENTS))[:, :4, :4])
+    run = jax.jit(lambda metadata: (ragged_page_attention_v2(query, cache, metadata, PagedOptions(
+        return_lse=True, block_sizes=BlockSizes(4, 8), metadata=TPU)),
+                                    page_checks.flag(cache, metadata, len(query))))
+    with interpreted():
+      found, wrong = jax.block_until_ready(run(metadata))
+    self.assertTrue(wrong)
+    out, lse = dense(query, cache, metadata, tree_seen(PagedOptions()))
+    for r in (0, 3):
+      rows = slice(*CASE.metadata().query_start_loc[r:r + 2])
+      np.testing.assert_allclose(found.attention_outputs[rows], out[rows], atol=5e-6)
+      np.testing.assert_allclose(found.lse[:, rows], lse[:, rows], rtol=1e-5, atol=5e-6)
+
   def test_masks_that_are_no_trees(self):
     """A draft that sees later ones has a window of its own, of all columns of the mask."""
     query, cache, metadata = plain(CASE)

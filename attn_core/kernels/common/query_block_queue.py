@@ -56,6 +56,8 @@ def make_queue(inputs: BlockedInputs, tokens: int,
   position = inputs.lengths[owner] - inputs.starts[owner + 1] + token
   found = (token >= inputs.starts[owner]) & (token < inputs.starts[-1])
   live = found & (position >= 0) & is_in(owner)
+  if inputs.part.one_block:
+    live = live & (counts[owner] > 0)  # a request of more queries has no block
   # A request that is one block begins at its first query.
   begin, _ = paged_operands.query_positions(inputs, owner)
   place = position - jnp.maximum(begin, 0) if inputs.part.one_block else position

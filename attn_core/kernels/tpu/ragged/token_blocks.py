@@ -133,8 +133,9 @@ def make_steps(k: KernelRefs, t: TokenRefs) -> None:
 def _block_range(k: KernelRefs, request: Request) -> tuple[Index, Index, Index]:
   """Returns where blocks of a request with queries begin to count, the first one and the end."""
   begin, block_q = jnp.maximum(request.begin, 0), jnp.int32(k.shape.block_q)
-  if k.shape.one_block:
-    return begin, jnp.int32(0), jnp.int32(1)
+  if k.shape.one_block:  # none for more queries than a block, as in `query_blocks`
+    fits = request.length - request.begin <= block_q
+    return begin, jnp.int32(0), jnp.where(fits, jnp.int32(1), jnp.int32(0))
   return (jnp.int32(0), lax.div(begin, block_q),
           lax.div(request.length + (block_q - 1), block_q))
 
