@@ -220,6 +220,8 @@ class ScoreModsTest(parameterized.TestCase):
       *((*variant, "gradient") for variant in itertools.product(
           ("ring",), ("zigzag", "contiguous"), ("collective", "remote"))),
       ("all_gather", "striped", "collective", "lse"),
+      ("ring", "striped", "collective", "lse"), ("ring", "striped", "remote", "gradient"),
+      ("all_gather", "striped", "collective", "gradient"),
       ("ulysses", "contiguous", "collective", "gradient")))
   def test_positions_are_global(self, variant, layout, transfer, what):
     """Compares with one device, in float64; arrays have the order of the tokens."""
@@ -235,9 +237,8 @@ class ScoreModsTest(parameterized.TestCase):
                            for name, axis in tokens.items()}
       mod = (score_mods.alibi(arrays["slopes"]) >> score_mods.per_query(arrays["row"])
              >> score_mods.custom(by_parity, arrays["amount"]) >> score_mods.soft_cap(2.0)
-             >> score_mods.per_key(arrays["column"]))
-      if layout == "contiguous":
-        mod = mod >> score_mods.relative(arrays["table"], max_distance=9)
+             >> score_mods.per_key(arrays["column"])
+             >> score_mods.relative(arrays["table"], max_distance=9))
       found = attention(arrays["query"], arrays["key"], arrays["value"], score_mod=mod,
                         mechanism="ring" if metadata else "vanilla", metadata=metadata,
                         return_lse=True)
@@ -257,13 +258,14 @@ class ScoreModsTest(parameterized.TestCase):
       np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5 * max(1, abs(y).max()))
 
   def test_tables_by_distance_are_refused_by_name(self):
-    """Where the tokens of a device are not consecutive."""
-    x = jax.ShapeDtypeStruct((1, 16, 2, 8), jnp.float32)
-    mod = score_mods.relative(np.ones((8, 2), np.float32), max_distance=9)
-    for metadata in (metadata_of(layout="zigzag"), metadata_of(
-        layout="zigzag", transfer="collective")):
-      with self.assertRaisesRegex(NotImplementedError, "by_distance. in a ring of layout 'zigzag', "
-                                  "not 'contiguous'"):
+    """Where the tokens of a device and the keys that it sees at once are in many runs."""
+    x = jax.ShapeDtypeStruct((1, 16, 4, 8), jnp.float32)
+    mod = score_mods.relative(np.ones((8, 4), np.float32), max_distance=9)
+    for variant, queries in (("all_gather", 2), ("ulysses", 8)):
+      metadata = metadata_of(variant, "zigzag", transfer="collective")
+      with self.assertRaisesRegex(
+          NotImplementedError, f"by_distance. in layout 'zigzag', where a device has {queries} "
+          "runs of query positions and 8 of key positions: at most 4 pairs"):
         jax.eval_shape(lambda x, metadata=metadata: attention(
             x, x, x, score_mod=mod, mechanism="ring", metadata=metadata), x)
 
@@ -460,11 +462,13 @@ class ChoiceTest(parameterized.TestCase):
 class CompiledTest(parameterized.TestCase):
   """Programs compiled ahead of time, without a chip."""
 
-  def steps(self, chip, gradient=False, dtype=jnp.float32, tokens=512, **arguments):
+  def steps(self, chip, gradient=False, dtype=jnp.float32, tokens=512, layout="contiguous",
+            **arguments):
     """Returns collectives and kernels in the order of the compiled program."""
     mesh = Mesh(np.array(static_profile.devices(chip)[:4]), "sp")
-    metadata = OperationMetadata(mesh=mesh, platform="tpu", ring=RingConfig(transfer="remote"),
-                                 scan_ring_attention=False)
+    metadata = OperationMetadata(
+        mesh=mesh, platform="tpu", ring=RingConfig(layout=layout, transfer="remote"),
+        scan_ring_attention=False)
     run = lambda *x: ring_attention(*x, metadata=metadata, **arguments).attention_outputs
     run = ring_cases.gradients_of(run) if gradient else run
     text = ring_cases.compiled(run, metadata, (1, tokens, 2, 128), dtype).as_text()
@@ -496,10 +500,13 @@ class CompiledTest(parameterized.TestCase):
     self.assertGreaterEqual(text.count('custom_call_target="tpu_custom_call"'), 4)
 
   @sampling.slow_parameters(*itertools.product(
-      ("v5e", "v5p", "v6e"), ("float32", "bfloat16"), ("causal", "window", "score_mod")))
+      ("v5e", "v5p", "v6e"), ("float32", "bfloat16"),
+      ("causal", "window", "score_mod", "zigzag", "striped")))
   def test_gradients(self, chip, dtype, name):
     """Checks that the only collectives left return gradients to their owners."""
-    arguments = {"causal": {}, "window": {"sliding_window": (200, 0)}, "score_mod": {
+    by_distance = {layout: {"layout": layout, "score_mod": score_mods.by_distance(
+        np.ones((301, 2), np.float32), -300)} for layout in ("zigzag", "striped")}
+    arguments = {**by_distance, "causal": {}, "window": {"sliding_window": (200, 0)}, "score_mod": {
         "score_mod": score_mods.alibi(np.ones(2, np.float32))
                      >> score_mods.custom(by_parity, np.ones((), np.float32))}}[name]
     found = self.steps(chip, True, dtype, 2048, **arguments)

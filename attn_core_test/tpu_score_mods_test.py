@@ -17,8 +17,11 @@ from attn_core import (BlockSizes, MaskInfo, OperationMetadata, attention, expla
 from attn_core.benchmark.static import profile
 from attn_core.kernels.tpu.flash import (
     diagonals, kernel as tpu_kernel, scalar_memory, tiling)
+from attn_core.kernels.common.contract import Residuals
 from attn_core.kernels.xla import flash as xla_flash
+from attn_core.masks import leaves
 from attn_core.mechanisms import flash as flash_mechanism
+from attn_core.types import AttentionSpec, MaskOperands, Operands
 from attn_core_test import sampling
 from attn_core_test.tpu_interpret import interpreted
 
@@ -145,6 +148,43 @@ class SumsTest(parameterized.TestCase):
     for name, x in got.items():
       np.testing.assert_allclose(x, want[name], rtol=0, atol=2e-5 * max(1, abs(want[name]).max()),
                                  err_msg=name)
+
+
+class RunsTest(parameterized.TestCase):
+  """Tables by distance where positions are in runs, as those of a shard of a ring."""
+
+  @parameterized.parameters(*sampling.with_slow(
+      [(256, (2, 1), 1)], (256, (2, 2), 1), (192, (2, 2), 1), (384, (2, 2), 1), (256, (1, 2), 3),
+      (300, (1, 1), 5), (320, (1, 4), 4)))
+  def test_value_and_gradients(self, length, runs, stride):
+    """Compares runs that begin with squares of lanes, and others, with positions in any order."""
+    sizes, numbers = (length, length * runs[1]), _number(1, length, 2, 8, seed=9)
+    arrays = [_number(1, size, heads, 8, seed=n) for n, (size, heads) in enumerate(
+        zip((sizes[0], sizes[1], sizes[1]), (2, 1, 1)))]
+    table = _number(401, 2)
+    def of_runs(size, count, first):
+      run = stride * np.arange(size // count, dtype=np.int32)
+      return np.concatenate([first + 700 * n + run for n in range(count)])[None]
+    places = of_runs(sizes[0], runs[0], 300), of_runs(sizes[1], runs[1], 0)
+    mod = score_mods.by_distance(table, -200).lower((1, 2, *sizes))
+    mods, term = jax.tree.flatten(mod)
+    blocks = BlockSizes(128, 256, 128, 256)
+    def found(kernel, leaf, *more):
+      mask, structure = jax.tree.flatten(leaf(masks.causal(), (10**4,) * 2, *places, *more))
+      spec = AttentionSpec(structure, 0.4, score_mod=term)
+      def run(arrays, mods, mask):
+        operands = Operands(*arrays, mask=MaskOperands(tuple(mask)), mods=tuple(mods))
+        out, lse = kernel.forward(operands, spec, blocks)
+        return out, lse, kernel.backward(
+            operands, spec, blocks, Residuals(out, lse), Residuals(numbers, jnp.cos(lse)),
+            ("query", "key", "value", "mods.0"))
+      return jax.jit(run)(arrays, mods, mask)
+    want = found(xla_flash.KERNEL, leaves.Placed)
+    with interpreted():
+      got = jax.block_until_ready(found(
+          tpu_kernel.make_kernel(xla_flash.KERNEL), leaves.PlacedRuns, runs, stride))
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+      np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * max(1, abs(y).max()))
 
 
 class OneBackwardTest(parameterized.TestCase):

@@ -342,13 +342,20 @@ def hopper_ring_limits(request: Request) -> str | None:
       request.mod, request.mods, " in a ring", "Hopper")
 
 
+# Numbers by distance are tiles of their own for each pair, in vector memory.
+MOST_PAIRS_OF_RUNS = 4
+
+
 def tpu_ring_limits(request: Request) -> str | None:
   """Limits of a ring of the block-wise kernels for TPUs."""
-  sequence = None if request.placement is None else request.placement.sequence
-  layout = "contiguous" if sequence is None else sequence.layout
-  at = _at_positions(request) or (
-      "" if layout == "contiguous" else f" in a ring of layout {layout!r}, not 'contiguous'")
-  return tpu_limits(request) or traceable.refusal(request.mod, request.mods, at)
+  sequence, at = None if request.placement is None else request.placement.sequence, ""
+  if sequence is not None:
+    queries, keys = sequence.runs(sequence.gathers or not sequence.key_axes)
+    if queries * keys > MOST_PAIRS_OF_RUNS:
+      at = (f" in layout {sequence.layout!r}, where a device has {queries} runs of query positions "
+            f"and {keys} of key positions: at most {MOST_PAIRS_OF_RUNS} pairs are taken")
+  return tpu_limits(request) or traceable.refusal(
+      request.mod, request.mods, _at_positions(request) or at)
 
 
 def remote_limits(request: Request) -> str | None:

@@ -316,8 +316,14 @@ class Placed(Mask):
 
 
 @value_dataclass
-class PlacedRun(Placed):
-  """`Placed` at consecutive rows and consecutive columns, whose first ones may be traced."""
+class PlacedRuns(Placed):
+  """`Placed` at runs of rows and of columns, whose first ones may be traced.
+
+  Runs of rows have equal lengths, and so have those of columns; neighbors are `stride` apart.
+  """
+
+  runs: tuple[int, int]  # of the rows, and of the columns
+  stride: int
 
 
 def _per_row(x: Array) -> Integers:

@@ -18,6 +18,14 @@ Structure: TypeAlias = jax.tree_util.PyTreeDef
 Arrays = Sequence[jax.Array]
 
 
+class Runs(NamedTuple):
+  """Runs of positions: those of queries have equal lengths, and so have those of keys."""
+
+  queries: int = 1  # number of runs
+  keys: int = 1
+  stride: int = 1  # distance of neighbors in a run
+
+
 class Part(NamedTuple):
   """A part of an array: where it begins, and its shape."""
 
@@ -88,9 +96,19 @@ def move_to_positions(mask: mask_lib.Mask,
 
 
 def is_consecutive(mask: mask_lib.Mask) -> bool:
-  """Whether positions are consecutive: the mask lists none, but for those of a run."""
-  return not any(isinstance(node, (leaves.Placed, leaves.Positions))
-                 and not isinstance(node, leaves.PlacedRun) for node in mask_lib.nodes(mask))
+  """Whether positions are consecutive: the mask lists none, but for those of one run."""
+  return runs_of(mask) == Runs()
+
+
+def runs_of(mask: mask_lib.Mask) -> Runs | None:
+  """Returns the runs that positions form, one of each where the mask lists none; None: no runs."""
+  found = Runs()
+  for node in mask_lib.nodes(mask):
+    if isinstance(node, leaves.PlacedRuns) and found == Runs():
+      found = Runs(*node.runs, node.stride)
+    elif isinstance(node, (leaves.Placed, leaves.Positions)):
+      return None
+  return found
 
 
 def pad(structure: Structure, arrays: Arrays, queries: int,

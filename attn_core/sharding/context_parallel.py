@@ -69,15 +69,25 @@ class Sequence(NamedTuple):
     shards = member * self.group + token_order.numbers(self.group)
     return token_order.tokens_of(self.layout, self.padded(length), self.shards, shards).reshape(-1)
 
+  def runs(self, all_keys: bool) -> tuple[int, int]:
+    """Returns the runs of a member's queries, and of the keys of one member or of all members.
+
+    The tokens of a run are `stride` apart.
+    """
+    if self.layout == "contiguous":
+      return 1, 1
+    of_member = self.group * token_order.pieces(self.layout)
+    return of_member, of_member * (self.members if all_keys else 1)
+
   @property
-  def has_runs(self) -> bool:
-    """Whether the tokens of every member are consecutive ones of the sequence."""
-    return self.layout == "contiguous"
+  def stride(self) -> int:
+    """The distance of neighbors in a run of `runs`."""
+    return self.shards if self.layout == "striped" else 1
 
   @property
   def is_natural(self) -> bool:
     """Whether the concatenated shards are the sequence in its order, without padding."""
-    return self.has_runs and not (self.queries % self.shards
+    return self.layout == "contiguous" and not (self.queries % self.shards
                                                 or self.keys % self.shards)
 
 

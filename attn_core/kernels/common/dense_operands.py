@@ -5,6 +5,7 @@
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+import numpy as np
 
 from attn_core.caches import quantize
 from attn_core.kernels.common.contract import BackwardResiduals
@@ -115,14 +116,33 @@ def distance_of_first(operands: Operands, spec: AttentionSpec) -> jax.Array:
 
   Positions must be consecutive.
   """
-  first = {mask_lib.QUERY: slice(0, 1), mask_lib.KEY: slice(0, 1)}
-  arrays = tuple(x[:, first[role]] if role in first else x for x, role in zip(
+  assert evaluate.is_consecutive(mask_lib.of_structure(spec.mask))
+  return distances_of_runs(operands, spec)[:, 0]
+
+
+def distances_of_runs(operands: Operands, spec: AttentionSpec) -> jax.Array:
+  """Returns the position of the first key minus that of the first query for each pair of runs.
+
+  Positions must be in runs, see `evaluate.runs_of`. The positions of a run are continued to the
+  first query and the first key: int32 [B or 1, runs of queries * of keys].
+  """
+  runs = evaluate.runs_of(mask_lib.of_structure(spec.mask))
+  assert runs is not None
+  count = {mask_lib.QUERY: runs.queries, mask_lib.KEY: runs.keys}
+  def first(x: jax.Array, role: str) -> jax.Array:
+    number = count.get(role, 1)
+    return x if role not in count else x[:, :1] if number == 1 else x[:, ::x.shape[1] // number]
+  arrays = tuple(first(x, role) for x, role in zip(
       operands.mask.arrays, mask_lib.structure_roles(spec.mask), strict=True))
   mask, at = materialize.expand(spec.mask, operands.mask._replace(arrays=arrays),
-                                (operands.query.shape[0], 1, 1, 1))
-  at, is_consecutive = evaluate.move_to_positions(mask, at)
-  assert is_consecutive
-  return (at.key_position - at.query_position).reshape(-1)
+                                (operands.query.shape[0], 1, runs.queries, runs.keys))
+  at, _ = evaluate.move_to_positions(mask, at)
+  distance = at.key_position - at.query_position
+  if runs != evaluate.Runs():
+    of_query, of_key = (np.arange(count, dtype=np.int32) * (runs.stride * (x.shape[1] // count))
+                        for count, x in ((runs.queries, operands.query), (runs.keys, operands.key)))
+    distance = distance - (of_key - of_query[:, None])
+  return distance.reshape(distance.shape[0], -1)
 
 
 def positions_of(operands: Operands, spec: AttentionSpec) -> Coordinates:

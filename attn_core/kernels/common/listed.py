@@ -272,8 +272,8 @@ def bits(node: leaves.Selected, layout: Layout) -> jax.Array | np.ndarray:
   if xp is np:
     named = _named(number, blocks * of_block, np).reshape(*number.shape[:-1], blocks, of_block)
     named = np.pad(named, [(0, 0)] * 4 + [(0, words * WORD - of_block)])
-    found = np.packbits(named, -1, "little").view("<u4").view(np.int32)
-    found = found.reshape(*number.shape[:-1], -1).swapaxes(-1, -2)
+    packed = np.packbits(named, -1, "little").view("<u4").view(np.int32)
+    found: jax.Array | np.ndarray = packed.reshape(*number.shape[:-1], -1).swapaxes(-1, -2)
   else:
     # By comparing each entry with each word: XLA for TPUs writes single elements one by one.
     number = number.swapaxes(-1, -2)
@@ -291,10 +291,7 @@ def _tiles_of_bits(node: leaves.Selected, layout: Layout, xp: ModuleType,
   words, size = bits(node, layout), bit_keys(node, layout)
   padding = [(0, 0)] * 3 + [(0, -layout.queries % layout.tile_q)]
   words = xp.pad(xp.asarray(words), padding).reshape(*words.shape[:3], -1, layout.tile_q)
-  if xp is np:
-    joined = np.bitwise_or.reduce(words, -1), np.bitwise_and.reduce(words, -1)
-  else:
-    joined = lax.reduce_or(words, (4,)), lax.reduce_and(words, (4,))
+  joined = xp.bitwise_or.reduce(words, axis=-1), xp.bitwise_and.reduce(words, axis=-1)
 
   def of_tiles(words: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
     """Unpacks [.., blocks of keys * words, tiles of queries] to [.., tiles, tiles, bits]."""

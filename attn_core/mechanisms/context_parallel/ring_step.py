@@ -83,8 +83,8 @@ def attended(sequence: Sequence, operands: Operands, spec: AttentionSpec, keys: 
         [sequence.columns(n) for n in all_members])
     # The keys of one member are those of a step, inside the kernel of the whole ring.
     me = member(sequence, None if source is None else operands.query)
-    leaf = leaves.PlacedRun if sequence.has_runs else leaves.Placed
-    mask = leaf(mask, sequence.size, sequence.rows(me)[None], of[None])
+    mask = leaves.PlacedRuns(mask, sequence.size, sequence.rows(me)[None], of[None],
+                             sequence.runs(source is None), sequence.stride)
   found, structure = jax.tree.flatten(mask)
   mods = tuple(columns_of_mod(x, role, keys, source) for x, role in zip(
       operands.mods, score_mod.structure_roles(spec.score_mod)))

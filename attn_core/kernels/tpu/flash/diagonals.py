@@ -9,7 +9,8 @@ The cotangents of these tiles are added up likewise, before their diagonals are 
 """
 
 import functools
-from typing import Callable, NamedTuple
+import math
+from typing import Callable, Iterator, NamedTuple
 
 import jax
 from jax import lax
@@ -22,6 +23,7 @@ from attn_core.kernels.tpu.flash.schedule import LANES, Tiling
 from attn_core.kernels.tpu.flash.tile_inputs import (
     GridIndex, Index, KernelRefs, Ref, TileIndex, TileInputs)
 from attn_core.masks import block_map, mask as mask_lib, position_range
+from attn_core.types import cdiv
 
 SUBLANES = 8
 CHUNK = 8  # tiles that are made without a loop, so that one hides the latency of another
@@ -39,15 +41,45 @@ def distances(tiling: Tiling) -> np.ndarray:
   return tiling.padded_keys - np.arange(length(tiling), dtype=np.int32)
 
 
-def row_of(values: jax.Array, first: int, base: jax.Array, tiling: Tiling) -> jax.Array:
-  """Returns numbers by distance, the greatest one first: float32 [B or 1, H or 1, length].
+def rows_of(values: jax.Array, first: int, base: jax.Array, stride: int,
+            tiling: Tiling) -> jax.Array:
+  """Returns numbers by distance, the greatest one first: float32 [B or 1, H or 1, pairs, length].
 
   Args:
     values: [B or 1, H or 1, n], of distances from `first` on; others are clipped to the ends.
     first: the first distance.
-    base: int32 [B or 1]: position of the first key minus that of the first query.
+    base: int32 [B or 1, pairs]: position of the first key minus that of the first query, of each
+      pair of runs of positions.
+    stride: the distance of neighbors in a run.
     tiling: blocks and tiles.
   """
+  rows = []
+  for n in range(base.shape[1]):
+    found, start, at = values, first, base[:, n]
+    if stride > 1:
+      found, start, at = _strided(values, first, at, stride)
+    rows.append(_row_of(found, start, at, tiling))
+  return jnp.stack(rows, 2)
+
+
+def _strided(values: jax.Array, first: int, base: jax.Array,
+             stride: int) -> tuple[jax.Array, int, jax.Array]:
+  """Returns (values, first, base) where distances count strides; see `rows_of`, base is [B or 1].
+
+  The first and the last of the values are beyond the ends of those given.
+  """
+  heads, count = values.shape[1:]
+  number = cdiv(count - 1, stride) + 2
+  padded = jnp.pad(values, ((0, 0), (0, 0), (stride, number * stride - count)), mode="edge")
+  whole, rest = jnp.divmod(base - first, stride)
+  cut = lambda x, start: lax.dynamic_slice_in_dim(x, start, number * stride, 1).reshape(
+      heads, number, stride)[:, :, 0]
+  in_axes = 0 if values.shape[0] > 1 else None, 0
+  return jax.vmap(cut, in_axes)(padded if values.shape[0] > 1 else padded[0], rest), -1, whole
+
+
+def _row_of(values: jax.Array, first: int, base: jax.Array, tiling: Tiling) -> jax.Array:
+  """Returns a row of `rows_of`, [B or 1, H or 1, length], for base [B or 1] and a stride of 1."""
   size, count = length(tiling), values.shape[2]
   # Slices instead of look-ups, so that the derivative adds no numbers one by one.
   padded = jnp.pad(values[:, :, ::-1].astype(jnp.float32), ((0, 0), (0, 0), (size, size)),
@@ -67,9 +99,38 @@ class Band(NamedTuple):
   first: int | None  # of all, counted from the last key and the first query; None: those of a step
   size: int
 
+  @property
+  def pairs(self) -> int:
+    """The number of pairs of runs of positions, each of which has tiles of its own."""
+    return math.prod(self.tiling.runs)
+
   def shape(self, heads: int) -> tuple[int, ...]:
-    """Returns the shape of the tiles: [heads, size, LANES, LANES]."""
-    return heads, self.size, LANES, LANES
+    """Returns the shape of the tiles: [heads * pairs, size, LANES, LANES]."""
+    return heads * self.pairs, self.size, LANES, LANES
+
+  @property
+  def has_whole_squares(self) -> bool:
+    """Whether the queries and keys of LANES x LANES are in one pair of runs."""
+    lengths = self.tiling.query_length, self.tiling.key_length
+    return all(runs == 1 or length // runs % LANES == 0
+               for length, runs in zip(lengths, self.tiling.runs))
+
+  def pair(self, tile: TileIndex, query: Index, key: Index) -> Index:
+    """Returns the pair of runs of a query and a key, which count from the first of a tile."""
+    tiling = self.tiling
+    def run(index: Index, length: int, runs: int) -> Index:
+      return sum((jnp.asarray(index >= n * (length // runs)).astype(jnp.int32)
+                  for n in range(1, runs)), start=0)
+    in_keys = run(tile.grid.key_block * tiling.block_kv + tile.keys.start + key,
+                  tiling.key_length, tiling.runs[1])
+    return in_keys + tiling.runs[1] * run(
+        tile.grid.query_block * tiling.block_q + tile.queries.start + query,
+        tiling.query_length, tiling.runs[0])
+
+  def pair_of_each(self, tile: TileIndex) -> jax.Array:
+    """Returns `pair` of the elements of a tile, [keys, queries]."""
+    key, query = (lax.broadcasted_iota(jnp.int32, tile.shape, axis) for axis in (0, 1))
+    return jnp.broadcast_to(self.pair(tile, query, key), tile.shape)
 
   def lanes(self, grid: GridIndex, n: Index) -> slice | pl.Slice:
     """Returns the first LANES of the 2 * LANES numbers that the tiles on diagonal n read."""
@@ -110,7 +171,7 @@ def band_of(mask: mask_lib.Mask, tiling: Tiling, arrays: int) -> Band:
     arrays: how many arrays by distance there are.
   """
   first, count = _visible_diagonals(position_range.static_superset(mask), tiling)
-  if count * tiling.query_heads * arrays * TILE_BYTES <= MOST_BYTES:
+  if count * tiling.query_heads * math.prod(tiling.runs) * arrays * TILE_BYTES <= MOST_BYTES:
     return Band(tiling, first, count)
   return Band(tiling, None, step_count(tiling))
 
@@ -132,7 +193,8 @@ def _visible_diagonals(mask: mask_lib.Mask, tiling: Tiling) -> tuple[int, int]:
 class Diagonals(NamedTuple):
   """An array of numbers by distance, and the tiles made of it."""
 
-  row: Callable[[KernelRefs], Ref]  # [1, heads, 1, length] of a step, heads are 1 if they share it
+  # [1, heads * pairs, 1, length] of a step, heads are 1 if they share it
+  row: Callable[[KernelRefs], Ref]
   band: Band
   num_heads: int  # of a step, or 1
   scratch: int  # place of the tiles in `KernelRefs.scratch`
@@ -141,48 +203,75 @@ class Diagonals(NamedTuple):
     """Makes the tiles."""
     row, tiles = self.row(refs), refs.scratch[self.scratch]
     is_left = _is_left()
-    @pl.loop(0, self.num_heads)
-    def _(head: jax.Array) -> None:
+    @pl.loop(0, self.num_heads * self.band.pairs)
+    def _(line: jax.Array) -> None:
       def moved(n: Index) -> jax.Array:
         # Row r moves r lanes to the right; what leaves on the right enters the next tile.
-        numbers = jnp.broadcast_to(row[0, head, :, self.band.lanes(grid, n)], (LANES, LANES))
+        numbers = jnp.broadcast_to(row[0, line, :, self.band.lanes(grid, n)], (LANES, LANES))
         return pltpu.roll(numbers, 0, 1, stride=1, stride_axis=0)
       def some(start: Index, count: int) -> None:
         before = moved(start)
         for n in range(count):
           after = moved(start + n + 1)
-          tiles[head, start + n] = jnp.where(is_left, before, after)
+          tiles[line, start + n] = jnp.where(is_left, before, after)
           before = after
       _in_chunks(self.band.size, some)
 
   def read(self, refs: KernelRefs, tile: TileIndex) -> jax.Array:
     """Returns [keys, queries]."""
-    tiles, begin = refs.scratch[self.scratch], self.band.number(tile)
-    head = tile.head if self.num_heads > 1 else 0
-    rows = [jnp.concatenate([tiles[head, begin + c - r] for c in range(tile.shape[1] // LANES)], 1)
-            for r in range(tile.shape[0] // LANES)]
-    return jnp.concatenate(rows, 0)
+    tiles, band = refs.scratch[self.scratch], self.band
+    begin, first = band.number(tile), (tile.head if self.num_heads > 1 else 0) * band.pairs
+    def squares(line: Callable[[int, int], Index]) -> jax.Array:
+      return jnp.concatenate([jnp.concatenate([
+          tiles[line(r, c), begin + c - r] for c in range(tile.shape[1] // LANES)], 1)
+                              for r in range(tile.shape[0] // LANES)], 0)
+    def of_pair(number: int) -> jax.Array:
+      return squares(lambda r, c: first + number)
+    if band.pairs == 1:
+      return of_pair(0)
+    if band.has_whole_squares:
+      return squares(lambda r, c: first + band.pair(tile, c * LANES, r * LANES))
+    pair, found = band.pair_of_each(tile), of_pair(0)
+    for n in range(1, band.pairs):
+      found = jnp.where(pair == n, of_pair(n), found)
+    return found
 
 
 def add_diagonals(inputs: TileInputs, row: jax.Array, band: Band, scratch: int) -> Diagonals:
-  """Adds the result of `row_of` to the inputs of a kernel; scratch: see `Diagonals`."""
-  rows, heads, size = row.shape
+  """Adds the result of `rows_of` to the inputs of a kernel; scratch: see `Diagonals`."""
+  rows, heads, pairs, size = row.shape
   num_heads = inputs.tiling.query_heads if heads > 1 else 1
-  ref = inputs.add_array(row[:, :, None], (1, num_heads, 1, size), lambda b, h, i, j: (
-      b if rows > 1 else 0, h if heads > 1 else 0, 0, 0))
+  ref = inputs.add_array(
+      row.reshape(rows, heads * pairs, 1, size), (1, num_heads * pairs, 1, size),
+      lambda b, h, i, j: (b if rows > 1 else 0, h if heads > 1 else 0, 0, 0))
   return Diagonals(ref, band, num_heads, scratch)
 
 
 def add_tile(band: Band, tiles: Ref, tile: TileIndex, x: jax.Array) -> None:
-  """Adds x [keys, queries] to the sums [heads, size, LANES, LANES] of block diagonals."""
-  begin = band.number(tile)
-  parts: dict[int, jax.Array] = {}
-  for r in range(tile.shape[0] // LANES):
-    for c in range(tile.shape[1] // LANES):
-      part = x[r * LANES:(r + 1) * LANES, c * LANES:(c + 1) * LANES]
+  """Adds x [keys, queries] to the sums [heads * pairs, size, LANES, LANES] of block diagonals."""
+  begin, first = band.number(tile), tile.head * band.pairs
+  def add(x: jax.Array, n: int) -> None:
+    parts: dict[int, jax.Array] = {}
+    for r, c, part in _squares(x):
       parts[c - r] = parts[c - r] + part if c - r in parts else part
-  for n, part in parts.items():
-    tiles[tile.head, begin + n] += part
+    for diagonal, part in parts.items():
+      tiles[first + n, begin + diagonal] += part
+  if band.pairs == 1:
+    add(x, 0)
+  elif band.has_whole_squares:
+    for r, c, part in _squares(x):
+      tiles[first + band.pair(tile, c * LANES, r * LANES), begin + (c - r)] += part
+  else:
+    pair = band.pair_of_each(tile)
+    for n in range(band.pairs):
+      add(jnp.where(pair == n, x, 0), n)
+
+
+def _squares(x: jax.Array) -> Iterator[tuple[int, int, jax.Array]]:
+  """Yields (row, column, part) of the parts LANES x LANES of an array."""
+  for r in range(x.shape[0] // LANES):
+    for c in range(x.shape[1] // LANES):
+      yield r, c, x[r * LANES:(r + 1) * LANES, c * LANES:(c + 1) * LANES]
 
 
 def sum_diagonals(band: Band, tiles: Ref, grid: GridIndex, total: Ref) -> None:
@@ -192,24 +281,24 @@ def sum_diagonals(band: Band, tiles: Ref, grid: GridIndex, total: Ref) -> None:
     band: the block diagonals.
     tiles: see `add_tile`.
     grid: position of the step.
-    total: [1, heads, 1, length], in the order of `row_of`.
+    total: [1, heads * pairs, 1, length], in the order of `rows_of`.
   """
   is_left, zeros = _is_left(), jnp.zeros((LANES, LANES), jnp.float32)
 
-  @pl.loop(0, band.tiling.query_heads)
-  def _(head: jax.Array) -> None:
+  @pl.loop(0, band.tiling.query_heads * band.pairs)
+  def _(line: jax.Array) -> None:
     def add(n: Index, here: jax.Array, before: jax.Array) -> None:
-      total[0, head, :, band.lanes(grid, n)] += _sum_rows(jnp.where(is_left, here, before))
+      total[0, line, :, band.lanes(grid, n)] += _sum_rows(jnp.where(is_left, here, before))
     def some(start: Index, count: int) -> None:
-      before = jnp.where(start > 0, tiles[head, jnp.maximum(start - 1, 0)], zeros)
+      before = jnp.where(start > 0, tiles[line, jnp.maximum(start - 1, 0)], zeros)
       for n in range(count):
-        here = tiles[head, start + n]
+        here = tiles[line, start + n]
         add(start + n, here, before)
         before = here
     _in_chunks(band.size, some)
-    add(band.size, zeros, tiles[head, band.size - 1])
+    add(band.size, zeros, tiles[line, band.size - 1])
     if band.first is None:
-      tiles[head] = jnp.zeros(tiles.shape[1:], jnp.float32)
+      tiles[line] = jnp.zeros(tiles.shape[1:], jnp.float32)
 
 
 def _sum_rows(x: jax.Array) -> jax.Array:

@@ -15,7 +15,6 @@ import jax
 from jax.experimental import pallas as pl
 import jax.numpy as jnp
 
-from attn_core.kernels.common import dense_operands
 from attn_core.kernels.tpu.flash import call, diagonals, score_tiles
 from attn_core.kernels.tpu.flash.schedule import LANES, Tiling
 from attn_core.kernels.tpu.flash.tile_inputs import (
@@ -38,9 +37,10 @@ class ModSums(NamedTuple):
     tiling = self.tiling
     sizes = {QUERY: tiling.padded_queries, KEY: tiling.padded_keys,
              DISTANCE: diagonals.length(tiling)}
-    return [call.Output((batch, heads, 1, sizes[kind]), jnp.float32,
-                        (1, tiling.query_heads, 1, sizes[kind]), lambda b, h, i, j: (b, h, 0, 0))
-            for kind in self.kinds.values()]
+    rows = {QUERY: 1, KEY: 1, DISTANCE: self.band.pairs}
+    return [call.Output((batch, heads * rows[kind], 1, sizes[kind]), jnp.float32,
+                        (1, tiling.query_heads * rows[kind], 1, sizes[kind]),
+                        lambda b, h, i, j: (b, h, 0, 0)) for kind in self.kinds.values()]
 
   @property
   def scratch(self) -> list[tuple[int, ...]]:
@@ -95,10 +95,10 @@ class ModSums(NamedTuple):
     for (number, kind), total in zip(self.kinds.items(), found, strict=True):
       x = operands.mods[number]
       if kind == DISTANCE:
-        base = dense_operands.distance_of_first(operands, spec)
-        row, pull = jax.vjp(
-            lambda x, n=number: score_tiles.row_of(in_rows[n], x, base, self.tiling), x)
-        result, = pull(_sum_to(total[:, :, 0], row.shape))
+        row, pull = jax.vjp(lambda x, n=number: score_tiles.row_of(
+            in_rows[n], x, operands, spec, self.tiling), x)
+        rows = total.reshape(total.shape[0], -1, *row.shape[2:])
+        result, = pull(_sum_to(rows, row.shape))
       else:
         length = operands.query.shape[1] if kind == QUERY else operands.key.shape[1]
         shape = (*x.shape[:2], 1, 1) if x.ndim == 2 else x.shape

@@ -58,6 +58,7 @@ class Tiling(NamedTuple):
   # Parts of the work that chips with two cores may compute at once: of the query blocks in the
   # forward, of `head_parts` in the backward.
   halves: int = 1
+  runs: tuple[int, int] = (1, 1)  # of positions of queries and of keys, for numbers by distance
 
   @property
   def layout(self) -> listed.Layout:

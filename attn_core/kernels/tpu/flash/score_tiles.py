@@ -7,6 +7,7 @@ The cotangents of its arrays are sums over the keys or the queries of a tile, or
 the bias does.
 """
 
+import math
 from typing import Callable, NamedTuple, TypeAlias
 
 import jax
@@ -97,8 +98,7 @@ def mod_reader(inputs: tile_inputs.TileInputs, operands: Operands, spec: Attenti
   for n, x in enumerate(operands.mods):
     x = x if n in pairs else x.astype(jnp.float32) * factor
     if n in in_rows:
-      row = row_of(in_rows[n], x, dense_operands.distance_of_first(operands, spec),
-                   inputs.tiling)
+      row = row_of(in_rows[n], x, operands, spec, inputs.tiling)
       by_distance.append(diagonals.add_diagonals(
           inputs, row, band_of(operands, spec, inputs.tiling), len(by_distance)))
       readers.append(by_distance[-1].read)
@@ -108,8 +108,7 @@ def mod_reader(inputs: tile_inputs.TileInputs, operands: Operands, spec: Attenti
       readers.append(_scaled(inputs.add_per_pair(x), factor))
     else:
       readers.append(inputs.add_per_pair(x))
-  term = _in_kernel(term) if _is_consecutive(spec) else term
-  structure = jax.tree.structure(term)
+  structure = jax.tree.structure(_in_kernel(term, spec))
   return ModReader(structure, tuple(readers), mask, tuple(by_distance), factor)
 
 
@@ -127,11 +126,12 @@ def band_of(operands: Operands, spec: AttentionSpec, tiling: Tiling) -> diagonal
 
 def terms_by_distance(spec: AttentionSpec) -> dict[int, ScoreMod]:
   """Returns the terms that add a number for each distance, by the number of their array."""
-  if not (spec.has_score_mod and _is_consecutive(spec)):
+  if not (spec.has_score_mod and _runs(spec)):
     return {}
   found: dict[int, ScoreMod] = {}
   for x in score_mod.chain(score_mod.of_structure(spec.score_mod)):
-    if isinstance(x, terms.Distance) or isinstance(x, terms.Slope) and x.symmetric:
+    if (isinstance(x, terms.Distance)
+        or isinstance(x, terms.Slope) and x.symmetric and _is_consecutive(spec)):
       number, = jax.tree.leaves(x)
       found[number] = x
   return found
@@ -147,22 +147,35 @@ def _is_consecutive(spec: AttentionSpec) -> bool:
   return evaluate.is_consecutive(mask_lib.of_structure(spec.mask))
 
 
-def row_of(term: ScoreMod, x: jax.Array, base: jax.Array, tiling: Tiling) -> jax.Array:
-  """Returns `diagonals.row_of` for a term of `terms_by_distance` and its array."""
+def _runs(spec: AttentionSpec) -> evaluate.Runs | None:
+  return evaluate.runs_of(mask_lib.of_structure(spec.mask))
+
+
+def runs_of(operands: Operands, mask: mask_lib.Mask) -> tuple[int, int]:
+  """Returns the runs of positions of queries and of keys, (1, 1) where no table needs them."""
+  runs = evaluate.runs_of(mask) if any(x.ndim == 3 for x in operands.mods) else None
+  return (1, 1) if runs is None else (runs.queries, runs.keys)
+
+
+def row_of(term: ScoreMod, x: jax.Array, operands: Operands, spec: AttentionSpec,
+           tiling: Tiling) -> jax.Array:
+  """Returns `diagonals.rows_of` for a term of `terms_by_distance` and its array."""
+  base, runs = dense_operands.distances_of_runs(operands, spec), _runs(spec)
+  assert runs is not None
   if isinstance(term, terms.Distance):
-    return diagonals.row_of(x, term.first, base, tiling)
+    return diagonals.rows_of(x, term.first, base, runs.stride, tiling)
   assert isinstance(term, terms.Slope)
-  distance = -abs(diagonals.distances(tiling)[None] + base[:, None])
-  return x[..., 0].astype(jnp.float32) * distance.astype(jnp.float32)[:, None]
+  distance = -abs(diagonals.distances(tiling)[None] + base)
+  return (x[..., 0].astype(jnp.float32) * distance.astype(jnp.float32)[:, None])[:, :, None]
 
 
-def _in_kernel(term: ScoreMod) -> ScoreMod:
-  """Returns the form of a term for consecutive positions."""
+def _in_kernel(term: ScoreMod, spec: AttentionSpec) -> ScoreMod:
+  """Returns the form of a term whose numbers by distance are added."""
   if isinstance(term, score_mod.Composed):
-    return score_mod.Composed(_in_kernel(term.first), _in_kernel(term.second))
-  if isinstance(term, terms.Distance):
+    return score_mod.Composed(_in_kernel(term.first, spec), _in_kernel(term.second, spec))
+  if isinstance(term, terms.Distance) and _runs(spec):
     return terms.Add(term.values)
-  if isinstance(term, terms.Slope):
+  if isinstance(term, terms.Slope) and _is_consecutive(spec):
     return terms.Add(term.slopes) if term.symmetric else _Ramp(term.slopes)
   return term
 
@@ -197,11 +210,12 @@ def needed_vmem(tiling: Tiling, operands: Operands, backward: bool) -> int:
   most = diagonals.length(tiling) // LANES * heads
   if most * diagonals.TILE_BYTES > diagonals.MOST_BYTES:
     most = max(diagonals.step_count(tiling) * heads, diagonals.MOST_BYTES // diagonals.TILE_BYTES)
+  pairs = math.prod(tiling.runs)
   for x in operands.mods:
     if x.ndim == 3 or x.ndim == 4 and scalar_memory.is_per_head(x):  # by distance
       for count in (heads if x.shape[1] > 1 else 1, heads)[:1 + backward]:
         row = 2 * count * diagonals.length(tiling)
-        size += row + most * LANES**2
+        size += pairs * (row + most * LANES**2)
     elif backward:
       size += 2 * heads * max(tiling.padded_queries, tiling.padded_keys)
   return 4 * size

@@ -190,7 +190,7 @@ def _tiling(operands: Operands, mask: mask_lib.Mask, rows: int, columns: int, ti
   while (block_q // tile_q) * (block_kv // tile_kv) > MOST_TILES:
     tile_q, tile_kv = _tile(block_q, 2 * tile_q), _tile(block_kv, 2 * tile_kv)
   return Tiling(queries, keys, block_q, block_kv, tile_q, tile_kv, group,
-                head_parts=_group(operands) // group)
+                head_parts=_group(operands) // group, runs=score_tiles.runs_of(operands, mask))
 
 
 def _within_lists(mask: mask_lib.Mask, lengths: tuple[int, int],
