@@ -282,7 +282,8 @@ class ChoiceTest(parameterized.TestCase):
     for arguments, words in (
         (dict(dtype=jnp.float16), "float16"),
         (dict(width=10**6), "page tables of .4, 1000000."), (dict(page=10**5), "100000 tokens"),
-        (dict(heads=Heads(2, 192, 192)), "head_dim 192"), (dict(precision="highest"), "precision")):
+        (dict(heads=Heads(2, 192, 192)), "head_dim 192: .* padded with zeros"),
+        (dict(precision="highest"), "precision")):
       verdict = self.kernel(**{**dict(heads=heads, page=16, dtype=jnp.bfloat16), **arguments})
       self.assertRegex(verdict, f"by paged.xla, not by paged.tpu: .*{words}")
 

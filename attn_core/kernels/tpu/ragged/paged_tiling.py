@@ -200,7 +200,9 @@ def unsupported_reason(query: jax.Array, cache: Pages, metadata: layouts.PagesMe
   layout = make_layout(cache, heads, 1)
   for width in layout.widths:
     if width > LANES and width % LANES:
-      return f"head_dim {width}: the TPU kernel needs a multiple of {LANES} above {LANES}"
+      return (f"head_dim {width}: the TPU kernel needs a multiple of {LANES} above {LANES}, as XLA "
+              "would copy all other pages at every call: layout v3 pads them; keys and queries may "
+              "be padded with zeros")
   if layout.vmem_bytes() > BUFFER_BYTES:
     return (f"pages of {layout.page_size} tokens: keys and values of one page do not fit the "
             f"TPU kernel's {BUFFER_BYTES} bytes")
