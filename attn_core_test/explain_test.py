@@ -4,7 +4,7 @@
 
 import collections
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 from absl.testing import absltest
@@ -155,18 +155,48 @@ def raised(function):
     return None, error
 
 
+class Traced(NamedTuple):
+  """A traced call of `attention`."""
+
+  names: set[str]  # as `names_in` finds them; empty where it raises
+  error: Exception | None
+
+
+def traced(operands: tuple, arguments: dict[str, Any]) -> Traced:
+  """Traces a call."""
+  leaves, structure = jax.tree.flatten(operands)
+  program, error = raised(lambda: jax.make_jaxpr(lambda *x: tuple(jax.tree.leaves(attention(
+      *jax.tree.unflatten(structure, x), **arguments)._replace(cache_view=None))))(*leaves))
+  return Traced(set() if program is None else names_in(program.jaxpr), error)
+
+
+# Several tests are about the same random calls, each of which takes 50 ms to trace and explain.
+random_call = functools.cache(random_calls.make)
+
+
+@functools.cache
+def traced_random(seed: int) -> Traced:
+  call = random_call(seed)
+  with call.context():
+    return traced(call.operands, call.arguments)
+
+
+def explained(seed: int) -> tuple[Any, Exception | None]:
+  """Returns what `explain` says about a random call, or its error."""
+  call = random_call(seed)
+  with call.context():
+    return raised(lambda: explain(*call.operands, **call.arguments))
+
+
+# By `explain` itself; tests replace it elsewhere.
+explained_once = functools.cache(explained)
+
+
 class ExplainTest(parameterized.TestCase):
 
-  def check(self, call: random_calls.RandomCall) -> str | None:
-    """Compares a call's explanation with its program; returns the implementation."""
-    with call.context():
-      return self.check_in_context(call.operands, call.arguments)
-
-  def check_in_context(self, operands, arguments) -> str | None:
-    leaves, structure = jax.tree.flatten(operands)
-    said, said_error = raised(lambda: explain(*operands, **arguments))
-    program, error = raised(lambda: jax.make_jaxpr(lambda *x: tuple(jax.tree.leaves(attention(
-        *jax.tree.unflatten(structure, x), **arguments)._replace(cache_view=None))))(*leaves))
+  def check(self, said, said_error, program: Traced) -> str | None:
+    """Compares an explanation, or its error, with the program; returns the implementation."""
+    error = program.error
     if said is None:
       self.assertEqual((type(said_error), str(said_error)), (type(error), str(error)))
       return None
@@ -178,26 +208,23 @@ class ExplainTest(parameterized.TestCase):
       raise AssertionError(f"{said}\nand it raises") from error
     verdict, = (v for v in said.verdicts if v.mechanism == said.chosen)
     self.assertEmpty(verdict.reasons)
-    found = names_in(program.jaxpr)
-    self.assertLen(found, 1, said)
-    self.assertContainsSubset(found, expected(verdict.kernel), said)
+    self.assertLen(program.names, 1, said)
+    self.assertContainsSubset(program.names, expected(verdict.kernel), said)
     return verdict.kernel
 
   @parameterized.parameters(*range(10))
   def test_random_calls(self, part):
     for seed in range(CALLS * part // 10, CALLS * (part + 1) // 10):
       with self.subTest(seed=seed):
-        self.check(random_calls.make(seed))
+        self.check(*explained_once(seed), traced_random(seed))
 
   def test_calls_have_every_dimension_and_kernel(self):
     """Prints how many of the random calls have each value of each dimension, and each kernel."""
     counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for seed in range(CALLS):
-      call = random_calls.make(seed)
-      for dimension, value in call.choices:
+      for dimension, value in random_call(seed).choices:
         counts[dimension][value] += 1
-      with call.context():
-        said, error = raised(lambda call=call: explain(*call.operands, **call.arguments))
+      said, error = explained_once(seed)
       if said is None:
         counts["answer"][type(error).__name__] += 1
       elif said.chosen is None:
@@ -231,7 +258,8 @@ class ExplainTest(parameterized.TestCase):
     right, failed = explain, 0
     for seed in range(CALLS // 4):
       with mock.patch.dict(globals(), explain=wrong):
-        _, error = raised(lambda seed=seed: self.check(random_calls.make(seed)))
+        found = explained(seed)
+      _, error = raised(functools.partial(self.check, *found, traced_random(seed)))
       failed += error is not None
     print(f"{code_measures.MARK}an explanation of the {forget.__name__} call fails {failed} of "
           f"{CALLS // 4} calls")
@@ -248,7 +276,8 @@ class ExplainTest(parameterized.TestCase):
     operands = shape(1), shape(slots), shape(slots)
     arguments = dict(mechanism="autoregressive_decodeattn", mode="__autoregressive__",
                      query_offset=slots - 1, metadata=metadata)
-    self.assertEqual(self.check_in_context(operands, arguments), kernel)
+    said = explain(*operands, **arguments)
+    self.assertEqual(self.check(said, None, traced(operands, arguments)), kernel)
     self.assertIn(words, str(explain(*operands, **arguments)))
     # No answer depends on who was asked before.
     for mechanism in ("auto", "vanilla", "ring"):

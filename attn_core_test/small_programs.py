@@ -58,7 +58,7 @@ def compile_quickly() -> None:
 
 
 def share_contexts() -> None:
-  """Lets ten programs of a thread share an MLIR context; changes nothing on newer jax, which does."""
+  """Lets ten programs of a thread share an MLIR context, as newer jax, left as it is, does."""
   if jax.__version_info__ >= (0, 11):
     return
   make_ir_context = mlir.make_ir_context
