@@ -146,8 +146,9 @@ _latent_hopper = Implementation(
     derivatives=_projected_derivatives)
 # Up to 8 queries a row are absorbed on Hopper, even where projecting takes fewer FLOPs.
 _latent_hopper = Implementation(
-    latent.decode_gpu, _DECODE & _HOPPER | {"latent"}, LINEAR, latent_limits.hopper_decode_limits,
-    fallback=_latent_hopper, shards_keys=True, derivatives=_absorbed_gradient)
+    latent.decode_gpu, _DECODE & _HOPPER | {"latent", "quantized"}, LINEAR,
+    latent_limits.hopper_decode_limits, fallback=_latent_hopper, shards_keys=True,
+    derivatives=_absorbed_gradient)
 
 _latent_pages = _over_pages("PagesLatent", latent.pages,
                             _PAGED - _MODS - {"value_width", "stored_heads"} | {"latent"})

@@ -100,6 +100,9 @@ class Case(NamedTuple):
     """Quantizes keys and values to the dtype `stored`, unless it is None."""
     if self.stored is None:
       return operands
+    if self.latent is not None:  # the rest of a row keeps its dtype
+      key, scale = quantize.quantize(operands.key[..., :self.latent], self.stored)
+      return operands._replace(key=key, value=operands.key[..., self.latent:], key_scale=scale)
     key, value = (quantize.quantize(x, self.stored) for x in (operands.key, operands.value))
     return operands._replace(key=key[0], value=value[0], key_scale=key[1], value_scale=value[1])
 
@@ -163,7 +166,11 @@ class Case(NamedTuple):
   def oracle(self, operands: Operands) -> tuple[Any, Any]:
     """Returns (out, lse) in float32."""
     def run(operands):
-      if self.stored is not None:
+      if self.stored is not None and self.latent is not None:
+        latents = quantize.dequantize(operands.key, operands.key_scale)
+        operands = operands._replace(key_scale=None, key=jnp.concatenate(
+            [latents, operands.value.astype(latents.dtype)], -1))
+      elif self.stored is not None:
         operands = operands._replace(
             key=quantize.dequantize(operands.key, operands.key_scale), key_scale=None,
             value=quantize.dequantize(operands.value, operands.value_scale), value_scale=None)
@@ -383,6 +390,11 @@ DECODED = {
     "latent_row_blocks_float16": Case(masks.offset(masks.causal(), 60), T=3, S=64, H=30, K=1, D=128,
                                       latent=64, dtype="float16"),
     "latent_576": Case(masks.full(), T=1, S=136, H=4, K=1, D=576, latent=512),
+    "latent_float8": Case(masks.lengths(None, np.array([129, 0, 70], np.int32)), B=3, T=1, S=136,
+                          H=40, K=1, D=256, latent=192, stored="float8_e4m3fn",
+                          extras={"sinks": ((1, 40), "float32")}, blocks=_DECODED_BLOCKS),
+    "latent_int8": Case(masks.offset(masks.causal(), 60), T=3, S=136, H=5, K=1, D=128, latent=64,
+                        stored="int8"),
     "score_mods": Case(
         _IN_ORDERS, B=2, T=2, S=136, H=6, K=2, mod=every_mod_of_few(6, 2, 136),
         spec={"logits_soft_cap": 4.0}, extras={"sinks": ((1, 6), "float32")},
@@ -536,6 +548,10 @@ def decoded() -> dict[str, Case]:
           "group_of_16_float8": common._replace(D=64, K=1, H=16, stored="float8_e4m3fn"),
           **{f"latent_{n}_heads": common._replace(H=n, K=1, D=576, latent=512)
              for n in (16, 32, 128)},
+          "latent_128_heads_int8": common._replace(
+              H=128, K=1, D=576, latent=512, stored="int8"),
+          "latent_16_heads_float8": common._replace(
+              H=16, K=1, D=576, latent=512, stored="float8_e4m3fn"),
           "group_of_32_soft_cap_sinks_float16": common._replace(
               D=128, K=1, dtype="float16", spec={"logits_soft_cap": 30.0},
               extras={"sinks": ((1, 32), "float32")}),
@@ -572,9 +588,10 @@ def paged() -> dict[str, tuple[paged_operands.PagedOperands, pages.Heads]]:
     metadata = pages.PagesMetadata(array((8, 4096 // page)), array((8,)), array((9,)))
     query = array((tokens, 32, width), "bfloat16")
     return paged_operands.PagedOperands(query, cache, metadata), heads
-  def latent(page, heads, padded):
+  def latent(page, heads, padded, stored="bfloat16"):
     operands, _ = case(pages.PagesV2, page, 1, 576)
-    cache = jax.eval_shape(lambda: latent_pages.init(64, page, (512, 64), padded=padded))
+    cache = jax.eval_shape(lambda: latent_pages.init(
+        64, page, (512, 64), dtype=stored, padded=padded))
     query = jax.ShapeDtypeStruct((8, heads, 576), jnp.bfloat16)
     return operands._replace(query=query, cache=cache), pages.Heads(1, 576, 512)
   def with_mod(case):
@@ -585,6 +602,8 @@ def paged() -> dict[str, tuple[paged_operands.PagedOperands, pages.Heads]]:
   int8, float8 = ("int8", "token"), ("float8_e4m3fn", "tensor")
   return {"latent_pages_of_64_128_heads": latent(64, 128, False),
           "padded_latent_pages_of_16_16_heads": latent(16, 16, True),
+          "padded_float8_latent_pages_of_32_128_heads": latent(32, 128, True, "float8_e4m3fn"),
+          "int8_latent_pages_of_64_16_heads": latent(64, 16, False, "int8"),
           "v1_pages_of_16": case(pages.PagesV1, 16, 8, 128),
           "v2_pages_of_32_few_queries": case(pages.PagesV2, 32, 8, 64, 32),
           "v2_pages_of_48": case(pages.PagesV2, 48, 8, 80),

@@ -34,7 +34,7 @@ BLOCKS = BlockSizes(block_kv=128)
 # The cases that differ most; the others are slow.
 FEW = ("several_splits", "rows_beyond_one_line", "width_128",
        "group_of_32_soft_cap_sinks_float16", "width_128_float8",
-       "latent_128_heads", "score_mods", "score_mods_128")
+       "latent_128_heads", "latent_128_heads_int8", "score_mods", "score_mods_128")
 NAME = "autoregressive_decodeattn"
 CPU = {"metadata": OperationMetadata(platform="cpu")}
 
@@ -188,20 +188,26 @@ class LatentTest(parameterized.TestCase):
       self.assertTrue(np.isnan(x[[0, 2]]).all())
       np.testing.assert_allclose(x[1], y[1], atol=tolerance)
 
-  def test_padded_rows_of_a_dense_cache(self):
+  @parameterized.parameters("bfloat16", "float8_e4m3fn")
+  def test_padded_rows_of_a_dense_cache(self, dtype):
     rng, widths = np.random.default_rng(5), (128, 64)
     query, rows = (jnp.asarray(rng.normal(size=(2, *shape, sum(widths))), "bfloat16")
                    for shape in ((1, 5), (136,)))
-    cache = latent.append(latent.init(2, 136, widths, padded=True), rows, np.int32([129, 70]))
-    self.assertEqual(cache.latents.shape[2], 256)
-    cache = cache._replace(latents=cache.latents.at[0, 129:].set(jnp.nan))
+    cache = latent.append(
+        latent.init(2, 136, widths, dtype=dtype, padded=True), rows, np.int32([129, 70]))
+    parts = cache.latents, cache.rope, cache.scale  # two are None where rows are whole
+    self.assertEqual(sum(x.shape[2] for x in parts[:2] if x is not None), 256)
+    cache = cache._replace(**{name: x if x is None else x.at[0, 129:].set(jnp.nan)
+                              for name, x in zip(("latents", "rope", "scale"), parts)})
     def run(query, cache, metadata=gpu_cases.HOPPER):
       output = attention(
           query, None, None, mechanism=LATENT, latent_options=LatentOptions(*widths, 32),
           cache_view=cache, metadata=metadata, block_sizes=BLOCKS, return_lse=True)
       return output.attention_outputs, output.lse
     found = interpret(run, query, cache)
-    for x, y, tolerance in zip(found, run(query, cache, **CPU), (1e-2, 1e-5)):
+    # Plain XLA rounds converted latents to the query's dtype.
+    want = run(query if cache.scale is None else query.astype("float32"), cache, **CPU)
+    for x, y, tolerance in zip(found, want, (1e-2, 1e-5)):
       np.testing.assert_allclose(np.float32(x), np.float32(y), atol=tolerance)
     if sampling.chosen("gradients of padded latent rows on a GPU"):
       loss = lambda query, **more: sum(jnp.cos(x.astype(jnp.float32)).sum()
@@ -227,22 +233,26 @@ class LatentTest(parameterized.TestCase):
       np.testing.assert_allclose(np.float32(x), np.float32(y), atol=2e-2)
 
   def test_is_chosen_first_if_supported(self):
-    def said(dtype="bfloat16", slots=200, widths=(512, 64), tokens=1, padded=False, **more):
-      cache = jax.eval_shape(lambda: latent.init(4, slots, widths, dtype=dtype, padded=padded))
+    def said(dtype="bfloat16", slots=200, widths=(512, 64), tokens=1, padded=False,
+             rope="bfloat16", **more):
+      cache = jax.eval_shape(lambda: latent.init(
+          4, slots, widths, dtype=dtype, padded=padded, rope_dtype=rope))
       query = jax.ShapeDtypeStruct((4, tokens, 16, sum(widths)),
                                    "bfloat16" if dtype in quantize.LIMITS else dtype)
       explanation = explain(
           query, None, None, cache_view=cache, mechanism=LATENT, mode="__autoregressive__",
           latent_options=LatentOptions(*widths, 128), **{"metadata": gpu_cases.HOPPER, **more})
       return str(next(v for v in explanation.verdicts if v.mechanism == LATENT))
-    for arguments in ({}, {"padded": True}):
+    for arguments in ({}, {"padded": True}, {"dtype": "int8"}, {"dtype": "float8_e4m3fn"},
+                      {"dtype": "int8", "padded": True}):
       self.assertRegex(said(**arguments), "can, by latent.decode_gpu")
     self.assertRegex(said(dtype="float16", widths=(256, 64)), "can, by latent.decode_gpu")
     self.assertRegex(said(metadata=gpu_cases.HOPPER.replace(compute_capability="8.0")),
                      "can, by latent.decode")
     for arguments, words in (
         (dict(dtype="float32"), "dtype float32.*bfloat16 and float16"),
-        (dict(dtype="int8"), "int8.*quantized"), (dict(slots=201), "201 slots.*multiples of 8"),
+        (dict(dtype="int8", rope="float32"), "a rotary part of float32 with latents in 8 bits"),
+        (dict(slots=201), "201 slots.*multiples of 8"),
         (dict(widths=(512, 32)), r"rows of 512 \+ 32 numbers.*multiples of 64"),
         (dict(widths=(512, 128)), r"rows of 512 \+ 128 numbers.*up to 512 and 576 together"),
         (dict(tokens=9), "9 queries"),
@@ -335,8 +345,10 @@ class ChoiceTest(parameterized.TestCase):
       params = split_kv.make_kernel_params(rows, tuple(widths), 64, None, stored)
       self.assertLessEqual(split_kv.shared_memory(params), mosaic.SHARED_MEMORY_BYTES, params)
       self.assertGreaterEqual(min(params.num_stages), 2, params)
-    for heads, (*of_row,) in itertools.product((1, 16, 24, 40, 128), ((576, 512), (128, 64))):
-      params = split_kv.make_kernel_params(heads, tuple(of_row), 64, None, latent_heads=heads)
+    for heads, (*of_row,), stored in itertools.product(
+        (1, 16, 24, 40, 128), ((576, 512), (128, 64)), kinds[::2]):
+      params = split_kv.make_kernel_params(
+          heads, tuple(of_row), 64, None, stored, latent_heads=heads)
       self.assertLessEqual(split_kv.shared_memory(params), mosaic.SHARED_MEMORY_BYTES, params)
       self.assertGreaterEqual(params.num_stages[0], 2, params)
 

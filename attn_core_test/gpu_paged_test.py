@@ -36,9 +36,11 @@ from attn_core_test.paged_cases import Case, run_pages
 FEW = ("v2_pages_of_32_few_queries", "v3_pages_of_64", "v2_int8_pages_of_16")
 LATENT = "multi_latent_ragged_page_attention"
 WIDTHS = (128, 64)  # of latent rows
-# Calls over pages of latent rows: heads, and whether rows are padded.
-LATENTS = {"two_consumers_padded": (16, True), "two_row_blocks": (72, False),
-           "one_consumer": (3, False)}
+# Calls over pages of latent rows: heads, whether rows are padded, and their dtype.
+LATENTS = {"two_consumers_padded": (16, True, "bfloat16"),
+           "two_row_blocks": (72, False, "bfloat16"),
+           "one_consumer": (3, False, "bfloat16"), "int8_one_consumer_padded": (3, True, "int8"),
+           "float8_two_consumers": (16, False, "float8_e4m3fn")}
 BLOCKS = BlockSizes(block_kv=128)
 OPTIONS = PagedOptions(metadata=gpu_cases.HOPPER, block_sizes=BLOCKS, return_lse=True)
 WHOLE = OPTIONS._replace(block_sizes=None)
@@ -172,7 +174,7 @@ class InterpretTest(parameterized.TestCase):
       np.testing.assert_array_equal(x, y)
 
 
-def latent_call(heads, padded, requests=(0, 1, 2, 3)):
+def latent_call(heads, padded, held, requests=(0, 1, 2, 3)):
   """Returns (query, new rows, cache, metadata) of requests; slots without a token hold NaN."""
   rng = np.random.default_rng(3)
   lengths, queries = np.array([70, 0, 130, 9]), np.array([1, 0, 3, 1])
@@ -182,8 +184,10 @@ def latent_call(heads, padded, requests=(0, 1, 2, 3)):
   metadata = PagesMetadata(
       rng.permutation(36).astype(np.int32).reshape(4, 9)[order], np.int32(lengths[order]),
       np.cumsum([0, *queries[order]]).astype(np.int32))
-  cache = latent_pages.init(36, 16, WIDTHS, padded=padded)
-  cache = cache._replace(pages=jnp.full_like(cache.pages, jnp.nan))
+  page = 16 if held == "bfloat16" else 32
+  cache = latent_pages.init(36, page, WIDTHS, dtype=held, padded=padded)
+  nan = lambda x: x if x is None or x.dtype == jnp.int8 else jnp.full_like(x, jnp.nan)
+  cache = cache._replace(pages=nan(cache.pages), rope=nan(cache.rope), scales=nan(cache.scales))
   cache = latent_pages.from_dense(
       cache, jnp.asarray(rows[order], jnp.bfloat16),
       metadata._replace(context_lens=np.int32(lengths - queries)[order]))
@@ -206,25 +210,27 @@ class LatentTest(parameterized.TestCase):
   @parameterized.named_parameters((name, name) for name in sampling.names(
       LATENTS, ("two_consumers_padded",)))
   def test_equals_plain_xla_in_any_batch(self, name):
-    heads, padded = LATENTS[name]
-    sinks = jnp.asarray(np.random.default_rng(4).normal(size=heads), jnp.float32)
-    given = (*latent_call(heads, padded), sinks)
+    arguments = LATENTS[name]
+    sinks = jnp.asarray(np.random.default_rng(4).normal(size=arguments[0]), jnp.float32)
+    given = (*latent_call(*arguments), sinks)
     found = interpret(latent_attended, *given)
+    wide = arguments[2] != "bfloat16"  # plain XLA rounds converted latents to the query's dtype
+    query = given[0].astype("float32" if wide else "bfloat16")
     want = jax.jit(functools.partial(
-        latent_attended, metadata=OperationMetadata(platform="cpu")))(*given)
+        latent_attended, metadata=OperationMetadata(platform="cpu")))(query, *given[1:])
     for x, y, tolerance in zip(found, want, (1e-2, 1e-5)):
       np.testing.assert_allclose(np.float32(x), np.float32(y), atol=tolerance)
     if sampling.chosen(name):
-      again = interpret(latent_attended, *latent_call(heads, padded, (3, 2, 0)), sinks)
+      again = interpret(latent_attended, *latent_call(*arguments, (3, 2, 0)), sinks)
       tokens = np.array([4, 1, 2, 3, 0])
       np.testing.assert_array_equal(np.float32(again[0]), np.float32(found[0])[tokens])
       np.testing.assert_array_equal(again[1], found[1][:, tokens])
 
   def test_is_chosen_first_if_supported(self):
     def said(dtype="bfloat16", page=16, widths=(512, 64), padded=False, tokens=4, held=None,
-             pages_of_a_request=2, **more):
+             rope=None, pages_of_a_request=2, **more):
       cache = jax.eval_shape(lambda: latent_pages.init(
-          8, page, widths, dtype=held or dtype, padded=padded))
+          8, page, widths, dtype=held or dtype, padded=padded, rope_dtype=rope or dtype))
       of = lambda *shape: jax.ShapeDtypeStruct((tokens, *shape, sum(widths)), jnp.dtype(dtype))
       about = PagesMetadata(*(jnp.zeros(shape, jnp.int32) for shape in (
           (4, pages_of_a_request), 4, 5)))
@@ -234,11 +240,15 @@ class LatentTest(parameterized.TestCase):
           **{"metadata": gpu_cases.HOPPER, **more})
       return str(next(v for v in explanation.verdicts if v.mechanism == LATENT))
     for arguments in ({}, {"padded": True}, {"page": 64, "sliding_window": (9, 0)},
-                      {"dtype": "float16"}):
+                      {"dtype": "float16"}, {"held": "int8", "page": 32},
+                      {"held": "float8_e4m3fn", "page": 64, "padded": True}):
       self.assertRegex(said(**arguments), "can, by latent.pages_gpu")
     for arguments, words in (
         (dict(dtype="float32"), "dtype float32"), (dict(page=20), "pages of 20 tokens"),
-        (dict(held="int8"), "latents in 8 bits"), (dict(chunk_size=8), "chunk_size"),
+        (dict(held="int8"), "pages of 16 tokens with scales of 1 heads each: .*32 tokens"),
+        (dict(held="int8", dtype="float16", page=32), "float16 with quantized"),
+        (dict(held="int8", page=32, rope="float16"), "a rotary part of float16 with latents in 8"),
+        (dict(chunk_size=8), "chunk_size"),
         (dict(widths=(512, 32)), r"rows of 512 \+ 32 numbers"), (dict(precision="highest"),
                                                                   "precision"),
         (dict(pages_of_a_request=4096, tokens=4096), "1073741824 at most")):

@@ -131,7 +131,7 @@ REFUSED = {
     "latent.decode_gpu": (
         "float64 mask_operands bias score_mod score_function dropout weights precision "
         "softmax_dtype vmem_limit_bytes sequence_layout pages draft_mask scope prefixes "
-        "stored_heads quantized selected int4"),
+        "stored_heads selected int4"),
     "latent.absorbed": (
         "weights vmem_limit_bytes sequence_layout pages selected draft_mask scope prefixes "
         "stored_heads int4"),

@@ -85,9 +85,10 @@ def hopper_decode_limits(request: "Request") -> str | None:
   reason, widths = decode_limits(request), request.latent
   if reason is not None or widths is None:
     return reason
+  quantized = "quantized" in request.features
   return decode.unsupported_reason(
-      request.dtype, (widths.latent + widths.rope, widths.latent), request.lengths,
-      "quantized" in request.features, latent=True)
+      request.dtype, (widths.latent + widths.rope, widths.latent), request.lengths, quantized,
+      True, request.value.dtype if quantized else None)
 
 
 def projected_limits(request: "Request") -> str | None:

@@ -12,6 +12,7 @@ import inspect
 from typing import Any, Callable
 
 import jax
+from jax import lax
 from jax._src.lib import cuda_versions  # None without a plugin for CUDA
 from jax.experimental.mosaic.gpu import LoweringSemantics
 from jax.experimental import pallas as pl
@@ -31,6 +32,7 @@ ROW_LAYOUT, COLUMN_LAYOUT = TILE_LAYOUT.reduce(1), TILE_LAYOUT.reduce(0)
 WGMMA_ROWS = 64  # a warpgroup's product has a multiple of this number of rows
 TMA_TOKENS = 8  # TMA copies arrays with a multiple of this number of tokens
 SHARED_MEMORY_BYTES = 227 * 1024  # of a thread block
+REDUCTION_BYTES = 2048  # of it, for reductions across warps
 # From 12.8.0 until 12.9.1, CUDA's assembler miscompiles masks; JAX's attention on Mosaic GPU
 # refuses causal masks by the same numbers.
 MISCOMPILING_CUDA = range(12080, 12091)
@@ -73,7 +75,8 @@ def unsupported_reason() -> str | None:
 
 
 def call(body: Callable[[Any, tuple[Ref, ...], Any], None], outputs: Any, inputs: Any,
-         scratch: Any, *, grid: int, name: str, warpgroups: int = 1) -> Any:
+         scratch: Any, *, grid: int, name: str, warpgroups: int = 1,
+         reduction_bytes: int = REDUCTION_BYTES) -> Any:
   """Runs body(input references, output references, scratch references) on every thread block.
 
   Args:
@@ -85,6 +88,7 @@ def call(body: Callable[[Any, tuple[Ref, ...], Any], None], outputs: Any, inputs
     grid: number of thread blocks; the axis is called "block".
     name: of the kernel, in profiles.
     warpgroups: number of warpgroups of a thread block; the axis is called "warpgroup".
+    reduction_bytes: shared memory for reductions across warps.
 
   Returns:
     The outputs.
@@ -100,7 +104,8 @@ def call(body: Callable[[Any, tuple[Ref, ...], Any], None], outputs: Any, inputs
       kernel, out_type=outputs, scratch_types=[scratch], grid=(grid,), grid_names=("block",),
       num_threads=warpgroups, thread_name="warpgroup",
       compiler_params=plgpu.CompilerParams(
-          approx_math=True, lowering_semantics=LoweringSemantics.Lane))(*arrays)
+          approx_math=True, lowering_semantics=LoweringSemantics.Lane,
+          reduction_scratch_bytes=reduction_bytes))(*arrays)
 
 
 def operand_smem(shape: tuple[int, ...], dtype: DTypeLike, width: int | None = None) -> Any:
@@ -151,6 +156,16 @@ def accumulate(acc: jax.Array, left: jax.Array, right: Ref, *, interpret: bool) 
     plgpu.commit_smem()
     return acc
   return pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, left, right))(plgpu.ACC.init(acc))
+
+
+def broadcast_along(x: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
+  """Returns a vector along an axis of `shape`, repeated along the other axis."""
+  return lax.broadcast_in_dim(x, shape, [axis])
+
+
+def store_transposed(ref: Ref, x: jax.Array) -> None:
+  """Stores a tile in registers to shared memory, rows as columns."""
+  ref.T[...] = plgpu.layout_cast(x.astype(ref.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
 
 
 def int32(x: int) -> np.int32:

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from attn_core.kernels.common.online_softmax import LOG2E
 from attn_core.kernels.gpu import mosaic
 from attn_core.kernels.gpu.mosaic import Ref
-from attn_core.kernels.gpu.split_kv.kernel import KernelParams, broadcast_along, store_transposed
+from attn_core.kernels.gpu.split_kv.kernel import KernelParams
 
 LOADED_SPLITS = 8  # loaded together
 
@@ -105,10 +105,10 @@ def _kernel(params: KernelParams, inputs: _Inputs, outputs: tuple[Ref, ...],
     # While a row has seen nothing, joint is -inf, and -inf - -inf would be NaN.
     reference = jnp.where(joint == -jnp.inf, 0.0, joint)
     alpha = jnp.exp2(m_i - reference)
-    l_i, acc = l_i * alpha, acc * broadcast_along(alpha, shape, 1)
+    l_i, acc = l_i * alpha, acc * mosaic.broadcast_along(alpha, shape, 1)
     for x, y in zip(lses, outs):
       p = jnp.exp2(x - reference)
-      l_i, acc = l_i + p, acc + y * broadcast_along(p, shape, 1)
+      l_i, acc = l_i + p, acc + y * mosaic.broadcast_along(p, shape, 1)
     return joint, l_i, acc
 
   start = (mosaic.full(-jnp.inf, (params.num_rows,), mosaic.COLUMN_LAYOUT),
@@ -125,13 +125,13 @@ def _kernel(params: KernelParams, inputs: _Inputs, outputs: tuple[Ref, ...],
     reference = jnp.where(joint == -jnp.inf, 0.0, joint)
     alpha = jnp.exp2(m_i - reference)
     l_i = l_i * alpha + jnp.exp2(sink - reference)
-    m_i, acc = joint, acc * broadcast_along(alpha, shape, 1)
+    m_i, acc = joint, acc * mosaic.broadcast_along(alpha, shape, 1)
 
   # 3. Normalize and store.
   empty = l_i == 0.0
   l_i = jnp.where(empty, 1.0, l_i)
   out_smem, lse_smem = scratch
-  store_transposed(out_smem, acc * broadcast_along(1 / l_i, shape, 1))
+  mosaic.store_transposed(out_smem, acc * mosaic.broadcast_along(1 / l_i, shape, 1))
   lse_smem[...] = jnp.where(empty, -jnp.inf, (m_i + jnp.log(l_i) * LOG2E) * (1 / LOG2E))
   plgpu.commit_smem()
   plgpu.copy_smem_to_gmem(out_smem, outputs[0].at[row_block, :, columns])

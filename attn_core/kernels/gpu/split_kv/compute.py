@@ -20,8 +20,7 @@ from attn_core.kernels.gpu.flash.logits import Logits
 from attn_core.kernels.gpu.flash.tile_inputs import TileInputs
 from attn_core.kernels.gpu.mosaic import Ref
 from attn_core.kernels.gpu.split_kv import quantized_kv
-from attn_core.kernels.gpu.split_kv.kernel import (BLOCK_KV, BlockRange, KernelParams, Scratch,
-                                                   broadcast_along, store_transposed)
+from attn_core.kernels.gpu.split_kv.kernel import BLOCK_KV, BlockRange, KernelParams, Scratch
 
 Slots = tuple[jax.Array, jax.Array]  # int32 stages of keys and of values
 
@@ -76,8 +75,10 @@ class ConsumerWarpgroup(NamedTuple):
     """Returns the same with this consumer's part of the scratch, to use for the n-th block."""
     if self.warpgroup is None:
       return self
-    warpgroup, = (self.warpgroup,) if n is None else wgmma.recompute_each_step((self.warpgroup,), n)
-    return self._replace(scratch=self.scratch.of_warpgroup(warpgroup))
+    if n is None:
+      return self._replace(scratch=self.scratch.of_warpgroup(self.warpgroup))
+    warpgroup, zero = wgmma.recompute_each_step((self.warpgroup, jnp.zeros_like(n)), n)
+    return self._replace(scratch=self.scratch.of_warpgroup(warpgroup).of_latents(zero))
 
   def step(self, n: jax.Array, step: jax.Array, running: _Running, masked: bool) -> _Running:
     """Folds in the n-th block of the row block, in the step-th step of the split."""
@@ -89,13 +90,13 @@ class ConsumerWarpgroup(NamedTuple):
     plgpu.barrier_wait(scratch.k_barriers.at[slots[0]])
     find = self.scores if self.scales is None else self.quantized_scores
     if self.params.latent:
-      find = self.latent_scores
+      find = self.latent_scores if self.scales is None else self.quantized_latent_scores
     qk, nan_keys, value_scales = find(slots, masked)
     if not self.params.latent:
       plgpu.barrier_arrive(scratch.k_consumed_barriers.at[slots[0]])
     qk = qk + 0.0 * qk  # NaN where not finite
     if nan_keys is not None:
-      qk = qk + broadcast_along(nan_keys, qk.shape, 0)
+      qk = qk + mosaic.broadcast_along(nan_keys, qk.shape, 0)
 
     # 2. Logits and softmax.
     reads_tile = masked or self.logits.reads_tile
@@ -104,21 +105,22 @@ class ConsumerWarpgroup(NamedTuple):
     m_i = jnp.maximum(running.m_i, self.in_turn(lambda: logits.max(axis=0)) * unit)
     # While a row has seen nothing, m_i is -inf, and -inf - -inf would be NaN.
     reference = jnp.where(m_i == -jnp.inf, 0.0, m_i)
-    p = jnp.exp2(logits * unit - broadcast_along(reference, logits.shape, 1))
+    p = jnp.exp2(logits * unit - mosaic.broadcast_along(reference, logits.shape, 1))
     alpha = jnp.exp2(running.m_i - reference)
-    scaled = p if value_scales is None else p * broadcast_along(value_scales, p.shape, 0)
-    store_transposed(scratch.p_smem, scaled)
+    scaled = p if value_scales is None else p * mosaic.broadcast_along(value_scales, p.shape, 0)
+    mosaic.store_transposed(scratch.p_smem, scaled)
     plgpu.commit_smem()
     self.meet()
 
     # 3. V^T P^T, while the accumulators are rescaled.
     if self.params.latent:
-      l_i = running.l_i * broadcast_along(alpha, running.l_i.shape, 1) + p
-      acc = running.acc * broadcast_along(alpha, running.acc.shape, 1)
+      l_i = running.l_i * mosaic.broadcast_along(alpha, running.l_i.shape, 1) + p
+      acc = running.acc * mosaic.broadcast_along(alpha, running.acc.shape, 1)
       # The sums alone take half of the registers, so products add to them.
       acc = wgmma.added(acc, self.latent_values(slots[0]).T, scratch.p_smem.T,
                         interpret=self.interpret)
-      plgpu.barrier_arrive(scratch.k_consumed_barriers.at[slots[0]])
+      if self.scales is None:
+        plgpu.barrier_arrive(scratch.k_consumed_barriers.at[slots[0]])
       return _Running(m_i, l_i, acc)
     v_smem = scratch.dequantized_v_smem
     if self.scales is None:
@@ -126,8 +128,8 @@ class ConsumerWarpgroup(NamedTuple):
       if not masked:
         plgpu.barrier_wait(scratch.v_barriers.at[slots[1]])
     def rescale() -> tuple[jax.Array, jax.Array]:
-      return (running.l_i * broadcast_along(alpha, running.l_i.shape, 1) + p,
-              running.acc * broadcast_along(alpha, running.acc.shape, 1))
+      return (running.l_i * mosaic.broadcast_along(alpha, running.l_i.shape, 1) + p,
+              running.acc * mosaic.broadcast_along(alpha, running.acc.shape, 1))
     pv, (l_i, acc) = wgmma.matmul_overlapped(v_smem.T, scratch.p_smem.T, rescale)
     if self.scales is None:
       plgpu.barrier_arrive(scratch.v_consumed_barriers.at[slots[1]])
@@ -143,7 +145,9 @@ class ConsumerWarpgroup(NamedTuple):
     return _Scores(qk, self.mask_nonfinite(scratch.v_smem.at[v_slot]), None)
 
   def latent_values(self, slot: jax.Array) -> Ref:
-    """Returns a reference to the values [block_kv, E] in a stage of latent rows."""
+    """Returns a reference to the values [block_kv, E] of a stage of latent rows, in 16 bits."""
+    if self.scales is not None:
+      return self.scratch.dequantized_v_smem
     return self.scratch.k_smem.at[slot, :, pl.ds(0, self.params.value_width)]
 
   def latent_scores(self, slots: tuple[jax.Array, ...], masked: bool) -> _Scores:
@@ -155,6 +159,44 @@ class ConsumerWarpgroup(NamedTuple):
       self.mask_nonfinite(self.latent_values(slot))
       self.meet()
     return _Scores(qk, None, None)
+
+  def quantized_latent_scores(self, slots: tuple[jax.Array, ...], masked: bool) -> _Scores:
+    """Computes the same for latents of 8 bits, which are converted for both products."""
+    scratch, (slot,), latent = self.scratch, slots, self.params.value_width
+    self.convert_latents(slot)
+    value = self.latent_values(slot)
+    qk, _ = wgmma.matmul_overlapped(value, scratch.q_smem.at[:, pl.ds(0, latent)].T)
+    scales = self.scales.per_token(False, slot)
+    qk = qk * mosaic.broadcast_along(scales, qk.shape, 0)
+    rest, _ = wgmma.matmul_overlapped(
+        scratch.v_smem.at[slot], scratch.q_smem.at[:, pl.ds(latent, self.params.width - latent)].T)
+    plgpu.barrier_arrive(scratch.k_consumed_barriers.at[slot])
+    if masked:
+      scales = jnp.where(0.0 * scales == 0.0, scales, 0.0)
+      if self.scales.quantized.is_floating:
+        self.meet()  # all consumers have multiplied what is replaced
+        self.mask_nonfinite(value)
+        self.meet()
+    return _Scores(qk + rest, None, scales)
+
+  def convert_latents(self, slot: jax.Array) -> None:
+    """Converts a stage of 8-bit latents; each of several consumers takes some of the columns."""
+    stage, target = self.scratch.k_smem.at[slot], self.scratch.dequantized_v_smem
+    # Until all warps are past the last product of values, it may read what is written now.
+    plgpu.commit_smem()
+    self.meet()
+    width = quantized_kv.LATENT_COLUMNS
+    consumers = mosaic.int32(self.params.consumers)
+    def columns(n: jax.Array, _: tuple) -> tuple:
+      first = (n * consumers + self.warpgroup) * width
+      for start, x in quantized_kv.load_converted_at(stage, first, width, target.dtype):
+        target[:, pl.ds(start, x.shape[1])] = x
+      return ()
+    number = mosaic.int32(self.params.value_width // width)
+    number = lax.div(number - self.warpgroup + (consumers - 1), consumers)
+    lax.fori_loop(mosaic.int32(0), number, columns, ())
+    plgpu.commit_smem()
+    self.meet()
 
   def meet(self) -> None:
     """Waits for the other consumers, if there are any."""
@@ -188,7 +230,7 @@ class ConsumerWarpgroup(NamedTuple):
     nan_keys, value_scales = self.convert_values(v_slot, masked)
     key_scales = scales.per_token(False, k_slot)
     qk = qk * (scales.per_tensor(False) if key_scales is None
-               else broadcast_along(key_scales, qk.shape, 0))
+               else mosaic.broadcast_along(key_scales, qk.shape, 0))
     return _Scores(qk, nan_keys, value_scales)
 
   def convert_values(self, slot: jax.Array,
@@ -246,7 +288,7 @@ class ConsumerWarpgroup(NamedTuple):
     index = plgpu.broadcasted_iota(
         jnp.int32, (x.shape[axis],), 0,
         layout=mosaic.COLUMN_LAYOUT if axis else mosaic.ROW_LAYOUT)
-    index = broadcast_along(lax.optimization_barrier(index + first), x.shape, axis)
+    index = mosaic.broadcast_along(lax.optimization_barrier(index + first), x.shape, axis)
     return jnp.where(index < mosaic.int32(params.value_width), x, 0.0)
 
   def write(self, running: _Running, out: Ref, lse: Ref) -> None:
@@ -256,7 +298,7 @@ class ConsumerWarpgroup(NamedTuple):
     scale = None if self.scales is None else self.scales.per_tensor(True)
     if scale is not None:  # even a non-finite scale leaves rows that attend to nothing at 0
       scale = jnp.where(l_i == 0.0, 0.0, jnp.full_like(l_i, scale))
-      acc = acc * broadcast_along(scale, acc.shape, 1)
+      acc = acc * mosaic.broadcast_along(scale, acc.shape, 1)
     if not self.params.latent:  # whose values are NaN where the scores of their keys are
       # A row that attends to a non-finite value is NaN in all its columns, and in its lse.
       l_i = l_i + 0.0 * acc.sum(axis=0)
@@ -264,7 +306,7 @@ class ConsumerWarpgroup(NamedTuple):
     l_i = jnp.where(empty, 1.0, l_i)
     is_direct = scratch.out_smem is None  # the queries and the pipeline take its place
     out_ref, lse_ref = (out, lse) if is_direct else (scratch.out_smem, scratch.lse_smem)
-    out_ref[...] = acc * broadcast_along(1 / l_i, acc.shape, 1)
+    out_ref[...] = acc * mosaic.broadcast_along(1 / l_i, acc.shape, 1)
     lse_ref[...] = jnp.where(empty, -jnp.inf, m_i + jnp.log(l_i) * LOG2E)
     if is_direct:
       return

@@ -42,7 +42,8 @@ class Inputs(NamedTuple):
 
   query: Ref  # [B, K, row_blocks * num_rows, D]
   key: Ref  # [B, S, K, D]
-  value: Ref  # [B, S, K, E]; None: the first columns of the keys
+  # [B, S, K, E]; of int8 or fp8 latents the rotary part; None: the first columns of the keys.
+  value: Ref
   scales: tuple[Ref, ...]  # of int8 or fp8 keys and values by `quantized_kv.pack_scales`, or ()
   block_list: BlockList  # of one block of all queries of all heads
   tile_inputs: TileInputs
@@ -134,7 +135,8 @@ def split_blocks(requested: BlockSizes) -> int | None:
 
 
 def unsupported_reason(dtype: DTypeLike, widths: tuple[int, int], lengths: tuple[int, int],
-                       quantized: bool = False, latent: bool = False) -> str | None:
+                       quantized: bool = False, latent: bool = False,
+                       rope: DTypeLike | None = None) -> str | None:
   """Returns the reason why the kernel does not support a call; None if it does.
 
   Args:
@@ -143,6 +145,7 @@ def unsupported_reason(dtype: DTypeLike, widths: tuple[int, int], lengths: tuple
     lengths: (T, S).
     quantized: whether keys and values are int8 or fp8 instead.
     latent: whether values are the first E columns of their keys.
+    rope: of the rest of the keys, where it is stored apart; None: it is not.
   """
   queries, keys = lengths
   dtype = jnp.dtype(dtype).name
@@ -154,8 +157,10 @@ def unsupported_reason(dtype: DTypeLike, widths: tuple[int, int], lengths: tuple
   if quantized and dtype != quantized_kv.DTYPE:
     return (f"dtype {dtype} with quantized keys and values: the kernel for Hopper computes these "
             f"with queries of {quantized_kv.DTYPE}")
-  reason = _unsupported_widths(widths, quantized) if not latent else _unsupported_latents(
-      widths, quantized)
+  if rope is not None and jnp.dtype(rope) != dtype:
+    return (f"a rotary part of {jnp.dtype(rope).name} with latents in 8 bits: the kernel for "
+            f"Hopper computes these with one of {dtype}, as the queries are")
+  reason = _unsupported_latents(widths) if latent else _unsupported_widths(widths, quantized)
   if reason is not None:
     return reason
   if queries > MAX_QUERIES:
@@ -176,9 +181,7 @@ def _unsupported_widths(widths: tuple[int, int], quantized: bool) -> str | None:
   return None
 
 
-def _unsupported_latents(widths: tuple[int, int], quantized: bool) -> str | None:
-  if quantized:
-    return "latents in 8 bits: the kernel for Hopper reads rows of 16 bits only"
+def _unsupported_latents(widths: tuple[int, int]) -> str | None:
   multiple, most = split_kv.LATENT_MULTIPLE, split_kv.LATENT_WIDTHS
   whole, latent = widths
   if whole % multiple or latent % multiple or whole > most[0] or latent > most[1]:
@@ -229,8 +232,9 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
       quantized_kv.pack_scales(params.quantized, x)
       for x in (operands.key_scale, operands.value_scale) if x is not None)
   query = nonfinite.infinite_to_nan(operands.query[..., :params.width])
+  has_value = not params.latent or params.quantized is not None
   inputs = Inputs(_to_rows(tiling, query), operands.key,
-                  None if params.latent else operands.value, scales, block_list,
+                  operands.value if has_value else None, scales, block_list,
                   loader.pack(operands))
   num_row_blocks = batch * tiling.key_heads * tiling.row_blocks
   out, lse = mosaic.call(
@@ -238,7 +242,8 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
       split_kv.partial_results(params, num_row_blocks), inputs,
       split_kv.scratch_types(params, dtype),
       grid=num_row_blocks // params.consumers * params.num_splits,
-      warpgroups=params.consumers + 1, name="attn_core_decode")
+      warpgroups=params.consumers + 1, name="attn_core_decode",
+      reduction_bytes=split_kv.reduction_bytes(params))
   visited = jnp.repeat(_per_row(block_list.num_visited, batch), num_row_blocks // batch)
   sinks = operands.sinks
   if sinks is not None:
@@ -320,14 +325,21 @@ def _copy(params: split_kv.KernelParams, inputs: Inputs, index: GridIndex, _: ja
   source, first = inputs.value if values else inputs.key, block * split_kv.BLOCK_KV
   tokens = split_kv.tokens_per_copy(params, values, split_kv.BLOCK_KV)
   for n in range(0, split_kv.BLOCK_KV, tokens):
-    part, width = source.at[index.batch, pl.ds(first + n, tokens), index.head], params.width
-    if params.latent and source.shape[3] > width:  # without the padding of latent rows
-      part = source.at[index.batch, pl.ds(first + n, tokens), index.head, pl.ds(0, width)]
-    plgpu.copy_gmem_to_smem(part, target.block.at[pl.ds(n, tokens)], target.barrier)
+    at = index.batch, pl.ds(first + n, tokens), index.head
+    plgpu.copy_gmem_to_smem(_columns(source, at, target.block.shape[1]),
+                            target.block.at[pl.ds(n, tokens)], target.barrier)
+    if target.rope is not None:
+      plgpu.copy_gmem_to_smem(_columns(inputs.value, at, target.rope.shape[1]),
+                              target.rope.at[pl.ds(n, tokens)], target.barrier)
   if target.scales is not None and params.quantized is not None:
     plgpu.copy_gmem_to_smem(quantized_kv.slice_scales(
         params.quantized, inputs.scales[values],
         (index.batch, pl.ds(first, split_kv.BLOCK_KV)), index.head), target.scales, target.barrier)
+
+
+def _columns(source: Ref, index: tuple[Any, ...], width: int) -> Ref:
+  """Returns a reference to the first columns of tokens; the others pad them."""
+  return source.at[index if source.shape[-1] == width else (*index, pl.ds(0, width))]
 
 
 def _grid_index(tiling: Tiling) -> GridIndex:
@@ -350,7 +362,8 @@ def _check(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> 
       query.dtype if quantized else operands.key.dtype,
       (spec.row_width or query.shape[3], spec.latent_width or value.shape[3]),
       (query.shape[1], value.shape[1]),
-      quantized, spec.latent_width is not None)
+      quantized, spec.latent_width is not None,
+      value.dtype if quantized and spec.latent_width else None)
   if reason is None and mask_lib.WHOLE in mask_lib.structure_roles(spec.mask):
     reason = "masks.custom with operands: the kernel for Hopper cannot cut them into blocks"
   if reason is not None:

@@ -14,6 +14,8 @@ while another one begins or ends.
 
 Latent rows are keys whose first columns are their values: one copy in shared memory is the operand
 of both products. Two consumers, each with a row block, share it where there are more than 32 rows.
+Latents of 8 bits have their rotary part apart; the consumers convert them together, for both
+products.
 
 The splits depend on the request alone, and `combine` adds them in their order: the results of a
 request are the same bit for bit in any batch.
@@ -52,6 +54,7 @@ REGISTERS = {"copy": 24, "compute": 240}
 OTHER_BYTES = 3328  # for barriers, alignment, and reductions across warps
 ALIGNMENT = 1024  # bytes; operands begin at multiples of it
 FEWER_OTHER_BYTES = 3072  # the same where results are not copied
+FEW_REDUCTION_BYTES = 1024  # for reductions of 32 rows across warps
 QUANTIZED_BYTES = 2048  # in addition to OTHER_BYTES, for quantized keys and values
 # The shared memory of a processor holds two thread blocks, each with 1024 bytes for the system.
 HALF_SHARED_MEMORY = (mosaic.SHARED_MEMORY_BYTES + 1024) // 2 - 1024
@@ -80,8 +83,10 @@ class Scratch(NamedTuple):
   """
 
   q_smem: Ref  # [num_rows, D]
-  k_smem: Ref  # [num_stages, block_kv, D]
-  v_smem: Ref  # [num_stages, block_kv, padded_value_width]; None: values are in k_smem
+  k_smem: Ref  # [num_stages, block_kv, D], of quantized latents [num_stages, block_kv, E]
+  # [num_stages, block_kv, padded_value_width]; of quantized latents the rotary part
+  # [num_stages, block_kv, D - E]; None: values are in k_smem.
+  v_smem: Ref
   # float32 scales of quantized keys and values, [num_stages, block_kv] or
   # [num_stages, block_kv, scale_heads]; () where there are none.
   scales_smem: tuple[Ref, ...]
@@ -102,6 +107,12 @@ class Scratch(NamedTuple):
     return self._replace(**{name: getattr(self, name).at[warpgroup]
                             for name in ("q_smem", "p_smem")})
 
+  def of_latents(self, zero: jax.Array) -> "Scratch":
+    """Returns the scratch with the converted latents, at an index 0 known in a step only."""
+    if self.dequantized_v_smem is None:
+      return self
+    return self._replace(dequantized_v_smem=self.dequantized_v_smem.at[zero])
+
 
 class BlockRange(NamedTuple):
   """Blocks of keys to compute, in ascending order; int32."""
@@ -118,6 +129,7 @@ class CopyTarget(NamedTuple):
   block: Ref  # [block_kv, D or E]
   scales: Ref | None
   barrier: Ref
+  rope: Ref | None = None  # [block_kv, D - E], the destination of the rest of quantized latents
 
 
 def padded_rows(count: int) -> int:
@@ -187,17 +199,27 @@ def fits_twice(params: KernelParams) -> bool:
 def shared_memory(params: KernelParams) -> int:
   """Returns the bytes of shared memory that a thread block takes."""
   k_stages, v_stages = params.num_stages
-  staged = BLOCK_KV * (k_stages * params.width + v_stages * params.padded_value_width)
+  staged, other = BLOCK_KV * (k_stages * params.width + v_stages * params.padded_value_width), 0
+  if params.latent and params.quantized is not None:
+    of_token = params.value_width + 2 * (params.width - params.value_width)
+    staged = BLOCK_KV * (k_stages * of_token // 2 + params.value_width)  # and converted latents
+    other = (cdiv(k_stages * params.quantized.scale_bytes(BLOCK_KV), ALIGNMENT) * ALIGNMENT
+             + reduction_bytes(params) - mosaic.REDUCTION_BYTES)
   rows = params.consumers * params.num_rows
   own = cdiv(2 * rows * params.width, ALIGNMENT) * ALIGNMENT + rows * 2 * BLOCK_KV
   if stores_registers(params):
-    return 2 * staged + own + FEWER_OTHER_BYTES
+    return 2 * staged + own + other + FEWER_OTHER_BYTES
   own += rows * 4 * (params.padded_value_width + 1)
-  if params.quantized is None:
-    return 2 * staged + own + OTHER_BYTES
+  if params.quantized is None or params.latent:
+    return 2 * staged + own + other + OTHER_BYTES
   staged += (k_stages + v_stages) * params.quantized.scale_bytes(BLOCK_KV)
   return (staged + 2 * BLOCK_KV * params.padded_value_width + own + OTHER_BYTES
           + QUANTIZED_BYTES)
+
+
+def reduction_bytes(params: KernelParams) -> int:
+  """Returns the bytes for reductions across warps: few, so that two stages of 8 bits fit."""
+  return FEW_REDUCTION_BYTES if params.latent and params.quantized else mosaic.REDUCTION_BYTES
 
 
 def stores_registers(params: KernelParams) -> bool:
@@ -252,16 +274,25 @@ def scratch_types(params: KernelParams, dtype: DTypeLike, tokens: int = BLOCK_KV
 def _latent_scratch_types(params: KernelParams, dtype: DTypeLike, tokens: int) -> Scratch:
   """Returns `scratch_types` where values are in the same memory as their keys."""
   consumers, (stages, _) = params.consumers, params.num_stages
-  out = lse = None
+  out = lse = rope = dequantized = None
+  scales: tuple[Any, ...] = ()
+  key, columns, arrivals = (params.width, dtype), params.width, BLOCK_KV // tokens
+  if params.quantized is not None:
+    key, arrivals = (params.value_width, params.quantized.dtype), 3 * arrivals
+    columns = quantized_kv.LATENT_COLUMNS
+    rope = mosaic.operand_smem((stages, BLOCK_KV, params.width - params.value_width), dtype)
+    dequantized = mosaic.operand_smem((1, BLOCK_KV, params.value_width), dtype)
+    scales = tuple(plgpu.SMEM((stages, *scale), jnp.float32)
+                   for scale in params.quantized.scale_shapes(BLOCK_KV))
   if not stores_registers(params):
     out = mosaic.operand_smem((params.padded_value_width, params.num_rows), jnp.float32)
     lse = plgpu.SMEM((params.num_rows,), jnp.float32)
   return Scratch(
       mosaic.operand_smem((consumers, params.num_rows, params.width), dtype),
-      mosaic.operand_smem((stages, BLOCK_KV, params.width), dtype), None, (), None,
+      mosaic.operand_smem((stages, BLOCK_KV, key[0]), key[1], columns), rope, scales, dequantized,
       mosaic.operand_smem((consumers, params.num_rows, BLOCK_KV), dtype), out, lse,
       plgpu.Barrier(num_arrivals=consumers),
-      plgpu.Barrier(num_arrivals=BLOCK_KV // tokens, num_barriers=stages), None,
+      plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages), None,
       plgpu.Barrier(num_arrivals=consumers, num_barriers=stages), None,
       None if consumers == 1 else plgpu.Barrier(num_arrivals=consumers))
 
@@ -352,19 +383,11 @@ def copy_blocks(params: KernelParams, scratch: Scratch, blocks: BlockRange,
       slot = lax.rem(step, mosaic.int32(num_stages))
       pl.when(step >= num_stages)(functools.partial(plgpu.barrier_wait, consumed.at[slot]))
       scales = scratch.scales_smem[values].at[slot] if scratch.scales_smem else None
-      copy(n, location, values, CopyTarget(stage_of(smem, values, slot), scales, full.at[slot]))
+      rope = scratch.v_smem.at[slot] if params.latent and scratch.scales_smem else None
+      copy(n, location, values, CopyTarget(
+          stage_of(smem, values, slot), scales, full.at[slot], rope))
     return ()
 
   lax.fori_loop(blocks.first, blocks.end, fill, ())
   for *_, consumed, num_stages in pipelines:
     drain(consumed, num_stages, blocks.end - blocks.first)
-
-
-def broadcast_along(x: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
-  """Returns a vector along an axis of `shape`, repeated along the other axis."""
-  return lax.broadcast_in_dim(x, shape, [axis])
-
-
-def store_transposed(ref: Ref, x: jax.Array) -> None:
-  """Stores a tile in registers to shared memory, rows as columns."""
-  ref.T[...] = plgpu.layout_cast(x.astype(ref.dtype), plgpu.Layout.WGMMA_TRANSPOSED)

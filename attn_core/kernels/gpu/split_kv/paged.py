@@ -75,29 +75,27 @@ def unsupported_reason(query: jax.Array, cache: Pages, metadata: layouts.PagesMe
     heads: those in the pages, without their padding.
   """
   page_dtype, page_size = layouts.dtype_of(cache), layouts.page_size(cache)
-  quantized = None
-  if not isinstance(cache, PagesLatent):
-    quantized = quantized_of(cache)
-  elif reason := decode.unsupported_reason(
-      query.dtype, (cache.width, cache.widths.latent), (1, mosaic.TMA_TOKENS),
-      cache.scales is not None, latent=True):
-    return reason
+  quantized, rope = quantized_of(cache), None
   if quantized is None and page_dtype != query.dtype:
     return (f"pages of {jnp.dtype(page_dtype).name}: the kernel for Hopper reads those of the "
             "query's dtype, or quantized ones")
   if page_size % mosaic.TMA_TOKENS:
     return (f"pages of {page_size} tokens: the kernel for Hopper copies multiples of "
             f"{mosaic.TMA_TOKENS}")
+  is_latent, widths = isinstance(cache, PagesLatent), (query.shape[2], query.shape[2])
   if isinstance(cache, PagesLatent):
-    return _unsupported_memory(query, cache, metadata, heads)
-  width = query.shape[2]
-  value_width = cache.value_pages.shape[3] if isinstance(cache, layouts.PagesV1) else width
+    widths, rope = (cache.width, cache.widths.latent), None if quantized is None else cache.rope
+  elif isinstance(cache, layouts.PagesV1):
+    widths = query.shape[2], cache.value_pages.shape[3]
   reason = decode.unsupported_reason(
-      query.dtype, (width, value_width), (1, page_size), quantized is not None)
+      query.dtype, widths, (1, page_size), quantized is not None, is_latent,
+      None if rope is None else rope.dtype)
   if reason or quantized is None:
     return reason or _unsupported_memory(query, cache, metadata, heads)
   assert cache.key_scales is not None
-  number = 0 if quantized.scale_kind == quantized_kv.TENSOR else cache.key_scales.shape[2]
+  number = 0
+  if quantized.scale_kind == quantized_kv.TOKEN:
+    number = 1 if is_latent else cache.key_scales.shape[2]
   if number % quantized_kv.SCALE_HEADS and (
       not quantized.single_head or piece_size(page_size) % quantized_kv.SINGLE_HEAD_TOKENS):
     return (f"pages of {page_size} tokens with scales of {number} heads each: the kernel for "
@@ -147,10 +145,12 @@ def piece_size(page_size: int) -> int:
   return math.gcd(page_size, split_kv.BLOCK_KV)
 
 
-def quantized_of(cache: layouts.KeyValuePages) -> quantized_kv.QuantizedKV | None:
+def quantized_of(cache: Pages) -> quantized_kv.QuantizedKV | None:
   """Returns the static description of quantized pages; None if they are not quantized."""
   if cache.key_scales is None:
     return None
+  if isinstance(cache, PagesLatent):
+    return quantized_kv.QuantizedKV(jnp.dtype(cache.pages.dtype).name, quantized_kv.TOKEN, True)
   by_token = layouts.has_token_scales(cache)
   return quantized_kv.QuantizedKV(
       jnp.dtype(layouts.dtype_of(cache)).name,
@@ -170,9 +170,8 @@ def make_tiling(operands: PagedOperands, spec: PagedSpec | None, requested: Bloc
     heads: the heads in the pages, without their padding.
   """
   group = operands.query.shape[1] // heads.key_heads
-  page_size, latent, quantized = layouts.page_size(operands.cache), True, None
-  if not isinstance(operands.cache, PagesLatent):
-    latent, quantized = False, quantized_of(operands.cache)
+  page_size, quantized = layouts.page_size(operands.cache), quantized_of(operands.cache)
+  latent = isinstance(operands.cache, PagesLatent)
   block_q, _ = paged_operands.choose_block_sizes(
       operands, requested._replace(block_kv=None), group)
   if requested.block_q is None:
@@ -205,7 +204,9 @@ def forward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
   rows = dense_operands.pad_axis(rows, 2, padded_rows - rows.shape[2])
   num_row_blocks = rows.shape[0] * heads.key_heads * tiling.row_blocks
   cache = operands.cache
-  if not isinstance(cache, PagesLatent):
+  if isinstance(cache, PagesLatent):
+    cache = cache._replace(scales=None)
+  else:
     cache = cache._replace(key_scales=None, value_scales=None)
   out, lse = mosaic.call(
       functools.partial(_kernel, tiling, Logits(loader, False)),
@@ -214,7 +215,8 @@ def forward(operands: PagedOperands, spec: PagedSpec, heads: layouts.Heads,
              loader.pack(blocked, queue.blocks, padded_rows)),
       split_kv.scratch_types(params, dtype, piece_size(tiling.page_size)),
       grid=num_row_blocks // params.consumers * params.num_splits,
-      warpgroups=params.consumers + 1, name="attn_core_paged")
+      warpgroups=params.consumers + 1, name="attn_core_paged",
+      reduction_bytes=split_kv.reduction_bytes(params))
   sinks = paged_operands.row_sinks(blocked)
   if sinks is not None:
     sinks = dense_operands.pad_axis(
@@ -247,6 +249,9 @@ def _scales(tiling: Tiling, cache: Pages) -> tuple[jax.Array, ...]:
   quantized = tiling.params.quantized
   if quantized is None:
     return ()
+  if isinstance(cache, PagesLatent):
+    assert cache.scales is not None
+    return (quantized_kv.pack_scales(quantized, cache.scales[..., None]),)
   assert cache.key_scales is not None and cache.value_scales is not None
   scales = cache.key_scales, cache.value_scales
   if quantized.scale_kind == quantized_kv.TENSOR:
@@ -350,6 +355,9 @@ def _copy(tiling: Tiling, inputs: Inputs, item: WorkItem, head: jax.Array, n: ja
     first = i * tokens
     copies = [(_page_slice(tiling, inputs.cache, page, pl.ds(token + k, some), head, values),
                target.block.at[pl.ds(first + k, some)]) for k in range(0, tokens, some)]
+    if target.rope is not None:
+      copies += [(inputs.cache.rope.at[page, pl.ds(token, tokens), pl.ds(0, target.rope.shape[1])],
+                  target.rope.at[pl.ds(first, tokens)])]
     if target.scales is not None and params.quantized is not None:
       copies += [(quantized_kv.slice_scales(params.quantized, inputs.scales[values],
                                             (page, pl.ds(token, tokens)), head),
@@ -365,7 +373,8 @@ def _page_slice(tiling: Tiling, cache: Any, page: jax.Array, tokens: Any, head: 
                 values: bool) -> Ref:
   """Returns a reference to the keys or values [tokens, D or E] of a head in a page."""
   if isinstance(cache, PagesLatent):
-    return cache.pages.at[page, tokens, pl.ds(0, tiling.heads.key_width)]
+    width = tiling.heads.key_width if cache.rope is None else tiling.heads.value_width
+    return cache.pages.at[page, tokens, pl.ds(0, width)]
   if isinstance(cache, layouts.PagesV1):
     return (cache.value_pages if values else cache.key_pages).at[head, page, tokens]
   if isinstance(cache, layouts.PagesV2):

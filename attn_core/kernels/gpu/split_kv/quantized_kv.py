@@ -28,6 +28,7 @@ SINGLE_HEAD_TOKENS = 32  # TMA copies scales of a single head for a multiple of 
 DTYPE = "bfloat16"  # of queries, and of products
 WIDTH_MULTIPLE = 32  # of D and E: shared memory is swizzled over at least 32 bytes
 CONVERTED_COLUMNS = 64  # columns converted at a time
+LATENT_COLUMNS = 64  # the same of latents, whose width is a multiple of it
 TOKEN, TENSOR = "token", "tensor"
 
 
@@ -110,10 +111,23 @@ def load_converted(ref: Ref, width: int, dtype: DTypeLike) -> Iterator[tuple[Any
   """
   columns = mosaic.tile_columns(width, ref.dtype)
   for first in range(0, width, columns):
-    x = mosaic.load(ref.at[:, pl.ds(first, columns)], mosaic.TILE_LAYOUT)
-    if jnp.issubdtype(ref.dtype, jnp.integer):
-      yield pl.ds(first, columns), x.astype(dtype)
-      continue
-    for start in range(0, columns, CONVERTED_COLUMNS):  # fp8 is converted by way of float32
-      piece = x[:, start:start + CONVERTED_COLUMNS].astype(jnp.float32).astype(dtype)
-      yield pl.ds(first + start, piece.shape[1]), piece
+    for start, x in load_converted_at(ref, first, columns, dtype):
+      yield pl.ds(start, x.shape[1]), x
+
+
+def load_converted_at(ref: Ref, first: Any, columns: int,
+                      dtype: DTypeLike) -> Iterator[tuple[Any, jax.Array]]:
+  """Yields (column, [block_kv, some columns]) of one tile of columns; see `load_converted`.
+
+  Args:
+    ref: a stage [block_kv, width].
+    first: the first column of the tile.
+    columns: those of a tile, `mosaic.tile_columns`.
+    dtype: of the result.
+  """
+  x = mosaic.load(ref.at[:, pl.ds(first, columns)], mosaic.TILE_LAYOUT)
+  if jnp.issubdtype(ref.dtype, jnp.integer):
+    yield first, x.astype(dtype)
+    return
+  for start in range(0, columns, CONVERTED_COLUMNS):  # fp8 is converted by way of float32
+    yield first + start, x[:, start:start + CONVERTED_COLUMNS].astype(jnp.float32).astype(dtype)
