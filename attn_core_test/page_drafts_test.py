@@ -234,6 +234,19 @@ class DraftsTest(parameterized.TestCase):
     np.testing.assert_allclose(found.attention_outputs[:len(out)], out, atol=2e-6)
     np.testing.assert_allclose(found.lse[:, :len(out)], lse, rtol=1e-5, atol=2e-6)
 
+  @parameterized.parameters(True, False)
+  def test_a_token_that_does_not_see_itself_keeps_its_position(self, causal):
+    query, cache, metadata = plain(CASE)
+    mask = np.asarray(drafts.mask(PARENTS)) & ~np.eye(MOST, dtype=bool)
+    options = PagedOptions(causal=causal, sliding_window=(3, 0), return_lse=True)
+    found = ragged_page_attention_v2(
+        query, cache, metadata._replace(draft_mask=mask), options._replace(block_sizes=BLOCKS))
+    sees = tree_seen(options)
+    out, lse = dense(query, cache, metadata, lambda r, i, j, first: (
+        j - first != i and sees(r, i, j, first)))
+    np.testing.assert_allclose(found.attention_outputs[:len(out)], out, atol=2e-6)
+    np.testing.assert_allclose(found.lse[:, :len(out)], lse, rtol=1e-5, atol=2e-6)
+
   def test_gradients_are_those_of_dense_attention(self):
     query, cache, metadata = plain(Case((9, 7), (4, 5), rest=0))
     parents = PARENTS[[0, 2], :5]

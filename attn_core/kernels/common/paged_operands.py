@@ -21,6 +21,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+import numpy as np
 
 from attn_core.caches.paged import layouts, page_stripes
 from attn_core.caches.paged.layouts import Pages
@@ -263,6 +264,22 @@ def key_blocks(inputs: BlockedInputs, block: QueryBlock) -> tuple[Index, Index]:
     begin = jnp.maximum(begin, first)
   begin, stop = (page_stripes.held(inputs.stripe, x) for x in (begin, jnp.maximum(stop, 0)))
   return begin // inputs.block_kv, cdiv(stop, inputs.block_kv)
+
+
+def drafts_of(mask: jax.Array, spec: PagedSpec) -> tuple[jax.Array, jax.Array]:
+  """Returns what new tokens see of each other, and their positions after the first of them.
+
+  A token's position is the number of other new tokens that it sees.
+
+  Args:
+    mask: bool [..., q, q], see `PagesMetadata.draft_mask`.
+    spec: if it is causal, no token sees a later one.
+
+  Returns:
+    bool [..., q, q] and int32 [..., q].
+  """
+  mask = jnp.tril(mask) if spec.causal else mask
+  return mask, (mask & ~np.eye(mask.shape[-1], dtype=bool)).sum(-1, dtype=jnp.int32)
 
 
 def window_of(spec: PagedSpec) -> tuple[int | None, int | None]:

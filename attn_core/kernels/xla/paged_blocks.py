@@ -21,6 +21,7 @@ from attn_core.kernels.common.paged_operands import BlockedInputs, Index, QueryB
 from attn_core.kernels.xla import score_tiles
 from attn_core.masks import mask as mask_lib, tile
 from attn_core.score_mods import evaluate, score_mod
+from attn_core.types import PagedSpec
 
 
 def keys_and_values(inputs: BlockedInputs, request: Index,
@@ -79,7 +80,7 @@ def mod_tile(inputs: BlockedInputs, block: QueryBlock, block_index: Index, *,
   first, _ = paged_operands.query_positions(inputs, block.request)
   query, key = block.positions, _key_positions(inputs, block_index)
   if inputs.draft_mask is not None:
-    drafts = _Drafts(inputs.draft_mask[block.request], first, inputs.spec.causal)
+    drafts = _Drafts(inputs.draft_mask[block.request], first, inputs.spec)
     query, key = drafts.position(query), drafts.position(key)
   head = jnp.arange(heads, dtype=jnp.int32)
   head = head if inputs.head_offset is None else head + inputs.head_offset
@@ -113,7 +114,7 @@ def visible(inputs: BlockedInputs, block: QueryBlock, block_index: Index) -> jax
   if spec.causal:
     seen, right = seen & (key <= query), None
   if inputs.draft_mask is not None:
-    drafts = _Drafts(inputs.draft_mask[block.request], first, spec.causal)
+    drafts = _Drafts(inputs.draft_mask[block.request], first, spec)
     seen, query, key = seen & drafts.seen(query, key), drafts.position(query), drafts.position(key)
   seen = seen if left is None else seen & (key >= query - left)
   seen = seen if right is None else seen & (key <= query + right)
@@ -133,7 +134,7 @@ class _Drafts(NamedTuple):
 
   mask: jax.Array  # bool [q, q]
   first: Index  # where they begin, tokens
-  causal: bool
+  spec: PagedSpec
 
   def number(self, slots: jax.Array) -> jax.Array:
     """Returns which of the new tokens are in some places of the request; any for other places."""
@@ -144,7 +145,6 @@ class _Drafts(NamedTuple):
     return (key < self.first) | self.mask[self.number(query), self.number(key)]
 
   def position(self, slots: jax.Array) -> jax.Array:
-    """Returns the positions of tokens: a new one's is the number of tokens that it sees before."""
-    mask = jnp.tril(self.mask) if self.causal else self.mask
-    depth = mask.sum(1, dtype=jnp.int32) - 1
+    """Returns the positions of tokens; see `paged_operands.drafts_of`."""
+    _, depth = paged_operands.drafts_of(self.mask, self.spec)
     return jnp.where(slots < self.first, slots, self.first + depth[self.number(slots)])

@@ -257,8 +257,7 @@ def _drafts(inputs: BlockedInputs) -> tuple[jax.Array, ...]:
   mask, spec = inputs.draft_mask, inputs.spec
   if mask is None:
     return ()
-  mask = jnp.tril(mask) if spec.causal else mask
-  depth = mask.sum(2, dtype=jnp.int32) - 1
+  mask, depth = paged_operands.drafts_of(mask, spec)
   distance = depth[:, None] - depth[:, :, None]  # of a key from a query
   left, right = paged_operands.window_of(spec)
   if left is not None:
