@@ -13,7 +13,7 @@ from attn_core import (BlockSizes, Heads, OperationMetadata, PagedOptions, Pages
                        ragged_page_attention_v2, ragged_page_attention_v3, score_mods)
 from attn_core.caches import drafts, page_checks, pages
 from attn_core_test import sampling
-from attn_core_test.paged_cases import BLOCKS, Case, plain
+from attn_core_test.paged_cases import BLOCKS, Case, plain, run_pages
 from attn_core_test.tpu_interpret import interpreted
 
 CASE = Case((9, 0, 17, 6, 24, 5), (4, 0, 6, 1, 5, 5), rest=2)
@@ -66,6 +66,35 @@ def slots_seen(scope, options):
             and (right is None or options.causal or j <= first + i + right)
             and {"all": True, "cached": j < first, "new": j >= first}[scope.value])
   return sees
+
+
+class PropertiesTest(parameterized.TestCase):
+  """What holds for every mechanism over pages; latent rows have these tests in latent_pages_test."""
+
+  def outcomes(self, mechanism, changes):
+    """Returns (out, lse) of a call for each change of the metadata, and the requests."""
+    case = CASE if mechanism != "v1" else Case((9, 17, 1), (1, 1, 1), rest=0)
+    options = PagedOptions(sliding_window=(6, 0), logits_soft_cap=2.0, return_lse=True,
+                           block_sizes=BLOCKS)
+    run = jax.jit(lambda arrays: [run_pages(mechanism, case, arrays, options, **change)
+                                  for change in changes])
+    return run(case.arrays()[:3]), case
+
+  @parameterized.parameters("v1", "v2", "v3")
+  def test_parts_merge_to_the_whole(self, mechanism):
+    (cached, new, whole), _ = self.outcomes(mechanism, [{"scope": pages.Scope(x)} for x in (
+        "cached", "new", "all")])
+    merged = merge_partials(*zip(cached, new), "thd")
+    np.testing.assert_allclose(merged.out, whole[0], atol=2e-6)
+    np.testing.assert_allclose(merged.lse, whole[1], rtol=1e-5, atol=2e-6)
+
+  @parameterized.parameters("v2", "v3")
+  def test_a_tree_is_its_mask(self, mechanism):
+    ((out, lse),), case = self.outcomes(mechanism, [{"draft_mask": drafts.mask(PARENTS)}])
+    options = PagedOptions(sliding_window=(6, 0))
+    want_out, want_lse = dense(*plain(case), tree_seen(options), 2.0)
+    np.testing.assert_allclose(out[:len(want_out)], want_out, atol=3e-6)
+    np.testing.assert_allclose(lse[:, :len(want_out)], want_lse, rtol=1e-5, atol=3e-6)
 
 
 class ScopeTest(parameterized.TestCase):

@@ -102,7 +102,7 @@ def plain(case, dtype="float32"):
   return *cached(*case.arrays()[:3]), case.metadata()
 
 
-def run_pages(mechanism, case, arrays, options, rest=np.nan):
+def run_pages(mechanism, case, arrays, options, rest=np.nan, **changes):
   """Returns (output, lse) of "v1", "v2" or "v3".
 
   Args:
@@ -111,9 +111,11 @@ def run_pages(mechanism, case, arrays, options, rest=np.nan):
     arrays: query, and key and value in pages of v1.
     options: a PagedOptions.
     rest: the new tokens that are of no request.
+    **changes: fields of the metadata.
   """
   query, key, value = arrays
-  cache, metadata = PagesV1(key, value), case.metadata(single=mechanism == "v1")
+  cache = PagesV1(key, value)
+  metadata = case.metadata(single=mechanism == "v1")._replace(**changes)
   if mechanism == "v1":
     output = page_attention(query, cache, metadata, options)
   elif mechanism == "v2":
