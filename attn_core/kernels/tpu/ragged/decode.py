@@ -29,7 +29,7 @@ from attn_core.types import AttentionSpec, BlockSizes, Operands, cdiv
 
 PAGE_SIZE = 64  # tokens of a transfer
 BLOCK_KV = 1024  # tokens of a block; a multiple of LANES, as all are
-LATENT_BLOCK_KV = 2048  # of latent rows, of which there is one for all heads
+LATENT_BLOCK_KV = 4096  # of latent rows, of which there is one for all heads
 BUFFER_BYTES = 16 * 2**20  # of vector memory, for keys and values as copied and as words
 MASK_ROWS = 16  # rows of the mask are padded to a multiple: a tile of bfloat16
 MOST_SCORES = 2**19  # of a block and a head group
