@@ -520,7 +520,7 @@ class TpuTest(parameterized.TestCase):
   @parameterized.parameters(*sampling.with_slow(
       [("int8", "float32", 1, 3)], ("bfloat16", "bfloat16", 2, 3), ("float32", "float32", 4, 70),
       ("float8_e4m3fn", "float32", 4, 70), ("float8_e4m3fn", "bfloat16", 1, 1),
-      ("bfloat16", "bfloat16", 8, 33)))
+      ("bfloat16", "bfloat16", 8, 33), ("float32", "float32", 10, 16)))
   @mock.patch.object(tpu_common, "LATENT_PIECE", 64)
   def test_value_and_lse(self, held, dtype, tokens, heads):
     """Compares with plain XLA; rows have padding before them, and a cache NaN past their end."""
@@ -564,13 +564,16 @@ class TpuTest(parameterized.TestCase):
     for held in (None, "int8", "float8_e4m3fn"):
       self.assertIn("can, by latent.decode_tpu", said(held=held))
     self.assertIn("can, by latent.decode_tpu", said("float32", widths=(10, 4), slots=8, tokens=8))
+    # 16 queries of 16 heads are as many rows as pass by the keys at once.
+    self.assertIn("can, by latent.decode_tpu", said(tokens=16))
     for changes, words in (
         ({"padded": False}, r"latent rows of 576 numbers: .*caches.latent.init\(padded=True\)"),
         ({"held": "int8", "padded": False}, "a rotary part of 64 numbers: .*padded=True"),
         ({"held": "int8", "widths": (10, 4)}, "latents of 10 numbers in int8"),
         ({"slots": 72}, "72 slots of bfloat16"),
         ({"held": "int8", "slots": 48}, "48 slots of int8"),
-        ({"dtype": "float16"}, "float16"), ({"tokens": 9}, "9 queries a row"),
+        ({"dtype": "float16"}, "float16"),
+        ({"tokens": 17}, "17 queries a row: decoding is for up to 16"),
         ({"precision": "highest"}, "precision")):
       self.assertRegex(said(**changes), f"not by .*latent.decode_tpu: .*{words}")
 
