@@ -27,7 +27,6 @@ def main(module: str) -> None:
     sampling.optimize_least()
   else:
     small_programs.compile_quickly()
-  small_programs.share_contexts()
   gc.set_threshold(50_000, 20, 50)  # tracing makes many objects, few of which are in cycles
   runpy.run_module(f"attn_core_test.{module}", run_name="__main__", alter_sys=True)
 

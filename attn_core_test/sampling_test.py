@@ -5,7 +5,6 @@
 And the processes that run them: each has an environment, an output and an end of its own.
 """
 
-import concurrent.futures
 import pathlib
 import tempfile
 from unittest import mock
@@ -14,7 +13,6 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import jax
 from jax._src import compiler
-from jax._src.interpreters import mlir
 import jax.numpy as jnp
 import numpy as np
 
@@ -92,15 +90,6 @@ class SmallProgramsTest(parameterized.TestCase):
     np.testing.assert_array_equal(found, [15, 1])
     older = jax.__version_info__ < (0, 11)
     self.assertEqual(made[-2:], [list(sampling.LEAST.items()) if older else [], []])
-
-  def test_ten_programs_share_a_context(self):
-    self.enter_context(mock.patch.object(mlir, "make_ir_context", mlir.make_ir_context))
-    small_programs.share_contexts()
-    contexts = [jax.jit(lambda x, n=n: x + n).lower(1.0).compiler_ir().context for n in range(21)]
-    self.assertLessEqual(len({id(x) for x in contexts}), 4)
-    threads = concurrent.futures.ThreadPoolExecutor(1)
-    other = threads.submit(mlir.make_ir_context).result()
-    self.assertNotIn(id(other), {id(x) for x in contexts})
 
 
 class StartersTest(absltest.TestCase):

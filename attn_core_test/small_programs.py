@@ -1,23 +1,18 @@
 # Copyright 2026 The attn_core Authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Makes programs of single operations quickly on jax before 0.11.
+"""Compiles programs of single operations quickly on jax before 0.11.
 
 Outside of `jax.jit` every operation of JAX is a program, and a suite has thousands of them. Before
 jax 0.11 XLA's pipeline of MLIR takes most of the time of each, and can be turned off for a program.
 Here it is turned off where the results stay the same, bit for bit: for programs that move numbers
 and compute at most one thing of each, which IEEE 754 rounds in one way. Products that are added, or
 sums whose order could differ, do not count among these.
-
-There a program also has an MLIR context of its own, which takes longer to make than the rest of a
-small program. Newer jax uses each for several programs, one after another, and so does the suite.
 """
 
-import threading
 from typing import Any
 
 import jax
 from jax._src import compiler
-from jax._src.interpreters import mlir
 from jax._src.lib.mlir import ir
 
 from attn_core_test import sampling
@@ -30,7 +25,6 @@ MOVES = frozenset(f"stablehlo.{name}" for name in (
 ARITHMETIC = frozenset(f"stablehlo.{name}" for name in (
     "abs", "add", "ceil", "floor", "is_finite", "multiply", "negate", "sign", "subtract"))
 MOST = 16  # operations of a small program
-USES = 10  # of a context, which keeps what every program in it has named
 
 
 def is_exact(computation: ir.Module) -> bool:
@@ -55,19 +49,3 @@ def compile_quickly() -> None:
     return compile_or_get_cached(backend, computation, devices, options, *rest, **more)
 
   compiler.compile_or_get_cached = compile_least
-
-
-def share_contexts() -> None:
-  """Lets ten programs of a thread share an MLIR context, as newer jax, left as it is, does."""
-  if jax.__version_info__ >= (0, 11):
-    return
-  make_ir_context = mlir.make_ir_context
-  kept = threading.local()
-
-  def shared() -> ir.Context:
-    if getattr(kept, "uses", USES) == USES:
-      kept.context, kept.uses = make_ir_context(), 0
-    kept.uses += 1
-    return kept.context
-
-  mlir.make_ir_context = shared
