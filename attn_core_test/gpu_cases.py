@@ -17,7 +17,7 @@ from attn_core.kernels.common.contract import Residuals
 from attn_core.kernels.gpu.flash import kernel as gpu_flash, tiling
 from attn_core.kernels.gpu.split_kv import decode, paged as gpu_paged
 from attn_core.kernels.xla import flash as xla_flash
-from attn_core.masks import selected
+from attn_core.masks import leaves, selected
 from attn_core.references import oracle
 from attn_core.types import (AttentionSpec, BlockSizes, MaskOperands, Operands, PagedSpec,
                              differentiable_names, operand, with_operands)
@@ -263,6 +263,17 @@ def every_mod(heads: int, queries: int, keys: int) -> score_mods.ScoreMod:
           >> score_mods.custom(_by_parity, _normal()) >> score_mods.per_key(_normal(1, 1, keys)))
 
 
+def _tables() -> score_mods.ScoreMod:
+  return (score_mods.by_distance(_normal(30, 2), -9) >> score_mods.soft_cap(3.0)
+          >> score_mods.relative(_normal(8, 1), max_distance=40))
+
+
+def _run(query: int, key: int, step: int) -> masks.Mask:
+  """Returns a causal mask of 70 rows and columns from the given ones on, a step apart."""
+  first = step * np.arange(70, dtype=np.int32)[None]
+  return leaves.PlacedRuns(masks.causal(), (250, 200), query + first, key + first, (1, 1), step)
+
+
 _AMOUNT = np.abs(_normal())
 # Score mods, forward and backward.
 _SHIFTED = masks.offset(masks.causal(), np.array([3, -20], np.int32))  # queries that see nothing
@@ -280,6 +291,9 @@ MODS = {
     "every_kind_placed": Case(
         masks.placed(masks.causal(), np.arange(60, 130)[None], np.arange(5, 75)[None], (130, 130)),
         T=70, H=2, K=1, mod=every_mod(2, 70, 70)),
+    # As in a step of a ring of consecutive tokens, and of one of every third token.
+    "tables_of_a_run": Case(_run(60, 5, 1), T=70, H=2, K=1, mod=_tables()),
+    "tables_of_every_third": Case(_run(61, 2, 3), B=2, T=70, H=2, K=1, mod=_tables()),
     "soft_cap_of_a_bias": _MODDED._replace(
         mod=score_mods.soft_cap(2.0), extras={"bias": ((2, 1, 70, 130), "float32"),
                                               "sinks": ((1, 2), "float32")}),

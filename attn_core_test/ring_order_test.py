@@ -92,25 +92,35 @@ class HopperTest(absltest.TestCase):
     self.assertIn("can, by context_parallel.gpu", explanation)
 
   def test_score_mods(self):
-    """Lowers them with global positions; tables it leaves to plain XLA."""
-    metadata = metadata_of("ring", mesh=mesh_of("ring", 2), platform="gpu",
-                           compute_capability="9.0")
+    """Lowers them with global positions, also tables where these are equally far apart."""
+    metadata_in = lambda *layout: metadata_of(
+        *layout, mesh=mesh_of(layout[0], 2), platform="gpu", compute_capability="9.0")
+    metadata = metadata_in("ring")
     x = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
-    slopes, column = (jax.ShapeDtypeStruct(n, jnp.float32) for n in ((2,), (1, 1, 128)))
-    def loss(x, slopes, column):
+    slopes, column, table = (
+        jax.ShapeDtypeStruct(n, jnp.float32) for n in ((2,), (1, 1, 128), (3, 2)))
+    def loss(x, slopes, column, table):
       found = ring_attention(x, x, x, metadata=metadata, score_mod=score_mods.alibi(slopes)
-                             >> score_mods.soft_cap(2.0) >> score_mods.per_key(column))
+                             >> score_mods.soft_cap(2.0) >> score_mods.per_key(column)
+                             >> score_mods.by_distance(table))
       return found.attention_outputs.astype(jnp.float32).sum()
     programs = [(loss, 1)]
     if sampling.chosen("gradients of score mods in a ring on GPUs"):
       programs.append((jax.grad(loss, (0, 1, 2)), 5))  # forward, query, key and value, two arrays
     for run, kernels in programs:
-      text = jax.jit(run).trace(x, slopes, column).lower(lowering_platforms=("cuda",)).as_text()
+      text = jax.jit(run).trace(x, slopes, column, table).lower(
+          lowering_platforms=("cuda",)).as_text()
       self.assertEqual(text.count("custom_call @mosaic_gpu"), 2 * kernels)  # of two steps
-    said = lambda mod: str(explain(x, x, x, mechanism="ring", metadata=metadata, score_mod=mod))
-    self.assertIn("can, by context_parallel.gpu", said(score_mods.soft_cap(2.0)))
-    self.assertRegex(said(score_mods.by_distance(np.ones((3, 2), np.float32))),
-                     "by context_parallel.xla, not by context_parallel.gpu: .*distance. in a ring")
+    def said(*layout):
+      return str(explain(x, x, x, mechanism="ring", metadata=metadata_in(*layout),
+                         score_mod=score_mods.by_distance(np.ones((3, 2), np.float32))))
+    for layout in ("contiguous", "striped"):
+      self.assertIn("can, by context_parallel.gpu", said("ring", layout))
+    for variant, layout, words in (
+        ("ring", "zigzag", "'zigzag', not 'contiguous' or 'striped'"),
+        ("all_gather", "striped", "'striped' whose devices gather keys or exchange heads")):
+      self.assertRegex(said(variant, layout), "by context_parallel.xla, not by context_parallel.gpu"
+                       f": .*distance. in a ring of layout {words}")
 
   @unittest.skipIf(static_gpu.missing(), f"nothing to compile with: {static_gpu.missing()}")
   def test_an_exchange_goes_on_while_a_ring_step_computes(self):

@@ -432,7 +432,7 @@ class CacheTest(parameterized.TestCase):
 class RingTest(parameterized.TestCase):
 
   @parameterized.parameters(*sampling.with_slow(
-      [("ring", "zigzag")], ("ring", "contiguous"), ("all_gather", "striped"),
+      [("ring", "zigzag")], ("ring", "contiguous"), ("ring", "striped"), ("all_gather", "striped"),
       ("ulysses", "contiguous")))
   def test_equals_one_device(self, variant, layout):
     """In value, gradient and tangent, where members hold parts of the sequence."""

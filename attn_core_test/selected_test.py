@@ -436,11 +436,18 @@ class HopperTest(parameterized.TestCase):
       self.assertIn("gpu", str(jax.make_jaxpr(function)(array)))
 
   def test_refuses_blocks_that_divide_no_listed_one(self):
-    array = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16)
-    with self.assertRaisesRegex(ValueError, r"block_kv: got 256; expected a divisor of 128"):
-      jax.eval_shape(lambda x: attention(
-          x, x, x, mechanism="flash_attn2", block_sizes=BlockSizes(block_kv=256), metadata=HOPPER,
-          mask=masks.selected_blocks(np.zeros((1, 1, 4, 1), np.int32), 128, 128)), array)
+    """Refuses them by name, but for sequences shorter than a listed block."""
+    def said(length, **sizes):
+      x = jax.ShapeDtypeStruct((1, length, 2, 64), jnp.bfloat16)
+      return str(explain(
+          x, x, x, block_sizes=BlockSizes(**sizes), metadata=HOPPER,
+          mask=masks.selected_blocks(np.zeros((1, 1, -(-length // 128), 1), np.int32), 128, 128)))
+    for field in ("block_q", "block_kv"):
+      self.assertRegex(said(512, **{field: 256}), (
+          f"(?s)^blockwise runs.*flash_attn2 *block_sizes.{field}=256 with [^\n]*selected_keys of "
+          f"{field}=128: the kernels for Hopper [^\n]*; give a divisor of 128, or None\n"))
+      for length, size in ((512, 128), (100, 256)):
+        self.assertIn("can, by flash.gpu", said(length, **{field: size}))
 
 
 class ErrorsTest(parameterized.TestCase):

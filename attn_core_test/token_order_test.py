@@ -95,6 +95,17 @@ class TokenOrderTest(parameterized.TestCase):
     back = from_layout(np.asarray(weights)[None], "zigzag", 4)
     np.testing.assert_allclose(gradient, np.cos(x) * back, rtol=1e-5)
 
+  @parameterized.product(layout=token_order.TOKEN_ORDERS, gathers=(False, True), group=(1, 2))
+  def test_tokens_that_attend_together_are_a_step_apart(self, layout, gathers, group):
+    sequence = context_parallel.Sequence(
+        layout, gathers, ("sp",), ("heads",) * (group - 1), 3, group, True, 70, 46)
+    members = [[np.arange(3)]] if gathers else [[m] for m in range(3)]
+    columns = [np.concatenate([sequence.columns(np.int32(m)) for m in np.ravel(x)])
+               for x in members]
+    steps = {n for x in (*columns, *map(sequence.rows, np.arange(3, dtype=np.int32)))
+             for n in np.diff(x).tolist()}
+    self.assertEqual(sequence.step, steps.pop() if len(steps) == 1 else None)
+
   def test_causal_balance(self):
     """Compares visited blocks of 16 x 16 on the busiest shard with the mean."""
     length, block = 2048, 16

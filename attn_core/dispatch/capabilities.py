@@ -95,6 +95,7 @@ class Request(NamedTuple):
   mod: jax.tree_util.PyTreeDef = NO_SCORE_MOD  # the structure of the score mod's term
   mods: tuple[jax.ShapeDtypeStruct, ...] = ()  # its arrays
   placement: Placement | None = None  # for which the shapes were computed; None: one device
+  blocks: BlockSizes = BlockSizes()  # those given
   placement_error: Exception | None = None  # raised while the call was placed; shapes are global
 
   @property
@@ -139,7 +140,8 @@ def request_of(call: Call, features: Mapping[str, str], capability: str | None =
   bias = call.operands.bias
   mods = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in call.operands.mods)
   return Request(features, query, key, value, call.spec.mask, None if bias is None else bias.dtype,
-                 capability, tpu_version, transfer, mod=call.spec.score_mod, mods=mods)
+                 capability, tpu_version, transfer, mod=call.spec.score_mod, mods=mods,
+                 blocks=call.block_sizes)
 
 
 def _no_limits(request: Request) -> str | None:
@@ -280,8 +282,10 @@ def hopper_flash_limits(request: Request) -> str | None:
   """Limits of the block-wise kernels for Hopper."""
   from attn_core.kernels.common import listed
   from attn_core.kernels.gpu.flash import tiling  # Mosaic GPU takes 0.3 s to import
+  of_lists = mask_lib.of_structure(request.mask), request.lengths
   return (tiling.unsupported_reason(request.dtype, request.widths)
-          or listed.refusal(mask_lib.of_structure(request.mask), request.lengths, "Hopper")
+          or listed.refusal(*of_lists, "Hopper")
+          or listed.refusal_of_sizes(*of_lists, request.blocks, "Hopper")
           or traceable.refusal(request.mod, request.mods, _at_positions(request), "Hopper"))
 
 
@@ -338,8 +342,13 @@ def collective_limits(request: Request) -> str | None:
 
 def hopper_ring_limits(request: Request) -> str | None:
   """Limits of a ring of the block-wise kernels for Hopper."""
+  sequence, at = None if request.placement is None else request.placement.sequence, ""
+  if sequence is not None and sequence.step is None:
+    at = f" in a ring of layout {sequence.layout!r}" + (
+        " whose devices gather keys or exchange heads" if sequence.layout == "striped" else
+        ", not 'contiguous' or 'striped'")
   return collective_limits(request) or hopper_flash_limits(request) or traceable.refusal(
-      request.mod, request.mods, " in a ring", "Hopper")
+      request.mod, request.mods, at, "Hopper")
 
 
 # Numbers by distance are tiles of their own for each pair, in vector memory.

@@ -85,6 +85,11 @@ class Sequence(NamedTuple):
     return self.shards if self.layout == "striped" else 1
 
   @property
+  def step(self) -> int | None:
+    """How far apart neighbors are, where all that attend together are one run; None: several."""
+    return self.stride if self.runs(self.gathers) == (1, 1) else None
+
+  @property
   def is_natural(self) -> bool:
     """Whether the concatenated shards are the sequence in its order, without padding."""
     return self.layout == "contiguous" and not (self.queries % self.shards

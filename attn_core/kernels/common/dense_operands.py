@@ -114,9 +114,9 @@ def mask_of(operands: Operands, spec: AttentionSpec) -> mask_lib.Mask:
 def distance_of_first(operands: Operands, spec: AttentionSpec) -> jax.Array:
   """Returns int32 [B or 1]: the position of the first key minus that of the first query.
 
-  Positions must be consecutive.
+  Positions must be equally far apart; see `evaluate.step_of`.
   """
-  assert evaluate.is_consecutive(mask_lib.of_structure(spec.mask))
+  assert evaluate.step_of(mask_lib.of_structure(spec.mask)) is not None
   return distances_of_runs(operands, spec)[:, 0]
 
 

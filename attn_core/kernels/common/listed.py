@@ -22,8 +22,9 @@ import numpy as np
 
 from attn_core.kernels.common import dense_operands
 from attn_core.masks import block_map, leaves, mask as mask_lib, selected
-from attn_core.types import AttentionSpec, Operands, cdiv
+from attn_core.types import AttentionSpec, BlockSizes, Operands, cdiv
 
+_NAME = "masks.selected_blocks or masks.selected_keys"
 LANES = 128
 WORD = 32  # bits
 QUERIES, KEYS = "block_q", "block_kv"  # fields of `leaves.Selected`
@@ -55,16 +56,31 @@ def refusal(mask: mask_lib.Mask, lengths: tuple[int, int], chips: str = "TPUs", 
     any_blocks: whether they follow lists of blocks of any size.
   """
   lists, rest = selected.split(mask)
-  name = "masks.selected_blocks or masks.selected_keys"
   if any(isinstance(x, leaves.Selected) for x in mask_lib.nodes(rest)):
-    return (f"{name} under `|`, `~` or masks.placed: the kernels for {chips} follow lists joined "
+    return (f"{_NAME} under `|`, `~` or masks.placed: the kernels for {chips} follow lists joined "
             "by `&`")
   for node in () if any_blocks else lists:
     for field, length in zip((QUERIES, KEYS), lengths):
       size = getattr(node, field)
       if size % LANES and size < length:
-        return (f"{name} with {field}={size}: the kernels for {chips} follow lists of blocks of a "
+        return (f"{_NAME} with {field}={size}: the kernels for {chips} follow lists of blocks of a "
                 f"multiple of {LANES} tokens")
+  return None
+
+
+def refusal_of_sizes(mask: mask_lib.Mask, lengths: tuple[int, int], sizes: BlockSizes,
+                     chips: str) -> str | None:
+  """Returns why the kernels cannot compute blocks of the sizes that a caller gives; None: they can.
+
+  Args:
+    mask, lengths, chips: as in `refusal`.
+    sizes: None fields are not given.
+  """
+  for field in (QUERIES, KEYS):
+    size = getattr(sizes, field)
+    if size and (most := divisor(mask, field, lengths)) % size:
+      return (f"block_sizes.{field}={size} with {_NAME} of {field}={most}: the kernels for {chips} "
+              f"compute blocks within a listed one; give a divisor of {most}, or None")
   return None
 
 

@@ -85,12 +85,19 @@ def is_consecutive(spec: AttentionSpec | PagedSpec) -> bool:
   return isinstance(spec, PagedSpec) or evaluate.is_consecutive(mask_lib.of_structure(spec.mask))
 
 
+def step_of(spec: AttentionSpec) -> int:
+  """Returns how far apart neighboring positions are, which tables by distance need to be known."""
+  step = evaluate.step_of(mask_lib.of_structure(spec.mask))
+  assert step is not None
+  return step
+
+
 def reads_positions(spec: AttentionSpec | PagedSpec) -> bool:
   return score_mod.of_structure(spec.score_mod).reads_positions
 
 
 def shifted(term: terms.Distance, values: jax.Array, base: jax.Array, sizes: block_map.Sizes,
-            transposed: bool) -> jax.Array:
+            transposed: bool, step: int = 1) -> jax.Array:
   """Returns rows of numbers by distance, each shifted by one: every tile is a slice of them.
 
   Args:
@@ -99,6 +106,7 @@ def shifted(term: terms.Distance, values: jax.Array, base: jax.Array, sizes: blo
     base: int32 [B or 1], the distance of the first query and the first key.
     sizes: of the kernel.
     transposed: whether the rows of a tile are keys.
+    step: the distance of neighboring positions, of queries and of keys.
 
   Returns:
     float32 [B or 1, H or 1, rows of a tile, padded T + padded S]: linear in the lengths.
@@ -107,7 +115,7 @@ def shifted(term: terms.Distance, values: jax.Array, base: jax.Array, sizes: blo
   tile_rows = mosaic.WGMMA_ROWS if transposed else max(mosaic.WGMMA_ROWS, sizes.block_q // 2)
   # Row r, column j: the same number along every diagonal j - r.
   diagonal = jnp.arange(1 - tile_rows, length, dtype=jnp.int32) - np.int32(offset)
-  distance = (-diagonal if transposed else diagonal)[None] + base[:, None]
+  distance = np.int32(-step if transposed else step) * diagonal[None] + base[:, None]
   index = jnp.clip(distance - np.int32(term.first), 0, values.shape[2] - 1)[:, None]
   rows = np.broadcast_shapes(values.shape[:1], index.shape[:1])
   line = jnp.take_along_axis(

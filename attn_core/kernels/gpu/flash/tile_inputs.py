@@ -72,7 +72,8 @@ class TileInputLoader(NamedTuple):
     def pack(n: int, x: jax.Array) -> jax.Array:
       if n in found:
         return score_tiles.shifted(found[n], x, dense_operands.distance_of_first(
-            operands, self.spec), self.sizes, self.transposed)
+            operands, self.spec), self.sizes, self.transposed,
+                                   score_tiles.step_of(self.spec))
       return x if n in pairs else x.astype(jnp.float32)
     return [pack(n, x) for n, x in enumerate(
         evaluate.pad(structure, operands.mods, rows, columns))]

@@ -98,7 +98,8 @@ def make_tiling(operands: Operands, spec: AttentionSpec, requested: BlockSizes) 
     requested: sizes fixed by the caller; None fields are chosen here, so that all fits.
 
   Raises:
-    NotImplementedError: the dtype or a width is not supported.
+    NotImplementedError: the dtype or a width is not supported, or a requested size with the lists
+      of the mask.
     ValueError: a requested size is not supported, or does not fit into shared memory.
   """
   _check_dtype(operands)
@@ -112,7 +113,10 @@ def make_tiling(operands: Operands, spec: AttentionSpec, requested: BlockSizes) 
     block_q, block_kv, stages = LONG_TILING
   block_q = _requested(requested, "block_q", block_q, 128, 256)
   block_kv = _requested(requested, "block_kv", block_kv, 64, 256)
-  _check_listed(operands, spec, block_q, block_kv)
+  if reason := listed.refusal_of_sizes(
+      mask_lib.of_structure(spec.mask), (operands.query.shape[1], operands.key.shape[1]),
+      requested, "Hopper"):
+    raise NotImplementedError(reason)
   if requested.block_heads is not None:
     raise ValueError(f"block_sizes.block_heads: got {requested.block_heads}; the GPU kernels "
                      "compute one query head at a time: expected None")
@@ -176,16 +180,6 @@ def _requested(requested: BlockSizes, field: str, tuned: int, multiple: int, mos
     raise ValueError(f"block_sizes.{field}: got {size}; on a GPU expected a multiple of {multiple} "
                      f"tokens up to {most}")
   return size
-
-
-def _check_listed(operands: Operands, spec: AttentionSpec, block_q: int, block_kv: int) -> None:
-  """Raises ValueError unless each block lies in one listed block, as those of 128 tokens do."""
-  mask = mask_lib.of_structure(spec.mask)
-  lengths = operands.query.shape[1], operands.key.shape[1]
-  for field, size in ((listed.QUERIES, block_q), (listed.KEYS, block_kv)):
-    if (listed_size := listed.divisor(mask, field, lengths)) % size:
-      raise ValueError(f"block_sizes.{field}: got {size}; expected a divisor of {listed_size}, the "
-                       "tokens of a listed block")
 
 
 # --- Backward. -----------------------------------------------------------------------------------
