@@ -19,7 +19,7 @@ from attn_core.benchmark.static import profile as static_profile
 from attn_core.kernels.common.contract import RemoteCopy
 from attn_core.kernels.tpu.flash import (
     backward, call, forward, scalar_memory, schedule, step_list, tile_loop, tiling)
-from attn_core.masks import materialize
+from attn_core.masks import block_map, materialize
 from attn_core.types import AttentionSpec, MaskOperands, Operands
 from attn_core_test import sampling
 from attn_core_test.tpu_cases import BLOCKS, TPU, Case
@@ -199,6 +199,29 @@ class ListTest(parameterized.TestCase):
     expected = schedule.patterns(steps, static, sizes, by_keys=by_keys)
     self.assertTrue(expected.complete)
     self.assertLessEqual(set(expected.kinds), set(found[0].kinds))
+
+  @parameterized.product(static=(masks.causal(), masks.window(600, 200), masks.full()),
+                         by_keys=(False, True))
+  def test_only_arrays_hide_pairs_of_such_tiles(self, static, by_keys):
+    """Checks all blocks of a pattern; those of a window may have that of another one by chance."""
+    sizes = schedule.Tiling(1024, 1024, 256, 256, 128, 128)
+    tiles = schedule._static_tiles(static & masks.segments(np.zeros((1, 1024), np.int32)), sizes,
+                                   by_keys)
+    number, found = np.arange(4), []
+    def build(ids):
+      mask = static & masks.segments(ids)
+      steps, _ = schedule.build(mask, sizes, by_keys=by_keys)
+      found.append(schedule.patterns(steps, mask, sizes, by_keys=by_keys))
+      return steps
+    run = jax.jit(build)
+    for size in (10, 100, 150, 400):
+      steps = run((np.arange(1024) // size)[None].astype(np.int32))
+      for row, column, bits in zip(*(np.asarray(x[0]) for x in steps[:3])):
+        if bits in found[0].kinds:
+          by_arrays = [found[0].hides_by_arrays(int(bits), n) for n in number]
+          whole = tiles[row, column] == block_map.FULL
+          self.assertTrue(whole[by_arrays].all())
+    self.assertEqual(any(found[0].by_arrays), static != masks.window(600, 200))
 
   @parameterized.product(columns=(1, 2, 3, 4, 5, 1000), tiles=(1, 2, 4, 5, 16))
   def test_packing_keeps_everything(self, columns, tiles):

@@ -162,16 +162,18 @@ class ScheduleTest(parameterized.TestCase):
   def test_patterns_of_a_mask_known_on_the_host(self):
     sizes = schedule.Tiling(1024, 1024, 512, 512, 256, 256)
     steps, _ = schedule.build(masks.causal(), sizes, by_keys=False)
-    found, complete = schedule.patterns(steps, masks.causal(), sizes, by_keys=False)
+    found, complete, by_arrays = schedule.patterns(steps, masks.causal(), sizes, by_keys=False)
     full, partial = 2, 1
     diagonal = partial | full << 2 | partial << 6
     self.assertEqual(set(found), {0b10101010, diagonal})
     self.assertTrue(complete)
+    self.assertEqual(by_arrays, ())
 
   @parameterized.parameters(
-      (masks.full(), (0b10101010, 0b01010101)),
-      (masks.causal(), (0b10101010, 0b01001001, 0b01000101, 0b01010101)))
-  def test_patterns_of_a_traced_mask(self, static, expected):
+      (masks.full(), (0b10101010, 0b01010101), (0b1111, 0b1111)),
+      (masks.causal(), (0b10101010, 0b01001001, 0b01000101, 0b01010101),
+       (0b1111, 0b0010, 0b0010, 0b1111)))
+  def test_patterns_of_a_traced_mask(self, static, expected, by_arrays):
     """Has those of the known mask, and the same with a mask to evaluate in all visible tiles."""
     sizes = schedule.Tiling(1024, 1024, 512, 512, 256, 256)
     found = []
@@ -180,7 +182,7 @@ class ScheduleTest(parameterized.TestCase):
       steps, _ = schedule.build(mask, sizes, by_keys=False)
       found.append(schedule.patterns(steps, mask, sizes, by_keys=False))
     jax.eval_shape(build, jax.ShapeDtypeStruct((1, 1024), np.int32))
-    self.assertEqual(found, [(expected, False)])
+    self.assertEqual(found, [(expected, False, by_arrays)])
 
   @parameterized.parameters(
       (masks.full(), 256, True), (masks.causal(), 256, True), (masks.causal(), 512, False),

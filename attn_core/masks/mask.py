@@ -189,6 +189,15 @@ def nodes(mask: Mask) -> Iterator[Mask]:
       yield from nodes(getattr(mask, name))
 
 
+def conjuncts(mask: Mask) -> Iterator[Mask]:
+  """Iterates over masks other than conjunctions that together show what a mask shows."""
+  if isinstance(mask, And):
+    yield from conjuncts(mask.left)
+    yield from conjuncts(mask.right)
+  else:
+    yield mask
+
+
 def of_structure(structure: jax.tree_util.PyTreeDef) -> Mask:
   """Returns a mask of a structure, with numbers in place of its arrays."""
   return jax.tree.unflatten(structure, range(structure.num_leaves))

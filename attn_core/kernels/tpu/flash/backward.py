@@ -310,7 +310,7 @@ class _BackwardStep(NamedTuple):
                         queries(self.refs, tile.head, tile.queries), ((1,), (1,)))
         for keys, queries in pairs)
 
-  def add(self, tile: TileIndex, masked: bool, products: tuple[jax.Array, ...],
+  def add(self, tile: TileIndex, masked: int, products: tuple[jax.Array, ...],
           row_blocks: tuple[Ref, Ref]) -> None:
     """Adds the contributions of a tile to the cotangents."""
     params, refs, readers = self.params, self.refs, self.readers

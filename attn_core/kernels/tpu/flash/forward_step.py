@@ -243,14 +243,14 @@ class ForwardStep(NamedTuple):
     query = self.readers.query(self.refs, head, tokens)
     return query + (query - query) if self._prepares_queries else query
 
-  def update(self, tile: TileIndex, masked: bool, scores: jax.Array,
+  def update(self, tile: TileIndex, masked: int, scores: jax.Array,
              running: online_softmax.Running | None) -> online_softmax.Running:
     """Folds in one strip."""
     logits, _ = self.params.logits(self.refs, tile, scores)
     update = self._update_safe if self.form.safe else self._update_naive
     return update(tile, masked, logits, running)
 
-  def _update_safe(self, tile: TileIndex, masked: bool, logits: jax.Array,
+  def _update_safe(self, tile: TileIndex, masked: int, logits: jax.Array,
                    running: online_softmax.Running | None) -> online_softmax.Running:
     """Folds in one strip relative to the maximum.
 
@@ -275,7 +275,7 @@ class ForwardStep(NamedTuple):
       return (x - x).sum(1, keepdims=True)
     return zero_or_nan(self.readers.key) + zero_or_nan(self.readers.value)
 
-  def _update_naive(self, tile: TileIndex, masked: bool, logits: jax.Array,
+  def _update_naive(self, tile: TileIndex, masked: int, logits: jax.Array,
                     running: online_softmax.Running | None) -> online_softmax.Running:
     """Folds in one strip relative to 0; rows that see any key get at least TRACE in l_i."""
     weights = jnp.exp2(logits * self.params.unit)

@@ -135,6 +135,13 @@ class Patterns(NamedTuple):
 
   kinds: tuple[int, ...]  # as uint32; the one with all tiles FULL comes first if it occurs
   complete: bool  # whether these are all values
+  # For each of `kinds`, a bit for each tile: set if, in any block of these kinds, the parts of the
+  # mask without arrays show the whole tile, so that only its arrays can hide a pair.
+  by_arrays: tuple[int, ...] = ()
+
+  def hides_by_arrays(self, pattern: int, tile: int) -> bool:
+    """Whether only arrays of the mask can hide a pair of a tile of a pattern."""
+    return bool(dict(zip(self.kinds, self.by_arrays)).get(pattern, 0) >> tile & 1)
 
 
 class StepLists(NamedTuple):
@@ -207,16 +214,34 @@ def patterns(steps: Schedule, mask: Mask, tiling: Tiling, *, by_keys: bool) -> P
     mask, tiling, by_keys: as in `build`.
   """
   all_full = sum(block_map.FULL << (2 * n) for n in range(tiling.tiles_q * tiling.tiles_kv))
+  has_arrays = bool(jax.tree.leaves(selected.split(mask)[1]))  # besides lists of blocks
   if known := isinstance(steps.kinds, np.ndarray):
     frequent = _by_frequency(steps.kinds.view(np.uint32))
   else:
-    tiles = _static_tiles(mask, tiling, by_keys)
+    static = _static_tiles(mask, tiling, by_keys)
     pairs = itertools.zip_longest(*(
-        _by_frequency(np.asarray(step_list.tile_bits(x))) for x in (tiles, _as_partial(tiles))))
+        _by_frequency(np.asarray(step_list.tile_bits(x))) for x in (static, _as_partial(static))))
     frequent = [bits for pair in pairs for bits in pair if bits is not None]
   first = [all_full] if all_full in frequent else []
   chosen = tuple(dict.fromkeys([*first, *frequent]))
-  return Patterns(chosen[:MOST_PATTERNS], known and len(chosen) <= MOST_PATTERNS)
+  is_complete, chosen = known and len(chosen) <= MOST_PATTERNS, chosen[:MOST_PATTERNS]
+  by_arrays = tuple(_always_full(bits, _static_tiles(mask, tiling, by_keys))
+                    for bits in chosen) if has_arrays else ()
+  return Patterns(chosen, is_complete, by_arrays)
+
+
+def _always_full(pattern: int, tiles: np.ndarray) -> int:
+  """Returns a bit for each tile: set if it is FULL in all blocks that may have a pattern.
+
+  Args:
+    pattern: kinds of tiles, see `Schedule.kinds`.
+    tiles: see `_static_tiles`. Arrays of a mask can only hide more.
+  """
+  number = tiles.shape[-1]
+  tiles = np.unique(tiles.reshape(-1, number), axis=0)
+  visible = np.array([pattern >> 2 * n & 3 for n in range(number)]) != block_map.EMPTY
+  fitting = tiles[(tiles[:, visible] != block_map.EMPTY).all(1)]
+  return sum(1 << n for n, full in enumerate((fitting == block_map.FULL).all(0)) if full)
 
 
 def _by_frequency(bits: np.ndarray) -> list[int]:

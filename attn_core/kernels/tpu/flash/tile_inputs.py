@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from attn_core.kernels.tpu.flash.schedule import LANES, StepLists, Tiling
 from attn_core.kernels.tpu.flash.step_list import PackedSchedule, Schedule
-from attn_core.masks import dropout, mask as mask_lib
+from attn_core.masks import dropout, mask as mask_lib, tile as tile_lib
 from attn_core.types import AttentionSpec, Operands
 
 Ref = Any  # a Pallas reference
@@ -304,9 +304,9 @@ class MaskReader(NamedTuple):
     """Returns the mask with the tile's part of its arrays, and the coordinates of the tile."""
     tiling, shape = self.tiling, tile.shape
     broadcast = lambda x: jnp.broadcast_to(x, shape) if getattr(x, "ndim", 0) else x
-    leaves = [read(refs, tile) for read in self.readers]
-    leaves = [broadcast(x.astype(jnp.int32) != 0) if role == mask_lib.DENSE else broadcast(x)
-              for x, role in zip(leaves, mask_lib.structure_roles(self.structure))]
+    found = [read(refs, tile) for read in self.readers]
+    arrays = [broadcast(x.astype(jnp.int32) != 0) if role == mask_lib.DENSE else broadcast(x)
+              for x, role in zip(found, mask_lib.structure_roles(self.structure))]
     key = lax.broadcasted_iota(jnp.int32, shape, 0) + (
         tile.grid.key_block * tiling.block_kv + tile.keys.start)
     query = lax.broadcasted_iota(jnp.int32, shape, 1) + (
@@ -314,13 +314,14 @@ class MaskReader(NamedTuple):
     batch = tile.grid.batch if self.batch_index is None else self.batch_index(refs, tile)
     head = tile.grid.head_group * tiling.query_heads + tile.head
     head = head if self.head_offset is None else head + self.head_offset(refs, tile)
-    return (jax.tree.unflatten(self.structure, leaves),
+    return (jax.tree.unflatten(self.structure, arrays),
             mask_lib.Coordinates(batch, head, query, key, query, key))
 
-  def visible(self, refs: KernelRefs, tile: TileIndex) -> jax.Array:
-    """Returns bool [keys, queries]."""
+  def visible(self, refs: KernelRefs, tile: TileIndex, *, arrays_only: bool) -> jax.Array:
+    """Returns bool [keys, queries]; see `masks.tile.visible`."""
     mask, coordinates = self.coordinates(refs, tile)
-    visible = jnp.broadcast_to(mask.visible(coordinates), tile.shape)
+    visible = jnp.broadcast_to(
+        tile_lib.visible(mask, coordinates, arrays_only=arrays_only), tile.shape)
     for read in self.lists:
       visible = visible & read(refs, tile)
     if self.tiling.key_length % self.tiling.tile_kv:

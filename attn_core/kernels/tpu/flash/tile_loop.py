@@ -26,7 +26,10 @@ from attn_core.types import AttentionSpec, Operands
 
 # d logits -> (d scaled scores, cotangents of arrays of the score mod)
 Pull: TypeAlias = Callable[[jax.Array], tuple[jax.Array, score_tiles.Arrays]]
-Strip = tuple[TileIndex, bool]  # (neighboring tiles of one kind, whether they are partly visible)
+# What of the mask must be evaluated in a tile: nothing where it is fully visible, the parts with
+# arrays where the others show it whole, or everything.
+UNMASKED, BY_ARRAYS, MASKED = 0, 1, 2
+Strip = tuple[TileIndex, int]  # (neighboring tiles of one kind, one of these numbers)
 
 
 class KernelParams(NamedTuple):
@@ -69,14 +72,18 @@ class KernelParams(NamedTuple):
     found: list[Strip] = []
     for shift, tile in self.tiles(grid):
       kind = (pattern >> shift) & 3
-      before, masked = found[-1] if found else (None, None)
-      if (before and kind == (block_map.PARTIAL if masked else block_map.FULL)
+      if kind == block_map.EMPTY:
+        continue
+      masked = UNMASKED if kind == block_map.FULL else (
+          BY_ARRAYS if self.patterns.hides_by_arrays(pattern, shift // 2) else MASKED)
+      before, masked_before = found[-1] if found else (None, None)
+      if (before and masked == masked_before
           and before.head == tile.head and before.keys == tile.keys
           and before.queries.start + before.queries.length == tile.queries.start):
         joined = TokenRange(before.queries.start, before.queries.length + tile.queries.length)
-        found[-1] = before._replace(queries=joined), bool(masked)
-      elif kind != block_map.EMPTY:
-        found.append((tile, kind == block_map.PARTIAL))
+        found[-1] = before._replace(queries=joined), masked
+      else:
+        found.append((tile, masked))
     return found
 
   def rows(self, tile: TileIndex) -> Any:
@@ -147,10 +154,13 @@ class KernelParams(NamedTuple):
     """Shapes of the scratch memory of the score mod, float32: the first of `KernelRefs.scratch`."""
     return [] if self.mod is None else self.mod.scratch
 
-  def hide(self, refs: KernelRefs, tile: TileIndex, masked: bool, x: jax.Array,
+  def hide(self, refs: KernelRefs, tile: TileIndex, masked: int, x: jax.Array,
            hidden: float) -> jax.Array:
-    """Replaces `x` by `hidden` where the mask hides it; masked: False if it hides nothing."""
-    return jnp.where(self.mask.visible(refs, tile), x, hidden) if masked else x
+    """Replaces `x` by `hidden` where the mask hides it; masked: see `Strip`."""
+    if masked == UNMASKED:
+      return x
+    visible = self.mask.visible(refs, tile, arrays_only=masked == BY_ARRAYS)
+    return jnp.where(visible, x, hidden)
 
 
 def make_kernel_params(inputs: tile_inputs.TileInputs, operands: Operands, spec: AttentionSpec,
@@ -188,14 +198,14 @@ def for_each_block(params: KernelParams, grid: GridIndex, kinds: jax.Array,
 
   A block without visible tiles runs nothing.
   """
-  patterns, complete = params.patterns
-  known = [kinds == np.uint32(pattern).view(np.int32) for pattern in patterns]
-  for is_pattern, pattern in zip(known, patterns):
+  patterns = params.patterns
+  known = [kinds == np.uint32(pattern).view(np.int32) for pattern in patterns.kinds]
+  for is_pattern, pattern in zip(known, patterns.kinds):
     @pl.when(is_pattern)
     def _(pattern: int = pattern) -> None:
       compute(params.strips(grid, pattern))
 
-  if not complete:
+  if not patterns.complete:
     pl.when(jnp.logical_not(functools.reduce(jnp.logical_or, known, kinds == 0)))(otherwise)
 
 
@@ -210,8 +220,8 @@ def loop(params: KernelParams, grid: GridIndex, kinds: jax.Array,
   """
   tiling = params.tiling
   full, partial = (lambda kind: kind == block_map.FULL), (lambda kind: kind == block_map.PARTIAL)
-  cases = (((lambda kind: kind != block_map.EMPTY), True),) if always_masked else (
-      (full, False), (partial, True))
+  cases = (((lambda kind: kind != block_map.EMPTY), MASKED),) if always_masked else (
+      (full, UNMASKED), (partial, MASKED))
   for shift, first in params.tiles(grid)[:tiling.query_heads * tiling.tiles_q]:
     @pl.loop(0, tiling.tiles_kv)
     def _(c: jax.Array, shift: int = shift, first: TileIndex = first) -> None:
@@ -220,12 +230,12 @@ def loop(params: KernelParams, grid: GridIndex, kinds: jax.Array,
       tile = first._replace(keys=TokenRange(start, tiling.tile_kv))
       for is_case, masked in cases:
         @pl.when(is_case(kind))
-        def _(masked: bool = masked) -> None:
+        def _(masked: int = masked) -> None:
           compute([(tile, masked)])
 
 
 def issue_ahead(strips: Sequence[Strip], products: Callable[[TileIndex], Any],
-                number: int) -> Iterator[tuple[TileIndex, bool, Any]]:
+                number: int) -> Iterator[tuple[TileIndex, int, Any]]:
   """Yields (tile, masked, products(tile)) of all strips; issues `number` products ahead."""
   issued = collections.deque(products(tile) for tile, _ in strips[:number])
   for n, (tile, masked) in enumerate(strips):
