@@ -115,8 +115,8 @@ def load_converted(ref: Ref, width: int, dtype: DTypeLike) -> Iterator[tuple[Any
       yield pl.ds(start, x.shape[1]), x
 
 
-def load_converted_at(ref: Ref, first: Any, columns: int,
-                      dtype: DTypeLike) -> Iterator[tuple[Any, jax.Array]]:
+def load_converted_at(ref: Ref, first: jax.Array | int, columns: int,
+                      dtype: DTypeLike) -> Iterator[tuple[jax.Array | int, jax.Array]]:
   """Yields (column, [block_kv, some columns]) of one tile of columns; see `load_converted`.
 
   Args:
