@@ -69,7 +69,7 @@ def slots_seen(scope, options):
 
 
 class PropertiesTest(parameterized.TestCase):
-  """What holds for every mechanism over pages; latent rows have these tests in latent_pages_test."""
+  """Properties of every mechanism over pages; for latent rows see latent_pages_test."""
 
   def outcomes(self, mechanism, changes):
     """Returns (out, lse) of a call for each change of the metadata, and the requests."""

@@ -257,6 +257,15 @@ class ScoreModsTest(parameterized.TestCase):
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
       np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5 * max(1, abs(y).max()))
 
+  @parameterized.parameters("contiguous", "zigzag", "striped")
+  def test_long_shards_have_tables_by_distance(self, layout):
+    """Traces forward and backward: the tiles of all pairs of runs fit in vector memory."""
+    x = jax.ShapeDtypeStruct((1, 2**17, 8, 128), jnp.bfloat16)
+    mod = score_mods.relative(np.ones((32, 8), np.float32), max_distance=900)
+    run = lambda x: ring_attention(
+        x, x, x, score_mod=mod, metadata=metadata_of(layout=layout)).attention_outputs.sum()
+    self.assertEqual(jax.eval_shape(jax.grad(run), x).shape, x.shape)
+
   def test_tables_by_distance_are_refused_by_name(self):
     """Where the tokens of a device and the keys that it sees at once are in many runs."""
     x = jax.ShapeDtypeStruct((1, 16, 4, 8), jnp.float32)
