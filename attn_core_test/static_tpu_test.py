@@ -174,9 +174,11 @@ class ReadingTest(absltest.TestCase):
     self.assertLen(programs, sum(2 - (form[3] == "int8") for form in tpu_pages.FORMS))
     long = list(tpu_pages.programs("v6e", ["prefill", "mixed"]))
     self.assertEqual([x.case.key_heads for x in long], 18 * [1])  # compiled in reasonable time
-    latents = list(tpu_pages.programs("v6e", ["latent"]))
+    latents = list(tpu_pages.programs("v6e", ["latent", "dense"]))
     self.assertEqual([(x.contender, x.case.width, x.case.value_width) for x in latents],
-                     3 * [(tpu_pages_programs.OURS_LATENT, 576, 512)])
+                     5 * [(tpu_pages_programs.OURS_LATENT, 576, 512)]
+                     + 2 * [(tpu_pages_programs.OURS_DENSE, 576, 512)])
+    self.assertEqual(latents[-1].blocks[2], 0)  # no pages
     ours, theirs = programs[:2]
     self.assertEqual([x.contender for x in (ours, theirs)],
                      [tpu_pages_programs.OURS, tpu_pages_programs.RPA])

@@ -12,7 +12,8 @@ from typing import Iterable, Iterator, NamedTuple
 from attn_core import checks
 from attn_core.benchmark.static import Progress, tpu as static_tpu, tpu_pages_programs
 from attn_core.benchmark.static.profile import Result, Static
-from attn_core.benchmark.static.tpu_pages_programs import OURS, OURS_LATENT, RPA, VERSIONS
+from attn_core.benchmark.static.tpu_pages_programs import (
+    OURS, OURS_DENSE, OURS_LATENT, RPA, VERSIONS)
 from attn_core.benchmark.static.tpu_programs import Program
 
 
@@ -22,7 +23,7 @@ class Kind(NamedTuple):
   name: str
   requests: tuple[int, int]  # of one query, and of many
   lengths: tuple[int, int]  # tokens of every request, queries of one of many
-  # (page size, (H, K), D, dtype of the pages if it is not bfloat16)
+  # (page size, or 0 without pages, (H, K), D, dtype of the pages if it is not bfloat16)
   forms: tuple[tuple[int, tuple[int, int], int, str], ...]
   blocks: dict[str, tuple[tuple[int, int], ...]]  # contender -> (queries, keys); 0: its own choice
 
@@ -36,7 +37,9 @@ FORMS = ((16, (32, 8), 128, ""), (64, (32, 8), 128, ""), (256, (32, 8), 128, "")
 FEW_HEADS = ((16, (8, 1), 128, ""), (64, (8, 1), 128, ""), (16, (8, 1), 128, "float8_e4m3fn"))
 SEVERAL = ((16, (32, 8), 128, ""), (16, (8, 1), 128, ""))
 # Of 576 numbers 512 are the value.
-LATENTS = ((64, (16, 1), 576, ""), (16, (16, 1), 576, ""), (64, (128, 1), 576, ""))
+LATENTS = ((64, (16, 1), 576, ""), (16, (16, 1), 576, ""), (64, (128, 1), 576, ""),
+           (64, (16, 1), 576, "int8"), (64, (16, 1), 576, "float8_e4m3fn"))
+DENSE = ((0, (16, 1), 576, ""), (0, (128, 1), 576, ""))  # the profiler refuses writes in 8 bits
 KINDS = (
     # More than one block of keys a request would be counted wrongly, see `to_markdown`.
     Kind("decode", (8, 0), (2048, 1), FORMS, {OURS: ((0, 0),), RPA: ((0, 0),)}),
@@ -46,7 +49,8 @@ KINDS = (
     Kind("short", (256, 0), (128, 1), FORMS[:1], {OURS: ((0, 0),), RPA: ((0, 0),)}),
     Kind("prefill", (0, 1), (512, 512), FEW_HEADS, {OURS: ((0, 0),), RPA: ((128, 512), (64, 512))}),
     Kind("mixed", (8, 1), (1024, 128), FEW_HEADS, {OURS: ((0, 0),), RPA: ((64, 512), (32, 512))}),
-    Kind("latent", (8, 0), (4096, 1), LATENTS, {OURS_LATENT: ((0, 0),)}))
+    Kind("latent", (8, 0), (4096, 1), LATENTS, {OURS_LATENT: ((0, 0),)}),
+    Kind("dense", (8, 0), (4096, 1), DENSE, {OURS_DENSE: ((0, 0),)}))
 
 
 def programs(chip: str, kinds: Iterable[str] = ("decode", "prefill", "mixed")) -> Iterator[Program]:
@@ -108,7 +112,8 @@ def run(chips: Iterable[str] | None = None, widths: Iterable[int] | None = None,
 def _line(result: Result) -> str:
   program = result.program
   block_q, block_kv, page = program.blocks
-  return (f"{program.chip} {program.case.name}: {program.contender}, pages of {page}, blocks "
+  stored = f"pages of {page}" if page else "dense"
+  return (f"{program.chip} {program.case.name}: {program.contender}, {stored}, blocks "
           f"{block_q or 'own'}/{block_kv or 'own'}")
 
 
@@ -131,9 +136,9 @@ def to_markdown(results: list[Result], versions: dict[str, str]) -> str:
       + ". Drafts follow one another; those of trees are given as a mask. Where a request of the "
       "kernel of tpu-inference has several blocks, its transfers are "
       "counted as if they took no time. Both pad heads of width 64 to 128; tpu-inference has a "
-      "kernel for these, too, which is not counted. Width 576: latent rows. Pages of 8 bits have "
-      "one scale of all keys and one of all values; tpu-inference takes floating point only. The "
-      "programs did not run on a TPU.", "",
+      "kernel for these, too, which is not counted. Width 576: latent rows, in 8 bits with a scale "
+      "for each. Other pages of 8 bits have one scale of all keys and one of all values; "
+      "tpu-inference takes floating point only. The programs did not run on a TPU.", "",
       "By `python3 -m attn_core.benchmark --static tpu-pages`."]
   return static_tpu.by_chip(lines, results, static_tpu.peak_bandwidth, _table, _line)
 
@@ -153,5 +158,6 @@ def _table(results: Iterable[Result]) -> Iterator[str]:
       if contender == OURS and RPA in found:
         ratio = f"{found[RPA].whole_cycles / r.whole_cycles:.2f}"
       yield "| " + " | ".join((
-          case, str(page), contender, "/".join(str(b or "own") for b in r.program.blocks[:2]),
+          case, str(page or "dense"), contender,
+          "/".join(str(b or "own") for b in r.program.blocks[:2]),
           f"{r.whole_cycles:,}", f"{r.cycles:,}", ratio)) + " |"

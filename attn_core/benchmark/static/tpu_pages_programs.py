@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from attn_core.attention import attention
 from attn_core.benchmark.cases import Case
 from attn_core.benchmark.static.tpu_programs import Built, Contender, Program
+from attn_core.caches import latent
 from attn_core.caches.paged import latent_pages, layouts, ops
 from attn_core.config.metadata import OperationMetadata
 from attn_core.kernels.tpu.ragged import (common, kernel as ragged_kernel, kv_block, new_tokens,
@@ -31,6 +32,7 @@ Index = int | jax.Array
 
 OURS = "attn_core ragged_page_attention_v3"
 OURS_LATENT = "attn_core multi_latent_ragged_page_attention"
+OURS_DENSE = "attn_core multi_latent_attention"  # latent rows in a dense cache
 LATENT = 512  # numbers of a latent row that are its value
 RPA = "tpu-inference rpa v3"
 RPA_VECTOR_BYTES = 100 * 2**20  # limit of its kernel
@@ -52,7 +54,7 @@ def case_of(kind: str, requests: tuple[int, int], lengths: tuple[int, int],
     stored: dtype of the pages, if it is not bfloat16.
   """
   tokens, queries = lengths
-  value_width = LATENT if kind == "latent" else width
+  value_width = LATENT if kind in ("latent", "dense") else width
   name = f"{kind}_{sum(requests)}x{tokens}_h{heads[0]}_{heads[1]}_d{width}"
   name += f"_{stored}" if stored else ""
   return Case(name, sum(requests), *heads, width, value_width, queries, tokens, dtype="bfloat16")
@@ -210,6 +212,28 @@ def _latent(program: Program) -> Iterator[Built]:
         cache, query, rows, tables, lengths, starts)
 
 
+@contextlib.contextmanager
+def _dense(program: Program) -> Iterator[Built]:
+  """Yields the call over a dense cache of latent rows."""
+  case = program.case
+  widths = case.value_width, case.width - case.value_width
+  cache = jax.eval_shape(lambda: latent.init(
+      case.batch, case.keys, widths, dtype=program.stored or case.dtype, padded=True))
+  array = lambda *shape: jax.ShapeDtypeStruct((case.batch, 1, *shape), case.dtype)
+
+  def attend(cache: Any, query: Any, rows: Any) -> Any:
+    output = attention(
+        query, rows, None, mechanism="multi_latent_attention",
+        metadata=OperationMetadata(platform="tpu"), cache_view=cache,
+        softmax_scale=case.width**-0.5, latent_options=LatentOptions(*widths),
+        block_sizes=BlockSizes(block_kv=program.blocks[1] or None))
+    return output.attention_outputs, output.cache_view
+
+  with _computed(program):
+    yield jax.jit(attend, donate_argnums=0), (cache, array(case.heads, case.width),
+                                              array(case.width))
+
+
 # --- The kernel of tpu-inference. ----------------------------------------------------------------
 
 
@@ -308,4 +332,5 @@ def _rpa(program: Program) -> Iterator[Built]:
         pages, query, key, value, lengths, flat, starts, jax.ShapeDtypeStruct((3,), jnp.int32))
 
 
-CONTENDERS: dict[str, Contender] = {OURS: _ours, OURS_LATENT: _latent, RPA: _rpa}
+CONTENDERS: dict[str, Contender] = {
+    OURS: _ours, OURS_LATENT: _latent, OURS_DENSE: _dense, RPA: _rpa}

@@ -127,6 +127,9 @@ def with_blocks(layout: KVLayout, operands: PagedOperands, block_sizes: BlockSiz
   if few_rows:
     # Few heads are computed faster than a block's other work.
     chosen = FEW_ROWS_BLOCK_KV * min(2, max(1, 8 // max(1, layout.key_heads)))
+    # Pieces of latents overlap within a block, where they are more than the memory's time hides.
+    if rows > common.FEW_ROWS or layout.rest_dtype is not None:
+      chosen *= 2
   wanted = cdiv(block_sizes.block_kv or chosen, layout.page_size)
   if block_sizes.block_kv is None:
     # Whole lanes of tokens, as many as the tables hold.
