@@ -39,6 +39,7 @@ QUICK = {
     "short_test.ValuesTest.test_float32*": 2, "short_test.NonfiniteTest.test_[rw]*": 2,
     "partials_test.*.test_equals*": 3, "score_mods_attention_test.CacheTest.*": 2,
     "selected_test.MeaningTest.test_every_derivative*": 4,
+    "selected_test.MeaningTest.test_unions*": 2, "selected_test.TpuTest.test_visits_what*": 5,
     "score_mods_attention_test.DtypesTest.test_16*": 2,
     "ring_*test.BadInputTest.*": 1, "ring_test.*.test_one_number*": 1, "ring_*test.*": 3,
     "paged_bad_input_test.*": 1, "paged_score_mods_test.[RT]*": 1, "paged_score_mods_test.*": 2,

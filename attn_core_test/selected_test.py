@@ -19,6 +19,7 @@ from attn_core.kernels.common import listed
 from attn_core.kernels.gpu.flash import kernel_params, tiling as gpu_tiling
 from attn_core.kernels.tpu.flash import scalar_memory, schedule, tiling
 from attn_core.kernels.tpu.flash.schedule import round_up
+from attn_core.kernels.xla import selected_steps, selected_union
 from attn_core.masks import block_map
 from attn_core.masks.selected import fitted
 from attn_core.types import AttentionSpec, MaskOperands, Operands, cdiv
@@ -145,7 +146,9 @@ class MeaningTest(parameterized.TestCase):
       run = jax.jit(lambda x: call(mechanism, masks.selected_keys(x))(*arrays))
       assert_close(run(wild), run(tame))
 
-  def test_nothing_hidden_reaches_a_result(self):
+  @parameterized.parameters(0, selected_union.MOST_ROWS)
+  def test_nothing_hidden_reaches_a_result(self, most_rows):
+    self.enter_context(mock.patch.object(selected_union, "MOST_ROWS", most_rows))
     query, key, value, sinks = operands()
     seen = seen_by(BLOCKS, 4, 4, SHAPE) & CAUSAL
     key = key.at[:, 9].set(jnp.nan)
@@ -161,6 +164,43 @@ class MeaningTest(parameterized.TestCase):
         *x, sinks)[0]).sum(), (0, 1, 2))(query, operands()[1], operands()[2])
     np.testing.assert_allclose(np.where(touched[..., None], 0, slope[0]),
                                np.where(touched[..., None], 0, clean[0]), rtol=1e-5, atol=1e-6)
+
+  @parameterized.named_parameters(
+      ("blocks", masks.selected_blocks(BLOCKS, 4, 4) & masks.custom(
+          lambda b, h, q, k: (b + h + q + k) % 3 > 0), {}),
+      ("keys", masks.selected_keys(KEYS), dict(
+          mask_info=MaskInfo.from_segments(*IDS), logits_soft_cap=2.0, dropout_prob=0.25,
+          dropout_rng=jax.random.key(3), deterministic=False)))
+  def test_unions_of_lists_equal_gathered_ones(self, mask, extras):
+    """A tile, and a chunk of keys, that are and are not shorter than the arrays."""
+    def gradients(*sizes):
+      def loss(*arrays):
+        out, lse = call("blockwise", mask, **extras)(*arrays)
+        return (out * out).sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum(), (out, lse)
+      names = "TILE", "CHUNK", "MOST_ROWS"
+      with mock.patch.multiple(selected_union, **dict(zip(names, sizes))):
+        return jax.jit(jax.grad(loss, (0, 1, 2, 3), has_aux=True))(*operands())
+    expected = gradients(8, 8, 0)
+    assert_close(gradients(8, 8, 16), expected)
+    assert_close(gradients(128, 256, 16), expected)
+
+  def test_chooses_unions_by_sizes(self):
+    """Long lists of few rows; a list of many rows multiplies matrices as it is."""
+    def chosen(queries, keys, heads, key_heads, k, block_q=1, block_kv=1):
+      like = [jax.ShapeDtypeStruct((1, *shape, 8), jnp.float32) for shape in (
+          (queries, heads), (keys, key_heads), (keys, key_heads))]
+      mask = fitted(masks.selected_blocks(np.zeros((1, 1, queries // block_q, k), np.int32),
+                                          block_q, block_kv), (1, heads, queries, keys))
+      arrays, structure = jax.tree.flatten(mask)
+      found = selected_steps.make_inputs(Operands(*like, mask=MaskOperands(tuple(arrays))),
+                                         AttentionSpec(structure, 1.0))
+      return selected_union.is_faster(found)
+    self.assertTrue(chosen(512, 512, 2, 2, 32))
+    self.assertFalse(chosen(512, 512, 2, 2, 31))
+    self.assertFalse(chosen(512, 512, 4, 2, 32))
+    self.assertTrue(chosen(512, 512, 4, 2, 64))
+    self.assertTrue(chosen(512, 512, 4, 2, 4, 8, 16))
+    self.assertFalse(chosen(512, 512, 6, 2, 4, 8, 16))
 
   @parameterized.parameters("float16", "bfloat16")
   def test_16_bits(self, dtype):

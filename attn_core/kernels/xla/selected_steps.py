@@ -190,7 +190,7 @@ def keys_of(inputs: Inputs, head: Head, n: jax.Array) -> Keys:
   key = key.reshape(inputs.num_blocks, 1, 1, -1)
   query, heads = query[..., None, None], local[None, None, :, None]
   at = mask_lib.Coordinates(batch, heads + start, query, key, query, key)
-  rest = _sliced(inputs.rest, head.batch, at._replace(head=heads), inputs.operands.key.shape[1])
+  rest = sliced(inputs.rest, head.batch, at._replace(head=heads), inputs.operands.key.shape[1])
   seen = jnp.asarray(rest.visible(at)) & (key < inputs.operands.key.shape[1])
   keep = None
   if spec.dropout_prob:
@@ -200,8 +200,8 @@ def keys_of(inputs: Inputs, head: Head, n: jax.Array) -> Keys:
   return Keys(found, seen, keep)
 
 
-def _sliced(mask: mask_lib.Mask, batch: jax.Array, at: mask_lib.Coordinates,
-            keys: int) -> mask_lib.Mask:
+def sliced(mask: mask_lib.Mask, batch: jax.Array, at: mask_lib.Coordinates,
+           keys: int) -> mask_lib.Mask:
   """Returns a mask with its arrays at local rows, heads, queries and keys."""
   key = jnp.minimum(at.key_index, keys - 1)
   def slice_array(x: jax.Array, role: str) -> jax.Array:

@@ -21,7 +21,7 @@ import jax
 from attn_core.kernels.common import listed
 from attn_core.kernels.tpu.flash import scalar_memory, score_tiles
 from attn_core.kernels.tpu.flash.schedule import LANES, MEBIBYTE, Tiling, round_up
-from attn_core.masks import leaves, mask as mask_lib, position_range
+from attn_core.masks import leaves, mask as mask_lib, position_range, selected
 from attn_core.types import AttentionSpec, BlockSizes, Operands, cdiv
 
 MOST_TILES = 16  # of a block: their kinds share one 32-bit number
@@ -267,8 +267,11 @@ def _kind(operands: Operands, mask: mask_lib.Mask) -> str:
   if isinstance(mask, mask_lib.Full):
     whole = all(low < n <= most for n, (low, most) in ((keys, WHOLE_KEYS), (width, WHOLE_WIDTHS)))
     return WHOLE if whole else FULL
-  # Documents may be short, and a large block of several ones has many hidden pairs.
-  packed = any(isinstance(node, leaves.Segments) for node in mask_lib.nodes(mask))
+  # Documents may be short, and a large block of several ones has many hidden pairs. So has one
+  # with lists of small blocks.
+  lengths = operands.query.shape[1], keys
+  packed = any(isinstance(node, leaves.Segments) for node in mask_lib.nodes(mask)) or any(
+      not listed.is_whole(node, lengths) for node in selected.split(mask)[0])
   long = keys >= LONG_KEYS and not packed and not position_range.is_narrow(mask)
   return LONG if long else MASKED
 
@@ -300,6 +303,9 @@ def needed_vmem(tiling: Tiling, operands: Operands, backward: bool) -> int:
   blocks = (rows + keys) * both * itemsize
   pairs = sum((tiling.query_heads if x.shape[1] > 1 else 1) * size
               * tiling.block_q * tiling.block_kv for x, size in _per_pair(operands))
+  # At most a bit for each pair, of lists of blocks.
+  pairs += sum(tiling.block_q * tiling.block_kv // 8 for x in operands.mask.arrays
+               if x.ndim == 4 and x.dtype != bool)
   sums = rows * value_width * state_buffers(operands)
   if backward:
     resident = tiling.blocks_of_range * rows * width
