@@ -235,14 +235,14 @@ class AttentionSpec(NamedTuple):
   softmax_dtype: DTypeLike = jnp.dtype("float32")
   precision: jax.lax.PrecisionLike = None  # of the two products
   normalize_output: bool = True
-  # Of an output that is a partial sum, to which others are added; None: the query's dtype.
-  out_dtype: DTypeLike | None = None
+  out_dtype: DTypeLike | None = None  # of a partial sum, to which others add; None: the query's
   # Of the term that scores go through last, whose leaves are Operands.mods.
   score_mod: jax.tree_util.PyTreeDef = NO_SCORE_MOD
   # Of latent rows: a value is the first `latent_width` numbers of its key. `Operands.value` has no
   # numbers then, or the rest of each key, where 8-bit keys store it apart. None: values are given.
   latent_width: int | None = None
   row_width: int | None = None  # the numbers of a latent row before its padding; None: it has none
+  matrix_depth: int = 128  # numbers of a row that the TPU's matrix unit multiplies at once
 
   @property
   def has_score_mod(self) -> bool:

@@ -9,14 +9,18 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import SingleDeviceSharding
 import numpy as np
 
 from attn_core import (BlockSizes, MaskInfo, OperationMetadata, attention, explain, masks,
                        score_mods)
 from attn_core.benchmark.static import profile
+from attn_core.config import devices
 from attn_core.kernels.tpu.flash import (
-    diagonals, kernel as tpu_kernel, scalar_memory, tiling)
+    depth_columns, diagonals, kernel as tpu_kernel, scalar_memory, tile_inputs, tiling)
+from attn_core.kernels.tpu.flash.schedule import Tiling
 from attn_core.kernels.common.contract import Residuals
 from attn_core.kernels.xla import flash as xla_flash
 from attn_core.masks import leaves
@@ -118,6 +122,80 @@ class InterpretTest(parameterized.TestCase):
       np.testing.assert_allclose(np.asarray(x, np.float64), y, rtol=0,
                                  atol=tolerance * max(1, abs(y).max()),
                                  err_msg=jax.tree_util.keystr(path))
+
+
+class ColumnsTest(parameterized.TestCase):
+  """Slopes as columns of keys and queries, for matrix units that are deeper than heads are wide."""
+
+  def test_their_product_is_exact(self):
+    """Computes the columns of two heads, and compares sums of their products with the term."""
+    blocks, slopes, base = Tiling(512, 512, 256, 384, 128, 128, group=2), _number(1, 2), 1_234_567
+    at = tile_inputs.GridIndex(0, 0, 3, 1)
+    columns = depth_columns.SlopeColumns(
+        lambda refs, tile: jnp.full((1, 1), refs.arrays[0][0, tile.head]),
+        lambda refs: refs.arrays[1], 1, blocks, 0)
+    def kernel(slopes, base, keys, queries, *scratch):
+      refs = tile_inputs.KernelRefs((), (slopes, base), (pl.program_id(0),), 1, scratch)
+      columns.prepare(refs, at)
+      for head in range(2):
+        queries[head] = columns.of_queries(refs, head, tile_inputs.TokenRange(0, 256))
+        tokens = tile_inputs.TokenRange(128, 256)
+        keys[head] = columns.of_keys(refs, tile_inputs.TileIndex(at, head, tokens, tokens))
+    shape = jax.ShapeDtypeStruct((2, 256, depth_columns.WIDTH), jnp.bfloat16)
+    found = pl.pallas_call(
+        kernel, out_shape=(shape, shape), grid=(1,), interpret=True,
+        in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM)] * 2,
+        scratch_shapes=[pltpu.VMEM(x.shape, x.dtype) for x in columns.scratch])(
+            slopes, np.array([base], np.int32))
+    keys, queries = (np.asarray(x, np.float64) for x in found)
+    key, query = base + 384 + 128 + np.arange(256), 3 * 256 + np.arange(256)
+    distance = key[:, None] - query
+    np.testing.assert_allclose(keys @ queries.transpose(0, 2, 1),
+                               slopes.reshape(2, 1, 1).astype(np.float64) * distance, rtol=1e-12)
+
+  @parameterized.parameters(*sampling.with_slow(
+      [(128, "alibi", 3)], (128, "both", 3), (384, "alibi", 100_000)))
+  def test_value_and_gradients(self, width, name, offset):
+    """Compares them with those of additions to the scores, in float32."""
+    shapes = {"query": (2, 150, 2, width), "key": (2, 150, 1, width), "value": (2, 150, 1, 8)}
+    arrays = {k: jnp.asarray(_number(*shape, seed=n), jnp.bfloat16).astype(jnp.float32)
+              for n, (k, shape) in enumerate(shapes.items())}
+    arrays |= {"slopes": np.array([0.7, 0.03], np.float32), "table": _number(8, 2)}
+    mod = {"alibi": lambda a: score_mods.alibi(a["slopes"]),
+           "both": lambda a: (score_mods.relative(a["table"], max_distance=40)
+                              >> score_mods.alibi(a["slopes"]) >> score_mods.alibi(a["slopes"]))}
+    def run(dtype, **arguments):
+      def loss(a):
+        query, key, value = (a[k].astype(dtype) for k in ("query", "key", "value"))
+        found = attention(query, key, value, score_mod=mod[name](a), return_lse=True,
+                          query_offset=offset, **arguments)
+        out = found.attention_outputs.astype(jnp.float32)
+        return jnp.sin(out).sum() + jnp.sin(found.lse).sum(), (out, found.lse)
+      return jax.jit(jax.grad(loss, has_aux=True))(arrays)
+    want = run(jnp.float32, mechanism="blockwise")
+    sizes = BlockSizes(128, 128, 128, 128)
+    with interpreted(), mock.patch.dict(devices.MATRIX_DEPTHS, {None: 256}):
+      got = jax.block_until_ready(run(
+          jnp.bfloat16, mechanism="flash_attn2", metadata=TPU, block_sizes=sizes))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(
+        x, y, rtol=0, atol=1e-2 * max(1, abs(y).max())), got, want)
+
+  @parameterized.parameters(
+      ("v6e", 128, "alibi", True), ("v5e", 128, "alibi", False), ("v6e", 256, "alibi", False),
+      ("v6e", 128, "alibi_symmetric", False), ("v6e", 128, "capped", False))
+  def test_are_chosen_where_they_are_free(self, chip, width, name, expected):
+    """Lowers the forward for a chip that is not attached."""
+    mods = MODS | {"capped": lambda a: score_mods.soft_cap(3.0) >> MODS["alibi"](a)}
+    kind = {"v6e": "TPU v6 lite", "v5e": "TPU v5 lite"}[chip]
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=jax.sharding.AbstractDevice(
+        kind, 1, "tpu"))
+    rows = jax.ShapeDtypeStruct((1, 128, H, width), jnp.bfloat16)
+    with (jax.sharding.use_abstract_mesh(mesh), mock.patch.object(
+        depth_columns, "slope_columns", wraps=depth_columns.slope_columns) as made):
+      jax.jit(lambda x: attention(
+          x, x, x, score_mod=mods[name](ARRAYS), metadata=TPU, mechanism="flash_attn2",
+          ).attention_outputs).trace(rows).lower(lowering_platforms=("tpu",))
+    self.assertEqual(made.called, expected)
 
 
 class SumsTest(parameterized.TestCase):

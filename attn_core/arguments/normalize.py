@@ -16,8 +16,7 @@ from attn_core.arguments import block_sizes, features, latent, normalize_mask
 from attn_core.arguments.arguments import AttentionArguments, InitBias, RematPolicy, Shaped
 from attn_core.caches import quantize, update as step_lib
 from attn_core.caches.latent import LatentCache
-from attn_core.config import remat
-from attn_core.config import metadata as metadata_lib
+from attn_core.config import devices, metadata as metadata_lib, remat
 from attn_core.config.metadata import OperationMetadata
 from attn_core.dispatch.capabilities import Request, request_of
 from attn_core.masks import dropout
@@ -92,8 +91,10 @@ def normalize(a: AttentionArguments) -> Normalized:
   sinks = normalize_sinks(a.softmax_aux, heads)
   mods, of_mod = jax.tree.flatten(mod)
   options = a.latent_options
+  version = metadata_lib.resolved_tpu_version(metadata)
   spec = make_spec(a, metadata, query, structure)._replace(
-      score_mod=of_mod, latent_width=None if options is None else options.latent_width)
+      score_mod=of_mod, latent_width=None if options is None else options.latent_width,
+      matrix_depth=devices.matrix_depth(version))
   operands = Operands(
       query, key, value, bias, MaskOperands(tuple(map(jnp.asarray, arrays))), sinks,
       _dropout_words(a.dropout_rng, spec.dropout_prob), scales[0], scales[1], tuple(mods),
@@ -102,8 +103,7 @@ def normalize(a: AttentionArguments) -> Normalized:
               bool(a.return_lse), bool(a.return_weights))
   rules = metadata.get_shardings(mode, "bthd")
   request = request_of(call, features.features_of(a, call),
-                       metadata_lib.resolved_capability(metadata), metadata.ring.transfer,
-                       metadata_lib.resolved_tpu_version(metadata))
+                       metadata_lib.resolved_capability(metadata), metadata.ring.transfer, version)
   request = request._replace(latent=latent.widths_of(options))
   return Normalized(call, request, metadata, rules, dtype, step)
 

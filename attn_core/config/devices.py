@@ -27,6 +27,8 @@ TPU_VERSIONS = ("v2", "v3", "v4", "v5", "v5e", "v5p", "v6", "v6e", "v7", "v7x")
 # Bytes of vector memory of the TPUs that have less than the kernels' default blocks need; newer
 # ones have at least 64 MiB.
 SMALL_VMEM_BYTES = {"v4": 2**24}
+# Numbers of a row that the matrix unit of a TPU multiplies at once, where these are more than 128.
+MATRIX_DEPTHS: dict[str | None, int] = {"v6e": 256}
 
 
 class AnyDevice(Protocol):
@@ -88,6 +90,11 @@ def tpu_version(device_kind: str) -> str:
   """The generation of a `jax.Device.device_kind` of a TPU: "v5e" for "TPU v5 lite"."""
   kind = re.sub(r"^tpu ?", "", device_kind.lower())
   return TPU_KINDS.get(kind, kind)
+
+
+def matrix_depth(version: str | None) -> int:
+  """Numbers of a row that the matrix unit of a TPU multiplies at once; the least, if not known."""
+  return MATRIX_DEPTHS.get(version, 128)
 
 
 def _device(device: AnyDevice | None) -> AnyDevice:

@@ -308,7 +308,9 @@ def resolved_tpu_version(metadata: OperationMetadata) -> str | None:
   if resolved_platform(metadata) != "tpu":
     return None
   mesh = resolved_mesh(metadata)
-  device: Any = (mesh.devices.flat[0] if isinstance(mesh, Mesh)
+  if mesh is None:  # one without axes may still say of which devices it is
+    mesh = array_axes.current_mesh()
+  device: Any = (mesh.devices.flat[0] if isinstance(mesh, Mesh) and not mesh.empty
                  else getattr(mesh, "abstract_device", None) or _default_device())
   if getattr(device, "platform", None) != "tpu":  # a program for TPUs may be traced elsewhere
     return None

@@ -3,7 +3,7 @@
 """The `pl.pallas_call` of the flash kernels, with or without a remote copy."""
 
 import math
-from typing import Any, Callable, NamedTuple, Sequence
+from typing import Any, Callable, NamedTuple, Sequence, TypeAlias
 
 import jax
 from jax.experimental import pallas as pl
@@ -19,6 +19,7 @@ from attn_core.kernels.tpu.flash.schedule import MEBIBYTE
 from attn_core.kernels.tpu.flash.tile_inputs import KernelRefs, TileInputs
 
 Ref = Any  # a Pallas reference
+Scratch: TypeAlias = tuple[int, ...] | jax.ShapeDtypeStruct  # a shape of float32, or any array
 
 # Arrays of a kernel that together take at most this may lie in vector memory, if they and what the
 # kernel may use leave some of the 64 MiB that chips have from v5 on. By static cycles
@@ -41,7 +42,7 @@ class LaunchParams(NamedTuple):
   """Static parameters of a launch."""
 
   grid: remote_copy.LogicalGrid
-  scratch: Sequence[tuple[int, ...]]  # shapes of float32 arrays in vector memory
+  scratch: Sequence[Scratch]  # arrays in vector memory
   vmem_bytes: int
   name: str
   scalar_words: int = 0  # an int32 array of this length in scalar memory follows `scratch`; 0: none
@@ -68,7 +69,8 @@ def call(kernel: Callable[[KernelRefs, tuple[Ref, ...], tuple[Ref, ...]], None],
       remote_copy.LocalGrid(grid) if transfer is None
       else remote_copy.RemoteCopyGrid(grid, transfer))
   sent, received = runner.inputs, runner.results
-  scratch_shapes = [pltpu.VMEM(x, jnp.float32) for x in launch_params.scratch]
+  scratch_shapes = [pltpu.VMEM(x, jnp.float32) if isinstance(x, tuple)
+                    else pltpu.VMEM(x.shape, x.dtype) for x in launch_params.scratch]
   if launch_params.scalar_words:
     scratch_shapes.append(pltpu.SMEM((launch_params.scalar_words,), jnp.int32))
   if launch_params.semaphores:

@@ -215,7 +215,8 @@ class ForwardStep(NamedTuple):
       prepared: all queries of the heads so far, to which this adds those of the tile's head, see
         `fold`; None: only those of the tile are read.
     """
-    key = self.readers.key(self.refs, self.params.key_head(tile), tile.keys)
+    key = self.params.with_key_columns(
+        self.refs, tile, self.readers.key(self.refs, self.params.key_head(tile), tile.keys))
     start, length = tile.queries
     if prepared is None:
       query = self._queries(tile.head, tile.queries)
@@ -239,9 +240,10 @@ class ForwardStep(NamedTuple):
             or not evaluate.only_adds(spec.score_mod))
 
   def _queries(self, head: int, tokens: TokenRange) -> jax.Array:
-    """Returns queries [queries, D], with NaN for infinities if `_prepares_queries`."""
+    """Returns queries with their columns, with NaN for infinities if `_prepares_queries`."""
     query = self.readers.query(self.refs, head, tokens)
-    return query + (query - query) if self._prepares_queries else query
+    query = query + (query - query) if self._prepares_queries else query
+    return self.params.with_query_columns(self.refs, head, tokens, query)
 
   def update(self, tile: TileIndex, masked: int, scores: jax.Array,
              running: online_softmax.Running | None) -> online_softmax.Running:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from attn_core.kernels.common import dense_operands
 from attn_core.kernels.common.online_softmax import LOG2E
-from attn_core.kernels.tpu.flash import diagonals, scalar_memory, tile_inputs
+from attn_core.kernels.tpu.flash import call, depth_columns, diagonals, scalar_memory, tile_inputs
 from attn_core.kernels.tpu.flash.schedule import LANES, Tiling
 from attn_core.kernels.tpu.flash.tile_inputs import GridIndex, KernelRefs, TileIndex
 from attn_core.masks import mask as mask_lib
@@ -37,9 +37,12 @@ class ModReader(NamedTuple):
   mask: tile_inputs.MaskReader
   by_distance: tuple[diagonals.Diagonals, ...]
   factor: float  # of the scores before and after; not 1 where the term adds to them only
+  columns: depth_columns.SlopeColumns | None  # of a term that scores have already
 
   def prepare(self, refs: KernelRefs, grid: GridIndex, kinds: jax.Array) -> None:
-    """Makes what tiles read by distance."""
+    """Makes what tiles read by distance, and columns."""
+    if self.columns is not None:
+      self.columns.prepare(refs, grid)
     if self.by_distance:
       @pl.when(self.by_distance[0].band.at(True, refs, kinds))
       def _() -> None:
@@ -47,9 +50,10 @@ class ModReader(NamedTuple):
           x.make(refs, grid)
 
   @property
-  def scratch(self) -> list[tuple[int, ...]]:
-    """Shapes of the scratch memory, float32."""
-    return [x.band.shape(x.num_heads) for x in self.by_distance]
+  def scratch(self) -> list[call.Scratch]:
+    """The scratch memory."""
+    tiles: list[call.Scratch] = [x.band.shape(x.num_heads) for x in self.by_distance]
+    return tiles + ([] if self.columns is None else [*self.columns.scratch])
 
   def apply(self, refs: KernelRefs, tile: TileIndex, scores: jax.Array) -> jax.Array:
     """Returns scores [keys, queries] after the score mod."""
@@ -95,6 +99,7 @@ def mod_reader(inputs: tile_inputs.TileInputs, operands: Operands, spec: Attenti
   in_rows, pairs = terms_by_distance(spec), traceable.by_pair(spec.score_mod, operands.mods)
   readers: list[tile_inputs.Reader] = []
   by_distance: list[diagonals.Diagonals] = []
+  in_product, columns = _slope_in_product(inputs, operands, spec), None
   for n, x in enumerate(operands.mods):
     x = x if n in pairs else x.astype(jnp.float32) * factor
     if n in in_rows:
@@ -102,14 +107,19 @@ def mod_reader(inputs: tile_inputs.TileInputs, operands: Operands, spec: Attenti
       by_distance.append(diagonals.add_diagonals(
           inputs, row, band_of(operands, spec, inputs.tiling), len(by_distance)))
       readers.append(by_distance[-1].read)
+    elif n == in_product:
+      columns = depth_columns.slope_columns(
+          inputs, operands.mods[n].astype(jnp.float32).reshape(x.shape[:2]) / spec.softmax_scale,
+          dense_operands.distance_of_first(operands, spec), len(in_rows))
+      readers.append(columns.slopes)
     elif scalar_memory.is_per_head(x):
       readers.append(inputs.add_per_head(x.reshape(x.shape[:2])))
     elif n in pairs:
       readers.append(_scaled(inputs.add_per_pair(x), factor))
     else:
       readers.append(inputs.add_per_pair(x))
-  structure = jax.tree.structure(_in_kernel(term, spec))
-  return ModReader(structure, tuple(readers), mask, tuple(by_distance), factor)
+  structure = jax.tree.structure(_in_kernel(term, spec, in_product))
+  return ModReader(structure, tuple(readers), mask, tuple(by_distance), factor, columns)
 
 
 def _scaled(read: tile_inputs.Reader, factor: float) -> tile_inputs.Reader:
@@ -135,6 +145,26 @@ def terms_by_distance(spec: AttentionSpec) -> dict[int, ScoreMod]:
       number, = jax.tree.leaves(x)
       found[number] = x
   return found
+
+
+def _slope_in_product(inputs: tile_inputs.TileInputs, operands: Operands,
+                      spec: AttentionSpec) -> int | None:
+  """Returns the number of the array of slopes that become columns of keys and queries.
+
+  Only in the forward: in the backward the matrix unit takes more of the time than additions do.
+  """
+  term, tiling, (least, most) = (
+      score_mod.of_structure(spec.score_mod), inputs.tiling, depth_columns.SCALES)
+  adds_to_products = (term.is_additive and _is_consecutive(spec) and spec.logits_soft_cap is None
+                      and least <= spec.softmax_scale <= most)
+  are_free = (operands.query.dtype == operands.key.dtype == jnp.bfloat16
+              and depth_columns.are_free(operands.query.shape[3], spec.matrix_depth)
+              and max(tiling.block_q, tiling.block_kv) <= depth_columns.MOST_TOKENS)
+  if inputs.by_keys or not (adds_to_products and are_free):
+    return None
+  found = (jax.tree.leaves(x)[0] for x in score_mod.chain(term)
+           if isinstance(x, terms.Slope) and not x.symmetric)
+  return next(found, None)
 
 
 def has_slopes(spec: AttentionSpec) -> bool:
@@ -169,14 +199,16 @@ def row_of(term: ScoreMod, x: jax.Array, operands: Operands, spec: AttentionSpec
   return (x[..., 0].astype(jnp.float32) * distance.astype(jnp.float32)[:, None])[:, :, None]
 
 
-def _in_kernel(term: ScoreMod, spec: AttentionSpec) -> ScoreMod:
-  """Returns the form of a term whose numbers by distance are added."""
+def _in_kernel(term: ScoreMod, spec: AttentionSpec, in_product: int | None) -> ScoreMod:
+  """Returns the form of a term as a kernel computes it; see `_slope_in_product`."""
   if isinstance(term, score_mod.Composed):
-    return score_mod.Composed(_in_kernel(term.first, spec), _in_kernel(term.second, spec))
+    return score_mod.Composed(
+        *(_in_kernel(x, spec, in_product) for x in (term.first, term.second)))
   if isinstance(term, terms.Distance) and _runs(spec):
     return terms.Add(term.values)
   if isinstance(term, terms.Slope) and _is_consecutive(spec):
-    return terms.Add(term.slopes) if term.symmetric else _Ramp(term.slopes)
+    form = _InProduct if term.slopes == in_product else _Ramp
+    return terms.Add(term.slopes) if term.symmetric else form(term.slopes)
   return term
 
 
@@ -195,6 +227,17 @@ class _Ramp(terms.PositionTerm):
     of_keys = [wide[:, :LANES] * key] * (queries // LANES) if self.slopes.shape[1] == 1 else [
         x * key for x in jnp.split(wide, queries // LANES, 1)]
     return score + jnp.concatenate(of_keys, 1) + self.slopes * first
+
+
+@value_dataclass
+class _InProduct(terms.PositionTerm):
+  """A term that scores have already, by `depth_columns.SlopeColumns`."""
+
+  slopes: jax.Array
+  roles = {"slopes": score_mod.PAIR}
+
+  def apply(self, score: jax.Array, tile: ScoreTile) -> jax.Array:
+    return score
 
 
 def own_names(operands: Operands, spec: AttentionSpec) -> tuple[str, ...]:

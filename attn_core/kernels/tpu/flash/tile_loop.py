@@ -19,7 +19,8 @@ import numpy as np
 
 from attn_core.kernels.common import dense_operands, listed, matmul_precision
 from attn_core.kernels.common.online_softmax import LOG2E
-from attn_core.kernels.tpu.flash import list_bits, schedule, score_tiles, tile_inputs
+from attn_core.kernels.tpu.flash import (
+    call, depth_columns, list_bits, schedule, score_tiles, tile_inputs)
 from attn_core.kernels.tpu.flash.tile_inputs import GridIndex, KernelRefs, TileIndex, TokenRange
 from attn_core.masks import block_map
 from attn_core.types import AttentionSpec, Operands
@@ -110,6 +111,22 @@ class KernelParams(NamedTuple):
     return lax.dot_general(a, b, (contract, ((), ())), precision=self.precision,
                            preferred_element_type=jnp.float32)
 
+  @property
+  def columns(self) -> depth_columns.SlopeColumns | None:
+    """Columns of the score mod, which keys and queries get on their right."""
+    return None if self.mod is None else self.mod.columns
+
+  def with_key_columns(self, refs: KernelRefs, tile: TileIndex, key: jax.Array) -> jax.Array:
+    """Adds `columns` to the keys of a tile, [keys, D]."""
+    return key if self.columns is None else jnp.concatenate(
+        [key, self.columns.of_keys(refs, tile)], 1)
+
+  def with_query_columns(self, refs: KernelRefs, head: int, tokens: TokenRange,
+                         query: jax.Array) -> jax.Array:
+    """Adds `columns` to queries of a head, [queries, D]."""
+    return query if self.columns is None else jnp.concatenate(
+        [query, self.columns.of_queries(refs, head, tokens)], 1)
+
   def logits(self, refs: KernelRefs, tile: TileIndex, scores: jax.Array, *, pulls: bool = False,
              wrt: tuple[int, ...] = ()) -> tuple[jax.Array, Pull | None]:
     """Returns the logits in `unit` before the mask is applied, and their pullback if `pulls`.
@@ -117,7 +134,7 @@ class KernelParams(NamedTuple):
     Args:
       refs: of the kernel.
       tile: which scores these are.
-      scores: K Q^T, float32 [keys, queries].
+      scores: K Q^T, float32 [keys, queries], of keys and queries with `columns`.
       pulls: whether to return a function from d logits to d scaled scores.
       wrt: numbers of arrays of the score mod, whose cotangents that function returns as well.
     """
@@ -150,8 +167,8 @@ class KernelParams(NamedTuple):
       self.mod.prepare(refs, grid, kinds)
 
   @property
-  def mod_scratch(self) -> list[tuple[int, ...]]:
-    """Shapes of the scratch memory of the score mod, float32: the first of `KernelRefs.scratch`."""
+  def mod_scratch(self) -> list[call.Scratch]:
+    """The scratch memory of the score mod: the first of `KernelRefs.scratch`."""
     return [] if self.mod is None else self.mod.scratch
 
   def hide(self, refs: KernelRefs, tile: TileIndex, masked: int, x: jax.Array,
