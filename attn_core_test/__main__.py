@@ -6,10 +6,12 @@ Every `*_test.py` module runs in separate processes, because some set JAX flags,
 of virtual devices, when they are imported; `loaded` starts them. Modules listed in sampling.SHARDS
 are divided into pieces, each of which runs every n-th test. Without patterns the tests that
 `sampling` tags as slow are left out; `--slow` runs them too, and `--slow --rotation K/N` the K-th
-of N parts of them. A module given by name runs whole, except for slow cases. All processes share a
-cache of compiled programs, which is removed at the end. A piece prints one line when it is done,
-and its whole output if a test failed, else the lines that begin with MARK. The last line is `N
-passed, M failed, K skipped`; the exit status is 0 only if tests ran and none failed.
+of N parts of them. A module given by name runs whole, except for slow cases. `--short` leaves out
+what sampling.SHARDS lists, and of most of sampling.LONG all but one test of each class. All
+processes share a cache of compiled programs, which is removed at the end. A piece prints one line
+when it is done, and its whole output if a test failed, else the lines that begin with MARK. The
+last line is `N passed, M failed, K skipped`; the exit status is 0 only if tests ran and none
+failed.
 """
 
 import argparse
@@ -28,7 +30,8 @@ from typing import NamedTuple
 
 from attn_core_test import sampling
 
-FOLDER = pathlib.Path(__file__).resolve().parent
+# Not resolve(): Bazel runs a link to this file, and the files next to the link are the ones meant.
+FOLDER = pathlib.Path(os.path.abspath(__file__)).parent
 
 # What absltest prints when a test starts and when it ends.
 EVENT = re.compile(r"\[ +(RUN|OK|FAILED|SKIPPED) +\] (.*)")
@@ -46,6 +49,7 @@ class Piece(NamedTuple):
   module: str  # such as "rope_test"
   index: int  # 0 <= index < total
   total: int
+  few: bool = False  # run one test of each class
 
   def __str__(self) -> str:
     return self.module if self.total == 1 else f"{self.module} [{self.index + 1}/{self.total}]"
@@ -61,9 +65,15 @@ class Outcome(NamedTuple):
   output: str  # standard output and error together
 
 
-def pieces_of(patterns: list[str]) -> list[Piece]:
-  """The pieces of all modules matching any pattern ("rope", "rope_test", "ro*"); none: all."""
-  found = sorted(path.stem for path in FOLDER.glob("*_test.py"))
+def pieces_of(patterns: list[str], short: bool = False) -> list[Piece]:
+  """The pieces of all modules matching any pattern ("rope", "rope_test", "ro*"); none: all.
+
+  Args:
+    patterns: names of modules, or patterns of them.
+    short: leave out the modules of sampling.SHARDS, and most tests of those of sampling.LONG.
+  """
+  found = sorted(path.stem for path in FOLDER.glob("*_test.py")
+                 if not (short and path.stem in sampling.SHARDS))
   first = (*sampling.SHARDS, *sampling.LONG)
   modules = [name for name in first if name in found]
   modules += [name for name in found if name not in first]
@@ -72,7 +82,8 @@ def pieces_of(patterns: list[str]) -> list[Piece]:
       raise SystemExit(f"no test module matches {pattern!r}; there are: {', '.join(found)}")
   if patterns:
     modules = [name for name in modules if any(matches(name, p) for p in patterns)]
-  return [Piece(name, index, sampling.SHARDS.get(name, 1))
+  few = {*sampling.LONG} - {*sampling.READERS} if short else ()
+  return [Piece(name, index, sampling.SHARDS.get(name, 1), name in few)
           for name in modules for index in range(sampling.SHARDS.get(name, 1))]
 
 
@@ -124,6 +135,7 @@ class Starters:
                          # Filtering costs milliseconds an error, and tests raise thousands.
                          "JAX_TRACEBACK_FILTERING": "off", **os.environ,
                          sampling.VARIABLE: "" if rotation is None else str(rotation)}
+    self._environment.pop("XML_OUTPUT_FILE", None)  # Bazel's, for the results of one module
     self._idle: queue.SimpleQueue[subprocess.Popen] = queue.SimpleQueue()
 
   def __enter__(self) -> "Starters":
@@ -158,11 +170,13 @@ def run(piece: Piece, starters: Starters, whole: bool) -> Outcome:
     starters: start it.
     whole: run tests that are slow because of sampling.QUICK.
   """
-  shard = {"TEST_TOTAL_SHARDS": str(piece.total), "TEST_SHARD_INDEX": str(piece.index)}
+  environment = {sampling.FEW: "1" if piece.few else ""}
+  if piece.total > 1:
+    environment |= {"TEST_TOTAL_SHARDS": str(piece.total), "TEST_SHARD_INDEX": str(piece.index)}
   program = [f"{FOLDER.name}.{piece.module}"] if whole else [
       f"{FOLDER.name}.run_module", piece.module]
   start = time.monotonic()
-  status, output = starters.run(program, shard if piece.total > 1 else {})
+  status, output = starters.run(program, environment)
   seconds = time.monotonic() - start
   counts = count(output)
   failed = counts["FAILED"]
@@ -180,13 +194,14 @@ def main() -> int:
   parser = argparse.ArgumentParser(prog=f"python3 -m {FOLDER.name}", description="Runs the tests.")
   parser.add_argument("patterns", nargs="*", help="modules to run, such as rope or 'masks_*'")
   parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time")
+  parser.add_argument("--short", action="store_true", help="leave out what is long, for Bazel")
   parser.add_argument("--list", action="store_true", help="only list what would run")
   parser.add_argument("--slow", action="store_true", help="run the slow tests too: hours")
   parser.add_argument("--rotation", metavar="K/N", type=sampling.rotation_of,
                       default=sampling.Rotation(0, 1), help="only a part of the slow tests")
   arguments = parser.parse_args()
   rotation = arguments.rotation if arguments.slow else None
-  pieces = pieces_of(arguments.patterns)
+  pieces = pieces_of(arguments.patterns, arguments.short)
   if arguments.list:
     print(*pieces, sep="\n")
     return 0

@@ -215,6 +215,17 @@ SHARDS = %s
 
 LIBRARIES = %s
 
+DATA = BUILD_FILES + glob([
+    "*.py",
+    "approved/*.txt",
+    "results/*.json",
+    "typed_programs/*.py",
+]) + [
+    "//:documents",
+    "//attn_core:py.typed",
+    "//examples:sources",
+]
+
 py_library(
     name = "support",
     srcs = glob(
@@ -233,36 +244,54 @@ py_library(
             "run_module.py",
         ],
         args = [file[:-len(".py")]],
-        data = BUILD_FILES + glob([
-            "*.py",
-            "approved/*.txt",
-            "results/*.json",
-            "typed_programs/*.py",
-        ]) + [
-            "//:documents",
-            "//attn_core:py.typed",
-            "//examples:sources",
-        ],
+        data = DATA,
         legacy_create_init = 1,
         main = "run_module.py",
         shard_count = SHARDS.get(file[:-len(".py")]),
-        tags = ["sharded"] if file[:-len(".py")] in SHARDS else [],
+        tags = ["one_module"],
         deps = [":support"],
     )
     for file in glob(["*_test.py"])
 ]
 
-# A library must be importable with nothing but its deps beside it.
+# All modules that are not long, in copies of a few processes: each needs seconds to start.
+py_test(
+    name = "short_modules",
+    timeout = "eternal",
+    srcs = glob(["*_test.py"]) + [
+        "__main__.py",
+        "run_module.py",
+    ],
+    args = ["--short"],
+    data = DATA,
+    legacy_create_init = 1,
+    main = "__main__.py",
+    tags = ["cpu:2"],
+    deps = [":support"],
+)
+
+# A library must be importable where there is nothing but its deps.
 [
-    py_test(
-        name = "alone_" + target[2:].replace("/", "_").replace(":", "_"),
-        srcs = ["import_alone.py"],
-        legacy_create_init = 1,
-        main = "import_alone.py",
-        deps = [target],
+    genquery(
+        name = "sources_" + target[2:].replace("/", "_").replace(":", "_"),
+        expression = "kind('source file', deps(%%s))" %% target,
+        scope = [target],
     )
     for target in LIBRARIES
 ]
+
+SOURCES = [":sources_" + target[2:].replace("/", "_").replace(":", "_") for target in LIBRARIES]
+
+py_test(
+    name = "alone",
+    srcs = ["import_alone.py"],
+    args = ["$(location %%s)" %% sources for sources in SOURCES],
+    data = SOURCES,
+    legacy_create_init = 1,
+    main = "import_alone.py",
+    shard_count = 2,
+    deps = ["//attn_core:everything"],
+)
 """
 
 

@@ -82,7 +82,8 @@ QUICK = {
     "pages_test.*.test_a_dense_cache*": 2, "pages_test.*.test_4*": 3,
     "caches_test.*.test_donated*": 2}
 
-# Module -> number of processes that share its tests. These start first, in this order.
+# Module -> number of processes that share its tests. These start first, in this order. Bazel, which
+# passes `--short`, leaves them out.
 SHARDS = {
     "properties_test": 2, "easydel_regressions_test": 1, "easydel_arguments_test": 1, "tpu_test": 1,
     "derivatives_test": 1, "ring_test": 1, "ring_mesh_test": 1, "ring_compiled_test": 1,
@@ -110,6 +111,10 @@ LONG = ("static_tpu_test", "gpu_paged_test", "page_reading_test", "tpu_memory_te
         "static_gpu_test", "tpu_schedule_test", "masks_block_map_test", "tpu_long_test",
         "paged_transformation_test", "gpu_odd_lengths_test", "import_graph_test", "render_test",
         "odd_lengths_test", "typing_test", "loss_scaling_test", "tpu_versions_test")
+
+# Those of LONG that read files of the checkout, which Bazel has to know. Of the others `--short`
+# runs one test of each class: README.md's command runs all of them with the same packages.
+READERS = ("static_tpu_test", "import_graph_test", "render_test", "typing_test")
 
 # Modules whose programs emulate kernels of other chips, are only traced and lowered, show how the
 # library is used, or shard over emulated devices, each of which runs what the modules of one device
@@ -139,6 +144,7 @@ OF_MEANING = ("adapters*test", "arguments_test", "bad_input_test", "batch_dimens
               "whole_calls_test")
 
 VARIABLE = "ATTN_CORE_SLOW"  # "K/N" in the environment: the slow tests of this rotation run
+FEW = "ATTN_CORE_FEW"  # in the environment: one test of each class runs
 SKIPPED = "slow: `python3 -m attn_core_test --slow` runs it"
 
 
@@ -231,6 +237,8 @@ def taken_of(tests: Sequence[str], group: str, rotation: Rotation | None = ROTAT
     group: name of the class with its module.
     rotation: which of the slow ones run too; None: none.
   """
+  if os.environ.get(FEW):
+    return sorted(tests, key=number_of)[:1]
   alike = collections.defaultdict(list)
   # By a hash, since every n-th case may well be of one kind.
   for name in sorted(tests, key=lambda name: (number_of(name), name)):

@@ -62,6 +62,15 @@ class SamplingTest(parameterized.TestCase):
       self.assertTrue(any(suite.matches(name, pattern) for name in modules), pattern)
     self.assertContainsSubset((*sampling.SHARDS, *sampling.LONG), modules)
     self.assertEqual({piece.module for piece in suite.pieces_of([])}, set(modules))
+    self.assertContainsSubset(sampling.READERS, sampling.LONG)
+    short = suite.pieces_of([], short=True)
+    self.assertEqual({piece.module for piece in short}, set(modules) - set(sampling.SHARDS))
+    self.assertEqual({piece.module for piece in short if piece.few},
+                     set(sampling.LONG) - set(sampling.READERS))
+
+  def test_one_test_of_each_class(self):
+    self.enter_context(mock.patch.dict("os.environ", {sampling.FEW: "1"}))
+    self.assertLen(sampling.taken_of(NAMES, "a.B"), 1)
 
 
 class SmallProgramsTest(parameterized.TestCase):
@@ -104,6 +113,9 @@ class StartersTest(absltest.TestCase):
       status, output = run("import os; print(os.environ.get('A'), os.environ['B'])", B="2")
       self.assertEqual((status, output.split("\n")[0]), (0, "None 2"))
       self.assertEqual(run("import os; os._exit(3)")[0], 3)
+      status, output = run("import atexit; atexit.register(print, 'at exit'); 1 / 0")
+      self.assertEqual(status, 1)
+      self.assertEqual(output.splitlines()[-2:], ["ZeroDivisionError: division by zero", "at exit"])
       status, output = starters.run(["attn_core_test.no_such_module"], {})
       self.assertEqual(status, 1)
       self.assertIn("No module named attn_core_test.no_such_module", output)
