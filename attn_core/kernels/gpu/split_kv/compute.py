@@ -75,10 +75,10 @@ class ConsumerWarpgroup(NamedTuple):
     """Returns the same with this consumer's part of the scratch, to use for the n-th block."""
     if self.warpgroup is None:
       return self
-    if n is None:
-      return self._replace(scratch=self.scratch.of_warpgroup(self.warpgroup))
-    warpgroup, zero = wgmma.recompute_each_step((self.warpgroup, jnp.zeros_like(n)), n)
-    return self._replace(scratch=self.scratch.of_warpgroup(warpgroup).of_latents(zero))
+    numbers = self.warpgroup, *(() if self.scales is None else (jnp.zeros_like(self.warpgroup),))
+    if n is not None:
+      numbers = wgmma.recompute_each_step(numbers, n)
+    return self._replace(scratch=self.scratch.of_warpgroup(*numbers))
 
   def step(self, n: jax.Array, step: jax.Array, running: _Running, masked: bool) -> _Running:
     """Folds in the n-th block of the row block, in the step-th step of the split."""

@@ -102,16 +102,17 @@ class Scratch(NamedTuple):
   v_consumed_barriers: Ref
   meeting_barrier: Ref = None  # of all consumers; None: there is one
 
-  def of_warpgroup(self, warpgroup: jax.Array) -> "Scratch":
-    """Returns the scratch with the parts of a consumer warpgroup, where there may be several."""
-    return self._replace(**{name: getattr(self, name).at[warpgroup]
-                            for name in ("q_smem", "p_smem")})
+  def of_warpgroup(self, warpgroup: jax.Array, zero: jax.Array | None = None) -> "Scratch":
+    """Returns the scratch with the parts of a consumer warpgroup, where there may be several.
 
-  def of_latents(self, zero: jax.Array) -> "Scratch":
-    """Returns the scratch with the converted latents, at an index 0 known in a step only."""
-    if self.dequantized_v_smem is None:
-      return self
-    return self._replace(dequantized_v_smem=self.dequantized_v_smem.at[zero])
+    Args:
+      warpgroup: int32, its number.
+      zero: int32, the index of converted latents, whose addresses a step computes by it.
+    """
+    found = self._replace(**{name: getattr(self, name).at[warpgroup]
+                             for name in ("q_smem", "p_smem")})
+    return found if zero is None else found._replace(
+        dequantized_v_smem=self.dequantized_v_smem.at[zero])
 
 
 class BlockRange(NamedTuple):
