@@ -8,6 +8,7 @@ operands in shared memory or, on the left, in registers, and copies by the tenso
 """
 
 from collections.abc import Set
+import dataclasses
 import inspect
 from typing import Any, Callable
 
@@ -94,6 +95,10 @@ def call(body: Callable[[Any, tuple[Ref, ...], Any], None], outputs: Any, inputs
     The outputs.
   """
   arrays, structure = jax.tree.flatten(inputs)
+  parameters = plgpu.CompilerParams(
+      approx_math=True, lowering_semantics=LoweringSemantics.Lane)
+  if reduction_bytes != REDUCTION_BYTES:
+    parameters = dataclasses.replace(parameters, reduction_scratch_bytes=reduction_bytes)
   if arrays and name != _NOTHING and not interpreted():
     arrays = [platform_guard.guarded(arrays[0], "gpu"), *arrays[1:]]
   def kernel(*refs: Ref) -> None:
@@ -103,9 +108,7 @@ def call(body: Callable[[Any, tuple[Ref, ...], Any], None], outputs: Any, inputs
   return plgpu.kernel(
       kernel, out_type=outputs, scratch_types=[scratch], grid=(grid,), grid_names=("block",),
       num_threads=warpgroups, thread_name="warpgroup",
-      compiler_params=plgpu.CompilerParams(
-          approx_math=True, lowering_semantics=LoweringSemantics.Lane,
-          reduction_scratch_bytes=reduction_bytes))(*arrays)
+      compiler_params=parameters)(*arrays)
 
 
 def operand_smem(shape: tuple[int, ...], dtype: DTypeLike, width: int | None = None) -> Any:
