@@ -318,7 +318,7 @@ def _tiles_of_bits(node: leaves.Selected, layout: Layout, xp: ModuleType,
     known = known.reshape(*leading, -1, layout.tile_kv // size, rows)
     return xp.moveaxis(known, -1, -3)[..., :cdiv(layout.keys, layout.tile_kv), :]
 
-  return of_tiles(joined[0]).any(-1), of_tiles(joined[1]).all(-1)
+  return xp.any(of_tiles(joined[0]), axis=-1), xp.all(of_tiles(joined[1]), axis=-1)
 
 
 def _listed_keys(node: leaves.Selected, layout: Layout) -> int:
