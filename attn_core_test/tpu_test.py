@@ -89,6 +89,17 @@ class InterpretTest(parameterized.TestCase):
     np.testing.assert_array_equal(mapped[0], [x[0] for x in alone])
     np.testing.assert_array_equal(mapped[1], [x[1] for x in alone])
 
+  def test_a_bias_is_not_copied(self):
+    """Checks that the kernel transposes it, forward and backward."""
+    case = CASES["bias"]
+    arrays = case.arrays()
+    def loss(arrays):
+      return case.call({**arrays, "bias": jax.lax.stop_gradient(arrays["bias"])})[0].sum()
+    with interpreted():
+      text = jax.jit(jax.grad(loss)).lower(arrays).as_text()
+    self.assertIn(f"tensor<{'x'.join(map(str, arrays['bias'].shape))}xf32>", text)
+    self.assertNotIn("dims = [0, 1, 3, 2]", text)
+
   def test_every_query_has_other_masks_and_biases(self):
     """Checks arrays with a number per query, in a loop over tiles of more keys than queries."""
     self.enter_context(mock.patch.object(schedule, "MOST_PATTERNS", 0))

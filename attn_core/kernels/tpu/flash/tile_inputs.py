@@ -222,18 +222,23 @@ class TileInputs:
     tiling = self.tiling
     if x.shape[2] == 1 < x.shape[3]:
       return self._add_row_per_key(x)
-    x = x.transpose(0, 1, 3, 2)
-    x = pad(x, 2, tiling.padded_keys if x.shape[2] > 1 else 1)
-    x = pad(x, 3, tiling.padded_queries if x.shape[3] > 1 else 1)
-    rows, heads, keys, queries = x.shape
-    block_shape = (1, tiling.query_heads if heads > 1 else 1, tiling.block_kv if keys > 1 else 1,
-                   tiling.block_q if queries > 1 else 1)
-    ref = self.add_array(x, block_shape, lambda b, h, i, j: (
-        b if rows > 1 else 0, h if heads > 1 else 0, j if keys > 1 else 0, i if queries > 1 else 0))
+    # In the kernel, unless there are too few bits: XLA would write all numbers once more.
+    transposes = x.dtype.itemsize > 1 and min(x.shape[2:]) > 1
+    order = 1 if transposes else -1  # queries first, or keys
+    x = x if transposes else x.swapaxes(2, 3)
+    rows, heads, *lengths = x.shape
+    sizes = (tiling.block_q, tiling.block_kv)[::order]
+    for axis, padded in zip((2, 3), (tiling.padded_queries, tiling.padded_keys)[::order]):
+      x = pad(x, axis, padded) if x.shape[axis] > 1 else x
+    choose = lambda n, length, other=0: n if length > 1 else other
+    ref = self.add_array(
+        x, (1, *map(choose, (tiling.query_heads, *sizes), (heads, *lengths), (1, 1, 1))),
+        lambda b, h, i, j: tuple(map(choose, (b, h, *(i, j)[::order]), (rows, heads, *lengths))))
     def read(refs: KernelRefs, tile: TileIndex) -> jax.Array:
-      return ref(refs)[0, tile.head if heads > 1 else 0,
-                       tile.keys.slice if keys > 1 else slice(0, 1),
-                       tile.queries.slice if queries > 1 else slice(0, 1)]
+      tokens = [x.slice if length > 1 else slice(0, 1) for x, length in zip(
+          (tile.queries, tile.keys)[::order], lengths)]
+      found = ref(refs)[0, tile.head if heads > 1 else 0, *tokens]
+      return found.astype(jnp.float32).T if transposes else found
     return read
 
   def add_per_query(self, x: jax.Array) -> Reader:
