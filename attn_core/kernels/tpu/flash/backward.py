@@ -170,6 +170,7 @@ def _backward_group(
       inputs.add_tokens(block, block.pack(x)) for block, x in zip(blocks, arrays))
   readers = _BackwardArrays(query, d_out, key, value, add_rows(arrays.lse), add_rows(arrays.delta))
   params = make_kernel_params(inputs, operands, spec, tiling, patterns, single_step_rows=False)
+  of_mods = of_mods._replace(scratch_start=len(params.mod_scratch))
   # 2. Outputs: the cotangent of all queries of a range is one block, written in its last step.
   rows = tiling.blocks_of_range * tiling.block_q
   of_queries = tile_inputs.TokenBlocks(
@@ -303,12 +304,13 @@ class _BackwardStep(NamedTuple):
 
   def products(self, tile: TileIndex) -> tuple[jax.Array, ...]:
     """Computes (scores, d_weights), [keys, queries] each."""
-    readers, key_head = self.readers, self.params.key_head(tile)
-    pairs = (readers.key, readers.query), (readers.value, readers.d_out)
-    return tuple(
-        self.params.dot(keys(self.refs, key_head, tile.keys),
-                        queries(self.refs, tile.head, tile.queries), ((1,), (1,)))
-        for keys, queries in pairs)
+    readers, params, refs = self.readers, self.params, self.refs
+    key, value = (read(refs, params.key_head(tile), tile.keys)
+                  for read in (readers.key, readers.value))
+    query, d_out = (read(refs, tile.head, tile.queries) for read in (readers.query, readers.d_out))
+    pairs = (params.with_key_columns(refs, tile, key),
+             params.with_query_columns(refs, tile.head, tile.queries, query)), (value, d_out)
+    return tuple(params.dot(keys, queries, ((1,), (1,))) for keys, queries in pairs)
 
   def add(self, tile: TileIndex, masked: int, products: tuple[jax.Array, ...],
           row_blocks: tuple[Ref, Ref]) -> None:

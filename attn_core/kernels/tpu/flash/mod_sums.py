@@ -30,7 +30,7 @@ class ModSums(NamedTuple):
   kinds: dict[int, str]  # by the number of an array: QUERY, KEY or DISTANCE
   tiling: Tiling
   band: diagonals.Band
-  scratch_start: int  # place of the tiles of DISTANCE in `KernelRefs.scratch`
+  scratch_start: int = 0  # place of the tiles of DISTANCE in `KernelRefs.scratch`
 
   def outputs(self, batch: int, heads: int) -> list[call.Output]:
     """The outputs of the kernel, of B batch rows and H query heads."""
@@ -121,7 +121,7 @@ def mod_sums(operands: Operands, spec: AttentionSpec, tiling: Tiling,
   own = score_tiles.own_names(operands, spec)
   return ModSums({mod_number(name): kind(mod_number(name)) for name in wrt
                   if is_mod(name) and name in own}, tiling,
-                score_tiles.band_of(operands, spec, tiling), len(in_rows))
+                score_tiles.band_of(operands, spec, tiling))
 
 
 def _sum_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -149,10 +149,7 @@ def terms_by_distance(spec: AttentionSpec) -> dict[int, ScoreMod]:
 
 def _slope_in_product(inputs: tile_inputs.TileInputs, operands: Operands,
                       spec: AttentionSpec) -> int | None:
-  """Returns the number of the array of slopes that become columns of keys and queries.
-
-  Only in the forward: in the backward the matrix unit takes more of the time than additions do.
-  """
+  """Returns the number of the array of slopes that become columns of keys and queries."""
   term, tiling, (least, most) = (
       score_mod.of_structure(spec.score_mod), inputs.tiling, depth_columns.SCALES)
   adds_to_products = (term.is_additive and _is_consecutive(spec) and spec.logits_soft_cap is None
@@ -160,7 +157,7 @@ def _slope_in_product(inputs: tile_inputs.TileInputs, operands: Operands,
   are_free = (operands.query.dtype == operands.key.dtype == jnp.bfloat16
               and depth_columns.are_free(operands.query.shape[3], spec.matrix_depth)
               and max(tiling.block_q, tiling.block_kv) <= depth_columns.MOST_TOKENS)
-  if inputs.by_keys or not (adds_to_products and are_free):
+  if not (adds_to_products and are_free):
     return None
   found = (jax.tree.leaves(x)[0] for x in score_mod.chain(term)
            if isinstance(x, terms.Slope) and not x.symmetric)
@@ -220,24 +217,39 @@ class _Ramp(terms.PositionTerm):
   roles = {"slopes": score_mod.PAIR}
 
   def apply(self, score: jax.Array, tile: ScoreTile) -> jax.Array:
+    return self.add(score, *self.ramp(score, tile))
+
+  def add(self, score: jax.Array, of_keys: jax.Array, of_queries: jax.Array) -> jax.Array:
+    """Returns the score with both parts of the term."""
+    return score + of_keys + of_queries
+
+  def ramp(self, score: jax.Array, tile: ScoreTile) -> tuple[jax.Array, jax.Array]:
+    """Returns the numbers of keys, [keys, queries], and of queries, [1, queries]."""
     keys, queries = score.shape
     key = lax.broadcasted_iota(jnp.int32, (keys, LANES), 0).astype(jnp.float32)
     first = (tile.at.key_position[:1] - tile.at.query_position[:1]).astype(jnp.float32)
     wide = jnp.broadcast_to(self.slopes, (1, max(LANES, self.slopes.shape[1])))
     of_keys = [wide[:, :LANES] * key] * (queries // LANES) if self.slopes.shape[1] == 1 else [
         x * key for x in jnp.split(wide, queries // LANES, 1)]
-    return score + jnp.concatenate(of_keys, 1) + self.slopes * first
+    return jnp.concatenate(of_keys, 1), self.slopes * first
+
+
+@jax.custom_vjp
+def _already_added(score: jax.Array, of_keys: jax.Array, of_queries: jax.Array) -> jax.Array:
+  """Returns a score that is a sum with the other two, whose cotangents are those of a sum."""
+  del of_keys, of_queries
+  return score
+
+
+_already_added.defvjp(lambda *x: (x[0], None), lambda _, d: (d, d, d.sum(0, keepdims=True)))
 
 
 @value_dataclass
-class _InProduct(terms.PositionTerm):
-  """A term that scores have already, by `depth_columns.SlopeColumns`."""
+class _InProduct(_Ramp):
+  """The term of `_Ramp`, which scores have already by `depth_columns.SlopeColumns`."""
 
-  slopes: jax.Array
-  roles = {"slopes": score_mod.PAIR}
-
-  def apply(self, score: jax.Array, tile: ScoreTile) -> jax.Array:
-    return score
+  def add(self, score: jax.Array, of_keys: jax.Array, of_queries: jax.Array) -> jax.Array:
+    return _already_added(score, of_keys, of_queries)
 
 
 def own_names(operands: Operands, spec: AttentionSpec) -> tuple[str, ...]:
