@@ -86,7 +86,7 @@ class Sequence(NamedTuple):
 
   @property
   def step(self) -> int | None:
-    """How far apart neighbors are, where all that attend together are one run; None: several."""
+    """The distance of neighbors where all that attend together are one run; None: several runs."""
     return self.stride if self.runs(self.gathers) == (1, 1) else None
 
   @property

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 
 from attn_core.kernels.common import dense_operands
 from attn_core.kernels.common.online_softmax import LOG2E
-from attn_core.kernels.tpu.flash import call, depth_columns, diagonals, scalar_memory, tile_inputs
+from attn_core.kernels.tpu.flash import (
+    call, depth_columns, diagonals, mask_tiles, scalar_memory, tile_inputs)
 from attn_core.kernels.tpu.flash.schedule import LANES, Tiling
 from attn_core.kernels.tpu.flash.tile_inputs import GridIndex, KernelRefs, TileIndex
 from attn_core.masks import mask as mask_lib
@@ -34,7 +35,7 @@ class ModReader(NamedTuple):
 
   structure: jax.tree_util.PyTreeDef  # of the term, which adds what depends on distances alone
   readers: tuple[tile_inputs.Reader, ...]
-  mask: tile_inputs.MaskReader
+  mask: mask_tiles.MaskReader
   by_distance: tuple[diagonals.Diagonals, ...]
   factor: float  # of the scores before and after; not 1 where the term adds to them only
   columns: depth_columns.SlopeColumns | None  # of a term that scores have already
@@ -89,7 +90,7 @@ class ModReader(NamedTuple):
 
 
 def mod_reader(inputs: tile_inputs.TileInputs, operands: Operands, spec: AttentionSpec,
-               mask: tile_inputs.MaskReader) -> ModReader | None:
+               mask: mask_tiles.MaskReader) -> ModReader | None:
   """Adds the arrays of a score mod to the inputs of a kernel; None: the call has none."""
   if not spec.has_score_mod:
     return None

@@ -20,7 +20,7 @@ import numpy as np
 from attn_core.kernels.common import dense_operands, listed, matmul_precision
 from attn_core.kernels.common.online_softmax import LOG2E
 from attn_core.kernels.tpu.flash import (
-    call, depth_columns, list_bits, schedule, score_tiles, tile_inputs)
+    call, depth_columns, list_bits, mask_tiles, schedule, score_tiles, tile_inputs)
 from attn_core.kernels.tpu.flash.tile_inputs import GridIndex, KernelRefs, TileIndex, TokenRange
 from attn_core.masks import block_map
 from attn_core.types import AttentionSpec, Operands
@@ -38,8 +38,8 @@ class KernelParams(NamedTuple):
 
   spec: AttentionSpec
   tiling: schedule.Tiling
-  mask: tile_inputs.MaskReader
-  dropout: tile_inputs.DropoutReader
+  mask: mask_tiles.MaskReader
+  dropout: mask_tiles.DropoutReader
   patterns: schedule.Patterns
   single_step_rows: bool  # see `schedule.Schedule.single_step_rows`
   bias: tile_inputs.Reader | None  # of a tile
@@ -186,11 +186,11 @@ def make_kernel_params(inputs: tile_inputs.TileInputs, operands: Operands, spec:
   """Adds mask, bias, dropout and score mod to the inputs; returns the parameters of a kernel."""
   lists = list_bits.readers(inputs, dense_operands.mask_of(operands, spec))
   operands, spec = listed.without_lists(operands, spec)
-  mask = tile_inputs.mask_reader(inputs, operands, spec.mask, lists)
+  mask = mask_tiles.mask_reader(inputs, operands, spec.mask, lists)
   bias = None if operands.bias is None else inputs.add_per_pair(operands.bias)
   precision = matmul_precision.resolve(operands.query.dtype, spec.precision)
   return KernelParams(
-      spec, tiling, mask, tile_inputs.dropout_reader(inputs, operands, spec, mask),
+      spec, tiling, mask, mask_tiles.dropout_reader(inputs, operands, spec, mask),
       patterns, single_step_rows, bias, precision,
       score_tiles.mod_reader(inputs, operands, spec, mask))
 
