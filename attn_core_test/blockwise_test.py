@@ -119,6 +119,12 @@ class BlockSizesTest(parameterized.TestCase):
                  both(sizes), both(BlockSizes()))
 
 
+  def test_a_block_of_very_many_keys_leaves_a_query(self):
+    query, key = shapes(4, 48, 8)[0], shapes(2**15, 1, 8)[0]
+    run = lambda q, k: forward(q, k, k, causal=False, block_sizes=BlockSizes(block_kv=2**15))
+    jax.jit(run).lower(query, key)
+
+
 class NarrowTest(parameterized.TestCase):
   """16-bit operands in every shape of loop: one block or several, one head or several."""
 

@@ -126,6 +126,8 @@ PAGED = (
     ("half", "tpu", dict(query="float16", stored="float16"), "queries of float16", {}),
     ("wide", "tpu", dict(width=192), "head_dim 192", dict(width=256)),
     ("page", "tpu", dict(size=2**15, width=256), "pages of 32768 tokens", dict(size=256)),
+    ("page_of_scales", "tpu", dict(size=250, width=128, **EIGHT),
+     "pages of 250 tokens: .* 64 pages", dict(size=100, **EIGHT)),
     ("tables", "tpu", dict(columns=2**16), "bytes of scalar memory", dict(columns=2**10)),
     ("query_8_bits", "tpu", dict(query="float16", **EIGHT), "queries of float16", EIGHT),
     ("v2", "tpu", dict(kind=PagesV2, width=160), "head_dim 160", dict(kind=PagesV2, width=128)),

@@ -302,6 +302,8 @@ ON_TPU = {
         score_mod=score_mods.alibi(np.arange(1, 5) * np.float32(0.1)))),
     "keys_of_tokens": (260, lists(260, B, K, 260, 40, seed=20), (1, 1), dict(
         also=masks.window(200, 0))),
+    "three_keys": (384, lists(128, 1, 1, 384, 20, seed=22), (1, 3), dict(
+        bias=numbers(1, H, 384, 384, seed=4))),  # tiles of 384 keys
     "pairs_of_keys": (256, lists(128, 1, 1, 128, 9, seed=21), (2, 2), {}),
 }
 

@@ -265,6 +265,16 @@ class RunsTest(parameterized.TestCase):
       np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * max(1, abs(y).max()))
 
 
+  def test_tables_of_batch_rows_at_the_same_positions(self):
+    """As `jax.vmap` over a table makes them: positions are those of all rows."""
+    values, base, blocks = _number(3, 2, 9), jnp.array([[5]], jnp.int32), Tiling(
+        128, 128, 128, 128, 128, 128)
+    found = diagonals.rows_of(values, -4, base, 3, blocks)
+    for n, row in enumerate(found):
+      np.testing.assert_array_equal(row[None], diagonals.rows_of(
+          values[n:n + 1], -4, base, 3, blocks))
+
+
 class OneBackwardTest(parameterized.TestCase):
 
   @parameterized.parameters(*sampling.names(MODS, ("composed", "dense")))

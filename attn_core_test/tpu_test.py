@@ -130,6 +130,21 @@ class InterpretTest(parameterized.TestCase):
     self.assertEqual((chosen.head_parts, chosen.num_ranges, chosen.halves), expected)
     self.compare(case, 1e-5)
 
+  @parameterized.parameters(False, True)
+  def test_blocks_of_every_length_have_tiles(self, backward):
+    """A tile divides its block, also where that is 5, 7 or 19 times 128 tokens."""
+    lengths = range(100, 2500, 128)
+    for tokens in lengths:
+      for dtype in (jnp.float32, jnp.bfloat16):
+        for requested in (BlockSizes(), BlockSizes(*[-(-tokens // 128) * 128] * 4)):
+          found = tiling.make_tiling(shapes(tokens, 1, 64, dtype), spec_of(masks.causal()),
+                                     requested, backward=backward)
+          self.assertEqual((found.block_q % found.tile_q, found.block_kv % found.tile_kv), (0, 0))
+          self.assertLessEqual(found.tiles_q * found.tiles_kv, tiling.MOST_TILES)
+
+  def test_one_block_of_five_lanes(self):
+    self.compare(Case({}, T=600, H=1, K=1, D=16, blocks=None), 1e-5)
+
   def test_heads_of_parts_may_see_differently(self):
     self.enter_context(mock.patch.object(tiling, "PER_PAIR_BLOCK", (128, 128, 128)))
     self.compare(CASES["dense_per_head"]._replace(blocks=None), 1e-5, ("on_wait",))
@@ -315,6 +330,19 @@ class RefusalTest(parameterized.TestCase):
       self.assertLessEqual(tiling.SLACK * needed, most * 2**20)
       self.assertLessEqual(tiling.vmem_limit(sizes, chosen, operands, backward=backward),
                            most * 2**20)
+
+  @parameterized.parameters((64, 64, 576, 512), (100, 4096, 576, 576))
+  def test_many_heads_of_a_key_head_fit(self, queries, keys, width, value_width):
+    """Where blocks are as small as they can be, a step computes fewer heads."""
+    operands = shapes(keys, 128, width, jnp.bfloat16, 1)
+    operands = operands._replace(
+        query=jax.ShapeDtypeStruct((1, queries, 128, width), jnp.bfloat16),
+        value=jax.ShapeDtypeStruct((1, keys, 1, value_width), jnp.bfloat16))
+    spec = spec_of(masks.causal())
+    for backward in (False, True):
+      chosen = tiling.make_tiling(operands, spec, BlockSizes(), backward=backward)
+      tiling.vmem_limit(BlockSizes(), chosen, operands, backward=backward)
+      self.assertEqual(chosen.group * chosen.head_parts, 128)
 
   @parameterized.product(group=(1, 8), width=(64, 256), limit=(None, 2**24))
   def test_ranges_of_queries_stay_in_vector_memory(self, group, width, limit):

@@ -35,7 +35,7 @@ def selected_blocks(indices: ArrayLike, block_q: int, block_kv: int) -> Mask:
   TPUs and for Hopper visit the listed blocks and no others where both blocks are multiples of 128
   tokens. Those for TPUs take any blocks: they visit the tiles that some query of a tile lists, and
   read a bit for each query and key block, for each list T * S / 256 bytes, or if that is more
-  T * S / (8 * block_kv).
+  T * S / (8 * n), where n is the greatest power of two that divides block_kv.
 
   Args:
     indices: int32 [B or 1, K or 1, num_query_blocks, k], numbers of key blocks; H query heads in

@@ -26,6 +26,7 @@ from attn_core.types import AttentionSpec, BlockSizes, Operands, cdiv
 
 _NAME = "masks.selected_blocks or masks.selected_keys"
 LANES = 128
+SUBLANES = 8  # keys of a register
 WORD = 32  # bits
 QUERIES, KEYS = "block_q", "block_kv"  # fields of `leaves.Selected`
 
@@ -254,8 +255,9 @@ def _named(indices: jax.Array | np.ndarray, count: int,
 
 
 def bit_keys(node: leaves.Selected, layout: Layout) -> int:
-  """Returns the keys of a bit, which divide those of a tile."""
-  return math.gcd(_listed_keys(node, layout), layout.tile_kv)
+  """Returns the keys of a bit, which divide those of a tile: a multiple of 8, or 1, 2 or 4."""
+  size = math.gcd(_listed_keys(node, layout), layout.tile_kv)
+  return size if size % SUBLANES == 0 else math.gcd(size, SUBLANES)
 
 
 def words_of_block(node: leaves.Selected, layout: Layout) -> int:

@@ -176,7 +176,8 @@ def _step_heads(inputs: Inputs) -> int:
   key_heads = inputs.operands.key.shape[2]
   if inputs.lists.indices.shape[1] > 1:
     key_heads = math.gcd(key_heads, inputs.lists.group // inputs.group)
-  most = tiling.STEP_SCORES_BACKWARD // (inputs.group * TILE * CHUNK)
+  keys = max(CHUNK, inputs.lists.block_kv)  # of a chunk
+  most = tiling.STEP_SCORES_BACKWARD // (inputs.group * TILE * keys)
   return max(n for n in range(1, key_heads + 1) if key_heads % n == 0 and n <= max(1, most))
 
 

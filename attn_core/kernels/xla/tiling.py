@@ -70,7 +70,7 @@ def make_tiling(operands: Operands, spec: AttentionSpec, requested: BlockSizes, 
     heads -= 1
   if not backward and not wanted_q and usual == 512 and heads == key_heads:
     rows = STEP_SCORES // (heads * block_kv)
-    block_q = min(queries, max(block_q, _even(queries, min(rows // group, 1024))))
+    block_q = min(queries, max(block_q, _even(queries, max(1, min(rows // group, 1024)))))
   return Tiling(Sizes(*sizes, block_q, block_kv), heads)
 
 

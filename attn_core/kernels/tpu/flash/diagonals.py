@@ -72,10 +72,8 @@ def _strided(values: jax.Array, first: int, base: jax.Array,
   number = cdiv(count - 1, stride) + 2
   padded = jnp.pad(values, ((0, 0), (0, 0), (stride, number * stride - count)), mode="edge")
   whole, rest = jnp.divmod(base - first, stride)
-  cut = lambda x, start: lax.dynamic_slice_in_dim(x, start, number * stride, 1).reshape(
-      heads, number, stride)[:, :, 0]
-  in_axes = 0 if values.shape[0] > 1 else None, 0
-  return jax.vmap(cut, in_axes)(padded if values.shape[0] > 1 else padded[0], rest), -1, whole
+  found = _slices(padded, rest, number * stride)
+  return found.reshape(found.shape[0], heads, number, stride)[..., 0], -1, whole
 
 
 def _row_of(values: jax.Array, first: int, base: jax.Array, tiling: Tiling) -> jax.Array:
@@ -85,11 +83,15 @@ def _row_of(values: jax.Array, first: int, base: jax.Array, tiling: Tiling) -> j
   padded = jnp.pad(values[:, :, ::-1].astype(jnp.float32), ((0, 0), (0, 0), (size, size)),
                    mode="edge")
   start = jnp.clip(size + count - 1 - tiling.padded_keys + first - base, 0, size + count)
+  return _slices(padded, start, size)
+
+
+def _slices(x: jax.Array, starts: jax.Array, size: int) -> jax.Array:
+  """Returns x[b, :, starts[b]:starts[b] + size], for x and starts of B or 1 batch rows."""
+  if starts.shape[0] == 1:
+    return lax.dynamic_slice_in_dim(x, starts[0], size, 2)
   cut = lambda x, start: lax.dynamic_slice_in_dim(x, start, size, 1)
-  if base.shape[0] == 1:
-    return lax.dynamic_slice_in_dim(padded, start[0], size, 2)
-  return jax.vmap(cut, (0 if values.shape[0] > 1 else None, 0))(
-      padded if values.shape[0] > 1 else padded[0], start)
+  return jax.vmap(cut, (0 if x.shape[0] > 1 else None, 0))(x if x.shape[0] > 1 else x[0], starts)
 
 
 class Band(NamedTuple):

@@ -106,6 +106,8 @@ def make_tiling(operands: Operands, spec: AttentionSpec, requested: BlockSizes, 
       columns //= 2
     elif not wanted_q and rows > LANES:
       rows //= 2
+    elif group > 1:
+      group = max(n for n in range(1, group) if group % n == 0)
     else:
       return tiling  # too large: `vmem_limit` raises
 
@@ -188,7 +190,11 @@ def _tiling(operands: Operands, mask: mask_lib.Mask, rows: int, columns: int, ti
   if isinstance(mask, mask_lib.Full):
     tile_q = block_q
   while (block_q // tile_q) * (block_kv // tile_kv) > MOST_TILES:
-    tile_q, tile_kv = _tile(block_q, 2 * tile_q), _tile(block_kv, 2 * tile_kv)
+    larger = _tile(block_q, 2 * tile_q), _tile(block_kv, 2 * tile_kv)
+    if larger == (tile_q, tile_kv):  # blocks of 5 or 7 times 128 tokens have no such tiles
+      larger = (_next_tile(block_q, tile_q), tile_kv) if tile_q < block_q else (
+          tile_q, _next_tile(block_kv, tile_kv))
+    tile_q, tile_kv = larger
   return Tiling(queries, keys, block_q, block_kv, tile_q, tile_kv, group,
                 head_parts=_group(operands) // group, runs=score_tiles.runs_of(operands, mask))
 
@@ -343,6 +349,11 @@ def _per_pair(operands: Operands) -> Iterator[tuple[jax.Array, int]]:
   for x in operands.mods:
     if x.ndim == 4 and min(x.shape[2:]) > 1:
       yield x, x.dtype.itemsize
+
+
+def _next_tile(block: int, tile: int) -> int:
+  """Returns the least multiple of LANES above `tile` that divides `block`, which is larger."""
+  return min(n for n in range(tile + LANES, block + 1, LANES) if block % n == 0)
 
 
 def _tile(block: int, most: int) -> int:

@@ -137,10 +137,13 @@ def with_blocks(layout: KVLayout, operands: PagedOperands, block_sizes: BlockSiz
     wanted = min(wanted, cdiv(cdiv(held, LANES) * LANES, layout.page_size))
   most = max(1, wanted * BUFFER_BYTES // layout._replace(block_pages=wanted).vmem_bytes())
   block_pages = min(wanted, most, MOST_PAGES)
-  if layout.scales == "token":  # blocks must be whole lanes
-    lanes = LANES // math.gcd(LANES, layout.page_size)
-    block_pages = cdiv(block_pages, lanes) * lanes
-  return layout._replace(block_pages=block_pages)
+  least = _least_pages(layout)
+  return layout._replace(block_pages=max(1, block_pages // least) * least)
+
+
+def _least_pages(layout: KVLayout) -> int:
+  """Returns the pages of the smallest block: scales of tokens fill whole lanes."""
+  return LANES // math.gcd(LANES, layout.page_size) if layout.scales == "token" else 1
 
 
 def make_layout(cache: Pages, heads: layouts.Heads, block_pages: int) -> KVLayout:
@@ -206,8 +209,10 @@ def unsupported_reason(query: jax.Array, cache: Pages, metadata: layouts.PagesMe
       return (f"head_dim {width}: the TPU kernel needs a multiple of {LANES} above {LANES}, as XLA "
               "would copy all other pages at every call: layout v3 pads them; keys and queries may "
               "be padded with zeros")
-  if layout.vmem_bytes() > BUFFER_BYTES:
-    return (f"pages of {layout.page_size} tokens: keys and values of one page do not fit the "
+  least = _least_pages(layout)
+  if layout._replace(block_pages=least).vmem_bytes() > BUFFER_BYTES:
+    pages = "one page" if least == 1 else f"{least} pages, whose scales fill whole lanes,"
+    return (f"pages of {layout.page_size} tokens: keys and values of {pages} do not fit the "
             f"TPU kernel's {BUFFER_BYTES} bytes")
   if layout.latent and row_writes.bytes_of_slot(layout) > row_writes.MOST_BYTES:
     return (f"pages of {layout.page_size} latent rows, which are not whole tiles of "
