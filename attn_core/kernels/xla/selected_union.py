@@ -281,9 +281,13 @@ def _union(inputs: Inputs, group: Group, n: jax.Array) -> Union:
   seen = jnp.asarray(rest.visible(at)) & (at.key_index < keys) & listed & (
       at.query_index < inputs.operands.query.shape[1])
   seen = seen.any((0, 1, 2)).reshape(count, lists.block_kv).any(1)
+  # Not `jnp.nonzero`, which jax 0.12 cannot partition over a mesh.
   per_chunk = _chunk_blocks(inputs)
-  blocks = jnp.nonzero(seen, size=cdiv(count, per_chunk) * per_chunk, fill_value=count)[0]
-  return Union(query, table, blocks.astype(jnp.int32), seen.sum(dtype=jnp.int32))
+  size = cdiv(count, per_chunk) * per_chunk
+  place = jnp.where(seen, lax.cumsum(seen.astype(jnp.int32)) - 1, jnp.int32(size))
+  blocks = jnp.full(size + 1, count, jnp.int32).at[place].set(
+      jnp.arange(count, dtype=jnp.int32), mode="promise_in_bounds")
+  return Union(query, table, blocks[:size], seen.sum(dtype=jnp.int32))
 
 
 def _chunk_blocks(inputs: Inputs) -> int:
