@@ -318,6 +318,8 @@ class RandomTest(parameterized.TestCase):
   @parameterized.parameters(*sampling.with_slow([(0,)], *((n,) for n in range(1, 41))))
   def test_fifty(self, part):
     rng = np.random.default_rng([17, part])
+    if part:  # the programs of all parts do not fit into one process
+      self.addCleanup(jax.clear_caches)
     for _ in range(50 if part else 2):
       self.check_one(rng)
 
