@@ -102,6 +102,17 @@ class LeavesTest(parameterized.TestCase):
       if size in few:
         np.testing.assert_array_equal(found[size], seen, f"{size} in jit")
 
+  def test_segments_compare_once(self):
+    """Of any two ids, equal ones that are not negative; one operation for each pair of tokens."""
+    ids = np.array([-2**31, -2**31 + 1, -3, -2, -1, 0, 1, 2, 2**31 - 1], np.int32)
+    see = lambda query, key: leaves.Segments(query, key).visible(Coordinates(0, 0, 0, 0, 0, 0))
+    seen = (ids[:, None] == ids) & (ids >= 0)
+    np.testing.assert_array_equal(see(ids[:, None], ids), seen)
+    np.testing.assert_array_equal(see(jnp.asarray(ids)[:, None], ids), seen)
+    np.testing.assert_array_equal(see(ids[:, None], jnp.asarray(ids)), seen)
+    steps = jax.make_jaxpr(see)(ids[:, None], ids).eqns
+    self.assertLen([x for x in steps if x.outvars[0].aval.shape == seen.shape], 1)
+
   def test_rows_of_the_batch_differ(self):
     shape = (2, 1, 2, 3)
     for mask, first, second in (

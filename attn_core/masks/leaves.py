@@ -113,7 +113,9 @@ class Segments(Mask):
   roles = {"query_ids": QUERY, "key_ids": KEY}
 
   def visible(self, at: Coordinates) -> Booleans:
-    return (self.query_ids == self.key_ids) & (self.query_ids >= 0)
+    # Padding gets ids that differ, by operations on rows and columns: one comparison a pair.
+    query_ids = _module(self.query_ids).where(self.query_ids < 0, _INT32.min, self.query_ids)
+    return query_ids == _module(self.key_ids).maximum(self.key_ids, -1)
 
   def bounds(self, grid: Grid) -> Bounds:
     query, key = grid.reduce_query(self.query_ids), grid.reduce_key(self.key_ids)

@@ -7,9 +7,8 @@ from typing import Any, Callable, NamedTuple, Sequence
 import jax
 from jax import lax
 import jax.numpy as jnp
-import numpy as np
 
-from attn_core.masks import leaves, mask as mask_lib
+from attn_core.masks import mask as mask_lib
 from attn_core.types import MaskOperands, are_known
 
 
@@ -36,27 +35,6 @@ def int32s(starts: Sequence[Index]) -> list[jax.Array]:
 def slice_at(x: jax.Array, starts: Sequence[Index], lengths: Sequence[int]) -> jax.Array:
   """`lax.dynamic_slice` at starts >= 0, Python integers and int32 together."""
   return lax.dynamic_slice(x, int32s(starts), lengths, allow_negative_indices=False)
-
-
-def visible(mask: mask_lib.Mask, at: mask_lib.Coordinates, *,
-            arrays_only: bool) -> mask_lib.Booleans:
-  """Returns `mask.visible(at)`, by few operations for each pair of a kernel's tile.
-
-  Args:
-    mask: with the tile's part of its arrays.
-    at: coordinates of the pairs.
-    arrays_only: the masks of a conjunction that have no arrays show all of these pairs.
-  """
-  found: mask_lib.Booleans = np.True_
-  for part in mask_lib.conjuncts(mask):
-    if isinstance(part, leaves.Segments):
-      # Padding gets ids that differ, by operations on rows and columns that all pairs share.
-      query_ids, key_ids = (jnp.where(ids < 0, padding, ids) for ids, padding in (
-          (part.query_ids, -1), (part.key_ids, -2)))
-      found = found & (query_ids == key_ids)
-    elif jax.tree.leaves(part) or not arrays_only:
-      found = found & part.visible(at)
-  return found
 
 
 def slice_mask(structure: jax.tree_util.PyTreeDef, operands: MaskOperands, tile: Tile,
