@@ -201,20 +201,22 @@ class ListTest(parameterized.TestCase):
     self.assertLessEqual(set(expected.kinds), set(found[0].kinds))
 
   @parameterized.product(static=(masks.causal(), masks.window(600, 200), masks.full()),
-                         by_keys=(False, True))
-  def test_only_arrays_hide_pairs_of_such_tiles(self, static, by_keys):
+                         by_keys=(False, True), lists=(False, True))
+  def test_only_arrays_hide_pairs_of_such_tiles(self, static, by_keys, lists):
     """Checks all blocks of a pattern; those of a window may have that of another one by chance."""
     sizes = schedule.Tiling(1024, 1024, 256, 256, 128, 128)
     tiles = schedule._static_tiles(static & masks.segments(np.zeros((1, 1024), np.int32)), sizes,
                                    by_keys)
     number, found = np.arange(4), []
     def build(ids):
-      mask = static & masks.segments(ids)
+      # Lists of the block of 64 keys whose number is an id.
+      mask = static & (masks.selected_blocks(ids[:, None, :, None] % 16, 1, 64) if lists
+                       else masks.segments(ids))
       steps, _ = schedule.build(mask, sizes, by_keys=by_keys)
       found.append(schedule.patterns(steps, mask, sizes, by_keys=by_keys))
       return steps
     run = jax.jit(build)
-    for size in (10, 100, 150, 400):
+    for size in (100,) if lists else (10, 100, 150, 400):
       steps = run((np.arange(1024) // size)[None].astype(np.int32))
       for row, column, bits in zip(*(np.asarray(x[0]) for x in steps[:3])):
         if bits in found[0].kinds:

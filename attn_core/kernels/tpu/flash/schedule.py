@@ -136,7 +136,7 @@ class Patterns(NamedTuple):
   kinds: tuple[int, ...]  # as uint32; the one with all tiles FULL comes first if it occurs
   complete: bool  # whether these are all values
   # For each of `kinds`, a bit for each tile: set if, in any block of these kinds, the parts of the
-  # mask without arrays show the whole tile, so that only its arrays can hide a pair.
+  # mask without arrays show the whole tile, so that only its arrays and lists can hide a pair.
   by_arrays: tuple[int, ...] = ()
 
   def hides_by_arrays(self, pattern: int, tile: int) -> bool:
@@ -214,7 +214,10 @@ def patterns(steps: Schedule, mask: Mask, tiling: Tiling, *, by_keys: bool) -> P
     mask, tiling, by_keys: as in `build`.
   """
   all_full = sum(block_map.FULL << (2 * n) for n in range(tiling.tiles_q * tiling.tiles_kv))
-  has_arrays = bool(jax.tree.leaves(selected.split(mask)[1]))  # besides lists of blocks
+  lists, rest = selected.split(mask)
+  # Besides lists that show whole tiles or nothing of them.
+  has_arrays = bool(jax.tree.leaves(rest)) or not all(
+      listed.is_whole(x, tiling.layout.lengths) for x in lists)
   if known := isinstance(steps.kinds, np.ndarray):
     frequent = _by_frequency(steps.kinds.view(np.uint32))
   else:

@@ -28,7 +28,7 @@ from attn_core.types import AttentionSpec, Operands
 # d logits -> (d scaled scores, cotangents of arrays of the score mod)
 Pull: TypeAlias = Callable[[jax.Array], tuple[jax.Array, score_tiles.Arrays]]
 # What of the mask must be evaluated in a tile: nothing where it is fully visible, the parts with
-# arrays where the others show it whole, or everything.
+# arrays and the bits of lists where the others show it whole, or everything.
 UNMASKED, BY_ARRAYS, MASKED = 0, 1, 2
 Strip = tuple[TileIndex, int]  # (neighboring tiles of one kind, one of these numbers)
 
