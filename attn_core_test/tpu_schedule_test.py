@@ -397,8 +397,23 @@ class ScalarMemoryTest(parameterized.TestCase):
     self.assertEqual((chosen.block_q, chosen.block_kv), (128, 128))
     with self.assertRaisesRegex(ValueError, "block_sizes: blocks of 128 queries and 128 keys make "
                                 "a schedule of 2050 KiB of scalar memory for each batch row; "
-                                "expected at most 960: give larger block_q and block_kv"):
-      scalar_memory.num_groups(operands, spec, chosen, by_keys=False)
+                                "expected at most 960: give a larger block_q and a larger "
+                                "block_kv, or None"):
+      scalar_memory.num_groups(operands, spec, chosen, by_keys=False, requested=blocks)
+
+  def test_what_errors_say_can_be_followed(self):
+    """Follows them from blocks that are too small to a mechanism that takes a million tokens."""
+    x = jax.ShapeDtypeStruct((1, 10**6, 1, 128), jnp.bfloat16)
+    def run(mechanism, sizes):
+      attend = lambda x: attention(x, x, x, mechanism=mechanism, metadata=TPU, block_sizes=sizes
+                                   ).attention_outputs
+      return jax.eval_shape(lambda x: jax.vjp(attend, x)[1](x), x)
+    small = BlockSizes(block_kv_backward=512)
+    for sizes, cure in ((small, "512 keys.*of the backward.*: give a larger block_kv_backward, or "
+                         "None$"), (None, 'give mechanism="blockwise", which has no schedule$')):
+      with self.assertRaisesRegex(ValueError, cure):
+        run("flash_attn2", sizes)
+    self.assertEqual(run("blockwise", None)[0].shape, x.shape)
 
   @parameterized.parameters((6, False), (6, True), (2, False))
   def test_groups_are_computed_in_order(self, batch, sends):

@@ -378,7 +378,7 @@ class RefusalTest(parameterized.TestCase):
 
   def test_schedules_that_do_not_fit(self):
     x = jax.ShapeDtypeStruct((1, 131072, 1, 64), jnp.bfloat16)
-    with self.assertRaisesRegex(ValueError, "128 queries.*KiB of scalar memory.*larger block_q"):
+    with self.assertRaisesRegex(ValueError, "128 queries.*KiB of scalar memory.*a larger block_q"):
       jax.eval_shape(lambda x: attention(
           x, x, x, mechanism="flash_attn2", metadata=TPU, block_sizes=BLOCKS), x)
 

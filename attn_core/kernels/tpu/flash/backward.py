@@ -129,7 +129,8 @@ def _backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
       mask, operands.query, operands.key, operands.value)
   lse = pad_rows(finite_lse(rows.lse) * online_softmax.LOG2E, jnp.inf)
   arrays = _BackwardArrays(query, rows.d_out, key, value, lse, pad_rows(rows.delta, 0))
-  groups = scalar_memory.num_groups(operands, spec, tiling, by_keys=True)
+  groups = scalar_memory.num_groups(operands, spec, tiling, by_keys=True,
+                                    requested=block_sizes)
   of_mods = mod_sums.mod_sums(operands, spec, tiling, wrt)
 
   def run(operands: Operands, arrays: _BackwardArrays, transfer: RemoteCopy | None,

@@ -57,7 +57,8 @@ def forward_with_remote_copy(
     key, value = nonfinite.propagate_nan(operands.key, operands.value, finite)
     operands = operands._replace(key=key, value=value)
   tiling = tiling_lib.make_tiling(operands, spec, block_sizes, backward=False)
-  groups = scalar_memory.num_groups(operands, spec, tiling, by_keys=False)
+  groups = scalar_memory.num_groups(operands, spec, tiling, by_keys=False,
+                                    requested=block_sizes)
   def run(operands: Operands, arrays: tuple[()],
           transfer: RemoteCopy | None) -> tuple[Residuals, tuple[jax.Array, ...]]:
     del arrays

@@ -27,7 +27,7 @@ def _check(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) -> 
   for is_backward in (False, True):
     tiling = tiling_lib.make_tiling(operands, spec, block_sizes, backward=is_backward)
     tiling_lib.vmem_limit(block_sizes, tiling, operands, backward=is_backward)
-    scalar_memory.num_groups(operands, spec, tiling, by_keys=is_backward)
+    scalar_memory.num_groups(operands, spec, tiling, by_keys=is_backward, requested=block_sizes)
 
 
 @functools.cache

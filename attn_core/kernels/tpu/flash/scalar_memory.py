@@ -16,7 +16,7 @@ from attn_core.kernels.common import dense_operands
 from attn_core.kernels.common.contract import RemoteCopy
 from attn_core.kernels.tpu.flash import schedule
 from attn_core.masks import mask as mask_lib
-from attn_core.types import AttentionSpec, Operands
+from attn_core.types import AttentionSpec, BlockSizes, Operands
 
 KIBIBYTE = 2**10
 # Of 1 MiB; the rest is for the compiler, which keeps numbers of its own there.
@@ -67,11 +67,12 @@ def _per_batch_row(operands: Operands, spec: AttentionSpec, groups: int) -> Iter
 
 
 def num_groups(operands: Operands, spec: AttentionSpec, tiling: schedule.Tiling, *,
-               by_keys: bool) -> int:
+               by_keys: bool, requested: BlockSizes = BlockSizes()) -> int:
   """Returns the least number of groups of batch rows for which a kernel fits.
 
   Args:
     operands, spec, tiling, by_keys: as in `needed`.
+    requested: the blocks that the caller gave, of which those of `tiling` are made.
 
   Raises:
     ValueError: the schedule of one batch row needs more than MOST_BYTES.
@@ -83,8 +84,18 @@ def num_groups(operands: Operands, spec: AttentionSpec, tiling: schedule.Tiling,
       return groups
   raise ValueError(
       f"block_sizes: blocks of {tiling.block_q} queries and {tiling.block_kv} keys make a schedule "
-      f"of {size(batch) / KIBIBYTE:.0f} KiB of scalar memory for each batch row; expected at most "
-      f"{MOST_BYTES // KIBIBYTE}: give larger block_q and block_kv")
+      f"of {size(batch) / KIBIBYTE:.0f} KiB of scalar memory for each batch row"
+      f"{' of the backward' if by_keys else ''}; expected at most {MOST_BYTES // KIBIBYTE}: "
+      f"{_cure(requested, by_keys)}")
+
+
+def _cure(requested: BlockSizes, by_keys: bool) -> str:
+  """Returns what to give in place of blocks whose schedule is too long."""
+  names = [f"{name}_backward" if by_keys else name for name in ("block_q", "block_kv")]
+  if given := [name for name in names if getattr(requested, name) is not None]:
+    return f"give a larger {' and a larger '.join(given)}, or None"
+  # Those chosen are the largest that fit in vector memory.
+  return 'give mechanism="blockwise", which has no schedule'
 
 
 def fits(operands: Operands, spec: AttentionSpec, tiling: schedule.Tiling, *,
