@@ -100,6 +100,15 @@ class InterpretTest(parameterized.TestCase):
     self.assertIn(f"tensor<{'x'.join(map(str, arrays['bias'].shape))}xf32>", text)
     self.assertNotIn("dims = [0, 1, 3, 2]", text)
 
+  def test_a_dense_mask_is_not_copied(self):
+    """Checks that the kernel transposes it, forward and backward."""
+    case = CASES["dense_per_head"]
+    loss = lambda arrays: case.call(arrays)[0].sum()
+    with interpreted():
+      text = jax.jit(jax.grad(loss)).lower(case.arrays()).as_text()
+    self.assertIn("x260x260xi8>", text)
+    self.assertNotIn("dims = [0, 1, 3, 2]", text)
+
   def test_every_query_has_other_masks_and_biases(self):
     """Checks arrays with a number per query, in a loop over tiles of more keys than queries."""
     self.enter_context(mock.patch.object(schedule, "MOST_PATTERNS", 0))

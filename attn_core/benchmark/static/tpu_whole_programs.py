@@ -26,18 +26,26 @@ from attn_core.benchmark.static.tpu_programs import Built, Contender, Program
 from attn_core.config.metadata import OperationMetadata
 from attn_core.kernels.tpu.flash import (call, schedule, softmax_choice, step_list, tile_inputs,
                                          tiling)
+from attn_core.kernels.tpu.flash.schedule import LANES
 from attn_core.masks import constructors, mask as mask_lib
 
 OURS = "flash_attn2, whole"
 OURS_WORST = "flash_attn2, whole, worst"  # the naive softmax fails in every step
 SPLASH = "jax splash, whole"
 IN_HBM = ", in HBM"  # the suffix of a forward whose arrays lie in HBM, as long ones do
+# The suffix of arrays that lie as the kernels read them, as those of a model's projections do.
+PROJECTED = ", projected"
 GRADIENT = " gradient"  # the suffix of forward and backward in one program
-PACKED = "packed"  # prefix of the cases with segment ids, which are arguments of the program
+# Prefixes of cases with one more argument of the program: segment ids, a dense mask that also hides
+# single pairs of every tile, and a bias of all pairs.
+PACKED, DENSE, BIASED = "packed", "dense_mask", "bias"
 
 
-def ids_of(case: Case) -> np.ndarray | None:
-  """Returns int32 [B, T], the document of every token; None for cases without segment ids."""
+def mask_array(case: Case) -> np.ndarray | None:
+  """Returns the segment ids int32 [B, T] or the dense mask bool [1, 1, T, S]; None without."""
+  if case.name.startswith(DENSE):
+    shape = case.queries, case.keys
+    return np.random.default_rng(0).random((1, 1, *shape)) < 0.9
   if not case.name.startswith(PACKED):
     return None
   found = cases.segment_ids(case)
@@ -45,25 +53,48 @@ def ids_of(case: Case) -> np.ndarray | None:
 
 
 def _shapes(case: Case) -> tuple[jax.ShapeDtypeStruct, ...]:
-  """Returns query, key, value, and the segment ids where the case has them."""
+  """Returns query, key, value, and one more where the case has it; see PACKED."""
   arrays = [jax.ShapeDtypeStruct((case.batch, *shape), jnp.dtype(case.dtype)) for shape in (
       (case.queries, case.heads, case.width), (case.keys, case.key_heads, case.width),
       (case.keys, case.key_heads, case.value_width))]
-  ids = ids_of(case)
-  return (*arrays, *(() if ids is None else (jax.ShapeDtypeStruct(ids.shape, jnp.int32),)))
+  if case.name.startswith(BIASED):
+    arrays.append(jax.ShapeDtypeStruct((1, 1, case.queries, case.keys), arrays[0].dtype))
+  found = mask_array(case)
+  return (*arrays, *(() if found is None else (jax.ShapeDtypeStruct(found.shape, found.dtype),)))
 
 
-def _program(case: Case, attend: Callable[..., jax.Array], gradient: bool) -> Built:
-  """Returns attend(query, key, value, *ids), or it and its cotangents."""
+def _projected(array: jax.Array) -> jax.Array:
+  """Converts [B, tokens, heads, width] to what the kernels read: [B, tokens, heads * width].
+
+  Where heads are not whole lanes, they come before the tokens.
+  """
+  batch, tokens, heads, width = array.shape
+  return array.transpose(0, 2, 1, 3) if width % LANES else array.reshape(
+      batch, tokens, heads * width)
+
+
+def _program(case: Case, attend: Callable[..., jax.Array], gradient: bool,
+             projected: bool = False) -> Built:
+  """Returns attend(query, key, value, *more), or it and its cotangents; see PROJECTED."""
   shapes = _shapes(case)
-  if not gradient:
-    return attend, shapes
   out = jax.ShapeDtypeStruct((case.batch, case.queries, case.heads, case.value_width),
                              jnp.dtype(case.dtype))
+  if projected:
+    plain, tokens = attend, shapes[:3]
+    unpacks = [jax.linear_transpose(_projected, x) for x in tokens]
+
+    def attend(*arrays: jax.Array) -> jax.Array:
+      found = (unpack(x)[0] for unpack, x in zip(unpacks, arrays))
+      return _projected(plain(*found, *arrays[3:]))
+
+    *packed, out = (jax.eval_shape(_projected, x) for x in (*tokens, out))
+    shapes = *packed, *shapes[3:]
+  if not gradient:
+    return attend, shapes
 
   def both(d_out: jax.Array, query: jax.Array, key: jax.Array, value: jax.Array,
-           *ids: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    out, pull = jax.vjp(lambda *x: attend(*x, *ids), query, key, value)
+           *more: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    out, pull = jax.vjp(lambda *x: attend(*x, *more), query, key, value)
     return out, pull(d_out)
 
   return both, (out, *shapes)
@@ -73,15 +104,20 @@ def _program(case: Case, attend: Callable[..., jax.Array], gradient: bool) -> Bu
 
 
 @contextlib.contextmanager
-def _ours(program: Program, *, gradient: bool, worst: bool,
-          in_hbm: bool = False) -> Iterator[Built]:
+def _ours(program: Program, *, gradient: bool, worst: bool, in_hbm: bool = False,
+          projected: bool = False) -> Iterator[Built]:
   case = program.case
-  known = _KnownSteps(ids_of(case))
+  known = _KnownSteps(mask_array(case))
   plain = cases.mask(case._replace(documents=1))
 
-  def attend(query: jax.Array, key: jax.Array, value: jax.Array, *ids: jax.Array) -> jax.Array:
-    mask = plain & constructors.segments(ids[0]) if ids else plain
-    return attention(query, key, value, mechanism="flash_attn2", mask=mask, causal=False,
+  def attend(query: jax.Array, key: jax.Array, value: jax.Array, *more: jax.Array) -> jax.Array:
+    mask, bias = plain, None
+    if case.name.startswith(BIASED):
+      bias, = more
+    elif more:
+      of_array = constructors.dense if case.name.startswith(DENSE) else constructors.segments
+      mask = plain & of_array(*more)
+    return attention(query, key, value, mechanism="flash_attn2", mask=mask, causal=False, bias=bias,
                      metadata=OperationMetadata(platform="tpu"), logits_soft_cap=case.soft_cap,
                      dropout_prob=case.dropout,
                      dropout_rng=jax.random.key(0) if case.dropout else None).attention_outputs
@@ -94,14 +130,14 @@ def _ours(program: Program, *, gradient: bool, worst: bool,
         mock.patch.object(tile_inputs, "TileInputs", known.inputs),
         mock.patch.object(softmax_choice, "SoftmaxChoice",
                           functools.partial(known.choice, worst=worst))):
-    yield _program(case, attend, gradient)
+    yield _program(case, attend, gradient, projected)
 
 
 class _KnownSteps:
-  """The schedules of a program, also of masks whose arrays are traced."""
+  """The schedules of a program, also of masks whose array is traced; see `mask_array`."""
 
-  def __init__(self, ids: np.ndarray | None):
-    self._ids, self._build = ids, schedule.build
+  def __init__(self, array: np.ndarray | None):
+    self._array, self._build = array, schedule.build
     self._found: list[tuple[Any, step_list.Schedule]] = []
 
   def build(self, mask: mask_lib.Mask, tiling: schedule.Tiling, *, by_keys: bool,
@@ -109,9 +145,9 @@ class _KnownSteps:
     """`schedule.build`, whose lists have known lengths; the schedule is traced if the mask is."""
     build = functools.partial(self._build, tiling=tiling, by_keys=by_keys, descending=descending)
     steps, lists = known, sizes = build(mask)
-    if self._ids is not None:
+    if self._array is not None:
       with jax.ensure_compile_time_eval():
-        known, sizes = build(jax.tree.map(lambda x: jnp.asarray(self._ids), mask))
+        known, sizes = build(jax.tree.map(lambda x: jnp.asarray(self._array), mask))
       lists = lists._replace(longest=int(sizes.longest))
     self._found.append((steps, step_list.Schedule(
         *(np.asarray(x)[:, :int(lists.longest)] for x in known))))
@@ -226,6 +262,9 @@ CONTENDERS: dict[str, Contender] = {
     for (name, contender), gradient in itertools.product((
         (OURS, functools.partial(_ours, worst=False)),
         (OURS_WORST, functools.partial(_ours, worst=True)), (SPLASH, _splash)), (False, True))}
+CONTENDERS |= {
+    OURS + PROJECTED + GRADIENT * gradient: functools.partial(
+        _ours, gradient=gradient, worst=False, projected=True) for gradient in (False, True)}
 CONTENDERS |= {
     name + IN_HBM: functools.partial(_ours, gradient=False, worst=worst, in_hbm=True)
     for name, worst in ((OURS, False), (OURS_WORST, True))}

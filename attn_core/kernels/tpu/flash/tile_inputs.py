@@ -14,6 +14,7 @@ import jax
 from jax import lax
 from jax.experimental import pallas as pl
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from attn_core.kernels.tpu.flash.schedule import LANES, StepLists, Tiling
 from attn_core.kernels.tpu.flash.step_list import PackedSchedule, Schedule
@@ -219,8 +220,9 @@ class TileInputs:
     tiling = self.tiling
     if x.shape[2] == 1 < x.shape[3]:
       return self._add_row_per_key(x)
-    # In the kernel, unless there are too few bits: XLA would write all numbers once more.
-    transposes = x.dtype.itemsize > 1 and min(x.shape[2:]) > 1
+    # In the kernel, as numbers of 32 bits: XLA would write all numbers once more.
+    transposes = min(x.shape[2:]) > 1
+    wide = _wide_dtype(x)
     order = 1 if transposes else -1  # queries first, or keys
     x = x if transposes else x.swapaxes(2, 3)
     rows, heads, *lengths = x.shape
@@ -235,7 +237,7 @@ class TileInputs:
       tokens = [x.slice if length > 1 else slice(0, 1) for x, length in zip(
           (tile.queries, tile.keys)[::order], lengths)]
       found = ref(refs)[0, tile.head if heads > 1 else 0, *tokens]
-      return found.astype(jnp.float32).T if transposes else found
+      return found.astype(wide).T if transposes else found
     return read
 
   def add_per_query(self, x: jax.Array) -> Reader:
@@ -259,7 +261,7 @@ class TileInputs:
     tiling = self.tiling
     x = pad(x, 3, tiling.padded_keys)
     rows, heads = x.shape[:2]
-    wide = jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32
+    wide = _wide_dtype(x)
     ref = self.add_array(
         x, (1, tiling.query_heads if heads > 1 else 1, 1, tiling.block_kv),
         lambda b, h, i, j: (b if rows > 1 else 0, h if heads > 1 else 0, 0, j))
@@ -282,6 +284,11 @@ class TileInputs:
     """Adds int32 [B or 1]; returns a reader of the number of a batch row."""
     ref = self.add_scalars(x)
     return lambda refs, tile: ref(refs)[tile.grid.batch if x.shape[0] > 1 else 0]
+
+
+def _wide_dtype(x: jax.Array) -> DTypeLike:
+  """Returns the dtype of 32 bits for the numbers of `x`."""
+  return jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32
 
 
 def pad(x: jax.Array, axis: int, length: int) -> jax.Array:
