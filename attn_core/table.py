@@ -121,7 +121,7 @@ _paged_v3 = _over_pages("PagesV3", paged.xla_writing)
 # Keys and values that are up-projected a few heads at a time, where that is less work; decoding;
 # absorbed queries.
 _latent = Implementation(
-    latent.absorbed, _BLOCKWISE - {"selected"} | _MODS | {"latent", "quantized"}, LINEAR,
+    latent.absorbed, _BLOCKWISE | _MODS | {"latent", "quantized"}, LINEAR,
     latent_limits.limits)
 _absorbed_gradient = Rows(gradient=_latent.name)
 _latent = Implementation(latent.decode, _DECODE | {"latent"}, LINEAR, latent_limits.decode_limits,

@@ -57,6 +57,13 @@ def dense_mask(T, S=37):
   return seen
 
 
+def listed(T, S=37, k=6):
+  """Returns lists of keys, with -1 and repeated numbers among them, and one that names none."""
+  found = np.random.default_rng(4).integers(-1, S, (B, T, k)).astype(np.int32)
+  found[1, T // 2] = -1
+  return found
+
+
 SEGMENTS = MaskInfo.from_segments(ids(9, 20))
 CASES = {
     "absorbed": Case(21),
@@ -80,6 +87,12 @@ CASES = {
     "bias": Case(20, arguments={"bias": np.random.default_rng(3).normal(size=(1, 3, 20, 37))}),
     "dropout": Case(20, arguments={"dropout_prob": 0.4, "dropout_rng": jax.random.key(3)}),
     "score_mod": Case(20, arguments={"score_mod": score_mods.alibi(np.float64([0.1, 0.2, 0.4]))}),
+    "selected_keys": Case(21, arguments={"mask": masks.selected_keys(listed(21))}),
+    "selected_keys_of_one_query": Case(
+        1, arguments={"mask": masks.selected_keys(listed(1)), "logits_soft_cap": 1.5}, sinks=True),
+    "selected_blocks": Case(20, sinks=True, arguments={
+        "mask": masks.selected_blocks(listed(5, 10, 3)[:, None], 4, 4), "dropout_prob": 0.4,
+        "dropout_rng": jax.random.key(3)}),
     "unnormalized": Case(20, arguments={"normalize_output": False}),
     "up_one_query": Case(1, form="decode", up=True),
     "up_few_queries": Case(9, S=999, up=True),
@@ -93,6 +106,7 @@ CASES = {
     "up_lengths": Case(37, form="projected", up=True,
                        arguments={"mask": masks.lengths(None, np.int32([30, 0]))}),
     "up_dense_mask": Case(37, up=True, arguments={"mask": dense_mask(37)}),
+    "up_selected_keys": Case(37, up=True, arguments={"mask": masks.selected_keys(listed(37))}),
     "up_dropout": Case(37, up=True, arguments={
         "dropout_prob": 0.4, "dropout_rng": jax.random.key(3)}),
     "up_unnormalized": Case(37, form="projected", up=True, arguments={"normalize_output": False}),

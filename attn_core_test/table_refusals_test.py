@@ -133,8 +133,8 @@ REFUSED = {
         "softmax_dtype vmem_limit_bytes sequence_layout pages draft_mask scope prefixes "
         "stored_heads selected int4"),
     "latent.absorbed": (
-        "weights vmem_limit_bytes sequence_layout pages selected draft_mask scope prefixes "
-        "stored_heads int4"),
+        "weights vmem_limit_bytes sequence_layout pages draft_mask scope prefixes stored_heads "
+        "int4"),
     "latent.pages": (
         "value_width segments positions mask mask_operands bias score_mod score_function dropout "
         "weights unnormalized vmem_limit_bytes sequence_layout cache quantized selected "

@@ -129,6 +129,8 @@ def index_mask(config: AttnConfig, scores: jax.Array | np.ndarray, layer: int = 
 
   DeepSeek-AI, https://github.com/deepseek-ai/DeepSeek-V3.2-Exp. Pass it as `mask` besides
   `attention_arguments(config, layer)`. A layer that reuses the keys of another one reuses its mask.
+  `masks.selected_keys(jax.lax.top_k(scores, config.index_topk)[1])` selects the same keys by lists,
+  for time and memory that grow with their number.
 
   Args:
     config: its `index_topk` is read.

@@ -73,6 +73,8 @@ def selected_keys(indices: ArrayLike) -> Mask:
   The top-k tokens of an indexer, as in DeepSeek Sparse Attention of DeepSeek-V3.2
   (https://github.com/deepseek-ai/DeepSeek-V3.2-Exp). The kernels for TPUs compute all keys of the
   tiles that some query of a tile lists, and read a bit for each query and key, T * S / 8 bytes.
+  `multi_latent_attention` gathers the listed latent rows of each query, once for all heads; while
+  decoding it reads no other row of a cache that is not in 8 bits.
 
   Args:
     indices: int32 [B or 1, T, k], numbers of keys by column; [B or 1, K or 1, T, k] if every key

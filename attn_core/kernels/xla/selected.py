@@ -21,21 +21,24 @@ from attn_core.kernels.common.backward import compute_delta, d_sinks, finite_lse
 from attn_core.kernels.common.contract import BackwardResiduals, Residuals
 from attn_core.kernels.xla import cpu_math, tile_ops
 from attn_core.kernels.xla.selected_steps import (
-    Head, Inputs, dropped, gathered, head_of, head_rows, keys_of, masked, over_heads, product,
-    row_sinks, rows_of, scattered, scores_of, weights_of, write, write_head, write_keys)
+    Head, Inputs, dropped, head_of, head_rows, keys_and_values, keys_of, masked, over_heads,
+    product, reading_listed, row_sinks, rows_of, scattered, scores_of, weights_of, write,
+    write_head, write_keys)
 from attn_core.masks import dropout
+from attn_core.types import value_width
 
 
 def forward(inputs: Inputs) -> Residuals:
   """Computes out [B, T, H, E] and lse [B, H, T]; see `contract.ForwardFn`."""
+  inputs = reading_listed(inputs)
   operands, spec = inputs.operands, inputs.spec
-  dense_operands.assert_operands(operands)
-  width = operands.value.shape[3]
+  dense_operands.assert_operands(operands, spec.latent_width)
+  width = value_width(operands, spec)
 
   def of_head(head: Head, results: Residuals) -> Residuals:
     def step(n: jax.Array, sums: Residuals) -> Residuals:
       keys = keys_of(inputs, head, n)
-      key, value = (gathered(inputs, x, keys) for x in (head.key, head.value))
+      key, value = keys_and_values(inputs, head, keys)
       scores, _ = scores_of(inputs, rows_of(inputs, head.query, n), key)
       running = online_softmax.update(
           None, masked(inputs, keys.seen, scores, -jnp.inf), lambda weights: product(
@@ -73,9 +76,9 @@ def backward(inputs: Inputs, residuals: BackwardResiduals, cotangents: Residuals
   dS = P * (d_out . value - delta), and from it d_query and d_key; d_value = P^T . d_out. Scores are
   transposed, [num_blocks, n, block_rows], so that all products but that of d_query are row-major.
   """
-  operands = inputs.operands
-  dense_operands.assert_operands(operands)
-  dense_operands.assert_residuals(operands, residuals, cotangents)
+  operands, latent = inputs.operands, inputs.spec.latent_width
+  dense_operands.assert_operands(operands, latent)
+  dense_operands.assert_residuals(operands, residuals, cotangents, latent_width=latent)
   delta = compute_delta(residuals, cotangents, inputs.dtype)
   found = {}
   if operands.sinks is not None and "sinks" in wrt:
@@ -92,7 +95,7 @@ def backward(inputs: Inputs, residuals: BackwardResiduals, cotangents: Residuals
 
     def step(n: jax.Array, sums: _Sums) -> _Sums:
       keys = keys_of(inputs, head, n)
-      key, value = (gathered(inputs, x, keys) for x in (head.key, head.value))
+      key, value = keys_and_values(inputs, head, keys)
       rows, d_rows = rows_of(inputs, head.query, n), rows_of(inputs, d_out, n)
       scores, slope = scores_of(inputs, rows, key, transposed=True)
       weights = weights_of(inputs, keys, scores - finite_lse(columns(row_lse, n)),
@@ -101,11 +104,15 @@ def backward(inputs: Inputs, residuals: BackwardResiduals, cotangents: Residuals
                           transposed=True)
       d_scores = weights * (d_weights * kept - columns(row_delta, n))
       d_scores = d_scores if slope is None else d_scores * slope
-      return _Sums(
-          write(inputs, sums.query, n, product("bnr,bnd->brd", d_scores, key, inputs)),
-          scattered(sums.key, keys, product("bnr,brd->bnd", d_scores, rows, inputs)),
-          scattered(sums.value, keys, product(
-              "bnr,bre->bne", dropped(inputs, keys, weights, transposed=True), d_rows, inputs)))
+      d_query = write(inputs, sums.query, n, product("bnr,bnd->brd", d_scores, key, inputs))
+      d_key = product("bnr,brd->bnd", d_scores, rows, inputs)
+      d_value = product(
+          "bnr,bre->bne", dropped(inputs, keys, weights, transposed=True), d_rows, inputs)
+      if latent is not None:  # values are a part of the keys
+        d_key = d_key + dense_operands.pad_axis(d_value * kept, 2, d_key.shape[2] - latent)
+        return _Sums(d_query, scattered(sums.key, keys, d_key), sums.value)
+      return _Sums(d_query, scattered(sums.key, keys, d_key),
+                   scattered(sums.value, keys, d_value))
 
     sums = tile_ops.loop(0, inputs.num_steps, step, _Sums(*(
         jnp.zeros(x.shape, inputs.dtype) for x in (head.query, head.key, head.value))))
@@ -127,7 +134,7 @@ def tangent(inputs: Inputs, residuals: Residuals, tangents: dict[str, jax.Array]
   d_lse = sum_s P * d_logits;  d_out = sum_s P * (d_logits * value + d_value) - d_lse * out
   """
   operands, spec = inputs.operands, inputs.spec
-  dense_operands.assert_tangents(operands, residuals, tangents)
+  dense_operands.assert_tangents(operands, residuals, tangents, spec.latent_width)
   query, key, value = (tangents.get(name, jnp.zeros_like(x)) for name, x in zip(
       _Sums._fields, operands[:3]))
   moved = inputs._replace(operands=operands._replace(
@@ -140,8 +147,8 @@ def tangent(inputs: Inputs, residuals: Residuals, tangents: dict[str, jax.Array]
 
     def step(n: jax.Array, sums: Residuals) -> Residuals:
       keys = keys_of(inputs, head, n)
-      key, value, d_key, d_value = (gathered(inputs, x, keys) for x in (
-          head.key, head.value, d_head.key, d_head.value))
+      (key, value), (d_key, d_value) = (
+          keys_and_values(inputs, x, keys) for x in (head, d_head))
       rows, d_rows, row_out, row_lse = (rows_of(inputs, x, n) for x in (
           head.query, d_head.query, out, lse))
       scores, slope = scores_of(inputs, rows, key)

@@ -16,7 +16,8 @@ from jax.typing import DTypeLike
 from attn_core.kernels.common import dense_operands, matmul_precision, nonfinite
 from attn_core.kernels.xla import cpu_math, tile_ops, tiling
 from attn_core.masks import dropout, leaves, mask as mask_lib, selected, tile as tile_lib
-from attn_core.types import AttentionSpec, Operands, are_known, at_least_float32, cdiv
+from attn_core.types import (AttentionSpec, Operands, are_known, at_least_float32, cdiv,
+                             value_width)
 
 Results = TypeVar("Results")  # a pytree of arrays
 GATHERED = 2**21  # numbers of the keys and values of a step
@@ -32,6 +33,7 @@ class Inputs(NamedTuple):
   block_q: int  # queries that share a list and are computed together; divides that of the lists
   num_blocks: int  # query blocks of a step
   num_steps: int  # of a key head
+  reads_listed: bool = False  # whether a step reads its keys where they are stored, and no others
 
   @property
   def group(self) -> int:
@@ -56,7 +58,7 @@ class Head(NamedTuple):
   key_head: jax.Array
   query: jax.Array  # rows, scaled
   key: jax.Array  # [num_key_blocks + 1, block_kv, D]
-  value: jax.Array  # [num_key_blocks + 1, block_kv, E]
+  value: jax.Array  # [num_key_blocks + 1, block_kv, E]; E = 0 where it is a part of the key
 
 
 class Keys(NamedTuple):
@@ -84,7 +86,7 @@ def make_inputs(operands: Operands, spec: AttentionSpec) -> Inputs | None:
                  and (n == 1 or n * scores <= tiling.STEP_SCORES))
   blocks = cdiv(queries, block_q)
   num_blocks = max(1, min(blocks, tiling.STEP_SCORES // (block_q * scores),
-                          GATHERED // (listed * (width + operands.value.shape[3]))))
+                          GATHERED // (listed * (width + value_width(operands, spec)))))
   return Inputs(operands, spec, lists, found.rest, block_q, num_blocks, cdiv(blocks, num_blocks))
 
 
@@ -119,7 +121,9 @@ def head_of(inputs: Inputs, batch: jax.Array, key_head: jax.Array, *,
   key, value = (tile_lib.slice_at(x, (batch, 0, key_head, 0), (1, keys, 1, x.shape[3]))[0, :, 0]
                 for x in (operands.key, operands.value))
   if propagate:
-    key, value = nonfinite.propagate_nan(key, value, nonfinite.is_finite(key, value))
+    latents = _latents_of(inputs, key)
+    finite = nonfinite.is_finite(key, value if latents is None else latents)
+    key, value = nonfinite.propagate_nan(key, value, finite)
   # One more block, of zeros, stands for none.
   key, value = (jnp.pad(x, ((0, (count + 1) * block_kv - keys), (0, 0))).reshape(
       count + 1, block_kv, -1) for x in (key, value))
@@ -142,7 +146,8 @@ def write_head(inputs: Inputs, x: jax.Array, head: Head, rows: jax.Array) -> jax
 
 def write_keys(x: jax.Array, head: Head, blocks: jax.Array) -> jax.Array:
   """Writes key blocks [num_key_blocks + 1, block_kv, width] into x [B, S, K, width]."""
-  rows = blocks.reshape(-1, blocks.shape[2])[None, :x.shape[1], None]
+  count, block_kv, width = blocks.shape
+  rows = blocks.reshape(count * block_kv, width)[None, :x.shape[1], None]
   return tile_ops.write_at(x, rows.astype(x.dtype), (head.batch, 0, head.key_head, 0))
 
 
@@ -173,7 +178,7 @@ def row_sinks(inputs: Inputs, head: Head) -> jax.Array | None:
 def keys_of(inputs: Inputs, head: Head, n: jax.Array) -> Keys:
   """Returns the listed keys of step n, and which of them its rows see and keep."""
   lists, mask, spec = inputs.lists, inputs.operands.mask, inputs.spec
-  count = jnp.int32(head.key.shape[0] - 1)
+  count = jnp.int32(cdiv(inputs.operands.key.shape[1], lists.block_kv))
   blocks = (jnp.asarray(n, jnp.int32) * inputs.num_blocks
             + jnp.arange(inputs.num_blocks, dtype=jnp.int32))
   query = blocks[:, None] * inputs.block_q + jnp.arange(inputs.block_q, dtype=jnp.int32)[None]
@@ -222,7 +227,35 @@ def sliced(mask: mask_lib.Mask, batch: jax.Array, at: mask_lib.Coordinates,
 def gathered(inputs: Inputs, blocks: jax.Array, keys: Keys) -> jax.Array:
   """Returns the listed blocks [num_blocks, n, width] of [num_key_blocks + 1, block_kv, width]."""
   found = blocks.at[keys.blocks].get(mode="promise_in_bounds")
-  return found.reshape(inputs.num_blocks, -1, blocks.shape[2]).astype(inputs.dtype)
+  return found.reshape(inputs.num_blocks, keys.blocks.shape[1] * blocks.shape[1],
+                       blocks.shape[2]).astype(inputs.dtype)
+
+
+def keys_and_values(inputs: Inputs, head: Head, keys: Keys) -> tuple[jax.Array, jax.Array]:
+  """Returns the listed keys [num_blocks, n, D] and their values [num_blocks, n, E]."""
+  if not inputs.reads_listed:
+    key, value = (gathered(inputs, x, keys) for x in (head.key, head.value))
+    latents = _latents_of(inputs, key)
+    return key, value if latents is None else nonfinite.mask_nonfinite(latents)
+  last = inputs.operands.key.shape[1] - 1
+  key, value = (x.at[head.batch, jnp.minimum(keys.blocks, last), head.key_head].get(
+      mode="promise_in_bounds").astype(inputs.dtype) for x in inputs.operands[1:3])
+  latents = _latents_of(inputs, key)
+  value = value if latents is None else latents
+  return nonfinite.propagate_nan(key, value, nonfinite.is_finite(key, value))
+
+
+def _latents_of(inputs: Inputs, key: jax.Array) -> jax.Array | None:
+  """Returns the values that are a part of keys [.., D]; None: values are apart."""
+  width = inputs.spec.latent_width
+  return None if width is None else key[..., :width]
+
+
+def reading_listed(inputs: Inputs) -> Inputs:
+  """Returns inputs whose steps read only listed keys, where these are fewer than all keys."""
+  lists, (_, queries, _, _) = inputs.lists, inputs.operands.query.shape
+  few = queries * lists.indices.shape[-1] < inputs.operands.key.shape[1]
+  return inputs._replace(reads_listed=few and lists.block_kv == 1)
 
 
 def scattered(blocks: jax.Array, keys: Keys, found: jax.Array) -> jax.Array:

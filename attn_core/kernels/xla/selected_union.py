@@ -63,7 +63,12 @@ class Chunk(NamedTuple):
 
 
 def is_faster(inputs: Inputs) -> bool:
-  """Whether dense products of a union take less time than gathering each list."""
+  """Whether dense products of a union take less time than gathering each list.
+
+  Latent rows, which are key and value of all heads, are gathered.
+  """
+  if inputs.spec.latent_width is not None:
+    return False
   lists, keys = inputs.lists, inputs.operands.key.shape[1]
   listed, rows = lists.indices.shape[-1] * lists.block_kv, lists.block_q * inputs.group
   return rows <= MOST_ROWS and listed >= keys * (LEAST_SHARE_ONE if rows == 1 else LEAST_SHARE)
