@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The grid of the TPU flash kernels: its steps, and the scalar memory that they take."""
 
+import functools
 import itertools
 import re
 import unittest
@@ -19,7 +20,7 @@ from attn_core.benchmark.static import profile as static_profile
 from attn_core.kernels.common.contract import RemoteCopy
 from attn_core.kernels.tpu.flash import (
     backward, call, forward, scalar_memory, schedule, step_list, tile_loop, tiling)
-from attn_core.masks import block_map, materialize
+from attn_core.masks import block_map, materialize, tile
 from attn_core.types import AttentionSpec, MaskOperands, Operands
 from attn_core_test import sampling
 from attn_core_test.tpu_cases import BLOCKS, TPU, Case
@@ -202,12 +203,12 @@ class ListTest(parameterized.TestCase):
 
   @parameterized.product(static=(masks.causal(), masks.window(600, 200), masks.full()),
                          by_keys=(False, True), lists=(False, True))
-  def test_only_arrays_hide_pairs_of_such_tiles(self, static, by_keys, lists):
+  def test_other_parts_of_a_mask_hide_no_pair_of_such_tiles(self, static, by_keys, lists):
     """Checks all blocks of a pattern; those of a window may have that of another one by chance."""
     sizes = schedule.Tiling(1024, 1024, 256, 256, 128, 128)
-    tiles = schedule._static_tiles(static & masks.segments(np.zeros((1, 1024), np.int32)), sizes,
-                                   by_keys)
-    number, found = np.arange(4), []
+    parts = tile.parts(static & masks.segments(np.zeros((1, 1024), np.int32)))
+    whole = [schedule._static_tiles(part, sizes, by_keys) == block_map.FULL for part in parts[:-1]]
+    found, unread = [], 0
     def build(ids):
       # Lists of the block of 64 keys whose number is an id.
       mask = static & (masks.selected_blocks(ids[:, None, :, None] % 16, 1, 64) if lists
@@ -220,10 +221,35 @@ class ListTest(parameterized.TestCase):
       steps = run((np.arange(1024) // size)[None].astype(np.int32))
       for row, column, bits in zip(*(np.asarray(x[0]) for x in steps[:3])):
         if bits in found[0].kinds:
-          by_arrays = [found[0].hides_by_arrays(int(bits), n) for n in number]
-          whole = tiles[row, column] == block_map.FULL
-          self.assertTrue(whole[by_arrays].all())
-    self.assertEqual(any(found[0].by_arrays), static != masks.window(600, 200))
+          which = np.array([found[0].parts_of(int(bits), n) for n in range(4)])
+          self.assertTrue(lists or (which >> len(whole) & 1).all())
+          for number, of_part in enumerate(whole):
+            shown = which >> number & 1 == 0
+            self.assertTrue(of_part[row, column][shown].all())
+            unread += shown.sum()
+    self.assertEqual(bool(unread), static != masks.full())
+
+  @parameterized.product(
+      mask=(masks.causal() & masks.window(300, 0), masks.window(600, 200),
+            masks.offset(masks.window(100, 50) & masks.causal(), 300),
+            masks.causal() & masks.chunk(300) & masks.window(None, 9)), by_keys=(False, True))
+  def test_parts_that_a_tile_does_not_evaluate_show_it_whole(self, mask, by_keys):
+    sizes = schedule.Tiling(1024, 1024, 256, 256, 128, 128)
+    steps, _ = schedule.build(mask, sizes, by_keys=by_keys)
+    found = schedule.patterns(steps, mask, sizes, by_keys=by_keys)
+    parts = tile.parts(mask)
+    whole = [schedule._static_tiles(part, sizes, by_keys) == block_map.FULL for part in parts]
+    skipped = 0
+    for row, column, bits in zip(*(x[0] for x in steps[:3])):
+      for n in range(4):
+        which = found.parts_of(int(np.uint32(bits)), n)
+        if bits >> 2 * n & 3 == block_map.PARTIAL:
+          hidden = [number for number in range(len(parts)) if not which >> number & 1]
+          self.assertTrue(all(whole[number][row, column, n] for number in hidden))
+          skipped += len(hidden)
+    self.assertGreater(skipped, 0)
+    dense = lambda mask: materialize.to_dense(mask, (1, 1, 1024, 1024))
+    np.testing.assert_array_equal(dense(functools.reduce(lambda x, y: x & y, parts)), dense(mask))
 
   @parameterized.product(columns=(1, 2, 3, 4, 5, 1000), tiles=(1, 2, 4, 5, 16))
   def test_packing_keeps_everything(self, columns, tiles):

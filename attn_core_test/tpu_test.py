@@ -197,18 +197,29 @@ class ScheduleTest(parameterized.TestCase):
   def test_patterns_of_a_mask_known_on_the_host(self):
     sizes = schedule.Tiling(1024, 1024, 512, 512, 256, 256)
     steps, _ = schedule.build(masks.causal(), sizes, by_keys=False)
-    found, complete, by_arrays = schedule.patterns(steps, masks.causal(), sizes, by_keys=False)
+    found, complete, parts = schedule.patterns(steps, masks.causal(), sizes, by_keys=False)
     full, partial = 2, 1
     diagonal = partial | full << 2 | partial << 6
     self.assertEqual(set(found), {0b10101010, diagonal})
     self.assertTrue(complete)
-    self.assertEqual(by_arrays, ())
+    self.assertEqual(parts, ())
+
+  def test_a_tile_is_cut_by_one_side_of_a_window(self):
+    sizes, mask = schedule.Tiling(2048, 2048, 512, 512, 256, 256), (
+        masks.causal() & masks.window(511, 0))
+    steps, _ = schedule.build(mask, sizes, by_keys=False)
+    found = schedule.patterns(steps, mask, sizes, by_keys=False)
+    partial, full, by_causal, by_left = 1, 2, 1, 2
+    before, diagonal = partial | full << 4 | partial << 6, partial | full << 2 | partial << 6
+    self.assertEqual(set(found.kinds), {before, diagonal})
+    of = lambda pattern: [found.parts_of(pattern, n) for n in range(4) if pattern >> 2 * n & 1]
+    self.assertEqual((of(before), of(diagonal)), ([by_left] * 2, [by_causal] * 2))
 
   @parameterized.parameters(
-      (masks.full(), (0b10101010, 0b01010101), (0b1111, 0b1111)),
+      (masks.full(), (0b10101010, 0b01010101), ((1,) * 4,) * 2),
       (masks.causal(), (0b10101010, 0b01001001, 0b01000101, 0b01010101),
-       (0b1111, 0b0010, 0b0010, 0b1111)))
-  def test_patterns_of_a_traced_mask(self, static, expected, by_arrays):
+       ((2,) * 4, (3, 2, 3, 3), (3, 2, 3, 3), (2,) * 4)))
+  def test_patterns_of_a_traced_mask(self, static, expected, parts):
     """Has those of the known mask, and the same with a mask to evaluate in all visible tiles."""
     sizes = schedule.Tiling(1024, 1024, 512, 512, 256, 256)
     found = []
@@ -217,7 +228,7 @@ class ScheduleTest(parameterized.TestCase):
       steps, _ = schedule.build(mask, sizes, by_keys=False)
       found.append(schedule.patterns(steps, mask, sizes, by_keys=False))
     jax.eval_shape(build, jax.ShapeDtypeStruct((1, 1024), np.int32))
-    self.assertEqual(found, [(expected, False, by_arrays)])
+    self.assertEqual(found, [(expected, False, parts)])
 
   @parameterized.parameters(
       (masks.full(), 256, True), (masks.causal(), 256, True), (masks.causal(), 512, False),

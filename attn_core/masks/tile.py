@@ -7,8 +7,9 @@ from typing import Any, Callable, NamedTuple, Sequence
 import jax
 from jax import lax
 import jax.numpy as jnp
+import numpy as np
 
-from attn_core.masks import mask as mask_lib
+from attn_core.masks import leaves, mask as mask_lib
 from attn_core.types import MaskOperands, are_known
 
 
@@ -35,6 +36,45 @@ def int32s(starts: Sequence[Index]) -> list[jax.Array]:
 def slice_at(x: jax.Array, starts: Sequence[Index], lengths: Sequence[int]) -> jax.Array:
   """`lax.dynamic_slice` at starts >= 0, Python integers and int32 together."""
   return lax.dynamic_slice(x, int32s(starts), lengths, allow_negative_indices=False)
+
+
+def parts(mask: mask_lib.Mask) -> list[mask_lib.Mask]:
+  """Returns masks that together show what a mask shows; most tiles are cut by one of them only.
+
+  >>> parts(leaves.Causal() & leaves.Window(7, 0))
+  [Causal(), Window(left=7, right=None)]
+  """
+  found = list(mask_lib.conjuncts(mask))
+  is_causal = any(isinstance(part, leaves.Causal) for part in found)
+  simple: list[mask_lib.Mask] = []
+  for part in found:
+    match part:
+      case leaves.Window(left, right):
+        if left is not None:
+          simple.append(leaves.Window(left, None))
+        if right is not None and not (is_causal and right >= 0):
+          simple.append(leaves.Window(None, right))
+      # An amount so small that positions do not overflow beyond an open side of a window.
+      case leaves.Offset(mask=inner, amount=int(amount)) if abs(amount) < 2**28:
+        simple += [mask_lib.with_children(part, [x]) for x in parts(inner)]
+      case _:
+        simple.append(part)
+  return simple
+
+
+def visible(mask: mask_lib.Mask, at: mask_lib.Coordinates, *, which: int) -> mask_lib.Booleans:
+  """Returns `mask.visible(at)` where only some parts of a mask can hide pairs.
+
+  Args:
+    mask: with the tile's part of its arrays.
+    at: coordinates of the pairs.
+    which: a bit for each of `parts`; those without show all of these pairs. -1: all of them.
+  """
+  found: mask_lib.Booleans = np.True_
+  for number, part in enumerate(parts(mask)):
+    if which >> number & 1:
+      found = found & part.visible(at)
+  return found
 
 
 def slice_mask(structure: jax.tree_util.PyTreeDef, operands: MaskOperands, tile: Tile,

@@ -8,12 +8,11 @@ import jax
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
-import numpy as np
 
 from attn_core.kernels.tpu.flash.schedule import LANES, Tiling
 from attn_core.kernels.tpu.flash.tile_inputs import (
     KernelRefs, Reader, Ref, TileIndex, TileInputs)
-from attn_core.masks import dropout, mask as mask_lib
+from attn_core.masks import dropout, mask as mask_lib, tile as tile_lib
 from attn_core.types import AttentionSpec, Operands
 
 
@@ -45,19 +44,11 @@ class MaskReader(NamedTuple):
     return (jax.tree.unflatten(self.structure, arrays),
             mask_lib.Coordinates(batch, head, query, key, query, key))
 
-  def visible(self, refs: KernelRefs, tile: TileIndex, *, arrays_only: bool) -> jax.Array:
-    """Returns bool [keys, queries].
-
-    Args:
-      refs, tile: where.
-      arrays_only: the masks of a conjunction that have no arrays show all of these pairs.
-    """
+  def visible(self, refs: KernelRefs, tile: TileIndex, *, which: int) -> jax.Array:
+    """Returns bool [keys, queries]; see `masks.tile.visible`."""
     mask, coordinates = self.coordinates(refs, tile)
-    seen: mask_lib.Booleans = np.True_
-    for part in mask_lib.conjuncts(mask):
-      if not arrays_only or jax.tree.leaves(part):
-        seen = seen & part.visible(coordinates)
-    visible = jnp.broadcast_to(seen, tile.shape)
+    visible = jnp.broadcast_to(
+        tile_lib.visible(mask, coordinates, which=which), tile.shape)
     for read in self.lists:
       visible = visible & read(refs, tile)
     if self.tiling.key_length % self.tiling.tile_kv:

@@ -24,7 +24,7 @@ import numpy as np
 from attn_core.kernels.common import listed
 from attn_core.kernels.tpu.flash import step_list
 from attn_core.kernels.tpu.flash.step_list import Schedule
-from attn_core.masks import block_map, position_range, selected
+from attn_core.masks import block_map, position_range, selected, tile as tile_lib
 from attn_core.masks.mask import Mask
 from attn_core.types import cdiv
 
@@ -135,13 +135,14 @@ class Patterns(NamedTuple):
 
   kinds: tuple[int, ...]  # as uint32; the one with all tiles FULL comes first if it occurs
   complete: bool  # whether these are all values
-  # For each of `kinds`, a bit for each tile: set if, in any block of these kinds, the parts of the
-  # mask without arrays show the whole tile, so that only its arrays and lists can hide a pair.
-  by_arrays: tuple[int, ...] = ()
+  # For each of `kinds`, and each tile, a bit for each of `masks.tile.parts` that may hide a pair of
+  # it in a block of these kinds. (): all of them may.
+  parts: tuple[tuple[int, ...], ...] = ()
 
-  def hides_by_arrays(self, pattern: int, tile: int) -> bool:
-    """Whether only arrays of the mask can hide a pair of a tile of a pattern."""
-    return bool(dict(zip(self.kinds, self.by_arrays)).get(pattern, 0) >> tile & 1)
+  def parts_of(self, pattern: int, tile: int) -> int:
+    """Returns a bit for each part of the mask that may hide a pair of a tile; -1: all of them."""
+    found = dict(zip(self.kinds, self.parts)).get(pattern)
+    return -1 if found is None else found[tile]
 
 
 class StepLists(NamedTuple):
@@ -214,10 +215,6 @@ def patterns(steps: Schedule, mask: Mask, tiling: Tiling, *, by_keys: bool) -> P
     mask, tiling, by_keys: as in `build`.
   """
   all_full = sum(block_map.FULL << (2 * n) for n in range(tiling.tiles_q * tiling.tiles_kv))
-  lists, rest = selected.split(mask)
-  # Besides lists that show whole tiles or nothing of them.
-  has_arrays = bool(jax.tree.leaves(rest)) or not all(
-      listed.is_whole(x, tiling.layout.lengths) for x in lists)
   if known := isinstance(steps.kinds, np.ndarray):
     frequent = _by_frequency(steps.kinds.view(np.uint32))
   else:
@@ -228,23 +225,27 @@ def patterns(steps: Schedule, mask: Mask, tiling: Tiling, *, by_keys: bool) -> P
   first = [all_full] if all_full in frequent else []
   chosen = tuple(dict.fromkeys([*first, *frequent]))
   is_complete, chosen = known and len(chosen) <= MOST_PATTERNS, chosen[:MOST_PATTERNS]
-  by_arrays = tuple(_always_full(bits, _static_tiles(mask, tiling, by_keys))
-                    for bits in chosen) if has_arrays else ()
-  return Patterns(chosen, is_complete, by_arrays)
+  several = jax.tree.leaves(mask) or len(tile_lib.parts(mask)) > 1
+  parts = tuple(_parts_of_tiles(bits, mask, tiling, by_keys) for bits in chosen) if several else ()
+  return Patterns(chosen, is_complete, parts)
 
 
-def _always_full(pattern: int, tiles: np.ndarray) -> int:
-  """Returns a bit for each tile: set if it is FULL in all blocks that may have a pattern.
-
-  Args:
-    pattern: kinds of tiles, see `Schedule.kinds`.
-    tiles: see `_static_tiles`. Arrays of a mask can only hide more.
-  """
-  number = tiles.shape[-1]
-  tiles = np.unique(tiles.reshape(-1, number), axis=0)
-  visible = np.array([pattern >> 2 * n & 3 for n in range(number)]) != block_map.EMPTY
-  fitting = tiles[(tiles[:, visible] != block_map.EMPTY).all(1)]
-  return sum(1 << n for n, full in enumerate((fitting == block_map.FULL).all(0)) if full)
+def _parts_of_tiles(pattern: int, mask: Mask, tiling: Tiling, by_keys: bool) -> tuple[int, ...]:
+  """Returns the numbers of `Patterns.parts` for a pattern, see `Schedule.kinds`."""
+  tiles = _static_tiles(mask, tiling, by_keys)
+  kinds = np.array([pattern >> 2 * n & 3 for n in range(tiles.shape[-1])])
+  if jax.tree.leaves(mask):  # arrays and lists of blocks can only hide more
+    visible = kinds != block_map.EMPTY
+    fits = (tiles[..., visible] != block_map.EMPTY).all(-1)
+  else:
+    fits = (tiles == kinds).all(-1)
+  found = np.zeros(len(kinds), np.int64)
+  for number, part in enumerate(tile_lib.parts(selected.split(mask)[1])):
+    hides: bool | np.ndarray = True
+    if not jax.tree.leaves(part):
+      hides = (_static_tiles(part, tiling, by_keys)[fits] != block_map.FULL).any(0)
+    found |= np.where(hides, 1 << number, 0)
+  return tuple(found.tolist())
 
 
 def _by_frequency(bits: np.ndarray) -> list[int]:

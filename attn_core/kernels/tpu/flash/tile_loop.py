@@ -27,10 +27,10 @@ from attn_core.types import AttentionSpec, Operands
 
 # d logits -> (d scaled scores, cotangents of arrays of the score mod)
 Pull: TypeAlias = Callable[[jax.Array], tuple[jax.Array, score_tiles.Arrays]]
-# What of the mask must be evaluated in a tile: nothing where it is fully visible, the parts with
-# arrays and the bits of lists where the others show it whole, or everything.
-UNMASKED, BY_ARRAYS, MASKED = 0, 1, 2
-Strip = tuple[TileIndex, int]  # (neighboring tiles of one kind, one of these numbers)
+# What of the mask must be evaluated in a tile: nothing where it is fully visible, some parts
+# (`masks.tile.parts`: 1 and twice their bits), or everything.
+UNMASKED, MASKED = 0, -1
+Strip = tuple[TileIndex, int]  # (neighboring tiles of one kind, such a number)
 
 
 class KernelParams(NamedTuple):
@@ -76,13 +76,16 @@ class KernelParams(NamedTuple):
       if kind == block_map.EMPTY:
         continue
       masked = UNMASKED if kind == block_map.FULL else (
-          BY_ARRAYS if self.patterns.hides_by_arrays(pattern, shift // 2) else MASKED)
-      before, masked_before = found[-1] if found else (None, None)
-      if (before and masked == masked_before
+          1 | self.patterns.parts_of(pattern, shift // 2) << 1)
+      before, masked_before = found[-1] if found else (None, UNMASKED)
+      both = masked & masked_before
+      # Tiles with unlike parts, as at both sides of a narrow window, are faster in one strip.
+      joins = masked == masked_before or bool(both) and both not in (masked, masked_before)
+      if (before and joins
           and before.head == tile.head and before.keys == tile.keys
           and before.queries.start + before.queries.length == tile.queries.start):
         joined = TokenRange(before.queries.start, before.queries.length + tile.queries.length)
-        found[-1] = before._replace(queries=joined), masked
+        found[-1] = before._replace(queries=joined), masked | masked_before
       else:
         found.append((tile, masked))
     return found
@@ -176,7 +179,7 @@ class KernelParams(NamedTuple):
     """Replaces `x` by `hidden` where the mask hides it; masked: see `Strip`."""
     if masked == UNMASKED:
       return x
-    visible = self.mask.visible(refs, tile, arrays_only=masked == BY_ARRAYS)
+    visible = self.mask.visible(refs, tile, which=masked >> 1)
     return jnp.where(visible, x, hidden)
 
 
