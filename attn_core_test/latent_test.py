@@ -533,6 +533,7 @@ class TpuTest(parameterized.TestCase):
 
   @parameterized.parameters(*sampling.with_slow(
       [("int8", "float32", 1, 3)], ("bfloat16", "bfloat16", 2, 3), ("float32", "float32", 4, 70),
+      ("float32", "float32", 5, 64), ("int8", "bfloat16", 6, 64),
       ("float8_e4m3fn", "float32", 4, 70), ("float8_e4m3fn", "bfloat16", 1, 1),
       ("bfloat16", "bfloat16", 8, 33), ("float32", "float32", 10, 16)))
   @mock.patch.object(tpu_common, "LATENT_PIECE", 64)
@@ -578,8 +579,8 @@ class TpuTest(parameterized.TestCase):
     for held in (None, "int8", "float8_e4m3fn"):
       self.assertIn("can, by latent.decode_tpu", said(held=held))
     self.assertIn("can, by latent.decode_tpu", said("float32", widths=(10, 4), slots=8, tokens=8))
-    # 16 queries of 16 heads are as many rows as pass by the keys at once.
-    self.assertIn("can, by latent.decode_tpu", said(tokens=16))
+    # 64 queries of 16 heads are four groups of rows that pass by the keys.
+    self.assertIn("can, by latent.decode_tpu", said(tokens=64))
     for changes, words in (
         ({"padded": False}, r"latent rows of 576 numbers: .*caches.latent.init\(padded=True\)"),
         ({"held": "int8", "padded": False}, "a rotary part of 64 numbers: .*padded=True"),
@@ -587,7 +588,7 @@ class TpuTest(parameterized.TestCase):
         ({"slots": 72}, "72 slots of bfloat16"),
         ({"held": "int8", "slots": 48}, "48 slots of int8"),
         ({"dtype": "float16"}, "float16"),
-        ({"tokens": 17}, "17 queries a row: decoding is for up to 16"),
+        ({"tokens": 65}, "65 queries a row: decoding is for up to 64"),
         ({"precision": "highest"}, "precision")):
       self.assertRegex(said(**changes), f"not by .*latent.decode_tpu: .*{words}")
 

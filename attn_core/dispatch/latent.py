@@ -68,9 +68,9 @@ def decode_limits(request: "Request", most: int = DECODE_QUERIES) -> str | None:
 def tpu_decode_limits(of_chip: "Limits") -> "Limits":
   """Returns the limits of decoding by the kernel for TPUs, given those of all such kernels."""
   def limits_on_tpu(request: "Request") -> str | None:
-    from attn_core.kernels.tpu.ragged import common, decode  # Pallas takes 0.1 s to import
+    from attn_core.kernels.tpu.ragged import decode  # Pallas takes 0.1 s to import
     # Also some more, such as of a chunked prefill, that pass by the rows of the cache at once.
-    most = min(decode.MOST_QUERIES, common.FEW_ROWS_LATENT // request.query.shape[2])
+    most = min(decode.MOST_QUERIES, decode.MOST_LATENT_ROWS // request.query.shape[2])
     reason = (of_chip(request) or decode_limits(request, max(most, DECODE_QUERIES))
               or decode.unsupported_rows(request.dtype, request.key, request.value))
     if reason is None and request.latent and projected_limits(request) is None:

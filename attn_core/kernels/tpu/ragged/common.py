@@ -44,6 +44,16 @@ def has_few_rows(layout: KVLayout, rows: int) -> bool:
   return rows <= (FEW_ROWS_LATENT if layout.latent else FEW_ROWS)
 
 
+def latent_row_groups(rows: int) -> int:
+  """Returns how many groups of equal size `rows` of queries form, each of few rows; 1: they do not.
+
+  Latent rows lie in vector memory, and are the operands that stay in the matrix units for one group
+  after the other.
+  """
+  return next((n for n in range(1, rows // SUBLANES + 1) if rows % n == 0
+               and rows // n <= FEW_ROWS_LATENT and rows // n % (2 * SUBLANES) == 0), 1)
+
+
 class Steps(NamedTuple):
   """The work of every grid step: int32 [num_steps] each; in scalar memory [fields, num_steps]."""
 
@@ -67,6 +77,7 @@ class StepShape(NamedTuple):
   mask_rows: int = 0  # rows of the mask for a batch row; 0: the mask follows from positions
   mask_heads: bool = False  # whether the mask has rows for every query head
   one_block: bool = False  # whether a step has all queries of its request, from the first one on
+  row_groups: int = 1  # head groups that the rows of latent rows form, see `latent_row_groups`
 
   @property
   def head_rows(self) -> int:
@@ -76,7 +87,7 @@ class StepShape(NamedTuple):
   @property
   def few_rows(self) -> bool:
     """See `has_few_rows`."""
-    return has_few_rows(self.layout, self.head_rows)
+    return has_few_rows(self.layout, self.head_rows // self.row_groups)
 
   @property
   def group_heads(self) -> int:
@@ -93,16 +104,18 @@ class StepShape(NamedTuple):
   @property
   def group_rows(self) -> int:
     """Rows of a head group."""
-    return self.group_heads * self.head_rows
+    return self.group_heads * self.head_rows // self.row_groups
 
   @property
   def head_groups(self) -> int:
     """Number of head groups."""
-    return self.layout.key_heads // self.group_heads
+    return self.layout.key_heads // self.group_heads * self.row_groups
 
   @property
   def unrolled_groups(self) -> int:
     """Number of head groups that are unrolled."""
+    if self.row_groups > 1:
+      return 1
     most = FEW_ROWS_GROUPS if self.few_rows else max(
         1, UNROLLED_SCORES // (self.layout.block_kv * cdiv(self.group_rows, LANES) * LANES))
     return max(n for n in range(1, self.head_groups + 1)
@@ -113,7 +126,7 @@ class StepShape(NamedTuple):
     """Parts of a block that few rows are computed for one after the other; None: the block."""
     if not self.layout.latent:
       return [None]
-    size = LATENT_PIECE if self.head_rows <= FEW_ROWS else 2 * LATENT_PIECE
+    size = LATENT_PIECE if self.group_rows <= FEW_ROWS else 2 * LATENT_PIECE
     return [slice(first, min(first + size, self.layout.block_kv))
             for first in range(0, self.layout.block_kv, size)]
 
@@ -373,6 +386,8 @@ def _visible_by_mask(k: KernelRefs, tile: TileIndex, group: Index, axis: int) ->
   shape, rows = k.shape, row_numbers(k, 1 - axis)
   if shape.mask_rows == 1:
     return k.buffers[-1][tile.slot] > 0.5
+  if shape.row_groups > 1:  # of one key head
+    rows, group = rows + group * shape.group_rows, 0
   wanted = query_of(k, rows)
   if shape.mask_heads:
     key_head = group * shape.group_heads + lax.div(rows, jnp.int32(shape.head_rows))

@@ -34,6 +34,7 @@ BUFFER_BYTES = 16 * 2**20  # of vector memory, for keys and values as copied and
 MASK_ROWS = 16  # rows of the mask are padded to a multiple: a tile of bfloat16
 MOST_SCORES = 2**19  # of a block and a head group
 MOST_QUERIES = 64  # per batch row, T
+MOST_LATENT_ROWS = 1024  # pairs of a query and a query head of latent rows, beyond a few queries
 MOST_PAIR_ROWS = 512  # pairs of a query and a query head with numbers for every key
 DTYPES = ("float32", "bfloat16")
 ShapedArray = jax.Array | jax.ShapeDtypeStruct
@@ -46,8 +47,10 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
   key_heads = operands.key.shape[2]
   # 1. Layout, mask and steps.
   group_size, layout = heads // key_heads, _make_layout(operands, block_sizes, spec.latent_width)
-  mask, mask_heads, steps = _make_steps(operands, spec, layout)
-  shape = common.StepShape(layout, group_size, length, 0, mask.shape[1], mask_heads)
+  shape = common.StepShape(layout, group_size, length, row_groups=(
+      common.latent_row_groups(length * heads) if layout.latent else 1))
+  mask, mask_heads, steps = _make_steps(operands, spec, shape)
+  shape = shape._replace(mask_rows=mask.shape[1], mask_heads=mask_heads)
   # 2. The rows of every step: [batch, key_heads, length, group_size, width] in head groups.
   rows = nonfinite.infinite_to_nan(operands.query)
   rows = rows.reshape(batch, length, key_heads, group_size, width)
@@ -78,7 +81,10 @@ def _make_layout(operands: Operands, block_sizes: BlockSizes,
   chosen = BLOCK_KV if latent_width is None else LATENT_BLOCK_KV
   block_kv = cdiv(block_sizes.block_kv or chosen, LANES) * LANES
   block_kv = min(block_kv, cdiv(key.shape[1], LANES) * LANES)
-  lanes = cdiv(length * heads // key.shape[2], LANES) * LANES
+  rows = length * heads // key.shape[2]
+  if latent_width is not None:
+    rows //= common.latent_row_groups(rows)
+  lanes = cdiv(rows, LANES) * LANES
   block_kv = min(block_kv, max(1, MOST_SCORES // lanes // LANES) * LANES)
   scales = None if operands.key_scale is None else "token"
   if latent_width is not None:
@@ -88,13 +94,13 @@ def _make_layout(operands: Operands, block_sizes: BlockSizes,
         False, False, 1, (key.shape[3] + value.shape[3], cdiv(latent_width, LANES) * LANES),
         jnp.dtype(key.dtype), page, block_kv // page, key.shape[1], scales, latent=True,
         rest_dtype=value.dtype if value.shape[3] else None)
-    return _within_memory(layout, length * heads)
+    return _within_memory(layout, rows)
   # With heads before tokens, part of a page would be part of a tile.
   heads_major = is_heads_major(key.shape[2], key.dtype) and key.shape[1] % PAGE_SIZE == 0
   layout = KVLayout(
       False, heads_major, key.shape[2], (key.shape[3], value.shape[3]), jnp.dtype(key.dtype),
       PAGE_SIZE, block_kv // PAGE_SIZE, key.shape[1], scales)
-  return _within_memory(layout, length * heads // key.shape[2])
+  return _within_memory(layout, rows)
 
 
 def _within_memory(layout: KVLayout, rows: int) -> KVLayout:
@@ -139,7 +145,7 @@ def _token_arrays(operands: Operands, layout: KVLayout) -> tuple[jax.Array, ...]
 
 
 def _make_steps(operands: Operands, spec: AttentionSpec,
-                layout: KVLayout) -> tuple[jax.Array, bool, jax.Array]:
+                shape: common.StepShape) -> tuple[jax.Array, bool, jax.Array]:
   """Evaluates the mask and finds the range of visible keys of every batch row.
 
   Returns:
@@ -147,6 +153,7 @@ def _make_steps(operands: Operands, spec: AttentionSpec,
     head, the numbers of all steps int32 [fields of `Steps`, B]).
   """
   (batch, length, heads, _), keys = operands.query.shape, operands.key.shape[1]
+  layout = shape.layout
   visible = materialize.visible(spec.mask, operands.mask, (batch, heads, length, keys))
   mask_heads = visible.shape[1] > 1
   visible = jnp.broadcast_to(visible, (batch, heads if mask_heads else 1, length, keys))
@@ -154,7 +161,7 @@ def _make_steps(operands: Operands, spec: AttentionSpec,
   visible = lax.optimization_barrier(visible.reshape(batch, -1, keys))
   steps = _stacked_steps(visible.any(1), layout.block_kv)
   # Rows along the lanes select theirs by products; others share one row as it is, if they can.
-  one = visible.shape[1] == 1 and common.has_few_rows(layout, heads // layout.key_heads)
+  one = visible.shape[1] == 1 and shape.few_rows
   mask = dense_operands.pad_axis(visible.astype(jnp.float32 if one else jnp.bfloat16), 2,
                                  -keys % layout.block_kv)
   mask = mask if one else dense_operands.pad_axis(mask, 1, -visible.shape[1] % MASK_ROWS)

@@ -62,7 +62,7 @@ def update(k: KernelRefs, tile: TileIndex, start_some: StartSome | None = None) 
   block = tile.kv_block(k)._replace(tensor_scales=None)
   block.load_words()
   visible: Callable[[Index], jax.Array] = functools.partial(common.visible, k, tile, axis=1)
-  if not k.shape.mask_heads:
+  if not k.shape.mask_heads and k.shape.row_groups == 1:
     shared = visible(0)
     visible = lambda group: shared
   update_groups = functools.partial(_update_groups, k, block, visible,
@@ -162,7 +162,7 @@ def _scores(k: KernelRefs, block: KVBlock, group: Index, piece: slice | None,
     (scores [group_rows, block_kv], a function from their weights to P V [group_rows, E]).
   """
   if k.shape.layout.latent:
-    return _scores_of_latents(k, block, piece, propagate_nan)
+    return _scores_of_latents(k, block, group, piece, propagate_nan)
   rows, heads = k.rows[0, group], k.shape.group_heads
   # float8 numbers that each have a scale are multiplied by it, in more bits.
   dtype = rows.dtype if k.shape.layout.scales == "token" else _operand_dtype(k, propagate_nan)
@@ -196,8 +196,8 @@ def _operand_dtype(k: KernelRefs, propagate_nan: bool) -> DTypeLike:
   return stored if mixed else dtype
 
 
-def _scores_of_latents(k: KernelRefs, block: KVBlock, piece: slice | None, propagate_nan: bool,
-                       ) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+def _scores_of_latents(k: KernelRefs, block: KVBlock, group: Index, piece: slice | None,
+                       propagate_nan: bool) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
   """Computes the scores of latent rows, whose value is the first part of the key.
 
   Scales of rows in 8 bits are applied to scores and weights, which are fewer than the numbers of
@@ -206,13 +206,14 @@ def _scores_of_latents(k: KernelRefs, block: KVBlock, piece: slice | None, propa
   Args:
     k: the kernel.
     block: the rows.
+    group: of rows of queries.
     piece: as in `_scores`.
     propagate_nan: as in `_update_groups`.
 
   Returns:
     As `_scores`.
   """
-  rows, width = k.rows[0, 0], k.shape.layout.widths[1]
+  rows, width = k.rows[0, group], k.shape.layout.widths[1]
   parts = block.read_parts(piece, rows.dtype, _operand_dtype(k, propagate_nan))
   scales = block.row_scales(piece)
   if propagate_nan:
