@@ -21,8 +21,8 @@ from attn_core.kernels.common import dense_operands, nonfinite, online_softmax
 from attn_core.kernels.common.backward import compute_delta, d_sinks, finite_lse
 from attn_core.kernels.common.contract import BackwardResiduals, Kernel, Residuals
 from attn_core.kernels.xla import (
-    cpu_math, few_keys, plain, score_tiles, selected, selected_steps, selected_union, tile_logits,
-    tile_ops, tiling)
+    cpu_math, few_keys, plain, score_tiles, selected, selected_steps, tile_logits, tile_ops,
+    tiling)
 from attn_core.types import (AttentionSpec, BlockSizes, Operands, at_least_float32, value_width,
                              with_operands)
 
@@ -47,7 +47,7 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
   """Computes out [B, T, H, E] and lse [B, H, T]; see `contract.ForwardFn`."""
   listed = selected_steps.make_inputs(operands, spec)
   if listed is not None:
-    return (selected_union if selected_union.is_faster(listed) else selected).forward(listed)
+    return selected.forward(listed)
   if _is_short(operands, spec, block_sizes) and not _is_faster_in_loops(operands, spec):
     return plain.forward(operands, spec, block_sizes)
   dense_operands.assert_operands(operands)
@@ -220,8 +220,7 @@ def backward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes,
   """
   listed = selected_steps.make_inputs(operands, spec)
   if listed is not None:
-    form = selected_union if selected_union.is_faster(listed) else selected
-    return form.backward(listed, residuals, cotangents, wrt)
+    return selected.backward(listed, residuals, cotangents, wrt)
   if _is_short(operands, spec, block_sizes):
     return plain.backward(operands, spec, block_sizes, residuals, cotangents, wrt)
   dense_operands.assert_operands(operands)

@@ -2,129 +2,58 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention to selected blocks of keys in plain XLA: time and memory grow with their number.
 
-A step gathers the keys that the lists of a few query blocks name, evaluates the rest of the mask
-there, and computes an ordinary softmax over them. The backward adds the cotangents of gathered keys
-and values to those of all; on GPUs the order of these sums is not fixed.
+Keys are gathered for each list, `selected_gathered`, or for a tile of queries, `selected_union`.
+Tangents gather them for each list.
 
 Yuan et al., Native Sparse Attention, https://arxiv.org/abs/2502.11089.
-
-Axes of a step are those of `selected_steps`.
 """
-
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from attn_core.kernels.common import dense_operands, nonfinite, online_softmax
+from attn_core.kernels.common import dense_operands
 from attn_core.kernels.common.backward import compute_delta, d_sinks, finite_lse
 from attn_core.kernels.common.contract import BackwardResiduals, Residuals
-from attn_core.kernels.xla import cpu_math, tile_ops
-from attn_core.kernels.xla.selected_steps import (
-    Head, Inputs, dropped, head_of, head_rows, keys_and_values, keys_of, masked, over_heads,
-    product, reading_listed, row_sinks, rows_of, scattered, scores_of, weights_of, write,
-    write_head, write_keys)
-from attn_core.masks import dropout
+from attn_core.kernels.xla import selected_gathered, selected_union
+from attn_core.kernels.xla.selected_steps import Inputs, Rows, Sums
 from attn_core.types import value_width
 
 
 def forward(inputs: Inputs) -> Residuals:
   """Computes out [B, T, H, E] and lse [B, H, T]; see `contract.ForwardFn`."""
-  inputs = reading_listed(inputs)
   operands, spec = inputs.operands, inputs.spec
   dense_operands.assert_operands(operands, spec.latent_width)
-  width = value_width(operands, spec)
-
-  def of_head(head: Head, results: Residuals) -> Residuals:
-    def step(n: jax.Array, sums: Residuals) -> Residuals:
-      keys = keys_of(inputs, head, n)
-      key, value = keys_and_values(inputs, head, keys)
-      scores, _ = scores_of(inputs, rows_of(inputs, head.query, n), key)
-      running = online_softmax.update(
-          None, masked(inputs, keys.seen, scores, -jnp.inf), lambda weights: product(
-              "brn,bne->bre", dropped(inputs, keys, weights), value, inputs), exp=cpu_math.exp)
-      out, lse = online_softmax.finish(running, row_sinks(inputs, head))
-      out = out * dropout.kept_scale(spec.dropout_prob)
-      return Residuals(write(inputs, sums.out, n, out), write(inputs, sums.lse, n, lse))
-
-    empty = Residuals(*(jnp.zeros((inputs.padded, inputs.group, n), inputs.dtype)
-                        for n in (width, 1)))
-    out, lse = tile_ops.loop(0, inputs.num_steps, step, empty)
-    return Residuals(write_head(inputs, results.out, head, out),
-                     write_head(inputs, results.lse, head, lse))
-
+  form = selected_union if selected_union.is_faster(inputs) else selected_gathered
   batch, queries, heads, _ = operands.query.shape
-  results = Residuals(
-      jnp.zeros((batch, queries, heads, width), dense_operands.out_dtype(operands, spec)),
-      jnp.zeros((batch, queries, heads, 1), dense_operands.lse_dtype(spec)))
-  out, lse = over_heads(inputs, of_head, results)
-  return Residuals(out, lse[..., 0].swapaxes(1, 2))
-
-
-class _Sums(NamedTuple):
-  """Cotangents of the arrays of one head, or of all."""
-
-  query: jax.Array
-  key: jax.Array
-  value: jax.Array
+  shape = batch, form.num_queries(inputs), heads
+  out, lse = form.forward(inputs, Residuals(
+      jnp.zeros((*shape, value_width(operands, spec)), dense_operands.out_dtype(operands, spec)),
+      jnp.zeros((*shape, 1), dense_operands.lse_dtype(spec))))
+  return Residuals(out[:, :queries], lse[:, :queries, :, 0].swapaxes(1, 2))
 
 
 def backward(inputs: Inputs, residuals: BackwardResiduals, cotangents: Residuals,
              wrt: tuple[str, ...]) -> tuple[jax.Array, ...]:
   """Computes the cotangents of the operands named in `wrt`; see `contract.BackwardFn`.
 
-  dS = P * (d_out . value - delta), and from it d_query and d_key; d_value = P^T . d_out. Scores are
-  transposed, [num_blocks, n, block_rows], so that all products but that of d_query are row-major.
+  dS = P * (d_out . value - delta), and from it d_query and d_key; d_value = P^T . d_out. On GPUs
+  the order of the sums of keys and values is not fixed.
   """
   operands, latent = inputs.operands, inputs.spec.latent_width
   dense_operands.assert_operands(operands, latent)
   dense_operands.assert_residuals(operands, residuals, cotangents, latent_width=latent)
+  form = selected_union if selected_union.is_faster(inputs) else selected_gathered
   delta = compute_delta(residuals, cotangents, inputs.dtype)
   found = {}
   if operands.sinks is not None and "sinks" in wrt:
     found["sinks"] = d_sinks(operands.sinks, residuals.lse, delta)
-  kept = dropout.kept_scale(inputs.spec.dropout_prob)
-  columns = lambda x, n: rows_of(inputs, x, n).swapaxes(1, 2)  # [num_blocks, 1, block_rows]
-
-  def of_head(head: Head, results: _Sums) -> _Sums:
-    head = head._replace(query=nonfinite.mask_nonfinite(head.query),
-                         key=nonfinite.mask_nonfinite(head.key))
-    d_out, row_lse, row_delta = (
-        head_rows(inputs, x, head.batch, head.key_head).astype(inputs.dtype)
-        for x in (cotangents.out, *(x.swapaxes(1, 2)[..., None] for x in (residuals.lse, delta))))
-
-    def step(n: jax.Array, sums: _Sums) -> _Sums:
-      keys = keys_of(inputs, head, n)
-      key, value = keys_and_values(inputs, head, keys)
-      rows, d_rows = rows_of(inputs, head.query, n), rows_of(inputs, d_out, n)
-      scores, slope = scores_of(inputs, rows, key, transposed=True)
-      weights = weights_of(inputs, keys, scores - finite_lse(columns(row_lse, n)),
-                           transposed=True)
-      d_weights = dropped(inputs, keys, product("bne,bre->bnr", value, d_rows, inputs),
-                          transposed=True)
-      d_scores = weights * (d_weights * kept - columns(row_delta, n))
-      d_scores = d_scores if slope is None else d_scores * slope
-      d_query = write(inputs, sums.query, n, product("bnr,bnd->brd", d_scores, key, inputs))
-      d_key = product("bnr,brd->bnd", d_scores, rows, inputs)
-      d_value = product(
-          "bnr,bre->bne", dropped(inputs, keys, weights, transposed=True), d_rows, inputs)
-      if latent is not None:  # values are a part of the keys
-        d_key = d_key + dense_operands.pad_axis(d_value * kept, 2, d_key.shape[2] - latent)
-        return _Sums(d_query, scattered(sums.key, keys, d_key), sums.value)
-      return _Sums(d_query, scattered(sums.key, keys, d_key),
-                   scattered(sums.value, keys, d_value))
-
-    sums = tile_ops.loop(0, inputs.num_steps, step, _Sums(*(
-        jnp.zeros(x.shape, inputs.dtype) for x in (head.query, head.key, head.value))))
-    # Queries are scaled already, and so is the cotangent of a key.
-    d_query = sums.query * jnp.asarray(inputs.spec.softmax_scale, inputs.dtype)
-    return _Sums(write_head(inputs, results.query, head, d_query),
-                 write_keys(results.key, head, sums.key),
-                 write_keys(results.value, head, sums.value * kept))
-
-  if {*_Sums._fields} & {*wrt}:
-    results = _Sums(*(jnp.zeros(x.shape, x.dtype) for x in operands[:3]))
-    found.update(over_heads(inputs, of_head, results)._asdict())
+  if {*Sums._fields} & {*wrt}:
+    batch, queries, *heads_and_width = operands.query.shape
+    lse, delta = (x.swapaxes(1, 2)[..., None] for x in (finite_lse(residuals.lse), delta))
+    sums = form.backward(inputs, Rows(cotangents.out, lse, delta), Sums(
+        jnp.zeros((batch, form.num_queries(inputs), *heads_and_width), operands.query.dtype),
+        *(jnp.zeros(x.shape, x.dtype) for x in operands[1:3])))
+    found.update(sums._replace(query=sums.query[:, :queries])._asdict())
   return tuple(found[name] for name in wrt)
 
 
@@ -133,46 +62,4 @@ def tangent(inputs: Inputs, residuals: Residuals, tangents: dict[str, jax.Array]
 
   d_lse = sum_s P * d_logits;  d_out = sum_s P * (d_logits * value + d_value) - d_lse * out
   """
-  operands, spec = inputs.operands, inputs.spec
-  dense_operands.assert_tangents(operands, residuals, tangents, spec.latent_width)
-  query, key, value = (tangents.get(name, jnp.zeros_like(x)) for name, x in zip(
-      _Sums._fields, operands[:3]))
-  moved = inputs._replace(operands=operands._replace(
-      query=query, key=key, value=value, sinks=tangents.get("sinks")))
-
-  def of_head(head: Head, results: Residuals) -> Residuals:
-    d_head = head_of(moved, head.batch, head.key_head, propagate=False)
-    out, lse = (head_rows(inputs, x, head.batch, head.key_head).astype(inputs.dtype)
-                for x in (residuals.out, residuals.lse.swapaxes(1, 2)[..., None]))
-
-    def step(n: jax.Array, sums: Residuals) -> Residuals:
-      keys = keys_of(inputs, head, n)
-      (key, value), (d_key, d_value) = (
-          keys_and_values(inputs, x, keys) for x in (head, d_head))
-      rows, d_rows, row_out, row_lse = (rows_of(inputs, x, n) for x in (
-          head.query, d_head.query, out, lse))
-      scores, slope = scores_of(inputs, rows, key)
-      weights = weights_of(inputs, keys, scores - finite_lse(row_lse))
-      d_logits = (product("brd,bnd->brn", d_rows, key, inputs)
-                  + product("brd,bnd->brn", rows, d_key, inputs))
-      d_logits = d_logits if slope is None else d_logits * slope
-      d_logits = jnp.where(weights == 0, 0, weights * d_logits)
-      d_lse = d_logits.sum(-1, keepdims=True)
-      d_out = (product("brn,bne->bre", dropped(inputs, keys, d_logits), value, inputs)
-               + product("brn,bne->bre", dropped(inputs, keys, weights), d_value, inputs))
-      sinks, d_row_sinks = row_sinks(inputs, head), row_sinks(moved, head)
-      if sinks is not None and d_row_sinks is not None:
-        d_lse = d_lse + jnp.where(sinks == -jnp.inf, 0, jnp.exp(
-            sinks - finite_lse(row_lse)) * d_row_sinks)
-      d_out = d_out * dropout.kept_scale(spec.dropout_prob) - d_lse * row_out
-      return Residuals(write(inputs, sums.out, n, d_out), write(inputs, sums.lse, n, d_lse))
-
-    found = tile_ops.loop(0, inputs.num_steps, step, Residuals(
-        jnp.zeros_like(out), jnp.zeros_like(lse)))
-    return Residuals(write_head(inputs, results.out, head, found.out),
-                     write_head(inputs, results.lse, head, found.lse))
-
-  out, lse = over_heads(inputs, of_head, Residuals(
-      jnp.zeros(residuals.out.shape, dense_operands.out_dtype(operands, spec)),
-      jnp.zeros_like(residuals.lse.swapaxes(1, 2)[..., None])))
-  return Residuals(out, lse[..., 0].swapaxes(1, 2))
+  return selected_gathered.tangent(inputs, residuals, tangents)

@@ -65,8 +65,24 @@ class Keys(NamedTuple):
   """Listed keys of a step."""
 
   blocks: jax.Array  # int32 [num_blocks, k]: their key blocks, the last in place of none
-  seen: jax.Array  # bool, broadcastable to [num_blocks, block_q, G, n]
+  seen: jax.Array  # bool, see `masked`
   keep: jax.Array | None  # dropout, likewise; None: everything is kept
+
+
+class Rows(NamedTuple):
+  """What a backward knows of the queries."""
+
+  d_out: jax.Array  # [B, T, H, E]
+  lse: jax.Array  # [B, T, H, 1]
+  delta: jax.Array  # [B, T, H, 1], see `backward.compute_delta`
+
+
+class Sums(NamedTuple):
+  """Cotangents of the arrays of all heads, or of those of a step."""
+
+  query: jax.Array
+  key: jax.Array
+  value: jax.Array
 
 
 def make_inputs(operands: Operands, spec: AttentionSpec) -> Inputs | None:
@@ -175,8 +191,15 @@ def row_sinks(inputs: Inputs, head: Head) -> jax.Array | None:
   return jnp.tile(sinks, (1, inputs.block_q))[..., None].astype(inputs.dtype)
 
 
-def keys_of(inputs: Inputs, head: Head, n: jax.Array) -> Keys:
-  """Returns the listed keys of step n, and which of them its rows see and keep."""
+def keys_of(inputs: Inputs, head: Head, n: jax.Array, *, transposed: bool = False) -> Keys:
+  """Returns the listed keys of step n, and which of them its rows see and keep.
+
+  Args:
+    inputs: the attention.
+    head: its arrays.
+    n: number of the step.
+    transposed: whether that is for scores [num_blocks, n, block_rows].
+  """
   lists, mask, spec = inputs.lists, inputs.operands.mask, inputs.spec
   count = jnp.int32(cdiv(inputs.operands.key.shape[1], lists.block_kv))
   blocks = (jnp.asarray(n, jnp.int32) * inputs.num_blocks
@@ -202,7 +225,10 @@ def keys_of(inputs: Inputs, head: Head, n: jax.Array) -> Keys:
     words = inputs.operands.dropout_key
     assert words is not None
     keep = dropout.keep_mask(at_row(words), dropout.move_to_positions(rest, at), spec.dropout_prob)
-  return Keys(found, seen, keep)
+  if not transposed:
+    return Keys(found, seen, keep)
+  four = lambda x: x.reshape((1,) * (4 - x.ndim) + x.shape).transpose(0, 3, 1, 2)
+  return Keys(found, four(seen), None if keep is None else four(keep))
 
 
 def sliced(mask: mask_lib.Mask, batch: jax.Array, at: mask_lib.Coordinates,
@@ -277,9 +303,9 @@ def scores_of(inputs: Inputs, rows: jax.Array, key: jax.Array,
 
   Args:
     inputs: the attention.
-    rows: scaled queries [num_blocks, block_rows, D].
-    key: [num_blocks, n, D].
-    transposed: whether the result is [num_blocks, n, block_rows].
+    rows: scaled queries [b, rows, D].
+    key: [b, n, D].
+    transposed: whether the result is [b, n, rows].
   """
   scores = product("bnd,brd->bnr" if transposed else "brd,bnd->brn",
                    *((key, rows) if transposed else (rows, key)), inputs)
@@ -290,26 +316,54 @@ def scores_of(inputs: Inputs, rows: jax.Array, key: jax.Array,
   return capped * cap, 1 - capped * capped
 
 
-def weights_of(inputs: Inputs, keys: Keys, relative: jax.Array, *,
+def weights_of(inputs: Inputs, seen: jax.Array, relative: jax.Array, *,
                transposed: bool = False) -> jax.Array:
   """Returns exp(relative), relative to the lse, and 0 where hidden, even if the lse is NaN."""
   # A hidden key may have a higher score than the lse, and an infinite weight no derivative.
-  return masked(inputs, keys.seen, cpu_math.exp(jnp.minimum(relative, 1)), 0,
-                transposed=transposed)
+  return masked(inputs, seen, cpu_math.exp(jnp.minimum(relative, 1)), 0, transposed=transposed)
 
 
-def dropped(inputs: Inputs, keys: Keys, weights: jax.Array, *,
+def dropped(inputs: Inputs, keep: jax.Array | None, weights: jax.Array, *,
             transposed: bool = False) -> jax.Array:
   """Returns weights with zeros where they are dropped, unscaled."""
-  return weights if keys.keep is None else masked(inputs, keys.keep, weights, 0,
-                                                  transposed=transposed)
+  return weights if keep is None else masked(inputs, keep, weights, 0, transposed=transposed)
 
 
 def masked(inputs: Inputs, where: jax.Array, x: jax.Array, filler: float, *,
            transposed: bool = False) -> jax.Array:
-  """Returns x [num_blocks, block_rows, n] with a number in place of what is not in `where`."""
-  four = [inputs.num_blocks, inputs.block_q, inputs.group, x.shape[1 if transposed else 2]]
-  if transposed:  # x is [num_blocks, n, block_rows]
-    where = where.reshape((1,) * (4 - where.ndim) + where.shape).transpose(0, 3, 1, 2)
-    four = [four[0], four[3], four[1], four[2]]
+  """Returns x with a number in place of what is not in `where`.
+
+  Args:
+    inputs: the attention.
+    where: bool, broadcastable to [b, queries, G, n]; transposed: to [b, n, queries, G].
+    x: [b, queries * G, n]; transposed: [b, n, queries * G].
+    filler: the number.
+    transposed: the order of axes.
+  """
+  rows, keys = x.shape[:0:-1] if transposed else x.shape[1:]
+  queries = rows // inputs.group, inputs.group
+  four = (x.shape[0], keys, *queries) if transposed else (x.shape[0], *queries, keys)
   return jnp.where(jnp.broadcast_to(where, four).reshape(x.shape), x, filler)
+
+
+def cotangents_of(inputs: Inputs, scores: tuple[jax.Array, jax.Array | None], seen: jax.Array,
+                  keep: jax.Array | None, arrays: tuple[jax.Array, ...],
+                  ) -> tuple[jax.Array, jax.Array]:
+  """Returns the weights that are kept, unscaled, and the cotangent of scores before the soft cap.
+
+  dS = P * (d_out . value - delta)
+
+  Args:
+    inputs: the attention.
+    scores: of `scores_of`, transposed [b, n, rows].
+    seen: see `masked`.
+    keep: dropout.
+    arrays: values [b, n, E], cotangents of their sums [b, rows, E], and lse and delta [b, 1, rows].
+  """
+  (scaled, slope), (value, d_rows, lse, delta) = scores, arrays
+  weights = weights_of(inputs, seen, scaled - lse, transposed=True)
+  d_weights = dropped(inputs, keep, product("bne,bre->bnr", value, d_rows, inputs),
+                      transposed=True)
+  d_scores = weights * (d_weights * dropout.kept_scale(inputs.spec.dropout_prob) - delta)
+  d_scores = d_scores if slope is None else d_scores * slope
+  return dropped(inputs, keep, weights, transposed=True), d_scores

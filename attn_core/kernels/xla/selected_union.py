@@ -2,12 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention to long lists of single queries in plain XLA, by dense products of many queries.
 
-A step takes the queries of a tile and all key blocks that any of them sees, their union, some
+A step takes the queries of a tile and all key blocks that any of them lists, their union, some
 blocks at a time; the others hide what they do not list. A gathered key so serves many queries, in
-products of matrices, where `selected` gathers it for each query and multiplies by vectors. The
-less neighbors agree the more is hidden, at most all keys that the rest of the mask shows.
+products of matrices, where `selected_gathered` gathers it for each query and multiplies by vectors.
+The less neighbors agree the more is hidden, at most all keys that the rest of the mask shows.
 
-Axes of a step: [heads, rows, n]: key heads with one list, queries * G rows (token-major), n keys.
+Most of a chunk of neighboring keys is taken whole, so that it is sliced instead of gathered: as in
+windows, and in long lists of keys that have nothing in common.
+
+Axes of a step: [heads, rows, n]: key heads with one list, queries * G rows (token-major), n keys;
+[heads, n, rows] in the backward, whose arrays are "transposed".
 """
 
 import math
@@ -16,13 +20,14 @@ from typing import Callable, NamedTuple
 import jax
 from jax import lax
 import jax.numpy as jnp
+import numpy as np
 
-from attn_core.kernels.common import dense_operands, nonfinite, online_softmax
-from attn_core.kernels.common.backward import compute_delta, d_sinks, finite_lse
-from attn_core.kernels.common.contract import BackwardResiduals, Residuals
+from attn_core.kernels.common import nonfinite, online_softmax
+from attn_core.kernels.common.contract import Residuals
 from attn_core.kernels.xla import cpu_math, tile_ops, tiling
-from attn_core.kernels.xla.selected_steps import Inputs, Results, product, sliced
-from attn_core.masks import dropout, mask as mask_lib, tile as tile_lib
+from attn_core.kernels.xla.selected_steps import (
+    Inputs, Results, Rows, Sums, cotangents_of, dropped, masked, product, scores_of, sliced)
+from attn_core.masks import block_map, dropout, mask as mask_lib, tile as tile_lib
 from attn_core.types import cdiv
 
 # By the processor's time on XLA:CPU (attn_core_test/results/score_mods_notes.md).
@@ -32,6 +37,7 @@ MOST_ROWS = 16  # that a list serves; more are multiplied by gathered keys as ma
 LEAST_SHARE_ONE, LEAST_SHARE = 1 / 16, 1 / 8
 TILE = 128  # queries of a step
 CHUNK = 256  # keys of a step
+WHOLE = 2 / 3  # of the blocks of a chunk: if as many are listed, all are taken
 
 
 class Group(NamedTuple):
@@ -39,17 +45,18 @@ class Group(NamedTuple):
 
   batch: jax.Array
   first: jax.Array  # the first of its key heads
-  key: jax.Array  # [num_key_blocks + 1, block_kv, heads * D]; the last block is of zeros
-  value: jax.Array  # [num_key_blocks + 1, block_kv, heads * E]
+  key: jax.Array  # [keys of all blocks and of one more chunk, heads * D]; zeros at the end
+  value: jax.Array  # [keys of all blocks and of one more chunk, heads * E]
 
 
 class Union(NamedTuple):
-  """The key blocks that the queries of a tile see."""
+  """The key blocks that the queries of a tile list."""
 
   query: jax.Array  # int32 [queries]
-  table: jax.Array  # bool [num_key_blocks + 1, queries]: which query lists which block
-  blocks: jax.Array  # int32 [whole chunks]: those that any query sees, then the last one
-  num_seen: jax.Array  # of those that are seen
+  # uint8 [lists, key blocks and more], or transposed: which list of the tile names which block.
+  table: jax.Array
+  blocks: jax.Array  # int32 [whole chunks], ascending: the union, and blocks that nobody lists
+  num_chunks: jax.Array  # of the union
 
 
 class Chunk(NamedTuple):
@@ -58,7 +65,7 @@ class Chunk(NamedTuple):
   blocks: jax.Array  # int32 [n / block_kv]
   key: jax.Array  # [heads, n, D]
   value: jax.Array  # [heads, n, E]
-  seen: jax.Array  # bool, broadcastable to [heads, queries, G, n]
+  seen: jax.Array  # bool, see `masked`
   keep: jax.Array | None  # dropout, likewise; None: everything is kept
 
 
@@ -74,26 +81,30 @@ def is_faster(inputs: Inputs) -> bool:
   return rows <= MOST_ROWS and listed >= keys * (LEAST_SHARE_ONE if rows == 1 else LEAST_SHARE)
 
 
-def forward(inputs: Inputs) -> Residuals:
-  """Computes out [B, T, H, E] and lse [B, H, T]; see `contract.ForwardFn`."""
-  operands, spec = inputs.operands, inputs.spec
-  dense_operands.assert_operands(operands)
-  heads, width = _step_heads(inputs), operands.value.shape[3]
-  query = _padded(nonfinite.infinite_to_nan(operands.query))
+def num_queries(inputs: Inputs) -> int:
+  """Returns how many queries results have: those of whole tiles."""
+  return cdiv(inputs.operands.query.shape[1], TILE) * TILE
+
+
+def forward(inputs: Inputs, results: Residuals) -> Residuals:
+  """Writes out [B, T padded, H, E] and lse [B, T padded, H, 1] into arrays of zeros."""
+  spec, width = inputs.spec, inputs.operands.value.shape[3]
+  query, possible = _padded(nonfinite.infinite_to_nan(inputs.operands.query)), _possible(inputs)
 
   def of_group(group: Group, results: Residuals) -> Residuals:
     def step(n: jax.Array, results: Residuals) -> Residuals:
-      union, rows = _union(inputs, group, n), _scaled_rows(inputs, query, group, n)
+      union, rows = _union(inputs, group, possible, n), _scaled_rows(inputs, query, group, n)
 
       def of_chunk(c: jax.Array, running: online_softmax.Running) -> online_softmax.Running:
         chunk = _chunk(inputs, group, union, c)
-        scores, _ = _capped(inputs, product("krd,knd->krn", rows, chunk.key, inputs))
+        scores, _ = scores_of(inputs, rows, chunk.key)
         return online_softmax.update(
-            running, _masked(chunk.seen, scores, -jnp.inf), lambda weights: product(
-                "krn,kne->kre", _dropped(chunk, weights), chunk.value, inputs), exp=cpu_math.exp)
+            running, masked(inputs, chunk.seen, scores, -jnp.inf), lambda weights: product(
+                "brn,bne->bre", dropped(inputs, chunk.keep, weights), chunk.value, inputs),
+            exp=cpu_math.exp)
 
-      running = tile_ops.loop(0, _num_chunks(inputs, union), of_chunk, online_softmax.start(
-          (heads, rows.shape[1]), width, inputs.dtype))
+      running = tile_ops.loop(0, union.num_chunks, of_chunk, online_softmax.start(
+          (_step_heads(inputs), rows.shape[1]), width, inputs.dtype))
       out, lse = online_softmax.finish(running, _sinks(inputs, group))
       out = out * dropout.kept_scale(spec.dropout_prob)
       return Residuals(*(_write(inputs, x, group, n, rows) for x, rows in zip(
@@ -101,79 +112,48 @@ def forward(inputs: Inputs) -> Residuals:
 
     return tile_ops.loop(0, query.shape[1] // TILE, step, results)
 
-  batch, queries, num_heads, _ = operands.query.shape
-  shape = batch, query.shape[1], num_heads
-  out, lse = _over_groups(inputs, of_group, Residuals(
-      jnp.zeros((*shape, width), dense_operands.out_dtype(operands, spec)),
-      jnp.zeros((*shape, 1), dense_operands.lse_dtype(spec))))
-  return Residuals(out[:, :queries], lse[:, :queries, :, 0].swapaxes(1, 2))
+  return _over_groups(inputs, of_group, results)
 
 
-class _Sums(NamedTuple):
-  """Cotangents; of a step those of the keys are like `Group.key` and `Group.value`."""
+def backward(inputs: Inputs, rows: Rows, results: Sums) -> Sums:
+  """Writes the cotangents of query, key and value into arrays of zeros; see `selected.backward`."""
+  spec, possible = inputs.spec, _possible(inputs)
+  query, d_out, lse, delta = map(_padded, (nonfinite.mask_nonfinite(inputs.operands.query), *rows))
 
-  query: jax.Array
-  key: jax.Array
-  value: jax.Array
-
-
-def backward(inputs: Inputs, residuals: BackwardResiduals, cotangents: Residuals,
-             wrt: tuple[str, ...]) -> tuple[jax.Array, ...]:
-  """Computes the cotangents of the operands named in `wrt`; see `selected.backward`."""
-  operands, spec = inputs.operands, inputs.spec
-  dense_operands.assert_operands(operands)
-  dense_operands.assert_residuals(operands, residuals, cotangents)
-  delta = compute_delta(residuals, cotangents, inputs.dtype)
-  found = {}
-  if operands.sinks is not None and "sinks" in wrt:
-    found["sinks"] = d_sinks(operands.sinks, residuals.lse, delta)
-  kept = dropout.kept_scale(spec.dropout_prob)
-  query, d_out, row_lse, row_delta = map(_padded, (
-      nonfinite.mask_nonfinite(operands.query), cotangents.out,
-      *(x.swapaxes(1, 2)[..., None] for x in (finite_lse(residuals.lse), delta))))
-
-  def of_group(group: Group, results: _Sums) -> _Sums:
+  def of_group(group: Group, results: Sums) -> Sums:
     group = group._replace(key=nonfinite.mask_nonfinite(group.key))
 
-    def step(n: jax.Array, sums: _Sums) -> _Sums:
-      union, rows = _union(inputs, group, n), _scaled_rows(inputs, query, group, n)
-      d_rows = _rows(inputs, d_out, group, n)
-      lse, delta = (_rows(inputs, x, group, n).swapaxes(1, 2) for x in (row_lse, row_delta))
+    def step(n: jax.Array, sums: Sums) -> Sums:
+      union = _union(inputs, group, possible, n, transposed=True)
+      queries, d_rows = _scaled_rows(inputs, query, group, n), _rows(inputs, d_out, group, n)
+      row_lse, row_delta = (_rows(inputs, x, group, n).swapaxes(1, 2) for x in (lse, delta))
 
-      def of_chunk(c: jax.Array, carry: _Sums) -> _Sums:
-        chunk = _chunk(inputs, group, union, c)
-        scores, slope = _capped(inputs, product("knd,krd->knr", chunk.key, rows, inputs))
-        # A hidden key may have a higher score than the lse, and an infinite weight no derivative.
-        weights = _masked(chunk.seen, cpu_math.exp(jnp.minimum(scores - lse, 1)), 0,
-                          transposed=True)
-        d_weights = _dropped(chunk, product("kne,kre->knr", chunk.value, d_rows, inputs),
-                             transposed=True)
-        d_scores = weights * (d_weights * kept - delta)
-        d_scores = d_scores if slope is None else d_scores * slope
-        d_value = product("knr,kre->kne", _dropped(chunk, weights, transposed=True), d_rows, inputs)
-        return _Sums(
-            carry.query + product("knr,knd->krd", d_scores, chunk.key, inputs),
-            _scattered(carry.key, chunk, product("knr,krd->knd", d_scores, rows, inputs)),
-            _scattered(carry.value, chunk, d_value))
+      def of_chunk(c: jax.Array, carry: Sums) -> Sums:
+        chunk = _chunk(inputs, group, union, c, transposed=True)
+        weights, d_scores = cotangents_of(
+            inputs, scores_of(inputs, queries, chunk.key, transposed=True), chunk.seen, chunk.keep,
+            (chunk.value, d_rows, row_lse, row_delta))
+        return Sums(
+            carry.query + product("bnr,bnd->brd", d_scores, chunk.key, inputs),
+            _scattered(inputs, carry.key, chunk, product(
+                "bnr,brd->bnd", d_scores, queries, inputs)),
+            _scattered(inputs, carry.value, chunk, product(
+                "bnr,bre->bne", weights, d_rows, inputs)))
 
-      of_tile = tile_ops.loop(0, _num_chunks(inputs, union), of_chunk, sums._replace(
-          query=jnp.zeros_like(rows)))
+      of_tile = tile_ops.loop(0, union.num_chunks, of_chunk, sums._replace(
+          query=jnp.zeros_like(queries)))
       # Queries are scaled already, and so is the cotangent of a key.
       d_query = of_tile.query * jnp.asarray(spec.softmax_scale, inputs.dtype)
       return of_tile._replace(query=_write(inputs, sums.query, group, n, d_query))
 
     zeros = lambda x: jnp.zeros_like(x, dtype=inputs.dtype)
-    sums = tile_ops.loop(0, query.shape[1] // TILE, step, _Sums(
+    sums = tile_ops.loop(0, query.shape[1] // TILE, step, Sums(
         results.query, zeros(group.key), zeros(group.value)))
-    return _Sums(sums.query, _write_keys(results.key, group, sums.key),
-                 _write_keys(results.value, group, sums.value * kept))
+    d_value = sums.value * dropout.kept_scale(spec.dropout_prob)
+    return Sums(sums.query, _write_keys(results.key, group, sums.key),
+                _write_keys(results.value, group, d_value))
 
-  if {*_Sums._fields} & {*wrt}:
-    sums = _over_groups(inputs, of_group, _Sums(
-        jnp.zeros(query.shape, operands.query.dtype),
-        *(jnp.zeros(x.shape, x.dtype) for x in operands[1:3])))
-    found.update(sums._asdict() | {"query": sums.query[:, :operands.query.shape[1]]})
-  return tuple(found[name] for name in wrt)
+  return _over_groups(inputs, of_group, results)
 
 
 def _step_heads(inputs: Inputs) -> int:
@@ -189,9 +169,9 @@ def _step_heads(inputs: Inputs) -> int:
 def _over_groups(inputs: Inputs, of_group: Callable[[Group, Results], Results],
                  results: Results) -> Results:
   """Runs of_group(group, results) over all batch rows and the key heads of all steps."""
-  operands, heads, block_kv = inputs.operands, _step_heads(inputs), inputs.lists.block_kv
+  operands, heads = inputs.operands, _step_heads(inputs)
   batch, keys, key_heads, _ = operands.key.shape
-  blocks = cdiv(keys, block_kv) + 1
+  padding = (_num_blocks(inputs) + _chunk_blocks(inputs)) * inputs.lists.block_kv - keys
 
   def body(n: jax.Array, results: Results) -> Results:
     n, steps = jnp.asarray(n, jnp.int32), jnp.int32(key_heads // heads)
@@ -199,8 +179,7 @@ def _over_groups(inputs: Inputs, of_group: Callable[[Group, Results], Results],
     key, value = (tile_lib.slice_at(x, (row, 0, first, 0), (1, keys, heads, x.shape[3]))[0]
                   for x in (operands.key, operands.value))
     key, value = nonfinite.propagate_nan(key, value, nonfinite.is_finite(key, value))
-    key, value = (jnp.pad(x.reshape(keys, -1).astype(inputs.dtype), (
-        (0, blocks * block_kv - keys), (0, 0))).reshape(blocks, block_kv, -1)
+    key, value = (tile_lib.pad_axis(x.reshape(keys, -1).astype(inputs.dtype), 0, padding)
                   for x in (key, value))
     return of_group(Group(row, first, key, value), results)
 
@@ -233,9 +212,9 @@ def _write(inputs: Inputs, x: jax.Array, group: Group, n: jax.Array, rows: jax.A
                            (group.batch, n * TILE, group.first * inputs.group, 0))
 
 
-def _write_keys(x: jax.Array, group: Group, blocks: jax.Array) -> jax.Array:
-  """Writes key blocks, shaped like `Group.key`, into x [B, S, K, width]."""
-  rows = blocks.reshape(-1, blocks.shape[2])[:x.shape[1]].reshape(1, x.shape[1], -1, x.shape[3])
+def _write_keys(x: jax.Array, group: Group, rows: jax.Array) -> jax.Array:
+  """Writes keys, shaped like `Group.key`, into x [B, S, K, width]."""
+  rows = rows[:x.shape[1]].reshape(1, x.shape[1], -1, x.shape[3])
   return tile_ops.write_at(x, rows.astype(x.dtype), (group.batch, 0, group.first, 0))
 
 
@@ -249,50 +228,33 @@ def _sinks(inputs: Inputs, group: Group) -> jax.Array | None:
   return jnp.tile(sinks.reshape(heads, inputs.group), (1, TILE))[..., None].astype(inputs.dtype)
 
 
-def _coordinates(inputs: Inputs, group: Group, query: jax.Array, key: jax.Array,
-                 ) -> tuple[mask_lib.Mask, mask_lib.Coordinates]:
-  """Returns the rest of the mask, and coordinates broadcastable to [heads, queries, G, n].
+def _coordinates(inputs: Inputs, group: Group, query: jax.Array, key: jax.Array, *,
+                 transposed: bool) -> tuple[mask_lib.Mask, mask_lib.Coordinates]:
+  """Returns the rest of the mask, and coordinates that broadcast as `masked` expects.
 
   Args:
     inputs: the attention.
     group: the heads.
     query: int32 [queries].
     key: int32 [n].
+    transposed: the order of axes.
   """
   mask, heads = inputs.operands.mask, _step_heads(inputs)
   at_row = lambda x: x[group.batch if x.shape[0] > 1 else 0]
   batch = group.batch if mask.batch_index is None else at_row(mask.batch_index)
   start = jnp.int32(0) if mask.head_offset is None else at_row(mask.head_offset)
   local = group.first * inputs.group + jnp.arange(heads * inputs.group, dtype=jnp.int32)
-  local = local.reshape(heads, 1, inputs.group, 1)
-  query, key = query[None, :, None, None], key[None, None, None]
+  orient = lambda x: x.transpose(0, 3, 1, 2) if transposed else x
+  local = orient(local.reshape(heads, 1, inputs.group, 1))
+  query, key = orient(query[None, :, None, None]), orient(key[None, None, None])
   at = mask_lib.Coordinates(batch, local + start, query, key, query, key)
   return sliced(inputs.rest, group.batch, at._replace(head=local),
                 inputs.operands.key.shape[1]), at
 
 
-def _union(inputs: Inputs, group: Group, n: jax.Array) -> Union:
-  """Returns the key blocks that the queries of tile n see."""
-  lists, keys = inputs.lists, inputs.operands.key.shape[1]
-  count = group.key.shape[0] - 1
-  query = jnp.asarray(n, jnp.int32) * TILE + jnp.arange(TILE, dtype=jnp.int32)
-  key = jnp.arange(count * lists.block_kv, dtype=jnp.int32)
-  rest, at = _coordinates(inputs, group, query, key)
-  found = lists.blocks_of(at.batch, at.head[0, 0, 0, 0], query)
-  found = jnp.where((found < 0) | (found >= count), jnp.int32(count), found)
-  table = jnp.zeros((count + 1, TILE), bool).at[
-      found, jnp.arange(TILE, dtype=jnp.int32)[:, None]].set(True, mode="promise_in_bounds")
-  listed = jnp.repeat(table[:count].T, lists.block_kv, axis=1)[None, :, None]
-  seen = jnp.asarray(rest.visible(at)) & (at.key_index < keys) & listed & (
-      at.query_index < inputs.operands.query.shape[1])
-  seen = seen.any((0, 1, 2)).reshape(count, lists.block_kv).any(1)
-  # Not `jnp.nonzero`, which jax 0.12 cannot partition over a mesh.
-  per_chunk = _chunk_blocks(inputs)
-  size = cdiv(count, per_chunk) * per_chunk
-  place = jnp.where(seen, lax.cumsum(seen.astype(jnp.int32)) - 1, jnp.int32(size))
-  blocks = jnp.full(size + 1, count, jnp.int32).at[place].set(
-      jnp.arange(count, dtype=jnp.int32), mode="promise_in_bounds")
-  return Union(query, table, blocks[:size], seen.sum(dtype=jnp.int32))
+def _num_blocks(inputs: Inputs) -> int:
+  """Returns the key blocks of all keys."""
+  return cdiv(inputs.operands.key.shape[1], inputs.lists.block_kv)
 
 
 def _chunk_blocks(inputs: Inputs) -> int:
@@ -300,23 +262,99 @@ def _chunk_blocks(inputs: Inputs) -> int:
   return max(1, CHUNK // inputs.lists.block_kv)
 
 
-def _num_chunks(inputs: Inputs, union: Union) -> jax.Array:
-  """Returns the chunks of a union."""
-  size = _chunk_blocks(inputs)
-  return lax.div(union.num_seen + jnp.int32(size - 1), jnp.int32(size))
+def _possible(inputs: Inputs) -> jax.Array:
+  """Returns bool [B or 1, steps of heads or 1, tiles, chunks]: what the rest of the mask may show."""
+  chunk = _chunk_blocks(inputs) * inputs.lists.block_kv
+  kinds = block_map.block_kinds(inputs.rest, block_map.Sizes(
+      inputs.operands.query.shape[1], inputs.operands.key.shape[1], TILE, chunk))
+  merged = block_map.merge_heads(kinds, _step_heads(inputs) * inputs.group)
+  return jnp.asarray(merged != block_map.EMPTY)
 
 
-def _chunk(inputs: Inputs, group: Group, union: Union, c: jax.Array) -> Chunk:
+def _tile_lists(inputs: Inputs, group: Group, n: jax.Array) -> jax.Array:
+  """Returns the lists int32 [lists, k] of tile n; each is that of as many neighbors."""
+  lists, mask = inputs.lists, inputs.operands.mask
+  rows, heads, blocks, length = lists.indices.shape
+  at_row = lambda x: x[group.batch if x.shape[0] > 1 else 0]
+  batch = group.batch if mask.batch_index is None else at_row(mask.batch_index)
+  start = jnp.int32(0) if mask.head_offset is None else at_row(mask.head_offset)
+  head, query = group.first * inputs.group + start, jnp.asarray(n, jnp.int32) * TILE
+  if TILE % lists.block_q and lists.block_q % TILE:
+    return jnp.asarray(lists.blocks_of(batch, head, query + jnp.arange(TILE, dtype=jnp.int32)))
+  # A slice, which XLA:CPU reads several times faster than it gathers numbers.
+  count = cdiv(TILE, lists.block_q)
+  padded = tile_lib.pad_axis(jnp.asarray(lists.indices), 2, -blocks % count)
+  at = (batch if rows > 1 else 0, lax.div(head, jnp.int32(lists.group)) if heads > 1 else 0,
+        lax.div(query, jnp.int32(lists.block_q)), 0)
+  # Computed with, numbers of a slice take three times as long as copied ones.
+  return lax.optimization_barrier(tile_lib.slice_at(padded, at, (1, 1, count, length)))[0, 0]
+
+
+def _union(inputs: Inputs, group: Group, possible: jax.Array, n: jax.Array, *,
+           transposed: bool = False) -> Union:
+  """Returns the key blocks that the queries of tile n list and may see."""
+  count, per_chunk = _num_blocks(inputs), _chunk_blocks(inputs)
+  size = cdiv(count, per_chunk) * per_chunk
+  table, listed = _table(inputs, group, n, transposed=transposed)
+  of_chunks = tile_lib.pad_axis(listed[:count], 0, size - count).reshape(-1, per_chunk)
+  whole = of_chunks.sum(1, keepdims=True, dtype=jnp.int32) >= np.int32(math.ceil(WHOLE * per_chunk))
+  row, head = (x if size > 1 else 0 for x, size in zip(
+      (group.batch, lax.div(group.first, jnp.int32(_step_heads(inputs)))), possible.shape))
+  of_chunks = (of_chunks | whole) & possible[row, head, n][:, None]
+  seen = of_chunks.reshape(-1)[:count]
+  # Not `jnp.nonzero`, which jax 0.12 cannot partition over a mesh.
+  numbers = jnp.arange(size, dtype=jnp.int32)
+  at = lax.cumsum(seen.astype(jnp.int32))
+  blocks = jnp.zeros(size + 1, jnp.int32).at[jnp.where(seen, at - 1, jnp.int32(size))].set(
+      numbers[:count], mode="promise_in_bounds")[:size]
+  # The rest of the last chunk are neighbors, so that it, too, may be a slice.
+  last, num_seen = jnp.where(seen, numbers[:count], 0).max(), at[-1]
+  blocks = jnp.where(numbers < num_seen, blocks, last + 1 + numbers - num_seen)
+  query = jnp.asarray(n, jnp.int32) * TILE + jnp.arange(TILE, dtype=jnp.int32)
+  return Union(query, table, blocks, lax.div(
+      num_seen + jnp.int32(per_chunk - 1), jnp.int32(per_chunk)))
+
+
+def _table(inputs: Inputs, group: Group, n: jax.Array, *,
+           transposed: bool) -> tuple[jax.Array, jax.Array]:
+  """Returns `Union.table` of tile n, and which blocks any of its queries lists."""
+  count = _num_blocks(inputs)
+  width = count + _chunk_blocks(inputs) + 1  # the last column takes what names no block
+  found = _tile_lists(inputs, group, n)
+  num_lists = found.shape[0]
+  found = jnp.where((found < 0) | (found >= count), jnp.int32(width - 1), found)
+  number = jnp.arange(num_lists, dtype=jnp.int32)[:, None]
+  # With a single index for each block: XLA:CPU takes twice the time for pairs of them.
+  place = found * num_lists + number if transposed else number * width + found
+  table = jnp.zeros(num_lists * width, jnp.uint8).at[place.reshape(-1)].set(
+      jnp.uint8(1), mode="promise_in_bounds")
+  if not transposed:
+    table = table.reshape(num_lists, width)
+    return table, table.any(0)
+  table = table.reshape(width, num_lists)
+  if num_lists % 4:
+    return table, table.any(1)
+  words = lax.bitcast_convert_type(table.reshape(width, num_lists // 4, 4), jnp.uint32)
+  return table, lax.reduce(words, np.uint32(0), lax.bitwise_or, (1,)) != 0
+
+
+def _chunk(inputs: Inputs, group: Group, union: Union, c: jax.Array, *,
+           transposed: bool = False) -> Chunk:
   """Returns chunk c of a union."""
-  lists, spec, size = inputs.lists, inputs.spec, _chunk_blocks(inputs)
+  lists, spec, size, keys = inputs.lists, inputs.spec, _chunk_blocks(inputs), inputs.operands.key
   blocks = tile_lib.slice_at(union.blocks, (c * size,), (size,))
-  take = lambda x: x.at[blocks].get(mode="promise_in_bounds")
-  key, value = (take(x).reshape(size * lists.block_kv, _step_heads(inputs), -1).swapaxes(0, 1)
-                for x in (group.key, group.value))
+  key, value, table = _taken(inputs, (group.key, group.value, union.table), blocks, transposed)
+  key, value = (x.reshape(size * lists.block_kv, _step_heads(inputs), -1).swapaxes(0, 1)
+                for x in (key, value))
   number = blocks[:, None] * lists.block_kv + jnp.arange(lists.block_kv, dtype=jnp.int32)[None]
-  rest, at = _coordinates(inputs, group, union.query, number.reshape(-1))
-  listed = jnp.repeat(take(union.table), lists.block_kv, axis=0).T[None, :, None]
-  seen = jnp.asarray(rest.visible(at)) & (at.key_index < inputs.operands.key.shape[1]) & listed
+  rest, at = _coordinates(inputs, group, union.query, number.reshape(-1), transposed=transposed)
+  by_key, by_query = (0, 1) if transposed else (1, 0)
+  listed = jnp.repeat(jnp.repeat(table != 0, lists.block_kv, axis=by_key),
+                      TILE // table.shape[by_query], axis=by_query)
+  listed = listed[None, :, :, None] if transposed else listed[None, :, None]
+  seen = jnp.asarray(rest.visible(at)) & listed
+  if keys.shape[1] % lists.block_kv:
+    seen = seen & (at.key_index < keys.shape[1])
   keep = None
   if spec.dropout_prob:
     words = inputs.operands.dropout_key
@@ -326,29 +364,36 @@ def _chunk(inputs: Inputs, group: Group, union: Union, c: jax.Array) -> Chunk:
   return Chunk(blocks, key, value, seen, keep)
 
 
-def _scattered(blocks: jax.Array, chunk: Chunk, found: jax.Array) -> jax.Array:
-  """Adds [heads, n, width] to the blocks of a chunk."""
-  parts = found.swapaxes(0, 1).reshape(len(chunk.blocks), *blocks.shape[1:])
-  return blocks.at[chunk.blocks].add(parts, mode="promise_in_bounds", indices_are_sorted=True)
+def _taken(inputs: Inputs, arrays: tuple[jax.Array, ...], blocks: jax.Array,
+           transposed: bool) -> tuple[jax.Array, ...]:
+  """Returns some blocks of keys [n, width], values [n, width] and of the table of a union."""
+  block_kv, size = inputs.lists.block_kv, len(blocks)
+
+  def slices(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    *rows, table = arrays
+    lists = table.shape[1 if transposed else 0]
+    return *(tile_lib.slice_at(x, (blocks[0] * block_kv, 0), (size * block_kv, x.shape[1]))
+             for x in rows), (tile_lib.slice_at(table, (blocks[0], 0), (size, lists)) if transposed
+                              else tile_lib.slice_at(table, (0, blocks[0]), (lists, size)))
+
+  def gathered(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    *rows, table = arrays
+    take = lambda x, at=blocks: x.at[at].get(mode="promise_in_bounds")
+    # Numbers, not columns: those would be written by columns, and copied in both cases.
+    number = jnp.arange(table.shape[0], dtype=jnp.int32)[:, None] * table.shape[1] + blocks
+    return *(take(x.reshape(-1, block_kv, x.shape[1])).reshape(-1, x.shape[1]) for x in rows), (
+        take(table) if transposed else take(table.reshape(-1), number))
+
+  if size == 1:
+    return slices(*arrays)
+  are_neighbors = blocks[-1] - blocks[0] == size - 1
+  return lax.platform_dependent(
+      *arrays, cpu=lambda *x: lax.cond(are_neighbors, slices, gathered, *x), default=gathered)
 
 
-def _capped(inputs: Inputs, scores: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-  """Returns scores after the soft cap, and their derivative (None: 1)."""
-  if (cap := inputs.spec.logits_soft_cap) is None:
-    return scores, None
-  capped = jnp.tanh(scores / cap)
-  return capped * cap, 1 - capped * capped
-
-
-def _dropped(chunk: Chunk, weights: jax.Array, *, transposed: bool = False) -> jax.Array:
-  """Returns weights with zeros where they are dropped, unscaled."""
-  return weights if chunk.keep is None else _masked(chunk.keep, weights, 0, transposed=transposed)
-
-
-def _masked(where: jax.Array, x: jax.Array, filler: float, *,
-            transposed: bool = False) -> jax.Array:
-  """Returns x [heads, rows, n], or [heads, n, rows], with a filler where `where` is False."""
-  heads, rows, keys = (x.shape[0], *(x.shape[:0:-1] if transposed else x.shape[1:]))
-  wide = jnp.broadcast_to(where, (heads, TILE, rows // TILE, keys))
-  wide = wide.transpose(0, 3, 1, 2) if transposed else wide
-  return jnp.where(wide.reshape(x.shape), x, filler)
+def _scattered(inputs: Inputs, x: jax.Array, chunk: Chunk, found: jax.Array) -> jax.Array:
+  """Adds [heads, n, width] to the keys of a chunk, of x shaped like `Group.key`."""
+  block_kv = inputs.lists.block_kv
+  parts = found.swapaxes(0, 1).reshape(-1, block_kv, x.shape[1])
+  return x.reshape(-1, block_kv, x.shape[1]).at[chunk.blocks].add(
+      parts, mode="promise_in_bounds", indices_are_sorted=True).reshape(x.shape)
