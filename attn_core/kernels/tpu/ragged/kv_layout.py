@@ -49,7 +49,7 @@ class KVLayout(NamedTuple):
 
   With scales per token there are two more arrays, float32 [rows, scale_rows, padded_tokens], as XLA
   stores them: scale_rows is K rounded up to SUBLANES, and padded_tokens is a multiple of block_kv,
-  which is one of LANES. Latent rows have one scale, and one such array.
+  which is one of LANES. Latent rows have one scale, and one such array, of one row.
   """
 
   interleaved: bool
@@ -163,8 +163,8 @@ class KVLayout(NamedTuple):
 
   @property
   def scale_rows(self) -> int:
-    """Rows of the scales' arrays: K rounded up to SUBLANES."""
-    return cdiv(self.key_heads, SUBLANES) * SUBLANES
+    """Rows of the scales' arrays: K rounded up to SUBLANES, or one of latent rows."""
+    return 1 if self.latent else cdiv(self.key_heads, SUBLANES) * SUBLANES
 
   def word_buffers(self) -> list[BufferShape]:
     """Returns shapes of the buffers for the words of a block and for its transposed scales."""
