@@ -9,6 +9,7 @@ computation; it runs with transfers executed at once and as late as possible.
 import itertools
 from typing import NamedTuple
 import unittest
+from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -23,6 +24,7 @@ from attn_core import (BlockSizes, Heads, OperationMetadata, PagedOptions, Pages
                        PagesV2, PagesV3, attention, explain, ragged_page_attention_v2)
 from attn_core.benchmark.static import profile as static_profile
 from attn_core.caches import pages, quantize
+from attn_core.kernels.tpu.ragged import common
 from attn_core.kernels.tpu.ragged.kv_block import KVBlock
 from attn_core.kernels.tpu.ragged.kv_layout import KVLayout, LiveTokens
 from attn_core.types import cdiv
@@ -160,6 +162,41 @@ class InterpretTest(parameterized.TestCase):
       self.assertTrue(np.isnan(after[seen]).all())
       np.testing.assert_array_equal(after[~seen], before[~seen])
 
+  @mock.patch.multiple(common, TILE_KEYS=8, TILE_ROWS=128)
+  def test_large_numbers_of_a_row_change_no_other_row(self):
+    """Computes rows whose sums are out of range, by tiles of which the mask hides and cuts some."""
+    case = Case((75, 9), (70, 9), page=16, H=8, K=1, D=128, rest=0)
+    query, key, value, _ = (None if x is None else jnp.nan_to_num(x) for x in case.arrays())
+    metadata = case.metadata()
+    page = int(metadata.page_tables[0, 2])  # tokens 32 to 47 of the first request
+    options = PagedOptions(metadata=TPU, block_sizes=BlockSizes(32, 32), return_lse=True)
+    attend = jax.jit(lambda query, *held: ragged_page_attention_v2(
+        query, pages.convert(PagesV1(*held), PagesV2), metadata, options))
+    around, away = jnp.abs(query), -jnp.abs(key)
+    calls = {
+        "usual": (query, key, value), "large logits": (query * 30, key, value),
+        "one hot row": (query.at[40].mul(300), key, value), "underflow": (around * 9, away, value),
+        "large value": (query, key, value.at[0, page, 5].set(1e37)),
+        "NaN": (query, key.at[0, page, 5, 3].set(jnp.nan), value),
+        "infinite query": (query.at[40, 2, 7].set(jnp.inf), key, value)}
+    found = {}
+    for name, (q, k, v) in calls.items():
+      with interpreted("eager"):
+        output = jax.block_until_ready(attend(q, k, v))
+      found[name] = [np.asarray(x, np.float64) for x in (output.attention_outputs, output.lse.T)]
+      with jax.enable_x64(True):
+        out, lse = case.oracle(*(x.astype(jnp.float64) for x in (q, k, v)), None)
+      with self.subTest(name):
+        np.testing.assert_allclose(found[name][0], out, atol=3e-4, rtol=1e-4)
+        np.testing.assert_allclose(found[name][1].T, lse, atol=3e-4, rtol=1e-6)
+    for name in ("one hot row", "infinite query"):
+      for x, y in zip(found[name], found["usual"]):
+        np.testing.assert_array_equal(np.delete(x, 40, 0), np.delete(y, 40, 0))
+    seen = np.arange(79) < 32  # before the first request's token 37
+    for name in ("large value", "NaN"):
+      for x, y in zip(found[name], found["usual"]):
+        np.testing.assert_array_equal(x[seen], y[seen])
+
   def test_the_same_bits_in_any_batch_and_any_chunks(self):
     """Runs one program with different metadata, and checks that it moves live pages only."""
     row = ROWS["ragged"]._replace(case=Case((21, 13), (21, 13), page=8, H=2, K=1, D=128, rest=6))
@@ -218,8 +255,11 @@ def read_block(layout, x, live):
     buffer[1] = source[...]
     tokens = LiveTokens(*live or (0, layout.block_kv))
     block = KVBlock(layout, [buffer], words, None, 1, tokens, 0)
-    finite[...] = jnp.full((1, 1), block.load_masked_words() if live else (
-        block.load_words() or 1), jnp.int32)
+    if live:
+      finite[...] = jnp.where(block.load_masked_words() == 0, 1, 0)
+    else:
+      block.load_words()
+      finite[...] = jnp.ones((1, 1), jnp.int32)
     for head in range(layout.key_heads):
       out[0, head], out[1, head] = block.read_both(head, jnp.float32)
   out = jax.ShapeDtypeStruct((2, layout.key_heads, layout.block_kv, layout.widths[0]), jnp.float32)

@@ -328,6 +328,8 @@ def tpu_decode_limits(request: Request) -> str | None:
   from attn_core.kernels.tpu.ragged import decode  # Pallas takes 0.1 s to import
   return (tpu_limits(request)
           or decode.unsupported_reason(request.dtype, request.widths, request.lengths[0])
+          or decode.unsupported_memory(request.query, request.key, request.value, request.blocks,
+                                       ("quantized" in request.features, None))
           or traceable.refusal(request.mod, request.mods)
           or decode.unsupported_mod(request.mods, request.query.shape, request.key.shape[2]))
 

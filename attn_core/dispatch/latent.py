@@ -73,6 +73,10 @@ def tpu_decode_limits(of_chip: "Limits") -> "Limits":
     most = min(decode.MOST_QUERIES, decode.MOST_LATENT_ROWS // request.query.shape[2])
     reason = (of_chip(request) or decode_limits(request, max(most, DECODE_QUERIES))
               or decode.unsupported_rows(request.dtype, request.key, request.value))
+    if reason is None and request.latent:
+      reason = decode.unsupported_memory(
+          request.query, request.key, request.value, request.blocks,
+          ("quantized" in request.features, request.latent.latent))
     if reason is None and request.latent and projected_limits(request) is None:
       work = flops(request.latent, *request.lengths, request.query.shape[2])
       return (f"{work.absorbed:.3g} FLOPs a row of the batch for {request.lengths[0]} queries and "

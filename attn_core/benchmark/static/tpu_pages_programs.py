@@ -24,8 +24,8 @@ from attn_core.benchmark.static.tpu_programs import Built, Contender, Program
 from attn_core.caches import latent
 from attn_core.caches.paged import latent_pages, layouts, ops
 from attn_core.config.metadata import OperationMetadata
-from attn_core.kernels.tpu.ragged import (common, kernel as ragged_kernel, kv_block, new_tokens,
-                                          token_blocks, update_few_rows)
+from attn_core.kernels.tpu.ragged import (common, kernel as ragged_kernel, new_tokens,
+                                          token_blocks, update_few_rows, update_many_rows)
 from attn_core.types import BlockSizes, LatentOptions, cdiv
 
 Index = int | jax.Array
@@ -147,7 +147,7 @@ def _computed(program: Program) -> Iterator[None]:
     return token_blocks.Request(case.keys - (end - requests.start(r)), jnp.int32(case.keys),
                                 end - case.keys)
 
-  is_finite, is_read = update_few_rows._is_finite, kv_block.KVBlock.load_masked_words
+  is_finite, needs_care = update_few_rows._is_finite, update_many_rows._needs_care
   with (mock.patch.object(new_tokens, "span_of", span),
         mock.patch.object(token_blocks, "bounds_of", bounds),
         mock.patch.object(token_blocks, "requests_in_use", lambda _: jnp.int32(case.batch)),
@@ -157,8 +157,9 @@ def _computed(program: Program) -> Iterator[None]:
         mock.patch.object(ragged_kernel, "step_count", count),
         mock.patch.object(update_few_rows, "_is_finite",
                           lambda x: is_finite(x) | (pl.program_id(0) >= 0)),
-        mock.patch.object(kv_block.KVBlock, "load_masked_words",
-                          lambda block: is_read(block) | (pl.program_id(0) >= 0))):
+        # Scalar memory reads as zeros.
+        mock.patch.object(update_many_rows, "_needs_care", lambda k, *large: (
+            needs_care(k, *large) & (k.counters[common.FETCHED] < 0)))):
     yield
 
 

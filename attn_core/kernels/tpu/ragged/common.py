@@ -7,6 +7,7 @@ pairs of a query and a query head of one key head, queries first. Key heads are 
 """
 
 import itertools
+import math
 from typing import Any, Callable, NamedTuple, Sequence
 
 import jax
@@ -24,7 +25,8 @@ from attn_core.types import cdiv
 Ref = Any  # a Pallas reference
 Index = Any  # int, or a traced int32
 
-UNROLLED_SCORES = 2**18  # scores of the head groups that are unrolled, with many rows
+TILE_KEYS = 256  # keys of a tile, with many rows
+TILE_ROWS = 1024  # rows of a tile
 FEW_ROWS = 64  # rows of a key head: up to here keys and values stay in the matrix units
 FEW_ROWS_LATENT = 256  # the same of latent rows, which are whole where they are stored
 LATENT_PIECE = 512  # latent rows of a piece, see `StepShape.pieces`; twice for more than FEW_ROWS
@@ -93,13 +95,10 @@ class StepShape(NamedTuple):
   def group_heads(self) -> int:
     """Key heads of a head group.
 
-    With few rows two heads, which fill matrix units of 256; with many as many as fill the lanes.
+    With few rows two heads, which fill matrix units of 256; many rows of one fill the lanes.
     """
-    heads = self.layout.key_heads
-    if self.few_rows:
-      return 2 if heads % 2 == 0 and all(width == LANES for width in self.layout.widths) else 1
-    return max(n for n in range(1, heads + 1)
-               if heads % n == 0 and (n == 1 or n * self.head_rows <= LANES))
+    pairs = self.few_rows and self.layout.key_heads % 2 == 0
+    return 2 if pairs and all(width == LANES for width in self.layout.widths) else 1
 
   @property
   def group_rows(self) -> int:
@@ -113,13 +112,21 @@ class StepShape(NamedTuple):
 
   @property
   def unrolled_groups(self) -> int:
-    """Number of head groups that are unrolled."""
+    """Number of head groups that are unrolled, with few rows."""
     if self.row_groups > 1:
       return 1
-    most = FEW_ROWS_GROUPS if self.few_rows else max(
-        1, UNROLLED_SCORES // (self.layout.block_kv * cdiv(self.group_rows, LANES) * LANES))
     return max(n for n in range(1, self.head_groups + 1)
-               if self.head_groups % n == 0 and n <= most)
+               if self.head_groups % n == 0 and n <= FEW_ROWS_GROUPS)
+
+  @property
+  def tile_sizes(self) -> tuple[int, int]:
+    """Keys and rows of a tile, with many rows."""
+    block_kv, rows = self.layout.block_kv, self.group_rows
+    keys = math.gcd(block_kv, TILE_KEYS)
+    # Whole queries, so that a tile's rows are a range of positions.
+    count = max(n for n in range(1, max(1, rows // TILE_ROWS) + 1)
+                if self.block_q % n == 0 and (n == 1 or rows // n % LANES == 0))
+    return keys if keys % min(LANES, TILE_KEYS) == 0 else block_kv, rows // count
 
   @property
   def pieces(self) -> list[slice | None]:
@@ -140,12 +147,9 @@ class StepShape(NamedTuple):
             and self.layout.key_heads <= FEW_HEADS)
 
   def running_shapes(self) -> list[tuple[int, ...]]:
-    """Returns shapes of m_i, l_i and acc.
-
-    With few rows there are two of each: one before a block and one after it.
-    """
+    """Returns shapes of m_i, l_i and acc, two of each: before a block and after it."""
     shape = lambda size: (2, self.head_groups, self.group_rows, size) if self.few_rows else (
-        self.head_groups, size, self.group_rows)
+        2, self.head_groups, size, self.group_rows)
     return [shape(1), shape(1), shape(self.layout.widths[-1])]
 
   def vmem_bytes(self, dtype: DTypeLike) -> int:
@@ -155,7 +159,7 @@ class StepShape(NamedTuple):
     rows, size = cdiv(self.group_rows, tile) * tile, jnp.dtype(dtype).itemsize
     width = cdiv(max(self.layout.widths), LANES) * LANES
     blocks = 2 * self.head_groups * rows * (2 * width * size + 4 * number)
-    state = (2 if self.few_rows else 1) * self.head_groups * rows * 4 * (width + 2 * number)
+    state = 2 * self.head_groups * rows * 4 * (width + 2 * number)
     mask_bytes = 4 if self.mask_rows == 1 else 2 * self.mask_rows
     mask = self.layout.slots * self.layout.block_kv * mask_bytes
     # With few rows, the keys and values of all unrolled heads are read before any is used; some of
@@ -171,7 +175,8 @@ class StepShape(NamedTuple):
       blocks = blocks * max(padded, 4 // size) // self.group_size
       blocks += self.head_groups * rows * width * size
     return (self.layout.vmem_bytes() + blocks + state + mask + values
-            + 6 * self.layout.block_kv * rows * 4)
+            + 6 * 4 * (self.layout.block_kv * rows if self.few_rows else
+                       math.prod(self.tile_sizes)))
 
 
 class LogitsSpec(NamedTuple):
@@ -190,6 +195,11 @@ class LogitsSpec(NamedTuple):
   def _is_scaled(self) -> bool:
     """Whether `logits` multiplies by the scale."""
     return (self.logits_soft_cap is not None or self.softmax_scale <= 0 or self.mods is not None)
+
+  @property
+  def keeps_infinite(self) -> bool:
+    """Whether infinite scores give sums that are out of range, or NaN."""
+    return self.logits_soft_cap is None and self.mods is None
 
   @property
   def unit(self) -> float:
@@ -269,8 +279,27 @@ def split(refs: Sequence[Ref], counts: Sequence[int]) -> list[Sequence[Ref]]:
 
 
 # Number of blocks computed and of blocks whose transfers have started, which determine their slots
-# of the buffers; and the step and the key block that are fetched next.
-COMPUTED, FETCHED, NEXT_STEP, NEXT_BLOCK = range(4)
+# of the buffers; the step and the key block that are fetched next; and, with many rows, whether a
+# block of the step had numbers that are not finite, or large.
+COMPUTED, FETCHED, NEXT_STEP, NEXT_BLOCK, CAREFUL = range(5)
+NUM_COUNTERS = 5
+
+
+def current(k: "KernelRefs") -> jax.Array:
+  """Returns which of the two running softmaxes is that of the keys before the block."""
+  return k.counters[COMPUTED] & 1
+
+
+class TilePart(NamedTuple):
+  """Some keys of a block and some rows of a head group."""
+
+  keys: slice
+  rows: slice
+
+  def kept(self, x: jax.Array) -> jax.Array:
+    """Slices [keys, rows], or an array that broadcasts to it."""
+    return x[self.keys if x.shape[0] > 1 else slice(None),
+             self.rows if x.shape[1] > 1 else slice(None)]
 
 
 class TileIndex(NamedTuple):
@@ -285,6 +314,12 @@ class TileIndex(NamedTuple):
     layout = k.shape.layout
     return KVBlock(layout, k.buffers[:len(layout.buffers())], k.words, k.tensor_scales, self.slot,
                    LiveTokens(self.step.kv_start, self.step.kv_stop), self.block)
+
+
+def infinite_to_nan(rows: jax.Array) -> jax.Array:
+  """Replaces infinite queries by NaN, so that all their logits are NaN."""
+  wide = rows.astype(jnp.float32)
+  return (wide + (wide - wide)).astype(rows.dtype)
 
 
 def dot(k: KernelRefs, a: jax.Array, b: jax.Array, axis: int, axis_a: int = 1) -> jax.Array:
@@ -304,29 +339,37 @@ def dot(k: KernelRefs, a: jax.Array, b: jax.Array, axis: int, axis_a: int = 1) -
 # --- Visibility. ---------------------------------------------------------------------------------
 
 
-def all_visible(k: KernelRefs, tile: TileIndex) -> jax.Array:
-  """Returns whether every query position of a step attends to the whole block, bool scalar."""
-  size, spec, step = k.shape.layout.block_kv, k.spec, tile.step
-  first, last = tile.block * size, tile.block * size + size - 1
-  found = (first >= step.kv_start) & (last < step.kv_stop)
-  if spec.drafts:  # of them, none sees all others
-    found = found & (last < step.row_begin)
-  if spec.left is not None:
-    # A draft follows at most all others, however many its request has.
-    end = step.row_begin + spec.drafts if spec.drafts else step.query_begin + k.shape.block_q
-    found = found & (first >= end - 1 - spec.left)
-  return found if spec.right is None else found & (last <= step.query_begin + spec.right)
+def visible(k: KernelRefs, tile: TileIndex, group: Index, *, axis: int,
+            part: TilePart | None = None) -> jax.Array:
+  """Returns bool [block_kv, group_rows] if keys are axis 0, or [group_rows, block_kv] if axis 1.
+
+  Args:
+    k: the kernel.
+    tile: the block.
+    group: of heads.
+    axis: of the keys.
+    part: with keys along axis 0: the keys and rows that are wanted; None: all.
+  """
+  part = part or whole_part(k)
+  return (_visible_by_mask if k.shape.mask_rows else _visible_by_position)(
+      k, tile, group, axis, part)
 
 
-def visible(k: KernelRefs, tile: TileIndex, group: Index, *, axis: int) -> jax.Array:
-  """Returns bool [block_kv, group_rows] if keys are axis 0, or [group_rows, block_kv] if axis 1."""
-  return (_visible_by_mask if k.shape.mask_rows else _visible_by_position)(k, tile, group, axis)
+def whole_part(k: KernelRefs) -> TilePart:
+  """Returns all keys of a block and all rows of a head group."""
+  return TilePart(slice(0, k.shape.layout.block_kv), slice(0, k.shape.group_rows))
+
+
+def numbers_along(part: slice, axis: int) -> jax.Array:
+  """Returns numbers of keys or of rows along an axis, int32 [1, n] or [n, 1]."""
+  size = part.stop - part.start
+  found = lax.broadcasted_iota(jnp.int32, (size, 1) if axis == 0 else (1, size), axis)
+  return found + part.start if part.start else found
 
 
 def row_numbers(k: KernelRefs, axis: int) -> jax.Array:
   """Returns numbers of rows along an axis, int32 [1, group_rows] or [group_rows, 1]."""
-  shape = (k.shape.group_rows, 1) if axis == 0 else (1, k.shape.group_rows)
-  return lax.broadcasted_iota(jnp.int32, shape, axis)
+  return numbers_along(slice(0, k.shape.group_rows), axis)
 
 
 def query_of(k: KernelRefs, rows: jax.Array) -> jax.Array:
@@ -334,25 +377,52 @@ def query_of(k: KernelRefs, rows: jax.Array) -> jax.Array:
   return lax.div(lax.rem(rows, jnp.int32(k.shape.head_rows)), jnp.int32(k.shape.group_size))
 
 
-def _visible_by_position(k: KernelRefs, tile: TileIndex, group: Index, axis: int) -> jax.Array:
+def _visible_by_position(k: KernelRefs, tile: TileIndex, group: Index, axis: int,
+                         part: TilePart) -> jax.Array:
   """Evaluates causality and window; rows that are not queries of this call see no key."""
   del group
-  size, spec, step = k.shape.layout.block_kv, k.spec, tile.step
-  key = tile.block * size + lax.broadcasted_iota(
-      jnp.int32, (size, 1) if axis == 0 else (1, size), axis)
-  query = step.query_begin + query_of(k, row_numbers(k, 1 - axis))
+  spec = k.spec
+  key = tile.block * k.shape.layout.block_kv + numbers_along(part.keys, axis)
+  query, begin, end = _ranges(k, tile, part, axis)
+  found = key < end
+  if begin is not None:
+    found = found & (key >= begin)
+  return found & _visible_to_drafts(k, tile, query, key) if spec.drafts else found
+
+
+def _ranges(k: KernelRefs, tile: TileIndex, part: TilePart,
+            axis: int) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+  """Returns (the query of each row, begin and end of the keys it sees, but for those of a tree).
+
+  Args:
+    k: the kernel.
+    tile: the block.
+    part: whose rows.
+    axis: of the keys; arrays are along the other one.
+  """
+  spec, step = k.spec, tile.step
+  query = step.query_begin + query_of(k, numbers_along(part.rows, 1 - axis))
   live = (query >= step.row_begin) & (query < step.row_length)
   end = jnp.full_like(query, step.row_length)
   if spec.right is not None:
     end = jnp.minimum(end, query + (spec.right + 1))
   if spec.scope == Scope.CACHED:
     end = jnp.minimum(end, step.kv_stop)
-  found = key < jnp.where(live, end, 0)
-  if spec.scope == Scope.NEW:
-    found = found & (key >= step.kv_start)
-  if spec.drafts:
-    return found & _visible_to_drafts(k, tile, query, key)
-  return found if spec.left is None else found & (key >= query - spec.left)
+  begin = jnp.full_like(query, step.kv_start) if spec.scope == Scope.NEW else None
+  if spec.left is not None and not spec.drafts:
+    first = query - spec.left
+    begin = first if begin is None else jnp.maximum(begin, first)
+  return query, begin, jnp.where(live, end, 0)
+
+
+def sees_any(k: KernelRefs, tile: TileIndex, part: TilePart, seen: jax.Array) -> jax.Array:
+  """Returns which rows see a key of a tile, bool [1, rows], of `visible` [keys, rows]."""
+  if k.shape.mask_rows or k.spec.drafts:
+    return jnp.where(seen, 1.0, 0.0).max(0, keepdims=True) > 0
+  first = tile.block * k.shape.layout.block_kv + part.keys.start
+  _, begin, end = _ranges(k, tile, part, 0)
+  end = jnp.minimum(end, first + (part.keys.stop - part.keys.start))
+  return end > (first if begin is None else jnp.maximum(begin, first))
 
 
 def _visible_to_drafts(k: KernelRefs, tile: TileIndex, query: jax.Array,
@@ -381,9 +451,10 @@ def _visible_to_drafts(k: KernelRefs, tile: TileIndex, query: jax.Array,
   return seen & (place >= jnp.minimum(depth[0] - spec.left, 0))
 
 
-def _visible_by_mask(k: KernelRefs, tile: TileIndex, group: Index, axis: int) -> jax.Array:
+def _visible_by_mask(k: KernelRefs, tile: TileIndex, group: Index, axis: int,
+                     part: TilePart) -> jax.Array:
   """Selects rows of the mask by a matrix product, unless all rows of the step share one."""
-  shape, rows = k.shape, row_numbers(k, 1 - axis)
+  shape, rows = k.shape, numbers_along(part.rows, 1 - axis)
   if shape.mask_rows == 1:
     return k.buffers[-1][tile.slot] > 0.5
   if shape.row_groups > 1:  # of one key head
@@ -393,8 +464,8 @@ def _visible_by_mask(k: KernelRefs, tile: TileIndex, group: Index, axis: int) ->
     key_head = group * shape.group_heads + lax.div(rows, jnp.int32(shape.head_rows))
     head = key_head * shape.group_size + lax.rem(rows, jnp.int32(shape.group_size))
     wanted = head * shape.block_q + wanted
-  mask = k.buffers[-1][tile.slot]
-  sizes = (shape.mask_rows, shape.group_rows)[::1 if axis == 0 else -1]
+  mask = k.buffers[-1][tile.slot][:, part.keys]
+  sizes = (shape.mask_rows, rows.size)[::1 if axis == 0 else -1]
   selection = (lax.broadcasted_iota(jnp.int32, sizes, axis) == wanted).astype(mask.dtype)
   a, b, contract = (mask, selection, ((0,), (0,))) if axis == 0 else (
       selection, mask, ((1,), (0,)))

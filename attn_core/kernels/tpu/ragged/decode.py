@@ -31,6 +31,7 @@ PAGE_SIZE = 64  # tokens of a transfer
 BLOCK_KV = 1024  # tokens of a block; a multiple of LANES, as all are
 LATENT_BLOCK_KV = 4096  # of latent rows, of which there is one for all heads
 BUFFER_BYTES = 16 * 2**20  # of vector memory, for keys and values as copied and as words
+VECTOR_BYTES = 48 * 2**20  # of vector memory for everything
 MASK_ROWS = 16  # rows of the mask are padded to a multiple: a tile of bfloat16
 MOST_SCORES = 2**19  # of a block and a head group
 MOST_QUERIES = 64  # per batch row, T
@@ -46,9 +47,10 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
   batch, length, heads, width = operands.query.shape
   key_heads = operands.key.shape[2]
   # 1. Layout, mask and steps.
-  group_size, layout = heads // key_heads, _make_layout(operands, block_sizes, spec.latent_width)
-  shape = common.StepShape(layout, group_size, length, row_groups=(
-      common.latent_row_groups(length * heads) if layout.latent else 1))
+  group_size, layout = heads // key_heads, _make_layout(
+      operands.query, operands.key, operands.value, block_sizes,
+      (operands.key_scale is not None, spec.latent_width))
+  shape = _step_shape(layout, operands.query)
   mask, mask_heads, steps = _make_steps(operands, spec, shape)
   shape = shape._replace(mask_rows=mask.shape[1], mask_heads=mask_heads)
   # 2. The rows of every step: [batch, key_heads, length, group_size, width] in head groups.
@@ -73,11 +75,17 @@ def forward(operands: Operands, spec: AttentionSpec, block_sizes: BlockSizes) ->
   return Residuals(out, lse[..., 0].swapaxes(1, 2))
 
 
-def _make_layout(operands: Operands, block_sizes: BlockSizes,
-                 latent_width: int | None) -> KVLayout:
-  """Returns the layout of keys and values, with blocks that fit in vector memory."""
-  key, value = operands.key, operands.value
-  length, heads = operands.query.shape[1:3]
+def _make_layout(query: ShapedArray, key: ShapedArray, value: ShapedArray,
+                 block_sizes: BlockSizes, form: tuple[bool, int | None]) -> KVLayout:
+  """Returns the layout of keys and values, with blocks that fit in vector memory.
+
+  Args:
+    query, key, value: only shapes and dtypes count.
+    block_sizes: those given; None fields are chosen.
+    form: (whether there are scales per token, the width of latents or None).
+  """
+  has_scales, latent_width = form
+  length, heads = query.shape[1:3]
   chosen = BLOCK_KV if latent_width is None else LATENT_BLOCK_KV
   block_kv = cdiv(block_sizes.block_kv or chosen, LANES) * LANES
   block_kv = min(block_kv, cdiv(key.shape[1], LANES) * LANES)
@@ -86,7 +94,7 @@ def _make_layout(operands: Operands, block_sizes: BlockSizes,
     rows //= common.latent_row_groups(rows)
   lanes = cdiv(rows, LANES) * LANES
   block_kv = min(block_kv, max(1, MOST_SCORES // lanes // LANES) * LANES)
-  scales = None if operands.key_scale is None else "token"
+  scales = "token" if has_scales else None
   if latent_width is not None:
     page = _latent_page(key, value)
     assert page is not None  # `unsupported_rows`
@@ -94,21 +102,54 @@ def _make_layout(operands: Operands, block_sizes: BlockSizes,
         False, False, 1, (key.shape[3] + value.shape[3], cdiv(latent_width, LANES) * LANES),
         jnp.dtype(key.dtype), page, block_kv // page, key.shape[1], scales, latent=True,
         rest_dtype=value.dtype if value.shape[3] else None)
-    return _within_memory(layout, rows)
+    return _within_memory(layout, query)
   # With heads before tokens, part of a page would be part of a tile.
   heads_major = is_heads_major(key.shape[2], key.dtype) and key.shape[1] % PAGE_SIZE == 0
   layout = KVLayout(
       False, heads_major, key.shape[2], (key.shape[3], value.shape[3]), jnp.dtype(key.dtype),
       PAGE_SIZE, block_kv // PAGE_SIZE, key.shape[1], scales)
-  return _within_memory(layout, rows)
+  return _within_memory(layout, query)
 
 
-def _within_memory(layout: KVLayout, rows: int) -> KVLayout:
-  """Sets the number of blocks in vector memory, and makes them fit, for `rows` of a key head."""
-  if common.has_few_rows(layout, rows):
+def _within_memory(layout: KVLayout, query: ShapedArray) -> KVLayout:
+  """Sets the number of blocks in vector memory, and makes them fit, if any does."""
+  if _step_shape(layout, query).few_rows:
     layout = layout._replace(slots=common.FEW_ROWS_SLOTS)
   most = max(1, layout.block_kv * BUFFER_BYTES // layout.vmem_bytes() // LANES)
-  return layout._replace(block_pages=min(layout.block_pages, most * LANES // layout.page_size))
+  blocks = min(layout.block_kv, most * LANES) // LANES
+  sized = lambda blocks: layout._replace(block_pages=blocks * LANES // layout.page_size)
+  while blocks > 1 and _vector_bytes(sized(blocks), query) > VECTOR_BYTES:
+    blocks //= 2
+  return sized(blocks)
+
+
+def _step_shape(layout: KVLayout, query: ShapedArray) -> common.StepShape:
+  """Returns the sizes of a step, without a mask."""
+  length, heads = query.shape[1:3]
+  groups = common.latent_row_groups(length * heads) if layout.latent else 1
+  return common.StepShape(layout, heads // layout.key_heads, length, row_groups=groups)
+
+
+def _vector_bytes(layout: KVLayout, query: ShapedArray) -> int:
+  """Estimates the vector memory of the kernel, with the largest mask."""
+  shape = _step_shape(layout, query)
+  rows = cdiv(shape.block_q, MASK_ROWS) * MASK_ROWS
+  return shape._replace(mask_rows=rows).vmem_bytes(query.dtype)
+
+
+def unsupported_memory(query: ShapedArray, key: ShapedArray, value: ShapedArray,
+                       block_sizes: BlockSizes, form: tuple[bool, int | None]) -> str | None:
+  """Returns why the smallest block does not fit in vector memory, or None; see `_make_layout`."""
+  needed = _vector_bytes(_make_layout(query, key, value, block_sizes, form), query)
+  if needed <= VECTOR_BYTES:
+    return None
+  length, heads, width = query.shape[1:]
+  layout = _make_layout(query, key, value, block_sizes, form)
+  fitting = next((n for n in range(length - 1, 0, -1) if _vector_bytes(
+      layout, jax.ShapeDtypeStruct((1, n, *query.shape[2:]), query.dtype)) <= VECTOR_BYTES), 0)
+  cure = f"at most {fitting} queries at a time" if fitting else "fewer or narrower heads"
+  return (f"{length} queries of {heads} heads of {width} numbers: the TPU kernel would need "
+          f"{needed} bytes of vector memory, of which it has {VECTOR_BYTES}: give {cure}")
 
 
 def _tile(key: ShapedArray, value: ShapedArray) -> int:

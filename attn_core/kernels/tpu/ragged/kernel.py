@@ -76,7 +76,8 @@ def attend(spec: LogitsSpec, shape: StepShape, inputs: KernelInputs,
     buffers.append(pltpu.VMEM((layout.slots, shape.mask_rows, layout.block_kv), inputs.mask.dtype))
   scratch = (buffers, [pltpu.VMEM(*x) for x in layout.word_buffers()],
              [pltpu.VMEM(x, jnp.float32) for x in shape.running_shapes()],
-             [pltpu.SemaphoreType.DMA((layout.slots,)), pltpu.SMEM((4,), jnp.int32)])
+             [pltpu.SemaphoreType.DMA((layout.slots,)),
+              pltpu.SMEM((common.NUM_COUNTERS,), jnp.int32)])
   counts = [len(x) for x in (scalars, [rows], numbers, sources, outputs, *scratch)]
 
   def kernel(*refs: Ref) -> None:
@@ -138,8 +139,8 @@ def _kernel(k: KernelRefs) -> None:
   def _() -> None:
     fold_blocks(k, step_of(k, current), count)
     for group in range(k.shape.head_groups):
-      for ref, x in zip(k.outputs, result(k, group)):
-        ref[0, group] = x.astype(ref.dtype)
+      for ref, x in zip(k.outputs, result(k, group, k.outputs[0].dtype)):
+        ref[0, group] = x
 
 
 def fetch_first(k: KernelRefs, count: jax.Array) -> None:
@@ -203,11 +204,12 @@ def _fold_and_start(k: KernelRefs, tile: common.TileIndex, count: jax.Array) -> 
     fold(None)
 
 
-def result(k: KernelRefs, group: Index) -> tuple[jax.Array, jax.Array]:
-  """Returns float32 out [group_rows, E] and lse, shaped like m_i, of a head group."""
+def result(k: KernelRefs, group: Index, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+  """Returns out [group_rows, E] and lse, float32 and shaped like m_i, of a head group."""
   running = _softmax(k.shape).result(k, group)
   out, lse = online_softmax.finish(running._replace(
       m_i=running.m_i * (k.spec.unit / online_softmax.LOG2E)))
+  out = out.astype(dtype)  # fewer bits to transpose
   return out if k.shape.few_rows else out.T, lse
 
 

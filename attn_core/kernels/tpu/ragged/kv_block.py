@@ -8,6 +8,7 @@ a copy. In interpret mode they are always copied, because it has no references t
 another dtype, and its detection of races is needed.
 """
 
+import functools
 from typing import Any, Iterator, NamedTuple, Sequence
 
 import jax
@@ -21,6 +22,8 @@ import numpy as np
 from attn_core.kernels.tpu.ragged.kv_layout import (
     PAIRED_TOKENS, SUBLANES, KVLayout, LiveTokens, narrowed, widened)
 
+MOST_STORED = 2.0**9  # more than the numbers of 8 bits
+LARGE_BITS = (127 + 32) << 7  # 2**32 in bfloat16
 Ref = Any  # a Pallas reference
 Index = Any  # int, or a traced int32
 
@@ -62,24 +65,27 @@ class KVBlock(NamedTuple):
     """Converts the block to words, with zeros for tokens that may not be read.
 
     Returns:
-      bool: whether all numbers are finite.
+      float32 [1, 1]: 0 if all numbers are finite and less than `2**32`, else not 0, or NaN.
     """
     layout, total = self.layout, jnp.zeros((1, 1), jnp.float32)
+    if self.tensor_scales is not None:
+      for scale in (self.tensor_scales[0], self.tensor_scales[1]):
+        total += _nan_if_large(jnp.full((1, 1), scale), MOST_STORED)
     whole = (self.live_range[0] <= 0) & (self.live_range[1] >= layout.block_kv)
     for array, part in self._word_parts():
       self._load_part(array, part)
       words = self._words_of(array, part)
       self._clear_dead_tokens(words, whole)
-      total += _nonfinite_indicator(words[...], layout)
+      total += _large_indicator(words, layout)
     if layout.heads_major:
       for array in range(len(layout.widths)):
         for row in range(layout.token_rows):
-          total += _nonfinite_indicator(self._read_heads_major(array, row), layout)
+          total += _nan_if_large(self._read_heads_major(array, row))
     total += self._load_scales()
     if layout.latent:
       self._clear_dead_rows(whole)
-      total += _nan_if_nonfinite(self._read_latents(jnp.float32))
-    return total[0, 0] == 0
+      total += _nan_if_large(self._read_latents(jnp.float32))
+    return total
 
   def _word_parts(self) -> Iterator[tuple[int, int]]:
     """Yields (array, part of its width) of everything that is kept as words."""
@@ -119,13 +125,13 @@ class KVBlock(NamedTuple):
     """Transposes scales to [block_kv, scale_rows], zeros for tokens that may not be read.
 
     Returns:
-      float32 [1, 1]: 0, or NaN if a scale is non-finite.
+      float32 [1, 1]: 0, or NaN if a scale is non-finite or large.
     """
     total, arrays = jnp.zeros((1, 1), jnp.float32), self.layout.scale_arrays
     for number in range(-arrays, 0):
       transposed = self.words[number]
       transposed[...] = jnp.where(self.is_live(), self.buffers[number][self.slot].T, 0)
-      total += _nan_if_nonfinite(transposed[...])
+      total += _nan_if_large(transposed[...], MOST_STORED)
     return total
 
   def is_live(self) -> jax.Array:
@@ -301,22 +307,33 @@ def _unpack(words: jax.Array, place: Index, layout: KVLayout, dtype: DTypeLike) 
   return pltpu.bitcast((words >> bits).astype(jnp.uint8), layout.dtype).astype(dtype)
 
 
-def _nan_if_nonfinite(x: jax.Array) -> jax.Array:
-  """Returns [1, 1]: 0, or NaN where the sum of `x` is not finite."""
+def _nan_if_large(x: jax.Array, factor: float = 1.0) -> jax.Array:
+  """Returns [1, 1]: 0, or NaN if a number times `factor` is not less than `2**32`."""
+  x = x * np.float32(2.0**96 * factor)
   total = x.sum(0, keepdims=True).sum(1, keepdims=True)
   return total - total
 
 
-def _nonfinite_indicator(x: jax.Array, layout: KVLayout) -> jax.Array:
-  """Returns float32 [1, 1]: 0 if all of `x`, words or stored numbers, is finite, else not 0."""
+def _large_indicator(words: Ref, layout: KVLayout) -> jax.Array:
+  """Returns float32 [1, 1]: 0 if all numbers are finite and not large, else not 0, or NaN.
+
+  Numbers of 8 bits are small.
+  """
   dtype = jnp.dtype(layout.dtype)
-  if x.dtype == jnp.float32:
-    return _nan_if_nonfinite(x)
+  if words.dtype == jnp.float32:
+    return _nan_if_large(words[...])
   if dtype == jnp.int8:
     return jnp.zeros((1, 1), jnp.float32)
-  if x.dtype == jnp.uint32 and dtype.itemsize == 2:
-    low, high = (_unpack(x, place, layout, jnp.float32) for place in range(2))
-    return _nan_if_nonfinite(low + high)
+  if words.dtype == jnp.uint32 and dtype.itemsize == 2:
+    # Both numbers of a word at once: a sum carries to the sign where an exponent is large.
+    rows = words.shape[0]
+    size = SUBLANES if rows % SUBLANES == 0 else rows
+    carries = functools.reduce(jnp.bitwise_or, (
+        (words[first:first + size] & np.uint32(0x7FFF7FFF))
+        + np.uint32(0x00010001 * (0x8000 - LARGE_BITS)) for first in range(0, rows, size)))
+    large = (carries & np.uint32(0x80008000)) != 0
+    return jnp.where(large, 1.0, 0.0).sum(0, keepdims=True).sum(1, keepdims=True)
+  x = words[...]
   # Of float8_e4m3fn only 0x7F is not finite, with either sign.
   x = lax.bitcast_convert_type(x, jnp.int32)
   codes = (x & np.int32(0x7F7F7F7F)) + np.int32(0x01010101)

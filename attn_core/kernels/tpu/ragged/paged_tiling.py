@@ -52,9 +52,7 @@ def choose_block_q(operands: PagedOperands, block_sizes: BlockSizes, layout: KVL
   if block_sizes.block_q is not None:
     return block_q
   def fits_vector_memory(block_q: int) -> bool:
-    blocks = with_blocks(layout, operands, block_sizes, block_q * group_size)
-    shape = common.StepShape(blocks, group_size, block_q, operands.metadata.page_tables.shape[1])
-    return shape.vmem_bytes(operands.query.dtype) <= VECTOR_BYTES
+    return _vector_bytes(operands, block_sizes, layout, (block_q, group_size)) <= VECTOR_BYTES
   while block_q > 1 and not fits_vector_memory(block_q):
     block_q //= 2
   # With many query heads a key head, blocks of the rows above are too many.
@@ -62,6 +60,22 @@ def choose_block_q(operands: PagedOperands, block_sizes: BlockSizes, layout: KVL
          and scalar_bytes(operands, block_q) > SCALAR_BYTES):
     block_q *= 2
   return block_q
+
+
+def _vector_bytes(operands: PagedOperands, block_sizes: BlockSizes, layout: KVLayout,
+                  rows: tuple[int, int]) -> int:
+  """Estimates the vector memory of a kernel.
+
+  Args:
+    operands: only shapes and dtypes count.
+    block_sizes: those given; None fields are chosen.
+    layout: of the pages.
+    rows: (query tokens of a block, query heads of a key head).
+  """
+  block_q, group_size = rows
+  blocks = with_blocks(layout, operands, block_sizes, block_q * group_size)
+  shape = common.StepShape(blocks, group_size, block_q, operands.metadata.page_tables.shape[1])
+  return shape.vmem_bytes(operands.query.dtype)
 
 
 def _block_q_of_many(tokens: int, requests: int) -> int:
@@ -231,7 +245,30 @@ def unsupported_reason(query: jax.Array, cache: Pages, metadata: layouts.PagesMe
     return (f"page tables of {list(metadata.page_tables.shape)} and {steps} steps of {block_q} "
             f"queries need {needed} bytes of scalar memory, of which the TPU kernel has "
             f"{SCALAR_BYTES}: give {cure}narrower tables, larger pages or fewer requests")
-  return None
+  return _vector_reason(operands, block_sizes, layout, group_size)
+
+
+def _vector_reason(operands: PagedOperands, block_sizes: BlockSizes, layout: KVLayout,
+                   group_size: int) -> str | None:
+  """Returns why blocks do not fit in vector memory, and which do, or None if they fit."""
+  def needed(sizes: BlockSizes) -> int:
+    block_q = choose_block_q(operands, sizes, layout, group_size)
+    return _vector_bytes(operands, sizes, layout, (block_q, group_size))
+
+  if needed(block_sizes) <= VECTOR_BYTES:
+    return None
+  fitting = []
+  for name in ("block_q", "block_kv"):
+    size = getattr(block_sizes, name)
+    while size and needed(block_sizes._replace(**{name: size})) > VECTOR_BYTES:
+      size //= 2
+    fitting += [f"{name} of at most {size}"] if size else []
+  given = " and ".join(f"{name} {size}" for name in ("block_q", "block_kv")
+                       if (size := getattr(block_sizes, name)))
+  cure = " or ".join(fitting) or "fewer or narrower heads"
+  return (f"{'blocks of ' + given if given else 'one query'} with {operands.query.shape[1]} query "
+          f"heads: the TPU kernel would need {needed(block_sizes)} bytes of vector memory, of "
+          f"which it has {VECTOR_BYTES}: give {cure}")
 
 
 def unsupported_mod(query: jax.Array, cache: Pages, metadata: layouts.PagesMetadata,

@@ -16,7 +16,8 @@ from jax.typing import DTypeLike
 
 from attn_core.kernels.common import dense_operands
 from attn_core.kernels.tpu.ragged import common
-from attn_core.kernels.tpu.ragged.common import Index, KernelRefs, StepShape, TileIndex
+from attn_core.kernels.tpu.ragged.common import (
+    Index, KernelRefs, StepShape, TileIndex, TilePart)
 from attn_core.kernels.tpu.ragged.kv_layout import LANES, SUBLANES
 from attn_core.kernels.tpu.ragged import mod_lines
 from attn_core.kernels.tpu.ragged.mod_form import (FIXED, KEYS, LINES, PAIRS, STEP, ModArray,
@@ -121,22 +122,33 @@ def vmem_limit(shape: StepShape, dtype: DTypeLike, mods: ModInputs | None) -> in
 # --- In the kernel. ------------------------------------------------------------------------------
 
 
-def modifier(k: KernelRefs, tile: TileIndex, axis: int) -> Modifier:
-  """Returns the score mods of head groups; `axis` is that of the keys."""
+def modifier(k: KernelRefs, tile: TileIndex, axis: int,
+             part: TilePart | None = None) -> Modifier:
+  """Returns the score mods of head groups.
+
+  Args:
+    k: the kernel.
+    tile: the block of keys.
+    axis: of the keys.
+    part: with keys along axis 0: the keys and rows of the logits; None: all.
+  """
   def of_group(group: Index) -> Callable[[jax.Array], jax.Array] | None:
     form = k.spec.mods
-    return None if form is None else lambda logits: _modified(k, form, tile, group, axis, logits)
+    return None if form is None else lambda logits: _modified(
+        k, form, (tile, part), group, axis, logits)
   return of_group
 
 
-def _modified(k: KernelRefs, form: ModForm, tile: TileIndex, group: Index, axis: int,
-              logits: jax.Array) -> jax.Array:
-  read = lambda x: _read(k, form, tile, group, axis, x)
+def _modified(k: KernelRefs, form: ModForm, place: tuple[TileIndex, TilePart | None],
+              group: Index, axis: int, logits: jax.Array) -> jax.Array:
+  tile, part = place
+  kept = part.kept if part is not None else lambda x: x
+  read = lambda x: kept(_read(k, form, tile, group, axis, x))
   term: ScoreMod = jax.tree.unflatten(form.term, [
       lax.bitcast_convert_type(read(x), jnp.float32) for x in form.arrays])
   at = {name: jnp.zeros((1, 1), jnp.int32) for name in Coordinates._fields[:-1]}
   if term.reads_positions:
-    at |= _positions_in_request(k, tile, axis)
+    at |= {name: kept(x) for name, x in _positions_in_request(k, tile, axis).items()}
   at |= {name: read(x) for name, x in form.coordinates}
   return term.apply(logits, ScoreTile(Coordinates._make([*at.values(), False]), 1,
                                       transposed=axis == 0))

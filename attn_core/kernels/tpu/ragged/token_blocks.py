@@ -237,7 +237,7 @@ def start_queries(k: KernelRefs, t: TokenRefs, number: Index, step: Steps, slot:
 def load_rows(k: KernelRefs, t: TokenRefs, step: Steps, slot: Index) -> None:
   """Waits for the queries of a step and their numbers, and writes them to `k.rows` and `k.mods`.
 
-  Infinite queries become NaN, so that all their logits are NaN.
+  Infinite queries become NaN; where rows are many, only if their sums would not show them.
   """
   run = run_of(k, t, step)
   _wait(t.query, t.query_blocks, t.query_arrived, slot, run)
@@ -251,11 +251,13 @@ def load_rows(k: KernelRefs, t: TokenRefs, step: Steps, slot: Index) -> None:
     heads = k.shape.group_heads
     for group in range(k.shape.head_groups):
       x = t.query_blocks[slot, pl.ds(group * heads, heads)]
-      x = x.reshape(k.shape.group_rows, x.shape[-1]).astype(jnp.float32)
-      x = x + (x - x)
+      x = x.reshape(k.shape.group_rows, x.shape[-1])
+      if k.shape.few_rows or not k.spec.keeps_infinite:
+        x = common.infinite_to_nan(x)
       if not is_whole:
         row = common.query_of(k, common.row_numbers(k, 0))
-        x = jnp.where((row >= run.row) & (row < run.row + run.count), x, 0)
+        is_live = (row >= run.row) & (row < run.row + run.count)
+        x = jnp.where(is_live, x.astype(jnp.float32), 0)
       k.rows[0, group] = x.astype(k.rows.dtype)
 
   pl.when(run.count == k.shape.block_q)(lambda: load(True))

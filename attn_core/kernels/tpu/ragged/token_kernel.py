@@ -156,7 +156,7 @@ def _scratch(shape: StepShape, dtype: DTypeLike, out: tuple[DTypeLike, tuple[int
        pltpu.VMEM(block(layout.widths[0]), held), pltpu.VMEM(block(layout.widths[-1]), out_dtype),
        pltpu.VMEM((SLOTS, shape.head_groups, *column), jnp.float32)],
       [pltpu.SMEM((len(Steps._fields), num_steps), jnp.int32), pltpu.SMEM((1,), jnp.int32),
-       pltpu.SMEM((4,), jnp.int32), pltpu.SemaphoreType.DMA((layout.slots,)),
+       pltpu.SMEM((common.NUM_COUNTERS,), jnp.int32), pltpu.SemaphoreType.DMA((layout.slots,)),
        pltpu.SemaphoreType.DMA((SLOTS,)), pltpu.SemaphoreType.DMA((SLOTS,)),
        pltpu.SemaphoreType.DMA(())]]
 
@@ -232,9 +232,9 @@ def _kernel(k: KernelRefs, t: TokenRefs, new: NewTokenRefs | RowRefs | None) -> 
       token_blocks.wait_results(k, t, step_of(current - SLOTS), slot)
     heads = k.shape.group_heads
     for group in range(k.shape.head_groups):
-      out, lse = kernel.result(k, group)
+      out, lse = kernel.result(k, group, t.out_blocks.dtype)
       out = out.reshape(heads, k.shape.block_q, k.shape.group_size, out.shape[-1])
-      t.out_blocks[slot, pl.ds(group * heads, heads)] = out.astype(t.out_blocks.dtype)
+      t.out_blocks[slot, pl.ds(group * heads, heads)] = out
       t.lse_blocks[slot, group] = lse
     token_blocks.start_results(k, t, current, step, slot)
 

@@ -36,17 +36,12 @@ StartSome = Callable[[int, int], None]  # starts part i of n of the next transfe
 def start(k: KernelRefs) -> None:
   """Starts the running softmax of a step."""
   for ref, number in zip(k.running, (-jnp.inf, 0.0, 0.0)):
-    ref[_current(k)] = jnp.full(ref.shape[1:], number, jnp.float32)
+    ref[common.current(k)] = jnp.full(ref.shape[1:], number, jnp.float32)
 
 
 def result(k: KernelRefs, group: Index) -> online_softmax.Running:
   """Returns m_i [group_rows, 1], l_i [group_rows, 1] and acc [group_rows, E] of a head group."""
-  return online_softmax.Running(*(x[_current(k), group] for x in k.running))
-
-
-def _current(k: KernelRefs) -> jax.Array:
-  """Returns which of the two running softmaxes is that of the keys before the block."""
-  return k.counters[common.COMPUTED] & 1
+  return online_softmax.Running(*(x[common.current(k), group] for x in k.running))
 
 
 def update(k: KernelRefs, tile: TileIndex, start_some: StartSome | None = None) -> None:
@@ -112,7 +107,7 @@ def _update_groups(k: KernelRefs, block: KVBlock, visible: Callable[[Index], jax
         after = k.spec.update(after, scores, weighed, seen if piece is None else seen[:, piece],
                               modify, axis=1)
       for ref, x in zip(k.running, after):
-        ref[1 - _current(k), group] = x
+        ref[1 - common.current(k), group] = x
       for (scores, _), output in zip(pieces, found):
         total = scores.sum(1, keepdims=True) + output.sum(1, keepdims=True)
         nonfinite = nonfinite + (total - total)

@@ -4,115 +4,245 @@
 
   scores = K Q^T;  out^T = V^T P
 
-Several key heads form a group if the rows of one do not fill the lanes: products are then computed
-for all rows of the group, and each head keeps its own.
+As in the flash kernel, a block is computed by tiles, of which hidden ones are left out and only
+those that the mask cuts evaluate it; and weights are relative to a number that is 0 at first,
+whatever the scores, so that no score waits for the maximum of its row. Where a row's sum leaves the
+range in which that is as accurate as a maximum, the block is computed again for this row, relative
+to its maximum, which the row keeps. The result of a row depends on no other row, bit by bit.
 """
 
-import functools
-from typing import Any, Callable
+import collections
+from typing import Callable, NamedTuple
 
 import jax
 from jax.experimental import pallas as pl
 import jax.numpy as jnp
 
 from attn_core.kernels.common import online_softmax
-from attn_core.kernels.tpu.ragged import common, row_mods
-from attn_core.kernels.tpu.ragged.common import Index, KernelRefs, TileIndex
+from attn_core.kernels.common.online_softmax import Running
+from attn_core.kernels.tpu.flash.forward_step import NAIVE_TOTALS, TRACE
+from attn_core.kernels.tpu.ragged import common, row_mods, row_tiles
+from attn_core.kernels.tpu.ragged.common import Index, KernelRefs, TileIndex, TilePart
 from attn_core.kernels.tpu.ragged.kv_block import KVBlock
-from attn_core.kernels.tpu.ragged.kv_layout import LANES
+
+AHEAD = 3  # tiles whose scores are issued before they are used
+
+
+class _Step(NamedTuple):
+  """A block of keys for one head group."""
+
+  k: KernelRefs
+  tile: TileIndex
+  group: Index
+  key: jax.Array  # [block_kv, D]
+  value: jax.Array  # [block_kv, E]
+  nan_of_keys: jax.Array | None  # [block_kv, 1], NaN where a key or value is not finite; else 0
 
 
 def start(k: KernelRefs) -> None:
   """Starts the running softmax of a step."""
-  k.running.m_i[...] = jnp.full_like(k.running.m_i, -jnp.inf)
-  k.running.l_i[...] = jnp.zeros_like(k.running.l_i)
-  k.running.acc[...] = jnp.zeros_like(k.running.acc)
+  for ref in k.running:
+    ref[common.current(k)] = jnp.zeros(ref.shape[1:], jnp.float32)
+  k.counters[common.CAREFUL] = 0
 
 
-def result(k: KernelRefs, group: Index) -> online_softmax.Running:
+def result(k: KernelRefs, group: Index) -> Running:
   """Returns m_i [1, group_rows], l_i [1, group_rows] and acc [E, group_rows] of a head group."""
-  return online_softmax.Running(*(x[group] for x in k.running))
+  return Running(*(x[common.current(k), group] for x in k.running))
 
 
 def update(k: KernelRefs, tile: TileIndex) -> None:
   """Folds a block of keys into the running softmax of every head."""
-  shape, block = k.shape, tile.kv_block(k)
   # 1. Load the block.
-  finite = block.load_masked_words()
-  visible = functools.partial(common.visible, k, tile, axis=0)
-  update_groups = functools.partial(_update_groups, k, block, row_mods.modifier(k, tile, axis=0))
-  # 2. Fold it in, without a mask where all of it is visible, and with care where it is not finite.
-  all_visible = jnp.bool_(False)
-  if not shape.mask_rows and shape.group_rows > LANES:  # for fewer rows the mask costs nothing
-    all_visible = common.all_visible(k, tile)
-    pl.when(finite & all_visible)(lambda: update_groups(None, propagate_nan=False))
-  pl.when(finite & jnp.logical_not(all_visible))(
-      lambda: update_groups(visible, propagate_nan=False))
-  pl.when(jnp.logical_not(finite))(
-      lambda: update_groups(visible, propagate_nan=True))
+  block = tile.kv_block(k)
+  large = block.load_masked_words()
+  # 2. Fold it in as one of the usual patterns.
+  left = k.counters[common.CAREFUL] == 0
+  for case in row_tiles.cases(k.spec, k.shape):
+    matches = left if k.shape.mask_rows else left & case.matches(k, tile)
+    left = left & jnp.logical_not(matches)
+
+    @pl.when(matches)
+    def _(pattern: row_tiles.Pattern = case.pattern) -> None:
+      _for_each_group(k, lambda group: _fold_pattern(_load(k, tile, block, group), pattern))
+
+  # 3. Fold it in tile by tile if it is none, or with care if any of its numbers are large; and
+  # once more for rows whose sums have left their range.
+  left = left | (k.counters[common.CAREFUL] != 0)
+
+  @pl.when(left | _needs_care(k, large))
+  def _() -> None:
+    k.counters[common.CAREFUL] |= jnp.where(large[0, 0] == 0, 0, 1)
+    kinds = None if k.shape.mask_rows else row_tiles.kinds(k, tile)
+
+    @pl.loop(jnp.int32(0), jnp.int32(2))  # one piece of code for both
+    def _(attempt: jax.Array) -> None:
+      is_careful = k.counters[common.CAREFUL] != 0
+
+      @pl.when(is_careful | jnp.where(attempt == 0, left, _needs_care(k)))
+      def _() -> None:
+        _for_each_group(k, lambda group: _fold_tiles(
+            _load(k, tile, block, group, shields=True), kinds,
+            _failed(k, group) & (attempt > 0)))
 
 
-def _update_groups(k: KernelRefs, block: KVBlock, modifier: row_mods.Modifier,
-                   visible: Callable[[Index], jax.Array] | None, *, propagate_nan: bool) -> None:
-  """Folds a block into all heads; scores of the next head group are issued ahead.
+def _for_each_group(k: KernelRefs, fold: Callable[[Index], None]) -> None:
+  """Calls `fold` for every head group."""
+  if k.shape.head_groups == 1:
+    fold(0)
+  else:
+    pl.loop(jnp.int32(0), jnp.int32(k.shape.head_groups))(fold)
+
+
+def _load(k: KernelRefs, tile: TileIndex, block: KVBlock, group: Index, *,
+          shields: bool = False) -> _Step:
+  """Reads the keys and values of a head group.
 
   Args:
     k: the kernel.
-    block: keys and values.
-    modifier: see `row_mods.modifier`.
-    visible: maps a head group to bool [block_kv, group_rows]; None: all True.
-    propagate_nan: whether keys and values may be non-finite: queries that attend to them get NaN.
+    tile, block: of keys.
+    group: of heads.
+    shields: whether keys and values may be non-finite: queries that attend to them get NaN.
   """
-  size = 1 if propagate_nan else k.shape.unrolled_groups
-
-  def update_unrolled(first: Index) -> None:
-    groups = [first * size + i for i in range(size)]
-    issued = [_scores(k, block, groups[0], propagate_nan)]
-    for i, group in enumerate(groups):
-      if i + 1 < size:
-        issued.append(_scores(k, block, groups[i + 1], propagate_nan))
-      after = k.spec.update(result(k, group), *issued.pop(0),
-                            None if visible is None else visible(group), modifier(group),
-                            axis=0)
-      for ref, x in zip(k.running, after):
-        ref[group] = x
-
-  number = k.shape.head_groups // size
-  if number == 1:
-    update_unrolled(0)
-  else:
-    pl.loop(jnp.int32(0), jnp.int32(number))(update_unrolled)
+  key, value = (block.read(bool(odd), group, k.rows.dtype) for odd in range(2))
+  if not shields:
+    return _Step(k, tile, group, key, value, None)
+  zero_or_nan = lambda x: (x - x).astype(jnp.float32).sum(1, keepdims=True)
+  nan_of_keys = zero_or_nan(key) + zero_or_nan(value)
+  key, value = (jnp.where(nan_of_keys == 0, x, jnp.zeros((), x.dtype)) for x in (key, value))
+  return _Step(k, tile, group, key, value, nan_of_keys)
 
 
-def _scores(k: KernelRefs, block: KVBlock, group: Index,
-            propagate_nan: bool) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
-  """Computes the scores of a head group.
+# --- Tiles. --------------------------------------------------------------------------------------
 
-  Returns:
-    (scores [block_kv, group_rows], a function from their weights to V^T P [E, group_rows]).
+
+def _fold_pattern(step: _Step, pattern: row_tiles.Pattern) -> None:
+  """Folds in the tiles that a pattern shows; scores of the next ones are issued ahead."""
+  k = step.k
+  shown = [x for x in zip(row_tiles.parts(k.shape), pattern) if x[1]]
+  issued = collections.deque(_scores(step, part) for part, _ in shown[:AHEAD])
+  state: dict[int, Running] = {}
+  for n, (part, kind) in enumerate(shown):
+    if n + AHEAD < len(shown):
+      issued.append(_scores(step, shown[n + AHEAD][0]))
+    rows = part.rows
+    before = state.pop(rows.start, None) or _read(step, common.current(k), rows)
+    state[rows.start] = _folded(step, part, issued.popleft(), before, kind)
+    if n + 1 == len(shown) or shown[n + 1][0].rows != rows:
+      _write(step, rows, state.pop(rows.start))
+  for part in row_tiles.parts(k.shape):
+    if part.keys.start == 0 and not any(x.rows == part.rows for x, _ in shown):
+      _write(step, part.rows, _read(step, common.current(k), part.rows))
+
+
+def _fold_tiles(step: _Step, kinds: row_tiles.Kinds | None, failed: jax.Array) -> None:
+  """Folds in all visible tiles of a block, one after the other, with care.
+
+  Args:
+    step: the block and the head group.
+    kinds: which tiles are visible; None: all may be.
+    failed: bool [1, group_rows]: rows that are computed relative to their maximum.
   """
-  rows, heads, head_rows = k.rows[0, group], k.shape.group_heads, k.shape.head_rows
-  values: list[jax.Array] = []
-  scores: Any = None
-  row = common.row_numbers(k, 1)
-  own = [(row >= i * head_rows) & (row < (i + 1) * head_rows) for i in range(heads)]
-  for i in range(heads):
-    key, value = (block.read(bool(odd), group * heads + i, rows.dtype) for odd in range(2))
-    if propagate_nan:
-      zero_or_nan = lambda x: (x - x).astype(jnp.float32).sum(1, keepdims=True)
-      nan_of_keys = zero_or_nan(key) + zero_or_nan(value)
-      key, value = (jnp.where(nan_of_keys == 0, x, jnp.zeros((), x.dtype)) for x in (key, value))
-    found = common.dot(k, key, rows, 1)
-    found = found + nan_of_keys if propagate_nan else found
-    scores = found if scores is None else jnp.where(own[i], found, scores)
-    values.append(value)
+  k = step.k
+  for ref in k.running:
+    ref[1 - common.current(k), step.group] = ref[common.current(k), step.group]
+  for number, part in enumerate(row_tiles.parts(k.shape)):
+    @pl.when(True if kinds is None else jnp.logical_not(kinds.is_hidden(number)))
+    def _(part: TilePart = part) -> None:
+      before = _read(step, 1 - common.current(k), part.rows)
+      _write(step, part.rows, _folded_safely(step, part, before, failed[:, part.rows]))
 
-  def weigh(weights: jax.Array) -> jax.Array:
-    weights = weights.astype(rows.dtype)
-    output: Any = None
-    for i, value in enumerate(values):
-      found = common.dot(k, value, weights, 0, 0)
-      output = found if output is None else jnp.where(own[i], found, output)
-    return output
 
-  return scores, weigh
+def _read(step: _Step, buffer: Index, rows: slice) -> Running:
+  """Reads the softmax of some rows."""
+  return Running(*(x[buffer, step.group, :, rows] for x in step.k.running))
+
+
+def _write(step: _Step, rows: slice, running: Running) -> None:
+  """Writes the softmax of some rows after the block."""
+  for ref, x in zip(step.k.running, running):
+    ref[1 - common.current(step.k), step.group, :, rows] = x
+
+
+def _scores(step: _Step, part: TilePart) -> jax.Array:
+  """Computes K Q^T, [keys, rows]."""
+  rows = step.k.rows[0, step.group, part.rows]
+  if step.nan_of_keys is None:
+    return common.dot(step.k, step.key[part.keys], rows, 1)
+  return common.dot(step.k, step.key[part.keys], common.infinite_to_nan(rows), 1) + (
+      step.nan_of_keys[part.keys])
+
+
+def _logits(step: _Step, part: TilePart, scores: jax.Array) -> jax.Array:
+  """Returns the logits of scores without the factor `unit`, before the mask."""
+  logits = step.k.spec.logits(scores)
+  modify = row_mods.modifier(step.k, step.tile, 0, part)(step.group)
+  return logits if modify is None else modify(logits)
+
+
+def _weigh(step: _Step, part: TilePart, weights: jax.Array) -> jax.Array:
+  """Computes V^T P, [E, rows], of weights [keys, rows]."""
+  return common.dot(step.k, step.value[part.keys], weights.astype(step.k.rows.dtype), 0, 0)
+
+
+def _folded(step: _Step, part: TilePart, scores: jax.Array, before: Running,
+            kind: int) -> Running:
+  """Folds in one tile relative to `m_i`; rows that see any key get at least TRACE in l_i."""
+  logits = _logits(step, part, scores)
+  weights = jnp.exp2((logits - before.m_i) * step.k.spec.unit)
+  trace: jax.Array | float = TRACE
+  if kind == row_tiles.PARTIAL:
+    visible = common.visible(step.k, step.tile, step.group, axis=0, part=part)
+    weights = jnp.where(visible, weights, 0.0)
+    trace = jnp.where(common.sees_any(step.k, step.tile, part, visible), TRACE, 0.0)
+  after = online_softmax.add(before, weights, lambda x: _weigh(step, part, x), axis=0)
+  return after._replace(l_i=after.l_i + trace)
+
+
+def _folded_safely(step: _Step, part: TilePart, before: Running, failed: jax.Array) -> Running:
+  """Folds in one tile, relative to the maximum for rows that failed, as `_folded` for others.
+
+  The maximum is rounded up to a whole power of two, so that weights round in the same way.
+  """
+  unit = step.k.spec.unit
+  visible = common.visible(step.k, step.tile, step.group, axis=0, part=part)
+  logits = jnp.where(visible, _logits(step, part, _scores(step, part)), -jnp.inf)
+  # A row without a key has no number yet.
+  before = before._replace(m_i=jnp.where(failed & (before.l_i == 0), -jnp.inf, before.m_i))
+  above = lambda x: jnp.where(failed, jnp.ceil(x * unit) * (1 / unit), before.m_i)
+  after = online_softmax.update(before, logits, lambda x: _weigh(step, part, x),
+                                exp=lambda x: jnp.exp2(x * unit), above=above, axis=0)
+  sees = jnp.logical_not(failed) & common.sees_any(step.k, step.tile, part, visible)
+  return after._replace(m_i=jnp.where(after.l_i == 0, 0.0, after.m_i),
+                        l_i=after.l_i + jnp.where(sees, TRACE, 0.0))
+
+
+# --- Rows whose sums are out of range. -----------------------------------------------------------
+
+
+def _failed(k: KernelRefs, group: Index) -> jax.Array:
+  """Returns which rows of a head group, [1, group_rows], have failed in the block.
+
+  Their sum is out of range; or, in range, their acc is not finite, as values were large.
+  """
+  _, l_i, acc = (x[1 - common.current(k), group] for x in k.running)
+  return _out_of_range(l_i) | ((acc - acc).sum(0, keepdims=True) != 0) & (l_i == l_i)
+
+
+def _out_of_range(l_i: jax.Array) -> jax.Array:
+  """Returns which sums are out of range; those that are NaN are not, as nothing mends them."""
+  least, most = NAIVE_TOTALS
+  return (l_i > 0) & (l_i < least) | (l_i > most)
+
+
+def _needs_care(k: KernelRefs, large: jax.Array | None = None) -> jax.Array:
+  """Returns whether any sum is out of range after the block, or a number of it is large.
+
+  Args:
+    k: the kernel.
+    large: [1, 1], not 0 or NaN: some number is; None: none is.
+  """
+  found = _out_of_range(k.running.l_i[1 - common.current(k)])
+  found = jnp.where(found, 1.0, 0.0).sum(0).max(1, keepdims=True)
+  found = found if large is None else found + jnp.where(large == 0, 0.0, 1.0)
+  return found[0, 0] > 0
